@@ -1,0 +1,196 @@
+//! What a backend does: the floor on which [`KvCache`](crate::KvCache) stands.
+//!
+//! The CPU and wgpu implement it. Everything that decides (which page, which span, which split) is decided above, in
+//! [`plan`](crate::plan) and the cache; a backend stores and computes.
+
+use std::future::Future;
+
+use crate::Result;
+use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
+use crate::plan::{DecodePlan, ElementType, Elements, Page, RowLayout, TokenRange};
+
+/// Writes tokens of dense tensors into pages as one span.
+#[derive(Clone, Copy, Debug)]
+pub struct SpanWrite<'a> {
+    /// Where keys and values lie in their tensors; the same for both.
+    pub rows: RowLayout,
+    /// The tokens of the tensors to write.
+    pub tokens: TokenRange,
+    /// Pages to fill from their first slot on, `tokens / 128` rounded up.
+    pub pages: &'a [Page],
+    /// Slot for the span's ranges, where the format has them.
+    pub range_slot: usize,
+}
+
+/// Reads a span back as dense f32 rows `[kv_heads, tokens, head_dim]`.
+#[derive(Clone, Copy, Debug)]
+pub struct SpanRead<'a> {
+    /// Pages of the span.
+    pub pages: &'a [Page],
+    /// Tokens of the span.
+    pub tokens: usize,
+    /// Slot of the span's ranges, where the format has them.
+    pub range_slot: usize,
+}
+
+/// Puts one token into a page of an f16 store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TokenWrite {
+    /// Token of the dense tensors.
+    pub token: usize,
+    /// The page.
+    pub page: Page,
+    /// The slot within the page, 0..128.
+    pub slot: usize,
+}
+
+/// An element that cannot be stored.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct NonFinite {
+    /// Token of the tensor.
+    pub token: usize,
+    /// KV head.
+    pub kv_head: usize,
+    /// Channel.
+    pub channel: usize,
+    /// The element.
+    pub value: f32,
+}
+
+/// How the query enters the packed dot products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum QueryPrecision {
+    /// Two byte planes, 16 bits: the error of the query stays far below that of f16 keys.
+    #[default]
+    Int16,
+    /// One byte per channel: about twice the arithmetic rate where several query heads share a KV head, at an error of
+    /// about 1 % of the informative part of the output. An option, never a default.
+    Int8,
+}
+
+/// Options of one attend call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttendOptions {
+    /// Query precision where keys are packed and multiplied as integers. The CPU backend always uses the f32 query.
+    pub query: QueryPrecision,
+    /// Element type of the output.
+    pub output: ElementType,
+}
+
+impl Default for AttendOptions {
+    fn default() -> Self {
+        Self { query: QueryPrecision::Int16, output: ElementType::F32 }
+    }
+}
+
+/// A device that stores packed keys and values and attends to them.
+///
+/// A method that returns an error has changed nothing that a later call could see.
+pub trait Backend {
+    /// A dense array of f32 or f16 elements on the device.
+    type Tensor;
+    /// Pages and ranges of one segment format, in shards.
+    type Store;
+
+    /// The device, for people.
+    fn name(&self) -> String;
+
+    /// Copies elements to the device.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`](crate::Error::OutOfMemory) or [`Limit`](crate::Error::Limit) when they do not fit.
+    fn upload(&self, elements: Elements<'_>) -> impl Future<Output = Result<Self::Tensor>>;
+
+    /// Copies a tensor to the host as f32, waiting for the work that writes it.
+    ///
+    /// # Errors
+    /// [`DeviceLost`](crate::Error::DeviceLost).
+    fn download(&self, tensor: &Self::Tensor) -> impl Future<Output = Result<Vec<f32>>>;
+
+    /// Elements of a tensor.
+    fn elements(&self, tensor: &Self::Tensor) -> usize;
+
+    /// An empty store: no shards, no range slots.
+    ///
+    /// # Errors
+    /// When the format does not fit the shape or the device.
+    fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Self::Store>;
+
+    /// Most pages that one shard of such a store can hold on this device.
+    fn max_shard_pages(&self, shape: &AttentionShape, format: &SegmentFormat) -> u32;
+
+    /// Adds a shard of `pages` zeroed pages.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`](crate::Error::OutOfMemory); the store is as it was.
+    fn add_shard(&self, store: &mut Self::Store, pages: u32) -> impl Future<Output = Result<()>>;
+
+    /// Grows the span ranges to at least `slots` slots and keeps those there are.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`](crate::Error::OutOfMemory); the store is as it was.
+    fn reserve_ranges(&self, store: &mut Self::Store, slots: usize) -> impl Future<Output = Result<()>>;
+
+    /// Bytes that the store holds on the device: tiles, tile ranges and span ranges.
+    fn store_bytes(&self, store: &Self::Store) -> u64;
+
+    /// The first key or value, in token order, that is NaN, infinite or beyond ±65504.
+    ///
+    /// # Errors
+    /// [`Elements`](crate::Error::Elements) when the tensor is shorter than its layout says.
+    fn first_non_finite(
+        &self,
+        which: KeyOrValue,
+        tensor: &Self::Tensor,
+        rows: &RowLayout,
+        shape: &AttentionShape,
+    ) -> impl Future<Output = Result<Option<NonFinite>>>;
+
+    /// Kernel `quantize`: ranges, codes and ranges' storage of one span. The input must be finite.
+    ///
+    /// # Errors
+    /// When tensors, pages or slots do not fit the call.
+    fn quantize(
+        &self,
+        store: &mut Self::Store,
+        keys: &Self::Tensor,
+        values: &Self::Tensor,
+        write: SpanWrite<'_>,
+    ) -> Result<()>;
+
+    /// Kernel `append`: puts single tokens into open pages of an f16 store. The input must be finite.
+    ///
+    /// # Errors
+    /// When tensors, pages or slots do not fit the call, or the store is not f16.
+    fn append(
+        &self,
+        store: &mut Self::Store,
+        keys: &Self::Tensor,
+        values: &Self::Tensor,
+        rows: RowLayout,
+        writes: &[TokenWrite],
+    ) -> Result<()>;
+
+    /// Kernel `dequantize`: the stored keys and the stored values of a span as dense f32 rows
+    /// `[kv_heads, tokens, head_dim]`.
+    ///
+    /// # Errors
+    /// When pages or slots do not exist.
+    fn dequantize(&self, store: &Self::Store, read: SpanRead<'_>) -> Result<(Self::Tensor, Self::Tensor)>;
+
+    /// One decode step: `prepare_query`, `attend` (or `scores` and `weighted_values` where scores are calibrated) over
+    /// every segment, `merge_states`. Queries and output are `[sequences, query_heads, head_dim]`; scores are
+    /// `q·k / √head_dim`.
+    ///
+    /// `stores[i]` is the store that a segment plan names as `i`.
+    ///
+    /// # Errors
+    /// When the queries do not fit the plan or the device has no room for the output.
+    fn attend(
+        &self,
+        plan: &DecodePlan,
+        stores: &[&Self::Store],
+        queries: &Self::Tensor,
+        options: AttendOptions,
+    ) -> impl Future<Output = Result<Self::Tensor>>;
+}

@@ -1,0 +1,18 @@
+//! Formats as plain data and their exact meaning: what a code decodes to, and where it lies.
+
+mod affine;
+mod bits;
+mod calibration;
+mod shape;
+mod tensor_format;
+pub mod tile;
+
+pub use affine::CodeRange;
+pub use bits::Bits;
+pub use calibration::{Calibration, ScoreMap};
+pub use shape::{AttentionShape, HEAD_DIMS};
+pub use tensor_format::{AffineFormat, Grouping, KeyOrValue, SegmentFormat, TensorFormat};
+pub use tile::{Field, LAYOUT_VERSION, TileLayout};
+
+/// Tokens of a tile, and of a page.
+pub const TILE_TOKENS: usize = 128;

@@ -1,0 +1,214 @@
+//! How keys or values are stored: f16, or affine codes with their ranges.
+
+use std::fmt;
+
+use super::{AttentionShape, Bits, TILE_TOKENS};
+use crate::{Error, Result};
+
+/// Keys or values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum KeyOrValue {
+    /// The keys, packed along channels.
+    Key,
+    /// The values, packed along tokens.
+    Value,
+}
+
+impl fmt::Display for KeyOrValue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Key => "the key tensor",
+            Self::Value => "the value tensor",
+        })
+    }
+}
+
+/// Which elements of one KV head share a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Grouping {
+    /// One range per channel over all tokens of a span (CalibQuant).
+    Channel,
+    /// One range per channel and run of this many consecutive tokens: 32, 64 or 128 (KIVI keys).
+    ChannelTokens(usize),
+    /// One range per token over the whole head (SAW-INT4, TurboQuant).
+    Token,
+    /// One range per token and run of this many consecutive channels: a multiple of 4 that divides `head_dim`
+    /// (KIVI values).
+    TokenChannels(usize),
+}
+
+/// Affine codes of a fixed width.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AffineFormat {
+    /// Width of a code.
+    pub bits: Bits,
+    /// Which elements share a range.
+    pub grouping: Grouping,
+    /// Factor on the minimum and maximum before the scale is made, 0 < shrink ≤ 1. CalibQuant's published code
+    /// uses 0.5 for keys and 0.3 for values at 1 bit.
+    pub shrink: f32,
+}
+
+impl AffineFormat {
+    /// Codes of `bits` with unshrunk ranges.
+    pub const fn new(bits: Bits, grouping: Grouping) -> Self {
+        Self { bits, grouping, shrink: 1.0 }
+    }
+}
+
+/// How one tensor, keys or values, is stored.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum TensorFormat {
+    /// IEEE half precision.
+    F16,
+    /// Affine codes.
+    Affine(AffineFormat),
+}
+
+impl TensorFormat {
+    /// Bits of one stored element, without ranges.
+    pub const fn element_bits(&self) -> usize {
+        match self {
+            Self::F16 => 16,
+            Self::Affine(affine) => affine.bits.count() as usize,
+        }
+    }
+
+    /// The affine format, if this is one.
+    pub const fn affine(&self) -> Option<&AffineFormat> {
+        match self {
+            Self::F16 => None,
+            Self::Affine(affine) => Some(affine),
+        }
+    }
+
+    /// True if one f32 range per channel covers the whole span, so that it folds into the query or the output.
+    pub fn has_span_ranges(&self) -> bool {
+        self.affine().is_some_and(|a| a.grouping == Grouping::Channel)
+    }
+
+    /// Ranges stored beside each tile, f16 pairs in one word each; 0 if there are none.
+    ///
+    /// Order inside a tile: `[token group][channel]` for [`Grouping::ChannelTokens`], `[token]` for
+    /// [`Grouping::Token`], `[channel group][token]` for [`Grouping::TokenChannels`].
+    pub const fn ranges_per_tile(&self, head_dim: usize) -> usize {
+        match self {
+            Self::F16 => 0,
+            Self::Affine(affine) => match affine.grouping {
+                Grouping::Channel => 0,
+                Grouping::ChannelTokens(tokens) => TILE_TOKENS / tokens * head_dim,
+                Grouping::Token => TILE_TOKENS,
+                Grouping::TokenChannels(channels) => TILE_TOKENS * (head_dim / channels),
+            },
+        }
+    }
+
+    /// Where the range of an element lies among the ranges of its tile (see [`TensorFormat::ranges_per_tile`]).
+    pub const fn range_index(&self, head_dim: usize, token: usize, channel: usize) -> usize {
+        match self {
+            Self::F16 => 0,
+            Self::Affine(affine) => match affine.grouping {
+                Grouping::Channel => channel,
+                Grouping::ChannelTokens(tokens) => token / tokens * head_dim + channel,
+                Grouping::Token => token,
+                Grouping::TokenChannels(channels) => channel / channels * TILE_TOKENS + token,
+            },
+        }
+    }
+
+    fn check(&self, shape: &AttentionShape) -> Result<()> {
+        let Self::Affine(affine) = self else { return Ok(()) };
+        let reject = |reason: String| Err(Error::Format { format: self.to_string(), reason });
+        if !(affine.shrink > 0.0 && affine.shrink <= 1.0) {
+            return reject(format!("range shrink {} is outside 0 < shrink ≤ 1", affine.shrink));
+        }
+        match affine.grouping {
+            Grouping::ChannelTokens(tokens) if ![32, 64, 128].contains(&tokens) => {
+                reject(format!("groups of {tokens} tokens; a tile holds groups of 32, 64 or 128"))
+            }
+            Grouping::TokenChannels(channels)
+                if channels == 0 || channels % 4 != 0 || shape.head_dim() % channels != 0 =>
+            {
+                reject(format!(
+                    "groups of {channels} channels; a multiple of 4 that divides head_dim {} is needed",
+                    shape.head_dim()
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for TensorFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self::Affine(affine) = self else { return f.write_str("f16") };
+        write!(f, "{}-bit ", affine.bits)?;
+        match affine.grouping {
+            Grouping::Channel => f.write_str("per channel")?,
+            Grouping::ChannelTokens(tokens) => write!(f, "per channel and {tokens} tokens")?,
+            Grouping::Token => f.write_str("per token")?,
+            Grouping::TokenChannels(channels) => write!(f, "per token and {channels} channels")?,
+        }
+        if affine.shrink != 1.0 {
+            write!(f, ", ranges × {}", affine.shrink)?;
+        }
+        Ok(())
+    }
+}
+
+/// How a segment stores its keys and its values; the two choose independently.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SegmentFormat {
+    /// Format of the keys.
+    pub key: TensorFormat,
+    /// Format of the values.
+    pub value: TensorFormat,
+}
+
+impl SegmentFormat {
+    /// Keys and values in f16.
+    pub const F16: Self = Self { key: TensorFormat::F16, value: TensorFormat::F16 };
+
+    /// Keys and values as affine codes of one width, one range per channel over the span, as in CalibQuant
+    /// (arXiv 2502.14882, §3.1), without range shrinking.
+    pub const fn per_channel(bits: Bits) -> Self {
+        let format = TensorFormat::Affine(AffineFormat::new(bits, Grouping::Channel));
+        Self { key: format, value: format }
+    }
+
+    /// CalibQuant as published: [`SegmentFormat::per_channel`], and at 1 bit the ranges of keys multiplied by 0.5
+    /// and those of values by 0.3.
+    pub const fn calibquant(bits: Bits) -> Self {
+        let (key, value) = match bits {
+            Bits::One => (0.5, 0.3),
+            _ => (1.0, 1.0),
+        };
+        Self {
+            key: TensorFormat::Affine(AffineFormat { bits, grouping: Grouping::Channel, shrink: key }),
+            value: TensorFormat::Affine(AffineFormat { bits, grouping: Grouping::Channel, shrink: value }),
+        }
+    }
+
+    /// The format of keys or of values.
+    pub const fn tensor(&self, which: KeyOrValue) -> &TensorFormat {
+        match which {
+            KeyOrValue::Key => &self.key,
+            KeyOrValue::Value => &self.value,
+        }
+    }
+
+    /// Checks that heads of `shape` can be stored so.
+    ///
+    /// # Errors
+    /// [`Error::Format`] names the parameter that does not fit and what would.
+    pub fn check(&self, shape: &AttentionShape) -> Result<()> {
+        self.key.check(shape)?;
+        self.value.check(shape)
+    }
+}
+
+impl fmt::Display for SegmentFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.key == self.value { write!(f, "{}", self.key) } else { write!(f, "K {}, V {}", self.key, self.value) }
+    }
+}

@@ -1,0 +1,177 @@
+//! Dense tensors of keys, values and queries as callers hand them in.
+
+use half::f16;
+
+use crate::format::AttentionShape;
+use crate::{Error, Result};
+
+/// Element type of a dense tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ElementType {
+    /// 32-bit floats.
+    F32,
+    /// 16-bit floats, two to a word, the first in the low half.
+    F16,
+}
+
+impl ElementType {
+    /// Bytes of one element.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 => 2,
+        }
+    }
+}
+
+/// Elements of a dense tensor in host memory.
+#[derive(Clone, Copy, Debug)]
+pub enum Elements<'a> {
+    /// 32-bit floats.
+    F32(&'a [f32]),
+    /// 16-bit floats.
+    F16(&'a [f16]),
+}
+
+impl Elements<'_> {
+    /// Number of elements.
+    pub const fn len(&self) -> usize {
+        match self {
+            Self::F32(x) => x.len(),
+            Self::F16(x) => x.len(),
+        }
+    }
+
+    /// True if there are none.
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Their type.
+    pub const fn element_type(&self) -> ElementType {
+        match self {
+            Self::F32(_) => ElementType::F32,
+            Self::F16(_) => ElementType::F16,
+        }
+    }
+
+    /// Element `i` as f32.
+    ///
+    /// # Panics
+    /// If `i` is out of range, like indexing a slice.
+    pub fn get(&self, i: usize) -> f32 {
+        match self {
+            Self::F32(x) => x[i],
+            Self::F16(x) => x[i].to_f32(),
+        }
+    }
+}
+
+impl<'a> From<&'a [f32]> for Elements<'a> {
+    fn from(x: &'a [f32]) -> Self {
+        Self::F32(x)
+    }
+}
+
+impl<'a> From<&'a [f16]> for Elements<'a> {
+    fn from(x: &'a [f16]) -> Self {
+        Self::F16(x)
+    }
+}
+
+/// A run of tokens, `start .. end`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct TokenRange {
+    start: usize,
+    end: usize,
+}
+
+impl TokenRange {
+    /// Checks and makes a range.
+    ///
+    /// # Errors
+    /// [`Error::NoTokens`] when `end` is not after `start`.
+    pub fn new(start: usize, end: usize) -> Result<Self> {
+        if end <= start {
+            return Err(Error::NoTokens { what: "token range", hint: "the end must lie after the start" });
+        }
+        Ok(Self { start, end })
+    }
+
+    /// First token.
+    pub const fn start(&self) -> usize {
+        self.start
+    }
+
+    /// One past the last token.
+    pub const fn end(&self) -> usize {
+        self.end
+    }
+
+    /// Number of tokens, at least 1.
+    #[expect(clippy::len_without_is_empty, reason = "a range is never empty")]
+    pub const fn len(&self) -> usize {
+        self.end - self.start
+    }
+}
+
+/// Where the rows of `[tokens, kv_heads, head_dim]` keys or values lie in a dense tensor, in elements. Channels of a
+/// row are contiguous.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowLayout {
+    /// Tokens in the tensor.
+    pub tokens: usize,
+    /// Elements from one token to the next.
+    pub token_stride: usize,
+    /// Elements from one KV head to the next.
+    pub head_stride: usize,
+}
+
+impl RowLayout {
+    /// `[tokens, kv_heads, head_dim]`, as most engines hold the output of the K and V projections.
+    pub const fn token_major(tokens: usize, shape: &AttentionShape) -> Self {
+        Self { tokens, token_stride: shape.kv_heads() * shape.head_dim(), head_stride: shape.head_dim() }
+    }
+
+    /// `[kv_heads, tokens, head_dim]`, as PyTorch caches hold them.
+    pub const fn head_major(tokens: usize, shape: &AttentionShape) -> Self {
+        Self { tokens, token_stride: shape.head_dim(), head_stride: tokens * shape.head_dim() }
+    }
+
+    /// Index of the first channel of a row.
+    pub const fn row(&self, token: usize, kv_head: usize) -> usize {
+        token * self.token_stride + kv_head * self.head_stride
+    }
+
+    /// Elements that a tensor needs to hold all rows.
+    pub const fn elements_needed(&self, shape: &AttentionShape) -> usize {
+        if self.tokens == 0 { 0 } else { self.row(self.tokens - 1, shape.kv_heads() - 1) + shape.head_dim() }
+    }
+
+    /// Checks that a tensor of `elements` elements holds all rows.
+    ///
+    /// # Errors
+    /// [`Error::NoTokens`] or [`Error::Elements`].
+    pub fn check(&self, what: &'static str, elements: usize, shape: &AttentionShape) -> Result<()> {
+        if self.tokens == 0 {
+            return Err(Error::NoTokens { what, hint: "pass at least one token" });
+        }
+        let expected = self.elements_needed(shape);
+        if elements < expected {
+            return Err(Error::Elements {
+                what,
+                given: elements,
+                expected,
+                shape: format!(
+                    "{} tokens × {} KV heads × {} channels (token stride {}, head stride {})",
+                    self.tokens,
+                    shape.kv_heads(),
+                    shape.head_dim(),
+                    self.token_stride,
+                    self.head_stride
+                ),
+            });
+        }
+        Ok(())
+    }
+}
