@@ -5,6 +5,8 @@ pub mod backend;
 mod error;
 pub mod format;
 pub mod plan;
+#[cfg(feature = "wgpu")]
+pub mod wgpu;
 
 pub use backend::Backend;
 pub use error::{Error, Result};
