@@ -27,19 +27,10 @@ fn store_and_pages(backend: &Wgpu, case: &Case) -> (Store, Vec<Page>) {
     block_on(backend.add_shard(&mut store, needed + 1)).unwrap();
     block_on(backend.add_shard(&mut store, needed)).unwrap();
     block_on(backend.reserve_ranges(&mut store, SLOT + 2)).unwrap();
-    let page = |i: u32| Page { shard: u32::from(i % 3 == 1), index: (i * 2 + 1) % (needed | 1) };
-    let mut pages: Vec<Page> = (0..needed).map(page).collect();
-    pages.sort_by_key(|page| (page.shard, page.index));
-    pages.dedup();
-    if pages.len() != needed as usize {
-        pages = (0..needed).map(|index| Page { shard: 0, index: needed - index }).collect();
-    }
-    pages.reverse();
+    // Backwards through both shards in turns.
+    let page = |i: u32| Page { shard: i % 2, index: needed - 1 - i / 2 };
+    let pages: Vec<Page> = (0..needed).map(page).collect();
     (store, pages)
-}
-
-fn tile<'a>(words: &'a [u32], per_tile: usize, kv_heads: usize, page: &Page, kv_head: usize) -> &'a [u32] {
-    &words[(page.index as usize * kv_heads + kv_head) * per_tile..][..per_tile]
 }
 
 fn check(case: &Case) {
@@ -54,48 +45,73 @@ fn check(case: &Case) {
     let decoded = backend.dequantize(&store, read).unwrap();
     for (which, rows, decoded) in [(KeyOrValue::Key, &keys, &decoded.0), (KeyOrValue::Value, &values, &decoded.1)] {
         let decoded = block_on(backend.download(decoded)).unwrap();
+        let stored = Stored::new(&backend, &store, which);
         for kv_head in 0..case.shape.kv_heads() {
-            let format = case.format.tensor(which);
-            let expected = pack(&case.shape, format, which, (rows, &case.tokens, kv_head));
-            compare_stored(&backend, (&store, which), &pages, kv_head, &expected);
+            let expected = pack(&case.shape, &stored.format, which, (rows, &case.tokens, kv_head));
+            stored.compare(&pages, kv_head, &expected);
             let of_head = &decoded[kv_head * expected.decoded.len()..][..expected.decoded.len()];
             let at = of_head.iter().zip(&expected.decoded).position(|(a, b)| a.to_bits() != b.to_bits());
-            assert_eq!(at.map(|i| (i, of_head[i], expected.decoded[i])), None, "{which} {format} decoded");
+            assert_eq!(at.map(|i| (i, of_head[i], expected.decoded[i])), None, "{which} {} decoded", stored.format);
         }
     }
 }
 
-fn compare_stored(
-    backend: &Wgpu,
-    (store, which): (&Store, KeyOrValue),
-    pages: &[Page],
-    kv_head: usize,
-    expected: &Packed,
-) {
-    let kv_heads = store.shape().kv_heads();
-    let format = store.format().tensor(which);
-    if format.has_span_ranges() {
-        let ranges = words(backend, store.span_ranges_buffer(which).unwrap());
-        let head_dim = store.shape().head_dim();
-        let stored = &ranges[(SLOT * kv_heads + kv_head) * head_dim * 2..][..head_dim * 2];
-        let wanted: Vec<u32> =
-            expected.span_ranges.iter().flat_map(|range| [range.scale.to_bits(), range.min.to_bits()]).collect();
-        assert_eq!(stored, wanted, "{which} {format} span ranges");
-    }
-    for (i, page) in pages.iter().enumerate() {
-        let compare = |part: StorePart, expected: &[u32]| {
-            let per_tile = expected.len() / pages.len();
-            let stored = words(backend, store.shard_buffer(page.shard, part).unwrap());
-            let stored = tile(&stored, per_tile, kv_heads, page, kv_head);
-            let wanted = &expected[i * per_tile..][..per_tile];
-            let at = stored.iter().zip(wanted).position(|(a, b)| a != b);
-            let differ = at.map(|at| format!("word {at} is {:#x}, not {:#x}", stored[at], wanted[at]));
-            assert_eq!(differ, None, "{part:?} {format} tile {i}");
+/// The words of a store, keys or values.
+struct Stored {
+    which: KeyOrValue,
+    format: TensorFormat,
+    kv_heads: usize,
+    head_dim: usize,
+    /// By shard.
+    tiles: Vec<Vec<u32>>,
+    tile_ranges: Vec<Vec<u32>>,
+    span_ranges: Vec<u32>,
+}
+
+impl Stored {
+    fn new(backend: &Wgpu, store: &Store, which: KeyOrValue) -> Self {
+        let format = *store.format().tensor(which);
+        let of_shards = |part| {
+            let shards = 0..store.shards() as u32;
+            shards.map(|shard| words(backend, store.shard_buffer(shard, part).unwrap())).collect()
         };
-        if !expected.tile_ranges.is_empty() {
-            compare(StorePart::ranges(which), &expected.tile_ranges);
+        let has_tile_ranges = format.ranges_per_tile(store.shape().head_dim()) > 0;
+        Self {
+            which,
+            format,
+            kv_heads: store.shape().kv_heads(),
+            head_dim: store.shape().head_dim(),
+            tiles: of_shards(StorePart::tiles(which)),
+            tile_ranges: if has_tile_ranges { of_shards(StorePart::ranges(which)) } else { Vec::new() },
+            span_ranges: match format.has_span_ranges() {
+                true => words(backend, store.span_ranges_buffer(which).unwrap()),
+                false => Vec::new(),
+            },
         }
-        compare(StorePart::tiles(which), &expected.tiles);
+    }
+
+    fn compare(&self, pages: &[Page], kv_head: usize, expected: &Packed) {
+        if self.format.has_span_ranges() {
+            let words = self.head_dim * 2;
+            let stored = &self.span_ranges[(SLOT * self.kv_heads + kv_head) * words..][..words];
+            let wanted = expected.span_ranges.iter().flat_map(|range| [range.scale.to_bits(), range.min.to_bits()]);
+            assert_eq!(stored, wanted.collect::<Vec<u32>>(), "{} {} span ranges", self.which, self.format);
+        }
+        for (i, page) in pages.iter().enumerate() {
+            let compare = |what: &str, shards: &[Vec<u32>], expected: &[u32]| {
+                let per_tile = expected.len() / pages.len();
+                let tile = page.index as usize * self.kv_heads + kv_head;
+                let stored = &shards[page.shard as usize][tile * per_tile..][..per_tile];
+                let wanted = &expected[i * per_tile..][..per_tile];
+                let at = stored.iter().zip(wanted).position(|(a, b)| a != b);
+                let differ = at.map(|at| format!("word {at} is {:#x}, not {:#x}", stored[at], wanted[at]));
+                assert_eq!(differ, None, "{what} of {} {}, tile {i}", self.which, self.format);
+            };
+            if !expected.tile_ranges.is_empty() {
+                compare("ranges", &self.tile_ranges, &expected.tile_ranges);
+            }
+            compare("codes", &self.tiles, &expected.tiles);
+        }
     }
 }
 
@@ -181,7 +197,7 @@ fn rounding_is_that_of_the_format() {
             backend.quantize(&mut store, &keys.tensor, &keys.tensor, write).unwrap();
             for which in [KeyOrValue::Key, KeyOrValue::Value] {
                 let expected = pack(&shape, format.tensor(which), which, (&keys, &tokens, 0));
-                compare_stored(&backend, (&store, which), &pages, 0, &expected);
+                Stored::new(&backend, &store, which).compare(&pages, 0, &expected);
             }
         }
     }
@@ -206,7 +222,7 @@ fn tensors_at_any_offset_are_read() {
     backend.quantize(&mut store, &part.tensor, &part.tensor, write).unwrap();
     for which in [KeyOrValue::Key, KeyOrValue::Value] {
         let expected = pack(&shape, store.format().tensor(which), which, (&part, &tokens, 0));
-        compare_stored(&backend, (&store, which), &pages, 0, &expected);
+        Stored::new(&backend, &store, which).compare(&pages, 0, &expected);
     }
 }
 
