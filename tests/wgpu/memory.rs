@@ -95,8 +95,8 @@ fn without_room() {
     let error = loop {
         let held = (hoard.shards(), hoard.bytes());
         assert!(held.0 < 100, "the limit was never reached");
-        let pages = hoard.max_shard_pages();
-        if let Err(error) = block_on(backend.add_shard(&mut hoard, pages)) {
+        // 64 MiB of keys and as much of values.
+        if let Err(error) = block_on(backend.add_shard(&mut hoard, 256)) {
             assert_eq!(held, (hoard.shards(), hoard.bytes()));
             break error;
         }
