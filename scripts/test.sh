@@ -126,8 +126,9 @@ validation_is_on() { # driver
         swiftshader) name=SwiftShader ;;
         system) name= ;;
     esac
-    on "$1" cargo test --locked --test gpu_validation -- --ignored --nocapture --exact a_broken_rule_is_reported \
-        >"$log" 2>&1 || {
+    # --workspace, or cargo would unite the features of fewer crates and build everything anew.
+    on "$1" cargo test --locked --workspace --test gpu_validation -- \
+        --ignored --nocapture --exact a_broken_rule_is_reported >"$log" 2>&1 || {
         cat "$log"
         return 1
     }
