@@ -7,6 +7,11 @@ DEMO_DATA := data/smollm2_kv.safetensors
 DEMO_EVAL := eval $(DEMO_DATA)
 DEMO_BENCH := bench --quick $(DEMO_DATA)
 
+# Without a display, Mesa's device-select layer prints errors about the display it does not find.
+ifndef XDG_RUNTIME_DIR
+export NODEVICE_SELECT := 1
+endif
+
 .PHONY: help demo test fmt docs
 
 help: ## list the commands
