@@ -1,6 +1,5 @@
 //! Buffers: created, filled and read back, with typed errors.
 
-use futures::FutureExt;
 use futures::channel::oneshot;
 
 use super::guard::{self, Request};
@@ -66,7 +65,7 @@ pub(crate) async fn read(
     let submission = guard::submit(device, queue, "kvpack download", |encoder| {
         encoder.copy_buffer_to_buffer(buffer, offset, &staging, 0, size);
     })?;
-    let (sender, mut receiver) = oneshot::channel();
+    let (sender, receiver) = oneshot::channel();
     guard::captured_now(device, Request::call("mapping of a download"), || {
         staging.map_async(wgpu::MapMode::Read, .., move |mapped| {
             // The receiver is gone only if its future was dropped, and then nobody wants the answer.
@@ -74,12 +73,10 @@ pub(crate) async fn read(
         });
     })?;
     guard::wait(device, submission)?;
-    // Natively the callback has run; a lost device may never run it.
-    let mapped = match cfg!(target_family = "wasm") {
-        true => receiver.await.ok(),
-        false => (&mut receiver).now_or_never().and_then(std::result::Result::ok),
-    };
-    if !matches!(mapped, Some(Ok(()))) {
+    // The callback has run, or is about to run on another thread that polled at the same time; one that is dropped
+    // cancels the channel.
+    let mapped = receiver.await;
+    if !matches!(mapped, Ok(Ok(()))) {
         return Err(guard::lost());
     }
     let view = staging.get_mapped_range(..).map_err(|error| Error::Gpu { message: error.to_string() })?;
