@@ -1,1 +1,14 @@
-fn main() {}
+//! The `kvpack` command.
+
+mod adapters;
+mod commands;
+mod outcome;
+mod print;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+fn main() -> ExitCode {
+    outcome::exit_code(commands::Command::parse().run())
+}

@@ -1,0 +1,46 @@
+//! How tables, numbers and JSON are printed.
+
+use std::io::Write;
+
+use comfy_table::{CellAlignment, Table, presets};
+
+/// A table of names and values, indented.
+pub fn facts() -> Table {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING);
+    table
+}
+
+/// A table with a header line; the first `texts` columns are left-aligned, the others right-aligned.
+pub fn results(header: &[&str], texts: usize) -> Table {
+    let mut table = Table::new();
+    table.load_preset(presets::UTF8_HORIZONTAL_ONLY).set_header(header);
+    for column in table.column_iter_mut().skip(texts) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table
+}
+
+/// Bytes with a binary unit.
+pub fn bytes(count: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = count as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < units.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    let digits = if value.fract() == 0.0 { 0 } else { 1 };
+    format!("{value:.digits$} {}", units[unit])
+}
+
+/// Pretty JSON on standard output.
+///
+/// # Errors
+/// When standard output is closed.
+pub fn json(value: &impl serde::Serialize) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    serde_json::to_writer_pretty(&mut out, value)?;
+    writeln!(out)?;
+    Ok(())
+}
