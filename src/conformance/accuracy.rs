@@ -12,6 +12,12 @@ pub(super) struct Expected {
 }
 
 impl Expected {
+    /// Adds the heads of `other` after its own.
+    pub(super) fn extend(&mut self, other: Self) {
+        self.outputs.extend(other.outputs);
+        self.mean_values.extend(other.mean_values);
+    }
+
     /// The errors of `got`, laid out as the outputs.
     pub(super) fn error_of(&self, got: &[f32], head_dim: usize) -> OutputError {
         let (mut error, mut output, mut informative, mut worst_head) = (0.0, 0.0, 0.0, 0.0f64);

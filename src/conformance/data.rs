@@ -1,8 +1,9 @@
 //! The keys, values and queries of a case, from its seed.
 
 use half::f16;
+use rayon::prelude::*;
 
-use super::{Case, DataKind, RowOrder, SinkPlace};
+use super::{Case, DataKind, InputLayout, RowOrder, SinkPlace};
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, Elements, RowLayout};
 
@@ -43,6 +44,23 @@ impl HostTensor {
     }
 }
 
+/// What the data of one sequence depend on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DataRecipe {
+    /// Heads of the layer.
+    pub shape: AttentionShape,
+    /// Tokens of the sequence, at least 1.
+    pub tokens: usize,
+    /// What keys and values look like.
+    pub kind: DataKind,
+    /// Where the sink lies.
+    pub sink: SinkPlace,
+    /// How keys and values lie in their tensors.
+    pub input: InputLayout,
+    /// The same seed gives the same data.
+    pub seed: u64,
+}
+
 /// The dense tensors of one sequence.
 #[derive(Clone, Debug)]
 pub struct SequenceData {
@@ -52,48 +70,67 @@ pub struct SequenceData {
     pub keys: HostTensor,
     /// The values.
     pub values: HostTensor,
-    /// One query per query head, `[query_heads, head_dim]`.
+    /// One query per query head, `[query_heads, head_dim]`, already rounded to the element type of the input.
     pub queries: Vec<f32>,
 }
 
 /// The data of every sequence of a case, the same on every run.
 pub fn sequences(case: &Case) -> Vec<SequenceData> {
-    (0..case.sequences.len()).map(|sequence| SequenceData::new(case, sequence)).collect()
+    let recipe = |sequence| DataRecipe {
+        shape: case.shape,
+        tokens: case.tokens(sequence),
+        kind: case.data,
+        sink: case.sink,
+        input: case.input,
+        seed: case.seed.wrapping_mul(1 << 32).wrapping_add(sequence as u64),
+    };
+    (0..case.sequences.len()).map(|sequence| SequenceData::new(&recipe(sequence))).collect()
 }
 
 impl SequenceData {
-    /// The data of one sequence of a case.
-    fn new(case: &Case, sequence: usize) -> Self {
-        let mut random = Random::new(case.seed.wrapping_mul(0x9e37_79b9).wrapping_add(sequence as u64));
-        let (shape, tokens) = (&case.shape, case.tokens(sequence));
-        let sink = match case.sink {
-            SinkPlace::First => 0,
-            SinkPlace::Middle => tokens / 2,
-            SinkPlace::Last => tokens - 1,
-        };
-        let mut keys = Vec::with_capacity(shape.kv_heads() * tokens * shape.head_dim());
-        let mut values = keys.clone();
-        let mut queries = Vec::with_capacity(shape.query_heads() * shape.head_dim());
-        for kv_head in 0..shape.kv_heads() {
-            let channels = Channels::new(case.data, shape.head_dim(), &mut random);
-            let group = Group::new(&channels, kv_head, shape, &mut random);
-            let mut head_keys = channels.rows(tokens, &mut random);
-            group.plant_sink(&mut head_keys, sink, &channels);
-            keys.extend(head_keys);
-            values.extend(Channels::new(case.data, shape.head_dim(), &mut random).rows(tokens, &mut random));
-            queries.extend(group.queries);
-        }
-        let (keys, rows) = in_order(case.input.order, keys, tokens, shape);
-        let (values, _) = in_order(case.input.order, values, tokens, shape);
-        if case.input.elements == ElementType::F16 {
+    /// The data of one sequence.
+    pub fn new(recipe: &DataRecipe) -> Self {
+        let (shape, tokens) = (&recipe.shape, recipe.tokens);
+        let heads: Vec<HeadData> =
+            (0..shape.kv_heads()).into_par_iter().map(|kv_head| HeadData::new(recipe, kv_head)).collect();
+        let joined = |part: fn(&HeadData) -> &Vec<f32>| heads.iter().flat_map(part).copied().collect::<Vec<f32>>();
+        let (keys, rows) = in_order(recipe.input.order, joined(|head| &head.keys), tokens, shape);
+        let (values, _) = in_order(recipe.input.order, joined(|head| &head.values), tokens, shape);
+        let mut queries = joined(|head| &head.queries);
+        if recipe.input.elements == ElementType::F16 {
             queries.iter_mut().for_each(|q| *q = f16::from_f32(*q).to_f32());
         }
         Self {
             rows,
-            keys: HostTensor::new(case.input.elements, keys),
-            values: HostTensor::new(case.input.elements, values),
+            keys: HostTensor::new(recipe.input.elements, keys),
+            values: HostTensor::new(recipe.input.elements, values),
             queries,
         }
+    }
+}
+
+/// The data of one KV head and of the query heads that read it.
+struct HeadData {
+    keys: Vec<f32>,
+    values: Vec<f32>,
+    queries: Vec<f32>,
+}
+
+impl HeadData {
+    fn new(recipe: &DataRecipe, kv_head: usize) -> Self {
+        let mut random = Random::new(recipe.seed ^ (kv_head as u64) << 16);
+        let (head_dim, tokens) = (recipe.shape.head_dim(), recipe.tokens);
+        let channels = Channels::new(recipe.kind, head_dim, &mut random);
+        let group = Group::new(&channels, kv_head, &recipe.shape, &mut random);
+        let mut keys = channels.rows(tokens, &mut random);
+        let sink = match recipe.sink {
+            SinkPlace::First => 0,
+            SinkPlace::Middle => tokens / 2,
+            SinkPlace::Last => tokens - 1,
+        };
+        group.plant_sink(&mut keys, sink, &channels);
+        let values = Channels::new(recipe.kind, head_dim, &mut random).rows(tokens, &mut random);
+        Self { keys, values, queries: group.queries }
     }
 }
 

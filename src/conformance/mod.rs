@@ -11,6 +11,7 @@
 mod accuracy;
 mod case;
 mod data;
+mod decode;
 mod reference;
 mod registry;
 mod report;
@@ -18,7 +19,8 @@ mod run;
 mod stored;
 
 pub use case::{Case, DataKind, Fill, InputLayout, Paging, RowOrder, SegmentCase, SinkPlace, SpanCase};
-pub use data::{HostTensor, SINK_NATS, SequenceData, sequences};
+pub use data::{DataRecipe, HostTensor, SINK_NATS, SequenceData, sequences};
+pub use decode::{DecodeData, DecodeShape, Workload, decode_formats, decode_shapes};
 pub use registry::cases;
 pub use report::{Failure, Limits, Mismatch, OutputError, Report};
 pub use run::run_case;

@@ -1,6 +1,5 @@
 //! Runs one case on one backend.
 
-use super::accuracy::Expected;
 use super::data::{self, HostTensor, SequenceData};
 use super::reference;
 use super::report::{Failure, Limits, Mismatch, Report};
@@ -40,7 +39,7 @@ pub async fn run_case<B: Backend>(backend: &B, case: &Case) -> Result<Report> {
     let output = backend.attend(&plan, &stores, &queries, case.options).await?;
     let output = backend.download(&output).await?;
 
-    let expected: Expected = reference::expected(case, &data, &spans);
+    let expected = reference::of_case(case, &data, &spans)?;
     let error = expected.error_of(&output, case.shape.head_dim());
     let limits = Limits::new(case.options.query);
     failures.extend(expected.failures(&output, &error, &limits));
