@@ -32,9 +32,10 @@ impl CodeRange {
     }
 
     /// The same range with scale and minimum rounded to f16, as tile ranges are stored. A scale that is subnormal
-    /// in f16 becomes 0, because some GPUs flush it.
+    /// in f16 becomes 0, because some GPUs flush it; one beyond f16 (1-bit codes of elements near both ends of the
+    /// range of f16) becomes the largest f16.
     pub fn rounded_to_f16(self) -> Self {
-        let scale = half::f16::from_f32(self.scale);
+        let scale = half::f16::from_f32(self.scale.min(half::f16::MAX.to_f32()));
         let scale = if scale < half::f16::MIN_POSITIVE { 0.0 } else { scale.to_f32() };
         Self { scale, min: half::f16::from_f32(self.min).to_f32() }
     }
@@ -100,6 +101,13 @@ mod tests {
             assert_eq!(range.encode(-3.25, bits), 0);
             assert_eq!(range.decode(0), -3.25);
         }
+    }
+
+    #[test]
+    fn the_widest_range_stays_finite_in_f16() {
+        let range = CodeRange::new(-65504.0, 65504.0, 1.0, Bits::One).rounded_to_f16();
+        assert_eq!((range.encode(-65504.0, Bits::One), range.encode(65504.0, Bits::One)), (0, 1));
+        assert!(range.decode(0).is_finite() && range.decode(1).is_finite());
     }
 
     proptest! {

@@ -4,6 +4,7 @@ mod affine;
 mod bits;
 mod calibration;
 mod shape;
+mod sizes;
 mod tensor_format;
 pub mod tile;
 
