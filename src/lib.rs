@@ -2,6 +2,7 @@
 #![warn(missing_docs)]
 
 pub mod backend;
+pub mod conformance;
 pub mod cpu;
 mod error;
 pub mod format;

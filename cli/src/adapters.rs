@@ -64,7 +64,9 @@ pub fn all() -> Result<Vec<wgpu::Adapter>> {
     let backends = wgpu::Backends::from_env().unwrap_or(wgpu::Backends::all());
     if backends.is_empty() {
         let given = std::env::var("WGPU_BACKEND").unwrap_or_default();
-        bail!("WGPU_BACKEND is '{given}', which names no graphics interface; use vulkan, metal, dx12 or gl, or unset it");
+        bail!(
+            "WGPU_BACKEND is '{given}', which names no graphics interface; use vulkan, metal, dx12 or gl, or unset it"
+        );
     }
     let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
     let mut adapters = pollster::block_on(instance.enumerate_adapters(backends));

@@ -1,7 +1,9 @@
 //! The `kvpack` command.
 
 mod adapters;
+mod backend;
 mod commands;
+mod dump;
 mod outcome;
 mod print;
 

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::{CellAlignment, Table, TableComponent, presets};
 
 /// A table of names and values, indented.
 pub fn facts() -> Table {
@@ -14,7 +14,8 @@ pub fn facts() -> Table {
 /// A table with a header line; the first `texts` columns are left-aligned, the others right-aligned.
 pub fn results(header: &[&str], texts: usize) -> Table {
     let mut table = Table::new();
-    table.load_preset(presets::UTF8_HORIZONTAL_ONLY).set_header(header);
+    table.load_preset(presets::NOTHING).set_header(header);
+    table.set_style(TableComponent::HeaderLines, '─').set_style(TableComponent::MiddleHeaderIntersections, '─');
     for column in table.column_iter_mut().skip(texts) {
         column.set_cell_alignment(CellAlignment::Right);
     }
@@ -43,4 +44,15 @@ pub fn json(value: &impl serde::Serialize) -> anyhow::Result<()> {
     serde_json::to_writer_pretty(&mut out, value)?;
     writeln!(out)?;
     Ok(())
+}
+
+/// A fraction as a percentage with two or three significant digits.
+pub fn percent(fraction: f64) -> String {
+    let value = fraction * 100.0;
+    match value {
+        10.0.. => format!("{value:.1} %"),
+        0.1.. => format!("{value:.2} %"),
+        0.001.. => format!("{value:.4} %"),
+        _ => format!("{value:.1e} %"),
+    }
 }

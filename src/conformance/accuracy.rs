@@ -40,7 +40,8 @@ impl Expected {
         if let Some(index) = got.iter().position(|x| !x.is_finite()) {
             return vec![Failure::OutputNotFinite { index }];
         }
-        let judged = [("output NMSE", error.nmse, limits.nmse), ("worst head's NMSE", error.worst_head, limits.worst_head)];
+        let judged =
+            [("output NMSE", error.nmse, limits.nmse), ("worst head's NMSE", error.worst_head, limits.worst_head)];
         judged
             .into_iter()
             .filter(|(_, error, limit)| !(error <= limit))
@@ -64,7 +65,10 @@ mod tests {
 
     #[test]
     fn exact_outputs_have_no_error() {
-        assert_eq!(expected().error_of(&[3.0, 4.0, 1.0, 0.0], 2), OutputError { informative: Some(0.0), ..OutputError::default() });
+        assert_eq!(
+            expected().error_of(&[3.0, 4.0, 1.0, 0.0], 2),
+            OutputError { informative: Some(0.0), ..OutputError::default() }
+        );
     }
 
     #[test]

@@ -133,7 +133,13 @@ impl<B: Backend> Workload<B> {
     ///
     /// # Errors
     /// When the copies do not fit the device.
-    pub async fn new(backend: &B, data: &DecodeData<B>, format: SegmentFormat, bytes: u64, split: Split) -> Result<Self> {
+    pub async fn new(
+        backend: &B,
+        data: &DecodeData<B>,
+        format: SegmentFormat,
+        bytes: u64,
+        split: Split,
+    ) -> Result<Self> {
         let decode = &data.decode;
         let copies = bytes.div_ceil(decode.code_bytes(&format)).max(1) as usize;
         let spans_needed = copies * decode.sequences;

@@ -105,8 +105,7 @@ fn mixed_keys_and_values() -> Vec<Case> {
 
 /// Lengths around words, tiles and work items.
 fn lengths() -> Vec<Case> {
-    let formats =
-        [SegmentFormat::F16, SegmentFormat::per_channel(Bits::Four), SegmentFormat::calibquant(Bits::One)];
+    let formats = [SegmentFormat::F16, SegmentFormat::per_channel(Bits::Four), SegmentFormat::calibquant(Bits::One)];
     let mut cases = Vec::new();
     for format in formats {
         let name = |what: &str| format!("length-{what}-{}", slug(&format.key));
@@ -132,7 +131,8 @@ fn several_segments() -> Vec<Case> {
         vec![span(0, 0), span(1, 129), span(2, 0)],
     ];
     let mut widths = Case::new("segments-three-widths", shape(8, 64), SegmentFormat::F16);
-    widths.segments = [Bits::Eight, Bits::Four, Bits::Two].map(|b| SegmentCase::new(SegmentFormat::per_channel(b))).into();
+    widths.segments =
+        [Bits::Eight, Bits::Four, Bits::Two].map(|b| SegmentCase::new(SegmentFormat::per_channel(b))).into();
     widths.sequences = vec![vec![span(2, 300), span(0, 128), span(1, 1)], vec![span(1, 257), span(2, 5), span(0, 0)]];
     let mut images = Case::new("segments-several-spans-of-one-store", shape(7, 128), SegmentFormat::F16).quick();
     images.segments = vec![prompt, packed];
@@ -171,7 +171,11 @@ fn calibrated() -> Vec<Case> {
     let mut beside_f16 = with("beside-f16", 4, one_bit, (0.0, 3.0)).quick();
     beside_f16.segments.push(SegmentCase::new(SegmentFormat::F16));
     beside_f16.sequences = vec![
-        vec![SpanCase { segment: 1, tokens: 35 }, SpanCase { segment: 0, tokens: 576 }, SpanCase { segment: 1, tokens: 9 }],
+        vec![
+            SpanCase { segment: 1, tokens: 35 },
+            SpanCase { segment: 0, tokens: 576 },
+            SpanCase { segment: 1, tokens: 9 },
+        ],
         vec![SpanCase { segment: 0, tokens: 1 }, SpanCase { segment: 0, tokens: 130 }],
     ];
     cases.push(beside_f16);
@@ -180,8 +184,7 @@ fn calibrated() -> Vec<Case> {
 
 /// Groups without spread, and elements far from all others.
 fn degenerate_data() -> Vec<Case> {
-    let groupings =
-        [Grouping::Channel, Grouping::ChannelTokens(32), Grouping::Token, Grouping::TokenChannels(32)];
+    let groupings = [Grouping::Channel, Grouping::ChannelTokens(32), Grouping::Token, Grouping::TokenChannels(32)];
     let mut cases = Vec::new();
     for (grouping, bits) in groupings.into_iter().zip([Bits::One, Bits::Two, Bits::Four, Bits::Eight]) {
         let format = both(affine(bits, grouping));
@@ -209,7 +212,9 @@ fn sinks() -> Vec<Case> {
         SegmentFormat::per_channel(Bits::Two),
     ];
     let mut cases = Vec::new();
-    for (format, place) in formats.into_iter().zip([SinkPlace::First, SinkPlace::Last, SinkPlace::Middle].into_iter().cycle()) {
+    for (format, place) in
+        formats.into_iter().zip([SinkPlace::First, SinkPlace::Last, SinkPlace::Middle].into_iter().cycle())
+    {
         let mut case = Case::new(&format!("sink-long-{}", slug(&format.key)), shape(4, 128), format).lengths(&[8192]);
         case.sink = place;
         case.split = Split { target_items: 8, ..Split::default() };
@@ -253,13 +258,14 @@ fn layouts() -> Vec<Case> {
         ("f16-head-major", ElementType::F16, RowOrder::HeadMajor),
         ("f32-head-major", ElementType::F32, RowOrder::HeadMajor),
     ] {
-        for format in [SegmentFormat::F16, packed] {
-            let mut case = Case::new(&format!("input-{name}-{}", slug(&format.key)), shape(3, 80), format);
-            case.input = InputLayout { elements, order };
-            case.quick = elements == ElementType::F16 && order == RowOrder::HeadMajor;
-            cases.push(case);
-        }
+        let mut case = Case::new(&format!("input-{name}"), shape(3, 80), packed);
+        case.input = InputLayout { elements, order };
+        case.quick = elements == ElementType::F16 && order == RowOrder::HeadMajor;
+        cases.push(case);
     }
+    let mut unpacked = Case::new("input-f16-into-f16", shape(3, 80), SegmentFormat::F16);
+    unpacked.input.elements = ElementType::F16;
+    cases.push(unpacked);
     for (shard_pages, format) in [(3, packed), (1, SegmentFormat::F16), (5, SegmentFormat::calibquant(Bits::One))] {
         let name = format!("paging-shards-of-{shard_pages}-{}", slug(&format.key));
         let mut case = Case::new(&name, shape(4, 128), format).lengths(&[700, 129, 1, 384]);

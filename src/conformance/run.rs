@@ -1,10 +1,10 @@
 //! Runs one case on one backend.
 
+use super::Case;
 use super::data::{self, HostTensor, SequenceData};
 use super::reference;
 use super::report::{Failure, Limits, Mismatch, Report};
 use super::stored::{Stored, StoredSpan};
-use super::Case;
 use crate::cpu::Cpu;
 use crate::format::KeyOrValue;
 use crate::{Backend, Result};

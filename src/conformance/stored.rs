@@ -101,12 +101,7 @@ impl<B: Backend> Stored<B> {
 
 impl PlacedSpan {
     fn view(&self) -> SpanView<'_> {
-        SpanView {
-            sequence: self.sequence,
-            tokens: self.tokens,
-            pages: &self.pages,
-            range_slot: self.range_slot,
-        }
+        SpanView { sequence: self.sequence, tokens: self.tokens, pages: &self.pages, range_slot: self.range_slot }
     }
 
     fn token_writes(&self) -> Vec<TokenWrite> {

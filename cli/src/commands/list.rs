@@ -26,7 +26,9 @@ pub fn run(args: &ListArgs) -> Result<Outcome> {
         print_adapter(adapter);
     }
     if adapters.is_empty() {
-        println!("No GPU adapter. Install a driver (on Debian or Ubuntu: mesa-vulkan-drivers), or use the CPU backend.");
+        println!(
+            "No GPU adapter. Install a driver (on Debian or Ubuntu: mesa-vulkan-drivers), or use the CPU backend."
+        );
     }
     println!("CPU backend: always there, {threads} threads (--backend cpu)");
     Ok(Outcome::Passed)

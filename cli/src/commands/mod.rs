@@ -1,5 +1,7 @@
 //! One file for each command.
 
+mod check;
+mod eval;
 mod list;
 
 use anyhow::Result;
@@ -15,6 +17,10 @@ use crate::outcome::Outcome;
 pub enum Command {
     /// List the GPU adapters with their drivers, features and limits.
     List(list::ListArgs),
+    /// Run the conformance cases and compare with f64; exit code 1 if any fails.
+    Check(check::CheckArgs),
+    /// Measure what each format does to the attention outputs of a dump of keys, values and queries.
+    Eval(eval::EvalArgs),
 }
 
 impl Command {
@@ -22,6 +28,8 @@ impl Command {
     pub fn run(self) -> Result<Outcome> {
         match self {
             Self::List(args) => list::run(&args),
+            Self::Check(args) => check::run(&args),
+            Self::Eval(args) => eval::run(&args),
         }
     }
 }
