@@ -56,3 +56,9 @@ pub fn percent(fraction: f64) -> String {
         _ => format!("{value:.1e} %"),
     }
 }
+
+/// A progress bar with a message, for standard error.
+pub fn bar() -> indicatif::ProgressStyle {
+    let plain = indicatif::ProgressStyle::default_bar();
+    indicatif::ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg}").unwrap_or(plain)
+}

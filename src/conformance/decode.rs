@@ -22,6 +22,8 @@ pub struct DecodeShape {
     pub sequences: usize,
     /// Tokens of each sequence.
     pub tokens: usize,
+    /// True for the small shapes of a quick look.
+    pub quick: bool,
 }
 
 /// The decode steps that are timed: group sizes 1, 4 and 8, batches and a single long sequence, other head dimensions,
@@ -32,6 +34,7 @@ pub fn decode_shapes() -> Vec<DecodeShape> {
         shape: AttentionShape::new(query_heads, kv_heads, head_dim).expect("the registry's shapes have kernels"),
         sequences,
         tokens,
+        quick: sequences * tokens <= 4096,
     };
     vec![
         step("g1-b8-8k", (32, 32, 128), 8, 8192),

@@ -1,7 +1,7 @@
 //! `kvpack check`: is this device right?
 
 use anyhow::{Result, bail};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use kvpack::Backend;
 use kvpack::conformance::{self, Case, Report};
 
@@ -64,8 +64,7 @@ fn check<B: Backend>(backend: &B, cases: Vec<Case>) -> Result<Outcome> {
 
 /// Runs all cases. An error of one is its failure, but nothing runs on a lost device.
 fn run_all<B: Backend>(backend: &B, cases: Vec<Case>) -> Result<Vec<Row>> {
-    let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg}").unwrap_or(ProgressStyle::default_bar());
-    let progress = ProgressBar::new(cases.len() as u64).with_style(style);
+    let progress = ProgressBar::new(cases.len() as u64).with_style(print::bar());
     let mut rows = Vec::with_capacity(cases.len());
     for case in cases {
         progress.set_message(case.name.clone());

@@ -1,5 +1,6 @@
 //! One file for each command.
 
+mod bench;
 mod check;
 mod eval;
 mod list;
@@ -19,6 +20,8 @@ pub enum Command {
     List(list::ListArgs),
     /// Run the conformance cases and compare with f64; exit code 1 if any fails.
     Check(check::CheckArgs),
+    /// Time decode steps over packed caches, each checked against f64 first.
+    Bench(bench::BenchArgs),
     /// Measure what each format does to the attention outputs of a dump of keys, values and queries.
     Eval(eval::EvalArgs),
 }
@@ -29,6 +32,7 @@ impl Command {
         match self {
             Self::List(args) => list::run(&args),
             Self::Check(args) => check::run(&args),
+            Self::Bench(args) => bench::run(&args),
             Self::Eval(args) => eval::run(&args),
         }
     }

@@ -8,7 +8,7 @@ mod stored;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use kvpack::Backend;
 
 use crate::backend::{BackendArgs, Chosen};
@@ -83,11 +83,10 @@ fn eval<B: Backend>(args: &EvalArgs, backend: &B, dump: &Dump) -> Result<Outcome
 }
 
 fn evaluate_layers<B: Backend>(backend: &B, dump: &Dump, kept: KeptInF16) -> Result<Vec<LayerReport>> {
-    let style = ProgressStyle::with_template("{wide_bar} layer {msg}").unwrap_or(ProgressStyle::default_bar());
-    let progress = ProgressBar::new(dump.layers.len() as u64).with_style(style);
+    let progress = ProgressBar::new(dump.layers.len() as u64).with_style(print::bar());
     let mut reports = Vec::with_capacity(dump.layers.len());
     for layer in &dump.layers {
-        progress.set_message(layer.index.to_string());
+        progress.set_message(format!("layer {}", layer.index));
         let evaluated = pollster::block_on(layer::evaluate(backend, layer, &formats::all(&layer.shape), kept));
         reports.push(evaluated.with_context(|| format!("layer {}", layer.index))?);
         progress.inc(1);
