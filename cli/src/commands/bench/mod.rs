@@ -16,6 +16,9 @@ use report::{BenchReport, BenchRow, RowOutcome, ShapeReport};
 use run::BenchPlan;
 use timed::Timed;
 
+/// How much of the guard's rate may be missing without a word.
+const UNSTEADY_PERCENT: f64 = 10.0;
+
 /// Times decode steps over packed caches, each checked against f64 first.
 ///
 /// A step is everything between the queries and the outputs: query preparation, attention and the merge. Steps go round
@@ -33,7 +36,7 @@ pub struct BenchArgs {
     /// Only f16 and the formats whose name contains this ('4-bit', 'per token').
     #[arg(long, value_name = "TEXT")]
     format: Option<String>,
-    /// Mebibytes of packed keys and values to go round, at least [default: 1024 on a GPU, 256 on the CPU, 64 with
+    /// Mebibytes of packed keys and values to go round, at least [default: 1024 on a GPU, 256 on the CPU, 32 with
     /// --quick].
     #[arg(long, value_name = "MIB")]
     footprint: Option<u64>,
@@ -70,7 +73,7 @@ impl BenchArgs {
         Ok(BenchPlan {
             shapes: self.shapes::<B>()?,
             formats: self.formats()?,
-            footprint: mebibytes.unwrap_or(if self.quick { 64 << 20 } else { B::FOOTPRINT }),
+            footprint: mebibytes.unwrap_or(if self.quick { 32 << 20 } else { B::FOOTPRINT }),
             seconds: if self.quick { 0.1 } else { 0.5 },
         })
     }
@@ -84,7 +87,11 @@ impl BenchArgs {
         let shapes: Vec<DecodeShape> = decode_shapes().into_iter().filter(wanted).collect();
         if shapes.is_empty() {
             let names: Vec<&str> = decode_shapes().iter().map(|decode| decode.name).collect();
-            bail!("--shape '{}' is part of no shape's name; the shapes are {}", self.shape.as_deref().unwrap_or_default(), names.join(", "));
+            bail!(
+                "--shape '{}' is part of no shape's name; the shapes are {}",
+                self.shape.as_deref().unwrap_or_default(),
+                names.join(", ")
+            );
         }
         Ok(shapes)
     }
@@ -120,6 +127,10 @@ fn print_report(report: &BenchReport) {
         }
         for row in &shape.rows {
             match &row.outcome {
+                RowOutcome::Timed(figures) if figures.guard_low_percent > UNSTEADY_PERCENT => println!(
+                    "unsteady {}: the device ran {:.0} % below its best before or after it; close other programs",
+                    row.format, figures.guard_low_percent
+                ),
                 RowOutcome::Timed(_) => {}
                 RowOutcome::Wrong { reason } => println!("WRONG {}: {reason}", row.format),
                 RowOutcome::Discarded { guard_low_percent } => println!(
@@ -129,7 +140,9 @@ fn print_report(report: &BenchReport) {
             }
         }
     }
-    println!("\nMB: bytes of codes and ranges that a step must read. % read: of the read bandwidth measured beside it.");
+    println!(
+        "\nMB: bytes of codes and ranges that a step must read. % read: of the read bandwidth measured beside it."
+    );
 }
 
 fn table(shape: &ShapeReport) -> comfy_table::Table {

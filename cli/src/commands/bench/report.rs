@@ -83,4 +83,6 @@ pub struct Figures {
     pub times_f16: Option<f64>,
     /// How many times faster than plain f32 rows.
     pub times_plain_f32: Option<f64>,
+    /// How much of the guard's best rate was missing before or after, in percent.
+    pub guard_low_percent: f64,
 }

@@ -100,8 +100,9 @@ impl<B: Timed> Bench<'_, B> {
             let after = self.backend.guard_rate().await?;
             self.best_guard = self.best_guard.max(before).max(after);
             low = 1.0 - before.min(after) / self.best_guard;
-            if low <= B::GUARD_TOLERANCE {
-                return Ok(RowOutcome::Timed(Figures::new(step, workload.step_bytes, read)));
+            if B::GUARD_TOLERANCE.is_none_or(|tolerance| low <= tolerance) {
+                let figures = Figures::new(step, workload.step_bytes, read);
+                return Ok(RowOutcome::Timed(Figures { guard_low_percent: low * 100.0, ..figures }));
             }
         }
         Ok(RowOutcome::Discarded { guard_low_percent: low * 100.0 })
@@ -128,6 +129,7 @@ impl Figures {
             percent_of_read: rate / read * 100.0,
             times_f16: None,
             times_plain_f32: None,
+            guard_low_percent: 0.0,
         }
     }
 }

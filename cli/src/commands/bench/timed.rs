@@ -11,8 +11,9 @@ pub trait Timed: Backend {
     /// Bytes of stores to go round, at least, so that every step finds cold caches.
     const FOOTPRINT: u64;
 
-    /// How much of the guard's rate may be missing, as a fraction, before a row is discarded.
-    const GUARD_TOLERANCE: f64;
+    /// How much of the guard's rate may be missing, as a fraction, before a row is discarded; `None` where it is only
+    /// reported, because other programs share the device and a quiet moment may never come.
+    const GUARD_TOLERANCE: Option<f64>;
 
     /// The clock: GPU timestamps or wall clock.
     fn timer(&self) -> String;
