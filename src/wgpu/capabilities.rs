@@ -1,0 +1,285 @@
+//! What a device can do, what to ask of an adapter, and the paths that kernels can take.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::{Error, Result};
+
+/// Storage buffers that a kernel may bind.
+const FLOOR_STORAGE_BUFFERS: u32 = 8;
+/// Bytes of workgroup memory that a kernel may use on the floor.
+const FLOOR_WORKGROUP_MEMORY: u32 = 16 << 10;
+/// Invocations of a workgroup on the floor.
+const FLOOR_INVOCATIONS: u32 = 256;
+
+/// A restriction of the kernels to part of what a device can do, so that tests and comparisons can force it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Path {
+    /// The floor of WebGPU: neither 16-bit floats nor subgroups, 16 KiB of workgroup memory, 256 invocations.
+    Floor,
+    /// 16-bit floats where the device has them, no subgroups.
+    F16,
+    /// Everything: subgroups and 16-bit floats, each where the device has it.
+    Subgroups,
+}
+
+impl Path {
+    /// All paths, least first.
+    pub const ALL: [Self; 3] = [Self::Floor, Self::F16, Self::Subgroups];
+}
+
+impl fmt::Display for Path {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Floor => "floor",
+            Self::F16 => "f16",
+            Self::Subgroups => "subgroups",
+        })
+    }
+}
+
+impl FromStr for Path {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|path| path.to_string() == text).ok_or_else(|| Error::Plan {
+            what: "kernel path",
+            reason: format!("there is no path '{text}'; the paths are floor, f16 and subgroups"),
+        })
+    }
+}
+
+/// Sizes that subgroups of a device can have, in invocations. A driver may choose a size per pipeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SubgroupSizes {
+    /// Smallest.
+    pub min: u32,
+    /// Largest.
+    pub max: u32,
+}
+
+/// Where a device can take timestamps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Timestamps {
+    /// Nowhere.
+    None,
+    /// At the ends of a pass.
+    Passes,
+    /// Between passes as well.
+    Encoders,
+}
+
+/// Limits of a device that kernels are planned for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct KernelLimits {
+    /// Largest storage binding, and buffer behind it, in bytes.
+    pub binding_bytes: u64,
+    /// Alignment of the offset of a storage binding, in bytes.
+    pub binding_alignment: u64,
+    /// Storage buffers of one kernel.
+    pub storage_buffers: u32,
+    /// Workgroup memory in bytes.
+    pub workgroup_memory: u32,
+    /// Invocations of a workgroup.
+    pub invocations: u32,
+    /// Workgroups in each dimension of a dispatch.
+    pub workgroups: u32,
+}
+
+impl KernelLimits {
+    fn new(limits: &wgpu::Limits) -> Self {
+        Self {
+            binding_bytes: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size),
+            binding_alignment: u64::from(limits.min_storage_buffer_offset_alignment),
+            storage_buffers: limits.max_storage_buffers_per_shader_stage,
+            workgroup_memory: limits.max_compute_workgroup_storage_size,
+            invocations: limits.max_compute_invocations_per_workgroup.min(limits.max_compute_workgroup_size_x),
+            workgroups: limits.max_compute_workgroups_per_dimension,
+        }
+    }
+}
+
+/// What kernels may use on a device.
+///
+/// 16-bit floats and subgroups are independent: there are devices with either alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Capabilities {
+    /// Whether shaders may use 16-bit floats.
+    pub f16: bool,
+    /// Subgroup operations, if there are any.
+    pub subgroups: Option<SubgroupSizes>,
+    /// Where timestamps can be taken.
+    pub timestamps: Timestamps,
+    /// Limits.
+    pub limits: KernelLimits,
+}
+
+impl Capabilities {
+    /// The capabilities of a device as it was created: features and limits that were not asked for do not count.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when the device is below the floor that every kernel needs: 8 storage buffers, 16 KiB of
+    /// workgroup memory, workgroups of 256.
+    pub fn from_device(device: &wgpu::Device) -> Result<Self> {
+        let capabilities = Self::new(&device.adapter_info(), device.features(), &device.limits());
+        capabilities.limits.check_floor()?;
+        Ok(capabilities)
+    }
+
+    /// The capabilities of an adapter whose device is created with all of its [`Requirements`].
+    pub fn from_adapter(adapter: &wgpu::Adapter) -> Self {
+        let requirements = Requirements::of(adapter);
+        Self::new(&adapter.get_info(), requirements.features, &requirements.limits)
+    }
+
+    fn new(info: &wgpu::AdapterInfo, features: wgpu::Features, limits: &wgpu::Limits) -> Self {
+        let sizes = SubgroupSizes { min: info.subgroup_min_size, max: info.subgroup_max_size };
+        let timestamps = if !features.contains(wgpu::Features::TIMESTAMP_QUERY) {
+            Timestamps::None
+        } else if !features.contains(wgpu::Features::TIMESTAMP_QUERY_INSIDE_ENCODERS) {
+            Timestamps::Passes
+        } else {
+            Timestamps::Encoders
+        };
+        Self {
+            f16: features.contains(wgpu::Features::SHADER_F16),
+            subgroups: features.contains(wgpu::Features::SUBGROUP).then_some(sizes),
+            timestamps,
+            limits: KernelLimits::new(limits),
+        }
+    }
+
+    /// Only what `path` allows of them.
+    pub fn restricted_to(self, path: Path) -> Self {
+        let floor = KernelLimits {
+            workgroup_memory: self.limits.workgroup_memory.min(FLOOR_WORKGROUP_MEMORY),
+            invocations: self.limits.invocations.min(FLOOR_INVOCATIONS),
+            storage_buffers: self.limits.storage_buffers.min(FLOOR_STORAGE_BUFFERS),
+            ..self.limits
+        };
+        match path {
+            Path::Floor => Self { f16: false, subgroups: None, limits: floor, ..self },
+            Path::F16 => Self { subgroups: None, ..self },
+            Path::Subgroups => self,
+        }
+    }
+
+    /// The least path that allows all of them.
+    pub fn path(&self) -> Path {
+        match (self.f16, self.subgroups) {
+            (_, Some(_)) => Path::Subgroups,
+            (true, None) => Path::F16,
+            (false, None) => Path::Floor,
+        }
+    }
+}
+
+impl KernelLimits {
+    fn check_floor(&self) -> Result<()> {
+        let needs = [
+            ("storage buffers of a kernel", FLOOR_STORAGE_BUFFERS, self.storage_buffers),
+            ("workgroup memory of a kernel in bytes", FLOOR_WORKGROUP_MEMORY, self.workgroup_memory),
+            ("invocations of a workgroup", FLOOR_INVOCATIONS, self.invocations),
+        ];
+        match needs.into_iter().find(|(_, needed, allowed)| allowed < needed) {
+            None => Ok(()),
+            Some((what, needed, allowed)) => Err(Error::Limit {
+                what: what.into(),
+                needed: needed.into(),
+                allowed: allowed.into(),
+                hint: "create the device with at least wgpu::Limits::defaults(), or with kvpack's Requirements",
+            }),
+        }
+    }
+}
+
+/// Features and limits to ask of an adapter so that kvpack runs at its best there. An engine merges them into its own.
+///
+/// ```no_run
+/// use kvpack::wgpu::Requirements;
+/// # async fn example(adapter: wgpu::Adapter) -> Result<(), Box<dyn std::error::Error>> {
+/// let requirements = Requirements::of(&adapter);
+/// let (device, queue) = adapter
+///     .request_device(&wgpu::DeviceDescriptor {
+///         required_features: requirements.features | wgpu::Features::PIPELINE_CACHE,
+///         required_limits: requirements.limits,
+///         ..Default::default()
+///     })
+///     .await?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Requirements {
+    /// Features to enable.
+    pub features: wgpu::Features,
+    /// Limits to ask for.
+    pub limits: wgpu::Limits,
+}
+
+impl Requirements {
+    /// What is worth asking of `adapter`: 16-bit floats, subgroups and timestamps where it has them, buffers and
+    /// bindings as large as it allows, and the defaults of WebGPU, or what it has of them, for everything else.
+    pub fn of(adapter: &wgpu::Adapter) -> Self {
+        let useful = wgpu::Features::SHADER_F16
+            | wgpu::Features::SUBGROUP
+            | wgpu::Features::TIMESTAMP_QUERY
+            | wgpu::Features::TIMESTAMP_QUERY_INSIDE_ENCODERS
+            | wgpu::Features::TIMESTAMP_QUERY_INSIDE_PASSES;
+        let available = adapter.limits();
+        let limits = wgpu::Limits {
+            max_storage_buffer_binding_size: available.max_storage_buffer_binding_size,
+            max_buffer_size: available.max_buffer_size,
+            ..wgpu::Limits::defaults().or_worse_values_from(&available)
+        };
+        Self { features: adapter.features() & useful, limits }
+    }
+
+    /// The same without the features that `path` forbids, so that a device made with them cannot leave the path.
+    pub fn restricted_to(self, path: Path) -> Self {
+        let forbidden = match path {
+            Path::Floor => wgpu::Features::SHADER_F16 | wgpu::Features::SUBGROUP,
+            Path::F16 => wgpu::Features::SUBGROUP,
+            Path::Subgroups => wgpu::Features::empty(),
+        };
+        Self { features: self.features - forbidden, ..self }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn capabilities(f16: bool, subgroups: bool) -> Capabilities {
+        let mut features = wgpu::Features::empty();
+        features.set(wgpu::Features::SHADER_F16, f16);
+        features.set(wgpu::Features::SUBGROUP, subgroups);
+        let info = wgpu::AdapterInfo::new(wgpu::DeviceType::Cpu, wgpu::Backend::Vulkan);
+        Capabilities::new(&info, features, &wgpu::Limits::defaults())
+    }
+
+    #[test]
+    fn paths_restrict() {
+        let all = capabilities(true, true);
+        assert_eq!(all.path(), Path::Subgroups);
+        assert_eq!(all.restricted_to(Path::F16).path(), Path::F16);
+        assert_eq!(all.restricted_to(Path::Floor).path(), Path::Floor);
+        assert!(!capabilities(false, true).restricted_to(Path::Subgroups).f16);
+        assert_eq!(capabilities(false, true).restricted_to(Path::F16).path(), Path::Floor);
+    }
+
+    #[test]
+    fn paths_have_names() {
+        for path in Path::ALL {
+            assert_eq!(path.to_string().parse(), Ok(path));
+        }
+        assert!("fast".parse::<Path>().unwrap_err().to_string().contains("'fast'"));
+    }
+
+    #[test]
+    fn the_defaults_of_webgpu_are_the_floor() {
+        assert_eq!(capabilities(false, false).limits.check_floor(), Ok(()));
+        let below = KernelLimits::new(&wgpu::Limits::downlevel_defaults());
+        assert!(below.check_floor().unwrap_err().to_string().contains("storage buffers"));
+    }
+}
