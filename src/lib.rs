@@ -3,6 +3,7 @@
 
 pub mod backend;
 pub mod cache;
+pub mod conformance;
 pub mod cpu;
 mod error;
 pub mod format;
