@@ -2,6 +2,9 @@
 #![warn(missing_docs)]
 
 pub mod backend;
+pub mod cache;
+pub mod conformance;
+pub mod cpu;
 mod error;
 pub mod format;
 pub mod plan;
@@ -9,5 +12,6 @@ pub mod plan;
 pub mod wgpu;
 
 pub use backend::Backend;
+pub use cache::{KvCache, Recipe};
 pub use error::{Error, Result};
 pub use format::{AttentionShape, Bits, Calibration, SegmentFormat, TILE_TOKENS};

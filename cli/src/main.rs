@@ -1,1 +1,16 @@
-fn main() {}
+//! The `kvpack` command.
+
+mod adapters;
+mod backend;
+mod commands;
+mod dump;
+mod outcome;
+mod print;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+fn main() -> ExitCode {
+    outcome::exit_code(commands::Command::parse().run())
+}

@@ -49,9 +49,14 @@ impl Calibration {
     /// The affine map of the scores of one query head whose extremes over the span are `smallest` and `largest`.
     ///
     /// The slope is clamped at 0: where the spread `δ − γ` is below `τ2 − τ1` the formula would reverse the order of
-    /// the scores, and here it flattens them to `γ − τ1` instead.
+    /// the scores, and here it flattens them to `γ − τ1` instead. A span whose scores are all equal (one token, say)
+    /// has slope 0 and goes to `γ − τ1` too, as the formula has it; without that its slope would be of the order of
+    /// 1e8 and the sum of product and offset would be rounding error.
     pub fn map(&self, smallest: f32, largest: f32) -> ScoreMap {
         let (low, high) = (smallest - self.tau1, largest - self.tau2);
+        if smallest == largest {
+            return ScoreMap { slope: 0.0, offset: low };
+        }
         let slope = ((high - low) / (largest - smallest + 1e-8)).max(0.0);
         ScoreMap { slope, offset: low - slope * smallest }
     }
@@ -93,6 +98,12 @@ mod tests {
         let map = Calibration::new(0.0, 3.0).unwrap().map(1.0, 2.0);
         assert_eq!(map.slope, 0.0);
         assert_eq!(map.apply(1.5), 1.0);
+    }
+
+    #[test]
+    fn equal_scores_go_to_the_lower_end() {
+        let map = Calibration::new(2.0, 0.0).unwrap().map(7.3, 7.3);
+        assert_eq!(map.apply(7.3), 7.3 - 2.0);
     }
 
     #[test]

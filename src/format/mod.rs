@@ -3,7 +3,9 @@
 mod affine;
 mod bits;
 mod calibration;
+pub mod msb_bytes;
 mod shape;
+mod sizes;
 mod tensor_format;
 pub mod tile;
 

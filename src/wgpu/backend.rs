@@ -1,16 +1,17 @@
 //! The wgpu backend: [`Backend`] over a device and its queue.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::capabilities::Path;
+use super::guard::Request;
 use super::{
     AppendPlan, Capabilities, Checks, DequantizePlan, FindNonFinitePlan, KernelLimits, Kernels, Launches, QuantizePlan,
-    Requirements, Store, Tensor, adapters, buffers, guard, store,
+    Requirements, Scratch, ScratchBytes, StepPlan, StepTensors, Store, Tensor, adapters, buffers, guard, store,
 };
 use crate::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{DecodePlan, ElementType, Elements, RowLayout};
-use crate::{Error, Result};
+use crate::Result;
 
 /// A device with its queue, its compiled kernels and what they may use. Cheap to clone.
 ///
@@ -29,6 +30,7 @@ pub struct Wgpu {
     queue: wgpu::Queue,
     kernels: Arc<Kernels>,
     capabilities: Capabilities,
+    scratch: Arc<Mutex<Option<Scratch>>>,
 }
 
 impl Wgpu {
@@ -46,7 +48,7 @@ impl Wgpu {
     /// [`Error::Limit`] when the device is below the floor: see [`Capabilities::from_device`].
     pub fn with_kernels(queue: wgpu::Queue, kernels: Arc<Kernels>) -> Result<Self> {
         let capabilities = Capabilities::from_device(kernels.device())?;
-        Ok(Self { queue, kernels, capabilities })
+        Ok(Self { queue, kernels, capabilities, scratch: Arc::default() })
     }
 
     /// The backend on a device of its own: of the adapter named, or of the best one, see
@@ -91,6 +93,18 @@ impl Wgpu {
     /// What kernels may use.
     pub fn capabilities(&self) -> &Capabilities {
         &self.capabilities
+    }
+
+    /// The scratch of the last step if it is large enough, and new scratch otherwise. Steps follow each other in the
+    /// queue, so that one may overwrite what an earlier one has read.
+    async fn scratch(&self, bytes: ScratchBytes) -> Result<Scratch> {
+        let kept = self.scratch.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(scratch) = kept.filter(|scratch| scratch.holds(bytes)) {
+            return Ok(scratch);
+        }
+        let scratch = Scratch::new(self.device(), bytes).await?;
+        *self.scratch.lock().unwrap_or_else(PoisonError::into_inner) = Some(scratch.clone());
+        Ok(scratch)
     }
 
     /// Encodes dispatches into one compute pass and submits it.
@@ -192,11 +206,20 @@ impl Backend for Wgpu {
 
     async fn attend(
         &self,
-        _plan: &DecodePlan,
-        _stores: &[&Store],
-        _queries: &Tensor,
-        _options: AttendOptions,
+        plan: &DecodePlan,
+        stores: &[&Store],
+        queries: &Tensor,
+        options: AttendOptions,
     ) -> Result<Tensor> {
-        Err(Error::Plan { what: "attend", reason: "the decode step is not built into this backend yet".into() })
+        let elements = queries.elements();
+        let step = StepPlan::new(&self.capabilities, plan.clone(), queries.element_type(), options)?;
+        let output = Tensor::zeroed(self.device(), elements, options.output)?;
+        let scratch = self.scratch(step.scratch()).await?;
+        let launches = step.bind(&self.kernels, stores, &scratch, StepTensors { queries, output: &output })?;
+        guard::captured_now(self.device(), Request::call("tables of a decode step"), || {
+            self.queue.write_buffer(&scratch.tables, 0, step.tables());
+        })?;
+        self.run("kvpack decode step", &launches)?;
+        Ok(output)
     }
 }

@@ -5,6 +5,7 @@
 
 mod adapters;
 mod append;
+mod attend;
 mod backend;
 mod buffers;
 mod capabilities;
@@ -14,9 +15,12 @@ mod guard;
 mod kernels;
 mod launch;
 pub mod measure;
+mod merge_states;
+mod prepare_query;
 mod quantize;
 pub mod shader;
 mod sources;
+mod step;
 mod store;
 mod tensor;
 mod tile_call;
@@ -31,6 +35,7 @@ pub use kernels::{Checks, Kernel, Kernels};
 pub use launch::{Launch, Launches};
 pub use quantize::QuantizePlan;
 pub use shader::Variant;
+pub use step::{Scratch, ScratchBytes, StepPlan, StepTensors};
 pub use store::{Store, StorePart, max_shard_pages};
 pub use tensor::{ElementBinding, Tensor};
 

@@ -1,0 +1,32 @@
+# `make demo` and `make test` need a Rust toolchain and nothing else; what they miss they install or say.
+
+CARGO ?= cargo
+
+# What the demo runs: one place for its data and its flags.
+DEMO_DATA := data/smollm2_kv.safetensors
+DEMO_EVAL := eval $(DEMO_DATA)
+DEMO_BENCH := bench --quick $(DEMO_DATA)
+
+# Without a display, Mesa's device-select layer prints errors about the display it does not find.
+ifndef XDG_RUNTIME_DIR
+export NODEVICE_SELECT := 1
+endif
+
+.PHONY: help demo test fmt docs
+
+help: ## list the commands
+	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' $(MAKEFILE_LIST)
+
+demo: ## accuracy and speed on real keys and values, on the best adapter there is
+	@scripts/install-software-vulkan.sh || echo "vulkan: going on with the CPU backend"
+	$(CARGO) run --locked --release -- $(DEMO_EVAL)
+	$(CARGO) run --locked --release -- $(DEMO_BENCH)
+
+test: ## everything that CI checks; scripts/test.sh says what
+	@scripts/test.sh
+
+fmt: ## format the code
+	$(CARGO) fmt --all
+
+docs: ## build the documentation of the library
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps --all-features

@@ -1,0 +1,155 @@
+//! The GPU adapters of this machine, and which one to use.
+
+use anyhow::{Result, bail};
+use serde::Serialize;
+
+/// What `kvpack list` shows of one adapter.
+#[derive(Serialize)]
+pub struct AdapterSummary {
+    /// The adapter, as the driver names it.
+    pub name: String,
+    /// Vulkan, Metal, DX12 or GL.
+    pub api: String,
+    /// Discrete, integrated, virtual or software.
+    pub kind: &'static str,
+    /// The driver and its version.
+    pub driver: String,
+    /// PCI vendor and device.
+    pub vendor_id: u32,
+    /// PCI device.
+    pub device_id: u32,
+    /// Smallest and largest subgroup; `None` where subgroups are missing.
+    pub subgroup_size: Option<[u32; 2]>,
+    /// The features that decide which kernels run.
+    pub features: KernelFeatures,
+    /// Every feature that the adapter has, by wgpu's name.
+    pub all_features: Vec<String>,
+    /// The limits that decide how kernels and stores are laid out.
+    pub limits: KernelLimits,
+}
+
+/// Features that decide which kernels run and how they are timed.
+#[derive(Serialize)]
+pub struct KernelFeatures {
+    /// 16-bit floats in shaders.
+    pub f16: bool,
+    /// Subgroup operations.
+    pub subgroups: bool,
+    /// Timestamps on the GPU.
+    pub timestamps: bool,
+}
+
+/// Limits that decide how kernels and stores are laid out.
+#[derive(Serialize)]
+pub struct KernelLimits {
+    /// Bytes of one storage binding.
+    pub storage_binding_bytes: u64,
+    /// Bytes of one buffer.
+    pub buffer_bytes: u64,
+    /// Storage buffers that one shader can bind.
+    pub storage_buffers: u32,
+    /// Bytes of workgroup memory.
+    pub workgroup_bytes: u32,
+    /// Invocations of a workgroup.
+    pub workgroup_invocations: u32,
+    /// Workgroups of a dispatch along one axis.
+    pub dispatch_workgroups: u32,
+}
+
+/// All adapters that `WGPU_BACKEND` admits, best first: hardware before software, native interfaces before OpenGL.
+///
+/// # Errors
+/// When `WGPU_BACKEND` names no interface.
+pub fn all() -> Result<Vec<wgpu::Adapter>> {
+    let backends = wgpu::Backends::from_env().unwrap_or(wgpu::Backends::all());
+    if backends.is_empty() {
+        let given = std::env::var("WGPU_BACKEND").unwrap_or_default();
+        bail!(
+            "WGPU_BACKEND is '{given}', which names no graphics interface; use vulkan, metal, dx12 or gl, or unset it"
+        );
+    }
+    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
+    let mut adapters = pollster::block_on(instance.enumerate_adapters(backends));
+    adapters.sort_by_key(|adapter| rank(&adapter.get_info()));
+    Ok(adapters)
+}
+
+/// The adapter to use: the first whose name contains `wanted`, or `WGPU_ADAPTER_NAME` where nothing is wanted, or the
+/// best one where that is not set either. `None` where the machine has no adapter and none was named.
+///
+/// # Errors
+/// When an adapter was named that is not there; the message lists those that are.
+pub fn choose(wanted: Option<&str>) -> Result<Option<wgpu::Adapter>> {
+    let from_environment = std::env::var("WGPU_ADAPTER_NAME").ok().filter(|name| !name.trim().is_empty());
+    let (source, wanted) = match wanted {
+        Some(name) => ("--adapter", Some(name.to_owned())),
+        None => ("WGPU_ADAPTER_NAME", from_environment),
+    };
+    let mut adapters = all()?;
+    let Some(wanted) = wanted else {
+        return Ok(if adapters.is_empty() { None } else { Some(adapters.remove(0)) });
+    };
+    let is_wanted = |adapter: &wgpu::Adapter| adapter.get_info().name.to_lowercase().contains(&wanted.to_lowercase());
+    if let Some(at) = adapters.iter().position(is_wanted) {
+        return Ok(Some(adapters.swap_remove(at)));
+    }
+    let there: Vec<String> = adapters.iter().map(|adapter| format!("'{}'", adapter.get_info().name)).collect();
+    match there.as_slice() {
+        [] => bail!(
+            "{source} asks for '{wanted}', but this machine has no GPU adapter; install a Vulkan driver or use --backend cpu"
+        ),
+        _ => bail!(
+            "{source} asks for '{wanted}', which is part of no adapter's name; there are {} (see `kvpack list`)",
+            there.join(", ")
+        ),
+    }
+}
+
+/// Lower is better.
+fn rank(info: &wgpu::AdapterInfo) -> (u8, u8) {
+    let device = match info.device_type {
+        wgpu::DeviceType::DiscreteGpu => 0,
+        wgpu::DeviceType::IntegratedGpu => 1,
+        wgpu::DeviceType::VirtualGpu => 2,
+        wgpu::DeviceType::Other => 3,
+        wgpu::DeviceType::Cpu => 4,
+    };
+    (device, u8::from(info.backend == wgpu::Backend::Gl))
+}
+
+impl AdapterSummary {
+    /// What there is to say about an adapter.
+    pub fn new(adapter: &wgpu::Adapter) -> Self {
+        let (info, features, limits) = (adapter.get_info(), adapter.features(), adapter.limits());
+        let subgroups = features.contains(wgpu::Features::SUBGROUP);
+        Self {
+            name: info.name.clone(),
+            api: format!("{:?}", info.backend),
+            kind: match info.device_type {
+                wgpu::DeviceType::DiscreteGpu => "discrete GPU",
+                wgpu::DeviceType::IntegratedGpu => "integrated GPU",
+                wgpu::DeviceType::VirtualGpu => "virtual GPU",
+                wgpu::DeviceType::Cpu => "software",
+                wgpu::DeviceType::Other => "other",
+            },
+            driver: format!("{} {}", info.driver, info.driver_info).trim().into(),
+            vendor_id: info.vendor,
+            device_id: info.device,
+            subgroup_size: subgroups.then_some([info.subgroup_min_size, info.subgroup_max_size]),
+            features: KernelFeatures {
+                f16: features.contains(wgpu::Features::SHADER_F16),
+                subgroups,
+                timestamps: features.contains(wgpu::Features::TIMESTAMP_QUERY),
+            },
+            all_features: features.iter_names().map(|(name, _)| name.to_owned()).collect(),
+            limits: KernelLimits {
+                storage_binding_bytes: limits.max_storage_buffer_binding_size,
+                buffer_bytes: limits.max_buffer_size,
+                storage_buffers: limits.max_storage_buffers_per_shader_stage,
+                workgroup_bytes: limits.max_compute_workgroup_storage_size,
+                workgroup_invocations: limits.max_compute_invocations_per_workgroup,
+                dispatch_workgroups: limits.max_compute_workgroups_per_dimension,
+            },
+        }
+    }
+}

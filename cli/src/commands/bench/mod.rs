@@ -1,0 +1,168 @@
+//! `kvpack bench`: how fast is this device?
+
+mod cpu;
+mod report;
+mod run;
+mod timed;
+
+use anyhow::{Result, bail};
+use kvpack::SegmentFormat;
+use kvpack::conformance::{DecodeShape, decode_formats, decode_shapes};
+
+use crate::backend::{BackendArgs, Chosen};
+use crate::outcome::Outcome;
+use crate::print;
+use report::{BenchReport, BenchRow, RowOutcome, ShapeReport};
+use run::BenchPlan;
+use timed::Timed;
+
+/// How much of the guard's rate may be missing without a word.
+const UNSTEADY_PERCENT: f64 = 10.0;
+
+/// Times decode steps over packed caches, each checked against f64 first.
+///
+/// A step is everything between the queries and the outputs: query preparation, attention and the merge. Steps go round
+/// several copies of the cache so that none finds it in the device's own caches.
+#[derive(clap::Args)]
+pub struct BenchArgs {
+    #[command(flatten)]
+    backend: BackendArgs,
+    /// Two small shapes, the widths of CalibQuant, little memory.
+    #[arg(long)]
+    quick: bool,
+    /// Only the shapes whose name contains this [default: all on a GPU; on the CPU those up to 128 MiB of f16].
+    #[arg(long, value_name = "TEXT")]
+    shape: Option<String>,
+    /// Only f16 and the formats whose name contains this ('4-bit', 'per token').
+    #[arg(long, value_name = "TEXT")]
+    format: Option<String>,
+    /// Mebibytes of packed keys and values to go round, at least [default: 1024 on a GPU, 256 on the CPU, 32 with
+    /// --quick].
+    #[arg(long, value_name = "MIB")]
+    footprint: Option<u64>,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command.
+pub fn run(args: &BenchArgs) -> Result<Outcome> {
+    match args.backend.open()? {
+        Chosen::Cpu(backend) => bench(args, &backend),
+    }
+}
+
+fn bench<B: Timed>(args: &BenchArgs, backend: &B) -> Result<Outcome> {
+    let plan = args.plan::<B>()?;
+    let report = pollster::block_on(run::run(backend, &plan))?;
+    if args.json {
+        print::json(&report)?;
+    } else {
+        print_report(&report);
+    }
+    let wrong = |row: &BenchRow| matches!(row.outcome, RowOutcome::Wrong { .. });
+    Ok(match report.shapes.iter().flat_map(|shape| &shape.rows).any(wrong) {
+        true => Outcome::Failed,
+        false => Outcome::Passed,
+    })
+}
+
+impl BenchArgs {
+    fn plan<B: Timed>(&self) -> Result<BenchPlan> {
+        let mebibytes = self.footprint.map(|footprint| footprint.saturating_mul(1 << 20));
+        Ok(BenchPlan {
+            shapes: self.shapes::<B>()?,
+            formats: self.formats()?,
+            footprint: mebibytes.unwrap_or(if self.quick { 32 << 20 } else { B::FOOTPRINT }),
+            seconds: if self.quick { 0.1 } else { 0.5 },
+        })
+    }
+
+    fn shapes<B: Timed>(&self) -> Result<Vec<DecodeShape>> {
+        let wanted = |decode: &DecodeShape| match &self.shape {
+            Some(text) => decode.name.contains(text.as_str()),
+            None if self.quick => decode.quick,
+            None => decode.code_bytes(&SegmentFormat::F16) <= B::LARGEST_DEFAULT,
+        };
+        let shapes: Vec<DecodeShape> = decode_shapes().into_iter().filter(wanted).collect();
+        if shapes.is_empty() {
+            let names: Vec<&str> = decode_shapes().iter().map(|decode| decode.name).collect();
+            bail!(
+                "--shape '{}' is part of no shape's name; the shapes are {}",
+                self.shape.as_deref().unwrap_or_default(),
+                names.join(", ")
+            );
+        }
+        Ok(shapes)
+    }
+
+    fn formats(&self) -> Result<Vec<SegmentFormat>> {
+        let is_f16 = |format: &SegmentFormat| *format == SegmentFormat::F16;
+        let wanted = |format: &SegmentFormat| match &self.format {
+            Some(text) => is_f16(format) || format.to_string().contains(text.as_str()),
+            None if self.quick => is_f16(format) || format.key.has_span_ranges(),
+            None => true,
+        };
+        let formats: Vec<SegmentFormat> = decode_formats().into_iter().filter(wanted).collect();
+        match &self.format {
+            Some(text) if formats.len() == 1 && !"f16".contains(text.as_str()) => {
+                let names: Vec<String> = decode_formats().iter().map(SegmentFormat::to_string).collect();
+                bail!("--format '{text}' is part of no format's name; the formats are: {}", names.join("; "))
+            }
+            _ => Ok(formats),
+        }
+    }
+}
+
+fn print_report(report: &BenchReport) {
+    println!("{}, timed by {}", report.backend, report.timer);
+    for shape in &report.shapes {
+        println!(
+            "\n{}: {} sequences of {} tokens, {} query heads over {} KV heads × {}",
+            shape.shape, shape.sequences, shape.tokens, shape.query_heads, shape.kv_heads, shape.head_dim
+        );
+        println!("{}", table(shape));
+        if let Some(plain) = shape.plain_f32_us {
+            println!("plain f32 attention with the same threads: {plain:.1} µs");
+        }
+        for row in &shape.rows {
+            match &row.outcome {
+                RowOutcome::Timed(figures) if figures.guard_low_percent > UNSTEADY_PERCENT => println!(
+                    "unsteady {}: the device ran {:.0} % below its best before or after it; close other programs",
+                    row.format, figures.guard_low_percent
+                ),
+                RowOutcome::Timed(_) => {}
+                RowOutcome::Wrong { reason } => println!("WRONG {}: {reason}", row.format),
+                RowOutcome::Discarded { guard_low_percent } => println!(
+                    "discarded {}: the device ran {guard_low_percent:.0} % below its best before or after it",
+                    row.format
+                ),
+            }
+        }
+    }
+    println!(
+        "\nMB: bytes of codes and ranges that a step must read. % read: of the read bandwidth measured beside it."
+    );
+}
+
+fn table(shape: &ShapeReport) -> comfy_table::Table {
+    let header = ["format", "NMSE", "MB", "µs", "GB/s", "read GB/s", "% read", "× f16", "× plain f32"];
+    let mut table = print::results(&header, 1);
+    for row in &shape.rows {
+        let mut cells = vec![row.format.clone(), format!("{:.0e}", row.nmse), format!("{:.2}", row.bytes as f64 / 1e6)];
+        match row.outcome.figures() {
+            None => cells.extend(vec!["-".into(); 6]),
+            Some(figures) => {
+                let times = |times: Option<f64>| times.map_or("-".into(), |times| format!("{times:.2}"));
+                cells.push(format!("{:.1}", figures.step_us));
+                cells.push(format!("{:.1}", figures.gigabytes_per_second));
+                cells.push(format!("{:.1}", figures.read_gigabytes_per_second));
+                cells.push(format!("{:.0}", figures.percent_of_read));
+                cells.push(times(figures.times_f16));
+                cells.push(times(figures.times_plain_f32));
+            }
+        }
+        table.add_row(cells);
+    }
+    table
+}

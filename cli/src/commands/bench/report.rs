@@ -1,0 +1,88 @@
+//! What the benchmark measured, as it is printed in JSON.
+
+use serde::Serialize;
+
+/// A whole run.
+#[derive(Serialize)]
+pub struct BenchReport {
+    /// The device.
+    pub backend: String,
+    /// The clock.
+    pub timer: String,
+    /// The shapes, in the order of the registry.
+    pub shapes: Vec<ShapeReport>,
+}
+
+/// One decode shape.
+#[derive(Serialize)]
+pub struct ShapeReport {
+    /// Its name in the registry.
+    pub shape: String,
+    /// Sequences of the batch.
+    pub sequences: usize,
+    /// Tokens of each.
+    pub tokens: usize,
+    /// Query heads.
+    pub query_heads: usize,
+    /// KV heads.
+    pub kv_heads: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// Microseconds of the same step over plain f32 rows, where the backend has that baseline.
+    pub plain_f32_us: Option<f64>,
+    /// One row for each format.
+    pub rows: Vec<BenchRow>,
+}
+
+/// One format on one shape.
+#[derive(Serialize)]
+pub struct BenchRow {
+    /// The format.
+    pub format: String,
+    /// Normalised mean square error against f64 over the stored data, from the check before the timing.
+    pub nmse: f64,
+    /// Bytes that a step must read: codes and ranges.
+    pub bytes: u64,
+    /// Copies of the batch that the steps went round.
+    pub copies: usize,
+    /// The figures, or why there are none.
+    #[serde(flatten)]
+    pub outcome: RowOutcome,
+}
+
+/// The figures of a row, or why there are none.
+#[derive(Serialize)]
+#[serde(tag = "outcome", rename_all = "snake_case")]
+pub enum RowOutcome {
+    /// It was timed.
+    Timed(Figures),
+    /// The outputs were wrong, so nothing was timed.
+    Wrong {
+        /// What was wrong.
+        reason: String,
+    },
+    /// The device slowed down around every attempt.
+    Discarded {
+        /// How much of the guard's rate was missing at the last attempt, in percent.
+        guard_low_percent: f64,
+    },
+}
+
+/// The figures of a row.
+#[derive(Serialize)]
+pub struct Figures {
+    /// Microseconds of a whole step, the median.
+    pub step_us: f64,
+    /// 10⁹ bytes per second of the bytes that must be read.
+    pub gigabytes_per_second: f64,
+    /// 10⁹ bytes per second at which the device reads memory, measured just before.
+    pub read_gigabytes_per_second: f64,
+    /// The former in percent of the latter.
+    pub percent_of_read: f64,
+    /// How many times faster than our own f16 kernel on the same shape; none where that row has no figures.
+    pub times_f16: Option<f64>,
+    /// How many times faster than plain f32 rows.
+    pub times_plain_f32: Option<f64>,
+    /// How much of the guard's best rate was missing before or after, in percent.
+    pub guard_low_percent: f64,
+}

@@ -1,0 +1,145 @@
+//! Checks and times the rows.
+
+use anyhow::Result;
+use indicatif::ProgressBar;
+use kvpack::SegmentFormat;
+use kvpack::backend::AttendOptions;
+use kvpack::conformance::{DecodeData, DecodeShape, Workload};
+use kvpack::plan::Split;
+
+use super::report::{BenchReport, BenchRow, Figures, RowOutcome, ShapeReport};
+use super::timed::{Timed, median};
+
+/// Attempts to time a row while the device keeps its clock.
+const ATTEMPTS: usize = 3;
+
+/// What to time and how long.
+pub struct BenchPlan {
+    /// The shapes.
+    pub shapes: Vec<DecodeShape>,
+    /// The formats; f16 first, so that the others can be compared with it.
+    pub formats: Vec<SegmentFormat>,
+    /// Bytes of stores to go round, at least.
+    pub footprint: u64,
+    /// Seconds of timed steps for a row, at least.
+    pub seconds: f64,
+}
+
+/// A device under test and the best it has shown.
+struct Bench<'a, B> {
+    backend: &'a B,
+    plan: &'a BenchPlan,
+    best_guard: f64,
+}
+
+/// Runs all rows.
+pub async fn run<B: Timed>(backend: &B, plan: &BenchPlan) -> Result<BenchReport> {
+    let progress = ProgressBar::new((plan.shapes.len() * plan.formats.len()) as u64).with_style(crate::print::bar());
+    let mut bench = Bench { backend, plan, best_guard: 0.0 };
+    let mut shapes = Vec::with_capacity(plan.shapes.len());
+    for decode in &plan.shapes {
+        shapes.push(bench.shape(*decode, &progress).await?);
+    }
+    progress.finish_and_clear();
+    Ok(BenchReport { backend: backend.name(), timer: backend.timer(), shapes })
+}
+
+impl<B: Timed> Bench<'_, B> {
+    async fn shape(&mut self, decode: DecodeShape, progress: &ProgressBar) -> Result<ShapeReport> {
+        let data = DecodeData::new(self.backend, decode).await?;
+        let plain = self.backend.plain_step(&data)?;
+        let mut rows: Vec<BenchRow> = Vec::with_capacity(self.plan.formats.len());
+        for format in &self.plan.formats {
+            progress.set_message(format!("{} {format}", decode.name));
+            let mut row = self.row(&data, *format).await?;
+            if let RowOutcome::Timed(figures) = &mut row.outcome {
+                let f16 = rows.first().filter(|row| row.format == SegmentFormat::F16.to_string());
+                let f16 = f16.and_then(|row| row.outcome.figures()).map(|f16| f16.step_us);
+                figures.times_f16 = f16.map(|f16| f16 / figures.step_us);
+                figures.times_plain_f32 = plain.map(|plain| plain * 1e6 / figures.step_us);
+            }
+            rows.push(row);
+            progress.inc(1);
+        }
+        Ok(ShapeReport {
+            shape: decode.name.into(),
+            sequences: decode.sequences,
+            tokens: decode.tokens,
+            query_heads: decode.shape.query_heads(),
+            kv_heads: decode.shape.kv_heads(),
+            head_dim: decode.shape.head_dim(),
+            plain_f32_us: plain.map(|seconds| seconds * 1e6),
+            rows,
+        })
+    }
+
+    /// Stores the batch, checks the outputs and times the steps.
+    async fn row(&mut self, data: &DecodeData<B>, format: SegmentFormat) -> Result<BenchRow> {
+        let workload = Workload::new(self.backend, data, format, self.plan.footprint, Split::default()).await?;
+        let report = workload.check(self.backend, data, AttendOptions::default()).await?;
+        let outcome = match report.passed() {
+            false => RowOutcome::Wrong { reason: report.reason() },
+            true => self.time(&workload, data).await?,
+        };
+        Ok(BenchRow {
+            format: format.to_string(),
+            nmse: report.error.nmse,
+            bytes: workload.step_bytes,
+            copies: workload.plans.len(),
+            outcome,
+        })
+    }
+
+    /// Times a workload between two looks at the guard, again if the device slowed down.
+    async fn time(&mut self, workload: &Workload<B>, data: &DecodeData<B>) -> Result<RowOutcome> {
+        let mut low = 0.0;
+        for _ in 0..ATTEMPTS {
+            let before = self.backend.guard_rate().await?;
+            let read = self.backend.read_bandwidth().await?;
+            let step = self.step_seconds(workload, data).await?;
+            let after = self.backend.guard_rate().await?;
+            self.best_guard = self.best_guard.max(before).max(after);
+            low = 1.0 - before.min(after) / self.best_guard;
+            if B::GUARD_TOLERANCE.is_none_or(|tolerance| low <= tolerance) {
+                let figures = Figures::new(step, workload.step_bytes, read);
+                return Ok(RowOutcome::Timed(Figures { guard_low_percent: low * 100.0, ..figures }));
+            }
+        }
+        Ok(RowOutcome::Discarded { guard_low_percent: low * 100.0 })
+    }
+
+    /// The median over rounds that go over all copies, after one that is not counted.
+    async fn step_seconds(&self, workload: &Workload<B>, data: &DecodeData<B>) -> Result<f64> {
+        self.backend.time_round(workload, data).await?;
+        let mut steps = Vec::new();
+        while steps.len() < 5 || steps.iter().sum::<f64>() < self.plan.seconds {
+            steps.extend(self.backend.time_round(workload, data).await?);
+        }
+        Ok(median(steps))
+    }
+}
+
+impl Figures {
+    fn new(step_seconds: f64, bytes: u64, read: f64) -> Self {
+        let rate = bytes as f64 / step_seconds;
+        Self {
+            step_us: step_seconds * 1e6,
+            gigabytes_per_second: rate / 1e9,
+            read_gigabytes_per_second: read / 1e9,
+            percent_of_read: rate / read * 100.0,
+            times_f16: None,
+            times_plain_f32: None,
+            guard_low_percent: 0.0,
+        }
+    }
+}
+
+impl RowOutcome {
+    /// The figures, if the row was timed.
+    pub fn figures(&self) -> Option<&Figures> {
+        match self {
+            Self::Timed(figures) => Some(figures),
+            Self::Wrong { .. } | Self::Discarded { .. } => None,
+        }
+    }
+}

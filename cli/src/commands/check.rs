@@ -1,0 +1,112 @@
+//! `kvpack check`: is this device right?
+
+use anyhow::{Result, bail};
+use indicatif::ProgressBar;
+use kvpack::Backend;
+use kvpack::conformance::{self, Case, Report};
+
+use crate::backend::{BackendArgs, Chosen};
+use crate::outcome::Outcome;
+use crate::print;
+
+/// Runs the conformance cases and compares with f64.
+#[derive(clap::Args)]
+pub struct CheckArgs {
+    #[command(flatten)]
+    backend: BackendArgs,
+    /// Only the cases that cover every kernel once.
+    #[arg(long)]
+    quick: bool,
+    /// Only the cases whose name contains this.
+    #[arg(long, value_name = "TEXT")]
+    filter: Option<String>,
+}
+
+/// A case and what came of it.
+struct Row {
+    case: Case,
+    outcome: kvpack::Result<Report>,
+}
+
+/// Runs the command.
+pub fn run(args: &CheckArgs) -> Result<Outcome> {
+    let cases = args.cases()?;
+    match args.backend.open()? {
+        Chosen::Cpu(backend) => check(&backend, cases),
+    }
+}
+
+impl CheckArgs {
+    fn cases(&self) -> Result<Vec<Case>> {
+        let wanted = |case: &Case| {
+            (case.quick || !self.quick) && self.filter.as_ref().is_none_or(|text| case.name.contains(text.as_str()))
+        };
+        let cases: Vec<Case> = conformance::cases().into_iter().filter(wanted).collect();
+        if cases.is_empty() {
+            bail!(
+                "no case matches --filter '{}'{}; run `kvpack check` without it to see the names",
+                self.filter.as_deref().unwrap_or_default(),
+                if self.quick { " among those of --quick" } else { "" }
+            );
+        }
+        Ok(cases)
+    }
+}
+
+fn check<B: Backend>(backend: &B, cases: Vec<Case>) -> Result<Outcome> {
+    println!("{} cases on {}", cases.len(), backend.name());
+    let rows = run_all(backend, cases)?;
+    print_rows(&rows);
+    let failed = rows.iter().filter(|row| !row.passed()).count();
+    println!("{} passed, {failed} failed", rows.len() - failed);
+    Ok(if failed == 0 { Outcome::Passed } else { Outcome::Failed })
+}
+
+/// Runs all cases. An error of one is its failure, but nothing runs on a lost device.
+fn run_all<B: Backend>(backend: &B, cases: Vec<Case>) -> Result<Vec<Row>> {
+    let progress = ProgressBar::new(cases.len() as u64).with_style(print::bar());
+    let mut rows = Vec::with_capacity(cases.len());
+    for case in cases {
+        progress.set_message(case.name.clone());
+        let outcome = pollster::block_on(conformance::run_case(backend, &case));
+        if let Err(lost @ kvpack::Error::DeviceLost { .. }) = outcome {
+            bail!("in case {}: {lost}", case.name);
+        }
+        rows.push(Row { case, outcome });
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+    Ok(rows)
+}
+
+impl Row {
+    fn passed(&self) -> bool {
+        self.outcome.as_ref().is_ok_and(Report::passed)
+    }
+}
+
+fn print_rows(rows: &[Row]) {
+    let mut table = print::results(&["case", "formats", "NMSE", "worst head", "informative", "limit", ""], 2);
+    for row in rows {
+        let number = |value: Option<f64>| value.map_or("-".into(), |value| format!("{value:.1e}"));
+        let report = row.outcome.as_ref().ok();
+        let error = |part: fn(&Report) -> Option<f64>| number(report.and_then(part));
+        table.add_row([
+            row.case.name.clone(),
+            row.case.formats(),
+            error(|report| Some(report.error.nmse)),
+            error(|report| Some(report.error.worst_head)),
+            error(|report| report.error.informative),
+            report.map_or("-".into(), |report| format!("{:.0e}", report.limits.nmse)),
+            if row.passed() { "ok" } else { "FAILED" }.into(),
+        ]);
+    }
+    println!("{table}");
+    for row in rows.iter().filter(|row| !row.passed()) {
+        let reason = match &row.outcome {
+            Ok(report) => report.reason(),
+            Err(error) => error.to_string(),
+        };
+        println!("FAILED {}: {reason}", row.case.name);
+    }
+}

@@ -1,0 +1,42 @@
+//! The formats that are evaluated.
+
+use kvpack::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat};
+
+/// A format under the name by which it is known.
+pub struct NamedFormat {
+    /// Short name.
+    pub name: String,
+    /// The format.
+    pub format: SegmentFormat,
+}
+
+impl NamedFormat {
+    /// True if calibrating the scores can make sense: keys or values are packed.
+    pub fn is_packed(&self) -> bool {
+        self.format != SegmentFormat::F16
+    }
+}
+
+/// f16, then one range per channel (CalibQuant), per token, and per group (KIVI), each from wide to narrow.
+pub fn all(shape: &AttentionShape) -> Vec<NamedFormat> {
+    let named = |name: String, format| NamedFormat { name, format };
+    let mut formats = vec![named("f16".into(), SegmentFormat::F16)];
+    for bits in Bits::ALL.into_iter().rev() {
+        formats.push(named(format!("{bits}-bit per channel"), SegmentFormat::per_channel(bits)));
+    }
+    formats.push(named("1-bit per channel, shrunk".into(), SegmentFormat::calibquant(Bits::One)));
+    for bits in [Bits::Eight, Bits::Four, Bits::Two] {
+        let token = TensorFormat::Affine(AffineFormat::new(bits, Grouping::Token));
+        formats.push(named(format!("{bits}-bit per token"), SegmentFormat { key: token, value: token }));
+    }
+    // 32 channels to a group, as KIVI has them, or 16 where 32 do not divide the head.
+    let channels = if shape.head_dim().is_multiple_of(32) { 32 } else { 16 };
+    for bits in [Bits::Four, Bits::Two] {
+        let format = SegmentFormat {
+            key: TensorFormat::Affine(AffineFormat::new(bits, Grouping::ChannelTokens(32))),
+            value: TensorFormat::Affine(AffineFormat::new(bits, Grouping::TokenChannels(channels))),
+        };
+        formats.push(named(format!("{bits}-bit in groups of 32"), format));
+    }
+    formats
+}

@@ -1,0 +1,139 @@
+//! Evaluates the formats on one layer.
+
+use kvpack::cpu::{DenseSegment, exact_attention};
+use kvpack::format::Calibration;
+use kvpack::{Backend, Result};
+
+use super::formats::NamedFormat;
+use super::report::{CalibratedRow, FormatRow, LayerReport};
+use super::stored::{KeptInF16, StoredLayer};
+use crate::dump::Layer;
+
+/// A query and the tokens that it may see: those up to its own.
+pub struct VisibleQuery<'a> {
+    /// `[query_heads, head_dim]`.
+    pub query: &'a [f32],
+    /// How many tokens it may see.
+    pub tokens: usize,
+}
+
+/// Queries and what exact attention over the original data gives for them.
+struct QuerySet<'a> {
+    queries: Vec<VisibleQuery<'a>>,
+    /// `[queries, query_heads, head_dim]`.
+    exact: Vec<f64>,
+}
+
+/// Measures every format on one layer. Every second prompt query is for the search of calibrations, and all others,
+/// with the decode queries, are for the errors.
+pub async fn evaluate<B: Backend>(
+    backend: &B,
+    layer: &Layer,
+    formats: &[NamedFormat],
+    kept: KeptInF16,
+) -> Result<LayerReport> {
+    let (for_search, for_errors) = split_queries(layer);
+    let for_search = QuerySet::new(layer, for_search)?;
+    let for_errors = QuerySet::new(layer, for_errors)?;
+    let keys = backend.upload(layer.keys.as_slice().into()).await?;
+    let values = backend.upload(layer.values.as_slice().into()).await?;
+    let mut rows = Vec::with_capacity(formats.len());
+    for named in formats {
+        let stored = StoredLayer::new(backend, layer, named.format, kept, (&keys, &values)).await?;
+        let mut calibrated = None;
+        if named.is_packed() && !for_search.queries.is_empty() {
+            let found = search(backend, &stored, &for_search).await?;
+            let error = error(backend, &stored, &for_errors, Some(found)).await?;
+            calibrated = Some(CalibratedRow { tau1: found.tau1(), tau2: found.tau2(), error });
+        }
+        let bytes = stored.bytes(backend);
+        let bits_per_element = bytes as f64 * 8.0 / (layer.keys.len() + layer.values.len()) as f64;
+        rows.push(FormatRow {
+            format: named.name.clone(),
+            error: error(backend, &stored, &for_errors, None).await?,
+            calibrated,
+            bytes,
+            bits_per_element,
+            times_smaller: 16.0 / bits_per_element,
+        });
+    }
+    Ok(LayerReport {
+        layer: layer.index,
+        query_heads: layer.shape.query_heads(),
+        kv_heads: layer.shape.kv_heads(),
+        head_dim: layer.shape.head_dim(),
+        tokens: layer.tokens,
+        calibration_queries: for_search.queries.len(),
+        evaluation_queries: for_errors.queries.len(),
+        formats: rows,
+    })
+}
+
+/// Relative L2 error of the outputs of a set of queries.
+async fn error<B: Backend>(
+    backend: &B,
+    stored: &StoredLayer<B>,
+    set: &QuerySet<'_>,
+    calibration: Option<Calibration>,
+) -> Result<f64> {
+    Ok(set.error_of(&stored.attend(backend, &set.queries, calibration).await?))
+}
+
+/// How much smaller than without calibration the error must be on the queries of the search: less than that is chance,
+/// and need not hold for other queries.
+const WORTHWHILE: f64 = 0.99;
+
+/// The best calibration of the grid for a set of queries, the identity unless another is clearly better.
+async fn search<B: Backend>(backend: &B, stored: &StoredLayer<B>, set: &QuerySet<'_>) -> Result<Calibration> {
+    let mut best = Calibration::IDENTITY;
+    let mut least = WORTHWHILE * error(backend, stored, set, None).await?;
+    for candidate in Calibration::grid().filter(|candidate| *candidate != Calibration::IDENTITY) {
+        let error = error(backend, stored, set, Some(candidate)).await?;
+        if error < least {
+            (best, least) = (candidate, error);
+        }
+    }
+    Ok(best)
+}
+
+/// Queries for the search and queries for the errors.
+fn split_queries(layer: &Layer) -> (Vec<VisibleQuery<'_>>, Vec<VisibleQuery<'_>>) {
+    let before = layer.tokens - layer.prompt_queries.len();
+    let (mut for_search, mut for_errors) = (Vec::new(), Vec::new());
+    for (i, query) in layer.prompt_queries.iter().enumerate() {
+        let visible = VisibleQuery { query, tokens: before + i + 1 };
+        // The last one is always for the errors, so that a single query is measured rather than searched on.
+        let from_the_end = layer.prompt_queries.len() - 1 - i;
+        if from_the_end.is_multiple_of(2) { for_errors.push(visible) } else { for_search.push(visible) }
+    }
+    for_errors.extend(layer.decode_queries.iter().map(|query| VisibleQuery { query, tokens: layer.tokens }));
+    (for_search, for_errors)
+}
+
+impl<'a> QuerySet<'a> {
+    fn new(layer: &Layer, queries: Vec<VisibleQuery<'a>>) -> Result<Self> {
+        let mut exact = Vec::new();
+        for query in &queries {
+            let (keys, values) =
+                (layer.first_tokens(&layer.keys, query.tokens), layer.first_tokens(&layer.values, query.tokens));
+            let segment = DenseSegment { keys: &keys, values: &values, tokens: query.tokens, calibration: None };
+            exact.extend(exact_attention(&layer.shape, &[segment], query.query)?.outputs);
+        }
+        Ok(Self { queries, exact })
+    }
+
+    /// Relative L2 error of outputs for these queries.
+    fn error_of(&self, outputs: &[f32]) -> f64 {
+        let error: f64 = outputs.iter().zip(&self.exact).map(|(&got, want)| (f64::from(got) - want).powi(2)).sum();
+        let size: f64 = self.exact.iter().map(|want| want * want).sum();
+        if error == 0.0 { 0.0 } else { (error / size).sqrt() }
+    }
+}
+
+impl Layer {
+    /// The first tokens of every head of a `[kv_heads, tokens, head_dim]` tensor.
+    fn first_tokens(&self, tensor: &[f32], tokens: usize) -> Vec<f32> {
+        let head_dim = self.shape.head_dim();
+        tensor.chunks(self.tokens * head_dim).flat_map(|head| &head[..tokens * head_dim]).copied().collect()
+    }
+}

@@ -1,0 +1,136 @@
+//! What an evaluation found, as it is printed in JSON.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+/// Everything about one dump.
+#[derive(Serialize)]
+pub struct EvalReport {
+    /// The file.
+    pub file: String,
+    /// The model, where the dump names it.
+    pub model: Option<String>,
+    /// The text, where the dump names it.
+    pub text: Option<String>,
+    /// Where the attention ran.
+    pub backend: String,
+    /// First tokens kept in f16 whatever the format.
+    pub kept_first: usize,
+    /// Last tokens kept in f16 whatever the format.
+    pub kept_last: usize,
+    /// The layers, in ascending order.
+    pub layers: Vec<LayerReport>,
+    /// One row for each format, over all layers.
+    pub summary: Vec<SummaryRow>,
+}
+
+/// One layer.
+#[derive(Serialize)]
+pub struct LayerReport {
+    /// Its number in the model.
+    pub layer: u32,
+    /// Query heads.
+    pub query_heads: usize,
+    /// KV heads.
+    pub kv_heads: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// Tokens.
+    pub tokens: usize,
+    /// Queries on which calibrations were searched.
+    pub calibration_queries: usize,
+    /// Queries on which the errors were measured, all others.
+    pub evaluation_queries: usize,
+    /// One row for each format.
+    pub formats: Vec<FormatRow>,
+}
+
+/// One format on one layer.
+#[derive(Clone, Serialize)]
+pub struct FormatRow {
+    /// The format.
+    pub format: String,
+    /// Relative L2 error of the attention outputs, without calibration.
+    pub error: f64,
+    /// With the calibration found; none where the format is not packed or there was nothing to search on.
+    pub calibrated: Option<CalibratedRow>,
+    /// Bytes held, to the last range and padding byte.
+    pub bytes: u64,
+    /// The same in bits per element of keys and values.
+    pub bits_per_element: f64,
+    /// Bytes of f16 without padding over bytes held.
+    pub times_smaller: f64,
+}
+
+/// The outcome of the calibration that was found.
+#[derive(Clone, Serialize)]
+pub struct CalibratedRow {
+    /// How much the lower end of the scores is moved down.
+    pub tau1: f32,
+    /// How much the upper end of the scores is moved down.
+    pub tau2: f32,
+    /// Relative L2 error of the attention outputs.
+    pub error: f64,
+}
+
+/// One format over all layers.
+#[derive(Serialize)]
+pub struct SummaryRow {
+    /// The format.
+    pub format: String,
+    /// Mean of the layers' errors.
+    pub mean_error: f64,
+    /// The largest of them.
+    pub worst_error: f64,
+    /// Mean error with each layer's own calibration.
+    pub mean_calibrated_error: Option<f64>,
+    /// Layers whose error the calibration lowered, of those where one was searched for.
+    pub layers_improved: Option<[usize; 2]>,
+    /// Bytes held by all layers.
+    pub bytes: u64,
+    /// Bits per element over all layers.
+    pub bits_per_element: f64,
+    /// Bytes of f16 without padding over bytes held.
+    pub times_smaller: f64,
+}
+
+/// Sums the layers up, format by format, in the order of the first layer.
+pub fn summarize(layers: &[LayerReport]) -> Vec<SummaryRow> {
+    let mut order = Vec::new();
+    let mut rows: BTreeMap<&str, Vec<&FormatRow>> = BTreeMap::new();
+    for row in layers.iter().flat_map(|layer| &layer.formats) {
+        let of_format = rows.entry(&row.format).or_default();
+        if of_format.is_empty() {
+            order.push(row.format.as_str());
+        }
+        of_format.push(row);
+    }
+    order.into_iter().map(|format| SummaryRow::new(format, &rows[format])).collect()
+}
+
+impl SummaryRow {
+    fn new(format: &str, rows: &[&FormatRow]) -> Self {
+        let calibrated: Vec<(f64, f64)> =
+            rows.iter().filter_map(|row| Some((row.error, row.calibrated.as_ref()?.error))).collect();
+        let improved = calibrated.iter().filter(|(plain, calibrated)| calibrated < plain).count();
+        let bytes: u64 = rows.iter().map(|row| row.bytes).sum();
+        let elements: f64 = rows.iter().map(|row| row.bytes as f64 * 8.0 / row.bits_per_element).sum();
+        let bits_per_element = bytes as f64 * 8.0 / elements;
+        Self {
+            format: format.into(),
+            mean_error: mean(rows.iter().map(|row| row.error)),
+            worst_error: rows.iter().map(|row| row.error).fold(0.0, f64::max),
+            mean_calibrated_error: (!calibrated.is_empty()).then(|| mean(calibrated.iter().map(|(_, error)| *error))),
+            layers_improved: (!calibrated.is_empty()).then_some([improved, calibrated.len()]),
+            bytes,
+            bits_per_element,
+            times_smaller: 16.0 / bits_per_element,
+        }
+    }
+}
+
+fn mean(values: impl ExactSizeIterator<Item = f64>) -> f64 {
+    let count = values.len();
+    values.sum::<f64>() / count as f64
+}

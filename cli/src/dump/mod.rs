@@ -1,0 +1,49 @@
+//! Dumps of keys, values and queries, as safetensors files.
+//!
+//! For each layer `N`:
+//!
+//! | tensor | shape | |
+//! | --- | --- | --- |
+//! | `layerN.key` | `[kv_heads, tokens, head_dim]` | after position encoding |
+//! | `layerN.value` | `[kv_heads, tokens, head_dim]` | |
+//! | `layerN.query_prompt` | `[query_heads, queries, head_dim]` | optional: the queries of the last prompt tokens |
+//! | `layerN.query_decode` | `[query_heads, queries, head_dim]` | optional: queries of tokens after the prompt |
+//!
+//! At least one of the two query tensors is needed. Elements are F16, BF16 or F32. Scores are `q·k / √head_dim`.
+//! Other tensors are ignored. Metadata are free; `model` and `text` are shown where they exist.
+
+mod error;
+mod read;
+
+use kvpack::AttentionShape;
+
+pub use error::DumpError;
+pub use read::read;
+
+/// A whole dump.
+pub struct Dump {
+    /// The model, where the file names it.
+    pub model: Option<String>,
+    /// The text behind the tokens, where the file names it.
+    pub text: Option<String>,
+    /// The layers in ascending order, at least one.
+    pub layers: Vec<Layer>,
+}
+
+/// One layer of a dump.
+pub struct Layer {
+    /// Its number in the model.
+    pub index: u32,
+    /// Heads and head dimension.
+    pub shape: AttentionShape,
+    /// Tokens of the prompt.
+    pub tokens: usize,
+    /// Keys, `[kv_heads, tokens, head_dim]`.
+    pub keys: Vec<f32>,
+    /// Values, `[kv_heads, tokens, head_dim]`.
+    pub values: Vec<f32>,
+    /// Queries of the last prompt tokens, each `[query_heads, head_dim]`; may be empty.
+    pub prompt_queries: Vec<Vec<f32>>,
+    /// Queries of tokens after the prompt, each `[query_heads, head_dim]`; empty only if there are prompt queries.
+    pub decode_queries: Vec<Vec<f32>>,
+}

@@ -1,0 +1,185 @@
+#!/usr/bin/env bash
+# Everything that `make test` checks, with a summary at the end. Its last line is "N passed, N failed".
+#
+# The GPU tests run on two software Vulkan drivers that have little in common: lavapipe (subgroups of 8, f16) and
+# SwiftShader (subgroups of 4, no f16, 256 invocations, buffer offsets aligned to 256 bytes). They are set up first
+# if they are missing. The Khronos validation layers watch every run; one message of theirs is a failure.
+#
+#   KVPACK_TEST_DRIVERS   the drivers to test on, "lavapipe swiftshader" on Linux. Name one of them to do without the
+#                         other, or "system" for the adapter that wgpu picks by itself (the default elsewhere).
+#
+# Set for the tests, not by the user:
+#   KVPACK_TEST_DRIVER    the driver that a run expects: without an adapter of that driver, GPU tests fail
+#   KVPACK_PATH           forces a capability path (floor, f16, subgroups)
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+# shellcheck source=scripts/vulkan-drivers.sh
+source scripts/vulkan-drivers.sh
+
+if [ "$(uname -s)" = Linux ]; then
+    read -ra drivers <<<"${KVPACK_TEST_DRIVERS:-lavapipe swiftshader}"
+else
+    read -ra drivers <<<"${KVPACK_TEST_DRIVERS:-system}"
+fi
+[ "${#drivers[@]}" -gt 0 ] || {
+    echo "KVPACK_TEST_DRIVERS names no driver" >&2
+    exit 2
+}
+for driver in "${drivers[@]}"; do
+    case "$driver" in
+        lavapipe | swiftshader | system) ;;
+        *)
+            echo "KVPACK_TEST_DRIVERS: $driver is not one of lavapipe, swiftshader, system" >&2
+            exit 2
+            ;;
+    esac
+done
+
+logs="$PWD/target/test-logs"
+rm -rf "$logs"
+mkdir -p "$logs"
+
+# --- stages -----------------------------------------------------------------------------------------------------
+
+stage_names=() stage_results=() stage_seconds=()
+passed=0 failed=0
+
+# Runs a command as a stage; its output goes to the terminal and to $logs/<name>.log.
+stage() { # name, command...
+    local name="$1" log="$logs/$1.log" start=$SECONDS status result=ok
+    shift
+    printf '\n== %s\n' "$name"
+    "$@" </dev/null 2>&1 | tee "$log"
+    status=${PIPESTATUS[0]}
+    local ok bad
+    read -r ok bad < <(awk '/^test result:/ {
+            for (i = 2; i <= NF; i++) { if ($i ~ /^passed/) ok += $(i-1); if ($i ~ /^failed/) bad += $(i-1) }
+        } END { print ok + 0, bad + 0 }' "$log")
+    if [ "$status" != 0 ] && [ "$bad" = 0 ]; then bad=1; fi # a stage that failed without a failed test counts as one
+    if [ "$bad" != 0 ]; then result=FAILED; fi
+    passed=$((passed + ok)) failed=$((failed + bad))
+    stage_names+=("$name") stage_seconds+=($((SECONDS - start)))
+    if grep -q '^test result:' "$log"; then result="$result, $ok passed, $bad failed"; fi
+    stage_results+=("$result")
+    [ "$bad" = 0 ]
+}
+
+summary() {
+    printf '\n== summary\n'
+    local i
+    for i in "${!stage_names[@]}"; do
+        printf '%-22s %4d s   %s\n' "${stage_names[$i]}" "${stage_seconds[$i]}" "${stage_results[$i]}"
+    done
+    printf '%-22s %4d s   logs in target/test-logs\n' total "$SECONDS"
+    echo "$passed passed, $failed failed"
+    [ "$failed" = 0 ]
+}
+
+# --- drivers and validation layers ------------------------------------------------------------------------------
+
+set_up_drivers() {
+    local driver options=()
+    for driver in "${drivers[@]}"; do
+        if [ "$driver" != system ]; then options+=("--$driver" --validation); fi
+    done
+    if [ "${#options[@]}" = 0 ]; then
+        echo "testing on this machine's own adapter, nothing to set up"
+        return
+    fi
+    scripts/install-software-vulkan.sh "${options[@]}"
+}
+
+# The layer itself prints its messages to the standard output of the test, which test harnesses do not capture.
+#
+# It is switched on here and not in the tests, so that the command line and the examples are watched as well.
+# WGPU_DEBUG=0, because wgpu otherwise adds the WGSL source to the SPIR-V, and the layers of Debian 12 do not know
+# that language: they would report each shader, and look at nothing else in it.
+cat >"$logs/vk_layer_settings.txt" <<'SETTINGS'
+khronos_validation.debug_action = VK_DBG_LAYER_ACTION_LOG_MSG
+khronos_validation.log_filename = stdout
+khronos_validation.report_flags = error,warn,perf
+SETTINGS
+validation_message='^(VUID|UNASSIGNED|SYNC|BestPractices|WARNING|ERROR)[-A-Za-z0-9]*\(|Validation (Error|Warning|Performance Warning)'
+
+on() { # driver, command...
+    local driver="$1" manifest=
+    shift
+    case "$driver" in
+        lavapipe) manifest=$(lavapipe_manifest) ;;
+        swiftshader) manifest=$(swiftshader_manifest) ;;
+    esac
+    local environment=(KVPACK_TEST_DRIVER="$driver" WGPU_DEBUG=0 VK_LAYER_SETTINGS_PATH="$logs/vk_layer_settings.txt")
+    # VK_ICD_FILENAMES is what loaders before 1.3.207 read. NODEVICE_SELECT keeps a layer of Mesa's out of the way
+    # that would look for a display.
+    if [ -n "$manifest" ]; then
+        environment+=(VK_DRIVER_FILES="$manifest" VK_ICD_FILENAMES="$manifest" WGPU_BACKEND=vulkan NODEVICE_SELECT=1)
+    fi
+    if [ -n "$(validation_layer)" ]; then environment+=(VK_INSTANCE_LAYERS=VK_LAYER_KHRONOS_validation); fi
+    env "${environment[@]}" "$@"
+}
+
+# Breaks a rule of Vulkan on purpose. Zero messages elsewhere mean something only where this one is seen.
+validation_is_on() { # driver
+    local log="$logs/provoked-$1.txt" name
+    case "$1" in
+        lavapipe) name=llvmpipe ;;
+        swiftshader) name=SwiftShader ;;
+        system) name= ;;
+    esac
+    # --workspace, or cargo would unite the features of fewer crates and build everything anew.
+    on "$1" cargo test --locked --workspace --test gpu_validation -- \
+        --ignored --nocapture --exact a_broken_rule_is_reported >"$log" 2>&1 || {
+        cat "$log"
+        return 1
+    }
+    grep -h '^adapter: ' "$log"
+    if ! grep -q "^adapter: .*$name" "$log"; then
+        echo "the tests did not run on $1"
+        return 1
+    fi
+    if ! grep -qE "$validation_message" "$log"; then
+        [ -z "$(validation_layer)" ] && [ "$1" = system ] && {
+            echo "the Khronos validation layers are not installed: this run is not watched"
+            return
+        }
+        cat "$log"
+        echo "a broken rule of Vulkan was not reported: the validation layers are not watching"
+        return 1
+    fi
+    echo "the validation layers watch: a rule broken on purpose was reported"
+}
+
+no_validation_messages() {
+    local found
+    found=$(cd "$logs" && grep -E "$validation_message" -- *.log)
+    if [ -z "$found" ]; then
+        echo "zero messages"
+        return
+    fi
+    printf '%s\n' "$found" | cut -c1-400 | head -n 20
+    echo "$(printf '%s\n' "$found" | wc -l) messages of the validation layers"
+    return 1
+}
+
+# --- what is checked --------------------------------------------------------------------------------------------
+
+stage drivers set_up_drivers || { summary; exit 1; }
+stage fmt cargo fmt --all --check
+stage clippy cargo clippy --locked --workspace --all-targets --all-features -- -D warnings
+stage build cargo test --locked --workspace --no-run || { summary; exit 1; }
+
+first="${drivers[0]}"
+for driver in "${drivers[@]}"; do
+    stage "validation-on-$driver" validation_is_on "$driver"
+done
+stage "tests-$first" on "$first" cargo test --locked --workspace --no-fail-fast
+for driver in "${drivers[@]:1}"; do
+    stage "gpu-$driver" on "$driver" cargo test --locked --workspace --no-fail-fast --test 'gpu*'
+done
+stage gpu-strict-webgpu on "$first" env WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
+    cargo test --locked --workspace --no-fail-fast --test 'gpu*'
+stage gpu-floor on "$first" env KVPACK_PATH=floor cargo test --locked --workspace --no-fail-fast --test 'gpu*'
+stage validation-messages no_validation_messages
+stage docs env RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --all-features
+
+summary

@@ -1,0 +1,9 @@
+// Extremes start below every score.
+
+@group(0) @binding(4) var<storage, read_write> extremes: array<u32>;
+
+fn reset_extremes(row: u32, field: u32) {
+    if (field < 2u) {
+        extremes[row * 2u + field] = 0u;
+    }
+}

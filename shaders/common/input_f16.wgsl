@@ -1,0 +1,8 @@
+// A dense f16 tensor, read four elements at a time.
+
+@group(0) @binding(1) var<storage, read> inputs: array<vec2<u32>>;
+
+fn input4(index: u32) -> vec4<f32> {
+    let words = inputs[index];
+    return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
+}

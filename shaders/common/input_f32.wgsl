@@ -1,0 +1,7 @@
+// A dense f32 tensor, read four elements at a time.
+
+@group(0) @binding(1) var<storage, read> inputs: array<vec4<f32>>;
+
+fn input4(index: u32) -> vec4<f32> {
+    return inputs[index];
+}

@@ -1,0 +1,19 @@
+// One range per token: k = s u + m with u = c + 2^(bits-1), so q·k = s Σ q c + (m + 2^(bits-1) s) Σ q.
+
+@group(0) @binding(4) var<storage, read> key_ranges: array<u32>;
+
+const KEY_MIDDLE: f32 = 8f;
+
+var<private> key_range: array<vec2<f32>, LANE_TOKENS>;
+
+fn load_key_ranges(tile_base: u32, lane: u32) {
+    // unroll
+    for (var i = 0u; i < LANE_TOKENS; i++) {
+        key_range[i] = unpack2x16float(key_ranges[tile_base * TILE_TOKENS + i * 32u + lane]);
+    }
+}
+
+fn ranged_score(sum: f32, constants: vec4<f32>, i: u32) -> f32 {
+    let range = key_range[i];
+    return range.x * (sum * constants.x) + (range.y + KEY_MIDDLE * range.x) * constants.z;
+}

@@ -1,0 +1,24 @@
+// Per-channel ranges of the span: scale and minimum, [range slot][KV head][channel].
+
+@group(0) @binding(2) var<storage, read> key_span_ranges: array<vec2<f32>>;
+
+const KEY_MIDDLE: f32 = 8f;
+
+fn scale_query(q: vec4<f32>, base: u32) -> vec4<f32> {
+    return q * vec4<f32>(
+        key_span_ranges[base].x,
+        key_span_ranges[base + 1u].x,
+        key_span_ranges[base + 2u].x,
+        key_span_ranges[base + 3u].x,
+    );
+}
+
+fn query_bias(q: vec4<f32>, base: u32) -> f32 {
+    var bias = 0f;
+    // unroll
+    for (var i = 0u; i < 4u; i++) {
+        let range = key_span_ranges[base + i];
+        bias += q[i] * (range.y + KEY_MIDDLE * range.x);
+    }
+    return bias;
+}

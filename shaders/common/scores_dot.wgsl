@@ -1,0 +1,93 @@
+// Scores of packed keys by integer dot products: score = scale · Σ q c + bias.
+//
+// The prepared query is one row per span and query head: QUERY_PLANES byte planes of field-group words (low byte
+// first, both signed), then the constants (scale, bias, Σ q, 0) as f32. It lies in workgroup memory and is read as
+// 16-byte broadcasts, each used for the four tokens of an invocation.
+// Keys: neighbouring lanes read neighbouring vectors. A field shifted to the top of its byte is the signed code times
+// 2^(8-bits); the scale takes that back.
+
+alias KeyVector = vec4<u32>;
+
+@group(0) @binding(2) var<storage, read> queries: array<vec4<u32>>;
+@group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
+
+const KEY_BITS: u32 = 4u;
+// The top KEY_BITS bits of every byte.
+const KEY_MASK: u32 = 4042322160u;
+// Words of a vector, and vectors of a token's row.
+const KEY_VECTOR: u32 = 4u;
+const KEY_VECTORS: u32 = 4u;
+const KEY_PLANES: u32 = 8u / KEY_BITS;
+const KEY_QUADS: u32 = KEY_VECTOR * KEY_PLANES / 4u;
+const QUERY_PLANES: u32 = 2u;
+const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_QUADS;
+const QUERY_ROW: u32 = QUERY_PLANES * QUERY_VECTORS + 1u;
+
+// import key_ranges = common/key_ranges_folded.wgsl
+
+var<workgroup> query: array<vec4<u32>, HEADS * QUERY_ROW>;
+
+fn load_query(item: WorkItem, y: u32, invocation: u32) {
+    for (var i = invocation; i < HEADS * QUERY_ROW; i += INVOCATIONS) {
+        let row = item.span * QUERY_HEADS + query_head(y, i / QUERY_ROW);
+        query[i] = queries[row * QUERY_ROW + i % QUERY_ROW];
+    }
+}
+
+fn score_tile(item: WorkItem, tile: u32, lane: u32) {
+    let tile_base = tile_bases[tile];
+    // [byte plane][head][token]
+    var sums: array<i32, QUERY_PLANES * HEADS * LANE_TOKENS>;
+    // unroll
+    for (var i = 0u; i < QUERY_PLANES * HEADS * LANE_TOKENS; i++) {
+        sums[i] = 0i;
+    }
+    let first = tile_base * (KEY_VECTORS * TILE_TOKENS) + lane;
+    for (var vector = 0u; vector < KEY_VECTORS; vector++) {
+        let at = first + vector * TILE_TOKENS;
+        var words: array<KeyVector, LANE_TOKENS>;
+        // unroll
+        for (var i = 0u; i < LANE_TOKENS; i++) {
+            words[i] = keys[at + i * 32u];
+        }
+        // unroll
+        for (var quad = 0u; quad < KEY_QUADS; quad++) {
+            var codes: array<u32, 16>;
+            // unroll
+            for (var f = 0u; f < 4u; f++) {
+                // unroll
+                for (var i = 0u; i < LANE_TOKENS; i++) {
+                    codes[f * 4u + i] = (words[i][(quad * 4u + f) / KEY_PLANES]
+                        << (8u - KEY_BITS - (quad * 4u + f) % KEY_PLANES * KEY_BITS)) & KEY_MASK;
+                }
+            }
+            // unroll
+            for (var head = 0u; head < HEADS; head++) {
+                // unroll
+                for (var plane = 0u; plane < QUERY_PLANES; plane++) {
+                    let q = query[head * QUERY_ROW + plane * QUERY_VECTORS + vector * KEY_QUADS + quad];
+                    // unroll
+                    for (var i = 0u; i < LANE_TOKENS; i++) {
+                        sums[(plane * HEADS + head) * LANE_TOKENS + i] +=
+                            (dot4I8Packed(codes[i], q.x) + dot4I8Packed(codes[4u + i], q.y))
+                            + (dot4I8Packed(codes[8u + i], q.z) + dot4I8Packed(codes[12u + i], q.w));
+                    }
+                }
+            }
+        }
+    }
+    load_key_ranges(tile_base, lane);
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        let constants = bitcast<vec4<f32>>(query[head * QUERY_ROW + QUERY_ROW - 1u]);
+        // unroll
+        for (var i = 0u; i < LANE_TOKENS; i++) {
+            var sum = sums[head * LANE_TOKENS + i];
+            // unroll
+            for (var second = 0u; second < QUERY_PLANES - 1u; second++) {
+                sum += sums[(HEADS + head) * LANE_TOKENS + i] * 256i;
+            }
+            token_scores[head * LANE_TOKENS + i] = ranged_score(f32(sum), constants, i);
+        }
+    }
+}

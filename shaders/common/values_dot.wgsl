@@ -1,0 +1,154 @@
+// Weighted sum of packed values by integer dot products.
+//
+// Weights become integers of 15 bits relative to the step's largest weight, in two signed byte planes, packed four to
+// a word by the invocation that scored the four tokens of a field group. Rounding is dithered by a fixed pattern over
+// the tokens of a step: rounding to nearest would drop every weight below half a unit at once when one token of the
+// step outweighs the others by more than 2^16.
+//
+// Team t works on CHANNELS channels per lane, 32 apart, of channel block t % CHANNEL_BLOCKS, and on CHANNEL_BLOCKS of
+// the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as 16-byte broadcasts.
+
+@group(0) @binding(5) var<storage, read> values: array<vec4<u32>>;
+
+const VALUE_BITS: u32 = 4u;
+// The top VALUE_BITS bits of every byte.
+const VALUE_MASK: u32 = 4042322160u;
+const VALUE_PLANES: u32 = 8u / VALUE_BITS;
+// Vectors of a channel's column in a tile.
+const VALUE_VECTORS: u32 = VALUE_BITS;
+// Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
+const CHANNELS: u32 = 2u;
+const CHANNEL_BLOCKS: u32 = 2u;
+const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
+
+const LARGEST_WEIGHT: f32 = 32639f;
+// What a sum of integer weights times shifted codes must be multiplied with.
+const WEIGHT_UNIT: f32 = 1f / (32639f * f32(1u << (8u - VALUE_BITS)));
+const GOLDEN_RATIO: f32 = 0.618034f;
+
+// [head][byte plane][tile of the step][field group / 4]
+var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
+var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
+
+// [head][channel]
+var<private> sums: array<f32, HEADS * CHANNELS>;
+
+// import value_ranges = common/value_ranges_folded.wgsl
+
+fn begin_values() {
+    // unroll
+    for (var i = 0u; i < HEADS * CHANNELS; i++) {
+        sums[i] = 0f;
+    }
+    begin_value_ranges();
+}
+
+fn store_weights(team: u32, lane: u32, parity: u32) {
+    take_value_ranges(parity);
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        var low: vec4<u32>;
+        var high: vec4<u32>;
+        // unroll
+        for (var i = 0u; i < LANE_TOKENS; i++) {
+            let weight = ranged_weight(head, i);
+            let dither = fract(f32(team * TILE_TOKENS + i * 32u + lane) * GOLDEN_RATIO);
+            let integer = u32(weight * LARGEST_WEIGHT + dither);
+            low[i] = integer & 255u;
+            // The low byte counts as signed, so it borrows from the high one where its top bit is set.
+            high[i] = (integer + 128u) >> 8u;
+        }
+        let at = (head * 2u * STEP_TILES + team) * 8u + lane / 4u;
+        weight_bytes[at][lane % 4u] = low.x | (low.y << 8u) | (low.z << 16u) | (low.w << 24u);
+        weight_bytes[at + STEP_TILES * 8u][lane % 4u] = high.x | (high.y << 8u) | (high.z << 16u) | (high.w << 24u);
+    }
+}
+
+fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
+    return (team % CHANNEL_BLOCKS * CHANNELS + k) * 32u + lane;
+}
+
+fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
+    // [byte plane][head][channel]
+    var step_sums: array<i32, 2u * HEADS * CHANNELS>;
+    // unroll
+    for (var i = 0u; i < 2u * HEADS * CHANNELS; i++) {
+        step_sums[i] = 0i;
+    }
+    let first_tile = team / CHANNEL_BLOCKS * CHANNEL_BLOCKS;
+    let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
+    for (var tile = first_tile; tile < end_tile; tile++) {
+        let base = tile_bases[first + tile] * (VALUE_VECTORS * HEAD_DIM);
+        for (var vector = 0u; vector < VALUE_VECTORS; vector++) {
+            var words: array<vec4<u32>, CHANNELS>;
+            // unroll
+            for (var k = 0u; k < CHANNELS; k++) {
+                words[k] = values[base + vector * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
+            }
+            // unroll
+            for (var quad = 0u; quad < VALUE_PLANES; quad++) {
+                var codes: array<u32, 4u * CHANNELS>;
+                // unroll
+                for (var f = 0u; f < 4u; f++) {
+                    // unroll
+                    for (var k = 0u; k < CHANNELS; k++) {
+                        codes[f * CHANNELS + k] = (words[k][(quad * 4u + f) / VALUE_PLANES]
+                            << (8u - VALUE_BITS - (quad * 4u + f) % VALUE_PLANES * VALUE_BITS)) & VALUE_MASK;
+                    }
+                }
+                // unroll
+                for (var head = 0u; head < HEADS; head++) {
+                    // unroll
+                    for (var plane = 0u; plane < 2u; plane++) {
+                        let w = weight_bytes[((head * 2u + plane) * STEP_TILES + tile) * 8u + vector * VALUE_PLANES + quad];
+                        // unroll
+                        for (var k = 0u; k < CHANNELS; k++) {
+                            step_sums[(plane * HEADS + head) * CHANNELS + k] +=
+                                (dot4I8Packed(codes[k], w.x) + dot4I8Packed(codes[CHANNELS + k], w.y))
+                                + (dot4I8Packed(codes[2u * CHANNELS + k], w.z) + dot4I8Packed(codes[3u * CHANNELS + k], w.w));
+                        }
+                    }
+                }
+            }
+        }
+    }
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            // At most 512 tokens · 32639 · 128 in magnitude: it fits 32 bits.
+            let sum = step_sums[(HEADS + head) * CHANNELS + k] * 256i + step_sums[head * CHANNELS + k];
+            let at = head * CHANNELS + k;
+            sums[at] = sums[at] * keep[head] + f32(sum) * (enter[head] * step_weight_unit());
+        }
+    }
+}
+
+fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
+    var total: array<f32, HEADS>;
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        total[head] = sum_parts[head * INVOCATIONS];
+    }
+    finish_value_ranges(invocation);
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            block_sums[team / CHANNEL_BLOCKS * (32u * CHANNELS * CHANNEL_BLOCKS) + own_channel(team, lane, k)] =
+                sums[head * CHANNELS + k];
+        }
+        workgroupBarrier();
+        for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
+            var sum = 0f;
+            // unroll
+            for (var block = 0u; block < TILE_BLOCKS; block++) {
+                sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
+            }
+            let output = ranged_output(sum / total[head], head, total[head], item.range_slot, y / CHUNKS, channel);
+            write_state_channel(item.state, y, head, channel, output);
+        }
+        write_state_lse(item.state, y, head, total[head], invocation);
+        workgroupBarrier();
+    }
+}

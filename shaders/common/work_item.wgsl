@@ -1,0 +1,66 @@
+// A work item: a run of tiles of one span, for one KV head and HEADS of the query heads that share it.
+//
+// Workgroup (x, y): item x, KV head y / CHUNKS, query heads (y % CHUNKS) * HEADS onwards of its group.
+// 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
+// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing depends on how the device forms those.)
+
+struct WorkItem {
+    page_offset: u32,
+    tokens: u32,
+    span: u32,
+    state: u32,
+    range_slot: u32,
+    sequence: u32,
+}
+
+@group(0) @binding(0) var<storage, read> items: array<WorkItem>;
+@group(0) @binding(1) var<storage, read> page_table: array<u32>;
+
+const TILE_TOKENS: u32 = 128u;
+const INVOCATIONS: u32 = 128u;
+const STEP_TILES: u32 = 4u;
+const LANE_TOKENS: u32 = 4u;
+
+const HEAD_DIM: u32 = 128u;
+const KV_HEADS: u32 = 8u;
+const QUERY_HEADS: u32 = 32u;
+const GROUP: u32 = QUERY_HEADS / KV_HEADS;
+// Query heads of one workgroup, and workgroups that share the query heads of a KV head.
+const HEADS: u32 = 4u;
+const CHUNKS: u32 = 1u;
+// Most tiles of an item.
+const MAX_TILES: u32 = 64u;
+
+const LOG2_E: f32 = 1.4426950408889634f;
+const LN_2: f32 = 0.6931471805599453f;
+// The score of a token that does not exist: exp2 of it is 0 beside any real score.
+const LOWEST: f32 = -1e30f;
+
+// Tile index, in tiles from the start of the shard, of every tile of the item.
+var<workgroup> tile_bases: array<u32, MAX_TILES>;
+
+// Scores of the invocation's tokens, in units of log2: [head][token].
+var<private> token_scores: array<f32, HEADS * LANE_TOKENS>;
+
+fn load_tile_bases(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) {
+    for (var tile = invocation; tile < tiles; tile += INVOCATIONS) {
+        tile_bases[tile] = page_table[page_offset + tile] * KV_HEADS + kv_head;
+    }
+}
+
+// Query head `head` of the workgroup. The last chunk of a group may be short; its surplus heads repeat the last one
+// and write nothing.
+fn query_head(y: u32, head: u32) -> u32 {
+    return y / CHUNKS * GROUP + min(y % CHUNKS * HEADS + head, GROUP - 1u);
+}
+
+fn head_exists(y: u32, head: u32) -> bool {
+    return y % CHUNKS * HEADS + head < GROUP;
+}
+
+fn set_scores_lowest() {
+    // unroll
+    for (var i = 0u; i < HEADS * LANE_TOKENS; i++) {
+        token_scores[i] = LOWEST;
+    }
+}

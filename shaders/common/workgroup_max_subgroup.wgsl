@@ -1,0 +1,15 @@
+// Largest value over the workgroup: the first invocation of every subgroup enters the subgroup's by an atomic maximum.
+
+var<private> first_of_subgroup: bool;
+
+fn prepare_workgroup_max() {
+    first_of_subgroup = subgroupExclusiveAdd(1u) == 0u;
+}
+
+fn largest_to_enter(value: f32) -> f32 {
+    return subgroupMax(value);
+}
+
+fn enters() -> bool {
+    return first_of_subgroup;
+}

@@ -1,0 +1,17 @@
+// weighted_values: attention states from stored scores and packed values (CalibQuant, Algorithm 2), with calibration.
+//
+//   s'_t = slope · s_t + offset,  lse = ln Σ exp(s'_t),  output = Σ exp(s'_t - lse) v_t
+//
+// over the tokens of one work item. Slope and offset come from the extremes of the head's scores over the whole span
+// (eq. 7 and 8), which `scores` left behind.
+//
+// Work, memory traffic and bounds as in `attend`, with 4 bytes per token and query head read in place of the keys.
+
+// import common/work_item.wgsl
+// import common/scores_stored.wgsl
+// import common/softmax_loop.wgsl
+
+@compute @workgroup_size(128)
+fn weighted_values(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
+    attend_item(items[group.x], group.y, invocation);
+}

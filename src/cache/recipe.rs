@@ -1,0 +1,101 @@
+//! Recipes: how a cache stores what it is given.
+
+use crate::backend::QueryPrecision;
+use crate::format::{Bits, Calibration, SegmentFormat};
+use crate::plan::TokenRange;
+
+/// What happens to tokens that decoding appends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RecentWindow {
+    /// They stay in f16 (CalibQuant).
+    KeepF16,
+    /// Each full tile of 128 is packed in the recipe's format; up to 127 newest tokens are in f16.
+    PackFullTiles,
+}
+
+/// How a [`KvCache`](super::KvCache) stores and attends: the packed format beside f16, and what goes where.
+///
+/// ```
+/// use kvpack::cache::{Recipe, RecentWindow};
+/// use kvpack::{Bits, Calibration};
+/// let recipe = Recipe::calibquant(Bits::One).with_calibration(Calibration::new(0.0, 3.0)?);
+/// assert_eq!(recipe.recent, RecentWindow::KeepF16);
+/// # Ok::<(), kvpack::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Recipe {
+    /// Format of the packed spans.
+    pub packed: SegmentFormat,
+    /// Calibration of the scores of every packed span, each with its own extremes.
+    pub calibration: Option<Calibration>,
+    /// What happens to appended tokens.
+    pub recent: RecentWindow,
+    /// Query precision where packed keys are multiplied as integers.
+    pub query: QueryPrecision,
+}
+
+impl Recipe {
+    /// Everything in f16: the baseline. Spans that ask to be packed are stored in f16 too.
+    pub const fn f16() -> Self {
+        Self::of(SegmentFormat::F16, RecentWindow::KeepF16)
+    }
+
+    /// CalibQuant (arXiv 2502.14882): packed spans (the visual tokens) with one range per channel and span, shrunk at
+    /// 1 bit as in the published code; text and decoded tokens in f16.
+    ///
+    /// Scores are not calibrated until [`Recipe::with_calibration`] says how: the published code uses (0, 3), and
+    /// [`Calibration::search`] finds what suits the data at hand.
+    pub const fn calibquant(bits: Bits) -> Self {
+        Self::of(SegmentFormat::calibquant(bits), RecentWindow::KeepF16)
+    }
+
+    /// Packed spans, and decoded tokens as soon as they fill a tile, in `packed`.
+    pub const fn pack_all(packed: SegmentFormat) -> Self {
+        Self::of(packed, RecentWindow::PackFullTiles)
+    }
+
+    /// The same recipe with calibrated scores of packed spans.
+    #[must_use]
+    pub const fn with_calibration(self, calibration: Calibration) -> Self {
+        Self { calibration: Some(calibration), ..self }
+    }
+
+    const fn of(packed: SegmentFormat, recent: RecentWindow) -> Self {
+        Self { packed, calibration: None, recent, query: QueryPrecision::Int16 }
+    }
+
+    /// True if packing changes anything.
+    pub(super) fn packs(&self) -> bool {
+        self.packed != SegmentFormat::F16
+    }
+}
+
+/// Where a span of a prompt is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum SpanStorage {
+    /// In f16.
+    F16,
+    /// In the packed format of the recipe.
+    Packed,
+}
+
+/// A run of prompt tokens that is stored as one span, with ranges of its own where the format has them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PromptSpan {
+    /// The tokens.
+    pub tokens: TokenRange,
+    /// Where they go.
+    pub storage: SpanStorage,
+}
+
+impl PromptSpan {
+    /// Tokens that stay in f16.
+    pub const fn f16(tokens: TokenRange) -> Self {
+        Self { tokens, storage: SpanStorage::F16 }
+    }
+
+    /// Tokens that are packed.
+    pub const fn packed(tokens: TokenRange) -> Self {
+        Self { tokens, storage: SpanStorage::Packed }
+    }
+}

@@ -1,0 +1,95 @@
+//! What a cache knows of one sequence: its spans, in token order.
+
+use super::pool::Lease;
+use super::recipe::SpanStorage;
+use crate::format::TILE_TOKENS;
+use crate::plan::Page;
+
+/// Consecutive tokens in one store.
+#[derive(Clone, Debug)]
+pub(super) struct Span {
+    pub(super) storage: SpanStorage,
+    pub(super) tokens: usize,
+    pub(super) lease: Lease,
+    /// True if decoding opened the span, so that it may be packed when it is full.
+    pub(super) window: bool,
+}
+
+/// The spans of a sequence.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Sequence {
+    pub(super) spans: Vec<Span>,
+}
+
+/// Where the next appended token of a sequence goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NextSlot {
+    /// Into a page that has room.
+    Open(Page),
+    /// Into a new page of the last span.
+    NewPage,
+    /// Into a new span.
+    NewSpan,
+}
+
+impl Sequence {
+    pub(super) fn tokens(&self) -> usize {
+        self.spans.iter().map(|span| span.tokens).sum()
+    }
+
+    pub(super) fn tokens_in(&self, storage: SpanStorage) -> usize {
+        self.spans.iter().filter(|span| span.storage == storage).map(|span| span.tokens).sum()
+    }
+
+    /// Where the next token goes. A window that is packed later holds one page and nothing of the prompt; one that
+    /// stays in f16 continues whatever f16 span is last.
+    pub(super) fn next_slot(&self, window_is_packed: bool) -> NextSlot {
+        let last = self.spans.last().filter(|span| span.storage == SpanStorage::F16);
+        let Some(span) = last.filter(|span| span.window || !window_is_packed) else { return NextSlot::NewSpan };
+        match span.lease.pages.last() {
+            Some(&page) if span.tokens % TILE_TOKENS != 0 => NextSlot::Open(page),
+            _ if window_is_packed => NextSlot::NewSpan,
+            _ => NextSlot::NewPage,
+        }
+    }
+
+    /// Slot within its page that the next token takes.
+    pub(super) fn next_slot_index(&self, slot: NextSlot) -> usize {
+        match (slot, self.spans.last()) {
+            (NextSlot::Open(_), Some(span)) => span.tokens % TILE_TOKENS,
+            _ => 0,
+        }
+    }
+
+    /// Counts a token that was put into `slot`, in the leased page if that is new.
+    pub(super) fn push_token(&mut self, slot: NextSlot, lease: Lease) {
+        match (slot, self.spans.last_mut()) {
+            (NextSlot::Open(_) | NextSlot::NewPage, Some(span)) => {
+                span.tokens += 1;
+                span.lease.pages.extend(lease.pages);
+            }
+            _ => self.spans.push(Span { storage: SpanStorage::F16, tokens: 1, lease, window: true }),
+        }
+    }
+
+    /// Replaces the full window by its packed form and returns the window's pages.
+    ///
+    /// The packed tile joins the packed span before it if that is full and `may_join`, that is, if ranges belong to
+    /// tiles and not to spans.
+    pub(super) fn pack_window(&mut self, packed: Lease, may_join: bool) -> Option<Lease> {
+        let window = self.spans.pop()?;
+        match self.spans.last_mut() {
+            Some(before) if may_join && before.storage == SpanStorage::Packed && before.tokens % TILE_TOKENS == 0 => {
+                before.tokens += TILE_TOKENS;
+                before.lease.pages.extend(packed.pages);
+            }
+            _ => self.spans.push(Span {
+                storage: SpanStorage::Packed,
+                tokens: TILE_TOKENS,
+                lease: packed,
+                window: false,
+            }),
+        }
+        Some(window.lease)
+    }
+}

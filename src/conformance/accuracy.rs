@@ -1,0 +1,90 @@
+//! Normalised mean square errors of attention outputs.
+
+use super::report::{Failure, Limits, OutputError};
+
+/// The exact outputs of some heads and what is needed to judge others against them.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Expected {
+    /// `[heads, head_dim]`, the heads of all sequences.
+    pub outputs: Vec<f64>,
+    /// The mean over the value rows that each head reads, `[heads, head_dim]`.
+    pub mean_values: Vec<f64>,
+}
+
+impl Expected {
+    /// Adds the heads of `other` after its own.
+    pub(super) fn extend(&mut self, other: Self) {
+        self.outputs.extend(other.outputs);
+        self.mean_values.extend(other.mean_values);
+    }
+
+    /// The errors of `got`, laid out as the outputs.
+    pub(super) fn error_of(&self, got: &[f32], head_dim: usize) -> OutputError {
+        let (mut error, mut output, mut informative, mut worst_head) = (0.0, 0.0, 0.0, 0.0f64);
+        let heads = self.outputs.chunks(head_dim).zip(self.mean_values.chunks(head_dim));
+        for (got, (want, mean)) in got.chunks(head_dim).zip(heads) {
+            let head_error: f64 = got.iter().zip(want).map(|(&g, w)| (f64::from(g) - w).powi(2)).sum();
+            let head_output: f64 = want.iter().map(|w| w * w).sum();
+            error += head_error;
+            output += head_output;
+            informative += want.iter().zip(mean).map(|(w, m)| (w - m).powi(2)).sum::<f64>();
+            worst_head = worst_head.max(ratio(head_error, head_output));
+        }
+        // What is left of a plain average is the rounding of the mean.
+        let informative = (informative > 1e-12 * output).then(|| ratio(error, informative));
+        OutputError { nmse: ratio(error, output), worst_head, informative }
+    }
+
+    /// What of `got` and its error breaks the limits.
+    pub(super) fn failures(&self, got: &[f32], error: &OutputError, limits: &Limits) -> Vec<Failure> {
+        if let Some(index) = got.iter().position(|x| !x.is_finite()) {
+            return vec![Failure::OutputNotFinite { index }];
+        }
+        let judged =
+            [("output NMSE", error.nmse, limits.nmse), ("worst head's NMSE", error.worst_head, limits.worst_head)];
+        judged
+            .into_iter()
+            .filter(|(_, error, limit)| !(error <= limit))
+            .map(|(what, error, limit)| Failure::Inaccurate { what, error, limit })
+            .collect()
+    }
+}
+
+/// An error relative to a magnitude; no error is 0 of anything.
+fn ratio(error: f64, magnitude: f64) -> f64 {
+    if error == 0.0 { 0.0 } else { error / magnitude.max(f64::MIN_POSITIVE) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn expected() -> Expected {
+        Expected { outputs: vec![3.0, 4.0, 1.0, 0.0], mean_values: vec![3.0, 3.0, 0.0, 0.0] }
+    }
+
+    #[test]
+    fn exact_outputs_have_no_error() {
+        assert_eq!(
+            expected().error_of(&[3.0, 4.0, 1.0, 0.0], 2),
+            OutputError { informative: Some(0.0), ..OutputError::default() }
+        );
+    }
+
+    #[test]
+    fn each_error_has_its_own_denominator() {
+        let error = expected().error_of(&[3.0, 4.5, 1.5, 0.0], 2);
+        assert_eq!(error.nmse, 0.5 / 26.0);
+        assert_eq!(error.worst_head, 0.25);
+        assert_eq!(error.informative, Some(0.5 / 2.0));
+    }
+
+    #[test]
+    fn nan_fails_whatever_the_limit() {
+        let expected = expected();
+        let got = [3.0, f32::NAN, 1.0, 0.0];
+        let error = expected.error_of(&got, 2);
+        let failures = expected.failures(&got, &error, &Limits { nmse: f64::MAX, worst_head: f64::MAX });
+        assert_eq!(failures, [Failure::OutputNotFinite { index: 1 }]);
+    }
+}

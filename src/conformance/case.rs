@@ -1,0 +1,153 @@
+//! A case: everything that one conformance run depends on, as plain data.
+
+use crate::backend::AttendOptions;
+use crate::format::{AttentionShape, Calibration, SegmentFormat};
+use crate::plan::{ElementType, Split};
+
+/// One conformance case: a batch of sequences, how each is stored, and how it is attended to.
+///
+/// ```
+/// use kvpack::conformance;
+/// for case in conformance::cases() {
+///     let tokens: usize = case.sequences.iter().flatten().map(|span| span.tokens).sum();
+///     println!("{}: {} sequences, {tokens} tokens", case.name, case.sequences.len());
+/// }
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Case {
+    /// Unique name: lower case letters, digits and dashes.
+    pub name: String,
+    /// Heads of the layer.
+    pub shape: AttentionShape,
+    /// The stores of the case; a [`SpanCase`] refers to them by index.
+    pub segments: Vec<SegmentCase>,
+    /// The spans of each sequence, in token order. A span may be empty, a sequence may not.
+    pub sequences: Vec<Vec<SpanCase>>,
+    /// What the keys and values look like.
+    pub data: DataKind,
+    /// Where the sink token of each sequence lies.
+    pub sink: SinkPlace,
+    /// How keys and values lie in the tensors that are handed to the backend.
+    pub input: InputLayout,
+    /// How the stores are cut into pages.
+    pub paging: Paging,
+    /// How finely the decode step is cut.
+    pub split: Split,
+    /// Options of the attend call.
+    pub options: AttendOptions,
+    /// Seed of the data.
+    pub seed: u64,
+    /// True for the cases that cover every kernel once in the least time: what tests run on software drivers.
+    pub quick: bool,
+}
+
+/// One store of a case.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SegmentCase {
+    /// Its format.
+    pub format: SegmentFormat,
+    /// Calibration of the scores of its spans.
+    pub calibration: Option<Calibration>,
+    /// How tokens enter it.
+    pub fill: Fill,
+}
+
+/// How tokens enter a store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fill {
+    /// Whole spans, by [`Backend::quantize`](crate::Backend::quantize).
+    Quantize,
+    /// One token after the other, by [`Backend::append`](crate::Backend::append); f16 stores only.
+    Append,
+}
+
+/// A run of tokens of one sequence in one store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SpanCase {
+    /// Index of the store among [`Case::segments`].
+    pub segment: usize,
+    /// Tokens; 0 is an empty span.
+    pub tokens: usize,
+}
+
+/// What keys and values look like. Queries are Gaussian, and some heads also look for the sink (see [`SinkPlace`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DataKind {
+    /// Gaussian around an offset per channel; every sixteenth channel has a large offset and three times the spread,
+    /// as keys of real models do.
+    ChannelOffsets,
+    /// The same, and one element in 500 is twenty times as large.
+    Outliers,
+    /// The same as [`DataKind::ChannelOffsets`], but every third channel holds one value throughout, among them
+    /// zeros: groups without spread.
+    ConstantChannels,
+    /// Every token has the same key and the same value; only the sink's key differs.
+    ConstantTokens,
+}
+
+/// Where the sink lies: a token whose score is 14 nats above the highest other score of the sequence, for every other
+/// query head. The remaining heads do not see it, so that what a sink hides stays visible too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SinkPlace {
+    /// The first token, where language models have theirs.
+    First,
+    /// The middle token.
+    Middle,
+    /// The last token.
+    Last,
+}
+
+/// How the dense keys and values of a sequence are handed over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InputLayout {
+    /// Element type of keys, values and queries.
+    pub elements: ElementType,
+    /// Order of tokens and heads.
+    pub order: RowOrder,
+}
+
+/// Order of the axes of a dense tensor of keys or values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RowOrder {
+    /// `[tokens, kv_heads, head_dim]`.
+    TokenMajor,
+    /// `[kv_heads, tokens, head_dim]`.
+    HeadMajor,
+}
+
+/// How a store is cut into pages and shards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Paging {
+    /// One shard, pages in token order.
+    InOrder,
+    /// Shards of this many pages, and the pages of all sequences shuffled.
+    Scattered {
+        /// Pages of a shard, at least 1.
+        shard_pages: u32,
+    },
+}
+
+impl SegmentCase {
+    /// A segment filled by whole spans, without calibration.
+    pub const fn new(format: SegmentFormat) -> Self {
+        Self { format, calibration: None, fill: Fill::Quantize }
+    }
+}
+
+impl Case {
+    /// Tokens of a sequence, all spans together.
+    pub fn tokens(&self, sequence: usize) -> usize {
+        self.sequences[sequence].iter().map(|span| span.tokens).sum()
+    }
+
+    /// The formats of its stores, for people.
+    pub fn formats(&self) -> String {
+        let format = |segment: &SegmentCase| match segment.calibration {
+            Some(calibration) => {
+                format!("{} calibrated ({}, {})", segment.format, calibration.tau1(), calibration.tau2())
+            }
+            None => segment.format.to_string(),
+        };
+        self.segments.iter().map(format).collect::<Vec<_>>().join(" + ")
+    }
+}

@@ -1,0 +1,276 @@
+//! The keys, values and queries of a case, from its seed.
+
+use half::f16;
+use rayon::prelude::*;
+
+use super::{Case, DataKind, InputLayout, RowOrder, SinkPlace};
+use crate::format::AttentionShape;
+use crate::plan::{ElementType, Elements, RowLayout};
+
+/// Nats by which the sink's score exceeds the highest other score.
+pub const SINK_NATS: f64 = 14.0;
+
+/// Elements in host memory, in the type in which they are handed to a backend.
+#[derive(Clone, Debug, PartialEq)]
+pub enum HostTensor {
+    /// 32-bit floats.
+    F32(Vec<f32>),
+    /// 16-bit floats.
+    F16(Vec<f16>),
+}
+
+impl HostTensor {
+    pub(super) fn new(elements: ElementType, data: Vec<f32>) -> Self {
+        match elements {
+            ElementType::F32 => Self::F32(data),
+            ElementType::F16 => Self::F16(data.into_iter().map(f16::from_f32).collect()),
+        }
+    }
+
+    /// The elements, borrowed.
+    pub fn elements(&self) -> Elements<'_> {
+        match self {
+            Self::F32(data) => data.as_slice().into(),
+            Self::F16(data) => data.as_slice().into(),
+        }
+    }
+
+    /// Overwrites one element.
+    pub(super) fn set(&mut self, index: usize, value: f32) {
+        match self {
+            Self::F32(data) => data[index] = value,
+            Self::F16(data) => data[index] = f16::from_f32(value),
+        }
+    }
+}
+
+/// What the data of one sequence depend on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DataRecipe {
+    /// Heads of the layer.
+    pub shape: AttentionShape,
+    /// Tokens of the sequence, at least 1.
+    pub tokens: usize,
+    /// What keys and values look like.
+    pub kind: DataKind,
+    /// Where the sink lies.
+    pub sink: SinkPlace,
+    /// How keys and values lie in their tensors.
+    pub input: InputLayout,
+    /// The same seed gives the same data.
+    pub seed: u64,
+}
+
+/// The dense tensors of one sequence.
+#[derive(Clone, Debug)]
+pub struct SequenceData {
+    /// Where rows of keys and of values lie.
+    pub rows: RowLayout,
+    /// The keys.
+    pub keys: HostTensor,
+    /// The values.
+    pub values: HostTensor,
+    /// One query per query head, `[query_heads, head_dim]`, already rounded to the element type of the input.
+    pub queries: Vec<f32>,
+}
+
+/// The data of every sequence of a case, the same on every run.
+pub fn sequences(case: &Case) -> Vec<SequenceData> {
+    let recipe = |sequence| DataRecipe {
+        shape: case.shape,
+        tokens: case.tokens(sequence),
+        kind: case.data,
+        sink: case.sink,
+        input: case.input,
+        seed: case.seed.wrapping_mul(1 << 32).wrapping_add(sequence as u64),
+    };
+    (0..case.sequences.len()).map(|sequence| SequenceData::new(&recipe(sequence))).collect()
+}
+
+impl SequenceData {
+    /// The data of one sequence.
+    pub fn new(recipe: &DataRecipe) -> Self {
+        let (shape, tokens) = (&recipe.shape, recipe.tokens);
+        let heads: Vec<HeadData> =
+            (0..shape.kv_heads()).into_par_iter().map(|kv_head| HeadData::new(recipe, kv_head)).collect();
+        let joined = |part: fn(&HeadData) -> &Vec<f32>| heads.iter().flat_map(part).copied().collect::<Vec<f32>>();
+        let (keys, rows) = in_order(recipe.input.order, joined(|head| &head.keys), tokens, shape);
+        let (values, _) = in_order(recipe.input.order, joined(|head| &head.values), tokens, shape);
+        let mut queries = joined(|head| &head.queries);
+        if recipe.input.elements == ElementType::F16 {
+            queries.iter_mut().for_each(|q| *q = f16::from_f32(*q).to_f32());
+        }
+        Self {
+            rows,
+            keys: HostTensor::new(recipe.input.elements, keys),
+            values: HostTensor::new(recipe.input.elements, values),
+            queries,
+        }
+    }
+}
+
+/// The data of one KV head and of the query heads that read it.
+struct HeadData {
+    keys: Vec<f32>,
+    values: Vec<f32>,
+    queries: Vec<f32>,
+}
+
+impl HeadData {
+    fn new(recipe: &DataRecipe, kv_head: usize) -> Self {
+        let mut random = Random::new(recipe.seed ^ (kv_head as u64) << 16);
+        let (head_dim, tokens) = (recipe.shape.head_dim(), recipe.tokens);
+        let channels = Channels::new(recipe.kind, head_dim, &mut random);
+        let group = Group::new(&channels, kv_head, &recipe.shape, &mut random);
+        let mut keys = channels.rows(tokens, &mut random);
+        let sink = match recipe.sink {
+            SinkPlace::First => 0,
+            SinkPlace::Middle => tokens / 2,
+            SinkPlace::Last => tokens - 1,
+        };
+        group.plant_sink(&mut keys, sink, &channels);
+        let values = Channels::new(recipe.kind, head_dim, &mut random).rows(tokens, &mut random);
+        Self { keys, values, queries: group.queries }
+    }
+}
+
+/// Puts `[kv_heads, tokens, head_dim]` rows into the order asked for.
+fn in_order(order: RowOrder, rows: Vec<f32>, tokens: usize, shape: &AttentionShape) -> (Vec<f32>, RowLayout) {
+    let head_major = RowLayout::head_major(tokens, shape);
+    match order {
+        RowOrder::HeadMajor => (rows, head_major),
+        RowOrder::TokenMajor => {
+            let row = |token, head| &rows[head_major.row(token, head)..][..shape.head_dim()];
+            let reordered =
+                (0..tokens).flat_map(|token| (0..shape.kv_heads()).flat_map(move |head| row(token, head)).copied());
+            (reordered.collect(), RowLayout::token_major(tokens, shape))
+        }
+    }
+}
+
+/// How the channels of one head are distributed.
+struct Channels {
+    kind: DataKind,
+    offset: Vec<f32>,
+    spread: Vec<f32>,
+}
+
+impl Channels {
+    fn new(kind: DataKind, head_dim: usize, random: &mut Random) -> Self {
+        let heavy = random.below(16);
+        let mut offset: Vec<f32> = (0..head_dim).map(|_| random.gaussian()).collect();
+        let mut spread = vec![1.0; head_dim];
+        for channel in (heavy..head_dim).step_by(16) {
+            offset[channel] *= 6.0;
+            spread[channel] = 3.0;
+        }
+        match kind {
+            DataKind::ChannelOffsets | DataKind::Outliers => {}
+            DataKind::ConstantChannels => {
+                for channel in (0..head_dim).step_by(3) {
+                    spread[channel] = 0.0;
+                    offset[channel] *= (channel % 2) as f32;
+                }
+            }
+            DataKind::ConstantTokens => spread.fill(0.0),
+        }
+        Self { kind, offset, spread }
+    }
+
+    /// Rows `[tokens, head_dim]`.
+    fn rows(&self, tokens: usize, random: &mut Random) -> Vec<f32> {
+        let mut rows = Vec::with_capacity(tokens * self.offset.len());
+        for _ in 0..tokens {
+            for (offset, spread) in self.offset.iter().zip(&self.spread) {
+                let stretch = if self.kind == DataKind::Outliers && random.below(500) == 0 { 20.0 } else { 1.0 };
+                rows.push(offset + spread * stretch * random.gaussian());
+            }
+        }
+        rows
+    }
+
+    /// A unit vector over the channels that vary (over all where none does): the direction of the sink's key.
+    fn sink_direction(&self, random: &mut Random) -> Vec<f32> {
+        let free = self.kind != DataKind::ConstantChannels;
+        let signs: Vec<f32> =
+            self.spread.iter().map(|&spread| if free || spread > 0.0 { random.sign() } else { 0.0 }).collect();
+        let length = signs.iter().map(|sign| sign * sign).sum::<f32>().sqrt();
+        signs.iter().map(|sign| sign / length).collect()
+    }
+}
+
+/// The queries of the heads that share one KV head.
+struct Group {
+    /// `[group, head_dim]`.
+    queries: Vec<f32>,
+    /// Which of the heads look for the sink.
+    sees_sink: Vec<bool>,
+    direction: Vec<f32>,
+}
+
+impl Group {
+    fn new(channels: &Channels, kv_head: usize, shape: &AttentionShape, random: &mut Random) -> Self {
+        let direction = channels.sink_direction(random);
+        // A share of √head_dim along the direction adds about 1 to the spread of the other scores.
+        let share = (shape.head_dim() as f32).sqrt();
+        let sees_sink: Vec<bool> = (0..shape.group()).map(|head| (head + kv_head).is_multiple_of(2)).collect();
+        let mut queries = Vec::with_capacity(shape.group() * shape.head_dim());
+        for &sees in &sees_sink {
+            let mut query: Vec<f32> = (0..shape.head_dim()).map(|_| random.gaussian()).collect();
+            let along = (if sees { share } else { 0.0 }) - dot(&query, &direction) as f32;
+            query.iter_mut().zip(&direction).for_each(|(q, u)| *q += along * u);
+            queries.extend(query);
+        }
+        Self { queries, sees_sink, direction }
+    }
+
+    /// Replaces the key of token `sink` by one that every head that looks for it scores [`SINK_NATS`] above the rest
+    /// or a little more.
+    fn plant_sink(&self, keys: &mut [f32], sink: usize, channels: &Channels) {
+        let head_dim = self.direction.len();
+        let per_nat = (head_dim as f64).sqrt();
+        let mut length = 0.0f64;
+        for (query, _) in self.queries.chunks(head_dim).zip(&self.sees_sink).filter(|(_, sees)| **sees) {
+            let others = keys.chunks(head_dim).enumerate().filter(|(token, _)| *token != sink);
+            let rest = others.map(|(_, key)| dot(query, key)).fold(f64::NEG_INFINITY, f64::max);
+            let rest = if rest.is_finite() { rest } else { 0.0 };
+            let missing = rest + SINK_NATS * per_nat - dot(query, &channels.offset);
+            length = length.max(missing / dot(query, &self.direction));
+        }
+        let key = &mut keys[sink * head_dim..][..head_dim];
+        for ((key, offset), u) in key.iter_mut().zip(&channels.offset).zip(&self.direction) {
+            *key = offset + length as f32 * u;
+        }
+    }
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()
+}
+
+/// The generator of all conformance data.
+pub(super) struct Random(fastrand::Rng);
+
+impl Random {
+    pub(super) fn new(seed: u64) -> Self {
+        Self(fastrand::Rng::with_seed(seed))
+    }
+
+    /// A standard normal deviate (Box and Muller).
+    fn gaussian(&mut self) -> f32 {
+        let (radius, angle) = (1.0 - self.0.f64(), std::f64::consts::TAU * self.0.f64());
+        ((-2.0 * radius.ln()).sqrt() * angle.cos()) as f32
+    }
+
+    fn sign(&mut self) -> f32 {
+        if self.0.bool() { 1.0 } else { -1.0 }
+    }
+
+    fn below(&mut self, end: usize) -> usize {
+        self.0.usize(..end)
+    }
+
+    pub(super) fn shuffle<T>(&mut self, items: &mut [T]) {
+        self.0.shuffle(items);
+    }
+}

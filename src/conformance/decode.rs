@@ -1,0 +1,228 @@
+//! Decode steps of realistic size, for timing: the part of the registry that `kvpack bench` runs.
+
+use super::accuracy::Expected;
+use super::data::{DataRecipe, SequenceData};
+use super::reference;
+use super::report::{Limits, Report};
+use super::{DataKind, InputLayout, RowOrder, SinkPlace};
+use crate::backend::{AttendOptions, SpanRead, SpanWrite};
+use crate::cpu::DenseSegment;
+use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TILE_TOKENS, TensorFormat};
+use crate::plan::{DecodePlan, ElementType, Page, PageAllocator, SpanView, Split, StoreView, TokenRange};
+use crate::{Backend, Error, Result};
+
+/// A decode step: one query per sequence over a span of `tokens` tokens each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DecodeShape {
+    /// Unique name.
+    pub name: &'static str,
+    /// Heads of the layer.
+    pub shape: AttentionShape,
+    /// Sequences of the batch.
+    pub sequences: usize,
+    /// Tokens of each sequence.
+    pub tokens: usize,
+    /// True for the small shapes of a quick look.
+    pub quick: bool,
+}
+
+/// The decode steps that are timed: group sizes 1, 4 and 8, batches and a single long sequence, other head dimensions,
+/// and two small ones.
+pub fn decode_shapes() -> Vec<DecodeShape> {
+    let step = |name, (query_heads, kv_heads, head_dim), sequences, tokens| DecodeShape {
+        name,
+        shape: AttentionShape::new(query_heads, kv_heads, head_dim).expect("the registry's shapes have kernels"),
+        sequences,
+        tokens,
+        quick: sequences * tokens <= 4096,
+    };
+    vec![
+        step("g1-b8-8k", (32, 32, 128), 8, 8192),
+        step("g4-b8-32k", (32, 8, 128), 8, 32_768),
+        step("g8-b8-32k", (64, 8, 128), 8, 32_768),
+        step("g4-b1-128k", (32, 8, 128), 1, 131_072),
+        step("g7-b4-16k", (28, 4, 128), 4, 16_384),
+        step("g3-d64-b8-8k", (9, 3, 64), 8, 8192),
+        step("g4-b1-4k", (32, 8, 128), 1, 4096),
+        step("g1-b1-4k", (8, 8, 128), 1, 4096),
+    ]
+}
+
+/// The formats that are timed, f16 first: every width with one range per channel, and the groupings of other methods.
+pub fn decode_formats() -> Vec<SegmentFormat> {
+    let affine = |bits, grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
+    let both = |format| SegmentFormat { key: format, value: format };
+    let mut formats = vec![SegmentFormat::F16];
+    formats.extend(Bits::ALL.into_iter().rev().map(SegmentFormat::per_channel));
+    formats.push(both(affine(Bits::Four, Grouping::Token)));
+    formats.push(both(affine(Bits::Two, Grouping::Token)));
+    let kivi = |bits| SegmentFormat {
+        key: affine(bits, Grouping::ChannelTokens(32)),
+        value: affine(bits, Grouping::TokenChannels(32)),
+    };
+    formats.extend([kivi(Bits::Four), kivi(Bits::Two)]);
+    formats
+}
+
+/// Keys and values of one sequence on a device, and queries for all. Every sequence of the batch, and every copy,
+/// stores the same keys and values in pages of its own.
+pub struct DecodeData<B: Backend> {
+    /// The step that the data are for.
+    pub decode: DecodeShape,
+    host: SequenceData,
+    keys: B::Tensor,
+    values: B::Tensor,
+    queries: B::Tensor,
+}
+
+/// A filled store with several copies of a batch, so that steps that go round the copies find cold caches.
+pub struct Workload<B: Backend> {
+    /// The store of all copies.
+    pub store: B::Store,
+    /// The step over each copy.
+    pub plans: Vec<DecodePlan>,
+    /// Bytes of the store that one step reads: codes and ranges.
+    pub step_bytes: u64,
+    spans: Vec<Vec<Page>>,
+}
+
+impl<B: Backend> DecodeData<B> {
+    /// Makes the data and uploads them as f16.
+    ///
+    /// # Errors
+    /// When they do not fit the device.
+    pub async fn new(backend: &B, decode: DecodeShape) -> Result<Self> {
+        let input = InputLayout { elements: ElementType::F16, order: RowOrder::TokenMajor };
+        let host = SequenceData::new(&DataRecipe {
+            shape: decode.shape,
+            tokens: decode.tokens,
+            kind: DataKind::ChannelOffsets,
+            sink: SinkPlace::First,
+            input,
+            seed: 1,
+        });
+        let queries: Vec<f32> = host.queries.repeat(decode.sequences);
+        Ok(Self {
+            decode,
+            keys: backend.upload(host.keys.elements()).await?,
+            values: backend.upload(host.values.elements()).await?,
+            queries: backend.upload(queries.as_slice().into()).await?,
+            host,
+        })
+    }
+
+    /// The queries, `[sequences, query_heads, head_dim]`.
+    pub fn queries(&self) -> &B::Tensor {
+        &self.queries
+    }
+
+    /// The host's side of the data: keys, values and queries of one sequence.
+    pub fn host(&self) -> &SequenceData {
+        &self.host
+    }
+}
+
+impl DecodeShape {
+    /// Bytes of one batch in `format` without ranges: what one step must read at least.
+    pub fn code_bytes(&self, format: &SegmentFormat) -> u64 {
+        let elements = self.sequences * self.tokens * self.shape.kv_heads() * self.shape.head_dim();
+        ((format.key.element_bits() + format.value.element_bits()) * elements / 8) as u64
+    }
+}
+
+impl<B: Backend> Workload<B> {
+    /// Stores the batch in `format`, as many times as it takes to hold at least `bytes` bytes, and plans a step over
+    /// each copy.
+    ///
+    /// # Errors
+    /// When the copies do not fit the device.
+    pub async fn new(
+        backend: &B,
+        data: &DecodeData<B>,
+        format: SegmentFormat,
+        bytes: u64,
+        split: Split,
+    ) -> Result<Self> {
+        let decode = &data.decode;
+        let copies = bytes.div_ceil(decode.code_bytes(&format)).max(1) as usize;
+        let spans_needed = copies * decode.sequences;
+        let span_pages = decode.tokens.div_ceil(TILE_TOKENS);
+
+        let mut store = backend.create_store(decode.shape, format)?;
+        let mut allocator = PageAllocator::default();
+        let most = backend.max_shard_pages(&decode.shape, &format).max(1) as usize;
+        while allocator.capacity() < spans_needed * span_pages {
+            let pages = (spans_needed * span_pages - allocator.capacity()).min(most) as u32;
+            backend.add_shard(&mut store, pages).await?;
+            allocator.add_shard(pages);
+        }
+        backend.reserve_ranges(&mut store, spans_needed).await?;
+        let mut spans = Vec::with_capacity(spans_needed);
+        for range_slot in 0..spans_needed {
+            let pages = allocator.allocate(span_pages)?;
+            let tokens = TokenRange::new(0, decode.tokens)?;
+            let write = SpanWrite { rows: data.host.rows, tokens, pages: &pages, range_slot };
+            backend.quantize(&mut store, &data.keys, &data.values, write)?;
+            spans.push(pages);
+        }
+        let plans = (0..copies).map(|copy| plan(decode, format, copy, &spans, split)).collect::<Result<_>>()?;
+        let step_bytes = backend.store_bytes(&store) / copies as u64;
+        Ok(Self { store, plans, step_bytes, spans })
+    }
+
+    /// Runs every copy once and holds all outputs against an f64 attention over the stored data.
+    ///
+    /// # Errors
+    /// Whatever the backend reports; a wrong result is no error but a [`Report`] that did not pass.
+    pub async fn check(&self, backend: &B, data: &DecodeData<B>, options: AttendOptions) -> Result<Report> {
+        let expected = self.expected(backend, data).await?;
+        let head_dim = data.decode.shape.head_dim();
+        let limits = Limits::new(options.query);
+        let mut report =
+            Report { case: data.decode.name.into(), error: Default::default(), limits, failures: Vec::new() };
+        for plan in &self.plans {
+            let output = backend.attend(plan, &[&self.store], &data.queries, options).await?;
+            let output = backend.download(&output).await?;
+            for sequence in output.chunks(data.decode.shape.query_heads() * head_dim) {
+                let error = expected.error_of(sequence, head_dim);
+                report.failures.extend(expected.failures(sequence, &error, &limits));
+                if error.nmse >= report.error.nmse {
+                    report.error = error;
+                }
+            }
+        }
+        report.failures.dedup();
+        Ok(report)
+    }
+
+    async fn expected(&self, backend: &B, data: &DecodeData<B>) -> Result<Expected> {
+        let Some(pages) = self.spans.first() else {
+            return Err(Error::NoTokens { what: "workload", hint: "a decode step needs at least one sequence" });
+        };
+        let read = SpanRead { pages, tokens: data.decode.tokens, range_slot: 0 };
+        let (keys, values) = backend.dequantize(&self.store, read)?;
+        let (keys, values) = (backend.download(&keys).await?, backend.download(&values).await?);
+        let span = DenseSegment { keys: &keys, values: &values, tokens: data.decode.tokens, calibration: None };
+        reference::attention(&data.decode.shape, &[span], &data.host.queries)
+    }
+}
+
+/// The step over one copy.
+fn plan(
+    decode: &DecodeShape,
+    format: SegmentFormat,
+    copy: usize,
+    spans: &[Vec<Page>],
+    split: Split,
+) -> Result<DecodePlan> {
+    let first = copy * decode.sequences;
+    let spans = (0..decode.sequences)
+        .map(|sequence| SpanView {
+            sequence,
+            tokens: decode.tokens,
+            pages: &spans[first + sequence],
+            range_slot: first + sequence,
+        })
+        .collect();
+    DecodePlan::new(decode.shape, decode.sequences, &[StoreView { format, calibration: None, spans }], split)
+}

@@ -1,0 +1,384 @@
+//! The registry: every axis once, and the pairs of axes that have been known to hide mistakes.
+
+use super::case::{Case, DataKind, Fill, InputLayout, Paging, RowOrder, SegmentCase, SinkPlace, SpanCase};
+use crate::backend::{AttendOptions, QueryPrecision};
+use crate::format::{AffineFormat, AttentionShape, Bits, Calibration, Grouping, SegmentFormat, TensorFormat};
+use crate::plan::{ElementType, Split};
+
+/// Group sizes of grouped-query attention that the registry covers.
+const GROUPS: [usize; 5] = [1, 3, 4, 7, 8];
+
+/// Ragged lengths of most cases: one token, exactly a tile, a tile and one token, and a tail that fills no word.
+const RAGGED: [usize; 4] = [1, 128, 129, 300];
+
+/// All cases. Names are unique; the order is stable.
+pub fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    cases.extend(every_format());
+    cases.extend(every_shape());
+    cases.extend(mixed_keys_and_values());
+    cases.extend(lengths());
+    cases.extend(several_segments());
+    cases.extend(calibrated());
+    cases.extend(degenerate_data());
+    cases.extend(sinks());
+    cases.extend(options());
+    cases.extend(layouts());
+    for (seed, case) in cases.iter_mut().enumerate() {
+        case.seed = seed as u64 + 1;
+    }
+    cases
+}
+
+/// f16, and every width with every grouping, keys and values alike.
+fn every_format() -> Vec<Case> {
+    let groupings = [
+        Grouping::Channel,
+        Grouping::ChannelTokens(32),
+        Grouping::ChannelTokens(64),
+        Grouping::ChannelTokens(128),
+        Grouping::Token,
+        Grouping::TokenChannels(32),
+    ];
+    let mut cases = vec![Case::new("format-f16", shape(4, 128), SegmentFormat::F16).quick()];
+    for grouping in groupings {
+        for bits in Bits::ALL {
+            let format = both(affine(bits, grouping));
+            let case = Case::new(&format!("format-{}", slug(&format.key)), shape(4, 128), format);
+            let in_quick = matches!((bits, grouping), (_, Grouping::Channel) | (Bits::Two, _));
+            cases.push(if in_quick { case.quick() } else { case });
+        }
+    }
+    cases
+}
+
+/// Every group size with every head dimension. The format moves on by one from cell to cell, so that every group size
+/// and every head dimension meets f16 and all widths.
+fn every_shape() -> Vec<Case> {
+    let formats = [
+        SegmentFormat::F16,
+        SegmentFormat::per_channel(Bits::Eight),
+        SegmentFormat::per_channel(Bits::Four),
+        SegmentFormat::per_channel(Bits::Two),
+        SegmentFormat::calibquant(Bits::One),
+    ];
+    let mut cases = Vec::new();
+    for (row, head_dim) in crate::format::HEAD_DIMS.into_iter().enumerate() {
+        for (column, group) in GROUPS.into_iter().enumerate() {
+            let format = formats[(row + column) % formats.len()];
+            let name = format!("shape-g{group}-d{head_dim}-{}", slug(&format.key));
+            let case = Case::new(&name, shape(group, head_dim), format).lengths(&[300, 129]);
+            cases.push(if row == column { case.quick() } else { case });
+        }
+        // Groups of channels and of tokens are laid out by head_dim too.
+        let kivi = SegmentFormat {
+            key: affine(Bits::Two, Grouping::ChannelTokens(32)),
+            value: affine(Bits::Four, Grouping::TokenChannels(if head_dim == 80 { 16 } else { 32 })),
+        };
+        cases.push(Case::new(&format!("shape-d{head_dim}-grouped"), shape(3, head_dim), kivi).lengths(&[300, 2]));
+    }
+    cases
+}
+
+/// Keys and values choose their formats independently.
+fn mixed_keys_and_values() -> Vec<Case> {
+    let pairs = [
+        (TensorFormat::F16, affine(Bits::Two, Grouping::Channel)),
+        (TensorFormat::F16, affine(Bits::Four, Grouping::TokenChannels(64))),
+        (affine(Bits::Two, Grouping::Channel), TensorFormat::F16),
+        (affine(Bits::Four, Grouping::Token), TensorFormat::F16),
+        (affine(Bits::Eight, Grouping::Channel), affine(Bits::One, Grouping::Channel)),
+        (affine(Bits::One, Grouping::Channel), affine(Bits::Eight, Grouping::Channel)),
+        (affine(Bits::Two, Grouping::ChannelTokens(32)), affine(Bits::Two, Grouping::TokenChannels(32))),
+        (affine(Bits::Four, Grouping::Token), affine(Bits::Two, Grouping::Channel)),
+    ];
+    pairs
+        .into_iter()
+        .enumerate()
+        .map(|(i, (key, value))| {
+            let name = format!("mixed-k-{}-v-{}", slug(&key), slug(&value));
+            let case = Case::new(&name, shape(4, 128), SegmentFormat { key, value }).lengths(&[300, 129]);
+            if i % 3 == 0 { case.quick() } else { case }
+        })
+        .collect()
+}
+
+/// Lengths around words, tiles and work items.
+fn lengths() -> Vec<Case> {
+    let formats = [SegmentFormat::F16, SegmentFormat::per_channel(Bits::Four), SegmentFormat::calibquant(Bits::One)];
+    let mut cases = Vec::new();
+    for format in formats {
+        let name = |what: &str| format!("length-{what}-{}", slug(&format.key));
+        cases.push(Case::new(&name("tails"), shape(3, 64), format).lengths(&[2, 3, 31, 33, 97, 127, 130]));
+        cases.push(Case::new(&name("one-token"), shape(7, 80), format).lengths(&[1]));
+        cases.push(Case::new(&name("steps"), shape(1, 128), format).lengths(&[512, 513, 1024, 640]));
+    }
+    cases
+}
+
+/// Several segments per sequence: what recipes make of a prompt and its continuation.
+fn several_segments() -> Vec<Case> {
+    let packed = SegmentCase::new(SegmentFormat::per_channel(Bits::Two));
+    let recent = SegmentCase { fill: Fill::Append, ..SegmentCase::new(SegmentFormat::F16) };
+    let prompt = SegmentCase::new(SegmentFormat::F16);
+    let span = |segment, tokens| SpanCase { segment, tokens };
+
+    let mut visual = Case::new("segments-prompt-visual-recent", shape(4, 128), SegmentFormat::F16).quick();
+    visual.segments = vec![prompt, SegmentCase::new(SegmentFormat::calibquant(Bits::One)), recent];
+    visual.sequences = vec![
+        vec![span(0, 35), span(1, 576), span(2, 40)],
+        vec![span(0, 200), span(1, 0), span(2, 129)],
+        vec![span(0, 0), span(1, 129), span(2, 0)],
+    ];
+    let mut widths = Case::new("segments-three-widths", shape(8, 64), SegmentFormat::F16);
+    widths.segments =
+        [Bits::Eight, Bits::Four, Bits::Two].map(|b| SegmentCase::new(SegmentFormat::per_channel(b))).into();
+    widths.sequences = vec![vec![span(2, 300), span(0, 128), span(1, 1)], vec![span(1, 257), span(2, 5), span(0, 0)]];
+    let mut images = Case::new("segments-several-spans-of-one-store", shape(7, 128), SegmentFormat::F16).quick();
+    images.segments = vec![prompt, packed];
+    images.sequences = vec![
+        vec![span(0, 20), span(1, 130), span(0, 7), span(1, 128), span(1, 65), span(0, 3)],
+        vec![span(1, 1), span(1, 2)],
+    ];
+    let mut unused = Case::new("segments-one-store-empty", shape(1, 96), SegmentFormat::F16);
+    unused.segments = vec![packed, prompt];
+    unused.sequences = vec![vec![span(0, 0), span(1, 200)], vec![span(1, 129)]];
+    let mut appended = Case::new("segments-appended", shape(3, 80), SegmentFormat::F16).lengths(&RAGGED);
+    appended.segments = vec![recent];
+    vec![visual, widths, images, unused, appended]
+}
+
+/// CalibQuant's calibration: scores are mapped by their extremes over the span before the softmax.
+fn calibrated() -> Vec<Case> {
+    let with = |name: &str, group, format, (tau1, tau2)| {
+        let mut case = Case::new(&format!("calibrated-{name}"), shape(group, 128), format);
+        case.segments[0].calibration = Some(offsets(tau1, tau2));
+        case
+    };
+    let one_bit = SegmentFormat::calibquant(Bits::One);
+    let mut cases = vec![
+        with("1bit-t0-3", 4, one_bit, (0.0, 3.0)).quick(),
+        with("1bit-t3-0", 1, one_bit, (3.0, 0.0)),
+        with("1bit-t2-2", 7, one_bit, (2.0, 2.0)),
+        with("identity", 4, SegmentFormat::per_channel(Bits::Four), (0.0, 0.0)),
+        with("2bit-t1-2", 8, SegmentFormat::per_channel(Bits::Two), (1.0, 2.0)),
+        with("8bit-t0-1", 3, SegmentFormat::per_channel(Bits::Eight), (0.0, 1.0)),
+        with("4bit-token-t1-1", 4, both(affine(Bits::Four, Grouping::Token)), (1.0, 1.0)),
+        with("f16-t0-2", 4, SegmentFormat::F16, (0.0, 2.0)),
+        // τ2 above the spread of all scores: the slope is clamped at 0 and the weights are flat.
+        with("flat", 4, SegmentFormat::per_channel(Bits::Four), (0.0, 1000.0)),
+    ];
+    let mut beside_f16 = with("beside-f16", 4, one_bit, (0.0, 3.0)).quick();
+    beside_f16.segments.push(SegmentCase::new(SegmentFormat::F16));
+    beside_f16.sequences = vec![
+        vec![
+            SpanCase { segment: 1, tokens: 35 },
+            SpanCase { segment: 0, tokens: 576 },
+            SpanCase { segment: 1, tokens: 9 },
+        ],
+        vec![SpanCase { segment: 0, tokens: 1 }, SpanCase { segment: 0, tokens: 130 }],
+    ];
+    cases.push(beside_f16);
+    cases
+}
+
+/// Groups without spread, and elements far from all others.
+fn degenerate_data() -> Vec<Case> {
+    let groupings = [Grouping::Channel, Grouping::ChannelTokens(32), Grouping::Token, Grouping::TokenChannels(32)];
+    let mut cases = Vec::new();
+    for (grouping, bits) in groupings.into_iter().zip([Bits::One, Bits::Two, Bits::Four, Bits::Eight]) {
+        let format = both(affine(bits, grouping));
+        for (what, data) in [
+            ("constant-channels", DataKind::ConstantChannels),
+            ("constant-tokens", DataKind::ConstantTokens),
+            ("outliers", DataKind::Outliers),
+        ] {
+            let mut case = Case::new(&format!("data-{what}-{}", slug(&format.key)), shape(3, 64), format);
+            case.data = data;
+            cases.push(case);
+        }
+    }
+    cases[0].quick = true;
+    cases
+}
+
+/// Sinks over spans so long that the weights of all other tokens, though each far below the sink's, matter together.
+fn sinks() -> Vec<Case> {
+    let formats = [
+        SegmentFormat::F16,
+        SegmentFormat::per_channel(Bits::Eight),
+        SegmentFormat::per_channel(Bits::Four),
+        both(affine(Bits::Four, Grouping::Token)),
+        SegmentFormat::per_channel(Bits::Two),
+    ];
+    let mut cases = Vec::new();
+    for (format, place) in
+        formats.into_iter().zip([SinkPlace::First, SinkPlace::Last, SinkPlace::Middle].into_iter().cycle())
+    {
+        let mut case = Case::new(&format!("sink-long-{}", slug(&format.key)), shape(4, 128), format).lengths(&[8192]);
+        case.sink = place;
+        case.split = Split { target_items: 8, ..Split::default() };
+        cases.push(case);
+    }
+    let mut apart = Case::new("sink-in-its-own-segment", shape(4, 128), SegmentFormat::F16);
+    apart.segments.push(SegmentCase::new(SegmentFormat::per_channel(Bits::Two)));
+    apart.sequences = vec![vec![SpanCase { segment: 0, tokens: 4 }, SpanCase { segment: 1, tokens: 4096 }]];
+    cases.push(apart);
+    cases[2].quick = true;
+    cases
+}
+
+/// Options of the attend call.
+fn options() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for bits in Bits::ALL {
+        let mut case = Case::new(&format!("int8-query-{bits}bit"), shape(4, 128), SegmentFormat::per_channel(bits));
+        case.options.query = QueryPrecision::Int8;
+        case.quick = bits == Bits::Four;
+        cases.push(case);
+    }
+    let mut grouped = Case::new("int8-query-g8-token", shape(8, 64), both(affine(Bits::Four, Grouping::Token)));
+    grouped.options.query = QueryPrecision::Int8;
+    cases.push(grouped);
+    for format in [SegmentFormat::F16, SegmentFormat::per_channel(Bits::Four)] {
+        let mut case = Case::new(&format!("f16-output-{}", slug(&format.key)), shape(7, 96), format);
+        case.options.output = ElementType::F16;
+        case.quick = true;
+        cases.push(case);
+    }
+    cases
+}
+
+/// Input layouts, pages out of order and spans cut at other places.
+fn layouts() -> Vec<Case> {
+    let packed = SegmentFormat::per_channel(Bits::Four);
+    let mut cases = Vec::new();
+    for (name, elements, order) in [
+        ("f16-token-major", ElementType::F16, RowOrder::TokenMajor),
+        ("f16-head-major", ElementType::F16, RowOrder::HeadMajor),
+        ("f32-head-major", ElementType::F32, RowOrder::HeadMajor),
+    ] {
+        let mut case = Case::new(&format!("input-{name}"), shape(3, 80), packed);
+        case.input = InputLayout { elements, order };
+        case.quick = elements == ElementType::F16 && order == RowOrder::HeadMajor;
+        cases.push(case);
+    }
+    let mut unpacked = Case::new("input-f16-into-f16", shape(3, 80), SegmentFormat::F16);
+    unpacked.input.elements = ElementType::F16;
+    cases.push(unpacked);
+    for (shard_pages, format) in [(3, packed), (1, SegmentFormat::F16), (5, SegmentFormat::calibquant(Bits::One))] {
+        let name = format!("paging-shards-of-{shard_pages}-{}", slug(&format.key));
+        let mut case = Case::new(&name, shape(4, 128), format).lengths(&[700, 129, 1, 384]);
+        case.paging = Paging::Scattered { shard_pages };
+        case.quick = shard_pages == 3;
+        cases.push(case);
+    }
+    for (name, split) in [
+        ("one-tile-items", Split { target_items: usize::MAX, tile_step: 1, max_tiles: 1 }),
+        ("few-long-items", Split { target_items: 1, tile_step: 4, max_tiles: 64 }),
+        ("odd-steps", Split { target_items: 4, tile_step: 3, max_tiles: 9 }),
+    ] {
+        let mut case = Case::new(&format!("split-{name}"), shape(4, 128), packed).lengths(&[1300, 128]);
+        case.split = split;
+        cases.push(case);
+    }
+    cases
+}
+
+impl Case {
+    /// Two KV heads, the ragged lengths, one segment of `format`.
+    fn new(name: &str, shape: AttentionShape, format: SegmentFormat) -> Self {
+        let case = Self {
+            name: name.into(),
+            shape,
+            segments: vec![SegmentCase::new(format)],
+            sequences: Vec::new(),
+            data: DataKind::ChannelOffsets,
+            sink: SinkPlace::First,
+            input: InputLayout { elements: ElementType::F32, order: RowOrder::TokenMajor },
+            paging: Paging::InOrder,
+            split: Split::default(),
+            options: AttendOptions::default(),
+            seed: 0, // its place in the registry
+            quick: false,
+        };
+        case.lengths(&RAGGED)
+    }
+
+    /// One sequence for each length, all in the first segment.
+    fn lengths(mut self, lengths: &[usize]) -> Self {
+        self.sequences = lengths.iter().map(|&tokens| vec![SpanCase { segment: 0, tokens }]).collect();
+        self
+    }
+
+    fn quick(self) -> Self {
+        Self { quick: true, ..self }
+    }
+}
+
+/// Two KV heads with `group` query heads each.
+fn shape(group: usize, head_dim: usize) -> AttentionShape {
+    AttentionShape::new(2 * group, 2, head_dim).expect("the registry's shapes have kernels")
+}
+
+fn offsets(tau1: f32, tau2: f32) -> Calibration {
+    Calibration::new(tau1, tau2).expect("the registry's offsets are finite and not negative")
+}
+
+const fn affine(bits: Bits, grouping: Grouping) -> TensorFormat {
+    TensorFormat::Affine(AffineFormat::new(bits, grouping))
+}
+
+const fn both(format: TensorFormat) -> SegmentFormat {
+    SegmentFormat { key: format, value: format }
+}
+
+/// A format as part of a name.
+fn slug(format: &TensorFormat) -> String {
+    let TensorFormat::Affine(AffineFormat { bits, grouping, .. }) = format else { return "f16".into() };
+    match grouping {
+        Grouping::Channel => format!("{bits}bit"),
+        Grouping::ChannelTokens(tokens) => format!("{bits}bit-{tokens}tokens"),
+        Grouping::Token => format!("{bits}bit-token"),
+        Grouping::TokenChannels(channels) => format!("{bits}bit-token-{channels}channels"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn names_are_unique_and_plain() {
+        let cases = cases();
+        let names: BTreeSet<&str> = cases.iter().map(|case| case.name.as_str()).collect();
+        assert_eq!(names.len(), cases.len());
+        assert!(names.iter().all(|n| n.bytes().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == b'-')));
+    }
+
+    #[test]
+    fn formats_fit_shapes_and_every_sequence_has_tokens() {
+        for case in cases() {
+            for segment in &case.segments {
+                segment.format.check(&case.shape).unwrap();
+            }
+            assert!((0..case.sequences.len()).all(|sequence| case.tokens(sequence) > 0), "{}", case.name);
+            assert!(case.sequences.iter().flatten().all(|span| span.segment < case.segments.len()), "{}", case.name);
+        }
+    }
+
+    #[test]
+    fn every_group_and_head_dim_is_covered() {
+        let seen: BTreeSet<_> = cases().iter().map(|case| (case.shape.group(), case.shape.head_dim())).collect();
+        for group in GROUPS {
+            assert!(crate::format::HEAD_DIMS.iter().all(|&head_dim| seen.contains(&(group, head_dim))));
+        }
+    }
+
+    #[test]
+    fn the_quick_subset_is_small_and_covers_every_width() {
+        let quick: Vec<Case> = cases().into_iter().filter(|case| case.quick).collect();
+        assert!((15..=35).contains(&quick.len()), "{} quick cases", quick.len());
+    }
+}

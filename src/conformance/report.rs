@@ -1,0 +1,129 @@
+//! What a conformance run found.
+
+use std::fmt;
+
+use crate::backend::QueryPrecision;
+
+/// Errors of an attention output against the f64 reference over the same stored data.
+///
+/// All are normalised mean square errors, `Σ (got − want)² / Σ want²`.
+#[derive(Clone, Copy, Debug, PartialEq, Default)]
+pub struct OutputError {
+    /// Over all sequences and heads.
+    pub nmse: f64,
+    /// The worst single head of any sequence.
+    pub worst_head: f64,
+    /// Over all heads, with the mean of the head's values taken off the reference in the denominator: the error
+    /// relative to what the weights say beyond a plain average. `None` where the outputs are plain averages.
+    pub informative: Option<f64>,
+}
+
+/// The largest errors that pass.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Limits {
+    /// For [`OutputError::nmse`].
+    pub nmse: f64,
+    /// For [`OutputError::worst_head`]: a head that averages many tokens has a small output to be measured against.
+    pub worst_head: f64,
+}
+
+impl Limits {
+    /// 10⁻⁶ where the query keeps 16 bits or more, 10⁻⁴ where it is quantised to int8; ten times that for the worst
+    /// single head.
+    pub const fn new(query: QueryPrecision) -> Self {
+        match query {
+            QueryPrecision::Int16 => Self { nmse: 1e-6, worst_head: 1e-5 },
+            QueryPrecision::Int8 => Self { nmse: 1e-4, worst_head: 1e-3 },
+        }
+    }
+}
+
+/// What is wrong with a case.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Failure {
+    /// Stored data differ from those of the CPU twin.
+    Stored {
+        /// Keys or values.
+        tensor: &'static str,
+        /// Elements that differ, over all spans.
+        elements: usize,
+        /// The first of them.
+        first: Mismatch,
+    },
+    /// The search for non-finite elements missed a planted one, or found one where there is none.
+    NonFinite {
+        /// What was expected and what was found.
+        message: String,
+    },
+    /// An output is NaN or infinite.
+    OutputNotFinite {
+        /// Its index in `[sequences, query_heads, head_dim]`.
+        index: usize,
+    },
+    /// An error is over its limit.
+    Inaccurate {
+        /// Which error.
+        what: &'static str,
+        /// Measured.
+        error: f64,
+        /// Allowed.
+        limit: f64,
+    },
+}
+
+/// An element whose stored value differs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Mismatch {
+    /// The sequence.
+    pub sequence: usize,
+    /// The span, counted over all sequences of the case, empty ones left out.
+    pub span: usize,
+    /// Index in `[kv_heads, tokens, head_dim]` of the span.
+    pub index: usize,
+    /// What the backend holds.
+    pub got: f32,
+    /// What the CPU twin holds.
+    pub want: f32,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Stored { tensor, elements, first } => write!(
+                f,
+                "{elements} stored {tensor} differ from the CPU twin's, first in sequence {}, span {}, element {}: {} \
+                 instead of {}",
+                first.sequence, first.span, first.index, first.got, first.want
+            ),
+            Self::NonFinite { message } => write!(f, "search for non-finite elements: {message}"),
+            Self::OutputNotFinite { index } => write!(f, "output element {index} is not finite"),
+            Self::Inaccurate { what, error, limit } => write!(f, "{what} {error:.1e} is over the limit {limit:.0e}"),
+        }
+    }
+}
+
+/// The outcome of one case on one backend.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Report {
+    /// Name of the case.
+    pub case: String,
+    /// Errors of the output.
+    pub error: OutputError,
+    /// What they were held against.
+    pub limits: Limits,
+    /// Everything found wrong; empty if the case passed.
+    pub failures: Vec<Failure>,
+}
+
+impl Report {
+    /// True if nothing was found wrong.
+    pub fn passed(&self) -> bool {
+        self.failures.is_empty()
+    }
+
+    /// The reasons of a failure in one line; empty if the case passed.
+    pub fn reason(&self) -> String {
+        self.failures.iter().map(Failure::to_string).collect::<Vec<_>>().join("; ")
+    }
+}

@@ -1,0 +1,146 @@
+//! Runs one case on one backend.
+
+use super::Case;
+use super::data::{self, HostTensor, SequenceData};
+use super::reference;
+use super::report::{Failure, Limits, Mismatch, Report};
+use super::stored::{Stored, StoredSpan};
+use crate::cpu::Cpu;
+use crate::format::KeyOrValue;
+use crate::{Backend, Result};
+
+/// Runs one case: stores its data through `backend`, compares what is stored with the CPU twin's bit for bit, attends,
+/// and compares the output with an f64 attention over the stored data.
+///
+/// # Errors
+/// Whatever the backend reports; wrong results are no error but a [`Report`] that did not pass.
+///
+/// ```
+/// use kvpack::conformance;
+/// let cpu = kvpack::cpu::Cpu::default();
+/// let case = conformance::cases().into_iter().find(|case| case.quick).unwrap();
+/// let report = pollster::block_on(conformance::run_case(&cpu, &case))?;
+/// assert!(report.passed(), "{}", report.reason());
+/// # Ok::<(), kvpack::Error>(())
+/// ```
+pub async fn run_case<B: Backend>(backend: &B, case: &Case) -> Result<Report> {
+    let data = data::sequences(case);
+    let tensors = upload(backend, &data).await?;
+    let mut failures = search_non_finite(backend, case, &data, &tensors).await?;
+
+    let stored = Stored::fill(backend, case, &data, &tensors).await?;
+    let spans = stored.read_back(backend).await?;
+    failures.extend(differences(&spans, &twin(case, &data).await?));
+
+    let queries = query_tensor(case, &data);
+    let queries = backend.upload(queries.elements()).await?;
+    let plan = stored.plan(case)?;
+    let stores: Vec<&B::Store> = stored.stores.iter().collect();
+    let output = backend.attend(&plan, &stores, &queries, case.options).await?;
+    let output = backend.download(&output).await?;
+
+    let expected = reference::of_case(case, &data, &spans)?;
+    let error = expected.error_of(&output, case.shape.head_dim());
+    let limits = Limits::new(case.options.query);
+    failures.extend(expected.failures(&output, &error, &limits));
+    Ok(Report { case: case.name.clone(), error, limits, failures })
+}
+
+async fn upload<B: Backend>(backend: &B, data: &[SequenceData]) -> Result<Vec<(B::Tensor, B::Tensor)>> {
+    let mut tensors = Vec::with_capacity(data.len());
+    for sequence in data {
+        let keys = backend.upload(sequence.keys.elements()).await?;
+        tensors.push((keys, backend.upload(sequence.values.elements()).await?));
+    }
+    Ok(tensors)
+}
+
+/// The queries of all sequences, in the element type of the case.
+fn query_tensor(case: &Case, data: &[SequenceData]) -> HostTensor {
+    HostTensor::new(case.input.elements, data.iter().flat_map(|sequence| &sequence.queries).copied().collect())
+}
+
+/// The same data stored by the CPU twin.
+async fn twin(case: &Case, data: &[SequenceData]) -> Result<Vec<StoredSpan>> {
+    let cpu = Cpu::default();
+    let tensors = upload(&cpu, data).await?;
+    Stored::fill(&cpu, case, data, &tensors).await?.read_back(&cpu).await
+}
+
+/// Where the stored data of a backend differ from the twin's: at most one failure for keys and one for values.
+fn differences(got: &[StoredSpan], want: &[StoredSpan]) -> Vec<Failure> {
+    let keys = first_difference(got, want, |span| &span.keys).map(|(elements, first)| ("keys", elements, first));
+    let values = first_difference(got, want, |span| &span.values).map(|(elements, first)| ("values", elements, first));
+    [keys, values]
+        .into_iter()
+        .flatten()
+        .map(|(tensor, elements, first)| Failure::Stored { tensor, elements, first })
+        .collect()
+}
+
+/// How many elements differ, and the first; +0 and −0 are alike.
+fn first_difference(
+    got: &[StoredSpan],
+    want: &[StoredSpan],
+    tensor: impl Fn(&StoredSpan) -> &Vec<f32>,
+) -> Option<(usize, Mismatch)> {
+    let mut first = None;
+    let mut elements = 0;
+    for (span, (got, want)) in got.iter().zip(want).enumerate() {
+        let pairs = tensor(got).iter().zip(tensor(want)).enumerate();
+        for (index, (&value, &wanted)) in pairs.filter(|(_, (a, b))| a != b) {
+            elements += 1;
+            first.get_or_insert(Mismatch { sequence: got.sequence, span, index, got: value, want: wanted });
+        }
+    }
+    first.map(|first| (elements, first))
+}
+
+/// Checks `first_non_finite` on the clean keys and values of every sequence, and on the first sequence's with an
+/// element spoilt in the middle.
+async fn search_non_finite<B: Backend>(
+    backend: &B,
+    case: &Case,
+    data: &[SequenceData],
+    tensors: &[(B::Tensor, B::Tensor)],
+) -> Result<Vec<Failure>> {
+    let mut failures = Vec::new();
+    for (index, (sequence, (keys, values))) in data.iter().zip(tensors).enumerate() {
+        for (which, tensor) in [(KeyOrValue::Key, keys), (KeyOrValue::Value, values)] {
+            if let Some(found) = backend.first_non_finite(which, tensor, &sequence.rows, &case.shape).await? {
+                let message = format!("{which} of sequence {index} is finite, {found:?} was reported");
+                failures.push(Failure::NonFinite { message });
+            }
+        }
+    }
+    for (which, value) in [(KeyOrValue::Key, f32::NAN), (KeyOrValue::Value, f32::NEG_INFINITY)] {
+        failures.extend(search_planted(backend, case, &data[0], which, value).await?);
+    }
+    Ok(failures)
+}
+
+/// Spoils one element of the middle token and the last one after it, and expects the first to be found.
+async fn search_planted<B: Backend>(
+    backend: &B,
+    case: &Case,
+    sequence: &SequenceData,
+    which: KeyOrValue,
+    value: f32,
+) -> Result<Option<Failure>> {
+    let (token, kv_head, channel) = (sequence.rows.tokens / 2, case.shape.kv_heads() - 1, case.shape.head_dim() / 3);
+    let mut tensor = match which {
+        KeyOrValue::Key => sequence.keys.clone(),
+        KeyOrValue::Value => sequence.values.clone(),
+    };
+    tensor.set(sequence.rows.elements_needed(&case.shape) - 1, f32::INFINITY);
+    tensor.set(sequence.rows.row(token, kv_head) + channel, value);
+    let tensor = backend.upload(tensor.elements()).await?;
+    let found = backend.first_non_finite(which, &tensor, &sequence.rows, &case.shape).await?;
+    let right = found.is_some_and(|found| {
+        (found.token, found.kv_head, found.channel) == (token, kv_head, channel)
+            && (found.value == value || (found.value.is_nan() && value.is_nan()))
+    });
+    Ok((!right).then(|| Failure::NonFinite {
+        message: format!("{value} lies at token {token}, KV head {kv_head}, channel {channel}; reported: {found:?}"),
+    }))
+}

@@ -1,0 +1,74 @@
+//! Kernel `attend`: scores, online softmax and weighted values of a run of tiles in one pass.
+
+use rayon::prelude::*;
+
+use super::check::check_segment;
+use super::key_tiles::KeyTiles;
+use super::prepare_query::PreparedQueries;
+use super::softmax::OnlineSoftmax;
+use super::states::{ItemJob, States, item_jobs};
+use super::store::CpuStore;
+use super::tile_lines::TileLines;
+use super::value_tiles::ValueTiles;
+use crate::Result;
+use crate::format::{KeyOrValue, TILE_TOKENS};
+use crate::plan::{Elements, Page, SegmentPlan};
+
+/// Attends to all items of a segment plan and writes their states. Scores are `q·k/√head_dim`, not calibrated.
+///
+/// `queries` are `[sequences, query_heads, head_dim]`.
+///
+/// # Errors
+/// [`Error::Plan`](crate::Error::Plan) when store, queries or states are not those of the plan.
+pub fn attend(segment: &SegmentPlan, store: &CpuStore, queries: Elements<'_>, states: &mut States) -> Result<()> {
+    check_segment(segment, store, Some(queries))?;
+    let (shape, format) = (store.shape(), store.format());
+    let key_lines = TileLines::new(KeyOrValue::Key, &format.key, shape.head_dim());
+    let value_lines = TileLines::new(KeyOrValue::Value, &format.value, shape.head_dim());
+    let queries = PreparedQueries::new(segment, store, &key_lines, queries);
+    let buffers = || AttendBuffers {
+        keys: KeyTiles::new(format.key, shape.head_dim(), &key_lines),
+        values: ValueTiles::new(format.value, shape.head_dim(), shape.group(), &value_lines),
+        weights: vec![0.0; shape.group() * TILE_TOKENS],
+        softmax: vec![OnlineSoftmax::EMPTY; shape.group()],
+    };
+    item_jobs(segment, shape, states)?.into_par_iter().for_each_init(buffers, |buffers, job| {
+        buffers.attend_item(segment, store, &queries, job);
+    });
+    Ok(())
+}
+
+/// What one thread needs beside the stores.
+struct AttendBuffers<'a> {
+    keys: KeyTiles<'a>,
+    values: ValueTiles<'a>,
+    /// Scores, then weights, `[query head of the group][128]`.
+    weights: Vec<f32>,
+    softmax: Vec<OnlineSoftmax>,
+}
+
+impl AttendBuffers<'_> {
+    fn attend_item(&mut self, segment: &SegmentPlan, store: &CpuStore, queries: &PreparedQueries, job: ItemJob<'_>) {
+        let item = job.item;
+        let queries = queries.group(item.span as usize, job.kv_head);
+        self.softmax.fill(OnlineSoftmax::EMPTY);
+        self.values.clear();
+        let pages = &segment.page_table[item.page_offset as usize..];
+        for (tile, first) in (0..item.tokens as usize).step_by(TILE_TOKENS).enumerate() {
+            let page = Page { shard: job.shard, index: pages[tile] };
+            let tokens = TILE_TOKENS.min(item.tokens as usize - first);
+            if tokens < TILE_TOKENS {
+                self.weights.fill(0.0);
+            }
+            let key_tile = store.tensor(KeyOrValue::Key).tile(page, job.kv_head);
+            self.keys.score(key_tile, tokens, queries, &mut self.weights);
+            for (head, weights) in self.weights.chunks_exact_mut(TILE_TOKENS).enumerate() {
+                let factor = self.softmax[head].weigh(&mut weights[..tokens]);
+                self.values.rescale(head, factor);
+            }
+            self.values.add(store.tensor(KeyOrValue::Value).tile(page, job.kv_head), &self.weights);
+        }
+        let ranges = store.tensor(KeyOrValue::Value).head_ranges(item.range_slot as usize, job.kv_head);
+        self.values.finish(&self.softmax, ranges, job.outputs, job.lse);
+    }
+}

@@ -1,0 +1,223 @@
+//! The paper's grid search for CalibQuant's (τ1, τ2) (arXiv 2502.14882, §4.1).
+
+use super::backend::decode_step;
+use super::dense::read_row;
+use super::exact_attention::{DenseSegment, exact_attention};
+use super::quantize::quantize;
+use super::store::CpuStore;
+use crate::backend::SpanWrite;
+use crate::format::{AttentionShape, Calibration, SegmentFormat};
+use crate::plan::{DecodePlan, Elements, Page, RowLayout, SpanView, Split, StoreView, TokenRange};
+use crate::{Error, Result};
+
+/// Queries that are attended at a time, to bound the memory of their scores.
+const QUERIES_PER_STEP: usize = 16;
+
+/// Keys, values and queries to calibrate with: those of one prompt, say.
+#[derive(Clone, Copy, Debug)]
+pub struct CalibrationSample<'a> {
+    /// Shape of the layer.
+    pub shape: AttentionShape,
+    /// Keys of one sequence.
+    pub keys: Elements<'a>,
+    /// Values of the sequence.
+    pub values: Elements<'a>,
+    /// Where keys and values lie.
+    pub rows: RowLayout,
+    /// The tokens that will be packed; the others stay f16, as the text around an image does.
+    pub packed: TokenRange,
+    /// `[queries, query_heads, head_dim]`; every query attends to all tokens.
+    pub queries: Elements<'a>,
+}
+
+/// What the search found.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CalibrationResult {
+    /// The calibration with the smallest error; the identity if none is better than it.
+    pub best: Calibration,
+    /// Every candidate with the normalised mean squared error of its outputs, the identity first.
+    pub errors: Vec<(Calibration, f64)>,
+}
+
+impl CalibrationResult {
+    /// The error of the best candidate.
+    pub fn best_error(&self) -> f64 {
+        self.errors.iter().map(|&(_, error)| error).fold(f64::INFINITY, f64::min)
+    }
+
+    /// The error without calibration.
+    pub fn identity_error(&self) -> f64 {
+        self.errors.first().map_or(f64::INFINITY, |&(_, error)| error)
+    }
+}
+
+impl Calibration {
+    /// Tries {0, 1, 2, 3}² for (τ1, τ2) and takes the one with which attention over the packed sample is nearest to
+    /// exact attention over the sample as given (`Σ (got − exact)² / Σ exact²` over all queries and heads).
+    ///
+    /// ```
+    /// use kvpack::cpu::CalibrationSample;
+    /// use kvpack::plan::{Elements, RowLayout, TokenRange};
+    /// use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat};
+    /// let shape = AttentionShape::new(1, 1, 64)?;
+    /// let rows: Vec<f32> = (0..200 * 64).map(|i| (i as f32 * 0.7).sin()).collect();
+    /// let sample = CalibrationSample {
+    ///     shape,
+    ///     keys: Elements::F32(&rows),
+    ///     values: Elements::F32(&rows),
+    ///     rows: RowLayout::head_major(200, &shape),
+    ///     packed: TokenRange::new(10, 190)?,
+    ///     queries: Elements::F32(&rows[..2 * 64]),
+    /// };
+    /// let found = Calibration::search(&sample, SegmentFormat::calibquant(Bits::One))?;
+    /// assert!(found.best_error() <= found.identity_error());
+    /// # Ok::<(), kvpack::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Elements`] when a tensor does not fit its shape, [`Error::NoTokens`] without queries, [`Error::Plan`]
+    /// when the packed tokens lie outside the sample, [`Error::Format`] when the format does not fit the shape.
+    pub fn search(sample: &CalibrationSample<'_>, format: SegmentFormat) -> Result<CalibrationResult> {
+        let stored = StoredSample::new(sample, format)?;
+        let exact = exact_outputs(sample)?;
+        let mut errors = Vec::new();
+        for calibration in Self::grid() {
+            errors.push((calibration, stored.error(sample, calibration, &exact)?));
+        }
+        let mut best = (Self::IDENTITY, f64::INFINITY);
+        for &(calibration, error) in &errors {
+            if error < best.1 {
+                best = (calibration, error);
+            }
+        }
+        Ok(CalibrationResult { best: best.0, errors })
+    }
+}
+
+/// The sample in an f16 and a packed store.
+struct StoredSample {
+    f16: CpuStore,
+    packed: CpuStore,
+    /// Tokens and pages of the spans in the f16 store.
+    f16_spans: Vec<(TokenRange, Vec<Page>)>,
+    packed_pages: Vec<Page>,
+}
+
+impl StoredSample {
+    fn new(sample: &CalibrationSample<'_>, format: SegmentFormat) -> Result<Self> {
+        check(sample)?;
+        let mut packed = CpuStore::new(sample.shape, format)?;
+        packed.reserve_ranges(1)?;
+        let packed_pages = store_span(&mut packed, sample, sample.packed)?;
+        let mut f16 = CpuStore::new(sample.shape, SegmentFormat::F16)?;
+        let before = TokenRange::new(0, sample.packed.start()).ok();
+        let after = TokenRange::new(sample.packed.end(), sample.rows.tokens).ok();
+        let mut f16_spans = Vec::new();
+        for tokens in before.into_iter().chain(after) {
+            f16_spans.push((tokens, store_span(&mut f16, sample, tokens)?));
+        }
+        Ok(Self { f16, packed, f16_spans, packed_pages })
+    }
+
+    /// The error of one candidate over all queries.
+    fn error(&self, sample: &CalibrationSample<'_>, calibration: Calibration, exact: &[Vec<f64>]) -> Result<f64> {
+        let (mut error, mut power) = (0.0, 0.0);
+        for (step, exact) in exact.chunks(QUERIES_PER_STEP).enumerate() {
+            // Every query is a sequence of its own; all share the pages.
+            let span = |sequence, tokens: &TokenRange, pages| SpanView {
+                sequence,
+                tokens: tokens.len(),
+                pages,
+                range_slot: 0,
+            };
+            let f16_spans = |s| self.f16_spans.iter().map(move |(tokens, pages)| span(s, tokens, pages.as_slice()));
+            let views = [
+                StoreView {
+                    format: *self.packed.format(),
+                    calibration: Some(calibration),
+                    spans: (0..exact.len()).map(|s| span(s, &sample.packed, &self.packed_pages)).collect(),
+                },
+                StoreView {
+                    format: SegmentFormat::F16,
+                    calibration: None,
+                    spans: (0..exact.len()).flat_map(f16_spans).collect(),
+                },
+            ];
+            let plan = DecodePlan::new(sample.shape, exact.len(), &views, Split::default())?;
+            let queries: Vec<f32> = (0..exact.len()).flat_map(|i| query(sample, step * QUERIES_PER_STEP + i)).collect();
+            let got = decode_step(&plan, &[&self.packed, &self.f16], Elements::F32(&queries))?;
+            for (&got, want) in got.outputs().iter().zip(exact.iter().flatten()) {
+                error += (f64::from(got) - want).powi(2);
+                power += want * want;
+            }
+        }
+        Ok(if error == 0.0 { 0.0 } else { error / power })
+    }
+}
+
+/// Writes tokens of the sample into a new shard of their own.
+fn store_span(store: &mut CpuStore, sample: &CalibrationSample<'_>, tokens: TokenRange) -> Result<Vec<Page>> {
+    let shard = store.shards() as u32;
+    let pages = tokens.len().div_ceil(crate::TILE_TOKENS) as u32;
+    store.add_shard(pages)?;
+    let pages: Vec<Page> = (0..pages).map(|index| Page { shard, index }).collect();
+    let write = SpanWrite { rows: sample.rows, tokens, pages: &pages, range_slot: 0 };
+    quantize(store, sample.keys, sample.values, write)?;
+    Ok(pages)
+}
+
+/// Exact outputs of every query over the sample as given.
+fn exact_outputs(sample: &CalibrationSample<'_>) -> Result<Vec<Vec<f64>>> {
+    use rayon::prelude::*;
+    let (keys, values) = (head_major(sample, sample.keys), head_major(sample, sample.values));
+    let segment = DenseSegment { keys: &keys, values: &values, tokens: sample.rows.tokens, calibration: None };
+    let exact = |i| exact_attention(&sample.shape, &[segment], &query(sample, i)).map(|state| state.outputs);
+    (0..queries(sample)).into_par_iter().map(exact).collect()
+}
+
+/// Rows as `[kv_heads, tokens, head_dim]` in f32.
+fn head_major(sample: &CalibrationSample<'_>, elements: Elements<'_>) -> Vec<f32> {
+    let (tokens, head_dim) = (sample.rows.tokens, sample.shape.head_dim());
+    let mut dense = vec![0.0; sample.shape.kv_heads() * tokens * head_dim];
+    for (i, row) in dense.chunks_exact_mut(head_dim).enumerate() {
+        read_row(elements, sample.rows.row(i % tokens, i / tokens), row);
+    }
+    dense
+}
+
+fn query(sample: &CalibrationSample<'_>, index: usize) -> Vec<f32> {
+    let mut query = vec![0.0; sample.shape.query_heads() * sample.shape.head_dim()];
+    let start = index * query.len();
+    read_row(sample.queries, start, &mut query);
+    query
+}
+
+fn queries(sample: &CalibrationSample<'_>) -> usize {
+    sample.queries.len() / (sample.shape.query_heads() * sample.shape.head_dim())
+}
+
+fn check(sample: &CalibrationSample<'_>) -> Result<()> {
+    sample.rows.check("keys", sample.keys.len(), &sample.shape)?;
+    sample.rows.check("values", sample.values.len(), &sample.shape)?;
+    if sample.packed.end() > sample.rows.tokens {
+        let reason = format!("packed tokens end at {} of {}", sample.packed.end(), sample.rows.tokens);
+        return Err(Error::Plan { what: "calibration search", reason });
+    }
+    let per_query = sample.shape.query_heads() * sample.shape.head_dim();
+    if queries(sample) == 0 {
+        return Err(Error::NoTokens { what: "calibration search", hint: "pass at least one query" });
+    }
+    if sample.queries.len() % per_query != 0 {
+        return Err(Error::Elements {
+            what: "queries",
+            given: sample.queries.len(),
+            expected: queries(sample) * per_query,
+            shape: format!(
+                "whole queries of {} heads × {} channels",
+                sample.shape.query_heads(),
+                sample.shape.head_dim()
+            ),
+        });
+    }
+    Ok(())
+}

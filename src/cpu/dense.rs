@@ -1,0 +1,100 @@
+//! Dense tensors in host memory.
+
+use half::f16;
+use half::slice::HalfFloatSliceExt;
+
+use crate::backend::NonFinite;
+use crate::format::{AttentionShape, TILE_TOKENS};
+use crate::plan::{ElementType, Elements, Page, RowLayout};
+use crate::{Error, Result};
+
+/// The largest element that can be stored.
+const LARGEST_F16: f32 = 65504.0;
+
+/// A dense tensor in host memory.
+#[derive(Clone, Debug, PartialEq)]
+pub enum CpuTensor {
+    /// 32-bit floats.
+    F32(Vec<f32>),
+    /// 16-bit floats.
+    F16(Vec<f16>),
+}
+
+impl CpuTensor {
+    /// Copies elements of a caller.
+    pub fn new(elements: Elements<'_>) -> Self {
+        match elements {
+            Elements::F32(x) => Self::F32(x.to_vec()),
+            Elements::F16(x) => Self::F16(x.to_vec()),
+        }
+    }
+
+    /// Makes a tensor of the given element type, rounding if that is f16.
+    pub fn from_f32(x: Vec<f32>, element: ElementType) -> Self {
+        match element {
+            ElementType::F32 => Self::F32(x),
+            ElementType::F16 => Self::F16(x.into_iter().map(f16::from_f32).collect()),
+        }
+    }
+
+    /// The elements.
+    pub fn elements(&self) -> Elements<'_> {
+        match self {
+            Self::F32(x) => Elements::F32(x),
+            Self::F16(x) => Elements::F16(x),
+        }
+    }
+
+    /// The elements as f32.
+    pub fn to_f32(&self) -> Vec<f32> {
+        match self {
+            Self::F32(x) => x.clone(),
+            Self::F16(x) => x.to_f32_vec(),
+        }
+    }
+}
+
+/// Reads the channels of one row that begins at element `start`.
+pub(super) fn read_row(elements: Elements<'_>, start: usize, row: &mut [f32]) {
+    match elements {
+        Elements::F32(x) => row.copy_from_slice(&x[start..start + row.len()]),
+        Elements::F16(x) => x[start..start + row.len()].convert_to_f32_slice(row),
+    }
+}
+
+/// The first element, in token order, that is NaN, infinite or beyond the range of f16.
+///
+/// # Errors
+/// [`Error::NoTokens`] or [`Error::Elements`] when the tensor does not fit its layout.
+pub fn first_non_finite(
+    what: &'static str,
+    elements: Elements<'_>,
+    rows: &RowLayout,
+    shape: &AttentionShape,
+) -> Result<Option<NonFinite>> {
+    rows.check(what, elements.len(), shape)?;
+    let storable = |x: &f32| x.abs() <= LARGEST_F16; // false for NaN
+    let mut row = vec![0.0; shape.head_dim()];
+    for token in 0..rows.tokens {
+        for kv_head in 0..shape.kv_heads() {
+            read_row(elements, rows.row(token, kv_head), &mut row);
+            if let Some(channel) = row.iter().position(|x| !storable(x)) {
+                return Ok(Some(NonFinite { token, kv_head, channel, value: row[channel] }));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Checks that a span has tokens and exactly the pages they need.
+pub(super) fn check_span(what: &'static str, tokens: usize, pages: &[Page]) -> Result<()> {
+    let needed = tokens.div_ceil(TILE_TOKENS);
+    if tokens == 0 {
+        return Err(Error::NoTokens { what, hint: "pass at least one token" });
+    }
+    if pages.len() != needed {
+        let reason = format!("{tokens} tokens lie in {needed} pages, {} were given", pages.len());
+        return Err(Error::Plan { what, reason });
+    }
+    Ok(())
+}

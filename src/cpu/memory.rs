@@ -1,0 +1,62 @@
+//! A limit on the bytes that all stores of a backend hold together.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::{Error, Result};
+
+/// The bytes there are and those in use, shared by the stores of a backend.
+#[derive(Clone, Debug)]
+pub(super) struct MemoryLimit {
+    bytes: u64,
+    used: Arc<AtomicU64>,
+}
+
+impl MemoryLimit {
+    pub(super) fn new(bytes: u64) -> Self {
+        Self { bytes, used: Arc::default() }
+    }
+}
+
+/// What one store holds of a limit; given back when the store is dropped.
+#[derive(Debug)]
+pub(super) struct MemoryShare {
+    limit: MemoryLimit,
+    held: u64,
+}
+
+impl MemoryShare {
+    pub(super) fn unlimited() -> Self {
+        Self::of(MemoryLimit::new(u64::MAX))
+    }
+
+    pub(super) fn of(limit: MemoryLimit) -> Self {
+        Self { limit, held: 0 }
+    }
+
+    pub(super) fn take(&mut self, what: &'static str, bytes: u64) -> Result<()> {
+        let fits = |used: u64| used.checked_add(bytes).filter(|&sum| sum <= self.limit.bytes);
+        match self.limit.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits) {
+            Ok(_) => {
+                self.held += bytes;
+                Ok(())
+            }
+            Err(used) => Err(Error::OutOfMemory {
+                what,
+                bytes,
+                message: format!("the memory limit is {} bytes and {used} are in use", self.limit.bytes),
+            }),
+        }
+    }
+
+    pub(super) fn give_back(&mut self, bytes: u64) {
+        self.limit.used.fetch_sub(bytes, Ordering::Relaxed);
+        self.held -= bytes;
+    }
+}
+
+impl Drop for MemoryShare {
+    fn drop(&mut self) {
+        self.give_back(self.held);
+    }
+}

@@ -1,0 +1,43 @@
+//! The CPU twin of every kernel: f32 arithmetic with f64 sums where they are long, spread over threads by rayon.
+//!
+//! The names are those of the shaders. [`Cpu`] puts them together as a [`Backend`](crate::Backend); called one by one
+//! they are what other backends are tested against. [`exact_attention`] is the oracle that they are tested against
+//! themselves.
+
+mod append;
+mod attend;
+mod backend;
+mod calibration_search;
+mod check;
+mod dense;
+mod dequantize;
+mod exact_attention;
+mod key_tiles;
+mod memory;
+mod merge_states;
+mod plain_attention;
+mod prepare_query;
+mod quantize;
+mod scores;
+mod simd;
+mod softmax;
+mod states;
+mod store;
+mod tile_lines;
+mod value_tiles;
+mod weighted_values;
+
+pub use append::append;
+pub use attend::attend;
+pub use backend::{Cpu, decode_step};
+pub use calibration_search::{CalibrationResult, CalibrationSample};
+pub use dense::{CpuTensor, first_non_finite};
+pub use dequantize::dequantize;
+pub use exact_attention::{DenseSegment, ExactState, exact_attention, nmse};
+pub use merge_states::merge_states;
+pub use plain_attention::plain_attention;
+pub use quantize::quantize;
+pub use scores::{ScoreExtremes, SegmentScores, scores};
+pub use states::States;
+pub use store::CpuStore;
+pub use weighted_values::weighted_values;

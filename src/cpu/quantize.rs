@@ -1,0 +1,182 @@
+//! Kernel `quantize`: ranges, codes and tiles of one span.
+
+use rayon::prelude::*;
+
+use super::dense::{check_span, read_row};
+use super::store::{CpuStore, TensorStore};
+use crate::Result;
+use crate::backend::SpanWrite;
+use crate::format::{AffineFormat, CodeRange, KeyOrValue, TILE_TOKENS, TensorFormat};
+use crate::plan::{Elements, RowLayout, TokenRange};
+
+/// Packs tokens of dense keys and values into pages as one span.
+///
+/// Span ranges are made over all tokens of the span, tile ranges over the tokens that a tile holds; tile ranges are
+/// rounded to f16 before they encode anything, so that codes fit the ranges that decode them. A last tile that is not
+/// full has zero bits in its unused fields and zero in the ranges that no token belongs to. The input must be finite.
+///
+/// # Errors
+/// [`Error::Elements`](crate::Error::Elements) when keys or values are shorter than their layout says,
+/// [`Error::Plan`](crate::Error::Plan) when the tokens, pages or slot do not fit; the store is as it was.
+pub fn quantize(store: &mut CpuStore, keys: Elements<'_>, values: Elements<'_>, write: SpanWrite<'_>) -> Result<()> {
+    check_write(store, keys, values, &write)?;
+    for (which, elements) in [(KeyOrValue::Key, keys), (KeyOrValue::Value, values)] {
+        let source = Source { elements, rows: write.rows, tokens: write.tokens };
+        let tensor = store.tensor(which);
+        let span_ranges = span_ranges(tensor, &source);
+        let tiles = encode_tiles(tensor, &source, &span_ranges, write.pages.len());
+        let tensor = store.tensor_mut(which);
+        if tensor.format.has_span_ranges() {
+            tensor.put_slot(write.range_slot, &span_ranges);
+        }
+        for (i, tile) in tiles.iter().enumerate() {
+            let kv_heads = tensor.shape.kv_heads();
+            tensor.put_tile(write.pages[i / kv_heads], i % kv_heads, &tile.codes, &tile.ranges);
+        }
+    }
+    Ok(())
+}
+
+/// The tokens to pack, of keys or of values.
+struct Source<'a> {
+    elements: Elements<'a>,
+    rows: RowLayout,
+    tokens: TokenRange,
+}
+
+struct EncodedTile {
+    codes: Vec<u32>,
+    ranges: Vec<u32>,
+}
+
+fn check_write(store: &CpuStore, keys: Elements<'_>, values: Elements<'_>, write: &SpanWrite<'_>) -> Result<()> {
+    write.rows.check("keys", keys.len(), store.shape())?;
+    write.rows.check("values", values.len(), store.shape())?;
+    check_span("quantize", write.tokens.len(), write.pages)?;
+    if write.tokens.end() > write.rows.tokens {
+        return Err(crate::Error::Plan {
+            what: "quantize",
+            reason: format!("tokens up to {} of tensors with {} tokens", write.tokens.end(), write.rows.tokens),
+        });
+    }
+    store.check_pages("quantize", write.pages)?;
+    store.check_slot("quantize", write.range_slot)
+}
+
+/// Smallest and largest of a group of elements.
+#[derive(Clone, Copy)]
+struct Extremes {
+    min: f32,
+    max: f32,
+}
+
+impl Extremes {
+    const NONE: Self = Self { min: f32::INFINITY, max: f32::NEG_INFINITY };
+
+    fn add(&mut self, value: f32) {
+        self.min = self.min.min(value);
+        self.max = self.max.max(value);
+    }
+
+    /// The range, or the zero range for a group that no token belongs to.
+    fn range(self, format: &AffineFormat) -> CodeRange {
+        if self.min > self.max {
+            return CodeRange::default();
+        }
+        CodeRange::new(self.min, self.max, format.shrink, format.bits)
+    }
+}
+
+/// Ranges `[kv_head][head_dim]` over the whole span, or none.
+fn span_ranges(tensor: &TensorStore, source: &Source<'_>) -> Vec<CodeRange> {
+    let Some(format) = tensor.format.affine().filter(|_| tensor.format.has_span_ranges()) else { return Vec::new() };
+    let head_dim = tensor.shape.head_dim();
+    (0..tensor.shape.kv_heads())
+        .into_par_iter()
+        .flat_map_iter(|head| {
+            let mut extremes = vec![Extremes::NONE; head_dim];
+            let mut row = vec![0.0; head_dim];
+            for token in source.tokens.start()..source.tokens.end() {
+                read_row(source.elements, source.rows.row(token, head), &mut row);
+                extremes.iter_mut().zip(&row).for_each(|(extremes, &value)| extremes.add(value));
+            }
+            extremes.into_iter().map(|extremes| extremes.range(format))
+        })
+        .collect()
+}
+
+/// The tiles of the span, `[page][kv_head]`.
+fn encode_tiles(
+    tensor: &TensorStore,
+    source: &Source<'_>,
+    span_ranges: &[CodeRange],
+    pages: usize,
+) -> Vec<EncodedTile> {
+    let (kv_heads, head_dim) = (tensor.shape.kv_heads(), tensor.shape.head_dim());
+    (0..pages * kv_heads)
+        .into_par_iter()
+        .map(|i| {
+            let (page, head) = (i / kv_heads, i % kv_heads);
+            let first = source.tokens.start() + page * TILE_TOKENS;
+            let tokens = TILE_TOKENS.min(source.tokens.end() - first);
+            let mut rows = vec![0.0; tokens * head_dim];
+            for (token, row) in rows.chunks_exact_mut(head_dim).enumerate() {
+                read_row(source.elements, source.rows.row(first + token, head), row);
+            }
+            match &tensor.format {
+                TensorFormat::F16 => EncodedTile { codes: f16_words(tensor, &rows), ranges: Vec::new() },
+                TensorFormat::Affine(format) if tensor.format.has_span_ranges() => {
+                    let ranges = &span_ranges[head * head_dim..][..head_dim];
+                    EncodedTile { codes: code_words(tensor, format, &rows, |_, c| ranges[c]), ranges: Vec::new() }
+                }
+                TensorFormat::Affine(format) => {
+                    let ranges = tile_ranges(tensor, format, &rows);
+                    let range = |token, channel| ranges[tensor.format.range_index(head_dim, token, channel)];
+                    let codes = code_words(tensor, format, &rows, range);
+                    EncodedTile { codes, ranges: ranges.iter().map(|range| range.to_word()).collect() }
+                }
+            }
+        })
+        .collect()
+}
+
+/// Ranges of the groups of one tile, rounded to f16.
+fn tile_ranges(tensor: &TensorStore, format: &AffineFormat, rows: &[f32]) -> Vec<CodeRange> {
+    let head_dim = tensor.shape.head_dim();
+    let mut extremes = vec![Extremes::NONE; tensor.ranges_per_tile()];
+    for (token, row) in rows.chunks_exact(head_dim).enumerate() {
+        for (channel, &value) in row.iter().enumerate() {
+            extremes[tensor.format.range_index(head_dim, token, channel)].add(value);
+        }
+    }
+    extremes.into_iter().map(|extremes| extremes.range(format).rounded_to_f16()).collect()
+}
+
+fn f16_words(tensor: &TensorStore, rows: &[f32]) -> Vec<u32> {
+    fill_tile(tensor, rows, |_, _, value| u32::from(half::f16::from_f32(value).to_bits()))
+}
+
+fn code_words(
+    tensor: &TensorStore,
+    format: &AffineFormat,
+    rows: &[f32],
+    range: impl Fn(usize, usize) -> CodeRange,
+) -> Vec<u32> {
+    let sign = 1 << (format.bits.count() - 1);
+    fill_tile(tensor, rows, |token, channel, value| range(token, channel).encode(value, format.bits) ^ sign)
+}
+
+/// Puts the field of every element in its place.
+fn fill_tile(tensor: &TensorStore, rows: &[f32], field: impl Fn(usize, usize, f32) -> u32) -> Vec<u32> {
+    let mut words = vec![0; tensor.tile_words()];
+    for (token, row) in rows.chunks_exact(tensor.shape.head_dim()).enumerate() {
+        for (channel, &value) in row.iter().enumerate() {
+            let place = match tensor.which {
+                KeyOrValue::Key => tensor.layout.key_field(token, channel),
+                KeyOrValue::Value => tensor.layout.value_field(token, channel),
+            };
+            words[place.word] |= field(token, channel, value) << place.shift;
+        }
+    }
+    words
+}

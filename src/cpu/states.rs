@@ -1,0 +1,111 @@
+//! Attention states: what attention over a part of a cache yields, so that parts can be merged.
+
+use crate::format::AttentionShape;
+use crate::plan::{DecodePlan, SegmentPlan, WorkItem};
+use crate::{Error, Result};
+
+/// Attention states of all query heads, row by row.
+///
+/// The state of a query head over some tokens is its softmax-weighted mean of their values and the natural logarithm of
+/// the sum of the exponentials of its scores (the log-sum-exp). States over disjoint tokens merge exactly.
+#[derive(Clone, Debug, PartialEq)]
+pub struct States {
+    query_heads: usize,
+    head_dim: usize,
+    outputs: Vec<f32>,
+    lse: Vec<f32>,
+}
+
+impl States {
+    /// States of no tokens: outputs 0, log-sum-exp −∞.
+    pub fn new(rows: usize, shape: &AttentionShape) -> Self {
+        let (query_heads, head_dim) = (shape.query_heads(), shape.head_dim());
+        let states = rows * query_heads;
+        Self { query_heads, head_dim, outputs: vec![0.0; states * head_dim], lse: vec![f32::NEG_INFINITY; states] }
+    }
+
+    /// One row of states for every state row of a plan.
+    pub fn for_plan(plan: &DecodePlan) -> Self {
+        Self::new(plan.states(), &plan.shape)
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.lse.len() / self.query_heads
+    }
+
+    /// Normalised outputs `[row][query_head][head_dim]`.
+    pub fn outputs(&self) -> &[f32] {
+        &self.outputs
+    }
+
+    /// Natural log-sum-exp `[row][query_head]`.
+    pub fn lse(&self) -> &[f32] {
+        &self.lse
+    }
+
+    /// The outputs alone.
+    pub fn into_outputs(self) -> Vec<f32> {
+        self.outputs
+    }
+
+    /// Adds the rows of other states of the same shape.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when the shapes differ.
+    pub fn extend(&mut self, other: &Self) -> Result<()> {
+        if (other.query_heads, other.head_dim) != (self.query_heads, self.head_dim) {
+            let reason = format!(
+                "{} heads × {} against {} × {}",
+                other.query_heads, other.head_dim, self.query_heads, self.head_dim
+            );
+            return Err(Error::Plan { what: "joining states", reason });
+        }
+        self.outputs.extend_from_slice(&other.outputs);
+        self.lse.extend_from_slice(&other.lse);
+        Ok(())
+    }
+
+    /// Outputs and log-sum-exp in chunks of `heads` query heads, in order.
+    pub(super) fn chunks_mut(&mut self, heads: usize) -> impl Iterator<Item = (&mut [f32], &mut [f32])> {
+        self.outputs.chunks_exact_mut(heads * self.head_dim).zip(self.lse.chunks_exact_mut(heads))
+    }
+}
+
+/// The work of one item for one KV head, and where its states go.
+pub(super) struct ItemJob<'a> {
+    pub(super) item: &'a WorkItem,
+    pub(super) shard: u32,
+    pub(super) kv_head: usize,
+    /// `[query head of the group][head_dim]`.
+    pub(super) outputs: &'a mut [f32],
+    /// Per query head of the group.
+    pub(super) lse: &'a mut [f32],
+}
+
+/// One job per item and KV head of a segment plan.
+///
+/// # Errors
+/// [`Error::Plan`] when two items share a state row or one lies outside the states.
+pub(super) fn item_jobs<'a>(
+    segment: &'a SegmentPlan,
+    shape: &AttentionShape,
+    states: &'a mut States,
+) -> Result<Vec<ItemJob<'a>>> {
+    let kv_heads = shape.kv_heads();
+    let mut slots: Vec<_> = states.chunks_mut(shape.group()).map(Some).collect();
+    let mut jobs = Vec::with_capacity(segment.items.len() * kv_heads);
+    for dispatch in &segment.dispatches {
+        for item in &segment.items[dispatch.first_item..][..dispatch.items] {
+            for kv_head in 0..kv_heads {
+                let slot = slots.get_mut(item.state as usize * kv_heads + kv_head).and_then(Option::take);
+                let (outputs, lse) = slot.ok_or_else(|| Error::Plan {
+                    what: "attend",
+                    reason: format!("state row {} is missing or written twice", item.state),
+                })?;
+                jobs.push(ItemJob { item, shard: dispatch.shard, kv_head, outputs, lse });
+            }
+        }
+    }
+    Ok(jobs)
+}

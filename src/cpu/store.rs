@@ -1,0 +1,328 @@
+//! Pages and ranges of one format in host memory.
+
+use super::memory::MemoryShare;
+use crate::format::{AttentionShape, CodeRange, KeyOrValue, SegmentFormat, TensorFormat, TileLayout};
+use crate::plan::Page;
+use crate::{Error, Result};
+
+/// Pages and ranges of one segment format in host memory, in shards.
+///
+/// The tile of KV head `h` in page `p` of a shard is word `(p · kv_heads + h) · tile words` onwards; its ranges lie
+/// alike in an array of their own. Span ranges are `[slot][kv_head][head_dim]`.
+#[derive(Debug)]
+pub struct CpuStore {
+    shape: AttentionShape,
+    format: SegmentFormat,
+    shard_pages: Vec<u32>,
+    range_slots: usize,
+    keys: TensorStore,
+    values: TensorStore,
+    memory: MemoryShare,
+}
+
+/// The keys or the values of a store.
+#[derive(Debug)]
+pub(super) struct TensorStore {
+    pub(super) which: KeyOrValue,
+    pub(super) format: TensorFormat,
+    pub(super) layout: TileLayout,
+    pub(super) shape: AttentionShape,
+    shards: Vec<Shard>,
+    span_ranges: Vec<CodeRange>,
+}
+
+#[derive(Debug)]
+struct Shard {
+    codes: Vec<u32>,
+    ranges: Vec<u32>,
+}
+
+/// One tile and its ranges.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tile<'a> {
+    /// Code words, see [`TileLayout`].
+    pub(super) codes: &'a [u32],
+    /// Tile ranges, see [`TensorFormat::ranges_per_tile`].
+    pub(super) ranges: &'a [u32],
+}
+
+impl CpuStore {
+    /// An empty store: no shards, no range slots.
+    ///
+    /// # Errors
+    /// [`Error::Format`] when the format does not fit the shape.
+    pub fn new(shape: AttentionShape, format: SegmentFormat) -> Result<Self> {
+        Self::within(shape, format, MemoryShare::unlimited())
+    }
+
+    /// An empty store whose bytes count against a limit.
+    pub(super) fn within(shape: AttentionShape, format: SegmentFormat, memory: MemoryShare) -> Result<Self> {
+        format.check(&shape)?;
+        let tensor = |which| TensorStore {
+            which,
+            format: *format.tensor(which),
+            layout: TileLayout::new(format.tensor(which), shape.head_dim()),
+            shape,
+            shards: Vec::new(),
+            span_ranges: Vec::new(),
+        };
+        let (keys, values) = (tensor(KeyOrValue::Key), tensor(KeyOrValue::Value));
+        Ok(Self { shape, format, shard_pages: Vec::new(), range_slots: 0, keys, values, memory })
+    }
+
+    /// Shape of the layer.
+    pub fn shape(&self) -> &AttentionShape {
+        &self.shape
+    }
+
+    /// Format of keys and values.
+    pub fn format(&self) -> &SegmentFormat {
+        &self.format
+    }
+
+    /// Number of shards.
+    pub fn shards(&self) -> usize {
+        self.shard_pages.len()
+    }
+
+    /// Slots of span ranges.
+    pub fn range_slots(&self) -> usize {
+        self.range_slots
+    }
+
+    /// Bytes of tiles, tile ranges and span ranges.
+    pub fn bytes(&self) -> u64 {
+        let pages: u64 = self.shard_pages.iter().map(|&pages| u64::from(pages)).sum();
+        pages * self.format.page_bytes(&self.shape) as u64
+            + (self.range_slots * self.format.range_slot_bytes(&self.shape)) as u64
+    }
+
+    /// Adds a shard of `pages` zeroed pages.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; the store is as it was.
+    pub fn add_shard(&mut self, pages: u32) -> Result<()> {
+        let bytes = u64::from(pages) * self.format.page_bytes(&self.shape) as u64;
+        self.memory.take("pages", bytes)?;
+        let shards = self.keys.shard(pages).and_then(|keys| Ok((keys, self.values.shard(pages)?)));
+        let (keys, values) = shards.inspect_err(|_| self.memory.give_back(bytes))?;
+        self.keys.shards.push(keys);
+        self.values.shards.push(values);
+        self.shard_pages.push(pages);
+        Ok(())
+    }
+
+    /// Grows the span ranges to at least `slots` slots; a format without span ranges needs none and gets none.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; the store is as it was.
+    pub fn reserve_ranges(&mut self, slots: usize) -> Result<()> {
+        if !self.format.has_span_ranges() || slots <= self.range_slots {
+            return Ok(());
+        }
+        let bytes =
+            ((slots - self.range_slots) as u64).saturating_mul(self.format.range_slot_bytes(&self.shape) as u64);
+        self.memory.take("span ranges", bytes)?;
+        let grown = self.keys.grow_ranges(slots).and_then(|()| self.values.grow_ranges(slots));
+        grown.inspect_err(|_| self.memory.give_back(bytes))?;
+        self.range_slots = slots;
+        Ok(())
+    }
+
+    /// Words of a tile's codes and of its ranges.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such page or head.
+    pub fn tile_words(&self, which: KeyOrValue, page: Page, kv_head: usize) -> Result<(&[u32], &[u32])> {
+        self.check_pages("tile", &[page])?;
+        self.check_head(kv_head)?;
+        let tile = self.tensor(which).tile(page, kv_head);
+        Ok((tile.codes, tile.ranges))
+    }
+
+    /// Overwrites the codes and the ranges of a tile: for data that were packed elsewhere.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such page or head, [`Error::Elements`] when the lengths are not those of a
+    /// tile.
+    pub fn write_tile(
+        &mut self,
+        which: KeyOrValue,
+        page: Page,
+        kv_head: usize,
+        codes: &[u32],
+        ranges: &[u32],
+    ) -> Result<()> {
+        self.check_pages("tile", &[page])?;
+        self.check_head(kv_head)?;
+        let tile = self.tensor(which).tile(page, kv_head);
+        check_length("tile codes in words", codes.len(), tile.codes.len(), &self.format)?;
+        check_length("tile ranges in words", ranges.len(), tile.ranges.len(), &self.format)?;
+        self.tensor_mut(which).put_tile(page, kv_head, codes, ranges);
+        Ok(())
+    }
+
+    /// The span ranges of a slot, `[kv_head][head_dim]`; empty if the format has none.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such slot.
+    pub fn span_ranges(&self, which: KeyOrValue, slot: usize) -> Result<&[CodeRange]> {
+        self.check_slot("span ranges", slot)?;
+        Ok(self.tensor(which).slot(slot))
+    }
+
+    /// Overwrites the span ranges of a slot, `[kv_head][head_dim]`: for data that were packed elsewhere.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such slot, [`Error::Elements`] when the length is wrong.
+    pub fn write_span_ranges(&mut self, which: KeyOrValue, slot: usize, ranges: &[CodeRange]) -> Result<()> {
+        let expected = self.span_ranges(which, slot)?.len();
+        check_length("span ranges", ranges.len(), expected, &self.format)?;
+        self.tensor_mut(which).put_slot(slot, ranges);
+        Ok(())
+    }
+
+    pub(super) fn tensor(&self, which: KeyOrValue) -> &TensorStore {
+        match which {
+            KeyOrValue::Key => &self.keys,
+            KeyOrValue::Value => &self.values,
+        }
+    }
+
+    pub(super) fn tensor_mut(&mut self, which: KeyOrValue) -> &mut TensorStore {
+        match which {
+            KeyOrValue::Key => &mut self.keys,
+            KeyOrValue::Value => &mut self.values,
+        }
+    }
+
+    /// Checks that all pages exist.
+    pub(super) fn check_pages(&self, what: &'static str, pages: &[Page]) -> Result<()> {
+        match pages.iter().find(|page| !self.has_page(page)) {
+            None => Ok(()),
+            Some(page) => Err(Error::Plan {
+                what,
+                reason: format!(
+                    "there is no page {} in shard {}; the shards hold {:?} pages",
+                    page.index, page.shard, self.shard_pages
+                ),
+            }),
+        }
+    }
+
+    /// Checks that a slot of span ranges exists, where the format needs one.
+    pub(super) fn check_slot(&self, what: &'static str, slot: usize) -> Result<()> {
+        if self.format.has_span_ranges() && slot >= self.range_slots {
+            let reason = format!("there is no range slot {slot}; the store has {}, reserve more", self.range_slots);
+            return Err(Error::Plan { what, reason });
+        }
+        Ok(())
+    }
+
+    fn check_head(&self, kv_head: usize) -> Result<()> {
+        if kv_head < self.shape.kv_heads() {
+            return Ok(());
+        }
+        Err(Error::Plan { what: "tile", reason: format!("KV head {kv_head} of {}", self.shape.kv_heads()) })
+    }
+
+    fn has_page(&self, page: &Page) -> bool {
+        self.shard_pages.get(page.shard as usize).is_some_and(|&pages| page.index < pages)
+    }
+}
+
+impl TensorStore {
+    pub(super) fn tile_words(&self) -> usize {
+        match self.which {
+            KeyOrValue::Key => self.layout.key_tile_words(),
+            KeyOrValue::Value => self.layout.value_tile_words(),
+        }
+    }
+
+    pub(super) fn ranges_per_tile(&self) -> usize {
+        self.format.ranges_per_tile(self.shape.head_dim())
+    }
+
+    /// The tile of a page that was checked to exist.
+    pub(super) fn tile(&self, page: Page, kv_head: usize) -> Tile<'_> {
+        let shard = &self.shards[page.shard as usize];
+        let tile = page.index as usize * self.shape.kv_heads() + kv_head;
+        Tile {
+            codes: &shard.codes[tile * self.tile_words()..][..self.tile_words()],
+            ranges: &shard.ranges[tile * self.ranges_per_tile()..][..self.ranges_per_tile()],
+        }
+    }
+
+    /// The code words of a tile of a page that was checked to exist.
+    pub(super) fn codes_mut(&mut self, page: Page, kv_head: usize) -> &mut [u32] {
+        let words = self.tile_words();
+        let tile = page.index as usize * self.shape.kv_heads() + kv_head;
+        &mut self.shards[page.shard as usize].codes[tile * words..][..words]
+    }
+
+    pub(super) fn put_tile(&mut self, page: Page, kv_head: usize, codes: &[u32], ranges: &[u32]) {
+        self.codes_mut(page, kv_head).copy_from_slice(codes);
+        let count = self.ranges_per_tile();
+        let tile = page.index as usize * self.shape.kv_heads() + kv_head;
+        self.shards[page.shard as usize].ranges[tile * count..][..count].copy_from_slice(ranges);
+    }
+
+    /// Span ranges of one KV head, by channel; empty if the format has none. The slot was checked to exist.
+    pub(super) fn head_ranges(&self, slot: usize, kv_head: usize) -> &[CodeRange] {
+        let ranges = self.slot(slot);
+        if ranges.is_empty() { ranges } else { &ranges[kv_head * self.shape.head_dim()..][..self.shape.head_dim()] }
+    }
+
+    pub(super) fn put_slot(&mut self, slot: usize, ranges: &[CodeRange]) {
+        let length = self.slot_length();
+        self.span_ranges[slot * length..][..length].copy_from_slice(ranges);
+    }
+
+    fn slot(&self, slot: usize) -> &[CodeRange] {
+        let length = self.slot_length();
+        if length == 0 { &[] } else { &self.span_ranges[slot * length..][..length] }
+    }
+
+    fn slot_length(&self) -> usize {
+        if self.format.has_span_ranges() { self.shape.kv_heads() * self.shape.head_dim() } else { 0 }
+    }
+
+    fn shard(&self, pages: u32) -> Result<Shard> {
+        let tiles = pages as usize * self.shape.kv_heads();
+        Ok(Shard {
+            codes: zeroed("pages", tiles.saturating_mul(self.tile_words()))?,
+            ranges: zeroed("tile ranges", tiles.saturating_mul(self.ranges_per_tile()))?,
+        })
+    }
+
+    /// Makes room for `slots` slots. A second call with the same number changes nothing.
+    fn grow_ranges(&mut self, slots: usize) -> Result<()> {
+        let length = slots.saturating_mul(self.slot_length());
+        let more = length.saturating_sub(self.span_ranges.len());
+        self.span_ranges.try_reserve(more).map_err(|error| {
+            let bytes = (more as u64).saturating_mul(size_of::<CodeRange>() as u64);
+            Error::OutOfMemory { what: "span ranges", bytes, message: error.to_string() }
+        })?;
+        self.span_ranges.resize(length.max(self.span_ranges.len()), CodeRange::default());
+        Ok(())
+    }
+}
+
+/// Zeroed words, or the allocator's refusal as an error.
+fn zeroed(what: &'static str, words: usize) -> Result<Vec<u32>> {
+    let mut zeros = Vec::new();
+    zeros.try_reserve_exact(words).map_err(|error| Error::OutOfMemory {
+        what,
+        bytes: words as u64 * size_of::<u32>() as u64,
+        message: error.to_string(),
+    })?;
+    zeros.resize(words, 0);
+    Ok(zeros)
+}
+
+fn check_length(what: &'static str, given: usize, expected: usize, format: &SegmentFormat) -> Result<()> {
+    if given == expected {
+        return Ok(());
+    }
+    Err(Error::Elements { what, given, expected, shape: format!("format {format}") })
+}

@@ -1,0 +1,321 @@
+//! Kernel `attend`, and what `scores` and `weighted_values` share with it: which shader parts serve a format.
+
+use super::{Capabilities, Variant};
+use crate::backend::QueryPrecision;
+use crate::format::{AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat, TileLayout};
+
+/// How the query heads of a KV head are spread over workgroups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct HeadSplit {
+    /// Query heads of one workgroup.
+    pub heads: usize,
+    /// Workgroups per KV head and work item. Each reads the keys and values again.
+    pub chunks: usize,
+}
+
+/// How the channels of values are spread over the four teams of a workgroup.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct ChannelSplit {
+    /// Channels per lane.
+    channels: usize,
+    /// Blocks of `32 · channels` channels; the teams left over share the tiles of a step.
+    blocks: usize,
+}
+
+/// Everything that chooses the attend variant of one segment.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Specialisation<'a> {
+    pub shape: &'a AttentionShape,
+    pub format: &'a SegmentFormat,
+    pub query: QueryPrecision,
+    pub capabilities: &'a Capabilities,
+}
+
+/// Most tiles of a work item: what `tile_bases` in workgroup memory holds.
+pub(super) const MAX_TILES: usize = 64;
+const STEP_TILES: usize = 4;
+const INVOCATIONS: usize = 128;
+/// More heads than this would not fit the registers of any device seen so far.
+const MOST_HEADS: usize = 8;
+
+impl Specialisation<'_> {
+    /// The fused kernel.
+    pub fn attend(&self) -> Variant {
+        let heads = self.head_split();
+        let variant = self.with_work(Variant::new("attend"), heads);
+        let variant = self.with_keys(variant);
+        self.with_softmax(self.with_values(variant, heads.heads))
+    }
+
+    /// The unfused scores of packed keys.
+    pub fn scores(&self) -> Variant {
+        let heads = self.head_split();
+        self.with_keys(self.with_work(Variant::new("scores"), heads))
+    }
+
+    /// The unfused weighted values, with the calibration (τ1, τ2).
+    pub fn weighted_values(&self, tau1: f32, tau2: f32) -> Variant {
+        let heads = self.head_split();
+        let variant = self.with_work(Variant::new("weighted_values"), heads).float("TAU_1", tau1).float("TAU_2", tau2);
+        self.with_softmax(self.with_values(variant, heads.heads))
+    }
+
+    /// The most heads per workgroup that fit its memory, spread evenly.
+    pub fn head_split(&self) -> HeadSplit {
+        let group = self.shape.group();
+        let fits = |heads: &usize| self.workgroup_bytes(*heads) <= self.capabilities.limits.workgroup_memory as usize;
+        let most = (1..=MOST_HEADS.min(group)).rev().find(fits).unwrap_or(1);
+        let chunks = group.div_ceil(most);
+        HeadSplit { heads: group.div_ceil(chunks), chunks }
+    }
+
+    /// True if the prepared query is integers.
+    pub fn integer_keys(&self) -> bool {
+        is_dot(&self.format.key)
+    }
+
+    /// Byte planes of the prepared query.
+    pub fn query_planes(&self) -> usize {
+        match self.query {
+            QueryPrecision::Int16 => 2,
+            QueryPrecision::Int8 => 1,
+        }
+    }
+
+    /// 32-bit words of one prepared query row.
+    pub fn query_row_words(&self) -> usize {
+        let channels = TileLayout::new(&self.format.key, self.shape.head_dim()).key_row_channels();
+        if self.integer_keys() { self.query_planes() * channels / 4 + 4 } else { channels + 4 }
+    }
+
+    /// Workgroup memory of the attend variant with `heads` heads, as the shaders declare it.
+    fn workgroup_bytes(&self, heads: usize) -> usize {
+        let query = heads * self.query_row_words() * 4;
+        let weights = match is_dot(&self.format.value) {
+            true => heads * 2 * STEP_TILES * 8 * 16,
+            false if self.capabilities.f16 => heads * STEP_TILES * 32 * 8,
+            false => heads * STEP_TILES * 32 * 16,
+        };
+        let split = ChannelSplit::new(self.shape.head_dim(), heads);
+        let block_sums = STEP_TILES * 32 * split.channels * 4;
+        let maxima = 2 * heads * 4 + 8;
+        MAX_TILES * 4 + query + weights + block_sums + heads * INVOCATIONS * 4 + maxima
+    }
+
+    fn with_work(&self, variant: Variant, heads: HeadSplit) -> Variant {
+        variant
+            .constant("HEAD_DIM", self.shape.head_dim())
+            .constant("KV_HEADS", self.shape.kv_heads())
+            .constant("QUERY_HEADS", self.shape.query_heads())
+            .constant("HEADS", heads.heads)
+            .constant("CHUNKS", heads.chunks)
+            .constant("MAX_TILES", MAX_TILES)
+    }
+
+    fn with_softmax(&self, variant: Variant) -> Variant {
+        match self.capabilities.subgroups.is_some() {
+            true => variant.import("workgroup_max", "common/workgroup_max_subgroup.wgsl"),
+            false => variant,
+        }
+    }
+
+    fn with_keys(&self, variant: Variant) -> Variant {
+        let layout = TileLayout::new(&self.format.key, self.shape.head_dim());
+        let vector = layout.key_vector();
+        let variant = variant
+            .alias("KeyVector", key_vector_type(vector))
+            .constant("KEY_VECTOR", vector)
+            .constant("KEY_VECTORS", layout.key_row_words() / vector);
+        let Some(affine) = self.format.key.affine() else {
+            return variant.import("scores", "common/scores_fma.wgsl");
+        };
+        let variant = variant.constant("KEY_BITS", affine.bits.count() as usize);
+        match affine.grouping {
+            Grouping::Channel => self.with_integer_query(variant, affine.bits),
+            Grouping::Token => self
+                .with_integer_query(variant, affine.bits)
+                .import("key_ranges", "common/key_ranges_token.wgsl")
+                .float("KEY_MIDDLE", middle(affine.bits)),
+            Grouping::ChannelTokens(tokens) => variant
+                .import("scores", "common/scores_fma.wgsl")
+                .import("key_field", "common/key_field_channel_tokens.wgsl")
+                .constant("KEY_TOKEN_GROUPS", crate::TILE_TOKENS / tokens),
+            Grouping::TokenChannels(channels) => variant
+                .import("scores", "common/scores_fma.wgsl")
+                .import("key_field", "common/key_field_token_channels.wgsl")
+                .constant("KEY_GROUP_CHANNELS", channels),
+        }
+    }
+
+    fn with_integer_query(&self, variant: Variant, bits: Bits) -> Variant {
+        variant.constant("KEY_MASK", top_bits(bits)).constant("QUERY_PLANES", self.query_planes())
+    }
+
+    fn with_values(&self, variant: Variant, heads: usize) -> Variant {
+        let split = ChannelSplit::new(self.shape.head_dim(), heads);
+        let variant = variant.constant("CHANNELS", split.channels).constant("CHANNEL_BLOCKS", split.blocks);
+        let Some(affine) = self.format.value.affine() else {
+            return self.with_float_weights(variant);
+        };
+        let variant = variant.constant("VALUE_BITS", affine.bits.count() as usize);
+        match affine.grouping {
+            Grouping::Channel => {
+                variant.constant("VALUE_MASK", top_bits(affine.bits)).float("VALUE_MIDDLE", middle(affine.bits))
+            }
+            Grouping::Token => variant
+                .constant("VALUE_MASK", top_bits(affine.bits))
+                .import("value_ranges", "common/value_ranges_token.wgsl")
+                .float("VALUE_MIDDLE", middle(affine.bits)),
+            Grouping::ChannelTokens(tokens) => self
+                .with_float_weights(variant)
+                .import("value_field", "common/value_field_channel_tokens.wgsl")
+                .constant("VALUE_TOKEN_GROUPS", crate::TILE_TOKENS / tokens),
+            Grouping::TokenChannels(channels) => self
+                .with_float_weights(variant)
+                .import("value_field", "common/value_field_token_channels.wgsl")
+                .constant("VALUE_GROUP_CHANNELS", channels),
+        }
+    }
+
+    fn with_float_weights(&self, variant: Variant) -> Variant {
+        let variant = variant.import("values", "common/values_fma.wgsl");
+        match self.capabilities.f16 {
+            true => variant.with_f16().alias("Weights", "vec4<f16>"),
+            false => variant,
+        }
+    }
+}
+
+impl ChannelSplit {
+    /// Measured on an H200: few heads want many channels per lane, many heads want few, so that the running sums
+    /// (heads · channels) stay in registers.
+    fn new(head_dim: usize, heads: usize) -> Self {
+        let blocks_of_32 = head_dim.div_ceil(32);
+        let wanted = match heads {
+            1 | 2 => 1,
+            3..=5 => 2,
+            _ => 4,
+        };
+        let blocks =
+            [4, 2, 1].into_iter().find(|&blocks| blocks <= wanted && blocks_of_32.is_multiple_of(blocks)).unwrap_or(1);
+        // A lane of more than four channels would need more registers than it saves loads.
+        let blocks = if blocks_of_32 / blocks > 4 { blocks * 2 } else { blocks };
+        Self { channels: blocks_of_32 / blocks, blocks }
+    }
+}
+
+/// True if a product with the tensor is a sum of integer dot products: one range covers all that is summed, or each
+/// token has one.
+fn is_dot(format: &TensorFormat) -> bool {
+    format.affine().is_some_and(|affine| matches!(affine.grouping, Grouping::Channel | Grouping::Token))
+}
+
+/// The top `bits` bits of every byte.
+fn top_bits(bits: Bits) -> usize {
+    ((bits.max_code() << (8 - bits.count())) * 0x0101_0101) as usize
+}
+
+/// The code that is stored as 0.
+pub(super) fn middle(bits: Bits) -> f32 {
+    (1u32 << (bits.count() - 1)) as f32
+}
+
+fn key_vector_type(words: usize) -> &'static str {
+    match words {
+        4 => "vec4<u32>",
+        2 => "vec2<u32>",
+        _ => "array<u32, 1>",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::prepare_query::Extremes;
+    use super::super::{KernelLimits, SubgroupSizes, Timestamps};
+    use super::*;
+    use crate::format::{AffineFormat, HEAD_DIMS};
+    use crate::plan::ElementType;
+
+    fn capabilities(f16: bool, subgroups: bool, workgroup_memory: u32) -> Capabilities {
+        let limits = KernelLimits {
+            binding_bytes: 128 << 20,
+            binding_alignment: 256,
+            storage_buffers: 8,
+            workgroup_memory,
+            invocations: 256,
+            workgroups: 65535,
+        };
+        let subgroups = subgroups.then_some(SubgroupSizes { min: 4, max: 128 });
+        Capabilities { f16, subgroups, timestamps: Timestamps::None, limits }
+    }
+
+    fn tensor_formats() -> Vec<TensorFormat> {
+        let groupings = [Grouping::Channel, Grouping::Token, Grouping::ChannelTokens(32), Grouping::TokenChannels(16)];
+        let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));
+        std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine)).collect()
+    }
+
+    fn validate(variant: &Variant) -> naga::Module {
+        let source = variant.source().unwrap();
+        let module = naga::front::wgsl::parse_str(&source.wgsl)
+            .unwrap_or_else(|error| panic!("{}\n{}", variant.label(), error.emit_to_string(&source.wgsl)));
+        naga::valid::Validator::new(naga::valid::ValidationFlags::all(), naga::valid::Capabilities::all())
+            .validate(&module)
+            .unwrap_or_else(|error| panic!("{}\n{}", variant.label(), error.emit_to_string(&source.wgsl)));
+        module
+    }
+
+    /// Bytes of workgroup memory that a module declares.
+    fn declared_workgroup_bytes(module: &naga::Module) -> usize {
+        let mut layouter = naga::proc::Layouter::default();
+        layouter.update(module.to_ctx()).unwrap();
+        let globals = module.global_variables.iter();
+        globals
+            .filter(|(_, variable)| variable.space == naga::AddressSpace::WorkGroup)
+            .map(|(_, variable)| layouter[variable.ty].size as usize)
+            .sum()
+    }
+
+    /// The planner counts workgroup memory from the same sizes as the shaders declare, and never plans past the limit.
+    #[test]
+    fn workgroup_memory_is_counted() {
+        let formats = tensor_formats();
+        for (i, head_dim) in HEAD_DIMS.into_iter().cycle().take(formats.len() * 2).enumerate() {
+            for group in [1, 4, 7, 8, 16] {
+                let shape = AttentionShape::new(group, 1, head_dim).unwrap();
+                let format =
+                    SegmentFormat { key: formats[i % formats.len()], value: formats[(i * 5 + 2) % formats.len()] };
+                let capabilities = capabilities(i % 3 == 0, i % 2 == 0, 16 << 10);
+                let (shape, format, capabilities) = (&shape, &format, &capabilities);
+                let special = Specialisation { shape, format, query: QueryPrecision::Int16, capabilities };
+                let module = validate(&special.attend());
+                let counted = special.workgroup_bytes(special.head_split().heads);
+                let declared = declared_workgroup_bytes(&module);
+                assert!(
+                    declared <= counted && counted <= 16 << 10,
+                    "{}: {declared} of {counted}",
+                    special.attend().label()
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn every_format_has_valid_kernels() {
+        let capabilities = capabilities(true, true, 16 << 10);
+        let shape = AttentionShape::new(6, 2, 80).unwrap();
+        for tensor in tensor_formats() {
+            let per_channel = TensorFormat::Affine(AffineFormat::new(Bits::Two, Grouping::Channel));
+            for (key, value) in [(tensor, per_channel), (per_channel, tensor)] {
+                let format = SegmentFormat { key, value };
+                let query = QueryPrecision::Int8;
+                let special = Specialisation { shape: &shape, format: &format, query, capabilities: &capabilities };
+                validate(&special.attend());
+                validate(&special.scores());
+                validate(&special.weighted_values(1.0, 3.0));
+                validate(&special.prepare_query(ElementType::F16, Extremes::Reset));
+                validate(&special.prepare_query(ElementType::F32, Extremes::None));
+            }
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! Kernel `prepare_query`: scales, quantises and lays out the query for the kernels that score keys.
+
+use super::Variant;
+use super::attend::{Specialisation, middle};
+use crate::format::TileLayout;
+use crate::plan::ElementType;
+
+impl Specialisation<'_> {
+    /// The kernel that prepares queries of `input` elements; `calibrated` segments also reset their extremes.
+    pub fn prepare_query(&self, input: ElementType, extremes: Extremes) -> Variant {
+        let head_dim = self.shape.head_dim();
+        let layout = TileLayout::new(&self.format.key, head_dim);
+        let mut variant = Variant::new("prepare_query")
+            .constant("HEAD_DIM", head_dim)
+            .constant("KV_HEADS", self.shape.kv_heads())
+            .constant("QUERY_HEADS", self.shape.query_heads())
+            .constant("ROW_FIELDS", layout.key_row_channels() / 4)
+            .float("SCORE_SCALE", std::f32::consts::LOG2_E / (head_dim as f32).sqrt())
+            .import("input", input_file(input));
+        if extremes == Extremes::Reset {
+            variant = variant.import("extremes", "common/extremes_reset.wgsl");
+        }
+        let Some(affine) = self.format.key.affine().filter(|_| self.integer_keys()) else {
+            return variant.import("row", "common/query_row_f32.wgsl");
+        };
+        if self.format.key.has_span_ranges() {
+            variant =
+                variant.import("ranges", "common/query_ranges_span.wgsl").float("KEY_MIDDLE", middle(affine.bits));
+        }
+        let (planes, largest) = match self.query_planes() {
+            1 => (1, 127.0),
+            planes => (planes, 32639.0),
+        };
+        variant
+            .constant("QUERY_PLANES", planes)
+            .float("QUERY_LARGEST", largest)
+            .float("CODE_UNIT", 1.0 / (1u32 << (8 - affine.bits.count())) as f32)
+    }
+}
+
+/// Whether the extremes of a span's scores are collected anew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Extremes {
+    /// The segment is not calibrated.
+    None,
+    /// The kernel resets them for `scores`.
+    Reset,
+}
+
+fn input_file(input: ElementType) -> &'static str {
+    match input {
+        ElementType::F32 => "common/input_f32.wgsl",
+        ElementType::F16 => "common/input_f16.wgsl",
+    }
+}

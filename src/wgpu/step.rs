@@ -1,0 +1,536 @@
+//! A decode step: plan, bind, encode.
+//!
+//! [`StepPlan::new`] is pure: it picks the kernel variants, lays the tables of a [`DecodePlan`] out in bytes and says
+//! how much scratch the step needs. [`StepPlan::bind`] looks the kernels up and makes the bind groups.
+//! [`Launches::encode`] only records dispatches into the caller's compute pass: nothing is submitted, waited for,
+//! mapped or allocated.
+//!
+//! The launches of a step, in order: `prepare_query` for every segment; `scores` for every shard of a calibrated
+//! segment; `attend` (or `weighted_values` where calibrated) for every shard; `merge_states` once.
+
+use super::attend::Specialisation;
+use super::merge_states::{merge_states, state_row_bytes};
+use super::prepare_query::Extremes;
+use super::store::StorePart;
+use super::{Capabilities, Kernels, Launch, Launches, Store, Tensor, Variant, buffers};
+use crate::backend::AttendOptions;
+use crate::format::{KeyOrValue, TILE_TOKENS};
+use crate::plan::{DecodePlan, Dispatch, ElementType, SegmentPlan};
+use crate::{Error, Result};
+
+/// A decode step of one device, fully decided.
+#[derive(Clone, Debug)]
+pub struct StepPlan {
+    plan: DecodePlan,
+    input: ElementType,
+    output: ElementType,
+    launches: Vec<PlannedLaunch>,
+    tables: Vec<u8>,
+    scratch: ScratchBytes,
+}
+
+/// Bytes of scratch that a step needs. The four buffers are separate because a kernel reads some while it writes
+/// others. All need [`wgpu::BufferUsages::STORAGE`], `tables` also [`wgpu::BufferUsages::COPY_DST`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct ScratchBytes {
+    /// Work items, page tables and spans.
+    pub tables: u64,
+    /// Prepared queries.
+    pub queries: u64,
+    /// Scores and their extremes; only calibrated segments need them.
+    pub scores: u64,
+    /// Attention states.
+    pub states: u64,
+}
+
+/// The scratch of one step, owned by the caller. It may be used again as soon as the step's commands are submitted.
+#[derive(Clone, Debug)]
+pub struct Scratch {
+    /// At least [`ScratchBytes::tables`].
+    pub tables: wgpu::Buffer,
+    /// At least [`ScratchBytes::queries`].
+    pub queries: wgpu::Buffer,
+    /// At least [`ScratchBytes::scores`].
+    pub scores: wgpu::Buffer,
+    /// At least [`ScratchBytes::states`].
+    pub states: wgpu::Buffer,
+}
+
+/// The tensors of a step: queries and output, both `[sequences, query_heads, head_dim]`.
+#[derive(Clone, Copy, Debug)]
+pub struct StepTensors<'a> {
+    /// Queries, after rotary embedding, not scaled.
+    pub queries: &'a Tensor,
+    /// Where the attention outputs go.
+    pub output: &'a Tensor,
+}
+
+/// One dispatch and what it binds.
+#[derive(Clone, Debug)]
+struct PlannedLaunch {
+    variant: Variant,
+    workgroups: [u32; 2],
+    buffers: Vec<(&'static str, Slot)>,
+}
+
+/// A buffer of a launch, by role.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Slot {
+    Tables(Section),
+    Queries(Section),
+    Scores(Section),
+    States(Section),
+    Shard { store: usize, shard: u32, part: StorePart },
+    SpanRanges { store: usize, which: KeyOrValue },
+    Input,
+    Output,
+}
+
+/// A run of bytes of a scratch buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Section {
+    offset: u64,
+    bytes: u64,
+}
+
+impl StepPlan {
+    /// Decides the kernels of `plan` on a device with `capabilities`, for queries of `input` elements.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when a table, the scratch or the number of work items exceeds what the device can bind or
+    /// dispatch.
+    pub fn new(
+        capabilities: &Capabilities,
+        plan: DecodePlan,
+        input: ElementType,
+        options: AttendOptions,
+    ) -> Result<Self> {
+        let mut builder = Builder { capabilities, plan: &plan, input, options, layout: Layout::new(capabilities) };
+        let launches = builder.launches();
+        let Layout { tables, scratch, .. } = builder.layout;
+        let step = Self { plan, input, output: options.output, launches, tables, scratch };
+        step.check_limits(capabilities)?;
+        Ok(step)
+    }
+
+    /// The plan that this step runs.
+    pub fn decode_plan(&self) -> &DecodePlan {
+        &self.plan
+    }
+
+    /// How much scratch the step needs.
+    pub fn scratch(&self) -> ScratchBytes {
+        self.scratch
+    }
+
+    /// The tables, to be written to the start of [`Scratch::tables`] before the step runs.
+    pub fn tables(&self) -> &[u8] {
+        &self.tables
+    }
+
+    /// The kernel variants of the step, for [`Kernels::prepare`].
+    pub fn variants(&self) -> Vec<Variant> {
+        self.launches.iter().map(|launch| launch.variant.clone()).collect()
+    }
+
+    /// Labels of the launches, in order.
+    pub fn launch_labels(&self) -> Vec<String> {
+        self.launches.iter().map(|launch| launch.variant.label()).collect()
+    }
+
+    /// Looks the kernels up (compiling those that [`Kernels::prepare`] has not) and makes the bind groups.
+    ///
+    /// # Errors
+    /// [`Error::Elements`] or [`Error::Buffer`] when tensors or scratch do not fit the plan, [`Error::Plan`] when the
+    /// stores are not those that were planned.
+    pub fn bind(
+        &self,
+        kernels: &Kernels,
+        stores: &[&Store],
+        scratch: &Scratch,
+        tensors: StepTensors<'_>,
+    ) -> Result<Launches> {
+        self.check_tensors(kernels, tensors)?;
+        self.check_scratch(scratch)?;
+        self.check_stores(stores)?;
+        let buffers = BoundBuffers { stores, scratch, tensors };
+        self.launches
+            .iter()
+            .map(|launch| {
+                let bindings = launch
+                    .buffers
+                    .iter()
+                    .map(|&(name, slot)| Ok((name, buffers.binding(slot)?)))
+                    .collect::<Result<Vec<_>>>()?;
+                let [x, y] = launch.workgroups;
+                Launch::new(kernels, &launch.variant, &bindings, [x, y, 1])
+            })
+            .collect()
+    }
+
+    fn check_tensors(&self, kernels: &Kernels, tensors: StepTensors<'_>) -> Result<()> {
+        let shape = &self.plan.shape;
+        let expected = self.plan.sequences() * shape.query_heads() * shape.head_dim();
+        for (what, tensor, element_type) in
+            [("queries", tensors.queries, self.input), ("output", tensors.output, self.output)]
+        {
+            if tensor.elements() != expected {
+                return Err(Error::Elements {
+                    what,
+                    given: tensor.elements(),
+                    expected,
+                    shape: format!(
+                        "{} sequences × {} query heads × {} channels",
+                        self.plan.sequences(),
+                        shape.query_heads(),
+                        shape.head_dim()
+                    ),
+                });
+            }
+            if tensor.element_type() != element_type {
+                return Err(Error::Buffer {
+                    what,
+                    reason: format!("is {:?}, the step was planned for {element_type:?}", tensor.element_type()),
+                });
+            }
+            tensor.check_aligned(what, &kernels.device().limits())?;
+        }
+        Ok(())
+    }
+
+    fn check_scratch(&self, scratch: &Scratch) -> Result<()> {
+        for (what, buffer, needed) in [
+            ("scratch tables", &scratch.tables, self.scratch.tables),
+            ("scratch queries", &scratch.queries, self.scratch.queries),
+            ("scratch scores", &scratch.scores, self.scratch.scores),
+            ("scratch states", &scratch.states, self.scratch.states),
+        ] {
+            if buffer.size() < needed {
+                return Err(Error::Buffer {
+                    what,
+                    reason: format!("has {} bytes, the step needs {needed}", buffer.size()),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_stores(&self, stores: &[&Store]) -> Result<()> {
+        for segment in &self.plan.segments {
+            let misfit = |reason: String| Error::Plan { what: "decode step", reason };
+            let store = stores.get(segment.store).ok_or_else(|| {
+                misfit(format!("the plan names store {}, {} were given", segment.store, stores.len()))
+            })?;
+            if store.format() != &segment.format || store.shape() != &self.plan.shape {
+                return Err(misfit(format!(
+                    "store {} holds {}, not {}",
+                    segment.store,
+                    store.format(),
+                    segment.format
+                )));
+            }
+            for dispatch in &segment.dispatches {
+                let pages = store.shard_pages(dispatch.shard);
+                let items = &segment.items[dispatch.first_item..][..dispatch.items];
+                let past = items.iter().flat_map(|item| {
+                    &segment.page_table[item.page_offset as usize..][..(item.tokens as usize).div_ceil(TILE_TOKENS)]
+                });
+                if let Some(page) = past.copied().find(|&page| page >= pages) {
+                    return Err(misfit(format!(
+                        "page {page} of shard {} of store {}, which has {pages} pages",
+                        dispatch.shard, segment.store
+                    )));
+                }
+            }
+            let slots = segment.spans.iter().map(|span| span.range_slot as usize + 1).max().unwrap_or(0);
+            let ranged = segment.format.key.has_span_ranges() || segment.format.value.has_span_ranges();
+            if ranged && slots > store.range_slots() {
+                return Err(misfit(format!(
+                    "range slot {} of store {}, which has {} slots",
+                    slots - 1,
+                    segment.store,
+                    store.range_slots()
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_limits(&self, capabilities: &Capabilities) -> Result<()> {
+        let limit = |what: &str, needed: u64, allowed: u64, hint| match needed <= allowed {
+            true => Ok(()),
+            false => Err(Error::Limit { what: what.into(), needed, allowed, hint }),
+        };
+        let bytes = [
+            ("tables of a decode step", self.scratch.tables),
+            ("prepared queries", self.scratch.queries),
+            ("scores of a calibrated segment", self.scratch.scores),
+            ("attention states", self.scratch.states),
+        ];
+        for (what, needed) in bytes {
+            limit(what, needed, capabilities.limits.binding_bytes, "attend to fewer sequences per step")?;
+        }
+        let workgroups = self.launches.iter().flat_map(|launch| launch.workgroups).max().unwrap_or(0);
+        limit(
+            "a dispatch",
+            u64::from(workgroups),
+            u64::from(capabilities.limits.workgroups),
+            "use a larger Split::max_tiles, or attend to fewer sequences per step",
+        )
+    }
+}
+
+impl Scratch {
+    /// Scratch of at least `bytes`, for a caller that keeps none of its own.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::DeviceLost`].
+    pub async fn new(device: &wgpu::Device, bytes: ScratchBytes) -> Result<Self> {
+        let storage = wgpu::BufferUsages::STORAGE;
+        // A binding of no bytes is not allowed, so a buffer that the step does not use still has a word.
+        let create = |what, bytes: u64, usage| buffers::create(device, what, bytes.next_multiple_of(4).max(4), usage);
+        Ok(Self {
+            tables: create("tables of a decode step", bytes.tables, storage | wgpu::BufferUsages::COPY_DST).await?,
+            queries: create("prepared queries", bytes.queries, storage).await?,
+            scores: create("scores", bytes.scores, storage).await?,
+            states: create("attention states", bytes.states, storage).await?,
+        })
+    }
+
+    /// True if a step that needs `bytes` may use this scratch.
+    pub fn holds(&self, bytes: ScratchBytes) -> bool {
+        self.tables.size() >= bytes.tables
+            && self.queries.size() >= bytes.queries
+            && self.scores.size() >= bytes.scores
+            && self.states.size() >= bytes.states
+    }
+}
+
+/// Where sections of the scratch buffers begin.
+struct Layout {
+    alignment: u64,
+    tables: Vec<u8>,
+    scratch: ScratchBytes,
+}
+
+impl Layout {
+    fn new(capabilities: &Capabilities) -> Self {
+        Self { alignment: capabilities.limits.binding_alignment, tables: Vec::new(), scratch: ScratchBytes::default() }
+    }
+
+    fn table<T: bytemuck::NoUninit>(&mut self, rows: &[T]) -> Section {
+        self.tables.resize(self.tables.len().next_multiple_of(self.alignment as usize), 0);
+        let offset = self.tables.len() as u64;
+        self.tables.extend_from_slice(bytemuck::cast_slice(rows));
+        self.scratch.tables = self.tables.len() as u64;
+        Section { offset, bytes: self.scratch.tables - offset }
+    }
+
+    fn section(&self, end: &mut u64, bytes: u64) -> Section {
+        let offset = end.next_multiple_of(self.alignment);
+        *end = offset + bytes;
+        Section { offset, bytes }
+    }
+
+    fn queries(&mut self, bytes: u64) -> Section {
+        let mut end = self.scratch.queries;
+        let section = self.section(&mut end, bytes);
+        self.scratch.queries = end;
+        section
+    }
+
+    fn scores(&mut self, bytes: u64) -> Section {
+        let mut end = self.scratch.scores;
+        let section = self.section(&mut end, bytes);
+        self.scratch.scores = end;
+        section
+    }
+}
+
+/// The sections of one segment.
+struct SegmentSections {
+    spans: Section,
+    page_table: Section,
+    items: Vec<Section>,
+    queries: Section,
+    /// Scores and extremes of a calibrated segment.
+    scores: Option<(Section, Section)>,
+}
+
+struct Builder<'a> {
+    capabilities: &'a Capabilities,
+    plan: &'a DecodePlan,
+    input: ElementType,
+    options: AttendOptions,
+    layout: Layout,
+}
+
+impl Builder<'_> {
+    fn launches(&mut self) -> Vec<PlannedLaunch> {
+        let states = Section { offset: 0, bytes: self.plan.states() as u64 * state_row_bytes(&self.plan.shape) };
+        self.layout.scratch.states = states.bytes;
+        let sections: Vec<SegmentSections> = self.plan.segments.iter().map(|segment| self.sections(segment)).collect();
+        let first_state = self.layout.table(&self.plan.first_state);
+
+        let segments = || self.plan.segments.iter().zip(&sections);
+        let mut launches: Vec<PlannedLaunch> =
+            segments().map(|(segment, sections)| self.prepare_query(segment, sections)).collect();
+        launches.extend(segments().flat_map(|(segment, sections)| self.scores(segment, sections)));
+        launches.extend(segments().flat_map(|(segment, sections)| self.attend(segment, sections, states)));
+        launches.push(PlannedLaunch {
+            variant: merge_states(&self.plan.shape, self.options.output),
+            workgroups: [self.plan.sequences() as u32, self.plan.shape.query_heads() as u32],
+            buffers: vec![
+                ("first_state", Slot::Tables(first_state)),
+                ("states", Slot::States(states)),
+                ("outputs", Slot::Output),
+            ],
+        });
+        launches
+    }
+
+    fn sections(&mut self, segment: &SegmentPlan) -> SegmentSections {
+        let rows = (segment.spans.len() * self.plan.shape.query_heads()) as u64;
+        let row_bytes = self.specialisation(segment).query_row_words() as u64 * 4;
+        let items = segment.dispatches.iter().map(|dispatch| {
+            let Dispatch { first_item, items, .. } = *dispatch;
+            self.layout.table(&segment.items[first_item..][..items])
+        });
+        let items = items.collect();
+        let scores = segment.calibration.map(|_| {
+            let tiles = (segment.page_table.len() * self.plan.shape.query_heads()) as u64;
+            let scores = self.layout.scores(tiles * TILE_TOKENS as u64 * 4);
+            (scores, self.layout.scores(rows * 8))
+        });
+        SegmentSections {
+            spans: self.layout.table(&segment.spans),
+            page_table: self.layout.table(&segment.page_table),
+            items,
+            queries: self.layout.queries(rows * row_bytes),
+            scores,
+        }
+    }
+
+    fn specialisation<'s>(&'s self, segment: &'s SegmentPlan) -> Specialisation<'s> {
+        Specialisation {
+            shape: &self.plan.shape,
+            format: &segment.format,
+            query: self.options.query,
+            capabilities: self.capabilities,
+        }
+    }
+
+    fn prepare_query(&self, segment: &SegmentPlan, sections: &SegmentSections) -> PlannedLaunch {
+        let extremes = if sections.scores.is_some() { Extremes::Reset } else { Extremes::None };
+        let mut buffers = vec![
+            ("spans", Slot::Tables(sections.spans)),
+            ("inputs", Slot::Input),
+            ("rows", Slot::Queries(sections.queries)),
+        ];
+        if segment.format.key.has_span_ranges() {
+            let which = KeyOrValue::Key;
+            buffers.push(("key_span_ranges", Slot::SpanRanges { store: segment.store, which }));
+        }
+        if let Some((_, extremes)) = sections.scores {
+            buffers.push(("extremes", Slot::Scores(extremes)));
+        }
+        PlannedLaunch {
+            variant: self.specialisation(segment).prepare_query(self.input, extremes),
+            workgroups: [segment.spans.len() as u32, self.plan.shape.query_heads() as u32],
+            buffers,
+        }
+    }
+
+    fn scores(&self, segment: &SegmentPlan, sections: &SegmentSections) -> Vec<PlannedLaunch> {
+        let Some((scores, extremes)) = sections.scores else { return Vec::new() };
+        self.per_shard(segment, sections, |shard, mut buffers| {
+            buffers.push(("queries", Slot::Queries(sections.queries)));
+            self.push_keys(segment, shard, &mut buffers);
+            buffers.push(("stored_scores", Slot::Scores(scores)));
+            buffers.push(("extremes", Slot::Scores(extremes)));
+            (self.specialisation(segment).scores(), buffers)
+        })
+    }
+
+    fn attend(&self, segment: &SegmentPlan, sections: &SegmentSections, states: Section) -> Vec<PlannedLaunch> {
+        self.per_shard(segment, sections, |shard, mut buffers| {
+            let variant = match (segment.calibration, sections.scores) {
+                (Some(calibration), Some((scores, extremes))) => {
+                    buffers.push(("stored_scores", Slot::Scores(scores)));
+                    buffers.push(("extremes", Slot::Scores(extremes)));
+                    self.specialisation(segment).weighted_values(calibration.tau1(), calibration.tau2())
+                }
+                _ => {
+                    buffers.push(("queries", Slot::Queries(sections.queries)));
+                    self.push_keys(segment, shard, &mut buffers);
+                    self.specialisation(segment).attend()
+                }
+            };
+            self.push_values(segment, shard, &mut buffers);
+            buffers.push(("states", Slot::States(states)));
+            (variant, buffers)
+        })
+    }
+
+    fn per_shard(
+        &self,
+        segment: &SegmentPlan,
+        sections: &SegmentSections,
+        launch: impl Fn(u32, Vec<(&'static str, Slot)>) -> (Variant, Vec<(&'static str, Slot)>),
+    ) -> Vec<PlannedLaunch> {
+        let chunks = self.specialisation(segment).head_split().chunks;
+        let rows = (self.plan.shape.kv_heads() * chunks) as u32;
+        let dispatches = segment.dispatches.iter().zip(&sections.items);
+        dispatches
+            .map(|(dispatch, &items)| {
+                let work = vec![("items", Slot::Tables(items)), ("page_table", Slot::Tables(sections.page_table))];
+                let (variant, buffers) = launch(dispatch.shard, work);
+                PlannedLaunch { variant, workgroups: [dispatch.items as u32, rows], buffers }
+            })
+            .collect()
+    }
+
+    fn push_keys(&self, segment: &SegmentPlan, shard: u32, buffers: &mut Vec<(&'static str, Slot)>) {
+        let store = segment.store;
+        buffers.push(("keys", Slot::Shard { store, shard, part: StorePart::Keys }));
+        if segment.format.key.ranges_per_tile(self.plan.shape.head_dim()) > 0 {
+            buffers.push(("key_ranges", Slot::Shard { store, shard, part: StorePart::KeyRanges }));
+        }
+    }
+
+    fn push_values(&self, segment: &SegmentPlan, shard: u32, buffers: &mut Vec<(&'static str, Slot)>) {
+        let store = segment.store;
+        buffers.push(("values", Slot::Shard { store, shard, part: StorePart::Values }));
+        if segment.format.value.ranges_per_tile(self.plan.shape.head_dim()) > 0 {
+            buffers.push(("value_ranges", Slot::Shard { store, shard, part: StorePart::ValueRanges }));
+        }
+        if segment.format.value.has_span_ranges() {
+            buffers.push(("value_span_ranges", Slot::SpanRanges { store, which: KeyOrValue::Value }));
+        }
+    }
+}
+
+/// The buffers behind the roles.
+struct BoundBuffers<'a> {
+    stores: &'a [&'a Store],
+    scratch: &'a Scratch,
+    tensors: StepTensors<'a>,
+}
+
+impl BoundBuffers<'_> {
+    fn binding(&self, slot: Slot) -> Result<wgpu::BufferBinding<'_>> {
+        let section = |buffer, section: Section| {
+            Ok(wgpu::BufferBinding { buffer, offset: section.offset, size: std::num::NonZeroU64::new(section.bytes) })
+        };
+        match slot {
+            Slot::Tables(at) => section(&self.scratch.tables, at),
+            Slot::Queries(at) => section(&self.scratch.queries, at),
+            Slot::Scores(at) => section(&self.scratch.scores, at),
+            Slot::States(at) => section(&self.scratch.states, at),
+            Slot::Shard { store, shard, part } => self.stores[store].shard_binding(shard, part),
+            Slot::SpanRanges { store, which } => self.stores[store].span_ranges_binding(which),
+            Slot::Input => Ok(self.tensors.queries.binding()),
+            Slot::Output => Ok(self.tensors.output.binding()),
+        }
+    }
+}

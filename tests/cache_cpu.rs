@@ -1,0 +1,37 @@
+//! The cache on the CPU backend against the naive model.
+
+mod cache_model;
+mod random_rows;
+
+use cache_model::{Operation, check, operations, recipes};
+use kvpack::AttentionShape;
+use kvpack::cpu::Cpu;
+use proptest::prelude::*;
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_cache_agrees_with_the_model(
+        operations in operations(),
+        recipe in prop::sample::select(recipes()),
+        (query_heads, kv_heads, head_dim) in prop::sample::select(vec![(2, 2, 64), (3, 1, 64), (4, 2, 80)]),
+        seed in any::<u64>(),
+    ) {
+        let shape = AttentionShape::new(query_heads, kv_heads, head_dim).unwrap();
+        // Three pages of the f16 store to a shard.
+        let cpu = Cpu::new().with_max_shard_bytes((3 * 128 * 2 * kv_heads * head_dim) as u64);
+        check(cpu, shape, recipe, &operations, seed);
+    }
+}
+
+/// Two full windows in a row, at every recipe: the second joins the first where ranges belong to tiles.
+#[test]
+fn windows_are_packed_when_they_are_full() {
+    let shape = AttentionShape::new(2, 1, 64).unwrap();
+    for recipe in recipes() {
+        let prefill = Operation::Prefill { sequence: 0, spans: vec![(10, false), (128, true)], half: false };
+        let append = |tokens| Operation::Append { tokens, sequences: 0b11, half: false };
+        check(Cpu::new(), shape, recipe, &[prefill, append(127), append(1), append(127), append(2)], 1);
+    }
+}

@@ -1,0 +1,220 @@
+//! The CPU kernels against naive arithmetic and the f64 oracle.
+
+mod random_rows;
+
+use kvpack::backend::{SpanRead, SpanWrite, TokenWrite};
+use kvpack::cpu::{CpuStore, DenseSegment, append, decode_step, dequantize, exact_attention, nmse, quantize};
+use kvpack::format::{AffineFormat, Grouping, HEAD_DIMS, KeyOrValue, TensorFormat};
+use kvpack::plan::{DecodePlan, Elements, Page, RowLayout, SpanView, Split, StoreView, TokenRange};
+use kvpack::{AttentionShape, Bits, Calibration, Error, SegmentFormat};
+use random_rows::Rows;
+
+fn groupings(head_dim: usize) -> Vec<Grouping> {
+    let tokens = [32, 64, 128].map(Grouping::ChannelTokens);
+    let channels =
+        [4, head_dim / 4, head_dim / 2, head_dim].into_iter().filter(|n| n % 4 == 0).map(Grouping::TokenChannels);
+    [Grouping::Channel, Grouping::Token].into_iter().chain(tokens).chain(channels).collect()
+}
+
+fn tensor_formats(head_dim: usize) -> Vec<TensorFormat> {
+    let affine = |bits| groupings(head_dim).into_iter().map(move |g| TensorFormat::Affine(AffineFormat::new(bits, g)));
+    std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine)).collect()
+}
+
+/// A span in pages 3, 2, 1, ... of two shards.
+struct Span {
+    store: CpuStore,
+    pages: Vec<Page>,
+    rows: Rows,
+}
+
+impl Span {
+    fn new(format: SegmentFormat, rows: Rows) -> Self {
+        let pages = rows.tokens.div_ceil(128);
+        let mut store = CpuStore::new(rows.shape, format).unwrap();
+        store.add_shard(2).unwrap();
+        store.add_shard(pages as u32).unwrap();
+        store.reserve_ranges(3).unwrap();
+        let pages: Vec<Page> = (0..pages as u32)
+            .rev()
+            .map(|i| if i < 2 { Page { shard: 0, index: i } } else { Page { shard: 1, index: i - 2 } })
+            .collect();
+        let tokens = TokenRange::new(0, rows.tokens).unwrap();
+        let write = SpanWrite { rows: rows.layout(), tokens, pages: &pages, range_slot: 2 };
+        quantize(&mut store, Elements::F32(&rows.keys), Elements::F32(&rows.values), write).unwrap();
+        Self { store, pages, rows }
+    }
+
+    fn dequantize(&self, which: KeyOrValue) -> Vec<f32> {
+        let read = SpanRead { pages: &self.pages, tokens: self.rows.tokens, range_slot: 2 };
+        dequantize(&self.store, which, read).unwrap()
+    }
+
+    /// NMSE of one decode step against the oracle over the dequantised rows.
+    fn attend_error(&self, calibration: Option<Calibration>, split: Split) -> f64 {
+        let span = SpanView { sequence: 0, tokens: self.rows.tokens, pages: &self.pages, range_slot: 2 };
+        let view = StoreView { format: *self.store.format(), calibration, spans: vec![span] };
+        let plan = DecodePlan::new(self.rows.shape, 1, &[view], split).unwrap();
+        let got = decode_step(&plan, &[&self.store], Elements::F32(&self.rows.query)).unwrap();
+        let (keys, values) = (self.dequantize(KeyOrValue::Key), self.dequantize(KeyOrValue::Value));
+        let segment = DenseSegment { keys: &keys, values: &values, tokens: self.rows.tokens, calibration };
+        let exact = exact_attention(&self.rows.shape, &[segment], &self.rows.query).unwrap();
+        for (got, want) in got.lse().iter().zip(&exact.lse) {
+            assert!((f64::from(*got) - want).abs() < 1e-4 * (1.0 + want.abs()), "lse {got} {want}");
+        }
+        nmse(got.outputs(), &exact.outputs)
+    }
+}
+
+/// The range of every element, found by grouping elements naively.
+fn naive_decoded(format: &TensorFormat, rows: &[f32], tokens: usize, head_dim: usize) -> Vec<f32> {
+    let TensorFormat::Affine(affine) = format else {
+        return rows.iter().map(|&x| half::f16::from_f32(x).to_f32()).collect();
+    };
+    let group_of = |i: usize| {
+        let (head, token, channel) = (i / (tokens * head_dim), i / head_dim % tokens, i % head_dim);
+        match affine.grouping {
+            Grouping::Channel => (head, 0, channel),
+            Grouping::ChannelTokens(n) => (head, token / n, channel),
+            Grouping::Token => (head, token, 0),
+            Grouping::TokenChannels(n) => (head, token, channel / n),
+        }
+    };
+    let mut extremes = std::collections::BTreeMap::new();
+    for (i, &x) in rows.iter().enumerate() {
+        let (min, max) = extremes.entry(group_of(i)).or_insert((x, x));
+        (*min, *max) = (x.min(*min), x.max(*max));
+    }
+    let range = |i: usize| {
+        let (min, max) = extremes[&group_of(i)];
+        let range = kvpack::format::CodeRange::new(min, max, affine.shrink, affine.bits);
+        if affine.grouping == Grouping::Channel { range } else { range.rounded_to_f16() }
+    };
+    rows.iter().enumerate().map(|(i, &x)| range(i).decode(range(i).encode(x, affine.bits))).collect()
+}
+
+#[test]
+fn every_format_decodes_to_what_its_definition_says() {
+    for head_dim in [64, 80] {
+        for format in tensor_formats(head_dim) {
+            let shape = AttentionShape::new(2, 2, head_dim).unwrap();
+            let span = Span::new(SegmentFormat { key: format, value: format }, Rows::new(shape, 150, 1));
+            for (which, rows) in [(KeyOrValue::Key, &span.rows.keys), (KeyOrValue::Value, &span.rows.values)] {
+                assert_eq!(span.dequantize(which), naive_decoded(&format, rows, 150, head_dim), "{which} {format}");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_format_attends_like_the_oracle() {
+    for head_dim in [64, 80] {
+        let shape = AttentionShape::new(3, 1, head_dim).unwrap();
+        for format in tensor_formats(head_dim) {
+            let span = Span::new(SegmentFormat { key: format, value: format }, Rows::new(shape, 300, 2));
+            let split = Split { target_items: 1, tile_step: 1, max_tiles: 2 };
+            let error = span.attend_error(None, split);
+            assert!(error < 1e-6, "{format}, head_dim {head_dim}: NMSE {error}");
+        }
+    }
+}
+
+#[test]
+fn every_shape_attends_like_the_oracle() {
+    for head_dim in HEAD_DIMS {
+        for group in [1, 3, 4, 7, 8] {
+            for tokens in [1, 31, 129] {
+                let shape = AttentionShape::new(2 * group, 2, head_dim).unwrap();
+                let formats = [SegmentFormat::F16, SegmentFormat::calibquant(Bits::One)];
+                for format in formats.into_iter().chain([SegmentFormat::per_channel(Bits::Four)]) {
+                    let span = Span::new(format, Rows::new(shape, tokens, 3));
+                    let error = span.attend_error(None, Split::default());
+                    assert!(error < 1e-6, "{format}, {shape:?}, {tokens} tokens: NMSE {error}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn calibrated_scores_attend_like_the_oracle() {
+    let shape = AttentionShape::new(4, 2, 64).unwrap();
+    for (tau1, tau2) in [(0.0, 0.0), (0.0, 3.0), (3.0, 0.0), (2.0, 40.0)] {
+        for tokens in [1, 2, 300] {
+            let calibration = Calibration::new(tau1, tau2).unwrap();
+            let span = Span::new(SegmentFormat::calibquant(Bits::Two), Rows::new(shape, tokens, 4));
+            let error = span.attend_error(Some(calibration), Split { target_items: 4, tile_step: 1, max_tiles: 1 });
+            assert!(error < 1e-6, "({tau1}, {tau2}), {tokens} tokens: NMSE {error}");
+        }
+    }
+}
+
+#[test]
+fn appended_tokens_are_where_quantize_puts_them() {
+    let shape = AttentionShape::new(2, 2, 80).unwrap();
+    let span = Span::new(SegmentFormat::F16, Rows::new(shape, 128, 5));
+    let mut store = CpuStore::new(shape, SegmentFormat::F16).unwrap();
+    store.add_shard(1).unwrap();
+    let page = Page { shard: 0, index: 0 };
+    let writes: Vec<TokenWrite> = (0..128).map(|slot| TokenWrite { token: slot, page, slot }).collect();
+    let (keys, values) = (Elements::F32(&span.rows.keys), Elements::F32(&span.rows.values));
+    append(&mut store, keys, values, span.rows.layout(), &writes).unwrap();
+    for which in [KeyOrValue::Key, KeyOrValue::Value] {
+        for head in 0..2 {
+            let written = span.store.tile_words(which, span.pages[0], head).unwrap();
+            assert_eq!(store.tile_words(which, page, head).unwrap(), written);
+        }
+    }
+}
+
+#[test]
+fn unused_fields_are_zero() {
+    let shape = AttentionShape::new(1, 1, 64).unwrap();
+    let span = Span::new(SegmentFormat::per_channel(Bits::Eight), Rows::new(shape, 1, 6));
+    for which in [KeyOrValue::Key, KeyOrValue::Value] {
+        let (codes, _) = span.store.tile_words(which, span.pages[0], 0).unwrap();
+        assert!(codes.iter().map(|word| word.count_ones()).sum::<u32>() <= 64 * 8);
+        assert!(codes.iter().filter(|&&word| word != 0).count() <= 64);
+    }
+}
+
+#[test]
+fn wrong_calls_are_typed_errors() {
+    let shape = AttentionShape::new(2, 1, 64).unwrap();
+    let Span { mut store, pages, rows } = Span::new(SegmentFormat::per_channel(Bits::Two), Rows::new(shape, 200, 7));
+    let (keys, values) = (Elements::F32(&rows.keys), Elements::F32(&rows.values));
+    let write =
+        SpanWrite { rows: rows.layout(), tokens: TokenRange::new(0, 200).unwrap(), pages: &pages, range_slot: 0 };
+    let short = Elements::F32(&rows.keys[1..]);
+    assert!(matches!(quantize(&mut store, short, values, write), Err(Error::Elements { what: "keys", .. })));
+    assert!(matches!(quantize(&mut store, keys, short, write), Err(Error::Elements { what: "values", .. })));
+    let plan_errors = [
+        SpanWrite { pages: &pages[1..], ..write },
+        SpanWrite { range_slot: 3, ..write },
+        SpanWrite { pages: &[pages[0], Page { shard: 2, index: 0 }], ..write },
+        SpanWrite { pages: &[pages[0], Page { shard: 0, index: 2 }], ..write },
+        SpanWrite { tokens: TokenRange::new(10, 210).unwrap(), ..write },
+    ];
+    for write in plan_errors {
+        assert!(matches!(quantize(&mut store, keys, values, write), Err(Error::Plan { .. })), "{write:?}");
+    }
+    let none = SpanWrite { rows: RowLayout { tokens: 0, ..write.rows }, ..write };
+    assert!(matches!(quantize(&mut store, keys, values, none), Err(Error::NoTokens { .. })));
+    let single = TokenWrite { token: 0, page: pages[0], slot: 0 };
+    assert!(matches!(append(&mut store, keys, values, write.rows, &[single]), Err(Error::Plan { .. })));
+
+    let span = SpanView { sequence: 0, tokens: 200, pages: &pages, range_slot: 2 };
+    let view = StoreView { format: *store.format(), calibration: None, spans: vec![span] };
+    let plan = DecodePlan::new(shape, 1, &[view], Split::default()).unwrap();
+    let query = Elements::F32(&rows.query);
+    assert!(matches!(decode_step(&plan, &[], query), Err(Error::Plan { .. })));
+    assert!(matches!(decode_step(&plan, &[&store], Elements::F32(&[0.0; 64])), Err(Error::Elements { .. })));
+    let other = CpuStore::new(shape, SegmentFormat::F16).unwrap();
+    assert!(matches!(decode_step(&plan, &[&other], query), Err(Error::Plan { .. })));
+    let mut broken = plan.clone();
+    broken.segments[0].page_table[0] = 99;
+    assert!(matches!(decode_step(&broken, &[&store], query), Err(Error::Plan { .. })));
+    let mut broken = plan;
+    broken.segments[0].items[0].state = 7;
+    assert!(matches!(decode_step(&broken, &[&store], query), Err(Error::Plan { .. })));
+}
