@@ -8,10 +8,10 @@ use super::{
     AppendPlan, Capabilities, Checks, DequantizePlan, FindNonFinitePlan, KernelLimits, Kernels, Launches, QuantizePlan,
     Requirements, Scratch, ScratchBytes, StepPlan, StepTensors, Store, Tensor, adapters, buffers, guard, store,
 };
+use crate::Result;
 use crate::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{DecodePlan, ElementType, Elements, RowLayout};
-use crate::Result;
 
 /// A device with its queue, its compiled kernels and what they may use. Cheap to clone.
 ///
@@ -216,10 +216,13 @@ impl Backend for Wgpu {
         let output = Tensor::zeroed(self.device(), elements, options.output)?;
         let scratch = self.scratch(step.scratch()).await?;
         let launches = step.bind(&self.kernels, stores, &scratch, StepTensors { queries, output: &output })?;
+        // Scratch is shared: between a step's tables and its submission no other thread may write its own.
+        let turn = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         guard::captured_now(self.device(), Request::call("tables of a decode step"), || {
             self.queue.write_buffer(&scratch.tables, 0, step.tables());
         })?;
         self.run("kvpack decode step", &launches)?;
+        drop(turn);
         Ok(output)
     }
 }
