@@ -20,7 +20,7 @@ fn shards_keep_to_an_artificial_limit() {
     assert!(matches!(error, Error::Limit { needed: 9, allowed: 8, .. }), "{error}");
     assert!(block_on(backend.add_shard(&mut store, 0)).is_err());
     block_on(backend.add_shard(&mut store, 8)).unwrap();
-    assert_eq!(backend.store_bytes(&store), 2 * 64 << 10);
+    assert_eq!(backend.store_bytes(&store), 128 << 10);
 
     let none = shared().with_binding_limit(1 << 10);
     let error = none.create_store(shape, SegmentFormat::F16).unwrap_err();
