@@ -1,9 +1,12 @@
 //! `kvpack bench`: how fast is this device?
 
 mod cpu;
+mod dumped;
 mod report;
 mod run;
 mod timed;
+
+use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use kvpack::SegmentFormat;
@@ -13,7 +16,7 @@ use crate::backend::{BackendArgs, Chosen};
 use crate::outcome::Outcome;
 use crate::print;
 use report::{BenchReport, BenchRow, RowOutcome, ShapeReport};
-use run::BenchPlan;
+use run::{BenchPlan, Subject};
 use timed::Timed;
 
 /// How much of the guard's rate may be missing without a word.
@@ -25,6 +28,10 @@ const UNSTEADY_PERCENT: f64 = 10.0;
 /// several copies of the cache so that none finds it in the device's own caches.
 #[derive(clap::Args)]
 pub struct BenchArgs {
+    /// A dump of keys, values and queries (see `kvpack eval`): time its middle layer, stored for a batch of 16, instead
+    /// of the shapes of the registry.
+    #[arg(conflicts_with = "shape")]
+    file: Option<PathBuf>,
     #[command(flatten)]
     backend: BackendArgs,
     /// Two small shapes, the widths of CalibQuant, little memory.
@@ -71,7 +78,10 @@ impl BenchArgs {
     fn plan<B: Timed>(&self) -> Result<BenchPlan> {
         let mebibytes = self.footprint.map(|footprint| footprint.saturating_mul(1 << 20));
         Ok(BenchPlan {
-            shapes: self.shapes::<B>()?,
+            subjects: match &self.file {
+                Some(file) => vec![dumped::subject(file)?],
+                None => self.shapes::<B>()?.into_iter().map(|decode| Subject { decode, data: None }).collect(),
+            },
             formats: self.formats()?,
             footprint: mebibytes.unwrap_or(if self.quick { 32 << 20 } else { B::FOOTPRINT }),
             seconds: if self.quick { 0.1 } else { 0.5 },
@@ -86,7 +96,7 @@ impl BenchArgs {
         };
         let shapes: Vec<DecodeShape> = decode_shapes().into_iter().filter(wanted).collect();
         if shapes.is_empty() {
-            let names: Vec<&str> = decode_shapes().iter().map(|decode| decode.name).collect();
+            let names: Vec<String> = decode_shapes().into_iter().map(|decode| decode.name).collect();
             bail!(
                 "--shape '{}' is part of no shape's name; the shapes are {}",
                 self.shape.as_deref().unwrap_or_default(),

@@ -4,7 +4,7 @@ use anyhow::Result;
 use indicatif::ProgressBar;
 use kvpack::SegmentFormat;
 use kvpack::backend::AttendOptions;
-use kvpack::conformance::{DecodeData, DecodeShape, Workload};
+use kvpack::conformance::{DecodeData, DecodeShape, SequenceData, Workload};
 use kvpack::plan::Split;
 
 use super::report::{BenchReport, BenchRow, Figures, RowOutcome, ShapeReport};
@@ -15,14 +15,22 @@ const ATTEMPTS: usize = 3;
 
 /// What to time and how long.
 pub struct BenchPlan {
-    /// The shapes.
-    pub shapes: Vec<DecodeShape>,
+    /// The steps.
+    pub subjects: Vec<Subject>,
     /// The formats; f16 first, so that the others can be compared with it.
     pub formats: Vec<SegmentFormat>,
     /// Bytes of stores to go round, at least.
     pub footprint: u64,
     /// Seconds of timed steps for a row, at least.
     pub seconds: f64,
+}
+
+/// A decode step to time.
+pub struct Subject {
+    /// Its shape.
+    pub decode: DecodeShape,
+    /// Keys, values and queries of one sequence; Gaussian ones where there are none.
+    pub data: Option<SequenceData>,
 }
 
 /// A device under test and the best it has shown.
@@ -34,19 +42,23 @@ struct Bench<'a, B> {
 
 /// Runs all rows.
 pub async fn run<B: Timed>(backend: &B, plan: &BenchPlan) -> Result<BenchReport> {
-    let progress = ProgressBar::new((plan.shapes.len() * plan.formats.len()) as u64).with_style(crate::print::bar());
+    let progress = ProgressBar::new((plan.subjects.len() * plan.formats.len()) as u64).with_style(crate::print::bar());
     let mut bench = Bench { backend, plan, best_guard: 0.0 };
-    let mut shapes = Vec::with_capacity(plan.shapes.len());
-    for decode in &plan.shapes {
-        shapes.push(bench.shape(*decode, &progress).await?);
+    let mut shapes = Vec::with_capacity(plan.subjects.len());
+    for subject in &plan.subjects {
+        shapes.push(bench.shape(subject, &progress).await?);
     }
     progress.finish_and_clear();
     Ok(BenchReport { backend: backend.name(), timer: backend.timer(), shapes })
 }
 
 impl<B: Timed> Bench<'_, B> {
-    async fn shape(&mut self, decode: DecodeShape, progress: &ProgressBar) -> Result<ShapeReport> {
-        let data = DecodeData::new(self.backend, decode).await?;
+    async fn shape(&mut self, subject: &Subject, progress: &ProgressBar) -> Result<ShapeReport> {
+        let decode = &subject.decode;
+        let data = match &subject.data {
+            Some(data) => DecodeData::of_sequence(self.backend, decode.clone(), data.clone()).await?,
+            None => DecodeData::generated(self.backend, decode.clone()).await?,
+        };
         let plain = self.backend.plain_step(&data)?;
         let mut rows: Vec<BenchRow> = Vec::with_capacity(self.plan.formats.len());
         for format in &self.plan.formats {
@@ -62,7 +74,7 @@ impl<B: Timed> Bench<'_, B> {
             progress.inc(1);
         }
         Ok(ShapeReport {
-            shape: decode.name.into(),
+            shape: decode.name.clone(),
             sequences: decode.sequences,
             tokens: decode.tokens,
             query_heads: decode.shape.query_heads(),
