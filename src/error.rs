@@ -112,6 +112,13 @@ pub enum Error {
         hint: &'static str,
     },
 
+    /// No adapter, or not the one that was asked for.
+    #[error("no usable GPU adapter: {reason}")]
+    Adapter {
+        /// What was looked for, what there is, and what to do.
+        reason: String,
+    },
+
     /// A buffer handed in by the caller does not suit the plan.
     #[error("buffer for {what}: {reason}")]
     Buffer {

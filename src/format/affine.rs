@@ -20,22 +20,20 @@ impl CodeRange {
     /// The range of a group whose smallest and largest elements are `min` and `max`, both multiplied by `shrink`
     /// first (CalibQuant shrinks about zero; 1 leaves them).
     ///
-    /// `scale = (max − min) / (2^bits − 1)`. A group without spread, or with so little that the scale would be
-    /// subnormal, gets scale 0: all its codes are 0 and decode to `min · shrink` exactly.
+    /// `scale = (max − min) / (2^bits − 1)`. A group without spread, or with so little that the scale would be below
+    /// 2^-100, gets scale 0: all its codes are 0 and decode to `min · shrink` exactly. Subnormal extremes count as 0,
+    /// because some GPUs flush them, and so does the negative zero.
     pub fn new(min: f32, max: f32, shrink: f32, bits: Bits) -> Self {
-        if min == max {
-            return Self { scale: 0.0, min: min * shrink };
-        }
-        let (min, max) = (min * shrink, max * shrink);
+        let shrunk = |x: f32| flushed(flushed(x) * shrink);
+        let (min, max) = (shrunk(min), shrunk(max));
         let scale = (max - min) / bits.max_code() as f32;
-        Self { scale: if scale < f32::MIN_POSITIVE { 0.0 } else { scale }, min }
+        Self { scale: if scale < MIN_SCALE { 0.0 } else { scale }, min }
     }
 
     /// The same range with scale and minimum rounded to f16, as tile ranges are stored. A scale that is subnormal
-    /// in f16 becomes 0, because some GPUs flush it; one beyond f16 (1-bit codes of elements near both ends of the
-    /// range of f16) becomes the largest f16.
+    /// in f16 becomes 0, because some GPUs flush it.
     pub fn rounded_to_f16(self) -> Self {
-        let scale = half::f16::from_f32(self.scale.min(half::f16::MAX.to_f32()));
+        let scale = half::f16::from_f32(self.scale);
         let scale = if scale < half::f16::MIN_POSITIVE { 0.0 } else { scale.to_f32() };
         Self { scale, min: half::f16::from_f32(self.min).to_f32() }
     }
@@ -80,6 +78,13 @@ impl CodeRange {
     }
 }
 
+/// Smaller scales count as 0, so that nothing that decides a code is ever subnormal: 2^-100.
+const MIN_SCALE: f32 = f32::from_bits((127 - 100) << 23);
+
+fn flushed(x: f32) -> f32 {
+    if x.abs() < f32::MIN_POSITIVE { 0.0 } else { x }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -104,10 +109,10 @@ mod tests {
     }
 
     #[test]
-    fn the_widest_range_stays_finite_in_f16() {
-        let range = CodeRange::new(-65504.0, 65504.0, 1.0, Bits::One).rounded_to_f16();
-        assert_eq!((range.encode(-65504.0, Bits::One), range.encode(65504.0, Bits::One)), (0, 1));
-        assert!(range.decode(0).is_finite() && range.decode(1).is_finite());
+    fn what_gpus_flush_counts_as_zero() {
+        let range = CodeRange::new(-1e-40, -0.0, 1.0, Bits::Four);
+        assert_eq!((range.scale.to_bits(), range.min.to_bits()), (0, 0));
+        assert_eq!(CodeRange::new(0.0, 1e-30, 1.0, Bits::Eight).scale, 0.0);
     }
 
     proptest! {

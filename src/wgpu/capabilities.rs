@@ -87,7 +87,8 @@ pub struct KernelLimits {
 }
 
 impl KernelLimits {
-    fn new(limits: &wgpu::Limits) -> Self {
+    /// The limits of a device.
+    pub fn new(limits: &wgpu::Limits) -> Self {
         Self {
             binding_bytes: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size),
             binding_alignment: u64::from(limits.min_storage_buffer_offset_alignment),

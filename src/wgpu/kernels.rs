@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::guard::{self, Request};
 use super::shader::{Binding, Source, Variant};
 use crate::{Error, Result};
 
@@ -55,7 +56,7 @@ impl Kernels {
     /// The compiled variant.
     ///
     /// # Errors
-    /// [`Error::Plan`] for a variant that does not exist.
+    /// [`Error::Plan`] for a variant that does not exist, [`Error::Gpu`] when the driver rejects its shader.
     pub fn get(&self, variant: &Variant) -> Result<Arc<Kernel>> {
         if let Some(kernel) = self.compiled.lock().unwrap_or_else(PoisonError::into_inner).get(variant) {
             return Ok(kernel.clone());
@@ -67,7 +68,13 @@ impl Kernels {
     }
 
     fn compile(&self, variant: &Variant) -> Result<Kernel> {
-        let Source { wgsl, bindings } = variant.source()?;
+        let source = variant.source()?;
+        let compile = || self.create(variant, source);
+        guard::captured_now(&self.device, Request::call("compilation of a kernel"), compile)
+    }
+
+    fn create(&self, variant: &Variant, source: Source) -> Kernel {
+        let Source { wgsl, bindings } = source;
         let label = variant.label();
         let descriptor =
             wgpu::ShaderModuleDescriptor { label: Some(&label), source: wgpu::ShaderSource::Wgsl(wgsl.into()) };
@@ -100,7 +107,7 @@ impl Kernels {
             },
             cache: None,
         });
-        Ok(Kernel { pipeline, layout, bindings, label })
+        Kernel { pipeline, layout, bindings, label }
     }
 }
 
@@ -108,7 +115,7 @@ impl Kernel {
     /// Binds buffers by the names that the shader gives them.
     ///
     /// # Errors
-    /// [`Error::Plan`] when a buffer of the shader is not among `buffers`.
+    /// [`Error::Plan`] when a buffer of the shader is not among `buffers`, [`Error::Gpu`] when wgpu refuses one.
     pub fn bind(&self, device: &wgpu::Device, buffers: &[(&str, wgpu::BufferBinding<'_>)]) -> Result<wgpu::BindGroup> {
         let entries = self
             .bindings
@@ -125,11 +132,13 @@ impl Kernel {
                 })
             })
             .collect::<Result<Vec<_>>>()?;
-        Ok(device.create_bind_group(&wgpu::BindGroupDescriptor {
-            label: Some(&self.label),
-            layout: &self.layout,
-            entries: &entries,
-        }))
+        guard::captured_now(device, Request::call("bind group"), || {
+            device.create_bind_group(&wgpu::BindGroupDescriptor {
+                label: Some(&self.label),
+                layout: &self.layout,
+                entries: &entries,
+            })
+        })
     }
 
     /// The pipeline.

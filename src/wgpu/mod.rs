@@ -1,13 +1,47 @@
 //! The only room that touches wgpu: capabilities, shader builder, pipelines, encode functions.
+//!
+//! Every kernel has a plan, which is pure and checks everything that can be checked without a device; `bind` joins it
+//! with buffers; `encode` records the dispatches into an open pass and does nothing else.
 
+mod adapters;
+mod append;
 mod attend;
+mod backend;
+mod buffers;
 mod capabilities;
+mod dequantize;
+mod find_non_finite;
+mod guard;
 mod kernels;
+mod launch;
+pub mod measure;
 mod merge_states;
 mod prepare_query;
+mod quantize;
 pub mod shader;
 mod sources;
+mod step;
+mod store;
+mod tensor;
+mod tile_call;
 
+pub use adapters::{adapters, choose_adapter, open_device};
+pub use append::AppendPlan;
+pub use backend::Wgpu;
 pub use capabilities::{Capabilities, KernelLimits, Path, Requirements, SubgroupSizes, Timestamps};
+pub use dequantize::DequantizePlan;
+pub use find_non_finite::{ElementPosition, FindNonFinite, FindNonFinitePlan};
 pub use kernels::{Checks, Kernel, Kernels};
+pub use launch::{Launch, Launches};
+pub use quantize::QuantizePlan;
 pub use shader::Variant;
+pub use step::{Scratch, ScratchBytes, StepPlan, StepTensors};
+pub use store::{Store, StorePart, max_shard_pages};
+pub use tensor::{ElementBinding, Tensor};
+
+/// Every kernel variant that plans of this module can ask for, one of each that differ in more than numbers: for tests
+/// that translate them all.
+pub fn variants() -> Vec<Variant> {
+    [append::variants(), dequantize::variants(), find_non_finite::variants(), measure::variants(), quantize::variants()]
+        .concat()
+}

@@ -2,19 +2,17 @@
 //!
 //! [`StepPlan::new`] is pure: it picks the kernel variants, lays the tables of a [`DecodePlan`] out in bytes and says
 //! how much scratch the step needs. [`StepPlan::bind`] looks the kernels up and makes the bind groups.
-//! [`BoundStep::encode`] only records dispatches into the caller's compute pass: nothing is submitted, waited for,
+//! [`Launches::encode`] only records dispatches into the caller's compute pass: nothing is submitted, waited for,
 //! mapped or allocated.
 //!
 //! The launches of a step, in order: `prepare_query` for every segment; `scores` for every shard of a calibrated
 //! segment; `attend` (or `weighted_values` where calibrated) for every shard; `merge_states` once.
 
-use std::sync::Arc;
-
 use super::attend::Specialisation;
 use super::merge_states::{merge_states, state_row_bytes};
 use super::prepare_query::Extremes;
 use super::store::StorePart;
-use super::{Capabilities, Kernel, Kernels, Store, Tensor, Variant};
+use super::{Capabilities, Kernels, Launch, Launches, Store, Tensor, Variant, buffers};
 use crate::backend::AttendOptions;
 use crate::format::{KeyOrValue, TILE_TOKENS};
 use crate::plan::{DecodePlan, Dispatch, ElementType, SegmentPlan};
@@ -26,7 +24,7 @@ pub struct StepPlan {
     plan: DecodePlan,
     input: ElementType,
     output: ElementType,
-    launches: Vec<Launch>,
+    launches: Vec<PlannedLaunch>,
     tables: Vec<u8>,
     scratch: ScratchBytes,
 }
@@ -67,22 +65,9 @@ pub struct StepTensors<'a> {
     pub output: &'a Tensor,
 }
 
-/// A step with its bind groups: ready to be encoded, any number of times.
-#[derive(Clone, Debug)]
-pub struct BoundStep {
-    launches: Vec<BoundLaunch>,
-}
-
-#[derive(Clone, Debug)]
-struct BoundLaunch {
-    kernel: Arc<Kernel>,
-    bind_group: wgpu::BindGroup,
-    workgroups: [u32; 2],
-}
-
 /// One dispatch and what it binds.
 #[derive(Clone, Debug)]
-struct Launch {
+struct PlannedLaunch {
     variant: Variant,
     workgroups: [u32; 2],
     buffers: Vec<(&'static str, Slot)>,
@@ -164,29 +149,26 @@ impl StepPlan {
         stores: &[&Store],
         scratch: &Scratch,
         tensors: StepTensors<'_>,
-    ) -> Result<BoundStep> {
-        self.check_tensors(tensors)?;
+    ) -> Result<Launches> {
+        self.check_tensors(kernels, tensors)?;
         self.check_scratch(scratch)?;
         self.check_stores(stores)?;
-        let buffers = Buffers { stores, scratch, tensors };
-        let launches = self
-            .launches
+        let buffers = BoundBuffers { stores, scratch, tensors };
+        self.launches
             .iter()
             .map(|launch| {
-                let kernel = kernels.get(&launch.variant)?;
                 let bindings = launch
                     .buffers
                     .iter()
                     .map(|&(name, slot)| Ok((name, buffers.binding(slot)?)))
                     .collect::<Result<Vec<_>>>()?;
-                let bind_group = kernel.bind(kernels.device(), &bindings)?;
-                Ok(BoundLaunch { kernel, bind_group, workgroups: launch.workgroups })
+                let [x, y] = launch.workgroups;
+                Launch::new(kernels, &launch.variant, &bindings, [x, y, 1])
             })
-            .collect::<Result<Vec<_>>>()?;
-        Ok(BoundStep { launches })
+            .collect()
     }
 
-    fn check_tensors(&self, tensors: StepTensors<'_>) -> Result<()> {
+    fn check_tensors(&self, kernels: &Kernels, tensors: StepTensors<'_>) -> Result<()> {
         let shape = &self.plan.shape;
         let expected = self.plan.sequences() * shape.query_heads() * shape.head_dim();
         for (what, tensor, element_type) in
@@ -211,6 +193,7 @@ impl StepPlan {
                     reason: format!("is {:?}, the step was planned for {element_type:?}", tensor.element_type()),
                 });
             }
+            tensor.check_aligned(what, &kernels.device().limits())?;
         }
         Ok(())
     }
@@ -239,7 +222,12 @@ impl StepPlan {
                 misfit(format!("the plan names store {}, {} were given", segment.store, stores.len()))
             })?;
             if store.format() != &segment.format || store.shape() != &self.plan.shape {
-                return Err(misfit(format!("store {} holds {}, not {}", segment.store, store.format(), segment.format)));
+                return Err(misfit(format!(
+                    "store {} holds {}, not {}",
+                    segment.store,
+                    store.format(),
+                    segment.format
+                )));
             }
             for dispatch in &segment.dispatches {
                 let pages = store.shard_pages(dispatch.shard);
@@ -292,19 +280,29 @@ impl StepPlan {
     }
 }
 
-impl BoundStep {
-    /// Records the step's dispatches. The pass stays open.
-    pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>) {
-        for launch in &self.launches {
-            pass.set_pipeline(launch.kernel.pipeline());
-            pass.set_bind_group(0, &launch.bind_group, &[]);
-            pass.dispatch_workgroups(launch.workgroups[0], launch.workgroups[1], 1);
-        }
+impl Scratch {
+    /// Scratch of at least `bytes`, for a caller that keeps none of its own.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::DeviceLost`].
+    pub async fn new(device: &wgpu::Device, bytes: ScratchBytes) -> Result<Self> {
+        let storage = wgpu::BufferUsages::STORAGE;
+        // A binding of no bytes is not allowed, so a buffer that the step does not use still has a word.
+        let create = |what, bytes: u64, usage| buffers::create(device, what, bytes.next_multiple_of(4).max(4), usage);
+        Ok(Self {
+            tables: create("tables of a decode step", bytes.tables, storage | wgpu::BufferUsages::COPY_DST).await?,
+            queries: create("prepared queries", bytes.queries, storage).await?,
+            scores: create("scores", bytes.scores, storage).await?,
+            states: create("attention states", bytes.states, storage).await?,
+        })
     }
 
-    /// Number of dispatches.
-    pub fn launches(&self) -> usize {
-        self.launches.len()
+    /// True if a step that needs `bytes` may use this scratch.
+    pub fn holds(&self, bytes: ScratchBytes) -> bool {
+        self.tables.size() >= bytes.tables
+            && self.queries.size() >= bytes.queries
+            && self.scores.size() >= bytes.scores
+            && self.states.size() >= bytes.states
     }
 }
 
@@ -368,19 +366,18 @@ struct Builder<'a> {
 }
 
 impl Builder<'_> {
-    fn launches(&mut self) -> Vec<Launch> {
+    fn launches(&mut self) -> Vec<PlannedLaunch> {
         let states = Section { offset: 0, bytes: self.plan.states() as u64 * state_row_bytes(&self.plan.shape) };
         self.layout.scratch.states = states.bytes;
-        let sections: Vec<SegmentSections> =
-            self.plan.segments.iter().map(|segment| self.sections(segment)).collect();
+        let sections: Vec<SegmentSections> = self.plan.segments.iter().map(|segment| self.sections(segment)).collect();
         let first_state = self.layout.table(&self.plan.first_state);
 
         let segments = || self.plan.segments.iter().zip(&sections);
-        let mut launches: Vec<Launch> =
+        let mut launches: Vec<PlannedLaunch> =
             segments().map(|(segment, sections)| self.prepare_query(segment, sections)).collect();
         launches.extend(segments().flat_map(|(segment, sections)| self.scores(segment, sections)));
         launches.extend(segments().flat_map(|(segment, sections)| self.attend(segment, sections, states)));
-        launches.push(Launch {
+        launches.push(PlannedLaunch {
             variant: merge_states(&self.plan.shape, self.options.output),
             workgroups: [self.plan.sequences() as u32, self.plan.shape.query_heads() as u32],
             buffers: vec![
@@ -423,7 +420,7 @@ impl Builder<'_> {
         }
     }
 
-    fn prepare_query(&self, segment: &SegmentPlan, sections: &SegmentSections) -> Launch {
+    fn prepare_query(&self, segment: &SegmentPlan, sections: &SegmentSections) -> PlannedLaunch {
         let extremes = if sections.scores.is_some() { Extremes::Reset } else { Extremes::None };
         let mut buffers = vec![
             ("spans", Slot::Tables(sections.spans)),
@@ -437,14 +434,14 @@ impl Builder<'_> {
         if let Some((_, extremes)) = sections.scores {
             buffers.push(("extremes", Slot::Scores(extremes)));
         }
-        Launch {
+        PlannedLaunch {
             variant: self.specialisation(segment).prepare_query(self.input, extremes),
             workgroups: [segment.spans.len() as u32, self.plan.shape.query_heads() as u32],
             buffers,
         }
     }
 
-    fn scores(&self, segment: &SegmentPlan, sections: &SegmentSections) -> Vec<Launch> {
+    fn scores(&self, segment: &SegmentPlan, sections: &SegmentSections) -> Vec<PlannedLaunch> {
         let Some((scores, extremes)) = sections.scores else { return Vec::new() };
         self.per_shard(segment, sections, |shard, mut buffers| {
             buffers.push(("queries", Slot::Queries(sections.queries)));
@@ -455,7 +452,7 @@ impl Builder<'_> {
         })
     }
 
-    fn attend(&self, segment: &SegmentPlan, sections: &SegmentSections, states: Section) -> Vec<Launch> {
+    fn attend(&self, segment: &SegmentPlan, sections: &SegmentSections, states: Section) -> Vec<PlannedLaunch> {
         self.per_shard(segment, sections, |shard, mut buffers| {
             let variant = match (segment.calibration, sections.scores) {
                 (Some(calibration), Some((scores, extremes))) => {
@@ -480,7 +477,7 @@ impl Builder<'_> {
         segment: &SegmentPlan,
         sections: &SegmentSections,
         launch: impl Fn(u32, Vec<(&'static str, Slot)>) -> (Variant, Vec<(&'static str, Slot)>),
-    ) -> Vec<Launch> {
+    ) -> Vec<PlannedLaunch> {
         let chunks = self.specialisation(segment).head_split().chunks;
         let rows = (self.plan.shape.kv_heads() * chunks) as u32;
         let dispatches = segment.dispatches.iter().zip(&sections.items);
@@ -488,7 +485,7 @@ impl Builder<'_> {
             .map(|(dispatch, &items)| {
                 let work = vec![("items", Slot::Tables(items)), ("page_table", Slot::Tables(sections.page_table))];
                 let (variant, buffers) = launch(dispatch.shard, work);
-                Launch { variant, workgroups: [dispatch.items as u32, rows], buffers }
+                PlannedLaunch { variant, workgroups: [dispatch.items as u32, rows], buffers }
             })
             .collect()
     }
@@ -514,20 +511,16 @@ impl Builder<'_> {
 }
 
 /// The buffers behind the roles.
-struct Buffers<'a> {
+struct BoundBuffers<'a> {
     stores: &'a [&'a Store],
     scratch: &'a Scratch,
     tensors: StepTensors<'a>,
 }
 
-impl Buffers<'_> {
+impl BoundBuffers<'_> {
     fn binding(&self, slot: Slot) -> Result<wgpu::BufferBinding<'_>> {
         let section = |buffer, section: Section| {
-            Ok(wgpu::BufferBinding {
-                buffer,
-                offset: section.offset,
-                size: std::num::NonZeroU64::new(section.bytes),
-            })
+            Ok(wgpu::BufferBinding { buffer, offset: section.offset, size: std::num::NonZeroU64::new(section.bytes) })
         };
         match slot {
             Slot::Tables(at) => section(&self.scratch.tables, at),

@@ -1,0 +1,51 @@
+// Arguments of the kernels that move rows of dense tensors into tiles and back.
+
+struct Place {
+    // First token, counted from the first of the span.
+    token: u32,
+    // The page within its shard.
+    page: u32,
+    // Slot of the token in the page, for single tokens.
+    slot: u32,
+}
+
+struct Call {
+    // Index of the dense tensor's first element within its binding.
+    first_element: u32,
+    token_stride: u32,
+    head_stride: u32,
+    // First token of the span in the dense tensor.
+    first_token: u32,
+    // Tokens of the span.
+    tokens: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    range_slot: u32,
+    tile_words: u32,
+    // Words of one load of a tile.
+    vector: u32,
+    // Tokens or channels of a range.
+    group: u32,
+    ranges_per_tile: u32,
+    // Invocations that have work.
+    total: u32,
+    shrink: f32,
+    // 0, where the compiler cannot know it.
+    zero: u32,
+    place_count: u32,
+    places: array<Place>,
+}
+
+@group(0) @binding(0) var<storage, read> call: Call;
+
+const TILE_TOKENS: u32 = 128u;
+
+// Index of a row's first element within the dense tensor's binding; tokens count from the first of the span.
+fn row_start(token: u32, kv_head: u32) -> u32 {
+    return call.first_element + (call.first_token + token) * call.token_stride + kv_head * call.head_stride;
+}
+
+// `x` as it was rounded: compilers may fuse a product with the sum that takes it, but not through this.
+fn rounded(x: f32) -> f32 {
+    return bitcast<f32>(bitcast<u32>(x) ^ call.zero);
+}

@@ -1,0 +1,78 @@
+// Ranges and codes: `format::CodeRange`, bit for bit. No division, and no rounding that a compiler may change by
+// fusing, decides a bit here.
+
+const MAX_CODE: u32 = (1u << BITS) - 1u;
+// Scales below 2^-100 count as 0.
+const MIN_SCALE: f32 = 7.888609e-31f;
+
+// Numbers too small for single precision, and the negative zero, as zero.
+fn flushed(x: f32) -> f32 {
+    return select(x, 0.0, (bitcast<u32>(x) & 0x7fffffffu) < 0x00800000u);
+}
+
+// (scale, minimum) of a group whose extremes are `low` and `high`.
+fn code_range(low: f32, high: f32) -> vec2<f32> {
+    let smallest = flushed(rounded(flushed(low) * call.shrink));
+    let largest = flushed(rounded(flushed(high) * call.shrink));
+    return vec2<f32>(scale_of(rounded(largest - smallest)), smallest);
+}
+
+// spread / MAX_CODE, correctly rounded: the mantissa is divided as an integer.
+fn scale_of(spread: f32) -> f32 {
+    let bits = bitcast<u32>(spread);
+    let exponent = bits >> 23u;
+    // Covers zero, and scales far below the smallest that counts.
+    if (spread <= 0.0 || exponent < 27u) {
+        return 0.0;
+    }
+    let numerator = ((bits & 0x7fffffu) | 0x800000u) << BITS;
+    let quotient = numerator / MAX_CODE;
+    let remainder = numerator - quotient * MAX_CODE;
+    // The quotient has 24 or 25 bits.
+    var mantissa = quotient;
+    var up = 2u * remainder > MAX_CODE;
+    var scale_exponent = exponent - BITS;
+    if (quotient >= 0x1000000u) {
+        mantissa = quotient >> 1u;
+        up = (quotient & 1u) == 1u && (remainder != 0u || (mantissa & 1u) == 1u);
+        scale_exponent += 1u;
+    }
+    // A mantissa that rounds up to 2^24 carries into the exponent, as it should.
+    let scale = bitcast<f32>((scale_exponent << 23u) + (mantissa - 0x800000u) + u32(up));
+    return select(scale, 0.0, scale < MIN_SCALE);
+}
+
+// A range as tiles store it: scale and minimum rounded to half precision, the scale in the low half.
+fn range_word(range: vec2<f32>) -> u32 {
+    let scale = half_bits(min(range.x, HALF_MAX));
+    return select(scale, 0u, scale < 0x400u) | (half_bits(range.y) << 16u);
+}
+
+fn range_of_word(word: u32) -> vec2<f32> {
+    return vec2<f32>(half_value(word), half_value(word >> 16u));
+}
+
+// The nearest code, ties to the even one: an estimate that is at most one off, then decided by comparing with the
+// midpoints between levels.
+fn code_of(value: f32, range: vec2<f32>) -> u32 {
+    if (range.x == 0.0) {
+        return 0u;
+    }
+    let distance = rounded(value - range.y);
+    let estimate = clamp(floor(distance / range.x + 0.5), 0.0, f32(MAX_CODE));
+    let code = u32(estimate);
+    let below = rounded((estimate - 0.5) * range.x);
+    let above = rounded((estimate + 0.5) * range.x);
+    let odd = (code & 1u) == 1u;
+    if (code > 0u && (distance < below || (distance == below && odd))) {
+        return code - 1u;
+    }
+    if (code < MAX_CODE && (distance > above || (distance == above && odd))) {
+        return code + 1u;
+    }
+    return code;
+}
+
+fn value_of(code: u32, range: vec2<f32>) -> f32 {
+    return rounded(range.x * f32(code)) + range.y;
+}

@@ -1,0 +1,78 @@
+//! Choosing an adapter and opening a device, for those who bring none of their own.
+//!
+//! The environment variables of wgpu are honoured: `WGPU_BACKEND`, `WGPU_ADAPTER_NAME`, and those of
+//! [`wgpu::InstanceFlags::with_env`] such as `WGPU_VALIDATION`.
+
+use super::Requirements;
+use crate::{Error, Result};
+
+/// All adapters that `WGPU_BACKEND` admits, best first: hardware before software, native interfaces before OpenGL.
+///
+/// # Errors
+/// [`Error::Adapter`] when `WGPU_BACKEND` names no interface, or the program was built without any.
+pub async fn adapters() -> Result<Vec<wgpu::Adapter>> {
+    let built_in = wgpu::Instance::enabled_backend_features();
+    let admitted = wgpu::Backends::from_env().unwrap_or(wgpu::Backends::all());
+    if (built_in & admitted).is_empty() {
+        let given = std::env::var("WGPU_BACKEND").unwrap_or_default();
+        let reason = format!(
+            "WGPU_BACKEND is '{given}' and the program was built with {built_in:?}; enable a backend among the features \
+             of wgpu, and unset WGPU_BACKEND or name one of vulkan, metal, dx12 and gl"
+        );
+        return Err(Error::Adapter { reason });
+    }
+    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
+    let mut adapters = instance.enumerate_adapters(admitted).await;
+    adapters.sort_by_key(|adapter| rank(&adapter.get_info()));
+    Ok(adapters)
+}
+
+/// The adapter to use: the best one whose name contains `name`, or where none is given the value of
+/// `WGPU_ADAPTER_NAME`, or else the best one there is. Case does not matter.
+///
+/// # Errors
+/// [`Error::Adapter`] when there is no such adapter; the message lists those there are.
+pub async fn choose_adapter(name: Option<&str>) -> Result<wgpu::Adapter> {
+    let from_environment = std::env::var("WGPU_ADAPTER_NAME").ok();
+    let wanted = name.or(from_environment.as_deref()).unwrap_or("").trim().to_lowercase();
+    let (mut fitting, others): (Vec<_>, Vec<_>) =
+        adapters().await?.into_iter().partition(|adapter| adapter.get_info().name.to_lowercase().contains(&wanted));
+    if !fitting.is_empty() {
+        return Ok(fitting.swap_remove(0));
+    }
+    let reason = match others.is_empty() {
+        true => "there is none at all; install a driver for Vulkan, Metal or DX12, or use the CPU backend".into(),
+        false => {
+            let names: Vec<String> = others.iter().map(|adapter| format!("'{}'", adapter.get_info().name)).collect();
+            format!("no adapter's name contains '{wanted}'; there are {}", names.join(", "))
+        }
+    };
+    Err(Error::Adapter { reason })
+}
+
+/// Opens a device of `adapter` with these features and limits.
+///
+/// # Errors
+/// [`Error::Adapter`] when the adapter cannot meet them.
+pub async fn open_device(adapter: &wgpu::Adapter, requirements: Requirements) -> Result<(wgpu::Device, wgpu::Queue)> {
+    let descriptor = wgpu::DeviceDescriptor {
+        label: Some("kvpack"),
+        required_features: requirements.features,
+        required_limits: requirements.limits,
+        ..Default::default()
+    };
+    let opened = adapter.request_device(&descriptor).await;
+    opened.map_err(|error| Error::Adapter { reason: format!("'{}' opens no device: {error}", adapter.get_info().name) })
+}
+
+/// Lower is better.
+fn rank(info: &wgpu::AdapterInfo) -> (u8, bool) {
+    let device = match info.device_type {
+        wgpu::DeviceType::DiscreteGpu => 0,
+        wgpu::DeviceType::IntegratedGpu => 1,
+        wgpu::DeviceType::VirtualGpu => 2,
+        wgpu::DeviceType::Other => 3,
+        wgpu::DeviceType::Cpu => 4,
+    };
+    (device, info.backend == wgpu::Backend::Gl)
+}

@@ -1,0 +1,225 @@
+//! The wgpu backend: [`Backend`] over a device and its queue.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::capabilities::Path;
+use super::guard::Request;
+use super::{
+    AppendPlan, Capabilities, Checks, DequantizePlan, FindNonFinitePlan, KernelLimits, Kernels, Launches, QuantizePlan,
+    Requirements, Scratch, ScratchBytes, StepPlan, StepTensors, Store, Tensor, adapters, buffers, guard, store,
+};
+use crate::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite};
+use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
+use crate::plan::{DecodePlan, ElementType, Elements, RowLayout};
+use crate::Result;
+
+/// A device with its queue, its compiled kernels and what they may use. Cheap to clone.
+///
+/// ```no_run
+/// use kvpack::wgpu::Wgpu;
+/// # async fn example(device: wgpu::Device, queue: wgpu::Queue) -> kvpack::Result<()> {
+/// // The device of an engine ...
+/// let backend = Wgpu::new(device, queue)?;
+/// // ... or one of kvpack's own choice.
+/// let backend = Wgpu::open(None).await?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Wgpu {
+    queue: wgpu::Queue,
+    kernels: Arc<Kernels>,
+    capabilities: Capabilities,
+    scratch: Arc<Mutex<Option<Scratch>>>,
+}
+
+impl Wgpu {
+    /// The backend on an engine's device, with kernels of its own that carry run-time checks.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when the device is below the floor: see [`Capabilities::from_device`].
+    pub fn new(device: wgpu::Device, queue: wgpu::Queue) -> Result<Self> {
+        Self::with_kernels(queue, Arc::new(Kernels::new(&device, Checks::default())))
+    }
+
+    /// The backend with kernels that the caller owns and may share; `queue` belongs to their device.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when the device is below the floor: see [`Capabilities::from_device`].
+    pub fn with_kernels(queue: wgpu::Queue, kernels: Arc<Kernels>) -> Result<Self> {
+        let capabilities = Capabilities::from_device(kernels.device())?;
+        Ok(Self { queue, kernels, capabilities, scratch: Arc::default() })
+    }
+
+    /// The backend on a device of its own: of the adapter named, or of the best one, see
+    /// [`choose_adapter`](super::choose_adapter).
+    ///
+    /// # Errors
+    /// [`Error::Adapter`] when there is no such adapter or it opens no device; [`Error::Limit`] when it is below the
+    /// floor.
+    pub async fn open(adapter: Option<&str>) -> Result<Self> {
+        let adapter = adapters::choose_adapter(adapter).await?;
+        let (device, queue) = adapters::open_device(&adapter, Requirements::of(&adapter)).await?;
+        Self::new(device, queue)
+    }
+
+    /// The same backend with kernels restricted to `path`.
+    pub fn restricted_to(self, path: Path) -> Self {
+        Self { capabilities: self.capabilities.restricted_to(path), ..self }
+    }
+
+    /// The same backend with storage bindings of at most `bytes`, so that stores are cut into smaller shards.
+    pub fn with_binding_limit(self, bytes: u64) -> Self {
+        let limits = self.capabilities.limits;
+        let limits = KernelLimits { binding_bytes: limits.binding_bytes.min(bytes), ..limits };
+        Self { capabilities: Capabilities { limits, ..self.capabilities }, ..self }
+    }
+
+    /// The device.
+    pub fn device(&self) -> &wgpu::Device {
+        self.kernels.device()
+    }
+
+    /// The queue.
+    pub fn queue(&self) -> &wgpu::Queue {
+        &self.queue
+    }
+
+    /// The compiled kernels.
+    pub fn kernels(&self) -> &Arc<Kernels> {
+        &self.kernels
+    }
+
+    /// What kernels may use.
+    pub fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    /// The scratch of the last step if it is large enough, and new scratch otherwise. Steps follow each other in the
+    /// queue, so that one may overwrite what an earlier one has read.
+    async fn scratch(&self, bytes: ScratchBytes) -> Result<Scratch> {
+        let kept = self.scratch.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(scratch) = kept.filter(|scratch| scratch.holds(bytes)) {
+            return Ok(scratch);
+        }
+        let scratch = Scratch::new(self.device(), bytes).await?;
+        *self.scratch.lock().unwrap_or_else(PoisonError::into_inner) = Some(scratch.clone());
+        Ok(scratch)
+    }
+
+    /// Encodes dispatches into one compute pass and submits it.
+    fn run(&self, what: &'static str, launches: &Launches) -> Result<()> {
+        guard::submit(self.device(), &self.queue, what, |encoder| {
+            let descriptor = wgpu::ComputePassDescriptor { label: Some(what), timestamp_writes: None };
+            launches.encode(&mut encoder.begin_compute_pass(&descriptor));
+        })
+        .map(drop)
+    }
+}
+
+impl Backend for Wgpu {
+    type Tensor = Tensor;
+    type Store = Store;
+
+    fn name(&self) -> String {
+        let info = self.device().adapter_info();
+        format!("{} ({:?}, {})", info.name, info.backend, self.capabilities.path())
+    }
+
+    async fn upload(&self, elements: Elements<'_>) -> Result<Tensor> {
+        Tensor::upload(self.device(), &self.queue, elements).await
+    }
+
+    async fn download(&self, tensor: &Tensor) -> Result<Vec<f32>> {
+        tensor.download(self.device(), &self.queue).await
+    }
+
+    fn elements(&self, tensor: &Tensor) -> usize {
+        tensor.elements()
+    }
+
+    fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Store> {
+        Store::new(shape, format, &self.capabilities.limits)
+    }
+
+    fn max_shard_pages(&self, shape: &AttentionShape, format: &SegmentFormat) -> u32 {
+        store::max_shard_pages(shape, format, &self.capabilities.limits)
+    }
+
+    async fn add_shard(&self, store: &mut Store, pages: u32) -> Result<()> {
+        store.add_shard(self.device(), pages).await
+    }
+
+    async fn reserve_ranges(&self, store: &mut Store, slots: usize) -> Result<()> {
+        store.reserve_ranges(self.device(), &self.queue, slots).await
+    }
+
+    fn store_bytes(&self, store: &Store) -> u64 {
+        store.bytes()
+    }
+
+    async fn first_non_finite(
+        &self,
+        which: KeyOrValue,
+        tensor: &Tensor,
+        rows: &RowLayout,
+        shape: &AttentionShape,
+    ) -> Result<Option<NonFinite>> {
+        let plan = FindNonFinitePlan::new(shape, *rows)?;
+        let what = match which {
+            KeyOrValue::Key => "keys",
+            KeyOrValue::Value => "values",
+        };
+        let search = plan.bind(&self.kernels, what, tensor)?;
+        self.run("kvpack find_non_finite", &[search.launch].into_iter().collect())?;
+        let found = buffers::read(self.device(), &self.queue, &search.found, 0, 4).await?;
+        let Some(at) = plan.position(bytemuck::pod_read_unaligned(&found)) else { return Ok(None) };
+        let index = rows.row(at.token, at.kv_head) + at.channel;
+        let value = tensor.slice(index, 1)?.download(self.device(), &self.queue).await?[0];
+        Ok(Some(NonFinite { token: at.token, kv_head: at.kv_head, channel: at.channel, value }))
+    }
+
+    fn quantize(&self, store: &mut Store, keys: &Tensor, values: &Tensor, write: SpanWrite<'_>) -> Result<()> {
+        let plan = QuantizePlan::new(store.shape(), store.format(), &write)?;
+        self.run("kvpack quantize", &plan.bind(&self.kernels, store, keys, values)?)
+    }
+
+    fn append(
+        &self,
+        store: &mut Store,
+        keys: &Tensor,
+        values: &Tensor,
+        rows: RowLayout,
+        writes: &[TokenWrite],
+    ) -> Result<()> {
+        let plan = AppendPlan::new(store.shape(), rows, writes)?;
+        self.run("kvpack append", &plan.bind(&self.kernels, store, keys, values)?)
+    }
+
+    fn dequantize(&self, store: &Store, read: SpanRead<'_>) -> Result<(Tensor, Tensor)> {
+        let plan = DequantizePlan::new(store.shape(), store.format(), &read)?;
+        let keys = Tensor::zeroed(self.device(), plan.elements(), ElementType::F32)?;
+        let values = Tensor::zeroed(self.device(), plan.elements(), ElementType::F32)?;
+        self.run("kvpack dequantize", &plan.bind(&self.kernels, store, &keys, &values)?)?;
+        Ok((keys, values))
+    }
+
+    async fn attend(
+        &self,
+        plan: &DecodePlan,
+        stores: &[&Store],
+        queries: &Tensor,
+        options: AttendOptions,
+    ) -> Result<Tensor> {
+        let elements = queries.elements();
+        let step = StepPlan::new(&self.capabilities, plan.clone(), queries.element_type(), options)?;
+        let output = Tensor::zeroed(self.device(), elements, options.output)?;
+        let scratch = self.scratch(step.scratch()).await?;
+        let launches = step.bind(&self.kernels, stores, &scratch, StepTensors { queries, output: &output })?;
+        guard::captured_now(self.device(), Request::call("tables of a decode step"), || {
+            self.queue.write_buffer(&scratch.tables, 0, step.tables());
+        })?;
+        self.run("kvpack decode step", &launches)?;
+        Ok(output)
+    }
+}

@@ -1,0 +1,104 @@
+//! Buffers: created, filled and read back, with typed errors.
+
+use futures::channel::oneshot;
+
+use super::guard::{self, Request};
+use crate::{Error, Result};
+
+/// Creates a zeroed buffer of `size` bytes.
+pub(crate) async fn create(
+    device: &wgpu::Device,
+    what: &'static str,
+    size: u64,
+    usage: wgpu::BufferUsages,
+) -> Result<wgpu::Buffer> {
+    check_size(device, what, size)?;
+    let call = || device.create_buffer(&descriptor(what, size, usage));
+    let buffer = guard::captured(device, Request { what, bytes: size }, call).await?;
+    guard::check_alive(device)?;
+    Ok(buffer)
+}
+
+/// [`create`] for callers that cannot wait.
+pub(crate) fn create_now(
+    device: &wgpu::Device,
+    what: &'static str,
+    size: u64,
+    usage: wgpu::BufferUsages,
+) -> Result<wgpu::Buffer> {
+    check_size(device, what, size)?;
+    let call = || device.create_buffer(&descriptor(what, size, usage));
+    let buffer = guard::captured_now(device, Request { what, bytes: size }, call)?;
+    guard::check_alive(device)?;
+    Ok(buffer)
+}
+
+/// Creates a buffer that holds `bytes`, a multiple of 4 of them and at least 4.
+pub(crate) fn create_filled(
+    device: &wgpu::Device,
+    what: &'static str,
+    bytes: &[u8],
+    usage: wgpu::BufferUsages,
+) -> Result<wgpu::Buffer> {
+    let size = bytes.len() as u64;
+    check_size(device, what, size)?;
+    let filled = guard::captured_now(device, Request { what, bytes: size }, || {
+        let buffer =
+            device.create_buffer(&wgpu::BufferDescriptor { mapped_at_creation: true, ..descriptor(what, size, usage) });
+        buffer.get_mapped_range_mut(..).ok()?.copy_from_slice(bytes);
+        buffer.unmap();
+        Some(buffer)
+    })?;
+    filled.ok_or_else(guard::lost)
+}
+
+/// Copies `size` bytes from `offset` on, both multiples of 4, to the host once all submitted work is done.
+pub(crate) async fn read(
+    device: &wgpu::Device,
+    queue: &wgpu::Queue,
+    buffer: &wgpu::Buffer,
+    offset: u64,
+    size: u64,
+) -> Result<Vec<u8>> {
+    let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
+    let staging = create(device, "staging buffer of a download", size, usage).await?;
+    let submission = guard::submit(device, queue, "kvpack download", |encoder| {
+        encoder.copy_buffer_to_buffer(buffer, offset, &staging, 0, size);
+    })?;
+    let (sender, receiver) = oneshot::channel();
+    guard::captured_now(device, Request::call("mapping of a download"), || {
+        staging.map_async(wgpu::MapMode::Read, .., move |mapped| {
+            // The receiver is gone only if its future was dropped, and then nobody wants the answer.
+            let _ = sender.send(mapped);
+        });
+    })?;
+    guard::wait(device, submission)?;
+    // The callback has run, or is about to run on another thread that polled at the same time; one that is dropped
+    // cancels the channel.
+    let mapped = receiver.await;
+    if !matches!(mapped, Ok(Ok(()))) {
+        return Err(guard::lost());
+    }
+    let view = staging.get_mapped_range(..).map_err(|error| Error::Gpu { message: error.to_string() })?;
+    let bytes = view.to_vec();
+    drop(view);
+    staging.unmap();
+    Ok(bytes)
+}
+
+fn descriptor(what: &'static str, size: u64, usage: wgpu::BufferUsages) -> wgpu::BufferDescriptor<'static> {
+    wgpu::BufferDescriptor { label: Some(what), size, usage, mapped_at_creation: false }
+}
+
+fn check_size(device: &wgpu::Device, what: &'static str, size: u64) -> Result<()> {
+    let allowed = device.limits().max_buffer_size;
+    if size > allowed {
+        return Err(Error::Limit {
+            what: format!("{what} in bytes"),
+            needed: size,
+            allowed,
+            hint: "spread it over several buffers, or create the device with the limits of kvpack's Requirements",
+        });
+    }
+    Ok(())
+}

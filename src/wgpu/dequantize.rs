@@ -1,0 +1,114 @@
+//! Kernel `dequantize`.
+
+use super::launch::{Launch, Launches, flat_grid};
+use super::tile_call::{self, ShardPlaces, TileCall};
+use super::{Kernels, Store, StorePart, Tensor, Variant};
+use crate::backend::SpanRead;
+use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS, TensorFormat};
+use crate::plan::{ElementType, Page};
+use crate::{Error, Result};
+
+/// Reads the keys and the values of a span back as dense f32 rows `[kv_heads, tokens, head_dim]`: decided, but for the
+/// buffers. One dispatch for each of keys and values and every shard that the span touches.
+#[derive(Clone, Debug)]
+pub struct DequantizePlan {
+    shape: AttentionShape,
+    format: SegmentFormat,
+    pages: Vec<Page>,
+    tokens: usize,
+    range_slot: usize,
+}
+
+impl DequantizePlan {
+    /// Plans `read` of a store of this shape and format.
+    ///
+    /// # Errors
+    /// [`Error::Format`] when the format does not fit the shape; [`Error::Plan`] when there are more or fewer pages
+    /// than the tokens need.
+    pub fn new(shape: &AttentionShape, format: &SegmentFormat, read: &SpanRead<'_>) -> Result<Self> {
+        format.check(shape)?;
+        tile_call::check_span("dequantize", read.tokens, read.pages)?;
+        let pages = read.pages.to_vec();
+        Ok(Self { shape: *shape, format: *format, pages, tokens: read.tokens, range_slot: read.range_slot })
+    }
+
+    /// Elements of each of the two outputs.
+    pub fn elements(&self) -> usize {
+        self.shape.kv_heads() * self.tokens * self.shape.head_dim()
+    }
+
+    /// The kernel variants, for [`Kernels::prepare`].
+    pub fn variants(&self) -> Vec<Variant> {
+        [KeyOrValue::Key, KeyOrValue::Value].map(|which| variant_of(self.format.tensor(which), which)).to_vec()
+    }
+
+    /// Binds the store and the two f32 tensors to write, which need offsets that the device's alignment of storage
+    /// bindings divides.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when the store is not of the planned shape and format, or lacks a page or the range slot;
+    /// [`Error::Elements`] or [`Error::Buffer`] when an output does not suit; [`Error::Limit`] when it is too large.
+    pub fn bind(&self, kernels: &Kernels, store: &Store, keys: &Tensor, values: &Tensor) -> Result<Launches> {
+        store.check_planned("dequantize", &self.shape, &self.format)?;
+        store.check_pages("dequantize", &self.pages)?;
+        store.check_slot("dequantize", self.range_slot)?;
+        let outputs = [(KeyOrValue::Key, "dequantized keys", keys), (KeyOrValue::Value, "dequantized values", values)];
+        let mut launches = Vec::new();
+        for (which, what, output) in outputs {
+            self.check_output(what, output, &kernels.device().limits())?;
+            for shard in tile_call::places_by_shard(&self.pages) {
+                launches.push(self.bind_shard(kernels, store, (which, output), &shard)?);
+            }
+        }
+        Ok(launches.into_iter().collect())
+    }
+
+    fn check_output(&self, what: &'static str, output: &Tensor, limits: &wgpu::Limits) -> Result<()> {
+        if output.elements() != self.elements() {
+            let shape = format!("[{}, {}, {}]", self.shape.kv_heads(), self.tokens, self.shape.head_dim());
+            return Err(Error::Elements { what, given: output.elements(), expected: self.elements(), shape });
+        }
+        if output.element_type() != ElementType::F32 {
+            return Err(Error::Buffer { what, reason: "it holds f16, f32 is written".into() });
+        }
+        output.check_aligned(what, limits)
+    }
+
+    fn bind_shard(
+        &self,
+        kernels: &Kernels,
+        store: &Store,
+        (which, output): (KeyOrValue, &Tensor),
+        shard: &ShardPlaces,
+    ) -> Result<Launch> {
+        let format = self.format.tensor(which);
+        let per_page = (self.shape.kv_heads() * TILE_TOKENS * self.shape.head_dim()) as u64;
+        let total = shard.places.len() as u64 * per_page;
+        let grid = flat_grid(total, &kernels.device().limits())?;
+        let call = TileCall {
+            tokens: self.tokens as u32,
+            range_slot: self.range_slot as u32,
+            total: total as u32,
+            ..TileCall::new(&self.shape, format, which)
+        };
+        let call = call.upload(kernels.device(), &shard.places)?;
+        let mut buffers = vec![
+            ("call", call.as_entire_buffer_binding()),
+            ("tiles", store.shard_binding(shard.shard, StorePart::tiles(which))?),
+            ("output", output.binding()),
+        ];
+        buffers.extend(store.ranges_binding(shard.shard, which)?.map(|ranges| ("ranges", ranges)));
+        Launch::new(kernels, &variant_of(format, which), &buffers, grid)
+    }
+}
+
+fn variant_of(format: &TensorFormat, which: KeyOrValue) -> Variant {
+    let variant = tile_call::with_layout(Variant::new("dequantize"), format.element_bits(), which);
+    tile_call::with_fields(variant, format)
+}
+
+/// Every variant that a plan can ask for.
+pub(crate) fn variants() -> Vec<Variant> {
+    let each = [KeyOrValue::Key, KeyOrValue::Value];
+    tile_call::distinct_formats().iter().flat_map(|format| each.map(|which| variant_of(format, which))).collect()
+}

@@ -1,0 +1,106 @@
+//! Kernels bound to their buffers, ready to encode.
+
+use std::sync::Arc;
+
+use super::kernels::{Kernel, Kernels};
+use super::shader::Variant;
+use crate::{Error, Result};
+
+/// Invocations of a workgroup of the kernels that give every invocation one piece of the output.
+pub(crate) const FLAT_WORKGROUP: u32 = 64;
+
+/// One dispatch: a kernel, its buffers and its grid.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    kernel: Arc<Kernel>,
+    buffers: wgpu::BindGroup,
+    workgroups: [u32; 3],
+}
+
+impl Launch {
+    /// Binds `buffers`, by the names that the shader gives them, to a variant.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when a buffer is missing, [`Error::Gpu`] when wgpu refuses one.
+    pub fn new(
+        kernels: &Kernels,
+        variant: &Variant,
+        buffers: &[(&str, wgpu::BufferBinding<'_>)],
+        workgroups: [u32; 3],
+    ) -> Result<Self> {
+        let kernel = kernels.get(variant)?;
+        let buffers = kernel.bind(kernels.device(), buffers)?;
+        Ok(Self { kernel, buffers, workgroups })
+    }
+
+    /// Encodes the dispatch. It neither submits nor waits nor allocates.
+    pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>) {
+        let [x, y, z] = self.workgroups;
+        pass.set_pipeline(self.kernel.pipeline());
+        pass.set_bind_group(0, &self.buffers, &[]);
+        pass.dispatch_workgroups(x, y, z);
+    }
+}
+
+/// Dispatches that belong together, in order.
+#[derive(Clone, Debug, Default)]
+pub struct Launches(Vec<Launch>);
+
+impl Launches {
+    /// Encodes all of them into an open pass. It neither submits nor waits nor allocates.
+    pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>) {
+        self.0.iter().for_each(|launch| launch.encode(pass));
+    }
+
+    /// Number of dispatches.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// True if there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+impl FromIterator<Launch> for Launches {
+    fn from_iter<T: IntoIterator<Item = Launch>>(launches: T) -> Self {
+        Self(launches.into_iter().collect())
+    }
+}
+
+/// The grid of at least `invocations` invocations for the kernels that flatten it (`common/flat.wgsl`).
+///
+/// # Errors
+/// [`Error::Limit`] when the device dispatches fewer at once.
+pub(crate) fn flat_grid(invocations: u64, limits: &wgpu::Limits) -> Result<[u32; 3]> {
+    let most = u64::from(limits.max_compute_workgroups_per_dimension);
+    let workgroups = invocations.div_ceil(u64::from(FLAT_WORKGROUP));
+    let allowed = (most * most * u64::from(FLAT_WORKGROUP)).min(u64::from(u32::MAX));
+    if invocations > allowed {
+        return Err(Error::Limit {
+            what: "the invocations of a dispatch".into(),
+            needed: invocations,
+            allowed,
+            hint: "pass fewer tokens at once",
+        });
+    }
+    let rows = workgroups.div_ceil(most).max(1);
+    Ok([workgroups.div_ceil(rows) as u32, rows as u32, 1])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn grids_cover_and_stay_within_limits() {
+        let limits = wgpu::Limits::defaults();
+        for invocations in [0, 1, 64, 65, 64 * 65535, 64 * 65535 + 1, u64::from(u32::MAX)] {
+            let [x, y, z] = flat_grid(invocations, &limits).unwrap();
+            assert!(u64::from(x) * u64::from(y) * 64 >= invocations && z == 1);
+            assert!(x <= 65535 && y <= 65535);
+        }
+        assert!(flat_grid(1 << 32, &limits).is_err());
+    }
+}

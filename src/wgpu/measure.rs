@@ -1,0 +1,271 @@
+//! Timing of encoded work, by the clock of the GPU where it can be trusted.
+
+use std::time::{Duration, Instant};
+
+use super::launch::Launch;
+use super::{Kernels, Tensor, Timestamps, Variant, Wgpu, buffers, guard};
+use crate::plan::Elements;
+use crate::{Error, Result};
+
+/// Records work into a pass, like [`Launches::encode`](super::Launches::encode).
+pub type Encode<'a> = &'a dyn Fn(&mut wgpu::ComputePass<'_>);
+
+/// Most repeats of one measurement: a query set holds 4096 timestamps.
+const MOST_REPEATS: usize = 2048;
+
+/// How often to run what is timed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Repeats {
+    /// Runs before the first that counts.
+    pub warm_up: usize,
+    /// Runs that count, 1 to 2048.
+    pub timed: usize,
+}
+
+impl Default for Repeats {
+    fn default() -> Self {
+        Self { warm_up: 5, timed: 30 }
+    }
+}
+
+/// What a duration was measured with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Clock {
+    /// Timestamps that the GPU wrote at the beginning and the end of a pass.
+    Gpu,
+    /// The clock of the host, from before a submission until it was known to be done: includes what submitting costs.
+    Wall,
+}
+
+/// Durations of the runs of one measurement.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Timing {
+    /// What they were measured with.
+    pub clock: Clock,
+    /// The durations, shortest first; at least one.
+    pub sorted: Vec<Duration>,
+}
+
+impl Timing {
+    fn new(clock: Clock, mut durations: Vec<Duration>) -> Self {
+        durations.sort();
+        Self { clock, sorted: durations }
+    }
+
+    /// The middle duration.
+    pub fn median(&self) -> Duration {
+        self.sorted[self.sorted.len() / 2]
+    }
+
+    /// The median as a rate of `bytes` per run, in units of 10^9 bytes per second.
+    pub fn gigabytes_per_second(&self, bytes: u64) -> f64 {
+        bytes as f64 / self.median().as_secs_f64() / 1e9
+    }
+}
+
+/// Times `work`, one pass per run, in turns where there are several pieces: copies of a step over different memory
+/// show what it costs when caches do not help.
+///
+/// # Errors
+/// [`Error::Plan`] when there is no work or the repeats are out of range; [`Error::Gpu`] when encoding or submitting
+/// fails; [`Error::OutOfMemory`]; [`Error::DeviceLost`].
+pub async fn time(backend: &Wgpu, work: &[Encode<'_>], repeats: Repeats) -> Result<Timing> {
+    if work.is_empty() || repeats.timed == 0 || repeats.timed > MOST_REPEATS {
+        let reason = format!("{} pieces of work and {} repeats; both start at 1, repeats end at 2048", work.len(), {
+            repeats.timed
+        });
+        return Err(Error::Plan { what: "measurement", reason });
+    }
+    for run in 0..repeats.warm_up {
+        submit_one(backend, work[run % work.len()])?;
+    }
+    if backend.capabilities().timestamps != Timestamps::None
+        && let Some(timing) = time_on_gpu(backend, work, repeats.timed).await?
+    {
+        return Ok(timing);
+    }
+    let run = |run: usize| {
+        let start = Instant::now();
+        submit_one(backend, work[run % work.len()])?;
+        Ok(start.elapsed())
+    };
+    Ok(Timing::new(Clock::Wall, (0..repeats.timed).map(run).collect::<Result<_>>()?))
+}
+
+/// Submits one piece of work and waits for it.
+fn submit_one(backend: &Wgpu, work: Encode<'_>) -> Result<()> {
+    let submission = guard::submit(backend.device(), backend.queue(), "kvpack measurement", |encoder| {
+        work(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
+    })?;
+    guard::wait(backend.device(), submission)
+}
+
+/// All runs in one submission, or nothing where the timestamps make no sense.
+async fn time_on_gpu(backend: &Wgpu, work: &[Encode<'_>], repeats: usize) -> Result<Option<Timing>> {
+    let (device, queue) = (backend.device(), backend.queue());
+    let count = 2 * repeats as u32;
+    let bytes = u64::from(count) * 8;
+    let usage = wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC;
+    let resolved = buffers::create(device, "timestamps", bytes, usage).await?;
+    let start = Instant::now();
+    let submission = guard::submit(device, queue, "kvpack measurement", |encoder| {
+        let descriptor = wgpu::QuerySetDescriptor { label: Some("timestamps"), ty: wgpu::QueryType::Timestamp, count };
+        let queries = device.create_query_set(&descriptor);
+        for run in 0..repeats {
+            let writes = wgpu::ComputePassTimestampWrites {
+                query_set: &queries,
+                beginning_of_pass_write_index: Some(2 * run as u32),
+                end_of_pass_write_index: Some(2 * run as u32 + 1),
+            };
+            let descriptor = wgpu::ComputePassDescriptor { label: None, timestamp_writes: Some(writes) };
+            work[run % work.len()](&mut encoder.begin_compute_pass(&descriptor));
+        }
+        encoder.resolve_query_set(&queries, 0..count, &resolved, 0);
+    })?;
+    guard::wait(device, submission)?;
+    let wall = start.elapsed();
+    let bytes = buffers::read(device, queue, &resolved, 0, bytes).await?;
+    let stamps: Vec<u64> = bytes.chunks_exact(8).map(bytemuck::pod_read_unaligned).collect();
+    let durations = plausible_durations(&stamps, queue.get_timestamp_period(), wall);
+    Ok(durations.map(|durations| Timing::new(Clock::Gpu, durations)))
+}
+
+/// The durations between pairs of timestamps, unless one is not positive, time runs backwards, or together they exceed
+/// the time on the wall: some drivers write zeros, or the time at which a command was recorded.
+fn plausible_durations(stamps: &[u64], nanoseconds: f32, wall: Duration) -> Option<Vec<Duration>> {
+    let in_order = stamps.windows(2).all(|pair| pair[0] <= pair[1]);
+    let duration =
+        |pair: &[u64]| Duration::from_nanos((pair[1].wrapping_sub(pair[0]) as f64 * f64::from(nanoseconds)) as u64);
+    let durations: Vec<Duration> = stamps.chunks_exact(2).map(duration).collect();
+    let total: Duration = durations.iter().sum();
+    // Work that takes a thousandth of the time on the wall was not timed, it was recorded.
+    let plausible = in_order && !durations.contains(&Duration::ZERO) && total <= wall && total * 1000 >= wall;
+    plausible.then_some(durations)
+}
+
+/// The read bandwidth of a device.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ReadBandwidth {
+    /// The durations of reading `bytes`.
+    pub timing: Timing,
+    /// Bytes read by one run.
+    pub bytes: u64,
+}
+
+impl ReadBandwidth {
+    /// In units of 10^9 bytes per second.
+    pub fn gigabytes_per_second(&self) -> f64 {
+        self.timing.gigabytes_per_second(self.bytes)
+    }
+}
+
+/// Bytes that a workgroup of `read_bandwidth` reads.
+const BLOCK_BYTES: u64 = 16 * 256 * 16;
+
+/// Multiplier of the words to read: word i is i times this, so that no memory compresses them.
+const PATTERN: u32 = 0x9e37_79b1;
+
+/// Measures how fast the device reads, over two buffers in turns of `bytes` bytes each, rounded to what a binding
+/// holds in blocks of 64 KiB. They should be several times larger than the caches.
+///
+/// # Errors
+/// [`Error::OutOfMemory`], [`Error::DeviceLost`], and [`Error::Gpu`] when the sum of what was read is wrong.
+pub async fn read_bandwidth(backend: &Wgpu, bytes: u64, repeats: Repeats) -> Result<ReadBandwidth> {
+    let (device, queue) = (backend.device(), backend.queue());
+    let blocks = (bytes.min(backend.capabilities().limits.binding_bytes) / BLOCK_BYTES).max(1);
+    let bytes = blocks * BLOCK_BYTES;
+    let words: Vec<u32> = (0..(bytes / 4) as u32).map(|i| i.wrapping_mul(PATTERN)).collect();
+    let elements = Elements::F32(bytemuck::cast_slice(&words));
+    let inputs = [Tensor::upload(device, queue, elements).await?, Tensor::upload(device, queue, elements).await?];
+    let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
+    let sum = buffers::create_filled(device, "sum of a bandwidth measurement", &[0; 4], usage)?;
+    let launches = inputs
+        .iter()
+        .map(|input| bind_read_bandwidth(backend.kernels(), input, &sum, blocks))
+        .collect::<Result<Vec<_>>>()?;
+    check_sum(backend, &launches[0], &sum, &words).await?;
+    let work = launches.iter().map(|launch| move |pass: &mut wgpu::ComputePass<'_>| launch.encode(pass));
+    let work: Vec<_> = work.collect();
+    let work: Vec<Encode<'_>> = work.iter().map(|encode| encode as Encode<'_>).collect();
+    Ok(ReadBandwidth { timing: time(backend, &work, repeats).await?, bytes })
+}
+
+fn bind_read_bandwidth(kernels: &Kernels, input: &Tensor, sum: &wgpu::Buffer, blocks: u64) -> Result<Launch> {
+    let most = u64::from(kernels.device().limits().max_compute_workgroups_per_dimension);
+    let rows = blocks.div_ceil(most);
+    let buffers = [("words", input.binding()), ("sum", sum.as_entire_buffer_binding())];
+    Launch::new(kernels, &Variant::new("read_bandwidth"), &buffers, [blocks.div_ceil(rows) as u32, rows as u32, 1])
+}
+
+async fn check_sum(backend: &Wgpu, launch: &Launch, sum: &wgpu::Buffer, words: &[u32]) -> Result<()> {
+    submit_one(backend, &|pass| launch.encode(pass))?;
+    let read = buffers::read(backend.device(), backend.queue(), sum, 0, 4).await?;
+    let expected = words.iter().fold(0u32, |sum, &word| sum.wrapping_add(word));
+    match bytemuck::pod_read_unaligned::<u32>(&read) {
+        read if read == expected => Ok(()),
+        read => Err(Error::Gpu { message: format!("the device read a sum of {read:#x}, it is {expected:#x}") }),
+    }
+}
+
+/// A fixed amount of arithmetic, to see whether the clock of a GPU holds still during a measurement.
+///
+/// Some drivers lower the clock of a process that leaves gaps between its submissions, and memory-bound work gets
+/// slower with it. Time the guard before and after: a measurement between two readings that differ by more than a few
+/// percent is worthless.
+#[derive(Clone, Debug)]
+pub struct ComputeGuard(Launch);
+
+/// Workgroups of the guard.
+const GUARD_WORKGROUPS: u32 = 1024;
+
+impl ComputeGuard {
+    /// Compiles the kernel and makes its buffer.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] or [`Error::DeviceLost`].
+    pub fn new(backend: &Wgpu) -> Result<Self> {
+        let bytes = u64::from(GUARD_WORKGROUPS) * 128 * 4;
+        let results = buffers::create_now(backend.device(), "compute guard", bytes, wgpu::BufferUsages::STORAGE)?;
+        let buffers = [("results", results.as_entire_buffer_binding())];
+        let variant = Variant::new("compute_guard");
+        Launch::new(backend.kernels(), &variant, &buffers, [GUARD_WORKGROUPS, 1, 1]).map(Self)
+    }
+
+    /// Times it: the shorter, the faster the clock.
+    ///
+    /// # Errors
+    /// As [`time`].
+    pub async fn read(&self, backend: &Wgpu) -> Result<Timing> {
+        time(backend, &[&|pass: &mut wgpu::ComputePass<'_>| self.0.encode(pass)], Repeats { warm_up: 1, timed: 3 })
+            .await
+    }
+}
+
+/// Every variant that measurements ask for.
+pub(crate) fn variants() -> Vec<Variant> {
+    vec![Variant::new("read_bandwidth"), Variant::new("compute_guard")]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn timestamps_that_make_no_sense_are_refused() {
+        let wall = Duration::from_micros(100);
+        let durations = |stamps: &[u64]| plausible_durations(stamps, 1.0, wall);
+        let nanos = |n: &[u64]| Some(n.iter().map(|&n| Duration::from_nanos(n)).collect::<Vec<_>>());
+        assert_eq!(durations(&[1000, 3000, 3000, 9000]), nanos(&[2000, 6000]));
+        assert_eq!(durations(&[0, 0, 0, 0]), None);
+        assert_eq!(durations(&[9000, 3000]), None);
+        assert_eq!(durations(&[0, 200_000]), None, "longer than the time on the wall");
+        assert_eq!(durations(&[0, 10]), None, "the time at which commands were recorded");
+    }
+
+    #[test]
+    fn the_median_is_a_rate() {
+        let timing = Timing::new(Clock::Wall, [3, 1, 2].map(Duration::from_secs).to_vec());
+        assert_eq!(timing.median(), Duration::from_secs(2));
+        assert_eq!(timing.gigabytes_per_second(4_000_000_000), 2.0);
+    }
+}

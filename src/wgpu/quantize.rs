@@ -1,0 +1,200 @@
+//! Kernel `quantize`, and the kernels `ranges_span` and `ranges_tile` that make the ranges it needs.
+
+use super::launch::{Launch, Launches, flat_grid};
+use super::tile_call::{self, ShardPlaces, TileCall};
+use super::{ElementBinding, Kernels, Store, StorePart, Tensor, Variant};
+use crate::backend::SpanWrite;
+use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TensorFormat};
+use crate::plan::{ElementType, Page, RowLayout, TokenRange};
+use crate::{Error, Result};
+
+/// Tokens of one channel that one invocation of `ranges_span_extremes` reads.
+const CHUNK: usize = 64;
+
+/// Writes tokens of dense keys and values into pages as one span: decided, but for the buffers.
+///
+/// The dispatches: three of `ranges_span` for each of keys and values that has span ranges, then for every shard that
+/// the span touches `ranges_tile` where there are tile ranges, and `quantize`.
+#[derive(Clone, Debug)]
+pub struct QuantizePlan {
+    shape: AttentionShape,
+    format: SegmentFormat,
+    rows: RowLayout,
+    tokens: TokenRange,
+    pages: Vec<Page>,
+    range_slot: usize,
+}
+
+impl QuantizePlan {
+    /// Plans `write` for a store of this shape and format.
+    ///
+    /// # Errors
+    /// [`Error::Format`] when the format does not fit the shape; [`Error::Plan`] when there are more or fewer pages
+    /// than the tokens need, or the tokens lie beyond the rows.
+    pub fn new(shape: &AttentionShape, format: &SegmentFormat, write: &SpanWrite<'_>) -> Result<Self> {
+        format.check(shape)?;
+        tile_call::check_span("quantize", write.tokens.len(), write.pages)?;
+        if write.tokens.end() > write.rows.tokens {
+            let reason = format!("tokens up to {} of tensors with {} tokens", write.tokens.end(), write.rows.tokens);
+            return Err(Error::Plan { what: "quantize", reason });
+        }
+        Ok(Self {
+            shape: *shape,
+            format: *format,
+            rows: write.rows,
+            tokens: write.tokens,
+            pages: write.pages.to_vec(),
+            range_slot: write.range_slot,
+        })
+    }
+
+    /// The kernel variants for keys and values of these types, for [`Kernels::prepare`].
+    pub fn variants(&self, keys: ElementType, values: ElementType) -> Vec<Variant> {
+        let of = |which, element_type| variants_of(self.format.tensor(which), which, element_type);
+        [of(KeyOrValue::Key, keys), of(KeyOrValue::Value, values)].concat()
+    }
+
+    /// Binds the store and the tensors to read.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when the store is not of the planned shape and format, or lacks a page or the range slot;
+    /// [`Error::Elements`] when a tensor is shorter than its rows; [`Error::Limit`] when it is too large for a binding.
+    pub fn bind(&self, kernels: &Kernels, store: &Store, keys: &Tensor, values: &Tensor) -> Result<Launches> {
+        store.check_planned("quantize", &self.shape, &self.format)?;
+        store.check_pages("quantize", &self.pages)?;
+        store.check_slot("quantize", self.range_slot)?;
+        self.rows.check("keys", keys.elements(), &self.shape)?;
+        self.rows.check("values", values.elements(), &self.shape)?;
+        let keys = self.bind_tensor(kernels, store, keys, KeyOrValue::Key)?;
+        let values = self.bind_tensor(kernels, store, values, KeyOrValue::Value)?;
+        Ok(keys.into_iter().chain(values).collect())
+    }
+
+    fn bind_tensor(&self, kernels: &Kernels, store: &Store, tensor: &Tensor, which: KeyOrValue) -> Result<Vec<Launch>> {
+        let rows = tensor.element_binding(&kernels.device().limits())?;
+        let call = TileCall {
+            first_element: rows.first_element,
+            first_token: self.tokens.start() as u32,
+            tokens: self.tokens.len() as u32,
+            range_slot: self.range_slot as u32,
+            ..TileCall::new(&self.shape, self.format.tensor(which), which).with_rows(&self.rows, &self.shape)?
+        };
+        let source = Source { kernels, store, which, element_type: tensor.element_type(), rows, call };
+        let mut launches = source.span_ranges()?;
+        for shard in tile_call::places_by_shard(&self.pages) {
+            launches.extend(source.tile_ranges(&shard)?);
+            launches.push(source.quantize(&shard)?);
+        }
+        Ok(launches)
+    }
+}
+
+/// Keys or values on their way into a store.
+struct Source<'a> {
+    kernels: &'a Kernels,
+    store: &'a Store,
+    which: KeyOrValue,
+    element_type: ElementType,
+    rows: ElementBinding<'a>,
+    call: TileCall,
+}
+
+impl Source<'_> {
+    fn span_ranges(&self) -> Result<Vec<Launch>> {
+        if !self.format().has_span_ranges() {
+            return Ok(Vec::new());
+        }
+        let channels = u64::from(self.call.kv_heads * self.call.head_dim);
+        let chunks = u64::from(self.call.tokens).div_ceil(CHUNK as u64) * channels;
+        let call = TileCall { total: u32::try_from(chunks).unwrap_or(u32::MAX), ..self.call };
+        let call = call.upload(self.kernels.device(), &[])?;
+        let buffers = [
+            ("call", call.as_entire_buffer_binding()),
+            ("rows", self.rows.buffer.clone()),
+            ("ranges", self.store.span_ranges_binding(self.which)?),
+        ];
+        let variants = ranges_span(self.format(), self.element_type);
+        let sizes = [channels, chunks, channels];
+        variants.iter().zip(sizes).map(|(variant, size)| self.launch(variant, &buffers, size)).collect()
+    }
+
+    fn tile_ranges(&self, shard: &ShardPlaces) -> Result<Option<Launch>> {
+        let Some(variant) = ranges_tile(self.format(), self.element_type) else { return Ok(None) };
+        let (call, total) = self.upload_call(shard, self.call.ranges_per_tile)?;
+        let buffers = [
+            ("call", call.as_entire_buffer_binding()),
+            ("rows", self.rows.buffer.clone()),
+            ("ranges", self.store.shard_binding(shard.shard, StorePart::ranges(self.which))?),
+        ];
+        self.launch(&variant, &buffers, total).map(Some)
+    }
+
+    fn quantize(&self, shard: &ShardPlaces) -> Result<Launch> {
+        let (call, total) = self.upload_call(shard, self.call.tile_words)?;
+        let mut buffers = vec![
+            ("call", call.as_entire_buffer_binding()),
+            ("rows", self.rows.buffer.clone()),
+            ("tiles", self.store.shard_binding(shard.shard, StorePart::tiles(self.which))?),
+        ];
+        buffers.extend(self.store.ranges_binding(shard.shard, self.which)?.map(|ranges| ("ranges", ranges)));
+        self.launch(&quantize(self.format(), self.which, self.element_type), &buffers, total)
+    }
+
+    /// The arguments of a kernel that gives every tile of a shard `per_tile` invocations, and their number.
+    fn upload_call(&self, shard: &ShardPlaces, per_tile: u32) -> Result<(wgpu::Buffer, u64)> {
+        let total = shard.places.len() as u64 * u64::from(self.call.kv_heads) * u64::from(per_tile);
+        let call = TileCall { total: u32::try_from(total).unwrap_or(u32::MAX), ..self.call };
+        Ok((call.upload(self.kernels.device(), &shard.places)?, total))
+    }
+
+    fn launch(&self, variant: &Variant, buffers: &[(&str, wgpu::BufferBinding<'_>)], size: u64) -> Result<Launch> {
+        let grid = flat_grid(size, &self.kernels.device().limits())?;
+        Launch::new(self.kernels, variant, buffers, grid)
+    }
+
+    fn format(&self) -> &TensorFormat {
+        self.store.format().tensor(self.which)
+    }
+}
+
+fn quantize(format: &TensorFormat, which: KeyOrValue, element_type: ElementType) -> Variant {
+    let variant = tile_call::with_layout(Variant::new("quantize"), format.element_bits(), which);
+    tile_call::with_rows(tile_call::with_fields(variant, format), element_type)
+}
+
+fn ranges_tile(format: &TensorFormat, element_type: ElementType) -> Option<Variant> {
+    let affine = format.affine().filter(|_| !format.has_span_ranges())?;
+    let variant = Variant::new("ranges_tile")
+        .constant("BITS", affine.bits.count() as usize)
+        .constant("GROUPING", tile_call::grouping_constant(affine.grouping));
+    Some(tile_call::with_rows(variant, element_type))
+}
+
+/// The three entry points in the order in which they run.
+fn ranges_span(format: &TensorFormat, element_type: ElementType) -> [Variant; 3] {
+    ["ranges_span_clear", "ranges_span_extremes", "ranges_span"].map(|entry| {
+        let variant = Variant::new("ranges_span").entry(entry).constant("BITS", format.element_bits());
+        tile_call::with_rows(variant.constant("CHUNK", CHUNK), element_type)
+    })
+}
+
+fn variants_of(format: &TensorFormat, which: KeyOrValue, element_type: ElementType) -> Vec<Variant> {
+    let mut variants = Vec::new();
+    if format.has_span_ranges() {
+        variants.extend(ranges_span(format, element_type));
+    }
+    variants.extend(ranges_tile(format, element_type));
+    variants.push(quantize(format, which, element_type));
+    variants
+}
+
+/// Every variant that a plan can ask for.
+pub(crate) fn variants() -> Vec<Variant> {
+    let formats = tile_call::distinct_formats();
+    let of = |format: &TensorFormat| {
+        let each = [KeyOrValue::Key, KeyOrValue::Value];
+        let types = [ElementType::F32, ElementType::F16];
+        each.map(|which| types.map(|element_type| variants_of(format, which, element_type)).concat()).concat()
+    };
+    formats.iter().flat_map(of).collect()
+}

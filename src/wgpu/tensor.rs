@@ -1,0 +1,243 @@
+//! Dense tensors on the device.
+
+use half::f16;
+
+use super::buffers;
+use super::guard::{self, Request};
+use crate::plan::{ElementType, Elements};
+use crate::{Error, Result};
+
+/// Bytes of one transfer between host and device.
+const CHUNK_BYTES: u64 = 64 << 20;
+
+/// A dense array of f32 or f16 elements in a storage buffer: kvpack's own, or part of a buffer of an engine.
+///
+/// ```no_run
+/// # fn example(projected_keys: wgpu::Buffer) -> kvpack::Result<()> {
+/// use kvpack::plan::ElementType;
+/// use kvpack::wgpu::Tensor;
+/// // 512 tokens of 8 KV heads of 128 channels, 1024 bytes into a buffer of the engine.
+/// let keys = Tensor::from_buffer(projected_keys, 1024, 512 * 8 * 128, ElementType::F16)?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Tensor {
+    buffer: wgpu::Buffer,
+    offset: u64,
+    elements: usize,
+    element_type: ElementType,
+}
+
+/// A tensor as kernels bind it that read single elements: the binding begins at a multiple of the device's alignment,
+/// at or before the tensor.
+#[derive(Clone, Debug)]
+pub struct ElementBinding<'a> {
+    /// The part of the buffer to bind.
+    pub buffer: wgpu::BufferBinding<'a>,
+    /// Index of the tensor's first element within it.
+    pub first_element: u32,
+}
+
+impl Tensor {
+    /// The `elements` elements from byte `offset` of `buffer` on, which stays the caller's to fill.
+    ///
+    /// # Errors
+    /// [`Error::Buffer`] when the buffer lacks the usage `STORAGE`, the offset is no multiple of the element size, or
+    /// the elements, rounded up to whole 32-bit words, do not lie within the buffer.
+    pub fn from_buffer(buffer: wgpu::Buffer, offset: u64, elements: usize, element_type: ElementType) -> Result<Self> {
+        let reject = |reason: String| Err(Error::Buffer { what: "a tensor", reason });
+        if !buffer.usage().contains(wgpu::BufferUsages::STORAGE) {
+            return reject(format!("it has the usages {:?}, STORAGE is needed", buffer.usage()));
+        }
+        let size = element_type.bytes() as u64;
+        if !offset.is_multiple_of(size) {
+            return reject(format!("offset {offset} is no multiple of the {size} bytes of an element"));
+        }
+        let end = (elements as u64).checked_mul(size).and_then(|bytes| bytes.checked_add(offset));
+        match end.and_then(|end| end.checked_next_multiple_of(4)) {
+            Some(end) if elements > 0 && end <= buffer.size() => Ok(Self { buffer, offset, elements, element_type }),
+            _ => reject(format!(
+                "{elements} elements of {size} bytes at offset {offset}, in whole 32-bit words, of {} bytes; at least \
+                 one element is needed, and all must lie within the buffer",
+                buffer.size()
+            )),
+        }
+    }
+
+    /// A tensor of zeros.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`].
+    pub fn zeroed(device: &wgpu::Device, elements: usize, element_type: ElementType) -> Result<Self> {
+        let size = padded_bytes(device, elements, element_type)?;
+        let buffer = buffers::create_now(device, "tensor", size, usages())?;
+        Ok(Self { buffer, offset: 0, elements, element_type })
+    }
+
+    /// Copies elements to a new tensor.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`].
+    pub async fn upload(device: &wgpu::Device, queue: &wgpu::Queue, elements: Elements<'_>) -> Result<Self> {
+        let element_type = elements.element_type();
+        let size = padded_bytes(device, elements.len(), element_type)?;
+        let buffer = buffers::create(device, "tensor", size, usages()).await?;
+        let bytes: &[u8] = match elements {
+            Elements::F32(x) => bytemuck::cast_slice(x),
+            Elements::F16(x) => bytemuck::cast_slice(x),
+        };
+        for (i, chunk) in bytes.chunks(CHUNK_BYTES as usize).enumerate() {
+            let words = chunk.len() / 4 * 4;
+            let offset = i as u64 * CHUNK_BYTES;
+            let request = Request { what: "staging of an upload", bytes: chunk.len() as u64 };
+            let write = || {
+                queue.write_buffer(&buffer, offset, &chunk[..words]);
+                if let [low, high] = chunk[words..] {
+                    queue.write_buffer(&buffer, offset + words as u64, &[low, high, 0, 0]);
+                }
+                // Staging memory is given back once a submission used it.
+                queue.submit([]);
+            };
+            guard::captured(device, request, write).await?;
+        }
+        Ok(Self { buffer, offset: 0, elements: elements.len(), element_type })
+    }
+
+    /// Copies the elements to the host as f32 once all submitted work is done.
+    ///
+    /// # Errors
+    /// [`Error::Buffer`] when the buffer lacks the usage `COPY_SRC`; [`Error::OutOfMemory`]; [`Error::DeviceLost`].
+    pub async fn download(&self, device: &wgpu::Device, queue: &wgpu::Queue) -> Result<Vec<f32>> {
+        if !self.buffer.usage().contains(wgpu::BufferUsages::COPY_SRC) {
+            return Err(Error::Buffer {
+                what: "a download",
+                reason: format!("it has the usages {:?}, COPY_SRC is needed", self.buffer.usage()),
+            });
+        }
+        let mut elements = Vec::with_capacity(self.elements);
+        let (start, end) = (self.offset / 4 * 4, self.end().next_multiple_of(4));
+        for at in (start..end).step_by(CHUNK_BYTES as usize) {
+            let bytes = buffers::read(device, queue, &self.buffer, at, CHUNK_BYTES.min(end - at)).await?;
+            match self.element_type {
+                ElementType::F32 => elements.extend(bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned::<f32>)),
+                ElementType::F16 => {
+                    elements.extend(bytes.chunks_exact(2).map(|x| bytemuck::pod_read_unaligned::<f16>(x).to_f32()));
+                }
+            }
+        }
+        // An f16 tensor may begin and end in the middle of a word.
+        elements.drain(..(self.offset - start) as usize / self.element_type.bytes());
+        elements.truncate(self.elements);
+        Ok(elements)
+    }
+
+    /// `elements` of the elements, from `first` on, as a tensor of the same buffer.
+    ///
+    /// # Errors
+    /// [`Error::Buffer`] when they do not lie within the tensor.
+    pub fn slice(&self, first: usize, elements: usize) -> Result<Self> {
+        if elements == 0 || first.checked_add(elements).is_none_or(|end| end > self.elements) {
+            let reason = format!("elements {first} .. {first} + {elements} of {}", self.elements);
+            return Err(Error::Buffer { what: "part of a tensor", reason });
+        }
+        let offset = self.offset + (first * self.element_type.bytes()) as u64;
+        Ok(Self { buffer: self.buffer.clone(), offset, elements, element_type: self.element_type })
+    }
+
+    /// Number of elements.
+    pub const fn elements(&self) -> usize {
+        self.elements
+    }
+
+    /// Type of the elements.
+    pub const fn element_type(&self) -> ElementType {
+        self.element_type
+    }
+
+    /// The buffer.
+    pub const fn buffer(&self) -> &wgpu::Buffer {
+        &self.buffer
+    }
+
+    /// Bytes before the first element in the buffer.
+    pub const fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// The tensor as kernels bind it that read several elements at a time, from its first element on. The device's
+    /// alignment of storage bindings must divide the offset.
+    pub fn binding(&self) -> wgpu::BufferBinding<'_> {
+        let size = wgpu::BufferSize::new(self.end().next_multiple_of(4) - self.offset);
+        wgpu::BufferBinding { buffer: &self.buffer, offset: self.offset, size }
+    }
+
+    /// Checks that [`Tensor::binding`] is one on a device with these limits.
+    ///
+    /// # Errors
+    /// [`Error::Buffer`] when the offset is not aligned, [`Error::Limit`] when the tensor is larger than a binding.
+    pub fn check_aligned(&self, what: &'static str, limits: &wgpu::Limits) -> Result<()> {
+        check_tensor_bytes(self.end().next_multiple_of(4) - self.offset, limits)?;
+        let alignment = alignment(limits);
+        if self.offset.is_multiple_of(alignment) {
+            return Ok(());
+        }
+        let reason = format!("it begins at byte {} of its buffer, a multiple of {alignment} is needed", self.offset);
+        Err(Error::Buffer { what, reason })
+    }
+
+    /// The tensor as kernels bind it that read single elements, at any offset.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when the tensor is larger than a binding may be, or has more elements than a 32-bit index
+    /// counts.
+    pub fn element_binding(&self, limits: &wgpu::Limits) -> Result<ElementBinding<'_>> {
+        let start = self.offset / alignment(limits) * alignment(limits);
+        let size = self.end().next_multiple_of(4) - start;
+        let first_element = (self.offset - start) / self.element_type.bytes() as u64;
+        check_tensor_bytes(size, limits)?;
+        check_indices(first_element + self.elements as u64)?;
+        Ok(ElementBinding {
+            buffer: wgpu::BufferBinding { buffer: &self.buffer, offset: start, size: wgpu::BufferSize::new(size) },
+            first_element: first_element as u32,
+        })
+    }
+
+    fn end(&self) -> u64 {
+        self.offset + self.elements as u64 * self.element_type.bytes() as u64
+    }
+}
+
+fn usages() -> wgpu::BufferUsages {
+    wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST
+}
+
+fn alignment(limits: &wgpu::Limits) -> u64 {
+    u64::from(limits.min_storage_buffer_offset_alignment.max(4))
+}
+
+/// Bytes of a tensor of its own, whole words and at least one.
+fn padded_bytes(device: &wgpu::Device, elements: usize, element_type: ElementType) -> Result<u64> {
+    let bytes = (elements as u64).saturating_mul(element_type.bytes() as u64);
+    check_tensor_bytes(bytes, &device.limits())?;
+    check_indices(elements as u64)?;
+    Ok(bytes.next_multiple_of(4).max(4))
+}
+
+fn check_tensor_bytes(bytes: u64, limits: &wgpu::Limits) -> Result<()> {
+    let allowed = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
+    if bytes <= allowed {
+        return Ok(());
+    }
+    let hint = "pass fewer tokens at once, or f16 instead of f32";
+    Err(Error::Limit { what: "a tensor in bytes".into(), needed: bytes, allowed, hint })
+}
+
+fn check_indices(elements: u64) -> Result<()> {
+    let allowed = u64::from(u32::MAX);
+    if elements <= allowed {
+        return Ok(());
+    }
+    let hint = "pass fewer tokens at once";
+    Err(Error::Limit { what: "the elements of a tensor".into(), needed: elements, allowed, hint })
+}

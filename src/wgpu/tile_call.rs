@@ -1,0 +1,187 @@
+//! What the kernels that move rows into tiles and back have in common: their arguments.
+
+use std::collections::BTreeMap;
+
+use super::buffers;
+use super::shader::Variant;
+use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, KeyOrValue, TensorFormat, TileLayout};
+use crate::plan::{ElementType, Page, RowLayout};
+use crate::{Error, Result, TILE_TOKENS};
+
+/// The head of the arguments; the places follow it. The layout is that of `common/call.wgsl`.
+#[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub(crate) struct TileCall {
+    /// Index of the dense tensor's first element within its binding.
+    pub first_element: u32,
+    pub token_stride: u32,
+    pub head_stride: u32,
+    /// First token of the span in the dense tensor.
+    pub first_token: u32,
+    /// Tokens of the span.
+    pub tokens: u32,
+    pub kv_heads: u32,
+    pub head_dim: u32,
+    pub range_slot: u32,
+    pub tile_words: u32,
+    /// Words of one load of a tile.
+    pub vector: u32,
+    /// Tokens or channels of a range.
+    pub group: u32,
+    pub ranges_per_tile: u32,
+    /// Invocations that have work.
+    pub total: u32,
+    pub shrink: f32,
+    /// 0, where the compiler cannot know it.
+    pub zero: u32,
+    pub places: u32,
+}
+
+/// Where tokens lie: the layout is that of `common/call.wgsl`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub(crate) struct Place {
+    /// First token, counted from the first of the span.
+    pub token: u32,
+    /// The page within its shard.
+    pub page: u32,
+    /// Slot of the token in the page, for single tokens.
+    pub slot: u32,
+}
+
+/// The places of one shard: what one dispatch can reach.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ShardPlaces {
+    pub shard: u32,
+    pub places: Vec<Place>,
+}
+
+/// The pages of a span by shard, in the order of the shards.
+pub(crate) fn places_by_shard(pages: &[Page]) -> Vec<ShardPlaces> {
+    let mut by_shard: BTreeMap<u32, Vec<Place>> = BTreeMap::new();
+    for (tile, page) in pages.iter().enumerate() {
+        let place = Place { token: (tile * TILE_TOKENS) as u32, page: page.index, slot: 0 };
+        by_shard.entry(page.shard).or_default().push(place);
+    }
+    by_shard.into_iter().map(|(shard, places)| ShardPlaces { shard, places }).collect()
+}
+
+/// Checks that a span has tokens, few enough to count, and exactly the pages they need.
+pub(crate) fn check_span(what: &'static str, tokens: usize, pages: &[Page]) -> Result<()> {
+    if tokens == 0 {
+        return Err(Error::NoTokens { what, hint: "pass at least one token" });
+    }
+    let needed = tokens.div_ceil(TILE_TOKENS);
+    if pages.len() != needed {
+        let reason = format!("{tokens} tokens lie in {needed} pages, {} were given", pages.len());
+        return Err(Error::Plan { what, reason });
+    }
+    Ok(())
+}
+
+impl TileCall {
+    /// The arguments that follow from the shape and the format alone.
+    pub fn new(shape: &AttentionShape, format: &TensorFormat, which: KeyOrValue) -> Self {
+        let layout = TileLayout::new(format, shape.head_dim());
+        let (tile_words, vector) = match which {
+            KeyOrValue::Key => (layout.key_tile_words(), layout.key_vector()),
+            KeyOrValue::Value => (layout.value_tile_words(), 4),
+        };
+        let group = match format.affine().map(|affine| affine.grouping) {
+            Some(Grouping::ChannelTokens(count) | Grouping::TokenChannels(count)) => count,
+            Some(Grouping::Token) => shape.head_dim(),
+            Some(Grouping::Channel) | None => 1,
+        };
+        Self {
+            first_element: 0,
+            token_stride: 0,
+            head_stride: 0,
+            first_token: 0,
+            tokens: 0,
+            kv_heads: shape.kv_heads() as u32,
+            head_dim: shape.head_dim() as u32,
+            range_slot: 0,
+            tile_words: tile_words as u32,
+            vector: vector as u32,
+            group: group as u32,
+            ranges_per_tile: format.ranges_per_tile(shape.head_dim()) as u32,
+            total: 0,
+            shrink: format.affine().map_or(1.0, |affine| affine.shrink),
+            zero: 0,
+            places: 0,
+        }
+    }
+
+    /// With the rows of the dense tensor, whose elements begin at `first_element` of its binding.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when a row lies beyond what a 32-bit index reaches.
+    pub fn with_rows(self, rows: &RowLayout, shape: &AttentionShape) -> Result<Self> {
+        let reach = rows.elements_needed(shape).max(rows.token_stride).max(rows.head_stride) as u64;
+        if reach > u64::from(u32::MAX) {
+            return Err(Error::Limit {
+                what: "the elements of a tensor".into(),
+                needed: reach,
+                allowed: u32::MAX.into(),
+                hint: "pass fewer tokens at once",
+            });
+        }
+        Ok(Self { token_stride: rows.token_stride as u32, head_stride: rows.head_stride as u32, ..self })
+    }
+
+    /// A buffer of these arguments and places.
+    pub fn upload(self, device: &wgpu::Device, places: &[Place]) -> Result<wgpu::Buffer> {
+        let call = Self { places: places.len() as u32, ..self };
+        let mut bytes = bytemuck::bytes_of(&call).to_vec();
+        bytes.extend_from_slice(bytemuck::cast_slice(places));
+        if places.is_empty() {
+            // A runtime-sized array of a binding has at least one element.
+            bytes.extend_from_slice(&[0; size_of::<Place>()]);
+        }
+        buffers::create_filled(device, "arguments", &bytes, wgpu::BufferUsages::STORAGE)
+    }
+}
+
+/// Chooses the code width, and keys or values.
+pub(crate) fn with_layout(variant: Variant, bits: usize, which: KeyOrValue) -> Variant {
+    variant.constant("BITS", bits).constant("KEYS", usize::from(which == KeyOrValue::Key))
+}
+
+/// Chooses the type of the dense tensor's elements.
+pub(crate) fn with_rows(variant: Variant, element_type: ElementType) -> Variant {
+    variant.import(
+        "rows",
+        match element_type {
+            ElementType::F32 => "common/rows_f32.wgsl",
+            ElementType::F16 => "common/rows_f16.wgsl",
+        },
+    )
+}
+
+/// Chooses what the fields of tiles are, and where their ranges lie.
+pub(crate) fn with_fields(variant: Variant, format: &TensorFormat) -> Variant {
+    match format.affine().map(|affine| affine.grouping) {
+        None => variant.import("field", "common/field_f16.wgsl"),
+        Some(Grouping::Channel) => variant,
+        Some(grouping) => {
+            variant.import("ranges", "common/ranges_of_tile.wgsl").constant("GROUPING", grouping_constant(grouping))
+        }
+    }
+}
+
+/// `GROUPING` of `common/grouping.wgsl`.
+pub(crate) fn grouping_constant(grouping: Grouping) -> usize {
+    match grouping {
+        Grouping::Channel => 0,
+        Grouping::ChannelTokens(_) => 1,
+        Grouping::Token => 2,
+        Grouping::TokenChannels(_) => 3,
+    }
+}
+
+/// One format of each that the shaders tell apart, for tests of all variants.
+pub(crate) fn distinct_formats() -> Vec<TensorFormat> {
+    let groupings = [Grouping::Channel, Grouping::ChannelTokens(32), Grouping::Token, Grouping::TokenChannels(16)];
+    let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));
+    std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine)).collect()
+}
