@@ -50,7 +50,18 @@ fn bench_prints_checked_rows() {
 
 #[test]
 fn bench_takes_a_dump() {
-    let bench = json(&["bench", "--backend", "cpu", "--quick", "--format", "4-bit per channel", "--footprint", "1", "--json", DUMP]);
+    let bench = json(&[
+        "bench",
+        "--backend",
+        "cpu",
+        "--quick",
+        "--format",
+        "4-bit per channel",
+        "--footprint",
+        "1",
+        "--json",
+        DUMP,
+    ]);
     assert_eq!(bench["shapes"][0]["shape"], "smollm2_kv layer 15");
     assert_eq!(bench["shapes"][0]["rows"].as_array().map(Vec::len), Some(2));
 }

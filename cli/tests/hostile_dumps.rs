@@ -132,8 +132,16 @@ fn names_and_missing_tensors() {
 
 #[test]
 fn shapes_that_do_not_fit() {
-    is_refused("value-shape", &with(|e| e[1] = halves("layer3.value", [2, 8, 64])), &["layer3.value", "[2, 8, 64]", "[2, 9, 64]"]);
-    is_refused("query-dim", &with(|e| e[3] = halves("layer3.query_decode", [4, 1, 80])), &["layer3.query_decode", "64 channels"]);
+    is_refused(
+        "value-shape",
+        &with(|e| e[1] = halves("layer3.value", [2, 8, 64])),
+        &["layer3.value", "[2, 8, 64]", "[2, 9, 64]"],
+    );
+    is_refused(
+        "query-dim",
+        &with(|e| e[3] = halves("layer3.query_decode", [4, 1, 80])),
+        &["layer3.query_decode", "64 channels"],
+    );
     is_refused("query-heads", &with(|e| e[3] = halves("layer3.query_decode", [2, 1, 64])), &["4 query heads"]);
     is_refused("too-many-queries", &with(|e| e[2] = halves("layer3.query_prompt", [4, 10, 64])), &["at most 9"]);
     let groups = with(|e| {

@@ -47,6 +47,7 @@ pub fn run(args: &EvalArgs) -> Result<Outcome> {
     leave_something_to_pack(&dump, args.kept)?;
     match args.backend.open()? {
         Chosen::Cpu(backend) => eval(args, &backend, &dump),
+        Chosen::Wgpu(backend) => eval(args, &backend, &dump),
     }
 }
 
