@@ -1,6 +1,6 @@
 //! Evaluates the formats on one layer.
 
-use kvpack::cpu::{CalibrationSample, DenseSegment, exact_attention};
+use kvpack::cpu::{CalibrationResult, CalibrationSample, DenseSegment, exact_attention};
 use kvpack::format::{Calibration, SegmentFormat};
 use kvpack::plan::{RowLayout, TokenRange};
 use kvpack::{Backend, Result};
@@ -79,12 +79,37 @@ async fn error<B: Backend>(
     Ok(set.error_of(&stored.attend(backend, &set.queries, calibration).await?))
 }
 
-/// What a calibration must leave of the mean square error on the queries of the search: a smaller gain is chance, and
-/// need not hold for other queries.
+/// What a calibration must leave of the mean square error: a smaller gain is chance, and need not hold for other
+/// queries.
 const WORTHWHILE: f64 = 0.98;
 
-/// The best calibration of the grid for some queries, the identity unless another is clearly better.
+/// The calibration of the grid with the least error over some queries, among those that are worth while for the first
+/// half of the queries and for the second; the identity if there is none.
 fn search(layer: &Layer, format: SegmentFormat, kept: KeptInF16, queries: &[VisibleQuery<'_>]) -> Result<Calibration> {
+    let halves = queries.split_at(queries.len().div_ceil(2));
+    let first = search_on(layer, format, kept, halves.0)?;
+    if halves.1.is_empty() {
+        return Ok(first.best);
+    }
+    let second = search_on(layer, format, kept, halves.1)?;
+    let gain = |result: &CalibrationResult, error: f64| error / result.identity_error();
+    let mut best = (1.0, Calibration::IDENTITY);
+    for (&(candidate, in_first), &(_, in_second)) in first.errors.iter().zip(&second.errors) {
+        let (in_first, in_second) = (gain(&first, in_first), gain(&second, in_second));
+        let both = (in_first + in_second) / 2.0;
+        if in_first.max(in_second) <= WORTHWHILE && both < best.0 {
+            best = (both, candidate);
+        }
+    }
+    Ok(best.1)
+}
+
+fn search_on(
+    layer: &Layer,
+    format: SegmentFormat,
+    kept: KeptInF16,
+    queries: &[VisibleQuery<'_>],
+) -> Result<CalibrationResult> {
     let queries: Vec<f32> = queries.iter().flat_map(|query| query.query).copied().collect();
     let sample = CalibrationSample {
         shape: layer.shape,
@@ -94,9 +119,7 @@ fn search(layer: &Layer, format: SegmentFormat, kept: KeptInF16, queries: &[Visi
         packed: TokenRange::new(kept.first, layer.tokens - kept.last)?,
         queries: queries.as_slice().into(),
     };
-    let found = Calibration::search(&sample, format)?;
-    let worthwhile = found.best_error() <= WORTHWHILE * found.identity_error();
-    Ok(if worthwhile { found.best } else { Calibration::IDENTITY })
+    Calibration::search(&sample, format)
 }
 
 /// Queries for the search and queries for the errors.
