@@ -1,6 +1,5 @@
-//! The GPU adapters of this machine, and which one to use.
+//! What there is to say about a GPU adapter.
 
-use anyhow::{Result, bail};
 use serde::Serialize;
 
 /// What `kvpack list` shows of one adapter.
@@ -54,67 +53,6 @@ pub struct KernelLimits {
     pub workgroup_invocations: u32,
     /// Workgroups of a dispatch along one axis.
     pub dispatch_workgroups: u32,
-}
-
-/// All adapters that `WGPU_BACKEND` admits, best first: hardware before software, native interfaces before OpenGL.
-///
-/// # Errors
-/// When `WGPU_BACKEND` names no interface.
-pub fn all() -> Result<Vec<wgpu::Adapter>> {
-    let backends = wgpu::Backends::from_env().unwrap_or(wgpu::Backends::all());
-    if backends.is_empty() {
-        let given = std::env::var("WGPU_BACKEND").unwrap_or_default();
-        bail!(
-            "WGPU_BACKEND is '{given}', which names no graphics interface; use vulkan, metal, dx12 or gl, or unset it"
-        );
-    }
-    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
-    let mut adapters = pollster::block_on(instance.enumerate_adapters(backends));
-    adapters.sort_by_key(|adapter| rank(&adapter.get_info()));
-    Ok(adapters)
-}
-
-/// The adapter to use: the first whose name contains `wanted`, or `WGPU_ADAPTER_NAME` where nothing is wanted, or the
-/// best one where that is not set either. `None` where the machine has no adapter and none was named.
-///
-/// # Errors
-/// When an adapter was named that is not there; the message lists those that are.
-pub fn choose(wanted: Option<&str>) -> Result<Option<wgpu::Adapter>> {
-    let from_environment = std::env::var("WGPU_ADAPTER_NAME").ok().filter(|name| !name.trim().is_empty());
-    let (source, wanted) = match wanted {
-        Some(name) => ("--adapter", Some(name.to_owned())),
-        None => ("WGPU_ADAPTER_NAME", from_environment),
-    };
-    let mut adapters = all()?;
-    let Some(wanted) = wanted else {
-        return Ok(if adapters.is_empty() { None } else { Some(adapters.remove(0)) });
-    };
-    let is_wanted = |adapter: &wgpu::Adapter| adapter.get_info().name.to_lowercase().contains(&wanted.to_lowercase());
-    if let Some(at) = adapters.iter().position(is_wanted) {
-        return Ok(Some(adapters.swap_remove(at)));
-    }
-    let there: Vec<String> = adapters.iter().map(|adapter| format!("'{}'", adapter.get_info().name)).collect();
-    match there.as_slice() {
-        [] => bail!(
-            "{source} asks for '{wanted}', but this machine has no GPU adapter; install a Vulkan driver or use --backend cpu"
-        ),
-        _ => bail!(
-            "{source} asks for '{wanted}', which is part of no adapter's name; there are {} (see `kvpack list`)",
-            there.join(", ")
-        ),
-    }
-}
-
-/// Lower is better.
-fn rank(info: &wgpu::AdapterInfo) -> (u8, u8) {
-    let device = match info.device_type {
-        wgpu::DeviceType::DiscreteGpu => 0,
-        wgpu::DeviceType::IntegratedGpu => 1,
-        wgpu::DeviceType::VirtualGpu => 2,
-        wgpu::DeviceType::Other => 3,
-        wgpu::DeviceType::Cpu => 4,
-    };
-    (device, u8::from(info.backend == wgpu::Backend::Gl))
 }
 
 impl AdapterSummary {

@@ -1,10 +1,12 @@
 //! Which backend a command runs on.
 
+use std::sync::Arc;
+
 use anyhow::{Result, bail};
 use clap::ValueEnum;
 use kvpack::cpu::Cpu;
-
-use crate::adapters;
+use kvpack::wgpu::{Checks, Kernels, Path, Requirements, Wgpu, adapters, choose_adapter, open_device};
+use pollster::block_on;
 
 /// Options that choose the backend.
 #[derive(clap::Args)]
@@ -18,6 +20,9 @@ pub struct BackendArgs {
     /// Force the kernels to those of a less capable device [default: the best that the adapter has].
     #[arg(long, value_enum)]
     path: Option<PathName>,
+    /// Whether shaders carry the run-time checks of wgpu [default: safe].
+    #[arg(long, value_enum)]
+    checks: Option<ChecksName>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -28,7 +33,7 @@ enum BackendName {
 
 /// What the kernels may use of the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum PathName {
+enum PathName {
     /// What every WebGPU device has.
     Floor,
     /// And 16-bit floats.
@@ -37,10 +42,20 @@ pub enum PathName {
     Subgroups,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum ChecksName {
+    /// With bounds checks.
+    Safe,
+    /// Without: faster.
+    Trusted,
+}
+
 /// The backend chosen.
 pub enum Chosen {
     /// The CPU.
     Cpu(Cpu),
+    /// A GPU.
+    Wgpu(Wgpu),
 }
 
 impl BackendArgs {
@@ -50,15 +65,10 @@ impl BackendArgs {
     /// # Errors
     /// When the options contradict each other or ask for what is not there.
     pub fn open(&self) -> Result<Chosen> {
-        if self.backend == Some(BackendName::Cpu) {
-            return self.open_cpu();
-        }
-        match adapters::choose(self.adapter.as_deref())? {
-            Some(_) => bail!("the wgpu backend is not there yet; use --backend cpu"),
-            None if self.backend == Some(BackendName::Wgpu) || self.path.is_some() => bail!(
-                "this machine has no GPU adapter (see `kvpack list`); install a Vulkan driver (on Debian or Ubuntu: \
-                 mesa-vulkan-drivers) or use --backend cpu"
-            ),
+        match self.backend {
+            Some(BackendName::Cpu) => self.open_cpu(),
+            Some(BackendName::Wgpu) => Ok(Chosen::Wgpu(self.open_wgpu()?)),
+            None if self.names_a_gpu() || !block_on(adapters())?.is_empty() => Ok(Chosen::Wgpu(self.open_wgpu()?)),
             None => {
                 eprintln!("This machine has no GPU adapter: running on the CPU backend.");
                 Ok(Chosen::Cpu(Cpu::new()))
@@ -66,12 +76,54 @@ impl BackendArgs {
         }
     }
 
+    fn names_a_gpu(&self) -> bool {
+        self.adapter.is_some() || self.path.is_some() || self.checks.is_some()
+    }
+
     fn open_cpu(&self) -> Result<Chosen> {
-        for (given, option) in [(self.adapter.is_some(), "--adapter"), (self.path.is_some(), "--path")] {
-            if given {
-                bail!("{option} chooses among GPUs and means nothing with --backend cpu; leave one of the two out");
-            }
+        let given = [
+            (self.adapter.is_some(), "--adapter"),
+            (self.path.is_some(), "--path"),
+            (self.checks.is_some(), "--checks"),
+        ];
+        if let Some((_, option)) = given.into_iter().find(|(given, _)| *given) {
+            bail!("{option} is about GPUs and means nothing with --backend cpu; leave one of the two out");
         }
         Ok(Chosen::Cpu(Cpu::new()))
+    }
+
+    fn open_wgpu(&self) -> Result<Wgpu> {
+        let adapter = block_on(choose_adapter(self.adapter.as_deref()))?;
+        let path = self.path.map_or(Path::Subgroups, Path::from);
+        let checks = self.checks.map_or(Checks::default(), Checks::from);
+        let (device, queue) = block_on(open_device(&adapter, Requirements::of(&adapter).restricted_to(path)))?;
+        let wgpu = Wgpu::with_kernels(queue, Arc::new(Kernels::new(&device, checks)))?.restricted_to(path);
+        if self.path.is_some() && wgpu.capabilities().path() != path {
+            bail!(
+                "--path {path}: '{}' only has what the path {} needs; leave --path out or name a lesser one",
+                adapter.get_info().name,
+                wgpu.capabilities().path()
+            );
+        }
+        Ok(wgpu)
+    }
+}
+
+impl From<PathName> for Path {
+    fn from(name: PathName) -> Self {
+        match name {
+            PathName::Floor => Self::Floor,
+            PathName::F16 => Self::F16,
+            PathName::Subgroups => Self::Subgroups,
+        }
+    }
+}
+
+impl From<ChecksName> for Checks {
+    fn from(name: ChecksName) -> Self {
+        match name {
+            ChecksName::Safe => Self::Safe,
+            ChecksName::Trusted => Self::Trusted,
+        }
     }
 }

@@ -6,6 +6,7 @@ use rayon::prelude::*;
 use super::{Case, DataKind, InputLayout, RowOrder, SinkPlace};
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, Elements, RowLayout};
+use crate::{Error, Result};
 
 /// Nats by which the sink's score exceeds the highest other score.
 pub const SINK_NATS: f64 = 14.0;
@@ -106,6 +107,23 @@ impl SequenceData {
             values: HostTensor::new(recipe.input.elements, values),
             queries,
         }
+    }
+}
+
+impl SequenceData {
+    /// Checks that these are the data of `tokens` tokens and one query of `shape`.
+    pub(super) fn check(&self, shape: &AttentionShape, tokens: usize) -> Result<()> {
+        let elements = |what, given, expected| {
+            if given == expected {
+                return Ok(());
+            }
+            let shape = format!("{tokens} tokens of {shape:?}");
+            Err(Error::Elements { what, given, expected, shape })
+        };
+        elements("tokens", self.rows.tokens, tokens)?;
+        self.rows.check("keys", self.keys.elements().len(), shape)?;
+        self.rows.check("values", self.values.elements().len(), shape)?;
+        elements("queries", self.queries.len(), shape.query_heads() * shape.head_dim())
     }
 }
 

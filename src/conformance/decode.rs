@@ -12,10 +12,10 @@ use crate::plan::{DecodePlan, ElementType, Page, PageAllocator, SpanView, Split,
 use crate::{Backend, Error, Result};
 
 /// A decode step: one query per sequence over a span of `tokens` tokens each.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DecodeShape {
     /// Unique name.
-    pub name: &'static str,
+    pub name: String,
     /// Heads of the layer.
     pub shape: AttentionShape,
     /// Sequences of the batch.
@@ -29,8 +29,8 @@ pub struct DecodeShape {
 /// The decode steps that are timed: group sizes 1, 4 and 8, batches and a single long sequence, other head dimensions,
 /// and two small ones.
 pub fn decode_shapes() -> Vec<DecodeShape> {
-    let step = |name, (query_heads, kv_heads, head_dim), sequences, tokens| DecodeShape {
-        name,
+    let step = |name: &str, (query_heads, kv_heads, head_dim), sequences, tokens| DecodeShape {
+        name: name.into(),
         shape: AttentionShape::new(query_heads, kv_heads, head_dim).expect("the registry's shapes have kernels"),
         sequences,
         tokens,
@@ -87,11 +87,11 @@ pub struct Workload<B: Backend> {
 }
 
 impl<B: Backend> DecodeData<B> {
-    /// Makes the data and uploads them as f16.
+    /// Makes Gaussian data with a sink and uploads them as f16.
     ///
     /// # Errors
     /// When they do not fit the device.
-    pub async fn new(backend: &B, decode: DecodeShape) -> Result<Self> {
+    pub async fn generated(backend: &B, decode: DecodeShape) -> Result<Self> {
         let input = InputLayout { elements: ElementType::F16, order: RowOrder::TokenMajor };
         let host = SequenceData::new(&DataRecipe {
             shape: decode.shape,
@@ -101,6 +101,15 @@ impl<B: Backend> DecodeData<B> {
             input,
             seed: 1,
         });
+        Self::of_sequence(backend, decode, host).await
+    }
+
+    /// Uploads the data of one sequence.
+    ///
+    /// # Errors
+    /// When they are not those of `decode`, or do not fit the device.
+    pub async fn of_sequence(backend: &B, decode: DecodeShape, host: SequenceData) -> Result<Self> {
+        host.check(&decode.shape, decode.tokens)?;
         let queries: Vec<f32> = host.queries.repeat(decode.sequences);
         Ok(Self {
             decode,
@@ -179,7 +188,7 @@ impl<B: Backend> Workload<B> {
         let head_dim = data.decode.shape.head_dim();
         let limits = Limits::new(options.query);
         let mut report =
-            Report { case: data.decode.name.into(), error: Default::default(), limits, failures: Vec::new() };
+            Report { case: data.decode.name.clone(), error: Default::default(), limits, failures: Vec::new() };
         for plan in &self.plans {
             let output = backend.attend(plan, &[&self.store], &data.queries, options).await?;
             let output = backend.download(&output).await?;

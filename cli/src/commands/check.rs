@@ -33,6 +33,7 @@ pub fn run(args: &CheckArgs) -> Result<Outcome> {
     let cases = args.cases()?;
     match args.backend.open()? {
         Chosen::Cpu(backend) => check(&backend, cases),
+        Chosen::Wgpu(backend) => check(&backend, cases),
     }
 }
 

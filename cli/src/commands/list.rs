@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use crate::adapters::{self, AdapterSummary};
+use crate::adapters::AdapterSummary;
 use crate::outcome::Outcome;
 use crate::print;
 
@@ -16,7 +16,8 @@ pub struct ListArgs {
 
 /// Runs the command.
 pub fn run(args: &ListArgs) -> Result<Outcome> {
-    let adapters: Vec<AdapterSummary> = adapters::all()?.iter().map(AdapterSummary::new).collect();
+    let adapters: Vec<AdapterSummary> =
+        pollster::block_on(kvpack::wgpu::adapters())?.iter().map(AdapterSummary::new).collect();
     let threads = rayon::current_num_threads();
     if args.json {
         print::json(&serde_json::json!({ "adapters": adapters, "cpu": { "threads": threads } }))?;

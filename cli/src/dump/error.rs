@@ -40,6 +40,13 @@ pub enum DumpError {
         found: String,
     },
 
+    /// The metadata name a mask that does not exist.
+    #[error("metadata 'mask' is '{given}'; it must be 'causal' or 'none', or be left out (causal)")]
+    UnknownMask {
+        /// The mask given.
+        given: String,
+    },
+
     /// A layer lacks a tensor.
     #[error("layer {layer} has {has} but no {lacks}; {hint}")]
     Incomplete {

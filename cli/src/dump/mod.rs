@@ -10,7 +10,11 @@
 //! | `layerN.query_decode` | `[query_heads, queries, head_dim]` | optional: queries of tokens after the prompt |
 //!
 //! At least one of the two query tensors is needed. Elements are F16, BF16 or F32. Scores are `q·k / √head_dim`.
-//! Other tensors are ignored. Metadata are free; `model` and `text` are shown where they exist.
+//! Other tensors are ignored.
+//!
+//! Metadata, all optional: `model` and `text` are shown. `mask` is `causal` (the default: the prompt queries are those
+//! of the last tokens, and each sees the tokens up to its own) or `none` (every query sees every token, because all of
+//! them come later), which may be followed by a colon and a remark.
 
 mod error;
 mod read;
@@ -30,14 +34,25 @@ pub struct Dump {
     pub layers: Vec<Layer>,
 }
 
+/// Which tokens the prompt queries of a dump see. Decode queries see all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mask {
+    /// They are the queries of the last tokens, and each sees the tokens up to its own.
+    Causal,
+    /// They come later than all tokens and see all.
+    None,
+}
+
 /// One layer of a dump.
 pub struct Layer {
     /// Its number in the model.
     pub index: u32,
     /// Heads and head dimension.
     pub shape: AttentionShape,
-    /// Tokens of the prompt.
+    /// Tokens whose keys and values are there.
     pub tokens: usize,
+    /// What its prompt queries see.
+    pub mask: Mask,
     /// Keys, `[kv_heads, tokens, head_dim]`.
     pub keys: Vec<f32>,
     /// Values, `[kv_heads, tokens, head_dim]`.
@@ -46,4 +61,14 @@ pub struct Layer {
     pub prompt_queries: Vec<Vec<f32>>,
     /// Queries of tokens after the prompt, each `[query_heads, head_dim]`; empty only if there are prompt queries.
     pub decode_queries: Vec<Vec<f32>>,
+}
+
+impl Layer {
+    /// How many tokens a prompt query sees.
+    pub fn visible_to(&self, prompt_query: usize) -> usize {
+        match self.mask {
+            Mask::None => self.tokens,
+            Mask::Causal => self.tokens - self.prompt_queries.len() + prompt_query + 1,
+        }
+    }
 }

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use kvpack::AttentionShape;
 use safetensors::{Dtype, SafeTensors};
 
-use super::{Dump, DumpError, Layer};
+use super::{Dump, DumpError, Layer, Mask};
 
 /// The largest finite f16.
 const LARGEST: f32 = 65504.0;
@@ -26,8 +26,19 @@ pub fn read(path: &Path) -> Result<Dump, DumpError> {
         return Err(DumpError::NoLayers { path: path.into(), found: first_names(&file) });
     }
     let metadata = |key| header.metadata().as_ref().and_then(|all| all.get(key).cloned());
-    let layers = indices.into_iter().map(|index| read_layer(&file, index)).collect::<Result<_, _>>()?;
+    let mask = mask(metadata("mask"))?;
+    let layers = indices.into_iter().map(|index| read_layer(&file, index, mask)).collect::<Result<_, _>>()?;
     Ok(Dump { model: metadata("model"), text: metadata("text"), layers })
+}
+
+/// The mask that the metadata name; what follows a colon is a remark.
+fn mask(named: Option<String>) -> Result<Mask, DumpError> {
+    let Some(given) = named else { return Ok(Mask::Causal) };
+    match given.split(':').next().map(str::trim) {
+        Some("causal") => Ok(Mask::Causal),
+        Some("none") => Ok(Mask::None),
+        _ => Err(DumpError::UnknownMask { given }),
+    }
 }
 
 /// The numbers of all layers that have any tensor of the format.
@@ -51,7 +62,7 @@ fn first_names(file: &SafeTensors<'_>) -> String {
     }
 }
 
-fn read_layer(file: &SafeTensors<'_>, index: u32) -> Result<Layer, DumpError> {
+fn read_layer(file: &SafeTensors<'_>, index: u32, mask: Mask) -> Result<Layer, DumpError> {
     let tensor = |name| Tensor::read(file, index, name);
     let queries = [tensor("query_prompt")?, tensor("query_decode")?];
     let incomplete = |has, lacks, hint| DumpError::Incomplete { layer: index, has, lacks, hint };
@@ -80,15 +91,16 @@ fn read_layer(file: &SafeTensors<'_>, index: u32) -> Result<Layer, DumpError> {
     let shape = AttentionShape::new(query_heads, kv_heads, head_dim)
         .map_err(|source| DumpError::Heads { layer: index, source })?;
     let [prompt_queries, decode_queries] = queries.map(|tensor| tensor.map_or_else(Vec::new, |t| t.by_row()));
-    if prompt_queries.len() > tokens {
-        let needed = format!("at most {tokens} queries: one for each of the last tokens of the prompt");
+    if mask == Mask::Causal && prompt_queries.len() > tokens {
+        let needed = format!("at most {tokens} queries, one for each of the last tokens, as the mask is causal");
         return Err(DumpError::Shape {
             tensor: format!("layer{index}.query_prompt"),
             given: vec![query_heads, prompt_queries.len(), head_dim],
             needed,
         });
     }
-    Ok(Layer { index, shape, tokens, keys: keys.data, values: values.data, prompt_queries, decode_queries })
+    let (keys, values) = (keys.data, values.data);
+    Ok(Layer { index, shape, tokens, mask, keys, values, prompt_queries, decode_queries })
 }
 
 /// A tensor of three axes, its elements finite.

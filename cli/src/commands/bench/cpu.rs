@@ -11,29 +11,33 @@ use kvpack::plan::Elements;
 use kvpack::{Backend, Result};
 use rayon::prelude::*;
 
-use super::timed::{Timed, median};
+use super::timed::{Sizes, StepTimes, Timed, median};
+
+/// Bytes to go round, so that a step finds nothing in the caches of the processor.
+const FOOTPRINT: u64 = 256 << 20;
 
 /// Words of the memory that the bandwidth is measured on: 256 MiB.
 const BANDWIDTH_WORDS: usize = 32 << 20;
 
 impl Timed for Cpu {
-    const LARGEST_DEFAULT: u64 = 128 << 20;
-    const FOOTPRINT: u64 = 256 << 20;
     const GUARD_TOLERANCE: Option<f64> = None;
 
-    fn timer(&self) -> String {
-        "wall clock".into()
+    fn sizes(&self) -> Sizes {
+        Sizes { largest_shape: 128 << 20, footprint: FOOTPRINT }
     }
 
-    async fn time_round(&self, workload: &Workload<Self>, data: &DecodeData<Self>) -> Result<Vec<f64>> {
-        let mut seconds = Vec::with_capacity(workload.plans.len());
-        for plan in &workload.plans {
+    async fn time_steps(&self, workload: &Workload<Self>, data: &DecodeData<Self>, seconds: f64) -> Result<StepTimes> {
+        let mut steps = Vec::new();
+        let mut elapsed = 0.0;
+        while steps.len() < 5 || steps.len() < workload.plans.len() || elapsed < seconds {
+            let plan = &workload.plans[steps.len() % workload.plans.len()];
             let start = Instant::now();
             let output = self.attend(plan, &[&workload.store], data.queries(), AttendOptions::default()).await?;
-            seconds.push(start.elapsed().as_secs_f64());
+            steps.push(start.elapsed().as_secs_f64());
+            elapsed += start.elapsed().as_secs_f64();
             black_box(output);
         }
-        Ok(seconds)
+        Ok(StepTimes { timer: "wall clock", launches: Vec::new(), seconds: median(steps) })
     }
 
     async fn read_bandwidth(&self) -> Result<f64> {
@@ -60,7 +64,7 @@ impl Timed for Cpu {
 
     fn plain_step(&self, data: &DecodeData<Self>) -> Result<Option<f64>> {
         let first = PlainRows::new(data);
-        let copies = (Self::FOOTPRINT as usize).div_ceil(first.bytes()).max(data.decode.sequences);
+        let copies = (FOOTPRINT as usize).div_ceil(first.bytes()).max(data.decode.sequences);
         let rows = vec![first; copies];
         let mut seconds = Vec::new();
         let begin = Instant::now();

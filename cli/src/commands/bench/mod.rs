@@ -1,9 +1,13 @@
 //! `kvpack bench`: how fast is this device?
 
 mod cpu;
+mod dumped;
 mod report;
 mod run;
 mod timed;
+mod wgpu;
+
+use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use kvpack::SegmentFormat;
@@ -13,7 +17,7 @@ use crate::backend::{BackendArgs, Chosen};
 use crate::outcome::Outcome;
 use crate::print;
 use report::{BenchReport, BenchRow, RowOutcome, ShapeReport};
-use run::BenchPlan;
+use run::{BenchPlan, Subject};
 use timed::Timed;
 
 /// How much of the guard's rate may be missing without a word.
@@ -25,19 +29,24 @@ const UNSTEADY_PERCENT: f64 = 10.0;
 /// several copies of the cache so that none finds it in the device's own caches.
 #[derive(clap::Args)]
 pub struct BenchArgs {
+    /// A dump of keys, values and queries (see `kvpack eval`): time its middle layer, stored for a batch of 16, instead
+    /// of the shapes of the registry.
+    #[arg(conflicts_with = "shape")]
+    file: Option<PathBuf>,
     #[command(flatten)]
     backend: BackendArgs,
     /// Two small shapes, the widths of CalibQuant, little memory.
     #[arg(long)]
     quick: bool,
-    /// Only the shapes whose name contains this [default: all on a GPU; on the CPU those up to 128 MiB of f16].
+    /// Only the shapes whose name contains this [default: all on a GPU, those up to 128 MiB of f16
+    /// on the CPU, those up to 32 MiB on a software GPU].
     #[arg(long, value_name = "TEXT")]
     shape: Option<String>,
     /// Only f16 and the formats whose name contains this ('4-bit', 'per token').
     #[arg(long, value_name = "TEXT")]
     format: Option<String>,
-    /// Mebibytes of packed keys and values to go round, at least [default: 1024 on a GPU, 256 on the CPU, 32 with
-    /// --quick].
+    /// Mebibytes of packed keys and values to go round, at least [default: 1024 on a GPU, 256 on the CPU, 64 on a
+    /// software GPU, 32 with --quick].
     #[arg(long, value_name = "MIB")]
     footprint: Option<u64>,
     /// Print JSON.
@@ -49,11 +58,12 @@ pub struct BenchArgs {
 pub fn run(args: &BenchArgs) -> Result<Outcome> {
     match args.backend.open()? {
         Chosen::Cpu(backend) => bench(args, &backend),
+        Chosen::Wgpu(backend) => bench(args, &backend),
     }
 }
 
 fn bench<B: Timed>(args: &BenchArgs, backend: &B) -> Result<Outcome> {
-    let plan = args.plan::<B>()?;
+    let plan = args.plan(backend)?;
     let report = pollster::block_on(run::run(backend, &plan))?;
     if args.json {
         print::json(&report)?;
@@ -68,25 +78,31 @@ fn bench<B: Timed>(args: &BenchArgs, backend: &B) -> Result<Outcome> {
 }
 
 impl BenchArgs {
-    fn plan<B: Timed>(&self) -> Result<BenchPlan> {
+    fn plan<B: Timed>(&self, backend: &B) -> Result<BenchPlan> {
+        let sizes = backend.sizes();
         let mebibytes = self.footprint.map(|footprint| footprint.saturating_mul(1 << 20));
         Ok(BenchPlan {
-            shapes: self.shapes::<B>()?,
+            subjects: match &self.file {
+                Some(file) => vec![dumped::subject(file)?],
+                None => {
+                    self.shapes(sizes.largest_shape)?.into_iter().map(|decode| Subject { decode, data: None }).collect()
+                }
+            },
             formats: self.formats()?,
-            footprint: mebibytes.unwrap_or(if self.quick { 32 << 20 } else { B::FOOTPRINT }),
+            footprint: mebibytes.unwrap_or(if self.quick { 32 << 20 } else { sizes.footprint }),
             seconds: if self.quick { 0.1 } else { 0.5 },
         })
     }
 
-    fn shapes<B: Timed>(&self) -> Result<Vec<DecodeShape>> {
+    fn shapes(&self, largest: u64) -> Result<Vec<DecodeShape>> {
         let wanted = |decode: &DecodeShape| match &self.shape {
             Some(text) => decode.name.contains(text.as_str()),
             None if self.quick => decode.quick,
-            None => decode.code_bytes(&SegmentFormat::F16) <= B::LARGEST_DEFAULT,
+            None => decode.code_bytes(&SegmentFormat::F16) <= largest,
         };
         let shapes: Vec<DecodeShape> = decode_shapes().into_iter().filter(wanted).collect();
         if shapes.is_empty() {
-            let names: Vec<&str> = decode_shapes().iter().map(|decode| decode.name).collect();
+            let names: Vec<String> = decode_shapes().into_iter().map(|decode| decode.name).collect();
             bail!(
                 "--shape '{}' is part of no shape's name; the shapes are {}",
                 self.shape.as_deref().unwrap_or_default(),
@@ -115,7 +131,7 @@ impl BenchArgs {
 }
 
 fn print_report(report: &BenchReport) {
-    println!("{}, timed by {}", report.backend, report.timer);
+    println!("{}", report.backend);
     for shape in &report.shapes {
         println!(
             "\n{}: {} sequences of {} tokens, {} query heads over {} KV heads × {}",
@@ -133,6 +149,7 @@ fn print_report(report: &BenchReport) {
                 ),
                 RowOutcome::Timed(_) => {}
                 RowOutcome::Wrong { reason } => println!("WRONG {}: {reason}", row.format),
+                RowOutcome::Skipped { reason } => println!("skipped {}: {reason}", row.format),
                 RowOutcome::Discarded { guard_low_percent } => println!(
                     "discarded {}: the device ran {guard_low_percent:.0} % below its best before or after it",
                     row.format
@@ -140,18 +157,21 @@ fn print_report(report: &BenchReport) {
             }
         }
     }
-    println!(
-        "\nMB: bytes of codes and ranges that a step must read. % read: of the read bandwidth measured beside it."
-    );
+    println!("\nMB: bytes of codes and ranges that a step must read. % read: of the read bandwidth.");
 }
 
 fn table(shape: &ShapeReport) -> comfy_table::Table {
-    let header = ["format", "NMSE", "MB", "µs", "GB/s", "read GB/s", "% read", "× f16", "× plain f32"];
+    let header =
+        ["format", "NMSE", "MB", "µs", "GB/s", "read GB/s", "% read", "× f16", "× plain f32", "launches", "timer"];
     let mut table = print::results(&header, 1);
     for row in &shape.rows {
-        let mut cells = vec![row.format.clone(), format!("{:.0e}", row.nmse), format!("{:.2}", row.bytes as f64 / 1e6)];
+        let mut cells = vec![
+            row.format.clone(),
+            row.nmse.map_or("-".into(), |nmse| format!("{nmse:.0e}")),
+            format!("{:.2}", row.bytes as f64 / 1e6),
+        ];
         match row.outcome.figures() {
-            None => cells.extend(vec!["-".into(); 6]),
+            None => cells.extend(vec!["-".into(); 8]),
             Some(figures) => {
                 let times = |times: Option<f64>| times.map_or("-".into(), |times| format!("{times:.2}"));
                 cells.push(format!("{:.1}", figures.step_us));
@@ -160,6 +180,8 @@ fn table(shape: &ShapeReport) -> comfy_table::Table {
                 cells.push(format!("{:.0}", figures.percent_of_read));
                 cells.push(times(figures.times_f16));
                 cells.push(times(figures.times_plain_f32));
+                cells.push(if figures.launches.is_empty() { "-".into() } else { figures.launches.len().to_string() });
+                cells.push(figures.timer.into());
             }
         }
         table.add_row(cells);

@@ -7,8 +7,6 @@ use serde::Serialize;
 pub struct BenchReport {
     /// The device.
     pub backend: String,
-    /// The clock.
-    pub timer: String,
     /// The shapes, in the order of the registry.
     pub shapes: Vec<ShapeReport>,
 }
@@ -39,8 +37,9 @@ pub struct ShapeReport {
 pub struct BenchRow {
     /// The format.
     pub format: String,
-    /// Normalised mean square error against f64 over the stored data, from the check before the timing.
-    pub nmse: f64,
+    /// Normalised mean square error against f64 over the stored data, from the check before the timing; none where
+    /// there was none.
+    pub nmse: Option<f64>,
     /// Bytes that a step must read: codes and ranges.
     pub bytes: u64,
     /// Copies of the batch that the steps went round.
@@ -61,6 +60,11 @@ pub enum RowOutcome {
         /// What was wrong.
         reason: String,
     },
+    /// It did not fit the device.
+    Skipped {
+        /// What did not fit.
+        reason: String,
+    },
     /// The device slowed down around every attempt.
     Discarded {
         /// How much of the guard's rate was missing at the last attempt, in percent.
@@ -71,11 +75,15 @@ pub enum RowOutcome {
 /// The figures of a row.
 #[derive(Serialize)]
 pub struct Figures {
+    /// The clock: GPU timestamps or wall clock.
+    pub timer: &'static str,
+    /// The kernel launches of a step; empty where it is no series of launches.
+    pub launches: Vec<String>,
     /// Microseconds of a whole step, the median.
     pub step_us: f64,
     /// 10⁹ bytes per second of the bytes that must be read.
     pub gigabytes_per_second: f64,
-    /// 10⁹ bytes per second at which the device reads memory, measured just before.
+    /// 10⁹ bytes per second at which the device reads memory, measured before the rows of the shape.
     pub read_gigabytes_per_second: f64,
     /// The former in percent of the latter.
     pub percent_of_read: f64,

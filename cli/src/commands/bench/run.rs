@@ -4,25 +4,33 @@ use anyhow::Result;
 use indicatif::ProgressBar;
 use kvpack::SegmentFormat;
 use kvpack::backend::AttendOptions;
-use kvpack::conformance::{DecodeData, DecodeShape, Workload};
+use kvpack::conformance::{DecodeData, DecodeShape, SequenceData, Workload};
 use kvpack::plan::Split;
 
 use super::report::{BenchReport, BenchRow, Figures, RowOutcome, ShapeReport};
-use super::timed::{Timed, median};
+use super::timed::{StepTimes, Timed};
 
 /// Attempts to time a row while the device keeps its clock.
 const ATTEMPTS: usize = 3;
 
 /// What to time and how long.
 pub struct BenchPlan {
-    /// The shapes.
-    pub shapes: Vec<DecodeShape>,
+    /// The steps.
+    pub subjects: Vec<Subject>,
     /// The formats; f16 first, so that the others can be compared with it.
     pub formats: Vec<SegmentFormat>,
     /// Bytes of stores to go round, at least.
     pub footprint: u64,
     /// Seconds of timed steps for a row, at least.
     pub seconds: f64,
+}
+
+/// A decode step to time.
+pub struct Subject {
+    /// Its shape.
+    pub decode: DecodeShape,
+    /// Keys, values and queries of one sequence; Gaussian ones where there are none.
+    pub data: Option<SequenceData>,
 }
 
 /// A device under test and the best it has shown.
@@ -34,24 +42,36 @@ struct Bench<'a, B> {
 
 /// Runs all rows.
 pub async fn run<B: Timed>(backend: &B, plan: &BenchPlan) -> Result<BenchReport> {
-    let progress = ProgressBar::new((plan.shapes.len() * plan.formats.len()) as u64).with_style(crate::print::bar());
+    let progress = ProgressBar::new((plan.subjects.len() * plan.formats.len()) as u64).with_style(crate::print::bar());
     let mut bench = Bench { backend, plan, best_guard: 0.0 };
-    let mut shapes = Vec::with_capacity(plan.shapes.len());
-    for decode in &plan.shapes {
-        shapes.push(bench.shape(*decode, &progress).await?);
+    let mut shapes = Vec::with_capacity(plan.subjects.len());
+    for subject in &plan.subjects {
+        shapes.push(bench.shape(subject, &progress).await?);
     }
     progress.finish_and_clear();
-    Ok(BenchReport { backend: backend.name(), timer: backend.timer(), shapes })
+    Ok(BenchReport { backend: backend.name(), shapes })
 }
 
 impl<B: Timed> Bench<'_, B> {
-    async fn shape(&mut self, decode: DecodeShape, progress: &ProgressBar) -> Result<ShapeReport> {
-        let data = DecodeData::new(self.backend, decode).await?;
+    async fn shape(&mut self, subject: &Subject, progress: &ProgressBar) -> Result<ShapeReport> {
+        let decode = &subject.decode;
+        let data = match &subject.data {
+            Some(data) => DecodeData::of_sequence(self.backend, decode.clone(), data.clone()).await,
+            None => DecodeData::generated(self.backend, decode.clone()).await,
+        };
+        let data = match data {
+            Err(error) if is_about_size(&error) => {
+                let rows = self.plan.formats.iter().map(|format| BenchRow::skipped(*format, &error)).collect();
+                return Ok(ShapeReport::new(decode, None, rows));
+            }
+            other => other?,
+        };
         let plain = self.backend.plain_step(&data)?;
+        let read = self.backend.read_bandwidth().await?;
         let mut rows: Vec<BenchRow> = Vec::with_capacity(self.plan.formats.len());
         for format in &self.plan.formats {
             progress.set_message(format!("{} {format}", decode.name));
-            let mut row = self.row(&data, *format).await?;
+            let mut row = self.row(&data, *format, read).await?;
             if let RowOutcome::Timed(figures) = &mut row.outcome {
                 let f16 = rows.first().filter(|row| row.format == SegmentFormat::F16.to_string());
                 let f16 = f16.and_then(|row| row.outcome.figures()).map(|f16| f16.step_us);
@@ -61,29 +81,24 @@ impl<B: Timed> Bench<'_, B> {
             rows.push(row);
             progress.inc(1);
         }
-        Ok(ShapeReport {
-            shape: decode.name.into(),
-            sequences: decode.sequences,
-            tokens: decode.tokens,
-            query_heads: decode.shape.query_heads(),
-            kv_heads: decode.shape.kv_heads(),
-            head_dim: decode.shape.head_dim(),
-            plain_f32_us: plain.map(|seconds| seconds * 1e6),
-            rows,
-        })
+        Ok(ShapeReport::new(decode, plain, rows))
     }
 
     /// Stores the batch, checks the outputs and times the steps.
-    async fn row(&mut self, data: &DecodeData<B>, format: SegmentFormat) -> Result<BenchRow> {
-        let workload = Workload::new(self.backend, data, format, self.plan.footprint, Split::default()).await?;
+    async fn row(&mut self, data: &DecodeData<B>, format: SegmentFormat, read: f64) -> Result<BenchRow> {
+        let workload = Workload::new(self.backend, data, format, self.plan.footprint, Split::default()).await;
+        let workload = match workload {
+            Err(error) if is_about_size(&error) => return Ok(BenchRow::skipped(format, &error)),
+            other => other?,
+        };
         let report = workload.check(self.backend, data, AttendOptions::default()).await?;
         let outcome = match report.passed() {
             false => RowOutcome::Wrong { reason: report.reason() },
-            true => self.time(&workload, data).await?,
+            true => self.time(&workload, data, read).await?,
         };
         Ok(BenchRow {
             format: format.to_string(),
-            nmse: report.error.nmse,
+            nmse: Some(report.error.nmse),
             bytes: workload.step_bytes,
             copies: workload.plans.len(),
             outcome,
@@ -91,39 +106,57 @@ impl<B: Timed> Bench<'_, B> {
     }
 
     /// Times a workload between two looks at the guard, again if the device slowed down.
-    async fn time(&mut self, workload: &Workload<B>, data: &DecodeData<B>) -> Result<RowOutcome> {
+    async fn time(&mut self, workload: &Workload<B>, data: &DecodeData<B>, read: f64) -> Result<RowOutcome> {
         let mut low = 0.0;
         for _ in 0..ATTEMPTS {
             let before = self.backend.guard_rate().await?;
-            let read = self.backend.read_bandwidth().await?;
-            let step = self.step_seconds(workload, data).await?;
+            let times = self.backend.time_steps(workload, data, self.plan.seconds).await?;
             let after = self.backend.guard_rate().await?;
             self.best_guard = self.best_guard.max(before).max(after);
             low = 1.0 - before.min(after) / self.best_guard;
             if B::GUARD_TOLERANCE.is_none_or(|tolerance| low <= tolerance) {
-                let figures = Figures::new(step, workload.step_bytes, read);
+                let figures = Figures::new(times, workload.step_bytes, read);
                 return Ok(RowOutcome::Timed(Figures { guard_low_percent: low * 100.0, ..figures }));
             }
         }
         Ok(RowOutcome::Discarded { guard_low_percent: low * 100.0 })
     }
+}
 
-    /// The median over rounds that go over all copies, after one that is not counted.
-    async fn step_seconds(&self, workload: &Workload<B>, data: &DecodeData<B>) -> Result<f64> {
-        self.backend.time_round(workload, data).await?;
-        let mut steps = Vec::new();
-        while steps.len() < 5 || steps.iter().sum::<f64>() < self.plan.seconds {
-            steps.extend(self.backend.time_round(workload, data).await?);
+/// True if a smaller shape or a larger device would help.
+fn is_about_size(error: &kvpack::Error) -> bool {
+    matches!(error, kvpack::Error::Limit { .. } | kvpack::Error::OutOfMemory { .. })
+}
+
+impl ShapeReport {
+    fn new(decode: &DecodeShape, plain_seconds: Option<f64>, rows: Vec<BenchRow>) -> Self {
+        Self {
+            shape: decode.name.clone(),
+            sequences: decode.sequences,
+            tokens: decode.tokens,
+            query_heads: decode.shape.query_heads(),
+            kv_heads: decode.shape.kv_heads(),
+            head_dim: decode.shape.head_dim(),
+            plain_f32_us: plain_seconds.map(|seconds| seconds * 1e6),
+            rows,
         }
-        Ok(median(steps))
+    }
+}
+
+impl BenchRow {
+    fn skipped(format: SegmentFormat, error: &kvpack::Error) -> Self {
+        let outcome = RowOutcome::Skipped { reason: error.to_string() };
+        Self { format: format.to_string(), nmse: None, bytes: 0, copies: 0, outcome }
     }
 }
 
 impl Figures {
-    fn new(step_seconds: f64, bytes: u64, read: f64) -> Self {
-        let rate = bytes as f64 / step_seconds;
+    fn new(times: StepTimes, bytes: u64, read: f64) -> Self {
+        let rate = bytes as f64 / times.seconds;
         Self {
-            step_us: step_seconds * 1e6,
+            timer: times.timer,
+            launches: times.launches,
+            step_us: times.seconds * 1e6,
             gigabytes_per_second: rate / 1e9,
             read_gigabytes_per_second: read / 1e9,
             percent_of_read: rate / read * 100.0,
@@ -139,7 +172,7 @@ impl RowOutcome {
     pub fn figures(&self) -> Option<&Figures> {
         match self {
             Self::Timed(figures) => Some(figures),
-            Self::Wrong { .. } | Self::Discarded { .. } => None,
+            Self::Wrong { .. } | Self::Skipped { .. } | Self::Discarded { .. } => None,
         }
     }
 }

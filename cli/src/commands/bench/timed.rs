@@ -4,27 +4,20 @@ use kvpack::conformance::{DecodeData, Workload};
 use kvpack::{Backend, Result};
 
 /// A backend whose decode steps can be timed.
-pub trait Timed: Backend {
-    /// Bytes of f16 keys and values up to which a shape is timed where no shape is asked for.
-    const LARGEST_DEFAULT: u64;
-
-    /// Bytes of stores to go round, at least, so that every step finds cold caches.
-    const FOOTPRINT: u64;
-
+pub trait Timed: Backend + Sized {
     /// How much of the guard's rate may be missing, as a fraction, before a row is discarded; `None` where it is only
     /// reported, because other programs share the device and a quiet moment may never come.
     const GUARD_TOLERANCE: Option<f64>;
 
-    /// The clock: GPU timestamps or wall clock.
-    fn timer(&self) -> String;
+    /// What suits the size of the device.
+    fn sizes(&self) -> Sizes;
 
-    /// Seconds of one decode step over each copy of a workload, once around, all launches of the step counted.
+    /// Times decode steps, all launches of a step counted, going round the copies of a workload, for about as long as
+    /// `seconds` and at least once around.
     ///
     /// # Errors
     /// Whatever the backend reports.
-    async fn time_round(&self, workload: &Workload<Self>, data: &DecodeData<Self>) -> Result<Vec<f64>>
-    where
-        Self: Sized;
+    async fn time_steps(&self, workload: &Workload<Self>, data: &DecodeData<Self>, seconds: f64) -> Result<StepTimes>;
 
     /// Bytes per second at which this device reads memory that is in no cache.
     ///
@@ -43,12 +36,30 @@ pub trait Timed: Backend {
     ///
     /// # Errors
     /// Whatever the backend reports.
-    fn plain_step(&self, data: &DecodeData<Self>) -> Result<Option<f64>>
-    where
-        Self: Sized;
+    fn plain_step(&self, data: &DecodeData<Self>) -> Result<Option<f64>>;
 }
 
-/// The middle of some durations or rates, of which there is at least one.
+/// What suits the size of a device.
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    /// Bytes of f16 keys and values up to which a shape is timed where no shape is asked for.
+    pub largest_shape: u64,
+    /// Bytes of stores to go round, at least, so that every step finds cold caches.
+    pub footprint: u64,
+}
+
+/// Steps that were timed.
+#[derive(Clone, Debug)]
+pub struct StepTimes {
+    /// The clock.
+    pub timer: &'static str,
+    /// Kernel launches of one step; empty where a step is no series of launches.
+    pub launches: Vec<String>,
+    /// Seconds of a step, the median.
+    pub seconds: f64,
+}
+
+/// The middle of some durations, of which there is at least one.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)

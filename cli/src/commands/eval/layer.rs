@@ -1,7 +1,8 @@
 //! Evaluates the formats on one layer.
 
-use kvpack::cpu::{DenseSegment, exact_attention};
-use kvpack::format::Calibration;
+use kvpack::cpu::{CalibrationResult, CalibrationSample, DenseSegment, exact_attention};
+use kvpack::format::{Calibration, SegmentFormat};
+use kvpack::plan::{RowLayout, TokenRange};
 use kvpack::{Backend, Result};
 
 use super::formats::NamedFormat;
@@ -33,7 +34,6 @@ pub async fn evaluate<B: Backend>(
     kept: KeptInF16,
 ) -> Result<LayerReport> {
     let (for_search, for_errors) = split_queries(layer);
-    let for_search = QuerySet::new(layer, for_search)?;
     let for_errors = QuerySet::new(layer, for_errors)?;
     let keys = backend.upload(layer.keys.as_slice().into()).await?;
     let values = backend.upload(layer.values.as_slice().into()).await?;
@@ -41,8 +41,8 @@ pub async fn evaluate<B: Backend>(
     for named in formats {
         let stored = StoredLayer::new(backend, layer, named.format, kept, (&keys, &values)).await?;
         let mut calibrated = None;
-        if named.is_packed() && !for_search.queries.is_empty() {
-            let found = search(backend, &stored, &for_search).await?;
+        if named.is_packed() && !for_search.is_empty() {
+            let found = search(layer, named.format, kept, &for_search)?;
             let error = error(backend, &stored, &for_errors, Some(found)).await?;
             calibrated = Some(CalibratedRow { tau1: found.tau1(), tau2: found.tau2(), error });
         }
@@ -63,7 +63,7 @@ pub async fn evaluate<B: Backend>(
         kv_heads: layer.shape.kv_heads(),
         head_dim: layer.shape.head_dim(),
         tokens: layer.tokens,
-        calibration_queries: for_search.queries.len(),
+        calibration_queries: for_search.len(),
         evaluation_queries: for_errors.queries.len(),
         formats: rows,
     })
@@ -79,29 +79,54 @@ async fn error<B: Backend>(
     Ok(set.error_of(&stored.attend(backend, &set.queries, calibration).await?))
 }
 
-/// How much smaller than without calibration the error must be on the queries of the search: less than that is chance,
-/// and need not hold for other queries.
-const WORTHWHILE: f64 = 0.99;
+/// What a calibration must leave of the mean square error: a smaller gain is chance, and need not hold for other
+/// queries.
+const WORTHWHILE: f64 = 0.98;
 
-/// The best calibration of the grid for a set of queries, the identity unless another is clearly better.
-async fn search<B: Backend>(backend: &B, stored: &StoredLayer<B>, set: &QuerySet<'_>) -> Result<Calibration> {
-    let mut best = Calibration::IDENTITY;
-    let mut least = WORTHWHILE * error(backend, stored, set, None).await?;
-    for candidate in Calibration::grid().filter(|candidate| *candidate != Calibration::IDENTITY) {
-        let error = error(backend, stored, set, Some(candidate)).await?;
-        if error < least {
-            (best, least) = (candidate, error);
+/// The calibration of the grid with the least error over some queries, among those that are worth while for the first
+/// half of the queries and for the second; the identity if there is none.
+fn search(layer: &Layer, format: SegmentFormat, kept: KeptInF16, queries: &[VisibleQuery<'_>]) -> Result<Calibration> {
+    let halves = queries.split_at(queries.len().div_ceil(2));
+    let first = search_on(layer, format, kept, halves.0)?;
+    if halves.1.is_empty() {
+        return Ok(first.best);
+    }
+    let second = search_on(layer, format, kept, halves.1)?;
+    let gain = |result: &CalibrationResult, error: f64| error / result.identity_error();
+    let mut best = (1.0, Calibration::IDENTITY);
+    for (&(candidate, in_first), &(_, in_second)) in first.errors.iter().zip(&second.errors) {
+        let (in_first, in_second) = (gain(&first, in_first), gain(&second, in_second));
+        let both = (in_first + in_second) / 2.0;
+        if in_first.max(in_second) <= WORTHWHILE && both < best.0 {
+            best = (both, candidate);
         }
     }
-    Ok(best)
+    Ok(best.1)
+}
+
+fn search_on(
+    layer: &Layer,
+    format: SegmentFormat,
+    kept: KeptInF16,
+    queries: &[VisibleQuery<'_>],
+) -> Result<CalibrationResult> {
+    let queries: Vec<f32> = queries.iter().flat_map(|query| query.query).copied().collect();
+    let sample = CalibrationSample {
+        shape: layer.shape,
+        keys: layer.keys.as_slice().into(),
+        values: layer.values.as_slice().into(),
+        rows: RowLayout::head_major(layer.tokens, &layer.shape),
+        packed: TokenRange::new(kept.first, layer.tokens - kept.last)?,
+        queries: queries.as_slice().into(),
+    };
+    Calibration::search(&sample, format)
 }
 
 /// Queries for the search and queries for the errors.
 fn split_queries(layer: &Layer) -> (Vec<VisibleQuery<'_>>, Vec<VisibleQuery<'_>>) {
-    let before = layer.tokens - layer.prompt_queries.len();
     let (mut for_search, mut for_errors) = (Vec::new(), Vec::new());
     for (i, query) in layer.prompt_queries.iter().enumerate() {
-        let visible = VisibleQuery { query, tokens: before + i + 1 };
+        let visible = VisibleQuery { query, tokens: layer.visible_to(i) };
         // The last one is always for the errors, so that a single query is measured rather than searched on.
         let from_the_end = layer.prompt_queries.len() - 1 - i;
         if from_the_end.is_multiple_of(2) { for_errors.push(visible) } else { for_search.push(visible) }

@@ -25,7 +25,7 @@ use stored::KeptInF16;
 /// layerN.query_decode [query_heads, queries, head_dim], queries of tokens after the prompt. Elements are F16, BF16 or
 /// F32; keys and queries are taken after position encoding.
 ///
-/// Each query attends to the tokens up to its own. The error is the relative L2 error of the outputs against exact
+/// Each query attends to the tokens up to its own, or to all of them where the file's metadata have mask = none. The error is the relative L2 error of the outputs against exact
 /// attention over the data of the dump. Calibrations (CalibQuant's τ1 and τ2, one pair for each layer and format) are
 /// searched on every second prompt query and judged on the others and the decode queries.
 #[derive(clap::Args)]
@@ -47,6 +47,7 @@ pub fn run(args: &EvalArgs) -> Result<Outcome> {
     leave_something_to_pack(&dump, args.kept)?;
     match args.backend.open()? {
         Chosen::Cpu(backend) => eval(args, &backend, &dump),
+        Chosen::Wgpu(backend) => eval(args, &backend, &dump),
     }
 }
 

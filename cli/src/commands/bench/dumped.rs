@@ -1,0 +1,43 @@
+//! A decode step over the keys and values of a dump.
+
+use std::path::Path;
+
+use half::f16;
+use kvpack::conformance::{DecodeShape, HostTensor, SequenceData};
+use kvpack::plan::RowLayout;
+
+use super::run::Subject;
+use crate::dump::{self, DumpError, Layer};
+
+/// Sequences of the batch; all store what the dump has.
+const SEQUENCES: usize = 16;
+
+/// The middle layer of a dump, with its last query.
+///
+/// # Errors
+/// What is wrong with the dump.
+pub fn subject(file: &Path) -> Result<Subject, DumpError> {
+    let mut layers = dump::read(file)?.layers;
+    let layer = layers.swap_remove(layers.len() / 2);
+    Ok(Subject {
+        decode: DecodeShape {
+            name: format!("{} layer {}", file.file_stem().unwrap_or_default().to_string_lossy(), layer.index),
+            shape: layer.shape,
+            sequences: SEQUENCES,
+            tokens: layer.tokens,
+            quick: true,
+        },
+        data: Some(sequence(layer)),
+    })
+}
+
+fn sequence(layer: Layer) -> SequenceData {
+    let halves = |elements: Vec<f32>| HostTensor::F16(elements.into_iter().map(f16::from_f32).collect());
+    let queries = layer.decode_queries.last().or(layer.prompt_queries.last());
+    SequenceData {
+        rows: RowLayout::head_major(layer.tokens, &layer.shape),
+        queries: queries.cloned().unwrap_or_default(),
+        keys: halves(layer.keys),
+        values: halves(layer.values),
+    }
+}

@@ -1,0 +1,93 @@
+//! Timing on a GPU.
+
+use std::time::Duration;
+
+use kvpack::backend::AttendOptions;
+use kvpack::conformance::{DecodeData, Workload};
+use kvpack::plan::{DecodePlan, ElementType};
+use kvpack::wgpu::measure::{self, Clock, ComputeGuard, Encode, Repeats};
+use kvpack::wgpu::{Launches, Scratch, StepPlan, StepTensors, Tensor, Wgpu};
+use kvpack::{Backend, Result};
+
+use super::timed::{Sizes, StepTimes, Timed};
+
+/// Most steps of one measurement.
+const MOST_STEPS: usize = 2000;
+
+impl Timed for Wgpu {
+    // A GPU that is let alone keeps its clock; one that idles between submissions lowers it by tens of percent.
+    const GUARD_TOLERANCE: Option<f64> = Some(0.03);
+
+    fn sizes(&self) -> Sizes {
+        match self.device().adapter_info().device_type {
+            wgpu::DeviceType::Cpu => Sizes { largest_shape: 32 << 20, footprint: 64 << 20 },
+            _ => Sizes { largest_shape: u64::MAX, footprint: 1 << 30 },
+        }
+    }
+
+    async fn time_steps(&self, workload: &Workload<Self>, data: &DecodeData<Self>, seconds: f64) -> Result<StepTimes> {
+        let mut bound = Vec::with_capacity(workload.plans.len());
+        for plan in &workload.plans {
+            bound.push(BoundStep::new(self, plan, workload, data).await?);
+        }
+        let encode = bound.iter().map(|step| |pass: &mut wgpu::ComputePass<'_>| step.launches.encode(pass));
+        let encode: Vec<_> = encode.collect();
+        let work: Vec<Encode<'_>> = encode.iter().map(|encode| encode as Encode<'_>).collect();
+
+        let once_around = work.len().clamp(3, MOST_STEPS);
+        let first = measure::time(self, &work, Repeats { warm_up: once_around, timed: once_around }).await?;
+        let steps = (seconds / first.median().as_secs_f64().max(1e-9)) as usize;
+        let repeats = Repeats { warm_up: 2, timed: steps.clamp(once_around, MOST_STEPS) };
+        let timing = measure::time(self, &work, repeats).await?;
+        Ok(StepTimes {
+            timer: match timing.clock {
+                Clock::Gpu => "GPU timestamps",
+                Clock::Wall => "wall clock",
+            },
+            launches: bound.swap_remove(0).labels,
+            seconds: timing.median().as_secs_f64(),
+        })
+    }
+
+    async fn read_bandwidth(&self) -> Result<f64> {
+        let read = measure::read_bandwidth(self, self.sizes().footprint / 2, Repeats::default()).await?;
+        Ok(read.gigabytes_per_second() * 1e9)
+    }
+
+    async fn guard_rate(&self) -> Result<f64> {
+        let shortest = ComputeGuard::new(self)?.read(self).await?.sorted.first().copied();
+        Ok(1.0 / shortest.unwrap_or(Duration::MAX).as_secs_f64())
+    }
+
+    fn plain_step(&self, _data: &DecodeData<Self>) -> Result<Option<f64>> {
+        Ok(None)
+    }
+}
+
+/// The step over one copy, with scratch and output of its own.
+struct BoundStep {
+    launches: Launches,
+    labels: Vec<String>,
+    // The launches bind their buffers.
+    _scratch: Scratch,
+    _output: Tensor,
+}
+
+impl BoundStep {
+    async fn new(
+        backend: &Wgpu,
+        plan: &DecodePlan,
+        workload: &Workload<Wgpu>,
+        data: &DecodeData<Wgpu>,
+    ) -> Result<Self> {
+        let (device, options) = (backend.device(), AttendOptions::default());
+        let queries = data.queries();
+        let step = StepPlan::new(backend.capabilities(), plan.clone(), queries.element_type(), options)?;
+        let scratch = Scratch::new(device, step.scratch()).await?;
+        let output = Tensor::zeroed(device, backend.elements(queries), ElementType::F32)?;
+        let tensors = StepTensors { queries, output: &output };
+        let launches = step.bind(backend.kernels(), &[&workload.store], &scratch, tensors)?;
+        backend.queue().write_buffer(&scratch.tables, 0, step.tables());
+        Ok(Self { launches, labels: step.launch_labels(), _scratch: scratch, _output: output })
+    }
+}

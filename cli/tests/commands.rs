@@ -1,0 +1,106 @@
+//! The commands from outside: output, JSON, exit codes.
+
+mod common;
+
+use common::kvpack;
+
+/// The dump that ships with the repository.
+const DUMP: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/smollm2_kv.safetensors");
+
+fn json(arguments: &[&str]) -> serde_json::Value {
+    let run = kvpack(arguments);
+    assert_eq!(run.code, 0, "{}", run.err);
+    serde_json::from_str(&run.out).expect("JSON on standard output")
+}
+
+#[test]
+fn help_names_every_command() {
+    let run = kvpack(&["--help"]);
+    assert_eq!(run.code, 0);
+    for command in ["list", "check", "bench", "eval", "golden"] {
+        assert!(run.out.contains(command), "{command} is missing:\n{}", run.out);
+    }
+}
+
+#[test]
+fn list_is_json_too() {
+    let list = json(&["list", "--json"]);
+    assert!(list["adapters"].is_array());
+    assert!(list["cpu"]["threads"].as_u64() >= Some(1));
+}
+
+#[test]
+fn check_passes_on_the_cpu() {
+    let run = kvpack(&["check", "--backend", "cpu", "--quick", "--filter", "format-"]);
+    assert_eq!(run.code, 0, "{}{}", run.out, run.err);
+    assert!(run.out.contains("format-1bit ") && run.out.contains(" 0 failed"), "{}", run.out);
+}
+
+#[test]
+fn bench_prints_checked_rows() {
+    let bench = json(&["bench", "--backend", "cpu", "--quick", "--shape", "g1-b1-4k", "--footprint", "1", "--json"]);
+    let rows = bench["shapes"][0]["rows"].as_array().expect("rows");
+    assert_eq!(rows.len(), 5);
+    for row in rows {
+        assert_eq!(row["outcome"], "timed");
+        assert!(row["nmse"].as_f64().unwrap() < 1e-6 && row["step_us"].as_f64().unwrap() > 0.0, "{row}");
+    }
+    assert_eq!(rows[0]["times_f16"], 1.0);
+}
+
+#[test]
+fn bench_takes_a_dump() {
+    let bench = json(&[
+        "bench",
+        "--backend",
+        "cpu",
+        "--quick",
+        "--format",
+        "4-bit per channel",
+        "--footprint",
+        "1",
+        "--json",
+        DUMP,
+    ]);
+    assert_eq!(bench["shapes"][0]["shape"], "smollm2_kv layer 15");
+    assert_eq!(bench["shapes"][0]["rows"].as_array().map(Vec::len), Some(2));
+}
+
+/// The figures that the documentation speaks of: fewer bits mean more error and fewer bytes, and calibration does not
+/// lose at one bit.
+#[test]
+fn eval_orders_the_formats_and_calibration_does_not_lose() {
+    let eval = json(&["eval", "--backend", "cpu", "--json", DUMP]);
+    let row = |name: &str| {
+        let rows = eval["summary"].as_array().expect("rows");
+        rows.iter().find(|row| row["format"] == name).unwrap_or_else(|| panic!("no {name}")).clone()
+    };
+    let number = |name: &str, field: &str| row(name)[field].as_f64().unwrap_or_else(|| panic!("{name}.{field}"));
+    assert!(number("f16", "mean_error") < 1e-5);
+    let widths = ["8-bit per channel", "4-bit per channel", "2-bit per channel", "1-bit per channel"];
+    for pair in widths.windows(2) {
+        assert!(number(pair[0], "mean_error") < number(pair[1], "mean_error"));
+        assert!(number(pair[0], "bytes") > number(pair[1], "bytes"));
+    }
+    for name in ["1-bit per channel", "1-bit per channel, shrunk"] {
+        assert!(number(name, "mean_calibrated_error") <= number(name, "mean_error"), "{name}");
+    }
+}
+
+#[test]
+fn wrong_usage_has_exit_code_2_and_says_what_to_do() {
+    let cases: [(&[&str], &str); 7] = [
+        (&["check", "--backend", "cpu", "--filter", "no such case"], "no case matches"),
+        (&["check", "--backend", "cpu", "--adapter", "x"], "leave one of the two out"),
+        (&["check", "--backend", "cpu", "--path", "floor"], "leave one of the two out"),
+        (&["check", "--adapter", "no such adapter"], "no such adapter"),
+        (&["bench", "--backend", "cpu", "--shape", "no such shape"], "g4-b8-32k"),
+        (&["bench", "--backend", "cpu", "--format", "no such format"], "4-bit per token"),
+        (&["eval", "--backend", "cpu", DUMP, "--keep-first", "1000", "--keep-last", "152"], "keep fewer"),
+    ];
+    for (arguments, hint) in cases {
+        let run = kvpack(arguments);
+        assert_eq!(run.code, 2, "{arguments:?}: {}", run.err);
+        assert!(run.err.contains(hint), "{arguments:?}: {}", run.err);
+    }
+}

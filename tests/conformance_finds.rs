@@ -1,0 +1,252 @@
+//! The conformance run must find what it is there to find: a backend that is right but for one mistake has to fail.
+
+use kvpack::backend::{AttendOptions, NonFinite, SpanRead, SpanWrite, TokenWrite};
+use kvpack::conformance::{self, Failure, Report};
+use kvpack::cpu::{Cpu, CpuStore, CpuTensor};
+use kvpack::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
+use kvpack::plan::{DecodePlan, Elements, Page, RowLayout};
+use kvpack::{Backend, Result};
+
+/// A mistake that kernels make.
+#[derive(Clone, Copy, PartialEq)]
+enum Mistake {
+    /// One token too few is attended to.
+    DropsLastToken,
+    /// Segments after the first are forgotten.
+    DropsSegments,
+    /// Weights are 16-bit integers relative to the largest of all, so that a sink makes the others coarse or nothing.
+    CoarseWeights,
+    /// Query heads read the wrong KV heads.
+    WrongGroups,
+    /// Scores are not calibrated.
+    IgnoresCalibration,
+    /// The search for non-finite elements looks at no values.
+    OverlooksValues,
+    /// Stored values are off by one code.
+    OffByOneCode,
+    /// The output is NaN.
+    YieldsNan,
+}
+
+struct Mistaken {
+    cpu: Cpu,
+    mistake: Mistake,
+}
+
+impl Backend for Mistaken {
+    type Tensor = CpuTensor;
+    type Store = CpuStore;
+
+    fn name(&self) -> String {
+        "a backend with a mistake".into()
+    }
+
+    async fn upload(&self, elements: Elements<'_>) -> Result<CpuTensor> {
+        self.cpu.upload(elements).await
+    }
+
+    async fn download(&self, tensor: &CpuTensor) -> Result<Vec<f32>> {
+        self.cpu.download(tensor).await
+    }
+
+    fn elements(&self, tensor: &CpuTensor) -> usize {
+        self.cpu.elements(tensor)
+    }
+
+    fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<CpuStore> {
+        self.cpu.create_store(shape, format)
+    }
+
+    fn max_shard_pages(&self, shape: &AttentionShape, format: &SegmentFormat) -> u32 {
+        self.cpu.max_shard_pages(shape, format)
+    }
+
+    async fn add_shard(&self, store: &mut CpuStore, pages: u32) -> Result<()> {
+        self.cpu.add_shard(store, pages).await
+    }
+
+    async fn reserve_ranges(&self, store: &mut CpuStore, slots: usize) -> Result<()> {
+        self.cpu.reserve_ranges(store, slots).await
+    }
+
+    fn store_bytes(&self, store: &CpuStore) -> u64 {
+        self.cpu.store_bytes(store)
+    }
+
+    async fn first_non_finite(
+        &self,
+        which: KeyOrValue,
+        tensor: &CpuTensor,
+        rows: &RowLayout,
+        shape: &AttentionShape,
+    ) -> Result<Option<NonFinite>> {
+        if self.mistake == Mistake::OverlooksValues && which == KeyOrValue::Value {
+            return Ok(None);
+        }
+        self.cpu.first_non_finite(which, tensor, rows, shape).await
+    }
+
+    fn quantize(&self, store: &mut CpuStore, keys: &CpuTensor, values: &CpuTensor, write: SpanWrite<'_>) -> Result<()> {
+        self.cpu.quantize(store, keys, values, write)
+    }
+
+    fn append(
+        &self,
+        store: &mut CpuStore,
+        keys: &CpuTensor,
+        values: &CpuTensor,
+        rows: RowLayout,
+        writes: &[TokenWrite],
+    ) -> Result<()> {
+        self.cpu.append(store, keys, values, rows, writes)
+    }
+
+    fn dequantize(&self, store: &CpuStore, read: SpanRead<'_>) -> Result<(CpuTensor, CpuTensor)> {
+        let (keys, values) = self.cpu.dequantize(store, read)?;
+        if self.mistake != Mistake::OffByOneCode {
+            return Ok((keys, values));
+        }
+        let mut values = values.to_f32();
+        values[read.tokens / 2] += 0.01;
+        Ok((keys, CpuTensor::F32(values)))
+    }
+
+    async fn attend(
+        &self,
+        plan: &DecodePlan,
+        stores: &[&CpuStore],
+        queries: &CpuTensor,
+        options: AttendOptions,
+    ) -> Result<CpuTensor> {
+        if self.mistake == Mistake::CoarseWeights {
+            return self.attend_coarsely(plan, stores[0], queries);
+        }
+        let queries = self.mistaken_queries(plan, queries);
+        let output = self.cpu.attend(&self.mistaken_plan(plan), stores, &queries, options).await?;
+        Ok(match self.mistake {
+            Mistake::YieldsNan => CpuTensor::F32(vec![f32::NAN; self.elements(&output)]),
+            _ => output,
+        })
+    }
+}
+
+impl Mistaken {
+    fn mistaken_plan(&self, plan: &DecodePlan) -> DecodePlan {
+        let mut plan = plan.clone();
+        match self.mistake {
+            Mistake::DropsLastToken => {
+                let items = plan.segments.iter_mut().flat_map(|segment| &mut segment.items);
+                items.filter(|item| item.tokens > 1).for_each(|item| item.tokens -= 1);
+            }
+            Mistake::DropsSegments => {
+                // The items stay, so that every state row is written, but each sees one token only.
+                let later = plan.segments.iter_mut().skip(1).flat_map(|segment| &mut segment.items);
+                later.for_each(|item| item.tokens = 1);
+            }
+            Mistake::IgnoresCalibration => plan.segments.iter_mut().for_each(|segment| segment.calibration = None),
+            _ => {}
+        }
+        plan
+    }
+
+    /// Attention with coarse weights, for plans of one segment in one shard.
+    fn attend_coarsely(&self, plan: &DecodePlan, store: &CpuStore, queries: &CpuTensor) -> Result<CpuTensor> {
+        let (shape, segment) = (&plan.shape, &plan.segments[0]);
+        let head_dim = shape.head_dim();
+        let mut output = Vec::new();
+        for (span, queries) in segment.spans.iter().zip(queries.to_f32().chunks(shape.query_heads() * head_dim)) {
+            let tokens = span.tokens as usize;
+            let table = &segment.page_table[span.page_offset as usize..][..tokens.div_ceil(TILE_TOKENS)];
+            let pages: Vec<Page> = table.iter().map(|&index| Page { shard: 0, index }).collect();
+            let read = SpanRead { pages: &pages, tokens, range_slot: span.range_slot as usize };
+            let (keys, values) = self.cpu.dequantize(store, read)?;
+            let (keys, values) = (keys.to_f32(), values.to_f32());
+            for (head, query) in queries.chunks(head_dim).enumerate() {
+                let rows = head / shape.group() * tokens * head_dim..(head / shape.group() + 1) * tokens * head_dim;
+                let scores: Vec<f32> = keys[rows.clone()].chunks(head_dim).map(|key| score(query, key)).collect();
+                let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                let weights: Vec<f32> = scores.iter().map(|s| (65535.0 * (s - largest).exp()).round()).collect();
+                let sum: f32 = weights.iter().sum();
+                let mut out = vec![0.0; head_dim];
+                for (weight, value) in weights.iter().zip(values[rows].chunks(head_dim)) {
+                    out.iter_mut().zip(value).for_each(|(out, v)| *out += weight / sum * v);
+                }
+                output.extend(out);
+            }
+        }
+        Ok(CpuTensor::F32(output))
+    }
+
+    fn mistaken_queries(&self, plan: &DecodePlan, queries: &CpuTensor) -> CpuTensor {
+        let queries = queries.to_f32();
+        if self.mistake != Mistake::WrongGroups {
+            return CpuTensor::F32(queries);
+        }
+        let head_dim = plan.shape.head_dim();
+        let mut heads: Vec<&[f32]> = queries.chunks(head_dim).collect();
+        heads.chunks_mut(plan.shape.query_heads()).for_each(|sequence| sequence.reverse());
+        CpuTensor::F32(heads.concat())
+    }
+}
+
+fn score(query: &[f32], key: &[f32]) -> f32 {
+    query.iter().zip(key).map(|(q, k)| q * k).sum::<f32>() / (query.len() as f32).sqrt()
+}
+
+fn run(case: &str, mistake: Mistake) -> Report {
+    let case = conformance::cases().into_iter().find(|known| known.name == case).expect("the case is in the registry");
+    let backend = Mistaken { cpu: Cpu::new(), mistake };
+    pollster::block_on(conformance::run_case(&backend, &case)).expect("the mistake is no error")
+}
+
+fn is_inaccurate(case: &str, mistake: Mistake) {
+    let report = run(case, mistake);
+    assert!(report.failures.iter().any(|f| matches!(f, Failure::Inaccurate { .. })), "{case}: {:?}", report.error);
+}
+
+#[test]
+fn a_dropped_token_is_found() {
+    is_inaccurate("format-2bit", Mistake::DropsLastToken);
+    is_inaccurate("length-steps-f16", Mistake::DropsLastToken);
+}
+
+#[test]
+fn a_dropped_segment_is_found() {
+    is_inaccurate("segments-prompt-visual-recent", Mistake::DropsSegments);
+}
+
+#[test]
+fn what_a_sink_drowns_is_found() {
+    is_inaccurate("sink-long-4bit", Mistake::CoarseWeights);
+    is_inaccurate("sink-long-f16", Mistake::CoarseWeights);
+}
+
+#[test]
+fn wrong_groups_are_found() {
+    is_inaccurate("shape-g3-d64-8bit", Mistake::WrongGroups);
+}
+
+#[test]
+fn missing_calibration_is_found() {
+    is_inaccurate("calibrated-1bit-t0-3", Mistake::IgnoresCalibration);
+}
+
+#[test]
+fn an_overlooked_infinity_is_found() {
+    let report = run("format-f16", Mistake::OverlooksValues);
+    assert!(matches!(report.failures.as_slice(), [Failure::NonFinite { .. }]), "{}", report.reason());
+}
+
+#[test]
+fn a_wrong_code_is_found() {
+    let report = run("format-4bit-token", Mistake::OffByOneCode);
+    let [Failure::Stored { tensor: "values", .. }, ..] = report.failures.as_slice() else {
+        panic!("{}", report.reason());
+    };
+}
+
+#[test]
+fn nan_is_found() {
+    let report = run("format-f16", Mistake::YieldsNan);
+    assert_eq!(report.failures, [Failure::OutputNotFinite { index: 0 }]);
+}
