@@ -2,10 +2,10 @@
 
 const KEY_BITS: u32 = 4u;
 const KEY_PLANES: u32 = 8u / KEY_BITS;
-const KEY_FIELDS: u32 = KEY_VECTOR * KEY_PLANES;
+const KEY_WORD_FIELDS: u32 = KEY_VECTOR;
 
-fn key_codes(words: KeyVector, f: u32) -> vec4<f32> {
+fn key_codes(words: KeyVector, w: u32, plane: u32) -> vec4<f32> {
     // Flipping the top bit of a field turns the stored two's complement back into the code.
-    let flipped = (words[f / KEY_PLANES] >> (f % KEY_PLANES * KEY_BITS)) ^ (0x01010101u << (KEY_BITS - 1u));
+    let flipped = (words[w] >> (plane * KEY_BITS)) ^ (0x01010101u << (KEY_BITS - 1u));
     return vec4<f32>(unpack4xU8(flipped & (0x01010101u * ((1u << KEY_BITS) - 1u))));
 }

@@ -26,7 +26,7 @@ fn begin_key_field(tile_base: u32, lane: u32, field: u32) {
     }
 }
 
-fn key_field(words: KeyVector, f: u32, i: u32) -> vec4<f32> {
+fn key_field(words: KeyVector, w: u32, plane: u32, i: u32) -> vec4<f32> {
     let group = i * KEY_TOKEN_GROUPS / LANE_TOKENS;
-    return key_codes(words, f) * key_scale[group] + key_min[group];
+    return key_codes(words, w, plane) * key_scale[group] + key_min[group];
 }

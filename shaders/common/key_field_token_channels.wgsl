@@ -20,6 +20,6 @@ fn begin_key_field(tile_base: u32, lane: u32, field: u32) {
     }
 }
 
-fn key_field(words: KeyVector, f: u32, i: u32) -> vec4<f32> {
-    return key_codes(words, f) * key_range[i].x + vec4<f32>(key_range[i].y);
+fn key_field(words: KeyVector, w: u32, plane: u32, i: u32) -> vec4<f32> {
+    return key_codes(words, w, plane) * key_range[i].x + vec4<f32>(key_range[i].y);
 }

@@ -7,6 +7,9 @@ const QUERY_PLANES: u32 = 2u;
 const QUERY_LARGEST: f32 = 32639f;
 // 2^(bits-8): what a dot product of integers and shifted codes must be multiplied with, beside the query's own scale.
 const CODE_UNIT: f32 = 0.0625f;
+// Words of a vector of keys, and bit planes of a word.
+const KEY_VECTOR: u32 = 4u;
+const KEY_PLANES: u32 = 2u;
 const ROW: u32 = QUERY_PLANES * ROW_FIELDS + 4u;
 
 fn write_row(row: u32, field: u32, scaled: vec4<f32>, totals: vec4<f32>) {
@@ -16,10 +19,11 @@ fn write_row(row: u32, field: u32, scaled: vec4<f32>, totals: vec4<f32>) {
         if (totals.x > 0f) {
             integers = vec4<i32>(round(scaled * (QUERY_LARGEST / totals.x)));
         }
-        rows[row * ROW + field] = bytes(integers);
+        let at = row * ROW + place(field);
+        rows[at] = bytes(integers);
         // unroll
         for (var plane = 0u; plane < QUERY_PLANES - 1u; plane++) {
-            rows[row * ROW + ROW_FIELDS + field] = bytes((integers + vec4<i32>(128i)) >> vec4<u32>(8u));
+            rows[at + ROW_FIELDS] = bytes((integers + vec4<i32>(128i)) >> vec4<u32>(8u));
         }
     }
     if (field == 0u) {
@@ -29,6 +33,12 @@ fn write_row(row: u32, field: u32, scaled: vec4<f32>, totals: vec4<f32>) {
         rows[constants + 2u] = bitcast<u32>(totals.z);
         rows[constants + 3u] = 0u;
     }
+}
+
+// Field groups in the order in which `scores` and `attend` use them: within a vector of words, bit plane by bit plane.
+fn place(field: u32) -> u32 {
+    let in_vector = field % (KEY_VECTOR * KEY_PLANES);
+    return field - in_vector + in_vector % KEY_PLANES * KEY_VECTOR + in_vector / KEY_PLANES;
 }
 
 fn bytes(x: vec4<i32>) -> u32 {

@@ -1,7 +1,7 @@
 // Scores of packed keys by integer dot products: score = scale · Σ q c + bias.
 //
 // The prepared query is one row per span and query head: QUERY_PLANES byte planes of field-group words (low byte
-// first, both signed), then the constants (scale, bias, Σ q, 0) as f32. It lies in workgroup memory and is read as
+// first, both signed) in the order in which they are used, then the constants (scale, bias, Σ q, 0) as f32. It lies in workgroup memory and is read as
 // 16-byte broadcasts, each used for the four tokens of an invocation.
 // Keys: neighbouring lanes read neighbouring vectors. A field shifted to the top of its byte is the signed code times
 // 2^(8-bits); the scale takes that back.
@@ -18,7 +18,10 @@ const KEY_MASK: u32 = 4042322160u;
 const KEY_VECTOR: u32 = 4u;
 const KEY_VECTORS: u32 = 4u;
 const KEY_PLANES: u32 = 8u / KEY_BITS;
+// Sets of four field groups in a vector, in the order of bit planes: KEY_VECTOR words of one plane, then the next.
 const KEY_QUADS: u32 = KEY_VECTOR * KEY_PLANES / 4u;
+// Quads written out in the body of the loop.
+const KEY_UNROLL: u32 = 2u;
 const QUERY_PLANES: u32 = 2u;
 const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_QUADS;
 const QUERY_ROW: u32 = QUERY_PLANES * QUERY_VECTORS + 1u;
@@ -50,27 +53,31 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
         for (var i = 0u; i < LANE_TOKENS; i++) {
             words[i] = keys[at + i * 32u];
         }
-        // unroll
-        for (var quad = 0u; quad < KEY_QUADS; quad++) {
-            var codes: array<u32, 16>;
+        for (var turn = 0u; turn < KEY_QUADS; turn += KEY_UNROLL) {
             // unroll
-            for (var f = 0u; f < 4u; f++) {
+            for (var u = 0u; u < KEY_UNROLL; u++) {
+                let quad = turn + u;
+                var codes: array<u32, 16>;
                 // unroll
-                for (var i = 0u; i < LANE_TOKENS; i++) {
-                    codes[f * 4u + i] = (words[i][(quad * 4u + f) / KEY_PLANES]
-                        << (8u - KEY_BITS - (quad * 4u + f) % KEY_PLANES * KEY_BITS)) & KEY_MASK;
-                }
-            }
-            // unroll
-            for (var head = 0u; head < HEADS; head++) {
-                // unroll
-                for (var plane = 0u; plane < QUERY_PLANES; plane++) {
-                    let q = query[head * QUERY_ROW + plane * QUERY_VECTORS + vector * KEY_QUADS + quad];
+                for (var f = 0u; f < 4u; f++) {
+                    let plane = quad * (4u / KEY_VECTOR) + f / KEY_VECTOR;
+                    let shift = 8u - KEY_BITS - plane * KEY_BITS;
                     // unroll
                     for (var i = 0u; i < LANE_TOKENS; i++) {
-                        sums[(plane * HEADS + head) * LANE_TOKENS + i] +=
-                            (dot4I8Packed(codes[i], q.x) + dot4I8Packed(codes[4u + i], q.y))
-                            + (dot4I8Packed(codes[8u + i], q.z) + dot4I8Packed(codes[12u + i], q.w));
+                        codes[f * 4u + i] = (words[i][f % KEY_VECTOR] << shift) & KEY_MASK;
+                    }
+                }
+                // unroll
+                for (var head = 0u; head < HEADS; head++) {
+                    // unroll
+                    for (var plane = 0u; plane < QUERY_PLANES; plane++) {
+                        let q = query[head * QUERY_ROW + plane * QUERY_VECTORS + vector * KEY_QUADS + quad];
+                        // unroll
+                        for (var i = 0u; i < LANE_TOKENS; i++) {
+                            sums[(plane * HEADS + head) * LANE_TOKENS + i] +=
+                                (dot4I8Packed(codes[i], q.x) + dot4I8Packed(codes[4u + i], q.y))
+                                + (dot4I8Packed(codes[8u + i], q.z) + dot4I8Packed(codes[12u + i], q.w));
+                        }
                     }
                 }
             }

@@ -15,7 +15,7 @@ const KEY_VECTORS: u32 = 16u;
 
 // import key_field = common/key_field_f16.wgsl
 
-const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_FIELDS;
+const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_WORD_FIELDS * KEY_PLANES;
 const QUERY_ROW: u32 = QUERY_VECTORS + 1u;
 
 var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
@@ -41,20 +41,23 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
         for (var i = 0u; i < LANE_TOKENS; i++) {
             words[i] = keys[at + i * 32u];
         }
-        // unroll
-        for (var f = 0u; f < KEY_FIELDS; f++) {
-            var k: array<vec4<f32>, LANE_TOKENS>;
-            begin_key_field(tile_base, lane, vector * KEY_FIELDS + f);
+        for (var plane = 0u; plane < KEY_PLANES; plane++) {
             // unroll
-            for (var i = 0u; i < LANE_TOKENS; i++) {
-                k[i] = key_field(words[i], f, i);
-            }
-            // unroll
-            for (var head = 0u; head < HEADS; head++) {
-                let q = query[head * QUERY_VECTORS + vector * KEY_FIELDS + f];
+            for (var w = 0u; w < KEY_WORD_FIELDS; w++) {
+                let field = (vector * KEY_WORD_FIELDS + w) * KEY_PLANES + plane;
+                begin_key_field(tile_base, lane, field);
+                var k: array<vec4<f32>, LANE_TOKENS>;
                 // unroll
                 for (var i = 0u; i < LANE_TOKENS; i++) {
-                    token_scores[head * LANE_TOKENS + i] += dot(q, k[i]);
+                    k[i] = key_field(words[i], w, plane, i);
+                }
+                // unroll
+                for (var head = 0u; head < HEADS; head++) {
+                    let q = query[head * QUERY_VECTORS + field];
+                    // unroll
+                    for (var i = 0u; i < LANE_TOKENS; i++) {
+                        token_scores[head * LANE_TOKENS + i] += dot(q, k[i]);
+                    }
                 }
             }
         }

@@ -2,11 +2,11 @@
 
 const VALUE_BITS: u32 = 4u;
 const VALUE_PLANES: u32 = 8u / VALUE_BITS;
-const VALUE_FIELDS: u32 = 4u * VALUE_PLANES;
+const VALUE_WORD_FIELDS: u32 = 4u;
 const VALUE_VECTORS: u32 = VALUE_BITS;
 
-fn value_codes(words: vec4<u32>, f: u32) -> vec4<f32> {
+fn value_codes(words: vec4<u32>, w: u32, plane: u32) -> vec4<f32> {
     // Flipping the top bit of a field turns the stored two's complement back into the code.
-    let flipped = (words[f / VALUE_PLANES] >> (f % VALUE_PLANES * VALUE_BITS)) ^ (0x01010101u << (VALUE_BITS - 1u));
+    let flipped = (words[w] >> (plane * VALUE_BITS)) ^ (0x01010101u << (VALUE_BITS - 1u));
     return vec4<f32>(unpack4xU8(flipped & (0x01010101u * ((1u << VALUE_BITS) - 1u))));
 }

@@ -21,6 +21,6 @@ fn begin_value_tile(tile_base: u32, channel: u32, k: u32) {
     }
 }
 
-fn value_field(words: vec4<u32>, f: u32, field: u32, k: u32) -> vec4<f32> {
-    return value_codes(words, f) * value_scale[k] + value_min[k];
+fn value_field(words: vec4<u32>, w: u32, plane: u32, field: u32, k: u32) -> vec4<f32> {
+    return value_codes(words, w, plane) * value_scale[k] + value_min[k];
 }

@@ -16,11 +16,11 @@ fn begin_value_tile(tile_base: u32, channel: u32, k: u32) {
     value_range_base[k] = (tile_base * VALUE_CHANNEL_GROUPS + channel / VALUE_GROUP_CHANNELS) * TILE_TOKENS;
 }
 
-fn value_field(words: vec4<u32>, f: u32, field: u32, k: u32) -> vec4<f32> {
+fn value_field(words: vec4<u32>, w: u32, plane: u32, field: u32, k: u32) -> vec4<f32> {
     let base = value_range_base[k] + field;
     let a = unpack2x16float(value_ranges[base]);
     let b = unpack2x16float(value_ranges[base + 32u]);
     let c = unpack2x16float(value_ranges[base + 64u]);
     let d = unpack2x16float(value_ranges[base + 96u]);
-    return value_codes(words, f) * vec4<f32>(a.x, b.x, c.x, d.x) + vec4<f32>(a.y, b.y, c.y, d.y);
+    return value_codes(words, w, plane) * vec4<f32>(a.x, b.x, c.x, d.x) + vec4<f32>(a.y, b.y, c.y, d.y);
 }

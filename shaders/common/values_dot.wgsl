@@ -22,11 +22,13 @@ const CHANNEL_BLOCKS: u32 = 2u;
 const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
 
 const LARGEST_WEIGHT: f32 = 32639f;
+// Bit planes written out in the body of the loop.
+const VALUE_UNROLL: u32 = 2u;
 // What a sum of integer weights times shifted codes must be multiplied with.
 const WEIGHT_UNIT: f32 = 1f / (32639f * f32(1u << (8u - VALUE_BITS)));
 const GOLDEN_RATIO: f32 = 0.618034f;
 
-// [head][byte plane][tile of the step][field group / 4]
+// [head][byte plane][tile of the step][vector][bit plane], one component per word of the vector: the order of use.
 var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
 var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
 
@@ -58,9 +60,11 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
             // The low byte counts as signed, so it borrows from the high one where its top bit is set.
             high[i] = (integer + 128u) >> 8u;
         }
-        let at = (head * 2u * STEP_TILES + team) * 8u + lane / 4u;
-        weight_bytes[at][lane % 4u] = low.x | (low.y << 8u) | (low.z << 16u) | (low.w << 24u);
-        weight_bytes[at + STEP_TILES * 8u][lane % 4u] = high.x | (high.y << 8u) | (high.z << 16u) | (high.w << 24u);
+        // Field group `lane` is word lane / VALUE_PLANES of the column, bit plane lane % VALUE_PLANES.
+        let word = lane / VALUE_PLANES;
+        let at = (head * 2u * STEP_TILES + team) * 8u + word / 4u * VALUE_PLANES + lane % VALUE_PLANES;
+        weight_bytes[at][word % 4u] = low.x | (low.y << 8u) | (low.z << 16u) | (low.w << 24u);
+        weight_bytes[at + STEP_TILES * 8u][word % 4u] = high.x | (high.y << 8u) | (high.z << 16u) | (high.w << 24u);
     }
 }
 
@@ -85,27 +89,29 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
             for (var k = 0u; k < CHANNELS; k++) {
                 words[k] = values[base + vector * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
             }
-            // unroll
-            for (var quad = 0u; quad < VALUE_PLANES; quad++) {
-                var codes: array<u32, 4u * CHANNELS>;
+            for (var turn = 0u; turn < VALUE_PLANES; turn += VALUE_UNROLL) {
                 // unroll
-                for (var f = 0u; f < 4u; f++) {
+                for (var u = 0u; u < VALUE_UNROLL; u++) {
+                    let shift = 8u - VALUE_BITS - (turn + u) * VALUE_BITS;
+                    var codes: array<u32, 4u * CHANNELS>;
                     // unroll
-                    for (var k = 0u; k < CHANNELS; k++) {
-                        codes[f * CHANNELS + k] = (words[k][(quad * 4u + f) / VALUE_PLANES]
-                            << (8u - VALUE_BITS - (quad * 4u + f) % VALUE_PLANES * VALUE_BITS)) & VALUE_MASK;
-                    }
-                }
-                // unroll
-                for (var head = 0u; head < HEADS; head++) {
-                    // unroll
-                    for (var plane = 0u; plane < 2u; plane++) {
-                        let w = weight_bytes[((head * 2u + plane) * STEP_TILES + tile) * 8u + vector * VALUE_PLANES + quad];
+                    for (var f = 0u; f < 4u; f++) {
                         // unroll
                         for (var k = 0u; k < CHANNELS; k++) {
-                            step_sums[(plane * HEADS + head) * CHANNELS + k] +=
-                                (dot4I8Packed(codes[k], w.x) + dot4I8Packed(codes[CHANNELS + k], w.y))
-                                + (dot4I8Packed(codes[2u * CHANNELS + k], w.z) + dot4I8Packed(codes[3u * CHANNELS + k], w.w));
+                            codes[f * CHANNELS + k] = (words[k][f] << shift) & VALUE_MASK;
+                        }
+                    }
+                    // unroll
+                    for (var head = 0u; head < HEADS; head++) {
+                        // unroll
+                        for (var plane = 0u; plane < 2u; plane++) {
+                            let w = weight_bytes[((head * 2u + plane) * STEP_TILES + tile) * 8u + vector * VALUE_PLANES + turn + u];
+                            // unroll
+                            for (var k = 0u; k < CHANNELS; k++) {
+                                step_sums[(plane * HEADS + head) * CHANNELS + k] +=
+                                    (dot4I8Packed(codes[k], w.x) + dot4I8Packed(codes[CHANNELS + k], w.y))
+                                    + (dot4I8Packed(codes[2u * CHANNELS + k], w.z) + dot4I8Packed(codes[3u * CHANNELS + k], w.w));
+                            }
                         }
                     }
                 }

@@ -70,20 +70,22 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
             for (var k = 0u; k < CHANNELS; k++) {
                 words[k] = values[base + vector * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
             }
-            // unroll
-            for (var f = 0u; f < VALUE_FIELDS; f++) {
-                let field = vector * VALUE_FIELDS + f;
-                var v: array<vec4<f32>, CHANNELS>;
+            for (var plane = 0u; plane < VALUE_PLANES; plane++) {
                 // unroll
-                for (var k = 0u; k < CHANNELS; k++) {
-                    v[k] = value_field(words[k], f, field, k);
-                }
-                // unroll
-                for (var head = 0u; head < HEADS; head++) {
-                    let w = vec4<f32>(step_weights[(head * STEP_TILES + tile) * 32u + field]);
+                for (var w = 0u; w < VALUE_WORD_FIELDS; w++) {
+                    let field = (vector * VALUE_WORD_FIELDS + w) * VALUE_PLANES + plane;
+                    var v: array<vec4<f32>, CHANNELS>;
                     // unroll
                     for (var k = 0u; k < CHANNELS; k++) {
-                        sums[head * CHANNELS + k] += dot(w, v[k]);
+                        v[k] = value_field(words[k], w, plane, field, k);
+                    }
+                    // unroll
+                    for (var head = 0u; head < HEADS; head++) {
+                        let p = vec4<f32>(step_weights[(head * STEP_TILES + tile) * 32u + field]);
+                        // unroll
+                        for (var k = 0u; k < CHANNELS; k++) {
+                            sums[head * CHANNELS + k] += dot(p, v[k]);
+                        }
                     }
                 }
             }

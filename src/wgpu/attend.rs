@@ -35,6 +35,9 @@ pub(super) struct Specialisation<'a> {
 pub(super) const MAX_TILES: usize = 64;
 const STEP_TILES: usize = 4;
 const INVOCATIONS: usize = 128;
+/// Bit planes of a 16-byte vector that a loop's body handles: eight word-planes measured best on an H200, and keep
+/// compile times down.
+const MOST_UNROLLED: usize = 2;
 /// More heads than this would not fit the registers of any device seen so far.
 const MOST_HEADS: usize = 8;
 
@@ -148,7 +151,11 @@ impl Specialisation<'_> {
     }
 
     fn with_integer_query(&self, variant: Variant, bits: Bits) -> Variant {
-        variant.constant("KEY_MASK", top_bits(bits)).constant("QUERY_PLANES", self.query_planes())
+        let vector = TileLayout::new(&self.format.key, self.shape.head_dim()).key_vector();
+        variant
+            .constant("KEY_MASK", top_bits(bits))
+            .constant("KEY_UNROLL", (vector * bits.planes() / 4).min(MOST_UNROLLED))
+            .constant("QUERY_PLANES", self.query_planes())
     }
 
     fn with_values(&self, variant: Variant, heads: usize) -> Variant {
@@ -158,14 +165,15 @@ impl Specialisation<'_> {
             return self.with_float_weights(variant);
         };
         let variant = variant.constant("VALUE_BITS", affine.bits.count() as usize);
-        match affine.grouping {
-            Grouping::Channel => {
-                variant.constant("VALUE_MASK", top_bits(affine.bits)).float("VALUE_MIDDLE", middle(affine.bits))
-            }
-            Grouping::Token => variant
+        let with_integer_weights = |variant: Variant| {
+            variant
                 .constant("VALUE_MASK", top_bits(affine.bits))
-                .import("value_ranges", "common/value_ranges_token.wgsl")
-                .float("VALUE_MIDDLE", middle(affine.bits)),
+                .constant("VALUE_UNROLL", affine.bits.planes().min(MOST_UNROLLED))
+                .float("VALUE_MIDDLE", middle(affine.bits))
+        };
+        match affine.grouping {
+            Grouping::Channel => with_integer_weights(variant),
+            Grouping::Token => with_integer_weights(variant).import("value_ranges", "common/value_ranges_token.wgsl"),
             Grouping::ChannelTokens(tokens) => self
                 .with_float_weights(variant)
                 .import("value_field", "common/value_field_channel_tokens.wgsl")

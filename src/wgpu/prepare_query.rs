@@ -32,6 +32,8 @@ impl Specialisation<'_> {
             planes => (planes, 32639.0),
         };
         variant
+            .constant("KEY_VECTOR", layout.key_vector())
+            .constant("KEY_PLANES", affine.bits.planes())
             .constant("QUERY_PLANES", planes)
             .float("QUERY_LARGEST", largest)
             .float("CODE_UNIT", 1.0 / (1u32 << (8 - affine.bits.count())) as f32)
