@@ -44,7 +44,7 @@ impl Expected {
             [("output NMSE", error.nmse, limits.nmse), ("worst head's NMSE", error.worst_head, limits.worst_head)];
         judged
             .into_iter()
-            .filter(|(_, error, limit)| !(error <= limit))
+            .filter(|(_, error, limit)| error > limit || error.is_nan())
             .map(|(what, error, limit)| Failure::Inaccurate { what, error, limit })
             .collect()
     }
