@@ -28,12 +28,12 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// 10⁻⁶ where the query keeps 16 bits or more, 10⁻⁴ where it is quantised to int8; ten times that for the worst
-    /// single head.
+    /// 10⁻⁶ where the query keeps 16 bits or more, 10⁻⁴ where it is quantised to int8. For the worst single head ten
+    /// times that, and a hundred times with an int8 query: its rounding hits single heads harder.
     pub const fn new(query: QueryPrecision) -> Self {
         match query {
             QueryPrecision::Int16 => Self { nmse: 1e-6, worst_head: 1e-5 },
-            QueryPrecision::Int8 => Self { nmse: 1e-4, worst_head: 1e-3 },
+            QueryPrecision::Int8 => Self { nmse: 1e-4, worst_head: 1e-2 },
         }
     }
 }
