@@ -3,23 +3,25 @@
 
 use std::collections::BTreeSet;
 
-use kvpack::wgpu::{Variant, variants};
+use kvpack::backend::{AttendOptions, QueryPrecision};
+use kvpack::format::{AffineFormat, Grouping, HEAD_DIMS, TensorFormat};
+use kvpack::plan::{DecodePlan, ElementType, Page, SpanView, Split, StoreView};
+use kvpack::wgpu::{Capabilities, KernelLimits, StepPlan, SubgroupSizes, Timestamps, Variant, variants};
+use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat};
 use naga::back::{hlsl, msl, spv};
-use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
+use naga::valid::{self, ModuleInfo, ValidationFlags, Validator};
 
 fn parse(variant: &Variant) -> Result<(naga::Module, ModuleInfo), String> {
     let source = variant.source().map_err(|error| error.to_string())?;
-    let numbered = || {
-        let lines = source.wgsl.lines().enumerate().map(|(i, line)| format!("{:4} {line}\n", i + 1));
-        lines.collect::<String>()
-    };
-    let module = naga::front::wgsl::parse_str(&source.wgsl)
-        .map_err(|error| format!("{}\n{}", error.emit_to_string(&source.wgsl), numbered()))?;
-    // Only what kernels may rely on: the floor, and the two features of the other paths.
-    let allowed = Capabilities::SHADER_FLOAT16 | Capabilities::SUBGROUP;
+    let module = naga::front::wgsl::parse_str(&source.wgsl).map_err(|error| error.emit_to_string(&source.wgsl))?;
+    // Only what kernels may rely on: the floor, where every WebGPU device unpacks halves, and the two features of the
+    // other paths.
+    let allowed = valid::Capabilities::SHADER_FLOAT16_IN_FLOAT32
+        | valid::Capabilities::SHADER_FLOAT16
+        | valid::Capabilities::SUBGROUP;
     let info = Validator::new(ValidationFlags::all(), allowed)
         .validate(&module)
-        .map_err(|error| format!("{}\n{}", error.emit_to_string(&source.wgsl), numbered()))?;
+        .map_err(|error| error.emit_to_string(&source.wgsl))?;
     Ok((module, info))
 }
 
@@ -44,11 +46,55 @@ fn write_hlsl(module: &naga::Module, info: &ModuleInfo) -> Result<(), String> {
         .map_err(|error| error.to_string())
 }
 
+/// The variants of decode steps over every format, each with head dimensions, group sizes, calibration, types and device
+/// features in turn.
+fn decode_variants() -> Vec<Variant> {
+    let groupings = [Grouping::Channel, Grouping::ChannelTokens(32), Grouping::Token, Grouping::TokenChannels(16)];
+    let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));
+    let formats: Vec<TensorFormat> =
+        std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine)).collect();
+    let mut found = Vec::new();
+    for turn in 0..formats.len() * 4 {
+        let (key, value) = (formats[turn % formats.len()], formats[(turn * 5 + turn / formats.len()) % formats.len()]);
+        let head_dim = HEAD_DIMS[turn % HEAD_DIMS.len()];
+        let shape = AttentionShape::new([1, 4, 7, 8][turn % 4] * 2, 2, head_dim).unwrap();
+        let calibration = (turn % 3 == 0).then(|| Calibration::new(1.0, 2.0).unwrap());
+        let pages = [Page { shard: 0, index: 0 }];
+        let span = SpanView { sequence: 0, tokens: 100, pages: &pages, range_slot: 0 };
+        let store = StoreView { format: SegmentFormat { key, value }, calibration, spans: vec![span] };
+        let plan = DecodePlan::new(shape, 1, &[store], Split::default()).unwrap();
+        let types = [ElementType::F32, ElementType::F16];
+        let query = if turn % 5 == 0 { QueryPrecision::Int8 } else { QueryPrecision::Int16 };
+        let options = AttendOptions { query, output: types[turn / 2 % 2] };
+        let step = StepPlan::new(&capabilities(turn), plan, types[turn % 2], options).unwrap();
+        found.extend(step.variants());
+    }
+    found
+}
+
+/// The floor, f16 alone, subgroups alone, and both.
+fn capabilities(turn: usize) -> Capabilities {
+    let limits = KernelLimits {
+        binding_bytes: 128 << 20,
+        binding_alignment: 256,
+        storage_buffers: 8,
+        workgroup_memory: 16 << 10,
+        invocations: 256,
+        workgroups: 65535,
+    };
+    let subgroups = (turn / 2 % 2 == 1).then_some(SubgroupSizes { min: 4, max: 128 });
+    Capabilities { f16: turn % 2 == 1, subgroups, timestamps: Timestamps::None, limits }
+}
+
+fn all_variants() -> Vec<Variant> {
+    variants().into_iter().chain(decode_variants()).collect()
+}
+
 /// The kernel's source is the same for all its entry points, so each text is translated once.
 #[test]
 fn every_variant_is_valid_and_translates() {
     let mut seen = BTreeSet::new();
-    for variant in variants() {
+    for variant in all_variants() {
         if !seen.insert(variant.source().unwrap().wgsl) {
             continue;
         }
@@ -62,13 +108,13 @@ fn every_variant_is_valid_and_translates() {
             panic!("{}: {reason}", variant.label());
         }
     }
-    assert!(seen.len() > 100, "{}", seen.len());
+    assert!(seen.len() > 200, "{}", seen.len());
 }
 
 /// The floor binds at most 8 storage buffers.
 #[test]
 fn every_variant_binds_few_buffers() {
-    for variant in variants() {
+    for variant in all_variants() {
         let source = variant.source().unwrap();
         assert!(source.bindings.len() <= 8, "{} binds {}", variant.label(), source.bindings.len());
         let declared = source.wgsl.matches("var<storage").count();

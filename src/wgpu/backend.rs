@@ -37,7 +37,7 @@ impl Wgpu {
     /// The backend on an engine's device, with kernels of its own that carry run-time checks.
     ///
     /// # Errors
-    /// [`Error::Limit`] when the device is below the floor: see [`Capabilities::from_device`].
+    /// [`Error::Limit`](crate::Error::Limit) when the device is below the floor: see [`Capabilities::from_device`].
     pub fn new(device: wgpu::Device, queue: wgpu::Queue) -> Result<Self> {
         Self::with_kernels(queue, Arc::new(Kernels::new(&device, Checks::default())))
     }
@@ -45,7 +45,7 @@ impl Wgpu {
     /// The backend with kernels that the caller owns and may share; `queue` belongs to their device.
     ///
     /// # Errors
-    /// [`Error::Limit`] when the device is below the floor: see [`Capabilities::from_device`].
+    /// [`Error::Limit`](crate::Error::Limit) when the device is below the floor: see [`Capabilities::from_device`].
     pub fn with_kernels(queue: wgpu::Queue, kernels: Arc<Kernels>) -> Result<Self> {
         let capabilities = Capabilities::from_device(kernels.device())?;
         Ok(Self { queue, kernels, capabilities, scratch: Arc::default() })
@@ -55,8 +55,8 @@ impl Wgpu {
     /// [`choose_adapter`](super::choose_adapter).
     ///
     /// # Errors
-    /// [`Error::Adapter`] when there is no such adapter or it opens no device; [`Error::Limit`] when it is below the
-    /// floor.
+    /// [`Error::Adapter`](crate::Error::Adapter) when there is no such adapter or it opens no device;
+    /// [`Error::Limit`](crate::Error::Limit) when it is below the floor.
     pub async fn open(adapter: Option<&str>) -> Result<Self> {
         let adapter = adapters::choose_adapter(adapter).await?;
         let (device, queue) = adapters::open_device(&adapter, Requirements::of(&adapter)).await?;
@@ -216,10 +216,13 @@ impl Backend for Wgpu {
         let output = Tensor::zeroed(self.device(), elements, options.output)?;
         let scratch = self.scratch(step.scratch()).await?;
         let launches = step.bind(&self.kernels, stores, &scratch, StepTensors { queries, output: &output })?;
+        // Scratch is shared: between a step's tables and its submission no other thread may write its own.
+        let turn = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         guard::captured_now(self.device(), Request::call("tables of a decode step"), || {
             self.queue.write_buffer(&scratch.tables, 0, step.tables());
         })?;
         self.run("kvpack decode step", &launches)?;
+        drop(turn);
         Ok(output)
     }
 }

@@ -211,7 +211,8 @@ async fn check_sum(backend: &Wgpu, launch: &Launch, sum: &wgpu::Buffer, words: &
 ///
 /// Some drivers lower the clock of a process that leaves gaps between its submissions, and memory-bound work gets
 /// slower with it. Time the guard before and after: a measurement between two readings that differ by more than a few
-/// percent is worthless.
+/// percent is worthless. It takes about a millisecond on a large GPU, and many seconds on a software driver, where it
+/// has no use.
 #[derive(Clone, Debug)]
 pub struct ComputeGuard(Launch);
 

@@ -1,8 +1,8 @@
 //! A lost device: every call says so; none panics, hangs or pretends to work.
 
-use kvpack::backend::{SpanRead, SpanWrite, TokenWrite};
+use kvpack::backend::{AttendOptions, SpanRead, SpanWrite, TokenWrite};
 use kvpack::format::KeyOrValue;
-use kvpack::plan::{ElementType, Page, RowLayout, TokenRange};
+use kvpack::plan::{DecodePlan, ElementType, Page, RowLayout, SpanView, Split, StoreView, TokenRange};
 use kvpack::wgpu::{Tensor, measure};
 use kvpack::{AttentionShape, Backend, Bits, Error, SegmentFormat};
 use pollster::block_on;
@@ -30,6 +30,13 @@ fn every_call_on_a_lost_device_says_so() {
     backend.dequantize(&packed, read).unwrap();
     let bytes = packed.bytes();
 
+    let pages = [page];
+    let spans = vec![SpanView { sequence: 0, tokens: 4, pages: &pages, range_slot: 0 }];
+    let view = StoreView { format: *packed.format(), calibration: None, spans };
+    let plan = DecodePlan::new(shape, 1, &[view], Split::default()).unwrap();
+    let query = tensor.slice(0, 64).unwrap();
+    block_on(backend.attend(&plan, &[&packed], &query, AttendOptions::default())).unwrap();
+
     backend.device().destroy();
 
     let lost = |what: &str, error: Option<Error>| {
@@ -45,6 +52,7 @@ fn every_call_on_a_lost_device_says_so() {
     lost("dequantize", backend.dequantize(&packed, read).err());
     let token = TokenWrite { token: 0, page, slot: 0 };
     lost("append", backend.append(&mut window, &tensor, &tensor, rows, &[token]).err());
+    lost("attend", block_on(backend.attend(&plan, &[&packed], &query, AttendOptions::default())).err());
     lost("read_bandwidth", block_on(measure::read_bandwidth(&backend, 1, measure::Repeats::default())).err());
     assert_eq!((packed.shards(), packed.range_slots(), packed.bytes()), (1, 1, bytes), "the store is as it was");
 }

@@ -10,3 +10,4 @@ mod memory;
 mod non_finite;
 mod quantize;
 mod tensor;
+mod twin;

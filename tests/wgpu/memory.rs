@@ -20,7 +20,7 @@ fn shards_keep_to_an_artificial_limit() {
     assert!(matches!(error, Error::Limit { needed: 9, allowed: 8, .. }), "{error}");
     assert!(block_on(backend.add_shard(&mut store, 0)).is_err());
     block_on(backend.add_shard(&mut store, 8)).unwrap();
-    assert_eq!(backend.store_bytes(&store), 2 * 64 << 10);
+    assert_eq!(backend.store_bytes(&store), 128 << 10);
 
     let none = shared().with_binding_limit(1 << 10);
     let error = none.create_store(shape, SegmentFormat::F16).unwrap_err();
@@ -95,8 +95,8 @@ fn without_room() {
     let error = loop {
         let held = (hoard.shards(), hoard.bytes());
         assert!(held.0 < 100, "the limit was never reached");
-        let pages = hoard.max_shard_pages();
-        if let Err(error) = block_on(backend.add_shard(&mut hoard, pages)) {
+        // 64 MiB of keys and as much of values.
+        if let Err(error) = block_on(backend.add_shard(&mut hoard, 256)) {
             assert_eq!(held, (hoard.shards(), hoard.bytes()));
             break error;
         }

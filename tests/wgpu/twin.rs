@@ -1,0 +1,103 @@
+//! The CPU twins: what wgpu stores and reads back equals what the CPU does, bit for bit, for any shape.
+
+use kvpack::backend::{SpanRead, SpanWrite};
+use kvpack::cpu::Cpu;
+use kvpack::format::{AffineFormat, Grouping, HEAD_DIMS, KeyOrValue, TILE_TOKENS, TensorFormat};
+use kvpack::plan::{Elements, Page, RowLayout, TokenRange};
+use kvpack::wgpu::StorePart;
+use kvpack::{AttentionShape, Backend, Bits, SegmentFormat};
+use pollster::block_on;
+use proptest::prelude::*;
+
+use crate::devices::{shared, words};
+use crate::expected::values;
+
+/// Stores a span and reads it back.
+fn stored_and_decoded<B: Backend>(backend: &B, case: &Case) -> (B::Store, Vec<u32>) {
+    let upload = |seed| {
+        let elements = values(case.rows.elements_needed(&case.shape), seed);
+        let halves: Vec<half::f16> = elements.iter().map(|&x| half::f16::from_f32(x)).collect();
+        let elements: Elements<'_> = if seed % 3 == 0 { halves.as_slice().into() } else { elements.as_slice().into() };
+        block_on(backend.upload(elements)).unwrap()
+    };
+    let (keys, values) = (upload(case.seed), upload(case.seed + 1));
+    let mut store = backend.create_store(case.shape, case.format).unwrap();
+    block_on(backend.add_shard(&mut store, case.pages.len() as u32)).unwrap();
+    block_on(backend.reserve_ranges(&mut store, 1)).unwrap();
+    let write = SpanWrite { rows: case.rows, tokens: case.tokens, pages: &case.pages, range_slot: 0 };
+    backend.quantize(&mut store, &keys, &values, write).unwrap();
+    let read = SpanRead { pages: &case.pages, tokens: case.tokens.len(), range_slot: 0 };
+    let (keys, values) = backend.dequantize(&store, read).unwrap();
+    let mut decoded = block_on(backend.download(&keys)).unwrap();
+    decoded.extend(block_on(backend.download(&values)).unwrap());
+    (store, decoded.into_iter().map(f32::to_bits).collect())
+}
+
+#[derive(Debug)]
+struct Case {
+    shape: AttentionShape,
+    format: SegmentFormat,
+    rows: RowLayout,
+    tokens: TokenRange,
+    pages: Vec<Page>,
+    seed: u32,
+}
+
+fn tensor_formats() -> impl Strategy<Value = TensorFormat> {
+    let grouping = prop_oneof![
+        Just(Grouping::Channel),
+        prop::sample::select(vec![32, 64, 128]).prop_map(Grouping::ChannelTokens),
+        Just(Grouping::Token),
+        prop::sample::select(vec![4, 8, 16]).prop_map(Grouping::TokenChannels),
+    ];
+    let affine = (prop::sample::select(Bits::ALL.to_vec()), grouping, prop::sample::select(vec![1.0, 0.5, 0.3, 0.77]))
+        .prop_map(|(bits, grouping, shrink)| TensorFormat::Affine(AffineFormat { bits, grouping, shrink }));
+    prop_oneof![1 => Just(TensorFormat::F16), 6 => affine]
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    let formats = (tensor_formats(), tensor_formats());
+    let sizes = (1usize..4, 0..HEAD_DIMS.len(), 0usize..3, 1usize..400, 0usize..3);
+    (formats, sizes, any::<bool>(), 1u32..1000).prop_map(|((key, value), sizes, token_major, seed)| {
+        let (kv_heads, head_dim, before, tokens, after) = sizes;
+        let shape = AttentionShape::new(kv_heads, kv_heads, HEAD_DIMS[head_dim]).unwrap();
+        let all = before + tokens + after;
+        let rows = if token_major { RowLayout::token_major(all, &shape) } else { RowLayout::head_major(all, &shape) };
+        let pages = (0..tokens.div_ceil(TILE_TOKENS) as u32).rev().map(|index| Page { shard: 0, index }).collect();
+        let tokens = TokenRange::new(before, before + tokens).unwrap();
+        Case { shape, format: SegmentFormat { key, value }, rows, tokens, pages, seed }
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn stores_are_equal(case in cases()) {
+        let (backend, twin) = (shared(), Cpu::new());
+        let (store, decoded) = stored_and_decoded(&backend, &case);
+        let (expected, expected_decoded) = stored_and_decoded(&twin, &case);
+        prop_assert!(decoded == expected_decoded, "decoded");
+        prop_assert_eq!(backend.store_bytes(&store), twin.store_bytes(&expected));
+        for which in [KeyOrValue::Key, KeyOrValue::Value] {
+            let tiles = words(&backend, store.shard_buffer(0, StorePart::tiles(which)).unwrap());
+            let ranges = store.shard_buffer(0, StorePart::ranges(which)).map(|buffer| words(&backend, buffer));
+            let ranges = ranges.unwrap_or_default();
+            for page in &case.pages {
+                for kv_head in 0..case.shape.kv_heads() {
+                    let tile = page.index as usize * case.shape.kv_heads() + kv_head;
+                    let (wanted, wanted_ranges) = expected.tile_words(which, *page, kv_head).unwrap();
+                    prop_assert!(tiles[tile * wanted.len()..][..wanted.len()] == *wanted, "{which} tile {tile}");
+                    let ranges = &ranges[tile * wanted_ranges.len()..][..wanted_ranges.len()];
+                    prop_assert!(*ranges == *wanted_ranges, "{which} ranges of tile {tile}");
+                }
+            }
+            let wanted = expected.span_ranges(which, 0).unwrap_or_default();
+            if !wanted.is_empty() {
+                let ranges = words(&backend, store.span_ranges_buffer(which).unwrap());
+                let wanted: Vec<u32> = wanted.iter().flat_map(|x| [x.scale.to_bits(), x.min.to_bits()]).collect();
+                prop_assert!(ranges == wanted, "{which} span ranges");
+            }
+        }
+    }
+}
