@@ -207,7 +207,7 @@ fn check(sample: &CalibrationSample<'_>) -> Result<()> {
     if queries(sample) == 0 {
         return Err(Error::NoTokens { what: "calibration search", hint: "pass at least one query" });
     }
-    if sample.queries.len() % per_query != 0 {
+    if !sample.queries.len().is_multiple_of(per_query) {
         return Err(Error::Elements {
             what: "queries",
             given: sample.queries.len(),

@@ -66,7 +66,7 @@ impl Kernel for Exponentials<'_> {
 #[inline(always)]
 fn exponential<const FMA: bool>(x: f32) -> f32 {
     // ln 2 in two parts; the first has so few bits that its product with the exponent is exact.
-    const LN2_HIGH: f32 = 0.693_359_375;
+    const LN2_HIGH: f32 = 355.0 / 512.0;
     const LN2_LOW: f32 = -2.121_944_4e-4;
     // Adding this leaves the nearest integer in the low bits of the sum.
     const INTEGER: f32 = 12_582_912.0;

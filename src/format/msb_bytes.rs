@@ -59,7 +59,7 @@ pub fn pack<W: MsbWord>(codes: &[u8], bits: Bits) -> Result<Vec<W>> {
     let per_word = W::BITS / bits.count() as usize;
     let reject =
         |reason: String| Error::Format { format: format!("{bits}-bit codes in {}-bit words", W::BITS), reason };
-    if codes.len() % per_word != 0 {
+    if !codes.len().is_multiple_of(per_word) {
         return Err(reject(format!("{} codes do not fill words of {per_word}", codes.len())));
     }
     if let Some(at) = codes.iter().position(|&code| u32::from(code) > bits.max_code()) {
@@ -94,7 +94,7 @@ pub fn unpack<W: MsbWord>(words: &[W], bits: Bits) -> Vec<u8> {
 /// is incomplete.
 pub fn tile_from_codes(which: KeyOrValue, format: &TensorFormat, head_dim: usize, codes: &[u8]) -> Result<Vec<u32>> {
     let tile = Tile::new(which, format, head_dim)?;
-    if codes.len() % head_dim != 0 || codes.len() > TILE_TOKENS * head_dim {
+    if !codes.len().is_multiple_of(head_dim) || codes.len() > TILE_TOKENS * head_dim {
         return Err(wrong_length("codes", codes.len(), codes.len().min(TILE_TOKENS * head_dim) / head_dim * head_dim));
     }
     let mut words = vec![0; tile.words()];

@@ -376,7 +376,7 @@ pub fn recipes() -> Vec<Recipe> {
     let affine = |bits, grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
     let kivi = SegmentFormat {
         key: affine(Bits::Two, Grouping::ChannelTokens(32)),
-        value: affine(Bits::Two, Grouping::TokenChannels(32)),
+        value: affine(Bits::Two, Grouping::TokenChannels(16)),
     };
     let mixed =
         SegmentFormat { key: affine(Bits::Four, Grouping::Channel), value: affine(Bits::Eight, Grouping::Token) };
