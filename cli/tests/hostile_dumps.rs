@@ -3,8 +3,9 @@
 mod common;
 
 use std::collections::HashMap;
+use std::path::Path;
 
-use common::{kvpack, scratch};
+use common::kvpack;
 use half::f16;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -38,7 +39,7 @@ fn bytes(entries: &[Entry], metadata: Option<(&str, &str)>) -> Vec<u8> {
 
 /// Evaluates a file with these bytes and returns exit code and standard error.
 fn eval(name: &str, bytes: &[u8]) -> (i32, String) {
-    let path = scratch(name);
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     std::fs::write(&path, bytes).expect("the directory of the test is writable");
     let run = kvpack(&["eval", "--backend", "cpu", path.to_str().expect("UTF-8")]);
     (run.code, run.err)

@@ -22,7 +22,9 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
         let largest = from_ordered(extreme.x);
         let smallest = -from_ordered(extreme.y);
         let low = smallest - TAU_1;
-        let slope = max((largest - TAU_2 - low) / (largest - smallest + 1e-8f), 0f);
+        // Equal scores (a span of one token, say) all go to the lower end: the formula would divide by 1e-8.
+        let spread = largest - smallest;
+        let slope = select(max((largest - TAU_2 - low) / (spread + 1e-8f), 0f), 0f, spread == 0f);
         score_maps[head] = vec2<f32>(slope, low - slope * smallest) * LOG2_E;
         score_rows[head] = row;
     }

@@ -1,6 +1,5 @@
-//! Runs the `kvpack` binary and writes files for it.
+//! Runs the `kvpack` binary.
 
-use std::path::PathBuf;
 use std::process::Command;
 
 /// What a run of the binary left behind.
@@ -25,9 +24,4 @@ pub fn kvpack(arguments: &[&str]) -> Run {
         out: String::from_utf8(output.stdout).expect("UTF-8"),
         err: String::from_utf8(output.stderr).expect("UTF-8"),
     }
-}
-
-/// A path in the test's own directory.
-pub fn scratch(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name)
 }

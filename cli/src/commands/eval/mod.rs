@@ -27,7 +27,8 @@ use stored::KeptInF16;
 ///
 /// Each query attends to the tokens up to its own, or to all of them where the file's metadata have mask = none. The error is the relative L2 error of the outputs against exact
 /// attention over the data of the dump. Calibrations (CalibQuant's τ1 and τ2, one pair for each layer and format) are
-/// searched on every second prompt query and judged on the others and the decode queries.
+/// searched on every second prompt query, taken where both halves of these gain by them, and judged on the other
+/// prompt queries and the decode queries.
 #[derive(clap::Args)]
 pub struct EvalArgs {
     /// The dump.
