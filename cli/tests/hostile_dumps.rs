@@ -155,7 +155,7 @@ fn shapes_that_do_not_fit() {
             halves("layer3.key", [2, 9, 72]),
             halves("layer3.value", [2, 9, 72]),
             halves("layer3.query_decode", [4, 1, 72]),
-        ]
+        ];
     });
     is_refused("head-dim", &dims, &["72", "Pad"]);
     let flat = with(|e| e[0] = ("layer3.key", Dtype::F16, vec![18, 64], e[0].3.clone()));

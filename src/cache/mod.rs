@@ -188,10 +188,15 @@ impl<B: Backend> KvCache<B> {
             return Err(Error::Elements { what: "queries", given, expected, shape });
         }
         let options = AttendOptions { query: self.recipe.query, output };
-        self.backend.attend(&plan, &[&self.f16.store, &self.packed.store], queries, options).await
+        self.backend.attend(&plan, &self.stores(), queries, options).await
     }
 
-    /// The plan of a decode step of the given sequences; store 0 is the f16 store, store 1 the packed one.
+    /// The stores of [`KvCache::plan`]: the f16 store, then the packed one. For engines that encode steps themselves.
+    pub fn stores(&self) -> [&B::Store; 2] {
+        [&self.f16.store, &self.packed.store]
+    }
+
+    /// The plan of a decode step of the given sequences; its stores are [`KvCache::stores`].
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one holds no tokens.

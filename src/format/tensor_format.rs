@@ -127,7 +127,7 @@ impl TensorFormat {
                 reject(format!("groups of {tokens} tokens; a tile holds groups of 32, 64 or 128"))
             }
             Grouping::TokenChannels(channels)
-                if channels == 0 || channels % 4 != 0 || shape.head_dim() % channels != 0 =>
+                if channels == 0 || channels % 4 != 0 || !shape.head_dim().is_multiple_of(channels) =>
             {
                 reject(format!(
                     "groups of {channels} channels; a multiple of 4 that divides head_dim {} is needed",

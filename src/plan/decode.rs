@@ -340,7 +340,7 @@ mod tests {
                         covered[item.page_offset as usize..][..tiles].iter_mut().for_each(|n| *n += 1);
                         let last = item.page_offset as usize + tiles
                             == span.page_offset as usize + (span.tokens as usize).div_ceil(TILE_TOKENS);
-                        prop_assert!(last || item.tokens as usize % TILE_TOKENS == 0);
+                        prop_assert!(last || (item.tokens as usize).is_multiple_of(TILE_TOKENS));
                         states[item.state as usize] += 1;
                         let owner = plan.first_state.partition_point(|&first| first <= item.state) - 1;
                         prop_assert_eq!(owner, item.sequence as usize);

@@ -56,7 +56,7 @@ fn first_names(file: &SafeTensors<'_>) -> String {
     names.sort_unstable();
     match names.as_slice() {
         [] => "no tensors".into(),
-        [some @ ..] if some.len() <= 4 => some.join(", "),
+        some if some.len() <= 4 => some.join(", "),
         [a, b, c, ..] => format!("{a}, {b}, {c} and {} more", names.len() - 3),
         _ => names.join(", "),
     }
@@ -135,8 +135,7 @@ impl Tensor {
     }
 
     fn check_finite(&self) -> Result<(), DumpError> {
-        // NaN compares false, so it is caught as well.
-        let Some(at) = self.data.iter().position(|x| !(x.abs() <= LARGEST)) else { return Ok(()) };
+        let Some(at) = self.data.iter().position(|x| x.is_nan() || x.abs() > LARGEST) else { return Ok(()) };
         let [_, rows, channels] = self.shape;
         Err(DumpError::NotFinite {
             tensor: self.name.clone(),

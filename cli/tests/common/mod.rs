@@ -1,4 +1,5 @@
 //! Runs the `kvpack` binary.
+#![allow(dead_code, reason = "every test takes what it needs")]
 
 use std::process::Command;
 

@@ -7,8 +7,8 @@ use kvpack::wgpu::{Tensor, measure};
 use kvpack::{AttentionShape, Backend, Bits, Error, SegmentFormat};
 use pollster::block_on;
 
-use crate::devices::fresh;
 use crate::expected::{Rows, values};
+use crate::gpu_device::fresh;
 
 #[test]
 fn every_call_on_a_lost_device_says_so() {

@@ -7,8 +7,9 @@ use kvpack::wgpu::{Store, StorePart, Tensor, Wgpu};
 use kvpack::{AttentionShape, Backend, Bits, Error, SegmentFormat};
 use pollster::block_on;
 
-use crate::devices::{shared, words};
 use crate::expected::{Packed, Rows, pack, values};
+use crate::gpu_device::shared;
+use crate::words::words;
 
 struct Case {
     shape: AttentionShape,

@@ -7,8 +7,9 @@ use kvpack::wgpu::{StorePart, Wgpu};
 use kvpack::{AttentionShape, Backend, Bits, Error, SegmentFormat};
 use pollster::block_on;
 
-use crate::devices::{shared, words};
 use crate::expected::{Rows, values};
+use crate::gpu_device::shared;
+use crate::words::words;
 
 fn stored(backend: &Wgpu, store: &kvpack::wgpu::Store) -> [Vec<u32>; 2] {
     [KeyOrValue::Key, KeyOrValue::Value].map(|which| {

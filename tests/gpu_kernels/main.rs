@@ -1,9 +1,10 @@
-//! The wgpu backend on whatever adapter `WGPU_ADAPTER_NAME` names, or the best one there is. `KVPACK_PATH` forces a path.
+//! The kernels of the wgpu backend, one by one.
 #![cfg(feature = "wgpu")]
 
 mod append;
-mod devices;
 mod expected;
+#[path = "../gpu_device/mod.rs"]
+mod gpu_device;
 mod lost;
 mod measure;
 mod memory;
@@ -11,3 +12,4 @@ mod non_finite;
 mod quantize;
 mod tensor;
 mod twin;
+mod words;

@@ -5,8 +5,9 @@ use kvpack::plan::{ElementType, Page, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Backend, Bits, Error, SegmentFormat};
 use pollster::block_on;
 
-use crate::devices::{fresh, shared, words};
 use crate::expected::{Rows, values};
+use crate::gpu_device::{fresh, shared};
+use crate::words::words;
 
 #[test]
 fn shards_keep_to_an_artificial_limit() {

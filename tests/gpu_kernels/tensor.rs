@@ -6,7 +6,7 @@ use kvpack::wgpu::Tensor;
 use kvpack::{Backend, Error};
 use pollster::block_on;
 
-use crate::devices::shared;
+use crate::gpu_device::shared;
 
 fn buffer(size: u64, usage: wgpu::BufferUsages) -> wgpu::Buffer {
     let descriptor = wgpu::BufferDescriptor { label: None, size, usage, mapped_at_creation: false };

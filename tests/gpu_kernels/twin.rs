@@ -9,8 +9,9 @@ use kvpack::{AttentionShape, Backend, Bits, SegmentFormat};
 use pollster::block_on;
 use proptest::prelude::*;
 
-use crate::devices::{shared, words};
 use crate::expected::values;
+use crate::gpu_device::shared;
+use crate::words::words;
 
 /// Stores a span and reads it back.
 fn stored_and_decoded<B: Backend>(backend: &B, case: &Case) -> (B::Store, Vec<u32>) {

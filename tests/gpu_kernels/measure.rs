@@ -3,7 +3,7 @@
 use kvpack::wgpu::measure::{Encode, Repeats, read_bandwidth, time};
 use pollster::block_on;
 
-use crate::devices::shared;
+use crate::gpu_device::shared;
 
 #[test]
 fn bandwidth_is_measured_and_checked() {

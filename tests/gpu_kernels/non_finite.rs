@@ -7,8 +7,8 @@ use kvpack::plan::RowLayout;
 use kvpack::{AttentionShape, Backend};
 use pollster::block_on;
 
-use crate::devices::shared;
 use crate::expected::values;
+use crate::gpu_device::shared;
 
 /// The first in token order is found, whatever lies behind it, in both layouts of rows.
 #[test]

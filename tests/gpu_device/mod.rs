@@ -1,0 +1,73 @@
+//! The device that GPU tests run on.
+//!
+//! It belongs to the adapter that `WGPU_ADAPTER_NAME` names, or to the best one there is; `KVPACK_PATH` (floor, f16,
+//! subgroups) takes away what that path forbids. `KVPACK_TEST_DRIVER`, which `scripts/test.sh` sets, says which driver is
+//! expected: without an adapter, or on another one, the tests fail, since a test that ran elsewhere has shown nothing.
+#![allow(dead_code, reason = "every test takes what it needs")]
+
+use std::sync::LazyLock;
+
+use kvpack::wgpu::{Path, Requirements, Wgpu, choose_adapter, open_device};
+use pollster::block_on;
+
+/// The adapter to test on.
+///
+/// # Errors
+/// In words, when there is none or `KVPACK_TEST_DRIVER` expects another.
+pub fn adapter() -> Result<wgpu::Adapter, String> {
+    let adapter = block_on(choose_adapter(None)).map_err(|error| error.to_string())?;
+    let driver = std::env::var("KVPACK_TEST_DRIVER").unwrap_or_else(|_| "system".into());
+    let expected = match driver.as_str() {
+        "lavapipe" => "llvmpipe",
+        "swiftshader" => "SwiftShader",
+        "system" => "",
+        _ => {
+            return Err(format!(
+                "KVPACK_TEST_DRIVER is '{driver}'; the drivers are lavapipe, swiftshader and system (any)"
+            ));
+        }
+    };
+    let name = adapter.get_info().name;
+    if name.contains(expected) {
+        return Ok(adapter);
+    }
+    Err(format!("KVPACK_TEST_DRIVER asks for {driver}, whose adapters are named {expected}; the adapter is '{name}'"))
+}
+
+/// The path that `KVPACK_PATH` names, if it is set.
+///
+/// # Errors
+/// In words, when there is no such path.
+pub fn forced_path() -> Result<Option<Path>, String> {
+    let path = std::env::var("KVPACK_PATH").ok().map(|path| path.parse());
+    path.transpose().map_err(|error: kvpack::Error| format!("KVPACK_PATH: {error}"))
+}
+
+/// A device of its own on the forced path, or on the best one.
+///
+/// # Panics
+/// When there is no device, or not the one that is expected.
+pub fn fresh() -> Wgpu {
+    let path = forced_path().unwrap().unwrap_or(Path::Subgroups);
+    restricted_to(path).unwrap()
+}
+
+/// One device for all tests that do not harm it.
+///
+/// # Panics
+/// When there is no device, or not the one that is expected.
+pub fn shared() -> Wgpu {
+    static SHARED: LazyLock<Wgpu> = LazyLock::new(fresh);
+    SHARED.clone()
+}
+
+/// A device that lacks the features that `path` forbids.
+///
+/// # Errors
+/// In words, when there is no device, or not the one that is expected.
+pub fn restricted_to(path: Path) -> Result<Wgpu, String> {
+    let adapter = adapter()?;
+    let requirements = Requirements::of(&adapter).restricted_to(path);
+    let opened = block_on(open_device(&adapter, requirements)).and_then(|(device, queue)| Wgpu::new(device, queue));
+    opened.map(|backend| backend.restricted_to(path)).map_err(|error| error.to_string())
+}
