@@ -4,6 +4,7 @@ mod adapters;
 mod backend;
 mod commands;
 mod dump;
+mod golden;
 mod outcome;
 mod print;
 

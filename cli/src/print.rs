@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use comfy_table::{CellAlignment, Table, TableComponent, presets};
+use comfy_table::{CellAlignment, ContentArrangement, Table, TableComponent, presets};
 
 /// A table of names and values, indented.
 pub fn facts() -> Table {
@@ -14,7 +14,7 @@ pub fn facts() -> Table {
 /// A table with a header line; the first `texts` columns are left-aligned, the others right-aligned.
 pub fn results(header: &[&str], texts: usize) -> Table {
     let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header(header);
+    table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic).set_header(header);
     table.set_style(TableComponent::HeaderLines, '─').set_style(TableComponent::MiddleHeaderIntersections, '─');
     for column in table.column_iter_mut().skip(texts) {
         column.set_cell_alignment(CellAlignment::Right);

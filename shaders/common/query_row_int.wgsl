@@ -35,10 +35,11 @@ fn write_row(row: u32, field: u32, scaled: vec4<f32>, totals: vec4<f32>) {
     }
 }
 
-// Field groups in the order in which `scores` and `attend` use them: within a vector of words, bit plane by bit plane.
+// Field groups in the order in which `scores` and `attend` use them: within a vector of words, bit plane by bit
+// plane from the top.
 fn place(field: u32) -> u32 {
     let in_vector = field % (KEY_VECTOR * KEY_PLANES);
-    return field - in_vector + in_vector % KEY_PLANES * KEY_VECTOR + in_vector / KEY_PLANES;
+    return field - in_vector + (KEY_PLANES - 1u - in_vector % KEY_PLANES) * KEY_VECTOR + in_vector / KEY_PLANES;
 }
 
 fn bytes(x: vec4<i32>) -> u32 {

@@ -18,10 +18,8 @@ const KEY_MASK: u32 = 4042322160u;
 const KEY_VECTOR: u32 = 4u;
 const KEY_VECTORS: u32 = 4u;
 const KEY_PLANES: u32 = 8u / KEY_BITS;
-// Sets of four field groups in a vector, in the order of bit planes: KEY_VECTOR words of one plane, then the next.
+// Sets of four field groups in a vector: KEY_VECTOR words of the top bit plane, then of the one below.
 const KEY_QUADS: u32 = KEY_VECTOR * KEY_PLANES / 4u;
-// Quads written out in the body of the loop.
-const KEY_UNROLL: u32 = 2u;
 const QUERY_PLANES: u32 = 2u;
 const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_QUADS;
 const QUERY_ROW: u32 = QUERY_PLANES * QUERY_VECTORS + 1u;
@@ -53,31 +51,26 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
         for (var i = 0u; i < LANE_TOKENS; i++) {
             words[i] = keys[at + i * 32u];
         }
-        for (var turn = 0u; turn < KEY_QUADS; turn += KEY_UNROLL) {
+        for (var quad = 0u; quad < KEY_QUADS; quad++) {
+            var codes: array<u32, 16>;
             // unroll
-            for (var u = 0u; u < KEY_UNROLL; u++) {
-                let quad = turn + u;
-                var codes: array<u32, 16>;
+            for (var f = 0u; f < 4u; f++) {
+                let shift = (quad * (4u / KEY_VECTOR) + f / KEY_VECTOR) * KEY_BITS;
                 // unroll
-                for (var f = 0u; f < 4u; f++) {
-                    let plane = quad * (4u / KEY_VECTOR) + f / KEY_VECTOR;
-                    let shift = 8u - KEY_BITS - plane * KEY_BITS;
+                for (var i = 0u; i < LANE_TOKENS; i++) {
+                    codes[f * 4u + i] = (words[i][f % KEY_VECTOR] << shift) & KEY_MASK;
+                }
+            }
+            // unroll
+            for (var head = 0u; head < HEADS; head++) {
+                // unroll
+                for (var plane = 0u; plane < QUERY_PLANES; plane++) {
+                    let q = query[head * QUERY_ROW + plane * QUERY_VECTORS + vector * KEY_QUADS + quad];
                     // unroll
                     for (var i = 0u; i < LANE_TOKENS; i++) {
-                        codes[f * 4u + i] = (words[i][f % KEY_VECTOR] << shift) & KEY_MASK;
-                    }
-                }
-                // unroll
-                for (var head = 0u; head < HEADS; head++) {
-                    // unroll
-                    for (var plane = 0u; plane < QUERY_PLANES; plane++) {
-                        let q = query[head * QUERY_ROW + plane * QUERY_VECTORS + vector * KEY_QUADS + quad];
-                        // unroll
-                        for (var i = 0u; i < LANE_TOKENS; i++) {
-                            sums[(plane * HEADS + head) * LANE_TOKENS + i] +=
-                                (dot4I8Packed(codes[i], q.x) + dot4I8Packed(codes[4u + i], q.y))
-                                + (dot4I8Packed(codes[8u + i], q.z) + dot4I8Packed(codes[12u + i], q.w));
-                        }
+                        sums[(plane * HEADS + head) * LANE_TOKENS + i] +=
+                            (dot4I8Packed(codes[i], q.x) + dot4I8Packed(codes[4u + i], q.y))
+                            + (dot4I8Packed(codes[8u + i], q.z) + dot4I8Packed(codes[12u + i], q.w));
                     }
                 }
             }
@@ -89,10 +82,10 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
         let constants = bitcast<vec4<f32>>(query[head * QUERY_ROW + QUERY_ROW - 1u]);
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
-            var sum = sums[head * LANE_TOKENS + i];
+            var sum = 0i;
             // unroll
-            for (var second = 0u; second < QUERY_PLANES - 1u; second++) {
-                sum += sums[(HEADS + head) * LANE_TOKENS + i] * 256i;
+            for (var plane = 0u; plane < QUERY_PLANES; plane++) {
+                sum += sums[(plane * HEADS + head) * LANE_TOKENS + i] << (plane * 8u);
             }
             token_scores[head * LANE_TOKENS + i] = ranged_score(f32(sum), constants, i);
         }

@@ -22,13 +22,12 @@ const CHANNEL_BLOCKS: u32 = 2u;
 const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
 
 const LARGEST_WEIGHT: f32 = 32639f;
-// Bit planes written out in the body of the loop.
-const VALUE_UNROLL: u32 = 2u;
 // What a sum of integer weights times shifted codes must be multiplied with.
 const WEIGHT_UNIT: f32 = 1f / (32639f * f32(1u << (8u - VALUE_BITS)));
 const GOLDEN_RATIO: f32 = 0.618034f;
 
-// [head][byte plane][tile of the step][vector][bit plane], one component per word of the vector: the order of use.
+// [head][byte plane][tile of the step][vector][bit plane from above], one component per word of the vector: the order
+// of use.
 var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
 var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
 
@@ -60,9 +59,9 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
             // The low byte counts as signed, so it borrows from the high one where its top bit is set.
             high[i] = (integer + 128u) >> 8u;
         }
-        // Field group `lane` is word lane / VALUE_PLANES of the column, bit plane lane % VALUE_PLANES.
+        // Field group `lane` is word lane / VALUE_PLANES of the column, bit plane lane % VALUE_PLANES from below.
         let word = lane / VALUE_PLANES;
-        let at = (head * 2u * STEP_TILES + team) * 8u + word / 4u * VALUE_PLANES + lane % VALUE_PLANES;
+        let at = (head * 2u * STEP_TILES + team) * 8u + word / 4u * VALUE_PLANES + (VALUE_PLANES - 1u - lane % VALUE_PLANES);
         weight_bytes[at][word % 4u] = low.x | (low.y << 8u) | (low.z << 16u) | (low.w << 24u);
         weight_bytes[at + STEP_TILES * 8u][word % 4u] = high.x | (high.y << 8u) | (high.z << 16u) | (high.w << 24u);
     }
@@ -89,29 +88,25 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
             for (var k = 0u; k < CHANNELS; k++) {
                 words[k] = values[base + vector * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
             }
-            for (var turn = 0u; turn < VALUE_PLANES; turn += VALUE_UNROLL) {
+            for (var quad = 0u; quad < VALUE_PLANES; quad++) {
+                var codes: array<u32, 4u * CHANNELS>;
                 // unroll
-                for (var u = 0u; u < VALUE_UNROLL; u++) {
-                    let shift = 8u - VALUE_BITS - (turn + u) * VALUE_BITS;
-                    var codes: array<u32, 4u * CHANNELS>;
+                for (var f = 0u; f < 4u; f++) {
                     // unroll
-                    for (var f = 0u; f < 4u; f++) {
+                    for (var k = 0u; k < CHANNELS; k++) {
+                        codes[f * CHANNELS + k] = (words[k][f] << (quad * VALUE_BITS)) & VALUE_MASK;
+                    }
+                }
+                // unroll
+                for (var head = 0u; head < HEADS; head++) {
+                    // unroll
+                    for (var plane = 0u; plane < 2u; plane++) {
+                        let w = weight_bytes[((head * 2u + plane) * STEP_TILES + tile) * 8u + vector * VALUE_PLANES + quad];
                         // unroll
                         for (var k = 0u; k < CHANNELS; k++) {
-                            codes[f * CHANNELS + k] = (words[k][f] << shift) & VALUE_MASK;
-                        }
-                    }
-                    // unroll
-                    for (var head = 0u; head < HEADS; head++) {
-                        // unroll
-                        for (var plane = 0u; plane < 2u; plane++) {
-                            let w = weight_bytes[((head * 2u + plane) * STEP_TILES + tile) * 8u + vector * VALUE_PLANES + turn + u];
-                            // unroll
-                            for (var k = 0u; k < CHANNELS; k++) {
-                                step_sums[(plane * HEADS + head) * CHANNELS + k] +=
-                                    (dot4I8Packed(codes[k], w.x) + dot4I8Packed(codes[CHANNELS + k], w.y))
-                                    + (dot4I8Packed(codes[2u * CHANNELS + k], w.z) + dot4I8Packed(codes[3u * CHANNELS + k], w.w));
-                            }
+                            step_sums[(plane * HEADS + head) * CHANNELS + k] +=
+                                (dot4I8Packed(codes[k], w.x) + dot4I8Packed(codes[CHANNELS + k], w.y))
+                                + (dot4I8Packed(codes[2u * CHANNELS + k], w.z) + dot4I8Packed(codes[3u * CHANNELS + k], w.w));
                         }
                     }
                 }
@@ -122,9 +117,9 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
     for (var head = 0u; head < HEADS; head++) {
         // unroll
         for (var k = 0u; k < CHANNELS; k++) {
-            // At most 512 tokens · 32639 · 128 in magnitude: it fits 32 bits.
-            let sum = step_sums[(HEADS + head) * CHANNELS + k] * 256i + step_sums[head * CHANNELS + k];
             let at = head * CHANNELS + k;
+            // At most 512 tokens · 32639 · 128 in magnitude: it fits 32 bits.
+            let sum = step_sums[HEADS * CHANNELS + at] * 256i + step_sums[at];
             sums[at] = sums[at] * keep[head] + f32(sum) * (enter[head] * step_weight_unit());
         }
     }

@@ -47,7 +47,7 @@ impl Sequence {
         let last = self.spans.last().filter(|span| span.storage == SpanStorage::F16);
         let Some(span) = last.filter(|span| span.window || !window_is_packed) else { return NextSlot::NewSpan };
         match span.lease.pages.last() {
-            Some(&page) if span.tokens % TILE_TOKENS != 0 => NextSlot::Open(page),
+            Some(&page) if !span.tokens.is_multiple_of(TILE_TOKENS) => NextSlot::Open(page),
             _ if window_is_packed => NextSlot::NewSpan,
             _ => NextSlot::NewPage,
         }
@@ -79,7 +79,9 @@ impl Sequence {
     pub(super) fn pack_window(&mut self, packed: Lease, may_join: bool) -> Option<Lease> {
         let window = self.spans.pop()?;
         match self.spans.last_mut() {
-            Some(before) if may_join && before.storage == SpanStorage::Packed && before.tokens % TILE_TOKENS == 0 => {
+            Some(before)
+                if may_join && before.storage == SpanStorage::Packed && before.tokens.is_multiple_of(TILE_TOKENS) =>
+            {
                 before.tokens += TILE_TOKENS;
                 before.lease.pages.extend(packed.pages);
             }

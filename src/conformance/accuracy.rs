@@ -40,8 +40,11 @@ impl Expected {
         if let Some(index) = got.iter().position(|x| !x.is_finite()) {
             return vec![Failure::OutputNotFinite { index }];
         }
-        let judged =
-            [("output NMSE", error.nmse, limits.nmse), ("worst head's NMSE", error.worst_head, limits.worst_head)];
+        let judged = [
+            ("output NMSE", error.nmse, limits.nmse),
+            ("worst head's NMSE", error.worst_head, limits.worst_head),
+            ("NMSE of the informative part", error.informative.unwrap_or(0.0), limits.informative),
+        ];
         judged
             .into_iter()
             .filter(|(_, error, limit)| error > limit || error.is_nan())
@@ -84,7 +87,8 @@ mod tests {
         let expected = expected();
         let got = [3.0, f32::NAN, 1.0, 0.0];
         let error = expected.error_of(&got, 2);
-        let failures = expected.failures(&got, &error, &Limits { nmse: f64::MAX, worst_head: f64::MAX });
+        let failures =
+            expected.failures(&got, &error, &Limits { nmse: f64::MAX, worst_head: f64::MAX, informative: f64::MAX });
         assert_eq!(failures, [Failure::OutputNotFinite { index: 1 }]);
     }
 }

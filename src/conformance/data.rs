@@ -8,8 +8,12 @@ use crate::format::AttentionShape;
 use crate::plan::{ElementType, Elements, RowLayout};
 use crate::{Error, Result};
 
-/// Nats by which the sink's score exceeds the highest other score.
+/// Nats by which the sink's score exceeds the other scores, taken together as the logarithm of their mean exponential:
+/// over thousands of tokens the others still have a few thousandths of the weight, each of them far below the sink's.
 pub const SINK_NATS: f64 = 14.0;
+
+/// Share of the weight, about, that goes to the landmark.
+const LANDMARK_SHARE: f64 = 0.15;
 
 /// Elements in host memory, in the type in which they are handed to a backend.
 #[derive(Clone, Debug, PartialEq)]
@@ -141,12 +145,13 @@ impl HeadData {
         let channels = Channels::new(recipe.kind, head_dim, &mut random);
         let group = Group::new(&channels, kv_head, &recipe.shape, &mut random);
         let mut keys = channels.rows(tokens, &mut random);
-        let sink = match recipe.sink {
-            SinkPlace::First => 0,
-            SinkPlace::Middle => tokens / 2,
-            SinkPlace::Last => tokens - 1,
+        let (sink, landmark) = match recipe.sink {
+            SinkPlace::First => (0, tokens - 1),
+            SinkPlace::Middle => (tokens / 2, tokens - 1),
+            SinkPlace::Last => (tokens - 1, 0),
         };
-        group.plant_sink(&mut keys, sink, &channels);
+        group.plant(Target::Landmark, landmark, &mut keys, &channels);
+        group.plant(Target::Sink, sink, &mut keys, &channels);
         let values = Channels::new(recipe.kind, head_dim, &mut random).rows(tokens, &mut random);
         Self { keys, values, queries: group.queries }
     }
@@ -207,59 +212,103 @@ impl Channels {
         rows
     }
 
-    /// A unit vector over the channels that vary (over all where none does): the direction of the sink's key.
-    fn sink_direction(&self, random: &mut Random) -> Vec<f32> {
+    /// A unit vector over the channels that vary (over all where none does), at right angles to `other`.
+    fn direction(&self, other: Option<&[f32]>, random: &mut Random) -> Vec<f32> {
         let free = self.kind != DataKind::ConstantChannels;
-        let signs: Vec<f32> =
+        let mut direction: Vec<f32> =
             self.spread.iter().map(|&spread| if free || spread > 0.0 { random.sign() } else { 0.0 }).collect();
-        let length = signs.iter().map(|sign| sign * sign).sum::<f32>().sqrt();
-        signs.iter().map(|sign| sign / length).collect()
+        if let Some(other) = other {
+            let along = dot(&direction, other) as f32;
+            direction.iter_mut().zip(other).for_each(|(x, o)| *x -= along * o);
+        }
+        let length = dot(&direction, &direction).sqrt() as f32;
+        direction.iter_mut().for_each(|x| *x /= length);
+        direction
     }
+}
+
+/// What a query head looks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Target {
+    /// The token that outshines all others.
+    Sink,
+    /// The token at the other end of the sequence, which has a fair share of the weight: a head that lost it shows.
+    Landmark,
 }
 
 /// The queries of the heads that share one KV head.
 struct Group {
     /// `[group, head_dim]`.
     queries: Vec<f32>,
-    /// Which of the heads look for the sink.
-    sees_sink: Vec<bool>,
-    direction: Vec<f32>,
+    /// What each head looks for.
+    targets: Vec<Target>,
+    sink_direction: Vec<f32>,
+    landmark_direction: Vec<f32>,
 }
 
 impl Group {
     fn new(channels: &Channels, kv_head: usize, shape: &AttentionShape, random: &mut Random) -> Self {
-        let direction = channels.sink_direction(random);
-        // A share of √head_dim along the direction adds about 1 to the spread of the other scores.
-        let share = (shape.head_dim() as f32).sqrt();
-        let sees_sink: Vec<bool> = (0..shape.group()).map(|head| (head + kv_head).is_multiple_of(2)).collect();
-        let mut queries = Vec::with_capacity(shape.group() * shape.head_dim());
-        for &sees in &sees_sink {
-            let mut query: Vec<f32> = (0..shape.head_dim()).map(|_| random.gaussian()).collect();
-            let along = (if sees { share } else { 0.0 }) - dot(&query, &direction) as f32;
-            query.iter_mut().zip(&direction).for_each(|(q, u)| *q += along * u);
-            queries.extend(query);
+        let sink_direction = channels.direction(None, random);
+        let landmark_direction = channels.direction(Some(&sink_direction), random);
+        let target = |head: usize| if (head + kv_head).is_multiple_of(2) { Target::Sink } else { Target::Landmark };
+        let mut group = Self {
+            queries: Vec::new(),
+            targets: (0..shape.group()).map(target).collect(),
+            sink_direction,
+            landmark_direction,
+        };
+        for target in group.targets.clone() {
+            let query = group.query(target, shape.head_dim(), random);
+            group.queries.extend(query);
         }
-        Self { queries, sees_sink, direction }
+        group
     }
 
-    /// Replaces the key of token `sink` by one that every head that looks for it scores [`SINK_NATS`] above the rest
-    /// or a little more.
-    fn plant_sink(&self, keys: &mut [f32], sink: usize, channels: &Channels) {
-        let head_dim = self.direction.len();
-        let per_nat = (head_dim as f64).sqrt();
-        let mut length = 0.0f64;
-        for (query, _) in self.queries.chunks(head_dim).zip(&self.sees_sink).filter(|(_, sees)| **sees) {
-            let others = keys.chunks(head_dim).enumerate().filter(|(token, _)| *token != sink);
-            let rest = others.map(|(_, key)| dot(query, key)).fold(f64::NEG_INFINITY, f64::max);
-            let rest = if rest.is_finite() { rest } else { 0.0 };
-            let missing = rest + SINK_NATS * per_nat - dot(query, &channels.offset);
-            length = length.max(missing / dot(query, &self.direction));
+    /// A Gaussian query with a share of √head_dim along the direction of its target, which adds about 1 to the spread
+    /// of the other scores, and nothing along the other direction.
+    fn query(&self, target: Target, head_dim: usize, random: &mut Random) -> Vec<f32> {
+        let mut query: Vec<f32> = (0..head_dim).map(|_| random.gaussian()).collect();
+        for (direction, of) in [(&self.sink_direction, Target::Sink), (&self.landmark_direction, Target::Landmark)] {
+            let share = if of == target { (head_dim as f32).sqrt() } else { 0.0 };
+            let missing = share - dot(&query, direction) as f32;
+            query.iter_mut().zip(direction).for_each(|(q, u)| *q += missing * u);
         }
-        let key = &mut keys[sink * head_dim..][..head_dim];
-        for ((key, offset), u) in key.iter_mut().zip(&channels.offset).zip(&self.direction) {
+        query
+    }
+
+    /// Replaces the key of `token` so that the heads that look for it score it as their target demands, the least of
+    /// them exactly and the others a little higher.
+    fn plant(&self, target: Target, token: usize, keys: &mut [f32], channels: &Channels) {
+        let direction = match target {
+            Target::Sink => &self.sink_direction,
+            Target::Landmark => &self.landmark_direction,
+        };
+        let head_dim = direction.len();
+        let others = (keys.len() / head_dim - 1).max(1) as f64;
+        let nats = match target {
+            Target::Sink => SINK_NATS,
+            Target::Landmark => (others * LANDMARK_SHARE / (1.0 - LANDMARK_SHARE)).ln(),
+        };
+        let mut length = 0.0f64;
+        for (query, _) in self.queries.chunks(head_dim).zip(&self.targets).filter(|(_, of)| **of == target) {
+            let wanted = (level_of_others(query, keys, token) + nats) * (head_dim as f64).sqrt();
+            length = length.max((wanted - dot(query, &channels.offset)) / dot(query, direction));
+        }
+        let key = &mut keys[token * head_dim..][..head_dim];
+        for ((key, offset), u) in key.iter_mut().zip(&channels.offset).zip(direction) {
             *key = offset + length as f32 * u;
         }
     }
+}
+
+/// Logarithm of the mean exponential of the scores of all tokens but one; 0 where there are no others.
+fn level_of_others(query: &[f32], keys: &[f32], token: usize) -> f64 {
+    let head_dim = query.len();
+    let others = keys.chunks(head_dim).enumerate().filter(|(index, _)| *index != token);
+    let scores: Vec<f64> = others.map(|(_, key)| dot(query, key) / (head_dim as f64).sqrt()).collect();
+    let highest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let mean = scores.iter().map(|score| (score - highest).exp()).sum::<f64>() / scores.len() as f64;
+    if scores.is_empty() { 0.0 } else { highest + mean.ln() }
 }
 
 fn dot(a: &[f32], b: &[f32]) -> f64 {

@@ -26,8 +26,8 @@ pub struct DecodeShape {
     pub quick: bool,
 }
 
-/// The decode steps that are timed: group sizes 1, 4 and 8, batches and a single long sequence, other head dimensions,
-/// and two small ones.
+/// The decode steps that are timed: two that read 0.5 GiB of keys and as much of values even at 1 bit, group sizes 1, 4
+/// and 8, batches and a single long sequence, other head dimensions, and two small ones.
 pub fn decode_shapes() -> Vec<DecodeShape> {
     let step = |name: &str, (query_heads, kv_heads, head_dim), sequences, tokens| DecodeShape {
         name: name.into(),
@@ -37,6 +37,8 @@ pub fn decode_shapes() -> Vec<DecodeShape> {
         quick: sequences * tokens <= 4096,
     };
     vec![
+        step("g1-b128-8k", (32, 32, 128), 128, 8192),
+        step("g4-b128-32k", (32, 8, 128), 128, 32_768),
         step("g1-b8-8k", (32, 32, 128), 8, 8192),
         step("g4-b8-32k", (32, 8, 128), 8, 32_768),
         step("g8-b8-32k", (64, 8, 128), 8, 32_768),
@@ -53,7 +55,7 @@ pub fn decode_formats() -> Vec<SegmentFormat> {
     let affine = |bits, grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
     let both = |format| SegmentFormat { key: format, value: format };
     let mut formats = vec![SegmentFormat::F16];
-    formats.extend(Bits::ALL.into_iter().rev().map(SegmentFormat::per_channel));
+    formats.extend(Bits::ALL.into_iter().rev().map(SegmentFormat::calibquant));
     formats.push(both(affine(Bits::Four, Grouping::Token)));
     formats.push(both(affine(Bits::Two, Grouping::Token)));
     let kivi = |bits| SegmentFormat {

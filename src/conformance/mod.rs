@@ -5,8 +5,9 @@
 //! the output with an f64 attention over **the stored data** (never over the original data, which would hide layout
 //! mistakes behind quantisation error).
 //!
-//! Every sequence has a planted *sink*: a token whose score is [`SINK_NATS`] above all others, for every other query
-//! head. Random data do not show what a sink breaks, and a sink hides what random data show, so each case has both.
+//! Every sequence has a planted *sink*: a token whose score is [`SINK_NATS`] above the level of all others, for every
+//! other query head. Random data do not show what a sink breaks, and a sink hides what random data show, so each case
+//! has both.
 
 mod accuracy;
 mod case;

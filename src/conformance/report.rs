@@ -25,15 +25,18 @@ pub struct Limits {
     pub nmse: f64,
     /// For [`OutputError::worst_head`]: a head that averages many tokens has a small output to be measured against.
     pub worst_head: f64,
+    /// For [`OutputError::informative`].
+    pub informative: f64,
 }
 
 impl Limits {
-    /// 10⁻⁶ where the query keeps 16 bits or more, 10⁻⁴ where it is quantised to int8. The worst single head may have
-    /// ten times that, and a hundred times with int8: one heavy channel sets the step of a head's whole query.
+    /// 10⁻⁶ where the query keeps 16 bits or more, 10⁻⁴ where it is quantised to int8; twice that for the informative
+    /// part and ten times for the worst single head. With int8, where one heavy channel sets the step of a head's whole
+    /// query, ten and a hundred times.
     pub const fn new(query: QueryPrecision) -> Self {
         match query {
-            QueryPrecision::Int16 => Self { nmse: 1e-6, worst_head: 1e-5 },
-            QueryPrecision::Int8 => Self { nmse: 1e-4, worst_head: 1e-2 },
+            QueryPrecision::Int16 => Self { nmse: 1e-6, worst_head: 1e-5, informative: 2e-6 },
+            QueryPrecision::Int8 => Self { nmse: 1e-4, worst_head: 1e-2, informative: 1e-3 },
         }
     }
 }

@@ -2,30 +2,29 @@
 
 use super::prepare_query::GroupQueries;
 use super::store::Tile;
-use super::tile_lines::{LINE_BLOCK, LineProducts, TileLines};
+use super::tile_lines::{BLOCK, Factor, TileLines, Unpacked};
 use crate::format::{CodeRange, Grouping, TILE_TOKENS, TensorFormat};
 
 /// Multiplies the queries of one KV head with tiles of keys. Holds the buffers for one thread.
 pub(super) struct KeyTiles<'a> {
-    format: TensorFormat,
+    grouping: Option<Grouping>,
     head_dim: usize,
     lines: &'a TileLines,
-    unpacked: Vec<f32>,
-    factor: Vec<f32>,
+    unpacked: Unpacked,
+    /// The query scaled for one group of tokens.
+    scaled: Vec<Factor>,
     ranges: Vec<CodeRange>,
-    sums: [[f32; 4]; LINE_BLOCK],
 }
 
 impl<'a> KeyTiles<'a> {
     pub(super) fn new(format: TensorFormat, head_dim: usize, lines: &'a TileLines) -> Self {
         Self {
-            format,
+            grouping: format.affine().map(|affine| affine.grouping),
             head_dim,
             lines,
-            unpacked: vec![0.0; LINE_BLOCK * lines.positions()],
-            factor: vec![0.0; lines.positions()],
+            unpacked: vec![[0.0; BLOCK]; lines.steps()],
+            scaled: vec![Factor::default(); lines.steps()],
             ranges: Vec::new(),
-            sums: [[0.0; 4]; LINE_BLOCK],
         }
     }
 
@@ -33,63 +32,77 @@ impl<'a> KeyTiles<'a> {
     pub(super) fn score(&mut self, tile: Tile<'_>, tokens: usize, queries: GroupQueries<'_>, scores: &mut [f32]) {
         self.ranges.clear();
         self.ranges.extend(tile.ranges.iter().map(|&word| CodeRange::from_word(word)));
-        for first in (0..tokens).step_by(LINE_BLOCK) {
-            let count = LINE_BLOCK.min(tokens - first);
-            self.lines.unpack(tile.codes, first, count, &mut self.unpacked);
-            self.apply_channel_groups(first, count);
+        for (block, first) in (0..tokens).step_by(self.lines.block_lines()).enumerate() {
+            self.lines.unpack(tile.codes, block, &mut self.unpacked);
+            self.apply_channel_groups(first);
+            let end = tokens.min(first + self.lines.block_lines());
             for (head, scores) in scores.chunks_exact_mut(TILE_TOKENS).enumerate() {
-                let factor = &queries.factors[head * self.lines.positions()..][..self.lines.positions()];
-                self.score_block(first, count, factor, queries.biases[head], &mut scores[first..first + count]);
+                let factor = &queries.factors[head * self.lines.steps()..][..self.lines.steps()];
+                self.score_block(first, factor, queries.biases[head], &mut scores[first..end]);
             }
         }
     }
 
     /// Scores of one block of tokens for one query head.
-    fn score_block(&mut self, first: usize, count: usize, factor: &[f32], bias: f32, scores: &mut [f32]) {
-        let (mut factor, mut bias) = (factor, bias);
-        let grouping = self.format.affine().map(|affine| affine.grouping);
-        if let Some(Grouping::ChannelTokens(tokens)) = grouping {
-            let ranges = &self.ranges[first / tokens * self.head_dim..][..self.head_dim];
-            bias = scale_factor(factor, ranges, self.lines.order(), &mut self.factor);
-            factor = &self.factor;
-        }
-        let positions = self.lines.positions();
-        let sums = &mut self.sums[..count];
-        LineProducts { lines: &self.unpacked[..count * positions], factor, sums }.compute();
-        let products = self.sums.iter().map(|[a, b, c, d]| (a + b) + (c + d));
-        if grouping == Some(Grouping::Token) {
-            let query_sum: f32 = factor.iter().sum();
-            for ((score, product), range) in scores.iter_mut().zip(products).zip(&self.ranges[first..]) {
-                *score = range.scale * product + range.min * query_sum;
+    fn score_block(&mut self, first: usize, factor: &[Factor], bias: f32, scores: &mut [f32]) {
+        let mut products = [0.0; BLOCK];
+        match self.grouping {
+            Some(Grouping::ChannelTokens(group_tokens)) => {
+                // A block may span several groups of tokens, each with a query of its own.
+                let group_end = |token: usize| (token / group_tokens + 1) * group_tokens;
+                let mut start = first;
+                while start < first + scores.len() {
+                    let end = group_end(start).min(first + scores.len());
+                    let ranges = &self.ranges[start / group_tokens * self.head_dim..][..self.head_dim];
+                    let bias = scale_query(self.lines, factor, ranges, &mut self.scaled);
+                    self.lines.products(&self.unpacked, &self.scaled, &mut products);
+                    for token in start - first..end - first {
+                        scores[token] = products[token] + bias;
+                    }
+                    start = end;
+                }
             }
-        } else {
-            scores.iter_mut().zip(products).for_each(|(score, product)| *score = product + bias);
+            Some(Grouping::Token) => {
+                self.lines.products(&self.unpacked, factor, &mut products);
+                for ((score, product), range) in scores.iter_mut().zip(products).zip(&self.ranges[first..]) {
+                    *score = range.scale * product + range.min * bias;
+                }
+            }
+            Some(Grouping::Channel | Grouping::TokenChannels(_)) | None => {
+                self.lines.products(&self.unpacked, factor, &mut products);
+                scores.iter_mut().zip(products).for_each(|(score, product)| *score = product + bias);
+            }
         }
     }
 
     /// With ranges per token and group of channels the scale changes within a line: the codes become values.
-    fn apply_channel_groups(&mut self, first: usize, count: usize) {
-        let Some(Grouping::TokenChannels(channels)) = self.format.affine().map(|affine| affine.grouping) else {
-            return;
-        };
-        let positions = self.lines.positions();
-        for (i, line) in self.unpacked.chunks_exact_mut(positions).take(count).enumerate() {
-            for (value, &channel) in line.iter_mut().zip(self.lines.order()) {
-                let group = channel.min(self.head_dim - 1) / channels; // padding: any group, its query is 0
-                let range = self.ranges[group * TILE_TOKENS + first + i];
-                *value = range.scale * *value + range.min;
+    fn apply_channel_groups(&mut self, first: usize) {
+        let Some(Grouping::TokenChannels(channels)) = self.grouping else { return };
+        for (step, unpacked) in self.unpacked.iter_mut().enumerate() {
+            let elements = self.lines.elements(step);
+            for (line, values) in unpacked.chunks_exact_mut(elements.len()).enumerate() {
+                for (value, &channel) in values.iter_mut().zip(elements) {
+                    let group = channel.min(self.head_dim - 1) / channels; // padding: any group, its query is 0
+                    let range = self.ranges[group * TILE_TOKENS + first + line];
+                    *value = range.scale * *value + range.min;
+                }
             }
         }
     }
 }
 
 /// Post-scaling by the ranges of a group of tokens: writes `q⊙s` and returns `q·m`.
-fn scale_factor(factor: &[f32], ranges: &[CodeRange], order: &[usize], scaled: &mut [f32]) -> f32 {
+fn scale_query(lines: &TileLines, query: &[Factor], ranges: &[CodeRange], scaled: &mut [Factor]) -> f32 {
     let mut bias = 0.0;
-    for ((scaled, q), &channel) in scaled.iter_mut().zip(factor).zip(order) {
-        let range = ranges.get(channel).copied().unwrap_or_default();
-        *scaled = q * range.scale;
-        bias += q * range.min;
+    for (step, (scaled, query)) in scaled.iter_mut().zip(query).enumerate() {
+        let elements = lines.elements(step);
+        for (i, (scaled, q)) in scaled.iter_mut().zip(query).enumerate() {
+            let range = ranges.get(elements[i % elements.len()]).copied().unwrap_or_default();
+            *scaled = q * range.scale;
+            if i < elements.len() {
+                bias += q * range.min;
+            }
+        }
     }
     bias
 }

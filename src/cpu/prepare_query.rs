@@ -4,8 +4,8 @@ use rayon::prelude::*;
 
 use super::dense::read_row;
 use super::store::CpuStore;
-use super::tile_lines::TileLines;
-use crate::format::KeyOrValue;
+use super::tile_lines::{Factor, TileLines};
+use crate::format::{Grouping, KeyOrValue};
 use crate::plan::{Elements, SegmentPlan};
 
 /// The queries of every span of a segment plan.
@@ -13,20 +13,20 @@ use crate::plan::{Elements, SegmentPlan};
 /// Post-scaling (the paper's eq. 5): with one range per channel, `q · (s⊙c + m) = (q⊙s) · c + q·m`. So the query is
 /// multiplied by the scales once per span, and `q·m` is one number to add. `1/√head_dim` is folded into both.
 pub(super) struct PreparedQueries {
-    positions: usize,
+    steps: usize,
     group: usize,
     kv_heads: usize,
-    /// `[span][query_head][position]`, in the order of lines.
-    factors: Vec<f32>,
-    /// `[span][query_head]`: added to every score.
+    /// `[span][query_head][step]`, in the order of lines.
+    factors: Vec<Factor>,
+    /// `[span][query_head]`: what is added to every score; with ranges per token, what their minimum is multiplied by.
     biases: Vec<f32>,
 }
 
 /// The queries of the heads that share one KV head.
 #[derive(Clone, Copy)]
 pub(super) struct GroupQueries<'a> {
-    /// `[query head of the group][position]`.
-    pub(super) factors: &'a [f32],
+    /// `[query head of the group][step]`.
+    pub(super) factors: &'a [Factor],
     /// Per query head of the group.
     pub(super) biases: &'a [f32],
 }
@@ -35,10 +35,10 @@ impl PreparedQueries {
     /// Prepares `[sequences, query_heads, head_dim]` queries for every span.
     pub(super) fn new(segment: &SegmentPlan, store: &CpuStore, lines: &TileLines, queries: Elements<'_>) -> Self {
         let shape = store.shape();
-        let (query_heads, head_dim, positions) = (shape.query_heads(), shape.head_dim(), lines.positions());
+        let (query_heads, head_dim, steps) = (shape.query_heads(), shape.head_dim(), lines.steps());
         let rows = segment.spans.len() * query_heads;
-        let (mut factors, mut biases) = (vec![0.0; rows * positions], vec![0.0; rows]);
-        factors.par_chunks_exact_mut(positions).zip(&mut biases).enumerate().for_each(|(row, (factor, bias))| {
+        let (mut factors, mut biases) = (vec![Factor::default(); rows * steps], vec![0.0; rows]);
+        factors.par_chunks_exact_mut(steps).zip(&mut biases).enumerate().for_each(|(row, (factor, bias))| {
             let (span, head) = (&segment.spans[row / query_heads], row % query_heads);
             let mut query = vec![0.0; head_dim];
             read_row(queries, (span.sequence as usize * query_heads + head) * head_dim, &mut query);
@@ -47,20 +47,26 @@ impl PreparedQueries {
 
             let keys = store.tensor(KeyOrValue::Key);
             let ranges = keys.head_ranges(span.range_slot as usize, head / shape.group());
-            let offset: f64 = query.iter().zip(ranges).map(|(&q, range)| f64::from(q) * f64::from(range.min)).sum();
-            *bias = offset as f32;
+            *bias = match keys.format.affine().map(|affine| affine.grouping) {
+                Some(Grouping::Token) => sum(query.iter().map(|&q| f64::from(q))),
+                _ => sum(query.iter().zip(ranges).map(|(&q, range)| f64::from(q) * f64::from(range.min))),
+            };
             query.iter_mut().zip(ranges).for_each(|(q, range)| *q *= range.scale);
             lines.permute(&query, factor);
         });
-        Self { positions, group: shape.group(), kv_heads: shape.kv_heads(), factors, biases }
+        Self { steps, group: shape.group(), kv_heads: shape.kv_heads(), factors, biases }
     }
 
     /// The queries of one span that read one KV head.
     pub(super) fn group(&self, span: usize, kv_head: usize) -> GroupQueries<'_> {
         let row = (span * self.kv_heads + kv_head) * self.group;
         GroupQueries {
-            factors: &self.factors[row * self.positions..][..self.group * self.positions],
+            factors: &self.factors[row * self.steps..][..self.group * self.steps],
             biases: &self.biases[row..][..self.group],
         }
     }
+}
+
+fn sum(terms: impl Iterator<Item = f64>) -> f32 {
+    terms.sum::<f64>() as f32
 }

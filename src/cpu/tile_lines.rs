@@ -2,33 +2,42 @@
 //!
 //! A *line* of a tile is what one product sums over: the channels of a token for keys, the 128 tokens of a channel for
 //! values. Both are stored alike: groups of one vector of words each, with the same group of all lines side by side.
-//! Unpacking a line plane by plane yields its elements in an order of its own; instead of putting them in order, the
-//! other factor of the product (query or weights) is permuted once.
+//!
+//! Unpacking takes a run of 64 such words, a *block* of lines, and shifts out one field after another: that is one
+//! plain loop over words, and it leaves the elements in an order of its own, `[field][group][line of the block][word of
+//! the vector]`. Instead of putting them in order, the other factor of the product (query or weights) is permuted once,
+//! to `[field][group][word of the vector]`.
 
 use super::simd::{Kernel, dispatch, multiply_add};
 use crate::format::{KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout};
 
-/// Lines that are unpacked at a time, so that they stay in the first-level cache for all heads of a group.
-pub(super) const LINE_BLOCK: usize = 32;
+/// Words that are unpacked side by side. Every group of every tile is a whole number of them.
+pub(super) const BLOCK: usize = 64;
 
-/// Floats that are summed side by side in a product.
-const LANES: usize = 16;
+/// Floats of one vector register, and of one step of a permuted factor.
+const LANES: usize = 8;
 
 /// How the lines of the tiles of one tensor are read.
 #[derive(Clone, Debug)]
 pub(super) struct TileLines {
     /// 16 for f16.
     bits: usize,
-    /// Words of a group.
+    /// Words of a group of one line.
     vector: usize,
     /// Groups of a line.
     groups: usize,
     /// Lines of a tile.
     lines: usize,
-    /// The element (channel of a key, token of a value) at each position of an unpacked line; positions that pad the
-    /// line name elements beyond the last.
+    /// The element (channel of a key, token of a value) at `[field][group][word of the vector]`; where the line is
+    /// padded these are elements beyond the last.
     order: Vec<usize>,
 }
+
+/// Unpacked lines: one array of 64 for each field and group.
+pub(super) type Unpacked = Vec<[f32; BLOCK]>;
+
+/// The other factor of a product, permuted: one array of 8 for each field and group, the words of the vector repeated.
+pub(super) type Factor = [f32; LANES];
 
 impl TileLines {
     pub(super) fn new(which: KeyOrValue, format: &TensorFormat, head_dim: usize) -> Self {
@@ -39,7 +48,8 @@ impl TileLines {
         };
         let bits = format.element_bits();
         let element = |position: usize| {
-            let (field_group, lane) = field_at(position, bits, vector);
+            let (field, word) = (position / words, position % words);
+            let (field_group, lane) = field_group(bits, word, field);
             match which {
                 KeyOrValue::Key => 4 * field_group + lane,
                 KeyOrValue::Value => field_group + TILE_TOKENS / 4 * lane,
@@ -49,96 +59,120 @@ impl TileLines {
         Self { bits, vector, groups: words / vector, lines, order }
     }
 
-    /// Elements of an unpacked line, padding included: a multiple of 16.
-    pub(super) fn positions(&self) -> usize {
-        self.order.len()
+    /// Arrays of an unpacked block and of a permuted factor.
+    pub(super) fn steps(&self) -> usize {
+        self.order.len() / self.vector
     }
 
-    /// The element at each position.
-    pub(super) fn order(&self) -> &[usize] {
-        &self.order
+    /// Lines of one block.
+    pub(super) fn block_lines(&self) -> usize {
+        BLOCK / self.vector
     }
 
-    /// Puts elements in natural order into the order of an unpacked line, 0 where it is padded.
-    pub(super) fn permute(&self, natural: &[f32], permuted: &mut [f32]) {
-        for (to, &element) in permuted.iter_mut().zip(&self.order) {
-            *to = natural.get(element).copied().unwrap_or(0.0);
+    /// The elements of a step, one for each word of the vector.
+    pub(super) fn elements(&self, step: usize) -> &[usize] {
+        &self.order[step * self.vector..][..self.vector]
+    }
+
+    /// Permutes elements in natural order, 0 where the line is padded.
+    pub(super) fn permute(&self, natural: &[f32], permuted: &mut [Factor]) {
+        for (to, elements) in permuted.iter_mut().zip(self.order.chunks_exact(self.vector)) {
+            for (to, &element) in to.iter_mut().zip(elements) {
+                *to = natural.get(element).copied().unwrap_or(0.0);
+            }
+            // Repeat the words of the vector.
+            for from in 0..LANES - self.vector {
+                to[self.vector + from] = to[from];
+            }
         }
     }
 
-    /// Unpacks `count` lines from `first` on into `[line][position]`: codes as unsigned integers, or f16 elements.
-    pub(super) fn unpack(&self, words: &[u32], first: usize, count: usize, out: &mut [f32]) {
-        let unpack = Unpack { lines: self, words, first, out: &mut out[..count * self.positions()] };
-        match (self.bits, self.vector) {
-            (16, _) => dispatch(UnpackF16(unpack)),
-            (8, 4) => dispatch(UnpackCodes::<8, 4>(unpack)),
-            (4, 4) => dispatch(UnpackCodes::<4, 4>(unpack)),
-            (4, 2) => dispatch(UnpackCodes::<4, 2>(unpack)),
-            (2, 4) => dispatch(UnpackCodes::<2, 4>(unpack)),
-            (2, 2) => dispatch(UnpackCodes::<2, 2>(unpack)),
-            (2, 1) => dispatch(UnpackCodes::<2, 1>(unpack)),
-            (1, 4) => dispatch(UnpackCodes::<1, 4>(unpack)),
-            (1, 2) => dispatch(UnpackCodes::<1, 2>(unpack)),
-            (1, 1) => dispatch(UnpackCodes::<1, 1>(unpack)),
-            (bits, vector) => unreachable!("no head_dim has {bits}-bit lines in vectors of {vector} words"),
+    /// Unpacks block `block` of a tile: codes as unsigned integers, or f16 elements.
+    pub(super) fn unpack(&self, words: &[u32], block: usize, out: &mut [[f32; BLOCK]]) {
+        let unpack = Unpack { lines: self, words, block, out };
+        match self.bits {
+            16 => dispatch(UnpackF16(unpack)),
+            8 => dispatch(UnpackCodes::<8>(unpack)),
+            4 => dispatch(UnpackCodes::<4>(unpack)),
+            2 => dispatch(UnpackCodes::<2>(unpack)),
+            _ => dispatch(UnpackCodes::<1>(unpack)),
         }
+    }
+
+    /// Sums the products of an unpacked block with a factor, line by line.
+    pub(super) fn products(&self, unpacked: &[[f32; BLOCK]], factor: &[Factor], sums: &mut [f32; BLOCK]) {
+        let mut partial = [0.0; BLOCK];
+        dispatch(Products { unpacked, factor, sums: &mut partial });
+        match self.vector {
+            4 => partial.as_chunks::<4>().0.iter().zip(sums).for_each(|([a, b, c, d], sum)| *sum = (a + b) + (c + d)),
+            2 => partial.as_chunks::<2>().0.iter().zip(sums).for_each(|([a, b], sum)| *sum = a + b),
+            _ => *sums = partial,
+        }
+    }
+
+    /// The same by byte lane of the field groups: lane `l` of a value line has tokens 32·l to 32·l + 31.
+    pub(super) fn products_of_byte_lane(
+        &self,
+        lane: usize,
+        unpacked: &[[f32; BLOCK]],
+        factor: &[Factor],
+        sums: &mut [f32; BLOCK],
+    ) {
+        let steps = self.steps() / 4;
+        self.products(&unpacked[lane * steps..][..steps], &factor[lane * steps..][..steps], sums);
     }
 }
 
-/// Field group within the line and lane within the field group of an unpacked position.
-fn field_at(position: usize, bits: usize, vector: usize) -> (usize, usize) {
+/// Field group within the line and lane within the field group of a field of a word. Fields are counted byte lane by
+/// byte lane, and for f16 half by half.
+fn field_group(bits: usize, word: usize, field: usize) -> (usize, usize) {
     if bits == 16 {
-        return (position / 4, position % 4);
+        return (word / 2, word % 2 * 2 + field);
     }
-    let (planes, bytes) = (8 / bits, vector * 4);
-    let (group, plane, byte) = (position / (planes * bytes), position / bytes % planes, position % bytes);
-    ((group * vector + byte / 4) * planes + plane, byte % 4)
+    let planes = 8 / bits;
+    (word * planes + field % planes, field / planes)
 }
 
 struct Unpack<'a> {
     lines: &'a TileLines,
     words: &'a [u32],
-    first: usize,
-    out: &'a mut [f32],
+    block: usize,
+    out: &'a mut [[f32; BLOCK]],
 }
 
-impl<'a> Unpack<'a> {
-    /// The words of one group of one line.
+impl Unpack<'_> {
+    /// Calls `unpack` with every field, the words that hold it and the floats that it becomes.
     #[inline(always)]
-    fn group(&self, line: usize, group: usize) -> &'a [u32] {
-        &self.words[(group * self.lines.lines + self.first + line) * self.lines.vector..][..self.lines.vector]
+    fn each_field(self, unpack: impl Fn(usize, &[u32; BLOCK], &mut [f32; BLOCK])) {
+        let Self { lines, words, block, out } = self;
+        let blocks = lines.lines * lines.vector / BLOCK;
+        let words = words.as_chunks::<BLOCK>().0;
+        for (field, out) in out.chunks_exact_mut(lines.groups).enumerate() {
+            for (group, out) in out.iter_mut().enumerate() {
+                unpack(field, &words[group * blocks + block], out);
+            }
+        }
     }
 }
 
-struct UnpackCodes<'a, const BITS: usize, const VECTOR: usize>(Unpack<'a>);
+/// Unpacks codes of `BITS` bits.
+struct UnpackCodes<'a, const BITS: usize>(Unpack<'a>);
 
-impl<const BITS: usize, const VECTOR: usize> Kernel for UnpackCodes<'_, BITS, VECTOR> {
+impl<const BITS: usize> Kernel for UnpackCodes<'_, BITS> {
     #[inline(always)]
     fn run<const FMA: bool>(self) {
-        let unpack = self.0;
-        let top_bits: u32 = match BITS {
-            1 => u32::MAX,
-            2 => 0xaaaa_aaaa,
-            4 => 0x8888_8888,
-            _ => 0x8080_8080,
-        };
-        let (bytes, planes, mask) = (4 * VECTOR, 8 / BITS, (u32::MAX >> (32 - BITS)) as u8);
-        let positions = unpack.lines.positions();
-        let groups = unpack.lines.groups;
-        for line in 0..unpack.out.len() / positions {
-            for group in 0..groups {
-                let mut codes = [0u8; 16];
-                for (to, word) in codes.chunks_exact_mut(4).zip(unpack.group(line, group)) {
-                    to.copy_from_slice(&(word ^ top_bits).to_le_bytes());
+        let (mask, top_bit) = (u32::MAX >> (32 - BITS), 1 << (BITS - 1));
+        self.0.each_field(
+            #[inline(always)]
+            |field, words, out| {
+                let planes = 8 / BITS;
+                let shift = (field / planes * 8 + field % planes * BITS) as u32 % u32::BITS;
+                for (out, word) in out.iter_mut().zip(words) {
+                    // As a signed integer, because that converts to float in one instruction everywhere.
+                    *out = (((word >> shift) & mask) ^ top_bit) as i32 as f32;
                 }
-                let out = &mut unpack.out[line * positions + group * planes * bytes..][..planes * bytes];
-                for (plane, out) in out.chunks_exact_mut(bytes).enumerate() {
-                    for (to, code) in out.iter_mut().zip(&codes[..bytes]) {
-                        *to = f32::from((code >> (plane * BITS)) & mask);
-                    }
-                }
-            }
-        }
+            },
+        );
     }
 }
 
@@ -147,21 +181,14 @@ struct UnpackF16<'a>(Unpack<'a>);
 impl Kernel for UnpackF16<'_> {
     #[inline(always)]
     fn run<const FMA: bool>(self) {
-        let unpack = self.0;
-        let positions = unpack.lines.positions();
-        for line in 0..unpack.out.len() / positions {
-            for group in 0..unpack.lines.groups {
-                let mut halves = [0u32; 8];
-                for (to, word) in halves.chunks_exact_mut(2).zip(unpack.group(line, group)) {
-                    to[0] = word & 0xffff;
-                    to[1] = word >> 16;
+        self.0.each_field(
+            #[inline(always)]
+            |half, words, out| {
+                for (out, word) in out.iter_mut().zip(words) {
+                    *out = finite_f16_to_f32(if half == 0 { word & 0xffff } else { word >> 16 });
                 }
-                let out = &mut unpack.out[line * positions + group * 8..][..8];
-                for (to, half) in out.iter_mut().zip(halves) {
-                    *to = finite_f16_to_f32(half);
-                }
-            }
-        }
+            },
+        );
     }
 }
 
@@ -173,37 +200,25 @@ fn finite_f16_to_f32(half: u32) -> f32 {
     f32::from_bits(magnitude.to_bits() | ((half & 0x8000) << 16))
 }
 
-/// Sums of products of unpacked lines with one vector in the order of lines.
-pub(super) struct LineProducts<'a> {
-    /// `[line][position]`.
-    pub(super) lines: &'a [f32],
-    /// One position vector.
-    pub(super) factor: &'a [f32],
-    /// Per line the sums over positions by position modulo 4, that is, over the byte lanes of field groups.
-    pub(super) sums: &'a mut [[f32; 4]],
+/// Sums of products, for every word of a block.
+struct Products<'a> {
+    unpacked: &'a [[f32; BLOCK]],
+    factor: &'a [Factor],
+    sums: &'a mut [f32; BLOCK],
 }
 
-impl Kernel for LineProducts<'_> {
+impl Kernel for Products<'_> {
     #[inline(always)]
     fn run<const FMA: bool>(self) {
-        let positions = self.factor.len();
-        for (line, sums) in self.lines.chunks_exact(positions).zip(self.sums) {
-            let mut partial = [0f32; LANES];
-            for (line, factor) in line.chunks_exact(LANES).zip(self.factor.chunks_exact(LANES)) {
+        let mut sums = [[0f32; LANES]; BLOCK / LANES];
+        for (elements, factor) in self.unpacked.iter().zip(self.factor) {
+            for (sums, elements) in sums.iter_mut().zip(elements.as_chunks::<LANES>().0) {
                 for lane in 0..LANES {
-                    partial[lane] = multiply_add::<FMA>(line[lane], factor[lane], partial[lane]);
+                    sums[lane] = multiply_add::<FMA>(elements[lane], factor[lane], sums[lane]);
                 }
             }
-            for lane in 0..4 {
-                sums[lane] = (partial[lane] + partial[lane + 4]) + (partial[lane + 8] + partial[lane + 12]);
-            }
         }
-    }
-}
-
-impl LineProducts<'_> {
-    pub(super) fn compute(self) {
-        dispatch(self);
+        self.sums.copy_from_slice(sums.as_flattened());
     }
 }
 
@@ -230,22 +245,27 @@ mod tests {
         let words = layout.key_tile_words().max(layout.value_tile_words());
         let tile: Vec<u32> = (0..words as u32).map(|i| i.wrapping_mul(0x9e37_79b9) & 0xbbff_bbff).collect();
         let lines = TileLines::new(which, format, head_dim);
-        let first = 32;
-        let count = LINE_BLOCK.min(lines.lines - first);
-        let mut out = vec![f32::NAN; count * lines.positions()];
-        lines.unpack(&tile, first, count, &mut out);
-        for (i, out) in out.chunks_exact(lines.positions()).enumerate() {
-            for (&element, &value) in lines.order().iter().zip(out) {
-                let (field, inside) = match which {
-                    KeyOrValue::Key => (layout.key_field(first + i, element), element < head_dim),
-                    KeyOrValue::Value => (layout.value_field(element, first + i), true),
+        let elements = if which == KeyOrValue::Key { head_dim } else { TILE_TOKENS };
+        for block in [0, lines.lines / lines.block_lines() - 1] {
+            let mut out = vec![[f32::NAN; BLOCK]; lines.steps()];
+            lines.unpack(&tile, block, &mut out);
+            for i in 0..lines.block_lines() * lines.order.len() {
+                let (line, position) = (i / lines.order.len(), i % lines.order.len());
+                let (step, word) = (position / lines.vector, position % lines.vector);
+                let (element, line_of_tile) = (lines.elements(step)[word], block * lines.block_lines() + line);
+                if element >= elements {
+                    continue;
+                }
+                let field = match which {
+                    KeyOrValue::Key => layout.key_field(line_of_tile, element),
+                    KeyOrValue::Value => layout.value_field(element, line_of_tile),
                 };
-                let word = tile[field.word] >> field.shift;
+                let bits = tile[field.word] >> field.shift;
                 let expected = match format {
-                    TensorFormat::F16 => half::f16::from_bits(word as u16).to_f32(),
-                    TensorFormat::Affine(a) => ((word & a.bits.max_code()) ^ (1 << (a.bits.count() - 1))) as f32,
+                    TensorFormat::F16 => half::f16::from_bits(bits as u16).to_f32(),
+                    TensorFormat::Affine(a) => ((bits & a.bits.max_code()) ^ (1 << (a.bits.count() - 1))) as f32,
                 };
-                assert!(!inside || value == expected, "{which} {format} {head_dim}: {value} {expected}");
+                assert_eq!(out[step][line * lines.vector + word], expected, "{which} {format} {head_dim}");
             }
         }
     }

@@ -2,35 +2,42 @@
 
 use super::softmax::OnlineSoftmax;
 use super::store::Tile;
-use super::tile_lines::{LINE_BLOCK, LineProducts, TileLines};
+use super::tile_lines::{BLOCK, Factor, TileLines, Unpacked};
 use crate::format::{CodeRange, Grouping, TILE_TOKENS, TensorFormat};
 
 /// Sums `weight · value` over the tokens of tiles for the query heads of one KV head, in f64. Holds the buffers for one
 /// thread.
 pub(super) struct ValueTiles<'a> {
-    format: TensorFormat,
+    grouping: Option<Grouping>,
     head_dim: usize,
     lines: &'a TileLines,
     /// `[query head of the group][head_dim]`, before span ranges.
     sums: Vec<f64>,
-    unpacked: Vec<f32>,
-    /// `[query head of the group][128]`, in the order of lines.
-    factors: Vec<f32>,
-    /// Per query head, per byte lane: what every channel gets beside its products.
+    unpacked: Unpacked,
+    /// `[group of channels][query head of the group][step]`: the weights in the order of lines, with per-token ranges
+    /// folded in. One group of channels but for ranges per token and group of channels.
+    factors: Vec<Factor>,
+    /// `[group of channels][query head of the group]`: by byte lane, what minima are multiplied by or, with per-token
+    /// ranges, what every channel gets beside its products.
     biases: Vec<[f32; 4]>,
     ranges: Vec<CodeRange>,
 }
 
 impl<'a> ValueTiles<'a> {
     pub(super) fn new(format: TensorFormat, head_dim: usize, group: usize, lines: &'a TileLines) -> Self {
+        let grouping = format.affine().map(|affine| affine.grouping);
+        let channel_groups = match grouping {
+            Some(Grouping::TokenChannels(channels)) => head_dim / channels,
+            _ => 1,
+        };
         Self {
-            format,
+            grouping,
             head_dim,
             lines,
             sums: vec![0.0; group * head_dim],
-            unpacked: vec![0.0; LINE_BLOCK * TILE_TOKENS],
-            factors: vec![0.0; group * TILE_TOKENS],
-            biases: vec![[0.0; 4]; group],
+            unpacked: vec![[0.0; BLOCK]; lines.steps()],
+            factors: vec![Factor::default(); channel_groups * group * lines.steps()],
+            biases: vec![[0.0; 4]; channel_groups * group],
             ranges: Vec::new(),
         }
     }
@@ -49,15 +56,11 @@ impl<'a> ValueTiles<'a> {
     pub(super) fn add(&mut self, tile: Tile<'_>, weights: &[f32]) {
         self.ranges.clear();
         self.ranges.extend(tile.ranges.iter().map(|&word| CodeRange::from_word(word)));
-        let channels_alike = match self.format.affine().map(|affine| affine.grouping) {
-            Some(Grouping::TokenChannels(channels)) => channels,
-            _ => self.head_dim,
-        };
-        for (group, first) in (0..self.head_dim).step_by(channels_alike).enumerate() {
-            self.prepare_factors(group, weights);
-            let end = first + channels_alike;
-            for block in (first..end).step_by(LINE_BLOCK) {
-                self.add_channels(tile, block, LINE_BLOCK.min(end - block));
+        self.prepare_factors(weights);
+        for (block, first) in (0..self.head_dim).step_by(self.lines.block_lines()).enumerate() {
+            self.lines.unpack(tile.codes, block, &mut self.unpacked);
+            for head in 0..self.sums.len() / self.head_dim {
+                self.add_block(first, head);
             }
         }
     }
@@ -85,52 +88,70 @@ impl<'a> ValueTiles<'a> {
         }
     }
 
-    /// Weights in the order of lines, with per-token ranges of channel group `group` folded in.
-    fn prepare_factors(&mut self, group: usize, weights: &[f32]) {
-        let grouping = self.format.affine().map(|affine| affine.grouping);
-        let heads = weights.chunks_exact(TILE_TOKENS).zip(self.factors.chunks_exact_mut(TILE_TOKENS));
-        for ((weights, factor), bias) in heads.zip(&mut self.biases) {
-            *bias = [0.0; 4];
-            match grouping {
+    /// Permutes the weights and folds per-token ranges into them.
+    fn prepare_factors(&mut self, weights: &[f32]) {
+        let mut scaled = [0.0; TILE_TOKENS];
+        let heads = weights.len() / TILE_TOKENS;
+        let rows = self.factors.chunks_exact_mut(self.lines.steps()).zip(&mut self.biases).enumerate();
+        for (row, (factor, bias)) in rows {
+            let weights = &weights[row % heads * TILE_TOKENS..][..TILE_TOKENS];
+            match self.grouping {
                 Some(Grouping::Token | Grouping::TokenChannels(_)) => {
-                    let ranges = &self.ranges[group * TILE_TOKENS..][..TILE_TOKENS];
-                    for (factor, &token) in factor.iter_mut().zip(self.lines.order()) {
-                        *factor = weights[token] * ranges[token].scale;
-                        bias[0] += weights[token] * ranges[token].min;
+                    let ranges = &self.ranges[row / heads * TILE_TOKENS..][..TILE_TOKENS];
+                    let mut minima = 0.0;
+                    for ((scaled, weight), range) in scaled.iter_mut().zip(weights).zip(ranges) {
+                        *scaled = weight * range.scale;
+                        minima += weight * range.min;
                     }
+                    bias[0] = minima;
+                    self.lines.permute(&scaled, factor);
                 }
                 Some(Grouping::ChannelTokens(_)) => {
-                    self.lines.permute(weights, factor);
                     for (bias, weights) in bias.iter_mut().zip(weights.chunks_exact(TILE_TOKENS / 4)) {
                         *bias = weights.iter().sum();
                     }
+                    self.lines.permute(weights, factor);
                 }
                 Some(Grouping::Channel) | None => self.lines.permute(weights, factor),
             }
         }
     }
 
-    /// Adds a block of channels of a tile for all query heads.
-    fn add_channels(&mut self, tile: Tile<'_>, first: usize, count: usize) {
-        self.lines.unpack(tile.codes, first, count, &mut self.unpacked);
-        let unpacked = &self.unpacked[..count * TILE_TOKENS];
-        let mut products = [[0.0; 4]; LINE_BLOCK];
-        for (head, factor) in self.factors.chunks_exact(TILE_TOKENS).enumerate() {
-            LineProducts { lines: unpacked, factor, sums: &mut products[..count] }.compute();
-            let sums = &mut self.sums[head * self.head_dim + first..][..count];
-            let bias = self.biases[head];
-            if let Some(Grouping::ChannelTokens(tokens)) = self.format.affine().map(|affine| affine.grouping) {
-                for (i, (sum, product)) in sums.iter_mut().zip(&products).enumerate() {
-                    // Lane `l` holds tokens 32·l to 32·l + 31, which are all of one group.
-                    for lane in 0..4 {
-                        let group = TILE_TOKENS / 4 * lane / tokens;
-                        let range = self.ranges[group * self.head_dim + first + i];
-                        *sum += f64::from(range.scale * product[lane] + range.min * bias[lane]);
+    /// Adds the unpacked block of channels for one query head.
+    fn add_block(&mut self, first: usize, head: usize) {
+        let (heads, steps) = (self.sums.len() / self.head_dim, self.lines.steps());
+        let sums = &mut self.sums[head * self.head_dim + first..][..self.lines.block_lines()];
+        let mut products = [0.0; BLOCK];
+        match self.grouping {
+            Some(Grouping::ChannelTokens(group_tokens)) => {
+                let factor = &self.factors[head * steps..][..steps];
+                for lane in 0..4 {
+                    // The 32 tokens of a byte lane are all of one group.
+                    let group = TILE_TOKENS / 4 * lane / group_tokens;
+                    let ranges = &self.ranges[group * self.head_dim + first..];
+                    let bias = self.biases[head][lane];
+                    self.lines.products_of_byte_lane(lane, &self.unpacked, factor, &mut products);
+                    for ((sum, product), range) in sums.iter_mut().zip(products).zip(ranges) {
+                        *sum += f64::from(range.scale * product + range.min * bias);
                     }
                 }
-            } else {
-                for (sum, [a, b, c, d]) in sums.iter_mut().zip(&products) {
-                    *sum += f64::from(((a + b) + (c + d)) + bias[0]);
+            }
+            Some(Grouping::TokenChannels(channels)) => {
+                // A block may span several groups of channels, each with weights of its own.
+                let end = first + sums.len();
+                for group in first / channels..=(end - 1) / channels {
+                    let row = group * heads + head;
+                    self.lines.products(&self.unpacked, &self.factors[row * steps..][..steps], &mut products);
+                    let of_group = (group * channels).max(first) - first..((group + 1) * channels).min(end) - first;
+                    for (sum, product) in sums[of_group.clone()].iter_mut().zip(&products[of_group]) {
+                        *sum += f64::from(product + self.biases[row][0]);
+                    }
+                }
+            }
+            Some(Grouping::Channel | Grouping::Token) | None => {
+                self.lines.products(&self.unpacked, &self.factors[head * steps..][..steps], &mut products);
+                for (sum, product) in sums.iter_mut().zip(products) {
+                    *sum += f64::from(product + self.biases[head][0]);
                 }
             }
         }

@@ -35,9 +35,6 @@ pub(super) struct Specialisation<'a> {
 pub(super) const MAX_TILES: usize = 64;
 const STEP_TILES: usize = 4;
 const INVOCATIONS: usize = 128;
-/// Bit planes of a 16-byte vector that a loop's body handles: eight word-planes measured best on an H200, and keep
-/// compile times down.
-const MOST_UNROLLED: usize = 2;
 /// More heads than this would not fit the registers of any device seen so far.
 const MOST_HEADS: usize = 8;
 
@@ -151,11 +148,7 @@ impl Specialisation<'_> {
     }
 
     fn with_integer_query(&self, variant: Variant, bits: Bits) -> Variant {
-        let vector = TileLayout::new(&self.format.key, self.shape.head_dim()).key_vector();
-        variant
-            .constant("KEY_MASK", top_bits(bits))
-            .constant("KEY_UNROLL", (vector * bits.planes() / 4).min(MOST_UNROLLED))
-            .constant("QUERY_PLANES", self.query_planes())
+        variant.constant("KEY_MASK", top_bits(bits)).constant("QUERY_PLANES", self.query_planes())
     }
 
     fn with_values(&self, variant: Variant, heads: usize) -> Variant {
@@ -166,10 +159,7 @@ impl Specialisation<'_> {
         };
         let variant = variant.constant("VALUE_BITS", affine.bits.count() as usize);
         let with_integer_weights = |variant: Variant| {
-            variant
-                .constant("VALUE_MASK", top_bits(affine.bits))
-                .constant("VALUE_UNROLL", affine.bits.planes().min(MOST_UNROLLED))
-                .float("VALUE_MIDDLE", middle(affine.bits))
+            variant.constant("VALUE_MASK", top_bits(affine.bits)).float("VALUE_MIDDLE", middle(affine.bits))
         };
         match affine.grouping {
             Grouping::Channel => with_integer_weights(variant),

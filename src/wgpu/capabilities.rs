@@ -219,8 +219,8 @@ pub struct Requirements {
 }
 
 impl Requirements {
-    /// What is worth asking of `adapter`: 16-bit floats, subgroups and timestamps where it has them, buffers and
-    /// bindings as large as it allows, and the defaults of WebGPU, or what it has of them, for everything else.
+    /// What is worth asking of `adapter`: 16-bit floats, subgroups and timestamps where it has them, buffers,
+    /// bindings and workgroup memory as large as it allows, and the defaults of WebGPU, or what it has of them, for everything else.
     pub fn of(adapter: &wgpu::Adapter) -> Self {
         let useful = wgpu::Features::SHADER_F16
             | wgpu::Features::SUBGROUP
@@ -231,6 +231,7 @@ impl Requirements {
         let limits = wgpu::Limits {
             max_storage_buffer_binding_size: available.max_storage_buffer_binding_size,
             max_buffer_size: available.max_buffer_size,
+            max_compute_workgroup_storage_size: available.max_compute_workgroup_storage_size,
             ..wgpu::Limits::defaults().or_worse_values_from(&available)
         };
         Self { features: adapter.features() & useful, limits }

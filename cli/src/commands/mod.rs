@@ -3,6 +3,7 @@
 mod bench;
 mod check;
 mod eval;
+mod golden;
 mod list;
 
 use anyhow::Result;
@@ -24,6 +25,8 @@ pub enum Command {
     Bench(bench::BenchArgs),
     /// Measure what each format does to the attention outputs of a dump of keys, values and queries.
     Eval(eval::EvalArgs),
+    /// Run golden vectors and compare with the outputs that others got.
+    Golden(golden::GoldenArgs),
 }
 
 impl Command {
@@ -34,6 +37,7 @@ impl Command {
             Self::Check(args) => check::run(&args),
             Self::Bench(args) => bench::run(&args),
             Self::Eval(args) => eval::run(&args),
+            Self::Golden(args) => golden::run(&args),
         }
     }
 }

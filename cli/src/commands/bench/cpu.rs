@@ -23,16 +23,22 @@ impl Timed for Cpu {
     const GUARD_TOLERANCE: Option<f64> = None;
 
     fn sizes(&self) -> Sizes {
-        Sizes { largest_shape: 128 << 20, footprint: FOOTPRINT }
+        Sizes { largest_shape: 128 << 20, footprint: FOOTPRINT, seconds: 0.5 }
     }
 
-    async fn time_steps(&self, workload: &Workload<Self>, data: &DecodeData<Self>, seconds: f64) -> Result<StepTimes> {
+    async fn time_steps(
+        &self,
+        workload: &Workload<Self>,
+        data: &DecodeData<Self>,
+        options: AttendOptions,
+        seconds: f64,
+    ) -> Result<StepTimes> {
         let mut steps = Vec::new();
         let mut elapsed = 0.0;
         while steps.len() < 5 || steps.len() < workload.plans.len() || elapsed < seconds {
             let plan = &workload.plans[steps.len() % workload.plans.len()];
             let start = Instant::now();
-            let output = self.attend(plan, &[&workload.store], data.queries(), AttendOptions::default()).await?;
+            let output = self.attend(plan, &[&workload.store], data.queries(), options).await?;
             steps.push(start.elapsed().as_secs_f64());
             elapsed += start.elapsed().as_secs_f64();
             black_box(output);

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use indicatif::ProgressBar;
 use kvpack::SegmentFormat;
-use kvpack::backend::AttendOptions;
+use kvpack::backend::{AttendOptions, QueryPrecision};
 use kvpack::conformance::{DecodeData, DecodeShape, SequenceData, Workload};
 use kvpack::plan::Split;
 
@@ -23,6 +23,8 @@ pub struct BenchPlan {
     pub footprint: u64,
     /// Seconds of timed steps for a row, at least.
     pub seconds: f64,
+    /// How the query enters integer dot products.
+    pub query: QueryPrecision,
 }
 
 /// A decode step to time.
@@ -91,7 +93,7 @@ impl<B: Timed> Bench<'_, B> {
             Err(error) if is_about_size(&error) => return Ok(BenchRow::skipped(format, &error)),
             other => other?,
         };
-        let report = workload.check(self.backend, data, AttendOptions::default()).await?;
+        let report = workload.check(self.backend, data, self.options()).await?;
         let outcome = match report.passed() {
             false => RowOutcome::Wrong { reason: report.reason() },
             true => self.time(&workload, data, read).await?,
@@ -105,12 +107,16 @@ impl<B: Timed> Bench<'_, B> {
         })
     }
 
+    fn options(&self) -> AttendOptions {
+        AttendOptions { query: self.plan.query, ..AttendOptions::default() }
+    }
+
     /// Times a workload between two looks at the guard, again if the device slowed down.
     async fn time(&mut self, workload: &Workload<B>, data: &DecodeData<B>, read: f64) -> Result<RowOutcome> {
         let mut low = 0.0;
         for _ in 0..ATTEMPTS {
             let before = self.backend.guard_rate().await?;
-            let times = self.backend.time_steps(workload, data, self.plan.seconds).await?;
+            let times = self.backend.time_steps(workload, data, self.options(), self.plan.seconds).await?;
             let after = self.backend.guard_rate().await?;
             self.best_guard = self.best_guard.max(before).max(after);
             low = 1.0 - before.min(after) / self.best_guard;

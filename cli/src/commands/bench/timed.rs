@@ -1,5 +1,6 @@
 //! What the benchmark asks of a backend beyond computing.
 
+use kvpack::backend::AttendOptions;
 use kvpack::conformance::{DecodeData, Workload};
 use kvpack::{Backend, Result};
 
@@ -17,7 +18,13 @@ pub trait Timed: Backend + Sized {
     ///
     /// # Errors
     /// Whatever the backend reports.
-    async fn time_steps(&self, workload: &Workload<Self>, data: &DecodeData<Self>, seconds: f64) -> Result<StepTimes>;
+    async fn time_steps(
+        &self,
+        workload: &Workload<Self>,
+        data: &DecodeData<Self>,
+        options: AttendOptions,
+        seconds: f64,
+    ) -> Result<StepTimes>;
 
     /// Bytes per second at which this device reads memory that is in no cache.
     ///
@@ -46,6 +53,9 @@ pub struct Sizes {
     pub largest_shape: u64,
     /// Bytes of stores to go round, at least, so that every step finds cold caches.
     pub footprint: u64,
+    /// Seconds of timed steps for a row, at least. Short on a GPU: a longer run at full memory bandwidth and full
+    /// arithmetic rate meets the card's power limit, which is another measurement.
+    pub seconds: f64,
 }
 
 /// Steps that were timed.

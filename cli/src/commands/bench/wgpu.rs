@@ -20,15 +20,21 @@ impl Timed for Wgpu {
 
     fn sizes(&self) -> Sizes {
         match self.device().adapter_info().device_type {
-            wgpu::DeviceType::Cpu => Sizes { largest_shape: 32 << 20, footprint: 64 << 20 },
-            _ => Sizes { largest_shape: u64::MAX, footprint: 1 << 30 },
+            wgpu::DeviceType::Cpu => Sizes { largest_shape: 32 << 20, footprint: 64 << 20, seconds: 0.1 },
+            _ => Sizes { largest_shape: u64::MAX, footprint: 1 << 30, seconds: 0.1 },
         }
     }
 
-    async fn time_steps(&self, workload: &Workload<Self>, data: &DecodeData<Self>, seconds: f64) -> Result<StepTimes> {
+    async fn time_steps(
+        &self,
+        workload: &Workload<Self>,
+        data: &DecodeData<Self>,
+        options: AttendOptions,
+        seconds: f64,
+    ) -> Result<StepTimes> {
         let mut bound = Vec::with_capacity(workload.plans.len());
         for plan in &workload.plans {
-            bound.push(BoundStep::new(self, plan, workload, data).await?);
+            bound.push(BoundStep::new(self, plan, workload, (data, options)).await?);
         }
         let encode = bound.iter().map(|step| |pass: &mut wgpu::ComputePass<'_>| step.launches.encode(pass));
         let encode: Vec<_> = encode.collect();
@@ -78,9 +84,9 @@ impl BoundStep {
         backend: &Wgpu,
         plan: &DecodePlan,
         workload: &Workload<Wgpu>,
-        data: &DecodeData<Wgpu>,
+        (data, options): (&DecodeData<Wgpu>, AttendOptions),
     ) -> Result<Self> {
-        let (device, options) = (backend.device(), AttendOptions::default());
+        let device = backend.device();
         let queries = data.queries();
         let step = StepPlan::new(backend.capabilities(), plan.clone(), queries.element_type(), options)?;
         let scratch = Scratch::new(device, step.scratch()).await?;

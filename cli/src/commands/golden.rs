@@ -1,0 +1,70 @@
+//! `kvpack golden`: do other people's outputs come out here too?
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use anyhow::Result;
+
+use crate::golden::{self, GoldenOutcome, GoldenResult};
+use crate::outcome::Outcome;
+use crate::print;
+
+/// Runs the golden vectors of a directory through the CPU kernels.
+#[derive(clap::Args)]
+pub struct GoldenArgs {
+    /// Directory with `*.safetensors` files as `tests/golden/README.md` describes them.
+    directory: PathBuf,
+}
+
+/// Runs the command.
+pub fn run(args: &GoldenArgs) -> Result<Outcome> {
+    let results = golden::run_directory(&args.directory)?;
+    print_implemented(&results);
+    let unimplemented = print_unimplemented(&results);
+    let implemented = results.len() - unimplemented;
+    let agreeing = results.iter().filter(|result| matches!(result.outcome, GoldenOutcome::Agrees { .. })).count();
+    println!("{agreeing} of {implemented} files agree, {unimplemented} are of ops that are not implemented");
+    Ok(if agreeing == implemented { Outcome::Passed } else { Outcome::Failed })
+}
+
+fn print_implemented(results: &[GoldenResult]) {
+    let mut table = print::results(&["file", "kernels", "of tolerance", ""], 2);
+    let mut reasons = Vec::new();
+    for result in results {
+        let (kernels, worst, verdict) = match &result.outcome {
+            GoldenOutcome::Agrees { kernels, worst } => {
+                let worst = if *worst == 0.0 { "exact".into() } else { print::percent(*worst) };
+                (kernels.join("; "), worst, "ok")
+            }
+            GoldenOutcome::Differs { kernel, mismatch } => {
+                reasons.push(format!("{}: {kernel}: {mismatch}", result.name));
+                ((*kernel).into(), "-".into(), "DIFFERS")
+            }
+            GoldenOutcome::Broken { reason } => {
+                reasons.push(format!("{}: {reason}", result.name));
+                ("-".into(), "-".into(), "BROKEN")
+            }
+            GoldenOutcome::Unimplemented { .. } => continue,
+        };
+        table.add_row([result.name.clone(), kernels, worst, verdict.into()]);
+    }
+    println!("{table}");
+    for reason in reasons {
+        println!("{reason}");
+    }
+}
+
+/// Lists the ops that are not implemented and returns how many files they have.
+fn print_unimplemented(results: &[GoldenResult]) -> usize {
+    let mut files: BTreeMap<&str, usize> = BTreeMap::new();
+    for result in results {
+        if let GoldenOutcome::Unimplemented { op } = &result.outcome {
+            *files.entry(op).or_default() += 1;
+        }
+    }
+    if !files.is_empty() {
+        let list: Vec<String> = files.iter().map(|(op, count)| format!("{op} ({count})")).collect();
+        println!("not implemented: {}", list.join(", "));
+    }
+    files.values().sum()
+}

@@ -1,0 +1,117 @@
+//! Golden vectors: files with inputs and the outputs of somebody else's implementation.
+//!
+//! `tests/golden/README.md` describes the format. Each file names an `op`; the ops that kvpack implements are run
+//! through its CPU kernels and every output is compared as the file asks.
+
+mod attention;
+mod calibquant;
+mod compare;
+mod file;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+
+pub use compare::Mismatch;
+use file::GoldenFile;
+
+/// What one implementation of an op computed, by the name of the output.
+type Outputs = BTreeMap<&'static str, Vec<f64>>;
+
+/// An op: computes the outputs of a file, with each of its implementations by name.
+type Op = fn(&GoldenFile) -> Result<Vec<(&'static str, Outputs)>>;
+
+/// The ops that are implemented.
+const OPS: [(&str, Op); 5] = [
+    ("attention.decode", attention::decode),
+    ("calibquant.calibrate", calibquant::calibrate),
+    ("calibquant.decode", calibquant::decode),
+    ("calibquant.pack", calibquant::pack),
+    ("calibquant.quantize", calibquant::quantize),
+];
+
+/// What came of one file.
+#[derive(Debug)]
+pub struct GoldenResult {
+    /// File name without its directory and suffix.
+    pub name: String,
+    /// What came of it.
+    pub outcome: GoldenOutcome,
+}
+
+/// What came of a file.
+#[derive(Debug)]
+pub enum GoldenOutcome {
+    /// Every output of every implementation agrees.
+    Agrees {
+        /// The kernels that were run.
+        kernels: Vec<&'static str>,
+        /// Largest `|got − want| / (atol + rtol · |want|)`; at most 1, and 0 where outputs are compared exactly.
+        worst: f64,
+    },
+    /// An output differs.
+    Differs {
+        /// The kernel that computed it.
+        kernel: &'static str,
+        /// The first output that differs, and where.
+        mismatch: Mismatch,
+    },
+    /// The op is none that kvpack implements.
+    Unimplemented {
+        /// The op.
+        op: String,
+    },
+    /// The file cannot be run.
+    Broken {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// Runs all `*.safetensors` files of a directory, in the order of their names.
+///
+/// # Errors
+/// When the directory cannot be read or holds no such file. What is wrong with a single file is its result.
+pub fn run_directory(directory: &Path) -> Result<Vec<GoldenResult>> {
+    let entries = std::fs::read_dir(directory).with_context(|| format!("cannot read {}", directory.display()))?;
+    let mut paths: Vec<PathBuf> = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>()?;
+    paths.retain(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
+    paths.sort();
+    if paths.is_empty() {
+        bail!("{} holds no .safetensors files; pass a directory with golden vectors", directory.display());
+    }
+    Ok(paths.iter().map(|path| run_file(path)).collect())
+}
+
+/// Runs one file.
+fn run_file(path: &Path) -> GoldenResult {
+    let name = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+    let outcome = GoldenFile::read(path).and_then(|file| run_op(&file));
+    GoldenResult {
+        name,
+        outcome: outcome.unwrap_or_else(|error| GoldenOutcome::Broken { reason: format!("{error:#}") }),
+    }
+}
+
+fn run_op(file: &GoldenFile) -> Result<GoldenOutcome> {
+    let Some((_, op)) = OPS.iter().find(|(name, _)| *name == file.op) else {
+        return Ok(GoldenOutcome::Unimplemented { op: file.op.clone() });
+    };
+    let mut worst = 0.0f64;
+    let mut kernels = Vec::new();
+    for (kernel, outputs) in op(file)? {
+        kernels.push(kernel);
+        for (output, mode) in &file.compare {
+            let want = file.output(output)?;
+            let Some(got) = outputs.get(output.as_str()) else {
+                bail!("{kernel} computes no output '{output}'");
+            };
+            match mode.compare(output, got, &want) {
+                Ok(distance) => worst = worst.max(distance),
+                Err(mismatch) => return Ok(GoldenOutcome::Differs { kernel, mismatch }),
+            }
+        }
+    }
+    Ok(GoldenOutcome::Agrees { kernels, worst })
+}
