@@ -57,6 +57,15 @@ pub fn percent(fraction: f64) -> String {
     }
 }
 
+/// A rate with about three significant digits.
+pub fn rate(value: f64) -> String {
+    match value {
+        100.0.. => format!("{value:.0}"),
+        10.0.. => format!("{value:.1}"),
+        _ => format!("{value:.2}"),
+    }
+}
+
 /// A progress bar with a message, for standard error.
 pub fn bar() -> indicatif::ProgressStyle {
     let plain = indicatif::ProgressStyle::default_bar();

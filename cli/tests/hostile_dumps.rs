@@ -92,6 +92,7 @@ fn missing_and_unreadable_files() {
         let run = kvpack(&["eval", "--backend", "cpu", path]);
         assert_eq!(run.code, 2);
         assert!(run.err.contains("cannot read") && run.err.contains(path), "{}", run.err);
+        assert_eq!(run.err.matches("os error").count(), 1, "{}", run.err);
     }
 }
 

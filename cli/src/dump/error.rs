@@ -6,17 +6,17 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum DumpError {
     /// The file cannot be read.
-    #[error("cannot read {}: {source}", path.display())]
+    #[error("cannot read {}: {reason}", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
         /// The operating system's reason.
-        source: std::io::Error,
+        reason: std::io::Error,
     },
 
     /// The file is no whole safetensors file.
     #[error(
-        "{} is not a whole safetensors file: {source}. If it was copied or downloaded, do so again; otherwise write it \
+        "{} is not a whole safetensors file: {reason}. If it was copied or downloaded, do so again; otherwise write it \
          anew with a safetensors library",
         path.display()
     )]
@@ -24,7 +24,7 @@ pub enum DumpError {
         /// The file.
         path: PathBuf,
         /// The parser's reason.
-        source: safetensors::SafeTensorError,
+        reason: safetensors::SafeTensorError,
     },
 
     /// No tensor has a name that the format knows.
@@ -99,11 +99,11 @@ pub enum DumpError {
     },
 
     /// Head counts or head dimension that kvpack does not serve.
-    #[error("layer {layer}: {source}")]
+    #[error("layer {layer}: {reason}")]
     Heads {
         /// The layer.
         layer: u32,
         /// What kvpack says.
-        source: kvpack::Error,
+        reason: kvpack::Error,
     },
 }

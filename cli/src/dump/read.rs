@@ -17,8 +17,8 @@ const LARGEST: f32 = 65504.0;
 /// # Errors
 /// [`DumpError`] names the first thing found wrong and what to do about it.
 pub fn read(path: &Path) -> Result<Dump, DumpError> {
-    let bytes = std::fs::read(path).map_err(|source| DumpError::Unreadable { path: path.into(), source })?;
-    let not_safetensors = |source| DumpError::NotSafetensors { path: path.into(), source };
+    let bytes = std::fs::read(path).map_err(|reason| DumpError::Unreadable { path: path.into(), reason })?;
+    let not_safetensors = |reason| DumpError::NotSafetensors { path: path.into(), reason };
     let (_, header) = SafeTensors::read_metadata(&bytes).map_err(not_safetensors)?;
     let file = SafeTensors::deserialize(&bytes).map_err(not_safetensors)?;
     let indices = layer_indices(&file);
@@ -89,7 +89,7 @@ fn read_layer(file: &SafeTensors<'_>, index: u32, mask: Mask) -> Result<Layer, D
         }
     }
     let shape = AttentionShape::new(query_heads, kv_heads, head_dim)
-        .map_err(|source| DumpError::Heads { layer: index, source })?;
+        .map_err(|reason| DumpError::Heads { layer: index, reason })?;
     let [prompt_queries, decode_queries] = queries.map(|tensor| tensor.map_or_else(Vec::new, |t| t.by_row()));
     if mask == Mask::Causal && prompt_queries.len() > tokens {
         let needed = format!("at most {tokens} queries, one for each of the last tokens, as the mask is causal");

@@ -190,8 +190,8 @@ fn table(shape: &ShapeReport) -> comfy_table::Table {
             Some(figures) => {
                 let times = |times: Option<f64>| times.map_or("-".into(), |times| format!("{times:.2}"));
                 cells.push(format!("{:.1}", figures.step_us));
-                cells.push(format!("{:.1}", figures.gigabytes_per_second));
-                cells.push(format!("{:.1}", figures.read_gigabytes_per_second));
+                cells.push(print::rate(figures.gigabytes_per_second));
+                cells.push(print::rate(figures.read_gigabytes_per_second));
                 cells.push(format!("{:.0}", figures.percent_of_read));
                 cells.push(times(figures.times_f16));
                 cells.push(times(figures.times_plain_f32));

@@ -61,6 +61,10 @@ impl Timed for Wgpu {
     }
 
     async fn guard_rate(&self) -> Result<f64> {
+        if self.device().adapter_info().device_type == wgpu::DeviceType::Cpu {
+            // Software has no clock of its own, and the guard would take seconds of the processor's.
+            return Ok(1.0);
+        }
         let shortest = ComputeGuard::new(self)?.read(self).await?.sorted.first().copied();
         Ok(1.0 / shortest.unwrap_or(Duration::MAX).as_secs_f64())
     }

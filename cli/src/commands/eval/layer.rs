@@ -40,17 +40,21 @@ pub async fn evaluate<B: Backend>(
     let mut rows = Vec::with_capacity(formats.len());
     for named in formats {
         let stored = StoredLayer::new(backend, layer, named.format, kept, (&keys, &values)).await?;
+        let plain = error(backend, &stored, &for_errors, None).await?;
         let mut calibrated = None;
         if named.is_packed() && !for_search.is_empty() {
             let found = search(layer, named.format, kept, &for_search)?;
-            let error = error(backend, &stored, &for_errors, Some(found)).await?;
+            let error = match found == Calibration::IDENTITY {
+                true => plain,
+                false => error(backend, &stored, &for_errors, Some(found)).await?,
+            };
             calibrated = Some(CalibratedRow { tau1: found.tau1(), tau2: found.tau2(), error });
         }
         let bytes = stored.bytes(backend);
         let bits_per_element = bytes as f64 * 8.0 / (layer.keys.len() + layer.values.len()) as f64;
         rows.push(FormatRow {
             format: named.name.clone(),
-            error: error(backend, &stored, &for_errors, None).await?,
+            error: plain,
             calibrated,
             bytes,
             bits_per_element,
