@@ -53,6 +53,7 @@ group() { # shape, query, format
 printf '\n== bench\n'
 for format in "8-bit per channel" "4-bit per channel" "2-bit per channel" "1-bit per channel"; do
     group g1-b128-8k int16 "$format"
+    group g1-b128-8k int8 "$format"
     group g4-b128-32k int16 "$format"
     group g4-b128-32k int8 "$format"
 done
