@@ -18,6 +18,7 @@ pub mod measure;
 mod merge_states;
 mod prepare_query;
 mod quantize;
+mod scratch;
 pub mod shader;
 mod sources;
 mod step;
@@ -34,8 +35,9 @@ pub use find_non_finite::{ElementPosition, FindNonFinite, FindNonFinitePlan};
 pub use kernels::{Checks, Kernel, Kernels};
 pub use launch::{Launch, Launches};
 pub use quantize::QuantizePlan;
+pub use scratch::{Scratch, ScratchBytes};
 pub use shader::Variant;
-pub use step::{Scratch, ScratchBytes, StepPlan, StepTensors};
+pub use step::{StepPlan, StepTensors};
 pub use store::{Store, StorePart, max_shard_pages};
 pub use tensor::{ElementBinding, Tensor};
 

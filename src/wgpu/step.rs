@@ -11,8 +11,9 @@
 use super::attend::Specialisation;
 use super::merge_states::{merge_states, state_row_bytes};
 use super::prepare_query::Extremes;
+use super::scratch::{Layout, Scratch, ScratchBytes, Section};
 use super::store::StorePart;
-use super::{Capabilities, Kernels, Launch, Launches, Store, Tensor, Variant, buffers};
+use super::{Capabilities, Kernels, Launch, Launches, Store, Tensor, Variant};
 use crate::backend::AttendOptions;
 use crate::format::{KeyOrValue, TILE_TOKENS};
 use crate::plan::{DecodePlan, Dispatch, ElementType, SegmentPlan};
@@ -27,33 +28,6 @@ pub struct StepPlan {
     launches: Vec<PlannedLaunch>,
     tables: Vec<u8>,
     scratch: ScratchBytes,
-}
-
-/// Bytes of scratch that a step needs. The four buffers are separate because a kernel reads some while it writes
-/// others. All need [`wgpu::BufferUsages::STORAGE`], `tables` also [`wgpu::BufferUsages::COPY_DST`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub struct ScratchBytes {
-    /// Work items, page tables and spans.
-    pub tables: u64,
-    /// Prepared queries.
-    pub queries: u64,
-    /// Scores and their extremes; only calibrated segments need them.
-    pub scores: u64,
-    /// Attention states.
-    pub states: u64,
-}
-
-/// The scratch of one step, owned by the caller. It may be used again as soon as the step's commands are submitted.
-#[derive(Clone, Debug)]
-pub struct Scratch {
-    /// At least [`ScratchBytes::tables`].
-    pub tables: wgpu::Buffer,
-    /// At least [`ScratchBytes::queries`].
-    pub queries: wgpu::Buffer,
-    /// At least [`ScratchBytes::scores`].
-    pub scores: wgpu::Buffer,
-    /// At least [`ScratchBytes::states`].
-    pub states: wgpu::Buffer,
 }
 
 /// The tensors of a step: queries and output, both `[sequences, query_heads, head_dim]`.
@@ -84,13 +58,6 @@ enum Slot {
     SpanRanges { store: usize, which: KeyOrValue },
     Input,
     Output,
-}
-
-/// A run of bytes of a scratch buffer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Section {
-    offset: u64,
-    bytes: u64,
 }
 
 impl StepPlan {
@@ -277,73 +244,6 @@ impl StepPlan {
             u64::from(capabilities.limits.workgroups),
             "use a larger Split::max_tiles, or attend to fewer sequences per step",
         )
-    }
-}
-
-impl Scratch {
-    /// Scratch of at least `bytes`, for a caller that keeps none of its own.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::DeviceLost`].
-    pub async fn new(device: &wgpu::Device, bytes: ScratchBytes) -> Result<Self> {
-        let storage = wgpu::BufferUsages::STORAGE;
-        // A binding of no bytes is not allowed, so a buffer that the step does not use still has a word.
-        let create = |what, bytes: u64, usage| buffers::create(device, what, bytes.next_multiple_of(4).max(4), usage);
-        Ok(Self {
-            tables: create("tables of a decode step", bytes.tables, storage | wgpu::BufferUsages::COPY_DST).await?,
-            queries: create("prepared queries", bytes.queries, storage).await?,
-            scores: create("scores", bytes.scores, storage).await?,
-            states: create("attention states", bytes.states, storage).await?,
-        })
-    }
-
-    /// True if a step that needs `bytes` may use this scratch.
-    pub fn holds(&self, bytes: ScratchBytes) -> bool {
-        self.tables.size() >= bytes.tables
-            && self.queries.size() >= bytes.queries
-            && self.scores.size() >= bytes.scores
-            && self.states.size() >= bytes.states
-    }
-}
-
-/// Where sections of the scratch buffers begin.
-struct Layout {
-    alignment: u64,
-    tables: Vec<u8>,
-    scratch: ScratchBytes,
-}
-
-impl Layout {
-    fn new(capabilities: &Capabilities) -> Self {
-        Self { alignment: capabilities.limits.binding_alignment, tables: Vec::new(), scratch: ScratchBytes::default() }
-    }
-
-    fn table<T: bytemuck::NoUninit>(&mut self, rows: &[T]) -> Section {
-        self.tables.resize(self.tables.len().next_multiple_of(self.alignment as usize), 0);
-        let offset = self.tables.len() as u64;
-        self.tables.extend_from_slice(bytemuck::cast_slice(rows));
-        self.scratch.tables = self.tables.len() as u64;
-        Section { offset, bytes: self.scratch.tables - offset }
-    }
-
-    fn section(&self, end: &mut u64, bytes: u64) -> Section {
-        let offset = end.next_multiple_of(self.alignment);
-        *end = offset + bytes;
-        Section { offset, bytes }
-    }
-
-    fn queries(&mut self, bytes: u64) -> Section {
-        let mut end = self.scratch.queries;
-        let section = self.section(&mut end, bytes);
-        self.scratch.queries = end;
-        section
-    }
-
-    fn scores(&mut self, bytes: u64) -> Section {
-        let mut end = self.scratch.scores;
-        let section = self.section(&mut end, bytes);
-        self.scratch.scores = end;
-        section
     }
 }
 
