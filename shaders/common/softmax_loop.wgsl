@@ -43,7 +43,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         running_max[head] = LOWEST;
         weight_sum[head] = 0f;
     }
-    begin_values();
+    begin_values(invocation);
     workgroupBarrier();
 
     var parity = 0u;

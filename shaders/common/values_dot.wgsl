@@ -33,10 +33,17 @@ var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLO
 
 // [head][channel]
 var<private> sums: array<f32, HEADS * CHANNELS>;
+// What is added to the weights of the invocation's tokens before they are cut to integers: 0 … 1, spread evenly over the
+// tokens of a step.
+var<private> dither: array<f32, LANE_TOKENS>;
 
 // import value_ranges = common/value_ranges_folded.wgsl
 
-fn begin_values() {
+fn begin_values(invocation: u32) {
+    // unroll
+    for (var i = 0u; i < LANE_TOKENS; i++) {
+        dither[i] = fract(f32(invocation / 32u * TILE_TOKENS + i * 32u + invocation % 32u) * GOLDEN_RATIO);
+    }
     // unroll
     for (var i = 0u; i < HEADS * CHANNELS; i++) {
         sums[i] = 0f;
@@ -48,22 +55,22 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
     take_value_ranges(parity);
     // unroll
     for (var head = 0u; head < HEADS; head++) {
-        var low: vec4<u32>;
-        var high: vec4<u32>;
+        var integers: vec4<u32>;
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
-            let weight = ranged_weight(head, i);
-            let dither = fract(f32(team * TILE_TOKENS + i * 32u + lane) * GOLDEN_RATIO);
-            let integer = u32(weight * LARGEST_WEIGHT + dither);
-            low[i] = integer & 255u;
-            // The low byte counts as signed, so it borrows from the high one where its top bit is set.
-            high[i] = (integer + 128u) >> 8u;
+            integers[i] = u32(ranged_weight(head, i) * LARGEST_WEIGHT + dither[i]);
         }
+        // Two integers of at most 16 bits to a word, so that two bytes are cut at once.
+        let even = integers.x | (integers.z << 16u);
+        let odd = integers.y | (integers.w << 16u);
+        let low = (even & 0x00ff00ffu) | ((odd & 0x00ff00ffu) << 8u);
+        // The low byte counts as signed, so it borrows from the high one where its top bit is set.
+        let high = (((even + 0x00800080u) >> 8u) & 0x00ff00ffu) | ((odd + 0x00800080u) & 0xff00ff00u);
         // Field group `lane` is word lane / VALUE_PLANES of the column, bit plane lane % VALUE_PLANES from below.
         let word = lane / VALUE_PLANES;
         let at = (head * 2u * STEP_TILES + team) * 8u + word / 4u * VALUE_PLANES + (VALUE_PLANES - 1u - lane % VALUE_PLANES);
-        weight_bytes[at][word % 4u] = low.x | (low.y << 8u) | (low.z << 16u) | (low.w << 24u);
-        weight_bytes[at + STEP_TILES * 8u][word % 4u] = high.x | (high.y << 8u) | (high.z << 16u) | (high.w << 24u);
+        weight_bytes[at][word % 4u] = low;
+        weight_bytes[at + STEP_TILES * 8u][word % 4u] = high;
     }
 }
 

@@ -22,7 +22,7 @@ var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLO
 // [head][channel]
 var<private> sums: array<f32, HEADS * CHANNELS>;
 
-fn begin_values() {
+fn begin_values(invocation: u32) {
     // unroll
     for (var i = 0u; i < HEADS * CHANNELS; i++) {
         sums[i] = 0f;
