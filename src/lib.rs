@@ -1,5 +1,88 @@
 //! kvpack packs the key-value cache of a transformer and computes attention on the packed form.
-#![warn(missing_docs)]
+//!
+//! # One idea
+//!
+//! **A cache is a list of segments. Attention over a cache is the merge of the attention states of its segments.**
+//!
+//! A *segment* is a run of tokens in one [`SegmentFormat`]: f16, or codes of 1, 2, 4 or 8 bits with their ranges. A kernel
+//! that attends a segment, or a part of one, yields an *attention state*: the log-sum-exp of its scores and the
+//! softmax-weighted sum of its values. States merge exactly and in any order. So text in f16 beside an image at 1 bit,
+//! packed history with a recent f16 window, sequences of different lengths, and work cut into pieces for a GPU are all the
+//! same thing: more segments, one merge. A method from a paper is a [`Recipe`]: a format, and what goes where.
+//!
+//! # A first cache
+//!
+//! ```
+//! use kvpack::cache::PromptSpan;
+//! use kvpack::cpu::{Cpu, CpuTensor};
+//! use kvpack::plan::{ElementType, RowLayout, TokenRange};
+//! use kvpack::{AttentionShape, Bits, KvCache, Recipe};
+//!
+//! # futures::executor::block_on(async {
+//! let shape = AttentionShape::new(8, 2, 64)?; // 8 query heads over 2 KV heads of 64 channels
+//! let mut cache = KvCache::new(Cpu::new(), shape, 1, Recipe::calibquant(Bits::Two))?;
+//!
+//! // A prompt of [tokens, kv_heads, head_dim]: 40 text tokens in f16, then an image of 600 at 2 bits.
+//! let keys = CpuTensor::F32((0..640 * 2 * 64).map(|i| (i as f32 * 0.3).sin()).collect());
+//! let values = CpuTensor::F32((0..640 * 2 * 64).map(|i| (i as f32 * 0.7).cos()).collect());
+//! let prompt = [PromptSpan::f16(TokenRange::new(0, 40)?), PromptSpan::packed(TokenRange::new(40, 640)?)];
+//! cache.prefill(0, RowLayout::token_major(640, &shape), &keys, &values, &prompt).await?;
+//!
+//! // A decode step: the query of a token, [query_heads, head_dim], against everything stored.
+//! let query = CpuTensor::F32(vec![0.1; 8 * 64]);
+//! let output = cache.attend(&query, ElementType::F32).await?;
+//! assert_eq!(output.to_f32().len(), 8 * 64);
+//! assert!(cache.memory().packed.bits_per_element() < 3.0);
+//! # Ok::<(), kvpack::Error>(())
+//! # }).unwrap();
+//! ```
+//!
+//! With `kvpack::wgpu::Wgpu` in the place of [`Cpu`](cpu::Cpu) and tensors on the device, the same calls run on a GPU. The
+//! example `engine_integration` does both and compares.
+//!
+//! # Layers
+//!
+//! Each layer stands on those below it, and all are public:
+//!
+//! 1. [`KvCache`] keeps the books: spans, pages, lengths. `prefill`, `append`, `attend`, `memory`.
+//! 2. [`plan`]: what a decode step computes, decided on the host from lengths alone. `wgpu::StepPlan` chooses the kernels
+//!    for it and says how much scratch they need; what it binds is encoded into a compute pass of the engine's, and
+//!    **encoding neither submits nor waits nor allocates**.
+//! 3. [`Backend`]: stores and kernels of one device. Called one by one, they are `quantize`, `append`, `dequantize`,
+//!    `prepare_query`, `scores`, `weighted_values`, `attend` and `merge_states`, of the same names everywhere.
+//! 4. [`format`](mod@format): formats as plain data, and what their codes mean.
+//!
+//! # Rooms
+//!
+//! | module | holds |
+//! | --- | --- |
+//! | [`format`](mod@format) | formats, ranges, rounding, calibration, the layout of tiles, byte orders of other projects |
+//! | [`plan`] | pages, layouts of dense rows, decode plans |
+//! | [`backend`] | what a backend does |
+//! | [`cpu`] | every kernel on the CPU: the oracle of the tests, and the backend where no GPU is |
+//! | `wgpu` | every kernel in WGSL, on an engine's own device |
+//! | [`cache`] | [`KvCache`] and recipes |
+//! | [`conformance`] | the one registry of cases that tests, `kvpack check` and `kvpack bench` share |
+//!
+//! # Storage layout
+//!
+//! Codes lie in tiles of [`TILE_TOKENS`] tokens of one KV head, and a tile is the page of a paged cache. [`format::tile`]
+//! is the contract, to the bit; [`format::LAYOUT_VERSION`] changes when it does. What a backend stores equals what the CPU
+//! stores bit for bit, and attention is checked against an f64 attention over the stored data.
+//!
+//! # Features
+//!
+//! | feature | default | brings |
+//! | --- | --- | --- |
+//! | `wgpu` | yes | the module `wgpu`. kvpack enables none of wgpu's own backends: the program chooses `vulkan`, `metal`, `dx12` or `webgpu` among the features of its wgpu 30 |
+//!
+//! Without it the CPU backend is all there is.
+//!
+//! # Errors
+//!
+//! Everything returns the one [`Error`]. Shapes, lengths, limits and elements that are NaN or infinite are reported before
+//! anything changes; a call that fails leaves the tokens of a cache as they were. Messages say what was given, what would
+//! be allowed and what to do.
 
 pub mod backend;
 pub mod cache;
@@ -15,3 +98,8 @@ pub use backend::Backend;
 pub use cache::{KvCache, Recipe};
 pub use error::{Error, Result};
 pub use format::{AttentionShape, Bits, Calibration, SegmentFormat, TILE_TOKENS};
+
+/// The examples of the README, compiled.
+#[cfg(all(doctest, feature = "wgpu"))]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -55,7 +55,7 @@ pub fn decode_formats() -> Vec<SegmentFormat> {
     let affine = |bits, grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
     let both = |format| SegmentFormat { key: format, value: format };
     let mut formats = vec![SegmentFormat::F16];
-    formats.extend(Bits::ALL.into_iter().rev().map(SegmentFormat::per_channel));
+    formats.extend(Bits::ALL.into_iter().rev().map(SegmentFormat::calibquant));
     formats.push(both(affine(Bits::Four, Grouping::Token)));
     formats.push(both(affine(Bits::Two, Grouping::Token)));
     let kivi = |bits| SegmentFormat {
