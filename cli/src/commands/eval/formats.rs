@@ -1,5 +1,6 @@
 //! The formats that are evaluated.
 
+use anyhow::{Result, bail};
 use kvpack::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat};
 
 /// A format under the name by which it is known.
@@ -17,8 +18,23 @@ impl NamedFormat {
     }
 }
 
+/// f16 and the formats whose name contains `text`, or all formats where there is none.
+///
+/// # Errors
+/// When no name contains it; the message lists the names.
+pub fn matching(shape: &AttentionShape, text: Option<&str>) -> Result<Vec<NamedFormat>> {
+    let Some(text) = text else { return Ok(all(shape)) };
+    let (fitting, others): (Vec<_>, Vec<_>) =
+        all(shape).into_iter().partition(|named| !named.is_packed() || named.name.contains(text));
+    if fitting.len() == 1 && !fitting[0].name.contains(text) {
+        let names: Vec<String> = others.into_iter().map(|named| named.name).collect();
+        bail!("--format '{text}' is part of no format's name; the formats are f16; {}", names.join("; "));
+    }
+    Ok(fitting)
+}
+
 /// f16, then one range per channel (CalibQuant), per token, and per group (KIVI), each from wide to narrow.
-pub fn all(shape: &AttentionShape) -> Vec<NamedFormat> {
+fn all(shape: &AttentionShape) -> Vec<NamedFormat> {
     let named = |name: String, format| NamedFormat { name, format };
     let mut formats = vec![named("f16".into(), SegmentFormat::F16)];
     for bits in Bits::ALL.into_iter().rev() {

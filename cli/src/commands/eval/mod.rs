@@ -33,6 +33,9 @@ use stored::KeptInF16;
 pub struct EvalArgs {
     /// The dump.
     file: PathBuf,
+    /// Only f16 and the formats whose name contains this ('4-bit', 'per token').
+    #[arg(long, value_name = "TEXT")]
+    format: Option<String>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -65,7 +68,7 @@ fn leave_something_to_pack(dump: &Dump, kept: KeptInF16) -> Result<()> {
 }
 
 fn eval<B: Backend>(args: &EvalArgs, backend: &B, dump: &Dump) -> Result<Outcome> {
-    let layers = evaluate_layers(backend, dump, args.kept)?;
+    let layers = evaluate_layers(args, backend, dump)?;
     let report = EvalReport {
         file: args.file.display().to_string(),
         model: dump.model.clone(),
@@ -84,12 +87,13 @@ fn eval<B: Backend>(args: &EvalArgs, backend: &B, dump: &Dump) -> Result<Outcome
     Ok(Outcome::Passed)
 }
 
-fn evaluate_layers<B: Backend>(backend: &B, dump: &Dump, kept: KeptInF16) -> Result<Vec<LayerReport>> {
+fn evaluate_layers<B: Backend>(args: &EvalArgs, backend: &B, dump: &Dump) -> Result<Vec<LayerReport>> {
     let progress = ProgressBar::new(dump.layers.len() as u64).with_style(print::bar());
     let mut reports = Vec::with_capacity(dump.layers.len());
     for layer in &dump.layers {
         progress.set_message(format!("layer {}", layer.index));
-        let evaluated = pollster::block_on(layer::evaluate(backend, layer, &formats::all(&layer.shape), kept));
+        let formats = formats::matching(&layer.shape, args.format.as_deref())?;
+        let evaluated = pollster::block_on(layer::evaluate(backend, layer, &formats, args.kept));
         reports.push(evaluated.with_context(|| format!("layer {}", layer.index))?);
         progress.inc(1);
     }
