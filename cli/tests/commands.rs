@@ -53,8 +53,8 @@ fn bench_takes_a_dump() {
     let bench =
         json(&["bench", "--backend", "cpu", "--quick", "--format", "1-bit", "--footprint", "1", "--json", DUMP]);
     assert_eq!(bench["shapes"][0]["shape"], "smollm2_kv layer 15");
-    // f16, the format, and the grouped format whose name contains its name.
-    assert_eq!(bench["shapes"][0]["rows"].as_array().map(Vec::len), Some(3));
+    // f16 and the one format of 1 bit.
+    assert_eq!(bench["shapes"][0]["rows"].as_array().map(Vec::len), Some(2));
 }
 
 /// What the documentation says of the shipped data: one bit takes a fifteenth of f16, and calibration does not lose.
