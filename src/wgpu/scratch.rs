@@ -34,7 +34,7 @@ impl Scratch {
     /// Scratch of at least `bytes`, for a caller that keeps none of its own.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::DeviceLost`].
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), [`Error::DeviceLost`](crate::Error::DeviceLost).
     pub async fn new(device: &wgpu::Device, bytes: ScratchBytes) -> Result<Self> {
         let storage = wgpu::BufferUsages::STORAGE;
         // A binding of no bytes is not allowed, so a buffer that the step does not use still has a word.
