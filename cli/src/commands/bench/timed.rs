@@ -53,8 +53,8 @@ pub struct Sizes {
     pub largest_shape: u64,
     /// Bytes of stores to go round, at least, so that every step finds cold caches.
     pub footprint: u64,
-    /// Seconds of timed steps for a row, at least. Short on a GPU: a longer run at full memory bandwidth and full
-    /// arithmetic rate meets the card's power limit, which is another measurement.
+    /// Seconds of timed steps for a row, at least. Short on a GPU: after longer runs the guard was seen to read
+    /// low more often.
     pub seconds: f64,
 }
 
