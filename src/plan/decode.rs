@@ -44,7 +44,7 @@ pub struct Split {
 
 impl Default for Split {
     fn default() -> Self {
-        Self { target_items: 2048, tile_step: 4, max_tiles: 64 }
+        Self { target_items: 2048, tile_step: 4, max_tiles: 32 }
     }
 }
 
