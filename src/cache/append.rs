@@ -1,11 +1,11 @@
-//! Appending decoded tokens, and packing the window they fill.
+//! Appending decoded tokens, and packing the windows that fall behind.
 
+use super::KvCache;
 use super::pool::Lease;
 use super::sequence::NextSlot;
-use super::{KvCache, RecentWindow};
-use crate::backend::{Backend, SpanRead, SpanWrite, TokenWrite};
-use crate::format::TILE_TOKENS;
-use crate::plan::{Page, RowLayout, TokenRange};
+use super::windows::Packing;
+use crate::backend::{Backend, TokenWrite};
+use crate::plan::{Page, RowLayout};
 use crate::{Error, Result};
 
 /// One token on its way into a sequence.
@@ -18,8 +18,8 @@ struct Appending {
     page: Page,
     /// The place within the page.
     slot_index: usize,
-    /// Room for the packed window, if the token completes one.
-    packed: Option<Lease>,
+    /// The window that is to be packed once the token is in.
+    packing: Option<Packing>,
 }
 
 impl<B: Backend> KvCache<B> {
@@ -34,8 +34,8 @@ impl<B: Backend> KvCache<B> {
 
     /// Appends one token to each of the given sequences: token i of `rows` to `sequences[i]`.
     ///
-    /// Appended tokens are in f16. If the recipe packs full tiles, the token that completes 128 of them has them packed
-    /// within this call.
+    /// Appended tokens are in f16. If the recipe packs them, the token that lets a full tile fall behind the window has
+    /// it packed within this call.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one is named twice or there are more or
@@ -56,20 +56,16 @@ impl<B: Backend> KvCache<B> {
         let done = self
             .lease_for_append(sequences, &mut appending)
             .and_then(|()| self.write_tokens(&appending, rows, keys, values))
-            .and_then(|()| self.pack_full_windows(&appending));
+            .and_then(|()| appending.iter().filter_map(|t| t.packing.as_ref()).try_for_each(|p| self.write_packed(p)));
         if let Err(error) = done {
             for token in &appending {
                 self.f16.release(&token.lease);
-                token.packed.iter().for_each(|lease| self.packed.release(lease));
+                token.packing.iter().for_each(|packing| self.packed.release(&packing.lease));
             }
             return Err(error);
         }
         self.commit(appending);
         Ok(())
-    }
-
-    fn packs_windows(&self) -> bool {
-        self.recipe.packs() && self.recipe.recent == RecentWindow::PackFullTiles
     }
 
     fn check_sequences(&self, sequences: &[usize], rows: &RowLayout) -> Result<()> {
@@ -87,17 +83,11 @@ impl<B: Backend> KvCache<B> {
         Ok(())
     }
 
-    /// True if the next token of a sequence completes a window that is to be packed.
-    fn completes_window(&self, sequence: usize) -> bool {
-        let slot = self.sequences[sequence].next_slot(self.packs_windows());
-        self.packs_windows() && self.sequences[sequence].next_slot_index(slot) == TILE_TOKENS - 1
-    }
-
     async fn reserve_for_append(&mut self, sequences: &[usize]) -> Result<()> {
         let packs = self.packs_windows();
         let needs_page = |&&s: &&usize| !matches!(self.sequences[s].next_slot(packs), NextSlot::Open(_));
         let f16_pages = sequences.iter().filter(needs_page).count();
-        let packed_pages = sequences.iter().filter(|&&s| self.completes_window(s)).count();
+        let packed_pages = sequences.iter().filter(|&&s| self.window_to_pack(s, 1).is_some()).count();
         self.f16.reserve(&self.backend, f16_pages, f16_pages).await?;
         self.packed.reserve(&self.backend, packed_pages, packed_pages).await
     }
@@ -107,7 +97,7 @@ impl<B: Backend> KvCache<B> {
         for &sequence in sequences {
             let slot = self.sequences[sequence].next_slot(self.packs_windows());
             let slot_index = self.sequences[sequence].next_slot_index(slot);
-            let completes_window = self.completes_window(sequence);
+            let to_pack = self.window_to_pack(sequence, 1);
             let (lease, page) = match slot {
                 NextSlot::Open(page) => (Lease::default(), page),
                 NextSlot::NewPage | NextSlot::NewSpan => {
@@ -116,9 +106,10 @@ impl<B: Backend> KvCache<B> {
                     (lease, page)
                 }
             };
-            appending.push(Appending { sequence, slot, lease, page, slot_index, packed: None });
-            if completes_window && let Some(token) = appending.last_mut() {
-                token.packed = Some(self.packed.take(1)?);
+            appending.push(Appending { sequence, slot, lease, page, slot_index, packing: None });
+            if let (Some(window), Some(token)) = (to_pack, appending.last_mut()) {
+                let page = self.sequences[sequence].spans[window].lease.pages[0];
+                token.packing = Some(Packing { sequence, window, page, lease: self.packed.take(1)? });
             }
         }
         Ok(())
@@ -136,30 +127,10 @@ impl<B: Backend> KvCache<B> {
         self.backend.append(&mut self.f16.store, keys, values, rows, &writes)
     }
 
-    /// Packs the windows that the tokens complete. Only free pages are written.
-    fn pack_full_windows(&mut self, appending: &[Appending]) -> Result<()> {
-        let rows = RowLayout::head_major(TILE_TOKENS, &self.shape);
-        for token in appending {
-            let Some(packed) = &token.packed else { continue };
-            let read = SpanRead { pages: &[token.page], tokens: TILE_TOKENS, range_slot: 0 };
-            let (keys, values) = self.backend.dequantize(&self.f16.store, read)?;
-            let tokens = TokenRange::new(0, TILE_TOKENS)?;
-            let write = SpanWrite { rows, tokens, pages: &packed.pages, range_slot: packed.range_slot() };
-            self.backend.quantize(&mut self.packed.store, &keys, &values, write)?;
-        }
-        Ok(())
-    }
-
     fn commit(&mut self, appending: Vec<Appending>) {
-        let may_join = !self.packed.format.has_span_ranges();
         for token in appending {
-            let sequence = &mut self.sequences[token.sequence];
-            sequence.push_token(token.slot, token.lease);
-            if let Some(packed) = token.packed
-                && let Some(window) = sequence.pack_window(packed, may_join)
-            {
-                self.f16.release(&window);
-            }
+            self.sequences[token.sequence].push_token(token.slot, token.lease);
+            token.packing.into_iter().for_each(|packing| self.commit_packed(packing));
         }
     }
 }

@@ -69,7 +69,9 @@ impl<B: Backend> Pool<B> {
     }
 
     pub(super) fn release(&mut self, lease: &Lease) {
-        self.pages.release(&lease.pages);
+        let released = self.pages.release(&lease.pages);
+        // The cache leases every page once.
+        debug_assert!(released.is_ok(), "{released:?}");
         if let Some(slot) = lease.slot {
             let at = self.free_slots.partition_point(|&free| free > slot);
             self.free_slots.insert(at, slot);

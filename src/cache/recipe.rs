@@ -9,8 +9,13 @@ use crate::plan::TokenRange;
 pub enum RecentWindow {
     /// They stay in f16 (CalibQuant).
     KeepF16,
-    /// Each full tile of 128 is packed in the recipe's format; up to 127 newest tokens are in f16.
-    PackFullTiles,
+    /// They are packed in the recipe's format tile by tile: each full tile of 128 as soon as at least `newer` newer
+    /// tokens are held, so that between `newer` and `newer + 127` of the newest tokens are in f16 (the residual window
+    /// of KIVI).
+    Pack {
+        /// Newer tokens that stay in f16, at least.
+        newer: usize,
+    },
 }
 
 /// How a [`KvCache`](super::KvCache) stores and attends: the packed format beside f16, and what goes where.
@@ -30,6 +35,9 @@ pub struct Recipe {
     pub calibration: Option<Calibration>,
     /// What happens to appended tokens.
     pub recent: RecentWindow,
+    /// Of the appended tokens, tiles that begin among so many first tokens of a sequence stay in f16: attention sinks
+    /// (StreamingLLM, arXiv 2309.17453) cost little to keep and much to lose.
+    pub sink: usize,
     /// Query precision where packed keys are multiplied as integers.
     pub query: QueryPrecision,
 }
@@ -51,7 +59,19 @@ impl Recipe {
 
     /// Packed spans, and decoded tokens as soon as they fill a tile, in `packed`.
     pub const fn pack_all(packed: SegmentFormat) -> Self {
-        Self::of(packed, RecentWindow::PackFullTiles)
+        Self::of(packed, RecentWindow::Pack { newer: 0 })
+    }
+
+    /// The same recipe, packing appended tokens tile by tile behind a window of at least `newer` newest tokens in f16.
+    #[must_use]
+    pub const fn with_window(self, newer: usize) -> Self {
+        Self { recent: RecentWindow::Pack { newer }, ..self }
+    }
+
+    /// The same recipe, keeping tiles of appended tokens that begin among the first `sink` tokens in f16.
+    #[must_use]
+    pub const fn with_sink(self, sink: usize) -> Self {
+        Self { sink, ..self }
     }
 
     /// The same recipe with calibrated scores of packed spans.
@@ -61,7 +81,7 @@ impl Recipe {
     }
 
     const fn of(packed: SegmentFormat, recent: RecentWindow) -> Self {
-        Self { packed, calibration: None, recent, query: QueryPrecision::Int16 }
+        Self { packed, calibration: None, recent, sink: 0, query: QueryPrecision::Int16 }
     }
 
     /// True if packing changes anything.

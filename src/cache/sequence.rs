@@ -72,26 +72,39 @@ impl Sequence {
         }
     }
 
-    /// Replaces the full window by its packed form and returns the window's pages.
+    /// The oldest full window that is to be packed once `appended` (0 or 1) more tokens are in, by span index: it
+    /// begins at `sink` or later and has at least `newer` tokens after it.
+    pub(super) fn window_to_pack(&self, sink: usize, newer: usize, appended: usize) -> Option<usize> {
+        let end = self.tokens() + appended;
+        let mut start = 0;
+        for (index, span) in self.spans.iter().enumerate() {
+            let is_last = index + 1 == self.spans.len();
+            let grows = is_last && !span.tokens.is_multiple_of(TILE_TOKENS);
+            let tokens = span.tokens + if grows { appended } else { 0 };
+            if span.window && start >= sink && tokens == TILE_TOKENS && end - (start + tokens) >= newer {
+                return Some(index);
+            }
+            start += tokens;
+        }
+        None
+    }
+
+    /// Replaces a full window by its packed form and returns the window's pages.
     ///
     /// The packed tile joins the packed span before it if that is full and `may_join`, that is, if ranges belong to
     /// tiles and not to spans.
-    pub(super) fn pack_window(&mut self, packed: Lease, may_join: bool) -> Option<Lease> {
-        let window = self.spans.pop()?;
-        match self.spans.last_mut() {
-            Some(before)
-                if may_join && before.storage == SpanStorage::Packed && before.tokens.is_multiple_of(TILE_TOKENS) =>
-            {
-                before.tokens += TILE_TOKENS;
-                before.lease.pages.extend(packed.pages);
-            }
-            _ => self.spans.push(Span {
-                storage: SpanStorage::Packed,
-                tokens: TILE_TOKENS,
-                lease: packed,
-                window: false,
-            }),
+    pub(super) fn pack_window(&mut self, index: usize, packed: Lease, may_join: bool) -> Lease {
+        let before = index.checked_sub(1).map(|before| &mut self.spans[before]);
+        if let Some(before) = before
+            && may_join
+            && before.storage == SpanStorage::Packed
+            && before.tokens.is_multiple_of(TILE_TOKENS)
+        {
+            before.tokens += TILE_TOKENS;
+            before.lease.pages.extend(packed.pages);
+            return self.spans.remove(index).lease;
         }
-        Some(window.lease)
+        let span = Span { storage: SpanStorage::Packed, tokens: TILE_TOKENS, lease: packed, window: false };
+        std::mem::replace(&mut self.spans[index], span).lease
     }
 }

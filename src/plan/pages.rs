@@ -76,14 +76,36 @@ impl PageAllocator {
         Ok(pages)
     }
 
-    /// Takes pages back.
-    pub fn release(&mut self, pages: &[Page]) {
-        for page in pages {
-            let free = &mut self.shards[page.shard as usize].free;
-            debug_assert!(!free.contains(&page.index), "page {page:?} released twice");
-            let at = free.partition_point(|&index| index > page.index);
-            free.insert(at, page.index);
+    /// Takes pages back, all or none.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for a page that was not handed out, or is named twice.
+    pub fn release(&mut self, pages: &[Page]) -> Result<()> {
+        for (at, page) in pages.iter().enumerate() {
+            if let Err(reason) = self.take_back(*page) {
+                // The places of the pages taken back so far are theirs again.
+                for taken in &pages[..at] {
+                    self.shards[taken.shard as usize].free.retain(|&index| index != taken.index);
+                }
+                return Err(Error::Plan { what: "release of pages", reason });
+            }
         }
+        Ok(())
+    }
+
+    fn take_back(&mut self, page: Page) -> std::result::Result<(), String> {
+        let Page { shard, index } = page;
+        let shards = self.shards.len();
+        let state = self.shards.get_mut(shard as usize).ok_or_else(|| format!("shard {shard} of {shards}"))?;
+        if index >= state.capacity {
+            return Err(format!("page {index} of a shard of {} pages", state.capacity));
+        }
+        let at = state.free.partition_point(|&free| free > index);
+        if state.free.get(at) == Some(&index) {
+            return Err(format!("page {index} of shard {shard} is free already"));
+        }
+        state.free.insert(at, index);
+        Ok(())
     }
 }
 
@@ -91,6 +113,20 @@ impl PageAllocator {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn strange_pages_are_not_taken_back() {
+        let mut pages = PageAllocator::default();
+        pages.add_shard(3);
+        let held = pages.allocate(2).unwrap();
+        for strange in [Page { shard: 1, index: 0 }, Page { shard: 0, index: 3 }, Page { shard: 0, index: 2 }, held[0]]
+        {
+            assert!(matches!(pages.release(&[held[0], strange]), Err(Error::Plan { .. })), "{strange:?}");
+            assert_eq!(pages.free(), 1);
+        }
+        pages.release(&held).unwrap();
+        assert_eq!(pages.free(), 3);
+    }
 
     #[test]
     fn exhaustion_hands_out_nothing() {
@@ -113,7 +149,7 @@ mod tests {
             let mut held: Vec<Vec<Page>> = Vec::new();
             for (count, release) in operations {
                 if release && !held.is_empty() {
-                    allocator.release(&held.remove(count % held.len()));
+                    allocator.release(&held.remove(count % held.len())).unwrap();
                 } else if let Ok(pages) = allocator.allocate(count) {
                     held.push(pages);
                 }

@@ -25,6 +25,8 @@ pub enum Operation {
     Prefill { sequence: usize, spans: Vec<(usize, bool)>, half: bool },
     /// So many tokens, one after another, to the sequences whose bit is set.
     Append { tokens: usize, sequences: u8, half: bool },
+    /// So many tokens at once, attended to causally, then windows are packed.
+    Extend { sequence: usize, tokens: usize, half: bool },
     /// Forget a sequence.
     Clear { sequence: usize },
     /// A call that must fail.
@@ -64,6 +66,9 @@ pub fn operations() -> impl Strategy<Value = Vec<Operation>> {
         }),
         4 => (prop_oneof![1usize..4, 100usize..150], 1u8..8, any::<bool>()).prop_map(|(tokens, sequences, half)| {
             Operation::Append { tokens, sequences, half }
+        }),
+        2 => (0..SEQUENCES, prop_oneof![1usize..4, 100usize..300], any::<bool>()).prop_map(|(sequence, tokens, half)| {
+            Operation::Extend { sequence, tokens, half }
         }),
         1 => (0..SEQUENCES).prop_map(|sequence| Operation::Clear { sequence }),
         1 => (refused, 0usize..1000).prop_map(|(call, at)| Operation::Refused { call, at }),
@@ -109,23 +114,43 @@ impl Model {
         self.recipe.packed != SegmentFormat::F16
     }
 
-    fn packs_windows(&self) -> bool {
-        self.packs() && self.recipe.recent == RecentWindow::PackFullTiles
+    /// Newer tokens that a packed window needs, if windows are packed.
+    fn window(&self) -> Option<usize> {
+        match self.recipe.recent {
+            RecentWindow::Pack { newer } if self.packs() => Some(newer),
+            _ => None,
+        }
     }
 
     fn push_token(&mut self, sequence: usize, keys: &[f32], values: &[f32]) {
-        let (packs_windows, row) = (self.packs_windows(), self.row_elements());
+        let (packs_windows, row) = (self.window().is_some(), self.row_elements());
         let spans = &mut self.sequences[sequence];
-        if spans.last().is_none_or(|span| span.packed || (packs_windows && !span.window)) {
+        let is_full = |span: &ModelSpan| span.packed || !span.window || span.keys.len() == TILE_TOKENS * row;
+        let needs_span = |span: &ModelSpan| if packs_windows { is_full(span) } else { span.packed };
+        if spans.last().is_none_or(needs_span) {
             spans.push(ModelSpan { packed: false, window: true, keys: Vec::new(), values: Vec::new() });
         }
         let last = spans.last_mut().unwrap();
         last.keys.extend_from_slice(keys);
         last.values.extend_from_slice(values);
-        if packs_windows && last.window && last.keys.len() == TILE_TOKENS * row {
-            // A window is packed from what it holds: f16.
-            last.keys.iter_mut().chain(&mut last.values).for_each(|x| *x = f16::from_f32(*x).to_f32());
-            (last.packed, last.window) = (true, false);
+    }
+
+    /// Packs, oldest first, up to `most` full windows that have enough tokens after them.
+    fn pack_windows(&mut self, sequence: usize, most: usize) {
+        let (Some(newer), row, sink) = (self.window(), self.row_elements(), self.recipe.sink) else { return };
+        let tokens: usize = self.sequences[sequence].iter().map(|span| span.keys.len() / row).sum();
+        let mut start = 0;
+        let mut packed = 0;
+        for span in &mut self.sequences[sequence] {
+            let length = span.keys.len() / row;
+            let due = span.window && start >= sink && length == TILE_TOKENS && tokens - start - length >= newer;
+            if due && packed < most {
+                // A window is packed from what it holds: f16.
+                span.keys.iter_mut().chain(&mut span.values).for_each(|x| *x = f16::from_f32(*x).to_f32());
+                (span.packed, span.window) = (true, false);
+                packed += 1;
+            }
+            start += length;
         }
     }
 
@@ -213,10 +238,23 @@ fn apply<B: Backend>(cache: &mut KvCache<B>, model: &mut Model, operation: &Oper
                 let (values, value_tensor) = rows(cache.backend(), random, sequences.len() * row, *half);
                 for (i, &sequence) in sequences.iter().enumerate() {
                     model.push_token(sequence, &keys[i * row..][..row], &values[i * row..][..row]);
+                    model.pack_windows(sequence, 1);
                 }
                 let layout = RowLayout::token_major(sequences.len(), &shape);
                 block_on(cache.append_to(&sequences, layout, &key_tensor, &value_tensor)).unwrap();
             }
+        }
+        Operation::Extend { sequence, tokens, half } => {
+            let (keys, key_tensor) = rows(cache.backend(), random, tokens * row, *half);
+            let (values, value_tensor) = rows(cache.backend(), random, tokens * row, *half);
+            for (key, value) in keys.chunks(row).zip(values.chunks(row)) {
+                model.push_token(*sequence, key, value);
+            }
+            let layout = RowLayout::token_major(*tokens, &shape);
+            block_on(cache.extend(*sequence, layout, &key_tensor, &value_tensor)).unwrap();
+            compare_causal(cache, *sequence, (*tokens).min(3), random);
+            model.pack_windows(*sequence, usize::MAX);
+            block_on(cache.pack_windows(*sequence)).unwrap();
         }
         Operation::Clear { sequence } => {
             model.sequences[*sequence].clear();
@@ -348,6 +386,45 @@ fn compare<B: Backend>(cache: &KvCache<B>, model: &Model, random: &mut Random) {
     }
 }
 
+/// The newest tokens' queries against f64 attention over what each of them sees.
+fn compare_causal<B: Backend>(cache: &KvCache<B>, sequence: usize, count: usize, random: &mut Random) {
+    let shape = *cache.shape();
+    let per_query = shape.query_heads() * shape.head_dim();
+    let (queries, tensor) = rows(cache.backend(), random, count * per_query, false);
+    let output = block_on(cache.attend_causal(sequence, &tensor, ElementType::F32)).unwrap();
+    let output = block_on(cache.backend().download(&output)).unwrap();
+    let spans = cache.dequantize(sequence).unwrap();
+    let download = |tensor| block_on(cache.backend().download(tensor)).unwrap();
+    let dense: Vec<_> = spans.iter().map(|span| (download(&span.keys), download(&span.values), span)).collect();
+    let tokens = cache.tokens(sequence).unwrap();
+    for (i, query) in queries.chunks(per_query).enumerate() {
+        let mut unseen = tokens - count + 1 + i;
+        let mut seen = Vec::new();
+        for (keys, values, span) in &dense {
+            let tokens = span.tokens.min(unseen);
+            unseen -= tokens;
+            let head = span.tokens * shape.head_dim();
+            let first = |rows: &[f32]| -> Vec<f32> {
+                rows.chunks(head).flat_map(|rows| rows[..tokens * shape.head_dim()].to_vec()).collect()
+            };
+            seen.push((first(keys), first(values), tokens, span.calibration));
+        }
+        let segments: Vec<DenseSegment<'_>> = seen
+            .iter()
+            .filter(|(_, _, tokens, _)| *tokens > 0)
+            .map(|(keys, values, tokens, calibration)| DenseSegment {
+                keys,
+                values,
+                tokens: *tokens,
+                calibration: *calibration,
+            })
+            .collect();
+        let exact = exact_attention(&shape, &segments, query).unwrap();
+        let error = nmse(&output[i * per_query..][..per_query], &exact.outputs);
+        assert!(error < 1e-6, "causal query {i} of {count}: NMSE {error}");
+    }
+}
+
 /// Every page in use belongs to a span, and the bytes follow from the pages.
 fn check_memory<B: Backend>(cache: &KvCache<B>, pages: [usize; 2]) {
     let memory = cache.memory();
@@ -386,6 +463,8 @@ pub fn recipes() -> Vec<Recipe> {
         Recipe::calibquant(Bits::Two).with_calibration(Calibration::new(1.0, 2.0).unwrap()),
         Recipe::pack_all(SegmentFormat::per_channel(Bits::Four)),
         Recipe::pack_all(kivi),
+        Recipe::pack_all(kivi).with_window(130).with_sink(100),
+        Recipe::pack_all(SegmentFormat::per_channel(Bits::Two)).with_window(128).with_sink(1),
         Recipe::pack_all(mixed),
         Recipe::pack_all(SegmentFormat::F16),
     ]
