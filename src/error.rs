@@ -41,6 +41,15 @@ pub enum Error {
         reason: String,
     },
 
+    /// A recipe that cannot be read.
+    #[error("recipe '{given}': {reason}")]
+    Recipe {
+        /// The text given.
+        given: String,
+        /// What is wrong with it and what is allowed.
+        reason: String,
+    },
+
     /// A tensor has the wrong number of elements.
     #[error("{what} has {given} elements, {expected} are needed for {shape}")]
     Elements {
