@@ -1,58 +1,39 @@
-//! `kvpack eval`: what a format does to real keys and values.
+//! What a format does to the attention outputs of a dump.
 
-mod formats;
-mod layer;
-mod report;
-mod stored;
-
-use std::path::PathBuf;
+use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use indicatif::ProgressBar;
 use kvpack::Backend;
 
+use super::report::{self, EvalReport, FormatRow, LayerReport, SummaryRow};
+use super::stored::KeptInF16;
+use super::{Form, formats, layer};
 use crate::backend::{BackendArgs, Chosen};
 use crate::dump::{self, Dump};
 use crate::outcome::Outcome;
 use crate::print;
-use report::{EvalReport, FormatRow, LayerReport, SummaryRow};
-use stored::KeptInF16;
 
-/// Measures what each format does to the attention outputs of a dump of keys, values and queries.
-///
-/// The dump is a safetensors file with, for each layer N: layerN.key and layerN.value [kv_heads, tokens, head_dim],
-/// and at least one of layerN.query_prompt [query_heads, queries, head_dim], the queries of the last prompt tokens, and
-/// layerN.query_decode [query_heads, queries, head_dim], queries of tokens after the prompt. Elements are F16, BF16 or
-/// F32; keys and queries are taken after position encoding.
-///
-/// Each query attends to the tokens up to its own, or to all of them where the file's metadata have mask = none. The error is the relative L2 error of the outputs against exact
-/// attention over the data of the dump. Calibrations (CalibQuant's τ1 and τ2, one pair for each layer and format) are
-/// searched on every second prompt query, taken where both halves of these gain by them, and judged on the other
-/// prompt queries and the decode queries.
+/// Options about dumps.
 #[derive(clap::Args)]
-pub struct EvalArgs {
-    /// The dump.
-    file: PathBuf,
-    /// Only f16 and the formats whose name contains this ('4-bit', 'per token').
-    #[arg(long, value_name = "TEXT")]
+pub struct DumpArgs {
+    /// Of a dump: only f16 and the formats whose name contains this ('4-bit', 'per token').
+    #[arg(long, value_name = "TEXT", conflicts_with = "model")]
     format: Option<String>,
-    /// Print JSON.
-    #[arg(long)]
-    json: bool,
     #[command(flatten)]
     kept: KeptInF16,
-    #[command(flatten)]
-    backend: BackendArgs,
 }
 
-/// Runs the command.
-pub fn run(args: &EvalArgs) -> Result<Outcome> {
-    let dump = dump::read(&args.file)?;
+/// Evaluates a dump.
+pub fn run(file: &Path, args: &DumpArgs, backend: &BackendArgs, form: Form) -> Result<Outcome> {
+    let dump = dump::read(file)?;
     leave_something_to_pack(&dump, args.kept)?;
-    match args.backend.open()? {
-        Chosen::Cpu(backend) => eval(args, &backend, &dump),
-        Chosen::Wgpu(backend) => eval(args, &backend, &dump),
-    }
+    let layers = match backend.open()? {
+        Chosen::Cpu(backend) => evaluate(file, args, &backend, &dump),
+        Chosen::Wgpu(backend) => evaluate(file, args, &backend, &dump),
+    }?;
+    form.print(&layers, print_report)?;
+    Ok(Outcome::Passed)
 }
 
 fn leave_something_to_pack(dump: &Dump, kept: KeptInF16) -> Result<()> {
@@ -67,10 +48,10 @@ fn leave_something_to_pack(dump: &Dump, kept: KeptInF16) -> Result<()> {
     Ok(())
 }
 
-fn eval<B: Backend>(args: &EvalArgs, backend: &B, dump: &Dump) -> Result<Outcome> {
+fn evaluate<B: Backend>(file: &Path, args: &DumpArgs, backend: &B, dump: &Dump) -> Result<EvalReport> {
     let layers = evaluate_layers(args, backend, dump)?;
-    let report = EvalReport {
-        file: args.file.display().to_string(),
+    Ok(EvalReport {
+        file: file.display().to_string(),
         model: dump.model.clone(),
         text: dump.text.clone(),
         backend: backend.name(),
@@ -78,16 +59,10 @@ fn eval<B: Backend>(args: &EvalArgs, backend: &B, dump: &Dump) -> Result<Outcome
         kept_last: args.kept.last,
         summary: report::summarize(&layers),
         layers,
-    };
-    if args.json {
-        print::json(&report)?;
-    } else {
-        print_report(&report);
-    }
-    Ok(Outcome::Passed)
+    })
 }
 
-fn evaluate_layers<B: Backend>(args: &EvalArgs, backend: &B, dump: &Dump) -> Result<Vec<LayerReport>> {
+fn evaluate_layers<B: Backend>(args: &DumpArgs, backend: &B, dump: &Dump) -> Result<Vec<LayerReport>> {
     let progress = ProgressBar::new(dump.layers.len() as u64).with_style(print::bar());
     let mut reports = Vec::with_capacity(dump.layers.len());
     for layer in &dump.layers {
