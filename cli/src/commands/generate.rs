@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use candle_core::{D, Tensor};
+use candle_core::Tensor;
 use kvpack::Backend;
 use kvpack::cache::ModelRecipe;
 
@@ -65,12 +65,14 @@ fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B)
     }
     let mut exact = ExactAttention::new(model.config.attention, model.config.layers);
     let expected = write(model, &mut exact, &prompt, args.tokens, |_| Ok(()))?;
-    Ok(compare(&written.tokens, &expected.tokens))
+    Ok(compare(&written, &expected))
 }
 
 /// What was written, and how long it took.
 struct Written {
     tokens: Vec<u32>,
+    /// By how much the logit of each token was above the next best.
+    margins: Vec<f32>,
     prompt_tokens: usize,
     prompt_time: Duration,
     decode_time: Duration,
@@ -93,24 +95,34 @@ fn write(
     let prompt_time = start.elapsed();
 
     let start = Instant::now();
-    let mut tokens = Vec::new();
+    let (mut tokens, mut margins) = (Vec::new(), Vec::new());
     while let Some(last) = stream.take() {
-        let token = likeliest(&model.logits(&last.narrow(0, last.dim(0)? - 1, 1)?)?)?;
+        let (token, margin) = likeliest(&model.logits(&last.narrow(0, last.dim(0)? - 1, 1)?)?)?;
         if tokens.len() == most || Some(token) == model.tokenizer.end() {
             break;
         }
         tokens.push(token);
+        margins.push(margin);
         each(token)?;
         if tokens.len() < most {
             stream = Some(model.forward(&[token], position, attention)?);
             position += 1;
         }
     }
-    Ok(Written { tokens, prompt_tokens: prompt.len(), prompt_time, decode_time: start.elapsed() })
+    Ok(Written { tokens, margins, prompt_tokens: prompt.len(), prompt_time, decode_time: start.elapsed() })
 }
 
-fn likeliest(logits: &Tensor) -> Result<u32> {
-    Ok(logits.argmax(D::Minus1)?.to_vec1::<u32>()?[0])
+/// The token with the largest logit, the lowest of several, and its lead over the next.
+fn likeliest(logits: &Tensor) -> Result<(u32, f32)> {
+    let (mut best, mut first, mut second) = (0, f32::NEG_INFINITY, f32::NEG_INFINITY);
+    for (token, logit) in (0..).zip(logits.flatten_all()?.to_vec1::<f32>()?) {
+        if logit > first {
+            (best, first, second) = (token, logit, first);
+        } else {
+            second = second.max(logit);
+        }
+    }
+    Ok((best, first - second))
 }
 
 /// Prints text as its tokens come, whole characters only.
@@ -163,15 +175,19 @@ fn report<B: Backend>(args: &GenerateArgs, backend: &B, attention: &PackedAttent
     println!("cache    {bytes} bytes, {:.3} bits per element", bytes as f64 * 8.0 / elements.max(1) as f64);
 }
 
-fn compare(written: &[u32], expected: &[u32]) -> Outcome {
-    let same = written.iter().zip(expected).take_while(|(a, b)| a == b).count();
-    if written == expected {
-        println!("verified {same} tokens are those of candle's full-precision attention");
+fn compare(written: &Written, expected: &Written) -> Outcome {
+    let same = written.tokens.iter().zip(&expected.tokens).take_while(|(a, b)| a == b).count();
+    if written.tokens == expected.tokens {
+        let closest = expected.margins.iter().copied().fold(f32::INFINITY, f32::min);
+        println!("verified {same} tokens are those of candle's full-precision attention (closest call {closest:.4})");
         return Outcome::Passed;
     }
     println!(
-        "FAILED   token {same} differs from that of candle's full-precision attention ({} tokens)",
-        expected.len()
+        "FAILED   token {same} of {} differs from that of candle's full-precision attention",
+        expected.tokens.len()
     );
+    if let Some(margin) = expected.margins.get(same) {
+        println!("         whose logit was {margin:.4} above the next best");
+    }
     Outcome::Failed
 }
