@@ -3,6 +3,7 @@
 mod affine;
 mod bits;
 mod calibration;
+pub mod kivi;
 pub mod msb_bytes;
 mod shape;
 mod sizes;

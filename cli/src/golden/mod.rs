@@ -7,6 +7,8 @@ mod attention;
 mod calibquant;
 mod compare;
 mod file;
+mod kivi;
+mod stored;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -23,12 +25,14 @@ type Outputs = BTreeMap<&'static str, Vec<f64>>;
 type Op = fn(&GoldenFile) -> Result<Vec<(&'static str, Outputs)>>;
 
 /// The ops that are implemented.
-const OPS: [(&str, Op); 5] = [
+const OPS: [(&str, Op); 7] = [
     ("attention.decode", attention::decode),
     ("calibquant.calibrate", calibquant::calibrate),
     ("calibquant.decode", calibquant::decode),
     ("calibquant.pack", calibquant::pack),
     ("calibquant.quantize", calibquant::quantize),
+    ("kivi.quantize_k", kivi::quantize_k),
+    ("kivi.quantize_v", kivi::quantize_v),
 ];
 
 /// What came of one file.
