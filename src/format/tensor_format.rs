@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{AttentionShape, Bits, TILE_TOKENS};
+use super::{AttentionShape, Bits, Rotation, TILE_TOKENS};
 use crate::{Error, Result};
 
 /// Keys or values.
@@ -47,12 +47,21 @@ pub struct AffineFormat {
     /// Factor on the minimum and maximum before the scale is made, 0 < shrink ≤ 1. CalibQuant's published code
     /// uses 0.5 for keys and 0.3 for values at 1 bit.
     pub shrink: f32,
+    /// Rotation of every row before ranges and codes are made. Attention takes it back: queries are rotated like the
+    /// keys, outputs of rotated values are rotated back.
+    pub rotation: Option<Rotation>,
 }
 
 impl AffineFormat {
-    /// Codes of `bits` with unshrunk ranges.
+    /// Codes of `bits` with unshrunk ranges, not rotated.
     pub const fn new(bits: Bits, grouping: Grouping) -> Self {
-        Self { bits, grouping, shrink: 1.0 }
+        Self { bits, grouping, shrink: 1.0, rotation: None }
+    }
+
+    /// The same of rotated rows.
+    #[must_use]
+    pub const fn rotated(self, rotation: Rotation) -> Self {
+        Self { rotation: Some(rotation), ..self }
     }
 }
 
@@ -79,6 +88,14 @@ impl TensorFormat {
         match self {
             Self::F16 => None,
             Self::Affine(affine) => Some(affine),
+        }
+    }
+
+    /// The rotation of rows before they are stored, if there is one.
+    pub const fn rotation(&self) -> Option<Rotation> {
+        match self {
+            Self::F16 => None,
+            Self::Affine(affine) => affine.rotation,
         }
     }
 
@@ -122,6 +139,9 @@ impl TensorFormat {
         if !(affine.shrink > 0.0 && affine.shrink <= 1.0) {
             return reject(format!("range shrink {} is outside 0 < shrink ≤ 1", affine.shrink));
         }
+        if let Some(rotation) = affine.rotation {
+            rotation.check(shape)?;
+        }
         match affine.grouping {
             Grouping::ChannelTokens(tokens) if ![32, 64, 128].contains(&tokens) => {
                 reject(format!("groups of {tokens} tokens; a tile holds groups of 32, 64 or 128"))
@@ -151,6 +171,9 @@ impl fmt::Display for TensorFormat {
         }
         if affine.shrink != 1.0 {
             write!(f, ", ranges × {}", affine.shrink)?;
+        }
+        if let Some(rotation) = affine.rotation {
+            write!(f, ", {rotation}")?;
         }
         Ok(())
     }
@@ -184,8 +207,8 @@ impl SegmentFormat {
             _ => (1.0, 1.0),
         };
         Self {
-            key: TensorFormat::Affine(AffineFormat { bits, grouping: Grouping::Channel, shrink: key }),
-            value: TensorFormat::Affine(AffineFormat { bits, grouping: Grouping::Channel, shrink: value }),
+            key: TensorFormat::Affine(AffineFormat { shrink: key, ..AffineFormat::new(bits, Grouping::Channel) }),
+            value: TensorFormat::Affine(AffineFormat { shrink: value, ..AffineFormat::new(bits, Grouping::Channel) }),
         }
     }
 

@@ -52,7 +52,9 @@ fn tensor_formats() -> impl Strategy<Value = TensorFormat> {
         prop::sample::select(vec![4, 8, 16]).prop_map(Grouping::TokenChannels),
     ];
     let affine = (prop::sample::select(Bits::ALL.to_vec()), grouping, prop::sample::select(vec![1.0, 0.5, 0.3, 0.77]))
-        .prop_map(|(bits, grouping, shrink)| TensorFormat::Affine(AffineFormat { bits, grouping, shrink }));
+        .prop_map(|(bits, grouping, shrink)| {
+            TensorFormat::Affine(AffineFormat { shrink, ..AffineFormat::new(bits, grouping) })
+        });
     prop_oneof![1 => Just(TensorFormat::F16), 6 => affine]
 }
 
