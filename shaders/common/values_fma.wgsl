@@ -109,8 +109,9 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
             for (var block = 0u; block < TILE_BLOCKS; block++) {
                 sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
             }
-            write_state_channel(item.state, y, head, channel, sum / total);
+            put_output(item.state, y, head, channel, sum / total);
         }
+        finish_output(item.state, y, head, invocation);
         write_state_lse(item.state, y, head, total, invocation);
         workgroupBarrier();
     }

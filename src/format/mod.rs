@@ -14,7 +14,7 @@ pub mod tile;
 pub use affine::CodeRange;
 pub use bits::Bits;
 pub use calibration::{Calibration, ScoreMap};
-pub use rotation::Rotation;
+pub use rotation::{Direction, Rotation};
 pub use shape::{AttentionShape, HEAD_DIMS};
 pub use tensor_format::{AffineFormat, Grouping, KeyOrValue, SegmentFormat, TensorFormat};
 pub use tile::{Field, LAYOUT_VERSION, TileLayout};

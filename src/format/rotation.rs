@@ -27,6 +27,15 @@ pub struct Rotation {
     seed: Option<u32>,
 }
 
+/// Into the rotated channels, or out of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// Rotates.
+    Forth,
+    /// Rotates back.
+    Back,
+}
+
 /// Smaller elements count as 0, so that no sum of a rotation, and no square of an element, is ever subnormal: 2^-50.
 const SMALLEST: f32 = f32::from_bits((127 - 50) << 23);
 
@@ -43,7 +52,7 @@ impl Rotation {
 
     /// The largest order that divides a head: 64, 16, 32, 128 and 256 for head_dim 64, 80, 96, 128 and 256.
     pub const fn largest_order(head_dim: usize) -> usize {
-        1 << head_dim.trailing_zeros()
+        head_dim & head_dim.wrapping_neg()
     }
 
     /// Channels of a block.
@@ -93,6 +102,14 @@ impl Rotation {
         self.flip_signs(row);
     }
 
+    /// Rotates a row one way or the other.
+    pub fn turn(&self, direction: Direction, row: &mut [f32]) {
+        match direction {
+            Direction::Forth => self.rotate(row),
+            Direction::Back => self.unrotate(row),
+        }
+    }
+
     fn flip_signs(&self, row: &mut [f32]) {
         if self.seed.is_some() {
             row.iter_mut().enumerate().filter(|(channel, _)| self.flips(*channel)).for_each(|(_, x)| *x = -*x);
@@ -121,16 +138,19 @@ impl Rotation {
     /// # Errors
     /// [`Error::Format`] when the order is no power of two from 2 to 256 or does not divide `head_dim`.
     pub fn check(&self, shape: &AttentionShape) -> Result<()> {
+        self.check_head_dim(shape.head_dim())
+    }
+
+    pub(crate) fn check_head_dim(&self, head_dim: usize) -> Result<()> {
         let fits = self.order.is_power_of_two() && (2..=256).contains(&self.order);
-        if fits && shape.head_dim().is_multiple_of(self.order) {
+        if fits && head_dim > 0 && head_dim.is_multiple_of(self.order) {
             return Ok(());
         }
         Err(Error::Format {
             format: self.to_string(),
             reason: format!(
-                "the order must be a power of two from 2 on that divides head_dim {}, so at most {}",
-                shape.head_dim(),
-                Self::largest_order(shape.head_dim())
+                "the order must be a power of two from 2 to 256 that divides head_dim {head_dim}, so at most {}",
+                Self::largest_order(head_dim)
             ),
         })
     }

@@ -149,13 +149,15 @@ pub(crate) fn with_layout(variant: Variant, bits: usize, which: KeyOrValue) -> V
 
 /// Chooses the type of the dense tensor's elements.
 pub(crate) fn with_rows(variant: Variant, element_type: ElementType) -> Variant {
-    variant.import(
-        "rows",
-        match element_type {
-            ElementType::F32 => "common/rows_f32.wgsl",
-            ElementType::F16 => "common/rows_f16.wgsl",
-        },
-    )
+    variant.import("rows", rows_file(element_type))
+}
+
+/// The shader file that reads elements of this type.
+pub(crate) fn rows_file(element_type: ElementType) -> &'static str {
+    match element_type {
+        ElementType::F32 => "common/rows_f32.wgsl",
+        ElementType::F16 => "common/rows_f16.wgsl",
+    }
 }
 
 /// Chooses what the fields of tiles are, and where their ranges lie.

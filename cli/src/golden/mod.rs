@@ -7,6 +7,7 @@ mod attention;
 mod calibquant;
 mod compare;
 mod file;
+mod hadamard;
 mod kivi;
 mod stored;
 
@@ -25,12 +26,13 @@ type Outputs = BTreeMap<&'static str, Vec<f64>>;
 type Op = fn(&GoldenFile) -> Result<Vec<(&'static str, Outputs)>>;
 
 /// The ops that are implemented.
-const OPS: [(&str, Op); 7] = [
+const OPS: [(&str, Op); 8] = [
     ("attention.decode", attention::decode),
     ("calibquant.calibrate", calibquant::calibrate),
     ("calibquant.decode", calibquant::decode),
     ("calibquant.pack", calibquant::pack),
     ("calibquant.quantize", calibquant::quantize),
+    ("hadamard", hadamard::hadamard),
     ("kivi.quantize_k", kivi::quantize_k),
     ("kivi.quantize_v", kivi::quantize_v),
 ];
