@@ -1,8 +1,8 @@
 //! Appending decoded tokens, and packing the window they fill.
 
 use super::pool::Lease;
-use super::sequence::NextSlot;
-use super::{KvCache, RecentWindow};
+use super::sequence::{NextSlot, Window};
+use super::{KvCache, RecentWindow, pool_of};
 use crate::backend::{Backend, SpanRead, SpanWrite, TokenWrite};
 use crate::format::TILE_TOKENS;
 use crate::plan::{Page, RowLayout, TokenRange};
@@ -34,8 +34,8 @@ impl<B: Backend> KvCache<B> {
 
     /// Appends one token to each of the given sequences: token i of `rows` to `sequences[i]`.
     ///
-    /// Appended tokens are in f16. If the recipe packs full tiles, the token that completes 128 of them has them packed
-    /// within this call.
+    /// The recipe says whether they are stored in f16 or packed; if it packs full tiles, the token that completes 128 of
+    /// them has them packed within this call.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one is named twice or there are more or
@@ -58,8 +58,9 @@ impl<B: Backend> KvCache<B> {
             .and_then(|()| self.write_tokens(&appending, rows, keys, values))
             .and_then(|()| self.pack_full_windows(&appending));
         if let Err(error) = done {
+            let storage = self.window().storage();
             for token in &appending {
-                self.f16.release(&token.lease);
+                pool_of(&mut self.f16, &mut self.packed, storage).release(&token.lease);
                 token.packed.iter().for_each(|lease| self.packed.release(lease));
             }
             return Err(error);
@@ -68,8 +69,13 @@ impl<B: Backend> KvCache<B> {
         Ok(())
     }
 
-    fn packs_windows(&self) -> bool {
-        self.recipe.packs() && self.recipe.recent == RecentWindow::PackFullTiles
+    fn window(&self) -> Window {
+        match self.recipe.recent {
+            _ if !self.recipe.packs() => Window::F16,
+            RecentWindow::KeepF16 => Window::F16,
+            RecentWindow::PackFullTiles => Window::PackedLater,
+            RecentWindow::PackTokens => Window::PackedAtOnce,
+        }
     }
 
     fn check_sequences(&self, sequences: &[usize], rows: &RowLayout) -> Result<()> {
@@ -89,29 +95,31 @@ impl<B: Backend> KvCache<B> {
 
     /// True if the next token of a sequence completes a window that is to be packed.
     fn completes_window(&self, sequence: usize) -> bool {
-        let slot = self.sequences[sequence].next_slot(self.packs_windows());
-        self.packs_windows() && self.sequences[sequence].next_slot_index(slot) == TILE_TOKENS - 1
+        let slot = self.sequences[sequence].next_slot(self.window());
+        self.window() == Window::PackedLater && self.sequences[sequence].next_slot_index(slot) == TILE_TOKENS - 1
     }
 
     async fn reserve_for_append(&mut self, sequences: &[usize]) -> Result<()> {
-        let packs = self.packs_windows();
-        let needs_page = |&&s: &&usize| !matches!(self.sequences[s].next_slot(packs), NextSlot::Open(_));
-        let f16_pages = sequences.iter().filter(needs_page).count();
+        let window = self.window();
+        let needs_page = |&&s: &&usize| !matches!(self.sequences[s].next_slot(window), NextSlot::Open(_));
+        let pages = sequences.iter().filter(needs_page).count();
         let packed_pages = sequences.iter().filter(|&&s| self.completes_window(s)).count();
-        self.f16.reserve(&self.backend, f16_pages, f16_pages).await?;
+        let pool = pool_of(&mut self.f16, &mut self.packed, window.storage());
+        pool.reserve(&self.backend, pages, pages).await?;
         self.packed.reserve(&self.backend, packed_pages, packed_pages).await
     }
 
     /// Takes what the tokens need; what was taken is in `appending` whether it succeeds or not.
     fn lease_for_append(&mut self, sequences: &[usize], appending: &mut Vec<Appending>) -> Result<()> {
         for &sequence in sequences {
-            let slot = self.sequences[sequence].next_slot(self.packs_windows());
+            let window = self.window();
+            let slot = self.sequences[sequence].next_slot(window);
             let slot_index = self.sequences[sequence].next_slot_index(slot);
             let completes_window = self.completes_window(sequence);
             let (lease, page) = match slot {
                 NextSlot::Open(page) => (Lease::default(), page),
                 NextSlot::NewPage | NextSlot::NewSpan => {
-                    let lease = self.f16.take(1)?;
+                    let lease = pool_of(&mut self.f16, &mut self.packed, window.storage()).take(1)?;
                     let page = lease.pages[0];
                     (lease, page)
                 }
@@ -133,7 +141,9 @@ impl<B: Backend> KvCache<B> {
     ) -> Result<()> {
         let write = |(token, to): (usize, &Appending)| TokenWrite { token, page: to.page, slot: to.slot_index };
         let writes: Vec<TokenWrite> = appending.iter().enumerate().map(write).collect();
-        self.backend.append(&mut self.f16.store, keys, values, rows, &writes)
+        let storage = self.window().storage();
+        let pool = pool_of(&mut self.f16, &mut self.packed, storage);
+        self.backend.append(&mut pool.store, keys, values, rows, &writes)
     }
 
     /// Packs the windows that the tokens complete. Only free pages are written.
@@ -152,9 +162,10 @@ impl<B: Backend> KvCache<B> {
 
     fn commit(&mut self, appending: Vec<Appending>) {
         let may_join = !self.packed.format.has_span_ranges();
+        let window = self.window();
         for token in appending {
             let sequence = &mut self.sequences[token.sequence];
-            sequence.push_token(token.slot, token.lease);
+            sequence.push_token(window, token.slot, token.lease);
             if let Some(packed) = token.packed
                 && let Some(window) = sequence.pack_window(packed, may_join)
             {

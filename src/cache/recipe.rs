@@ -11,6 +11,9 @@ pub enum RecentWindow {
     KeepF16,
     /// Each full tile of 128 is packed in the recipe's format; up to 127 newest tokens are in f16.
     PackFullTiles,
+    /// Each token is packed as it arrives, into the open tile. Needs a format whose codes and ranges depend on the token
+    /// alone: see [`SegmentFormat::takes_single_tokens`].
+    PackTokens,
 }
 
 /// How a [`KvCache`](super::KvCache) stores and attends: the packed format beside f16, and what goes where.
@@ -49,9 +52,11 @@ impl Recipe {
         Self::of(SegmentFormat::calibquant(bits), RecentWindow::KeepF16)
     }
 
-    /// Packed spans, and decoded tokens as soon as they fill a tile, in `packed`.
+    /// Packed spans and decoded tokens in `packed`: each token as it arrives where the format
+    /// [takes single tokens](SegmentFormat::takes_single_tokens), otherwise as soon as tokens fill a tile.
     pub const fn pack_all(packed: SegmentFormat) -> Self {
-        Self::of(packed, RecentWindow::PackFullTiles)
+        let at_once = packed.takes_single_tokens();
+        Self::of(packed, if at_once { RecentWindow::PackTokens } else { RecentWindow::PackFullTiles })
     }
 
     /// The same recipe with calibrated scores of packed spans.

@@ -194,7 +194,30 @@ fn several_segments() -> Vec<Case> {
     unused.sequences = vec![vec![span(0, 0), span(1, 200)], vec![span(1, 129)]];
     let mut appended = Case::new("segments-appended", shape(3, 80), SegmentFormat::F16).lengths(&RAGGED);
     appended.segments = vec![recent];
-    vec![visual, widths, images, unused, appended]
+    let mut cases = vec![visual, widths, images, unused, appended];
+    // Single tokens into packed pages, in f16 and f32, rotated or not.
+    let appended = [
+        SegmentFormat::saw_int4(),
+        both(affine(Bits::One, Grouping::Token)),
+        SegmentFormat {
+            key: affine(Bits::Two, Grouping::TokenChannels(16)),
+            value: affine(Bits::Eight, Grouping::Token),
+        },
+        SegmentFormat { key: TensorFormat::F16, value: affine(Bits::Two, Grouping::TokenChannels(16)) },
+    ];
+    for (i, format) in appended.into_iter().enumerate() {
+        let head_dim = [128, 80, 96, 256][i];
+        let mut case = Case::new(
+            &format!("appended-k-{}-v-{}", slug(&format.key), slug(&format.value)),
+            shape(4, head_dim),
+            format,
+        );
+        case.segments[0].fill = Fill::Append;
+        case.input.elements = [ElementType::F32, ElementType::F16][i % 2];
+        case.quick = i == 0;
+        cases.push(case);
+    }
+    cases
 }
 
 /// CalibQuant's calibration: scores are mapped by their extremes over the span before the softmax.

@@ -6,6 +6,7 @@ mod calibration;
 pub mod kivi;
 pub mod msb_bytes;
 mod rotation;
+pub mod saw_int4;
 mod shape;
 mod sizes;
 mod tensor_format;

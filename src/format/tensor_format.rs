@@ -120,6 +120,14 @@ impl TensorFormat {
         }
     }
 
+    /// True if a token's codes and ranges depend on that token alone, so that tokens can be stored one by one.
+    pub const fn takes_single_tokens(&self) -> bool {
+        match self {
+            Self::F16 => true,
+            Self::Affine(affine) => matches!(affine.grouping, Grouping::Token | Grouping::TokenChannels(_)),
+        }
+    }
+
     /// Where the range of an element lies among the ranges of its tile (see [`TensorFormat::ranges_per_tile`]).
     pub const fn range_index(&self, head_dim: usize, token: usize, channel: usize) -> usize {
         match self {
@@ -217,6 +225,32 @@ impl SegmentFormat {
         match which {
             KeyOrValue::Key => &self.key,
             KeyOrValue::Value => &self.value,
+        }
+    }
+
+    /// True if tokens can be stored one by one: keys and values in f16 or with ranges of their own for every token.
+    pub const fn takes_single_tokens(&self) -> bool {
+        self.key.takes_single_tokens() && self.value.takes_single_tokens()
+    }
+
+    /// Why [`SegmentFormat::takes_single_tokens`] is false, and what to do.
+    pub(crate) fn why_no_single_tokens(&self) -> String {
+        format!(
+            "single tokens cannot go into a store of {self}, whose ranges span several; use formats with ranges per token, \
+             or collect a tile of {TILE_TOKENS} in f16 and quantize it"
+        )
+    }
+
+    /// SAW-INT4 (arXiv 2604.19157): 4-bit codes with one range per token and head, keys rotated by Hadamard transforms of order 16.
+    /// Tokens are packed as they arrive; there is no window of recent tokens in f16.
+    ///
+    /// kvpack rounds codes half to even and ranges to f16; [`saw_int4`](crate::format::saw_int4) computes what the
+    /// published kernel does.
+    pub const fn saw_int4() -> Self {
+        let four_bit = AffineFormat::new(Bits::Four, Grouping::Token);
+        Self {
+            key: TensorFormat::Affine(four_bit.rotated(Rotation::hadamard(16))),
+            value: TensorFormat::Affine(four_bit),
         }
     }
 

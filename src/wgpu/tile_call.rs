@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::buffers;
 use super::shader::Variant;
-use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, KeyOrValue, TensorFormat, TileLayout};
+use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, KeyOrValue, Rotation, TensorFormat, TileLayout};
 use crate::plan::{ElementType, Page, RowLayout};
 use crate::{Error, Result, TILE_TOKENS};
 
@@ -185,5 +185,7 @@ pub(crate) fn grouping_constant(grouping: Grouping) -> usize {
 pub(crate) fn distinct_formats() -> Vec<TensorFormat> {
     let groupings = [Grouping::Channel, Grouping::ChannelTokens(32), Grouping::Token, Grouping::TokenChannels(16)];
     let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));
-    std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine)).collect()
+    let rotated = AffineFormat::new(Bits::Four, Grouping::Token).rotated(Rotation::hadamard(16));
+    let all = std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine));
+    all.chain([TensorFormat::Affine(rotated)]).collect()
 }

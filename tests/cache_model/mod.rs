@@ -1,13 +1,15 @@
 //! A naive model of a cache, and random operations that a cache and the model must agree on. For any backend.
 #![allow(dead_code, reason = "every test takes what it needs")]
 
+pub mod decode_loop;
+
 use std::collections::BTreeMap;
 
 use half::f16;
 use kvpack::backend::Backend;
 use kvpack::cache::{KvCache, PromptSpan, RecentWindow, Recipe};
 use kvpack::cpu::{DenseSegment, exact_attention, nmse};
-use kvpack::format::{CodeRange, Grouping, KeyOrValue, TensorFormat};
+use kvpack::format::{CodeRange, Direction, Grouping, KeyOrValue, TensorFormat};
 use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Error, SegmentFormat, TILE_TOKENS};
 use pollster::block_on;
@@ -113,11 +115,15 @@ impl Model {
         self.packs() && self.recipe.recent == RecentWindow::PackFullTiles
     }
 
+    fn packs_tokens(&self) -> bool {
+        self.packs() && self.recipe.recent == RecentWindow::PackTokens
+    }
+
     fn push_token(&mut self, sequence: usize, keys: &[f32], values: &[f32]) {
-        let (packs_windows, row) = (self.packs_windows(), self.row_elements());
+        let (packs_windows, row, packed) = (self.packs_windows(), self.row_elements(), self.packs_tokens());
         let spans = &mut self.sequences[sequence];
-        if spans.last().is_none_or(|span| span.packed || (packs_windows && !span.window)) {
-            spans.push(ModelSpan { packed: false, window: true, keys: Vec::new(), values: Vec::new() });
+        if spans.last().is_none_or(|span| span.packed != packed || (packs_windows && !span.window)) {
+            spans.push(ModelSpan { packed, window: true, keys: Vec::new(), values: Vec::new() });
         }
         let last = spans.last_mut().unwrap();
         last.keys.extend_from_slice(keys);
@@ -146,6 +152,12 @@ fn decoded(format: &TensorFormat, rows: &[f32], shape: &AttentionShape) -> Vec<f
         return rows.iter().map(|&x| f16::from_f32(x).to_f32()).collect();
     };
     let head_dim = shape.head_dim();
+    let turn = |direction, rows: &mut Vec<f32>| {
+        let rotation = affine.rotation.into_iter();
+        rotation.for_each(|rotation| kvpack::cpu::hadamard(rows, head_dim, rotation, direction).unwrap());
+    };
+    let mut rows = rows.to_vec();
+    turn(Direction::Forth, &mut rows);
     let group_of = |i: usize| {
         let (token, head, channel) = (i / (shape.kv_heads() * head_dim), i / head_dim % shape.kv_heads(), i % head_dim);
         match affine.grouping {
@@ -165,7 +177,10 @@ fn decoded(format: &TensorFormat, rows: &[f32], shape: &AttentionShape) -> Vec<f
         let range = CodeRange::new(min, max, affine.shrink, affine.bits);
         if affine.grouping == Grouping::Channel { range } else { range.rounded_to_f16() }
     };
-    rows.iter().enumerate().map(|(i, &x)| range(i).decode(range(i).encode(x, affine.bits))).collect()
+    let mut decoded: Vec<f32> =
+        rows.iter().enumerate().map(|(i, &x)| range(i).decode(range(i).encode(x, affine.bits))).collect();
+    turn(Direction::Back, &mut decoded);
+    decoded
 }
 
 /// Random rows, rounded to f16 if `half`, and the tensor that holds them.
@@ -387,6 +402,9 @@ pub fn recipes() -> Vec<Recipe> {
         Recipe::pack_all(SegmentFormat::per_channel(Bits::Four)),
         Recipe::pack_all(kivi),
         Recipe::pack_all(mixed),
+        Recipe::pack_all(SegmentFormat::saw_int4()),
+        Recipe { recent: RecentWindow::PackFullTiles, ..Recipe::pack_all(SegmentFormat::saw_int4()) },
+        Recipe::pack_all(SegmentFormat { key: affine(Bits::One, Grouping::Token), ..kivi }),
         Recipe::pack_all(SegmentFormat::F16),
     ]
 }

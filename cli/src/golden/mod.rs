@@ -9,6 +9,7 @@ mod compare;
 mod file;
 mod hadamard;
 mod kivi;
+mod saw_int4;
 mod stored;
 
 use std::collections::BTreeMap;
@@ -26,7 +27,7 @@ type Outputs = BTreeMap<&'static str, Vec<f64>>;
 type Op = fn(&GoldenFile) -> Result<Vec<(&'static str, Outputs)>>;
 
 /// The ops that are implemented.
-const OPS: [(&str, Op); 8] = [
+const OPS: [(&str, Op); 9] = [
     ("attention.decode", attention::decode),
     ("calibquant.calibrate", calibquant::calibrate),
     ("calibquant.decode", calibquant::decode),
@@ -35,6 +36,7 @@ const OPS: [(&str, Op); 8] = [
     ("hadamard", hadamard::hadamard),
     ("kivi.quantize_k", kivi::quantize_k),
     ("kivi.quantize_v", kivi::quantize_v),
+    ("saw.quantize", saw_int4::quantize),
 ];
 
 /// What came of one file.
