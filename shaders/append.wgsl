@@ -1,17 +1,24 @@
-// append: single tokens into open f16 pages of one shard.
+// append: single tokens into open pages of one shard: f16, or codes whose ranges belong to single tokens.
 //
-// One invocation owns one word of one token: two channels of a key, one channel of a value. A value's word holds
-// another token too, which the invocation reads and keeps; the plan puts tokens that share words into dispatches of
-// their own. Tokens are read and keys are written coalesced, values in words 16 bytes apart.
+// One workgroup owns one token of one KV head: it reads the row, rotates it where it is stored so, makes and stores its
+// ranges, and then its words: those of a key belong to it alone; a value's word holds other tokens too, which are read
+// and kept, and the plan puts tokens that share words into dispatches of their own. Tokens are read and keys are written
+// coalesced, values in words 16 bytes apart.
 //
-// In bounds: invocations beyond `total` = places · kv_heads · words of a token return; pages, slots and the rows of
-// the tokens read were checked against the buffers when they were bound. Divisors are sizes of a checked shape.
+// In bounds: workgroups beyond `total` = places · kv_heads return; pages, slots and the rows of the tokens read were
+// checked against the buffers when they were bound. Loops are bounded by HEAD_DIM; divisors are sizes of a checked shape.
 
-// import common/flat.wgsl
 // import common/call.wgsl
 // import common/tile.wgsl
 // import common/half.wgsl
 // import rows = common/rows_f32.wgsl
+
+const INVOCATIONS: u32 = 64u;
+const HEAD_DIM: u32 = 128u;
+
+// import row = common/row_plain.wgsl
+// import row_ranges = common/row_ranges_none.wgsl
+// import field = common/field_f16.wgsl
 
 @group(0) @binding(2) var<storage, read_write> tiles: array<u32>;
 
@@ -21,20 +28,42 @@ fn append(
     @builtin(num_workgroups) groups: vec3<u32>,
     @builtin(local_invocation_index) invocation: u32,
 ) {
-    let index = flat_index(group, groups, invocation);
+    let index = group.y * groups.x + group.x;
     if (index >= call.total) {
         return;
     }
-    let words = call.head_dim / (1u + KEYS);
-    let channel = index % words * (1u + KEYS);
-    let kv_head = index / words % call.kv_heads;
-    let place = call.places[index / words / call.kv_heads];
-    let start = row_start(place.token, kv_head) + channel;
-    let at = place_of(place.slot, channel);
-    let word = (place.page * call.kv_heads + kv_head) * call.tile_words + at.x;
-    if (KEYS == 1u) {
-        tiles[word] = half_bits(element(start)) | (half_bits(element(start + 1u)) << 16u);
-    } else {
-        tiles[word] = (tiles[word] & ~(FIELD_MASK << at.y)) | (half_bits(element(start)) << at.y);
+    let place = call.places[index / call.kv_heads];
+    let kv_head = index % call.kv_heads;
+    let start = row_start(place.token, kv_head);
+    for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
+        put_channel(channel, element(start + channel));
     }
+    finish_row(invocation);
+    store_row_ranges(place, kv_head, invocation);
+
+    let tile = (place.page * call.kv_heads + kv_head) * call.tile_words;
+    if (KEYS == 1u) {
+        for (var word = invocation; word < call.tile_words / TILE_TOKENS; word += INVOCATIONS) {
+            let at = (word / call.vector * TILE_TOKENS + place.slot) * call.vector + word % call.vector;
+            tiles[tile + at] = key_word(place, kv_head, word);
+        }
+    } else {
+        for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
+            let at = place_of(place.slot, channel);
+            let bits = field_bits(channel_value(channel), place, kv_head, place.slot, channel);
+            tiles[tile + at.x] = (tiles[tile + at.x] & ~(FIELD_MASK << at.y)) | (bits << at.y);
+        }
+    }
+}
+
+fn key_word(place: Place, kv_head: u32, word: u32) -> u32 {
+    var packed = 0u;
+    for (var i = 0u; i < FIELDS; i++) {
+        let field = field_of(vec2<u32>(place.slot, word), i);
+        if (field.channel < HEAD_DIM) {
+            let bits = field_bits(channel_value(field.channel), place, kv_head, place.slot, field.channel);
+            packed |= bits << field.shift;
+        }
+    }
+    return packed;
 }

@@ -2,6 +2,7 @@
 //
 // With per-channel ranges k = s ⊙ u + m and u = c + 2^(bits-1) folded in:
 //   q·k / √D · log2 e = Σ (q ⊙ s) c + Σ q (m + 2^(bits-1) s), with q already multiplied by log2 e / √D.
+// Where keys are stored rotated, so is q before all that.
 // The row holds q ⊙ s as integers in byte planes and (scale, bias, Σ q, 0), or as f32 (see common/query_row_*.wgsl).
 //
 // Workgroup (x, y): span x, query head y. An invocation owns four neighbouring channels. Reads D elements and as many
@@ -28,6 +29,7 @@ const ROW_FIELDS: u32 = 32u;
 const SCORE_SCALE: f32 = 0.12751743f;
 
 // import input = common/input_f32.wgsl
+// import rotation = common/query_rotation_none.wgsl
 // import ranges = common/query_ranges_none.wgsl
 // import extremes = common/extremes_none.wgsl
 
@@ -44,6 +46,9 @@ fn prepare_query(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocat
     var bias = 0f;
     if (field < HEAD_DIM / 4u) {
         q = input4((span.sequence * QUERY_HEADS + group.y) * (HEAD_DIM / 4u) + field) * SCORE_SCALE;
+    }
+    q = rotate_query(q, field);
+    if (field < HEAD_DIM / 4u) {
         let kv_head = group.y / (QUERY_HEADS / KV_HEADS);
         let base = (span.range_slot * KV_HEADS + kv_head) * HEAD_DIM + field * 4u;
         scaled = scale_query(q, base);

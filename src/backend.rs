@@ -33,7 +33,7 @@ pub struct SpanRead<'a> {
     pub range_slot: usize,
 }
 
-/// Puts one token into a page of an f16 store.
+/// Puts one token into a page of a store whose format takes single tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TokenWrite {
     /// Token of the dense tensors.
@@ -158,10 +158,11 @@ pub trait Backend {
         write: SpanWrite<'_>,
     ) -> Result<()>;
 
-    /// Kernel `append`: puts single tokens into open pages of an f16 store. The input must be finite.
+    /// Kernel `append`: puts single tokens into open pages of a store whose format
+    /// [takes them](SegmentFormat::takes_single_tokens), as `quantize` would store them. The input must be finite.
     ///
     /// # Errors
-    /// When tensors, pages or slots do not fit the call, or the store is not f16.
+    /// When tensors, pages or slots do not fit the call, or the format takes no single tokens.
     fn append(
         &self,
         store: &mut Self::Store,

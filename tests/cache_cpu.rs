@@ -3,9 +3,12 @@
 mod cache_model;
 mod random_rows;
 
+use cache_model::decode_loop::{Filled, formats, reuse_pages};
 use cache_model::{Operation, check, operations, recipes};
-use kvpack::AttentionShape;
+use kvpack::cache::RecentWindow;
 use kvpack::cpu::Cpu;
+use kvpack::format::KeyOrValue;
+use kvpack::{AttentionShape, Error, KvCache, Recipe, SegmentFormat};
 use proptest::prelude::*;
 
 proptest! {
@@ -34,4 +37,38 @@ fn windows_are_packed_when_they_are_full() {
         let append = |tokens| Operation::Append { tokens, sequences: 0b11, half: false };
         check(Cpu::new(), shape, recipe, &[prefill, append(127), append(1), append(127), append(2)], 1);
     }
+}
+
+/// 4096 appended tokens are the 4096 tokens of a prefill, word for word of codes and ranges.
+#[test]
+fn a_decode_loop_stores_what_a_prefill_stores() {
+    for format in formats() {
+        let filled = Filled::new(Cpu::new, format, 4096);
+        filled.compare_decoded();
+        for sequence in 0..2 {
+            let pages = [&filled.prefilled, &filled.appended].map(|cache| Filled::pages(cache, sequence));
+            for (prefilled, appended) in pages[0].iter().zip(&pages[1]) {
+                for (which, head) in
+                    [(KeyOrValue::Key, 0), (KeyOrValue::Key, 1), (KeyOrValue::Value, 0), (KeyOrValue::Value, 1)]
+                {
+                    let prefilled = filled.prefilled.stores()[1].tile_words(which, *prefilled, head).unwrap();
+                    let appended = filled.appended.stores()[1].tile_words(which, *appended, head).unwrap();
+                    assert!(prefilled == appended, "{format}: {which}, head {head}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn ranges_over_tokens_cannot_be_packed_token_by_token() {
+    let shape = AttentionShape::new(2, 1, 64).unwrap();
+    let recipe =
+        Recipe { recent: RecentWindow::PackTokens, ..Recipe::pack_all(SegmentFormat::calibquant(kvpack::Bits::Two)) };
+    assert!(matches!(KvCache::new(Cpu::new(), shape, 1, recipe), Err(Error::Format { .. })));
+}
+
+#[test]
+fn what_an_earlier_sequence_left_does_not_count() {
+    reuse_pages(Cpu::new);
 }

@@ -5,6 +5,7 @@ mod cache_model;
 mod gpu_device;
 mod random_rows;
 
+use cache_model::decode_loop::{Filled, formats, reuse_pages};
 use cache_model::{Operation, check, operations, recipes};
 use kvpack::{AttentionShape, TILE_TOKENS};
 use proptest::prelude::*;
@@ -36,4 +37,17 @@ fn windows_are_packed_when_they_are_full() {
         let operations = [prefill, append(127), append(1), append(127), append(2)];
         check(gpu_device::shared(), shape, recipe, &operations, 1);
     }
+}
+
+/// Appended tokens are those of a prefill, bit for bit.
+#[test]
+fn a_decode_loop_stores_what_a_prefill_stores() {
+    for (format, tokens) in formats().into_iter().zip([520, 300, 130]) {
+        Filled::new(gpu_device::shared, format, tokens).compare_decoded();
+    }
+}
+
+#[test]
+fn what_an_earlier_sequence_left_does_not_count() {
+    reuse_pages(gpu_device::shared);
 }

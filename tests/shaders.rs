@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use kvpack::backend::{AttendOptions, QueryPrecision};
-use kvpack::format::{AffineFormat, Grouping, HEAD_DIMS, TensorFormat};
+use kvpack::format::{AffineFormat, Grouping, HEAD_DIMS, Rotation, TensorFormat};
 use kvpack::plan::{DecodePlan, ElementType, Page, SpanView, Split, StoreView};
 use kvpack::wgpu::{Capabilities, KernelLimits, StepPlan, SubgroupSizes, Timestamps, Variant, variants};
 use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat};
@@ -51,8 +51,11 @@ fn write_hlsl(module: &naga::Module, info: &ModuleInfo) -> Result<(), String> {
 fn decode_variants() -> Vec<Variant> {
     let groupings = [Grouping::Channel, Grouping::ChannelTokens(32), Grouping::Token, Grouping::TokenChannels(16)];
     let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));
+    let rotated = groupings.map(|grouping| AffineFormat::new(Bits::Four, grouping));
+    let rotated = rotated.into_iter().zip([Rotation::hadamard(16), Rotation::randomized(16, 9)].into_iter().cycle());
+    let rotated = rotated.map(|(format, rotation)| TensorFormat::Affine(format.rotated(rotation)));
     let formats: Vec<TensorFormat> =
-        std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine)).collect();
+        std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine)).chain(rotated).collect();
     let mut found = Vec::new();
     for turn in 0..formats.len() * 4 {
         let (key, value) = (formats[turn % formats.len()], formats[(turn * 5 + turn / formats.len()) % formats.len()]);

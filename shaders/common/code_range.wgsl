@@ -45,7 +45,7 @@ fn scale_of(spread: f32) -> f32 {
 // A range as tiles store it: scale and minimum rounded to half precision, the scale in the low half.
 fn range_word(range: vec2<f32>) -> u32 {
     let scale = half_bits(min(range.x, HALF_MAX));
-    return select(scale, 0u, scale < 0x400u) | (half_bits(range.y) << 16u);
+    return select(scale, 0u, scale < 0x400u) | (half_bits(clamp(range.y, -HALF_MAX, HALF_MAX)) << 16u);
 }
 
 fn range_of_word(word: u32) -> vec2<f32> {

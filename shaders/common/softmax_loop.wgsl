@@ -99,6 +99,7 @@ fn score_own_tile(item: WorkItem, tile: u32, tiles: u32, lane: u32) {
     // unroll
     for (var i = 0u; i < LANE_TOKENS; i++) {
         if (tile * TILE_TOKENS + i * 32u + lane >= item.tokens) {
+            skip_value_range(i);
             // unroll
             for (var head = 0u; head < HEADS; head++) {
                 token_scores[head * LANE_TOKENS + i] = LOWEST;

@@ -16,3 +16,5 @@ fn write_state_lse(state: u32, y: u32, head: u32, total: f32, invocation: u32) {
             (running_max[head] + log2(total)) * LN_2;
     }
 }
+
+// import output_rotation = common/output_rotation_none.wgsl

@@ -11,6 +11,8 @@ fn load_value_ranges(tile_base: u32, lane: u32) {}
 
 fn skip_value_ranges() {}
 
+fn skip_value_range(i: u32) {}
+
 fn enter_value_ranges(parity: u32) {}
 
 fn take_value_ranges(parity: u32) {}

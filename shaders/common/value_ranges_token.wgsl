@@ -36,6 +36,11 @@ fn skip_value_ranges() {
     }
 }
 
+// Tokens that do not exist: a page may hold what an earlier span left there.
+fn skip_value_range(i: u32) {
+    value_range[i] = vec2<f32>(0f);
+}
+
 fn enter_value_ranges(parity: u32) {
     let own = max(max(value_range[0].x, value_range[1].x), max(value_range[2].x, value_range[3].x));
     let entered = largest_to_enter(own);

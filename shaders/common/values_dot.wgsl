@@ -154,8 +154,9 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
                 sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
             }
             let output = ranged_output(sum / total[head], head, total[head], item.range_slot, y / CHUNKS, channel);
-            write_state_channel(item.state, y, head, channel, output);
+            put_output(item.state, y, head, channel, output);
         }
+        finish_output(item.state, y, head, invocation);
         write_state_lse(item.state, y, head, total[head], invocation);
         workgroupBarrier();
     }

@@ -33,6 +33,8 @@ fn load_value_ranges(tile_base: u32, lane: u32) {}
 
 fn skip_value_ranges() {}
 
+fn skip_value_range(i: u32) {}
+
 fn enter_value_ranges(parity: u32) {}
 
 fn store_weights(team: u32, lane: u32, parity: u32) {
@@ -109,8 +111,9 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
             for (var block = 0u; block < TILE_BLOCKS; block++) {
                 sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
             }
-            write_state_channel(item.state, y, head, channel, sum / total);
+            put_output(item.state, y, head, channel, sum / total);
         }
+        finish_output(item.state, y, head, invocation);
         write_state_lse(item.state, y, head, total, invocation);
         workgroupBarrier();
     }

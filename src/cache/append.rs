@@ -1,9 +1,9 @@
 //! Appending decoded tokens, and packing the windows that fall behind.
 
-use super::KvCache;
 use super::pool::Lease;
 use super::sequence::NextSlot;
 use super::windows::Packing;
+use super::{KvCache, SpanStorage, pool_of};
 use crate::backend::{Backend, TokenWrite};
 use crate::plan::{Page, RowLayout};
 use crate::{Error, Result};
@@ -11,6 +11,7 @@ use crate::{Error, Result};
 /// One token on its way into a sequence.
 struct Appending {
     sequence: usize,
+    storage: SpanStorage,
     slot: NextSlot,
     /// A new page, if the token needs one.
     lease: Lease,
@@ -34,8 +35,8 @@ impl<B: Backend> KvCache<B> {
 
     /// Appends one token to each of the given sequences: token i of `rows` to `sequences[i]`.
     ///
-    /// Appended tokens are in f16. If the recipe packs them, the token that lets a full tile fall behind the window has
-    /// it packed within this call.
+    /// The recipe says whether they are stored in f16 or packed. If it packs full tiles, the token that lets one fall
+    /// behind the window has it packed within this call.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one is named twice or there are more or
@@ -59,7 +60,7 @@ impl<B: Backend> KvCache<B> {
             .and_then(|()| appending.iter().filter_map(|t| t.packing.as_ref()).try_for_each(|p| self.write_packed(p)));
         if let Err(error) = done {
             for token in &appending {
-                self.f16.release(&token.lease);
+                pool_of(&mut self.f16, &mut self.packed, token.storage).release(&token.lease);
                 token.packing.iter().for_each(|packing| self.packed.release(&packing.lease));
             }
             return Err(error);
@@ -84,31 +85,36 @@ impl<B: Backend> KvCache<B> {
     }
 
     async fn reserve_for_append(&mut self, sequences: &[usize]) -> Result<()> {
-        let packs = self.packs_windows();
-        let needs_page = |&&s: &&usize| !matches!(self.sequences[s].next_slot(packs), NextSlot::Open(_));
-        let f16_pages = sequences.iter().filter(needs_page).count();
-        let packed_pages = sequences.iter().filter(|&&s| self.window_to_pack(s, 1).is_some()).count();
-        self.f16.reserve(&self.backend, f16_pages, f16_pages).await?;
-        self.packed.reserve(&self.backend, packed_pages, packed_pages).await
+        let mut pages = [0, 0];
+        for &sequence in sequences {
+            let window = self.window(sequence);
+            let needs_page = !matches!(self.sequences[sequence].next_slot(window), NextSlot::Open(_));
+            pages[usize::from(window.storage() == SpanStorage::Packed)] += usize::from(needs_page);
+            pages[1] += usize::from(self.window_to_pack(sequence, 1).is_some());
+        }
+        self.f16.reserve(&self.backend, pages[0], pages[0]).await?;
+        self.packed.reserve(&self.backend, pages[1], pages[1]).await
     }
 
     /// Takes what the tokens need; what was taken is in `appending` whether it succeeds or not.
     fn lease_for_append(&mut self, sequences: &[usize], appending: &mut Vec<Appending>) -> Result<()> {
         for &sequence in sequences {
-            let slot = self.sequences[sequence].next_slot(self.packs_windows());
+            let window = self.window(sequence);
+            let storage = window.storage();
+            let slot = self.sequences[sequence].next_slot(window);
             let slot_index = self.sequences[sequence].next_slot_index(slot);
             let to_pack = self.window_to_pack(sequence, 1);
             let (lease, page) = match slot {
                 NextSlot::Open(page) => (Lease::default(), page),
                 NextSlot::NewPage | NextSlot::NewSpan => {
-                    let lease = self.f16.take(1)?;
+                    let lease = pool_of(&mut self.f16, &mut self.packed, storage).take(1)?;
                     let page = lease.pages[0];
                     (lease, page)
                 }
             };
-            appending.push(Appending { sequence, slot, lease, page, slot_index, packing: None });
+            appending.push(Appending { sequence, storage, slot, lease, page, slot_index, packing: None });
             if let (Some(window), Some(token)) = (to_pack, appending.last_mut()) {
-                let page = self.sequences[sequence].spans[window].lease.pages[0];
+                let page = self.sequences[sequence].spans.get(window).map_or(page, |span| span.lease.pages[0]);
                 token.packing = Some(Packing { sequence, window, page, lease: self.packed.take(1)? });
             }
         }
@@ -122,14 +128,21 @@ impl<B: Backend> KvCache<B> {
         keys: &B::Tensor,
         values: &B::Tensor,
     ) -> Result<()> {
-        let write = |(token, to): (usize, &Appending)| TokenWrite { token, page: to.page, slot: to.slot_index };
-        let writes: Vec<TokenWrite> = appending.iter().enumerate().map(write).collect();
-        self.backend.append(&mut self.f16.store, keys, values, rows, &writes)
+        for storage in [SpanStorage::F16, SpanStorage::Packed] {
+            let of_storage = appending.iter().enumerate().filter(|(_, to)| to.storage == storage);
+            let write = |(token, to): (usize, &Appending)| TokenWrite { token, page: to.page, slot: to.slot_index };
+            let writes: Vec<TokenWrite> = of_storage.map(write).collect();
+            if !writes.is_empty() {
+                let pool = pool_of(&mut self.f16, &mut self.packed, storage);
+                self.backend.append(&mut pool.store, keys, values, rows, &writes)?;
+            }
+        }
+        Ok(())
     }
 
     fn commit(&mut self, appending: Vec<Appending>) {
         for token in appending {
-            self.sequences[token.sequence].push_token(token.slot, token.lease);
+            self.sequences[token.sequence].push_token(token.storage, token.slot, token.lease);
             token.packing.into_iter().for_each(|packing| self.commit_packed(packing));
         }
     }

@@ -2,19 +2,28 @@
 
 use super::pool::Lease;
 use super::sequence::{NextSlot, Sequence};
-use super::{KvCache, SpanStorage};
+use super::{KvCache, SpanStorage, pool_of};
 use crate::backend::{AttendOptions, Backend, TokenWrite};
 use crate::format::{SegmentFormat, TILE_TOKENS};
 use crate::plan::{DecodePlan, ElementType, RowLayout, SpanView, StoreView};
 use crate::{Error, Result};
 
+/// A sequence with more tokens, before it takes the place of the sequence.
+struct Extension {
+    sequence: Sequence,
+    /// What its new tokens took.
+    leases: Vec<(SpanStorage, Lease)>,
+    /// Where they go.
+    writes: Vec<(SpanStorage, TokenWrite)>,
+}
+
 impl<B: Backend> KvCache<B> {
-    /// Appends the tokens of `rows` to one sequence, in f16: a chunk of a prompt, or of a text under evaluation.
+    /// Appends the tokens of `rows` to one sequence: a chunk of a prompt, or of a text under evaluation.
     ///
-    /// Unlike [`KvCache::append`] it packs nothing, so that the chunk's own queries still see the chunk in f16: let them
-    /// attend ([`KvCache::attend_causal`]), then call [`KvCache::pack_windows`]. With chunks of 128 tokens that begin at
+    /// Unlike [`KvCache::append`] it packs no tiles, so that the chunk's own queries still see them in f16: let them attend
+    /// ([`KvCache::attend_causal`]), then call [`KvCache::pack_windows`]. With chunks of 128 tokens that begin at
     /// multiples of 128, every query then sees what it would see if tokens were appended one by one, but for the last
-    /// of each chunk.
+    /// of each chunk. A recipe that packs each token as it arrives does so here too.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::NoTokens`], [`Error::Elements`] and
@@ -30,45 +39,67 @@ impl<B: Backend> KvCache<B> {
         self.sequence(sequence)?;
         self.check_rows(&rows, keys, values).await?;
         let pages = rows.tokens.div_ceil(TILE_TOKENS) + 1;
-        self.f16.reserve(&self.backend, pages, pages).await?;
+        let first_window = self.window(sequence).storage();
+        let last_window = self.window_at(self.sequences[sequence].tokens() + rows.tokens - 1).storage();
+        for storage in [SpanStorage::F16, SpanStorage::Packed] {
+            if storage == first_window || storage == last_window {
+                pool_of(&mut self.f16, &mut self.packed, storage).reserve(&self.backend, pages, pages).await?;
+            }
+        }
 
-        let mut extended = self.sequences[sequence].clone();
-        let mut leases = Vec::new();
+        let mut extension = Extension { sequence: self.sequences[sequence].clone(), leases: vec![], writes: vec![] };
         let done = self
-            .lease_for_extend(&mut extended, rows.tokens, &mut leases)
-            .and_then(|writes| self.backend.append(&mut self.f16.store, keys, values, rows, &writes));
+            .lease_for_extend(&mut extension, rows.tokens)
+            .and_then(|()| self.write_extension(&extension, rows, keys, values));
         if let Err(error) = done {
-            leases.iter().for_each(|lease| self.f16.release(lease));
+            for (storage, lease) in &extension.leases {
+                pool_of(&mut self.f16, &mut self.packed, *storage).release(lease);
+            }
             return Err(error);
         }
-        self.sequences[sequence] = extended;
+        self.sequences[sequence] = extension.sequence;
         Ok(())
     }
 
-    /// Puts tokens into a copy of a sequence; what pages they took is in `leases` whether it succeeds or not.
-    fn lease_for_extend(
-        &mut self,
-        extended: &mut Sequence,
-        tokens: usize,
-        leases: &mut Vec<Lease>,
-    ) -> Result<Vec<TokenWrite>> {
-        let mut writes = Vec::with_capacity(tokens);
+    /// Puts tokens into the copy of a sequence; what they took is in the extension whether it succeeds or not.
+    fn lease_for_extend(&mut self, extension: &mut Extension, tokens: usize) -> Result<()> {
         for token in 0..tokens {
-            let slot = extended.next_slot(self.packs_windows());
-            let slot_index = extended.next_slot_index(slot);
+            let sequence = &mut extension.sequence;
+            let window = self.window_at(sequence.tokens());
+            let storage = window.storage();
+            let slot = sequence.next_slot(window);
+            let slot_index = sequence.next_slot_index(slot);
             let (lease, page) = match slot {
                 NextSlot::Open(page) => (Lease::default(), page),
                 NextSlot::NewPage | NextSlot::NewSpan => {
-                    let lease = self.f16.take(1)?;
+                    let lease = pool_of(&mut self.f16, &mut self.packed, storage).take(1)?;
                     let page = lease.pages[0];
-                    leases.push(lease.clone());
+                    extension.leases.push((storage, lease.clone()));
                     (lease, page)
                 }
             };
-            writes.push(TokenWrite { token, page, slot: slot_index });
-            extended.push_token(slot, lease);
+            extension.writes.push((storage, TokenWrite { token, page, slot: slot_index }));
+            sequence.push_token(storage, slot, lease);
         }
-        Ok(writes)
+        Ok(())
+    }
+
+    fn write_extension(
+        &mut self,
+        extension: &Extension,
+        rows: RowLayout,
+        keys: &B::Tensor,
+        values: &B::Tensor,
+    ) -> Result<()> {
+        for storage in [SpanStorage::F16, SpanStorage::Packed] {
+            let of_storage = extension.writes.iter().filter(|(of, _)| *of == storage);
+            let writes: Vec<TokenWrite> = of_storage.map(|(_, write)| *write).collect();
+            if !writes.is_empty() {
+                let pool = pool_of(&mut self.f16, &mut self.packed, storage);
+                self.backend.append(&mut pool.store, keys, values, rows, &writes)?;
+            }
+        }
+        Ok(())
     }
 
     /// Attends with the queries of the newest tokens of one sequence, each to the tokens up to its own.

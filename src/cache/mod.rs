@@ -91,10 +91,14 @@ impl<B: Backend> KvCache<B> {
     /// Caches share a device by sharing its backend; backends are cheap to clone.
     ///
     /// # Errors
-    /// [`Error::Format`] when the recipe's format does not fit the shape, [`Error::Plan`] for no sequences.
+    /// [`Error::Format`] when the recipe's format does not fit the shape or what happens to recent tokens, [`Error::Plan`] for no sequences.
     pub fn new(backend: B, shape: AttentionShape, sequences: usize, recipe: Recipe) -> Result<Self> {
         if sequences == 0 {
             return Err(Error::Plan { what: "cache", reason: "it needs room for at least one sequence".into() });
+        }
+        if recipe.recent == RecentWindow::PackTokens && !recipe.packed.takes_single_tokens() {
+            let reason = recipe.packed.why_no_single_tokens();
+            return Err(Error::Format { format: recipe.packed.to_string(), reason });
         }
         let f16 = Pool::new(&backend, shape, SegmentFormat::F16)?;
         let packed = Pool::new(&backend, shape, recipe.packed)?;

@@ -12,10 +12,13 @@ pub enum RecentWindow {
     /// They are packed in the recipe's format tile by tile: each full tile of 128 as soon as at least `newer` newer
     /// tokens are held, so that between `newer` and `newer + 127` of the newest tokens are in f16 (the residual window
     /// of KIVI).
-    Pack {
+    PackTiles {
         /// Newer tokens that stay in f16, at least.
         newer: usize,
     },
+    /// Each token is packed as it arrives, into the open tile. Needs a format whose codes and ranges depend on the token
+    /// alone: see [`SegmentFormat::takes_single_tokens`].
+    PackTokens,
 }
 
 /// How a [`KvCache`](super::KvCache) stores and attends: the packed format beside f16, and what goes where.
@@ -35,8 +38,8 @@ pub struct Recipe {
     pub calibration: Option<Calibration>,
     /// What happens to appended tokens.
     pub recent: RecentWindow,
-    /// Of the appended tokens, tiles that begin among so many first tokens of a sequence stay in f16: attention sinks
-    /// (StreamingLLM, arXiv 2309.17453) cost little to keep and much to lose.
+    /// Of the appended tokens, those among so many first tokens of a sequence stay in f16, in whole tiles where tiles are
+    /// packed: attention sinks (StreamingLLM, arXiv 2309.17453) cost little to keep and much to lose.
     pub sink: usize,
     /// Query precision where packed keys are multiplied as integers.
     pub query: QueryPrecision,
@@ -57,18 +60,20 @@ impl Recipe {
         Self::of(SegmentFormat::calibquant(bits), RecentWindow::KeepF16)
     }
 
-    /// Packed spans, and decoded tokens as soon as they fill a tile, in `packed`.
+    /// Packed spans and decoded tokens in `packed`: each token as it arrives where the format
+    /// [takes single tokens](SegmentFormat::takes_single_tokens), otherwise as soon as tokens fill a tile.
     pub const fn pack_all(packed: SegmentFormat) -> Self {
-        Self::of(packed, RecentWindow::Pack { newer: 0 })
+        let at_once = packed.takes_single_tokens();
+        Self::of(packed, if at_once { RecentWindow::PackTokens } else { RecentWindow::PackTiles { newer: 0 } })
     }
 
     /// The same recipe, packing appended tokens tile by tile behind a window of at least `newer` newest tokens in f16.
     #[must_use]
     pub const fn with_window(self, newer: usize) -> Self {
-        Self { recent: RecentWindow::Pack { newer }, ..self }
+        Self { recent: RecentWindow::PackTiles { newer }, ..self }
     }
 
-    /// The same recipe, keeping tiles of appended tokens that begin among the first `sink` tokens in f16.
+    /// The same recipe, keeping appended tokens among the first `sink` tokens in f16.
     #[must_use]
     pub const fn with_sink(self, sink: usize) -> Self {
         Self { sink, ..self }

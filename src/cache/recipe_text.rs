@@ -50,6 +50,13 @@ pub const METHODS: &[Method] = &[
         recipe: |bits| Recipe::calibquant(bits).with_window(DEFAULT_WINDOW),
     },
     Method {
+        name: "saw-int4",
+        bits: &[],
+        stores: "4-bit codes, one range per token, keys rotated by Hadamard blocks of 16; packed as tokens arrive",
+        source: "SAW-INT4, the KV cache of Together AI",
+        recipe: |_| Recipe::pack_all(SegmentFormat::saw_int4()),
+    },
+    Method {
         name: "kivi",
         bits: &[Bits::Four, Bits::Two],
         stores: "K: one range per channel and 32 tokens, V: one per token and 32 channels",
@@ -85,7 +92,7 @@ fn kivi(bits: Bits) -> Recipe {
 /// ```
 /// use kvpack::cache::{ModelRecipe, RecentWindow};
 /// let recipe: ModelRecipe = "calibquant:2+window=256+layers=0,1:f16".parse()?;
-/// assert_eq!(recipe.layer(5).recent, RecentWindow::Pack { newer: 256 });
+/// assert_eq!(recipe.layer(5).recent, RecentWindow::PackTiles { newer: 256 });
 /// assert_eq!(recipe.layer(1).packed, kvpack::SegmentFormat::F16);
 /// assert_eq!(recipe.to_string(), "calibquant:2+window=256+layers=0,1:f16");
 /// # Ok::<(), kvpack::Error>(())
@@ -190,7 +197,7 @@ impl RecipeOption {
     fn apply(&self, recipe: &mut Recipe) {
         match *self {
             Self::Window(newer) if recipe.recent != RecentWindow::KeepF16 => {
-                recipe.recent = RecentWindow::Pack { newer };
+                recipe.recent = RecentWindow::PackTiles { newer };
             }
             // Nothing is packed in f16, behind whatever window.
             Self::Window(_) => {}
@@ -257,7 +264,7 @@ mod tests {
         for layer in [0, 1, 3] {
             let recipe = recipe.layer(layer);
             assert_eq!((recipe.sink, recipe.query), (128, QueryPrecision::Int8));
-            assert_eq!(recipe.recent, RecentWindow::Pack { newer: 64 });
+            assert_eq!(recipe.recent, RecentWindow::PackTiles { newer: 64 });
             assert_eq!(recipe.calibration, Some(Calibration::new(0.0, 3.0).unwrap()));
         }
         assert_eq!(recipe.layer(3).packed, SegmentFormat::calibquant(Bits::Eight));

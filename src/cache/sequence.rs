@@ -21,6 +21,27 @@ pub(super) struct Sequence {
     pub(super) spans: Vec<Span>,
 }
 
+/// What becomes of the tokens that decoding appends to a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Window {
+    /// They stay in f16.
+    F16,
+    /// They are in f16 until they fill a tile.
+    PackedLater,
+    /// They are packed as they arrive.
+    PackedAtOnce,
+}
+
+impl Window {
+    /// Where appended tokens are stored first.
+    pub(super) fn storage(self) -> SpanStorage {
+        match self {
+            Self::F16 | Self::PackedLater => SpanStorage::F16,
+            Self::PackedAtOnce => SpanStorage::Packed,
+        }
+    }
+}
+
 /// Where the next appended token of a sequence goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NextSlot {
@@ -41,14 +62,16 @@ impl Sequence {
         self.spans.iter().filter(|span| span.storage == storage).map(|span| span.tokens).sum()
     }
 
-    /// Where the next token goes. A window that is packed later holds one page and nothing of the prompt; one that
-    /// stays in f16 continues whatever f16 span is last.
-    pub(super) fn next_slot(&self, window_is_packed: bool) -> NextSlot {
-        let last = self.spans.last().filter(|span| span.storage == SpanStorage::F16);
-        let Some(span) = last.filter(|span| span.window || !window_is_packed) else { return NextSlot::NewSpan };
+    /// Where the next token goes. A window that is packed later holds one page and nothing of the prompt; other tokens
+    /// continue the last span if that is in their storage.
+    pub(super) fn next_slot(&self, window: Window) -> NextSlot {
+        let last = self.spans.last().filter(|span| span.storage == window.storage());
+        let Some(span) = last.filter(|span| span.window || window != Window::PackedLater) else {
+            return NextSlot::NewSpan;
+        };
         match span.lease.pages.last() {
             Some(&page) if !span.tokens.is_multiple_of(TILE_TOKENS) => NextSlot::Open(page),
-            _ if window_is_packed => NextSlot::NewSpan,
+            _ if window == Window::PackedLater => NextSlot::NewSpan,
             _ => NextSlot::NewPage,
         }
     }
@@ -62,13 +85,13 @@ impl Sequence {
     }
 
     /// Counts a token that was put into `slot`, in the leased page if that is new.
-    pub(super) fn push_token(&mut self, slot: NextSlot, lease: Lease) {
+    pub(super) fn push_token(&mut self, storage: SpanStorage, slot: NextSlot, lease: Lease) {
         match (slot, self.spans.last_mut()) {
             (NextSlot::Open(_) | NextSlot::NewPage, Some(span)) => {
                 span.tokens += 1;
                 span.lease.pages.extend(lease.pages);
             }
-            _ => self.spans.push(Span { storage: SpanStorage::F16, tokens: 1, lease, window: true }),
+            _ => self.spans.push(Span { storage, tokens: 1, lease, window: true }),
         }
     }
 
@@ -81,7 +104,12 @@ impl Sequence {
             let is_last = index + 1 == self.spans.len();
             let grows = is_last && !span.tokens.is_multiple_of(TILE_TOKENS);
             let tokens = span.tokens + if grows { appended } else { 0 };
-            if span.window && start >= sink && tokens == TILE_TOKENS && end - (start + tokens) >= newer {
+            if span.window
+                && span.storage == SpanStorage::F16
+                && start >= sink
+                && tokens == TILE_TOKENS
+                && end - (start + tokens) >= newer
+            {
                 return Some(index);
             }
             start += tokens;

@@ -1,6 +1,7 @@
 //! Windows: full f16 tiles of appended tokens, packed once enough newer tokens are there.
 
 use super::pool::Lease;
+use super::sequence::Window;
 use super::{KvCache, RecentWindow};
 use crate::Result;
 use crate::backend::{Backend, SpanRead, SpanWrite};
@@ -43,13 +44,25 @@ impl<B: Backend> KvCache<B> {
         Ok(())
     }
 
-    pub(super) fn packs_windows(&self) -> bool {
-        self.recipe.packs() && self.recipe.recent != RecentWindow::KeepF16
+    /// What becomes of the next token that is appended to a sequence.
+    pub(super) fn window(&self, sequence: usize) -> Window {
+        self.window_at(self.sequences[sequence].tokens())
+    }
+
+    /// What becomes of an appended token with so many tokens before it.
+    pub(super) fn window_at(&self, tokens: usize) -> Window {
+        match self.recipe.recent {
+            _ if !self.recipe.packs() => Window::F16,
+            RecentWindow::KeepF16 => Window::F16,
+            RecentWindow::PackTiles { .. } => Window::PackedLater,
+            RecentWindow::PackTokens if tokens < self.recipe.sink => Window::F16,
+            RecentWindow::PackTokens => Window::PackedAtOnce,
+        }
     }
 
     /// The span of a sequence that is to be packed once `appended` (0 or 1) more tokens are in.
     pub(super) fn window_to_pack(&self, sequence: usize, appended: usize) -> Option<usize> {
-        let RecentWindow::Pack { newer } = self.recipe.recent else { return None };
+        let RecentWindow::PackTiles { newer } = self.recipe.recent else { return None };
         let due = || self.sequences[sequence].window_to_pack(self.recipe.sink, newer, appended);
         if self.recipe.packs() { due() } else { None }
     }

@@ -57,7 +57,7 @@ pub struct SegmentCase {
 pub enum Fill {
     /// Whole spans, by [`Backend::quantize`](crate::Backend::quantize).
     Quantize,
-    /// One token after the other, by [`Backend::append`](crate::Backend::append); f16 stores only.
+    /// Single tokens, by [`Backend::append`](crate::Backend::append); formats that take them only.
     Append,
 }
 

@@ -63,6 +63,7 @@ pub fn decode_formats() -> Vec<SegmentFormat> {
         value: affine(bits, Grouping::TokenChannels(32)),
     };
     formats.extend([kivi(Bits::Four), kivi(Bits::Two)]);
+    formats.push(SegmentFormat::saw_int4());
     formats
 }
 

@@ -2,7 +2,7 @@
 
 use super::case::{Case, DataKind, Fill, InputLayout, Paging, RowOrder, SegmentCase, SinkPlace, SpanCase};
 use crate::backend::{AttendOptions, QueryPrecision};
-use crate::format::{AffineFormat, AttentionShape, Bits, Calibration, Grouping, SegmentFormat, TensorFormat};
+use crate::format::{AffineFormat, AttentionShape, Bits, Calibration, Grouping, Rotation, SegmentFormat, TensorFormat};
 use crate::plan::{ElementType, Split};
 
 /// Group sizes of grouped-query attention that the registry covers.
@@ -17,6 +17,7 @@ pub fn cases() -> Vec<Case> {
     cases.extend(every_format());
     cases.extend(every_shape());
     cases.extend(mixed_keys_and_values());
+    cases.extend(rotated());
     cases.extend(lengths());
     cases.extend(several_segments());
     cases.extend(calibrated());
@@ -103,6 +104,54 @@ fn mixed_keys_and_values() -> Vec<Case> {
         .collect()
 }
 
+/// Rotated keys and values: every grouping and width, every head dimension and group size, one tensor or both, beside
+/// segments of other rotations.
+fn rotated() -> Vec<Case> {
+    let groupings = [Grouping::Token, Grouping::Channel, Grouping::ChannelTokens(32), Grouping::TokenChannels(16)];
+    let turned = |bits, grouping, rotation| TensorFormat::Affine(AffineFormat::new(bits, grouping).rotated(rotation));
+    let mut cases = Vec::new();
+    for (i, (head_dim, group)) in crate::format::HEAD_DIMS.into_iter().zip(GROUPS).enumerate() {
+        let largest = Rotation::largest_order(head_dim);
+        for (j, grouping) in groupings.into_iter().enumerate() {
+            let bits = Bits::ALL[(i + j) % Bits::ALL.len()];
+            let rotation = match (i + j) % 3 {
+                0 => Rotation::hadamard(16),
+                1 => Rotation::hadamard(largest),
+                _ => Rotation::randomized(largest, 7),
+            };
+            let format = both(turned(bits, grouping, rotation));
+            let case = Case::new(&format!("rotated-d{head_dim}-{}", slug(&format.key)), shape(group, head_dim), format);
+            cases.push(case.lengths(&[300, 1, 129]));
+        }
+    }
+    let four_bit = turned(Bits::Four, Grouping::Token, Rotation::hadamard(16));
+    for (name, key, value) in [
+        ("keys-only", four_bit, affine(Bits::Four, Grouping::Token)),
+        ("values-only", TensorFormat::F16, four_bit),
+        ("apart", four_bit, turned(Bits::Two, Grouping::TokenChannels(32), Rotation::randomized(128, 1))),
+    ] {
+        let case = Case::new(&format!("rotated-{name}"), shape(4, 128), SegmentFormat { key, value });
+        cases.push(if name == "apart" { case.quick() } else { case });
+    }
+    let mut beside = Case::new("rotated-beside-others", shape(4, 128), SegmentFormat::F16).quick();
+    beside.segments = vec![
+        SegmentCase::new(SegmentFormat::F16),
+        SegmentCase::new(both(four_bit)),
+        SegmentCase {
+            calibration: Some(offsets(0.0, 1.0)),
+            ..SegmentCase::new(both(turned(Bits::Two, Grouping::Channel, Rotation::hadamard(128))))
+        },
+    ];
+    let span = |segment, tokens| SpanCase { segment, tokens };
+    beside.sequences = vec![
+        vec![span(0, 20), span(1, 200), span(2, 300)],
+        vec![span(2, 129), span(0, 0), span(1, 1)],
+        vec![span(1, 130), span(2, 1), span(0, 5)],
+    ];
+    cases.push(beside);
+    cases
+}
+
 /// Lengths around words, tiles and work items.
 fn lengths() -> Vec<Case> {
     let formats = [SegmentFormat::F16, SegmentFormat::per_channel(Bits::Four), SegmentFormat::calibquant(Bits::One)];
@@ -145,7 +194,30 @@ fn several_segments() -> Vec<Case> {
     unused.sequences = vec![vec![span(0, 0), span(1, 200)], vec![span(1, 129)]];
     let mut appended = Case::new("segments-appended", shape(3, 80), SegmentFormat::F16).lengths(&RAGGED);
     appended.segments = vec![recent];
-    vec![visual, widths, images, unused, appended]
+    let mut cases = vec![visual, widths, images, unused, appended];
+    // Single tokens into packed pages, in f16 and f32, rotated or not.
+    let appended = [
+        SegmentFormat::saw_int4(),
+        both(affine(Bits::One, Grouping::Token)),
+        SegmentFormat {
+            key: affine(Bits::Two, Grouping::TokenChannels(16)),
+            value: affine(Bits::Eight, Grouping::Token),
+        },
+        SegmentFormat { key: TensorFormat::F16, value: affine(Bits::Two, Grouping::TokenChannels(16)) },
+    ];
+    for (i, format) in appended.into_iter().enumerate() {
+        let head_dim = [128, 80, 96, 256][i];
+        let mut case = Case::new(
+            &format!("appended-k-{}-v-{}", slug(&format.key), slug(&format.value)),
+            shape(4, head_dim),
+            format,
+        );
+        case.segments[0].fill = Fill::Append;
+        case.input.elements = [ElementType::F32, ElementType::F16][i % 2];
+        case.quick = i == 0;
+        cases.push(case);
+    }
+    cases
 }
 
 /// CalibQuant's calibration: scores are mapped by their extremes over the span before the softmax.
@@ -335,12 +407,16 @@ const fn both(format: TensorFormat) -> SegmentFormat {
 
 /// A format as part of a name.
 fn slug(format: &TensorFormat) -> String {
-    let TensorFormat::Affine(AffineFormat { bits, grouping, .. }) = format else { return "f16".into() };
-    match grouping {
+    let TensorFormat::Affine(AffineFormat { bits, grouping, rotation, .. }) = format else { return "f16".into() };
+    let codes = match grouping {
         Grouping::Channel => format!("{bits}bit"),
         Grouping::ChannelTokens(tokens) => format!("{bits}bit-{tokens}tokens"),
         Grouping::Token => format!("{bits}bit-token"),
         Grouping::TokenChannels(channels) => format!("{bits}bit-token-{channels}channels"),
+    };
+    match rotation {
+        None => codes,
+        Some(rotation) => format!("{codes}-{}", rotation.to_string().to_lowercase().replace(' ', "-")),
     }
 }
 

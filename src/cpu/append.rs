@@ -1,19 +1,21 @@
-//! Kernel `append`: single tokens into open pages of an f16 store.
+//! Kernel `append`: single tokens into open pages.
 
 use half::f16;
 
 use super::dense::read_row;
-use super::store::CpuStore;
+use super::store::{CpuStore, TensorStore};
 use crate::backend::TokenWrite;
-use crate::format::{KeyOrValue, SegmentFormat, TILE_TOKENS};
+use crate::format::{AffineFormat, CodeRange, KeyOrValue, TILE_TOKENS, TensorFormat};
 use crate::plan::{Elements, RowLayout};
 use crate::{Error, Result};
 
-/// Puts tokens of dense keys and values into slots of pages, rounded to f16. The input must be finite.
+/// Puts tokens of dense keys and values into slots of pages, in a format that
+/// [takes single tokens](crate::SegmentFormat::takes_single_tokens): what [`quantize`](super::quantize) would store of
+/// them, bit for bit. The input must be finite.
 ///
 /// # Errors
-/// [`Error::Plan`] when the store is not f16 or a token, page or slot does not exist, [`Error::Elements`] when keys
-/// or values are shorter than their layout says; the store is as it was.
+/// [`Error::Plan`] when the format takes no single tokens or a token, page or slot does not exist, [`Error::Elements`]
+/// when keys or values are shorter than their layout says; the store is as it was.
 pub fn append(
     store: &mut CpuStore,
     keys: Elements<'_>,
@@ -26,23 +28,57 @@ pub fn append(
     let mut row = vec![0.0; shape.head_dim()];
     for (which, elements) in [(KeyOrValue::Key, keys), (KeyOrValue::Value, values)] {
         let tensor = store.tensor_mut(which);
-        let layout = tensor.layout;
         for write in writes {
             for head in 0..shape.kv_heads() {
                 read_row(elements, rows.row(write.token, head), &mut row);
-                let codes = tensor.codes_mut(write.page, head);
-                for (channel, &value) in row.iter().enumerate() {
-                    let field = match which {
-                        KeyOrValue::Key => layout.key_field(write.slot, channel),
-                        KeyOrValue::Value => layout.value_field(write.slot, channel),
-                    };
-                    let bits = u32::from(f16::from_f32(value).to_bits());
-                    codes[field.word] = (codes[field.word] & !(0xffff << field.shift)) | (bits << field.shift);
+                if let Some(rotation) = tensor.format.rotation() {
+                    rotation.rotate(&mut row);
                 }
+                put_row(tensor, write, head, &row);
             }
         }
     }
     Ok(())
+}
+
+/// Puts the row of one token of one KV head, rotated already, into its slot.
+fn put_row(tensor: &mut TensorStore, write: &TokenWrite, head: usize, row: &[f32]) {
+    let (which, layout, format) = (tensor.which, tensor.layout, tensor.format);
+    let fields: Vec<u32> = match &format {
+        TensorFormat::F16 => row.iter().map(|&x| f16::from_f32(x).to_bits().into()).collect(),
+        TensorFormat::Affine(affine) => {
+            let ranges = row_ranges(affine, &format, row);
+            let beside = tensor.ranges_mut(write.page, head);
+            for (group, range) in ranges.iter().enumerate() {
+                let channel = group * (row.len() / ranges.len());
+                beside[format.range_index(row.len(), write.slot, channel)] = range.to_word();
+            }
+            let sign = 1 << (affine.bits.count() - 1);
+            let range_of = |channel: usize| ranges[channel * ranges.len() / row.len()];
+            let code = |(channel, &x): (usize, &f32)| range_of(channel).encode(x, affine.bits) ^ sign;
+            row.iter().enumerate().map(code).collect()
+        }
+    };
+    let mask = u32::MAX >> (u32::BITS as usize - format.element_bits());
+    let codes = tensor.codes_mut(write.page, head);
+    for (channel, bits) in fields.into_iter().enumerate() {
+        let field = match which {
+            KeyOrValue::Key => layout.key_field(write.slot, channel),
+            KeyOrValue::Value => layout.value_field(write.slot, channel),
+        };
+        codes[field.word] = (codes[field.word] & !(mask << field.shift)) | (bits << field.shift);
+    }
+}
+
+/// The ranges of a row, one for each of its groups of channels.
+fn row_ranges(affine: &AffineFormat, format: &TensorFormat, row: &[f32]) -> Vec<CodeRange> {
+    let groups = format.ranges_per_tile(row.len()) / TILE_TOKENS;
+    let range = |group: &[f32]| {
+        let min = group.iter().copied().fold(f32::INFINITY, f32::min);
+        let max = group.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        CodeRange::new(min, max, affine.shrink, affine.bits).rounded_to_f16()
+    };
+    row.chunks_exact(row.len() / groups).map(range).collect()
 }
 
 fn check(
@@ -55,8 +91,8 @@ fn check(
     rows.check("keys", keys.len(), store.shape())?;
     rows.check("values", values.len(), store.shape())?;
     let reject = |reason: String| Err(Error::Plan { what: "append", reason });
-    if *store.format() != SegmentFormat::F16 {
-        return reject(format!("single tokens go into an f16 store, this one holds {}", store.format()));
+    if !store.format().takes_single_tokens() {
+        return reject(store.format().why_no_single_tokens());
     }
     for write in writes {
         if write.token >= rows.tokens || write.slot >= TILE_TOKENS {

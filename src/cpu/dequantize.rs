@@ -3,12 +3,14 @@
 use rayon::prelude::*;
 
 use super::dense::check_span;
+use super::hadamard::hadamard;
 use super::store::{CpuStore, TensorStore};
 use crate::Result;
 use crate::backend::SpanRead;
-use crate::format::{CodeRange, Field, KeyOrValue, TILE_TOKENS, TensorFormat};
+use crate::format::{CodeRange, Direction, Field, KeyOrValue, TILE_TOKENS, TensorFormat};
 
-/// The stored keys or values of a span as `[kv_heads, tokens, head_dim]`: `min + scale · code`, or the f16 element.
+/// The stored keys or values of a span as `[kv_heads, tokens, head_dim]`: `min + scale · code`, or the f16 element;
+/// rotated rows are rotated back.
 ///
 /// # Errors
 /// [`Error::Plan`](crate::Error::Plan) when pages or slots do not exist,
@@ -28,6 +30,9 @@ pub fn dequantize(store: &CpuStore, which: KeyOrValue, read: SpanRead<'_>) -> Re
             decode_tile(tensor, tile.codes, tile.ranges, span_ranges, rows);
         }
     });
+    if let Some(rotation) = tensor.format.rotation() {
+        hadamard(&mut rows, head_dim, rotation, Direction::Back)?;
+    }
     Ok(rows)
 }
 

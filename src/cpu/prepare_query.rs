@@ -46,6 +46,10 @@ impl PreparedQueries {
             query.iter_mut().for_each(|x| *x *= softmax_scale);
 
             let keys = store.tensor(KeyOrValue::Key);
+            // H is orthonormal: rotated queries and keys have the products of plain ones.
+            if let Some(rotation) = keys.format.rotation() {
+                rotation.rotate(&mut query);
+            }
             let ranges = keys.head_ranges(span.range_slot as usize, head / shape.group());
             *bias = match keys.format.affine().map(|affine| affine.grouping) {
                 Some(Grouping::Token) => sum(query.iter().map(|&q| f64::from(q))),

@@ -6,12 +6,12 @@ use super::dense::{check_span, read_row};
 use super::store::{CpuStore, TensorStore};
 use crate::Result;
 use crate::backend::SpanWrite;
-use crate::format::{AffineFormat, CodeRange, KeyOrValue, TILE_TOKENS, TensorFormat};
+use crate::format::{AffineFormat, CodeRange, KeyOrValue, Rotation, TILE_TOKENS, TensorFormat};
 use crate::plan::{Elements, RowLayout, TokenRange};
 
 /// Packs tokens of dense keys and values into pages as one span.
 ///
-/// Span ranges are made over all tokens of the span, tile ranges over the tokens that a tile holds; tile ranges are
+/// Rows are rotated first, where the format says so. Span ranges are made over all tokens of the span, tile ranges over the tokens that a tile holds; tile ranges are
 /// rounded to f16 before they encode anything, so that codes fit the ranges that decode them. A last tile that is not
 /// full has zero bits in its unused fields and zero in the ranges that no token belongs to. The input must be finite.
 ///
@@ -21,8 +21,9 @@ use crate::plan::{Elements, RowLayout, TokenRange};
 pub fn quantize(store: &mut CpuStore, keys: Elements<'_>, values: Elements<'_>, write: SpanWrite<'_>) -> Result<()> {
     check_write(store, keys, values, &write)?;
     for (which, elements) in [(KeyOrValue::Key, keys), (KeyOrValue::Value, values)] {
-        let source = Source { elements, rows: write.rows, tokens: write.tokens };
         let tensor = store.tensor(which);
+        let rotation = tensor.format.rotation();
+        let source = Source { elements, rows: write.rows, tokens: write.tokens, rotation };
         let span_ranges = span_ranges(tensor, &source);
         let tiles = encode_tiles(tensor, &source, &span_ranges, write.pages.len());
         let tensor = store.tensor_mut(which);
@@ -42,6 +43,17 @@ struct Source<'a> {
     elements: Elements<'a>,
     rows: RowLayout,
     tokens: TokenRange,
+    rotation: Option<Rotation>,
+}
+
+impl Source<'_> {
+    /// Reads a row as it is stored: rotated.
+    fn read(&self, token: usize, head: usize, row: &mut [f32]) {
+        read_row(self.elements, self.rows.row(token, head), row);
+        if let Some(rotation) = self.rotation {
+            rotation.rotate(row);
+        }
+    }
 }
 
 struct EncodedTile {
@@ -97,7 +109,7 @@ fn span_ranges(tensor: &TensorStore, source: &Source<'_>) -> Vec<CodeRange> {
             let mut extremes = vec![Extremes::NONE; head_dim];
             let mut row = vec![0.0; head_dim];
             for token in source.tokens.start()..source.tokens.end() {
-                read_row(source.elements, source.rows.row(token, head), &mut row);
+                source.read(token, head, &mut row);
                 extremes.iter_mut().zip(&row).for_each(|(extremes, &value)| extremes.add(value));
             }
             extremes.into_iter().map(|extremes| extremes.range(format))
@@ -121,7 +133,7 @@ fn encode_tiles(
             let tokens = TILE_TOKENS.min(source.tokens.end() - first);
             let mut rows = vec![0.0; tokens * head_dim];
             for (token, row) in rows.chunks_exact_mut(head_dim).enumerate() {
-                read_row(source.elements, source.rows.row(first + token, head), row);
+                source.read(first + token, head, row);
             }
             match &tensor.format {
                 TensorFormat::F16 => EncodedTile { codes: f16_words(tensor, &rows), ranges: Vec::new() },

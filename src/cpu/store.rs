@@ -260,11 +260,16 @@ impl TensorStore {
         &mut self.shards[page.shard as usize].codes[tile * words..][..words]
     }
 
-    pub(super) fn put_tile(&mut self, page: Page, kv_head: usize, codes: &[u32], ranges: &[u32]) {
-        self.codes_mut(page, kv_head).copy_from_slice(codes);
+    /// The range words of a tile of a page that was checked to exist.
+    pub(super) fn ranges_mut(&mut self, page: Page, kv_head: usize) -> &mut [u32] {
         let count = self.ranges_per_tile();
         let tile = page.index as usize * self.shape.kv_heads() + kv_head;
-        self.shards[page.shard as usize].ranges[tile * count..][..count].copy_from_slice(ranges);
+        &mut self.shards[page.shard as usize].ranges[tile * count..][..count]
+    }
+
+    pub(super) fn put_tile(&mut self, page: Page, kv_head: usize, codes: &[u32], ranges: &[u32]) {
+        self.codes_mut(page, kv_head).copy_from_slice(codes);
+        self.ranges_mut(page, kv_head).copy_from_slice(ranges);
     }
 
     /// Span ranges of one KV head, by channel; empty if the format has none. The slot was checked to exist.

@@ -3,12 +3,13 @@
 use super::softmax::OnlineSoftmax;
 use super::store::Tile;
 use super::tile_lines::{BLOCK, Factor, TileLines, Unpacked};
-use crate::format::{CodeRange, Grouping, TILE_TOKENS, TensorFormat};
+use crate::format::{CodeRange, Grouping, Rotation, TILE_TOKENS, TensorFormat};
 
 /// Sums `weight · value` over the tokens of tiles for the query heads of one KV head, in f64. Holds the buffers for one
 /// thread.
 pub(super) struct ValueTiles<'a> {
     grouping: Option<Grouping>,
+    rotation: Option<Rotation>,
     head_dim: usize,
     lines: &'a TileLines,
     /// `[query head of the group][head_dim]`, before span ranges.
@@ -32,6 +33,7 @@ impl<'a> ValueTiles<'a> {
         };
         Self {
             grouping,
+            rotation: format.rotation(),
             head_dim,
             lines,
             sums: vec![0.0; group * head_dim],
@@ -65,7 +67,7 @@ impl<'a> ValueTiles<'a> {
         }
     }
 
-    /// Writes the states: outputs normalised and with span ranges applied, and log-sum-exps.
+    /// Writes the states: outputs normalised, with span ranges applied and rotated back, and log-sum-exps.
     pub(super) fn finish(
         &self,
         softmax: &[OnlineSoftmax],
@@ -84,6 +86,9 @@ impl<'a> ValueTiles<'a> {
                     None => mean,
                 };
                 *output = value as f32;
+            }
+            if let Some(rotation) = self.rotation {
+                rotation.unrotate(outputs);
             }
         }
     }

@@ -31,11 +31,13 @@ impl CodeRange {
     }
 
     /// The same range with scale and minimum rounded to f16, as tile ranges are stored. A scale that is subnormal
-    /// in f16 becomes 0, because some GPUs flush it.
+    /// in f16 becomes 0, because some GPUs flush it. What lies beyond the range of f16, as the spread of the largest
+    /// elements or rotated ones can, becomes ±65504.
     pub fn rounded_to_f16(self) -> Self {
-        let scale = half::f16::from_f32(self.scale);
+        const MAX: f32 = 65504.0;
+        let scale = half::f16::from_f32(self.scale.min(MAX));
         let scale = if scale < half::f16::MIN_POSITIVE { 0.0 } else { scale.to_f32() };
-        Self { scale, min: half::f16::from_f32(self.min).to_f32() }
+        Self { scale, min: half::f16::from_f32(self.min.clamp(-MAX, MAX)).to_f32() }
     }
 
     /// The code of `value`: the nearest level, clamped to the codes there are, ties to the even code.

@@ -3,7 +3,10 @@
 mod affine;
 mod bits;
 mod calibration;
+pub mod kivi;
 pub mod msb_bytes;
+mod rotation;
+pub mod saw_int4;
 mod shape;
 mod sizes;
 mod tensor_format;
@@ -12,6 +15,7 @@ pub mod tile;
 pub use affine::CodeRange;
 pub use bits::Bits;
 pub use calibration::{Calibration, ScoreMap};
+pub use rotation::{Direction, Rotation};
 pub use shape::{AttentionShape, HEAD_DIMS};
 pub use tensor_format::{AffineFormat, Grouping, KeyOrValue, SegmentFormat, TensorFormat};
 pub use tile::{Field, LAYOUT_VERSION, TileLayout};

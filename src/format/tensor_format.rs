@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{AttentionShape, Bits, TILE_TOKENS};
+use super::{AttentionShape, Bits, Rotation, TILE_TOKENS};
 use crate::{Error, Result};
 
 /// Keys or values.
@@ -47,12 +47,21 @@ pub struct AffineFormat {
     /// Factor on the minimum and maximum before the scale is made, 0 < shrink ≤ 1. CalibQuant's published code
     /// uses 0.5 for keys and 0.3 for values at 1 bit.
     pub shrink: f32,
+    /// Rotation of every row before ranges and codes are made. Attention takes it back: queries are rotated like the
+    /// keys, outputs of rotated values are rotated back.
+    pub rotation: Option<Rotation>,
 }
 
 impl AffineFormat {
-    /// Codes of `bits` with unshrunk ranges.
+    /// Codes of `bits` with unshrunk ranges, not rotated.
     pub const fn new(bits: Bits, grouping: Grouping) -> Self {
-        Self { bits, grouping, shrink: 1.0 }
+        Self { bits, grouping, shrink: 1.0, rotation: None }
+    }
+
+    /// The same of rotated rows.
+    #[must_use]
+    pub const fn rotated(self, rotation: Rotation) -> Self {
+        Self { rotation: Some(rotation), ..self }
     }
 }
 
@@ -82,6 +91,14 @@ impl TensorFormat {
         }
     }
 
+    /// The rotation of rows before they are stored, if there is one.
+    pub const fn rotation(&self) -> Option<Rotation> {
+        match self {
+            Self::F16 => None,
+            Self::Affine(affine) => affine.rotation,
+        }
+    }
+
     /// True if one f32 range per channel covers the whole span, so that it folds into the query or the output.
     pub fn has_span_ranges(&self) -> bool {
         self.affine().is_some_and(|a| a.grouping == Grouping::Channel)
@@ -103,6 +120,14 @@ impl TensorFormat {
         }
     }
 
+    /// True if a token's codes and ranges depend on that token alone, so that tokens can be stored one by one.
+    pub const fn takes_single_tokens(&self) -> bool {
+        match self {
+            Self::F16 => true,
+            Self::Affine(affine) => matches!(affine.grouping, Grouping::Token | Grouping::TokenChannels(_)),
+        }
+    }
+
     /// Where the range of an element lies among the ranges of its tile (see [`TensorFormat::ranges_per_tile`]).
     pub const fn range_index(&self, head_dim: usize, token: usize, channel: usize) -> usize {
         match self {
@@ -121,6 +146,9 @@ impl TensorFormat {
         let reject = |reason: String| Err(Error::Format { format: self.to_string(), reason });
         if !(affine.shrink > 0.0 && affine.shrink <= 1.0) {
             return reject(format!("range shrink {} is outside 0 < shrink ≤ 1", affine.shrink));
+        }
+        if let Some(rotation) = affine.rotation {
+            rotation.check(shape)?;
         }
         match affine.grouping {
             Grouping::ChannelTokens(tokens) if ![32, 64, 128].contains(&tokens) => {
@@ -151,6 +179,9 @@ impl fmt::Display for TensorFormat {
         }
         if affine.shrink != 1.0 {
             write!(f, ", ranges × {}", affine.shrink)?;
+        }
+        if let Some(rotation) = affine.rotation {
+            write!(f, ", {rotation}")?;
         }
         Ok(())
     }
@@ -184,8 +215,8 @@ impl SegmentFormat {
             _ => (1.0, 1.0),
         };
         Self {
-            key: TensorFormat::Affine(AffineFormat { bits, grouping: Grouping::Channel, shrink: key }),
-            value: TensorFormat::Affine(AffineFormat { bits, grouping: Grouping::Channel, shrink: value }),
+            key: TensorFormat::Affine(AffineFormat { shrink: key, ..AffineFormat::new(bits, Grouping::Channel) }),
+            value: TensorFormat::Affine(AffineFormat { shrink: value, ..AffineFormat::new(bits, Grouping::Channel) }),
         }
     }
 
@@ -194,6 +225,32 @@ impl SegmentFormat {
         match which {
             KeyOrValue::Key => &self.key,
             KeyOrValue::Value => &self.value,
+        }
+    }
+
+    /// True if tokens can be stored one by one: keys and values in f16 or with ranges of their own for every token.
+    pub const fn takes_single_tokens(&self) -> bool {
+        self.key.takes_single_tokens() && self.value.takes_single_tokens()
+    }
+
+    /// Why [`SegmentFormat::takes_single_tokens`] is false, and what to do.
+    pub(crate) fn why_no_single_tokens(&self) -> String {
+        format!(
+            "single tokens cannot go into a store of {self}, whose ranges span several; use formats with ranges per token, \
+             or collect a tile of {TILE_TOKENS} in f16 and quantize it"
+        )
+    }
+
+    /// SAW-INT4 (arXiv 2604.19157): 4-bit codes with one range per token and head, keys rotated by Hadamard transforms of order 16.
+    /// Tokens are packed as they arrive; there is no window of recent tokens in f16.
+    ///
+    /// kvpack rounds codes half to even and ranges to f16; [`saw_int4`](crate::format::saw_int4) computes what the
+    /// published kernel does.
+    pub const fn saw_int4() -> Self {
+        let four_bit = AffineFormat::new(Bits::Four, Grouping::Token);
+        Self {
+            key: TensorFormat::Affine(four_bit.rotated(Rotation::hadamard(16))),
+            value: TensorFormat::Affine(four_bit),
         }
     }
 

@@ -2,21 +2,26 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::launch::{Launch, Launches, flat_grid};
+use super::hadamard::{Turn, with_turn};
+use super::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
 use super::tile_call::{self, Place, TileCall};
 use super::{Kernels, Store, StorePart, Tensor, Variant};
 use crate::backend::TokenWrite;
-use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS, TensorFormat};
+use crate::format::{
+    AttentionShape, Direction, HEAD_DIMS, KeyOrValue, SegmentFormat, TILE_TOKENS, TensorFormat, TileLayout,
+};
 use crate::plan::{ElementType, Page, RowLayout};
 use crate::{Error, Result};
 
-/// Puts single tokens into pages of an f16 store: decided, but for the buffers.
+/// Puts single tokens into pages of a store whose format [takes them](SegmentFormat::takes_single_tokens): decided, but
+/// for the buffers.
 ///
 /// Two tokens of a page may share words of values, and a word has one owner per dispatch: such tokens go into
 /// dispatches one after the other. One dispatch each for keys and values is enough for one token per sequence.
 #[derive(Clone, Debug)]
 pub struct AppendPlan {
     shape: AttentionShape,
+    format: SegmentFormat,
     rows: RowLayout,
     pages: Vec<Page>,
     /// By shard and turn.
@@ -24,43 +29,56 @@ pub struct AppendPlan {
 }
 
 impl AppendPlan {
-    /// Plans writes of tokens of dense rows.
+    /// Plans writes of tokens of dense rows into a store of this shape and format.
     ///
     /// # Errors
-    /// [`Error::NoTokens`] when there is nothing to write, [`Error::Plan`] when a token or slot does not exist.
-    pub fn new(shape: &AttentionShape, rows: RowLayout, writes: &[TokenWrite]) -> Result<Self> {
+    /// [`Error::NoTokens`] when there is nothing to write; [`Error::Format`] when the format does not fit the shape;
+    /// [`Error::Plan`] when it takes no single tokens, or a token or slot does not exist.
+    pub fn new(shape: &AttentionShape, format: &SegmentFormat, rows: RowLayout, writes: &[TokenWrite]) -> Result<Self> {
+        format.check(shape)?;
+        if !format.takes_single_tokens() {
+            return Err(Error::Plan { what: "append", reason: format.why_no_single_tokens() });
+        }
+        let values = TileLayout::new(&format.value, shape.head_dim());
         if writes.is_empty() {
             return Err(Error::NoTokens { what: "append", hint: "pass at least one token" });
         }
         let mut places: BTreeMap<(u32, usize), Vec<Place>> = BTreeMap::new();
-        let mut turns: HashMap<(Page, usize, usize), usize> = HashMap::new();
+        let mut turns: HashMap<(Page, usize), usize> = HashMap::new();
         for write in writes {
             if write.token >= rows.tokens || write.slot >= TILE_TOKENS {
                 let (token, slot) = (write.token, write.slot);
                 let reason = format!("token {token} of {} into slot {slot} of {TILE_TOKENS}", rows.tokens);
                 return Err(Error::Plan { what: "append", reason });
             }
-            // Tokens t, t + 32 share a word of values, as do t + 64, t + 96.
-            let turn = turns.entry((write.page, write.slot % 32, write.slot / 64)).or_default();
+            // Tokens whose values of a channel lie in one word.
+            let turn = turns.entry((write.page, values.value_field(write.slot, 0).word)).or_default();
             let place = Place { token: write.token as u32, page: write.page.index, slot: write.slot as u32 };
             places.entry((write.page.shard, *turn)).or_default().push(place);
             *turn += 1;
         }
-        Ok(Self { shape: *shape, rows, pages: writes.iter().map(|write| write.page).collect(), places })
+        Ok(Self {
+            shape: *shape,
+            format: *format,
+            rows,
+            pages: writes.iter().map(|write| write.page).collect(),
+            places,
+        })
     }
 
     /// The kernel variants for keys and values of these types, for [`Kernels::prepare`].
     pub fn variants(&self, keys: ElementType, values: ElementType) -> Vec<Variant> {
-        vec![variant_of(KeyOrValue::Key, keys), variant_of(KeyOrValue::Value, values)]
+        let of = |which, element_type| variant_of(&self.shape, self.format.tensor(which), which, element_type);
+        vec![of(KeyOrValue::Key, keys), of(KeyOrValue::Value, values)]
     }
 
     /// Binds the store and the tensors to read.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the store is not f16, of another shape, or lacks a page; [`Error::Elements`] when a tensor
+    /// [`Error::Plan`] when the store is not of the planned shape and format, or lacks a page; [`Error::Elements`] when a tensor
     /// is shorter than its rows; [`Error::Limit`] when it is too large for a binding.
     pub fn bind(&self, kernels: &Kernels, store: &Store, keys: &Tensor, values: &Tensor) -> Result<Launches> {
-        store.check_planned("append", &self.shape, &SegmentFormat::F16)?;
+        store.check_planned("append", &self.shape, &self.format)?;
         store.check_pages("append", &self.pages)?;
         self.rows.check("keys", keys.elements(), &self.shape)?;
         self.rows.check("values", values.elements(), &self.shape)?;
@@ -72,37 +90,63 @@ impl AppendPlan {
     fn bind_tensor(&self, kernels: &Kernels, store: &Store, tensor: &Tensor, which: KeyOrValue) -> Result<Vec<Launch>> {
         let limits = kernels.device().limits();
         let rows = tensor.element_binding(&limits)?;
-        let call = TileCall::new(&self.shape, &TensorFormat::F16, which).with_rows(&self.rows, &self.shape)?;
+        let format = self.format.tensor(which);
+        let call = TileCall::new(&self.shape, format, which).with_rows(&self.rows, &self.shape)?;
         let call = TileCall { first_element: rows.first_element, ..call };
-        let words = match which {
-            KeyOrValue::Key => self.shape.head_dim() / 2,
-            KeyOrValue::Value => self.shape.head_dim(),
-        };
+        let variant = variant_of(&self.shape, format, which, tensor.element_type());
         let launch = |(&(shard, _), places): (&(u32, usize), &Vec<Place>)| {
-            let total = (places.len() * self.shape.kv_heads() * words) as u64;
-            let grid = flat_grid(total, &limits)?;
+            let total = (places.len() * self.shape.kv_heads()) as u64;
+            let grid = flat_grid(total * u64::from(FLAT_WORKGROUP), &limits)?;
             let call = TileCall { total: total as u32, ..call }.upload(kernels.device(), places)?;
-            let buffers = [
+            let mut buffers = vec![
                 ("call", call.as_entire_buffer_binding()),
                 ("rows", rows.buffer.clone()),
                 ("tiles", store.shard_binding(shard, StorePart::tiles(which))?),
             ];
-            Launch::new(kernels, &variant_of(which, tensor.element_type()), &buffers, grid)
+            buffers.extend(store.ranges_binding(shard, which)?.map(|ranges| ("ranges", ranges)));
+            Launch::new(kernels, &variant, &buffers, grid)
         };
         self.places.iter().map(launch).collect()
     }
 }
 
-fn variant_of(which: KeyOrValue, element_type: ElementType) -> Variant {
-    let variant = tile_call::with_layout(Variant::new("append"), 16, which);
-    tile_call::with_rows(variant, element_type)
+fn variant_of(shape: &AttentionShape, format: &TensorFormat, which: KeyOrValue, element_type: ElementType) -> Variant {
+    let variant = Variant::new("append").constant("HEAD_DIM", shape.head_dim());
+    let variant = tile_call::with_rows(tile_call::with_layout(variant, format.element_bits(), which), element_type);
+    let variant = match format.rotation() {
+        None => variant,
+        Some(rotation) => {
+            let turn = Turn { rotation, direction: Direction::Forth };
+            with_turn(variant.import("row", "common/row_rotated.wgsl"), turn)
+        }
+    };
+    match format {
+        TensorFormat::F16 => variant,
+        TensorFormat::Affine(affine) => variant
+            .import("field", "common/field_codes.wgsl")
+            .import("ranges", ROW_RANGES)
+            .import("row_ranges", ROW_RANGES)
+            .constant("GROUPING", tile_call::grouping_constant(affine.grouping)),
+    }
 }
+
+/// Ranges made for a row and used by its codes.
+const ROW_RANGES: &str = "common/row_ranges_affine.wgsl";
 
 /// Every variant that a plan can ask for.
 pub(crate) fn variants() -> Vec<Variant> {
-    let types = [ElementType::F32, ElementType::F16];
-    let each = [KeyOrValue::Key, KeyOrValue::Value];
-    each.into_iter().flat_map(|which| types.map(|element_type| variant_of(which, element_type))).collect()
+    let mut found = Vec::new();
+    for (i, format) in tile_call::distinct_formats().into_iter().enumerate() {
+        let segment = SegmentFormat { key: format, value: format };
+        let Ok(shape) = AttentionShape::new(1, 1, HEAD_DIMS[i % HEAD_DIMS.len()]) else { continue };
+        if segment.takes_single_tokens() && segment.check(&shape).is_ok() {
+            for which in [KeyOrValue::Key, KeyOrValue::Value] {
+                let of = |element_type| variant_of(&shape, &format, which, element_type);
+                found.extend([ElementType::F32, ElementType::F16].map(of));
+            }
+        }
+    }
+    found
 }
 
 #[cfg(test)]
@@ -115,7 +159,9 @@ mod tests {
         let rows = RowLayout::token_major(4, &shape);
         let page = Page { shard: 0, index: 3 };
         let write = |token, slot| TokenWrite { token, page, slot };
-        let plan = AppendPlan::new(&shape, rows, &[write(0, 0), write(1, 1), write(2, 32), write(3, 64)]).unwrap();
+        let plan =
+            AppendPlan::new(&shape, &SegmentFormat::F16, rows, &[write(0, 0), write(1, 1), write(2, 32), write(3, 64)])
+                .unwrap();
         let slots = |turn| plan.places[&(0, turn)].iter().map(|place| place.slot).collect::<Vec<_>>();
         assert_eq!((slots(0), slots(1)), (vec![0, 1, 64], vec![32]));
     }
@@ -125,8 +171,10 @@ mod tests {
         let shape = AttentionShape::new(1, 1, 64).unwrap();
         let rows = RowLayout::token_major(1, &shape);
         let page = Page { shard: 0, index: 0 };
-        assert!(AppendPlan::new(&shape, rows, &[TokenWrite { token: 0, page, slot: 128 }]).is_err());
-        assert!(AppendPlan::new(&shape, rows, &[TokenWrite { token: 1, page, slot: 0 }]).is_err());
-        assert!(AppendPlan::new(&shape, rows, &[]).is_err());
+        assert!(
+            AppendPlan::new(&shape, &SegmentFormat::F16, rows, &[TokenWrite { token: 0, page, slot: 128 }]).is_err()
+        );
+        assert!(AppendPlan::new(&shape, &SegmentFormat::F16, rows, &[TokenWrite { token: 1, page, slot: 0 }]).is_err());
+        assert!(AppendPlan::new(&shape, &SegmentFormat::F16, rows, &[]).is_err());
     }
 }

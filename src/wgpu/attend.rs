@@ -1,8 +1,9 @@
 //! Kernel `attend`, and what `scores` and `weighted_values` share with it: which shader parts serve a format.
 
+use super::hadamard::{Turn, with_turn};
 use super::{Capabilities, Variant};
 use crate::backend::QueryPrecision;
-use crate::format::{AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat, TileLayout};
+use crate::format::{AttentionShape, Bits, Direction, Grouping, SegmentFormat, TensorFormat, TileLayout};
 
 /// How the query heads of a KV head are spread over workgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,7 +100,8 @@ impl Specialisation<'_> {
         let split = ChannelSplit::new(self.shape.head_dim(), heads);
         let block_sums = STEP_TILES * 32 * split.channels * 4;
         let maxima = 2 * heads * 4 + 8;
-        MAX_TILES * 4 + query + weights + block_sums + heads * INVOCATIONS * 4 + maxima
+        let rotated = self.format.value.rotation().map_or(0, |_| self.shape.head_dim() * 4);
+        MAX_TILES * 4 + rotated + query + weights + block_sums + heads * INVOCATIONS * 4 + maxima
     }
 
     fn with_work(&self, variant: Variant, heads: HeadSplit) -> Variant {
@@ -153,7 +155,11 @@ impl Specialisation<'_> {
 
     fn with_values(&self, variant: Variant, heads: usize) -> Variant {
         let split = ChannelSplit::new(self.shape.head_dim(), heads);
-        let variant = variant.constant("CHANNELS", split.channels).constant("CHANNEL_BLOCKS", split.blocks);
+        let mut variant = variant.constant("CHANNELS", split.channels).constant("CHANNEL_BLOCKS", split.blocks);
+        if let Some(rotation) = self.format.value.rotation() {
+            let turn = Turn { rotation, direction: Direction::Back };
+            variant = with_turn(variant.import("output_rotation", "common/output_rotation_hadamard.wgsl"), turn);
+        }
         let Some(affine) = self.format.value.affine() else {
             return self.with_float_weights(variant);
         };
@@ -231,7 +237,7 @@ mod tests {
     use super::super::prepare_query::Extremes;
     use super::super::{KernelLimits, SubgroupSizes, Timestamps};
     use super::*;
-    use crate::format::{AffineFormat, HEAD_DIMS};
+    use crate::format::{AffineFormat, HEAD_DIMS, Rotation};
     use crate::plan::ElementType;
 
     fn capabilities(f16: bool, subgroups: bool, workgroup_memory: u32) -> Capabilities {
@@ -250,7 +256,10 @@ mod tests {
     fn tensor_formats() -> Vec<TensorFormat> {
         let groupings = [Grouping::Channel, Grouping::Token, Grouping::ChannelTokens(32), Grouping::TokenChannels(16)];
         let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));
-        std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine)).collect()
+        let rotated = groupings.map(|grouping| {
+            TensorFormat::Affine(AffineFormat::new(Bits::Two, grouping).rotated(Rotation::randomized(16, 1)))
+        });
+        std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine)).chain(rotated).collect()
     }
 
     fn validate(variant: &Variant) -> naga::Module {

@@ -192,7 +192,7 @@ impl Backend for Wgpu {
         rows: RowLayout,
         writes: &[TokenWrite],
     ) -> Result<()> {
-        let plan = AppendPlan::new(store.shape(), rows, writes)?;
+        let plan = AppendPlan::new(store.shape(), store.format(), rows, writes)?;
         self.run("kvpack append", &plan.bind(&self.kernels, store, keys, values)?)
     }
 

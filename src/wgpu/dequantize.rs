@@ -1,15 +1,17 @@
 //! Kernel `dequantize`.
 
+use super::hadamard::{self, Turn, rotate_in_place};
 use super::launch::{Launch, Launches, flat_grid};
 use super::tile_call::{self, ShardPlaces, TileCall};
 use super::{Kernels, Store, StorePart, Tensor, Variant};
 use crate::backend::SpanRead;
-use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS, TensorFormat};
+use crate::format::{AttentionShape, Direction, KeyOrValue, SegmentFormat, TILE_TOKENS, TensorFormat};
 use crate::plan::{ElementType, Page};
 use crate::{Error, Result};
 
 /// Reads the keys and the values of a span back as dense f32 rows `[kv_heads, tokens, head_dim]`: decided, but for the
-/// buffers. One dispatch for each of keys and values and every shard that the span touches.
+/// buffers. One dispatch for each of keys and values and every shard that the span touches, and one for each of them that
+/// is stored rotated.
 #[derive(Clone, Debug)]
 pub struct DequantizePlan {
     shape: AttentionShape,
@@ -39,7 +41,13 @@ impl DequantizePlan {
 
     /// The kernel variants, for [`Kernels::prepare`].
     pub fn variants(&self) -> Vec<Variant> {
-        [KeyOrValue::Key, KeyOrValue::Value].map(|which| variant_of(self.format.tensor(which), which)).to_vec()
+        let of = |which| {
+            let format = self.format.tensor(which);
+            let back = format.rotation().map(|rotation| Turn { rotation, direction: Direction::Back });
+            let back = back.map(|turn| hadamard::in_place(self.shape.head_dim(), turn));
+            std::iter::once(variant_of(format, which)).chain(back)
+        };
+        of(KeyOrValue::Key).chain(of(KeyOrValue::Value)).collect()
     }
 
     /// Binds the store and the two f32 tensors to write, which need offsets that the device's alignment of storage
@@ -58,6 +66,11 @@ impl DequantizePlan {
             self.check_output(what, output, &kernels.device().limits())?;
             for shard in tile_call::places_by_shard(&self.pages) {
                 launches.push(self.bind_shard(kernels, store, (which, output), &shard)?);
+            }
+            if let Some(rotation) = self.format.tensor(which).rotation() {
+                let turn = Turn { rotation, direction: Direction::Back };
+                let rows = self.shape.kv_heads() * self.tokens;
+                launches.push(rotate_in_place(kernels, turn, &self.shape, rows, output.binding())?);
             }
         }
         Ok(launches.into_iter().collect())

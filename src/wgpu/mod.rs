@@ -12,6 +12,7 @@ mod capabilities;
 mod dequantize;
 mod find_non_finite;
 mod guard;
+mod hadamard;
 mod kernels;
 mod launch;
 pub mod measure;
@@ -32,6 +33,7 @@ pub use backend::Wgpu;
 pub use capabilities::{Capabilities, KernelLimits, Path, Requirements, SubgroupSizes, Timestamps};
 pub use dequantize::DequantizePlan;
 pub use find_non_finite::{ElementPosition, FindNonFinite, FindNonFinitePlan};
+pub use hadamard::HadamardPlan;
 pub use kernels::{Checks, Kernel, Kernels};
 pub use launch::{Launch, Launches};
 pub use quantize::QuantizePlan;
@@ -44,6 +46,13 @@ pub use tensor::{ElementBinding, Tensor};
 /// Every kernel variant that plans of this module can ask for, one of each that differ in more than numbers: for tests
 /// that translate them all.
 pub fn variants() -> Vec<Variant> {
-    [append::variants(), dequantize::variants(), find_non_finite::variants(), measure::variants(), quantize::variants()]
-        .concat()
+    [
+        append::variants(),
+        dequantize::variants(),
+        find_non_finite::variants(),
+        hadamard::variants(),
+        measure::variants(),
+        quantize::variants(),
+    ]
+    .concat()
 }

@@ -2,7 +2,8 @@
 
 use super::Variant;
 use super::attend::{Specialisation, middle};
-use crate::format::TileLayout;
+use super::hadamard::{Turn, with_turn};
+use crate::format::{Direction, TileLayout};
 use crate::plan::ElementType;
 
 impl Specialisation<'_> {
@@ -19,6 +20,10 @@ impl Specialisation<'_> {
             .import("input", input_file(input));
         if extremes == Extremes::Reset {
             variant = variant.import("extremes", "common/extremes_reset.wgsl");
+        }
+        if let Some(rotation) = self.format.key.rotation() {
+            let turn = Turn { rotation, direction: Direction::Forth };
+            variant = with_turn(variant.import("rotation", "common/query_rotation_hadamard.wgsl"), turn);
         }
         let Some(affine) = self.format.key.affine().filter(|_| self.integer_keys()) else {
             return variant.import("row", "common/query_row_f32.wgsl");

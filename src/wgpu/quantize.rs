@@ -1,10 +1,11 @@
 //! Kernel `quantize`, and the kernels `ranges_span` and `ranges_tile` that make the ranges it needs.
 
+use super::hadamard::{self, Turn};
 use super::launch::{Launch, Launches, flat_grid};
 use super::tile_call::{self, ShardPlaces, TileCall};
-use super::{ElementBinding, Kernels, Store, StorePart, Tensor, Variant};
+use super::{ElementBinding, Kernels, Store, StorePart, Tensor, Variant, buffers};
 use crate::backend::SpanWrite;
-use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TensorFormat};
+use crate::format::{AttentionShape, Direction, KeyOrValue, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat};
 use crate::plan::{ElementType, Page, RowLayout, TokenRange};
 use crate::{Error, Result};
 
@@ -13,7 +14,8 @@ const CHUNK: usize = 64;
 
 /// Writes tokens of dense keys and values into pages as one span: decided, but for the buffers.
 ///
-/// The dispatches: three of `ranges_span` for each of keys and values that has span ranges, then for every shard that
+/// The dispatches: for rows that are stored rotated, `hadamard` into scratch memory of at most 16 MiB, as often as it takes
+/// (the memory is freed with the bound launches); three of `ranges_span` for each of keys and values that has span ranges, then for every shard that
 /// the span touches `ranges_tile` where there are tile ranges, and `quantize`.
 #[derive(Clone, Debug)]
 pub struct QuantizePlan {
@@ -50,7 +52,13 @@ impl QuantizePlan {
 
     /// The kernel variants for keys and values of these types, for [`Kernels::prepare`].
     pub fn variants(&self, keys: ElementType, values: ElementType) -> Vec<Variant> {
-        let of = |which, element_type| variants_of(self.format.tensor(which), which, element_type);
+        let of = |which, element_type| {
+            let format = self.format.tensor(which);
+            let Some(rotation) = format.rotation() else { return variants_of(format, which, element_type) };
+            let turn = Turn { rotation, direction: Direction::Forth };
+            let rotate = hadamard::from_rows(self.shape.head_dim(), turn, element_type);
+            std::iter::once(rotate).chain(variants_of(format, which, ElementType::F32)).collect()
+        };
         [of(KeyOrValue::Key, keys), of(KeyOrValue::Value, values)].concat()
     }
 
@@ -80,14 +88,15 @@ impl QuantizePlan {
             ..TileCall::new(&self.shape, self.format.tensor(which), which).with_rows(&self.rows, &self.shape)?
         };
         let source = Source { kernels, store, which, element_type: tensor.element_type(), rows, call };
-        let mut launches = source.span_ranges()?;
-        for shard in tile_call::places_by_shard(&self.pages) {
-            launches.extend(source.tile_ranges(&shard)?);
-            launches.push(source.quantize(&shard)?);
+        match self.format.tensor(which).rotation() {
+            None => source.pack(&self.pages),
+            Some(rotation) => source.pack_rotated(&self.pages, rotation),
         }
-        Ok(launches)
     }
 }
+
+/// Bytes of the rotated rows that wait to be packed, at most: rows are rotated piece by piece.
+const PIECE_BYTES: usize = 16 << 20;
 
 /// Keys or values on their way into a store.
 struct Source<'a> {
@@ -100,10 +109,87 @@ struct Source<'a> {
 }
 
 impl Source<'_> {
-    fn span_ranges(&self) -> Result<Vec<Launch>> {
-        if !self.format().has_span_ranges() {
-            return Ok(Vec::new());
+    /// Ranges, codes and tiles of the rows as they are.
+    fn pack(&self, pages: &[Page]) -> Result<Vec<Launch>> {
+        let mut launches = Vec::new();
+        if self.format().has_span_ranges() {
+            for entry in SpanRangesEntry::ALL {
+                launches.push(self.span_ranges(entry)?);
+            }
         }
+        launches.extend(self.tiles(pages)?);
+        Ok(launches)
+    }
+
+    /// The same of rotated rows. They are rotated into scratch memory, a few pages of tokens at a time; where ranges
+    /// span all pieces, the pieces are rotated once for the ranges and once more for the codes.
+    fn pack_rotated(&self, pages: &[Page], rotation: Rotation) -> Result<Vec<Launch>> {
+        let token_bytes = (self.call.kv_heads * self.call.head_dim) as usize * size_of::<f32>();
+        let piece_pages = (PIECE_BYTES / (token_bytes * TILE_TOKENS)).clamp(1, pages.len());
+        let bytes = (piece_pages * TILE_TOKENS * token_bytes) as u64;
+        let usage = wgpu::BufferUsages::STORAGE;
+        let scratch = buffers::create_now(self.kernels.device(), "rotated rows", bytes, usage)?;
+        let pieces: Vec<(Launch, Source<'_>, &[Page])> = pages
+            .chunks(piece_pages)
+            .enumerate()
+            .map(|(piece, pages)| {
+                let (rotate, rotated) =
+                    self.rotated_piece((piece * piece_pages * TILE_TOKENS) as u32, pages, rotation, &scratch)?;
+                Ok((rotate, rotated, pages))
+            })
+            .collect::<Result<_>>()?;
+
+        let mut launches = Vec::new();
+        if let Some((_, any, _)) = pieces.first().filter(|_| self.format().has_span_ranges()) {
+            launches.push(any.span_ranges(SpanRangesEntry::Clear)?);
+            for (rotate, rotated, _) in &pieces {
+                launches.push(rotate.clone());
+                launches.push(rotated.span_ranges(SpanRangesEntry::Extremes)?);
+            }
+            launches.push(any.span_ranges(SpanRangesEntry::Ranges)?);
+        }
+        for (rotate, rotated, pages) in pieces {
+            launches.push(rotate);
+            launches.extend(rotated.tiles(pages)?);
+        }
+        Ok(launches)
+    }
+
+    /// The rotation of the tokens of some pages, and the rotated rows as a source.
+    fn rotated_piece<'s>(
+        &'s self,
+        first: u32,
+        pages: &[Page],
+        rotation: Rotation,
+        scratch: &'s wgpu::Buffer,
+    ) -> Result<(Launch, Source<'s>)> {
+        let tokens = (self.call.tokens - first).min((pages.len() * TILE_TOKENS) as u32);
+        let call = TileCall { first_token: self.call.first_token + first, tokens, ..self.call };
+        let turn = Turn { rotation, direction: Direction::Forth };
+        let scratch = scratch.as_entire_buffer_binding();
+        let rotate = hadamard::rotate(self.kernels, turn, call, (self.element_type, &self.rows), scratch.clone())?;
+        let call = TileCall {
+            first_element: 0,
+            first_token: 0,
+            token_stride: call.kv_heads * call.head_dim,
+            head_stride: call.head_dim,
+            ..call
+        };
+        let rows = ElementBinding { buffer: scratch, first_element: 0 };
+        Ok((rotate, Source { element_type: ElementType::F32, rows, call, ..*self }))
+    }
+
+    /// Tile ranges and codes of the source's tokens, which lie in `pages`.
+    fn tiles(&self, pages: &[Page]) -> Result<Vec<Launch>> {
+        let mut launches = Vec::new();
+        for shard in tile_call::places_by_shard(pages) {
+            launches.extend(self.tile_ranges(&shard)?);
+            launches.push(self.quantize(&shard)?);
+        }
+        Ok(launches)
+    }
+
+    fn span_ranges(&self, entry: SpanRangesEntry) -> Result<Launch> {
         let channels = u64::from(self.call.kv_heads * self.call.head_dim);
         let chunks = u64::from(self.call.tokens).div_ceil(CHUNK as u64) * channels;
         let call = TileCall { total: u32::try_from(chunks).unwrap_or(u32::MAX), ..self.call };
@@ -113,9 +199,8 @@ impl Source<'_> {
             ("rows", self.rows.buffer.clone()),
             ("ranges", self.store.span_ranges_binding(self.which)?),
         ];
-        let variants = ranges_span(self.format(), self.element_type);
-        let sizes = [channels, chunks, channels];
-        variants.iter().zip(sizes).map(|(variant, size)| self.launch(variant, &buffers, size)).collect()
+        let size = if entry == SpanRangesEntry::Extremes { chunks } else { channels };
+        self.launch(&ranges_span(self.format(), self.element_type, entry), &buffers, size)
     }
 
     fn tile_ranges(&self, shard: &ShardPlaces) -> Result<Option<Launch>> {
@@ -170,18 +255,37 @@ fn ranges_tile(format: &TensorFormat, element_type: ElementType) -> Option<Varia
     Some(tile_call::with_rows(variant, element_type))
 }
 
-/// The three entry points in the order in which they run.
-fn ranges_span(format: &TensorFormat, element_type: ElementType) -> [Variant; 3] {
-    ["ranges_span_clear", "ranges_span_extremes", "ranges_span"].map(|entry| {
-        let variant = Variant::new("ranges_span").entry(entry).constant("BITS", format.element_bits());
-        tile_call::with_rows(variant.constant("CHUNK", CHUNK), element_type)
-    })
+/// The entry points of `ranges_span`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum SpanRangesEntry {
+    Clear,
+    Extremes,
+    Ranges,
 }
 
+impl SpanRangesEntry {
+    /// In the order in which they run.
+    const ALL: [Self; 3] = [Self::Clear, Self::Extremes, Self::Ranges];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Clear => "ranges_span_clear",
+            Self::Extremes => "ranges_span_extremes",
+            Self::Ranges => "ranges_span",
+        }
+    }
+}
+
+fn ranges_span(format: &TensorFormat, element_type: ElementType, entry: SpanRangesEntry) -> Variant {
+    let variant = Variant::new("ranges_span").entry(entry.name()).constant("BITS", format.element_bits());
+    tile_call::with_rows(variant.constant("CHUNK", CHUNK), element_type)
+}
+
+/// The variants that pack rows of a type, but for that of their rotation.
 fn variants_of(format: &TensorFormat, which: KeyOrValue, element_type: ElementType) -> Vec<Variant> {
     let mut variants = Vec::new();
     if format.has_span_ranges() {
-        variants.extend(ranges_span(format, element_type));
+        variants.extend(SpanRangesEntry::ALL.map(|entry| ranges_span(format, element_type, entry)));
     }
     variants.extend(ranges_tile(format, element_type));
     variants.push(quantize(format, which, element_type));

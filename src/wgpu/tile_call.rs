@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::buffers;
 use super::shader::Variant;
-use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, KeyOrValue, TensorFormat, TileLayout};
+use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, KeyOrValue, Rotation, TensorFormat, TileLayout};
 use crate::plan::{ElementType, Page, RowLayout};
 use crate::{Error, Result, TILE_TOKENS};
 
@@ -149,13 +149,15 @@ pub(crate) fn with_layout(variant: Variant, bits: usize, which: KeyOrValue) -> V
 
 /// Chooses the type of the dense tensor's elements.
 pub(crate) fn with_rows(variant: Variant, element_type: ElementType) -> Variant {
-    variant.import(
-        "rows",
-        match element_type {
-            ElementType::F32 => "common/rows_f32.wgsl",
-            ElementType::F16 => "common/rows_f16.wgsl",
-        },
-    )
+    variant.import("rows", rows_file(element_type))
+}
+
+/// The shader file that reads elements of this type.
+pub(crate) fn rows_file(element_type: ElementType) -> &'static str {
+    match element_type {
+        ElementType::F32 => "common/rows_f32.wgsl",
+        ElementType::F16 => "common/rows_f16.wgsl",
+    }
 }
 
 /// Chooses what the fields of tiles are, and where their ranges lie.
@@ -183,5 +185,7 @@ pub(crate) fn grouping_constant(grouping: Grouping) -> usize {
 pub(crate) fn distinct_formats() -> Vec<TensorFormat> {
     let groupings = [Grouping::Channel, Grouping::ChannelTokens(32), Grouping::Token, Grouping::TokenChannels(16)];
     let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));
-    std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine)).collect()
+    let rotated = AffineFormat::new(Bits::Four, Grouping::Token).rotated(Rotation::hadamard(16));
+    let all = std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine));
+    all.chain([TensorFormat::Affine(rotated)]).collect()
 }

@@ -1,13 +1,15 @@
 //! A naive model of a cache, and random operations that a cache and the model must agree on. For any backend.
 #![allow(dead_code, reason = "every test takes what it needs")]
 
+pub mod decode_loop;
+
 use std::collections::BTreeMap;
 
 use half::f16;
 use kvpack::backend::Backend;
 use kvpack::cache::{KvCache, PromptSpan, RecentWindow, Recipe};
 use kvpack::cpu::{DenseSegment, exact_attention, nmse};
-use kvpack::format::{CodeRange, Grouping, KeyOrValue, TensorFormat};
+use kvpack::format::{CodeRange, Direction, Grouping, KeyOrValue, TensorFormat};
 use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Error, SegmentFormat, TILE_TOKENS};
 use pollster::block_on;
@@ -117,18 +119,24 @@ impl Model {
     /// Newer tokens that a packed window needs, if windows are packed.
     fn window(&self) -> Option<usize> {
         match self.recipe.recent {
-            RecentWindow::Pack { newer } if self.packs() => Some(newer),
+            RecentWindow::PackTiles { newer } if self.packs() => Some(newer),
             _ => None,
         }
     }
 
+    fn packs_tokens(&self) -> bool {
+        self.packs() && self.recipe.recent == RecentWindow::PackTokens
+    }
+
     fn push_token(&mut self, sequence: usize, keys: &[f32], values: &[f32]) {
         let (packs_windows, row) = (self.window().is_some(), self.row_elements());
+        let tokens: usize = self.sequences[sequence].iter().map(|span| span.keys.len() / row).sum();
+        let packed = self.packs() && self.recipe.recent == RecentWindow::PackTokens && tokens >= self.recipe.sink;
         let spans = &mut self.sequences[sequence];
         let is_full = |span: &ModelSpan| span.packed || !span.window || span.keys.len() == TILE_TOKENS * row;
-        let needs_span = |span: &ModelSpan| if packs_windows { is_full(span) } else { span.packed };
+        let needs_span = |span: &ModelSpan| if packs_windows { is_full(span) } else { span.packed != packed };
         if spans.last().is_none_or(needs_span) {
-            spans.push(ModelSpan { packed: false, window: true, keys: Vec::new(), values: Vec::new() });
+            spans.push(ModelSpan { packed, window: true, keys: Vec::new(), values: Vec::new() });
         }
         let last = spans.last_mut().unwrap();
         last.keys.extend_from_slice(keys);
@@ -143,7 +151,11 @@ impl Model {
         let mut packed = 0;
         for span in &mut self.sequences[sequence] {
             let length = span.keys.len() / row;
-            let due = span.window && start >= sink && length == TILE_TOKENS && tokens - start - length >= newer;
+            let due = span.window
+                && !span.packed
+                && start >= sink
+                && length == TILE_TOKENS
+                && tokens - start - length >= newer;
             if due && packed < most {
                 // A window is packed from what it holds: f16.
                 span.keys.iter_mut().chain(&mut span.values).for_each(|x| *x = f16::from_f32(*x).to_f32());
@@ -171,6 +183,12 @@ fn decoded(format: &TensorFormat, rows: &[f32], shape: &AttentionShape) -> Vec<f
         return rows.iter().map(|&x| f16::from_f32(x).to_f32()).collect();
     };
     let head_dim = shape.head_dim();
+    let turn = |direction, rows: &mut Vec<f32>| {
+        let rotation = affine.rotation.into_iter();
+        rotation.for_each(|rotation| kvpack::cpu::hadamard(rows, head_dim, rotation, direction).unwrap());
+    };
+    let mut rows = rows.to_vec();
+    turn(Direction::Forth, &mut rows);
     let group_of = |i: usize| {
         let (token, head, channel) = (i / (shape.kv_heads() * head_dim), i / head_dim % shape.kv_heads(), i % head_dim);
         match affine.grouping {
@@ -190,7 +208,10 @@ fn decoded(format: &TensorFormat, rows: &[f32], shape: &AttentionShape) -> Vec<f
         let range = CodeRange::new(min, max, affine.shrink, affine.bits);
         if affine.grouping == Grouping::Channel { range } else { range.rounded_to_f16() }
     };
-    rows.iter().enumerate().map(|(i, &x)| range(i).decode(range(i).encode(x, affine.bits))).collect()
+    let mut decoded: Vec<f32> =
+        rows.iter().enumerate().map(|(i, &x)| range(i).decode(range(i).encode(x, affine.bits))).collect();
+    turn(Direction::Back, &mut decoded);
+    decoded
 }
 
 /// Random rows, rounded to f16 if `half`, and the tensor that holds them.
@@ -466,6 +487,10 @@ pub fn recipes() -> Vec<Recipe> {
         Recipe::pack_all(kivi).with_window(130).with_sink(100),
         Recipe::pack_all(SegmentFormat::per_channel(Bits::Two)).with_window(128).with_sink(1),
         Recipe::pack_all(mixed),
+        Recipe::pack_all(SegmentFormat::saw_int4()),
+        Recipe::pack_all(SegmentFormat::saw_int4()).with_sink(70),
+        Recipe::pack_all(SegmentFormat::saw_int4()).with_window(0),
+        Recipe::pack_all(SegmentFormat { key: affine(Bits::One, Grouping::Token), ..kivi }),
         Recipe::pack_all(SegmentFormat::F16),
     ]
 }

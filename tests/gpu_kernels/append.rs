@@ -57,7 +57,7 @@ fn appended_tokens_make_the_tiles_of_a_span() {
 }
 
 #[test]
-fn packed_stores_take_no_single_tokens() {
+fn ranges_over_tokens_take_no_single_tokens() {
     let backend = shared();
     let shape = AttentionShape::new(1, 1, 64).unwrap();
     let rows = RowLayout::token_major(1, &shape);

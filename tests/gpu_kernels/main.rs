@@ -5,6 +5,7 @@ mod append;
 mod expected;
 #[path = "../gpu_device/mod.rs"]
 mod gpu_device;
+mod hadamard;
 mod lost;
 mod measure;
 mod memory;

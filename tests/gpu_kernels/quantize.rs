@@ -117,7 +117,7 @@ impl Stored {
 }
 
 fn affine(bits: Bits, grouping: Grouping, shrink: f32) -> TensorFormat {
-    TensorFormat::Affine(AffineFormat { bits, grouping, shrink })
+    TensorFormat::Affine(AffineFormat { shrink, ..AffineFormat::new(bits, grouping) })
 }
 
 /// Every width with every grouping, keys and values differently, lengths that end anywhere in a tile.

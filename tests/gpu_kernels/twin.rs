@@ -2,7 +2,7 @@
 
 use kvpack::backend::{SpanRead, SpanWrite};
 use kvpack::cpu::Cpu;
-use kvpack::format::{AffineFormat, Grouping, HEAD_DIMS, KeyOrValue, TILE_TOKENS, TensorFormat};
+use kvpack::format::{AffineFormat, Grouping, HEAD_DIMS, KeyOrValue, Rotation, TILE_TOKENS, TensorFormat};
 use kvpack::plan::{Elements, Page, RowLayout, TokenRange};
 use kvpack::wgpu::StorePart;
 use kvpack::{AttentionShape, Backend, Bits, SegmentFormat};
@@ -31,7 +31,8 @@ fn stored_and_decoded<B: Backend>(backend: &B, case: &Case) -> (B::Store, Vec<u3
     let (keys, values) = backend.dequantize(&store, read).unwrap();
     let mut decoded = block_on(backend.download(&keys)).unwrap();
     decoded.extend(block_on(backend.download(&values)).unwrap());
-    (store, decoded.into_iter().map(f32::to_bits).collect())
+    // +0 and −0 are alike.
+    (store, decoded.into_iter().map(|x| (x + 0.0).to_bits()).collect())
 }
 
 #[derive(Debug)]
@@ -51,8 +52,15 @@ fn tensor_formats() -> impl Strategy<Value = TensorFormat> {
         Just(Grouping::Token),
         prop::sample::select(vec![4, 8, 16]).prop_map(Grouping::TokenChannels),
     ];
-    let affine = (prop::sample::select(Bits::ALL.to_vec()), grouping, prop::sample::select(vec![1.0, 0.5, 0.3, 0.77]))
-        .prop_map(|(bits, grouping, shrink)| TensorFormat::Affine(AffineFormat { bits, grouping, shrink }));
+    let rotation = prop_oneof![
+        3 => Just(None),
+        1 => prop::sample::select(vec![2, 8, 16]).prop_map(|order| Some(Rotation::hadamard(order))),
+        1 => any::<u32>().prop_map(|seed| Some(Rotation::randomized(16, seed))),
+    ];
+    let shrink = prop::sample::select(vec![1.0, 0.5, 0.3, 0.77]);
+    let affine = (prop::sample::select(Bits::ALL.to_vec()), grouping, shrink, rotation).prop_map(
+        |(bits, grouping, shrink, rotation)| TensorFormat::Affine(AffineFormat { bits, grouping, shrink, rotation }),
+    );
     prop_oneof![1 => Just(TensorFormat::F16), 6 => affine]
 }
 
@@ -70,35 +78,53 @@ fn cases() -> impl Strategy<Value = Case> {
     })
 }
 
+/// Holds what wgpu stores and reads back against what the CPU does.
+fn assert_stored_alike(case: &Case) {
+    let (backend, twin) = (shared(), Cpu::new());
+    let (store, decoded) = stored_and_decoded(&backend, case);
+    let (expected, expected_decoded) = stored_and_decoded(&twin, case);
+    assert!(decoded == expected_decoded, "decoded");
+    assert_eq!(backend.store_bytes(&store), twin.store_bytes(&expected));
+    for which in [KeyOrValue::Key, KeyOrValue::Value] {
+        let tiles = words(&backend, store.shard_buffer(0, StorePart::tiles(which)).unwrap());
+        let ranges = store.shard_buffer(0, StorePart::ranges(which)).map(|buffer| words(&backend, buffer));
+        let ranges = ranges.unwrap_or_default();
+        for page in &case.pages {
+            for kv_head in 0..case.shape.kv_heads() {
+                let tile = page.index as usize * case.shape.kv_heads() + kv_head;
+                let (wanted, wanted_ranges) = expected.tile_words(which, *page, kv_head).unwrap();
+                assert!(tiles[tile * wanted.len()..][..wanted.len()] == *wanted, "{which} tile {tile}");
+                let ranges = &ranges[tile * wanted_ranges.len()..][..wanted_ranges.len()];
+                assert!(*ranges == *wanted_ranges, "{which} ranges of tile {tile}");
+            }
+        }
+        let wanted = expected.span_ranges(which, 0).unwrap_or_default();
+        if !wanted.is_empty() {
+            let ranges = words(&backend, store.span_ranges_buffer(which).unwrap());
+            let wanted: Vec<u32> = wanted.iter().flat_map(|x| [x.scale.to_bits(), x.min.to_bits()]).collect();
+            assert!(ranges == wanted, "{which} span ranges");
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn stores_are_equal(case in cases()) {
-        let (backend, twin) = (shared(), Cpu::new());
-        let (store, decoded) = stored_and_decoded(&backend, &case);
-        let (expected, expected_decoded) = stored_and_decoded(&twin, &case);
-        prop_assert!(decoded == expected_decoded, "decoded");
-        prop_assert_eq!(backend.store_bytes(&store), twin.store_bytes(&expected));
-        for which in [KeyOrValue::Key, KeyOrValue::Value] {
-            let tiles = words(&backend, store.shard_buffer(0, StorePart::tiles(which)).unwrap());
-            let ranges = store.shard_buffer(0, StorePart::ranges(which)).map(|buffer| words(&backend, buffer));
-            let ranges = ranges.unwrap_or_default();
-            for page in &case.pages {
-                for kv_head in 0..case.shape.kv_heads() {
-                    let tile = page.index as usize * case.shape.kv_heads() + kv_head;
-                    let (wanted, wanted_ranges) = expected.tile_words(which, *page, kv_head).unwrap();
-                    prop_assert!(tiles[tile * wanted.len()..][..wanted.len()] == *wanted, "{which} tile {tile}");
-                    let ranges = &ranges[tile * wanted_ranges.len()..][..wanted_ranges.len()];
-                    prop_assert!(*ranges == *wanted_ranges, "{which} ranges of tile {tile}");
-                }
-            }
-            let wanted = expected.span_ranges(which, 0).unwrap_or_default();
-            if !wanted.is_empty() {
-                let ranges = words(&backend, store.span_ranges_buffer(which).unwrap());
-                let wanted: Vec<u32> = wanted.iter().flat_map(|x| [x.scale.to_bits(), x.min.to_bits()]).collect();
-                prop_assert!(ranges == wanted, "{which} span ranges");
-            }
-        }
+        assert_stored_alike(&case);
     }
+}
+
+/// Spans so long that rows are rotated in several pieces.
+#[test]
+fn pieces_of_rotated_rows_join() {
+    let shape = AttentionShape::new(8, 8, 256).unwrap();
+    let rotated =
+        |grouping| TensorFormat::Affine(AffineFormat::new(Bits::Four, grouping).rotated(Rotation::randomized(256, 3)));
+    let format = SegmentFormat { key: rotated(Grouping::Channel), value: rotated(Grouping::Token) };
+    let pages = (0..17).rev().map(|index| Page { shard: 0, index }).collect();
+    let tokens = TokenRange::new(3, 2100).unwrap();
+    let rows = RowLayout::token_major(2100, &shape);
+    assert_stored_alike(&Case { shape, format, rows, tokens, pages, seed: 5 });
 }

@@ -65,7 +65,7 @@ fn quantized(file: &GoldenFile, which: KeyOrValue) -> Result<Outputs> {
     let head_dim = HEAD_DIMS.into_iter().find(|&served| served >= channels).context("no head_dim is that large")?;
     let shape = AttentionShape::new(heads, heads, head_dim)?;
     let shrink = file.number("shrink")? as f32;
-    let format = TensorFormat::Affine(AffineFormat { bits: bits(file)?, grouping: Grouping::Channel, shrink });
+    let format = TensorFormat::Affine(AffineFormat { shrink, ..AffineFormat::new(bits(file)?, Grouping::Channel) });
     let x = file.input("x")?.f32()?;
     let padded: Vec<f32> = x.chunks(channels).flat_map(|row| pad(row, head_dim)).collect();
 

@@ -91,6 +91,11 @@ impl GoldenFile {
         self.params[name].as_bool().unwrap_or(false)
     }
 
+    /// True if there is such a parameter, whatever its value.
+    pub fn has_param(&self, name: &str) -> bool {
+        self.params.get(name).is_some()
+    }
+
     fn tensor(&self, name: &str) -> Result<&Tensor> {
         self.tensors.get(name).with_context(|| format!("no tensor '{name}'"))
     }

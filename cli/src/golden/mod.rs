@@ -7,6 +7,10 @@ mod attention;
 mod calibquant;
 mod compare;
 mod file;
+mod hadamard;
+mod kivi;
+mod saw_int4;
+mod stored;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -23,12 +27,16 @@ type Outputs = BTreeMap<&'static str, Vec<f64>>;
 type Op = fn(&GoldenFile) -> Result<Vec<(&'static str, Outputs)>>;
 
 /// The ops that are implemented.
-const OPS: [(&str, Op); 5] = [
+const OPS: [(&str, Op); 9] = [
     ("attention.decode", attention::decode),
     ("calibquant.calibrate", calibquant::calibrate),
     ("calibquant.decode", calibquant::decode),
     ("calibquant.pack", calibquant::pack),
     ("calibquant.quantize", calibquant::quantize),
+    ("hadamard", hadamard::hadamard),
+    ("kivi.quantize_k", kivi::quantize_k),
+    ("kivi.quantize_v", kivi::quantize_v),
+    ("saw.quantize", saw_int4::quantize),
 ];
 
 /// What came of one file.

@@ -1,7 +1,7 @@
 //! The formats that are evaluated.
 
 use anyhow::{Result, bail};
-use kvpack::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat};
+use kvpack::format::{AffineFormat, AttentionShape, Bits, Grouping, Rotation, SegmentFormat, TensorFormat};
 
 /// A format under the name by which it is known.
 pub struct NamedFormat {
@@ -33,7 +33,8 @@ pub fn matching(shape: &AttentionShape, text: Option<&str>) -> Result<Vec<NamedF
     Ok(fitting)
 }
 
-/// f16, then one range per channel (CalibQuant), per token, and per group (KIVI), each from wide to narrow.
+/// f16, then one range per channel (CalibQuant), per token, per token of rotated rows (SAW-INT4), and per group (KIVI),
+/// each from wide to narrow.
 fn all(shape: &AttentionShape) -> Vec<NamedFormat> {
     let named = |name: String, format| NamedFormat { name, format };
     let mut formats = vec![named("f16".into(), SegmentFormat::F16)];
@@ -44,6 +45,15 @@ fn all(shape: &AttentionShape) -> Vec<NamedFormat> {
     for bits in [Bits::Eight, Bits::Four, Bits::Two] {
         let token = TensorFormat::Affine(AffineFormat::new(bits, Grouping::Token));
         formats.push(named(format!("{bits}-bit per token"), SegmentFormat { key: token, value: token }));
+    }
+    // SAW-INT4, and its rotation at other widths, orders and of values too.
+    formats.push(named("4-bit per token, keys rotated by 16".into(), SegmentFormat::saw_int4()));
+    let largest = Rotation::largest_order(shape.head_dim());
+    for bits in [Bits::Eight, Bits::Four, Bits::Two] {
+        let token = AffineFormat::new(bits, Grouping::Token).rotated(Rotation::hadamard(largest));
+        let token = TensorFormat::Affine(token);
+        let name = format!("{bits}-bit per token, rotated by {largest}");
+        formats.push(named(name, SegmentFormat { key: token, value: token }));
     }
     // 32 channels to a group, as KIVI has them, or 16 where 32 do not divide the head.
     let channels = if shape.head_dim().is_multiple_of(32) { 32 } else { 16 };

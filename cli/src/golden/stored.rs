@@ -1,0 +1,49 @@
+//! One head of a golden file in a store, packed by the kernel.
+
+use anyhow::Result;
+use kvpack::backend::{SpanRead, SpanWrite};
+use kvpack::cpu::{CpuStore, dequantize, quantize};
+use kvpack::format::{CodeRange, KeyOrValue, TensorFormat, msb_bytes};
+use kvpack::plan::{Elements, Page, RowLayout, TokenRange};
+use kvpack::{AttentionShape, SegmentFormat, TILE_TOKENS};
+
+/// What the kernel `quantize` makes of the rows of one head.
+pub struct Packed {
+    /// Codes `[tokens, head_dim]`.
+    pub codes: Vec<u8>,
+    /// What they decode to, `[tokens, head_dim]`.
+    pub decoded: Vec<f32>,
+    format: TensorFormat,
+    head_dim: usize,
+    /// The words beside each tile.
+    ranges: Vec<Vec<u32>>,
+}
+
+impl Packed {
+    /// Packs rows `[tokens, head_dim]` of one head in a format that has ranges beside the tiles.
+    pub fn new(format: TensorFormat, which: KeyOrValue, head_dim: usize, rows: &[f32]) -> Result<Self> {
+        let shape = AttentionShape::new(1, 1, head_dim)?;
+        let tokens = rows.len() / head_dim;
+        let mut store = CpuStore::new(shape, SegmentFormat { key: format, value: format })?;
+        let pages: Vec<Page> = (0..tokens.div_ceil(TILE_TOKENS) as u32).map(|index| Page { shard: 0, index }).collect();
+        store.add_shard(pages.len() as u32)?;
+        let layout = RowLayout::token_major(tokens, &shape);
+        let write = SpanWrite { rows: layout, tokens: TokenRange::new(0, tokens)?, pages: &pages, range_slot: 0 };
+        quantize(&mut store, Elements::F32(rows), Elements::F32(rows), write)?;
+        let decoded = dequantize(&store, which, SpanRead { pages: &pages, tokens, range_slot: 0 })?;
+        let (mut codes, mut ranges) = (Vec::new(), Vec::new());
+        for (tile, &page) in pages.iter().enumerate() {
+            let (words, beside) = store.tile_words(which, page, 0)?;
+            let in_tile = TILE_TOKENS.min(tokens - tile * TILE_TOKENS);
+            codes.extend(msb_bytes::codes_from_tile(which, &format, head_dim, words, in_tile)?);
+            ranges.push(beside.to_vec());
+        }
+        Ok(Self { codes, decoded, format, head_dim, ranges })
+    }
+
+    /// The stored range of an element.
+    pub fn range(&self, token: usize, channel: usize) -> CodeRange {
+        let at = self.format.range_index(self.head_dim, token % TILE_TOKENS, channel);
+        CodeRange::from_word(self.ranges[token / TILE_TOKENS][at])
+    }
+}

@@ -1,0 +1,15 @@
+// Outputs of values that are stored rotated: rotated back before they become states, so that the states of segments of
+// any rotation merge.
+
+// import common/rotate_row.wgsl
+
+fn put_output(state: u32, y: u32, head: u32, channel: u32, output: f32) {
+    rotated[channel] = rotation_input(output, channel);
+}
+
+fn finish_output(state: u32, y: u32, head: u32, invocation: u32) {
+    rotate_row(invocation);
+    for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
+        write_state_channel(state, y, head, channel, unflipped(rotated[channel], channel));
+    }
+}

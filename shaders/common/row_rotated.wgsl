@@ -1,0 +1,15 @@
+// A row in workgroup memory that is stored rotated.
+
+// import common/rotate_row.wgsl
+
+fn put_channel(channel: u32, x: f32) {
+    rotated[channel] = rounded(rotation_input(x, channel));
+}
+
+fn channel_value(channel: u32) -> f32 {
+    return rotated[channel];
+}
+
+fn finish_row(invocation: u32) {
+    rotate_row(invocation);
+}

@@ -1,0 +1,223 @@
+//! Rotations of the channels of a head: blocked, normalised Walsh-Hadamard transforms.
+//!
+//! A rotation spreads what one channel holds over all channels of its block, so that a range over a token's channels is
+//! not stretched by a few outlier channels (SAW-INT4), and so that every channel of a token is distributed alike
+//! (TurboQuant). Queries rotated like the keys give the same scores, and a weighted sum of rotated values is rotated back
+//! once: nothing is undone per token.
+
+use std::fmt;
+
+use super::AttentionShape;
+use crate::{Error, Result};
+
+/// An orthonormal rotation of the channels of a head.
+///
+/// The row is cut into blocks of `order` neighbouring channels, and each block is multiplied with the Walsh-Hadamard
+/// matrix in natural (Sylvester) order over `√order`. That matrix is symmetric and its own inverse.
+///
+/// A *randomised* rotation flips the signs of some channels before that: `y = H (s ⊙ x)`, `x = s ⊙ (H y)`. The signs are
+/// a fixed function of seed and channel, see [`Rotation::flips`].
+///
+/// The arithmetic is part of the format, and every backend reproduces it bit for bit: elements below 2^-50 count as 0;
+/// each is multiplied by `1/√order`, rounded to f32; then come the butterflies `(a + b, a − b)` in f32 over channels 1, 2,
+/// 4, … apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Rotation {
+    order: usize,
+    seed: Option<u32>,
+}
+
+/// Into the rotated channels, or out of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// Rotates.
+    Forth,
+    /// Rotates back.
+    Back,
+}
+
+/// Smaller elements count as 0, so that no sum of a rotation, and no square of an element, is ever subnormal: 2^-50.
+const SMALLEST: f32 = f32::from_bits((127 - 50) << 23);
+
+impl Rotation {
+    /// The Hadamard transform of blocks of `order` channels: a power of two from 2 to 256.
+    pub const fn hadamard(order: usize) -> Self {
+        Self { order, seed: None }
+    }
+
+    /// The same after flipping signs that depend on `seed`.
+    pub const fn randomized(order: usize, seed: u32) -> Self {
+        Self { order, seed: Some(seed) }
+    }
+
+    /// The largest order that divides a head: 64, 16, 32, 128 and 256 for head_dim 64, 80, 96, 128 and 256.
+    pub const fn largest_order(head_dim: usize) -> usize {
+        head_dim & head_dim.wrapping_neg()
+    }
+
+    /// Channels of a block.
+    pub const fn order(&self) -> usize {
+        self.order
+    }
+
+    /// The seed of the signs, where signs are flipped.
+    pub const fn seed(&self) -> Option<u32> {
+        self.seed
+    }
+
+    /// What elements are multiplied by before the butterflies: `1/√order`, rounded to f32.
+    pub fn scale(&self) -> f32 {
+        (1.0 / (self.order as f64).sqrt()) as f32
+    }
+
+    /// True if the sign of `channel` is flipped: the lowest bit of `mix(seed + 0x9e3779b9 · (channel + 1))`, where `mix`
+    /// xors a word with itself shifted right by 16, multiplies by 0x7feb352d, xors with itself shifted by 15, multiplies
+    /// by 0x846ca68b and xors with itself shifted by 16, all modulo 2^32.
+    pub const fn flips(&self, channel: usize) -> bool {
+        let Some(seed) = self.seed else { return false };
+        let mut x = seed.wrapping_add(0x9e37_79b9u32.wrapping_mul(channel as u32 + 1));
+        x = (x ^ (x >> 16)).wrapping_mul(0x7feb_352d);
+        x = (x ^ (x >> 15)).wrapping_mul(0x846c_a68b);
+        (x ^ (x >> 16)) & 1 == 1
+    }
+
+    /// Rotates a row of channels in place.
+    ///
+    /// ```
+    /// use kvpack::format::Rotation;
+    /// let mut row = [4.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
+    /// Rotation::hadamard(4).rotate(&mut row);
+    /// assert_eq!(row, [2.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]);
+    /// Rotation::hadamard(4).unrotate(&mut row);
+    /// assert_eq!(row[0], 4.0);
+    /// ```
+    pub fn rotate(&self, row: &mut [f32]) {
+        self.flip_signs(row);
+        self.transform(row);
+    }
+
+    /// Rotates a row of channels back, in place.
+    pub fn unrotate(&self, row: &mut [f32]) {
+        self.transform(row);
+        self.flip_signs(row);
+    }
+
+    /// Rotates a row one way or the other.
+    pub fn turn(&self, direction: Direction, row: &mut [f32]) {
+        match direction {
+            Direction::Forth => self.rotate(row),
+            Direction::Back => self.unrotate(row),
+        }
+    }
+
+    fn flip_signs(&self, row: &mut [f32]) {
+        if self.seed.is_some() {
+            row.iter_mut().enumerate().filter(|(channel, _)| self.flips(*channel)).for_each(|(_, x)| *x = -*x);
+        }
+    }
+
+    fn transform(&self, row: &mut [f32]) {
+        let scale = self.scale();
+        row.iter_mut().for_each(|x| *x = if x.abs() < SMALLEST { 0.0 } else { *x * scale });
+        for block in row.chunks_exact_mut(self.order) {
+            let mut half = 1;
+            while half < self.order {
+                for pair in block.chunks_exact_mut(2 * half) {
+                    let (low, high) = pair.split_at_mut(half);
+                    for (a, b) in low.iter_mut().zip(high) {
+                        (*a, *b) = (*a + *b, *a - *b);
+                    }
+                }
+                half *= 2;
+            }
+        }
+    }
+
+    /// Checks that heads of `shape` can be rotated so.
+    ///
+    /// # Errors
+    /// [`Error::Format`] when the order is no power of two from 2 to 256 or does not divide `head_dim`.
+    pub fn check(&self, shape: &AttentionShape) -> Result<()> {
+        self.check_head_dim(shape.head_dim())
+    }
+
+    pub(crate) fn check_head_dim(&self, head_dim: usize) -> Result<()> {
+        let fits = self.order.is_power_of_two() && (2..=256).contains(&self.order);
+        if fits && head_dim > 0 && head_dim.is_multiple_of(self.order) {
+            return Ok(());
+        }
+        Err(Error::Format {
+            format: self.to_string(),
+            reason: format!(
+                "the order must be a power of two from 2 to 256 that divides head_dim {head_dim}, so at most {}",
+                Self::largest_order(head_dim)
+            ),
+        })
+    }
+}
+
+impl fmt::Display for Rotation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.seed {
+            None => write!(f, "Hadamard {}", self.order),
+            Some(_) => write!(f, "randomised Hadamard {}", self.order),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::HEAD_DIMS;
+    use proptest::prelude::*;
+
+    #[test]
+    fn rows_of_the_matrix_are_walsh_functions() {
+        for order in [2, 16, 64] {
+            for row in 0..order {
+                let mut x = vec![0.0; order];
+                x[row] = 1.0;
+                Rotation::hadamard(order).rotate(&mut x);
+                for (column, &x) in x.iter().enumerate() {
+                    let sign = if (row & column).count_ones() % 2 == 0 { 1.0 } else { -1.0 };
+                    assert_eq!(x, sign * Rotation::hadamard(order).scale());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn orders_that_do_not_fit_are_refused() {
+        let shape = AttentionShape::new(1, 1, 80).unwrap();
+        assert!(Rotation::hadamard(16).check(&shape).is_ok());
+        for order in [0, 1, 3, 32, 80, 512] {
+            assert!(Rotation::hadamard(order).check(&shape).is_err(), "{order}");
+        }
+        assert_eq!(HEAD_DIMS.map(Rotation::largest_order), [64, 16, 32, 128, 256]);
+    }
+
+    #[test]
+    fn about_half_of_the_signs_are_flipped() {
+        for seed in 0..20 {
+            let flips = (0..256).filter(|&channel| Rotation::randomized(256, seed).flips(channel)).count();
+            assert!((96..=160).contains(&flips), "{flips} of seed {seed}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn rotating_keeps_the_norm_and_comes_back(
+            row in prop::collection::vec(-100f32..100.0, 256),
+            power in 1u32..9,
+            seed in prop::option::of(any::<u32>()),
+        ) {
+            let rotation = Rotation { order: 1 << power, seed };
+            let norm = |x: &[f32]| x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>();
+            let mut turned = row.clone();
+            rotation.rotate(&mut turned);
+            prop_assert!((norm(&turned) / norm(&row) - 1.0).abs() < 1e-5);
+            rotation.unrotate(&mut turned);
+            prop_assert!(turned.iter().zip(&row).all(|(a, b)| (a - b).abs() < 1e-3));
+        }
+    }
+}

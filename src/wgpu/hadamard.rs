@@ -1,0 +1,154 @@
+//! Kernel `hadamard`.
+
+use super::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
+use super::tile_call::{TileCall, rows_file};
+use super::{ElementBinding, Kernels, Tensor, Variant};
+use crate::format::{AttentionShape, Direction, HEAD_DIMS, KeyOrValue, Rotation, TensorFormat};
+use crate::plan::{ElementType, RowLayout};
+use crate::{Error, Result};
+
+/// Rotates the rows of a dense tensor, or rotates them back: decided, but for the buffers. One dispatch.
+#[derive(Clone, Debug)]
+pub struct HadamardPlan {
+    shape: AttentionShape,
+    rows: RowLayout,
+    turn: Turn,
+}
+
+/// A rotation and which way it goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Turn {
+    pub rotation: Rotation,
+    pub direction: Direction,
+}
+
+impl HadamardPlan {
+    /// Plans the rotation of all rows of a tensor.
+    ///
+    /// # Errors
+    /// [`Error::Format`] when the rotation does not fit the shape, [`Error::NoTokens`] when there are no rows.
+    pub fn new(shape: &AttentionShape, rows: RowLayout, rotation: Rotation, direction: Direction) -> Result<Self> {
+        rotation.check(shape)?;
+        if rows.tokens == 0 {
+            return Err(Error::NoTokens { what: "hadamard", hint: "pass at least one token" });
+        }
+        Ok(Self { shape: *shape, rows, turn: Turn { rotation, direction } })
+    }
+
+    /// Elements of the output, `[tokens, kv_heads, head_dim]`.
+    pub fn elements(&self) -> usize {
+        self.rows.tokens * self.shape.kv_heads() * self.shape.head_dim()
+    }
+
+    /// The kernel variant for input of this type, for [`Kernels::prepare`].
+    pub fn variants(&self, input: ElementType) -> Vec<Variant> {
+        vec![from_rows(self.shape.head_dim(), self.turn, input)]
+    }
+
+    /// Binds the tensor to read and the f32 tensor to write, of another buffer.
+    ///
+    /// # Errors
+    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor does not suit, [`Error::Limit`] when one is too large.
+    pub fn bind(&self, kernels: &Kernels, input: &Tensor, output: &Tensor) -> Result<Launches> {
+        let limits = kernels.device().limits();
+        self.rows.check("rows to rotate", input.elements(), &self.shape)?;
+        if output.elements() != self.elements() {
+            let shape = format!("[{}, {}, {}]", self.rows.tokens, self.shape.kv_heads(), self.shape.head_dim());
+            let (given, expected) = (output.elements(), self.elements());
+            return Err(Error::Elements { what: "rotated rows", given, expected, shape });
+        }
+        if output.element_type() != ElementType::F32 {
+            return Err(Error::Buffer { what: "rotated rows", reason: "it holds f16, f32 is written".into() });
+        }
+        output.check_aligned("rotated rows", &limits)?;
+        let rows = input.element_binding(&limits)?;
+        let call = TileCall::new(&self.shape, &TensorFormat::F16, KeyOrValue::Key);
+        let call = TileCall {
+            tokens: self.rows.tokens as u32,
+            first_element: rows.first_element,
+            ..call.with_rows(&self.rows, &self.shape)?
+        };
+        Ok([rotate(kernels, self.turn, call, (input.element_type(), &rows), output.binding())?].into_iter().collect())
+    }
+}
+
+/// Rotates the `call.tokens` rows of every KV head from `call.first_token` on into `[tokens, kv_heads, head_dim]`.
+pub(crate) fn rotate(
+    kernels: &Kernels,
+    turn: Turn,
+    call: TileCall,
+    (element_type, rows): (ElementType, &ElementBinding<'_>),
+    output: wgpu::BufferBinding<'_>,
+) -> Result<Launch> {
+    let variant = from_rows(call.head_dim as usize, turn, element_type);
+    launch(kernels, &variant, call, &[("rows", rows.buffer.clone()), ("output", output)])
+}
+
+/// Rotates `rows` rows of `head_dim` f32 channels where they are.
+pub(crate) fn rotate_in_place(
+    kernels: &Kernels,
+    turn: Turn,
+    shape: &AttentionShape,
+    rows: usize,
+    output: wgpu::BufferBinding<'_>,
+) -> Result<Launch> {
+    let one_head = AttentionShape::new(1, 1, shape.head_dim())?;
+    let call = TileCall::new(&one_head, &TensorFormat::F16, KeyOrValue::Key);
+    let call = call.with_rows(&RowLayout::token_major(rows, &one_head), &one_head)?;
+    let call = TileCall { tokens: rows as u32, ..call };
+    launch(kernels, &in_place(shape.head_dim(), turn), call, &[("output", output)])
+}
+
+/// The variant of [`rotate_in_place`].
+pub(crate) fn in_place(head_dim: usize, turn: Turn) -> Variant {
+    variant(head_dim, turn, "common/rows_in_place.wgsl")
+}
+
+/// The variant of [`rotate`].
+pub(crate) fn from_rows(head_dim: usize, turn: Turn, element_type: ElementType) -> Variant {
+    variant(head_dim, turn, rows_file(element_type))
+}
+
+fn launch(
+    kernels: &Kernels,
+    variant: &Variant,
+    call: TileCall,
+    buffers: &[(&str, wgpu::BufferBinding<'_>)],
+) -> Result<Launch> {
+    let total = u64::from(call.tokens) * u64::from(call.kv_heads);
+    let grid = flat_grid(total * u64::from(FLAT_WORKGROUP), &kernels.device().limits())?;
+    let call = TileCall { total: total as u32, ..call }.upload(kernels.device(), &[])?;
+    let buffers: Vec<_> =
+        std::iter::once(("call", call.as_entire_buffer_binding())).chain(buffers.iter().cloned()).collect();
+    Launch::new(kernels, variant, &buffers, grid)
+}
+
+fn variant(head_dim: usize, turn: Turn, rows: &'static str) -> Variant {
+    with_turn(Variant::new("hadamard").constant("HEAD_DIM", head_dim).import("rows", rows), turn)
+}
+
+/// The constants of `common/rotate_row.wgsl`.
+pub(super) fn with_turn(variant: Variant, turn: Turn) -> Variant {
+    variant
+        .constant("ROTATION_ORDER", turn.rotation.order())
+        .float("ROTATION_SCALE", turn.rotation.scale())
+        .constant("ROTATION_SIGNED", usize::from(turn.rotation.seed().is_some()))
+        .constant("ROTATION_SEED", turn.rotation.seed().unwrap_or(0) as usize)
+        .constant("ROTATION_BACK", usize::from(turn.direction == Direction::Back))
+}
+
+/// Variants of every head dimension, direction and kind of input.
+pub(crate) fn variants() -> Vec<Variant> {
+    let mut found = Vec::new();
+    for head_dim in HEAD_DIMS {
+        let order = Rotation::largest_order(head_dim);
+        for rotation in [Rotation::hadamard(order), Rotation::randomized(order, 1)] {
+            for direction in [Direction::Forth, Direction::Back] {
+                let turn = Turn { rotation, direction };
+                found.extend([ElementType::F32, ElementType::F16].map(|input| from_rows(head_dim, turn, input)));
+                found.push(in_place(head_dim, turn));
+            }
+        }
+    }
+    found
+}
