@@ -1,5 +1,6 @@
 //! Appending decoded tokens, and packing the windows that fall behind.
 
+use super::fork::Unshared;
 use super::pool::Lease;
 use super::sequence::NextSlot;
 use super::windows::Packing;
@@ -15,6 +16,8 @@ struct Appending {
     slot: NextSlot,
     /// A new page, if the token needs one.
     lease: Lease,
+    /// The copy of an open page, if that is shared.
+    unshared: Option<Unshared>,
     /// The page the token goes to.
     page: Page,
     /// The place within the page.
@@ -56,11 +59,13 @@ impl<B: Backend> KvCache<B> {
         let mut appending = Vec::with_capacity(sequences.len());
         let done = self
             .lease_for_append(sequences, &mut appending)
+            .and_then(|()| appending.iter().filter_map(|t| t.unshared.as_ref()).try_for_each(|u| self.copy_shared(u)))
             .and_then(|()| self.write_tokens(&appending, rows, keys, values))
             .and_then(|()| appending.iter().filter_map(|t| t.packing.as_ref()).try_for_each(|p| self.write_packed(p)));
         if let Err(error) = done {
             for token in &appending {
                 pool_of(&mut self.f16, &mut self.packed, token.storage).release(&token.lease);
+                token.unshared.iter().for_each(|unshared| self.release_copy(unshared));
                 token.packing.iter().for_each(|packing| self.packed.release(&packing.lease));
             }
             return Err(error);
@@ -88,8 +93,7 @@ impl<B: Backend> KvCache<B> {
         let mut pages = [0, 0];
         for &sequence in sequences {
             let window = self.window(sequence);
-            let needs_page = !matches!(self.sequences[sequence].next_slot(window), NextSlot::Open(_));
-            pages[usize::from(window.storage() == SpanStorage::Packed)] += usize::from(needs_page);
+            pages[usize::from(window.storage() == SpanStorage::Packed)] += self.pages_for_next(sequence, window);
             pages[1] += usize::from(self.window_to_pack(sequence, 1).is_some());
         }
         self.f16.reserve(&self.backend, pages[0], pages[0]).await?;
@@ -104,17 +108,24 @@ impl<B: Backend> KvCache<B> {
             let slot = self.sequences[sequence].next_slot(window);
             let slot_index = self.sequences[sequence].next_slot_index(slot);
             let to_pack = self.window_to_pack(sequence, 1);
-            let (lease, page) = match slot {
-                NextSlot::Open(page) => (Lease::default(), page),
+            let (lease, unshared, page) = match slot {
+                NextSlot::Open(page) => {
+                    let unshared = self.lease_unshared(storage, page)?;
+                    let page = unshared.as_ref().map_or(page, |unshared| unshared.own);
+                    (Lease::default(), unshared, page)
+                }
                 NextSlot::NewPage | NextSlot::NewSpan => {
                     let lease = pool_of(&mut self.f16, &mut self.packed, storage).take(1)?;
                     let page = lease.pages[0];
-                    (lease, page)
+                    (lease, None, page)
                 }
             };
-            appending.push(Appending { sequence, storage, slot, lease, page, slot_index, packing: None });
+            appending.push(Appending { sequence, storage, slot, lease, unshared, page, slot_index, packing: None });
             if let (Some(window), Some(token)) = (to_pack, appending.last_mut()) {
-                let page = self.sequences[sequence].spans.get(window).map_or(page, |span| span.lease.pages[0]);
+                let spans = &self.sequences[sequence].spans;
+                // The window may be the one that this token completes, whose page may be about to change.
+                let completed = window + 1 == spans.len() && matches!(slot, NextSlot::Open(_));
+                let page = if completed { page } else { spans[window].lease.pages[0] };
                 token.packing = Some(Packing { sequence, window, page, lease: self.packed.take(1)? });
             }
         }
@@ -142,6 +153,10 @@ impl<B: Backend> KvCache<B> {
 
     fn commit(&mut self, appending: Vec<Appending>) {
         for token in appending {
+            if let Some(unshared) = &token.unshared {
+                self.sequences[token.sequence].replace_open_page(unshared.own);
+                self.release_shared(unshared);
+            }
             self.sequences[token.sequence].push_token(token.storage, token.slot, token.lease);
             token.packing.into_iter().for_each(|packing| self.commit_packed(packing));
         }

@@ -1,5 +1,6 @@
 //! Appending many tokens to one sequence at once, and attention for all of them.
 
+use super::fork::Unshared;
 use super::pool::Lease;
 use super::sequence::{NextSlot, Sequence};
 use super::{KvCache, SpanStorage, pool_of};
@@ -11,6 +12,8 @@ use crate::{Error, Result};
 /// A sequence with more tokens, before it takes the place of the sequence.
 struct Extension {
     sequence: Sequence,
+    /// The copy of its open page, if that is shared.
+    unshared: Option<Unshared>,
     /// What its new tokens took.
     leases: Vec<(SpanStorage, Lease)>,
     /// Where they go.
@@ -47,16 +50,19 @@ impl<B: Backend> KvCache<B> {
             }
         }
 
-        let mut extension = Extension { sequence: self.sequences[sequence].clone(), leases: vec![], writes: vec![] };
+        let mut extension =
+            Extension { sequence: self.sequences[sequence].clone(), unshared: None, leases: vec![], writes: vec![] };
         let done = self
             .lease_for_extend(&mut extension, rows.tokens)
             .and_then(|()| self.write_extension(&extension, rows, keys, values));
         if let Err(error) = done {
+            extension.unshared.iter().for_each(|unshared| self.release_copy(unshared));
             for (storage, lease) in &extension.leases {
                 pool_of(&mut self.f16, &mut self.packed, *storage).release(lease);
             }
             return Err(error);
         }
+        extension.unshared.iter().for_each(|unshared| self.release_shared(unshared));
         self.sequences[sequence] = extension.sequence;
         Ok(())
     }
@@ -70,7 +76,16 @@ impl<B: Backend> KvCache<B> {
             let slot = sequence.next_slot(window);
             let slot_index = sequence.next_slot_index(slot);
             let (lease, page) = match slot {
-                NextSlot::Open(page) => (Lease::default(), page),
+                // Only the first token can meet a page that is shared: later ones go on where it went.
+                NextSlot::Open(page) => match self.lease_unshared(storage, page)? {
+                    Some(unshared) => {
+                        let own = unshared.own;
+                        sequence.replace_open_page(own);
+                        extension.unshared = Some(unshared);
+                        (Lease::default(), own)
+                    }
+                    None => (Lease::default(), page),
+                },
                 NextSlot::NewPage | NextSlot::NewSpan => {
                     let lease = pool_of(&mut self.f16, &mut self.packed, storage).take(1)?;
                     let page = lease.pages[0];
@@ -91,6 +106,7 @@ impl<B: Backend> KvCache<B> {
         keys: &B::Tensor,
         values: &B::Tensor,
     ) -> Result<()> {
+        extension.unshared.iter().try_for_each(|unshared| self.copy_shared(unshared))?;
         for storage in [SpanStorage::F16, SpanStorage::Packed] {
             let of_storage = extension.writes.iter().filter(|(of, _)| *of == storage);
             let writes: Vec<TokenWrite> = of_storage.map(|(_, write)| *write).collect();

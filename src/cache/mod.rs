@@ -5,6 +5,7 @@
 
 mod append;
 mod extend;
+mod fork;
 mod pool;
 mod prefill;
 mod recipe;

@@ -84,6 +84,13 @@ impl Sequence {
         }
     }
 
+    /// Puts another page in the place of the last, which is open.
+    pub(super) fn replace_open_page(&mut self, page: Page) {
+        if let Some(last) = self.spans.last_mut().and_then(|span| span.lease.pages.last_mut()) {
+            *last = page;
+        }
+    }
+
     /// Counts a token that was put into `slot`, in the leased page if that is new.
     pub(super) fn push_token(&mut self, storage: SpanStorage, slot: NextSlot, lease: Lease) {
         match (slot, self.spans.last_mut()) {
