@@ -195,7 +195,7 @@ impl Model {
             spans.push(ModelSpan::empty(packed));
         }
         let last = self.sequences[sequence].last().unwrap();
-        let open = (last.keys.len() % (TILE_TOKENS * row) != 0).then(|| *last.pages.last().unwrap());
+        let open = (!last.keys.len().is_multiple_of(TILE_TOKENS * row)).then(|| *last.pages.last().unwrap());
         if open.is_none_or(|open| self.holders(open) > 1) {
             // A new page, or a copy of a shared one.
             let page = self.new_page();
