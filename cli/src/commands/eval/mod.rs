@@ -52,6 +52,8 @@ pub fn run(args: &EvalArgs) -> Result<Outcome> {
     match args.backend.open()? {
         Chosen::Cpu(backend) => eval(args, &backend, &dump),
         Chosen::Wgpu(backend) => eval(args, &backend, &dump),
+        #[cfg(feature = "cuda")]
+        Chosen::Cuda(backend) => eval(args, &backend, &dump),
     }
 }
 
