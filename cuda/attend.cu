@@ -31,6 +31,8 @@
 // A row of the joined sums, padded so that the heads of a warp's lanes lie in different banks.
 constexpr int JOIN_ROW = HEAD_DIM + 8;
 
+constexpr float MIDDLE_VALUE = VALUE_BITS == 16 ? 0.0f : ((1 << (VALUE_BITS % 16)) - 1) * 0.5f;
+
 struct WarpState {
     float reference;
     float weight;
@@ -224,13 +226,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendC
 #pragma unroll
             for (int h = 0; h < LANE_HEADS; h++) {
                 p[h] = exp2_approx(scores[i * LANE_HEADS + h]);
-                weight[h] += p[h];
                 if (VALUE_TOKEN_RANGES) {
+                    weight[h] += p[h];
                     minimum[h] += p[h] * value_min[i];
                     p[h] *= value_scale[i];
                 }
             }
-            weights[i / 2][i % 2] = transpose_8x8(half_pair(p[0], p[1]));
+            const u32 pair = half_pair(p[0], p[1]);
+            // What rounding takes from the weights must not shift what all codes have in common: the sum of the weights
+            // is that of the rounded ones, and where scales differ the middle code makes up for it.
+#pragma unroll
+            for (int h = 0; h < LANE_HEADS; h++) {
+                const float rounded = half_value(h == 0 ? pair & 0xffffu : pair >> 16);
+                if (VALUE_TOKEN_RANGES) {
+                    minimum[h] += MIDDLE_VALUE * (p[h] - rounded);
+                } else {
+                    weight[h] += rounded;
+                }
+            }
+            weights[i / 2][i % 2] = transpose_8x8(pair);
         }
         step_values(sums, at, lane, weights);
 
