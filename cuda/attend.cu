@@ -4,10 +4,10 @@
 //
 // A block owns one item (a run of tokens of a span) for one KV head and a chunk of query heads, and its warps take the
 // item's steps of STEP_TOKENS tokens in turn. Warps never wait for each other in the loop: each has its own ring of
-// STAGES stages in shared memory, filled by asynchronous copies in which a lane copies exactly the 16 bytes that it
-// reads later, and its own softmax. Keys are multiplied as bytes (m16n8k32) with a query of 16 bits in two bytes, f16
-// keys as halves with a query of two halves; values are multiplied as halves (m16n8k16) with weights in f16. Codes go
-// from memory into the MMA without a conversion; see common/scores.cuh and common/values.cuh.
+// STAGES stages in shared memory, filled by asynchronous copies (common/ring.cuh), and its own softmax. Keys are
+// multiplied as bytes (m16n8k32) with a query of 16 bits in two bytes, f16 keys as halves with a query of two halves;
+// values are multiplied as halves (m16n8k16) with weights in f16. Codes go from memory into the MMA without a
+// conversion; see common/scores.cuh and common/values.cuh.
 //
 // Weights are 2^(score − reference): the reference is set by the first step and moves, by whole powers of two and hence
 // exactly, only when a weight would leave the range of f16. After the loop the warps are joined in shared memory. The
@@ -26,6 +26,7 @@
 #include "prepare_query.cu"
 #include "common/scores.cuh"
 #include "common/values.cuh"
+#include "common/ring.cuh"
 #include "merge_states.cu"
 
 // A row of the joined sums, padded so that the heads of a warp's lanes lie in different banks.
@@ -38,23 +39,6 @@ struct WarpState {
     float weight;
     float minimum;
 };
-
-__device__ __forceinline__ void issue_step(u32 ring, int stage, u64 page, int step, int lane) {
-    const u32 to = ring + stage * STAGE_BYTES + lane * 16;
-    const u8* tile = (const u8*)page;
-    const int part = step % STEPS_PER_TILE;
-    const u8* keys = tile + part * (KEY_LOADS * LOAD_BYTES) + lane * 16;
-    const u8* values = tile + VALUES_AT + part * (VALUE_LOADS * LOAD_BYTES) + lane * 16;
-#pragma unroll
-    for (int i = 0; i < KEY_LOADS; i++) copy_16_async(to + i * LOAD_BYTES, keys + i * LOAD_BYTES);
-#pragma unroll
-    for (int i = 0; i < VALUE_LOADS; i++) copy_16_async(to + STAGE_VALUES_AT + i * LOAD_BYTES, values + i * LOAD_BYTES);
-    if (lane < STEP_TOKENS / 4) {
-        const u8* ranges = tile + KEY_RANGES_AT + part * (STEP_TOKENS * 4) + lane * 16;
-        if (KEY_TOKEN_RANGES) copy_16_async(to + STAGE_KEY_RANGES_AT, ranges);
-        if (VALUE_TOKEN_RANGES) copy_16_async(to + STAGE_VALUE_RANGES_AT, ranges + KEY_RANGE_BYTES);
-    }
-}
 
 // The largest over the 8 lanes that hold the same heads.
 __device__ __forceinline__ float max_of_tokens(float x) {
@@ -73,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendC
     extern __shared__ __align__(16) u8 ring_memory[];
     __shared__ QueryShared query_shared;
     __shared__ WarpState warp_states[WARPS][CHUNK_HEADS];
+    __shared__ u64 barriers[WARPS][STAGES];
 
     const int lane = threadIdx.x & 31;
     const int warp = threadIdx.x >> 5;
@@ -87,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendC
 
     const u64* pages = call.pages + item.first_page;
     const u64 head_at = (u64)kv_head * HEAD_BYTES;
-    const u32 ring = shared_address(ring_memory) + warp * (STAGES * STAGE_BYTES);
+    const Ring ring = {shared_address(ring_memory) + warp * (STAGES * STAGE_BYTES), shared_address(barriers[warp]), lane};
     u64 first_pages[STAGES];
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
@@ -95,11 +80,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendC
         first_pages[i] = step < steps ? pages[step / STEPS_PER_TILE] : 0;
     }
     const QueryLoads query_loads = load_query(call, item, kv_head, first_head, heads, warp, lane);
+    ring.start();
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
         const int step = warp + i * WARPS;
-        if (step < steps) issue_step(ring, i, first_pages[i] + head_at, step, lane);
-        copies_commit();
+        if (step < steps) ring.issue(i, first_pages[i] + head_at, step);
+        ring.commit();
     }
     prepare_query(query_shared, query_loads, call.score_scale, warp, lane);
     __syncthreads();
@@ -131,15 +117,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendC
     }
 
     int stage = 0;
+    u32 turn = 0;
     bool first = true;
     // The page of the step that is to be prefetched next is known one step ahead.
     int ahead = warp + STAGES * WARPS;
     u64 ahead_page = ahead < steps ? pages[ahead / STEPS_PER_TILE] : 0;
     for (int step = warp; step < steps; step += WARPS) {
-        copies_wait<STAGES - 1>();
-        // Ranges are read by other lanes than copied them.
-        if (KEY_TOKEN_RANGES || VALUE_TOKEN_RANGES) __syncwarp();
-        const u32 at = ring + stage * STAGE_BYTES;
+        ring.wait(stage, turn);
+        const u32 at = ring.stage(stage);
 
         float scores[STEP_SCORES];
         float base[KEY_VARIANTS][LANE_HEADS];
@@ -248,12 +233,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendC
         }
         step_values(sums, at, lane, weights);
 
-        if (KEY_TOKEN_RANGES || VALUE_TOKEN_RANGES) __syncwarp();
-        if (ahead < steps) issue_step(ring, stage, ahead_page + head_at, ahead, lane);
-        copies_commit();
+        ring.release();
+        if (ahead < steps) ring.issue(stage, ahead_page + head_at, ahead);
+        ring.commit();
         ahead += WARPS;
         ahead_page = ahead < steps ? pages[ahead / STEPS_PER_TILE] : 0;
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        if (++stage == STAGES) {
+            stage = 0;
+            turn++;
+        }
     }
 
     // The rings are free once all warps are here.

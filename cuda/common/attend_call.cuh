@@ -8,6 +8,7 @@
 #define STEP_TOKENS 64
 #define STAGES 3
 #define WARPS 8
+#define BULK_COPIES 1
 #endif
 
 // A run of tokens of one span, attended by one block for each KV head and chunk of query heads.

@@ -73,6 +73,38 @@ __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+__device__ __forceinline__ void barrier_init(u32 barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+
+// Barriers initialised by this thread may be named in its bulk copies.
+__device__ __forceinline__ void barriers_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// This phase of the barrier ends when so many bytes have arrived.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Waits for the end of the barrier's phase of this parity.
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// Copies bytes, a multiple of 16, to shared memory through the copy engine, counted on a barrier.
+__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared_16(u32 from) {
     uint4 words;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -22,6 +22,7 @@ files![
     "common/attend_call.cuh",
     "common/code_range.cuh",
     "common/ptx.cuh",
+    "common/ring.cuh",
     "common/rows.cuh",
     "common/scores.cuh",
     "common/tile.cuh",

@@ -70,6 +70,8 @@ struct AttendVariant {
     step_tokens: usize,
     stages: usize,
     warps: usize,
+    /// Copies by the copy engine, which compute capability 9.0 has.
+    bulk_copies: bool,
 }
 
 impl AttendVariant {
@@ -86,7 +88,8 @@ impl AttendVariant {
                 hint: "use a device with more shared memory, or fewer bits",
             });
         };
-        Ok(Self { pages, wide: group > 4, step_tokens, stages, warps })
+        let bulk_copies = facts.capability >= (9, 0);
+        Ok(Self { pages, wide: group > 4, step_tokens, stages, warps, bulk_copies })
     }
 
     const fn chunk_heads(&self) -> usize {
@@ -100,6 +103,7 @@ impl AttendVariant {
             ("STEP_TOKENS", self.step_tokens),
             ("STAGES", self.stages),
             ("WARPS", self.warps),
+            ("BULK_COPIES", self.bulk_copies.into()),
         ]);
         Program { files: &["attend.cu"], defines }
     }
