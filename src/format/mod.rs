@@ -11,6 +11,7 @@ mod shape;
 mod sizes;
 mod tensor_format;
 pub mod tile;
+mod tile_order;
 
 pub use affine::CodeRange;
 pub use bits::Bits;
@@ -19,6 +20,7 @@ pub use rotation::{Direction, Rotation};
 pub use shape::{AttentionShape, HEAD_DIMS};
 pub use tensor_format::{AffineFormat, Grouping, KeyOrValue, SegmentFormat, TensorFormat};
 pub use tile::{Field, LAYOUT_VERSION, TileLayout};
+pub use tile_order::TileOrder;
 
 /// Tokens of a tile, and of a page.
 pub const TILE_TOKENS: usize = 128;

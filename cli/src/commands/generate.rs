@@ -44,6 +44,8 @@ pub fn run(args: &GenerateArgs) -> Result<Outcome> {
     match args.backend.open()? {
         Chosen::Cpu(backend) => generate(args, &model, &backend),
         Chosen::Wgpu(backend) => generate(args, &model, &backend),
+        #[cfg(feature = "cuda")]
+        Chosen::Cuda(backend) => generate(args, &model, &backend),
     }
 }
 

@@ -31,6 +31,8 @@ pub fn run(file: &Path, args: &DumpArgs, backend: &BackendArgs, form: Form) -> R
     let layers = match backend.open()? {
         Chosen::Cpu(backend) => evaluate(file, args, &backend, &dump),
         Chosen::Wgpu(backend) => evaluate(file, args, &backend, &dump),
+        #[cfg(feature = "cuda")]
+        Chosen::Cuda(backend) => evaluate(file, args, &backend, &dump),
     }?;
     form.print(&layers, print_report)?;
     Ok(Outcome::Passed)

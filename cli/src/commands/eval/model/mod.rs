@@ -59,6 +59,8 @@ pub fn run(file: &std::path::Path, args: &ModelArgs, backend: &BackendArgs, form
     match backend.open()? {
         Chosen::Cpu(backend) => evaluate(&task, &recipes, args, &backend, form),
         Chosen::Wgpu(backend) => evaluate(&task, &recipes, args, &backend, form),
+        #[cfg(feature = "cuda")]
+        Chosen::Cuda(backend) => evaluate(&task, &recipes, args, &backend, form),
     }
 }
 
