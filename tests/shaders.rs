@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use kvpack::backend::{AttendOptions, QueryPrecision};
-use kvpack::format::{AffineFormat, Grouping, HEAD_DIMS, Rotation, TensorFormat};
+use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, Rotation, TensorFormat};
 use kvpack::plan::{DecodePlan, ElementType, Page, SpanView, Split, StoreView};
 use kvpack::wgpu::{Capabilities, KernelLimits, StepPlan, SubgroupSizes, Timestamps, Variant, variants};
 use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat};
@@ -56,6 +56,10 @@ fn decode_variants() -> Vec<Variant> {
     let rotated = rotated.map(|(format, rotation)| TensorFormat::Affine(format.rotated(rotation)));
     let formats: Vec<TensorFormat> =
         std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine)).chain(rotated).collect();
+    // Codebooks of order 16, which divides every head.
+    let codebook = |bits| TensorFormat::Codebook(CodebookFormat { bits, rotation: Rotation::randomized(16, 4) });
+    let formats: Vec<TensorFormat> =
+        formats.into_iter().chain([Bits::One, Bits::Two, Bits::Four].map(codebook)).collect();
     let mut found = Vec::new();
     for turn in 0..formats.len() * 4 {
         let (key, value) = (formats[turn % formats.len()], formats[(turn * 5 + turn / formats.len()) % formats.len()]);

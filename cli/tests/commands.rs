@@ -50,17 +50,27 @@ fn bench_prints_checked_rows() {
 
 #[test]
 fn bench_takes_a_dump() {
-    let bench =
-        json(&["bench", "--backend", "cpu", "--quick", "--format", "1-bit", "--footprint", "1", "--json", DUMP]);
+    let bench = json(&[
+        "bench",
+        "--backend",
+        "cpu",
+        "--quick",
+        "--format",
+        "1-bit per channel",
+        "--footprint",
+        "1",
+        "--json",
+        DUMP,
+    ]);
     assert_eq!(bench["shapes"][0]["shape"], "smollm2_kv layer 15");
-    // f16 and the one format of 1 bit.
+    // f16 and the one format of 1 bit per channel.
     assert_eq!(bench["shapes"][0]["rows"].as_array().map(Vec::len), Some(2));
 }
 
 /// What the documentation says of the shipped data: one bit takes a fifteenth of f16, and calibration does not lose.
 #[test]
 fn eval_at_one_bit_is_small_and_calibration_does_not_lose() {
-    let eval = json(&["eval", "--backend", "cpu", "--format", "1-bit", "--json", DUMP]);
+    let eval = json(&["eval", "--backend", "cpu", "--format", "1-bit per channel", "--json", DUMP]);
     let rows = eval["summary"].as_array().expect("rows");
     assert_eq!(rows.len(), 3);
     let number =

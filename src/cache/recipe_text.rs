@@ -1,11 +1,12 @@
 //! The text form of recipes: one grammar for command lines, tables and configuration files.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 
 use super::{RecentWindow, Recipe};
 use crate::backend::QueryPrecision;
-use crate::format::{AffineFormat, Bits, Calibration, Grouping, SegmentFormat, TensorFormat};
+use crate::format::{AffineFormat, AttentionShape, Bits, Calibration, Grouping, SegmentFormat, TensorFormat};
 use crate::{Error, Result};
 
 /// A published method, or a baseline, that recipes name.
@@ -19,7 +20,7 @@ pub struct Method {
     pub stores: &'static str,
     /// Where it comes from.
     pub source: &'static str,
-    recipe: fn(Bits) -> Recipe,
+    recipe: fn(Bits, &AttentionShape) -> Recipe,
 }
 
 /// Newest tokens that stay in f16 where a recipe does not say otherwise: the residual window of KIVI.
@@ -27,41 +28,48 @@ const DEFAULT_WINDOW: usize = 128;
 
 /// All methods. A recipe is one of them with options, see [`ModelRecipe`].
 pub const METHODS: &[Method] = &[
-    Method { name: "f16", bits: &[], stores: "f16", source: "the baseline", recipe: |_| Recipe::f16() },
+    Method { name: "f16", bits: &[], stores: "f16", source: "the baseline", recipe: |_, _| Recipe::f16() },
     Method {
         name: "int8",
         bits: &[],
         stores: "8-bit codes, one range per token",
         source: "a baseline",
-        recipe: |_| per_token(Bits::Eight),
+        recipe: |_, _| per_token(Bits::Eight),
     },
     Method {
         name: "int4",
         bits: &[],
         stores: "4-bit codes, one range per token",
         source: "a baseline",
-        recipe: |_| per_token(Bits::Four),
+        recipe: |_, _| per_token(Bits::Four),
     },
     Method {
         name: "calibquant",
         bits: &[Bits::Eight, Bits::Four, Bits::Two, Bits::One],
         stores: "one range per channel and span, shrunk at 1 bit",
         source: "CalibQuant, arXiv 2502.14882",
-        recipe: |bits| Recipe::calibquant(bits).with_window(DEFAULT_WINDOW),
+        recipe: |bits, _| Recipe::calibquant(bits).with_window(DEFAULT_WINDOW),
     },
     Method {
         name: "saw-int4",
         bits: &[],
         stores: "4-bit codes, one range per token, keys rotated by Hadamard blocks of 16; packed as tokens arrive",
-        source: "SAW-INT4, the KV cache of Together AI",
-        recipe: |_| Recipe::pack_all(SegmentFormat::saw_int4()),
+        source: "SAW-INT4, arXiv 2604.19157",
+        recipe: |_, _| Recipe::pack_all(SegmentFormat::saw_int4()),
+    },
+    Method {
+        name: "turboquant",
+        bits: &[Bits::Four, Bits::Two, Bits::One],
+        stores: "randomly rotated, codes of a Lloyd-Max codebook, one norm per token; packed as tokens arrive",
+        source: "TurboQuant (mse), arXiv 2504.19874",
+        recipe: |bits, shape| Recipe::pack_all(SegmentFormat::turboquant(bits, shape.head_dim())),
     },
     Method {
         name: "kivi",
         bits: &[Bits::Four, Bits::Two],
         stores: "K: one range per channel and 32 tokens, V: one per token and 32 channels",
         source: "KIVI, arXiv 2402.02750",
-        recipe: kivi,
+        recipe: |bits, _| kivi(bits),
     },
 ];
 
@@ -91,38 +99,61 @@ fn kivi(bits: Bits) -> Recipe {
 ///
 /// ```
 /// use kvpack::cache::{ModelRecipe, RecentWindow};
+/// let shape = kvpack::AttentionShape::new(32, 8, 128)?;
 /// let recipe: ModelRecipe = "calibquant:2+window=256+layers=0,1:f16".parse()?;
-/// assert_eq!(recipe.layer(5).recent, RecentWindow::PackTiles { newer: 256 });
-/// assert_eq!(recipe.layer(1).packed, kvpack::SegmentFormat::F16);
+/// assert_eq!(recipe.layer(5, &shape).recent, RecentWindow::PackTiles { newer: 256 });
+/// assert_eq!(recipe.layer(1, &shape).packed, kvpack::SegmentFormat::F16);
 /// assert_eq!(recipe.to_string(), "calibquant:2+window=256+layers=0,1:f16");
 /// # Ok::<(), kvpack::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct ModelRecipe {
     text: String,
-    base: Recipe,
-    layers: Vec<(usize, Recipe)>,
+    base: Choice,
+    layers: Vec<(usize, Choice)>,
+    options: Vec<RecipeOption>,
+}
+
+/// A method and its width.
+#[derive(Clone, Copy, Debug)]
+struct Choice {
+    method: &'static Method,
+    /// Of no meaning for a method that takes none.
+    bits: Bits,
 }
 
 impl ModelRecipe {
     /// Every method at every width, without options.
     pub fn all() -> Vec<Self> {
-        let of_method = |method: &'static Method| {
-            let plain = method.bits.is_empty().then(|| (method.name.to_owned(), (method.recipe)(Bits::Eight)));
-            let with_bits = method.bits.iter().map(|&bits| (format!("{}:{bits}", method.name), (method.recipe)(bits)));
-            plain.into_iter().chain(with_bits)
-        };
-        METHODS.iter().flat_map(of_method).map(|(text, base)| Self { text, base, layers: Vec::new() }).collect()
+        let choices = METHODS.iter().flat_map(Method::choices);
+        choices.map(|base| Self { text: base.text(), base, layers: Vec::new(), options: Vec::new() }).collect()
     }
 
-    /// The recipe of a layer.
-    pub fn layer(&self, layer: usize) -> Recipe {
-        self.layers.iter().find(|(named, _)| *named == layer).map_or(self.base, |(_, recipe)| *recipe)
+    /// The recipe of a layer whose heads have this shape.
+    pub fn layer(&self, layer: usize, shape: &AttentionShape) -> Recipe {
+        let choice = self.layers.iter().find(|(named, _)| *named == layer).map_or(self.base, |(_, choice)| *choice);
+        let mut recipe = (choice.method.recipe)(choice.bits, shape);
+        self.options.iter().for_each(|option| option.apply(&mut recipe));
+        recipe
     }
 
     /// The highest layer that the text names, which the model must have.
     pub fn highest_layer(&self) -> Option<usize> {
         self.layers.iter().map(|(layer, _)| *layer).max()
+    }
+}
+
+impl Method {
+    fn choices(&'static self) -> impl Iterator<Item = Choice> {
+        let widths: &[Bits] = if self.bits.is_empty() { &[Bits::Eight] } else { self.bits };
+        widths.iter().map(move |&bits| Choice { method: self, bits })
+    }
+}
+
+impl Choice {
+    fn text(&self) -> String {
+        let name = self.method.name;
+        if self.method.bits.is_empty() { name.into() } else { format!("{name}:{}", self.bits) }
     }
 }
 
@@ -144,27 +175,23 @@ type Parsed<T> = std::result::Result<T, String>;
 
 fn parse(text: &str) -> Parsed<ModelRecipe> {
     let mut parts = text.split('+');
-    let mut base = method(parts.next().unwrap_or_default())?;
-    let mut layers: Vec<(usize, Recipe)> = Vec::new();
-    let mut options: Vec<RecipeOption> = Vec::new();
+    let base = choice(parts.next().unwrap_or_default())?;
+    let mut recipe = ModelRecipe { text: text.into(), base, layers: Vec::new(), options: Vec::new() };
     for part in parts {
         let (name, value) = part.split_once('=').ok_or_else(|| unknown_option(part))?;
         match name {
-            "layers" => layers.extend(layer_methods(value)?),
-            _ => options.push(option(name, value)?),
+            "layers" => recipe.layers.extend(layer_choices(value)?),
+            _ => recipe.options.push(option(name, value)?),
         }
     }
-    for recipe in layers.iter_mut().map(|(_, recipe)| recipe).chain([&mut base]) {
-        options.iter().for_each(|option| option.apply(recipe));
+    let mut seen = BTreeSet::new();
+    match recipe.layers.iter().find(|(layer, _)| !seen.insert(*layer)) {
+        Some((twice, _)) => Err(format!("layer {twice} is named twice")),
+        None => Ok(recipe),
     }
-    let mut seen = std::collections::BTreeSet::new();
-    if let Some((twice, _)) = layers.iter().find(|(layer, _)| !seen.insert(*layer)) {
-        return Err(format!("layer {twice} is named twice"));
-    }
-    Ok(ModelRecipe { text: text.into(), base, layers })
 }
 
-fn method(text: &str) -> Parsed<Recipe> {
+fn choice(text: &str) -> Parsed<Choice> {
     let (name, bits) = match text.split_once(':') {
         Some((name, bits)) => (name, Some(bits)),
         None => (text, None),
@@ -173,19 +200,18 @@ fn method(text: &str) -> Parsed<Recipe> {
         let names: Vec<&str> = METHODS.iter().map(|method| method.name).collect();
         format!("there is no method '{name}'; the methods are {}", names.join(", "))
     })?;
-    let widths = || method.bits.iter().map(|bits| format!("{name}:{bits}")).collect::<Vec<_>>().join(", ");
+    let known = || method.choices().map(|choice| choice.text()).collect::<Vec<_>>().join(", ");
     match bits {
-        None if method.bits.is_empty() => Ok((method.recipe)(Bits::Eight)),
-        None => Err(format!("{name} needs a width: {}", widths())),
         Some(bits) if method.bits.is_empty() => Err(format!("{name} takes no width, and '{bits}' was given")),
-        Some(bits) => {
-            let known = method.bits.iter().find(|known| known.to_string() == bits);
-            known.map(|&bits| (method.recipe)(bits)).ok_or_else(|| format!("{name} comes as {}", widths()))
+        None if !method.bits.is_empty() => Err(format!("{name} needs a width: {}", known())),
+        _ => {
+            method.choices().find(|choice| choice.text() == text).ok_or_else(|| format!("{name} comes as {}", known()))
         }
     }
 }
 
 /// An option that changes a recipe, read.
+#[derive(Clone, Copy, Debug)]
 enum RecipeOption {
     Window(usize),
     Sink(usize),
@@ -237,41 +263,48 @@ fn tau(value: &str) -> Parsed<Calibration> {
     Calibration::new(number(tau1)?, number(tau2)?).map_err(|error| error.to_string())
 }
 
-fn layer_methods(value: &str) -> Parsed<Vec<(usize, Recipe)>> {
+fn layer_choices(value: &str) -> Parsed<Vec<(usize, Choice)>> {
     let needed = || format!("layers={value}: layers and a method are needed, as in layers=0,1:f16");
     let (layers, text) = value.split_once(':').ok_or_else(needed)?;
-    let recipe = method(text)?;
-    layers.split(',').map(|layer| Ok((layer.parse().map_err(|_| needed())?, recipe))).collect()
+    let choice = choice(text)?;
+    layers.split(',').map(|layer| Ok((layer.parse().map_err(|_| needed())?, choice))).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn shape() -> AttentionShape {
+        AttentionShape::new(4, 2, 64).unwrap()
+    }
+
     #[test]
     fn every_method_parses_as_it_is_printed() {
         let all = ModelRecipe::all();
         assert!(all.len() > METHODS.len());
         for recipe in all {
-            assert_eq!(recipe.to_string().parse::<ModelRecipe>().unwrap(), recipe);
+            let parsed: ModelRecipe = recipe.to_string().parse().unwrap();
+            assert_eq!(parsed.layer(0, &shape()), recipe.layer(0, &shape()), "{recipe}");
+            assert_eq!(parsed.to_string(), recipe.to_string());
+            recipe.layer(0, &shape()).packed.check(&shape()).unwrap();
         }
     }
 
     #[test]
     fn options_reach_every_layer() {
-        let recipe: ModelRecipe =
-            "kivi:2+sink=128+tau=0,3+query=int8+layers=0,3:calibquant:8+window=64".parse().unwrap();
+        let text = "kivi:2+sink=128+tau=0,3+query=int8+layers=0,3:calibquant:8+window=64";
+        let recipe: ModelRecipe = text.parse().unwrap();
         for layer in [0, 1, 3] {
-            let recipe = recipe.layer(layer);
+            let recipe = recipe.layer(layer, &shape());
             assert_eq!((recipe.sink, recipe.query), (128, QueryPrecision::Int8));
             assert_eq!(recipe.recent, RecentWindow::PackTiles { newer: 64 });
             assert_eq!(recipe.calibration, Some(Calibration::new(0.0, 3.0).unwrap()));
         }
-        assert_eq!(recipe.layer(3).packed, SegmentFormat::calibquant(Bits::Eight));
-        assert_eq!(recipe.layer(1).packed, kivi(Bits::Two).packed);
+        assert_eq!(recipe.layer(3, &shape()).packed, SegmentFormat::calibquant(Bits::Eight));
+        assert_eq!(recipe.layer(1, &shape()).packed, kivi(Bits::Two).packed);
         assert_eq!(recipe.highest_layer(), Some(3));
         let f16: ModelRecipe = "f16+window=64".parse().unwrap();
-        assert_eq!(f16.layer(0).recent, RecentWindow::KeepF16);
+        assert_eq!(f16.layer(0, &shape()).recent, RecentWindow::KeepF16);
     }
 
     #[test]

@@ -65,6 +65,9 @@ pub fn decode_formats() -> Vec<SegmentFormat> {
     };
     formats.extend([kivi(Bits::Four), kivi(Bits::Two)]);
     formats.push(SegmentFormat::saw_int4());
+    // The rotation divides the heads of all shapes of the registry.
+    let turboquant = |bits| SegmentFormat::turboquant(bits, 64);
+    formats.extend([Bits::Four, Bits::Two, Bits::One].map(turboquant));
     formats
 }
 

@@ -2,7 +2,9 @@
 
 use super::case::{Case, DataKind, Fill, InputLayout, Paging, RowOrder, SegmentCase, SinkPlace, SpanCase};
 use crate::backend::{AttendOptions, QueryPrecision};
-use crate::format::{AffineFormat, AttentionShape, Bits, Calibration, Grouping, Rotation, SegmentFormat, TensorFormat};
+use crate::format::{
+    AffineFormat, AttentionShape, Bits, Calibration, CodebookFormat, Grouping, Rotation, SegmentFormat, TensorFormat,
+};
 use crate::plan::{ElementType, Split};
 
 /// Group sizes of grouped-query attention that the registry covers.
@@ -18,6 +20,7 @@ pub fn cases() -> Vec<Case> {
     cases.extend(every_shape());
     cases.extend(mixed_keys_and_values());
     cases.extend(rotated());
+    cases.extend(codebooks());
     cases.extend(lengths());
     cases.extend(several_segments());
     cases.extend(calibrated());
@@ -149,6 +152,50 @@ fn rotated() -> Vec<Case> {
         vec![span(1, 130), span(2, 1), span(0, 5)],
     ];
     cases.push(beside);
+    cases
+}
+
+/// TurboQuant: every width at every head dimension and group size, one tensor or both, single tokens, data that its
+/// rotation does not spread.
+fn codebooks() -> Vec<Case> {
+    let widths = [Bits::One, Bits::Two, Bits::Four];
+    let mut cases = Vec::new();
+    for (i, (head_dim, group)) in crate::format::HEAD_DIMS.into_iter().zip(GROUPS).enumerate() {
+        for bits in widths {
+            let mut case = Case::new(
+                &format!("codebook-d{head_dim}-{bits}bit"),
+                shape(group, head_dim),
+                SegmentFormat::turboquant(bits, head_dim),
+            );
+            case.segments[0].fill = if i % 2 == 0 { Fill::Quantize } else { Fill::Append };
+            case.quick = head_dim == 128;
+            cases.push(case);
+        }
+    }
+    let turboquant = |bits| TensorFormat::Codebook(CodebookFormat::turboquant(bits, 128));
+    let plain = CodebookFormat { bits: Bits::Two, rotation: Rotation::hadamard(16) };
+    for (name, key, value) in [
+        ("keys-only", turboquant(Bits::Four), TensorFormat::F16),
+        ("values-only", affine(Bits::Four, Grouping::Channel), turboquant(Bits::Two)),
+        ("unlike", turboquant(Bits::One), turboquant(Bits::Four)),
+        ("plain-rotation", TensorFormat::Codebook(plain), affine(Bits::Two, Grouping::TokenChannels(32))),
+    ] {
+        cases.push(Case::new(&format!("codebook-{name}"), shape(4, 128), SegmentFormat { key, value }));
+    }
+    for (what, data) in [
+        ("constant-channels", DataKind::ConstantChannels),
+        ("constant-tokens", DataKind::ConstantTokens),
+        ("outliers", DataKind::Outliers),
+    ] {
+        let mut case = Case::new(&format!("codebook-{what}"), shape(3, 64), SegmentFormat::turboquant(Bits::Four, 64));
+        case.data = data;
+        cases.push(case);
+    }
+    let mut calibrated = Case::new("codebook-calibrated", shape(4, 128), SegmentFormat::turboquant(Bits::Two, 128));
+    calibrated.segments[0].calibration = Some(offsets(0.0, 1.0));
+    calibrated.segments.push(SegmentCase::new(SegmentFormat::F16));
+    calibrated.sequences[0].push(SpanCase { segment: 1, tokens: 3 });
+    cases.push(calibrated);
     cases
 }
 
@@ -407,7 +454,11 @@ const fn both(format: TensorFormat) -> SegmentFormat {
 
 /// A format as part of a name.
 fn slug(format: &TensorFormat) -> String {
-    let TensorFormat::Affine(AffineFormat { bits, grouping, rotation, .. }) = format else { return "f16".into() };
+    let AffineFormat { bits, grouping, rotation, .. } = match format {
+        TensorFormat::F16 => return "f16".into(),
+        TensorFormat::Affine(affine) => affine,
+        TensorFormat::Codebook(codebook) => return format!("{}bit-codebook", codebook.bits),
+    };
     let codes = match grouping {
         Grouping::Channel => format!("{bits}bit"),
         Grouping::ChannelTokens(tokens) => format!("{bits}bit-{tokens}tokens"),

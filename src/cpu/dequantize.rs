@@ -4,12 +4,13 @@ use rayon::prelude::*;
 
 use super::dense::check_span;
 use super::hadamard::hadamard;
+use super::key_tiles::levels;
 use super::store::{CpuStore, TensorStore};
 use crate::Result;
 use crate::backend::SpanRead;
 use crate::format::{CodeRange, Direction, Field, KeyOrValue, TILE_TOKENS, TensorFormat};
 
-/// The stored keys or values of a span as `[kv_heads, tokens, head_dim]`: `min + scale · code`, or the f16 element;
+/// The stored keys or values of a span as `[kv_heads, tokens, head_dim]`: `min + scale · code`, `norm · level`, or the f16 element;
 /// rotated rows are rotated back.
 ///
 /// # Errors
@@ -39,6 +40,7 @@ pub fn dequantize(store: &CpuStore, which: KeyOrValue, read: SpanRead<'_>) -> Re
 /// Decodes the first tokens of a tile into rows of channels.
 fn decode_tile(tensor: &TensorStore, codes: &[u32], ranges: &[u32], span_ranges: &[CodeRange], rows: &mut [f32]) {
     let head_dim = tensor.shape.head_dim();
+    let levels = levels(&tensor.format, head_dim);
     for (token, row) in rows.chunks_exact_mut(head_dim).enumerate() {
         for (channel, value) in row.iter_mut().enumerate() {
             let field = field(tensor, token, channel);
@@ -52,6 +54,11 @@ fn decode_tile(tensor: &TensorStore, codes: &[u32], ranges: &[u32], span_ranges:
                     };
                     let code = (word & format.bits.max_code()) ^ (1 << (format.bits.count() - 1));
                     range.decode(code)
+                }
+                TensorFormat::Codebook(format) => {
+                    let norm = CodeRange::from_word(ranges[tensor.format.range_index(head_dim, token, channel)]).scale;
+                    let code = (word & format.bits.max_code()) ^ (1 << (format.bits.count() - 1));
+                    norm * levels[code as usize]
                 }
             };
         }

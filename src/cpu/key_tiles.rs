@@ -3,11 +3,13 @@
 use super::prepare_query::GroupQueries;
 use super::store::Tile;
 use super::tile_lines::{BLOCK, Factor, TileLines, Unpacked};
-use crate::format::{CodeRange, Grouping, TILE_TOKENS, TensorFormat};
+use crate::format::{CodeRange, Codebook, Grouping, TILE_TOKENS, TensorFormat};
 
 /// Multiplies the queries of one KV head with tiles of keys. Holds the buffers for one thread.
 pub(super) struct KeyTiles<'a> {
     grouping: Option<Grouping>,
+    /// What codes stand for, relative to the norm of their token; none where they stand for themselves.
+    levels: Vec<f32>,
     head_dim: usize,
     lines: &'a TileLines,
     unpacked: Unpacked,
@@ -19,7 +21,8 @@ pub(super) struct KeyTiles<'a> {
 impl<'a> KeyTiles<'a> {
     pub(super) fn new(format: TensorFormat, head_dim: usize, lines: &'a TileLines) -> Self {
         Self {
-            grouping: format.affine().map(|affine| affine.grouping),
+            grouping: format.grouping(),
+            levels: levels(&format, head_dim),
             head_dim,
             lines,
             unpacked: vec![[0.0; BLOCK]; lines.steps()],
@@ -34,6 +37,7 @@ impl<'a> KeyTiles<'a> {
         self.ranges.extend(tile.ranges.iter().map(|&word| CodeRange::from_word(word)));
         for (block, first) in (0..tokens).step_by(self.lines.block_lines()).enumerate() {
             self.lines.unpack(tile.codes, block, &mut self.unpacked);
+            look_up(&self.levels, &mut self.unpacked);
             self.apply_channel_groups(first);
             let end = tokens.min(first + self.lines.block_lines());
             for (head, scores) in scores.chunks_exact_mut(TILE_TOKENS).enumerate() {
@@ -88,6 +92,19 @@ impl<'a> KeyTiles<'a> {
                 }
             }
         }
+    }
+}
+
+/// The levels of a codebook, or none.
+pub(super) fn levels(format: &TensorFormat, head_dim: usize) -> Vec<f32> {
+    let TensorFormat::Codebook(codebook) = format else { return Vec::new() };
+    Codebook::of_format(codebook.bits, head_dim).map_or(Vec::new(), |codebook| codebook.centroids().to_vec())
+}
+
+/// Replaces unpacked codes by their levels, where there are levels.
+pub(super) fn look_up(levels: &[f32], unpacked: &mut Unpacked) {
+    if !levels.is_empty() {
+        unpacked.as_flattened_mut().iter_mut().for_each(|code| *code = levels[*code as usize]);
     }
 }
 

@@ -51,7 +51,7 @@ impl PreparedQueries {
                 rotation.rotate(&mut query);
             }
             let ranges = keys.head_ranges(span.range_slot as usize, head / shape.group());
-            *bias = match keys.format.affine().map(|affine| affine.grouping) {
+            *bias = match keys.format.grouping() {
                 Some(Grouping::Token) => sum(query.iter().map(|&q| f64::from(q))),
                 _ => sum(query.iter().zip(ranges).map(|(&q, range)| f64::from(q) * f64::from(range.min))),
             };

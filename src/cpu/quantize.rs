@@ -6,7 +6,10 @@ use super::dense::{check_span, read_row};
 use super::store::{CpuStore, TensorStore};
 use crate::Result;
 use crate::backend::SpanWrite;
-use crate::format::{AffineFormat, CodeRange, KeyOrValue, Rotation, TILE_TOKENS, TensorFormat};
+use crate::format::codebook::stored_norm;
+use crate::format::{
+    AffineFormat, CodeRange, Codebook, CodebookFormat, KeyOrValue, Rotation, TILE_TOKENS, TensorFormat,
+};
 use crate::plan::{Elements, RowLayout, TokenRange};
 
 /// Packs tokens of dense keys and values into pages as one span.
@@ -141,6 +144,7 @@ fn encode_tiles(
                     let ranges = &span_ranges[head * head_dim..][..head_dim];
                     EncodedTile { codes: code_words(tensor, format, &rows, |_, c| ranges[c]), ranges: Vec::new() }
                 }
+                TensorFormat::Codebook(format) => codebook_tile(tensor, format, &rows),
                 TensorFormat::Affine(format) => {
                     let ranges = tile_ranges(tensor, format, &rows);
                     let range = |token, channel| ranges[tensor.format.range_index(head_dim, token, channel)];
@@ -150,6 +154,21 @@ fn encode_tiles(
             }
         })
         .collect()
+}
+
+/// Norms and codes of the rotated rows of one tile.
+fn codebook_tile(tensor: &TensorStore, format: &CodebookFormat, rows: &[f32]) -> EncodedTile {
+    let head_dim = tensor.shape.head_dim();
+    let mut norms = vec![CodeRange::default(); tensor.ranges_per_tile()];
+    for (norm, row) in norms.iter_mut().zip(rows.chunks_exact(head_dim)) {
+        norm.scale = stored_norm(row).to_f32();
+    }
+    let sign = 1 << (format.bits.count() - 1);
+    let codes = match Codebook::of_format(format.bits, head_dim) {
+        Some(codebook) => fill_tile(tensor, rows, |token, _, value| codebook.encode(value, norms[token].scale) ^ sign),
+        None => vec![0; tensor.tile_words()], // no store is made of such a format
+    };
+    EncodedTile { codes, ranges: norms.iter().map(|norm| norm.to_word()).collect() }
 }
 
 /// Ranges of the groups of one tile, rounded to f16.

@@ -263,7 +263,10 @@ mod tests {
                 let bits = tile[field.word] >> field.shift;
                 let expected = match format {
                     TensorFormat::F16 => half::f16::from_bits(bits as u16).to_f32(),
-                    TensorFormat::Affine(a) => ((bits & a.bits.max_code()) ^ (1 << (a.bits.count() - 1))) as f32,
+                    _ => {
+                        let width = format.code_bits().unwrap();
+                        ((bits & width.max_code()) ^ (1 << (width.count() - 1))) as f32
+                    }
                 };
                 assert_eq!(out[step][line * lines.vector + word], expected, "{which} {format} {head_dim}");
             }

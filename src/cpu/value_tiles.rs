@@ -1,5 +1,6 @@
 //! Weighted values of tiles: the part that `weighted_values` and `attend` share.
 
+use super::key_tiles::{levels, look_up};
 use super::softmax::OnlineSoftmax;
 use super::store::Tile;
 use super::tile_lines::{BLOCK, Factor, TileLines, Unpacked};
@@ -10,6 +11,7 @@ use crate::format::{CodeRange, Grouping, Rotation, TILE_TOKENS, TensorFormat};
 pub(super) struct ValueTiles<'a> {
     grouping: Option<Grouping>,
     rotation: Option<Rotation>,
+    levels: Vec<f32>,
     head_dim: usize,
     lines: &'a TileLines,
     /// `[query head of the group][head_dim]`, before span ranges.
@@ -26,7 +28,7 @@ pub(super) struct ValueTiles<'a> {
 
 impl<'a> ValueTiles<'a> {
     pub(super) fn new(format: TensorFormat, head_dim: usize, group: usize, lines: &'a TileLines) -> Self {
-        let grouping = format.affine().map(|affine| affine.grouping);
+        let grouping = format.grouping();
         let channel_groups = match grouping {
             Some(Grouping::TokenChannels(channels)) => head_dim / channels,
             _ => 1,
@@ -34,6 +36,7 @@ impl<'a> ValueTiles<'a> {
         Self {
             grouping,
             rotation: format.rotation(),
+            levels: levels(&format, head_dim),
             head_dim,
             lines,
             sums: vec![0.0; group * head_dim],
@@ -61,6 +64,7 @@ impl<'a> ValueTiles<'a> {
         self.prepare_factors(weights);
         for (block, first) in (0..self.head_dim).step_by(self.lines.block_lines()).enumerate() {
             self.lines.unpack(tile.codes, block, &mut self.unpacked);
+            look_up(&self.levels, &mut self.unpacked);
             for head in 0..self.sums.len() / self.head_dim {
                 self.add_block(first, head);
             }

@@ -99,6 +99,7 @@ impl TensorPages {
         };
         match format {
             TensorFormat::F16 => Ok(Self { bits: 16, token_ranges: false }),
+            TensorFormat::Codebook(_) => unsupported(),
             TensorFormat::Affine(affine) if affine.rotation.is_some() => unsupported(),
             TensorFormat::Affine(affine) => match affine.grouping {
                 Grouping::Channel => Ok(Self { bits: affine.bits.count() as usize, token_ranges: false }),

@@ -3,6 +3,7 @@
 mod affine;
 mod bits;
 mod calibration;
+pub mod codebook;
 pub mod kivi;
 pub mod msb_bytes;
 mod rotation;
@@ -12,13 +13,15 @@ mod sizes;
 mod tensor_format;
 pub mod tile;
 mod tile_order;
+pub mod turboquant;
 
 pub use affine::CodeRange;
 pub use bits::Bits;
 pub use calibration::{Calibration, ScoreMap};
+pub use codebook::Codebook;
 pub use rotation::{Direction, Rotation};
 pub use shape::{AttentionShape, HEAD_DIMS};
-pub use tensor_format::{AffineFormat, Grouping, KeyOrValue, SegmentFormat, TensorFormat};
+pub use tensor_format::{AffineFormat, CodebookFormat, Grouping, KeyOrValue, SegmentFormat, TensorFormat};
 pub use tile::{Field, LAYOUT_VERSION, TileLayout};
 pub use tile_order::TileOrder;
 

@@ -138,13 +138,13 @@ struct Tile {
 
 impl Tile {
     fn new(which: KeyOrValue, format: &TensorFormat, head_dim: usize) -> Result<Self> {
-        let Some(affine) = format.affine() else {
+        let Some(bits) = format.code_bits() else {
             return Err(Error::Format { format: format.to_string(), reason: "it holds no codes".into() });
         };
         if !super::HEAD_DIMS.contains(&head_dim) {
             return Err(Error::HeadDim { given: head_dim });
         }
-        Ok(Self { which, layout: TileLayout::new(format, head_dim), bits: affine.bits })
+        Ok(Self { which, layout: TileLayout::new(format, head_dim), bits })
     }
 
     fn words(&self) -> usize {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{AttentionShape, Bits, Rotation, TILE_TOKENS};
+use super::{AttentionShape, Bits, Codebook, Rotation, TILE_TOKENS};
 use crate::{Error, Result};
 
 /// Keys or values.
@@ -65,6 +65,29 @@ impl AffineFormat {
     }
 }
 
+/// Codes of a [`Codebook`]: the levels of rotated rows relative to their norms (TurboQuant, arXiv 2504.19874).
+///
+/// Every token has one norm, [rounded to f16](super::codebook::stored_norm) and stored where a range per token would be,
+/// as a scale with minimum 0; `value = norm · level`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CodebookFormat {
+    /// Width of a code: 1, 2 or 4 bits.
+    pub bits: Bits,
+    /// Rotation of every row before its codes are made, which is what gives all channels the density of the codebook.
+    pub rotation: Rotation,
+}
+
+impl CodebookFormat {
+    /// TurboQuant's codec for the least squared error: a randomised rotation of the largest order that divides the head.
+    /// Where that is not the whole head (head_dim 80 and 96) channels are alike within each block only.
+    pub const fn turboquant(bits: Bits, head_dim: usize) -> Self {
+        Self { bits, rotation: Rotation::randomized(Rotation::largest_order(head_dim), TURBOQUANT_SEED) }
+    }
+}
+
+/// Seed of the signs of [`CodebookFormat::turboquant`].
+const TURBOQUANT_SEED: u32 = 0x7475_7262;
+
 /// How one tensor, keys or values, is stored.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum TensorFormat {
@@ -72,6 +95,8 @@ pub enum TensorFormat {
     F16,
     /// Affine codes.
     Affine(AffineFormat),
+    /// Codes of a codebook.
+    Codebook(CodebookFormat),
 }
 
 impl TensorFormat {
@@ -79,14 +104,33 @@ impl TensorFormat {
     pub const fn element_bits(&self) -> usize {
         match self {
             Self::F16 => 16,
-            Self::Affine(affine) => affine.bits.count() as usize,
+            Self::Affine(AffineFormat { bits, .. }) | Self::Codebook(CodebookFormat { bits, .. }) => {
+                bits.count() as usize
+            }
+        }
+    }
+
+    /// The width of its codes, if it has codes.
+    pub const fn code_bits(&self) -> Option<Bits> {
+        match self {
+            Self::F16 => None,
+            Self::Affine(AffineFormat { bits, .. }) | Self::Codebook(CodebookFormat { bits, .. }) => Some(*bits),
+        }
+    }
+
+    /// Which elements share a range, if it has ranges; the norms of a codebook's rows are ranges per token.
+    pub const fn grouping(&self) -> Option<Grouping> {
+        match self {
+            Self::F16 => None,
+            Self::Affine(affine) => Some(affine.grouping),
+            Self::Codebook(_) => Some(Grouping::Token),
         }
     }
 
     /// The affine format, if this is one.
     pub const fn affine(&self) -> Option<&AffineFormat> {
         match self {
-            Self::F16 => None,
+            Self::F16 | Self::Codebook(_) => None,
             Self::Affine(affine) => Some(affine),
         }
     }
@@ -96,12 +140,13 @@ impl TensorFormat {
         match self {
             Self::F16 => None,
             Self::Affine(affine) => affine.rotation,
+            Self::Codebook(codebook) => Some(codebook.rotation),
         }
     }
 
     /// True if one f32 range per channel covers the whole span, so that it folds into the query or the output.
     pub fn has_span_ranges(&self) -> bool {
-        self.affine().is_some_and(|a| a.grouping == Grouping::Channel)
+        self.grouping() == Some(Grouping::Channel)
     }
 
     /// Ranges stored beside each tile, f16 pairs in one word each; 0 if there are none.
@@ -109,41 +154,42 @@ impl TensorFormat {
     /// Order inside a tile: `[token group][channel]` for [`Grouping::ChannelTokens`], `[token]` for
     /// [`Grouping::Token`], `[channel group][token]` for [`Grouping::TokenChannels`].
     pub const fn ranges_per_tile(&self, head_dim: usize) -> usize {
-        match self {
-            Self::F16 => 0,
-            Self::Affine(affine) => match affine.grouping {
-                Grouping::Channel => 0,
-                Grouping::ChannelTokens(tokens) => TILE_TOKENS / tokens * head_dim,
-                Grouping::Token => TILE_TOKENS,
-                Grouping::TokenChannels(channels) => TILE_TOKENS * (head_dim / channels),
-            },
+        match self.grouping() {
+            None | Some(Grouping::Channel) => 0,
+            Some(Grouping::ChannelTokens(tokens)) => TILE_TOKENS / tokens * head_dim,
+            Some(Grouping::Token) => TILE_TOKENS,
+            Some(Grouping::TokenChannels(channels)) => TILE_TOKENS * (head_dim / channels),
         }
     }
 
     /// True if a token's codes and ranges depend on that token alone, so that tokens can be stored one by one.
     pub const fn takes_single_tokens(&self) -> bool {
-        match self {
-            Self::F16 => true,
-            Self::Affine(affine) => matches!(affine.grouping, Grouping::Token | Grouping::TokenChannels(_)),
-        }
+        matches!(self.grouping(), None | Some(Grouping::Token | Grouping::TokenChannels(_)))
     }
 
     /// Where the range of an element lies among the ranges of its tile (see [`TensorFormat::ranges_per_tile`]).
     pub const fn range_index(&self, head_dim: usize, token: usize, channel: usize) -> usize {
-        match self {
-            Self::F16 => 0,
-            Self::Affine(affine) => match affine.grouping {
-                Grouping::Channel => channel,
-                Grouping::ChannelTokens(tokens) => token / tokens * head_dim + channel,
-                Grouping::Token => token,
-                Grouping::TokenChannels(channels) => channel / channels * TILE_TOKENS + token,
-            },
+        match self.grouping() {
+            None => 0,
+            Some(Grouping::Channel) => channel,
+            Some(Grouping::ChannelTokens(tokens)) => token / tokens * head_dim + channel,
+            Some(Grouping::Token) => token,
+            Some(Grouping::TokenChannels(channels)) => channel / channels * TILE_TOKENS + token,
         }
     }
 
     fn check(&self, shape: &AttentionShape) -> Result<()> {
-        let Self::Affine(affine) = self else { return Ok(()) };
         let reject = |reason: String| Err(Error::Format { format: self.to_string(), reason });
+        let affine = match self {
+            Self::F16 => return Ok(()),
+            Self::Affine(affine) => affine,
+            Self::Codebook(codebook) => {
+                return match Codebook::of_format(codebook.bits, shape.head_dim()) {
+                    Some(_) => codebook.rotation.check(shape),
+                    None => reject("there are codebooks of 1, 2 and 4 bits".into()),
+                };
+            }
+        };
         if !(affine.shrink > 0.0 && affine.shrink <= 1.0) {
             return reject(format!("range shrink {} is outside 0 < shrink ≤ 1", affine.shrink));
         }
@@ -169,7 +215,13 @@ impl TensorFormat {
 
 impl fmt::Display for TensorFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self::Affine(affine) = self else { return f.write_str("f16") };
+        let affine = match self {
+            Self::F16 => return f.write_str("f16"),
+            Self::Affine(affine) => affine,
+            Self::Codebook(codebook) => {
+                return write!(f, "{}-bit codebook, {}", codebook.bits, codebook.rotation);
+            }
+        };
         write!(f, "{}-bit ", affine.bits)?;
         match affine.grouping {
             Grouping::Channel => f.write_str("per channel")?,
@@ -252,6 +304,13 @@ impl SegmentFormat {
             key: TensorFormat::Affine(four_bit.rotated(Rotation::hadamard(16))),
             value: TensorFormat::Affine(four_bit),
         }
+    }
+
+    /// TurboQuant (arXiv 2504.19874) for keys and values: codes of a Lloyd-Max codebook of randomly rotated rows, and one
+    /// norm per token.
+    pub const fn turboquant(bits: Bits, head_dim: usize) -> Self {
+        let format = TensorFormat::Codebook(CodebookFormat::turboquant(bits, head_dim));
+        Self { key: format, value: format }
     }
 
     /// Checks that heads of `shape` can be stored so.

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::hadamard::{Turn, with_turn};
 use super::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
+use super::levels::with_codebook_fields;
 use super::tile_call::{self, Place, TileCall};
 use super::{Kernels, Store, StorePart, Tensor, Variant};
 use crate::backend::TokenWrite;
@@ -127,19 +128,25 @@ fn variant_of(shape: &AttentionShape, format: &TensorFormat, which: KeyOrValue, 
             .import("ranges", ROW_RANGES)
             .import("row_ranges", ROW_RANGES)
             .constant("GROUPING", tile_call::grouping_constant(affine.grouping)),
+        TensorFormat::Codebook(codebook) => with_codebook_fields(variant, codebook, shape.head_dim())
+            .import("norms", ROW_NORM)
+            .import("row_ranges", ROW_NORM),
     }
 }
 
 /// Ranges made for a row and used by its codes.
 const ROW_RANGES: &str = "common/row_ranges_affine.wgsl";
 
+/// The norm of a row, made for it and used by its codes.
+const ROW_NORM: &str = "common/row_norm.wgsl";
+
 /// Every variant that a plan can ask for.
 pub(crate) fn variants() -> Vec<Variant> {
     let mut found = Vec::new();
-    for (i, format) in tile_call::distinct_formats().into_iter().enumerate() {
-        let segment = SegmentFormat { key: format, value: format };
-        let Ok(shape) = AttentionShape::new(1, 1, HEAD_DIMS[i % HEAD_DIMS.len()]) else { continue };
-        if segment.takes_single_tokens() && segment.check(&shape).is_ok() {
+    for head_dim in HEAD_DIMS {
+        let Ok(shape) = AttentionShape::new(1, 1, head_dim) else { continue };
+        let formats = tile_call::distinct_formats(head_dim).into_iter();
+        for format in formats.filter(TensorFormat::takes_single_tokens) {
             for which in [KeyOrValue::Key, KeyOrValue::Value] {
                 let of = |element_type| variant_of(&shape, &format, which, element_type);
                 found.extend([ElementType::F32, ElementType::F16].map(of));

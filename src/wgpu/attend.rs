@@ -1,6 +1,7 @@
 //! Kernel `attend`, and what `scores` and `weighted_values` share with it: which shader parts serve a format.
 
 use super::hadamard::{Turn, with_turn};
+use super::levels::{LevelNames, with_levels};
 use super::{Capabilities, Variant};
 use crate::backend::QueryPrecision;
 use crate::format::{AttentionShape, Bits, Direction, Grouping, SegmentFormat, TensorFormat, TileLayout};
@@ -128,8 +129,16 @@ impl Specialisation<'_> {
             .alias("KeyVector", key_vector_type(vector))
             .constant("KEY_VECTOR", vector)
             .constant("KEY_VECTORS", layout.key_row_words() / vector);
-        let Some(affine) = self.format.key.affine() else {
-            return variant.import("scores", "common/scores_fma.wgsl");
+        let affine = match &self.format.key {
+            TensorFormat::F16 => return variant.import("scores", "common/scores_fma.wgsl"),
+            TensorFormat::Affine(affine) => affine,
+            TensorFormat::Codebook(codebook) => {
+                let variant = variant
+                    .import("scores", "common/scores_fma.wgsl")
+                    .import("key_field", "common/key_field_codebook.wgsl")
+                    .constant("KEY_BITS", codebook.bits.count() as usize);
+                return with_levels(variant, LevelNames::KEYS, codebook, self.shape.head_dim());
+            }
         };
         let variant = variant.constant("KEY_BITS", affine.bits.count() as usize);
         match affine.grouping {
@@ -160,8 +169,16 @@ impl Specialisation<'_> {
             let turn = Turn { rotation, direction: Direction::Back };
             variant = with_turn(variant.import("output_rotation", "common/output_rotation_hadamard.wgsl"), turn);
         }
-        let Some(affine) = self.format.value.affine() else {
-            return self.with_float_weights(variant);
+        let affine = match &self.format.value {
+            TensorFormat::F16 => return self.with_float_weights(variant),
+            TensorFormat::Affine(affine) => affine,
+            TensorFormat::Codebook(codebook) => {
+                let variant = self
+                    .with_float_weights(variant)
+                    .import("value_field", "common/value_field_codebook.wgsl")
+                    .constant("VALUE_BITS", codebook.bits.count() as usize);
+                return with_levels(variant, LevelNames::VALUES, codebook, self.shape.head_dim());
+            }
         };
         let variant = variant.constant("VALUE_BITS", affine.bits.count() as usize);
         let with_integer_weights = |variant: Variant| {
@@ -237,7 +254,7 @@ mod tests {
     use super::super::prepare_query::Extremes;
     use super::super::{KernelLimits, SubgroupSizes, Timestamps};
     use super::*;
-    use crate::format::{AffineFormat, HEAD_DIMS, Rotation};
+    use crate::format::{AffineFormat, CodebookFormat, HEAD_DIMS, Rotation};
     use crate::plan::ElementType;
 
     fn capabilities(f16: bool, subgroups: bool, workgroup_memory: u32) -> Capabilities {
@@ -253,13 +270,19 @@ mod tests {
         Capabilities { f16, subgroups, timestamps: Timestamps::None, limits }
     }
 
-    fn tensor_formats() -> Vec<TensorFormat> {
+    fn tensor_formats(head_dim: usize) -> Vec<TensorFormat> {
         let groupings = [Grouping::Channel, Grouping::Token, Grouping::ChannelTokens(32), Grouping::TokenChannels(16)];
         let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));
         let rotated = groupings.map(|grouping| {
             TensorFormat::Affine(AffineFormat::new(Bits::Two, grouping).rotated(Rotation::randomized(16, 1)))
         });
-        std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine)).chain(rotated).collect()
+        let codebooks = [Bits::One, Bits::Two, Bits::Four]
+            .map(|bits| TensorFormat::Codebook(CodebookFormat::turboquant(bits, head_dim)));
+        std::iter::once(TensorFormat::F16)
+            .chain(Bits::ALL.into_iter().flat_map(affine))
+            .chain(rotated)
+            .chain(codebooks)
+            .collect()
     }
 
     fn validate(variant: &Variant) -> naga::Module {
@@ -286,8 +309,9 @@ mod tests {
     /// The planner counts workgroup memory from the same sizes as the shaders declare, and never plans past the limit.
     #[test]
     fn workgroup_memory_is_counted() {
-        let formats = tensor_formats();
-        for (i, head_dim) in HEAD_DIMS.into_iter().cycle().take(formats.len() * 2).enumerate() {
+        let count = tensor_formats(64).len();
+        for (i, head_dim) in HEAD_DIMS.into_iter().cycle().take(count * 2).enumerate() {
+            let formats = tensor_formats(head_dim);
             for group in [1, 4, 7, 8, 16] {
                 let shape = AttentionShape::new(group, 1, head_dim).unwrap();
                 let format =
@@ -311,7 +335,7 @@ mod tests {
     fn every_format_has_valid_kernels() {
         let capabilities = capabilities(true, true, 16 << 10);
         let shape = AttentionShape::new(6, 2, 80).unwrap();
-        for tensor in tensor_formats() {
+        for tensor in tensor_formats(80) {
             let per_channel = TensorFormat::Affine(AffineFormat::new(Bits::Two, Grouping::Channel));
             for (key, value) in [(tensor, per_channel), (per_channel, tensor)] {
                 let format = SegmentFormat { key, value };

@@ -45,7 +45,7 @@ impl DequantizePlan {
             let format = self.format.tensor(which);
             let back = format.rotation().map(|rotation| Turn { rotation, direction: Direction::Back });
             let back = back.map(|turn| hadamard::in_place(self.shape.head_dim(), turn));
-            std::iter::once(variant_of(format, which)).chain(back)
+            std::iter::once(variant_of(format, which, self.shape.head_dim())).chain(back)
         };
         of(KeyOrValue::Key).chain(of(KeyOrValue::Value)).collect()
     }
@@ -111,17 +111,18 @@ impl DequantizePlan {
             ("output", output.binding()),
         ];
         buffers.extend(store.ranges_binding(shard.shard, which)?.map(|ranges| ("ranges", ranges)));
-        Launch::new(kernels, &variant_of(format, which), &buffers, grid)
+        Launch::new(kernels, &variant_of(format, which, self.shape.head_dim()), &buffers, grid)
     }
 }
 
-fn variant_of(format: &TensorFormat, which: KeyOrValue) -> Variant {
+fn variant_of(format: &TensorFormat, which: KeyOrValue, head_dim: usize) -> Variant {
     let variant = tile_call::with_layout(Variant::new("dequantize"), format.element_bits(), which);
-    tile_call::with_fields(variant, format)
+    tile_call::with_fields(variant, format, head_dim)
 }
 
 /// Every variant that a plan can ask for.
 pub(crate) fn variants() -> Vec<Variant> {
     let each = [KeyOrValue::Key, KeyOrValue::Value];
-    tile_call::distinct_formats().iter().flat_map(|format| each.map(|which| variant_of(format, which))).collect()
+    let of = |format: &TensorFormat| each.map(|which| variant_of(format, which, 128));
+    tile_call::distinct_formats(128).iter().flat_map(of).collect()
 }

@@ -16,6 +16,7 @@ mod guard;
 mod hadamard;
 mod kernels;
 mod launch;
+mod levels;
 pub mod measure;
 mod merge_states;
 mod prepare_query;

@@ -1,4 +1,4 @@
-//! Kernel `quantize`, and the kernels `ranges_span` and `ranges_tile` that make the ranges it needs.
+//! Kernel `quantize`, and the kernels `ranges_span`, `ranges_tile` and `norms_tile` that make the ranges it needs.
 
 use super::hadamard::{self, Turn};
 use super::launch::{Launch, Launches, flat_grid};
@@ -16,7 +16,7 @@ const CHUNK: usize = 64;
 ///
 /// The dispatches: for rows that are stored rotated, `hadamard` into scratch memory of at most 16 MiB, as often as it takes
 /// (the memory is freed with the bound launches); three of `ranges_span` for each of keys and values that has span ranges, then for every shard that
-/// the span touches `ranges_tile` where there are tile ranges, and `quantize`.
+/// the span touches `ranges_tile` or `norms_tile` where there are tile ranges, and `quantize`.
 #[derive(Clone, Debug)]
 pub struct QuantizePlan {
     shape: AttentionShape,
@@ -52,12 +52,13 @@ impl QuantizePlan {
 
     /// The kernel variants for keys and values of these types, for [`Kernels::prepare`].
     pub fn variants(&self, keys: ElementType, values: ElementType) -> Vec<Variant> {
+        let head_dim = self.shape.head_dim();
         let of = |which, element_type| {
             let format = self.format.tensor(which);
-            let Some(rotation) = format.rotation() else { return variants_of(format, which, element_type) };
+            let Some(rotation) = format.rotation() else { return variants_of(format, which, element_type, head_dim) };
             let turn = Turn { rotation, direction: Direction::Forth };
-            let rotate = hadamard::from_rows(self.shape.head_dim(), turn, element_type);
-            std::iter::once(rotate).chain(variants_of(format, which, ElementType::F32)).collect()
+            let rotate = hadamard::from_rows(head_dim, turn, element_type);
+            std::iter::once(rotate).chain(variants_of(format, which, ElementType::F32, head_dim)).collect()
         };
         [of(KeyOrValue::Key, keys), of(KeyOrValue::Value, values)].concat()
     }
@@ -204,7 +205,7 @@ impl Source<'_> {
     }
 
     fn tile_ranges(&self, shard: &ShardPlaces) -> Result<Option<Launch>> {
-        let Some(variant) = ranges_tile(self.format(), self.element_type) else { return Ok(None) };
+        let Some(variant) = tile_ranges(self.format(), self.element_type) else { return Ok(None) };
         let (call, total) = self.upload_call(shard, self.call.ranges_per_tile)?;
         let buffers = [
             ("call", call.as_entire_buffer_binding()),
@@ -222,7 +223,8 @@ impl Source<'_> {
             ("tiles", self.store.shard_binding(shard.shard, StorePart::tiles(self.which))?),
         ];
         buffers.extend(self.store.ranges_binding(shard.shard, self.which)?.map(|ranges| ("ranges", ranges)));
-        self.launch(&quantize(self.format(), self.which, self.element_type), &buffers, total)
+        let variant = quantize(self.format(), self.which, self.element_type, self.call.head_dim as usize);
+        self.launch(&variant, &buffers, total)
     }
 
     /// The arguments of a kernel that gives every tile of a shard `per_tile` invocations, and their number.
@@ -242,16 +244,21 @@ impl Source<'_> {
     }
 }
 
-fn quantize(format: &TensorFormat, which: KeyOrValue, element_type: ElementType) -> Variant {
+fn quantize(format: &TensorFormat, which: KeyOrValue, element_type: ElementType, head_dim: usize) -> Variant {
     let variant = tile_call::with_layout(Variant::new("quantize"), format.element_bits(), which);
-    tile_call::with_rows(tile_call::with_fields(variant, format), element_type)
+    tile_call::with_rows(tile_call::with_fields(variant, format, head_dim), element_type)
 }
 
-fn ranges_tile(format: &TensorFormat, element_type: ElementType) -> Option<Variant> {
-    let affine = format.affine().filter(|_| !format.has_span_ranges())?;
-    let variant = Variant::new("ranges_tile")
-        .constant("BITS", affine.bits.count() as usize)
-        .constant("GROUPING", tile_call::grouping_constant(affine.grouping));
+/// The kernel that makes the ranges beside the tiles, if there are any.
+fn tile_ranges(format: &TensorFormat, element_type: ElementType) -> Option<Variant> {
+    let variant = match format {
+        TensorFormat::F16 => return None,
+        TensorFormat::Affine(_) if format.has_span_ranges() => return None,
+        TensorFormat::Affine(affine) => Variant::new("ranges_tile")
+            .constant("BITS", affine.bits.count() as usize)
+            .constant("GROUPING", tile_call::grouping_constant(affine.grouping)),
+        TensorFormat::Codebook(_) => Variant::new("norms_tile"),
+    };
     Some(tile_call::with_rows(variant, element_type))
 }
 
@@ -282,23 +289,23 @@ fn ranges_span(format: &TensorFormat, element_type: ElementType, entry: SpanRang
 }
 
 /// The variants that pack rows of a type, but for that of their rotation.
-fn variants_of(format: &TensorFormat, which: KeyOrValue, element_type: ElementType) -> Vec<Variant> {
+fn variants_of(format: &TensorFormat, which: KeyOrValue, element_type: ElementType, head_dim: usize) -> Vec<Variant> {
     let mut variants = Vec::new();
     if format.has_span_ranges() {
         variants.extend(SpanRangesEntry::ALL.map(|entry| ranges_span(format, element_type, entry)));
     }
-    variants.extend(ranges_tile(format, element_type));
-    variants.push(quantize(format, which, element_type));
+    variants.extend(tile_ranges(format, element_type));
+    variants.push(quantize(format, which, element_type, head_dim));
     variants
 }
 
 /// Every variant that a plan can ask for.
 pub(crate) fn variants() -> Vec<Variant> {
-    let formats = tile_call::distinct_formats();
+    let formats = tile_call::distinct_formats(128);
     let of = |format: &TensorFormat| {
         let each = [KeyOrValue::Key, KeyOrValue::Value];
         let types = [ElementType::F32, ElementType::F16];
-        each.map(|which| types.map(|element_type| variants_of(format, which, element_type)).concat()).concat()
+        each.map(|which| types.map(|element_type| variants_of(format, which, element_type, 128)).concat()).concat()
     };
     formats.iter().flat_map(of).collect()
 }

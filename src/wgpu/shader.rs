@@ -58,6 +58,12 @@ impl Variant {
         self
     }
 
+    /// Sets `const name: vec4<f32>`.
+    pub fn vector(mut self, name: &'static str, [x, y, z, w]: [f32; 4]) -> Self {
+        self.constants.insert(name, format!("vec4<f32>({x:?}f, {y:?}f, {z:?}f, {w:?}f)"));
+        self
+    }
+
     /// Sets `alias name`.
     pub fn alias(mut self, name: &'static str, value: &'static str) -> Self {
         self.aliases.insert(name, value);

@@ -279,7 +279,7 @@ impl Store {
         let format = self.format.tensor(which);
         if format.has_span_ranges() {
             self.span_ranges_binding(which).map(Some)
-        } else if format.affine().is_some() {
+        } else if format.grouping().is_some() {
             self.shard_binding(shard, StorePart::ranges(which)).map(Some)
         } else {
             Ok(None)

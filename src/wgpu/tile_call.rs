@@ -3,8 +3,11 @@
 use std::collections::BTreeMap;
 
 use super::buffers;
+use super::levels::with_codebook_fields;
 use super::shader::Variant;
-use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, KeyOrValue, Rotation, TensorFormat, TileLayout};
+use crate::format::{
+    AffineFormat, AttentionShape, Bits, CodebookFormat, Grouping, KeyOrValue, Rotation, TensorFormat, TileLayout,
+};
 use crate::plan::{ElementType, Page, RowLayout};
 use crate::{Error, Result, TILE_TOKENS};
 
@@ -87,7 +90,7 @@ impl TileCall {
             KeyOrValue::Key => (layout.key_tile_words(), layout.key_vector()),
             KeyOrValue::Value => (layout.value_tile_words(), 4),
         };
-        let group = match format.affine().map(|affine| affine.grouping) {
+        let group = match format.grouping() {
             Some(Grouping::ChannelTokens(count) | Grouping::TokenChannels(count)) => count,
             Some(Grouping::Token) => shape.head_dim(),
             Some(Grouping::Channel) | None => 1,
@@ -161,8 +164,11 @@ pub(crate) fn rows_file(element_type: ElementType) -> &'static str {
 }
 
 /// Chooses what the fields of tiles are, and where their ranges lie.
-pub(crate) fn with_fields(variant: Variant, format: &TensorFormat) -> Variant {
-    match format.affine().map(|affine| affine.grouping) {
+pub(crate) fn with_fields(variant: Variant, format: &TensorFormat, head_dim: usize) -> Variant {
+    if let TensorFormat::Codebook(codebook) = format {
+        return with_codebook_fields(variant, codebook, head_dim);
+    }
+    match format.grouping() {
         None => variant.import("field", "common/field_f16.wgsl"),
         Some(Grouping::Channel) => variant,
         Some(grouping) => {
@@ -181,11 +187,12 @@ pub(crate) fn grouping_constant(grouping: Grouping) -> usize {
     }
 }
 
-/// One format of each that the shaders tell apart, for tests of all variants.
-pub(crate) fn distinct_formats() -> Vec<TensorFormat> {
+/// One format of each that the shaders tell apart at a head dimension, for tests of all variants.
+pub(crate) fn distinct_formats(head_dim: usize) -> Vec<TensorFormat> {
     let groupings = [Grouping::Channel, Grouping::ChannelTokens(32), Grouping::Token, Grouping::TokenChannels(16)];
     let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));
     let rotated = AffineFormat::new(Bits::Four, Grouping::Token).rotated(Rotation::hadamard(16));
     let all = std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine));
-    all.chain([TensorFormat::Affine(rotated)]).collect()
+    let codebooks = [Bits::One, Bits::Two, Bits::Four].map(|bits| CodebookFormat::turboquant(bits, head_dim));
+    all.chain([TensorFormat::Affine(rotated)]).chain(codebooks.map(TensorFormat::Codebook)).collect()
 }

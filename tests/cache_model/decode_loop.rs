@@ -15,6 +15,7 @@ pub fn formats() -> Vec<SegmentFormat> {
     let affine = |bits, grouping| AffineFormat::new(bits, grouping);
     vec![
         SegmentFormat::saw_int4(),
+        SegmentFormat::turboquant(Bits::Two, 64),
         SegmentFormat {
             key: TensorFormat::Affine(affine(Bits::Two, Grouping::TokenChannels(16))),
             value: TensorFormat::Affine(affine(Bits::One, Grouping::Token).rotated(Rotation::randomized(64, 5))),

@@ -9,7 +9,8 @@ use half::f16;
 use kvpack::backend::Backend;
 use kvpack::cache::{KvCache, PromptSpan, RecentWindow, Recipe};
 use kvpack::cpu::{DenseSegment, exact_attention, nmse};
-use kvpack::format::{CodeRange, Direction, Grouping, KeyOrValue, TensorFormat};
+use kvpack::format::codebook::stored_norm;
+use kvpack::format::{CodeRange, Codebook, CodebookFormat, Direction, Grouping, KeyOrValue, Rotation, TensorFormat};
 use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Error, SegmentFormat, TILE_TOKENS};
 use pollster::block_on;
@@ -251,10 +252,12 @@ impl Model {
 
 /// Groups elements naively and encodes and decodes each.
 fn decoded(format: &TensorFormat, rows: &[f32], shape: &AttentionShape) -> Vec<f32> {
-    let TensorFormat::Affine(affine) = format else {
-        return rows.iter().map(|&x| f16::from_f32(x).to_f32()).collect();
-    };
     let head_dim = shape.head_dim();
+    let affine = match format {
+        TensorFormat::F16 => return rows.iter().map(|&x| f16::from_f32(x).to_f32()).collect(),
+        TensorFormat::Codebook(codebook) => return decoded_by_codebook(codebook, rows, head_dim),
+        TensorFormat::Affine(affine) => affine,
+    };
     let turn = |direction, rows: &mut Vec<f32>| {
         let rotation = affine.rotation.into_iter();
         rotation.for_each(|rotation| kvpack::cpu::hadamard(rows, head_dim, rotation, direction).unwrap());
@@ -284,6 +287,19 @@ fn decoded(format: &TensorFormat, rows: &[f32], shape: &AttentionShape) -> Vec<f
         rows.iter().enumerate().map(|(i, &x)| range(i).decode(range(i).encode(x, affine.bits))).collect();
     turn(Direction::Back, &mut decoded);
     decoded
+}
+
+/// Encodes and decodes row by row.
+fn decoded_by_codebook(format: &CodebookFormat, rows: &[f32], head_dim: usize) -> Vec<f32> {
+    let codebook = Codebook::of_format(format.bits, head_dim).unwrap();
+    let mut rows = rows.to_vec();
+    for row in rows.chunks_exact_mut(head_dim) {
+        format.rotation.rotate(row);
+        let norm = stored_norm(row).to_f32();
+        row.iter_mut().for_each(|x| *x = codebook.decode(codebook.encode(*x, norm), norm));
+        format.rotation.unrotate(row);
+    }
+    rows
 }
 
 /// Random rows, rounded to f16 if `half`, and the tensor that holds them.
@@ -582,6 +598,10 @@ pub fn recipes() -> Vec<Recipe> {
         Recipe::pack_all(SegmentFormat::saw_int4()),
         Recipe::pack_all(SegmentFormat::saw_int4()).with_sink(70),
         Recipe::pack_all(SegmentFormat::saw_int4()).with_window(0),
+        Recipe::pack_all(SegmentFormat {
+            key: TensorFormat::Codebook(CodebookFormat { bits: Bits::Four, rotation: Rotation::randomized(16, 2) }),
+            value: TensorFormat::Codebook(CodebookFormat { bits: Bits::One, rotation: Rotation::hadamard(8) }),
+        }),
         Recipe::pack_all(SegmentFormat { key: affine(Bits::One, Grouping::Token), ..kivi }),
         Recipe::pack_all(SegmentFormat::F16),
     ]

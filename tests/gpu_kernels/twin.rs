@@ -2,7 +2,9 @@
 
 use kvpack::backend::{SpanRead, SpanWrite};
 use kvpack::cpu::Cpu;
-use kvpack::format::{AffineFormat, Grouping, HEAD_DIMS, KeyOrValue, Rotation, TILE_TOKENS, TensorFormat};
+use kvpack::format::{
+    AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, Rotation, TILE_TOKENS, TensorFormat,
+};
 use kvpack::plan::{Elements, Page, RowLayout, TokenRange};
 use kvpack::wgpu::StorePart;
 use kvpack::{AttentionShape, Backend, Bits, SegmentFormat};
@@ -61,7 +63,11 @@ fn tensor_formats() -> impl Strategy<Value = TensorFormat> {
     let affine = (prop::sample::select(Bits::ALL.to_vec()), grouping, shrink, rotation).prop_map(
         |(bits, grouping, shrink, rotation)| TensorFormat::Affine(AffineFormat { bits, grouping, shrink, rotation }),
     );
-    prop_oneof![1 => Just(TensorFormat::F16), 6 => affine]
+    let rotation =
+        prop_oneof![Just(Rotation::hadamard(8)), any::<u32>().prop_map(|seed| Rotation::randomized(16, seed))];
+    let codebook = (prop::sample::select(vec![Bits::One, Bits::Two, Bits::Four]), rotation)
+        .prop_map(|(bits, rotation)| TensorFormat::Codebook(CodebookFormat { bits, rotation }));
+    prop_oneof![1 => Just(TensorFormat::F16), 6 => affine, 3 => codebook]
 }
 
 fn cases() -> impl Strategy<Value = Case> {

@@ -86,6 +86,11 @@ impl GoldenFile {
         self.params[name].as_f64().with_context(|| format!("no number '{name}' among the parameters"))
     }
 
+    /// A textual parameter.
+    pub fn text(&self, name: &str) -> Result<&str> {
+        self.params[name].as_str().with_context(|| format!("no text '{name}' among the parameters"))
+    }
+
     /// A boolean parameter, false if it is not there.
     pub fn flag(&self, name: &str) -> bool {
         self.params[name].as_bool().unwrap_or(false)

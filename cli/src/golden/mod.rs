@@ -11,6 +11,7 @@ mod hadamard;
 mod kivi;
 mod saw_int4;
 mod stored;
+mod turboquant;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -27,7 +28,7 @@ type Outputs = BTreeMap<&'static str, Vec<f64>>;
 type Op = fn(&GoldenFile) -> Result<Vec<(&'static str, Outputs)>>;
 
 /// The ops that are implemented.
-const OPS: [(&str, Op); 9] = [
+const OPS: [(&str, Op); 12] = [
     ("attention.decode", attention::decode),
     ("calibquant.calibrate", calibquant::calibrate),
     ("calibquant.decode", calibquant::decode),
@@ -37,6 +38,9 @@ const OPS: [(&str, Op); 9] = [
     ("kivi.quantize_k", kivi::quantize_k),
     ("kivi.quantize_v", kivi::quantize_v),
     ("saw.quantize", saw_int4::quantize),
+    ("turboquant.codebook", turboquant::codebook),
+    ("turboquant.mse", turboquant::mse),
+    ("turboquant.prod", turboquant::prod),
 ];
 
 /// What came of one file.

@@ -29,7 +29,7 @@ impl<B: Backend + Clone> PackedAttention<B> {
         if let Some(layer) = recipe.highest_layer().filter(|&layer| layer >= config.layers) {
             return Err(ModelError::Layer { recipe: recipe.to_string(), layer, layers: config.layers }.into());
         }
-        let cache = |layer| KvCache::new(backend.clone(), config.attention, 1, recipe.layer(layer));
+        let cache = |layer| KvCache::new(backend.clone(), config.attention, 1, recipe.layer(layer, &config.attention));
         Ok(Self { layers: (0..config.layers).map(cache).collect::<kvpack::Result<_>>()?, time: Duration::ZERO })
     }
 }

@@ -55,6 +55,10 @@ fn all(shape: &AttentionShape) -> Vec<NamedFormat> {
         let name = format!("{bits}-bit per token, rotated by {largest}");
         formats.push(named(name, SegmentFormat { key: token, value: token }));
     }
+    for bits in [Bits::Four, Bits::Two, Bits::One] {
+        let format = SegmentFormat::turboquant(bits, shape.head_dim());
+        formats.push(named(format!("{bits}-bit codebook (TurboQuant)"), format));
+    }
     // 32 channels to a group, as KIVI has them, or 16 where 32 do not divide the head.
     let channels = if shape.head_dim().is_multiple_of(32) { 32 } else { 16 };
     for bits in [Bits::Four, Bits::Two] {

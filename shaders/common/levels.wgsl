@@ -1,0 +1,22 @@
+// Levels of a codebook: `format::Codebook`. Those above 0 are constants, ascending; the others are their negatives.
+
+// The levels that four stored fields of `bits` bits stand for, relative to the norm of their row. `low` and `high` are the
+// four levels above 0 nearest to it and the next four, where there are so many.
+fn levels_of(fields: vec4<u32>, bits: u32, low: vec4<f32>, high: vec4<f32>) -> vec4<f32> {
+    // A field is the code less the middle one, in two's complement: the top bit is the sign, and below 0 the distance
+    // counts from -1.
+    let negative = (fields >> vec4<u32>(bits - 1u)) & vec4<u32>(1u);
+    let index = (fields ^ (vec4<u32>(0u) - negative)) & vec4<u32>((1u << (bits - 1u)) - 1u);
+    let odd = (index & vec4<u32>(1u)) != vec4<u32>(0u);
+    var level = select(vec4<f32>(low.x), vec4<f32>(low.y), odd);
+    if (bits > 2u) {
+        let upper = (index & vec4<u32>(2u)) != vec4<u32>(0u);
+        level = select(level, select(vec4<f32>(low.z), vec4<f32>(low.w), odd), upper);
+        if (bits > 3u) {
+            let near = select(vec4<f32>(high.x), vec4<f32>(high.y), odd);
+            let far = select(vec4<f32>(high.z), vec4<f32>(high.w), odd);
+            level = select(level, select(near, far, upper), (index & vec4<u32>(4u)) != vec4<u32>(0u));
+        }
+    }
+    return bitcast<vec4<f32>>(bitcast<vec4<u32>>(level) ^ (negative << vec4<u32>(31u)));
+}

@@ -1,0 +1,265 @@
+//! Lloyd-Max codebooks for rotated rows (TurboQuant, arXiv 2504.19874).
+//!
+//! A row of a random rotation is a point of a sphere, and each of its channels, divided by the norm of the row, follows
+//! one known density, whatever the data were: `(1 − x²)^((d−3)/2)` up to a factor. So one codebook per width and head
+//! dimension serves all channels of all rows, and a row needs no range but its norm.
+//!
+//! Levels are symmetric about 0: code `2^(bits−1) + i` is the level `i` above 0, code `2^(bits−1) − 1 − i` its negative.
+
+use super::Bits;
+
+/// Density of a coordinate that a codebook is made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CoordinateDensity {
+    /// A coordinate of a uniformly random unit vector of this dimension.
+    Sphere(usize),
+    /// A normal distribution of variance 1/dimension, which the former comes close to.
+    Gaussian(usize),
+}
+
+/// Levels of a codebook, symmetric about 0.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Codebook {
+    centroids: Vec<f32>,
+    boundaries: Vec<f32>,
+}
+
+impl Codebook {
+    /// The codebook that formats of this width use at this head dimension; `None` where `head_dim` has no kernels or the
+    /// width no codebook (8 bits).
+    ///
+    /// The levels are those of [`Codebook::lloyd_max`] for [`CoordinateDensity::Sphere`], as constants, so that they are the
+    /// same to the bit everywhere.
+    pub fn of_format(bits: Bits, head_dim: usize) -> Option<Self> {
+        let upper = upper_levels(bits, head_dim)?;
+        Some(Self::symmetric(upper.iter().map(|&x| f64::from(x)).collect()))
+    }
+
+    /// The codebook of `2^bits` levels with the least mean squared error (Lloyd 1982, Max 1960) for a density: the fixed
+    /// point at which every boundary is midway between its levels and every level is the mean of its cell. In f64.
+    ///
+    /// `bits` is 1 to 8 and the dimension at least 2; other arguments are moved to the nearest of those.
+    pub fn lloyd_max(bits: u32, density: CoordinateDensity) -> Self {
+        let density = Density::new(density);
+        let half = 1usize << (bits.clamp(1, 8) - 1);
+        let mut levels: Vec<f64> = (0..half).map(|i| (i as f64 + 0.5) / half as f64 * 2.0 * density.sigma).collect();
+        for _ in 0..MOST_ITERATIONS {
+            let next: Vec<f64> = (0..half)
+                .map(|i| {
+                    let low = if i == 0 { 0.0 } else { (levels[i - 1] + levels[i]) / 2.0 };
+                    let high = if i + 1 == half { density.end } else { (levels[i] + levels[i + 1]) / 2.0 };
+                    density.mean(low, high)
+                })
+                .collect();
+            let moved = levels.iter().zip(&next).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            levels = next;
+            if moved < 1e-13 * density.sigma {
+                break;
+            }
+        }
+        Self::symmetric(levels)
+    }
+
+    /// A codebook of given levels, ascending. Boundaries are midway.
+    pub fn from_centroids(centroids: Vec<f32>) -> Self {
+        let boundaries = centroids.windows(2).map(|pair| (pair[0] + pair[1]) * 0.5).collect();
+        Self { centroids, boundaries }
+    }
+
+    /// From the levels above 0.
+    fn symmetric(upper: Vec<f64>) -> Self {
+        let lower = upper.iter().rev().map(|&x| -x as f32);
+        Self::from_centroids(lower.chain(upper.iter().map(|&x| x as f32)).collect())
+    }
+
+    /// The levels, ascending.
+    pub fn centroids(&self) -> &[f32] {
+        &self.centroids
+    }
+
+    /// Where one level's cell ends and the next one's begins, ascending.
+    pub fn boundaries(&self) -> &[f32] {
+        &self.boundaries
+    }
+
+    /// The code of the level nearest to `x`, as a multiple of `norm`; at a boundary the lower one. 0 for norm 0.
+    ///
+    /// It compares with single rounded products `norm · boundary`, so every IEEE machine decides alike.
+    pub fn encode(&self, x: f32, norm: f32) -> u32 {
+        if norm == 0.0 {
+            return 0;
+        }
+        self.boundaries.iter().filter(|&&boundary| x > norm * boundary).count() as u32
+    }
+
+    /// The value of a code.
+    pub fn decode(&self, code: u32, norm: f32) -> f32 {
+        norm * self.centroids[code as usize]
+    }
+}
+
+/// The norm of a row as it is stored: the f16 nearest to the root of the sum of squares, ties to even; at most 65504, and
+/// 0 where f16 would be subnormal.
+///
+/// The sum is part of the format: squares below 2^-100 count as 0; of four neighbouring channels the first two squares and
+/// the last two are added, then their sums, and those of all fours from the first to the last, in f32. The root is decided
+/// by comparing the sum with the squares of the midpoints between halves, which are exact in f32.
+pub fn stored_norm(row: &[f32]) -> half::f16 {
+    let square = |x: f32| if x.abs() < SMALLEST { 0.0 } else { x * x };
+    let of_four = |x: &[f32; 4]| (square(x[0]) + square(x[1])) + (square(x[2]) + square(x[3]));
+    let sum = row.as_chunks::<4>().0.iter().fold(0.0, |sum, four| sum + of_four(four));
+
+    let half = half::f16::from_f32(sum.sqrt().min(half::f16::MAX.to_f32())).to_bits();
+    // The square of the midpoint between a half and the next.
+    let above = |bits: u16| {
+        let middle = (half::f16::from_bits(bits).to_f32() + half::f16::from_bits(bits + 1).to_f32()) * 0.5;
+        middle * middle
+    };
+    let odd = half % 2 == 1;
+    let decided = if half > 0 && (sum < above(half - 1) || (sum == above(half - 1) && odd)) {
+        half - 1
+    } else if half < half::f16::MAX.to_bits() && (sum > above(half) || (sum == above(half) && odd)) {
+        half + 1
+    } else {
+        half
+    };
+    let norm = half::f16::from_bits(decided);
+    if norm < half::f16::MIN_POSITIVE { half::f16::ZERO } else { norm }
+}
+
+/// Elements below this count as 0 in a norm: 2^-50.
+const SMALLEST: f32 = f32::from_bits((127 - 50) << 23);
+
+const MOST_ITERATIONS: usize = 100_000;
+
+/// A density on the positive half line, up to a factor.
+struct Density {
+    of: CoordinateDensity,
+    /// Standard deviation.
+    sigma: f64,
+    /// Where what is left does not matter.
+    end: f64,
+}
+
+impl Density {
+    fn new(of: CoordinateDensity) -> Self {
+        let (dimension, end) = match of {
+            CoordinateDensity::Sphere(d) => (d.max(2), 1.0),
+            CoordinateDensity::Gaussian(d) => (d.max(2), f64::INFINITY),
+        };
+        let sigma = 1.0 / (dimension as f64).sqrt();
+        Self { of, sigma, end: (10.0 * sigma).min(end) }
+    }
+
+    fn at(&self, x: f64) -> f64 {
+        match self.of {
+            CoordinateDensity::Sphere(d) => (1.0 - x * x).max(0.0).powf((d.max(2) as f64 - 3.0) / 2.0),
+            CoordinateDensity::Gaussian(_) => (-0.5 * (x / self.sigma).powi(2)).exp(),
+        }
+    }
+
+    /// The mean over a cell, by Simpson's rule.
+    fn mean(&self, low: f64, high: f64) -> f64 {
+        const STEPS: usize = 256;
+        let step = (high - low) / STEPS as f64;
+        let (mut mass, mut moment) = (0.0, 0.0);
+        for i in 0..=STEPS {
+            let x = low + i as f64 * step;
+            let weight = match i {
+                0 | STEPS => 1.0,
+                i if i % 2 == 1 => 4.0,
+                _ => 2.0,
+            };
+            mass += weight * self.at(x);
+            moment += weight * self.at(x) * x;
+        }
+        moment / mass
+    }
+}
+
+/// The levels above 0 of a width at a head dimension, ascending.
+pub(crate) fn upper_levels(bits: Bits, head_dim: usize) -> Option<&'static [f32]> {
+    let dimension = super::HEAD_DIMS.into_iter().position(|served| served == head_dim)?;
+    match bits {
+        Bits::One => Some(&ONE_BIT[dimension]),
+        Bits::Two => Some(&TWO_BITS[dimension]),
+        Bits::Four => Some(&FOUR_BITS[dimension]),
+        Bits::Eight => None,
+    }
+}
+
+const ONE_BIT: [[f32; 1]; 5] = [[0.10012591], [0.08948541], [0.08164609], [0.070661575], [0.04991651]];
+
+const TWO_BITS: [[f32; 2]; 5] = [
+    [0.056514867, 0.18749684],
+    [0.05056349, 0.16793557],
+    [0.04616703, 0.15344553],
+    [0.0399916, 0.13304153],
+    [0.028288601, 0.0942378],
+];
+
+#[rustfmt::skip]
+const FOUR_BITS: [[f32; 8]; 5] = [
+    [0.015919022, 0.048089784, 0.08131177, 0.11648675, 0.15492553, 0.19885615, 0.2529137, 0.3307963],
+    [0.014261692, 0.0430871, 0.07286699, 0.10442106, 0.13894248, 0.17846298, 0.22721799, 0.29775697],
+    [0.013033264, 0.03937822, 0.06660322, 0.095464595, 0.12706435, 0.1632811, 0.20803663, 0.27297115],
+    [0.011302496, 0.03415157, 0.057772297, 0.082828455, 0.11028837, 0.1418052, 0.18083596, 0.23766382],
+    [0.008008374, 0.024200877, 0.040949196, 0.058732107, 0.07824931, 0.10069801, 0.1285882, 0.16941044],
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::HEAD_DIMS;
+    use proptest::prelude::*;
+
+    #[test]
+    fn constants_are_the_fixed_points() {
+        for head_dim in HEAD_DIMS {
+            for bits in [Bits::One, Bits::Two, Bits::Four] {
+                let computed = Codebook::lloyd_max(bits.count(), CoordinateDensity::Sphere(head_dim));
+                let stored = Codebook::of_format(bits, head_dim).unwrap();
+                let sigma = 1.0 / (head_dim as f32).sqrt();
+                for (a, b) in stored.centroids().iter().zip(computed.centroids()) {
+                    assert!((a - b).abs() < 1e-6 * sigma, "{bits} bits of {head_dim}: {a} {b}");
+                }
+            }
+        }
+        assert_eq!(Codebook::of_format(Bits::Eight, 64), None);
+    }
+
+    #[test]
+    fn codes_are_of_the_nearest_level_and_ties_go_down() {
+        let codebook = Codebook::from_centroids(vec![-3.0, -1.0, 1.0, 3.0]);
+        let codes = [-9.0, -4.0, -3.9, 0.0, 0.1, 4.0, 4.1].map(|x| codebook.encode(x, 2.0));
+        assert_eq!(codes, [0, 0, 1, 1, 2, 2, 3]);
+        assert_eq!((codebook.decode(3, 2.0), codebook.encode(5.0, 0.0)), (6.0, 0));
+    }
+
+    #[test]
+    fn norms_at_the_ends_of_f16() {
+        let norm = |x: f32| stored_norm(&[x, 0.0, 0.0, 0.0]).to_f32();
+        assert_eq!(norm(1e6), 65504.0);
+        assert_eq!(norm(65519.0), 65504.0);
+        assert_eq!(norm(6e-5), 0.0);
+        assert_eq!(norm(6.1035156e-5), 6.1035156e-5);
+        assert_eq!(norm(1e-30), 0.0);
+    }
+
+    proptest! {
+        /// The stored norm is the rounded one wherever that is not in doubt.
+        #[test]
+        fn norms_are_nearest(row in prop::collection::vec(-10f32..10.0, 64)) {
+            let exact = row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+            let norm = stored_norm(&row).to_f64();
+            prop_assert!((norm / exact - 1.0).abs() < 4.9e-4, "{norm} {exact}");
+        }
+
+        /// A norm that is a half comes back.
+        #[test]
+        fn halves_are_their_own_norms(bits in 0x0400u16..0x7bff) {
+            let half = half::f16::from_bits(bits);
+            prop_assert_eq!(stored_norm(&[0.0, half.to_f32(), 0.0, 0.0]), half);
+        }
+    }
+}
