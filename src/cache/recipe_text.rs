@@ -32,14 +32,14 @@ pub const METHODS: &[Method] = &[
     Method {
         name: "int8",
         bits: &[],
-        stores: "8-bit codes, one range per token",
+        stores: "8-bit codes, one range per token; packed as tokens arrive",
         source: "a baseline",
         recipe: |_, _| per_token(Bits::Eight),
     },
     Method {
         name: "int4",
         bits: &[],
-        stores: "4-bit codes, one range per token",
+        stores: "4-bit codes, one range per token; packed as tokens arrive",
         source: "a baseline",
         recipe: |_, _| per_token(Bits::Four),
     },
@@ -75,7 +75,7 @@ pub const METHODS: &[Method] = &[
 
 fn per_token(bits: Bits) -> Recipe {
     let format = TensorFormat::Affine(AffineFormat::new(bits, Grouping::Token));
-    Recipe::pack_all(SegmentFormat { key: format, value: format }).with_window(DEFAULT_WINDOW)
+    Recipe::pack_all(SegmentFormat { key: format, value: format })
 }
 
 fn kivi(bits: Bits) -> Recipe {
@@ -88,7 +88,8 @@ fn kivi(bits: Bits) -> Recipe {
 ///
 /// ```text
 /// recipe  = method [":" bits] { "+" option }
-/// option  = "window=" tokens               newest tokens in f16, at least (128 if not said)
+/// option  = "window=" tokens               newest tokens in f16, at least, and tiles packed when full (128 if not said,
+///                                          but for methods that pack tokens as they arrive)
 ///         | "sink=" tokens                 first tokens in f16, in whole tiles of 128 (0)
 ///         | "tau=" τ1 "," τ2               calibrated scores of packed spans, CalibQuant's eq. 7 (none)
 ///         | "query=" ("int8" | "int16")    precision of the query in integer dot products (int16)
