@@ -6,6 +6,7 @@ use kvpack::cuda::{BoundStep, Cuda, StepPlan, Tensor, compute_guard, read_bandwi
 use kvpack::plan::ElementType;
 use kvpack::{Backend, Result};
 
+use super::append::TimedStores;
 use super::timed::{Sizes, StepTimes, Timed};
 
 /// Steps of one graph, at least: its own start costs some microseconds.
@@ -13,6 +14,8 @@ const STEPS_PER_GRAPH: usize = 64;
 
 /// Replays of a graph, at most.
 const MOST_REPLAYS: usize = 200;
+
+impl TimedStores for Cuda {}
 
 impl Timed for Cuda {
     const GUARD_TOLERANCE: Option<f64> = Some(0.03);
