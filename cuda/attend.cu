@@ -11,7 +11,9 @@
 //
 // Weights are 2^(score − reference): the reference is set by the first step and moves, by whole powers of two and hence
 // exactly, only when a weight would leave the range of f16. After the loop the warps are joined in shared memory. The
-// block writes the output where its sequence has no other items; otherwise a state, and the last block merges.
+// block writes the output where its sequence has no other items; otherwise states are merged (merge_states.cu).
+//
+// Launched with programmatic serialisation, blocks read their tables while the kernel before still runs.
 //
 // Memory: K and V of the item once, in runs of at least 2 KiB; queries, ranges and page addresses before them.
 // Cost per 16 tokens and warp: HEAD_DIM/32 integer and HEAD_DIM/16 half MMAs (more with WIDE), one instruction for each
@@ -53,37 +55,69 @@ __device__ __forceinline__ float sum_of_tokens(float x) {
     return x + __shfl_xor_sync(ALL_LANES, x, 16);
 }
 
+// One output of the block from the sums of its warps; `decode` takes it from codes to values.
+template <typename Decode>
+__device__ __forceinline__ ItemState join_warps(const WarpState (&states)[WARPS][CHUNK_HEADS], const float* joined,
+                                                int head, int channel, Decode decode) {
+    float top = states[0][head].reference;
+#pragma unroll
+    for (int w = 1; w < WARPS; w++) top = fmaxf(top, states[w][head].reference);
+    float weight = 0.0f;
+    float minimum = 0.0f;
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        const WarpState& state = states[w][head];
+        const float factor = exp2_approx(state.reference - top);
+        weight += factor * state.weight;
+        minimum += factor * state.minimum;
+        sum += factor * joined[(w * CHUNK_HEADS + head) * JOIN_ROW + channel];
+    }
+    return {decode((sum * value_unit(channel / 16) + minimum) / weight), top + log2_approx(weight)};
+}
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendCall call) {
     extern __shared__ __align__(16) u8 ring_memory[];
     __shared__ QueryShared query_shared;
     __shared__ WarpState warp_states[WARPS][CHUNK_HEADS];
     __shared__ u64 barriers[WARPS][STAGES];
 
+    admit_later_kernels();
     const int lane = threadIdx.x & 31;
     const int warp = threadIdx.x >> 5;
     const int g = lane >> 2;
     const int c = lane & 3;
-    const u32 chunk = blockIdx.x % call.chunks;
-    const u32 kv_head = blockIdx.x / call.chunks % call.kv_heads;
-    const Item item = call.items[blockIdx.x / call.chunks / call.kv_heads];
+    const u32 rank = blockIdx.x % call.cluster;
+    const u32 chunk = blockIdx.x / call.cluster % call.chunks;
+    const u32 kv_head = blockIdx.x / call.cluster / call.chunks % call.kv_heads;
+    const Item item = call.items[blockIdx.x / call.cluster / call.chunks / call.kv_heads * call.cluster + rank];
     const u32 first_head = kv_head * call.group + chunk * CHUNK_HEADS;
     const int heads = min(CHUNK_HEADS, (int)(call.group - chunk * CHUNK_HEADS));
     const int steps = ((int)item.tokens + STEP_TOKENS - 1) / STEP_TOKENS;
 
+    // A warp takes whole tiles in turn where the item has plenty, so that what it reads is contiguous; otherwise steps.
+    const int tiles = (steps + STEPS_PER_TILE - 1) / STEPS_PER_TILE;
+    const bool whole_tiles = tiles % WARPS == 0 || tiles >= 8 * WARPS;
+    const auto step_of = [&](int turn) {
+        return whole_tiles ? (turn / STEPS_PER_TILE * WARPS + warp) * STEPS_PER_TILE + turn % STEPS_PER_TILE
+                           : turn * WARPS + warp;
+    };
     const u64* pages = call.pages + item.first_page;
     const u64 head_at = (u64)kv_head * HEAD_BYTES;
     const Ring ring = {shared_address(ring_memory) + warp * (STAGES * STAGE_BYTES), shared_address(barriers[warp]), lane};
     u64 first_pages[STAGES];
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
-        const int step = warp + i * WARPS;
+        const int step = step_of(i);
         first_pages[i] = step < steps ? pages[step / STEPS_PER_TILE] : 0;
     }
-    const QueryLoads query_loads = load_query(call, item, kv_head, first_head, heads, warp, lane);
     ring.start();
+    // All above are tables, written before the step was launched; what follows may come from the kernel before.
+    await_earlier_kernels();
+    const QueryLoads query_loads = load_query(call, item, kv_head, first_head, heads, warp, lane);
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
-        const int step = warp + i * WARPS;
+        const int step = step_of(i);
         if (step < steps) ring.issue(i, first_pages[i] + head_at, step);
         ring.commit();
     }
@@ -117,13 +151,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendC
     }
 
     int stage = 0;
-    u32 turn = 0;
+    u32 use = 0;
     bool first = true;
     // The page of the step that is to be prefetched next is known one step ahead.
-    int ahead = warp + STAGES * WARPS;
+    int ahead = step_of(STAGES);
     u64 ahead_page = ahead < steps ? pages[ahead / STEPS_PER_TILE] : 0;
-    for (int step = warp; step < steps; step += WARPS) {
-        ring.wait(stage, turn);
+    int turn = 0;
+    for (int step = step_of(0); step < steps; step = step_of(++turn)) {
+        ring.wait(stage, use);
         const u32 at = ring.stage(stage);
 
         float scores[STEP_SCORES];
@@ -236,11 +271,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendC
         ring.release();
         if (ahead < steps) ring.issue(stage, ahead_page + head_at, ahead);
         ring.commit();
-        ahead += WARPS;
+        ahead = step_of(turn + 1 + STAGES);
         ahead_page = ahead < steps ? pages[ahead / STEPS_PER_TILE] : 0;
         if (++stage == STAGES) {
             stage = 0;
-            turn++;
+            use++;
         }
     }
 
@@ -252,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendC
         const float total = sum_of_tokens(weight[h]);
         const float total_minimum = VALUE_TOKEN_RANGES ? sum_of_tokens(minimum[h]) : 0.0f;
         const int head = LANE_HEADS * c + h;
-        const bool idle = warp >= steps;
+        const bool idle = step_of(0) >= steps;
         if (g == 0) warp_states[warp][head] = {idle ? -__int_as_float(0x7f800000) : reference[h], total, total_minimum};
         float* row = joined + (warp * CHUNK_HEADS + head) * JOIN_ROW + g;
 #pragma unroll
@@ -263,41 +298,31 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendC
     }
     __syncthreads();
 
-    const u32 query_heads = call.kv_heads * call.group;
-    const bool alone = item.states == 1;
+    ClusterShared& cluster_shared = *(ClusterShared*)(joined + WARPS * CHUNK_HEADS * JOIN_ROW);
     for (int e = threadIdx.x; e < heads * HEAD_DIM; e += WARPS * 32) {
-        const int head = e / HEAD_DIM;
-        const int channel = e % HEAD_DIM;
-        float top = warp_states[0][head].reference;
-#pragma unroll
-        for (int w = 1; w < WARPS; w++) top = fmaxf(top, warp_states[w][head].reference);
-        float total = 0.0f;
-        float low = 0.0f;
-        float sum = 0.0f;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            const WarpState& state = warp_states[w][head];
-            const float factor = exp2_approx(state.reference - top);
-            total += factor * state.weight;
-            low += factor * state.minimum;
-            sum += factor * joined[(w * CHUNK_HEADS + head) * JOIN_ROW + channel];
-        }
-        sum *= value_unit(channel / 16);
-        float out = (sum + low) / total;
-        if (VALUE_BITS != 16 && !VALUE_TOKEN_RANGES) {
-            const float2 range =
-                call.value_ranges[((u64)item.range_slot * call.kv_heads + kv_head) * HEAD_DIM + channel];
-            out = range.x * out + range.y;
-        }
-        if (alone) {
-            write_output(call, ((u64)item.sequence * query_heads + first_head + head) * HEAD_DIM + channel, out);
+        const ItemState state = join_warps(warp_states, joined, e / HEAD_DIM, e % HEAD_DIM, [&](float out) {
+            if (VALUE_BITS == 16 || VALUE_TOKEN_RANGES) return out;
+            const u64 slot = (u64)item.range_slot * call.kv_heads + kv_head;
+            const float2 range = call.value_ranges[slot * HEAD_DIM + e % HEAD_DIM];
+            return range.x * out + range.y;
+        });
+        if (call.cluster > 1) {
+            cluster_shared.outputs[e] = state.out;
+            if (e % HEAD_DIM == 0) cluster_shared.lse[e / HEAD_DIM] = state.lse;
         } else {
-            const u64 row = (u64)item.state * query_heads + first_head + head;
-            call.states[row * HEAD_DIM + channel] = out;
-            if (channel == 0) call.state_lse[row] = top + log2_approx(total);
+            write_state(call, item, first_head, e, state);
         }
     }
-    if (alone) return;
+    if (call.cluster > 1) {
+        cluster_barrier();
+        for (int e = rank * WARPS * 32 + threadIdx.x; e < heads * HEAD_DIM; e += call.cluster * WARPS * 32) {
+            write_state(call, item, first_head, e, merge_cluster(cluster_shared, call.cluster, e));
+        }
+        // No block leaves while others read its memory, and the first speaks for all.
+        cluster_barrier();
+        if (rank != 0) return;
+    }
+    if (item.states == 1) return;
     u32* arrivals = call.arrivals + ((u64)item.sequence * call.kv_heads + kv_head) * call.chunks + chunk;
     if (last_to_arrive(arrivals, item.states)) merge_states(call, item, first_head, heads);
 }

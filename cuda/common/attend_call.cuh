@@ -11,7 +11,8 @@
 #define BULK_COPIES 1
 #endif
 
-// A run of tokens of one span, attended by one block for each KV head and chunk of query heads.
+// A run of tokens of one span, attended by one block for each KV head and chunk of query heads. Where blocks form
+// clusters, `cluster` items in a row belong to one sequence and share a row of states.
 struct Item {
     // First entry of the page table.
     u32 first_page;
@@ -49,6 +50,15 @@ struct AttendCall {
     float score_scale;
     u32 queries_f16;
     u32 output_f16;
+    // Blocks of a cluster, 1 where there are none.
+    u32 cluster;
+    u32 unused;
+};
+
+// One head's output over an item, and the base-2 log-sum-exp of its scores.
+struct ItemState {
+    float out;
+    float lse;
 };
 
 // Query heads of a chunk, and those whose scores one lane holds.
