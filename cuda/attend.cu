@@ -160,114 +160,119 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendC
     for (int step = step_of(0); step < steps; step = step_of(++turn)) {
         ring.wait(stage, use);
         const u32 at = ring.stage(stage);
+        // Not unrolled: the loop is to stay in the instruction cache.
+#pragma unroll 1
+        for (int pass = 0; pass < STEP_PASSES; pass++) {
+            const int tokens = (int)item.tokens - step * STEP_TOKENS - pass * PASS_TOKENS;
+            if (tokens <= 0) break;
 
-        float scores[STEP_SCORES];
-        float base[KEY_VARIANTS][LANE_HEADS];
+            float scores[PASS_SCORES];
+            float base[KEY_VARIANTS][LANE_HEADS];
 #pragma unroll
-        for (int v = 0; v < KEY_VARIANTS; v++) {
+            for (int v = 0; v < KEY_VARIANTS; v++) {
 #pragma unroll
-            for (int h = 0; h < LANE_HEADS; h++) base[v][h] = start[v][h] - (KEY_TOKEN_RANGES ? 0.0f : reference[h]);
-        }
-        step_scores(scores, at, lane, query, delta, base);
-        float value_scale[VALUE_TOKEN_RANGES ? 2 * STEP_BLOCKS : 1];
-        float value_min[VALUE_TOKEN_RANGES ? 2 * STEP_BLOCKS : 1];
-        float largest_scale = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 2 * STEP_BLOCKS; i++) {
-            if (KEY_TOKEN_RANGES) {
-                const u32 range = load_shared_4(at + STAGE_KEY_RANGES_AT + 4 * (8 * i + g));
-#pragma unroll
-                for (int h = 0; h < LANE_HEADS; h++) {
-                    float& score = scores[i * LANE_HEADS + h];
-                    score = half_value(range & 0xffffu) * score +
-                            (half_value(range >> 16) * query_sum[h] - reference[h]);
-                }
+                for (int h = 0; h < LANE_HEADS; h++) base[v][h] = start[v][h] - (KEY_TOKEN_RANGES ? 0.0f : reference[h]);
             }
-            if (VALUE_TOKEN_RANGES) {
-                const u32 range = load_shared_4(at + STAGE_VALUE_RANGES_AT + 4 * (8 * i + g));
-                value_scale[i] = half_value(range & 0xffffu);
-                value_min[i] = half_value(range >> 16);
-                largest_scale = fmaxf(largest_scale, value_scale[i]);
-            }
-        }
-        const int tokens = (int)item.tokens - step * STEP_TOKENS;
-        if (tokens < STEP_TOKENS) {
+            pass_scores(scores, at + pass * PASS_KEY_LOADS * LOAD_BYTES, lane, query, delta, base);
+            float value_scale[VALUE_TOKEN_RANGES ? 2 * PASS_BLOCKS : 1];
+            float value_min[VALUE_TOKEN_RANGES ? 2 * PASS_BLOCKS : 1];
+            float largest_scale = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 2 * STEP_BLOCKS; i++) {
+            for (int i = 0; i < 2 * PASS_BLOCKS; i++) {
+                if (KEY_TOKEN_RANGES) {
+                    const u32 range = load_shared_4(at + STAGE_KEY_RANGES_AT + 4 * (pass * PASS_TOKENS + 8 * i + g));
 #pragma unroll
-                for (int h = 0; h < LANE_HEADS; h++) {
-                    if (8 * i + g >= tokens) scores[i * LANE_HEADS + h] = -__int_as_float(0x7f800000);
-                }
-            }
-        }
-
-        // What goes into the MMA is at most 2^(score + scale_bits).
-        float largest[LANE_HEADS];
-#pragma unroll
-        for (int h = 0; h < LANE_HEADS; h++) {
-            largest[h] = scores[h];
-#pragma unroll
-            for (int i = 1; i < 2 * STEP_BLOCKS; i++) largest[h] = fmaxf(largest[h], scores[i * LANE_HEADS + h]);
-        }
-        // Scales of values are 0 or at least 2^-14.
-        if (VALUE_TOKEN_RANGES) {
-            const float scale_bits = log2_approx(fmaxf(max_of_tokens(largest_scale), 6.1035156e-5f));
-#pragma unroll
-            for (int h = 0; h < LANE_HEADS; h++) largest[h] += scale_bits;
-        }
-        const float most = WIDE ? fmaxf(largest[0], largest[LANE_HEADS - 1]) : largest[0];
-        if (first || __any_sync(ALL_LANES, most > MOST)) {
-#pragma unroll
-            for (int h = 0; h < LANE_HEADS; h++) {
-                float move = ceilf(max_of_tokens(largest[h]) - START);
-                if (!first) move = fmaxf(move, 0.0f);
-                reference[h] += move;
-                const float factor = exp2_approx(-move);
-                // Before the first step there is nothing to scale, and the factor may be infinite.
-                if (!first) {
-                    weight[h] *= factor;
-                    minimum[h] *= factor;
-#pragma unroll
-                    for (int n = 0; n < VALUE_BLOCKS; n++) {
-                        sums[n][WIDE ? h : 0] *= factor;
-                        sums[n][WIDE ? 2 + h : 2] *= factor;
+                    for (int h = 0; h < LANE_HEADS; h++) {
+                        float& score = scores[i * LANE_HEADS + h];
+                        score = half_value(range & 0xffffu) * score +
+                                (half_value(range >> 16) * query_sum[h] - reference[h]);
                     }
                 }
-#pragma unroll
-                for (int i = 0; i < 2 * STEP_BLOCKS; i++) scores[i * LANE_HEADS + h] -= move;
-            }
-            first = false;
-        }
-
-        u32 weights[STEP_BLOCKS][2];
-#pragma unroll
-        for (int i = 0; i < 2 * STEP_BLOCKS; i++) {
-            float p[2] = {0.0f, 0.0f};
-#pragma unroll
-            for (int h = 0; h < LANE_HEADS; h++) {
-                p[h] = exp2_approx(scores[i * LANE_HEADS + h]);
                 if (VALUE_TOKEN_RANGES) {
-                    weight[h] += p[h];
-                    minimum[h] += p[h] * value_min[i];
-                    p[h] *= value_scale[i];
+                    const u32 range = load_shared_4(at + STAGE_VALUE_RANGES_AT + 4 * (pass * PASS_TOKENS + 8 * i + g));
+                    value_scale[i] = half_value(range & 0xffffu);
+                    value_min[i] = half_value(range >> 16);
+                    largest_scale = fmaxf(largest_scale, value_scale[i]);
                 }
             }
-            const u32 pair = half_pair(p[0], p[1]);
-            // What rounding takes from the weights must not shift what all codes have in common: the sum of the weights
-            // is that of the rounded ones, and where scales differ the middle code makes up for it.
+            if (tokens < PASS_TOKENS) {
 #pragma unroll
-            for (int h = 0; h < LANE_HEADS; h++) {
-                const float rounded = half_value(h == 0 ? pair & 0xffffu : pair >> 16);
-                if (VALUE_TOKEN_RANGES) {
-                    minimum[h] += MIDDLE_VALUE * (p[h] - rounded);
-                } else {
-                    weight[h] += rounded;
+                for (int i = 0; i < 2 * PASS_BLOCKS; i++) {
+#pragma unroll
+                    for (int h = 0; h < LANE_HEADS; h++) {
+                        if (8 * i + g >= tokens) scores[i * LANE_HEADS + h] = -__int_as_float(0x7f800000);
+                    }
                 }
             }
-            weights[i / 2][i % 2] = transpose_8x8(pair);
-        }
-        step_values(sums, at, lane, weights);
 
+            // What goes into the MMA is at most 2^(score + scale_bits).
+            float largest[LANE_HEADS];
+#pragma unroll
+            for (int h = 0; h < LANE_HEADS; h++) {
+                largest[h] = scores[h];
+#pragma unroll
+                for (int i = 1; i < 2 * PASS_BLOCKS; i++) largest[h] = fmaxf(largest[h], scores[i * LANE_HEADS + h]);
+            }
+            // Scales of values are 0 or at least 2^-14.
+            if (VALUE_TOKEN_RANGES) {
+                const float scale_bits = log2_approx(fmaxf(max_of_tokens(largest_scale), 6.1035156e-5f));
+#pragma unroll
+                for (int h = 0; h < LANE_HEADS; h++) largest[h] += scale_bits;
+            }
+            const float most = WIDE ? fmaxf(largest[0], largest[LANE_HEADS - 1]) : largest[0];
+            if (first || __any_sync(ALL_LANES, most > MOST)) {
+#pragma unroll
+                for (int h = 0; h < LANE_HEADS; h++) {
+                    float move = ceilf(max_of_tokens(largest[h]) - START);
+                    if (!first) move = fmaxf(move, 0.0f);
+                    reference[h] += move;
+                    const float factor = exp2_approx(-move);
+                    // Before the first step there is nothing to scale, and the factor may be infinite.
+                    if (!first) {
+                        weight[h] *= factor;
+                        minimum[h] *= factor;
+#pragma unroll
+                        for (int n = 0; n < VALUE_BLOCKS; n++) {
+                            sums[n][WIDE ? h : 0] *= factor;
+                            sums[n][WIDE ? 2 + h : 2] *= factor;
+                        }
+                    }
+#pragma unroll
+                    for (int i = 0; i < 2 * PASS_BLOCKS; i++) scores[i * LANE_HEADS + h] -= move;
+                }
+                first = false;
+            }
+
+            u32 weights[PASS_BLOCKS][2];
+#pragma unroll
+            for (int i = 0; i < 2 * PASS_BLOCKS; i++) {
+                float p[2] = {0.0f, 0.0f};
+#pragma unroll
+                for (int h = 0; h < LANE_HEADS; h++) {
+                    p[h] = exp2_approx(scores[i * LANE_HEADS + h]);
+                    if (VALUE_TOKEN_RANGES) {
+                        weight[h] += p[h];
+                        minimum[h] += p[h] * value_min[i];
+                        p[h] *= value_scale[i];
+                    }
+                }
+                const u32 pair = half_pair(p[0], p[1]);
+                // What rounding takes from the weights must not shift what all codes have in common: the sum of the weights
+                // is that of the rounded ones, and where scales differ the middle code makes up for it.
+#pragma unroll
+                for (int h = 0; h < LANE_HEADS; h++) {
+                    const float rounded = half_value(h == 0 ? pair & 0xffffu : pair >> 16);
+                    if (VALUE_TOKEN_RANGES) {
+                        minimum[h] += MIDDLE_VALUE * (p[h] - rounded);
+                    } else {
+                        weight[h] += rounded;
+                    }
+                }
+                weights[i / 2][i % 2] = transpose_8x8(pair);
+            }
+            pass_values(sums, at + STAGE_VALUES_AT + pass * PASS_VALUE_LOADS * LOAD_BYTES, lane, weights);
+
+        }
         ring.release();
         if (ahead < steps) ring.issue(stage, ahead_page + head_at, ahead);
         ring.commit();

@@ -5,7 +5,9 @@
 #ifndef STEP_TOKENS
 // Query heads share the 8 columns of an MMA: up to 4, two columns each (WIDE 0), or up to 8 with a second MMA (WIDE 1).
 #define WIDE 0
+// Tokens that are copied at once, and those of them whose scores a warp holds at once.
 #define STEP_TOKENS 64
+#define PASS_TOKENS 64
 #define STAGES 3
 #define WARPS 8
 #define BULK_COPIES 1
@@ -65,12 +67,16 @@ struct ItemState {
 constexpr int CHUNK_HEADS = WIDE ? 8 : 4;
 constexpr int LANE_HEADS = WIDE ? 2 : 1;
 
-constexpr int STEP_BLOCKS = STEP_TOKENS / BLOCK_TOKENS;
+constexpr int STEP_PASSES = STEP_TOKENS / PASS_TOKENS;
+constexpr int PASS_BLOCKS = PASS_TOKENS / BLOCK_TOKENS;
 constexpr int STEPS_PER_TILE = TILE_TOKENS / STEP_TOKENS;
-constexpr int KEY_LOADS = STEP_BLOCKS * KEY_BLOCKS / KEY_PLANES;
-constexpr int VALUE_LOADS = STEP_TOKENS / VALUE_RUN * VALUE_BLOCKS / VALUE_PLANES;
-static_assert(KEY_LOADS * KEY_PLANES == STEP_BLOCKS * KEY_BLOCKS, "a step must be whole loads of keys");
-static_assert(VALUE_LOADS * VALUE_PLANES * VALUE_RUN == STEP_TOKENS * VALUE_BLOCKS, "and of values");
+constexpr int PASS_KEY_LOADS = PASS_BLOCKS * KEY_BLOCKS / KEY_PLANES;
+constexpr int PASS_VALUE_LOADS = PASS_TOKENS / VALUE_RUN * VALUE_BLOCKS / VALUE_PLANES;
+constexpr int KEY_LOADS = STEP_PASSES * PASS_KEY_LOADS;
+constexpr int VALUE_LOADS = STEP_PASSES * PASS_VALUE_LOADS;
+static_assert(STEP_PASSES * PASS_TOKENS == STEP_TOKENS, "a step must be whole passes");
+static_assert(PASS_KEY_LOADS * KEY_PLANES == PASS_BLOCKS * KEY_BLOCKS, "a pass must be whole loads of keys");
+static_assert(PASS_VALUE_LOADS * VALUE_PLANES * VALUE_RUN == PASS_TOKENS * VALUE_BLOCKS, "and of values");
 
 // A stage of a warp's ring: loads of keys, loads of values, ranges of keys, ranges of values.
 constexpr u32 STAGE_VALUES_AT = KEY_LOADS * LOAD_BYTES;

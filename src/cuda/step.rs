@@ -25,11 +25,8 @@ use crate::{Error, Result};
 /// Bytes of keys and values that one stage of a warp's ring should hold.
 const STAGE_BYTES: usize = 8192;
 
-/// Blocks of a cluster, at most; `MOST_CLUSTER` in `cuda/merge_states.cu`.
-const MOST_CLUSTER: usize = 8;
-
-/// Bytes of shared memory that `attend` has beside its rings, at most.
-const FIXED_SHARED_BYTES: usize = 12 << 10;
+/// Bytes of shared memory that `attend` needs beside its rings and what [`AttendVariant::fixed_bytes`] counts.
+const SPARE_SHARED_BYTES: usize = 2 << 10;
 
 /// `Item` of `cuda/common/attend_call.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
@@ -74,7 +71,10 @@ struct AttendVariant {
     pages: PageFormat,
     /// Up to 8 query heads to a block instead of 4.
     wide: bool,
+    /// Tokens that are copied at once.
     step_tokens: usize,
+    /// Tokens whose scores a warp holds at once.
+    pass_tokens: usize,
     stages: usize,
     warps: usize,
     /// Copies by the copy engine, which compute capability 9.0 has.
@@ -84,19 +84,31 @@ struct AttendVariant {
 impl AttendVariant {
     fn new(pages: PageFormat, group: usize, facts: &DeviceFacts) -> Result<Self> {
         let step_tokens = step_tokens(&pages);
-        let stage = stage_bytes(&pages, step_tokens);
-        let shared = facts.shared_bytes.saturating_sub(FIXED_SHARED_BYTES);
-        let fits = |&(warps, stages): &(usize, usize)| warps * stages * stage <= shared;
-        let Some((warps, stages)) = [(8, 3), (4, 3), (4, 2), (2, 2), (2, 1)].into_iter().find(fits) else {
-            return Err(Error::Limit {
-                what: "shared memory of a block".into(),
-                needed: (2 * stage) as u64,
-                allowed: shared as u64,
-                hint: "use a device with more shared memory, or fewer bits",
-            });
+        let fewest = Self {
+            pages,
+            wide: group > 4,
+            step_tokens,
+            pass_tokens: step_tokens,
+            stages: 1,
+            warps: 2,
+            bulk_copies: facts.capability >= (9, 0),
         };
-        let bulk_copies = facts.capability >= (9, 0);
-        Ok(Self { pages, wide: group > 4, step_tokens, stages, warps, bulk_copies })
+        let sizes = [(8, 3), (4, 3), (4, 2), (2, 2), (2, 1)].map(|(warps, stages)| Self { warps, stages, ..fewest });
+        let fits = |variant: &Self| variant.shared_bytes() + variant.fixed_bytes() <= facts.shared_bytes;
+        sizes.into_iter().find(fits).ok_or_else(|| Error::Limit {
+            what: "shared memory of a block".into(),
+            needed: (fewest.shared_bytes() + fewest.fixed_bytes()) as u64,
+            allowed: facts.shared_bytes as u64,
+            hint: "use a device with more shared memory, or fewer bits",
+        })
+    }
+
+    /// Shared memory beside the rings: the query's fragments, and what the warps tell each other.
+    const fn fixed_bytes(&self) -> usize {
+        let query_bytes = if self.pages.key.bits == 16 { 2 } else { 1 };
+        let rows = (if self.wide { 16 } else { 8 }) * (self.pages.head_dim * query_bytes + 16);
+        let warp_states = self.warps * self.chunk_heads() * 3 * size_of::<f32>();
+        rows + warp_states + SPARE_SHARED_BYTES
     }
 
     const fn chunk_heads(&self) -> usize {
@@ -108,6 +120,7 @@ impl AttendVariant {
         defines.extend([
             ("WIDE", self.wide.into()),
             ("STEP_TOKENS", self.step_tokens),
+            ("PASS_TOKENS", self.pass_tokens),
             ("STAGES", self.stages),
             ("WARPS", self.warps),
             ("BULK_COPIES", self.bulk_copies.into()),
@@ -156,6 +169,7 @@ struct SegmentStep {
     variant: AttendVariant,
     pages: Vec<Page>,
     items: Vec<Item>,
+    wave: Wave,
     /// Items in a row whose blocks form a cluster and share a row of states; 1 where there are none.
     cluster: usize,
 }
@@ -185,7 +199,7 @@ impl StepPlan {
         let mut segments =
             plan.segments.iter().map(|segment| SegmentStep::new(facts, &shape, segment)).collect::<Result<Vec<_>>>()?;
         if let [segment] = segments.as_mut_slice() {
-            segment.cluster = if facts.capability >= (9, 0) { segment.common_cluster() } else { 1 };
+            segment.cluster = segment.common_cluster();
         }
         segments.iter_mut().for_each(SegmentStep::order_items);
         let states = assign_states(plan.sequences(), &mut segments);
@@ -269,6 +283,7 @@ impl SegmentStep {
             blocks: facts.multiprocessors,
             blocks_per_item: shape.kv_heads() * shape.group().div_ceil(variant.chunk_heads()),
             tile_bytes: pages.head_bytes(),
+            clusters: facts.capability >= (9, 0),
         };
         let tiles: Vec<usize> = segment.spans.iter().map(|span| (span.tokens as usize).div_ceil(TILE_TOKENS)).collect();
         let most = wave.tiles_per_item(&tiles);
@@ -289,21 +304,17 @@ impl SegmentStep {
             }
         }
         let pages = pages_of(segment);
-        Ok(Self { store: segment.store, format: segment.format, variant, pages, items, cluster: 1 })
+        Ok(Self { store: segment.store, format: segment.format, variant, pages, items, wave, cluster: 1 })
     }
 
-    /// The largest cluster that divides the items of every sequence; they are still in the order of the spans.
+    /// The cluster that the items of all sequences can form; they are still in the order of the spans.
     fn common_cluster(&self) -> usize {
         let runs: Vec<usize> = self.items.chunk_by(|a, b| a.sequence == b.sequence).map(<[Item]>::len).collect();
         let mut sequences: Vec<u32> = self.items.iter().map(|item| item.sequence).collect();
-        sequences.dedup();
-        let apart = sequences.len();
         sequences.sort_unstable();
         sequences.dedup();
-        if sequences.len() < apart {
-            return 1; // the spans of a sequence are not beside each other
-        }
-        (1..=MOST_CLUSTER).rev().find(|&cluster| runs.iter().all(|run| run.is_multiple_of(cluster))).unwrap_or(1)
+        // More runs than sequences: the spans of a sequence are not beside each other.
+        if sequences.len() < runs.len() { 1 } else { self.wave.cluster(&runs) }
     }
 
     /// Long items first, so that none begins when the others end; but those of a cluster stay together.
@@ -477,7 +488,7 @@ mod tests {
                 for facts in [H200, small] {
                     let variant = AttendVariant::new(pages, 4, &facts).unwrap();
                     assert!(TILE_TOKENS.is_multiple_of(variant.step_tokens));
-                    assert!(variant.shared_bytes() + FIXED_SHARED_BYTES <= facts.shared_bytes, "{key} {value}");
+                    assert!(variant.shared_bytes() + variant.fixed_bytes() <= facts.shared_bytes, "{key} {value}");
                     for which in [KeyOrValue::Key, KeyOrValue::Value] {
                         let loads = variant.step_tokens * head_dim * pages.tensor(which).bits / 8;
                         assert_eq!(loads % 512, 0, "{key} {value} {head_dim}");
@@ -506,7 +517,7 @@ mod tests {
             let plan = DecodePlan::new(shape, lengths.len(), &[store], Split::default()).unwrap();
             StepPlan::for_device(facts, &plan).unwrap()
         };
-        for (lengths, cluster) in [(vec![32_768; 8], 2), (vec![131_072], 8), (vec![32_768, 100], 1)] {
+        for (lengths, cluster) in [(vec![32_768; 8], 2), (vec![4096], 8), (vec![131_072], 2), (vec![32_768, 100], 1)] {
             let step = step(&lengths, &H200);
             assert_eq!(step.segments[0].cluster, cluster, "{lengths:?}");
             for group in step.segments[0].items.chunks(cluster) {
