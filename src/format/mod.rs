@@ -21,7 +21,7 @@ pub use codebook::Codebook;
 pub use rotation::{Direction, Rotation};
 pub use shape::{AttentionShape, HEAD_DIMS};
 pub use tensor_format::{AffineFormat, CodebookFormat, Grouping, KeyOrValue, SegmentFormat, TensorFormat};
-pub use tile::{Field, LAYOUT_VERSION, TileLayout};
+pub use tile::{Field, LAYOUT_VERSION, TileLayout, TopBit};
 
 /// Tokens of a tile, and of a page.
 pub const TILE_TOKENS: usize = 128;
