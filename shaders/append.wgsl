@@ -51,18 +51,26 @@ fn append(
         for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
             let at = place_of(place.slot, channel);
             let bits = field_bits(channel_value(channel), place, kv_head, place.slot, channel);
-            tiles[tile + at.x] = (tiles[tile + at.x] & ~(FIELD_MASK << at.y)) | (bits << at.y);
+            put_bits(tile + at.x, at.y, bits, select(FIELD_MASK, 3u, BITS == 3u));
+            if (BITS == 3u) {
+                let top = top_place_of(place.slot, channel);
+                put_bits(tile + top.x, top.y, bits >> 2u, 1u);
+            }
         }
     }
 }
 
+fn put_bits(word: u32, shift: u32, bits: u32, mask: u32) {
+    tiles[word] = (tiles[word] & ~(mask << shift)) | ((bits & mask) << shift);
+}
+
 fn key_word(place: Place, kv_head: u32, word: u32) -> u32 {
     var packed = 0u;
-    for (var i = 0u; i < FIELDS; i++) {
+    for (var i = 0u; i < fields_of(word); i++) {
         let field = field_of(vec2<u32>(place.slot, word), i);
         if (field.channel < HEAD_DIM) {
             let bits = field_bits(channel_value(field.channel), place, kv_head, place.slot, field.channel);
-            packed |= bits << field.shift;
+            packed |= ((bits >> field.low) & field.mask) << field.shift;
         }
     }
     return packed;

@@ -36,7 +36,12 @@ fn dequantize(
         return;
     }
     let at = place_of(token, channel);
-    let word = tiles[(place.page * call.kv_heads + kv_head) * call.tile_words + at.x];
-    let value = field_value((word >> at.y) & FIELD_MASK, place, kv_head, token, channel);
+    let tile = (place.page * call.kv_heads + kv_head) * call.tile_words;
+    var field = (tiles[tile + at.x] >> at.y) & FIELD_MASK;
+    if (BITS == 3u) {
+        let top = top_place_of(token, channel);
+        field = (field & 3u) | (((tiles[tile + top.x] >> top.y) & 1u) << 2u);
+    }
+    let value = field_value(field, place, kv_head, token, channel);
     output[(kv_head * call.tokens + place.token + token) * call.head_dim + channel] = value;
 }

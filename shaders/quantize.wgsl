@@ -2,7 +2,7 @@
 //
 //   code = the level of `min + scale · code` nearest to the element, ties to even; f16 rounds to nearest even
 //
-// One invocation owns one word of a tile and gathers its 32 / BITS elements; neighbours own neighbouring words, so
+// One invocation owns one word of a tile and gathers its 32 / BITS elements (parts of 16 or 32 at 3 bits); neighbours own neighbouring words, so
 // tiles are written coalesced, and read in runs of 16 bytes or more of a row. Fields of tokens beyond the span and of
 // channels beyond the head are zero bits. Reads every element once, about 10 arithmetic operations per element.
 //
@@ -37,12 +37,13 @@ fn quantize(
 
 fn packed_word(place: Place, kv_head: u32, at: vec2<u32>) -> u32 {
     var packed = 0u;
-    for (var i = 0u; i < FIELDS; i++) {
+    for (var i = 0u; i < fields_of(at.y); i++) {
         let field = field_of(at, i);
         let token = place.token + field.token;
         if (token < call.tokens && field.channel < call.head_dim) {
             let value = element(row_start(token, kv_head) + field.channel);
-            packed |= field_bits(value, place, kv_head, field.token, field.channel) << field.shift;
+            let bits = field_bits(value, place, kv_head, field.token, field.channel);
+            packed |= ((bits >> field.low) & field.mask) << field.shift;
         }
     }
     return packed;

@@ -4,7 +4,7 @@
 //!
 //! **A cache is a list of segments. Attention over a cache is the merge of the attention states of its segments.**
 //!
-//! A *segment* is a run of tokens in one [`SegmentFormat`]: f16, or codes of 1, 2, 4 or 8 bits with their ranges. A kernel
+//! A *segment* is a run of tokens in one [`SegmentFormat`]: f16, or codes of 1 to 8 bits with their ranges. A kernel
 //! that attends a segment, or a part of one, yields an *attention state*: the log-sum-exp of its scores and the
 //! softmax-weighted sum of its values. States merge exactly and in any order. So text in f16 beside an image at 1 bit,
 //! packed history with a recent f16 window, sequences of different lengths, and work cut into pieces for a GPU are all the

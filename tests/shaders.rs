@@ -59,7 +59,7 @@ fn decode_variants() -> Vec<Variant> {
     // Codebooks of order 16, which divides every head.
     let codebook = |bits| TensorFormat::Codebook(CodebookFormat { bits, rotation: Rotation::randomized(16, 4) });
     let formats: Vec<TensorFormat> =
-        formats.into_iter().chain([Bits::One, Bits::Two, Bits::Four].map(codebook)).collect();
+        formats.into_iter().chain([Bits::One, Bits::Two, Bits::Three, Bits::Four].map(codebook)).collect();
     let mut found = Vec::new();
     for turn in 0..formats.len() * 4 {
         let (key, value) = (formats[turn % formats.len()], formats[(turn * 5 + turn / formats.len()) % formats.len()]);

@@ -40,7 +40,7 @@ fn check_passes_on_the_cpu() {
 fn bench_prints_checked_rows() {
     let bench = json(&["bench", "--backend", "cpu", "--quick", "--shape", "g1-b1-4k", "--footprint", "1", "--json"]);
     let rows = bench["shapes"][0]["rows"].as_array().expect("rows");
-    assert_eq!(rows.len(), 5);
+    assert_eq!(rows.len(), 6);
     for row in rows {
         assert_eq!(row["outcome"], "timed");
         assert!(row["nmse"].as_f64().unwrap() < 1e-6 && row["step_us"].as_f64().unwrap() > 0.0, "{row}");

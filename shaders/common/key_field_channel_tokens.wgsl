@@ -1,7 +1,7 @@
 // Keys with one range per channel and group of consecutive tokens: k = s c + m. A range is the same for all lanes, so
 // its load is one 16-byte broadcast for four channels.
 
-// import common/key_codes.wgsl
+// import key_codes = common/key_codes.wgsl
 
 @group(0) @binding(4) var<storage, read> key_ranges: array<vec4<u32>>;
 

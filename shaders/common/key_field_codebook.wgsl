@@ -2,12 +2,10 @@
 // tile.
 
 // import common/levels.wgsl
+// import key_codes = common/key_codes.wgsl
 
 @group(0) @binding(4) var<storage, read> key_ranges: array<u32>;
 
-const KEY_BITS: u32 = 4u;
-const KEY_PLANES: u32 = 8u / KEY_BITS;
-const KEY_WORD_FIELDS: u32 = KEY_VECTOR;
 // Levels above 0, ascending.
 const KEY_LEVELS_LOW: vec4<f32> = vec4<f32>(1f, 2f, 3f, 4f);
 const KEY_LEVELS_HIGH: vec4<f32> = vec4<f32>(5f, 6f, 7f, 8f);
@@ -24,6 +22,5 @@ fn begin_key_field(tile_base: u32, lane: u32, field: u32) {
 }
 
 fn key_field(words: KeyVector, w: u32, plane: u32, i: u32) -> vec4<f32> {
-    let fields = unpack4xU8((words[w] >> (plane * KEY_BITS)) & (0x01010101u * ((1u << KEY_BITS) - 1u)));
-    return levels_of(fields, KEY_BITS, KEY_LEVELS_LOW, KEY_LEVELS_HIGH) * key_norm[i];
+    return levels_of(key_fields(words, w, plane), KEY_BITS, KEY_LEVELS_LOW, KEY_LEVELS_HIGH) * key_norm[i];
 }

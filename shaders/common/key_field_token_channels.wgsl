@@ -1,6 +1,6 @@
 // Keys with one range per token and group of channels: k = s c + m. Neighbouring lanes read neighbouring ranges.
 
-// import common/key_codes.wgsl
+// import key_codes = common/key_codes.wgsl
 
 @group(0) @binding(4) var<storage, read> key_ranges: array<u32>;
 

@@ -5,7 +5,8 @@
 const BITS: u32 = 4u;
 const KEYS: u32 = 1u;
 
-// Fields of one word, bit planes of a byte lane (unused in f16), and the field's mask.
+// Fields of one word, bit planes of a byte lane (unused in f16), and the field's mask. 3-bit codes lie in vectors of three
+// words: two with the low pairs of bits, one with the top bits.
 const FIELDS: u32 = 32u / BITS;
 const PLANES: u32 = 8u / BITS;
 const FIELD_MASK: u32 = (1u << BITS) - 1u;
@@ -21,45 +22,77 @@ fn run_word(word: u32) -> vec2<u32> {
     return vec2<u32>(vector % runs(), vector / runs() * call.vector + word % call.vector);
 }
 
+// Word of the tile that is word `word` of a run.
+fn tile_word(run: u32, word: u32) -> u32 {
+    return (word / call.vector * runs() + run) * call.vector + word % call.vector;
+}
+
+// A part of a field: the bits of `mask` from bit `low` of the field on lie at `shift` of the word.
 struct Field {
     token: u32,
     channel: u32,
     shift: u32,
+    low: u32,
+    mask: u32,
+}
+
+// Fields that word `word` of a run holds parts of.
+fn fields_of(word: u32) -> u32 {
+    if (BITS == 3u) {
+        return select(16u, 32u, word % 3u == 2u);
+    }
+    return FIELDS;
 }
 
 // The element in field `i` of a word of a run. Channels of a padded row lie beyond the head.
 fn field_of(at: vec2<u32>, i: u32) -> Field {
     var group: u32;
-    var lane: u32;
+    var lane = i % 4u;
     var shift: u32;
+    var low = 0u;
+    var mask = FIELD_MASK;
     if (BITS == 16u) {
         group = at.y / 2u;
         lane = at.y % 2u * 2u + i;
         shift = 16u * i;
+    } else if (BITS == 3u) {
+        let top = at.y % 3u == 2u;
+        group = at.y / 3u * 8u + select(at.y % 3u * 4u, 0u, top) + i / 4u;
+        shift = 8u * lane + select(2u, 1u, top) * (i / 4u);
+        low = select(0u, 2u, top);
+        mask = select(3u, 1u, top);
     } else {
         group = at.y * PLANES + i / 4u;
-        lane = i % 4u;
         shift = 8u * lane + BITS * (i / 4u);
     }
     if (KEYS == 1u) {
-        return Field(at.x, 4u * group + lane, shift);
+        return Field(at.x, 4u * group + lane, shift, low, mask);
     }
-    return Field(group + 32u * lane, at.x, shift);
+    return Field(group + 32u * lane, at.x, shift, low, mask);
 }
 
-// Word of the tile and shift of the field that hold an element.
-fn place_of(token: u32, channel: u32) -> vec2<u32> {
-    let run = select(channel, token, KEYS == 1u);
-    let group = select(token % 32u, channel / 4u, KEYS == 1u);
-    let lane = select(token / 32u, channel % 4u, KEYS == 1u);
-    var word: u32;
-    var shift: u32;
-    if (BITS == 16u) {
-        word = group * 2u + lane / 2u;
-        shift = 16u * (lane % 2u);
-    } else {
-        word = group / max(PLANES, 1u);
-        shift = 8u * lane + BITS * (group % max(PLANES, 1u));
+// Byte lane, field group and run of an element.
+fn element_place(token: u32, channel: u32) -> vec3<u32> {
+    if (KEYS == 1u) {
+        return vec3<u32>(channel % 4u, channel / 4u, token);
     }
-    return vec2<u32>((word / call.vector * runs() + run) * call.vector + word % call.vector, shift);
+    return vec3<u32>(token / 32u, token % 32u, channel);
+}
+
+// Word of the tile and shift of the field that hold an element, or its low pair of three bits.
+fn place_of(token: u32, channel: u32) -> vec2<u32> {
+    let at = element_place(token, channel);
+    if (BITS == 16u) {
+        return vec2<u32>(tile_word(at.z, at.y * 2u + at.x / 2u), 16u * (at.x % 2u));
+    }
+    if (BITS == 3u) {
+        return vec2<u32>(tile_word(at.z, at.y / 8u * 3u + at.y % 8u / 4u), 8u * at.x + 2u * (at.y % 4u));
+    }
+    return vec2<u32>(tile_word(at.z, at.y / max(PLANES, 1u)), 8u * at.x + BITS * (at.y % max(PLANES, 1u)));
+}
+
+// Word of the tile and shift of the top one of an element's three bits.
+fn top_place_of(token: u32, channel: u32) -> vec2<u32> {
+    let at = element_place(token, channel);
+    return vec2<u32>(tile_word(at.z, at.y / 8u * 3u + 2u), 8u * at.x + at.y % 8u);
 }

@@ -1,7 +1,7 @@
 // Values with one range per channel and group of consecutive tokens: v = s c + m. The four tokens of a field group are
 // 32 apart, so their ranges are those of the tile's four quarters, loaded once per tile and channel.
 
-// import common/value_codes.wgsl
+// import value_codes = common/value_codes.wgsl
 
 @group(0) @binding(6) var<storage, read> value_ranges: array<u32>;
 
@@ -21,6 +21,6 @@ fn begin_value_tile(tile_base: u32, channel: u32, k: u32) {
     }
 }
 
-fn value_field(words: vec4<u32>, w: u32, plane: u32, field: u32, k: u32) -> vec4<f32> {
+fn value_field(words: ValueVector, w: u32, plane: u32, field: u32, k: u32) -> vec4<f32> {
     return value_codes(words, w, plane) * value_scale[k] + value_min[k];
 }

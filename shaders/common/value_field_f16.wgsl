@@ -6,6 +6,6 @@ const VALUE_VECTORS: u32 = 16u;
 
 fn begin_value_tile(tile_base: u32, channel: u32, k: u32) {}
 
-fn value_field(words: vec4<u32>, w: u32, plane: u32, field: u32, k: u32) -> vec4<f32> {
+fn value_field(words: ValueVector, w: u32, plane: u32, field: u32, k: u32) -> vec4<f32> {
     return vec4<f32>(unpack2x16float(words[w * 2u]), unpack2x16float(words[w * 2u + 1u]));
 }

@@ -1,7 +1,7 @@
 // Values with one range per token and group of channels: v = s c + m. Four ranges per field group and channel group,
 // the same for all channels of a group.
 
-// import common/value_codes.wgsl
+// import value_codes = common/value_codes.wgsl
 
 @group(0) @binding(6) var<storage, read> value_ranges: array<u32>;
 
@@ -16,7 +16,7 @@ fn begin_value_tile(tile_base: u32, channel: u32, k: u32) {
     value_range_base[k] = (tile_base * VALUE_CHANNEL_GROUPS + channel / VALUE_GROUP_CHANNELS) * TILE_TOKENS;
 }
 
-fn value_field(words: vec4<u32>, w: u32, plane: u32, field: u32, k: u32) -> vec4<f32> {
+fn value_field(words: ValueVector, w: u32, plane: u32, field: u32, k: u32) -> vec4<f32> {
     let base = value_range_base[k] + field;
     let a = unpack2x16float(value_ranges[base]);
     let b = unpack2x16float(value_ranges[base + 32u]);

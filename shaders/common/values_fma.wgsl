@@ -2,11 +2,12 @@
 //
 // Weights lie in workgroup memory, one vector of four tokens per field group, written by the invocation that scored
 // them. Team t works on CHANNELS channels per lane, 32 apart, of channel block t % CHANNEL_BLOCKS, and on
-// CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors.
+// CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring vectors.
 
-@group(0) @binding(5) var<storage, read> values: array<vec4<u32>>;
-
+alias ValueVector = vec4<u32>;
 alias Weights = vec4<f32>;
+
+@group(0) @binding(5) var<storage, read> values: array<ValueVector>;
 
 // Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
 const CHANNELS: u32 = 2u;
@@ -67,7 +68,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
             begin_value_tile(tile_base, min(own_channel(team, lane, k), HEAD_DIM - 1u), k);
         }
         for (var vector = 0u; vector < VALUE_VECTORS; vector++) {
-            var words: array<vec4<u32>, CHANNELS>;
+            var words: array<ValueVector, CHANNELS>;
             // unroll
             for (var k = 0u; k < CHANNELS; k++) {
                 words[k] = values[base + vector * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];

@@ -59,7 +59,7 @@ pub const METHODS: &[Method] = &[
     },
     Method {
         name: "turboquant",
-        bits: &[Bits::Four, Bits::Two, Bits::One],
+        bits: &[Bits::Four, Bits::Three, Bits::Two, Bits::One],
         stores: "randomly rotated, codes of a Lloyd-Max codebook, one norm per token; packed as tokens arrive",
         source: "TurboQuant (mse), arXiv 2504.19874",
         recipe: |bits, shape| Recipe::pack_all(SegmentFormat::turboquant(bits, shape.head_dim())),

@@ -88,7 +88,7 @@ pub fn decode_formats() -> Vec<SegmentFormat> {
     formats.push(SegmentFormat::saw_int4());
     // The rotation divides the heads of all shapes of the registry.
     let turboquant = |bits| SegmentFormat::turboquant(bits, 64);
-    formats.extend([Bits::Four, Bits::Two, Bits::One].map(turboquant));
+    formats.extend([Bits::Four, Bits::Three, Bits::Two, Bits::One].map(turboquant));
     formats
 }
 

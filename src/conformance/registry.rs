@@ -158,7 +158,7 @@ fn rotated() -> Vec<Case> {
 /// TurboQuant: every width at every head dimension and group size, one tensor or both, single tokens, data that its
 /// rotation does not spread.
 fn codebooks() -> Vec<Case> {
-    let widths = [Bits::One, Bits::Two, Bits::Four];
+    let widths = [Bits::One, Bits::Two, Bits::Three, Bits::Four];
     let mut cases = Vec::new();
     for (i, (head_dim, group)) in crate::format::HEAD_DIMS.into_iter().zip(GROUPS).enumerate() {
         for bits in widths {
@@ -168,7 +168,7 @@ fn codebooks() -> Vec<Case> {
                 SegmentFormat::turboquant(bits, head_dim),
             );
             case.segments[0].fill = if i % 2 == 0 { Fill::Quantize } else { Fill::Append };
-            case.quick = head_dim == 128;
+            case.quick = head_dim == 128 && matches!(bits, Bits::Two | Bits::Three);
             cases.push(case);
         }
     }

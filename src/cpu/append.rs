@@ -68,14 +68,13 @@ fn put_row(tensor: &mut TensorStore, write: &TokenWrite, head: usize, row: &[f32
             row.iter().map(|&x| code(x)).collect()
         }
     };
-    let mask = u32::MAX >> (u32::BITS as usize - format.element_bits());
     let codes = tensor.codes_mut(write.page, head);
     for (channel, bits) in fields.into_iter().enumerate() {
         let field = match which {
             KeyOrValue::Key => layout.key_field(write.slot, channel),
             KeyOrValue::Value => layout.value_field(write.slot, channel),
         };
-        codes[field.word] = (codes[field.word] & !(mask << field.shift)) | (bits << field.shift);
+        field.set(codes, bits);
     }
 }
 

@@ -44,7 +44,7 @@ fn decode_tile(tensor: &TensorStore, codes: &[u32], ranges: &[u32], span_ranges:
     for (token, row) in rows.chunks_exact_mut(head_dim).enumerate() {
         for (channel, value) in row.iter_mut().enumerate() {
             let field = field(tensor, token, channel);
-            let word = codes[field.word] >> field.shift;
+            let word = field.get(codes);
             *value = match &tensor.format {
                 TensorFormat::F16 => half::f16::from_bits(word as u16).to_f32(),
                 TensorFormat::Affine(format) => {
@@ -52,12 +52,12 @@ fn decode_tile(tensor: &TensorStore, codes: &[u32], ranges: &[u32], span_ranges:
                         Some(range) => *range,
                         None => CodeRange::from_word(ranges[tensor.format.range_index(head_dim, token, channel)]),
                     };
-                    let code = (word & format.bits.max_code()) ^ (1 << (format.bits.count() - 1));
+                    let code = word ^ (1 << (format.bits.count() - 1));
                     range.decode(code)
                 }
                 TensorFormat::Codebook(format) => {
                     let norm = CodeRange::from_word(ranges[tensor.format.range_index(head_dim, token, channel)]).scale;
-                    let code = (word & format.bits.max_code()) ^ (1 << (format.bits.count() - 1));
+                    let code = word ^ (1 << (format.bits.count() - 1));
                     norm * levels[code as usize]
                 }
             };

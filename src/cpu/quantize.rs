@@ -206,7 +206,7 @@ fn fill_tile(tensor: &TensorStore, rows: &[f32], field: impl Fn(usize, usize, f3
                 KeyOrValue::Key => tensor.layout.key_field(token, channel),
                 KeyOrValue::Value => tensor.layout.value_field(token, channel),
             };
-            words[place.word] |= field(token, channel, value) << place.shift;
+            place.set(&mut words, field(token, channel, value));
         }
     }
     words

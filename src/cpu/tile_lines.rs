@@ -18,11 +18,14 @@ pub(super) const BLOCK: usize = 64;
 const LANES: usize = 8;
 
 /// How the lines of the tiles of one tensor are read.
+///
+/// Vectors of three words with 3-bit codes are widened to four words with fields of 4 bits as they are read, and count as
+/// such here.
 #[derive(Clone, Debug)]
 pub(super) struct TileLines {
     /// 16 for f16.
     bits: usize,
-    /// Words of a group of one line.
+    /// Words of a group of one line, after widening.
     vector: usize,
     /// Groups of a line.
     groups: usize,
@@ -44,18 +47,19 @@ impl TileLines {
         let layout = TileLayout::new(format, head_dim);
         let (vector, words, lines) = match which {
             KeyOrValue::Key => (layout.key_vector(), layout.key_row_words(), TILE_TOKENS),
-            KeyOrValue::Value => (4, layout.value_column_words(), head_dim),
+            KeyOrValue::Value => (layout.value_vector(), layout.value_column_words(), head_dim),
         };
         let bits = format.element_bits();
+        let (vector, words, width) = if bits == 3 { (4, words / 3 * 4, 4) } else { (vector, words, bits) };
         let element = |position: usize| {
             let (field, word) = (position / words, position % words);
-            let (field_group, lane) = field_group(bits, word, field);
+            let (field_group, lane) = field_group(width, word, field);
             match which {
                 KeyOrValue::Key => 4 * field_group + lane,
                 KeyOrValue::Value => field_group + TILE_TOKENS / 4 * lane,
             }
         };
-        let order = (0..words * 32 / bits).map(element).collect();
+        let order = (0..words * 32 / width).map(element).collect();
         Self { bits, vector, groups: words / vector, lines, order }
     }
 
@@ -94,6 +98,7 @@ impl TileLines {
             16 => dispatch(UnpackF16(unpack)),
             8 => dispatch(UnpackCodes::<8>(unpack)),
             4 => dispatch(UnpackCodes::<4>(unpack)),
+            3 => dispatch(UnpackThree(unpack)),
             2 => dispatch(UnpackCodes::<2>(unpack)),
             _ => dispatch(UnpackCodes::<1>(unpack)),
         }
@@ -173,6 +178,36 @@ impl<const BITS: usize> Kernel for UnpackCodes<'_, BITS> {
                 }
             },
         );
+    }
+}
+
+/// Unpacks codes of 3 bits.
+struct UnpackThree<'a>(Unpack<'a>);
+
+impl Kernel for UnpackThree<'_> {
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        let Unpack { lines, words, block, out } = self.0;
+        for group in 0..lines.groups {
+            let first = (group * lines.lines + block * lines.block_lines()) * 3;
+            let mut wide = [0; BLOCK];
+            let vectors = words[first..].as_chunks::<3>().0.iter();
+            for (wide, [low, high, top]) in wide.as_chunks_mut::<4>().0.iter_mut().zip(vectors) {
+                for (i, wide) in wide.iter_mut().enumerate() {
+                    // Field groups 2i and 2i + 1 of the eight.
+                    let pairs = if i < 2 { low } else { high } >> (i % 2 * 4);
+                    let tops = top >> (2 * i);
+                    *wide = (pairs & 0x0303_0303) | (tops & 0x0101_0101) << 2;
+                    *wide |= ((pairs >> 2) & 0x0303_0303) << 4 | ((tops >> 1) & 0x0101_0101) << 6;
+                }
+            }
+            for (field, out) in out.chunks_exact_mut(lines.groups).enumerate() {
+                let shift = (field / 2 * 8 + field % 2 * 4) as u32 % u32::BITS;
+                for (out, word) in out[group].iter_mut().zip(&wide) {
+                    *out = (((word >> shift) & 7) ^ 4) as i32 as f32;
+                }
+            }
+        }
     }
 }
 
@@ -260,13 +295,10 @@ mod tests {
                     KeyOrValue::Key => layout.key_field(line_of_tile, element),
                     KeyOrValue::Value => layout.value_field(element, line_of_tile),
                 };
-                let bits = tile[field.word] >> field.shift;
-                let expected = match format {
-                    TensorFormat::F16 => half::f16::from_bits(bits as u16).to_f32(),
-                    _ => {
-                        let width = format.code_bits().unwrap();
-                        ((bits & width.max_code()) ^ (1 << (width.count() - 1))) as f32
-                    }
+                let bits = field.get(&tile);
+                let expected = match format.code_bits() {
+                    None => half::f16::from_bits(bits as u16).to_f32(),
+                    Some(width) => (bits ^ (1 << (width.count() - 1))) as f32,
                 };
                 assert_eq!(out[step][line * lines.vector + word], expected, "{which} {format} {head_dim}");
             }

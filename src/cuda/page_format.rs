@@ -1,7 +1,7 @@
 //! The formats that have CUDA kernels, and where their tiles lie in a page.
 
 use super::program::Program;
-use crate::format::{AttentionShape, Grouping, KeyOrValue, SegmentFormat, TILE_TOKENS, TensorFormat};
+use crate::format::{AttentionShape, Bits, Grouping, KeyOrValue, SegmentFormat, TILE_TOKENS, TensorFormat};
 use crate::{Error, Result};
 
 /// Head dimensions that have CUDA kernels.
@@ -93,14 +93,14 @@ impl PageFormat {
 impl TensorPages {
     fn new(format: &TensorFormat) -> Result<Self> {
         let unsupported = || {
-            let hint = "the CUDA kernels serve f16, and affine codes, not rotated, with a range per channel or per token; the wgpu \
+            let hint = "the CUDA kernels serve f16, and affine codes of 1, 2, 4 or 8 bits, not rotated, with a range per channel or per token; the wgpu \
                         backend serves every format";
             Err(Error::Unsupported { what: format!("format {format} on the CUDA backend"), hint: hint.into() })
         };
         match format {
             TensorFormat::F16 => Ok(Self { bits: 16, token_ranges: false }),
             TensorFormat::Codebook(_) => unsupported(),
-            TensorFormat::Affine(affine) if affine.rotation.is_some() => unsupported(),
+            TensorFormat::Affine(affine) if affine.rotation.is_some() || affine.bits == Bits::Three => unsupported(),
             TensorFormat::Affine(affine) => match affine.grouping {
                 Grouping::Channel => Ok(Self { bits: affine.bits.count() as usize, token_ranges: false }),
                 Grouping::Token => Ok(Self { bits: affine.bits.count() as usize, token_ranges: true }),
@@ -117,7 +117,6 @@ impl TensorPages {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Bits;
     use crate::format::AffineFormat;
 
     #[test]
@@ -148,6 +147,8 @@ mod tests {
         assert!(error.to_string().contains("per channel and 32 tokens"), "{error}");
         let saw = PageFormat::new(&shape, &SegmentFormat::saw_int4()).unwrap_err();
         assert!(matches!(&saw, Error::Unsupported { .. }), "{saw}");
+        let three = PageFormat::new(&shape, &SegmentFormat::per_channel(Bits::Three)).unwrap_err();
+        assert!(matches!(&three, Error::Unsupported { .. }), "{three}");
         let shape = AttentionShape::new(4, 2, 80).unwrap();
         let error = PageFormat::new(&shape, &SegmentFormat::F16).unwrap_err();
         assert!(error.to_string().contains("head_dim 80"), "{error}");

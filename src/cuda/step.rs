@@ -478,7 +478,7 @@ mod tests {
     fn every_format_has_a_variant() {
         let small = DeviceFacts { shared_bytes: 101_376, ..H200 };
         let mut tensors = vec![TensorFormat::F16];
-        for bits in Bits::ALL {
+        for bits in [Bits::One, Bits::Two, Bits::Four, Bits::Eight] {
             tensors.extend([affine(bits, Grouping::Channel), affine(bits, Grouping::Token)]);
         }
         for head_dim in super::super::HEAD_DIMS {

@@ -9,6 +9,8 @@ pub enum Bits {
     One = 1,
     /// Four levels.
     Two = 2,
+    /// Eight levels.
+    Three = 3,
     /// Sixteen levels.
     Four = 4,
     /// 256 levels.
@@ -17,13 +19,14 @@ pub enum Bits {
 
 impl Bits {
     /// All widths, narrow to wide.
-    pub const ALL: [Self; 4] = [Self::One, Self::Two, Self::Four, Self::Eight];
+    pub const ALL: [Self; 5] = [Self::One, Self::Two, Self::Three, Self::Four, Self::Eight];
 
     /// The width with this many bits, if there is one.
     pub const fn from_count(count: u32) -> Option<Self> {
         match count {
             1 => Some(Self::One),
             2 => Some(Self::Two),
+            3 => Some(Self::Three),
             4 => Some(Self::Four),
             8 => Some(Self::Eight),
             _ => None,
@@ -40,14 +43,17 @@ impl Bits {
         (1 << self.count()) - 1
     }
 
-    /// Codes in one 32-bit word.
+    /// Whole codes in one 32-bit word, side by side: 10 at 3 bits, where tiles hold 32 in three words instead.
     pub const fn codes_per_word(self) -> usize {
         32 / self.count() as usize
     }
 
-    /// Bit planes of a byte lane: groups of four codes in one word.
+    /// Bit planes of a byte lane: groups of four codes in one word. At 3 bits, of the words of low pairs of bits.
     pub const fn planes(self) -> usize {
-        8 / self.count() as usize
+        match self {
+            Self::Three => 4,
+            _ => 8 / self.count() as usize,
+        }
     }
 }
 

@@ -183,6 +183,7 @@ pub(crate) fn upper_levels(bits: Bits, head_dim: usize) -> Option<&'static [f32]
     match bits {
         Bits::One => Some(&ONE_BIT[dimension]),
         Bits::Two => Some(&TWO_BITS[dimension]),
+        Bits::Three => Some(&THREE_BITS[dimension]),
         Bits::Four => Some(&FOUR_BITS[dimension]),
         Bits::Eight => None,
     }
@@ -196,6 +197,14 @@ const TWO_BITS: [[f32; 2]; 5] = [
     [0.04616703, 0.15344553],
     [0.0399916, 0.13304153],
     [0.028288601, 0.0942378],
+];
+
+const THREE_BITS: [[f32; 4]; 5] = [
+    [0.03046918, 0.09383226, 0.16616786, 0.26391393],
+    [0.027282517, 0.08404558, 0.14894882, 0.23694915],
+    [0.02492369, 0.076795496, 0.13616858, 0.21685293],
+    [0.02160431, 0.06658561, 0.118139766, 0.18839718],
+    [0.015297487, 0.04716671, 0.083765455, 0.13385428],
 ];
 
 #[rustfmt::skip]
@@ -216,7 +225,7 @@ mod tests {
     #[test]
     fn constants_are_the_fixed_points() {
         for head_dim in HEAD_DIMS {
-            for bits in [Bits::One, Bits::Two, Bits::Four] {
+            for bits in [Bits::One, Bits::Two, Bits::Three, Bits::Four] {
                 let computed = Codebook::lloyd_max(bits.count(), CoordinateDensity::Sphere(head_dim));
                 let stored = Codebook::of_format(bits, head_dim).unwrap();
                 let sigma = 1.0 / (head_dim as f32).sqrt();

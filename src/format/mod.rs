@@ -22,7 +22,7 @@ pub use codebook::Codebook;
 pub use rotation::{Direction, Rotation};
 pub use shape::{AttentionShape, HEAD_DIMS};
 pub use tensor_format::{AffineFormat, CodebookFormat, Grouping, KeyOrValue, SegmentFormat, TensorFormat};
-pub use tile::{Field, LAYOUT_VERSION, TileLayout};
+pub use tile::{Field, LAYOUT_VERSION, TileLayout, TopBit};
 pub use tile_order::TileOrder;
 
 /// Tokens of a tile, and of a page.

@@ -71,7 +71,7 @@ impl AffineFormat {
 /// as a scale with minimum 0; `value = norm · level`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CodebookFormat {
-    /// Width of a code: 1, 2 or 4 bits.
+    /// Width of a code: 1 to 4 bits.
     pub bits: Bits,
     /// Rotation of every row before its codes are made, which is what gives all channels the density of the codebook.
     pub rotation: Rotation,
@@ -186,7 +186,7 @@ impl TensorFormat {
             Self::Codebook(codebook) => {
                 return match Codebook::of_format(codebook.bits, shape.head_dim()) {
                     Some(_) => codebook.rotation.check(shape),
-                    None => reject("there are codebooks of 1, 2 and 4 bits".into()),
+                    None => reject("there are codebooks of 1 to 4 bits".into()),
                 };
             }
         };

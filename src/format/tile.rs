@@ -15,13 +15,18 @@
 //! `(word >> bits·j) & mask` yields four byte-wide codes. In f16 a field group is two words: elements 0, 1 in the first
 //! and 2, 3 in the second, low half first.
 //!
+//! At 3 bits nothing is padded to 4: a vector of three words holds eight field groups. Field group `f` of a row or column
+//! has the low two bits of its codes in word `3 (f / 8) + (f % 8) / 4`, bit plane `f % 4` of planes of two bits, and their
+//! top bits in word `3 (f / 8) + 2`, bit plane `f % 8` of planes of one bit.
+//!
 //! Packed codes are stored signed (top bit flipped): the field is `code XOR 2^(bits−1)`, the two's complement of
 //! `code − 2^(bits−1)`.
 //!
 //! Words are ordered for coalesced 16-byte loads:
 //! - key tile: `[word group][token]` of vectors of [`TileLayout::key_vector`] words, the widest of 4, 2, 1 that divides
-//!   the row. A row that fills no whole word (head_dim 80 at 1 bit) is padded with zero words' worth of channels;
-//! - value tile: `[word group][channel]` of vectors of 4 words.
+//!   the row, or 3 words at 3 bits. A row that fills no whole word (head_dim 80 at 1 bit), or vector of three, is padded
+//!   with zero bits;
+//! - value tile: `[word group][channel]` of vectors of 4 words, or 3 at 3 bits.
 
 use super::{TILE_TOKENS, TensorFormat};
 
@@ -31,13 +36,49 @@ pub const LAYOUT_VERSION: u32 = 1;
 /// Tokens of a tile that share a field group of values, one per byte lane.
 const FIELD_GROUPS_PER_TILE: usize = TILE_TOKENS / 4;
 
-/// The place of one element: a word of the tile and the lowest bit of its field.
+/// The place of one element: a word of the tile and the lowest bit of its field; at 3 bits also that of its top bit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Field {
     /// Word index within the tile.
     pub word: usize,
     /// Lowest bit of the field within the word.
     pub shift: u32,
+    /// Bits of the field in that word: all of them, or the low two of three.
+    pub bits: u32,
+    /// Where the top one of three bits lies.
+    pub top: Option<TopBit>,
+}
+
+/// The place of the top bit of a 3-bit field.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TopBit {
+    /// Word index within the tile.
+    pub word: usize,
+    /// The bit within the word.
+    pub shift: u32,
+}
+
+impl Field {
+    /// The bits of the element in a tile's words.
+    pub const fn get(&self, words: &[u32]) -> u32 {
+        let low = (words[self.word] >> self.shift) & self.mask();
+        match self.top {
+            None => low,
+            Some(top) => low | ((words[top.word] >> top.shift) & 1) << self.bits,
+        }
+    }
+
+    /// Overwrites the bits of the element in a tile's words.
+    pub const fn set(&self, words: &mut [u32], bits: u32) {
+        words[self.word] = (words[self.word] & !(self.mask() << self.shift)) | (bits & self.mask()) << self.shift;
+        if let Some(top) = self.top {
+            words[top.word] = (words[top.word] & !(1 << top.shift)) | ((bits >> self.bits) & 1) << top.shift;
+        }
+    }
+
+    const fn mask(&self) -> u32 {
+        u32::MAX >> (u32::BITS - self.bits)
+    }
 }
 
 /// Sizes and positions of the tiles of one tensor format at one head dimension.
@@ -55,7 +96,10 @@ impl TileLayout {
 
     /// Words of one token's keys.
     pub const fn key_row_words(&self) -> usize {
-        (self.head_dim * self.element_bits).div_ceil(32)
+        match self.element_bits {
+            3 => self.head_dim.div_ceil(32) * 3,
+            bits => (self.head_dim * bits).div_ceil(32),
+        }
     }
 
     /// Channels of one token's row of keys, padding included.
@@ -63,13 +107,19 @@ impl TileLayout {
         self.key_row_words() * 32 / self.element_bits
     }
 
-    /// Words that one load of keys takes: the widest of 4, 2, 1 that divides the row.
+    /// Words that one load of keys takes: the widest of 4, 2, 1 that divides the row; 3 at 3 bits.
     pub const fn key_vector(&self) -> usize {
-        match self.key_row_words() % 4 {
-            0 => 4,
-            2 => 2,
+        match (self.element_bits, self.key_row_words() % 4) {
+            (3, _) => 3,
+            (_, 0) => 4,
+            (_, 2) => 2,
             _ => 1,
         }
+    }
+
+    /// Words that one load of values takes: 4, or 3 at 3 bits.
+    pub const fn value_vector(&self) -> usize {
+        if self.element_bits == 3 { 3 } else { 4 }
     }
 
     /// Words of a key tile.
@@ -77,7 +127,7 @@ impl TileLayout {
         TILE_TOKENS * self.key_row_words()
     }
 
-    /// Words of one channel's values in a tile: always a multiple of 4.
+    /// Words of one channel's values in a tile: always a multiple of [`TileLayout::value_vector`].
     pub const fn value_column_words(&self) -> usize {
         TILE_TOKENS * self.element_bits / 32
     }
@@ -89,28 +139,44 @@ impl TileLayout {
 
     /// Where the key of `channel` at `token` of the tile lies.
     pub const fn key_field(&self, token: usize, channel: usize) -> Field {
-        let (row_word, shift) = self.field_in_run(channel / 4, channel % 4);
-        let vector = self.key_vector();
-        let word = (row_word / vector * TILE_TOKENS + token) * vector + row_word % vector;
-        Field { word, shift }
+        self.field_in_run(Run { index: token, count: TILE_TOKENS, vector: self.key_vector() }, channel / 4, channel % 4)
     }
 
     /// Where the value of `channel` at `token` of the tile lies.
     pub const fn value_field(&self, token: usize, channel: usize) -> Field {
-        let group = token % FIELD_GROUPS_PER_TILE;
-        let (column_word, shift) = self.field_in_run(group, token / FIELD_GROUPS_PER_TILE);
-        let word = (column_word / 4 * self.head_dim + channel) * 4 + column_word % 4;
-        Field { word, shift }
+        let run = Run { index: channel, count: self.head_dim, vector: self.value_vector() };
+        self.field_in_run(run, token % FIELD_GROUPS_PER_TILE, token / FIELD_GROUPS_PER_TILE)
     }
 
-    /// Word of a row or column and lowest bit of element `lane` of field group `group`.
-    const fn field_in_run(&self, group: usize, lane: usize) -> (usize, u32) {
-        if self.element_bits == 16 {
-            (group * 2 + lane / 2, 16 * (lane as u32 % 2))
-        } else {
-            let planes = 8 / self.element_bits;
-            (group / planes, (8 * lane + self.element_bits * (group % planes)) as u32)
-        }
+    /// Element `lane` of field group `group` of a row or column.
+    const fn field_in_run(&self, run: Run, group: usize, lane: usize) -> Field {
+        let bits = self.element_bits;
+        let (word, shift) = match bits {
+            16 => (group * 2 + lane / 2, 16 * (lane % 2)),
+            3 => (group / 8 * 3 + group % 8 / 4, 8 * lane + 2 * (group % 4)),
+            _ => (group / (8 / bits), 8 * lane + bits * (group % (8 / bits))),
+        };
+        let top = match bits {
+            3 => Some(TopBit { word: run.tile_word(group / 8 * 3 + 2), shift: (8 * lane + group % 8) as u32 }),
+            _ => None,
+        };
+        Field { word: run.tile_word(word), shift: shift as u32, bits: if bits == 3 { 2 } else { bits as u32 }, top }
+    }
+}
+
+/// A row of keys or a column of values: words that lie in vectors, beside the same vectors of its neighbours.
+#[derive(Clone, Copy)]
+struct Run {
+    index: usize,
+    /// Rows or columns of the tile.
+    count: usize,
+    vector: usize,
+}
+
+impl Run {
+    /// The word of the tile that is word `word` of the run.
+    const fn tile_word(self, word: usize) -> usize {
+        (word / self.vector * self.count + self.index) * self.vector + word % self.vector
     }
 }
 
@@ -122,6 +188,17 @@ mod tests {
     fn formats() -> Vec<TensorFormat> {
         let affine = |bits| TensorFormat::Affine(AffineFormat::new(bits, Grouping::Channel));
         std::iter::once(TensorFormat::F16).chain(Bits::ALL.map(affine)).collect()
+    }
+
+    /// 3-bit codes take three bits: low pairs in two words of a vector, top bits in the third.
+    #[test]
+    fn three_bits_are_dense() {
+        let format = TensorFormat::Affine(AffineFormat::new(Bits::Three, Grouping::Channel));
+        let layout = TileLayout::new(&format, 128);
+        assert_eq!((layout.key_tile_words(), layout.value_tile_words()), (128 * 12, 128 * 12));
+        // Channel 27 is lane 3 of field group 6; the key of token 5 begins at word 15.
+        let field = layout.key_field(5, 27);
+        assert_eq!((field.word, field.shift, field.top), (16, 28, Some(TopBit { word: 17, shift: 30 })));
     }
 
     /// Every element has bits of its own: the fields neither overlap nor leave the tile.
@@ -139,8 +216,9 @@ mod tests {
                             (&mut key, layout.key_field(token, channel)),
                             (&mut value, layout.value_field(token, channel)),
                         ] {
-                            assert_eq!(tile[field.word] & (field_mask << field.shift), 0, "{format} {head_dim}");
-                            tile[field.word] |= field_mask << field.shift;
+                            assert_eq!(field.get(tile), 0, "{format} {head_dim}");
+                            field.set(tile, field_mask);
+                            assert_eq!(field.get(tile), field_mask);
                         }
                     }
                 }
@@ -160,5 +238,6 @@ mod tests {
         assert_eq!((layout(Bits::Four, 80).key_row_words(), layout(Bits::Four, 80).key_vector()), (10, 2));
         assert_eq!((layout(Bits::One, 128).key_row_words(), layout(Bits::One, 128).key_vector()), (4, 4));
         assert_eq!(layout(Bits::One, 80).key_row_channels(), 96);
+        assert_eq!((layout(Bits::Three, 80).key_row_words(), layout(Bits::Three, 80).key_row_channels()), (9, 96));
     }
 }

@@ -1,6 +1,6 @@
 //! The orders in which backends lay codes inside a tile.
 
-use super::{Field, KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout};
+use super::{Bits, Field, KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout};
 use crate::{Error, Result};
 
 /// The order of codes inside a tile. What a code means, the tile's tokens and its ranges are the same in all orders, and
@@ -95,6 +95,11 @@ impl TileOrder {
     }
 
     fn check(self, format: &TensorFormat, head_dim: usize) -> Result<()> {
+        let planes = matches!(format, TensorFormat::F16) || format.affine().is_some_and(|a| a.bits != Bits::Three);
+        if self == Self::MmaFragment && !planes {
+            let reason = "the fragment order has f16, and affine codes of 1, 2, 4 and 8 bits".into();
+            return Err(Error::Format { format: format.to_string(), reason });
+        }
         if self == Self::MmaFragment && !head_dim.is_multiple_of(32) {
             let reason = format!("head_dim {head_dim} is no multiple of 32, of which the fragment order is made");
             return Err(Error::Format { format: format.to_string(), reason });
@@ -119,19 +124,24 @@ const fn word(load: usize, g: usize, c: usize, r: usize) -> usize {
     (32 * load + 4 * g + c) * 4 + r
 }
 
+/// A field that lies in one word.
+const fn field(word: usize, shift: usize, bits: usize) -> Field {
+    Field { word, shift: shift as u32, bits: bits as u32, top: None }
+}
+
 const fn key_fragment(bits: usize, head_dim: usize, (token, channel): (usize, usize)) -> Field {
     let (m, g) = (token / 16, token % 8);
     if bits == 16 {
         let (f, c, e) = (channel / 16, channel % 8 / 2, channel % 2);
         let r = token % 16 / 8 + 2 * (channel % 16 / 8);
-        return Field { word: word(m * (head_dim / 16) + f, g, c, r), shift: 16 * e as u32 };
+        return field(word(m * (head_dim / 16) + f, g, c, r), 16 * e, bits);
     }
     let (f, c, e) = (channel / 32, channel % 16 / 4, channel % 4);
     let r = token % 16 / 8 + 2 * (channel % 32 / 16);
     let (block, planes) = (m * (head_dim / 32) + f, 8 / bits);
     let plane = block % planes;
     let shift = if bits == 1 { 4 * e + plane % 4 + 16 * (plane / 4) } else { 8 * e + bits * plane };
-    Field { word: word(block / planes, g, c, r), shift: shift as u32 }
+    field(word(block / planes, g, c, r), shift, bits)
 }
 
 const fn value_fragment(bits: usize, head_dim: usize, (token, channel): (usize, usize)) -> Field {
@@ -139,23 +149,24 @@ const fn value_fragment(bits: usize, head_dim: usize, (token, channel): (usize, 
     let (c, next) = (token % 8 / 2, token % 2);
     let r = channel % 16 / 8 + 2 * (token % 16 / 8);
     if bits == 16 {
-        return Field { word: word(token / 16 * (head_dim / 16) + f, g, c, r), shift: 16 * next as u32 };
+        return field(word(token / 16 * (head_dim / 16) + f, g, c, r), 16 * next, bits);
     }
     let (block, planes) = (token / 32 * (head_dim / 16) + f, 8 / bits);
     let shift = 16 * next + 8 * (token % 32 / 16) + bits * (block % planes);
-    Field { word: word(block / planes, g, c, r), shift: shift as u32 }
+    field(word(block / planes, g, c, r), shift, bits)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::{AffineFormat, Bits, Grouping};
+    use crate::format::{AffineFormat, Grouping};
 
     const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
+    const WIDTHS: [Bits; 4] = [Bits::One, Bits::Two, Bits::Four, Bits::Eight];
 
     fn formats() -> Vec<TensorFormat> {
         let affine = |bits| TensorFormat::Affine(AffineFormat::new(bits, Grouping::Channel));
-        std::iter::once(TensorFormat::F16).chain(Bits::ALL.map(affine)).collect()
+        std::iter::once(TensorFormat::F16).chain(WIDTHS.map(affine)).collect()
     }
 
     fn each(test: impl Fn(KeyOrValue, &TensorFormat, usize)) {
@@ -223,11 +234,14 @@ mod tests {
     }
 
     #[test]
-    fn head_dims_without_fragments_are_refused() {
+    fn what_has_no_fragments_is_refused() {
         let tile = vec![0; 128 * 40];
         let error = TileOrder::DotProduct
             .convert(TileOrder::MmaFragment, KeyOrValue::Key, &TensorFormat::F16, 80, &tile)
             .unwrap_err();
         assert!(error.to_string().contains("multiple of 32"), "{error}");
+        let three = TensorFormat::Affine(AffineFormat::new(Bits::Three, Grouping::Channel));
+        let error = TileOrder::MmaFragment.field(KeyOrValue::Key, &three, 64, 0, 0).unwrap_err();
+        assert!(error.to_string().contains("1, 2, 4 and 8 bits"), "{error}");
     }
 }

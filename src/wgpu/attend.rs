@@ -4,7 +4,7 @@ use super::hadamard::{Turn, with_turn};
 use super::levels::{LevelNames, with_levels};
 use super::{Capabilities, Variant};
 use crate::backend::QueryPrecision;
-use crate::format::{AttentionShape, Bits, Direction, Grouping, SegmentFormat, TensorFormat, TileLayout};
+use crate::format::{AffineFormat, AttentionShape, Bits, Direction, Grouping, SegmentFormat, TensorFormat, TileLayout};
 
 /// How the query heads of a KV head are spread over workgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,32 +129,36 @@ impl Specialisation<'_> {
             .alias("KeyVector", key_vector_type(vector))
             .constant("KEY_VECTOR", vector)
             .constant("KEY_VECTORS", layout.key_row_words() / vector);
+        let variant = match self.format.key.code_bits() {
+            None => return variant.import("scores", "common/scores_fma.wgsl"),
+            Some(Bits::Three) => variant.import("key_codes", "common/key_codes_three.wgsl"),
+            Some(bits) => variant.constant("KEY_BITS", bits.count() as usize),
+        };
+        let by_value =
+            |variant: Variant, field| variant.import("scores", "common/scores_fma.wgsl").import("key_field", field);
         let affine = match &self.format.key {
-            TensorFormat::F16 => return variant.import("scores", "common/scores_fma.wgsl"),
-            TensorFormat::Affine(affine) => affine,
             TensorFormat::Codebook(codebook) => {
-                let variant = variant
-                    .import("scores", "common/scores_fma.wgsl")
-                    .import("key_field", "common/key_field_codebook.wgsl")
-                    .constant("KEY_BITS", codebook.bits.count() as usize);
+                let variant = by_value(variant, "common/key_field_codebook.wgsl");
                 return with_levels(variant, LevelNames::KEYS, codebook, self.shape.head_dim());
             }
+            TensorFormat::Affine(affine) => affine,
+            TensorFormat::F16 => return variant,
         };
-        let variant = variant.constant("KEY_BITS", affine.bits.count() as usize);
         match affine.grouping {
+            Grouping::Channel if !self.integer_keys() => by_value(variant, "common/key_field_channel.wgsl"),
             Grouping::Channel => self.with_integer_query(variant, affine.bits),
+            // One range per token is one per token and group of all channels.
+            Grouping::Token if !self.integer_keys() => by_value(variant, "common/key_field_token_channels.wgsl")
+                .constant("KEY_GROUP_CHANNELS", self.shape.head_dim()),
             Grouping::Token => self
                 .with_integer_query(variant, affine.bits)
                 .import("key_ranges", "common/key_ranges_token.wgsl")
                 .float("KEY_MIDDLE", middle(affine.bits)),
-            Grouping::ChannelTokens(tokens) => variant
-                .import("scores", "common/scores_fma.wgsl")
-                .import("key_field", "common/key_field_channel_tokens.wgsl")
+            Grouping::ChannelTokens(tokens) => by_value(variant, "common/key_field_channel_tokens.wgsl")
                 .constant("KEY_TOKEN_GROUPS", crate::TILE_TOKENS / tokens),
-            Grouping::TokenChannels(channels) => variant
-                .import("scores", "common/scores_fma.wgsl")
-                .import("key_field", "common/key_field_token_channels.wgsl")
-                .constant("KEY_GROUP_CHANNELS", channels),
+            Grouping::TokenChannels(channels) => {
+                by_value(variant, "common/key_field_token_channels.wgsl").constant("KEY_GROUP_CHANNELS", channels)
+            }
         }
     }
 
@@ -169,32 +173,36 @@ impl Specialisation<'_> {
             let turn = Turn { rotation, direction: Direction::Back };
             variant = with_turn(variant.import("output_rotation", "common/output_rotation_hadamard.wgsl"), turn);
         }
+        let (variant, bits) = match self.format.value.code_bits() {
+            None => return self.with_float_weights(variant),
+            Some(Bits::Three) => {
+                let variant = variant.alias("ValueVector", "array<u32, 3>");
+                (variant.import("value_codes", "common/value_codes_three.wgsl"), Bits::Three)
+            }
+            Some(bits) => (variant.constant("VALUE_BITS", bits.count() as usize), bits),
+        };
+        let by_value = |field| self.with_float_weights(variant.clone()).import("value_field", field);
         let affine = match &self.format.value {
-            TensorFormat::F16 => return self.with_float_weights(variant),
-            TensorFormat::Affine(affine) => affine,
             TensorFormat::Codebook(codebook) => {
-                let variant = self
-                    .with_float_weights(variant)
-                    .import("value_field", "common/value_field_codebook.wgsl")
-                    .constant("VALUE_BITS", codebook.bits.count() as usize);
+                let variant = by_value("common/value_field_codebook.wgsl");
                 return with_levels(variant, LevelNames::VALUES, codebook, self.shape.head_dim());
             }
+            TensorFormat::Affine(affine) => affine,
+            TensorFormat::F16 => return variant,
         };
-        let variant = variant.constant("VALUE_BITS", affine.bits.count() as usize);
-        let with_integer_weights = |variant: Variant| {
-            variant.constant("VALUE_MASK", top_bits(affine.bits)).float("VALUE_MIDDLE", middle(affine.bits))
-        };
+        let is_dot = is_dot(&self.format.value);
+        let integers = || variant.clone().constant("VALUE_MASK", top_bits(bits)).float("VALUE_MIDDLE", middle(bits));
         match affine.grouping {
-            Grouping::Channel => with_integer_weights(variant),
-            Grouping::Token => with_integer_weights(variant).import("value_ranges", "common/value_ranges_token.wgsl"),
-            Grouping::ChannelTokens(tokens) => self
-                .with_float_weights(variant)
-                .import("value_field", "common/value_field_channel_tokens.wgsl")
+            Grouping::Channel if !is_dot => by_value("common/value_field_channel.wgsl"),
+            Grouping::Channel => integers(),
+            Grouping::Token if !is_dot => by_value("common/value_field_token_channels.wgsl")
+                .constant("VALUE_GROUP_CHANNELS", self.shape.head_dim()),
+            Grouping::Token => integers().import("value_ranges", "common/value_ranges_token.wgsl"),
+            Grouping::ChannelTokens(tokens) => by_value("common/value_field_channel_tokens.wgsl")
                 .constant("VALUE_TOKEN_GROUPS", crate::TILE_TOKENS / tokens),
-            Grouping::TokenChannels(channels) => self
-                .with_float_weights(variant)
-                .import("value_field", "common/value_field_token_channels.wgsl")
-                .constant("VALUE_GROUP_CHANNELS", channels),
+            Grouping::TokenChannels(channels) => {
+                by_value("common/value_field_token_channels.wgsl").constant("VALUE_GROUP_CHANNELS", channels)
+            }
         }
     }
 
@@ -226,9 +234,12 @@ impl ChannelSplit {
 }
 
 /// True if a product with the tensor is a sum of integer dot products: one range covers all that is summed, or each
-/// token has one.
+/// token has one, and a field lies within one word.
 fn is_dot(format: &TensorFormat) -> bool {
-    format.affine().is_some_and(|affine| matches!(affine.grouping, Grouping::Channel | Grouping::Token))
+    let is_dot = |affine: &AffineFormat| {
+        matches!(affine.grouping, Grouping::Channel | Grouping::Token) && affine.bits != Bits::Three
+    };
+    format.affine().is_some_and(is_dot)
 }
 
 /// The top `bits` bits of every byte.
@@ -244,6 +255,7 @@ pub(super) fn middle(bits: Bits) -> f32 {
 fn key_vector_type(words: usize) -> &'static str {
     match words {
         4 => "vec4<u32>",
+        3 => "array<u32, 3>",
         2 => "vec2<u32>",
         _ => "array<u32, 1>",
     }
@@ -254,7 +266,7 @@ mod tests {
     use super::super::prepare_query::Extremes;
     use super::super::{KernelLimits, SubgroupSizes, Timestamps};
     use super::*;
-    use crate::format::{AffineFormat, CodebookFormat, HEAD_DIMS, Rotation};
+    use crate::format::{CodebookFormat, HEAD_DIMS, Rotation};
     use crate::plan::ElementType;
 
     fn capabilities(f16: bool, subgroups: bool, workgroup_memory: u32) -> Capabilities {
@@ -276,7 +288,7 @@ mod tests {
         let rotated = groupings.map(|grouping| {
             TensorFormat::Affine(AffineFormat::new(Bits::Two, grouping).rotated(Rotation::randomized(16, 1)))
         });
-        let codebooks = [Bits::One, Bits::Two, Bits::Four]
+        let codebooks = [Bits::One, Bits::Two, Bits::Three, Bits::Four]
             .map(|bits| TensorFormat::Codebook(CodebookFormat::turboquant(bits, head_dim)));
         std::iter::once(TensorFormat::F16)
             .chain(Bits::ALL.into_iter().flat_map(affine))

@@ -396,6 +396,9 @@ impl Builder<'_> {
         if segment.format.key.ranges_per_tile(self.plan.shape.head_dim()) > 0 {
             buffers.push(("key_ranges", Slot::Shard { store, shard, part: StorePart::KeyRanges }));
         }
+        if segment.format.key.has_span_ranges() {
+            buffers.push(("key_span_ranges", Slot::SpanRanges { store, which: KeyOrValue::Key }));
+        }
     }
 
     fn push_values(&self, segment: &SegmentPlan, shard: u32, buffers: &mut Vec<(&'static str, Slot)>) {

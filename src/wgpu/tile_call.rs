@@ -88,7 +88,7 @@ impl TileCall {
         let layout = TileLayout::new(format, shape.head_dim());
         let (tile_words, vector) = match which {
             KeyOrValue::Key => (layout.key_tile_words(), layout.key_vector()),
-            KeyOrValue::Value => (layout.value_tile_words(), 4),
+            KeyOrValue::Value => (layout.value_tile_words(), layout.value_vector()),
         };
         let group = match format.grouping() {
             Some(Grouping::ChannelTokens(count) | Grouping::TokenChannels(count)) => count,
@@ -193,6 +193,7 @@ pub(crate) fn distinct_formats(head_dim: usize) -> Vec<TensorFormat> {
     let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));
     let rotated = AffineFormat::new(Bits::Four, Grouping::Token).rotated(Rotation::hadamard(16));
     let all = std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine));
-    let codebooks = [Bits::One, Bits::Two, Bits::Four].map(|bits| CodebookFormat::turboquant(bits, head_dim));
+    let codebooks =
+        [Bits::One, Bits::Two, Bits::Three, Bits::Four].map(|bits| CodebookFormat::turboquant(bits, head_dim));
     all.chain([TensorFormat::Affine(rotated)]).chain(codebooks.map(TensorFormat::Codebook)).collect()
 }

@@ -129,7 +129,7 @@ pub fn pack(
                 KeyOrValue::Key => layout.key_field(slot, channel),
                 KeyOrValue::Value => layout.value_field(slot, channel),
             };
-            packed[tile * tile_words + field.word] |= bits << field.shift;
+            field.set(&mut packed[tile * tile_words..][..tile_words], bits);
             decoded.push(back);
         }
     }

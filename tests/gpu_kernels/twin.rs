@@ -65,7 +65,7 @@ fn tensor_formats() -> impl Strategy<Value = TensorFormat> {
     );
     let rotation =
         prop_oneof![Just(Rotation::hadamard(8)), any::<u32>().prop_map(|seed| Rotation::randomized(16, seed))];
-    let codebook = (prop::sample::select(vec![Bits::One, Bits::Two, Bits::Four]), rotation)
+    let codebook = (prop::sample::select(vec![Bits::One, Bits::Two, Bits::Three, Bits::Four]), rotation)
         .prop_map(|(bits, rotation)| TensorFormat::Codebook(CodebookFormat { bits, rotation }));
     prop_oneof![1 => Just(TensorFormat::F16), 6 => affine, 3 => codebook]
 }

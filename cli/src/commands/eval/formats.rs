@@ -42,20 +42,20 @@ fn all(shape: &AttentionShape) -> Vec<NamedFormat> {
         formats.push(named(format!("{bits}-bit per channel"), SegmentFormat::per_channel(bits)));
     }
     formats.push(named("1-bit per channel, shrunk".into(), SegmentFormat::calibquant(Bits::One)));
-    for bits in [Bits::Eight, Bits::Four, Bits::Two] {
+    for bits in [Bits::Eight, Bits::Four, Bits::Three, Bits::Two] {
         let token = TensorFormat::Affine(AffineFormat::new(bits, Grouping::Token));
         formats.push(named(format!("{bits}-bit per token"), SegmentFormat { key: token, value: token }));
     }
     // SAW-INT4, and its rotation at other widths, orders and of values too.
     formats.push(named("4-bit per token, keys rotated by 16".into(), SegmentFormat::saw_int4()));
     let largest = Rotation::largest_order(shape.head_dim());
-    for bits in [Bits::Eight, Bits::Four, Bits::Two] {
+    for bits in [Bits::Eight, Bits::Four, Bits::Three, Bits::Two] {
         let token = AffineFormat::new(bits, Grouping::Token).rotated(Rotation::hadamard(largest));
         let token = TensorFormat::Affine(token);
         let name = format!("{bits}-bit per token, rotated by {largest}");
         formats.push(named(name, SegmentFormat { key: token, value: token }));
     }
-    for bits in [Bits::Four, Bits::Two, Bits::One] {
+    for bits in [Bits::Four, Bits::Three, Bits::Two, Bits::One] {
         let format = SegmentFormat::turboquant(bits, shape.head_dim());
         formats.push(named(format!("{bits}-bit codebook (TurboQuant)"), format));
     }

@@ -1,0 +1,16 @@
+// Fields of packed keys of 3 bits. A vector of three words holds eight field groups: low pairs of bits in two words, top
+// bits in the third.
+
+const KEY_BITS: u32 = 3u;
+const KEY_PLANES: u32 = 8u;
+const KEY_WORD_FIELDS: u32 = 1u;
+
+fn key_fields(words: KeyVector, w: u32, plane: u32) -> vec4<u32> {
+    let low = select(words[0], words[1], plane >= 4u) >> (plane % 4u * 2u);
+    let top = words[2] >> plane;
+    return unpack4xU8((low & 0x03030303u) | ((top & 0x01010101u) << 2u));
+}
+
+fn key_codes(words: KeyVector, w: u32, plane: u32) -> vec4<f32> {
+    return vec4<f32>(key_fields(words, w, plane) ^ vec4<u32>(4u));
+}
