@@ -123,7 +123,7 @@ pub fn run<B: TimedStores>(backend: &B, json: bool) -> Result<()> {
         progress.set_message(format.to_string());
         match pollster::block_on(row(backend, shape, format)) {
             Err(error) if error.downcast_ref().is_some_and(|e| matches!(e, kvpack::Error::Unsupported { .. })) => {
-                progress.println(format!("skipped: {error}"));
+                progress.suspend(|| eprintln!("skipped: {error}"));
             }
             row => rows.push(row?),
         }

@@ -134,7 +134,7 @@ fn evaluate<B: Backend + Clone>(
     for recipe in recipes {
         progress.set_message(recipe.to_string());
         let row = evaluate_recipe(task, recipe, backend, &reference, &progress)?;
-        progress.println(row.line());
+        progress.suspend(|| eprintln!("{}", row.line()));
         report.rows.push(row);
         if let Some(path) = &args.report {
             page::write(&report, path)?;
