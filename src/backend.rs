@@ -172,6 +172,12 @@ pub trait Backend {
         writes: &[TokenWrite],
     ) -> Result<()>;
 
+    /// Copies a page to another of the same store, bit for bit: tiles and tile ranges.
+    ///
+    /// # Errors
+    /// When a page does not exist.
+    fn copy_page(&self, store: &mut Self::Store, from: Page, to: Page) -> Result<()>;
+
     /// Kernel `dequantize`: the stored keys and the stored values of a span as dense f32 rows
     /// `[kv_heads, tokens, head_dim]`.
     ///

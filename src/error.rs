@@ -41,6 +41,24 @@ pub enum Error {
         reason: String,
     },
 
+    /// A recipe that cannot be read.
+    #[error("recipe '{given}': {reason}")]
+    Recipe {
+        /// The text given.
+        given: String,
+        /// What is wrong with it and what is allowed.
+        reason: String,
+    },
+
+    /// Something that other backends have kernels for, and this one has not.
+    #[error("{what} is not supported: {hint}")]
+    Unsupported {
+        /// What there is no kernel for.
+        what: String,
+        /// What there is instead.
+        hint: String,
+    },
+
     /// A tensor has the wrong number of elements.
     #[error("{what} has {given} elements, {expected} are needed for {shape}")]
     Elements {

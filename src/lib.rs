@@ -61,13 +61,15 @@
 //! | [`backend`] | what a backend does |
 //! | [`cpu`] | every kernel on the CPU: the oracle of the tests, and the backend where no GPU is |
 //! | `wgpu` | every kernel in WGSL, on an engine's own device |
+//! | `cuda` | the kernels in CUDA C++, on an engine's own stream |
 //! | [`cache`] | [`KvCache`] and recipes |
 //! | [`conformance`] | the one registry of cases that tests, `kvpack check` and `kvpack bench` share |
 //!
 //! # Storage layout
 //!
 //! Codes lie in tiles of [`TILE_TOKENS`] tokens of one KV head, and a tile is the page of a paged cache. [`format::tile`]
-//! is the contract, to the bit; [`format::LAYOUT_VERSION`] changes when it does. What a backend stores equals what the CPU
+//! is the contract, to the bit; [`format::LAYOUT_VERSION`] changes when it does. The order of codes inside a tile is a
+//! [`format::TileOrder`], CUDA's being another than that of the CPU and WGSL. What a backend stores decodes to what the CPU
 //! stores bit for bit, and attention is checked against an f64 attention over the stored data.
 //!
 //! # Features
@@ -75,8 +77,9 @@
 //! | feature | default | brings |
 //! | --- | --- | --- |
 //! | `wgpu` | yes | the module `wgpu`. kvpack enables none of wgpu's own backends: the program chooses `vulkan`, `metal`, `dx12` or `webgpu` among the features of its wgpu 30 |
+//! | `cuda` | no | the module `cuda`. Nothing of CUDA is needed to build; the driver and NVRTC are loaded at run time |
 //!
-//! Without it the CPU backend is all there is.
+//! Without them the CPU backend is all there is.
 //!
 //! # Errors
 //!
@@ -88,6 +91,8 @@ pub mod backend;
 pub mod cache;
 pub mod conformance;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod error;
 pub mod format;
 pub mod plan;

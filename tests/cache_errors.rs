@@ -3,10 +3,10 @@
 use std::cell::Cell;
 
 use kvpack::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite};
-use kvpack::cache::{KvCache, PromptSpan, RecentWindow, Recipe, SpanStorage};
+use kvpack::cache::{KvCache, PromptSpan, Recipe, SpanStorage};
 use kvpack::cpu::{Cpu, CpuStore, CpuTensor};
 use kvpack::format::{AffineFormat, Grouping, KeyOrValue, TensorFormat};
-use kvpack::plan::{DecodePlan, ElementType, Elements, RowLayout, TokenRange};
+use kvpack::plan::{DecodePlan, ElementType, Elements, Page, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
 
@@ -100,6 +100,11 @@ impl Backend for Failing {
         self.cpu.append(store, keys, values, rows, writes)
     }
 
+    fn copy_page(&self, store: &mut CpuStore, from: Page, to: Page) -> Result<()> {
+        self.call()?;
+        self.cpu.copy_page(store, from, to)
+    }
+
     fn dequantize(&self, store: &CpuStore, read: SpanRead<'_>) -> Result<(CpuTensor, CpuTensor)> {
         self.call()?;
         self.cpu.dequantize(store, read)
@@ -141,12 +146,11 @@ fn outputs<B: Backend<Tensor = CpuTensor>>(cache: &KvCache<B>) -> Vec<f32> {
 #[test]
 fn a_failure_anywhere_changes_nothing() {
     let token = TensorFormat::Affine(AffineFormat::new(Bits::Four, Grouping::Token));
-    let token = Recipe::pack_all(SegmentFormat { key: token, value: token });
-    for recipe in [
-        Recipe::pack_all(SegmentFormat::per_channel(Bits::Two)),
-        Recipe { recent: RecentWindow::PackFullTiles, ..token },
-        token,
-    ] {
+    let per_token = Recipe::pack_all(SegmentFormat { key: token, value: token });
+    // A token that is packed as it arrives needs no window to be packed.
+    for (recipe, least_calls) in
+        [(Recipe::pack_all(SegmentFormat::per_channel(Bits::Two)), 6), (per_token.with_window(0), 6), (per_token, 3)]
+    {
         for prefill in [false, true] {
             let mut failures = 0;
             loop {
@@ -180,9 +184,7 @@ fn a_failure_anywhere_changes_nothing() {
                 block_on(cache.append(RowLayout::token_major(2, &shape()), &wave(128), &wave(128))).unwrap();
                 assert_eq!((cache.memory().f16.tokens, cache.memory().packed.tokens), (0, 256));
             }
-            // A token that is packed as it arrives is checked and written; nothing else can fail.
-            let least = if recipe.recent == RecentWindow::PackTokens && !prefill { 3 } else { 6 };
-            assert!(failures >= least, "{failures} calls could fail");
+            assert!(failures >= least_calls, "{failures} calls could fail");
         }
     }
 }
@@ -268,4 +270,43 @@ fn wrong_caches_are_refused() {
     let empty = KvCache::new(Cpu::new(), shape(), 1, Recipe::f16()).unwrap();
     let error = block_on(empty.attend(&wave(128), ElementType::F32)).unwrap_err();
     assert!(error.to_string().contains("sequence 0 has no tokens"), "{error}");
+}
+
+/// A fork shares every page; the first to append copies the open one, and a failure on the way leaves both as they were.
+#[test]
+fn a_failed_append_to_a_shared_page_changes_nothing() {
+    let failing = Failing::default();
+    let mut cache = filled(failing.clone(), Recipe::f16());
+    assert!(matches!(cache.fork(0, 1), Err(Error::Plan { .. })), "sequence 1 holds tokens");
+    cache.clear(1).unwrap();
+    cache.fork(0, 1).unwrap();
+    let (before, memory) = (outputs(&cache), cache.memory());
+    assert_eq!(memory.f16.pages_in_use, 1);
+    let append = |cache: &mut KvCache<Failing>, sequence| {
+        let rows = RowLayout::token_major(1, &shape());
+        let token = CpuTensor::F32(vec![0.5; 64]);
+        block_on(cache.append_to(&[sequence], rows, &token, &token))
+    };
+    let mut failures = 0;
+    loop {
+        failing.calls_left.set(Some(failures));
+        let result = append(&mut cache, 1);
+        failing.calls_left.set(None);
+        if result.is_ok() {
+            break;
+        }
+        failures += 1;
+        assert_eq!((outputs(&cache), cache.memory().f16.pages_in_use), (before.clone(), 1));
+    }
+    // A search for elements that cannot be stored, for keys and values, the copy, and the write.
+    assert!(failures >= 4, "{failures} calls could fail");
+    assert_eq!((cache.tokens(0), cache.tokens(1), cache.memory().f16.pages_in_use), (Ok(127), Ok(128), 2));
+    let head = 2 * 64;
+    assert_eq!(outputs(&cache)[..head], before[..head]);
+    assert_ne!(outputs(&cache)[head..], before[head..]);
+    // The other sequence holds its page alone by now, and writes to it.
+    append(&mut cache, 0).unwrap();
+    assert_eq!(cache.memory().f16.pages_in_use, 2);
+    cache.truncate(1, 0).unwrap();
+    assert_eq!((cache.tokens(1), cache.memory().f16.pages_in_use), (Ok(0), 1));
 }

@@ -101,6 +101,10 @@ impl Backend for Mistaken {
         self.cpu.append(store, keys, values, rows, writes)
     }
 
+    fn copy_page(&self, store: &mut CpuStore, from: Page, to: Page) -> Result<()> {
+        self.cpu.copy_page(store, from, to)
+    }
+
     fn dequantize(&self, store: &CpuStore, read: SpanRead<'_>) -> Result<(CpuTensor, CpuTensor)> {
         let (keys, values) = self.cpu.dequantize(store, read)?;
         if self.mistake != Mistake::OffByOneCode {

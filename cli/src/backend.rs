@@ -5,14 +5,16 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use clap::ValueEnum;
 use kvpack::cpu::Cpu;
+#[cfg(feature = "cuda")]
+use kvpack::cuda::{Cuda, KernelCache};
 use kvpack::wgpu::{Checks, Kernels, Path, Requirements, Wgpu, adapters, choose_adapter, open_device};
 use pollster::block_on;
 
 /// Options that choose the backend.
 #[derive(clap::Args)]
 pub struct BackendArgs {
-    /// Run on the CPU or through wgpu [default: wgpu where there is an adapter, otherwise the CPU].
-    #[arg(long, value_enum, value_name = "cpu|wgpu", hide_possible_values = true)]
+    /// Run on the CPU, through wgpu or through CUDA [default: wgpu where there is an adapter, otherwise the CPU].
+    #[arg(long, value_enum, value_name = "cpu|wgpu|cuda", hide_possible_values = true)]
     backend: Option<BackendName>,
     /// Part of the adapter's name; takes precedence over WGPU_ADAPTER_NAME.
     #[arg(long, value_name = "NAME")]
@@ -29,6 +31,8 @@ pub struct BackendArgs {
 enum BackendName {
     Cpu,
     Wgpu,
+    #[cfg(feature = "cuda")]
+    Cuda,
 }
 
 /// What the kernels may use of the device.
@@ -56,6 +60,9 @@ pub enum Chosen {
     Cpu(Cpu),
     /// A GPU.
     Wgpu(Wgpu),
+    /// An NVIDIA GPU, the first one.
+    #[cfg(feature = "cuda")]
+    Cuda(Cuda),
 }
 
 impl BackendArgs {
@@ -66,7 +73,15 @@ impl BackendArgs {
     /// When the options contradict each other or ask for what is not there.
     pub fn open(&self) -> Result<Chosen> {
         match self.backend {
-            Some(BackendName::Cpu) => self.open_cpu(),
+            Some(BackendName::Cpu) => {
+                self.refuse_gpu_options("cpu")?;
+                Ok(Chosen::Cpu(Cpu::new()))
+            }
+            #[cfg(feature = "cuda")]
+            Some(BackendName::Cuda) => {
+                self.refuse_gpu_options("cuda")?;
+                Ok(Chosen::Cuda(Cuda::open(0, KernelCache::of_user())?))
+            }
             Some(BackendName::Wgpu) => Ok(Chosen::Wgpu(self.open_wgpu()?)),
             None if self.names_a_gpu() || !block_on(adapters())?.is_empty() => Ok(Chosen::Wgpu(self.open_wgpu()?)),
             None => {
@@ -80,16 +95,19 @@ impl BackendArgs {
         self.adapter.is_some() || self.path.is_some() || self.checks.is_some()
     }
 
-    fn open_cpu(&self) -> Result<Chosen> {
+    /// Refuses the options of the wgpu backend.
+    fn refuse_gpu_options(&self, backend: &str) -> Result<()> {
         let given = [
             (self.adapter.is_some(), "--adapter"),
             (self.path.is_some(), "--path"),
             (self.checks.is_some(), "--checks"),
         ];
         if let Some((_, option)) = given.into_iter().find(|(given, _)| *given) {
-            bail!("{option} is about GPUs and means nothing with --backend cpu; leave one of the two out");
+            bail!(
+                "{option} is about wgpu's adapters and means nothing with --backend {backend}; leave one of the two out"
+            );
         }
-        Ok(Chosen::Cpu(Cpu::new()))
+        Ok(())
     }
 
     fn open_wgpu(&self) -> Result<Wgpu> {

@@ -5,6 +5,7 @@ mod backend;
 mod commands;
 mod dump;
 mod golden;
+mod model;
 mod outcome;
 mod print;
 

@@ -1,25 +1,29 @@
-//! Appending decoded tokens, and packing the window they fill.
+//! Appending decoded tokens, and packing the windows that fall behind.
 
+use super::fork::Unshared;
 use super::pool::Lease;
-use super::sequence::{NextSlot, Window};
-use super::{KvCache, RecentWindow, pool_of};
-use crate::backend::{Backend, SpanRead, SpanWrite, TokenWrite};
-use crate::format::TILE_TOKENS;
-use crate::plan::{Page, RowLayout, TokenRange};
+use super::sequence::NextSlot;
+use super::windows::Packing;
+use super::{KvCache, SpanStorage, pool_of};
+use crate::backend::{Backend, TokenWrite};
+use crate::plan::{Page, RowLayout};
 use crate::{Error, Result};
 
 /// One token on its way into a sequence.
 struct Appending {
     sequence: usize,
+    storage: SpanStorage,
     slot: NextSlot,
     /// A new page, if the token needs one.
     lease: Lease,
+    /// The copy of an open page, if that is shared.
+    unshared: Option<Unshared>,
     /// The page the token goes to.
     page: Page,
     /// The place within the page.
     slot_index: usize,
-    /// Room for the packed window, if the token completes one.
-    packed: Option<Lease>,
+    /// The window that is to be packed once the token is in.
+    packing: Option<Packing>,
 }
 
 impl<B: Backend> KvCache<B> {
@@ -34,8 +38,8 @@ impl<B: Backend> KvCache<B> {
 
     /// Appends one token to each of the given sequences: token i of `rows` to `sequences[i]`.
     ///
-    /// The recipe says whether they are stored in f16 or packed; if it packs full tiles, the token that completes 128 of
-    /// them has them packed within this call.
+    /// The recipe says whether they are stored in f16 or packed. If it packs full tiles, the token that lets one fall
+    /// behind the window has it packed within this call.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one is named twice or there are more or
@@ -55,27 +59,19 @@ impl<B: Backend> KvCache<B> {
         let mut appending = Vec::with_capacity(sequences.len());
         let done = self
             .lease_for_append(sequences, &mut appending)
+            .and_then(|()| appending.iter().filter_map(|t| t.unshared.as_ref()).try_for_each(|u| self.copy_shared(u)))
             .and_then(|()| self.write_tokens(&appending, rows, keys, values))
-            .and_then(|()| self.pack_full_windows(&appending));
+            .and_then(|()| appending.iter().filter_map(|t| t.packing.as_ref()).try_for_each(|p| self.write_packed(p)));
         if let Err(error) = done {
-            let storage = self.window().storage();
             for token in &appending {
-                pool_of(&mut self.f16, &mut self.packed, storage).release(&token.lease);
-                token.packed.iter().for_each(|lease| self.packed.release(lease));
+                pool_of(&mut self.f16, &mut self.packed, token.storage).release(&token.lease);
+                token.unshared.iter().for_each(|unshared| self.release_copy(unshared));
+                token.packing.iter().for_each(|packing| self.packed.release(&packing.lease));
             }
             return Err(error);
         }
         self.commit(appending);
         Ok(())
-    }
-
-    fn window(&self) -> Window {
-        match self.recipe.recent {
-            _ if !self.recipe.packs() => Window::F16,
-            RecentWindow::KeepF16 => Window::F16,
-            RecentWindow::PackFullTiles => Window::PackedLater,
-            RecentWindow::PackTokens => Window::PackedAtOnce,
-        }
     }
 
     fn check_sequences(&self, sequences: &[usize], rows: &RowLayout) -> Result<()> {
@@ -93,40 +89,44 @@ impl<B: Backend> KvCache<B> {
         Ok(())
     }
 
-    /// True if the next token of a sequence completes a window that is to be packed.
-    fn completes_window(&self, sequence: usize) -> bool {
-        let slot = self.sequences[sequence].next_slot(self.window());
-        self.window() == Window::PackedLater && self.sequences[sequence].next_slot_index(slot) == TILE_TOKENS - 1
-    }
-
     async fn reserve_for_append(&mut self, sequences: &[usize]) -> Result<()> {
-        let window = self.window();
-        let needs_page = |&&s: &&usize| !matches!(self.sequences[s].next_slot(window), NextSlot::Open(_));
-        let pages = sequences.iter().filter(needs_page).count();
-        let packed_pages = sequences.iter().filter(|&&s| self.completes_window(s)).count();
-        let pool = pool_of(&mut self.f16, &mut self.packed, window.storage());
-        pool.reserve(&self.backend, pages, pages).await?;
-        self.packed.reserve(&self.backend, packed_pages, packed_pages).await
+        let mut pages = [0, 0];
+        for &sequence in sequences {
+            let window = self.window(sequence);
+            pages[usize::from(window.storage() == SpanStorage::Packed)] += self.pages_for_next(sequence, window);
+            pages[1] += usize::from(self.window_to_pack(sequence, 1).is_some());
+        }
+        self.f16.reserve(&self.backend, pages[0], pages[0]).await?;
+        self.packed.reserve(&self.backend, pages[1], pages[1]).await
     }
 
     /// Takes what the tokens need; what was taken is in `appending` whether it succeeds or not.
     fn lease_for_append(&mut self, sequences: &[usize], appending: &mut Vec<Appending>) -> Result<()> {
         for &sequence in sequences {
-            let window = self.window();
+            let window = self.window(sequence);
+            let storage = window.storage();
             let slot = self.sequences[sequence].next_slot(window);
             let slot_index = self.sequences[sequence].next_slot_index(slot);
-            let completes_window = self.completes_window(sequence);
-            let (lease, page) = match slot {
-                NextSlot::Open(page) => (Lease::default(), page),
+            let to_pack = self.window_to_pack(sequence, 1);
+            let (lease, unshared, page) = match slot {
+                NextSlot::Open(page) => {
+                    let unshared = self.lease_unshared(storage, page)?;
+                    let page = unshared.as_ref().map_or(page, |unshared| unshared.own);
+                    (Lease::default(), unshared, page)
+                }
                 NextSlot::NewPage | NextSlot::NewSpan => {
-                    let lease = pool_of(&mut self.f16, &mut self.packed, window.storage()).take(1)?;
+                    let lease = pool_of(&mut self.f16, &mut self.packed, storage).take(1)?;
                     let page = lease.pages[0];
-                    (lease, page)
+                    (lease, None, page)
                 }
             };
-            appending.push(Appending { sequence, slot, lease, page, slot_index, packed: None });
-            if completes_window && let Some(token) = appending.last_mut() {
-                token.packed = Some(self.packed.take(1)?);
+            appending.push(Appending { sequence, storage, slot, lease, unshared, page, slot_index, packing: None });
+            if let (Some(window), Some(token)) = (to_pack, appending.last_mut()) {
+                let spans = &self.sequences[sequence].spans;
+                // The window may be the one that this token completes, whose page may be about to change.
+                let completed = window + 1 == spans.len() && matches!(slot, NextSlot::Open(_));
+                let page = if completed { page } else { spans[window].lease.pages[0] };
+                token.packing = Some(Packing { sequence, window, page, lease: self.packed.take(1)? });
             }
         }
         Ok(())
@@ -139,38 +139,26 @@ impl<B: Backend> KvCache<B> {
         keys: &B::Tensor,
         values: &B::Tensor,
     ) -> Result<()> {
-        let write = |(token, to): (usize, &Appending)| TokenWrite { token, page: to.page, slot: to.slot_index };
-        let writes: Vec<TokenWrite> = appending.iter().enumerate().map(write).collect();
-        let storage = self.window().storage();
-        let pool = pool_of(&mut self.f16, &mut self.packed, storage);
-        self.backend.append(&mut pool.store, keys, values, rows, &writes)
-    }
-
-    /// Packs the windows that the tokens complete. Only free pages are written.
-    fn pack_full_windows(&mut self, appending: &[Appending]) -> Result<()> {
-        let rows = RowLayout::head_major(TILE_TOKENS, &self.shape);
-        for token in appending {
-            let Some(packed) = &token.packed else { continue };
-            let read = SpanRead { pages: &[token.page], tokens: TILE_TOKENS, range_slot: 0 };
-            let (keys, values) = self.backend.dequantize(&self.f16.store, read)?;
-            let tokens = TokenRange::new(0, TILE_TOKENS)?;
-            let write = SpanWrite { rows, tokens, pages: &packed.pages, range_slot: packed.range_slot() };
-            self.backend.quantize(&mut self.packed.store, &keys, &values, write)?;
+        for storage in [SpanStorage::F16, SpanStorage::Packed] {
+            let of_storage = appending.iter().enumerate().filter(|(_, to)| to.storage == storage);
+            let write = |(token, to): (usize, &Appending)| TokenWrite { token, page: to.page, slot: to.slot_index };
+            let writes: Vec<TokenWrite> = of_storage.map(write).collect();
+            if !writes.is_empty() {
+                let pool = pool_of(&mut self.f16, &mut self.packed, storage);
+                self.backend.append(&mut pool.store, keys, values, rows, &writes)?;
+            }
         }
         Ok(())
     }
 
     fn commit(&mut self, appending: Vec<Appending>) {
-        let may_join = !self.packed.format.has_span_ranges();
-        let window = self.window();
         for token in appending {
-            let sequence = &mut self.sequences[token.sequence];
-            sequence.push_token(window, token.slot, token.lease);
-            if let Some(packed) = token.packed
-                && let Some(window) = sequence.pack_window(packed, may_join)
-            {
-                self.f16.release(&window);
+            if let Some(unshared) = &token.unshared {
+                self.sequences[token.sequence].replace_open_page(unshared.own);
+                self.release_shared(unshared);
             }
+            self.sequences[token.sequence].push_token(token.storage, token.slot, token.lease);
+            token.packing.into_iter().for_each(|packing| self.commit_packed(packing));
         }
     }
 }

@@ -4,16 +4,21 @@
 //! range slots) and leaves storing and computing to a [`Backend`]. An engine has one per layer.
 
 mod append;
+mod extend;
+mod fork;
 mod pool;
 mod prefill;
 mod recipe;
+mod recipe_text;
 mod sequence;
+mod windows;
 
 use std::fmt;
 
 use pool::Pool;
 pub use pool::{CacheMemory, StoreMemory};
 pub use recipe::{PromptSpan, RecentWindow, Recipe, SpanStorage};
+pub use recipe_text::{METHODS, Method, ModelRecipe};
 use sequence::Sequence;
 
 use crate::backend::{AttendOptions, Backend, SpanRead};

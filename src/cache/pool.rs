@@ -17,7 +17,8 @@ pub(super) struct Pool<B: Backend> {
     pub(super) format: SegmentFormat,
     shape: AttentionShape,
     pages: PageAllocator,
-    slots: usize,
+    /// How many spans hold each range slot.
+    slot_holders: Vec<u32>,
     /// Free slots, highest first.
     free_slots: Vec<usize>,
 }
@@ -40,7 +41,14 @@ impl Lease {
 impl<B: Backend> Pool<B> {
     pub(super) fn new(backend: &B, shape: AttentionShape, format: SegmentFormat) -> Result<Self> {
         let store = backend.create_store(shape, format)?;
-        Ok(Self { store, format, shape, pages: PageAllocator::default(), slots: 0, free_slots: Vec::new() })
+        Ok(Self {
+            store,
+            format,
+            shape,
+            pages: PageAllocator::default(),
+            slot_holders: Vec::new(),
+            free_slots: Vec::new(),
+        })
     }
 
     /// Sees to it that so many pages and slots are free. What an error leaves behind is unused room, nothing else.
@@ -50,10 +58,11 @@ impl<B: Backend> Pool<B> {
         }
         let needed = if self.format.has_span_ranges() { spans } else { 0 };
         if self.free_slots.len() < needed {
-            let slots = (self.slots + needed - self.free_slots.len()).max(2 * self.slots).max(FIRST_SLOTS);
+            let held = self.slot_holders.len();
+            let slots = (held + needed - self.free_slots.len()).max(2 * held).max(FIRST_SLOTS);
             backend.reserve_ranges(&mut self.store, slots).await?;
-            self.free_slots.splice(0..0, (self.slots..slots).rev());
-            self.slots = slots;
+            self.free_slots.splice(0..0, (held..slots).rev());
+            self.slot_holders.resize(slots, 0);
         }
         Ok(())
     }
@@ -65,20 +74,48 @@ impl<B: Backend> Pool<B> {
             return Err(Error::Limit { what, needed: 1, allowed: 0, hint });
         }
         let pages = self.pages.allocate(pages)?;
-        Ok(Lease { pages, slot: self.free_slots.pop() })
+        let slot = self.free_slots.pop();
+        slot.into_iter().for_each(|slot| self.slot_holders[slot] = 1);
+        Ok(Lease { pages, slot })
+    }
+
+    /// Takes one page.
+    pub(super) fn take_page(&mut self) -> Result<Page> {
+        Ok(self.pages.allocate(1)?[0])
+    }
+
+    /// Lets one more span hold what a lease holds.
+    pub(super) fn share(&mut self, lease: &Lease) -> Result<()> {
+        self.pages.share(&lease.pages)?;
+        lease.slot.into_iter().for_each(|slot| self.slot_holders[slot] += 1);
+        Ok(())
+    }
+
+    /// True if other spans hold the page too, so that it must not be written.
+    pub(super) fn is_shared(&self, page: Page) -> bool {
+        self.pages.holders(page) > 1
     }
 
     pub(super) fn release(&mut self, lease: &Lease) {
-        self.pages.release(&lease.pages);
+        self.release_pages(&lease.pages);
         if let Some(slot) = lease.slot {
-            let at = self.free_slots.partition_point(|&free| free > slot);
-            self.free_slots.insert(at, slot);
+            self.slot_holders[slot] -= 1;
+            if self.slot_holders[slot] == 0 {
+                let at = self.free_slots.partition_point(|&free| free > slot);
+                self.free_slots.insert(at, slot);
+            }
         }
+    }
+
+    pub(super) fn release_pages(&mut self, pages: &[Page]) {
+        let released = self.pages.release(pages);
+        // The cache releases what it leased, once.
+        debug_assert!(released.is_ok(), "{released:?}");
     }
 
     pub(super) fn memory(&self, backend: &B, tokens: usize) -> StoreMemory {
         let pages_in_use = self.pages.capacity() - self.pages.free();
-        let slots_in_use = self.slots - self.free_slots.len();
+        let slots_in_use = self.slot_holders.len() - self.free_slots.len();
         let page_bytes = self.format.page_bytes(&self.shape) as u64;
         let slot_bytes = self.format.range_slot_bytes(&self.shape) as u64;
         StoreMemory {
@@ -127,15 +164,15 @@ pub struct StoreMemory {
     pub format: SegmentFormat,
     /// Bytes that the store holds on the device, in use or free: tiles, tile ranges and span ranges.
     pub allocated_bytes: u64,
-    /// Bytes of the pages and range slots that spans use, whole pages counted.
+    /// Bytes of the pages and range slots that spans use, whole pages counted, shared ones once.
     pub in_use_bytes: u64,
     /// Pages of the store.
     pub pages: usize,
     /// Pages that spans use.
     pub pages_in_use: usize,
-    /// Tokens stored.
+    /// Tokens stored, those that sequences share counted in each.
     pub tokens: usize,
-    /// Key and value elements stored.
+    /// Key and value elements of these tokens.
     pub elements: u64,
 }
 

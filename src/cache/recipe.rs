@@ -9,8 +9,13 @@ use crate::plan::TokenRange;
 pub enum RecentWindow {
     /// They stay in f16 (CalibQuant).
     KeepF16,
-    /// Each full tile of 128 is packed in the recipe's format; up to 127 newest tokens are in f16.
-    PackFullTiles,
+    /// They are packed in the recipe's format tile by tile: each full tile of 128 as soon as at least `newer` newer
+    /// tokens are held, so that between `newer` and `newer + 127` of the newest tokens are in f16 (the residual window
+    /// of KIVI).
+    PackTiles {
+        /// Newer tokens that stay in f16, at least.
+        newer: usize,
+    },
     /// Each token is packed as it arrives, into the open tile. Needs a format whose codes and ranges depend on the token
     /// alone: see [`SegmentFormat::takes_single_tokens`].
     PackTokens,
@@ -33,6 +38,9 @@ pub struct Recipe {
     pub calibration: Option<Calibration>,
     /// What happens to appended tokens.
     pub recent: RecentWindow,
+    /// Of the appended tokens, those among so many first tokens of a sequence stay in f16, in whole tiles where tiles are
+    /// packed: attention sinks (StreamingLLM, arXiv 2309.17453) cost little to keep and much to lose.
+    pub sink: usize,
     /// Query precision where packed keys are multiplied as integers.
     pub query: QueryPrecision,
 }
@@ -56,7 +64,19 @@ impl Recipe {
     /// [takes single tokens](SegmentFormat::takes_single_tokens), otherwise as soon as tokens fill a tile.
     pub const fn pack_all(packed: SegmentFormat) -> Self {
         let at_once = packed.takes_single_tokens();
-        Self::of(packed, if at_once { RecentWindow::PackTokens } else { RecentWindow::PackFullTiles })
+        Self::of(packed, if at_once { RecentWindow::PackTokens } else { RecentWindow::PackTiles { newer: 0 } })
+    }
+
+    /// The same recipe, packing appended tokens tile by tile behind a window of at least `newer` newest tokens in f16.
+    #[must_use]
+    pub const fn with_window(self, newer: usize) -> Self {
+        Self { recent: RecentWindow::PackTiles { newer }, ..self }
+    }
+
+    /// The same recipe, keeping appended tokens among the first `sink` tokens in f16.
+    #[must_use]
+    pub const fn with_sink(self, sink: usize) -> Self {
+        Self { sink, ..self }
     }
 
     /// The same recipe with calibrated scores of packed spans.
@@ -66,7 +86,7 @@ impl Recipe {
     }
 
     const fn of(packed: SegmentFormat, recent: RecentWindow) -> Self {
-        Self { packed, calibration: None, recent, query: QueryPrecision::Int16 }
+        Self { packed, calibration: None, recent, sink: 0, query: QueryPrecision::Int16 }
     }
 
     /// True if packing changes anything.

@@ -84,37 +84,62 @@ impl Sequence {
         }
     }
 
+    /// Puts another page in the place of the last, which is open.
+    pub(super) fn replace_open_page(&mut self, page: Page) {
+        if let Some(last) = self.spans.last_mut().and_then(|span| span.lease.pages.last_mut()) {
+            *last = page;
+        }
+    }
+
     /// Counts a token that was put into `slot`, in the leased page if that is new.
-    pub(super) fn push_token(&mut self, window: Window, slot: NextSlot, lease: Lease) {
+    pub(super) fn push_token(&mut self, storage: SpanStorage, slot: NextSlot, lease: Lease) {
         match (slot, self.spans.last_mut()) {
             (NextSlot::Open(_) | NextSlot::NewPage, Some(span)) => {
                 span.tokens += 1;
                 span.lease.pages.extend(lease.pages);
             }
-            _ => self.spans.push(Span { storage: window.storage(), tokens: 1, lease, window: true }),
+            _ => self.spans.push(Span { storage, tokens: 1, lease, window: true }),
         }
     }
 
-    /// Replaces the full window by its packed form and returns the window's pages.
+    /// The oldest full window that is to be packed once `appended` (0 or 1) more tokens are in, by span index: it
+    /// begins at `sink` or later and has at least `newer` tokens after it.
+    pub(super) fn window_to_pack(&self, sink: usize, newer: usize, appended: usize) -> Option<usize> {
+        let end = self.tokens() + appended;
+        let mut start = 0;
+        for (index, span) in self.spans.iter().enumerate() {
+            let is_last = index + 1 == self.spans.len();
+            let grows = is_last && !span.tokens.is_multiple_of(TILE_TOKENS);
+            let tokens = span.tokens + if grows { appended } else { 0 };
+            if span.window
+                && span.storage == SpanStorage::F16
+                && start >= sink
+                && tokens == TILE_TOKENS
+                && end - (start + tokens) >= newer
+            {
+                return Some(index);
+            }
+            start += tokens;
+        }
+        None
+    }
+
+    /// Replaces a full window by its packed form and returns the window's pages.
     ///
     /// The packed tile joins the packed span before it if that is full and `may_join`, that is, if ranges belong to
     /// tiles and not to spans.
-    pub(super) fn pack_window(&mut self, packed: Lease, may_join: bool) -> Option<Lease> {
-        let window = self.spans.pop()?;
-        match self.spans.last_mut() {
-            Some(before)
-                if may_join && before.storage == SpanStorage::Packed && before.tokens.is_multiple_of(TILE_TOKENS) =>
-            {
-                before.tokens += TILE_TOKENS;
-                before.lease.pages.extend(packed.pages);
-            }
-            _ => self.spans.push(Span {
-                storage: SpanStorage::Packed,
-                tokens: TILE_TOKENS,
-                lease: packed,
-                window: false,
-            }),
+    pub(super) fn pack_window(&mut self, index: usize, packed: Lease, may_join: bool) -> Lease {
+        let before = index.checked_sub(1).map(|before| &mut self.spans[before]);
+        if let Some(before) = before
+            && may_join
+            && before.storage == SpanStorage::Packed
+            && before.tokens.is_multiple_of(TILE_TOKENS)
+        {
+            before.tokens += TILE_TOKENS;
+            before.lease.pages.extend(packed.pages);
+            return self.spans.remove(index).lease;
         }
-        Some(window.lease)
+        let span = Span { storage: SpanStorage::Packed, tokens: TILE_TOKENS, lease: packed, window: false };
+        std::mem::replace(&mut self.spans[index], span).lease
     }
 }

@@ -8,7 +8,7 @@ use super::store::CpuStore;
 use super::{append, attend, dequantize, merge_states, quantize, scores, weighted_values};
 use crate::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{DecodePlan, ElementType, Elements, RowLayout};
+use crate::plan::{DecodePlan, ElementType, Elements, Page, RowLayout};
 use crate::{Error, Result};
 
 /// The CPU backend: every kernel in f32, with rayon's threads.
@@ -123,6 +123,10 @@ impl Backend for Cpu {
         writes: &[TokenWrite],
     ) -> Result<()> {
         append(store, keys.elements(), values.elements(), rows, writes)
+    }
+
+    fn copy_page(&self, store: &mut CpuStore, from: Page, to: Page) -> Result<()> {
+        store.copy_page(from, to)
     }
 
     fn dequantize(&self, store: &CpuStore, read: SpanRead<'_>) -> Result<(CpuTensor, CpuTensor)> {

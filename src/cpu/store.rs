@@ -162,6 +162,22 @@ impl CpuStore {
         Ok(())
     }
 
+    /// Copies a page to another, bit for bit: tiles and tile ranges.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when a page does not exist.
+    pub fn copy_page(&mut self, from: Page, to: Page) -> Result<()> {
+        self.check_pages("copy of a page", &[from, to])?;
+        for kv_head in 0..self.shape.kv_heads() {
+            for tensor in [&mut self.keys, &mut self.values] {
+                let tile = tensor.tile(from, kv_head);
+                let (codes, ranges) = (tile.codes.to_vec(), tile.ranges.to_vec());
+                tensor.put_tile(to, kv_head, &codes, &ranges);
+            }
+        }
+        Ok(())
+    }
+
     /// The span ranges of a slot, `[kv_head][head_dim]`; empty if the format has none.
     ///
     /// # Errors

@@ -12,6 +12,7 @@ mod shape;
 mod sizes;
 mod tensor_format;
 pub mod tile;
+mod tile_order;
 pub mod turboquant;
 
 pub use affine::CodeRange;
@@ -22,6 +23,7 @@ pub use rotation::{Direction, Rotation};
 pub use shape::{AttentionShape, HEAD_DIMS};
 pub use tensor_format::{AffineFormat, CodebookFormat, Grouping, KeyOrValue, SegmentFormat, TensorFormat};
 pub use tile::{Field, LAYOUT_VERSION, TileLayout, TopBit};
+pub use tile_order::TileOrder;
 
 /// Tokens of a tile, and of a page.
 pub const TILE_TOKENS: usize = 128;

@@ -9,5 +9,5 @@ mod pages;
 mod rows;
 
 pub use decode::{DecodePlan, Dispatch, PlannedSpan, SegmentPlan, SpanView, Split, StoreView, WorkItem};
-pub use pages::{Page, PageAllocator, Shard};
+pub use pages::{Page, PageAllocator};
 pub use rows::{ElementType, Elements, RowLayout, TokenRange};

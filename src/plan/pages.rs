@@ -16,16 +16,18 @@ pub struct Page {
 
 /// Pages of one shard.
 #[derive(Clone, Debug)]
-pub struct Shard {
-    capacity: u32,
+struct Shard {
+    /// How many sequences hold each page.
+    holders: Vec<u32>,
     /// Free pages, highest index first, so that the lowest is handed out next.
     free: Vec<u32>,
 }
 
-/// Hands out the pages of a store.
+/// Hands out the pages of a store, and knows how many sequences hold each.
 ///
 /// Pages are handed out lowest first from the lowest shard that has any, so that a sequence's pages mostly lie in one
-/// shard and in order.
+/// shard and in order. A page that several sequences share ([`PageAllocator::share`]) is free again when the last of
+/// them has released it.
 #[derive(Clone, Debug, Default)]
 pub struct PageAllocator {
     shards: Vec<Shard>,
@@ -34,7 +36,7 @@ pub struct PageAllocator {
 impl PageAllocator {
     /// Adds a shard of `pages` pages.
     pub fn add_shard(&mut self, pages: u32) {
-        self.shards.push(Shard { capacity: pages, free: (0..pages).rev().collect() });
+        self.shards.push(Shard { holders: vec![0; pages as usize], free: (0..pages).rev().collect() });
     }
 
     /// Number of shards.
@@ -44,7 +46,7 @@ impl PageAllocator {
 
     /// Pages in all shards.
     pub fn capacity(&self) -> usize {
-        self.shards.iter().map(|shard| shard.capacity as usize).sum()
+        self.shards.iter().map(|shard| shard.holders.len()).sum()
     }
 
     /// Pages not handed out.
@@ -70,27 +72,99 @@ impl PageAllocator {
             while pages.len() < count
                 && let Some(index) = state.free.pop()
             {
+                state.holders[index as usize] = 1;
                 pages.push(Page { shard: shard as u32, index });
             }
         }
         Ok(pages)
     }
 
-    /// Takes pages back.
-    pub fn release(&mut self, pages: &[Page]) {
-        for page in pages {
-            let free = &mut self.shards[page.shard as usize].free;
-            debug_assert!(!free.contains(&page.index), "page {page:?} released twice");
-            let at = free.partition_point(|&index| index > page.index);
-            free.insert(at, page.index);
-        }
+    /// Sequences that hold a page; 0 if it is free or does not exist.
+    pub fn holders(&self, page: Page) -> u32 {
+        let shard = self.shards.get(page.shard as usize);
+        shard.and_then(|shard| shard.holders.get(page.index as usize)).copied().unwrap_or(0)
     }
+
+    /// Lets one more sequence hold each of the pages, all or none.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for a page that nobody holds.
+    pub fn share(&mut self, pages: &[Page]) -> Result<()> {
+        if let Some(free) = pages.iter().find(|page| self.holders(**page) == 0) {
+            return Err(not_held("sharing of pages", *free));
+        }
+        for page in pages {
+            self.shards[page.shard as usize].holders[page.index as usize] += 1;
+        }
+        Ok(())
+    }
+
+    /// Takes pages back from one sequence, all or none.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for a page that nobody holds, or that is named more often than it is held.
+    pub fn release(&mut self, pages: &[Page]) -> Result<()> {
+        for (at, page) in pages.iter().enumerate() {
+            if self.holders(*page) == 0 {
+                pages[..at].iter().rev().for_each(|page| self.hold_again(*page));
+                return Err(not_held("release of pages", *page));
+            }
+            let shard = &mut self.shards[page.shard as usize];
+            shard.holders[page.index as usize] -= 1;
+            if shard.holders[page.index as usize] == 0 {
+                let at = shard.free.partition_point(|&free| free > page.index);
+                shard.free.insert(at, page.index);
+            }
+        }
+        Ok(())
+    }
+
+    /// Undoes the release of a page.
+    fn hold_again(&mut self, page: Page) {
+        let shard = &mut self.shards[page.shard as usize];
+        shard.holders[page.index as usize] += 1;
+        shard.free.retain(|&free| free != page.index);
+    }
+}
+
+fn not_held(what: &'static str, page: Page) -> Error {
+    Error::Plan { what, reason: format!("page {} of shard {} is held by nobody", page.index, page.shard) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn strange_pages_are_not_taken_back() {
+        let mut pages = PageAllocator::default();
+        pages.add_shard(3);
+        let held = pages.allocate(2).unwrap();
+        for strange in [Page { shard: 1, index: 0 }, Page { shard: 0, index: 3 }, Page { shard: 0, index: 2 }, held[0]]
+        {
+            assert!(matches!(pages.release(&[held[0], strange]), Err(Error::Plan { .. })), "{strange:?}");
+            assert_eq!(pages.free(), 1);
+        }
+        pages.release(&held).unwrap();
+        assert_eq!(pages.free(), 3);
+    }
+
+    #[test]
+    fn shared_pages_are_free_when_the_last_holder_is_gone() {
+        let mut pages = PageAllocator::default();
+        pages.add_shard(2);
+        let held = pages.allocate(1).unwrap();
+        pages.share(&held).unwrap();
+        assert_eq!(pages.holders(held[0]), 2);
+        assert!(pages.release(&[held[0], held[0], held[0]]).is_err());
+        assert_eq!((pages.holders(held[0]), pages.free()), (2, 1));
+        pages.release(&held).unwrap();
+        assert_eq!(pages.free(), 1);
+        pages.release(&held).unwrap();
+        assert_eq!((pages.holders(held[0]), pages.free()), (0, 2));
+        assert!(pages.share(&held).is_err());
+    }
 
     #[test]
     fn exhaustion_hands_out_nothing() {
@@ -113,7 +187,7 @@ mod tests {
             let mut held: Vec<Vec<Page>> = Vec::new();
             for (count, release) in operations {
                 if release && !held.is_empty() {
-                    allocator.release(&held.remove(count % held.len()));
+                    allocator.release(&held.remove(count % held.len())).unwrap();
                 } else if let Ok(pages) = allocator.allocate(count) {
                     held.push(pages);
                 }

@@ -11,7 +11,7 @@ use super::{
 use crate::Result;
 use crate::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{DecodePlan, ElementType, Elements, RowLayout};
+use crate::plan::{DecodePlan, ElementType, Elements, Page, RowLayout};
 
 /// A device with its queue, its compiled kernels and what they may use. Cheap to clone.
 ///
@@ -194,6 +194,10 @@ impl Backend for Wgpu {
     ) -> Result<()> {
         let plan = AppendPlan::new(store.shape(), store.format(), rows, writes)?;
         self.run("kvpack append", &plan.bind(&self.kernels, store, keys, values)?)
+    }
+
+    fn copy_page(&self, store: &mut Store, from: Page, to: Page) -> Result<()> {
+        store.copy_page(self.device(), &self.queue, from, to)
     }
 
     fn dequantize(&self, store: &Store, read: SpanRead<'_>) -> Result<(Tensor, Tensor)> {

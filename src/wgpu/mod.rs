@@ -9,6 +9,7 @@ mod attend;
 mod backend;
 mod buffers;
 mod capabilities;
+mod copy_page;
 mod dequantize;
 mod find_non_finite;
 mod guard;

@@ -336,6 +336,17 @@ impl Store {
         Ok(())
     }
 
+    /// Bytes of a part of one page.
+    pub(super) fn page_part_bytes(&self, part: StorePart) -> u64 {
+        let of = |which| PagePart::new(&self.shape, &self.format, which);
+        match part {
+            StorePart::Keys => of(KeyOrValue::Key).tiles,
+            StorePart::KeyRanges => of(KeyOrValue::Key).ranges,
+            StorePart::Values => of(KeyOrValue::Value).tiles,
+            StorePart::ValueRanges => of(KeyOrValue::Value).ranges,
+        }
+    }
+
     fn slot_bytes(&self) -> u64 {
         (self.shape.kv_heads() * self.shape.head_dim() * size_of::<crate::format::CodeRange>()) as u64
     }

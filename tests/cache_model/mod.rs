@@ -3,7 +3,7 @@
 
 pub mod decode_loop;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use half::f16;
 use kvpack::backend::Backend;
@@ -28,6 +28,12 @@ pub enum Operation {
     Prefill { sequence: usize, spans: Vec<(usize, bool)>, half: bool },
     /// So many tokens, one after another, to the sequences whose bit is set.
     Append { tokens: usize, sequences: u8, half: bool },
+    /// So many tokens at once, attended to causally, then windows are packed.
+    Extend { sequence: usize, tokens: usize, half: bool },
+    /// Let a sequence, cleared first, hold what another holds.
+    Fork { source: usize, target: usize },
+    /// Keep so many hundredths of a sequence's tokens.
+    Truncate { sequence: usize, hundredths: usize },
     /// Forget a sequence.
     Clear { sequence: usize },
     /// A call that must fail.
@@ -68,10 +74,17 @@ pub fn operations() -> impl Strategy<Value = Vec<Operation>> {
         4 => (prop_oneof![1usize..4, 100usize..150], 1u8..8, any::<bool>()).prop_map(|(tokens, sequences, half)| {
             Operation::Append { tokens, sequences, half }
         }),
+        2 => (0..SEQUENCES, prop_oneof![1usize..4, 100usize..300], any::<bool>()).prop_map(|(sequence, tokens, half)| {
+            Operation::Extend { sequence, tokens, half }
+        }),
+        2 => (0..SEQUENCES, 1..SEQUENCES).prop_map(|(source, by)| {
+            Operation::Fork { source, target: (source + by) % SEQUENCES }
+        }),
+        2 => (0..SEQUENCES, 0usize..101).prop_map(|(sequence, hundredths)| Operation::Truncate { sequence, hundredths }),
         1 => (0..SEQUENCES).prop_map(|sequence| Operation::Clear { sequence }),
         1 => (refused, 0usize..1000).prop_map(|(call, at)| Operation::Refused { call, at }),
     ];
-    prop::collection::vec(operation, 1..10)
+    prop::collection::vec(operation, 1..16)
 }
 
 /// Runs operations on a cache and on the model and compares them after each.
@@ -80,7 +93,7 @@ pub fn operations() -> impl Strategy<Value = Vec<Operation>> {
 /// When they disagree.
 pub fn check<B: Backend>(backend: B, shape: AttentionShape, recipe: Recipe, operations: &[Operation], seed: u64) {
     let mut cache = KvCache::new(backend, shape, SEQUENCES, recipe).unwrap();
-    let mut model = Model { shape, recipe, sequences: vec![Vec::new(); SEQUENCES] };
+    let mut model = Model { shape, recipe, sequences: vec![Vec::new(); SEQUENCES], next_page: 0 };
     let mut random = Random::new(seed);
     for operation in operations {
         apply(&mut cache, &mut model, operation, &mut random);
@@ -95,12 +108,42 @@ struct ModelSpan {
     window: bool,
     keys: Vec<f32>,
     values: Vec<f32>,
+    /// Keys and values that were forgotten, and by which the ranges of a packed span were made.
+    forgotten: [Vec<f32>; 2],
+    /// A number for every page, the same where sequences share it.
+    pages: Vec<usize>,
+}
+
+impl ModelSpan {
+    /// A span without tokens.
+    fn empty(packed: bool) -> Self {
+        Self {
+            packed,
+            window: true,
+            keys: Vec::new(),
+            values: Vec::new(),
+            forgotten: [Vec::new(), Vec::new()],
+            pages: Vec::new(),
+        }
+    }
+
+    fn truncate(&mut self, tokens: usize, row: usize) {
+        for (rows, forgotten) in [&mut self.keys, &mut self.values].into_iter().zip(&mut self.forgotten) {
+            let cut = rows.split_off(tokens * row);
+            if self.packed {
+                forgotten.splice(0..0, cut);
+            }
+        }
+        self.pages.truncate(tokens.div_ceil(TILE_TOKENS));
+    }
 }
 
 struct Model {
     shape: AttentionShape,
     recipe: Recipe,
     sequences: Vec<Vec<ModelSpan>>,
+    /// The number of the next page.
+    next_page: usize,
 }
 
 impl Model {
@@ -108,12 +151,34 @@ impl Model {
         self.shape.kv_heads() * self.shape.head_dim()
     }
 
+    fn new_page(&mut self) -> usize {
+        self.next_page += 1;
+        self.next_page
+    }
+
+    /// How many spans hold a page.
+    fn holders(&self, page: usize) -> usize {
+        self.sequences.iter().flatten().filter(|span| span.pages.contains(&page)).count()
+    }
+
+    /// Distinct pages of f16 spans and of packed spans.
+    fn pages(&self) -> [usize; 2] {
+        [false, true].map(|packed| {
+            let spans = self.sequences.iter().flatten().filter(|span| span.packed == packed);
+            spans.flat_map(|span| &span.pages).collect::<BTreeSet<_>>().len()
+        })
+    }
+
     fn packs(&self) -> bool {
         self.recipe.packed != SegmentFormat::F16
     }
 
-    fn packs_windows(&self) -> bool {
-        self.packs() && self.recipe.recent == RecentWindow::PackFullTiles
+    /// Newer tokens that a packed window needs, if windows are packed.
+    fn window(&self) -> Option<usize> {
+        match self.recipe.recent {
+            RecentWindow::PackTiles { newer } if self.packs() => Some(newer),
+            _ => None,
+        }
     }
 
     fn packs_tokens(&self) -> bool {
@@ -121,27 +186,65 @@ impl Model {
     }
 
     fn push_token(&mut self, sequence: usize, keys: &[f32], values: &[f32]) {
-        let (packs_windows, row, packed) = (self.packs_windows(), self.row_elements(), self.packs_tokens());
+        let (packs_windows, row) = (self.window().is_some(), self.row_elements());
+        let tokens: usize = self.sequences[sequence].iter().map(|span| span.keys.len() / row).sum();
+        let packed = self.packs() && self.recipe.recent == RecentWindow::PackTokens && tokens >= self.recipe.sink;
         let spans = &mut self.sequences[sequence];
-        if spans.last().is_none_or(|span| span.packed != packed || (packs_windows && !span.window)) {
-            spans.push(ModelSpan { packed, window: true, keys: Vec::new(), values: Vec::new() });
+        let is_full = |span: &ModelSpan| span.packed || !span.window || span.keys.len() == TILE_TOKENS * row;
+        let needs_span = |span: &ModelSpan| if packs_windows { is_full(span) } else { span.packed != packed };
+        if spans.last().is_none_or(needs_span) {
+            spans.push(ModelSpan::empty(packed));
         }
-        let last = spans.last_mut().unwrap();
+        let last = self.sequences[sequence].last().unwrap();
+        let open = (!last.keys.len().is_multiple_of(TILE_TOKENS * row)).then(|| *last.pages.last().unwrap());
+        if open.is_none_or(|open| self.holders(open) > 1) {
+            // A new page, or a copy of a shared one.
+            let page = self.new_page();
+            let last = self.sequences[sequence].last_mut().unwrap();
+            last.pages.truncate(last.keys.len() / (TILE_TOKENS * row));
+            last.pages.push(page);
+        }
+        let last = self.sequences[sequence].last_mut().unwrap();
         last.keys.extend_from_slice(keys);
         last.values.extend_from_slice(values);
-        if packs_windows && last.window && last.keys.len() == TILE_TOKENS * row {
-            // A window is packed from what it holds: f16.
-            last.keys.iter_mut().chain(&mut last.values).for_each(|x| *x = f16::from_f32(*x).to_f32());
-            (last.packed, last.window) = (true, false);
+        // A span that takes single tokens has no ranges that depend on others.
+        last.forgotten = [Vec::new(), Vec::new()];
+    }
+
+    /// Packs, oldest first, up to `most` full windows that have enough tokens after them.
+    fn pack_windows(&mut self, sequence: usize, most: usize) {
+        let (Some(newer), row, sink) = (self.window(), self.row_elements(), self.recipe.sink) else { return };
+        let tokens: usize = self.sequences[sequence].iter().map(|span| span.keys.len() / row).sum();
+        let mut start = 0;
+        let mut packed = 0;
+        for span in &mut self.sequences[sequence] {
+            let length = span.keys.len() / row;
+            let due = span.window
+                && !span.packed
+                && start >= sink
+                && length == TILE_TOKENS
+                && tokens - start - length >= newer;
+            if due && packed < most {
+                // A window is packed from what it holds: f16.
+                span.keys.iter_mut().chain(&mut span.values).for_each(|x| *x = f16::from_f32(*x).to_f32());
+                (span.packed, span.window) = (true, false);
+                self.next_page += 1;
+                span.pages = vec![self.next_page];
+                packed += 1;
+            }
+            start += length;
         }
     }
 
     /// What a sequence must decode to, `[tokens][kv_heads · head_dim]`.
     fn decoded(&self, sequence: usize, which: KeyOrValue) -> Vec<f32> {
         let decode = |span: &ModelSpan| {
-            let rows = if which == KeyOrValue::Key { &span.keys } else { &span.values };
+            let [keys, values] = &span.forgotten;
+            let (rows, forgotten) = if which == KeyOrValue::Key { (&span.keys, keys) } else { (&span.values, values) };
             let format = if span.packed { *self.recipe.packed.tensor(which) } else { TensorFormat::F16 };
-            decoded(&format, rows, &self.shape)
+            let mut decoded = decoded(&format, &[rows.as_slice(), forgotten].concat(), &self.shape);
+            decoded.truncate(rows.len());
+            decoded
         };
         self.sequences[sequence].iter().flat_map(decode).collect()
     }
@@ -226,11 +329,14 @@ fn apply<B: Backend>(cache: &mut KvCache<B>, model: &mut Model, operation: &Oper
                 let range = TokenRange::new(start, start + tokens).unwrap();
                 prompt.push(if packed { PromptSpan::packed(range) } else { PromptSpan::f16(range) });
                 let packed = packed && model.packs();
+                let pages = (0..tokens.div_ceil(TILE_TOKENS)).map(|_| model.new_page()).collect();
                 model.sequences[*sequence].push(ModelSpan {
                     packed,
                     window: false,
                     keys: keys[start * row..(start + tokens) * row].to_vec(),
                     values: values[start * row..(start + tokens) * row].to_vec(),
+                    pages,
+                    ..ModelSpan::empty(packed)
                 });
                 start += tokens;
             }
@@ -244,10 +350,43 @@ fn apply<B: Backend>(cache: &mut KvCache<B>, model: &mut Model, operation: &Oper
                 let (values, value_tensor) = rows(cache.backend(), random, sequences.len() * row, *half);
                 for (i, &sequence) in sequences.iter().enumerate() {
                     model.push_token(sequence, &keys[i * row..][..row], &values[i * row..][..row]);
+                    model.pack_windows(sequence, 1);
                 }
                 let layout = RowLayout::token_major(sequences.len(), &shape);
                 block_on(cache.append_to(&sequences, layout, &key_tensor, &value_tensor)).unwrap();
             }
+        }
+        Operation::Extend { sequence, tokens, half } => {
+            let (keys, key_tensor) = rows(cache.backend(), random, tokens * row, *half);
+            let (values, value_tensor) = rows(cache.backend(), random, tokens * row, *half);
+            for (key, value) in keys.chunks(row).zip(values.chunks(row)) {
+                model.push_token(*sequence, key, value);
+            }
+            let layout = RowLayout::token_major(*tokens, &shape);
+            block_on(cache.extend(*sequence, layout, &key_tensor, &value_tensor)).unwrap();
+            compare_causal(cache, *sequence, (*tokens).min(3), random);
+            model.pack_windows(*sequence, usize::MAX);
+            block_on(cache.pack_windows(*sequence)).unwrap();
+        }
+        Operation::Fork { source, target } => {
+            if !model.sequences[*target].is_empty() {
+                assert!(matches!(cache.fork(*source, *target), Err(Error::Plan { .. })));
+            }
+            cache.clear(*target).unwrap();
+            cache.fork(*source, *target).unwrap();
+            model.sequences[*target] = model.sequences[*source].clone();
+        }
+        Operation::Truncate { sequence, hundredths } => {
+            let held = cache.tokens(*sequence).unwrap();
+            assert!(matches!(cache.truncate(*sequence, held + 1), Err(Error::Plan { .. })));
+            let mut kept = held * hundredths / 100;
+            cache.truncate(*sequence, kept).unwrap();
+            model.sequences[*sequence].retain_mut(|span| {
+                let tokens = kept.min(span.keys.len() / row);
+                kept -= tokens;
+                span.truncate(tokens, row);
+                tokens > 0
+            });
         }
         Operation::Clear { sequence } => {
             model.sequences[*sequence].clear();
@@ -330,7 +469,6 @@ fn refused<B: Backend>(cache: &mut KvCache<B>, model: &Model, call: Refused, at:
 
 fn compare<B: Backend>(cache: &KvCache<B>, model: &Model, random: &mut Random) {
     let shape = model.shape;
-    let mut pages = [0, 0];
     let mut dense = Vec::new();
     for sequence in 0..SEQUENCES {
         let spans = cache.dequantize(sequence).unwrap();
@@ -341,8 +479,6 @@ fn compare<B: Backend>(cache: &KvCache<B>, model: &Model, random: &mut Random) {
             let values = block_on(cache.backend().download(&span.values)).unwrap();
             stored[0].extend(token_major(&keys, span.tokens, &shape));
             stored[1].extend(token_major(&values, span.tokens, &shape));
-            let packed = span.format != SegmentFormat::F16;
-            pages[usize::from(packed)] += span.tokens.div_ceil(TILE_TOKENS);
             segments.push((keys, values, span.tokens, span.calibration));
         }
         assert!(stored[0] == model.decoded(sequence, KeyOrValue::Key), "keys of sequence {sequence}");
@@ -350,7 +486,7 @@ fn compare<B: Backend>(cache: &KvCache<B>, model: &Model, random: &mut Random) {
         assert_eq!(cache.tokens(sequence).unwrap() * model.row_elements(), stored[0].len());
         dense.push(segments);
     }
-    check_memory(cache, pages);
+    check_memory(cache, model.pages());
 
     let held: Vec<usize> = (0..SEQUENCES).rev().filter(|&s| !dense[s].is_empty()).collect();
     if held.len() < SEQUENCES {
@@ -376,6 +512,45 @@ fn compare<B: Backend>(cache: &KvCache<B>, model: &Model, random: &mut Random) {
         let exact = exact_attention(&shape, &segments, &query[i * per_query..][..per_query]).unwrap();
         let error = nmse(&output[i * per_query..][..per_query], &exact.outputs);
         assert!(error < 1e-6, "sequence {sequence}: NMSE {error}");
+    }
+}
+
+/// The newest tokens' queries against f64 attention over what each of them sees.
+fn compare_causal<B: Backend>(cache: &KvCache<B>, sequence: usize, count: usize, random: &mut Random) {
+    let shape = *cache.shape();
+    let per_query = shape.query_heads() * shape.head_dim();
+    let (queries, tensor) = rows(cache.backend(), random, count * per_query, false);
+    let output = block_on(cache.attend_causal(sequence, &tensor, ElementType::F32)).unwrap();
+    let output = block_on(cache.backend().download(&output)).unwrap();
+    let spans = cache.dequantize(sequence).unwrap();
+    let download = |tensor| block_on(cache.backend().download(tensor)).unwrap();
+    let dense: Vec<_> = spans.iter().map(|span| (download(&span.keys), download(&span.values), span)).collect();
+    let tokens = cache.tokens(sequence).unwrap();
+    for (i, query) in queries.chunks(per_query).enumerate() {
+        let mut unseen = tokens - count + 1 + i;
+        let mut seen = Vec::new();
+        for (keys, values, span) in &dense {
+            let tokens = span.tokens.min(unseen);
+            unseen -= tokens;
+            let head = span.tokens * shape.head_dim();
+            let first = |rows: &[f32]| -> Vec<f32> {
+                rows.chunks(head).flat_map(|rows| rows[..tokens * shape.head_dim()].to_vec()).collect()
+            };
+            seen.push((first(keys), first(values), tokens, span.calibration));
+        }
+        let segments: Vec<DenseSegment<'_>> = seen
+            .iter()
+            .filter(|(_, _, tokens, _)| *tokens > 0)
+            .map(|(keys, values, tokens, calibration)| DenseSegment {
+                keys,
+                values,
+                tokens: *tokens,
+                calibration: *calibration,
+            })
+            .collect();
+        let exact = exact_attention(&shape, &segments, query).unwrap();
+        let error = nmse(&output[i * per_query..][..per_query], &exact.outputs);
+        assert!(error < 1e-6, "causal query {i} of {count}: NMSE {error}");
     }
 }
 
@@ -417,9 +592,12 @@ pub fn recipes() -> Vec<Recipe> {
         Recipe::calibquant(Bits::Two).with_calibration(Calibration::new(1.0, 2.0).unwrap()),
         Recipe::pack_all(SegmentFormat::per_channel(Bits::Four)),
         Recipe::pack_all(kivi),
+        Recipe::pack_all(kivi).with_window(130).with_sink(100),
+        Recipe::pack_all(SegmentFormat::per_channel(Bits::Two)).with_window(128).with_sink(1),
         Recipe::pack_all(mixed),
         Recipe::pack_all(SegmentFormat::saw_int4()),
-        Recipe { recent: RecentWindow::PackFullTiles, ..Recipe::pack_all(SegmentFormat::saw_int4()) },
+        Recipe::pack_all(SegmentFormat::saw_int4()).with_sink(70),
+        Recipe::pack_all(SegmentFormat::saw_int4()).with_window(0),
         Recipe::pack_all(SegmentFormat {
             key: TensorFormat::Codebook(CodebookFormat { bits: Bits::Four, rotation: Rotation::randomized(16, 2) }),
             value: TensorFormat::Codebook(CodebookFormat { bits: Bits::One, rotation: Rotation::hadamard(8) }),

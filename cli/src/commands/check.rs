@@ -34,6 +34,8 @@ pub fn run(args: &CheckArgs) -> Result<Outcome> {
     match args.backend.open()? {
         Chosen::Cpu(backend) => check(&backend, cases),
         Chosen::Wgpu(backend) => check(&backend, cases),
+        #[cfg(feature = "cuda")]
+        Chosen::Cuda(backend) => check(&backend, cases),
     }
 }
 
@@ -58,8 +60,10 @@ fn check<B: Backend>(backend: &B, cases: Vec<Case>) -> Result<Outcome> {
     println!("{} cases on {}", cases.len(), backend.name());
     let rows = run_all(backend, cases)?;
     print_rows(&rows);
-    let failed = rows.iter().filter(|row| !row.passed()).count();
-    println!("{} passed, {failed} failed", rows.len() - failed);
+    let unsupported = rows.iter().filter(|row| row.unsupported()).count();
+    let failed = rows.iter().filter(|row| !row.passed()).count() - unsupported;
+    print!("{} passed, {failed} failed", rows.len() - failed - unsupported);
+    println!("{}", if unsupported > 0 { format!(", {unsupported} unsupported") } else { String::new() });
     Ok(if failed == 0 { Outcome::Passed } else { Outcome::Failed })
 }
 
@@ -84,6 +88,11 @@ impl Row {
     fn passed(&self) -> bool {
         self.outcome.as_ref().is_ok_and(Report::passed)
     }
+
+    /// True if the backend says that it has no kernel for the case.
+    fn unsupported(&self) -> bool {
+        matches!(self.outcome, Err(kvpack::Error::Unsupported { .. }))
+    }
 }
 
 fn print_rows(rows: &[Row]) {
@@ -99,7 +108,12 @@ fn print_rows(rows: &[Row]) {
             error(|report| Some(report.error.worst_head)),
             error(|report| report.error.informative),
             report.map_or("-".into(), |report| format!("{:.0e}", report.limits.nmse)),
-            if row.passed() { "ok" } else { "FAILED" }.into(),
+            match (row.passed(), row.unsupported()) {
+                (true, _) => "ok",
+                (_, true) => "unsupported",
+                _ => "FAILED",
+            }
+            .into(),
         ]);
     }
     println!("{table}");
@@ -108,6 +122,6 @@ fn print_rows(rows: &[Row]) {
             Ok(report) => report.reason(),
             Err(error) => error.to_string(),
         };
-        println!("FAILED {}: {reason}", row.case.name);
+        println!("{} {}: {reason}", if row.unsupported() { "unsupported" } else { "FAILED" }, row.case.name);
     }
 }

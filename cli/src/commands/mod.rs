@@ -1,12 +1,16 @@
 //! One file for each command.
 
 mod bench;
+mod capture;
 mod check;
 mod eval;
+mod generate;
 mod golden;
 mod list;
 
-use anyhow::Result;
+use std::path::Path;
+
+use anyhow::{Context, Result};
 
 use crate::outcome::Outcome;
 
@@ -25,6 +29,10 @@ pub enum Command {
     Bench(bench::BenchArgs),
     /// Measure what each format does to the attention outputs of a dump of keys, values and queries.
     Eval(eval::EvalArgs),
+    /// Write text with a GGUF model whose cache is packed.
+    Generate(generate::GenerateArgs),
+    /// Write the keys, values and queries of a GGUF model over a text as a dump for `kvpack eval`.
+    Capture(capture::CaptureArgs),
     /// Run golden vectors and compare with the outputs that others got.
     Golden(golden::GoldenArgs),
 }
@@ -37,7 +45,28 @@ impl Command {
             Self::Check(args) => check::run(&args),
             Self::Bench(args) => bench::run(&args),
             Self::Eval(args) => eval::run(&args),
+            Self::Generate(args) => generate::run(&args),
+            Self::Capture(args) => capture::run(&args),
             Self::Golden(args) => golden::run(&args),
         }
     }
+}
+
+/// Where scripts/fetch-model.sh puts the default model.
+const DEFAULT_MODEL: &str = "models/SmolLM2-135M-Instruct.Q4_1.gguf";
+
+/// A text and where it is from.
+struct Text {
+    name: String,
+    content: String,
+}
+
+/// Reads a text, or takes the one that kvpack brings.
+fn text(path: Option<&Path>) -> Result<Text> {
+    let Some(path) = path else {
+        let name = "Alice's Adventures in Wonderland, chapters I and II (Lewis Carroll, public domain)".into();
+        return Ok(Text { name, content: include_str!("../../../data/alice.txt").into() });
+    };
+    let content = std::fs::read_to_string(path).with_context(|| format!("cannot read the text {}", path.display()))?;
+    Ok(Text { name: path.display().to_string(), content })
 }

@@ -1,6 +1,8 @@
 //! `kvpack bench`: how fast is this device?
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod dumped;
 mod report;
 mod run;
@@ -39,6 +41,10 @@ pub struct BenchArgs {
     /// Two small shapes, the widths of CalibQuant, little memory.
     #[arg(long)]
     quick: bool,
+    /// A named choice of shapes and formats. decode: six steps of head_dim 128, from one sequence of 4k tokens to
+    /// eight of 32k, in f16 and in every width with a range per channel.
+    #[arg(long, value_enum, conflicts_with_all = ["shape", "format", "quick", "file"])]
+    suite: Option<SuiteName>,
     /// Only the shapes whose name contains this [default: all on a GPU, those up to 128 MiB of f16
     /// on the CPU, those up to 32 MiB on a software GPU].
     #[arg(long, value_name = "TEXT")]
@@ -65,11 +71,21 @@ enum QueryName {
     Int8,
 }
 
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum SuiteName {
+    Decode,
+}
+
+/// Shapes of the suite `decode`.
+const DECODE_SUITE: [&str; 6] = ["g4-b8-32k", "g4-b32-8k", "g1-b8-8k", "g4-b1-4k", "g4-b1-128k", "g8-b8-32k"];
+
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<Outcome> {
     match args.backend.open()? {
         Chosen::Cpu(backend) => bench(args, &backend),
         Chosen::Wgpu(backend) => bench(args, &backend),
+        #[cfg(feature = "cuda")]
+        Chosen::Cuda(backend) => bench(args, &backend),
     }
 }
 
@@ -111,6 +127,7 @@ impl BenchArgs {
 
     fn shapes(&self, largest: u64) -> Result<Vec<DecodeShape>> {
         let wanted = |decode: &DecodeShape| match &self.shape {
+            None if self.suite.is_some() => DECODE_SUITE.contains(&decode.name.as_str()),
             Some(text) => decode.name.contains(text.as_str()),
             None if self.quick => decode.quick,
             None => decode.code_bytes(&SegmentFormat::F16) <= largest,
@@ -131,7 +148,7 @@ impl BenchArgs {
         let is_f16 = |format: &SegmentFormat| *format == SegmentFormat::F16;
         let wanted = |format: &SegmentFormat| match &self.format {
             Some(text) => is_f16(format) || format.to_string().contains(text.as_str()),
-            None if self.quick => is_f16(format) || format.key.has_span_ranges(),
+            None if self.quick || self.suite.is_some() => is_f16(format) || format.key.has_span_ranges(),
             None => true,
         };
         let formats: Vec<SegmentFormat> = decode_formats().into_iter().filter(wanted).collect();

@@ -62,7 +62,7 @@ impl<B: Timed> Bench<'_, B> {
             None => DecodeData::generated(self.backend, decode.clone()).await,
         };
         let data = match data {
-            Err(error) if is_about_size(&error) => {
+            Err(error) if is_about_the_device(&error) => {
                 let rows = self.plan.formats.iter().map(|format| BenchRow::skipped(*format, &error)).collect();
                 return Ok(ShapeReport::new(decode, None, rows));
             }
@@ -90,7 +90,7 @@ impl<B: Timed> Bench<'_, B> {
     async fn row(&mut self, data: &DecodeData<B>, format: SegmentFormat, read: f64) -> Result<BenchRow> {
         let workload = Workload::new(self.backend, data, format, self.plan.footprint, Split::default()).await;
         let workload = match workload {
-            Err(error) if is_about_size(&error) => return Ok(BenchRow::skipped(format, &error)),
+            Err(error) if is_about_the_device(&error) => return Ok(BenchRow::skipped(format, &error)),
             other => other?,
         };
         let report = workload.check(self.backend, data, self.options()).await?;
@@ -129,9 +129,10 @@ impl<B: Timed> Bench<'_, B> {
     }
 }
 
-/// True if a smaller shape or a larger device would help.
-fn is_about_size(error: &kvpack::Error) -> bool {
-    matches!(error, kvpack::Error::Limit { .. } | kvpack::Error::OutOfMemory { .. })
+/// True if a smaller shape, a larger device or another backend would help.
+fn is_about_the_device(error: &kvpack::Error) -> bool {
+    use kvpack::Error::{Limit, OutOfMemory, Unsupported};
+    matches!(error, Limit { .. } | OutOfMemory { .. } | Unsupported { .. })
 }
 
 impl ShapeReport {

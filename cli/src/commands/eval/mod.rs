@@ -1,167 +1,74 @@
-//! `kvpack eval`: what a format does to real keys and values.
+//! `kvpack eval`: what a cache method loses, on a dump of keys and values or in a running model.
 
+mod dump;
 mod formats;
 mod layer;
+mod model;
 mod report;
 mod stored;
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, bail};
-use indicatif::ProgressBar;
-use kvpack::Backend;
+use anyhow::{Result, bail};
+use serde::Serialize;
 
-use crate::backend::{BackendArgs, Chosen};
-use crate::dump::{self, Dump};
+use crate::backend::BackendArgs;
 use crate::outcome::Outcome;
 use crate::print;
-use report::{EvalReport, FormatRow, LayerReport, SummaryRow};
-use stored::KeptInF16;
 
-/// Measures what each format does to the attention outputs of a dump of keys, values and queries.
+/// Measures what cache methods lose: on a dump of keys, values and queries, or in a model that reads a text.
 ///
-/// The dump is a safetensors file with, for each layer N: layerN.key and layerN.value [kv_heads, tokens, head_dim],
+/// A dump is a safetensors file with, for each layer N: layerN.key and layerN.value [kv_heads, tokens, head_dim],
 /// and at least one of layerN.query_prompt [query_heads, queries, head_dim], the queries of the last prompt tokens, and
 /// layerN.query_decode [query_heads, queries, head_dim], queries of tokens after the prompt. Elements are F16, BF16 or
-/// F32; keys and queries are taken after position encoding.
+/// F32; keys and queries are taken after position encoding. `kvpack capture` writes dumps.
 ///
-/// Each query attends to the tokens up to its own, or to all of them where the file's metadata have mask = none. The error is the relative L2 error of the outputs against exact
-/// attention over the data of the dump. Calibrations (CalibQuant's τ1 and τ2, one pair for each layer and format) are
-/// searched on every second prompt query, taken where both halves of these gain by them, and judged on the other
-/// prompt queries and the decode queries.
+/// Each query attends to the tokens up to its own, or to all of them where the file's metadata have mask = none. The
+/// error is the relative L2 error of the outputs against exact attention over the data of the dump. Calibrations
+/// (CalibQuant's τ1 and τ2, one pair for each layer and format) are searched on every second prompt query, taken where
+/// both halves of these gain by them, and judged on the other prompt queries and the decode queries.
+///
+/// With --model, a model reads a text in chunks of 128 tokens with its cache stored by each recipe: perplexity, KL
+/// divergence and top-1 agreement against the f16 cache, and the log-probability of a pass key hidden in the text.
 #[derive(clap::Args)]
 pub struct EvalArgs {
     /// The dump.
-    file: PathBuf,
-    /// Only f16 and the formats whose name contains this ('4-bit', 'per token').
-    #[arg(long, value_name = "TEXT")]
-    format: Option<String>,
+    #[arg(required_unless_present = "model", conflicts_with = "model")]
+    file: Option<PathBuf>,
+    #[command(flatten)]
+    dump: dump::DumpArgs,
+    #[command(flatten)]
+    model: model::ModelArgs,
     /// Print JSON.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    kept: KeptInF16,
-    #[command(flatten)]
     backend: BackendArgs,
+}
+
+/// How a report is printed.
+#[derive(Clone, Copy)]
+enum Form {
+    Tables,
+    Json,
+}
+
+impl Form {
+    fn print<T: Serialize>(self, report: &T, tables: impl FnOnce(&T)) -> Result<()> {
+        match self {
+            Self::Tables => tables(report),
+            Self::Json => print::json(report)?,
+        }
+        Ok(())
+    }
 }
 
 /// Runs the command.
 pub fn run(args: &EvalArgs) -> Result<Outcome> {
-    let dump = dump::read(&args.file)?;
-    leave_something_to_pack(&dump, args.kept)?;
-    match args.backend.open()? {
-        Chosen::Cpu(backend) => eval(args, &backend, &dump),
-        Chosen::Wgpu(backend) => eval(args, &backend, &dump),
+    let form = if args.json { Form::Json } else { Form::Tables };
+    match (&args.file, &args.model.model) {
+        (Some(file), None) => dump::run(file, &args.dump, &args.backend, form),
+        (_, Some(model)) => model::run(model, &args.model, &args.backend, form),
+        (None, None) => bail!("name a dump, or a model with --model"),
     }
-}
-
-fn leave_something_to_pack(dump: &Dump, kept: KeptInF16) -> Result<()> {
-    let shortest = dump.layers.iter().map(|layer| layer.tokens).min().unwrap_or_default();
-    if kept.first.saturating_add(kept.last) >= shortest {
-        bail!(
-            "--keep-first {} and --keep-last {} leave no token to pack of {shortest}; keep fewer",
-            kept.first,
-            kept.last
-        );
-    }
-    Ok(())
-}
-
-fn eval<B: Backend>(args: &EvalArgs, backend: &B, dump: &Dump) -> Result<Outcome> {
-    let layers = evaluate_layers(args, backend, dump)?;
-    let report = EvalReport {
-        file: args.file.display().to_string(),
-        model: dump.model.clone(),
-        text: dump.text.clone(),
-        backend: backend.name(),
-        kept_first: args.kept.first,
-        kept_last: args.kept.last,
-        summary: report::summarize(&layers),
-        layers,
-    };
-    if args.json {
-        print::json(&report)?;
-    } else {
-        print_report(&report);
-    }
-    Ok(Outcome::Passed)
-}
-
-fn evaluate_layers<B: Backend>(args: &EvalArgs, backend: &B, dump: &Dump) -> Result<Vec<LayerReport>> {
-    let progress = ProgressBar::new(dump.layers.len() as u64).with_style(print::bar());
-    let mut reports = Vec::with_capacity(dump.layers.len());
-    for layer in &dump.layers {
-        progress.set_message(format!("layer {}", layer.index));
-        let formats = formats::matching(&layer.shape, args.format.as_deref())?;
-        let evaluated = pollster::block_on(layer::evaluate(backend, layer, &formats, args.kept));
-        reports.push(evaluated.with_context(|| format!("layer {}", layer.index))?);
-        progress.inc(1);
-    }
-    progress.finish_and_clear();
-    Ok(reports)
-}
-
-fn print_report(report: &EvalReport) {
-    println!("{} on {}", report.file, report.backend);
-    if let Some(model) = &report.model {
-        println!("model: {model}");
-    }
-    if let Some(text) = &report.text {
-        println!("text: {text}");
-    }
-    if report.kept_first + report.kept_last > 0 {
-        println!("kept in f16: the first {} and the last {} tokens", report.kept_first, report.kept_last);
-    }
-    for layer in &report.layers {
-        println!(
-            "\nLayer {}: {} tokens, {} KV heads × {}, {} query heads; errors over {} queries, calibration searched on {}",
-            layer.layer,
-            layer.tokens,
-            layer.kv_heads,
-            layer.head_dim,
-            layer.query_heads,
-            layer.evaluation_queries,
-            layer.calibration_queries
-        );
-        println!("{}", layer_table(&layer.formats));
-    }
-    println!("\nAll {} layers", report.layers.len());
-    println!("{}", summary_table(&report.summary));
-    println!("\nerror: relative L2 error of the attention outputs against exact attention over the dump, in percent.");
-    println!("bits: per element of keys and values, with all ranges and padding.");
-}
-
-fn layer_table(rows: &[FormatRow]) -> comfy_table::Table {
-    let mut table = print::results(&["format", "error", "calibrated", "(τ1, τ2)", "bits", "bytes", "f16 /"], 1);
-    for row in rows {
-        let calibrated = row.calibrated.as_ref();
-        table.add_row([
-            row.format.clone(),
-            print::percent(row.error),
-            calibrated.map_or("-".into(), |calibrated| print::percent(calibrated.error)),
-            calibrated.map_or("-".into(), |calibrated| format!("({}, {})", calibrated.tau1, calibrated.tau2)),
-            format!("{:.3}", row.bits_per_element),
-            row.bytes.to_string(),
-            format!("{:.2}", row.times_smaller),
-        ]);
-    }
-    table
-}
-
-fn summary_table(rows: &[SummaryRow]) -> comfy_table::Table {
-    let header = ["format", "mean error", "worst error", "calibrated", "layers improved", "bits", "bytes", "f16 /"];
-    let mut table = print::results(&header, 1);
-    for row in rows {
-        table.add_row([
-            row.format.clone(),
-            print::percent(row.mean_error),
-            print::percent(row.worst_error),
-            row.mean_calibrated_error.map_or("-".into(), print::percent),
-            row.layers_improved.map_or("-".into(), |[improved, of]| format!("{improved} of {of}")),
-            format!("{:.3}", row.bits_per_element),
-            row.bytes.to_string(),
-            format!("{:.2}", row.times_smaller),
-        ]);
-    }
-    table
 }

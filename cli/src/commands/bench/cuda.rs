@@ -1,0 +1,60 @@
+//! Timing through CUDA.
+
+use kvpack::backend::AttendOptions;
+use kvpack::conformance::{DecodeData, Workload};
+use kvpack::cuda::{BoundStep, Cuda, StepPlan, Tensor, compute_guard, read_bandwidth, time_steps};
+use kvpack::plan::ElementType;
+use kvpack::{Backend, Result};
+
+use super::timed::{Sizes, StepTimes, Timed};
+
+/// Steps of one graph, at least: its own start costs some microseconds.
+const STEPS_PER_GRAPH: usize = 64;
+
+/// Replays of a graph, at most.
+const MOST_REPLAYS: usize = 200;
+
+impl Timed for Cuda {
+    const GUARD_TOLERANCE: Option<f64> = Some(0.03);
+
+    fn sizes(&self) -> Sizes {
+        Sizes { largest_shape: u64::MAX, footprint: 1 << 30, seconds: 0.1 }
+    }
+
+    async fn time_steps(
+        &self,
+        workload: &Workload<Self>,
+        data: &DecodeData<Self>,
+        _options: AttendOptions,
+        seconds: f64,
+    ) -> Result<StepTimes> {
+        let queries = data.queries();
+        let mut labels = Vec::new();
+        let mut bound: Vec<BoundStep> = Vec::with_capacity(workload.plans.len());
+        for plan in &workload.plans {
+            let step = StepPlan::new(self, plan)?;
+            let output = Tensor::zeroed(self.stream(), self.elements(queries), ElementType::F32)?;
+            bound.push(step.bind(self, &[&workload.store], queries, &output)?);
+            labels = step.launch_labels();
+        }
+        let steps = bound.len() * STEPS_PER_GRAPH.div_ceil(bound.len());
+        let first = time_steps(self, &bound, steps, 1)?;
+        let graph_seconds = first.median().as_secs_f64() * steps as f64;
+        let replays = ((seconds / graph_seconds.max(1e-9)) as usize).clamp(5, MOST_REPLAYS);
+        let timing = time_steps(self, &bound, steps, replays)?;
+        let seconds = timing.median().as_secs_f64();
+        Ok(StepTimes { timer: "CUDA graph, events", launches: labels, seconds })
+    }
+
+    async fn read_bandwidth(&self) -> Result<f64> {
+        read_bandwidth(self, 1 << 30)
+    }
+
+    async fn guard_rate(&self) -> Result<f64> {
+        Ok(1.0 / compute_guard(self)?.as_secs_f64())
+    }
+
+    fn plain_step(&self, _data: &DecodeData<Self>) -> Result<Option<f64>> {
+        Ok(None)
+    }
+}

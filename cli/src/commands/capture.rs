@@ -1,0 +1,145 @@
+//! `kvpack capture`: the keys, values and queries of a model over a text, as a dump for `kvpack eval`.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use candle_core::{DType, Tensor};
+use half::f16;
+use indicatif::ProgressBar;
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+
+use crate::model::{Attention, CHUNK_TOKENS, Chunk, ExactAttention, Model};
+use crate::outcome::Outcome;
+use crate::print;
+
+/// Runs a GGUF model over a text with full-precision attention and writes what its attention layers saw, as f16, in the
+/// format that `kvpack eval` reads.
+///
+/// The first --tokens tokens of the text are the prompt, whose keys and values are written, with the queries of its last
+/// --queries tokens; the queries of as many tokens after the prompt are the decode queries.
+#[derive(clap::Args)]
+pub struct CaptureArgs {
+    /// The dump to write.
+    output: PathBuf,
+    /// A GGUF file; scripts/fetch-model.sh fetches the default.
+    #[arg(long, value_name = "FILE", default_value = super::DEFAULT_MODEL)]
+    model: PathBuf,
+    /// The text [default: the chapter that kvpack brings].
+    #[arg(long, value_name = "FILE")]
+    text: Option<PathBuf>,
+    /// Layers to write [default: the first, the middle and the last].
+    #[arg(long, value_delimiter = ',', value_name = "N,N")]
+    layers: Vec<usize>,
+    /// Tokens of the prompt.
+    #[arg(long, default_value_t = 1024)]
+    tokens: usize,
+    /// Queries of each kind.
+    #[arg(long, default_value_t = 32)]
+    queries: usize,
+}
+
+/// Runs the command.
+pub fn run(args: &CaptureArgs) -> Result<Outcome> {
+    let model = Model::load(&args.model)?;
+    let layers = layers(args, model.config.layers)?;
+    let text = super::text(args.text.as_deref())?;
+    let tokens = model.tokenizer.encode(&text.content)?;
+    let needed = args.tokens + args.queries;
+    if args.queries == 0 || args.queries > args.tokens {
+        bail!("--queries {} of --tokens {}: from one query to as many as there are tokens", args.queries, args.tokens);
+    }
+    if tokens.len() < needed {
+        bail!("{} has {} tokens, {needed} are needed (--tokens and --queries)", text.name, tokens.len());
+    }
+    model.check_context(needed)?;
+
+    let mut capture = Capture::new(&model, &layers, args);
+    let progress = ProgressBar::new(needed as u64).with_style(print::bar());
+    let mut position = 0;
+    for part in [&tokens[..args.tokens], &tokens[args.tokens..needed]] {
+        for chunk in part.chunks(CHUNK_TOKENS) {
+            model.forward(chunk, position, &mut capture)?;
+            position += chunk.len();
+            progress.set_position(position as u64);
+        }
+    }
+    progress.finish_and_clear();
+    capture.write(&model, &text.name)?;
+    println!("wrote {} tokens of layers {layers:?} to {}", args.tokens, args.output.display());
+    Ok(Outcome::Passed)
+}
+
+fn layers(args: &CaptureArgs, of: usize) -> Result<Vec<usize>> {
+    let mut layers = if args.layers.is_empty() { vec![0, of / 2, of - 1] } else { args.layers.clone() };
+    layers.sort_unstable();
+    layers.dedup();
+    match layers.iter().find(|&&layer| layer >= of) {
+        Some(layer) => bail!("--layers names layer {layer}; the model has layers 0..{of}"),
+        None => Ok(layers),
+    }
+}
+
+/// Exact attention that keeps the queries of the last prompt tokens and of those after them.
+struct Capture<'a> {
+    args: &'a CaptureArgs,
+    exact: ExactAttention,
+    /// Queries so far by layer, from the first that is kept on, `[tokens, query_heads, head_dim]`.
+    queries: HashMap<usize, Vec<Tensor>>,
+    /// Tokens so far by layer.
+    seen: HashMap<usize, usize>,
+}
+
+impl<'a> Capture<'a> {
+    fn new(model: &Model, layers: &[usize], args: &'a CaptureArgs) -> Self {
+        Self {
+            args,
+            exact: ExactAttention::new(model.config.attention, model.config.layers),
+            queries: layers.iter().map(|&layer| (layer, Vec::new())).collect(),
+            seen: HashMap::new(),
+        }
+    }
+
+    fn write(&self, model: &Model, text: &str) -> Result<()> {
+        let args = self.args;
+        let mut tensors: Vec<(String, Vec<usize>, Vec<u8>)> = Vec::new();
+        let mut push = |name: String, tensor: Tensor| -> Result<()> {
+            let elements = tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+            let halves: Vec<f16> = elements.iter().map(|&x| f16::from_f32(x)).collect();
+            tensors.push((name, tensor.dims().to_vec(), bytemuck::cast_slice(&halves).to_vec()));
+            Ok(())
+        };
+        for (&layer, queries) in &self.queries {
+            let (keys, values) = self.exact.layer(layer).context("the layer saw no tokens")?;
+            push(format!("layer{layer}.key"), keys.narrow(1, 0, args.tokens)?)?;
+            push(format!("layer{layer}.value"), values.narrow(1, 0, args.tokens)?)?;
+            let queries = Tensor::cat(queries, 0)?.transpose(0, 1)?.contiguous()?;
+            push(format!("layer{layer}.query_prompt"), queries.narrow(1, 0, args.queries)?)?;
+            push(format!("layer{layer}.query_decode"), queries.narrow(1, args.queries, args.queries)?)?;
+        }
+        let views = tensors
+            .iter()
+            .map(|(name, shape, bytes)| Ok((name.clone(), TensorView::new(Dtype::F16, shape.clone(), bytes)?)));
+        let metadata = [("model", model.config.name.as_str()), ("text", text), ("mask", "causal")];
+        let metadata = metadata.map(|(key, value)| (key.to_owned(), value.to_owned())).into();
+        safetensors::serialize_to_file(views.collect::<Result<Vec<_>>>()?, Some(metadata), &args.output)
+            .with_context(|| format!("cannot write {}", args.output.display()))
+    }
+}
+
+impl Attention for Capture<'_> {
+    fn attend(&mut self, chunk: &Chunk) -> Result<Tensor> {
+        let tokens = chunk.queries.dim(0)?;
+        let seen = self.seen.entry(chunk.layer).or_default();
+        let first_kept = self.args.tokens - self.args.queries;
+        if let Some(queries) = self.queries.get_mut(&chunk.layer)
+            && *seen + tokens > first_kept
+        {
+            let skipped = first_kept.saturating_sub(*seen);
+            queries.push(chunk.queries.narrow(0, skipped, tokens - skipped)?);
+        }
+        *seen += tokens;
+        self.exact.attend(chunk)
+    }
+}

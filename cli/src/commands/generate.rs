@@ -1,0 +1,195 @@
+//! `kvpack generate`: a model writes text, its cache packed.
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use candle_core::Tensor;
+use kvpack::Backend;
+use kvpack::cache::ModelRecipe;
+
+use crate::backend::{BackendArgs, Chosen};
+use crate::model::{Attention, CHUNK_TOKENS, ExactAttention, Model, PackedAttention};
+use crate::outcome::Outcome;
+use crate::print;
+
+/// Writes text with a GGUF model whose attention and cache are kvpack's, always taking the likeliest token.
+#[derive(clap::Args)]
+pub struct GenerateArgs {
+    /// What the text begins with, or the question with --chat.
+    prompt: String,
+    /// A GGUF file; scripts/fetch-model.sh fetches the default.
+    #[arg(long, value_name = "FILE", default_value = super::DEFAULT_MODEL)]
+    model: PathBuf,
+    /// How the cache is stored: f16, calibquant:4, kivi:2+window=64, …
+    #[arg(long, default_value = "f16")]
+    recipe: ModelRecipe,
+    /// Most tokens to write.
+    #[arg(long, default_value_t = 200)]
+    tokens: usize,
+    /// Put the prompt into the form of a question to an instructed model.
+    #[arg(long)]
+    chat: bool,
+    /// Write the same with candle's full-precision attention and compare token by token; exit code 1 if they differ.
+    #[arg(long)]
+    verify: bool,
+    #[command(flatten)]
+    backend: BackendArgs,
+}
+
+/// Runs the command.
+pub fn run(args: &GenerateArgs) -> Result<Outcome> {
+    let model = Model::load(&args.model)?;
+    match args.backend.open()? {
+        Chosen::Cpu(backend) => generate(args, &model, &backend),
+        Chosen::Wgpu(backend) => generate(args, &model, &backend),
+        #[cfg(feature = "cuda")]
+        Chosen::Cuda(backend) => generate(args, &model, &backend),
+    }
+}
+
+fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B) -> Result<Outcome> {
+    let text = if args.chat { model.tokenizer.chat(&args.prompt)? } else { args.prompt.clone() };
+    let prompt = model.tokenizer.encode(&text)?;
+    if prompt.is_empty() {
+        bail!("the prompt is empty; write a few words for the model to go on from");
+    }
+    model.check_context(prompt.len() + args.tokens)?;
+
+    let mut attention = PackedAttention::new(backend, &model.config, &args.recipe)?;
+    let mut printed = Printed::new(model);
+    let written = write(model, &mut attention, &prompt, args.tokens, |token| printed.push(token))?;
+    println!();
+    report(args, backend, &attention, &written);
+    if !args.verify {
+        return Ok(Outcome::Passed);
+    }
+    let mut exact = ExactAttention::new(model.config.attention, model.config.layers);
+    let expected = write(model, &mut exact, &prompt, args.tokens, |_| Ok(()))?;
+    Ok(compare(&written, &expected))
+}
+
+/// What was written, and how long it took.
+struct Written {
+    tokens: Vec<u32>,
+    /// By how much the logit of each token was above the next best.
+    margins: Vec<f32>,
+    prompt_tokens: usize,
+    prompt_time: Duration,
+    decode_time: Duration,
+}
+
+fn write(
+    model: &Model,
+    attention: &mut dyn Attention,
+    prompt: &[u32],
+    most: usize,
+    mut each: impl FnMut(u32) -> Result<()>,
+) -> Result<Written> {
+    let start = Instant::now();
+    let mut position = 0;
+    let mut stream = None;
+    for chunk in prompt.chunks(CHUNK_TOKENS) {
+        stream = Some(model.forward(chunk, position, attention)?);
+        position += chunk.len();
+    }
+    let prompt_time = start.elapsed();
+
+    let start = Instant::now();
+    let (mut tokens, mut margins) = (Vec::new(), Vec::new());
+    while let Some(last) = stream.take() {
+        let (token, margin) = likeliest(&model.logits(&last.narrow(0, last.dim(0)? - 1, 1)?)?)?;
+        if tokens.len() == most || Some(token) == model.tokenizer.end() {
+            break;
+        }
+        tokens.push(token);
+        margins.push(margin);
+        each(token)?;
+        if tokens.len() < most {
+            stream = Some(model.forward(&[token], position, attention)?);
+            position += 1;
+        }
+    }
+    Ok(Written { tokens, margins, prompt_tokens: prompt.len(), prompt_time, decode_time: start.elapsed() })
+}
+
+/// The token with the largest logit, the lowest of several, and its lead over the next.
+fn likeliest(logits: &Tensor) -> Result<(u32, f32)> {
+    let (mut best, mut first, mut second) = (0, f32::NEG_INFINITY, f32::NEG_INFINITY);
+    for (token, logit) in (0..).zip(logits.flatten_all()?.to_vec1::<f32>()?) {
+        if logit > first {
+            (best, first, second) = (token, logit, first);
+        } else {
+            second = second.max(logit);
+        }
+    }
+    Ok((best, first - second))
+}
+
+/// Prints text as its tokens come, whole characters only.
+struct Printed<'a> {
+    model: &'a Model,
+    tokens: Vec<u32>,
+    bytes: usize,
+}
+
+impl<'a> Printed<'a> {
+    fn new(model: &'a Model) -> Self {
+        Self { model, tokens: Vec::new(), bytes: 0 }
+    }
+
+    fn push(&mut self, token: u32) -> Result<()> {
+        self.tokens.push(token);
+        let text = self.model.tokenizer.decode(&self.tokens)?;
+        if let Some(new) = text.get(self.bytes..).filter(|new| !new.ends_with('\u{fffd}')) {
+            print!("{new}");
+            io::stdout().flush()?;
+            self.bytes = text.len();
+        }
+        Ok(())
+    }
+}
+
+fn report<B: Backend>(args: &GenerateArgs, backend: &B, attention: &PackedAttention<B>, written: &Written) {
+    let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
+    let total = written.prompt_time + written.decode_time;
+    let share = attention.time().as_secs_f64() / total.as_secs_f64().max(1e-9);
+    let bytes: u64 = attention.memory().map(|memory| memory.in_use_bytes()).sum();
+    let elements: u64 = attention.memory().map(|memory| memory.f16.elements + memory.packed.elements).sum();
+    println!("\nrecipe {} on {}", args.recipe, backend.name());
+    println!(
+        "prompt   {} tokens, {:.1} tokens/s",
+        written.prompt_tokens,
+        rate(written.prompt_tokens, written.prompt_time)
+    );
+    println!(
+        "decode   {} tokens, {:.1} tokens/s",
+        written.tokens.len(),
+        rate(written.tokens.len(), written.decode_time)
+    );
+    println!(
+        "time     {:.2} s in the cache's attention ({}), {:.2} s in the model",
+        attention.time().as_secs_f64(),
+        print::percent(share),
+        (total - attention.time().min(total)).as_secs_f64()
+    );
+    println!("cache    {bytes} bytes, {:.3} bits per element", bytes as f64 * 8.0 / elements.max(1) as f64);
+}
+
+fn compare(written: &Written, expected: &Written) -> Outcome {
+    let same = written.tokens.iter().zip(&expected.tokens).take_while(|(a, b)| a == b).count();
+    if written.tokens == expected.tokens {
+        let closest = expected.margins.iter().copied().fold(f32::INFINITY, f32::min);
+        println!("verified {same} tokens are those of candle's full-precision attention (closest call {closest:.4})");
+        return Outcome::Passed;
+    }
+    println!(
+        "FAILED   token {same} of {} differs from that of candle's full-precision attention",
+        expected.tokens.len()
+    );
+    if let Some(margin) = expected.margins.get(same) {
+        println!("         whose logit was {margin:.4} above the next best");
+    }
+    Outcome::Failed
+}

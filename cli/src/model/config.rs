@@ -1,0 +1,131 @@
+//! What a GGUF file says of its model.
+
+use std::collections::HashMap;
+
+use candle_core::quantized::gguf_file::Value;
+use kvpack::AttentionShape;
+
+use super::ModelError;
+
+/// The metadata of a GGUF file.
+pub type Metadata = HashMap<String, Value>;
+
+/// Which elements of a head rotary position encoding turns together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RopePairs {
+    /// Elements 2i and 2i + 1, as llama's weights are ordered in GGUF.
+    Neighbours,
+    /// Elements i and i + head_dim / 2.
+    Halves,
+}
+
+/// The shape of a model.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The model's name, where the file says one.
+    pub name: String,
+    /// Layers.
+    pub layers: usize,
+    /// Channels of the residual stream.
+    pub width: usize,
+    /// Channels inside a feed-forward layer.
+    pub feed_forward: usize,
+    /// Heads and head dimension.
+    pub attention: AttentionShape,
+    /// Tokens of the longest context.
+    pub context: usize,
+    /// Added to the mean square before its root is taken.
+    pub norm_epsilon: f64,
+    /// Base of the rotation frequencies.
+    pub rope_base: f32,
+    /// Which elements rotate together.
+    pub rope_pairs: RopePairs,
+}
+
+impl Config {
+    /// Reads the metadata.
+    ///
+    /// # Errors
+    /// [`ModelError::Architecture`], [`ModelError::Variant`] and [`ModelError::Metadata`].
+    pub fn read(metadata: &Metadata) -> Result<Self, ModelError> {
+        let architecture = string(metadata, "general.architecture")?;
+        let rope_pairs = match architecture {
+            "llama" => RopePairs::Neighbours,
+            "qwen2" => RopePairs::Halves,
+            other => return Err(ModelError::Architecture { given: other.into() }),
+        };
+        let key = |name: &str| format!("{architecture}.{name}");
+        let number = |name: &str| number(metadata, &key(name));
+        let or =
+            |name: &str, default: usize| if metadata.contains_key(&key(name)) { number(name) } else { Ok(default) };
+
+        let (width, query_heads) = (number("embedding_length")?, number("attention.head_count")?);
+        let kv_heads = or("attention.head_count_kv", query_heads)?;
+        let head_dim = or("attention.key_length", width / query_heads.max(1))?;
+        let attention = AttentionShape::new(query_heads, kv_heads, head_dim)
+            .map_err(|reason| ModelError::Variant { what: format!("attention heads without a kernel ({reason})") })?;
+        let rotated = or("rope.dimension_count", head_dim)?;
+        if rotated != head_dim {
+            let what = format!("position encoding of {rotated} of {head_dim} channels");
+            return Err(ModelError::Variant { what });
+        }
+        if let Some(scaling) = metadata.get(&key("rope.scaling.type")).and_then(|value| value.to_string().ok())
+            && scaling != "none"
+        {
+            return Err(ModelError::Variant { what: format!("position encoding with '{scaling}' scaling") });
+        }
+        if or("expert_count", 0)? > 0 {
+            return Err(ModelError::Variant { what: "a mixture of experts".into() });
+        }
+        Ok(Self {
+            name: string(metadata, "general.name").unwrap_or("unnamed").into(),
+            layers: number("block_count")?,
+            width,
+            feed_forward: number("feed_forward_length")?,
+            attention,
+            context: number("context_length")?,
+            norm_epsilon: float(metadata, &key("attention.layer_norm_rms_epsilon"))?.into(),
+            rope_base: if metadata.contains_key(&key("rope.freq_base")) {
+                float(metadata, &key("rope.freq_base"))?
+            } else {
+                10_000.0
+            },
+            rope_pairs,
+        })
+    }
+}
+
+/// A string of the metadata.
+pub fn string<'a>(metadata: &'a Metadata, key: &str) -> Result<&'a str, ModelError> {
+    let value = entry(metadata, key)?;
+    value.to_string().map(String::as_str).map_err(|reason| wrong(key, &reason))
+}
+
+/// A count of the metadata, whatever integer type it has.
+pub fn number(metadata: &Metadata, key: &str) -> Result<usize, ModelError> {
+    let value = entry(metadata, key)?;
+    let number = match value {
+        Value::I32(number) => u64::try_from(*number).ok(),
+        Value::I64(number) => u64::try_from(*number).ok(),
+        other => other.to_u64().ok(),
+    };
+    number.and_then(|number| usize::try_from(number).ok()).ok_or_else(|| wrong(key, &format!("{value:?} is no count")))
+}
+
+/// An array of the metadata.
+pub fn array<'a>(metadata: &'a Metadata, key: &str) -> Result<&'a [Value], ModelError> {
+    let value = entry(metadata, key)?;
+    value.to_vec().map(Vec::as_slice).map_err(|reason| wrong(key, &reason))
+}
+
+fn float(metadata: &Metadata, key: &str) -> Result<f32, ModelError> {
+    entry(metadata, key)?.to_f32().map_err(|reason| wrong(key, &reason))
+}
+
+fn entry<'a>(metadata: &'a Metadata, key: &str) -> Result<&'a Value, ModelError> {
+    metadata.get(key).ok_or_else(|| wrong(key, &"there is none"))
+}
+
+fn wrong(key: &str, reason: &dyn std::fmt::Display) -> ModelError {
+    ModelError::Metadata { key: key.into(), reason: reason.to_string() }
+}

@@ -1,0 +1,30 @@
+//! A language model whose attention and cache are kvpack's: the worked example of an engine integration.
+//!
+//! | file | holds |
+//! | --- | --- |
+//! | `config` | what a GGUF file says of the model |
+//! | `weights` | its tensors, dequantised |
+//! | `tokenizer` | its tokenizer |
+//! | `transformer` | the forward pass, with candle's operations |
+//! | `attention` | what the forward pass asks of attention, and candle's full-precision answer |
+//! | `packed` | kvpack's answer: one `KvCache` per layer |
+
+mod attention;
+mod config;
+mod error;
+mod packed;
+#[cfg(test)]
+mod tiny;
+mod tokenizer;
+mod transformer;
+mod weights;
+
+pub use attention::{Attention, Chunk, ExactAttention};
+pub use config::Config;
+pub use error::ModelError;
+pub use packed::PackedAttention;
+pub use tokenizer::Tokenizer;
+pub use transformer::Model;
+
+/// Tokens of one forward pass over a text: a tile, so that chunks end where tiles do.
+pub const CHUNK_TOKENS: usize = kvpack::TILE_TOKENS;

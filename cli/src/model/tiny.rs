@@ -1,0 +1,237 @@
+//! A tiny model with random weights, written as a GGUF file, and the tests of this room that run on it.
+
+use std::path::{Path, PathBuf};
+
+use candle_core::quantized::gguf_file::{self, Value};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{Device, Tensor};
+use kvpack::cpu::{Cpu, nmse};
+
+use super::{Attention, ExactAttention, Model, ModelError, PackedAttention};
+
+const WIDTH: usize = 128;
+const INNER: usize = 160;
+const HEADS: usize = 2;
+const LAYERS: usize = 2;
+const CONTEXT: usize = 400;
+
+/// A file that is gone when the test is.
+struct Gguf(PathBuf);
+
+impl Drop for Gguf {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// Random numbers of a fixed sequence, about -scale … scale.
+fn random(seed: &mut u64, shape: &[usize], scale: f32) -> Tensor {
+    let mut next = || {
+        *seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        ((*seed >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * scale
+    };
+    let elements: Vec<f32> = (0..shape.iter().product()).map(|_| next()).collect();
+    Tensor::from_vec(elements, shape, &Device::Cpu).unwrap()
+}
+
+/// Writes a model; `change` may alter its metadata.
+fn write(name: &str, architecture: &str, change: impl FnOnce(&mut Vec<(String, Value)>)) -> Gguf {
+    let path = std::env::temp_dir().join(format!("kvpack-{}-{name}.gguf", std::process::id()));
+    let alphabet: Vec<char> = {
+        let mut alphabet: Vec<char> =
+            tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet().into_iter().collect();
+        alphabet.sort_unstable();
+        alphabet
+    };
+    let mut tokens: Vec<Value> = alphabet.iter().map(|c| Value::String(c.to_string())).collect();
+    tokens.push(Value::String("th".into()));
+    tokens.push(Value::String("<|end|>".into()));
+    let types = (0..tokens.len()).map(|i| Value::I32(if i + 1 == tokens.len() { 3 } else { 1 })).collect();
+    let vocabulary = tokens.len();
+    let number = |value: usize| Value::U32(value as u32);
+    let mut metadata: Vec<(String, Value)> = vec![
+        ("general.architecture".into(), Value::String(architecture.into())),
+        (format!("{architecture}.block_count"), number(LAYERS)),
+        (format!("{architecture}.context_length"), number(CONTEXT)),
+        (format!("{architecture}.embedding_length"), number(WIDTH)),
+        (format!("{architecture}.feed_forward_length"), number(INNER)),
+        (format!("{architecture}.attention.head_count"), number(HEADS)),
+        (format!("{architecture}.attention.head_count_kv"), number(1)),
+        (format!("{architecture}.attention.layer_norm_rms_epsilon"), Value::F32(1e-5)),
+        ("tokenizer.ggml.model".into(), Value::String("gpt2".into())),
+        ("tokenizer.ggml.pre".into(), Value::String("smollm".into())),
+        ("tokenizer.ggml.merges".into(), Value::Array(vec![Value::String("t h".into())])),
+        ("tokenizer.ggml.token_type".into(), Value::Array(types)),
+        ("tokenizer.ggml.eos_token_id".into(), number(vocabulary - 1)),
+        ("tokenizer.ggml.tokens".into(), Value::Array(tokens)),
+    ];
+    change(&mut metadata);
+
+    let mut seed = 7;
+    let mut tensors: Vec<(String, Tensor)> = vec![
+        ("token_embd.weight".into(), random(&mut seed, &[vocabulary, WIDTH], 1.0)),
+        ("output_norm.weight".into(), Tensor::ones(WIDTH, candle_core::DType::F32, &Device::Cpu).unwrap()),
+    ];
+    for layer in 0..LAYERS {
+        let mut push = |part: &str, shape: &[usize], scale| {
+            tensors.push((format!("blk.{layer}.{part}"), random(&mut seed, shape, scale)));
+        };
+        push("attn_norm.weight", &[WIDTH], 1.0);
+        push("ffn_norm.weight", &[WIDTH], 1.0);
+        for (part, outputs, inputs) in [
+            ("attn_q", WIDTH, WIDTH),
+            ("attn_k", WIDTH / HEADS, WIDTH),
+            ("attn_v", WIDTH / HEADS, WIDTH),
+            ("attn_output", WIDTH, WIDTH),
+            ("ffn_gate", INNER, WIDTH),
+            ("ffn_up", INNER, WIDTH),
+            ("ffn_down", WIDTH, INNER),
+        ] {
+            push(&format!("{part}.weight"), &[outputs, inputs], 0.3);
+            if architecture == "qwen2" && ["attn_q", "attn_k", "attn_v"].contains(&part) {
+                push(&format!("{part}.bias"), &[outputs], 0.5);
+            }
+        }
+    }
+    let quantized: Vec<(String, QTensor)> =
+        tensors.into_iter().map(|(name, tensor)| (name, QTensor::quantize(&tensor, GgmlDType::F32).unwrap())).collect();
+    let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
+    let quantized: Vec<(&str, &QTensor)> = quantized.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    gguf_file::write(&mut std::fs::File::create(&path).unwrap(), &metadata, &quantized).unwrap();
+    Gguf(path)
+}
+
+fn load(path: &Path) -> ModelError {
+    match Model::load(path) {
+        Ok(_) => panic!("{} should not load", path.display()),
+        Err(error) => error.downcast().unwrap(),
+    }
+}
+
+fn logits(model: &Model, attention: &mut dyn Attention, tokens: &[u32], chunks: &[usize]) -> Vec<f32> {
+    let (mut position, mut logits) = (0, Vec::new());
+    for &chunk in chunks {
+        let stream = model.forward(&tokens[position..position + chunk], position, attention).unwrap();
+        logits.extend(model.logits(&stream).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap());
+        position += chunk;
+    }
+    logits
+}
+
+fn tokens(model: &Model, count: usize) -> Vec<u32> {
+    (0..count).map(|i| ((i * i + 3 * i) % model.tokenizer.vocabulary()) as u32).collect()
+}
+
+fn as_f64(values: &[f32]) -> Vec<f64> {
+    values.iter().map(|&x| f64::from(x)).collect()
+}
+
+/// The f16 cache gives the logits of full-precision attention, however the text is cut, in both architectures.
+#[test]
+fn the_f16_cache_is_exact() {
+    for architecture in ["llama", "qwen2"] {
+        let file = write(&format!("exact-{architecture}"), architecture, |_| {});
+        let model = Model::load(&file.0).unwrap();
+        let tokens = tokens(&model, 300);
+        let exact = |chunks: &[usize]| {
+            let mut attention = ExactAttention::new(model.config.attention, LAYERS);
+            logits(&model, &mut attention, &tokens, chunks)
+        };
+        let expected = exact(&[300]);
+        assert!(nmse(&exact(&[128, 128, 43, 1]), &as_f64(&expected)) < 1e-9);
+        let mut cut = vec![128, 128, 30];
+        cut.extend([1; 14]);
+        let recipe = "f16".parse().unwrap();
+        let mut packed = PackedAttention::new(&Cpu::new(), &model.config, &recipe).unwrap();
+        let error = nmse(&logits(&model, &mut packed, &tokens, &cut), &as_f64(&expected));
+        assert!(error > 0.0 && error <= 1e-6, "{architecture}: NMSE {error}");
+        assert_eq!(packed.memory().map(|memory| memory.f16.tokens).collect::<Vec<_>>(), [300; LAYERS]);
+    }
+}
+
+/// A packed cache is used, and its error falls with the width.
+#[test]
+fn narrower_codes_lose_more() {
+    let file = write("narrow", "llama", |_| {});
+    let model = Model::load(&file.0).unwrap();
+    let tokens = tokens(&model, 390);
+    let run = |recipe: &str| {
+        let recipe = recipe.parse().unwrap();
+        let mut packed = PackedAttention::new(&Cpu::new(), &model.config, &recipe).unwrap();
+        let logits = logits(&model, &mut packed, &tokens, &[128, 128, 128, 6]);
+        (logits, packed.memory().map(|memory| memory.packed.tokens).collect::<Vec<_>>())
+    };
+    let (expected, packed_tokens) = run("f16");
+    assert_eq!(packed_tokens, [0, 0]);
+    let mut errors = Vec::new();
+    for recipe in ["calibquant:8", "calibquant:4", "calibquant:2", "calibquant:2+layers=1:f16"] {
+        let (logits, packed_tokens) = run(recipe);
+        // Of 390 tokens, two tiles have 128 newer ones.
+        assert_eq!(packed_tokens, [256, if recipe.contains("layers=1") { 0 } else { 256 }], "{recipe}");
+        errors.push(nmse(&logits, &as_f64(&expected)));
+    }
+    assert!(errors[0] < errors[1] && errors[1] < errors[2] && errors[3] < errors[2], "{errors:?}");
+}
+
+#[test]
+fn text_survives_the_tokenizer() {
+    let file = write("tokenizer", "llama", |_| {});
+    let tokenizer = Model::load(&file.0).unwrap().tokenizer;
+    let text = "the naïve 12 — ☕ thin";
+    let tokens = tokenizer.encode(text).unwrap();
+    assert_eq!(tokenizer.decode(&tokens).unwrap(), text);
+    assert_eq!(tokens[0] as usize, tokenizer.vocabulary() - 2, "'t' and 'h' merge");
+    assert_eq!(tokenizer.encode("a<|end|>").unwrap()[1], tokenizer.end().unwrap());
+    assert!(tokenizer.chat("?").is_err());
+}
+
+#[test]
+fn bad_files_are_refused() {
+    assert!(matches!(load(Path::new("/no/such/model.gguf")), ModelError::Unreadable { .. }));
+    let text = Gguf(std::env::temp_dir().join(format!("kvpack-{}-text.gguf", std::process::id())));
+    std::fs::write(&text.0, "no model at all").unwrap();
+    assert!(matches!(load(&text.0), ModelError::NotGguf { .. }));
+
+    let whole = write("truncated", "llama", |_| {});
+    let bytes = std::fs::read(&whole.0).unwrap();
+    std::fs::write(&whole.0, &bytes[..bytes.len() - 1000]).unwrap();
+    let error = load(&whole.0);
+    assert!(matches!(error, ModelError::Truncated { given, .. } if given == bytes.len() as u64 - 1000), "{error}");
+    // Cut inside its header, it cannot even be parsed.
+    std::fs::write(&whole.0, &bytes[..500]).unwrap();
+    assert!(matches!(load(&whole.0), ModelError::NotGguf { .. }));
+
+    let other = write("architecture", "mamba", |_| {});
+    assert!(matches!(load(&other.0), ModelError::Architecture { given } if given == "mamba"));
+    let set = |name: &'static str, key: &'static str, value: Value| {
+        write(name, "llama", move |metadata| {
+            metadata.retain(|(named, _)| named != key);
+            metadata.push((key.into(), value));
+        })
+    };
+    let scaled = set("scaled", "llama.rope.scaling.type", Value::String("yarn".into()));
+    assert!(matches!(load(&scaled.0), ModelError::Variant { .. }));
+    let heads = set("heads", "llama.attention.key_length", Value::U32(48));
+    assert!(matches!(load(&heads.0), ModelError::Variant { what } if what.contains("48")));
+    let tokenizer = set("kind", "tokenizer.ggml.model", Value::String("llama".into()));
+    assert!(matches!(load(&tokenizer.0), ModelError::Tokenizer { .. }));
+    let layers = set("layers", "llama.block_count", Value::U32(3));
+    assert!(matches!(load(&layers.0), ModelError::Tensor { name, .. } if name == "blk.2.attn_norm.weight"));
+    let width = set("width", "llama.feed_forward_length", Value::U32(161));
+    assert!(matches!(load(&width.0), ModelError::Tensor { name, .. } if name == "blk.0.ffn_gate.weight"));
+    let context = set("context", "llama.context_length", Value::String("long".into()));
+    assert!(matches!(load(&context.0), ModelError::Metadata { key, .. } if key == "llama.context_length"));
+}
+
+#[test]
+fn requests_beyond_the_model_are_refused() {
+    let file = write("requests", "llama", |_| {});
+    let model = Model::load(&file.0).unwrap();
+    let mut attention = ExactAttention::new(model.config.attention, LAYERS);
+    let tokens = tokens(&model, CONTEXT + 1);
+    let error = model.forward(&tokens, 0, &mut attention).err().unwrap().downcast::<ModelError>().unwrap();
+    assert!(matches!(error, ModelError::Context { given: 401, context: CONTEXT }));
+    let recipe = "kivi:2+layers=2:f16".parse().unwrap();
+    let error = PackedAttention::new(&Cpu::new(), &model.config, &recipe).err().unwrap();
+    assert!(matches!(error.downcast::<ModelError>().unwrap(), ModelError::Layer { layer: 2, layers: 2, .. }));
+}

@@ -1,0 +1,176 @@
+//! The forward pass of a Llama-family transformer.
+
+use std::path::Path;
+
+use anyhow::Result;
+use candle_core::{D, Device, Tensor};
+
+use super::config::RopePairs;
+use super::weights::{Linear, Weights};
+use super::{Attention, Chunk, Config, ModelError, Tokenizer};
+
+/// A model, its weights in f32 on the CPU.
+pub struct Model {
+    /// Its shape.
+    pub config: Config,
+    /// Its tokenizer.
+    pub tokenizer: Tokenizer,
+    /// `[vocabulary, width]`.
+    embedding: Tensor,
+    layers: Vec<Layer>,
+    output_norm: Tensor,
+    output: Linear,
+    /// Cosine and sine of every position and pair, `[context, 1, head_dim / 2]`.
+    rotation: (Tensor, Tensor),
+}
+
+struct Layer {
+    attention_norm: Tensor,
+    query: Linear,
+    key: Linear,
+    value: Linear,
+    attention_output: Linear,
+    feed_forward_norm: Tensor,
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+impl Model {
+    /// Loads a GGUF file.
+    ///
+    /// # Errors
+    /// [`ModelError`] says what is wrong with the file and what to do.
+    pub fn load(path: &Path) -> Result<Self> {
+        let mut weights = Weights::open(path)?;
+        let config = Config::read(weights.metadata())?;
+        let tokenizer = Tokenizer::read(weights.metadata())?;
+        let (width, vocabulary) = (config.width, tokenizer.vocabulary());
+        let embedding = weights.tensor("token_embd.weight", &[vocabulary, width])?;
+        let layers =
+            (0..config.layers).map(|layer| Layer::load(&mut weights, &config, layer)).collect::<Result<_, _>>()?;
+        let output_norm = weights.tensor("output_norm.weight", &[width])?;
+        // Small models use the embedding for the output as well.
+        let output = match weights.has("output.weight") {
+            true => weights.linear("output", width, vocabulary)?,
+            false => Linear::new(embedding.clone()),
+        };
+        let rotation = rotation(&mut weights, &config)?;
+        Ok(Self { config, tokenizer, embedding, layers, output_norm, output, rotation })
+    }
+
+    /// Checks that so many tokens fit the context.
+    ///
+    /// # Errors
+    /// [`ModelError::Context`].
+    pub fn check_context(&self, tokens: usize) -> Result<(), ModelError> {
+        let context = self.config.context;
+        if tokens > context { Err(ModelError::Context { given: tokens, context }) } else { Ok(()) }
+    }
+
+    /// Runs the tokens at `position` and after it through all layers; `attention` remembers them.
+    ///
+    /// The output is the residual stream `[tokens, width]`, for [`Model::logits`].
+    ///
+    /// # Errors
+    /// [`ModelError::Context`] beyond the context, and what attention says.
+    pub fn forward(&self, tokens: &[u32], position: usize, attention: &mut dyn Attention) -> Result<Tensor> {
+        self.check_context(position + tokens.len())?;
+        let mut stream = self.embedding.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            let attended =
+                layer.attend(&self.norm(&stream, &layer.attention_norm)?, index, position, self, attention)?;
+            stream = (stream + attended)?;
+            let fed = layer.feed_forward(&self.norm(&stream, &layer.feed_forward_norm)?)?;
+            stream = (stream + fed)?;
+        }
+        Ok(stream)
+    }
+
+    /// The logits `[tokens, vocabulary]` of the tokens that follow.
+    pub fn logits(&self, stream: &Tensor) -> Result<Tensor> {
+        Ok(self.output.forward(&self.norm(stream, &self.output_norm)?)?)
+    }
+
+    /// x / √(mean x² + ε) · weight.
+    fn norm(&self, x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
+        let mean_square = x.sqr()?.mean_keepdim(D::Minus1)?;
+        x.broadcast_div(&(mean_square + self.config.norm_epsilon)?.sqrt()?)?.broadcast_mul(weight)
+    }
+
+    /// Rotary position encoding of `[tokens, heads, head_dim]`.
+    fn rotate(&self, x: &Tensor, position: usize) -> candle_core::Result<Tensor> {
+        let (tokens, heads, head_dim) = x.dims3()?;
+        let half = head_dim / 2;
+        let (cos, sin) = (self.rotation.0.narrow(0, position, tokens)?, self.rotation.1.narrow(0, position, tokens)?);
+        let (pairs, axis) = match self.config.rope_pairs {
+            RopePairs::Neighbours => (x.reshape((tokens, heads, half, 2))?, 3),
+            RopePairs::Halves => (x.reshape((tokens, heads, 2, half))?, 2),
+        };
+        let (a, b) = (pairs.narrow(axis, 0, 1)?.squeeze(axis)?, pairs.narrow(axis, 1, 1)?.squeeze(axis)?);
+        let turned_a = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
+        let turned_b = (a.broadcast_mul(&sin)? + b.broadcast_mul(&cos)?)?;
+        Tensor::stack(&[turned_a, turned_b], axis)?.reshape((tokens, heads, head_dim))
+    }
+}
+
+impl Layer {
+    fn load(weights: &mut Weights, config: &Config, layer: usize) -> Result<Self, ModelError> {
+        let name = |part: &str| format!("blk.{layer}.{part}");
+        let (width, shape) = (config.width, &config.attention);
+        let queries = shape.query_heads() * shape.head_dim();
+        let keys = shape.kv_heads() * shape.head_dim();
+        let inner = config.feed_forward;
+        Ok(Self {
+            attention_norm: weights.tensor(&name("attn_norm.weight"), &[width])?,
+            query: weights.linear(&name("attn_q"), width, queries)?,
+            key: weights.linear(&name("attn_k"), width, keys)?,
+            value: weights.linear(&name("attn_v"), width, keys)?,
+            attention_output: weights.linear(&name("attn_output"), queries, width)?,
+            feed_forward_norm: weights.tensor(&name("ffn_norm.weight"), &[width])?,
+            gate: weights.linear(&name("ffn_gate"), width, inner)?,
+            up: weights.linear(&name("ffn_up"), width, inner)?,
+            down: weights.linear(&name("ffn_down"), inner, width)?,
+        })
+    }
+
+    fn attend(
+        &self,
+        x: &Tensor,
+        layer: usize,
+        position: usize,
+        model: &Model,
+        attention: &mut dyn Attention,
+    ) -> Result<Tensor> {
+        let shape = &model.config.attention;
+        let tokens = x.dim(0)?;
+        let heads = |linear: &Linear, count| linear.forward(x)?.reshape((tokens, count, shape.head_dim()));
+        let chunk = Chunk {
+            layer,
+            queries: model.rotate(&heads(&self.query, shape.query_heads())?, position)?,
+            keys: model.rotate(&heads(&self.key, shape.kv_heads())?, position)?,
+            values: heads(&self.value, shape.kv_heads())?,
+        };
+        Ok(self.attention_output.forward(&attention.attend(&chunk)?)?)
+    }
+
+    /// down(silu(gate x) · up x).
+    fn feed_forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.down.forward(&(self.gate.forward(x)?.silu()? * self.up.forward(x)?)?)
+    }
+}
+
+/// cos and sin of position · base^(-2i / head_dim), divided by the file's factors where it has some (Llama 3.1).
+fn rotation(weights: &mut Weights, config: &Config) -> Result<(Tensor, Tensor)> {
+    let half = config.attention.head_dim() / 2;
+    let factors = match weights.has("rope_freqs.weight") {
+        true => weights.tensor("rope_freqs.weight", &[half])?.to_vec1::<f32>()?,
+        false => vec![1.0; half],
+    };
+    let frequency = |i: usize| config.rope_base.powf(-(i as f32) / half as f32) / factors[i];
+    let frequencies: Vec<f32> = (0..half).map(frequency).collect();
+    let angles = |position: usize| frequencies.iter().map(move |frequency| position as f32 * frequency);
+    let angles: Vec<f32> = (0..config.context).flat_map(angles).collect();
+    let angles = Tensor::from_vec(angles, (config.context, 1, half), &Device::Cpu)?;
+    Ok((angles.cos()?, angles.sin()?))
+}

@@ -1,0 +1,74 @@
+// What a launch of `attend` is told, and how its work is cut. The host's side is `cuda::step`.
+
+#pragma once
+
+#ifndef STEP_TOKENS
+// Query heads share the 8 columns of an MMA: up to 4, two columns each (WIDE 0), or up to 8 with a second MMA (WIDE 1).
+#define WIDE 0
+#define STEP_TOKENS 64
+#define STAGES 3
+#define WARPS 8
+#define BULK_COPIES 1
+#endif
+
+// A run of tokens of one span, attended by one block for each KV head and chunk of query heads.
+struct Item {
+    // First entry of the page table.
+    u32 first_page;
+    u32 tokens;
+    u32 range_slot;
+    u32 sequence;
+    // Row of states that the item writes.
+    u32 state;
+    // Rows of its sequence: the first, and how many.
+    u32 first_state;
+    u32 states;
+    u32 unused;
+};
+
+struct AttendCall {
+    // Address of every page.
+    const u64* pages;
+    const Item* items;
+    // [sequence][query head][channel].
+    const void* queries;
+    void* output;
+    // [slot][kv head][channel] of (scale, minimum), where ranges are per channel.
+    const float2* key_ranges;
+    const float2* value_ranges;
+    // [row][query head][channel], and the base-2 log-sum-exp [row][query head].
+    float* states;
+    float* state_lse;
+    // Rows written so far, [sequence][kv head][chunk]; zero between steps.
+    u32* arrivals;
+    u32 kv_heads;
+    // Query heads of a KV head, and chunks of them.
+    u32 group;
+    u32 chunks;
+    // log2(e) / √head_dim.
+    float score_scale;
+    u32 queries_f16;
+    u32 output_f16;
+};
+
+// Query heads of a chunk, and those whose scores one lane holds.
+constexpr int CHUNK_HEADS = WIDE ? 8 : 4;
+constexpr int LANE_HEADS = WIDE ? 2 : 1;
+
+constexpr int STEP_BLOCKS = STEP_TOKENS / BLOCK_TOKENS;
+constexpr int STEPS_PER_TILE = TILE_TOKENS / STEP_TOKENS;
+constexpr int KEY_LOADS = STEP_BLOCKS * KEY_BLOCKS / KEY_PLANES;
+constexpr int VALUE_LOADS = STEP_TOKENS / VALUE_RUN * VALUE_BLOCKS / VALUE_PLANES;
+static_assert(KEY_LOADS * KEY_PLANES == STEP_BLOCKS * KEY_BLOCKS, "a step must be whole loads of keys");
+static_assert(VALUE_LOADS * VALUE_PLANES * VALUE_RUN == STEP_TOKENS * VALUE_BLOCKS, "and of values");
+
+// A stage of a warp's ring: loads of keys, loads of values, ranges of keys, ranges of values.
+constexpr u32 STAGE_VALUES_AT = KEY_LOADS * LOAD_BYTES;
+constexpr u32 STAGE_KEY_RANGES_AT = STAGE_VALUES_AT + VALUE_LOADS * LOAD_BYTES;
+constexpr u32 STAGE_VALUE_RANGES_AT = STAGE_KEY_RANGES_AT + (KEY_TOKEN_RANGES ? STEP_TOKENS * 4 : 0);
+constexpr u32 STAGE_BYTES = STAGE_VALUE_RANGES_AT + (VALUE_TOKEN_RANGES ? STEP_TOKENS * 4 : 0);
+
+// Scores are base-2 logarithms of weights relative to a reference. A step whose largest is above MOST moves the
+// reference so that the largest is at most START: halves hold 2^15, and 2^-14 at full precision.
+constexpr float MOST = 15.0f;
+constexpr float START = 6.0f;

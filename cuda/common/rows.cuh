@@ -1,0 +1,91 @@
+// Rows of dense tensors, and where their elements lie in tiles.
+
+#pragma once
+
+// The token of a row that goes to, or comes from, a place of its own.
+struct TokenPlace {
+    // Address of the page.
+    u64 page;
+    // Token of the dense tensor.
+    u32 token;
+    // Slot within the page.
+    u32 slot;
+};
+
+struct RowsCall {
+    // Dense elements, f32 or f16; what `dequantize` writes is f32 [kv head][token][channel].
+    void* rows;
+    // Addresses of the span's pages, or the TokenPlaces of `append`.
+    const u64* pages;
+    // Span ranges of the slot, [kv head][channel] of (scale, minimum).
+    float2* ranges;
+    // In elements of the tensor.
+    u64 token_stride;
+    u64 head_stride;
+    u32 first_token;
+    // Tokens of the span, or TokenPlaces.
+    u32 tokens;
+    u32 kv_heads;
+    u32 rows_f16;
+    float shrink;
+    u32 unused;
+};
+
+// Tokens count from the first of the span.
+__device__ __forceinline__ float element(const RowsCall& call, u32 token, u32 kv_head, u32 channel) {
+    const u64 index = (u64)(call.first_token + token) * call.token_stride + (u64)kv_head * call.head_stride + channel;
+    return call.rows_f16 ? half_value(((const u16*)call.rows)[index]) : ((const float*)call.rows)[index];
+}
+
+struct Field {
+    u32 token;
+    u32 channel;
+    u32 shift;
+};
+
+template <bool VALUE>
+constexpr int FORMAT_BITS = VALUE ? VALUE_BITS : KEY_BITS;
+template <bool VALUE>
+constexpr bool TOKEN_RANGES = VALUE ? VALUE_TOKEN_RANGES : KEY_TOKEN_RANGES;
+template <bool VALUE>
+constexpr u32 FIELDS = 32 / FORMAT_BITS<VALUE>;
+template <bool VALUE>
+constexpr u32 TILE_WORDS = (VALUE ? VALUE_TILE_BYTES : KEY_TILE_BYTES) / 4;
+template <bool VALUE>
+constexpr u32 TILE_AT = VALUE ? VALUES_AT : 0;
+template <bool VALUE>
+constexpr u32 TILE_RANGES_AT = VALUE ? VALUE_RANGES_AT : KEY_RANGES_AT;
+template <bool VALUE>
+constexpr u32 FIELD_MASK = FORMAT_BITS<VALUE> == 16 ? 0xffffu : (1u << (FORMAT_BITS<VALUE> % 16)) - 1u;
+// Keys of 8 bits are stored signed and those of 1 bit inverted.
+template <bool VALUE>
+constexpr u32 FLIPPED = !VALUE && (KEY_BITS == 8 || KEY_BITS == 1) ? 1u << (KEY_BITS - 1) : 0u;
+
+// Field i of a word of a tile.
+template <bool VALUE>
+__device__ __forceinline__ Field field_of(u32 word, u32 i) {
+    const u32 r = word & 3u;
+    const u32 c = word >> 2 & 3u;
+    const u32 g = word >> 4 & 7u;
+    const u32 load = word >> 7;
+    if constexpr (VALUE && VALUE_BITS == 16) {
+        return {16 * (load / VALUE_BLOCKS) + 2 * c + 8 * (r >> 1) + i, 16 * (load % VALUE_BLOCKS) + g + 8 * (r & 1u),
+                16 * i};
+    } else if constexpr (VALUE) {
+        const u32 byte = i & 3u;
+        const u32 plane = i >> 2;
+        const u32 block = load * VALUE_PLANES + plane;
+        return {32 * (block / VALUE_BLOCKS) + 16 * (byte & 1u) + 2 * c + 8 * (r >> 1) + (byte >> 1),
+                16 * (block % VALUE_BLOCKS) + g + 8 * (r & 1u), 8 * byte + VALUE_BITS * plane};
+    } else if constexpr (KEY_BITS == 16) {
+        return {16 * (load / KEY_BLOCKS) + g + 8 * (r & 1u), 16 * (load % KEY_BLOCKS) + 8 * (r >> 1) + 2 * c + i,
+                16 * i};
+    } else {
+        const u32 lane = i & 3u;
+        const u32 plane = i >> 2;
+        const u32 block = load * KEY_PLANES + plane;
+        const u32 shift = KEY_BITS == 1 ? 4 * lane + (plane & 3u) + 16 * (plane >> 2) : 8 * lane + KEY_BITS * plane;
+        return {16 * (block / KEY_BLOCKS) + g + 8 * (r & 1u), 32 * (block % KEY_BLOCKS) + 16 * (r >> 1) + 4 * c + lane,
+                shift};
+    }
+}

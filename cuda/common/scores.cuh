@@ -1,0 +1,96 @@
+// Scores of one step of a warp: tokens 16 m + 8 i + g of the step in lane 4 g + c, heads c (or 2 c and 2 c + 1), as
+// scores[(2 m + i) · LANE_HEADS + head].
+
+constexpr int STEP_SCORES = STEP_BLOCKS * 2 * LANE_HEADS;
+
+// The A fragment of one block of packed keys: one byte for each code.
+//
+// 4 and 2 bits are shifted and masked. At 1 bit the word itself selects bytes of a table: a nibble's first three bits
+// choose the byte, and its fourth replaces the byte by its sign. Tables of 00 and ff do not mind the sign, and so yield
+// −bit of one of the first three planes; the table of 01 alone yields 1 − bit of the fourth. Stored inverted, these are
+// code − 1 and code.
+__device__ __forceinline__ void key_block(u32 (&a)[4], const uint4& load, int plane) {
+    const u32 words[4] = {load.x, load.y, load.z, load.w};
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        if (KEY_BITS == 16 || KEY_BITS == 8) {
+            a[r] = words[r];
+        } else if (KEY_BITS == 1) {
+            const u32 selector = plane < 4 ? words[r] : words[r] >> 16;
+            const int bit = plane & 3;
+            const u32 low = bit == 0 ? 0xff00ff00u : bit == 1 ? 0xffff0000u : bit == 2 ? 0u : 0x01010101u;
+            const u32 high = bit == 2 ? 0xffffffffu : low;
+            a[r] = permute_bytes(low, high, selector);
+        } else {
+            const u32 mask = KEY_BITS == 4 ? 0x0f0f0f0fu : 0x03030303u;
+            a[r] = (words[r] >> (KEY_BITS * plane)) & mask;
+        }
+    }
+}
+
+// δ · Σ q · key of four accumulator registers, plus `base` of this lane's heads, for tokens g and g + 8.
+__device__ __forceinline__ void step_scores(float (&scores)[STEP_SCORES], u32 stage, int lane,
+                                            const u32 (&query)[2 * QUERY_REGISTERS], const float (&delta)[LANE_HEADS],
+                                            const float (&base)[KEY_VARIANTS][LANE_HEADS]) {
+    uint4 load;
+#pragma unroll
+    for (int m = 0; m < STEP_BLOCKS; m++) {
+        float sums[2 * LANE_HEADS];
+        if (KEY_BITS == 16) {
+            float products[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+            for (int f = 0; f < KEY_BLOCKS; f++) {
+                load = load_shared_16(stage + (m * KEY_BLOCKS + f) * LOAD_BYTES + lane * 16);
+                u32 a[4];
+                key_block(a, load, 0);
+                multiply_f16(products, a, query[2 * f], query[2 * f + 1]);
+                if (WIDE) {
+                    const int low = KEY_BLOCKS + f;
+                    multiply_f16(products, a, query[(2 * low) % (2 * QUERY_REGISTERS)],
+                                 query[(2 * low + 1) % (2 * QUERY_REGISTERS)]);
+                }
+            }
+            if (WIDE) {
+#pragma unroll
+                for (int i = 0; i < 2 * LANE_HEADS; i++) sums[i] = products[i];
+            } else {
+                sums[0] = products[0] + products[1];
+                sums[1] = products[2] + products[3];
+            }
+        } else {
+            int high[4] = {SUM_START, SUM_START, SUM_START, SUM_START};
+            int low[4] = {SUM_START, SUM_START, SUM_START, SUM_START};
+#pragma unroll
+            for (int f = 0; f < KEY_BLOCKS; f++) {
+                const int block = m * KEY_BLOCKS + f;
+                if (block % KEY_PLANES == 0) {
+                    load = load_shared_16(stage + block / KEY_PLANES * LOAD_BYTES + lane * 16);
+                }
+                u32 a[4];
+                key_block(a, load, block % KEY_PLANES);
+                constexpr bool is_signed = KEY_BITS == 8 || KEY_BITS == 1;
+                multiply_bytes<is_signed>(high, a, query[2 * f], query[2 * f + 1]);
+                if (WIDE) {
+                    const int at = KEY_BLOCKS + f;
+                    multiply_bytes<is_signed>(low, a, query[(2 * at) % (2 * QUERY_REGISTERS)],
+                                              query[(2 * at + 1) % (2 * QUERY_REGISTERS)]);
+                }
+            }
+            // 256 · high is exact; the start of the low sum is part of `base`.
+#pragma unroll
+            for (int i = 0; i < 2 * LANE_HEADS; i++) {
+                const float h = __int_as_float(WIDE ? high[i] : high[2 * i]);
+                const float l = __int_as_float(WIDE ? low[i] : high[(2 * i + 1) % 4]);
+                sums[i] = __fadd_rn(__fmaf_rn(h, 256.0f, -256.0f * SUM_START_FLOAT), l);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+#pragma unroll
+            for (int h = 0; h < LANE_HEADS; h++) {
+                scores[(2 * m + i) * LANE_HEADS + h] =
+                    __fmaf_rn(sums[i * LANE_HEADS + h], delta[h], base[m % KEY_VARIANTS][h]);
+            }
+        }
+    }
+}

@@ -1,0 +1,43 @@
+// Tiles in MMA fragment order (`format::TileOrder::MmaFragment`) of one format of keys and one of values.
+//
+// A tile is a series of loads of 512 bytes, 16 for each lane of a warp, and what a lane loads are the words of its own
+// A fragments: word r belongs to fragment register r. A *block* is what one MMA multiplies: 16 tokens by 32 channels of
+// packed keys, or 16 by 16 of f16 keys and of values. Loads hold one block for each bit plane (two for values, of
+// neighbouring blocks of 16 tokens), counted channels first.
+
+#pragma once
+
+#ifndef HEAD_DIM
+#define HEAD_DIM 128
+#define KEY_BITS 4
+#define VALUE_BITS 4
+#define KEY_TOKEN_RANGES 0
+#define VALUE_TOKEN_RANGES 0
+#endif
+
+constexpr int TILE_TOKENS = 128;
+constexpr int LOAD_BYTES = 512;
+// MMA steps take 16 tokens.
+constexpr int BLOCK_TOKENS = 16;
+
+// Keys: channels of a block, blocks of 16 tokens, blocks of one load.
+constexpr int KEY_CHANNELS = KEY_BITS == 16 ? 16 : 32;
+constexpr int KEY_BLOCKS = HEAD_DIM / KEY_CHANNELS;
+constexpr int KEY_PLANES = KEY_BITS == 16 ? 1 : 8 / KEY_BITS;
+
+// Values: tokens of a run whose blocks share loads, blocks of 16 channels, blocks of channels in one load.
+constexpr int VALUE_RUN = VALUE_BITS == 16 ? 16 : 32;
+constexpr int VALUE_BLOCKS = HEAD_DIM / 16;
+constexpr int VALUE_PLANES = VALUE_BITS == 16 ? 1 : 8 / VALUE_BITS;
+// True if a block of channels has the same bit plane in every run of tokens.
+constexpr bool VALUE_PLANE_FIXED = VALUE_BLOCKS % VALUE_PLANES == 0;
+
+// The part of a page that belongs to one KV head: tile of keys, tile of values, ranges of keys, ranges of values.
+constexpr u32 KEY_TILE_BYTES = TILE_TOKENS * HEAD_DIM * KEY_BITS / 8;
+constexpr u32 VALUE_TILE_BYTES = TILE_TOKENS * HEAD_DIM * VALUE_BITS / 8;
+constexpr u32 KEY_RANGE_BYTES = KEY_TOKEN_RANGES ? TILE_TOKENS * 4 : 0;
+constexpr u32 VALUE_RANGE_BYTES = VALUE_TOKEN_RANGES ? TILE_TOKENS * 4 : 0;
+constexpr u32 VALUES_AT = KEY_TILE_BYTES;
+constexpr u32 KEY_RANGES_AT = VALUES_AT + VALUE_TILE_BYTES;
+constexpr u32 VALUE_RANGES_AT = KEY_RANGES_AT + KEY_RANGE_BYTES;
+constexpr u32 HEAD_BYTES = VALUE_RANGES_AT + VALUE_RANGE_BYTES;

@@ -1,0 +1,189 @@
+// prepare_query: the queries of a chunk of heads as B fragments, a stage of `attend`.
+//
+//   packed keys, a range per channel:  q' = q · scale_c · log2(e)/√d,  score = δ Σ q16 · code + Σ q · min_c · log2(e)/√d
+//   packed keys, a range per token:    q' = q · log2(e)/√d,            score = scale_t · δ Σ q16 · code + min_t · Σ q'
+//   f16 keys:                          q' = q · log2(e)/√d,            score = δ Σ (high + low) · key
+//
+// with q' ≈ δ · q16, q16 = 256 · high + low an integer of 16 bits in two signed bytes; for f16 keys high and low are
+// two halves whose sum is q' / δ. What rounding takes from the query, Σ q' − δ q16, is added times the middle code: what
+// all codes have in common then carries no error, and a range far from zero costs no accuracy.
+//
+// One warp owns a head, a lane every 32nd channel. Queries and ranges are loaded first,
+// so that they do not queue behind the prefetch of keys and values, and used after it.
+//
+// In bounds: heads beyond the group are not read, their rows are zero; HEAD_DIM is a multiple of 32.
+
+#pragma once
+
+#include "common/ptx.cuh"
+#include "common/tile.cuh"
+#include "common/attend_call.cuh"
+
+constexpr int QUERY_BYTES = KEY_BITS == 16 ? 2 : 1;
+// Rows of the B operands: (high, low) of every head, or all high rows and then all low ones.
+constexpr int QUERY_ROWS = WIDE ? 16 : 8;
+// Padded so that the 8 rows of a fragment lie in different banks.
+constexpr int QUERY_ROW_BYTES = HEAD_DIM * QUERY_BYTES + 16;
+constexpr int QUERY_REGISTERS = (WIDE ? 2 : 1) * KEY_BLOCKS;
+
+// At 1 bit the first three planes of a nibble are read as code − 1 (see `key_block`); which blocks of channels that
+// concerns repeats after so many blocks of tokens.
+constexpr int KEY_VARIANTS = KEY_BITS != 1 || KEY_BLOCKS % 4 == 0 ? 1 : KEY_BLOCKS % 2 == 0 ? 2 : 4;
+constexpr int HEADS_PER_WARP = (CHUNK_HEADS + WARPS - 1) / WARPS;
+constexpr int LANE_CHANNELS = HEAD_DIM / 32;
+
+// Integer sums of bytes start here: as a float this is 1.5 · 2^23, and adding an integer to the bits adds it to the
+// float.
+constexpr int SUM_START = 0x4b400000;
+constexpr float SUM_START_FLOAT = 12582912.0f;
+constexpr float MIDDLE_KEY = ((1 << (KEY_BITS % 16)) - 1) * 0.5f;
+
+// What a head's scores are made of beside the sum of products.
+struct HeadConstants {
+    float delta;
+    float base[KEY_VARIANTS];
+    float query_sum;
+};
+
+struct QueryShared {
+    alignas(16) u8 rows[QUERY_ROWS][QUERY_ROW_BYTES];
+    HeadConstants heads[CHUNK_HEADS];
+};
+
+// Channels lane, lane + 32, … of the heads of this warp.
+struct QueryLoads {
+    float query[HEADS_PER_WARP][LANE_CHANNELS];
+    float2 range[LANE_CHANNELS];
+};
+
+__device__ __forceinline__ float warp_sum(float x) {
+    for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(ALL_LANES, x, step);
+    return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+    for (int step = 16; step > 0; step >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
+    return x;
+}
+
+__device__ __forceinline__ QueryLoads load_query(const AttendCall& call, const Item& item, u32 kv_head, u32 first_head,
+                                                 int heads, int warp, int lane) {
+    QueryLoads loads;
+    const u32 query_heads = call.kv_heads * call.group;
+    if (KEY_BITS != 16 && !KEY_TOKEN_RANGES) {
+        const float2* ranges = call.key_ranges + ((u64)item.range_slot * call.kv_heads + kv_head) * HEAD_DIM + lane;
+#pragma unroll
+        for (int i = 0; i < LANE_CHANNELS; i++) loads.range[i] = ranges[32 * i];
+    }
+#pragma unroll
+    for (int k = 0; k < HEADS_PER_WARP; k++) {
+        const int head = warp + k * WARPS;
+        const u64 row = ((u64)item.sequence * query_heads + first_head + head) * HEAD_DIM + lane;
+#pragma unroll
+        for (int i = 0; i < LANE_CHANNELS; i++) {
+            float x = 0.0f;
+            if (head < heads) {
+                x = call.queries_f16 ? half_value(((const u16*)call.queries)[row + 32 * i])
+                                     : ((const float*)call.queries)[row + 32 * i];
+            }
+            loads.query[k][i] = x;
+        }
+    }
+    return loads;
+}
+
+// One head's rows of bytes and its constants, of q' in `scaled`.
+__device__ __forceinline__ void prepare_head(QueryShared& shared, int head, const float (&scaled)[LANE_CHANNELS],
+                                             float offset, float query_sum, int lane) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) largest = fmaxf(largest, fabsf(scaled[i]));
+    largest = warp_max(largest);
+    const int high_row = WIDE ? head : 2 * head;
+    const int low_row = WIDE ? CHUNK_HEADS + head : 2 * head + 1;
+    HeadConstants constants;
+    constants.query_sum = query_sum;
+    if (KEY_BITS == 16) {
+        constants.delta = largest == 0.0f ? 1.0f : largest;
+        constants.base[0] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < LANE_CHANNELS; i++) {
+            const float x = scaled[i] / constants.delta;
+            const u32 high = half_bits(x);
+            ((u16*)shared.rows[high_row])[lane + 32 * i] = (u16)high;
+            ((u16*)shared.rows[low_row])[lane + 32 * i] = (u16)half_bits(x - half_value(high));
+        }
+    } else {
+        // 127 · 256: the high byte stays within a signed byte whatever the low one is.
+        constants.delta = largest / 32512.0f;
+        const float inverse = constants.delta == 0.0f ? 0.0f : 1.0f / constants.delta;
+        float taken = 0.0f;
+        int sums[KEY_VARIANTS];
+#pragma unroll
+        for (int v = 0; v < KEY_VARIANTS; v++) sums[v] = 0;
+#pragma unroll
+        for (int i = 0; i < LANE_CHANNELS; i++) {
+            const int query = __float2int_rn(fminf(fmaxf(scaled[i] * inverse, -32512.0f), 32512.0f));
+            taken += __fmaf_rn((float)-query, constants.delta, scaled[i]);
+            const int low = (int)(signed char)(query & 0xff);
+            shared.rows[high_row][lane + 32 * i] = (u8)((query - low) >> 8);
+            shared.rows[low_row][lane + 32 * i] = (u8)low;
+            // What the bytes of `key_block` lack of a code.
+#pragma unroll
+            for (int v = 0; v < KEY_VARIANTS; v++) {
+                if (KEY_BITS == 8) sums[v] += 128 * query;
+                if (KEY_BITS == 1 && (v * KEY_BLOCKS + i) % 4 != 3) sums[v] += query;
+            }
+        }
+        offset += MIDDLE_KEY * warp_sum(taken);
+#pragma unroll
+        for (int v = 0; v < KEY_VARIANTS; v++) {
+            const int lacking = KEY_BITS == 8 || KEY_BITS == 1 ? __reduce_add_sync(ALL_LANES, sums[v]) : 0;
+            constants.base[v] = constants.delta * ((float)lacking - SUM_START_FLOAT) + offset;
+        }
+    }
+    if (lane == 0) shared.heads[head] = constants;
+}
+
+__device__ __forceinline__ void prepare_query(QueryShared& shared, const QueryLoads& loads, float score_scale, int warp,
+                                              int lane) {
+#pragma unroll
+    for (int k = 0; k < HEADS_PER_WARP; k++) {
+        const int head = warp + k * WARPS;
+        if (head >= CHUNK_HEADS) continue;
+        float scaled[LANE_CHANNELS];
+        float offset = 0.0f;
+        float query_sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < LANE_CHANNELS; i++) {
+            const float x = loads.query[k][i] * score_scale;
+            scaled[i] = x;
+            if (KEY_TOKEN_RANGES) query_sum += x;
+            if (KEY_BITS != 16 && !KEY_TOKEN_RANGES) {
+                scaled[i] = x * loads.range[i].x;
+                offset += x * loads.range[i].y;
+            }
+        }
+        if (KEY_TOKEN_RANGES) query_sum = warp_sum(query_sum);
+        if (KEY_BITS != 16 && !KEY_TOKEN_RANGES) offset = warp_sum(offset);
+        prepare_head(shared, head, scaled, offset, query_sum, lane);
+    }
+}
+
+// This lane's registers of the B fragments: block f of channels at 2f and 2f + 1, those of the low rows behind.
+__device__ __forceinline__ void load_query_fragments(u32 (&fragments)[2 * QUERY_REGISTERS], const QueryShared& shared,
+                                                     int lane) {
+    const int row = lane >> 2;
+    const int column = lane & 3;
+#pragma unroll
+    for (int part = 0; part < (WIDE ? 2 : 1); part++) {
+#pragma unroll
+        for (int f = 0; f < KEY_BLOCKS; f++) {
+            const u32* words = (const u32*)shared.rows[row + 8 * part];
+            const int at = part * KEY_BLOCKS + f;
+            // A block is 8 words of a row: 4 for each register.
+            fragments[2 * at] = words[8 * f + column];
+            fragments[2 * at + 1] = words[8 * f + 4 + column];
+        }
+    }
+}

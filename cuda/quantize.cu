@@ -1,0 +1,46 @@
+// quantize: rows of a dense tensor into tiles, with ranges that are known.
+//
+//   code = the level of `min + scale · code` nearest to the element, ties to even; f16 rounds to nearest even
+//
+// One thread owns one word of a tile and gathers its elements; neighbours own neighbouring words, so that tiles are
+// written coalesced. Fields of tokens beyond the span are zero bits. Reads every element once.
+//
+// In bounds: threads beyond the last page return; pages, slot and rows were checked on the host.
+
+#pragma once
+
+#include "common/ptx.cuh"
+#include "common/tile.cuh"
+#include "common/rows.cuh"
+#include "common/code_range.cuh"
+
+template <bool VALUE>
+__device__ __forceinline__ void quantize_word(const RowsCall& call) {
+    const u64 index = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    const u32 word = (u32)(index % TILE_WORDS<VALUE>);
+    const u32 kv_head = (u32)(index / TILE_WORDS<VALUE> % call.kv_heads);
+    const u64 page = index / TILE_WORDS<VALUE> / call.kv_heads;
+    if (page * TILE_TOKENS >= call.tokens) return;
+    u8* tile = (u8*)call.pages[page] + (u64)kv_head * HEAD_BYTES;
+    u32 packed = 0u;
+#pragma unroll
+    for (u32 i = 0; i < FIELDS<VALUE>; i++) {
+        const Field field = field_of<VALUE>(word, i);
+        const u32 token = (u32)(page * TILE_TOKENS) + field.token;
+        if (token >= call.tokens) continue;
+        const float x = element(call, token, kv_head, field.channel);
+        if constexpr (FORMAT_BITS<VALUE> == 16) {
+            packed |= half_bits(x) << field.shift;
+        } else {
+            const float2 range = TOKEN_RANGES<VALUE>
+                                     ? range_of_word(((const u32*)(tile + TILE_RANGES_AT<VALUE>))[field.token])
+                                     : call.ranges[kv_head * HEAD_DIM + field.channel];
+            packed |= (code_of<FORMAT_BITS<VALUE>>(x, range) ^ FLIPPED<VALUE>) << field.shift;
+        }
+    }
+    ((u32*)(tile + TILE_AT<VALUE>))[word] = packed;
+}
+
+extern "C" __global__ void quantize_keys(const RowsCall call) { quantize_word<false>(call); }
+
+extern "C" __global__ void quantize_values(const RowsCall call) { quantize_word<true>(call); }

@@ -1,0 +1,58 @@
+// ranges_span: one range per channel over all tokens of a span, in two launches over a slot that was zeroed.
+//
+//   scale = (max - min) · shrink / (2^bits - 1),  min = min · shrink
+//
+// ranges_span_extremes enters the largest element and the largest negated element of every channel by atomic maxima of
+// their ordered bits (0 lies below every float's); ranges_span makes ranges of them, in place. A thread of the first
+// owns RANGE_CHUNK tokens of one channel; neighbours own neighbouring channels, so that rows are read coalesced. Reads
+// every element once, two atomics per RANGE_CHUNK elements.
+//
+// In bounds: threads beyond the channels and chunks return; slot and rows were checked on the host.
+
+#pragma once
+
+#include "common/ptx.cuh"
+#include "common/tile.cuh"
+#include "common/rows.cuh"
+#include "common/code_range.cuh"
+
+constexpr u32 RANGE_CHUNK = 64;
+
+__device__ __forceinline__ u32 ordered_bits(u32 bits) { return bits >> 31 ? ~bits : bits | 0x80000000u; }
+
+__device__ __forceinline__ float from_ordered(u32 bits) {
+    return __uint_as_float(bits >> 31 ? bits & 0x7fffffffu : ~bits);
+}
+
+extern "C" __global__ void ranges_span_extremes(const RowsCall call) {
+    const u32 channels = call.kv_heads * HEAD_DIM;
+    const u64 index = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    const u32 channel = (u32)(index % channels);
+    const u64 first = index / channels * RANGE_CHUNK;
+    if (first >= call.tokens) return;
+    const u32 end = min((u32)first + RANGE_CHUNK, call.tokens);
+    u32 low = 0u;
+    u32 high = 0u;
+    for (u32 token = (u32)first; token < end; token++) {
+        const u32 bits = __float_as_uint(element(call, token, channel / HEAD_DIM, channel % HEAD_DIM));
+        low = max(low, ordered_bits(bits ^ 0x80000000u));
+        high = max(high, ordered_bits(bits));
+    }
+    u32* range = (u32*)(call.ranges + channel);
+    atomicMax(range, low);
+    atomicMax(range + 1, high);
+}
+
+template <int BITS>
+__device__ __forceinline__ void finish_ranges(const RowsCall& call) {
+    const u32 channel = blockIdx.x * blockDim.x + threadIdx.x;
+    if (channel >= call.kv_heads * HEAD_DIM) return;
+    u32* range = (u32*)(call.ranges + channel);
+    call.ranges[channel] = code_range<BITS>(-from_ordered(range[0]), from_ordered(range[1]), call.shrink);
+}
+
+extern "C" __global__ void ranges_span_keys(const RowsCall call) { finish_ranges<KEY_BITS == 16 ? 8 : KEY_BITS>(call); }
+
+extern "C" __global__ void ranges_span_values(const RowsCall call) {
+    finish_ranges<VALUE_BITS == 16 ? 8 : VALUE_BITS>(call);
+}

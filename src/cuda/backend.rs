@@ -1,0 +1,174 @@
+//! The CUDA backend: [`Backend`] over a stream.
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
+
+use super::device::{driver_error, open_context};
+use super::kernels::Kernels;
+use super::program::KernelCache;
+use super::rows::Launcher;
+use super::step::StepPlan;
+use super::store::{self, Store};
+use super::tensor::Tensor;
+use crate::Result;
+use crate::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite};
+use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
+use crate::plan::{DecodePlan, Elements, Page, RowLayout};
+
+/// A stream and the kernels of its device. Cheap to clone.
+///
+/// Work is queued on the stream in order; what other streams write must be ordered before it by the caller.
+///
+/// ```no_run
+/// use kvpack::cuda::{Cuda, KernelCache};
+/// # fn example(stream: std::sync::Arc<kvpack::cuda::cudarc::driver::CudaStream>) -> kvpack::Result<()> {
+/// // The stream of an engine ...
+/// let backend = Cuda::new(stream, KernelCache::of_user())?;
+/// // ... or a new one of the first device.
+/// let backend = Cuda::open(0, KernelCache::of_user())?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Cuda {
+    stream: Arc<CudaStream>,
+    kernels: Arc<Kernels>,
+}
+
+impl Cuda {
+    /// The backend on an engine's stream, with kernels kept in `cache`.
+    ///
+    /// # Errors
+    /// [`Error::Adapter`](crate::Error::Adapter) when the device is older than compute capability 8.0.
+    pub fn new(stream: Arc<CudaStream>, cache: KernelCache) -> Result<Self> {
+        let kernels = Arc::new(Kernels::new(stream.context().clone(), cache)?);
+        Ok(Self { stream, kernels })
+    }
+
+    /// The backend on a new stream of a device's primary context.
+    ///
+    /// # Errors
+    /// [`Error::Adapter`](crate::Error::Adapter) when there is no driver, no such device, or one older than compute
+    /// capability 8.0.
+    pub fn open(ordinal: usize, cache: KernelCache) -> Result<Self> {
+        let context = open_context(ordinal)?;
+        Self::new(context.new_stream().map_err(|error| driver_error("a stream", 0, error))?, cache)
+    }
+
+    /// The same kernels on another stream of the same device.
+    #[must_use]
+    pub fn on_stream(&self, stream: Arc<CudaStream>) -> Self {
+        Self { stream, kernels: self.kernels.clone() }
+    }
+
+    /// The stream.
+    pub const fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
+    pub(super) fn kernels(&self) -> &Kernels {
+        &self.kernels
+    }
+
+    fn launcher(&self) -> Launcher<'_> {
+        Launcher { stream: &self.stream, kernels: &self.kernels }
+    }
+}
+
+impl Backend for Cuda {
+    type Tensor = Tensor;
+    type Store = Store;
+
+    fn name(&self) -> String {
+        let name = self.stream.context().name().unwrap_or_else(|_| "unknown device".into());
+        format!("{name} (CUDA, {})", self.kernels.facts().architecture())
+    }
+
+    async fn upload(&self, elements: Elements<'_>) -> Result<Tensor> {
+        Tensor::upload(&self.stream, elements)
+    }
+
+    async fn download(&self, tensor: &Tensor) -> Result<Vec<f32>> {
+        tensor.download(&self.stream)
+    }
+
+    fn elements(&self, tensor: &Tensor) -> usize {
+        tensor.elements()
+    }
+
+    fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Store> {
+        Store::new(shape, format)
+    }
+
+    fn max_shard_pages(&self, shape: &AttentionShape, format: &SegmentFormat) -> u32 {
+        store::max_shard_pages(shape, format)
+    }
+
+    async fn add_shard(&self, store: &mut Store, pages: u32) -> Result<()> {
+        store.add_shard(&self.stream, pages)
+    }
+
+    async fn reserve_ranges(&self, store: &mut Store, slots: usize) -> Result<()> {
+        store.reserve_ranges(&self.stream, slots)
+    }
+
+    fn store_bytes(&self, store: &Store) -> u64 {
+        store.bytes()
+    }
+
+    async fn first_non_finite(
+        &self,
+        which: KeyOrValue,
+        tensor: &Tensor,
+        rows: &RowLayout,
+        shape: &AttentionShape,
+    ) -> Result<Option<NonFinite>> {
+        let what = match which {
+            KeyOrValue::Key => "keys",
+            KeyOrValue::Value => "values",
+        };
+        let Some(index) = self.launcher().find_non_finite(what, tensor, rows, shape)? else { return Ok(None) };
+        let (row, channel) = (index / shape.head_dim(), index % shape.head_dim());
+        let (token, kv_head) = (row / shape.kv_heads(), row % shape.kv_heads());
+        let value = tensor.download_part(&self.stream, rows.row(token, kv_head) + channel, 1)?;
+        Ok(value.first().map(|&value| NonFinite { token, kv_head, channel, value }))
+    }
+
+    fn quantize(&self, store: &mut Store, keys: &Tensor, values: &Tensor, write: SpanWrite<'_>) -> Result<()> {
+        self.launcher().quantize(store, keys, values, &write)
+    }
+
+    fn append(
+        &self,
+        store: &mut Store,
+        keys: &Tensor,
+        values: &Tensor,
+        rows: RowLayout,
+        writes: &[TokenWrite],
+    ) -> Result<()> {
+        self.launcher().append(store, keys, values, rows, writes)
+    }
+
+    fn copy_page(&self, store: &mut Store, from: Page, to: Page) -> Result<()> {
+        store.copy_page(&self.stream, from, to)
+    }
+
+    fn dequantize(&self, store: &Store, read: SpanRead<'_>) -> Result<(Tensor, Tensor)> {
+        let [keys, values] = self.launcher().dequantize(store, &read)?;
+        Ok((keys, values))
+    }
+
+    async fn attend(
+        &self,
+        plan: &DecodePlan,
+        stores: &[&Store],
+        queries: &Tensor,
+        options: AttendOptions,
+    ) -> Result<Tensor> {
+        let step = StepPlan::new(self, plan)?;
+        let output = Tensor::zeroed(&self.stream, queries.elements(), options.output)?;
+        step.bind(self, stores, queries, &output)?.launch(&self.stream)?;
+        Ok(output)
+    }
+}

@@ -1,0 +1,142 @@
+//! Timing by the clock of the device.
+
+use std::time::Duration;
+
+use cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
+use cudarc::driver::sys::CUgraphInstantiate_flags;
+use cudarc::driver::sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+use cudarc::driver::{CudaGraph, DriverError, LaunchConfig, PushKernelArg};
+
+use super::device::driver_error;
+use super::memory::Memory;
+use super::program::Program;
+use super::{BoundStep, Cuda};
+use crate::{Error, Result};
+
+/// Bytes that a block of `read_bandwidth` reads at once.
+const READ_BYTES: usize = 16 * 256 * 16;
+
+/// Multiplier of the words to read: word i is i times this, so that no memory compresses them.
+const PATTERN: u32 = 0x9e37_79b1;
+
+const PROGRAM: &[&str] = &["read_bandwidth.cu", "compute_guard.cu"];
+
+/// What steps took.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepTiming {
+    /// Durations of one step, the mean over one replay of the graph, shortest first; at least one.
+    pub sorted: Vec<Duration>,
+    /// Steps in the graph.
+    pub steps_per_graph: usize,
+}
+
+impl StepTiming {
+    /// The middle duration.
+    pub fn median(&self) -> Duration {
+        self.sorted[self.sorted.len() / 2]
+    }
+}
+
+fn failed(error: DriverError) -> Error {
+    driver_error("measurement", 0, error)
+}
+
+/// Captures `steps_per_graph` steps, going round `steps`, in one CUDA graph and times its replays, at least one.
+///
+/// # Errors
+/// [`Error::Plan`] when there are no steps; what the driver reports.
+pub fn time_steps(backend: &Cuda, steps: &[BoundStep], steps_per_graph: usize, replays: usize) -> Result<StepTiming> {
+    if steps.is_empty() || steps_per_graph == 0 {
+        return Err(Error::Plan { what: "measurement", reason: "there are no steps to time".into() });
+    }
+    let launch = |index: usize| steps[index % steps.len()].launch(backend.stream());
+    let graph = capture(backend, || (0..steps_per_graph).try_for_each(launch))?;
+    graph.launch().map_err(failed)?;
+    let mut sorted = (0..replays.max(1))
+        .map(|_| Ok(timed(backend, || graph.launch().map_err(failed))? / steps_per_graph as u32))
+        .collect::<Result<Vec<_>>>()?;
+    sorted.sort();
+    Ok(StepTiming { sorted, steps_per_graph })
+}
+
+/// What `work` launches, as a graph. Capturing ends even where a launch fails, so that the stream stays usable.
+fn capture(backend: &Cuda, work: impl FnOnce() -> Result<()>) -> Result<CudaGraph> {
+    let stream = backend.stream();
+    stream.begin_capture(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).map_err(failed)?;
+    let launched = work();
+    let graph = stream.end_capture(CUgraphInstantiate_flags(0)).map_err(failed);
+    launched?;
+    graph?.ok_or_else(|| Error::Gpu { message: "the driver captured no graph".into() })
+}
+
+/// Time on the device between the first and the last piece of what `work` launches.
+fn timed(backend: &Cuda, work: impl FnOnce() -> Result<()>) -> Result<Duration> {
+    let (stream, context) = (backend.stream(), backend.stream().context());
+    let event = || context.new_event(Some(CU_EVENT_DEFAULT)).map_err(failed);
+    let (start, end) = (event()?, event()?);
+    start.record(stream).map_err(failed)?;
+    work()?;
+    end.record(stream).map_err(failed)?;
+    let milliseconds = start.elapsed_ms(&end).map_err(failed)?;
+    Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3))
+}
+
+/// Bytes per second at which the device reads memory: the best of some passes over `bytes` bytes, which should be several
+/// times the size of the caches.
+///
+/// # Errors
+/// [`Error::OutOfMemory`], [`Error::DeviceLost`], and [`Error::Gpu`] when the sum of what was read is wrong.
+pub fn read_bandwidth(backend: &Cuda, bytes: usize) -> Result<f64> {
+    let blocks = (bytes / READ_BYTES).max(1);
+    let words: Vec<u32> = (0..(blocks * READ_BYTES / 4) as u32).map(|i| i.wrapping_mul(PATTERN)).collect();
+    let memory = Memory::upload(backend.stream(), "memory to read", bytemuck::cast_slice(&words))?;
+    let sum = Memory::zeroed(backend.stream(), "sum of a bandwidth measurement", 4)?;
+    let program = Program { files: PROGRAM, defines: Vec::new() };
+    let function = backend.kernels().function(&program, "read_bandwidth")?;
+    let grid = (8 * backend.kernels().facts().multiprocessors) as u32;
+    let config = LaunchConfig { grid_dim: (grid, 1, 1), block_dim: (256, 1, 1), shared_mem_bytes: 0 };
+    let (from, count, to) = (memory.address(), blocks as u32, sum.address());
+    let launch = || {
+        let mut builder = backend.stream().launch_builder(&function);
+        builder.arg(&from).arg(&count).arg(&to);
+        // SAFETY: the arguments are the kernel's; the memory is `count` whole blocks, and lives to the end of this
+        // function, which waits for every launch.
+        unsafe { builder.launch(config) }.map(|_| ()).map_err(failed)
+    };
+    launch()?;
+    let read: u32 = bytemuck::pod_read_unaligned(&sum.download(backend.stream(), "sum")?);
+    let expected = words.iter().fold(0u32, |sum, &word| sum.wrapping_add(word));
+    if read != expected {
+        return Err(Error::Gpu { message: format!("the device read a sum of {read:#x}, it is {expected:#x}") });
+    }
+    let mut best = Duration::MAX;
+    for _ in 0..10 {
+        best = best.min(timed(backend, launch)?);
+    }
+    Ok((blocks * READ_BYTES) as f64 / best.as_secs_f64())
+}
+
+/// Duration of a fixed piece of arithmetic, the best of three, which depends on nothing but the clock.
+///
+/// # Errors
+/// What the driver reports.
+pub fn compute_guard(backend: &Cuda) -> Result<Duration> {
+    let grid = 2 * backend.kernels().facts().multiprocessors;
+    let results = Memory::zeroed(backend.stream(), "results of the guard", grid * 256 * 4)?;
+    let program = Program { files: PROGRAM, defines: Vec::new() };
+    let function = backend.kernels().function(&program, "compute_guard")?;
+    let config = LaunchConfig { grid_dim: (grid as u32, 1, 1), block_dim: (256, 1, 1), shared_mem_bytes: 0 };
+    let to = results.address();
+    let mut best = Duration::MAX;
+    for _ in 0..3 {
+        let launch = || {
+            let mut builder = backend.stream().launch_builder(&function);
+            builder.arg(&to);
+            // SAFETY: the argument is the kernel's; there is a result for every thread, and the memory lives to the end
+            // of this function, which waits for every launch.
+            unsafe { builder.launch(config) }.map(|_| ()).map_err(failed)
+        };
+        best = best.min(timed(backend, launch)?);
+    }
+    Ok(best)
+}

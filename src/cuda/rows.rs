@@ -1,0 +1,283 @@
+//! Launches of the kernels that move rows of dense tensors into pages and back.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
+
+use super::device::driver_error;
+use super::kernels::Kernels;
+use super::memory::Memory;
+use super::page_format::PageFormat;
+use super::program::Program;
+use super::store::Store;
+use super::tensor::Tensor;
+use crate::backend::{SpanRead, SpanWrite, TokenWrite};
+use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
+use crate::plan::{ElementType, Page, RowLayout};
+use crate::{Error, Result};
+
+/// Threads of a block.
+const BLOCK: u32 = 256;
+
+/// Tokens of one thread of `ranges_span_extremes`, `RANGE_CHUNK` in its source.
+const RANGE_CHUNK: usize = 64;
+
+/// Elements of one thread of `find_non_finite`, `FINITE_CHUNK` in its source.
+const FINITE_CHUNK: usize = 8;
+
+const BOTH: [KeyOrValue; 2] = [KeyOrValue::Key, KeyOrValue::Value];
+
+/// `RowsCall` of `cuda/common/rows.cuh`.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+struct RowsCall {
+    rows: u64,
+    pages: u64,
+    ranges: u64,
+    token_stride: u64,
+    head_stride: u64,
+    first_token: u32,
+    tokens: u32,
+    kv_heads: u32,
+    rows_f16: u32,
+    shrink: f32,
+    unused: u32,
+}
+
+// SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
+unsafe impl DeviceRepr for RowsCall {}
+
+/// `TokenPlace` of `cuda/common/rows.cuh`.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct TokenPlace {
+    page: u64,
+    token: u32,
+    slot: u32,
+}
+
+/// A stream and the kernels that run on it.
+#[derive(Clone, Copy)]
+pub(super) struct Launcher<'a> {
+    pub(super) stream: &'a Arc<CudaStream>,
+    pub(super) kernels: &'a Kernels,
+}
+
+/// Where keys or values lie densely.
+struct Source<'a> {
+    tensor: &'a Tensor,
+    rows: RowLayout,
+    first_token: usize,
+    tokens: usize,
+}
+
+impl Source<'_> {
+    fn call(&self, shape: &AttentionShape) -> RowsCall {
+        RowsCall {
+            rows: self.tensor.memory().address(),
+            token_stride: self.rows.token_stride as u64,
+            head_stride: self.rows.head_stride as u64,
+            first_token: self.first_token as u32,
+            tokens: self.tokens as u32,
+            kv_heads: shape.kv_heads() as u32,
+            rows_f16: u32::from(self.tensor.element_type() == ElementType::F16),
+            ..RowsCall::default()
+        }
+    }
+}
+
+/// The kernel of keys or of values.
+const fn named(which: KeyOrValue, keys: &'static str, values: &'static str) -> &'static str {
+    match which {
+        KeyOrValue::Key => keys,
+        KeyOrValue::Value => values,
+    }
+}
+
+impl Launcher<'_> {
+    fn run(&self, program: &Program, name: &'static str, call: &RowsCall, threads: u64) -> Result<()> {
+        self.run_with(program, name, call, None, threads)
+    }
+
+    fn run_with(
+        &self,
+        program: &Program,
+        name: &'static str,
+        call: &RowsCall,
+        found: Option<&u64>,
+        threads: u64,
+    ) -> Result<()> {
+        let function = self.kernels.function(program, name)?;
+        let blocks = u32::try_from(threads.div_ceil(u64::from(BLOCK))).ok().filter(|&blocks| blocks <= i32::MAX as u32);
+        let Some(blocks) = blocks.filter(|&blocks| blocks > 0) else {
+            let what = format!("threads of kernel {name}");
+            let hint = "write fewer tokens at once";
+            return Err(Error::Limit { what, needed: threads, allowed: u64::from(BLOCK) * i32::MAX as u64, hint });
+        };
+        let config = LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (BLOCK, 1, 1), shared_mem_bytes: 0 };
+        let mut launch = self.stream.launch_builder(&function);
+        launch.arg(call);
+        if let Some(found) = found {
+            launch.arg(found);
+        }
+        // SAFETY: the arguments are those of the kernel; its memory was checked by the caller to hold what the call
+        // names, and lives until the stream has passed this launch, because it is freed in the order of the stream.
+        unsafe { launch.launch(config) }.map(|_| ()).map_err(|error| driver_error(name, 0, error))
+    }
+
+    /// Page addresses on the device.
+    fn pages(&self, what: &'static str, store: &Store, pages: &[Page]) -> Result<Arc<Memory>> {
+        let addresses = pages.iter().map(|&page| store.page_address(what, page)).collect::<Result<Vec<u64>>>()?;
+        Memory::upload(self.stream, "page addresses", bytemuck::cast_slice(&addresses))
+    }
+
+    /// Kernels `ranges_span`, `ranges_tile` and `quantize`.
+    pub(super) fn quantize(&self, store: &Store, keys: &Tensor, values: &Tensor, write: &SpanWrite<'_>) -> Result<()> {
+        let shape = store.shape();
+        write.rows.check("keys", keys.elements(), shape)?;
+        write.rows.check("values", values.elements(), shape)?;
+        check_span("quantize", write.tokens.len(), write.pages)?;
+        if write.tokens.end() > write.rows.tokens {
+            let reason = format!("tokens up to {} of tensors with {} tokens", write.tokens.end(), write.rows.tokens);
+            return Err(Error::Plan { what: "quantize", reason });
+        }
+        store.check_slot("quantize", write.range_slot)?;
+        let pages = self.pages("quantize", store, write.pages)?;
+        let program = store.pages().rows_program();
+        for (which, tensor) in BOTH.into_iter().zip([keys, values]) {
+            let tokens = write.tokens.len();
+            let source = Source { tensor, rows: write.rows, first_token: write.tokens.start(), tokens };
+            let call = RowsCall {
+                pages: pages.address(),
+                ranges: store.slot_address(which, write.range_slot),
+                shrink: shrink(store.format(), which),
+                ..source.call(shape)
+            };
+            let tiles = (write.pages.len() * shape.kv_heads()) as u64;
+            if store.format().tensor(which).has_span_ranges() {
+                self.span_ranges(&program, which, &call, store)?;
+            } else if store.pages().tensor(which).token_ranges {
+                let name = named(which, "ranges_tile_keys", "ranges_tile_values");
+                self.run(&program, name, &call, tiles * TILE_TOKENS as u64 * 32)?;
+            }
+            let name = named(which, "quantize_keys", "quantize_values");
+            self.run(&program, name, &call, tiles * store.pages().tile_bytes(which) as u64 / 4)?;
+        }
+        Ok(())
+    }
+
+    fn span_ranges(&self, program: &Program, which: KeyOrValue, call: &RowsCall, store: &Store) -> Result<()> {
+        let channels = (store.shape().kv_heads() * store.shape().head_dim()) as u64;
+        self.zero("span ranges", call.ranges, store.slot_bytes())?;
+        let chunks = (call.tokens as usize).div_ceil(RANGE_CHUNK) as u64;
+        self.run(program, "ranges_span_extremes", call, channels * chunks)?;
+        self.run(program, named(which, "ranges_span_keys", "ranges_span_values"), call, channels)
+    }
+
+    fn zero(&self, what: &'static str, address: u64, bytes: usize) -> Result<()> {
+        self.stream.context().bind_to_thread().map_err(|error| driver_error(what, 0, error))?;
+        // SAFETY: the slot was checked to exist, and the memory belongs to the store.
+        let zeroed = unsafe { cudarc::driver::result::memset_d8_async(address, 0, bytes, self.stream.cu_stream()) };
+        zeroed.map_err(|error| driver_error(what, 0, error))
+    }
+
+    /// Kernel `append`.
+    pub(super) fn append(
+        &self,
+        store: &Store,
+        keys: &Tensor,
+        values: &Tensor,
+        rows: RowLayout,
+        writes: &[TokenWrite],
+    ) -> Result<()> {
+        let shape = store.shape();
+        rows.check("keys", keys.elements(), shape)?;
+        rows.check("values", values.elements(), shape)?;
+        let reject = |reason: String| Err(Error::Plan { what: "append", reason });
+        if *store.format() != SegmentFormat::F16 {
+            return reject(format!("single tokens go into an f16 store, this one holds {}", store.format()));
+        }
+        let mut places = Vec::with_capacity(writes.len());
+        for write in writes {
+            if write.token >= rows.tokens || write.slot >= TILE_TOKENS {
+                let (token, slot) = (write.token, write.slot);
+                return reject(format!("token {token} of {} into slot {slot} of {TILE_TOKENS}", rows.tokens));
+            }
+            let page = store.page_address("append", write.page)?;
+            places.push(TokenPlace { page, token: write.token as u32, slot: write.slot as u32 });
+        }
+        if places.is_empty() {
+            return Ok(());
+        }
+        let memory = Memory::upload(self.stream, "places of tokens", bytemuck::cast_slice(&places))?;
+        let program = store.pages().rows_program();
+        for (which, tensor) in BOTH.into_iter().zip([keys, values]) {
+            let source = Source { tensor, rows, first_token: 0, tokens: places.len() };
+            let call = RowsCall { pages: memory.address(), ..source.call(shape) };
+            let elements = (places.len() * shape.kv_heads() * shape.head_dim()) as u64;
+            self.run(&program, named(which, "append_keys", "append_values"), &call, elements)?;
+        }
+        Ok(())
+    }
+
+    /// Kernel `dequantize`.
+    pub(super) fn dequantize(&self, store: &Store, read: &SpanRead<'_>) -> Result<[Tensor; 2]> {
+        check_span("dequantize", read.tokens, read.pages)?;
+        store.check_slot("dequantize", read.range_slot)?;
+        let pages = self.pages("dequantize", store, read.pages)?;
+        let (shape, program) = (store.shape(), store.pages().rows_program());
+        let read_back = |which: KeyOrValue| {
+            let rows = RowLayout::head_major(read.tokens, shape);
+            let elements = rows.elements_needed(shape);
+            let tensor = Tensor::zeroed(self.stream, elements, ElementType::F32)?;
+            let source = Source { tensor: &tensor, rows, first_token: 0, tokens: read.tokens };
+            let call = RowsCall {
+                pages: pages.address(),
+                ranges: store.slot_address(which, read.range_slot),
+                ..source.call(shape)
+            };
+            let words = (read.pages.len() * shape.kv_heads() * store.pages().tile_bytes(which) / 4) as u64;
+            self.run(&program, named(which, "dequantize_keys", "dequantize_values"), &call, words)?;
+            Ok(tensor)
+        };
+        Ok([read_back(KeyOrValue::Key)?, read_back(KeyOrValue::Value)?])
+    }
+
+    /// Kernel `find_non_finite`: the index, in token order, of the first element that cannot be stored.
+    pub(super) fn find_non_finite(
+        &self,
+        what: &'static str,
+        tensor: &Tensor,
+        rows: &RowLayout,
+        shape: &AttentionShape,
+    ) -> Result<Option<usize>> {
+        rows.check(what, tensor.elements(), shape)?;
+        let source = Source { tensor, rows: *rows, first_token: 0, tokens: rows.tokens };
+        let found = Memory::upload(self.stream, "what was found", &u64::MAX.to_ne_bytes())?;
+        // Only the head dimension matters.
+        let program = PageFormat::f16(shape.head_dim()).rows_program();
+        let elements = rows.tokens * shape.kv_heads() * shape.head_dim();
+        let chunk = BLOCK as usize * FINITE_CHUNK;
+        let threads = (elements.div_ceil(chunk) * BLOCK as usize) as u64;
+        self.run_with(&program, "find_non_finite", &source.call(shape), Some(&found.address()), threads)?;
+        let index: u64 = bytemuck::pod_read_unaligned(&found.download(self.stream, "what was found")?);
+        Ok((index != u64::MAX).then_some(index as usize))
+    }
+}
+
+fn shrink(format: &SegmentFormat, which: KeyOrValue) -> f32 {
+    format.tensor(which).affine().map_or(1.0, |affine| affine.shrink)
+}
+
+/// Checks that a span has tokens and exactly the pages they need.
+fn check_span(what: &'static str, tokens: usize, pages: &[Page]) -> Result<()> {
+    let needed = tokens.div_ceil(TILE_TOKENS);
+    if tokens == 0 {
+        return Err(Error::NoTokens { what, hint: "pass at least one token" });
+    }
+    if pages.len() != needed {
+        let reason = format!("{tokens} tokens lie in {needed} pages, {} were given", pages.len());
+        return Err(Error::Plan { what, reason });
+    }
+    Ok(())
+}

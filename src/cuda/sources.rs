@@ -1,0 +1,99 @@
+//! The CUDA files, compiled into the library.
+
+macro_rules! files {
+    ($($name:literal),* $(,)?) => {
+        /// The text of `cuda/{name}`.
+        fn file(name: &str) -> Option<&'static str> {
+            match name {
+                $($name => Some(include_str!(concat!("../../cuda/", $name))),)*
+                _ => None,
+            }
+        }
+
+        /// Names of all files.
+        #[cfg(test)]
+        pub(super) const NAMES: &[&str] = &[$($name),*];
+    };
+}
+
+files![
+    "append.cu",
+    "attend.cu",
+    "common/attend_call.cuh",
+    "common/code_range.cuh",
+    "common/ptx.cuh",
+    "common/ring.cuh",
+    "common/rows.cuh",
+    "common/scores.cuh",
+    "common/tile.cuh",
+    "common/values.cuh",
+    "compute_guard.cu",
+    "dequantize.cu",
+    "find_non_finite.cu",
+    "merge_states.cu",
+    "prepare_query.cu",
+    "quantize.cu",
+    "ranges_span.cu",
+    "ranges_tile.cu",
+    "read_bandwidth.cu",
+];
+
+/// One text of several files: each `#include "…"` is replaced by the file it names, once.
+///
+/// NVRTC could be given the files as headers, but one text is what a cache can be keyed by, and what an error message
+/// counts lines in.
+pub(super) fn assemble(files: &[&'static str]) -> String {
+    let mut text = String::new();
+    let mut included = Vec::new();
+    files.iter().for_each(|name| include(name, &mut included, &mut text));
+    text
+}
+
+fn include(name: &str, included: &mut Vec<String>, text: &mut String) {
+    if included.iter().any(|seen| seen == name) {
+        return;
+    }
+    included.push(name.into());
+    for line in file(name).unwrap_or_default().lines() {
+        match included_name(line) {
+            Some(name) => include(name, included, text),
+            None if line == "#pragma once" => {}
+            None => {
+                text.push_str(line);
+                text.push('\n');
+            }
+        }
+    }
+}
+
+fn included_name(line: &str) -> Option<&str> {
+    line.strip_prefix("#include \"")?.strip_suffix('"')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every file that is named is there, is not empty, and names only files that are there.
+    #[test]
+    fn includes_name_files() {
+        for name in NAMES {
+            let text = file(name).unwrap();
+            assert!(text.starts_with("//"), "{name} begins with what it is");
+            assert!(text.lines().filter_map(included_name).all(|included| file(included).is_some()), "{name}");
+        }
+    }
+
+    #[test]
+    fn each_file_comes_once() {
+        let text = assemble(&["quantize.cu", "dequantize.cu"]);
+        assert_eq!(text.matches("struct RowsCall {").count(), 1);
+        assert!(!text.contains("#include") && !text.contains("#pragma once"));
+    }
+
+    /// NVRTC has no headers of its own to offer.
+    #[test]
+    fn no_system_headers() {
+        assert!(NAMES.iter().all(|name| !file(name).unwrap().contains("#include <")));
+    }
+}

@@ -1,0 +1,462 @@
+//! A decode step: planned from lengths, bound to memory, launched.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
+
+use super::Cuda;
+use super::device::{DeviceFacts, driver_error};
+use super::memory::Memory;
+use super::page_format::PageFormat;
+use super::program::Program;
+use super::split::{self, Wave};
+use super::store::Store;
+use super::tensor::Tensor;
+use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
+use crate::plan::{DecodePlan, ElementType, Page, SegmentPlan};
+use crate::{Error, Result};
+
+/// Bytes of keys and values that one stage of a warp's ring should hold.
+const STAGE_BYTES: usize = 8192;
+
+/// Bytes of shared memory that `attend` has beside its rings, at most.
+const FIXED_SHARED_BYTES: usize = 12 << 10;
+
+/// `Item` of `cuda/common/attend_call.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Item {
+    first_page: u32,
+    tokens: u32,
+    range_slot: u32,
+    sequence: u32,
+    state: u32,
+    first_state: u32,
+    states: u32,
+    unused: u32,
+}
+
+/// `AttendCall` of `cuda/common/attend_call.cuh`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct AttendCall {
+    pages: u64,
+    items: u64,
+    queries: u64,
+    output: u64,
+    key_ranges: u64,
+    value_ranges: u64,
+    states: u64,
+    state_lse: u64,
+    arrivals: u64,
+    kv_heads: u32,
+    group: u32,
+    chunks: u32,
+    score_scale: f32,
+    queries_f16: u32,
+    output_f16: u32,
+}
+
+// SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
+unsafe impl DeviceRepr for AttendCall {}
+
+/// How `attend` is compiled for a format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct AttendVariant {
+    pages: PageFormat,
+    /// Up to 8 query heads to a block instead of 4.
+    wide: bool,
+    step_tokens: usize,
+    stages: usize,
+    warps: usize,
+    /// Copies by the copy engine, which compute capability 9.0 has.
+    bulk_copies: bool,
+}
+
+impl AttendVariant {
+    fn new(pages: PageFormat, group: usize, facts: &DeviceFacts) -> Result<Self> {
+        let step_tokens = step_tokens(&pages);
+        let stage = stage_bytes(&pages, step_tokens);
+        let shared = facts.shared_bytes.saturating_sub(FIXED_SHARED_BYTES);
+        let fits = |&(warps, stages): &(usize, usize)| warps * stages * stage <= shared;
+        let Some((warps, stages)) = [(8, 3), (4, 3), (4, 2), (2, 2), (2, 1)].into_iter().find(fits) else {
+            return Err(Error::Limit {
+                what: "shared memory of a block".into(),
+                needed: (2 * stage) as u64,
+                allowed: shared as u64,
+                hint: "use a device with more shared memory, or fewer bits",
+            });
+        };
+        let bulk_copies = facts.capability >= (9, 0);
+        Ok(Self { pages, wide: group > 4, step_tokens, stages, warps, bulk_copies })
+    }
+
+    const fn chunk_heads(&self) -> usize {
+        if self.wide { 8 } else { 4 }
+    }
+
+    fn program(&self) -> Program {
+        let mut defines = self.pages.defines();
+        defines.extend([
+            ("WIDE", self.wide.into()),
+            ("STEP_TOKENS", self.step_tokens),
+            ("STAGES", self.stages),
+            ("WARPS", self.warps),
+            ("BULK_COPIES", self.bulk_copies.into()),
+        ]);
+        Program { files: &["attend.cu"], defines }
+    }
+
+    /// Shared memory of the rings, in which the warps' sums are joined afterwards.
+    fn shared_bytes(&self) -> usize {
+        let rings = self.warps * self.stages * stage_bytes(&self.pages, self.step_tokens);
+        let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8) * size_of::<f32>();
+        rings.max(joined)
+    }
+}
+
+fn stage_bytes(pages: &PageFormat, step_tokens: usize) -> usize {
+    pages.head_bytes() * step_tokens / TILE_TOKENS
+}
+
+/// Tokens of a step: the most whose keys and values fit a stage and are whole loads, or else the fewest.
+fn step_tokens(pages: &PageFormat) -> usize {
+    let whole = |which: KeyOrValue, tokens: usize| {
+        let (bits, run) = (pages.tensor(which).bits, if which == KeyOrValue::Value { 32 } else { 16 });
+        (bits == 16 || tokens.is_multiple_of(run)) && (tokens * pages.head_dim * bits / 8).is_multiple_of(512)
+    };
+    let valid = |tokens: &usize| whole(KeyOrValue::Key, *tokens) && whole(KeyOrValue::Value, *tokens);
+    let sizes = [128, 64, 32, 16];
+    let fits = |tokens: &usize| pages.tile_bytes_of(*tokens) <= STAGE_BYTES;
+    let largest = sizes.into_iter().filter(valid).find(fits);
+    largest.or_else(|| sizes.into_iter().rev().find(valid)).unwrap_or(TILE_TOKENS)
+}
+
+impl PageFormat {
+    /// Bytes of the keys and values of so many tokens of one head, without ranges.
+    fn tile_bytes_of(&self, tokens: usize) -> usize {
+        (self.tile_bytes(KeyOrValue::Key) + self.tile_bytes(KeyOrValue::Value)) * tokens / TILE_TOKENS
+    }
+}
+
+/// One segment of a step.
+#[derive(Clone, Debug)]
+struct SegmentStep {
+    store: usize,
+    format: SegmentFormat,
+    variant: AttendVariant,
+    pages: Vec<Page>,
+    items: Vec<Item>,
+}
+
+/// A step as the CUDA kernels run it: made from lengths alone, without touching the device.
+///
+/// The items of the [`DecodePlan`] are not used: they are cut anew, so that their blocks fill the device once.
+#[derive(Clone, Debug)]
+pub struct StepPlan {
+    shape: AttentionShape,
+    sequences: usize,
+    segments: Vec<SegmentStep>,
+    states: usize,
+}
+
+impl StepPlan {
+    /// Plans a step for a device.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a format, a head dimension or a calibration that has no CUDA kernel.
+    pub fn new(backend: &Cuda, plan: &DecodePlan) -> Result<Self> {
+        Self::for_device(backend.kernels().facts(), plan)
+    }
+
+    fn for_device(facts: &DeviceFacts, plan: &DecodePlan) -> Result<Self> {
+        let shape = plan.shape;
+        let mut segments =
+            plan.segments.iter().map(|segment| SegmentStep::new(facts, &shape, segment)).collect::<Result<Vec<_>>>()?;
+        let states = assign_states(plan.sequences(), &mut segments);
+        Ok(Self { shape, sequences: plan.sequences(), segments, states })
+    }
+
+    /// Kernel launches of the step, by name.
+    pub fn launch_labels(&self) -> Vec<String> {
+        self.segments.iter().map(|segment| format!("attend {}", segment.format)).collect()
+    }
+
+    /// Allocates scratch, resolves the pages of `stores` (in the order of the plan's stores) and uploads the tables.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] or [`Error::Elements`] when stores, queries or output are not those of the plan;
+    /// [`Error::OutOfMemory`]; errors of compiling kernels on first use.
+    pub fn bind(&self, backend: &Cuda, stores: &[&Store], queries: &Tensor, output: &Tensor) -> Result<BoundStep> {
+        let heads = self.shape.query_heads();
+        let expected = self.sequences * heads * self.shape.head_dim();
+        for (what, tensor) in [("queries", queries), ("output", output)] {
+            if tensor.elements() != expected {
+                let channels = self.shape.head_dim();
+                let shape = format!("{} sequences × {heads} query heads × {channels} channels", self.sequences);
+                return Err(Error::Elements { what, given: tensor.elements(), expected, shape });
+            }
+        }
+        let stream = backend.stream();
+        let states = Memory::zeroed(stream, "attention states", self.states * heads * self.shape.head_dim() * 4)?;
+        let lse = Memory::zeroed(stream, "attention states", self.states * heads * 4)?;
+        // As many counters as the finest chunks need.
+        let arrivals = Memory::zeroed(stream, "arrivals", self.sequences * heads * 4)?;
+        let mut step = BoundStep { launches: Vec::new(), memory: vec![states.clone(), lse.clone(), arrivals.clone()] };
+        step.memory.extend([queries.memory().clone(), output.memory().clone()]);
+        for segment in &self.segments {
+            let store = stores.get(segment.store).filter(|store| *store.shape() == self.shape);
+            let store = store.filter(|store| *store.format() == segment.format).ok_or_else(|| Error::Plan {
+                what: "attend",
+                reason: format!("store {} is missing, of another shape or not in {}", segment.store, segment.format),
+            })?;
+            let tables = segment.tables(stream, store)?;
+            let chunks = self.shape.group().div_ceil(segment.variant.chunk_heads());
+            let call = AttendCall {
+                pages: tables.address(),
+                items: tables.address() + (segment.pages.len() * size_of::<u64>()) as u64,
+                queries: queries.memory().address(),
+                output: output.memory().address(),
+                key_ranges: store.slot_address(KeyOrValue::Key, 0),
+                value_ranges: store.slot_address(KeyOrValue::Value, 0),
+                states: states.address(),
+                state_lse: lse.address(),
+                arrivals: arrivals.address(),
+                kv_heads: self.shape.kv_heads() as u32,
+                group: self.shape.group() as u32,
+                chunks: chunks as u32,
+                score_scale: std::f32::consts::LOG2_E / (self.shape.head_dim() as f32).sqrt(),
+                queries_f16: u32::from(queries.element_type() == ElementType::F16),
+                output_f16: u32::from(output.element_type() == ElementType::F16),
+            };
+            let blocks = segment.items.len() * self.shape.kv_heads() * chunks;
+            step.launches.push(segment.launch(backend, call, blocks)?);
+            step.memory.push(tables);
+            step.memory.extend(store.memory());
+        }
+        Ok(step)
+    }
+}
+
+impl SegmentStep {
+    fn new(facts: &DeviceFacts, shape: &AttentionShape, segment: &SegmentPlan) -> Result<Self> {
+        if segment.calibration.is_some() {
+            return Err(Error::Unsupported {
+                what: "calibration of scores on the CUDA backend".into(),
+                hint: "use the wgpu backend, or a recipe without calibration".into(),
+            });
+        }
+        let pages = PageFormat::new(shape, &segment.format)?;
+        let variant = AttendVariant::new(pages, shape.group(), facts)?;
+        let wave = Wave {
+            blocks: facts.multiprocessors,
+            blocks_per_item: shape.kv_heads() * shape.group().div_ceil(variant.chunk_heads()),
+            tile_bytes: pages.head_bytes(),
+        };
+        let tiles: Vec<usize> = segment.spans.iter().map(|span| (span.tokens as usize).div_ceil(TILE_TOKENS)).collect();
+        let most = wave.tiles_per_item(&tiles);
+        let mut items = Vec::new();
+        for (span, &tiles) in segment.spans.iter().zip(&tiles) {
+            for (start, length) in split::cut(tiles, most) {
+                let end = ((start + length) * TILE_TOKENS).min(span.tokens as usize);
+                items.push(Item {
+                    first_page: span.page_offset + start as u32,
+                    tokens: (end - start * TILE_TOKENS) as u32,
+                    range_slot: span.range_slot,
+                    sequence: span.sequence,
+                    state: 0, // these are known once all segments are cut
+                    first_state: 0,
+                    states: 0,
+                    unused: 0,
+                });
+            }
+        }
+        // Long items first, so that none begins when the others end.
+        items.sort_by_key(|item| std::cmp::Reverse(item.tokens));
+        Ok(Self { store: segment.store, format: segment.format, variant, pages: pages_of(segment), items })
+    }
+
+    /// Page addresses, then items.
+    fn tables(&self, stream: &Arc<CudaStream>, store: &Store) -> Result<Arc<Memory>> {
+        for item in &self.items {
+            store.check_slot("attend", item.range_slot as usize)?;
+        }
+        let addresses =
+            self.pages.iter().map(|&page| store.page_address("attend", page)).collect::<Result<Vec<u64>>>()?;
+        let mut bytes = bytemuck::cast_slice::<u64, u8>(&addresses).to_vec();
+        bytes.extend_from_slice(bytemuck::cast_slice(&self.items));
+        Memory::upload(stream, "tables of a decode step", &bytes)
+    }
+
+    fn launch(&self, backend: &Cuda, call: AttendCall, blocks: usize) -> Result<Launch> {
+        let function = backend.kernels().function(&self.variant.program(), "attend")?;
+        let shared = self.variant.shared_bytes();
+        function
+            .set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)
+            .map_err(|error| driver_error("shared memory of attend", shared as u64, error))?;
+        let config = LaunchConfig {
+            grid_dim: (blocks as u32, 1, 1),
+            block_dim: (self.variant.warps as u32 * 32, 1, 1),
+            shared_mem_bytes: shared as u32,
+        };
+        Ok(Launch { function, config, call })
+    }
+}
+
+/// The pages of a segment's table, shards restored: the plan has them only with its dispatches.
+fn pages_of(segment: &SegmentPlan) -> Vec<Page> {
+    let mut pages: Vec<Page> = segment.page_table.iter().map(|&index| Page { shard: 0, index }).collect();
+    for dispatch in &segment.dispatches {
+        for item in &segment.items[dispatch.first_item..][..dispatch.items] {
+            let tiles = (item.tokens as usize).div_ceil(TILE_TOKENS);
+            pages[item.page_offset as usize..][..tiles].iter_mut().for_each(|page| page.shard = dispatch.shard);
+        }
+    }
+    pages
+}
+
+/// Gives every item its state row so that the rows of a sequence are contiguous, and returns how many there are.
+fn assign_states(sequences: usize, segments: &mut [SegmentStep]) -> usize {
+    let mut counts = vec![0u32; sequences];
+    for item in segments.iter().flat_map(|segment| &segment.items) {
+        counts[item.sequence as usize] += 1;
+    }
+    let mut first = Vec::with_capacity(sequences);
+    let mut states = 0;
+    for &count in &counts {
+        first.push(states);
+        states += count;
+    }
+    let mut next = first.clone();
+    for item in segments.iter_mut().flat_map(|segment| &mut segment.items) {
+        let sequence = item.sequence as usize;
+        (item.state, item.first_state, item.states) = (next[sequence], first[sequence], counts[sequence]);
+        next[sequence] += 1;
+    }
+    states as usize
+}
+
+#[derive(Debug)]
+struct Launch {
+    function: CudaFunction,
+    config: LaunchConfig,
+    call: AttendCall,
+}
+
+/// A step that is ready to run, with its scratch. It keeps alive all memory that it reads and writes.
+///
+/// It reads whatever the pages hold when it runs, so that a graph that captured it may be replayed after tokens were
+/// overwritten in place; after tokens were added, plan and bind anew. Two runs must not overlap.
+#[derive(Debug)]
+pub struct BoundStep {
+    launches: Vec<Launch>,
+    memory: Vec<Arc<Memory>>,
+}
+
+impl BoundStep {
+    /// Launches the kernels of the step on a stream: nothing is allocated or copied, and nothing waits.
+    ///
+    /// # Errors
+    /// What the driver says of a launch.
+    pub fn launch(&self, stream: &CudaStream) -> Result<()> {
+        for launch in &self.launches {
+            let mut builder = stream.launch_builder(&launch.function);
+            builder.arg(&launch.call);
+            // SAFETY: the argument is the kernel's; pages, slots, queries, output and scratch were checked or sized when
+            // the step was bound, and `memory` keeps them.
+            unsafe { builder.launch(launch.config) }.map_err(|error| driver_error("attend", 0, error))?;
+        }
+        Ok(())
+    }
+
+    /// Bytes that the step keeps alive, scratch and stores alike.
+    pub fn bytes(&self) -> usize {
+        self.memory.iter().map(|memory| memory.bytes()).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Bits;
+    use crate::format::{AffineFormat, Grouping, TensorFormat};
+    use crate::plan::{SpanView, Split, StoreView};
+
+    const H200: DeviceFacts = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
+
+    fn affine(bits: Bits, grouping: Grouping) -> TensorFormat {
+        TensorFormat::Affine(AffineFormat::new(bits, grouping))
+    }
+
+    /// Every format at every head dimension has a variant whose loads are whole and whose rings fit.
+    #[test]
+    fn every_format_has_a_variant() {
+        let small = DeviceFacts { shared_bytes: 101_376, ..H200 };
+        let mut tensors = vec![TensorFormat::F16];
+        for bits in Bits::ALL.into_iter().filter(|&bits| bits != Bits::Three) {
+            tensors.extend([affine(bits, Grouping::Channel), affine(bits, Grouping::Token)]);
+        }
+        for head_dim in super::super::HEAD_DIMS {
+            let shape = AttentionShape::new(8, 2, head_dim).unwrap();
+            for (&key, &value) in tensors.iter().flat_map(|key| tensors.iter().map(move |value| (key, value))) {
+                let pages = PageFormat::new(&shape, &SegmentFormat { key, value }).unwrap();
+                for facts in [H200, small] {
+                    let variant = AttendVariant::new(pages, 4, &facts).unwrap();
+                    assert!(TILE_TOKENS.is_multiple_of(variant.step_tokens));
+                    assert!(variant.shared_bytes() + FIXED_SHARED_BYTES <= facts.shared_bytes, "{key} {value}");
+                    for which in [KeyOrValue::Key, KeyOrValue::Value] {
+                        let loads = variant.step_tokens * head_dim * pages.tensor(which).bits / 8;
+                        assert_eq!(loads % 512, 0, "{key} {value} {head_dim}");
+                    }
+                    let run = if pages.value.bits == 16 { 16 } else { 32 };
+                    assert!(variant.step_tokens.is_multiple_of(run), "{key} {value} {head_dim}");
+                }
+            }
+        }
+    }
+
+    /// Items cover every token of every span once, in pages of the right shard, and each has a state row of its own.
+    #[test]
+    fn items_cover_all_tokens_once() {
+        let shape = AttentionShape::new(32, 8, 128).unwrap();
+        let pages: Vec<Page> = (0..400).map(|i| Page { shard: i / 37, index: i % 37 }).collect();
+        let span = |sequence, tokens: usize, first: usize| SpanView {
+            sequence,
+            tokens,
+            pages: &pages[first..first + tokens.div_ceil(TILE_TOKENS)],
+            range_slot: sequence,
+        };
+        let store = |format, spans| StoreView { format, calibration: None, spans };
+        let stores = [
+            store(SegmentFormat::per_channel(Bits::Two), vec![span(0, 40_000, 0), span(1, 129, 320)]),
+            store(SegmentFormat::F16, vec![span(1, 1, 330), span(0, 700, 331)]),
+        ];
+        let plan = DecodePlan::new(shape, 2, &stores, Split::default()).unwrap();
+        let step = StepPlan::for_device(&H200, &plan).unwrap();
+        let mut rows = vec![0; step.states];
+        for (segment, store) in step.segments.iter().zip(&stores) {
+            let tokens: u32 = segment.items.iter().map(|item| item.tokens).sum();
+            assert_eq!(tokens as usize, store.spans.iter().map(|span| span.tokens).sum::<usize>());
+            let expected: Vec<Page> = store.spans.iter().flat_map(|span| span.pages).copied().collect();
+            assert_eq!(segment.pages, expected);
+            for item in &segment.items {
+                rows[item.state as usize] += 1;
+                assert!((item.first_state..item.first_state + item.states).contains(&item.state));
+            }
+        }
+        assert!(rows.iter().all(|&row| row == 1));
+    }
+
+    #[test]
+    fn calibration_is_refused() {
+        let shape = AttentionShape::new(4, 2, 128).unwrap();
+        let pages = [Page { shard: 0, index: 0 }];
+        let span = SpanView { sequence: 0, tokens: 100, pages: &pages, range_slot: 0 };
+        let calibration = crate::Calibration::new(0.0, 1.0).ok();
+        let store = StoreView { format: SegmentFormat::F16, calibration, spans: vec![span] };
+        let plan = DecodePlan::new(shape, 1, &[store], Split::default()).unwrap();
+        let error = StepPlan::for_device(&H200, &plan).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    }
+}

@@ -1,0 +1,194 @@
+//! Packed keys and values on the device: pages in shards, and the ranges of spans.
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
+use cudarc::driver::result::memcpy_dtod_async;
+
+use super::device::driver_error;
+use super::memory::Memory;
+use super::page_format::PageFormat;
+use crate::format::{AttentionShape, CodeRange, KeyOrValue, SegmentFormat};
+use crate::plan::Page;
+use crate::{Error, Result};
+
+/// Most bytes of one shard. Shards only bound how much is allocated at once: a step reads all of them alike.
+const SHARD_BYTES: u64 = 8 << 30;
+
+/// Pages and ranges of one segment format.
+///
+/// A page holds the tiles of its KV heads one after the other, each with what belongs to it (see the
+/// [module](super)); span ranges are `[slot][kv_head][head_dim]` of [`CodeRange`].
+#[derive(Debug)]
+pub struct Store {
+    shape: AttentionShape,
+    format: SegmentFormat,
+    pages: PageFormat,
+    shards: Vec<Shard>,
+    range_slots: usize,
+    key_ranges: Option<Arc<Memory>>,
+    value_ranges: Option<Arc<Memory>>,
+}
+
+#[derive(Debug)]
+struct Shard {
+    pages: u32,
+    memory: Arc<Memory>,
+}
+
+/// Most pages of one shard.
+pub(super) fn max_shard_pages(shape: &AttentionShape, format: &SegmentFormat) -> u32 {
+    (SHARD_BYTES / format.page_bytes(shape) as u64).try_into().unwrap_or(u32::MAX)
+}
+
+impl Store {
+    /// An empty store.
+    ///
+    /// # Errors
+    /// [`Error::Format`] when the format does not fit the shape, [`Error::Unsupported`] when it has no CUDA kernel.
+    pub(super) fn new(shape: AttentionShape, format: SegmentFormat) -> Result<Self> {
+        format.check(&shape)?;
+        let pages = PageFormat::new(&shape, &format)?;
+        Ok(Self { shape, format, pages, shards: Vec::new(), range_slots: 0, key_ranges: None, value_ranges: None })
+    }
+
+    /// Shape of the layer.
+    pub const fn shape(&self) -> &AttentionShape {
+        &self.shape
+    }
+
+    /// Format of keys and values.
+    pub const fn format(&self) -> &SegmentFormat {
+        &self.format
+    }
+
+    pub(super) const fn pages(&self) -> &PageFormat {
+        &self.pages
+    }
+
+    /// Bytes of tiles, tile ranges and span ranges.
+    pub fn bytes(&self) -> u64 {
+        let page_bytes = self.page_bytes() as u64;
+        let pages: u64 = self.shards.iter().map(|shard| u64::from(shard.pages) * page_bytes).sum();
+        pages + (self.range_slots * self.format.range_slot_bytes(&self.shape)) as u64
+    }
+
+    const fn page_bytes(&self) -> usize {
+        self.pages.head_bytes() * self.shape.kv_heads()
+    }
+
+    /// Adds a shard of `pages` zeroed pages.
+    pub(super) fn add_shard(&mut self, stream: &Arc<CudaStream>, pages: u32) -> Result<()> {
+        let memory = Memory::zeroed(stream, "pages", pages as usize * self.page_bytes())?;
+        self.shards.push(Shard { pages, memory });
+        Ok(())
+    }
+
+    /// Grows the span ranges to at least `slots` slots. Steps that were bound before read the old ones.
+    pub(super) fn reserve_ranges(&mut self, stream: &Arc<CudaStream>, slots: usize) -> Result<()> {
+        if !self.format.has_span_ranges() || slots <= self.range_slots {
+            return Ok(());
+        }
+        let bytes = slots * self.slot_ranges() * size_of::<CodeRange>();
+        let grow = |which, old: &Option<Arc<Memory>>| match (self.format.tensor(which).has_span_ranges(), old) {
+            (false, _) => Ok(None),
+            (true, None) => Memory::zeroed(stream, "span ranges", bytes).map(Some),
+            (true, Some(old)) => old.grown(stream, "span ranges", bytes).map(Some),
+        };
+        let keys = grow(KeyOrValue::Key, &self.key_ranges)?;
+        let values = grow(KeyOrValue::Value, &self.value_ranges)?;
+        (self.key_ranges, self.value_ranges, self.range_slots) = (keys, values, slots);
+        Ok(())
+    }
+
+    /// Ranges of one slot.
+    const fn slot_ranges(&self) -> usize {
+        self.shape.kv_heads() * self.shape.head_dim()
+    }
+
+    /// Address of a slot's ranges, 0 where the format has none.
+    pub(super) fn slot_address(&self, which: KeyOrValue, slot: usize) -> u64 {
+        self.ranges(which)
+            .map_or(0, |ranges| ranges.address() + (slot * self.slot_ranges() * size_of::<CodeRange>()) as u64)
+    }
+
+    /// Bytes of a slot's ranges.
+    pub(super) const fn slot_bytes(&self) -> usize {
+        self.slot_ranges() * size_of::<CodeRange>()
+    }
+
+    pub(super) const fn ranges(&self, which: KeyOrValue) -> Option<&Arc<Memory>> {
+        match which {
+            KeyOrValue::Key => self.key_ranges.as_ref(),
+            KeyOrValue::Value => self.value_ranges.as_ref(),
+        }
+    }
+
+    /// Everything that a step reads of the store.
+    pub(super) fn memory(&self) -> Vec<Arc<Memory>> {
+        let shards = self.shards.iter().map(|shard| shard.memory.clone());
+        shards.chain(self.key_ranges.clone()).chain(self.value_ranges.clone()).collect()
+    }
+
+    /// Address of a page.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such page.
+    pub(super) fn page_address(&self, what: &'static str, page: Page) -> Result<u64> {
+        let shard = self.shards.get(page.shard as usize).filter(|shard| page.index < shard.pages);
+        let shard = shard.ok_or_else(|| Error::Plan {
+            what,
+            reason: format!(
+                "there is no page {} in shard {}; the shards hold {:?} pages",
+                page.index,
+                page.shard,
+                self.shards.iter().map(|shard| shard.pages).collect::<Vec<_>>()
+            ),
+        })?;
+        Ok(shard.memory.address() + u64::from(page.index) * self.page_bytes() as u64)
+    }
+
+    /// Queues the copy of a page to another, ranges beside the tiles included.
+    pub(super) fn copy_page(&self, stream: &Arc<CudaStream>, from: Page, to: Page) -> Result<()> {
+        let what = "copy of a page";
+        let (source, target) = (self.page_address(what, from)?, self.page_address(what, to)?);
+        let failed = |error| driver_error(what, self.page_bytes() as u64, error);
+        stream.context().bind_to_thread().map_err(failed)?;
+        // SAFETY: both addresses were checked to begin a page of a shard of this store, whose memory lives as long as
+        // the store does; two pages are the same or do not overlap; the stream orders the copy like any other work.
+        unsafe { memcpy_dtod_async(target, source, self.page_bytes(), stream.cu_stream()) }.map_err(failed)
+    }
+
+    /// Checks that a slot of span ranges exists, where the format needs one.
+    pub(super) fn check_slot(&self, what: &'static str, slot: usize) -> Result<()> {
+        if self.format.has_span_ranges() && slot >= self.range_slots {
+            let reason = format!("there is no range slot {slot}; the store has {}, reserve more", self.range_slots);
+            return Err(Error::Plan { what, reason });
+        }
+        Ok(())
+    }
+
+    /// The words of a tile, in [`TileOrder::MmaFragment`](crate::format::TileOrder::MmaFragment), after the work that
+    /// the stream holds.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such page or head, [`Error::DeviceLost`].
+    pub fn tile_words(
+        &self,
+        stream: &Arc<CudaStream>,
+        which: KeyOrValue,
+        page: Page,
+        kv_head: usize,
+    ) -> Result<Vec<u32>> {
+        self.page_address("tile", page)?;
+        if kv_head >= self.shape.kv_heads() {
+            let reason = format!("KV head {kv_head} of {}", self.shape.kv_heads());
+            return Err(Error::Plan { what: "tile", reason });
+        }
+        let offset =
+            page.index as usize * self.page_bytes() + kv_head * self.pages.head_bytes() + self.pages.tile_offset(which);
+        let memory = &self.shards[page.shard as usize].memory;
+        let bytes = memory.download_part(stream, "tile", offset, self.pages.tile_bytes(which))?;
+        Ok(bytemuck::pod_collect_to_vec(&bytes))
+    }
+}

@@ -1,0 +1,240 @@
+//! The orders in which backends lay codes inside a tile.
+
+use super::{Bits, Field, KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout};
+use crate::{Error, Result};
+
+/// The order of codes inside a tile. What a code means, the tile's tokens and its ranges are the same in all orders, and
+/// so is its size wherever [`TileOrder::MmaFragment`] exists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TileOrder {
+    /// Four codes that meet in one packed dot product share a word: the order of [`super::tile`], for CPU and WGSL.
+    DotProduct,
+    /// The words of a tile are the registers of matrix fragments (CUDA's `mma.sync`).
+    ///
+    /// A tile is a series of loads of 512 bytes, in which lane `4g + c` (g < 8, c < 4) of a warp finds its words
+    /// `r` = 0..4 at `(32 · load + lane) · 4 + r`. With `planes = 8 / bits`, load `l` and bit plane `j` hold block
+    /// `l · planes + j` of the tile; blocks are counted channels first.
+    ///
+    /// | | a block is | the field in word `r`, byte `e`, plane `j` of block `(m, f)` |
+    /// | --- | --- | --- |
+    /// | key of 8, 4, 2 bits | 16 tokens × 32 channels | token `16m + g + 8(r & 1)`, channel `32f + 16(r >> 1) + 4c + e`, at bit `8e + bits · j` |
+    /// | key of 1 bit | the same | the same, at bit `4e + j % 4 + 16(j / 4)` |
+    /// | value of 8, 4, 2, 1 bits | 32 tokens × 16 channels | token `32m + 16(e & 1) + 8(r >> 1) + 2c + (e >> 1)`, channel `16f + g + 8(r & 1)`, at bit `8e + bits · j` |
+    /// | key in f16, half `e` of word `r` | 16 × 16, one to a load | token `16m + g + 8(r & 1)`, channel `16f + 8(r >> 1) + 2c + e` |
+    /// | value in f16, half `e` of word `r` | 16 × 16, one to a load | token `16m + 8(r >> 1) + 2c + e`, channel `16f + g + 8(r & 1)` |
+    ///
+    /// Keys of 8 and of 1 bits have their top bit flipped, all other codes are stored as they are. Head dimensions are
+    /// multiples of 32.
+    MmaFragment,
+}
+
+impl TileOrder {
+    /// Where the element of `channel` at `token` of a tile lies.
+    ///
+    /// # Errors
+    /// [`Error::Format`] when the order does not exist for the format or at `head_dim`.
+    pub fn field(
+        self,
+        which: KeyOrValue,
+        format: &TensorFormat,
+        head_dim: usize,
+        token: usize,
+        channel: usize,
+    ) -> Result<Field> {
+        self.check(format, head_dim)?;
+        Ok(self.place(which, format, head_dim, (token, channel)))
+    }
+
+    /// What a code is combined with by XOR before it is stored.
+    pub const fn flip(self, which: KeyOrValue, format: &TensorFormat) -> u32 {
+        let Some(bits) = format.code_bits() else { return 0 };
+        let bits = bits.count();
+        match (self, which, bits) {
+            (Self::DotProduct, _, _) | (Self::MmaFragment, KeyOrValue::Key, 8 | 1) => 1 << (bits - 1),
+            (Self::MmaFragment, _, _) => 0,
+        }
+    }
+
+    /// The words of a tile in the order `to`. Padding of the order that is left is dropped, that of the other is zero.
+    ///
+    /// # Errors
+    /// [`Error::Format`] when an order does not exist at `head_dim`, [`Error::Elements`] when the tile has not the
+    /// words of one.
+    pub fn convert(
+        self,
+        to: Self,
+        which: KeyOrValue,
+        format: &TensorFormat,
+        head_dim: usize,
+        tile: &[u32],
+    ) -> Result<Vec<u32>> {
+        self.check(format, head_dim)?;
+        to.check(format, head_dim)?;
+        let layout = TileLayout::new(format, head_dim);
+        let words = match which {
+            KeyOrValue::Key => layout.key_tile_words(),
+            KeyOrValue::Value => layout.value_tile_words(),
+        };
+        if tile.len() != words {
+            return Err(Error::Elements {
+                what: "tile in words",
+                given: tile.len(),
+                expected: words,
+                shape: format!("format {format}, head_dim {head_dim}"),
+            });
+        }
+        let flip = self.flip(which, format) ^ to.flip(which, format);
+        let mut converted = vec![0; words];
+        for element in (0..TILE_TOKENS).flat_map(|token| (0..head_dim).map(move |channel| (token, channel))) {
+            let from = self.place(which, format, head_dim, element);
+            let at = to.place(which, format, head_dim, element);
+            at.set(&mut converted, from.get(tile) ^ flip);
+        }
+        Ok(converted)
+    }
+
+    fn check(self, format: &TensorFormat, head_dim: usize) -> Result<()> {
+        if self == Self::MmaFragment && format.code_bits() == Some(Bits::Three) {
+            let reason = "the fragment order has codes of 1, 2, 4 and 8 bits".into();
+            return Err(Error::Format { format: format.to_string(), reason });
+        }
+        if self == Self::MmaFragment && !head_dim.is_multiple_of(32) {
+            let reason = format!("head_dim {head_dim} is no multiple of 32, of which the fragment order is made");
+            return Err(Error::Format { format: format.to_string(), reason });
+        }
+        Ok(())
+    }
+
+    fn place(self, which: KeyOrValue, format: &TensorFormat, head_dim: usize, element: (usize, usize)) -> Field {
+        let (token, channel) = element;
+        let layout = TileLayout::new(format, head_dim);
+        match (self, which) {
+            (Self::DotProduct, KeyOrValue::Key) => layout.key_field(token, channel),
+            (Self::DotProduct, KeyOrValue::Value) => layout.value_field(token, channel),
+            (Self::MmaFragment, KeyOrValue::Key) => key_fragment(format.element_bits(), head_dim, element),
+            (Self::MmaFragment, KeyOrValue::Value) => value_fragment(format.element_bits(), head_dim, element),
+        }
+    }
+}
+
+/// Word of register `r` of lane `4g + c`.
+const fn word(load: usize, g: usize, c: usize, r: usize) -> usize {
+    (32 * load + 4 * g + c) * 4 + r
+}
+
+const fn key_fragment(bits: usize, head_dim: usize, (token, channel): (usize, usize)) -> Field {
+    let (m, g) = (token / 16, token % 8);
+    if bits == 16 {
+        let (f, c, e) = (channel / 16, channel % 8 / 2, channel % 2);
+        let r = token % 16 / 8 + 2 * (channel % 16 / 8);
+        return Field::within(word(m * (head_dim / 16) + f, g, c, r), 16 * e as u32, bits);
+    }
+    let (f, c, e) = (channel / 32, channel % 16 / 4, channel % 4);
+    let r = token % 16 / 8 + 2 * (channel % 32 / 16);
+    let (block, planes) = (m * (head_dim / 32) + f, 8 / bits);
+    let plane = block % planes;
+    let shift = if bits == 1 { 4 * e + plane % 4 + 16 * (plane / 4) } else { 8 * e + bits * plane };
+    Field::within(word(block / planes, g, c, r), shift as u32, bits)
+}
+
+const fn value_fragment(bits: usize, head_dim: usize, (token, channel): (usize, usize)) -> Field {
+    let (f, g) = (channel / 16, channel % 8);
+    let (c, next) = (token % 8 / 2, token % 2);
+    let r = channel % 16 / 8 + 2 * (token % 16 / 8);
+    if bits == 16 {
+        return Field::within(word(token / 16 * (head_dim / 16) + f, g, c, r), 16 * next as u32, bits);
+    }
+    let (block, planes) = (token / 32 * (head_dim / 16) + f, 8 / bits);
+    let shift = 16 * next + 8 * (token % 32 / 16) + bits * (block % planes);
+    Field::within(word(block / planes, g, c, r), shift as u32, bits)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::{AffineFormat, Grouping};
+
+    const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
+
+    fn formats() -> Vec<TensorFormat> {
+        let affine = |bits| TensorFormat::Affine(AffineFormat::new(bits, Grouping::Channel));
+        let widths = Bits::ALL.into_iter().filter(|&bits| bits != Bits::Three);
+        std::iter::once(TensorFormat::F16).chain(widths.map(affine)).collect()
+    }
+
+    fn each(test: impl Fn(KeyOrValue, &TensorFormat, usize)) {
+        for format in formats() {
+            for head_dim in HEAD_DIMS {
+                test(KeyOrValue::Key, &format, head_dim);
+                test(KeyOrValue::Value, &format, head_dim);
+            }
+        }
+    }
+
+    /// Every element has bits of its own, and together they fill the tile.
+    #[test]
+    fn fragments_fill_the_tile() {
+        each(|which, format, head_dim| {
+            let words = TILE_TOKENS * head_dim * format.element_bits() / 32;
+            let mask = u32::MAX >> (32 - format.element_bits());
+            let mut tile = vec![0u32; words];
+            for token in 0..TILE_TOKENS {
+                for channel in 0..head_dim {
+                    let field = TileOrder::MmaFragment.field(which, format, head_dim, token, channel).unwrap();
+                    assert_eq!(tile[field.word] & (mask << field.shift), 0, "{which} {format} {head_dim}");
+                    tile[field.word] |= mask << field.shift;
+                }
+            }
+            assert!(tile.iter().all(|&word| word == u32::MAX), "{which} {format} {head_dim}");
+        });
+    }
+
+    /// There and back again is what there was, bit for bit, and codes are the same on both sides.
+    #[test]
+    fn conversion_keeps_every_code() {
+        each(|which, format, head_dim| {
+            let words = TILE_TOKENS * head_dim * format.element_bits() / 32;
+            let tile: Vec<u32> = (0..words as u32).map(|i| i.wrapping_mul(0x9e37_79b9) ^ (i << 7)).collect();
+            let (dot, mma) = (TileOrder::DotProduct, TileOrder::MmaFragment);
+            let fragments = dot.convert(mma, which, format, head_dim, &tile).unwrap();
+            assert_ne!(fragments, tile);
+            let mask = u32::MAX >> (32 - format.element_bits());
+            for (token, channel) in [(0, 0), (1, 5), (77, head_dim - 1), (127, 33)] {
+                let code = |order: TileOrder, tile: &[u32]| {
+                    let field = order.field(which, format, head_dim, token, channel).unwrap();
+                    (tile[field.word] >> field.shift & mask) ^ order.flip(which, format)
+                };
+                assert_eq!(code(dot, &tile), code(mma, &fragments), "{which} {format} {head_dim}");
+            }
+            assert_eq!(mma.convert(dot, which, format, head_dim, &fragments).unwrap(), tile);
+        });
+    }
+
+    /// Fields worked out by hand from the table.
+    #[test]
+    fn fields_of_the_table() {
+        let field = |which, bits: Bits, token, channel| {
+            let format = TensorFormat::Affine(AffineFormat::new(bits, Grouping::Channel));
+            let field = TileOrder::MmaFragment.field(which, &format, 128, token, channel).unwrap();
+            (field.word, field.shift)
+        };
+        // Block (1, 2) is number 6: load 1 and plane 2 of 4. Token 16 + 3 + 8, channel 64 + 16 + 4 · 1 + 2.
+        assert_eq!(field(KeyOrValue::Key, Bits::Two, 27, 86), ((32 + 4 * 3 + 1) * 4 + 3, 8 * 2 + 2 * 2));
+        // At 1 bit number 6 is plane 6 of load 0.
+        assert_eq!(field(KeyOrValue::Key, Bits::One, 27, 86), ((4 * 3 + 1) * 4 + 3, 4 * 2 + 2 + 16));
+        // Block (1, 5) is number 13: load 6 and plane 1 of 2. Token 32 + 16 + 8 + 2 · 2 + 1, channel 80 + 3 + 8.
+        assert_eq!(field(KeyOrValue::Value, Bits::Four, 61, 91), ((6 * 32 + 4 * 3 + 2) * 4 + 3, 8 * 3 + 4));
+    }
+
+    #[test]
+    fn head_dims_without_fragments_are_refused() {
+        let tile = vec![0; 128 * 40];
+        let error = TileOrder::DotProduct
+            .convert(TileOrder::MmaFragment, KeyOrValue::Key, &TensorFormat::F16, 80, &tile)
+            .unwrap_err();
+        assert!(error.to_string().contains("multiple of 32"), "{error}");
+        let three = TensorFormat::Affine(AffineFormat::new(Bits::Three, Grouping::Channel));
+        let placed = TileOrder::MmaFragment.field(KeyOrValue::Key, &three, 128, 0, 0);
+        assert!(matches!(placed, Err(Error::Format { .. })), "{placed:?}");
+    }
+}
