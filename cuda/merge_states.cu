@@ -2,7 +2,8 @@
 //
 //   out = Σ_i 2^(lse_i − M) out_i / Σ_i 2^(lse_i − M),  M = max_i lse_i
 //
-// The last block of a sequence, KV head and chunk to arrive merges; the counter is back at zero afterwards, so that the
+// Blocks of a cluster merge first, in each other's shared memory: each a part of the outputs. Of what then remains, the
+// last block of a sequence, KV head and chunk to arrive merges; the counter is back at zero afterwards, so that the
 // next step, or the next replay of a graph, finds it so. A thread owns every (threads)-th output. States are read past
 // the L1 cache, which may hold older ones.
 //
@@ -22,18 +23,66 @@ __device__ __forceinline__ void write_output(const AttendCall& call, u64 index, 
     }
 }
 
+// Blocks of a cluster, at most.
+constexpr u32 MOST_CLUSTER = 8;
+
 // True in all threads of the last block to arrive.
 __device__ __forceinline__ bool last_to_arrive(u32* arrivals, u32 expected) {
     __shared__ bool last;
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        last = atomicAdd(arrivals, 1u) + 1u == expected;
+        last = arrive(arrivals) + 1u == expected;
         if (last) *arrivals = 0u;
     }
     __syncthreads();
-    if (last) __threadfence();
     return last;
+}
+
+// Outputs [head][channel] and log-sum-exps [head] of a block, for the others of its cluster.
+struct ClusterShared {
+    float outputs[CHUNK_HEADS * HEAD_DIM];
+    float lse[CHUNK_HEADS];
+};
+
+// Output e of the cluster.
+__device__ __forceinline__ ItemState merge_cluster(const ClusterShared& shared, u32 cluster, int e) {
+    const u32 out_at = shared_address(&shared.outputs[e]);
+    const u32 lse_at = shared_address(&shared.lse[e / HEAD_DIM]);
+    float outs[MOST_CLUSTER];
+    float lses[MOST_CLUSTER];
+    float largest = -__int_as_float(0x7f800000);
+#pragma unroll
+    for (u32 rank = 0; rank < MOST_CLUSTER; rank++) {
+        lses[rank] = rank < cluster ? load_cluster(lse_at, rank) : -__int_as_float(0x7f800000);
+        outs[rank] = rank < cluster ? load_cluster(out_at, rank) : 0.0f;
+        largest = fmaxf(largest, lses[rank]);
+    }
+    float weight = 0.0f;
+    float sum = 0.0f;
+#pragma unroll
+    for (u32 rank = 0; rank < MOST_CLUSTER; rank++) {
+        const float w = exp2_approx(lses[rank] - largest);
+        weight += w;
+        sum += w * outs[rank];
+    }
+    return {sum / weight, largest + log2_approx(weight)};
+}
+
+// States that are loaded at once.
+constexpr u32 MERGED_AT_ONCE = 8;
+
+// Writes output e of a block, or of a cluster: the sequence's own if there is nothing to merge, or else a state.
+__device__ __forceinline__ void write_state(const AttendCall& call, const Item& item, u32 first_head, int e,
+                                            ItemState state) {
+    const u32 query_heads = call.kv_heads * call.group;
+    const u32 head = first_head + e / HEAD_DIM;
+    if (item.states == 1) {
+        write_output(call, ((u64)item.sequence * query_heads + head) * HEAD_DIM + e % HEAD_DIM, state.out);
+        return;
+    }
+    const u64 row = (u64)item.state * query_heads + head;
+    call.states[row * HEAD_DIM + e % HEAD_DIM] = state.out;
+    if (e % HEAD_DIM == 0) call.state_lse[row] = state.lse;
 }
 
 __device__ __forceinline__ void merge_states(const AttendCall& call, const Item& item, u32 first_head, int heads) {
@@ -42,15 +91,31 @@ __device__ __forceinline__ void merge_states(const AttendCall& call, const Item&
         const u32 head = first_head + e / HEAD_DIM;
         const float* lse = call.state_lse + (u64)item.first_state * query_heads + head;
         const float* out = call.states + ((u64)item.first_state * query_heads + head) * HEAD_DIM + e % HEAD_DIM;
-        float largest = __ldcg(lse);
-        for (u32 i = 1; i < item.states; i++) largest = fmaxf(largest, __ldcg(lse + (u64)i * query_heads));
+        float largest = -__int_as_float(0x7f800000);
         float weight = 0.0f;
         float sum = 0.0f;
-#pragma unroll 8
-        for (u32 i = 0; i < item.states; i++) {
-            const float w = exp2_approx(__ldcg(lse + (u64)i * query_heads) - largest);
-            weight += w;
-            sum += w * __ldcg(out + (u64)i * query_heads * HEAD_DIM);
+        for (u32 first = 0; first < item.states; first += MERGED_AT_ONCE) {
+            float lses[MERGED_AT_ONCE];
+            float outs[MERGED_AT_ONCE];
+            const float before = largest;
+#pragma unroll
+            for (u32 i = 0; i < MERGED_AT_ONCE; i++) {
+                const u64 row = (u64)(first + i) * query_heads;
+                const bool there = first + i < item.states;
+                lses[i] = there ? __ldcg(lse + row) : -__int_as_float(0x7f800000);
+                outs[i] = there ? __ldcg(out + row * HEAD_DIM) : 0.0f;
+            }
+#pragma unroll
+            for (u32 i = 0; i < MERGED_AT_ONCE; i++) largest = fmaxf(largest, lses[i]);
+            const float factor = exp2_approx(before - largest);
+            weight *= factor;
+            sum *= factor;
+#pragma unroll
+            for (u32 i = 0; i < MERGED_AT_ONCE; i++) {
+                const float w = exp2_approx(lses[i] - largest);
+                weight += w;
+                sum += w * outs[i];
+            }
         }
         write_output(call, ((u64)item.sequence * query_heads + head) * HEAD_DIM + e % HEAD_DIM, sum / weight);
     }

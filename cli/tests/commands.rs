@@ -17,7 +17,7 @@ fn json(arguments: &[&str]) -> serde_json::Value {
 fn help_names_every_command() {
     let run = kvpack(&["--help"]);
     assert_eq!(run.code, 0);
-    for command in ["list", "check", "bench", "eval", "golden"] {
+    for command in ["list", "check", "bench", "eval", "generate", "capture", "golden"] {
         assert!(run.out.contains(command), "{command} is missing:\n{}", run.out);
     }
 }
@@ -46,6 +46,31 @@ fn bench_prints_checked_rows() {
         assert!(row["nmse"].as_f64().unwrap() < 1e-6 && row["step_us"].as_f64().unwrap() > 0.0, "{row}");
     }
     assert!(rows[1..].iter().all(|row| row["times_f16"].as_f64().unwrap() > 0.0));
+}
+
+#[test]
+fn bench_times_what_it_appended() {
+    let bench = json(&["bench", "--backend", "cpu", "--suite", "append", "--json"]);
+    let rows = bench["rows"].as_array().expect("rows");
+    for (token, packs) in [("packed", false), ("f16 window", true)] {
+        let mut of_kind = rows.iter().filter(|row| row["token"] == token).peekable();
+        assert!(of_kind.peek().is_some(), "{rows:?}");
+        assert!(of_kind.all(|row| row["append_us"].as_f64() > Some(0.0) && row["pack_us"].is_number() == packs));
+    }
+}
+
+/// What can be wrong with a model, or asked too much of it, from outside.
+#[test]
+fn models_that_cannot_run_are_errors() {
+    let missing = kvpack(&["generate", "--model", "/no/such.gguf", "a prompt"]);
+    assert_eq!(missing.code, 2);
+    assert!(missing.err.contains("/no/such.gguf") && missing.err.contains("fetch-model.sh"), "{}", missing.err);
+    let no_model = kvpack(&["eval", "--model", DUMP]);
+    assert_eq!(no_model.code, 2);
+    assert!(no_model.err.contains("GGUF"), "{}", no_model.err);
+    let recipe = kvpack(&["generate", "--recipe", "kiwi:2", "a prompt"]);
+    assert_eq!(recipe.code, 2);
+    assert!(recipe.err.contains("the methods are f16"), "{}", recipe.err);
 }
 
 #[test]

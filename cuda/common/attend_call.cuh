@@ -5,13 +5,16 @@
 #ifndef STEP_TOKENS
 // Query heads share the 8 columns of an MMA: up to 4, two columns each (WIDE 0), or up to 8 with a second MMA (WIDE 1).
 #define WIDE 0
+// Tokens that are copied at once, and those of them whose scores a warp holds at once.
 #define STEP_TOKENS 64
+#define PASS_TOKENS 64
 #define STAGES 3
 #define WARPS 8
 #define BULK_COPIES 1
 #endif
 
-// A run of tokens of one span, attended by one block for each KV head and chunk of query heads.
+// A run of tokens of one span, attended by one block for each KV head and chunk of query heads. Where blocks form
+// clusters, `cluster` items in a row belong to one sequence and share a row of states.
 struct Item {
     // First entry of the page table.
     u32 first_page;
@@ -49,18 +52,31 @@ struct AttendCall {
     float score_scale;
     u32 queries_f16;
     u32 output_f16;
+    // Blocks of a cluster, 1 where there are none.
+    u32 cluster;
+    u32 unused;
+};
+
+// One head's output over an item, and the base-2 log-sum-exp of its scores.
+struct ItemState {
+    float out;
+    float lse;
 };
 
 // Query heads of a chunk, and those whose scores one lane holds.
 constexpr int CHUNK_HEADS = WIDE ? 8 : 4;
 constexpr int LANE_HEADS = WIDE ? 2 : 1;
 
-constexpr int STEP_BLOCKS = STEP_TOKENS / BLOCK_TOKENS;
+constexpr int STEP_PASSES = STEP_TOKENS / PASS_TOKENS;
+constexpr int PASS_BLOCKS = PASS_TOKENS / BLOCK_TOKENS;
 constexpr int STEPS_PER_TILE = TILE_TOKENS / STEP_TOKENS;
-constexpr int KEY_LOADS = STEP_BLOCKS * KEY_BLOCKS / KEY_PLANES;
-constexpr int VALUE_LOADS = STEP_TOKENS / VALUE_RUN * VALUE_BLOCKS / VALUE_PLANES;
-static_assert(KEY_LOADS * KEY_PLANES == STEP_BLOCKS * KEY_BLOCKS, "a step must be whole loads of keys");
-static_assert(VALUE_LOADS * VALUE_PLANES * VALUE_RUN == STEP_TOKENS * VALUE_BLOCKS, "and of values");
+constexpr int PASS_KEY_LOADS = PASS_BLOCKS * KEY_BLOCKS / KEY_PLANES;
+constexpr int PASS_VALUE_LOADS = PASS_TOKENS / VALUE_RUN * VALUE_BLOCKS / VALUE_PLANES;
+constexpr int KEY_LOADS = STEP_PASSES * PASS_KEY_LOADS;
+constexpr int VALUE_LOADS = STEP_PASSES * PASS_VALUE_LOADS;
+static_assert(STEP_PASSES * PASS_TOKENS == STEP_TOKENS, "a step must be whole passes");
+static_assert(PASS_KEY_LOADS * KEY_PLANES == PASS_BLOCKS * KEY_BLOCKS, "a pass must be whole loads of keys");
+static_assert(PASS_VALUE_LOADS * VALUE_PLANES * VALUE_RUN == PASS_TOKENS * VALUE_BLOCKS, "and of values");
 
 // A stage of a warp's ring: loads of keys, loads of values, ranges of keys, ranges of values.
 constexpr u32 STAGE_VALUES_AT = KEY_LOADS * LOAD_BYTES;

@@ -98,11 +98,62 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// Copies bytes, a multiple of 16, to shared memory through the copy engine, counted on a barrier.
+// Copies bytes, a multiple of 16, to shared memory through the copy engine, counted on a barrier. They are the first to
+// leave the L2 cache, since a step reads them once.
 __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
+    u64 once;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            to),
+        "l"(from), "r"(bytes), "r"(barrier), "l"(once)
+        : "memory");
+}
+
+// Lets the next kernel of the stream begin, if it was launched with programmatic serialisation.
+__device__ __forceinline__ void admit_later_kernels() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits until all kernels before this one are complete and what they wrote is visible.
+__device__ __forceinline__ void await_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Adds one, after everything that this block wrote before its last barrier and before everything it reads after the
+// next, for all blocks of the device.
+__device__ __forceinline__ u32 arrive(u32* counter) {
+    u32 before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
+// Waits for all blocks of the cluster; what they wrote before is visible after.
+__device__ __forceinline__ void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// The float at this block's address `at` in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ float load_cluster(u32 at, u32 rank) {
+    float x = 0.0f;
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n"
+        ".reg .u32 there;\n"
+        "mapa.shared::cluster.u32 there, %1, %2;\n"
+        "ld.shared::cluster.f32 %0, [there];\n"
+        "}"
+        : "=f"(x)
+        : "r"(at), "r"(rank)
+        : "memory");
+#endif
+    return x;
 }
 
 __device__ __forceinline__ uint4 load_shared_16(u32 from) {

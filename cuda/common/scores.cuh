@@ -1,7 +1,7 @@
-// Scores of one step of a warp: tokens 16 m + 8 i + g of the step in lane 4 g + c, heads c (or 2 c and 2 c + 1), as
+// Scores of one pass of a warp: tokens 16 m + 8 i + g of the pass in lane 4 g + c, heads c (or 2 c and 2 c + 1), as
 // scores[(2 m + i) · LANE_HEADS + head].
 
-constexpr int STEP_SCORES = STEP_BLOCKS * 2 * LANE_HEADS;
+constexpr int PASS_SCORES = PASS_BLOCKS * 2 * LANE_HEADS;
 
 // The A fragment of one block of packed keys: one byte for each code.
 //
@@ -29,18 +29,18 @@ __device__ __forceinline__ void key_block(u32 (&a)[4], const uint4& load, int pl
 }
 
 // δ · Σ q · key of four accumulator registers, plus `base` of this lane's heads, for tokens g and g + 8.
-__device__ __forceinline__ void step_scores(float (&scores)[STEP_SCORES], u32 stage, int lane,
+__device__ __forceinline__ void pass_scores(float (&scores)[PASS_SCORES], u32 keys, int lane,
                                             const u32 (&query)[2 * QUERY_REGISTERS], const float (&delta)[LANE_HEADS],
                                             const float (&base)[KEY_VARIANTS][LANE_HEADS]) {
     uint4 load;
 #pragma unroll
-    for (int m = 0; m < STEP_BLOCKS; m++) {
+    for (int m = 0; m < PASS_BLOCKS; m++) {
         float sums[2 * LANE_HEADS];
         if (KEY_BITS == 16) {
             float products[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
             for (int f = 0; f < KEY_BLOCKS; f++) {
-                load = load_shared_16(stage + (m * KEY_BLOCKS + f) * LOAD_BYTES + lane * 16);
+                load = load_shared_16(keys + (m * KEY_BLOCKS + f) * LOAD_BYTES + lane * 16);
                 u32 a[4];
                 key_block(a, load, 0);
                 multiply_f16(products, a, query[2 * f], query[2 * f + 1]);
@@ -64,7 +64,7 @@ __device__ __forceinline__ void step_scores(float (&scores)[STEP_SCORES], u32 st
             for (int f = 0; f < KEY_BLOCKS; f++) {
                 const int block = m * KEY_BLOCKS + f;
                 if (block % KEY_PLANES == 0) {
-                    load = load_shared_16(stage + block / KEY_PLANES * LOAD_BYTES + lane * 16);
+                    load = load_shared_16(keys + block / KEY_PLANES * LOAD_BYTES + lane * 16);
                 }
                 u32 a[4];
                 key_block(a, load, block % KEY_PLANES);

@@ -1,4 +1,4 @@
-// Weighted values of one step of a warp: rows are 16 channels, columns the heads, the sum runs over 16 tokens.
+// Weighted values of one pass of a warp: rows are 16 channels, columns the heads, the sum runs over 16 tokens.
 
 // The A fragment of one block of values: pairs of halves of two tokens.
 //
@@ -27,17 +27,17 @@ __device__ __forceinline__ float value_unit(int block) {
     return __int_as_float((127 + 24 - shift) << 23);
 }
 
-// `weights` are the B fragments of the step's blocks of 16 tokens.
-__device__ __forceinline__ void step_values(float (&sums)[VALUE_BLOCKS][4], u32 stage, int lane,
-                                            const u32 (&weights)[STEP_BLOCKS][2]) {
+// `weights` are the B fragments of the pass's blocks of 16 tokens.
+__device__ __forceinline__ void pass_values(float (&sums)[VALUE_BLOCKS][4], u32 values, int lane,
+                                            const u32 (&weights)[PASS_BLOCKS][2]) {
     uint4 load;
 #pragma unroll
-    for (int run = 0; run < STEP_TOKENS / VALUE_RUN; run++) {
+    for (int run = 0; run < PASS_TOKENS / VALUE_RUN; run++) {
 #pragma unroll
         for (int block = 0; block < VALUE_BLOCKS; block++) {
             const int index = run * VALUE_BLOCKS + block;
             if (index % VALUE_PLANES == 0) {
-                load = load_shared_16(stage + STAGE_VALUES_AT + index / VALUE_PLANES * LOAD_BYTES + lane * 16);
+                load = load_shared_16(values + index / VALUE_PLANES * LOAD_BYTES + lane * 16);
             }
 #pragma unroll
             for (int half = 0; half < VALUE_RUN / BLOCK_TOKENS; half++) {

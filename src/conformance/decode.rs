@@ -1,5 +1,8 @@
 //! Decode steps of realistic size, for timing: the part of the registry that `kvpack bench` runs.
 
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+
 use super::accuracy::Expected;
 use super::data::{DataRecipe, SequenceData};
 use super::reference;
@@ -9,9 +12,18 @@ use crate::backend::{AttendOptions, SpanRead, SpanWrite};
 use crate::cpu::DenseSegment;
 use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TILE_TOKENS, TensorFormat};
 use crate::plan::{DecodePlan, ElementType, Page, PageAllocator, SpanView, Split, StoreView, TokenRange};
-use crate::{Backend, Error, Result};
+use crate::{Backend, Result};
 
-/// A decode step: one query per sequence over a span of `tokens` tokens each.
+/// How long the sequences of a batch are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BatchLengths {
+    /// All of them as long as the longest.
+    Even,
+    /// Eight lengths in turn, from an eighth of the longest on, that fill no tile.
+    Ragged,
+}
+
+/// A decode step: one query per sequence over a span each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DecodeShape {
     /// Unique name.
@@ -20,23 +32,32 @@ pub struct DecodeShape {
     pub shape: AttentionShape,
     /// Sequences of the batch.
     pub sequences: usize,
-    /// Tokens of each sequence.
+    /// Tokens of the longest sequence.
     pub tokens: usize,
+    /// How long the others are.
+    pub lengths: BatchLengths,
     /// True for the small shapes of a quick look.
     pub quick: bool,
 }
 
 /// The decode steps that are timed: two that read 0.5 GiB of keys and as much of values even at 1 bit, group sizes 1, 4
-/// and 8, batches and a single long sequence, other head dimensions, and two small ones.
+/// and 8, batches of equal and of mixed lengths and a single long sequence, other head dimensions, and two small ones.
 pub fn decode_shapes() -> Vec<DecodeShape> {
     let step = |name: &str, (query_heads, kv_heads, head_dim), sequences, tokens| DecodeShape {
         name: name.into(),
         shape: AttentionShape::new(query_heads, kv_heads, head_dim).expect("the registry's shapes have kernels"),
         sequences,
         tokens,
+        lengths: BatchLengths::Even,
         quick: sequences * tokens <= 4096,
     };
+    let ragged = |name, heads, sequences, tokens| DecodeShape {
+        lengths: BatchLengths::Ragged,
+        ..step(name, heads, sequences, tokens)
+    };
     vec![
+        ragged("g1-b64-ragged", (32, 32, 128), 64, 8192),
+        ragged("g4-b64-ragged", (32, 8, 128), 64, 32_768),
         step("g1-b128-8k", (32, 32, 128), 128, 8192),
         step("g4-b128-32k", (32, 8, 128), 128, 32_768),
         step("g1-b8-8k", (32, 32, 128), 8, 8192),
@@ -139,9 +160,25 @@ impl<B: Backend> DecodeData<B> {
 }
 
 impl DecodeShape {
+    /// Tokens of a sequence.
+    pub const fn length(&self, sequence: usize) -> usize {
+        match self.lengths {
+            BatchLengths::Even => self.tokens,
+            BatchLengths::Ragged => {
+                let eighths = sequence % 8 + 1;
+                (self.tokens * eighths).div_ceil(8).saturating_sub(5 * eighths).saturating_add(1)
+            }
+        }
+    }
+
+    /// Tokens of all sequences.
+    pub fn total_tokens(&self) -> usize {
+        (0..self.sequences).map(|sequence| self.length(sequence)).sum()
+    }
+
     /// Bytes of one batch in `format` without ranges: what one step must read at least.
     pub fn code_bytes(&self, format: &SegmentFormat) -> u64 {
-        let elements = self.sequences * self.tokens * self.shape.kv_heads() * self.shape.head_dim();
+        let elements = self.total_tokens() * self.shape.kv_heads() * self.shape.head_dim();
         ((format.key.element_bits() + format.value.element_bits()) * elements / 8) as u64
     }
 }
@@ -162,21 +199,23 @@ impl<B: Backend> Workload<B> {
         let decode = &data.decode;
         let copies = bytes.div_ceil(decode.code_bytes(&format)).max(1) as usize;
         let spans_needed = copies * decode.sequences;
-        let span_pages = decode.tokens.div_ceil(TILE_TOKENS);
+        let span_pages = |sequence| decode.length(sequence).div_ceil(TILE_TOKENS);
+        let pages_needed = copies * (0..decode.sequences).map(span_pages).sum::<usize>();
 
         let mut store = backend.create_store(decode.shape, format)?;
         let mut allocator = PageAllocator::default();
         let most = backend.max_shard_pages(&decode.shape, &format).max(1) as usize;
-        while allocator.capacity() < spans_needed * span_pages {
-            let pages = (spans_needed * span_pages - allocator.capacity()).min(most) as u32;
+        while allocator.capacity() < pages_needed {
+            let pages = (pages_needed - allocator.capacity()).min(most) as u32;
             backend.add_shard(&mut store, pages).await?;
             allocator.add_shard(pages);
         }
         backend.reserve_ranges(&mut store, spans_needed).await?;
         let mut spans = Vec::with_capacity(spans_needed);
         for range_slot in 0..spans_needed {
-            let pages = allocator.allocate(span_pages)?;
-            let tokens = TokenRange::new(0, decode.tokens)?;
+            let sequence = range_slot % decode.sequences;
+            let pages = allocator.allocate(span_pages(sequence))?;
+            let tokens = TokenRange::new(0, decode.length(sequence))?;
             let write = SpanWrite { rows: data.host.rows, tokens, pages: &pages, range_slot };
             backend.quantize(&mut store, &data.keys, &data.values, write)?;
             spans.push(pages);
@@ -191,7 +230,14 @@ impl<B: Backend> Workload<B> {
     /// # Errors
     /// Whatever the backend reports; a wrong result is no error but a [`Report`] that did not pass.
     pub async fn check(&self, backend: &B, data: &DecodeData<B>, options: AttendOptions) -> Result<Report> {
-        let expected = self.expected(backend, data).await?;
+        // Sequences of one length hold the same.
+        let mut expected: BTreeMap<usize, Expected> = BTreeMap::new();
+        for sequence in 0..data.decode.sequences {
+            let tokens = data.decode.length(sequence);
+            if let Entry::Vacant(entry) = expected.entry(tokens) {
+                entry.insert(self.expected(backend, data, sequence).await?);
+            }
+        }
         let head_dim = data.decode.shape.head_dim();
         let limits = Limits::new(options.query);
         let mut report =
@@ -199,7 +245,8 @@ impl<B: Backend> Workload<B> {
         for plan in &self.plans {
             let output = backend.attend(plan, &[&self.store], &data.queries, options).await?;
             let output = backend.download(&output).await?;
-            for sequence in output.chunks(data.decode.shape.query_heads() * head_dim) {
+            for (index, sequence) in output.chunks(data.decode.shape.query_heads() * head_dim).enumerate() {
+                let expected = &expected[&data.decode.length(index)];
                 let error = expected.error_of(sequence, head_dim);
                 report.failures.extend(expected.failures(sequence, &error, &limits));
                 if error.nmse >= report.error.nmse {
@@ -211,14 +258,13 @@ impl<B: Backend> Workload<B> {
         Ok(report)
     }
 
-    async fn expected(&self, backend: &B, data: &DecodeData<B>) -> Result<Expected> {
-        let Some(pages) = self.spans.first() else {
-            return Err(Error::NoTokens { what: "workload", hint: "a decode step needs at least one sequence" });
-        };
-        let read = SpanRead { pages, tokens: data.decode.tokens, range_slot: 0 };
+    /// What a sequence of the first copy must yield.
+    async fn expected(&self, backend: &B, data: &DecodeData<B>, sequence: usize) -> Result<Expected> {
+        let tokens = data.decode.length(sequence);
+        let read = SpanRead { pages: &self.spans[sequence], tokens, range_slot: sequence };
         let (keys, values) = backend.dequantize(&self.store, read)?;
         let (keys, values) = (backend.download(&keys).await?, backend.download(&values).await?);
-        let span = DenseSegment { keys: &keys, values: &values, tokens: data.decode.tokens, calibration: None };
+        let span = DenseSegment { keys: &keys, values: &values, tokens, calibration: None };
         reference::attention(&data.decode.shape, &[span], &data.host.queries)
     }
 }
@@ -235,7 +281,7 @@ fn plan(
     let spans = (0..decode.sequences)
         .map(|sequence| SpanView {
             sequence,
-            tokens: decode.tokens,
+            tokens: decode.length(sequence),
             pages: &spans[first + sequence],
             range_slot: first + sequence,
         })

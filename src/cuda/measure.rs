@@ -5,7 +5,7 @@ use std::time::Duration;
 use cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
 use cudarc::driver::sys::CUgraphInstantiate_flags;
 use cudarc::driver::sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-use cudarc::driver::{CudaGraph, DriverError, LaunchConfig, PushKernelArg};
+use cudarc::driver::{CudaEvent, CudaGraph, DriverError, LaunchConfig, PushKernelArg};
 
 use super::device::driver_error;
 use super::memory::Memory;
@@ -15,6 +15,12 @@ use crate::{Error, Result};
 
 /// Bytes that a block of `read_bandwidth` reads at once.
 const READ_BYTES: usize = 16 * 256 * 16;
+
+/// Passes of a bandwidth measurement: long enough for a device that idled to raise its clock.
+const READ_PASSES: usize = 400;
+
+/// Runs of the guard, some tens of milliseconds in all.
+const GUARD_RUNS: usize = 500;
 
 /// Multiplier of the words to read: word i is i times this, so that no memory compresses them.
 const PATTERN: u32 = 0x9e37_79b1;
@@ -41,20 +47,30 @@ fn failed(error: DriverError) -> Error {
     driver_error("measurement", 0, error)
 }
 
-/// Captures `steps_per_graph` steps, going round `steps`, in one CUDA graph and times its replays, at least one.
+/// Captures `steps_per_graph` steps, going round `steps`, in one CUDA graph and times its replays, one after the other
+/// without a gap, after others that take about `warm_up`.
+///
+/// A device that idles lowers its clock, and takes some tens of milliseconds of work to raise it again.
 ///
 /// # Errors
 /// [`Error::Plan`] when there are no steps; what the driver reports.
-pub fn time_steps(backend: &Cuda, steps: &[BoundStep], steps_per_graph: usize, replays: usize) -> Result<StepTiming> {
+pub fn time_steps(
+    backend: &Cuda,
+    steps: &[BoundStep],
+    steps_per_graph: usize,
+    warm_up: Duration,
+    replays: usize,
+) -> Result<StepTiming> {
     if steps.is_empty() || steps_per_graph == 0 {
         return Err(Error::Plan { what: "measurement", reason: "there are no steps to time".into() });
     }
     let launch = |index: usize| steps[index % steps.len()].launch(backend.stream());
     let graph = capture(backend, || (0..steps_per_graph).try_for_each(launch))?;
-    graph.launch().map_err(failed)?;
-    let mut sorted = (0..replays.max(1))
-        .map(|_| Ok(timed(backend, || graph.launch().map_err(failed))? / steps_per_graph as u32))
-        .collect::<Result<Vec<_>>>()?;
+    let replay = || graph.launch().map_err(failed);
+    let first = timed(backend, 2, replay)?.into_iter().min().unwrap_or_default();
+    let warm = warm_up.as_nanos() / first.as_nanos().max(1);
+    let mut sorted = timed(backend, warm as usize + replays.max(1), replay)?.split_off(warm as usize);
+    sorted.iter_mut().for_each(|duration| *duration /= steps_per_graph as u32);
     sorted.sort();
     Ok(StepTiming { sorted, steps_per_graph })
 }
@@ -69,16 +85,21 @@ fn capture(backend: &Cuda, work: impl FnOnce() -> Result<()>) -> Result<CudaGrap
     graph?.ok_or_else(|| Error::Gpu { message: "the driver captured no graph".into() })
 }
 
-/// Time on the device between the first and the last piece of what `work` launches.
-fn timed(backend: &Cuda, work: impl FnOnce() -> Result<()>) -> Result<Duration> {
+/// Queues `work` so many times and returns how long each took on the device.
+fn timed(backend: &Cuda, times: usize, work: impl Fn() -> Result<()>) -> Result<Vec<Duration>> {
     let (stream, context) = (backend.stream(), backend.stream().context());
     let event = || context.new_event(Some(CU_EVENT_DEFAULT)).map_err(failed);
-    let (start, end) = (event()?, event()?);
-    start.record(stream).map_err(failed)?;
-    work()?;
-    end.record(stream).map_err(failed)?;
-    let milliseconds = start.elapsed_ms(&end).map_err(failed)?;
-    Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3))
+    let events = (0..=times).map(|_| event()).collect::<Result<Vec<_>>>()?;
+    events[0].record(stream).map_err(failed)?;
+    for event in &events[1..] {
+        work()?;
+        event.record(stream).map_err(failed)?;
+    }
+    let between = |pair: &[CudaEvent]| {
+        let milliseconds = pair[0].elapsed_ms(&pair[1]).map_err(failed)?;
+        Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3))
+    };
+    events.windows(2).map(between).collect()
 }
 
 /// Bytes per second at which the device reads memory: the best of some passes over `bytes` bytes, which should be several
@@ -109,14 +130,11 @@ pub fn read_bandwidth(backend: &Cuda, bytes: usize) -> Result<f64> {
     if read != expected {
         return Err(Error::Gpu { message: format!("the device read a sum of {read:#x}, it is {expected:#x}") });
     }
-    let mut best = Duration::MAX;
-    for _ in 0..10 {
-        best = best.min(timed(backend, launch)?);
-    }
+    let best = timed(backend, READ_PASSES, launch)?.into_iter().min().unwrap_or(Duration::MAX);
     Ok((blocks * READ_BYTES) as f64 / best.as_secs_f64())
 }
 
-/// Duration of a fixed piece of arithmetic, the best of three, which depends on nothing but the clock.
+/// Duration of a fixed piece of arithmetic, the best of many, which depends on nothing but the clock.
 ///
 /// # Errors
 /// What the driver reports.
@@ -127,16 +145,12 @@ pub fn compute_guard(backend: &Cuda) -> Result<Duration> {
     let function = backend.kernels().function(&program, "compute_guard")?;
     let config = LaunchConfig { grid_dim: (grid as u32, 1, 1), block_dim: (256, 1, 1), shared_mem_bytes: 0 };
     let to = results.address();
-    let mut best = Duration::MAX;
-    for _ in 0..3 {
-        let launch = || {
-            let mut builder = backend.stream().launch_builder(&function);
-            builder.arg(&to);
-            // SAFETY: the argument is the kernel's; there is a result for every thread, and the memory lives to the end
-            // of this function, which waits for every launch.
-            unsafe { builder.launch(config) }.map(|_| ()).map_err(failed)
-        };
-        best = best.min(timed(backend, launch)?);
-    }
-    Ok(best)
+    let launch = || {
+        let mut builder = backend.stream().launch_builder(&function);
+        builder.arg(&to);
+        // SAFETY: the argument is the kernel's; there is a result for every thread, and the memory lives to the end of
+        // this function, which waits for every launch.
+        unsafe { builder.launch(config) }.map(|_| ()).map_err(failed)
+    };
+    Ok(timed(backend, GUARD_RUNS, launch)?.into_iter().min().unwrap_or(Duration::MAX))
 }

@@ -1,14 +1,28 @@
 //! How the spans of a step are cut into items: one wave of blocks, wherever that is possible.
+//!
+//! Times are estimates in microseconds, from measurements on an H200; only their order matters.
 
-/// What a block costs beside the tiles that it reads, in bytes that a multiprocessor would read meanwhile: about 3 µs at
-/// 34 kB/µs (H200).
-const BLOCK_BYTES: f64 = 100e3;
+/// Bytes that a multiprocessor's share of the memory bandwidth delivers in a microsecond.
+const SHARED_RATE: f64 = 34e3;
 
-/// What merging one more state costs, in the same unit: a tenth of a microsecond.
-const STATE_BYTES: f64 = 3.4e3;
+/// Bytes that one multiprocessor can take in a microsecond while others idle.
+const ALONE_RATE: f64 = 50e3;
+
+/// Tokens of one head that a multiprocessor attends to in a microsecond, however few bits they have.
+const TOKEN_RATE: f64 = 570.0;
+
+/// Beginning and end of a block.
+const BLOCK_TIME: f64 = 3.0;
+
+/// Merging within a cluster, and through memory.
+const CLUSTER_TIME: f64 = 0.7;
+const ARRIVAL_TIME: f64 = 2.3;
 
 /// Most pieces that a span is cut into.
 const MOST_PIECES: usize = 1024;
+
+/// Blocks of a cluster, at most; `MOST_CLUSTER` in `cuda/merge_states.cu`.
+const MOST_CLUSTER: usize = 8;
 
 /// The blocks that a device runs at once, and what they do.
 #[derive(Clone, Copy, Debug)]
@@ -19,6 +33,8 @@ pub(super) struct Wave {
     pub(super) blocks_per_item: usize,
     /// Bytes of keys and values of one tile of one head.
     pub(super) tile_bytes: usize,
+    /// True if blocks can form clusters.
+    pub(super) clusters: bool,
 }
 
 impl Wave {
@@ -29,15 +45,46 @@ impl Wave {
         let mut best = (f64::INFINITY, longest);
         for pieces in 1..=longest.min(MOST_PIECES) {
             let tiles = longest.div_ceil(pieces);
-            let items: usize = spans.iter().map(|span| span.div_ceil(tiles)).sum();
-            let waves = (items * self.blocks_per_item).div_ceil(self.blocks.max(1));
-            let of_item = (tiles * self.tile_bytes) as f64 + BLOCK_BYTES;
-            let time = waves as f64 * of_item + pieces as f64 * STATE_BYTES;
+            let time = self.time(spans, tiles);
             if time < best.0 {
                 best = (time, tiles);
             }
         }
         best.1
+    }
+
+    fn time(&self, spans: &[usize], tiles: usize) -> f64 {
+        let pieces: Vec<usize> = spans.iter().map(|span| span.div_ceil(tiles)).collect();
+        let items: usize = pieces.iter().sum();
+        let blocks = items * self.blocks_per_item;
+        let waves = blocks.div_ceil(self.blocks.max(1)) as f64;
+        let bytes = (tiles * self.tile_bytes) as f64;
+        let together = bytes * (blocks as f64 / waves) / (self.blocks.max(1) as f64 * SHARED_RATE);
+        let item = together.max(bytes / ALONE_RATE).max(tiles as f64 * 128.0 / TOKEN_RATE);
+        let cluster = self.cluster(&pieces);
+        let merge = match pieces.iter().max() {
+            Some(&most) if most > cluster => ARRIVAL_TIME,
+            _ if cluster > 1 => CLUSTER_TIME,
+            _ => 0.0,
+        };
+        waves * (item + BLOCK_TIME) + merge
+    }
+
+    /// Blocks of a cluster for sequences of so many items: the most that divide all of them and find room. Clusters lie
+    /// within a processing cluster of the device, where large ones leave multiprocessors over: with one block to each
+    /// multiprocessor, 128 blocks in clusters of 4 or 8 did not run at once on an H200, 64 in clusters of 8 did.
+    pub(super) fn cluster(&self, items: &[usize]) -> usize {
+        if !self.clusters {
+            return 1;
+        }
+        let blocks = items.iter().sum::<usize>() * self.blocks_per_item;
+        let room = |cluster: usize| match cluster {
+            0..=2 => true,
+            3..=4 => 3 * blocks <= 2 * self.blocks,
+            _ => 2 * blocks <= self.blocks,
+        };
+        let divides = |cluster: usize| items.iter().all(|items| items.is_multiple_of(cluster));
+        (1..=MOST_CLUSTER).rev().find(|&cluster| room(cluster) && divides(cluster)).unwrap_or(1)
     }
 }
 
@@ -53,7 +100,7 @@ mod tests {
     use super::*;
 
     fn wave(blocks_per_item: usize) -> Wave {
-        Wave { blocks: 132, blocks_per_item, tile_bytes: 8192 }
+        Wave { blocks: 132, blocks_per_item, tile_bytes: 8192, clusters: true }
     }
 
     #[test]
@@ -62,10 +109,19 @@ mod tests {
         assert_eq!(wave(8).tiles_per_item(&[256; 8]), 128);
         // One of 128k: 16 items are 128 blocks.
         assert_eq!(wave(8).tiles_per_item(&[1024]), 64);
-        // One of 4k: short items, but not so short that merging costs more than it saves.
+        // One of 4k: 64 blocks, since more would find no room as clusters.
         assert_eq!(wave(8).tiles_per_item(&[32]), 4);
         // 256 blocks without a cut: two waves, and cutting would not help.
         assert_eq!(wave(32).tiles_per_item(&[64; 8]), 64);
+    }
+
+    #[test]
+    fn clusters_divide_all_sequences_and_find_room() {
+        assert_eq!(wave(8).cluster(&[2; 8]), 2);
+        assert_eq!(wave(8).cluster(&[8]), 8);
+        assert_eq!(wave(8).cluster(&[16]), 2);
+        assert_eq!(wave(8).cluster(&[2, 3]), 1);
+        assert_eq!(Wave { clusters: false, ..wave(8) }.cluster(&[8]), 1);
     }
 
     #[test]

@@ -1,9 +1,14 @@
 //! A decode step: planned from lengths, bound to memory, launched.
 
+use std::ffi::c_void;
 use std::sync::Arc;
 
+use cudarc::driver::sys;
 use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
+use cudarc::driver::sys::CUlaunchAttributeID_enum::{
+    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+};
+use cudarc::driver::{CudaFunction, CudaStream, LaunchConfig};
 
 use super::Cuda;
 use super::device::{DeviceFacts, driver_error};
@@ -20,8 +25,8 @@ use crate::{Error, Result};
 /// Bytes of keys and values that one stage of a warp's ring should hold.
 const STAGE_BYTES: usize = 8192;
 
-/// Bytes of shared memory that `attend` has beside its rings, at most.
-const FIXED_SHARED_BYTES: usize = 12 << 10;
+/// Bytes of shared memory that `attend` needs beside its rings and what [`AttendVariant::fixed_bytes`] counts.
+const SPARE_SHARED_BYTES: usize = 2 << 10;
 
 /// `Item` of `cuda/common/attend_call.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
@@ -56,10 +61,9 @@ struct AttendCall {
     score_scale: f32,
     queries_f16: u32,
     output_f16: u32,
+    cluster: u32,
+    unused: u32,
 }
-
-// SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
-unsafe impl DeviceRepr for AttendCall {}
 
 /// How `attend` is compiled for a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -67,7 +71,10 @@ struct AttendVariant {
     pages: PageFormat,
     /// Up to 8 query heads to a block instead of 4.
     wide: bool,
+    /// Tokens that are copied at once.
     step_tokens: usize,
+    /// Tokens whose scores a warp holds at once.
+    pass_tokens: usize,
     stages: usize,
     warps: usize,
     /// Copies by the copy engine, which compute capability 9.0 has.
@@ -77,19 +84,31 @@ struct AttendVariant {
 impl AttendVariant {
     fn new(pages: PageFormat, group: usize, facts: &DeviceFacts) -> Result<Self> {
         let step_tokens = step_tokens(&pages);
-        let stage = stage_bytes(&pages, step_tokens);
-        let shared = facts.shared_bytes.saturating_sub(FIXED_SHARED_BYTES);
-        let fits = |&(warps, stages): &(usize, usize)| warps * stages * stage <= shared;
-        let Some((warps, stages)) = [(8, 3), (4, 3), (4, 2), (2, 2), (2, 1)].into_iter().find(fits) else {
-            return Err(Error::Limit {
-                what: "shared memory of a block".into(),
-                needed: (2 * stage) as u64,
-                allowed: shared as u64,
-                hint: "use a device with more shared memory, or fewer bits",
-            });
+        let fewest = Self {
+            pages,
+            wide: group > 4,
+            step_tokens,
+            pass_tokens: step_tokens,
+            stages: 1,
+            warps: 2,
+            bulk_copies: facts.capability >= (9, 0),
         };
-        let bulk_copies = facts.capability >= (9, 0);
-        Ok(Self { pages, wide: group > 4, step_tokens, stages, warps, bulk_copies })
+        let sizes = [(8, 3), (4, 3), (4, 2), (2, 2), (2, 1)].map(|(warps, stages)| Self { warps, stages, ..fewest });
+        let fits = |variant: &Self| variant.shared_bytes() + variant.fixed_bytes() <= facts.shared_bytes;
+        sizes.into_iter().find(fits).ok_or_else(|| Error::Limit {
+            what: "shared memory of a block".into(),
+            needed: (fewest.shared_bytes() + fewest.fixed_bytes()) as u64,
+            allowed: facts.shared_bytes as u64,
+            hint: "use a device with more shared memory, or fewer bits",
+        })
+    }
+
+    /// Shared memory beside the rings: the query's fragments, and what the warps tell each other.
+    const fn fixed_bytes(&self) -> usize {
+        let query_bytes = if self.pages.key.bits == 16 { 2 } else { 1 };
+        let rows = (if self.wide { 16 } else { 8 }) * (self.pages.head_dim * query_bytes + 16);
+        let warp_states = self.warps * self.chunk_heads() * 3 * size_of::<f32>();
+        rows + warp_states + SPARE_SHARED_BYTES
     }
 
     const fn chunk_heads(&self) -> usize {
@@ -101,6 +120,7 @@ impl AttendVariant {
         defines.extend([
             ("WIDE", self.wide.into()),
             ("STEP_TOKENS", self.step_tokens),
+            ("PASS_TOKENS", self.pass_tokens),
             ("STAGES", self.stages),
             ("WARPS", self.warps),
             ("BULK_COPIES", self.bulk_copies.into()),
@@ -108,11 +128,12 @@ impl AttendVariant {
         Program { files: &["attend.cu"], defines }
     }
 
-    /// Shared memory of the rings, in which the warps' sums are joined afterwards.
+    /// Shared memory of the rings, in which the warps' sums are joined afterwards, and blocks of a cluster leave theirs.
     fn shared_bytes(&self) -> usize {
         let rings = self.warps * self.stages * stage_bytes(&self.pages, self.step_tokens);
-        let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8) * size_of::<f32>();
-        rings.max(joined)
+        let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8);
+        let cluster = self.chunk_heads() * (self.pages.head_dim + 1);
+        rings.max((joined + cluster) * size_of::<f32>())
     }
 }
 
@@ -148,6 +169,9 @@ struct SegmentStep {
     variant: AttendVariant,
     pages: Vec<Page>,
     items: Vec<Item>,
+    wave: Wave,
+    /// Items in a row whose blocks form a cluster and share a row of states; 1 where there are none.
+    cluster: usize,
 }
 
 /// A step as the CUDA kernels run it: made from lengths alone, without touching the device.
@@ -174,6 +198,10 @@ impl StepPlan {
         let shape = plan.shape;
         let mut segments =
             plan.segments.iter().map(|segment| SegmentStep::new(facts, &shape, segment)).collect::<Result<Vec<_>>>()?;
+        if let [segment] = segments.as_mut_slice() {
+            segment.cluster = segment.common_cluster();
+        }
+        segments.iter_mut().for_each(SegmentStep::order_items);
         let states = assign_states(plan.sequences(), &mut segments);
         Ok(Self { shape, sequences: plan.sequences(), segments, states })
     }
@@ -229,6 +257,8 @@ impl StepPlan {
                 score_scale: std::f32::consts::LOG2_E / (self.shape.head_dim() as f32).sqrt(),
                 queries_f16: u32::from(queries.element_type() == ElementType::F16),
                 output_f16: u32::from(output.element_type() == ElementType::F16),
+                cluster: segment.cluster as u32,
+                unused: 0,
             };
             let blocks = segment.items.len() * self.shape.kv_heads() * chunks;
             step.launches.push(segment.launch(backend, call, blocks)?);
@@ -253,6 +283,7 @@ impl SegmentStep {
             blocks: facts.multiprocessors,
             blocks_per_item: shape.kv_heads() * shape.group().div_ceil(variant.chunk_heads()),
             tile_bytes: pages.head_bytes(),
+            clusters: facts.capability >= (9, 0),
         };
         let tiles: Vec<usize> = segment.spans.iter().map(|span| (span.tokens as usize).div_ceil(TILE_TOKENS)).collect();
         let most = wave.tiles_per_item(&tiles);
@@ -272,9 +303,25 @@ impl SegmentStep {
                 });
             }
         }
-        // Long items first, so that none begins when the others end.
-        items.sort_by_key(|item| std::cmp::Reverse(item.tokens));
-        Ok(Self { store: segment.store, format: segment.format, variant, pages: pages_of(segment), items })
+        let pages = pages_of(segment);
+        Ok(Self { store: segment.store, format: segment.format, variant, pages, items, wave, cluster: 1 })
+    }
+
+    /// The cluster that the items of all sequences can form; they are still in the order of the spans.
+    fn common_cluster(&self) -> usize {
+        let runs: Vec<usize> = self.items.chunk_by(|a, b| a.sequence == b.sequence).map(<[Item]>::len).collect();
+        let mut sequences: Vec<u32> = self.items.iter().map(|item| item.sequence).collect();
+        sequences.sort_unstable();
+        sequences.dedup();
+        // More runs than sequences: the spans of a sequence are not beside each other.
+        if sequences.len() < runs.len() { 1 } else { self.wave.cluster(&runs) }
+    }
+
+    /// Long items first, so that none begins when the others end; but those of a cluster stay together.
+    fn order_items(&mut self) {
+        if self.cluster == 1 {
+            self.items.sort_by_key(|item| std::cmp::Reverse(item.tokens));
+        }
     }
 
     /// Page addresses, then items.
@@ -300,7 +347,7 @@ impl SegmentStep {
             block_dim: (self.variant.warps as u32 * 32, 1, 1),
             shared_mem_bytes: shared as u32,
         };
-        Ok(Launch { function, config, call })
+        Ok(Launch { function, config, call, overlaps: self.variant.bulk_copies })
     }
 }
 
@@ -316,11 +363,12 @@ fn pages_of(segment: &SegmentPlan) -> Vec<Page> {
     pages
 }
 
-/// Gives every item its state row so that the rows of a sequence are contiguous, and returns how many there are.
+/// Gives every item, or every cluster of items, its state row so that the rows of a sequence are contiguous, and returns
+/// how many there are.
 fn assign_states(sequences: usize, segments: &mut [SegmentStep]) -> usize {
     let mut counts = vec![0u32; sequences];
-    for item in segments.iter().flat_map(|segment| &segment.items) {
-        counts[item.sequence as usize] += 1;
+    for group in segments.iter().flat_map(|segment| segment.items.chunks(segment.cluster)) {
+        counts[group[0].sequence as usize] += 1;
     }
     let mut first = Vec::with_capacity(sequences);
     let mut states = 0;
@@ -329,9 +377,11 @@ fn assign_states(sequences: usize, segments: &mut [SegmentStep]) -> usize {
         states += count;
     }
     let mut next = first.clone();
-    for item in segments.iter_mut().flat_map(|segment| &mut segment.items) {
-        let sequence = item.sequence as usize;
-        (item.state, item.first_state, item.states) = (next[sequence], first[sequence], counts[sequence]);
+    for group in segments.iter_mut().flat_map(|segment| segment.items.chunks_mut(segment.cluster)) {
+        let sequence = group[0].sequence as usize;
+        for item in group {
+            (item.state, item.first_state, item.states) = (next[sequence], first[sequence], counts[sequence]);
+        }
         next[sequence] += 1;
     }
     states as usize
@@ -342,6 +392,47 @@ struct Launch {
     function: CudaFunction,
     config: LaunchConfig,
     call: AttendCall,
+    /// May begin while the kernel before it still runs, and waits for it itself.
+    overlaps: bool,
+}
+
+impl Launch {
+    /// Queues the kernel on a stream.
+    fn run(&self, stream: &CudaStream) -> Result<()> {
+        let failed = |error| driver_error("attend", 0, error);
+        stream.context().bind_to_thread().map_err(failed)?;
+        let mut attributes = Vec::with_capacity(2);
+        if self.call.cluster > 1 {
+            let cluster = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: self.call.cluster, y: 1, z: 1 };
+            let value = sys::CUlaunchAttributeValue { clusterDim: cluster };
+            attributes.push((CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value));
+        }
+        if self.overlaps {
+            let value = sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 };
+            attributes.push((CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value));
+        }
+        let mut attributes: Vec<sys::CUlaunchAttribute> =
+            attributes.into_iter().map(|(id, value)| sys::CUlaunchAttribute { id, pad: [0; 4], value }).collect();
+        let config = sys::CUlaunchConfig {
+            gridDimX: self.config.grid_dim.0,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: self.config.block_dim.0,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: self.config.shared_mem_bytes,
+            hStream: stream.cu_stream(),
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as u32,
+        };
+        let mut arguments = [(&raw const self.call).cast_mut().cast::<c_void>()];
+        // SAFETY: the one argument is the kernel's, and the driver copies it and the attributes before it returns. Pages,
+        // slots, queries, output and scratch were checked or sized when the step was bound, which keeps them.
+        let launched = unsafe {
+            sys::cuLaunchKernelEx(&config, self.function.cu_function(), arguments.as_mut_ptr(), std::ptr::null_mut())
+        };
+        launched.result().map_err(failed)
+    }
 }
 
 /// A step that is ready to run, with its scratch. It keeps alive all memory that it reads and writes.
@@ -360,14 +451,7 @@ impl BoundStep {
     /// # Errors
     /// What the driver says of a launch.
     pub fn launch(&self, stream: &CudaStream) -> Result<()> {
-        for launch in &self.launches {
-            let mut builder = stream.launch_builder(&launch.function);
-            builder.arg(&launch.call);
-            // SAFETY: the argument is the kernel's; pages, slots, queries, output and scratch were checked or sized when
-            // the step was bound, and `memory` keeps them.
-            unsafe { builder.launch(launch.config) }.map_err(|error| driver_error("attend", 0, error))?;
-        }
-        Ok(())
+        self.launches.iter().try_for_each(|launch| launch.run(stream))
     }
 
     /// Bytes that the step keeps alive, scratch and stores alike.
@@ -404,7 +488,7 @@ mod tests {
                 for facts in [H200, small] {
                     let variant = AttendVariant::new(pages, 4, &facts).unwrap();
                     assert!(TILE_TOKENS.is_multiple_of(variant.step_tokens));
-                    assert!(variant.shared_bytes() + FIXED_SHARED_BYTES <= facts.shared_bytes, "{key} {value}");
+                    assert!(variant.shared_bytes() + variant.fixed_bytes() <= facts.shared_bytes, "{key} {value}");
                     for which in [KeyOrValue::Key, KeyOrValue::Value] {
                         let loads = variant.step_tokens * head_dim * pages.tensor(which).bits / 8;
                         assert_eq!(loads % 512, 0, "{key} {value} {head_dim}");
@@ -414,6 +498,35 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Items of a cluster are of one sequence and share its row; one sequence more, of another length, and there are none.
+    #[test]
+    fn clusters_are_of_one_sequence() {
+        let shape = AttentionShape::new(32, 8, 128).unwrap();
+        let pages: Vec<Page> = (0..2000).map(|index| Page { shard: 0, index }).collect();
+        let step = |lengths: &[usize], facts: &DeviceFacts| {
+            let span = |(sequence, &tokens): (usize, &usize)| SpanView {
+                sequence,
+                tokens,
+                pages: &pages[..tokens.div_ceil(TILE_TOKENS)],
+                range_slot: sequence,
+            };
+            let spans = lengths.iter().enumerate().map(span).collect();
+            let store = StoreView { format: SegmentFormat::F16, calibration: None, spans };
+            let plan = DecodePlan::new(shape, lengths.len(), &[store], Split::default()).unwrap();
+            StepPlan::for_device(facts, &plan).unwrap()
+        };
+        for (lengths, cluster) in [(vec![32_768; 8], 2), (vec![4096], 8), (vec![131_072], 2), (vec![32_768, 100], 1)] {
+            let step = step(&lengths, &H200);
+            assert_eq!(step.segments[0].cluster, cluster, "{lengths:?}");
+            for group in step.segments[0].items.chunks(cluster) {
+                let of = |item: &Item| (item.sequence, item.state, item.states);
+                assert!(group.iter().all(|item| of(item) == of(&group[0])));
+            }
+        }
+        let a100 = DeviceFacts { capability: (8, 0), ..H200 };
+        assert_eq!(step(&[32_768; 8], &a100).segments[0].cluster, 1);
     }
 
     /// Items cover every token of every span once, in pages of the right shard, and each has a state row of its own.

@@ -5,12 +5,13 @@ use std::sync::OnceLock;
 use std::time::Instant;
 
 use kvpack::backend::AttendOptions;
-use kvpack::conformance::{DecodeData, Workload};
+use kvpack::conformance::{BatchLengths, DecodeData, Workload};
 use kvpack::cpu::{Cpu, States, plain_attention};
 use kvpack::plan::Elements;
 use kvpack::{Backend, Result};
 use rayon::prelude::*;
 
+use super::append::TimedStores;
 use super::timed::{Sizes, StepTimes, Timed, median};
 
 /// Bytes to go round, so that a step finds nothing in the caches of the processor.
@@ -18,6 +19,8 @@ const FOOTPRINT: u64 = 256 << 20;
 
 /// Words of the memory that the bandwidth is measured on: 256 MiB.
 const BANDWIDTH_WORDS: usize = 32 << 20;
+
+impl TimedStores for Cpu {}
 
 impl Timed for Cpu {
     const GUARD_TOLERANCE: Option<f64> = None;
@@ -69,6 +72,9 @@ impl Timed for Cpu {
     }
 
     fn plain_step(&self, data: &DecodeData<Self>) -> Result<Option<f64>> {
+        if data.decode.lengths != BatchLengths::Even {
+            return Ok(None);
+        }
         let first = PlainRows::new(data);
         let copies = (FOOTPRINT as usize).div_ceil(first.bytes()).max(data.decode.sequences);
         let rows = vec![first; copies];

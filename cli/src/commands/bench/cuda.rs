@@ -1,18 +1,26 @@
 //! Timing through CUDA.
 
+use std::time::Duration;
+
 use kvpack::backend::AttendOptions;
 use kvpack::conformance::{DecodeData, Workload};
 use kvpack::cuda::{BoundStep, Cuda, StepPlan, Tensor, compute_guard, read_bandwidth, time_steps};
 use kvpack::plan::ElementType;
 use kvpack::{Backend, Result};
 
+use super::append::TimedStores;
 use super::timed::{Sizes, StepTimes, Timed};
 
 /// Steps of one graph, at least: its own start costs some microseconds.
 const STEPS_PER_GRAPH: usize = 64;
 
+/// Steps before those that count, until the device has raised its clock.
+const WARM_UP: Duration = Duration::from_millis(200);
+
 /// Replays of a graph, at most.
 const MOST_REPLAYS: usize = 200;
+
+impl TimedStores for Cuda {}
 
 impl Timed for Cuda {
     const GUARD_TOLERANCE: Option<f64> = Some(0.03);
@@ -38,10 +46,10 @@ impl Timed for Cuda {
             labels = step.launch_labels();
         }
         let steps = bound.len() * STEPS_PER_GRAPH.div_ceil(bound.len());
-        let first = time_steps(self, &bound, steps, 1)?;
+        let first = time_steps(self, &bound, steps, Duration::ZERO, 1)?;
         let graph_seconds = first.median().as_secs_f64() * steps as f64;
         let replays = ((seconds / graph_seconds.max(1e-9)) as usize).clamp(5, MOST_REPLAYS);
-        let timing = time_steps(self, &bound, steps, replays)?;
+        let timing = time_steps(self, &bound, steps, WARM_UP, replays)?;
         let seconds = timing.median().as_secs_f64();
         Ok(StepTimes { timer: "CUDA graph, events", launches: labels, seconds })
     }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use half::f16;
-use kvpack::conformance::{DecodeShape, HostTensor, SequenceData};
+use kvpack::conformance::{BatchLengths, DecodeShape, HostTensor, SequenceData};
 use kvpack::plan::RowLayout;
 
 use super::run::Subject;
@@ -25,6 +25,7 @@ pub fn subject(file: &Path) -> Result<Subject, DumpError> {
             shape: layer.shape,
             sequences: SEQUENCES,
             tokens: layer.tokens,
+            lengths: BatchLengths::Even,
             quick: true,
         },
         data: Some(sequence(layer)),

@@ -1,5 +1,6 @@
 //! `kvpack bench`: how fast is this device?
 
+mod append;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -19,6 +20,7 @@ use kvpack::conformance::{DecodeShape, decode_formats, decode_shapes};
 use crate::backend::{BackendArgs, Chosen};
 use crate::outcome::Outcome;
 use crate::print;
+use append::TimedStores;
 use report::{BenchReport, BenchRow, RowOutcome, ShapeReport};
 use run::{BenchPlan, Subject};
 use timed::Timed;
@@ -42,7 +44,8 @@ pub struct BenchArgs {
     #[arg(long)]
     quick: bool,
     /// A named choice of shapes and formats. decode: six steps of head_dim 128, from one sequence of 4k tokens to
-    /// eight of 32k, in f16 and in every width with a range per channel.
+    /// eight of 32k, in f16 and in every width with a range per channel. append: what storing one more token costs a
+    /// batch of 64, in every format.
     #[arg(long, value_enum, conflicts_with_all = ["shape", "format", "quick", "file"])]
     suite: Option<SuiteName>,
     /// Only the shapes whose name contains this [default: all on a GPU, those up to 128 MiB of f16
@@ -74,6 +77,7 @@ enum QueryName {
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum SuiteName {
     Decode,
+    Append,
 }
 
 /// Shapes of the suite `decode`.
@@ -89,7 +93,10 @@ pub fn run(args: &BenchArgs) -> Result<Outcome> {
     }
 }
 
-fn bench<B: Timed>(args: &BenchArgs, backend: &B) -> Result<Outcome> {
+fn bench<B: Timed + TimedStores>(args: &BenchArgs, backend: &B) -> Result<Outcome> {
+    if args.suite == Some(SuiteName::Append) {
+        return append::run(backend, args.json).map(|()| Outcome::Passed);
+    }
     let plan = args.plan(backend)?;
     let report = pollster::block_on(run::run(backend, &plan))?;
     if args.json {

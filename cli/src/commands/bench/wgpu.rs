@@ -2,13 +2,17 @@
 
 use std::time::Duration;
 
-use kvpack::backend::AttendOptions;
+use kvpack::TILE_TOKENS;
+use kvpack::backend::{AttendOptions, SpanRead, SpanWrite, TokenWrite};
 use kvpack::conformance::{DecodeData, Workload};
-use kvpack::plan::{DecodePlan, ElementType};
+use kvpack::plan::{DecodePlan, ElementType, TokenRange};
 use kvpack::wgpu::measure::{self, Clock, ComputeGuard, Encode, Repeats};
-use kvpack::wgpu::{Launches, Scratch, StepPlan, StepTensors, Tensor, Wgpu};
+use kvpack::wgpu::{
+    AppendPlan, DequantizePlan, Launches, QuantizePlan, Scratch, StepPlan, StepTensors, Store, Tensor, Wgpu,
+};
 use kvpack::{Backend, Result};
 
+use super::append::{Batch, TimedStores};
 use super::timed::{Sizes, StepTimes, Timed};
 
 /// Most steps of one measurement.
@@ -72,6 +76,49 @@ impl Timed for Wgpu {
     fn plain_step(&self, _data: &DecodeData<Self>) -> Result<Option<f64>> {
         Ok(None)
     }
+}
+
+impl TimedStores for Wgpu {
+    const CLOCK: &'static str = "GPU timestamps where the device has them";
+
+    async fn time_append(&self, batch: &mut Batch<Self>, steps: &[Vec<TokenWrite>]) -> Result<f64> {
+        let format = *batch.open.format();
+        let bind = |writes: &Vec<TokenWrite>| {
+            let plan = AppendPlan::new(&batch.shape, &format, batch.rows, writes)?;
+            plan.bind(self.kernels(), &batch.open, &batch.keys, &batch.values)
+        };
+        let launches = steps.iter().map(bind).collect::<Result<Vec<_>>>()?;
+        median_of(self, &launches).await
+    }
+
+    async fn time_pack(&self, batch: &mut Batch<Self>, packed: &mut Store) -> Result<f64> {
+        let elements = batch.window_rows().tokens * batch.shape.kv_heads() * batch.shape.head_dim();
+        let window = || Tensor::zeroed(self.device(), elements, ElementType::F32);
+        let (keys, values) = (window()?, window()?);
+        let mut launches = Vec::new();
+        for (range_slot, page) in batch.pages.iter().enumerate() {
+            let pages = std::slice::from_ref(page);
+            let read = SpanRead { pages, tokens: TILE_TOKENS, range_slot: 0 };
+            let read = DequantizePlan::new(&batch.shape, batch.open.format(), &read)?;
+            launches.push(read.bind(self.kernels(), &batch.open, &keys, &values)?);
+            let tokens = TokenRange::new(0, TILE_TOKENS)?;
+            let write = SpanWrite { rows: batch.window_rows(), tokens, pages, range_slot };
+            let write = QuantizePlan::new(&batch.shape, packed.format(), &write)?;
+            launches.push(write.bind(self.kernels(), packed, &keys, &values)?);
+        }
+        let all = |pass: &mut wgpu::ComputePass<'_>| launches.iter().for_each(|launches| launches.encode(pass));
+        let timing = measure::time(self, &[&all], Repeats { warm_up: 3, timed: 20 }).await?;
+        Ok(timing.median().as_secs_f64())
+    }
+}
+
+/// Seconds of one of several works, which are gone round.
+async fn median_of(backend: &Wgpu, launches: &[Launches]) -> Result<f64> {
+    let encode = launches.iter().map(|launches| |pass: &mut wgpu::ComputePass<'_>| launches.encode(pass));
+    let encode: Vec<_> = encode.collect();
+    let work: Vec<Encode<'_>> = encode.iter().map(|encode| encode as Encode<'_>).collect();
+    let timing = measure::time(backend, &work, Repeats { warm_up: work.len(), timed: 4 * work.len() }).await?;
+    Ok(timing.median().as_secs_f64())
 }
 
 /// The step over one copy, with scratch and output of its own.

@@ -1,0 +1,247 @@
+//! What storing one more token costs: `append` for a batch, and the packing of full tiles behind a window.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use indicatif::ProgressBar;
+use kvpack::backend::{SpanRead, SpanWrite, TokenWrite};
+use kvpack::conformance::decode_formats;
+use kvpack::plan::{Page, PageAllocator, RowLayout, TokenRange};
+use kvpack::{AttentionShape, Backend, SegmentFormat, TILE_TOKENS};
+use serde::Serialize;
+
+use crate::print;
+
+/// Sequences of the batch.
+const SEQUENCES: usize = 64;
+
+/// A backend whose stores can be timed.
+pub trait TimedStores: Backend {
+    /// Seconds of one step: the tokens `writes` of `rows` into open pages. The default is the wall clock of many steps.
+    ///
+    /// # Errors
+    /// Whatever the backend reports.
+    async fn time_append(&self, batch: &mut Batch<Self>, steps: &[Vec<TokenWrite>]) -> kvpack::Result<f64>
+    where
+        Self: Sized,
+    {
+        let rows = batch.rows;
+        for writes in steps {
+            self.append(&mut batch.open, &batch.keys, &batch.values, rows, writes)?;
+        }
+        self.download(&batch.keys).await?;
+        let start = Instant::now();
+        for writes in steps {
+            self.append(&mut batch.open, &batch.keys, &batch.values, rows, writes)?;
+        }
+        // What comes to the host comes after all that was queued before it.
+        self.download(&batch.keys).await?;
+        Ok(start.elapsed().as_secs_f64() / steps.len() as f64)
+    }
+
+    /// Seconds in which one full f16 page per sequence is packed. The default is the wall clock.
+    ///
+    /// # Errors
+    /// Whatever the backend reports.
+    async fn time_pack(&self, batch: &mut Batch<Self>, packed: &mut Self::Store) -> kvpack::Result<f64>
+    where
+        Self: Sized,
+    {
+        let mut seconds = f64::INFINITY;
+        for _ in 0..3 {
+            let start = Instant::now();
+            for (slot, page) in batch.pages.iter().enumerate() {
+                let pages = std::slice::from_ref(page);
+                let read = SpanRead { pages, tokens: TILE_TOKENS, range_slot: 0 };
+                let (keys, values) = self.dequantize(&batch.open, read)?;
+                let (rows, tokens) = (batch.window_rows(), TokenRange::new(0, TILE_TOKENS)?);
+                self.quantize(packed, &keys, &values, SpanWrite { rows, tokens, pages, range_slot: slot })?;
+            }
+            self.download(&batch.keys).await?;
+            seconds = seconds.min(start.elapsed().as_secs_f64());
+        }
+        Ok(seconds)
+    }
+
+    /// The clock of both.
+    const CLOCK: &'static str = "wall clock";
+}
+
+/// One open page for each sequence, and a token for each of its slots and sequences.
+pub struct Batch<B: Backend> {
+    /// Shape of the layer.
+    pub shape: AttentionShape,
+    /// The store of the open pages.
+    pub open: B::Store,
+    /// The pages.
+    pub pages: Vec<Page>,
+    /// A page that no sequence has.
+    spare: Page,
+    /// `[128 · sequences, kv_heads, head_dim]`: step by step.
+    pub keys: B::Tensor,
+    /// As the keys.
+    pub values: B::Tensor,
+    /// Where the rows lie.
+    pub rows: RowLayout,
+}
+
+/// What was found, as it is printed in JSON.
+#[derive(Serialize)]
+pub struct AppendReport {
+    backend: String,
+    timer: &'static str,
+    sequences: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    rows: Vec<AppendRow>,
+}
+
+/// One format.
+#[derive(Serialize)]
+struct AppendRow {
+    format: String,
+    /// Where a new token goes: "f16", "packed" or "f16 window".
+    token: &'static str,
+    /// A step of `append`, one token for each sequence.
+    append_us: f64,
+    /// The packing of full windows, spread over the 128 steps that fill them; none where tokens are packed at once.
+    pack_us: Option<f64>,
+    /// Both, for one token.
+    token_ns: f64,
+}
+
+/// Times all formats and prints them.
+///
+/// # Errors
+/// When the backend fails, or stored something else than `quantize` does.
+pub fn run<B: TimedStores>(backend: &B, json: bool) -> Result<()> {
+    let shape = AttentionShape::new(32, 8, 128)?;
+    let formats = decode_formats();
+    let progress = ProgressBar::new(formats.len() as u64).with_style(print::bar());
+    let mut rows = Vec::new();
+    for format in formats {
+        progress.set_message(format.to_string());
+        match pollster::block_on(row(backend, shape, format)) {
+            Err(error) if error.downcast_ref().is_some_and(|e| matches!(e, kvpack::Error::Unsupported { .. })) => {
+                progress.println(format!("skipped: {error}"));
+            }
+            row => rows.push(row?),
+        }
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+    let report = AppendReport {
+        backend: backend.name(),
+        timer: B::CLOCK,
+        sequences: SEQUENCES,
+        kv_heads: shape.kv_heads(),
+        head_dim: shape.head_dim(),
+        rows,
+    };
+    if json { print::json(&report) } else { print_report(&report) }
+}
+
+async fn row<B: TimedStores>(backend: &B, shape: AttentionShape, format: SegmentFormat) -> Result<AppendRow> {
+    let at_once = format.takes_single_tokens();
+    let mut batch = Batch::new(backend, shape, if at_once { format } else { SegmentFormat::F16 }).await?;
+    let step = |slot: usize| -> Vec<TokenWrite> {
+        let write = |(i, &page): (usize, &Page)| TokenWrite { token: slot * SEQUENCES + i, page, slot };
+        batch.pages.iter().enumerate().map(write).collect()
+    };
+    let steps: Vec<Vec<TokenWrite>> = (0..TILE_TOKENS).map(step).collect();
+    let append = backend.time_append(&mut batch, &steps).await?;
+    batch.check(backend).await?;
+    let pack = match at_once {
+        true => None,
+        false => {
+            let mut packed = backend.create_store(shape, format)?;
+            backend.add_shard(&mut packed, SEQUENCES as u32).await?;
+            backend.reserve_ranges(&mut packed, SEQUENCES).await?;
+            Some(backend.time_pack(&mut batch, &mut packed).await? / TILE_TOKENS as f64)
+        }
+    };
+    Ok(AppendRow {
+        format: format.to_string(),
+        token: match format {
+            SegmentFormat::F16 => "f16",
+            _ if at_once => "packed",
+            _ => "f16 window",
+        },
+        append_us: append * 1e6,
+        pack_us: pack.map(|pack| pack * 1e6),
+        token_ns: (append + pack.unwrap_or(0.0)) * 1e9 / SEQUENCES as f64,
+    })
+}
+
+impl<B: Backend> Batch<B> {
+    async fn new(backend: &B, shape: AttentionShape, format: SegmentFormat) -> Result<Self> {
+        let mut open = backend.create_store(shape, format)?;
+        let all_pages = SEQUENCES as u32 + 1;
+        backend.add_shard(&mut open, all_pages).await?;
+        backend.reserve_ranges(&mut open, 1).await?;
+        let mut allocator = PageAllocator::default();
+        allocator.add_shard(all_pages);
+        let tokens = TILE_TOKENS * SEQUENCES;
+        let row = shape.kv_heads() * shape.head_dim();
+        let wave = |rate: f32| (0..tokens * row).map(move |i| (i as f32 * rate).sin() * 2.0).collect::<Vec<f32>>();
+        Ok(Self {
+            shape,
+            open,
+            pages: allocator.allocate(SEQUENCES)?,
+            spare: Page { shard: 0, index: SEQUENCES as u32 },
+            keys: backend.upload(wave(0.37).as_slice().into()).await?,
+            values: backend.upload(wave(0.53).as_slice().into()).await?,
+            rows: RowLayout::token_major(tokens, &shape),
+        })
+    }
+
+    /// Rows of one page as `dequantize` gives them.
+    pub fn window_rows(&self) -> RowLayout {
+        RowLayout::head_major(TILE_TOKENS, &self.shape)
+    }
+
+    /// Holds what was appended to the last sequence against what `quantize` stores of the same tokens.
+    async fn check(&mut self, backend: &B) -> Result<()> {
+        let row = self.shape.kv_heads() * self.shape.head_dim();
+        let of_last = async |tensor: &B::Tensor| -> kvpack::Result<B::Tensor> {
+            let rows = backend.download(tensor).await?;
+            let steps = rows.chunks_exact(SEQUENCES * row);
+            let rows: Vec<f32> = steps.flat_map(|step| &step[(SEQUENCES - 1) * row..]).copied().collect();
+            backend.upload(rows.as_slice().into()).await
+        };
+        let (keys, values) = (of_last(&self.keys).await?, of_last(&self.values).await?);
+        let (rows, tokens) = (RowLayout::token_major(TILE_TOKENS, &self.shape), TokenRange::new(0, TILE_TOKENS)?);
+        let write = SpanWrite { rows, tokens, pages: &[self.spare], range_slot: 0 };
+        backend.quantize(&mut self.open, &keys, &values, write)?;
+        let mut stored = Vec::new();
+        for page in [self.pages[SEQUENCES - 1], self.spare] {
+            let read = SpanRead { pages: &[page], tokens: TILE_TOKENS, range_slot: 0 };
+            let (keys, values) = backend.dequantize(&self.open, read)?;
+            stored.push((backend.download(&keys).await?, backend.download(&values).await?));
+        }
+        ensure!(stored[0].0.iter().any(|&x| x != 0.0), "append stored nothing");
+        ensure!(stored[0] == stored[1], "append stored something else than quantize does");
+        Ok(())
+    }
+}
+
+fn print_report(report: &AppendReport) -> Result<()> {
+    println!("{}", report.backend);
+    println!(
+        "\nOne token for each of {} sequences, {} KV heads × {} ({})",
+        report.sequences, report.kv_heads, report.head_dim, report.timer
+    );
+    let mut table = print::results(&["format", "token goes to", "append µs", "pack µs", "ns per token"], 2);
+    for row in &report.rows {
+        table.add_row([
+            row.format.clone(),
+            row.token.into(),
+            format!("{:.2}", row.append_us),
+            row.pack_us.map_or("-".into(), |pack| format!("{pack:.2}")),
+            format!("{:.1}", row.token_ns),
+        ]);
+    }
+    println!("{table}");
+    println!("\npack: a full window of each sequence, spread over the 128 steps that fill it.");
+    Ok(())
+}
