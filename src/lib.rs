@@ -49,14 +49,15 @@
 //!    for it and says how much scratch they need; what it binds is encoded into a compute pass of the engine's, and
 //!    **encoding neither submits nor waits nor allocates**.
 //! 3. [`Backend`]: stores and kernels of one device. Called one by one, they are `quantize`, `append`, `dequantize`,
-//!    `prepare_query`, `scores`, `weighted_values`, `attend` and `merge_states`, of the same names everywhere.
+//!    `hadamard`, `prepare_query`, `scores`, `weighted_values`, `attend` and `merge_states`, of the same names
+//!    everywhere.
 //! 4. [`format`](mod@format): formats as plain data, and what their codes mean.
 //!
 //! # Rooms
 //!
 //! | module | holds |
 //! | --- | --- |
-//! | [`format`](mod@format) | formats, ranges, rounding, calibration, the layout of tiles, byte orders of other projects |
+//! | [`format`](mod@format) | formats, ranges, codebooks, rotations, rounding, calibration, the layout of tiles, what other projects store |
 //! | [`plan`] | pages, layouts of dense rows, decode plans |
 //! | [`backend`] | what a backend does |
 //! | [`cpu`] | every kernel on the CPU: the oracle of the tests, and the backend where no GPU is |

@@ -59,6 +59,11 @@ pub struct TopBit {
 }
 
 impl Field {
+    /// A field that lies within one word.
+    pub const fn within(word: usize, shift: u32, bits: usize) -> Self {
+        Self { word, shift, bits: bits as u32, top: None }
+    }
+
     /// The bits of the element in a tile's words.
     pub const fn get(&self, words: &[u32]) -> u32 {
         let low = (words[self.word] >> self.shift) & self.mask();

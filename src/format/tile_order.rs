@@ -32,7 +32,7 @@ impl TileOrder {
     /// Where the element of `channel` at `token` of a tile lies.
     ///
     /// # Errors
-    /// [`Error::Format`] when the order does not exist at `head_dim`.
+    /// [`Error::Format`] when the order does not exist for the format or at `head_dim`.
     pub fn field(
         self,
         which: KeyOrValue,
@@ -47,8 +47,8 @@ impl TileOrder {
 
     /// What a code is combined with by XOR before it is stored.
     pub const fn flip(self, which: KeyOrValue, format: &TensorFormat) -> u32 {
-        let Some(affine) = format.affine() else { return 0 };
-        let bits = affine.bits.count();
+        let Some(bits) = format.code_bits() else { return 0 };
+        let bits = bits.count();
         match (self, which, bits) {
             (Self::DotProduct, _, _) | (Self::MmaFragment, KeyOrValue::Key, 8 | 1) => 1 << (bits - 1),
             (Self::MmaFragment, _, _) => 0,
@@ -83,20 +83,19 @@ impl TileOrder {
                 shape: format!("format {format}, head_dim {head_dim}"),
             });
         }
-        let mask = u32::MAX >> (32 - format.element_bits());
         let flip = self.flip(which, format) ^ to.flip(which, format);
         let mut converted = vec![0; words];
         for element in (0..TILE_TOKENS).flat_map(|token| (0..head_dim).map(move |channel| (token, channel))) {
             let from = self.place(which, format, head_dim, element);
             let at = to.place(which, format, head_dim, element);
-            converted[at.word] |= ((tile[from.word] >> from.shift & mask) ^ flip) << at.shift;
+            at.set(&mut converted, from.get(tile) ^ flip);
         }
         Ok(converted)
     }
 
     fn check(self, format: &TensorFormat, head_dim: usize) -> Result<()> {
-        let planes = matches!(format, TensorFormat::F16) || format.affine().is_some_and(|a| a.bits != Bits::Three);
-        if self == Self::MmaFragment && !planes {
+        let exists = *format == TensorFormat::F16 || format.affine().is_some_and(|affine| affine.bits != Bits::Three);
+        if self == Self::MmaFragment && !exists {
             let reason = "the fragment order has f16, and affine codes of 1, 2, 4 and 8 bits".into();
             return Err(Error::Format { format: format.to_string(), reason });
         }
@@ -124,24 +123,19 @@ const fn word(load: usize, g: usize, c: usize, r: usize) -> usize {
     (32 * load + 4 * g + c) * 4 + r
 }
 
-/// A field that lies in one word.
-const fn field(word: usize, shift: usize, bits: usize) -> Field {
-    Field { word, shift: shift as u32, bits: bits as u32, top: None }
-}
-
 const fn key_fragment(bits: usize, head_dim: usize, (token, channel): (usize, usize)) -> Field {
     let (m, g) = (token / 16, token % 8);
     if bits == 16 {
         let (f, c, e) = (channel / 16, channel % 8 / 2, channel % 2);
         let r = token % 16 / 8 + 2 * (channel % 16 / 8);
-        return field(word(m * (head_dim / 16) + f, g, c, r), 16 * e, bits);
+        return Field::within(word(m * (head_dim / 16) + f, g, c, r), 16 * e as u32, bits);
     }
     let (f, c, e) = (channel / 32, channel % 16 / 4, channel % 4);
     let r = token % 16 / 8 + 2 * (channel % 32 / 16);
     let (block, planes) = (m * (head_dim / 32) + f, 8 / bits);
     let plane = block % planes;
     let shift = if bits == 1 { 4 * e + plane % 4 + 16 * (plane / 4) } else { 8 * e + bits * plane };
-    field(word(block / planes, g, c, r), shift, bits)
+    Field::within(word(block / planes, g, c, r), shift as u32, bits)
 }
 
 const fn value_fragment(bits: usize, head_dim: usize, (token, channel): (usize, usize)) -> Field {
@@ -149,11 +143,11 @@ const fn value_fragment(bits: usize, head_dim: usize, (token, channel): (usize, 
     let (c, next) = (token % 8 / 2, token % 2);
     let r = channel % 16 / 8 + 2 * (token % 16 / 8);
     if bits == 16 {
-        return field(word(token / 16 * (head_dim / 16) + f, g, c, r), 16 * next, bits);
+        return Field::within(word(token / 16 * (head_dim / 16) + f, g, c, r), 16 * next as u32, bits);
     }
     let (block, planes) = (token / 32 * (head_dim / 16) + f, 8 / bits);
     let shift = 16 * next + 8 * (token % 32 / 16) + bits * (block % planes);
-    field(word(block / planes, g, c, r), shift, bits)
+    Field::within(word(block / planes, g, c, r), shift as u32, bits)
 }
 
 #[cfg(test)]
@@ -162,11 +156,11 @@ mod tests {
     use crate::format::{AffineFormat, Grouping};
 
     const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
-    const WIDTHS: [Bits; 4] = [Bits::One, Bits::Two, Bits::Four, Bits::Eight];
 
     fn formats() -> Vec<TensorFormat> {
         let affine = |bits| TensorFormat::Affine(AffineFormat::new(bits, Grouping::Channel));
-        std::iter::once(TensorFormat::F16).chain(WIDTHS.map(affine)).collect()
+        let widths = Bits::ALL.into_iter().filter(|&bits| bits != Bits::Three);
+        std::iter::once(TensorFormat::F16).chain(widths.map(affine)).collect()
     }
 
     fn each(test: impl Fn(KeyOrValue, &TensorFormat, usize)) {
@@ -234,14 +228,14 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_fragments_is_refused() {
+    fn head_dims_without_fragments_are_refused() {
         let tile = vec![0; 128 * 40];
         let error = TileOrder::DotProduct
             .convert(TileOrder::MmaFragment, KeyOrValue::Key, &TensorFormat::F16, 80, &tile)
             .unwrap_err();
         assert!(error.to_string().contains("multiple of 32"), "{error}");
         let three = TensorFormat::Affine(AffineFormat::new(Bits::Three, Grouping::Channel));
-        let error = TileOrder::MmaFragment.field(KeyOrValue::Key, &three, 64, 0, 0).unwrap_err();
-        assert!(error.to_string().contains("1, 2, 4 and 8 bits"), "{error}");
+        let placed = TileOrder::MmaFragment.field(KeyOrValue::Key, &three, 128, 0, 0);
+        assert!(matches!(placed, Err(Error::Format { .. })), "{placed:?}");
     }
 }
