@@ -83,23 +83,40 @@ struct AttendVariant {
 
 impl AttendVariant {
     fn new(pages: PageFormat, group: usize, facts: &DeviceFacts) -> Result<Self> {
-        let step_tokens = step_tokens(&pages);
-        let fewest = Self {
+        let wide = group > 4;
+        let bulk_copies = facts.capability >= (9, 0);
+        let (tokens, bits) = (step_tokens(&pages), pages.key.bits + pages.value.bits);
+        // Few bits are bound by instructions, and more warps hide more of their latency. With more channels than 128 their
+        // registers would not suffice.
+        let few = |most: usize| bits <= most && pages.head_dim <= 128 && bulk_copies;
+        let sizes = [
+            (few(2) && !wide, [128, 64, 3, 12]),
+            (few(4), [64, 64, 4, 12]),
+            (true, [tokens, tokens, 3, 8]),
+            (true, [tokens, tokens, 3, 4]),
+            (true, [tokens, tokens, 2, 4]),
+            (true, [tokens, tokens, 2, 2]),
+            (true, [tokens, tokens, 1, 2]),
+        ];
+        let variant = |&(_, [step_tokens, pass_tokens, stages, warps]): &(bool, [usize; 4])| Self {
             pages,
-            wide: group > 4,
+            wide,
             step_tokens,
-            pass_tokens: step_tokens,
-            stages: 1,
-            warps: 2,
-            bulk_copies: facts.capability >= (9, 0),
+            pass_tokens,
+            stages,
+            warps,
+            bulk_copies,
         };
-        let sizes = [(8, 3), (4, 3), (4, 2), (2, 2), (2, 1)].map(|(warps, stages)| Self { warps, stages, ..fewest });
         let fits = |variant: &Self| variant.shared_bytes() + variant.fixed_bytes() <= facts.shared_bytes;
-        sizes.into_iter().find(fits).ok_or_else(|| Error::Limit {
-            what: "shared memory of a block".into(),
-            needed: (fewest.shared_bytes() + fewest.fixed_bytes()) as u64,
-            allowed: facts.shared_bytes as u64,
-            hint: "use a device with more shared memory, or fewer bits",
+        let served = sizes.iter().filter(|(wanted, _)| *wanted).map(variant);
+        served.filter(|variant| whole_loads(&pages, variant.pass_tokens)).find(fits).ok_or_else(|| {
+            let least = variant(&(true, [tokens, tokens, 1, 2]));
+            Error::Limit {
+                what: "shared memory of a block".into(),
+                needed: (least.shared_bytes() + least.fixed_bytes()) as u64,
+                allowed: facts.shared_bytes as u64,
+                hint: "use a device with more shared memory, or fewer bits",
+            }
         })
     }
 
@@ -141,14 +158,19 @@ fn stage_bytes(pages: &PageFormat, step_tokens: usize) -> usize {
     pages.head_bytes() * step_tokens / TILE_TOKENS
 }
 
-/// Tokens of a step: the most whose keys and values fit a stage and are whole loads, or else the fewest.
-fn step_tokens(pages: &PageFormat) -> usize {
-    let whole = |which: KeyOrValue, tokens: usize| {
+/// True if the keys and the values of so many tokens are whole loads.
+fn whole_loads(pages: &PageFormat, tokens: usize) -> bool {
+    let whole = |which: KeyOrValue| {
         let (bits, run) = (pages.tensor(which).bits, if which == KeyOrValue::Value { 32 } else { 16 });
         (bits == 16 || tokens.is_multiple_of(run)) && (tokens * pages.head_dim * bits / 8).is_multiple_of(512)
     };
-    let valid = |tokens: &usize| whole(KeyOrValue::Key, *tokens) && whole(KeyOrValue::Value, *tokens);
+    whole(KeyOrValue::Key) && whole(KeyOrValue::Value)
+}
+
+/// Tokens of a step: the most whose keys and values fit a stage and are whole loads, or else the fewest.
+fn step_tokens(pages: &PageFormat) -> usize {
     let sizes = [128, 64, 32, 16];
+    let valid = |tokens: &usize| whole_loads(pages, *tokens);
     let fits = |tokens: &usize| pages.tile_bytes_of(*tokens) <= STAGE_BYTES;
     let largest = sizes.into_iter().filter(valid).find(fits);
     largest.or_else(|| sizes.into_iter().rev().find(valid)).unwrap_or(TILE_TOKENS)
@@ -485,16 +507,17 @@ mod tests {
             let shape = AttentionShape::new(8, 2, head_dim).unwrap();
             for (&key, &value) in tensors.iter().flat_map(|key| tensors.iter().map(move |value| (key, value))) {
                 let pages = PageFormat::new(&shape, &SegmentFormat { key, value }).unwrap();
-                for facts in [H200, small] {
-                    let variant = AttendVariant::new(pages, 4, &facts).unwrap();
+                for (facts, group) in [(H200, 4), (H200, 8), (small, 4), (small, 16)] {
+                    let variant = AttendVariant::new(pages, group, &facts).unwrap();
+                    assert!(variant.step_tokens.is_multiple_of(variant.pass_tokens));
                     assert!(TILE_TOKENS.is_multiple_of(variant.step_tokens));
                     assert!(variant.shared_bytes() + variant.fixed_bytes() <= facts.shared_bytes, "{key} {value}");
                     for which in [KeyOrValue::Key, KeyOrValue::Value] {
-                        let loads = variant.step_tokens * head_dim * pages.tensor(which).bits / 8;
+                        let loads = variant.pass_tokens * head_dim * pages.tensor(which).bits / 8;
                         assert_eq!(loads % 512, 0, "{key} {value} {head_dim}");
                     }
                     let run = if pages.value.bits == 16 { 16 } else { 32 };
-                    assert!(variant.step_tokens.is_multiple_of(run), "{key} {value} {head_dim}");
+                    assert!(variant.pass_tokens.is_multiple_of(run), "{key} {value} {head_dim}");
                 }
             }
         }
