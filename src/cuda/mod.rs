@@ -44,6 +44,7 @@ mod split;
 mod step;
 mod store;
 mod tensor;
+mod variant;
 
 pub use backend::Cuda;
 pub use cudarc;
