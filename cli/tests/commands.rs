@@ -107,12 +107,24 @@ fn eval_at_one_bit_is_small_and_calibration_does_not_lose() {
     }
 }
 
+#[cfg(feature = "cuda")]
+#[test]
+fn cuda_without_a_driver_is_named() {
+    if ::kvpack::cuda::driver_present() {
+        return;
+    }
+    let run = kvpack(&["check", "--backend", "cuda", "--quick"]);
+    assert_eq!(run.code, 2, "{}", run.err);
+    assert!(run.err.contains("libcuda"), "{}", run.err);
+}
+
 #[test]
 fn wrong_usage_has_exit_code_2_and_says_what_to_do() {
-    let cases: [(&[&str], &str); 8] = [
+    let cases: [(&[&str], &str); 9] = [
         (&["check", "--backend", "cpu", "--filter", "no such case"], "no case matches"),
         (&["check", "--backend", "cpu", "--adapter", "x"], "leave one of the two out"),
         (&["check", "--backend", "cpu", "--path", "floor"], "leave one of the two out"),
+        (&["check", "--backend", "cuda", "--path", "floor"], "leave one of the two out"),
         (&["check", "--adapter", "no such adapter"], "no such adapter"),
         (&["bench", "--backend", "cpu", "--shape", "no such shape"], "g4-b8-32k"),
         (&["bench", "--backend", "cpu", "--format", "no such format"], "4-bit per token"),

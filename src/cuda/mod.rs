@@ -4,6 +4,9 @@
 //! is a driver, and the sources, which are part of the library, are compiled on first use and kept in a directory (see
 //! [`KernelCache`]).
 //!
+//! Building needs nothing of CUDA either. Where a toolkit is installed its version chooses the bindings of the driver, and
+//! must be 11.8 or newer.
+//!
 //! | kernel | file | does |
 //! | --- | --- | --- |
 //! | `ranges_span`, `ranges_tile`, `quantize` | of the same names | pack rows of dense tensors into pages |
@@ -41,6 +44,7 @@ mod split;
 mod step;
 mod store;
 mod tensor;
+mod variant;
 
 pub use backend::Cuda;
 pub use cudarc;

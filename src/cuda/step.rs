@@ -14,19 +14,13 @@ use super::Cuda;
 use super::device::{DeviceFacts, driver_error};
 use super::memory::Memory;
 use super::page_format::PageFormat;
-use super::program::Program;
 use super::split::{self, Wave};
 use super::store::Store;
 use super::tensor::Tensor;
+use super::variant::AttendVariant;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
 use crate::plan::{DecodePlan, ElementType, Page, SegmentPlan};
 use crate::{Error, Result};
-
-/// Bytes of keys and values that one stage of a warp's ring should hold.
-const STAGE_BYTES: usize = 8192;
-
-/// Bytes of shared memory that `attend` needs beside its rings and what [`AttendVariant::fixed_bytes`] counts.
-const SPARE_SHARED_BYTES: usize = 2 << 10;
 
 /// `Item` of `cuda/common/attend_call.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
@@ -63,102 +57,6 @@ struct AttendCall {
     output_f16: u32,
     cluster: u32,
     unused: u32,
-}
-
-/// How `attend` is compiled for a format.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct AttendVariant {
-    pages: PageFormat,
-    /// Up to 8 query heads to a block instead of 4.
-    wide: bool,
-    /// Tokens that are copied at once.
-    step_tokens: usize,
-    /// Tokens whose scores a warp holds at once.
-    pass_tokens: usize,
-    stages: usize,
-    warps: usize,
-    /// Copies by the copy engine, which compute capability 9.0 has.
-    bulk_copies: bool,
-}
-
-impl AttendVariant {
-    fn new(pages: PageFormat, group: usize, facts: &DeviceFacts) -> Result<Self> {
-        let step_tokens = step_tokens(&pages);
-        let fewest = Self {
-            pages,
-            wide: group > 4,
-            step_tokens,
-            pass_tokens: step_tokens,
-            stages: 1,
-            warps: 2,
-            bulk_copies: facts.capability >= (9, 0),
-        };
-        let sizes = [(8, 3), (4, 3), (4, 2), (2, 2), (2, 1)].map(|(warps, stages)| Self { warps, stages, ..fewest });
-        let fits = |variant: &Self| variant.shared_bytes() + variant.fixed_bytes() <= facts.shared_bytes;
-        sizes.into_iter().find(fits).ok_or_else(|| Error::Limit {
-            what: "shared memory of a block".into(),
-            needed: (fewest.shared_bytes() + fewest.fixed_bytes()) as u64,
-            allowed: facts.shared_bytes as u64,
-            hint: "use a device with more shared memory, or fewer bits",
-        })
-    }
-
-    /// Shared memory beside the rings: the query's fragments, and what the warps tell each other.
-    const fn fixed_bytes(&self) -> usize {
-        let query_bytes = if self.pages.key.bits == 16 { 2 } else { 1 };
-        let rows = (if self.wide { 16 } else { 8 }) * (self.pages.head_dim * query_bytes + 16);
-        let warp_states = self.warps * self.chunk_heads() * 3 * size_of::<f32>();
-        rows + warp_states + SPARE_SHARED_BYTES
-    }
-
-    const fn chunk_heads(&self) -> usize {
-        if self.wide { 8 } else { 4 }
-    }
-
-    fn program(&self) -> Program {
-        let mut defines = self.pages.defines();
-        defines.extend([
-            ("WIDE", self.wide.into()),
-            ("STEP_TOKENS", self.step_tokens),
-            ("PASS_TOKENS", self.pass_tokens),
-            ("STAGES", self.stages),
-            ("WARPS", self.warps),
-            ("BULK_COPIES", self.bulk_copies.into()),
-        ]);
-        Program { files: &["attend.cu"], defines }
-    }
-
-    /// Shared memory of the rings, in which the warps' sums are joined afterwards, and blocks of a cluster leave theirs.
-    fn shared_bytes(&self) -> usize {
-        let rings = self.warps * self.stages * stage_bytes(&self.pages, self.step_tokens);
-        let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8);
-        let cluster = self.chunk_heads() * (self.pages.head_dim + 1);
-        rings.max((joined + cluster) * size_of::<f32>())
-    }
-}
-
-fn stage_bytes(pages: &PageFormat, step_tokens: usize) -> usize {
-    pages.head_bytes() * step_tokens / TILE_TOKENS
-}
-
-/// Tokens of a step: the most whose keys and values fit a stage and are whole loads, or else the fewest.
-fn step_tokens(pages: &PageFormat) -> usize {
-    let whole = |which: KeyOrValue, tokens: usize| {
-        let (bits, run) = (pages.tensor(which).bits, if which == KeyOrValue::Value { 32 } else { 16 });
-        (bits == 16 || tokens.is_multiple_of(run)) && (tokens * pages.head_dim * bits / 8).is_multiple_of(512)
-    };
-    let valid = |tokens: &usize| whole(KeyOrValue::Key, *tokens) && whole(KeyOrValue::Value, *tokens);
-    let sizes = [128, 64, 32, 16];
-    let fits = |tokens: &usize| pages.tile_bytes_of(*tokens) <= STAGE_BYTES;
-    let largest = sizes.into_iter().filter(valid).find(fits);
-    largest.or_else(|| sizes.into_iter().rev().find(valid)).unwrap_or(TILE_TOKENS)
-}
-
-impl PageFormat {
-    /// Bytes of the keys and values of so many tokens of one head, without ranges.
-    fn tile_bytes_of(&self, tokens: usize) -> usize {
-        (self.tile_bytes(KeyOrValue::Key) + self.tile_bytes(KeyOrValue::Value)) * tokens / TILE_TOKENS
-    }
 }
 
 /// One segment of a step.
@@ -464,41 +362,9 @@ impl BoundStep {
 mod tests {
     use super::*;
     use crate::Bits;
-    use crate::format::{AffineFormat, Grouping, TensorFormat};
     use crate::plan::{SpanView, Split, StoreView};
 
     const H200: DeviceFacts = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
-
-    fn affine(bits: Bits, grouping: Grouping) -> TensorFormat {
-        TensorFormat::Affine(AffineFormat::new(bits, grouping))
-    }
-
-    /// Every format at every head dimension has a variant whose loads are whole and whose rings fit.
-    #[test]
-    fn every_format_has_a_variant() {
-        let small = DeviceFacts { shared_bytes: 101_376, ..H200 };
-        let mut tensors = vec![TensorFormat::F16];
-        for bits in [Bits::One, Bits::Two, Bits::Four, Bits::Eight] {
-            tensors.extend([affine(bits, Grouping::Channel), affine(bits, Grouping::Token)]);
-        }
-        for head_dim in super::super::HEAD_DIMS {
-            let shape = AttentionShape::new(8, 2, head_dim).unwrap();
-            for (&key, &value) in tensors.iter().flat_map(|key| tensors.iter().map(move |value| (key, value))) {
-                let pages = PageFormat::new(&shape, &SegmentFormat { key, value }).unwrap();
-                for facts in [H200, small] {
-                    let variant = AttendVariant::new(pages, 4, &facts).unwrap();
-                    assert!(TILE_TOKENS.is_multiple_of(variant.step_tokens));
-                    assert!(variant.shared_bytes() + variant.fixed_bytes() <= facts.shared_bytes, "{key} {value}");
-                    for which in [KeyOrValue::Key, KeyOrValue::Value] {
-                        let loads = variant.step_tokens * head_dim * pages.tensor(which).bits / 8;
-                        assert_eq!(loads % 512, 0, "{key} {value} {head_dim}");
-                    }
-                    let run = if pages.value.bits == 16 { 16 } else { 32 };
-                    assert!(variant.step_tokens.is_multiple_of(run), "{key} {value} {head_dim}");
-                }
-            }
-        }
-    }
 
     /// Items of a cluster are of one sequence and share its row; one sequence more, of another length, and there are none.
     #[test]

@@ -1,0 +1,115 @@
+//! What the CUDA backend stores and computes, on a device. `kvpack check --backend cuda` runs the conformance cases there;
+//! these are what no case covers.
+
+use std::path::PathBuf;
+
+use futures::executor::block_on;
+use kvpack::backend::SpanWrite;
+use kvpack::cache::PromptSpan;
+use kvpack::cpu::{Cpu, CpuStore, CpuTensor, nmse, quantize};
+use kvpack::cuda::{Cuda, KernelCache};
+use kvpack::format::{AffineFormat, Grouping, KeyOrValue, TensorFormat, TileOrder};
+use kvpack::plan::{ElementType, Elements, Page, RowLayout, TokenRange};
+use kvpack::{AttentionShape, Backend, Bits, Error, KvCache, Recipe, SegmentFormat};
+
+fn rows(elements: usize, factor: f32) -> Vec<f32> {
+    (0..elements).map(|i| (i as f32 * factor).sin() * 3.0 + (i % 7) as f32).collect()
+}
+
+fn device() -> Cuda {
+    Cuda::open(0, KernelCache::of_user()).expect("a CUDA device")
+}
+
+#[test]
+fn no_driver_is_an_error_and_no_panic() {
+    if kvpack::cuda::driver_present() {
+        return;
+    }
+    let error = Cuda::open(0, KernelCache::Directory(PathBuf::from("unused"))).expect_err("there is no driver");
+    assert!(matches!(error, Error::Adapter { .. }), "{error}");
+}
+
+/// A tile on the device is the CPU's tile in the other order, bit for bit.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn tiles_are_those_of_the_cpu_in_fragment_order() {
+    let backend = device();
+    let mut formats = vec![TensorFormat::F16];
+    for bits in Bits::ALL {
+        formats.extend([Grouping::Channel, Grouping::Token].map(|g| TensorFormat::Affine(AffineFormat::new(bits, g))));
+    }
+    for head_dim in kvpack::cuda::HEAD_DIMS {
+        let shape = AttentionShape::new(4, 2, head_dim).unwrap();
+        let tokens = 128 + 77;
+        let keys = CpuTensor::F32(rows(tokens * 2 * head_dim, 0.37));
+        let values = CpuTensor::F32(rows(tokens * 2 * head_dim, 0.73));
+        // The fields of the second page that no token has are zero bits in both orders, which a flip makes different codes.
+        let pages = [1, 0].map(|index| Page { shard: 0, index });
+        let full_page = pages[0];
+        let write = SpanWrite {
+            rows: RowLayout::token_major(tokens, &shape),
+            tokens: TokenRange::new(0, tokens).unwrap(),
+            pages: &pages,
+            range_slot: 0,
+        };
+        for format in &formats {
+            let segment = SegmentFormat { key: *format, value: *format };
+            let mut cpu = CpuStore::new(shape, segment).unwrap();
+            cpu.add_shard(2).unwrap();
+            cpu.reserve_ranges(1).unwrap();
+            quantize(&mut cpu, keys.elements(), values.elements(), write).unwrap();
+
+            let mut cuda = backend.create_store(shape, segment).unwrap();
+            block_on(backend.add_shard(&mut cuda, 2)).unwrap();
+            block_on(backend.reserve_ranges(&mut cuda, 1)).unwrap();
+            let upload = |tensor: &CpuTensor| block_on(backend.upload(tensor.elements())).unwrap();
+            backend.quantize(&mut cuda, &upload(&keys), &upload(&values), write).unwrap();
+
+            for which in [KeyOrValue::Key, KeyOrValue::Value] {
+                for head in 0..2 {
+                    let (words, _) = cpu.tile_words(which, full_page, head).unwrap();
+                    let expected =
+                        TileOrder::DotProduct.convert(TileOrder::MmaFragment, which, format, head_dim, words).unwrap();
+                    let stored = cuda.tile_words(backend.stream(), which, full_page, head).unwrap();
+                    assert_eq!(stored, expected, "{which} {format} at {head_dim}");
+                }
+            }
+        }
+    }
+}
+
+/// A cache that packs its windows while it grows gives the same outputs as on the CPU.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn a_growing_cache_attends_as_on_the_cpu() {
+    let shape = AttentionShape::new(8, 2, 128).unwrap();
+    let recipe = || Recipe::calibquant(Bits::Four);
+    let mut cpu = KvCache::new(Cpu::new(), shape, 2, recipe()).unwrap();
+    let backend = device();
+    let mut cuda = KvCache::new(backend.clone(), shape, 2, recipe()).unwrap();
+    let tokens = 300;
+    let (keys, values) = (rows(tokens * 256, 0.31), rows(tokens * 256, 0.57));
+    let prompt =
+        [PromptSpan::f16(TokenRange::new(0, 40).unwrap()), PromptSpan::packed(TokenRange::new(40, tokens).unwrap())];
+    let layout = RowLayout::token_major(tokens, &shape);
+    let on_cpu = |x: &[f32]| CpuTensor::F32(x.to_vec());
+    let on_cuda = |x: &[f32]| block_on(backend.upload(Elements::F32(x))).unwrap();
+    for sequence in 0..2 {
+        block_on(cpu.prefill(sequence, layout, &on_cpu(&keys), &on_cpu(&values), &prompt)).unwrap();
+        block_on(cuda.prefill(sequence, layout, &on_cuda(&keys), &on_cuda(&values), &prompt)).unwrap();
+    }
+    for step in 0..140 {
+        let row = rows(2 * 256, 0.011 * (step + 1) as f32);
+        let layout = RowLayout::token_major(2, &shape);
+        block_on(cpu.append(layout, &on_cpu(&row), &on_cpu(&row))).unwrap();
+        let tensor = on_cuda(&row);
+        block_on(cuda.append(layout, &tensor, &tensor)).unwrap();
+    }
+    let query = rows(2 * 8 * 128, 0.17);
+    let expected = block_on(cpu.attend(&on_cpu(&query), ElementType::F32)).unwrap().to_f32();
+    let tensor = on_cuda(&query);
+    let output = block_on(cuda.attend(&tensor, ElementType::F32)).unwrap();
+    let output = block_on(backend.download(&output)).unwrap();
+    let expected: Vec<f64> = expected.into_iter().map(f64::from).collect();
+    assert!(nmse(&output, &expected) < 1e-6, "{}", nmse(&output, &expected));
+}
