@@ -23,7 +23,9 @@ const BANDWIDTH_WORDS: usize = 32 << 20;
 impl TimedStores for Cpu {}
 
 impl Timed for Cpu {
-    const GUARD_TOLERANCE: Option<f64> = None;
+    fn guard_tolerance(&self) -> Option<f64> {
+        None
+    }
 
     fn sizes(&self) -> Sizes {
         Sizes { largest_shape: 128 << 20, footprint: FOOTPRINT, seconds: 0.5 }

@@ -23,7 +23,9 @@ const MOST_REPLAYS: usize = 200;
 impl TimedStores for Cuda {}
 
 impl Timed for Cuda {
-    const GUARD_TOLERANCE: Option<f64> = Some(0.03);
+    fn guard_tolerance(&self) -> Option<f64> {
+        Some(0.03)
+    }
 
     fn sizes(&self) -> Sizes {
         Sizes { largest_shape: u64::MAX, footprint: 1 << 30, seconds: 0.1 }

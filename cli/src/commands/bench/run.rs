@@ -122,7 +122,7 @@ impl<B: Timed> Bench<'_, B> {
             self.best_guard = self.best_guard.max(before).max(after);
             let apart = 1.0 - (times.seconds / again.seconds).min(again.seconds / times.seconds);
             low = (1.0 - before.min(after) / self.best_guard).max(apart);
-            if B::GUARD_TOLERANCE.is_none_or(|tolerance| low <= tolerance) {
+            if self.backend.guard_tolerance().is_none_or(|tolerance| low <= tolerance) {
                 let figures = Figures::new(times, workload.step_bytes, read);
                 return Ok(RowOutcome::Timed(Figures { guard_low_percent: low * 100.0, ..figures }));
             }

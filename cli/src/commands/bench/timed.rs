@@ -8,7 +8,7 @@ use kvpack::{Backend, Result};
 pub trait Timed: Backend + Sized {
     /// How much of the guard's rate may be missing, as a fraction, before a row is discarded; `None` where it is only
     /// reported, because other programs share the device and a quiet moment may never come.
-    const GUARD_TOLERANCE: Option<f64>;
+    fn guard_tolerance(&self) -> Option<f64>;
 
     /// What suits the size of the device.
     fn sizes(&self) -> Sizes;
