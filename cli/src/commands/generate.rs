@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use candle_core::Tensor;
 use kvpack::Backend;
-use kvpack::cache::ModelRecipe;
+use kvpack::cache::{CacheMemory, ModelRecipe};
 
 use crate::backend::{BackendArgs, Chosen};
 use crate::model::{Attention, CHUNK_TOKENS, ExactAttention, Model, PackedAttention};
@@ -143,8 +143,9 @@ impl<'a> Printed<'a> {
         self.tokens.push(token);
         let text = self.model.tokenizer.decode(&self.tokens)?;
         if let Some(new) = text.get(self.bytes..).filter(|new| !new.ends_with('\u{fffd}')) {
-            print!("{new}");
-            io::stdout().flush()?;
+            let mut out = io::stdout();
+            write!(out, "{new}")?;
+            out.flush()?;
             self.bytes = text.len();
         }
         Ok(())
@@ -174,7 +175,12 @@ fn report<B: Backend>(args: &GenerateArgs, backend: &B, attention: &PackedAttent
         print::percent(share),
         (total - attention.time().min(total)).as_secs_f64()
     );
-    println!("cache    {bytes} bytes, {:.3} bits per element", bytes as f64 * 8.0 / elements.max(1) as f64);
+    let tokens = |part: fn(&CacheMemory) -> usize| attention.memory().map(|memory| part(&memory)).max().unwrap_or(0);
+    let (packed, kept) = (tokens(|memory| memory.packed.tokens), tokens(|memory| memory.f16.tokens));
+    println!(
+        "cache    {bytes} bytes, {:.3} bits per element; at most {packed} tokens of a layer packed, {kept} in f16",
+        bytes as f64 * 8.0 / elements.max(1) as f64
+    );
 }
 
 fn compare(written: &Written, expected: &Written) -> Outcome {
