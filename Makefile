@@ -24,8 +24,8 @@ demo: ## accuracy and speed on real keys and values, on the best adapter there i
 
 model: ## fetch a small language model (94 MB), write text with it, and measure what packing its cache costs
 	@scripts/fetch-model.sh
-	$(CARGO) run --locked --release -- generate --recipe calibquant:4 --chat "What is the sea made of?"
-	$(CARGO) run --locked --release -- eval --model --lengths 512,1024 --recipes f16 calibquant:8 saw-int4 kivi:2
+	$(CARGO) run --locked --release -- generate --recipe calibquant:8+window=0 --chat "What is the sea made of?"
+	$(CARGO) run --locked --release -- eval --model --lengths 512 --passkey-tokens 512 --recipes f16 calibquant:8 saw-int4 kivi:2
 
 test: ## everything that CI checks; scripts/test.sh says what
 	@scripts/test.sh
