@@ -41,6 +41,17 @@ for checks in safe trusted; do
     grep -E '^FAILED|passed, ' "$results/check-$checks.log"
 done
 
+if ldconfig -p | grep -q 'libcuda\.so'; then
+    printf '\n== cuda\n'
+    timeout "$limit" "$kvpack" check --backend cuda >"$results/check-cuda.log" 2>&1 ||
+        fail "kvpack check --backend cuda: see $results/check-cuda.log"
+    grep -E '^FAILED|passed, ' "$results/check-cuda.log"
+    timeout "$limit" "$kvpack" bench --backend cuda --suite decode 2>&1 | tee "$results/bench-cuda.log"
+    [ "${PIPESTATUS[0]}" = 0 ] || fail "bench --backend cuda: see $results/bench-cuda.log"
+else
+    printf '\n== cuda: there is no libcuda, so the CUDA backend is neither checked nor timed\n'
+fi
+
 # Every format is measured beside f16, which each process times again: × f16 needs it.
 group() { # shape, query, format
     local log="$results/$1-$2-${3// /-}"

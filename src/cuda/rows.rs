@@ -195,7 +195,11 @@ impl Launcher<'_> {
         rows.check("values", values.elements(), shape)?;
         let reject = |reason: String| Err(Error::Plan { what: "append", reason });
         if *store.format() != SegmentFormat::F16 {
-            return reject(format!("single tokens go into an f16 store, this one holds {}", store.format()));
+            return Err(Error::Unsupported {
+                what: format!("append of single tokens to a store of {} on the CUDA backend", store.format()),
+                hint: "pack tiles behind an f16 window (Recipe::with_window, window=0 in a recipe's text), or use wgpu"
+                    .into(),
+            });
         }
         let mut places = Vec::with_capacity(writes.len());
         for write in writes {

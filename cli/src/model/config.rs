@@ -77,9 +77,13 @@ impl Config {
         if or("expert_count", 0)? > 0 {
             return Err(ModelError::Variant { what: "a mixture of experts".into() });
         }
+        let layers = number("block_count")?;
+        if layers == 0 {
+            return Err(wrong(&key("block_count"), &"a model has at least one layer"));
+        }
         Ok(Self {
             name: string(metadata, "general.name").unwrap_or("unnamed").into(),
-            layers: number("block_count")?,
+            layers,
             width,
             feed_forward: number("feed_forward_length")?,
             attention,

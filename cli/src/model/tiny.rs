@@ -219,6 +219,11 @@ fn bad_files_are_refused() {
     assert!(matches!(load(&layers.0), ModelError::Tensor { name, .. } if name == "blk.2.attn_norm.weight"));
     let width = set("width", "llama.feed_forward_length", Value::U32(161));
     assert!(matches!(load(&width.0), ModelError::Tensor { name, .. } if name == "blk.0.ffn_gate.weight"));
+    let none = set("none", "llama.block_count", Value::U32(0));
+    assert!(matches!(load(&none.0), ModelError::Metadata { key, .. } if key == "llama.block_count"));
+    // A context of any length costs nothing.
+    let endless = set("endless", "llama.context_length", Value::U32(u32::MAX));
+    assert!(Model::load(&endless.0).is_ok());
     let context = set("context", "llama.context_length", Value::String("long".into()));
     assert!(matches!(load(&context.0), ModelError::Metadata { key, .. } if key == "llama.context_length"));
 }

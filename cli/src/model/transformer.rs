@@ -20,8 +20,14 @@ pub struct Model {
     layers: Vec<Layer>,
     output_norm: Tensor,
     output: Linear,
-    /// Cosine and sine of every position and pair, `[context, 1, head_dim / 2]`.
-    rotation: (Tensor, Tensor),
+    /// Radians that each of the `head_dim / 2` pairs turns by from one position to the next.
+    frequencies: Vec<f32>,
+}
+
+/// Cosine and sine of the positions of a chunk, `[tokens, 1, head_dim / 2]`.
+struct Rotation {
+    cos: Tensor,
+    sin: Tensor,
 }
 
 struct Layer {
@@ -55,8 +61,8 @@ impl Model {
             true => weights.linear("output", width, vocabulary)?,
             false => Linear::new(embedding.clone()),
         };
-        let rotation = rotation(&mut weights, &config)?;
-        Ok(Self { config, tokenizer, embedding, layers, output_norm, output, rotation })
+        let frequencies = frequencies(&mut weights, &config)?;
+        Ok(Self { config, tokenizer, embedding, layers, output_norm, output, frequencies })
     }
 
     /// Checks that so many tokens fit the context.
@@ -77,9 +83,10 @@ impl Model {
     pub fn forward(&self, tokens: &[u32], position: usize, attention: &mut dyn Attention) -> Result<Tensor> {
         self.check_context(position + tokens.len())?;
         let mut stream = self.embedding.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
+        let rotation = self.rotation(position, tokens.len())?;
         for (index, layer) in self.layers.iter().enumerate() {
-            let attended =
-                layer.attend(&self.norm(&stream, &layer.attention_norm)?, index, position, self, attention)?;
+            let chunk = layer.chunk(&self.norm(&stream, &layer.attention_norm)?, index, &self.config, &rotation)?;
+            let attended = layer.attention_output.forward(&attention.attend(&chunk)?)?;
             stream = (stream + attended)?;
             let fed = layer.feed_forward(&self.norm(&stream, &layer.feed_forward_norm)?)?;
             stream = (stream + fed)?;
@@ -98,18 +105,26 @@ impl Model {
         x.broadcast_div(&(mean_square + self.config.norm_epsilon)?.sqrt()?)?.broadcast_mul(weight)
     }
 
+    fn rotation(&self, position: usize, tokens: usize) -> candle_core::Result<Rotation> {
+        let angles = (position..position + tokens)
+            .flat_map(|position| self.frequencies.iter().map(move |frequency| position as f32 * frequency));
+        let angles = Tensor::from_vec(angles.collect(), (tokens, 1, self.frequencies.len()), &Device::Cpu)?;
+        Ok(Rotation { cos: angles.cos()?, sin: angles.sin()? })
+    }
+}
+
+impl Rotation {
     /// Rotary position encoding of `[tokens, heads, head_dim]`.
-    fn rotate(&self, x: &Tensor, position: usize) -> candle_core::Result<Tensor> {
+    fn apply(&self, x: &Tensor, pairs: RopePairs) -> candle_core::Result<Tensor> {
         let (tokens, heads, head_dim) = x.dims3()?;
         let half = head_dim / 2;
-        let (cos, sin) = (self.rotation.0.narrow(0, position, tokens)?, self.rotation.1.narrow(0, position, tokens)?);
-        let (pairs, axis) = match self.config.rope_pairs {
+        let (pairs, axis) = match pairs {
             RopePairs::Neighbours => (x.reshape((tokens, heads, half, 2))?, 3),
             RopePairs::Halves => (x.reshape((tokens, heads, 2, half))?, 2),
         };
         let (a, b) = (pairs.narrow(axis, 0, 1)?.squeeze(axis)?, pairs.narrow(axis, 1, 1)?.squeeze(axis)?);
-        let turned_a = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
-        let turned_b = (a.broadcast_mul(&sin)? + b.broadcast_mul(&cos)?)?;
+        let turned_a = (a.broadcast_mul(&self.cos)? - b.broadcast_mul(&self.sin)?)?;
+        let turned_b = (a.broadcast_mul(&self.sin)? + b.broadcast_mul(&self.cos)?)?;
         Tensor::stack(&[turned_a, turned_b], axis)?.reshape((tokens, heads, head_dim))
     }
 }
@@ -134,24 +149,17 @@ impl Layer {
         })
     }
 
-    fn attend(
-        &self,
-        x: &Tensor,
-        layer: usize,
-        position: usize,
-        model: &Model,
-        attention: &mut dyn Attention,
-    ) -> Result<Tensor> {
-        let shape = &model.config.attention;
+    /// Queries, keys and values of `[tokens, width]`, the former two rotated.
+    fn chunk(&self, x: &Tensor, layer: usize, config: &Config, rotation: &Rotation) -> candle_core::Result<Chunk> {
+        let shape = &config.attention;
         let tokens = x.dim(0)?;
         let heads = |linear: &Linear, count| linear.forward(x)?.reshape((tokens, count, shape.head_dim()));
-        let chunk = Chunk {
+        Ok(Chunk {
             layer,
-            queries: model.rotate(&heads(&self.query, shape.query_heads())?, position)?,
-            keys: model.rotate(&heads(&self.key, shape.kv_heads())?, position)?,
+            queries: rotation.apply(&heads(&self.query, shape.query_heads())?, config.rope_pairs)?,
+            keys: rotation.apply(&heads(&self.key, shape.kv_heads())?, config.rope_pairs)?,
             values: heads(&self.value, shape.kv_heads())?,
-        };
-        Ok(self.attention_output.forward(&attention.attend(&chunk)?)?)
+        })
     }
 
     /// down(silu(gate x) · up x).
@@ -160,17 +168,36 @@ impl Layer {
     }
 }
 
-/// cos and sin of position · base^(-2i / head_dim), divided by the file's factors where it has some (Llama 3.1).
-fn rotation(weights: &mut Weights, config: &Config) -> Result<(Tensor, Tensor)> {
+/// base^(-2i / head_dim), divided by the file's factors where it has some (Llama 3.1).
+fn frequencies(weights: &mut Weights, config: &Config) -> Result<Vec<f32>> {
     let half = config.attention.head_dim() / 2;
     let factors = match weights.has("rope_freqs.weight") {
         true => weights.tensor("rope_freqs.weight", &[half])?.to_vec1::<f32>()?,
         false => vec![1.0; half],
     };
     let frequency = |i: usize| config.rope_base.powf(-(i as f32) / half as f32) / factors[i];
-    let frequencies: Vec<f32> = (0..half).map(frequency).collect();
-    let angles = |position: usize| frequencies.iter().map(move |frequency| position as f32 * frequency);
-    let angles: Vec<f32> = (0..config.context).flat_map(angles).collect();
-    let angles = Tensor::from_vec(angles, (config.context, 1, half), &Device::Cpu)?;
-    Ok((angles.cos()?, angles.sin()?))
+    Ok((0..half).map(frequency).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each pair turns by position · frequency, whichever elements form it.
+    #[test]
+    fn pairs_turn_by_their_position() {
+        let angles = Tensor::new(&[[[0.5f32, 2.0]]], &Device::Cpu).unwrap();
+        let rotation = Rotation { cos: angles.cos().unwrap(), sin: angles.sin().unwrap() };
+        let x = Tensor::new(&[[[1.0f32, 2.0, 3.0, 4.0]]], &Device::Cpu).unwrap();
+        let turn = |a: f32, b: f32, angle: f32| {
+            let (sin, cos) = angle.sin_cos();
+            (a * cos - b * sin, a * sin + b * cos)
+        };
+        let apply = |pairs| rotation.apply(&x, pairs).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let ((a, b), (c, d)) = (turn(1.0, 2.0, 0.5), turn(3.0, 4.0, 2.0));
+        let near = |given: Vec<f32>, expected: [f32; 4]| given.iter().zip(expected).all(|(x, y)| (x - y).abs() < 1e-6);
+        assert!(near(apply(RopePairs::Neighbours), [a, b, c, d]));
+        let ((a, c), (b, d)) = (turn(1.0, 3.0, 0.5), turn(2.0, 4.0, 2.0));
+        assert!(near(apply(RopePairs::Halves), [a, b, c, d]));
+    }
 }

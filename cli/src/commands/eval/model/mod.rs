@@ -72,6 +72,9 @@ fn recipes(given: &[String]) -> Result<Vec<ModelRecipe>> {
             _ => recipes.push(text.parse()?),
         }
     }
+    if recipes.is_empty() {
+        bail!("--recipes names no recipe; 'all' stands for every method at every width");
+    }
     Ok(recipes)
 }
 
