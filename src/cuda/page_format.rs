@@ -1,7 +1,7 @@
 //! The formats that have CUDA kernels, and where their tiles lie in a page.
 
 use super::program::Program;
-use crate::format::{AttentionShape, Bits, Grouping, KeyOrValue, SegmentFormat, TILE_TOKENS, TensorFormat};
+use crate::format::{AttentionShape, Bits, Grouping, KeyOrValue, RangeRule, SegmentFormat, TILE_TOKENS, TensorFormat};
 use crate::{Error, Result};
 
 /// Head dimensions that have CUDA kernels.
@@ -100,7 +100,11 @@ impl TensorPages {
         match format {
             TensorFormat::F16 => Ok(Self { bits: 16, token_ranges: false }),
             TensorFormat::Codebook(_) => unsupported(),
-            TensorFormat::Affine(affine) if affine.rotation.is_some() || affine.bits == Bits::Three => unsupported(),
+            TensorFormat::Affine(affine)
+                if affine.rotation.is_some() || affine.bits == Bits::Three || affine.ranges == RangeRule::Symmetric =>
+            {
+                unsupported()
+            }
             TensorFormat::Affine(affine) => match affine.grouping {
                 Grouping::Channel => Ok(Self { bits: affine.bits.count() as usize, token_ranges: false }),
                 Grouping::Token => Ok(Self { bits: affine.bits.count() as usize, token_ranges: true }),
@@ -149,6 +153,9 @@ mod tests {
         assert!(matches!(&saw, Error::Unsupported { .. }), "{saw}");
         let three = PageFormat::new(&shape, &SegmentFormat::per_channel(Bits::Three)).unwrap_err();
         assert!(matches!(&three, Error::Unsupported { .. }), "{three}");
+        let symmetric = TensorFormat::Affine(AffineFormat::new(Bits::Eight, Grouping::Token).symmetric());
+        let symmetric = PageFormat::new(&shape, &SegmentFormat { key: symmetric, value: symmetric }).unwrap_err();
+        assert!(matches!(&symmetric, Error::Unsupported { .. }), "{symmetric}");
         let shape = AttentionShape::new(4, 2, 80).unwrap();
         let error = PageFormat::new(&shape, &SegmentFormat::F16).unwrap_err();
         assert!(error.to_string().contains("head_dim 80"), "{error}");
