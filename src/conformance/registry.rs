@@ -281,6 +281,7 @@ fn several_segments() -> Vec<Case> {
     let appended = [
         SegmentFormat::saw_int4(),
         both(affine(Bits::One, Grouping::Token)),
+        both(affine(Bits::Three, Grouping::Token)),
         SegmentFormat {
             key: affine(Bits::Two, Grouping::TokenChannels(16)),
             value: affine(Bits::Eight, Grouping::Token),
@@ -288,7 +289,7 @@ fn several_segments() -> Vec<Case> {
         SegmentFormat { key: TensorFormat::F16, value: affine(Bits::Two, Grouping::TokenChannels(16)) },
     ];
     for (i, format) in appended.into_iter().enumerate() {
-        let head_dim = [128, 80, 96, 256][i];
+        let head_dim = [128, 80, 64, 96, 256][i];
         let mut case = Case::new(
             &format!("appended-k-{}-v-{}", slug(&format.key), slug(&format.value)),
             shape(4, head_dim),

@@ -52,8 +52,10 @@ impl AppendPlan {
                 let reason = format!("token {token} of {} into slot {slot} of {TILE_TOKENS}", rows.tokens);
                 return Err(Error::Plan { what: "append", reason });
             }
-            // Tokens whose values of a channel lie in one word.
-            let turn = turns.entry((write.page, values.value_field(write.slot, 0).word)).or_default();
+            // Tokens whose values of a channel lie in one word: of three bits the word of the top bits has more of them.
+            let field = values.value_field(write.slot, 0);
+            let shared = field.top.map_or(field.word, |top| top.word);
+            let turn = turns.entry((write.page, shared)).or_default();
             let place = Place { token: write.token as u32, page: write.page.index, slot: write.slot as u32 };
             places.entry((write.page.shard, *turn)).or_default().push(place);
             *turn += 1;
@@ -159,6 +161,7 @@ pub(crate) fn variants() -> Vec<Variant> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Bits;
 
     #[test]
     fn tokens_that_share_a_word_take_turns() {
@@ -171,6 +174,20 @@ mod tests {
                 .unwrap();
         let slots = |turn| plan.places[&(0, turn)].iter().map(|place| place.slot).collect::<Vec<_>>();
         assert_eq!((slots(0), slots(1)), (vec![0, 1, 64], vec![32]));
+    }
+
+    /// Low pairs of 16 tokens share a word, top bits of 32.
+    #[test]
+    fn top_bits_that_share_a_word_take_turns() {
+        let shape = AttentionShape::new(1, 1, 64).unwrap();
+        let rows = RowLayout::token_major(4, &shape);
+        let page = Page { shard: 0, index: 0 };
+        let write = |token, slot| TokenWrite { token, page, slot };
+        let format = SegmentFormat::turboquant(Bits::Three, 64);
+        let plan =
+            AppendPlan::new(&shape, &format, rows, &[write(0, 0), write(1, 4), write(2, 8), write(3, 39)]).unwrap();
+        let slots = |turn| plan.places[&(0, turn)].iter().map(|place| place.slot).collect::<Vec<_>>();
+        assert_eq!((slots(0), slots(1), slots(2)), (vec![0, 8], vec![4], vec![39]));
     }
 
     #[test]
