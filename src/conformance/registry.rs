@@ -392,6 +392,9 @@ fn options() -> Vec<Case> {
         case.quick = bits == Bits::Four;
         cases.push(case);
     }
+    let mut codebook = Case::new("int8-query-2bit-codebook", shape(4, 128), SegmentFormat::turboquant(Bits::Two, 128));
+    codebook.options.query = QueryPrecision::Int8;
+    cases.push(codebook);
     let mut grouped = Case::new("int8-query-g8-token", shape(8, 64), both(affine(Bits::Four, Grouping::Token)));
     grouped.options.query = QueryPrecision::Int8;
     cases.push(grouped);
