@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include "common/rows.cuh"
+
 // Scales below 2^-100 count as 0.
 constexpr float MIN_SCALE = 7.888609e-31f;
 
@@ -47,4 +49,61 @@ __device__ __forceinline__ u32 code_of(float value, float2 range) {
 
 __device__ __forceinline__ float value_of(u32 code, float2 range) {
     return __fadd_rn(__fmul_rn(range.x, (float)code), range.y);
+}
+
+// Where the range of an element lies among those of its tile: [token group][channel], [token] or [channel group][token].
+template <bool VALUE>
+__device__ __forceinline__ u32 range_index(u32 slot, u32 channel) {
+    if constexpr (GROUP_CHANNELS<VALUE> == 1) return slot / GROUP_TOKENS<VALUE> * HEAD_DIM + channel;
+    return channel / GROUP_CHANNELS<VALUE> * TILE_TOKENS + slot;
+}
+
+// The range of an element of a tile; `part` is the head's part of the page, `span_ranges` are those of its span.
+template <bool VALUE>
+__device__ __forceinline__ float2 element_range(const u8* part, const float2* span_ranges, u32 slot, u32 channel) {
+    if constexpr (FORMAT_BITS<VALUE> == 16) {
+        return make_float2(0.0f, 0.0f);
+    } else if constexpr (TILE_RANGES<VALUE>) {
+        return range_of_word(((const u32*)(part + TILE_RANGES_AT<VALUE>))[range_index<VALUE>(slot, channel)]);
+    } else {
+        return span_ranges[channel];
+    }
+}
+
+// The field that stores an element.
+template <bool VALUE>
+__device__ __forceinline__ u32 field_bits(float x, float2 range) {
+    if constexpr (FORMAT_BITS<VALUE> == 16) {
+        return half_bits(x);
+    } else {
+        return code_of<FORMAT_BITS<VALUE>>(x, range) ^ FLIPPED<VALUE>;
+    }
+}
+
+// What a field stands for.
+template <bool VALUE>
+__device__ __forceinline__ float field_value(u32 bits, float2 range) {
+    if constexpr (FORMAT_BITS<VALUE> == 16) {
+        return half_value(bits);
+    } else {
+        return value_of(bits ^ FLIPPED<VALUE>, range);
+    }
+}
+
+// The range of elements `at(0)` … `at(count - 1)`, found by a warp, as tiles store it.
+template <bool VALUE, typename At>
+__device__ __forceinline__ u32 warp_range(u32 count, int lane, float shrink, At at) {
+    constexpr int bits = FORMAT_BITS<VALUE> == 16 ? 8 : FORMAT_BITS<VALUE>;
+    float low = at(0);
+    float high = low;
+    for (u32 i = lane; i < count; i += 32) {
+        const float x = at(i);
+        low = fminf(low, x);
+        high = fmaxf(high, x);
+    }
+    for (int step = 16; step > 0; step >>= 1) {
+        low = fminf(low, __shfl_xor_sync(ALL_LANES, low, step));
+        high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, step));
+    }
+    return range_word(code_range<bits>(low, high, shrink));
 }

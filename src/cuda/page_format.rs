@@ -1,7 +1,7 @@
 //! The formats that have CUDA kernels, and where their tiles lie in a page.
 
 use super::program::Program;
-use crate::format::{AttentionShape, Bits, Grouping, KeyOrValue, SegmentFormat, TILE_TOKENS, TensorFormat};
+use crate::format::{AttentionShape, Bits, Grouping, KeyOrValue, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat};
 use crate::{Error, Result};
 
 /// Head dimensions that have CUDA kernels.
@@ -19,8 +19,10 @@ pub(super) struct PageFormat {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct TensorPages {
     pub(super) bits: usize,
-    /// A range beside each tile for every token; otherwise one per channel and span, or none for f16.
-    pub(super) token_ranges: bool,
+    /// Which elements share a range; none for f16.
+    pub(super) grouping: Option<Grouping>,
+    /// How rows are rotated before they are stored.
+    pub(super) rotation: Option<Rotation>,
 }
 
 impl PageFormat {
@@ -39,7 +41,7 @@ impl PageFormat {
 
     /// The f16 pages that every head dimension has.
     pub(super) const fn f16(head_dim: usize) -> Self {
-        let f16 = TensorPages { bits: 16, token_ranges: false };
+        let f16 = TensorPages { bits: 16, grouping: None, rotation: None };
         Self { head_dim, key: f16, value: f16 }
     }
 
@@ -67,25 +69,60 @@ impl PageFormat {
     pub(super) const fn head_bytes(&self) -> usize {
         self.tile_bytes(KeyOrValue::Key)
             + self.tile_bytes(KeyOrValue::Value)
-            + self.key.range_bytes()
-            + self.value.range_bytes()
+            + self.key.range_bytes(self.head_dim)
+            + self.value.range_bytes(self.head_dim)
     }
 
-    /// The macros of `cuda/common/tile.cuh`.
+    /// Ranges beside a tile of keys or of values.
+    pub(super) const fn ranges_per_tile(&self, which: KeyOrValue) -> usize {
+        self.tensor(which).range_bytes(self.head_dim) / size_of::<u32>()
+    }
+
+    /// True if ranges change inside a tile otherwise than from token to token, so that the sums of an MMA would mix
+    /// codes of different ranges.
+    pub(super) const fn mixes_ranges(&self) -> bool {
+        self.key.mixes_ranges() || self.value.mixes_ranges()
+    }
+
+    /// True if a byte of a tile may hold codes of two tokens, whose slots are then a multiple of 16 apart: where the
+    /// bit planes of a load are more blocks of channels than a row has, or no divisor of them.
+    pub(super) const fn tokens_share_bytes(&self) -> bool {
+        let key_blocks = self.head_dim / if self.key.bits == 16 { 16 } else { 32 };
+        !key_blocks.is_multiple_of(self.key.planes()) || !(self.head_dim / 16).is_multiple_of(self.value.planes())
+    }
+
+    /// The macros of `cuda/common/tile.cuh` and `rotation.cuh`.
     pub(super) fn defines(&self) -> Vec<(&'static str, usize)> {
+        let order = |tensor: &TensorPages| tensor.rotation.map_or(0, |rotation| rotation.order());
+        let seed = |tensor: &TensorPages| tensor.rotation.and_then(|rotation| rotation.seed());
         vec![
             ("HEAD_DIM", self.head_dim),
             ("KEY_BITS", self.key.bits),
             ("VALUE_BITS", self.value.bits),
-            ("KEY_TOKEN_RANGES", self.key.token_ranges.into()),
-            ("VALUE_TOKEN_RANGES", self.value.token_ranges.into()),
+            ("KEY_GROUP_TOKENS", self.key.group(self.head_dim)[0]),
+            ("KEY_GROUP_CHANNELS", self.key.group(self.head_dim)[1]),
+            ("VALUE_GROUP_TOKENS", self.value.group(self.head_dim)[0]),
+            ("VALUE_GROUP_CHANNELS", self.value.group(self.head_dim)[1]),
+            ("KEY_ROTATION_ORDER", order(&self.key)),
+            ("KEY_ROTATION_SIGNED", seed(&self.key).is_some().into()),
+            ("KEY_ROTATION_SEED", seed(&self.key).unwrap_or(0) as usize),
+            ("VALUE_ROTATION_ORDER", order(&self.value)),
+            ("VALUE_ROTATION_SIGNED", seed(&self.value).is_some().into()),
+            ("VALUE_ROTATION_SEED", seed(&self.value).unwrap_or(0) as usize),
         ]
     }
 
     /// The kernels that move rows into pages and back.
     pub(super) fn rows_program(&self) -> Program {
-        const FILES: &[&str] =
-            &["ranges_span.cu", "ranges_tile.cu", "append.cu", "find_non_finite.cu", "dequantize.cu", "quantize.cu"];
+        const FILES: &[&str] = &[
+            "hadamard.cu",
+            "ranges_span.cu",
+            "ranges_tile.cu",
+            "append.cu",
+            "find_non_finite.cu",
+            "dequantize.cu",
+            "quantize.cu",
+        ];
         Program { files: FILES, defines: self.defines() }
     }
 }
@@ -93,24 +130,45 @@ impl PageFormat {
 impl TensorPages {
     fn new(format: &TensorFormat) -> Result<Self> {
         let unsupported = || {
-            let hint = "the CUDA kernels serve f16, and affine codes of 1, 2, 4 or 8 bits, not rotated, with a range per channel or per token; the wgpu \
-                        backend serves every format";
+            let hint = "the CUDA kernels serve f16, and affine codes of 1, 2, 4 or 8 bits; the wgpu backend serves every \
+                        format";
             Err(Error::Unsupported { what: format!("format {format} on the CUDA backend"), hint: hint.into() })
         };
         match format {
-            TensorFormat::F16 => Ok(Self { bits: 16, token_ranges: false }),
+            TensorFormat::F16 => Ok(Self { bits: 16, grouping: None, rotation: None }),
             TensorFormat::Codebook(_) => unsupported(),
-            TensorFormat::Affine(affine) if affine.rotation.is_some() || affine.bits == Bits::Three => unsupported(),
-            TensorFormat::Affine(affine) => match affine.grouping {
-                Grouping::Channel => Ok(Self { bits: affine.bits.count() as usize, token_ranges: false }),
-                Grouping::Token => Ok(Self { bits: affine.bits.count() as usize, token_ranges: true }),
-                Grouping::ChannelTokens(_) | Grouping::TokenChannels(_) => unsupported(),
-            },
+            TensorFormat::Affine(affine) if affine.bits == Bits::Three => unsupported(),
+            TensorFormat::Affine(affine) => {
+                let bits = affine.bits.count() as usize;
+                Ok(Self { bits, grouping: Some(affine.grouping), rotation: affine.rotation })
+            }
         }
     }
 
-    const fn range_bytes(&self) -> usize {
-        if self.token_ranges { TILE_TOKENS * size_of::<u32>() } else { 0 }
+    /// Bit planes of a byte lane.
+    const fn planes(&self) -> usize {
+        if self.bits == 16 { 1 } else { 8 / self.bits }
+    }
+
+    /// Tokens and channels of the elements that share a range beside a tile; zeros if there are none.
+    const fn group(&self, head_dim: usize) -> [usize; 2] {
+        match self.grouping {
+            None | Some(Grouping::Channel) => [0, 0],
+            Some(Grouping::ChannelTokens(tokens)) => [tokens, 1],
+            Some(Grouping::Token) => [1, head_dim],
+            Some(Grouping::TokenChannels(channels)) => [1, channels],
+        }
+    }
+
+    const fn range_bytes(&self, head_dim: usize) -> usize {
+        match self.group(head_dim) {
+            [0, _] | [_, 0] => 0,
+            [tokens, channels] => TILE_TOKENS / tokens * (head_dim / channels) * size_of::<u32>(),
+        }
+    }
+
+    const fn mixes_ranges(&self) -> bool {
+        matches!(self.grouping, Some(Grouping::ChannelTokens(_) | Grouping::TokenChannels(_)))
     }
 }
 
@@ -121,12 +179,14 @@ mod tests {
 
     #[test]
     fn a_page_is_as_large_as_the_format_says() {
-        let token = TensorFormat::Affine(AffineFormat::new(Bits::Four, Grouping::Token));
+        let grouped = |grouping| TensorFormat::Affine(AffineFormat::new(Bits::Four, grouping));
+        let token = grouped(Grouping::Token);
         let formats = [
             SegmentFormat::F16,
             SegmentFormat::per_channel(Bits::One),
             SegmentFormat { key: token, value: token },
             SegmentFormat { key: TensorFormat::F16, value: token },
+            SegmentFormat { key: grouped(Grouping::ChannelTokens(32)), value: grouped(Grouping::TokenChannels(16)) },
         ];
         for head_dim in HEAD_DIMS {
             let shape = AttentionShape::new(6, 3, head_dim).unwrap();
@@ -139,14 +199,20 @@ mod tests {
     }
 
     #[test]
+    fn tokens_share_bytes_where_a_load_holds_more_than_a_row() {
+        let shares = |head_dim, bits| {
+            let shape = AttentionShape::new(4, 2, head_dim).unwrap();
+            PageFormat::new(&shape, &SegmentFormat::per_channel(bits)).unwrap().tokens_share_bytes()
+        };
+        assert!(!shares(128, Bits::Four) && !shares(128, Bits::Two) && !shares(256, Bits::One));
+        assert!(shares(128, Bits::One) && shares(64, Bits::Two) && shares(96, Bits::Four));
+    }
+
+    #[test]
     fn what_has_no_kernel_is_refused_by_name() {
-        let kivi = TensorFormat::Affine(AffineFormat::new(Bits::Two, Grouping::ChannelTokens(32)));
         let shape = AttentionShape::new(4, 2, 128).unwrap();
-        let error = PageFormat::new(&shape, &SegmentFormat { key: kivi, value: kivi }).unwrap_err();
-        assert!(matches!(&error, Error::Unsupported { .. }), "{error}");
-        assert!(error.to_string().contains("per channel and 32 tokens"), "{error}");
-        let saw = PageFormat::new(&shape, &SegmentFormat::saw_int4()).unwrap_err();
-        assert!(matches!(&saw, Error::Unsupported { .. }), "{saw}");
+        let codebook = PageFormat::new(&shape, &SegmentFormat::turboquant(Bits::Four, 128)).unwrap_err();
+        assert!(matches!(&codebook, Error::Unsupported { .. }), "{codebook}");
         let three = PageFormat::new(&shape, &SegmentFormat::per_channel(Bits::Three)).unwrap_err();
         assert!(matches!(&three, Error::Unsupported { .. }), "{three}");
         let shape = AttentionShape::new(4, 2, 80).unwrap();

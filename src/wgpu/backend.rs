@@ -8,10 +8,10 @@ use super::{
     AppendPlan, Capabilities, Checks, DequantizePlan, FindNonFinitePlan, KernelLimits, Kernels, Launches, QuantizePlan,
     Requirements, Scratch, ScratchBytes, StepPlan, StepTensors, Store, Tensor, adapters, buffers, guard, store,
 };
+use crate::Result;
 use crate::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{DecodePlan, ElementType, Elements, Page, RowLayout};
-use crate::Result;
 
 /// A device with its queue, its compiled kernels and what they may use. Cheap to clone.
 ///
