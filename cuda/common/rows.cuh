@@ -62,6 +62,9 @@ template <bool VALUE>
 constexpr u32 GROUP_TOKENS = VALUE ? VALUE_GROUP_TOKENS : KEY_GROUP_TOKENS;
 template <bool VALUE>
 constexpr u32 GROUP_CHANNELS = VALUE ? VALUE_GROUP_CHANNELS : KEY_GROUP_CHANNELS;
+// True where ranges are made about 0: of the largest magnitude, over one bit less, and the middle code is 0.
+template <bool VALUE>
+constexpr bool SYMMETRIC = VALUE ? VALUE_SYMMETRIC : KEY_SYMMETRIC;
 template <bool VALUE>
 constexpr u32 RANGES = (VALUE ? VALUE_RANGE_BYTES : KEY_RANGE_BYTES) / 4;
 template <bool VALUE>

@@ -15,6 +15,10 @@
 #define KEY_GROUP_CHANNELS 0
 #define VALUE_GROUP_TOKENS 0
 #define VALUE_GROUP_CHANNELS 0
+#define KEY_SYMMETRIC 0
+#define VALUE_SYMMETRIC 0
+#define KEY_LEVEL_UNIT 0
+#define VALUE_LEVEL_UNIT 0
 #endif
 
 constexpr int TILE_TOKENS = 128;

@@ -37,6 +37,20 @@ pub const METHODS: &[Method] = &[
         recipe: |_, _| per_token(Bits::Eight),
     },
     Method {
+        name: "int8-symmetric",
+        bits: &[],
+        stores: "8-bit codes about 0, one scale per token; packed as tokens arrive",
+        source: "a baseline",
+        recipe: |_, _| symmetric(Grouping::Token),
+    },
+    Method {
+        name: "int8-symmetric-channel",
+        bits: &[],
+        stores: "8-bit codes about 0, one scale per channel and tile",
+        source: "a baseline",
+        recipe: |_, _| symmetric(Grouping::ChannelTokens(128)).with_window(DEFAULT_WINDOW),
+    },
+    Method {
         name: "int4",
         bits: &[],
         stores: "4-bit codes, one range per token; packed as tokens arrive",
@@ -75,6 +89,11 @@ pub const METHODS: &[Method] = &[
 
 fn per_token(bits: Bits) -> Recipe {
     let format = TensorFormat::Affine(AffineFormat::new(bits, Grouping::Token));
+    Recipe::pack_all(SegmentFormat { key: format, value: format })
+}
+
+fn symmetric(grouping: Grouping) -> Recipe {
+    let format = TensorFormat::Affine(AffineFormat::new(Bits::Eight, grouping).symmetric());
     Recipe::pack_all(SegmentFormat { key: format, value: format })
 }
 

@@ -3,7 +3,8 @@
 use super::case::{Case, DataKind, Fill, InputLayout, Paging, RowOrder, SegmentCase, SinkPlace, SpanCase};
 use crate::backend::{AttendOptions, QueryPrecision};
 use crate::format::{
-    AffineFormat, AttentionShape, Bits, Calibration, CodebookFormat, Grouping, Rotation, SegmentFormat, TensorFormat,
+    AffineFormat, AttentionShape, Bits, Calibration, CodebookFormat, Grouping, RangeRule, Rotation, SegmentFormat,
+    TensorFormat,
 };
 use crate::plan::{ElementType, Split};
 
@@ -19,6 +20,7 @@ pub fn cases() -> Vec<Case> {
     cases.extend(every_format());
     cases.extend(every_shape());
     cases.extend(mixed_keys_and_values());
+    cases.extend(symmetric());
     cases.extend(rotated());
     cases.extend(codebooks());
     cases.extend(lengths());
@@ -105,6 +107,39 @@ fn mixed_keys_and_values() -> Vec<Case> {
             if i % 3 == 0 { case.quick() } else { case }
         })
         .collect()
+}
+
+/// Ranges about 0: every grouping, several widths, single tokens, rotated rows.
+fn symmetric() -> Vec<Case> {
+    let format = |bits, grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping).symmetric());
+    let mut cases = Vec::new();
+    for (i, (bits, grouping)) in [
+        (Bits::Eight, Grouping::Token),
+        (Bits::Eight, Grouping::Channel),
+        (Bits::Eight, Grouping::ChannelTokens(32)),
+        (Bits::Eight, Grouping::TokenChannels(16)),
+        (Bits::Four, Grouping::Token),
+        (Bits::Three, Grouping::Channel),
+        (Bits::Two, Grouping::Token),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let key = format(bits, grouping);
+        let head_dim = crate::format::HEAD_DIMS[i % crate::format::HEAD_DIMS.len()];
+        let mut case =
+            Case::new(&format!("symmetric-{}", slug(&key)), shape(GROUPS[i % GROUPS.len()], head_dim), both(key));
+        case.quick = i < 2;
+        if bits == Bits::Four {
+            case.segments[0].fill = Fill::Append;
+        }
+        cases.push(case);
+    }
+    let rotated = AffineFormat::new(Bits::Eight, Grouping::Token).symmetric().rotated(Rotation::hadamard(64));
+    let mut case = Case::new("symmetric-rotated-outliers", shape(3, 64), both(TensorFormat::Affine(rotated)));
+    case.data = DataKind::Outliers;
+    cases.push(case);
+    cases
 }
 
 /// Rotated keys and values: every grouping and width, every head dimension and group size, one tensor or both, beside
@@ -357,6 +392,9 @@ fn options() -> Vec<Case> {
         case.quick = bits == Bits::Four;
         cases.push(case);
     }
+    let mut codebook = Case::new("int8-query-2bit-codebook", shape(4, 128), SegmentFormat::turboquant(Bits::Two, 128));
+    codebook.options.query = QueryPrecision::Int8;
+    cases.push(codebook);
     let mut grouped = Case::new("int8-query-g8-token", shape(8, 64), both(affine(Bits::Four, Grouping::Token)));
     grouped.options.query = QueryPrecision::Int8;
     cases.push(grouped);
@@ -455,7 +493,7 @@ const fn both(format: TensorFormat) -> SegmentFormat {
 
 /// A format as part of a name.
 fn slug(format: &TensorFormat) -> String {
-    let AffineFormat { bits, grouping, rotation, .. } = match format {
+    let AffineFormat { bits, grouping, rotation, ranges, .. } = match format {
         TensorFormat::F16 => return "f16".into(),
         TensorFormat::Affine(affine) => affine,
         TensorFormat::Codebook(codebook) => return format!("{}bit-codebook", codebook.bits),
@@ -466,6 +504,7 @@ fn slug(format: &TensorFormat) -> String {
         Grouping::Token => format!("{bits}bit-token"),
         Grouping::TokenChannels(channels) => format!("{bits}bit-token-{channels}channels"),
     };
+    let codes = if *ranges == RangeRule::Symmetric { format!("{codes}-symmetric") } else { codes };
     match rotation {
         None => codes,
         Some(rotation) => format!("{codes}-{}", rotation.to_string().to_lowercase().replace(' ', "-")),
@@ -507,6 +546,6 @@ mod tests {
     #[test]
     fn the_quick_subset_is_small_and_covers_every_width() {
         let quick: Vec<Case> = cases().into_iter().filter(|case| case.quick).collect();
-        assert!((15..=35).contains(&quick.len()), "{} quick cases", quick.len());
+        assert!((15..=45).contains(&quick.len()), "{} quick cases", quick.len());
     }
 }

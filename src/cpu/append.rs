@@ -84,7 +84,7 @@ fn row_ranges(affine: &AffineFormat, format: &TensorFormat, row: &[f32]) -> Vec<
     let range = |group: &[f32]| {
         let min = group.iter().copied().fold(f32::INFINITY, f32::min);
         let max = group.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        CodeRange::new(min, max, affine.shrink, affine.bits).rounded_to_f16()
+        affine.tile_range(min, max)
     };
     row.chunks_exact(row.len() / groups).map(range).collect()
 }

@@ -93,12 +93,9 @@ impl Extremes {
         self.max = self.max.max(value);
     }
 
-    /// The range, or the zero range for a group that no token belongs to.
-    fn range(self, format: &AffineFormat) -> CodeRange {
-        if self.min > self.max {
-            return CodeRange::default();
-        }
-        CodeRange::new(self.min, self.max, format.shrink, format.bits)
+    /// The range that `range` makes of them, or the zero range for a group that no token belongs to.
+    fn range(self, range: impl Fn(f32, f32) -> CodeRange) -> CodeRange {
+        if self.min > self.max { CodeRange::default() } else { range(self.min, self.max) }
     }
 }
 
@@ -115,7 +112,7 @@ fn span_ranges(tensor: &TensorStore, source: &Source<'_>) -> Vec<CodeRange> {
                 source.read(token, head, &mut row);
                 extremes.iter_mut().zip(&row).for_each(|(extremes, &value)| extremes.add(value));
             }
-            extremes.into_iter().map(|extremes| extremes.range(format))
+            extremes.into_iter().map(|extremes| extremes.range(|min, max| format.span_range(min, max)))
         })
         .collect()
 }
@@ -180,7 +177,7 @@ fn tile_ranges(tensor: &TensorStore, format: &AffineFormat, rows: &[f32]) -> Vec
             extremes[tensor.format.range_index(head_dim, token, channel)].add(value);
         }
     }
-    extremes.into_iter().map(|extremes| extremes.range(format).rounded_to_f16()).collect()
+    extremes.into_iter().map(|extremes| extremes.range(|min, max| format.tile_range(min, max))).collect()
 }
 
 fn f16_words(tensor: &TensorStore, rows: &[f32]) -> Vec<u32> {

@@ -1,7 +1,10 @@
 //! The formats that have CUDA kernels, and where their tiles lie in a page.
 
 use super::program::Program;
-use crate::format::{AttentionShape, Bits, Grouping, KeyOrValue, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat};
+use crate::format::codebook::level_unit;
+use crate::format::{
+    AttentionShape, Bits, Grouping, KeyOrValue, RangeRule, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat,
+};
 use crate::{Error, Result};
 
 /// Head dimensions that have CUDA kernels.
@@ -21,6 +24,10 @@ pub(super) struct TensorPages {
     pub(super) bits: usize,
     /// Which elements share a range; none for f16.
     pub(super) grouping: Option<Grouping>,
+    /// Ranges are made about 0.
+    pub(super) symmetric: bool,
+    /// Bits of the unit of a codebook's levels; 0 where codes have ranges.
+    pub(super) level_unit: u32,
     /// How rows are rotated before they are stored.
     pub(super) rotation: Option<Rotation>,
 }
@@ -36,12 +43,13 @@ impl PageFormat {
                 hint: format!("the head dims served are {HEAD_DIMS:?}; the wgpu backend serves more"),
             });
         }
-        Ok(Self { head_dim, key: TensorPages::new(&format.key)?, value: TensorPages::new(&format.value)? })
+        let tensor = |format| TensorPages::new(format, head_dim);
+        Ok(Self { head_dim, key: tensor(&format.key)?, value: tensor(&format.value)? })
     }
 
     /// The f16 pages that every head dimension has.
     pub(super) const fn f16(head_dim: usize) -> Self {
-        let f16 = TensorPages { bits: 16, grouping: None, rotation: None };
+        let f16 = TensorPages { bits: 16, grouping: None, symmetric: false, level_unit: 0, rotation: None };
         Self { head_dim, key: f16, value: f16 }
     }
 
@@ -78,10 +86,10 @@ impl PageFormat {
         self.tensor(which).range_bytes(self.head_dim) / size_of::<u32>()
     }
 
-    /// True if ranges change inside a tile otherwise than from token to token, so that the sums of an MMA would mix
-    /// codes of different ranges.
-    pub(super) const fn mixes_ranges(&self) -> bool {
-        self.key.mixes_ranges() || self.value.mixes_ranges()
+    /// True if an MMA cannot sum the codes: those of a codebook, and where ranges change inside a tile otherwise than from
+    /// token to token.
+    pub(super) const fn needs_multiply_adds(&self) -> bool {
+        self.key.needs_multiply_adds() || self.value.needs_multiply_adds()
     }
 
     /// True if a byte of a tile may hold codes of two tokens, whose slots are then a multiple of 16 apart: where the
@@ -103,6 +111,10 @@ impl PageFormat {
             ("KEY_GROUP_CHANNELS", self.key.group(self.head_dim)[1]),
             ("VALUE_GROUP_TOKENS", self.value.group(self.head_dim)[0]),
             ("VALUE_GROUP_CHANNELS", self.value.group(self.head_dim)[1]),
+            ("KEY_LEVEL_UNIT", self.key.level_unit as usize),
+            ("VALUE_LEVEL_UNIT", self.value.level_unit as usize),
+            ("KEY_SYMMETRIC", self.key.symmetric.into()),
+            ("VALUE_SYMMETRIC", self.value.symmetric.into()),
             ("KEY_ROTATION_ORDER", order(&self.key)),
             ("KEY_ROTATION_SIGNED", seed(&self.key).is_some().into()),
             ("KEY_ROTATION_SEED", seed(&self.key).unwrap_or(0) as usize),
@@ -128,20 +140,32 @@ impl PageFormat {
 }
 
 impl TensorPages {
-    fn new(format: &TensorFormat) -> Result<Self> {
+    fn new(format: &TensorFormat, head_dim: usize) -> Result<Self> {
         let unsupported = || {
-            let hint = "the CUDA kernels serve f16, and affine codes of 1, 2, 4 or 8 bits; the wgpu backend serves every \
-                        format";
+            let hint =
+                "the CUDA kernels serve f16, and codes of 1, 2, 4 or 8 bits; the wgpu backend serves every format";
             Err(Error::Unsupported { what: format!("format {format} on the CUDA backend"), hint: hint.into() })
         };
         match format {
-            TensorFormat::F16 => Ok(Self { bits: 16, grouping: None, rotation: None }),
-            TensorFormat::Codebook(_) => unsupported(),
-            TensorFormat::Affine(affine) if affine.bits == Bits::Three => unsupported(),
-            TensorFormat::Affine(affine) => {
-                let bits = affine.bits.count() as usize;
-                Ok(Self { bits, grouping: Some(affine.grouping), rotation: affine.rotation })
+            TensorFormat::F16 => Ok(Self { bits: 16, grouping: None, symmetric: false, level_unit: 0, rotation: None }),
+            format if format.code_bits() == Some(Bits::Three) => unsupported(),
+            TensorFormat::Codebook(codebook) => {
+                let Some(unit) = level_unit(codebook.bits, head_dim) else { return unsupported() };
+                Ok(Self {
+                    bits: codebook.bits.count() as usize,
+                    grouping: Some(Grouping::Token),
+                    symmetric: false,
+                    level_unit: unit.to_bits(),
+                    rotation: Some(codebook.rotation),
+                })
             }
+            TensorFormat::Affine(affine) => Ok(Self {
+                bits: affine.bits.count() as usize,
+                grouping: Some(affine.grouping),
+                symmetric: affine.ranges == RangeRule::Symmetric,
+                level_unit: 0,
+                rotation: affine.rotation,
+            }),
         }
     }
 
@@ -167,8 +191,8 @@ impl TensorPages {
         }
     }
 
-    const fn mixes_ranges(&self) -> bool {
-        matches!(self.grouping, Some(Grouping::ChannelTokens(_) | Grouping::TokenChannels(_)))
+    const fn needs_multiply_adds(&self) -> bool {
+        self.level_unit != 0 || matches!(self.grouping, Some(Grouping::ChannelTokens(_) | Grouping::TokenChannels(_)))
     }
 }
 
@@ -184,6 +208,7 @@ mod tests {
         let formats = [
             SegmentFormat::F16,
             SegmentFormat::per_channel(Bits::One),
+            SegmentFormat::turboquant(Bits::Four, 64),
             SegmentFormat { key: token, value: token },
             SegmentFormat { key: TensorFormat::F16, value: token },
             SegmentFormat { key: grouped(Grouping::ChannelTokens(32)), value: grouped(Grouping::TokenChannels(16)) },
@@ -211,8 +236,6 @@ mod tests {
     #[test]
     fn what_has_no_kernel_is_refused_by_name() {
         let shape = AttentionShape::new(4, 2, 128).unwrap();
-        let codebook = PageFormat::new(&shape, &SegmentFormat::turboquant(Bits::Four, 128)).unwrap_err();
-        assert!(matches!(&codebook, Error::Unsupported { .. }), "{codebook}");
         let three = PageFormat::new(&shape, &SegmentFormat::per_channel(Bits::Three)).unwrap_err();
         assert!(matches!(&three, Error::Unsupported { .. }), "{three}");
         let shape = AttentionShape::new(4, 2, 80).unwrap();

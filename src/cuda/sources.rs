@@ -22,6 +22,7 @@ files![
     "attend_fma.cu",
     "common/attend_call.cuh",
     "common/code_range.cuh",
+    "common/codebook.cuh",
     "common/ptx.cuh",
     "common/ring.cuh",
     "common/rotation.cuh",

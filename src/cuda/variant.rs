@@ -41,7 +41,7 @@ pub(super) struct AttendVariant {
 impl AttendVariant {
     pub(super) fn new(pages: PageFormat, group: usize, facts: &DeviceFacts) -> Result<Self> {
         let wide = group > 4;
-        if pages.mixes_ranges() {
+        if pages.needs_multiply_adds() {
             return Self::by_multiply_adds(pages, wide, facts);
         }
         let bulk_copies = facts.capability >= (9, 0);
@@ -217,7 +217,7 @@ mod tests {
                 let pages = PageFormat::new(&shape, &SegmentFormat { key, value }).unwrap();
                 for (facts, group) in [(H200, 4), (H200, 8), (small, 4), (small, 16)] {
                     // Floats of a tile with so many channels need 132 KiB.
-                    if pages.mixes_ranges() && head_dim == 256 && facts == small {
+                    if pages.needs_multiply_adds() && head_dim == 256 && facts == small {
                         let error = AttendVariant::new(pages, group, &facts).unwrap_err();
                         assert!(matches!(error, Error::Limit { .. }), "{error}");
                         continue;

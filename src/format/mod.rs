@@ -15,7 +15,7 @@ pub mod tile;
 mod tile_order;
 pub mod turboquant;
 
-pub use affine::CodeRange;
+pub use affine::{CodeRange, RangeRule};
 pub use bits::Bits;
 pub use calibration::{Calibration, ScoreMap};
 pub use codebook::Codebook;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{AttentionShape, Bits, Codebook, Rotation, TILE_TOKENS};
+use super::{AttentionShape, Bits, Codebook, RangeRule, Rotation, TILE_TOKENS};
 use crate::{Error, Result};
 
 /// Keys or values.
@@ -44,6 +44,8 @@ pub struct AffineFormat {
     pub bits: Bits,
     /// Which elements share a range.
     pub grouping: Grouping,
+    /// How ranges follow from the extremes of their groups.
+    pub ranges: RangeRule,
     /// Factor on the minimum and maximum before the scale is made, 0 < shrink ≤ 1. CalibQuant's published code
     /// uses 0.5 for keys and 0.3 for values at 1 bit.
     pub shrink: f32,
@@ -55,7 +57,13 @@ pub struct AffineFormat {
 impl AffineFormat {
     /// Codes of `bits` with unshrunk ranges, not rotated.
     pub const fn new(bits: Bits, grouping: Grouping) -> Self {
-        Self { bits, grouping, shrink: 1.0, rotation: None }
+        Self { bits, grouping, ranges: RangeRule::MinMax, shrink: 1.0, rotation: None }
+    }
+
+    /// The same with ranges about 0.
+    #[must_use]
+    pub const fn symmetric(self) -> Self {
+        Self { ranges: RangeRule::Symmetric, ..self }
     }
 
     /// The same of rotated rows.
@@ -193,6 +201,9 @@ impl TensorFormat {
         if !(affine.shrink > 0.0 && affine.shrink <= 1.0) {
             return reject(format!("range shrink {} is outside 0 < shrink ≤ 1", affine.shrink));
         }
+        if affine.ranges == RangeRule::Symmetric && affine.bits == Bits::One {
+            return reject("ranges about 0 have no code but 0 at 1 bit; use 2 bits or more".into());
+        }
         if let Some(rotation) = affine.rotation {
             rotation.check(shape)?;
         }
@@ -228,6 +239,9 @@ impl fmt::Display for TensorFormat {
             Grouping::ChannelTokens(tokens) => write!(f, "per channel and {tokens} tokens")?,
             Grouping::Token => f.write_str("per token")?,
             Grouping::TokenChannels(channels) => write!(f, "per token and {channels} channels")?,
+        }
+        if affine.ranges == RangeRule::Symmetric {
+            f.write_str(", symmetric")?;
         }
         if affine.shrink != 1.0 {
             write!(f, ", ranges × {}", affine.shrink)?;

@@ -125,7 +125,7 @@ fn variant_of(shape: &AttentionShape, format: &TensorFormat, which: KeyOrValue, 
     };
     match format {
         TensorFormat::F16 => variant,
-        TensorFormat::Affine(affine) => variant
+        TensorFormat::Affine(affine) => tile_call::with_range_rule(variant, format)
             .import("field", "common/field_codes.wgsl")
             .import("ranges", ROW_RANGES)
             .import("row_ranges", ROW_RANGES)

@@ -254,7 +254,7 @@ fn tile_ranges(format: &TensorFormat, element_type: ElementType) -> Option<Varia
     let variant = match format {
         TensorFormat::F16 => return None,
         TensorFormat::Affine(_) if format.has_span_ranges() => return None,
-        TensorFormat::Affine(affine) => Variant::new("ranges_tile")
+        TensorFormat::Affine(affine) => tile_call::with_range_rule(Variant::new("ranges_tile"), format)
             .constant("BITS", affine.bits.count() as usize)
             .constant("GROUPING", tile_call::grouping_constant(affine.grouping)),
         TensorFormat::Codebook(_) => Variant::new("norms_tile"),
@@ -285,7 +285,7 @@ impl SpanRangesEntry {
 
 fn ranges_span(format: &TensorFormat, element_type: ElementType, entry: SpanRangesEntry) -> Variant {
     let variant = Variant::new("ranges_span").entry(entry.name()).constant("BITS", format.element_bits());
-    tile_call::with_rows(variant.constant("CHUNK", CHUNK), element_type)
+    tile_call::with_rows(tile_call::with_range_rule(variant.constant("CHUNK", CHUNK), format), element_type)
 }
 
 /// The variants that pack rows of a type, but for that of their rotation.

@@ -6,7 +6,8 @@ use super::buffers;
 use super::levels::with_codebook_fields;
 use super::shader::Variant;
 use crate::format::{
-    AffineFormat, AttentionShape, Bits, CodebookFormat, Grouping, KeyOrValue, Rotation, TensorFormat, TileLayout,
+    AffineFormat, AttentionShape, Bits, CodebookFormat, Grouping, KeyOrValue, RangeRule, Rotation, TensorFormat,
+    TileLayout,
 };
 use crate::plan::{ElementType, Page, RowLayout};
 use crate::{Error, Result, TILE_TOKENS};
@@ -177,6 +178,12 @@ pub(crate) fn with_fields(variant: Variant, format: &TensorFormat, head_dim: usi
     }
 }
 
+/// Chooses how ranges follow from extremes.
+pub(crate) fn with_range_rule(variant: Variant, format: &TensorFormat) -> Variant {
+    let symmetric = format.affine().is_some_and(|affine| affine.ranges == RangeRule::Symmetric);
+    variant.constant("SYMMETRIC", usize::from(symmetric))
+}
+
 /// `GROUPING` of `common/grouping.wgsl`.
 pub(crate) fn grouping_constant(grouping: Grouping) -> usize {
     match grouping {
@@ -192,8 +199,10 @@ pub(crate) fn distinct_formats(head_dim: usize) -> Vec<TensorFormat> {
     let groupings = [Grouping::Channel, Grouping::ChannelTokens(32), Grouping::Token, Grouping::TokenChannels(16)];
     let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));
     let rotated = AffineFormat::new(Bits::Four, Grouping::Token).rotated(Rotation::hadamard(16));
+    let symmetric =
+        groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(Bits::Eight, grouping).symmetric()));
     let all = std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine));
     let codebooks =
         [Bits::One, Bits::Two, Bits::Three, Bits::Four].map(|bits| CodebookFormat::turboquant(bits, head_dim));
-    all.chain([TensorFormat::Affine(rotated)]).chain(codebooks.map(TensorFormat::Codebook)).collect()
+    all.chain([TensorFormat::Affine(rotated)]).chain(symmetric).chain(codebooks.map(TensorFormat::Codebook)).collect()
 }

@@ -10,7 +10,7 @@ use kvpack::backend::Backend;
 use kvpack::cache::{KvCache, PromptSpan, RecentWindow, Recipe};
 use kvpack::cpu::{DenseSegment, exact_attention, nmse};
 use kvpack::format::codebook::stored_norm;
-use kvpack::format::{CodeRange, Codebook, CodebookFormat, Direction, Grouping, KeyOrValue, Rotation, TensorFormat};
+use kvpack::format::{Codebook, CodebookFormat, Direction, Grouping, KeyOrValue, Rotation, TensorFormat};
 use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Error, SegmentFormat, TILE_TOKENS};
 use pollster::block_on;
@@ -280,8 +280,7 @@ fn decoded(format: &TensorFormat, rows: &[f32], shape: &AttentionShape) -> Vec<f
     }
     let range = |i: usize| {
         let (min, max) = extremes[&group_of(i)];
-        let range = CodeRange::new(min, max, affine.shrink, affine.bits);
-        if affine.grouping == Grouping::Channel { range } else { range.rounded_to_f16() }
+        if affine.grouping == Grouping::Channel { affine.span_range(min, max) } else { affine.tile_range(min, max) }
     };
     let mut decoded: Vec<f32> =
         rows.iter().enumerate().map(|(i, &x)| range(i).decode(range(i).encode(x, affine.bits))).collect();
@@ -603,6 +602,10 @@ pub fn recipes() -> Vec<Recipe> {
             value: TensorFormat::Codebook(CodebookFormat { bits: Bits::One, rotation: Rotation::hadamard(8) }),
         }),
         Recipe::pack_all(SegmentFormat { key: affine(Bits::One, Grouping::Token), ..kivi }),
+        Recipe::pack_all(SegmentFormat {
+            key: TensorFormat::Affine(AffineFormat::new(Bits::Eight, Grouping::Token).symmetric()),
+            value: affine(Bits::Eight, Grouping::Token),
+        }),
         Recipe::pack_all(SegmentFormat::F16),
     ]
 }

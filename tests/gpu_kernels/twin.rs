@@ -3,7 +3,7 @@
 use kvpack::backend::{SpanRead, SpanWrite};
 use kvpack::cpu::Cpu;
 use kvpack::format::{
-    AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, Rotation, TILE_TOKENS, TensorFormat,
+    AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, RangeRule, Rotation, TILE_TOKENS, TensorFormat,
 };
 use kvpack::plan::{Elements, Page, RowLayout, TokenRange};
 use kvpack::wgpu::StorePart;
@@ -60,8 +60,11 @@ fn tensor_formats() -> impl Strategy<Value = TensorFormat> {
         1 => any::<u32>().prop_map(|seed| Some(Rotation::randomized(16, seed))),
     ];
     let shrink = prop::sample::select(vec![1.0, 0.5, 0.3, 0.77]);
-    let affine = (prop::sample::select(Bits::ALL.to_vec()), grouping, shrink, rotation).prop_map(
-        |(bits, grouping, shrink, rotation)| TensorFormat::Affine(AffineFormat { bits, grouping, shrink, rotation }),
+    let affine = (prop::sample::select(Bits::ALL.to_vec()), any::<bool>(), grouping, shrink, rotation).prop_map(
+        |(bits, symmetric, grouping, shrink, rotation)| {
+            let ranges = if symmetric && bits != Bits::One { RangeRule::Symmetric } else { RangeRule::MinMax };
+            TensorFormat::Affine(AffineFormat { bits, grouping, ranges, shrink, rotation })
+        },
     );
     let rotation =
         prop_oneof![Just(Rotation::hadamard(8)), any::<u32>().prop_map(|seed| Rotation::randomized(16, seed))];

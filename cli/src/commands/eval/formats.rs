@@ -46,6 +46,10 @@ fn all(shape: &AttentionShape) -> Vec<NamedFormat> {
         let token = TensorFormat::Affine(AffineFormat::new(bits, Grouping::Token));
         formats.push(named(format!("{bits}-bit per token"), SegmentFormat { key: token, value: token }));
     }
+    for (name, grouping) in [("per channel and tile", Grouping::ChannelTokens(128)), ("per token", Grouping::Token)] {
+        let symmetric = TensorFormat::Affine(AffineFormat::new(Bits::Eight, grouping).symmetric());
+        formats.push(named(format!("8-bit {name}, symmetric"), SegmentFormat { key: symmetric, value: symmetric }));
+    }
     // SAW-INT4, and its rotation at other widths, orders and of values too.
     formats.push(named("4-bit per token, keys rotated by 16".into(), SegmentFormat::saw_int4()));
     let largest = Rotation::largest_order(shape.head_dim());
