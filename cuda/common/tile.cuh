@@ -47,15 +47,16 @@ constexpr bool VALUE_TILE_RANGES = VALUE_GROUP_TOKENS > 0;
 constexpr bool KEY_TOKEN_RANGES = KEY_GROUP_TOKENS == 1 && KEY_GROUP_CHANNELS == HEAD_DIM;
 constexpr bool VALUE_TOKEN_RANGES = VALUE_GROUP_TOKENS == 1 && VALUE_GROUP_CHANNELS == HEAD_DIM;
 
-constexpr u32 ranges_per_tile(int tokens, int channels) {
-    return tokens == 0 ? 0 : TILE_TOKENS / tokens * (HEAD_DIM / channels);
-}
+template <int TOKENS, int CHANNELS>
+constexpr u32 RANGES_PER_TILE = TILE_TOKENS / TOKENS * (HEAD_DIM / CHANNELS);
+template <>
+constexpr u32 RANGES_PER_TILE<0, 0> = 0;
 
 // The part of a page that belongs to one KV head: tile of keys, tile of values, ranges of keys, ranges of values.
 constexpr u32 KEY_TILE_BYTES = TILE_TOKENS * HEAD_DIM * KEY_BITS / 8;
 constexpr u32 VALUE_TILE_BYTES = TILE_TOKENS * HEAD_DIM * VALUE_BITS / 8;
-constexpr u32 KEY_RANGE_BYTES = 4 * ranges_per_tile(KEY_GROUP_TOKENS, KEY_GROUP_CHANNELS);
-constexpr u32 VALUE_RANGE_BYTES = 4 * ranges_per_tile(VALUE_GROUP_TOKENS, VALUE_GROUP_CHANNELS);
+constexpr u32 KEY_RANGE_BYTES = 4 * RANGES_PER_TILE<KEY_GROUP_TOKENS, KEY_GROUP_CHANNELS>;
+constexpr u32 VALUE_RANGE_BYTES = 4 * RANGES_PER_TILE<VALUE_GROUP_TOKENS, VALUE_GROUP_CHANNELS>;
 constexpr u32 VALUES_AT = KEY_TILE_BYTES;
 constexpr u32 KEY_RANGES_AT = VALUES_AT + VALUE_TILE_BYTES;
 constexpr u32 VALUE_RANGES_AT = KEY_RANGES_AT + KEY_RANGE_BYTES;
