@@ -23,6 +23,7 @@ pub fn cases() -> Vec<Case> {
     cases.extend(symmetric());
     cases.extend(rotated());
     cases.extend(codebooks());
+    cases.extend(sketches());
     cases.extend(lengths());
     cases.extend(several_segments());
     cases.extend(calibrated());
@@ -208,7 +209,7 @@ fn codebooks() -> Vec<Case> {
         }
     }
     let turboquant = |bits| TensorFormat::Codebook(CodebookFormat::turboquant(bits, 128));
-    let plain = CodebookFormat { bits: Bits::Two, rotation: Rotation::hadamard(16) };
+    let plain = CodebookFormat { bits: Bits::Two, rotation: Rotation::hadamard(16), sketch: None };
     for (name, key, value) in [
         ("keys-only", turboquant(Bits::Four), TensorFormat::F16),
         ("values-only", affine(Bits::Four, Grouping::Channel), turboquant(Bits::Two)),
@@ -227,6 +228,49 @@ fn codebooks() -> Vec<Case> {
         cases.push(case);
     }
     let mut calibrated = Case::new("codebook-calibrated", shape(4, 128), SegmentFormat::turboquant(Bits::Two, 128));
+    calibrated.segments[0].calibration = Some(offsets(0.0, 1.0));
+    calibrated.segments.push(SegmentCase::new(SegmentFormat::F16));
+    calibrated.sequences[0].push(SpanCase { segment: 1, tokens: 3 });
+    cases.push(calibrated);
+    cases
+}
+
+/// Keys with sign sketches, QJL (1 bit) and TurboQuant for inner products: every width at every head dimension and group size,
+/// single tokens, an int8 query, calibration.
+fn sketches() -> Vec<Case> {
+    let widths = [Bits::One, Bits::Two, Bits::Three, Bits::Four];
+    let mut cases = Vec::new();
+    for (i, (head_dim, group)) in crate::format::HEAD_DIMS.into_iter().zip(GROUPS).enumerate() {
+        for (j, bits) in widths.into_iter().enumerate() {
+            let format = match bits {
+                Bits::One => SegmentFormat::qjl(head_dim),
+                bits => SegmentFormat::turboquant_prod(bits, head_dim),
+            };
+            let mut case = Case::new(&format!("sketch-d{head_dim}-{bits}bit"), shape(group, head_dim), format);
+            case.segments[0].fill = if (i + j) % 2 == 0 { Fill::Quantize } else { Fill::Append };
+            case.input.elements = [ElementType::F32, ElementType::F16][(i + j) / 2 % 2];
+            case.quick =
+                head_dim == 128 && matches!(bits, Bits::One | Bits::Three) || head_dim == 80 && bits == Bits::Four;
+            cases.push(case);
+        }
+    }
+    let mut int8 = Case::new("sketch-int8-query", shape(4, 128), SegmentFormat::turboquant_prod(Bits::Three, 128));
+    int8.options.query = QueryPrecision::Int8;
+    cases.push(int8);
+    for (what, data) in [
+        ("constant-channels", DataKind::ConstantChannels),
+        ("constant-tokens", DataKind::ConstantTokens),
+        ("outliers", DataKind::Outliers),
+    ] {
+        let mut case =
+            Case::new(&format!("sketch-{what}"), shape(3, 96), SegmentFormat::turboquant_prod(Bits::Four, 96));
+        case.data = data;
+        cases.push(case);
+    }
+    let mut scattered = Case::new("sketch-scattered", shape(4, 64), SegmentFormat::turboquant_prod(Bits::Two, 64));
+    scattered.paging = Paging::Scattered { shard_pages: 3 };
+    cases.push(scattered.lengths(&[700, 129, 1, 384]));
+    let mut calibrated = Case::new("sketch-calibrated", shape(4, 128), SegmentFormat::qjl(128));
     calibrated.segments[0].calibration = Some(offsets(0.0, 1.0));
     calibrated.segments.push(SegmentCase::new(SegmentFormat::F16));
     calibrated.sequences[0].push(SpanCase { segment: 1, tokens: 3 });

@@ -10,6 +10,7 @@ mod rotation;
 pub mod saw_int4;
 mod shape;
 mod sizes;
+pub mod sketch;
 mod tensor_format;
 pub mod tile;
 mod tile_order;

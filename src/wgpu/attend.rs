@@ -4,7 +4,10 @@ use super::hadamard::{Turn, with_turn};
 use super::{Capabilities, Variant};
 use crate::backend::QueryPrecision;
 use crate::format::codebook::level_unit;
-use crate::format::{AffineFormat, AttentionShape, Bits, Direction, Grouping, SegmentFormat, TensorFormat, TileLayout};
+use crate::format::sketch::sketch_level;
+use crate::format::{
+    AffineFormat, AttentionShape, Bits, CodebookFormat, Direction, Grouping, SegmentFormat, TensorFormat, TileLayout,
+};
 
 /// How the query heads of a KV head are spread over workgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,10 +87,11 @@ impl Specialisation<'_> {
         }
     }
 
-    /// 32-bit words of one prepared query row.
+    /// 32-bit words of the prepared rows of one query.
     pub fn query_row_words(&self) -> usize {
         let channels = TileLayout::new(&self.format.key, self.shape.head_dim()).key_row_channels();
-        if self.integer_keys() { self.query_planes() * channels / 4 + 4 } else { channels + 4 }
+        let words = if self.integer_keys() { self.query_planes() * channels / 4 + 4 } else { channels + 4 };
+        self.query_parts() * words
     }
 
     /// Workgroup memory of the attend variant with `heads` heads, as the shaders declare it.
@@ -139,6 +143,9 @@ impl Specialisation<'_> {
             };
             variant.import("scores", "common/scores_fma.wgsl").import("key_field", field)
         };
+        if let Some(sketched) = self.format.key.sketched() {
+            return self.with_sketched_keys(variant, sketched);
+        }
         match self.format.key.grouping() {
             Some(Grouping::Token) => self
                 .with_integer_query(variant, bits)
@@ -153,6 +160,31 @@ impl Specialisation<'_> {
         }
     }
 
+    fn with_sketched_keys(&self, variant: Variant, format: &CodebookFormat) -> Variant {
+        let head_dim = self.shape.head_dim();
+        // No store is made of a format without a unit.
+        let unit = format.level_bits().and_then(|bits| level_unit(bits, head_dim)).unwrap_or(1.0);
+        let variant = match format.bits {
+            Bits::Three => variant.import("fields", "common/sketch_fields_three.wgsl"),
+            _ => variant,
+        };
+        variant
+            .import("scores", "common/scores_sketch.wgsl")
+            .constant("KEY_BITS", format.bits.count() as usize)
+            .constant("KEY_PARTS", self.query_parts())
+            .constant("QUERY_PLANES", self.query_planes())
+            .float("LEVEL_UNIT", unit)
+            .float("SKETCH_LEVEL", sketch_level(head_dim))
+    }
+
+    /// Rows that a query is prepared in: one, or one for the signs of sketches and one for the levels beside them.
+    pub fn query_parts(&self) -> usize {
+        match self.format.key.sketched() {
+            Some(format) if format.level_bits().is_some() => 2,
+            _ => 1,
+        }
+    }
+
     fn with_integer_query(&self, variant: Variant, bits: Bits) -> Variant {
         let variant = variant.constant("QUERY_PLANES", self.query_planes());
         match (bits, &self.format.key) {
@@ -160,7 +192,8 @@ impl Specialisation<'_> {
                 .import("key_bytes", "common/key_bytes_three.wgsl")
                 .import("three_bytes", "common/three_bytes_levels.wgsl"),
             (Bits::Three, _) => variant.import("key_bytes", "common/key_bytes_three.wgsl"),
-            (bits, TensorFormat::Codebook(_)) => {
+            // Two levels are an affine grid.
+            (bits, TensorFormat::Codebook(_)) if bits != Bits::One => {
                 variant.import("key_bytes", "common/key_bytes_levels.wgsl").constant("KEY_BITS", bits.count() as usize)
             }
             (bits, _) => variant.constant("KEY_BITS", bits.count() as usize).constant("KEY_MASK", top_bits(bits)),
@@ -177,7 +210,8 @@ impl Specialisation<'_> {
         let mut variant = variant.constant("CHANNELS", split.channels).constant("CHANNEL_BLOCKS", split.blocks);
         if let Some(rotation) = self.format.value.rotation() {
             let turn = Turn { rotation, direction: Direction::Back };
-            variant = with_turn(variant.import("output_rotation", "common/output_rotation_hadamard.wgsl"), turn);
+            let rotated = variant.import("output_rotation", "common/output_rotation_hadamard.wgsl");
+            variant = with_turn(rotated, turn, self.shape.head_dim());
         }
         let Some(bits) = self.format.value.code_bits() else { return self.with_float_weights(variant) };
         let by_value = |field| {
@@ -260,9 +294,11 @@ impl CodeBytes {
                 unit: 1.0,
             },
             // No store is made of a format without a unit.
-            TensorFormat::Codebook(codebook) => {
-                Self { step: 1.0, middle: 0.5, unit: level_unit(codebook.bits, head_dim).unwrap_or(1.0) }
-            }
+            TensorFormat::Codebook(codebook) => Self {
+                step: if codebook.bits == Bits::One { 128.0 } else { 1.0 },
+                middle: 0.5,
+                unit: level_unit(codebook.bits, head_dim).unwrap_or(1.0),
+            },
         }
     }
 }
@@ -273,7 +309,8 @@ fn with_value_bytes(variant: Variant, bits: Bits, format: &TensorFormat) -> Vari
             .import("value_bytes", "common/value_bytes_three.wgsl")
             .import("three_bytes", "common/three_bytes_levels.wgsl"),
         (Bits::Three, _) => variant.import("value_bytes", "common/value_bytes_three.wgsl"),
-        (bits, TensorFormat::Codebook(_)) => variant
+        // Two levels are an affine grid.
+        (bits, TensorFormat::Codebook(_)) if bits != Bits::One => variant
             .import("value_bytes", "common/value_bytes_levels.wgsl")
             .constant("VALUE_BITS", bits.count() as usize),
         (bits, _) => variant.constant("VALUE_BITS", bits.count() as usize).constant("VALUE_MASK", top_bits(bits)),
@@ -299,7 +336,7 @@ mod tests {
     use super::super::prepare_query::Extremes;
     use super::super::{KernelLimits, SubgroupSizes, Timestamps};
     use super::*;
-    use crate::format::{CodebookFormat, HEAD_DIMS, Rotation};
+    use crate::format::{HEAD_DIMS, Rotation};
     use crate::plan::ElementType;
 
     fn capabilities(f16: bool, subgroups: bool, workgroup_memory: u32) -> Capabilities {
@@ -354,13 +391,15 @@ mod tests {
     /// The planner counts workgroup memory from the same sizes as the shaders declare, and never plans past the limit.
     #[test]
     fn workgroup_memory_is_counted() {
-        let count = tensor_formats(64).len();
+        let count = tensor_formats(64).len() + 4;
         for (i, head_dim) in HEAD_DIMS.into_iter().cycle().take(count * 2).enumerate() {
             let formats = tensor_formats(head_dim);
+            let sketched = [Bits::One, Bits::Two, Bits::Three, Bits::Four]
+                .map(|bits| TensorFormat::Codebook(CodebookFormat::turboquant_prod(bits, head_dim)));
+            let keys: Vec<TensorFormat> = formats.iter().copied().chain(sketched).collect();
             for group in [1, 4, 7, 8, 16] {
                 let shape = AttentionShape::new(group, 1, head_dim).unwrap();
-                let format =
-                    SegmentFormat { key: formats[i % formats.len()], value: formats[(i * 5 + 2) % formats.len()] };
+                let format = SegmentFormat { key: keys[i % keys.len()], value: formats[(i * 5 + 2) % formats.len()] };
                 let capabilities = capabilities(i % 3 == 0, i % 2 == 0, 16 << 10);
                 let (shape, format, capabilities) = (&shape, &format, &capabilities);
                 let special = Specialisation { shape, format, query: QueryPrecision::Int16, capabilities };
@@ -382,7 +421,8 @@ mod tests {
         let shape = AttentionShape::new(6, 2, 80).unwrap();
         for tensor in tensor_formats(80) {
             let per_channel = TensorFormat::Affine(AffineFormat::new(Bits::Two, Grouping::Channel));
-            for (key, value) in [(tensor, per_channel), (per_channel, tensor)] {
+            let sketched = TensorFormat::Codebook(CodebookFormat::turboquant_prod(Bits::Three, 80));
+            for (key, value) in [(tensor, per_channel), (per_channel, tensor), (sketched, tensor)] {
                 let format = SegmentFormat { key, value };
                 let query = QueryPrecision::Int8;
                 let special = Specialisation { shape: &shape, format: &format, query, capabilities: &capabilities };

@@ -6,13 +6,21 @@ use crate::format::codebook::upper_levels;
 
 /// Makes the fields of tiles those of a codebook, with their levels and boundaries.
 pub(super) fn with_codebook_fields(variant: Variant, format: &CodebookFormat, head_dim: usize) -> Variant {
+    with_level_fields(variant.import("field", "common/field_codebook.wgsl"), format, head_dim)
+}
+
+/// The levels of a codebook with their boundaries, or none where a sketch is all there is.
+pub(super) fn with_level_fields(variant: Variant, format: &CodebookFormat, head_dim: usize) -> Variant {
+    let Some(bits) = format.level_bits() else {
+        return variant.import("level_fields", "common/level_fields_none.wgsl");
+    };
     // No store is made of a format without levels.
-    let upper = upper_levels(format.bits, head_dim).unwrap_or_default();
+    let upper = upper_levels(bits, head_dim).unwrap_or_default();
     let boundaries: Vec<f32> = upper.windows(2).map(|pair| (pair[0] + pair[1]) * 0.5).collect();
     let ([low, high], [near, far]) = (fours(&upper), fours(&boundaries));
     variant
-        .import("field", "common/field_codebook.wgsl")
         .constant("LEVELS", upper.len())
+        .constant("LEVEL_BITS", bits.count() as usize)
         .vector("LEVELS_LOW", low)
         .vector("LEVELS_HIGH", high)
         .vector("BOUNDARIES_LOW", near)

@@ -2,7 +2,7 @@
 
 use super::Variant;
 use super::attend::Specialisation;
-use super::hadamard::{Turn, with_turn};
+use super::hadamard::{Turn, with_sketch, with_turn};
 use crate::format::{Bits, Direction, TileLayout};
 use crate::plan::ElementType;
 
@@ -23,7 +23,14 @@ impl Specialisation<'_> {
         }
         if let Some(rotation) = self.format.key.rotation() {
             let turn = Turn { rotation, direction: Direction::Forth };
-            variant = with_turn(variant.import("rotation", "common/query_rotation_hadamard.wgsl"), turn);
+            variant = match self.format.key.sketched().and_then(|format| format.sketch) {
+                None => variant.import("rotation", "common/query_rotation_hadamard.wgsl"),
+                Some(sketch) => {
+                    let sketched = variant.import("rotation", "common/query_rotation_sketch.wgsl");
+                    with_sketch(sketched, sketch, rotation.order(), head_dim).constant("PARTS", self.query_parts())
+                }
+            };
+            variant = with_turn(variant, turn, head_dim);
         }
         let Some(bits) = self.format.key.code_bits().filter(|_| self.integer_keys()) else {
             return variant.import("row", "common/query_row_f32.wgsl");
@@ -41,12 +48,17 @@ impl Specialisation<'_> {
             Bits::Three => (1, 8),
             bits => (layout.key_vector(), bits.planes()),
         };
+        // Scores of sketched keys have units of their own.
+        let unit = match self.format.key.sketched() {
+            Some(_) => 1.0,
+            None => self.key_bytes().unit / self.key_bytes().step,
+        };
         variant
             .constant("KEY_VECTOR", vector)
             .constant("KEY_PLANES", bit_planes)
             .constant("QUERY_PLANES", planes)
             .float("QUERY_LARGEST", largest)
-            .float("CODE_UNIT", self.key_bytes().unit / self.key_bytes().step)
+            .float("CODE_UNIT", unit)
     }
 }
 

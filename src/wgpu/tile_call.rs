@@ -53,6 +53,13 @@ pub(crate) struct Place {
     pub slot: u32,
 }
 
+impl Place {
+    /// A slot of a page whose first slot this is.
+    pub fn at(self, slot: u32) -> Self {
+        Self { token: self.token + slot, slot: self.slot + slot, ..self }
+    }
+}
+
 /// The places of one shard: what one dispatch can reach.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ShardPlaces {
@@ -192,6 +199,12 @@ pub(crate) fn grouping_constant(grouping: Grouping) -> usize {
         Grouping::Token => 2,
         Grouping::TokenChannels(_) => 3,
     }
+}
+
+/// The formats with sketches, which are for keys.
+pub(crate) fn sketched_formats(head_dim: usize) -> [TensorFormat; 4] {
+    [Bits::One, Bits::Two, Bits::Three, Bits::Four]
+        .map(|bits| TensorFormat::Codebook(CodebookFormat::turboquant_prod(bits, head_dim)))
 }
 
 /// One format of each that the shaders tell apart at a head dimension, for tests of all variants.

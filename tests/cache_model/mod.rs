@@ -598,9 +598,19 @@ pub fn recipes() -> Vec<Recipe> {
         Recipe::pack_all(SegmentFormat::saw_int4()).with_sink(70),
         Recipe::pack_all(SegmentFormat::saw_int4()).with_window(0),
         Recipe::pack_all(SegmentFormat {
-            key: TensorFormat::Codebook(CodebookFormat { bits: Bits::Four, rotation: Rotation::randomized(16, 2) }),
-            value: TensorFormat::Codebook(CodebookFormat { bits: Bits::One, rotation: Rotation::hadamard(8) }),
+            key: TensorFormat::Codebook(CodebookFormat {
+                bits: Bits::Four,
+                rotation: Rotation::randomized(16, 2),
+                sketch: None,
+            }),
+            value: TensorFormat::Codebook(CodebookFormat {
+                bits: Bits::One,
+                rotation: Rotation::hadamard(8),
+                sketch: None,
+            }),
         }),
+        Recipe::pack_all(SegmentFormat::turboquant_prod(Bits::Three, 64)),
+        Recipe::pack_all(SegmentFormat::qjl(64)).with_window(0),
         Recipe::pack_all(SegmentFormat { key: affine(Bits::One, Grouping::Token), ..kivi }),
         Recipe::pack_all(SegmentFormat {
             key: TensorFormat::Affine(AffineFormat::new(Bits::Eight, Grouping::Token).symmetric()),

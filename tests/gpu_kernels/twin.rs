@@ -2,6 +2,7 @@
 
 use kvpack::backend::{SpanRead, SpanWrite};
 use kvpack::cpu::Cpu;
+use kvpack::format::sketch::Sketch;
 use kvpack::format::{
     AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, RangeRule, Rotation, TILE_TOKENS, TensorFormat,
 };
@@ -69,12 +70,21 @@ fn tensor_formats() -> impl Strategy<Value = TensorFormat> {
     let rotation =
         prop_oneof![Just(Rotation::hadamard(8)), any::<u32>().prop_map(|seed| Rotation::randomized(16, seed))];
     let codebook = (prop::sample::select(vec![Bits::One, Bits::Two, Bits::Three, Bits::Four]), rotation)
-        .prop_map(|(bits, rotation)| TensorFormat::Codebook(CodebookFormat { bits, rotation }));
+        .prop_map(|(bits, rotation)| TensorFormat::Codebook(CodebookFormat { bits, rotation, sketch: None }));
     prop_oneof![1 => Just(TensorFormat::F16), 6 => affine, 3 => codebook]
 }
 
+/// Keys take sketches too.
+fn key_formats() -> impl Strategy<Value = TensorFormat> {
+    let rotation = any::<u32>().prop_map(|seed| Rotation::randomized(16, seed));
+    let sketch = any::<u32>().prop_map(|seed| Some(Sketch { seed }));
+    let sketched = (prop::sample::select(vec![Bits::One, Bits::Two, Bits::Three, Bits::Four]), rotation, sketch)
+        .prop_map(|(bits, rotation, sketch)| TensorFormat::Codebook(CodebookFormat { bits, rotation, sketch }));
+    prop_oneof![2 => tensor_formats(), 1 => sketched]
+}
+
 fn cases() -> impl Strategy<Value = Case> {
-    let formats = (tensor_formats(), tensor_formats());
+    let formats = (key_formats(), tensor_formats());
     let sizes = (1usize..4, 0..HEAD_DIMS.len(), 0usize..3, 1usize..400, 0usize..3);
     (formats, sizes, any::<bool>(), 1u32..1000).prop_map(|((key, value), sizes, token_major, seed)| {
         let (kv_heads, head_dim, before, tokens, after) = sizes;
