@@ -6,7 +6,7 @@
 use std::future::Future;
 
 use crate::Result;
-use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
+use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
 use crate::plan::{DecodePlan, ElementType, Elements, Page, RowLayout, TokenRange};
 
 /// Writes tokens of dense tensors into pages as one span.
@@ -42,6 +42,17 @@ pub struct TokenWrite {
     pub page: Page,
     /// The slot within the page, 0..128.
     pub slot: usize,
+}
+
+/// A full page that becomes a span of its own in another store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowMove {
+    /// The page in the store that holds it.
+    pub from: Page,
+    /// The page that it is packed into.
+    pub to: Page,
+    /// Slot for the span's ranges, where the format has them.
+    pub range_slot: usize,
 }
 
 /// An element that cannot be stored.
@@ -157,6 +168,28 @@ pub trait Backend {
         values: &Self::Tensor,
         write: SpanWrite<'_>,
     ) -> Result<()>;
+
+    /// Packs full pages of one store, of a format without ranges of spans, into pages of another: what
+    /// [`dequantize`](Backend::dequantize) and [`quantize`](Backend::quantize) do one page after the other.
+    ///
+    /// # Errors
+    /// When pages or slots do not exist. Pages that were to be written may have been.
+    fn pack_windows(
+        &self,
+        shape: &AttentionShape,
+        from: &Self::Store,
+        to: &mut Self::Store,
+        windows: &[WindowMove],
+    ) -> Result<()> {
+        for window in windows {
+            let read = SpanRead { pages: &[window.from], tokens: TILE_TOKENS, range_slot: 0 };
+            let (keys, values) = self.dequantize(from, read)?;
+            let (rows, tokens) = (RowLayout::head_major(TILE_TOKENS, shape), TokenRange::new(0, TILE_TOKENS)?);
+            let write = SpanWrite { rows, tokens, pages: &[window.to], range_slot: window.range_slot };
+            self.quantize(to, &keys, &values, write)?;
+        }
+        Ok(())
+    }
 
     /// Kernel `append`: puts single tokens into open pages of a store whose format
     /// [takes them](SegmentFormat::takes_single_tokens), as `quantize` would store them. The input must be finite.

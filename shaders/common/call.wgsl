@@ -7,6 +7,8 @@ struct Place {
     page: u32,
     // Slot of the token in the page, for single tokens.
     slot: u32,
+    // Slot of the ranges of the span that the page belongs to.
+    range_slot: u32,
 }
 
 struct Call {

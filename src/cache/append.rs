@@ -61,7 +61,7 @@ impl<B: Backend> KvCache<B> {
             .lease_for_append(sequences, &mut appending)
             .and_then(|()| appending.iter().filter_map(|t| t.unshared.as_ref()).try_for_each(|u| self.copy_shared(u)))
             .and_then(|()| self.write_tokens(&appending, rows, keys, values))
-            .and_then(|()| appending.iter().filter_map(|t| t.packing.as_ref()).try_for_each(|p| self.write_packed(p)));
+            .and_then(|()| self.write_packed(&appending.iter().filter_map(|t| t.packing.as_ref()).collect::<Vec<_>>()));
         if let Err(error) = done {
             for token in &appending {
                 pool_of(&mut self.f16, &mut self.packed, token.storage).release(&token.lease);

@@ -4,9 +4,8 @@ use super::pool::Lease;
 use super::sequence::Window;
 use super::{KvCache, RecentWindow};
 use crate::Result;
-use crate::backend::{Backend, SpanRead, SpanWrite};
-use crate::format::TILE_TOKENS;
-use crate::plan::{Page, RowLayout, TokenRange};
+use crate::backend::{Backend, WindowMove};
+use crate::plan::Page;
 
 /// A full window on its way into the packed store.
 pub(super) struct Packing {
@@ -35,7 +34,7 @@ impl<B: Backend> KvCache<B> {
             self.packed.reserve(&self.backend, 1, 1).await?;
             let page = self.sequences[sequence].spans[window].lease.pages[0];
             let packing = Packing { sequence, window, page, lease: self.packed.take(1)? };
-            if let Err(error) = self.write_packed(&packing) {
+            if let Err(error) = self.write_packed(&[&packing]) {
                 self.packed.release(&packing.lease);
                 return Err(error);
             }
@@ -67,14 +66,18 @@ impl<B: Backend> KvCache<B> {
         if self.recipe.packs() { due() } else { None }
     }
 
-    /// Packs a window into free pages: nothing that a reader sees changes yet.
-    pub(super) fn write_packed(&mut self, packing: &Packing) -> Result<()> {
-        let read = SpanRead { pages: &[packing.page], tokens: TILE_TOKENS, range_slot: 0 };
-        let (keys, values) = self.backend.dequantize(&self.f16.store, read)?;
-        let rows = RowLayout::head_major(TILE_TOKENS, &self.shape);
-        let (tokens, lease) = (TokenRange::new(0, TILE_TOKENS)?, &packing.lease);
-        let write = SpanWrite { rows, tokens, pages: &lease.pages, range_slot: lease.range_slot() };
-        self.backend.quantize(&mut self.packed.store, &keys, &values, write)
+    /// Packs windows into free pages: nothing that a reader sees changes yet.
+    pub(super) fn write_packed(&mut self, packings: &[&Packing]) -> Result<()> {
+        let of = |packing: &&Packing| WindowMove {
+            from: packing.page,
+            to: packing.lease.pages[0],
+            range_slot: packing.lease.range_slot(),
+        };
+        let windows: Vec<WindowMove> = packings.iter().map(of).collect();
+        if windows.is_empty() {
+            return Ok(());
+        }
+        self.backend.pack_windows(&self.shape, &self.f16.store, &mut self.packed.store, &windows)
     }
 
     pub(super) fn commit_packed(&mut self, packing: Packing) {

@@ -56,7 +56,8 @@ impl AppendPlan {
             let field = values.value_field(write.slot, 0);
             let shared = field.top.map_or(field.word, |top| top.word);
             let turn = turns.entry((write.page, shared)).or_default();
-            let place = Place { token: write.token as u32, page: write.page.index, slot: write.slot as u32 };
+            let place =
+                Place { token: write.token as u32, page: write.page.index, slot: write.slot as u32, range_slot: 0 };
             places.entry((write.page.shard, *turn)).or_default().push(place);
             *turn += 1;
         }

@@ -5,11 +5,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::capabilities::Path;
 use super::guard::Request;
 use super::{
-    AppendPlan, Capabilities, Checks, DequantizePlan, FindNonFinitePlan, KernelLimits, Kernels, Launches, QuantizePlan,
-    Requirements, Scratch, ScratchBytes, StepPlan, StepTensors, Store, Tensor, adapters, buffers, guard, store,
+    AppendPlan, Capabilities, Checks, DequantizePlan, FindNonFinitePlan, KernelLimits, Kernels, Launches,
+    PackWindowsPlan, QuantizePlan, Requirements, Scratch, ScratchBytes, StepPlan, StepTensors, Store, Tensor, adapters,
+    buffers, guard, store,
 };
 use crate::Result;
-use crate::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite};
+use crate::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite, WindowMove};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{DecodePlan, ElementType, Elements, Page, RowLayout};
 
@@ -182,6 +183,11 @@ impl Backend for Wgpu {
     fn quantize(&self, store: &mut Store, keys: &Tensor, values: &Tensor, write: SpanWrite<'_>) -> Result<()> {
         let plan = QuantizePlan::new(store.shape(), store.format(), &write)?;
         self.run("kvpack quantize", &plan.bind(&self.kernels, store, keys, values)?)
+    }
+
+    fn pack_windows(&self, shape: &AttentionShape, from: &Store, to: &mut Store, windows: &[WindowMove]) -> Result<()> {
+        let plan = PackWindowsPlan::new(shape, from.format(), to.format(), windows)?;
+        self.run("kvpack pack_windows", &plan.bind(&self.kernels, from, to)?)
     }
 
     fn append(

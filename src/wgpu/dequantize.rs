@@ -3,7 +3,7 @@
 use super::hadamard::{self, Turn, rotate_in_place};
 use super::launch::{Launch, Launches, flat_grid};
 use super::levels::with_level_fields;
-use super::tile_call::{self, ShardPlaces, TileCall};
+use super::tile_call::{self, PlacedPage, ShardPlaces, TileCall};
 use super::{Kernels, Store, StorePart, Tensor, Variant};
 use crate::backend::SpanRead;
 use crate::format::sketch::sketch_level;
@@ -68,7 +68,7 @@ impl DequantizePlan {
         for (which, what, output) in outputs {
             self.check_output(what, output, &kernels.device().limits())?;
             for stage in stages(self.format.tensor(which), which, self.shape.head_dim()) {
-                for shard in tile_call::places_by_shard(&self.pages) {
+                for shard in tile_call::places_by_shard(&PlacedPage::of_span(&self.pages, self.range_slot)) {
                     launches.push(self.bind_shard(kernels, store, (which, output, &stage.variant), &shard)?);
                 }
                 for rotation in stage.back {

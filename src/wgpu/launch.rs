@@ -63,6 +63,15 @@ impl Launches {
     }
 }
 
+impl IntoIterator for Launches {
+    type Item = Launch;
+    type IntoIter = std::vec::IntoIter<Launch>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.into_iter()
+    }
+}
+
 impl FromIterator<Launch> for Launches {
     fn from_iter<T: IntoIterator<Item = Launch>>(launches: T) -> Self {
         Self(launches.into_iter().collect())

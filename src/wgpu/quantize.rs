@@ -3,11 +3,12 @@
 use super::append;
 use super::hadamard::{self, Turn};
 use super::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
+pub(super) use super::tile_call::PlacedPage;
 use super::tile_call::{self, Place, ShardPlaces, TileCall};
 use super::{ElementBinding, Kernels, Store, StorePart, Tensor, Variant, buffers};
 use crate::backend::SpanWrite;
 use crate::format::{AttentionShape, Direction, KeyOrValue, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat};
-use crate::plan::{ElementType, Page, RowLayout, TokenRange};
+use crate::plan::{ElementType, RowLayout, TokenRange};
 use crate::{Error, Result};
 
 /// Tokens of one channel that one invocation of `ranges_span_extremes` reads.
@@ -25,8 +26,17 @@ pub struct QuantizePlan {
     format: SegmentFormat,
     rows: RowLayout,
     tokens: TokenRange,
-    pages: Vec<Page>,
-    range_slot: usize,
+    pages: Vec<PlacedPage>,
+    spans: Spans,
+}
+
+/// What pages are to ranges of spans.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Spans {
+    /// All pages are one span.
+    One,
+    /// Every page is a span of its own.
+    Pages,
 }
 
 impl QuantizePlan {
@@ -47,9 +57,21 @@ impl QuantizePlan {
             format: *format,
             rows: write.rows,
             tokens: write.tokens,
-            pages: write.pages.to_vec(),
-            range_slot: write.range_slot,
+            pages: PlacedPage::of_span(write.pages, write.range_slot),
+            spans: Spans::One,
         })
+    }
+
+    /// Plans writes of the tokens of `rows` into full pages that are spans of their own.
+    pub(super) fn windows(
+        shape: &AttentionShape,
+        format: &SegmentFormat,
+        rows: RowLayout,
+        pages: Vec<PlacedPage>,
+    ) -> Result<Self> {
+        format.check(shape)?;
+        let (shape, format, tokens) = (*shape, *format, TokenRange::new(0, rows.tokens)?);
+        Ok(Self { shape, format, rows, tokens, pages, spans: Spans::Pages })
     }
 
     /// The kernel variants for keys and values of these types, for [`Kernels::prepare`].
@@ -75,8 +97,8 @@ impl QuantizePlan {
     /// [`Error::Elements`] when a tensor is shorter than its rows; [`Error::Limit`] when it is too large for a binding.
     pub fn bind(&self, kernels: &Kernels, store: &Store, keys: &Tensor, values: &Tensor) -> Result<Launches> {
         store.check_planned("quantize", &self.shape, &self.format)?;
-        store.check_pages("quantize", &self.pages)?;
-        store.check_slot("quantize", self.range_slot)?;
+        store.check_pages("quantize", self.pages.iter().map(|placed| &placed.page))?;
+        self.pages.iter().try_for_each(|placed| store.check_slot("quantize", placed.range_slot))?;
         self.rows.check("keys", keys.elements(), &self.shape)?;
         self.rows.check("values", values.elements(), &self.shape)?;
         let keys = self.bind_tensor(kernels, store, keys, KeyOrValue::Key)?;
@@ -90,10 +112,11 @@ impl QuantizePlan {
             first_element: rows.first_element,
             first_token: self.tokens.start() as u32,
             tokens: self.tokens.len() as u32,
-            range_slot: self.range_slot as u32,
+            range_slot: self.pages.first().map_or(0, |placed| placed.range_slot as u32),
             ..TileCall::new(&self.shape, self.format.tensor(which), which).with_rows(&self.rows, &self.shape)?
         };
-        let source = Source { kernels, store, which, element_type: tensor.element_type(), rows, call };
+        let element_type = tensor.element_type();
+        let source = Source { kernels, store, which, element_type, rows, call, spans: self.spans };
         match self.format.tensor(which).rotation() {
             None => source.pack(&self.pages),
             Some(_) if self.format.tensor(which).sketched().is_some() => source.pack_rows(&self.pages),
@@ -103,7 +126,7 @@ impl QuantizePlan {
 }
 
 /// Bytes of the rotated rows that wait to be packed, at most: rows are rotated piece by piece.
-const PIECE_BYTES: usize = 16 << 20;
+pub(super) const PIECE_BYTES: usize = 16 << 20;
 
 /// Keys or values on their way into a store.
 struct Source<'a> {
@@ -113,13 +136,14 @@ struct Source<'a> {
     element_type: ElementType,
     rows: ElementBinding<'a>,
     call: TileCall,
+    spans: Spans,
 }
 
 impl Source<'_> {
     /// Ranges, codes and tiles of the rows as they are.
-    fn pack(&self, pages: &[Page]) -> Result<Vec<Launch>> {
+    fn pack(&self, pages: &[PlacedPage]) -> Result<Vec<Launch>> {
         let mut launches = Vec::new();
-        if self.format().has_span_ranges() {
+        if self.format().has_span_ranges() && self.spans == Spans::One {
             for entry in SpanRangesEntry::ALL {
                 launches.push(self.span_ranges(entry)?);
             }
@@ -129,7 +153,7 @@ impl Source<'_> {
     }
 
     /// Rows one by one, as `append` stores them: a sketch needs all of its row.
-    fn pack_rows(&self, pages: &[Page]) -> Result<Vec<Launch>> {
+    fn pack_rows(&self, pages: &[PlacedPage]) -> Result<Vec<Launch>> {
         let shape = self.store.shape();
         let variant = append::variant_of(shape, self.format(), self.which, self.element_type);
         let launch = |shard: ShardPlaces| {
@@ -152,13 +176,13 @@ impl Source<'_> {
 
     /// The same of rotated rows. They are rotated into scratch memory, a few pages of tokens at a time; where ranges
     /// span all pieces, the pieces are rotated once for the ranges and once more for the codes.
-    fn pack_rotated(&self, pages: &[Page], rotation: Rotation) -> Result<Vec<Launch>> {
+    fn pack_rotated(&self, pages: &[PlacedPage], rotation: Rotation) -> Result<Vec<Launch>> {
         let token_bytes = (self.call.kv_heads * self.call.head_dim) as usize * size_of::<f32>();
         let piece_pages = (PIECE_BYTES / (token_bytes * TILE_TOKENS)).clamp(1, pages.len());
         let bytes = (piece_pages * TILE_TOKENS * token_bytes) as u64;
         let usage = wgpu::BufferUsages::STORAGE;
         let scratch = buffers::create_now(self.kernels.device(), "rotated rows", bytes, usage)?;
-        let pieces: Vec<(Launch, Source<'_>, &[Page])> = pages
+        let pieces: Vec<(Launch, Source<'_>, &[PlacedPage])> = pages
             .chunks(piece_pages)
             .enumerate()
             .map(|(piece, pages)| {
@@ -169,7 +193,9 @@ impl Source<'_> {
             .collect::<Result<_>>()?;
 
         let mut launches = Vec::new();
-        if let Some((_, any, _)) = pieces.first().filter(|_| self.format().has_span_ranges()) {
+        if let Some((_, any, _)) =
+            pieces.first().filter(|_| self.format().has_span_ranges() && self.spans == Spans::One)
+        {
             launches.push(any.span_ranges(SpanRangesEntry::Clear)?);
             for (rotate, rotated, _) in &pieces {
                 launches.push(rotate.clone());
@@ -188,7 +214,7 @@ impl Source<'_> {
     fn rotated_piece<'s>(
         &'s self,
         first: u32,
-        pages: &[Page],
+        pages: &[PlacedPage],
         rotation: Rotation,
         scratch: &'s wgpu::Buffer,
     ) -> Result<(Launch, Source<'s>)> {
@@ -209,8 +235,11 @@ impl Source<'_> {
     }
 
     /// Tile ranges and codes of the source's tokens, which lie in `pages`.
-    fn tiles(&self, pages: &[Page]) -> Result<Vec<Launch>> {
+    fn tiles(&self, pages: &[PlacedPage]) -> Result<Vec<Launch>> {
         let mut launches = Vec::new();
+        if self.format().has_span_ranges() && self.spans == Spans::Pages {
+            launches.push(self.window_ranges(pages)?);
+        }
         for shard in tile_call::places_by_shard(pages) {
             launches.extend(self.tile_ranges(&shard)?);
             launches.push(self.quantize(&shard)?);
@@ -230,6 +259,20 @@ impl Source<'_> {
         ];
         let size = if entry == SpanRangesEntry::Extremes { chunks } else { channels };
         self.launch(&ranges_span(self.format(), self.element_type, entry), &buffers, size)
+    }
+
+    /// Ranges of pages that are spans of their own.
+    fn window_ranges(&self, pages: &[PlacedPage]) -> Result<Launch> {
+        let places: Vec<Place> = pages.iter().enumerate().map(|(tile, placed)| placed.place(tile)).collect();
+        let total = places.len() as u64 * u64::from(self.call.kv_heads * self.call.head_dim);
+        let call = TileCall { total: u32::try_from(total).unwrap_or(u32::MAX), ..self.call };
+        let call = call.upload(self.kernels.device(), &places)?;
+        let buffers = [
+            ("call", call.as_entire_buffer_binding()),
+            ("rows", self.rows.buffer.clone()),
+            ("ranges", self.store.span_ranges_binding(self.which)?),
+        ];
+        self.launch(&ranges_window(self.format(), self.element_type), &buffers, total)
     }
 
     fn tile_ranges(&self, shard: &ShardPlaces) -> Result<Option<Launch>> {
@@ -316,11 +359,17 @@ fn ranges_span(format: &TensorFormat, element_type: ElementType, entry: SpanRang
     tile_call::with_rows(tile_call::with_range_rule(variant.constant("CHUNK", CHUNK), format), element_type)
 }
 
+fn ranges_window(format: &TensorFormat, element_type: ElementType) -> Variant {
+    let variant = Variant::new("ranges_window").constant("BITS", format.element_bits());
+    tile_call::with_rows(tile_call::with_range_rule(variant, format), element_type)
+}
+
 /// The variants that pack rows of a type, but for that of their rotation.
 fn variants_of(format: &TensorFormat, which: KeyOrValue, element_type: ElementType, head_dim: usize) -> Vec<Variant> {
     let mut variants = Vec::new();
     if format.has_span_ranges() {
         variants.extend(SpanRangesEntry::ALL.map(|entry| ranges_span(format, element_type, entry)));
+        variants.push(ranges_window(format, element_type));
     }
     variants.extend(tile_ranges(format, element_type));
     variants.push(quantize(format, which, element_type, head_dim));

@@ -107,6 +107,7 @@ files![
     "quantize.wgsl",
     "ranges_span.wgsl",
     "ranges_tile.wgsl",
+    "ranges_window.wgsl",
     "read_bandwidth.wgsl",
     "scores.wgsl",
     "weighted_values.wgsl",

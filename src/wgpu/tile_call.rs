@@ -51,6 +51,8 @@ pub(crate) struct Place {
     pub page: u32,
     /// Slot of the token in the page, for single tokens.
     pub slot: u32,
+    /// Slot of the ranges of the span that the page belongs to.
+    pub range_slot: u32,
 }
 
 impl Place {
@@ -67,12 +69,31 @@ pub(crate) struct ShardPlaces {
     pub places: Vec<Place>,
 }
 
-/// The pages of a span by shard, in the order of the shards.
-pub(crate) fn places_by_shard(pages: &[Page]) -> Vec<ShardPlaces> {
+/// A page and the slot of the ranges of its span.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PlacedPage {
+    pub page: Page,
+    pub range_slot: usize,
+}
+
+impl PlacedPage {
+    /// The pages of one span.
+    pub fn of_span(pages: &[Page], range_slot: usize) -> Vec<Self> {
+        pages.iter().map(|&page| Self { page, range_slot }).collect()
+    }
+
+    /// Where the tokens of the tile of this number go.
+    pub fn place(self, tile: usize) -> Place {
+        let token = (tile * TILE_TOKENS) as u32;
+        Place { token, page: self.page.index, slot: 0, range_slot: self.range_slot as u32 }
+    }
+}
+
+/// Pages by shard, in the order of the shards. Tokens follow each other through the pages.
+pub(crate) fn places_by_shard(pages: &[PlacedPage]) -> Vec<ShardPlaces> {
     let mut by_shard: BTreeMap<u32, Vec<Place>> = BTreeMap::new();
-    for (tile, page) in pages.iter().enumerate() {
-        let place = Place { token: (tile * TILE_TOKENS) as u32, page: page.index, slot: 0 };
-        by_shard.entry(page.shard).or_default().push(place);
+    for (tile, placed) in pages.iter().enumerate() {
+        by_shard.entry(placed.page.shard).or_default().push(placed.place(tile));
     }
     by_shard.into_iter().map(|(shard, places)| ShardPlaces { shard, places }).collect()
 }

@@ -13,4 +13,5 @@ mod non_finite;
 mod quantize;
 mod tensor;
 mod twin;
+mod windows;
 mod words;

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use indicatif::ProgressBar;
-use kvpack::backend::{SpanRead, SpanWrite, TokenWrite};
+use kvpack::backend::{SpanRead, SpanWrite, TokenWrite, WindowMove};
 use kvpack::conformance::decode_formats;
 use kvpack::plan::{Page, PageAllocator, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Backend, SegmentFormat, TILE_TOKENS};
@@ -47,16 +47,11 @@ pub trait TimedStores: Backend {
     where
         Self: Sized,
     {
+        let windows: Vec<WindowMove> = batch.windows();
         let mut seconds = f64::INFINITY;
         for _ in 0..3 {
             let start = Instant::now();
-            for (slot, page) in batch.pages.iter().enumerate() {
-                let pages = std::slice::from_ref(page);
-                let read = SpanRead { pages, tokens: TILE_TOKENS, range_slot: 0 };
-                let (keys, values) = self.dequantize(&batch.open, read)?;
-                let (rows, tokens) = (batch.window_rows(), TokenRange::new(0, TILE_TOKENS)?);
-                self.quantize(packed, &keys, &values, SpanWrite { rows, tokens, pages, range_slot: slot })?;
-            }
+            self.pack_windows(&batch.shape, &batch.open, packed, &windows)?;
             self.download(&batch.keys).await?;
             seconds = seconds.min(start.elapsed().as_secs_f64());
         }
@@ -195,9 +190,10 @@ impl<B: Backend> Batch<B> {
         })
     }
 
-    /// Rows of one page as `dequantize` gives them.
-    pub fn window_rows(&self) -> RowLayout {
-        RowLayout::head_major(TILE_TOKENS, &self.shape)
+    /// The page of every sequence on its way into the page of the same number, with a range slot of its own.
+    pub fn windows(&self) -> Vec<WindowMove> {
+        let window = |(range_slot, &page): (usize, &Page)| WindowMove { from: page, to: page, range_slot };
+        self.pages.iter().enumerate().map(window).collect()
     }
 
     /// Holds what was appended to the last sequence against what `quantize` stores of the same tokens.

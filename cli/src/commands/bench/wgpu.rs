@@ -2,14 +2,11 @@
 
 use std::time::Duration;
 
-use kvpack::TILE_TOKENS;
-use kvpack::backend::{AttendOptions, SpanRead, SpanWrite, TokenWrite};
+use kvpack::backend::{AttendOptions, TokenWrite};
 use kvpack::conformance::{DecodeData, Workload};
-use kvpack::plan::{DecodePlan, ElementType, TokenRange};
+use kvpack::plan::{DecodePlan, ElementType};
 use kvpack::wgpu::measure::{self, Clock, ComputeGuard, Encode, Repeats};
-use kvpack::wgpu::{
-    AppendPlan, DequantizePlan, Launches, QuantizePlan, Scratch, StepPlan, StepTensors, Store, Tensor, Wgpu,
-};
+use kvpack::wgpu::{AppendPlan, Launches, PackWindowsPlan, Scratch, StepPlan, StepTensors, Store, Tensor, Wgpu};
 use kvpack::{Backend, Result};
 
 use super::append::{Batch, TimedStores};
@@ -95,21 +92,9 @@ impl TimedStores for Wgpu {
     }
 
     async fn time_pack(&self, batch: &mut Batch<Self>, packed: &mut Store) -> Result<f64> {
-        let elements = batch.window_rows().tokens * batch.shape.kv_heads() * batch.shape.head_dim();
-        let window = || Tensor::zeroed(self.device(), elements, ElementType::F32);
-        let (keys, values) = (window()?, window()?);
-        let mut launches = Vec::new();
-        for (range_slot, page) in batch.pages.iter().enumerate() {
-            let pages = std::slice::from_ref(page);
-            let read = SpanRead { pages, tokens: TILE_TOKENS, range_slot: 0 };
-            let read = DequantizePlan::new(&batch.shape, batch.open.format(), &read)?;
-            launches.push(read.bind(self.kernels(), &batch.open, &keys, &values)?);
-            let tokens = TokenRange::new(0, TILE_TOKENS)?;
-            let write = SpanWrite { rows: batch.window_rows(), tokens, pages, range_slot };
-            let write = QuantizePlan::new(&batch.shape, packed.format(), &write)?;
-            launches.push(write.bind(self.kernels(), packed, &keys, &values)?);
-        }
-        let all = |pass: &mut wgpu::ComputePass<'_>| launches.iter().for_each(|launches| launches.encode(pass));
+        let plan = PackWindowsPlan::new(&batch.shape, batch.open.format(), packed.format(), &batch.windows())?;
+        let launches = plan.bind(self.kernels(), &batch.open, packed)?;
+        let all = |pass: &mut wgpu::ComputePass<'_>| launches.encode(pass);
         let timing = measure::time(self, &[&all], Repeats { warm_up: 3, timed: 20 }).await?;
         Ok(timing.median().as_secs_f64())
     }
