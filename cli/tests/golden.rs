@@ -27,6 +27,8 @@ fn all_vectors_of_the_repository_agree() {
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success(), "{text}");
     assert!(text.contains(&format!("{count} of {count} files agree, 0 are of ops")), "{text}");
+    let with_gpu = text.contains("hadamard back (wgpu)");
+    assert!(with_gpu || String::from_utf8(output.stderr).unwrap().contains("no GPU adapter"), "{text}");
 }
 
 #[test]

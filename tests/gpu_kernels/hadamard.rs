@@ -38,7 +38,9 @@ fn rows_are_rotated_bit_for_bit() {
         let mut order = 2;
         while order <= Rotation::largest_order(head_dim) {
             for (turn, rotation) in
-                [Rotation::hadamard(order), Rotation::randomized(order, 0xdead_beef)].into_iter().enumerate()
+                [Rotation::hadamard(order), Rotation::randomized(order, 0xdead_beef), Rotation::dealt(order, 7)]
+                    .into_iter()
+                    .enumerate()
             {
                 let direction = if (turn + order) % 3 == 0 { Direction::Back } else { Direction::Forth };
                 let element_type = if (turn + i) % 2 == 0 { ElementType::F32 } else { ElementType::F16 };

@@ -5,20 +5,30 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 
+use crate::backend::{BackendArgs, Chosen};
 use crate::golden::{self, GoldenOutcome, GoldenResult};
 use crate::outcome::Outcome;
 use crate::print;
 
-/// Runs the golden vectors of a directory through the CPU kernels.
+/// Runs the golden vectors of a directory through the CPU kernels, and those of ops that have a GPU kernel of their own
+/// through that too, where there is an adapter.
 #[derive(clap::Args)]
 pub struct GoldenArgs {
     /// Directory with `*.safetensors` files as `tests/golden/README.md` describes them.
     directory: PathBuf,
+    #[command(flatten)]
+    backend: BackendArgs,
 }
 
 /// Runs the command.
 pub fn run(args: &GoldenArgs) -> Result<Outcome> {
-    let results = golden::run_directory(&args.directory)?;
+    let gpu = match args.backend.open()? {
+        Chosen::Wgpu(gpu) => Some(gpu),
+        Chosen::Cpu(_) => None,
+        #[cfg(feature = "cuda")]
+        Chosen::Cuda(_) => None,
+    };
+    let results = golden::run_directory(&args.directory, gpu.as_ref())?;
     print_implemented(&results);
     let unimplemented = print_unimplemented(&results);
     let implemented = results.len() - unimplemented;

@@ -1,7 +1,7 @@
 //! Golden vectors: files with inputs and the outputs of somebody else's implementation.
 //!
 //! `tests/golden/README.md` describes the format. Each file names an `op`; the ops that kvpack implements are run
-//! through its CPU kernels and every output is compared as the file asks.
+//! through its CPU kernels, some through those of a GPU too, and every output is compared as the file asks.
 
 mod attention;
 mod calibquant;
@@ -20,6 +20,7 @@ use anyhow::{Context, Result, bail};
 
 pub use compare::Mismatch;
 use file::GoldenFile;
+use kvpack::wgpu::Wgpu;
 
 /// What one implementation of an op computed, by the name of the output.
 type Outputs = BTreeMap<&'static str, Vec<f64>>;
@@ -42,6 +43,12 @@ const OPS: [(&str, Op); 12] = [
     ("turboquant.mse", turboquant::mse),
     ("turboquant.prod", turboquant::prod),
 ];
+
+/// An op on a GPU.
+type GpuOp = fn(&GoldenFile, &Wgpu) -> Result<Vec<(&'static str, Outputs)>>;
+
+/// The ops that run on a GPU too.
+const GPU_OPS: [(&str, GpuOp); 1] = [("hadamard", hadamard::hadamard_on_gpu)];
 
 /// What came of one file.
 #[derive(Debug)]
@@ -81,11 +88,11 @@ pub enum GoldenOutcome {
     },
 }
 
-/// Runs all `*.safetensors` files of a directory, in the order of their names.
+/// Runs all `*.safetensors` files of a directory, in the order of their names, on the CPU and on `gpu`.
 ///
 /// # Errors
 /// When the directory cannot be read or holds no such file. What is wrong with a single file is its result.
-pub fn run_directory(directory: &Path) -> Result<Vec<GoldenResult>> {
+pub fn run_directory(directory: &Path, gpu: Option<&Wgpu>) -> Result<Vec<GoldenResult>> {
     let entries = std::fs::read_dir(directory).with_context(|| format!("cannot read {}", directory.display()))?;
     let mut paths: Vec<PathBuf> = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>()?;
     paths.retain(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
@@ -93,26 +100,30 @@ pub fn run_directory(directory: &Path) -> Result<Vec<GoldenResult>> {
     if paths.is_empty() {
         bail!("{} holds no .safetensors files; pass a directory with golden vectors", directory.display());
     }
-    Ok(paths.iter().map(|path| run_file(path)).collect())
+    Ok(paths.iter().map(|path| run_file(path, gpu)).collect())
 }
 
 /// Runs one file.
-fn run_file(path: &Path) -> GoldenResult {
+fn run_file(path: &Path, gpu: Option<&Wgpu>) -> GoldenResult {
     let name = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
-    let outcome = GoldenFile::read(path).and_then(|file| run_op(&file));
+    let outcome = GoldenFile::read(path).and_then(|file| run_op(&file, gpu));
     GoldenResult {
         name,
         outcome: outcome.unwrap_or_else(|error| GoldenOutcome::Broken { reason: format!("{error:#}") }),
     }
 }
 
-fn run_op(file: &GoldenFile) -> Result<GoldenOutcome> {
+fn run_op(file: &GoldenFile, gpu: Option<&Wgpu>) -> Result<GoldenOutcome> {
     let Some((_, op)) = OPS.iter().find(|(name, _)| *name == file.op) else {
         return Ok(GoldenOutcome::Unimplemented { op: file.op.clone() });
     };
     let mut worst = 0.0f64;
     let mut kernels = Vec::new();
-    for (kernel, outputs) in op(file)? {
+    let mut computed = op(file)?;
+    if let (Some(gpu), Some((_, op))) = (gpu, GPU_OPS.iter().find(|(name, _)| *name == file.op)) {
+        computed.extend(op(file, gpu)?);
+    }
+    for (kernel, outputs) in computed {
         kernels.push(kernel);
         for (output, mode) in &file.compare {
             let want = file.output(output)?;
