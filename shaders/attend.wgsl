@@ -12,11 +12,12 @@
 // against it when they were bound; lanes beyond HEAD_DIM clamp their channel; local arrays have constant indices.
 // Loops are bounded by an item's tiles. Divisors are constants, or sums of weights, of which the largest is 1.
 
+// import numbering = common/numbering_local.wgsl
 // import common/work_item.wgsl
 // import scores = common/scores_dot.wgsl
 // import common/softmax_loop.wgsl
 
 @compute @workgroup_size(128)
-fn attend(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
-    attend_item(items[group.x], group.y, invocation);
+fn attend(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
+    attend_item(items[group.x], group.y, number(numbering));
 }

@@ -21,8 +21,6 @@ var<private> weight_sum: array<f32, HEADS>;
 // running maximum.
 var<private> keep: array<f32, HEADS>;
 var<private> enter: array<f32, HEADS>;
-// Weights of the invocation's tokens relative to the step's maximum: [head][token].
-var<private> weights: array<f32, HEADS * LANE_TOKENS>;
 
 // import values = common/values_dot.wgsl
 // import common/states.wgsl
@@ -53,9 +51,10 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         // unroll
         for (var head = 0u; head < HEADS; head++) {
             let own = max(max(token_scores[head * 4u], token_scores[head * 4u + 1u]), max(token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]));
-            let entered = largest_to_enter(own);
+            enter_block_max(head, own, parity, team, lane);
+            let entered = largest_to_enter(ordered(own));
             if (enters()) {
-                atomicMax(&step_maxima[parity * HEADS + head], ordered(entered));
+                atomicMax(&step_maxima[parity * HEADS + head], entered);
             }
         }
         enter_value_ranges(parity);
@@ -68,13 +67,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
             keep[head] = exp2(running_max[head] - new_max);
             enter[head] = exp2(step_max - new_max);
             running_max[head] = new_max;
-            var own_sum = 0f;
-            // unroll
-            for (var i = 0u; i < LANE_TOKENS; i++) {
-                weights[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - step_max);
-                own_sum += weights[head * LANE_TOKENS + i];
-            }
-            weight_sum[head] = weight_sum[head] * keep[head] + own_sum * enter[head];
+            weight_sum[head] = weight_sum[head] * keep[head] + weigh(head, step_max, parity, team, lane);
         }
         if (invocation < HEADS) {
             atomicStore(&step_maxima[(1u - parity) * HEADS + invocation], 0u);
@@ -109,20 +102,30 @@ fn score_own_tile(item: WorkItem, tile: u32, tiles: u32, lane: u32) {
     }
 }
 
+// Lists in which the parts of a head are summed first.
+const SUM_LISTS: u32 = 16u;
+
+// Sums `count` parts of every list of a head, which lie `lists` apart, into the list's first.
+fn add_parts(invocation: u32, lists: u32, count: u32) {
+    for (var i = invocation; i < HEADS * lists; i += INVOCATIONS) {
+        let first = i / lists * INVOCATIONS + i % lists;
+        var sum = 0f;
+        for (var part = 0u; part < count; part++) {
+            sum += sum_parts[first + part * lists];
+        }
+        sum_parts[first] = sum;
+    }
+}
+
 // Leaves the sum of all weights of a head in its first `sum_parts`.
 fn finish_sums(invocation: u32) {
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         sum_parts[head * INVOCATIONS + invocation] = weight_sum[head];
     }
-    for (var half = INVOCATIONS / 2u; half > 0u; half /= 2u) {
-        workgroupBarrier();
-        if (invocation < half) {
-            // unroll
-            for (var head = 0u; head < HEADS; head++) {
-                sum_parts[head * INVOCATIONS + invocation] += sum_parts[head * INVOCATIONS + invocation + half];
-            }
-        }
-    }
+    workgroupBarrier();
+    add_parts(invocation, SUM_LISTS, INVOCATIONS / SUM_LISTS);
+    workgroupBarrier();
+    add_parts(invocation, 1u, SUM_LISTS);
     workgroupBarrier();
 }

@@ -37,6 +37,8 @@ pub(super) struct Specialisation<'a> {
 pub(super) const MAX_TILES: usize = 64;
 const STEP_TILES: usize = 4;
 const INVOCATIONS: usize = 128;
+/// Blocks of a tile that weights of one byte are relative to.
+const WEIGHT_BLOCKS: usize = 4;
 /// More heads than this would not fit the registers of any device seen so far.
 const MOST_HEADS: usize = 8;
 
@@ -84,6 +86,12 @@ impl Specialisation<'_> {
         }
     }
 
+    /// True if weights are integers of one byte.
+    fn byte_weights(&self) -> bool {
+        let per_channel = self.format.value.affine().is_some_and(|affine| affine.grouping == Grouping::Channel);
+        self.query == QueryPrecision::Int8 && is_dot(&self.format.value) && per_channel
+    }
+
     /// 32-bit words of one prepared query row.
     pub fn query_row_words(&self) -> usize {
         let channels = TileLayout::new(&self.format.key, self.shape.head_dim()).key_row_channels();
@@ -94,6 +102,7 @@ impl Specialisation<'_> {
     fn workgroup_bytes(&self, heads: usize) -> usize {
         let query = heads * self.query_row_words() * 4;
         let weights = match is_dot(&self.format.value) {
+            true if self.byte_weights() => heads * STEP_TILES * (8 * 16 + WEIGHT_BLOCKS * (4 + 2 * 4)),
             true => heads * 2 * STEP_TILES * 8 * 16,
             false if self.capabilities.f16 => heads * STEP_TILES * 32 * 8,
             false => heads * STEP_TILES * 32 * 16,
@@ -192,6 +201,9 @@ impl Specialisation<'_> {
         };
         let is_dot = is_dot(&self.format.value);
         let integers = || variant.clone().constant("VALUE_MASK", top_bits(bits)).float("VALUE_MIDDLE", middle(bits));
+        if self.byte_weights() {
+            return self.with_byte_weights(integers().float("VALUE_MIDDLE", 0.0), bits);
+        }
         match affine.grouping {
             Grouping::Channel if !is_dot => by_value("common/value_field_channel.wgsl"),
             Grouping::Channel => integers(),
@@ -203,6 +215,18 @@ impl Specialisation<'_> {
             Grouping::TokenChannels(channels) => {
                 by_value("common/value_field_token_channels.wgsl").constant("VALUE_GROUP_CHANNELS", channels)
             }
+        }
+    }
+
+    fn with_byte_weights(&self, variant: Variant, bits: Bits) -> Variant {
+        let variant = variant.import("values", "common/values_byte.wgsl");
+        // A block of weights is eight lanes, of which two are neighbours and the words of a vector lie this far apart.
+        let lanes = 4 * bits.planes().max(2);
+        match self.capabilities.subgroups {
+            Some(sizes) if sizes.min as usize >= lanes && sizes.max as usize <= INVOCATIONS => variant
+                .import("block_max", "common/block_max_subgroup.wgsl")
+                .import("numbering", "common/numbering_subgroup.wgsl"),
+            _ => variant,
         }
     }
 
@@ -330,7 +354,8 @@ mod tests {
                     SegmentFormat { key: formats[i % formats.len()], value: formats[(i * 5 + 2) % formats.len()] };
                 let capabilities = capabilities(i % 3 == 0, i % 2 == 0, 16 << 10);
                 let (shape, format, capabilities) = (&shape, &format, &capabilities);
-                let special = Specialisation { shape, format, query: QueryPrecision::Int16, capabilities };
+                let query = [QueryPrecision::Int16, QueryPrecision::Int8][i / 2 % 2];
+                let special = Specialisation { shape, format, query, capabilities };
                 let module = validate(&special.attend());
                 let counted = special.workgroup_bytes(special.head_split().heads);
                 let declared = declared_workgroup_bytes(&module);

@@ -1,0 +1,158 @@
+// Weighted sum of packed values by integer dot products, with weights of one byte.
+//
+// A weight is an integer 0 … 255 relative to the largest weight of its *block*: 32 tokens, the four tokens each of the
+// eight lanes whose field groups are two quads that are used one after the other. The sum of a block is folded into
+// f32 with the block's scale, exp2(block's maximum - running maximum); so one large score coarsens the weights of 31
+// other tokens and of no more. The sum of weights is that of the integers: the mean of the values is exact, and only
+// what the weights say beyond it has their error.
+//
+// Codes are flipped back to unsigned for the unsigned dot product. A block's sum is at most 32 · 255 · 255 < 2^23, so
+// that it starts at the bits of 2^23 and is that float plus the sum. The 2^23 of all blocks are taken off after
+// the step; the f32 of the step is coarser than the weights by far less than their rounding.
+
+// import common/value_dots.wgsl
+
+// Quad pairs of a tile.
+const TILE_QUAD_PAIRS: u32 = 4u;
+// Lanes l, l ^ 1, l ^ BLOCK_STRIDE, l ^ 2 BLOCK_STRIDE and what these make together are a block: VALUE_PLANES, but at
+// least 2.
+const BLOCK_STRIDE: u32 = (VALUE_PLANES + 1u) / 2u * 2u;
+// Vectors loaded together, and quad pairs of each set of vectors that holds whole pairs.
+const PAIR_VECTORS: u32 = (VALUE_PLANES + 1u) / VALUE_PLANES;
+const VECTOR_PAIRS: u32 = (VALUE_PLANES + 1u) / 2u;
+const VECTOR_RUN: u32 = 1u;
+
+const TWO_TO_23: u32 = 1258291200u;
+// What a sum of integer weights times shifted codes must be multiplied with.
+const WEIGHT_UNIT: f32 = 1f / f32(1u << (8u - VALUE_BITS));
+
+// [head][tile of the step][quad], one component per word of the vector.
+var<workgroup> weight_bytes: array<vec4<u32>, HEADS * STEP_TILES * 8u>;
+// [tile of the step][quad pair][head]
+var<workgroup> block_scales: array<f32, STEP_TILES * TILE_QUAD_PAIRS * HEADS>;
+
+// The four weights of the invocation: [head]
+var<private> own_bytes: array<u32, HEADS>;
+var<private> own_scales: array<f32, HEADS>;
+
+fn is_first_of_block(lane: u32) -> bool {
+    return (lane & (3u * BLOCK_STRIDE + 1u)) == 0u;
+}
+
+// import block_max = common/block_max_atomic.wgsl
+// import value_ranges = common/value_ranges_folded.wgsl
+
+fn begin_values(invocation: u32) {
+    begin_block_maxima(invocation);
+    // unroll
+    for (var i = 0u; i < HEADS * CHANNELS; i++) {
+        sums[i] = 0f;
+    }
+    begin_value_ranges();
+}
+
+// Sets the weights of a head's tokens and returns their sum, relative to the new running maximum.
+fn weigh(head: u32, step_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
+    let largest = block_max(head, parity, team, lane);
+    // Rounded to nearest in the low bits of 2^23 + weight; the bits of 2^23 fall off the top but for one byte.
+    var bytes = 0u;
+    // unroll
+    for (var i = 0u; i < LANE_TOKENS; i++) {
+        let rounded = exp2(token_scores[head * LANE_TOKENS + i] - largest) * 255f + 8388608f;
+        bytes += bitcast<u32>(rounded) << (8u * i);
+    }
+    bytes -= TWO_TO_23;
+    own_bytes[head] = bytes;
+    own_scales[head] = exp2(largest - running_max[head]);
+    return (bitcast<f32>(dot4U8Packed(bytes, 0x01010101u) + TWO_TO_23) - 8388608f) * own_scales[head];
+}
+
+fn store_weights(team: u32, lane: u32, parity: u32) {
+    let quad = quad_of(lane);
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        weight_bytes[(head * STEP_TILES + team) * 8u + quad][lane / VALUE_PLANES % 4u] = own_bytes[head];
+        if (is_first_of_block(lane)) {
+            block_scales[(team * TILE_QUAD_PAIRS + quad / 2u) * HEADS + head] = own_scales[head];
+        }
+    }
+}
+
+fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
+    var step_sums: array<f32, HEADS * CHANNELS>;
+    var step_scales: array<f32, HEADS>;
+    // unroll
+    for (var i = 0u; i < HEADS * CHANNELS; i++) {
+        step_sums[i] = 0f;
+    }
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        step_scales[head] = 0f;
+    }
+    let first_tile = team / CHANNEL_BLOCKS * CHANNEL_BLOCKS;
+    let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
+    for (var tile = first_tile; tile < end_tile; tile++) {
+        let base = tile_bases[first + tile] * (VALUE_VECTORS * HEAD_DIM);
+        for (var run = 0u; run < VALUE_VECTORS; run += VECTOR_RUN * PAIR_VECTORS) {
+            var words: array<vec4<u32>, VECTOR_RUN * PAIR_VECTORS * CHANNELS>;
+            // unroll
+            for (var v = 0u; v < VECTOR_RUN * PAIR_VECTORS; v++) {
+                // unroll
+                for (var k = 0u; k < CHANNELS; k++) {
+                    words[v * CHANNELS + k] = values[base + (run + v) * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
+                }
+            }
+            // unroll
+            for (var part = 0u; part < VECTOR_RUN; part++) {
+                for (var in_part = 0u; in_part < VECTOR_PAIRS; in_part++) {
+                    let pair = (run / PAIR_VECTORS + part) * VECTOR_PAIRS + in_part;
+                    var pair_sums: array<u32, HEADS * CHANNELS>;
+                    // unroll
+                    for (var i = 0u; i < HEADS * CHANNELS; i++) {
+                        pair_sums[i] = TWO_TO_23;
+                    }
+                    // unroll
+                    for (var q = 0u; q < 2u; q++) {
+                        let shift = (in_part * 2u + q) * VALUE_BITS % 8u;
+                        var codes: array<u32, 4u * CHANNELS>;
+                        // unroll
+                        for (var f = 0u; f < 4u; f++) {
+                            // unroll
+                            for (var k = 0u; k < CHANNELS; k++) {
+                                let word = words[(part * PAIR_VECTORS + q * (PAIR_VECTORS - 1u)) * CHANNELS + k][f];
+                                codes[f * CHANNELS + k] = ((word << shift) & VALUE_MASK) ^ 0x80808080u;
+                            }
+                        }
+                        // unroll
+                        for (var head = 0u; head < HEADS; head++) {
+                            let w = weight_bytes[(head * STEP_TILES + tile) * 8u + pair * 2u + q];
+                            // unroll
+                            for (var k = 0u; k < CHANNELS; k++) {
+                                pair_sums[head * CHANNELS + k] +=
+                                    (dot4U8Packed(codes[k], w.x) + dot4U8Packed(codes[CHANNELS + k], w.y))
+                                    + (dot4U8Packed(codes[2u * CHANNELS + k], w.z) + dot4U8Packed(codes[3u * CHANNELS + k], w.w));
+                            }
+                        }
+                    }
+                    // unroll
+                    for (var head = 0u; head < HEADS; head++) {
+                        let scale = block_scales[(tile * TILE_QUAD_PAIRS + pair) * HEADS + head];
+                        step_scales[head] += scale;
+                        // unroll
+                        for (var k = 0u; k < CHANNELS; k++) {
+                            step_sums[head * CHANNELS + k] += bitcast<f32>(pair_sums[head * CHANNELS + k]) * scale;
+                        }
+                    }
+                }
+            }
+        }
+    }
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            let at = head * CHANNELS + k;
+            sums[at] = sums[at] * keep[head] + (step_sums[at] - step_scales[head] * 8388608f) * WEIGHT_UNIT;
+        }
+    }
+}
