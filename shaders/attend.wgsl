@@ -19,5 +19,5 @@
 
 @compute @workgroup_size(128)
 fn attend(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
-    attend_item(items[group.x], group.y, number(numbering));
+    attend_item(items[group.y], group.x, number(numbering));
 }

@@ -3,8 +3,7 @@
 //
 //   scores of the own tile -> maximum over the step | weights p = exp2(score - maximum) -> workgroup memory | values
 //
-// Scores are in units of log2. The running maximum and sum are kept by every invocation, the sum for its own tokens
-// only. A step's sums of values are made relative to the *step's* maximum and enter the running sums through
+// Scores are in units of log2. The running sum of weights is kept by every invocation for its own tokens. A step's sums of values are made relative to the *step's* maximum and enter the running sums through
 // exp2(step maximum - running maximum): weights are integers where values are packed, and an integer relative to a
 // running maximum would lose everything beside one large score.
 
@@ -13,9 +12,11 @@
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
+// Running maxima, by head: the set that a step reads, and the one that it writes.
+var<workgroup> running_maxima: array<f32, 2u * HEADS>;
 var<workgroup> sum_parts: array<f32, HEADS * INVOCATIONS>;
 
-var<private> running_max: array<f32, HEADS>;
+var<private> last_parity: u32;
 var<private> weight_sum: array<f32, HEADS>;
 // What running sums are multiplied with, and what the step's sums are multiplied with, to be relative to the new
 // running maximum.
@@ -36,10 +37,10 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     prepare_workgroup_max();
     if (invocation < 2u * HEADS) {
         atomicStore(&step_maxima[invocation], 0u);
+        running_maxima[invocation] = LOWEST;
     }
     // unroll
     for (var head = 0u; head < HEADS; head++) {
-        running_max[head] = LOWEST;
         weight_sum[head] = 0f;
     }
     begin_values(invocation);
@@ -63,11 +64,14 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         // unroll
         for (var head = 0u; head < HEADS; head++) {
             let step_max = from_ordered(atomicLoad(&step_maxima[parity * HEADS + head]));
-            let new_max = max(running_max[head], step_max);
-            keep[head] = exp2(running_max[head] - new_max);
+            let old_max = running_maxima[parity * HEADS + head];
+            let new_max = max(old_max, step_max);
+            keep[head] = exp2(old_max - new_max);
             enter[head] = exp2(step_max - new_max);
-            running_max[head] = new_max;
-            weight_sum[head] = weight_sum[head] * keep[head] + weigh(head, step_max, parity, team, lane);
+            if (invocation == head) {
+                running_maxima[(1u - parity) * HEADS + head] = new_max;
+            }
+            weight_sum[head] = weight_sum[head] * keep[head] + weigh(head, step_max, new_max, parity, team, lane);
         }
         if (invocation < HEADS) {
             atomicStore(&step_maxima[(1u - parity) * HEADS + invocation], 0u);
@@ -79,6 +83,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         parity = 1u - parity;
     }
     finish_sums(invocation);
+    last_parity = parity;
     write_states(item, y, team, lane, invocation);
 }
 
@@ -90,6 +95,9 @@ fn score_own_tile(item: WorkItem, tile: u32, tiles: u32, lane: u32) {
     }
     score_tile(item, tile, lane);
     load_value_ranges(tile_bases[tile], lane);
+    if (tile * TILE_TOKENS + TILE_TOKENS <= item.tokens) {
+        return;
+    }
     // unroll
     for (var i = 0u; i < LANE_TOKENS; i++) {
         if (tile * TILE_TOKENS + i * 32u + lane >= item.tokens) {

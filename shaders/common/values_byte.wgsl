@@ -7,8 +7,7 @@
 // what the weights say beyond it has their error.
 //
 // Codes are flipped back to unsigned for the unsigned dot product. A block's sum is at most 32 · 255 · 255 < 2^23, so
-// that it starts at the bits of 2^23 and is that float plus the sum. The 2^23 of all blocks are taken off after
-// the step; the f32 of the step is coarser than the weights by far less than their rounding.
+// that it starts at the bits of 2^23 and is that float plus the sum.
 
 // import common/value_dots.wgsl
 
@@ -52,7 +51,7 @@ fn begin_values(invocation: u32) {
 }
 
 // Sets the weights of a head's tokens and returns their sum, relative to the new running maximum.
-fn weigh(head: u32, step_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
+fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
     let largest = block_max(head, parity, team, lane);
     // Rounded to nearest in the low bits of 2^23 + weight; the bits of 2^23 fall off the top but for one byte.
     var bytes = 0u;
@@ -63,7 +62,7 @@ fn weigh(head: u32, step_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
     }
     bytes -= TWO_TO_23;
     own_bytes[head] = bytes;
-    own_scales[head] = exp2(largest - running_max[head]);
+    own_scales[head] = exp2(largest - new_max);
     return (bitcast<f32>(dot4U8Packed(bytes, 0x01010101u) + TWO_TO_23) - 8388608f) * own_scales[head];
 }
 
@@ -73,21 +72,18 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
     for (var head = 0u; head < HEADS; head++) {
         weight_bytes[(head * STEP_TILES + team) * 8u + quad][lane / VALUE_PLANES % 4u] = own_bytes[head];
         if (is_first_of_block(lane)) {
-            block_scales[(team * TILE_QUAD_PAIRS + quad / 2u) * HEADS + head] = own_scales[head];
+            block_scales[(team * TILE_QUAD_PAIRS + quad / 2u) * HEADS + head] = own_scales[head] * WEIGHT_UNIT;
         }
     }
 }
 
 fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
-    var step_sums: array<f32, HEADS * CHANNELS>;
-    var step_scales: array<f32, HEADS>;
-    // unroll
-    for (var i = 0u; i < HEADS * CHANNELS; i++) {
-        step_sums[i] = 0f;
-    }
     // unroll
     for (var head = 0u; head < HEADS; head++) {
-        step_scales[head] = 0f;
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            sums[head * CHANNELS + k] *= keep[head];
+        }
     }
     let first_tile = team / CHANNEL_BLOCKS * CHANNEL_BLOCKS;
     let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
@@ -137,22 +133,13 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
                     // unroll
                     for (var head = 0u; head < HEADS; head++) {
                         let scale = block_scales[(tile * TILE_QUAD_PAIRS + pair) * HEADS + head];
-                        step_scales[head] += scale;
                         // unroll
                         for (var k = 0u; k < CHANNELS; k++) {
-                            step_sums[head * CHANNELS + k] += bitcast<f32>(pair_sums[head * CHANNELS + k]) * scale;
+                            sums[head * CHANNELS + k] += (bitcast<f32>(pair_sums[head * CHANNELS + k]) - 8388608f) * scale;
                         }
                     }
                 }
             }
-        }
-    }
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        // unroll
-        for (var k = 0u; k < CHANNELS; k++) {
-            let at = head * CHANNELS + k;
-            sums[at] = sums[at] * keep[head] + (step_sums[at] - step_scales[head] * 8388608f) * WEIGHT_UNIT;
         }
     }
 }

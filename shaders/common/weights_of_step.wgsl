@@ -6,7 +6,7 @@ var<private> weights: array<f32, HEADS * LANE_TOKENS>;
 fn enter_block_max(head: u32, own: f32, parity: u32, team: u32, lane: u32) {}
 
 // Sets the weights of a head's tokens and returns their sum, relative to the new running maximum.
-fn weigh(head: u32, step_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
+fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
     var sum = 0f;
     // unroll
     for (var i = 0u; i < LANE_TOKENS; i++) {

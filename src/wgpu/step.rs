@@ -385,7 +385,7 @@ impl Builder<'_> {
             .map(|(dispatch, &items)| {
                 let work = vec![("items", Slot::Tables(items)), ("page_table", Slot::Tables(sections.page_table))];
                 let (variant, buffers) = launch(dispatch.shard, work);
-                PlannedLaunch { variant, workgroups: [dispatch.items as u32, rows], buffers }
+                PlannedLaunch { variant, workgroups: [rows, dispatch.items as u32], buffers }
             })
             .collect()
     }

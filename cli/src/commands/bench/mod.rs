@@ -63,6 +63,10 @@ pub struct BenchArgs {
     /// less exact. The CPU backend always uses the f32 query.
     #[arg(long, value_enum, default_value = "int16")]
     query: QueryName,
+    /// Seconds of timed steps for a row, at least [default: 0.1 on a GPU, 0.5 on the CPU]. A load that takes all the
+    /// power that a device may draw lowers its clock within a tenth of a second.
+    #[arg(long, value_name = "SECONDS")]
+    seconds: Option<f64>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -128,7 +132,7 @@ impl BenchArgs {
                 QueryName::Int16 => QueryPrecision::Int16,
                 QueryName::Int8 => QueryPrecision::Int8,
             },
-            seconds: if self.quick { 0.1 } else { sizes.seconds },
+            seconds: self.seconds.unwrap_or(if self.quick { 0.1 } else { sizes.seconds }),
         })
     }
 
