@@ -71,9 +71,10 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
                     let q = query[head * QUERY_ROW + plane * QUERY_VECTORS + vector * KEY_QUADS + quad];
                     // unroll
                     for (var i = 0u; i < LANE_TOKENS; i++) {
-                        sums[(plane * HEADS + head) * LANE_TOKENS + i] +=
-                            (dot4I8Packed(codes[i], q.x) + dot4I8Packed(codes[4u + i], q.y))
-                            + (dot4I8Packed(codes[8u + i], q.z) + dot4I8Packed(codes[12u + i], q.w));
+                        let at_sum = (plane * HEADS + head) * LANE_TOKENS + i;
+                        // One addition of three operands for two products.
+                        sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[i], q.x) + dot4I8Packed(codes[4u + i], q.y);
+                        sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[8u + i], q.z) + dot4I8Packed(codes[12u + i], q.w);
                     }
                 }
             }

@@ -124,9 +124,10 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
                             let w = weight_bytes[(head * STEP_TILES + tile) * 8u + pair * 2u + q];
                             // unroll
                             for (var k = 0u; k < CHANNELS; k++) {
-                                pair_sums[head * CHANNELS + k] +=
-                                    (dot4U8Packed(codes[k], w.x) + dot4U8Packed(codes[CHANNELS + k], w.y))
-                                    + (dot4U8Packed(codes[2u * CHANNELS + k], w.z) + dot4U8Packed(codes[3u * CHANNELS + k], w.w));
+                                let at = head * CHANNELS + k;
+                                // One addition of three operands for two products.
+                                pair_sums[at] = pair_sums[at] + dot4U8Packed(codes[k], w.x) + dot4U8Packed(codes[CHANNELS + k], w.y);
+                                pair_sums[at] = pair_sums[at] + dot4U8Packed(codes[2u * CHANNELS + k], w.z) + dot4U8Packed(codes[3u * CHANNELS + k], w.w);
                             }
                         }
                     }

@@ -89,9 +89,10 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
                         let w = weight_bytes[((head * 2u + plane) * STEP_TILES + tile) * 8u + vector * VALUE_PLANES + quad];
                         // unroll
                         for (var k = 0u; k < CHANNELS; k++) {
-                            step_sums[(plane * HEADS + head) * CHANNELS + k] +=
-                                (dot4I8Packed(codes[k], w.x) + dot4I8Packed(codes[CHANNELS + k], w.y))
-                                + (dot4I8Packed(codes[2u * CHANNELS + k], w.z) + dot4I8Packed(codes[3u * CHANNELS + k], w.w));
+                            let at = (plane * HEADS + head) * CHANNELS + k;
+                            // One addition of three operands for two products.
+                            step_sums[at] = step_sums[at] + dot4I8Packed(codes[k], w.x) + dot4I8Packed(codes[CHANNELS + k], w.y);
+                            step_sums[at] = step_sums[at] + dot4I8Packed(codes[2u * CHANNELS + k], w.z) + dot4I8Packed(codes[3u * CHANNELS + k], w.w);
                         }
                     }
                 }

@@ -39,11 +39,12 @@ const STEP_TILES: usize = 4;
 const INVOCATIONS: usize = 128;
 /// Blocks of a tile that weights of one byte are relative to.
 const WEIGHT_BLOCKS: usize = 4;
-/// More heads than this would not fit the registers of any device seen so far.
-const MOST_HEADS: usize = 8;
-/// Of f16. Two workgroups that start together share keys and values in the cache of the device: on an H200 eight heads took
-/// 373 µs in two workgroups and 506 µs in one.
-const MOST_F16_HEADS: usize = 4;
+/// Most query heads of a workgroup. The others of a KV head go to further workgroups, which start together and share keys
+/// and values in the cache of the device: on an H200 eight heads took 373 µs in two workgroups and 506 µs in one at f16, 145
+/// and 153 µs at 2 bits.
+const MOST_HEADS: usize = 4;
+/// Where codes are decoded to floats, which every workgroup would do again; more would not fit the registers.
+const MOST_DECODED_HEADS: usize = 8;
 
 impl Specialisation<'_> {
     /// The fused kernel.
@@ -70,9 +71,11 @@ impl Specialisation<'_> {
     /// The most heads per workgroup that fit its memory, spread evenly.
     pub fn head_split(&self) -> HeadSplit {
         let group = self.shape.group();
-        let registers = if *self.format == SegmentFormat::F16 { MOST_F16_HEADS } else { MOST_HEADS };
+        let decoded = |format: &TensorFormat| *format != TensorFormat::F16 && !is_dot(format);
+        let any_decoded = decoded(&self.format.key) || decoded(&self.format.value);
+        let most = if any_decoded { MOST_DECODED_HEADS } else { MOST_HEADS };
         let fits = |heads: &usize| self.workgroup_bytes(*heads) <= self.capabilities.limits.workgroup_memory as usize;
-        let most = (1..=registers.min(group)).rev().find(fits).unwrap_or(1);
+        let most = (1..=most.min(group)).rev().find(fits).unwrap_or(1);
         let chunks = group.div_ceil(most);
         HeadSplit { heads: group.div_ceil(chunks), chunks }
     }
