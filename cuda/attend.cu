@@ -24,6 +24,7 @@
 
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
+#include "common/rotation.cuh"
 #include "common/attend_call.cuh"
 #include "prepare_query.cu"
 #include "common/scores.cuh"
@@ -76,6 +77,9 @@ __device__ __forceinline__ ItemState join_warps(const WarpState (&states)[WARPS]
     return {decode((sum * value_unit(channel / 16) + minimum) / weight), top + log2_approx(weight)};
 }
 
+// Outputs of rotated values are rotated back where whole rows of them lie in shared memory.
+constexpr bool ROTATED = ROTATION_ORDER<true> != 0;
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendCall call) {
     extern __shared__ __align__(16) u8 ring_memory[];
     __shared__ QueryShared query_shared;
@@ -114,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendC
     ring.start();
     // All above are tables, written before the step was launched; what follows may come from the kernel before.
     await_earlier_kernels();
-    const QueryLoads query_loads = load_query(call, item, kv_head, first_head, heads, warp, lane);
+    QueryLoads query_loads = load_query(call, item, kv_head, first_head, heads, warp, lane);
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
         const int step = step_of(i);
@@ -311,11 +315,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendC
             const float2 range = call.value_ranges[slot * HEAD_DIM + e % HEAD_DIM];
             return range.x * out + range.y;
         });
-        if (call.cluster > 1) {
+        if (call.cluster > 1 || ROTATED) {
             cluster_shared.outputs[e] = state.out;
             if (e % HEAD_DIM == 0) cluster_shared.lse[e / HEAD_DIM] = state.lse;
         } else {
             write_state(call, item, first_head, e, state);
+        }
+    }
+    if (ROTATED) {
+        __syncthreads();
+        for (int head = warp; head < heads; head += WARPS) {
+            rotate_output(cluster_shared.outputs + head * HEAD_DIM, lane);
+        }
+        __syncthreads();
+        for (int e = threadIdx.x; call.cluster == 1 && e < heads * HEAD_DIM; e += WARPS * 32) {
+            write_state(call, item, first_head, e, {cluster_shared.outputs[e], cluster_shared.lse[e / HEAD_DIM]});
         }
     }
     if (call.cluster > 1) {

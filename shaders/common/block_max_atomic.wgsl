@@ -11,7 +11,7 @@ fn begin_block_maxima(invocation: u32) {
 }
 
 fn block_place(head: u32, parity: u32, team: u32, lane: u32) -> u32 {
-    return ((parity * HEADS + head) * STEP_TILES + team) * TILE_QUAD_PAIRS + quad_of(lane) / 2u;
+    return ((parity * HEADS + head) * STEP_TILES + team) * TILE_QUAD_PAIRS + value_place(lane).x / 2u;
 }
 
 fn enter_block_max(head: u32, own: f32, parity: u32, team: u32, lane: u32) {

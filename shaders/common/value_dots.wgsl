@@ -3,14 +3,10 @@
 // Team t works on CHANNELS channels per lane, 32 apart, of channel block t % CHANNEL_BLOCKS, and on CHANNEL_BLOCKS of
 // the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as 16-byte broadcasts.
 
-@group(0) @binding(5) var<storage, read> values: array<vec4<u32>>;
+// import value_bytes = common/value_bytes_top.wgsl
 
-const VALUE_BITS: u32 = 4u;
-// The top VALUE_BITS bits of every byte.
-const VALUE_MASK: u32 = 4042322160u;
-const VALUE_PLANES: u32 = 8u / VALUE_BITS;
-// Vectors of a channel's column in a tile.
-const VALUE_VECTORS: u32 = VALUE_BITS;
+@group(0) @binding(5) var<storage, read> values: array<ValueVector>;
+
 // Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
 const CHANNELS: u32 = 2u;
 const CHANNEL_BLOCKS: u32 = 2u;
@@ -20,12 +16,6 @@ var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLO
 
 // [head][channel]
 var<private> sums: array<f32, HEADS * CHANNELS>;
-
-// Field group `lane` of a tile is word lane / VALUE_PLANES of a column, bit plane lane % VALUE_PLANES from below. This
-// is its quad: four field groups of one bit plane in the four words of a vector, counted in the order of use.
-fn quad_of(lane: u32) -> u32 {
-    return lane / VALUE_PLANES / 4u * VALUE_PLANES + (VALUE_PLANES - 1u - lane % VALUE_PLANES);
-}
 
 fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
     return (team % CHANNEL_BLOCKS * CHANNELS + k) * 32u + lane;

@@ -6,24 +6,23 @@
 // other tokens and of no more. The sum of weights is that of the integers: the mean of the values is exact, and only
 // what the weights say beyond it has their error.
 //
-// Codes are flipped back to unsigned for the unsigned dot product. A block's sum is at most 32 · 255 · 255 < 2^23, so
+// Bytes are made unsigned for the unsigned dot product: 128 more than they were. A block's sum is at most 32 · 255 · 255 < 2^23, so
 // that it starts at the bits of 2^23 and is that float plus the sum.
 
 // import common/value_dots.wgsl
 
 // Quad pairs of a tile.
 const TILE_QUAD_PAIRS: u32 = 4u;
-// Lanes l, l ^ 1, l ^ BLOCK_STRIDE, l ^ 2 BLOCK_STRIDE and what these make together are a block: VALUE_PLANES, but at
+// Lanes l, l ^ 1, l ^ BLOCK_STRIDE, l ^ 2 BLOCK_STRIDE and what these make together are a block: VALUE_QUADS, but at
 // least 2.
-const BLOCK_STRIDE: u32 = (VALUE_PLANES + 1u) / 2u * 2u;
-// Vectors loaded together, and quad pairs of each set of vectors that holds whole pairs.
-const PAIR_VECTORS: u32 = (VALUE_PLANES + 1u) / VALUE_PLANES;
-const VECTOR_PAIRS: u32 = (VALUE_PLANES + 1u) / 2u;
-const VECTOR_RUN: u32 = 1u;
+const BLOCK_STRIDE: u32 = (VALUE_QUADS + 1u) / 2u * 2u;
+// The fewest vectors that hold whole pairs, and their pairs.
+const PAIR_VECTORS: u32 = (VALUE_QUADS + 1u) / VALUE_QUADS;
+const VECTOR_PAIRS: u32 = (VALUE_QUADS + 1u) / 2u;
 
 const TWO_TO_23: u32 = 1258291200u;
-// What a sum of integer weights times shifted codes must be multiplied with.
-const WEIGHT_UNIT: f32 = 1f / f32(1u << (8u - VALUE_BITS));
+// What a sum of integer weights times bytes must be multiplied with.
+const WEIGHT_UNIT: f32 = 1f / VALUE_BYTE;
 
 // [head][tile of the step][quad], one component per word of the vector.
 var<workgroup> weight_bytes: array<vec4<u32>, HEADS * STEP_TILES * 8u>;
@@ -67,12 +66,12 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
 }
 
 fn store_weights(team: u32, lane: u32, parity: u32) {
-    let quad = quad_of(lane);
+    let place = value_place(lane);
     // unroll
     for (var head = 0u; head < HEADS; head++) {
-        weight_bytes[(head * STEP_TILES + team) * 8u + quad][lane / VALUE_PLANES % 4u] = own_bytes[head];
+        weight_bytes[(head * STEP_TILES + team) * 8u + place.x][place.y] = own_bytes[head];
         if (is_first_of_block(lane)) {
-            block_scales[(team * TILE_QUAD_PAIRS + quad / 2u) * HEADS + head] = own_scales[head] * WEIGHT_UNIT;
+            block_scales[(team * TILE_QUAD_PAIRS + place.x / 2u) * HEADS + head] = own_scales[head] * WEIGHT_UNIT;
         }
     }
 }
@@ -89,55 +88,50 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
     let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
     for (var tile = first_tile; tile < end_tile; tile++) {
         let base = tile_bases[first + tile] * (VALUE_VECTORS * HEAD_DIM);
-        for (var run = 0u; run < VALUE_VECTORS; run += VECTOR_RUN * PAIR_VECTORS) {
-            var words: array<vec4<u32>, VECTOR_RUN * PAIR_VECTORS * CHANNELS>;
+        for (var first_vector = 0u; first_vector < VALUE_VECTORS; first_vector += PAIR_VECTORS) {
+            var words: array<ValueVector, PAIR_VECTORS * CHANNELS>;
             // unroll
-            for (var v = 0u; v < VECTOR_RUN * PAIR_VECTORS; v++) {
+            for (var v = 0u; v < PAIR_VECTORS; v++) {
                 // unroll
                 for (var k = 0u; k < CHANNELS; k++) {
-                    words[v * CHANNELS + k] = values[base + (run + v) * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
+                    words[v * CHANNELS + k] = values[base + (first_vector + v) * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
                 }
             }
-            // unroll
-            for (var part = 0u; part < VECTOR_RUN; part++) {
-                for (var in_part = 0u; in_part < VECTOR_PAIRS; in_part++) {
-                    let pair = (run / PAIR_VECTORS + part) * VECTOR_PAIRS + in_part;
-                    var pair_sums: array<u32, HEADS * CHANNELS>;
+            for (var in_vectors = 0u; in_vectors < VECTOR_PAIRS; in_vectors++) {
+                let pair = first_vector / PAIR_VECTORS * VECTOR_PAIRS + in_vectors;
+                var pair_sums: array<u32, HEADS * CHANNELS>;
+                // unroll
+                for (var i = 0u; i < HEADS * CHANNELS; i++) {
+                    pair_sums[i] = TWO_TO_23;
+                }
+                // unroll
+                for (var q = 0u; q < 2u; q++) {
+                    var codes: array<u32, 4u * CHANNELS>;
                     // unroll
-                    for (var i = 0u; i < HEADS * CHANNELS; i++) {
-                        pair_sums[i] = TWO_TO_23;
-                    }
-                    // unroll
-                    for (var q = 0u; q < 2u; q++) {
-                        let shift = (in_part * 2u + q) * VALUE_BITS % 8u;
-                        var codes: array<u32, 4u * CHANNELS>;
+                    for (var f = 0u; f < 4u; f++) {
                         // unroll
-                        for (var f = 0u; f < 4u; f++) {
-                            // unroll
-                            for (var k = 0u; k < CHANNELS; k++) {
-                                let word = words[(part * PAIR_VECTORS + q * (PAIR_VECTORS - 1u)) * CHANNELS + k][f];
-                                codes[f * CHANNELS + k] = ((word << shift) & VALUE_MASK) ^ 0x80808080u;
-                            }
-                        }
-                        // unroll
-                        for (var head = 0u; head < HEADS; head++) {
-                            let w = weight_bytes[(head * STEP_TILES + tile) * 8u + pair * 2u + q];
-                            // unroll
-                            for (var k = 0u; k < CHANNELS; k++) {
-                                let at = head * CHANNELS + k;
-                                // One addition of three operands for two products.
-                                pair_sums[at] = pair_sums[at] + dot4U8Packed(codes[k], w.x) + dot4U8Packed(codes[CHANNELS + k], w.y);
-                                pair_sums[at] = pair_sums[at] + dot4U8Packed(codes[2u * CHANNELS + k], w.z) + dot4U8Packed(codes[3u * CHANNELS + k], w.w);
-                            }
+                        for (var k = 0u; k < CHANNELS; k++) {
+                            codes[f * CHANNELS + k] = value_bytes(words[q * (PAIR_VECTORS - 1u) * CHANNELS + k], (in_vectors * 2u + q) % VALUE_QUADS, f) ^ 0x80808080u;
                         }
                     }
                     // unroll
                     for (var head = 0u; head < HEADS; head++) {
-                        let scale = block_scales[(tile * TILE_QUAD_PAIRS + pair) * HEADS + head];
+                        let w = weight_bytes[(head * STEP_TILES + tile) * 8u + pair * 2u + q];
                         // unroll
                         for (var k = 0u; k < CHANNELS; k++) {
-                            sums[head * CHANNELS + k] += (bitcast<f32>(pair_sums[head * CHANNELS + k]) - 8388608f) * scale;
+                            let at = head * CHANNELS + k;
+                            // One addition of three operands for two products.
+                            pair_sums[at] = pair_sums[at] + dot4U8Packed(codes[k], w.x) + dot4U8Packed(codes[CHANNELS + k], w.y);
+                            pair_sums[at] = pair_sums[at] + dot4U8Packed(codes[2u * CHANNELS + k], w.z) + dot4U8Packed(codes[3u * CHANNELS + k], w.w);
                         }
+                    }
+                }
+                // unroll
+                for (var head = 0u; head < HEADS; head++) {
+                    let scale = block_scales[(tile * TILE_QUAD_PAIRS + pair) * HEADS + head];
+                    // unroll
+                    for (var k = 0u; k < CHANNELS; k++) {
+                        sums[head * CHANNELS + k] += (bitcast<f32>(pair_sums[head * CHANNELS + k]) - 8388608f) * scale;
                     }
                 }
             }

@@ -17,7 +17,7 @@ use super::page_format::PageFormat;
 use super::split::{self, Wave};
 use super::store::Store;
 use super::tensor::Tensor;
-use super::variant::AttendVariant;
+use super::variant::{AttendPath, AttendVariant};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
 use crate::plan::{DecodePlan, ElementType, Page, SegmentPlan};
 use crate::{Error, Result};
@@ -178,10 +178,10 @@ impl SegmentStep {
         let pages = PageFormat::new(shape, &segment.format)?;
         let variant = AttendVariant::new(pages, shape.group(), facts)?;
         let wave = Wave {
-            blocks: facts.multiprocessors,
+            blocks: facts.multiprocessors * variant.blocks_at_once(facts),
             blocks_per_item: shape.kv_heads() * shape.group().div_ceil(variant.chunk_heads()),
             tile_bytes: pages.head_bytes(),
-            clusters: facts.capability >= (9, 0),
+            clusters: facts.capability >= (9, 0) && variant.path == AttendPath::Mma,
         };
         let tiles: Vec<usize> = segment.spans.iter().map(|span| (span.tokens as usize).div_ceil(TILE_TOKENS)).collect();
         let most = wave.tiles_per_item(&tiles);

@@ -12,9 +12,19 @@ const STAGE_BYTES: usize = 8192;
 /// Bytes of shared memory that `attend` needs beside its rings and what [`AttendVariant::fixed_bytes`] counts.
 const SPARE_SHARED_BYTES: usize = 2 << 10;
 
+/// The instructions that `attend` multiplies with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum AttendPath {
+    /// MMAs of codes (`attend.cu`).
+    Mma,
+    /// Multiply-adds of floats (`attend_fma.cu`), for formats whose codes an MMA cannot sum.
+    MultiplyAdd,
+}
+
 /// How `attend` is compiled for a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct AttendVariant {
+    pub(super) path: AttendPath,
     pub(super) pages: PageFormat,
     /// Up to 8 query heads to a block instead of 4.
     pub(super) wide: bool,
@@ -31,6 +41,9 @@ pub(super) struct AttendVariant {
 impl AttendVariant {
     pub(super) fn new(pages: PageFormat, group: usize, facts: &DeviceFacts) -> Result<Self> {
         let wide = group > 4;
+        if pages.needs_multiply_adds() {
+            return Self::by_multiply_adds(pages, wide, facts);
+        }
         let bulk_copies = facts.capability >= (9, 0);
         let (tokens, bits) = (step_tokens(&pages), pages.key.bits + pages.value.bits);
         // Few bits are bound by instructions, and more warps hide more of their latency. With more channels than 128 their
@@ -46,6 +59,7 @@ impl AttendVariant {
             (true, [tokens, tokens, 1, 2]),
         ];
         let variant = |&(_, [step_tokens, pass_tokens, stages, warps]): &(bool, [usize; 4])| Self {
+            path: AttendPath::Mma,
             pages,
             wide,
             step_tokens,
@@ -67,8 +81,44 @@ impl AttendVariant {
         })
     }
 
+    /// A thread to every token of a tile.
+    fn by_multiply_adds(pages: PageFormat, wide: bool, facts: &DeviceFacts) -> Result<Self> {
+        let variant = Self {
+            path: AttendPath::MultiplyAdd,
+            pages,
+            wide,
+            step_tokens: TILE_TOKENS,
+            pass_tokens: TILE_TOKENS,
+            stages: 1,
+            warps: TILE_TOKENS / 32,
+            bulk_copies: false,
+        };
+        let needed = variant.shared_bytes() + variant.fixed_bytes();
+        if needed > facts.shared_bytes {
+            return Err(Error::Limit {
+                what: "shared memory of a block".into(),
+                needed: needed as u64,
+                allowed: facts.shared_bytes as u64,
+                hint: "use a device with more shared memory, or a format with a range per channel or per token",
+            });
+        }
+        Ok(variant)
+    }
+
+    /// Blocks that one multiprocessor runs at once.
+    pub(super) const fn blocks_at_once(&self, facts: &DeviceFacts) -> usize {
+        match self.path {
+            AttendPath::Mma => 1,
+            AttendPath::MultiplyAdd => facts.shared_bytes / (self.shared_bytes() + self.fixed_bytes()),
+        }
+    }
+
     /// Shared memory beside the rings: the query's fragments, and what the warps tell each other.
     const fn fixed_bytes(&self) -> usize {
+        if let AttendPath::MultiplyAdd = self.path {
+            let queries_and_weights = self.chunk_heads() * (self.pages.head_dim + TILE_TOKENS) * size_of::<f32>();
+            return queries_and_weights + SPARE_SHARED_BYTES;
+        }
         let query_bytes = if self.pages.key.bits == 16 { 2 } else { 1 };
         let rows = (if self.wide { 16 } else { 8 }) * (self.pages.head_dim * query_bytes + 16);
         let warp_states = self.warps * self.chunk_heads() * 3 * size_of::<f32>();
@@ -89,19 +139,28 @@ impl AttendVariant {
             ("WARPS", self.warps),
             ("BULK_COPIES", self.bulk_copies.into()),
         ]);
-        Program { files: &["attend.cu"], defines }
+        let files: &[&str] = match self.path {
+            AttendPath::Mma => &["attend.cu"],
+            AttendPath::MultiplyAdd => &["attend_fma.cu"],
+        };
+        Program { files, defines }
     }
 
-    /// Shared memory of the rings, in which the warps' sums are joined afterwards, and blocks of a cluster leave theirs.
-    pub(super) fn shared_bytes(&self) -> usize {
+    /// Shared memory of the rings, in which the warps' sums are joined afterwards, and blocks of a cluster leave theirs; by
+    /// multiply-adds that of a tile's floats.
+    pub(super) const fn shared_bytes(&self) -> usize {
+        if let AttendPath::MultiplyAdd = self.path {
+            return TILE_TOKENS * (self.pages.head_dim + 1) * size_of::<f32>();
+        }
         let rings = self.warps * self.stages * stage_bytes(&self.pages, self.step_tokens);
         let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8);
         let cluster = self.chunk_heads() * (self.pages.head_dim + 1);
-        rings.max((joined + cluster) * size_of::<f32>())
+        let after = (joined + cluster) * size_of::<f32>();
+        if rings > after { rings } else { after }
     }
 }
 
-fn stage_bytes(pages: &PageFormat, step_tokens: usize) -> usize {
+const fn stage_bytes(pages: &PageFormat, step_tokens: usize) -> usize {
     pages.head_bytes() * step_tokens / TILE_TOKENS
 }
 
@@ -146,7 +205,9 @@ mod tests {
     #[test]
     fn every_format_has_a_variant() {
         let small = DeviceFacts { shared_bytes: 101_376, ..H200 };
-        let mut tensors = vec![TensorFormat::F16];
+        let grouped = |grouping| affine(Bits::Two, grouping);
+        let mut tensors =
+            vec![TensorFormat::F16, grouped(Grouping::ChannelTokens(32)), grouped(Grouping::TokenChannels(32))];
         for bits in [Bits::One, Bits::Two, Bits::Four, Bits::Eight] {
             tensors.extend([affine(bits, Grouping::Channel), affine(bits, Grouping::Token)]);
         }
@@ -155,6 +216,12 @@ mod tests {
             for (&key, &value) in tensors.iter().flat_map(|key| tensors.iter().map(move |value| (key, value))) {
                 let pages = PageFormat::new(&shape, &SegmentFormat { key, value }).unwrap();
                 for (facts, group) in [(H200, 4), (H200, 8), (small, 4), (small, 16)] {
+                    // Floats of a tile with so many channels need 132 KiB.
+                    if pages.needs_multiply_adds() && head_dim == 256 && facts == small {
+                        let error = AttendVariant::new(pages, group, &facts).unwrap_err();
+                        assert!(matches!(error, Error::Limit { .. }), "{error}");
+                        continue;
+                    }
                     let variant = AttendVariant::new(pages, group, &facts).unwrap();
                     assert!(variant.step_tokens.is_multiple_of(variant.pass_tokens));
                     assert!(TILE_TOKENS.is_multiple_of(variant.step_tokens));
