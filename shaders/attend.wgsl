@@ -5,7 +5,7 @@
 // over the tokens of one work item, for one KV head and up to HEADS of its query heads; `merge_states` joins items.
 //
 // Invocations: see common/work_item.wgsl; the loop, common/softmax_loop.wgsl; keys, common/scores_*.wgsl; values,
-// common/values_*.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane, coalesced.
+// common/values_*.wgsl and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane, coalesced.
 // Workgroup memory: the query rows, one step's weights, 512 · HEADS bytes for sums.
 //
 // In bounds: items, page table, spans, range slots and states are those of a checked plan whose buffers were checked

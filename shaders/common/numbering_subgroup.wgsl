@@ -1,5 +1,6 @@
-// Invocations numbered subgroup by subgroup, so that 2^n neighbours from a multiple of 2^n on are in one subgroup of as many lanes
-// or more. The subgroups of a workgroup whose size theirs divides are full.
+// Invocations numbered subgroup by subgroup, so that neighbours, counted from a multiple of their number on, share a
+// subgroup that has as many lanes. Subgroups whose size divides that of the workgroup are full wherever kernels have run;
+// were they not, results would be wrong, but nothing out of bounds.
 
 struct Numbering {
     @builtin(subgroup_id) subgroup: u32,
@@ -8,5 +9,5 @@ struct Numbering {
 }
 
 fn number(numbering: Numbering) -> u32 {
-    return numbering.subgroup * numbering.size + numbering.lane;
+    return (numbering.subgroup * numbering.size + numbering.lane) % INVOCATIONS;
 }

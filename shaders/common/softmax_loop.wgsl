@@ -3,9 +3,10 @@
 //
 //   scores of the own tile -> maximum over the step | weights p = exp2(score - maximum) -> workgroup memory | values
 //
-// Scores are in units of log2. The running sum of weights is kept by every invocation for its own tokens. A step's sums of values are made relative to the *step's* maximum and enter the running sums through
-// exp2(step maximum - running maximum): weights are integers where values are packed, and an integer relative to a
-// running maximum would lose everything beside one large score.
+// Scores are in units of log2. The running sum of weights is kept by every invocation for its own tokens. A step's sums
+// of values are made relative to the *step's* maximum, or to that of a part of it, and enter the running sums through
+// exp2(that maximum - running maximum): weights are integers where values are packed, and an integer relative to a running
+// maximum would lose everything beside one large score.
 
 // import common/ordered.wgsl
 // import workgroup_max = common/workgroup_max_atomic.wgsl

@@ -6,8 +6,8 @@
 // other tokens and of no more. The sum of weights is that of the integers: the mean of the values is exact, and only
 // what the weights say beyond it has their error.
 //
-// Bytes are made unsigned for the unsigned dot product: 128 more than they were. A block's sum is at most 32 · 255 · 255 < 2^23, so
-// that it starts at the bits of 2^23 and is that float plus the sum.
+// Bytes are made unsigned for the unsigned dot product: 128 more than they were. A block's sum is at most
+// 32 · 255 · 255 < 2^23, so that it starts at the bits of 2^23 and is that float plus the sum.
 
 // import common/value_dots.wgsl
 
@@ -24,12 +24,12 @@ const TWO_TO_23: u32 = 1258291200u;
 // What a sum of integer weights times bytes must be multiplied with.
 const WEIGHT_UNIT: f32 = 1f / VALUE_BYTE;
 
-// [head][tile of the step][quad], one component per word of the vector.
+// [head][tile of the step][quad], four field groups each: the order of use.
 var<workgroup> weight_bytes: array<vec4<u32>, HEADS * STEP_TILES * 8u>;
 // [tile of the step][quad pair][head]
 var<workgroup> block_scales: array<f32, STEP_TILES * TILE_QUAD_PAIRS * HEADS>;
 
-// The four weights of the invocation: [head]
+// The four weights of the invocation, and the scale of its block: [head].
 var<private> own_bytes: array<u32, HEADS>;
 var<private> own_scales: array<f32, HEADS>;
 
