@@ -20,7 +20,7 @@
 //! Keys and values in f16, or in codes of 1, 2, 4 or 8 bits, each independently: affine with any grouping of ranges, rotated
 //! or not, and codebooks of up to 4 bits; head dimensions 64, 96, 128 and 256; any group size. MMAs multiply f16 and codes
 //! with a range per channel or per token; other formats take a plain kernel of multiply-adds (`attend_fma.cu`), which is not
-//! tuned. Everything else, which is 3-bit codes, head dimension 80 and calibration, is refused with
+//! tuned. Everything else, which is 3-bit codes, sketches, head dimension 80 and calibration, is refused with
 //! [`Error::Unsupported`](crate::Error::Unsupported) when a store is made or a step is planned. The query always keeps 16 bits:
 //! [`QueryPrecision::Int8`](crate::backend::QueryPrecision::Int8) is a permission that this backend does not use.
 //!

@@ -148,7 +148,7 @@ impl TensorPages {
         };
         match format {
             TensorFormat::F16 => Ok(Self { bits: 16, grouping: None, symmetric: false, level_unit: 0, rotation: None }),
-            format if format.code_bits() == Some(Bits::Three) => unsupported(),
+            format if format.code_bits() == Some(Bits::Three) || format.sketched().is_some() => unsupported(),
             TensorFormat::Codebook(codebook) => {
                 let Some(unit) = level_unit(codebook.bits, head_dim) else { return unsupported() };
                 Ok(Self {
@@ -238,6 +238,8 @@ mod tests {
         let shape = AttentionShape::new(4, 2, 128).unwrap();
         let three = PageFormat::new(&shape, &SegmentFormat::per_channel(Bits::Three)).unwrap_err();
         assert!(matches!(&three, Error::Unsupported { .. }), "{three}");
+        let sketched = PageFormat::new(&shape, &SegmentFormat::turboquant_prod(Bits::Two, 128)).unwrap_err();
+        assert!(matches!(&sketched, Error::Unsupported { .. }), "{sketched}");
         let shape = AttentionShape::new(4, 2, 80).unwrap();
         let error = PageFormat::new(&shape, &SegmentFormat::F16).unwrap_err();
         assert!(error.to_string().contains("head_dim 80"), "{error}");
