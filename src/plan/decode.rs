@@ -171,7 +171,7 @@ impl Split {
     fn cut(&self, tiles: usize) -> Cut {
         let (target, step) = (self.target_items.max(1), self.tile_step.max(1));
         let most = (2 * tiles).div_ceil(target).clamp(1, self.max_tiles.max(1)).next_multiple_of(step);
-        Cut { step, most, small_part: (target * most) as f64 / (4 * tiles).max(1) as f64 }
+        Cut { step, most, small_part: target as f64 * most as f64 / (4 * tiles).max(1) as f64 }
     }
 }
 
