@@ -181,7 +181,7 @@ impl Cut {
         let small = (run.len() as f64 * self.small_part.min(0.5)) as usize / self.step * self.step;
         let middle = run.end - small;
         let last = run.end - small / 2 / self.step * self.step;
-        let smaller = |parts: usize| (self.most / parts).next_multiple_of(self.step);
+        let smaller = |parts: usize| (self.most / parts).max(1).next_multiple_of(self.step);
         cut_evenly(run.start..middle, self.step, self.most)
             .chain(cut_evenly(middle..last, self.step, smaller(2)))
             .chain(cut_evenly(last..run.end, self.step, smaller(4)))
@@ -334,7 +334,8 @@ mod tests {
         fn items_cover_all_tokens_once(
             lengths in prop::collection::vec((0usize..3, 0usize..3000), 1..12),
             shard_pages in 1u32..9,
-            target_items in 1usize..200,
+            target_items in prop_oneof![1usize..200, Just(usize::MAX)],
+            (tile_step, max_tiles) in (1usize..6, 1usize..40),
         ) {
             let shape = AttentionShape::new(6, 2, 64).unwrap();
             let mut next = 0;
@@ -353,7 +354,7 @@ mod tests {
                 StoreView { format: SegmentFormat::per_channel(Bits::Two), calibration: None, spans: spans(1) },
             ];
             let filled = (0..3).all(|s| lengths.iter().any(|&(sequence, tokens)| sequence == s && tokens > 0));
-            let plan = DecodePlan::new(shape, 3, &stores, Split { target_items, ..Split::default() });
+            let plan = DecodePlan::new(shape, 3, &stores, Split { target_items, tile_step, max_tiles });
             prop_assert_eq!(plan.is_ok(), filled);
             let Ok(plan) = plan else { return Ok(()) };
 
@@ -361,9 +362,12 @@ mod tests {
             for segment in &plan.segments {
                 let mut covered = vec![0usize; segment.page_table.len()];
                 for dispatch in &segment.dispatches {
+                    let tokens = segment.items[dispatch.first_item..][..dispatch.items].iter().map(|item| item.tokens);
+                    prop_assert!(tokens.is_sorted_by(|a, b| a >= b), "the largest run first");
                     for item in &segment.items[dispatch.first_item..][..dispatch.items] {
                         let span = &segment.spans[item.span as usize];
                         let tiles = (item.tokens as usize).div_ceil(TILE_TOKENS);
+                        prop_assert!(tiles <= max_tiles.next_multiple_of(tile_step));
                         covered[item.page_offset as usize..][..tiles].iter_mut().for_each(|n| *n += 1);
                         let last = item.page_offset as usize + tiles
                             == span.page_offset as usize + (span.tokens as usize).div_ceil(TILE_TOKENS);
