@@ -38,7 +38,7 @@ pub struct Split {
     pub target_items: usize,
     /// Tiles of an item are a multiple of this (except at the end of a span).
     pub tile_step: usize,
-    /// Most tiles of one item.
+    /// Most tiles of one item, rounded up to `tile_step`. The GPU kernels take 64.
     pub max_tiles: usize,
 }
 

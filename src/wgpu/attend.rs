@@ -374,10 +374,10 @@ fn key_vector_type(words: usize) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::super::prepare_query::Extremes;
-    use super::super::{KernelLimits, SubgroupSizes, Timestamps};
+    use super::super::{KernelLimits, StepPlan, SubgroupSizes, Timestamps};
     use super::*;
     use crate::format::{HEAD_DIMS, Rotation};
-    use crate::plan::ElementType;
+    use crate::plan::{DecodePlan, ElementType, Page, SpanView, Split, StoreView};
 
     fn capabilities(f16: bool, subgroups: bool, workgroup_memory: u32) -> Capabilities {
         let limits = KernelLimits {
@@ -453,6 +453,26 @@ mod tests {
                     special.attend().label()
                 );
             }
+        }
+    }
+
+    /// Workgroup memory holds where so many tiles of an item lie.
+    #[test]
+    fn longer_items_than_kernels_take_are_refused() {
+        let shape = AttentionShape::new(1, 1, 64).unwrap();
+        let pages = vec![Page { shard: 0, index: 0 }; 2 * MAX_TILES];
+        for (max_tiles, refused) in [(MAX_TILES, false), (2 * MAX_TILES, true)] {
+            let spans = vec![SpanView { sequence: 0, tokens: pages.len() * 128, pages: &pages, range_slot: 0 }];
+            let store = StoreView { format: SegmentFormat::F16, calibration: None, spans };
+            let split = Split { target_items: 1, tile_step: 1, max_tiles };
+            let plan = DecodePlan::new(shape, 1, &[store], split).unwrap();
+            let step = StepPlan::new(
+                &capabilities(true, true, 16 << 10),
+                plan,
+                ElementType::F32,
+                crate::backend::AttendOptions::default(),
+            );
+            assert_eq!(matches!(step, Err(crate::Error::Limit { .. })), refused, "{max_tiles}");
         }
     }
 
