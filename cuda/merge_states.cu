@@ -2,8 +2,8 @@
 //
 //   out = Σ_i 2^(lse_i − M) out_i / Σ_i 2^(lse_i − M),  M = max_i lse_i
 //
-// Blocks of a cluster merge first, in each other's shared memory: each a part of the outputs. Of what then remains, the
-// last block of a sequence, KV head and chunk to arrive merges; the counter is back at zero afterwards, so that the
+// Blocks of a cluster merge first: each sends the others the parts of its outputs that they merge, through their shared
+// memory. Of what then remains, the last block of a sequence, KV head and chunk to arrive merges; the counter is back at zero afterwards, so that the
 // next step, or the next replay of a graph, finds it so. A thread owns every (threads)-th output. States are read past
 // the L1 cache, which may hold older ones.
 //
@@ -15,7 +15,8 @@
 #include "common/tile.cuh"
 #include "common/attend_call.cuh"
 
-__device__ __forceinline__ void write_output(const AttendCall& call, u64 index, float x) {
+// Output `index` of the step.
+__device__ __forceinline__ void write_final(const AttendCall& call, u64 index, float x) {
     if (call.output_f16) {
         ((u16*)call.output)[index] = (u16)half_bits(x);
     } else {
@@ -38,32 +39,48 @@ __device__ __forceinline__ bool last_to_arrive(u32* arrivals, u32 expected) {
     return last;
 }
 
-// Outputs [head][channel] and log-sum-exps [head] of a block, for the others of its cluster.
+// Outputs go to the blocks of a cluster in turn, so many at a time.
+constexpr u32 CLUSTER_RUN = 32;
+
+// What the blocks of a cluster send to one of them: a part of their outputs, and their log-sum-exps [rank][head].
 struct ClusterShared {
-    float outputs[CHUNK_HEADS * HEAD_DIM];
-    float lse[CHUNK_HEADS];
+    float outputs[CHUNK_HEADS * HEAD_DIM + MOST_CLUSTER * CLUSTER_RUN];
+    float lse[MOST_CLUSTER][CHUNK_HEADS];
+    u64 barrier;
 };
 
-// Output e of the cluster.
-__device__ __forceinline__ ItemState merge_cluster(const ClusterShared& shared, u32 cluster, int e) {
-    const u32 out_at = shared_address(&shared.outputs[e]);
-    const u32 lse_at = shared_address(&shared.lse[e / HEAD_DIM]);
-    float outs[MOST_CLUSTER];
-    float lses[MOST_CLUSTER];
-    float largest = -__int_as_float(0x7f800000);
-#pragma unroll
-    for (u32 rank = 0; rank < MOST_CLUSTER; rank++) {
-        lses[rank] = rank < cluster ? load_cluster(lse_at, rank) : -__int_as_float(0x7f800000);
-        outs[rank] = rank < cluster ? load_cluster(out_at, rank) : 0.0f;
-        largest = fmaxf(largest, lses[rank]);
+// Which outputs of the cluster, `outputs` in all, are whose to merge.
+struct ClusterParts {
+    u32 cluster;
+    u32 outputs;
+
+    // The block that merges output e, and the place of that output among those it merges.
+    __device__ __forceinline__ u32 owner(u32 e) const { return e / CLUSTER_RUN % cluster; }
+    __device__ __forceinline__ u32 place(u32 e) const { return e / CLUSTER_RUN / cluster * CLUSTER_RUN + e % CLUSTER_RUN; }
+
+    // Outputs that block `rank` merges, and the most that any does.
+    __device__ __forceinline__ u32 count(u32 rank) const {
+        return (outputs / CLUSTER_RUN + cluster - 1 - rank) / cluster * CLUSTER_RUN;
     }
+    __device__ __forceinline__ u32 most() const { return count(0); }
+
+    // The output at a place of block `rank`.
+    __device__ __forceinline__ u32 output(u32 rank, u32 place) const {
+        return (place / CLUSTER_RUN * cluster + rank) * CLUSTER_RUN + place % CLUSTER_RUN;
+    }
+};
+
+// The output of the cluster at a place of this block.
+__device__ __forceinline__ ItemState merge_cluster(const ClusterShared& shared, const ClusterParts& parts, u32 place,
+                                                   u32 head) {
+    float largest = -__int_as_float(0x7f800000);
+    for (u32 rank = 0; rank < parts.cluster; rank++) largest = fmaxf(largest, shared.lse[rank][head]);
     float weight = 0.0f;
     float sum = 0.0f;
-#pragma unroll
-    for (u32 rank = 0; rank < MOST_CLUSTER; rank++) {
-        const float w = exp2_approx(lses[rank] - largest);
+    for (u32 rank = 0; rank < parts.cluster; rank++) {
+        const float w = exp2_approx(shared.lse[rank][head] - largest);
         weight += w;
-        sum += w * outs[rank];
+        sum += w * shared.outputs[rank * parts.most() + place];
     }
     return {sum / weight, largest + log2_approx(weight)};
 }
@@ -71,22 +88,25 @@ __device__ __forceinline__ ItemState merge_cluster(const ClusterShared& shared, 
 // States that are loaded at once.
 constexpr u32 MERGED_AT_ONCE = 8;
 
-// Writes output e of a block, or of a cluster: the sequence's own if there is nothing to merge, or else a state.
-__device__ __forceinline__ void write_state(const AttendCall& call, const Item& item, u32 first_head, int e,
-                                            ItemState state) {
+// Writes output e of a block, or of a cluster: the sequence's own if there is nothing to merge, or else that of a state.
+__device__ __forceinline__ void write_output(const AttendCall& call, const Item& item, u32 first_head, u32 e, float out) {
     const u32 query_heads = call.kv_heads * call.group;
     const u32 head = first_head + e / HEAD_DIM;
     if (item.states == 1) {
-        write_output(call, ((u64)item.sequence * query_heads + head) * HEAD_DIM + e % HEAD_DIM, state.out);
-        return;
+        write_final(call, ((u64)item.sequence * query_heads + head) * HEAD_DIM + e % HEAD_DIM, out);
+    } else {
+        call.states[((u64)item.state * query_heads + head) * HEAD_DIM + e % HEAD_DIM] = out;
     }
-    const u64 row = (u64)item.state * query_heads + head;
-    call.states[row * HEAD_DIM + e % HEAD_DIM] = state.out;
-    if (e % HEAD_DIM == 0) call.state_lse[row] = state.lse;
+}
+
+// Writes the log-sum-exp of a head of a state.
+__device__ __forceinline__ void write_lse(const AttendCall& call, const Item& item, u32 head, float lse) {
+    if (item.states > 1) call.state_lse[(u64)item.state * call.kv_heads * call.group + head] = lse;
 }
 
 __device__ __forceinline__ void merge_states(const AttendCall& call, const Item& item, u32 first_head, int heads) {
     const u32 query_heads = call.kv_heads * call.group;
+#pragma unroll 1
     for (int e = threadIdx.x; e < heads * HEAD_DIM; e += WARPS * 32) {
         const u32 head = first_head + e / HEAD_DIM;
         const float* lse = call.state_lse + (u64)item.first_state * query_heads + head;
@@ -117,6 +137,6 @@ __device__ __forceinline__ void merge_states(const AttendCall& call, const Item&
                 sum += w * outs[i];
             }
         }
-        write_output(call, ((u64)item.sequence * query_heads + head) * HEAD_DIM + e % HEAD_DIM, sum / weight);
+        write_final(call, ((u64)item.sequence * query_heads + head) * HEAD_DIM + e % HEAD_DIM, sum / weight);
     }
 }

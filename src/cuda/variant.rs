@@ -3,6 +3,7 @@
 use super::device::DeviceFacts;
 use super::page_format::PageFormat;
 use super::program::Program;
+use super::split::MOST_CLUSTER;
 use crate::format::{KeyOrValue, TILE_TOKENS};
 use crate::{Error, Result};
 
@@ -10,7 +11,16 @@ use crate::{Error, Result};
 const STAGE_BYTES: usize = 8192;
 
 /// Bytes of shared memory that `attend` needs beside its rings and what [`AttendVariant::fixed_bytes`] counts.
-const SPARE_SHARED_BYTES: usize = 2 << 10;
+const SPARE_SHARED_BYTES: usize = 1 << 10;
+
+/// Bytes of shared memory that every block costs beside its own.
+const RESERVED_SHARED_BYTES: usize = 1 << 10;
+
+/// Outputs that go to a block of a cluster at a time; `CLUSTER_RUN` in `cuda/merge_states.cu`.
+const CLUSTER_RUN: usize = 32;
+
+/// Lines of the L2 cache, to which stages are aligned: `LINE_BYTES` in `cuda/common/attend_call.cuh`.
+const LINE_BYTES: usize = 128;
 
 /// How `attend` is compiled for a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -24,55 +34,79 @@ pub(super) struct AttendVariant {
     pub(super) pass_tokens: usize,
     pub(super) stages: usize,
     pub(super) warps: usize,
+    /// Blocks that share a multiprocessor.
+    pub(super) blocks: usize,
     /// Copies by the copy engine, which compute capability 9.0 has.
     pub(super) bulk_copies: bool,
 }
 
+/// Tokens of a step and of a pass, stages, warps, and blocks to a multiprocessor.
+type Sizes = [usize; 5];
+
 impl AttendVariant {
-    pub(super) fn new(pages: PageFormat, group: usize, facts: &DeviceFacts) -> Result<Self> {
+    /// The variants that serve a format best: one whose blocks have a multiprocessor to themselves, and, for few bits, one
+    /// whose blocks share it in twos, for steps of more blocks than multiprocessors.
+    pub(super) fn candidates(pages: PageFormat, group: usize, facts: &DeviceFacts) -> Result<Vec<Self>> {
         let wide = group > 4;
         let bulk_copies = facts.capability >= (9, 0);
         let (tokens, bits) = (step_tokens(&pages), pages.key.bits + pages.value.bits);
-        // Few bits are bound by instructions, and more warps hide more of their latency. With more channels than 128 their
-        // registers would not suffice.
-        let few = |most: usize| bits <= most && pages.head_dim <= 128 && bulk_copies;
-        let sizes = [
-            (few(2) && !wide, [128, 64, 3, 12]),
-            (few(4), [64, 64, 4, 12]),
-            (true, [tokens, tokens, 3, 8]),
-            (true, [tokens, tokens, 3, 4]),
-            (true, [tokens, tokens, 2, 4]),
-            (true, [tokens, tokens, 2, 2]),
-            (true, [tokens, tokens, 1, 2]),
-        ];
-        let variant = |&(_, [step_tokens, pass_tokens, stages, warps]): &(bool, [usize; 4])| Self {
+        let variant = |[step_tokens, pass_tokens, stages, warps, blocks]: Sizes| Self {
             pages,
             wide,
             step_tokens,
             pass_tokens,
             stages,
             warps,
+            blocks,
             bulk_copies,
         };
-        let fits = |variant: &Self| variant.shared_bytes() + variant.fixed_bytes() <= facts.shared_bytes;
-        let served = sizes.iter().filter(|(wanted, _)| *wanted).map(variant);
-        served.filter(|variant| whole_loads(&pages, variant.pass_tokens)).find(fits).ok_or_else(|| {
-            let least = variant(&(true, [tokens, tokens, 1, 2]));
+        let fits = |variant: &Self| {
+            let shared = variant.shared_bytes() + variant.fixed_bytes();
+            let whole =
+                variant.pass_tokens.min(tokens) == variant.pass_tokens && whole_loads(&pages, variant.pass_tokens);
+            whole && shared * variant.blocks <= facts.shared_bytes - (variant.blocks - 1) * RESERVED_SHARED_BYTES
+        };
+        // More warps hide more latency, and more bytes on their way than memory needs only delay the first; with more
+        // channels than 128, and with eight heads, the registers of many warps would not suffice.
+        let tuned = bulk_copies && pages.head_dim <= 128;
+        let sizes: [(bool, Sizes); 9] = [
+            (tuned && !wide && bits <= 2, [128, 128, 2, 16, 1]),
+            (tuned && wide && bits <= 4, [128, 128, 3, 8, 1]),
+            (tuned && !wide && bits > 4 && bits <= 8, [tokens, tokens, 1, 16, 1]),
+            (tuned && !wide && bits > 8 && bits <= 16, [tokens, tokens, 2, 12, 1]),
+            (bulk_copies, [tokens, tokens, 2, 8, 1]),
+            (true, [tokens, tokens, 3, 8, 1]),
+            (true, [tokens, tokens, 3, 4, 1]),
+            (true, [tokens, tokens, 2, 2, 1]),
+            (true, [tokens, tokens, 1, 2, 1]),
+        ];
+        let shared: [(bool, Sizes); 2] = [
+            (tuned && !wide && bits <= 2, [128, 128, 2, 8, 2]),
+            (tuned && !wide && bits <= 8, [tokens, tokens, 2, 6, 2]),
+        ];
+        let first =
+            |sizes: &[(bool, Sizes)]| sizes.iter().filter(|(wanted, _)| *wanted).map(|&(_, s)| variant(s)).find(fits);
+        let alone = first(&sizes).ok_or_else(|| {
+            let least = variant([tokens, tokens, 1, 2, 1]);
             Error::Limit {
                 what: "shared memory of a block".into(),
                 needed: (least.shared_bytes() + least.fixed_bytes()) as u64,
                 allowed: facts.shared_bytes as u64,
                 hint: "use a device with more shared memory, or fewer bits",
             }
-        })
+        })?;
+        Ok([alone].into_iter().chain(first(&shared)).collect())
     }
 
-    /// Shared memory beside the rings: the query's fragments, and what the warps tell each other.
+    /// Shared memory beside the rings: the query's fragments, what the warps tell each other, and what the blocks of a
+    /// cluster send.
     const fn fixed_bytes(&self) -> usize {
         let query_bytes = if self.pages.key.bits == 16 { 2 } else { 1 };
         let rows = (if self.wide { 16 } else { 8 }) * (self.pages.head_dim * query_bytes + 16);
-        let warp_states = self.warps * self.chunk_heads() * 3 * size_of::<f32>();
-        rows + warp_states + SPARE_SHARED_BYTES
+        let joined =
+            self.warps * self.chunk_heads() * 3 * size_of::<f32>() + self.pages.head_dim * size_of::<[f32; 2]>();
+        let outputs = self.chunk_heads() * self.pages.head_dim + MOST_CLUSTER * (CLUSTER_RUN + self.chunk_heads());
+        rows + joined + outputs * size_of::<f32>() + SPARE_SHARED_BYTES
     }
 
     pub(super) const fn chunk_heads(&self) -> usize {
@@ -87,22 +121,23 @@ impl AttendVariant {
             ("PASS_TOKENS", self.pass_tokens),
             ("STAGES", self.stages),
             ("WARPS", self.warps),
+            ("BLOCKS_PER_SM", self.blocks),
             ("BULK_COPIES", self.bulk_copies.into()),
         ]);
         Program { files: &["attend.cu"], defines }
     }
 
-    /// Shared memory of the rings, in which the warps' sums are joined afterwards, and blocks of a cluster leave theirs.
+    /// Shared memory of the rings, in which the warps' sums are joined afterwards.
     pub(super) fn shared_bytes(&self) -> usize {
         let rings = self.warps * self.stages * stage_bytes(&self.pages, self.step_tokens);
         let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8);
-        let cluster = self.chunk_heads() * (self.pages.head_dim + 1);
-        rings.max((joined + cluster) * size_of::<f32>())
+        rings.max(joined * size_of::<f32>())
     }
 }
 
+/// Bytes of a stage, whole lines of the L2 cache: `STAGE_BYTES` in `cuda/common/attend_call.cuh`.
 fn stage_bytes(pages: &PageFormat, step_tokens: usize) -> usize {
-    pages.head_bytes() * step_tokens / TILE_TOKENS
+    (pages.head_bytes() * step_tokens / TILE_TOKENS).next_multiple_of(LINE_BYTES)
 }
 
 /// True if the keys and the values of so many tokens are whole loads.
@@ -155,16 +190,18 @@ mod tests {
             for (&key, &value) in tensors.iter().flat_map(|key| tensors.iter().map(move |value| (key, value))) {
                 let pages = PageFormat::new(&shape, &SegmentFormat { key, value }).unwrap();
                 for (facts, group) in [(H200, 4), (H200, 8), (small, 4), (small, 16)] {
-                    let variant = AttendVariant::new(pages, group, &facts).unwrap();
-                    assert!(variant.step_tokens.is_multiple_of(variant.pass_tokens));
-                    assert!(TILE_TOKENS.is_multiple_of(variant.step_tokens));
-                    assert!(variant.shared_bytes() + variant.fixed_bytes() <= facts.shared_bytes, "{key} {value}");
-                    for which in [KeyOrValue::Key, KeyOrValue::Value] {
-                        let loads = variant.pass_tokens * head_dim * pages.tensor(which).bits / 8;
-                        assert_eq!(loads % 512, 0, "{key} {value} {head_dim}");
+                    for variant in AttendVariant::candidates(pages, group, &facts).unwrap() {
+                        assert!(variant.step_tokens.is_multiple_of(variant.pass_tokens));
+                        assert!(TILE_TOKENS.is_multiple_of(variant.step_tokens));
+                        let shared = (variant.shared_bytes() + variant.fixed_bytes()) * variant.blocks;
+                        assert!(shared <= facts.shared_bytes, "{key} {value}");
+                        for which in [KeyOrValue::Key, KeyOrValue::Value] {
+                            let loads = variant.pass_tokens * head_dim * pages.tensor(which).bits / 8;
+                            assert_eq!(loads % 512, 0, "{key} {value} {head_dim}");
+                        }
+                        let run = if pages.value.bits == 16 { 16 } else { 32 };
+                        assert!(variant.pass_tokens.is_multiple_of(run), "{key} {value} {head_dim}");
                     }
-                    let run = if pages.value.bits == 16 { 16 } else { 32 };
-                    assert!(variant.pass_tokens.is_multiple_of(run), "{key} {value} {head_dim}");
                 }
             }
         }
