@@ -69,9 +69,10 @@ impl AttendVariant {
         // More warps hide more latency, and more bytes on their way than memory needs only delay the first; with more
         // channels than 128, and with eight heads, the registers of many warps would not suffice.
         let tuned = bulk_copies && pages.head_dim <= 128;
-        let sizes: [(bool, Sizes); 9] = [
+        let sizes: [(bool, Sizes); 10] = [
             (tuned && !wide && bits <= 2, [128, 128, 2, 16, 1]),
             (tuned && wide && bits <= 4, [128, 128, 3, 8, 1]),
+            (tuned && !wide && bits > 2 && bits <= 4, [64, 64, 2, 12, 1]),
             (tuned && !wide && bits > 4 && bits <= 8, [tokens, tokens, 1, 16, 1]),
             (tuned && !wide && bits > 8 && bits <= 16, [tokens, tokens, 2, 12, 1]),
             (bulk_copies, [tokens, tokens, 2, 8, 1]),
@@ -81,7 +82,7 @@ impl AttendVariant {
             (true, [tokens, tokens, 1, 2, 1]),
         ];
         let shared: [(bool, Sizes); 2] = [
-            (tuned && !wide && bits <= 2, [128, 128, 2, 8, 2]),
+            (tuned && !wide && bits > 2 && bits <= 4, [64, 64, 2, 8, 2]),
             (tuned && !wide && bits <= 8, [tokens, tokens, 2, 6, 2]),
         ];
         let first =
