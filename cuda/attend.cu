@@ -46,14 +46,14 @@ struct JoinShared {
 // The largest reference of a head in the block.
 __device__ __forceinline__ float block_reference(const JoinShared& shared, int head) {
     float top = shared.reference[0][head];
-#pragma unroll 4
+#pragma unroll
     for (int w = 1; w < WARPS; w++) top = fmaxf(top, shared.reference[w][head]);
     return top;
 }
 
 __device__ __forceinline__ float block_sum(const float (&of_warps)[WARPS][CHUNK_HEADS], int head) {
     float sum = 0.0f;
-#pragma unroll 4
+#pragma unroll
     for (int w = 0; w < WARPS; w++) sum += of_warps[w][head];
     return sum;
 }
@@ -67,7 +67,7 @@ __device__ __forceinline__ float block_output(const JoinShared& shared, const fl
     const int head = e / HEAD_DIM;
     const int channel = e % HEAD_DIM;
     float sum = 0.0f;
-#pragma unroll 4
+#pragma unroll
     for (int w = 0; w < WARPS; w++) sum += joined[(w * CHUNK_HEADS + head) * JOIN_ROW + channel];
     const float minimum = VALUE_TOKEN_RANGES ? block_sum(shared.minimum, head) : 0.0f;
     const float out = (sum * value_unit(channel / 16) + minimum) / block_sum(shared.weight, head);
@@ -112,16 +112,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
         first_pages[i] = step < steps ? pages[step / STEPS_PER_TILE] : 0;
     }
     ring.start();
-    const ClusterParts parts = {call.cluster, (u32)heads * HEAD_DIM};
-    const u32 received = shared_address(&cluster_shared.barrier);
-    if (call.cluster > 1) {
-        if (threadIdx.x == 0) {
-            barrier_init(received);
-            barrier_expect(received, call.cluster * (parts.count(rank) + heads) * 4);
-        }
-        __syncwarp();
-        cluster_start();
-    }
+    if (call.cluster > 1) cluster_start();
     // All above are tables, written before the step was launched; what follows may come from the kernel before.
     await_earlier_kernels();
     const QueryLoads query_loads = load_query(call, item, kv_head, first_head, heads, warp, lane);
@@ -249,36 +240,29 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     }
     __syncthreads();
 
-    const bool clustered = call.cluster > 1;
-    if (clustered) cluster_started();
-#pragma unroll 1
-    for (u32 e = threadIdx.x; e < parts.outputs; e += threads) {
-        const float out = block_output(join, joined, e);
-        if (clustered) {
-            const u32 at = shared_address(cluster_shared.outputs + rank * parts.most() + parts.place(e));
-            send_to_cluster(at, received, parts.owner(e), out);
-        } else {
-            write_output(call, item, first_head, e, out);
+    const int outputs = heads * HEAD_DIM;
+    if (call.cluster == 1) {
+        for (int e = threadIdx.x; e < outputs; e += threads) {
+            const float lse = item.states > 1 && e % HEAD_DIM == 0 ? block_lse(join, e / HEAD_DIM) : 0.0f;
+            write_state(call, item, first_head, e, {block_output(join, joined, e), lse});
         }
-    }
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < call.cluster * heads; i += threads) {
-        const u32 head = i % heads;
-        const float lse = block_lse(join, head);
-        if (clustered) {
-            send_to_cluster(shared_address(&cluster_shared.lse[rank][head]), received, i / heads, lse);
-        } else {
-            write_lse(call, item, first_head + head, lse);
+    } else {
+        cluster_started();
+        const u32 share = cluster_share(call.cluster, outputs);
+        for (int e = threadIdx.x; e < outputs; e += threads) {
+            const u32 place = rank * share + cluster_place(call.cluster, e);
+            store_cluster(shared_address(cluster_shared.outputs + place), cluster_owner(call.cluster, e),
+                          block_output(join, joined, e));
         }
-    }
-    if (clustered) {
-        barrier_wait(received, 0);
-#pragma unroll 1
-        for (u32 place = threadIdx.x; place < parts.count(rank); place += threads) {
-            const u32 e = parts.output(rank, place);
-            const ItemState state = merge_cluster(cluster_shared, parts, place, e / HEAD_DIM);
-            write_output(call, item, first_head, e, state.out);
-            if (e % HEAD_DIM == 0) write_lse(call, item, first_head + e / HEAD_DIM, state.lse);
+        for (int i = threadIdx.x; i < (int)call.cluster * heads; i += threads) {
+            store_cluster(shared_address(&cluster_shared.lse[rank][i % heads]), i / heads, block_lse(join, i % heads));
+        }
+        cluster_barrier();
+        for (int i = threadIdx.x; i < (int)share; i += threads) {
+            const int e = (i / CLUSTER_RUN * call.cluster + rank) * CLUSTER_RUN + i % CLUSTER_RUN;
+            if (e < outputs) {
+                write_state(call, item, first_head, e, merge_cluster(cluster_shared, call.cluster, outputs, e));
+            }
         }
     }
     if (item.states == 1) return;

@@ -15,8 +15,7 @@
 #include "common/tile.cuh"
 #include "common/attend_call.cuh"
 
-// Output `index` of the step.
-__device__ __forceinline__ void write_final(const AttendCall& call, u64 index, float x) {
+__device__ __forceinline__ void write_output(const AttendCall& call, u64 index, float x) {
     if (call.output_f16) {
         ((u16*)call.output)[index] = (u16)half_bits(x);
     } else {
@@ -46,41 +45,31 @@ constexpr u32 CLUSTER_RUN = 32;
 struct ClusterShared {
     float outputs[CHUNK_HEADS * HEAD_DIM + MOST_CLUSTER * CLUSTER_RUN];
     float lse[MOST_CLUSTER][CHUNK_HEADS];
-    u64 barrier;
 };
 
-// Which outputs of the cluster, `outputs` in all, are whose to merge.
-struct ClusterParts {
-    u32 cluster;
-    u32 outputs;
+// The block that merges output e, and the place of that output among those it merges.
+__device__ __forceinline__ u32 cluster_owner(u32 cluster, u32 e) { return e / CLUSTER_RUN % cluster; }
+__device__ __forceinline__ u32 cluster_place(u32 cluster, u32 e) {
+    return e / CLUSTER_RUN / cluster * CLUSTER_RUN + e % CLUSTER_RUN;
+}
 
-    // The block that merges output e, and the place of that output among those it merges.
-    __device__ __forceinline__ u32 owner(u32 e) const { return e / CLUSTER_RUN % cluster; }
-    __device__ __forceinline__ u32 place(u32 e) const { return e / CLUSTER_RUN / cluster * CLUSTER_RUN + e % CLUSTER_RUN; }
+// Outputs that a block merges, at most, of `outputs` in all.
+__device__ __forceinline__ u32 cluster_share(u32 cluster, u32 outputs) {
+    return (outputs / CLUSTER_RUN + cluster - 1) / cluster * CLUSTER_RUN;
+}
 
-    // Outputs that block `rank` merges, and the most that any does.
-    __device__ __forceinline__ u32 count(u32 rank) const {
-        return (outputs / CLUSTER_RUN + cluster - 1 - rank) / cluster * CLUSTER_RUN;
-    }
-    __device__ __forceinline__ u32 most() const { return count(0); }
-
-    // The output at a place of block `rank`.
-    __device__ __forceinline__ u32 output(u32 rank, u32 place) const {
-        return (place / CLUSTER_RUN * cluster + rank) * CLUSTER_RUN + place % CLUSTER_RUN;
-    }
-};
-
-// The output of the cluster at a place of this block.
-__device__ __forceinline__ ItemState merge_cluster(const ClusterShared& shared, const ClusterParts& parts, u32 place,
-                                                   u32 head) {
+// Output e, which this block merges.
+__device__ __forceinline__ ItemState merge_cluster(const ClusterShared& shared, u32 cluster, u32 outputs, u32 e) {
+    const float* received = shared.outputs + cluster_place(cluster, e);
+    const u32 share = cluster_share(cluster, outputs);
     float largest = -__int_as_float(0x7f800000);
-    for (u32 rank = 0; rank < parts.cluster; rank++) largest = fmaxf(largest, shared.lse[rank][head]);
+    for (u32 rank = 0; rank < cluster; rank++) largest = fmaxf(largest, shared.lse[rank][e / HEAD_DIM]);
     float weight = 0.0f;
     float sum = 0.0f;
-    for (u32 rank = 0; rank < parts.cluster; rank++) {
-        const float w = exp2_approx(shared.lse[rank][head] - largest);
+    for (u32 rank = 0; rank < cluster; rank++) {
+        const float w = exp2_approx(shared.lse[rank][e / HEAD_DIM] - largest);
         weight += w;
-        sum += w * shared.outputs[rank * parts.most() + place];
+        sum += w * received[rank * share];
     }
     return {sum / weight, largest + log2_approx(weight)};
 }
@@ -88,25 +77,22 @@ __device__ __forceinline__ ItemState merge_cluster(const ClusterShared& shared, 
 // States that are loaded at once.
 constexpr u32 MERGED_AT_ONCE = 8;
 
-// Writes output e of a block, or of a cluster: the sequence's own if there is nothing to merge, or else that of a state.
-__device__ __forceinline__ void write_output(const AttendCall& call, const Item& item, u32 first_head, u32 e, float out) {
+// Writes output e of a block, or of a cluster: the sequence's own if there is nothing to merge, or else a state.
+__device__ __forceinline__ void write_state(const AttendCall& call, const Item& item, u32 first_head, int e,
+                                            ItemState state) {
     const u32 query_heads = call.kv_heads * call.group;
     const u32 head = first_head + e / HEAD_DIM;
     if (item.states == 1) {
-        write_final(call, ((u64)item.sequence * query_heads + head) * HEAD_DIM + e % HEAD_DIM, out);
-    } else {
-        call.states[((u64)item.state * query_heads + head) * HEAD_DIM + e % HEAD_DIM] = out;
+        write_output(call, ((u64)item.sequence * query_heads + head) * HEAD_DIM + e % HEAD_DIM, state.out);
+        return;
     }
-}
-
-// Writes the log-sum-exp of a head of a state.
-__device__ __forceinline__ void write_lse(const AttendCall& call, const Item& item, u32 head, float lse) {
-    if (item.states > 1) call.state_lse[(u64)item.state * call.kv_heads * call.group + head] = lse;
+    const u64 row = (u64)item.state * query_heads + head;
+    call.states[row * HEAD_DIM + e % HEAD_DIM] = state.out;
+    if (e % HEAD_DIM == 0) call.state_lse[row] = state.lse;
 }
 
 __device__ __forceinline__ void merge_states(const AttendCall& call, const Item& item, u32 first_head, int heads) {
     const u32 query_heads = call.kv_heads * call.group;
-#pragma unroll 1
     for (int e = threadIdx.x; e < heads * HEAD_DIM; e += WARPS * 32) {
         const u32 head = first_head + e / HEAD_DIM;
         const float* lse = call.state_lse + (u64)item.first_state * query_heads + head;
@@ -137,6 +123,6 @@ __device__ __forceinline__ void merge_states(const AttendCall& call, const Item&
                 sum += w * outs[i];
             }
         }
-        write_final(call, ((u64)item.sequence * query_heads + head) * HEAD_DIM + e % HEAD_DIM, sum / weight);
+        write_output(call, ((u64)item.sequence * query_heads + head) * HEAD_DIM + e % HEAD_DIM, sum / weight);
     }
 }

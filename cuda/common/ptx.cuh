@@ -136,10 +136,10 @@ __device__ __forceinline__ u32 arrive(u32* counter) {
     return before;
 }
 
-// Says that this thread runs, and shows the barriers it initialised to the cluster; see cluster_started.
+// Says that this thread runs; see cluster_started.
 __device__ __forceinline__ void cluster_start() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 
@@ -150,18 +150,23 @@ __device__ __forceinline__ void cluster_started() {
 #endif
 }
 
-// Writes a float at this block's address `at`, in the shared memory of block `rank` of the cluster, and counts its 4 bytes
-// on that block's barrier. Nothing waits for it, and no fence is needed, as one would be before a barrier of the cluster.
-__device__ __forceinline__ void send_to_cluster(u32 at, u32 barrier, u32 rank, float x) {
+// Waits for all blocks of the cluster; what they wrote before is visible after.
+__device__ __forceinline__ void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Writes the float at this block's address `at` in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ void store_cluster(u32 at, u32 rank, float x) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
         "{\n"
-        ".reg .u32 there, counted;\n"
-        "mapa.shared::cluster.u32 there, %0, %2;\n"
-        "mapa.shared::cluster.u32 counted, %1, %2;\n"
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [counted];\n"
+        ".reg .u32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "st.shared::cluster.f32 [there], %2;\n"
         "}" ::"r"(at),
-        "r"(barrier), "r"(rank), "f"(x)
+        "r"(rank), "f"(x)
         : "memory");
 #endif
 }
