@@ -1,43 +1,114 @@
-// append: single tokens of a dense tensor into slots of f16 pages.
+// append: single tokens of a dense tensor into slots of open pages: f16, or codes whose ranges belong to single tokens.
 //
-// One thread owns one element; neighbours own neighbouring channels of a row. Every half of a tile belongs to one token,
-// so that no write touches what another owns.
+// One warp owns a token of one KV head: it reads the row, rotates it where it is stored so, makes and stores its ranges,
+// and then the bytes of the tile that belong to it. A byte that holds other tokens too is read and kept; the host puts
+// tokens that share bytes into launches of their own. Tokens are read coalesced, keys written in words, values in bytes
+// four apart.
 //
-// In bounds: threads beyond the last token return; tokens, pages and slots were checked on the host, and no slot is
-// named twice.
+// In bounds: warps beyond the last token return; tokens, pages and slots were checked on the host, and no slot is named
+// twice.
 
 #pragma once
 
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
 #include "common/rows.cuh"
+#include "common/rotation.cuh"
+#include "common/code_range.cuh"
 
-// Inverse of `field_of` for f16: the half of a tile that holds an element.
+constexpr int APPEND_WARPS = 8;
+
+// Loads of a tile that hold a token, and how many of the words of each.
 template <bool VALUE>
-__device__ __forceinline__ u32 half_of(u32 slot, u32 channel) {
-    if constexpr (VALUE) {
-        const u32 load = slot / 16 * VALUE_BLOCKS + channel / 16;
-        const u32 r = (channel % 16) / 8 + 2 * ((slot % 16) / 8);
-        return ((load * 32 + 4 * (channel % 8) + (slot % 8) / 2) * 4 + r) * 2 + slot % 2;
-    } else {
-        const u32 load = slot / 16 * KEY_BLOCKS + channel / 16;
-        const u32 r = (slot % 16) / 8 + 2 * ((channel % 16) / 8);
-        return ((load * 32 + 4 * (slot % 8) + (channel % 8) / 2) * 4 + r) * 2 + channel % 2;
+struct SlotWords {
+    static constexpr u32 RUN = VALUE ? VALUE_RUN : BLOCK_TOKENS;
+    static constexpr u32 BLOCKS = VALUE ? VALUE_BLOCKS : KEY_BLOCKS;
+    static constexpr u32 PLANES = VALUE ? VALUE_PLANES : KEY_PLANES;
+    static constexpr u32 PER_LOAD = VALUE ? 16 : 8;
+
+    u32 slot;
+
+    __device__ __forceinline__ u32 first_load() const { return slot / RUN * BLOCKS / PLANES; }
+
+    __device__ __forceinline__ u32 count() const {
+        return ((slot / RUN * BLOCKS + BLOCKS - 1) / PLANES - first_load() + 1) * PER_LOAD;
+    }
+
+    // Word i of them: lane 4 g + c of a load and register r, of which the slot fixes some.
+    __device__ __forceinline__ u32 word(u32 i) const {
+        const u32 load = first_load() + i / PER_LOAD;
+        const u32 half = slot % 16 / 8;
+        const u32 g = VALUE ? i % 8 : slot % 8;
+        const u32 c = VALUE ? slot % 8 / 2 : i % 4;
+        const u32 r = VALUE ? i / 8 % 2 + 2 * half : half + 2 * (i / 4 % 2);
+        return load * 128 + (4 * g + c) * 4 + r;
+    }
+};
+
+// Writes the bytes of a word that `mask` touches.
+__device__ __forceinline__ void put_bytes(u8* bytes, u32 packed, u32 mask) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const u32 touched = mask >> 8 * i & 0xffu;
+        const u32 fields = packed >> 8 * i & 0xffu;
+        if (touched == 0xffu) {
+            bytes[i] = (u8)fields;
+        } else if (touched != 0u) {
+            bytes[i] = (u8)(bytes[i] & ~touched | fields);
+        }
     }
 }
 
+// Only formats that take single tokens get here: f16, or ranges that do not span tokens.
 template <bool VALUE>
-__device__ __forceinline__ void append_element(const RowsCall& call) {
-    const u64 index = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    const u32 channel = (u32)(index % HEAD_DIM);
-    const u32 kv_head = (u32)(index / HEAD_DIM % call.kv_heads);
-    const u64 write = index / HEAD_DIM / call.kv_heads;
-    if (write >= call.tokens) return;
-    const TokenPlace place = ((const TokenPlace*)call.pages)[write];
-    u16* tile = (u16*)(place.page + (u64)kv_head * HEAD_BYTES + TILE_AT<VALUE>);
-    tile[half_of<VALUE>(place.slot, channel)] = (u16)half_bits(element(call, place.token, kv_head, channel));
+__device__ __forceinline__ void append_row(const RowsCall& call) {
+    __shared__ float rows[APPEND_WARPS][HEAD_DIM];
+    __shared__ u16 fields[APPEND_WARPS][HEAD_DIM];
+    const u32 warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const u64 index = (u64)blockIdx.x * APPEND_WARPS + warp;
+    const u32 kv_head = (u32)(index % call.kv_heads);
+    if (index / call.kv_heads >= call.tokens) return;
+    const TokenPlace place = ((const TokenPlace*)call.pages)[index / call.kv_heads];
+    u8* part = (u8*)(place.page + (u64)kv_head * HEAD_BYTES);
+
+    float row[LANE_CHANNELS];
+    load_row(row, call, place.token, kv_head, lane);
+    rotate<VALUE>(row, lane);
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) rows[warp][lane + 32 * i] = row[i];
+    __syncwarp();
+    if constexpr (TILE_RANGES<VALUE>) {
+        for (u32 channel = 0; channel < HEAD_DIM; channel += GROUP_CHANNELS<VALUE>) {
+            const auto at = [&](u32 i) { return rows[warp][channel + i]; };
+            const u32 word = warp_range<VALUE>(GROUP_CHANNELS<VALUE>, lane, call.shrink, at);
+            if (lane == 0) ((u32*)(part + TILE_RANGES_AT<VALUE>))[range_index<VALUE>(place.slot, channel)] = word;
+        }
+        __syncwarp();
+    }
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) {
+        const float2 range = element_range<VALUE>(part, nullptr, place.slot, lane + 32 * i);
+        fields[warp][lane + 32 * i] = (u16)field_bits<VALUE>(row[i], range);
+    }
+    __syncwarp();
+
+    const SlotWords<VALUE> words = {place.slot};
+    for (u32 i = lane; i < words.count(); i += 32) {
+        const u32 word = words.word(i);
+        u32 packed = 0u;
+        u32 mask = 0u;
+#pragma unroll
+        for (u32 f = 0; f < FIELDS<VALUE>; f++) {
+            const Field field = field_of<VALUE>(word, f);
+            if (field.token != place.slot) continue;
+            packed |= (u32)fields[warp][field.channel] << field.shift;
+            mask |= FIELD_MASK<VALUE> << field.shift;
+        }
+        put_bytes(part + TILE_AT<VALUE> + 4 * word, packed, mask);
+    }
 }
 
-extern "C" __global__ void append_keys(const RowsCall call) { append_element<false>(call); }
+extern "C" __global__ void append_keys(const RowsCall call) { append_row<false>(call); }
 
-extern "C" __global__ void append_values(const RowsCall call) { append_element<true>(call); }
+extern "C" __global__ void append_values(const RowsCall call) { append_row<true>(call); }

@@ -22,6 +22,7 @@
 
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
+#include "common/rotation.cuh"
 #include "common/attend_call.cuh"
 #include "prepare_query.cu"
 #include "common/scores.cuh"
@@ -75,6 +76,9 @@ __device__ __forceinline__ float block_output(const JoinShared& shared, const fl
     return shared.ranges[channel].x * out + shared.ranges[channel].y;
 }
 
+// Outputs of rotated values are rotated back where whole rows of them lie in shared memory.
+constexpr bool ROTATED = ROTATION_ORDER<true> != 0;
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(const AttendCall call) {
     extern __shared__ __align__(LINE_BYTES) u8 ring_memory[];
     __shared__ QueryShared query_shared;
@@ -115,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     if (call.cluster > 1) cluster_start();
     // All above are tables, written before the step was launched; what follows may come from the kernel before.
     await_earlier_kernels();
-    const QueryLoads query_loads = load_query(call, item, kv_head, first_head, heads, warp, lane);
+    QueryLoads query_loads = load_query(call, item, kv_head, first_head, heads, warp, lane);
     constexpr int threads = WARPS * 32;
     constexpr int thread_ranges = VALUE_BITS == 16 || VALUE_TOKEN_RANGES ? 0 : (HEAD_DIM + threads - 1) / threads;
     float2 ranges[thread_ranges + 1];
@@ -241,18 +245,27 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     __syncthreads();
 
     const int outputs = heads * HEAD_DIM;
+    float* rows = nullptr;
+    if constexpr (ROTATED) {
+        __shared__ float rotated[CHUNK_HEADS * HEAD_DIM];
+        rows = rotated;
+        for (int e = threadIdx.x; e < outputs; e += threads) rows[e] = block_output(join, joined, e);
+        __syncthreads();
+        for (int head = warp; head < heads; head += WARPS) rotate_output(rows + head * HEAD_DIM, lane);
+        __syncthreads();
+    }
+    const auto output = [&](int e) { return ROTATED ? rows[e] : block_output(join, joined, e); };
     if (call.cluster == 1) {
         for (int e = threadIdx.x; e < outputs; e += threads) {
             const float lse = item.states > 1 && e % HEAD_DIM == 0 ? block_lse(join, e / HEAD_DIM) : 0.0f;
-            write_state(call, item, first_head, e, {block_output(join, joined, e), lse});
+            write_state(call, item, first_head, e, {output(e), lse});
         }
     } else {
         cluster_started();
         const u32 share = cluster_share(call.cluster, outputs);
         for (int e = threadIdx.x; e < outputs; e += threads) {
             const u32 place = rank * share + cluster_place(call.cluster, e);
-            store_cluster(shared_address(cluster_shared.outputs + place), cluster_owner(call.cluster, e),
-                          block_output(join, joined, e));
+            store_cluster(shared_address(cluster_shared.outputs + place), cluster_owner(call.cluster, e), output(e));
         }
         for (int i = threadIdx.x; i < (int)call.cluster * heads; i += threads) {
             store_cluster(shared_address(&cluster_shared.lse[rank][i % heads]), i / heads, block_lse(join, i % heads));

@@ -21,23 +21,16 @@ __device__ __forceinline__ void dequantize_word(const RowsCall& call) {
     const u32 kv_head = (u32)(index / TILE_WORDS<VALUE> % call.kv_heads);
     const u64 page = index / TILE_WORDS<VALUE> / call.kv_heads;
     if (page * TILE_TOKENS >= call.tokens) return;
-    const u8* tile = (const u8*)call.pages[page] + (u64)kv_head * HEAD_BYTES;
-    const u32 packed = ((const u32*)(tile + TILE_AT<VALUE>))[word];
+    const u8* part = (const u8*)call.pages[page] + (u64)kv_head * HEAD_BYTES;
+    const u32 packed = ((const u32*)(part + TILE_AT<VALUE>))[word];
 #pragma unroll
     for (u32 i = 0; i < FIELDS<VALUE>; i++) {
         const Field field = field_of<VALUE>(word, i);
         const u32 token = (u32)(page * TILE_TOKENS) + field.token;
         if (token >= call.tokens) continue;
         const u32 bits = packed >> field.shift & FIELD_MASK<VALUE>;
-        float x;
-        if constexpr (FORMAT_BITS<VALUE> == 16) {
-            x = half_value(bits);
-        } else {
-            const float2 range = TOKEN_RANGES<VALUE>
-                                     ? range_of_word(((const u32*)(tile + TILE_RANGES_AT<VALUE>))[field.token])
-                                     : call.ranges[kv_head * HEAD_DIM + field.channel];
-            x = value_of(bits ^ FLIPPED<VALUE>, range);
-        }
+        const float2* span_ranges = call.ranges + kv_head * HEAD_DIM;
+        const float x = field_value<VALUE>(bits, element_range<VALUE>(part, span_ranges, field.token, field.channel));
         ((float*)call.rows)[((u64)kv_head * call.tokens + token) * HEAD_DIM + field.channel] = x;
     }
 }

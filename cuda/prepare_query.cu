@@ -6,7 +6,8 @@
 //
 // with q' ≈ δ · q16, q16 = 256 · high + low an integer of 16 bits in two signed bytes; for f16 keys high and low are
 // two halves whose sum is q' / δ. What rounding takes from the query, Σ q' − δ q16, is added times the middle code: what
-// all codes have in common then carries no error, and a range far from zero costs no accuracy.
+// all codes have in common then carries no error, and a range far from zero costs no accuracy. Where keys are stored
+// rotated, q is rotated first.
 //
 // One warp owns a head, a lane every 32nd channel. Queries and ranges are loaded first,
 // so that they do not queue behind the prefetch of keys and values, and used after it.
@@ -18,6 +19,7 @@
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
 #include "common/attend_call.cuh"
+#include "common/rotation.cuh"
 
 constexpr int QUERY_BYTES = KEY_BITS == 16 ? 2 : 1;
 // Rows of the B operands: (high, low) of every head, or all high rows and then all low ones.
@@ -30,7 +32,6 @@ constexpr int QUERY_REGISTERS = (WIDE ? 2 : 1) * KEY_BLOCKS;
 // concerns repeats after so many blocks of tokens.
 constexpr int KEY_VARIANTS = KEY_BITS != 1 || KEY_BLOCKS % 4 == 0 ? 1 : KEY_BLOCKS % 2 == 0 ? 2 : 4;
 constexpr int HEADS_PER_WARP = (CHUNK_HEADS + WARPS - 1) / WARPS;
-constexpr int LANE_CHANNELS = HEAD_DIM / 32;
 
 // Integer sums of bytes start here: as a float this is 1.5 · 2^23, and adding an integer to the bits adds it to the
 // float.
@@ -161,8 +162,7 @@ __device__ __forceinline__ void prepare_head(QueryShared& shared, int head, cons
     if (lane == 0) shared.heads[head] = constants;
 }
 
-__device__ __forceinline__ void prepare_query(QueryShared& shared, const QueryLoads& loads, float score_scale, int warp,
-                                              int lane) {
+__device__ __forceinline__ void prepare_query(QueryShared& shared, QueryLoads& loads, float score_scale, int warp, int lane) {
     if (warp == 0 && lane < 4) {
         shared.constants.key_start[lane] = SUM_START;
         shared.constants.byte_start[lane] = BYTE_SUM_START;
@@ -176,6 +176,7 @@ __device__ __forceinline__ void prepare_query(QueryShared& shared, const QueryLo
         float scaled[LANE_CHANNELS];
         float offset = 0.0f;
         float query_sum = 0.0f;
+        rotate<false>(loads.query[k], lane);
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
             const float x = loads.query[k][i] * score_scale;

@@ -21,7 +21,7 @@ __device__ __forceinline__ void quantize_word(const RowsCall& call) {
     const u32 kv_head = (u32)(index / TILE_WORDS<VALUE> % call.kv_heads);
     const u64 page = index / TILE_WORDS<VALUE> / call.kv_heads;
     if (page * TILE_TOKENS >= call.tokens) return;
-    u8* tile = (u8*)call.pages[page] + (u64)kv_head * HEAD_BYTES;
+    u8* part = (u8*)call.pages[page] + (u64)kv_head * HEAD_BYTES;
     u32 packed = 0u;
 #pragma unroll
     for (u32 i = 0; i < FIELDS<VALUE>; i++) {
@@ -29,16 +29,11 @@ __device__ __forceinline__ void quantize_word(const RowsCall& call) {
         const u32 token = (u32)(page * TILE_TOKENS) + field.token;
         if (token >= call.tokens) continue;
         const float x = element(call, token, kv_head, field.channel);
-        if constexpr (FORMAT_BITS<VALUE> == 16) {
-            packed |= half_bits(x) << field.shift;
-        } else {
-            const float2 range = TOKEN_RANGES<VALUE>
-                                     ? range_of_word(((const u32*)(tile + TILE_RANGES_AT<VALUE>))[field.token])
-                                     : call.ranges[kv_head * HEAD_DIM + field.channel];
-            packed |= (code_of<FORMAT_BITS<VALUE>>(x, range) ^ FLIPPED<VALUE>) << field.shift;
-        }
+        const float2* span_ranges = call.ranges + kv_head * HEAD_DIM;
+        const float2 range = element_range<VALUE>(part, span_ranges, field.token, field.channel);
+        packed |= field_bits<VALUE>(x, range) << field.shift;
     }
-    ((u32*)(tile + TILE_AT<VALUE>))[word] = packed;
+    ((u32*)(part + TILE_AT<VALUE>))[word] = packed;
 }
 
 extern "C" __global__ void quantize_keys(const RowsCall call) { quantize_word<false>(call); }

@@ -43,16 +43,14 @@ extern "C" __global__ void ranges_span_extremes(const RowsCall call) {
     atomicMax(range + 1, high);
 }
 
-template <int BITS>
+template <bool VALUE>
 __device__ __forceinline__ void finish_ranges(const RowsCall& call) {
     const u32 channel = blockIdx.x * blockDim.x + threadIdx.x;
     if (channel >= call.kv_heads * HEAD_DIM) return;
     u32* range = (u32*)(call.ranges + channel);
-    call.ranges[channel] = code_range<BITS>(-from_ordered(range[0]), from_ordered(range[1]), call.shrink);
+    call.ranges[channel] = code_range<VALUE>(-from_ordered(range[0]), from_ordered(range[1]), call.shrink);
 }
 
-extern "C" __global__ void ranges_span_keys(const RowsCall call) { finish_ranges<KEY_BITS == 16 ? 8 : KEY_BITS>(call); }
+extern "C" __global__ void ranges_span_keys(const RowsCall call) { finish_ranges<false>(call); }
 
-extern "C" __global__ void ranges_span_values(const RowsCall call) {
-    finish_ranges<VALUE_BITS == 16 ? 8 : VALUE_BITS>(call);
-}
+extern "C" __global__ void ranges_span_values(const RowsCall call) { finish_ranges<true>(call); }

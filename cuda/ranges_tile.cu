@@ -1,9 +1,9 @@
-// ranges_tile: the ranges of single tokens beside the tiles.
+// ranges_tile: the ranges beside the tiles, for groups that lie within a tile.
 //
 //   scale = (max - min) · shrink / (2^bits - 1),  min = min · shrink,  both rounded to half precision
 //
-// One warp owns one slot of a tile and reads its token's row, neighbours neighbouring channels. Slots that no token
-// belongs to get zero. Reads every element once.
+// One warp owns one range and reads its group: neighbouring lanes neighbouring channels of a token, or tokens of a
+// channel, whose neighbours are the next warp's. Groups that no token belongs to get zero. Reads every element once.
 //
 // In bounds: warps beyond the last page return; pages and rows were checked on the host.
 
@@ -15,33 +15,36 @@
 #include "common/code_range.cuh"
 
 template <bool VALUE>
-__device__ __forceinline__ void tile_range(const RowsCall& call) {
-    constexpr int bits = FORMAT_BITS<VALUE> == 16 ? 8 : FORMAT_BITS<VALUE>;
-    const u64 warp = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
-    const u32 lane = threadIdx.x % 32;
-    const u32 slot = (u32)(warp % TILE_TOKENS);
-    const u32 kv_head = (u32)(warp / TILE_TOKENS % call.kv_heads);
-    const u64 page = warp / TILE_TOKENS / call.kv_heads;
-    if (page * TILE_TOKENS >= call.tokens) return;
-    const u32 token = (u32)(page * TILE_TOKENS) + slot;
-    u32 word = 0u;
-    if (token < call.tokens) {
-        float low = element(call, token, kv_head, lane);
-        float high = low;
-        for (u32 channel = lane + 32; channel < HEAD_DIM; channel += 32) {
-            const float x = element(call, token, kv_head, channel);
-            low = fminf(low, x);
-            high = fmaxf(high, x);
-        }
-        for (int step = 16; step > 0; step >>= 1) {
-            low = fminf(low, __shfl_xor_sync(ALL_LANES, low, step));
-            high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, step));
-        }
-        word = range_word(code_range<bits>(low, high, call.shrink));
+__device__ __forceinline__ u32 tile_range(const RowsCall& call, u32 page_token, u32 kv_head, u32 range, int lane) {
+    if constexpr (GROUP_CHANNELS<VALUE> == 1) {
+        const u32 token = page_token + range / HEAD_DIM * GROUP_TOKENS<VALUE>;
+        if (token >= call.tokens) return 0u;
+        const auto at = [&](u32 i) { return element(call, token + i, kv_head, range % HEAD_DIM); };
+        return warp_range<VALUE>(min(GROUP_TOKENS<VALUE>, call.tokens - token), lane, call.shrink, at);
+    } else {
+        const u32 token = page_token + range % TILE_TOKENS;
+        if (token >= call.tokens) return 0u;
+        const u32 channel = range / TILE_TOKENS * GROUP_CHANNELS<VALUE>;
+        const auto at = [&](u32 i) { return element(call, token, kv_head, channel + i); };
+        return warp_range<VALUE>(GROUP_CHANNELS<VALUE>, lane, call.shrink, at);
     }
-    if (lane == 0) ((u32*)(call.pages[page] + (u64)kv_head * HEAD_BYTES + TILE_RANGES_AT<VALUE>))[slot] = word;
 }
 
-extern "C" __global__ void ranges_tile_keys(const RowsCall call) { tile_range<false>(call); }
+template <bool VALUE>
+__device__ __forceinline__ void store_tile_range(const RowsCall& call) {
+    if constexpr (TILE_RANGES<VALUE>) {
+        const u64 warp = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
+        const int lane = threadIdx.x % 32;
+        const u32 range = (u32)(warp % RANGES<VALUE>);
+        const u32 kv_head = (u32)(warp / RANGES<VALUE> % call.kv_heads);
+        const u64 page = warp / RANGES<VALUE> / call.kv_heads;
+        if (page * TILE_TOKENS >= call.tokens) return;
+        const u32 word = tile_range<VALUE>(call, (u32)(page * TILE_TOKENS), kv_head, range, lane);
+        u32* ranges = (u32*)(call.pages[page] + (u64)kv_head * HEAD_BYTES + TILE_RANGES_AT<VALUE>);
+        if (lane == 0) ranges[range] = word;
+    }
+}
 
-extern "C" __global__ void ranges_tile_values(const RowsCall call) { tile_range<true>(call); }
+extern "C" __global__ void ranges_tile_keys(const RowsCall call) { store_tile_range<false>(call); }
+
+extern "C" __global__ void ranges_tile_values(const RowsCall call) { store_tile_range<true>(call); }

@@ -3,7 +3,7 @@
 // One workgroup owns one token of one KV head: it reads the row, rotates it where it is stored so, makes and stores its
 // ranges, and then its words: those of a key belong to it alone; a value's word holds other tokens too, which are read
 // and kept, and the plan puts tokens that share words into dispatches of their own. Tokens are read and keys are written
-// coalesced, values in words 16 bytes apart.
+// coalesced, values in words 16 bytes apart. Keys of tokens beyond `tokens` are zero bits, with a range of zero.
 //
 // In bounds: workgroups beyond `total` = places · kv_heads return; pages, slots and the rows of the tokens read were
 // checked against the buffers when they were bound. Loops are bounded by HEAD_DIM; divisors are sizes of a checked shape.
@@ -35,8 +35,13 @@ fn append(
     let place = call.places[index / call.kv_heads];
     let kv_head = index % call.kv_heads;
     let start = row_start(place.token, kv_head);
+    let exists = place.token < call.tokens;
     for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
-        put_channel(channel, element(start + channel));
+        var x = 0f;
+        if (exists) {
+            x = element(start + channel);
+        }
+        put_channel(channel, x);
     }
     finish_row(invocation);
     store_row_ranges(place, kv_head, invocation);
@@ -45,7 +50,7 @@ fn append(
     if (KEYS == 1u) {
         for (var word = invocation; word < call.tile_words / TILE_TOKENS; word += INVOCATIONS) {
             let at = (word / call.vector * TILE_TOKENS + place.slot) * call.vector + word % call.vector;
-            tiles[tile + at] = key_word(place, kv_head, word);
+            tiles[tile + at] = select(0u, key_word(place, kv_head, word), exists);
         }
     } else {
         for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {

@@ -2,6 +2,8 @@
 //
 //   element = min + scale · code, rounded after the product and after the sum
 //
+// or, with ADDS, what the output holds already and the element.
+//
 // One invocation owns one element; neighbours own neighbouring channels, so rows are written coalesced. A word of a
 // tile is read by each of the invocations that own its fields.
 //
@@ -13,6 +15,8 @@
 // import common/call.wgsl
 // import common/tile.wgsl
 // import field = common/field_codes.wgsl
+
+const ADDS: u32 = 0u;
 
 @group(0) @binding(1) var<storage, read> tiles: array<u32>;
 @group(0) @binding(2) var<storage, read_write> output: array<f32>;
@@ -43,5 +47,10 @@ fn dequantize(
         field = (field & 3u) | (((tiles[tile + top.x] >> top.y) & 1u) << 2u);
     }
     let value = field_value(field, place, kv_head, token, channel);
-    output[(kv_head * call.tokens + place.token + token) * call.head_dim + channel] = value;
+    let at_output = (kv_head * call.tokens + place.token + token) * call.head_dim + channel;
+    if (ADDS == 1u) {
+        output[at_output] = output[at_output] + rounded(value);
+    } else {
+        output[at_output] = value;
+    }
 }

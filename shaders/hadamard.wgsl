@@ -3,7 +3,7 @@
 //   y = H (s ⊙ x) / √ORDER, or x = s ⊙ (H y) / √ORDER, for blocks of ORDER channels; s are signs, or all 1
 //
 // One workgroup owns a row; an invocation owns every 64th channel and pairs of channels. Rows are read and written
-// coalesced, and may be read from where they are written. log2(ORDER) additions per element, as many barriers per row.
+// coalesced (dealt channels are not written so), and may be read from where they are written. log2(ORDER) additions per element, as many barriers per row.
 //
 // In bounds: workgroups beyond `total` = tokens · kv_heads rows return; the rows read and the output were checked
 // against the buffers when they were bound. Loops are bounded by HEAD_DIM; divisors are sizes of a checked shape.
@@ -30,10 +30,12 @@ fn hadamard(
     }
     let start = row_start(row / call.kv_heads, row % call.kv_heads);
     for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
-        rotated[channel] = rounded(rotation_input(element(start + channel), channel));
+        let place = input_place(channel);
+        rotated[place] = rounded(rotation_input(element(start + channel), place));
     }
     rotate_row(invocation);
     for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
-        output[row * HEAD_DIM + channel] = unflipped(rotated[channel], channel);
+        let place = output_place(channel);
+        output[row * HEAD_DIM + channel] = unflipped(rotated[place], place);
     }
 }

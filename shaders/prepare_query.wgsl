@@ -5,7 +5,8 @@
 // Where keys are stored rotated, so is q before all that.
 // The row holds q ⊙ s as integers in byte planes and (scale, bias, Σ q, 0), or as f32 (see common/query_row_*.wgsl).
 //
-// Workgroup (x, y): span x, query head y. An invocation owns four neighbouring channels. Reads D elements and as many
+// Workgroup (x, y): span x, part y % PARTS of query head y / PARTS: keys with sketches want a row for their signs and one for
+// their levels. An invocation owns four neighbouring channels. Reads D elements and as many
 // ranges, writes one row.
 //
 // In bounds: spans, queries, ranges and rows are sized for the plan; channels past HEAD_DIM are not read.
@@ -25,6 +26,8 @@ const KV_HEADS: u32 = 8u;
 const QUERY_HEADS: u32 = 32u;
 // Field groups of a row of keys, padding included.
 const ROW_FIELDS: u32 = 32u;
+// Rows of a query head.
+const PARTS: u32 = 1u;
 // log2(e) / √D.
 const SCORE_SCALE: f32 = 0.12751743f;
 
@@ -40,16 +43,17 @@ var<workgroup> parts: array<vec4<f32>, INVOCATIONS>;
 @compute @workgroup_size(64)
 fn prepare_query(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) field: u32) {
     let span = spans[group.x];
-    let row = group.x * QUERY_HEADS + group.y;
+    let head = group.y / PARTS;
+    let row = (group.x * QUERY_HEADS + head) * PARTS + group.y % PARTS;
     var q = vec4<f32>(0f);
     var scaled = vec4<f32>(0f);
     var bias = 0f;
     if (field < HEAD_DIM / 4u) {
-        q = input4((span.sequence * QUERY_HEADS + group.y) * (HEAD_DIM / 4u) + field) * SCORE_SCALE;
+        q = input4((span.sequence * QUERY_HEADS + head) * (HEAD_DIM / 4u) + field) * SCORE_SCALE;
     }
-    q = rotate_query(q, field);
+    q = rotate_query(q, field, group.y % PARTS);
     if (field < HEAD_DIM / 4u) {
-        let kv_head = group.y / (QUERY_HEADS / KV_HEADS);
+        let kv_head = head / (QUERY_HEADS / KV_HEADS);
         let base = (span.range_slot * KV_HEADS + kv_head) * HEAD_DIM + field * 4u;
         scaled = scale_query(q, base);
         bias = query_bias(q, base);
@@ -66,5 +70,5 @@ fn prepare_query(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocat
     }
     workgroupBarrier();
     write_row(row, field, scaled, parts[0]);
-    reset_extremes(row, field);
+    reset_extremes(group.x * QUERY_HEADS + head, field);
 }

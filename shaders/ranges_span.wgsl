@@ -1,6 +1,7 @@
 // ranges_span: one range per channel over all tokens of a span, in three dispatches.
 //
 //   scale = (max - min) · shrink / (2^BITS - 1),  min = min · shrink
+//   or about 0: scale = max |x| · shrink / (2^(BITS-1) - 1),  min = -2^(BITS-1) scale
 //
 // ranges_span_clear zeroes the slot, ranges_span_extremes enters the largest element and the largest negated element
 // of every channel by atomic maxima of their ordered bits (0 lies below every float's), ranges_span makes ranges of

@@ -1,6 +1,7 @@
 // ranges_tile: the ranges beside the tiles of one shard, for groups that lie within a tile.
 //
 //   scale = (max - min) · shrink / (2^BITS - 1),  min = min · shrink,  both rounded to half precision
+//   or about 0: scale = max |x| · shrink / (2^(BITS-1) - 1), rounded,  min = -2^(BITS-1) scale
 //
 // One invocation owns one range and reads its group: neighbours own neighbouring channels of a run of tokens, or
 // neighbouring tokens. Groups that no token belongs to get zero. Reads every element once.

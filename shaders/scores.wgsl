@@ -27,7 +27,6 @@ fn scores(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
     let item = items[group.x];
     let lane = invocation % 32u;
     let tiles = (item.tokens + TILE_TOKENS - 1u) / TILE_TOKENS;
-    span_range_base = (item.range_slot * KV_HEADS + group.y / CHUNKS) * HEAD_DIM;
     load_tile_bases(item.page_offset, tiles, group.y / CHUNKS, invocation);
     load_query(item, group.y, invocation);
     if (invocation < 2u * HEADS) {

@@ -87,8 +87,7 @@ fn naive_decoded(format: &TensorFormat, rows: &[f32], tokens: usize, head_dim: u
     }
     let range = |i: usize| {
         let (min, max) = extremes[&group_of(i)];
-        let range = kvpack::format::CodeRange::new(min, max, affine.shrink, affine.bits);
-        if affine.grouping == Grouping::Channel { range } else { range.rounded_to_f16() }
+        if affine.grouping == Grouping::Channel { affine.span_range(min, max) } else { affine.tile_range(min, max) }
     };
     rows.iter().enumerate().map(|(i, &x)| range(i).decode(range(i).encode(x, affine.bits))).collect()
 }

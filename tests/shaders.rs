@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 
 use kvpack::backend::{AttendOptions, QueryPrecision};
+use kvpack::format::sketch::Sketch;
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, Rotation, TensorFormat};
 use kvpack::plan::{DecodePlan, ElementType, Page, SpanView, Split, StoreView};
 use kvpack::wgpu::{Capabilities, KernelLimits, StepPlan, SubgroupSizes, Timestamps, Variant, variants};
@@ -57,12 +58,15 @@ fn decode_variants() -> Vec<Variant> {
     let formats: Vec<TensorFormat> =
         std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine)).chain(rotated).collect();
     // Codebooks of order 16, which divides every head.
-    let codebook = |bits| TensorFormat::Codebook(CodebookFormat { bits, rotation: Rotation::randomized(16, 4) });
-    let formats: Vec<TensorFormat> =
-        formats.into_iter().chain([Bits::One, Bits::Two, Bits::Three, Bits::Four].map(codebook)).collect();
+    let widths = [Bits::One, Bits::Two, Bits::Three, Bits::Four];
+    let rotation = Rotation::randomized(16, 4);
+    let codebook = |bits| TensorFormat::Codebook(CodebookFormat { bits, rotation, sketch: None });
+    let formats: Vec<TensorFormat> = formats.into_iter().chain(widths.map(codebook)).collect();
+    let sketched = |bits| TensorFormat::Codebook(CodebookFormat { bits, rotation, sketch: Some(Sketch { seed: 5 }) });
+    let keys: Vec<TensorFormat> = formats.iter().copied().chain(widths.map(sketched)).collect();
     let mut found = Vec::new();
-    for turn in 0..formats.len() * 4 {
-        let (key, value) = (formats[turn % formats.len()], formats[(turn * 5 + turn / formats.len()) % formats.len()]);
+    for turn in 0..keys.len() * 4 {
+        let (key, value) = (keys[turn % keys.len()], formats[(turn * 5 + turn / formats.len()) % formats.len()]);
         let head_dim = HEAD_DIMS[turn % HEAD_DIMS.len()];
         let shape = AttentionShape::new([1, 4, 7, 8][turn % 4] * 2, 2, head_dim).unwrap();
         let calibration = (turn % 3 == 0).then(|| Calibration::new(1.0, 2.0).unwrap());

@@ -89,4 +89,3 @@ constexpr u32 STAGE_COPIED_BYTES = STAGE_VALUE_RANGES_AT + (VALUE_TOKEN_RANGES ?
 // for two or four parts of every line otherwise.
 constexpr u32 LINE_BYTES = 128;
 constexpr u32 STAGE_BYTES = (STAGE_COPIED_BYTES + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
-static_assert(HEAD_BYTES % LINE_BYTES == 0, "parts of a page must begin at a line");

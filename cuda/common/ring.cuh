@@ -5,6 +5,8 @@
 
 #pragma once
 
+static_assert(HEAD_BYTES % LINE_BYTES == 0, "parts of a page must begin at a line");
+
 struct Ring {
     // Address of the first stage in shared memory.
     u32 stages;

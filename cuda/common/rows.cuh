@@ -32,9 +32,20 @@ struct RowsCall {
 };
 
 // Tokens count from the first of the span.
+__device__ __forceinline__ u64 element_index(const RowsCall& call, u32 token, u32 kv_head, u32 channel) {
+    return (u64)(call.first_token + token) * call.token_stride + (u64)kv_head * call.head_stride + channel;
+}
+
 __device__ __forceinline__ float element(const RowsCall& call, u32 token, u32 kv_head, u32 channel) {
-    const u64 index = (u64)(call.first_token + token) * call.token_stride + (u64)kv_head * call.head_stride + channel;
+    const u64 index = element_index(call, token, kv_head, channel);
     return call.rows_f16 ? half_value(((const u16*)call.rows)[index]) : ((const float*)call.rows)[index];
+}
+
+// A token's row, by a warp.
+__device__ __forceinline__ void load_row(float (&row)[LANE_CHANNELS], const RowsCall& call, u32 token, u32 kv_head,
+                                         int lane) {
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) row[i] = element(call, token, kv_head, lane + 32 * i);
 }
 
 struct Field {
@@ -46,7 +57,16 @@ struct Field {
 template <bool VALUE>
 constexpr int FORMAT_BITS = VALUE ? VALUE_BITS : KEY_BITS;
 template <bool VALUE>
-constexpr bool TOKEN_RANGES = VALUE ? VALUE_TOKEN_RANGES : KEY_TOKEN_RANGES;
+constexpr bool TILE_RANGES = VALUE ? VALUE_TILE_RANGES : KEY_TILE_RANGES;
+template <bool VALUE>
+constexpr u32 GROUP_TOKENS = VALUE ? VALUE_GROUP_TOKENS : KEY_GROUP_TOKENS;
+template <bool VALUE>
+constexpr u32 GROUP_CHANNELS = VALUE ? VALUE_GROUP_CHANNELS : KEY_GROUP_CHANNELS;
+// True where ranges are made about 0: of the largest magnitude, over one bit less, and the middle code is 0.
+template <bool VALUE>
+constexpr bool SYMMETRIC = VALUE ? VALUE_SYMMETRIC : KEY_SYMMETRIC;
+template <bool VALUE>
+constexpr u32 RANGES = (VALUE ? VALUE_RANGE_BYTES : KEY_RANGE_BYTES) / 4;
 template <bool VALUE>
 constexpr u32 FIELDS = 32 / FORMAT_BITS<VALUE>;
 template <bool VALUE>

@@ -11,14 +11,22 @@
 #define HEAD_DIM 128
 #define KEY_BITS 4
 #define VALUE_BITS 4
-#define KEY_TOKEN_RANGES 0
-#define VALUE_TOKEN_RANGES 0
+#define KEY_GROUP_TOKENS 0
+#define KEY_GROUP_CHANNELS 0
+#define VALUE_GROUP_TOKENS 0
+#define VALUE_GROUP_CHANNELS 0
+#define KEY_SYMMETRIC 0
+#define VALUE_SYMMETRIC 0
+#define KEY_LEVEL_UNIT 0
+#define VALUE_LEVEL_UNIT 0
 #endif
 
 constexpr int TILE_TOKENS = 128;
 constexpr int LOAD_BYTES = 512;
 // MMA steps take 16 tokens.
 constexpr int BLOCK_TOKENS = 16;
+// Channels of a lane where a warp holds a row: lane, lane + 32, …
+constexpr int LANE_CHANNELS = HEAD_DIM / 32;
 
 // Keys: channels of a block, blocks of 16 tokens, blocks of one load.
 constexpr int KEY_CHANNELS = KEY_BITS == 16 ? 16 : 32;
@@ -32,11 +40,23 @@ constexpr int VALUE_PLANES = VALUE_BITS == 16 ? 1 : 8 / VALUE_BITS;
 // True if a block of channels has the same bit plane in every run of tokens.
 constexpr bool VALUE_PLANE_FIXED = VALUE_BLOCKS % VALUE_PLANES == 0;
 
+// Ranges beside each tile, of groups of so many tokens and channels; none where a range spans all tokens, and for f16.
+constexpr bool KEY_TILE_RANGES = KEY_GROUP_TOKENS > 0;
+constexpr bool VALUE_TILE_RANGES = VALUE_GROUP_TOKENS > 0;
+// One range for each token.
+constexpr bool KEY_TOKEN_RANGES = KEY_GROUP_TOKENS == 1 && KEY_GROUP_CHANNELS == HEAD_DIM;
+constexpr bool VALUE_TOKEN_RANGES = VALUE_GROUP_TOKENS == 1 && VALUE_GROUP_CHANNELS == HEAD_DIM;
+
+template <int TOKENS, int CHANNELS>
+constexpr u32 RANGES_PER_TILE = TILE_TOKENS / TOKENS * (HEAD_DIM / CHANNELS);
+template <>
+constexpr u32 RANGES_PER_TILE<0, 0> = 0;
+
 // The part of a page that belongs to one KV head: tile of keys, tile of values, ranges of keys, ranges of values.
 constexpr u32 KEY_TILE_BYTES = TILE_TOKENS * HEAD_DIM * KEY_BITS / 8;
 constexpr u32 VALUE_TILE_BYTES = TILE_TOKENS * HEAD_DIM * VALUE_BITS / 8;
-constexpr u32 KEY_RANGE_BYTES = KEY_TOKEN_RANGES ? TILE_TOKENS * 4 : 0;
-constexpr u32 VALUE_RANGE_BYTES = VALUE_TOKEN_RANGES ? TILE_TOKENS * 4 : 0;
+constexpr u32 KEY_RANGE_BYTES = 4 * RANGES_PER_TILE<KEY_GROUP_TOKENS, KEY_GROUP_CHANNELS>;
+constexpr u32 VALUE_RANGE_BYTES = 4 * RANGES_PER_TILE<VALUE_GROUP_TOKENS, VALUE_GROUP_CHANNELS>;
 constexpr u32 VALUES_AT = KEY_TILE_BYTES;
 constexpr u32 KEY_RANGES_AT = VALUES_AT + VALUE_TILE_BYTES;
 constexpr u32 VALUE_RANGES_AT = KEY_RANGES_AT + KEY_RANGE_BYTES;

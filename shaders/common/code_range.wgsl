@@ -2,6 +2,11 @@
 // fusing, decides a bit here.
 
 const MAX_CODE: u32 = (1u << BITS) - 1u;
+// 1 where ranges are made about 0: of the largest magnitude, over one bit less, and the middle code is 0.
+const SYMMETRIC: u32 = 0u;
+const RANGE_BITS: u32 = BITS - SYMMETRIC;
+const RANGE_STEPS: u32 = (1u << RANGE_BITS) - 1u;
+const RANGE_MIDDLE: f32 = f32(1u << (BITS - 1u));
 // Scales below 2^-100 count as 0.
 const MIN_SCALE: f32 = 7.888609e-31f;
 
@@ -14,10 +19,17 @@ fn flushed(x: f32) -> f32 {
 fn code_range(low: f32, high: f32) -> vec2<f32> {
     let smallest = flushed(rounded(flushed(low) * call.shrink));
     let largest = flushed(rounded(flushed(high) * call.shrink));
+    if (SYMMETRIC == 1u) {
+        return about_zero(scale_of(max(abs(smallest), abs(largest))));
+    }
     return vec2<f32>(scale_of(rounded(largest - smallest)), smallest);
 }
 
-// spread / MAX_CODE, correctly rounded: the mantissa is divided as an integer.
+fn about_zero(scale: f32) -> vec2<f32> {
+    return vec2<f32>(scale, select(-RANGE_MIDDLE * scale, 0.0, scale == 0.0));
+}
+
+// spread / RANGE_STEPS, correctly rounded: the mantissa is divided as an integer.
 fn scale_of(spread: f32) -> f32 {
     let bits = bitcast<u32>(spread);
     let exponent = bits >> 23u;
@@ -25,13 +37,13 @@ fn scale_of(spread: f32) -> f32 {
     if (spread <= 0.0 || exponent < 27u) {
         return 0.0;
     }
-    let numerator = ((bits & 0x7fffffu) | 0x800000u) << BITS;
-    let quotient = numerator / MAX_CODE;
-    let remainder = numerator - quotient * MAX_CODE;
+    let numerator = ((bits & 0x7fffffu) | 0x800000u) << RANGE_BITS;
+    let quotient = numerator / RANGE_STEPS;
+    let remainder = numerator - quotient * RANGE_STEPS;
     // The quotient has 24 or 25 bits.
     var mantissa = quotient;
-    var up = 2u * remainder > MAX_CODE;
-    var scale_exponent = exponent - BITS;
+    var up = 2u * remainder > RANGE_STEPS;
+    var scale_exponent = exponent - RANGE_BITS;
     if (quotient >= 0x1000000u) {
         mantissa = quotient >> 1u;
         up = (quotient & 1u) == 1u && (remainder != 0u || (mantissa & 1u) == 1u);
@@ -44,8 +56,11 @@ fn scale_of(spread: f32) -> f32 {
 
 // A range as tiles store it: scale and minimum rounded to half precision, the scale in the low half.
 fn range_word(range: vec2<f32>) -> u32 {
-    let scale = half_bits(min(range.x, HALF_MAX));
-    return select(scale, 0u, scale < 0x400u) | (half_bits(clamp(range.y, -HALF_MAX, HALF_MAX)) << 16u);
+    let largest = select(HALF_MAX, HALF_MAX / RANGE_MIDDLE, SYMMETRIC == 1u);
+    let rounded_scale = half_bits(min(range.x, largest));
+    let scale = select(rounded_scale, 0u, rounded_scale < 0x400u);
+    let minimum = select(range.y, about_zero(half_value(scale)).y, SYMMETRIC == 1u);
+    return scale | (half_bits(clamp(minimum, -HALF_MAX, HALF_MAX)) << 16u);
 }
 
 fn range_of_word(word: u32) -> vec2<f32> {

@@ -1,12 +1,8 @@
-// A field group of packed keys: one bit plane of a word, as it is stored, or as the codes 0 … 2^bits - 1.
+// A field group of packed keys: one bit plane of a word, as the codes 0 … 2^bits - 1.
 
 const KEY_BITS: u32 = 4u;
 const KEY_PLANES: u32 = 8u / KEY_BITS;
 const KEY_WORD_FIELDS: u32 = KEY_VECTOR;
-
-fn key_fields(words: KeyVector, w: u32, plane: u32) -> vec4<u32> {
-    return unpack4xU8((words[w] >> (plane * KEY_BITS)) & (0x01010101u * ((1u << KEY_BITS) - 1u)));
-}
 
 fn key_codes(words: KeyVector, w: u32, plane: u32) -> vec4<f32> {
     // Flipping the top bit of a field turns the stored two's complement back into the code.

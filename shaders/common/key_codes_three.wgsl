@@ -5,12 +5,8 @@ const KEY_BITS: u32 = 3u;
 const KEY_PLANES: u32 = 8u;
 const KEY_WORD_FIELDS: u32 = 1u;
 
-fn key_fields(words: KeyVector, w: u32, plane: u32) -> vec4<u32> {
+fn key_codes(words: KeyVector, w: u32, plane: u32) -> vec4<f32> {
     let low = select(words[0], words[1], plane >= 4u) >> (plane % 4u * 2u);
     let top = words[2] >> plane;
-    return unpack4xU8((low & 0x03030303u) | ((top & 0x01010101u) << 2u));
-}
-
-fn key_codes(words: KeyVector, w: u32, plane: u32) -> vec4<f32> {
-    return vec4<f32>(key_fields(words, w, plane) ^ vec4<u32>(4u));
+    return vec4<f32>(unpack4xU8(((low & 0x03030303u) | ((top & 0x01010101u) << 2u)) ^ 0x04040404u));
 }

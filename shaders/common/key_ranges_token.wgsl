@@ -1,4 +1,5 @@
-// One range per token: k = s u + m with u = c + 2^(bits-1), so q·k = s Σ q c + (m + 2^(bits-1) s) Σ q.
+// One range per token: k = s u + m with u = c + 2^(bits-1), so q·k = s Σ q c + (m + 2^(bits-1) s) Σ q. Or one norm:
+// k = s u with u = (c + 1/2) · unit, where KEY_MIDDLE is half a unit.
 
 @group(0) @binding(4) var<storage, read> key_ranges: array<u32>;
 

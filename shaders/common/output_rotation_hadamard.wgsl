@@ -4,12 +4,13 @@
 // import common/rotate_row.wgsl
 
 fn put_output(state: u32, y: u32, head: u32, channel: u32, output: f32) {
-    rotated[channel] = rotation_input(output, channel);
+    rotated[input_place(channel)] = rotation_input(output, input_place(channel));
 }
 
 fn finish_output(state: u32, y: u32, head: u32, invocation: u32) {
     rotate_row(invocation);
     for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
-        write_state_channel(state, y, head, channel, unflipped(rotated[channel], channel));
+        let place = output_place(channel);
+        write_state_channel(state, y, head, channel, unflipped(rotated[place], place));
     }
 }

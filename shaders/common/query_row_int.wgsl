@@ -5,7 +5,8 @@
 
 const QUERY_PLANES: u32 = 2u;
 const QUERY_LARGEST: f32 = 32639f;
-// 2^(bits-8): what a dot product of integers and shifted codes must be multiplied with, beside the query's own scale.
+// What a dot product of integers and bytes of keys must be multiplied with, beside the query's own scale: 2^(bits-8) for
+// affine codes, which are shifted to the top of their bytes, and the unit of a codebook's levels.
 const CODE_UNIT: f32 = 0.0625f;
 // Words of a vector of keys, and bit planes of a word.
 const KEY_VECTOR: u32 = 4u;

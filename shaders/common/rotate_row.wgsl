@@ -1,7 +1,8 @@
 // A row of HEAD_DIM channels in workgroup memory, rotated in place: `format::Rotation`. Blocks of ORDER channels are
 // multiplied with the Walsh-Hadamard matrix over √ORDER.
 //
-// Who puts a channel in applies `rotation_input` to it; who takes it out of a row rotated back applies `unflipped`. An
+// Channels may be dealt out to the blocks in turns first: channel c then lies at `dealt(c)`. Who puts a channel in does so at
+// `input_place` and applies `rotation_input`; who takes it out does so at `output_place` and applies `unflipped`. An
 // invocation owns pairs of channels; one barrier per butterfly stage. Every invocation of the workgroup must call.
 
 const ROTATION_ORDER: u32 = 16u;
@@ -13,23 +14,41 @@ const ROTATION_SEED: u32 = 0u;
 // 1 where the row is rotated back: signs are flipped after the butterflies.
 const ROTATION_BACK: u32 = 0u;
 
+// Blocks that channels are dealt out to.
+const ROTATION_BLOCKS: u32 = 1u;
+
 var<workgroup> rotated: array<f32, HEAD_DIM>;
 
-fn rotation_input(x: f32, channel: u32) -> f32 {
+fn dealt(channel: u32, blocks: u32) -> u32 {
+    return channel % blocks * ROTATION_ORDER + channel / blocks;
+}
+
+fn input_place(channel: u32) -> u32 {
+    return select(dealt(channel, ROTATION_BLOCKS), channel, ROTATION_BACK == 1u);
+}
+
+fn output_place(channel: u32) -> u32 {
+    return select(channel, dealt(channel, ROTATION_BLOCKS), ROTATION_BACK == 1u);
+}
+
+fn rotation_input(x: f32, place: u32) -> f32 {
+    return scaled_input(flipped(x, place, ROTATION_SEED, ROTATION_SIGNED & (1u - ROTATION_BACK)));
+}
+
+fn scaled_input(x: f32) -> f32 {
     // Bits of 2^-50: smaller elements count as 0.
-    let magnitude = bitcast<u32>(x) & 0x7fffffffu;
-    return select(flipped(x, channel, 1u - ROTATION_BACK) * ROTATION_SCALE, 0f, magnitude < 0x26800000u);
+    return select(x * ROTATION_SCALE, 0f, (bitcast<u32>(x) & 0x7fffffffu) < 0x26800000u);
 }
 
-fn unflipped(x: f32, channel: u32) -> f32 {
-    return flipped(x, channel, ROTATION_BACK);
+fn unflipped(x: f32, place: u32) -> f32 {
+    return flipped(x, place, ROTATION_SEED, ROTATION_SIGNED & ROTATION_BACK);
 }
 
-fn flipped(x: f32, channel: u32, apply: u32) -> f32 {
-    var word = ROTATION_SEED + 0x9e3779b9u * (channel + 1u);
+fn flipped(x: f32, place: u32, seed: u32, apply: u32) -> f32 {
+    var word = seed + 0x9e3779b9u * (place + 1u);
     word = (word ^ (word >> 16u)) * 0x7feb352du;
     word = (word ^ (word >> 15u)) * 0x846ca68bu;
-    let flip = (word ^ (word >> 16u)) & ROTATION_SIGNED & apply;
+    let flip = (word ^ (word >> 16u)) & apply;
     return bitcast<f32>(bitcast<u32>(x) ^ (flip << 31u));
 }
 

@@ -3,7 +3,8 @@
 // import common/rotate_row.wgsl
 
 fn put_channel(channel: u32, x: f32) {
-    rotated[channel] = rounded(rotation_input(x, channel));
+    let place = input_place(channel);
+    rotated[place] = rounded(rotation_input(x, place));
 }
 
 fn channel_value(channel: u32) -> f32 {

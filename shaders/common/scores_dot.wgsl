@@ -3,23 +3,19 @@
 // The prepared query is one row per span and query head: QUERY_PLANES byte planes of field-group words (low byte
 // first, both signed) in the order in which they are used, then the constants (scale, bias, Σ q, 0) as f32. It lies in workgroup memory and is read as
 // 16-byte broadcasts, each used for the four tokens of an invocation.
-// Keys: neighbouring lanes read neighbouring vectors. A field shifted to the top of its byte is the signed code times
-// 2^(8-bits); the scale takes that back.
+// Keys: neighbouring lanes read neighbouring vectors, and make signed bytes of their fields (common/key_bytes_*.wgsl).
 
 alias KeyVector = vec4<u32>;
 
 @group(0) @binding(2) var<storage, read> queries: array<vec4<u32>>;
 @group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
 
-const KEY_BITS: u32 = 4u;
-// The top KEY_BITS bits of every byte.
-const KEY_MASK: u32 = 4042322160u;
 // Words of a vector, and vectors of a token's row.
 const KEY_VECTOR: u32 = 4u;
 const KEY_VECTORS: u32 = 4u;
-const KEY_PLANES: u32 = 8u / KEY_BITS;
-// Sets of four field groups in a vector: KEY_VECTOR words of the top bit plane, then of the one below.
-const KEY_QUADS: u32 = KEY_VECTOR * KEY_PLANES / 4u;
+
+// import key_bytes = common/key_bytes_top.wgsl
+
 const QUERY_PLANES: u32 = 2u;
 const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_QUADS;
 const QUERY_ROW: u32 = QUERY_PLANES * QUERY_VECTORS + 1u;
@@ -55,10 +51,9 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
             var codes: array<u32, 16>;
             // unroll
             for (var f = 0u; f < 4u; f++) {
-                let shift = (quad * (4u / KEY_VECTOR) + f / KEY_VECTOR) * KEY_BITS;
                 // unroll
                 for (var i = 0u; i < LANE_TOKENS; i++) {
-                    codes[f * 4u + i] = (words[i][f % KEY_VECTOR] << shift) & KEY_MASK;
+                    codes[f * 4u + i] = key_bytes(words[i], quad, f);
                 }
             }
             // unroll

@@ -32,7 +32,6 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     let team = invocation / 32u;
     let tiles = (item.tokens + TILE_TOKENS - 1u) / TILE_TOKENS;
 
-    span_range_base = (item.range_slot * KV_HEADS + y / CHUNKS) * HEAD_DIM;
     load_tile_bases(item.page_offset, tiles, y / CHUNKS, invocation);
     load_query(item, y, invocation);
     prepare_workgroup_max();

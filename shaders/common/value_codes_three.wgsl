@@ -6,12 +6,8 @@ const VALUE_PLANES: u32 = 8u;
 const VALUE_WORD_FIELDS: u32 = 1u;
 const VALUE_VECTORS: u32 = 4u;
 
-fn value_fields(words: ValueVector, w: u32, plane: u32) -> vec4<u32> {
+fn value_codes(words: ValueVector, w: u32, plane: u32) -> vec4<f32> {
     let low = select(words[0], words[1], plane >= 4u) >> (plane % 4u * 2u);
     let top = words[2] >> plane;
-    return unpack4xU8((low & 0x03030303u) | ((top & 0x01010101u) << 2u));
-}
-
-fn value_codes(words: ValueVector, w: u32, plane: u32) -> vec4<f32> {
-    return vec4<f32>(value_fields(words, w, plane) ^ vec4<u32>(4u));
+    return vec4<f32>(unpack4xU8(((low & 0x03030303u) | ((top & 0x01010101u) << 2u)) ^ 0x04040404u));
 }

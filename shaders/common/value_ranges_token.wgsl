@@ -1,9 +1,11 @@
-// One range per token: v = s u + m with u = c + 2^(bits-1). The scale goes into the weight before it becomes an
+// One range per token: v = s u + m with u = c + 2^(bits-1), or one norm: v = s u with u = (c + 1/2) · unit. The scale goes into the weight before it becomes an
 // integer, relative to the step's largest scale; the rest, p (m + 2^(bits-1) s), is one sum per head.
 
 @group(0) @binding(6) var<storage, read> value_ranges: array<u32>;
 
 const VALUE_MIDDLE: f32 = 8f;
+// The unit of a codebook's levels; 1 for affine codes.
+const VALUE_UNIT: f32 = 1f;
 
 // Largest scale of the step, as bits: scales are not negative, so their bits are ordered. Two slots as for maxima.
 var<workgroup> largest_scales: array<atomic<u32>, 2>;
@@ -86,5 +88,5 @@ fn finish_value_ranges(invocation: u32) {
 }
 
 fn ranged_output(mean: f32, head: u32, total: f32, range_slot: u32, kv_head: u32, channel: u32) -> f32 {
-    return mean + min_total[head] / total;
+    return VALUE_UNIT * (mean + min_total[head] / total);
 }

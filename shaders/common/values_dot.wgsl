@@ -8,26 +8,21 @@
 // Team t works on CHANNELS channels per lane, 32 apart, of channel block t % CHANNEL_BLOCKS, and on CHANNEL_BLOCKS of
 // the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as 16-byte broadcasts.
 
-@group(0) @binding(5) var<storage, read> values: array<vec4<u32>>;
+// import value_bytes = common/value_bytes_top.wgsl
 
-const VALUE_BITS: u32 = 4u;
-// The top VALUE_BITS bits of every byte.
-const VALUE_MASK: u32 = 4042322160u;
-const VALUE_PLANES: u32 = 8u / VALUE_BITS;
-// Vectors of a channel's column in a tile.
-const VALUE_VECTORS: u32 = VALUE_BITS;
+@group(0) @binding(5) var<storage, read> values: array<ValueVector>;
+
 // Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
 const CHANNELS: u32 = 2u;
 const CHANNEL_BLOCKS: u32 = 2u;
 const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
 
 const LARGEST_WEIGHT: f32 = 32639f;
-// What a sum of integer weights times shifted codes must be multiplied with.
-const WEIGHT_UNIT: f32 = 1f / (32639f * f32(1u << (8u - VALUE_BITS)));
+// What a sum of integer weights times bytes must be multiplied with.
+const WEIGHT_UNIT: f32 = 1f / (32639f * VALUE_BYTE);
 const GOLDEN_RATIO: f32 = 0.618034f;
 
-// [head][byte plane][tile of the step][vector][bit plane from above], one component per word of the vector: the order
-// of use.
+// [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
 var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
 var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
 
@@ -66,11 +61,10 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
         let low = (even & 0x00ff00ffu) | ((odd & 0x00ff00ffu) << 8u);
         // The low byte counts as signed, so it borrows from the high one where its top bit is set.
         let high = (((even + 0x00800080u) >> 8u) & 0x00ff00ffu) | ((odd + 0x00800080u) & 0xff00ff00u);
-        // Field group `lane` is word lane / VALUE_PLANES of the column, bit plane lane % VALUE_PLANES from below.
-        let word = lane / VALUE_PLANES;
-        let at = (head * 2u * STEP_TILES + team) * 8u + word / 4u * VALUE_PLANES + (VALUE_PLANES - 1u - lane % VALUE_PLANES);
-        weight_bytes[at][word % 4u] = low;
-        weight_bytes[at + STEP_TILES * 8u][word % 4u] = high;
+        let place = value_place(lane);
+        let at = (head * 2u * STEP_TILES + team) * 8u + place.x;
+        weight_bytes[at][place.y] = low;
+        weight_bytes[at + STEP_TILES * 8u][place.y] = high;
     }
 }
 
@@ -90,25 +84,25 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
     for (var tile = first_tile; tile < end_tile; tile++) {
         let base = tile_bases[first + tile] * (VALUE_VECTORS * HEAD_DIM);
         for (var vector = 0u; vector < VALUE_VECTORS; vector++) {
-            var words: array<vec4<u32>, CHANNELS>;
+            var words: array<ValueVector, CHANNELS>;
             // unroll
             for (var k = 0u; k < CHANNELS; k++) {
                 words[k] = values[base + vector * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
             }
-            for (var quad = 0u; quad < VALUE_PLANES; quad++) {
+            for (var quad = 0u; quad < VALUE_QUADS; quad++) {
                 var codes: array<u32, 4u * CHANNELS>;
                 // unroll
                 for (var f = 0u; f < 4u; f++) {
                     // unroll
                     for (var k = 0u; k < CHANNELS; k++) {
-                        codes[f * CHANNELS + k] = (words[k][f] << (quad * VALUE_BITS)) & VALUE_MASK;
+                        codes[f * CHANNELS + k] = value_bytes(words[k], quad, f);
                     }
                 }
                 // unroll
                 for (var head = 0u; head < HEADS; head++) {
                     // unroll
                     for (var plane = 0u; plane < 2u; plane++) {
-                        let w = weight_bytes[((head * 2u + plane) * STEP_TILES + tile) * 8u + vector * VALUE_PLANES + quad];
+                        let w = weight_bytes[((head * 2u + plane) * STEP_TILES + tile) * 8u + vector * VALUE_QUADS + quad];
                         // unroll
                         for (var k = 0u; k < CHANNELS; k++) {
                             step_sums[(plane * HEADS + head) * CHANNELS + k] +=

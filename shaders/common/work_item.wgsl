@@ -42,9 +42,6 @@ var<workgroup> tile_bases: array<u32, MAX_TILES>;
 // Scores of the invocation's tokens, in units of log2: [head][token].
 var<private> token_scores: array<f32, HEADS * LANE_TOKENS>;
 
-// Where the span ranges of the KV head begin, in formats that have them.
-var<private> span_range_base: u32;
-
 fn load_tile_bases(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) {
     for (var tile = invocation; tile < tiles; tile += INVOCATIONS) {
         tile_bases[tile] = page_table[page_offset + tile] * KV_HEADS + kv_head;

@@ -37,6 +37,20 @@ pub const METHODS: &[Method] = &[
         recipe: |_, _| per_token(Bits::Eight),
     },
     Method {
+        name: "int8-symmetric",
+        bits: &[],
+        stores: "8-bit codes about 0, one scale per token; packed as tokens arrive",
+        source: "a baseline",
+        recipe: |_, _| symmetric(Grouping::Token),
+    },
+    Method {
+        name: "int8-symmetric-channel",
+        bits: &[],
+        stores: "8-bit codes about 0, one scale per channel and tile",
+        source: "a baseline",
+        recipe: |_, _| symmetric(Grouping::ChannelTokens(128)).with_window(DEFAULT_WINDOW),
+    },
+    Method {
         name: "int4",
         bits: &[],
         stores: "4-bit codes, one range per token; packed as tokens arrive",
@@ -65,6 +79,20 @@ pub const METHODS: &[Method] = &[
         recipe: |bits, shape| Recipe::pack_all(SegmentFormat::turboquant(bits, shape.head_dim())),
     },
     Method {
+        name: "turboquant-prod",
+        bits: &[Bits::Four, Bits::Three, Bits::Two],
+        stores: "K: turboquant at one bit less and a 1-bit sketch of the rest, V: turboquant; packed as tokens arrive",
+        source: "TurboQuant (prod), arXiv 2504.19874",
+        recipe: |bits, shape| Recipe::pack_all(SegmentFormat::turboquant_prod(bits, shape.head_dim())),
+    },
+    Method {
+        name: "qjl",
+        bits: &[],
+        stores: "K: a 1-bit sketch and a norm per token, V: 4-bit codes, one range per token; packed as tokens arrive",
+        source: "QJL, arXiv 2406.03482",
+        recipe: |_, shape| Recipe::pack_all(SegmentFormat::qjl(shape.head_dim())),
+    },
+    Method {
         name: "kivi",
         bits: &[Bits::Four, Bits::Two],
         stores: "K: one range per channel and 32 tokens, V: one per token and 32 channels",
@@ -75,6 +103,11 @@ pub const METHODS: &[Method] = &[
 
 fn per_token(bits: Bits) -> Recipe {
     let format = TensorFormat::Affine(AffineFormat::new(bits, Grouping::Token));
+    Recipe::pack_all(SegmentFormat { key: format, value: format })
+}
+
+fn symmetric(grouping: Grouping) -> Recipe {
+    let format = TensorFormat::Affine(AffineFormat::new(Bits::Eight, grouping).symmetric());
     Recipe::pack_all(SegmentFormat { key: format, value: format })
 }
 

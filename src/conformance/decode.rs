@@ -89,6 +89,8 @@ pub fn decode_formats() -> Vec<SegmentFormat> {
     // The rotation divides the heads of all shapes of the registry.
     let turboquant = |bits| SegmentFormat::turboquant(bits, 64);
     formats.extend([Bits::Four, Bits::Three, Bits::Two, Bits::One].map(turboquant));
+    formats.extend([Bits::Four, Bits::Three, Bits::Two].map(|bits| SegmentFormat::turboquant_prod(bits, 64)));
+    formats.push(SegmentFormat::qjl(64));
     formats
 }
 

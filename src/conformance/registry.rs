@@ -3,7 +3,8 @@
 use super::case::{Case, DataKind, Fill, InputLayout, Paging, RowOrder, SegmentCase, SinkPlace, SpanCase};
 use crate::backend::{AttendOptions, QueryPrecision};
 use crate::format::{
-    AffineFormat, AttentionShape, Bits, Calibration, CodebookFormat, Grouping, Rotation, SegmentFormat, TensorFormat,
+    AffineFormat, AttentionShape, Bits, Calibration, CodebookFormat, Grouping, RangeRule, Rotation, SegmentFormat,
+    TensorFormat,
 };
 use crate::plan::{ElementType, Split};
 
@@ -19,8 +20,10 @@ pub fn cases() -> Vec<Case> {
     cases.extend(every_format());
     cases.extend(every_shape());
     cases.extend(mixed_keys_and_values());
+    cases.extend(symmetric());
     cases.extend(rotated());
     cases.extend(codebooks());
+    cases.extend(sketches());
     cases.extend(lengths());
     cases.extend(several_segments());
     cases.extend(calibrated());
@@ -107,6 +110,39 @@ fn mixed_keys_and_values() -> Vec<Case> {
         .collect()
 }
 
+/// Ranges about 0: every grouping, several widths, single tokens, rotated rows.
+fn symmetric() -> Vec<Case> {
+    let format = |bits, grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping).symmetric());
+    let mut cases = Vec::new();
+    for (i, (bits, grouping)) in [
+        (Bits::Eight, Grouping::Token),
+        (Bits::Eight, Grouping::Channel),
+        (Bits::Eight, Grouping::ChannelTokens(32)),
+        (Bits::Eight, Grouping::TokenChannels(16)),
+        (Bits::Four, Grouping::Token),
+        (Bits::Three, Grouping::Channel),
+        (Bits::Two, Grouping::Token),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let key = format(bits, grouping);
+        let head_dim = crate::format::HEAD_DIMS[i % crate::format::HEAD_DIMS.len()];
+        let mut case =
+            Case::new(&format!("symmetric-{}", slug(&key)), shape(GROUPS[i % GROUPS.len()], head_dim), both(key));
+        case.quick = i < 2;
+        if bits == Bits::Four {
+            case.segments[0].fill = Fill::Append;
+        }
+        cases.push(case);
+    }
+    let rotated = AffineFormat::new(Bits::Eight, Grouping::Token).symmetric().rotated(Rotation::hadamard(64));
+    let mut case = Case::new("symmetric-rotated-outliers", shape(3, 64), both(TensorFormat::Affine(rotated)));
+    case.data = DataKind::Outliers;
+    cases.push(case);
+    cases
+}
+
 /// Rotated keys and values: every grouping and width, every head dimension and group size, one tensor or both, beside
 /// segments of other rotations.
 fn rotated() -> Vec<Case> {
@@ -173,7 +209,7 @@ fn codebooks() -> Vec<Case> {
         }
     }
     let turboquant = |bits| TensorFormat::Codebook(CodebookFormat::turboquant(bits, 128));
-    let plain = CodebookFormat { bits: Bits::Two, rotation: Rotation::hadamard(16) };
+    let plain = CodebookFormat { bits: Bits::Two, rotation: Rotation::hadamard(16), sketch: None };
     for (name, key, value) in [
         ("keys-only", turboquant(Bits::Four), TensorFormat::F16),
         ("values-only", affine(Bits::Four, Grouping::Channel), turboquant(Bits::Two)),
@@ -192,6 +228,49 @@ fn codebooks() -> Vec<Case> {
         cases.push(case);
     }
     let mut calibrated = Case::new("codebook-calibrated", shape(4, 128), SegmentFormat::turboquant(Bits::Two, 128));
+    calibrated.segments[0].calibration = Some(offsets(0.0, 1.0));
+    calibrated.segments.push(SegmentCase::new(SegmentFormat::F16));
+    calibrated.sequences[0].push(SpanCase { segment: 1, tokens: 3 });
+    cases.push(calibrated);
+    cases
+}
+
+/// Keys with sign sketches, QJL (1 bit) and TurboQuant for inner products: every width at every head dimension and group size,
+/// single tokens, an int8 query, calibration.
+fn sketches() -> Vec<Case> {
+    let widths = [Bits::One, Bits::Two, Bits::Three, Bits::Four];
+    let mut cases = Vec::new();
+    for (i, (head_dim, group)) in crate::format::HEAD_DIMS.into_iter().zip(GROUPS).enumerate() {
+        for (j, bits) in widths.into_iter().enumerate() {
+            let format = match bits {
+                Bits::One => SegmentFormat::qjl(head_dim),
+                bits => SegmentFormat::turboquant_prod(bits, head_dim),
+            };
+            let mut case = Case::new(&format!("sketch-d{head_dim}-{bits}bit"), shape(group, head_dim), format);
+            case.segments[0].fill = if (i + j) % 2 == 0 { Fill::Quantize } else { Fill::Append };
+            case.input.elements = [ElementType::F32, ElementType::F16][(i + j) / 2 % 2];
+            case.quick =
+                head_dim == 128 && matches!(bits, Bits::One | Bits::Three) || head_dim == 80 && bits == Bits::Four;
+            cases.push(case);
+        }
+    }
+    let mut int8 = Case::new("sketch-int8-query", shape(4, 128), SegmentFormat::turboquant_prod(Bits::Three, 128));
+    int8.options.query = QueryPrecision::Int8;
+    cases.push(int8);
+    for (what, data) in [
+        ("constant-channels", DataKind::ConstantChannels),
+        ("constant-tokens", DataKind::ConstantTokens),
+        ("outliers", DataKind::Outliers),
+    ] {
+        let mut case =
+            Case::new(&format!("sketch-{what}"), shape(3, 96), SegmentFormat::turboquant_prod(Bits::Four, 96));
+        case.data = data;
+        cases.push(case);
+    }
+    let mut scattered = Case::new("sketch-scattered", shape(4, 64), SegmentFormat::turboquant_prod(Bits::Two, 64));
+    scattered.paging = Paging::Scattered { shard_pages: 3 };
+    cases.push(scattered.lengths(&[700, 129, 1, 384]));
+    let mut calibrated = Case::new("sketch-calibrated", shape(4, 128), SegmentFormat::qjl(128));
     calibrated.segments[0].calibration = Some(offsets(0.0, 1.0));
     calibrated.segments.push(SegmentCase::new(SegmentFormat::F16));
     calibrated.sequences[0].push(SpanCase { segment: 1, tokens: 3 });
@@ -246,6 +325,7 @@ fn several_segments() -> Vec<Case> {
     let appended = [
         SegmentFormat::saw_int4(),
         both(affine(Bits::One, Grouping::Token)),
+        both(affine(Bits::Three, Grouping::Token)),
         SegmentFormat {
             key: affine(Bits::Two, Grouping::TokenChannels(16)),
             value: affine(Bits::Eight, Grouping::Token),
@@ -253,7 +333,7 @@ fn several_segments() -> Vec<Case> {
         SegmentFormat { key: TensorFormat::F16, value: affine(Bits::Two, Grouping::TokenChannels(16)) },
     ];
     for (i, format) in appended.into_iter().enumerate() {
-        let head_dim = [128, 80, 96, 256][i];
+        let head_dim = [128, 80, 64, 96, 256][i];
         let mut case = Case::new(
             &format!("appended-k-{}-v-{}", slug(&format.key), slug(&format.value)),
             shape(4, head_dim),
@@ -356,6 +436,9 @@ fn options() -> Vec<Case> {
         case.quick = bits == Bits::Four;
         cases.push(case);
     }
+    let mut codebook = Case::new("int8-query-2bit-codebook", shape(4, 128), SegmentFormat::turboquant(Bits::Two, 128));
+    codebook.options.query = QueryPrecision::Int8;
+    cases.push(codebook);
     let mut grouped = Case::new("int8-query-g8-token", shape(8, 64), both(affine(Bits::Four, Grouping::Token)));
     grouped.options.query = QueryPrecision::Int8;
     cases.push(grouped);
@@ -454,7 +537,7 @@ const fn both(format: TensorFormat) -> SegmentFormat {
 
 /// A format as part of a name.
 fn slug(format: &TensorFormat) -> String {
-    let AffineFormat { bits, grouping, rotation, .. } = match format {
+    let AffineFormat { bits, grouping, rotation, ranges, .. } = match format {
         TensorFormat::F16 => return "f16".into(),
         TensorFormat::Affine(affine) => affine,
         TensorFormat::Codebook(codebook) => return format!("{}bit-codebook", codebook.bits),
@@ -465,6 +548,7 @@ fn slug(format: &TensorFormat) -> String {
         Grouping::Token => format!("{bits}bit-token"),
         Grouping::TokenChannels(channels) => format!("{bits}bit-token-{channels}channels"),
     };
+    let codes = if *ranges == RangeRule::Symmetric { format!("{codes}-symmetric") } else { codes };
     match rotation {
         None => codes,
         Some(rotation) => format!("{codes}-{}", rotation.to_string().to_lowercase().replace(' ', "-")),
@@ -506,6 +590,6 @@ mod tests {
     #[test]
     fn the_quick_subset_is_small_and_covers_every_width() {
         let quick: Vec<Case> = cases().into_iter().filter(|case| case.quick).collect();
-        assert!((15..=35).contains(&quick.len()), "{} quick cases", quick.len());
+        assert!((15..=45).contains(&quick.len()), "{} quick cases", quick.len());
     }
 }

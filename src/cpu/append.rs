@@ -5,8 +5,7 @@ use half::f16;
 use super::dense::read_row;
 use super::store::{CpuStore, TensorStore};
 use crate::backend::TokenWrite;
-use crate::format::codebook::stored_norm;
-use crate::format::{AffineFormat, CodeRange, Codebook, KeyOrValue, TILE_TOKENS, TensorFormat};
+use crate::format::{AffineFormat, CodeRange, KeyOrValue, TILE_TOKENS, TensorFormat};
 use crate::plan::{Elements, RowLayout};
 use crate::{Error, Result};
 
@@ -60,12 +59,9 @@ fn put_row(tensor: &mut TensorStore, write: &TokenWrite, head: usize, row: &[f32
             row.iter().enumerate().map(code).collect()
         }
         TensorFormat::Codebook(codebook) => {
-            let norm = CodeRange { scale: stored_norm(row).to_f32(), min: 0.0 };
-            tensor.ranges_mut(write.page, head)[write.slot] = norm.to_word();
-            let sign = 1 << (codebook.bits.count() - 1);
-            let codebook = Codebook::of_format(codebook.bits, row.len());
-            let code = |x: f32| codebook.as_ref().map_or(0, |codebook| codebook.encode(x, norm.scale)) ^ sign;
-            row.iter().map(|&x| code(x)).collect()
+            let coded = codebook.encode_row(row);
+            tensor.ranges_mut(write.page, head)[write.slot] = coded.range.to_word();
+            coded.fields
         }
     };
     let codes = tensor.codes_mut(write.page, head);
@@ -84,7 +80,7 @@ fn row_ranges(affine: &AffineFormat, format: &TensorFormat, row: &[f32]) -> Vec<
     let range = |group: &[f32]| {
         let min = group.iter().copied().fold(f32::INFINITY, f32::min);
         let max = group.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        CodeRange::new(min, max, affine.shrink, affine.bits).rounded_to_f16()
+        affine.tile_range(min, max)
     };
     row.chunks_exact(row.len() / groups).map(range).collect()
 }

@@ -5,9 +5,10 @@ use rayon::prelude::*;
 use super::dense::check_span;
 use super::hadamard::hadamard;
 use super::key_tiles::levels;
-use super::store::{CpuStore, TensorStore};
+use super::store::{CpuStore, TensorStore, Tile};
 use crate::Result;
 use crate::backend::SpanRead;
+use crate::format::sketch::FieldLevels;
 use crate::format::{CodeRange, Direction, Field, KeyOrValue, TILE_TOKENS, TensorFormat};
 
 /// The stored keys or values of a span as `[kv_heads, tokens, head_dim]`: `min + scale · code`, `norm · level`, or the f16 element;
@@ -28,7 +29,7 @@ pub fn dequantize(store: &CpuStore, which: KeyOrValue, read: SpanRead<'_>) -> Re
         for (&page, rows) in read.pages.iter().zip(rows.chunks_mut(TILE_TOKENS * head_dim)) {
             let span_ranges = tensor.head_ranges(read.range_slot, head);
             let tile = tensor.tile(page, head);
-            decode_tile(tensor, tile.codes, tile.ranges, span_ranges, rows);
+            decode_tile(tensor, tile, span_ranges, rows);
         }
     });
     if let Some(rotation) = tensor.format.rotation() {
@@ -38,31 +39,37 @@ pub fn dequantize(store: &CpuStore, which: KeyOrValue, read: SpanRead<'_>) -> Re
 }
 
 /// Decodes the first tokens of a tile into rows of channels.
-fn decode_tile(tensor: &TensorStore, codes: &[u32], ranges: &[u32], span_ranges: &[CodeRange], rows: &mut [f32]) {
+fn decode_tile(tensor: &TensorStore, tile: Tile<'_>, span_ranges: &[CodeRange], rows: &mut [f32]) {
     let head_dim = tensor.shape.head_dim();
     let levels = levels(&tensor.format, head_dim);
     for (token, row) in rows.chunks_exact_mut(head_dim).enumerate() {
+        add_sketch(tensor, &levels, tile, token, row);
         for (channel, value) in row.iter_mut().enumerate() {
-            let field = field(tensor, token, channel);
-            let word = field.get(codes);
-            *value = match &tensor.format {
-                TensorFormat::F16 => half::f16::from_bits(word as u16).to_f32(),
+            let word = field(tensor, token, channel).get(tile.codes);
+            let range = || CodeRange::from_word(tile.ranges[tensor.format.range_index(head_dim, token, channel)]);
+            match &tensor.format {
+                TensorFormat::F16 => *value = half::f16::from_bits(word as u16).to_f32(),
                 TensorFormat::Affine(format) => {
-                    let range = match span_ranges.get(channel) {
-                        Some(range) => *range,
-                        None => CodeRange::from_word(ranges[tensor.format.range_index(head_dim, token, channel)]),
-                    };
-                    let code = word ^ (1 << (format.bits.count() - 1));
-                    range.decode(code)
+                    let range = span_ranges.get(channel).copied().unwrap_or_else(range);
+                    *value = range.decode(word ^ (1 << (format.bits.count() - 1)));
                 }
                 TensorFormat::Codebook(format) => {
-                    let norm = CodeRange::from_word(ranges[tensor.format.range_index(head_dim, token, channel)]).scale;
-                    let code = word ^ (1 << (format.bits.count() - 1));
-                    norm * levels[code as usize]
+                    *value += range().scale * levels.levels[(word ^ (1 << (format.bits.count() - 1))) as usize];
                 }
-            };
+            }
         }
     }
+}
+
+/// Sets a row to what its sketch stands for, in the channels of the levels; leaves it alone where there is none.
+fn add_sketch(tensor: &TensorStore, levels: &FieldLevels, tile: Tile<'_>, token: usize, row: &mut [f32]) {
+    let Some(format) = tensor.format.sketched() else { return };
+    let residual = CodeRange::from_word(tile.ranges[token]).min;
+    for (channel, value) in row.iter_mut().enumerate() {
+        let flipped = field(tensor, token, channel).get(tile.codes) ^ (1 << (format.bits.count() - 1));
+        *value = residual * levels.signs[flipped as usize];
+    }
+    format.sketch_rotations(row.len()).rev().for_each(|rotation| rotation.unrotate(row));
 }
 
 fn field(tensor: &TensorStore, token: usize, channel: usize) -> Field {

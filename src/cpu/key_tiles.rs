@@ -3,16 +3,19 @@
 use super::prepare_query::GroupQueries;
 use super::store::Tile;
 use super::tile_lines::{BLOCK, Factor, TileLines, Unpacked};
-use crate::format::{CodeRange, Codebook, Grouping, TILE_TOKENS, TensorFormat};
+use crate::format::sketch::FieldLevels;
+use crate::format::{CodeRange, Grouping, TILE_TOKENS, TensorFormat};
 
 /// Multiplies the queries of one KV head with tiles of keys. Holds the buffers for one thread.
 pub(super) struct KeyTiles<'a> {
     grouping: Option<Grouping>,
-    /// What codes stand for, relative to the norm of their token; none where they stand for themselves.
-    levels: Vec<f32>,
+    /// What codes stand for, relative to the norms of their token; nothing where they stand for themselves.
+    levels: FieldLevels,
     head_dim: usize,
     lines: &'a TileLines,
     unpacked: Unpacked,
+    /// The signs of sketches.
+    signs: Unpacked,
     /// The query scaled for one group of tokens.
     scaled: Vec<Factor>,
     ranges: Vec<CodeRange>,
@@ -26,6 +29,7 @@ impl<'a> KeyTiles<'a> {
             head_dim,
             lines,
             unpacked: vec![[0.0; BLOCK]; lines.steps()],
+            signs: vec![[0.0; BLOCK]; lines.steps()],
             scaled: vec![Factor::default(); lines.steps()],
             ranges: Vec::new(),
         }
@@ -37,12 +41,20 @@ impl<'a> KeyTiles<'a> {
         self.ranges.extend(tile.ranges.iter().map(|&word| CodeRange::from_word(word)));
         for (block, first) in (0..tokens).step_by(self.lines.block_lines()).enumerate() {
             self.lines.unpack(tile.codes, block, &mut self.unpacked);
-            look_up(&self.levels, &mut self.unpacked);
+            if !self.levels.signs.is_empty() {
+                self.signs.copy_from_slice(&self.unpacked);
+                look_up(&self.levels.signs, &mut self.signs);
+            }
+            look_up(&self.levels.levels, &mut self.unpacked);
             self.apply_channel_groups(first);
             let end = tokens.min(first + self.lines.block_lines());
             for (head, scores) in scores.chunks_exact_mut(TILE_TOKENS).enumerate() {
                 let factor = &queries.factors[head * self.lines.steps()..][..self.lines.steps()];
                 self.score_block(first, factor, queries.biases[head], &mut scores[first..end]);
+                if !self.levels.signs.is_empty() {
+                    let factor = &queries.sketch_factors[head * self.lines.steps()..][..self.lines.steps()];
+                    self.add_sketch_scores(first, factor, &mut scores[first..end]);
+                }
             }
         }
     }
@@ -50,6 +62,7 @@ impl<'a> KeyTiles<'a> {
     /// Scores of one block of tokens for one query head.
     fn score_block(&mut self, first: usize, factor: &[Factor], bias: f32, scores: &mut [f32]) {
         let mut products = [0.0; BLOCK];
+        let sketched = !self.levels.signs.is_empty();
         match self.grouping {
             Some(Grouping::ChannelTokens(group_tokens)) => {
                 // A block may span several groups of tokens, each with a query of its own.
@@ -69,13 +82,22 @@ impl<'a> KeyTiles<'a> {
             Some(Grouping::Token) => {
                 self.lines.products(&self.unpacked, factor, &mut products);
                 for ((score, product), range) in scores.iter_mut().zip(products).zip(&self.ranges[first..]) {
-                    *score = range.scale * product + range.min * bias;
+                    *score = range.scale * product + if sketched { 0.0 } else { range.min * bias };
                 }
             }
             Some(Grouping::Channel | Grouping::TokenChannels(_)) | None => {
                 self.lines.products(&self.unpacked, factor, &mut products);
                 scores.iter_mut().zip(products).for_each(|(score, product)| *score = product + bias);
             }
+        }
+    }
+
+    /// Adds what the sketches say of what the levels left.
+    fn add_sketch_scores(&self, first: usize, factor: &[Factor], scores: &mut [f32]) {
+        let mut products = [0.0; BLOCK];
+        self.lines.products(&self.signs, factor, &mut products);
+        for ((score, product), range) in scores.iter_mut().zip(products).zip(&self.ranges[first..]) {
+            *score += range.min * product;
         }
     }
 
@@ -95,10 +117,12 @@ impl<'a> KeyTiles<'a> {
     }
 }
 
-/// The levels of a codebook, or none.
-pub(super) fn levels(format: &TensorFormat, head_dim: usize) -> Vec<f32> {
-    let TensorFormat::Codebook(codebook) = format else { return Vec::new() };
-    Codebook::of_format(codebook.bits, head_dim).map_or(Vec::new(), |codebook| codebook.centroids().to_vec())
+/// What the fields of a codebook stand for, or nothing.
+pub(super) fn levels(format: &TensorFormat, head_dim: usize) -> FieldLevels {
+    match format {
+        TensorFormat::Codebook(codebook) => codebook.field_levels(head_dim),
+        _ => FieldLevels { levels: Vec::new(), signs: Vec::new() },
+    }
 }
 
 /// Replaces unpacked codes by their levels, where there are levels.

@@ -18,6 +18,8 @@ pub(super) struct PreparedQueries {
     kv_heads: usize,
     /// `[span][query_head][step]`, in the order of lines.
     factors: Vec<Factor>,
+    /// The same in the basis of the keys' sketches; empty where they have none.
+    sketch_factors: Vec<Factor>,
     /// `[span][query_head]`: what is added to every score; with ranges per token, what their minimum is multiplied by.
     biases: Vec<f32>,
 }
@@ -27,6 +29,8 @@ pub(super) struct PreparedQueries {
 pub(super) struct GroupQueries<'a> {
     /// `[query head of the group][step]`.
     pub(super) factors: &'a [Factor],
+    /// `[query head of the group][step]`; empty where keys have no sketches.
+    pub(super) sketch_factors: &'a [Factor],
     /// Per query head of the group.
     pub(super) biases: &'a [f32],
 }
@@ -38,18 +42,31 @@ impl PreparedQueries {
         let (query_heads, head_dim, steps) = (shape.query_heads(), shape.head_dim(), lines.steps());
         let rows = segment.spans.len() * query_heads;
         let (mut factors, mut biases) = (vec![Factor::default(); rows * steps], vec![0.0; rows]);
-        factors.par_chunks_exact_mut(steps).zip(&mut biases).enumerate().for_each(|(row, (factor, bias))| {
+        let sketched = store.tensor(KeyOrValue::Key).format.sketched();
+        let sketch_rows = if sketched.is_some() { rows } else { 0 };
+        let mut sketch_factors = vec![Factor::default(); sketch_rows * steps];
+        let prepared = |row: usize| {
             let (span, head) = (&segment.spans[row / query_heads], row % query_heads);
             let mut query = vec![0.0; head_dim];
             read_row(queries, (span.sequence as usize * query_heads + head) * head_dim, &mut query);
             let softmax_scale = 1.0 / (head_dim as f32).sqrt();
             query.iter_mut().for_each(|x| *x *= softmax_scale);
-
-            let keys = store.tensor(KeyOrValue::Key);
             // H is orthonormal: rotated queries and keys have the products of plain ones.
-            if let Some(rotation) = keys.format.rotation() {
+            if let Some(rotation) = store.tensor(KeyOrValue::Key).format.rotation() {
                 rotation.rotate(&mut query);
             }
+            query
+        };
+        sketch_factors.par_chunks_exact_mut(steps).enumerate().for_each(|(row, factor)| {
+            let mut query = prepared(row);
+            let rotations = sketched.into_iter().flat_map(|format| format.sketch_rotations(head_dim));
+            rotations.for_each(|rotation| rotation.rotate(&mut query));
+            lines.permute(&query, factor);
+        });
+        factors.par_chunks_exact_mut(steps).zip(&mut biases).enumerate().for_each(|(row, (factor, bias))| {
+            let (span, head) = (&segment.spans[row / query_heads], row % query_heads);
+            let mut query = prepared(row);
+            let keys = store.tensor(KeyOrValue::Key);
             let ranges = keys.head_ranges(span.range_slot as usize, head / shape.group());
             *bias = match keys.format.grouping() {
                 Some(Grouping::Token) => sum(query.iter().map(|&q| f64::from(q))),
@@ -58,7 +75,7 @@ impl PreparedQueries {
             query.iter_mut().zip(ranges).for_each(|(q, range)| *q *= range.scale);
             lines.permute(&query, factor);
         });
-        Self { steps, group: shape.group(), kv_heads: shape.kv_heads(), factors, biases }
+        Self { steps, group: shape.group(), kv_heads: shape.kv_heads(), factors, sketch_factors, biases }
     }
 
     /// The queries of one span that read one KV head.
@@ -66,6 +83,7 @@ impl PreparedQueries {
         let row = (span * self.kv_heads + kv_head) * self.group;
         GroupQueries {
             factors: &self.factors[row * self.steps..][..self.group * self.steps],
+            sketch_factors: self.sketch_factors.get(row * self.steps..).unwrap_or_default(),
             biases: &self.biases[row..][..self.group],
         }
     }

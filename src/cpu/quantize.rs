@@ -6,10 +6,8 @@ use super::dense::{check_span, read_row};
 use super::store::{CpuStore, TensorStore};
 use crate::Result;
 use crate::backend::SpanWrite;
-use crate::format::codebook::stored_norm;
-use crate::format::{
-    AffineFormat, CodeRange, Codebook, CodebookFormat, KeyOrValue, Rotation, TILE_TOKENS, TensorFormat,
-};
+use crate::format::sketch::CodedRow;
+use crate::format::{AffineFormat, CodeRange, CodebookFormat, KeyOrValue, Rotation, TILE_TOKENS, TensorFormat};
 use crate::plan::{Elements, RowLayout, TokenRange};
 
 /// Packs tokens of dense keys and values into pages as one span.
@@ -93,12 +91,9 @@ impl Extremes {
         self.max = self.max.max(value);
     }
 
-    /// The range, or the zero range for a group that no token belongs to.
-    fn range(self, format: &AffineFormat) -> CodeRange {
-        if self.min > self.max {
-            return CodeRange::default();
-        }
-        CodeRange::new(self.min, self.max, format.shrink, format.bits)
+    /// The range that `range` makes of them, or the zero range for a group that no token belongs to.
+    fn range(self, range: impl Fn(f32, f32) -> CodeRange) -> CodeRange {
+        if self.min > self.max { CodeRange::default() } else { range(self.min, self.max) }
     }
 }
 
@@ -115,7 +110,7 @@ fn span_ranges(tensor: &TensorStore, source: &Source<'_>) -> Vec<CodeRange> {
                 source.read(token, head, &mut row);
                 extremes.iter_mut().zip(&row).for_each(|(extremes, &value)| extremes.add(value));
             }
-            extremes.into_iter().map(|extremes| extremes.range(format))
+            extremes.into_iter().map(|extremes| extremes.range(|min, max| format.span_range(min, max)))
         })
         .collect()
 }
@@ -158,17 +153,11 @@ fn encode_tiles(
 
 /// Norms and codes of the rotated rows of one tile.
 fn codebook_tile(tensor: &TensorStore, format: &CodebookFormat, rows: &[f32]) -> EncodedTile {
-    let head_dim = tensor.shape.head_dim();
-    let mut norms = vec![CodeRange::default(); tensor.ranges_per_tile()];
-    for (norm, row) in norms.iter_mut().zip(rows.chunks_exact(head_dim)) {
-        norm.scale = stored_norm(row).to_f32();
-    }
-    let sign = 1 << (format.bits.count() - 1);
-    let codes = match Codebook::of_format(format.bits, head_dim) {
-        Some(codebook) => fill_tile(tensor, rows, |token, _, value| codebook.encode(value, norms[token].scale) ^ sign),
-        None => vec![0; tensor.tile_words()], // no store is made of such a format
-    };
-    EncodedTile { codes, ranges: norms.iter().map(|norm| norm.to_word()).collect() }
+    let coded: Vec<CodedRow> = rows.chunks_exact(tensor.shape.head_dim()).map(|row| format.encode_row(row)).collect();
+    let mut ranges = vec![0; tensor.ranges_per_tile()];
+    ranges.iter_mut().zip(&coded).for_each(|(range, row)| *range = row.range.to_word());
+    let codes = fill_tile(tensor, rows, |token, channel, _| coded[token].fields[channel]);
+    EncodedTile { codes, ranges }
 }
 
 /// Ranges of the groups of one tile, rounded to f16.
@@ -180,7 +169,7 @@ fn tile_ranges(tensor: &TensorStore, format: &AffineFormat, rows: &[f32]) -> Vec
             extremes[tensor.format.range_index(head_dim, token, channel)].add(value);
         }
     }
-    extremes.into_iter().map(|extremes| extremes.range(format).rounded_to_f16()).collect()
+    extremes.into_iter().map(|extremes| extremes.range(|min, max| format.tile_range(min, max))).collect()
 }
 
 fn f16_words(tensor: &TensorStore, rows: &[f32]) -> Vec<u32> {

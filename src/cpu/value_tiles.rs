@@ -36,7 +36,7 @@ impl<'a> ValueTiles<'a> {
         Self {
             grouping,
             rotation: format.rotation(),
-            levels: levels(&format, head_dim),
+            levels: levels(&format, head_dim).levels,
             head_dim,
             lines,
             sums: vec![0.0; group * head_dim],

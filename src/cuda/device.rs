@@ -11,7 +11,7 @@ use crate::{Error, Result};
 const LEAST_CAPABILITY: (i32, i32) = (8, 0);
 
 /// What kernels need to know of a device.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct DeviceFacts {
     pub(super) capability: (i32, i32),
     pub(super) multiprocessors: usize,

@@ -1,7 +1,10 @@
 //! The formats that have CUDA kernels, and where their tiles lie in a page.
 
 use super::program::Program;
-use crate::format::{AttentionShape, Bits, Grouping, KeyOrValue, SegmentFormat, TILE_TOKENS, TensorFormat};
+use crate::format::codebook::level_unit;
+use crate::format::{
+    AttentionShape, Bits, Grouping, KeyOrValue, RangeRule, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat,
+};
 use crate::{Error, Result};
 
 /// Head dimensions that have CUDA kernels.
@@ -19,8 +22,14 @@ pub(super) struct PageFormat {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct TensorPages {
     pub(super) bits: usize,
-    /// A range beside each tile for every token; otherwise one per channel and span, or none for f16.
-    pub(super) token_ranges: bool,
+    /// Which elements share a range; none for f16.
+    pub(super) grouping: Option<Grouping>,
+    /// Ranges are made about 0.
+    pub(super) symmetric: bool,
+    /// Bits of the unit of a codebook's levels; 0 where codes have ranges.
+    pub(super) level_unit: u32,
+    /// How rows are rotated before they are stored.
+    pub(super) rotation: Option<Rotation>,
 }
 
 impl PageFormat {
@@ -34,12 +43,13 @@ impl PageFormat {
                 hint: format!("the head dims served are {HEAD_DIMS:?}; the wgpu backend serves more"),
             });
         }
-        Ok(Self { head_dim, key: TensorPages::new(&format.key)?, value: TensorPages::new(&format.value)? })
+        let tensor = |format| TensorPages::new(format, head_dim);
+        Ok(Self { head_dim, key: tensor(&format.key)?, value: tensor(&format.value)? })
     }
 
     /// The f16 pages that every head dimension has.
     pub(super) const fn f16(head_dim: usize) -> Self {
-        let f16 = TensorPages { bits: 16, token_ranges: false };
+        let f16 = TensorPages { bits: 16, grouping: None, symmetric: false, level_unit: 0, rotation: None };
         Self { head_dim, key: f16, value: f16 }
     }
 
@@ -67,50 +77,122 @@ impl PageFormat {
     pub(super) const fn head_bytes(&self) -> usize {
         self.tile_bytes(KeyOrValue::Key)
             + self.tile_bytes(KeyOrValue::Value)
-            + self.key.range_bytes()
-            + self.value.range_bytes()
+            + self.key.range_bytes(self.head_dim)
+            + self.value.range_bytes(self.head_dim)
     }
 
-    /// The macros of `cuda/common/tile.cuh`.
+    /// Ranges beside a tile of keys or of values.
+    pub(super) const fn ranges_per_tile(&self, which: KeyOrValue) -> usize {
+        self.tensor(which).range_bytes(self.head_dim) / size_of::<u32>()
+    }
+
+    /// True if an MMA cannot sum the codes: those of a codebook, and where ranges change inside a tile otherwise than from
+    /// token to token.
+    pub(super) const fn needs_multiply_adds(&self) -> bool {
+        self.key.needs_multiply_adds() || self.value.needs_multiply_adds()
+    }
+
+    /// True if a byte of a tile may hold codes of two tokens, whose slots are then a multiple of 16 apart: where the
+    /// bit planes of a load are more blocks of channels than a row has, or no divisor of them.
+    pub(super) const fn tokens_share_bytes(&self) -> bool {
+        let key_blocks = self.head_dim / if self.key.bits == 16 { 16 } else { 32 };
+        !key_blocks.is_multiple_of(self.key.planes()) || !(self.head_dim / 16).is_multiple_of(self.value.planes())
+    }
+
+    /// The macros of `cuda/common/tile.cuh` and `rotation.cuh`.
     pub(super) fn defines(&self) -> Vec<(&'static str, usize)> {
+        let order = |tensor: &TensorPages| tensor.rotation.map_or(0, |rotation| rotation.order());
+        let seed = |tensor: &TensorPages| tensor.rotation.and_then(|rotation| rotation.seed());
         vec![
             ("HEAD_DIM", self.head_dim),
             ("KEY_BITS", self.key.bits),
             ("VALUE_BITS", self.value.bits),
-            ("KEY_TOKEN_RANGES", self.key.token_ranges.into()),
-            ("VALUE_TOKEN_RANGES", self.value.token_ranges.into()),
+            ("KEY_GROUP_TOKENS", self.key.group(self.head_dim)[0]),
+            ("KEY_GROUP_CHANNELS", self.key.group(self.head_dim)[1]),
+            ("VALUE_GROUP_TOKENS", self.value.group(self.head_dim)[0]),
+            ("VALUE_GROUP_CHANNELS", self.value.group(self.head_dim)[1]),
+            ("KEY_LEVEL_UNIT", self.key.level_unit as usize),
+            ("VALUE_LEVEL_UNIT", self.value.level_unit as usize),
+            ("KEY_SYMMETRIC", self.key.symmetric.into()),
+            ("VALUE_SYMMETRIC", self.value.symmetric.into()),
+            ("KEY_ROTATION_ORDER", order(&self.key)),
+            ("KEY_ROTATION_SIGNED", seed(&self.key).is_some().into()),
+            ("KEY_ROTATION_SEED", seed(&self.key).unwrap_or(0) as usize),
+            ("VALUE_ROTATION_ORDER", order(&self.value)),
+            ("VALUE_ROTATION_SIGNED", seed(&self.value).is_some().into()),
+            ("VALUE_ROTATION_SEED", seed(&self.value).unwrap_or(0) as usize),
         ]
     }
 
     /// The kernels that move rows into pages and back.
     pub(super) fn rows_program(&self) -> Program {
-        const FILES: &[&str] =
-            &["ranges_span.cu", "ranges_tile.cu", "append.cu", "find_non_finite.cu", "dequantize.cu", "quantize.cu"];
+        const FILES: &[&str] = &[
+            "hadamard.cu",
+            "ranges_span.cu",
+            "ranges_tile.cu",
+            "append.cu",
+            "find_non_finite.cu",
+            "dequantize.cu",
+            "quantize.cu",
+        ];
         Program { files: FILES, defines: self.defines() }
     }
 }
 
 impl TensorPages {
-    fn new(format: &TensorFormat) -> Result<Self> {
+    fn new(format: &TensorFormat, head_dim: usize) -> Result<Self> {
         let unsupported = || {
-            let hint = "the CUDA kernels serve f16, and affine codes of 1, 2, 4 or 8 bits, not rotated, with a range per channel or per token; the wgpu \
-                        backend serves every format";
+            let hint =
+                "the CUDA kernels serve f16, and codes of 1, 2, 4 or 8 bits; the wgpu backend serves every format";
             Err(Error::Unsupported { what: format!("format {format} on the CUDA backend"), hint: hint.into() })
         };
         match format {
-            TensorFormat::F16 => Ok(Self { bits: 16, token_ranges: false }),
-            TensorFormat::Codebook(_) => unsupported(),
-            TensorFormat::Affine(affine) if affine.rotation.is_some() || affine.bits == Bits::Three => unsupported(),
-            TensorFormat::Affine(affine) => match affine.grouping {
-                Grouping::Channel => Ok(Self { bits: affine.bits.count() as usize, token_ranges: false }),
-                Grouping::Token => Ok(Self { bits: affine.bits.count() as usize, token_ranges: true }),
-                Grouping::ChannelTokens(_) | Grouping::TokenChannels(_) => unsupported(),
-            },
+            TensorFormat::F16 => Ok(Self { bits: 16, grouping: None, symmetric: false, level_unit: 0, rotation: None }),
+            format if format.code_bits() == Some(Bits::Three) || format.sketched().is_some() => unsupported(),
+            TensorFormat::Codebook(codebook) => {
+                let Some(unit) = level_unit(codebook.bits, head_dim) else { return unsupported() };
+                Ok(Self {
+                    bits: codebook.bits.count() as usize,
+                    grouping: Some(Grouping::Token),
+                    symmetric: false,
+                    level_unit: unit.to_bits(),
+                    rotation: Some(codebook.rotation),
+                })
+            }
+            TensorFormat::Affine(affine) => Ok(Self {
+                bits: affine.bits.count() as usize,
+                grouping: Some(affine.grouping),
+                symmetric: affine.ranges == RangeRule::Symmetric,
+                level_unit: 0,
+                rotation: affine.rotation,
+            }),
         }
     }
 
-    const fn range_bytes(&self) -> usize {
-        if self.token_ranges { TILE_TOKENS * size_of::<u32>() } else { 0 }
+    /// Bit planes of a byte lane.
+    const fn planes(&self) -> usize {
+        if self.bits == 16 { 1 } else { 8 / self.bits }
+    }
+
+    /// Tokens and channels of the elements that share a range beside a tile; zeros if there are none.
+    const fn group(&self, head_dim: usize) -> [usize; 2] {
+        match self.grouping {
+            None | Some(Grouping::Channel) => [0, 0],
+            Some(Grouping::ChannelTokens(tokens)) => [tokens, 1],
+            Some(Grouping::Token) => [1, head_dim],
+            Some(Grouping::TokenChannels(channels)) => [1, channels],
+        }
+    }
+
+    const fn range_bytes(&self, head_dim: usize) -> usize {
+        match self.group(head_dim) {
+            [0, _] | [_, 0] => 0,
+            [tokens, channels] => TILE_TOKENS / tokens * (head_dim / channels) * size_of::<u32>(),
+        }
+    }
+
+    const fn needs_multiply_adds(&self) -> bool {
+        self.level_unit != 0 || matches!(self.grouping, Some(Grouping::ChannelTokens(_) | Grouping::TokenChannels(_)))
     }
 }
 
@@ -121,12 +203,15 @@ mod tests {
 
     #[test]
     fn a_page_is_as_large_as_the_format_says() {
-        let token = TensorFormat::Affine(AffineFormat::new(Bits::Four, Grouping::Token));
+        let grouped = |grouping| TensorFormat::Affine(AffineFormat::new(Bits::Four, grouping));
+        let token = grouped(Grouping::Token);
         let formats = [
             SegmentFormat::F16,
             SegmentFormat::per_channel(Bits::One),
+            SegmentFormat::turboquant(Bits::Four, 64),
             SegmentFormat { key: token, value: token },
             SegmentFormat { key: TensorFormat::F16, value: token },
+            SegmentFormat { key: grouped(Grouping::ChannelTokens(32)), value: grouped(Grouping::TokenChannels(16)) },
         ];
         for head_dim in HEAD_DIMS {
             let shape = AttentionShape::new(6, 3, head_dim).unwrap();
@@ -139,16 +224,22 @@ mod tests {
     }
 
     #[test]
+    fn tokens_share_bytes_where_a_load_holds_more_than_a_row() {
+        let shares = |head_dim, bits| {
+            let shape = AttentionShape::new(4, 2, head_dim).unwrap();
+            PageFormat::new(&shape, &SegmentFormat::per_channel(bits)).unwrap().tokens_share_bytes()
+        };
+        assert!(!shares(128, Bits::Four) && !shares(128, Bits::Two) && !shares(256, Bits::One));
+        assert!(shares(128, Bits::One) && shares(64, Bits::Two) && shares(96, Bits::Four));
+    }
+
+    #[test]
     fn what_has_no_kernel_is_refused_by_name() {
-        let kivi = TensorFormat::Affine(AffineFormat::new(Bits::Two, Grouping::ChannelTokens(32)));
         let shape = AttentionShape::new(4, 2, 128).unwrap();
-        let error = PageFormat::new(&shape, &SegmentFormat { key: kivi, value: kivi }).unwrap_err();
-        assert!(matches!(&error, Error::Unsupported { .. }), "{error}");
-        assert!(error.to_string().contains("per channel and 32 tokens"), "{error}");
-        let saw = PageFormat::new(&shape, &SegmentFormat::saw_int4()).unwrap_err();
-        assert!(matches!(&saw, Error::Unsupported { .. }), "{saw}");
         let three = PageFormat::new(&shape, &SegmentFormat::per_channel(Bits::Three)).unwrap_err();
         assert!(matches!(&three, Error::Unsupported { .. }), "{three}");
+        let sketched = PageFormat::new(&shape, &SegmentFormat::turboquant_prod(Bits::Two, 128)).unwrap_err();
+        assert!(matches!(&sketched, Error::Unsupported { .. }), "{sketched}");
         let shape = AttentionShape::new(4, 2, 80).unwrap();
         let error = PageFormat::new(&shape, &SegmentFormat::F16).unwrap_err();
         assert!(error.to_string().contains("head_dim 80"), "{error}");

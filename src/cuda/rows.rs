@@ -1,5 +1,6 @@
 //! Launches of the kernels that move rows of dense tensors into pages and back.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
@@ -21,6 +22,9 @@ const BLOCK: u32 = 256;
 
 /// Tokens of one thread of `ranges_span_extremes`, `RANGE_CHUNK` in its source.
 const RANGE_CHUNK: usize = 64;
+
+/// Bytes of the rotated rows that wait to be packed, at most: rows are rotated piece by piece.
+const PIECE_BYTES: usize = 16 << 20;
 
 /// Elements of one thread of `find_non_finite`, `FINITE_CHUNK` in its source.
 const FINITE_CHUNK: usize = 8;
@@ -86,6 +90,13 @@ impl Source<'_> {
     }
 }
 
+/// Rows of some pages of a span on their way into the tiles.
+struct Piece {
+    call: RowsCall,
+    /// What is rotated to where the call reads, before it.
+    rotated: Option<(RowsCall, u64)>,
+}
+
 /// The kernel of keys or of values.
 const fn named(which: KeyOrValue, keys: &'static str, values: &'static str) -> &'static str {
     match which {
@@ -143,7 +154,6 @@ impl Launcher<'_> {
         }
         store.check_slot("quantize", write.range_slot)?;
         let pages = self.pages("quantize", store, write.pages)?;
-        let program = store.pages().rows_program();
         for (which, tensor) in BOTH.into_iter().zip([keys, values]) {
             let tokens = write.tokens.len();
             let source = Source { tensor, rows: write.rows, first_token: write.tokens.start(), tokens };
@@ -153,25 +163,78 @@ impl Launcher<'_> {
                 shrink: shrink(store.format(), which),
                 ..source.call(shape)
             };
-            let tiles = (write.pages.len() * shape.kv_heads()) as u64;
-            if store.format().tensor(which).has_span_ranges() {
-                self.span_ranges(&program, which, &call, store)?;
-            } else if store.pages().tensor(which).token_ranges {
-                let name = named(which, "ranges_tile_keys", "ranges_tile_values");
-                self.run(&program, name, &call, tiles * TILE_TOKENS as u64 * 32)?;
+            match store.pages().tensor(which).rotation {
+                None => self.pack(store, which, &[Piece { call, rotated: None }])?,
+                Some(_) => self.pack_rotated(store, which, call)?,
             }
-            let name = named(which, "quantize_keys", "quantize_values");
-            self.run(&program, name, &call, tiles * store.pages().tile_bytes(which) as u64 / 4)?;
         }
         Ok(())
     }
 
-    fn span_ranges(&self, program: &Program, which: KeyOrValue, call: &RowsCall, store: &Store) -> Result<()> {
+    /// Rotates rows into scratch memory, a few pages of tokens at a time, and packs them from there. Where ranges span
+    /// all pieces, the pieces are rotated once for the ranges and once more for the codes.
+    fn pack_rotated(&self, store: &Store, which: KeyOrValue, call: RowsCall) -> Result<()> {
+        let (kv_heads, head_dim) = (store.shape().kv_heads(), store.shape().head_dim());
+        let page_bytes = TILE_TOKENS * kv_heads * head_dim * size_of::<f32>();
+        let piece_pages = (PIECE_BYTES / page_bytes).clamp(1, (call.tokens as usize).div_ceil(TILE_TOKENS));
+        let scratch = Memory::zeroed(self.stream, "rotated rows", piece_pages * page_bytes)?;
+        let pieces: Vec<Piece> = (0..call.tokens)
+            .step_by(piece_pages * TILE_TOKENS)
+            .map(|first| {
+                let tokens = (call.tokens - first).min((piece_pages * TILE_TOKENS) as u32);
+                let source = RowsCall { first_token: call.first_token + first, tokens, ..call };
+                let call = RowsCall {
+                    rows: scratch.address(),
+                    pages: call.pages + u64::from(first) / TILE_TOKENS as u64 * size_of::<u64>() as u64,
+                    token_stride: (kv_heads * head_dim) as u64,
+                    head_stride: head_dim as u64,
+                    first_token: 0,
+                    tokens,
+                    rows_f16: 0,
+                    ..call
+                };
+                Piece { call, rotated: Some((source, scratch.address())) }
+            })
+            .collect();
+        self.pack(store, which, &pieces)
+    }
+
+    /// Ranges, then codes, of the pieces of a span.
+    fn pack(&self, store: &Store, which: KeyOrValue, pieces: &[Piece]) -> Result<()> {
+        let program = store.pages().rows_program();
         let channels = (store.shape().kv_heads() * store.shape().head_dim()) as u64;
-        self.zero("span ranges", call.ranges, store.slot_bytes())?;
-        let chunks = (call.tokens as usize).div_ceil(RANGE_CHUNK) as u64;
-        self.run(program, "ranges_span_extremes", call, channels * chunks)?;
-        self.run(program, named(which, "ranges_span_keys", "ranges_span_values"), call, channels)
+        let span_ranges = store.format().tensor(which).has_span_ranges();
+        if let Some(first) = pieces.first().filter(|_| span_ranges) {
+            self.zero("span ranges", first.call.ranges, store.slot_bytes())?;
+            for piece in pieces {
+                self.rotate(&program, which, piece)?;
+                let chunks = (piece.call.tokens as usize).div_ceil(RANGE_CHUNK) as u64;
+                self.run(&program, "ranges_span_extremes", &piece.call, channels * chunks)?;
+            }
+            let name = named(which, "ranges_span_keys", "ranges_span_values");
+            self.run(&program, name, &first.call, channels)?;
+        }
+        for piece in pieces {
+            // A single piece still lies where its ranges left it.
+            if !span_ranges || pieces.len() > 1 {
+                self.rotate(&program, which, piece)?;
+            }
+            let tiles = (piece.call.tokens as u64).div_ceil(TILE_TOKENS as u64) * store.shape().kv_heads() as u64;
+            let ranges = store.pages().ranges_per_tile(which) as u64;
+            if ranges > 0 {
+                let name = named(which, "ranges_tile_keys", "ranges_tile_values");
+                self.run(&program, name, &piece.call, tiles * ranges * 32)?;
+            }
+            let name = named(which, "quantize_keys", "quantize_values");
+            self.run(&program, name, &piece.call, tiles * store.pages().tile_bytes(which) as u64 / 4)?;
+        }
+        Ok(())
+    }
+
+    fn rotate(&self, program: &Program, which: KeyOrValue, piece: &Piece) -> Result<()> {
+        let Some((source, rotated)) = &piece.rotated else { return Ok(()) };
+        let rows = u64::from(source.tokens) * u64::from(source.kv_heads);
+        self.run_with(program, named(which, "hadamard_keys", "hadamard_values"), source, Some(rotated), rows * 32)
     }
 
     fn zero(&self, what: &'static str, address: u64, bytes: usize) -> Result<()> {
@@ -194,32 +257,39 @@ impl Launcher<'_> {
         rows.check("keys", keys.elements(), shape)?;
         rows.check("values", values.elements(), shape)?;
         let reject = |reason: String| Err(Error::Plan { what: "append", reason });
-        if *store.format() != SegmentFormat::F16 {
-            return Err(Error::Unsupported {
-                what: format!("append of single tokens to a store of {} on the CUDA backend", store.format()),
-                hint: "pack tiles behind an f16 window (Recipe::with_window, window=0 in a recipe's text), or use wgpu"
-                    .into(),
-            });
+        if !store.format().takes_single_tokens() {
+            return reject(store.format().why_no_single_tokens());
         }
-        let mut places = Vec::with_capacity(writes.len());
+        // By turn: tokens that share bytes go into launches one after the other.
+        let mut turns: Vec<Vec<TokenPlace>> = Vec::new();
+        let mut sharing: HashMap<(Page, usize), usize> = HashMap::new();
         for write in writes {
             if write.token >= rows.tokens || write.slot >= TILE_TOKENS {
                 let (token, slot) = (write.token, write.slot);
                 return reject(format!("token {token} of {} into slot {slot} of {TILE_TOKENS}", rows.tokens));
             }
             let page = store.page_address("append", write.page)?;
-            places.push(TokenPlace { page, token: write.token as u32, slot: write.slot as u32 });
+            let mut turn = 0;
+            if store.pages().tokens_share_bytes() {
+                let taken = sharing.entry((write.page, write.slot % 16)).or_default();
+                turn = *taken;
+                *taken += 1;
+            }
+            if turns.len() <= turn {
+                turns.resize_with(turn + 1, Vec::new);
+            }
+            turns[turn].push(TokenPlace { page, token: write.token as u32, slot: write.slot as u32 });
         }
-        if places.is_empty() {
-            return Ok(());
-        }
-        let memory = Memory::upload(self.stream, "places of tokens", bytemuck::cast_slice(&places))?;
         let program = store.pages().rows_program();
-        for (which, tensor) in BOTH.into_iter().zip([keys, values]) {
-            let source = Source { tensor, rows, first_token: 0, tokens: places.len() };
-            let call = RowsCall { pages: memory.address(), ..source.call(shape) };
-            let elements = (places.len() * shape.kv_heads() * shape.head_dim()) as u64;
-            self.run(&program, named(which, "append_keys", "append_values"), &call, elements)?;
+        for places in &turns {
+            let memory = Memory::upload(self.stream, "places of tokens", bytemuck::cast_slice(places))?;
+            for (which, tensor) in BOTH.into_iter().zip([keys, values]) {
+                let source = Source { tensor, rows, first_token: 0, tokens: places.len() };
+                let shrink = shrink(store.format(), which);
+                let call = RowsCall { pages: memory.address(), shrink, ..source.call(shape) };
+                let rows = (places.len() * shape.kv_heads()) as u64;
+                self.run(&program, named(which, "append_keys", "append_values"), &call, rows * 32)?;
+            }
         }
         Ok(())
     }
@@ -242,6 +312,10 @@ impl Launcher<'_> {
             };
             let words = (read.pages.len() * shape.kv_heads() * store.pages().tile_bytes(which) / 4) as u64;
             self.run(&program, named(which, "dequantize_keys", "dequantize_values"), &call, words)?;
+            if store.pages().tensor(which).rotation.is_some() {
+                let name = named(which, "hadamard_keys_back", "hadamard_values_back");
+                self.run(&program, name, &call, (read.tokens * shape.kv_heads()) as u64 * 32)?;
+            }
             Ok(tensor)
         };
         Ok([read_back(KeyOrValue::Key)?, read_back(KeyOrValue::Value)?])

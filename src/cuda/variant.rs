@@ -22,9 +22,19 @@ const CLUSTER_RUN: usize = 32;
 /// Lines of the L2 cache, to which stages are aligned: `LINE_BYTES` in `cuda/common/attend_call.cuh`.
 const LINE_BYTES: usize = 128;
 
+/// The instructions that `attend` multiplies with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum AttendPath {
+    /// MMAs of codes (`attend.cu`).
+    Mma,
+    /// Multiply-adds of floats (`attend_fma.cu`), for formats whose codes an MMA cannot sum.
+    MultiplyAdd,
+}
+
 /// How `attend` is compiled for a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct AttendVariant {
+    pub(super) path: AttendPath,
     pub(super) pages: PageFormat,
     /// Up to 8 query heads to a block instead of 4.
     pub(super) wide: bool,
@@ -48,9 +58,13 @@ impl AttendVariant {
     /// whose blocks share it in twos, for steps of more blocks than multiprocessors.
     pub(super) fn candidates(pages: PageFormat, group: usize, facts: &DeviceFacts) -> Result<Vec<Self>> {
         let wide = group > 4;
+        if pages.needs_multiply_adds() {
+            return Ok(vec![Self::by_multiply_adds(pages, wide, facts)?]);
+        }
         let bulk_copies = facts.capability >= (9, 0);
         let (tokens, bits) = (step_tokens(&pages), pages.key.bits + pages.value.bits);
         let variant = |[step_tokens, pass_tokens, stages, warps, blocks]: Sizes| Self {
+            path: AttendPath::Mma,
             pages,
             wide,
             step_tokens,
@@ -99,15 +113,45 @@ impl AttendVariant {
         Ok([alone].into_iter().chain(first(&shared)).collect())
     }
 
-    /// Shared memory beside the rings: the query's fragments, what the warps tell each other, and what the blocks of a
-    /// cluster send.
+    /// A thread to every token of a tile, and as many blocks to a multiprocessor as its shared memory holds.
+    fn by_multiply_adds(pages: PageFormat, wide: bool, facts: &DeviceFacts) -> Result<Self> {
+        let variant = Self {
+            path: AttendPath::MultiplyAdd,
+            pages,
+            wide,
+            step_tokens: TILE_TOKENS,
+            pass_tokens: TILE_TOKENS,
+            stages: 1,
+            warps: TILE_TOKENS / 32,
+            blocks: 1,
+            bulk_copies: false,
+        };
+        let needed = variant.shared_bytes() + variant.fixed_bytes();
+        if needed > facts.shared_bytes {
+            return Err(Error::Limit {
+                what: "shared memory of a block".into(),
+                needed: needed as u64,
+                allowed: facts.shared_bytes as u64,
+                hint: "use a device with more shared memory, or a format with a range per channel or per token",
+            });
+        }
+        Ok(Self { blocks: facts.shared_bytes / needed, ..variant })
+    }
+
+    /// Shared memory beside the rings: the query's fragments, what the warps tell each other, rows of outputs that are
+    /// rotated back, and what the blocks of a cluster send.
     const fn fixed_bytes(&self) -> usize {
+        if let AttendPath::MultiplyAdd = self.path {
+            let queries_and_weights = self.chunk_heads() * (self.pages.head_dim + TILE_TOKENS) * size_of::<f32>();
+            return queries_and_weights + SPARE_SHARED_BYTES;
+        }
+        let rotated = if self.pages.value.rotation.is_some() { self.chunk_heads() * self.pages.head_dim } else { 0 };
         let query_bytes = if self.pages.key.bits == 16 { 2 } else { 1 };
         let rows = (if self.wide { 16 } else { 8 }) * (self.pages.head_dim * query_bytes + 16);
         let joined =
             self.warps * self.chunk_heads() * 3 * size_of::<f32>() + self.pages.head_dim * size_of::<[f32; 2]>();
         let outputs = self.chunk_heads() * self.pages.head_dim + MOST_CLUSTER * (CLUSTER_RUN + self.chunk_heads());
-        rows + joined + outputs * size_of::<f32>() + SPARE_SHARED_BYTES
+        rows + joined + (outputs + rotated) * size_of::<f32>() + SPARE_SHARED_BYTES
     }
 
     pub(super) const fn chunk_heads(&self) -> usize {
@@ -125,19 +169,26 @@ impl AttendVariant {
             ("BLOCKS_PER_SM", self.blocks),
             ("BULK_COPIES", self.bulk_copies.into()),
         ]);
-        Program { files: &["attend.cu"], defines }
+        let files: &[&str] = match self.path {
+            AttendPath::Mma => &["attend.cu"],
+            AttendPath::MultiplyAdd => &["attend_fma.cu"],
+        };
+        Program { files, defines }
     }
 
-    /// Shared memory of the rings, in which the warps' sums are joined afterwards.
-    pub(super) fn shared_bytes(&self) -> usize {
+    /// Shared memory of the rings, in which the warps' sums are joined afterwards; by multiply-adds that of a tile's floats.
+    pub(super) const fn shared_bytes(&self) -> usize {
+        if let AttendPath::MultiplyAdd = self.path {
+            return TILE_TOKENS * (self.pages.head_dim + 1) * size_of::<f32>();
+        }
         let rings = self.warps * self.stages * stage_bytes(&self.pages, self.step_tokens);
-        let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8);
-        rings.max(joined * size_of::<f32>())
+        let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8) * size_of::<f32>();
+        if rings > joined { rings } else { joined }
     }
 }
 
 /// Bytes of a stage, whole lines of the L2 cache: `STAGE_BYTES` in `cuda/common/attend_call.cuh`.
-fn stage_bytes(pages: &PageFormat, step_tokens: usize) -> usize {
+const fn stage_bytes(pages: &PageFormat, step_tokens: usize) -> usize {
     (pages.head_bytes() * step_tokens / TILE_TOKENS).next_multiple_of(LINE_BYTES)
 }
 
@@ -182,7 +233,9 @@ mod tests {
     #[test]
     fn every_format_has_a_variant() {
         let small = DeviceFacts { shared_bytes: 101_376, ..H200 };
-        let mut tensors = vec![TensorFormat::F16];
+        let grouped = |grouping| affine(Bits::Two, grouping);
+        let mut tensors =
+            vec![TensorFormat::F16, grouped(Grouping::ChannelTokens(32)), grouped(Grouping::TokenChannels(32))];
         for bits in [Bits::One, Bits::Two, Bits::Four, Bits::Eight] {
             tensors.extend([affine(bits, Grouping::Channel), affine(bits, Grouping::Token)]);
         }
@@ -191,6 +244,12 @@ mod tests {
             for (&key, &value) in tensors.iter().flat_map(|key| tensors.iter().map(move |value| (key, value))) {
                 let pages = PageFormat::new(&shape, &SegmentFormat { key, value }).unwrap();
                 for (facts, group) in [(H200, 4), (H200, 8), (small, 4), (small, 16)] {
+                    // Floats of a tile with so many channels need 132 KiB.
+                    if pages.needs_multiply_adds() && head_dim == 256 && facts == small {
+                        let error = AttendVariant::candidates(pages, group, &facts).unwrap_err();
+                        assert!(matches!(error, Error::Limit { .. }), "{error}");
+                        continue;
+                    }
                     for variant in AttendVariant::candidates(pages, group, &facts).unwrap() {
                         assert!(variant.step_tokens.is_multiple_of(variant.pass_tokens));
                         assert!(TILE_TOKENS.is_multiple_of(variant.step_tokens));

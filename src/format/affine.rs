@@ -4,7 +4,43 @@
 //! IEEE 754 rounds correctly everywhere (subtraction, multiplication, comparison) where a result decides a code; a
 //! division decides none, because GPUs round it differently.
 
-use super::Bits;
+use super::{AffineFormat, Bits};
+
+/// How the range of a group follows from its smallest and largest element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum RangeRule {
+    /// From the smallest to the largest element.
+    #[default]
+    MinMax,
+    /// About 0, without a zero point: `scale = max |x| / (2^(bits−1) − 1)`, and code `2^(bits−1)`, whose field is 0, is 0. It
+    /// is stored as a range like any other, with `min = −2^(bits−1) · scale`, which is exact. 2 bits at least. Beside tiles,
+    /// where f16 must hold the minimum, elements beyond ±65504 · (1 − 2^(1−bits)) take the last code,
+    /// and a group all below (2^(bits−1) − 1) · 2^-14 is 0, as its scale is.
+    Symmetric,
+}
+
+impl AffineFormat {
+    /// The f32 range of a group whose smallest and largest elements are `min` and `max`.
+    pub fn span_range(&self, min: f32, max: f32) -> CodeRange {
+        match self.ranges {
+            RangeRule::MinMax => CodeRange::new(min, max, self.shrink, self.bits),
+            RangeRule::Symmetric => CodeRange::symmetric(min, max, self.shrink, self.bits),
+        }
+    }
+
+    /// The same rounded to f16, as ranges beside tiles are.
+    pub fn tile_range(&self, min: f32, max: f32) -> CodeRange {
+        let range = self.span_range(min, max);
+        match self.ranges {
+            RangeRule::MinMax => range.rounded_to_f16(),
+            RangeRule::Symmetric => {
+                // A scale whose minimum f16 still holds.
+                let scale = range.scale.min(MAX_HALF / middle(self.bits));
+                CodeRange::about_zero(CodeRange { scale, min: 0.0 }.rounded_to_f16().scale, self.bits)
+            }
+        }
+    }
+}
 
 /// The range of one group of elements as stored: where code 0 lies and how far codes are apart.
 #[derive(Clone, Copy, Debug, PartialEq, Default, bytemuck::Pod, bytemuck::Zeroable)]
@@ -24,20 +60,29 @@ impl CodeRange {
     /// 2^-100, gets scale 0: all its codes are 0 and decode to `min · shrink` exactly. Subnormal extremes count as 0,
     /// because some GPUs flush them, and so does the negative zero.
     pub fn new(min: f32, max: f32, shrink: f32, bits: Bits) -> Self {
-        let shrunk = |x: f32| flushed(flushed(x) * shrink);
-        let (min, max) = (shrunk(min), shrunk(max));
-        let scale = (max - min) / bits.max_code() as f32;
-        Self { scale: if scale < MIN_SCALE { 0.0 } else { scale }, min }
+        let (min, max) = (shrunk(min, shrink), shrunk(max, shrink));
+        Self { scale: kept((max - min) / bits.max_code() as f32), min }
+    }
+
+    /// The range about 0 ([`RangeRule::Symmetric`]) of such a group, of 2 bits at least.
+    pub fn symmetric(min: f32, max: f32, shrink: f32, bits: Bits) -> Self {
+        let largest = shrunk(min, shrink).abs().max(shrunk(max, shrink).abs());
+        let levels = (middle(bits) - 1.0).max(1.0);
+        Self::about_zero(kept(largest / levels), bits)
+    }
+
+    /// The range of this scale whose middle code is 0.
+    fn about_zero(scale: f32, bits: Bits) -> Self {
+        Self { scale, min: if scale == 0.0 { 0.0 } else { -middle(bits) * scale } }
     }
 
     /// The same range with scale and minimum rounded to f16, as tile ranges are stored. A scale that is subnormal
     /// in f16 becomes 0, because some GPUs flush it. What lies beyond the range of f16, as the spread of the largest
     /// elements or rotated ones can, becomes ±65504.
     pub fn rounded_to_f16(self) -> Self {
-        const MAX: f32 = 65504.0;
-        let scale = half::f16::from_f32(self.scale.min(MAX));
+        let scale = half::f16::from_f32(self.scale.min(MAX_HALF));
         let scale = if scale < half::f16::MIN_POSITIVE { 0.0 } else { scale.to_f32() };
-        Self { scale, min: half::f16::from_f32(self.min.clamp(-MAX, MAX)).to_f32() }
+        Self { scale, min: half::f16::from_f32(self.min.clamp(-MAX_HALF, MAX_HALF)).to_f32() }
     }
 
     /// The code of `value`: the nearest level, clamped to the codes there are, ties to the even code.
@@ -83,6 +128,24 @@ impl CodeRange {
 /// Smaller scales count as 0, so that nothing that decides a code is ever subnormal: 2^-100.
 const MIN_SCALE: f32 = f32::from_bits((127 - 100) << 23);
 
+/// The largest f16.
+const MAX_HALF: f32 = 65504.0;
+
+/// The code whose field is 0.
+fn middle(bits: Bits) -> f32 {
+    (1u32 << (bits.count() - 1)) as f32
+}
+
+/// An extreme, multiplied by what shrinks it.
+fn shrunk(x: f32, shrink: f32) -> f32 {
+    flushed(flushed(x) * shrink)
+}
+
+/// A scale, or 0 where it is too small.
+fn kept(scale: f32) -> f32 {
+    if scale < MIN_SCALE { 0.0 } else { scale }
+}
+
 fn flushed(x: f32) -> f32 {
     if x.abs() < f32::MIN_POSITIVE { 0.0 } else { x }
 }
@@ -115,6 +178,27 @@ mod tests {
         let range = CodeRange::new(-1e-40, -0.0, 1.0, Bits::Four);
         assert_eq!((range.scale.to_bits(), range.min.to_bits()), (0, 0));
         assert_eq!(CodeRange::new(0.0, 1e-30, 1.0, Bits::Eight).scale, 0.0);
+    }
+
+    /// 0 is 0, and opposite elements have opposite values, whatever the extremes.
+    #[test]
+    fn symmetric_ranges_have_no_zero_point() {
+        for bits in [Bits::Two, Bits::Three, Bits::Four, Bits::Eight] {
+            let format = AffineFormat::new(bits, crate::format::Grouping::Token).symmetric();
+            for largest in [0.02, 0.7, 5.0, 300.0, 32752.0] {
+                let range = format.tile_range(-0.2 * largest, largest);
+                assert_eq!(range, CodeRange::from_word(range.to_word()), "stored as it is");
+                let value = |x: f32| range.decode(range.encode(x, bits));
+                assert_eq!(value(0.0), 0.0);
+                let step = largest / (middle(bits) - 1.0);
+                for x in [largest, 0.3 * largest, 0.01 * largest] {
+                    assert_eq!(value(x), -value(-x), "{bits} bits, {x} of {largest}");
+                    let error = (value(x) - x).abs();
+                    assert!(error <= 0.53 * step, "{bits} bits, {x} of {largest}: {error}");
+                }
+            }
+            assert_eq!(format.tile_range(0.0, 1e-30), CodeRange::default());
+        }
     }
 
     proptest! {

@@ -10,12 +10,13 @@ mod rotation;
 pub mod saw_int4;
 mod shape;
 mod sizes;
+pub mod sketch;
 mod tensor_format;
 pub mod tile;
 mod tile_order;
 pub mod turboquant;
 
-pub use affine::CodeRange;
+pub use affine::{CodeRange, RangeRule};
 pub use bits::Bits;
 pub use calibration::{Calibration, ScoreMap};
 pub use codebook::Codebook;

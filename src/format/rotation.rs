@@ -18,6 +18,9 @@ use crate::{Error, Result};
 /// A *randomised* rotation flips the signs of some channels before that: `y = H (s ⊙ x)`, `x = s ⊙ (H y)`. The signs are
 /// a fixed function of seed and channel, see [`Rotation::flips`].
 ///
+/// A rotation of *dealt* channels deals the channels out to the blocks in turns first, so that blocks mix what lies in
+/// different blocks of another rotation: of m blocks, channel c goes to block c % m, place c / m. Signs then belong to places.
+///
 /// The arithmetic is part of the format, and every backend reproduces it bit for bit: elements below 2^-50 count as 0;
 /// each is multiplied by `1/√order`, rounded to f32; then come the butterflies `(a + b, a − b)` in f32 over channels 1, 2,
 /// 4, … apart.
@@ -25,6 +28,7 @@ use crate::{Error, Result};
 pub struct Rotation {
     order: usize,
     seed: Option<u32>,
+    dealt: bool,
 }
 
 /// Into the rotated channels, or out of them.
@@ -42,12 +46,17 @@ const SMALLEST: f32 = f32::from_bits((127 - 50) << 23);
 impl Rotation {
     /// The Hadamard transform of blocks of `order` channels: a power of two from 2 to 256.
     pub const fn hadamard(order: usize) -> Self {
-        Self { order, seed: None }
+        Self { order, seed: None, dealt: false }
     }
 
     /// The same after flipping signs that depend on `seed`.
     pub const fn randomized(order: usize, seed: u32) -> Self {
-        Self { order, seed: Some(seed) }
+        Self { order, seed: Some(seed), dealt: false }
+    }
+
+    /// The same after dealing the channels out to the blocks in turns.
+    pub const fn dealt(order: usize, seed: u32) -> Self {
+        Self { order, seed: Some(seed), dealt: true }
     }
 
     /// The largest order that divides a head: 64, 16, 32, 128 and 256 for head_dim 64, 80, 96, 128 and 256.
@@ -58,6 +67,11 @@ impl Rotation {
     /// Channels of a block.
     pub const fn order(&self) -> usize {
         self.order
+    }
+
+    /// Blocks that the channels of a head are dealt out to: 1 where they stay where they are.
+    pub const fn dealt_blocks(&self, head_dim: usize) -> usize {
+        if self.dealt { head_dim / self.order } else { 1 }
     }
 
     /// The seed of the signs, where signs are flipped.
@@ -92,6 +106,10 @@ impl Rotation {
     /// assert_eq!(row[0], 4.0);
     /// ```
     pub fn rotate(&self, row: &mut [f32]) {
+        if self.dealt {
+            let channels = row.to_vec();
+            channels.iter().enumerate().for_each(|(channel, &x)| row[self.place(channel, channels.len())] = x);
+        }
         self.flip_signs(row);
         self.transform(row);
     }
@@ -100,6 +118,16 @@ impl Rotation {
     pub fn unrotate(&self, row: &mut [f32]) {
         self.transform(row);
         self.flip_signs(row);
+        if self.dealt {
+            let places = row.to_vec();
+            row.iter_mut().enumerate().for_each(|(channel, x)| *x = places[self.place(channel, places.len())]);
+        }
+    }
+
+    /// The place that a channel is dealt to.
+    const fn place(&self, channel: usize, head_dim: usize) -> usize {
+        let blocks = self.dealt_blocks(head_dim);
+        channel % blocks * self.order + channel / blocks
     }
 
     /// Rotates a row one way or the other.
@@ -160,6 +188,7 @@ impl fmt::Display for Rotation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.seed {
             None => write!(f, "Hadamard {}", self.order),
+            Some(_) if self.dealt => write!(f, "randomised Hadamard {} of dealt channels", self.order),
             Some(_) => write!(f, "randomised Hadamard {}", self.order),
         }
     }
@@ -196,6 +225,18 @@ mod tests {
         assert_eq!(HEAD_DIMS.map(Rotation::largest_order), [64, 16, 32, 128, 256]);
     }
 
+    /// Every block of a rotation of dealt channels has channels of every block of the other.
+    #[test]
+    fn dealt_channels_mix_blocks() {
+        let rotation = Rotation::dealt(16, 0);
+        let mut places: Vec<usize> = (0..80).map(|channel| rotation.place(channel, 80)).collect();
+        let first: Vec<usize> = (0..16).map(|channel| places[channel] / 16).collect();
+        assert_eq!(first[..6], [0, 1, 2, 3, 4, 0]);
+        places.sort_unstable();
+        assert_eq!(places, (0..80).collect::<Vec<_>>());
+        assert_eq!((rotation.place(77, 16), rotation.dealt_blocks(64)), (77, 4));
+    }
+
     #[test]
     fn about_half_of_the_signs_are_flipped() {
         for seed in 0..20 {
@@ -210,8 +251,9 @@ mod tests {
             row in prop::collection::vec(-100f32..100.0, 256),
             power in 1u32..9,
             seed in prop::option::of(any::<u32>()),
+            dealt in any::<bool>(),
         ) {
-            let rotation = Rotation { order: 1 << power, seed };
+            let rotation = Rotation { order: 1 << power, seed, dealt };
             let norm = |x: &[f32]| x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>();
             let mut turned = row.clone();
             rotation.rotate(&mut turned);

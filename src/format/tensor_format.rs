@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use super::{AttentionShape, Bits, Codebook, Rotation, TILE_TOKENS};
+use super::sketch::Sketch;
+use super::{AttentionShape, Bits, Codebook, RangeRule, Rotation, TILE_TOKENS};
 use crate::{Error, Result};
 
 /// Keys or values.
@@ -44,6 +45,8 @@ pub struct AffineFormat {
     pub bits: Bits,
     /// Which elements share a range.
     pub grouping: Grouping,
+    /// How ranges follow from the extremes of their groups.
+    pub ranges: RangeRule,
     /// Factor on the minimum and maximum before the scale is made, 0 < shrink ≤ 1. CalibQuant's published code
     /// uses 0.5 for keys and 0.3 for values at 1 bit.
     pub shrink: f32,
@@ -55,7 +58,13 @@ pub struct AffineFormat {
 impl AffineFormat {
     /// Codes of `bits` with unshrunk ranges, not rotated.
     pub const fn new(bits: Bits, grouping: Grouping) -> Self {
-        Self { bits, grouping, shrink: 1.0, rotation: None }
+        Self { bits, grouping, ranges: RangeRule::MinMax, shrink: 1.0, rotation: None }
+    }
+
+    /// The same with ranges about 0.
+    #[must_use]
+    pub const fn symmetric(self) -> Self {
+        Self { ranges: RangeRule::Symmetric, ..self }
     }
 
     /// The same of rotated rows.
@@ -69,24 +78,58 @@ impl AffineFormat {
 ///
 /// Every token has one norm, [rounded to f16](super::codebook::stored_norm) and stored where a range per token would be,
 /// as a scale with minimum 0; `value = norm · level`.
+///
+/// With a *sketch* the top bit of every field is the sign of a channel of what the levels leave, rotated once more, and the
+/// other bits are the code; the norm of what is left is stored where the minimum of a range would be. See [`sketch`](super::sketch).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CodebookFormat {
-    /// Width of a code: 1 to 4 bits.
+    /// Width of a field: 1 to 4 bits, the sign of a sketch included.
     pub bits: Bits,
     /// Rotation of every row before its codes are made, which is what gives all channels the density of the codebook.
     pub rotation: Rotation,
+    /// The rotations of the residual whose signs are stored. Keys only.
+    pub sketch: Option<Sketch>,
 }
 
 impl CodebookFormat {
     /// TurboQuant's codec for the least squared error: a randomised rotation of the largest order that divides the head.
     /// Where that is not the whole head (head_dim 80 and 96) channels are alike within each block only.
     pub const fn turboquant(bits: Bits, head_dim: usize) -> Self {
-        Self { bits, rotation: Rotation::randomized(Rotation::largest_order(head_dim), TURBOQUANT_SEED) }
+        let rotation = Rotation::randomized(Rotation::largest_order(head_dim), TURBOQUANT_SEED);
+        Self { bits, rotation, sketch: None }
+    }
+
+    /// TurboQuant's codec for unbiased inner products (algorithm 2): the former at one bit less, and a sign sketch of the
+    /// residual. At 1 bit it is the sketch alone, which is QJL (arXiv 2406.03482) with as many signs as channels.
+    ///
+    /// The published projections are dense Gaussian matrices; here it is `√head_dim` times [randomised rotations](Sketch).
+    pub const fn turboquant_prod(bits: Bits, head_dim: usize) -> Self {
+        Self { sketch: Some(Sketch { seed: SKETCH_SEED }), ..Self::turboquant(bits, head_dim) }
+    }
+
+    /// The width of the codes of levels: that of a field, less the sign of a sketch. None where a sketch is all there is.
+    pub const fn level_bits(&self) -> Option<Bits> {
+        match self.sketch {
+            None => Some(self.bits),
+            Some(_) => Bits::from_count(self.bits.count() - 1),
+        }
+    }
+
+    fn check(&self, shape: &AttentionShape) -> Result<()> {
+        let levels = self.level_bits().is_none_or(|bits| Codebook::of_format(bits, shape.head_dim()).is_some());
+        if !levels || self.bits == Bits::Eight {
+            let format = TensorFormat::Codebook(*self).to_string();
+            return Err(Error::Format { format, reason: "there are codebooks of 1 to 4 bits".into() });
+        }
+        self.rotation.check(shape)
     }
 }
 
 /// Seed of the signs of [`CodebookFormat::turboquant`].
 const TURBOQUANT_SEED: u32 = 0x7475_7262;
+
+/// Seed of the signs of the sketch of [`CodebookFormat::turboquant_prod`].
+const SKETCH_SEED: u32 = 0x736b_6574;
 
 /// How one tensor, keys or values, is stored.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -132,6 +175,14 @@ impl TensorFormat {
         match self {
             Self::F16 | Self::Codebook(_) => None,
             Self::Affine(affine) => Some(affine),
+        }
+    }
+
+    /// The codebook's format, if it has a sketch.
+    pub const fn sketched(&self) -> Option<&CodebookFormat> {
+        match self {
+            Self::Codebook(codebook) if codebook.sketch.is_some() => Some(codebook),
+            _ => None,
         }
     }
 
@@ -183,15 +234,13 @@ impl TensorFormat {
         let affine = match self {
             Self::F16 => return Ok(()),
             Self::Affine(affine) => affine,
-            Self::Codebook(codebook) => {
-                return match Codebook::of_format(codebook.bits, shape.head_dim()) {
-                    Some(_) => codebook.rotation.check(shape),
-                    None => reject("there are codebooks of 1 to 4 bits".into()),
-                };
-            }
+            Self::Codebook(codebook) => return codebook.check(shape),
         };
         if !(affine.shrink > 0.0 && affine.shrink <= 1.0) {
             return reject(format!("range shrink {} is outside 0 < shrink ≤ 1", affine.shrink));
+        }
+        if affine.ranges == RangeRule::Symmetric && affine.bits == Bits::One {
+            return reject("ranges about 0 have no code but 0 at 1 bit; use 2 bits or more".into());
         }
         if let Some(rotation) = affine.rotation {
             rotation.check(shape)?;
@@ -219,7 +268,12 @@ impl fmt::Display for TensorFormat {
             Self::F16 => return f.write_str("f16"),
             Self::Affine(affine) => affine,
             Self::Codebook(codebook) => {
-                return write!(f, "{}-bit codebook, {}", codebook.bits, codebook.rotation);
+                match (codebook.sketch, codebook.level_bits()) {
+                    (Some(_), None) => f.write_str("1-bit sketch")?,
+                    (Some(_), Some(bits)) => write!(f, "{bits}-bit codebook and 1-bit sketch")?,
+                    (None, _) => write!(f, "{}-bit codebook", codebook.bits)?,
+                }
+                return write!(f, ", {}", codebook.rotation);
             }
         };
         write!(f, "{}-bit ", affine.bits)?;
@@ -228,6 +282,9 @@ impl fmt::Display for TensorFormat {
             Grouping::ChannelTokens(tokens) => write!(f, "per channel and {tokens} tokens")?,
             Grouping::Token => f.write_str("per token")?,
             Grouping::TokenChannels(channels) => write!(f, "per token and {channels} channels")?,
+        }
+        if affine.ranges == RangeRule::Symmetric {
+            f.write_str(", symmetric")?;
         }
         if affine.shrink != 1.0 {
             write!(f, ", ranges × {}", affine.shrink)?;
@@ -313,13 +370,34 @@ impl SegmentFormat {
         Self { key: format, value: format }
     }
 
+    /// TurboQuant with keys for unbiased inner products (algorithm 2): keys have levels at one bit less and a sign sketch of what
+    /// these leave. Values are weighted sums, not inner products, and have [levels alone](SegmentFormat::turboquant).
+    pub const fn turboquant_prod(bits: Bits, head_dim: usize) -> Self {
+        let key = TensorFormat::Codebook(CodebookFormat::turboquant_prod(bits, head_dim));
+        Self { key, value: TensorFormat::Codebook(CodebookFormat::turboquant(bits, head_dim)) }
+    }
+
+    /// QJL (arXiv 2406.03482): keys are one sign for each channel of a random projection, and a norm; values have 4-bit codes
+    /// with one range per token. The paper takes more signs than channels; this format has as many.
+    pub const fn qjl(head_dim: usize) -> Self {
+        Self {
+            key: TensorFormat::Codebook(CodebookFormat::turboquant_prod(Bits::One, head_dim)),
+            value: TensorFormat::Affine(AffineFormat::new(Bits::Four, Grouping::Token)),
+        }
+    }
+
     /// Checks that heads of `shape` can be stored so.
     ///
     /// # Errors
     /// [`Error::Format`] names the parameter that does not fit and what would.
     pub fn check(&self, shape: &AttentionShape) -> Result<()> {
         self.key.check(shape)?;
-        self.value.check(shape)
+        self.value.check(shape)?;
+        if self.value.sketched().is_some() {
+            let reason = "sketches are for keys, whose inner products with queries they estimate".into();
+            return Err(Error::Format { format: self.value.to_string(), reason });
+        }
+        Ok(())
     }
 }
 

@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::hadamard::{Turn, with_turn};
+use super::hadamard::{Turn, with_sketch, with_turn};
 use super::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
-use super::levels::with_codebook_fields;
+use super::levels::{with_codebook_fields, with_level_fields};
 use super::tile_call::{self, Place, TileCall};
 use super::{Kernels, Store, StorePart, Tensor, Variant};
 use crate::backend::TokenWrite;
@@ -52,8 +52,10 @@ impl AppendPlan {
                 let reason = format!("token {token} of {} into slot {slot} of {TILE_TOKENS}", rows.tokens);
                 return Err(Error::Plan { what: "append", reason });
             }
-            // Tokens whose values of a channel lie in one word.
-            let turn = turns.entry((write.page, values.value_field(write.slot, 0).word)).or_default();
+            // Tokens whose values of a channel lie in one word: of three bits the word of the top bits has more of them.
+            let field = values.value_field(write.slot, 0);
+            let shared = field.top.map_or(field.word, |top| top.word);
+            let turn = turns.entry((write.page, shared)).or_default();
             let place = Place { token: write.token as u32, page: write.page.index, slot: write.slot as u32 };
             places.entry((write.page.shard, *turn)).or_default().push(place);
             *turn += 1;
@@ -93,7 +95,7 @@ impl AppendPlan {
         let rows = tensor.element_binding(&limits)?;
         let format = self.format.tensor(which);
         let call = TileCall::new(&self.shape, format, which).with_rows(&self.rows, &self.shape)?;
-        let call = TileCall { first_element: rows.first_element, ..call };
+        let call = TileCall { first_element: rows.first_element, tokens: self.rows.tokens as u32, ..call };
         let variant = variant_of(&self.shape, format, which, tensor.element_type());
         let launch = |(&(shard, _), places): (&(u32, usize), &Vec<Place>)| {
             let total = (places.len() * self.shape.kv_heads()) as u64;
@@ -111,26 +113,39 @@ impl AppendPlan {
     }
 }
 
-fn variant_of(shape: &AttentionShape, format: &TensorFormat, which: KeyOrValue, element_type: ElementType) -> Variant {
+pub(super) fn variant_of(
+    shape: &AttentionShape,
+    format: &TensorFormat,
+    which: KeyOrValue,
+    element_type: ElementType,
+) -> Variant {
     let variant = Variant::new("append").constant("HEAD_DIM", shape.head_dim());
     let variant = tile_call::with_rows(tile_call::with_layout(variant, format.element_bits(), which), element_type);
     let variant = match format.rotation() {
         None => variant,
         Some(rotation) => {
             let turn = Turn { rotation, direction: Direction::Forth };
-            with_turn(variant.import("row", "common/row_rotated.wgsl"), turn)
+            with_turn(variant.import("row", "common/row_rotated.wgsl"), turn, shape.head_dim())
         }
     };
     match format {
         TensorFormat::F16 => variant,
-        TensorFormat::Affine(affine) => variant
+        TensorFormat::Affine(affine) => tile_call::with_range_rule(variant, format)
             .import("field", "common/field_codes.wgsl")
             .import("ranges", ROW_RANGES)
             .import("row_ranges", ROW_RANGES)
             .constant("GROUPING", tile_call::grouping_constant(affine.grouping)),
-        TensorFormat::Codebook(codebook) => with_codebook_fields(variant, codebook, shape.head_dim())
-            .import("norms", ROW_NORM)
-            .import("row_ranges", ROW_NORM),
+        TensorFormat::Codebook(codebook) => match codebook.sketch {
+            None => with_codebook_fields(variant, codebook, shape.head_dim())
+                .import("norms", ROW_NORM)
+                .import("row_ranges", ROW_NORM),
+            Some(sketch) => {
+                let variant = with_level_fields(variant, codebook, shape.head_dim());
+                with_sketch(variant, sketch, codebook.rotation.order(), shape.head_dim())
+                    .import("field", ROW_SKETCH)
+                    .import("row_ranges", ROW_SKETCH)
+            }
+        },
     }
 }
 
@@ -140,14 +155,18 @@ const ROW_RANGES: &str = "common/row_ranges_affine.wgsl";
 /// The norm of a row, made for it and used by its codes.
 const ROW_NORM: &str = "common/row_norm.wgsl";
 
+/// The norms, codes and sketch of a row.
+const ROW_SKETCH: &str = "common/row_sketch.wgsl";
+
 /// Every variant that a plan can ask for.
 pub(crate) fn variants() -> Vec<Variant> {
     let mut found = Vec::new();
     for head_dim in HEAD_DIMS {
         let Ok(shape) = AttentionShape::new(1, 1, head_dim) else { continue };
-        let formats = tile_call::distinct_formats(head_dim).into_iter();
+        let formats = tile_call::distinct_formats(head_dim).into_iter().chain(tile_call::sketched_formats(head_dim));
         for format in formats.filter(TensorFormat::takes_single_tokens) {
-            for which in [KeyOrValue::Key, KeyOrValue::Value] {
+            let each = [KeyOrValue::Key, KeyOrValue::Value].into_iter();
+            for which in each.filter(|which| *which == KeyOrValue::Key || format.sketched().is_none()) {
                 let of = |element_type| variant_of(&shape, &format, which, element_type);
                 found.extend([ElementType::F32, ElementType::F16].map(of));
             }
@@ -159,6 +178,7 @@ pub(crate) fn variants() -> Vec<Variant> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Bits;
 
     #[test]
     fn tokens_that_share_a_word_take_turns() {
@@ -171,6 +191,20 @@ mod tests {
                 .unwrap();
         let slots = |turn| plan.places[&(0, turn)].iter().map(|place| place.slot).collect::<Vec<_>>();
         assert_eq!((slots(0), slots(1)), (vec![0, 1, 64], vec![32]));
+    }
+
+    /// Low pairs of 16 tokens share a word, top bits of 32.
+    #[test]
+    fn top_bits_that_share_a_word_take_turns() {
+        let shape = AttentionShape::new(1, 1, 64).unwrap();
+        let rows = RowLayout::token_major(4, &shape);
+        let page = Page { shard: 0, index: 0 };
+        let write = |token, slot| TokenWrite { token, page, slot };
+        let format = SegmentFormat::turboquant(Bits::Three, 64);
+        let plan =
+            AppendPlan::new(&shape, &format, rows, &[write(0, 0), write(1, 4), write(2, 8), write(3, 39)]).unwrap();
+        let slots = |turn| plan.places[&(0, turn)].iter().map(|place| place.slot).collect::<Vec<_>>();
+        assert_eq!((slots(0), slots(1), slots(2)), (vec![0, 8], vec![4], vec![39]));
     }
 
     #[test]

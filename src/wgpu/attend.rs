@@ -1,10 +1,13 @@
 //! Kernel `attend`, and what `scores` and `weighted_values` share with it: which shader parts serve a format.
 
 use super::hadamard::{Turn, with_turn};
-use super::levels::{LevelNames, with_levels};
 use super::{Capabilities, Variant};
 use crate::backend::QueryPrecision;
-use crate::format::{AffineFormat, AttentionShape, Bits, Direction, Grouping, SegmentFormat, TensorFormat, TileLayout};
+use crate::format::codebook::level_unit;
+use crate::format::sketch::sketch_level;
+use crate::format::{
+    AffineFormat, AttentionShape, Bits, CodebookFormat, Direction, Grouping, SegmentFormat, TensorFormat, TileLayout,
+};
 
 /// How the query heads of a KV head are spread over workgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,10 +87,11 @@ impl Specialisation<'_> {
         }
     }
 
-    /// 32-bit words of one prepared query row.
+    /// 32-bit words of the prepared rows of one query.
     pub fn query_row_words(&self) -> usize {
         let channels = TileLayout::new(&self.format.key, self.shape.head_dim()).key_row_channels();
-        if self.integer_keys() { self.query_planes() * channels / 4 + 4 } else { channels + 4 }
+        let words = if self.integer_keys() { self.query_planes() * channels / 4 + 4 } else { channels + 4 };
+        self.query_parts() * words
     }
 
     /// Workgroup memory of the attend variant with `heads` heads, as the shaders declare it.
@@ -129,41 +133,76 @@ impl Specialisation<'_> {
             .alias("KeyVector", key_vector_type(vector))
             .constant("KEY_VECTOR", vector)
             .constant("KEY_VECTORS", layout.key_row_words() / vector);
-        let variant = match self.format.key.code_bits() {
-            None => return variant.import("scores", "common/scores_fma.wgsl"),
-            Some(Bits::Three) => variant.import("key_codes", "common/key_codes_three.wgsl"),
-            Some(bits) => variant.constant("KEY_BITS", bits.count() as usize),
+        let Some(bits) = self.format.key.code_bits() else {
+            return variant.import("scores", "common/scores_fma.wgsl");
         };
-        let by_value =
-            |variant: Variant, field| variant.import("scores", "common/scores_fma.wgsl").import("key_field", field);
-        let affine = match &self.format.key {
-            TensorFormat::Codebook(codebook) => {
-                let variant = by_value(variant, "common/key_field_codebook.wgsl");
-                return with_levels(variant, LevelNames::KEYS, codebook, self.shape.head_dim());
-            }
-            TensorFormat::Affine(affine) => affine,
-            TensorFormat::F16 => return variant,
+        let by_value = |field| {
+            let variant = match bits {
+                Bits::Three => variant.clone().import("key_codes", "common/key_codes_three.wgsl"),
+                bits => variant.clone().constant("KEY_BITS", bits.count() as usize),
+            };
+            variant.import("scores", "common/scores_fma.wgsl").import("key_field", field)
         };
-        match affine.grouping {
-            Grouping::Channel if !self.integer_keys() => by_value(variant, "common/key_field_channel.wgsl"),
-            Grouping::Channel => self.with_integer_query(variant, affine.bits),
-            // One range per token is one per token and group of all channels.
-            Grouping::Token if !self.integer_keys() => by_value(variant, "common/key_field_token_channels.wgsl")
-                .constant("KEY_GROUP_CHANNELS", self.shape.head_dim()),
-            Grouping::Token => self
-                .with_integer_query(variant, affine.bits)
+        if let Some(sketched) = self.format.key.sketched() {
+            return self.with_sketched_keys(variant, sketched);
+        }
+        match self.format.key.grouping() {
+            Some(Grouping::Token) => self
+                .with_integer_query(variant, bits)
                 .import("key_ranges", "common/key_ranges_token.wgsl")
-                .float("KEY_MIDDLE", middle(affine.bits)),
-            Grouping::ChannelTokens(tokens) => by_value(variant, "common/key_field_channel_tokens.wgsl")
+                .float("KEY_MIDDLE", self.key_bytes().middle * self.key_bytes().unit),
+            Some(Grouping::ChannelTokens(tokens)) => by_value("common/key_field_channel_tokens.wgsl")
                 .constant("KEY_TOKEN_GROUPS", crate::TILE_TOKENS / tokens),
-            Grouping::TokenChannels(channels) => {
-                by_value(variant, "common/key_field_token_channels.wgsl").constant("KEY_GROUP_CHANNELS", channels)
+            Some(Grouping::TokenChannels(channels)) => {
+                by_value("common/key_field_token_channels.wgsl").constant("KEY_GROUP_CHANNELS", channels)
             }
+            Some(Grouping::Channel) | None => self.with_integer_query(variant, bits),
+        }
+    }
+
+    fn with_sketched_keys(&self, variant: Variant, format: &CodebookFormat) -> Variant {
+        let head_dim = self.shape.head_dim();
+        // No store is made of a format without a unit.
+        let unit = format.level_bits().and_then(|bits| level_unit(bits, head_dim)).unwrap_or(1.0);
+        let variant = match format.bits {
+            Bits::Three => variant.import("fields", "common/sketch_fields_three.wgsl"),
+            _ => variant,
+        };
+        variant
+            .import("scores", "common/scores_sketch.wgsl")
+            .constant("KEY_BITS", format.bits.count() as usize)
+            .constant("KEY_PARTS", self.query_parts())
+            .constant("QUERY_PLANES", self.query_planes())
+            .float("LEVEL_UNIT", unit)
+            .float("SKETCH_LEVEL", sketch_level(head_dim))
+    }
+
+    /// Rows that a query is prepared in: one, or one for the signs of sketches and one for the levels beside them.
+    pub fn query_parts(&self) -> usize {
+        match self.format.key.sketched() {
+            Some(format) if format.level_bits().is_some() => 2,
+            _ => 1,
         }
     }
 
     fn with_integer_query(&self, variant: Variant, bits: Bits) -> Variant {
-        variant.constant("KEY_MASK", top_bits(bits)).constant("QUERY_PLANES", self.query_planes())
+        let variant = variant.constant("QUERY_PLANES", self.query_planes());
+        match (bits, &self.format.key) {
+            (Bits::Three, TensorFormat::Codebook(_)) => variant
+                .import("key_bytes", "common/key_bytes_three.wgsl")
+                .import("three_bytes", "common/three_bytes_levels.wgsl"),
+            (Bits::Three, _) => variant.import("key_bytes", "common/key_bytes_three.wgsl"),
+            // Two levels are an affine grid.
+            (bits, TensorFormat::Codebook(_)) if bits != Bits::One => {
+                variant.import("key_bytes", "common/key_bytes_levels.wgsl").constant("KEY_BITS", bits.count() as usize)
+            }
+            (bits, _) => variant.constant("KEY_BITS", bits.count() as usize).constant("KEY_MASK", top_bits(bits)),
+        }
+    }
+
+    /// The bytes of packed keys.
+    pub(super) fn key_bytes(&self) -> CodeBytes {
+        CodeBytes::new(&self.format.key, self.shape.head_dim())
     }
 
     fn with_values(&self, variant: Variant, heads: usize) -> Variant {
@@ -171,38 +210,33 @@ impl Specialisation<'_> {
         let mut variant = variant.constant("CHANNELS", split.channels).constant("CHANNEL_BLOCKS", split.blocks);
         if let Some(rotation) = self.format.value.rotation() {
             let turn = Turn { rotation, direction: Direction::Back };
-            variant = with_turn(variant.import("output_rotation", "common/output_rotation_hadamard.wgsl"), turn);
+            let rotated = variant.import("output_rotation", "common/output_rotation_hadamard.wgsl");
+            variant = with_turn(rotated, turn, self.shape.head_dim());
         }
-        let (variant, bits) = match self.format.value.code_bits() {
-            None => return self.with_float_weights(variant),
-            Some(Bits::Three) => {
-                let variant = variant.alias("ValueVector", "array<u32, 3>");
-                (variant.import("value_codes", "common/value_codes_three.wgsl"), Bits::Three)
-            }
-            Some(bits) => (variant.constant("VALUE_BITS", bits.count() as usize), bits),
+        let Some(bits) = self.format.value.code_bits() else { return self.with_float_weights(variant) };
+        let by_value = |field| {
+            let variant = match bits {
+                Bits::Three => variant
+                    .clone()
+                    .alias("ValueVector", "array<u32, 3>")
+                    .import("value_codes", "common/value_codes_three.wgsl"),
+                bits => variant.clone().constant("VALUE_BITS", bits.count() as usize),
+            };
+            self.with_float_weights(variant).import("value_field", field)
         };
-        let by_value = |field| self.with_float_weights(variant.clone()).import("value_field", field);
-        let affine = match &self.format.value {
-            TensorFormat::Codebook(codebook) => {
-                let variant = by_value("common/value_field_codebook.wgsl");
-                return with_levels(variant, LevelNames::VALUES, codebook, self.shape.head_dim());
+        let bytes = CodeBytes::new(&self.format.value, self.shape.head_dim());
+        let integers =
+            || with_value_bytes(variant.clone(), bits, &self.format.value).float("VALUE_MIDDLE", bytes.middle);
+        match self.format.value.grouping() {
+            Some(Grouping::Token) => {
+                integers().import("value_ranges", "common/value_ranges_token.wgsl").float("VALUE_UNIT", bytes.unit)
             }
-            TensorFormat::Affine(affine) => affine,
-            TensorFormat::F16 => return variant,
-        };
-        let is_dot = is_dot(&self.format.value);
-        let integers = || variant.clone().constant("VALUE_MASK", top_bits(bits)).float("VALUE_MIDDLE", middle(bits));
-        match affine.grouping {
-            Grouping::Channel if !is_dot => by_value("common/value_field_channel.wgsl"),
-            Grouping::Channel => integers(),
-            Grouping::Token if !is_dot => by_value("common/value_field_token_channels.wgsl")
-                .constant("VALUE_GROUP_CHANNELS", self.shape.head_dim()),
-            Grouping::Token => integers().import("value_ranges", "common/value_ranges_token.wgsl"),
-            Grouping::ChannelTokens(tokens) => by_value("common/value_field_channel_tokens.wgsl")
+            Some(Grouping::ChannelTokens(tokens)) => by_value("common/value_field_channel_tokens.wgsl")
                 .constant("VALUE_TOKEN_GROUPS", crate::TILE_TOKENS / tokens),
-            Grouping::TokenChannels(channels) => {
+            Some(Grouping::TokenChannels(channels)) => {
                 by_value("common/value_field_token_channels.wgsl").constant("VALUE_GROUP_CHANNELS", channels)
             }
+            Some(Grouping::Channel) | None => integers(),
         }
     }
 
@@ -234,22 +268,58 @@ impl ChannelSplit {
 }
 
 /// True if a product with the tensor is a sum of integer dot products: one range covers all that is summed, or each
-/// token has one, and a field lies within one word.
+/// token has one.
 fn is_dot(format: &TensorFormat) -> bool {
-    let is_dot = |affine: &AffineFormat| {
-        matches!(affine.grouping, Grouping::Channel | Grouping::Token) && affine.bits != Bits::Three
-    };
-    format.affine().is_some_and(is_dot)
+    matches!(format.grouping(), Some(Grouping::Channel | Grouping::Token))
+}
+
+/// How the signed bytes of the integer path stand for what is multiplied with a range's scale: `(byte / step + middle) · unit`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct CodeBytes {
+    /// Distance between the bytes of neighbouring codes: fields of affine codes are shifted to the top of their bytes.
+    pub step: f32,
+    /// What byte 0 stands for, in codes; in steps of levels for a codebook.
+    pub middle: f32,
+    /// 1 for affine codes, the unit of levels for a codebook.
+    pub unit: f32,
+}
+
+impl CodeBytes {
+    fn new(format: &TensorFormat, head_dim: usize) -> Self {
+        match format {
+            TensorFormat::F16 => Self { step: 1.0, middle: 0.0, unit: 1.0 },
+            TensorFormat::Affine(AffineFormat { bits, .. }) => Self {
+                step: (1u32 << (8 - bits.count())) as f32,
+                middle: (1u32 << (bits.count() - 1)) as f32,
+                unit: 1.0,
+            },
+            // No store is made of a format without a unit.
+            TensorFormat::Codebook(codebook) => Self {
+                step: if codebook.bits == Bits::One { 128.0 } else { 1.0 },
+                middle: 0.5,
+                unit: level_unit(codebook.bits, head_dim).unwrap_or(1.0),
+            },
+        }
+    }
+}
+
+fn with_value_bytes(variant: Variant, bits: Bits, format: &TensorFormat) -> Variant {
+    match (bits, format) {
+        (Bits::Three, TensorFormat::Codebook(_)) => variant
+            .import("value_bytes", "common/value_bytes_three.wgsl")
+            .import("three_bytes", "common/three_bytes_levels.wgsl"),
+        (Bits::Three, _) => variant.import("value_bytes", "common/value_bytes_three.wgsl"),
+        // Two levels are an affine grid.
+        (bits, TensorFormat::Codebook(_)) if bits != Bits::One => variant
+            .import("value_bytes", "common/value_bytes_levels.wgsl")
+            .constant("VALUE_BITS", bits.count() as usize),
+        (bits, _) => variant.constant("VALUE_BITS", bits.count() as usize).constant("VALUE_MASK", top_bits(bits)),
+    }
 }
 
 /// The top `bits` bits of every byte.
 fn top_bits(bits: Bits) -> usize {
     ((bits.max_code() << (8 - bits.count())) * 0x0101_0101) as usize
-}
-
-/// The code that is stored as 0.
-pub(super) fn middle(bits: Bits) -> f32 {
-    (1u32 << (bits.count() - 1)) as f32
 }
 
 fn key_vector_type(words: usize) -> &'static str {
@@ -266,7 +336,7 @@ mod tests {
     use super::super::prepare_query::Extremes;
     use super::super::{KernelLimits, SubgroupSizes, Timestamps};
     use super::*;
-    use crate::format::{CodebookFormat, HEAD_DIMS, Rotation};
+    use crate::format::{HEAD_DIMS, Rotation};
     use crate::plan::ElementType;
 
     fn capabilities(f16: bool, subgroups: bool, workgroup_memory: u32) -> Capabilities {
@@ -321,13 +391,15 @@ mod tests {
     /// The planner counts workgroup memory from the same sizes as the shaders declare, and never plans past the limit.
     #[test]
     fn workgroup_memory_is_counted() {
-        let count = tensor_formats(64).len();
+        let count = tensor_formats(64).len() + 4;
         for (i, head_dim) in HEAD_DIMS.into_iter().cycle().take(count * 2).enumerate() {
             let formats = tensor_formats(head_dim);
+            let sketched = [Bits::One, Bits::Two, Bits::Three, Bits::Four]
+                .map(|bits| TensorFormat::Codebook(CodebookFormat::turboquant_prod(bits, head_dim)));
+            let keys: Vec<TensorFormat> = formats.iter().copied().chain(sketched).collect();
             for group in [1, 4, 7, 8, 16] {
                 let shape = AttentionShape::new(group, 1, head_dim).unwrap();
-                let format =
-                    SegmentFormat { key: formats[i % formats.len()], value: formats[(i * 5 + 2) % formats.len()] };
+                let format = SegmentFormat { key: keys[i % keys.len()], value: formats[(i * 5 + 2) % formats.len()] };
                 let capabilities = capabilities(i % 3 == 0, i % 2 == 0, 16 << 10);
                 let (shape, format, capabilities) = (&shape, &format, &capabilities);
                 let special = Specialisation { shape, format, query: QueryPrecision::Int16, capabilities };
@@ -349,7 +421,8 @@ mod tests {
         let shape = AttentionShape::new(6, 2, 80).unwrap();
         for tensor in tensor_formats(80) {
             let per_channel = TensorFormat::Affine(AffineFormat::new(Bits::Two, Grouping::Channel));
-            for (key, value) in [(tensor, per_channel), (per_channel, tensor)] {
+            let sketched = TensorFormat::Codebook(CodebookFormat::turboquant_prod(Bits::Three, 80));
+            for (key, value) in [(tensor, per_channel), (per_channel, tensor), (sketched, tensor)] {
                 let format = SegmentFormat { key, value };
                 let query = QueryPrecision::Int8;
                 let special = Specialisation { shape: &shape, format: &format, query, capabilities: &capabilities };

@@ -8,10 +8,10 @@ use super::{
     AppendPlan, Capabilities, Checks, DequantizePlan, FindNonFinitePlan, KernelLimits, Kernels, Launches, QuantizePlan,
     Requirements, Scratch, ScratchBytes, StepPlan, StepTensors, Store, Tensor, adapters, buffers, guard, store,
 };
+use crate::Result;
 use crate::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite};
-use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TensorFormat};
+use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{DecodePlan, ElementType, Elements, Page, RowLayout};
-use crate::{Error, Result};
 
 /// A device with its queue, its compiled kernels and what they may use. Cheap to clone.
 ///
@@ -108,22 +108,6 @@ impl Wgpu {
     }
 
     /// Encodes dispatches into one compute pass and submits it.
-    /// On an H200 with driver 580.159.04 `quantize` stores other 3-bit codebook codes than the CPU does: 2 of the
-    /// registry's cases fail there, and all pass on lavapipe and SwiftShader. Why is not known.
-    fn refuse_what_fails_here(&self, format: &SegmentFormat) -> Result<()> {
-        const NVIDIA: u32 = 0x10de;
-        let three = |tensor: &TensorFormat| matches!(tensor, TensorFormat::Codebook(codebook) if codebook.bits == crate::Bits::Three);
-        if self.device().adapter_info().vendor == NVIDIA && (three(&format.key) || three(&format.value)) {
-            return Err(Error::Unsupported {
-                what: format!("format {format} through wgpu on an NVIDIA GPU"),
-                hint: "its codes came out wrong on an H200; use codebooks of 2 or 4 bits, 3-bit codes with ranges, or the \
-                       CPU backend"
-                    .into(),
-            });
-        }
-        Ok(())
-    }
-
     fn run(&self, what: &'static str, launches: &Launches) -> Result<()> {
         guard::submit(self.device(), &self.queue, what, |encoder| {
             let descriptor = wgpu::ComputePassDescriptor { label: Some(what), timestamp_writes: None };
@@ -155,7 +139,6 @@ impl Backend for Wgpu {
     }
 
     fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Store> {
-        self.refuse_what_fails_here(&format)?;
         Store::new(shape, format, &self.capabilities.limits)
     }
 

@@ -2,16 +2,18 @@
 
 use super::hadamard::{self, Turn, rotate_in_place};
 use super::launch::{Launch, Launches, flat_grid};
+use super::levels::with_level_fields;
 use super::tile_call::{self, ShardPlaces, TileCall};
 use super::{Kernels, Store, StorePart, Tensor, Variant};
 use crate::backend::SpanRead;
-use crate::format::{AttentionShape, Direction, KeyOrValue, SegmentFormat, TILE_TOKENS, TensorFormat};
+use crate::format::sketch::sketch_level;
+use crate::format::{AttentionShape, Direction, KeyOrValue, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat};
 use crate::plan::{ElementType, Page};
 use crate::{Error, Result};
 
 /// Reads the keys and the values of a span back as dense f32 rows `[kv_heads, tokens, head_dim]`: decided, but for the
 /// buffers. One dispatch for each of keys and values and every shard that the span touches, and one for each of them that
-/// is stored rotated.
+/// is stored rotated; keys with sketches take two of each.
 #[derive(Clone, Debug)]
 pub struct DequantizePlan {
     shape: AttentionShape,
@@ -42,10 +44,11 @@ impl DequantizePlan {
     /// The kernel variants, for [`Kernels::prepare`].
     pub fn variants(&self) -> Vec<Variant> {
         let of = |which| {
-            let format = self.format.tensor(which);
-            let back = format.rotation().map(|rotation| Turn { rotation, direction: Direction::Back });
-            let back = back.map(|turn| hadamard::in_place(self.shape.head_dim(), turn));
-            std::iter::once(variant_of(format, which, self.shape.head_dim())).chain(back)
+            let stages = stages(self.format.tensor(which), which, self.shape.head_dim()).into_iter();
+            stages.flat_map(|stage| {
+                let back = stage.back.into_iter().map(|rotation| Turn { rotation, direction: Direction::Back });
+                std::iter::once(stage.variant).chain(back.map(|turn| hadamard::in_place(self.shape.head_dim(), turn)))
+            })
         };
         of(KeyOrValue::Key).chain(of(KeyOrValue::Value)).collect()
     }
@@ -64,13 +67,15 @@ impl DequantizePlan {
         let mut launches = Vec::new();
         for (which, what, output) in outputs {
             self.check_output(what, output, &kernels.device().limits())?;
-            for shard in tile_call::places_by_shard(&self.pages) {
-                launches.push(self.bind_shard(kernels, store, (which, output), &shard)?);
-            }
-            if let Some(rotation) = self.format.tensor(which).rotation() {
-                let turn = Turn { rotation, direction: Direction::Back };
-                let rows = self.shape.kv_heads() * self.tokens;
-                launches.push(rotate_in_place(kernels, turn, &self.shape, rows, output.binding())?);
+            for stage in stages(self.format.tensor(which), which, self.shape.head_dim()) {
+                for shard in tile_call::places_by_shard(&self.pages) {
+                    launches.push(self.bind_shard(kernels, store, (which, output, &stage.variant), &shard)?);
+                }
+                for rotation in stage.back {
+                    let turn = Turn { rotation, direction: Direction::Back };
+                    let rows = self.shape.kv_heads() * self.tokens;
+                    launches.push(rotate_in_place(kernels, turn, &self.shape, rows, output.binding())?);
+                }
             }
         }
         Ok(launches.into_iter().collect())
@@ -91,7 +96,7 @@ impl DequantizePlan {
         &self,
         kernels: &Kernels,
         store: &Store,
-        (which, output): (KeyOrValue, &Tensor),
+        (which, output, variant): (KeyOrValue, &Tensor, &Variant),
         shard: &ShardPlaces,
     ) -> Result<Launch> {
         let format = self.format.tensor(which);
@@ -111,8 +116,30 @@ impl DequantizePlan {
             ("output", output.binding()),
         ];
         buffers.extend(store.ranges_binding(shard.shard, which)?.map(|ranges| ("ranges", ranges)));
-        Launch::new(kernels, &variant_of(format, which, self.shape.head_dim()), &buffers, grid)
+        Launch::new(kernels, variant, &buffers, grid)
     }
+}
+
+/// A pass over all elements, and the rotations that are taken back after it.
+struct Stage {
+    variant: Variant,
+    back: Vec<Rotation>,
+}
+
+/// One stage; for keys with sketches one that writes the signs, and one that adds the levels.
+fn stages(format: &TensorFormat, which: KeyOrValue, head_dim: usize) -> Vec<Stage> {
+    let rotation = || format.rotation().into_iter().collect();
+    let Some(sketched) = format.sketched() else {
+        return vec![Stage { variant: variant_of(format, which, head_dim), back: rotation() }];
+    };
+    let of =
+        |field| tile_call::with_layout(Variant::new("dequantize"), format.element_bits(), which).import("field", field);
+    let signs = of("common/field_sketch.wgsl").float("SKETCH_LEVEL", sketch_level(head_dim));
+    let levels = with_level_fields(of("common/field_codebook.wgsl"), sketched, head_dim).constant("ADDS", 1);
+    vec![
+        Stage { variant: signs, back: sketched.sketch_rotations(head_dim).rev().collect() },
+        Stage { variant: levels, back: format.rotation().into_iter().collect() },
+    ]
 }
 
 fn variant_of(format: &TensorFormat, which: KeyOrValue, head_dim: usize) -> Variant {
@@ -124,5 +151,7 @@ fn variant_of(format: &TensorFormat, which: KeyOrValue, head_dim: usize) -> Vari
 pub(crate) fn variants() -> Vec<Variant> {
     let each = [KeyOrValue::Key, KeyOrValue::Value];
     let of = |format: &TensorFormat| each.map(|which| variant_of(format, which, 128));
-    tile_call::distinct_formats(128).iter().flat_map(of).collect()
+    let sketched = tile_call::sketched_formats(128);
+    let sketched = sketched.iter().flat_map(|format| stages(format, KeyOrValue::Key, 128)).map(|stage| stage.variant);
+    tile_call::distinct_formats(128).iter().flat_map(of).chain(sketched).collect()
 }

@@ -3,6 +3,7 @@
 use super::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
 use super::tile_call::{TileCall, rows_file};
 use super::{ElementBinding, Kernels, Tensor, Variant};
+use crate::format::sketch::Sketch;
 use crate::format::{AttentionShape, Direction, HEAD_DIMS, KeyOrValue, Rotation, TensorFormat};
 use crate::plan::{ElementType, RowLayout};
 use crate::{Error, Result};
@@ -124,12 +125,13 @@ fn launch(
 }
 
 fn variant(head_dim: usize, turn: Turn, rows: &'static str) -> Variant {
-    with_turn(Variant::new("hadamard").constant("HEAD_DIM", head_dim).import("rows", rows), turn)
+    with_turn(Variant::new("hadamard").constant("HEAD_DIM", head_dim).import("rows", rows), turn, head_dim)
 }
 
 /// The constants of `common/rotate_row.wgsl`.
-pub(super) fn with_turn(variant: Variant, turn: Turn) -> Variant {
+pub(super) fn with_turn(variant: Variant, turn: Turn, head_dim: usize) -> Variant {
     variant
+        .constant("ROTATION_BLOCKS", turn.rotation.dealt_blocks(head_dim))
         .constant("ROTATION_ORDER", turn.rotation.order())
         .float("ROTATION_SCALE", turn.rotation.scale())
         .constant("ROTATION_SIGNED", usize::from(turn.rotation.seed().is_some()))
@@ -137,12 +139,20 @@ pub(super) fn with_turn(variant: Variant, turn: Turn) -> Variant {
         .constant("ROTATION_BACK", usize::from(turn.direction == Direction::Back))
 }
 
+/// The constants of `common/sketch_row.wgsl`; order and scale are those of the row's own rotation.
+pub(super) fn with_sketch(variant: Variant, sketch: Sketch, order: usize, head_dim: usize) -> Variant {
+    variant
+        .constant("SKETCH_BLOCKS", head_dim / order)
+        .constant("SKETCH_SEED", sketch.seed as usize)
+        .constant("SKETCH_ROUNDS", Sketch::rounds(order, head_dim))
+}
+
 /// Variants of every head dimension, direction and kind of input.
 pub(crate) fn variants() -> Vec<Variant> {
     let mut found = Vec::new();
     for head_dim in HEAD_DIMS {
         let order = Rotation::largest_order(head_dim);
-        for rotation in [Rotation::hadamard(order), Rotation::randomized(order, 1)] {
+        for rotation in [Rotation::hadamard(order), Rotation::randomized(order, 1), Rotation::dealt(order, 1)] {
             for direction in [Direction::Forth, Direction::Back] {
                 let turn = Turn { rotation, direction };
                 found.extend([ElementType::F32, ElementType::F16].map(|input| from_rows(head_dim, turn, input)));

@@ -1,9 +1,9 @@
 //! Kernel `prepare_query`: scales, quantises and lays out the query for the kernels that score keys.
 
 use super::Variant;
-use super::attend::{Specialisation, middle};
-use super::hadamard::{Turn, with_turn};
-use crate::format::{Direction, TileLayout};
+use super::attend::Specialisation;
+use super::hadamard::{Turn, with_sketch, with_turn};
+use crate::format::{Bits, Direction, TileLayout};
 use crate::plan::ElementType;
 
 impl Specialisation<'_> {
@@ -23,25 +23,42 @@ impl Specialisation<'_> {
         }
         if let Some(rotation) = self.format.key.rotation() {
             let turn = Turn { rotation, direction: Direction::Forth };
-            variant = with_turn(variant.import("rotation", "common/query_rotation_hadamard.wgsl"), turn);
+            variant = match self.format.key.sketched().and_then(|format| format.sketch) {
+                None => variant.import("rotation", "common/query_rotation_hadamard.wgsl"),
+                Some(sketch) => {
+                    let sketched = variant.import("rotation", "common/query_rotation_sketch.wgsl");
+                    with_sketch(sketched, sketch, rotation.order(), head_dim).constant("PARTS", self.query_parts())
+                }
+            };
+            variant = with_turn(variant, turn, head_dim);
         }
-        let Some(affine) = self.format.key.affine().filter(|_| self.integer_keys()) else {
+        let Some(bits) = self.format.key.code_bits().filter(|_| self.integer_keys()) else {
             return variant.import("row", "common/query_row_f32.wgsl");
         };
         if self.format.key.has_span_ranges() {
-            variant =
-                variant.import("ranges", "common/query_ranges_span.wgsl").float("KEY_MIDDLE", middle(affine.bits));
+            let middle = self.key_bytes().middle;
+            variant = variant.import("ranges", "common/query_ranges_span.wgsl").float("KEY_MIDDLE", middle);
         }
         let (planes, largest) = match self.query_planes() {
             1 => (1, 127.0),
             planes => (planes, 32639.0),
         };
+        // A vector of 3-bit codes counts as one word of eight planes.
+        let (vector, bit_planes) = match bits {
+            Bits::Three => (1, 8),
+            bits => (layout.key_vector(), bits.planes()),
+        };
+        // Scores of sketched keys have units of their own.
+        let unit = match self.format.key.sketched() {
+            Some(_) => 1.0,
+            None => self.key_bytes().unit / self.key_bytes().step,
+        };
         variant
-            .constant("KEY_VECTOR", layout.key_vector())
-            .constant("KEY_PLANES", affine.bits.planes())
+            .constant("KEY_VECTOR", vector)
+            .constant("KEY_PLANES", bit_planes)
             .constant("QUERY_PLANES", planes)
             .float("QUERY_LARGEST", largest)
-            .float("CODE_UNIT", 1.0 / (1u32 << (8 - affine.bits.count())) as f32)
+            .float("CODE_UNIT", unit)
     }
 }
 

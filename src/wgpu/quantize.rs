@@ -1,8 +1,9 @@
 //! Kernel `quantize`, and the kernels `ranges_span`, `ranges_tile` and `norms_tile` that make the ranges it needs.
 
+use super::append;
 use super::hadamard::{self, Turn};
-use super::launch::{Launch, Launches, flat_grid};
-use super::tile_call::{self, ShardPlaces, TileCall};
+use super::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
+use super::tile_call::{self, Place, ShardPlaces, TileCall};
 use super::{ElementBinding, Kernels, Store, StorePart, Tensor, Variant, buffers};
 use crate::backend::SpanWrite;
 use crate::format::{AttentionShape, Direction, KeyOrValue, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat};
@@ -16,7 +17,8 @@ const CHUNK: usize = 64;
 ///
 /// The dispatches: for rows that are stored rotated, `hadamard` into scratch memory of at most 16 MiB, as often as it takes
 /// (the memory is freed with the bound launches); three of `ranges_span` for each of keys and values that has span ranges, then for every shard that
-/// the span touches `ranges_tile` or `norms_tile` where there are tile ranges, and `quantize`.
+/// the span touches `ranges_tile` or `norms_tile` where there are tile ranges, and `quantize`. Keys with sketches take one of
+/// `append` for every shard instead.
 #[derive(Clone, Debug)]
 pub struct QuantizePlan {
     shape: AttentionShape,
@@ -55,6 +57,9 @@ impl QuantizePlan {
         let head_dim = self.shape.head_dim();
         let of = |which, element_type| {
             let format = self.format.tensor(which);
+            if format.sketched().is_some() {
+                return vec![append::variant_of(&self.shape, format, which, element_type)];
+            }
             let Some(rotation) = format.rotation() else { return variants_of(format, which, element_type, head_dim) };
             let turn = Turn { rotation, direction: Direction::Forth };
             let rotate = hadamard::from_rows(head_dim, turn, element_type);
@@ -91,6 +96,7 @@ impl QuantizePlan {
         let source = Source { kernels, store, which, element_type: tensor.element_type(), rows, call };
         match self.format.tensor(which).rotation() {
             None => source.pack(&self.pages),
+            Some(_) if self.format.tensor(which).sketched().is_some() => source.pack_rows(&self.pages),
             Some(rotation) => source.pack_rotated(&self.pages, rotation),
         }
     }
@@ -120,6 +126,28 @@ impl Source<'_> {
         }
         launches.extend(self.tiles(pages)?);
         Ok(launches)
+    }
+
+    /// Rows one by one, as `append` stores them: a sketch needs all of its row.
+    fn pack_rows(&self, pages: &[Page]) -> Result<Vec<Launch>> {
+        let shape = self.store.shape();
+        let variant = append::variant_of(shape, self.format(), self.which, self.element_type);
+        let launch = |shard: ShardPlaces| {
+            // All slots of the pages, those beyond the span too.
+            let slots = |place: &Place| (0..TILE_TOKENS as u32).map(|slot| place.at(slot)).collect::<Vec<_>>();
+            let places: Vec<Place> = shard.places.iter().flat_map(slots).collect();
+            let total = places.len() as u64 * u64::from(self.call.kv_heads);
+            let call = TileCall { total: u32::try_from(total).unwrap_or(u32::MAX), ..self.call };
+            let call = call.upload(self.kernels.device(), &places)?;
+            let buffers = [
+                ("call", call.as_entire_buffer_binding()),
+                ("rows", self.rows.buffer.clone()),
+                ("tiles", self.store.shard_binding(shard.shard, StorePart::tiles(self.which))?),
+                ("ranges", self.store.shard_binding(shard.shard, StorePart::ranges(self.which))?),
+            ];
+            self.launch(&variant, &buffers, total * u64::from(FLAT_WORKGROUP))
+        };
+        tile_call::places_by_shard(pages).into_iter().map(launch).collect()
     }
 
     /// The same of rotated rows. They are rotated into scratch memory, a few pages of tokens at a time; where ranges
@@ -254,7 +282,7 @@ fn tile_ranges(format: &TensorFormat, element_type: ElementType) -> Option<Varia
     let variant = match format {
         TensorFormat::F16 => return None,
         TensorFormat::Affine(_) if format.has_span_ranges() => return None,
-        TensorFormat::Affine(affine) => Variant::new("ranges_tile")
+        TensorFormat::Affine(affine) => tile_call::with_range_rule(Variant::new("ranges_tile"), format)
             .constant("BITS", affine.bits.count() as usize)
             .constant("GROUPING", tile_call::grouping_constant(affine.grouping)),
         TensorFormat::Codebook(_) => Variant::new("norms_tile"),
@@ -285,7 +313,7 @@ impl SpanRangesEntry {
 
 fn ranges_span(format: &TensorFormat, element_type: ElementType, entry: SpanRangesEntry) -> Variant {
     let variant = Variant::new("ranges_span").entry(entry.name()).constant("BITS", format.element_bits());
-    tile_call::with_rows(variant.constant("CHUNK", CHUNK), element_type)
+    tile_call::with_rows(tile_call::with_range_rule(variant.constant("CHUNK", CHUNK), format), element_type)
 }
 
 /// The variants that pack rows of a type, but for that of their rotation.

@@ -334,9 +334,10 @@ impl Builder<'_> {
         if let Some((_, extremes)) = sections.scores {
             buffers.push(("extremes", Slot::Scores(extremes)));
         }
+        let parts = self.specialisation(segment).query_parts();
         PlannedLaunch {
             variant: self.specialisation(segment).prepare_query(self.input, extremes),
-            workgroups: [segment.spans.len() as u32, self.plan.shape.query_heads() as u32],
+            workgroups: [segment.spans.len() as u32, (self.plan.shape.query_heads() * parts) as u32],
             buffers,
         }
     }

@@ -6,7 +6,8 @@ use super::buffers;
 use super::levels::with_codebook_fields;
 use super::shader::Variant;
 use crate::format::{
-    AffineFormat, AttentionShape, Bits, CodebookFormat, Grouping, KeyOrValue, Rotation, TensorFormat, TileLayout,
+    AffineFormat, AttentionShape, Bits, CodebookFormat, Grouping, KeyOrValue, RangeRule, Rotation, TensorFormat,
+    TileLayout,
 };
 use crate::plan::{ElementType, Page, RowLayout};
 use crate::{Error, Result, TILE_TOKENS};
@@ -50,6 +51,13 @@ pub(crate) struct Place {
     pub page: u32,
     /// Slot of the token in the page, for single tokens.
     pub slot: u32,
+}
+
+impl Place {
+    /// A slot of a page whose first slot this is.
+    pub fn at(self, slot: u32) -> Self {
+        Self { token: self.token + slot, slot: self.slot + slot, ..self }
+    }
 }
 
 /// The places of one shard: what one dispatch can reach.
@@ -177,6 +185,12 @@ pub(crate) fn with_fields(variant: Variant, format: &TensorFormat, head_dim: usi
     }
 }
 
+/// Chooses how ranges follow from extremes.
+pub(crate) fn with_range_rule(variant: Variant, format: &TensorFormat) -> Variant {
+    let symmetric = format.affine().is_some_and(|affine| affine.ranges == RangeRule::Symmetric);
+    variant.constant("SYMMETRIC", usize::from(symmetric))
+}
+
 /// `GROUPING` of `common/grouping.wgsl`.
 pub(crate) fn grouping_constant(grouping: Grouping) -> usize {
     match grouping {
@@ -187,13 +201,21 @@ pub(crate) fn grouping_constant(grouping: Grouping) -> usize {
     }
 }
 
+/// The formats with sketches, which are for keys.
+pub(crate) fn sketched_formats(head_dim: usize) -> [TensorFormat; 4] {
+    [Bits::One, Bits::Two, Bits::Three, Bits::Four]
+        .map(|bits| TensorFormat::Codebook(CodebookFormat::turboquant_prod(bits, head_dim)))
+}
+
 /// One format of each that the shaders tell apart at a head dimension, for tests of all variants.
 pub(crate) fn distinct_formats(head_dim: usize) -> Vec<TensorFormat> {
     let groupings = [Grouping::Channel, Grouping::ChannelTokens(32), Grouping::Token, Grouping::TokenChannels(16)];
     let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));
     let rotated = AffineFormat::new(Bits::Four, Grouping::Token).rotated(Rotation::hadamard(16));
+    let symmetric =
+        groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(Bits::Eight, grouping).symmetric()));
     let all = std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine));
     let codebooks =
         [Bits::One, Bits::Two, Bits::Three, Bits::Four].map(|bits| CodebookFormat::turboquant(bits, head_dim));
-    all.chain([TensorFormat::Affine(rotated)]).chain(codebooks.map(TensorFormat::Codebook)).collect()
+    all.chain([TensorFormat::Affine(rotated)]).chain(symmetric).chain(codebooks.map(TensorFormat::Codebook)).collect()
 }

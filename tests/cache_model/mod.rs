@@ -10,7 +10,7 @@ use kvpack::backend::Backend;
 use kvpack::cache::{KvCache, PromptSpan, RecentWindow, Recipe};
 use kvpack::cpu::{DenseSegment, exact_attention, nmse};
 use kvpack::format::codebook::stored_norm;
-use kvpack::format::{CodeRange, Codebook, CodebookFormat, Direction, Grouping, KeyOrValue, Rotation, TensorFormat};
+use kvpack::format::{Codebook, CodebookFormat, Direction, Grouping, KeyOrValue, Rotation, TensorFormat};
 use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Error, SegmentFormat, TILE_TOKENS};
 use pollster::block_on;
@@ -280,8 +280,7 @@ fn decoded(format: &TensorFormat, rows: &[f32], shape: &AttentionShape) -> Vec<f
     }
     let range = |i: usize| {
         let (min, max) = extremes[&group_of(i)];
-        let range = CodeRange::new(min, max, affine.shrink, affine.bits);
-        if affine.grouping == Grouping::Channel { range } else { range.rounded_to_f16() }
+        if affine.grouping == Grouping::Channel { affine.span_range(min, max) } else { affine.tile_range(min, max) }
     };
     let mut decoded: Vec<f32> =
         rows.iter().enumerate().map(|(i, &x)| range(i).decode(range(i).encode(x, affine.bits))).collect();
@@ -599,10 +598,24 @@ pub fn recipes() -> Vec<Recipe> {
         Recipe::pack_all(SegmentFormat::saw_int4()).with_sink(70),
         Recipe::pack_all(SegmentFormat::saw_int4()).with_window(0),
         Recipe::pack_all(SegmentFormat {
-            key: TensorFormat::Codebook(CodebookFormat { bits: Bits::Four, rotation: Rotation::randomized(16, 2) }),
-            value: TensorFormat::Codebook(CodebookFormat { bits: Bits::One, rotation: Rotation::hadamard(8) }),
+            key: TensorFormat::Codebook(CodebookFormat {
+                bits: Bits::Four,
+                rotation: Rotation::randomized(16, 2),
+                sketch: None,
+            }),
+            value: TensorFormat::Codebook(CodebookFormat {
+                bits: Bits::One,
+                rotation: Rotation::hadamard(8),
+                sketch: None,
+            }),
         }),
+        Recipe::pack_all(SegmentFormat::turboquant_prod(Bits::Three, 64)),
+        Recipe::pack_all(SegmentFormat::qjl(64)).with_window(0),
         Recipe::pack_all(SegmentFormat { key: affine(Bits::One, Grouping::Token), ..kivi }),
+        Recipe::pack_all(SegmentFormat {
+            key: TensorFormat::Affine(AffineFormat::new(Bits::Eight, Grouping::Token).symmetric()),
+            value: affine(Bits::Eight, Grouping::Token),
+        }),
         Recipe::pack_all(SegmentFormat::F16),
     ]
 }

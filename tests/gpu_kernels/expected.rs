@@ -1,7 +1,7 @@
 //! What the tests store, and what tiles and ranges of it must be: written with nothing but `kvpack::format`.
 
 use half::f16;
-use kvpack::format::{CodeRange, KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout};
+use kvpack::format::{AffineFormat, CodeRange, KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout};
 use kvpack::plan::{ElementType, RowLayout, TokenRange};
 use kvpack::wgpu::{Tensor, Wgpu};
 use kvpack::{AttentionShape, Backend};
@@ -87,7 +87,8 @@ pub fn pack(
         let values: Vec<f32> = group.collect();
         let low = values.iter().copied().fold(f32::INFINITY, f32::min);
         let high = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        if values.is_empty() { CodeRange::default() } else { CodeRange::new(low, high, affine.shrink, affine.bits) }
+        let range = if format.has_span_ranges() { AffineFormat::span_range } else { AffineFormat::tile_range };
+        if values.is_empty() { CodeRange::default() } else { range(affine, low, high) }
     };
     let span_ranges: Vec<CodeRange> = match format.has_span_ranges() {
         false => Vec::new(),
@@ -105,8 +106,7 @@ pub fn pack(
             }
         }
     }
-    let tile_ranges: Vec<CodeRange> =
-        groups.into_iter().map(|group| range_of(&mut group.into_iter()).rounded_to_f16()).collect();
+    let tile_ranges: Vec<CodeRange> = groups.into_iter().map(|group| range_of(&mut group.into_iter())).collect();
 
     let mut packed = vec![0u32; tile_words * tiles];
     let mut decoded = Vec::with_capacity(count * head_dim);

@@ -2,8 +2,9 @@
 
 use kvpack::backend::{SpanRead, SpanWrite};
 use kvpack::cpu::Cpu;
+use kvpack::format::sketch::Sketch;
 use kvpack::format::{
-    AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, Rotation, TILE_TOKENS, TensorFormat,
+    AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, RangeRule, Rotation, TILE_TOKENS, TensorFormat,
 };
 use kvpack::plan::{Elements, Page, RowLayout, TokenRange};
 use kvpack::wgpu::StorePart;
@@ -60,18 +61,30 @@ fn tensor_formats() -> impl Strategy<Value = TensorFormat> {
         1 => any::<u32>().prop_map(|seed| Some(Rotation::randomized(16, seed))),
     ];
     let shrink = prop::sample::select(vec![1.0, 0.5, 0.3, 0.77]);
-    let affine = (prop::sample::select(Bits::ALL.to_vec()), grouping, shrink, rotation).prop_map(
-        |(bits, grouping, shrink, rotation)| TensorFormat::Affine(AffineFormat { bits, grouping, shrink, rotation }),
+    let affine = (prop::sample::select(Bits::ALL.to_vec()), any::<bool>(), grouping, shrink, rotation).prop_map(
+        |(bits, symmetric, grouping, shrink, rotation)| {
+            let ranges = if symmetric && bits != Bits::One { RangeRule::Symmetric } else { RangeRule::MinMax };
+            TensorFormat::Affine(AffineFormat { bits, grouping, ranges, shrink, rotation })
+        },
     );
     let rotation =
         prop_oneof![Just(Rotation::hadamard(8)), any::<u32>().prop_map(|seed| Rotation::randomized(16, seed))];
     let codebook = (prop::sample::select(vec![Bits::One, Bits::Two, Bits::Three, Bits::Four]), rotation)
-        .prop_map(|(bits, rotation)| TensorFormat::Codebook(CodebookFormat { bits, rotation }));
+        .prop_map(|(bits, rotation)| TensorFormat::Codebook(CodebookFormat { bits, rotation, sketch: None }));
     prop_oneof![1 => Just(TensorFormat::F16), 6 => affine, 3 => codebook]
 }
 
+/// Keys take sketches too.
+fn key_formats() -> impl Strategy<Value = TensorFormat> {
+    let rotation = any::<u32>().prop_map(|seed| Rotation::randomized(16, seed));
+    let sketch = any::<u32>().prop_map(|seed| Some(Sketch { seed }));
+    let sketched = (prop::sample::select(vec![Bits::One, Bits::Two, Bits::Three, Bits::Four]), rotation, sketch)
+        .prop_map(|(bits, rotation, sketch)| TensorFormat::Codebook(CodebookFormat { bits, rotation, sketch }));
+    prop_oneof![2 => tensor_formats(), 1 => sketched]
+}
+
 fn cases() -> impl Strategy<Value = Case> {
-    let formats = (tensor_formats(), tensor_formats());
+    let formats = (key_formats(), tensor_formats());
     let sizes = (1usize..4, 0..HEAD_DIMS.len(), 0usize..3, 1usize..400, 0usize..3);
     (formats, sizes, any::<bool>(), 1u32..1000).prop_map(|((key, value), sizes, token_major, seed)| {
         let (kv_heads, head_dim, before, tokens, after) = sizes;

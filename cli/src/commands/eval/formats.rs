@@ -46,6 +46,10 @@ fn all(shape: &AttentionShape) -> Vec<NamedFormat> {
         let token = TensorFormat::Affine(AffineFormat::new(bits, Grouping::Token));
         formats.push(named(format!("{bits}-bit per token"), SegmentFormat { key: token, value: token }));
     }
+    for (name, grouping) in [("per channel and tile", Grouping::ChannelTokens(128)), ("per token", Grouping::Token)] {
+        let symmetric = TensorFormat::Affine(AffineFormat::new(Bits::Eight, grouping).symmetric());
+        formats.push(named(format!("8-bit {name}, symmetric"), SegmentFormat { key: symmetric, value: symmetric }));
+    }
     // SAW-INT4, and its rotation at other widths, orders and of values too.
     formats.push(named("4-bit per token, keys rotated by 16".into(), SegmentFormat::saw_int4()));
     let largest = Rotation::largest_order(shape.head_dim());
@@ -59,6 +63,11 @@ fn all(shape: &AttentionShape) -> Vec<NamedFormat> {
         let format = SegmentFormat::turboquant(bits, shape.head_dim());
         formats.push(named(format!("{bits}-bit codebook (TurboQuant)"), format));
     }
+    for bits in [Bits::Four, Bits::Three, Bits::Two] {
+        let format = SegmentFormat::turboquant_prod(bits, shape.head_dim());
+        formats.push(named(format!("{bits}-bit codebook, keys with sketch (TurboQuant-prod)"), format));
+    }
+    formats.push(named("K 1-bit sketch (QJL), V 4-bit per token".into(), SegmentFormat::qjl(shape.head_dim())));
     // 32 channels to a group, as KIVI has them, or 16 where 32 do not divide the head.
     let channels = if shape.head_dim().is_multiple_of(32) { 32 } else { 16 };
     for bits in [Bits::Four, Bits::Two] {

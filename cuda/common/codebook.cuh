@@ -1,0 +1,95 @@
+// Codes of a codebook and norms of rows: `format::Codebook` and `format::codebook::stored_norm`, bit for bit.
+//
+// Levels are ±(step + ½) · unit; code 2^(bits−1) + i is the level i above 0, code 2^(bits−1) − 1 − i its negative.
+
+#pragma once
+
+#include "common/rows.cuh"
+
+// Bits of the unit as a float, 0 where codes have ranges.
+template <bool VALUE>
+constexpr u32 LEVEL_UNIT = VALUE ? VALUE_LEVEL_UNIT : KEY_LEVEL_UNIT;
+template <bool VALUE>
+constexpr bool CODEBOOK = LEVEL_UNIT<VALUE> != 0;
+
+// Level i above 0, relative to the norm. `i` is a constant once loops are unrolled.
+template <bool VALUE>
+__device__ __forceinline__ float level_above_zero(u32 i) {
+    constexpr int bits = FORMAT_BITS<VALUE>;
+    u32 step = 0;
+    if (bits == 2) step = i == 0 ? 18 : 61;
+    if (bits == 3) step = i == 0 ? 12 : i == 1 ? 39 : i == 2 ? 69 : 110;
+    if (bits == 4) {
+        const u32 low = i == 0 ? 4 : i == 1 ? 13 : i == 2 ? 22 : 31;
+        const u32 high = i == 4 ? 41 : i == 5 ? 53 : i == 6 ? 68 : 88;
+        step = i < 4 ? low : high;
+    }
+    return __fmul_rn((float)step + 0.5f, __uint_as_float(LEVEL_UNIT<VALUE>));
+}
+
+// The nearest level's code; at a boundary that of the lower one.
+template <bool VALUE>
+__device__ __forceinline__ u32 level_code(float x, float norm) {
+    constexpr u32 levels = 1u << (FORMAT_BITS<VALUE> - 1);
+    if (norm == 0.0f) return 0u;
+    const bool negative = !(x > 0.0f);
+    const float magnitude = fabsf(x);
+    u32 index = 0;
+#pragma unroll
+    for (u32 i = 0; i + 1 < levels; i++) {
+        const float sum = __fadd_rn(level_above_zero<VALUE>(i), level_above_zero<VALUE>(i + 1));
+        const float boundary = __fmul_rn(norm, sum * 0.5f);
+        index += magnitude > boundary || (magnitude == boundary && negative);
+    }
+    return negative ? levels - 1 - index : levels + index;
+}
+
+template <bool VALUE>
+__device__ __forceinline__ float level_value(u32 code, float norm) {
+    constexpr u32 levels = 1u << (FORMAT_BITS<VALUE> - 1);
+    const u32 index = code < levels ? levels - 1 - code : code - levels;
+    float level = level_above_zero<VALUE>(0);
+#pragma unroll
+    for (u32 i = 1; i < levels; i++) level = index == i ? level_above_zero<VALUE>(i) : level;
+    return __fmul_rn(norm, code < levels ? -level : level);
+}
+
+// The square of the midpoint between a half and the next: exact.
+__device__ __forceinline__ float midpoint_square(u32 half) {
+    const float middle = (half_value(half) + half_value(half + 1)) * 0.5f;
+    return __fmul_rn(middle, middle);
+}
+
+// The half nearest to the root of a sum of squares, ties to even; the root decides nothing but where to look.
+__device__ __forceinline__ u32 norm_bits(float sum) {
+    const u32 estimate = half_bits(fminf(__fsqrt_rn(sum), 65504.0f));
+    const bool odd = estimate & 1u;
+    u32 half = estimate;
+    if (estimate > 0 && (sum < midpoint_square(estimate - 1) || (sum == midpoint_square(estimate - 1) && odd))) {
+        half = estimate - 1;
+    } else if (estimate < 0x7bff && (sum > midpoint_square(estimate) || (sum == midpoint_square(estimate) && odd))) {
+        half = estimate + 1;
+    }
+    return half < 0x400 ? 0 : half;
+}
+
+// The norm of a row with elements `at(channel)`, found by a warp, as tiles store it.
+template <typename At>
+__device__ __forceinline__ u32 warp_norm(int lane, At at) {
+    // Bits of 2^-50: smaller elements count as 0.
+    const auto square = [](float x) {
+        return (__float_as_uint(x) & 0x7fffffffu) < 0x26800000u ? 0.0f : __fmul_rn(x, x);
+    };
+    float sum = 0.0f;
+    for (int first = 0; first < HEAD_DIM; first += 128) {
+        const int channel = first + 4 * lane;
+        float four = 0.0f;
+        if (channel < HEAD_DIM) {
+            four = __fadd_rn(__fadd_rn(square(at(channel)), square(at(channel + 1))),
+                             __fadd_rn(square(at(channel + 2)), square(at(channel + 3))));
+        }
+        // Past the end there is nothing but zeros.
+        for (int i = 0; i < 32; i++) sum = __fadd_rn(sum, __shfl_sync(ALL_LANES, four, i));
+    }
+    return norm_bits(sum);
+}

@@ -1,0 +1,105 @@
+// Rotations of rows: `format::Rotation`, bit for bit. A warp holds a row, lane l the channels l, l + 32, …
+//
+//   y = H (s ⊙ x) / √ORDER, and back x = s ⊙ (H y) / √ORDER, for blocks of ORDER channels; s are signs, or all 1
+
+#pragma once
+
+#ifndef KEY_ROTATION_ORDER
+#define KEY_ROTATION_ORDER 0
+#define KEY_ROTATION_SIGNED 0
+#define KEY_ROTATION_SEED 0
+#define VALUE_ROTATION_ORDER 0
+#define VALUE_ROTATION_SIGNED 0
+#define VALUE_ROTATION_SEED 0
+#endif
+
+// Channels of a block, 0 where rows are stored as they are.
+template <bool VALUE>
+constexpr int ROTATION_ORDER = VALUE ? VALUE_ROTATION_ORDER : KEY_ROTATION_ORDER;
+template <bool VALUE>
+constexpr bool ROTATION_SIGNED = VALUE ? VALUE_ROTATION_SIGNED : KEY_ROTATION_SIGNED;
+template <bool VALUE>
+constexpr u32 ROTATION_SEED = VALUE ? VALUE_ROTATION_SEED : KEY_ROTATION_SEED;
+
+// 1/√ORDER, rounded.
+template <int ORDER>
+constexpr float ROTATION_SCALE = 0.5f * ROTATION_SCALE<ORDER / 4>;
+template <>
+constexpr float ROTATION_SCALE<1> = 1.0f;
+template <>
+constexpr float ROTATION_SCALE<2> = 0.70710678118654752f;
+
+__device__ __forceinline__ bool sign_flips(u32 seed, u32 channel) {
+    u32 x = seed + 0x9e3779b9u * (channel + 1u);
+    x = (x ^ x >> 16) * 0x7feb352du;
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    return (x ^ x >> 16) & 1u;
+}
+
+template <bool VALUE>
+__device__ __forceinline__ void flip_signs(float (&row)[LANE_CHANNELS], int lane) {
+    if constexpr (ROTATION_SIGNED<VALUE>) {
+#pragma unroll
+        for (int i = 0; i < LANE_CHANNELS; i++) {
+            if (sign_flips(ROTATION_SEED<VALUE>, lane + 32 * i)) row[i] = -row[i];
+        }
+    }
+}
+
+template <bool VALUE>
+__device__ __forceinline__ void transform(float (&row)[LANE_CHANNELS], int lane) {
+    constexpr int order = ROTATION_ORDER<VALUE>;
+    // Bits of 2^-50: smaller elements count as 0.
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) {
+        const bool small = (__float_as_uint(row[i]) & 0x7fffffffu) < 0x26800000u;
+        row[i] = small ? 0.0f : __fmul_rn(row[i], ROTATION_SCALE<order>);
+    }
+    // Channels of other lanes, then those of the lane itself.
+#pragma unroll
+    for (int half = 1; half < order && half < 32; half *= 2) {
+        const float sign = lane & half ? -1.0f : 1.0f;
+#pragma unroll
+        for (int i = 0; i < LANE_CHANNELS; i++) {
+            const float other = __shfl_xor_sync(ALL_LANES, row[i], half);
+            row[i] = __fadd_rn(other, sign * row[i]);
+        }
+    }
+#pragma unroll
+    for (int half = 32; half < order; half *= 2) {
+#pragma unroll
+        for (int i = 0; i < LANE_CHANNELS; i++) {
+            if (i & half / 32) continue;
+            const float low = row[i];
+            const float high = row[i + half / 32];
+            row[i] = __fadd_rn(low, high);
+            row[i + half / 32] = __fsub_rn(low, high);
+        }
+    }
+}
+
+template <bool VALUE>
+__device__ __forceinline__ void rotate(float (&row)[LANE_CHANNELS], int lane) {
+    if constexpr (ROTATION_ORDER<VALUE> != 0) {
+        flip_signs<VALUE>(row, lane);
+        transform<VALUE>(row, lane);
+    }
+}
+
+template <bool VALUE>
+__device__ __forceinline__ void rotate_back(float (&row)[LANE_CHANNELS], int lane) {
+    if constexpr (ROTATION_ORDER<VALUE> != 0) {
+        transform<VALUE>(row, lane);
+        flip_signs<VALUE>(row, lane);
+    }
+}
+
+// An output in shared memory, rotated back in place by a warp.
+__device__ __forceinline__ void rotate_output(float* output, int lane) {
+    float row[LANE_CHANNELS];
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) row[i] = output[lane + 32 * i];
+    rotate_back<true>(row, lane);
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) output[lane + 32 * i] = row[i];
+}

@@ -1,0 +1,24 @@
+// Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code times
+// 2^(8-bits); the unit of weights takes that back.
+
+alias ValueVector = vec4<u32>;
+
+const VALUE_BITS: u32 = 4u;
+// The top VALUE_BITS bits of every byte.
+const VALUE_MASK: u32 = 4042322160u;
+const VALUE_PLANES: u32 = 8u / VALUE_BITS;
+// Vectors of a channel's column in a tile, and sets of four field groups in a vector: one for each bit plane, from above.
+const VALUE_VECTORS: u32 = VALUE_BITS;
+const VALUE_QUADS: u32 = VALUE_PLANES;
+const VALUE_BYTE: f32 = f32(1u << (8u - VALUE_BITS));
+
+fn value_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
+    return (words[f] << (quad * VALUE_BITS)) & VALUE_MASK;
+}
+
+// Quad of the tile and place in it of field group `group`: word group / VALUE_PLANES of the column, bit plane
+// group % VALUE_PLANES from below.
+fn value_place(group: u32) -> vec2<u32> {
+    let word = group / VALUE_PLANES;
+    return vec2<u32>(word / 4u * VALUE_PLANES + (VALUE_PLANES - 1u - group % VALUE_PLANES), word % 4u);
+}
