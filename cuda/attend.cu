@@ -6,18 +6,16 @@
 // item's steps of STEP_TOKENS tokens in turn. Warps never wait for each other in the loop: each has its own ring of
 // STAGES stages in shared memory, filled by asynchronous copies (common/ring.cuh), and its own softmax. Keys are
 // multiplied as bytes (m16n8k32) with a query of 16 bits in two bytes, f16 keys as halves with a query of two halves;
-// values are multiplied as halves (m16n8k16) with weights in f16. Codes go from memory into the MMA without a
-// conversion; see common/scores.cuh and common/values.cuh.
-//
-// Weights are 2^(score − reference): the reference is set by the first step and moves, by whole powers of two and hence
-// exactly, only when a weight would leave the range of f16. After the loop the warps are joined in shared memory. The
-// block writes the output where its sequence has no other items; otherwise states are merged (merge_states.cu).
+// packed values as bytes with weights of 16 bits in two bytes, f16 values as halves (m16n8k16) with weights in f16.
+// Codes go from memory into the MMA without a conversion; see common/scores.cuh and common/values.cuh, and
+// common/weights.cuh for what lies between them. After the loop the warps are joined in shared memory. The block writes
+// the output where its sequence has no other items; otherwise states are merged (merge_states.cu).
 //
 // Launched with programmatic serialisation, blocks read their tables while the kernel before still runs.
 //
 // Memory: K and V of the item once, in runs of at least 2 KiB; queries, ranges and page addresses before them.
-// Cost per 16 tokens and warp: HEAD_DIM/32 integer and HEAD_DIM/16 half MMAs (more with WIDE), one instruction for each
-// register of unpacked codes, 2 · LANE_HEADS exponentials.
+// Cost per 32 tokens and warp: HEAD_DIM/16 integer MMAs each for packed keys and values (twice as many with WIDE), one or
+// two instructions for each register of unpacked codes, 4 · LANE_HEADS exponentials.
 //
 // In bounds: items, pages, slots and queries were checked on the host. A step begins inside its item, and loads never
 // leave the tile; tokens beyond the item get the score −∞, and what is stored there is finite.
@@ -29,61 +27,63 @@
 #include "prepare_query.cu"
 #include "common/scores.cuh"
 #include "common/values.cuh"
+#include "common/weights.cuh"
 #include "common/ring.cuh"
 #include "merge_states.cu"
 
 // A row of the joined sums, padded so that the heads of a warp's lanes lie in different banks.
 constexpr int JOIN_ROW = HEAD_DIM + 8;
 
-constexpr float MIDDLE_VALUE = VALUE_BITS == 16 ? 0.0f : ((1 << (VALUE_BITS % 16)) - 1) * 0.5f;
-
-struct WarpState {
-    float reference;
-    float weight;
-    float minimum;
+// What the warps of a block tell each other after the loop.
+struct JoinShared {
+    float reference[WARPS][CHUNK_HEADS];
+    // Relative to the largest reference of the block.
+    float weight[WARPS][CHUNK_HEADS];
+    float minimum[WARPS][CHUNK_HEADS];
+    // (scale, minimum) of the channels, where values have a range per channel.
+    float2 ranges[HEAD_DIM];
 };
 
-// The largest over the 8 lanes that hold the same heads.
-__device__ __forceinline__ float max_of_tokens(float x) {
-    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 4));
-    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 8));
-    return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 16));
-}
-
-__device__ __forceinline__ float sum_of_tokens(float x) {
-    x += __shfl_xor_sync(ALL_LANES, x, 4);
-    x += __shfl_xor_sync(ALL_LANES, x, 8);
-    return x + __shfl_xor_sync(ALL_LANES, x, 16);
-}
-
-// One output of the block from the sums of its warps; `decode` takes it from codes to values.
-template <typename Decode>
-__device__ __forceinline__ ItemState join_warps(const WarpState (&states)[WARPS][CHUNK_HEADS], const float* joined,
-                                                int head, int channel, Decode decode) {
-    float top = states[0][head].reference;
+// The largest reference of a head in the block.
+__device__ __forceinline__ float block_reference(const JoinShared& shared, int head) {
+    float top = shared.reference[0][head];
 #pragma unroll
-    for (int w = 1; w < WARPS; w++) top = fmaxf(top, states[w][head].reference);
-    float weight = 0.0f;
-    float minimum = 0.0f;
+    for (int w = 1; w < WARPS; w++) top = fmaxf(top, shared.reference[w][head]);
+    return top;
+}
+
+__device__ __forceinline__ float block_sum(const float (&of_warps)[WARPS][CHUNK_HEADS], int head) {
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-        const WarpState& state = states[w][head];
-        const float factor = exp2_approx(state.reference - top);
-        weight += factor * state.weight;
-        minimum += factor * state.minimum;
-        sum += factor * joined[(w * CHUNK_HEADS + head) * JOIN_ROW + channel];
-    }
-    return {decode((sum * value_unit(channel / 16) + minimum) / weight), top + log2_approx(weight)};
+    for (int w = 0; w < WARPS; w++) sum += of_warps[w][head];
+    return sum;
+}
+
+__device__ __forceinline__ float block_lse(const JoinShared& shared, int head) {
+    return block_reference(shared, head) + log2_approx(block_sum(shared.weight, head));
+}
+
+// Output e of the block from the sums of its warps.
+__device__ __forceinline__ float block_output(const JoinShared& shared, const float* joined, int e) {
+    const int head = e / HEAD_DIM;
+    const int channel = e % HEAD_DIM;
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += joined[(w * CHUNK_HEADS + head) * JOIN_ROW + channel];
+    const float minimum = VALUE_TOKEN_RANGES ? block_sum(shared.minimum, head) : 0.0f;
+    const float out = (sum * value_unit(channel / 16) + minimum) / block_sum(shared.weight, head);
+    if (VALUE_BITS == 16 || VALUE_TOKEN_RANGES) return out;
+    return shared.ranges[channel].x * out + shared.ranges[channel].y;
 }
 
 // Outputs of rotated values are rotated back where whole rows of them lie in shared memory.
 constexpr bool ROTATED = ROTATION_ORDER<true> != 0;
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendCall call) {
-    extern __shared__ __align__(16) u8 ring_memory[];
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(const AttendCall call) {
+    extern __shared__ __align__(LINE_BYTES) u8 ring_memory[];
     __shared__ QueryShared query_shared;
-    __shared__ WarpState warp_states[WARPS][CHUNK_HEADS];
+    __shared__ JoinShared join;
+    __shared__ ClusterShared cluster_shared;
     __shared__ u64 barriers[WARPS][STAGES];
 
     admit_later_kernels();
@@ -116,47 +116,55 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendC
         first_pages[i] = step < steps ? pages[step / STEPS_PER_TILE] : 0;
     }
     ring.start();
+    if (call.cluster > 1) cluster_start();
     // All above are tables, written before the step was launched; what follows may come from the kernel before.
     await_earlier_kernels();
     QueryLoads query_loads = load_query(call, item, kv_head, first_head, heads, warp, lane);
+    constexpr int threads = WARPS * 32;
+    constexpr int thread_ranges = VALUE_BITS == 16 || VALUE_TOKEN_RANGES ? 0 : (HEAD_DIM + threads - 1) / threads;
+    float2 ranges[thread_ranges + 1];
+    const float2* value_ranges = call.value_ranges + ((u64)item.range_slot * call.kv_heads + kv_head) * HEAD_DIM;
 #pragma unroll
-    for (int i = 0; i < STAGES; i++) {
+    for (int i = 0; i < thread_ranges; i++) {
+        const int channel = i * threads + threadIdx.x;
+        if (channel < HEAD_DIM) ranges[i] = value_ranges[channel];
+    }
+    const auto issue_first = [&](int i) {
         const int step = step_of(i);
         if (step < steps) ring.issue(i, first_pages[i] + head_at, step);
         ring.commit();
-    }
+    };
+    // The first stage of every warp goes before the other stages of any: work begins when it is there.
+    issue_first(0);
     prepare_query(query_shared, query_loads, call.score_scale, warp, lane);
+#pragma unroll
+    for (int i = 0; i < thread_ranges; i++) {
+        const int channel = i * threads + threadIdx.x;
+        if (channel < HEAD_DIM) join.ranges[channel] = ranges[i];
+    }
     __syncthreads();
+#pragma unroll
+    for (int i = 1; i < STAGES; i++) issue_first(i);
 
     u32 query[2 * QUERY_REGISTERS];
     load_query_fragments(query, query_shared, lane);
     float delta[LANE_HEADS];
-    float start[KEY_VARIANTS][LANE_HEADS];
+    float base[KEY_VARIANTS][LANE_HEADS];
     float query_sum[LANE_HEADS];
-    float reference[LANE_HEADS];
-    float weight[LANE_HEADS];
-    float minimum[LANE_HEADS];
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; h++) {
-        const HeadConstants& constants = query_shared.heads[LANE_HEADS * c + h];
-        delta[h] = constants.delta;
-        query_sum[h] = constants.query_sum;
+        const HeadConstants& head = query_shared.heads[LANE_HEADS * c + h];
+        delta[h] = head.delta;
+        query_sum[h] = head.query_sum;
 #pragma unroll
-        for (int v = 0; v < KEY_VARIANTS; v++) start[v][h] = constants.base[v];
-        reference[h] = 0.0f;
-        weight[h] = 0.0f;
-        minimum[h] = 0.0f;
+        for (int v = 0; v < KEY_VARIANTS; v++) base[v][h] = head.base[v];
     }
-    float sums[VALUE_BLOCKS][4];
-#pragma unroll
-    for (int n = 0; n < VALUE_BLOCKS; n++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) sums[n][i] = 0.0f;
-    }
+    const SumConstants constants = load_constants(query_shared);
+    WarpSums sums;
+    sums.clear();
 
     int stage = 0;
     u32 use = 0;
-    bool first = true;
     // The page of the step that is to be prefetched next is known one step ahead.
     int ahead = step_of(STAGES);
     u64 ahead_page = ahead < steps ? pages[ahead / STEPS_PER_TILE] : 0;
@@ -171,111 +179,32 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendC
             if (tokens <= 0) break;
 
             float scores[PASS_SCORES];
-            float base[KEY_VARIANTS][LANE_HEADS];
+            pass_scores(scores, at + pass * PASS_KEY_LOADS * LOAD_BYTES, lane, query, delta, base, constants);
+            if (KEY_TOKEN_RANGES) {
+                const u32 ranges = at + STAGE_KEY_RANGES_AT + 4 * (pass * PASS_TOKENS + g);
 #pragma unroll
-            for (int v = 0; v < KEY_VARIANTS; v++) {
-#pragma unroll
-                for (int h = 0; h < LANE_HEADS; h++) base[v][h] = start[v][h] - (KEY_TOKEN_RANGES ? 0.0f : reference[h]);
-            }
-            pass_scores(scores, at + pass * PASS_KEY_LOADS * LOAD_BYTES, lane, query, delta, base);
-            float value_scale[VALUE_TOKEN_RANGES ? 2 * PASS_BLOCKS : 1];
-            float value_min[VALUE_TOKEN_RANGES ? 2 * PASS_BLOCKS : 1];
-            float largest_scale = 0.0f;
-#pragma unroll
-            for (int i = 0; i < 2 * PASS_BLOCKS; i++) {
-                if (KEY_TOKEN_RANGES) {
-                    const u32 range = load_shared_4(at + STAGE_KEY_RANGES_AT + 4 * (pass * PASS_TOKENS + 8 * i + g));
+                for (int i = 0; i < 2 * PASS_BLOCKS; i++) {
+                    const u32 range = load_shared_4(ranges + 32 * i);
 #pragma unroll
                     for (int h = 0; h < LANE_HEADS; h++) {
                         float& score = scores[i * LANE_HEADS + h];
-                        score = half_value(range & 0xffffu) * score +
-                                (half_value(range >> 16) * query_sum[h] - reference[h]);
+                        score = half_value(range & 0xffffu) * score + half_value(range >> 16) * query_sum[h];
                     }
-                }
-                if (VALUE_TOKEN_RANGES) {
-                    const u32 range = load_shared_4(at + STAGE_VALUE_RANGES_AT + 4 * (pass * PASS_TOKENS + 8 * i + g));
-                    value_scale[i] = half_value(range & 0xffffu);
-                    value_min[i] = half_value(range >> 16);
-                    largest_scale = fmaxf(largest_scale, value_scale[i]);
                 }
             }
             if (tokens < PASS_TOKENS) {
 #pragma unroll
-                for (int i = 0; i < 2 * PASS_BLOCKS; i++) {
-#pragma unroll
-                    for (int h = 0; h < LANE_HEADS; h++) {
-                        if (8 * i + g >= tokens) scores[i * LANE_HEADS + h] = -__int_as_float(0x7f800000);
-                    }
+                for (int i = 0; i < PASS_SCORES; i++) {
+                    if (8 * (i / LANE_HEADS) + g >= tokens) scores[i] = -__int_as_float(0x7f800000);
                 }
             }
-
-            // What goes into the MMA is at most 2^(score + scale_bits).
-            float largest[LANE_HEADS];
-#pragma unroll
-            for (int h = 0; h < LANE_HEADS; h++) {
-                largest[h] = scores[h];
-#pragma unroll
-                for (int i = 1; i < 2 * PASS_BLOCKS; i++) largest[h] = fmaxf(largest[h], scores[i * LANE_HEADS + h]);
+            const u32 values = at + STAGE_VALUES_AT + pass * PASS_VALUE_LOADS * LOAD_BYTES;
+            if constexpr (VALUE_BITS == 16) {
+                attend_halves(sums, scores, values, lane);
+            } else {
+                attend_bytes(sums, scores, values, at + STAGE_VALUE_RANGES_AT + 4 * pass * PASS_TOKENS, lane,
+                             constants);
             }
-            // Scales of values are 0 or at least 2^-14.
-            if (VALUE_TOKEN_RANGES) {
-                const float scale_bits = log2_approx(fmaxf(max_of_tokens(largest_scale), 6.1035156e-5f));
-#pragma unroll
-                for (int h = 0; h < LANE_HEADS; h++) largest[h] += scale_bits;
-            }
-            const float most = WIDE ? fmaxf(largest[0], largest[LANE_HEADS - 1]) : largest[0];
-            if (first || __any_sync(ALL_LANES, most > MOST)) {
-#pragma unroll
-                for (int h = 0; h < LANE_HEADS; h++) {
-                    float move = ceilf(max_of_tokens(largest[h]) - START);
-                    if (!first) move = fmaxf(move, 0.0f);
-                    reference[h] += move;
-                    const float factor = exp2_approx(-move);
-                    // Before the first step there is nothing to scale, and the factor may be infinite.
-                    if (!first) {
-                        weight[h] *= factor;
-                        minimum[h] *= factor;
-#pragma unroll
-                        for (int n = 0; n < VALUE_BLOCKS; n++) {
-                            sums[n][WIDE ? h : 0] *= factor;
-                            sums[n][WIDE ? 2 + h : 2] *= factor;
-                        }
-                    }
-#pragma unroll
-                    for (int i = 0; i < 2 * PASS_BLOCKS; i++) scores[i * LANE_HEADS + h] -= move;
-                }
-                first = false;
-            }
-
-            u32 weights[PASS_BLOCKS][2];
-#pragma unroll
-            for (int i = 0; i < 2 * PASS_BLOCKS; i++) {
-                float p[2] = {0.0f, 0.0f};
-#pragma unroll
-                for (int h = 0; h < LANE_HEADS; h++) {
-                    p[h] = exp2_approx(scores[i * LANE_HEADS + h]);
-                    if (VALUE_TOKEN_RANGES) {
-                        weight[h] += p[h];
-                        minimum[h] += p[h] * value_min[i];
-                        p[h] *= value_scale[i];
-                    }
-                }
-                const u32 pair = half_pair(p[0], p[1]);
-                // What rounding takes from the weights must not shift what all codes have in common: the sum of the weights
-                // is that of the rounded ones, and where scales differ the middle code makes up for it.
-#pragma unroll
-                for (int h = 0; h < LANE_HEADS; h++) {
-                    const float rounded = half_value(h == 0 ? pair & 0xffffu : pair >> 16);
-                    if (VALUE_TOKEN_RANGES) {
-                        minimum[h] += MIDDLE_VALUE * (p[h] - rounded);
-                    } else {
-                        weight[h] += rounded;
-                    }
-                }
-                weights[i / 2][i % 2] = transpose_8x8(pair);
-            }
-            pass_values(sums, at + STAGE_VALUES_AT + pass * PASS_VALUE_LOADS * LOAD_BYTES, lane, weights);
-
         }
         ring.release();
         if (ahead < steps) ring.issue(stage, ahead_page + head_at, ahead);
@@ -288,60 +217,68 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(const AttendC
         }
     }
 
+    if (g == 0) {
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; h++) join.reference[warp][LANE_HEADS * c + h] = sums.reference[h];
+    }
     // The rings are free once all warps are here.
     __syncthreads();
     float* joined = (float*)ring_memory;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; h++) {
-        const float total = sum_of_tokens(weight[h]);
-        const float total_minimum = VALUE_TOKEN_RANGES ? sum_of_tokens(minimum[h]) : 0.0f;
         const int head = LANE_HEADS * c + h;
-        const bool idle = step_of(0) >= steps;
-        if (g == 0) warp_states[warp][head] = {idle ? -__int_as_float(0x7f800000) : reference[h], total, total_minimum};
+        // Without this warp's tokens the factor is 0, and so are the sums.
+        const float factor = exp2_approx(sums.reference[h] - block_reference(join, head));
+        const float weight = sum_of_tokens(sums.weight[h]) * factor;
+        const float minimum = VALUE_TOKEN_RANGES ? sum_of_tokens(sums.minimum[h]) * factor : 0.0f;
+        if (g == 0) {
+            join.weight[warp][head] = weight;
+            join.minimum[warp][head] = minimum;
+        }
         float* row = joined + (warp * CHUNK_HEADS + head) * JOIN_ROW + g;
 #pragma unroll
         for (int n = 0; n < VALUE_BLOCKS; n++) {
-            row[16 * n] = sums[n][WIDE ? h : 0];
-            row[16 * n + 8] = sums[n][WIDE ? 2 + h : 2];
+            row[16 * n] = sums.values[n][WIDE ? h : 0] * factor;
+            row[16 * n + 8] = sums.values[n][WIDE ? 2 + h : 2] * factor;
         }
     }
     __syncthreads();
 
-    ClusterShared& cluster_shared = *(ClusterShared*)(joined + WARPS * CHUNK_HEADS * JOIN_ROW);
-    for (int e = threadIdx.x; e < heads * HEAD_DIM; e += WARPS * 32) {
-        const ItemState state = join_warps(warp_states, joined, e / HEAD_DIM, e % HEAD_DIM, [&](float out) {
-            if (VALUE_BITS == 16 || VALUE_TOKEN_RANGES) return out;
-            const u64 slot = (u64)item.range_slot * call.kv_heads + kv_head;
-            const float2 range = call.value_ranges[slot * HEAD_DIM + e % HEAD_DIM];
-            return range.x * out + range.y;
-        });
-        if (call.cluster > 1 || ROTATED) {
-            cluster_shared.outputs[e] = state.out;
-            if (e % HEAD_DIM == 0) cluster_shared.lse[e / HEAD_DIM] = state.lse;
-        } else {
-            write_state(call, item, first_head, e, state);
-        }
-    }
-    if (ROTATED) {
+    const int outputs = heads * HEAD_DIM;
+    float* rows = nullptr;
+    if constexpr (ROTATED) {
+        __shared__ float rotated[CHUNK_HEADS * HEAD_DIM];
+        rows = rotated;
+        for (int e = threadIdx.x; e < outputs; e += threads) rows[e] = block_output(join, joined, e);
         __syncthreads();
-        for (int head = warp; head < heads; head += WARPS) {
-            rotate_output(cluster_shared.outputs + head * HEAD_DIM, lane);
-        }
+        for (int head = warp; head < heads; head += WARPS) rotate_output(rows + head * HEAD_DIM, lane);
         __syncthreads();
-        for (int e = threadIdx.x; call.cluster == 1 && e < heads * HEAD_DIM; e += WARPS * 32) {
-            write_state(call, item, first_head, e, {cluster_shared.outputs[e], cluster_shared.lse[e / HEAD_DIM]});
-        }
     }
-    if (call.cluster > 1) {
-        cluster_barrier();
-        for (int e = rank * WARPS * 32 + threadIdx.x; e < heads * HEAD_DIM; e += call.cluster * WARPS * 32) {
-            write_state(call, item, first_head, e, merge_cluster(cluster_shared, call.cluster, e));
+    const auto output = [&](int e) { return ROTATED ? rows[e] : block_output(join, joined, e); };
+    if (call.cluster == 1) {
+        for (int e = threadIdx.x; e < outputs; e += threads) {
+            const float lse = item.states > 1 && e % HEAD_DIM == 0 ? block_lse(join, e / HEAD_DIM) : 0.0f;
+            write_state(call, item, first_head, e, {output(e), lse});
         }
-        // No block leaves while others read its memory, and the first speaks for all.
+    } else {
+        cluster_started();
+        const u32 share = cluster_share(call.cluster, outputs);
+        for (int e = threadIdx.x; e < outputs; e += threads) {
+            const u32 place = rank * share + cluster_place(call.cluster, e);
+            store_cluster(shared_address(cluster_shared.outputs + place), cluster_owner(call.cluster, e), output(e));
+        }
+        for (int i = threadIdx.x; i < (int)call.cluster * heads; i += threads) {
+            store_cluster(shared_address(&cluster_shared.lse[rank][i % heads]), i / heads, block_lse(join, i % heads));
+        }
         cluster_barrier();
-        if (rank != 0) return;
+        for (int i = threadIdx.x; i < (int)share; i += threads) {
+            const int e = (i / CLUSTER_RUN * call.cluster + rank) * CLUSTER_RUN + i % CLUSTER_RUN;
+            if (e < outputs) {
+                write_state(call, item, first_head, e, merge_cluster(cluster_shared, call.cluster, outputs, e));
+            }
+        }
     }
     if (item.states == 1) return;
     u32* arrivals = call.arrivals + ((u64)item.sequence * call.kv_heads + kv_head) * call.chunks + chunk;
-    if (last_to_arrive(arrivals, item.states)) merge_states(call, item, first_head, heads);
+    if (last_to_arrive(arrivals, item.states * call.cluster)) merge_states(call, item, first_head, heads);
 }

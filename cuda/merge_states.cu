@@ -2,8 +2,8 @@
 //
 //   out = Σ_i 2^(lse_i − M) out_i / Σ_i 2^(lse_i − M),  M = max_i lse_i
 //
-// Blocks of a cluster merge first, in each other's shared memory: each a part of the outputs. Of what then remains, the
-// last block of a sequence, KV head and chunk to arrive merges; the counter is back at zero afterwards, so that the
+// Blocks of a cluster merge first: each sends the others the parts of its outputs that they merge, through their shared
+// memory. Of what then remains, the last block of a sequence, KV head and chunk to arrive merges; the counter is back at zero afterwards, so that the
 // next step, or the next replay of a graph, finds it so. A thread owns every (threads)-th output. States are read past
 // the L1 cache, which may hold older ones.
 //
@@ -38,32 +38,38 @@ __device__ __forceinline__ bool last_to_arrive(u32* arrivals, u32 expected) {
     return last;
 }
 
-// Outputs [head][channel] and log-sum-exps [head] of a block, for the others of its cluster.
+// Outputs go to the blocks of a cluster in turn, so many at a time.
+constexpr u32 CLUSTER_RUN = 32;
+
+// What the blocks of a cluster send to one of them: a part of their outputs, and their log-sum-exps [rank][head].
 struct ClusterShared {
-    float outputs[CHUNK_HEADS * HEAD_DIM];
-    float lse[CHUNK_HEADS];
+    float outputs[CHUNK_HEADS * HEAD_DIM + MOST_CLUSTER * CLUSTER_RUN];
+    float lse[MOST_CLUSTER][CHUNK_HEADS];
 };
 
-// Output e of the cluster.
-__device__ __forceinline__ ItemState merge_cluster(const ClusterShared& shared, u32 cluster, int e) {
-    const u32 out_at = shared_address(&shared.outputs[e]);
-    const u32 lse_at = shared_address(&shared.lse[e / HEAD_DIM]);
-    float outs[MOST_CLUSTER];
-    float lses[MOST_CLUSTER];
+// The block that merges output e, and the place of that output among those it merges.
+__device__ __forceinline__ u32 cluster_owner(u32 cluster, u32 e) { return e / CLUSTER_RUN % cluster; }
+__device__ __forceinline__ u32 cluster_place(u32 cluster, u32 e) {
+    return e / CLUSTER_RUN / cluster * CLUSTER_RUN + e % CLUSTER_RUN;
+}
+
+// Outputs that a block merges, at most, of `outputs` in all.
+__device__ __forceinline__ u32 cluster_share(u32 cluster, u32 outputs) {
+    return (outputs / CLUSTER_RUN + cluster - 1) / cluster * CLUSTER_RUN;
+}
+
+// Output e, which this block merges.
+__device__ __forceinline__ ItemState merge_cluster(const ClusterShared& shared, u32 cluster, u32 outputs, u32 e) {
+    const float* received = shared.outputs + cluster_place(cluster, e);
+    const u32 share = cluster_share(cluster, outputs);
     float largest = -__int_as_float(0x7f800000);
-#pragma unroll
-    for (u32 rank = 0; rank < MOST_CLUSTER; rank++) {
-        lses[rank] = rank < cluster ? load_cluster(lse_at, rank) : -__int_as_float(0x7f800000);
-        outs[rank] = rank < cluster ? load_cluster(out_at, rank) : 0.0f;
-        largest = fmaxf(largest, lses[rank]);
-    }
+    for (u32 rank = 0; rank < cluster; rank++) largest = fmaxf(largest, shared.lse[rank][e / HEAD_DIM]);
     float weight = 0.0f;
     float sum = 0.0f;
-#pragma unroll
-    for (u32 rank = 0; rank < MOST_CLUSTER; rank++) {
-        const float w = exp2_approx(lses[rank] - largest);
+    for (u32 rank = 0; rank < cluster; rank++) {
+        const float w = exp2_approx(shared.lse[rank][e / HEAD_DIM] - largest);
         weight += w;
-        sum += w * outs[rank];
+        sum += w * received[rank * share];
     }
     return {sum / weight, largest + log2_approx(weight)};
 }

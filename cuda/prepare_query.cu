@@ -37,6 +37,12 @@ constexpr int HEADS_PER_WARP = (CHUNK_HEADS + WARPS - 1) / WARPS;
 // float.
 constexpr int SUM_START = 0x4b400000;
 constexpr float SUM_START_FLOAT = 12582912.0f;
+// Those of unsigned bytes start at 2^23.
+constexpr int BYTE_SUM_START = 0x4b000000;
+constexpr float BYTE_SUM_START_FLOAT = 8388608.0f;
+// Codes of 4 and 2 bits enter the sums as KEY_UNIT · code; up to 128 of them stay below 2^22.
+constexpr bool KEYS_AT_TOP = (KEY_BITS == 4 || KEY_BITS == 2) && HEAD_DIM <= 128;
+constexpr float KEY_UNIT = KEYS_AT_TOP ? (float)(1 << (8 - KEY_BITS)) : 1.0f;
 constexpr float MIDDLE_KEY = ((1 << (KEY_BITS % 16)) - 1) * 0.5f;
 
 // What a head's scores are made of beside the sum of products.
@@ -46,9 +52,18 @@ struct HeadConstants {
     float query_sum;
 };
 
+// Where sums start, and the tables of `key_block` for the bits of a nibble. Read from shared memory they stay in registers;
+// the compiler would move constants it knows into place again before every use.
+struct SumConstants {
+    int key_start[4];
+    int byte_start[4];
+    u32 bit_tables[4];
+};
+
 struct QueryShared {
     alignas(16) u8 rows[QUERY_ROWS][QUERY_ROW_BYTES];
     HeadConstants heads[CHUNK_HEADS];
+    alignas(16) SumConstants constants;
 };
 
 // Channels lane, lane + 32, … of the heads of this warp.
@@ -140,13 +155,20 @@ __device__ __forceinline__ void prepare_head(QueryShared& shared, int head, cons
 #pragma unroll
         for (int v = 0; v < KEY_VARIANTS; v++) {
             const int lacking = KEY_BITS == 8 || KEY_BITS == 1 ? __reduce_add_sync(ALL_LANES, sums[v]) : 0;
-            constants.base[v] = constants.delta * ((float)lacking - SUM_START_FLOAT) + offset;
+            constants.base[v] = constants.delta * ((float)lacking - SUM_START_FLOAT / KEY_UNIT) + offset;
         }
+        constants.delta /= KEY_UNIT;
     }
     if (lane == 0) shared.heads[head] = constants;
 }
 
 __device__ __forceinline__ void prepare_query(QueryShared& shared, QueryLoads& loads, float score_scale, int warp, int lane) {
+    if (warp == 0 && lane < 4) {
+        shared.constants.key_start[lane] = SUM_START;
+        shared.constants.byte_start[lane] = BYTE_SUM_START;
+        shared.constants.bit_tables[lane] =
+            lane == 0 ? 0xff00ff00u : lane == 1 ? 0xffff0000u : lane == 2 ? 0xffffffffu : 0x01010101u;
+    }
 #pragma unroll
     for (int k = 0; k < HEADS_PER_WARP; k++) {
         const int head = warp + k * WARPS;
@@ -169,6 +191,23 @@ __device__ __forceinline__ void prepare_query(QueryShared& shared, QueryLoads& l
         if (KEY_BITS != 16 && !KEY_TOKEN_RANGES) offset = warp_sum(offset);
         prepare_head(shared, head, scaled, offset, query_sum, lane);
     }
+}
+
+__device__ __forceinline__ SumConstants load_constants(const QueryShared& shared) {
+    SumConstants constants;
+    const u32 from = shared_address(&shared.constants);
+    const uint4 key_start = load_shared_16(from);
+    const uint4 byte_start = load_shared_16(from + 16);
+    const uint4 bit_tables = load_shared_16(from + 32);
+    const u32 words[12] = {key_start.x,  key_start.y,  key_start.z,  key_start.w,  byte_start.x, byte_start.y,
+                           byte_start.z, byte_start.w, bit_tables.x, bit_tables.y, bit_tables.z, bit_tables.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        constants.key_start[i] = (int)words[i];
+        constants.byte_start[i] = (int)words[4 + i];
+        constants.bit_tables[i] = words[8 + i];
+    }
+    return constants;
 }
 
 // This lane's registers of the B fragments: block f of channels at 2f and 2f + 1, those of the low rows behind.

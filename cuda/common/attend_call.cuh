@@ -10,6 +10,8 @@
 #define PASS_TOKENS 64
 #define STAGES 3
 #define WARPS 8
+// Blocks that share a multiprocessor.
+#define BLOCKS_PER_SM 1
 #define BULK_COPIES 1
 #endif
 
@@ -82,9 +84,8 @@ static_assert(PASS_VALUE_LOADS * VALUE_PLANES * VALUE_RUN == PASS_TOKENS * VALUE
 constexpr u32 STAGE_VALUES_AT = KEY_LOADS * LOAD_BYTES;
 constexpr u32 STAGE_KEY_RANGES_AT = STAGE_VALUES_AT + VALUE_LOADS * LOAD_BYTES;
 constexpr u32 STAGE_VALUE_RANGES_AT = STAGE_KEY_RANGES_AT + (KEY_TOKEN_RANGES ? STEP_TOKENS * 4 : 0);
-constexpr u32 STAGE_BYTES = STAGE_VALUE_RANGES_AT + (VALUE_TOKEN_RANGES ? STEP_TOKENS * 4 : 0);
-
-// Scores are base-2 logarithms of weights relative to a reference. A step whose largest is above MOST moves the
-// reference so that the largest is at most START: halves hold 2^15, and 2^-14 at full precision.
-constexpr float MOST = 15.0f;
-constexpr float START = 6.0f;
+constexpr u32 STAGE_COPIED_BYTES = STAGE_VALUE_RANGES_AT + (VALUE_TOKEN_RANGES ? STEP_TOKENS * 4 : 0);
+// The copy engine asks the L2 cache for whole lines of 128 bytes only where source and target are aligned to them, and
+// for two or four parts of every line otherwise.
+constexpr u32 LINE_BYTES = 128;
+constexpr u32 STAGE_BYTES = (STAGE_COPIED_BYTES + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;

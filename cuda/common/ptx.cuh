@@ -82,11 +82,14 @@ __device__ __forceinline__ void barriers_visible() { asm volatile("fence.proxy.a
 
 // This phase of the barrier ends when so many bytes have arrived.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+#endif
 }
 
 // Waits for the end of the barrier's phase of this parity.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+#if __CUDA_ARCH__ >= 900
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
@@ -96,6 +99,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         "}" ::"r"(barrier),
         "r"(parity)
         : "memory");
+#endif
 }
 
 // Copies bytes, a multiple of 16, to shared memory through the copy engine, counted on a barrier. They are the first to
@@ -132,6 +136,20 @@ __device__ __forceinline__ u32 arrive(u32* counter) {
     return before;
 }
 
+// Says that this thread runs; see cluster_started.
+__device__ __forceinline__ void cluster_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+// Waits until all threads of the cluster have said that they run: only then may their shared memory be written.
+__device__ __forceinline__ void cluster_started() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
 // Waits for all blocks of the cluster; what they wrote before is visible after.
 __device__ __forceinline__ void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
@@ -139,21 +157,18 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
-// The float at this block's address `at` in the shared memory of block `rank` of the cluster.
-__device__ __forceinline__ float load_cluster(u32 at, u32 rank) {
-    float x = 0.0f;
+// Writes the float at this block's address `at` in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ void store_cluster(u32 at, u32 rank, float x) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
         "{\n"
         ".reg .u32 there;\n"
-        "mapa.shared::cluster.u32 there, %1, %2;\n"
-        "ld.shared::cluster.f32 %0, [there];\n"
-        "}"
-        : "=f"(x)
-        : "r"(at), "r"(rank)
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "st.shared::cluster.f32 [there], %2;\n"
+        "}" ::"r"(at),
+        "r"(rank), "f"(x)
         : "memory");
 #endif
-    return x;
 }
 
 __device__ __forceinline__ uint4 load_shared_16(u32 from) {
@@ -179,18 +194,27 @@ __device__ __forceinline__ void multiply_f16(float (&c)[4], const u32 (&a)[4], u
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// c += a · b of 16×32 by 32×8 bytes; those of `a` are signed or not, those of `b` are signed.
+// d = a · b + c of 16×32 by 32×8 bytes; those of `a` are signed or not, those of `b` are signed.
 template <bool SIGNED>
-__device__ __forceinline__ void multiply_bytes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+__device__ __forceinline__ void multiply_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const int* c) {
     if constexpr (SIGNED) {
         asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+            "{%10, %11, %12, %13};"
+            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
     } else {
         asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+            "{%10, %11, %12, %13};"
+            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
     }
+}
+
+// d = a · b + c of unsigned bytes.
+__device__ __forceinline__ void multiply_unsigned_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
+                                                        const int* c) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%10, %11, %12, %13};"
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }

@@ -5,6 +5,8 @@
 
 #pragma once
 
+static_assert(HEAD_BYTES % LINE_BYTES == 0, "parts of a page must begin at a line");
+
 struct Ring {
     // Address of the first stage in shared memory.
     u32 stages;
@@ -34,7 +36,7 @@ struct Ring {
         if constexpr (BULK_COPIES) {
             if (lane == 0) {
                 const u32 barrier = barriers + 8 * index;
-                barrier_expect(barrier, STAGE_BYTES);
+                barrier_expect(barrier, STAGE_COPIED_BYTES);
                 copy_bulk(to, keys, KEY_LOADS * LOAD_BYTES, barrier);
                 copy_bulk(to + STAGE_VALUES_AT, values, VALUE_LOADS * LOAD_BYTES, barrier);
                 if (KEY_TOKEN_RANGES) copy_bulk(to + STAGE_KEY_RANGES_AT, key_ranges, STEP_TOKENS * 4, barrier);

@@ -5,11 +5,12 @@ constexpr int PASS_SCORES = PASS_BLOCKS * 2 * LANE_HEADS;
 
 // The A fragment of one block of packed keys: one byte for each code.
 //
-// 4 and 2 bits are shifted and masked. At 1 bit the word itself selects bytes of a table: a nibble's first three bits
+// 4 and 2 bits are masked at the top of their bytes, after a shift to the left, which two pipes can do; where sums of so
+// large numbers would not be exact, they are shifted to the right. At 1 bit the word itself selects bytes of a table: a nibble's first three bits
 // choose the byte, and its fourth replaces the byte by its sign. Tables of 00 and ff do not mind the sign, and so yield
 // −bit of one of the first three planes; the table of 01 alone yields 1 − bit of the fourth. Stored inverted, these are
 // code − 1 and code.
-__device__ __forceinline__ void key_block(u32 (&a)[4], const uint4& load, int plane) {
+__device__ __forceinline__ void key_block(u32 (&a)[4], const uint4& load, int plane, const SumConstants& constants) {
     const u32 words[4] = {load.x, load.y, load.z, load.w};
 #pragma unroll
     for (int r = 0; r < 4; r++) {
@@ -18,9 +19,12 @@ __device__ __forceinline__ void key_block(u32 (&a)[4], const uint4& load, int pl
         } else if (KEY_BITS == 1) {
             const u32 selector = plane < 4 ? words[r] : words[r] >> 16;
             const int bit = plane & 3;
-            const u32 low = bit == 0 ? 0xff00ff00u : bit == 1 ? 0xffff0000u : bit == 2 ? 0u : 0x01010101u;
-            const u32 high = bit == 2 ? 0xffffffffu : low;
+            const u32 low = bit == 2 ? 0u : constants.bit_tables[bit];
+            const u32 high = constants.bit_tables[bit];
             a[r] = permute_bytes(low, high, selector);
+        } else if (KEYS_AT_TOP) {
+            const u32 mask = KEY_BITS == 4 ? 0xf0f0f0f0u : 0xc0c0c0c0u;
+            a[r] = (words[r] << (8 - KEY_BITS * (plane + 1))) & mask;
         } else {
             const u32 mask = KEY_BITS == 4 ? 0x0f0f0f0fu : 0x03030303u;
             a[r] = (words[r] >> (KEY_BITS * plane)) & mask;
@@ -31,7 +35,7 @@ __device__ __forceinline__ void key_block(u32 (&a)[4], const uint4& load, int pl
 // δ · Σ q · key of four accumulator registers, plus `base` of this lane's heads, for tokens g and g + 8.
 __device__ __forceinline__ void pass_scores(float (&scores)[PASS_SCORES], u32 keys, int lane,
                                             const u32 (&query)[2 * QUERY_REGISTERS], const float (&delta)[LANE_HEADS],
-                                            const float (&base)[KEY_VARIANTS][LANE_HEADS]) {
+                                            const float (&base)[KEY_VARIANTS][LANE_HEADS], const SumConstants& constants) {
     uint4 load;
 #pragma unroll
     for (int m = 0; m < PASS_BLOCKS; m++) {
@@ -42,7 +46,7 @@ __device__ __forceinline__ void pass_scores(float (&scores)[PASS_SCORES], u32 ke
             for (int f = 0; f < KEY_BLOCKS; f++) {
                 load = load_shared_16(keys + (m * KEY_BLOCKS + f) * LOAD_BYTES + lane * 16);
                 u32 a[4];
-                key_block(a, load, 0);
+                key_block(a, load, 0, constants);
                 multiply_f16(products, a, query[2 * f], query[2 * f + 1]);
                 if (WIDE) {
                     const int low = KEY_BLOCKS + f;
@@ -58,8 +62,8 @@ __device__ __forceinline__ void pass_scores(float (&scores)[PASS_SCORES], u32 ke
                 sums[1] = products[2] + products[3];
             }
         } else {
-            int high[4] = {SUM_START, SUM_START, SUM_START, SUM_START};
-            int low[4] = {SUM_START, SUM_START, SUM_START, SUM_START};
+            int high[4];
+            int low[4];
 #pragma unroll
             for (int f = 0; f < KEY_BLOCKS; f++) {
                 const int block = m * KEY_BLOCKS + f;
@@ -67,13 +71,13 @@ __device__ __forceinline__ void pass_scores(float (&scores)[PASS_SCORES], u32 ke
                     load = load_shared_16(keys + block / KEY_PLANES * LOAD_BYTES + lane * 16);
                 }
                 u32 a[4];
-                key_block(a, load, block % KEY_PLANES);
+                key_block(a, load, block % KEY_PLANES, constants);
                 constexpr bool is_signed = KEY_BITS == 8 || KEY_BITS == 1;
-                multiply_bytes<is_signed>(high, a, query[2 * f], query[2 * f + 1]);
+                multiply_bytes<is_signed>(high, a, query[2 * f], query[2 * f + 1], f == 0 ? constants.key_start : high);
                 if (WIDE) {
                     const int at = KEY_BLOCKS + f;
                     multiply_bytes<is_signed>(low, a, query[(2 * at) % (2 * QUERY_REGISTERS)],
-                                              query[(2 * at + 1) % (2 * QUERY_REGISTERS)]);
+                                              query[(2 * at + 1) % (2 * QUERY_REGISTERS)], f == 0 ? constants.key_start : low);
                 }
             }
             // 256 · high is exact; the start of the low sum is part of `base`.

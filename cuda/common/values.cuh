@@ -1,21 +1,18 @@
-// Weighted values of one pass of a warp: rows are 16 channels, columns the heads, the sum runs over 16 tokens.
+// Weighted values of one pass of a warp: rows are 16 channels, columns the heads, the sum runs over tokens.
 
-// The A fragment of one block of values: pairs of halves of two tokens.
-//
-// Packed codes are masked where they lie: as a half, code · 2^shift · 2^-24 is subnormal, exact, and the MMA multiplies
-// it exactly. The second half of a run of 32 tokens lies in the upper byte of each half.
-__device__ __forceinline__ void value_block(u32 (&a)[4], const uint4& load, int plane, int half) {
+// The A fragment of one block of values: four codes of a plane in every word, masked where they lie, as bytes
+// code · 2^shift. Where the plane of a block of channels changes between runs of tokens they are shifted down instead.
+__device__ __forceinline__ void value_bytes(u32 (&a)[4], const uint4& load, int plane) {
     const u32 words[4] = {load.x, load.y, load.z, load.w};
-    constexpr u32 mask = VALUE_BITS == 16 ? 0u : ((1u << (VALUE_BITS % 16)) - 1u) * 0x00010001u;
+    constexpr u32 mask = ((1u << (VALUE_BITS % 16)) - 1u) * 0x01010101u;
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-        if (VALUE_BITS == 16) {
+        if (VALUE_BITS == 8) {
             a[r] = words[r];
         } else if (VALUE_PLANE_FIXED) {
-            const u32 shifted = half == 0 ? words[r] : words[r] >> 8;
-            a[r] = shifted & (mask << (VALUE_BITS * plane));
+            a[r] = words[r] & (mask << (VALUE_BITS * plane));
         } else {
-            a[r] = (words[r] >> (8 * half + VALUE_BITS * plane)) & mask;
+            a[r] = (words[r] >> (VALUE_BITS * plane)) & mask;
         }
     }
 }
@@ -24,27 +21,106 @@ __device__ __forceinline__ void value_block(u32 (&a)[4], const uint4& load, int 
 __device__ __forceinline__ float value_unit(int block) {
     if (VALUE_BITS == 16) return 1.0f;
     const int shift = VALUE_PLANE_FIXED ? VALUE_BITS * (block % VALUE_PLANES) : 0;
-    return __int_as_float((127 + 24 - shift) << 23);
+    return __int_as_float((127 - shift) << 23);
 }
 
-// `weights` are the B fragments of the pass's blocks of 16 tokens.
-__device__ __forceinline__ void pass_values(float (&sums)[VALUE_BLOCKS][4], u32 values, int lane,
+// f16 values: `weights` are the B fragments, pairs of halves, of the pass's blocks of 16 tokens.
+__device__ __forceinline__ void pass_halves(float (&sums)[VALUE_BLOCKS][4], u32 values, int lane,
                                             const u32 (&weights)[PASS_BLOCKS][2]) {
-    uint4 load;
 #pragma unroll
-    for (int run = 0; run < PASS_TOKENS / VALUE_RUN; run++) {
+    for (int m = 0; m < PASS_BLOCKS; m++) {
 #pragma unroll
         for (int block = 0; block < VALUE_BLOCKS; block++) {
-            const int index = run * VALUE_BLOCKS + block;
-            if (index % VALUE_PLANES == 0) {
-                load = load_shared_16(values + index / VALUE_PLANES * LOAD_BYTES + lane * 16);
+            const uint4 load = load_shared_16(values + (m * VALUE_BLOCKS + block) * LOAD_BYTES + lane * 16);
+            const u32 a[4] = {load.x, load.y, load.z, load.w};
+            multiply_f16(sums[block], a, weights[m][0], weights[m][1]);
+        }
+    }
+}
+
+// Packed values: runs of 32 tokens, whose weights are integers of 16 bits in two unsigned bytes. High and low bytes are
+// neighbouring columns, or columns of two products with WIDE. The sums of a pass stay below 2^23, and so are exact in
+// the mantissas of floats.
+constexpr int PASS_RUNS = PASS_TOKENS >= 32 ? PASS_TOKENS / 32 : 1;
+constexpr int WEIGHT_PARTS = WIDE ? 2 : 1;
+static_assert(VALUE_BITS == 16 || PASS_TOKENS <= 128, "sums of a pass must stay below 2^23");
+
+// 256 · high + low of one register of products: of heads in columns, or of a head's two columns.
+__device__ __forceinline__ float joined_bytes(const int (&products)[WEIGHT_PARTS][4], int i) {
+    const float high = __int_as_float(WIDE ? products[0][i] : products[0][2 * i % 4]);
+    const float low = __int_as_float(WIDE ? products[WEIGHT_PARTS - 1][i] : products[0][(2 * i + 1) % 4]);
+    // Exact up to the addition of the low part, which brings the start along that is taken off here.
+    return __fadd_rn(__fmaf_rn(high, 256.0f, -257.0f * BYTE_SUM_START_FLOAT), low);
+}
+
+// The B fragments of weights given as integers in the order of scores: byte e of word r belongs to token
+// 2 c + 8 r + (e >> 1) of half e & 1 of the run.
+__device__ __forceinline__ void weight_fragments(u32 (&weights)[WEIGHT_PARTS][PASS_RUNS][2],
+                                                 const u32 (&integers)[PASS_SCORES]) {
+#pragma unroll
+    for (int run = 0; run < PASS_RUNS; run++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int first = (4 * run + r) * LANE_HEADS;
+            const int second = (4 * run + 2 + r) * LANE_HEADS;
+            if (WIDE) {
+                // Low bytes of both halves, then high ones.
+                const u32 even = permute_bytes(integers[first % PASS_SCORES], integers[second % PASS_SCORES], 0x5140u);
+                const u32 odd =
+                    permute_bytes(integers[(first + 1) % PASS_SCORES], integers[(second + 1) % PASS_SCORES], 0x5140u);
+                weights[0][run][r] = transpose_8x8(permute_bytes(even, odd, 0x7632u));
+                weights[WEIGHT_PARTS - 1][run][r] = transpose_8x8(permute_bytes(even, odd, 0x5410u));
+            } else {
+                weights[0][run][r] = transpose_8x8(
+                    permute_bytes(integers[first % PASS_SCORES], integers[second % PASS_SCORES], 0x4051u));
+            }
+        }
+    }
+}
+
+// Adds factor[h] · Σ w · code to the sums and yields factor[h] · Σ w. `weights` are the B fragments of the runs.
+__device__ __forceinline__ void pass_bytes(float (&sums)[VALUE_BLOCKS][4], float (&total)[LANE_HEADS], u32 values,
+                                           int lane, const u32 (&weights)[WEIGHT_PARTS][PASS_RUNS][2],
+                                           const float (&factor)[LANE_HEADS], const SumConstants& constants) {
+    const auto multiply = [&](int (&products)[WEIGHT_PARTS][4], const u32 (&a)[4], int run) {
+#pragma unroll
+        for (int part = 0; part < WEIGHT_PARTS; part++) {
+            const u32(&b)[2] = weights[part][run];
+            multiply_unsigned_bytes(products[part], a, b[0], b[1], run == 0 ? constants.byte_start : products[part]);
+        }
+    };
+    int products[WEIGHT_PARTS][4];
+    constexpr u32 ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
+#pragma unroll
+    for (int run = 0; run < PASS_RUNS; run++) multiply(products, ones, run);
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; h++) total[h] = joined_bytes(products, h) * factor[h];
+
+    // Blocks of channels that share their loads in every run; all of them where planes change between runs.
+    constexpr int groups = VALUE_PLANE_FIXED ? VALUE_BLOCKS / VALUE_PLANES : 1;
+    constexpr int group_blocks = VALUE_BLOCKS / groups;
+    constexpr int group_loads = PASS_VALUE_LOADS / groups;
+#pragma unroll
+    for (int group = 0; group < groups; group++) {
+        uint4 loads[group_loads];
+#pragma unroll
+        for (int i = 0; i < group_loads; i++) {
+            loads[i] = load_shared_16(values + (i * groups + group) * LOAD_BYTES + lane * 16);
+        }
+#pragma unroll
+        for (int n = 0; n < group_blocks; n++) {
+            const int block = group * group_blocks + n;
+#pragma unroll
+            for (int run = 0; run < PASS_RUNS; run++) {
+                const int index = run * group_blocks + n;
+                u32 a[4];
+                value_bytes(a, loads[index / VALUE_PLANES], index % VALUE_PLANES);
+                multiply(products, a, run);
             }
 #pragma unroll
-            for (int half = 0; half < VALUE_RUN / BLOCK_TOKENS; half++) {
-                u32 a[4];
-                value_block(a, load, index % VALUE_PLANES, half);
-                const int m = run * (VALUE_RUN / BLOCK_TOKENS) + half;
-                multiply_f16(sums[block], a, weights[m][0], weights[m][1]);
+            for (int i = 0; i < 2 * LANE_HEADS; i++) {
+                float& sum = sums[block][WIDE ? i : 2 * i];
+                sum = __fmaf_rn(joined_bytes(products, i), factor[i % LANE_HEADS], sum);
             }
         }
     }

@@ -30,6 +30,7 @@ files![
     "common/scores.cuh",
     "common/tile.cuh",
     "common/values.cuh",
+    "common/weights.cuh",
     "compute_guard.cu",
     "dequantize.cu",
     "find_non_finite.cu",

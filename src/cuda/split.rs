@@ -9,7 +9,7 @@ const SHARED_RATE: f64 = 34e3;
 const ALONE_RATE: f64 = 50e3;
 
 /// Tokens of one head that a multiprocessor attends to in a microsecond, however few bits they have.
-const TOKEN_RATE: f64 = 570.0;
+const TOKEN_RATE: f64 = 780.0;
 
 /// Beginning and end of a block.
 const BLOCK_TIME: f64 = 3.0;
@@ -22,13 +22,14 @@ const ARRIVAL_TIME: f64 = 2.3;
 const MOST_PIECES: usize = 1024;
 
 /// Blocks of a cluster, at most; `MOST_CLUSTER` in `cuda/merge_states.cu`.
-const MOST_CLUSTER: usize = 8;
+pub(super) const MOST_CLUSTER: usize = 8;
 
 /// The blocks that a device runs at once, and what they do.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wave {
-    /// Blocks that run at the same time: one for each multiprocessor.
-    pub(super) blocks: usize,
+    pub(super) multiprocessors: usize,
+    /// Blocks that share a multiprocessor.
+    pub(super) blocks_each: usize,
     /// Blocks of one item: KV heads times chunks of query heads.
     pub(super) blocks_per_item: usize,
     /// Bytes of keys and values of one tile of one head.
@@ -38,29 +39,36 @@ pub(super) struct Wave {
 }
 
 impl Wave {
-    /// Tiles of an item for spans of so many tiles: what takes the least time if every wave takes as long as its
-    /// longest item.
-    pub(super) fn tiles_per_item(&self, spans: &[usize]) -> usize {
+    /// Tiles of an item for spans of so many tiles, and the estimated microseconds of the step: what takes the least if
+    /// every wave takes as long as its longest item.
+    pub(super) fn tiles_per_item(&self, spans: &[usize]) -> (usize, f64) {
         let longest = spans.iter().copied().max().unwrap_or(1).max(1);
-        let mut best = (f64::INFINITY, longest);
+        let mut best = (longest, f64::INFINITY);
         for pieces in 1..=longest.min(MOST_PIECES) {
             let tiles = longest.div_ceil(pieces);
             let time = self.time(spans, tiles);
-            if time < best.0 {
-                best = (time, tiles);
+            if time < best.1 {
+                best = (tiles, time);
             }
         }
-        best.1
+        best
+    }
+
+    /// Blocks that run at the same time.
+    const fn blocks(&self) -> usize {
+        if self.multiprocessors == 0 { 1 } else { self.multiprocessors * self.blocks_each }
     }
 
     fn time(&self, spans: &[usize], tiles: usize) -> f64 {
         let pieces: Vec<usize> = spans.iter().map(|span| span.div_ceil(tiles)).collect();
         let items: usize = pieces.iter().sum();
         let blocks = items * self.blocks_per_item;
-        let waves = blocks.div_ceil(self.blocks.max(1)) as f64;
+        let waves = blocks.div_ceil(self.blocks()) as f64;
         let bytes = (tiles * self.tile_bytes) as f64;
-        let together = bytes * (blocks as f64 / waves) / (self.blocks.max(1) as f64 * SHARED_RATE);
-        let item = together.max(bytes / ALONE_RATE).max(tiles as f64 * 128.0 / TOKEN_RATE);
+        // A block that shares its multiprocessor has a part of it, be it alone.
+        let parts = self.blocks_each as f64;
+        let together = bytes * (blocks as f64 / waves) / (self.multiprocessors.max(1) as f64 * SHARED_RATE);
+        let item = together.max(parts * bytes / ALONE_RATE).max(parts * tiles as f64 * 128.0 / TOKEN_RATE);
         let cluster = self.cluster(&pieces);
         let merge = match pieces.iter().max() {
             Some(&most) if most > cluster => ARRIVAL_TIME,
@@ -80,8 +88,8 @@ impl Wave {
         let blocks = items.iter().sum::<usize>() * self.blocks_per_item;
         let room = |cluster: usize| match cluster {
             0..=2 => true,
-            3..=4 => 3 * blocks <= 2 * self.blocks,
-            _ => 2 * blocks <= self.blocks,
+            3..=4 => 3 * blocks <= 2 * self.multiprocessors,
+            _ => 2 * blocks <= self.multiprocessors,
         };
         let divides = |cluster: usize| items.iter().all(|items| items.is_multiple_of(cluster));
         (1..=MOST_CLUSTER).rev().find(|&cluster| room(cluster) && divides(cluster)).unwrap_or(1)
@@ -100,19 +108,30 @@ mod tests {
     use super::*;
 
     fn wave(blocks_per_item: usize) -> Wave {
-        Wave { blocks: 132, blocks_per_item, tile_bytes: 8192, clusters: true }
+        Wave { multiprocessors: 132, blocks_each: 1, blocks_per_item, tile_bytes: 8192, clusters: true }
     }
 
     #[test]
     fn items_fill_one_wave() {
         // 8 sequences of 32k tokens over 8 KV heads: two items each are 128 blocks.
-        assert_eq!(wave(8).tiles_per_item(&[256; 8]), 128);
+        assert_eq!(wave(8).tiles_per_item(&[256; 8]).0, 128);
         // One of 128k: 16 items are 128 blocks.
-        assert_eq!(wave(8).tiles_per_item(&[1024]), 64);
+        assert_eq!(wave(8).tiles_per_item(&[1024]).0, 64);
         // One of 4k: 64 blocks, since more would find no room as clusters.
-        assert_eq!(wave(8).tiles_per_item(&[32]), 4);
+        assert_eq!(wave(8).tiles_per_item(&[32]).0, 4);
         // 256 blocks without a cut: two waves, and cutting would not help.
-        assert_eq!(wave(32).tiles_per_item(&[64; 8]), 64);
+        assert_eq!(wave(32).tiles_per_item(&[64; 8]).0, 64);
+    }
+
+    #[test]
+    fn blocks_share_multiprocessors_where_one_wave_of_them_suffices() {
+        let shared = |blocks_per_item| Wave { blocks_each: 2, ..wave(blocks_per_item) };
+        // 256 blocks of 64 tiles: one wave of twos takes less than two waves.
+        let ((tiles, together), (_, alone)) = (shared(32).tiles_per_item(&[64; 8]), wave(32).tiles_per_item(&[64; 8]));
+        assert_eq!(tiles, 64);
+        assert!(together < alone, "{together} {alone}");
+        // 64 rows of 256 tiles: cut in twos they fill the multiprocessors.
+        assert!(wave(8).tiles_per_item(&[256; 8]).1 < shared(8).tiles_per_item(&[256; 8]).1);
     }
 
     #[test]
@@ -126,7 +145,7 @@ mod tests {
 
     #[test]
     fn long_spans_are_cut_beside_short_ones() {
-        assert!(wave(8).tiles_per_item(&[1024, 8, 8, 8]) <= 128);
+        assert!(wave(8).tiles_per_item(&[1024, 8, 8, 8]).0 <= 128);
     }
 
     #[test]

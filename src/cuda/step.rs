@@ -176,15 +176,24 @@ impl SegmentStep {
             });
         }
         let pages = PageFormat::new(shape, &segment.format)?;
-        let variant = AttendVariant::new(pages, shape.group(), facts)?;
-        let wave = Wave {
-            blocks: facts.multiprocessors * variant.blocks_at_once(facts),
-            blocks_per_item: shape.kv_heads() * shape.group().div_ceil(variant.chunk_heads()),
-            tile_bytes: pages.head_bytes(),
-            clusters: facts.capability >= (9, 0) && variant.path == AttendPath::Mma,
-        };
         let tiles: Vec<usize> = segment.spans.iter().map(|span| (span.tokens as usize).div_ceil(TILE_TOKENS)).collect();
-        let most = wave.tiles_per_item(&tiles);
+        let mut best: Option<(AttendVariant, Wave, usize, f64)> = None;
+        for variant in AttendVariant::candidates(pages, shape.group(), facts)? {
+            let wave = Wave {
+                multiprocessors: facts.multiprocessors,
+                blocks_each: variant.blocks,
+                blocks_per_item: shape.kv_heads() * shape.group().div_ceil(variant.chunk_heads()),
+                tile_bytes: pages.head_bytes(),
+                clusters: facts.capability >= (9, 0) && variant.path == AttendPath::Mma,
+            };
+            let (most, time) = wave.tiles_per_item(&tiles);
+            if best.as_ref().is_none_or(|best| time < best.3) {
+                best = Some((variant, wave, most, time));
+            }
+        }
+        let Some((variant, wave, most, _)) = best else {
+            return Err(Error::Plan { what: "attend", reason: format!("no variant of {}", segment.format) });
+        };
         let mut items = Vec::new();
         for (span, &tiles) in segment.spans.iter().zip(&tiles) {
             for (start, length) in split::cut(tiles, most) {

@@ -3,6 +3,7 @@
 use super::device::DeviceFacts;
 use super::page_format::PageFormat;
 use super::program::Program;
+use super::split::MOST_CLUSTER;
 use crate::format::{KeyOrValue, TILE_TOKENS};
 use crate::{Error, Result};
 
@@ -10,7 +11,16 @@ use crate::{Error, Result};
 const STAGE_BYTES: usize = 8192;
 
 /// Bytes of shared memory that `attend` needs beside its rings and what [`AttendVariant::fixed_bytes`] counts.
-const SPARE_SHARED_BYTES: usize = 2 << 10;
+const SPARE_SHARED_BYTES: usize = 1 << 10;
+
+/// Bytes of shared memory that every block costs beside its own.
+const RESERVED_SHARED_BYTES: usize = 1 << 10;
+
+/// Outputs that go to a block of a cluster at a time; `CLUSTER_RUN` in `cuda/merge_states.cu`.
+const CLUSTER_RUN: usize = 32;
+
+/// Lines of the L2 cache, to which stages are aligned: `LINE_BYTES` in `cuda/common/attend_call.cuh`.
+const LINE_BYTES: usize = 128;
 
 /// The instructions that `attend` multiplies with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -34,31 +44,26 @@ pub(super) struct AttendVariant {
     pub(super) pass_tokens: usize,
     pub(super) stages: usize,
     pub(super) warps: usize,
+    /// Blocks that share a multiprocessor.
+    pub(super) blocks: usize,
     /// Copies by the copy engine, which compute capability 9.0 has.
     pub(super) bulk_copies: bool,
 }
 
+/// Tokens of a step and of a pass, stages, warps, and blocks to a multiprocessor.
+type Sizes = [usize; 5];
+
 impl AttendVariant {
-    pub(super) fn new(pages: PageFormat, group: usize, facts: &DeviceFacts) -> Result<Self> {
+    /// The variants that serve a format best: one whose blocks have a multiprocessor to themselves, and, for few bits, one
+    /// whose blocks share it in twos, for steps of more blocks than multiprocessors.
+    pub(super) fn candidates(pages: PageFormat, group: usize, facts: &DeviceFacts) -> Result<Vec<Self>> {
         let wide = group > 4;
         if pages.needs_multiply_adds() {
-            return Self::by_multiply_adds(pages, wide, facts);
+            return Ok(vec![Self::by_multiply_adds(pages, wide, facts)?]);
         }
         let bulk_copies = facts.capability >= (9, 0);
         let (tokens, bits) = (step_tokens(&pages), pages.key.bits + pages.value.bits);
-        // Few bits are bound by instructions, and more warps hide more of their latency. With more channels than 128 their
-        // registers would not suffice.
-        let few = |most: usize| bits <= most && pages.head_dim <= 128 && bulk_copies;
-        let sizes = [
-            (few(2) && !wide, [128, 64, 3, 12]),
-            (few(4), [64, 64, 4, 12]),
-            (true, [tokens, tokens, 3, 8]),
-            (true, [tokens, tokens, 3, 4]),
-            (true, [tokens, tokens, 2, 4]),
-            (true, [tokens, tokens, 2, 2]),
-            (true, [tokens, tokens, 1, 2]),
-        ];
-        let variant = |&(_, [step_tokens, pass_tokens, stages, warps]): &(bool, [usize; 4])| Self {
+        let variant = |[step_tokens, pass_tokens, stages, warps, blocks]: Sizes| Self {
             path: AttendPath::Mma,
             pages,
             wide,
@@ -66,22 +71,49 @@ impl AttendVariant {
             pass_tokens,
             stages,
             warps,
+            blocks,
             bulk_copies,
         };
-        let fits = |variant: &Self| variant.shared_bytes() + variant.fixed_bytes() <= facts.shared_bytes;
-        let served = sizes.iter().filter(|(wanted, _)| *wanted).map(variant);
-        served.filter(|variant| whole_loads(&pages, variant.pass_tokens)).find(fits).ok_or_else(|| {
-            let least = variant(&(true, [tokens, tokens, 1, 2]));
+        let fits = |variant: &Self| {
+            let shared = variant.shared_bytes() + variant.fixed_bytes();
+            let whole =
+                variant.pass_tokens.min(tokens) == variant.pass_tokens && whole_loads(&pages, variant.pass_tokens);
+            whole && shared * variant.blocks <= facts.shared_bytes - (variant.blocks - 1) * RESERVED_SHARED_BYTES
+        };
+        // More warps hide more latency, and more bytes on their way than memory needs only delay the first; with more
+        // channels than 128, and with eight heads, the registers of many warps would not suffice.
+        let tuned = bulk_copies && pages.head_dim <= 128;
+        let sizes: [(bool, Sizes); 10] = [
+            (tuned && !wide && bits <= 2, [128, 128, 2, 16, 1]),
+            (tuned && wide && bits <= 4, [128, 128, 3, 8, 1]),
+            (tuned && !wide && bits > 2 && bits <= 4, [64, 64, 2, 12, 1]),
+            (tuned && !wide && bits > 4 && bits <= 8, [tokens, tokens, 1, 16, 1]),
+            (tuned && !wide && bits > 8 && bits <= 16, [tokens, tokens, 2, 12, 1]),
+            (bulk_copies, [tokens, tokens, 2, 8, 1]),
+            (true, [tokens, tokens, 3, 8, 1]),
+            (true, [tokens, tokens, 3, 4, 1]),
+            (true, [tokens, tokens, 2, 2, 1]),
+            (true, [tokens, tokens, 1, 2, 1]),
+        ];
+        let shared: [(bool, Sizes); 2] = [
+            (tuned && !wide && bits > 2 && bits <= 4, [64, 64, 2, 8, 2]),
+            (tuned && !wide && bits <= 8, [tokens, tokens, 2, 6, 2]),
+        ];
+        let first =
+            |sizes: &[(bool, Sizes)]| sizes.iter().filter(|(wanted, _)| *wanted).map(|&(_, s)| variant(s)).find(fits);
+        let alone = first(&sizes).ok_or_else(|| {
+            let least = variant([tokens, tokens, 1, 2, 1]);
             Error::Limit {
                 what: "shared memory of a block".into(),
                 needed: (least.shared_bytes() + least.fixed_bytes()) as u64,
                 allowed: facts.shared_bytes as u64,
                 hint: "use a device with more shared memory, or fewer bits",
             }
-        })
+        })?;
+        Ok([alone].into_iter().chain(first(&shared)).collect())
     }
 
-    /// A thread to every token of a tile.
+    /// A thread to every token of a tile, and as many blocks to a multiprocessor as its shared memory holds.
     fn by_multiply_adds(pages: PageFormat, wide: bool, facts: &DeviceFacts) -> Result<Self> {
         let variant = Self {
             path: AttendPath::MultiplyAdd,
@@ -91,6 +123,7 @@ impl AttendVariant {
             pass_tokens: TILE_TOKENS,
             stages: 1,
             warps: TILE_TOKENS / 32,
+            blocks: 1,
             bulk_copies: false,
         };
         let needed = variant.shared_bytes() + variant.fixed_bytes();
@@ -102,27 +135,23 @@ impl AttendVariant {
                 hint: "use a device with more shared memory, or a format with a range per channel or per token",
             });
         }
-        Ok(variant)
+        Ok(Self { blocks: facts.shared_bytes / needed, ..variant })
     }
 
-    /// Blocks that one multiprocessor runs at once.
-    pub(super) const fn blocks_at_once(&self, facts: &DeviceFacts) -> usize {
-        match self.path {
-            AttendPath::Mma => 1,
-            AttendPath::MultiplyAdd => facts.shared_bytes / (self.shared_bytes() + self.fixed_bytes()),
-        }
-    }
-
-    /// Shared memory beside the rings: the query's fragments, and what the warps tell each other.
+    /// Shared memory beside the rings: the query's fragments, what the warps tell each other, rows of outputs that are
+    /// rotated back, and what the blocks of a cluster send.
     const fn fixed_bytes(&self) -> usize {
         if let AttendPath::MultiplyAdd = self.path {
             let queries_and_weights = self.chunk_heads() * (self.pages.head_dim + TILE_TOKENS) * size_of::<f32>();
             return queries_and_weights + SPARE_SHARED_BYTES;
         }
+        let rotated = if self.pages.value.rotation.is_some() { self.chunk_heads() * self.pages.head_dim } else { 0 };
         let query_bytes = if self.pages.key.bits == 16 { 2 } else { 1 };
         let rows = (if self.wide { 16 } else { 8 }) * (self.pages.head_dim * query_bytes + 16);
-        let warp_states = self.warps * self.chunk_heads() * 3 * size_of::<f32>();
-        rows + warp_states + SPARE_SHARED_BYTES
+        let joined =
+            self.warps * self.chunk_heads() * 3 * size_of::<f32>() + self.pages.head_dim * size_of::<[f32; 2]>();
+        let outputs = self.chunk_heads() * self.pages.head_dim + MOST_CLUSTER * (CLUSTER_RUN + self.chunk_heads());
+        rows + joined + (outputs + rotated) * size_of::<f32>() + SPARE_SHARED_BYTES
     }
 
     pub(super) const fn chunk_heads(&self) -> usize {
@@ -137,6 +166,7 @@ impl AttendVariant {
             ("PASS_TOKENS", self.pass_tokens),
             ("STAGES", self.stages),
             ("WARPS", self.warps),
+            ("BLOCKS_PER_SM", self.blocks),
             ("BULK_COPIES", self.bulk_copies.into()),
         ]);
         let files: &[&str] = match self.path {
@@ -146,22 +176,20 @@ impl AttendVariant {
         Program { files, defines }
     }
 
-    /// Shared memory of the rings, in which the warps' sums are joined afterwards, and blocks of a cluster leave theirs; by
-    /// multiply-adds that of a tile's floats.
+    /// Shared memory of the rings, in which the warps' sums are joined afterwards; by multiply-adds that of a tile's floats.
     pub(super) const fn shared_bytes(&self) -> usize {
         if let AttendPath::MultiplyAdd = self.path {
             return TILE_TOKENS * (self.pages.head_dim + 1) * size_of::<f32>();
         }
         let rings = self.warps * self.stages * stage_bytes(&self.pages, self.step_tokens);
-        let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8);
-        let cluster = self.chunk_heads() * (self.pages.head_dim + 1);
-        let after = (joined + cluster) * size_of::<f32>();
-        if rings > after { rings } else { after }
+        let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8) * size_of::<f32>();
+        if rings > joined { rings } else { joined }
     }
 }
 
+/// Bytes of a stage, whole lines of the L2 cache: `STAGE_BYTES` in `cuda/common/attend_call.cuh`.
 const fn stage_bytes(pages: &PageFormat, step_tokens: usize) -> usize {
-    pages.head_bytes() * step_tokens / TILE_TOKENS
+    (pages.head_bytes() * step_tokens / TILE_TOKENS).next_multiple_of(LINE_BYTES)
 }
 
 /// True if the keys and the values of so many tokens are whole loads.
@@ -218,20 +246,22 @@ mod tests {
                 for (facts, group) in [(H200, 4), (H200, 8), (small, 4), (small, 16)] {
                     // Floats of a tile with so many channels need 132 KiB.
                     if pages.needs_multiply_adds() && head_dim == 256 && facts == small {
-                        let error = AttendVariant::new(pages, group, &facts).unwrap_err();
+                        let error = AttendVariant::candidates(pages, group, &facts).unwrap_err();
                         assert!(matches!(error, Error::Limit { .. }), "{error}");
                         continue;
                     }
-                    let variant = AttendVariant::new(pages, group, &facts).unwrap();
-                    assert!(variant.step_tokens.is_multiple_of(variant.pass_tokens));
-                    assert!(TILE_TOKENS.is_multiple_of(variant.step_tokens));
-                    assert!(variant.shared_bytes() + variant.fixed_bytes() <= facts.shared_bytes, "{key} {value}");
-                    for which in [KeyOrValue::Key, KeyOrValue::Value] {
-                        let loads = variant.pass_tokens * head_dim * pages.tensor(which).bits / 8;
-                        assert_eq!(loads % 512, 0, "{key} {value} {head_dim}");
+                    for variant in AttendVariant::candidates(pages, group, &facts).unwrap() {
+                        assert!(variant.step_tokens.is_multiple_of(variant.pass_tokens));
+                        assert!(TILE_TOKENS.is_multiple_of(variant.step_tokens));
+                        let shared = (variant.shared_bytes() + variant.fixed_bytes()) * variant.blocks;
+                        assert!(shared <= facts.shared_bytes, "{key} {value}");
+                        for which in [KeyOrValue::Key, KeyOrValue::Value] {
+                            let loads = variant.pass_tokens * head_dim * pages.tensor(which).bits / 8;
+                            assert_eq!(loads % 512, 0, "{key} {value} {head_dim}");
+                        }
+                        let run = if pages.value.bits == 16 { 16 } else { 32 };
+                        assert!(variant.pass_tokens.is_multiple_of(run), "{key} {value} {head_dim}");
                     }
-                    let run = if pages.value.bits == 16 { 16 } else { 32 };
-                    assert!(variant.pass_tokens.is_multiple_of(run), "{key} {value} {head_dim}");
                 }
             }
         }

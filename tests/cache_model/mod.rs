@@ -619,8 +619,9 @@ pub fn recipes() -> Vec<Recipe> {
                 sketch: None,
             }),
         }),
-        Recipe::pack_all(SegmentFormat::turboquant_prod(Bits::Three, 64)),
-        Recipe::pack_all(SegmentFormat::qjl(64)).with_window(0),
+        // Rotations of order 16 serve every head dimension of the tests.
+        Recipe::pack_all(SegmentFormat::turboquant_prod(Bits::Three, 80)),
+        Recipe::pack_all(SegmentFormat::qjl(80)).with_window(0),
         Recipe::pack_all(SegmentFormat { key: affine(Bits::One, Grouping::Token), ..kivi }),
         Recipe::pack_all(SegmentFormat {
             key: TensorFormat::Affine(AffineFormat::new(Bits::Eight, Grouping::Token).symmetric()),

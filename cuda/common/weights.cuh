@@ -1,0 +1,185 @@
+// From the scores of a pass of a warp to weights, and to weighted values.
+
+#pragma once
+
+// What a warp has summed so far. Weights are 2^(score − reference); a lane holds the part of its own tokens of weight
+// and minimum, and the sums of its own channels.
+struct WarpSums {
+    float reference[LANE_HEADS];
+    float weight[LANE_HEADS];
+    // Σ weight · minimum of the token, where values have a range per token.
+    float minimum[LANE_HEADS];
+    // Products of the MMA: rows g and g + 8 of each block of channels, by heads.
+    float values[VALUE_BLOCKS][4];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; h++) {
+            reference[h] = -__int_as_float(0x7f800000);
+            weight[h] = 0.0f;
+            minimum[h] = 0.0f;
+        }
+#pragma unroll
+        for (int n = 0; n < VALUE_BLOCKS; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) values[n][i] = 0.0f;
+        }
+    }
+
+    // Takes a new reference, at least as large as the one before.
+    __device__ __forceinline__ void refer(int h, float to) {
+        const float factor = exp2_approx(reference[h] - to);
+        reference[h] = to;
+        weight[h] *= factor;
+        minimum[h] *= factor;
+#pragma unroll
+        for (int n = 0; n < VALUE_BLOCKS; n++) {
+            values[n][WIDE ? h : 0] *= factor;
+            values[n][WIDE ? 2 + h : 2] *= factor;
+        }
+    }
+};
+
+// The largest over the 8 lanes that hold the same heads.
+__device__ __forceinline__ float max_of_tokens(float x) {
+    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 4));
+    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 8));
+    return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 16));
+}
+
+__device__ __forceinline__ float sum_of_tokens(float x) {
+    x += __shfl_xor_sync(ALL_LANES, x, 4);
+    x += __shfl_xor_sync(ALL_LANES, x, 8);
+    return x + __shfl_xor_sync(ALL_LANES, x, 16);
+}
+
+__device__ __forceinline__ void largest_of_lane(float (&largest)[LANE_HEADS], const float (&x)[PASS_SCORES]) {
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; h++) {
+        largest[h] = x[h];
+#pragma unroll
+        for (int i = 1; i < 2 * PASS_BLOCKS; i++) largest[h] = fmaxf(largest[h], x[i * LANE_HEADS + h]);
+    }
+}
+
+// f16 values. Weights are halves, at most 2^15: a pass with a larger one moves the reference, by whole powers of two and
+// hence exactly, so that its largest is at most 2^6; 2^-14 still has full precision.
+constexpr float MOST = 15.0f;
+constexpr float START = 6.0f;
+
+__device__ __forceinline__ void attend_halves(WarpSums& sums, const float (&scores)[PASS_SCORES], u32 values, int lane) {
+    float largest[LANE_HEADS];
+    largest_of_lane(largest, scores);
+    bool far = largest[0] - sums.reference[0] > MOST;
+    if (WIDE) far = far || largest[LANE_HEADS - 1] - sums.reference[LANE_HEADS - 1] > MOST;
+    if (__any_sync(ALL_LANES, far)) {
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; h++) {
+            sums.refer(h, fmaxf(sums.reference[h], ceilf(max_of_tokens(largest[h]) - START)));
+        }
+    }
+    u32 weights[PASS_BLOCKS][2];
+#pragma unroll
+    for (int i = 0; i < 2 * PASS_BLOCKS; i++) {
+        float p[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; h++) p[h] = exp2_approx(scores[i * LANE_HEADS + h] - sums.reference[h]);
+        const u32 pair = half_pair(p[0], p[1]);
+        // What rounding takes from the weights must not shift what all values have in common.
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; h++) sums.weight[h] += half_value(h == 0 ? pair & 0xffffu : pair >> 16);
+        weights[i / 2][i % 2] = transpose_8x8(pair);
+    }
+    pass_halves(sums.values, values, lane, weights);
+}
+
+// Packed values. Weights are integers of 16 bits relative to the largest of the pass, and what a pass yields is scaled
+// before it is added: a token that outweighs all others makes only its own pass coarse. References move rarely, since
+// floats hold what is far above them.
+constexpr float FAR = 64.0f;
+constexpr float LARGEST_WEIGHT = 65535.0f;
+constexpr float MIDDLE_VALUE = VALUE_BITS == 16 ? 0.0f : ((1 << (VALUE_BITS % 16)) - 1) * 0.5f;
+
+__device__ __forceinline__ void attend_bytes(WarpSums& sums, float (&scores)[PASS_SCORES], u32 values, u32 ranges,
+                                             int lane, const SumConstants& constants) {
+    float top[LANE_HEADS];
+    float factor[LANE_HEADS];
+    largest_of_lane(top, scores);
+    bool far = false;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; h++) {
+        top[h] = max_of_tokens(top[h]);
+        far = far || top[h] > sums.reference[h] + FAR;
+    }
+    if (__any_sync(ALL_LANES, far)) {
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; h++) sums.refer(h, fmaxf(sums.reference[h], top[h]));
+    }
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; h++) factor[h] = exp2_approx(top[h] - sums.reference[h]);
+#pragma unroll
+    for (int i = 0; i < PASS_SCORES; i++) scores[i] = exp2_approx(scores[i] - top[i % LANE_HEADS]);
+
+    // Where values have a range per token, its scale is part of the weight. Scales are 0 or at least 2^-14.
+    float scale[LANE_HEADS];
+    float scaled_sum[LANE_HEADS];
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; h++) {
+        scale[h] = LARGEST_WEIGHT;
+        scaled_sum[h] = 0.0f;
+    }
+    if (VALUE_TOKEN_RANGES) {
+        float sum[LANE_HEADS];
+        float minimum[LANE_HEADS];
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; h++) {
+            sum[h] = 0.0f;
+            minimum[h] = 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * PASS_BLOCKS; i++) {
+            const u32 range = load_shared_4(ranges + 4 * (8 * i + (lane >> 2)));
+#pragma unroll
+            for (int h = 0; h < LANE_HEADS; h++) {
+                float& p = scores[i * LANE_HEADS + h];
+                sum[h] += p;
+                minimum[h] = __fmaf_rn(p, half_value(range >> 16), minimum[h]);
+                p *= half_value(range & 0xffffu);
+                scaled_sum[h] += p;
+            }
+        }
+        float largest[LANE_HEADS];
+        largest_of_lane(largest, scores);
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; h++) {
+            sums.weight[h] = __fmaf_rn(factor[h], sum[h], sums.weight[h]);
+            sums.minimum[h] = __fmaf_rn(factor[h], __fmaf_rn(MIDDLE_VALUE, scaled_sum[h], minimum[h]), sums.minimum[h]);
+            const float most = fmaxf(max_of_tokens(largest[h]), 1e-30f);
+            scale[h] = __fdividef(LARGEST_WEIGHT, most);
+            factor[h] *= most;
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; h++) factor[h] *= 1.0f / LARGEST_WEIGHT;
+
+    u32 integers[PASS_SCORES];
+#pragma unroll
+    for (int i = 0; i < PASS_SCORES; i++) {
+        integers[i] = __float_as_uint(__fmaf_rn(scores[i], scale[i % LANE_HEADS], BYTE_SUM_START_FLOAT));
+    }
+    u32 weights[WEIGHT_PARTS][PASS_RUNS][2];
+    weight_fragments(weights, integers);
+    float total[LANE_HEADS];
+    pass_bytes(sums.values, total, values, lane, weights, factor, constants);
+    // Totals are of the weights as they were rounded, so that rounding does not shift what all codes have in common;
+    // where scales differ the middle code makes up for it. Every lane has them for all tokens.
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; h++) {
+        const float once = lane < 4 ? total[h] : 0.0f;
+        if (VALUE_TOKEN_RANGES) {
+            sums.minimum[h] = __fmaf_rn(-MIDDLE_VALUE, once, sums.minimum[h]);
+        } else {
+            sums.weight[h] += once;
+        }
+    }
+}
