@@ -46,6 +46,7 @@ fn formats() -> Vec<(SegmentFormat, Option<Calibration>)> {
     std::iter::once(SegmentFormat::F16)
         .chain(per_channel)
         .chain([both(affine(Bits::Four, Grouping::Token)), kivi])
+        .chain([Bits::Four, Bits::Two].map(|bits| SegmentFormat::turboquant(bits, HEAD_DIM)))
         .map(|format| (format, None))
         .chain([(SegmentFormat::per_channel(Bits::One), Some(Calibration::IDENTITY))])
         .collect()

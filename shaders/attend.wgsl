@@ -5,18 +5,19 @@
 // over the tokens of one work item, for one KV head and up to HEADS of its query heads; `merge_states` joins items.
 //
 // Invocations: see common/work_item.wgsl; the loop, common/softmax_loop.wgsl; keys, common/scores_*.wgsl; values,
-// common/values_*.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane, coalesced.
+// common/values_*.wgsl and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane, coalesced.
 // Workgroup memory: the query rows, one step's weights, 512 · HEADS bytes for sums.
 //
 // In bounds: items, page table, spans, range slots and states are those of a checked plan whose buffers were checked
 // against it when they were bound; lanes beyond HEAD_DIM clamp their channel; local arrays have constant indices.
 // Loops are bounded by an item's tiles. Divisors are constants, or sums of weights, of which the largest is 1.
 
+// import numbering = common/numbering_local.wgsl
 // import common/work_item.wgsl
 // import scores = common/scores_dot.wgsl
 // import common/softmax_loop.wgsl
 
 @compute @workgroup_size(128)
-fn attend(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
-    attend_item(items[group.x], group.y, invocation);
+fn attend(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
+    attend_item(items[group.y], group.x, number(numbering));
 }

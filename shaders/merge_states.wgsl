@@ -16,6 +16,8 @@ const HEAD_DIM: u32 = 128u;
 const QUERY_HEADS: u32 = 32u;
 const FIELDS: u32 = HEAD_DIM / 4u;
 const LISTS: u32 = INVOCATIONS / FIELDS;
+// States of a list whose loads are under way together.
+const AT_ONCE: u32 = 4u;
 const STATE_ROW: u32 = FIELDS + 1u;
 
 // import output = common/output_f32.wgsl
@@ -23,24 +25,44 @@ const STATE_ROW: u32 = FIELDS + 1u;
 var<workgroup> list_sums: array<vec4<f32>, INVOCATIONS>;
 var<workgroup> list_weights: array<f32, INVOCATIONS>;
 
+// The largest log-sum-exp of the states begin .. end of a query head.
+fn largest_lse(begin: u32, end: u32, query_head: u32, invocation: u32) -> f32 {
+    var largest = states[(begin * QUERY_HEADS + query_head) * STATE_ROW + FIELDS].x;
+    for (var state = begin + invocation; state < end; state += INVOCATIONS) {
+        largest = max(largest, states[(state * QUERY_HEADS + query_head) * STATE_ROW + FIELDS].x);
+    }
+    list_weights[invocation] = largest;
+    for (var half = INVOCATIONS / 2u; half > 0u; half /= 2u) {
+        workgroupBarrier();
+        if (invocation < half) {
+            list_weights[invocation] = max(list_weights[invocation], list_weights[invocation + half]);
+        }
+    }
+    workgroupBarrier();
+    largest = list_weights[0];
+    workgroupBarrier();
+    return largest;
+}
+
 @compute @workgroup_size(128)
 fn merge_states(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
     let begin = first_state[group.x];
     let end = first_state[group.x + 1u];
     let list = invocation / FIELDS;
     let field = invocation % FIELDS;
-    var largest = states[(begin * QUERY_HEADS + group.y) * STATE_ROW + FIELDS].x;
-    for (var state = begin + 1u; state < end; state++) {
-        largest = max(largest, states[(state * QUERY_HEADS + group.y) * STATE_ROW + FIELDS].x);
-    }
+    let largest = largest_lse(begin, end, group.y, invocation);
     var sum = vec4<f32>(0f);
     var weight_sum = 0f;
     if (list < LISTS) {
-        for (var state = begin + list; state < end; state += LISTS) {
-            let row = (state * QUERY_HEADS + group.y) * STATE_ROW;
-            let weight = exp(states[row + FIELDS].x - largest);
-            sum += states[row + field] * weight;
-            weight_sum += weight;
+        for (var first = begin + list; first < end; first += LISTS * AT_ONCE) {
+            // unroll
+            for (var i = 0u; i < AT_ONCE; i++) {
+                let state = first + i * LISTS;
+                let row = (min(state, end - 1u) * QUERY_HEADS + group.y) * STATE_ROW;
+                let weight = select(0f, exp(states[row + FIELDS].x - largest), state < end);
+                sum += states[row + field] * weight;
+                weight_sum += weight;
+            }
         }
     }
     list_sums[invocation] = sum;

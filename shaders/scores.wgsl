@@ -24,11 +24,11 @@ var<private> smallest: array<f32, HEADS>;
 
 @compute @workgroup_size(128)
 fn scores(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
-    let item = items[group.x];
+    let item = items[group.y];
     let lane = invocation % 32u;
     let tiles = (item.tokens + TILE_TOKENS - 1u) / TILE_TOKENS;
-    load_tile_bases(item.page_offset, tiles, group.y / CHUNKS, invocation);
-    load_query(item, group.y, invocation);
+    load_tile_bases(item.page_offset, tiles, group.x / CHUNKS, invocation);
+    load_query(item, group.x, invocation);
     if (invocation < 2u * HEADS) {
         atomicStore(&item_extremes[invocation], 0u);
     }
@@ -48,7 +48,7 @@ fn scores(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
                 // unroll
                 for (var head = 0u; head < HEADS; head++) {
                     let score = token_scores[head * LANE_TOKENS + i] * LN_2;
-                    stored_scores[(first + query_head(group.y, head)) * TILE_TOKENS + i * 32u + lane] = score;
+                    stored_scores[(first + query_head(group.x, head)) * TILE_TOKENS + i * 32u + lane] = score;
                     largest[head] = max(largest[head], score);
                     smallest[head] = min(smallest[head], score);
                 }
@@ -62,7 +62,7 @@ fn scores(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
     }
     workgroupBarrier();
     if (invocation < 2u * HEADS) {
-        let row = item.span * QUERY_HEADS + query_head(group.y, invocation / 2u);
+        let row = item.span * QUERY_HEADS + query_head(group.x, invocation / 2u);
         atomicMax(&extremes[row * 2u + invocation % 2u], atomicLoad(&item_extremes[invocation]));
     }
 }

@@ -7,11 +7,12 @@
 //
 // Work, memory traffic and bounds as in `attend`, with 4 bytes per token and query head read in place of the keys.
 
+// import numbering = common/numbering_local.wgsl
 // import common/work_item.wgsl
 // import common/scores_stored.wgsl
 // import common/softmax_loop.wgsl
 
 @compute @workgroup_size(128)
-fn weighted_values(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
-    attend_item(items[group.x], group.y, invocation);
+fn weighted_values(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
+    attend_item(items[group.y], group.x, number(numbering));
 }

@@ -18,6 +18,9 @@ const KEY_VECTORS: u32 = 4u;
 
 const QUERY_PLANES: u32 = 2u;
 const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_QUADS;
+// One plane's sums start at the bits of 1.5 · 2^23 and are that float plus the sum: in magnitude a sum is at most
+// HEAD_DIM · 127 · 128 < 2^22.
+const SUM_START: i32 = i32((2u - QUERY_PLANES) * 1262485504u);
 const QUERY_ROW: u32 = QUERY_PLANES * QUERY_VECTORS + 1u;
 
 // import key_ranges = common/key_ranges_folded.wgsl
@@ -37,7 +40,7 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     var sums: array<i32, QUERY_PLANES * HEADS * LANE_TOKENS>;
     // unroll
     for (var i = 0u; i < QUERY_PLANES * HEADS * LANE_TOKENS; i++) {
-        sums[i] = 0i;
+        sums[i] = SUM_START;
     }
     let first = tile_base * (KEY_VECTORS * TILE_TOKENS) + lane;
     for (var vector = 0u; vector < KEY_VECTORS; vector++) {
@@ -63,9 +66,10 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
                     let q = query[head * QUERY_ROW + plane * QUERY_VECTORS + vector * KEY_QUADS + quad];
                     // unroll
                     for (var i = 0u; i < LANE_TOKENS; i++) {
-                        sums[(plane * HEADS + head) * LANE_TOKENS + i] +=
-                            (dot4I8Packed(codes[i], q.x) + dot4I8Packed(codes[4u + i], q.y))
-                            + (dot4I8Packed(codes[8u + i], q.z) + dot4I8Packed(codes[12u + i], q.w));
+                        let at_sum = (plane * HEADS + head) * LANE_TOKENS + i;
+                        // One addition of three operands for two products.
+                        sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[i], q.x) + dot4I8Packed(codes[4u + i], q.y);
+                        sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[8u + i], q.z) + dot4I8Packed(codes[12u + i], q.w);
                     }
                 }
             }
@@ -77,12 +81,10 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
         let constants = bitcast<vec4<f32>>(query[head * QUERY_ROW + QUERY_ROW - 1u]);
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
-            var sum = 0i;
-            // unroll
-            for (var plane = 0u; plane < QUERY_PLANES; plane++) {
-                sum += sums[(plane * HEADS + head) * LANE_TOKENS + i] << (plane * 8u);
-            }
-            token_scores[head * LANE_TOKENS + i] = ranged_score(f32(sum), constants, i);
+            let low = sums[head * LANE_TOKENS + i];
+            let high = sums[((QUERY_PLANES - 1u) * HEADS + head) * LANE_TOKENS + i];
+            let sum = select(f32(low + (high << 8u)), bitcast<f32>(low) - 12582912f, QUERY_PLANES == 1u);
+            token_scores[head * LANE_TOKENS + i] = ranged_score(sum, constants, i);
         }
     }
 }

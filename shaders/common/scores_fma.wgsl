@@ -20,6 +20,8 @@ const QUERY_ROW: u32 = QUERY_VECTORS + 1u;
 
 var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
 
+// import common/add_product.wgsl
+
 fn load_query(item: WorkItem, y: u32, invocation: u32) {
     for (var i = invocation; i < HEADS * QUERY_VECTORS; i += INVOCATIONS) {
         let row = item.span * QUERY_HEADS + query_head(y, i / QUERY_VECTORS);
@@ -56,7 +58,7 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
                     let q = query[head * QUERY_VECTORS + field];
                     // unroll
                     for (var i = 0u; i < LANE_TOKENS; i++) {
-                        token_scores[head * LANE_TOKENS + i] += dot(q, k[i]);
+                        token_scores[head * LANE_TOKENS + i] = add_product(q, k[i], token_scores[head * LANE_TOKENS + i]);
                     }
                 }
             }

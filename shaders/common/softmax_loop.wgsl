@@ -3,26 +3,26 @@
 //
 //   scores of the own tile -> maximum over the step | weights p = exp2(score - maximum) -> workgroup memory | values
 //
-// Scores are in units of log2. The running maximum and sum are kept by every invocation, the sum for its own tokens
-// only. A step's sums of values are made relative to the *step's* maximum and enter the running sums through
-// exp2(step maximum - running maximum): weights are integers where values are packed, and an integer relative to a
-// running maximum would lose everything beside one large score.
+// Scores are in units of log2. The running sum of weights is kept by every invocation for its own tokens. A step's sums
+// of values are made relative to the *step's* maximum, or to that of a part of it, and enter the running sums through
+// exp2(that maximum - running maximum): weights are integers where values are packed, and an integer relative to a running
+// maximum would lose everything beside one large score.
 
 // import common/ordered.wgsl
 // import workgroup_max = common/workgroup_max_atomic.wgsl
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
+// Running maxima, by head: the set that a step reads, and the one that it writes.
+var<workgroup> running_maxima: array<f32, 2u * HEADS>;
 var<workgroup> sum_parts: array<f32, HEADS * INVOCATIONS>;
 
-var<private> running_max: array<f32, HEADS>;
+var<private> last_parity: u32;
 var<private> weight_sum: array<f32, HEADS>;
 // What running sums are multiplied with, and what the step's sums are multiplied with, to be relative to the new
 // running maximum.
 var<private> keep: array<f32, HEADS>;
 var<private> enter: array<f32, HEADS>;
-// Weights of the invocation's tokens relative to the step's maximum: [head][token].
-var<private> weights: array<f32, HEADS * LANE_TOKENS>;
 
 // import values = common/values_dot.wgsl
 // import common/states.wgsl
@@ -37,10 +37,10 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     prepare_workgroup_max();
     if (invocation < 2u * HEADS) {
         atomicStore(&step_maxima[invocation], 0u);
+        running_maxima[invocation] = LOWEST;
     }
     // unroll
     for (var head = 0u; head < HEADS; head++) {
-        running_max[head] = LOWEST;
         weight_sum[head] = 0f;
     }
     begin_values(invocation);
@@ -52,9 +52,10 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         // unroll
         for (var head = 0u; head < HEADS; head++) {
             let own = max(max(token_scores[head * 4u], token_scores[head * 4u + 1u]), max(token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]));
-            let entered = largest_to_enter(own);
+            enter_block_max(head, own, parity, team, lane);
+            let entered = largest_to_enter(ordered(own));
             if (enters()) {
-                atomicMax(&step_maxima[parity * HEADS + head], ordered(entered));
+                atomicMax(&step_maxima[parity * HEADS + head], entered);
             }
         }
         enter_value_ranges(parity);
@@ -63,17 +64,14 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         // unroll
         for (var head = 0u; head < HEADS; head++) {
             let step_max = from_ordered(atomicLoad(&step_maxima[parity * HEADS + head]));
-            let new_max = max(running_max[head], step_max);
-            keep[head] = exp2(running_max[head] - new_max);
+            let old_max = running_maxima[parity * HEADS + head];
+            let new_max = max(old_max, step_max);
+            keep[head] = exp2(old_max - new_max);
             enter[head] = exp2(step_max - new_max);
-            running_max[head] = new_max;
-            var own_sum = 0f;
-            // unroll
-            for (var i = 0u; i < LANE_TOKENS; i++) {
-                weights[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - step_max);
-                own_sum += weights[head * LANE_TOKENS + i];
+            if (invocation == head) {
+                running_maxima[(1u - parity) * HEADS + head] = new_max;
             }
-            weight_sum[head] = weight_sum[head] * keep[head] + own_sum * enter[head];
+            weight_sum[head] = weight_sum[head] * keep[head] + weigh(head, step_max, new_max, parity, team, lane);
         }
         if (invocation < HEADS) {
             atomicStore(&step_maxima[(1u - parity) * HEADS + invocation], 0u);
@@ -85,6 +83,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         parity = 1u - parity;
     }
     finish_sums(invocation);
+    last_parity = parity;
     write_states(item, y, team, lane, invocation);
 }
 
@@ -96,6 +95,9 @@ fn score_own_tile(item: WorkItem, tile: u32, tiles: u32, lane: u32) {
     }
     score_tile(item, tile, lane);
     load_value_ranges(tile_bases[tile], lane);
+    if (tile * TILE_TOKENS + TILE_TOKENS <= item.tokens) {
+        return;
+    }
     // unroll
     for (var i = 0u; i < LANE_TOKENS; i++) {
         if (tile * TILE_TOKENS + i * 32u + lane >= item.tokens) {
@@ -108,20 +110,30 @@ fn score_own_tile(item: WorkItem, tile: u32, tiles: u32, lane: u32) {
     }
 }
 
+// Lists in which the parts of a head are summed first.
+const SUM_LISTS: u32 = 16u;
+
+// Sums `count` parts of every list of a head, which lie `lists` apart, into the list's first.
+fn add_parts(invocation: u32, lists: u32, count: u32) {
+    for (var i = invocation; i < HEADS * lists; i += INVOCATIONS) {
+        let first = i / lists * INVOCATIONS + i % lists;
+        var sum = 0f;
+        for (var part = 0u; part < count; part++) {
+            sum += sum_parts[first + part * lists];
+        }
+        sum_parts[first] = sum;
+    }
+}
+
 // Leaves the sum of all weights of a head in its first `sum_parts`.
 fn finish_sums(invocation: u32) {
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         sum_parts[head * INVOCATIONS + invocation] = weight_sum[head];
     }
-    for (var half = INVOCATIONS / 2u; half > 0u; half /= 2u) {
-        workgroupBarrier();
-        if (invocation < half) {
-            // unroll
-            for (var head = 0u; head < HEADS; head++) {
-                sum_parts[head * INVOCATIONS + invocation] += sum_parts[head * INVOCATIONS + invocation + half];
-            }
-        }
-    }
+    workgroupBarrier();
+    add_parts(invocation, SUM_LISTS, INVOCATIONS / SUM_LISTS);
+    workgroupBarrier();
+    add_parts(invocation, 1u, SUM_LISTS);
     workgroupBarrier();
 }

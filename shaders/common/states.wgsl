@@ -13,7 +13,7 @@ fn write_state_channel(state: u32, y: u32, head: u32, channel: u32, output: f32)
 fn write_state_lse(state: u32, y: u32, head: u32, total: f32, invocation: u32) {
     if (invocation == 0u && head_exists(y, head)) {
         states[(state * QUERY_HEADS + query_head(y, head)) * STATE_ROW + HEAD_DIM] =
-            (running_max[head] + log2(total)) * LN_2;
+            (running_maxima[last_parity * HEADS + head] + log2(total)) * LN_2;
     }
 }
 

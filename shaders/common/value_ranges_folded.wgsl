@@ -17,12 +17,12 @@ fn enter_value_ranges(parity: u32) {}
 
 fn take_value_ranges(parity: u32) {}
 
-fn ranged_weight(head: u32, i: u32) -> f32 {
-    return weights[head * LANE_TOKENS + i];
+fn ranged_weight(weight: f32, i: u32) -> f32 {
+    return weight;
 }
 
-fn step_weight_unit() -> f32 {
-    return WEIGHT_UNIT;
+fn largest_value_scale() -> f32 {
+    return 1f;
 }
 
 fn finish_value_ranges(invocation: u32) {}

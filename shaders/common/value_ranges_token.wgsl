@@ -45,9 +45,9 @@ fn skip_value_range(i: u32) {
 
 fn enter_value_ranges(parity: u32) {
     let own = max(max(value_range[0].x, value_range[1].x), max(value_range[2].x, value_range[3].x));
-    let entered = largest_to_enter(own);
+    let entered = largest_to_enter(bitcast<u32>(own));
     if (enters()) {
-        atomicMax(&largest_scales[parity], bitcast<u32>(entered));
+        atomicMax(&largest_scales[parity], entered);
     }
 }
 
@@ -65,13 +65,13 @@ fn take_value_ranges(parity: u32) {
     }
 }
 
-fn ranged_weight(head: u32, i: u32) -> f32 {
+fn ranged_weight(weight: f32, i: u32) -> f32 {
     // Where every scale of the step is 0, so are all weights.
-    return weights[head * LANE_TOKENS + i] * min(value_range[i].x / max(largest_scale, 1e-30f), 1f);
+    return weight * min(value_range[i].x / max(largest_scale, 1e-30f), 1f);
 }
 
-fn step_weight_unit() -> f32 {
-    return WEIGHT_UNIT * largest_scale;
+fn largest_value_scale() -> f32 {
+    return largest_scale;
 }
 
 fn finish_value_ranges(invocation: u32) {

@@ -4,18 +4,9 @@
 // a word by the invocation that scored the four tokens of a field group. Rounding is dithered by a fixed pattern over
 // the tokens of a step: rounding to nearest would drop every weight below half a unit at once when one token of the
 // step outweighs the others by more than 2^16.
-//
-// Team t works on CHANNELS channels per lane, 32 apart, of channel block t % CHANNEL_BLOCKS, and on CHANNEL_BLOCKS of
-// the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as 16-byte broadcasts.
 
-// import value_bytes = common/value_bytes_top.wgsl
-
-@group(0) @binding(5) var<storage, read> values: array<ValueVector>;
-
-// Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
-const CHANNELS: u32 = 2u;
-const CHANNEL_BLOCKS: u32 = 2u;
-const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
+// import common/value_dots.wgsl
+// import common/weights_of_step.wgsl
 
 const LARGEST_WEIGHT: f32 = 32639f;
 // What a sum of integer weights times bytes must be multiplied with.
@@ -24,10 +15,6 @@ const GOLDEN_RATIO: f32 = 0.618034f;
 
 // [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
 var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
-var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
-
-// [head][channel]
-var<private> sums: array<f32, HEADS * CHANNELS>;
 // What is added to the weights of the invocation's tokens before they are cut to integers: 0 … 1, spread evenly over the
 // tokens of a step.
 var<private> dither: array<f32, LANE_TOKENS>;
@@ -53,7 +40,7 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
         var integers: vec4<u32>;
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
-            integers[i] = u32(ranged_weight(head, i) * LARGEST_WEIGHT + dither[i]);
+            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], i) * LARGEST_WEIGHT + dither[i]);
         }
         // Two integers of at most 16 bits to a word, so that two bytes are cut at once.
         let even = integers.x | (integers.z << 16u);
@@ -66,10 +53,6 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
         weight_bytes[at][place.y] = low;
         weight_bytes[at + STEP_TILES * 8u][place.y] = high;
     }
-}
-
-fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
-    return (team % CHANNEL_BLOCKS * CHANNELS + k) * 32u + lane;
 }
 
 fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
@@ -105,9 +88,10 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
                         let w = weight_bytes[((head * 2u + plane) * STEP_TILES + tile) * 8u + vector * VALUE_QUADS + quad];
                         // unroll
                         for (var k = 0u; k < CHANNELS; k++) {
-                            step_sums[(plane * HEADS + head) * CHANNELS + k] +=
-                                (dot4I8Packed(codes[k], w.x) + dot4I8Packed(codes[CHANNELS + k], w.y))
-                                + (dot4I8Packed(codes[2u * CHANNELS + k], w.z) + dot4I8Packed(codes[3u * CHANNELS + k], w.w));
+                            let at = (plane * HEADS + head) * CHANNELS + k;
+                            // One addition of three operands for two products.
+                            step_sums[at] = step_sums[at] + dot4I8Packed(codes[k], w.x) + dot4I8Packed(codes[CHANNELS + k], w.y);
+                            step_sums[at] = step_sums[at] + dot4I8Packed(codes[2u * CHANNELS + k], w.z) + dot4I8Packed(codes[3u * CHANNELS + k], w.w);
                         }
                     }
                 }
@@ -121,37 +105,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
             let at = head * CHANNELS + k;
             // At most 512 tokens · 32639 · 128 in magnitude: it fits 32 bits.
             let sum = step_sums[HEADS * CHANNELS + at] * 256i + step_sums[at];
-            sums[at] = sums[at] * keep[head] + f32(sum) * (enter[head] * step_weight_unit());
+            sums[at] = sums[at] * keep[head] + f32(sum) * (enter[head] * WEIGHT_UNIT * largest_value_scale());
         }
-    }
-}
-
-fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
-    var total: array<f32, HEADS>;
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        total[head] = sum_parts[head * INVOCATIONS];
-    }
-    finish_value_ranges(invocation);
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        // unroll
-        for (var k = 0u; k < CHANNELS; k++) {
-            block_sums[team / CHANNEL_BLOCKS * (32u * CHANNELS * CHANNEL_BLOCKS) + own_channel(team, lane, k)] =
-                sums[head * CHANNELS + k];
-        }
-        workgroupBarrier();
-        for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
-            var sum = 0f;
-            // unroll
-            for (var block = 0u; block < TILE_BLOCKS; block++) {
-                sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
-            }
-            let output = ranged_output(sum / total[head], head, total[head], item.range_slot, y / CHUNKS, channel);
-            put_output(item.state, y, head, channel, output);
-        }
-        finish_output(item.state, y, head, invocation);
-        write_state_lse(item.state, y, head, total[head], invocation);
-        workgroupBarrier();
     }
 }

@@ -15,6 +15,8 @@ const CHANNEL_BLOCKS: u32 = 2u;
 const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
 
 // import value_field = common/value_field_f16.wgsl
+// import common/weights_of_step.wgsl
+// import common/add_product.wgsl
 
 // [head][tile of the step][field group]
 var<workgroup> step_weights: array<Weights, HEADS * TILE_TOKENS>;
@@ -87,7 +89,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
                         let p = vec4<f32>(step_weights[(head * STEP_TILES + tile) * 32u + field]);
                         // unroll
                         for (var k = 0u; k < CHANNELS; k++) {
-                            sums[head * CHANNELS + k] += dot(p, v[k]);
+                            sums[head * CHANNELS + k] = add_product(p, v[k], sums[head * CHANNELS + k]);
                         }
                     }
                 }

@@ -1,8 +1,10 @@
 // A work item: a run of tiles of one span, for one KV head and HEADS of the query heads that share it.
 //
-// Workgroup (x, y): item x, KV head y / CHUNKS, query heads (y % CHUNKS) * HEADS onwards of its group.
+// Workgroup (y, x): item x, KV head y / CHUNKS, query heads (y % CHUNKS) * HEADS onwards of its group. What reads the same
+// keys and values starts together, and the items start in the order of the plan.
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
-// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing depends on how the device forms those.)
+// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but common/block_max_subgroup.wgsl, which brings its own
+// numbering, depends on how the device forms those.)
 
 struct WorkItem {
     page_offset: u32,

@@ -2,7 +2,7 @@
 
 fn prepare_workgroup_max() {}
 
-fn largest_to_enter(value: f32) -> f32 {
+fn largest_to_enter(value: u32) -> u32 {
     return value;
 }
 

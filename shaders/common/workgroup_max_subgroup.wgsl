@@ -6,7 +6,7 @@ fn prepare_workgroup_max() {
     first_of_subgroup = subgroupExclusiveAdd(1u) == 0u;
 }
 
-fn largest_to_enter(value: f32) -> f32 {
+fn largest_to_enter(value: u32) -> u32 {
     return subgroupMax(value);
 }
 

@@ -41,7 +41,7 @@ pub struct Recipe {
     /// Of the appended tokens, those among so many first tokens of a sequence stay in f16, in whole tiles where tiles are
     /// packed: attention sinks (StreamingLLM, arXiv 2309.17453) cost little to keep and much to lose.
     pub sink: usize,
-    /// Query precision where packed keys are multiplied as integers.
+    /// Precision of query and weights where packed keys and values are multiplied as integers.
     pub query: QueryPrecision,
 }
 

@@ -125,7 +125,7 @@ fn kivi(bits: Bits) -> Recipe {
 ///                                          but for methods that pack tokens as they arrive)
 ///         | "sink=" tokens                 first tokens in f16, in whole tiles of 128 (0)
 ///         | "tau=" τ1 "," τ2               calibrated scores of packed spans, CalibQuant's eq. 7 (none)
-///         | "query=" ("int8" | "int16")    precision of the query in integer dot products (int16)
+///         | "query=" ("int8" | "int16")    precision of query and weights in integer dot products (int16)
 ///         | "layers=" layer { "," layer } ":" method [":" bits]    these layers by another method
 /// ```
 ///

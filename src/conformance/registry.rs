@@ -31,6 +31,7 @@ pub fn cases() -> Vec<Case> {
     cases.extend(sinks());
     cases.extend(options());
     cases.extend(layouts());
+    cases.extend(byte_weights());
     for (seed, case) in cases.iter_mut().enumerate() {
         case.seed = seed as u64 + 1;
     }
@@ -484,6 +485,37 @@ fn layouts() -> Vec<Case> {
         case.split = split;
         cases.push(case);
     }
+    cases
+}
+
+/// Weights of one byte, which an int8 query brings with it where values have one range per channel: beside a sink, over
+/// every number of query heads and layout of fields, and calibrated.
+fn byte_weights() -> Vec<Case> {
+    let per_channel = SegmentFormat::per_channel;
+    let mut cases = Vec::new();
+    for (bits, place) in
+        [(Bits::Eight, SinkPlace::Middle), (Bits::Four, SinkPlace::Last), (Bits::Two, SinkPlace::First)]
+    {
+        let name = format!("int8-query-sink-long-{bits}bit");
+        let mut case = Case::new(&name, shape(4, 128), per_channel(bits)).lengths(&[8192]);
+        case.sink = place;
+        case.quick = bits == Bits::Two;
+        cases.push(case);
+    }
+    for (group, head_dim, format) in [
+        (1, 64, per_channel(Bits::Two)),
+        (3, 80, per_channel(Bits::Three)),
+        (7, 96, SegmentFormat::calibquant(Bits::One)),
+        (8, 128, per_channel(Bits::Eight)),
+        (8, 256, per_channel(Bits::Four)),
+    ] {
+        let name = format!("int8-query-g{group}-d{head_dim}-{}", slug(&format.key));
+        cases.push(Case::new(&name, shape(group, head_dim), format));
+    }
+    let mut calibrated = Case::new("int8-query-calibrated-1bit", shape(4, 128), SegmentFormat::calibquant(Bits::One));
+    calibrated.segments[0].calibration = Some(offsets(0.0, 3.0));
+    cases.push(calibrated);
+    cases.iter_mut().for_each(|case| case.options.query = QueryPrecision::Int8);
     cases
 }
 

@@ -1,6 +1,7 @@
 //! Scores of one tile: the part that `scores` and `attend` share.
 
 use super::prepare_query::GroupQueries;
+use super::simd::{Kernel, dispatch};
 use super::store::Tile;
 use super::tile_lines::{BLOCK, Factor, TileLines, Unpacked};
 use crate::format::sketch::FieldLevels;
@@ -128,7 +129,30 @@ pub(super) fn levels(format: &TensorFormat, head_dim: usize) -> FieldLevels {
 /// Replaces unpacked codes by their levels, where there are levels.
 pub(super) fn look_up(levels: &[f32], unpacked: &mut Unpacked) {
     if !levels.is_empty() {
-        unpacked.as_flattened_mut().iter_mut().for_each(|code| *code = levels[*code as usize]);
+        dispatch(LookUp { levels, unpacked });
+    }
+}
+
+struct LookUp<'a> {
+    levels: &'a [f32],
+    unpacked: &'a mut [[f32; BLOCK]],
+}
+
+impl Kernel for LookUp<'_> {
+    /// By comparing all codes of an array with one level after the other, in vectors; an index per code would take them one by
+    /// one.
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        for codes in self.unpacked {
+            let mut values = [self.levels[0]; BLOCK];
+            for (code, &level) in self.levels.iter().enumerate().skip(1) {
+                let code = code as f32;
+                for (value, &at) in values.iter_mut().zip(codes.iter()) {
+                    *value = if at >= code { level } else { *value };
+                }
+            }
+            *codes = values;
+        }
     }
 }
 

@@ -149,6 +149,7 @@ impl TensorPages {
         match format {
             TensorFormat::F16 => Ok(Self { bits: 16, grouping: None, symmetric: false, level_unit: 0, rotation: None }),
             format if format.code_bits() == Some(Bits::Three) || format.sketched().is_some() => unsupported(),
+            format if format.rotation().is_some_and(|rotation| rotation.dealt_blocks(head_dim) > 1) => unsupported(),
             TensorFormat::Codebook(codebook) => {
                 let Some(unit) = level_unit(codebook.bits, head_dim) else { return unsupported() };
                 Ok(Self {
@@ -240,6 +241,10 @@ mod tests {
         assert!(matches!(&three, Error::Unsupported { .. }), "{three}");
         let sketched = PageFormat::new(&shape, &SegmentFormat::turboquant_prod(Bits::Two, 128)).unwrap_err();
         assert!(matches!(&sketched, Error::Unsupported { .. }), "{sketched}");
+        let dealt = AffineFormat::new(Bits::Four, Grouping::Token).rotated(Rotation::dealt(16, 1));
+        let dealt = SegmentFormat { key: TensorFormat::Affine(dealt), value: TensorFormat::F16 };
+        let dealt = PageFormat::new(&shape, &dealt).unwrap_err();
+        assert!(matches!(&dealt, Error::Unsupported { .. }), "{dealt}");
         let shape = AttentionShape::new(4, 2, 80).unwrap();
         let error = PageFormat::new(&shape, &SegmentFormat::F16).unwrap_err();
         assert!(error.to_string().contains("head_dim 80"), "{error}");

@@ -38,7 +38,7 @@ pub struct Split {
     pub target_items: usize,
     /// Tiles of an item are a multiple of this (except at the end of a span).
     pub tile_step: usize,
-    /// Most tiles of one item.
+    /// Most tiles of one item, rounded up to `tile_step`. The GPU kernels take 64.
     pub max_tiles: usize,
 }
 
@@ -48,6 +48,15 @@ impl Default for Split {
     fn default() -> Self {
         Self { target_items: 2048, tile_step: 4, max_tiles: 32 }
     }
+}
+
+/// How the runs of a step are cut: into items of at most `most` tiles, but the last of every run, up to half of it,
+/// into items of half and of a quarter as many. They run last, so that no device waits long for its last workgroups.
+struct Cut {
+    step: usize,
+    most: usize,
+    /// The part of a run that goes into the smaller items, where it is at most a half.
+    small_part: f64,
 }
 
 /// A run of tiles of one span, attended by one workgroup per KV head (and chunk of query heads). The layout is that of
@@ -108,7 +117,7 @@ pub struct SegmentPlan {
     pub spans: Vec<PlannedSpan>,
     /// Page indices within the shard of the item that points at them.
     pub page_table: Vec<u32>,
-    /// Items, grouped by shard.
+    /// Items, grouped by shard, those of the most tokens first.
     pub items: Vec<WorkItem>,
     /// One per shard that holds any of the items.
     pub dispatches: Vec<Dispatch>,
@@ -134,12 +143,12 @@ impl DecodePlan {
     /// pages than its tokens need, [`Error::NoTokens`] when a sequence has nothing to attend to.
     pub fn new(shape: AttentionShape, sequences: usize, stores: &[StoreView<'_>], split: Split) -> Result<Self> {
         check(&shape, sequences, stores)?;
-        let tiles = stores.iter().flat_map(|store| &store.spans).map(|span| span.pages.len()).sum();
-        let tiles_per_item = split.tiles_per_item(tiles, shape.kv_heads());
+        let tiles: usize = stores.iter().flat_map(|store| &store.spans).map(|span| span.pages.len()).sum();
+        let cut = split.cut(tiles * shape.kv_heads());
         let mut segments: Vec<SegmentPlan> = stores
             .iter()
             .enumerate()
-            .map(|(index, store)| SegmentPlan::new(index, store, split.tile_step, tiles_per_item))
+            .map(|(index, store)| SegmentPlan::new(index, store, &cut))
             .filter(|segment| !segment.items.is_empty())
             .collect();
         let first_state = assign_state_rows(sequences, &mut segments)?;
@@ -158,14 +167,29 @@ impl DecodePlan {
 }
 
 impl Split {
-    fn tiles_per_item(&self, tiles: usize, kv_heads: usize) -> usize {
-        let even = (tiles * kv_heads).div_ceil(self.target_items.max(1));
-        even.clamp(1, self.max_tiles.max(1)).next_multiple_of(self.tile_step.max(1))
+    /// The cut of a step over `tiles` tiles, counted for each KV head.
+    fn cut(&self, tiles: usize) -> Cut {
+        let (target, step) = (self.target_items.max(1), self.tile_step.max(1));
+        let most = (2 * tiles).div_ceil(target).clamp(1, self.max_tiles.max(1)).next_multiple_of(step);
+        Cut { step, most, small_part: target as f64 * most as f64 / (4 * tiles).max(1) as f64 }
+    }
+}
+
+impl Cut {
+    /// Cuts a run of tiles.
+    fn pieces(&self, run: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+        let small = (run.len() as f64 * self.small_part.min(0.5)) as usize / self.step * self.step;
+        let middle = run.end - small;
+        let last = run.end - small / 2 / self.step * self.step;
+        let smaller = |parts: usize| (self.most / parts).max(1).next_multiple_of(self.step);
+        cut_evenly(run.start..middle, self.step, self.most)
+            .chain(cut_evenly(middle..last, self.step, smaller(2)))
+            .chain(cut_evenly(last..run.end, self.step, smaller(4)))
     }
 }
 
 impl SegmentPlan {
-    fn new(index: usize, store: &StoreView<'_>, tile_step: usize, tiles_per_item: usize) -> Self {
+    fn new(index: usize, store: &StoreView<'_>, cut: &Cut) -> Self {
         let mut page_table = Vec::new();
         let mut spans = Vec::new();
         let mut items_by_shard: BTreeMap<u32, Vec<WorkItem>> = BTreeMap::new();
@@ -179,7 +203,7 @@ impl SegmentPlan {
             page_table.extend(span.pages.iter().map(|page| page.index));
             for run in runs_in_one_shard(span.pages) {
                 let items = items_by_shard.entry(span.pages[run.start].shard).or_default();
-                for tiles in cut_evenly(run, tile_step, tiles_per_item) {
+                for tiles in cut.pieces(run) {
                     items.push(WorkItem {
                         page_offset: planned.page_offset + tiles.start as u32,
                         tokens: ((tiles.end * TILE_TOKENS).min(span.tokens) - tiles.start * TILE_TOKENS) as u32,
@@ -194,7 +218,8 @@ impl SegmentPlan {
         }
         let mut items = Vec::new();
         let mut dispatches = Vec::new();
-        for (shard, shard_items) in items_by_shard {
+        for (shard, mut shard_items) in items_by_shard {
+            shard_items.sort_by_key(|item| std::cmp::Reverse(item.tokens));
             dispatches.push(Dispatch { shard, first_item: items.len(), items: shard_items.len() });
             items.extend(shard_items);
         }
@@ -244,8 +269,8 @@ fn runs_in_one_shard(pages: &[Page]) -> impl Iterator<Item = Range<usize>> {
 
 /// Cuts a run of tiles into the fewest pieces of at most `most` tiles, of nearly equal size in steps of `step`.
 fn cut_evenly(run: Range<usize>, step: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
-    let pieces = run.len().div_ceil(most);
-    let size = run.len().div_ceil(pieces).next_multiple_of(step.max(1));
+    let pieces = run.len().div_ceil(most).max(1);
+    let size = run.len().div_ceil(pieces).next_multiple_of(step).max(1);
     run.clone().step_by(size).map(move |start| start..(start + size).min(run.end))
 }
 
@@ -309,7 +334,8 @@ mod tests {
         fn items_cover_all_tokens_once(
             lengths in prop::collection::vec((0usize..3, 0usize..3000), 1..12),
             shard_pages in 1u32..9,
-            target_items in 1usize..200,
+            target_items in prop_oneof![1usize..200, Just(usize::MAX)],
+            (tile_step, max_tiles) in (1usize..6, 1usize..40),
         ) {
             let shape = AttentionShape::new(6, 2, 64).unwrap();
             let mut next = 0;
@@ -328,7 +354,7 @@ mod tests {
                 StoreView { format: SegmentFormat::per_channel(Bits::Two), calibration: None, spans: spans(1) },
             ];
             let filled = (0..3).all(|s| lengths.iter().any(|&(sequence, tokens)| sequence == s && tokens > 0));
-            let plan = DecodePlan::new(shape, 3, &stores, Split { target_items, ..Split::default() });
+            let plan = DecodePlan::new(shape, 3, &stores, Split { target_items, tile_step, max_tiles });
             prop_assert_eq!(plan.is_ok(), filled);
             let Ok(plan) = plan else { return Ok(()) };
 
@@ -336,9 +362,12 @@ mod tests {
             for segment in &plan.segments {
                 let mut covered = vec![0usize; segment.page_table.len()];
                 for dispatch in &segment.dispatches {
+                    let tokens = segment.items[dispatch.first_item..][..dispatch.items].iter().map(|item| item.tokens);
+                    prop_assert!(tokens.is_sorted_by(|a, b| a >= b), "the largest run first");
                     for item in &segment.items[dispatch.first_item..][..dispatch.items] {
                         let span = &segment.spans[item.span as usize];
                         let tiles = (item.tokens as usize).div_ceil(TILE_TOKENS);
+                        prop_assert!(tiles <= max_tiles.next_multiple_of(tile_step));
                         covered[item.page_offset as usize..][..tiles].iter_mut().for_each(|n| *n += 1);
                         let last = item.page_offset as usize + tiles
                             == span.page_offset as usize + (span.tokens as usize).div_ceil(TILE_TOKENS);

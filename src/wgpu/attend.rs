@@ -40,8 +40,14 @@ pub(super) struct Specialisation<'a> {
 pub(super) const MAX_TILES: usize = 64;
 const STEP_TILES: usize = 4;
 const INVOCATIONS: usize = 128;
-/// More heads than this would not fit the registers of any device seen so far.
-const MOST_HEADS: usize = 8;
+/// Blocks of a tile that weights of one byte are relative to.
+const WEIGHT_BLOCKS: usize = 4;
+/// Most query heads of a workgroup. The others of a KV head go to further workgroups, which start together and share keys
+/// and values in the cache of the device: on an H200 eight heads took 373 µs in two workgroups and 506 µs in one at f16, 145
+/// and 153 µs at 2 bits.
+const MOST_HEADS: usize = 4;
+/// Where codes are decoded to floats, which every workgroup would do again; more would not fit the registers.
+const MOST_DECODED_HEADS: usize = 8;
 
 impl Specialisation<'_> {
     /// The fused kernel.
@@ -68,10 +74,26 @@ impl Specialisation<'_> {
     /// The most heads per workgroup that fit its memory, spread evenly.
     pub fn head_split(&self) -> HeadSplit {
         let group = self.shape.group();
+        let decoded = |format: &TensorFormat| *format != TensorFormat::F16 && !is_dot(format);
+        let any_decoded = decoded(&self.format.key) || decoded(&self.format.value);
+        let most = if any_decoded { MOST_DECODED_HEADS } else { MOST_HEADS };
         let fits = |heads: &usize| self.workgroup_bytes(*heads) <= self.capabilities.limits.workgroup_memory as usize;
-        let most = (1..=MOST_HEADS.min(group)).rev().find(fits).unwrap_or(1);
+        let most = (1..=most.min(group)).rev().find(fits).unwrap_or(1);
         let chunks = group.div_ceil(most);
         HeadSplit { heads: group.div_ceil(chunks), chunks }
+    }
+
+    /// Measured on an H200: few heads want many channels per lane, many heads want few, so that the running sums
+    /// (heads · channels) stay in registers. f16 wants many, so that a weight that is read from workgroup memory is used
+    /// often, but not where several workgroups read the same values.
+    fn channel_split(&self, heads: usize) -> ChannelSplit {
+        let blocks = match heads {
+            1 | 2 => 1,
+            _ if *self.format == SegmentFormat::F16 && heads == self.shape.group() => 1,
+            3..=5 => 2,
+            _ => 4,
+        };
+        ChannelSplit::new(self.shape.head_dim(), blocks)
     }
 
     /// True if the prepared query is integers.
@@ -87,6 +109,11 @@ impl Specialisation<'_> {
         }
     }
 
+    /// True if weights are integers of one byte.
+    fn byte_weights(&self) -> bool {
+        self.query == QueryPrecision::Int8 && self.format.value.grouping() == Some(Grouping::Channel)
+    }
+
     /// 32-bit words of the prepared rows of one query.
     pub fn query_row_words(&self) -> usize {
         let channels = TileLayout::new(&self.format.key, self.shape.head_dim()).key_row_channels();
@@ -98,13 +125,14 @@ impl Specialisation<'_> {
     fn workgroup_bytes(&self, heads: usize) -> usize {
         let query = heads * self.query_row_words() * 4;
         let weights = match is_dot(&self.format.value) {
+            true if self.byte_weights() => heads * STEP_TILES * (8 * 16 + WEIGHT_BLOCKS * (4 + 2 * 4)),
             true => heads * 2 * STEP_TILES * 8 * 16,
             false if self.capabilities.f16 => heads * STEP_TILES * 32 * 8,
             false => heads * STEP_TILES * 32 * 16,
         };
-        let split = ChannelSplit::new(self.shape.head_dim(), heads);
+        let split = self.channel_split(heads);
         let block_sums = STEP_TILES * 32 * split.channels * 4;
-        let maxima = 2 * heads * 4 + 8;
+        let maxima = 4 * heads * 4 + 8;
         let rotated = self.format.value.rotation().map_or(0, |_| self.shape.head_dim() * 4);
         MAX_TILES * 4 + rotated + query + weights + block_sums + heads * INVOCATIONS * 4 + maxima
     }
@@ -206,7 +234,7 @@ impl Specialisation<'_> {
     }
 
     fn with_values(&self, variant: Variant, heads: usize) -> Variant {
-        let split = ChannelSplit::new(self.shape.head_dim(), heads);
+        let split = self.channel_split(heads);
         let mut variant = variant.constant("CHANNELS", split.channels).constant("CHANNEL_BLOCKS", split.blocks);
         if let Some(rotation) = self.format.value.rotation() {
             let turn = Turn { rotation, direction: Direction::Back };
@@ -236,7 +264,25 @@ impl Specialisation<'_> {
             Some(Grouping::TokenChannels(channels)) => {
                 by_value("common/value_field_token_channels.wgsl").constant("VALUE_GROUP_CHANNELS", channels)
             }
+            Some(Grouping::Channel) | None if self.byte_weights() => self.with_byte_weights(integers(), bits, &bytes),
             Some(Grouping::Channel) | None => integers(),
+        }
+    }
+
+    fn with_byte_weights(&self, variant: Variant, bits: Bits, bytes: &CodeBytes) -> Variant {
+        // Bytes are made unsigned by adding 128.
+        let middle = bytes.middle - 128.0 / bytes.step;
+        let variant = variant.import("values", "common/values_byte.wgsl").float("VALUE_MIDDLE", middle);
+        // The eight lanes of a block of weights lie among so many: two neighbours for each of the words of a vector.
+        let lanes = match bits {
+            Bits::Three => 8,
+            bits => 4 * bits.planes().max(2),
+        };
+        match self.capabilities.subgroups {
+            Some(sizes) if sizes.min as usize >= lanes && sizes.max as usize <= INVOCATIONS => variant
+                .import("block_max", "common/block_max_subgroup.wgsl")
+                .import("numbering", "common/numbering_subgroup.wgsl"),
+            _ => variant,
         }
     }
 
@@ -250,15 +296,9 @@ impl Specialisation<'_> {
 }
 
 impl ChannelSplit {
-    /// Measured on an H200: few heads want many channels per lane, many heads want few, so that the running sums
-    /// (heads · channels) stay in registers.
-    fn new(head_dim: usize, heads: usize) -> Self {
+    /// At most `wanted` blocks, as few as needed for lanes of at most four channels.
+    fn new(head_dim: usize, wanted: usize) -> Self {
         let blocks_of_32 = head_dim.div_ceil(32);
-        let wanted = match heads {
-            1 | 2 => 1,
-            3..=5 => 2,
-            _ => 4,
-        };
         let blocks =
             [4, 2, 1].into_iter().find(|&blocks| blocks <= wanted && blocks_of_32.is_multiple_of(blocks)).unwrap_or(1);
         // A lane of more than four channels would need more registers than it saves loads.
@@ -334,10 +374,10 @@ fn key_vector_type(words: usize) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::super::prepare_query::Extremes;
-    use super::super::{KernelLimits, SubgroupSizes, Timestamps};
+    use super::super::{KernelLimits, StepPlan, SubgroupSizes, Timestamps};
     use super::*;
     use crate::format::{HEAD_DIMS, Rotation};
-    use crate::plan::ElementType;
+    use crate::plan::{DecodePlan, ElementType, Page, SpanView, Split, StoreView};
 
     fn capabilities(f16: bool, subgroups: bool, workgroup_memory: u32) -> Capabilities {
         let limits = KernelLimits {
@@ -402,7 +442,8 @@ mod tests {
                 let format = SegmentFormat { key: keys[i % keys.len()], value: formats[(i * 5 + 2) % formats.len()] };
                 let capabilities = capabilities(i % 3 == 0, i % 2 == 0, 16 << 10);
                 let (shape, format, capabilities) = (&shape, &format, &capabilities);
-                let special = Specialisation { shape, format, query: QueryPrecision::Int16, capabilities };
+                let query = [QueryPrecision::Int16, QueryPrecision::Int8][i / 2 % 2];
+                let special = Specialisation { shape, format, query, capabilities };
                 let module = validate(&special.attend());
                 let counted = special.workgroup_bytes(special.head_split().heads);
                 let declared = declared_workgroup_bytes(&module);
@@ -412,6 +453,26 @@ mod tests {
                     special.attend().label()
                 );
             }
+        }
+    }
+
+    /// Workgroup memory holds where so many tiles of an item lie.
+    #[test]
+    fn longer_items_than_kernels_take_are_refused() {
+        let shape = AttentionShape::new(1, 1, 64).unwrap();
+        let pages = vec![Page { shard: 0, index: 0 }; 2 * MAX_TILES];
+        for (max_tiles, refused) in [(MAX_TILES, false), (2 * MAX_TILES, true)] {
+            let spans = vec![SpanView { sequence: 0, tokens: pages.len() * 128, pages: &pages, range_slot: 0 }];
+            let store = StoreView { format: SegmentFormat::F16, calibration: None, spans };
+            let split = Split { target_items: 1, tile_step: 1, max_tiles };
+            let plan = DecodePlan::new(shape, 1, &[store], split).unwrap();
+            let step = StepPlan::new(
+                &capabilities(true, true, 16 << 10),
+                plan,
+                ElementType::F32,
+                crate::backend::AttendOptions::default(),
+            );
+            assert_eq!(matches!(step, Err(crate::Error::Limit { .. })), refused, "{max_tiles}");
         }
     }
 

@@ -8,7 +8,7 @@
 //! The launches of a step, in order: `prepare_query` for every segment; `scores` for every shard of a calibrated
 //! segment; `attend` (or `weighted_values` where calibrated) for every shard; `merge_states` once.
 
-use super::attend::Specialisation;
+use super::attend::{MAX_TILES, Specialisation};
 use super::merge_states::{merge_states, state_row_bytes};
 use super::prepare_query::Extremes;
 use super::scratch::{Layout, Scratch, ScratchBytes, Section};
@@ -237,6 +237,10 @@ impl StepPlan {
         for (what, needed) in bytes {
             limit(what, needed, capabilities.limits.binding_bytes, "attend to fewer sequences per step")?;
         }
+        let items = self.plan.segments.iter().flat_map(|segment| &segment.items);
+        let tokens = items.map(|item| u64::from(item.tokens)).max().unwrap_or(0);
+        let what = "tiles of a work item";
+        limit(what, tokens.div_ceil(TILE_TOKENS as u64), MAX_TILES as u64, "use a smaller Split::max_tiles")?;
         let workgroups = self.launches.iter().flat_map(|launch| launch.workgroups).max().unwrap_or(0);
         limit(
             "a dispatch",
@@ -386,7 +390,7 @@ impl Builder<'_> {
             .map(|(dispatch, &items)| {
                 let work = vec![("items", Slot::Tables(items)), ("page_table", Slot::Tables(sections.page_table))];
                 let (variant, buffers) = launch(dispatch.shard, work);
-                PlannedLaunch { variant, workgroups: [dispatch.items as u32, rows], buffers }
+                PlannedLaunch { variant, workgroups: [rows, dispatch.items as u32], buffers }
             })
             .collect()
     }

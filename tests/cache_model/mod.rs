@@ -10,6 +10,7 @@ use kvpack::backend::Backend;
 use kvpack::cache::{KvCache, PromptSpan, RecentWindow, Recipe};
 use kvpack::cpu::{DenseSegment, exact_attention, nmse};
 use kvpack::format::codebook::stored_norm;
+use kvpack::format::sketch::sketch_level;
 use kvpack::format::{Codebook, CodebookFormat, Direction, Grouping, KeyOrValue, Rotation, TensorFormat};
 use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Error, SegmentFormat, TILE_TOKENS};
@@ -288,14 +289,23 @@ fn decoded(format: &TensorFormat, rows: &[f32], shape: &AttentionShape) -> Vec<f
     decoded
 }
 
-/// Encodes and decodes row by row.
+/// Encodes and decodes row by row: levels, and the signs of what they leave where there is a sketch.
 fn decoded_by_codebook(format: &CodebookFormat, rows: &[f32], head_dim: usize) -> Vec<f32> {
-    let codebook = Codebook::of_format(format.bits, head_dim).unwrap();
+    let codebook = format.level_bits().map(|bits| Codebook::of_format(bits, head_dim).unwrap());
     let mut rows = rows.to_vec();
     for row in rows.chunks_exact_mut(head_dim) {
         format.rotation.rotate(row);
         let norm = stored_norm(row).to_f32();
-        row.iter_mut().for_each(|x| *x = codebook.decode(codebook.encode(*x, norm), norm));
+        let level =
+            |x: &f32| codebook.as_ref().map_or(0.0, |codebook| codebook.decode(codebook.encode(*x, norm), norm));
+        let levels: Vec<f32> = row.iter().map(level).collect();
+        let mut rest: Vec<f32> = row.iter().zip(&levels).map(|(x, level)| x - level).collect();
+        format.sketch_rotations(head_dim).for_each(|rotation| rotation.rotate(&mut rest));
+        let share = if format.sketch.is_some() { sketch_level(head_dim) } else { 0.0 };
+        let norm = stored_norm(&rest).to_f32();
+        rest.iter_mut().for_each(|x| *x = norm * if *x < 0.0 { -share } else { share });
+        format.sketch_rotations(head_dim).rev().for_each(|rotation| rotation.unrotate(&mut rest));
+        row.iter_mut().zip(levels.iter().zip(&rest)).for_each(|(x, (level, rest))| *x = level + rest);
         format.rotation.unrotate(row);
     }
     rows
@@ -609,8 +619,9 @@ pub fn recipes() -> Vec<Recipe> {
                 sketch: None,
             }),
         }),
-        Recipe::pack_all(SegmentFormat::turboquant_prod(Bits::Three, 64)),
-        Recipe::pack_all(SegmentFormat::qjl(64)).with_window(0),
+        // Rotations of order 16 serve every head dimension of the tests.
+        Recipe::pack_all(SegmentFormat::turboquant_prod(Bits::Three, 80)),
+        Recipe::pack_all(SegmentFormat::qjl(80)).with_window(0),
         Recipe::pack_all(SegmentFormat { key: affine(Bits::One, Grouping::Token), ..kivi }),
         Recipe::pack_all(SegmentFormat {
             key: TensorFormat::Affine(AffineFormat::new(Bits::Eight, Grouping::Token).symmetric()),

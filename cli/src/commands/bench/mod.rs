@@ -60,10 +60,15 @@ pub struct BenchArgs {
     /// software GPU, 32 with --quick].
     #[arg(long, value_name = "MIB")]
     footprint: Option<u64>,
-    /// Bits of the query in integer dot products; 8 bits are faster where several query heads share a KV head, and
-    /// less exact. The CPU backend always uses the f32 query.
+    /// Bits of the query, and of the weights of values with a range per channel, in integer dot products; 8 bits are
+    /// faster below 8-bit codes and where several query heads share a KV head, and less exact. The CPU backend always
+    /// uses f32.
     #[arg(long, value_enum, default_value = "int16")]
     query: QueryName,
+    /// Seconds of timed steps for a row, at least [default: 0.1 on a GPU, 0.5 on the CPU]. A load that takes all the
+    /// power that a device may draw lowers its clock within a tenth of a second.
+    #[arg(long, value_name = "SECONDS")]
+    seconds: Option<f64>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -130,7 +135,7 @@ impl BenchArgs {
                 QueryName::Int16 => QueryPrecision::Int16,
                 QueryName::Int8 => QueryPrecision::Int8,
             },
-            seconds: if self.quick { 0.1 } else { sizes.seconds },
+            seconds: self.seconds.unwrap_or(if self.quick { 0.1 } else { sizes.seconds }),
         })
     }
 
