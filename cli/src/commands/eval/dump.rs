@@ -8,7 +8,7 @@ use kvpack::Backend;
 
 use super::report::{self, EvalReport, FormatRow, LayerReport, SummaryRow};
 use super::stored::KeptInF16;
-use super::{Form, formats, layer};
+use super::{Destination, dump_page, formats, layer};
 use crate::backend::{BackendArgs, Chosen};
 use crate::dump::{self, Dump};
 use crate::outcome::Outcome;
@@ -25,16 +25,19 @@ pub struct DumpArgs {
 }
 
 /// Evaluates a dump.
-pub fn run(file: &Path, args: &DumpArgs, backend: &BackendArgs, form: Form) -> Result<Outcome> {
+pub fn run(file: &Path, args: &DumpArgs, backend: &BackendArgs, to: Destination<'_>) -> Result<Outcome> {
     let dump = dump::read(file)?;
     leave_something_to_pack(&dump, args.kept)?;
-    let layers = match backend.open()? {
+    let report = match backend.open()? {
         Chosen::Cpu(backend) => evaluate(file, args, &backend, &dump),
         Chosen::Wgpu(backend) => evaluate(file, args, &backend, &dump),
         #[cfg(feature = "cuda")]
         Chosen::Cuda(backend) => evaluate(file, args, &backend, &dump),
     }?;
-    form.print(&layers, print_report)?;
+    if let Some(path) = to.files {
+        dump_page::write(&report, path)?;
+    }
+    to.print(&report, print_report)?;
     Ok(Outcome::Passed)
 }
 

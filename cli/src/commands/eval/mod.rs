@@ -1,13 +1,16 @@
 //! `kvpack eval`: what a cache method loses, on a dump of keys and values or in a running model.
 
 mod dump;
+mod dump_page;
 mod formats;
 mod layer;
 mod model;
+mod page;
+mod plots;
 mod report;
 mod stored;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use serde::Serialize;
@@ -42,33 +45,37 @@ pub struct EvalArgs {
     /// Print JSON.
     #[arg(long)]
     json: bool,
+    /// Write PATH.json and a page with plots to PATH.html; of a model anew after each recipe.
+    #[arg(long, value_name = "PATH")]
+    report: Option<PathBuf>,
     #[command(flatten)]
     backend: BackendArgs,
 }
 
-/// How a report is printed.
+/// Where a report goes.
 #[derive(Clone, Copy)]
-enum Form {
-    Tables,
-    Json,
+struct Destination<'a> {
+    json: bool,
+    /// Files beside what is printed.
+    files: Option<&'a Path>,
 }
 
-impl Form {
+impl Destination<'_> {
     fn print<T: Serialize>(self, report: &T, tables: impl FnOnce(&T)) -> Result<()> {
-        match self {
-            Self::Tables => tables(report),
-            Self::Json => print::json(report)?,
+        if self.json {
+            return print::json(report);
         }
+        tables(report);
         Ok(())
     }
 }
 
 /// Runs the command.
 pub fn run(args: &EvalArgs) -> Result<Outcome> {
-    let form = if args.json { Form::Json } else { Form::Tables };
+    let to = Destination { json: args.json, files: args.report.as_deref() };
     match (&args.file, &args.model.model) {
-        (Some(file), None) => dump::run(file, &args.dump, &args.backend, form),
-        (_, Some(model)) => model::run(model, &args.model, &args.backend, form),
+        (Some(file), None) => dump::run(file, &args.dump, &args.backend, to),
+        (_, Some(model)) => model::run(model, &args.model, &args.backend, to),
         (None, None) => bail!("name a dump, or a model with --model"),
     }
 }

@@ -13,7 +13,7 @@ use indicatif::ProgressBar;
 use kvpack::Backend;
 use kvpack::cache::ModelRecipe;
 
-use super::Form;
+use super::Destination;
 use crate::backend::{BackendArgs, Chosen};
 use crate::commands::{DEFAULT_MODEL, Text, text};
 use crate::model::{ExactAttention, Model, PackedAttention};
@@ -41,9 +41,6 @@ pub struct ModelArgs {
     /// With --model: tokens of the texts in which the pass key is hidden; 0 leaves that out.
     #[arg(long, value_name = "N", default_value_t = 1024, requires = "model")]
     passkey_tokens: usize,
-    /// With --model: write PATH.json and a page with plots to PATH.html, anew after each recipe.
-    #[arg(long, value_name = "PATH", requires = "model")]
-    report: Option<PathBuf>,
 }
 
 /// Largest NMSE between the logits of the f16 cache and those of candle's attention.
@@ -52,15 +49,15 @@ const LARGEST_LOGIT_NMSE: f64 = 1e-6;
 const COMPARED_TOKENS: usize = 512;
 
 /// Evaluates a model.
-pub fn run(file: &std::path::Path, args: &ModelArgs, backend: &BackendArgs, form: Form) -> Result<Outcome> {
+pub fn run(file: &std::path::Path, args: &ModelArgs, backend: &BackendArgs, to: Destination<'_>) -> Result<Outcome> {
     let recipes = recipes(&args.recipes)?;
     let model = Model::load(file)?;
     let task = Task::new(&model, text(args.text.as_deref())?, args)?;
     match backend.open()? {
-        Chosen::Cpu(backend) => evaluate(&task, &recipes, args, &backend, form),
-        Chosen::Wgpu(backend) => evaluate(&task, &recipes, args, &backend, form),
+        Chosen::Cpu(backend) => evaluate(&task, &recipes, &backend, to),
+        Chosen::Wgpu(backend) => evaluate(&task, &recipes, &backend, to),
         #[cfg(feature = "cuda")]
-        Chosen::Cuda(backend) => evaluate(&task, &recipes, args, &backend, form),
+        Chosen::Cuda(backend) => evaluate(&task, &recipes, &backend, to),
     }
 }
 
@@ -117,9 +114,8 @@ impl<'a> Task<'a> {
 fn evaluate<B: Backend + Clone>(
     task: &Task<'_>,
     recipes: &[ModelRecipe],
-    args: &ModelArgs,
     backend: &B,
-    form: Form,
+    to: Destination<'_>,
 ) -> Result<Outcome> {
     let compared = COMPARED_TOKENS.min(task.tokens.len());
     let work = task.tokens.len() + compared + recipes.len() * task.work();
@@ -139,12 +135,12 @@ fn evaluate<B: Backend + Clone>(
         let row = evaluate_recipe(task, recipe, backend, &reference, &progress)?;
         progress.suspend(|| eprintln!("{}", row.line()));
         report.rows.push(row);
-        if let Some(path) = &args.report {
+        if let Some(path) = to.files {
             page::write(&report, path)?;
         }
     }
     progress.finish_and_clear();
-    form.print(&report, report::print)?;
+    to.print(&report, report::print)?;
     Ok(if nmse <= LARGEST_LOGIT_NMSE { Outcome::Passed } else { Outcome::Failed })
 }
 
