@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
 use super::accuracy::Expected;
-use super::data::{DataRecipe, SequenceData};
+use super::data::{DataRecipe, Random, SequenceData};
 use super::reference;
 use super::report::{Limits, Report};
 use super::{DataKind, InputLayout, RowOrder, SinkPlace};
@@ -23,6 +23,15 @@ pub enum BatchLengths {
     Ragged,
 }
 
+/// Where the pages of a batch lie in its store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PageOrder {
+    /// One after the other.
+    Consecutive,
+    /// In no order, as where sequences grow in turn and give pages back.
+    Shuffled,
+}
+
 /// A decode step: one query per sequence over a span each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DecodeShape {
@@ -36,12 +45,15 @@ pub struct DecodeShape {
     pub tokens: usize,
     /// How long the others are.
     pub lengths: BatchLengths,
+    /// Where their pages lie.
+    pub pages: PageOrder,
     /// True for the small shapes of a quick look.
     pub quick: bool,
 }
 
 /// The decode steps that are timed: two that read 0.5 GiB of keys and as much of values even at 1 bit, group sizes 1, 4
-/// and 8, batches of equal and of mixed lengths and a single long sequence, other head dimensions, and two small ones.
+/// to 16, batches of equal and of mixed lengths and a single long sequence, pages in no order, other head dimensions, and two
+/// small ones.
 pub fn decode_shapes() -> Vec<DecodeShape> {
     let step = |name: &str, (query_heads, kv_heads, head_dim), sequences, tokens| DecodeShape {
         name: name.into(),
@@ -49,6 +61,7 @@ pub fn decode_shapes() -> Vec<DecodeShape> {
         sequences,
         tokens,
         lengths: BatchLengths::Even,
+        pages: PageOrder::Consecutive,
         quick: sequences * tokens <= 4096,
     };
     let ragged = |name, heads, sequences, tokens| DecodeShape {
@@ -63,7 +76,9 @@ pub fn decode_shapes() -> Vec<DecodeShape> {
         step("g1-b8-8k", (32, 32, 128), 8, 8192),
         step("g4-b8-32k", (32, 8, 128), 8, 32_768),
         step("g4-b32-8k", (32, 8, 128), 32, 8192),
+        DecodeShape { pages: PageOrder::Shuffled, ..step("g4-b8-32k-shuffled", (32, 8, 128), 8, 32_768) },
         step("g8-b8-32k", (64, 8, 128), 8, 32_768),
+        step("g16-b8-32k", (32, 2, 128), 8, 32_768),
         step("g4-b1-128k", (32, 8, 128), 1, 131_072),
         step("g7-b4-16k", (28, 4, 128), 4, 16_384),
         step("g3-d64-b8-8k", (9, 3, 64), 8, 8192),
@@ -214,9 +229,16 @@ impl<B: Backend> Workload<B> {
         }
         backend.reserve_ranges(&mut store, spans_needed).await?;
         let mut spans = Vec::with_capacity(spans_needed);
+        let mut batch = Vec::new();
         for range_slot in 0..spans_needed {
             let sequence = range_slot % decode.sequences;
-            let pages = allocator.allocate(span_pages(sequence))?;
+            if sequence == 0 {
+                batch = allocator.allocate(pages_needed / copies)?;
+                if decode.pages == PageOrder::Shuffled {
+                    Random::new(range_slot as u64).shuffle(&mut batch);
+                }
+            }
+            let pages: Vec<Page> = batch.drain(..span_pages(sequence)).collect();
             let tokens = TokenRange::new(0, decode.length(sequence))?;
             let write = SpanWrite { rows: data.host.rows, tokens, pages: &pages, range_slot };
             backend.quantize(&mut store, &data.keys, &data.values, write)?;
@@ -289,4 +311,46 @@ fn plan(
         })
         .collect();
     DecodePlan::new(decode.shape, decode.sequences, &[StoreView { format, calibration: None, spans }], split)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::Cpu;
+
+    /// A batch yields the same wherever its pages lie, and shuffled ones are those of its copy, each once.
+    #[test]
+    fn the_order_of_pages_does_not_matter() {
+        let cpu = Cpu::new();
+        let workload = |order| {
+            let decode = DecodeShape {
+                name: "small".into(),
+                shape: AttentionShape::new(4, 2, 64).unwrap(),
+                sequences: 3,
+                tokens: 700,
+                lengths: BatchLengths::Ragged,
+                pages: order,
+                quick: true,
+            };
+            let data = pollster::block_on(DecodeData::generated(&cpu, decode)).unwrap();
+            let format = SegmentFormat::per_channel(Bits::Four);
+            let bytes = 2 * data.decode.code_bytes(&format);
+            let workload = Workload::new(&cpu, &data, format, bytes, Split::default());
+            let workload = pollster::block_on(workload).unwrap();
+            let report = pollster::block_on(workload.check(&cpu, &data, AttendOptions::default())).unwrap();
+            assert!(report.passed(), "{}", report.reason());
+            workload.spans
+        };
+        let (consecutive, shuffled) = (workload(PageOrder::Consecutive), workload(PageOrder::Shuffled));
+        assert_eq!(consecutive.len(), 6, "three sequences, two copies");
+        assert_ne!(consecutive, shuffled);
+        for (consecutive, shuffled) in consecutive.chunks(3).zip(shuffled.chunks(3)) {
+            let sorted = |spans: &[Vec<Page>]| {
+                let mut indices: Vec<u32> = spans.concat().iter().map(|page| page.index).collect();
+                indices.sort_unstable();
+                indices
+            };
+            assert_eq!(sorted(consecutive), sorted(shuffled));
+        }
+    }
 }

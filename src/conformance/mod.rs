@@ -22,7 +22,7 @@ mod stored;
 
 pub use case::{Case, DataKind, Fill, InputLayout, Paging, RowOrder, SegmentCase, SinkPlace, SpanCase};
 pub use data::{DataRecipe, HostTensor, SINK_NATS, SequenceData, sequences};
-pub use decode::{BatchLengths, DecodeData, DecodeShape, Workload, decode_formats, decode_shapes};
+pub use decode::{BatchLengths, DecodeData, DecodeShape, PageOrder, Workload, decode_formats, decode_shapes};
 pub use registry::cases;
 pub use report::{Failure, Limits, Mismatch, OutputError, Report};
 pub use run::run_case;

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use half::f16;
-use kvpack::conformance::{BatchLengths, DecodeShape, HostTensor, SequenceData};
+use kvpack::conformance::{BatchLengths, DecodeShape, HostTensor, PageOrder, SequenceData};
 use kvpack::plan::RowLayout;
 
 use super::run::Subject;
@@ -26,6 +26,7 @@ pub fn subject(file: &Path) -> Result<Subject, DumpError> {
             sequences: SEQUENCES,
             tokens: layer.tokens,
             lengths: BatchLengths::Even,
+            pages: PageOrder::Consecutive,
             quick: true,
         },
         data: Some(sequence(layer)),

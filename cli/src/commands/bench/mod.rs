@@ -16,6 +16,7 @@ use anyhow::{Result, bail};
 use kvpack::SegmentFormat;
 use kvpack::backend::QueryPrecision;
 use kvpack::conformance::{DecodeShape, decode_formats, decode_shapes};
+use kvpack::format::{Grouping, TensorFormat};
 
 use crate::backend::{BackendArgs, Chosen};
 use crate::outcome::Outcome;
@@ -43,9 +44,9 @@ pub struct BenchArgs {
     /// Two small shapes, the widths of CalibQuant, little memory.
     #[arg(long)]
     quick: bool,
-    /// A named choice of shapes and formats. decode: six steps of head_dim 128, from one sequence of 4k tokens to
-    /// eight of 32k, in f16 and in every width with a range per channel. append: what storing one more token costs a
-    /// batch of 64, in every format.
+    /// A named choice of shapes and formats. decode: eight steps of head_dim 128, from one sequence of 4k tokens to
+    /// eight of 32k, one of them with its pages in no order, in f16 and in every format with a range per channel or
+    /// per token. append: what storing one more token costs a batch of 64, in every format.
     #[arg(long, value_enum, conflicts_with_all = ["shape", "format", "quick", "file"])]
     suite: Option<SuiteName>,
     /// Only the shapes whose name contains this [default: all on a GPU, those up to 128 MiB of f16
@@ -86,7 +87,8 @@ enum SuiteName {
 }
 
 /// Shapes of the suite `decode`.
-const DECODE_SUITE: [&str; 6] = ["g4-b8-32k", "g4-b32-8k", "g1-b8-8k", "g4-b1-4k", "g4-b1-128k", "g8-b8-32k"];
+const DECODE_SUITE: [&str; 8] =
+    ["g4-b8-32k", "g4-b8-32k-shuffled", "g4-b32-8k", "g1-b8-8k", "g4-b1-4k", "g4-b1-128k", "g8-b8-32k", "g16-b8-32k"];
 
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<Outcome> {
@@ -158,9 +160,11 @@ impl BenchArgs {
 
     fn formats(&self) -> Result<Vec<SegmentFormat>> {
         let is_f16 = |format: &SegmentFormat| *format == SegmentFormat::F16;
+        let per_token = |format: &SegmentFormat| matches!(&format.key, TensorFormat::Affine(affine) if affine.grouping == Grouping::Token);
         let wanted = |format: &SegmentFormat| match &self.format {
             Some(text) => is_f16(format) || format.to_string().contains(text.as_str()),
-            None if self.quick || self.suite.is_some() => is_f16(format) || format.key.has_span_ranges(),
+            None if self.quick => is_f16(format) || format.key.has_span_ranges(),
+            None if self.suite.is_some() => is_f16(format) || format.key.has_span_ranges() || per_token(format),
             None => true,
         };
         let formats: Vec<SegmentFormat> = decode_formats().into_iter().filter(wanted).collect();
