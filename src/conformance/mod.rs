@@ -13,6 +13,7 @@ mod accuracy;
 mod case;
 mod data;
 mod decode;
+mod format_cases;
 mod reference;
 mod registry;
 mod report;

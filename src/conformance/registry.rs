@@ -1,15 +1,15 @@
 //! The registry: every axis once, and the pairs of axes that have been known to hide mistakes.
 
 use super::case::{Case, DataKind, Fill, InputLayout, Paging, RowOrder, SegmentCase, SinkPlace, SpanCase};
+use super::format_cases;
 use crate::backend::{AttendOptions, QueryPrecision};
 use crate::format::{
-    AffineFormat, AttentionShape, Bits, Calibration, CodebookFormat, Grouping, RangeRule, Rotation, SegmentFormat,
-    TensorFormat,
+    AffineFormat, AttentionShape, Bits, Calibration, Grouping, RangeRule, SegmentFormat, TensorFormat,
 };
 use crate::plan::{ElementType, Split};
 
 /// Group sizes of grouped-query attention that the registry covers.
-const GROUPS: [usize; 5] = [1, 3, 4, 7, 8];
+pub(super) const GROUPS: [usize; 5] = [1, 3, 4, 7, 8];
 
 /// Ragged lengths of most cases: one token, exactly a tile, a tile and one token, and a tail that fills no word.
 const RAGGED: [usize; 4] = [1, 128, 129, 300];
@@ -20,10 +20,10 @@ pub fn cases() -> Vec<Case> {
     cases.extend(every_format());
     cases.extend(every_shape());
     cases.extend(mixed_keys_and_values());
-    cases.extend(symmetric());
-    cases.extend(rotated());
-    cases.extend(codebooks());
-    cases.extend(sketches());
+    cases.extend(format_cases::symmetric());
+    cases.extend(format_cases::rotated());
+    cases.extend(format_cases::codebooks());
+    cases.extend(format_cases::sketches());
     cases.extend(lengths());
     cases.extend(several_segments());
     cases.extend(calibrated());
@@ -109,174 +109,6 @@ fn mixed_keys_and_values() -> Vec<Case> {
             if i % 3 == 0 { case.quick() } else { case }
         })
         .collect()
-}
-
-/// Ranges about 0: every grouping, several widths, single tokens, rotated rows.
-fn symmetric() -> Vec<Case> {
-    let format = |bits, grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping).symmetric());
-    let mut cases = Vec::new();
-    for (i, (bits, grouping)) in [
-        (Bits::Eight, Grouping::Token),
-        (Bits::Eight, Grouping::Channel),
-        (Bits::Eight, Grouping::ChannelTokens(32)),
-        (Bits::Eight, Grouping::TokenChannels(16)),
-        (Bits::Four, Grouping::Token),
-        (Bits::Three, Grouping::Channel),
-        (Bits::Two, Grouping::Token),
-    ]
-    .into_iter()
-    .enumerate()
-    {
-        let key = format(bits, grouping);
-        let head_dim = crate::format::HEAD_DIMS[i % crate::format::HEAD_DIMS.len()];
-        let mut case =
-            Case::new(&format!("symmetric-{}", slug(&key)), shape(GROUPS[i % GROUPS.len()], head_dim), both(key));
-        case.quick = i < 2;
-        if bits == Bits::Four {
-            case.segments[0].fill = Fill::Append;
-        }
-        cases.push(case);
-    }
-    let rotated = AffineFormat::new(Bits::Eight, Grouping::Token).symmetric().rotated(Rotation::hadamard(64));
-    let mut case = Case::new("symmetric-rotated-outliers", shape(3, 64), both(TensorFormat::Affine(rotated)));
-    case.data = DataKind::Outliers;
-    cases.push(case);
-    cases
-}
-
-/// Rotated keys and values: every grouping and width, every head dimension and group size, one tensor or both, beside
-/// segments of other rotations.
-fn rotated() -> Vec<Case> {
-    let groupings = [Grouping::Token, Grouping::Channel, Grouping::ChannelTokens(32), Grouping::TokenChannels(16)];
-    let turned = |bits, grouping, rotation| TensorFormat::Affine(AffineFormat::new(bits, grouping).rotated(rotation));
-    let mut cases = Vec::new();
-    for (i, (head_dim, group)) in crate::format::HEAD_DIMS.into_iter().zip(GROUPS).enumerate() {
-        let largest = Rotation::largest_order(head_dim);
-        for (j, grouping) in groupings.into_iter().enumerate() {
-            let bits = Bits::ALL[(i + j) % Bits::ALL.len()];
-            let rotation = match (i + j) % 3 {
-                0 => Rotation::hadamard(16),
-                1 => Rotation::hadamard(largest),
-                _ => Rotation::randomized(largest, 7),
-            };
-            let format = both(turned(bits, grouping, rotation));
-            let case = Case::new(&format!("rotated-d{head_dim}-{}", slug(&format.key)), shape(group, head_dim), format);
-            cases.push(case.lengths(&[300, 1, 129]));
-        }
-    }
-    let four_bit = turned(Bits::Four, Grouping::Token, Rotation::hadamard(16));
-    for (name, key, value) in [
-        ("keys-only", four_bit, affine(Bits::Four, Grouping::Token)),
-        ("values-only", TensorFormat::F16, four_bit),
-        ("apart", four_bit, turned(Bits::Two, Grouping::TokenChannels(32), Rotation::randomized(128, 1))),
-    ] {
-        let case = Case::new(&format!("rotated-{name}"), shape(4, 128), SegmentFormat { key, value });
-        cases.push(if name == "apart" { case.quick() } else { case });
-    }
-    let mut beside = Case::new("rotated-beside-others", shape(4, 128), SegmentFormat::F16).quick();
-    beside.segments = vec![
-        SegmentCase::new(SegmentFormat::F16),
-        SegmentCase::new(both(four_bit)),
-        SegmentCase {
-            calibration: Some(offsets(0.0, 1.0)),
-            ..SegmentCase::new(both(turned(Bits::Two, Grouping::Channel, Rotation::hadamard(128))))
-        },
-    ];
-    let span = |segment, tokens| SpanCase { segment, tokens };
-    beside.sequences = vec![
-        vec![span(0, 20), span(1, 200), span(2, 300)],
-        vec![span(2, 129), span(0, 0), span(1, 1)],
-        vec![span(1, 130), span(2, 1), span(0, 5)],
-    ];
-    cases.push(beside);
-    cases
-}
-
-/// TurboQuant: every width at every head dimension and group size, one tensor or both, single tokens, data that its
-/// rotation does not spread.
-fn codebooks() -> Vec<Case> {
-    let widths = [Bits::One, Bits::Two, Bits::Three, Bits::Four];
-    let mut cases = Vec::new();
-    for (i, (head_dim, group)) in crate::format::HEAD_DIMS.into_iter().zip(GROUPS).enumerate() {
-        for bits in widths {
-            let mut case = Case::new(
-                &format!("codebook-d{head_dim}-{bits}bit"),
-                shape(group, head_dim),
-                SegmentFormat::turboquant(bits, head_dim),
-            );
-            case.segments[0].fill = if i % 2 == 0 { Fill::Quantize } else { Fill::Append };
-            case.quick = head_dim == 128 && matches!(bits, Bits::Two | Bits::Three);
-            cases.push(case);
-        }
-    }
-    let turboquant = |bits| TensorFormat::Codebook(CodebookFormat::turboquant(bits, 128));
-    let plain = CodebookFormat { bits: Bits::Two, rotation: Rotation::hadamard(16), sketch: None };
-    for (name, key, value) in [
-        ("keys-only", turboquant(Bits::Four), TensorFormat::F16),
-        ("values-only", affine(Bits::Four, Grouping::Channel), turboquant(Bits::Two)),
-        ("unlike", turboquant(Bits::One), turboquant(Bits::Four)),
-        ("plain-rotation", TensorFormat::Codebook(plain), affine(Bits::Two, Grouping::TokenChannels(32))),
-    ] {
-        cases.push(Case::new(&format!("codebook-{name}"), shape(4, 128), SegmentFormat { key, value }));
-    }
-    for (what, data) in [
-        ("constant-channels", DataKind::ConstantChannels),
-        ("constant-tokens", DataKind::ConstantTokens),
-        ("outliers", DataKind::Outliers),
-    ] {
-        let mut case = Case::new(&format!("codebook-{what}"), shape(3, 64), SegmentFormat::turboquant(Bits::Four, 64));
-        case.data = data;
-        cases.push(case);
-    }
-    let mut calibrated = Case::new("codebook-calibrated", shape(4, 128), SegmentFormat::turboquant(Bits::Two, 128));
-    calibrated.segments[0].calibration = Some(offsets(0.0, 1.0));
-    calibrated.segments.push(SegmentCase::new(SegmentFormat::F16));
-    calibrated.sequences[0].push(SpanCase { segment: 1, tokens: 3 });
-    cases.push(calibrated);
-    cases
-}
-
-/// Keys with sign sketches, QJL (1 bit) and TurboQuant for inner products: every width at every head dimension and group size,
-/// single tokens, an int8 query, calibration.
-fn sketches() -> Vec<Case> {
-    let widths = [Bits::One, Bits::Two, Bits::Three, Bits::Four];
-    let mut cases = Vec::new();
-    for (i, (head_dim, group)) in crate::format::HEAD_DIMS.into_iter().zip(GROUPS).enumerate() {
-        for (j, bits) in widths.into_iter().enumerate() {
-            let format = match bits {
-                Bits::One => SegmentFormat::qjl(head_dim),
-                bits => SegmentFormat::turboquant_prod(bits, head_dim),
-            };
-            let mut case = Case::new(&format!("sketch-d{head_dim}-{bits}bit"), shape(group, head_dim), format);
-            case.segments[0].fill = if (i + j) % 2 == 0 { Fill::Quantize } else { Fill::Append };
-            case.input.elements = [ElementType::F32, ElementType::F16][(i + j) / 2 % 2];
-            case.quick =
-                head_dim == 128 && matches!(bits, Bits::One | Bits::Three) || head_dim == 80 && bits == Bits::Four;
-            cases.push(case);
-        }
-    }
-    let mut int8 = Case::new("sketch-int8-query", shape(4, 128), SegmentFormat::turboquant_prod(Bits::Three, 128));
-    int8.options.query = QueryPrecision::Int8;
-    cases.push(int8);
-    for (what, data) in [
-        ("constant-channels", DataKind::ConstantChannels),
-        ("constant-tokens", DataKind::ConstantTokens),
-        ("outliers", DataKind::Outliers),
-    ] {
-        let mut case =
-            Case::new(&format!("sketch-{what}"), shape(3, 96), SegmentFormat::turboquant_prod(Bits::Four, 96));
-        case.data = data;
-        cases.push(case);
-    }
-    let mut scattered = Case::new("sketch-scattered", shape(4, 64), SegmentFormat::turboquant_prod(Bits::Two, 64));
-    scattered.paging = Paging::Scattered { shard_pages: 3 };
-    cases.push(scattered.lengths(&[700, 129, 1, 384]));
-    let mut calibrated = Case::new("sketch-calibrated", shape(4, 128), SegmentFormat::qjl(128));
-    calibrated.segments[0].calibration = Some(offsets(0.0, 1.0));
-    calibrated.segments.push(SegmentCase::new(SegmentFormat::F16));
-    calibrated.sequences[0].push(SpanCase { segment: 1, tokens: 3 });
-    cases.push(calibrated);
-    cases
 }
 
 /// Lengths around words, tiles and work items.
@@ -521,7 +353,7 @@ fn byte_weights() -> Vec<Case> {
 
 impl Case {
     /// Two KV heads, the ragged lengths, one segment of `format`.
-    fn new(name: &str, shape: AttentionShape, format: SegmentFormat) -> Self {
+    pub(super) fn new(name: &str, shape: AttentionShape, format: SegmentFormat) -> Self {
         let case = Self {
             name: name.into(),
             shape,
@@ -540,35 +372,35 @@ impl Case {
     }
 
     /// One sequence for each length, all in the first segment.
-    fn lengths(mut self, lengths: &[usize]) -> Self {
+    pub(super) fn lengths(mut self, lengths: &[usize]) -> Self {
         self.sequences = lengths.iter().map(|&tokens| vec![SpanCase { segment: 0, tokens }]).collect();
         self
     }
 
-    fn quick(self) -> Self {
+    pub(super) fn quick(self) -> Self {
         Self { quick: true, ..self }
     }
 }
 
 /// Two KV heads with `group` query heads each.
-fn shape(group: usize, head_dim: usize) -> AttentionShape {
+pub(super) fn shape(group: usize, head_dim: usize) -> AttentionShape {
     AttentionShape::new(2 * group, 2, head_dim).expect("the registry's shapes have kernels")
 }
 
-fn offsets(tau1: f32, tau2: f32) -> Calibration {
+pub(super) fn offsets(tau1: f32, tau2: f32) -> Calibration {
     Calibration::new(tau1, tau2).expect("the registry's offsets are finite and not negative")
 }
 
-const fn affine(bits: Bits, grouping: Grouping) -> TensorFormat {
+pub(super) const fn affine(bits: Bits, grouping: Grouping) -> TensorFormat {
     TensorFormat::Affine(AffineFormat::new(bits, grouping))
 }
 
-const fn both(format: TensorFormat) -> SegmentFormat {
+pub(super) const fn both(format: TensorFormat) -> SegmentFormat {
     SegmentFormat { key: format, value: format }
 }
 
 /// A format as part of a name.
-fn slug(format: &TensorFormat) -> String {
+pub(super) fn slug(format: &TensorFormat) -> String {
     let AffineFormat { bits, grouping, rotation, ranges, .. } = match format {
         TensorFormat::F16 => return "f16".into(),
         TensorFormat::Affine(affine) => affine,
