@@ -95,7 +95,17 @@ fn bench_takes_a_dump() {
 /// What the documentation says of the shipped data: one bit takes a fifteenth of f16, and calibration does not lose.
 #[test]
 fn eval_at_one_bit_is_small_and_calibration_does_not_lose() {
-    let eval = json(&["eval", "--backend", "cpu", "--format", "1-bit per channel", "--json", DUMP]);
+    let files = std::env::temp_dir().join(format!("kvpack-eval-{}", std::process::id()));
+    let path = files.to_str().expect("UTF-8");
+    let eval = json(&["eval", "--backend", "cpu", "--format", "1-bit per channel", "--json", "--report", path, DUMP]);
+    let written = std::fs::read_to_string(files.with_extension("json")).expect("the report's JSON");
+    assert_eq!(eval, serde_json::from_str::<serde_json::Value>(&written).expect("JSON"));
+    let page = std::fs::read_to_string(files.with_extension("html")).expect("the report's page");
+    assert_eq!(page.matches("<svg").count(), 2, "errors without and with calibration");
+    assert!(page.matches("1-bit per channel, shrunk").count() >= 3, "in the table and in both plots");
+    for extension in ["json", "html"] {
+        std::fs::remove_file(files.with_extension(extension)).expect("it was written");
+    }
     let rows = eval["summary"].as_array().expect("rows");
     assert_eq!(rows.len(), 3);
     let number =

@@ -9,7 +9,7 @@ use super::plots::{LossAxis, Point, by_bits};
 use super::report::{EvalReport, SummaryRow};
 use crate::print;
 
-const ERROR: LossAxis = LossAxis { name: "relative L2 error", smallest: 1e-6 };
+const ERROR: LossAxis = LossAxis { name: "relative L2 error", smallest: 1e-7 };
 
 /// Writes `path.json` and `path.html`, each whole or not at all.
 ///

@@ -7,7 +7,8 @@ use plotters::prelude::*;
 
 const WIDTH: u32 = 860;
 const HEIGHT: u32 = 420;
-/// Height of a line of the legend.
+/// The legend beside a plot, and the height of its lines.
+const LEGEND_WIDTH: u32 = 330;
 const LEGEND_LINE: u32 = 19;
 
 /// What was lost at how many bits: one method.
@@ -52,27 +53,29 @@ pub fn by_bits(caption: &str, axis: LossAxis, points: &[Point]) -> Result<String
     let most_bits = points.iter().map(|point| point.bits).fold(1.0, f64::max) * 1.05;
     let range = axis.range(points.iter().map(|point| point.loss));
     draw(points.len(), |area| {
-        let mut chart = ChartBuilder::on(area)
+        let (plot, legend) = area.split_horizontally(WIDTH - LEGEND_WIDTH);
+        let mut chart = ChartBuilder::on(&plot)
             .caption(caption, ("sans-serif", 18))
             .margin(12)
             .x_label_area_size(36)
             .y_label_area_size(64)
-            .right_y_label_area_size(320)
             .build_cartesian_2d(0f64..most_bits, range.log_scale())?;
         let mesh = &mut chart.configure_mesh();
         mesh.x_desc("bits per element").y_desc(axis.name).y_label_formatter(&|y| format!("{y:.0e}")).draw()?;
         for (i, point) in points.iter().enumerate() {
             let color = Palette99::pick(i).to_rgba();
-            chart
-                .draw_series([Circle::new((point.bits, axis.clamped(point.loss)), 4, color.filled())])?
-                .label(&point.name)
-                .legend(move |at| Circle::new((at.0 + 8, at.1), 4, color.filled()));
+            let line = 50 + (LEGEND_LINE * i as u32) as i32;
+            let at = (point.bits, axis.clamped(point.loss));
+            // Colours come again after so many points.
+            if i < Palette99::COLORS.len() {
+                chart.draw_series([Circle::new(at, 4, color.filled())])?;
+                legend.draw(&Circle::new((8, line), 4, color.filled()))?;
+            } else {
+                chart.draw_series([TriangleMarker::new(at, 6, color.filled())])?;
+                legend.draw(&TriangleMarker::new((8, line), 6, color.filled()))?;
+            }
+            legend.draw(&Text::new(point.name.clone(), (18, line - 6), ("sans-serif", 13)))?;
         }
-        // Beside the plot, where no point lies.
-        chart
-            .configure_series_labels()
-            .position(SeriesLabelPosition::Coordinate((WIDTH - 64 - 320 - 12) as i32, 0))
-            .draw()?;
         Ok(())
     })
 }
