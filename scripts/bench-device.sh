@@ -46,7 +46,7 @@ if ldconfig -p | grep -q 'libcuda\.so'; then
     timeout "$limit" "$kvpack" check --backend cuda >"$results/check-cuda.log" 2>&1 ||
         fail "kvpack check --backend cuda: see $results/check-cuda.log"
     grep -E '^FAILED|passed, ' "$results/check-cuda.log"
-    timeout "$limit" "$kvpack" bench --backend cuda --suite decode 2>&1 | tee "$results/bench-cuda.log"
+    timeout "$limit" "$kvpack" bench --backend cuda --suite decode --format 'per channel' 2>&1 | tee "$results/bench-cuda.log"
     [ "${PIPESTATUS[0]}" = 0 ] || fail "bench --backend cuda: see $results/bench-cuda.log"
 else
     printf '\n== cuda: there is no libcuda, so the CUDA backend is neither checked nor timed\n'

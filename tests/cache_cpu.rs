@@ -4,7 +4,8 @@ mod cache_model;
 mod random_rows;
 
 use cache_model::decode_loop::{Filled, formats, reuse_pages};
-use cache_model::{Operation, check, operations, recipes};
+use cache_model::recipes::recipes;
+use cache_model::{Operation, check, operations};
 use kvpack::cache::RecentWindow;
 use kvpack::cpu::Cpu;
 use kvpack::format::KeyOrValue;

@@ -35,7 +35,8 @@ fn no_driver_is_an_error_and_no_panic() {
 fn tiles_are_those_of_the_cpu_in_fragment_order() {
     let backend = device();
     let mut formats = vec![TensorFormat::F16];
-    for bits in Bits::ALL {
+    // 3-bit codes have no fragment order.
+    for bits in [Bits::One, Bits::Two, Bits::Four, Bits::Eight] {
         formats.extend([Grouping::Channel, Grouping::Token].map(|g| TensorFormat::Affine(AffineFormat::new(bits, g))));
     }
     for head_dim in kvpack::cuda::HEAD_DIMS {

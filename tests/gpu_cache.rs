@@ -6,7 +6,8 @@ mod gpu_device;
 mod random_rows;
 
 use cache_model::decode_loop::{Filled, formats, reuse_pages};
-use cache_model::{Operation, check, operations, recipes};
+use cache_model::recipes::recipes;
+use cache_model::{Operation, check, operations};
 use kvpack::{AttentionShape, TILE_TOKENS};
 use proptest::prelude::*;
 

@@ -130,7 +130,7 @@ fn cuda_without_a_driver_is_named() {
 
 #[test]
 fn wrong_usage_has_exit_code_2_and_says_what_to_do() {
-    let cases: [(&[&str], &str); 9] = [
+    let cases: [(&[&str], &str); 12] = [
         (&["check", "--backend", "cpu", "--filter", "no such case"], "no case matches"),
         (&["check", "--backend", "cpu", "--adapter", "x"], "leave one of the two out"),
         (&["check", "--backend", "cpu", "--path", "floor"], "leave one of the two out"),
@@ -139,6 +139,9 @@ fn wrong_usage_has_exit_code_2_and_says_what_to_do() {
         (&["bench", "--backend", "cpu", "--shape", "no such shape"], "g4-b8-32k"),
         (&["bench", "--backend", "cpu", "--format", "no such format"], "4-bit per token"),
         (&["eval", "--backend", "cpu", DUMP, "--format", "no such format"], "4-bit per token"),
+        (&["bench", "--backend", "cpu", "--seconds", "inf"], "above 0"),
+        (&["bench", "--backend", "cpu", "--seconds=-1"], "above 0"),
+        (&["bench", "--backend", "cpu", "--suite", "append", "--format", "4-bit"], "leave --format out"),
         (&["eval", "--backend", "cpu", DUMP, "--keep-first", "1000", "--keep-last", "152"], "keep fewer"),
     ];
     for (arguments, hint) in cases {

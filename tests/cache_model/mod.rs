@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "every test takes what it needs")]
 
 pub mod decode_loop;
+pub mod recipes;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +12,7 @@ use kvpack::cache::{KvCache, PromptSpan, RecentWindow, Recipe};
 use kvpack::cpu::{DenseSegment, exact_attention, nmse};
 use kvpack::format::codebook::stored_norm;
 use kvpack::format::sketch::sketch_level;
-use kvpack::format::{Codebook, CodebookFormat, Direction, Grouping, KeyOrValue, Rotation, TensorFormat};
+use kvpack::format::{Codebook, CodebookFormat, Direction, Grouping, KeyOrValue, TensorFormat};
 use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Error, SegmentFormat, TILE_TOKENS};
 use pollster::block_on;
@@ -582,51 +583,4 @@ fn token_major(rows: &[f32], tokens: usize, shape: &AttentionShape) -> Vec<f32> 
         &rows[(head * tokens + token) * head_dim..][..head_dim]
     };
     (0..tokens * shape.kv_heads()).flat_map(row).copied().collect()
-}
-
-/// Recipes that differ in where ranges live and in what happens to windows.
-pub fn recipes() -> Vec<Recipe> {
-    use kvpack::format::AffineFormat;
-    use kvpack::{Bits, Calibration};
-    let affine = |bits, grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
-    let kivi = SegmentFormat {
-        key: affine(Bits::Two, Grouping::ChannelTokens(32)),
-        value: affine(Bits::Two, Grouping::TokenChannels(16)),
-    };
-    let mixed =
-        SegmentFormat { key: affine(Bits::Four, Grouping::Channel), value: affine(Bits::Eight, Grouping::Token) };
-    vec![
-        Recipe::f16(),
-        Recipe::calibquant(Bits::One),
-        Recipe::calibquant(Bits::Two).with_calibration(Calibration::new(1.0, 2.0).unwrap()),
-        Recipe::pack_all(SegmentFormat::per_channel(Bits::Four)),
-        Recipe::pack_all(kivi),
-        Recipe::pack_all(kivi).with_window(130).with_sink(100),
-        Recipe::pack_all(SegmentFormat::per_channel(Bits::Two)).with_window(128).with_sink(1),
-        Recipe::pack_all(mixed),
-        Recipe::pack_all(SegmentFormat::saw_int4()),
-        Recipe::pack_all(SegmentFormat::saw_int4()).with_sink(70),
-        Recipe::pack_all(SegmentFormat::saw_int4()).with_window(0),
-        Recipe::pack_all(SegmentFormat {
-            key: TensorFormat::Codebook(CodebookFormat {
-                bits: Bits::Four,
-                rotation: Rotation::randomized(16, 2),
-                sketch: None,
-            }),
-            value: TensorFormat::Codebook(CodebookFormat {
-                bits: Bits::One,
-                rotation: Rotation::hadamard(8),
-                sketch: None,
-            }),
-        }),
-        // Rotations of order 16 serve every head dimension of the tests.
-        Recipe::pack_all(SegmentFormat::turboquant_prod(Bits::Three, 80)),
-        Recipe::pack_all(SegmentFormat::qjl(80)).with_window(0),
-        Recipe::pack_all(SegmentFormat { key: affine(Bits::One, Grouping::Token), ..kivi }),
-        Recipe::pack_all(SegmentFormat {
-            key: TensorFormat::Affine(AffineFormat::new(Bits::Eight, Grouping::Token).symmetric()),
-            value: affine(Bits::Eight, Grouping::Token),
-        }),
-        Recipe::pack_all(SegmentFormat::F16),
-    ]
 }

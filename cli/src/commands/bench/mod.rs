@@ -16,7 +16,6 @@ use anyhow::{Result, bail};
 use kvpack::SegmentFormat;
 use kvpack::backend::QueryPrecision;
 use kvpack::conformance::{DecodeShape, decode_formats, decode_shapes};
-use kvpack::format::{Grouping, TensorFormat};
 
 use crate::backend::{BackendArgs, Chosen};
 use crate::outcome::Outcome;
@@ -45,15 +44,15 @@ pub struct BenchArgs {
     #[arg(long)]
     quick: bool,
     /// A named choice of shapes and formats. decode: eight steps of head_dim 128, from one sequence of 4k tokens to
-    /// eight of 32k, one of them with its pages in no order, in f16 and in every format with a range per channel or
-    /// per token. append: what storing one more token costs a batch of 64, in every format.
-    #[arg(long, value_enum, conflicts_with_all = ["shape", "format", "quick", "file"])]
+    /// eight of 32k, one of them with its pages in no order, in every format. append: what storing one more token costs a
+    /// batch of 64, in every format.
+    #[arg(long, value_enum, conflicts_with_all = ["shape", "quick", "file"])]
     suite: Option<SuiteName>,
     /// Only the shapes whose name contains this [default: all on a GPU, those up to 128 MiB of f16
     /// on the CPU, those up to 32 MiB on a software GPU].
     #[arg(long, value_name = "TEXT")]
     shape: Option<String>,
-    /// Only f16 and the formats whose name contains this ('4-bit', 'per token').
+    /// Only f16 and the formats whose name contains this ('4-bit', 'per token'); not of the suite append.
     #[arg(long, value_name = "TEXT")]
     format: Option<String>,
     /// Mebibytes of packed keys and values to go round, at least [default: 1024 on a GPU, 256 on the CPU, 64 on a
@@ -67,11 +66,19 @@ pub struct BenchArgs {
     query: QueryName,
     /// Seconds of timed steps for a row, at least [default: 0.1 on a GPU, 0.5 on the CPU]. A load that takes all the
     /// power that a device may draw lowers its clock within a tenth of a second.
-    #[arg(long, value_name = "SECONDS")]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     seconds: Option<f64>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
+}
+
+/// Most seconds of timed steps for a row.
+const MOST_SECONDS: f64 = 600.0;
+
+fn seconds(text: &str) -> std::result::Result<f64, String> {
+    let seconds = text.parse::<f64>().ok().filter(|seconds| *seconds > 0.0 && *seconds <= MOST_SECONDS);
+    seconds.ok_or_else(|| format!("give seconds above 0, at most {MOST_SECONDS}"))
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -102,6 +109,9 @@ pub fn run(args: &BenchArgs) -> Result<Outcome> {
 
 fn bench<B: Timed + TimedStores>(args: &BenchArgs, backend: &B) -> Result<Outcome> {
     if args.suite == Some(SuiteName::Append) {
+        if args.format.is_some() {
+            bail!("--suite append takes every format; leave --format out");
+        }
         return append::run(backend, args.json).map(|()| Outcome::Passed);
     }
     let plan = args.plan(backend)?;
@@ -160,11 +170,9 @@ impl BenchArgs {
 
     fn formats(&self) -> Result<Vec<SegmentFormat>> {
         let is_f16 = |format: &SegmentFormat| *format == SegmentFormat::F16;
-        let per_token = |format: &SegmentFormat| matches!(&format.key, TensorFormat::Affine(affine) if affine.grouping == Grouping::Token);
         let wanted = |format: &SegmentFormat| match &self.format {
             Some(text) => is_f16(format) || format.to_string().contains(text.as_str()),
             None if self.quick => is_f16(format) || format.key.has_span_ranges(),
-            None if self.suite.is_some() => is_f16(format) || format.key.has_span_ranges() || per_token(format),
             None => true,
         };
         let formats: Vec<SegmentFormat> = decode_formats().into_iter().filter(wanted).collect();

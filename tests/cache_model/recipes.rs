@@ -1,0 +1,50 @@
+//! The recipes that caches are tested with.
+
+use kvpack::cache::Recipe;
+use kvpack::format::{AffineFormat, CodebookFormat, Grouping, Rotation, TensorFormat};
+use kvpack::{Bits, Calibration, SegmentFormat};
+
+/// Recipes that differ in where ranges live and in what happens to windows.
+pub fn recipes() -> Vec<Recipe> {
+    let affine = |bits, grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
+    let kivi = SegmentFormat {
+        key: affine(Bits::Two, Grouping::ChannelTokens(32)),
+        value: affine(Bits::Two, Grouping::TokenChannels(16)),
+    };
+    let mixed =
+        SegmentFormat { key: affine(Bits::Four, Grouping::Channel), value: affine(Bits::Eight, Grouping::Token) };
+    vec![
+        Recipe::f16(),
+        Recipe::calibquant(Bits::One),
+        Recipe::calibquant(Bits::Two).with_calibration(Calibration::new(1.0, 2.0).unwrap()),
+        Recipe::pack_all(SegmentFormat::per_channel(Bits::Four)),
+        Recipe::pack_all(kivi),
+        Recipe::pack_all(kivi).with_window(130).with_sink(100),
+        Recipe::pack_all(SegmentFormat::per_channel(Bits::Two)).with_window(128).with_sink(1),
+        Recipe::pack_all(mixed),
+        Recipe::pack_all(SegmentFormat::saw_int4()),
+        Recipe::pack_all(SegmentFormat::saw_int4()).with_sink(70),
+        Recipe::pack_all(SegmentFormat::saw_int4()).with_window(0),
+        Recipe::pack_all(SegmentFormat {
+            key: TensorFormat::Codebook(CodebookFormat {
+                bits: Bits::Four,
+                rotation: Rotation::randomized(16, 2),
+                sketch: None,
+            }),
+            value: TensorFormat::Codebook(CodebookFormat {
+                bits: Bits::One,
+                rotation: Rotation::hadamard(8),
+                sketch: None,
+            }),
+        }),
+        // Rotations of order 16 serve every head dimension of the tests.
+        Recipe::pack_all(SegmentFormat::turboquant_prod(Bits::Three, 80)),
+        Recipe::pack_all(SegmentFormat::qjl(80)).with_window(0),
+        Recipe::pack_all(SegmentFormat { key: affine(Bits::One, Grouping::Token), ..kivi }),
+        Recipe::pack_all(SegmentFormat {
+            key: TensorFormat::Affine(AffineFormat::new(Bits::Eight, Grouping::Token).symmetric()),
+            value: affine(Bits::Eight, Grouping::Token),
+        }),
+        Recipe::pack_all(SegmentFormat::F16),
+    ]
+}
