@@ -9,7 +9,7 @@
 // nothing. The divisor is at least 1.
 
 @group(0) @binding(0) var<storage, read> first_state: array<u32>;
-@group(0) @binding(1) var<storage, read> states: array<vec4<f32>>;
+@group(0) @binding(7) var<storage, read> states: array<vec4<f32>>;
 
 const INVOCATIONS: u32 = 128u;
 const HEAD_DIM: u32 = 128u;

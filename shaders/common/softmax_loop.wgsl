@@ -85,6 +85,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     finish_sums(invocation);
     last_parity = parity;
     write_states(item, y, team, lane, invocation);
+    merge_item(item, y, invocation);
 }
 
 fn score_own_tile(item: WorkItem, tile: u32, tiles: u32, lane: u32) {

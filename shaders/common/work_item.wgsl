@@ -13,6 +13,8 @@ struct WorkItem {
     state: u32,
     range_slot: u32,
     sequence: u32,
+    first_state: u32,
+    states: u32,
 }
 
 @group(0) @binding(0) var<storage, read> items: array<WorkItem>;
