@@ -6,15 +6,14 @@
 // memory for one workgroup alone; the SPIR-V of naga orders it for the device, so this part is for Vulkan
 // (`Capabilities::coherent`).
 //
-// A team of 32 lanes joins a head, AT_ONCE states at a time; a lane owns every 32nd field group of four channels.
+// A team of 32 lanes joins a head; a lane owns every 32nd field group of four channels.
 
 @group(0) @binding(7) @coherent var<storage, read_write> states: array<vec4<f32>>;
 // Workgroups that have written their state of a query head: [sequence][query head].
 @group(0) @binding(9) var<storage, read_write> arrived: array<atomic<u32>>;
 
 // import output = common/output_f32.wgsl
-
-const AT_ONCE: u32 = 8u;
+// import common/join_states.wgsl
 
 var<workgroup> is_last: array<u32, HEADS>;
 
@@ -41,32 +40,7 @@ fn merge_item(item: WorkItem, y: u32, invocation: u32) {
 
 fn merge_head(item: WorkItem, query_head: u32, lane: u32) {
     for (var field = lane; field < FIELDS; field += 32u) {
-        var largest = LOWEST;
-        var sum = vec4<f32>(0f);
-        var weight_sum = 0f;
-        for (var first = 0u; first < item.states; first += AT_ONCE) {
-            var outputs_read: array<vec4<f32>, AT_ONCE>;
-            var lse: array<f32, AT_ONCE>;
-            // unroll
-            for (var i = 0u; i < AT_ONCE; i++) {
-                let row = state_row(item.first_state + min(first + i, item.states - 1u), query_head);
-                outputs_read[i] = states[row + field];
-                lse[i] = select(LOWEST, states[row + FIELDS].x, first + i < item.states);
-            }
-            let before = largest;
-            // unroll
-            for (var i = 0u; i < AT_ONCE; i++) {
-                largest = max(largest, lse[i]);
-            }
-            sum *= exp(before - largest);
-            weight_sum *= exp(before - largest);
-            // unroll
-            for (var i = 0u; i < AT_ONCE; i++) {
-                let weight = exp(lse[i] - largest);
-                sum += outputs_read[i] * weight;
-                weight_sum += weight;
-            }
-        }
-        write_output((item.sequence * QUERY_HEADS + query_head) * FIELDS + field, sum / weight_sum);
+        let joined = join_states(item.first_state, item.first_state + item.states, 1u, query_head, field);
+        write_output((item.sequence * QUERY_HEADS + query_head) * FIELDS + field, joined.sum / joined.weight_sum);
     }
 }

@@ -29,16 +29,14 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
         var parts = vec3<f32>(0f);
         // unroll
         for (var i = 0u; i < LANE_FIELDS; i++) {
-            let field = i * 32u + lane;
-            scaled[own * LANE_FIELDS + i] = vec4<f32>(0f);
-            if (field < HEAD_DIM / 4u) {
-                let q = input4(query_row + field) * SCORE_SCALE;
-                let folded = scale_query(q, range_row + field * 4u);
-                let magnitude = abs(folded);
-                let largest = max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w));
-                parts = vec3<f32>(max(parts.x, largest), parts.y + query_bias(q, range_row + field * 4u), parts.z + (q.x + q.y + q.z + q.w));
-                scaled[own * LANE_FIELDS + i] = folded;
-            }
+            // Channels past HEAD_DIM are padding of the row of keys, and 0.
+            let field = min(i * 32u + lane, HEAD_DIM / 4u - 1u);
+            let q = input4(query_row + field) * select(0f, SCORE_SCALE, i * 32u + lane < HEAD_DIM / 4u);
+            let folded = scale_query(q, range_row + field * 4u);
+            let magnitude = abs(folded);
+            let largest = max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w));
+            parts = vec3<f32>(max(parts.x, largest), parts.y + query_bias(q, range_row + field * 4u), parts.z + (q.x + q.y + q.z + q.w));
+            scaled[own * LANE_FIELDS + i] = folded;
         }
         enter_totals(own, parts, own * TEAMS + team, lane);
     }

@@ -5,11 +5,23 @@ const SCORE_SCALE: f32 = 0.12751743f;
 
 // import input = common/input_f32.wgsl
 
+// Vectors of an invocation.
+const OWN_VECTORS: u32 = (HEADS * QUERY_VECTORS + INVOCATIONS - 1u) / INVOCATIONS;
+
 fn load_query(item: WorkItem, y: u32, invocation: u32) {
-    for (var i = invocation; i < HEADS * QUERY_VECTORS; i += INVOCATIONS) {
-        let row = item.sequence * QUERY_HEADS + query_head(y, i / QUERY_VECTORS);
-        let field = i % QUERY_VECTORS;
+    var own: array<vec4<f32>, OWN_VECTORS>;
+    // unroll
+    for (var i = 0u; i < OWN_VECTORS; i++) {
+        let at = min(i * INVOCATIONS + invocation, HEADS * QUERY_VECTORS - 1u);
+        let row = item.sequence * QUERY_HEADS + query_head(y, at / QUERY_VECTORS);
+        let field = at % QUERY_VECTORS;
         // Channels past HEAD_DIM are padding of the row of keys.
-        query[i] = input4(row * (HEAD_DIM / 4u) + min(field, HEAD_DIM / 4u - 1u)) * select(0f, SCORE_SCALE, field < HEAD_DIM / 4u);
+        own[i] = input4(row * (HEAD_DIM / 4u) + min(field, HEAD_DIM / 4u - 1u)) * select(0f, SCORE_SCALE, field < HEAD_DIM / 4u);
+    }
+    // unroll
+    for (var i = 0u; i < OWN_VECTORS; i++) {
+        if (i * INVOCATIONS + invocation < HEADS * QUERY_VECTORS) {
+            query[i * INVOCATIONS + invocation] = own[i];
+        }
     }
 }

@@ -169,8 +169,9 @@ impl Specialisation<'_> {
         let block_sums = STEP_TILES * 32 * split.channels * 4;
         let maxima = 4 * heads * 4 + 8;
         let last = heads * 4;
+        let ranges = if self.format.value.has_span_ranges() { self.shape.head_dim() * 8 } else { 0 };
         let rotated = self.format.value.rotation().map_or(0, |_| self.shape.head_dim() * 4);
-        MAX_TILES * 4 + rotated + query + weights + block_sums + heads * INVOCATIONS * 4 + maxima + last
+        MAX_TILES * 4 + rotated + query + weights + block_sums + heads * INVOCATIONS * 4 + maxima + last + ranges
     }
 
     fn with_work(&self, variant: Variant, heads: HeadSplit) -> Variant {

@@ -31,6 +31,7 @@ files![
     "common/half.wgsl",
     "common/input_f16.wgsl",
     "common/input_f32.wgsl",
+    "common/join_states.wgsl",
     "common/key_bytes_levels.wgsl",
     "common/key_bytes_three.wgsl",
     "common/key_bytes_top.wgsl",
