@@ -2,15 +2,18 @@
 //
 //   s_t = q · k_t / √D (as prepared),  lse = ln Σ exp(s_t),  output = Σ exp(s_t - lse) v_t
 //
-// over the tokens of one work item, for one KV head and up to HEADS of its query heads; `merge_states` joins items.
+// over the tokens of one work item, for one KV head and up to HEADS of its query heads. The query is prepared here where keys
+// are not rotated (common/query_own*.wgsl), and items are joined here where they are few (common/merge_last.wgsl); otherwise
+// by `prepare_query` and `merge_states`.
 //
 // Invocations: see common/work_item.wgsl; the loop, common/softmax_loop.wgsl; keys, common/scores_*.wgsl; values,
 // common/values_*.wgsl and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane, coalesced.
-// Workgroup memory: the query rows, one step's weights, 512 · HEADS bytes for sums.
+// Workgroup memory: the query rows, one step's weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
 //
-// In bounds: items, page table, spans, range slots and states are those of a checked plan whose buffers were checked
-// against it when they were bound; lanes beyond HEAD_DIM clamp their channel; local arrays have constant indices.
-// Loops are bounded by an item's tiles. Divisors are constants, or sums of weights, of which the largest is 1.
+// In bounds: items, page table, spans, range slots, states and counters are those of a checked plan whose buffers were checked
+// against it when they were bound; lanes beyond HEAD_DIM clamp their channel; local arrays have constant indices. An item has
+// at least one tile, and at most MAX_TILES, which is at most INVOCATIONS.
+// Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, or sums of weights, of which the largest is 1.
 
 // import numbering = common/numbering_local.wgsl
 // import common/work_item.wgsl
