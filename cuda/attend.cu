@@ -11,6 +11,8 @@
 // common/weights.cuh for what lies between them. After the loop the warps are joined in shared memory. The block writes
 // the output where its sequence has no other items; otherwise states are merged (merge_states.cu).
 //
+// Calibrated segments are launched twice; the first time only for the extremes of their scores (common/calibration.cuh).
+//
 // Launched with programmatic serialisation, blocks read their tables while the kernel before still runs.
 //
 // Memory: K and V of the item once, in runs of at least 2 KiB; queries, ranges and page addresses before them.
@@ -24,6 +26,7 @@
 #include "common/tile.cuh"
 #include "common/rotation.cuh"
 #include "common/attend_call.cuh"
+#include "common/calibration.cuh"
 #include "prepare_query.cu"
 #include "common/scores.cuh"
 #include "common/values.cuh"
@@ -162,6 +165,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     const SumConstants constants = load_constants(query_shared);
     WarpSums sums;
     sums.clear();
+    float smallest[LANE_HEADS];
+    float largest[LANE_HEADS];
+    ScoreMap maps[LANE_HEADS];
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; h++) {
+        smallest[h] = __int_as_float(0x7f800000);
+        largest[h] = -smallest[h];
+        if (MAPS_SCORES) maps[h] = score_map(call, item, first_head + min(LANE_HEADS * c + h, heads - 1));
+    }
 
     int stage = 0;
     u32 use = 0;
@@ -192,6 +204,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
                     }
                 }
             }
+            if constexpr (FINDS_EXTREMES) {
+#pragma unroll
+                for (int i = 0; i < PASS_SCORES; i++) {
+                    if (8 * (i / LANE_HEADS) + g >= tokens) continue;
+                    smallest[i % LANE_HEADS] = fminf(smallest[i % LANE_HEADS], scores[i]);
+                    largest[i % LANE_HEADS] = fmaxf(largest[i % LANE_HEADS], scores[i]);
+                }
+                continue;
+            }
+            if constexpr (MAPS_SCORES) {
+#pragma unroll
+                for (int i = 0; i < PASS_SCORES; i++) scores[i] = maps[i % LANE_HEADS](scores[i]);
+            }
             if (tokens < PASS_TOKENS) {
 #pragma unroll
                 for (int i = 0; i < PASS_SCORES; i++) {
@@ -217,6 +242,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
         }
     }
 
+    if constexpr (FINDS_EXTREMES) {
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; h++) {
+            const float low = -max_of_tokens(-smallest[h]);
+            const float high = max_of_tokens(largest[h]);
+            // A warp without tokens has nothing to say.
+            if (g == 0 && LANE_HEADS * c + h < heads && low <= high) {
+                enter_extremes(call, item, first_head + LANE_HEADS * c + h, low, high);
+            }
+        }
+        return;
+    }
     if (g == 0) {
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; h++) join.reference[warp][LANE_HEADS * c + h] = sums.reference[h];

@@ -12,7 +12,7 @@
 // One warp owns a head, a lane every 32nd channel. Queries and ranges are loaded first,
 // so that they do not queue behind the prefetch of keys and values, and used after it.
 //
-// In bounds: heads beyond the group are not read, their rows are zero; HEAD_DIM is a multiple of 32.
+// In bounds: heads beyond the group and channels beyond the head are not read, they are zero; HEAD_DIM is a multiple of 32.
 
 #pragma once
 
@@ -94,11 +94,11 @@ __device__ __forceinline__ QueryLoads load_query(const AttendCall& call, const I
 #pragma unroll
     for (int k = 0; k < HEADS_PER_WARP; k++) {
         const int head = warp + k * WARPS;
-        const u64 row = ((u64)item.sequence * query_heads + first_head + head) * HEAD_DIM + lane;
+        const u64 row = ((u64)item.sequence * query_heads + first_head + head) * CHANNELS + lane;
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
             float x = 0.0f;
-            if (head < heads) {
+            if (head < heads && lane + 32 * i < CHANNELS) {
                 x = call.queries_f16 ? half_value(((const u16*)call.queries)[row + 32 * i])
                                      : ((const float*)call.queries)[row + 32 * i];
             }

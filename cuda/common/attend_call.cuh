@@ -28,7 +28,8 @@ struct Item {
     // Rows of its sequence: the first, and how many.
     u32 first_state;
     u32 states;
-    u32 unused;
+    // The span, among those of the launch.
+    u32 span;
 };
 
 struct AttendCall {
@@ -46,6 +47,8 @@ struct AttendCall {
     float* state_lse;
     // Rows written so far, [sequence][kv head][chunk]; zero between steps.
     u32* arrivals;
+    // Extremes of calibrated scores, [span][query head]; see common/calibration.cuh.
+    u32* extremes;
     u32 kv_heads;
     // Query heads of a KV head, and chunks of them.
     u32 group;
@@ -56,6 +59,9 @@ struct AttendCall {
     u32 output_f16;
     // Blocks of a cluster, 1 where there are none.
     u32 cluster;
+    // Offsets of the calibration, times log2(e).
+    float tau1;
+    float tau2;
     u32 unused;
 };
 

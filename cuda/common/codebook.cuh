@@ -11,11 +11,19 @@ template <bool VALUE>
 constexpr u32 LEVEL_UNIT = VALUE ? VALUE_LEVEL_UNIT : KEY_LEVEL_UNIT;
 template <bool VALUE>
 constexpr bool CODEBOOK = LEVEL_UNIT<VALUE> != 0;
+// Bits of the level of a sketch as a float (`format::sketch_level`), 0 where fields have no sign of a sketch. Keys only.
+template <bool VALUE>
+constexpr u32 SKETCH_LEVEL = VALUE ? 0 : KEY_SKETCH_LEVEL;
+template <bool VALUE>
+constexpr bool SKETCHED = SKETCH_LEVEL<VALUE> != 0;
+// The sign is the top bit of a field; where there is no other, there are no levels.
+template <bool VALUE>
+constexpr int LEVEL_BITS = FORMAT_BITS<VALUE> - SKETCHED<VALUE>;
 
 // Level i above 0, relative to the norm. `i` is a constant once loops are unrolled.
 template <bool VALUE>
 __device__ __forceinline__ float level_above_zero(u32 i) {
-    constexpr int bits = FORMAT_BITS<VALUE>;
+    constexpr int bits = LEVEL_BITS<VALUE>;
     u32 step = 0;
     if (bits == 2) step = i == 0 ? 18 : 61;
     if (bits == 3) step = i == 0 ? 12 : i == 1 ? 39 : i == 2 ? 69 : 110;
@@ -30,7 +38,7 @@ __device__ __forceinline__ float level_above_zero(u32 i) {
 // The nearest level's code; at a boundary that of the lower one.
 template <bool VALUE>
 __device__ __forceinline__ u32 level_code(float x, float norm) {
-    constexpr u32 levels = 1u << (FORMAT_BITS<VALUE> - 1);
+    constexpr u32 levels = 1u << (LEVEL_BITS<VALUE> - 1);
     if (norm == 0.0f) return 0u;
     const bool negative = !(x > 0.0f);
     const float magnitude = fabsf(x);
@@ -46,7 +54,7 @@ __device__ __forceinline__ u32 level_code(float x, float norm) {
 
 template <bool VALUE>
 __device__ __forceinline__ float level_value(u32 code, float norm) {
-    constexpr u32 levels = 1u << (FORMAT_BITS<VALUE> - 1);
+    constexpr u32 levels = 1u << (LEVEL_BITS<VALUE> - 1);
     const u32 index = code < levels ? levels - 1 - code : code - levels;
     float level = level_above_zero<VALUE>(0);
 #pragma unroll

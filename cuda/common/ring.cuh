@@ -1,9 +1,12 @@
 // The ring of stages of one warp: keys, values and ranges of the steps that are on their way.
 //
 // With BULK_COPIES (compute capability 9.0) lane 0 asks the copy engine for whole parts of a tile, which arrive on a
-// barrier in shared memory; otherwise every lane copies exactly the 16 bytes of each load that it will read.
+// barrier in shared memory; otherwise every lane copies exactly the 16 bytes of each load that it will read. Where only
+// extremes of scores are looked for, values stay where they are.
 
 #pragma once
+
+#include "common/calibration.cuh"
 
 static_assert(HEAD_BYTES % LINE_BYTES == 0, "parts of a page must begin at a line");
 
@@ -36,23 +39,26 @@ struct Ring {
         if constexpr (BULK_COPIES) {
             if (lane == 0) {
                 const u32 barrier = barriers + 8 * index;
-                barrier_expect(barrier, STAGE_COPIED_BYTES);
+                barrier_expect(barrier, FINDS_EXTREMES ? KEY_LOADS * LOAD_BYTES + STAGE_VALUE_RANGES_AT - STAGE_KEY_RANGES_AT
+                                                       : STAGE_COPIED_BYTES);
                 copy_bulk(to, keys, KEY_LOADS * LOAD_BYTES, barrier);
-                copy_bulk(to + STAGE_VALUES_AT, values, VALUE_LOADS * LOAD_BYTES, barrier);
                 if (KEY_TOKEN_RANGES) copy_bulk(to + STAGE_KEY_RANGES_AT, key_ranges, STEP_TOKENS * 4, barrier);
+                if (FINDS_EXTREMES) return;
+                copy_bulk(to + STAGE_VALUES_AT, values, VALUE_LOADS * LOAD_BYTES, barrier);
                 if (VALUE_TOKEN_RANGES) copy_bulk(to + STAGE_VALUE_RANGES_AT, value_ranges, STEP_TOKENS * 4, barrier);
             }
         } else {
             const u32 at = lane * 16;
 #pragma unroll
             for (int i = 0; i < KEY_LOADS; i++) copy_16_async(to + i * LOAD_BYTES + at, keys + i * LOAD_BYTES + at);
+            if (KEY_TOKEN_RANGES && lane < STEP_TOKENS / 4) copy_16_async(to + STAGE_KEY_RANGES_AT + at, key_ranges + at);
+            if (FINDS_EXTREMES) return;
 #pragma unroll
             for (int i = 0; i < VALUE_LOADS; i++) {
                 copy_16_async(to + STAGE_VALUES_AT + i * LOAD_BYTES + at, values + i * LOAD_BYTES + at);
             }
-            if (lane < STEP_TOKENS / 4) {
-                if (KEY_TOKEN_RANGES) copy_16_async(to + STAGE_KEY_RANGES_AT + at, key_ranges + at);
-                if (VALUE_TOKEN_RANGES) copy_16_async(to + STAGE_VALUE_RANGES_AT + at, value_ranges + at);
+            if (VALUE_TOKEN_RANGES && lane < STEP_TOKENS / 4) {
+                copy_16_async(to + STAGE_VALUE_RANGES_AT + at, value_ranges + at);
             }
         }
     }

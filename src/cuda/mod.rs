@@ -54,7 +54,6 @@ pub use cudarc;
 pub use device::driver_present;
 pub use kernels::Kernels;
 pub use measure::{StepTiming, compute_guard, read_bandwidth, time_steps};
-pub use page_format::HEAD_DIMS;
 pub use program::KernelCache;
 pub use step::{BoundStep, StepPlan};
 pub use store::Store;

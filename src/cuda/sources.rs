@@ -21,13 +21,16 @@ files![
     "attend.cu",
     "attend_fma.cu",
     "common/attend_call.cuh",
+    "common/calibration.cuh",
     "common/code_range.cuh",
     "common/codebook.cuh",
+    "common/ordered.cuh",
     "common/ptx.cuh",
     "common/ring.cuh",
     "common/rotation.cuh",
     "common/rows.cuh",
     "common/scores.cuh",
+    "common/sketch.cuh",
     "common/tile.cuh",
     "common/values.cuh",
     "common/weights.cuh",
@@ -41,6 +44,7 @@ files![
     "ranges_span.cu",
     "ranges_tile.cu",
     "read_bandwidth.cu",
+    "sketch.cu",
 ];
 
 /// One text of several files: each `#include "…"` is replaced by the file it names, once.

@@ -31,6 +31,17 @@ pub(super) enum AttendPath {
     MultiplyAdd,
 }
 
+/// What a launch of `attend` does with scores: `SCORE_PASS` in `cuda/common/calibration.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ScorePass {
+    /// Weighs values with them.
+    Plain = 0,
+    /// Finds their extremes over each span, and does no more.
+    Extremes = 1,
+    /// Maps them by those extremes and weighs values.
+    Mapped = 2,
+}
+
 /// How `attend` is compiled for a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct AttendVariant {
@@ -142,7 +153,8 @@ impl AttendVariant {
     /// rotated back, and what the blocks of a cluster send.
     const fn fixed_bytes(&self) -> usize {
         if let AttendPath::MultiplyAdd = self.path {
-            let queries_and_weights = self.chunk_heads() * (self.pages.head_dim + TILE_TOKENS) * size_of::<f32>();
+            let queries = if self.pages.key.sketched() { 2 * self.pages.head_dim } else { self.pages.head_dim };
+            let queries_and_weights = self.chunk_heads() * (queries + TILE_TOKENS) * size_of::<f32>();
             return queries_and_weights + SPARE_SHARED_BYTES;
         }
         let rotated = if self.pages.value.rotation.is_some() { self.chunk_heads() * self.pages.head_dim } else { 0 };
@@ -158,7 +170,7 @@ impl AttendVariant {
         if self.wide { 8 } else { 4 }
     }
 
-    pub(super) fn program(&self) -> Program {
+    pub(super) fn program(&self, pass: ScorePass) -> Program {
         let mut defines = self.pages.defines();
         defines.extend([
             ("WIDE", self.wide.into()),
@@ -168,6 +180,7 @@ impl AttendVariant {
             ("WARPS", self.warps),
             ("BLOCKS_PER_SM", self.blocks),
             ("BULK_COPIES", self.bulk_copies.into()),
+            ("SCORE_PASS", pass as usize),
         ]);
         let files: &[&str] = match self.path {
             AttendPath::Mma => &["attend.cu"],
@@ -236,10 +249,10 @@ mod tests {
         let grouped = |grouping| affine(Bits::Two, grouping);
         let mut tensors =
             vec![TensorFormat::F16, grouped(Grouping::ChannelTokens(32)), grouped(Grouping::TokenChannels(32))];
-        for bits in [Bits::One, Bits::Two, Bits::Four, Bits::Eight] {
+        for bits in Bits::ALL {
             tensors.extend([affine(bits, Grouping::Channel), affine(bits, Grouping::Token)]);
         }
-        for head_dim in super::super::HEAD_DIMS {
+        for head_dim in crate::format::HEAD_DIMS {
             let shape = AttentionShape::new(8, 2, head_dim).unwrap();
             for (&key, &value) in tensors.iter().flat_map(|key| tensors.iter().map(move |value| (key, value))) {
                 let pages = PageFormat::new(&shape, &SegmentFormat { key, value }).unwrap();
@@ -256,7 +269,7 @@ mod tests {
                         let shared = (variant.shared_bytes() + variant.fixed_bytes()) * variant.blocks;
                         assert!(shared <= facts.shared_bytes, "{key} {value}");
                         for which in [KeyOrValue::Key, KeyOrValue::Value] {
-                            let loads = variant.pass_tokens * head_dim * pages.tensor(which).bits / 8;
+                            let loads = variant.pass_tokens * pages.head_dim * pages.tensor(which).bits / 8;
                             assert_eq!(loads % 512, 0, "{key} {value} {head_dim}");
                         }
                         let run = if pages.value.bits == 16 { 16 } else { 32 };
