@@ -82,7 +82,7 @@ __device__ __forceinline__ void append_row(const RowsCall& call) {
         const u32 word = sketch_row<VALUE>(rows[warp], lane);
         if (lane == 0) ((u32*)(part + TILE_RANGES_AT<VALUE>))[place.slot] = word;
     } else if constexpr (TILE_RANGES<VALUE>) {
-        for (u32 channel = 0; channel < CHANNELS; channel += GROUP_CHANNELS<VALUE>) {
+        for (u32 channel = 0; channel < TENSOR_CHANNELS; channel += GROUP_CHANNELS<VALUE>) {
             const auto at = [&](u32 i) { return rows[warp][channel + i]; };
             const u32 word = warp_range<VALUE>(GROUP_ELEMENTS<VALUE>, lane, call.shrink, at);
             if (lane == 0) ((u32*)(part + TILE_RANGES_AT<VALUE>))[range_index<VALUE>(place.slot, channel)] = word;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void append_row(const RowsCall& call) {
     for (int i = 0; i < LANE_CHANNELS; i++) {
         const u32 channel = lane + 32 * i;
         const float2 range = element_range<VALUE>(part, nullptr, place.slot, channel);
-        fields[warp][channel] = channel < CHANNELS ? (u16)field_bits<VALUE>(rows[warp][channel], range) : (u16)0;
+        fields[warp][channel] = channel < TENSOR_CHANNELS ? (u16)field_bits<VALUE>(rows[warp][channel], range) : (u16)0;
     }
     __syncwarp();
 

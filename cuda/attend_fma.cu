@@ -76,9 +76,9 @@ __device__ __forceinline__ void load_query(float* query, float* sketch_query, co
     float row[LANE_CHANNELS];
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; i++) {
-        const u64 at = ((u64)item.sequence * call.kv_heads * call.group + head) * CHANNELS + lane + 32 * i;
+        const u64 at = ((u64)item.sequence * call.kv_heads * call.group + head) * TENSOR_CHANNELS + lane + 32 * i;
         row[i] = 0.0f;
-        if (there && lane + 32 * i < CHANNELS) row[i] = call.queries_f16 ? half_value(((const u16*)call.queries)[at]) : ((const float*)call.queries)[at];
+        if (there && lane + 32 * i < TENSOR_CHANNELS) row[i] = call.queries_f16 ? half_value(((const u16*)call.queries)[at]) : ((const float*)call.queries)[at];
     }
     rotate<false>(row, lane);
 #pragma unroll

@@ -30,10 +30,10 @@ __device__ __forceinline__ void dequantize_unit(const RowsCall& call, Put put) {
     for (u32 i = 0; i < FIELDS<VALUE>; i++) {
         const Field field = field_of<VALUE>(unit, i);
         const u32 token = (u32)(page * TILE_TOKENS) + field.token;
-        if (token >= call.tokens || field.channel >= CHANNELS) continue;
+        if (token >= call.tokens || field.channel >= TENSOR_CHANNELS) continue;
         const float2* span_ranges = call.ranges + kv_head * HEAD_DIM;
         const float2 range = element_range<VALUE>(part, span_ranges, field.token, field.channel);
-        float* row = (float*)call.rows + ((u64)kv_head * call.tokens + token) * CHANNELS;
+        float* row = (float*)call.rows + ((u64)kv_head * call.tokens + token) * TENSOR_CHANNELS;
         put(row[field.channel], packed.get(i, field.shift), range);
     }
 }

@@ -94,11 +94,11 @@ __device__ __forceinline__ QueryLoads load_query(const AttendCall& call, const I
 #pragma unroll
     for (int k = 0; k < HEADS_PER_WARP; k++) {
         const int head = warp + k * WARPS;
-        const u64 row = ((u64)item.sequence * query_heads + first_head + head) * CHANNELS + lane;
+        const u64 row = ((u64)item.sequence * query_heads + first_head + head) * TENSOR_CHANNELS + lane;
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
             float x = 0.0f;
-            if (head < heads && lane + 32 * i < CHANNELS) {
+            if (head < heads && lane + 32 * i < TENSOR_CHANNELS) {
                 x = call.queries_f16 ? half_value(((const u16*)call.queries)[row + 32 * i])
                                      : ((const float*)call.queries)[row + 32 * i];
             }

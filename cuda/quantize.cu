@@ -28,7 +28,7 @@ __device__ __forceinline__ void quantize_unit(const RowsCall& call) {
     for (u32 i = 0; i < FIELDS<VALUE>; i++) {
         const Field field = field_of<VALUE>(unit, i);
         const u32 token = (u32)(page * TILE_TOKENS) + field.token;
-        if (token >= call.tokens || field.channel >= CHANNELS) continue;
+        if (token >= call.tokens || field.channel >= TENSOR_CHANNELS) continue;
         const float x = element(call, token, kv_head, field.channel);
         const float2* span_ranges = call.ranges + kv_head * HEAD_DIM;
         const float2 range = element_range<VALUE>(part, span_ranges, field.token, field.channel);

@@ -42,7 +42,7 @@ struct AttendCall {
     // [slot][kv head][channel] of (scale, minimum), where ranges are per channel.
     const float2* key_ranges;
     const float2* value_ranges;
-    // [row][query head][channel], and the base-2 log-sum-exp [row][query head].
+    // [row][query head][channel] of channels as they are stored, and the base-2 log-sum-exp [row][query head].
     float* states;
     float* state_lse;
     // Rows written so far, [sequence][kv head][chunk]; zero between steps.

@@ -69,19 +69,19 @@ __device__ __forceinline__ void permute_channels(float (&row)[LANE_CHANNELS], in
 
 template <int ORDER>
 __device__ __forceinline__ void deal(float (&row)[LANE_CHANNELS], int lane) {
-    constexpr int blocks = CHANNELS / ORDER;
+    constexpr int blocks = TENSOR_CHANNELS / ORDER;
     if constexpr (blocks > 1) {
         permute_channels(row, lane,
-                         [](int place) { return place < CHANNELS ? place % ORDER * blocks + place / ORDER : place; });
+                         [](int place) { return place < TENSOR_CHANNELS ? place % ORDER * blocks + place / ORDER : place; });
     }
 }
 
 template <int ORDER>
 __device__ __forceinline__ void deal_back(float (&row)[LANE_CHANNELS], int lane) {
-    constexpr int blocks = CHANNELS / ORDER;
+    constexpr int blocks = TENSOR_CHANNELS / ORDER;
     if constexpr (blocks > 1) {
         permute_channels(row, lane, [](int channel) {
-            return channel < CHANNELS ? channel % blocks * ORDER + channel / blocks : channel;
+            return channel < TENSOR_CHANNELS ? channel % blocks * ORDER + channel / blocks : channel;
         });
     }
 }

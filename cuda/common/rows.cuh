@@ -38,7 +38,7 @@ __device__ __forceinline__ u64 element_index(const RowsCall& call, u32 token, u3
 
 // Channels beyond those of the tensor are 0.
 __device__ __forceinline__ float element(const RowsCall& call, u32 token, u32 kv_head, u32 channel) {
-    if (channel >= CHANNELS) return 0.0f;
+    if (channel >= TENSOR_CHANNELS) return 0.0f;
     const u64 index = element_index(call, token, kv_head, channel);
     return call.rows_f16 ? half_value(((const u16*)call.rows)[index]) : ((const float*)call.rows)[index];
 }
@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_row(const RowsCall& call, u32 token, u32 k
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; i++) {
         const u32 channel = lane + 32 * i;
-        if (channel < CHANNELS) ((float*)call.rows)[element_index(call, token, kv_head, channel)] = row[i];
+        if (channel < TENSOR_CHANNELS) ((float*)call.rows)[element_index(call, token, kv_head, channel)] = row[i];
     }
 }
 
@@ -76,7 +76,7 @@ template <bool VALUE>
 constexpr u32 GROUP_CHANNELS = VALUE ? VALUE_GROUP_CHANNELS : KEY_GROUP_CHANNELS;
 // Channels of a group that the head has: fewer where one range is for a whole padded row.
 template <bool VALUE>
-constexpr u32 GROUP_ELEMENTS = GROUP_CHANNELS<VALUE> < CHANNELS ? GROUP_CHANNELS<VALUE> : CHANNELS;
+constexpr u32 GROUP_ELEMENTS = GROUP_CHANNELS<VALUE> < TENSOR_CHANNELS ? GROUP_CHANNELS<VALUE> : TENSOR_CHANNELS;
 // True where ranges are made about 0: of the largest magnitude, over one bit less, and the middle code is 0.
 template <bool VALUE>
 constexpr bool SYMMETRIC = VALUE ? VALUE_SYMMETRIC : KEY_SYMMETRIC;

@@ -14,7 +14,7 @@ constexpr u32 SIGN_BIT = 1u << (FORMAT_BITS<VALUE> - 1);
 
 // Rotations between the basis of levels and that of signs: one where a block is the whole head.
 template <bool VALUE>
-constexpr int SKETCH_ROUNDS = ROTATION_ORDER<VALUE> == CHANNELS ? 1 : 3;
+constexpr int SKETCH_ROUNDS = ROTATION_ORDER<VALUE> == TENSOR_CHANNELS ? 1 : 3;
 
 template <bool VALUE>
 __device__ __forceinline__ void rotate_for_sketch(float (&row)[LANE_CHANNELS], int lane) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ u32 sketch_row(float* row, int lane) {
         if constexpr (LEVEL_BITS<VALUE> > 0) {
             const u32 code = level_code<VALUE>(residual[i], norm);
             fields[i] = code ^ MIDDLE_LEVEL<VALUE>;
-            residual[i] = channel < CHANNELS ? __fsub_rn(residual[i], level_value<VALUE>(code, norm)) : 0.0f;
+            residual[i] = channel < TENSOR_CHANNELS ? __fsub_rn(residual[i], level_value<VALUE>(code, norm)) : 0.0f;
         }
     }
     rotate_for_sketch<VALUE>(residual, lane);

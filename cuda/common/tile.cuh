@@ -11,7 +11,7 @@
 #ifndef HEAD_DIM
 // Channels as they are stored, a multiple of 32, and those of them that tensors have.
 #define HEAD_DIM 128
-#define CHANNELS 128
+#define TENSOR_CHANNELS 128
 #define KEY_BITS 4
 #define VALUE_BITS 4
 #define KEY_GROUP_TOKENS 0

@@ -114,7 +114,7 @@ impl PageFormat {
         };
         vec![
             ("HEAD_DIM", self.head_dim),
-            ("CHANNELS", self.channels),
+            ("TENSOR_CHANNELS", self.channels),
             ("KEY_BITS", self.key.bits),
             ("VALUE_BITS", self.value.bits),
             ("KEY_GROUP_TOKENS", self.key.group(self.head_dim)[0]),
@@ -221,7 +221,10 @@ impl TensorPages {
     }
 
     const fn needs_multiply_adds(&self) -> bool {
-        self.bits == 3 || self.level_unit != 0 || self.sketched() || matches!(self.grouping, Some(Grouping::ChannelTokens(_) | Grouping::TokenChannels(_)))
+        self.bits == 3
+            || self.level_unit != 0
+            || self.sketched()
+            || matches!(self.grouping, Some(Grouping::ChannelTokens(_) | Grouping::TokenChannels(_)))
     }
 }
 

@@ -136,7 +136,8 @@ impl StepPlan {
             }
         }
         let stream = backend.stream();
-        let states = Memory::zeroed(stream, "attention states", self.states * heads * self.shape.head_dim() * 4)?;
+        let stored_channels = PageFormat::f16(self.shape.head_dim()).head_dim;
+        let states = Memory::zeroed(stream, "attention states", self.states * heads * stored_channels * 4)?;
         let lse = Memory::zeroed(stream, "attention states", self.states * heads * 4)?;
         // As many counters as the finest chunks need.
         let arrivals = Memory::zeroed(stream, "arrivals", self.sequences * heads * 4)?;

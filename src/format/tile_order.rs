@@ -45,7 +45,9 @@ impl TileOrder {
         match (self, which) {
             (Self::DotProduct, KeyOrValue::Key) => layout.key_field(token, channel),
             (Self::DotProduct, KeyOrValue::Value) => layout.value_field(token, channel),
-            (Self::MmaFragment, which) => fragment_field(which, format.element_bits(), stored_channels(head_dim), element),
+            (Self::MmaFragment, which) => {
+                fragment_field(which, format.element_bits(), stored_channels(head_dim), element)
+            }
         }
     }
 
@@ -209,7 +211,8 @@ mod tests {
             for token in 0..TILE_TOKENS {
                 for channel in 0..head_dim {
                     let code = (token * head_dim + channel) as u32;
-                    dot.field(which, format, head_dim, token, channel).set(&mut tile, code.wrapping_mul(0x9e37_79b9) >> 9 & mask);
+                    dot.field(which, format, head_dim, token, channel)
+                        .set(&mut tile, code.wrapping_mul(0x9e37_79b9) >> 9 & mask);
                 }
             }
             let fragments = dot.convert(mma, which, format, head_dim, &tile).unwrap();
