@@ -22,19 +22,9 @@ const CLUSTER_RUN: usize = 32;
 /// Lines of the L2 cache, to which stages are aligned: `LINE_BYTES` in `cuda/common/attend_call.cuh`.
 const LINE_BYTES: usize = 128;
 
-/// The instructions that `attend` multiplies with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum AttendPath {
-    /// MMAs of codes (`attend.cu`).
-    Mma,
-    /// Multiply-adds of floats (`attend_fma.cu`), for formats whose codes an MMA cannot sum.
-    MultiplyAdd,
-}
-
 /// How `attend` is compiled for a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct AttendVariant {
-    pub(super) path: AttendPath,
     pub(super) pages: PageFormat,
     /// Up to 8 query heads to a block instead of 4.
     pub(super) wide: bool,
@@ -58,13 +48,9 @@ impl AttendVariant {
     /// whose blocks share it in twos, for steps of more blocks than multiprocessors.
     pub(super) fn candidates(pages: PageFormat, group: usize, facts: &DeviceFacts) -> Result<Vec<Self>> {
         let wide = group > 4;
-        if pages.needs_multiply_adds() {
-            return Ok(vec![Self::by_multiply_adds(pages, wide, facts)?]);
-        }
         let bulk_copies = facts.capability >= (9, 0);
         let (tokens, bits) = (step_tokens(&pages), pages.key.bits + pages.value.bits);
         let variant = |[step_tokens, pass_tokens, stages, warps, blocks]: Sizes| Self {
-            path: AttendPath::Mma,
             pages,
             wide,
             step_tokens,
@@ -82,8 +68,13 @@ impl AttendVariant {
         };
         // More warps hide more latency, and more bytes on their way than memory needs only delay the first; with more
         // channels than 128, and with eight heads, the registers of many warps would not suffice.
-        let tuned = bulk_copies && pages.head_dim <= 128;
-        let sizes: [(bool, Sizes); 10] = [
+        let grouped = pages.is_grouped();
+        let tuned = bulk_copies && pages.head_dim <= 128 && !grouped;
+        // Products of groups take registers beside sums.
+        let few = [64, 32].into_iter().find(|&few| few <= tokens && whole_loads(&pages, few)).unwrap_or(tokens);
+        let sizes: [(bool, Sizes); 12] = [
+            (bulk_copies && grouped, env_sizes(few)),
+            (grouped, [few, few, 2, 8, 1]),
             (tuned && !wide && bits <= 2, [128, 128, 2, 16, 1]),
             (tuned && wide && bits <= 4, [128, 128, 3, 8, 1]),
             (tuned && !wide && bits > 2 && bits <= 4, [64, 64, 2, 12, 1]),
@@ -113,45 +104,18 @@ impl AttendVariant {
         Ok([alone].into_iter().chain(first(&shared)).collect())
     }
 
-    /// A thread to every token of a tile, and as many blocks to a multiprocessor as its shared memory holds.
-    fn by_multiply_adds(pages: PageFormat, wide: bool, facts: &DeviceFacts) -> Result<Self> {
-        let variant = Self {
-            path: AttendPath::MultiplyAdd,
-            pages,
-            wide,
-            step_tokens: TILE_TOKENS,
-            pass_tokens: TILE_TOKENS,
-            stages: 1,
-            warps: TILE_TOKENS / 32,
-            blocks: 1,
-            bulk_copies: false,
-        };
-        let needed = variant.shared_bytes() + variant.fixed_bytes();
-        if needed > facts.shared_bytes {
-            return Err(Error::Limit {
-                what: "shared memory of a block".into(),
-                needed: needed as u64,
-                allowed: facts.shared_bytes as u64,
-                hint: "use a device with more shared memory, or a format with a range per channel or per token",
-            });
-        }
-        Ok(Self { blocks: facts.shared_bytes / needed, ..variant })
-    }
-
     /// Shared memory beside the rings: the query's fragments, what the warps tell each other, rows of outputs that are
     /// rotated back, and what the blocks of a cluster send.
     const fn fixed_bytes(&self) -> usize {
-        if let AttendPath::MultiplyAdd = self.path {
-            let queries_and_weights = self.chunk_heads() * (self.pages.head_dim + TILE_TOKENS) * size_of::<f32>();
-            return queries_and_weights + SPARE_SHARED_BYTES;
-        }
         let rotated = if self.pages.value.rotation.is_some() { self.chunk_heads() * self.pages.head_dim } else { 0 };
-        let query_bytes = if self.pages.key.bits == 16 { 2 } else { 1 };
+        let key = &self.pages.key;
+        let query_bytes = if key.bits == 16 || key.is_grouped(self.pages.head_dim) { 2 } else { 1 };
+        let group_sums = self.chunk_heads() * key.row_groups(self.pages.head_dim) * size_of::<f32>();
         let rows = (if self.wide { 16 } else { 8 }) * (self.pages.head_dim * query_bytes + 16);
         let joined =
             self.warps * self.chunk_heads() * 3 * size_of::<f32>() + self.pages.head_dim * size_of::<[f32; 2]>();
         let outputs = self.chunk_heads() * self.pages.head_dim + MOST_CLUSTER * (CLUSTER_RUN + self.chunk_heads());
-        rows + joined + (outputs + rotated) * size_of::<f32>() + SPARE_SHARED_BYTES
+        rows + group_sums + joined + (outputs + rotated) * size_of::<f32>() + SPARE_SHARED_BYTES
     }
 
     pub(super) const fn chunk_heads(&self) -> usize {
@@ -169,27 +133,37 @@ impl AttendVariant {
             ("BLOCKS_PER_SM", self.blocks),
             ("BULK_COPIES", self.bulk_copies.into()),
         ]);
-        let files: &[&str] = match self.path {
-            AttendPath::Mma => &["attend.cu"],
-            AttendPath::MultiplyAdd => &["attend_fma.cu"],
-        };
-        Program { files, defines }
+        Program { files: &["attend.cu"], defines }
     }
 
-    /// Shared memory of the rings, in which the warps' sums are joined afterwards; by multiply-adds that of a tile's floats.
+    /// Shared memory of the rings, in which the warps' sums are joined afterwards, those of minimums beside those of channels.
     pub(super) const fn shared_bytes(&self) -> usize {
-        if let AttendPath::MultiplyAdd = self.path {
-            return TILE_TOKENS * (self.pages.head_dim + 1) * size_of::<f32>();
-        }
         let rings = self.warps * self.stages * stage_bytes(&self.pages, self.step_tokens);
-        let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8) * size_of::<f32>();
+        let minimums = match self.pages.value.row_groups(self.pages.head_dim) {
+            1 => 0,
+            groups => groups.next_multiple_of(32),
+        };
+        let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8 + minimums) * size_of::<f32>();
         if rings > joined { rings } else { joined }
+    }
+}
+
+fn env_sizes(few: usize) -> Sizes {
+    match std::env::var("KVPACK_SIZES") {
+        Ok(text) => {
+            let sizes: Vec<usize> = text.split(',').map(|x| x.parse().unwrap()).collect();
+            [sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]]
+        }
+        Err(_) => [few, few, 2, 8, 1],
     }
 }
 
 /// Bytes of a stage, whole lines of the L2 cache: `STAGE_BYTES` in `cuda/common/attend_call.cuh`.
 const fn stage_bytes(pages: &PageFormat, step_tokens: usize) -> usize {
-    (pages.head_bytes() * step_tokens / TILE_TOKENS).next_multiple_of(LINE_BYTES)
+    let tiles = (pages.tile_bytes(KeyOrValue::Key) + pages.tile_bytes(KeyOrValue::Value)) * step_tokens / TILE_TOKENS;
+    let ranges =
+        pages.key.step_range_bytes(pages.head_dim, step_tokens) + pages.value.step_range_bytes(pages.head_dim, step_tokens);
+    (tiles + ranges).next_multiple_of(LINE_BYTES)
 }
 
 /// True if the keys and the values of so many tokens are whole loads.
@@ -234,8 +208,14 @@ mod tests {
     fn every_format_has_a_variant() {
         let small = DeviceFacts { shared_bytes: 101_376, ..H200 };
         let grouped = |grouping| affine(Bits::Two, grouping);
-        let mut tensors =
-            vec![TensorFormat::F16, grouped(Grouping::ChannelTokens(32)), grouped(Grouping::TokenChannels(32))];
+        let groupings = [
+            Grouping::ChannelTokens(32),
+            Grouping::ChannelTokens(128),
+            Grouping::TokenChannels(32),
+            Grouping::TokenChannels(4),
+        ];
+        let mut tensors = vec![TensorFormat::F16];
+        tensors.extend(groupings.map(grouped));
         for bits in [Bits::One, Bits::Two, Bits::Four, Bits::Eight] {
             tensors.extend([affine(bits, Grouping::Channel), affine(bits, Grouping::Token)]);
         }
@@ -244,12 +224,6 @@ mod tests {
             for (&key, &value) in tensors.iter().flat_map(|key| tensors.iter().map(move |value| (key, value))) {
                 let pages = PageFormat::new(&shape, &SegmentFormat { key, value }).unwrap();
                 for (facts, group) in [(H200, 4), (H200, 8), (small, 4), (small, 16)] {
-                    // Floats of a tile with so many channels need 132 KiB.
-                    if pages.needs_multiply_adds() && head_dim == 256 && facts == small {
-                        let error = AttendVariant::candidates(pages, group, &facts).unwrap_err();
-                        assert!(matches!(error, Error::Limit { .. }), "{error}");
-                        continue;
-                    }
                     for variant in AttendVariant::candidates(pages, group, &facts).unwrap() {
                         assert!(variant.step_tokens.is_multiple_of(variant.pass_tokens));
                         assert!(TILE_TOKENS.is_multiple_of(variant.step_tokens));
