@@ -29,13 +29,16 @@
 #include "common/calibration.cuh"
 #include "prepare_query.cu"
 #include "common/scores.cuh"
+#include "common/scores_grouped.cuh"
 #include "common/values.cuh"
+#include "common/values_grouped.cuh"
 #include "common/weights.cuh"
 #include "common/ring.cuh"
 #include "merge_states.cu"
 
 // A row of the joined sums, padded so that the heads of a warp's lanes lie in different banks.
-constexpr int JOIN_ROW = HEAD_DIM + 8;
+// Behind the channels lie sums of minimums, of groups of channels.
+constexpr int JOIN_ROW = HEAD_DIM + 8 + (VALUE_CHANNEL_GROUPS ? (VALUE_ROW_GROUPS + 31) / 32 * 32 : 0);
 
 // What the warps of a block tell each other after the loop.
 struct JoinShared {
@@ -70,12 +73,20 @@ __device__ __forceinline__ float block_lse(const JoinShared& shared, int head) {
 __device__ __forceinline__ float block_output(const JoinShared& shared, const float* joined, int e) {
     const int head = e / HEAD_DIM;
     const int channel = e % HEAD_DIM;
-    float sum = 0.0f;
+    const auto sum_of = [&](int place) {
+        float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += joined[(w * CHUNK_HEADS + head) * JOIN_ROW + channel];
-    const float minimum = VALUE_TOKEN_RANGES ? block_sum(shared.minimum, head) : 0.0f;
-    const float out = (sum * value_unit(channel / 16) + minimum) / block_sum(shared.weight, head);
-    if (VALUE_BITS == 16 || VALUE_TOKEN_RANGES) return out;
+        for (int w = 0; w < WARPS; w++) sum += joined[(w * CHUNK_HEADS + head) * JOIN_ROW + place];
+        return sum;
+    };
+    float minimum = 0.0f;
+    if (VALUE_TOKEN_RANGES) minimum = block_sum(shared.minimum, head);
+    if (VALUE_CHANNEL_GROUPS) minimum = sum_of(HEAD_DIM + channel / (VALUE_GROUP_CHANNELS + !VALUE_GROUP_CHANNELS));
+    // Where tokens are grouped the sums are of values, not of codes.
+    const float unit = VALUE_TOKEN_GROUPS ? 1.0f : value_unit(channel / 16);
+    float out = (sum_of(channel) * unit + minimum) / block_sum(shared.weight, head);
+    if (VALUE_LEVEL_UNIT != 0) out *= __uint_as_float(VALUE_LEVEL_UNIT);
+    if (!VALUE_SPAN_RANGES) return out;
     return shared.ranges[channel].x * out + shared.ranges[channel].y;
 }
 
@@ -124,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     await_earlier_kernels();
     QueryLoads query_loads = load_query(call, item, kv_head, first_head, heads, warp, lane);
     constexpr int threads = WARPS * 32;
-    constexpr int thread_ranges = VALUE_BITS == 16 || VALUE_TOKEN_RANGES ? 0 : (HEAD_DIM + threads - 1) / threads;
+    constexpr int thread_ranges = VALUE_SPAN_RANGES ? (HEAD_DIM + threads - 1) / threads : 0;
     float2 ranges[thread_ranges + 1];
     const float2* value_ranges = call.value_ranges + ((u64)item.range_slot * call.kv_heads + kv_head) * HEAD_DIM;
 #pragma unroll
@@ -191,7 +202,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
             if (tokens <= 0) break;
 
             float scores[PASS_SCORES];
-            pass_scores(scores, at + pass * PASS_KEY_LOADS * LOAD_BYTES, lane, query, delta, base, constants);
+            const u32 keys = at + pass * PASS_KEY_LOADS * LOAD_BYTES;
+            if constexpr (!KEY_GROUPED) {
+                pass_scores(scores, keys, lane, query, delta, base, constants);
+            } else if constexpr (KEY_GROUP_CHANNELS == 1) {
+                const u32 ranges = at + STAGE_KEY_RANGES_AT + pass * PASS_TOKENS / KEY_GROUP_TOKENS * (4 * HEAD_DIM);
+                pass_scores_of_token_groups(scores, keys, ranges, lane, query, delta);
+            } else {
+                const u32 ranges = at + STAGE_KEY_RANGES_AT + 4 * pass * PASS_TOKENS;
+                pass_scores_of_channel_groups(scores, keys, ranges, lane, query, delta,
+                                              shared_address(query_shared.group_sums));
+            }
             if (KEY_TOKEN_RANGES) {
                 const u32 ranges = at + STAGE_KEY_RANGES_AT + 4 * (pass * PASS_TOKENS + g);
 #pragma unroll
@@ -200,7 +221,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
 #pragma unroll
                     for (int h = 0; h < LANE_HEADS; h++) {
                         float& score = scores[i * LANE_HEADS + h];
-                        score = half_value(range & 0xffffu) * score + half_value(range >> 16) * query_sum[h];
+                        score *= half_value(range & 0xffffu);
+                        if (KEY_LEVEL_UNIT == 0) score += half_value(range >> 16) * query_sum[h];
                     }
                 }
             }
@@ -226,6 +248,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
             const u32 values = at + STAGE_VALUES_AT + pass * PASS_VALUE_LOADS * LOAD_BYTES;
             if constexpr (VALUE_BITS == 16) {
                 attend_halves(sums, scores, values, lane);
+            } else if constexpr (VALUE_GROUPED) {
+                const u32 ranges = VALUE_TOKEN_GROUPS ? pass * PASS_TOKENS / (VALUE_GROUP_TOKENS + !VALUE_GROUPED) * HEAD_DIM
+                                                      : pass * PASS_TOKENS;
+                attend_pairs(sums, scores, values, at + STAGE_VALUE_RANGES_AT + 4 * ranges, lane);
             } else {
                 attend_bytes(sums, scores, values, at + STAGE_VALUE_RANGES_AT + 4 * pass * PASS_TOKENS, lane,
                              constants);
@@ -277,6 +303,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
         for (int n = 0; n < VALUE_BLOCKS; n++) {
             row[16 * n] = sums.values[n][WIDE ? h : 0] * factor;
             row[16 * n + 8] = sums.values[n][WIDE ? 2 + h : 2] * factor;
+        }
+        if (VALUE_CHANNEL_GROUPS) {
+#pragma unroll
+            for (int q = 0; q < VALUE_MINIMUM_BLOCKS; q++) {
+                const int group = 16 * q + g;
+                if (group < VALUE_ROW_GROUPS) row[HEAD_DIM + 16 * q] = sums.minimums[q][WIDE ? h : 0] * factor;
+                if (group + 8 < VALUE_ROW_GROUPS) row[HEAD_DIM + 16 * q + 8] = sums.minimums[q][WIDE ? 2 + h : 2] * factor;
+            }
         }
     }
     __syncthreads();

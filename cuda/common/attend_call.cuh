@@ -86,11 +86,29 @@ static_assert(STEP_PASSES * PASS_TOKENS == STEP_TOKENS, "a step must be whole pa
 static_assert(PASS_KEY_LOADS * KEY_PLANES == PASS_BLOCKS * KEY_BLOCKS, "a pass must be whole loads of keys");
 static_assert(PASS_VALUE_LOADS * VALUE_PLANES * VALUE_RUN == PASS_TOKENS * VALUE_BLOCKS, "and of values");
 
+// Ranges beside a tile that a step needs: rows of bytes, which lie `RANGE_ROW_STRIDE` apart in the tile. Those of groups of
+// tokens are one row for all channels and groups of the step; those of tokens are one for each group of channels.
+template <int TOKENS, int CHANNELS>
+constexpr u32 RANGE_ROWS = TOKENS == 0 ? 0 : CHANNELS == 1 ? 1 : (HEAD_DIM + CHANNELS - 1) / (CHANNELS + !CHANNELS);
+template <int TOKENS, int CHANNELS>
+constexpr u32 RANGE_ROW_BYTES =
+    CHANNELS == 1 ? 4 * HEAD_DIM * (STEP_TOKENS > TOKENS ? STEP_TOKENS / (TOKENS + !TOKENS) : 1) : 4 * STEP_TOKENS;
+constexpr u32 RANGE_ROW_STRIDE = 4 * TILE_TOKENS;
+// Where those of a step begin among the ranges of the tile.
+template <int TOKENS, int CHANNELS>
+__device__ __forceinline__ u32 ranges_at(int part) {
+    return CHANNELS == 1 ? part * STEP_TOKENS / (TOKENS + !TOKENS) * (4 * HEAD_DIM) : part * (4 * STEP_TOKENS);
+}
+constexpr u32 KEY_RANGE_ROWS = RANGE_ROWS<KEY_GROUP_TOKENS, KEY_GROUP_CHANNELS>;
+constexpr u32 VALUE_RANGE_ROWS = RANGE_ROWS<VALUE_GROUP_TOKENS, VALUE_GROUP_CHANNELS>;
+constexpr u32 KEY_RANGE_ROW_BYTES = RANGE_ROW_BYTES<KEY_GROUP_TOKENS, KEY_GROUP_CHANNELS>;
+constexpr u32 VALUE_RANGE_ROW_BYTES = RANGE_ROW_BYTES<VALUE_GROUP_TOKENS, VALUE_GROUP_CHANNELS>;
+
 // A stage of a warp's ring: loads of keys, loads of values, ranges of keys, ranges of values.
 constexpr u32 STAGE_VALUES_AT = KEY_LOADS * LOAD_BYTES;
 constexpr u32 STAGE_KEY_RANGES_AT = STAGE_VALUES_AT + VALUE_LOADS * LOAD_BYTES;
-constexpr u32 STAGE_VALUE_RANGES_AT = STAGE_KEY_RANGES_AT + (KEY_TOKEN_RANGES ? STEP_TOKENS * 4 : 0);
-constexpr u32 STAGE_COPIED_BYTES = STAGE_VALUE_RANGES_AT + (VALUE_TOKEN_RANGES ? STEP_TOKENS * 4 : 0);
+constexpr u32 STAGE_VALUE_RANGES_AT = STAGE_KEY_RANGES_AT + KEY_RANGE_ROWS * KEY_RANGE_ROW_BYTES;
+constexpr u32 STAGE_COPIED_BYTES = STAGE_VALUE_RANGES_AT + VALUE_RANGE_ROWS * VALUE_RANGE_ROW_BYTES;
 // The copy engine asks the L2 cache for whole lines of 128 bytes only where source and target are aligned to them, and
 // for two or four parts of every line otherwise.
 constexpr u32 LINE_BYTES = 128;

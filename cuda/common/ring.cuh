@@ -34,32 +34,42 @@ struct Ring {
         const u8* tile = (const u8*)page;
         const u8* keys = tile + part * (KEY_LOADS * LOAD_BYTES);
         const u8* values = tile + VALUES_AT + part * (VALUE_LOADS * LOAD_BYTES);
-        const u8* key_ranges = tile + KEY_RANGES_AT + part * (STEP_TOKENS * 4);
-        const u8* value_ranges = tile + VALUE_RANGES_AT + part * (STEP_TOKENS * 4);
+        const u8* key_ranges = tile + KEY_RANGES_AT + ranges_at<KEY_GROUP_TOKENS, KEY_GROUP_CHANNELS>(part);
+        const u8* value_ranges = tile + VALUE_RANGES_AT + ranges_at<VALUE_GROUP_TOKENS, VALUE_GROUP_CHANNELS>(part);
         if constexpr (BULK_COPIES) {
             if (lane == 0) {
                 const u32 barrier = barriers + 8 * index;
                 barrier_expect(barrier, FINDS_EXTREMES ? KEY_LOADS * LOAD_BYTES + STAGE_VALUE_RANGES_AT - STAGE_KEY_RANGES_AT
                                                        : STAGE_COPIED_BYTES);
                 copy_bulk(to, keys, KEY_LOADS * LOAD_BYTES, barrier);
-                if (KEY_TOKEN_RANGES) copy_bulk(to + STAGE_KEY_RANGES_AT, key_ranges, STEP_TOKENS * 4, barrier);
+                for (u32 row = 0; row < KEY_RANGE_ROWS; row++) {
+                    copy_bulk(to + STAGE_KEY_RANGES_AT + row * KEY_RANGE_ROW_BYTES, key_ranges + row * RANGE_ROW_STRIDE,
+                              KEY_RANGE_ROW_BYTES, barrier);
+                }
                 if (FINDS_EXTREMES) return;
                 copy_bulk(to + STAGE_VALUES_AT, values, VALUE_LOADS * LOAD_BYTES, barrier);
-                if (VALUE_TOKEN_RANGES) copy_bulk(to + STAGE_VALUE_RANGES_AT, value_ranges, STEP_TOKENS * 4, barrier);
+                for (u32 row = 0; row < VALUE_RANGE_ROWS; row++) {
+                    copy_bulk(to + STAGE_VALUE_RANGES_AT + row * VALUE_RANGE_ROW_BYTES,
+                              value_ranges + row * RANGE_ROW_STRIDE, VALUE_RANGE_ROW_BYTES, barrier);
+                }
             }
         } else {
             const u32 at = lane * 16;
 #pragma unroll
             for (int i = 0; i < KEY_LOADS; i++) copy_16_async(to + i * LOAD_BYTES + at, keys + i * LOAD_BYTES + at);
-            if (KEY_TOKEN_RANGES && lane < STEP_TOKENS / 4) copy_16_async(to + STAGE_KEY_RANGES_AT + at, key_ranges + at);
+            const auto copy_ranges = [&](u32 to_rows, const u8* from, u32 rows, u32 row_bytes) {
+                for (u32 i = lane; i < rows * row_bytes / 16; i += 32) {
+                    const u32 row = 16 * i / row_bytes;
+                    copy_16_async(to_rows + 16 * i, from + row * RANGE_ROW_STRIDE + (16 * i - row * row_bytes));
+                }
+            };
+            copy_ranges(to + STAGE_KEY_RANGES_AT, key_ranges, KEY_RANGE_ROWS, KEY_RANGE_ROW_BYTES);
             if (FINDS_EXTREMES) return;
 #pragma unroll
             for (int i = 0; i < VALUE_LOADS; i++) {
                 copy_16_async(to + STAGE_VALUES_AT + i * LOAD_BYTES + at, values + i * LOAD_BYTES + at);
             }
-            if (VALUE_TOKEN_RANGES && lane < STEP_TOKENS / 4) {
-                copy_16_async(to + STAGE_VALUE_RANGES_AT + at, value_ranges + at);
-            }
+            copy_ranges(to + STAGE_VALUE_RANGES_AT, value_ranges, VALUE_RANGE_ROWS, VALUE_RANGE_ROW_BYTES);
         }
     }
 
@@ -75,12 +85,12 @@ struct Ring {
         } else {
             copies_wait<STAGES - 1>();
             // Ranges are read by other lanes than copied them.
-            if (KEY_TOKEN_RANGES || VALUE_TOKEN_RANGES) __syncwarp();
+            if (KEY_TILE_RANGES || VALUE_TILE_RANGES) __syncwarp();
         }
     }
 
     // All lanes have read the stage that is issued next.
     __device__ __forceinline__ void release() const {
-        if (BULK_COPIES || KEY_TOKEN_RANGES || VALUE_TOKEN_RANGES) __syncwarp();
+        if (BULK_COPIES || KEY_TILE_RANGES || VALUE_TILE_RANGES) __syncwarp();
     }
 };

@@ -37,6 +37,7 @@ __device__ __forceinline__ void pass_scores(float (&scores)[PASS_SCORES], u32 ke
                                             const u32 (&query)[2 * QUERY_REGISTERS], const float (&delta)[LANE_HEADS],
                                             const float (&base)[KEY_VARIANTS][LANE_HEADS], const SumConstants& constants) {
     uint4 load;
+    u32 levels[4][KEY_PLANES];
 #pragma unroll
     for (int m = 0; m < PASS_BLOCKS; m++) {
         float sums[2 * LANE_HEADS];
@@ -69,10 +70,21 @@ __device__ __forceinline__ void pass_scores(float (&scores)[PASS_SCORES], u32 ke
                 const int block = m * KEY_BLOCKS + f;
                 if (block % KEY_PLANES == 0) {
                     load = load_shared_16(keys + block / KEY_PLANES * LOAD_BYTES + lane * 16);
+                    if constexpr (KEY_LEVELS) {
+                        level_bytes<KEY_BITS>(levels[0], load.x, constants.level_tables);
+                        level_bytes<KEY_BITS>(levels[1], load.y, constants.level_tables);
+                        level_bytes<KEY_BITS>(levels[2], load.z, constants.level_tables);
+                        level_bytes<KEY_BITS>(levels[3], load.w, constants.level_tables);
+                    }
                 }
                 u32 a[4];
-                key_block(a, load, block % KEY_PLANES, constants);
-                constexpr bool is_signed = KEY_BITS == 8 || KEY_BITS == 1;
+                if constexpr (KEY_LEVELS) {
+#pragma unroll
+                    for (int r = 0; r < 4; r++) a[r] = levels[r][block % KEY_PLANES];
+                } else {
+                    key_block(a, load, block % KEY_PLANES, constants);
+                }
+                constexpr bool is_signed = KEY_BITS == 8 || KEY_BITS == 1 || KEY_LEVELS;
                 multiply_bytes<is_signed>(high, a, query[2 * f], query[2 * f + 1], f == 0 ? constants.key_start : high);
                 if (WIDE) {
                     const int at = KEY_BLOCKS + f;

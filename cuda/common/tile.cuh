@@ -51,6 +51,18 @@ constexpr bool VALUE_TILE_RANGES = VALUE_GROUP_TOKENS > 0;
 // One range for each token.
 constexpr bool KEY_TOKEN_RANGES = KEY_GROUP_TOKENS == 1 && KEY_GROUP_CHANNELS == HEAD_DIM;
 constexpr bool VALUE_TOKEN_RANGES = VALUE_GROUP_TOKENS == 1 && VALUE_GROUP_CHANNELS == HEAD_DIM;
+// One for each channel over the span.
+constexpr bool KEY_SPAN_RANGES = KEY_BITS != 16 && !KEY_TILE_RANGES;
+constexpr bool VALUE_SPAN_RANGES = VALUE_BITS != 16 && !VALUE_TILE_RANGES;
+// Groups of tokens of a channel, or groups of channels of a token.
+constexpr bool KEY_GROUPED = KEY_TILE_RANGES && !KEY_TOKEN_RANGES;
+constexpr bool VALUE_GROUPED = VALUE_TILE_RANGES && !VALUE_TOKEN_RANGES;
+// Groups of channels in a row, 1 where there are none; of keys those that tensors have, of values also those of padding.
+constexpr int KEY_ROW_GROUPS = KEY_GROUP_CHANNELS > 1 ? HEAD_DIM / (KEY_GROUP_CHANNELS + !KEY_GROUP_CHANNELS) : 1;
+constexpr int VALUE_ROW_GROUPS = VALUE_GROUP_CHANNELS > 1 ? (HEAD_DIM + VALUE_GROUP_CHANNELS - 1) / (VALUE_GROUP_CHANNELS + !VALUE_GROUP_CHANNELS) : 1;
+// Codes of a codebook; those of 1 bit are an affine grid of two.
+constexpr bool KEY_LEVELS = KEY_LEVEL_UNIT != 0 && KEY_BITS > 1;
+constexpr bool VALUE_LEVELS = VALUE_LEVEL_UNIT != 0 && VALUE_BITS > 1;
 
 template <int TOKENS, int GROUP>
 constexpr u32 RANGES_PER_TILE = TILE_TOKENS / TOKENS * ((HEAD_DIM + GROUP - 1) / GROUP);

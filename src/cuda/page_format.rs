@@ -92,10 +92,14 @@ impl PageFormat {
         if self.tensor(which).bits == 3 { words / 3 } else { words }
     }
 
-    /// True if no MMA sums the codes: those of a codebook, those of 3 bits, and where ranges change inside a tile otherwise than
-    /// from token to token.
+    /// True if no MMA takes the fields: those of 3 bits, and those with the sign of a sketch.
     pub(super) const fn needs_multiply_adds(&self) -> bool {
         self.key.needs_multiply_adds() || self.value.needs_multiply_adds()
+    }
+
+    /// True if ranges of keys or of values change inside rows of a tile.
+    pub(super) const fn is_grouped(&self) -> bool {
+        self.key.is_grouped(self.head_dim) || self.value.is_grouped(self.head_dim)
     }
 
     /// True if a byte of a tile may hold codes of two tokens, whose slots are then a multiple of 16 apart: where the
@@ -221,10 +225,35 @@ impl TensorPages {
     }
 
     const fn needs_multiply_adds(&self) -> bool {
-        self.bits == 3
-            || self.level_unit != 0
-            || self.sketched()
-            || matches!(self.grouping, Some(Grouping::ChannelTokens(_) | Grouping::TokenChannels(_)))
+        self.bits == 3 || self.sketched()
+    }
+
+    /// True if ranges change inside rows of a tile: those of groups of tokens, and of groups of channels smaller than a row.
+    pub(super) const fn is_grouped(&self, head_dim: usize) -> bool {
+        match self.grouping {
+            Some(Grouping::ChannelTokens(_)) => true,
+            Some(Grouping::TokenChannels(channels)) => channels < head_dim,
+            _ => false,
+        }
+    }
+
+    /// Groups of channels in a row, 1 where there are none: `KEY_ROW_GROUPS` in `cuda/common/tile.cuh`.
+    pub(super) const fn row_groups(&self, head_dim: usize) -> usize {
+        match self.grouping {
+            Some(Grouping::TokenChannels(channels)) => head_dim.div_ceil(channels),
+            _ => 1,
+        }
+    }
+
+    /// Bytes of the ranges beside a tile that so many tokens need: `RANGE_ROW_BYTES` in `cuda/common/attend_call.cuh`.
+    pub(super) const fn step_range_bytes(&self, head_dim: usize, tokens: usize) -> usize {
+        let groups = match self.group(head_dim) {
+            [0, _] | [_, 0] => 0,
+            [group, 1] if group > tokens => head_dim,
+            [group, 1] => tokens / group * head_dim,
+            [_, channels] => tokens * head_dim.div_ceil(channels),
+        };
+        groups * size_of::<u32>()
     }
 }
 

@@ -27,7 +27,7 @@ const LINE_BYTES: usize = 128;
 pub(super) enum AttendPath {
     /// MMAs of codes (`attend.cu`).
     Mma,
-    /// Multiply-adds of floats (`attend_fma.cu`), for formats whose codes an MMA cannot sum.
+    /// Multiply-adds of floats (`attend_fma.cu`), for fields that no MMA takes.
     MultiplyAdd,
 }
 
@@ -93,8 +93,13 @@ impl AttendVariant {
         };
         // More warps hide more latency, and more bytes on their way than memory needs only delay the first; with more
         // channels than 128, and with eight heads, the registers of many warps would not suffice.
-        let tuned = bulk_copies && pages.head_dim <= 128;
-        let sizes: [(bool, Sizes); 10] = [
+        let grouped = pages.is_grouped();
+        let tuned = bulk_copies && pages.head_dim <= 128 && !grouped;
+        // Products of groups take registers beside sums.
+        let few = [64, 32].into_iter().find(|&few| few <= tokens && whole_loads(&pages, few)).unwrap_or(tokens);
+        let sizes: [(bool, Sizes); 12] = [
+            (bulk_copies && grouped, env_sizes(few)),
+            (grouped, [few, few, 2, 8, 1]),
             (tuned && !wide && bits <= 2, [128, 128, 2, 16, 1]),
             (tuned && wide && bits <= 4, [128, 128, 3, 8, 1]),
             (tuned && !wide && bits > 2 && bits <= 4, [64, 64, 2, 12, 1]),
@@ -143,7 +148,7 @@ impl AttendVariant {
                 what: "shared memory of a block".into(),
                 needed: needed as u64,
                 allowed: facts.shared_bytes as u64,
-                hint: "use a device with more shared memory, or a format with a range per channel or per token",
+                hint: "use a device with more shared memory, or a format of 1, 2, 4 or 8 bits without a sketch",
             });
         }
         Ok(Self { blocks: facts.shared_bytes / needed, ..variant })
@@ -158,12 +163,14 @@ impl AttendVariant {
             return queries_and_weights + SPARE_SHARED_BYTES;
         }
         let rotated = if self.pages.value.rotation.is_some() { self.chunk_heads() * self.pages.head_dim } else { 0 };
-        let query_bytes = if self.pages.key.bits == 16 { 2 } else { 1 };
+        let key = &self.pages.key;
+        let query_bytes = if key.bits == 16 || key.is_grouped(self.pages.head_dim) { 2 } else { 1 };
+        let group_sums = self.chunk_heads() * key.row_groups(self.pages.head_dim) * size_of::<f32>();
         let rows = (if self.wide { 16 } else { 8 }) * (self.pages.head_dim * query_bytes + 16);
         let joined =
             self.warps * self.chunk_heads() * 3 * size_of::<f32>() + self.pages.head_dim * size_of::<[f32; 2]>();
         let outputs = self.chunk_heads() * self.pages.head_dim + MOST_CLUSTER * (CLUSTER_RUN + self.chunk_heads());
-        rows + joined + (outputs + rotated) * size_of::<f32>() + SPARE_SHARED_BYTES
+        rows + group_sums + joined + (outputs + rotated) * size_of::<f32>() + SPARE_SHARED_BYTES
     }
 
     pub(super) const fn chunk_heads(&self) -> usize {
@@ -189,20 +196,38 @@ impl AttendVariant {
         Program { files, defines }
     }
 
-    /// Shared memory of the rings, in which the warps' sums are joined afterwards; by multiply-adds that of a tile's floats.
+    /// Shared memory of the rings, in which the warps' sums are joined afterwards, those of minimums beside those of channels; by
+    /// multiply-adds that of a tile's floats.
     pub(super) const fn shared_bytes(&self) -> usize {
         if let AttendPath::MultiplyAdd = self.path {
             return TILE_TOKENS * (self.pages.head_dim + 1) * size_of::<f32>();
         }
         let rings = self.warps * self.stages * stage_bytes(&self.pages, self.step_tokens);
-        let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8) * size_of::<f32>();
+        let minimums = match self.pages.value.row_groups(self.pages.head_dim) {
+            1 => 0,
+            groups => groups.next_multiple_of(32),
+        };
+        let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8 + minimums) * size_of::<f32>();
         if rings > joined { rings } else { joined }
+    }
+}
+
+fn env_sizes(few: usize) -> Sizes {
+    match std::env::var("KVPACK_SIZES") {
+        Ok(text) => {
+            let sizes: Vec<usize> = text.split(',').map(|x| x.parse().unwrap()).collect();
+            [sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]]
+        }
+        Err(_) => [few, few, 2, 8, 1],
     }
 }
 
 /// Bytes of a stage, whole lines of the L2 cache: `STAGE_BYTES` in `cuda/common/attend_call.cuh`.
 const fn stage_bytes(pages: &PageFormat, step_tokens: usize) -> usize {
-    (pages.head_bytes() * step_tokens / TILE_TOKENS).next_multiple_of(LINE_BYTES)
+    let tiles = (pages.tile_bytes(KeyOrValue::Key) + pages.tile_bytes(KeyOrValue::Value)) * step_tokens / TILE_TOKENS;
+    let ranges = pages.key.step_range_bytes(pages.head_dim, step_tokens)
+        + pages.value.step_range_bytes(pages.head_dim, step_tokens);
+    (tiles + ranges).next_multiple_of(LINE_BYTES)
 }
 
 /// True if the keys and the values of so many tokens are whole loads.
@@ -247,8 +272,14 @@ mod tests {
     fn every_format_has_a_variant() {
         let small = DeviceFacts { shared_bytes: 101_376, ..H200 };
         let grouped = |grouping| affine(Bits::Two, grouping);
-        let mut tensors =
-            vec![TensorFormat::F16, grouped(Grouping::ChannelTokens(32)), grouped(Grouping::TokenChannels(32))];
+        let groupings = [
+            Grouping::ChannelTokens(32),
+            Grouping::ChannelTokens(128),
+            Grouping::TokenChannels(32),
+            Grouping::TokenChannels(4),
+        ];
+        let mut tensors = vec![TensorFormat::F16];
+        tensors.extend(groupings.map(grouped));
         for bits in Bits::ALL {
             tensors.extend([affine(bits, Grouping::Channel), affine(bits, Grouping::Token)]);
         }
