@@ -23,7 +23,7 @@ template <bool VALUE>
 struct SlotUnits {
     static constexpr u32 RUN = VALUE ? VALUE_RUN : BLOCK_TOKENS;
     static constexpr u32 BLOCKS = VALUE ? VALUE_BLOCKS : KEY_BLOCKS;
-    static constexpr u32 PLANES = VALUE ? VALUE_PLANES : KEY_PLANES;
+    static constexpr u32 PLANES = UNIT_PLANES<VALUE>;
     static constexpr u32 PER_LOAD = VALUE ? 16 : 8;
 
     u32 slot;

@@ -28,6 +28,7 @@
 #include "common/attend_call.cuh"
 #include "common/calibration.cuh"
 #include "prepare_query.cu"
+#include "common/three_bits.cuh"
 #include "common/scores.cuh"
 #include "common/scores_grouped.cuh"
 #include "common/values.cuh"
@@ -202,7 +203,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
             if (tokens <= 0) break;
 
             float scores[PASS_SCORES];
-            const u32 keys = at + pass * PASS_KEY_LOADS * LOAD_BYTES;
+            const PassLoads keys = {at + pass * PASS_KEY_LOADS * LOAD_BYTES,
+                                    at + STAGE_KEY_TOPS_AT + pass * PASS_KEY_TOPS * LOAD_BYTES};
             if constexpr (!KEY_GROUPED) {
                 pass_scores(scores, keys, lane, query, delta, base, constants);
             } else if constexpr (KEY_GROUP_CHANNELS == 1) {
@@ -245,9 +247,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
                     if (8 * (i / LANE_HEADS) + g >= tokens) scores[i] = -__int_as_float(0x7f800000);
                 }
             }
-            const u32 values = at + STAGE_VALUES_AT + pass * PASS_VALUE_LOADS * LOAD_BYTES;
+            const PassLoads values = {at + STAGE_VALUES_AT + pass * PASS_VALUE_LOADS * LOAD_BYTES,
+                                      at + STAGE_VALUE_TOPS_AT + pass * PASS_VALUE_TOPS * LOAD_BYTES};
             if constexpr (VALUE_BITS == 16) {
-                attend_halves(sums, scores, values, lane);
+                attend_halves(sums, scores, values.at, lane);
             } else if constexpr (VALUE_GROUPED) {
                 const u32 ranges = VALUE_TOKEN_GROUPS ? pass * PASS_TOKENS / (VALUE_GROUP_TOKENS + !VALUE_GROUPED) * HEAD_DIM
                                                       : pass * PASS_TOKENS;

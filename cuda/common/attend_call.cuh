@@ -71,6 +71,12 @@ struct ItemState {
     float lse;
 };
 
+// Where the loads of a pass begin in shared memory; those of top bits, where there are such.
+struct PassLoads {
+    u32 at;
+    u32 tops;
+};
+
 // Query heads of a chunk, and those whose scores one lane holds.
 constexpr int CHUNK_HEADS = WIDE ? 8 : 4;
 constexpr int LANE_HEADS = WIDE ? 2 : 1;
@@ -82,9 +88,16 @@ constexpr int PASS_KEY_LOADS = PASS_BLOCKS * KEY_BLOCKS / KEY_PLANES;
 constexpr int PASS_VALUE_LOADS = PASS_TOKENS / VALUE_RUN * VALUE_BLOCKS / VALUE_PLANES;
 constexpr int KEY_LOADS = STEP_PASSES * PASS_KEY_LOADS;
 constexpr int VALUE_LOADS = STEP_PASSES * PASS_VALUE_LOADS;
+// Loads of the top bits of 3-bit codes; the others are of the low two.
+constexpr int PASS_KEY_TOPS = KEY_BITS == 3 ? PASS_BLOCKS * KEY_BLOCKS / TOP_PLANES : 0;
+constexpr int PASS_VALUE_TOPS = VALUE_BITS == 3 ? PASS_TOKENS / VALUE_RUN * VALUE_BLOCKS / TOP_PLANES : 0;
+constexpr int KEY_TOPS = STEP_PASSES * PASS_KEY_TOPS;
+constexpr int VALUE_TOPS = STEP_PASSES * PASS_VALUE_TOPS;
 static_assert(STEP_PASSES * PASS_TOKENS == STEP_TOKENS, "a step must be whole passes");
 static_assert(PASS_KEY_LOADS * KEY_PLANES == PASS_BLOCKS * KEY_BLOCKS, "a pass must be whole loads of keys");
 static_assert(PASS_VALUE_LOADS * VALUE_PLANES * VALUE_RUN == PASS_TOKENS * VALUE_BLOCKS, "and of values");
+static_assert(KEY_BITS != 3 || PASS_KEY_TOPS * TOP_PLANES == PASS_BLOCKS * KEY_BLOCKS, "and of top bits of keys");
+static_assert(VALUE_BITS != 3 || PASS_VALUE_TOPS * TOP_PLANES * VALUE_RUN == PASS_TOKENS * VALUE_BLOCKS, "of values");
 
 // Ranges beside a tile that a step needs: rows of bytes, which lie `RANGE_ROW_STRIDE` apart in the tile. Those of groups of
 // tokens are one row for all channels and groups of the step; those of tokens are one for each group of channels.
@@ -104,9 +117,12 @@ constexpr u32 VALUE_RANGE_ROWS = RANGE_ROWS<VALUE_GROUP_TOKENS, VALUE_GROUP_CHAN
 constexpr u32 KEY_RANGE_ROW_BYTES = RANGE_ROW_BYTES<KEY_GROUP_TOKENS, KEY_GROUP_CHANNELS>;
 constexpr u32 VALUE_RANGE_ROW_BYTES = RANGE_ROW_BYTES<VALUE_GROUP_TOKENS, VALUE_GROUP_CHANNELS>;
 
-// A stage of a warp's ring: loads of keys, loads of values, ranges of keys, ranges of values.
-constexpr u32 STAGE_VALUES_AT = KEY_LOADS * LOAD_BYTES;
-constexpr u32 STAGE_KEY_RANGES_AT = STAGE_VALUES_AT + VALUE_LOADS * LOAD_BYTES;
+// A stage of a warp's ring: loads of keys, loads of values, each with those of top bits behind; ranges of keys, ranges of
+// values.
+constexpr u32 STAGE_KEY_TOPS_AT = KEY_LOADS * LOAD_BYTES;
+constexpr u32 STAGE_VALUES_AT = STAGE_KEY_TOPS_AT + KEY_TOPS * LOAD_BYTES;
+constexpr u32 STAGE_VALUE_TOPS_AT = STAGE_VALUES_AT + VALUE_LOADS * LOAD_BYTES;
+constexpr u32 STAGE_KEY_RANGES_AT = STAGE_VALUE_TOPS_AT + VALUE_TOPS * LOAD_BYTES;
 constexpr u32 STAGE_VALUE_RANGES_AT = STAGE_KEY_RANGES_AT + KEY_RANGE_ROWS * KEY_RANGE_ROW_BYTES;
 constexpr u32 STAGE_COPIED_BYTES = STAGE_VALUE_RANGES_AT + VALUE_RANGE_ROWS * VALUE_RANGE_ROW_BYTES;
 // The copy engine asks the L2 cache for whole lines of 128 bytes only where source and target are aligned to them, and

@@ -34,20 +34,24 @@ struct Ring {
         const u8* tile = (const u8*)page;
         const u8* keys = tile + part * (KEY_LOADS * LOAD_BYTES);
         const u8* values = tile + VALUES_AT + part * (VALUE_LOADS * LOAD_BYTES);
+        const u8* key_tops = tile + TOPS_AT + part * (KEY_TOPS * LOAD_BYTES);
+        const u8* value_tops = tile + VALUES_AT + TOPS_AT + part * (VALUE_TOPS * LOAD_BYTES);
         const u8* key_ranges = tile + KEY_RANGES_AT + ranges_at<KEY_GROUP_TOKENS, KEY_GROUP_CHANNELS>(part);
         const u8* value_ranges = tile + VALUE_RANGES_AT + ranges_at<VALUE_GROUP_TOKENS, VALUE_GROUP_CHANNELS>(part);
         if constexpr (BULK_COPIES) {
             if (lane == 0) {
                 const u32 barrier = barriers + 8 * index;
-                barrier_expect(barrier, FINDS_EXTREMES ? KEY_LOADS * LOAD_BYTES + STAGE_VALUE_RANGES_AT - STAGE_KEY_RANGES_AT
+                barrier_expect(barrier, FINDS_EXTREMES ? STAGE_VALUES_AT + STAGE_VALUE_RANGES_AT - STAGE_KEY_RANGES_AT
                                                        : STAGE_COPIED_BYTES);
                 copy_bulk(to, keys, KEY_LOADS * LOAD_BYTES, barrier);
+                if (KEY_TOPS > 0) copy_bulk(to + STAGE_KEY_TOPS_AT, key_tops, KEY_TOPS * LOAD_BYTES, barrier);
                 for (u32 row = 0; row < KEY_RANGE_ROWS; row++) {
                     copy_bulk(to + STAGE_KEY_RANGES_AT + row * KEY_RANGE_ROW_BYTES, key_ranges + row * RANGE_ROW_STRIDE,
                               KEY_RANGE_ROW_BYTES, barrier);
                 }
                 if (FINDS_EXTREMES) return;
                 copy_bulk(to + STAGE_VALUES_AT, values, VALUE_LOADS * LOAD_BYTES, barrier);
+                if (VALUE_TOPS > 0) copy_bulk(to + STAGE_VALUE_TOPS_AT, value_tops, VALUE_TOPS * LOAD_BYTES, barrier);
                 for (u32 row = 0; row < VALUE_RANGE_ROWS; row++) {
                     copy_bulk(to + STAGE_VALUE_RANGES_AT + row * VALUE_RANGE_ROW_BYTES,
                               value_ranges + row * RANGE_ROW_STRIDE, VALUE_RANGE_ROW_BYTES, barrier);
@@ -57,6 +61,10 @@ struct Ring {
             const u32 at = lane * 16;
 #pragma unroll
             for (int i = 0; i < KEY_LOADS; i++) copy_16_async(to + i * LOAD_BYTES + at, keys + i * LOAD_BYTES + at);
+#pragma unroll
+            for (int i = 0; i < KEY_TOPS; i++) {
+                copy_16_async(to + STAGE_KEY_TOPS_AT + i * LOAD_BYTES + at, key_tops + i * LOAD_BYTES + at);
+            }
             const auto copy_ranges = [&](u32 to_rows, const u8* from, u32 rows, u32 row_bytes) {
                 for (u32 i = lane; i < rows * row_bytes / 16; i += 32) {
                     const u32 row = 16 * i / row_bytes;
@@ -68,6 +76,10 @@ struct Ring {
 #pragma unroll
             for (int i = 0; i < VALUE_LOADS; i++) {
                 copy_16_async(to + STAGE_VALUES_AT + i * LOAD_BYTES + at, values + i * LOAD_BYTES + at);
+            }
+#pragma unroll
+            for (int i = 0; i < VALUE_TOPS; i++) {
+                copy_16_async(to + STAGE_VALUE_TOPS_AT + i * LOAD_BYTES + at, value_tops + i * LOAD_BYTES + at);
             }
             copy_ranges(to + STAGE_VALUE_RANGES_AT, value_ranges, VALUE_RANGE_ROWS, VALUE_RANGE_ROW_BYTES);
         }

@@ -88,6 +88,8 @@ constexpr u32 TILE_WORDS = (VALUE ? VALUE_TILE_BYTES : KEY_TILE_BYTES) / 4;
 template <bool VALUE>
 constexpr u32 UNIT_WORDS = FORMAT_BITS<VALUE> == 3 ? 3 : 1;
 template <bool VALUE>
+constexpr u32 UNIT_PLANES = UNIT_WORDS<VALUE> == 3 ? TOP_PLANES : VALUE ? VALUE_PLANES : KEY_PLANES;
+template <bool VALUE>
 constexpr u32 UNITS = TILE_WORDS<VALUE> / UNIT_WORDS<VALUE>;
 template <bool VALUE>
 constexpr u32 FIELDS = 32 * UNIT_WORDS<VALUE> / FORMAT_BITS<VALUE>;
@@ -105,6 +107,7 @@ constexpr u32 FLIPPED = !VALUE && (KEY_BITS == 8 || KEY_BITS == 1) ? 1u << (KEY_
 template <bool VALUE>
 __device__ __forceinline__ Field field_of(u32 unit, u32 i) {
     constexpr u32 plane_bits = FORMAT_BITS<VALUE> == 3 ? 1 : FORMAT_BITS<VALUE>;
+    constexpr u32 planes = UNIT_PLANES<VALUE>;
     const u32 r = unit & 3u;
     const u32 c = unit >> 2 & 3u;
     const u32 g = unit >> 4 & 7u;
@@ -115,7 +118,7 @@ __device__ __forceinline__ Field field_of(u32 unit, u32 i) {
     } else if constexpr (VALUE) {
         const u32 byte = i & 3u;
         const u32 plane = i >> 2;
-        const u32 block = load * VALUE_PLANES + plane;
+        const u32 block = load * planes + plane;
         return {32 * (block / VALUE_BLOCKS) + 16 * (byte & 1u) + 2 * c + 8 * (r >> 1) + (byte >> 1),
                 16 * (block % VALUE_BLOCKS) + g + 8 * (r & 1u), 8 * byte + plane_bits * plane};
     } else if constexpr (KEY_BITS == 16) {
@@ -124,7 +127,7 @@ __device__ __forceinline__ Field field_of(u32 unit, u32 i) {
     } else {
         const u32 lane = i & 3u;
         const u32 plane = i >> 2;
-        const u32 block = load * KEY_PLANES + plane;
+        const u32 block = load * planes + plane;
         const u32 shift = KEY_BITS == 1 ? 4 * lane + (plane & 3u) + 16 * (plane >> 2) : 8 * lane + plane_bits * plane;
         return {16 * (block / KEY_BLOCKS) + g + 8 * (r & 1u), 32 * (block % KEY_BLOCKS) + 16 * (r >> 1) + 4 * c + lane,
                 shift};

@@ -11,7 +11,7 @@
 
 // Distances of the bit planes of a half, and how many lie in one.
 constexpr int KEY_PLANE_SHIFT = KEY_BITS == 1 ? 1 : KEY_BITS % 8;
-constexpr int KEY_HALF_PLANES = KEY_BITS >= 8 ? 1 : KEY_BITS == 4 ? 2 : 4;
+constexpr int KEY_HALF_PLANES = KEY_BITS >= 8 || KEY_BITS == 3 ? 1 : KEY_BITS == 4 ? 2 : 4;
 
 // The codes of channels 4 c + odd and 4 c + 2 + odd of one plane of a word, as halves.
 __device__ __forceinline__ u32 key_pair(u32 word, int plane, int odd, bool shifted) {
@@ -30,8 +30,12 @@ __device__ __forceinline__ u32 key_pair(u32 word, int plane, int odd, bool shift
 }
 
 // The A fragment of 16 tokens by channels 16 half … 16 half + 15 of a block of 32.
-__device__ __forceinline__ void key_pairs(u32 (&a)[4], const uint4& load, int plane, int half, bool shifted) {
-    const u32 words[4] = {load.x, load.y, load.z, load.w};
+__device__ __forceinline__ void key_pairs(u32 (&a)[4], const uint4& load, const uint4& top, int block, int half,
+                                          bool shifted) {
+    const int plane = block % KEY_PLANES;
+    u32 words[4] = {load.x, load.y, load.z, load.w};
+    // Those of 3 bits are put together first.
+    if (KEY_BITS == 3) three_bit_block(words, load, top, block);
 #pragma unroll
     for (int r = 0; r < 4; r++) a[r] = key_pair(words[2 * half + r % 2], plane, r / 2, shifted);
 }
@@ -44,12 +48,14 @@ __device__ __forceinline__ float joined_halves(const float (&products)[4], int i
 }
 
 // Groups of tokens: `ranges` are those of the pass, [group][channel].
-__device__ __forceinline__ void pass_scores_of_token_groups(float (&scores)[PASS_SCORES], u32 keys, u32 ranges, int lane,
+__device__ __forceinline__ void pass_scores_of_token_groups(float (&scores)[PASS_SCORES], const PassLoads& keys,
+                                                            u32 ranges, int lane,
                                                             const u32 (&query)[2 * QUERY_REGISTERS],
                                                             const float (&delta)[LANE_HEADS]) {
     constexpr int group_tokens = KEY_GROUP_TOKENS < PASS_TOKENS ? KEY_GROUP_TOKENS : PASS_TOKENS;
     constexpr int group_blocks = group_tokens / BLOCK_TOKENS;
     uint4 load;
+    uint4 top;
 #pragma unroll
     for (int group = 0; group < PASS_TOKENS / group_tokens; group++) {
         u32 scaled[2 * QUERY_REGISTERS];
@@ -84,11 +90,14 @@ __device__ __forceinline__ void pass_scores_of_token_groups(float (&scores)[PASS
             for (int f = 0; f < KEY_BLOCKS; f++) {
                 const int block = m * KEY_BLOCKS + f;
                 const int plane = block % KEY_PLANES;
-                if (plane == 0) load = load_shared_16(keys + block / KEY_PLANES * LOAD_BYTES + lane * 16);
+                if (plane == 0) load = load_shared_16(keys.at + block / KEY_PLANES * LOAD_BYTES + lane * 16);
+                if (KEY_BITS == 3 && block % TOP_PLANES == 0) {
+                    top = load_shared_16(keys.tops + block / TOP_PLANES * LOAD_BYTES + lane * 16);
+                }
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     u32 a[4];
-                    key_pairs(a, load, plane, half, false);
+                    key_pairs(a, load, top, block, half, false);
                     const int at = 2 * (2 * f + half);
                     float(&sum)[4] = products[plane % KEY_HALF_PLANES];
                     multiply_f16(sum, a, scaled[at], scaled[at + 1]);
@@ -111,7 +120,8 @@ __device__ __forceinline__ void pass_scores_of_token_groups(float (&scores)[PASS
 
 // Groups of channels: `ranges` are those of the pass, rows of STEP_TOKENS tokens; `group_sums` is the address of those of
 // the query. Where a group is no whole block, the query counts as zero beyond it.
-__device__ __forceinline__ void pass_scores_of_channel_groups(float (&scores)[PASS_SCORES], u32 keys, u32 ranges, int lane,
+__device__ __forceinline__ void pass_scores_of_channel_groups(float (&scores)[PASS_SCORES], const PassLoads& keys,
+                                                              u32 ranges, int lane,
                                                               const u32 (&query)[2 * QUERY_REGISTERS],
                                                               const float (&delta)[LANE_HEADS], u32 group_sums) {
     constexpr int channels = KEY_GROUP_CHANNELS > 1 ? KEY_GROUP_CHANNELS : HEAD_DIM;
@@ -119,7 +129,10 @@ __device__ __forceinline__ void pass_scores_of_channel_groups(float (&scores)[PA
     const int c = lane & 3;
     uint4 loads[PASS_KEY_LOADS];
 #pragma unroll
-    for (int i = 0; i < PASS_KEY_LOADS; i++) loads[i] = load_shared_16(keys + i * LOAD_BYTES + lane * 16);
+    for (int i = 0; i < PASS_KEY_LOADS; i++) loads[i] = load_shared_16(keys.at + i * LOAD_BYTES + lane * 16);
+    uint4 tops[PASS_KEY_TOPS + 1];
+#pragma unroll
+    for (int i = 0; i < PASS_KEY_TOPS; i++) tops[i] = load_shared_16(keys.tops + i * LOAD_BYTES + lane * 16);
 #pragma unroll
     for (int i = 0; i < PASS_SCORES; i++) scores[i] = 0.0f;
 #pragma unroll
@@ -137,7 +150,8 @@ __device__ __forceinline__ void pass_scores_of_channel_groups(float (&scores)[PA
             for (int f = group * channels / 16; f <= ((group + 1) * channels - 1) / 16; f++) {
                 const int block = m * KEY_BLOCKS + f / 2;
                 u32 a[4];
-                key_pairs(a, loads[block / KEY_PLANES], block % KEY_PLANES, f % 2, true);
+                const uint4& top = tops[KEY_BITS == 3 ? block / TOP_PLANES : 0];
+                key_pairs(a, loads[block / KEY_PLANES], top, block, f % 2, true);
                 const int channel = 16 * f + 4 * c;
                 const bool inside = channel >= group * channels && channel < (group + 1) * channels;
                 const int other = QUERY_BLOCKS + f;

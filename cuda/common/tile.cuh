@@ -36,12 +36,14 @@ constexpr int LANE_CHANNELS = HEAD_DIM / 32;
 // Keys: channels of a block, blocks of 16 tokens, blocks of one load.
 constexpr int KEY_CHANNELS = KEY_BITS == 16 ? 16 : 32;
 constexpr int KEY_BLOCKS = HEAD_DIM / KEY_CHANNELS;
-constexpr int KEY_PLANES = KEY_BITS == 16 ? 1 : KEY_BITS == 3 ? 8 : 8 / KEY_BITS;
+constexpr int KEY_PLANES = KEY_BITS == 16 ? 1 : KEY_BITS == 3 ? 4 : 8 / KEY_BITS;
 
 // Values: tokens of a run whose blocks share loads, blocks of 16 channels, blocks of channels in one load.
 constexpr int VALUE_RUN = VALUE_BITS == 16 ? 16 : 32;
 constexpr int VALUE_BLOCKS = HEAD_DIM / 16;
-constexpr int VALUE_PLANES = VALUE_BITS == 16 ? 1 : VALUE_BITS == 3 ? 8 : 8 / VALUE_BITS;
+constexpr int VALUE_PLANES = VALUE_BITS == 16 ? 1 : VALUE_BITS == 3 ? 4 : 8 / VALUE_BITS;
+// Planes of the top one of three bits.
+constexpr int TOP_PLANES = 8;
 // True if a block of channels has the same bit plane in every run of tokens.
 constexpr bool VALUE_PLANE_FIXED = VALUE_BLOCKS % VALUE_PLANES == 0;
 
@@ -75,6 +77,8 @@ constexpr u32 VALUE_TILE_BYTES = TILE_TOKENS * HEAD_DIM * VALUE_BITS / 8;
 constexpr u32 KEY_RANGE_BYTES = 4 * RANGES_PER_TILE<KEY_GROUP_TOKENS, KEY_GROUP_CHANNELS>;
 constexpr u32 VALUE_RANGE_BYTES = 4 * RANGES_PER_TILE<VALUE_GROUP_TOKENS, VALUE_GROUP_CHANNELS>;
 constexpr u32 VALUES_AT = KEY_TILE_BYTES;
+// Where the top bits of a tile of 3-bit codes begin in it.
+constexpr u32 TOPS_AT = TILE_TOKENS * HEAD_DIM * 2 / 8;
 constexpr u32 KEY_RANGES_AT = VALUES_AT + VALUE_TILE_BYTES;
 constexpr u32 VALUE_RANGES_AT = KEY_RANGES_AT + KEY_RANGE_BYTES;
 constexpr u32 HEAD_BYTES = VALUE_RANGES_AT + VALUE_RANGE_BYTES;

@@ -1,7 +1,8 @@
 // Weighted values of one pass of a warp: rows are 16 channels, columns the heads, the sum runs over tokens.
 
 // The A fragment of one block of values: four codes of a plane in every word, masked where they lie, as bytes
-// code · 2^shift. Where the plane of a block of channels changes between runs of tokens they are shifted down instead.
+// code · 2^shift. Where the plane of a block of channels changes between runs of tokens they are shifted down instead; those
+// of 3 bits are put together as bytes (common/three_bits.cuh).
 __device__ __forceinline__ void value_bytes(u32 (&a)[4], const uint4& load, int plane) {
     const u32 words[4] = {load.x, load.y, load.z, load.w};
     constexpr u32 mask = ((1u << (VALUE_BITS % 16)) - 1u) * 0x01010101u;
@@ -20,7 +21,7 @@ __device__ __forceinline__ void value_bytes(u32 (&a)[4], const uint4& load, int 
 // What undoes the place of the codes of a block of 16 channels, and that as halves they are subnormals.
 __device__ __forceinline__ float value_unit(int block) {
     if (VALUE_BITS == 16) return 1.0f;
-    const int shift = VALUE_PLANE_FIXED && !VALUE_LEVELS ? VALUE_BITS * (block % VALUE_PLANES) : 0;
+    const int shift = VALUE_PLANE_FIXED && !VALUE_LEVELS && VALUE_BITS != 3 ? VALUE_BITS * (block % VALUE_PLANES) : 0;
     return __int_as_float((127 - shift + (VALUE_GROUPED ? 24 : 0)) << 23);
 }
 
@@ -80,9 +81,29 @@ __device__ __forceinline__ void weight_fragments(u32 (&weights)[WEIGHT_PARTS][PA
     }
 }
 
+// Loads of top bits that a group of blocks of channels needs: one for each run, or all where planes change between runs.
+constexpr int VALUE_GROUP_TOPS = VALUE_BITS != 3 ? 1 : VALUE_PLANE_FIXED ? PASS_RUNS : PASS_VALUE_TOPS;
+
+__device__ __forceinline__ void load_value_tops(uint4 (&tops)[VALUE_GROUP_TOPS], const PassLoads& values, int first_block,
+                                                int lane) {
+    if (VALUE_BITS != 3) return;
+#pragma unroll
+    for (int i = 0; i < VALUE_GROUP_TOPS; i++) {
+        const int load = VALUE_PLANE_FIXED ? (i * VALUE_BLOCKS + first_block) / TOP_PLANES : i;
+        tops[i] = load_shared_16(values.tops + load * LOAD_BYTES + lane * 16);
+    }
+}
+
+// The codes of 3 bits of a block of channels in a run, as bytes.
+__device__ __forceinline__ void three_bit_values(u32 (&a)[4], const uint4& load, const uint4 (&tops)[VALUE_GROUP_TOPS],
+                                                 int run, int block) {
+    const int place = run * VALUE_BLOCKS + block;
+    three_bit_block(a, load, tops[VALUE_PLANE_FIXED ? run : place / TOP_PLANES], place);
+}
+
 // Adds factor[h] · Σ w · code to the sums and yields factor[h] · Σ w. `weights` are the B fragments of the runs.
-__device__ __forceinline__ void pass_bytes(float (&sums)[VALUE_BLOCKS][4], float (&total)[LANE_HEADS], u32 values,
-                                           int lane, const u32 (&weights)[WEIGHT_PARTS][PASS_RUNS][2],
+__device__ __forceinline__ void pass_bytes(float (&sums)[VALUE_BLOCKS][4], float (&total)[LANE_HEADS],
+                                           const PassLoads& values, int lane, const u32 (&weights)[WEIGHT_PARTS][PASS_RUNS][2],
                                            const float (&factor)[LANE_HEADS], const SumConstants& constants) {
     const auto multiply = [&](int (&products)[WEIGHT_PARTS][4], const u32 (&a)[4], int run) {
 #pragma unroll
@@ -108,10 +129,12 @@ __device__ __forceinline__ void pass_bytes(float (&sums)[VALUE_BLOCKS][4], float
         uint4 loads[group_loads];
 #pragma unroll
         for (int i = 0; i < group_loads; i++) {
-            loads[i] = load_shared_16(values + (i * groups + group) * LOAD_BYTES + lane * 16);
+            loads[i] = load_shared_16(values.at + (i * groups + group) * LOAD_BYTES + lane * 16);
         }
+        uint4 tops[VALUE_GROUP_TOPS];
+        load_value_tops(tops, values, group * group_blocks, lane);
         u32 levels[VALUE_LEVELS ? group_loads : 1][4][VALUE_PLANES];
-        if constexpr (VALUE_LEVELS) {
+        if constexpr (VALUE_LEVELS && VALUE_BITS != 3) {
 #pragma unroll
             for (int i = 0; i < group_loads; i++) {
                 level_bytes<VALUE_BITS>(levels[i][0], loads[i].x, constants.level_tables);
@@ -127,7 +150,11 @@ __device__ __forceinline__ void pass_bytes(float (&sums)[VALUE_BLOCKS][4], float
             for (int run = 0; run < PASS_RUNS; run++) {
                 const int index = run * group_blocks + n;
                 u32 a[4];
-                if constexpr (VALUE_LEVELS) {
+                if constexpr (VALUE_BITS == 3) {
+                    three_bit_values(a, loads[index / VALUE_PLANES], tops, run, block);
+#pragma unroll
+                    for (int r = 0; r < 4; r++) a[r] = VALUE_LEVELS ? three_bit_levels(a[r]) : a[r];
+                } else if constexpr (VALUE_LEVELS) {
 #pragma unroll
                     for (int r = 0; r < 4; r++) a[r] = levels[index / VALUE_PLANES][r][index % VALUE_PLANES];
                 } else {

@@ -19,7 +19,8 @@ constexpr int VALUE_MINIMUM_BLOCKS = (VALUE_ROW_GROUPS + 15) / 16;
 __device__ __forceinline__ u32 value_pair(u32 word, int plane, int half) {
     constexpr u32 mask = ((1u << (VALUE_BITS % 16)) - 1u) * 0x00010001u;
     const u32 codes = half ? word >> 8 : word;
-    const int shift = VALUE_BITS * plane;
+    // Those of 3 bits are bytes already.
+    const int shift = VALUE_BITS == 3 ? 0 : VALUE_BITS * plane;
     return VALUE_PLANE_FIXED ? codes & mask << shift : codes >> shift & mask;
 }
 
@@ -69,7 +70,7 @@ __device__ __forceinline__ void pass_minimums(float (&sums)[VALUE_MINIMUM_BLOCKS
 }
 
 // Adds factor[h] · Σ p v to the sums, of channel groups without the minimums. `weights` are B fragments of 16 tokens each.
-__device__ __forceinline__ void pass_pairs(float (&sums)[VALUE_BLOCKS][4], u32 values, u32 ranges, int lane,
+__device__ __forceinline__ void pass_pairs(float (&sums)[VALUE_BLOCKS][4], const PassLoads& values, u32 ranges, int lane,
                                            const u32 (&weights)[PASS_BLOCKS][2], const float (&factor)[LANE_HEADS]) {
     // As in `pass_bytes`.
     constexpr int groups = VALUE_PLANE_FIXED ? VALUE_BLOCKS / VALUE_PLANES : 1;
@@ -85,8 +86,10 @@ __device__ __forceinline__ void pass_pairs(float (&sums)[VALUE_BLOCKS][4], u32 v
         uint4 loads[group_loads];
 #pragma unroll
         for (int i = 0; i < group_loads; i++) {
-            loads[i] = load_shared_16(values + (i * groups + group) * LOAD_BYTES + lane * 16);
+            loads[i] = load_shared_16(values.at + (i * groups + group) * LOAD_BYTES + lane * 16);
         }
+        uint4 tops[VALUE_GROUP_TOPS];
+        load_value_tops(tops, values, group * group_blocks, lane);
         const int first_channel = group * group_blocks * 16;
 #pragma unroll
         for (int fold = 0; fold < PASS_BLOCKS / fold_blocks; fold++) {
@@ -117,7 +120,8 @@ __device__ __forceinline__ void pass_pairs(float (&sums)[VALUE_BLOCKS][4], u32 v
                         const bool whole = channel >= j * channels && channel + 15 < (j + 1) * channels;
                         const int index = m / 2 * group_blocks + n;
                         const uint4& load = loads[index / VALUE_PLANES];
-                        const u32 words[4] = {load.x, load.y, load.z, load.w};
+                        u32 words[4] = {load.x, load.y, load.z, load.w};
+                        if (VALUE_BITS == 3) three_bit_values(words, load, tops, m / 2, group * group_blocks + n);
                         u32 a[4];
 #pragma unroll
                         for (int r = 0; r < 4; r++) {

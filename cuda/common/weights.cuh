@@ -128,8 +128,8 @@ __device__ __forceinline__ void pass_tops(WarpSums& sums, const float (&scores)[
     for (int h = 0; h < LANE_HEADS; h++) factor[h] = exp2_approx(top[h] - sums.reference[h]);
 }
 
-__device__ __forceinline__ void attend_bytes(WarpSums& sums, float (&scores)[PASS_SCORES], u32 values, u32 ranges,
-                                             int lane, const SumConstants& constants) {
+__device__ __forceinline__ void attend_bytes(WarpSums& sums, float (&scores)[PASS_SCORES], const PassLoads& values,
+                                             u32 ranges, int lane, const SumConstants& constants) {
     float top[LANE_HEADS];
     float factor[LANE_HEADS];
     pass_tops(sums, scores, top, factor);
@@ -205,8 +205,8 @@ __device__ __forceinline__ void attend_bytes(WarpSums& sums, float (&scores)[PAS
 }
 
 // Packed values with ranges of groups: `ranges` are those of the pass.
-__device__ __forceinline__ void attend_pairs(WarpSums& sums, const float (&scores)[PASS_SCORES], u32 values, u32 ranges,
-                                             int lane) {
+__device__ __forceinline__ void attend_pairs(WarpSums& sums, const float (&scores)[PASS_SCORES], const PassLoads& values,
+                                             u32 ranges, int lane) {
     float top[LANE_HEADS];
     float factor[LANE_HEADS];
     pass_tops(sums, scores, top, factor);

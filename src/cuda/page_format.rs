@@ -92,9 +92,9 @@ impl PageFormat {
         if self.tensor(which).bits == 3 { words / 3 } else { words }
     }
 
-    /// True if no MMA takes the fields: those of 3 bits, and those with the sign of a sketch.
+    /// True if no MMA takes the fields: those of keys with the sign of a sketch.
     pub(super) const fn needs_multiply_adds(&self) -> bool {
-        self.key.needs_multiply_adds() || self.value.needs_multiply_adds()
+        self.key.sketched()
     }
 
     /// True if ranges of keys or of values change inside rows of a tile.
@@ -222,10 +222,6 @@ impl TensorPages {
             [0, _] | [_, 0] => 0,
             [tokens, channels] => TILE_TOKENS / tokens * head_dim.div_ceil(channels) * size_of::<u32>(),
         }
-    }
-
-    const fn needs_multiply_adds(&self) -> bool {
-        self.bits == 3 || self.sketched()
     }
 
     /// True if ranges change inside rows of a tile: those of groups of tokens, and of groups of channels smaller than a row.

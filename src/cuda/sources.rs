@@ -33,6 +33,7 @@ files![
     "common/scores.cuh",
     "common/scores_grouped.cuh",
     "common/sketch.cuh",
+    "common/three_bits.cuh",
     "common/tile.cuh",
     "common/values.cuh",
     "common/values_grouped.cuh",

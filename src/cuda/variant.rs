@@ -148,7 +148,7 @@ impl AttendVariant {
                 what: "shared memory of a block".into(),
                 needed: needed as u64,
                 allowed: facts.shared_bytes as u64,
-                hint: "use a device with more shared memory, or a format of 1, 2, 4 or 8 bits without a sketch",
+                hint: "use a device with more shared memory, or a format without a sketch",
             });
         }
         Ok(Self { blocks: facts.shared_bytes / needed, ..variant })
@@ -234,7 +234,9 @@ const fn stage_bytes(pages: &PageFormat, step_tokens: usize) -> usize {
 fn whole_loads(pages: &PageFormat, tokens: usize) -> bool {
     let whole = |which: KeyOrValue| {
         let (bits, run) = (pages.tensor(which).bits, if which == KeyOrValue::Value { 32 } else { 16 });
-        (bits == 16 || tokens.is_multiple_of(run)) && (tokens * pages.head_dim * bits / 8).is_multiple_of(512)
+        // At 3 bits the load of fewest bits is that of the top ones.
+        let least = if bits == 3 { 1 } else { bits };
+        (bits == 16 || tokens.is_multiple_of(run)) && (tokens * pages.head_dim * least / 8).is_multiple_of(512)
     };
     whole(KeyOrValue::Key) && whole(KeyOrValue::Value)
 }
@@ -294,7 +296,9 @@ mod tests {
                         assert!(matches!(error, Error::Limit { .. }), "{error}");
                         continue;
                     }
-                    for variant in AttendVariant::candidates(pages, group, &facts).unwrap() {
+                    for variant in AttendVariant::candidates(pages, group, &facts)
+                        .unwrap_or_else(|e| panic!("{key} {value} {head_dim} {group} {e}"))
+                    {
                         assert!(variant.step_tokens.is_multiple_of(variant.pass_tokens));
                         assert!(TILE_TOKENS.is_multiple_of(variant.step_tokens));
                         let shared = (variant.shared_bytes() + variant.fixed_bytes()) * variant.blocks;
