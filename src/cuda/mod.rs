@@ -12,15 +12,15 @@
 //! | `ranges_span`, `ranges_tile`, `quantize` | of the same names | pack rows of dense tensors into pages |
 //! | `hadamard` | of the same name | rotates dense rows, and rows that were read back |
 //! | `append`, `dequantize`, `find_non_finite` | of the same names | single tokens; dense rows of a span; the search for what cannot be stored |
-//! | `attend` | `attend.cu` or `attend_fma.cu`, `prepare_query.cu`, `merge_states.cu` | one launch per segment format: prepares the query, attends, and the last block of a sequence to arrive merges |
+//! | `attend` | `attend.cu`, `prepare_query.cu`, `merge_states.cu` | one launch per segment format: prepares the query, attends, and the last block of a sequence to arrive merges |
 //! | `read_bandwidth`, `compute_guard` | of the same names | what measurements are held against |
 //!
 //! # What is served
 //!
 //! Keys and values in f16, or in codes of 1, 2, 4 or 8 bits, each independently: affine with any grouping of ranges, rotated
-//! or not, and codebooks of up to 4 bits; head dimensions 64, 96, 128 and 256; any group size. MMAs multiply f16 and codes
-//! with a range per channel or per token; other formats take a plain kernel of multiply-adds (`attend_fma.cu`), which is not
-//! tuned. Everything else, which is 3-bit codes, sketches, head dimension 80 and calibration, is refused with
+//! or not, and codebooks of up to 4 bits; head dimensions 64, 96, 128 and 256; any group size. MMAs multiply all of them:
+//! f16 as it is, codes with a range per channel or per token and levels of codebooks as bytes, codes with ranges of groups as
+//! halves. Everything else, which is 3-bit codes, sketches, head dimension 80 and calibration, is refused with
 //! [`Error::Unsupported`](crate::Error::Unsupported) when a store is made or a step is planned. The query always keeps 16 bits:
 //! [`QueryPrecision::Int8`](crate::backend::QueryPrecision::Int8) is a permission that this backend does not use.
 //!

@@ -172,7 +172,11 @@ fn whole_loads(pages: &PageFormat, tokens: usize) -> bool {
 fn step_tokens(pages: &PageFormat) -> usize {
     let sizes = [128, 64, 32, 16];
     let valid = |tokens: &usize| whole_loads(pages, *tokens);
-    let fits = |tokens: &usize| pages.tile_bytes_of(*tokens) <= STAGE_BYTES;
+    // Small groups have more bytes of ranges than of codes.
+    let fits = |tokens: &usize| {
+        pages.tile_bytes_of(*tokens) <= STAGE_BYTES
+            && (!pages.is_grouped() || stage_bytes(pages, *tokens) <= 2 * STAGE_BYTES)
+    };
     let largest = sizes.into_iter().filter(valid).find(fits);
     largest.or_else(|| sizes.into_iter().rev().find(valid)).unwrap_or(TILE_TOKENS)
 }
