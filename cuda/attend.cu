@@ -208,7 +208,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
             if constexpr (!KEY_GROUPED) {
                 pass_scores(scores, keys, lane, query, delta, base, constants);
             } else if constexpr (KEY_GROUP_CHANNELS == 1) {
-                const u32 ranges = at + STAGE_KEY_RANGES_AT + pass * PASS_TOKENS / KEY_GROUP_TOKENS * (4 * HEAD_DIM);
+                constexpr int tokens = KEY_GROUP_TOKENS + !KEY_GROUP_TOKENS;
+                const u32 ranges = at + STAGE_KEY_RANGES_AT + pass * PASS_TOKENS / tokens * (4 * HEAD_DIM);
                 pass_scores_of_token_groups(scores, keys, ranges, lane, query, delta);
             } else {
                 const u32 ranges = at + STAGE_KEY_RANGES_AT + 4 * pass * PASS_TOKENS;
@@ -252,8 +253,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
             if constexpr (VALUE_BITS == 16) {
                 attend_halves(sums, scores, values.at, lane);
             } else if constexpr (VALUE_GROUPED) {
-                const u32 ranges = VALUE_TOKEN_GROUPS ? pass * PASS_TOKENS / (VALUE_GROUP_TOKENS + !VALUE_GROUPED) * HEAD_DIM
-                                                      : pass * PASS_TOKENS;
+                constexpr int tokens = VALUE_GROUP_TOKENS + !VALUE_GROUP_TOKENS;
+                const int ranges = pass * PASS_TOKENS / (VALUE_TOKEN_GROUPS ? tokens : 1) * (VALUE_TOKEN_GROUPS ? HEAD_DIM : 1);
                 attend_pairs(sums, scores, values, at + STAGE_VALUE_RANGES_AT + 4 * ranges, lane);
             } else {
                 attend_bytes(sums, scores, values, at + STAGE_VALUE_RANGES_AT + 4 * pass * PASS_TOKENS, lane,

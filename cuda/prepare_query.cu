@@ -121,11 +121,26 @@ __device__ __forceinline__ QueryLoads load_query(const AttendCall& call, const I
     return loads;
 }
 
-// The place of a channel in a row of the query: that of a block's channels 4 c + e is the one that the MMA gives to its
-// element 2 c + (e >> 1), in the upper half for odd e, if codes become pairs of halves (common/scores_grouped.cuh).
+// True if the planes of a load are blocks of channels of the same tokens: then bytes of levels need not be sorted by plane,
+// and the query is in their order instead.
+constexpr bool QUERY_MIXES_PLANES = KEY_LEVELS && KEY_BITS != 3 && KEY_BLOCKS % KEY_PLANES == 0;
+
+// The place of a channel in a row of the query.
 __device__ __forceinline__ int query_place(int channel) {
-    if (!KEY_GROUPED) return channel;
-    return (channel & ~15) + 8 * (channel & 1) + (channel >> 1 & 6) + (channel >> 1 & 1);
+    if (KEY_GROUPED) {
+        // Where codes become pairs of halves, channel 4 c + e of a block is element 2 c + (e >> 1) of an MMA, in the upper
+        // half for odd e (common/scores_grouped.cuh).
+        return (channel & ~15) + 8 * (channel & 1) + (channel >> 1 & 6) + (channel >> 1 & 1);
+    }
+    if (QUERY_MIXES_PLANES) {
+        // Byte by byte as in `level_bytes`: block `pair + PLANES / 2 · (e >> 1)` of the load, channels 4 c + e of planes
+        // `pair` and `pair + PLANES / 2` in turn.
+        constexpr int pairs = KEY_PLANES > 1 ? KEY_PLANES / 2 : 1;
+        const int plane = channel / 32 % KEY_PLANES;
+        const int block = channel / 32 - plane + plane % pairs + pairs * (channel >> 1 & 1);
+        return 32 * block + (channel & 28) + 2 * (channel & 1) + plane / pairs;
+    }
+    return channel;
 }
 
 // One head's rows of bytes and its constants, of q' in `scaled`.
@@ -163,8 +178,9 @@ __device__ __forceinline__ void prepare_head(QueryShared& shared, int head, cons
             const int query = __float2int_rn(fminf(fmaxf(scaled[i] * inverse, -32512.0f), 32512.0f));
             taken += __fmaf_rn((float)-query, constants.delta, scaled[i]);
             const int low = (int)(signed char)(query & 0xff);
-            shared.rows[high_row][lane + 32 * i] = (u8)((query - low) >> 8);
-            shared.rows[low_row][lane + 32 * i] = (u8)low;
+            const int place = query_place(lane + 32 * i);
+            shared.rows[high_row][place] = (u8)((query - low) >> 8);
+            shared.rows[low_row][place] = (u8)low;
             // What the bytes of `key_block` lack of a code.
 #pragma unroll
             for (int v = 0; v < KEY_VARIANTS; v++) {
@@ -218,12 +234,13 @@ __device__ __forceinline__ void prepare_query(QueryShared& shared, QueryLoads& l
         if (KEY_TOKEN_RANGES) query_sum = warp_sum(query_sum);
         if (KEY_SPAN_RANGES) offset = warp_sum(offset);
         if (KEY_LEVEL_UNIT != 0) offset = -MIDDLE_KEY * query_sum;
-        if (KEY_GROUPED && KEY_GROUP_CHANNELS > 1) {
+        if constexpr (KEY_GROUPED && KEY_GROUP_CHANNELS > 1) {
+            constexpr int channels = HEAD_DIM / KEY_ROW_GROUPS;
             for (int group = 0; group < KEY_ROW_GROUPS; group++) {
                 float sum = 0.0f;
 #pragma unroll
                 for (int i = 0; i < LANE_CHANNELS; i++) {
-                    if ((lane + 32 * i) / KEY_GROUP_CHANNELS == group) sum += scaled[i];
+                    if ((lane + 32 * i) / channels == group) sum += scaled[i];
                 }
                 sum = warp_sum(sum);
                 if (lane == 0) shared.group_sums[group][head] = sum;

@@ -129,3 +129,4 @@ constexpr u32 STAGE_COPIED_BYTES = STAGE_VALUE_RANGES_AT + VALUE_RANGE_ROWS * VA
 // for two or four parts of every line otherwise.
 constexpr u32 LINE_BYTES = 128;
 constexpr u32 STAGE_BYTES = (STAGE_COPIED_BYTES + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+static_assert(STEPS_PER_TILE > 1 || STAGE_COPIED_BYTES == HEAD_BYTES, "a whole tile is copied as it lies in the page");

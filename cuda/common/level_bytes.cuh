@@ -25,12 +25,12 @@ __device__ __forceinline__ u32 level_bytes_4(u32 word, u32 low_bits, u32 shifted
     return (above & positive) | (below & ~positive);
 }
 
-// The bytes of a word's codes, plane by plane.
-template <int BITS, int PLANES>
+// The bytes of a word's codes, plane by plane; or, unless SORTED, as they come from the tables: nibbles of a byte are two
+// planes at 4 bits, and at 2 bits the pairs {0, 2} and {1, 3}, so that bytes 0 and 1 of `planes[i]` are of channel 0 of
+// both planes of pair i, bytes 2 and 3 of channel 1, and `planes[i + PLANES / 2]` has those of channels 2 and 3.
+template <int BITS, bool SORTED, int PLANES>
 __device__ __forceinline__ void level_bytes(u32 (&planes)[PLANES], u32 word, const u32 (&tables)[LEVEL_TABLES]) {
     static_assert(PLANES == 8 / BITS && (BITS == 2 || BITS == 4), "codes of 2 or 4 bits");
-    // Nibbles of a byte are two planes at 4 bits, and at 2 bits the pairs {0, 2} and {1, 3}: bytes of both planes in turn,
-    // which are sorted at last.
 #pragma unroll
     for (int i = 0; i < PLANES / 2; i++) {
         u32 first;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void level_bytes(u32 (&planes)[PLANES], u32 word, con
             first = permute_bytes(tables[4], tables[4], selector);
             second = permute_bytes(tables[4], tables[4], selector >> 16);
         }
-        planes[i] = permute_bytes(first, second, 0x6420u);
-        planes[i + PLANES / 2] = permute_bytes(first, second, 0x7531u);
+        planes[i] = SORTED ? permute_bytes(first, second, 0x6420u) : first;
+        planes[i + PLANES / 2] = SORTED ? permute_bytes(first, second, 0x7531u) : second;
     }
 }

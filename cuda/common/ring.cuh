@@ -43,19 +43,23 @@ struct Ring {
                 const u32 barrier = barriers + 8 * index;
                 barrier_expect(barrier, FINDS_EXTREMES ? STAGE_VALUES_AT + STAGE_VALUE_RANGES_AT - STAGE_KEY_RANGES_AT
                                                        : STAGE_COPIED_BYTES);
+                // A whole tile lies in the page as in the stage.
+                if (STEPS_PER_TILE == 1 && !FINDS_EXTREMES) {
+                    copy_bulk(to, tile, STAGE_COPIED_BYTES, barrier);
+                    return;
+                }
+                const auto copy_ranges = [&](u32 to_rows, const u8* from, u32 rows, u32 row_bytes) {
+                    for (u32 row = 0; row < rows; row++) {
+                        copy_bulk(to_rows + row * row_bytes, from + row * RANGE_ROW_STRIDE, row_bytes, barrier);
+                    }
+                };
                 copy_bulk(to, keys, KEY_LOADS * LOAD_BYTES, barrier);
                 if (KEY_TOPS > 0) copy_bulk(to + STAGE_KEY_TOPS_AT, key_tops, KEY_TOPS * LOAD_BYTES, barrier);
-                for (u32 row = 0; row < KEY_RANGE_ROWS; row++) {
-                    copy_bulk(to + STAGE_KEY_RANGES_AT + row * KEY_RANGE_ROW_BYTES, key_ranges + row * RANGE_ROW_STRIDE,
-                              KEY_RANGE_ROW_BYTES, barrier);
-                }
+                copy_ranges(to + STAGE_KEY_RANGES_AT, key_ranges, KEY_RANGE_ROWS, KEY_RANGE_ROW_BYTES);
                 if (FINDS_EXTREMES) return;
                 copy_bulk(to + STAGE_VALUES_AT, values, VALUE_LOADS * LOAD_BYTES, barrier);
                 if (VALUE_TOPS > 0) copy_bulk(to + STAGE_VALUE_TOPS_AT, value_tops, VALUE_TOPS * LOAD_BYTES, barrier);
-                for (u32 row = 0; row < VALUE_RANGE_ROWS; row++) {
-                    copy_bulk(to + STAGE_VALUE_RANGES_AT + row * VALUE_RANGE_ROW_BYTES,
-                              value_ranges + row * RANGE_ROW_STRIDE, VALUE_RANGE_ROW_BYTES, barrier);
-                }
+                copy_ranges(to + STAGE_VALUE_RANGES_AT, value_ranges, VALUE_RANGE_ROWS, VALUE_RANGE_ROW_BYTES);
             }
         } else {
             const u32 at = lane * 16;

@@ -72,10 +72,10 @@ __device__ __forceinline__ void pass_scores(float (&scores)[PASS_SCORES], const 
                 if (block % KEY_PLANES == 0) {
                     load = load_shared_16(keys.at + block / KEY_PLANES * LOAD_BYTES + lane * 16);
                     if constexpr (KEY_LEVELS && KEY_BITS != 3) {
-                        level_bytes<KEY_BITS>(levels[0], load.x, constants.level_tables);
-                        level_bytes<KEY_BITS>(levels[1], load.y, constants.level_tables);
-                        level_bytes<KEY_BITS>(levels[2], load.z, constants.level_tables);
-                        level_bytes<KEY_BITS>(levels[3], load.w, constants.level_tables);
+                        level_bytes<KEY_BITS, !QUERY_MIXES_PLANES>(levels[0], load.x, constants.level_tables);
+                        level_bytes<KEY_BITS, !QUERY_MIXES_PLANES>(levels[1], load.y, constants.level_tables);
+                        level_bytes<KEY_BITS, !QUERY_MIXES_PLANES>(levels[2], load.z, constants.level_tables);
+                        level_bytes<KEY_BITS, !QUERY_MIXES_PLANES>(levels[3], load.w, constants.level_tables);
                     }
                 }
                 if (KEY_BITS == 3 && block % TOP_PLANES == 0) {

@@ -5,7 +5,7 @@
 //   groups of channels of a token:   score = Σ_j (s_j δ 2^24 Σ_{c in j} q_c code + m_j Σ_{c in j} q'_c)
 //
 // with (s, m) a range. A product q_c s_c is two halves whose sum it is, as is the query: no rounding meets what a group's
-// codes have in common. Σ_c q_c m_c is multiplied from rows that are all alike, once for a group.
+// codes have in common. Σ_c q_c m_c is multiplied from eight rows that are all alike, once for a group.
 
 #pragma once
 
@@ -52,7 +52,8 @@ __device__ __forceinline__ void pass_scores_of_token_groups(float (&scores)[PASS
                                                             u32 ranges, int lane,
                                                             const u32 (&query)[2 * QUERY_REGISTERS],
                                                             const float (&delta)[LANE_HEADS]) {
-    constexpr int group_tokens = KEY_GROUP_TOKENS < PASS_TOKENS ? KEY_GROUP_TOKENS : PASS_TOKENS;
+    constexpr bool several = KEY_GROUP_TOKENS > 0 && KEY_GROUP_TOKENS < PASS_TOKENS;
+    constexpr int group_tokens = several ? KEY_GROUP_TOKENS : PASS_TOKENS;
     constexpr int group_blocks = group_tokens / BLOCK_TOKENS;
     uint4 load;
     uint4 top;
@@ -65,7 +66,7 @@ __device__ __forceinline__ void pass_scores_of_token_groups(float (&scores)[PASS
             const uint4 words = load_shared_16(ranges + (group * HEAD_DIM + 16 * f + 4 * (lane & 3)) * 4);
             const u32 minimums[2] = {permute_bytes(words.x, words.z, 0x7632u), permute_bytes(words.y, words.w, 0x7632u)};
             const u32 scales[2] = {permute_bytes(words.x, words.z, 0x5410u), permute_bytes(words.y, words.w, 0x5410u)};
-            const u32 a[4] = {minimums[0], minimums[0], minimums[1], minimums[1]};
+            const u32 a[4] = {minimums[0], 0u, minimums[1], 0u};
             const int other = QUERY_BLOCKS + f;
             multiply_f16(start, a, query[2 * f], query[2 * f + 1]);
             if (WIDE) multiply_f16(start, a, query[2 * other], query[2 * other + 1]);
@@ -106,7 +107,7 @@ __device__ __forceinline__ void pass_scores_of_token_groups(float (&scores)[PASS
             }
 #pragma unroll
             for (int i = 0; i < 2 * LANE_HEADS; i++) {
-                float sum = joined_halves(start, i);
+                float sum = joined_halves(start, i % LANE_HEADS);
 #pragma unroll
                 for (int p = 0; p < KEY_HALF_PLANES; p++) {
                     const float unit = KEY_PAIR_UNIT / (float)(1 << (KEY_PLANE_SHIFT * p));

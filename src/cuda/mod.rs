@@ -18,11 +18,12 @@
 //!
 //! # What is served
 //!
-//! Every format, head dimension and group size that the library has, calibrated or not. MMAs multiply f16 and codes of 1, 2, 4 and
-//! 8 bits with a range per channel or per token; other formats (groups, codebooks, 3 bits, sketches) take a plain kernel of
-//! multiply-adds (`attend_fma.cu`), which is not tuned and keeps the floats of a tile in shared memory: at head dimension 256 on
-//! devices with less than 140 KiB for a block a step is refused with [`Error::Limit`](crate::Error::Limit). The query always keeps
-//! 16 bits: [`QueryPrecision::Int8`](crate::backend::QueryPrecision::Int8) is a permission that this backend does not use.
+//! Every format, head dimension and group size that the library has, calibrated or not. MMAs multiply all but keys with
+//! sketches: f16 as it is, codes with a range per channel or per token and levels of codebooks as bytes, codes with ranges of
+//! groups as halves. A step over sketched keys takes a plain kernel of multiply-adds (`attend_fma.cu`), which is not tuned and
+//! keeps the floats of a tile in shared memory: at head dimension 256 it is refused with
+//! [`Error::Limit`](crate::Error::Limit) on devices with less than 140 KiB for a block. The query always keeps 16 bits:
+//! [`QueryPrecision::Int8`](crate::backend::QueryPrecision::Int8) is a permission that this backend does not use.
 //!
 //! A calibrated segment takes two launches of `attend`: one for the extremes of its scores, one that maps and weighs them.
 //!

@@ -95,10 +95,13 @@ impl AttendVariant {
         // channels than 128, and with eight heads, the registers of many warps would not suffice.
         let grouped = pages.is_grouped();
         let tuned = bulk_copies && pages.head_dim <= 128 && !grouped;
-        // Products of groups take registers beside sums.
+        // Scales of groups take registers beside queries and sums, most of all where a row of keys has several.
         let few = [64, 32].into_iter().find(|&few| few <= tokens && whole_loads(&pages, few)).unwrap_or(tokens);
-        let sizes: [(bool, Sizes); 12] = [
-            (bulk_copies && grouped, env_sizes(few)),
+        // A whole tile is one copy.
+        let many_warps = grouped && bulk_copies && pages.head_dim <= 128 && pages.key.row_groups(pages.head_dim) == 1;
+        let sizes: [(bool, Sizes); 13] = [
+            (many_warps, [TILE_TOKENS, few, 1, 12, 1]),
+            (many_warps, [few, few, 1, 12, 1]),
             (grouped, [few, few, 2, 8, 1]),
             (tuned && !wide && bits <= 2, [128, 128, 2, 16, 1]),
             (tuned && wide && bits <= 4, [128, 128, 3, 8, 1]),
@@ -212,16 +215,6 @@ impl AttendVariant {
     }
 }
 
-fn env_sizes(few: usize) -> Sizes {
-    match std::env::var("KVPACK_SIZES") {
-        Ok(text) => {
-            let sizes: Vec<usize> = text.split(',').map(|x| x.parse().unwrap()).collect();
-            [sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]]
-        }
-        Err(_) => [few, few, 2, 8, 1],
-    }
-}
-
 /// Bytes of a stage, whole lines of the L2 cache: `STAGE_BYTES` in `cuda/common/attend_call.cuh`.
 const fn stage_bytes(pages: &PageFormat, step_tokens: usize) -> usize {
     let tiles = (pages.tile_bytes(KeyOrValue::Key) + pages.tile_bytes(KeyOrValue::Value)) * step_tokens / TILE_TOKENS;
@@ -245,7 +238,11 @@ fn whole_loads(pages: &PageFormat, tokens: usize) -> bool {
 fn step_tokens(pages: &PageFormat) -> usize {
     let sizes = [128, 64, 32, 16];
     let valid = |tokens: &usize| whole_loads(pages, *tokens);
-    let fits = |tokens: &usize| pages.tile_bytes_of(*tokens) <= STAGE_BYTES;
+    // Small groups have more bytes of ranges than of codes.
+    let fits = |tokens: &usize| {
+        pages.tile_bytes_of(*tokens) <= STAGE_BYTES
+            && (!pages.is_grouped() || stage_bytes(pages, *tokens) <= 2 * STAGE_BYTES)
+    };
     let largest = sizes.into_iter().filter(valid).find(fits);
     largest.or_else(|| sizes.into_iter().rev().find(valid)).unwrap_or(TILE_TOKENS)
 }
