@@ -1,13 +1,12 @@
-// attend by multiply-adds: one decode step of a segment format whose ranges change within what an MMA sums (groups of
-// tokens of a channel, groups of channels of a token), of codes of 3 bits, or of sketched keys.
+// attend by multiply-adds: one decode step of a segment format with sketched keys.
 //
-//   score_t = q · k_t log2(e)/√d,   out = Σ_t 2^(score_t) v_t / Σ_t 2^(score_t)
+//   score_t = (q · level_t + R q · sign_t) log2(e)/√d,   out = Σ_t 2^(score_t) v_t / Σ_t 2^(score_t)
 //
-// A block owns one item for one KV head and a chunk of query heads. It takes a tile at a time: keys become floats in
-// shared memory, a thread scores one token for all heads; a warp turns the scores of a head into weights relative to a
+// with levels and signs times the norms they are relative to. A block owns one item for one KV head and a chunk of query
+// heads. It takes a tile at a time: levels, and then signs, become floats in shared memory, a thread scores one token for all heads; a warp turns the scores of a head into weights relative to a
 // running maximum; values become floats in the same place, and a thread adds up one channel (two of 256) for all heads.
 //
-// Memory: K and V of the item once, coalesced. Cost per element: about 10 operations to make it a float, two accesses of
+// Memory: K of the item twice (the second time from caches), V once, coalesced. Cost per element: about 10 operations to make it a float, two accesses of
 // shared memory and one multiply-add per head. Not tuned: this path serves formats, it does not win races.
 //
 // In bounds: as in attend.cu; tokens of the last tile beyond the item get the weight 0, and what is stored there is finite.
