@@ -3,7 +3,7 @@
 use super::program::Program;
 use crate::format::codebook::level_unit;
 use crate::format::{
-    AttentionShape, Bits, Grouping, KeyOrValue, RangeRule, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat,
+    AttentionShape, Bits, Grouping, KeyOrValue, NormRule, RangeRule, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat,
 };
 use crate::{Error, Result};
 
@@ -148,6 +148,7 @@ impl TensorPages {
         match format {
             TensorFormat::F16 => Ok(Self { bits: 16, grouping: None, symmetric: false, level_unit: 0, rotation: None }),
             format if format.code_bits() == Some(Bits::Three) || format.sketched().is_some() => unsupported(),
+            TensorFormat::Codebook(codebook) if codebook.norms == NormRule::Renormalized => unsupported(),
             format if format.rotation().is_some_and(|rotation| rotation.dealt_blocks(head_dim) > 1) => unsupported(),
             TensorFormat::Codebook(codebook) => {
                 let Some(unit) = level_unit(codebook.bits, head_dim) else { return unsupported() };
