@@ -78,8 +78,8 @@ __device__ __forceinline__ void append_row(const RowsCall& call) {
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; i++) rows[warp][lane + 32 * i] = row[i];
     __syncwarp();
-    if constexpr (SKETCHED<VALUE>) {
-        const u32 word = sketch_row<VALUE>(rows[warp], lane);
+    if constexpr (CODED_ROWS<VALUE>) {
+        const u32 word = code_row<VALUE>(rows[warp], lane);
         if (lane == 0) ((u32*)(part + TILE_RANGES_AT<VALUE>))[place.slot] = word;
     } else if constexpr (TILE_RANGES<VALUE>) {
         for (u32 channel = 0; channel < TENSOR_CHANNELS; channel += GROUP_CHANNELS<VALUE>) {

@@ -254,7 +254,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
                 attend_halves(sums, scores, values.at, lane);
             } else if constexpr (VALUE_GROUPED) {
                 constexpr int tokens = VALUE_GROUP_TOKENS + !VALUE_GROUP_TOKENS;
-                const int ranges = pass * PASS_TOKENS / (VALUE_TOKEN_GROUPS ? tokens : 1) * (VALUE_TOKEN_GROUPS ? HEAD_DIM : 1);
+                const int first = pass * PASS_TOKENS;
+                const int ranges = VALUE_TOKEN_GROUPS ? first / tokens * HEAD_DIM : first;
                 attend_pairs(sums, scores, values, at + STAGE_VALUE_RANGES_AT + 4 * ranges, lane);
             } else {
                 attend_bytes(sums, scores, values, at + STAGE_VALUE_RANGES_AT + 4 * pass * PASS_TOKENS, lane,
@@ -313,7 +314,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
             for (int q = 0; q < VALUE_MINIMUM_BLOCKS; q++) {
                 const int group = 16 * q + g;
                 if (group < VALUE_ROW_GROUPS) row[HEAD_DIM + 16 * q] = sums.minimums[q][WIDE ? h : 0] * factor;
-                if (group + 8 < VALUE_ROW_GROUPS) row[HEAD_DIM + 16 * q + 8] = sums.minimums[q][WIDE ? 2 + h : 2] * factor;
+                if (group + 8 < VALUE_ROW_GROUPS) {
+                    row[HEAD_DIM + 16 * q + 8] = sums.minimums[q][WIDE ? 2 + h : 2] * factor;
+                }
             }
         }
     }

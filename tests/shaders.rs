@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use kvpack::backend::{AttendOptions, QueryPrecision};
 use kvpack::format::sketch::Sketch;
-use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, Rotation, TensorFormat};
+use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, NormRule, Rotation, TensorFormat};
 use kvpack::plan::{DecodePlan, ElementType, Page, SpanView, Split, StoreView};
 use kvpack::wgpu::{Capabilities, KernelLimits, StepPlan, SubgroupSizes, Timestamps, Variant, variants};
 use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat};
@@ -60,9 +60,10 @@ fn decode_variants() -> Vec<Variant> {
     // Codebooks of order 16, which divides every head.
     let widths = [Bits::One, Bits::Two, Bits::Three, Bits::Four];
     let rotation = Rotation::randomized(16, 4);
-    let codebook = |bits| TensorFormat::Codebook(CodebookFormat { bits, rotation, sketch: None });
+    let codebook = |bits| TensorFormat::Codebook(CodebookFormat { bits, rotation, sketch: None, norms: NormRule::Row });
     let formats: Vec<TensorFormat> = formats.into_iter().chain(widths.map(codebook)).collect();
-    let sketched = |bits| TensorFormat::Codebook(CodebookFormat { bits, rotation, sketch: Some(Sketch { seed: 5 }) });
+    let sketch = Some(Sketch { seed: 5 });
+    let sketched = |bits| TensorFormat::Codebook(CodebookFormat { bits, rotation, sketch, norms: NormRule::Row });
     let keys: Vec<TensorFormat> = formats.iter().copied().chain(widths.map(sketched)).collect();
     let mut found = Vec::new();
     for turn in 0..keys.len() * 4 {

@@ -94,12 +94,12 @@ __device__ __forceinline__ float2 element_range(const u8* part, const float2* sp
     }
 }
 
-// The field that stores an element; of a sketched row the element is its field already (common/sketch.cuh).
+// The field that stores an element; of a row that was coded whole the element is its field already (common/sketch.cuh).
 template <bool VALUE>
 __device__ __forceinline__ u32 field_bits(float x, float2 range) {
     if constexpr (FORMAT_BITS<VALUE> == 16) {
         return half_bits(x);
-    } else if constexpr (SKETCHED<VALUE>) {
+    } else if constexpr (CODED_ROWS<VALUE>) {
         return __float_as_uint(x) ^ FLIPPED<VALUE>;
     } else if constexpr (CODEBOOK<VALUE>) {
         return level_code<VALUE>(x, range.x) ^ FLIPPED<VALUE>;

@@ -64,9 +64,8 @@ __device__ __forceinline__ void pass_scores_of_token_groups(float (&scores)[PASS
 #pragma unroll
         for (int f = 0; f < QUERY_BLOCKS; f++) {
             const uint4 words = load_shared_16(ranges + (group * HEAD_DIM + 16 * f + 4 * (lane & 3)) * 4);
-            const u32 minimums[2] = {permute_bytes(words.x, words.z, 0x7632u), permute_bytes(words.y, words.w, 0x7632u)};
             const u32 scales[2] = {permute_bytes(words.x, words.z, 0x5410u), permute_bytes(words.y, words.w, 0x5410u)};
-            const u32 a[4] = {minimums[0], 0u, minimums[1], 0u};
+            const u32 a[4] = {permute_bytes(words.x, words.z, 0x7632u), 0u, permute_bytes(words.y, words.w, 0x7632u), 0u};
             const int other = QUERY_BLOCKS + f;
             multiply_f16(start, a, query[2 * f], query[2 * f + 1]);
             if (WIDE) multiply_f16(start, a, query[2 * other], query[2 * other + 1]);

@@ -1,4 +1,7 @@
-// Sketched rows: `format::sketch`, bit for bit. A field is the sign of a channel of what the levels leave, rotated once more,
+// Rows that are coded whole, bit for bit: those with sketches (`format::sketch`), and those whose norms are divided by that of
+// their levels (`format::codebook::renormalized`).
+//
+// Of a sketched row, a field is the sign of a channel of what the levels leave, rotated once more,
 // above the code of the level, whose top bit is flipped; the sign bit is set where that channel is not below 0.
 
 #pragma once
@@ -91,4 +94,37 @@ __device__ __forceinline__ u32 sketch_row(float* row, int lane) {
     }
     __syncwarp();
     return norm_half | residual_half << 16;
+}
+
+// Replaces such a row by its codes, and yields the norm divided by that of the levels as it is stored.
+template <bool VALUE>
+__device__ __forceinline__ u32 renormalized_row(float* row, int lane) {
+    const auto at = [&](u32 channel) { return row[channel]; };
+    const float norm = half_value(warp_norm(lane, at));
+    u32 codes[LANE_CHANNELS];
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) codes[i] = level_code<VALUE>(row[lane + 32 * i], norm);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) {
+        const int channel = lane + 32 * i;
+        row[channel] = channel < TENSOR_CHANNELS ? level_value<VALUE>(codes[i], 1.0f) : 0.0f;
+    }
+    __syncwarp();
+    const float sum = warp_sum_of_squares(lane, at);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) row[lane + 32 * i] = __uint_as_float(codes[i]);
+    __syncwarp();
+    return nearest_root(__fmul_rn(norm, norm), sum);
+}
+
+// Replaces a row that is coded whole by its fields, and yields its range word.
+template <bool VALUE>
+__device__ __forceinline__ u32 code_row(float* row, int lane) {
+    if constexpr (SKETCHED<VALUE>) {
+        return sketch_row<VALUE>(row, lane);
+    } else {
+        return renormalized_row<VALUE>(row, lane);
+    }
 }

@@ -24,6 +24,8 @@
 #define VALUE_LEVEL_UNIT 0
 #define KEY_SKETCH_LEVEL 0
 #define KEY_SKETCH_SEED 0
+#define KEY_RENORMALIZED 0
+#define VALUE_RENORMALIZED 0
 #endif
 
 constexpr int TILE_TOKENS = 128;

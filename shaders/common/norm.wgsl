@@ -10,14 +10,25 @@ fn sum_of_four(x: vec4<f32>) -> f32 {
     return rounded(rounded(square(x.x) + square(x.y)) + rounded(square(x.z) + square(x.w)));
 }
 
-// The half nearest to the root of a sum of squares, ties to even; the root decides nothing but where to look.
 fn norm_bits(sum: f32) -> u32 {
-    let estimate = half_bits(min(sqrt(sum), HALF_MAX));
+    return nearest_root(sum, 1f);
+}
+
+// The norm over that of its levels, whose squares are summed: `format::codebook::renormalized`.
+fn renormalized_bits(norm: f32, sum: f32) -> u32 {
+    return nearest_root(norm * norm, sum);
+}
+
+// The half nearest to the root of `sum / divisor`, ties to even; the root decides nothing but where to look.
+fn nearest_root(sum: f32, divisor: f32) -> u32 {
+    let estimate = half_bits(min(sqrt(sum / divisor), HALF_MAX));
     let odd = (estimate & 1u) == 1u;
+    let below = rounded(midpoint_square(max(estimate, 1u) - 1u) * divisor);
+    let above = rounded(midpoint_square(estimate) * divisor);
     var half = estimate;
-    if (estimate > 0u && (sum < midpoint_square(estimate - 1u) || (sum == midpoint_square(estimate - 1u) && odd))) {
+    if (estimate > 0u && (sum < below || (sum == below && odd))) {
         half = estimate - 1u;
-    } else if (estimate < 0x7bffu && (sum > midpoint_square(estimate) || (sum == midpoint_square(estimate) && odd))) {
+    } else if (estimate < 0x7bffu && (sum > above || (sum == above && odd))) {
         half = estimate + 1u;
     }
     return select(half, 0u, half < 0x400u);

@@ -16,12 +16,16 @@ fn row_norm_bits(invocation: u32) -> u32 {
     }
     workgroupBarrier();
     if (invocation == 0u) {
-        var sum = 0f;
-        for (var i = 0u; i < HEAD_DIM / 4u; i++) {
-            sum = rounded(sum + row_squares[i]);
-        }
-        row_norm_word = norm_bits(sum);
+        row_norm_word = norm_bits(row_sum_of_squares());
     }
     workgroupBarrier();
     return row_norm_word;
+}
+
+fn row_sum_of_squares() -> f32 {
+    var sum = 0f;
+    for (var i = 0u; i < HEAD_DIM / 4u; i++) {
+        sum = rounded(sum + row_squares[i]);
+    }
+    return sum;
 }

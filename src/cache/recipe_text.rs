@@ -79,6 +79,13 @@ pub const METHODS: &[Method] = &[
         recipe: |bits, shape| Recipe::pack_all(SegmentFormat::turboquant(bits, shape.head_dim())),
     },
     Method {
+        name: "turboquant-renormalized",
+        bits: &[Bits::Four, Bits::Three, Bits::Two, Bits::One],
+        stores: "as turboquant, with norms that make what is stored as long as the row",
+        source: "TurboQuant (mse), arXiv 2504.19874, and a correction",
+        recipe: |bits, shape| Recipe::pack_all(SegmentFormat::turboquant_renormalized(bits, shape.head_dim())),
+    },
+    Method {
         name: "turboquant-prod",
         bits: &[Bits::Four, Bits::Three, Bits::Two],
         stores: "K: turboquant at one bit less and a 1-bit sketch of the rest, V: turboquant; packed as tokens arrive",

@@ -1,17 +1,10 @@
 //! Decode steps of realistic size, for timing: the part of the registry that `kvpack bench` runs.
 
-use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
-
-use super::accuracy::Expected;
-use super::data::{DataRecipe, Random, SequenceData};
-use super::reference;
-use super::report::{Limits, Report};
+use super::batch_format::{BatchFormat, BatchPart};
+use super::data::{DataRecipe, SequenceData};
 use super::{DataKind, InputLayout, RowOrder, SinkPlace};
-use crate::backend::{AttendOptions, SpanRead, SpanWrite};
-use crate::cpu::DenseSegment;
-use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TILE_TOKENS, TensorFormat};
-use crate::plan::{DecodePlan, ElementType, Page, PageAllocator, SpanView, Split, StoreView, TokenRange};
+use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat};
+use crate::plan::ElementType;
 use crate::{Backend, Result};
 
 /// How long the sequences of a batch are.
@@ -109,26 +102,24 @@ pub fn decode_formats() -> Vec<SegmentFormat> {
     formats
 }
 
+/// Batches in segments of mixed precision: the parts of Cocktail's chunks (arXiv 2503.23294), and halves.
+pub fn decode_mixes() -> Vec<BatchFormat> {
+    let per_channel = SegmentFormat::calibquant;
+    vec![
+        BatchFormat::of_parts([(SegmentFormat::F16, 1), (per_channel(Bits::Four), 3), (per_channel(Bits::Two), 4)]),
+        BatchFormat::of_parts([(per_channel(Bits::Four), 4), (per_channel(Bits::Two), 4)]),
+    ]
+}
+
 /// Keys and values of one sequence on a device, and queries for all. Every sequence of the batch, and every copy,
 /// stores the same keys and values in pages of its own.
 pub struct DecodeData<B: Backend> {
     /// The step that the data are for.
     pub decode: DecodeShape,
-    host: SequenceData,
-    keys: B::Tensor,
-    values: B::Tensor,
-    queries: B::Tensor,
-}
-
-/// A filled store with several copies of a batch, so that steps that go round the copies find cold caches.
-pub struct Workload<B: Backend> {
-    /// The store of all copies.
-    pub store: B::Store,
-    /// The step over each copy.
-    pub plans: Vec<DecodePlan>,
-    /// Bytes of the store that one step reads: codes and ranges.
-    pub step_bytes: u64,
-    spans: Vec<Vec<Page>>,
+    pub(super) host: SequenceData,
+    pub(super) keys: B::Tensor,
+    pub(super) values: B::Tensor,
+    pub(super) queries: B::Tensor,
 }
 
 impl<B: Backend> DecodeData<B> {
@@ -193,164 +184,13 @@ impl DecodeShape {
         (0..self.sequences).map(|sequence| self.length(sequence)).sum()
     }
 
-    /// Bytes of one batch in `format` without ranges: what one step must read at least.
-    pub fn code_bytes(&self, format: &SegmentFormat) -> u64 {
-        let elements = self.total_tokens() * self.shape.kv_heads() * self.shape.head_dim();
-        ((format.key.element_bits() + format.value.element_bits()) * elements / 8) as u64
-    }
-}
-
-impl<B: Backend> Workload<B> {
-    /// Stores the batch in `format`, as many times as it takes to hold at least `bytes` bytes, and plans a step over
-    /// each copy.
-    ///
-    /// # Errors
-    /// When the copies do not fit the device.
-    pub async fn new(
-        backend: &B,
-        data: &DecodeData<B>,
-        format: SegmentFormat,
-        bytes: u64,
-        split: Split,
-    ) -> Result<Self> {
-        let decode = &data.decode;
-        let copies = bytes.div_ceil(decode.code_bytes(&format)).max(1) as usize;
-        let spans_needed = copies * decode.sequences;
-        let span_pages = |sequence| decode.length(sequence).div_ceil(TILE_TOKENS);
-        let pages_needed = copies * (0..decode.sequences).map(span_pages).sum::<usize>();
-
-        let mut store = backend.create_store(decode.shape, format)?;
-        let mut allocator = PageAllocator::default();
-        let most = backend.max_shard_pages(&decode.shape, &format).max(1) as usize;
-        while allocator.capacity() < pages_needed {
-            let pages = (pages_needed - allocator.capacity()).min(most) as u32;
-            backend.add_shard(&mut store, pages).await?;
-            allocator.add_shard(pages);
-        }
-        backend.reserve_ranges(&mut store, spans_needed).await?;
-        let mut spans = Vec::with_capacity(spans_needed);
-        let mut batch = Vec::new();
-        for range_slot in 0..spans_needed {
-            let sequence = range_slot % decode.sequences;
-            if sequence == 0 {
-                batch = allocator.allocate(pages_needed / copies)?;
-                if decode.pages == PageOrder::Shuffled {
-                    Random::new(range_slot as u64).shuffle(&mut batch);
-                }
-            }
-            let pages: Vec<Page> = batch.drain(..span_pages(sequence)).collect();
-            let tokens = TokenRange::new(0, decode.length(sequence))?;
-            let write = SpanWrite { rows: data.host.rows, tokens, pages: &pages, range_slot };
-            backend.quantize(&mut store, &data.keys, &data.values, write)?;
-            spans.push(pages);
-        }
-        let plans = (0..copies).map(|copy| plan(decode, format, copy, &spans, split)).collect::<Result<_>>()?;
-        let step_bytes = backend.store_bytes(&store) / copies as u64;
-        Ok(Self { store, plans, step_bytes, spans })
-    }
-
-    /// Runs every copy once and holds all outputs against an f64 attention over the stored data.
-    ///
-    /// # Errors
-    /// Whatever the backend reports; a wrong result is no error but a [`Report`] that did not pass.
-    pub async fn check(&self, backend: &B, data: &DecodeData<B>, options: AttendOptions) -> Result<Report> {
-        // Sequences of one length hold the same.
-        let mut expected: BTreeMap<usize, Expected> = BTreeMap::new();
-        for sequence in 0..data.decode.sequences {
-            let tokens = data.decode.length(sequence);
-            if let Entry::Vacant(entry) = expected.entry(tokens) {
-                entry.insert(self.expected(backend, data, sequence).await?);
-            }
-        }
-        let head_dim = data.decode.shape.head_dim();
-        let limits = Limits::new(options.query);
-        let mut report =
-            Report { case: data.decode.name.clone(), error: Default::default(), limits, failures: Vec::new() };
-        for plan in &self.plans {
-            let output = backend.attend(plan, &[&self.store], &data.queries, options).await?;
-            let output = backend.download(&output).await?;
-            for (index, sequence) in output.chunks(data.decode.shape.query_heads() * head_dim).enumerate() {
-                let expected = &expected[&data.decode.length(index)];
-                let error = expected.error_of(sequence, head_dim);
-                report.failures.extend(expected.failures(sequence, &error, &limits));
-                if error.nmse >= report.error.nmse {
-                    report.error = error;
-                }
-            }
-        }
-        report.failures.dedup();
-        Ok(report)
-    }
-
-    /// What a sequence of the first copy must yield.
-    async fn expected(&self, backend: &B, data: &DecodeData<B>, sequence: usize) -> Result<Expected> {
-        let tokens = data.decode.length(sequence);
-        let read = SpanRead { pages: &self.spans[sequence], tokens, range_slot: sequence };
-        let (keys, values) = backend.dequantize(&self.store, read)?;
-        let (keys, values) = (backend.download(&keys).await?, backend.download(&values).await?);
-        let span = DenseSegment { keys: &keys, values: &values, tokens, calibration: None };
-        reference::attention(&data.decode.shape, &[span], &data.host.queries)
-    }
-}
-
-/// The step over one copy.
-fn plan(
-    decode: &DecodeShape,
-    format: SegmentFormat,
-    copy: usize,
-    spans: &[Vec<Page>],
-    split: Split,
-) -> Result<DecodePlan> {
-    let first = copy * decode.sequences;
-    let spans = (0..decode.sequences)
-        .map(|sequence| SpanView {
-            sequence,
-            tokens: decode.length(sequence),
-            pages: &spans[first + sequence],
-            range_slot: first + sequence,
-        })
-        .collect();
-    DecodePlan::new(decode.shape, decode.sequences, &[StoreView { format, calibration: None, spans }], split)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::cpu::Cpu;
-
-    /// A batch yields the same wherever its pages lie, and shuffled ones are those of its copy, each once.
-    #[test]
-    fn the_order_of_pages_does_not_matter() {
-        let cpu = Cpu::new();
-        let workload = |order| {
-            let decode = DecodeShape {
-                name: "small".into(),
-                shape: AttentionShape::new(4, 2, 64).unwrap(),
-                sequences: 3,
-                tokens: 700,
-                lengths: BatchLengths::Ragged,
-                pages: order,
-                quick: true,
-            };
-            let data = pollster::block_on(DecodeData::generated(&cpu, decode)).unwrap();
-            let format = SegmentFormat::per_channel(Bits::Four);
-            let bytes = 2 * data.decode.code_bytes(&format);
-            let workload = Workload::new(&cpu, &data, format, bytes, Split::default());
-            let workload = pollster::block_on(workload).unwrap();
-            let report = pollster::block_on(workload.check(&cpu, &data, AttendOptions::default())).unwrap();
-            assert!(report.passed(), "{}", report.reason());
-            workload.spans
+    /// Bytes of one batch in a format without ranges: what one step must read at least.
+    pub fn code_bytes(&self, format: &BatchFormat) -> u64 {
+        let bytes = |part: &BatchPart| {
+            let tokens: usize = (0..self.sequences).map(|sequence| part.tokens(self.length(sequence)).len()).sum();
+            let elements = tokens * self.shape.kv_heads() * self.shape.head_dim();
+            ((part.format.key.element_bits() + part.format.value.element_bits()) * elements / 8) as u64
         };
-        let (consecutive, shuffled) = (workload(PageOrder::Consecutive), workload(PageOrder::Shuffled));
-        assert_eq!(consecutive.len(), 6, "three sequences, two copies");
-        assert_ne!(consecutive, shuffled);
-        for (consecutive, shuffled) in consecutive.chunks(3).zip(shuffled.chunks(3)) {
-            let sorted = |spans: &[Vec<Page>]| {
-                let mut indices: Vec<u32> = spans.concat().iter().map(|page| page.index).collect();
-                indices.sort_unstable();
-                indices
-            };
-            assert_eq!(sorted(consecutive), sorted(shuffled));
-        }
+        format.parts().iter().map(bytes).sum()
     }
 }

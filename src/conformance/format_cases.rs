@@ -105,7 +105,7 @@ pub(super) fn codebooks() -> Vec<Case> {
         }
     }
     let turboquant = |bits| TensorFormat::Codebook(CodebookFormat::turboquant(bits, 128));
-    let plain = CodebookFormat { bits: Bits::Two, rotation: Rotation::hadamard(16), sketch: None };
+    let plain = CodebookFormat { rotation: Rotation::hadamard(16), ..CodebookFormat::turboquant(Bits::Two, 128) };
     for (name, key, value) in [
         ("keys-only", turboquant(Bits::Four), TensorFormat::F16),
         ("values-only", affine(Bits::Four, Grouping::Channel), turboquant(Bits::Two)),
@@ -113,6 +113,15 @@ pub(super) fn codebooks() -> Vec<Case> {
         ("plain-rotation", TensorFormat::Codebook(plain), affine(Bits::Two, Grouping::TokenChannels(32))),
     ] {
         cases.push(Case::new(&format!("codebook-{name}"), shape(4, 128), SegmentFormat { key, value }));
+    }
+    for (i, bits) in widths.into_iter().enumerate() {
+        let head_dim = crate::format::HEAD_DIMS[(i + 1) % crate::format::HEAD_DIMS.len()];
+        let format = SegmentFormat::turboquant_renormalized(bits, head_dim);
+        let mut case =
+            Case::new(&format!("codebook-renormalized-d{head_dim}-{bits}bit"), shape(GROUPS[i], head_dim), format);
+        case.segments[0].fill = if i % 2 == 0 { Fill::Append } else { Fill::Quantize };
+        case.quick = bits == Bits::Four;
+        cases.push(case);
     }
     for (what, data) in [
         ("constant-channels", DataKind::ConstantChannels),

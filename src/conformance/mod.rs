@@ -10,6 +10,7 @@
 //! has both.
 
 mod accuracy;
+mod batch_format;
 mod case;
 mod data;
 mod decode;
@@ -19,10 +20,13 @@ mod registry;
 mod report;
 mod run;
 mod stored;
+mod workload;
 
+pub use batch_format::{BatchFormat, BatchPart};
 pub use case::{Case, DataKind, Fill, InputLayout, Paging, RowOrder, SegmentCase, SinkPlace, SpanCase};
 pub use data::{DataRecipe, HostTensor, SINK_NATS, SequenceData, sequences};
-pub use decode::{BatchLengths, DecodeData, DecodeShape, PageOrder, Workload, decode_formats, decode_shapes};
+pub use decode::{BatchLengths, DecodeData, DecodeShape, PageOrder, decode_formats, decode_mixes, decode_shapes};
 pub use registry::cases;
 pub use report::{Failure, Limits, Mismatch, OutputError, Report};
 pub use run::run_case;
+pub use workload::Workload;

@@ -11,7 +11,7 @@
 //! | --- | --- | --- |
 //! | `ranges_span`, `ranges_tile`, `quantize` | of the same names | pack rows of dense tensors into pages |
 //! | `hadamard` | of the same name | rotates dense rows, and rows that were read back |
-//! | `sketch` | of the same name | turns rotated rows of keys into levels and signs, and signs back |
+//! | `code_rows` | of the same name | turns rotated rows into the fields of sketches and of levels with norms of their own, and signs back |
 //! | `append`, `dequantize`, `find_non_finite` | of the same names | single tokens; dense rows of a span; the search for what cannot be stored |
 //! | `attend` | `attend.cu` or `attend_fma.cu`, `prepare_query.cu`, `merge_states.cu` | one launch per segment format: prepares the query, attends, and the last block of a sequence to arrive merges |
 //! | `read_bandwidth`, `compute_guard` | of the same names | what measurements are held against |

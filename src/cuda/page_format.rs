@@ -4,7 +4,7 @@ use super::program::Program;
 use crate::format::codebook::level_unit;
 use crate::format::sketch::{Sketch, sketch_level};
 use crate::format::{
-    AttentionShape, Grouping, KeyOrValue, RangeRule, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat,
+    AttentionShape, Grouping, KeyOrValue, NormRule, RangeRule, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat,
 };
 use crate::{Error, Result};
 
@@ -34,6 +34,8 @@ pub(super) struct TensorPages {
     pub(super) level_unit: u32,
     /// Bits of the level of a sketch and the seed of its rotations; zeros where there is none.
     pub(super) sketch: [u32; 2],
+    /// Norms are divided by those of the levels.
+    pub(super) renormalized: bool,
     /// How rows are rotated before they are stored.
     pub(super) rotation: Option<Rotation>,
 }
@@ -129,6 +131,8 @@ impl PageFormat {
             ("VALUE_LEVEL_UNIT", self.value.level_unit as usize),
             ("KEY_SKETCH_LEVEL", self.key.sketch[0] as usize),
             ("KEY_SKETCH_SEED", self.key.sketch[1] as usize),
+            ("KEY_RENORMALIZED", self.key.renormalized.into()),
+            ("VALUE_RENORMALIZED", self.value.renormalized.into()),
             ("KEY_SYMMETRIC", self.key.symmetric.into()),
             ("VALUE_SYMMETRIC", self.value.symmetric.into()),
             ("KEY_ROTATION_ORDER", order(&self.key)),
@@ -148,7 +152,7 @@ impl PageFormat {
             "hadamard.cu",
             "ranges_span.cu",
             "ranges_tile.cu",
-            "sketch.cu",
+            "code_rows.cu",
             "append.cu",
             "find_non_finite.cu",
             "dequantize.cu",
@@ -159,8 +163,15 @@ impl PageFormat {
 }
 
 impl TensorPages {
-    const F16: Self =
-        Self { bits: 16, grouping: None, symmetric: false, level_unit: 0, sketch: [0, 0], rotation: None };
+    const F16: Self = Self {
+        bits: 16,
+        grouping: None,
+        symmetric: false,
+        level_unit: 0,
+        sketch: [0, 0],
+        renormalized: false,
+        rotation: None,
+    };
 
     fn new(format: &TensorFormat, channels: usize) -> Result<Self> {
         match format {
@@ -179,6 +190,7 @@ impl TensorPages {
                     symmetric: false,
                     level_unit: codebook.level_bits().map_or(Ok(0), unit)?,
                     sketch: codebook.sketch.map_or([0, 0], sketch),
+                    renormalized: codebook.norms == NormRule::Renormalized,
                     rotation: Some(codebook.rotation),
                 })
             }
@@ -188,6 +200,7 @@ impl TensorPages {
                 symmetric: affine.ranges == RangeRule::Symmetric,
                 level_unit: 0,
                 sketch: [0, 0],
+                renormalized: false,
                 rotation: affine.rotation,
             }),
         }
@@ -200,6 +213,11 @@ impl TensorPages {
             3 => 8,
             bits => 8 / bits,
         }
+    }
+
+    /// True if whole rows become fields before they are packed: fields and norms depend on more than ranges and elements.
+    pub(super) const fn codes_rows(&self) -> bool {
+        self.sketched() || self.renormalized
     }
 
     /// True if fields hold the sign of a sketch.

@@ -142,7 +142,7 @@ impl Launcher<'_> {
         Memory::upload(self.stream, "page addresses", bytemuck::cast_slice(&addresses))
     }
 
-    /// Kernels `ranges_span`, `ranges_tile`, `sketch` and `quantize`.
+    /// Kernels `ranges_span`, `ranges_tile`, `code_rows` and `quantize`.
     pub(super) fn quantize(&self, store: &Store, keys: &Tensor, values: &Tensor, write: &SpanWrite<'_>) -> Result<()> {
         let shape = store.shape();
         write.rows.check("keys", keys.elements(), shape)?;
@@ -221,9 +221,9 @@ impl Launcher<'_> {
             }
             let tiles = (piece.call.tokens as u64).div_ceil(TILE_TOKENS as u64) * store.shape().kv_heads() as u64;
             let ranges = store.pages().ranges_per_tile(which) as u64;
-            if store.pages().tensor(which).sketched() {
+            if store.pages().tensor(which).codes_rows() {
                 let rows = u64::from(piece.call.tokens) * store.shape().kv_heads() as u64;
-                self.run(&program, "sketch_keys", &piece.call, rows * 32)?;
+                self.run(&program, named(which, "code_keys", "code_values"), &piece.call, rows * 32)?;
             } else if ranges > 0 {
                 let name = named(which, "ranges_tile_keys", "ranges_tile_values");
                 self.run(&program, name, &piece.call, tiles * ranges * 32)?;

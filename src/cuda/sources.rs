@@ -20,6 +20,7 @@ files![
     "append.cu",
     "attend.cu",
     "attend_fma.cu",
+    "code_rows.cu",
     "common/attend_call.cuh",
     "common/calibration.cuh",
     "common/code_range.cuh",
@@ -48,7 +49,6 @@ files![
     "ranges_span.cu",
     "ranges_tile.cu",
     "read_bandwidth.cu",
-    "sketch.cu",
 ];
 
 /// One text of several files: each `#include "…"` is replaced by the file it names, once.

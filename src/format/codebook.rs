@@ -106,15 +106,30 @@ impl Codebook {
 /// the last two are added, then their sums, and those of all fours from the first to the last, in f32. The root is decided
 /// by comparing the sum with the squares of the midpoints between halves, which are exact in f32.
 pub fn stored_norm(row: &[f32]) -> half::f16 {
+    nearest_root(sum_of_squares(row), 1.0)
+}
+
+/// The norm of a row over that of its levels, which makes the levels as long as the row, rounded as [`stored_norm`] does.
+///
+/// The square of the norm is exact in f32, the squares of the levels are summed as those of a row, and the root of the
+/// quotient is decided by comparing the former with the products, rounded to f32, of the sum and the squares of midpoints.
+pub fn renormalized(norm: half::f16, levels: &[f32]) -> half::f16 {
+    nearest_root(norm.to_f32() * norm.to_f32(), sum_of_squares(levels))
+}
+
+fn sum_of_squares(row: &[f32]) -> f32 {
     let square = |x: f32| if x.abs() < SMALLEST { 0.0 } else { x * x };
     let of_four = |x: &[f32; 4]| (square(x[0]) + square(x[1])) + (square(x[2]) + square(x[3]));
-    let sum = row.as_chunks::<4>().0.iter().fold(0.0, |sum, four| sum + of_four(four));
+    row.as_chunks::<4>().0.iter().fold(0.0, |sum, four| sum + of_four(four))
+}
 
-    let half = half::f16::from_f32(sum.sqrt().min(half::f16::MAX.to_f32())).to_bits();
-    // The square of the midpoint between a half and the next.
+/// The f16 nearest to the root of `sum / divisor`, ties to even; 0 where f16 would be subnormal.
+fn nearest_root(sum: f32, divisor: f32) -> half::f16 {
+    let half = half::f16::from_f32((sum / divisor).sqrt().min(half::f16::MAX.to_f32())).to_bits();
+    // The square of the midpoint between a half and the next, times the divisor.
     let above = |bits: u16| {
         let middle = (half::f16::from_bits(bits).to_f32() + half::f16::from_bits(bits + 1).to_f32()) * 0.5;
-        middle * middle
+        middle * middle * divisor
     };
     let odd = half % 2 == 1;
     let decided = if half > 0 && (sum < above(half - 1) || (sum == above(half - 1) && odd)) {

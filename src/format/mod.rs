@@ -22,7 +22,7 @@ pub use calibration::{Calibration, ScoreMap};
 pub use codebook::Codebook;
 pub use rotation::{Direction, Rotation};
 pub use shape::{AttentionShape, HEAD_DIMS};
-pub use tensor_format::{AffineFormat, CodebookFormat, Grouping, KeyOrValue, SegmentFormat, TensorFormat};
+pub use tensor_format::{AffineFormat, CodebookFormat, Grouping, KeyOrValue, NormRule, SegmentFormat, TensorFormat};
 pub use tile::{Field, LAYOUT_VERSION, TileLayout, TopBit};
 pub use tile_order::TileOrder;
 

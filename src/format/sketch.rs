@@ -11,8 +11,8 @@
 //! The field of channel c holds the code of channel c of `R₁ x`, stored signed, below the sign bit of place c of `R₂ r`, which is set
 //! where that is below 0.
 
-use super::codebook::stored_norm;
-use super::{Bits, CodeRange, Codebook, CodebookFormat, Rotation};
+use super::codebook::{renormalized, stored_norm};
+use super::{Bits, CodeRange, Codebook, CodebookFormat, NormRule, Rotation};
 
 /// The rotations between the basis of levels and that of signs.
 ///
@@ -43,7 +43,7 @@ impl Sketch {
 pub struct CodedRow {
     /// One field per channel.
     pub fields: Vec<u32>,
-    /// The norm as scale, and that of what is left as minimum, 0 without a sketch.
+    /// The norm as scale, by the format's [`NormRule`], and that of what is left as minimum, 0 without a sketch.
     pub range: CodeRange,
 }
 
@@ -68,20 +68,27 @@ pub fn sketch_level(head_dim: usize) -> f32 {
 impl CodebookFormat {
     /// Codes, norms and signs of a row that [`CodebookFormat::rotation`] has rotated.
     pub fn encode_row(&self, rotated: &[f32]) -> CodedRow {
-        let norm = stored_norm(rotated).to_f32();
+        let stored = stored_norm(rotated);
+        let norm = stored.to_f32();
         let codebook =
             self.level_bits().and_then(|bits| Some((middle(bits), Codebook::of_format(bits, rotated.len())?)));
         let mut residual = rotated.to_vec();
         let mut fields = vec![0; rotated.len()];
+        let mut levels = vec![0.0; rotated.len()];
         if let Some((middle, codebook)) = codebook {
-            for (field, x) in fields.iter_mut().zip(&mut residual) {
+            for ((field, level), x) in fields.iter_mut().zip(&mut levels).zip(&mut residual) {
                 let code = codebook.encode(*x, norm);
                 *field = code ^ middle;
+                *level = codebook.decode(code, 1.0);
                 *x -= codebook.decode(code, norm);
             }
         }
         if self.sketch.is_none() {
-            return CodedRow { fields, range: CodeRange { scale: norm, min: 0.0 } };
+            let scale = match self.norms {
+                NormRule::Row => norm,
+                NormRule::Renormalized => renormalized(stored, &levels).to_f32(),
+            };
+            return CodedRow { fields, range: CodeRange { scale, min: 0.0 } };
         }
         self.sketch_rotations(rotated.len()).for_each(|rotation| rotation.rotate(&mut residual));
         for (field, x) in fields.iter_mut().zip(&residual) {
@@ -160,6 +167,7 @@ mod tests {
                     bits,
                     rotation: Rotation::randomized(order, 1000 * seed),
                     sketch: Some(Sketch { seed: 1000 * seed + 500 }),
+                    norms: NormRule::Row,
                 };
                 let mut rotated = row.clone();
                 format.rotation.rotate(&mut rotated);
@@ -190,6 +198,38 @@ mod tests {
         let tables = plain.field_levels(128);
         let near: Vec<f32> = coded.fields.iter().map(|f| coded.range.scale * tables.levels[(f ^ 1) as usize]).collect();
         assert!(dot(&row, &near) < 0.7 * dot(&row, &row), "levels of one bit shorten products by 2/π");
+    }
+
+    /// Renormalised rows keep their codes and are as long as what they stand for, within the rounding of two norms.
+    #[test]
+    fn renormalized_rows_have_the_length_of_the_row() {
+        let mut random = fastrand::Rng::with_seed(5);
+        for head_dim in HEAD_DIMS {
+            for bits in [Bits::One, Bits::Two, Bits::Three, Bits::Four] {
+                let published = CodebookFormat::turboquant(bits, head_dim);
+                let renormalized = published.renormalized();
+                let row = normal(&mut random, head_dim);
+                let mut rotated = row.clone();
+                published.rotation.rotate(&mut rotated);
+                let [short, long] = [published, renormalized].map(|format| {
+                    let coded = format.encode_row(&rotated);
+                    (coded.fields.clone(), length_of_levels(&format, &coded))
+                });
+                assert_eq!(short.0, long.0);
+                let length = dot(&row, &row).sqrt();
+                assert!((long.1 / length - 1.0).abs() < 1.1e-3, "{bits} bits of {head_dim}: {} of {length}", long.1);
+                assert!((short.1 / length - 1.0).abs() > (long.1 / length - 1.0).abs(), "{bits} bits of {head_dim}");
+            }
+        }
+        let zero = CodebookFormat::turboquant(Bits::Two, 64).renormalized().encode_row(&[0.0; 64]);
+        assert_eq!(zero.range, CodeRange { scale: 0.0, min: 0.0 });
+    }
+
+    /// The length of what a row without a sketch stands for.
+    fn length_of_levels(format: &CodebookFormat, row: &CodedRow) -> f64 {
+        let levels = format.field_levels(row.fields.len()).levels;
+        let value = |field: &u32| f64::from(row.range.scale * levels[(field ^ middle(format.bits)) as usize]);
+        row.fields.iter().map(|field| value(field).powi(2)).sum::<f64>().sqrt()
     }
 
     /// One bit of residual takes the squared error of a product from that of b − 1 bits of levels to about π/2 of it over d.

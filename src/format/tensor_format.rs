@@ -77,7 +77,7 @@ impl AffineFormat {
 /// Codes of a [`Codebook`]: the levels of rotated rows relative to their norms (TurboQuant, arXiv 2504.19874).
 ///
 /// Every token has one norm, [rounded to f16](super::codebook::stored_norm) and stored where a range per token would be,
-/// as a scale with minimum 0; `value = norm · level`.
+/// as a scale with minimum 0; `value = norm · level`. [`NormRule`] says whose norm it is.
 ///
 /// With a *sketch* the top bit of every field is the sign of a channel of what the levels leave, rotated once more, and the
 /// other bits are the code; the norm of what is left is stored where the minimum of a range would be. See [`sketch`](super::sketch).
@@ -89,6 +89,19 @@ pub struct CodebookFormat {
     pub rotation: Rotation,
     /// The rotations of the residual whose signs are stored. Keys only.
     pub sketch: Option<Sketch>,
+    /// Which norm is stored for the levels.
+    pub norms: NormRule,
+}
+
+/// Which norm a row of levels is stored with. The codes are the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum NormRule {
+    /// That of the row, as published. Levels with the least squared error are shorter than what they stand for, by their
+    /// squared error: inner products are too small by it, at one bit by 36 %.
+    Row,
+    /// That of the row divided by that of its levels, so that what the codes stand for is as long as the row. The squared
+    /// error grows and the error of the length goes. Without a sketch, which estimates what levels lack.
+    Renormalized,
 }
 
 impl CodebookFormat {
@@ -96,7 +109,7 @@ impl CodebookFormat {
     /// Where that is not the whole head (head_dim 80 and 96) channels are alike within each block only.
     pub const fn turboquant(bits: Bits, head_dim: usize) -> Self {
         let rotation = Rotation::randomized(Rotation::largest_order(head_dim), TURBOQUANT_SEED);
-        Self { bits, rotation, sketch: None }
+        Self { bits, rotation, sketch: None, norms: NormRule::Row }
     }
 
     /// TurboQuant's codec for unbiased inner products (algorithm 2): the former at one bit less, and a sign sketch of the
@@ -105,6 +118,12 @@ impl CodebookFormat {
     /// The published projections are dense Gaussian matrices; here it is `√head_dim` times [randomised rotations](Sketch).
     pub const fn turboquant_prod(bits: Bits, head_dim: usize) -> Self {
         Self { sketch: Some(Sketch { seed: SKETCH_SEED }), ..Self::turboquant(bits, head_dim) }
+    }
+
+    /// The same with [norms](NormRule::Renormalized) that make what is stored as long as the row.
+    #[must_use]
+    pub const fn renormalized(self) -> Self {
+        Self { norms: NormRule::Renormalized, ..self }
     }
 
     /// The width of the codes of levels: that of a field, less the sign of a sketch. None where a sketch is all there is.
@@ -120,6 +139,11 @@ impl CodebookFormat {
         if !levels || self.bits == Bits::Eight {
             let format = TensorFormat::Codebook(*self).to_string();
             return Err(Error::Format { format, reason: "there are codebooks of 1 to 4 bits".into() });
+        }
+        if self.sketch.is_some() && self.norms == NormRule::Renormalized {
+            let format = TensorFormat::Codebook(*self).to_string();
+            let reason = "a sketch estimates what the levels lack of the row; leave its norm as it is".into();
+            return Err(Error::Format { format, reason });
         }
         self.rotation.check(shape)
     }
@@ -273,7 +297,8 @@ impl fmt::Display for TensorFormat {
                     (Some(_), Some(bits)) => write!(f, "{bits}-bit codebook and 1-bit sketch")?,
                     (None, _) => write!(f, "{}-bit codebook", codebook.bits)?,
                 }
-                return write!(f, ", {}", codebook.rotation);
+                write!(f, ", {}", codebook.rotation)?;
+                return if codebook.norms == NormRule::Renormalized { f.write_str(", renormalised") } else { Ok(()) };
             }
         };
         write!(f, "{}-bit ", affine.bits)?;
@@ -367,6 +392,12 @@ impl SegmentFormat {
     /// norm per token.
     pub const fn turboquant(bits: Bits, head_dim: usize) -> Self {
         let format = TensorFormat::Codebook(CodebookFormat::turboquant(bits, head_dim));
+        Self { key: format, value: format }
+    }
+
+    /// The same with [norms](NormRule::Renormalized) that make what is stored as long as the row.
+    pub const fn turboquant_renormalized(bits: Bits, head_dim: usize) -> Self {
+        let format = TensorFormat::Codebook(CodebookFormat::turboquant(bits, head_dim).renormalized());
         Self { key: format, value: format }
     }
 

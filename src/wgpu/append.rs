@@ -9,7 +9,7 @@ use super::tile_call::{self, Place, TileCall};
 use super::{Kernels, Store, StorePart, Tensor, Variant};
 use crate::backend::TokenWrite;
 use crate::format::{
-    AttentionShape, Direction, HEAD_DIMS, KeyOrValue, SegmentFormat, TILE_TOKENS, TensorFormat, TileLayout,
+    AttentionShape, Direction, HEAD_DIMS, KeyOrValue, NormRule, SegmentFormat, TILE_TOKENS, TensorFormat, TileLayout,
 };
 use crate::plan::{ElementType, Page, RowLayout};
 use crate::{Error, Result};
@@ -137,9 +137,14 @@ pub(super) fn variant_of(
             .import("row_ranges", ROW_RANGES)
             .constant("GROUPING", tile_call::grouping_constant(affine.grouping)),
         TensorFormat::Codebook(codebook) => match codebook.sketch {
-            None => with_codebook_fields(variant, codebook, shape.head_dim())
-                .import("norms", ROW_NORM)
-                .import("row_ranges", ROW_NORM),
+            None => {
+                let row_norm = match codebook.norms {
+                    NormRule::Row => "common/row_norm.wgsl",
+                    NormRule::Renormalized => "common/row_renormalized.wgsl",
+                };
+                let variant = with_codebook_fields(variant, codebook, shape.head_dim());
+                variant.import("norms", row_norm).import("row_ranges", row_norm)
+            }
             Some(sketch) => {
                 let variant = with_level_fields(variant, codebook, shape.head_dim());
                 with_sketch(variant, sketch, codebook.rotation.order(), shape.head_dim())
@@ -152,9 +157,6 @@ pub(super) fn variant_of(
 
 /// Ranges made for a row and used by its codes.
 const ROW_RANGES: &str = "common/row_ranges_affine.wgsl";
-
-/// The norm of a row, made for it and used by its codes.
-const ROW_NORM: &str = "common/row_norm.wgsl";
 
 /// The norms, codes and sketch of a row.
 const ROW_SKETCH: &str = "common/row_sketch.wgsl";

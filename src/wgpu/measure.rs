@@ -216,6 +216,10 @@ async fn check_sum(backend: &Wgpu, launch: &Launch, sum: &wgpu::Buffer, words: &
 #[derive(Clone, Debug)]
 pub struct ComputeGuard(Launch);
 
+/// How long the guard keeps the device busy, if it runs no more often than that.
+const GUARD_TIME: Duration = Duration::from_millis(100);
+const MOST_GUARD_RUNS: usize = 500;
+
 /// Workgroups of the guard.
 const GUARD_WORKGROUPS: u32 = 1024;
 
@@ -232,13 +236,16 @@ impl ComputeGuard {
         Launch::new(backend.kernels(), &variant, &buffers, [GUARD_WORKGROUPS, 1, 1]).map(Self)
     }
 
-    /// Times it: the shorter, the faster the clock.
+    /// Times it, without a gap for a tenth of a second or a little more, in which a device that idled raises its clock: the
+    /// shorter the shortest, the faster the clock.
     ///
     /// # Errors
     /// As [`time`].
     pub async fn read(&self, backend: &Wgpu) -> Result<Timing> {
-        time(backend, &[&|pass: &mut wgpu::ComputePass<'_>| self.0.encode(pass)], Repeats { warm_up: 1, timed: 3 })
-            .await
+        let work: Encode<'_> = &|pass| self.0.encode(pass);
+        let first = time(backend, &[work], Repeats { warm_up: 1, timed: 1 }).await?.median();
+        let timed = GUARD_TIME.as_nanos() / first.as_nanos().max(1);
+        time(backend, &[work], Repeats { warm_up: 0, timed: (timed as usize).clamp(3, MOST_GUARD_RUNS) }).await
     }
 }
 

@@ -1,13 +1,17 @@
-//! Kernel `quantize`, and the kernels `ranges_span`, `ranges_tile` and `norms_tile` that make the ranges it needs.
+//! Kernel `quantize`, the kernels `ranges_span`, `ranges_tile` and `norms_tile` that make the ranges it needs, and
+//! `renormalize`, which needs its codes.
 
 use super::append;
 use super::hadamard::{self, Turn};
 use super::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
+use super::levels::with_level_fields;
 pub(super) use super::tile_call::PlacedPage;
 use super::tile_call::{self, Place, ShardPlaces, TileCall};
 use super::{ElementBinding, Kernels, Store, StorePart, Tensor, Variant, buffers};
 use crate::backend::SpanWrite;
-use crate::format::{AttentionShape, Direction, KeyOrValue, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat};
+use crate::format::{
+    AttentionShape, Direction, KeyOrValue, NormRule, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat,
+};
 use crate::plan::{ElementType, RowLayout, TokenRange};
 use crate::{Error, Result};
 
@@ -18,7 +22,7 @@ const CHUNK: usize = 64;
 ///
 /// The dispatches: for rows that are stored rotated, `hadamard` into scratch memory of at most 16 MiB, as often as it takes
 /// (the memory is freed with the bound launches); three of `ranges_span` for each of keys and values that has span ranges, then for every shard that
-/// the span touches `ranges_tile` or `norms_tile` where there are tile ranges, and `quantize`. Keys with sketches take one of
+/// the span touches `ranges_tile` or `norms_tile` where there are tile ranges, `quantize`, and `renormalize` where norms are. Keys with sketches take one of
 /// `append` for every shard instead.
 #[derive(Clone, Debug)]
 pub struct QuantizePlan {
@@ -243,6 +247,7 @@ impl Source<'_> {
         for shard in tile_call::places_by_shard(pages) {
             launches.extend(self.tile_ranges(&shard)?);
             launches.push(self.quantize(&shard)?);
+            launches.extend(self.renormalize(&shard)?);
         }
         Ok(launches)
     }
@@ -298,6 +303,19 @@ impl Source<'_> {
         self.launch(&variant, &buffers, total)
     }
 
+    fn renormalize(&self, shard: &ShardPlaces) -> Result<Option<Launch>> {
+        let Some(variant) = renormalize(self.format(), self.which, self.call.head_dim as usize) else {
+            return Ok(None);
+        };
+        let (call, total) = self.upload_call(shard, TILE_TOKENS as u32)?;
+        let buffers = [
+            ("call", call.as_entire_buffer_binding()),
+            ("tiles", self.store.shard_binding(shard.shard, StorePart::tiles(self.which))?),
+            ("ranges", self.store.shard_binding(shard.shard, StorePart::ranges(self.which))?),
+        ];
+        self.launch(&variant, &buffers, total).map(Some)
+    }
+
     /// The arguments of a kernel that gives every tile of a shard `per_tile` invocations, and their number.
     fn upload_call(&self, shard: &ShardPlaces, per_tile: u32) -> Result<(wgpu::Buffer, u64)> {
         let total = shard.places.len() as u64 * u64::from(self.call.kv_heads) * u64::from(per_tile);
@@ -331,6 +349,13 @@ fn tile_ranges(format: &TensorFormat, element_type: ElementType) -> Option<Varia
         TensorFormat::Codebook(_) => Variant::new("norms_tile"),
     };
     Some(tile_call::with_rows(variant, element_type))
+}
+
+/// The kernel that divides norms by those of the levels, where the format does.
+fn renormalize(format: &TensorFormat, which: KeyOrValue, head_dim: usize) -> Option<Variant> {
+    let TensorFormat::Codebook(codebook) = format else { return None };
+    let variant = tile_call::with_layout(Variant::new("renormalize"), format.element_bits(), which);
+    (codebook.norms == NormRule::Renormalized).then(|| with_level_fields(variant, codebook, head_dim))
 }
 
 /// The entry points of `ranges_span`.
@@ -373,6 +398,7 @@ fn variants_of(format: &TensorFormat, which: KeyOrValue, element_type: ElementTy
     }
     variants.extend(tile_ranges(format, element_type));
     variants.push(quantize(format, which, element_type, head_dim));
+    variants.extend(renormalize(format, which, head_dim));
     variants
 }
 

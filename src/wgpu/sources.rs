@@ -70,6 +70,7 @@ files![
     "common/row_plain.wgsl",
     "common/row_ranges_affine.wgsl",
     "common/row_ranges_none.wgsl",
+    "common/row_renormalized.wgsl",
     "common/row_rotated.wgsl",
     "common/row_sketch.wgsl",
     "common/rows_f16.wgsl",
@@ -117,6 +118,7 @@ files![
     "ranges_tile.wgsl",
     "ranges_window.wgsl",
     "read_bandwidth.wgsl",
+    "renormalize.wgsl",
     "scores.wgsl",
     "weighted_values.wgsl",
 ];

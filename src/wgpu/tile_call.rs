@@ -238,5 +238,7 @@ pub(crate) fn distinct_formats(head_dim: usize) -> Vec<TensorFormat> {
     let all = std::iter::once(TensorFormat::F16).chain(Bits::ALL.into_iter().flat_map(affine));
     let codebooks =
         [Bits::One, Bits::Two, Bits::Three, Bits::Four].map(|bits| CodebookFormat::turboquant(bits, head_dim));
-    all.chain([TensorFormat::Affine(rotated)]).chain(symmetric).chain(codebooks.map(TensorFormat::Codebook)).collect()
+    let renormalized = codebooks.map(CodebookFormat::renormalized);
+    let codebooks = codebooks.into_iter().chain(renormalized).map(TensorFormat::Codebook);
+    all.chain([TensorFormat::Affine(rotated)]).chain(symmetric).chain(codebooks).collect()
 }

@@ -10,9 +10,9 @@ use half::f16;
 use kvpack::backend::Backend;
 use kvpack::cache::{KvCache, PromptSpan, RecentWindow, Recipe};
 use kvpack::cpu::{DenseSegment, exact_attention, nmse};
-use kvpack::format::codebook::stored_norm;
+use kvpack::format::codebook::{renormalized, stored_norm};
 use kvpack::format::sketch::sketch_level;
-use kvpack::format::{Codebook, CodebookFormat, Direction, Grouping, KeyOrValue, TensorFormat};
+use kvpack::format::{Codebook, CodebookFormat, Direction, Grouping, KeyOrValue, NormRule, TensorFormat};
 use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Error, SegmentFormat, TILE_TOKENS};
 use pollster::block_on;
@@ -296,10 +296,14 @@ fn decoded_by_codebook(format: &CodebookFormat, rows: &[f32], head_dim: usize) -
     let mut rows = rows.to_vec();
     for row in rows.chunks_exact_mut(head_dim) {
         format.rotation.rotate(row);
-        let norm = stored_norm(row).to_f32();
-        let level =
-            |x: &f32| codebook.as_ref().map_or(0.0, |codebook| codebook.decode(codebook.encode(*x, norm), norm));
-        let levels: Vec<f32> = row.iter().map(level).collect();
+        let norm = stored_norm(row);
+        let code = |x: &f32| codebook.as_ref().map_or(0, |codebook| codebook.encode(*x, norm.to_f32()));
+        let level = |x: &f32, norm| codebook.as_ref().map_or(0.0, |codebook| codebook.decode(code(x), norm));
+        let scale = match format.norms {
+            NormRule::Row => norm,
+            NormRule::Renormalized => renormalized(norm, &row.iter().map(|x| level(x, 1.0)).collect::<Vec<_>>()),
+        };
+        let levels: Vec<f32> = row.iter().map(|x| level(x, scale.to_f32())).collect();
         let mut rest: Vec<f32> = row.iter().zip(&levels).map(|(x, level)| x - level).collect();
         format.sketch_rotations(head_dim).for_each(|rotation| rotation.rotate(&mut rest));
         let share = if format.sketch.is_some() { sketch_level(head_dim) } else { 0.0 };

@@ -1,7 +1,7 @@
 //! The recipes that caches are tested with.
 
 use kvpack::cache::Recipe;
-use kvpack::format::{AffineFormat, CodebookFormat, Grouping, Rotation, TensorFormat};
+use kvpack::format::{AffineFormat, CodebookFormat, Grouping, NormRule, Rotation, TensorFormat};
 use kvpack::{Bits, Calibration, SegmentFormat};
 
 /// Recipes that differ in where ranges live and in what happens to windows.
@@ -30,11 +30,13 @@ pub fn recipes() -> Vec<Recipe> {
                 bits: Bits::Four,
                 rotation: Rotation::randomized(16, 2),
                 sketch: None,
+                norms: NormRule::Row,
             }),
             value: TensorFormat::Codebook(CodebookFormat {
                 bits: Bits::One,
                 rotation: Rotation::hadamard(8),
                 sketch: None,
+                norms: NormRule::Renormalized,
             }),
         }),
         // Rotations of order 16 serve every head dimension of the tests.

@@ -4,7 +4,8 @@ use kvpack::backend::{SpanRead, SpanWrite};
 use kvpack::cpu::Cpu;
 use kvpack::format::sketch::Sketch;
 use kvpack::format::{
-    AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, RangeRule, Rotation, TILE_TOKENS, TensorFormat,
+    AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, NormRule, RangeRule, Rotation, TILE_TOKENS,
+    TensorFormat,
 };
 use kvpack::plan::{Elements, Page, RowLayout, TokenRange};
 use kvpack::wgpu::StorePart;
@@ -69,8 +70,11 @@ fn tensor_formats() -> impl Strategy<Value = TensorFormat> {
     );
     let rotation =
         prop_oneof![Just(Rotation::hadamard(8)), any::<u32>().prop_map(|seed| Rotation::randomized(16, seed))];
-    let codebook = (prop::sample::select(vec![Bits::One, Bits::Two, Bits::Three, Bits::Four]), rotation)
-        .prop_map(|(bits, rotation)| TensorFormat::Codebook(CodebookFormat { bits, rotation, sketch: None }));
+    let norms = prop::sample::select(vec![NormRule::Row, NormRule::Renormalized]);
+    let codebook = (prop::sample::select(vec![Bits::One, Bits::Two, Bits::Three, Bits::Four]), rotation, norms)
+        .prop_map(|(bits, rotation, norms)| {
+            TensorFormat::Codebook(CodebookFormat { bits, rotation, sketch: None, norms })
+        });
     prop_oneof![1 => Just(TensorFormat::F16), 6 => affine, 3 => codebook]
 }
 
@@ -79,7 +83,9 @@ fn key_formats() -> impl Strategy<Value = TensorFormat> {
     let rotation = any::<u32>().prop_map(|seed| Rotation::randomized(16, seed));
     let sketch = any::<u32>().prop_map(|seed| Some(Sketch { seed }));
     let sketched = (prop::sample::select(vec![Bits::One, Bits::Two, Bits::Three, Bits::Four]), rotation, sketch)
-        .prop_map(|(bits, rotation, sketch)| TensorFormat::Codebook(CodebookFormat { bits, rotation, sketch }));
+        .prop_map(|(bits, rotation, sketch)| {
+            TensorFormat::Codebook(CodebookFormat { bits, rotation, sketch, norms: NormRule::Row })
+        });
     prop_oneof![2 => tensor_formats(), 1 => sketched]
 }
 

@@ -10,6 +10,8 @@ use kvpack::plan::{Page, PageAllocator, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Backend, SegmentFormat, TILE_TOKENS};
 use serde::Serialize;
 
+use super::UNSTEADY_PERCENT;
+use super::timed::Timed;
 use crate::print;
 
 /// Sequences of the batch.
@@ -103,20 +105,23 @@ struct AppendRow {
     pack_us: Option<f64>,
     /// Both, for one token.
     token_ns: f64,
+    /// How much of the guard's best rate was missing before or after, in percent.
+    guard_low_percent: f64,
 }
 
 /// Times all formats and prints them.
 ///
 /// # Errors
 /// When the backend fails, or stored something else than `quantize` does.
-pub fn run<B: TimedStores>(backend: &B, json: bool) -> Result<()> {
+pub fn run<B: TimedStores + Timed>(backend: &B, json: bool) -> Result<()> {
     let shape = AttentionShape::new(32, 8, 128)?;
     let formats = decode_formats();
     let progress = ProgressBar::new(formats.len() as u64).with_style(print::bar());
     let mut rows = Vec::new();
+    let mut guard = Guard { best: pollster::block_on(backend.guard_rate())?, low: 0.0 };
     for format in formats {
         progress.set_message(format.to_string());
-        match pollster::block_on(row(backend, shape, format)) {
+        match pollster::block_on(row(backend, shape, format, &mut guard)) {
             Err(error) if error.downcast_ref().is_some_and(|e| matches!(e, kvpack::Error::Unsupported { .. })) => {
                 progress.suspend(|| eprintln!("skipped: {error}"));
             }
@@ -136,7 +141,29 @@ pub fn run<B: TimedStores>(backend: &B, json: bool) -> Result<()> {
     if json { print::json(&report) } else { print_report(&report) }
 }
 
-async fn row<B: TimedStores>(backend: &B, shape: AttentionShape, format: SegmentFormat) -> Result<AppendRow> {
+/// The best rate that the device has shown, and how much of it was missing around a row.
+struct Guard {
+    best: f64,
+    low: f64,
+}
+
+impl Guard {
+    /// Looks at the device, which raises its clock again if it idled.
+    async fn look<B: Timed>(&mut self, backend: &B) -> kvpack::Result<()> {
+        let rate = backend.guard_rate().await?;
+        self.best = self.best.max(rate);
+        self.low = self.low.max(1.0 - rate / self.best);
+        Ok(())
+    }
+}
+
+async fn row<B: TimedStores + Timed>(
+    backend: &B,
+    shape: AttentionShape,
+    format: SegmentFormat,
+    guard: &mut Guard,
+) -> Result<AppendRow> {
+    guard.low = 0.0;
     let at_once = format.takes_single_tokens();
     let mut batch = Batch::new(backend, shape, if at_once { format } else { SegmentFormat::F16 }).await?;
     let step = |slot: usize| -> Vec<TokenWrite> {
@@ -144,7 +171,9 @@ async fn row<B: TimedStores>(backend: &B, shape: AttentionShape, format: Segment
         batch.pages.iter().enumerate().map(write).collect()
     };
     let steps: Vec<Vec<TokenWrite>> = (0..TILE_TOKENS).map(step).collect();
+    guard.look(backend).await?;
     let append = backend.time_append(&mut batch, &steps).await?;
+    guard.look(backend).await?;
     batch.check(backend).await?;
     let pack = match at_once {
         true => None,
@@ -152,7 +181,10 @@ async fn row<B: TimedStores>(backend: &B, shape: AttentionShape, format: Segment
             let mut packed = backend.create_store(shape, format)?;
             backend.add_shard(&mut packed, SEQUENCES as u32).await?;
             backend.reserve_ranges(&mut packed, SEQUENCES).await?;
-            Some(backend.time_pack(&mut batch, &mut packed).await? / TILE_TOKENS as f64)
+            guard.look(backend).await?;
+            let seconds = backend.time_pack(&mut batch, &mut packed).await?;
+            guard.look(backend).await?;
+            Some(seconds / TILE_TOKENS as f64)
         }
     };
     Ok(AppendRow {
@@ -165,6 +197,7 @@ async fn row<B: TimedStores>(backend: &B, shape: AttentionShape, format: Segment
         append_us: append * 1e6,
         pack_us: pack.map(|pack| pack * 1e6),
         token_ns: (append + pack.unwrap_or(0.0)) * 1e9 / SEQUENCES as f64,
+        guard_low_percent: guard.low * 100.0,
     })
 }
 
@@ -238,6 +271,9 @@ fn print_report(report: &AppendReport) -> Result<()> {
         ]);
     }
     println!("{table}");
+    for row in report.rows.iter().filter(|row| row.guard_low_percent > UNSTEADY_PERCENT) {
+        println!("{}: the device ran {:.0} % below its best before or after it", row.format, row.guard_low_percent);
+    }
     println!("\npack: a full window of each sequence, spread over the 128 steps that fill it.");
     Ok(())
 }

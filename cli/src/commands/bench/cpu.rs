@@ -38,12 +38,13 @@ impl Timed for Cpu {
         options: AttendOptions,
         seconds: f64,
     ) -> Result<StepTimes> {
+        let stores: Vec<_> = workload.stores.iter().collect();
         let mut steps = Vec::new();
         let mut elapsed = 0.0;
         while steps.len() < 5 || steps.len() < workload.plans.len() || elapsed < seconds {
             let plan = &workload.plans[steps.len() % workload.plans.len()];
             let start = Instant::now();
-            let output = self.attend(plan, &[&workload.store], data.queries(), options).await?;
+            let output = self.attend(plan, &stores, data.queries(), options).await?;
             steps.push(start.elapsed().as_secs_f64());
             elapsed += start.elapsed().as_secs_f64();
             black_box(output);

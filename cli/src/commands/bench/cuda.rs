@@ -39,12 +39,13 @@ impl Timed for Cuda {
         seconds: f64,
     ) -> Result<StepTimes> {
         let queries = data.queries();
+        let stores: Vec<_> = workload.stores.iter().collect();
         let mut labels = Vec::new();
         let mut bound: Vec<BoundStep> = Vec::with_capacity(workload.plans.len());
         for plan in &workload.plans {
             let step = StepPlan::new(self, plan)?;
             let output = Tensor::zeroed(self.stream(), self.elements(queries), ElementType::F32)?;
-            bound.push(step.bind(self, &[&workload.store], queries, &output)?);
+            bound.push(step.bind(self, &stores, queries, &output)?);
             labels = step.launch_labels();
         }
         let steps = bound.len() * STEPS_PER_GRAPH.div_ceil(bound.len());

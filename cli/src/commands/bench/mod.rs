@@ -15,7 +15,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use kvpack::SegmentFormat;
 use kvpack::backend::QueryPrecision;
-use kvpack::conformance::{DecodeShape, decode_formats, decode_shapes};
+use kvpack::conformance::{BatchFormat, DecodeShape, decode_formats, decode_mixes, decode_shapes};
 
 use crate::backend::{BackendArgs, Chosen};
 use crate::outcome::Outcome;
@@ -45,7 +45,7 @@ pub struct BenchArgs {
     quick: bool,
     /// A named choice of shapes and formats. decode: eight steps of head_dim 128, from one sequence of 4k tokens to
     /// eight of 32k, one of them with its pages in no order, in every format. append: what storing one more token costs a
-    /// batch of 64, in every format.
+    /// batch of 64, in every format. mixed: sequences stored in segments of several precisions, beside each segment alone.
     #[arg(long, value_enum, conflicts_with_all = ["shape", "quick", "file"])]
     suite: Option<SuiteName>,
     /// Only the shapes whose name contains this [default: all on a GPU, those up to 128 MiB of f16
@@ -91,11 +91,15 @@ enum QueryName {
 enum SuiteName {
     Decode,
     Append,
+    Mixed,
 }
 
 /// Shapes of the suite `decode`.
 const DECODE_SUITE: [&str; 8] =
     ["g4-b8-32k", "g4-b8-32k-shuffled", "g4-b32-8k", "g1-b8-8k", "g4-b1-4k", "g4-b1-128k", "g8-b8-32k", "g16-b8-32k"];
+
+/// Shapes of the suite `mixed`.
+const MIXED_SUITE: [&str; 2] = ["g4-b8-32k", "g8-b8-32k"];
 
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<Outcome> {
@@ -151,10 +155,11 @@ impl BenchArgs {
 
     fn shapes(&self, largest: u64) -> Result<Vec<DecodeShape>> {
         let wanted = |decode: &DecodeShape| match &self.shape {
+            None if self.suite == Some(SuiteName::Mixed) => MIXED_SUITE.contains(&decode.name.as_str()),
             None if self.suite.is_some() => DECODE_SUITE.contains(&decode.name.as_str()),
             Some(text) => decode.name.contains(text.as_str()),
             None if self.quick => decode.quick,
-            None => decode.code_bytes(&SegmentFormat::F16) <= largest,
+            None => decode.code_bytes(&SegmentFormat::F16.into()) <= largest,
         };
         let shapes: Vec<DecodeShape> = decode_shapes().into_iter().filter(wanted).collect();
         if shapes.is_empty() {
@@ -168,7 +173,20 @@ impl BenchArgs {
         Ok(shapes)
     }
 
-    fn formats(&self) -> Result<Vec<SegmentFormat>> {
+    fn formats(&self) -> Result<Vec<BatchFormat>> {
+        if self.suite == Some(SuiteName::Mixed) {
+            if self.format.is_some() {
+                bail!("--suite mixed has formats of its own; leave --format out");
+            }
+            let mixes = decode_mixes();
+            let mut formats: Vec<BatchFormat> = Vec::new();
+            for format in mixes.iter().flat_map(BatchFormat::parts_alone).chain(mixes.iter().cloned()) {
+                if !formats.contains(&format) {
+                    formats.push(format);
+                }
+            }
+            return Ok(formats);
+        }
         let is_f16 = |format: &SegmentFormat| *format == SegmentFormat::F16;
         let wanted = |format: &SegmentFormat| match &self.format {
             Some(text) => is_f16(format) || format.to_string().contains(text.as_str()),
@@ -181,7 +199,7 @@ impl BenchArgs {
                 let names: Vec<String> = decode_formats().iter().map(SegmentFormat::to_string).collect();
                 bail!("--format '{text}' is part of no format's name; the formats are: {}", names.join("; "))
             }
-            _ => Ok(formats),
+            _ => Ok(formats.into_iter().map(BatchFormat::from).collect()),
         }
     }
 }
@@ -194,6 +212,7 @@ fn print_report(report: &BenchReport) {
             shape.shape, shape.sequences, shape.tokens, shape.query_heads, shape.kv_heads, shape.head_dim
         );
         println!("{}", table(shape));
+        print_sums(shape);
         if let Some(plain) = shape.plain_f32_us {
             println!("plain f32 attention with the same threads: {plain:.1} µs");
         }
@@ -214,6 +233,18 @@ fn print_report(report: &BenchReport) {
         }
     }
     println!("\nMB: bytes of codes and ranges that a step must read. % read: of the read bandwidth.");
+}
+
+/// Holds batches in several formats against their parts, each timed alone.
+fn print_sums(shape: &ShapeReport) {
+    for row in shape.rows.iter().filter(|row| row.parts.len() > 1) {
+        let alone = |part: &String| shape.rows.iter().find(|row| row.format == *part)?.outcome.figures();
+        let parts: Option<f64> = row.parts.iter().map(|part| Some(alone(part)?.step_us)).sum();
+        if let (Some(parts), Some(figures)) = (parts, row.outcome.figures()) {
+            let percent = (figures.step_us / parts - 1.0) * 100.0;
+            println!("{}: {:.1} µs, its parts {parts:.1} µs in all ({percent:+.1} %)", row.format, figures.step_us);
+        }
+    }
 }
 
 fn table(shape: &ShapeReport) -> comfy_table::Table {

@@ -37,6 +37,8 @@ pub struct ShapeReport {
 pub struct BenchRow {
     /// The format.
     pub format: String,
+    /// The formats of the parts that sequences are stored in; a single one where they are whole.
+    pub parts: Vec<String>,
     /// Normalised mean square error against f64 over the stored data, from the check before the timing; none where
     /// there was none.
     pub nmse: Option<f64>,

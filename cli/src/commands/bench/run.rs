@@ -4,7 +4,7 @@ use anyhow::Result;
 use indicatif::ProgressBar;
 use kvpack::SegmentFormat;
 use kvpack::backend::{AttendOptions, QueryPrecision};
-use kvpack::conformance::{DecodeData, DecodeShape, SequenceData, Workload};
+use kvpack::conformance::{BatchFormat, DecodeData, DecodeShape, SequenceData, Workload};
 use kvpack::plan::Split;
 
 use super::report::{BenchReport, BenchRow, Figures, RowOutcome, ShapeReport};
@@ -18,7 +18,7 @@ pub struct BenchPlan {
     /// The steps.
     pub subjects: Vec<Subject>,
     /// The formats; f16 first, so that the others can be compared with it.
-    pub formats: Vec<SegmentFormat>,
+    pub formats: Vec<BatchFormat>,
     /// Bytes of stores to go round, at least.
     pub footprint: u64,
     /// Seconds of timed steps for a row, at least.
@@ -45,7 +45,8 @@ struct Bench<'a, B> {
 /// Runs all rows.
 pub async fn run<B: Timed>(backend: &B, plan: &BenchPlan) -> Result<BenchReport> {
     let progress = ProgressBar::new((plan.subjects.len() * plan.formats.len()) as u64).with_style(crate::print::bar());
-    let mut bench = Bench { backend, plan, best_guard: 0.0 };
+    // The first look: in some processes the clock falls for good before the first row is ready.
+    let mut bench = Bench { backend, plan, best_guard: backend.guard_rate().await? };
     let mut shapes = Vec::with_capacity(plan.subjects.len());
     for subject in &plan.subjects {
         shapes.push(bench.shape(subject, &progress).await?);
@@ -63,7 +64,7 @@ impl<B: Timed> Bench<'_, B> {
         };
         let data = match data {
             Err(error) if is_about_the_device(&error) => {
-                let rows = self.plan.formats.iter().map(|format| BenchRow::skipped(*format, &error)).collect();
+                let rows = self.plan.formats.iter().map(|format| BenchRow::skipped(format, &error)).collect();
                 return Ok(ShapeReport::new(decode, None, rows));
             }
             other => other?,
@@ -73,7 +74,7 @@ impl<B: Timed> Bench<'_, B> {
         let mut rows: Vec<BenchRow> = Vec::with_capacity(self.plan.formats.len());
         for format in &self.plan.formats {
             progress.set_message(format!("{} {format}", decode.name));
-            let mut row = self.row(&data, *format, read).await?;
+            let mut row = self.row(&data, format, read).await?;
             if let RowOutcome::Timed(figures) = &mut row.outcome {
                 let f16 = rows.first().filter(|row| row.format == SegmentFormat::F16.to_string());
                 let f16 = f16.and_then(|row| row.outcome.figures()).map(|f16| f16.step_us);
@@ -87,8 +88,8 @@ impl<B: Timed> Bench<'_, B> {
     }
 
     /// Stores the batch, checks the outputs and times the steps.
-    async fn row(&mut self, data: &DecodeData<B>, format: SegmentFormat, read: f64) -> Result<BenchRow> {
-        let workload = Workload::new(self.backend, data, format, self.plan.footprint, Split::default()).await;
+    async fn row(&mut self, data: &DecodeData<B>, format: &BatchFormat, read: f64) -> Result<BenchRow> {
+        let workload = Workload::new(self.backend, data, format.clone(), self.plan.footprint, Split::default()).await;
         let workload = match workload {
             Err(error) if is_about_the_device(&error) => return Ok(BenchRow::skipped(format, &error)),
             other => other?,
@@ -100,6 +101,7 @@ impl<B: Timed> Bench<'_, B> {
         };
         Ok(BenchRow {
             format: format.to_string(),
+            parts: parts_of(format),
             nmse: Some(report.error.nmse),
             bytes: workload.step_bytes,
             copies: workload.plans.len(),
@@ -152,10 +154,14 @@ impl ShapeReport {
     }
 }
 
+fn parts_of(format: &BatchFormat) -> Vec<String> {
+    format.parts_alone().map(|part| part.to_string()).collect()
+}
+
 impl BenchRow {
-    fn skipped(format: SegmentFormat, error: &kvpack::Error) -> Self {
+    fn skipped(format: &BatchFormat, error: &kvpack::Error) -> Self {
         let outcome = RowOutcome::Skipped { reason: error.to_string() };
-        Self { format: format.to_string(), nmse: None, bytes: 0, copies: 0, outcome }
+        Self { format: format.to_string(), parts: parts_of(format), nmse: None, bytes: 0, copies: 0, outcome }
     }
 }
 

@@ -131,7 +131,8 @@ impl BoundStep {
         let scratch = Scratch::new(device, step.scratch()).await?;
         let output = Tensor::zeroed(device, backend.elements(queries), ElementType::F32)?;
         let tensors = StepTensors { queries, output: &output };
-        let launches = step.bind(backend.kernels(), &[&workload.store], &scratch, tensors)?;
+        let stores: Vec<&Store> = workload.stores.iter().collect();
+        let launches = step.bind(backend.kernels(), &stores, &scratch, tensors)?;
         backend.queue().write_buffer(&scratch.tables, 0, step.tables());
         Ok(Self { launches, labels: step.launch_labels(), _scratch: scratch, _output: output })
     }

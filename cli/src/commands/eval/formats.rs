@@ -63,6 +63,10 @@ fn all(shape: &AttentionShape) -> Vec<NamedFormat> {
         let format = SegmentFormat::turboquant(bits, shape.head_dim());
         formats.push(named(format!("{bits}-bit codebook (TurboQuant)"), format));
     }
+    for bits in [Bits::Four, Bits::Three, Bits::Two, Bits::One] {
+        let format = SegmentFormat::turboquant_renormalized(bits, shape.head_dim());
+        formats.push(named(format!("{bits}-bit codebook, renormalised"), format));
+    }
     for bits in [Bits::Four, Bits::Three, Bits::Two] {
         let format = SegmentFormat::turboquant_prod(bits, shape.head_dim());
         formats.push(named(format!("{bits}-bit codebook, keys with sketch (TurboQuant-prod)"), format));

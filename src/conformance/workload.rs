@@ -1,0 +1,241 @@
+//! A batch in a store, ready to be timed.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+
+use super::accuracy::Expected;
+use super::batch_format::{BatchFormat, BatchPart};
+use super::data::Random;
+use super::decode::{DecodeData, DecodeShape, PageOrder};
+use super::reference;
+use super::report::{Limits, Report};
+use crate::backend::{AttendOptions, SpanRead, SpanWrite};
+use crate::cpu::DenseSegment;
+use crate::format::TILE_TOKENS;
+use crate::plan::{DecodePlan, Page, PageAllocator, SpanView, Split, StoreView, TokenRange};
+use crate::{Backend, Result};
+
+/// Filled stores with several copies of a batch, so that steps that go round the copies find cold caches.
+pub struct Workload<B: Backend> {
+    /// The stores of all copies, one for each part of the format.
+    pub stores: Vec<B::Store>,
+    /// The step over each copy.
+    pub plans: Vec<DecodePlan>,
+    /// Bytes of the stores that one step reads: codes and ranges.
+    pub step_bytes: u64,
+    format: BatchFormat,
+    /// Pages of every part's spans: those of the first copy, then of the next.
+    spans: Vec<Vec<Vec<Page>>>,
+}
+
+impl<B: Backend> Workload<B> {
+    /// Stores the batch in `format`, as many times as it takes to hold at least `bytes` bytes, and plans a step over
+    /// each copy.
+    ///
+    /// # Errors
+    /// When the copies do not fit the device.
+    pub async fn new(backend: &B, data: &DecodeData<B>, format: BatchFormat, bytes: u64, split: Split) -> Result<Self> {
+        let copies = bytes.div_ceil(data.decode.code_bytes(&format)).max(1) as usize;
+        let (mut stores, mut spans) = (Vec::new(), Vec::new());
+        for part in format.parts() {
+            let (store, pages) = store_part(backend, data, part, copies).await?;
+            stores.push(store);
+            spans.push(pages);
+        }
+        let plans = (0..copies).map(|copy| plan(&data.decode, &format, copy, &spans, split)).collect::<Result<_>>()?;
+        let step_bytes = stores.iter().map(|store| backend.store_bytes(store)).sum::<u64>() / copies as u64;
+        Ok(Self { stores, plans, step_bytes, format, spans })
+    }
+
+    /// Runs every copy once and holds all outputs against an f64 attention over the stored data.
+    ///
+    /// # Errors
+    /// Whatever the backend reports; a wrong result is no error but a [`Report`] that did not pass.
+    pub async fn check(&self, backend: &B, data: &DecodeData<B>, options: AttendOptions) -> Result<Report> {
+        // Sequences of one length hold the same.
+        let mut expected: BTreeMap<usize, Expected> = BTreeMap::new();
+        for sequence in 0..data.decode.sequences {
+            let tokens = data.decode.length(sequence);
+            if let Entry::Vacant(entry) = expected.entry(tokens) {
+                entry.insert(self.expected(backend, data, sequence).await?);
+            }
+        }
+        let head_dim = data.decode.shape.head_dim();
+        let limits = Limits::new(options.query);
+        let mut report =
+            Report { case: data.decode.name.clone(), error: Default::default(), limits, failures: Vec::new() };
+        let stores: Vec<&B::Store> = self.stores.iter().collect();
+        for plan in &self.plans {
+            let output = backend.attend(plan, &stores, &data.queries, options).await?;
+            let output = backend.download(&output).await?;
+            for (index, sequence) in output.chunks(data.decode.shape.query_heads() * head_dim).enumerate() {
+                let expected = &expected[&data.decode.length(index)];
+                let error = expected.error_of(sequence, head_dim);
+                report.failures.extend(expected.failures(sequence, &error, &limits));
+                if error.nmse >= report.error.nmse {
+                    report.error = error;
+                }
+            }
+        }
+        report.failures.dedup();
+        Ok(report)
+    }
+
+    /// What a sequence of the first copy must yield.
+    async fn expected(&self, backend: &B, data: &DecodeData<B>, sequence: usize) -> Result<Expected> {
+        let mut dense = Vec::new();
+        for ((part, store), spans) in self.format.parts().iter().zip(&self.stores).zip(&self.spans) {
+            let tokens = part.tokens(data.decode.length(sequence)).len();
+            if tokens > 0 {
+                let read = SpanRead { pages: &spans[sequence], tokens, range_slot: sequence };
+                let (keys, values) = backend.dequantize(store, read)?;
+                dense.push((backend.download(&keys).await?, backend.download(&values).await?, tokens));
+            }
+        }
+        let segments: Vec<DenseSegment<'_>> = dense
+            .iter()
+            .map(|(keys, values, tokens)| DenseSegment { keys, values, tokens: *tokens, calibration: None })
+            .collect();
+        reference::attention(&data.decode.shape, &segments, &data.host.queries)
+    }
+}
+
+/// Stores one part of every sequence, `copies` times, and says in which pages.
+async fn store_part<B: Backend>(
+    backend: &B,
+    data: &DecodeData<B>,
+    part: &BatchPart,
+    copies: usize,
+) -> Result<(B::Store, Vec<Vec<Page>>)> {
+    let decode = &data.decode;
+    let tokens = |sequence| part.tokens(decode.length(sequence));
+    let span_pages = |sequence| tokens(sequence).len().div_ceil(TILE_TOKENS);
+    let batch_pages = (0..decode.sequences).map(span_pages).sum::<usize>();
+
+    let mut store = backend.create_store(decode.shape, part.format)?;
+    let mut allocator = PageAllocator::default();
+    let most = backend.max_shard_pages(&decode.shape, &part.format).max(1) as usize;
+    while allocator.capacity() < copies * batch_pages {
+        let pages = (copies * batch_pages - allocator.capacity()).min(most) as u32;
+        backend.add_shard(&mut store, pages).await?;
+        allocator.add_shard(pages);
+    }
+    backend.reserve_ranges(&mut store, copies * decode.sequences).await?;
+    let mut spans = Vec::with_capacity(copies * decode.sequences);
+    for copy in 0..copies {
+        let mut batch = allocator.allocate(batch_pages)?;
+        if decode.pages == PageOrder::Shuffled {
+            Random::new((copy * decode.sequences) as u64).shuffle(&mut batch);
+        }
+        for sequence in 0..decode.sequences {
+            let pages: Vec<Page> = batch.drain(..span_pages(sequence)).collect();
+            let range_slot = copy * decode.sequences + sequence;
+            let tokens = tokens(sequence);
+            if !tokens.is_empty() {
+                let tokens = TokenRange::new(tokens.start, tokens.end)?;
+                let write = SpanWrite { rows: data.host.rows, tokens, pages: &pages, range_slot };
+                backend.quantize(&mut store, &data.keys, &data.values, write)?;
+            }
+            spans.push(pages);
+        }
+    }
+    Ok((store, spans))
+}
+
+/// The step over one copy.
+fn plan(
+    decode: &DecodeShape,
+    format: &BatchFormat,
+    copy: usize,
+    spans: &[Vec<Vec<Page>>],
+    split: Split,
+) -> Result<DecodePlan> {
+    let first = copy * decode.sequences;
+    let views: Vec<StoreView<'_>> = format
+        .parts()
+        .iter()
+        .zip(spans)
+        .map(|(part, pages)| StoreView {
+            format: part.format,
+            calibration: None,
+            spans: (0..decode.sequences)
+                .map(|sequence| SpanView {
+                    sequence,
+                    tokens: part.tokens(decode.length(sequence)).len(),
+                    pages: &pages[first + sequence],
+                    range_slot: first + sequence,
+                })
+                .collect(),
+        })
+        .collect();
+    DecodePlan::new(decode.shape, decode.sequences, &views, split)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Bits;
+    use crate::conformance::{BatchLengths, decode_mixes};
+    use crate::cpu::Cpu;
+    use crate::format::{AttentionShape, SegmentFormat};
+
+    /// A batch yields the same wherever its pages lie, and shuffled ones are those of its copy, each once.
+    #[test]
+    fn the_order_of_pages_does_not_matter() {
+        let cpu = Cpu::new();
+        let workload = |order| {
+            let decode = DecodeShape {
+                name: "small".into(),
+                shape: AttentionShape::new(4, 2, 64).unwrap(),
+                sequences: 3,
+                tokens: 700,
+                lengths: BatchLengths::Ragged,
+                pages: order,
+                quick: true,
+            };
+            let data = pollster::block_on(DecodeData::generated(&cpu, decode)).unwrap();
+            let format = SegmentFormat::per_channel(Bits::Four);
+            let format = BatchFormat::from(format);
+            let bytes = 2 * data.decode.code_bytes(&format);
+            let workload = Workload::new(&cpu, &data, format, bytes, Split::default());
+            let workload = pollster::block_on(workload).unwrap();
+            let report = pollster::block_on(workload.check(&cpu, &data, AttendOptions::default())).unwrap();
+            assert!(report.passed(), "{}", report.reason());
+            workload.spans.concat()
+        };
+        let (consecutive, shuffled) = (workload(PageOrder::Consecutive), workload(PageOrder::Shuffled));
+        assert_eq!(consecutive.len(), 6, "three sequences, two copies");
+        assert_ne!(consecutive, shuffled);
+        for (consecutive, shuffled) in consecutive.chunks(3).zip(shuffled.chunks(3)) {
+            let sorted = |spans: &[Vec<Page>]| {
+                let mut indices: Vec<u32> = spans.concat().iter().map(|page| page.index).collect();
+                indices.sort_unstable();
+                indices
+            };
+            assert_eq!(sorted(consecutive), sorted(shuffled));
+        }
+    }
+
+    /// Segments of several formats yield what the f64 attention over all of them does.
+    #[test]
+    fn mixes_are_checked_as_a_whole() {
+        let cpu = Cpu::new();
+        let decode = DecodeShape {
+            name: "small".into(),
+            shape: AttentionShape::new(4, 2, 64).unwrap(),
+            sequences: 9,
+            tokens: 1500,
+            lengths: BatchLengths::Ragged,
+            pages: PageOrder::Consecutive,
+            quick: true,
+        };
+        let data = pollster::block_on(DecodeData::generated(&cpu, decode)).unwrap();
+        for format in decode_mixes() {
+            let parts = format.parts().len();
+            let workload = pollster::block_on(Workload::new(&cpu, &data, format, 1, Split::default())).unwrap();
+            assert_eq!((workload.stores.len(), workload.plans[0].segments.len()), (parts, parts));
+            let report = pollster::block_on(workload.check(&cpu, &data, AttendOptions::default())).unwrap();
+            assert!(report.passed(), "{}", report.reason());
+        }
+    }
+}
