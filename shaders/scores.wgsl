@@ -27,7 +27,7 @@ fn scores(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
     let item = items[group.y];
     let lane = invocation % 32u;
     let tiles = (item.tokens + TILE_TOKENS - 1u) / TILE_TOKENS;
-    load_tile_bases(item.page_offset, tiles, group.x / CHUNKS, invocation);
+    keep_tile_base(read_tile_base(item.page_offset, tiles, group.x / CHUNKS, invocation), tiles, invocation);
     load_query(item, group.x, invocation);
     if (invocation < 2u * HEADS) {
         atomicStore(&item_extremes[invocation], 0u);

@@ -15,20 +15,26 @@ use naga::valid::{self, ModuleInfo, ValidationFlags, Validator};
 fn parse(variant: &Variant) -> Result<(naga::Module, ModuleInfo), String> {
     let source = variant.source().map_err(|error| error.to_string())?;
     let module = naga::front::wgsl::parse_str(&source.wgsl).map_err(|error| error.emit_to_string(&source.wgsl))?;
-    // Only what kernels may rely on: the floor, where every WebGPU device unpacks halves, and the two features of the
-    // other paths.
+    // Only what kernels may rely on: the floor, where every WebGPU device unpacks halves, and the features of the other
+    // paths.
     let allowed = valid::Capabilities::SHADER_FLOAT16_IN_FLOAT32
         | valid::Capabilities::SHADER_FLOAT16
-        | valid::Capabilities::SUBGROUP;
+        | valid::Capabilities::SUBGROUP
+        | valid::Capabilities::MEMORY_DECORATION_COHERENT;
     let info = Validator::new(ValidationFlags::all(), allowed)
         .validate(&module)
         .map_err(|error| error.emit_to_string(&source.wgsl))?;
     Ok((module, info))
 }
 
-fn write_spirv(module: &naga::Module, info: &ModuleInfo) -> Result<(), String> {
+/// Kernels that merge states without a launch of their own are for Vulkan (`Capabilities::coherent`).
+fn is_for_vulkan(variant: &Variant) -> bool {
+    variant.source().unwrap().wgsl.contains("@coherent")
+}
+
+fn write_spirv(module: &naga::Module, info: &ModuleInfo) -> Result<Vec<u32>, String> {
     let options = spv::Options { lang_version: (1, 3), ..Default::default() };
-    spv::write_vec(module, info, &options, None).map(drop).map_err(|error| error.to_string())
+    spv::write_vec(module, info, &options, None).map_err(|error| error.to_string())
 }
 
 fn write_msl(module: &naga::Module, info: &ModuleInfo) -> Result<(), String> {
@@ -89,13 +95,13 @@ fn capabilities(turn: usize) -> Capabilities {
     let limits = KernelLimits {
         binding_bytes: 128 << 20,
         binding_alignment: 256,
-        storage_buffers: 8,
+        storage_buffers: [8, 10][turn / 4 % 2],
         workgroup_memory: 16 << 10,
         invocations: 256,
         workgroups: 65535,
     };
-    let subgroups = (turn / 2 % 2 == 1).then_some(SubgroupSizes { min: 4, max: 128 });
-    Capabilities { f16: turn % 2 == 1, subgroups, timestamps: Timestamps::None, limits }
+    let subgroups = (turn / 2 % 2 == 1).then_some(SubgroupSizes { min: [4, 32][turn / 8 % 2], max: 128 });
+    Capabilities { f16: turn % 2 == 1, subgroups, coherent: turn / 4 % 2 == 1, timestamps: Timestamps::None, limits }
 }
 
 fn all_variants() -> Vec<Variant> {
@@ -113,6 +119,9 @@ fn every_variant_is_valid_and_translates() {
         let translated = parse(&variant).and_then(|(module, info)| {
             assert!(module.entry_points.iter().any(|entry| entry.name == variant.entry_point()), "{}", variant.label());
             write_spirv(&module, &info)?;
+            if is_for_vulkan(&variant) {
+                return Ok(());
+            }
             write_msl(&module, &info)?;
             write_hlsl(&module, &info)
         });
@@ -123,13 +132,47 @@ fn every_variant_is_valid_and_translates() {
     assert!(seen.len() > 200, "{}", seen.len());
 }
 
+/// What a workgroup reads that others of its launch wrote relies on more than WGSL says: on coherent memory, and on storage
+/// barriers that order it for the device.
+#[test]
+fn merging_without_a_launch_is_ordered_for_the_device() {
+    const COHERENT: u32 = 23;
+    const DEVICE: u32 = 1;
+    const ACQUIRE_RELEASE_OF_BUFFERS: u32 = 0x8 | 0x40;
+    let merging: Vec<Variant> = decode_variants().into_iter().filter(is_for_vulkan).collect();
+    assert!(!merging.is_empty());
+    for variant in merging.iter().step_by(8) {
+        let (module, info) = parse(variant).unwrap();
+        let words = write_spirv(&module, &info).unwrap();
+        let mut constants = std::collections::BTreeMap::new();
+        let (mut barriers, mut coherent) = (0, 0);
+        let mut rest = &words[5..];
+        while let Some(&first) = rest.first() {
+            let (instruction, after) = rest.split_at((first >> 16) as usize);
+            match (first & 0xffff, &instruction[1..]) {
+                (43, &[_, id, value]) => drop(constants.insert(id, value)), // OpConstant
+                (71, &[_, COHERENT]) => coherent += 1,                      // OpDecorate
+                (224, &[_, scope, semantics]) => {
+                    // OpControlBarrier
+                    let ordered = constants[&semantics] & ACQUIRE_RELEASE_OF_BUFFERS == ACQUIRE_RELEASE_OF_BUFFERS;
+                    barriers += usize::from(constants[&scope] == DEVICE && ordered);
+                }
+                _ => {}
+            }
+            rest = after;
+        }
+        assert_eq!((barriers, coherent), (2, 1), "{}", variant.label());
+    }
+}
+
 /// The floor binds at most 8 storage buffers.
 #[test]
 fn every_variant_binds_few_buffers() {
     for variant in all_variants() {
         let source = variant.source().unwrap();
-        assert!(source.bindings.len() <= 8, "{} binds {}", variant.label(), source.bindings.len());
-        let declared = source.wgsl.matches("var<storage").count();
+        let most = if is_for_vulkan(&variant) { 10 } else { 8 };
+        assert!(source.bindings.len() <= most, "{} binds {}", variant.label(), source.bindings.len());
+        let declared = source.wgsl.matches("var<storage, ").count();
         assert_eq!(source.bindings.len(), declared, "{}", variant.label());
     }
 }

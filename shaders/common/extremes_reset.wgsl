@@ -1,6 +1,6 @@
 // Extremes start below every score.
 
-@group(0) @binding(4) var<storage, read_write> extremes: array<u32>;
+@group(0) @binding(5) var<storage, read_write> extremes: array<u32>;
 
 fn reset_extremes(row: u32, field: u32) {
     if (field < 2u) {

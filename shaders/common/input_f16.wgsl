@@ -1,6 +1,6 @@
 // A dense f16 tensor, read four elements at a time.
 
-@group(0) @binding(1) var<storage, read> inputs: array<vec2<u32>>;
+@group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
 
 fn input4(index: u32) -> vec4<f32> {
     let words = inputs[index];

@@ -1,6 +1,6 @@
 // The output tensor in f16.
 
-@group(0) @binding(2) var<storage, read_write> outputs: array<vec2<u32>>;
+@group(0) @binding(8) var<storage, read_write> outputs: array<vec2<u32>>;
 
 fn write_output(index: u32, x: vec4<f32>) {
     outputs[index] = vec2<u32>(pack2x16float(x.xy), pack2x16float(x.zw));

@@ -1,6 +1,6 @@
 // The output tensor in f32.
 
-@group(0) @binding(2) var<storage, read_write> outputs: array<vec4<f32>>;
+@group(0) @binding(8) var<storage, read_write> outputs: array<vec4<f32>>;
 
 fn write_output(index: u32, x: vec4<f32>) {
     outputs[index] = x;

@@ -1,6 +1,6 @@
 // Per-channel ranges of the span: scale and minimum, [range slot][KV head][channel].
 
-@group(0) @binding(2) var<storage, read> key_span_ranges: array<vec2<f32>>;
+@group(0) @binding(4) var<storage, read> key_span_ranges: array<vec2<f32>>;
 
 const KEY_MIDDLE: f32 = 8f;
 

@@ -7,7 +7,6 @@
 
 alias KeyVector = vec4<u32>;
 
-@group(0) @binding(2) var<storage, read> queries: array<vec4<u32>>;
 @group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
 
 // Words of a vector, and vectors of a token's row.
@@ -27,12 +26,7 @@ const QUERY_ROW: u32 = QUERY_PLANES * QUERY_VECTORS + 1u;
 
 var<workgroup> query: array<vec4<u32>, HEADS * QUERY_ROW>;
 
-fn load_query(item: WorkItem, y: u32, invocation: u32) {
-    for (var i = invocation; i < HEADS * QUERY_ROW; i += INVOCATIONS) {
-        let row = item.span * QUERY_HEADS + query_head(y, i / QUERY_ROW);
-        query[i] = queries[row * QUERY_ROW + i % QUERY_ROW];
-    }
-}
+// import query = common/query_prepared.wgsl
 
 fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     let tile_base = tile_bases[tile];

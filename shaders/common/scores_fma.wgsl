@@ -6,7 +6,6 @@
 
 alias KeyVector = vec4<u32>;
 
-@group(0) @binding(2) var<storage, read> queries: array<vec4<f32>>;
 @group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
 
 // Words of a vector, and vectors of a token's row.
@@ -22,12 +21,7 @@ var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
 
 // import common/add_product.wgsl
 
-fn load_query(item: WorkItem, y: u32, invocation: u32) {
-    for (var i = invocation; i < HEADS * QUERY_VECTORS; i += INVOCATIONS) {
-        let row = item.span * QUERY_HEADS + query_head(y, i / QUERY_VECTORS);
-        query[i] = queries[row * QUERY_ROW + i % QUERY_VECTORS];
-    }
-}
+// import query = common/query_prepared_f32.wgsl
 
 fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     let tile_base = tile_bases[tile];

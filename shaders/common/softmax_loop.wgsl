@@ -32,8 +32,10 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     let team = invocation / 32u;
     let tiles = (item.tokens + TILE_TOKENS - 1u) / TILE_TOKENS;
 
-    load_tile_bases(item.page_offset, tiles, y / CHUNKS, invocation);
+    let tile_base = read_tile_base(item.page_offset, tiles, y / CHUNKS, invocation);
+    read_output_ranges(item.range_slot, y / CHUNKS, invocation);
     load_query(item, y, invocation);
+    keep_tile_base(tile_base, tiles, invocation);
     prepare_workgroup_max();
     if (invocation < 2u * HEADS) {
         atomicStore(&step_maxima[invocation], 0u);
@@ -85,6 +87,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     finish_sums(invocation);
     last_parity = parity;
     write_states(item, y, team, lane, invocation);
+    merge_item(item, y, invocation);
 }
 
 fn score_own_tile(item: WorkItem, tile: u32, tiles: u32, lane: u32) {

@@ -1,18 +1,23 @@
 // Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
 
-const STATE_ROW: u32 = HEAD_DIM + 4u;
+const FIELDS: u32 = HEAD_DIM / 4u;
+const STATE_ROW: u32 = FIELDS + 1u;
 
-@group(0) @binding(7) var<storage, read_write> states: array<f32>;
+// import merge = common/merge_later.wgsl
+
+fn state_row(state: u32, query_head: u32) -> u32 {
+    return (state * QUERY_HEADS + query_head) * STATE_ROW;
+}
 
 fn write_state_channel(state: u32, y: u32, head: u32, channel: u32, output: f32) {
     if (head_exists(y, head)) {
-        states[(state * QUERY_HEADS + query_head(y, head)) * STATE_ROW + channel] = output;
+        states[state_row(state, query_head(y, head)) + channel / 4u][channel % 4u] = output;
     }
 }
 
 fn write_state_lse(state: u32, y: u32, head: u32, total: f32, invocation: u32) {
     if (invocation == 0u && head_exists(y, head)) {
-        states[(state * QUERY_HEADS + query_head(y, head)) * STATE_ROW + HEAD_DIM] =
+        states[state_row(state, query_head(y, head)) + FIELDS].x =
             (running_maxima[last_parity * HEADS + head] + log2(total)) * LN_2;
     }
 }

@@ -42,7 +42,7 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
             for (var block = 0u; block < TILE_BLOCKS; block++) {
                 sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
             }
-            let output = ranged_output(sum / total[head], head, total[head], item.range_slot, y / CHUNKS, channel);
+            let output = ranged_output(sum / total[head], head, total[head], channel);
             put_output(item.state, y, head, channel, output);
         }
         finish_output(item.state, y, head, invocation);

@@ -5,7 +5,29 @@
 
 const VALUE_MIDDLE: f32 = 8f;
 
-fn begin_value_ranges() {}
+// Ranges of the outputs, by channel: read at the start of an item, so that nothing waits for them at its end.
+var<workgroup> output_ranges: array<vec2<f32>, HEAD_DIM>;
+
+const OWN_CHANNELS: u32 = (HEAD_DIM + INVOCATIONS - 1u) / INVOCATIONS;
+
+var<private> own_ranges: array<vec2<f32>, OWN_CHANNELS>;
+
+fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {
+    // unroll
+    for (var i = 0u; i < OWN_CHANNELS; i++) {
+        let channel = min(i * INVOCATIONS + invocation, HEAD_DIM - 1u);
+        own_ranges[i] = value_span_ranges[(range_slot * KV_HEADS + kv_head) * HEAD_DIM + channel];
+    }
+}
+
+fn begin_value_ranges(invocation: u32) {
+    // unroll
+    for (var i = 0u; i < OWN_CHANNELS; i++) {
+        if (i * INVOCATIONS + invocation < HEAD_DIM) {
+            output_ranges[i * INVOCATIONS + invocation] = own_ranges[i];
+        }
+    }
+}
 
 fn load_value_ranges(tile_base: u32, lane: u32) {}
 
@@ -27,7 +49,7 @@ fn largest_value_scale() -> f32 {
 
 fn finish_value_ranges(invocation: u32) {}
 
-fn ranged_output(mean: f32, head: u32, total: f32, range_slot: u32, kv_head: u32, channel: u32) -> f32 {
-    let range = value_span_ranges[(range_slot * KV_HEADS + kv_head) * HEAD_DIM + channel];
+fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
+    let range = output_ranges[channel];
     return range.x * (mean + VALUE_MIDDLE) + range.y;
 }

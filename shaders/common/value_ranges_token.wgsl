@@ -15,7 +15,9 @@ var<private> largest_scale: f32;
 var<private> min_sum: array<f32, HEADS>;
 var<private> min_total: array<f32, HEADS>;
 
-fn begin_value_ranges() {
+fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {}
+
+fn begin_value_ranges(invocation: u32) {
     atomicStore(&largest_scales[0], 0u);
     atomicStore(&largest_scales[1], 0u);
     // unroll
@@ -87,6 +89,6 @@ fn finish_value_ranges(invocation: u32) {
     }
 }
 
-fn ranged_output(mean: f32, head: u32, total: f32, range_slot: u32, kv_head: u32, channel: u32) -> f32 {
+fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
     return VALUE_UNIT * (mean + min_total[head] / total);
 }

@@ -46,7 +46,7 @@ fn begin_values(invocation: u32) {
     for (var i = 0u; i < HEADS * CHANNELS; i++) {
         sums[i] = 0f;
     }
-    begin_value_ranges();
+    begin_value_ranges(invocation);
 }
 
 // Sets the weights of a head's tokens and returns their sum, relative to the new running maximum.

@@ -30,7 +30,7 @@ fn begin_values(invocation: u32) {
     for (var i = 0u; i < HEADS * CHANNELS; i++) {
         sums[i] = 0f;
     }
-    begin_value_ranges();
+    begin_value_ranges(invocation);
 }
 
 fn store_weights(team: u32, lane: u32, parity: u32) {

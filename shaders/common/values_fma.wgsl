@@ -32,6 +32,8 @@ fn begin_values(invocation: u32) {
     }
 }
 
+fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {}
+
 fn load_value_ranges(tile_base: u32, lane: u32) {}
 
 fn skip_value_ranges() {}

@@ -13,6 +13,8 @@ struct WorkItem {
     state: u32,
     range_slot: u32,
     sequence: u32,
+    first_state: u32,
+    states: u32,
 }
 
 @group(0) @binding(0) var<storage, read> items: array<WorkItem>;
@@ -44,9 +46,17 @@ var<workgroup> tile_bases: array<u32, MAX_TILES>;
 // Scores of the invocation's tokens, in units of log2: [head][token].
 var<private> token_scores: array<f32, HEADS * LANE_TOKENS>;
 
-fn load_tile_bases(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) {
-    for (var tile = invocation; tile < tiles; tile += INVOCATIONS) {
-        tile_bases[tile] = page_table[page_offset + tile] * KV_HEADS + kv_head;
+// An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
+// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one after the other.
+
+// The index of tile `invocation`, of the last tile where there is no such tile. MAX_TILES is at most INVOCATIONS.
+fn read_tile_base(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) -> u32 {
+    return page_table[page_offset + min(invocation, tiles - 1u)] * KV_HEADS + kv_head;
+}
+
+fn keep_tile_base(tile_base: u32, tiles: u32, invocation: u32) {
+    if (invocation < tiles) {
+        tile_bases[invocation] = tile_base;
     }
 }
 

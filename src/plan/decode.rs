@@ -34,7 +34,8 @@ pub struct StoreView<'a> {
 /// How finely the spans are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Split {
-    /// Work items to aim for, all KV heads and segments together: enough to fill the device a few times.
+    /// Work items to aim for, all KV heads and segments together, counted once for every four query heads of a KV head:
+    /// enough to fill the device a few times.
     pub target_items: usize,
     /// Tiles of an item are a multiple of this (except at the end of a span).
     pub tile_step: usize,
@@ -50,14 +51,17 @@ impl Default for Split {
     }
 }
 
-/// How the runs of a step are cut: into items of at most `most` tiles, but the last of every run, up to half of it,
-/// into items of half and of a quarter as many. They run last, so that no device waits long for its last workgroups.
+/// How the runs of a step are cut: into items of at most `most` tiles, but the last of every run into items of half and of
+/// a quarter as many. They run last, so that no device waits long for its last workgroups.
 struct Cut {
     step: usize,
     most: usize,
-    /// The part of a run that goes into the smaller items, where it is at most a half.
+    /// The part of a run that goes into the smaller items.
     small_part: f64,
 }
+
+/// Query heads that a work item counts once for: what a workgroup of the GPU kernels takes.
+const ITEM_HEADS: usize = 4;
 
 /// A run of tiles of one span, attended by one workgroup per KV head (and chunk of query heads). The layout is that of
 /// the GPU kernels.
@@ -77,6 +81,10 @@ pub struct WorkItem {
     pub range_slot: u32,
     /// The sequence: selects the query.
     pub sequence: u32,
+    /// First state row of the sequence.
+    pub first_state: u32,
+    /// State rows of the sequence, those of all its items.
+    pub states: u32,
 }
 
 /// Work items whose pages lie in one shard: one dispatch.
@@ -144,7 +152,7 @@ impl DecodePlan {
     pub fn new(shape: AttentionShape, sequences: usize, stores: &[StoreView<'_>], split: Split) -> Result<Self> {
         check(&shape, sequences, stores)?;
         let tiles: usize = stores.iter().flat_map(|store| &store.spans).map(|span| span.pages.len()).sum();
-        let cut = split.cut(tiles * shape.kv_heads());
+        let cut = split.cut(tiles * shape.kv_heads(), shape.group());
         let mut segments: Vec<SegmentPlan> = stores
             .iter()
             .enumerate()
@@ -167,18 +175,22 @@ impl DecodePlan {
 }
 
 impl Split {
-    /// The cut of a step over `tiles` tiles, counted for each KV head.
-    fn cut(&self, tiles: usize) -> Cut {
+    /// The cut of a step over `tiles` tiles, counted for each KV head, with `group` query heads each.
+    fn cut(&self, tiles: usize, group: usize) -> Cut {
+        let tiles = tiles * group.div_ceil(ITEM_HEADS);
         let (target, step) = (self.target_items.max(1), self.tile_step.max(1));
         let most = (2 * tiles).div_ceil(target).clamp(1, self.max_tiles.max(1)).next_multiple_of(step);
-        Cut { step, most, small_part: target as f64 * most as f64 / (4 * tiles).max(1) as f64 }
+        // The beginning and the end of an item take longer with more heads.
+        let most_small = if group <= 2 { 0.5 } else { 0.25 };
+        let small_part = target as f64 * most as f64 / (4 * tiles).max(1) as f64;
+        Cut { step, most, small_part: small_part.min(most_small) }
     }
 }
 
 impl Cut {
     /// Cuts a run of tiles.
     fn pieces(&self, run: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-        let small = (run.len() as f64 * self.small_part.min(0.5)) as usize / self.step * self.step;
+        let small = (run.len() as f64 * self.small_part) as usize / self.step * self.step;
         let middle = run.end - small;
         let last = run.end - small / 2 / self.step * self.step;
         let smaller = |parts: usize| (self.most / parts).max(1).next_multiple_of(self.step);
@@ -211,6 +223,8 @@ impl SegmentPlan {
                         state: 0, // known once all segments are cut
                         range_slot: planned.range_slot,
                         sequence: planned.sequence,
+                        first_state: 0,
+                        states: 0,
                     });
                 }
             }
@@ -291,8 +305,11 @@ fn assign_state_rows(sequences: usize, segments: &mut [SegmentPlan]) -> Result<V
     }
     let mut next = first_state.clone();
     for item in segments.iter_mut().flat_map(|segment| &mut segment.items) {
-        item.state = next[item.sequence as usize];
-        next[item.sequence as usize] += 1;
+        let sequence = item.sequence as usize;
+        item.state = next[sequence];
+        item.first_state = first_state[sequence];
+        item.states = first_state[sequence + 1] - first_state[sequence];
+        next[sequence] += 1;
     }
     Ok(first_state)
 }

@@ -1,6 +1,8 @@
 //! Kernel `attend`, and what `scores` and `weighted_values` share with it: which shader parts serve a format.
 
 use super::hadamard::{Turn, with_turn};
+use super::merge_states::output_file;
+use super::prepare_query::input_file;
 use super::{Capabilities, Variant};
 use crate::backend::QueryPrecision;
 use crate::format::codebook::level_unit;
@@ -8,6 +10,7 @@ use crate::format::sketch::sketch_level;
 use crate::format::{
     AffineFormat, AttentionShape, Bits, CodebookFormat, Direction, Grouping, SegmentFormat, TensorFormat, TileLayout,
 };
+use crate::plan::ElementType;
 
 /// How the query heads of a KV head are spread over workgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +28,15 @@ struct ChannelSplit {
     channels: usize,
     /// Blocks of `32 · channels` channels; the teams left over share the tiles of a step.
     blocks: usize,
+}
+
+/// What `attend` does beside attending, so that a step has fewer launches that wait for each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Fused {
+    /// Element type of the queries that every workgroup prepares for its heads; none where `prepare_query` does.
+    pub queries: Option<ElementType>,
+    /// Element type of the output that the last workgroup of a query head writes; none where `merge_states` does.
+    pub output: Option<ElementType>,
 }
 
 /// Everything that chooses the attend variant of one segment.
@@ -51,11 +63,34 @@ const MOST_DECODED_HEADS: usize = 8;
 
 impl Specialisation<'_> {
     /// The fused kernel.
-    pub fn attend(&self) -> Variant {
+    pub fn attend(&self, fused: Fused) -> Variant {
         let heads = self.head_split();
         let variant = self.with_work(Variant::new("attend"), heads);
         let variant = self.with_keys(variant);
-        self.with_softmax(self.with_values(variant, heads.heads))
+        let variant = match fused.queries {
+            Some(input) => self.with_own_query(variant, input),
+            None => variant,
+        };
+        self.with_softmax(with_merge(self.with_values(variant, heads.heads), fused.output))
+    }
+
+    /// True if every workgroup of `attend` can prepare the query itself. Rotations would take it too many barriers.
+    pub fn prepares_own_query(&self) -> bool {
+        self.format.key.rotation().is_none()
+    }
+
+    fn with_own_query(&self, variant: Variant, input: ElementType) -> Variant {
+        let variant = variant.float("SCORE_SCALE", self.score_scale()).import("input", input_file(input));
+        if !self.integer_keys() {
+            return variant.import("query", "common/query_own_f32.wgsl");
+        }
+        let variant = self.with_query_fields(variant.import("query", "common/query_own.wgsl"));
+        match self.capabilities.subgroups {
+            Some(sizes) if sizes.min >= 32 && sizes.max as usize <= INVOCATIONS => variant
+                .import("team_totals", "common/team_totals_subgroup.wgsl")
+                .import("numbering", "common/numbering_subgroup.wgsl"),
+            _ => variant,
+        }
     }
 
     /// The unfused scores of packed keys.
@@ -64,11 +99,11 @@ impl Specialisation<'_> {
         self.with_keys(self.with_work(Variant::new("scores"), heads))
     }
 
-    /// The unfused weighted values, with the calibration (τ1, τ2).
-    pub fn weighted_values(&self, tau1: f32, tau2: f32) -> Variant {
+    /// The unfused weighted values, with the calibration (τ1, τ2). With an output, they are merged as in [`Fused::output`].
+    pub fn weighted_values(&self, (tau1, tau2): (f32, f32), output: Option<ElementType>) -> Variant {
         let heads = self.head_split();
         let variant = self.with_work(Variant::new("weighted_values"), heads).float("TAU_1", tau1).float("TAU_2", tau2);
-        self.with_softmax(self.with_values(variant, heads.heads))
+        self.with_softmax(with_merge(self.with_values(variant, heads.heads), output))
     }
 
     /// The most heads per workgroup that fit its memory, spread evenly.
@@ -133,8 +168,10 @@ impl Specialisation<'_> {
         let split = self.channel_split(heads);
         let block_sums = STEP_TILES * 32 * split.channels * 4;
         let maxima = 4 * heads * 4 + 8;
+        let last = heads * 4;
+        let ranges = if self.format.value.has_span_ranges() { self.shape.head_dim() * 8 } else { 0 };
         let rotated = self.format.value.rotation().map_or(0, |_| self.shape.head_dim() * 4);
-        MAX_TILES * 4 + rotated + query + weights + block_sums + heads * INVOCATIONS * 4 + maxima
+        MAX_TILES * 4 + rotated + query + weights + block_sums + heads * INVOCATIONS * 4 + maxima + last + ranges
     }
 
     fn with_work(&self, variant: Variant, heads: HeadSplit) -> Variant {
@@ -343,6 +380,13 @@ impl CodeBytes {
     }
 }
 
+fn with_merge(variant: Variant, output: Option<ElementType>) -> Variant {
+    match output {
+        Some(output) => variant.import("merge", "common/merge_last.wgsl").import("output", output_file(output)),
+        None => variant,
+    }
+}
+
 fn with_value_bytes(variant: Variant, bits: Bits, format: &TensorFormat) -> Variant {
     match (bits, format) {
         (Bits::Three, TensorFormat::Codebook(_)) => variant
@@ -388,9 +432,15 @@ mod tests {
             invocations: 256,
             workgroups: 65535,
         };
-        let subgroups = subgroups.then_some(SubgroupSizes { min: 4, max: 128 });
-        Capabilities { f16, subgroups, timestamps: Timestamps::None, limits }
+        let subgroups = subgroups.then_some(SubgroupSizes { min: if f16 { 32 } else { 4 }, max: 128 });
+        Capabilities { f16, subgroups, coherent: f16, timestamps: Timestamps::None, limits }
     }
+
+    /// Nothing, and everything.
+    const FUSED: [Fused; 2] = [
+        Fused { queries: None, output: None },
+        Fused { queries: Some(ElementType::F16), output: Some(ElementType::F16) },
+    ];
 
     fn tensor_formats(head_dim: usize) -> Vec<TensorFormat> {
         let groupings = [Grouping::Channel, Grouping::Token, Grouping::ChannelTokens(32), Grouping::TokenChannels(16)];
@@ -444,14 +494,11 @@ mod tests {
                 let (shape, format, capabilities) = (&shape, &format, &capabilities);
                 let query = [QueryPrecision::Int16, QueryPrecision::Int8][i / 2 % 2];
                 let special = Specialisation { shape, format, query, capabilities };
-                let module = validate(&special.attend());
+                let variant = special.attend(FUSED[i % 2 * usize::from(special.prepares_own_query())]);
+                let module = validate(&variant);
                 let counted = special.workgroup_bytes(special.head_split().heads);
                 let declared = declared_workgroup_bytes(&module);
-                assert!(
-                    declared <= counted && counted <= 16 << 10,
-                    "{}: {declared} of {counted}",
-                    special.attend().label()
-                );
+                assert!(declared <= counted && counted <= 16 << 10, "{}: {declared} of {counted}", variant.label());
             }
         }
     }
@@ -487,9 +534,11 @@ mod tests {
                 let format = SegmentFormat { key, value };
                 let query = QueryPrecision::Int8;
                 let special = Specialisation { shape: &shape, format: &format, query, capabilities: &capabilities };
-                validate(&special.attend());
+                for fused in &FUSED[..=usize::from(special.prepares_own_query())] {
+                    validate(&special.attend(*fused));
+                    validate(&special.weighted_values((1.0, 3.0), fused.output));
+                }
                 validate(&special.scores());
-                validate(&special.weighted_values(1.0, 3.0));
                 validate(&special.prepare_query(ElementType::F16, Extremes::Reset));
                 validate(&special.prepare_query(ElementType::F32, Extremes::None));
             }

@@ -7,6 +7,8 @@ use crate::{Error, Result};
 
 /// Storage buffers that a kernel may bind.
 const FLOOR_STORAGE_BUFFERS: u32 = 8;
+/// Storage buffers that the kernel with the most binds: `attend`, where it merges states.
+pub(super) const MOST_STORAGE_BUFFERS: u32 = 10;
 /// Bytes of workgroup memory that a kernel may use on the floor.
 const FLOOR_WORKGROUP_MEMORY: u32 = 16 << 10;
 /// Invocations of a workgroup on the floor.
@@ -15,9 +17,10 @@ const FLOOR_INVOCATIONS: u32 = 256;
 /// A restriction of the kernels to part of what a device can do, so that tests and comparisons can force it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Path {
-    /// The floor of WebGPU: neither 16-bit floats nor subgroups, 16 KiB of workgroup memory, 256 invocations.
+    /// The floor of WebGPU: neither 16-bit floats nor subgroups, 16 KiB of workgroup memory, 256 invocations, 8 storage
+    /// buffers, states merged by a launch of its own.
     Floor,
-    /// 16-bit floats where the device has them, no subgroups.
+    /// No subgroups; everything else where the device has it.
     F16,
     /// Everything: subgroups and 16-bit floats, each where the device has it.
     Subgroups,
@@ -109,6 +112,10 @@ pub struct Capabilities {
     pub f16: bool,
     /// Subgroup operations, if there are any.
     pub subgroups: Option<SubgroupSizes>,
+    /// Whether a workgroup may read what others of its launch have written, once an atomic counter says so: through Vulkan
+    /// with wgpu's `MEMORY_DECORATION_COHERENT`. WGSL has no barrier beyond the workgroup; the storage barriers that naga
+    /// writes as SPIR-V order coherent memory for the whole device.
+    pub coherent: bool,
     /// Where timestamps can be taken.
     pub timestamps: Timestamps,
     /// Limits.
@@ -145,6 +152,8 @@ impl Capabilities {
         Self {
             f16: features.contains(wgpu::Features::SHADER_F16),
             subgroups: features.contains(wgpu::Features::SUBGROUP).then_some(sizes),
+            coherent: info.backend == wgpu::Backend::Vulkan
+                && features.contains(wgpu::Features::MEMORY_DECORATION_COHERENT),
             timestamps,
             limits: KernelLimits::new(limits),
         }
@@ -159,7 +168,7 @@ impl Capabilities {
             ..self.limits
         };
         match path {
-            Path::Floor => Self { f16: false, subgroups: None, limits: floor, ..self },
+            Path::Floor => Self { f16: false, subgroups: None, coherent: false, limits: floor, ..self },
             Path::F16 => Self { subgroups: None, ..self },
             Path::Subgroups => self,
         }
@@ -219,11 +228,13 @@ pub struct Requirements {
 }
 
 impl Requirements {
-    /// What is worth asking of `adapter`: 16-bit floats, subgroups and timestamps where it has them, buffers,
-    /// bindings and workgroup memory as large as it allows, and the defaults of WebGPU, or what it has of them, for everything else.
+    /// What is worth asking of `adapter`: 16-bit floats, subgroups, coherent memory and timestamps where it has them,
+    /// buffers, bindings and workgroup memory as large as it allows, as many storage buffers as kernels bind, and the
+    /// defaults of WebGPU, or what it has of them, for everything else.
     pub fn of(adapter: &wgpu::Adapter) -> Self {
         let useful = wgpu::Features::SHADER_F16
             | wgpu::Features::SUBGROUP
+            | wgpu::Features::MEMORY_DECORATION_COHERENT
             | wgpu::Features::TIMESTAMP_QUERY
             | wgpu::Features::TIMESTAMP_QUERY_INSIDE_ENCODERS
             | wgpu::Features::TIMESTAMP_QUERY_INSIDE_PASSES;
@@ -232,6 +243,9 @@ impl Requirements {
             max_storage_buffer_binding_size: available.max_storage_buffer_binding_size,
             max_buffer_size: available.max_buffer_size,
             max_compute_workgroup_storage_size: available.max_compute_workgroup_storage_size,
+            max_storage_buffers_per_shader_stage: available
+                .max_storage_buffers_per_shader_stage
+                .min(MOST_STORAGE_BUFFERS),
             ..wgpu::Limits::defaults().or_worse_values_from(&available)
         };
         Self { features: adapter.features() & useful, limits }
@@ -240,7 +254,9 @@ impl Requirements {
     /// The same without the features that `path` forbids, so that a device made with them cannot leave the path.
     pub fn restricted_to(self, path: Path) -> Self {
         let forbidden = match path {
-            Path::Floor => wgpu::Features::SHADER_F16 | wgpu::Features::SUBGROUP,
+            Path::Floor => {
+                wgpu::Features::SHADER_F16 | wgpu::Features::SUBGROUP | wgpu::Features::MEMORY_DECORATION_COHERENT
+            }
             Path::F16 => wgpu::Features::SUBGROUP,
             Path::Subgroups => wgpu::Features::empty(),
         };

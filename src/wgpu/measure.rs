@@ -18,13 +18,16 @@ const MOST_REPEATS: usize = 2048;
 pub struct Repeats {
     /// Runs before the first that counts.
     pub warm_up: usize,
-    /// Runs that count, 1 to 2048.
+    /// Measurements that count, 1 to 2048.
     pub timed: usize,
+    /// Runs of one measurement, at least 1, one after the other in one pass: what reading the clock costs is shared among
+    /// them, and what a measurement finds is their mean.
+    pub together: usize,
 }
 
 impl Default for Repeats {
     fn default() -> Self {
-        Self { warm_up: 5, timed: 30 }
+        Self { warm_up: 5, timed: 30, together: 1 }
     }
 }
 
@@ -63,33 +66,41 @@ impl Timing {
     }
 }
 
-/// Times `work`, one pass per run, in turns where there are several pieces: copies of a step over different memory
-/// show what it costs when caches do not help.
+/// Times `work`, in turns where there are several pieces: copies of a step over different memory show what it costs when
+/// caches do not help. Runs of one pass wait for each other only where they write the same memory.
 ///
 /// # Errors
 /// [`Error::Plan`] when there is no work or the repeats are out of range; [`Error::Gpu`] when encoding or submitting
 /// fails; [`Error::OutOfMemory`]; [`Error::DeviceLost`].
 pub async fn time(backend: &Wgpu, work: &[Encode<'_>], repeats: Repeats) -> Result<Timing> {
-    if work.is_empty() || repeats.timed == 0 || repeats.timed > MOST_REPEATS {
-        let reason = format!("{} pieces of work and {} repeats; both start at 1, repeats end at 2048", work.len(), {
-            repeats.timed
-        });
+    let Repeats { warm_up, timed, together } = repeats;
+    if work.is_empty() || timed == 0 || timed > MOST_REPEATS || together == 0 {
+        let reason = format!(
+            "{} pieces of work, {timed} measurements of {together} runs; all start at 1, measurements end at 2048",
+            work.len()
+        );
         return Err(Error::Plan { what: "measurement", reason });
     }
-    for run in 0..repeats.warm_up {
+    for run in 0..warm_up {
         submit_one(backend, work[run % work.len()])?;
     }
-    if backend.capabilities().timestamps != Timestamps::None
-        && let Some(timing) = time_on_gpu(backend, work, repeats.timed).await?
-    {
-        return Ok(timing);
-    }
-    let run = |run: usize| {
-        let start = Instant::now();
-        submit_one(backend, work[run % work.len()])?;
-        Ok(start.elapsed())
+    let batch = |index: usize| {
+        move |pass: &mut wgpu::ComputePass<'_>| {
+            (index * together..(index + 1) * together).for_each(|run| work[run % work.len()](pass));
+        }
     };
-    Ok(Timing::new(Clock::Wall, (0..repeats.timed).map(run).collect::<Result<_>>()?))
+    let mean = |duration: Duration| duration / together as u32;
+    if backend.capabilities().timestamps != Timestamps::None
+        && let Some(durations) = time_on_gpu(backend, &batch, timed).await?
+    {
+        return Ok(Timing::new(Clock::Gpu, durations.into_iter().map(mean).collect()));
+    }
+    let run = |index: usize| {
+        let start = Instant::now();
+        submit_one(backend, &batch(index))?;
+        Ok(mean(start.elapsed()))
+    };
+    Ok(Timing::new(Clock::Wall, (0..timed).map(run).collect::<Result<_>>()?))
 }
 
 /// Submits one piece of work and waits for it.
@@ -100,10 +111,14 @@ fn submit_one(backend: &Wgpu, work: Encode<'_>) -> Result<()> {
     guard::wait(backend.device(), submission)
 }
 
-/// All runs in one submission, or nothing where the timestamps make no sense.
-async fn time_on_gpu(backend: &Wgpu, work: &[Encode<'_>], repeats: usize) -> Result<Option<Timing>> {
+/// All measurements in one submission, or nothing where the timestamps make no sense.
+async fn time_on_gpu<F: Fn(&mut wgpu::ComputePass<'_>)>(
+    backend: &Wgpu,
+    batch: &dyn Fn(usize) -> F,
+    timed: usize,
+) -> Result<Option<Vec<Duration>>> {
     let (device, queue) = (backend.device(), backend.queue());
-    let count = 2 * repeats as u32;
+    let count = 2 * timed as u32;
     let bytes = u64::from(count) * 8;
     let usage = wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC;
     let resolved = buffers::create(device, "timestamps", bytes, usage).await?;
@@ -111,14 +126,14 @@ async fn time_on_gpu(backend: &Wgpu, work: &[Encode<'_>], repeats: usize) -> Res
     let submission = guard::submit(device, queue, "kvpack measurement", |encoder| {
         let descriptor = wgpu::QuerySetDescriptor { label: Some("timestamps"), ty: wgpu::QueryType::Timestamp, count };
         let queries = device.create_query_set(&descriptor);
-        for run in 0..repeats {
+        for index in 0..timed {
             let writes = wgpu::ComputePassTimestampWrites {
                 query_set: &queries,
-                beginning_of_pass_write_index: Some(2 * run as u32),
-                end_of_pass_write_index: Some(2 * run as u32 + 1),
+                beginning_of_pass_write_index: Some(2 * index as u32),
+                end_of_pass_write_index: Some(2 * index as u32 + 1),
             };
             let descriptor = wgpu::ComputePassDescriptor { label: None, timestamp_writes: Some(writes) };
-            work[run % work.len()](&mut encoder.begin_compute_pass(&descriptor));
+            batch(index)(&mut encoder.begin_compute_pass(&descriptor));
         }
         encoder.resolve_query_set(&queries, 0..count, &resolved, 0);
     })?;
@@ -126,8 +141,7 @@ async fn time_on_gpu(backend: &Wgpu, work: &[Encode<'_>], repeats: usize) -> Res
     let wall = start.elapsed();
     let bytes = buffers::read(device, queue, &resolved, 0, bytes).await?;
     let stamps: Vec<u64> = bytes.chunks_exact(8).map(bytemuck::pod_read_unaligned).collect();
-    let durations = plausible_durations(&stamps, queue.get_timestamp_period(), wall);
-    Ok(durations.map(|durations| Timing::new(Clock::Gpu, durations)))
+    Ok(plausible_durations(&stamps, queue.get_timestamp_period(), wall))
 }
 
 /// The durations between pairs of timestamps, unless one is not positive, time runs backwards, or together they exceed
@@ -243,9 +257,10 @@ impl ComputeGuard {
     /// As [`time`].
     pub async fn read(&self, backend: &Wgpu) -> Result<Timing> {
         let work: Encode<'_> = &|pass| self.0.encode(pass);
-        let first = time(backend, &[work], Repeats { warm_up: 1, timed: 1 }).await?.median();
+        let first = time(backend, &[work], Repeats { warm_up: 1, timed: 1, together: 1 }).await?.median();
         let timed = GUARD_TIME.as_nanos() / first.as_nanos().max(1);
-        time(backend, &[work], Repeats { warm_up: 0, timed: (timed as usize).clamp(3, MOST_GUARD_RUNS) }).await
+        time(backend, &[work], Repeats { warm_up: 0, timed: (timed as usize).clamp(3, MOST_GUARD_RUNS), together: 1 })
+            .await
     }
 }
 

@@ -9,13 +9,14 @@ pub(super) fn merge_states(shape: &AttentionShape, output: ElementType) -> Varia
     Variant::new("merge_states")
         .constant("HEAD_DIM", shape.head_dim())
         .constant("QUERY_HEADS", shape.query_heads())
-        .import(
-            "output",
-            match output {
-                ElementType::F32 => "common/output_f32.wgsl",
-                ElementType::F16 => "common/output_f16.wgsl",
-            },
-        )
+        .import("output", output_file(output))
+}
+
+pub(super) fn output_file(output: ElementType) -> &'static str {
+    match output {
+        ElementType::F32 => "common/output_f32.wgsl",
+        ElementType::F16 => "common/output_f16.wgsl",
+    }
 }
 
 /// Bytes of the states of one row: every query head's output and log-sum-exp, padded to 16 bytes.

@@ -16,7 +16,7 @@ impl Specialisation<'_> {
             .constant("KV_HEADS", self.shape.kv_heads())
             .constant("QUERY_HEADS", self.shape.query_heads())
             .constant("ROW_FIELDS", layout.key_row_channels() / 4)
-            .float("SCORE_SCALE", std::f32::consts::LOG2_E / (head_dim as f32).sqrt())
+            .float("SCORE_SCALE", self.score_scale())
             .import("input", input_file(input));
         if extremes == Extremes::Reset {
             variant = variant.import("extremes", "common/extremes_reset.wgsl");
@@ -32,21 +32,27 @@ impl Specialisation<'_> {
             };
             variant = with_turn(variant, turn, head_dim);
         }
-        let Some(bits) = self.format.key.code_bits().filter(|_| self.integer_keys()) else {
-            return variant.import("row", "common/query_row_f32.wgsl");
-        };
+        match self.integer_keys() {
+            true => self.with_query_fields(variant).constant("QUERY_PLANES", self.query_planes()),
+            false => variant.import("row", "common/query_row_f32.wgsl"),
+        }
+    }
+
+    /// What makes integers of a query: in this kernel, or in `attend` where that prepares its own.
+    pub(super) fn with_query_fields(&self, variant: Variant) -> Variant {
+        let layout = TileLayout::new(&self.format.key, self.shape.head_dim());
+        let mut variant = variant;
         if self.format.key.has_span_ranges() {
             let middle = self.key_bytes().middle;
             variant = variant.import("ranges", "common/query_ranges_span.wgsl").float("KEY_MIDDLE", middle);
         }
-        let (planes, largest) = match self.query_planes() {
-            1 => (1, 127.0),
-            planes => (planes, 32639.0),
+        let largest = match self.query_planes() {
+            1 => 127.0,
+            _ => 32639.0,
         };
-        // A vector of 3-bit codes counts as one word of eight planes.
-        let (vector, bit_planes) = match bits {
-            Bits::Three => (1, 8),
-            bits => (layout.key_vector(), bits.planes()),
+        let (words, planes) = match self.format.key.code_bits() {
+            Some(Bits::Three) => (1, 8),
+            bits => (layout.key_vector(), bits.map_or(1, Bits::planes)),
         };
         // Scores of sketched keys have units of their own.
         let unit = match self.format.key.sketched() {
@@ -54,11 +60,15 @@ impl Specialisation<'_> {
             None => self.key_bytes().unit / self.key_bytes().step,
         };
         variant
-            .constant("KEY_VECTOR", vector)
-            .constant("KEY_PLANES", bit_planes)
-            .constant("QUERY_PLANES", planes)
+            .constant("PLACE_WORDS", words)
+            .constant("PLACE_PLANES", planes)
             .float("QUERY_LARGEST", largest)
             .float("CODE_UNIT", unit)
+    }
+
+    /// What a query is multiplied with: log2(e) / √D.
+    pub(super) fn score_scale(&self) -> f32 {
+        std::f32::consts::LOG2_E / (self.shape.head_dim() as f32).sqrt()
     }
 }
 
@@ -71,7 +81,7 @@ pub(super) enum Extremes {
     Reset,
 }
 
-fn input_file(input: ElementType) -> &'static str {
+pub(super) fn input_file(input: ElementType) -> &'static str {
     match input {
         ElementType::F32 => "common/input_f32.wgsl",
         ElementType::F16 => "common/input_f16.wgsl",

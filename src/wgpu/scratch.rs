@@ -3,7 +3,7 @@
 use super::{Capabilities, buffers};
 use crate::Result;
 
-/// Bytes of scratch that a step needs. The four buffers are separate because a kernel reads some while it writes
+/// Bytes of scratch that a step needs. The buffers are separate because a kernel reads some while it writes
 /// others. All need [`wgpu::BufferUsages::STORAGE`], `tables` also [`wgpu::BufferUsages::COPY_DST`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct ScratchBytes {
@@ -15,6 +15,8 @@ pub struct ScratchBytes {
     pub scores: u64,
     /// Attention states.
     pub states: u64,
+    /// Counters of workgroups; only steps whose states are merged without a launch of its own need them.
+    pub arrived: u64,
 }
 
 /// The scratch of one step, owned by the caller. It may be used again as soon as the step's commands are submitted.
@@ -28,6 +30,9 @@ pub struct Scratch {
     pub scores: wgpu::Buffer,
     /// At least [`ScratchBytes::states`].
     pub states: wgpu::Buffer,
+    /// At least [`ScratchBytes::arrived`], zeroed before the first step, as new buffers are, and for nothing else. Every
+    /// step leaves zeros.
+    pub arrived: wgpu::Buffer,
 }
 
 impl Scratch {
@@ -44,6 +49,7 @@ impl Scratch {
             queries: create("prepared queries", bytes.queries, storage).await?,
             scores: create("scores", bytes.scores, storage).await?,
             states: create("attention states", bytes.states, storage).await?,
+            arrived: create("counters of workgroups", bytes.arrived, storage).await?,
         })
     }
 
@@ -53,6 +59,7 @@ impl Scratch {
             && self.queries.size() >= bytes.queries
             && self.scores.size() >= bytes.scores
             && self.states.size() >= bytes.states
+            && self.arrived.size() >= bytes.arrived
     }
 }
 

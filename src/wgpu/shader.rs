@@ -215,7 +215,9 @@ fn bindings(text: &str) -> Vec<Binding> {
         .lines()
         .filter_map(|line| {
             let (index, rest) = line.strip_prefix("@group(0) @binding(")?.split_once(')')?;
-            let (access, rest) = rest.trim_start().strip_prefix("var<storage, ")?.split_once('>')?;
+            let rest = rest.trim_start();
+            let rest = rest.strip_prefix("@coherent ").unwrap_or(rest);
+            let (access, rest) = rest.strip_prefix("var<storage, ")?.split_once('>')?;
             let (name, _) = rest.split_once(':')?;
             Some(Binding { index: index.parse().ok()?, name: name.trim().to_owned(), writable: access == "read_write" })
         })

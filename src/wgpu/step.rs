@@ -5,10 +5,13 @@
 //! [`Launches::encode`] only records dispatches into the caller's compute pass: nothing is submitted, waited for,
 //! mapped or allocated.
 //!
-//! The launches of a step, in order: `prepare_query` for every segment; `scores` for every shard of a calibrated
-//! segment; `attend` (or `weighted_values` where calibrated) for every shard; `merge_states` once.
+//! The launches of a step, in order: `prepare_query` for every segment that is calibrated or has rotated keys (for
+//! others every workgroup of `attend` prepares the query itself); `scores` for every shard of a calibrated segment;
+//! `attend` (or `weighted_values` where calibrated) for every shard; `merge_states` once, unless the last workgroup of
+//! `attend` merges. Each waits for the one before, which costs more than what small ones do.
 
-use super::attend::{MAX_TILES, Specialisation};
+use super::attend::{Fused, MAX_TILES, Specialisation};
+use super::capabilities::MOST_STORAGE_BUFFERS;
 use super::merge_states::{merge_states, state_row_bytes};
 use super::prepare_query::Extremes;
 use super::scratch::{Layout, Scratch, ScratchBytes, Section};
@@ -54,6 +57,7 @@ enum Slot {
     Queries(Section),
     Scores(Section),
     States(Section),
+    Arrived(Section),
     Shard { store: usize, shard: u32, part: StorePart },
     SpanRanges { store: usize, which: KeyOrValue },
     Input,
@@ -171,6 +175,7 @@ impl StepPlan {
             ("scratch queries", &scratch.queries, self.scratch.queries),
             ("scratch scores", &scratch.scores, self.scratch.scores),
             ("scratch states", &scratch.states, self.scratch.states),
+            ("scratch counters", &scratch.arrived, self.scratch.arrived),
         ] {
             if buffer.size() < needed {
                 return Err(Error::Buffer {
@@ -233,6 +238,7 @@ impl StepPlan {
             ("prepared queries", self.scratch.queries),
             ("scores of a calibrated segment", self.scratch.scores),
             ("attention states", self.scratch.states),
+            ("counters of workgroups", self.scratch.arrived),
         ];
         for (what, needed) in bytes {
             limit(what, needed, capabilities.limits.binding_bytes, "attend to fewer sequences per step")?;
@@ -261,6 +267,19 @@ struct SegmentSections {
     scores: Option<(Section, Section)>,
 }
 
+/// Where states go, and who merges them.
+struct Merging {
+    /// `attend` and `weighted_values` do.
+    fused: bool,
+    states: Section,
+    arrived: Section,
+}
+
+/// Most states of a sequence that are merged without a launch of its own. On an H200 that launch takes about 4 µs; what an
+/// item waits for in its place, until its states are written and counted, takes 3 µs of a step with 8 of them, and with 32
+/// as much as the launch or more.
+const MOST_MERGED_STATES: u32 = 8;
+
 struct Builder<'a> {
     capabilities: &'a Capabilities,
     plan: &'a DecodePlan,
@@ -276,11 +295,17 @@ impl Builder<'_> {
         let sections: Vec<SegmentSections> = self.plan.segments.iter().map(|segment| self.sections(segment)).collect();
         let first_state = self.layout.table(&self.plan.first_state);
 
+        let merging = self.merging(states);
         let segments = || self.plan.segments.iter().zip(&sections);
-        let mut launches: Vec<PlannedLaunch> =
-            segments().map(|(segment, sections)| self.prepare_query(segment, sections)).collect();
+        let mut launches: Vec<PlannedLaunch> = segments()
+            .filter(|(segment, _)| !self.own_query(segment))
+            .map(|(segment, sections)| self.prepare_query(segment, sections))
+            .collect();
         launches.extend(segments().flat_map(|(segment, sections)| self.scores(segment, sections)));
-        launches.extend(segments().flat_map(|(segment, sections)| self.attend(segment, sections, states)));
+        launches.extend(segments().flat_map(|(segment, sections)| self.attend(segment, sections, &merging)));
+        if merging.fused {
+            return launches;
+        }
         launches.push(PlannedLaunch {
             variant: merge_states(&self.plan.shape, self.options.output),
             workgroups: [self.plan.sequences() as u32, self.plan.shape.query_heads() as u32],
@@ -293,9 +318,30 @@ impl Builder<'_> {
         launches
     }
 
+    /// Whether the last workgroup of every query head merges its states: it is alone at that, so they must not be many.
+    fn merging(&mut self, states: Section) -> Merging {
+        let items = self.plan.segments.iter().flat_map(|segment| &segment.items);
+        let most = items.map(|item| item.states).max().unwrap_or(0);
+        let fused = self.capabilities.coherent
+            && self.capabilities.limits.storage_buffers >= MOST_STORAGE_BUFFERS
+            && most <= MOST_MERGED_STATES;
+        let counters = self.plan.sequences() * self.plan.shape.query_heads();
+        let arrived = Section { offset: 0, bytes: if fused { counters as u64 * 4 } else { 0 } };
+        self.layout.scratch.arrived = arrived.bytes;
+        Merging { fused, states, arrived }
+    }
+
+    /// Whether every workgroup of `attend` prepares the query of a segment itself.
+    fn own_query(&self, segment: &SegmentPlan) -> bool {
+        segment.calibration.is_none() && self.specialisation(segment).prepares_own_query()
+    }
+
     fn sections(&mut self, segment: &SegmentPlan) -> SegmentSections {
         let rows = (segment.spans.len() * self.plan.shape.query_heads()) as u64;
-        let row_bytes = self.specialisation(segment).query_row_words() as u64 * 4;
+        let row_bytes = match self.own_query(segment) {
+            true => 0,
+            false => self.specialisation(segment).query_row_words() as u64 * 4,
+        };
         let items = segment.dispatches.iter().map(|dispatch| {
             let Dispatch { first_item, items, .. } = *dispatch;
             self.layout.table(&segment.items[first_item..][..items])
@@ -357,22 +403,31 @@ impl Builder<'_> {
         })
     }
 
-    fn attend(&self, segment: &SegmentPlan, sections: &SegmentSections, states: Section) -> Vec<PlannedLaunch> {
+    fn attend(&self, segment: &SegmentPlan, sections: &SegmentSections, merging: &Merging) -> Vec<PlannedLaunch> {
+        let output = merging.fused.then_some(self.options.output);
         self.per_shard(segment, sections, |shard, mut buffers| {
             let variant = match (segment.calibration, sections.scores) {
                 (Some(calibration), Some((scores, extremes))) => {
                     buffers.push(("stored_scores", Slot::Scores(scores)));
                     buffers.push(("extremes", Slot::Scores(extremes)));
-                    self.specialisation(segment).weighted_values(calibration.tau1(), calibration.tau2())
+                    self.specialisation(segment).weighted_values((calibration.tau1(), calibration.tau2()), output)
                 }
                 _ => {
-                    buffers.push(("queries", Slot::Queries(sections.queries)));
+                    let queries = self.own_query(segment).then_some(self.input);
+                    buffers.push(match queries {
+                        Some(_) => ("inputs", Slot::Input),
+                        None => ("queries", Slot::Queries(sections.queries)),
+                    });
                     self.push_keys(segment, shard, &mut buffers);
-                    self.specialisation(segment).attend()
+                    self.specialisation(segment).attend(Fused { queries, output })
                 }
             };
             self.push_values(segment, shard, &mut buffers);
-            buffers.push(("states", Slot::States(states)));
+            buffers.push(("states", Slot::States(merging.states)));
+            if merging.fused {
+                buffers.push(("arrived", Slot::Arrived(merging.arrived)));
+                buffers.push(("outputs", Slot::Output));
+            }
             (variant, buffers)
         })
     }
@@ -435,6 +490,7 @@ impl BoundBuffers<'_> {
             Slot::Queries(at) => section(&self.scratch.queries, at),
             Slot::Scores(at) => section(&self.scratch.scores, at),
             Slot::States(at) => section(&self.scratch.states, at),
+            Slot::Arrived(at) => section(&self.scratch.arrived, at),
             Slot::Shard { store, shard, part } => self.stores[store].shard_binding(shard, part),
             Slot::SpanRanges { store, which } => self.stores[store].span_ranges_binding(which),
             Slot::Input => Ok(self.tensors.queries.binding()),

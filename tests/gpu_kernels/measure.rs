@@ -8,7 +8,7 @@ use crate::gpu_device::shared;
 #[test]
 fn bandwidth_is_measured_and_checked() {
     let backend = shared();
-    let repeats = Repeats { warm_up: 1, timed: 3 };
+    let repeats = Repeats { warm_up: 1, timed: 3, together: 2 };
     let measured = block_on(read_bandwidth(&backend, 3 << 20, repeats)).unwrap();
     assert_eq!(measured.bytes, 3 << 20);
     assert_eq!(measured.timing.sorted.len(), 3);
@@ -20,7 +20,7 @@ fn measurements_need_work_and_repeats() {
     let backend = shared();
     assert!(block_on(time(&backend, &[], Repeats::default())).is_err());
     let nothing: Encode<'_> = &|_| {};
-    assert!(block_on(time(&backend, &[nothing], Repeats { warm_up: 0, timed: 0 })).is_err());
-    assert!(block_on(time(&backend, &[nothing], Repeats { warm_up: 0, timed: 2049 })).is_err());
-    assert!(block_on(time(&backend, &[nothing], Repeats { warm_up: 0, timed: 2 })).is_ok());
+    let timed = |timed, together| block_on(time(&backend, &[nothing], Repeats { warm_up: 0, timed, together }));
+    assert!(timed(0, 1).is_err() && timed(2049, 1).is_err() && timed(2, 0).is_err());
+    assert_eq!(timed(2, 3).unwrap().sorted.len(), 2);
 }

@@ -48,7 +48,7 @@ pub struct BenchArgs {
     /// batch of 64, in every format. mixed: sequences stored in segments of several precisions, beside each segment alone.
     #[arg(long, value_enum, conflicts_with_all = ["shape", "quick", "file"])]
     suite: Option<SuiteName>,
-    /// Only the shapes whose name contains this [default: all on a GPU, those up to 128 MiB of f16
+    /// Only the shape of this name, or the shapes whose name contains this [default: all on a GPU, those up to 128 MiB of f16
     /// on the CPU, those up to 32 MiB on a software GPU].
     #[arg(long, value_name = "TEXT")]
     shape: Option<String>,
@@ -154,8 +154,11 @@ impl BenchArgs {
     }
 
     fn shapes(&self, largest: u64) -> Result<Vec<DecodeShape>> {
+        // A name in full is that shape alone.
+        let exact = decode_shapes().iter().any(|decode| Some(&decode.name) == self.shape.as_ref());
         let wanted = |decode: &DecodeShape| match &self.shape {
             None if self.suite == Some(SuiteName::Mixed) => MIXED_SUITE.contains(&decode.name.as_str()),
+            Some(text) if exact => decode.name == *text,
             None if self.suite.is_some() => DECODE_SUITE.contains(&decode.name.as_str()),
             Some(text) => decode.name.contains(text.as_str()),
             None if self.quick => decode.quick,

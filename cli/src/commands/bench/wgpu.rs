@@ -12,8 +12,14 @@ use kvpack::{Backend, Result};
 use super::append::{Batch, TimedStores};
 use super::timed::{Sizes, StepTimes, Timed};
 
-/// Most steps of one measurement.
-const MOST_STEPS: usize = 2000;
+/// Most measurements of a row, and most steps between two looks at the clock, which takes a while of its own.
+const MOST_MEASUREMENTS: usize = 2000;
+const STEPS_TOGETHER: usize = 32;
+/// Fewest measurements of a row.
+const FEWEST_MEASUREMENTS: usize = 8;
+
+/// How often the read bandwidth is measured; like steps, several reads between two looks at the clock.
+const READ_REPEATS: Repeats = Repeats { warm_up: 5, timed: 8, together: 8 };
 
 impl Timed for Wgpu {
     // A GPU that is let alone keeps its clock; one that idles between submissions lowers it by tens of percent.
@@ -36,19 +42,22 @@ impl Timed for Wgpu {
         options: AttendOptions,
         seconds: f64,
     ) -> Result<StepTimes> {
-        let mut bound = Vec::with_capacity(workload.plans.len());
+        let mut bound: Vec<BoundStep> = Vec::with_capacity(workload.plans.len());
         for plan in &workload.plans {
-            bound.push(BoundStep::new(self, plan, workload, (data, options)).await?);
+            let before = bound.first().map(|step| (step.scratch.clone(), step.output.clone()));
+            bound.push(BoundStep::new(self, plan, workload, (data, options), before).await?);
         }
         let encode = bound.iter().map(|step| |pass: &mut wgpu::ComputePass<'_>| step.launches.encode(pass));
         let encode: Vec<_> = encode.collect();
         let work: Vec<Encode<'_>> = encode.iter().map(|encode| encode as Encode<'_>).collect();
 
-        let once_around = work.len().clamp(3, MOST_STEPS);
-        let first = measure::time(self, &work, Repeats { warm_up: once_around, timed: once_around }).await?;
+        let once_around = work.len().clamp(3, MOST_MEASUREMENTS);
+        let repeats = Repeats { warm_up: once_around, timed: once_around, together: 1 };
+        let first = measure::time(self, &work, repeats).await?;
         let steps = (seconds / first.median().as_secs_f64().max(1e-9)) as usize;
-        let repeats = Repeats { warm_up: 2, timed: steps.clamp(once_around, MOST_STEPS) };
-        let timing = measure::time(self, &work, repeats).await?;
+        let together = (steps / FEWEST_MEASUREMENTS).clamp(1, STEPS_TOGETHER);
+        let timed = steps.div_ceil(together).clamp(once_around.div_ceil(together).max(3), MOST_MEASUREMENTS);
+        let timing = measure::time(self, &work, Repeats { warm_up: 2, timed, together }).await?;
         Ok(StepTimes {
             timer: match timing.clock {
                 Clock::Gpu => "GPU timestamps",
@@ -60,7 +69,7 @@ impl Timed for Wgpu {
     }
 
     async fn read_bandwidth(&self) -> Result<f64> {
-        let read = measure::read_bandwidth(self, self.sizes().footprint / 2, Repeats::default()).await?;
+        let read = measure::read_bandwidth(self, self.sizes().footprint / 2, READ_REPEATS).await?;
         Ok(read.gigabytes_per_second() * 1e9)
     }
 
@@ -95,7 +104,7 @@ impl TimedStores for Wgpu {
         let plan = PackWindowsPlan::new(&batch.shape, batch.open.format(), packed.format(), &batch.windows())?;
         let launches = plan.bind(self.kernels(), &batch.open, packed)?;
         let all = |pass: &mut wgpu::ComputePass<'_>| launches.encode(pass);
-        let timing = measure::time(self, &[&all], Repeats { warm_up: 3, timed: 20 }).await?;
+        let timing = measure::time(self, &[&all], Repeats { warm_up: 3, timed: 20, together: 1 }).await?;
         Ok(timing.median().as_secs_f64())
     }
 }
@@ -105,17 +114,18 @@ async fn median_of(backend: &Wgpu, launches: &[Launches]) -> Result<f64> {
     let encode = launches.iter().map(|launches| |pass: &mut wgpu::ComputePass<'_>| launches.encode(pass));
     let encode: Vec<_> = encode.collect();
     let work: Vec<Encode<'_>> = encode.iter().map(|encode| encode as Encode<'_>).collect();
-    let timing = measure::time(backend, &work, Repeats { warm_up: work.len(), timed: 4 * work.len() }).await?;
+    let timing =
+        measure::time(backend, &work, Repeats { warm_up: work.len(), timed: 4 * work.len(), together: 1 }).await?;
     Ok(timing.median().as_secs_f64())
 }
 
-/// The step over one copy, with scratch and output of its own.
+/// The step over one copy, with tables of its own. All steps write the same states and output, so that each waits for the
+/// one before, as the steps of a model's layers do.
 struct BoundStep {
     launches: Launches,
     labels: Vec<String>,
-    // The launches bind their buffers.
-    _scratch: Scratch,
-    _output: Tensor,
+    scratch: Scratch,
+    output: Tensor,
 }
 
 impl BoundStep {
@@ -124,16 +134,22 @@ impl BoundStep {
         plan: &DecodePlan,
         workload: &Workload<Wgpu>,
         (data, options): (&DecodeData<Wgpu>, AttendOptions),
+        before: Option<(Scratch, Tensor)>,
     ) -> Result<Self> {
         let device = backend.device();
         let queries = data.queries();
         let step = StepPlan::new(backend.capabilities(), plan.clone(), queries.element_type(), options)?;
-        let scratch = Scratch::new(device, step.scratch()).await?;
-        let output = Tensor::zeroed(device, backend.elements(queries), ElementType::F32)?;
+        let own = Scratch::new(device, step.scratch()).await?;
+        let (scratch, output) = match before {
+            Some((scratch, output)) if scratch.holds(step.scratch()) => {
+                (Scratch { tables: own.tables, ..scratch }, output)
+            }
+            _ => (own, Tensor::zeroed(device, backend.elements(queries), ElementType::F32)?),
+        };
         let tensors = StepTensors { queries, output: &output };
         let stores: Vec<&Store> = workload.stores.iter().collect();
         let launches = step.bind(backend.kernels(), &stores, &scratch, tensors)?;
         backend.queue().write_buffer(&scratch.tables, 0, step.tables());
-        Ok(Self { launches, labels: step.launch_labels(), _scratch: scratch, _output: output })
+        Ok(Self { launches, labels: step.launch_labels(), scratch, output })
     }
 }

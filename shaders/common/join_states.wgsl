@@ -1,0 +1,42 @@
+// Attention states joined: a running sum relative to the largest log-sum-exp so far. States are read once, AT_ONCE together.
+
+// Below every log-sum-exp.
+const NO_LSE: f32 = -1e30f;
+// States whose loads are under way together.
+const AT_ONCE: u32 = 8u;
+
+struct Joined {
+    sum: vec4<f32>,
+    weight_sum: f32,
+    largest: f32,
+}
+
+// Four channels of the states first, first + stride, ... below `end` of a query head.
+fn join_states(first: u32, end: u32, stride: u32, query_head: u32, field: u32) -> Joined {
+    var joined = Joined(vec4<f32>(0f), 0f, NO_LSE);
+    for (var next = first; next < end; next += stride * AT_ONCE) {
+        var outputs_read: array<vec4<f32>, AT_ONCE>;
+        var lse: array<f32, AT_ONCE>;
+        // unroll
+        for (var i = 0u; i < AT_ONCE; i++) {
+            let row = (min(next + i * stride, end - 1u) * QUERY_HEADS + query_head) * STATE_ROW;
+            outputs_read[i] = states[row + field];
+            lse[i] = select(NO_LSE, states[row + FIELDS].x, next + i * stride < end);
+        }
+        let before = joined.largest;
+        // unroll
+        for (var i = 0u; i < AT_ONCE; i++) {
+            joined.largest = max(joined.largest, lse[i]);
+        }
+        let keep_before = exp(before - joined.largest);
+        joined.sum *= keep_before;
+        joined.weight_sum *= keep_before;
+        // unroll
+        for (var i = 0u; i < AT_ONCE; i++) {
+            let weight = exp(lse[i] - joined.largest);
+            joined.sum += outputs_read[i] * weight;
+            joined.weight_sum += weight;
+        }
+    }
+    return joined;
+}

@@ -1,0 +1,34 @@
+// A query as integers: QUERY_PLANES byte planes of field-group words, low byte first, both signed. Integers span
+// ±QUERY_LARGEST: 127 in one plane, 32639 in two, so that both bytes stay signed.
+
+const QUERY_LARGEST: f32 = 32639f;
+// What a dot product of integers and bytes of keys must be multiplied with, beside the query's own scale: 2^(bits-8) for
+// affine codes, which are shifted to the top of their bytes, and the unit of a codebook's levels.
+const CODE_UNIT: f32 = 0.0625f;
+// Words of a vector of keys, and bit planes of a word; a vector of 3-bit codes counts as one word of eight planes.
+const PLACE_WORDS: u32 = 4u;
+const PLACE_PLANES: u32 = 2u;
+
+// Field groups in the order in which `scores` and `attend` use them: within a vector of words, bit plane by bit
+// plane from the top.
+fn place(field: u32) -> u32 {
+    let in_vector = field % (PLACE_WORDS * PLACE_PLANES);
+    return field - in_vector + (PLACE_PLANES - 1u - in_vector % PLACE_PLANES) * PLACE_WORDS + in_vector / PLACE_PLANES;
+}
+
+fn integers(scaled: vec4<f32>, largest: f32) -> vec4<i32> {
+    if (largest > 0f) {
+        return vec4<i32>(round(scaled * (QUERY_LARGEST / largest)));
+    }
+    return vec4<i32>(0i);
+}
+
+fn bytes(x: vec4<i32>) -> u32 {
+    let b = vec4<u32>(x) & vec4<u32>(255u);
+    return b.x | (b.y << 8u) | (b.z << 16u) | (b.w << 24u);
+}
+
+// The byte plane above that of `bytes`.
+fn high_bytes(x: vec4<i32>) -> u32 {
+    return bytes((x + vec4<i32>(128i)) >> vec4<u32>(8u));
+}

@@ -1,0 +1,77 @@
+//! Which launches a decode step has: pure, on any machine.
+#![cfg(feature = "wgpu")]
+
+use kvpack::backend::AttendOptions;
+use kvpack::format::{AffineFormat, Grouping, Rotation, TensorFormat};
+use kvpack::plan::{DecodePlan, ElementType, Page, SpanView, Split, StoreView};
+use kvpack::wgpu::{Capabilities, KernelLimits, Path, StepPlan, SubgroupSizes, Timestamps};
+use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat};
+
+fn capabilities() -> Capabilities {
+    let limits = KernelLimits {
+        binding_bytes: 128 << 20,
+        binding_alignment: 256,
+        storage_buffers: 10,
+        workgroup_memory: 32 << 10,
+        invocations: 1024,
+        workgroups: 65535,
+    };
+    let subgroups = Some(SubgroupSizes { min: 32, max: 32 });
+    Capabilities { f16: true, subgroups, coherent: true, timestamps: Timestamps::None, limits }
+}
+
+/// Kernels of a step of one sequence of `tiles` tiles, cut into items of one tile.
+fn kernels(
+    capabilities: Capabilities,
+    format: SegmentFormat,
+    calibration: Option<Calibration>,
+    tiles: u32,
+) -> Vec<String> {
+    let shape = AttentionShape::new(8, 2, 64).unwrap();
+    let pages: Vec<Page> = (0..tiles).map(|index| Page { shard: 0, index }).collect();
+    let spans = vec![SpanView { sequence: 0, tokens: pages.len() * 128, pages: &pages, range_slot: 0 }];
+    let split = Split { target_items: usize::MAX, tile_step: 1, max_tiles: 1 };
+    let plan = DecodePlan::new(shape, 1, &[StoreView { format, calibration, spans }], split).unwrap();
+    let step = StepPlan::new(&capabilities, plan, ElementType::F32, AttendOptions::default()).unwrap();
+    let name = |label: String| label.split(' ').nth(1).unwrap_or_default().to_owned();
+    step.launch_labels().into_iter().map(name).collect()
+}
+
+#[test]
+fn few_states_of_plain_keys_take_one_launch() {
+    let affine = |grouping| TensorFormat::Affine(AffineFormat::new(Bits::Two, grouping));
+    let decoded =
+        SegmentFormat { key: affine(Grouping::ChannelTokens(32)), value: affine(Grouping::TokenChannels(32)) };
+    for format in [SegmentFormat::F16, SegmentFormat::per_channel(Bits::One), decoded] {
+        assert_eq!(kernels(capabilities(), format, None, 8), ["attend"], "{format}");
+    }
+}
+
+#[test]
+fn many_states_are_merged_by_a_launch() {
+    assert_eq!(kernels(capabilities(), SegmentFormat::F16, None, 9), ["attend", "merge_states"]);
+}
+
+#[test]
+fn rotated_keys_and_calibrated_scores_have_their_queries_prepared() {
+    let affine = AffineFormat::new(Bits::Four, Grouping::Token);
+    let format = SegmentFormat {
+        key: TensorFormat::Affine(affine.rotated(Rotation::hadamard(16))),
+        value: TensorFormat::Affine(affine),
+    };
+    assert_eq!(kernels(capabilities(), format, None, 8), ["prepare_query", "attend"]);
+    let calibration = Some(Calibration::new(0.0, 3.0).unwrap());
+    let format = SegmentFormat::per_channel(Bits::Two);
+    assert_eq!(kernels(capabilities(), format, calibration, 8), ["prepare_query", "scores", "weighted_values"]);
+}
+
+/// Coherent memory and ten storage buffers are needed for less: neither is on the floor.
+#[test]
+fn less_able_devices_merge_by_a_launch() {
+    let merged_apart = ["attend", "merge_states"];
+    let incoherent = Capabilities { coherent: false, ..capabilities() };
+    assert_eq!(kernels(incoherent, SegmentFormat::F16, None, 1), merged_apart);
+    let limits = KernelLimits { storage_buffers: 9, ..capabilities().limits };
+    assert_eq!(kernels(Capabilities { limits, ..capabilities() }, SegmentFormat::F16, None, 1), merged_apart);
+    assert_eq!(kernels(capabilities().restricted_to(Path::Floor), SegmentFormat::F16, None, 1), merged_apart);
+}
