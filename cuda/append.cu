@@ -18,12 +18,12 @@
 
 constexpr int APPEND_WARPS = 8;
 
-// Loads of a tile that hold a token, and how many of the words of each.
+// The units of a tile that hold a token, of one load after the other (of top bits at 3 bits).
 template <bool VALUE>
-struct SlotWords {
+struct SlotUnits {
     static constexpr u32 RUN = VALUE ? VALUE_RUN : BLOCK_TOKENS;
     static constexpr u32 BLOCKS = VALUE ? VALUE_BLOCKS : KEY_BLOCKS;
-    static constexpr u32 PLANES = VALUE ? VALUE_PLANES : KEY_PLANES;
+    static constexpr u32 PLANES = UNIT_PLANES<VALUE>;
     static constexpr u32 PER_LOAD = VALUE ? 16 : 8;
 
     u32 slot;
@@ -34,8 +34,8 @@ struct SlotWords {
         return ((slot / RUN * BLOCKS + BLOCKS - 1) / PLANES - first_load() + 1) * PER_LOAD;
     }
 
-    // Word i of them: lane 4 g + c of a load and register r, of which the slot fixes some.
-    __device__ __forceinline__ u32 word(u32 i) const {
+    // Unit i of them: lane 4 g + c of a load and register r, of which the slot fixes some.
+    __device__ __forceinline__ u32 unit(u32 i) const {
         const u32 load = first_load() + i / PER_LOAD;
         const u32 half = slot % 16 / 8;
         const u32 g = VALUE ? i % 8 : slot % 8;
@@ -78,34 +78,41 @@ __device__ __forceinline__ void append_row(const RowsCall& call) {
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; i++) rows[warp][lane + 32 * i] = row[i];
     __syncwarp();
-    if constexpr (TILE_RANGES<VALUE>) {
-        for (u32 channel = 0; channel < HEAD_DIM; channel += GROUP_CHANNELS<VALUE>) {
+    if constexpr (CODED_ROWS<VALUE>) {
+        const u32 word = code_row<VALUE>(rows[warp], lane);
+        if (lane == 0) ((u32*)(part + TILE_RANGES_AT<VALUE>))[place.slot] = word;
+    } else if constexpr (TILE_RANGES<VALUE>) {
+        for (u32 channel = 0; channel < TENSOR_CHANNELS; channel += GROUP_CHANNELS<VALUE>) {
             const auto at = [&](u32 i) { return rows[warp][channel + i]; };
-            const u32 word = warp_range<VALUE>(GROUP_CHANNELS<VALUE>, lane, call.shrink, at);
+            const u32 word = warp_range<VALUE>(GROUP_ELEMENTS<VALUE>, lane, call.shrink, at);
             if (lane == 0) ((u32*)(part + TILE_RANGES_AT<VALUE>))[range_index<VALUE>(place.slot, channel)] = word;
         }
         __syncwarp();
     }
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; i++) {
-        const float2 range = element_range<VALUE>(part, nullptr, place.slot, lane + 32 * i);
-        fields[warp][lane + 32 * i] = (u16)field_bits<VALUE>(row[i], range);
+        const u32 channel = lane + 32 * i;
+        const float2 range = element_range<VALUE>(part, nullptr, place.slot, channel);
+        fields[warp][channel] = channel < TENSOR_CHANNELS ? (u16)field_bits<VALUE>(rows[warp][channel], range) : (u16)0;
     }
     __syncwarp();
 
-    const SlotWords<VALUE> words = {place.slot};
-    for (u32 i = lane; i < words.count(); i += 32) {
-        const u32 word = words.word(i);
-        u32 packed = 0u;
-        u32 mask = 0u;
+    const SlotUnits<VALUE> units = {place.slot};
+    for (u32 i = lane; i < units.count(); i += 32) {
+        const u32 unit = units.unit(i);
+        Unit<VALUE> packed = Unit<VALUE>::zeros();
+        Unit<VALUE> mask = Unit<VALUE>::zeros();
 #pragma unroll
         for (u32 f = 0; f < FIELDS<VALUE>; f++) {
-            const Field field = field_of<VALUE>(word, f);
+            const Field field = field_of<VALUE>(unit, f);
             if (field.token != place.slot) continue;
-            packed |= (u32)fields[warp][field.channel] << field.shift;
-            mask |= FIELD_MASK<VALUE> << field.shift;
+            packed.put(f, field.shift, fields[warp][field.channel]);
+            mask.put(f, field.shift, FIELD_MASK<VALUE>);
         }
-        put_bytes(part + TILE_AT<VALUE> + 4 * word, packed, mask);
+#pragma unroll
+        for (u32 k = 0; k < UNIT_WORDS<VALUE>; k++) {
+            put_bytes(part + TILE_AT<VALUE> + 4 * Unit<VALUE>::word(unit, k), packed.words[k], mask.words[k]);
+        }
     }
 }
 

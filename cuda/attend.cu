@@ -11,6 +11,8 @@
 // common/weights.cuh for what lies between them. After the loop the warps are joined in shared memory. The block writes
 // the output where its sequence has no other items; otherwise states are merged (merge_states.cu).
 //
+// Calibrated segments are launched twice; the first time only for the extremes of their scores (common/calibration.cuh).
+//
 // Launched with programmatic serialisation, blocks read their tables while the kernel before still runs.
 //
 // Memory: K and V of the item once, in runs of at least 2 KiB; queries, ranges and page addresses before them.
@@ -24,15 +26,20 @@
 #include "common/tile.cuh"
 #include "common/rotation.cuh"
 #include "common/attend_call.cuh"
+#include "common/calibration.cuh"
 #include "prepare_query.cu"
+#include "common/three_bits.cuh"
 #include "common/scores.cuh"
+#include "common/scores_grouped.cuh"
 #include "common/values.cuh"
+#include "common/values_grouped.cuh"
 #include "common/weights.cuh"
 #include "common/ring.cuh"
 #include "merge_states.cu"
 
 // A row of the joined sums, padded so that the heads of a warp's lanes lie in different banks.
-constexpr int JOIN_ROW = HEAD_DIM + 8;
+// Behind the channels lie sums of minimums, of groups of channels.
+constexpr int JOIN_ROW = HEAD_DIM + 8 + (VALUE_CHANNEL_GROUPS ? (VALUE_ROW_GROUPS + 31) / 32 * 32 : 0);
 
 // What the warps of a block tell each other after the loop.
 struct JoinShared {
@@ -67,12 +74,20 @@ __device__ __forceinline__ float block_lse(const JoinShared& shared, int head) {
 __device__ __forceinline__ float block_output(const JoinShared& shared, const float* joined, int e) {
     const int head = e / HEAD_DIM;
     const int channel = e % HEAD_DIM;
-    float sum = 0.0f;
+    const auto sum_of = [&](int place) {
+        float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += joined[(w * CHUNK_HEADS + head) * JOIN_ROW + channel];
-    const float minimum = VALUE_TOKEN_RANGES ? block_sum(shared.minimum, head) : 0.0f;
-    const float out = (sum * value_unit(channel / 16) + minimum) / block_sum(shared.weight, head);
-    if (VALUE_BITS == 16 || VALUE_TOKEN_RANGES) return out;
+        for (int w = 0; w < WARPS; w++) sum += joined[(w * CHUNK_HEADS + head) * JOIN_ROW + place];
+        return sum;
+    };
+    float minimum = 0.0f;
+    if (VALUE_TOKEN_RANGES) minimum = block_sum(shared.minimum, head);
+    if (VALUE_CHANNEL_GROUPS) minimum = sum_of(HEAD_DIM + channel / (VALUE_GROUP_CHANNELS + !VALUE_GROUP_CHANNELS));
+    // Where tokens are grouped the sums are of values, not of codes.
+    const float unit = VALUE_TOKEN_GROUPS ? 1.0f : value_unit(channel / 16);
+    float out = (sum_of(channel) * unit + minimum) / block_sum(shared.weight, head);
+    if (VALUE_LEVEL_UNIT != 0) out *= __uint_as_float(VALUE_LEVEL_UNIT);
+    if (!VALUE_SPAN_RANGES) return out;
     return shared.ranges[channel].x * out + shared.ranges[channel].y;
 }
 
@@ -121,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     await_earlier_kernels();
     QueryLoads query_loads = load_query(call, item, kv_head, first_head, heads, warp, lane);
     constexpr int threads = WARPS * 32;
-    constexpr int thread_ranges = VALUE_BITS == 16 || VALUE_TOKEN_RANGES ? 0 : (HEAD_DIM + threads - 1) / threads;
+    constexpr int thread_ranges = VALUE_SPAN_RANGES ? (HEAD_DIM + threads - 1) / threads : 0;
     float2 ranges[thread_ranges + 1];
     const float2* value_ranges = call.value_ranges + ((u64)item.range_slot * call.kv_heads + kv_head) * HEAD_DIM;
 #pragma unroll
@@ -162,6 +177,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     const SumConstants constants = load_constants(query_shared);
     WarpSums sums;
     sums.clear();
+    float smallest[LANE_HEADS];
+    float largest[LANE_HEADS];
+    ScoreMap maps[LANE_HEADS];
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; h++) {
+        smallest[h] = __int_as_float(0x7f800000);
+        largest[h] = -smallest[h];
+        if (MAPS_SCORES) maps[h] = score_map(call, item, first_head + min(LANE_HEADS * c + h, heads - 1));
+    }
 
     int stage = 0;
     u32 use = 0;
@@ -179,7 +203,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
             if (tokens <= 0) break;
 
             float scores[PASS_SCORES];
-            pass_scores(scores, at + pass * PASS_KEY_LOADS * LOAD_BYTES, lane, query, delta, base, constants);
+            const PassLoads keys = {at + pass * PASS_KEY_LOADS * LOAD_BYTES,
+                                    at + STAGE_KEY_TOPS_AT + pass * PASS_KEY_TOPS * LOAD_BYTES};
+            if constexpr (!KEY_GROUPED) {
+                pass_scores(scores, keys, lane, query, delta, base, constants);
+            } else if constexpr (KEY_GROUP_CHANNELS == 1) {
+                constexpr int tokens = KEY_GROUP_TOKENS + !KEY_GROUP_TOKENS;
+                const u32 ranges = at + STAGE_KEY_RANGES_AT + pass * PASS_TOKENS / tokens * (4 * HEAD_DIM);
+                pass_scores_of_token_groups(scores, keys, ranges, lane, query, delta);
+            } else {
+                const u32 ranges = at + STAGE_KEY_RANGES_AT + 4 * pass * PASS_TOKENS;
+                pass_scores_of_channel_groups(scores, keys, ranges, lane, query, delta,
+                                              shared_address(query_shared.group_sums));
+            }
             if (KEY_TOKEN_RANGES) {
                 const u32 ranges = at + STAGE_KEY_RANGES_AT + 4 * (pass * PASS_TOKENS + g);
 #pragma unroll
@@ -188,9 +224,23 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
 #pragma unroll
                     for (int h = 0; h < LANE_HEADS; h++) {
                         float& score = scores[i * LANE_HEADS + h];
-                        score = half_value(range & 0xffffu) * score + half_value(range >> 16) * query_sum[h];
+                        score *= half_value(range & 0xffffu);
+                        if (KEY_LEVEL_UNIT == 0) score += half_value(range >> 16) * query_sum[h];
                     }
                 }
+            }
+            if constexpr (FINDS_EXTREMES) {
+#pragma unroll
+                for (int i = 0; i < PASS_SCORES; i++) {
+                    if (8 * (i / LANE_HEADS) + g >= tokens) continue;
+                    smallest[i % LANE_HEADS] = fminf(smallest[i % LANE_HEADS], scores[i]);
+                    largest[i % LANE_HEADS] = fmaxf(largest[i % LANE_HEADS], scores[i]);
+                }
+                continue;
+            }
+            if constexpr (MAPS_SCORES) {
+#pragma unroll
+                for (int i = 0; i < PASS_SCORES; i++) scores[i] = maps[i % LANE_HEADS](scores[i]);
             }
             if (tokens < PASS_TOKENS) {
 #pragma unroll
@@ -198,9 +248,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
                     if (8 * (i / LANE_HEADS) + g >= tokens) scores[i] = -__int_as_float(0x7f800000);
                 }
             }
-            const u32 values = at + STAGE_VALUES_AT + pass * PASS_VALUE_LOADS * LOAD_BYTES;
+            const PassLoads values = {at + STAGE_VALUES_AT + pass * PASS_VALUE_LOADS * LOAD_BYTES,
+                                      at + STAGE_VALUE_TOPS_AT + pass * PASS_VALUE_TOPS * LOAD_BYTES};
             if constexpr (VALUE_BITS == 16) {
-                attend_halves(sums, scores, values, lane);
+                attend_halves(sums, scores, values.at, lane);
+            } else if constexpr (VALUE_GROUPED) {
+                constexpr int tokens = VALUE_GROUP_TOKENS + !VALUE_GROUP_TOKENS;
+                const int first = pass * PASS_TOKENS;
+                const int ranges = VALUE_TOKEN_GROUPS ? first / tokens * HEAD_DIM : first;
+                attend_pairs(sums, scores, values, at + STAGE_VALUE_RANGES_AT + 4 * ranges, lane);
             } else {
                 attend_bytes(sums, scores, values, at + STAGE_VALUE_RANGES_AT + 4 * pass * PASS_TOKENS, lane,
                              constants);
@@ -217,6 +273,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
         }
     }
 
+    if constexpr (FINDS_EXTREMES) {
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; h++) {
+            const float low = -max_of_tokens(-smallest[h]);
+            const float high = max_of_tokens(largest[h]);
+            // A warp without tokens has nothing to say.
+            if (g == 0 && LANE_HEADS * c + h < heads && low <= high) {
+                enter_extremes(call, item, first_head + LANE_HEADS * c + h, low, high);
+            }
+        }
+        return;
+    }
     if (g == 0) {
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; h++) join.reference[warp][LANE_HEADS * c + h] = sums.reference[h];
@@ -240,6 +308,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
         for (int n = 0; n < VALUE_BLOCKS; n++) {
             row[16 * n] = sums.values[n][WIDE ? h : 0] * factor;
             row[16 * n + 8] = sums.values[n][WIDE ? 2 + h : 2] * factor;
+        }
+        if (VALUE_CHANNEL_GROUPS) {
+#pragma unroll
+            for (int q = 0; q < VALUE_MINIMUM_BLOCKS; q++) {
+                const int group = 16 * q + g;
+                if (group < VALUE_ROW_GROUPS) row[HEAD_DIM + 16 * q] = sums.minimums[q][WIDE ? h : 0] * factor;
+                if (group + 8 < VALUE_ROW_GROUPS) {
+                    row[HEAD_DIM + 16 * q + 8] = sums.minimums[q][WIDE ? 2 + h : 2] * factor;
+                }
+            }
         }
     }
     __syncthreads();

@@ -1,13 +1,12 @@
-// attend by multiply-adds: one decode step of a segment format whose ranges change within what an MMA sums (groups of
-// tokens of a channel, groups of channels of a token).
+// attend by multiply-adds: one decode step of a segment format with sketched keys.
 //
-//   score_t = q · k_t log2(e)/√d,   out = Σ_t 2^(score_t) v_t / Σ_t 2^(score_t)
+//   score_t = (q · level_t + R q · sign_t) log2(e)/√d,   out = Σ_t 2^(score_t) v_t / Σ_t 2^(score_t)
 //
-// A block owns one item for one KV head and a chunk of query heads. It takes a tile at a time: keys become floats in
-// shared memory, a thread scores one token for all heads; a warp turns the scores of a head into weights relative to a
+// with levels and signs times the norms they are relative to. A block owns one item for one KV head and a chunk of query
+// heads. It takes a tile at a time: levels, and then signs, become floats in shared memory, a thread scores one token for all heads; a warp turns the scores of a head into weights relative to a
 // running maximum; values become floats in the same place, and a thread adds up one channel (two of 256) for all heads.
 //
-// Memory: K and V of the item once, coalesced. Cost per element: about 10 operations to make it a float, two accesses of
+// Memory: K of the item twice (the second time from caches), V once, coalesced. Cost per element: about 10 operations to make it a float, two accesses of
 // shared memory and one multiply-add per head. Not tuned: this path serves formats, it does not win races.
 //
 // In bounds: as in attend.cu; tokens of the last tile beyond the item get the weight 0, and what is stored there is finite.
@@ -16,6 +15,7 @@
 #include "common/tile.cuh"
 #include "common/rotation.cuh"
 #include "common/attend_call.cuh"
+#include "common/calibration.cuh"
 #include "common/code_range.cuh"
 #include "merge_states.cu"
 
@@ -32,19 +32,30 @@ struct RunningHead {
     float keep;
 };
 
-// Keys or values of a tile as floats.
-template <bool VALUE>
-__device__ __forceinline__ void load_elements(float* elements, const u8* part, const float2* span_ranges) {
-    const u32* words = (const u32*)(part + TILE_AT<VALUE>);
-    for (u32 word = threadIdx.x; word < TILE_WORDS<VALUE>; word += THREADS) {
-        const u32 packed = words[word];
+// What the fields of a tile stand for, as floats.
+template <bool VALUE, typename ValueOf>
+__device__ __forceinline__ void load_elements(float* elements, const u8* part, const float2* span_ranges,
+                                              ValueOf value_of_field) {
+    for (u32 unit = threadIdx.x; unit < UNITS<VALUE>; unit += THREADS) {
+        Unit<VALUE> packed;
+        packed.load((const u32*)(part + TILE_AT<VALUE>), unit);
 #pragma unroll
         for (u32 i = 0; i < FIELDS<VALUE>; i++) {
-            const Field field = field_of<VALUE>(word, i);
+            const Field field = field_of<VALUE>(unit, i);
             const float2 range = element_range<VALUE>(part, span_ranges, field.token, field.channel);
-            elements[field.token * ELEMENTS_ROW + field.channel] =
-                field_value<VALUE>(packed >> field.shift & FIELD_MASK<VALUE>, range);
+            elements[field.token * ELEMENTS_ROW + field.channel] = value_of_field(packed.get(i, field.shift), range);
         }
+    }
+}
+
+// Adds the products of this thread's token with the queries.
+__device__ __forceinline__ void add_scores(float (&scores)[CHUNK_HEADS], const float (*queries)[HEAD_DIM],
+                                           const float* elements) {
+#pragma unroll 8
+    for (int channel = 0; channel < HEAD_DIM; channel++) {
+        const float key = elements[threadIdx.x * ELEMENTS_ROW + channel];
+#pragma unroll
+        for (int h = 0; h < CHUNK_HEADS; h++) scores[h] += queries[h][channel] * key;
     }
 }
 
@@ -58,19 +69,24 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-// Query of a head, rotated like the keys and scaled; zero beyond the last head.
-__device__ __forceinline__ void load_query(float* query, const AttendCall& call, const Item& item, u32 head, bool there,
+// Query of a head, rotated like the keys and scaled, and once more for their sketches; zero beyond the last head.
+__device__ __forceinline__ void load_query(float* query, float* sketch_query, const AttendCall& call, const Item& item, u32 head, bool there,
                                            int lane) {
     float row[LANE_CHANNELS];
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; i++) {
-        const u64 at = ((u64)item.sequence * call.kv_heads * call.group + head) * HEAD_DIM + lane + 32 * i;
+        const u64 at = ((u64)item.sequence * call.kv_heads * call.group + head) * TENSOR_CHANNELS + lane + 32 * i;
         row[i] = 0.0f;
-        if (there) row[i] = call.queries_f16 ? half_value(((const u16*)call.queries)[at]) : ((const float*)call.queries)[at];
+        if (there && lane + 32 * i < TENSOR_CHANNELS) row[i] = call.queries_f16 ? half_value(((const u16*)call.queries)[at]) : ((const float*)call.queries)[at];
     }
     rotate<false>(row, lane);
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; i++) query[lane + 32 * i] = row[i] * call.score_scale;
+    rotate_for_sketch<false>(row, lane);
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) {
+        if (SKETCHED<false>) sketch_query[lane + 32 * i] = row[i] * call.score_scale;
+    }
 }
 
 // Turns a head's scores of a tile into weights.
@@ -95,6 +111,7 @@ __device__ __forceinline__ void weigh(float (&scores)[TILE_TOKENS], RunningHead&
 extern "C" __global__ void __launch_bounds__(THREADS) attend(const AttendCall call) {
     extern __shared__ float elements[];
     __shared__ float queries[CHUNK_HEADS][HEAD_DIM];
+    __shared__ float sketch_queries[SKETCHED<false> ? CHUNK_HEADS : 1][HEAD_DIM];
     __shared__ float weights[CHUNK_HEADS][TILE_TOKENS];
     __shared__ RunningHead running[CHUNK_HEADS];
 
@@ -109,8 +126,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const AttendCall ca
     const u64 slot = ((u64)item.range_slot * call.kv_heads + kv_head) * HEAD_DIM;
 
     for (int h = warp; h < CHUNK_HEADS; h += WARPS) {
-        load_query(queries[h], call, item, first_head + h, h < heads, lane);
+        load_query(queries[h], sketch_queries[SKETCHED<false> ? h : 0], call, item, first_head + h, h < heads, lane);
         if (lane == 0) running[h] = {-__int_as_float(0x7f800000), 0.0f, 0.0f};
+    }
+    float smallest[CHUNK_HEADS];
+    float largest[CHUNK_HEADS];
+    ScoreMap maps[CHUNK_HEADS];
+#pragma unroll
+    for (int h = 0; h < CHUNK_HEADS; h++) {
+        smallest[h] = __int_as_float(0x7f800000);
+        largest[h] = -smallest[h];
+        if (MAPS_SCORES) maps[h] = score_map(call, item, first_head + min(h, heads - 1));
     }
     float sums[THREAD_CHANNELS][CHUNK_HEADS];
 #pragma unroll
@@ -121,23 +147,42 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const AttendCall ca
 
     for (u32 first = 0; first < item.tokens; first += TILE_TOKENS) {
         const u8* part = (const u8*)call.pages[item.first_page + first / TILE_TOKENS] + (u64)kv_head * HEAD_BYTES;
-        load_elements<false>(elements, part, call.key_ranges + slot);
-        __syncthreads();
+        const auto values_of = [](u32 field, float2 range) { return field_value<true>(field, range); };
+        const auto keys_of = [](u32 field, float2 range) { return field_value<false>(field, range); };
         float scores[CHUNK_HEADS];
 #pragma unroll
         for (int h = 0; h < CHUNK_HEADS; h++) scores[h] = 0.0f;
-#pragma unroll 8
-        for (int channel = 0; channel < HEAD_DIM; channel++) {
-            const float key = elements[thread * ELEMENTS_ROW + channel];
-#pragma unroll
-            for (int h = 0; h < CHUNK_HEADS; h++) scores[h] += queries[h][channel] * key;
+        load_elements<false>(elements, part, call.key_ranges + slot, keys_of);
+        __syncthreads();
+        add_scores(scores, queries, elements);
+        if constexpr (SKETCHED<false>) {
+            const auto signs_of = [](u32 field, float2 range) {
+                return sketched_sign<false>(field ^ FLIPPED<false>, range.y);
+            };
+            __syncthreads();
+            load_elements<false>(elements, part, call.key_ranges + slot, signs_of);
+            __syncthreads();
+            add_scores(scores, sketch_queries, elements);
         }
         const bool there = first + thread < item.tokens;
+        if constexpr (FINDS_EXTREMES) {
 #pragma unroll
-        for (int h = 0; h < CHUNK_HEADS; h++) weights[h][thread] = there ? scores[h] : -__int_as_float(0x7f800000);
+            for (int h = 0; h < CHUNK_HEADS; h++) {
+                if (!there) continue;
+                smallest[h] = fminf(smallest[h], scores[h]);
+                largest[h] = fmaxf(largest[h], scores[h]);
+            }
+            __syncthreads();
+            continue;
+        }
+#pragma unroll
+        for (int h = 0; h < CHUNK_HEADS; h++) {
+            const float score = MAPS_SCORES ? maps[h](scores[h]) : scores[h];
+            weights[h][thread] = there ? score : -__int_as_float(0x7f800000);
+        }
         __syncthreads();
 
-        load_elements<true>(elements, part, call.value_ranges + slot);
+        load_elements<true>(elements, part, call.value_ranges + slot, values_of);
         for (int h = warp; h < CHUNK_HEADS; h += WARPS) weigh(weights[h], running[h], lane);
         __syncthreads();
 #pragma unroll
@@ -153,6 +198,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const AttendCall ca
             }
         }
         __syncthreads();
+    }
+
+    if constexpr (FINDS_EXTREMES) {
+#pragma unroll
+        for (int h = 0; h < CHUNK_HEADS; h++) {
+            const float low = -warp_max(-smallest[h]);
+            const float high = warp_max(largest[h]);
+            // A warp without tokens has nothing to say.
+            if (lane == 0 && h < heads && low <= high) enter_extremes(call, item, first_head + h, low, high);
+        }
+        return;
     }
 
     // Outputs as rows, so that a warp can rotate one back.

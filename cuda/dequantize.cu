@@ -2,7 +2,8 @@
 //
 //   value = min + scale · code, product and sum rounded one after the other
 //
-// One thread owns one word of a tile. Writes every element once, in runs as the tile's order leaves them.
+// One thread owns one unit of a tile (a word, or three at 3 bits). Writes every element once, in runs as the tile's order
+// leaves them. Of sketched keys the signs are written first; the levels are added once those are back in their basis.
 //
 // In bounds: threads beyond the last page return; pages and slot were checked on the host, and the rows were made for
 // the tokens of the call.
@@ -14,27 +15,48 @@
 #include "common/rows.cuh"
 #include "common/code_range.cuh"
 
-template <bool VALUE>
-__device__ __forceinline__ void dequantize_word(const RowsCall& call) {
+// Calls `put(element, field, range)` for what a thread's unit holds.
+template <bool VALUE, typename Put>
+__device__ __forceinline__ void dequantize_unit(const RowsCall& call, Put put) {
     const u64 index = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    const u32 word = (u32)(index % TILE_WORDS<VALUE>);
-    const u32 kv_head = (u32)(index / TILE_WORDS<VALUE> % call.kv_heads);
-    const u64 page = index / TILE_WORDS<VALUE> / call.kv_heads;
+    const u32 unit = (u32)(index % UNITS<VALUE>);
+    const u32 kv_head = (u32)(index / UNITS<VALUE> % call.kv_heads);
+    const u64 page = index / UNITS<VALUE> / call.kv_heads;
     if (page * TILE_TOKENS >= call.tokens) return;
     const u8* part = (const u8*)call.pages[page] + (u64)kv_head * HEAD_BYTES;
-    const u32 packed = ((const u32*)(part + TILE_AT<VALUE>))[word];
+    Unit<VALUE> packed;
+    packed.load((const u32*)(part + TILE_AT<VALUE>), unit);
 #pragma unroll
     for (u32 i = 0; i < FIELDS<VALUE>; i++) {
-        const Field field = field_of<VALUE>(word, i);
+        const Field field = field_of<VALUE>(unit, i);
         const u32 token = (u32)(page * TILE_TOKENS) + field.token;
-        if (token >= call.tokens) continue;
-        const u32 bits = packed >> field.shift & FIELD_MASK<VALUE>;
+        if (token >= call.tokens || field.channel >= TENSOR_CHANNELS) continue;
         const float2* span_ranges = call.ranges + kv_head * HEAD_DIM;
-        const float x = field_value<VALUE>(bits, element_range<VALUE>(part, span_ranges, field.token, field.channel));
-        ((float*)call.rows)[((u64)kv_head * call.tokens + token) * HEAD_DIM + field.channel] = x;
+        const float2 range = element_range<VALUE>(part, span_ranges, field.token, field.channel);
+        float* row = (float*)call.rows + ((u64)kv_head * call.tokens + token) * TENSOR_CHANNELS;
+        put(row[field.channel], packed.get(i, field.shift), range);
     }
 }
 
-extern "C" __global__ void dequantize_keys(const RowsCall call) { dequantize_word<false>(call); }
+template <bool VALUE>
+__device__ __forceinline__ void dequantize_levels(const RowsCall& call) {
+    dequantize_unit<VALUE>(call, [](float& x, u32 field, float2 range) {
+        const float value = field_value<VALUE>(field, range);
+        x = SKETCHED<VALUE> ? __fadd_rn(x, value) : value;
+    });
+}
 
-extern "C" __global__ void dequantize_values(const RowsCall call) { dequantize_word<true>(call); }
+template <bool VALUE>
+__device__ __forceinline__ void dequantize_sketch(const RowsCall& call) {
+    if constexpr (SKETCHED<VALUE>) {
+        dequantize_unit<VALUE>(call, [](float& x, u32 field, float2 range) {
+            x = sketched_sign<VALUE>(field ^ FLIPPED<VALUE>, range.y);
+        });
+    }
+}
+
+extern "C" __global__ void dequantize_key_signs(const RowsCall call) { dequantize_sketch<false>(call); }
+
+extern "C" __global__ void dequantize_keys(const RowsCall call) { dequantize_levels<false>(call); }
+
+extern "C" __global__ void dequantize_values(const RowsCall call) { dequantize_levels<true>(call); }

@@ -15,14 +15,14 @@ constexpr u32 FINITE_CHUNK = 8;
 constexpr float LARGEST_HALF = 65504.0f;
 
 extern "C" __global__ void find_non_finite(const RowsCall call, u64* found) {
-    const u64 total = (u64)call.tokens * call.kv_heads * HEAD_DIM;
+    const u64 total = (u64)call.tokens * call.kv_heads * TENSOR_CHANNELS;
     const u64 first = (u64)blockIdx.x * blockDim.x * FINITE_CHUNK + threadIdx.x;
     for (u32 i = 0; i < FINITE_CHUNK; i++) {
         const u64 index = first + i * blockDim.x;
         if (index >= total) return;
-        const u32 channel = (u32)(index % HEAD_DIM);
-        const u32 kv_head = (u32)(index / HEAD_DIM % call.kv_heads);
-        const float x = element(call, (u32)(index / HEAD_DIM / call.kv_heads), kv_head, channel);
+        const u32 channel = (u32)(index % TENSOR_CHANNELS);
+        const u32 kv_head = (u32)(index / TENSOR_CHANNELS % call.kv_heads);
+        const float x = element(call, (u32)(index / TENSOR_CHANNELS / call.kv_heads), kv_head, channel);
         // False for NaN.
         if (!(fabsf(x) <= LARGEST_HALF)) {
             atomicMin(found, index);

@@ -38,10 +38,7 @@ __device__ __forceinline__ void rotate_row_back(const RowsCall& call) {
     float row[LANE_CHANNELS];
     load_row(row, call, token, kv_head, lane);
     rotate_back<VALUE>(row, lane);
-#pragma unroll
-    for (int i = 0; i < LANE_CHANNELS; i++) {
-        ((float*)call.rows)[element_index(call, token, kv_head, lane + 32 * i)] = row[i];
-    }
+    store_row(call, token, kv_head, row, lane);
 }
 
 extern "C" __global__ void hadamard_keys(const RowsCall call, float* rotated) { rotate_row<false>(call, rotated); }

@@ -15,7 +15,10 @@
 #include "common/tile.cuh"
 #include "common/attend_call.cuh"
 
-__device__ __forceinline__ void write_output(const AttendCall& call, u64 index, float x) {
+// Channels beyond those of the output are left out.
+__device__ __forceinline__ void write_output(const AttendCall& call, const Item& item, u32 head, u32 channel, float x) {
+    if (channel >= TENSOR_CHANNELS) return;
+    const u64 index = ((u64)item.sequence * call.kv_heads * call.group + head) * TENSOR_CHANNELS + channel;
     if (call.output_f16) {
         ((u16*)call.output)[index] = (u16)half_bits(x);
     } else {
@@ -83,7 +86,7 @@ __device__ __forceinline__ void write_state(const AttendCall& call, const Item& 
     const u32 query_heads = call.kv_heads * call.group;
     const u32 head = first_head + e / HEAD_DIM;
     if (item.states == 1) {
-        write_output(call, ((u64)item.sequence * query_heads + head) * HEAD_DIM + e % HEAD_DIM, state.out);
+        write_output(call, item, head, e % HEAD_DIM, state.out);
         return;
     }
     const u64 row = (u64)item.state * query_heads + head;
@@ -123,6 +126,6 @@ __device__ __forceinline__ void merge_states(const AttendCall& call, const Item&
                 sum += w * outs[i];
             }
         }
-        write_output(call, ((u64)item.sequence * query_heads + head) * HEAD_DIM + e % HEAD_DIM, sum / weight);
+        write_output(call, item, head, e % HEAD_DIM, sum / weight);
     }
 }

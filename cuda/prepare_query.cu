@@ -2,17 +2,19 @@
 //
 //   packed keys, a range per channel:  q' = q · scale_c · log2(e)/√d,  score = δ Σ q16 · code + Σ q · min_c · log2(e)/√d
 //   packed keys, a range per token:    q' = q · log2(e)/√d,            score = scale_t · δ Σ q16 · code + min_t · Σ q'
+//   codes of a codebook:               q' = q · log2(e)/√d,            score = norm_t · unit · (δ Σ q16 · byte + ½ δ Σ q16)
 //   f16 keys:                          q' = q · log2(e)/√d,            score = δ Σ (high + low) · key
+//   packed keys, ranges of groups:     q' = q · log2(e)/√d,            see common/scores_grouped.cuh
 //
-// with q' ≈ δ · q16, q16 = 256 · high + low an integer of 16 bits in two signed bytes; for f16 keys high and low are
-// two halves whose sum is q' / δ. What rounding takes from the query, Σ q' − δ q16, is added times the middle code: what
+// with q' ≈ δ · q16, q16 = 256 · high + low an integer of 16 bits in two signed bytes; for f16 keys and ranges of groups
+// high and low are two halves whose sum is q' / δ. What rounding takes from the query, Σ q' − δ q16, is added times the middle code: what
 // all codes have in common then carries no error, and a range far from zero costs no accuracy. Where keys are stored
 // rotated, q is rotated first.
 //
 // One warp owns a head, a lane every 32nd channel. Queries and ranges are loaded first,
 // so that they do not queue behind the prefetch of keys and values, and used after it.
 //
-// In bounds: heads beyond the group are not read, their rows are zero; HEAD_DIM is a multiple of 32.
+// In bounds: heads beyond the group and channels beyond the head are not read, they are zero; HEAD_DIM is a multiple of 32.
 
 #pragma once
 
@@ -20,13 +22,19 @@
 #include "common/tile.cuh"
 #include "common/attend_call.cuh"
 #include "common/rotation.cuh"
+#include "common/level_bytes.cuh"
 
-constexpr int QUERY_BYTES = KEY_BITS == 16 ? 2 : 1;
+constexpr bool QUERY_HALVES = KEY_BITS == 16 || KEY_GROUPED;
+constexpr int QUERY_BYTES = QUERY_HALVES ? 2 : 1;
 // Rows of the B operands: (high, low) of every head, or all high rows and then all low ones.
 constexpr int QUERY_ROWS = WIDE ? 16 : 8;
 // Padded so that the 8 rows of a fragment lie in different banks.
 constexpr int QUERY_ROW_BYTES = HEAD_DIM * QUERY_BYTES + 16;
-constexpr int QUERY_REGISTERS = (WIDE ? 2 : 1) * KEY_BLOCKS;
+// Blocks of channels that one MMA multiplies, and B fragments of a lane: those of its column, and behind them with WIDE
+// those of the low part, or of groups, in columns of low parts, those of the high part.
+constexpr int QUERY_BLOCKS = HEAD_DIM / (QUERY_HALVES ? 16 : 32);
+constexpr int QUERY_PARTS = WIDE || KEY_GROUPED ? 2 : 1;
+constexpr int QUERY_REGISTERS = QUERY_PARTS * QUERY_BLOCKS;
 
 // At 1 bit the first three planes of a nibble are read as code − 1 (see `key_block`); which blocks of channels that
 // concerns repeats after so many blocks of tokens.
@@ -41,9 +49,10 @@ constexpr float SUM_START_FLOAT = 12582912.0f;
 constexpr int BYTE_SUM_START = 0x4b000000;
 constexpr float BYTE_SUM_START_FLOAT = 8388608.0f;
 // Codes of 4 and 2 bits enter the sums as KEY_UNIT · code; up to 128 of them stay below 2^22.
-constexpr bool KEYS_AT_TOP = (KEY_BITS == 4 || KEY_BITS == 2) && HEAD_DIM <= 128;
+constexpr bool KEYS_AT_TOP = (KEY_BITS == 4 || KEY_BITS == 2) && HEAD_DIM <= 128 && !KEY_LEVELS;
 constexpr float KEY_UNIT = KEYS_AT_TOP ? (float)(1 << (8 - KEY_BITS)) : 1.0f;
-constexpr float MIDDLE_KEY = ((1 << (KEY_BITS % 16)) - 1) * 0.5f;
+// The byte of a level of a codebook lacks ½, and −1 and 0 are in the middle.
+constexpr float MIDDLE_KEY = KEY_LEVELS ? -0.5f : ((1 << (KEY_BITS % 16)) - 1) * 0.5f;
 
 // What a head's scores are made of beside the sum of products.
 struct HeadConstants {
@@ -52,17 +61,21 @@ struct HeadConstants {
     float query_sum;
 };
 
-// Where sums start, and the tables of `key_block` for the bits of a nibble. Read from shared memory they stay in registers;
-// the compiler would move constants it knows into place again before every use.
+// Where sums start, and tables: of `key_block` for the bits of a nibble, or of a codebook's levels
+// (common/level_bytes.cuh). Read from shared memory they stay in registers; the compiler would move constants it knows
+// into place again before every use.
 struct SumConstants {
     int key_start[4];
     int byte_start[4];
     u32 bit_tables[4];
+    u32 level_tables[LEVEL_TABLES];
 };
 
 struct QueryShared {
     alignas(16) u8 rows[QUERY_ROWS][QUERY_ROW_BYTES];
     HeadConstants heads[CHUNK_HEADS];
+    // Σ q' of each group of channels, where keys have ranges of such.
+    float group_sums[KEY_ROW_GROUPS][CHUNK_HEADS];
     alignas(16) SumConstants constants;
 };
 
@@ -86,7 +99,7 @@ __device__ __forceinline__ QueryLoads load_query(const AttendCall& call, const I
                                                  int heads, int warp, int lane) {
     QueryLoads loads;
     const u32 query_heads = call.kv_heads * call.group;
-    if (KEY_BITS != 16 && !KEY_TOKEN_RANGES) {
+    if (KEY_SPAN_RANGES) {
         const float2* ranges = call.key_ranges + ((u64)item.range_slot * call.kv_heads + kv_head) * HEAD_DIM + lane;
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) loads.range[i] = ranges[32 * i];
@@ -94,11 +107,11 @@ __device__ __forceinline__ QueryLoads load_query(const AttendCall& call, const I
 #pragma unroll
     for (int k = 0; k < HEADS_PER_WARP; k++) {
         const int head = warp + k * WARPS;
-        const u64 row = ((u64)item.sequence * query_heads + first_head + head) * HEAD_DIM + lane;
+        const u64 row = ((u64)item.sequence * query_heads + first_head + head) * TENSOR_CHANNELS + lane;
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
             float x = 0.0f;
-            if (head < heads) {
+            if (head < heads && lane + 32 * i < TENSOR_CHANNELS) {
                 x = call.queries_f16 ? half_value(((const u16*)call.queries)[row + 32 * i])
                                      : ((const float*)call.queries)[row + 32 * i];
             }
@@ -106,6 +119,28 @@ __device__ __forceinline__ QueryLoads load_query(const AttendCall& call, const I
         }
     }
     return loads;
+}
+
+// True if the planes of a load are blocks of channels of the same tokens: then bytes of levels need not be sorted by plane,
+// and the query is in their order instead.
+constexpr bool QUERY_MIXES_PLANES = KEY_LEVELS && KEY_BITS != 3 && KEY_BLOCKS % KEY_PLANES == 0;
+
+// The place of a channel in a row of the query.
+__device__ __forceinline__ int query_place(int channel) {
+    if (KEY_GROUPED) {
+        // Where codes become pairs of halves, channel 4 c + e of a block is element 2 c + (e >> 1) of an MMA, in the upper
+        // half for odd e (common/scores_grouped.cuh).
+        return (channel & ~15) + 8 * (channel & 1) + (channel >> 1 & 6) + (channel >> 1 & 1);
+    }
+    if (QUERY_MIXES_PLANES) {
+        // Byte by byte as in `level_bytes`: block `pair + PLANES / 2 · (e >> 1)` of the load, channels 4 c + e of planes
+        // `pair` and `pair + PLANES / 2` in turn.
+        constexpr int pairs = KEY_PLANES > 1 ? KEY_PLANES / 2 : 1;
+        const int plane = channel / 32 % KEY_PLANES;
+        const int block = channel / 32 - plane + plane % pairs + pairs * (channel >> 1 & 1);
+        return 32 * block + (channel & 28) + 2 * (channel & 1) + plane / pairs;
+    }
+    return channel;
 }
 
 // One head's rows of bytes and its constants, of q' in `scaled`.
@@ -119,15 +154,16 @@ __device__ __forceinline__ void prepare_head(QueryShared& shared, int head, cons
     const int low_row = WIDE ? CHUNK_HEADS + head : 2 * head + 1;
     HeadConstants constants;
     constants.query_sum = query_sum;
-    if (KEY_BITS == 16) {
+    if (QUERY_HALVES) {
         constants.delta = largest == 0.0f ? 1.0f : largest;
         constants.base[0] = 0.0f;
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
             const float x = scaled[i] / constants.delta;
             const u32 high = half_bits(x);
-            ((u16*)shared.rows[high_row])[lane + 32 * i] = (u16)high;
-            ((u16*)shared.rows[low_row])[lane + 32 * i] = (u16)half_bits(x - half_value(high));
+            const int place = query_place(lane + 32 * i);
+            ((u16*)shared.rows[high_row])[place] = (u16)high;
+            ((u16*)shared.rows[low_row])[place] = (u16)half_bits(x - half_value(high));
         }
     } else {
         // 127 · 256: the high byte stays within a signed byte whatever the low one is.
@@ -142,8 +178,9 @@ __device__ __forceinline__ void prepare_head(QueryShared& shared, int head, cons
             const int query = __float2int_rn(fminf(fmaxf(scaled[i] * inverse, -32512.0f), 32512.0f));
             taken += __fmaf_rn((float)-query, constants.delta, scaled[i]);
             const int low = (int)(signed char)(query & 0xff);
-            shared.rows[high_row][lane + 32 * i] = (u8)((query - low) >> 8);
-            shared.rows[low_row][lane + 32 * i] = (u8)low;
+            const int place = query_place(lane + 32 * i);
+            shared.rows[high_row][place] = (u8)((query - low) >> 8);
+            shared.rows[low_row][place] = (u8)low;
             // What the bytes of `key_block` lack of a code.
 #pragma unroll
             for (int v = 0; v < KEY_VARIANTS; v++) {
@@ -158,6 +195,12 @@ __device__ __forceinline__ void prepare_head(QueryShared& shared, int head, cons
             constants.base[v] = constants.delta * ((float)lacking - SUM_START_FLOAT / KEY_UNIT) + offset;
         }
         constants.delta /= KEY_UNIT;
+        if (KEY_LEVEL_UNIT != 0) {
+            const float unit = __uint_as_float(KEY_LEVEL_UNIT);
+            constants.delta *= unit;
+#pragma unroll
+            for (int v = 0; v < KEY_VARIANTS; v++) constants.base[v] *= unit;
+        }
     }
     if (lane == 0) shared.heads[head] = constants;
 }
@@ -169,6 +212,7 @@ __device__ __forceinline__ void prepare_query(QueryShared& shared, QueryLoads& l
         shared.constants.bit_tables[lane] =
             lane == 0 ? 0xff00ff00u : lane == 1 ? 0xffff0000u : lane == 2 ? 0xffffffffu : 0x01010101u;
     }
+    if (warp == 0 && lane < LEVEL_TABLES) shared.constants.level_tables[lane] = level_table(lane);
 #pragma unroll
     for (int k = 0; k < HEADS_PER_WARP; k++) {
         const int head = warp + k * WARPS;
@@ -182,13 +226,26 @@ __device__ __forceinline__ void prepare_query(QueryShared& shared, QueryLoads& l
             const float x = loads.query[k][i] * score_scale;
             scaled[i] = x;
             if (KEY_TOKEN_RANGES) query_sum += x;
-            if (KEY_BITS != 16 && !KEY_TOKEN_RANGES) {
+            if (KEY_SPAN_RANGES) {
                 scaled[i] = x * loads.range[i].x;
                 offset += x * loads.range[i].y;
             }
         }
         if (KEY_TOKEN_RANGES) query_sum = warp_sum(query_sum);
-        if (KEY_BITS != 16 && !KEY_TOKEN_RANGES) offset = warp_sum(offset);
+        if (KEY_SPAN_RANGES) offset = warp_sum(offset);
+        if (KEY_LEVEL_UNIT != 0) offset = -MIDDLE_KEY * query_sum;
+        if constexpr (KEY_GROUPED && KEY_GROUP_CHANNELS > 1) {
+            constexpr int channels = HEAD_DIM / KEY_ROW_GROUPS;
+            for (int group = 0; group < KEY_ROW_GROUPS; group++) {
+                float sum = 0.0f;
+#pragma unroll
+                for (int i = 0; i < LANE_CHANNELS; i++) {
+                    if ((lane + 32 * i) / channels == group) sum += scaled[i];
+                }
+                sum = warp_sum(sum);
+                if (lane == 0) shared.group_sums[group][head] = sum;
+            }
+        }
         prepare_head(shared, head, scaled, offset, query_sum, lane);
     }
 }
@@ -207,23 +264,28 @@ __device__ __forceinline__ SumConstants load_constants(const QueryShared& shared
         constants.byte_start[i] = (int)words[4 + i];
         constants.bit_tables[i] = words[8 + i];
     }
+#pragma unroll
+    for (int i = 0; i < LEVEL_TABLES; i++) {
+        constants.level_tables[i] = KEY_LEVELS || VALUE_LEVELS ? load_shared_4(from + 48 + 4 * i) : 0u;
+    }
     return constants;
 }
 
-// This lane's registers of the B fragments: block f of channels at 2f and 2f + 1, those of the low rows behind.
+// This lane's registers of the B fragments: block f of channels at 2f and 2f + 1, those of QUERY_PARTS behind.
 __device__ __forceinline__ void load_query_fragments(u32 (&fragments)[2 * QUERY_REGISTERS], const QueryShared& shared,
                                                      int lane) {
     const int row = lane >> 2;
     const int column = lane & 3;
 #pragma unroll
-    for (int part = 0; part < (WIDE ? 2 : 1); part++) {
+    for (int part = 0; part < QUERY_PARTS; part++) {
 #pragma unroll
-        for (int f = 0; f < KEY_BLOCKS; f++) {
-            const u32* words = (const u32*)shared.rows[row + 8 * part];
-            const int at = part * KEY_BLOCKS + f;
+        for (int f = 0; f < QUERY_BLOCKS; f++) {
+            const u32* words = (const u32*)shared.rows[WIDE ? row + 8 * part : row & ~part];
+            const bool there = WIDE || part == 0 || row % 2 == 1;
+            const int at = part * QUERY_BLOCKS + f;
             // A block is 8 words of a row: 4 for each register.
-            fragments[2 * at] = words[8 * f + column];
-            fragments[2 * at + 1] = words[8 * f + 4 + column];
+            fragments[2 * at] = there ? words[8 * f + column] : 0u;
+            fragments[2 * at + 1] = there ? words[8 * f + 4 + column] : 0u;
         }
     }
 }

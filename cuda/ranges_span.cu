@@ -15,14 +15,9 @@
 #include "common/tile.cuh"
 #include "common/rows.cuh"
 #include "common/code_range.cuh"
+#include "common/ordered.cuh"
 
 constexpr u32 RANGE_CHUNK = 64;
-
-__device__ __forceinline__ u32 ordered_bits(u32 bits) { return bits >> 31 ? ~bits : bits | 0x80000000u; }
-
-__device__ __forceinline__ float from_ordered(u32 bits) {
-    return __uint_as_float(bits >> 31 ? bits & 0x7fffffffu : ~bits);
-}
 
 extern "C" __global__ void ranges_span_extremes(const RowsCall call) {
     const u32 channels = call.kv_heads * HEAD_DIM;
@@ -34,9 +29,9 @@ extern "C" __global__ void ranges_span_extremes(const RowsCall call) {
     u32 low = 0u;
     u32 high = 0u;
     for (u32 token = (u32)first; token < end; token++) {
-        const u32 bits = __float_as_uint(element(call, token, channel / HEAD_DIM, channel % HEAD_DIM));
-        low = max(low, ordered_bits(bits ^ 0x80000000u));
-        high = max(high, ordered_bits(bits));
+        const float x = element(call, token, channel / HEAD_DIM, channel % HEAD_DIM);
+        low = max(low, ordered_bits(-x));
+        high = max(high, ordered_bits(x));
     }
     u32* range = (u32*)(call.ranges + channel);
     atomicMax(range, low);

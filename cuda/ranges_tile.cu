@@ -26,7 +26,7 @@ __device__ __forceinline__ u32 tile_range(const RowsCall& call, u32 page_token, 
         if (token >= call.tokens) return 0u;
         const u32 channel = range / TILE_TOKENS * GROUP_CHANNELS<VALUE>;
         const auto at = [&](u32 i) { return element(call, token, kv_head, channel + i); };
-        return warp_range<VALUE>(GROUP_CHANNELS<VALUE>, lane, call.shrink, at);
+        return warp_range<VALUE>(GROUP_ELEMENTS<VALUE>, lane, call.shrink, at);
     }
 }
 

@@ -8,7 +8,7 @@ use kvpack::backend::SpanWrite;
 use kvpack::cache::PromptSpan;
 use kvpack::cpu::{Cpu, CpuStore, CpuTensor, nmse, quantize};
 use kvpack::cuda::{Cuda, KernelCache};
-use kvpack::format::{AffineFormat, Grouping, KeyOrValue, TensorFormat, TileOrder};
+use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, TensorFormat, TileOrder};
 use kvpack::plan::{ElementType, Elements, Page, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Backend, Bits, Error, KvCache, Recipe, SegmentFormat};
 
@@ -34,12 +34,19 @@ fn no_driver_is_an_error_and_no_panic() {
 #[ignore = "needs an NVIDIA GPU"]
 fn tiles_are_those_of_the_cpu_in_fragment_order() {
     let backend = device();
-    let mut formats = vec![TensorFormat::F16];
-    // 3-bit codes have no fragment order.
-    for bits in [Bits::One, Bits::Two, Bits::Four, Bits::Eight] {
-        formats.extend([Grouping::Channel, Grouping::Token].map(|g| TensorFormat::Affine(AffineFormat::new(bits, g))));
-    }
-    for head_dim in kvpack::cuda::HEAD_DIMS {
+    for head_dim in HEAD_DIMS {
+        let value = TensorFormat::Codebook(CodebookFormat::turboquant(Bits::Three, head_dim));
+        let mut formats = vec![SegmentFormat::F16];
+        for bits in Bits::ALL {
+            let affine = |grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
+            formats.extend(
+                [Grouping::Channel, Grouping::Token].map(|g| SegmentFormat { key: affine(g), value: affine(g) }),
+            );
+            if bits != Bits::Eight {
+                let key = TensorFormat::Codebook(CodebookFormat::turboquant_prod(bits, head_dim));
+                formats.push(SegmentFormat { key, value });
+            }
+        }
         let shape = AttentionShape::new(4, 2, head_dim).unwrap();
         let tokens = 128 + 77;
         let keys = CpuTensor::F32(rows(tokens * 2 * head_dim, 0.37));
@@ -53,8 +60,7 @@ fn tiles_are_those_of_the_cpu_in_fragment_order() {
             pages: &pages,
             range_slot: 0,
         };
-        for format in &formats {
-            let segment = SegmentFormat { key: *format, value: *format };
+        for segment in formats {
             let mut cpu = CpuStore::new(shape, segment).unwrap();
             cpu.add_shard(2).unwrap();
             cpu.reserve_ranges(1).unwrap();
@@ -68,6 +74,7 @@ fn tiles_are_those_of_the_cpu_in_fragment_order() {
 
             for which in [KeyOrValue::Key, KeyOrValue::Value] {
                 for head in 0..2 {
+                    let format = segment.tensor(which);
                     let (words, _) = cpu.tile_words(which, full_page, head).unwrap();
                     let expected =
                         TileOrder::DotProduct.convert(TileOrder::MmaFragment, which, format, head_dim, words).unwrap();

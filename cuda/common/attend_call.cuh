@@ -28,7 +28,8 @@ struct Item {
     // Rows of its sequence: the first, and how many.
     u32 first_state;
     u32 states;
-    u32 unused;
+    // The span, among those of the launch.
+    u32 span;
 };
 
 struct AttendCall {
@@ -41,11 +42,13 @@ struct AttendCall {
     // [slot][kv head][channel] of (scale, minimum), where ranges are per channel.
     const float2* key_ranges;
     const float2* value_ranges;
-    // [row][query head][channel], and the base-2 log-sum-exp [row][query head].
+    // [row][query head][channel] of channels as they are stored, and the base-2 log-sum-exp [row][query head].
     float* states;
     float* state_lse;
     // Rows written so far, [sequence][kv head][chunk]; zero between steps.
     u32* arrivals;
+    // Extremes of calibrated scores, [span][query head]; see common/calibration.cuh.
+    u32* extremes;
     u32 kv_heads;
     // Query heads of a KV head, and chunks of them.
     u32 group;
@@ -56,6 +59,9 @@ struct AttendCall {
     u32 output_f16;
     // Blocks of a cluster, 1 where there are none.
     u32 cluster;
+    // Offsets of the calibration, times log2(e).
+    float tau1;
+    float tau2;
     u32 unused;
 };
 
@@ -63,6 +69,12 @@ struct AttendCall {
 struct ItemState {
     float out;
     float lse;
+};
+
+// Where the loads of a pass begin in shared memory; those of top bits, where there are such.
+struct PassLoads {
+    u32 at;
+    u32 tops;
 };
 
 // Query heads of a chunk, and those whose scores one lane holds.
@@ -76,16 +88,45 @@ constexpr int PASS_KEY_LOADS = PASS_BLOCKS * KEY_BLOCKS / KEY_PLANES;
 constexpr int PASS_VALUE_LOADS = PASS_TOKENS / VALUE_RUN * VALUE_BLOCKS / VALUE_PLANES;
 constexpr int KEY_LOADS = STEP_PASSES * PASS_KEY_LOADS;
 constexpr int VALUE_LOADS = STEP_PASSES * PASS_VALUE_LOADS;
+// Loads of the top bits of 3-bit codes; the others are of the low two.
+constexpr int PASS_KEY_TOPS = KEY_BITS == 3 ? PASS_BLOCKS * KEY_BLOCKS / TOP_PLANES : 0;
+constexpr int PASS_VALUE_TOPS = VALUE_BITS == 3 ? PASS_TOKENS / VALUE_RUN * VALUE_BLOCKS / TOP_PLANES : 0;
+constexpr int KEY_TOPS = STEP_PASSES * PASS_KEY_TOPS;
+constexpr int VALUE_TOPS = STEP_PASSES * PASS_VALUE_TOPS;
 static_assert(STEP_PASSES * PASS_TOKENS == STEP_TOKENS, "a step must be whole passes");
 static_assert(PASS_KEY_LOADS * KEY_PLANES == PASS_BLOCKS * KEY_BLOCKS, "a pass must be whole loads of keys");
 static_assert(PASS_VALUE_LOADS * VALUE_PLANES * VALUE_RUN == PASS_TOKENS * VALUE_BLOCKS, "and of values");
+static_assert(KEY_BITS != 3 || PASS_KEY_TOPS * TOP_PLANES == PASS_BLOCKS * KEY_BLOCKS, "and of top bits of keys");
+static_assert(VALUE_BITS != 3 || PASS_VALUE_TOPS * TOP_PLANES * VALUE_RUN == PASS_TOKENS * VALUE_BLOCKS, "of values");
 
-// A stage of a warp's ring: loads of keys, loads of values, ranges of keys, ranges of values.
-constexpr u32 STAGE_VALUES_AT = KEY_LOADS * LOAD_BYTES;
-constexpr u32 STAGE_KEY_RANGES_AT = STAGE_VALUES_AT + VALUE_LOADS * LOAD_BYTES;
-constexpr u32 STAGE_VALUE_RANGES_AT = STAGE_KEY_RANGES_AT + (KEY_TOKEN_RANGES ? STEP_TOKENS * 4 : 0);
-constexpr u32 STAGE_COPIED_BYTES = STAGE_VALUE_RANGES_AT + (VALUE_TOKEN_RANGES ? STEP_TOKENS * 4 : 0);
+// Ranges beside a tile that a step needs: rows of bytes, which lie `RANGE_ROW_STRIDE` apart in the tile. Those of groups of
+// tokens are one row for all channels and groups of the step; those of tokens are one for each group of channels.
+template <int TOKENS, int CHANNELS>
+constexpr u32 RANGE_ROWS = TOKENS == 0 ? 0 : CHANNELS == 1 ? 1 : (HEAD_DIM + CHANNELS - 1) / (CHANNELS + !CHANNELS);
+template <int TOKENS, int CHANNELS>
+constexpr u32 RANGE_ROW_BYTES =
+    CHANNELS == 1 ? 4 * HEAD_DIM * (STEP_TOKENS > TOKENS ? STEP_TOKENS / (TOKENS + !TOKENS) : 1) : 4 * STEP_TOKENS;
+constexpr u32 RANGE_ROW_STRIDE = 4 * TILE_TOKENS;
+// Where those of a step begin among the ranges of the tile.
+template <int TOKENS, int CHANNELS>
+__device__ __forceinline__ u32 ranges_at(int part) {
+    return CHANNELS == 1 ? part * STEP_TOKENS / (TOKENS + !TOKENS) * (4 * HEAD_DIM) : part * (4 * STEP_TOKENS);
+}
+constexpr u32 KEY_RANGE_ROWS = RANGE_ROWS<KEY_GROUP_TOKENS, KEY_GROUP_CHANNELS>;
+constexpr u32 VALUE_RANGE_ROWS = RANGE_ROWS<VALUE_GROUP_TOKENS, VALUE_GROUP_CHANNELS>;
+constexpr u32 KEY_RANGE_ROW_BYTES = RANGE_ROW_BYTES<KEY_GROUP_TOKENS, KEY_GROUP_CHANNELS>;
+constexpr u32 VALUE_RANGE_ROW_BYTES = RANGE_ROW_BYTES<VALUE_GROUP_TOKENS, VALUE_GROUP_CHANNELS>;
+
+// A stage of a warp's ring: loads of keys, loads of values, each with those of top bits behind; ranges of keys, ranges of
+// values.
+constexpr u32 STAGE_KEY_TOPS_AT = KEY_LOADS * LOAD_BYTES;
+constexpr u32 STAGE_VALUES_AT = STAGE_KEY_TOPS_AT + KEY_TOPS * LOAD_BYTES;
+constexpr u32 STAGE_VALUE_TOPS_AT = STAGE_VALUES_AT + VALUE_LOADS * LOAD_BYTES;
+constexpr u32 STAGE_KEY_RANGES_AT = STAGE_VALUE_TOPS_AT + VALUE_TOPS * LOAD_BYTES;
+constexpr u32 STAGE_VALUE_RANGES_AT = STAGE_KEY_RANGES_AT + KEY_RANGE_ROWS * KEY_RANGE_ROW_BYTES;
+constexpr u32 STAGE_COPIED_BYTES = STAGE_VALUE_RANGES_AT + VALUE_RANGE_ROWS * VALUE_RANGE_ROW_BYTES;
 // The copy engine asks the L2 cache for whole lines of 128 bytes only where source and target are aligned to them, and
 // for two or four parts of every line otherwise.
 constexpr u32 LINE_BYTES = 128;
 constexpr u32 STAGE_BYTES = (STAGE_COPIED_BYTES + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+static_assert(STEPS_PER_TILE > 1 || STAGE_COPIED_BYTES == HEAD_BYTES, "a whole tile is copied as it lies in the page");

@@ -5,6 +5,7 @@
 
 #include "common/rows.cuh"
 #include "common/codebook.cuh"
+#include "common/sketch.cuh"
 
 // Scales below 2^-100 count as 0.
 constexpr float MIN_SCALE = 7.888609e-31f;
@@ -93,11 +94,13 @@ __device__ __forceinline__ float2 element_range(const u8* part, const float2* sp
     }
 }
 
-// The field that stores an element.
+// The field that stores an element; of a row that was coded whole the element is its field already (common/sketch.cuh).
 template <bool VALUE>
 __device__ __forceinline__ u32 field_bits(float x, float2 range) {
     if constexpr (FORMAT_BITS<VALUE> == 16) {
         return half_bits(x);
+    } else if constexpr (CODED_ROWS<VALUE>) {
+        return __float_as_uint(x) ^ FLIPPED<VALUE>;
     } else if constexpr (CODEBOOK<VALUE>) {
         return level_code<VALUE>(x, range.x) ^ FLIPPED<VALUE>;
     } else {
@@ -105,11 +108,13 @@ __device__ __forceinline__ u32 field_bits(float x, float2 range) {
     }
 }
 
-// What a field stands for.
+// What a field stands for; of a sketched row, what its level does.
 template <bool VALUE>
 __device__ __forceinline__ float field_value(u32 bits, float2 range) {
     if constexpr (FORMAT_BITS<VALUE> == 16) {
         return half_value(bits);
+    } else if constexpr (SKETCHED<VALUE>) {
+        return sketched_level<VALUE>(bits ^ FLIPPED<VALUE>, range.x);
     } else if constexpr (CODEBOOK<VALUE>) {
         return level_value<VALUE>(bits ^ FLIPPED<VALUE>, range.x);
     } else {

@@ -11,11 +11,25 @@ template <bool VALUE>
 constexpr u32 LEVEL_UNIT = VALUE ? VALUE_LEVEL_UNIT : KEY_LEVEL_UNIT;
 template <bool VALUE>
 constexpr bool CODEBOOK = LEVEL_UNIT<VALUE> != 0;
+// Bits of the level of a sketch as a float (`format::sketch_level`), 0 where fields have no sign of a sketch. Keys only.
+template <bool VALUE>
+constexpr u32 SKETCH_LEVEL = VALUE ? 0 : KEY_SKETCH_LEVEL;
+template <bool VALUE>
+constexpr bool SKETCHED = SKETCH_LEVEL<VALUE> != 0;
+// Norms are stored divided by those of the levels (`format::codebook::renormalized`).
+template <bool VALUE>
+constexpr bool RENORMALIZED = VALUE ? VALUE_RENORMALIZED : KEY_RENORMALIZED;
+// Rows are fields before they are packed (common/sketch.cuh).
+template <bool VALUE>
+constexpr bool CODED_ROWS = SKETCHED<VALUE> || RENORMALIZED<VALUE>;
+// The sign is the top bit of a field; where there is no other, there are no levels.
+template <bool VALUE>
+constexpr int LEVEL_BITS = FORMAT_BITS<VALUE> - SKETCHED<VALUE>;
 
 // Level i above 0, relative to the norm. `i` is a constant once loops are unrolled.
 template <bool VALUE>
 __device__ __forceinline__ float level_above_zero(u32 i) {
-    constexpr int bits = FORMAT_BITS<VALUE>;
+    constexpr int bits = LEVEL_BITS<VALUE>;
     u32 step = 0;
     if (bits == 2) step = i == 0 ? 18 : 61;
     if (bits == 3) step = i == 0 ? 12 : i == 1 ? 39 : i == 2 ? 69 : 110;
@@ -30,7 +44,7 @@ __device__ __forceinline__ float level_above_zero(u32 i) {
 // The nearest level's code; at a boundary that of the lower one.
 template <bool VALUE>
 __device__ __forceinline__ u32 level_code(float x, float norm) {
-    constexpr u32 levels = 1u << (FORMAT_BITS<VALUE> - 1);
+    constexpr u32 levels = 1u << (LEVEL_BITS<VALUE> - 1);
     if (norm == 0.0f) return 0u;
     const bool negative = !(x > 0.0f);
     const float magnitude = fabsf(x);
@@ -46,7 +60,7 @@ __device__ __forceinline__ u32 level_code(float x, float norm) {
 
 template <bool VALUE>
 __device__ __forceinline__ float level_value(u32 code, float norm) {
-    constexpr u32 levels = 1u << (FORMAT_BITS<VALUE> - 1);
+    constexpr u32 levels = 1u << (LEVEL_BITS<VALUE> - 1);
     const u32 index = code < levels ? levels - 1 - code : code - levels;
     float level = level_above_zero<VALUE>(0);
 #pragma unroll
@@ -60,22 +74,24 @@ __device__ __forceinline__ float midpoint_square(u32 half) {
     return __fmul_rn(middle, middle);
 }
 
-// The half nearest to the root of a sum of squares, ties to even; the root decides nothing but where to look.
-__device__ __forceinline__ u32 norm_bits(float sum) {
-    const u32 estimate = half_bits(fminf(__fsqrt_rn(sum), 65504.0f));
+// The half nearest to the root of `sum / divisor`, ties to even; the root decides nothing but where to look.
+__device__ __forceinline__ u32 nearest_root(float sum, float divisor) {
+    const u32 estimate = half_bits(fminf(__fsqrt_rn(__fdiv_rn(sum, divisor)), 65504.0f));
+    const float below = __fmul_rn(midpoint_square(estimate > 0 ? estimate - 1 : 0), divisor);
+    const float above = __fmul_rn(midpoint_square(estimate), divisor);
     const bool odd = estimate & 1u;
     u32 half = estimate;
-    if (estimate > 0 && (sum < midpoint_square(estimate - 1) || (sum == midpoint_square(estimate - 1) && odd))) {
+    if (estimate > 0 && (sum < below || (sum == below && odd))) {
         half = estimate - 1;
-    } else if (estimate < 0x7bff && (sum > midpoint_square(estimate) || (sum == midpoint_square(estimate) && odd))) {
+    } else if (estimate < 0x7bff && (sum > above || (sum == above && odd))) {
         half = estimate + 1;
     }
     return half < 0x400 ? 0 : half;
 }
 
-// The norm of a row with elements `at(channel)`, found by a warp, as tiles store it.
+// The sum of the squares of a row with elements `at(channel)`, found by a warp.
 template <typename At>
-__device__ __forceinline__ u32 warp_norm(int lane, At at) {
+__device__ __forceinline__ float warp_sum_of_squares(int lane, At at) {
     // Bits of 2^-50: smaller elements count as 0.
     const auto square = [](float x) {
         return (__float_as_uint(x) & 0x7fffffffu) < 0x26800000u ? 0.0f : __fmul_rn(x, x);
@@ -91,5 +107,11 @@ __device__ __forceinline__ u32 warp_norm(int lane, At at) {
         // Past the end there is nothing but zeros.
         for (int i = 0; i < 32; i++) sum = __fadd_rn(sum, __shfl_sync(ALL_LANES, four, i));
     }
-    return norm_bits(sum);
+    return sum;
+}
+
+// The norm of such a row, as tiles store it.
+template <typename At>
+__device__ __forceinline__ u32 warp_norm(int lane, At at) {
+    return nearest_root(warp_sum_of_squares(lane, at), 1.0f);
 }

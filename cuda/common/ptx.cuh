@@ -30,6 +30,33 @@ __device__ __forceinline__ u32 half_pair(float low, float high) {
     return pair;
 }
 
+// Pairs of halves: a · b, a · b + c and a · b − c rounded once, the larger.
+__device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
+    u32 out;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+
+__device__ __forceinline__ u32 multiply_add_pair(u32 a, u32 b, u32 c) {
+    u32 out;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+    return out;
+}
+
+__device__ __forceinline__ u32 multiply_subtract_pair(u32 a, u32 b, u32 c) {
+    u32 out;
+    asm("{\n.reg .b32 negative;\nneg.f16x2 negative, %3;\nfma.rn.f16x2 %0, %1, %2, negative;\n}"
+        : "=r"(out)
+        : "r"(a), "r"(b), "r"(c));
+    return out;
+}
+
+__device__ __forceinline__ u32 max_pair(u32 a, u32 b) {
+    u32 out;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -180,6 +207,12 @@ __device__ __forceinline__ uint4 load_shared_16(u32 from) {
     return words;
 }
 
+__device__ __forceinline__ uint2 load_shared_8(u32 from) {
+    uint2 words;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(from) : "memory");
+    return words;
+}
+
 __device__ __forceinline__ u32 load_shared_4(u32 from) {
     u32 word;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
@@ -210,11 +243,19 @@ __device__ __forceinline__ void multiply_bytes(int (&d)[4], const u32 (&a)[4], u
     }
 }
 
-// d = a · b + c of unsigned bytes.
+// d = a · b + c of bytes; those of `a` are signed or not, those of `b` are not.
+template <bool SIGNED>
 __device__ __forceinline__ void multiply_unsigned_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
                                                         const int* c) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%10, %11, %12, %13};"
-        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+    if constexpr (SIGNED) {
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%10, %11, %12, %13};"
+            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+    } else {
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%10, %11, %12, %13};"
+            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+    }
 }

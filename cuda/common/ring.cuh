@@ -1,9 +1,12 @@
 // The ring of stages of one warp: keys, values and ranges of the steps that are on their way.
 //
 // With BULK_COPIES (compute capability 9.0) lane 0 asks the copy engine for whole parts of a tile, which arrive on a
-// barrier in shared memory; otherwise every lane copies exactly the 16 bytes of each load that it will read.
+// barrier in shared memory; otherwise every lane copies exactly the 16 bytes of each load that it will read. Where only
+// extremes of scores are looked for, values stay where they are.
 
 #pragma once
+
+#include "common/calibration.cuh"
 
 static_assert(HEAD_BYTES % LINE_BYTES == 0, "parts of a page must begin at a line");
 
@@ -31,29 +34,58 @@ struct Ring {
         const u8* tile = (const u8*)page;
         const u8* keys = tile + part * (KEY_LOADS * LOAD_BYTES);
         const u8* values = tile + VALUES_AT + part * (VALUE_LOADS * LOAD_BYTES);
-        const u8* key_ranges = tile + KEY_RANGES_AT + part * (STEP_TOKENS * 4);
-        const u8* value_ranges = tile + VALUE_RANGES_AT + part * (STEP_TOKENS * 4);
+        const u8* key_tops = tile + TOPS_AT + part * (KEY_TOPS * LOAD_BYTES);
+        const u8* value_tops = tile + VALUES_AT + TOPS_AT + part * (VALUE_TOPS * LOAD_BYTES);
+        const u8* key_ranges = tile + KEY_RANGES_AT + ranges_at<KEY_GROUP_TOKENS, KEY_GROUP_CHANNELS>(part);
+        const u8* value_ranges = tile + VALUE_RANGES_AT + ranges_at<VALUE_GROUP_TOKENS, VALUE_GROUP_CHANNELS>(part);
         if constexpr (BULK_COPIES) {
             if (lane == 0) {
                 const u32 barrier = barriers + 8 * index;
-                barrier_expect(barrier, STAGE_COPIED_BYTES);
+                barrier_expect(barrier, FINDS_EXTREMES ? STAGE_VALUES_AT + STAGE_VALUE_RANGES_AT - STAGE_KEY_RANGES_AT
+                                                       : STAGE_COPIED_BYTES);
+                // A whole tile lies in the page as in the stage.
+                if (STEPS_PER_TILE == 1 && !FINDS_EXTREMES) {
+                    copy_bulk(to, tile, STAGE_COPIED_BYTES, barrier);
+                    return;
+                }
+                const auto copy_ranges = [&](u32 to_rows, const u8* from, u32 rows, u32 row_bytes) {
+                    for (u32 row = 0; row < rows; row++) {
+                        copy_bulk(to_rows + row * row_bytes, from + row * RANGE_ROW_STRIDE, row_bytes, barrier);
+                    }
+                };
                 copy_bulk(to, keys, KEY_LOADS * LOAD_BYTES, barrier);
+                if (KEY_TOPS > 0) copy_bulk(to + STAGE_KEY_TOPS_AT, key_tops, KEY_TOPS * LOAD_BYTES, barrier);
+                copy_ranges(to + STAGE_KEY_RANGES_AT, key_ranges, KEY_RANGE_ROWS, KEY_RANGE_ROW_BYTES);
+                if (FINDS_EXTREMES) return;
                 copy_bulk(to + STAGE_VALUES_AT, values, VALUE_LOADS * LOAD_BYTES, barrier);
-                if (KEY_TOKEN_RANGES) copy_bulk(to + STAGE_KEY_RANGES_AT, key_ranges, STEP_TOKENS * 4, barrier);
-                if (VALUE_TOKEN_RANGES) copy_bulk(to + STAGE_VALUE_RANGES_AT, value_ranges, STEP_TOKENS * 4, barrier);
+                if (VALUE_TOPS > 0) copy_bulk(to + STAGE_VALUE_TOPS_AT, value_tops, VALUE_TOPS * LOAD_BYTES, barrier);
+                copy_ranges(to + STAGE_VALUE_RANGES_AT, value_ranges, VALUE_RANGE_ROWS, VALUE_RANGE_ROW_BYTES);
             }
         } else {
             const u32 at = lane * 16;
 #pragma unroll
             for (int i = 0; i < KEY_LOADS; i++) copy_16_async(to + i * LOAD_BYTES + at, keys + i * LOAD_BYTES + at);
 #pragma unroll
+            for (int i = 0; i < KEY_TOPS; i++) {
+                copy_16_async(to + STAGE_KEY_TOPS_AT + i * LOAD_BYTES + at, key_tops + i * LOAD_BYTES + at);
+            }
+            const auto copy_ranges = [&](u32 to_rows, const u8* from, u32 rows, u32 row_bytes) {
+                for (u32 i = lane; i < rows * row_bytes / 16; i += 32) {
+                    const u32 row = 16 * i / row_bytes;
+                    copy_16_async(to_rows + 16 * i, from + row * RANGE_ROW_STRIDE + (16 * i - row * row_bytes));
+                }
+            };
+            copy_ranges(to + STAGE_KEY_RANGES_AT, key_ranges, KEY_RANGE_ROWS, KEY_RANGE_ROW_BYTES);
+            if (FINDS_EXTREMES) return;
+#pragma unroll
             for (int i = 0; i < VALUE_LOADS; i++) {
                 copy_16_async(to + STAGE_VALUES_AT + i * LOAD_BYTES + at, values + i * LOAD_BYTES + at);
             }
-            if (lane < STEP_TOKENS / 4) {
-                if (KEY_TOKEN_RANGES) copy_16_async(to + STAGE_KEY_RANGES_AT + at, key_ranges + at);
-                if (VALUE_TOKEN_RANGES) copy_16_async(to + STAGE_VALUE_RANGES_AT + at, value_ranges + at);
+#pragma unroll
+            for (int i = 0; i < VALUE_TOPS; i++) {
+                copy_16_async(to + STAGE_VALUE_TOPS_AT + i * LOAD_BYTES + at, value_tops + i * LOAD_BYTES + at);
             }
+            copy_ranges(to + STAGE_VALUE_RANGES_AT, value_ranges, VALUE_RANGE_ROWS, VALUE_RANGE_ROW_BYTES);
         }
     }
 
@@ -69,12 +101,12 @@ struct Ring {
         } else {
             copies_wait<STAGES - 1>();
             // Ranges are read by other lanes than copied them.
-            if (KEY_TOKEN_RANGES || VALUE_TOKEN_RANGES) __syncwarp();
+            if (KEY_TILE_RANGES || VALUE_TILE_RANGES) __syncwarp();
         }
     }
 
     // All lanes have read the stage that is issued next.
     __device__ __forceinline__ void release() const {
-        if (BULK_COPIES || KEY_TOKEN_RANGES || VALUE_TOKEN_RANGES) __syncwarp();
+        if (BULK_COPIES || KEY_TILE_RANGES || VALUE_TILE_RANGES) __syncwarp();
     }
 };

@@ -1,15 +1,20 @@
 // Rotations of rows: `format::Rotation`, bit for bit. A warp holds a row, lane l the channels l, l + 32, …
 //
 //   y = H (s ⊙ x) / √ORDER, and back x = s ⊙ (H y) / √ORDER, for blocks of ORDER channels; s are signs, or all 1
+//
+// A rotation of dealt channels deals them out to the blocks in turns first: of m blocks, channel c goes to block c % m,
+// place c / m. Channels beyond the head stay where they are.
 
 #pragma once
 
 #ifndef KEY_ROTATION_ORDER
 #define KEY_ROTATION_ORDER 0
 #define KEY_ROTATION_SIGNED 0
+#define KEY_ROTATION_DEALT 0
 #define KEY_ROTATION_SEED 0
 #define VALUE_ROTATION_ORDER 0
 #define VALUE_ROTATION_SIGNED 0
+#define VALUE_ROTATION_DEALT 0
 #define VALUE_ROTATION_SEED 0
 #endif
 
@@ -18,6 +23,8 @@ template <bool VALUE>
 constexpr int ROTATION_ORDER = VALUE ? VALUE_ROTATION_ORDER : KEY_ROTATION_ORDER;
 template <bool VALUE>
 constexpr bool ROTATION_SIGNED = VALUE ? VALUE_ROTATION_SIGNED : KEY_ROTATION_SIGNED;
+template <bool VALUE>
+constexpr bool ROTATION_DEALT = VALUE ? VALUE_ROTATION_DEALT : KEY_ROTATION_DEALT;
 template <bool VALUE>
 constexpr u32 ROTATION_SEED = VALUE ? VALUE_ROTATION_SEED : KEY_ROTATION_SEED;
 
@@ -36,28 +43,60 @@ __device__ __forceinline__ bool sign_flips(u32 seed, u32 channel) {
     return (x ^ x >> 16) & 1u;
 }
 
-template <bool VALUE>
-__device__ __forceinline__ void flip_signs(float (&row)[LANE_CHANNELS], int lane) {
-    if constexpr (ROTATION_SIGNED<VALUE>) {
+__device__ __forceinline__ void flip_signs(float (&row)[LANE_CHANNELS], u32 seed, int lane) {
 #pragma unroll
-        for (int i = 0; i < LANE_CHANNELS; i++) {
-            if (sign_flips(ROTATION_SEED<VALUE>, lane + 32 * i)) row[i] = -row[i];
+    for (int i = 0; i < LANE_CHANNELS; i++) {
+        if (sign_flips(seed, lane + 32 * i)) row[i] = -row[i];
+    }
+}
+
+// Puts at every place the channel that `source(place)` names.
+template <typename Source>
+__device__ __forceinline__ void permute_channels(float (&row)[LANE_CHANNELS], int lane, Source source) {
+    float from[LANE_CHANNELS];
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) from[i] = row[i];
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) {
+        const int channel = source(lane + 32 * i);
+#pragma unroll
+        for (int k = 0; k < LANE_CHANNELS; k++) {
+            const float x = __shfl_sync(ALL_LANES, from[k], channel % 32);
+            if (channel / 32 == k) row[i] = x;
         }
     }
 }
 
-template <bool VALUE>
+template <int ORDER>
+__device__ __forceinline__ void deal(float (&row)[LANE_CHANNELS], int lane) {
+    constexpr int blocks = TENSOR_CHANNELS / ORDER;
+    if constexpr (blocks > 1) {
+        permute_channels(row, lane,
+                         [](int place) { return place < TENSOR_CHANNELS ? place % ORDER * blocks + place / ORDER : place; });
+    }
+}
+
+template <int ORDER>
+__device__ __forceinline__ void deal_back(float (&row)[LANE_CHANNELS], int lane) {
+    constexpr int blocks = TENSOR_CHANNELS / ORDER;
+    if constexpr (blocks > 1) {
+        permute_channels(row, lane, [](int channel) {
+            return channel < TENSOR_CHANNELS ? channel % blocks * ORDER + channel / blocks : channel;
+        });
+    }
+}
+
+template <int ORDER>
 __device__ __forceinline__ void transform(float (&row)[LANE_CHANNELS], int lane) {
-    constexpr int order = ROTATION_ORDER<VALUE>;
     // Bits of 2^-50: smaller elements count as 0.
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; i++) {
         const bool small = (__float_as_uint(row[i]) & 0x7fffffffu) < 0x26800000u;
-        row[i] = small ? 0.0f : __fmul_rn(row[i], ROTATION_SCALE<order>);
+        row[i] = small ? 0.0f : __fmul_rn(row[i], ROTATION_SCALE<ORDER>);
     }
     // Channels of other lanes, then those of the lane itself.
 #pragma unroll
-    for (int half = 1; half < order && half < 32; half *= 2) {
+    for (int half = 1; half < ORDER && half < 32; half *= 2) {
         const float sign = lane & half ? -1.0f : 1.0f;
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
@@ -66,7 +105,7 @@ __device__ __forceinline__ void transform(float (&row)[LANE_CHANNELS], int lane)
         }
     }
 #pragma unroll
-    for (int half = 32; half < order; half *= 2) {
+    for (int half = 32; half < ORDER; half *= 2) {
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
             if (i & half / 32) continue;
@@ -81,16 +120,18 @@ __device__ __forceinline__ void transform(float (&row)[LANE_CHANNELS], int lane)
 template <bool VALUE>
 __device__ __forceinline__ void rotate(float (&row)[LANE_CHANNELS], int lane) {
     if constexpr (ROTATION_ORDER<VALUE> != 0) {
-        flip_signs<VALUE>(row, lane);
-        transform<VALUE>(row, lane);
+        if constexpr (ROTATION_DEALT<VALUE>) deal<ROTATION_ORDER<VALUE>>(row, lane);
+        if constexpr (ROTATION_SIGNED<VALUE>) flip_signs(row, ROTATION_SEED<VALUE>, lane);
+        transform<ROTATION_ORDER<VALUE>>(row, lane);
     }
 }
 
 template <bool VALUE>
 __device__ __forceinline__ void rotate_back(float (&row)[LANE_CHANNELS], int lane) {
     if constexpr (ROTATION_ORDER<VALUE> != 0) {
-        transform<VALUE>(row, lane);
-        flip_signs<VALUE>(row, lane);
+        transform<ROTATION_ORDER<VALUE>>(row, lane);
+        if constexpr (ROTATION_SIGNED<VALUE>) flip_signs(row, ROTATION_SEED<VALUE>, lane);
+        if constexpr (ROTATION_DEALT<VALUE>) deal_back<ROTATION_ORDER<VALUE>>(row, lane);
     }
 }
 

@@ -36,7 +36,9 @@ __device__ __forceinline__ u64 element_index(const RowsCall& call, u32 token, u3
     return (u64)(call.first_token + token) * call.token_stride + (u64)kv_head * call.head_stride + channel;
 }
 
+// Channels beyond those of the tensor are 0.
 __device__ __forceinline__ float element(const RowsCall& call, u32 token, u32 kv_head, u32 channel) {
+    if (channel >= TENSOR_CHANNELS) return 0.0f;
     const u64 index = element_index(call, token, kv_head, channel);
     return call.rows_f16 ? half_value(((const u16*)call.rows)[index]) : ((const float*)call.rows)[index];
 }
@@ -48,6 +50,16 @@ __device__ __forceinline__ void load_row(float (&row)[LANE_CHANNELS], const Rows
     for (int i = 0; i < LANE_CHANNELS; i++) row[i] = element(call, token, kv_head, lane + 32 * i);
 }
 
+__device__ __forceinline__ void store_row(const RowsCall& call, u32 token, u32 kv_head,
+                                          const float (&row)[LANE_CHANNELS], int lane) {
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) {
+        const u32 channel = lane + 32 * i;
+        if (channel < TENSOR_CHANNELS) ((float*)call.rows)[element_index(call, token, kv_head, channel)] = row[i];
+    }
+}
+
+// Element of a tile, and where its field begins in a word; at 3 bits where its top bit lies.
 struct Field {
     u32 token;
     u32 channel;
@@ -62,15 +74,25 @@ template <bool VALUE>
 constexpr u32 GROUP_TOKENS = VALUE ? VALUE_GROUP_TOKENS : KEY_GROUP_TOKENS;
 template <bool VALUE>
 constexpr u32 GROUP_CHANNELS = VALUE ? VALUE_GROUP_CHANNELS : KEY_GROUP_CHANNELS;
+// Channels of a group that the head has: fewer where one range is for a whole padded row.
+template <bool VALUE>
+constexpr u32 GROUP_ELEMENTS = GROUP_CHANNELS<VALUE> < TENSOR_CHANNELS ? GROUP_CHANNELS<VALUE> : TENSOR_CHANNELS;
 // True where ranges are made about 0: of the largest magnitude, over one bit less, and the middle code is 0.
 template <bool VALUE>
 constexpr bool SYMMETRIC = VALUE ? VALUE_SYMMETRIC : KEY_SYMMETRIC;
 template <bool VALUE>
 constexpr u32 RANGES = (VALUE ? VALUE_RANGE_BYTES : KEY_RANGE_BYTES) / 4;
 template <bool VALUE>
-constexpr u32 FIELDS = 32 / FORMAT_BITS<VALUE>;
-template <bool VALUE>
 constexpr u32 TILE_WORDS = (VALUE ? VALUE_TILE_BYTES : KEY_TILE_BYTES) / 4;
+// A unit is what holds whole fields: a word, or at 3 bits the word of top bits and the two of the low bits that go with it.
+template <bool VALUE>
+constexpr u32 UNIT_WORDS = FORMAT_BITS<VALUE> == 3 ? 3 : 1;
+template <bool VALUE>
+constexpr u32 UNIT_PLANES = UNIT_WORDS<VALUE> == 3 ? TOP_PLANES : VALUE ? VALUE_PLANES : KEY_PLANES;
+template <bool VALUE>
+constexpr u32 UNITS = TILE_WORDS<VALUE> / UNIT_WORDS<VALUE>;
+template <bool VALUE>
+constexpr u32 FIELDS = 32 * UNIT_WORDS<VALUE> / FORMAT_BITS<VALUE>;
 template <bool VALUE>
 constexpr u32 TILE_AT = VALUE ? VALUES_AT : 0;
 template <bool VALUE>
@@ -81,31 +103,81 @@ constexpr u32 FIELD_MASK = FORMAT_BITS<VALUE> == 16 ? 0xffffu : (1u << (FORMAT_B
 template <bool VALUE>
 constexpr u32 FLIPPED = !VALUE && (KEY_BITS == 8 || KEY_BITS == 1) ? 1u << (KEY_BITS - 1) : 0u;
 
-// Field i of a word of a tile.
+// Field i of a unit of a tile.
 template <bool VALUE>
-__device__ __forceinline__ Field field_of(u32 word, u32 i) {
-    const u32 r = word & 3u;
-    const u32 c = word >> 2 & 3u;
-    const u32 g = word >> 4 & 7u;
-    const u32 load = word >> 7;
+__device__ __forceinline__ Field field_of(u32 unit, u32 i) {
+    constexpr u32 plane_bits = FORMAT_BITS<VALUE> == 3 ? 1 : FORMAT_BITS<VALUE>;
+    constexpr u32 planes = UNIT_PLANES<VALUE>;
+    const u32 r = unit & 3u;
+    const u32 c = unit >> 2 & 3u;
+    const u32 g = unit >> 4 & 7u;
+    const u32 load = unit >> 7;
     if constexpr (VALUE && VALUE_BITS == 16) {
         return {16 * (load / VALUE_BLOCKS) + 2 * c + 8 * (r >> 1) + i, 16 * (load % VALUE_BLOCKS) + g + 8 * (r & 1u),
                 16 * i};
     } else if constexpr (VALUE) {
         const u32 byte = i & 3u;
         const u32 plane = i >> 2;
-        const u32 block = load * VALUE_PLANES + plane;
+        const u32 block = load * planes + plane;
         return {32 * (block / VALUE_BLOCKS) + 16 * (byte & 1u) + 2 * c + 8 * (r >> 1) + (byte >> 1),
-                16 * (block % VALUE_BLOCKS) + g + 8 * (r & 1u), 8 * byte + VALUE_BITS * plane};
+                16 * (block % VALUE_BLOCKS) + g + 8 * (r & 1u), 8 * byte + plane_bits * plane};
     } else if constexpr (KEY_BITS == 16) {
         return {16 * (load / KEY_BLOCKS) + g + 8 * (r & 1u), 16 * (load % KEY_BLOCKS) + 8 * (r >> 1) + 2 * c + i,
                 16 * i};
     } else {
         const u32 lane = i & 3u;
         const u32 plane = i >> 2;
-        const u32 block = load * KEY_PLANES + plane;
-        const u32 shift = KEY_BITS == 1 ? 4 * lane + (plane & 3u) + 16 * (plane >> 2) : 8 * lane + KEY_BITS * plane;
+        const u32 block = load * planes + plane;
+        const u32 shift = KEY_BITS == 1 ? 4 * lane + (plane & 3u) + 16 * (plane >> 2) : 8 * lane + plane_bits * plane;
         return {16 * (block / KEY_BLOCKS) + g + 8 * (r & 1u), 32 * (block % KEY_BLOCKS) + 16 * (r >> 1) + 4 * c + lane,
                 shift};
     }
 }
+
+// The words of a unit.
+template <bool VALUE>
+struct Unit {
+    u32 words[UNIT_WORDS<VALUE>];
+
+    // Word i of unit `unit` in its tile.
+    __device__ __forceinline__ static u32 word(u32 unit, u32 i) {
+        if constexpr (UNIT_WORDS<VALUE> == 1) return unit;
+        return i == 2 ? 2 * UNITS<VALUE> + unit : unit / 128 * 256 + i * 128 + unit % 128;
+    }
+
+    __device__ __forceinline__ static Unit zeros() {
+        Unit empty;
+#pragma unroll
+        for (u32 i = 0; i < UNIT_WORDS<VALUE>; i++) empty.words[i] = 0u;
+        return empty;
+    }
+
+    __device__ __forceinline__ void load(const u32* tile, u32 unit) {
+#pragma unroll
+        for (u32 i = 0; i < UNIT_WORDS<VALUE>; i++) words[i] = tile[word(unit, i)];
+    }
+
+    __device__ __forceinline__ void store(u32* tile, u32 unit) const {
+#pragma unroll
+        for (u32 i = 0; i < UNIT_WORDS<VALUE>; i++) tile[word(unit, i)] = words[i];
+    }
+
+    // Field i, which begins at `shift`; i is a constant once loops are unrolled.
+    __device__ __forceinline__ u32 get(u32 i, u32 shift) const {
+        if constexpr (UNIT_WORDS<VALUE> == 1) return words[0] >> shift & FIELD_MASK<VALUE>;
+        return words[i / 16] >> low_shift(i) & 3u | (words[2 % UNIT_WORDS<VALUE>] >> shift & 1u) << 2;
+    }
+
+    // Adds bits to a field that is zero.
+    __device__ __forceinline__ void put(u32 i, u32 shift, u32 bits) {
+        if constexpr (UNIT_WORDS<VALUE> == 1) {
+            words[0] |= bits << shift;
+        } else {
+            words[i / 16] |= (bits & 3u) << low_shift(i);
+            words[2 % UNIT_WORDS<VALUE>] |= (bits >> 2) << shift;
+        }
+    }
+
+    // Where the low two of three bits begin: 16 fields to a word, a byte lane after the other.
+    __device__ __forceinline__ static u32 low_shift(u32 i) { return 8 * (i % 4) + 2 * (i / 4 % 4); }
+};

@@ -33,10 +33,12 @@ __device__ __forceinline__ void key_block(u32 (&a)[4], const uint4& load, int pl
 }
 
 // δ · Σ q · key of four accumulator registers, plus `base` of this lane's heads, for tokens g and g + 8.
-__device__ __forceinline__ void pass_scores(float (&scores)[PASS_SCORES], u32 keys, int lane,
+__device__ __forceinline__ void pass_scores(float (&scores)[PASS_SCORES], const PassLoads& keys, int lane,
                                             const u32 (&query)[2 * QUERY_REGISTERS], const float (&delta)[LANE_HEADS],
                                             const float (&base)[KEY_VARIANTS][LANE_HEADS], const SumConstants& constants) {
     uint4 load;
+    uint4 top;
+    u32 levels[4][KEY_PLANES];
 #pragma unroll
     for (int m = 0; m < PASS_BLOCKS; m++) {
         float sums[2 * LANE_HEADS];
@@ -44,7 +46,7 @@ __device__ __forceinline__ void pass_scores(float (&scores)[PASS_SCORES], u32 ke
             float products[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
             for (int f = 0; f < KEY_BLOCKS; f++) {
-                load = load_shared_16(keys + (m * KEY_BLOCKS + f) * LOAD_BYTES + lane * 16);
+                load = load_shared_16(keys.at + (m * KEY_BLOCKS + f) * LOAD_BYTES + lane * 16);
                 u32 a[4];
                 key_block(a, load, 0, constants);
                 multiply_f16(products, a, query[2 * f], query[2 * f + 1]);
@@ -68,11 +70,29 @@ __device__ __forceinline__ void pass_scores(float (&scores)[PASS_SCORES], u32 ke
             for (int f = 0; f < KEY_BLOCKS; f++) {
                 const int block = m * KEY_BLOCKS + f;
                 if (block % KEY_PLANES == 0) {
-                    load = load_shared_16(keys + block / KEY_PLANES * LOAD_BYTES + lane * 16);
+                    load = load_shared_16(keys.at + block / KEY_PLANES * LOAD_BYTES + lane * 16);
+                    if constexpr (KEY_LEVELS && KEY_BITS != 3) {
+                        level_bytes<KEY_BITS, !QUERY_MIXES_PLANES>(levels[0], load.x, constants.level_tables);
+                        level_bytes<KEY_BITS, !QUERY_MIXES_PLANES>(levels[1], load.y, constants.level_tables);
+                        level_bytes<KEY_BITS, !QUERY_MIXES_PLANES>(levels[2], load.z, constants.level_tables);
+                        level_bytes<KEY_BITS, !QUERY_MIXES_PLANES>(levels[3], load.w, constants.level_tables);
+                    }
+                }
+                if (KEY_BITS == 3 && block % TOP_PLANES == 0) {
+                    top = load_shared_16(keys.tops + block / TOP_PLANES * LOAD_BYTES + lane * 16);
                 }
                 u32 a[4];
-                key_block(a, load, block % KEY_PLANES, constants);
-                constexpr bool is_signed = KEY_BITS == 8 || KEY_BITS == 1;
+                if constexpr (KEY_BITS == 3) {
+                    three_bit_block(a, load, top, block);
+#pragma unroll
+                    for (int r = 0; r < 4; r++) a[r] = KEY_LEVELS ? three_bit_levels(a[r]) : a[r];
+                } else if constexpr (KEY_LEVELS) {
+#pragma unroll
+                    for (int r = 0; r < 4; r++) a[r] = levels[r][block % KEY_PLANES];
+                } else {
+                    key_block(a, load, block % KEY_PLANES, constants);
+                }
+                constexpr bool is_signed = KEY_BITS == 8 || KEY_BITS == 1 || KEY_LEVELS;
                 multiply_bytes<is_signed>(high, a, query[2 * f], query[2 * f + 1], f == 0 ? constants.key_start : high);
                 if (WIDE) {
                     const int at = KEY_BLOCKS + f;

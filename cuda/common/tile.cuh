@@ -3,12 +3,15 @@
 // A tile is a series of loads of 512 bytes, 16 for each lane of a warp, and what a lane loads are the words of its own
 // A fragments: word r belongs to fragment register r. A *block* is what one MMA multiplies: 16 tokens by 32 channels of
 // packed keys, or 16 by 16 of f16 keys and of values. Loads hold one block for each bit plane (two for values, of
-// neighbouring blocks of 16 tokens), counted channels first.
+// neighbouring blocks of 16 tokens), counted channels first. At 3 bits the loads of the low two bits are followed by those
+// of the top bits, which have eight planes.
 
 #pragma once
 
 #ifndef HEAD_DIM
+// Channels as they are stored, a multiple of 32, and those of them that tensors have.
 #define HEAD_DIM 128
+#define TENSOR_CHANNELS 128
 #define KEY_BITS 4
 #define VALUE_BITS 4
 #define KEY_GROUP_TOKENS 0
@@ -19,6 +22,10 @@
 #define VALUE_SYMMETRIC 0
 #define KEY_LEVEL_UNIT 0
 #define VALUE_LEVEL_UNIT 0
+#define KEY_SKETCH_LEVEL 0
+#define KEY_SKETCH_SEED 0
+#define KEY_RENORMALIZED 0
+#define VALUE_RENORMALIZED 0
 #endif
 
 constexpr int TILE_TOKENS = 128;
@@ -31,12 +38,14 @@ constexpr int LANE_CHANNELS = HEAD_DIM / 32;
 // Keys: channels of a block, blocks of 16 tokens, blocks of one load.
 constexpr int KEY_CHANNELS = KEY_BITS == 16 ? 16 : 32;
 constexpr int KEY_BLOCKS = HEAD_DIM / KEY_CHANNELS;
-constexpr int KEY_PLANES = KEY_BITS == 16 ? 1 : 8 / KEY_BITS;
+constexpr int KEY_PLANES = KEY_BITS == 16 ? 1 : KEY_BITS == 3 ? 4 : 8 / KEY_BITS;
 
 // Values: tokens of a run whose blocks share loads, blocks of 16 channels, blocks of channels in one load.
 constexpr int VALUE_RUN = VALUE_BITS == 16 ? 16 : 32;
 constexpr int VALUE_BLOCKS = HEAD_DIM / 16;
-constexpr int VALUE_PLANES = VALUE_BITS == 16 ? 1 : 8 / VALUE_BITS;
+constexpr int VALUE_PLANES = VALUE_BITS == 16 ? 1 : VALUE_BITS == 3 ? 4 : 8 / VALUE_BITS;
+// Planes of the top one of three bits.
+constexpr int TOP_PLANES = 8;
 // True if a block of channels has the same bit plane in every run of tokens.
 constexpr bool VALUE_PLANE_FIXED = VALUE_BLOCKS % VALUE_PLANES == 0;
 
@@ -46,9 +55,21 @@ constexpr bool VALUE_TILE_RANGES = VALUE_GROUP_TOKENS > 0;
 // One range for each token.
 constexpr bool KEY_TOKEN_RANGES = KEY_GROUP_TOKENS == 1 && KEY_GROUP_CHANNELS == HEAD_DIM;
 constexpr bool VALUE_TOKEN_RANGES = VALUE_GROUP_TOKENS == 1 && VALUE_GROUP_CHANNELS == HEAD_DIM;
+// One for each channel over the span.
+constexpr bool KEY_SPAN_RANGES = KEY_BITS != 16 && !KEY_TILE_RANGES;
+constexpr bool VALUE_SPAN_RANGES = VALUE_BITS != 16 && !VALUE_TILE_RANGES;
+// Groups of tokens of a channel, or groups of channels of a token.
+constexpr bool KEY_GROUPED = KEY_TILE_RANGES && !KEY_TOKEN_RANGES;
+constexpr bool VALUE_GROUPED = VALUE_TILE_RANGES && !VALUE_TOKEN_RANGES;
+// Groups of channels in a row, 1 where there are none; of keys those that tensors have, of values also those of padding.
+constexpr int KEY_ROW_GROUPS = KEY_GROUP_CHANNELS > 1 ? HEAD_DIM / (KEY_GROUP_CHANNELS + !KEY_GROUP_CHANNELS) : 1;
+constexpr int VALUE_ROW_GROUPS = VALUE_GROUP_CHANNELS > 1 ? (HEAD_DIM + VALUE_GROUP_CHANNELS - 1) / (VALUE_GROUP_CHANNELS + !VALUE_GROUP_CHANNELS) : 1;
+// Codes of a codebook; those of 1 bit are an affine grid of two.
+constexpr bool KEY_LEVELS = KEY_LEVEL_UNIT != 0 && KEY_BITS > 1;
+constexpr bool VALUE_LEVELS = VALUE_LEVEL_UNIT != 0 && VALUE_BITS > 1;
 
-template <int TOKENS, int CHANNELS>
-constexpr u32 RANGES_PER_TILE = TILE_TOKENS / TOKENS * (HEAD_DIM / CHANNELS);
+template <int TOKENS, int GROUP>
+constexpr u32 RANGES_PER_TILE = TILE_TOKENS / TOKENS * ((HEAD_DIM + GROUP - 1) / GROUP);
 template <>
 constexpr u32 RANGES_PER_TILE<0, 0> = 0;
 
@@ -58,6 +79,8 @@ constexpr u32 VALUE_TILE_BYTES = TILE_TOKENS * HEAD_DIM * VALUE_BITS / 8;
 constexpr u32 KEY_RANGE_BYTES = 4 * RANGES_PER_TILE<KEY_GROUP_TOKENS, KEY_GROUP_CHANNELS>;
 constexpr u32 VALUE_RANGE_BYTES = 4 * RANGES_PER_TILE<VALUE_GROUP_TOKENS, VALUE_GROUP_CHANNELS>;
 constexpr u32 VALUES_AT = KEY_TILE_BYTES;
+// Where the top bits of a tile of 3-bit codes begin in it.
+constexpr u32 TOPS_AT = TILE_TOKENS * HEAD_DIM * 2 / 8;
 constexpr u32 KEY_RANGES_AT = VALUES_AT + VALUE_TILE_BYTES;
 constexpr u32 VALUE_RANGES_AT = KEY_RANGES_AT + KEY_RANGE_BYTES;
 constexpr u32 HEAD_BYTES = VALUE_RANGES_AT + VALUE_RANGE_BYTES;

@@ -1,7 +1,8 @@
 // Weighted values of one pass of a warp: rows are 16 channels, columns the heads, the sum runs over tokens.
 
 // The A fragment of one block of values: four codes of a plane in every word, masked where they lie, as bytes
-// code · 2^shift. Where the plane of a block of channels changes between runs of tokens they are shifted down instead.
+// code · 2^shift. Where the plane of a block of channels changes between runs of tokens they are shifted down instead; those
+// of 3 bits are put together as bytes (common/three_bits.cuh).
 __device__ __forceinline__ void value_bytes(u32 (&a)[4], const uint4& load, int plane) {
     const u32 words[4] = {load.x, load.y, load.z, load.w};
     constexpr u32 mask = ((1u << (VALUE_BITS % 16)) - 1u) * 0x01010101u;
@@ -17,11 +18,11 @@ __device__ __forceinline__ void value_bytes(u32 (&a)[4], const uint4& load, int 
     }
 }
 
-// What undoes the place of the codes of a block of 16 channels.
+// What undoes the place of the codes of a block of 16 channels, and that as halves they are subnormals.
 __device__ __forceinline__ float value_unit(int block) {
     if (VALUE_BITS == 16) return 1.0f;
-    const int shift = VALUE_PLANE_FIXED ? VALUE_BITS * (block % VALUE_PLANES) : 0;
-    return __int_as_float((127 - shift) << 23);
+    const int shift = VALUE_PLANE_FIXED && !VALUE_LEVELS && VALUE_BITS != 3 ? VALUE_BITS * (block % VALUE_PLANES) : 0;
+    return __int_as_float((127 - shift + (VALUE_GROUPED ? 24 : 0)) << 23);
 }
 
 // f16 values: `weights` are the B fragments, pairs of halves, of the pass's blocks of 16 tokens.
@@ -44,13 +45,15 @@ __device__ __forceinline__ void pass_halves(float (&sums)[VALUE_BLOCKS][4], u32 
 constexpr int PASS_RUNS = PASS_TOKENS >= 32 ? PASS_TOKENS / 32 : 1;
 constexpr int WEIGHT_PARTS = WIDE ? 2 : 1;
 static_assert(VALUE_BITS == 16 || PASS_TOKENS <= 128, "sums of a pass must stay below 2^23");
+// Bytes of levels are signed, and sums of a pass are at most 2^22 from where they start.
+constexpr float VALUE_SUM_START = VALUE_LEVELS ? SUM_START_FLOAT : BYTE_SUM_START_FLOAT;
 
 // 256 · high + low of one register of products: of heads in columns, or of a head's two columns.
 __device__ __forceinline__ float joined_bytes(const int (&products)[WEIGHT_PARTS][4], int i) {
     const float high = __int_as_float(WIDE ? products[0][i] : products[0][2 * i % 4]);
     const float low = __int_as_float(WIDE ? products[WEIGHT_PARTS - 1][i] : products[0][(2 * i + 1) % 4]);
     // Exact up to the addition of the low part, which brings the start along that is taken off here.
-    return __fadd_rn(__fmaf_rn(high, 256.0f, -257.0f * BYTE_SUM_START_FLOAT), low);
+    return __fadd_rn(__fmaf_rn(high, 256.0f, -257.0f * VALUE_SUM_START), low);
 }
 
 // The B fragments of weights given as integers in the order of scores: byte e of word r belongs to token
@@ -78,15 +81,36 @@ __device__ __forceinline__ void weight_fragments(u32 (&weights)[WEIGHT_PARTS][PA
     }
 }
 
+// Loads of top bits that a group of blocks of channels needs: one for each run, or all where planes change between runs.
+constexpr int VALUE_GROUP_TOPS = VALUE_BITS != 3 ? 1 : VALUE_PLANE_FIXED ? PASS_RUNS : PASS_VALUE_TOPS;
+
+__device__ __forceinline__ void load_value_tops(uint4 (&tops)[VALUE_GROUP_TOPS], const PassLoads& values, int first_block,
+                                                int lane) {
+    if (VALUE_BITS != 3) return;
+#pragma unroll
+    for (int i = 0; i < VALUE_GROUP_TOPS; i++) {
+        const int load = VALUE_PLANE_FIXED ? (i * VALUE_BLOCKS + first_block) / TOP_PLANES : i;
+        tops[i] = load_shared_16(values.tops + load * LOAD_BYTES + lane * 16);
+    }
+}
+
+// The codes of 3 bits of a block of channels in a run, as bytes.
+__device__ __forceinline__ void three_bit_values(u32 (&a)[4], const uint4& load, const uint4 (&tops)[VALUE_GROUP_TOPS],
+                                                 int run, int block) {
+    const int place = run * VALUE_BLOCKS + block;
+    three_bit_block(a, load, tops[VALUE_PLANE_FIXED ? run : place / TOP_PLANES], place);
+}
+
 // Adds factor[h] · Σ w · code to the sums and yields factor[h] · Σ w. `weights` are the B fragments of the runs.
-__device__ __forceinline__ void pass_bytes(float (&sums)[VALUE_BLOCKS][4], float (&total)[LANE_HEADS], u32 values,
-                                           int lane, const u32 (&weights)[WEIGHT_PARTS][PASS_RUNS][2],
+__device__ __forceinline__ void pass_bytes(float (&sums)[VALUE_BLOCKS][4], float (&total)[LANE_HEADS],
+                                           const PassLoads& values, int lane, const u32 (&weights)[WEIGHT_PARTS][PASS_RUNS][2],
                                            const float (&factor)[LANE_HEADS], const SumConstants& constants) {
     const auto multiply = [&](int (&products)[WEIGHT_PARTS][4], const u32 (&a)[4], int run) {
 #pragma unroll
         for (int part = 0; part < WEIGHT_PARTS; part++) {
             const u32(&b)[2] = weights[part][run];
-            multiply_unsigned_bytes(products[part], a, b[0], b[1], run == 0 ? constants.byte_start : products[part]);
+            const int* start = VALUE_LEVELS ? constants.key_start : constants.byte_start;
+            multiply_unsigned_bytes<VALUE_LEVELS>(products[part], a, b[0], b[1], run == 0 ? start : products[part]);
         }
     };
     int products[WEIGHT_PARTS][4];
@@ -105,7 +129,19 @@ __device__ __forceinline__ void pass_bytes(float (&sums)[VALUE_BLOCKS][4], float
         uint4 loads[group_loads];
 #pragma unroll
         for (int i = 0; i < group_loads; i++) {
-            loads[i] = load_shared_16(values + (i * groups + group) * LOAD_BYTES + lane * 16);
+            loads[i] = load_shared_16(values.at + (i * groups + group) * LOAD_BYTES + lane * 16);
+        }
+        uint4 tops[VALUE_GROUP_TOPS];
+        load_value_tops(tops, values, group * group_blocks, lane);
+        u32 levels[VALUE_LEVELS ? group_loads : 1][4][VALUE_PLANES];
+        if constexpr (VALUE_LEVELS && VALUE_BITS != 3) {
+#pragma unroll
+            for (int i = 0; i < group_loads; i++) {
+                level_bytes<VALUE_BITS, true>(levels[i][0], loads[i].x, constants.level_tables);
+                level_bytes<VALUE_BITS, true>(levels[i][1], loads[i].y, constants.level_tables);
+                level_bytes<VALUE_BITS, true>(levels[i][2], loads[i].z, constants.level_tables);
+                level_bytes<VALUE_BITS, true>(levels[i][3], loads[i].w, constants.level_tables);
+            }
         }
 #pragma unroll
         for (int n = 0; n < group_blocks; n++) {
@@ -114,7 +150,16 @@ __device__ __forceinline__ void pass_bytes(float (&sums)[VALUE_BLOCKS][4], float
             for (int run = 0; run < PASS_RUNS; run++) {
                 const int index = run * group_blocks + n;
                 u32 a[4];
-                value_bytes(a, loads[index / VALUE_PLANES], index % VALUE_PLANES);
+                if constexpr (VALUE_BITS == 3) {
+                    three_bit_values(a, loads[index / VALUE_PLANES], tops, run, block);
+#pragma unroll
+                    for (int r = 0; r < 4; r++) a[r] = VALUE_LEVELS ? three_bit_levels(a[r]) : a[r];
+                } else if constexpr (VALUE_LEVELS) {
+#pragma unroll
+                    for (int r = 0; r < 4; r++) a[r] = levels[index / VALUE_PLANES][r][index % VALUE_PLANES];
+                } else {
+                    value_bytes(a, loads[index / VALUE_PLANES], index % VALUE_PLANES);
+                }
                 multiply(products, a, run);
             }
 #pragma unroll

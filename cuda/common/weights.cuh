@@ -11,6 +11,8 @@ struct WarpSums {
     float minimum[LANE_HEADS];
     // Products of the MMA: rows g and g + 8 of each block of channels, by heads.
     float values[VALUE_BLOCKS][4];
+    // Σ weight · minimum of groups g and g + 8 of each 16 groups of channels, by heads.
+    float minimums[VALUE_MINIMUM_BLOCKS][4];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -24,6 +26,8 @@ struct WarpSums {
 #pragma unroll
             for (int i = 0; i < 4; i++) values[n][i] = 0.0f;
         }
+#pragma unroll
+        for (int i = 0; i < 4 * VALUE_MINIMUM_BLOCKS; i++) minimums[i / 4][i % 4] = 0.0f;
     }
 
     // Takes a new reference, at least as large as the one before.
@@ -36,6 +40,11 @@ struct WarpSums {
         for (int n = 0; n < VALUE_BLOCKS; n++) {
             values[n][WIDE ? h : 0] *= factor;
             values[n][WIDE ? 2 + h : 2] *= factor;
+        }
+#pragma unroll
+        for (int q = 0; q < VALUE_MINIMUM_BLOCKS; q++) {
+            minimums[q][WIDE ? h : 0] *= factor;
+            minimums[q][WIDE ? 2 + h : 2] *= factor;
         }
     }
 };
@@ -98,12 +107,12 @@ __device__ __forceinline__ void attend_halves(WarpSums& sums, const float (&scor
 // floats hold what is far above them.
 constexpr float FAR = 64.0f;
 constexpr float LARGEST_WEIGHT = 65535.0f;
-constexpr float MIDDLE_VALUE = VALUE_BITS == 16 ? 0.0f : ((1 << (VALUE_BITS % 16)) - 1) * 0.5f;
+constexpr float MIDDLE_VALUE =
+    VALUE_BITS == 16 ? 0.0f : VALUE_LEVELS ? -0.5f : ((1 << (VALUE_BITS % 16)) - 1) * 0.5f;
 
-__device__ __forceinline__ void attend_bytes(WarpSums& sums, float (&scores)[PASS_SCORES], u32 values, u32 ranges,
-                                             int lane, const SumConstants& constants) {
-    float top[LANE_HEADS];
-    float factor[LANE_HEADS];
+// The largest scores of a pass, after which the reference is near enough, and what relates them to it.
+__device__ __forceinline__ void pass_tops(WarpSums& sums, const float (&scores)[PASS_SCORES], float (&top)[LANE_HEADS],
+                                          float (&factor)[LANE_HEADS]) {
     largest_of_lane(top, scores);
     bool far = false;
 #pragma unroll
@@ -117,6 +126,13 @@ __device__ __forceinline__ void attend_bytes(WarpSums& sums, float (&scores)[PAS
     }
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; h++) factor[h] = exp2_approx(top[h] - sums.reference[h]);
+}
+
+__device__ __forceinline__ void attend_bytes(WarpSums& sums, float (&scores)[PASS_SCORES], const PassLoads& values,
+                                             u32 ranges, int lane, const SumConstants& constants) {
+    float top[LANE_HEADS];
+    float factor[LANE_HEADS];
+    pass_tops(sums, scores, top, factor);
 #pragma unroll
     for (int i = 0; i < PASS_SCORES; i++) scores[i] = exp2_approx(scores[i] - top[i % LANE_HEADS]);
 
@@ -143,7 +159,7 @@ __device__ __forceinline__ void attend_bytes(WarpSums& sums, float (&scores)[PAS
             for (int h = 0; h < LANE_HEADS; h++) {
                 float& p = scores[i * LANE_HEADS + h];
                 sum[h] += p;
-                minimum[h] = __fmaf_rn(p, half_value(range >> 16), minimum[h]);
+                if (VALUE_LEVEL_UNIT == 0) minimum[h] = __fmaf_rn(p, half_value(range >> 16), minimum[h]);
                 p *= half_value(range & 0xffffu);
                 scaled_sum[h] += p;
             }
@@ -153,7 +169,11 @@ __device__ __forceinline__ void attend_bytes(WarpSums& sums, float (&scores)[PAS
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; h++) {
             sums.weight[h] = __fmaf_rn(factor[h], sum[h], sums.weight[h]);
-            sums.minimum[h] = __fmaf_rn(factor[h], __fmaf_rn(MIDDLE_VALUE, scaled_sum[h], minimum[h]), sums.minimum[h]);
+            // Levels of a codebook are about 0: their middle makes up for what they lack.
+            if (VALUE_LEVEL_UNIT == 0) {
+                const float middle = __fmaf_rn(MIDDLE_VALUE, scaled_sum[h], minimum[h]);
+                sums.minimum[h] = __fmaf_rn(factor[h], middle, sums.minimum[h]);
+            }
             const float most = fmaxf(max_of_tokens(largest[h]), 1e-30f);
             scale[h] = __fdividef(LARGEST_WEIGHT, most);
             factor[h] *= most;
@@ -182,4 +202,46 @@ __device__ __forceinline__ void attend_bytes(WarpSums& sums, float (&scores)[PAS
             sums.weight[h] += once;
         }
     }
+}
+
+// Packed values with ranges of groups: `ranges` are those of the pass.
+__device__ __forceinline__ void attend_pairs(WarpSums& sums, const float (&scores)[PASS_SCORES], const PassLoads& values,
+                                             u32 ranges, int lane) {
+    float top[LANE_HEADS];
+    float factor[LANE_HEADS];
+    pass_tops(sums, scores, top, factor);
+    const int exponent = weight_exponent(ranges, lane);
+    const float unit = __int_as_float((127 - exponent) << 23);
+    float weight[LANE_HEADS];
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; h++) {
+        top[h] -= (float)exponent;
+        factor[h] *= unit;
+        weight[h] = 0.0f;
+    }
+    u32 weights[PASS_BLOCKS][2];
+#pragma unroll
+    for (int i = 0; i < 2 * PASS_BLOCKS; i++) {
+        float p[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; h++) p[h] = exp2_approx(scores[i * LANE_HEADS + h] - top[h]);
+        const u32 pair = half_pair(p[0], p[1]);
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; h++) weight[h] += half_value(h == 0 ? pair & 0xffffu : pair >> 16);
+        weights[i / 2][i % 2] = transpose_8x8(pair);
+    }
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; h++) sums.weight[h] = __fmaf_rn(factor[h], weight[h], sums.weight[h]);
+    if (VALUE_CHANNEL_GROUPS) {
+        float minimums[VALUE_MINIMUM_BLOCKS][4];
+        pass_minimums(minimums, ranges, lane, weights);
+#pragma unroll
+        for (int q = 0; q < VALUE_MINIMUM_BLOCKS; q++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                sums.minimums[q][i] = __fmaf_rn(minimums[q][i], factor[WIDE ? i % LANE_HEADS : 0], sums.minimums[q][i]);
+            }
+        }
+    }
+    pass_pairs(sums.values, values, ranges, lane, weights, factor);
 }

@@ -32,6 +32,7 @@ pub fn cases() -> Vec<Case> {
     cases.extend(options());
     cases.extend(layouts());
     cases.extend(byte_weights());
+    cases.extend(small_groups());
     for (seed, case) in cases.iter_mut().enumerate() {
         case.seed = seed as u64 + 1;
     }
@@ -318,6 +319,21 @@ fn layouts() -> Vec<Case> {
         cases.push(case);
     }
     cases
+}
+
+/// Groups of channels that are no whole number of what a kernel multiplies at once.
+fn small_groups() -> Vec<Case> {
+    let groups = |group, head_dim, key: (Bits, usize), value: (Bits, usize)| {
+        let tensor = |(bits, channels)| affine(bits, Grouping::TokenChannels(channels));
+        let format = SegmentFormat { key: tensor(key), value: tensor(value) };
+        let name = format!("groups-of-{}-and-{}-g{group}-d{head_dim}", key.1, value.1);
+        Case::new(&name, shape(group, head_dim), format).lengths(&[300, 129])
+    };
+    vec![
+        groups(3, 64, (Bits::Two, 4), (Bits::Four, 4)),
+        groups(8, 96, (Bits::Four, 24), (Bits::Eight, 12)),
+        groups(4, 128, (Bits::Eight, 8), (Bits::One, 64)),
+    ]
 }
 
 /// Weights of one byte, which an int8 query brings with it where values have one range per channel: beside a sink, over

@@ -11,28 +11,33 @@
 //! | --- | --- | --- |
 //! | `ranges_span`, `ranges_tile`, `quantize` | of the same names | pack rows of dense tensors into pages |
 //! | `hadamard` | of the same name | rotates dense rows, and rows that were read back |
+//! | `code_rows` | of the same name | turns rotated rows into the fields of sketches and of levels with norms of their own, and signs back |
 //! | `append`, `dequantize`, `find_non_finite` | of the same names | single tokens; dense rows of a span; the search for what cannot be stored |
 //! | `attend` | `attend.cu` or `attend_fma.cu`, `prepare_query.cu`, `merge_states.cu` | one launch per segment format: prepares the query, attends, and the last block of a sequence to arrive merges |
 //! | `read_bandwidth`, `compute_guard` | of the same names | what measurements are held against |
 //!
 //! # What is served
 //!
-//! Keys and values in f16, or in codes of 1, 2, 4 or 8 bits, each independently: affine with any grouping of ranges, rotated
-//! or not, and codebooks of up to 4 bits; head dimensions 64, 96, 128 and 256; any group size. MMAs multiply f16 and codes
-//! with a range per channel or per token; other formats take a plain kernel of multiply-adds (`attend_fma.cu`), which is not
-//! tuned. Everything else, which is 3-bit codes, sketches, head dimension 80 and calibration, is refused with
-//! [`Error::Unsupported`](crate::Error::Unsupported) when a store is made or a step is planned. The query always keeps 16 bits:
+//! Every format, head dimension and group size that the library has, calibrated or not. MMAs multiply all but keys with
+//! sketches: f16 as it is, codes with a range per channel or per token and levels of codebooks as bytes, codes with ranges of
+//! groups as halves. A step over sketched keys takes a plain kernel of multiply-adds (`attend_fma.cu`), which is not tuned and
+//! keeps the floats of a tile in shared memory: at head dimension 256 it is refused with
+//! [`Error::Limit`](crate::Error::Limit) on devices with less than 140 KiB for a block. The query always keeps 16 bits:
 //! [`QueryPrecision::Int8`](crate::backend::QueryPrecision::Int8) is a permission that this backend does not use.
+//!
+//! A calibrated segment takes two launches of `attend`: one for the extremes of its scores, one that maps and weighs them.
 //!
 //! # Streams, allocation, graphs
 //!
 //! A [`Cuda`] works on the stream it was made with. [`StepPlan`] decides from lengths alone, [`StepPlan::bind`] allocates
-//! and copies tables, and [`BoundStep::launch`] only launches kernels, so that a CUDA graph can capture it.
+//! and copies tables, and [`BoundStep::launch`] only launches kernels and clears the extremes of calibrated scores, so that a
+//! CUDA graph can capture it.
 //!
 //! # Storage
 //!
 //! Tiles are in [`TileOrder::MmaFragment`](crate::format::TileOrder::MmaFragment). A page holds, for one KV head after the other, the tile of keys,
-//! the tile of values, and the ranges of keys and of values that lie beside tiles.
+//! the tile of values, and the ranges of keys and of values that lie beside tiles. Tiles of head dimension 80 have 96 channels, the
+//! last 16 of them zeros: fragments take 32.
 
 mod backend;
 mod device;
@@ -54,7 +59,6 @@ pub use cudarc;
 pub use device::driver_present;
 pub use kernels::Kernels;
 pub use measure::{StepTiming, compute_guard, read_bandwidth, time_steps};
-pub use page_format::HEAD_DIMS;
 pub use program::KernelCache;
 pub use step::{BoundStep, StepPlan};
 pub use store::Store;

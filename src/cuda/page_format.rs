@@ -2,18 +2,22 @@
 
 use super::program::Program;
 use crate::format::codebook::level_unit;
+use crate::format::sketch::{Sketch, sketch_level};
 use crate::format::{
-    AttentionShape, Bits, Grouping, KeyOrValue, NormRule, RangeRule, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat,
+    AttentionShape, Grouping, KeyOrValue, NormRule, RangeRule, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat,
 };
 use crate::{Error, Result};
 
-/// Head dimensions that have CUDA kernels.
-pub const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
+/// Fragments are made of so many channels of keys: rows are stored with as many zeros as they lack (head_dim 80).
+const FRAGMENT_CHANNELS: usize = 32;
 
 /// One segment format at one head dimension, as the kernels are compiled for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct PageFormat {
+    /// Channels as they are stored.
     pub(super) head_dim: usize,
+    /// Those of them that tensors have.
+    pub(super) channels: usize,
     pub(super) key: TensorPages,
     pub(super) value: TensorPages,
 }
@@ -26,8 +30,12 @@ pub(super) struct TensorPages {
     pub(super) grouping: Option<Grouping>,
     /// Ranges are made about 0.
     pub(super) symmetric: bool,
-    /// Bits of the unit of a codebook's levels; 0 where codes have ranges.
+    /// Bits of the unit of a codebook's levels; 0 where codes have ranges, and where a sketch is all there is.
     pub(super) level_unit: u32,
+    /// Bits of the level of a sketch and the seed of its rotations; zeros where there is none.
+    pub(super) sketch: [u32; 2],
+    /// Norms are divided by those of the levels.
+    pub(super) renormalized: bool,
     /// How rows are rotated before they are stored.
     pub(super) rotation: Option<Rotation>,
 }
@@ -36,21 +44,15 @@ impl PageFormat {
     /// # Errors
     /// [`Error::Unsupported`] names what has no kernel.
     pub(super) fn new(shape: &AttentionShape, format: &SegmentFormat) -> Result<Self> {
-        let head_dim = shape.head_dim();
-        if !HEAD_DIMS.contains(&head_dim) {
-            return Err(Error::Unsupported {
-                what: format!("head_dim {head_dim} on the CUDA backend"),
-                hint: format!("the head dims served are {HEAD_DIMS:?}; the wgpu backend serves more"),
-            });
-        }
-        let tensor = |format| TensorPages::new(format, head_dim);
-        Ok(Self { head_dim, key: tensor(&format.key)?, value: tensor(&format.value)? })
+        let channels = shape.head_dim();
+        let tensor = |format| TensorPages::new(format, channels);
+        Ok(Self { key: tensor(&format.key)?, value: tensor(&format.value)?, ..Self::f16(channels) })
     }
 
     /// The f16 pages that every head dimension has.
-    pub(super) const fn f16(head_dim: usize) -> Self {
-        let f16 = TensorPages { bits: 16, grouping: None, symmetric: false, level_unit: 0, rotation: None };
-        Self { head_dim, key: f16, value: f16 }
+    pub(super) const fn f16(channels: usize) -> Self {
+        let head_dim = channels.next_multiple_of(FRAGMENT_CHANNELS);
+        Self { head_dim, channels, key: TensorPages::F16, value: TensorPages::F16 }
     }
 
     pub(super) const fn tensor(&self, which: KeyOrValue) -> &TensorPages {
@@ -86,10 +88,20 @@ impl PageFormat {
         self.tensor(which).range_bytes(self.head_dim) / size_of::<u32>()
     }
 
-    /// True if an MMA cannot sum the codes: those of a codebook, and where ranges change inside a tile otherwise than from
-    /// token to token.
+    /// What one thread of `quantize` and `dequantize` moves: the units of a tile, words, or three of them at 3 bits.
+    pub(super) const fn units_per_tile(&self, which: KeyOrValue) -> usize {
+        let words = self.tile_bytes(which) / size_of::<u32>();
+        if self.tensor(which).bits == 3 { words / 3 } else { words }
+    }
+
+    /// True if no MMA takes the fields: those of keys with the sign of a sketch.
     pub(super) const fn needs_multiply_adds(&self) -> bool {
-        self.key.needs_multiply_adds() || self.value.needs_multiply_adds()
+        self.key.sketched()
+    }
+
+    /// True if ranges of keys or of values change inside rows of a tile.
+    pub(super) const fn is_grouped(&self) -> bool {
+        self.key.is_grouped(self.head_dim) || self.value.is_grouped(self.head_dim)
     }
 
     /// True if a byte of a tile may hold codes of two tokens, whose slots are then a multiple of 16 apart: where the
@@ -103,8 +115,12 @@ impl PageFormat {
     pub(super) fn defines(&self) -> Vec<(&'static str, usize)> {
         let order = |tensor: &TensorPages| tensor.rotation.map_or(0, |rotation| rotation.order());
         let seed = |tensor: &TensorPages| tensor.rotation.and_then(|rotation| rotation.seed());
+        let dealt = |tensor: &TensorPages| {
+            tensor.rotation.is_some_and(|rotation| rotation.dealt_blocks(self.channels) > 1).into()
+        };
         vec![
             ("HEAD_DIM", self.head_dim),
+            ("TENSOR_CHANNELS", self.channels),
             ("KEY_BITS", self.key.bits),
             ("VALUE_BITS", self.value.bits),
             ("KEY_GROUP_TOKENS", self.key.group(self.head_dim)[0]),
@@ -113,13 +129,19 @@ impl PageFormat {
             ("VALUE_GROUP_CHANNELS", self.value.group(self.head_dim)[1]),
             ("KEY_LEVEL_UNIT", self.key.level_unit as usize),
             ("VALUE_LEVEL_UNIT", self.value.level_unit as usize),
+            ("KEY_SKETCH_LEVEL", self.key.sketch[0] as usize),
+            ("KEY_SKETCH_SEED", self.key.sketch[1] as usize),
+            ("KEY_RENORMALIZED", self.key.renormalized.into()),
+            ("VALUE_RENORMALIZED", self.value.renormalized.into()),
             ("KEY_SYMMETRIC", self.key.symmetric.into()),
             ("VALUE_SYMMETRIC", self.value.symmetric.into()),
             ("KEY_ROTATION_ORDER", order(&self.key)),
             ("KEY_ROTATION_SIGNED", seed(&self.key).is_some().into()),
+            ("KEY_ROTATION_DEALT", dealt(&self.key)),
             ("KEY_ROTATION_SEED", seed(&self.key).unwrap_or(0) as usize),
             ("VALUE_ROTATION_ORDER", order(&self.value)),
             ("VALUE_ROTATION_SIGNED", seed(&self.value).is_some().into()),
+            ("VALUE_ROTATION_DEALT", dealt(&self.value)),
             ("VALUE_ROTATION_SEED", seed(&self.value).unwrap_or(0) as usize),
         ]
     }
@@ -130,6 +152,7 @@ impl PageFormat {
             "hadamard.cu",
             "ranges_span.cu",
             "ranges_tile.cu",
+            "code_rows.cu",
             "append.cu",
             "find_non_finite.cu",
             "dequantize.cu",
@@ -140,24 +163,34 @@ impl PageFormat {
 }
 
 impl TensorPages {
-    fn new(format: &TensorFormat, head_dim: usize) -> Result<Self> {
-        let unsupported = || {
-            let hint =
-                "the CUDA kernels serve f16, and codes of 1, 2, 4 or 8 bits; the wgpu backend serves every format";
-            Err(Error::Unsupported { what: format!("format {format} on the CUDA backend"), hint: hint.into() })
-        };
+    const F16: Self = Self {
+        bits: 16,
+        grouping: None,
+        symmetric: false,
+        level_unit: 0,
+        sketch: [0, 0],
+        renormalized: false,
+        rotation: None,
+    };
+
+    fn new(format: &TensorFormat, channels: usize) -> Result<Self> {
         match format {
-            TensorFormat::F16 => Ok(Self { bits: 16, grouping: None, symmetric: false, level_unit: 0, rotation: None }),
-            format if format.code_bits() == Some(Bits::Three) || format.sketched().is_some() => unsupported(),
-            TensorFormat::Codebook(codebook) if codebook.norms == NormRule::Renormalized => unsupported(),
-            format if format.rotation().is_some_and(|rotation| rotation.dealt_blocks(head_dim) > 1) => unsupported(),
+            TensorFormat::F16 => Ok(Self::F16),
             TensorFormat::Codebook(codebook) => {
-                let Some(unit) = level_unit(codebook.bits, head_dim) else { return unsupported() };
+                let unit = |bits| {
+                    level_unit(bits, channels).map(f32::to_bits).ok_or_else(|| Error::Unsupported {
+                        what: format!("format {format} on the CUDA backend"),
+                        hint: "there are codebooks of 1 to 4 bits".into(),
+                    })
+                };
+                let sketch = |sketch: Sketch| [sketch_level(channels).to_bits(), sketch.seed];
                 Ok(Self {
                     bits: codebook.bits.count() as usize,
                     grouping: Some(Grouping::Token),
                     symmetric: false,
-                    level_unit: unit.to_bits(),
+                    level_unit: codebook.level_bits().map_or(Ok(0), unit)?,
+                    sketch: codebook.sketch.map_or([0, 0], sketch),
+                    renormalized: codebook.norms == NormRule::Renormalized,
                     rotation: Some(codebook.rotation),
                 })
             }
@@ -166,14 +199,30 @@ impl TensorPages {
                 grouping: Some(affine.grouping),
                 symmetric: affine.ranges == RangeRule::Symmetric,
                 level_unit: 0,
+                sketch: [0, 0],
+                renormalized: false,
                 rotation: affine.rotation,
             }),
         }
     }
 
-    /// Bit planes of a byte lane.
+    /// Bit planes of a byte lane; of 3-bit codes those of the top bits.
     const fn planes(&self) -> usize {
-        if self.bits == 16 { 1 } else { 8 / self.bits }
+        match self.bits {
+            16 => 1,
+            3 => 8,
+            bits => 8 / bits,
+        }
+    }
+
+    /// True if whole rows become fields before they are packed: fields and norms depend on more than ranges and elements.
+    pub(super) const fn codes_rows(&self) -> bool {
+        self.sketched() || self.renormalized
+    }
+
+    /// True if fields hold the sign of a sketch.
+    pub(super) const fn sketched(&self) -> bool {
+        self.sketch[0] != 0
     }
 
     /// Tokens and channels of the elements that share a range beside a tile; zeros if there are none.
@@ -189,19 +238,43 @@ impl TensorPages {
     const fn range_bytes(&self, head_dim: usize) -> usize {
         match self.group(head_dim) {
             [0, _] | [_, 0] => 0,
-            [tokens, channels] => TILE_TOKENS / tokens * (head_dim / channels) * size_of::<u32>(),
+            [tokens, channels] => TILE_TOKENS / tokens * head_dim.div_ceil(channels) * size_of::<u32>(),
         }
     }
 
-    const fn needs_multiply_adds(&self) -> bool {
-        self.level_unit != 0 || matches!(self.grouping, Some(Grouping::ChannelTokens(_) | Grouping::TokenChannels(_)))
+    /// True if ranges change inside rows of a tile: those of groups of tokens, and of groups of channels smaller than a row.
+    pub(super) const fn is_grouped(&self, head_dim: usize) -> bool {
+        match self.grouping {
+            Some(Grouping::ChannelTokens(_)) => true,
+            Some(Grouping::TokenChannels(channels)) => channels < head_dim,
+            _ => false,
+        }
+    }
+
+    /// Groups of channels in a row, 1 where there are none: `KEY_ROW_GROUPS` in `cuda/common/tile.cuh`.
+    pub(super) const fn row_groups(&self, head_dim: usize) -> usize {
+        match self.grouping {
+            Some(Grouping::TokenChannels(channels)) => head_dim.div_ceil(channels),
+            _ => 1,
+        }
+    }
+
+    /// Bytes of the ranges beside a tile that so many tokens need: `RANGE_ROW_BYTES` in `cuda/common/attend_call.cuh`.
+    pub(super) const fn step_range_bytes(&self, head_dim: usize, tokens: usize) -> usize {
+        let groups = match self.group(head_dim) {
+            [0, _] | [_, 0] => 0,
+            [group, 1] if group > tokens => head_dim,
+            [group, 1] => tokens / group * head_dim,
+            [_, channels] => tokens * head_dim.div_ceil(channels),
+        };
+        groups * size_of::<u32>()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::AffineFormat;
+    use crate::format::{AffineFormat, Bits, HEAD_DIMS};
 
     #[test]
     fn a_page_is_as_large_as_the_format_says() {
@@ -210,12 +283,14 @@ mod tests {
         let formats = [
             SegmentFormat::F16,
             SegmentFormat::per_channel(Bits::One),
+            SegmentFormat::per_channel(Bits::Three),
             SegmentFormat::turboquant(Bits::Four, 64),
+            SegmentFormat::turboquant_prod(Bits::Two, 64),
             SegmentFormat { key: token, value: token },
             SegmentFormat { key: TensorFormat::F16, value: token },
             SegmentFormat { key: grouped(Grouping::ChannelTokens(32)), value: grouped(Grouping::TokenChannels(16)) },
         ];
-        for head_dim in HEAD_DIMS {
+        for head_dim in HEAD_DIMS.into_iter().filter(|head_dim| head_dim.is_multiple_of(FRAGMENT_CHANNELS)) {
             let shape = AttentionShape::new(6, 3, head_dim).unwrap();
             for format in &formats {
                 let pages = PageFormat::new(&shape, format).unwrap();
@@ -235,19 +310,15 @@ mod tests {
         assert!(shares(128, Bits::One) && shares(64, Bits::Two) && shares(96, Bits::Four));
     }
 
+    /// Rows of 80 channels lie in tiles of 96.
     #[test]
-    fn what_has_no_kernel_is_refused_by_name() {
-        let shape = AttentionShape::new(4, 2, 128).unwrap();
-        let three = PageFormat::new(&shape, &SegmentFormat::per_channel(Bits::Three)).unwrap_err();
-        assert!(matches!(&three, Error::Unsupported { .. }), "{three}");
-        let sketched = PageFormat::new(&shape, &SegmentFormat::turboquant_prod(Bits::Two, 128)).unwrap_err();
-        assert!(matches!(&sketched, Error::Unsupported { .. }), "{sketched}");
-        let dealt = AffineFormat::new(Bits::Four, Grouping::Token).rotated(Rotation::dealt(16, 1));
-        let dealt = SegmentFormat { key: TensorFormat::Affine(dealt), value: TensorFormat::F16 };
-        let dealt = PageFormat::new(&shape, &dealt).unwrap_err();
-        assert!(matches!(&dealt, Error::Unsupported { .. }), "{dealt}");
+    fn rows_are_stored_in_whole_fragments() {
         let shape = AttentionShape::new(4, 2, 80).unwrap();
-        let error = PageFormat::new(&shape, &SegmentFormat::F16).unwrap_err();
-        assert!(error.to_string().contains("head_dim 80"), "{error}");
+        let token_channels = TensorFormat::Affine(AffineFormat::new(Bits::Four, Grouping::TokenChannels(20)));
+        let format = SegmentFormat { key: TensorFormat::F16, value: token_channels };
+        let pages = PageFormat::new(&shape, &format).unwrap();
+        assert_eq!((pages.head_dim, pages.channels), (96, 80));
+        assert_eq!(pages.tile_bytes(KeyOrValue::Key), 128 * 96 * 2);
+        assert_eq!(pages.ranges_per_tile(KeyOrValue::Value), 128 * 5);
     }
 }

@@ -142,7 +142,7 @@ impl Launcher<'_> {
         Memory::upload(self.stream, "page addresses", bytemuck::cast_slice(&addresses))
     }
 
-    /// Kernels `ranges_span`, `ranges_tile` and `quantize`.
+    /// Kernels `ranges_span`, `ranges_tile`, `code_rows` and `quantize`.
     pub(super) fn quantize(&self, store: &Store, keys: &Tensor, values: &Tensor, write: &SpanWrite<'_>) -> Result<()> {
         let shape = store.shape();
         write.rows.check("keys", keys.elements(), shape)?;
@@ -174,7 +174,7 @@ impl Launcher<'_> {
     /// Rotates rows into scratch memory, a few pages of tokens at a time, and packs them from there. Where ranges span
     /// all pieces, the pieces are rotated once for the ranges and once more for the codes.
     fn pack_rotated(&self, store: &Store, which: KeyOrValue, call: RowsCall) -> Result<()> {
-        let (kv_heads, head_dim) = (store.shape().kv_heads(), store.shape().head_dim());
+        let (kv_heads, head_dim) = (store.shape().kv_heads(), store.pages().head_dim);
         let page_bytes = TILE_TOKENS * kv_heads * head_dim * size_of::<f32>();
         let piece_pages = (PIECE_BYTES / page_bytes).clamp(1, (call.tokens as usize).div_ceil(TILE_TOKENS));
         let scratch = Memory::zeroed(self.stream, "rotated rows", piece_pages * page_bytes)?;
@@ -202,7 +202,7 @@ impl Launcher<'_> {
     /// Ranges, then codes, of the pieces of a span.
     fn pack(&self, store: &Store, which: KeyOrValue, pieces: &[Piece]) -> Result<()> {
         let program = store.pages().rows_program();
-        let channels = (store.shape().kv_heads() * store.shape().head_dim()) as u64;
+        let channels = (store.shape().kv_heads() * store.pages().head_dim) as u64;
         let span_ranges = store.format().tensor(which).has_span_ranges();
         if let Some(first) = pieces.first().filter(|_| span_ranges) {
             self.zero("span ranges", first.call.ranges, store.slot_bytes())?;
@@ -221,12 +221,15 @@ impl Launcher<'_> {
             }
             let tiles = (piece.call.tokens as u64).div_ceil(TILE_TOKENS as u64) * store.shape().kv_heads() as u64;
             let ranges = store.pages().ranges_per_tile(which) as u64;
-            if ranges > 0 {
+            if store.pages().tensor(which).codes_rows() {
+                let rows = u64::from(piece.call.tokens) * store.shape().kv_heads() as u64;
+                self.run(&program, named(which, "code_keys", "code_values"), &piece.call, rows * 32)?;
+            } else if ranges > 0 {
                 let name = named(which, "ranges_tile_keys", "ranges_tile_values");
                 self.run(&program, name, &piece.call, tiles * ranges * 32)?;
             }
             let name = named(which, "quantize_keys", "quantize_values");
-            self.run(&program, name, &piece.call, tiles * store.pages().tile_bytes(which) as u64 / 4)?;
+            self.run(&program, name, &piece.call, tiles * store.pages().units_per_tile(which) as u64)?;
         }
         Ok(())
     }
@@ -310,11 +313,16 @@ impl Launcher<'_> {
                 ranges: store.slot_address(which, read.range_slot),
                 ..source.call(shape)
             };
-            let words = (read.pages.len() * shape.kv_heads() * store.pages().tile_bytes(which) / 4) as u64;
-            self.run(&program, named(which, "dequantize_keys", "dequantize_values"), &call, words)?;
+            let units = (read.pages.len() * shape.kv_heads() * store.pages().units_per_tile(which)) as u64;
+            let row_threads = (read.tokens * shape.kv_heads()) as u64 * 32;
+            if store.pages().tensor(which).sketched() {
+                self.run(&program, "dequantize_key_signs", &call, units)?;
+                self.run(&program, "sketch_keys_back", &call, row_threads)?;
+            }
+            self.run(&program, named(which, "dequantize_keys", "dequantize_values"), &call, units)?;
             if store.pages().tensor(which).rotation.is_some() {
                 let name = named(which, "hadamard_keys_back", "hadamard_values_back");
-                self.run(&program, name, &call, (read.tokens * shape.kv_heads()) as u64 * 32)?;
+                self.run(&program, name, &call, row_threads)?;
             }
             Ok(tensor)
         };

@@ -1,8 +1,10 @@
 //! A decode step: planned from lengths, bound to memory, launched.
 
+use std::f32::consts::LOG2_E;
 use std::ffi::c_void;
 use std::sync::Arc;
 
+use cudarc::driver::result::memset_d8_async;
 use cudarc::driver::sys;
 use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
 use cudarc::driver::sys::CUlaunchAttributeID_enum::{
@@ -17,8 +19,8 @@ use super::page_format::PageFormat;
 use super::split::{self, Wave};
 use super::store::Store;
 use super::tensor::Tensor;
-use super::variant::{AttendPath, AttendVariant};
-use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
+use super::variant::{AttendPath, AttendVariant, ScorePass};
+use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat, TILE_TOKENS};
 use crate::plan::{DecodePlan, ElementType, Page, SegmentPlan};
 use crate::{Error, Result};
 
@@ -33,7 +35,7 @@ struct Item {
     state: u32,
     first_state: u32,
     states: u32,
-    unused: u32,
+    span: u32,
 }
 
 /// `AttendCall` of `cuda/common/attend_call.cuh`.
@@ -49,6 +51,7 @@ struct AttendCall {
     states: u64,
     state_lse: u64,
     arrivals: u64,
+    extremes: u64,
     kv_heads: u32,
     group: u32,
     chunks: u32,
@@ -56,6 +59,8 @@ struct AttendCall {
     queries_f16: u32,
     output_f16: u32,
     cluster: u32,
+    tau1: f32,
+    tau2: f32,
     unused: u32,
 }
 
@@ -68,6 +73,8 @@ struct SegmentStep {
     pages: Vec<Page>,
     items: Vec<Item>,
     wave: Wave,
+    calibration: Option<Calibration>,
+    spans: usize,
     /// Items in a row whose blocks form a cluster and share a row of states; 1 where there are none.
     cluster: usize,
 }
@@ -87,7 +94,7 @@ impl StepPlan {
     /// Plans a step for a device.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a format, a head dimension or a calibration that has no CUDA kernel.
+    /// [`Error::Unsupported`] for a format that has no CUDA kernel, [`Error::Limit`] for one that does not fit the device.
     pub fn new(backend: &Cuda, plan: &DecodePlan) -> Result<Self> {
         Self::for_device(backend.kernels().facts(), plan)
     }
@@ -106,7 +113,11 @@ impl StepPlan {
 
     /// Kernel launches of the step, by name.
     pub fn launch_labels(&self) -> Vec<String> {
-        self.segments.iter().map(|segment| format!("attend {}", segment.format)).collect()
+        let labels = |segment: &SegmentStep| {
+            let extremes = segment.calibration.map(|_| format!("score extremes {}", segment.format));
+            extremes.into_iter().chain([format!("attend {}", segment.format)]).collect::<Vec<_>>()
+        };
+        self.segments.iter().flat_map(labels).collect()
     }
 
     /// Allocates scratch, resolves the pages of `stores` (in the order of the plan's stores) and uploads the tables.
@@ -125,7 +136,8 @@ impl StepPlan {
             }
         }
         let stream = backend.stream();
-        let states = Memory::zeroed(stream, "attention states", self.states * heads * self.shape.head_dim() * 4)?;
+        let stored_channels = PageFormat::f16(self.shape.head_dim()).head_dim;
+        let states = Memory::zeroed(stream, "attention states", self.states * heads * stored_channels * 4)?;
         let lse = Memory::zeroed(stream, "attention states", self.states * heads * 4)?;
         // As many counters as the finest chunks need.
         let arrivals = Memory::zeroed(stream, "arrivals", self.sequences * heads * 4)?;
@@ -139,6 +151,8 @@ impl StepPlan {
             })?;
             let tables = segment.tables(stream, store)?;
             let chunks = self.shape.group().div_ceil(segment.variant.chunk_heads());
+            let extremes = segment.extremes(stream, heads)?;
+            let base_2 = |tau: fn(&Calibration) -> f32| segment.calibration.as_ref().map_or(0.0, tau) * LOG2_E;
             let call = AttendCall {
                 pages: tables.address(),
                 items: tables.address() + (segment.pages.len() * size_of::<u64>()) as u64,
@@ -149,17 +163,29 @@ impl StepPlan {
                 states: states.address(),
                 state_lse: lse.address(),
                 arrivals: arrivals.address(),
+                extremes: extremes.as_ref().map_or(0, |extremes| extremes.address()),
                 kv_heads: self.shape.kv_heads() as u32,
                 group: self.shape.group() as u32,
                 chunks: chunks as u32,
-                score_scale: std::f32::consts::LOG2_E / (self.shape.head_dim() as f32).sqrt(),
+                score_scale: LOG2_E / (self.shape.head_dim() as f32).sqrt(),
                 queries_f16: u32::from(queries.element_type() == ElementType::F16),
                 output_f16: u32::from(output.element_type() == ElementType::F16),
                 cluster: segment.cluster as u32,
+                tau1: base_2(Calibration::tau1),
+                tau2: base_2(Calibration::tau2),
                 unused: 0,
             };
             let blocks = segment.items.len() * self.shape.kv_heads() * chunks;
-            step.launches.push(segment.launch(backend, call, blocks)?);
+            match extremes {
+                None => step.launches.push(segment.launch(backend, ScorePass::Plain, call, blocks)?),
+                Some(extremes) => {
+                    let alone = AttendCall { cluster: 1, ..call };
+                    let first = segment.launch(backend, ScorePass::Extremes, alone, blocks)?;
+                    step.launches.push(Launch { clears: Some(extremes.clone()), overlaps: false, ..first });
+                    step.launches.push(segment.launch(backend, ScorePass::Mapped, call, blocks)?);
+                    step.memory.push(extremes);
+                }
+            }
             step.memory.push(tables);
             step.memory.extend(store.memory());
         }
@@ -169,12 +195,6 @@ impl StepPlan {
 
 impl SegmentStep {
     fn new(facts: &DeviceFacts, shape: &AttentionShape, segment: &SegmentPlan) -> Result<Self> {
-        if segment.calibration.is_some() {
-            return Err(Error::Unsupported {
-                what: "calibration of scores on the CUDA backend".into(),
-                hint: "use the wgpu backend, or a recipe without calibration".into(),
-            });
-        }
         let pages = PageFormat::new(shape, &segment.format)?;
         let tiles: Vec<usize> = segment.spans.iter().map(|span| (span.tokens as usize).div_ceil(TILE_TOKENS)).collect();
         let mut best: Option<(AttendVariant, Wave, usize, f64)> = None;
@@ -195,7 +215,7 @@ impl SegmentStep {
             return Err(Error::Plan { what: "attend", reason: format!("no variant of {}", segment.format) });
         };
         let mut items = Vec::new();
-        for (span, &tiles) in segment.spans.iter().zip(&tiles) {
+        for (index, (span, &tiles)) in segment.spans.iter().zip(&tiles).enumerate() {
             for (start, length) in split::cut(tiles, most) {
                 let end = ((start + length) * TILE_TOKENS).min(span.tokens as usize);
                 items.push(Item {
@@ -206,12 +226,21 @@ impl SegmentStep {
                     state: 0, // these are known once all segments are cut
                     first_state: 0,
                     states: 0,
-                    unused: 0,
+                    span: index as u32,
                 });
             }
         }
-        let pages = pages_of(segment);
-        Ok(Self { store: segment.store, format: segment.format, variant, pages, items, wave, cluster: 1 })
+        Ok(Self {
+            store: segment.store,
+            format: segment.format,
+            variant,
+            pages: pages_of(segment),
+            items,
+            wave,
+            calibration: segment.calibration,
+            spans: segment.spans.len(),
+            cluster: 1,
+        })
     }
 
     /// The cluster that the items of all sequences can form; they are still in the order of the spans.
@@ -243,8 +272,14 @@ impl SegmentStep {
         Memory::upload(stream, "tables of a decode step", &bytes)
     }
 
-    fn launch(&self, backend: &Cuda, call: AttendCall, blocks: usize) -> Result<Launch> {
-        let function = backend.kernels().function(&self.variant.program(), "attend")?;
+    /// Room for the extremes of the scores of every span and query head, where they are needed.
+    fn extremes(&self, stream: &Arc<CudaStream>, query_heads: usize) -> Result<Option<Arc<Memory>>> {
+        let bytes = self.spans * query_heads * size_of::<[u32; 2]>();
+        self.calibration.map(|_| Memory::zeroed(stream, "extremes of scores", bytes)).transpose()
+    }
+
+    fn launch(&self, backend: &Cuda, pass: ScorePass, call: AttendCall, blocks: usize) -> Result<Launch> {
+        let function = backend.kernels().function(&self.variant.program(pass), "attend")?;
         let shared = self.variant.shared_bytes();
         function
             .set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)
@@ -254,7 +289,7 @@ impl SegmentStep {
             block_dim: (self.variant.warps as u32 * 32, 1, 1),
             shared_mem_bytes: shared as u32,
         };
-        Ok(Launch { function, config, call, overlaps: self.variant.bulk_copies })
+        Ok(Launch { function, config, call, overlaps: self.variant.bulk_copies, clears: None })
     }
 }
 
@@ -301,6 +336,8 @@ struct Launch {
     call: AttendCall,
     /// May begin while the kernel before it still runs, and waits for it itself.
     overlaps: bool,
+    /// What is set to zeros first.
+    clears: Option<Arc<Memory>>,
 }
 
 impl Launch {
@@ -308,6 +345,10 @@ impl Launch {
     fn run(&self, stream: &CudaStream) -> Result<()> {
         let failed = |error| driver_error("attend", 0, error);
         stream.context().bind_to_thread().map_err(failed)?;
+        if let Some(memory) = &self.clears {
+            // SAFETY: the memory lives as long as the step, and the stream orders this like any other work.
+            unsafe { memset_d8_async(memory.address(), 0, memory.bytes(), stream.cu_stream()) }.map_err(failed)?;
+        }
         let mut attributes = Vec::with_capacity(2);
         if self.call.cluster > 1 {
             let cluster = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: self.call.cluster, y: 1, z: 1 };
@@ -353,7 +394,8 @@ pub struct BoundStep {
 }
 
 impl BoundStep {
-    /// Launches the kernels of the step on a stream: nothing is allocated or copied, and nothing waits.
+    /// Launches the kernels of the step on a stream, after clearing the extremes of calibrated scores: nothing is allocated or
+    /// copied, and nothing waits.
     ///
     /// # Errors
     /// What the driver says of a launch.
@@ -436,15 +478,25 @@ mod tests {
         assert!(rows.iter().all(|&row| row == 1));
     }
 
+    /// A calibrated segment is launched twice, and its items name their spans.
     #[test]
-    fn calibration_is_refused() {
+    fn calibrated_segments_take_two_launches() {
         let shape = AttentionShape::new(4, 2, 128).unwrap();
-        let pages = [Page { shard: 0, index: 0 }];
-        let span = SpanView { sequence: 0, tokens: 100, pages: &pages, range_slot: 0 };
+        let pages: Vec<Page> = (0..3).map(|index| Page { shard: 0, index }).collect();
+        let span = |sequence, range: std::ops::Range<usize>, tokens| SpanView {
+            sequence,
+            tokens,
+            pages: &pages[range],
+            range_slot: 0,
+        };
         let calibration = crate::Calibration::new(0.0, 1.0).ok();
-        let store = StoreView { format: SegmentFormat::F16, calibration, spans: vec![span] };
+        let spans = vec![span(0, 0..2, 200), span(0, 2..3, 100)];
+        let store = StoreView { format: SegmentFormat::F16, calibration, spans };
         let plan = DecodePlan::new(shape, 1, &[store], Split::default()).unwrap();
-        let error = StepPlan::for_device(&H200, &plan).unwrap_err();
-        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+        let step = StepPlan::for_device(&H200, &plan).unwrap();
+        assert_eq!(step.launch_labels(), ["score extremes f16", "attend f16"]);
+        for item in &step.segments[0].items {
+            assert_eq!(item.span, u32::from(item.first_page == 2));
+        }
     }
 }

@@ -18,7 +18,7 @@ const SHARD_BYTES: u64 = 8 << 30;
 /// Pages and ranges of one segment format.
 ///
 /// A page holds the tiles of its KV heads one after the other, each with what belongs to it (see the
-/// [module](super)); span ranges are `[slot][kv_head][head_dim]` of [`CodeRange`].
+/// [module](super)); span ranges are `[slot][kv_head][channel]` of [`CodeRange`], for the channels as they are stored.
 #[derive(Debug)]
 pub struct Store {
     shape: AttentionShape,
@@ -70,7 +70,8 @@ impl Store {
     pub fn bytes(&self) -> u64 {
         let page_bytes = self.page_bytes() as u64;
         let pages: u64 = self.shards.iter().map(|shard| u64::from(shard.pages) * page_bytes).sum();
-        pages + (self.range_slots * self.format.range_slot_bytes(&self.shape)) as u64
+        let range_slots = self.key_ranges.iter().chain(&self.value_ranges).count() * self.range_slots;
+        pages + (range_slots * self.slot_bytes()) as u64
     }
 
     const fn page_bytes(&self) -> usize {
@@ -103,7 +104,7 @@ impl Store {
 
     /// Ranges of one slot.
     const fn slot_ranges(&self) -> usize {
-        self.shape.kv_heads() * self.shape.head_dim()
+        self.shape.kv_heads() * self.pages.head_dim
     }
 
     /// Address of a slot's ranges, 0 where the format has none.

@@ -27,8 +27,19 @@ const LINE_BYTES: usize = 128;
 pub(super) enum AttendPath {
     /// MMAs of codes (`attend.cu`).
     Mma,
-    /// Multiply-adds of floats (`attend_fma.cu`), for formats whose codes an MMA cannot sum.
+    /// Multiply-adds of floats (`attend_fma.cu`), for fields that no MMA takes.
     MultiplyAdd,
+}
+
+/// What a launch of `attend` does with scores: `SCORE_PASS` in `cuda/common/calibration.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ScorePass {
+    /// Weighs values with them.
+    Plain = 0,
+    /// Finds their extremes over each span, and does no more.
+    Extremes = 1,
+    /// Maps them by those extremes and weighs values.
+    Mapped = 2,
 }
 
 /// How `attend` is compiled for a format.
@@ -82,8 +93,16 @@ impl AttendVariant {
         };
         // More warps hide more latency, and more bytes on their way than memory needs only delay the first; with more
         // channels than 128, and with eight heads, the registers of many warps would not suffice.
-        let tuned = bulk_copies && pages.head_dim <= 128;
-        let sizes: [(bool, Sizes); 10] = [
+        let grouped = pages.is_grouped();
+        let tuned = bulk_copies && pages.head_dim <= 128 && !grouped;
+        // Scales of groups take registers beside queries and sums, most of all where a row of keys has several.
+        let few = [64, 32].into_iter().find(|&few| few <= tokens && whole_loads(&pages, few)).unwrap_or(tokens);
+        // A whole tile is one copy.
+        let many_warps = grouped && bulk_copies && pages.head_dim <= 128 && pages.key.row_groups(pages.head_dim) == 1;
+        let sizes: [(bool, Sizes); 13] = [
+            (many_warps, [TILE_TOKENS, few, 1, 12, 1]),
+            (many_warps, [few, few, 1, 12, 1]),
+            (grouped, [few, few, 2, 8, 1]),
             (tuned && !wide && bits <= 2, [128, 128, 2, 16, 1]),
             (tuned && wide && bits <= 4, [128, 128, 3, 8, 1]),
             (tuned && !wide && bits > 2 && bits <= 4, [64, 64, 2, 12, 1]),
@@ -132,7 +151,7 @@ impl AttendVariant {
                 what: "shared memory of a block".into(),
                 needed: needed as u64,
                 allowed: facts.shared_bytes as u64,
-                hint: "use a device with more shared memory, or a format with a range per channel or per token",
+                hint: "use a device with more shared memory, or a format without a sketch",
             });
         }
         Ok(Self { blocks: facts.shared_bytes / needed, ..variant })
@@ -142,23 +161,26 @@ impl AttendVariant {
     /// rotated back, and what the blocks of a cluster send.
     const fn fixed_bytes(&self) -> usize {
         if let AttendPath::MultiplyAdd = self.path {
-            let queries_and_weights = self.chunk_heads() * (self.pages.head_dim + TILE_TOKENS) * size_of::<f32>();
+            let queries = if self.pages.key.sketched() { 2 * self.pages.head_dim } else { self.pages.head_dim };
+            let queries_and_weights = self.chunk_heads() * (queries + TILE_TOKENS) * size_of::<f32>();
             return queries_and_weights + SPARE_SHARED_BYTES;
         }
         let rotated = if self.pages.value.rotation.is_some() { self.chunk_heads() * self.pages.head_dim } else { 0 };
-        let query_bytes = if self.pages.key.bits == 16 { 2 } else { 1 };
+        let key = &self.pages.key;
+        let query_bytes = if key.bits == 16 || key.is_grouped(self.pages.head_dim) { 2 } else { 1 };
+        let group_sums = self.chunk_heads() * key.row_groups(self.pages.head_dim) * size_of::<f32>();
         let rows = (if self.wide { 16 } else { 8 }) * (self.pages.head_dim * query_bytes + 16);
         let joined =
             self.warps * self.chunk_heads() * 3 * size_of::<f32>() + self.pages.head_dim * size_of::<[f32; 2]>();
         let outputs = self.chunk_heads() * self.pages.head_dim + MOST_CLUSTER * (CLUSTER_RUN + self.chunk_heads());
-        rows + joined + (outputs + rotated) * size_of::<f32>() + SPARE_SHARED_BYTES
+        rows + group_sums + joined + (outputs + rotated) * size_of::<f32>() + SPARE_SHARED_BYTES
     }
 
     pub(super) const fn chunk_heads(&self) -> usize {
         if self.wide { 8 } else { 4 }
     }
 
-    pub(super) fn program(&self) -> Program {
+    pub(super) fn program(&self, pass: ScorePass) -> Program {
         let mut defines = self.pages.defines();
         defines.extend([
             ("WIDE", self.wide.into()),
@@ -168,6 +190,7 @@ impl AttendVariant {
             ("WARPS", self.warps),
             ("BLOCKS_PER_SM", self.blocks),
             ("BULK_COPIES", self.bulk_copies.into()),
+            ("SCORE_PASS", pass as usize),
         ]);
         let files: &[&str] = match self.path {
             AttendPath::Mma => &["attend.cu"],
@@ -176,27 +199,37 @@ impl AttendVariant {
         Program { files, defines }
     }
 
-    /// Shared memory of the rings, in which the warps' sums are joined afterwards; by multiply-adds that of a tile's floats.
+    /// Shared memory of the rings, in which the warps' sums are joined afterwards, those of minimums beside those of channels; by
+    /// multiply-adds that of a tile's floats.
     pub(super) const fn shared_bytes(&self) -> usize {
         if let AttendPath::MultiplyAdd = self.path {
             return TILE_TOKENS * (self.pages.head_dim + 1) * size_of::<f32>();
         }
         let rings = self.warps * self.stages * stage_bytes(&self.pages, self.step_tokens);
-        let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8) * size_of::<f32>();
+        let minimums = match self.pages.value.row_groups(self.pages.head_dim) {
+            1 => 0,
+            groups => groups.next_multiple_of(32),
+        };
+        let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8 + minimums) * size_of::<f32>();
         if rings > joined { rings } else { joined }
     }
 }
 
 /// Bytes of a stage, whole lines of the L2 cache: `STAGE_BYTES` in `cuda/common/attend_call.cuh`.
 const fn stage_bytes(pages: &PageFormat, step_tokens: usize) -> usize {
-    (pages.head_bytes() * step_tokens / TILE_TOKENS).next_multiple_of(LINE_BYTES)
+    let tiles = (pages.tile_bytes(KeyOrValue::Key) + pages.tile_bytes(KeyOrValue::Value)) * step_tokens / TILE_TOKENS;
+    let ranges = pages.key.step_range_bytes(pages.head_dim, step_tokens)
+        + pages.value.step_range_bytes(pages.head_dim, step_tokens);
+    (tiles + ranges).next_multiple_of(LINE_BYTES)
 }
 
 /// True if the keys and the values of so many tokens are whole loads.
 fn whole_loads(pages: &PageFormat, tokens: usize) -> bool {
     let whole = |which: KeyOrValue| {
         let (bits, run) = (pages.tensor(which).bits, if which == KeyOrValue::Value { 32 } else { 16 });
-        (bits == 16 || tokens.is_multiple_of(run)) && (tokens * pages.head_dim * bits / 8).is_multiple_of(512)
+        // At 3 bits the load of fewest bits is that of the top ones.
+        let least = if bits == 3 { 1 } else { bits };
+        (bits == 16 || tokens.is_multiple_of(run)) && (tokens * pages.head_dim * least / 8).is_multiple_of(512)
     };
     whole(KeyOrValue::Key) && whole(KeyOrValue::Value)
 }
@@ -205,7 +238,11 @@ fn whole_loads(pages: &PageFormat, tokens: usize) -> bool {
 fn step_tokens(pages: &PageFormat) -> usize {
     let sizes = [128, 64, 32, 16];
     let valid = |tokens: &usize| whole_loads(pages, *tokens);
-    let fits = |tokens: &usize| pages.tile_bytes_of(*tokens) <= STAGE_BYTES;
+    // Small groups have more bytes of ranges than of codes.
+    let fits = |tokens: &usize| {
+        pages.tile_bytes_of(*tokens) <= STAGE_BYTES
+            && (!pages.is_grouped() || stage_bytes(pages, *tokens) <= 2 * STAGE_BYTES)
+    };
     let largest = sizes.into_iter().filter(valid).find(fits);
     largest.or_else(|| sizes.into_iter().rev().find(valid)).unwrap_or(TILE_TOKENS)
 }
@@ -234,12 +271,18 @@ mod tests {
     fn every_format_has_a_variant() {
         let small = DeviceFacts { shared_bytes: 101_376, ..H200 };
         let grouped = |grouping| affine(Bits::Two, grouping);
-        let mut tensors =
-            vec![TensorFormat::F16, grouped(Grouping::ChannelTokens(32)), grouped(Grouping::TokenChannels(32))];
-        for bits in [Bits::One, Bits::Two, Bits::Four, Bits::Eight] {
+        let groupings = [
+            Grouping::ChannelTokens(32),
+            Grouping::ChannelTokens(128),
+            Grouping::TokenChannels(32),
+            Grouping::TokenChannels(4),
+        ];
+        let mut tensors = vec![TensorFormat::F16];
+        tensors.extend(groupings.map(grouped));
+        for bits in Bits::ALL {
             tensors.extend([affine(bits, Grouping::Channel), affine(bits, Grouping::Token)]);
         }
-        for head_dim in super::super::HEAD_DIMS {
+        for head_dim in crate::format::HEAD_DIMS {
             let shape = AttentionShape::new(8, 2, head_dim).unwrap();
             for (&key, &value) in tensors.iter().flat_map(|key| tensors.iter().map(move |value| (key, value))) {
                 let pages = PageFormat::new(&shape, &SegmentFormat { key, value }).unwrap();
@@ -250,13 +293,15 @@ mod tests {
                         assert!(matches!(error, Error::Limit { .. }), "{error}");
                         continue;
                     }
-                    for variant in AttendVariant::candidates(pages, group, &facts).unwrap() {
+                    for variant in AttendVariant::candidates(pages, group, &facts)
+                        .unwrap_or_else(|e| panic!("{key} {value} {head_dim} {group} {e}"))
+                    {
                         assert!(variant.step_tokens.is_multiple_of(variant.pass_tokens));
                         assert!(TILE_TOKENS.is_multiple_of(variant.step_tokens));
                         let shared = (variant.shared_bytes() + variant.fixed_bytes()) * variant.blocks;
                         assert!(shared <= facts.shared_bytes, "{key} {value}");
                         for which in [KeyOrValue::Key, KeyOrValue::Value] {
-                            let loads = variant.pass_tokens * head_dim * pages.tensor(which).bits / 8;
+                            let loads = variant.pass_tokens * pages.head_dim * pages.tensor(which).bits / 8;
                             assert_eq!(loads % 512, 0, "{key} {value} {head_dim}");
                         }
                         let run = if pages.value.bits == 16 { 16 } else { 32 };

@@ -1,10 +1,10 @@
 //! The orders in which backends lay codes inside a tile.
 
-use super::{Bits, Field, KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout};
+use super::{Field, KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout, TopBit};
 use crate::{Error, Result};
 
 /// The order of codes inside a tile. What a code means, the tile's tokens and its ranges are the same in all orders, and
-/// so is its size wherever [`TileOrder::MmaFragment`] exists.
+/// so is its size at head dimensions that are multiples of 32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TileOrder {
     /// Four codes that meet in one packed dot product share a word: the order of [`super::tile`], for CPU and WGSL.
@@ -23,26 +23,42 @@ pub enum TileOrder {
     /// | key in f16, half `e` of word `r` | 16 × 16, one to a load | token `16m + g + 8(r & 1)`, channel `16f + 8(r >> 1) + 2c + e` |
     /// | value in f16, half `e` of word `r` | 16 × 16, one to a load | token `16m + 8(r >> 1) + 2c + e`, channel `16f + g + 8(r & 1)` |
     ///
-    /// Keys of 8 and of 1 bits have their top bit flipped, all other codes are stored as they are. Head dimensions are
-    /// multiples of 32.
+    /// At 3 bits the tile of the low two bits of all codes, as at 2 bits, is followed by that of their top bits; in both,
+    /// byte `e` of plane `j` begins at bit `8e + bits · j`.
+    ///
+    /// Keys of 8 and of 1 bits have their top bit flipped, all other codes are stored as they are. Tiles have as many channels
+    /// as the next multiple of 32, those beyond the head (head_dim 80) being zero bits.
     MmaFragment,
 }
 
 impl TileOrder {
     /// Where the element of `channel` at `token` of a tile lies.
-    ///
-    /// # Errors
-    /// [`Error::Format`] when the order does not exist for the format or at `head_dim`.
-    pub fn field(
+    pub const fn field(
         self,
         which: KeyOrValue,
         format: &TensorFormat,
         head_dim: usize,
         token: usize,
         channel: usize,
-    ) -> Result<Field> {
-        self.check(format, head_dim)?;
-        Ok(self.place(which, format, head_dim, (token, channel)))
+    ) -> Field {
+        let (layout, element) = (TileLayout::new(format, head_dim), (token, channel));
+        match (self, which) {
+            (Self::DotProduct, KeyOrValue::Key) => layout.key_field(token, channel),
+            (Self::DotProduct, KeyOrValue::Value) => layout.value_field(token, channel),
+            (Self::MmaFragment, which) => {
+                fragment_field(which, format.element_bits(), stored_channels(head_dim), element)
+            }
+        }
+    }
+
+    /// Words of a tile.
+    pub const fn tile_words(self, which: KeyOrValue, format: &TensorFormat, head_dim: usize) -> usize {
+        let layout = TileLayout::new(format, head_dim);
+        match (self, which) {
+            (Self::DotProduct, KeyOrValue::Key) => layout.key_tile_words(),
+            (Self::DotProduct, KeyOrValue::Value) => layout.value_tile_words(),
+            (Self::MmaFragment, _) => TILE_TOKENS * stored_channels(head_dim) * format.element_bits() / 32,
+        }
     }
 
     /// What a code is combined with by XOR before it is stored.
@@ -58,8 +74,7 @@ impl TileOrder {
     /// The words of a tile in the order `to`. Padding of the order that is left is dropped, that of the other is zero.
     ///
     /// # Errors
-    /// [`Error::Format`] when an order does not exist at `head_dim`, [`Error::Elements`] when the tile has not the
-    /// words of one.
+    /// [`Error::Elements`] when the tile has not the words of one.
     pub fn convert(
         self,
         to: Self,
@@ -68,13 +83,7 @@ impl TileOrder {
         head_dim: usize,
         tile: &[u32],
     ) -> Result<Vec<u32>> {
-        self.check(format, head_dim)?;
-        to.check(format, head_dim)?;
-        let layout = TileLayout::new(format, head_dim);
-        let words = match which {
-            KeyOrValue::Key => layout.key_tile_words(),
-            KeyOrValue::Value => layout.value_tile_words(),
-        };
+        let words = self.tile_words(which, format, head_dim);
         if tile.len() != words {
             return Err(Error::Elements {
                 what: "tile in words",
@@ -84,37 +93,42 @@ impl TileOrder {
             });
         }
         let flip = self.flip(which, format) ^ to.flip(which, format);
-        let mut converted = vec![0; words];
-        for element in (0..TILE_TOKENS).flat_map(|token| (0..head_dim).map(move |channel| (token, channel))) {
-            let from = self.place(which, format, head_dim, element);
-            let at = to.place(which, format, head_dim, element);
-            at.set(&mut converted, from.get(tile) ^ flip);
+        let mut converted = vec![0; to.tile_words(which, format, head_dim)];
+        for (token, channel) in (0..TILE_TOKENS).flat_map(|token| (0..head_dim).map(move |channel| (token, channel))) {
+            let bits = self.field(which, format, head_dim, token, channel).get(tile);
+            to.field(which, format, head_dim, token, channel).set(&mut converted, bits ^ flip);
         }
         Ok(converted)
     }
+}
 
-    fn check(self, format: &TensorFormat, head_dim: usize) -> Result<()> {
-        let exists = *format == TensorFormat::F16 || format.affine().is_some_and(|affine| affine.bits != Bits::Three);
-        if self == Self::MmaFragment && !exists {
-            let reason = "the fragment order has f16, and affine codes of 1, 2, 4 and 8 bits".into();
-            return Err(Error::Format { format: format.to_string(), reason });
-        }
-        if self == Self::MmaFragment && !head_dim.is_multiple_of(32) {
-            let reason = format!("head_dim {head_dim} is no multiple of 32, of which the fragment order is made");
-            return Err(Error::Format { format: format.to_string(), reason });
-        }
-        Ok(())
+/// Channels of a tile of fragments.
+const fn stored_channels(head_dim: usize) -> usize {
+    head_dim.next_multiple_of(32)
+}
+
+const fn fragment_field(which: KeyOrValue, bits: usize, channels: usize, element: (usize, usize)) -> Field {
+    if bits == 3 {
+        let low = width_field(which, 2, channels, element);
+        let top = width_field(which, 1, channels, element);
+        let low_words = TILE_TOKENS * channels * 2 / 32;
+        return Field { top: Some(TopBit { word: low_words + top.word, shift: top.shift }), ..low };
     }
-
-    fn place(self, which: KeyOrValue, format: &TensorFormat, head_dim: usize, element: (usize, usize)) -> Field {
-        let (token, channel) = element;
-        let layout = TileLayout::new(format, head_dim);
-        match (self, which) {
-            (Self::DotProduct, KeyOrValue::Key) => layout.key_field(token, channel),
-            (Self::DotProduct, KeyOrValue::Value) => layout.value_field(token, channel),
-            (Self::MmaFragment, KeyOrValue::Key) => key_fragment(format.element_bits(), head_dim, element),
-            (Self::MmaFragment, KeyOrValue::Value) => value_fragment(format.element_bits(), head_dim, element),
+    match (which, bits) {
+        // The one order of bits that is another: see `cuda/common/scores.cuh`.
+        (KeyOrValue::Key, 1) => {
+            let field = width_field(which, 1, channels, element);
+            let (byte, plane) = (field.shift / 8, field.shift % 8);
+            Field { shift: 4 * byte + plane % 4 + 16 * (plane / 4), ..field }
         }
+        _ => width_field(which, bits, channels, element),
+    }
+}
+
+const fn width_field(which: KeyOrValue, bits: usize, channels: usize, element: (usize, usize)) -> Field {
+    match which {
+        KeyOrValue::Key => key_fragment(bits, channels, element),
+        KeyOrValue::Value => value_fragment(bits, channels, element),
     }
 }
 
@@ -133,9 +147,7 @@ const fn key_fragment(bits: usize, head_dim: usize, (token, channel): (usize, us
     let (f, c, e) = (channel / 32, channel % 16 / 4, channel % 4);
     let r = token % 16 / 8 + 2 * (channel % 32 / 16);
     let (block, planes) = (m * (head_dim / 32) + f, 8 / bits);
-    let plane = block % planes;
-    let shift = if bits == 1 { 4 * e + plane % 4 + 16 * (plane / 4) } else { 8 * e + bits * plane };
-    Field::within(word(block / planes, g, c, r), shift as u32, bits)
+    Field::within(word(block / planes, g, c, r), (8 * e + bits * (block % planes)) as u32, bits)
 }
 
 const fn value_fragment(bits: usize, head_dim: usize, (token, channel): (usize, usize)) -> Field {
@@ -153,14 +165,12 @@ const fn value_fragment(bits: usize, head_dim: usize, (token, channel): (usize, 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::{AffineFormat, Grouping};
-
-    const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
+    use crate::format::{AffineFormat, Bits, CodebookFormat, Grouping, HEAD_DIMS};
 
     fn formats() -> Vec<TensorFormat> {
         let affine = |bits| TensorFormat::Affine(AffineFormat::new(bits, Grouping::Channel));
-        let widths = Bits::ALL.into_iter().filter(|&bits| bits != Bits::Three);
-        std::iter::once(TensorFormat::F16).chain(widths.map(affine)).collect()
+        let sketch = TensorFormat::Codebook(CodebookFormat::turboquant_prod(Bits::Three, 128));
+        [TensorFormat::F16, sketch].into_iter().chain(Bits::ALL.map(affine)).collect()
     }
 
     fn each(test: impl Fn(KeyOrValue, &TensorFormat, usize)) {
@@ -172,21 +182,22 @@ mod tests {
         }
     }
 
-    /// Every element has bits of its own, and together they fill the tile.
+    /// Every element has bits of its own, and together they fill the tile, but for the padding of head_dim 80.
     #[test]
     fn fragments_fill_the_tile() {
         each(|which, format, head_dim| {
-            let words = TILE_TOKENS * head_dim * format.element_bits() / 32;
             let mask = u32::MAX >> (32 - format.element_bits());
-            let mut tile = vec![0u32; words];
+            let mut tile = vec![0u32; TileOrder::MmaFragment.tile_words(which, format, head_dim)];
             for token in 0..TILE_TOKENS {
                 for channel in 0..head_dim {
-                    let field = TileOrder::MmaFragment.field(which, format, head_dim, token, channel).unwrap();
-                    assert_eq!(tile[field.word] & (mask << field.shift), 0, "{which} {format} {head_dim}");
-                    tile[field.word] |= mask << field.shift;
+                    let field = TileOrder::MmaFragment.field(which, format, head_dim, token, channel);
+                    assert_eq!(field.get(&tile), 0, "{which} {format} {head_dim}");
+                    field.set(&mut tile, mask);
+                    assert_eq!(field.get(&tile), mask, "{which} {format} {head_dim}");
                 }
             }
-            assert!(tile.iter().all(|&word| word == u32::MAX), "{which} {format} {head_dim}");
+            let bits: usize = tile.iter().map(|word| word.count_ones() as usize).sum();
+            assert_eq!(bits, TILE_TOKENS * head_dim * format.element_bits(), "{which} {format} {head_dim}");
         });
     }
 
@@ -194,16 +205,21 @@ mod tests {
     #[test]
     fn conversion_keeps_every_code() {
         each(|which, format, head_dim| {
-            let words = TILE_TOKENS * head_dim * format.element_bits() / 32;
-            let tile: Vec<u32> = (0..words as u32).map(|i| i.wrapping_mul(0x9e37_79b9) ^ (i << 7)).collect();
             let (dot, mma) = (TileOrder::DotProduct, TileOrder::MmaFragment);
+            let mask = u32::MAX >> (32 - format.element_bits());
+            let mut tile = vec![0; dot.tile_words(which, format, head_dim)];
+            for token in 0..TILE_TOKENS {
+                for channel in 0..head_dim {
+                    let code = (token * head_dim + channel) as u32;
+                    dot.field(which, format, head_dim, token, channel)
+                        .set(&mut tile, code.wrapping_mul(0x9e37_79b9) >> 9 & mask);
+                }
+            }
             let fragments = dot.convert(mma, which, format, head_dim, &tile).unwrap();
             assert_ne!(fragments, tile);
-            let mask = u32::MAX >> (32 - format.element_bits());
             for (token, channel) in [(0, 0), (1, 5), (77, head_dim - 1), (127, 33)] {
                 let code = |order: TileOrder, tile: &[u32]| {
-                    let field = order.field(which, format, head_dim, token, channel).unwrap();
-                    (tile[field.word] >> field.shift & mask) ^ order.flip(which, format)
+                    order.field(which, format, head_dim, token, channel).get(tile) ^ order.flip(which, format)
                 };
                 assert_eq!(code(dot, &tile), code(mma, &fragments), "{which} {format} {head_dim}");
             }
@@ -216,7 +232,7 @@ mod tests {
     fn fields_of_the_table() {
         let field = |which, bits: Bits, token, channel| {
             let format = TensorFormat::Affine(AffineFormat::new(bits, Grouping::Channel));
-            let field = TileOrder::MmaFragment.field(which, &format, 128, token, channel).unwrap();
+            let field = TileOrder::MmaFragment.field(which, &format, 128, token, channel);
             (field.word, field.shift)
         };
         // Block (1, 2) is number 6: load 1 and plane 2 of 4. Token 16 + 3 + 8, channel 64 + 16 + 4 · 1 + 2.
@@ -227,15 +243,20 @@ mod tests {
         assert_eq!(field(KeyOrValue::Value, Bits::Four, 61, 91), ((6 * 32 + 4 * 3 + 2) * 4 + 3, 8 * 3 + 4));
     }
 
+    /// Low bits as at 2 bits, top bits behind them in planes of one bit.
     #[test]
-    fn head_dims_without_fragments_are_refused() {
-        let tile = vec![0; 128 * 40];
-        let error = TileOrder::DotProduct
-            .convert(TileOrder::MmaFragment, KeyOrValue::Key, &TensorFormat::F16, 80, &tile)
-            .unwrap_err();
-        assert!(error.to_string().contains("multiple of 32"), "{error}");
+    fn three_bits_are_two_tiles() {
         let three = TensorFormat::Affine(AffineFormat::new(Bits::Three, Grouping::Channel));
-        let placed = TileOrder::MmaFragment.field(KeyOrValue::Key, &three, 128, 0, 0);
-        assert!(matches!(placed, Err(Error::Format { .. })), "{placed:?}");
+        let field = TileOrder::MmaFragment.field(KeyOrValue::Key, &three, 128, 27, 86);
+        assert_eq!((field.word, field.shift, field.bits), ((32 + 4 * 3 + 1) * 4 + 3, 8 * 2 + 2 * 2, 2));
+        assert_eq!(field.top, Some(TopBit { word: 1024 + (4 * 3 + 1) * 4 + 3, shift: 8 * 2 + 6 }));
+    }
+
+    #[test]
+    fn tiles_of_other_sizes_are_refused() {
+        let (dot, mma) = (TileOrder::DotProduct, TileOrder::MmaFragment);
+        let error = dot.convert(mma, KeyOrValue::Key, &TensorFormat::F16, 80, &[0; 128]).unwrap_err();
+        assert!(matches!(error, Error::Elements { expected: 5120, .. }), "{error}");
+        assert_eq!(mma.tile_words(KeyOrValue::Key, &TensorFormat::F16, 80), 128 * 96 / 2);
     }
 }

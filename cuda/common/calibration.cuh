@@ -1,0 +1,55 @@
+// CalibQuant's calibration of scores (arXiv 2502.14882, eq. 7): `format::Calibration`.
+//
+// A calibrated segment takes two launches of `attend`. The first only scores, and enters the extremes of each head over the
+// whole span by atomic maxima; the second scores again, the same way, and maps what it found. Scores are not kept: at four
+// heads a score that is written and read again moves 32 bytes for a token, as many as a key of 2 bits.
+//
+//   score ↦ (γ − τ1) + slope · (score − γ),  slope = max(0, (δ − τ2 − (γ − τ1)) / (δ − γ + 1e-8 log2(e)))
+//
+// with γ and δ the smallest and the largest score, all of it times log2(e); a span of equal scores goes to γ − τ1.
+
+#pragma once
+
+#include "common/attend_call.cuh"
+#include "common/ordered.cuh"
+
+#ifndef SCORE_PASS
+// 0: scores as they are; 1: only their extremes; 2: scores mapped by them.
+#define SCORE_PASS 0
+#endif
+
+constexpr bool FINDS_EXTREMES = SCORE_PASS == 1;
+constexpr bool MAPS_SCORES = SCORE_PASS == 2;
+
+struct ScoreMap {
+    float slope;
+    // The smallest score, and what it becomes.
+    float smallest;
+    float low;
+
+    __device__ __forceinline__ float operator()(float score) const {
+        return __fmaf_rn(slope, score - smallest, low);
+    }
+};
+
+// Ordered bits of the negated smallest score of a query head, and of the largest.
+__device__ __forceinline__ u32* score_extremes(const AttendCall& call, const Item& item, u32 head) {
+    return call.extremes + 2 * ((u64)item.span * call.kv_heads * call.group + head);
+}
+
+__device__ __forceinline__ void enter_extremes(const AttendCall& call, const Item& item, u32 head, float smallest,
+                                               float largest) {
+    u32* extremes = score_extremes(call, item, head);
+    atomicMax(extremes, ordered_bits(-smallest));
+    atomicMax(extremes + 1, ordered_bits(largest));
+}
+
+__device__ __forceinline__ ScoreMap score_map(const AttendCall& call, const Item& item, u32 head) {
+    const u32* extremes = score_extremes(call, item, head);
+    const float smallest = -from_ordered(__ldcg(extremes));
+    const float largest = from_ordered(__ldcg(extremes + 1));
+    const float low = smallest - call.tau1;
+    const float high = largest - call.tau2;
+    const float slope = fmaxf(__fdiv_rn(high - low, largest - smallest + 1.442695e-8f), 0.0f);
+    return {smallest == largest ? 0.0f : slope, smallest, low};
+}

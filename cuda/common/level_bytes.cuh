@@ -1,0 +1,51 @@
+// Levels of a codebook as signed bytes, for MMAs: level = (byte + ½) · unit, see `format::codebook`. A negative level's byte
+// is the complement of its opposite's. A permutation looks four codes up at once: nibbles of a word select bytes of tables.
+
+#pragma once
+
+// Words of the tables: at 4 bits the levels above 0 and those below, at 2 bits all four.
+constexpr int LEVEL_TABLES = 5;
+
+__device__ __forceinline__ u32 level_table(int word) {
+    if (word == 0) return 0x1f160d04u;
+    if (word == 1) return 0x58443529u;
+    if (word == 2) return 0xd6cabba7u;
+    if (word == 3) return 0xfbf2e9e0u;
+    return 0x3d12edc2u;
+}
+
+// Four codes of 4 bits, nibbles 4 HALF … 4 HALF + 3 of `word`: by their first three bits in both tables, of which the
+// fourth chooses, spread over a byte as the sign of a byte whose top it is.
+template <int HALF>
+__device__ __forceinline__ u32 level_bytes_4(u32 word, u32 low_bits, u32 shifted, const u32 (&tables)[LEVEL_TABLES]) {
+    const u32 selector = HALF == 0 ? low_bits : low_bits >> 16;
+    const u32 above = permute_bytes(tables[0], tables[1], selector);
+    const u32 below = permute_bytes(tables[2], tables[3], selector);
+    const u32 positive = permute_bytes(shifted, word, HALF == 0 ? 0xd9c8u : 0xfbeau);
+    return (above & positive) | (below & ~positive);
+}
+
+// The bytes of a word's codes, plane by plane; or, unless SORTED, as they come from the tables: nibbles of a byte are two
+// planes at 4 bits, and at 2 bits the pairs {0, 2} and {1, 3}, so that bytes 0 and 1 of `planes[i]` are of channel 0 of
+// both planes of pair i, bytes 2 and 3 of channel 1, and `planes[i + PLANES / 2]` has those of channels 2 and 3.
+template <int BITS, bool SORTED, int PLANES>
+__device__ __forceinline__ void level_bytes(u32 (&planes)[PLANES], u32 word, const u32 (&tables)[LEVEL_TABLES]) {
+    static_assert(PLANES == 8 / BITS && (BITS == 2 || BITS == 4), "codes of 2 or 4 bits");
+#pragma unroll
+    for (int i = 0; i < PLANES / 2; i++) {
+        u32 first;
+        u32 second;
+        if constexpr (BITS == 4) {
+            const u32 low_bits = word & 0x77777777u;
+            const u32 shifted = word << 4;
+            first = level_bytes_4<0>(word, low_bits, shifted, tables);
+            second = level_bytes_4<1>(word, low_bits, shifted, tables);
+        } else {
+            const u32 selector = word >> (2 * i) & 0x33333333u;
+            first = permute_bytes(tables[4], tables[4], selector);
+            second = permute_bytes(tables[4], tables[4], selector >> 16);
+        }
+        planes[i] = SORTED ? permute_bytes(first, second, 0x6420u) : first;
+        planes[i + PLANES / 2] = SORTED ? permute_bytes(first, second, 0x7531u) : second;
+    }
+}

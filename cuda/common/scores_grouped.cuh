@@ -1,0 +1,175 @@
+// Scores of one pass of a warp where ranges of keys change inside rows. Codes are multiplied as halves (m16n8k16): masked
+// where they lie they are exact subnormals, code · 2^(shift − 24).
+//
+//   groups of tokens of a channel:   score = δ (2^24 Σ_c (q_c s_c) code + Σ_c q_c m_c)
+//   groups of channels of a token:   score = Σ_j (s_j δ 2^24 Σ_{c in j} q_c code + m_j Σ_{c in j} q'_c)
+//
+// with (s, m) a range. A product q_c s_c is two halves whose sum it is, as is the query: no rounding meets what a group's
+// codes have in common. Σ_c q_c m_c is multiplied from eight rows that are all alike, once for a group.
+
+#pragma once
+
+// Distances of the bit planes of a half, and how many lie in one.
+constexpr int KEY_PLANE_SHIFT = KEY_BITS == 1 ? 1 : KEY_BITS % 8;
+constexpr int KEY_HALF_PLANES = KEY_BITS >= 8 || KEY_BITS == 3 ? 1 : KEY_BITS == 4 ? 2 : 4;
+
+// The codes of channels 4 c + odd and 4 c + 2 + odd of one plane of a word, as halves.
+__device__ __forceinline__ u32 key_pair(u32 word, int plane, int odd, bool shifted) {
+    const int shift = KEY_PLANE_SHIFT * (plane % KEY_HALF_PLANES);
+    constexpr u32 mask = ((1u << (KEY_BITS % 16)) - 1u) * 0x00010001u;
+    u32 codes = odd ? word >> 8 : word;
+    if (KEY_BITS == 1) {
+        // Channels lie in nibbles: those of a byte go to a half.
+        codes = permute_bytes(word, 0u, plane < 4 ? 0x4140u : 0x4342u);
+        if (odd) codes >>= 4;
+    }
+    if (KEY_BITS == 8) return (codes & mask) ^ 0x00800080u;
+    // Those of 1 bit are stored inverted.
+    if (KEY_BITS == 1) codes = ~codes;
+    return shifted ? codes >> shift & mask : codes & mask << shift;
+}
+
+// The A fragment of 16 tokens by channels 16 half … 16 half + 15 of a block of 32.
+__device__ __forceinline__ void key_pairs(u32 (&a)[4], const uint4& load, const uint4& top, int block, int half,
+                                          bool shifted) {
+    const int plane = block % KEY_PLANES;
+    u32 words[4] = {load.x, load.y, load.z, load.w};
+    // Those of 3 bits are put together first.
+    if (KEY_BITS == 3) three_bit_block(words, load, top, block);
+#pragma unroll
+    for (int r = 0; r < 4; r++) a[r] = key_pair(words[2 * half + r % 2], plane, r / 2, shifted);
+}
+
+constexpr float KEY_PAIR_UNIT = 16777216.0f;
+
+// A lane's sums of rows g and g + 8 by heads, of high and low parts.
+__device__ __forceinline__ float joined_halves(const float (&products)[4], int i) {
+    return WIDE ? products[i] : products[2 * i % 4] + products[(2 * i + 1) % 4];
+}
+
+// Groups of tokens: `ranges` are those of the pass, [group][channel].
+__device__ __forceinline__ void pass_scores_of_token_groups(float (&scores)[PASS_SCORES], const PassLoads& keys,
+                                                            u32 ranges, int lane,
+                                                            const u32 (&query)[2 * QUERY_REGISTERS],
+                                                            const float (&delta)[LANE_HEADS]) {
+    constexpr bool several = KEY_GROUP_TOKENS > 0 && KEY_GROUP_TOKENS < PASS_TOKENS;
+    constexpr int group_tokens = several ? KEY_GROUP_TOKENS : PASS_TOKENS;
+    constexpr int group_blocks = group_tokens / BLOCK_TOKENS;
+    uint4 load;
+    uint4 top;
+#pragma unroll
+    for (int group = 0; group < PASS_TOKENS / group_tokens; group++) {
+        u32 scaled[2 * QUERY_REGISTERS];
+        float start[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int f = 0; f < QUERY_BLOCKS; f++) {
+            const uint4 words = load_shared_16(ranges + (group * HEAD_DIM + 16 * f + 4 * (lane & 3)) * 4);
+            const u32 scales[2] = {permute_bytes(words.x, words.z, 0x5410u), permute_bytes(words.y, words.w, 0x5410u)};
+            const u32 a[4] = {permute_bytes(words.x, words.z, 0x7632u), 0u, permute_bytes(words.y, words.w, 0x7632u), 0u};
+            const int other = QUERY_BLOCKS + f;
+            multiply_f16(start, a, query[2 * f], query[2 * f + 1]);
+            if (WIDE) multiply_f16(start, a, query[2 * other], query[2 * other + 1]);
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                // What rounding leaves of the high part goes to the low one. Where both are columns of one fragment, the
+                // lanes of high ones have zeros as `other`.
+                const u32 high_query = query[2 * (WIDE ? f : other) + r];
+                const u32 high = multiply_pair(high_query, scales[r]);
+                const u32 left = multiply_subtract_pair(high_query, scales[r], high);
+                if (WIDE) scaled[2 * f + r] = high;
+                const int low = 2 * (WIDE ? other : f) + r;
+                scaled[low] = multiply_add_pair(query[low], scales[r], left);
+            }
+        }
+#pragma unroll
+        for (int m = group * group_blocks; m < (group + 1) * group_blocks; m++) {
+            float products[KEY_HALF_PLANES][4];
+#pragma unroll
+            for (int i = 0; i < 4 * KEY_HALF_PLANES; i++) products[i / 4][i % 4] = 0.0f;
+#pragma unroll
+            for (int f = 0; f < KEY_BLOCKS; f++) {
+                const int block = m * KEY_BLOCKS + f;
+                const int plane = block % KEY_PLANES;
+                if (plane == 0) load = load_shared_16(keys.at + block / KEY_PLANES * LOAD_BYTES + lane * 16);
+                if (KEY_BITS == 3 && block % TOP_PLANES == 0) {
+                    top = load_shared_16(keys.tops + block / TOP_PLANES * LOAD_BYTES + lane * 16);
+                }
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    u32 a[4];
+                    key_pairs(a, load, top, block, half, false);
+                    const int at = 2 * (2 * f + half);
+                    float(&sum)[4] = products[plane % KEY_HALF_PLANES];
+                    multiply_f16(sum, a, scaled[at], scaled[at + 1]);
+                    if (WIDE) multiply_f16(sum, a, scaled[2 * QUERY_BLOCKS + at], scaled[2 * QUERY_BLOCKS + at + 1]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 2 * LANE_HEADS; i++) {
+                float sum = joined_halves(start, i % LANE_HEADS);
+#pragma unroll
+                for (int p = 0; p < KEY_HALF_PLANES; p++) {
+                    const float unit = KEY_PAIR_UNIT / (float)(1 << (KEY_PLANE_SHIFT * p));
+                    sum = __fmaf_rn(joined_halves(products[p], i), unit, sum);
+                }
+                scores[2 * m * LANE_HEADS + i] = sum * delta[i % LANE_HEADS];
+            }
+        }
+    }
+}
+
+// Groups of channels: `ranges` are those of the pass, rows of STEP_TOKENS tokens; `group_sums` is the address of those of
+// the query. Where a group is no whole block, the query counts as zero beyond it.
+__device__ __forceinline__ void pass_scores_of_channel_groups(float (&scores)[PASS_SCORES], const PassLoads& keys,
+                                                              u32 ranges, int lane,
+                                                              const u32 (&query)[2 * QUERY_REGISTERS],
+                                                              const float (&delta)[LANE_HEADS], u32 group_sums) {
+    constexpr int channels = KEY_GROUP_CHANNELS > 1 ? KEY_GROUP_CHANNELS : HEAD_DIM;
+    const int g = lane >> 2;
+    const int c = lane & 3;
+    uint4 loads[PASS_KEY_LOADS];
+#pragma unroll
+    for (int i = 0; i < PASS_KEY_LOADS; i++) loads[i] = load_shared_16(keys.at + i * LOAD_BYTES + lane * 16);
+    uint4 tops[PASS_KEY_TOPS + 1];
+#pragma unroll
+    for (int i = 0; i < PASS_KEY_TOPS; i++) tops[i] = load_shared_16(keys.tops + i * LOAD_BYTES + lane * 16);
+#pragma unroll
+    for (int i = 0; i < PASS_SCORES; i++) scores[i] = 0.0f;
+#pragma unroll
+    for (int group = 0; group < KEY_ROW_GROUPS; group++) {
+        float sums[LANE_HEADS];
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; h++) {
+            const u32 word = load_shared_4(group_sums + (group * CHUNK_HEADS + LANE_HEADS * c + h) * 4);
+            sums[h] = __uint_as_float(word);
+        }
+#pragma unroll
+        for (int m = 0; m < PASS_BLOCKS; m++) {
+            float products[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+            for (int f = group * channels / 16; f <= ((group + 1) * channels - 1) / 16; f++) {
+                const int block = m * KEY_BLOCKS + f / 2;
+                u32 a[4];
+                const uint4& top = tops[KEY_BITS == 3 ? block / TOP_PLANES : 0];
+                key_pairs(a, loads[block / KEY_PLANES], top, block, f % 2, true);
+                const int channel = 16 * f + 4 * c;
+                const bool inside = channel >= group * channels && channel < (group + 1) * channels;
+                const int other = QUERY_BLOCKS + f;
+                multiply_f16(products, a, inside ? query[2 * f] : 0u, inside ? query[2 * f + 1] : 0u);
+                if (WIDE) multiply_f16(products, a, inside ? query[2 * other] : 0u, inside ? query[2 * other + 1] : 0u);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const u32 range = load_shared_4(ranges + (group * STEP_TOKENS + 16 * m + 8 * i + g) * 4);
+                const float scale = half_value(range & 0xffffu) * KEY_PAIR_UNIT;
+                const float minimum = half_value(range >> 16);
+#pragma unroll
+                for (int h = 0; h < LANE_HEADS; h++) {
+                    float& score = scores[(2 * m + i) * LANE_HEADS + h];
+                    const float product = joined_halves(products, i * LANE_HEADS + h) * delta[h];
+                    score = __fmaf_rn(product, scale, __fmaf_rn(minimum, sums[h], score));
+                }
+            }
+        }
+    }
+}
