@@ -21,6 +21,7 @@ const PAIR_VECTORS: u32 = (VALUE_QUADS + 1u) / VALUE_QUADS;
 const VECTOR_PAIRS: u32 = (VALUE_QUADS + 1u) / 2u;
 
 const TWO_TO_23: u32 = 1258291200u;
+const LARGEST_WEIGHT_UNIT: f32 = 1f / 255f;
 // What a sum of integer weights times bytes must be multiplied with.
 const WEIGHT_UNIT: f32 = 1f / VALUE_BYTE;
 
@@ -61,7 +62,8 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
     }
     bytes -= TWO_TO_23;
     own_bytes[head] = bytes;
-    own_scales[head] = exp2(largest - new_max);
+    // Sums of weights are 1 where a weight is 255, as those of other segments are: they are merged.
+    own_scales[head] = exp2(largest - new_max) * LARGEST_WEIGHT_UNIT;
     return (bitcast<f32>(dot4U8Packed(bytes, 0x01010101u) + TWO_TO_23) - 8388608f) * own_scales[head];
 }
 

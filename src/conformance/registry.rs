@@ -363,6 +363,14 @@ fn byte_weights() -> Vec<Case> {
     let mut calibrated = Case::new("int8-query-calibrated-1bit", shape(4, 128), SegmentFormat::calibquant(Bits::One));
     calibrated.segments[0].calibration = Some(offsets(0.0, 3.0));
     cases.push(calibrated);
+    // Segments whose weights are bytes are merged with others.
+    let mut beside = Case::new("int8-query-beside-others", shape(4, 128), SegmentFormat::F16).quick();
+    beside.segments = [SegmentFormat::F16, per_channel(Bits::Four), both(affine(Bits::Two, Grouping::Token))]
+        .map(SegmentCase::new)
+        .to_vec();
+    let span = |segment, tokens| SpanCase { segment, tokens };
+    beside.sequences = vec![vec![span(0, 130), span(1, 600), span(2, 300)], vec![span(1, 129), span(0, 1)]];
+    cases.push(beside);
     cases.iter_mut().for_each(|case| case.options.query = QueryPrecision::Int8);
     cases
 }
