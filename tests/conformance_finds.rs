@@ -1,5 +1,7 @@
 //! The conformance run must find what it is there to find: a backend that is right but for one mistake has to fail.
 
+use std::sync::atomic::{AtomicU32, Ordering};
+
 use kvpack::backend::{AttendOptions, NonFinite, SpanRead, SpanWrite, TokenWrite};
 use kvpack::conformance::{self, Failure, Report};
 use kvpack::cpu::{Cpu, CpuStore, CpuTensor};
@@ -26,11 +28,15 @@ enum Mistake {
     OffByOneCode,
     /// The output is NaN.
     YieldsNan,
+    /// Every second output has another last bit.
+    Wavers,
 }
 
 struct Mistaken {
     cpu: Cpu,
     mistake: Mistake,
+    /// Steps so far.
+    steps: AtomicU32,
 }
 
 impl Backend for Mistaken {
@@ -129,6 +135,11 @@ impl Backend for Mistaken {
         let output = self.cpu.attend(&self.mistaken_plan(plan), stores, &queries, options).await?;
         Ok(match self.mistake {
             Mistake::YieldsNan => CpuTensor::F32(vec![f32::NAN; self.elements(&output)]),
+            Mistake::Wavers => {
+                let mut outputs = output.to_f32();
+                outputs[7] = f32::from_bits(outputs[7].to_bits() ^ (self.steps.fetch_add(1, Ordering::Relaxed) % 2));
+                CpuTensor::F32(outputs)
+            }
             _ => output,
         })
     }
@@ -199,7 +210,7 @@ fn score(query: &[f32], key: &[f32]) -> f32 {
 
 fn run(case: &str, mistake: Mistake) -> Report {
     let case = conformance::cases().into_iter().find(|known| known.name == case).expect("the case is in the registry");
-    let backend = Mistaken { cpu: Cpu::new(), mistake };
+    let backend = Mistaken { cpu: Cpu::new(), mistake, steps: AtomicU32::new(0) };
     pollster::block_on(conformance::run_case(&backend, &case)).expect("the mistake is no error")
 }
 
@@ -253,4 +264,10 @@ fn a_wrong_code_is_found() {
 fn nan_is_found() {
     let report = run("format-f16", Mistake::YieldsNan);
     assert_eq!(report.failures, [Failure::OutputNotFinite { index: 0 }]);
+}
+
+#[test]
+fn outputs_that_waver_are_found() {
+    let report = run("format-f16", Mistake::Wavers);
+    assert_eq!(report.failures, [Failure::Unrepeated { elements: 1, index: 7 }]);
 }

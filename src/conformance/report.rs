@@ -59,6 +59,13 @@ pub enum Failure {
         /// What was expected and what was found.
         message: String,
     },
+    /// A second run of the same step yielded other outputs.
+    Unrepeated {
+        /// Elements whose bits differ.
+        elements: usize,
+        /// Index of the first in `[sequences, query_heads, head_dim]`.
+        index: usize,
+    },
     /// An output is NaN or infinite.
     OutputNotFinite {
         /// Its index in `[sequences, query_heads, head_dim]`.
@@ -100,6 +107,9 @@ impl fmt::Display for Failure {
                 first.sequence, first.span, first.index, first.got, first.want
             ),
             Self::NonFinite { message } => write!(f, "search for non-finite elements: {message}"),
+            Self::Unrepeated { elements, index } => {
+                write!(f, "{elements} output elements differ from run to run, first element {index}")
+            }
             Self::OutputNotFinite { index } => write!(f, "output element {index} is not finite"),
             Self::Inaccurate { what, error, limit } => write!(f, "{what} {error:.1e} is over the limit {limit:.0e}"),
         }

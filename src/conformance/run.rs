@@ -9,8 +9,8 @@ use crate::cpu::Cpu;
 use crate::format::KeyOrValue;
 use crate::{Backend, Result};
 
-/// Runs one case: stores its data through `backend`, compares what is stored with the CPU twin's bit for bit, attends,
-/// and compares the output with an f64 attention over the stored data.
+/// Runs one case: stores its data through `backend`, compares what is stored with the CPU twin's bit for bit, attends
+/// twice, which has to yield the same bits, and compares the output with an f64 attention over the stored data.
 ///
 /// # Errors
 /// Whatever the backend reports; wrong results are no error but a [`Report`] that did not pass.
@@ -38,6 +38,8 @@ pub async fn run_case<B: Backend>(backend: &B, case: &Case) -> Result<Report> {
     let stores: Vec<&B::Store> = stored.stores.iter().collect();
     let output = backend.attend(&plan, &stores, &queries, case.options).await?;
     let output = backend.download(&output).await?;
+    let again = backend.attend(&plan, &stores, &queries, case.options).await?;
+    failures.extend(unrepeated(&output, &backend.download(&again).await?));
 
     let expected = reference::of_case(case, &data, &spans)?;
     let error = expected.error_of(&output, case.shape.head_dim());
@@ -58,6 +60,13 @@ async fn upload<B: Backend>(backend: &B, data: &[SequenceData]) -> Result<Vec<(B
 /// The queries of all sequences, in the element type of the case.
 fn query_tensor(case: &Case, data: &[SequenceData]) -> HostTensor {
     HostTensor::new(case.input.elements, data.iter().flat_map(|sequence| &sequence.queries).copied().collect())
+}
+
+/// Where a second run of the same step yields other bits.
+fn unrepeated(first: &[f32], second: &[f32]) -> Option<Failure> {
+    let mut differing = first.iter().zip(second).enumerate().filter(|(_, (a, b))| a.to_bits() != b.to_bits());
+    let (index, _) = differing.next()?;
+    Some(Failure::Unrepeated { elements: 1 + differing.count(), index })
 }
 
 /// The same data stored by the CPU twin.
