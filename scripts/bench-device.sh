@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# Checks and times one device: lists the adapters, runs the conformance cases, then times decode steps over large
-# caches in several short processes, so that one lost device or one killed process costs one group of rows only.
+# Checks and times one device: lists the adapters, runs the conformance cases in parallel processes, then times decode
+# steps, one process for each backend and shape, so that one lost device costs one group of rows only and no row heats
+# the device for another. It builds nothing and prints one table; an H200 takes about five minutes.
 #
 #   scripts/bench-device.sh [KVPACK]     KVPACK is the binary, target/release/kvpack if none is named
 #
 #   BENCH_RESULTS     the folder for logs and JSON, target/bench-device by default
-#   BENCH_TIMEOUT     seconds for each process, 300 by default
+#   BENCH_TIMEOUT     seconds for each process, 120 by default
+#   BENCH_SHAPES      the shapes, those of `kvpack bench --suite decode` by default
+#   BENCH_FORMAT      part of the formats' names, 'bit per channel' by default; '' is every format
 #
-# WGPU_BACKEND and WGPU_ADAPTER_NAME choose the adapter. It builds nothing. The exit code is 1 if a check failed, a
-# result was wrong or a group did not finish.
+# WGPU_BACKEND and WGPU_ADAPTER_NAME choose the adapter. Where there is libcuda, the CUDA backend is checked and timed too.
+# The exit code is 1 if a check failed, a result was wrong or a process did not finish.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
@@ -22,8 +25,14 @@ command -v python3 >/dev/null || {
     exit 2
 }
 results="${BENCH_RESULTS:-target/bench-device}"
-limit="${BENCH_TIMEOUT:-300}"
+limit="${BENCH_TIMEOUT:-120}"
+read -ra shapes <<<"${BENCH_SHAPES:-g4-b8-32k g4-b32-8k g1-b8-8k g4-b1-4k g4-b1-128k g8-b8-32k}"
+format="${BENCH_FORMAT-bit per channel}"
 mkdir -p "$results" && rm -f "$results"/*.json "$results"/*.log || exit
+backends=(wgpu)
+if ldconfig -p | grep -q 'libcuda\.so'; then
+    backends+=(cuda)
+fi
 
 failed=0
 fail() {
@@ -34,70 +43,75 @@ fail() {
 "$kvpack" list | tee "$results/list.log"
 [ "${PIPESTATUS[0]}" = 0 ] || fail "kvpack list"
 
-for checks in safe trusted; do
-    printf '\n== check, %s\n' "$checks"
-    timeout "$limit" "$kvpack" check --backend wgpu --checks "$checks" >"$results/check-$checks.log" 2>&1 ||
-        fail "kvpack check --checks $checks: see $results/check-$checks.log"
-    grep -E '^FAILED|passed, ' "$results/check-$checks.log"
-done
-
-if ldconfig -p | grep -q 'libcuda\.so'; then
-    printf '\n== cuda\n'
-    timeout "$limit" "$kvpack" check --backend cuda >"$results/check-cuda.log" 2>&1 ||
-        fail "kvpack check --backend cuda: see $results/check-cuda.log"
-    grep -E '^FAILED|passed, ' "$results/check-cuda.log"
-    timeout "$limit" "$kvpack" bench --backend cuda --suite decode --format 'per channel' 2>&1 | tee "$results/bench-cuda.log"
-    [ "${PIPESTATUS[0]}" = 0 ] || fail "bench --backend cuda: see $results/bench-cuda.log"
+# Cases by parts of their names, which together are all of them; compiling the kernels takes most of the time.
+groups=(codebook format- shape- sketch rotated int8 data- calibrated length symmetric mixed groups sink segments appended
+    input split paging f16-output)
+check() { # name, arguments
+    local name="$1" unfinished
+    shift
+    printf '%s\n' "${groups[@]}" | xargs -P "$(nproc)" -I{} bash -c '
+        log="$1-{}.log" && shift
+        timeout "$@" --filter {} >"$log" 2>&1
+        echo "exit code $?" >>"$log"
+    ' _ "$results/check-$name" "$limit" "$kvpack" check "$@"
+    awk '/passed, / {passed += $1; wrong += $3} END {print passed + 0, "passed,", wrong + 0, "failed (some cases are in two groups)"}' \
+        "$results/check-$name"-*.log
+    grep -h '^FAILED' "$results/check-$name"-*.log
+    unfinished="$(grep -L '^exit code 0' "$results/check-$name"-*.log | tr '\n' ' ')"
+    [ -z "$unfinished" ] || fail "kvpack check $*: see $unfinished"
+}
+printf '\n== check, wgpu, checked shaders\n'
+check wgpu-safe --backend wgpu --checks safe
+printf '\n== check, wgpu, trusted shaders\n'
+check wgpu-trusted --backend wgpu --checks trusted
+if [ "${#backends[@]}" = 2 ]; then
+    printf '\n== check, cuda\n'
+    check cuda --backend cuda
 else
     printf '\n== cuda: there is no libcuda, so the CUDA backend is neither checked nor timed\n'
 fi
 
-# Every format is measured beside f16, which each process times again: × f16 needs it.
-group() { # shape, query, format
-    local log="$results/$1-$2-${3// /-}"
-    timeout "$limit" "$kvpack" bench --backend wgpu --checks trusted --shape "$1" --query "$2" --format "$3" --json \
-        >"$log.json" 2>"$log.log"
-    local status=$?
-    [ "$status" = 0 ] || fail "bench $1, query $2, $3: exit code $status, see $log.log"
+time_rows() { # backend, name, arguments
+    local backend="$1" name="$2"
+    shift 2
+    local log="$results/bench-$backend-$name"
+    local options=(--backend "$backend" --seconds 0.03)
+    [ "$backend" = cuda ] || options+=(--checks trusted --query int8)
+    timeout "$limit" "$kvpack" bench "${options[@]}" "$@" --json >"$log.json" 2>"$log.log" ||
+        fail "kvpack bench ${options[*]} $*: exit code $?, see $log.log"
 }
-
 printf '\n== bench\n'
-for format in "8-bit per channel" "4-bit per channel" "2-bit per channel" "1-bit per channel"; do
-    group g1-b128-8k int16 "$format"
-    group g1-b128-8k int8 "$format"
-    group g4-b128-32k int16 "$format"
-    group g4-b128-32k int8 "$format"
+for backend in "${backends[@]}"; do
+    for shape in "${shapes[@]}"; do
+        time_rows "$backend" "$shape" --shape "$shape" ${format:+--format "$format"}
+    done
+    [ -n "${BENCH_SHAPES:-}" ] || time_rows "$backend" mixed --suite mixed
 done
 
 python3 - "$results" <<'PYTHON' || failed=1
 import json, pathlib, sys
 
-print(f"{'shape':<12} {'query':<6} {'format':<28} {'NMSE':>8} {'MB':>9} {'µs':>9} {'GB/s':>7} {'% read':>7} {'× f16':>6}")
+print(f"{'backend':<8} {'shape':<12} {'format':<58} {'NMSE':>8} {'MB':>9} {'µs':>9} {'GB/s':>7} {'% read':>7} {'× f16':>6}")
 wrong = False
-seen = set()
-for path in sorted(pathlib.Path(sys.argv[1]).glob("*.json")):
-    query = "int8" if "-int8-" in path.name else "int16"
+for path in sorted(pathlib.Path(sys.argv[1]).glob("bench-*.json")):
+    backend = path.name.split("-")[1]
     try:
         report = json.loads(path.read_text())
     except ValueError:
         continue  # the process did not finish, which was reported above
     for shape in report["shapes"]:
+        alone = {row["format"]: row.get("step_us") for row in shape["rows"]}
         for row in shape["rows"]:
-            key = (shape["shape"], row["format"], query)
-            if row["format"] == "f16":
-                key = key[:2]
-            if key in seen:
-                continue
-            seen.add(key)
-            line = f"{shape['shape']:<12} {'-' if row['format'] == 'f16' else query:<6} {row['format']:<28}"
+            line = f"{backend:<8} {shape['shape']:<12} {row['format'][:58]:<58}"
             if row["outcome"] != "timed":
                 wrong |= row["outcome"] == "wrong"
                 print(line, row["outcome"].upper(), row.get("reason", ""))
                 continue
-            nmse = "-" if row["nmse"] is None else f"{row['nmse']:.0e}"
             times = "-" if row["times_f16"] is None else f"{row['times_f16']:.2f}"
-            print(f"{line} {nmse:>8} {row['bytes'] / 1e6:9.1f} {row['step_us']:9.1f} {row['gigabytes_per_second']:7.0f}"
-                  f" {row['percent_of_read']:7.1f} {times:>6}")
+            parts = [alone.get(part) for part in row["parts"]] if len(row["parts"]) > 1 else []
+            mixed = f"  parts alone {sum(parts):.1f} µs" if parts and all(parts) else ""
+            print(f"{line} {row['nmse']:8.0e} {row['bytes'] / 1e6:9.1f} {row['step_us']:9.1f}"
+                  f" {row['gigabytes_per_second']:7.0f} {row['percent_of_read']:7.1f} {times:>6}{mixed}")
 sys.exit(wrong)
 PYTHON
 
