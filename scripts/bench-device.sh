@@ -91,7 +91,7 @@ done
 python3 - "$results" <<'PYTHON' || failed=1
 import json, pathlib, sys
 
-print(f"{'backend':<8} {'shape':<12} {'format':<58} {'NMSE':>8} {'MB':>9} {'µs':>9} {'GB/s':>7} {'% read':>7} {'× f16':>6}")
+print(f"{'backend':<8} {'shape':<12} {'format':<58} {'NMSE':>8} {'int16':>8} {'MB':>9} {'µs':>9} {'GB/s':>7} {'% read':>7} {'× f16':>6}")
 wrong = False
 for path in sorted(pathlib.Path(sys.argv[1]).glob("bench-*.json")):
     backend = path.name.split("-")[1]
@@ -110,7 +110,8 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob("bench-*.json")):
             times = "-" if row["times_f16"] is None else f"{row['times_f16']:.2f}"
             parts = [alone.get(part) for part in row["parts"]] if len(row["parts"]) > 1 else []
             mixed = f"  parts alone {sum(parts):.1f} µs" if parts and all(parts) else ""
-            print(f"{line} {row['nmse']:8.0e} {row['bytes'] / 1e6:9.1f} {row['step_us']:9.1f}"
+            int16 = "-" if row["nmse_int16"] is None else f"{row['nmse_int16']:.0e}"
+            print(f"{line} {row['nmse']:8.0e} {int16:>8} {row['bytes'] / 1e6:9.1f} {row['step_us']:9.1f}"
                   f" {row['gigabytes_per_second']:7.0f} {row['percent_of_read']:7.1f} {times:>6}{mixed}")
 sys.exit(wrong)
 PYTHON

@@ -11,7 +11,7 @@ use kvpack::{AttentionShape, Backend, SegmentFormat, TILE_TOKENS};
 use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
-use super::timed::Timed;
+use super::timed::{Guard, Timed};
 use crate::print;
 
 /// Sequences of the batch.
@@ -118,7 +118,7 @@ pub fn run<B: TimedStores + Timed>(backend: &B, json: bool) -> Result<()> {
     let formats = decode_formats();
     let progress = ProgressBar::new(formats.len() as u64).with_style(print::bar());
     let mut rows = Vec::new();
-    let mut guard = Guard { best: pollster::block_on(backend.guard_rate())?, low: 0.0 };
+    let mut guard = pollster::block_on(Guard::new(backend))?;
     for format in formats {
         progress.set_message(format.to_string());
         match pollster::block_on(row(backend, shape, format, &mut guard)) {
@@ -138,23 +138,8 @@ pub fn run<B: TimedStores + Timed>(backend: &B, json: bool) -> Result<()> {
         head_dim: shape.head_dim(),
         rows,
     };
-    if json { print::json(&report) } else { print_report(&report) }
-}
-
-/// The best rate that the device has shown, and how much of it was missing around a row.
-struct Guard {
-    best: f64,
-    low: f64,
-}
-
-impl Guard {
-    /// Looks at the device, which raises its clock again if it idled.
-    async fn look<B: Timed>(&mut self, backend: &B) -> kvpack::Result<()> {
-        let rate = backend.guard_rate().await?;
-        self.best = self.best.max(rate);
-        self.low = self.low.max(1.0 - rate / self.best);
-        Ok(())
-    }
+    let tolerated = backend.guard_tolerance().map_or(UNSTEADY_PERCENT, |fraction| fraction * 100.0);
+    if json { print::json(&report) } else { print_report(&report, tolerated) }
 }
 
 async fn row<B: TimedStores + Timed>(
@@ -163,7 +148,6 @@ async fn row<B: TimedStores + Timed>(
     format: SegmentFormat,
     guard: &mut Guard,
 ) -> Result<AppendRow> {
-    guard.low = 0.0;
     let at_once = format.takes_single_tokens();
     let mut batch = Batch::new(backend, shape, if at_once { format } else { SegmentFormat::F16 }).await?;
     let step = |slot: usize| -> Vec<TokenWrite> {
@@ -171,9 +155,9 @@ async fn row<B: TimedStores + Timed>(
         batch.pages.iter().enumerate().map(write).collect()
     };
     let steps: Vec<Vec<TokenWrite>> = (0..TILE_TOKENS).map(step).collect();
-    guard.look(backend).await?;
+    let mut slowest = guard.look(backend).await?;
     let append = backend.time_append(&mut batch, &steps).await?;
-    guard.look(backend).await?;
+    slowest = slowest.min(guard.look(backend).await?);
     batch.check(backend).await?;
     let pack = match at_once {
         true => None,
@@ -181,9 +165,9 @@ async fn row<B: TimedStores + Timed>(
             let mut packed = backend.create_store(shape, format)?;
             backend.add_shard(&mut packed, SEQUENCES as u32).await?;
             backend.reserve_ranges(&mut packed, SEQUENCES).await?;
-            guard.look(backend).await?;
+            slowest = slowest.min(guard.look(backend).await?);
             let seconds = backend.time_pack(&mut batch, &mut packed).await?;
-            guard.look(backend).await?;
+            slowest = slowest.min(guard.look(backend).await?);
             Some(seconds / TILE_TOKENS as f64)
         }
     };
@@ -197,7 +181,7 @@ async fn row<B: TimedStores + Timed>(
         append_us: append * 1e6,
         pack_us: pack.map(|pack| pack * 1e6),
         token_ns: (append + pack.unwrap_or(0.0)) * 1e9 / SEQUENCES as f64,
-        guard_low_percent: guard.low * 100.0,
+        guard_low_percent: guard.missing(slowest) * 100.0,
     })
 }
 
@@ -254,7 +238,7 @@ impl<B: Backend> Batch<B> {
     }
 }
 
-fn print_report(report: &AppendReport) -> Result<()> {
+fn print_report(report: &AppendReport, tolerated: f64) -> Result<()> {
     println!("{}", report.backend);
     println!(
         "\nOne token for each of {} sequences, {} KV heads × {} ({})",
@@ -271,7 +255,7 @@ fn print_report(report: &AppendReport) -> Result<()> {
         ]);
     }
     println!("{table}");
-    for row in report.rows.iter().filter(|row| row.guard_low_percent > UNSTEADY_PERCENT) {
+    for row in report.rows.iter().filter(|row| row.guard_low_percent > tolerated) {
         println!("{}: the device ran {:.0} % below its best before or after it", row.format, row.guard_low_percent);
     }
     println!("\npack: a full window of each sequence, spread over the 128 steps that fill it.");

@@ -257,7 +257,11 @@ fn table(shape: &ShapeReport) -> comfy_table::Table {
     for row in &shape.rows {
         let mut cells = vec![
             row.format.clone(),
-            row.nmse.map_or("-".into(), |nmse| format!("{nmse:.0e}")),
+            match (row.nmse, row.nmse_int16) {
+                (None, _) => "-".into(),
+                (Some(nmse), None) => format!("{nmse:.0e}"),
+                (Some(nmse), Some(int16)) => format!("{nmse:.0e} (int16: {int16:.0e})"),
+            },
             format!("{:.2}", row.bytes as f64 / 1e6),
         ];
         match row.outcome.figures() {

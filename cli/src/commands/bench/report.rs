@@ -42,6 +42,8 @@ pub struct BenchRow {
     /// Normalised mean square error against f64 over the stored data, from the check before the timing; none where
     /// there was none.
     pub nmse: Option<f64>,
+    /// The same with a query of 16 bits, where the step takes one of 8: what the query adds is the difference.
+    pub nmse_int16: Option<f64>,
     /// Bytes that a step must read: codes and ranges.
     pub bytes: u64,
     /// Copies of the batch that the steps went round.

@@ -8,7 +8,7 @@ use kvpack::conformance::{BatchFormat, DecodeData, DecodeShape, SequenceData, Wo
 use kvpack::plan::Split;
 
 use super::report::{BenchReport, BenchRow, Figures, RowOutcome, ShapeReport};
-use super::timed::{StepTimes, Timed};
+use super::timed::{Guard, StepTimes, Timed};
 
 /// Attempts to time a row while the device keeps its clock.
 const ATTEMPTS: usize = 3;
@@ -39,14 +39,13 @@ pub struct Subject {
 struct Bench<'a, B> {
     backend: &'a B,
     plan: &'a BenchPlan,
-    best_guard: f64,
+    guard: Guard,
 }
 
 /// Runs all rows.
 pub async fn run<B: Timed>(backend: &B, plan: &BenchPlan) -> Result<BenchReport> {
     let progress = ProgressBar::new((plan.subjects.len() * plan.formats.len()) as u64).with_style(crate::print::bar());
-    // The first look: in some processes the clock falls for good before the first row is ready.
-    let mut bench = Bench { backend, plan, best_guard: backend.guard_rate().await? };
+    let mut bench = Bench { backend, plan, guard: Guard::new(backend).await? };
     let mut shapes = Vec::with_capacity(plan.subjects.len());
     for subject in &plan.subjects {
         shapes.push(bench.shape(subject, &progress).await?);
@@ -95,6 +94,13 @@ impl<B: Timed> Bench<'_, B> {
             other => other?,
         };
         let report = workload.check(self.backend, data, self.options()).await?;
+        let nmse_int16 = match self.plan.query {
+            QueryPrecision::Int16 => None,
+            QueryPrecision::Int8 => {
+                let exact = workload.check(self.backend, data, AttendOptions::default()).await?;
+                Some(exact.error.nmse)
+            }
+        };
         let outcome = match report.passed() {
             false => RowOutcome::Wrong { reason: report.reason() },
             true => self.time(&workload, data, read).await?,
@@ -103,6 +109,7 @@ impl<B: Timed> Bench<'_, B> {
             format: format.to_string(),
             parts: parts_of(format),
             nmse: Some(report.error.nmse),
+            nmse_int16,
             bytes: workload.step_bytes,
             copies: workload.plans.len(),
             outcome,
@@ -117,13 +124,12 @@ impl<B: Timed> Bench<'_, B> {
     async fn time(&mut self, workload: &Workload<B>, data: &DecodeData<B>, read: f64) -> Result<RowOutcome> {
         let mut low = 0.0;
         for _ in 0..ATTEMPTS {
-            let before = self.backend.guard_rate().await?;
+            let before = self.guard.look(self.backend).await?;
             let times = self.backend.time_steps(workload, data, self.options(), self.plan.seconds).await?;
             let again = self.backend.time_steps(workload, data, self.options(), self.plan.seconds).await?;
-            let after = self.backend.guard_rate().await?;
-            self.best_guard = self.best_guard.max(before).max(after);
+            let after = self.guard.look(self.backend).await?;
             let apart = 1.0 - (times.seconds / again.seconds).min(again.seconds / times.seconds);
-            low = (1.0 - before.min(after) / self.best_guard).max(apart);
+            low = self.guard.missing(before.min(after)).max(apart);
             if self.backend.guard_tolerance().is_none_or(|tolerance| low <= tolerance) {
                 let figures = Figures::new(times, workload.step_bytes, read);
                 return Ok(RowOutcome::Timed(Figures { guard_low_percent: low * 100.0, ..figures }));
@@ -161,7 +167,15 @@ fn parts_of(format: &BatchFormat) -> Vec<String> {
 impl BenchRow {
     fn skipped(format: &BatchFormat, error: &kvpack::Error) -> Self {
         let outcome = RowOutcome::Skipped { reason: error.to_string() };
-        Self { format: format.to_string(), parts: parts_of(format), nmse: None, bytes: 0, copies: 0, outcome }
+        Self {
+            format: format.to_string(),
+            parts: parts_of(format),
+            nmse: None,
+            nmse_int16: None,
+            bytes: 0,
+            copies: 0,
+            outcome,
+        }
     }
 }
 

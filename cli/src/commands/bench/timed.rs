@@ -46,6 +46,36 @@ pub trait Timed: Backend + Sized {
     fn plain_step(&self, data: &DecodeData<Self>) -> Result<Option<f64>>;
 }
 
+/// The best that a device has shown.
+pub struct Guard {
+    best: f64,
+}
+
+impl Guard {
+    /// Takes a first look: in some processes the clock falls for good before the first row is ready.
+    ///
+    /// # Errors
+    /// Whatever the backend reports.
+    pub async fn new<B: Timed>(backend: &B) -> Result<Self> {
+        Ok(Self { best: backend.guard_rate().await? })
+    }
+
+    /// Looks at the device, which raises its clock again if it idled, and yields its rate.
+    ///
+    /// # Errors
+    /// Whatever the backend reports.
+    pub async fn look<B: Timed>(&mut self, backend: &B) -> Result<f64> {
+        let rate = backend.guard_rate().await?;
+        self.best = self.best.max(rate);
+        Ok(rate)
+    }
+
+    /// How much of the best rate another one lacks, as a fraction.
+    pub fn missing(&self, rate: f64) -> f64 {
+        1.0 - rate / self.best
+    }
+}
+
 /// What suits the size of a device.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
