@@ -45,7 +45,7 @@ fn skip_value_range(i: u32) {
     value_range[i] = vec2<f32>(0f);
 }
 
-fn enter_value_ranges(parity: u32) {
+fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
     let own = max(max(value_range[0].x, value_range[1].x), max(value_range[2].x, value_range[3].x));
     let entered = largest_to_enter(bitcast<u32>(own));
     if (enters()) {
@@ -53,7 +53,7 @@ fn enter_value_ranges(parity: u32) {
     }
 }
 
-fn take_value_ranges(parity: u32) {
+fn take_value_ranges(parity: u32, team: u32, lane: u32) {
     largest_scale = bitcast<f32>(atomicLoad(&largest_scales[parity]));
     atomicStore(&largest_scales[1u - parity], 0u);
     // unroll
@@ -67,7 +67,7 @@ fn take_value_ranges(parity: u32) {
     }
 }
 
-fn ranged_weight(weight: f32, i: u32) -> f32 {
+fn ranged_weight(weight: f32, group: u32, i: u32) -> f32 {
     // Where every scale of the step is 0, so are all weights.
     return weight * min(value_range[i].x / max(largest_scale, 1e-30f), 1f);
 }

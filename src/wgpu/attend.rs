@@ -39,6 +39,15 @@ pub(super) struct Fused {
     pub output: Option<ElementType>,
 }
 
+/// How keys with one range per channel and group of tokens are multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum KeyGroups {
+    /// As floats, one after the other.
+    Decoded,
+    /// As integers, by a query of integers for every group: it is made a step ahead, between barriers.
+    Integers,
+}
+
 /// Everything that chooses the attend variant of one segment.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Specialisation<'a> {
@@ -66,7 +75,7 @@ impl Specialisation<'_> {
     pub fn attend(&self, fused: Fused) -> Variant {
         let heads = self.head_split();
         let variant = self.with_work(Variant::new("attend"), heads);
-        let variant = self.with_keys(variant);
+        let variant = self.with_keys(variant, KeyGroups::Integers);
         let variant = match fused.queries {
             Some(input) => self.with_own_query(variant, input),
             None => variant,
@@ -96,7 +105,7 @@ impl Specialisation<'_> {
     /// The unfused scores of packed keys.
     pub fn scores(&self) -> Variant {
         let heads = self.head_split();
-        self.with_keys(self.with_work(Variant::new("scores"), heads))
+        self.with_keys(self.with_work(Variant::new("scores"), heads), KeyGroups::Decoded)
     }
 
     /// The unfused weighted values, with the calibration (τ1, τ2). With an output, they are merged as in [`Fused::output`].
@@ -109,9 +118,9 @@ impl Specialisation<'_> {
     /// The most heads per workgroup that fit its memory, spread evenly.
     pub fn head_split(&self) -> HeadSplit {
         let group = self.shape.group();
-        let decoded = |format: &TensorFormat| *format != TensorFormat::F16 && !is_dot(format);
-        let any_decoded = decoded(&self.format.key) || decoded(&self.format.value);
-        let most = if any_decoded { MOST_DECODED_HEADS } else { MOST_HEADS };
+        let decoded_keys = self.format.key != TensorFormat::F16 && !self.integer_keys() && !self.has_key_groups();
+        let decoded_values = self.format.value != TensorFormat::F16 && !self.integer_values();
+        let most = if decoded_keys || decoded_values { MOST_DECODED_HEADS } else { MOST_HEADS };
         let fits = |heads: &usize| self.workgroup_bytes(*heads) <= self.capabilities.limits.workgroup_memory as usize;
         let most = (1..=most.min(group)).rev().find(fits).unwrap_or(1);
         let chunks = group.div_ceil(most);
@@ -136,6 +145,30 @@ impl Specialisation<'_> {
         is_dot(&self.format.key)
     }
 
+    /// True if keys have one range per channel and group of tokens, which goes into the query in `attend`.
+    fn has_key_groups(&self) -> bool {
+        matches!(self.format.key.grouping(), Some(Grouping::ChannelTokens(_)))
+    }
+
+    /// Groups of channels whose values have ranges of their own that go into weights of their own, if those of a lane can
+    /// lie in one group: lanes take one, two or four channels.
+    fn value_groups(&self) -> Option<usize> {
+        let head_dim = self.shape.head_dim();
+        match self.format.value.grouping() {
+            Some(Grouping::TokenChannels(channels))
+                if channels.is_multiple_of(32) && head_dim.div_ceil(32).is_power_of_two() =>
+            {
+                Some(head_dim / channels)
+            }
+            _ => None,
+        }
+    }
+
+    /// True if weights are integers.
+    fn integer_values(&self) -> bool {
+        is_dot(&self.format.value) || self.value_groups().is_some()
+    }
+
     /// Byte planes of the prepared query.
     pub fn query_planes(&self) -> usize {
         match self.query {
@@ -146,7 +179,8 @@ impl Specialisation<'_> {
 
     /// True if weights are integers of one byte.
     fn byte_weights(&self) -> bool {
-        self.query == QueryPrecision::Int8 && self.format.value.grouping() == Some(Grouping::Channel)
+        let by_channel = self.format.value.grouping() == Some(Grouping::Channel);
+        self.query == QueryPrecision::Int8 && (by_channel || self.value_groups().is_some())
     }
 
     /// 32-bit words of the prepared rows of one query.
@@ -158,10 +192,19 @@ impl Specialisation<'_> {
 
     /// Workgroup memory of the attend variant with `heads` heads, as the shaders declare it.
     fn workgroup_bytes(&self, heads: usize) -> usize {
-        let query = heads * self.query_row_words() * 4;
-        let weights = match is_dot(&self.format.value) {
-            true if self.byte_weights() => heads * STEP_TILES * (8 * 16 + WEIGHT_BLOCKS * (4 + 2 * 4)),
-            true => heads * 2 * STEP_TILES * 8 * 16,
+        let query = heads * self.query_row_words() * 4 + self.group_query_bytes(heads);
+        let groups = self.value_groups().unwrap_or(1);
+        let group_ranges = self.value_groups().map_or(0, |groups| groups * (heads + 2) * 4);
+        // Groups of weights lie in banks of their own.
+        let apart = groups * (groups / 2) * 16;
+        let weights = match self.integer_values() {
+            true if self.byte_weights() => {
+                let maxima = heads + self.value_groups().unwrap_or(0);
+                groups * heads * STEP_TILES * (8 * 16 + WEIGHT_BLOCKS * 4)
+                    + maxima * STEP_TILES * WEIGHT_BLOCKS * 2 * 4
+                    + apart
+            }
+            true => groups * heads * 2 * STEP_TILES * 8 * 16 + apart,
             false if self.capabilities.f16 => heads * STEP_TILES * 32 * 8,
             false => heads * STEP_TILES * 32 * 16,
         };
@@ -171,7 +214,18 @@ impl Specialisation<'_> {
         let last = heads * 4;
         let ranges = if self.format.value.has_span_ranges() { self.shape.head_dim() * 8 } else { 0 };
         let rotated = self.format.value.rotation().map_or(0, |_| self.shape.head_dim() * 4);
-        MAX_TILES * 4 + rotated + query + weights + block_sums + heads * INVOCATIONS * 4 + maxima + last + ranges
+        let sums = block_sums + heads * INVOCATIONS * 4;
+        MAX_TILES * 4 + rotated + query + weights + sums + maxima + last + ranges + group_ranges
+    }
+
+    /// Workgroup memory of the queries of a step's groups of tokens: integers for every quarter of a tile, their largest and
+    /// their bias.
+    fn group_query_bytes(&self, heads: usize) -> usize {
+        if !self.has_key_groups() {
+            return 0;
+        }
+        let channels = TileLayout::new(&self.format.key, self.shape.head_dim()).key_row_channels();
+        4 * STEP_TILES * (heads * self.query_planes() * channels + 16 + heads * 8)
     }
 
     fn with_work(&self, variant: Variant, heads: HeadSplit) -> Variant {
@@ -191,7 +245,7 @@ impl Specialisation<'_> {
         }
     }
 
-    fn with_keys(&self, variant: Variant) -> Variant {
+    fn with_keys(&self, variant: Variant, groups: KeyGroups) -> Variant {
         let layout = TileLayout::new(&self.format.key, self.shape.head_dim());
         let vector = layout.key_vector();
         let variant = variant
@@ -216,12 +270,28 @@ impl Specialisation<'_> {
                 .with_integer_query(variant, bits)
                 .import("key_ranges", "common/key_ranges_token.wgsl")
                 .float("KEY_MIDDLE", self.key_bytes().middle * self.key_bytes().unit),
-            Some(Grouping::ChannelTokens(tokens)) => by_value("common/key_field_channel_tokens.wgsl")
-                .constant("KEY_TOKEN_GROUPS", crate::TILE_TOKENS / tokens),
+            Some(Grouping::ChannelTokens(tokens)) => match groups {
+                KeyGroups::Decoded => by_value("common/key_field_channel_tokens.wgsl"),
+                KeyGroups::Integers => self.with_key_groups(variant, bits),
+            }
+            .constant("KEY_TOKEN_GROUPS", crate::TILE_TOKENS / tokens),
             Some(Grouping::TokenChannels(channels)) => {
                 by_value("common/key_field_token_channels.wgsl").constant("KEY_GROUP_CHANNELS", channels)
             }
             Some(Grouping::Channel) | None => self.with_integer_query(variant, bits),
+        }
+    }
+
+    fn with_key_groups(&self, variant: Variant, bits: Bits) -> Variant {
+        let variant = self
+            .with_query_fields(self.with_integer_query(variant, bits))
+            .import("scores", "common/scores_groups.wgsl")
+            .float("KEY_MIDDLE", self.key_bytes().middle);
+        match self.capabilities.subgroups {
+            Some(sizes) if (sizes.min, sizes.max) == (32, 32) => variant
+                .import("key_totals", "common/key_totals_subgroup.wgsl")
+                .import("numbering", "common/numbering_subgroup.wgsl"),
+            _ => variant,
         }
     }
 
@@ -298,9 +368,12 @@ impl Specialisation<'_> {
             }
             Some(Grouping::ChannelTokens(tokens)) => by_value("common/value_field_channel_tokens.wgsl")
                 .constant("VALUE_TOKEN_GROUPS", crate::TILE_TOKENS / tokens),
-            Some(Grouping::TokenChannels(channels)) => {
-                by_value("common/value_field_token_channels.wgsl").constant("VALUE_GROUP_CHANNELS", channels)
-            }
+            Some(Grouping::TokenChannels(channels)) => match self.value_groups() {
+                Some(groups) => {
+                    self.with_value_groups(with_value_bytes(variant, bits, &self.format.value), groups, split)
+                }
+                None => by_value("common/value_field_token_channels.wgsl").constant("VALUE_GROUP_CHANNELS", channels),
+            },
             Some(Grouping::Channel) | None if self.byte_weights() => self.with_byte_weights(integers(), bits, &bytes),
             Some(Grouping::Channel) | None => integers(),
         }
@@ -309,7 +382,26 @@ impl Specialisation<'_> {
     fn with_byte_weights(&self, variant: Variant, bits: Bits, bytes: &CodeBytes) -> Variant {
         // Bytes are made unsigned by adding 128.
         let middle = bytes.middle - 128.0 / bytes.step;
-        let variant = variant.import("values", "common/values_byte.wgsl").float("VALUE_MIDDLE", middle);
+        let variant = variant.float("VALUE_MIDDLE", middle);
+        self.with_weight_blocks(variant, bits)
+    }
+
+    /// Values with one range per token and group of channels: a set of weights for every group.
+    fn with_value_groups(&self, variant: Variant, groups: usize, split: ChannelSplit) -> Variant {
+        let variant = variant.constant("WEIGHT_GROUPS", groups).constant("CHANNEL_STRIDE", 32 / split.channels);
+        let (middle, bits) =
+            (CodeBytes::new(&self.format.value, self.shape.head_dim()).middle, self.format.value.code_bits());
+        match bits {
+            Some(bits) if self.byte_weights() => self
+                .with_weight_blocks(variant, bits)
+                .import("byte_weights", "common/byte_weights_groups.wgsl")
+                .float("VALUE_CENTRE", bits.max_code() as f32 / 2.0),
+            _ => variant.import("value_ranges", "common/value_ranges_step.wgsl").float("VALUE_MIDDLE", middle),
+        }
+    }
+
+    fn with_weight_blocks(&self, variant: Variant, bits: Bits) -> Variant {
+        let variant = variant.import("values", "common/values_byte.wgsl");
         // The eight lanes of a block of weights lie among so many: two neighbours for each of the words of a vector.
         let lanes = match bits {
             Bits::Three => 8,
@@ -443,7 +535,13 @@ mod tests {
     ];
 
     fn tensor_formats(head_dim: usize) -> Vec<TensorFormat> {
-        let groupings = [Grouping::Channel, Grouping::Token, Grouping::ChannelTokens(32), Grouping::TokenChannels(16)];
+        let groupings = [
+            Grouping::Channel,
+            Grouping::Token,
+            Grouping::ChannelTokens(32),
+            Grouping::TokenChannels(16),
+            Grouping::TokenChannels(if head_dim % 64 == 0 { 32 } else { 8 }),
+        ];
         let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));
         let rotated = groupings.map(|grouping| {
             TensorFormat::Affine(AffineFormat::new(Bits::Two, grouping).rotated(Rotation::randomized(16, 1)))
