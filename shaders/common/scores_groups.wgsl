@@ -2,10 +2,9 @@
 //
 //   score = unit_g Σ round(q s_g / unit_g) c + Σ q (m_g + 2^(bits-1) s_g)
 //
-// The scales of a group go into the query, which becomes integers anew for every quarter of a tile, 32 tokens: relative to
-// the largest |q s_g| of the quarter, QUERY_PLANES byte planes in the order of use (common/query_fields.wgsl). A team does
-// that for its next tile between the two barriers of a step, a lane for the field groups lane, lane + 32, ...; that is one
-// multiplication and a rounding for 32 products.
+// The scales of a group go into the query, which becomes bytes anew for every quarter of a tile, 32 tokens: relative to
+// the largest |q s_g| of the quarter, in the order of use (common/query_fields.wgsl). A team does that for its next tile
+// between the two barriers of a step, a lane for the field groups lane, lane + 32, ...
 // The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Keys: eight neighbouring lanes or
 // more read neighbouring vectors, and make signed bytes of their fields (common/key_bytes_*.wgsl).
 
@@ -22,13 +21,12 @@ const KEY_VECTORS: u32 = 4u;
 // import key_bytes = common/key_bytes_top.wgsl
 // import common/query_fields.wgsl
 
-const QUERY_PLANES: u32 = 2u;
 // Groups of tokens in a tile: 1, 2 or 4.
 const KEY_TOKEN_GROUPS: u32 = 4u;
 const KEY_MIDDLE: f32 = 8f;
-// One plane's sums start at the bits of 1.5 · 2^23 and are that float plus the sum: in magnitude a sum is at most
+// Sums start at the bits of 1.5 · 2^23 and are that float plus the sum: in magnitude a sum is at most
 // HEAD_DIM · 127 · 128 < 2^22.
-const SUM_START: i32 = i32((2u - QUERY_PLANES) * 1262485504u);
+const SUM_START: i32 = 1262485504i;
 const QUARTERS: u32 = 4u;
 // Four field groups of a row each.
 const ROW_QUADS: u32 = KEY_VECTORS * KEY_QUADS;
@@ -39,8 +37,8 @@ const LANE_FIELDS: u32 = (QUERY_VECTORS + 31u) / 32u;
 
 var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
 
-// [tile of the step][quarter]: [head][byte plane][quad], and a vector that keeps quarters in banks of their own.
-const QUARTER_ROW: u32 = HEADS * QUERY_PLANES * ROW_QUADS + 1u;
+// [tile of the step][quarter]: [head][quad], and a vector that keeps quarters in banks of their own.
+const QUARTER_ROW: u32 = HEADS * ROW_QUADS + 1u;
 var<workgroup> group_query: array<vec4<u32>, STEP_TILES * QUARTERS * QUARTER_ROW>;
 // Largest |q s_g| and Σ q (m_g + 2^(bits-1) s_g): [tile of the step][quarter][head].
 var<workgroup> group_totals: array<vec2<f32>, STEP_TILES * QUARTERS * HEADS>;
@@ -74,23 +72,13 @@ fn field_ranges(ranges: vec4<u32>) -> FieldRanges {
     return FieldRanges(scale, vec4<f32>(a.y, b.y, c.y, d.y) + KEY_MIDDLE * scale);
 }
 
-// Integers of four channels relative to their largest, as in common/query_fields.wgsl, but rounded to nearest in the low bits
-// of 2^23 + integer: low bytes and high bytes.
-fn group_bytes(scaled: vec4<f32>, largest: f32) -> vec2<u32> {
+// Four channels as signed bytes relative to their largest, rounded to nearest in the low bits of 2^23 + 128 + integer.
+fn group_bytes(scaled: vec4<f32>, largest: f32) -> u32 {
     let inverse = select(0f, QUERY_LARGEST / largest, largest > 1e-30f);
-    if (QUERY_PLANES == 1u) {
-        let x = bitcast<vec4<u32>>(scaled * inverse + vec4<f32>(8388608f + 128f));
-        // The bits of 2^23 fall off the top but for one byte.
-        let whole = (x.x + (x.y << 8u) + (x.z << 16u) + (x.w << 24u)) - 1258291200u;
-        return vec2<u32>(whole ^ 0x80808080u, 0u);
-    }
-    // The low byte counts as signed, so that the high one takes 128 more.
-    let x = bitcast<vec4<u32>>(scaled * inverse + vec4<f32>(8388608f + 32896f));
-    let even = (x.x & 0xffffu) | (x.z << 16u);
-    let odd = (x.y & 0xffffu) | (x.w << 16u);
-    let low = (even & 0x00ff00ffu) | ((odd & 0x00ff00ffu) << 8u);
-    let high = ((even >> 8u) & 0x00ff00ffu) | (odd & 0xff00ff00u);
-    return vec2<u32>(low, high) ^ vec2<u32>(0x80808080u);
+    let x = bitcast<vec4<u32>>(scaled * inverse + vec4<f32>(8388608f + 128f));
+    // The bits of 2^23 fall off the top but for one byte.
+    let whole = x.x + (x.y << 8u) + (x.z << 16u) + (x.w << 24u) - 1258291200u;
+    return whole ^ 0x80808080u;
 }
 
 // Four channels of a head's query, 0 past the row.
@@ -143,15 +131,10 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {
             // unroll
             for (var i = 0u; i < LANE_FIELDS; i++) {
                 let field = i * 32u + lane;
-                let integers = group_bytes(query_field(head, field) * ranges[i].scale, own_largest[head]);
+                let whole = group_bytes(query_field(head, field) * ranges[i].scale, own_largest[head]);
                 if (field < QUERY_VECTORS) {
                     let at = place(field);
-                    let row = (team * QUARTERS + quarter) * QUARTER_ROW + head * QUERY_PLANES * ROW_QUADS + at / 4u;
-                    group_query[row][at % 4u] = integers.x;
-                    // unroll
-                    for (var plane = 0u; plane < QUERY_PLANES - 1u; plane++) {
-                        group_query[row + ROW_QUADS][at % 4u] = integers.y;
-                    }
+                    group_query[(team * QUARTERS + quarter) * QUARTER_ROW + head * ROW_QUADS + at / 4u][at % 4u] = whole;
                 }
             }
         }
@@ -161,10 +144,10 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {
 fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     let tile_base = tile_bases[tile];
     let team = tile % STEP_TILES;
-    // [byte plane][head][token]
-    var sums: array<i32, QUERY_PLANES * HEADS * LANE_TOKENS>;
+    // [head][token]
+    var sums: array<i32, HEADS * LANE_TOKENS>;
     // unroll
-    for (var i = 0u; i < QUERY_PLANES * HEADS * LANE_TOKENS; i++) {
+    for (var i = 0u; i < HEADS * LANE_TOKENS; i++) {
         sums[i] = SUM_START;
     }
     let first = tile_base * (KEY_VECTORS * TILE_TOKENS);
@@ -185,22 +168,19 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
             }
             // unroll
             for (var head = 0u; head < HEADS; head++) {
+                var q: array<vec4<u32>, LANE_QUARTERS>;
                 // unroll
-                for (var plane = 0u; plane < QUERY_PLANES; plane++) {
-                    var q: array<vec4<u32>, LANE_QUARTERS>;
-                    // unroll
-                    for (var n = 0u; n < LANE_QUARTERS; n++) {
-                        let row = (team * QUARTERS + scored_quarter(lane, n)) * QUARTER_ROW + (head * QUERY_PLANES + plane) * ROW_QUADS;
-                        q[n] = group_query[row + vector * KEY_QUADS + quad];
-                    }
-                    // unroll
-                    for (var i = 0u; i < LANE_TOKENS; i++) {
-                        let at_sum = (plane * HEADS + head) * LANE_TOKENS + i;
-                        let n = i * LANE_QUARTERS / LANE_TOKENS;
-                        // One addition of three operands for two products.
-                        sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[i], q[n].x) + dot4I8Packed(codes[4u + i], q[n].y);
-                        sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[8u + i], q[n].z) + dot4I8Packed(codes[12u + i], q[n].w);
-                    }
+                for (var n = 0u; n < LANE_QUARTERS; n++) {
+                    let row = (team * QUARTERS + scored_quarter(lane, n)) * QUARTER_ROW + head * ROW_QUADS;
+                    q[n] = group_query[row + vector * KEY_QUADS + quad];
+                }
+                // unroll
+                for (var i = 0u; i < LANE_TOKENS; i++) {
+                    let at_sum = head * LANE_TOKENS + i;
+                    let n = i * LANE_QUARTERS / LANE_TOKENS;
+                    // One addition of three operands for two products.
+                    sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[i], q[n].x) + dot4I8Packed(codes[4u + i], q[n].y);
+                    sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[8u + i], q[n].z) + dot4I8Packed(codes[12u + i], q[n].w);
                 }
             }
         }
@@ -210,9 +190,7 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
             let totals = group_totals[(team * QUARTERS + scored_quarter(lane, i * LANE_QUARTERS / LANE_TOKENS)) * HEADS + head];
-            let low = sums[head * LANE_TOKENS + i];
-            let high = sums[((QUERY_PLANES - 1u) * HEADS + head) * LANE_TOKENS + i];
-            let sum = select(f32(low + (high << 8u)), bitcast<f32>(low) - 12582912f, QUERY_PLANES == 1u);
+            let sum = bitcast<f32>(sums[head * LANE_TOKENS + i]) - 12582912f;
             token_scores[head * LANE_TOKENS + i] = sum * (totals.x * (CODE_UNIT / QUERY_LARGEST)) + totals.y;
         }
         arrange_scores(head, lane);

@@ -12,11 +12,8 @@ const CHANNELS: u32 = 2u;
 const CHANNEL_BLOCKS: u32 = 2u;
 const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
 
-// 32 where all channels share their weights. Where groups of channels have weights of their own, so few that all channels of
-// a lane are of one group.
+// 32, or 32 / CHANNELS where the channels of a lane must be of one group (common/values_byte.wgsl).
 const CHANNEL_STRIDE: u32 = 32u;
-const WEIGHT_GROUPS: u32 = 1u;
-const GROUP_CHANNELS: u32 = HEAD_DIM / WEIGHT_GROUPS;
 
 var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
 
@@ -26,11 +23,6 @@ var<private> sums: array<f32, HEADS * CHANNELS>;
 fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
     let first = team % CHANNEL_BLOCKS * CHANNELS * 32u + lane / CHANNEL_STRIDE * (CHANNEL_STRIDE * CHANNELS);
     return first + k * CHANNEL_STRIDE + lane % CHANNEL_STRIDE;
-}
-
-// The group of the lane's channels.
-fn weight_group(team: u32, lane: u32) -> u32 {
-    return select(0u, own_channel(team, lane, 0u) / GROUP_CHANNELS, WEIGHT_GROUPS > 1u);
 }
 
 fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {

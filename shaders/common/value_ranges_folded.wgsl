@@ -37,9 +37,9 @@ fn skip_value_range(i: u32) {}
 
 fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
 
-fn take_value_ranges(parity: u32, team: u32, lane: u32) {}
+fn take_value_ranges(parity: u32) {}
 
-fn ranged_weight(weight: f32, group: u32, i: u32) -> f32 {
+fn ranged_weight(weight: f32, i: u32) -> f32 {
     return weight;
 }
 

@@ -53,7 +53,7 @@ fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
     }
 }
 
-fn take_value_ranges(parity: u32, team: u32, lane: u32) {
+fn take_value_ranges(parity: u32) {
     largest_scale = bitcast<f32>(atomicLoad(&largest_scales[parity]));
     atomicStore(&largest_scales[1u - parity], 0u);
     // unroll
@@ -67,7 +67,7 @@ fn take_value_ranges(parity: u32, team: u32, lane: u32) {
     }
 }
 
-fn ranged_weight(weight: f32, group: u32, i: u32) -> f32 {
+fn ranged_weight(weight: f32, i: u32) -> f32 {
     // Where every scale of the step is 0, so are all weights.
     return weight * min(value_range[i].x / max(largest_scale, 1e-30f), 1f);
 }

@@ -25,6 +25,10 @@ const LARGEST_WEIGHT_UNIT: f32 = 1f / 255f;
 // What a sum of integer weights times bytes must be multiplied with.
 const WEIGHT_UNIT: f32 = 1f / VALUE_BYTE;
 
+// Groups of channels with weights of their own, and channels of a group.
+const WEIGHT_GROUPS: u32 = 1u;
+const GROUP_CHANNELS: u32 = HEAD_DIM / WEIGHT_GROUPS;
+
 // [group of channels][head][tile of the step][quad], four field groups each: the order of use. Groups lie in banks of their
 // own.
 const GROUP_BYTES: u32 = HEADS * STEP_TILES * 8u + WEIGHT_GROUPS / 2u;
@@ -32,6 +36,11 @@ var<workgroup> weight_bytes: array<vec4<u32>, WEIGHT_GROUPS * GROUP_BYTES>;
 // [group of channels][tile of the step][quad pair][head]
 const GROUP_SCALES: u32 = STEP_TILES * TILE_QUAD_PAIRS * HEADS;
 var<workgroup> block_scales: array<f32, WEIGHT_GROUPS * GROUP_SCALES>;
+
+// The group of the lane's channels.
+fn weight_group(team: u32, lane: u32) -> u32 {
+    return select(0u, own_channel(team, lane, 0u) / GROUP_CHANNELS, WEIGHT_GROUPS > 1u);
+}
 
 fn is_first_of_block(lane: u32) -> bool {
     return (lane & (3u * BLOCK_STRIDE + 1u)) == 0u;

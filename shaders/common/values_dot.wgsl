@@ -13,10 +13,8 @@ const LARGEST_WEIGHT: f32 = 32639f;
 const WEIGHT_UNIT: f32 = 1f / (32639f * VALUE_BYTE);
 const GOLDEN_RATIO: f32 = 0.618034f;
 
-// [group of channels][head][byte plane][tile of the step][vector][quad], four field groups each: the order of use. Groups lie
-// in banks of their own.
-const GROUP_BYTES: u32 = HEADS * 2u * STEP_TILES * 8u + WEIGHT_GROUPS / 2u;
-var<workgroup> weight_bytes: array<vec4<u32>, WEIGHT_GROUPS * GROUP_BYTES>;
+// [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
+var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
 // What is added to the weights of the invocation's tokens before they are cut to integers: 0 … 1, spread evenly over the
 // tokens of a step.
 var<private> dither: array<f32, LANE_TOKENS>;
@@ -36,27 +34,24 @@ fn begin_values(invocation: u32) {
 }
 
 fn store_weights(team: u32, lane: u32, parity: u32) {
-    take_value_ranges(parity, team, lane);
+    take_value_ranges(parity);
     // unroll
-    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
+    for (var head = 0u; head < HEADS; head++) {
+        var integers: vec4<u32>;
         // unroll
-        for (var head = 0u; head < HEADS; head++) {
-            var integers: vec4<u32>;
-            // unroll
-            for (var i = 0u; i < LANE_TOKENS; i++) {
-                integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], group, i) * LARGEST_WEIGHT + dither[i]);
-            }
-            // Two integers of at most 16 bits to a word, so that two bytes are cut at once.
-            let even = integers.x | (integers.z << 16u);
-            let odd = integers.y | (integers.w << 16u);
-            let low = (even & 0x00ff00ffu) | ((odd & 0x00ff00ffu) << 8u);
-            // The low byte counts as signed, so it borrows from the high one where its top bit is set.
-            let high = (((even + 0x00800080u) >> 8u) & 0x00ff00ffu) | ((odd + 0x00800080u) & 0xff00ff00u);
-            let place = value_place(lane);
-            let at = group * GROUP_BYTES + (head * 2u * STEP_TILES + team) * 8u + place.x;
-            weight_bytes[at][place.y] = low;
-            weight_bytes[at + STEP_TILES * 8u][place.y] = high;
+        for (var i = 0u; i < LANE_TOKENS; i++) {
+            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], i) * LARGEST_WEIGHT + dither[i]);
         }
+        // Two integers of at most 16 bits to a word, so that two bytes are cut at once.
+        let even = integers.x | (integers.z << 16u);
+        let odd = integers.y | (integers.w << 16u);
+        let low = (even & 0x00ff00ffu) | ((odd & 0x00ff00ffu) << 8u);
+        // The low byte counts as signed, so it borrows from the high one where its top bit is set.
+        let high = (((even + 0x00800080u) >> 8u) & 0x00ff00ffu) | ((odd + 0x00800080u) & 0xff00ff00u);
+        let place = value_place(lane);
+        let at = (head * 2u * STEP_TILES + team) * 8u + place.x;
+        weight_bytes[at][place.y] = low;
+        weight_bytes[at + STEP_TILES * 8u][place.y] = high;
     }
 }
 
@@ -67,7 +62,6 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
     for (var i = 0u; i < 2u * HEADS * CHANNELS; i++) {
         step_sums[i] = 0i;
     }
-    let group = weight_group(team, lane);
     let first_tile = team / CHANNEL_BLOCKS * CHANNEL_BLOCKS;
     let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
     for (var tile = first_tile; tile < end_tile; tile++) {
@@ -91,7 +85,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
                 for (var head = 0u; head < HEADS; head++) {
                     // unroll
                     for (var plane = 0u; plane < 2u; plane++) {
-                        let w = weight_bytes[group * GROUP_BYTES + ((head * 2u + plane) * STEP_TILES + tile) * 8u + vector * VALUE_QUADS + quad];
+                        let w = weight_bytes[((head * 2u + plane) * STEP_TILES + tile) * 8u + vector * VALUE_QUADS + quad];
                         // unroll
                         for (var k = 0u; k < CHANNELS; k++) {
                             let at = (plane * HEADS + head) * CHANNELS + k;

@@ -44,7 +44,8 @@ pub(super) struct Fused {
 enum KeyGroups {
     /// As floats, one after the other.
     Decoded,
-    /// As integers, by a query of integers for every group: it is made a step ahead, between barriers.
+    /// As integers where the query has one byte, by bytes of its own for every group: they are made a step ahead, between
+    /// barriers.
     Integers,
 }
 
@@ -59,10 +60,10 @@ pub(super) struct Specialisation<'a> {
 
 /// Most tiles of a work item: what `tile_bases` in workgroup memory holds.
 pub(super) const MAX_TILES: usize = 64;
-const STEP_TILES: usize = 4;
+pub(super) const STEP_TILES: usize = 4;
 const INVOCATIONS: usize = 128;
 /// Blocks of a tile that weights of one byte are relative to.
-const WEIGHT_BLOCKS: usize = 4;
+pub(super) const WEIGHT_BLOCKS: usize = 4;
 /// Most query heads of a workgroup. The others of a KV head go to further workgroups, which start together and share keys
 /// and values in the cache of the device: on an H200 eight heads took 373 µs in two workgroups and 506 µs in one at f16, 145
 /// and 153 µs at 2 bits.
@@ -145,25 +146,6 @@ impl Specialisation<'_> {
         is_dot(&self.format.key)
     }
 
-    /// True if keys have one range per channel and group of tokens, which goes into the query in `attend`.
-    fn has_key_groups(&self) -> bool {
-        matches!(self.format.key.grouping(), Some(Grouping::ChannelTokens(_)))
-    }
-
-    /// Groups of channels whose values have ranges of their own that go into weights of their own, if those of a lane can
-    /// lie in one group: lanes take one, two or four channels.
-    fn value_groups(&self) -> Option<usize> {
-        let head_dim = self.shape.head_dim();
-        match self.format.value.grouping() {
-            Some(Grouping::TokenChannels(channels))
-                if channels.is_multiple_of(32) && head_dim.div_ceil(32).is_power_of_two() =>
-            {
-                Some(head_dim / channels)
-            }
-            _ => None,
-        }
-    }
-
     /// True if weights are integers.
     fn integer_values(&self) -> bool {
         is_dot(&self.format.value) || self.value_groups().is_some()
@@ -192,19 +174,10 @@ impl Specialisation<'_> {
 
     /// Workgroup memory of the attend variant with `heads` heads, as the shaders declare it.
     fn workgroup_bytes(&self, heads: usize) -> usize {
-        let query = heads * self.query_row_words() * 4 + self.group_query_bytes(heads);
-        let groups = self.value_groups().unwrap_or(1);
-        let group_ranges = self.value_groups().map_or(0, |groups| groups * (heads + 2) * 4);
-        // Groups of weights lie in banks of their own.
-        let apart = groups * (groups / 2) * 16;
+        let query = heads * self.query_row_words() * 4;
         let weights = match self.integer_values() {
-            true if self.byte_weights() => {
-                let maxima = heads + self.value_groups().unwrap_or(0);
-                groups * heads * STEP_TILES * (8 * 16 + WEIGHT_BLOCKS * 4)
-                    + maxima * STEP_TILES * WEIGHT_BLOCKS * 2 * 4
-                    + apart
-            }
-            true => groups * heads * 2 * STEP_TILES * 8 * 16 + apart,
+            true if self.byte_weights() => heads * STEP_TILES * (8 * 16 + WEIGHT_BLOCKS * (4 + 2 * 4)),
+            true => heads * 2 * STEP_TILES * 8 * 16,
             false if self.capabilities.f16 => heads * STEP_TILES * 32 * 8,
             false => heads * STEP_TILES * 32 * 16,
         };
@@ -214,18 +187,17 @@ impl Specialisation<'_> {
         let last = heads * 4;
         let ranges = if self.format.value.has_span_ranges() { self.shape.head_dim() * 8 } else { 0 };
         let rotated = self.format.value.rotation().map_or(0, |_| self.shape.head_dim() * 4);
-        let sums = block_sums + heads * INVOCATIONS * 4;
-        MAX_TILES * 4 + rotated + query + weights + sums + maxima + last + ranges + group_ranges
-    }
-
-    /// Workgroup memory of the queries of a step's groups of tokens: integers for every quarter of a tile, their largest and
-    /// their bias.
-    fn group_query_bytes(&self, heads: usize) -> usize {
-        if !self.has_key_groups() {
-            return 0;
-        }
-        let channels = TileLayout::new(&self.format.key, self.shape.head_dim()).key_row_channels();
-        4 * STEP_TILES * (heads * self.query_planes() * channels + 16 + heads * 8)
+        let groups = self.group_bytes(heads);
+        MAX_TILES * 4
+            + rotated
+            + query
+            + weights
+            + block_sums
+            + heads * INVOCATIONS * 4
+            + maxima
+            + last
+            + ranges
+            + groups
     }
 
     fn with_work(&self, variant: Variant, heads: HeadSplit) -> Variant {
@@ -271,27 +243,14 @@ impl Specialisation<'_> {
                 .import("key_ranges", "common/key_ranges_token.wgsl")
                 .float("KEY_MIDDLE", self.key_bytes().middle * self.key_bytes().unit),
             Some(Grouping::ChannelTokens(tokens)) => match groups {
-                KeyGroups::Decoded => by_value("common/key_field_channel_tokens.wgsl"),
-                KeyGroups::Integers => self.with_key_groups(variant, bits),
+                KeyGroups::Integers if self.has_key_groups() => self.with_key_groups(variant, bits),
+                _ => by_value("common/key_field_channel_tokens.wgsl"),
             }
             .constant("KEY_TOKEN_GROUPS", crate::TILE_TOKENS / tokens),
             Some(Grouping::TokenChannels(channels)) => {
                 by_value("common/key_field_token_channels.wgsl").constant("KEY_GROUP_CHANNELS", channels)
             }
             Some(Grouping::Channel) | None => self.with_integer_query(variant, bits),
-        }
-    }
-
-    fn with_key_groups(&self, variant: Variant, bits: Bits) -> Variant {
-        let variant = self
-            .with_query_fields(self.with_integer_query(variant, bits))
-            .import("scores", "common/scores_groups.wgsl")
-            .float("KEY_MIDDLE", self.key_bytes().middle);
-        match self.capabilities.subgroups {
-            Some(sizes) if (sizes.min, sizes.max) == (32, 32) => variant
-                .import("key_totals", "common/key_totals_subgroup.wgsl")
-                .import("numbering", "common/numbering_subgroup.wgsl"),
-            _ => variant,
         }
     }
 
@@ -321,7 +280,11 @@ impl Specialisation<'_> {
     }
 
     fn with_integer_query(&self, variant: Variant, bits: Bits) -> Variant {
-        let variant = variant.constant("QUERY_PLANES", self.query_planes());
+        self.with_key_bytes(variant, bits).constant("QUERY_PLANES", self.query_planes())
+    }
+
+    /// What makes signed bytes of keys.
+    pub(super) fn with_key_bytes(&self, variant: Variant, bits: Bits) -> Variant {
         match (bits, &self.format.key) {
             (Bits::Three, TensorFormat::Codebook(_)) => variant
                 .import("key_bytes", "common/key_bytes_three.wgsl")
@@ -370,7 +333,8 @@ impl Specialisation<'_> {
                 .constant("VALUE_TOKEN_GROUPS", crate::TILE_TOKENS / tokens),
             Some(Grouping::TokenChannels(channels)) => match self.value_groups() {
                 Some(groups) => {
-                    self.with_value_groups(with_value_bytes(variant, bits, &self.format.value), groups, split)
+                    let variant = with_value_bytes(variant, bits, &self.format.value);
+                    self.with_value_groups(variant, bits, groups, split.channels)
                 }
                 None => by_value("common/value_field_token_channels.wgsl").constant("VALUE_GROUP_CHANNELS", channels),
             },
@@ -386,21 +350,8 @@ impl Specialisation<'_> {
         self.with_weight_blocks(variant, bits)
     }
 
-    /// Values with one range per token and group of channels: a set of weights for every group.
-    fn with_value_groups(&self, variant: Variant, groups: usize, split: ChannelSplit) -> Variant {
-        let variant = variant.constant("WEIGHT_GROUPS", groups).constant("CHANNEL_STRIDE", 32 / split.channels);
-        let (middle, bits) =
-            (CodeBytes::new(&self.format.value, self.shape.head_dim()).middle, self.format.value.code_bits());
-        match bits {
-            Some(bits) if self.byte_weights() => self
-                .with_weight_blocks(variant, bits)
-                .import("byte_weights", "common/byte_weights_groups.wgsl")
-                .float("VALUE_CENTRE", bits.max_code() as f32 / 2.0),
-            _ => variant.import("value_ranges", "common/value_ranges_step.wgsl").float("VALUE_MIDDLE", middle),
-        }
-    }
-
-    fn with_weight_blocks(&self, variant: Variant, bits: Bits) -> Variant {
+    /// Weights of one byte, relative to the largest of their block.
+    pub(super) fn with_weight_blocks(&self, variant: Variant, bits: Bits) -> Variant {
         let variant = variant.import("values", "common/values_byte.wgsl");
         // The eight lanes of a block of weights lie among so many: two neighbours for each of the words of a vector.
         let lanes = match bits {

@@ -114,7 +114,6 @@ files![
     "common/value_field_token_channels.wgsl",
     "common/value_ranges_folded.wgsl",
     "common/value_ranges_groups.wgsl",
-    "common/value_ranges_step.wgsl",
     "common/value_ranges_token.wgsl",
     "common/values_byte.wgsl",
     "common/values_dot.wgsl",
