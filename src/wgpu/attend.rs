@@ -491,7 +491,7 @@ mod tests {
             Grouping::Token,
             Grouping::ChannelTokens(32),
             Grouping::TokenChannels(16),
-            Grouping::TokenChannels(if head_dim % 64 == 0 { 32 } else { 8 }),
+            Grouping::TokenChannels(if head_dim.is_multiple_of(64) { 32 } else { 8 }),
         ];
         let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));
         let rotated = groupings.map(|grouping| {
