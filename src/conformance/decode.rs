@@ -3,7 +3,7 @@
 use super::batch_format::{BatchFormat, BatchPart};
 use super::data::{DataRecipe, SequenceData};
 use super::{DataKind, InputLayout, RowOrder, SinkPlace};
-use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat};
+use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TILE_TOKENS, TensorFormat};
 use crate::plan::ElementType;
 use crate::{Backend, Result};
 
@@ -93,6 +93,8 @@ pub fn decode_formats() -> Vec<SegmentFormat> {
         value: affine(bits, Grouping::TokenChannels(32)),
     };
     formats.extend([kivi(Bits::Four), kivi(Bits::Two)]);
+    // A range per channel and tile, as where CalibQuant packs a tile whenever one is full.
+    formats.extend([Bits::Four, Bits::Two].map(|bits| both(affine(bits, Grouping::ChannelTokens(TILE_TOKENS)))));
     formats.push(SegmentFormat::saw_int4());
     // The rotation divides the heads of all shapes of the registry.
     let turboquant = |bits| SegmentFormat::turboquant(bits, 64);
