@@ -26,7 +26,7 @@ command -v python3 >/dev/null || {
 }
 results="${BENCH_RESULTS:-target/bench-device}"
 limit="${BENCH_TIMEOUT:-120}"
-read -ra shapes <<<"${BENCH_SHAPES:-g4-b8-32k g4-b8-32k-shuffled g4-b32-8k g1-b8-8k g4-b1-4k g4-b1-128k g8-b8-32k}"
+read -ra shapes <<<"${BENCH_SHAPES:-g4-b8-32k g4-b8-32k-shuffled g4-b8-32k-images g4-b32-8k g1-b8-8k g4-b1-4k g4-b1-128k g8-b8-32k}"
 format="${BENCH_FORMAT-bit per channel}"
 mkdir -p "$results" && rm -f "$results"/*.json "$results"/*.log || exit
 backends=(wgpu)
