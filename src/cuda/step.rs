@@ -19,7 +19,7 @@ use super::page_format::PageFormat;
 use super::split::{self, Wave};
 use super::store::Store;
 use super::tensor::Tensor;
-use super::variant::{AttendPath, AttendVariant, ScorePass};
+use super::variant::{AttendVariant, ScorePass};
 use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat, TILE_TOKENS};
 use crate::plan::{DecodePlan, ElementType, Page, SegmentPlan};
 use crate::{Error, Result};
@@ -204,7 +204,7 @@ impl SegmentStep {
                 blocks_each: variant.blocks,
                 blocks_per_item: shape.kv_heads() * shape.group().div_ceil(variant.chunk_heads()),
                 tile_bytes: pages.head_bytes(),
-                clusters: facts.capability >= (9, 0) && variant.path == AttendPath::Mma,
+                clusters: facts.capability >= (9, 0),
             };
             let (most, time) = wave.tiles_per_item(&tiles);
             if best.as_ref().is_none_or(|best| time < best.3) {
