@@ -295,19 +295,20 @@ __device__ __forceinline__ void prepare_query(QueryShared& shared, QueryLoads& l
 __device__ __forceinline__ SumConstants load_constants(const QueryShared& shared) {
     SumConstants constants;
     const u32 from = shared_address(&shared.constants);
-    const auto load = [&](auto (&words)[4], int at) {
-        const uint4 loaded = load_shared_16(from + 4 * at);
-        words[0] = loaded.x;
-        words[1] = loaded.y;
-        words[2] = loaded.z;
-        words[3] = loaded.w;
-    };
-    load(constants.key_start, 0);
-    load(constants.byte_start, 4);
-    load(constants.bit_tables, 8);
+    const uint4 key_start = load_shared_16(from);
+    const uint4 byte_start = load_shared_16(from + 16);
+    const uint4 bit_tables = load_shared_16(from + 32);
+    const u32 words[12] = {key_start.x,  key_start.y,  key_start.z,  key_start.w,  byte_start.x, byte_start.y,
+                           byte_start.z, byte_start.w, bit_tables.x, bit_tables.y, bit_tables.z, bit_tables.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        constants.key_start[i] = (int)words[i];
+        constants.byte_start[i] = (int)words[4 + i];
+        constants.bit_tables[i] = words[8 + i];
+    }
 #pragma unroll
     for (int i = 0; i < LEVEL_TABLES; i++) {
-        constants.level_tables[i] = KEY_LEVELS || VALUE_LEVELS ? load_shared_4(from + 4 * (12 + i)) : 0u;
+        constants.level_tables[i] = KEY_LEVELS || VALUE_LEVELS ? load_shared_4(from + 48 + 4 * i) : 0u;
     }
     return constants;
 }
