@@ -375,8 +375,7 @@ fn group_ranges() -> Vec<Case> {
             (16, 128, kivi(Bits::One)),
         ] {
             let name = name(&format!("g{group}-d{head_dim}-{}-{}", slug(&format.key), slug(&format.value)));
-            let case = Case::new(&name, shape(group, head_dim), format).lengths(&[1300, 31]);
-            cases.push(if group == 2 { case.quick() } else { case });
+            cases.push(Case::new(&name, shape(group, head_dim), format).lengths(&[1300, 31]));
         }
         for (place, bits) in [(SinkPlace::First, Bits::Two), (SinkPlace::Middle, Bits::Four)] {
             let mut case = Case::new(&name(&format!("sink-{bits}bit")), shape(4, 128), kivi(bits)).lengths(&[4096]);
@@ -386,7 +385,8 @@ fn group_ranges() -> Vec<Case> {
         let mut calibrated = Case::new(&name("calibrated"), shape(4, 128), kivi(Bits::Two));
         calibrated.segments[0].calibration = Some(offsets(0.0, 3.0));
         cases.push(calibrated);
-        let mut beside = Case::new(&name("beside-others"), shape(4, 128), SegmentFormat::F16).quick();
+        let mut beside = Case::new(&name("beside-others"), shape(4, 128), SegmentFormat::F16);
+        beside.quick = query == QueryPrecision::Int8;
         beside.segments = [SegmentFormat::F16, kivi(Bits::Two), SegmentFormat::per_channel(Bits::Four)]
             .map(SegmentCase::new)
             .to_vec();
