@@ -367,9 +367,17 @@ fn group_ranges() -> Vec<Case> {
         for (group, head_dim, format) in [
             (1, 64, kivi(Bits::Two)),
             (2, 128, kivi(Bits::Four)),
-            (3, 80, format((Bits::One, 32), (Bits::One, 20))),
+            (3, 80, SegmentFormat { value: affine(Bits::One, Grouping::Token), ..kivi(Bits::One) }),
             (4, 128, format((Bits::Three, 64), (Bits::Three, 64))),
-            (7, 96, format((Bits::Eight, 128), (Bits::Two, 32))),
+            (
+                7,
+                96,
+                SegmentFormat {
+                    value: affine(Bits::Two, Grouping::Channel),
+                    ..format((Bits::Eight, 128), (Bits::Two, 32))
+                },
+            ),
+            (5, 64, SegmentFormat { key: affine(Bits::Four, Grouping::Token), ..kivi(Bits::Eight) }),
             (8, 128, kivi(Bits::Two)),
             (8, 256, format((Bits::Four, 32), (Bits::Eight, 64))),
             (16, 128, kivi(Bits::One)),

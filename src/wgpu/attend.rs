@@ -389,7 +389,7 @@ impl ChannelSplit {
 
 /// True if a product with the tensor is a sum of integer dot products: one range covers all that is summed, or each
 /// token has one.
-fn is_dot(format: &TensorFormat) -> bool {
+pub(super) fn is_dot(format: &TensorFormat) -> bool {
     matches!(format.grouping(), Some(Grouping::Channel | Grouping::Token))
 }
 

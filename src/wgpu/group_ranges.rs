@@ -5,7 +5,7 @@
 //! took 278 (2 bits, `g4-b8-32k`).
 
 use super::Variant;
-use super::attend::{STEP_TILES, Specialisation, WEIGHT_BLOCKS};
+use super::attend::{STEP_TILES, Specialisation, WEIGHT_BLOCKS, is_dot};
 use crate::backend::QueryPrecision;
 use crate::format::{Bits, Grouping, TileLayout};
 
@@ -15,18 +15,31 @@ const QUARTERS: usize = 4;
 impl Specialisation<'_> {
     /// True if keys have one range per channel and group of tokens, which goes into a query of one byte in `attend`.
     pub(super) fn has_key_groups(&self) -> bool {
-        self.query == QueryPrecision::Int8 && matches!(self.format.key.grouping(), Some(Grouping::ChannelTokens(_)))
+        self.has_key_groups_of_tokens() && self.has_integer_groups()
     }
 
-    /// Groups of channels whose values have ranges of their own that go into weights of one byte, if those of a lane can lie
-    /// in one group: lanes take one, two or four channels.
+    /// Groups of channels whose values have ranges of their own that go into weights of one byte.
     pub(super) fn value_groups(&self) -> Option<usize> {
+        self.value_channel_groups().filter(|_| self.has_integer_groups())
+    }
+
+    /// Beside a tensor that is multiplied as floats, the other one's groups are too.
+    fn has_integer_groups(&self) -> bool {
+        self.query == QueryPrecision::Int8
+            && (is_dot(&self.format.key) || self.has_key_groups_of_tokens())
+            && (is_dot(&self.format.value) || self.value_channel_groups().is_some())
+    }
+
+    fn has_key_groups_of_tokens(&self) -> bool {
+        matches!(self.format.key.grouping(), Some(Grouping::ChannelTokens(_)))
+    }
+
+    /// Groups of channels of the values if those of a lane can lie in one group: lanes take one, two or four channels.
+    fn value_channel_groups(&self) -> Option<usize> {
         let head_dim = self.shape.head_dim();
         match self.format.value.grouping() {
             Some(Grouping::TokenChannels(channels))
-                if self.query == QueryPrecision::Int8
-                    && channels.is_multiple_of(32)
-                    && head_dim.div_ceil(32).is_power_of_two() =>
+                if channels.is_multiple_of(32) && head_dim.div_ceil(32).is_power_of_two() =>
             {
                 Some(head_dim / channels)
             }
