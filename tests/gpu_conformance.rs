@@ -7,7 +7,7 @@
 mod gpu_device;
 
 use kvpack::conformance::{self, Case};
-use kvpack::wgpu::{Capabilities, Path, Wgpu};
+use kvpack::wgpu::{Capabilities, Path, Wgpu, offers_matrices};
 use libtest_mimic::{Arguments, Failed, Trial};
 
 fn main() {
@@ -17,11 +17,13 @@ fn main() {
 }
 
 fn trials() -> Result<Vec<Trial>, String> {
-    let capabilities = Capabilities::from_adapter(&gpu_device::adapter()?);
+    let adapter = gpu_device::adapter()?;
+    let (capabilities, matrices) = (Capabilities::from_adapter(&adapter), offers_matrices(&adapter));
     let differs = |path: &Path| match path {
         Path::Floor => true,
         Path::F16 => capabilities.f16,
         Path::Subgroups => capabilities.subgroups.is_some(),
+        Path::Matrices => matrices,
     };
     let paths = match gpu_device::forced_path()? {
         Some(path) => vec![path],
