@@ -161,19 +161,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
 #pragma unroll
     for (int i = 1; i < STAGES; i++) issue_first(i);
 
-    u32 query[2 * QUERY_REGISTERS];
-    load_query_fragments(query, query_shared, lane);
-    float delta[LANE_HEADS];
-    float base[KEY_VARIANTS][LANE_HEADS];
-    float query_sum[LANE_HEADS];
+    LaneQuery queries[KEY_QUERIES];
 #pragma unroll
-    for (int h = 0; h < LANE_HEADS; h++) {
-        const HeadConstants& head = query_shared.heads[LANE_HEADS * c + h];
-        delta[h] = head.delta;
-        query_sum[h] = head.query_sum;
-#pragma unroll
-        for (int v = 0; v < KEY_VARIANTS; v++) base[v][h] = head.base[v];
-    }
+    for (int i = 0; i < KEY_QUERIES; i++) queries[i].load(query_shared.queries[i], lane);
     const SumConstants constants = load_constants(query_shared);
     WarpSums sums;
     sums.clear();
@@ -205,29 +195,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
             float scores[PASS_SCORES];
             const PassLoads keys = {at + pass * PASS_KEY_LOADS * LOAD_BYTES,
                                     at + STAGE_KEY_TOPS_AT + pass * PASS_KEY_TOPS * LOAD_BYTES};
-            if constexpr (!KEY_GROUPED) {
-                pass_scores(scores, keys, lane, query, delta, base, constants);
+            const u32 key_ranges = at + STAGE_KEY_RANGES_AT;
+            if constexpr (KEY_TOKEN_RANGES) {
+                pass_scores_of_tokens(scores, keys, key_ranges + 4 * pass * PASS_TOKENS, lane, queries, constants);
+            } else if constexpr (!KEY_GROUPED) {
+                pass_scores<false>(scores, keys, lane, queries[0], constants);
             } else if constexpr (KEY_GROUP_CHANNELS == 1) {
                 constexpr int tokens = KEY_GROUP_TOKENS + !KEY_GROUP_TOKENS;
-                const u32 ranges = at + STAGE_KEY_RANGES_AT + pass * PASS_TOKENS / tokens * (4 * HEAD_DIM);
-                pass_scores_of_token_groups(scores, keys, ranges, lane, query, delta);
+                const u32 ranges = key_ranges + pass * PASS_TOKENS / tokens * (4 * HEAD_DIM);
+                pass_scores_of_token_groups(scores, keys, ranges, lane, queries[0]);
             } else {
-                const u32 ranges = at + STAGE_KEY_RANGES_AT + 4 * pass * PASS_TOKENS;
-                pass_scores_of_channel_groups(scores, keys, ranges, lane, query, delta,
+                const u32 ranges = key_ranges + 4 * pass * PASS_TOKENS;
+                pass_scores_of_channel_groups(scores, keys, ranges, lane, queries[0],
                                               shared_address(query_shared.group_sums));
-            }
-            if (KEY_TOKEN_RANGES) {
-                const u32 ranges = at + STAGE_KEY_RANGES_AT + 4 * (pass * PASS_TOKENS + g);
-#pragma unroll
-                for (int i = 0; i < 2 * PASS_BLOCKS; i++) {
-                    const u32 range = load_shared_4(ranges + 32 * i);
-#pragma unroll
-                    for (int h = 0; h < LANE_HEADS; h++) {
-                        float& score = scores[i * LANE_HEADS + h];
-                        score *= half_value(range & 0xffffu);
-                        if (KEY_LEVEL_UNIT == 0) score += half_value(range >> 16) * query_sum[h];
-                    }
-                }
             }
             if constexpr (FINDS_EXTREMES) {
 #pragma unroll

@@ -3,6 +3,7 @@
 //   packed keys, a range per channel:  q' = q · scale_c · log2(e)/√d,  score = δ Σ q16 · code + Σ q · min_c · log2(e)/√d
 //   packed keys, a range per token:    q' = q · log2(e)/√d,            score = scale_t · δ Σ q16 · code + min_t · Σ q'
 //   codes of a codebook:               q' = q · log2(e)/√d,            score = norm_t · unit · (δ Σ q16 · byte + ½ δ Σ q16)
+//   signs of a sketch, above these:    the same of q rotated once more, with the other norm_t, added to the score
 //   f16 keys:                          q' = q · log2(e)/√d,            score = δ Σ (high + low) · key
 //   packed keys, ranges of groups:     q' = q · log2(e)/√d,            see common/scores_grouped.cuh
 //
@@ -22,6 +23,7 @@
 #include "common/tile.cuh"
 #include "common/attend_call.cuh"
 #include "common/rotation.cuh"
+#include "common/sketch.cuh"
 #include "common/level_bytes.cuh"
 
 constexpr bool QUERY_HALVES = KEY_BITS == 16 || KEY_GROUPED;
@@ -48,11 +50,34 @@ constexpr float SUM_START_FLOAT = 12582912.0f;
 // Those of unsigned bytes start at 2^23.
 constexpr int BYTE_SUM_START = 0x4b000000;
 constexpr float BYTE_SUM_START_FLOAT = 8388608.0f;
-// Codes of 4 and 2 bits enter the sums as KEY_UNIT · code; up to 128 of them stay below 2^22.
-constexpr bool KEYS_AT_TOP = (KEY_BITS == 4 || KEY_BITS == 2) && HEAD_DIM <= 128 && !KEY_LEVELS;
-constexpr float KEY_UNIT = KEYS_AT_TOP ? (float)(1 << (8 - KEY_BITS)) : 1.0f;
-// The byte of a level of a codebook lacks ½, and −1 and 0 are in the middle.
-constexpr float MIDDLE_KEY = KEY_LEVELS ? -0.5f : ((1 << (KEY_BITS % 16)) - 1) * 0.5f;
+// Codes of 4 and 2 bits enter the sums as their unit times the code; up to 128 of them stay below 2^22.
+constexpr bool KEYS_AT_TOP = (KEY_BITS == 4 || KEY_BITS == 2) && HEAD_DIM <= 128 && !KEY_LEVELS && !KEY_SKETCHED;
+
+// Scores are multiples of norms, without minimums.
+constexpr bool KEY_NORMS = KEY_LEVEL_UNIT != 0 || KEY_SKETCHED;
+// Fields that are nothing but the sign of a sketch.
+constexpr bool SIGNS_ALONE = KEY_SKETCHED && KEY_BITS == 1;
+// Queries of a head: one, or one for levels and one for the signs above them.
+constexpr int KEY_QUERIES = KEY_SKETCHED && !SIGNS_ALONE ? 2 : 1;
+
+// What the bytes of codes, or of signs, stand for: UNIT · (code − what is in the middle), times LEVEL where there are norms.
+// The byte of a level lacks ½, and −1 and 0 are in the middle; signs of a sketch lie at the top of their bytes, and a code of
+// one bit below, which is flipped.
+constexpr bool ONE_BIT_BELOW_SIGNS = KEY_SKETCHED && KEY_LEVEL_BITS == 1;
+template <bool SIGNS>
+constexpr float KEY_UNIT = KEYS_AT_TOP ? (float)(1 << (8 - KEY_BITS)) : ONE_BIT_BELOW_SIGNS ? 64.0f : 1.0f;
+template <>
+constexpr float KEY_UNIT<true> = KEY_BITS == 1 ? 1.0f : 128.0f;
+template <bool SIGNS>
+constexpr float MIDDLE_KEY = ONE_BIT_BELOW_SIGNS ? 0.5f : KEY_LEVELS ? -0.5f : ((1 << (KEY_BITS % 16)) - 1) * 0.5f;
+template <>
+constexpr float MIDDLE_KEY<true> = 0.5f;
+template <bool SIGNS>
+__device__ __forceinline__ float key_level() {
+    if (SIGNS) return 2.0f * __uint_as_float(KEY_SKETCH_LEVEL);
+    const float level = __uint_as_float(KEY_LEVEL_UNIT);
+    return ONE_BIT_BELOW_SIGNS ? -level : level;
+}
 
 // What a head's scores are made of beside the sum of products.
 struct HeadConstants {
@@ -71,9 +96,14 @@ struct SumConstants {
     u32 level_tables[LEVEL_TABLES];
 };
 
-struct QueryShared {
+// The queries of the heads, of codes or of signs.
+struct QueryRows {
     alignas(16) u8 rows[QUERY_ROWS][QUERY_ROW_BYTES];
     HeadConstants heads[CHUNK_HEADS];
+};
+
+struct QueryShared {
+    QueryRows queries[KEY_QUERIES];
     // Σ q' of each group of channels, where keys have ranges of such.
     float group_sums[KEY_ROW_GROUPS][CHUNK_HEADS];
     alignas(16) SumConstants constants;
@@ -121,18 +151,23 @@ __device__ __forceinline__ QueryLoads load_query(const AttendCall& call, const I
     return loads;
 }
 
+// True if levels are looked up in the words as they are.
+constexpr bool KEY_LEVEL_WORDS = KEY_LEVELS && (KEY_BITS != 3 || KEY_SKETCHED);
+
 // True if the planes of a load are blocks of channels of the same tokens: then bytes of levels need not be sorted by plane,
 // and the query is in their order instead.
-constexpr bool QUERY_MIXES_PLANES = KEY_LEVELS && KEY_BITS != 3 && KEY_BLOCKS % KEY_PLANES == 0;
+template <bool SIGNS>
+constexpr bool QUERY_MIXES_PLANES = !SIGNS && KEY_LEVEL_WORDS && KEY_BLOCKS % KEY_PLANES == 0;
 
 // The place of a channel in a row of the query.
+template <bool SIGNS>
 __device__ __forceinline__ int query_place(int channel) {
     if (KEY_GROUPED) {
         // Where codes become pairs of halves, channel 4 c + e of a block is element 2 c + (e >> 1) of an MMA, in the upper
         // half for odd e (common/scores_grouped.cuh).
         return (channel & ~15) + 8 * (channel & 1) + (channel >> 1 & 6) + (channel >> 1 & 1);
     }
-    if (QUERY_MIXES_PLANES) {
+    if (QUERY_MIXES_PLANES<SIGNS>) {
         // Byte by byte as in `level_bytes`: block `pair + PLANES / 2 · (e >> 1)` of the load, channels 4 c + e of planes
         // `pair` and `pair + PLANES / 2` in turn.
         constexpr int pairs = KEY_PLANES > 1 ? KEY_PLANES / 2 : 1;
@@ -143,13 +178,19 @@ __device__ __forceinline__ int query_place(int channel) {
     return channel;
 }
 
-// One head's rows of bytes and its constants, of q' in `scaled`.
-__device__ __forceinline__ void prepare_head(QueryShared& shared, int head, const float (&scaled)[LANE_CHANNELS],
-                                             float offset, float query_sum, int lane) {
+// One head's rows of bytes and its constants, of q' in `scaled`; `offset` is part of all its scores.
+template <bool SIGNS>
+__device__ __forceinline__ void prepare_head(QueryRows& shared, int head, const float (&scaled)[LANE_CHANNELS],
+                                             float offset, int lane) {
     float largest = 0.0f;
+    float query_sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < LANE_CHANNELS; i++) largest = fmaxf(largest, fabsf(scaled[i]));
+    for (int i = 0; i < LANE_CHANNELS; i++) {
+        largest = fmaxf(largest, fabsf(scaled[i]));
+        if (KEY_TOKEN_RANGES) query_sum += scaled[i];
+    }
     largest = warp_max(largest);
+    if (KEY_TOKEN_RANGES) query_sum = warp_sum(query_sum);
     const int high_row = WIDE ? head : 2 * head;
     const int low_row = WIDE ? CHUNK_HEADS + head : 2 * head + 1;
     HeadConstants constants;
@@ -161,7 +202,7 @@ __device__ __forceinline__ void prepare_head(QueryShared& shared, int head, cons
         for (int i = 0; i < LANE_CHANNELS; i++) {
             const float x = scaled[i] / constants.delta;
             const u32 high = half_bits(x);
-            const int place = query_place(lane + 32 * i);
+            const int place = query_place<SIGNS>(lane + 32 * i);
             ((u16*)shared.rows[high_row])[place] = (u16)high;
             ((u16*)shared.rows[low_row])[place] = (u16)half_bits(x - half_value(high));
         }
@@ -178,7 +219,7 @@ __device__ __forceinline__ void prepare_head(QueryShared& shared, int head, cons
             const int query = __float2int_rn(fminf(fmaxf(scaled[i] * inverse, -32512.0f), 32512.0f));
             taken += __fmaf_rn((float)-query, constants.delta, scaled[i]);
             const int low = (int)(signed char)(query & 0xff);
-            const int place = query_place(lane + 32 * i);
+            const int place = query_place<SIGNS>(lane + 32 * i);
             shared.rows[high_row][place] = (u8)((query - low) >> 8);
             shared.rows[low_row][place] = (u8)low;
             // What the bytes of `key_block` lack of a code.
@@ -188,18 +229,18 @@ __device__ __forceinline__ void prepare_head(QueryShared& shared, int head, cons
                 if (KEY_BITS == 1 && (v * KEY_BLOCKS + i) % 4 != 3) sums[v] += query;
             }
         }
-        offset += MIDDLE_KEY * warp_sum(taken);
+        if (KEY_NORMS) offset -= MIDDLE_KEY<SIGNS> * query_sum;
+        offset += MIDDLE_KEY<SIGNS> * warp_sum(taken);
 #pragma unroll
         for (int v = 0; v < KEY_VARIANTS; v++) {
             const int lacking = KEY_BITS == 8 || KEY_BITS == 1 ? __reduce_add_sync(ALL_LANES, sums[v]) : 0;
-            constants.base[v] = constants.delta * ((float)lacking - SUM_START_FLOAT / KEY_UNIT) + offset;
+            constants.base[v] = constants.delta * ((float)lacking - SUM_START_FLOAT / KEY_UNIT<SIGNS>) + offset;
         }
-        constants.delta /= KEY_UNIT;
-        if (KEY_LEVEL_UNIT != 0) {
-            const float unit = __uint_as_float(KEY_LEVEL_UNIT);
-            constants.delta *= unit;
+        constants.delta /= KEY_UNIT<SIGNS>;
+        if (KEY_NORMS) {
+            constants.delta *= key_level<SIGNS>();
 #pragma unroll
-            for (int v = 0; v < KEY_VARIANTS; v++) constants.base[v] *= unit;
+            for (int v = 0; v < KEY_VARIANTS; v++) constants.base[v] *= key_level<SIGNS>();
         }
     }
     if (lane == 0) shared.heads[head] = constants;
@@ -219,21 +260,18 @@ __device__ __forceinline__ void prepare_query(QueryShared& shared, QueryLoads& l
         if (head >= CHUNK_HEADS) continue;
         float scaled[LANE_CHANNELS];
         float offset = 0.0f;
-        float query_sum = 0.0f;
         rotate<false>(loads.query[k], lane);
+        if constexpr (SIGNS_ALONE) rotate_for_sketch<false>(loads.query[k], lane);
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
             const float x = loads.query[k][i] * score_scale;
             scaled[i] = x;
-            if (KEY_TOKEN_RANGES) query_sum += x;
             if (KEY_SPAN_RANGES) {
                 scaled[i] = x * loads.range[i].x;
                 offset += x * loads.range[i].y;
             }
         }
-        if (KEY_TOKEN_RANGES) query_sum = warp_sum(query_sum);
         if (KEY_SPAN_RANGES) offset = warp_sum(offset);
-        if (KEY_LEVEL_UNIT != 0) offset = -MIDDLE_KEY * query_sum;
         if constexpr (KEY_GROUPED && KEY_GROUP_CHANNELS > 1) {
             constexpr int channels = HEAD_DIM / KEY_ROW_GROUPS;
             for (int group = 0; group < KEY_ROW_GROUPS; group++) {
@@ -246,7 +284,11 @@ __device__ __forceinline__ void prepare_query(QueryShared& shared, QueryLoads& l
                 if (lane == 0) shared.group_sums[group][head] = sum;
             }
         }
-        prepare_head(shared, head, scaled, offset, query_sum, lane);
+        prepare_head<SIGNS_ALONE>(shared.queries[0], head, scaled, offset, lane);
+        if constexpr (KEY_QUERIES == 2) {
+            rotate_for_sketch<false>(scaled, lane);
+            prepare_head<true>(shared.queries[1], head, scaled, 0.0f, lane);
+        }
     }
 }
 
@@ -271,21 +313,41 @@ __device__ __forceinline__ SumConstants load_constants(const QueryShared& shared
     return constants;
 }
 
-// This lane's registers of the B fragments: block f of channels at 2f and 2f + 1, those of QUERY_PARTS behind.
-__device__ __forceinline__ void load_query_fragments(u32 (&fragments)[2 * QUERY_REGISTERS], const QueryShared& shared,
-                                                     int lane) {
-    const int row = lane >> 2;
-    const int column = lane & 3;
+// Queries as this lane multiplies with them.
+struct LaneQuery {
+    // Registers of the B fragments: block f of channels at 2f and 2f + 1, those of QUERY_PARTS behind.
+    u32 fragments[2 * QUERY_REGISTERS];
+    float delta[LANE_HEADS];
+    float base[KEY_VARIANTS][LANE_HEADS];
+    float sum[LANE_HEADS];
+
+    // Register i of the part behind the first.
+    __device__ __forceinline__ u32 low(int i) const {
+        return fragments[(2 * QUERY_BLOCKS + i) % (2 * QUERY_REGISTERS)];
+    }
+
+    __device__ __forceinline__ void load(const QueryRows& shared, int lane) {
+        const int row = lane >> 2;
+        const int column = lane & 3;
 #pragma unroll
-    for (int part = 0; part < QUERY_PARTS; part++) {
+        for (int part = 0; part < QUERY_PARTS; part++) {
 #pragma unroll
-        for (int f = 0; f < QUERY_BLOCKS; f++) {
-            const u32* words = (const u32*)shared.rows[WIDE ? row + 8 * part : row & ~part];
-            const bool there = WIDE || part == 0 || row % 2 == 1;
-            const int at = part * QUERY_BLOCKS + f;
-            // A block is 8 words of a row: 4 for each register.
-            fragments[2 * at] = there ? words[8 * f + column] : 0u;
-            fragments[2 * at + 1] = there ? words[8 * f + 4 + column] : 0u;
+            for (int f = 0; f < QUERY_BLOCKS; f++) {
+                const u32* words = (const u32*)shared.rows[WIDE ? row + 8 * part : row & ~part];
+                const bool there = WIDE || part == 0 || row % 2 == 1;
+                const int at = part * QUERY_BLOCKS + f;
+                // A block is 8 words of a row: 4 for each register.
+                fragments[2 * at] = there ? words[8 * f + column] : 0u;
+                fragments[2 * at + 1] = there ? words[8 * f + 4 + column] : 0u;
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; h++) {
+            const HeadConstants& head = shared.heads[LANE_HEADS * column + h];
+            delta[h] = head.delta;
+            sum[h] = head.query_sum;
+#pragma unroll
+            for (int v = 0; v < KEY_VARIANTS; v++) base[v][h] = head.base[v];
         }
     }
-}
+};

@@ -7,10 +7,11 @@ use futures::executor::block_on;
 use kvpack::backend::SpanWrite;
 use kvpack::cache::PromptSpan;
 use kvpack::cpu::{Cpu, CpuStore, CpuTensor, nmse, quantize};
-use kvpack::cuda::{Cuda, KernelCache};
+use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+use kvpack::cuda::{Cuda, KernelCache, StepPlan, Tensor};
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, TensorFormat, TileOrder};
 use kvpack::plan::{ElementType, Elements, Page, RowLayout, TokenRange};
-use kvpack::{AttentionShape, Backend, Bits, Error, KvCache, Recipe, SegmentFormat};
+use kvpack::{AttentionShape, Backend, Bits, Calibration, Error, KvCache, Recipe, SegmentFormat};
 
 fn rows(elements: usize, factor: f32) -> Vec<f32> {
     (0..elements).map(|i| (i as f32 * factor).sin() * 3.0 + (i % 7) as f32).collect()
@@ -120,4 +121,56 @@ fn a_growing_cache_attends_as_on_the_cpu() {
     let output = block_on(backend.download(&output)).unwrap();
     let expected: Vec<f64> = expected.into_iter().map(f64::from).collect();
     assert!(nmse(&output, &expected) < 1e-6, "{}", nmse(&output, &expected));
+}
+
+/// A graph that captured a step with calibrated scores, which clears their extremes and launches twice, yields at every replay
+/// the bits of the step launched directly.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn a_captured_step_with_calibrated_scores_is_the_direct_one() {
+    let shape = AttentionShape::new(8, 2, 128).unwrap();
+    let backend = device();
+    let recipe = Recipe::calibquant(Bits::Two).with_calibration(Calibration::new(0.0, 3.0).unwrap());
+    let mut cache = KvCache::new(backend.clone(), shape, 2, recipe).unwrap();
+    // Several blocks to a sequence, whose extremes meet, and an f16 window that is merged with what is packed.
+    let tokens = 5000;
+    let upload = |x: &[f32]| block_on(backend.upload(Elements::F32(x))).unwrap();
+    let (keys, values) = (upload(&rows(tokens * 256, 0.31)), upload(&rows(tokens * 256, 0.57)));
+    let prompt = [
+        PromptSpan::packed(TokenRange::new(0, 4900).unwrap()),
+        PromptSpan::f16(TokenRange::new(4900, tokens).unwrap()),
+    ];
+    for sequence in 0..2 {
+        block_on(cache.prefill(sequence, RowLayout::token_major(tokens, &shape), &keys, &values, &prompt)).unwrap();
+    }
+    let queries = upload(&rows(2 * 8 * 128, 0.17));
+    let step = StepPlan::new(&backend, &cache.plan(&[0, 1]).unwrap()).unwrap();
+    assert_eq!(step.launch_labels().len(), 3, "{:?}", step.launch_labels());
+    let stream = backend.stream();
+    let bits = |tensor: &Tensor| {
+        let output = tensor.download(stream).unwrap();
+        output.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+    };
+    let bind = || {
+        let output = Tensor::zeroed(stream, queries.elements(), ElementType::F32).unwrap();
+        (step.bind(&backend, &cache.stores(), &queries, &output).unwrap(), output)
+    };
+
+    let (direct, expected) = bind();
+    direct.launch(stream).unwrap();
+    let expected = bits(&expected);
+    assert!(expected.iter().any(|&bits| f32::from_bits(bits) != 0.0));
+
+    let (captured, output) = bind();
+    stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+    captured.launch(stream).unwrap();
+    let graph = stream.end_capture(CUgraphInstantiate_flags(0)).unwrap().expect("a graph");
+    assert!(bits(&output).iter().all(|&bits| bits == 0), "capturing runs nothing");
+    for replay in 0..3 {
+        graph.launch().unwrap();
+        assert_eq!(bits(&output), expected, "replay {replay}");
+    }
+    // Replays after one another, without the host between them.
+    (0..20).for_each(|_| graph.launch().unwrap());
+    assert_eq!(bits(&output), expected);
 }

@@ -50,8 +50,7 @@ __device__ __forceinline__ float joined_halves(const float (&products)[4], int i
 // Groups of tokens: `ranges` are those of the pass, [group][channel].
 __device__ __forceinline__ void pass_scores_of_token_groups(float (&scores)[PASS_SCORES], const PassLoads& keys,
                                                             u32 ranges, int lane,
-                                                            const u32 (&query)[2 * QUERY_REGISTERS],
-                                                            const float (&delta)[LANE_HEADS]) {
+                                                            const LaneQuery& query) {
     constexpr bool several = KEY_GROUP_TOKENS > 0 && KEY_GROUP_TOKENS < PASS_TOKENS;
     constexpr int group_tokens = several ? KEY_GROUP_TOKENS : PASS_TOKENS;
     constexpr int group_blocks = group_tokens / BLOCK_TOKENS;
@@ -67,18 +66,18 @@ __device__ __forceinline__ void pass_scores_of_token_groups(float (&scores)[PASS
             const u32 scales[2] = {permute_bytes(words.x, words.z, 0x5410u), permute_bytes(words.y, words.w, 0x5410u)};
             const u32 a[4] = {permute_bytes(words.x, words.z, 0x7632u), 0u, permute_bytes(words.y, words.w, 0x7632u), 0u};
             const int other = QUERY_BLOCKS + f;
-            multiply_f16(start, a, query[2 * f], query[2 * f + 1]);
-            if (WIDE) multiply_f16(start, a, query[2 * other], query[2 * other + 1]);
+            multiply_f16(start, a, query.fragments[2 * f], query.fragments[2 * f + 1]);
+            if (WIDE) multiply_f16(start, a, query.fragments[2 * other], query.fragments[2 * other + 1]);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 // What rounding leaves of the high part goes to the low one. Where both are columns of one fragment, the
                 // lanes of high ones have zeros as `other`.
-                const u32 high_query = query[2 * (WIDE ? f : other) + r];
+                const u32 high_query = query.fragments[2 * (WIDE ? f : other) + r];
                 const u32 high = multiply_pair(high_query, scales[r]);
                 const u32 left = multiply_subtract_pair(high_query, scales[r], high);
                 if (WIDE) scaled[2 * f + r] = high;
                 const int low = 2 * (WIDE ? other : f) + r;
-                scaled[low] = multiply_add_pair(query[low], scales[r], left);
+                scaled[low] = multiply_add_pair(query.fragments[low], scales[r], left);
             }
         }
 #pragma unroll
@@ -112,7 +111,7 @@ __device__ __forceinline__ void pass_scores_of_token_groups(float (&scores)[PASS
                     const float unit = KEY_PAIR_UNIT / (float)(1 << (KEY_PLANE_SHIFT * p));
                     sum = __fmaf_rn(joined_halves(products[p], i), unit, sum);
                 }
-                scores[2 * m * LANE_HEADS + i] = sum * delta[i % LANE_HEADS];
+                scores[2 * m * LANE_HEADS + i] = sum * query.delta[i % LANE_HEADS];
             }
         }
     }
@@ -122,8 +121,7 @@ __device__ __forceinline__ void pass_scores_of_token_groups(float (&scores)[PASS
 // the query. Where a group is no whole block, the query counts as zero beyond it.
 __device__ __forceinline__ void pass_scores_of_channel_groups(float (&scores)[PASS_SCORES], const PassLoads& keys,
                                                               u32 ranges, int lane,
-                                                              const u32 (&query)[2 * QUERY_REGISTERS],
-                                                              const float (&delta)[LANE_HEADS], u32 group_sums) {
+                                                              const LaneQuery& query, u32 group_sums) {
     constexpr int channels = KEY_GROUP_CHANNELS > 1 ? KEY_GROUP_CHANNELS : HEAD_DIM;
     const int g = lane >> 2;
     const int c = lane & 3;
@@ -155,8 +153,8 @@ __device__ __forceinline__ void pass_scores_of_channel_groups(float (&scores)[PA
                 const int channel = 16 * f + 4 * c;
                 const bool inside = channel >= group * channels && channel < (group + 1) * channels;
                 const int other = QUERY_BLOCKS + f;
-                multiply_f16(products, a, inside ? query[2 * f] : 0u, inside ? query[2 * f + 1] : 0u);
-                if (WIDE) multiply_f16(products, a, inside ? query[2 * other] : 0u, inside ? query[2 * other + 1] : 0u);
+                multiply_f16(products, a, inside ? query.fragments[2 * f] : 0u, inside ? query.fragments[2 * f + 1] : 0u);
+                if (WIDE) multiply_f16(products, a, inside ? query.fragments[2 * other] : 0u, inside ? query.fragments[2 * other + 1] : 0u);
             }
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -166,7 +164,7 @@ __device__ __forceinline__ void pass_scores_of_channel_groups(float (&scores)[PA
 #pragma unroll
                 for (int h = 0; h < LANE_HEADS; h++) {
                     float& score = scores[(2 * m + i) * LANE_HEADS + h];
-                    const float product = joined_halves(products, i * LANE_HEADS + h) * delta[h];
+                    const float product = joined_halves(products, i * LANE_HEADS + h) * query.delta[h];
                     score = __fmaf_rn(product, scale, __fmaf_rn(minimum, sums[h], score));
                 }
             }

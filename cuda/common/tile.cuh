@@ -64,8 +64,11 @@ constexpr bool VALUE_GROUPED = VALUE_TILE_RANGES && !VALUE_TOKEN_RANGES;
 // Groups of channels in a row, 1 where there are none; of keys those that tensors have, of values also those of padding.
 constexpr int KEY_ROW_GROUPS = KEY_GROUP_CHANNELS > 1 ? HEAD_DIM / (KEY_GROUP_CHANNELS + !KEY_GROUP_CHANNELS) : 1;
 constexpr int VALUE_ROW_GROUPS = VALUE_GROUP_CHANNELS > 1 ? (HEAD_DIM + VALUE_GROUP_CHANNELS - 1) / (VALUE_GROUP_CHANNELS + !VALUE_GROUP_CHANNELS) : 1;
+// Fields of keys with sketches have a sign as their top bit, and below it, unless it is all there is, the code of a level.
+constexpr bool KEY_SKETCHED = KEY_SKETCH_LEVEL != 0;
+constexpr int KEY_LEVEL_BITS = KEY_BITS - KEY_SKETCHED;
 // Codes of a codebook; those of 1 bit are an affine grid of two.
-constexpr bool KEY_LEVELS = KEY_LEVEL_UNIT != 0 && KEY_BITS > 1;
+constexpr bool KEY_LEVELS = KEY_LEVEL_UNIT != 0 && KEY_LEVEL_BITS > 1;
 constexpr bool VALUE_LEVELS = VALUE_LEVEL_UNIT != 0 && VALUE_BITS > 1;
 
 template <int TOKENS, int GROUP>

@@ -137,10 +137,10 @@ __device__ __forceinline__ void pass_bytes(float (&sums)[VALUE_BLOCKS][4], float
         if constexpr (VALUE_LEVELS && VALUE_BITS != 3) {
 #pragma unroll
             for (int i = 0; i < group_loads; i++) {
-                level_bytes<VALUE_BITS, true>(levels[i][0], loads[i].x, constants.level_tables);
-                level_bytes<VALUE_BITS, true>(levels[i][1], loads[i].y, constants.level_tables);
-                level_bytes<VALUE_BITS, true>(levels[i][2], loads[i].z, constants.level_tables);
-                level_bytes<VALUE_BITS, true>(levels[i][3], loads[i].w, constants.level_tables);
+                level_bytes<VALUE_BITS, false, true>(levels[i][0], loads[i].x, constants.level_tables);
+                level_bytes<VALUE_BITS, false, true>(levels[i][1], loads[i].y, constants.level_tables);
+                level_bytes<VALUE_BITS, false, true>(levels[i][2], loads[i].z, constants.level_tables);
+                level_bytes<VALUE_BITS, false, true>(levels[i][3], loads[i].w, constants.level_tables);
             }
         }
 #pragma unroll

@@ -13,16 +13,14 @@
 //! | `hadamard` | of the same name | rotates dense rows, and rows that were read back |
 //! | `code_rows` | of the same name | turns rotated rows into the fields of sketches and of levels with norms of their own, and signs back |
 //! | `append`, `dequantize`, `find_non_finite` | of the same names | single tokens; dense rows of a span; the search for what cannot be stored |
-//! | `attend` | `attend.cu` or `attend_fma.cu`, `prepare_query.cu`, `merge_states.cu` | one launch per segment format: prepares the query, attends, and the last block of a sequence to arrive merges |
+//! | `attend` | `attend.cu`, `prepare_query.cu`, `merge_states.cu` | one launch per segment format: prepares the query, attends, and the last block of a sequence to arrive merges |
 //! | `read_bandwidth`, `compute_guard` | of the same names | what measurements are held against |
 //!
 //! # What is served
 //!
-//! Every format, head dimension and group size that the library has, calibrated or not. MMAs multiply all but keys with
-//! sketches: f16 as it is, codes with a range per channel or per token and levels of codebooks as bytes, codes with ranges of
-//! groups as halves. A step over sketched keys takes a plain kernel of multiply-adds (`attend_fma.cu`), which is not tuned and
-//! keeps the floats of a tile in shared memory: at head dimension 256 it is refused with
-//! [`Error::Limit`](crate::Error::Limit) on devices with less than 140 KiB for a block. The query always keeps 16 bits:
+//! Every format, head dimension and group size that the library has, calibrated or not, all of them by MMAs: f16 as it is, codes
+//! with a range per channel or per token, levels of codebooks and signs of sketches as bytes, codes with ranges of groups as
+//! halves. Keys with levels and a sketch are scored twice, with two queries. The query always keeps 16 bits:
 //! [`QueryPrecision::Int8`](crate::backend::QueryPrecision::Int8) is a permission that this backend does not use.
 //!
 //! A calibrated segment takes two launches of `attend`: one for the extremes of its scores, one that maps and weighs them.

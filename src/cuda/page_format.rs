@@ -94,11 +94,6 @@ impl PageFormat {
         if self.tensor(which).bits == 3 { words / 3 } else { words }
     }
 
-    /// True if no MMA takes the fields: those of keys with the sign of a sketch.
-    pub(super) const fn needs_multiply_adds(&self) -> bool {
-        self.key.sketched()
-    }
-
     /// True if ranges of keys or of values change inside rows of a tile.
     pub(super) const fn is_grouped(&self) -> bool {
         self.key.is_grouped(self.head_dim) || self.value.is_grouped(self.head_dim)

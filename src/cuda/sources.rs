@@ -19,7 +19,6 @@ macro_rules! files {
 files![
     "append.cu",
     "attend.cu",
-    "attend_fma.cu",
     "code_rows.cu",
     "common/attend_call.cuh",
     "common/calibration.cuh",

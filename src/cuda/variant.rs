@@ -22,15 +22,6 @@ const CLUSTER_RUN: usize = 32;
 /// Lines of the L2 cache, to which stages are aligned: `LINE_BYTES` in `cuda/common/attend_call.cuh`.
 const LINE_BYTES: usize = 128;
 
-/// The instructions that `attend` multiplies with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum AttendPath {
-    /// MMAs of codes (`attend.cu`).
-    Mma,
-    /// Multiply-adds of floats (`attend_fma.cu`), for fields that no MMA takes.
-    MultiplyAdd,
-}
-
 /// What a launch of `attend` does with scores: `SCORE_PASS` in `cuda/common/calibration.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ScorePass {
@@ -45,7 +36,6 @@ pub(super) enum ScorePass {
 /// How `attend` is compiled for a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct AttendVariant {
-    pub(super) path: AttendPath,
     pub(super) pages: PageFormat,
     /// Up to 8 query heads to a block instead of 4.
     pub(super) wide: bool,
@@ -61,21 +51,26 @@ pub(super) struct AttendVariant {
     pub(super) bulk_copies: bool,
 }
 
+/// Tiles of spans that are short: their blocks are all beginning and end, which other blocks have to hide.
+const SHORT_SPAN_TILES: usize = 16;
+
 /// Tokens of a step and of a pass, stages, warps, and blocks to a multiprocessor.
 type Sizes = [usize; 5];
 
 impl AttendVariant {
-    /// The variants that serve a format best: one whose blocks have a multiprocessor to themselves, and, for few bits, one
-    /// whose blocks share it in twos, for steps of more blocks than multiprocessors.
-    pub(super) fn candidates(pages: PageFormat, group: usize, facts: &DeviceFacts) -> Result<Vec<Self>> {
+    /// The variants that serve a format best, for spans of up to `longest_span` tiles: one whose blocks have a
+    /// multiprocessor to themselves; for few bits, one whose blocks share it in twos, for steps of more blocks than
+    /// multiprocessors; and for short spans one of small blocks, of which several share it.
+    pub(super) fn candidates(
+        pages: PageFormat,
+        group: usize,
+        longest_span: usize,
+        facts: &DeviceFacts,
+    ) -> Result<Vec<Self>> {
         let wide = group > 4;
-        if pages.needs_multiply_adds() {
-            return Ok(vec![Self::by_multiply_adds(pages, wide, facts)?]);
-        }
         let bulk_copies = facts.capability >= (9, 0);
         let (tokens, bits) = (step_tokens(&pages), pages.key.bits + pages.value.bits);
         let variant = |[step_tokens, pass_tokens, stages, warps, blocks]: Sizes| Self {
-            path: AttendPath::Mma,
             pages,
             wide,
             step_tokens,
@@ -118,6 +113,13 @@ impl AttendVariant {
             (tuned && !wide && bits > 2 && bits <= 4, [64, 64, 2, 8, 2]),
             (tuned && !wide && bits <= 8, [tokens, tokens, 2, 6, 2]),
         ];
+        let short = longest_span <= SHORT_SPAN_TILES;
+        let small: [(bool, Sizes); 4] = [
+            (short && !wide && pages.head_dim <= 128, [few, few, 2, 4, 4]),
+            (short && !wide && pages.head_dim <= 128, [few, few, 1, 4, 4]),
+            (short, [few, few, 2, 4, 2]),
+            (short, [few, few, 1, 4, 2]),
+        ];
         let first =
             |sizes: &[(bool, Sizes)]| sizes.iter().filter(|(wanted, _)| *wanted).map(|&(_, s)| variant(s)).find(fits);
         let alone = first(&sizes).ok_or_else(|| {
@@ -129,47 +131,18 @@ impl AttendVariant {
                 hint: "use a device with more shared memory, or fewer bits",
             }
         })?;
-        Ok([alone].into_iter().chain(first(&shared)).collect())
-    }
-
-    /// A thread to every token of a tile, and as many blocks to a multiprocessor as its shared memory holds.
-    fn by_multiply_adds(pages: PageFormat, wide: bool, facts: &DeviceFacts) -> Result<Self> {
-        let variant = Self {
-            path: AttendPath::MultiplyAdd,
-            pages,
-            wide,
-            step_tokens: TILE_TOKENS,
-            pass_tokens: TILE_TOKENS,
-            stages: 1,
-            warps: TILE_TOKENS / 32,
-            blocks: 1,
-            bulk_copies: false,
-        };
-        let needed = variant.shared_bytes() + variant.fixed_bytes();
-        if needed > facts.shared_bytes {
-            return Err(Error::Limit {
-                what: "shared memory of a block".into(),
-                needed: needed as u64,
-                allowed: facts.shared_bytes as u64,
-                hint: "use a device with more shared memory, or a format without a sketch",
-            });
-        }
-        Ok(Self { blocks: facts.shared_bytes / needed, ..variant })
+        Ok([Some(alone), first(&shared), first(&small)].into_iter().flatten().collect())
     }
 
     /// Shared memory beside the rings: the query's fragments, what the warps tell each other, rows of outputs that are
     /// rotated back, and what the blocks of a cluster send.
     const fn fixed_bytes(&self) -> usize {
-        if let AttendPath::MultiplyAdd = self.path {
-            let queries = if self.pages.key.sketched() { 2 * self.pages.head_dim } else { self.pages.head_dim };
-            let queries_and_weights = self.chunk_heads() * (queries + TILE_TOKENS) * size_of::<f32>();
-            return queries_and_weights + SPARE_SHARED_BYTES;
-        }
         let rotated = if self.pages.value.rotation.is_some() { self.chunk_heads() * self.pages.head_dim } else { 0 };
         let key = &self.pages.key;
         let query_bytes = if key.bits == 16 || key.is_grouped(self.pages.head_dim) { 2 } else { 1 };
         let group_sums = self.chunk_heads() * key.row_groups(self.pages.head_dim) * size_of::<f32>();
-        let rows = (if self.wide { 16 } else { 8 }) * (self.pages.head_dim * query_bytes + 16);
+        let queries = if key.sketched() && key.bits > 1 { 2 } else { 1 };
+        let rows = queries * (if self.wide { 16 } else { 8 }) * (self.pages.head_dim * query_bytes + 16);
         let joined =
             self.warps * self.chunk_heads() * 3 * size_of::<f32>() + self.pages.head_dim * size_of::<[f32; 2]>();
         let outputs = self.chunk_heads() * self.pages.head_dim + MOST_CLUSTER * (CLUSTER_RUN + self.chunk_heads());
@@ -192,19 +165,11 @@ impl AttendVariant {
             ("BULK_COPIES", self.bulk_copies.into()),
             ("SCORE_PASS", pass as usize),
         ]);
-        let files: &[&str] = match self.path {
-            AttendPath::Mma => &["attend.cu"],
-            AttendPath::MultiplyAdd => &["attend_fma.cu"],
-        };
-        Program { files, defines }
+        Program { files: &["attend.cu"], defines }
     }
 
-    /// Shared memory of the rings, in which the warps' sums are joined afterwards, those of minimums beside those of channels; by
-    /// multiply-adds that of a tile's floats.
+    /// Shared memory of the rings, in which the warps' sums are joined afterwards, those of minimums beside those of channels.
     pub(super) const fn shared_bytes(&self) -> usize {
-        if let AttendPath::MultiplyAdd = self.path {
-            return TILE_TOKENS * (self.pages.head_dim + 1) * size_of::<f32>();
-        }
         let rings = self.warps * self.stages * stage_bytes(&self.pages, self.step_tokens);
         let minimums = match self.pages.value.row_groups(self.pages.head_dim) {
             1 => 0,
@@ -257,7 +222,7 @@ impl PageFormat {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::{AffineFormat, Grouping, SegmentFormat, TensorFormat};
+    use crate::format::{AffineFormat, CodebookFormat, Grouping, SegmentFormat, TensorFormat};
     use crate::{AttentionShape, Bits};
 
     const H200: DeviceFacts = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
@@ -284,16 +249,14 @@ mod tests {
         }
         for head_dim in crate::format::HEAD_DIMS {
             let shape = AttentionShape::new(8, 2, head_dim).unwrap();
-            for (&key, &value) in tensors.iter().flat_map(|key| tensors.iter().map(move |value| (key, value))) {
+            let sketched = [Bits::One, Bits::Two, Bits::Three, Bits::Four]
+                .map(|bits| TensorFormat::Codebook(CodebookFormat::turboquant_prod(bits, head_dim)));
+            let keys = tensors.iter().chain(&sketched);
+            for (&key, &value) in keys.flat_map(|key| tensors.iter().map(move |value| (key, value))) {
                 let pages = PageFormat::new(&shape, &SegmentFormat { key, value }).unwrap();
-                for (facts, group) in [(H200, 4), (H200, 8), (small, 4), (small, 16)] {
-                    // Floats of a tile with so many channels need 132 KiB.
-                    if pages.needs_multiply_adds() && head_dim == 256 && facts == small {
-                        let error = AttendVariant::candidates(pages, group, &facts).unwrap_err();
-                        assert!(matches!(error, Error::Limit { .. }), "{error}");
-                        continue;
-                    }
-                    for variant in AttendVariant::candidates(pages, group, &facts)
+                for (facts, group, span) in [(H200, 4, 9), (H200, 8, 1), (small, 4, 9), (small, 16, 90), (H200, 4, 90)]
+                {
+                    for variant in AttendVariant::candidates(pages, group, span, &facts)
                         .unwrap_or_else(|e| panic!("{key} {value} {head_dim} {group} {e}"))
                     {
                         assert!(variant.step_tokens.is_multiple_of(variant.pass_tokens));
