@@ -1,7 +1,7 @@
 //! The conformance registry through wgpu: one test for each case and path. `gpu_device` says on which adapter.
 //!
 //! The quick cases run on every path that the adapter has, the f16 path only where it has f16, since it is the floor with
-//! larger limits elsewhere. `KVPACK_PATH` (floor, f16, subgroups) leaves one path, and `KVPACK_ALL_CASES=1` runs the whole
+//! larger limits elsewhere. `KVPACK_PATH` (floor, f16, subgroups, matrices) leaves one path, and `KVPACK_ALL_CASES=1` runs the whole
 //! registry. Without the adapter there is one test, and it fails.
 
 mod gpu_device;

@@ -1,7 +1,7 @@
 //! The device that GPU tests run on.
 //!
 //! It belongs to the adapter that `WGPU_ADAPTER_NAME` names, or to the best one there is; `KVPACK_PATH` (floor, f16,
-//! subgroups) takes away what that path forbids. `KVPACK_TEST_DRIVER`, which `scripts/test.sh` sets, says which driver is
+//! subgroups, matrices) takes away what that path forbids. `KVPACK_TEST_DRIVER`, which `scripts/test.sh` sets, says which driver is
 //! expected: without an adapter, or on another one, the tests fail, since a test that ran elsewhere has shown nothing.
 #![allow(dead_code, reason = "every test takes what it needs")]
 
