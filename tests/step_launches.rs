@@ -136,7 +136,9 @@ fn the_registry_covers_matrices() {
         let step = StepPlan::new(&matrices, plan, case.input.elements, case.options).unwrap();
         step.launch_labels().iter().any(|label| label.contains("attend_matrix"))
     };
-    let covering: Vec<String> =
-        conformance::cases().iter().filter(|case| takes_matrices(case)).map(|case| case.name.clone()).collect();
-    assert_eq!(covering, ["split-many-heads-f16", "sink-long-many-heads-f16", "segments-many-heads-f16"]);
+    let cases = conformance::cases();
+    for name in ["split-many-heads-f16", "sink-long-many-heads-f16", "segments-many-heads-f16"] {
+        let case = cases.iter().find(|case| case.name == name);
+        assert!(case.is_some_and(takes_matrices), "{name}");
+    }
 }
