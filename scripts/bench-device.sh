@@ -26,7 +26,7 @@ command -v python3 >/dev/null || {
 }
 results="${BENCH_RESULTS:-target/bench-device}"
 limit="${BENCH_TIMEOUT:-120}"
-read -ra shapes <<<"${BENCH_SHAPES:-g4-b8-32k g4-b32-8k g1-b8-8k g4-b1-4k g4-b1-128k g8-b8-32k}"
+read -ra shapes <<<"${BENCH_SHAPES:-g4-b8-32k g4-b8-32k-shuffled g4-b8-32k-images g4-b32-8k g1-b8-8k g4-b1-4k g4-b1-128k g8-b8-32k}"
 format="${BENCH_FORMAT-bit per channel}"
 mkdir -p "$results" && rm -f "$results"/*.json "$results"/*.log || exit
 backends=(wgpu)
@@ -91,28 +91,32 @@ done
 python3 - "$results" <<'PYTHON' || failed=1
 import json, pathlib, sys
 
-print(f"{'backend':<8} {'shape':<12} {'format':<58} {'NMSE':>8} {'int16':>8} {'MB':>9} {'µs':>9} {'GB/s':>7} {'% read':>7} {'× f16':>6}")
+print(f"{'backend':<8} {'shape':<18} {'format':<58} {'NMSE':>8} {'int16':>8} {'MB':>9} {'µs':>9} {'GB/s':>7} {'% read':>7} {'× f16':>6}")
 wrong = False
+shapes = []
 for path in sorted(pathlib.Path(sys.argv[1]).glob("bench-*.json")):
-    backend = path.name.split("-")[1]
     try:
-        report = json.loads(path.read_text())
+        shapes += [(path.name.split("-")[1], shape) for shape in json.loads(path.read_text())["shapes"]]
     except ValueError:
         continue  # the process did not finish, which was reported above
-    for shape in report["shapes"]:
-        alone = {row["format"]: row.get("step_us") for row in shape["rows"]}
-        for row in shape["rows"]:
-            line = f"{backend:<8} {shape['shape']:<12} {row['format'][:58]:<58}"
-            if row["outcome"] != "timed":
-                wrong |= row["outcome"] == "wrong"
-                print(line, row["outcome"].upper(), row.get("reason", ""))
-                continue
-            times = "-" if row["times_f16"] is None else f"{row['times_f16']:.2f}"
-            parts = [alone.get(part) for part in row["parts"]] if len(row["parts"]) > 1 else []
-            mixed = f"  parts alone {sum(parts):.1f} µs" if parts and all(parts) else ""
-            int16 = "-" if row["nmse_int16"] is None else f"{row['nmse_int16']:.0e}"
-            print(f"{line} {row['nmse']:8.0e} {int16:>8} {row['bytes'] / 1e6:9.1f} {row['step_us']:9.1f}"
-                  f" {row['gigabytes_per_second']:7.0f} {row['percent_of_read']:7.1f} {times:>6}{mixed}")
+steps = {(backend, shape["shape"], row["format"]): row.get("step_us") for backend, shape in shapes for row in shape["rows"]}
+for backend, shape in shapes:
+    alone = {row["format"]: row.get("step_us") for row in shape["rows"]}
+    for row in shape["rows"]:
+        line = f"{backend:<8} {shape['shape']:<18} {row['format'][:58]:<58}"
+        if row["outcome"] != "timed":
+            wrong |= row["outcome"] == "wrong"
+            print(line, row["outcome"].upper(), row.get("reason", ""))
+            continue
+        times = "-" if row["times_f16"] is None else f"{row['times_f16']:.2f}"
+        parts = [alone.get(part) for part in row["parts"]] if len(row["parts"]) > 1 else []
+        beside = f"  parts alone {sum(parts):.1f} µs" if parts and all(parts) else ""
+        in_order = steps.get((backend, shape["shape"].removesuffix("-shuffled"), row["format"]))
+        if shape["shape"].endswith("-shuffled") and in_order:
+            beside = f"  pages in order {in_order:.1f} µs"
+        int16 = "-" if row["nmse_int16"] is None else f"{row['nmse_int16']:.0e}"
+        print(f"{line} {row['nmse']:8.0e} {int16:>8} {row['bytes'] / 1e6:9.1f} {row['step_us']:9.1f}"
+              f" {row['gigabytes_per_second']:7.0f} {row['percent_of_read']:7.1f} {times:>6}{beside}")
 sys.exit(wrong)
 PYTHON
 

@@ -3,8 +3,8 @@
 use super::batch_format::{BatchFormat, BatchPart};
 use super::data::{DataRecipe, SequenceData};
 use super::{DataKind, InputLayout, RowOrder, SinkPlace};
-use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat};
-use crate::plan::ElementType;
+use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TILE_TOKENS, TensorFormat};
+use crate::plan::{ElementType, TokenRange};
 use crate::{Backend, Result};
 
 /// How long the sequences of a batch are.
@@ -40,13 +40,18 @@ pub struct DecodeShape {
     pub lengths: BatchLengths,
     /// Where their pages lie.
     pub pages: PageOrder,
+    /// Tokens of a span, which has ranges of its own; what is left of a sequence is one too.
+    pub span_tokens: usize,
     /// True for the small shapes of a quick look.
     pub quick: bool,
 }
 
+/// Tokens of an image in LLaVA-1.5 (arXiv 2310.03744): 24 × 24 patches.
+const IMAGE_TOKENS: usize = 576;
+
 /// The decode steps that are timed: two that read 0.5 GiB of keys and as much of values even at 1 bit, group sizes 1, 4
-/// to 16, batches of equal and of mixed lengths and a single long sequence, pages in no order, other head dimensions, and two
-/// small ones.
+/// to 16, batches of equal and of mixed lengths and a single long sequence, pages in no order, sequences of many spans,
+/// other head dimensions, and two small ones.
 pub fn decode_shapes() -> Vec<DecodeShape> {
     let step = |name: &str, (query_heads, kv_heads, head_dim), sequences, tokens| DecodeShape {
         name: name.into(),
@@ -55,6 +60,7 @@ pub fn decode_shapes() -> Vec<DecodeShape> {
         tokens,
         lengths: BatchLengths::Even,
         pages: PageOrder::Consecutive,
+        span_tokens: usize::MAX,
         quick: sequences * tokens <= 4096,
     };
     let ragged = |name, heads, sequences, tokens| DecodeShape {
@@ -70,6 +76,7 @@ pub fn decode_shapes() -> Vec<DecodeShape> {
         step("g4-b8-32k", (32, 8, 128), 8, 32_768),
         step("g4-b32-8k", (32, 8, 128), 32, 8192),
         DecodeShape { pages: PageOrder::Shuffled, ..step("g4-b8-32k-shuffled", (32, 8, 128), 8, 32_768) },
+        DecodeShape { span_tokens: IMAGE_TOKENS, ..step("g4-b8-32k-images", (32, 8, 128), 8, 32_768) },
         step("g8-b8-32k", (64, 8, 128), 8, 32_768),
         step("g16-b8-32k", (32, 2, 128), 8, 32_768),
         step("g4-b1-128k", (32, 8, 128), 1, 131_072),
@@ -93,6 +100,8 @@ pub fn decode_formats() -> Vec<SegmentFormat> {
         value: affine(bits, Grouping::TokenChannels(32)),
     };
     formats.extend([kivi(Bits::Four), kivi(Bits::Two)]);
+    // A range per channel and tile, as where CalibQuant packs a tile whenever one is full.
+    formats.extend([Bits::Four, Bits::Two].map(|bits| both(affine(bits, Grouping::ChannelTokens(TILE_TOKENS)))));
     formats.push(SegmentFormat::saw_int4());
     // The rotation divides the heads of all shapes of the registry.
     let turboquant = |bits| SegmentFormat::turboquant(bits, 64);
@@ -182,6 +191,13 @@ impl DecodeShape {
     /// Tokens of all sequences.
     pub fn total_tokens(&self) -> usize {
         (0..self.sequences).map(|sequence| self.length(sequence)).sum()
+    }
+
+    /// The tokens of each span that a part of a sequence is stored in.
+    pub(super) fn spans(&self, part: &BatchPart, sequence: usize) -> Result<Vec<TokenRange>> {
+        let tokens = part.tokens(self.length(sequence));
+        let span = |start: usize| TokenRange::new(start, start.saturating_add(self.span_tokens).min(tokens.end));
+        tokens.clone().step_by(self.span_tokens).map(span).collect()
     }
 
     /// Bytes of one batch in a format without ranges: what one step must read at least.

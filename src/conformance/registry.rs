@@ -155,6 +155,18 @@ fn several_segments() -> Vec<Case> {
     let mut appended = Case::new("segments-appended", shape(3, 80), SegmentFormat::F16).lengths(&RAGGED);
     appended.segments = vec![recent];
     let mut cases = vec![visual, widths, images, unused, appended];
+    // So many short spans that a large GPU takes other blocks for them.
+    let kivi = SegmentFormat {
+        key: affine(Bits::Two, Grouping::ChannelTokens(32)),
+        value: affine(Bits::Two, Grouping::TokenChannels(32)),
+    };
+    for (query_heads, kv_heads, head_dim) in [(32, 16, 64), (64, 8, 128)] {
+        let shape = AttentionShape::new(query_heads, kv_heads, head_dim).expect("the registry's shapes have kernels");
+        let mut many = Case::new(&format!("segments-many-spans-{head_dim}"), shape, SegmentFormat::F16);
+        many.segments = vec![packed, SegmentCase::new(kivi)];
+        many.sequences = vec![(0..60).map(|i| span(i % 2, 70 + i)).collect()];
+        cases.push(many);
+    }
     // Single tokens into packed pages, in f16 and f32, rotated or not.
     let appended = [
         SegmentFormat::saw_int4(),

@@ -21,11 +21,17 @@ pub struct Workload<B: Backend> {
     pub stores: Vec<B::Store>,
     /// The step over each copy.
     pub plans: Vec<DecodePlan>,
-    /// Bytes of the stores that one step reads: codes and ranges.
+    /// Bytes that one step must read: codes and ranges of all tokens.
     pub step_bytes: u64,
-    format: BatchFormat,
-    /// Pages of every part's spans: those of the first copy, then of the next.
-    spans: Vec<Vec<Vec<Page>>>,
+    /// Every part's spans of every sequence: those of the first copy, then of the next.
+    spans: Vec<Vec<Vec<StoredSpan>>>,
+}
+
+/// A span of one sequence in the store of its part.
+struct StoredSpan {
+    tokens: usize,
+    pages: Vec<Page>,
+    range_slot: usize,
 }
 
 impl<B: Backend> Workload<B> {
@@ -38,13 +44,19 @@ impl<B: Backend> Workload<B> {
         let copies = bytes.div_ceil(data.decode.code_bytes(&format)).max(1) as usize;
         let (mut stores, mut spans) = (Vec::new(), Vec::new());
         for part in format.parts() {
-            let (store, pages) = store_part(backend, data, part, copies).await?;
+            let (store, stored) = store_part(backend, data, part, copies).await?;
             stores.push(store);
-            spans.push(pages);
+            spans.push(stored);
         }
         let plans = (0..copies).map(|copy| plan(&data.decode, &format, copy, &spans, split)).collect::<Result<_>>()?;
-        let step_bytes = stores.iter().map(|store| backend.store_bytes(store)).sum::<u64>() / copies as u64;
-        Ok(Self { stores, plans, step_bytes, format, spans })
+        let part_bytes = |(part, stored): (&BatchPart, &Vec<Vec<StoredSpan>>)| {
+            let batch = || stored[..data.decode.sequences].iter().flatten();
+            let tokens: usize = batch().map(|span| span.tokens).sum();
+            let pages = part.format.page_bytes(&data.decode.shape) * tokens / TILE_TOKENS;
+            (pages + part.format.range_slot_bytes(&data.decode.shape) * batch().count()) as u64
+        };
+        let step_bytes = format.parts().iter().zip(&spans).map(part_bytes).sum();
+        Ok(Self { stores, plans, step_bytes, spans })
     }
 
     /// Runs every copy once and holds all outputs against an f64 attention over the stored data.
@@ -84,12 +96,11 @@ impl<B: Backend> Workload<B> {
     /// What a sequence of the first copy must yield.
     async fn expected(&self, backend: &B, data: &DecodeData<B>, sequence: usize) -> Result<Expected> {
         let mut dense = Vec::new();
-        for ((part, store), spans) in self.format.parts().iter().zip(&self.stores).zip(&self.spans) {
-            let tokens = part.tokens(data.decode.length(sequence)).len();
-            if tokens > 0 {
-                let read = SpanRead { pages: &spans[sequence], tokens, range_slot: sequence };
+        for (store, sequences) in self.stores.iter().zip(&self.spans) {
+            for StoredSpan { tokens, pages, range_slot } in &sequences[sequence] {
+                let read = SpanRead { pages, tokens: *tokens, range_slot: *range_slot };
                 let (keys, values) = backend.dequantize(store, read)?;
-                dense.push((backend.download(&keys).await?, backend.download(&values).await?, tokens));
+                dense.push((backend.download(&keys).await?, backend.download(&values).await?, *tokens));
             }
         }
         let segments: Vec<DenseSegment<'_>> = dense
@@ -100,17 +111,18 @@ impl<B: Backend> Workload<B> {
     }
 }
 
-/// Stores one part of every sequence, `copies` times, and says in which pages.
+/// Stores one part of every sequence, `copies` times, and says where.
 async fn store_part<B: Backend>(
     backend: &B,
     data: &DecodeData<B>,
     part: &BatchPart,
     copies: usize,
-) -> Result<(B::Store, Vec<Vec<Page>>)> {
+) -> Result<(B::Store, Vec<Vec<StoredSpan>>)> {
     let decode = &data.decode;
-    let tokens = |sequence| part.tokens(decode.length(sequence));
-    let span_pages = |sequence| tokens(sequence).len().div_ceil(TILE_TOKENS);
-    let batch_pages = (0..decode.sequences).map(span_pages).sum::<usize>();
+    let batch: Vec<Vec<TokenRange>> =
+        (0..decode.sequences).map(|sequence| decode.spans(part, sequence)).collect::<Result<_>>()?;
+    let span_pages = |tokens: &TokenRange| tokens.len().div_ceil(TILE_TOKENS);
+    let batch_pages = batch.iter().flatten().map(span_pages).sum::<usize>();
 
     let mut store = backend.create_store(decode.shape, part.format)?;
     let mut allocator = PageAllocator::default();
@@ -120,26 +132,26 @@ async fn store_part<B: Backend>(
         backend.add_shard(&mut store, pages).await?;
         allocator.add_shard(pages);
     }
-    backend.reserve_ranges(&mut store, copies * decode.sequences).await?;
-    let mut spans = Vec::with_capacity(copies * decode.sequences);
+    backend.reserve_ranges(&mut store, copies * batch.iter().flatten().count()).await?;
+    let mut range_slots = 0..;
+    let mut stored = Vec::with_capacity(copies * decode.sequences);
     for copy in 0..copies {
-        let mut batch = allocator.allocate(batch_pages)?;
+        let mut pages = allocator.allocate(batch_pages)?;
         if decode.pages == PageOrder::Shuffled {
-            Random::new((copy * decode.sequences) as u64).shuffle(&mut batch);
+            Random::new((copy * decode.sequences) as u64).shuffle(&mut pages);
         }
-        for sequence in 0..decode.sequences {
-            let pages: Vec<Page> = batch.drain(..span_pages(sequence)).collect();
-            let range_slot = copy * decode.sequences + sequence;
-            let tokens = tokens(sequence);
-            if !tokens.is_empty() {
-                let tokens = TokenRange::new(tokens.start, tokens.end)?;
+        for sequence in &batch {
+            let mut spans = Vec::with_capacity(sequence.len());
+            for (&tokens, range_slot) in sequence.iter().zip(&mut range_slots) {
+                let pages: Vec<Page> = pages.drain(..span_pages(&tokens)).collect();
                 let write = SpanWrite { rows: data.host.rows, tokens, pages: &pages, range_slot };
                 backend.quantize(&mut store, &data.keys, &data.values, write)?;
+                spans.push(StoredSpan { tokens: tokens.len(), pages, range_slot });
             }
-            spans.push(pages);
+            stored.push(spans);
         }
     }
-    Ok((store, spans))
+    Ok((store, stored))
 }
 
 /// The step over one copy.
@@ -147,28 +159,26 @@ fn plan(
     decode: &DecodeShape,
     format: &BatchFormat,
     copy: usize,
-    spans: &[Vec<Vec<Page>>],
+    spans: &[Vec<Vec<StoredSpan>>],
     split: Split,
 ) -> Result<DecodePlan> {
-    let first = copy * decode.sequences;
-    let views: Vec<StoreView<'_>> = format
-        .parts()
-        .iter()
-        .zip(spans)
-        .map(|(part, pages)| StoreView {
-            format: part.format,
-            calibration: None,
-            spans: (0..decode.sequences)
-                .map(|sequence| SpanView {
-                    sequence,
-                    tokens: part.tokens(decode.length(sequence)).len(),
-                    pages: &pages[first + sequence],
-                    range_slot: first + sequence,
-                })
-                .collect(),
-        })
-        .collect();
+    let sequences = copy * decode.sequences..(copy + 1) * decode.sequences;
+    let views: Vec<StoreView<'_>> =
+        format.parts().iter().zip(spans).map(|(part, stored)| view(part, &stored[sequences.clone()])).collect();
     DecodePlan::new(decode.shape, decode.sequences, &views, split)
+}
+
+/// The spans of one part of each sequence.
+fn view<'a>(part: &BatchPart, sequences: &'a [Vec<StoredSpan>]) -> StoreView<'a> {
+    let spans = sequences.iter().enumerate().flat_map(|(sequence, spans)| {
+        spans.iter().map(move |StoredSpan { tokens, pages, range_slot }| SpanView {
+            sequence,
+            tokens: *tokens,
+            pages,
+            range_slot: *range_slot,
+        })
+    });
+    StoreView { format: part.format, calibration: None, spans: spans.collect() }
 }
 
 #[cfg(test)]
@@ -191,6 +201,7 @@ mod tests {
                 tokens: 700,
                 lengths: BatchLengths::Ragged,
                 pages: order,
+                span_tokens: 100,
                 quick: true,
             };
             let data = pollster::block_on(DecodeData::generated(&cpu, decode)).unwrap();
@@ -201,14 +212,18 @@ mod tests {
             let workload = pollster::block_on(workload).unwrap();
             let report = pollster::block_on(workload.check(&cpu, &data, AttendOptions::default())).unwrap();
             assert!(report.passed(), "{}", report.reason());
-            workload.spans.concat()
+            assert_eq!(workload.plans[0].segments[0].spans.len(), 6, "of 84, 167 and 250 tokens");
+            let pages = |spans: &Vec<StoredSpan>| -> Vec<u32> {
+                spans.iter().flat_map(|span| span.pages.iter().map(|page| page.index)).collect()
+            };
+            workload.spans[0].iter().map(pages).collect::<Vec<_>>()
         };
         let (consecutive, shuffled) = (workload(PageOrder::Consecutive), workload(PageOrder::Shuffled));
         assert_eq!(consecutive.len(), 6, "three sequences, two copies");
         assert_ne!(consecutive, shuffled);
         for (consecutive, shuffled) in consecutive.chunks(3).zip(shuffled.chunks(3)) {
-            let sorted = |spans: &[Vec<Page>]| {
-                let mut indices: Vec<u32> = spans.concat().iter().map(|page| page.index).collect();
+            let sorted = |spans: &[Vec<u32>]| {
+                let mut indices = spans.concat();
                 indices.sort_unstable();
                 indices
             };
@@ -227,6 +242,7 @@ mod tests {
             tokens: 1500,
             lengths: BatchLengths::Ragged,
             pages: PageOrder::Consecutive,
+            span_tokens: usize::MAX,
             quick: true,
         };
         let data = pollster::block_on(DecodeData::generated(&cpu, decode)).unwrap();

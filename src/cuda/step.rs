@@ -198,7 +198,8 @@ impl SegmentStep {
         let pages = PageFormat::new(shape, &segment.format)?;
         let tiles: Vec<usize> = segment.spans.iter().map(|span| (span.tokens as usize).div_ceil(TILE_TOKENS)).collect();
         let mut best: Option<(AttendVariant, Wave, usize, (f64, bool))> = None;
-        for variant in AttendVariant::candidates(pages, shape.group(), facts)? {
+        let longest = tiles.iter().copied().max().unwrap_or(0);
+        for variant in AttendVariant::candidates(pages, shape.group(), longest, facts)? {
             let wave = Wave {
                 multiprocessors: facts.multiprocessors,
                 blocks_each: variant.blocks,
@@ -415,6 +416,7 @@ impl BoundStep {
 mod tests {
     use super::*;
     use crate::Bits;
+    use crate::conformance::decode_formats;
     use crate::plan::{SpanView, Split, StoreView};
 
     const H200: DeviceFacts = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
@@ -498,6 +500,24 @@ mod tests {
             }
         }
         assert!(rows.iter().all(|&row| row == 1));
+    }
+
+    /// Many short spans go to small blocks, several to a multiprocessor; long ones do not.
+    #[test]
+    fn short_spans_take_small_blocks() {
+        let shape = AttentionShape::new(32, 8, 128).unwrap();
+        let variant = |format, spans: usize, tokens: usize| {
+            let pages: Vec<Page> =
+                (0..tokens.div_ceil(TILE_TOKENS) as u32).map(|index| Page { shard: 0, index }).collect();
+            let span = |range_slot| SpanView { sequence: 0, tokens, pages: &pages, range_slot };
+            let store = StoreView { format, calibration: None, spans: (0..spans).map(span).collect() };
+            let plan = DecodePlan::new(shape, 1, &[store], Split::default()).unwrap();
+            StepPlan::for_device(&H200, &plan).unwrap().segments[0].variant
+        };
+        for format in decode_formats() {
+            let (short, long) = (variant(format, 456, 576), variant(format, 1, 131_072));
+            assert!(short.blocks > long.blocks && short.warps < long.warps, "{format}: {short:?}, {long:?}");
+        }
     }
 
     /// A calibrated segment is launched twice, and its items name their spans.

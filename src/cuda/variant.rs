@@ -51,14 +51,23 @@ pub(super) struct AttendVariant {
     pub(super) bulk_copies: bool,
 }
 
+/// Tiles of spans that are short: their blocks are all beginning and end, which other blocks have to hide.
+const SHORT_SPAN_TILES: usize = 16;
+
 /// Tokens of a step and of a pass, stages, warps, and blocks to a multiprocessor.
 type Sizes = [usize; 5];
 
 impl AttendVariant {
-    /// The variants that serve a format best: one whose blocks have a multiprocessor to themselves; one of fewer warps, where
-    /// that has so many that few steps would leave some of them idle; and, for few bits, one whose blocks share a
-    /// multiprocessor in twos, for steps of more blocks than multiprocessors.
-    pub(super) fn candidates(pages: PageFormat, group: usize, facts: &DeviceFacts) -> Result<Vec<Self>> {
+    /// The variants that serve a format best, for spans of up to `longest_span` tiles: one whose blocks have a
+    /// multiprocessor to themselves; one of fewer warps, where that has so many that few steps would leave some of them idle;
+    /// for few bits, one whose blocks share it in twos, for steps of more blocks than multiprocessors; and for short spans
+    /// one of small blocks, of which several share it.
+    pub(super) fn candidates(
+        pages: PageFormat,
+        group: usize,
+        longest_span: usize,
+        facts: &DeviceFacts,
+    ) -> Result<Vec<Self>> {
         let wide = group > 4;
         let bulk_copies = facts.capability >= (9, 0);
         let (tokens, bits) = (step_tokens(&pages), pages.key.bits + pages.value.bits);
@@ -106,6 +115,13 @@ impl AttendVariant {
             (tuned && !wide && bits > 2 && bits <= 4, [64, 64, 2, 8, 2]),
             (tuned && !wide && bits <= 8, [tokens, tokens, 2, 6, 2]),
         ];
+        let short = longest_span <= SHORT_SPAN_TILES;
+        let small: [(bool, Sizes); 4] = [
+            (short && !wide && pages.head_dim <= 128, [few, few, 2, 4, 4]),
+            (short && !wide && pages.head_dim <= 128, [few, few, 1, 4, 4]),
+            (short, [few, few, 2, 4, 2]),
+            (short, [few, few, 1, 4, 2]),
+        ];
         let first =
             |sizes: &[(bool, Sizes)]| sizes.iter().filter(|(wanted, _)| *wanted).map(|&(_, s)| variant(s)).find(fits);
         let alone = first(&sizes).ok_or_else(|| {
@@ -117,7 +133,7 @@ impl AttendVariant {
                 hint: "use a device with more shared memory, or fewer bits",
             }
         })?;
-        Ok([alone].into_iter().chain(first(&even)).chain(first(&shared)).collect())
+        Ok([Some(alone), first(&even), first(&shared), first(&small)].into_iter().flatten().collect())
     }
 
     /// True if the warps, which take the steps of an item in turn, are idle for more than a quarter of its time where it has
@@ -248,8 +264,9 @@ mod tests {
             let keys = tensors.iter().chain(&sketched);
             for (&key, &value) in keys.flat_map(|key| tensors.iter().map(move |value| (key, value))) {
                 let pages = PageFormat::new(&shape, &SegmentFormat { key, value }).unwrap();
-                for (facts, group) in [(H200, 4), (H200, 8), (small, 4), (small, 16)] {
-                    for variant in AttendVariant::candidates(pages, group, &facts)
+                for (facts, group, span) in [(H200, 4, 9), (H200, 8, 1), (small, 4, 9), (small, 16, 90), (H200, 4, 90)]
+                {
+                    for variant in AttendVariant::candidates(pages, group, span, &facts)
                         .unwrap_or_else(|e| panic!("{key} {value} {head_dim} {group} {e}"))
                     {
                         assert!(variant.step_tokens.is_multiple_of(variant.pass_tokens));

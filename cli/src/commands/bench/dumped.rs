@@ -27,6 +27,7 @@ pub fn subject(file: &Path) -> Result<Subject, DumpError> {
             tokens: layer.tokens,
             lengths: BatchLengths::Even,
             pages: PageOrder::Consecutive,
+            span_tokens: usize::MAX,
             quick: true,
         },
         data: Some(sequence(layer)),

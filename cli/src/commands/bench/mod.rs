@@ -43,9 +43,10 @@ pub struct BenchArgs {
     /// Two small shapes, the widths of CalibQuant, little memory.
     #[arg(long)]
     quick: bool,
-    /// A named choice of shapes and formats. decode: eight steps of head_dim 128, from one sequence of 4k tokens to
-    /// eight of 32k, one of them with its pages in no order, in every format. append: what storing one more token costs a
-    /// batch of 64, in every format. mixed: sequences stored in segments of several precisions, beside each segment alone.
+    /// A named choice of shapes and formats. decode: nine steps of head_dim 128 in every format, from one sequence of 4k
+    /// tokens to eight of 32k, one of them with its pages in no order, one in spans of 576 tokens (an image each).
+    /// append: what storing one more token costs a batch of 64, in every format. mixed: sequences stored in segments of
+    /// several precisions, beside each segment alone.
     #[arg(long, value_enum, conflicts_with_all = ["shape", "quick", "file"])]
     suite: Option<SuiteName>,
     /// Only the shape of this name, or the shapes whose name contains this [default: all on a GPU, those up to 128 MiB of f16
@@ -95,8 +96,17 @@ enum SuiteName {
 }
 
 /// Shapes of the suite `decode`.
-const DECODE_SUITE: [&str; 8] =
-    ["g4-b8-32k", "g4-b8-32k-shuffled", "g4-b32-8k", "g1-b8-8k", "g4-b1-4k", "g4-b1-128k", "g8-b8-32k", "g16-b8-32k"];
+const DECODE_SUITE: [&str; 9] = [
+    "g4-b8-32k",
+    "g4-b8-32k-shuffled",
+    "g4-b8-32k-images",
+    "g4-b32-8k",
+    "g1-b8-8k",
+    "g4-b1-4k",
+    "g4-b1-128k",
+    "g8-b8-32k",
+    "g16-b8-32k",
+];
 
 /// Shapes of the suite `mixed`.
 const MIXED_SUITE: [&str; 2] = ["g4-b8-32k", "g8-b8-32k"];
