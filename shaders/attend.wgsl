@@ -8,12 +8,14 @@
 //
 // Invocations: see common/work_item.wgsl; the loop, common/softmax_loop.wgsl; keys, common/scores_*.wgsl; values,
 // common/values_*.wgsl and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane, coalesced.
-// Workgroup memory: the query rows, one step's weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
+// Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups), one step's
+// weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
 //
 // In bounds: items, page table, spans, range slots, states and counters are those of a checked plan whose buffers were checked
-// against it when they were bound; lanes beyond HEAD_DIM clamp their channel; local arrays have constant indices. An item has
-// at least one tile, and at most MAX_TILES, which is at most INVOCATIONS.
-// Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, or sums of weights, of which the largest is 1.
+// against it when they were bound; lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the last;
+// local arrays have constant indices. An item has at least one tile, and at most MAX_TILES, which is at most INVOCATIONS.
+// Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, sums of weights, of which the largest is 1, or
+// kept from 0.
 
 // import numbering = common/numbering_local.wgsl
 // import common/work_item.wgsl

@@ -79,6 +79,11 @@ pub enum QueryPrecision {
     /// informative part of the output. Nearly all of it is the query's: on the shipped data bytes in place of 16-bit weights
     /// raise the mean square error by 0.3 to 9 %. Where cooperative matrices take f16 keys, an f32 query is rounded to f16.
     /// An option, never a default.
+    ///
+    /// Through wgpu the ranges of groups of tokens (keys), and of groups of channels that are a multiple of 32 (values, at
+    /// `head_dim` 64, 128 and 256), go into the query and the weights before they become bytes; with 16 bits these are
+    /// multiplied as floats. As the query is rounded anew for every group, errors of different groups do not cancel: on the
+    /// shipped data KIVI at 2 bits has a mean square error of 0.07 %, where ranges per channel have 0.01 %.
     Int8,
 }
 

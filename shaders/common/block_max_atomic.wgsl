@@ -1,26 +1,26 @@
-// Largest value over a block of eight lanes, by atomic maxima: two sets, so that one can be reset while the other is in
+// Largest values over a block of eight lanes, by atomic maxima: two sets, so that one can be reset while the other is in
 // use.
 
-// [set][head][tile of the step][block]
-var<workgroup> block_maxima: array<atomic<u32>, 2u * HEADS * STEP_TILES * TILE_QUAD_PAIRS>;
+// [set][maximum][tile of the step][block]
+var<workgroup> block_maxima: array<atomic<u32>, 2u * BLOCK_MAXIMA * STEP_TILES * TILE_QUAD_PAIRS>;
 
 fn begin_block_maxima(invocation: u32) {
-    for (var i = invocation; i < 2u * HEADS * STEP_TILES * TILE_QUAD_PAIRS; i += INVOCATIONS) {
+    for (var i = invocation; i < 2u * BLOCK_MAXIMA * STEP_TILES * TILE_QUAD_PAIRS; i += INVOCATIONS) {
         atomicStore(&block_maxima[i], 0u);
     }
 }
 
-fn block_place(head: u32, parity: u32, team: u32, lane: u32) -> u32 {
-    return ((parity * HEADS + head) * STEP_TILES + team) * TILE_QUAD_PAIRS + value_place(lane).x / 2u;
+fn block_place(at: u32, parity: u32, team: u32, lane: u32) -> u32 {
+    return ((parity * BLOCK_MAXIMA + at) * STEP_TILES + team) * TILE_QUAD_PAIRS + value_place(lane).x / 2u;
 }
 
-fn enter_block_max(head: u32, own: f32, parity: u32, team: u32, lane: u32) {
-    atomicMax(&block_maxima[block_place(head, parity, team, lane)], ordered(own));
+fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {
+    atomicMax(&block_maxima[block_place(at, parity, team, lane)], ordered(own));
 }
 
-fn block_max(head: u32, parity: u32, team: u32, lane: u32) -> f32 {
+fn block_max(at: u32, parity: u32, team: u32, lane: u32) -> f32 {
     if (is_first_of_block(lane)) {
-        atomicStore(&block_maxima[block_place(head, 1u - parity, team, lane)], 0u);
+        atomicStore(&block_maxima[block_place(at, 1u - parity, team, lane)], 0u);
     }
-    return from_ordered(atomicLoad(&block_maxima[block_place(head, parity, team, lane)]));
+    return from_ordered(atomicLoad(&block_maxima[block_place(at, parity, team, lane)]));
 }

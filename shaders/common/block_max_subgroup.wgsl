@@ -1,17 +1,17 @@
-// Largest value over a block of eight lanes, by shuffles: invocations are numbered subgroup by subgroup (see
+// Largest values over a block of eight lanes, by shuffles: invocations are numbered subgroup by subgroup (see
 // common/numbering_subgroup.wgsl), and subgroups have at least 4 * BLOCK_STRIDE lanes.
 
-// [head]
-var<private> block_maxima: array<f32, HEADS>;
+// One for each of BLOCK_MAXIMA.
+var<private> block_maxima: array<f32, BLOCK_MAXIMA>;
 
 fn begin_block_maxima(invocation: u32) {}
 
-fn enter_block_max(head: u32, own: f32, parity: u32, team: u32, lane: u32) {
+fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {
     var largest = max(own, subgroupShuffleXor(own, 1u));
     largest = max(largest, subgroupShuffleXor(largest, BLOCK_STRIDE));
-    block_maxima[head] = max(largest, subgroupShuffleXor(largest, 2u * BLOCK_STRIDE));
+    block_maxima[at] = max(largest, subgroupShuffleXor(largest, 2u * BLOCK_STRIDE));
 }
 
-fn block_max(head: u32, parity: u32, team: u32, lane: u32) -> f32 {
-    return block_maxima[head];
+fn block_max(at: u32, parity: u32, team: u32, lane: u32) -> f32 {
+    return block_maxima[at];
 }

@@ -28,6 +28,10 @@ var<workgroup> query: array<vec4<u32>, HEADS * QUERY_ROW>;
 
 // import query = common/query_prepared.wgsl
 
+fn begin_keys(tiles: u32, team: u32, lane: u32) {}
+
+fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
+
 fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     let tile_base = tile_bases[tile];
     // [byte plane][head][token]

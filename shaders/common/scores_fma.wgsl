@@ -23,6 +23,10 @@ var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
 
 // import query = common/query_prepared_f32.wgsl
 
+fn begin_keys(tiles: u32, team: u32, lane: u32) {}
+
+fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
+
 fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     let tile_base = tile_bases[tile];
     // unroll

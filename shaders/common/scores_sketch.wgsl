@@ -40,6 +40,10 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
     }
 }
 
+fn begin_keys(tiles: u32, team: u32, lane: u32) {}
+
+fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
+
 fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     let tile_base = tile_bases[tile];
     // [part][byte plane][head][token]

@@ -47,6 +47,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     }
     begin_values(invocation);
     workgroupBarrier();
+    begin_keys(tiles, team, lane);
 
     var parity = 0u;
     for (var first = 0u; first < tiles; first += STEP_TILES) {
@@ -60,7 +61,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
                 atomicMax(&step_maxima[parity * HEADS + head], entered);
             }
         }
-        enter_value_ranges(parity);
+        enter_value_ranges(parity, team, lane);
         workgroupBarrier();
 
         // unroll
@@ -79,6 +80,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
             atomicStore(&step_maxima[(1u - parity) * HEADS + invocation], 0u);
         }
         store_weights(team, lane, parity);
+        prepare_keys(first + STEP_TILES, tiles, team, lane);
         workgroupBarrier();
 
         add_values(first, tiles, team, lane);

@@ -1,6 +1,6 @@
 // What the two weighted sums of packed values by integer dot products share: whose channels are whose, and the end.
 //
-// Team t works on CHANNELS channels per lane, 32 apart, of channel block t % CHANNEL_BLOCKS, and on CHANNEL_BLOCKS of
+// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on CHANNEL_BLOCKS of
 // the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as 16-byte broadcasts.
 
 // import value_bytes = common/value_bytes_top.wgsl
@@ -12,13 +12,17 @@ const CHANNELS: u32 = 2u;
 const CHANNEL_BLOCKS: u32 = 2u;
 const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
 
+// 32, or 32 / CHANNELS where the channels of a lane must be of one group (common/values_byte.wgsl).
+const CHANNEL_STRIDE: u32 = 32u;
+
 var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
 
 // [head][channel]
 var<private> sums: array<f32, HEADS * CHANNELS>;
 
 fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
-    return (team % CHANNEL_BLOCKS * CHANNELS + k) * 32u + lane;
+    let first = team % CHANNEL_BLOCKS * CHANNELS * 32u + lane / CHANNEL_STRIDE * (CHANNEL_STRIDE * CHANNELS);
+    return first + k * CHANNEL_STRIDE + lane % CHANNEL_STRIDE;
 }
 
 fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {

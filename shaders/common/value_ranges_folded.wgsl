@@ -35,7 +35,7 @@ fn skip_value_ranges() {}
 
 fn skip_value_range(i: u32) {}
 
-fn enter_value_ranges(parity: u32) {}
+fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
 
 fn take_value_ranges(parity: u32) {}
 

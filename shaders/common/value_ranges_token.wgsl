@@ -45,7 +45,7 @@ fn skip_value_range(i: u32) {
     value_range[i] = vec2<f32>(0f);
 }
 
-fn enter_value_ranges(parity: u32) {
+fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
     let own = max(max(value_range[0].x, value_range[1].x), max(value_range[2].x, value_range[3].x));
     let entered = largest_to_enter(bitcast<u32>(own));
     if (enters()) {

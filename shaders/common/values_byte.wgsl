@@ -3,8 +3,8 @@
 // A weight is an integer 0 … 255 relative to the largest weight of its *block*: 32 tokens, the four tokens each of the
 // eight lanes whose field groups are two quads that are used one after the other. The sum of a block is folded into
 // f32 with the block's scale, exp2(block's maximum - running maximum); so one large score coarsens the weights of 31
-// other tokens and of no more. The sum of weights is that of the integers: the mean of the values is exact, and only
-// what the weights say beyond it has their error.
+// other tokens and of no more. Where channels share their weights, the sum of weights is that of the integers: the mean of
+// the values is exact, and only what the weights say beyond it has their error.
 //
 // Bytes are made unsigned for the unsigned dot product: 128 more than they were. A block's sum is at most
 // 32 · 255 · 255 < 2^23, so that it starts at the bits of 2^23 and is that float plus the sum.
@@ -25,21 +25,28 @@ const LARGEST_WEIGHT_UNIT: f32 = 1f / 255f;
 // What a sum of integer weights times bytes must be multiplied with.
 const WEIGHT_UNIT: f32 = 1f / VALUE_BYTE;
 
-// [head][tile of the step][quad], four field groups each: the order of use.
-var<workgroup> weight_bytes: array<vec4<u32>, HEADS * STEP_TILES * 8u>;
-// [tile of the step][quad pair][head]
-var<workgroup> block_scales: array<f32, STEP_TILES * TILE_QUAD_PAIRS * HEADS>;
+// Groups of channels with weights of their own, and channels of a group.
+const WEIGHT_GROUPS: u32 = 1u;
+const GROUP_CHANNELS: u32 = HEAD_DIM / WEIGHT_GROUPS;
 
-// The four weights of the invocation, and the scale of its block: [head].
-var<private> own_bytes: array<u32, HEADS>;
-var<private> own_scales: array<f32, HEADS>;
+// [group of channels][head][tile of the step][quad], four field groups each: the order of use. Groups lie in banks of their
+// own.
+const GROUP_BYTES: u32 = HEADS * STEP_TILES * 8u + WEIGHT_GROUPS / 2u;
+var<workgroup> weight_bytes: array<vec4<u32>, WEIGHT_GROUPS * GROUP_BYTES>;
+// [group of channels][tile of the step][quad pair][head]
+const GROUP_SCALES: u32 = STEP_TILES * TILE_QUAD_PAIRS * HEADS;
+var<workgroup> block_scales: array<f32, WEIGHT_GROUPS * GROUP_SCALES>;
+
+// The group of the lane's channels.
+fn weight_group(team: u32, lane: u32) -> u32 {
+    return select(0u, own_channel(team, lane, 0u) / GROUP_CHANNELS, WEIGHT_GROUPS > 1u);
+}
 
 fn is_first_of_block(lane: u32) -> bool {
     return (lane & (3u * BLOCK_STRIDE + 1u)) == 0u;
 }
 
-// import block_max = common/block_max_atomic.wgsl
-// import value_ranges = common/value_ranges_folded.wgsl
+// import byte_weights = common/byte_weights.wgsl
 
 fn begin_values(invocation: u32) {
     begin_block_maxima(invocation);
@@ -50,31 +57,12 @@ fn begin_values(invocation: u32) {
     begin_value_ranges(invocation);
 }
 
-// Sets the weights of a head's tokens and returns their sum, relative to the new running maximum.
-fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
-    let largest = block_max(head, parity, team, lane);
-    // Rounded to nearest in the low bits of 2^23 + weight; the bits of 2^23 fall off the top but for one byte.
-    var bytes = 0u;
-    // unroll
-    for (var i = 0u; i < LANE_TOKENS; i++) {
-        let rounded = exp2(token_scores[head * LANE_TOKENS + i] - largest) * 255f + 8388608f;
-        bytes += bitcast<u32>(rounded) << (8u * i);
-    }
-    bytes -= TWO_TO_23;
-    own_bytes[head] = bytes;
-    // Sums of weights are 1 where a weight is 255, as those of other segments are: they are merged.
-    own_scales[head] = exp2(largest - new_max) * LARGEST_WEIGHT_UNIT;
-    return (bitcast<f32>(dot4U8Packed(bytes, 0x01010101u) + TWO_TO_23) - 8388608f) * own_scales[head];
-}
-
-fn store_weights(team: u32, lane: u32, parity: u32) {
+// Stores the four weights of the invocation, and once for a block what a weight of 1 stands for.
+fn store_bytes(group: u32, head: u32, team: u32, lane: u32, bytes: u32, scale: f32) {
     let place = value_place(lane);
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        weight_bytes[(head * STEP_TILES + team) * 8u + place.x][place.y] = own_bytes[head];
-        if (is_first_of_block(lane)) {
-            block_scales[(team * TILE_QUAD_PAIRS + place.x / 2u) * HEADS + head] = own_scales[head] * WEIGHT_UNIT;
-        }
+    weight_bytes[group * GROUP_BYTES + (head * STEP_TILES + team) * 8u + place.x][place.y] = bytes;
+    if (is_first_of_block(lane)) {
+        block_scales[group * GROUP_SCALES + (team * TILE_QUAD_PAIRS + place.x / 2u) * HEADS + head] = scale * WEIGHT_UNIT;
     }
 }
 
@@ -86,6 +74,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
             sums[head * CHANNELS + k] *= keep[head];
         }
     }
+    let group = weight_group(team, lane);
     let first_tile = team / CHANNEL_BLOCKS * CHANNEL_BLOCKS;
     let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
     for (var tile = first_tile; tile < end_tile; tile++) {
@@ -118,7 +107,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
                     }
                     // unroll
                     for (var head = 0u; head < HEADS; head++) {
-                        let w = weight_bytes[(head * STEP_TILES + tile) * 8u + pair * 2u + q];
+                        let w = weight_bytes[group * GROUP_BYTES + (head * STEP_TILES + tile) * 8u + pair * 2u + q];
                         // unroll
                         for (var k = 0u; k < CHANNELS; k++) {
                             let at = head * CHANNELS + k;
@@ -130,7 +119,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
                 }
                 // unroll
                 for (var head = 0u; head < HEADS; head++) {
-                    let scale = block_scales[(tile * TILE_QUAD_PAIRS + pair) * HEADS + head];
+                    let scale = block_scales[group * GROUP_SCALES + (tile * TILE_QUAD_PAIRS + pair) * HEADS + head];
                     // unroll
                     for (var k = 0u; k < CHANNELS; k++) {
                         sums[head * CHANNELS + k] += (bitcast<f32>(pair_sums[head * CHANNELS + k]) - 8388608f) * scale;

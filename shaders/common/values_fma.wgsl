@@ -40,7 +40,7 @@ fn skip_value_ranges() {}
 
 fn skip_value_range(i: u32) {}
 
-fn enter_value_ranges(parity: u32) {}
+fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
 
 fn store_weights(team: u32, lane: u32, parity: u32) {
     // unroll

@@ -34,8 +34,8 @@ pub struct StoreView<'a> {
 /// How finely the spans are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Split {
-    /// Work items to aim for, all KV heads and segments together, counted once for every four query heads of a KV head:
-    /// enough to fill the device a few times.
+    /// Work items to aim for in each segment, all KV heads together, counted once for every four query heads of a KV head:
+    /// enough to fill the device a few times. A segment is a launch, and launches do not overlap.
     pub target_items: usize,
     /// Tiles of an item are a multiple of this (except at the end of a span).
     pub tile_step: usize,
@@ -51,7 +51,7 @@ impl Default for Split {
     }
 }
 
-/// How the runs of a step are cut: into items of at most `most` tiles, but the last of every run into items of half and of
+/// How the runs of a segment are cut: into items of at most `most` tiles, but the last of every run into items of half and of
 /// a quarter as many. They run last, so that no device waits long for its last workgroups.
 struct Cut {
     step: usize,
@@ -151,12 +151,13 @@ impl DecodePlan {
     /// pages than its tokens need, [`Error::NoTokens`] when a sequence has nothing to attend to.
     pub fn new(shape: AttentionShape, sequences: usize, stores: &[StoreView<'_>], split: Split) -> Result<Self> {
         check(&shape, sequences, stores)?;
-        let tiles: usize = stores.iter().flat_map(|store| &store.spans).map(|span| span.pages.len()).sum();
-        let cut = split.cut(tiles * shape.kv_heads(), shape.group());
         let mut segments: Vec<SegmentPlan> = stores
             .iter()
             .enumerate()
-            .map(|(index, store)| SegmentPlan::new(index, store, &cut))
+            .map(|(index, store)| {
+                let tiles: usize = store.spans.iter().map(|span| span.pages.len()).sum();
+                SegmentPlan::new(index, store, &split.cut(tiles * shape.kv_heads(), shape.group()))
+            })
             .filter(|segment| !segment.items.is_empty())
             .collect();
         let first_state = assign_state_rows(sequences, &mut segments)?;
@@ -175,7 +176,7 @@ impl DecodePlan {
 }
 
 impl Split {
-    /// The cut of a step over `tiles` tiles, counted for each KV head, with `group` query heads each.
+    /// The cut of a segment of `tiles` tiles, counted for each KV head, with `group` query heads each.
     fn cut(&self, tiles: usize, group: usize) -> Cut {
         let tiles = tiles * group.div_ceil(ITEM_HEADS);
         let (target, step) = (self.target_items.max(1), self.tile_step.max(1));

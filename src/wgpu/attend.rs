@@ -39,6 +39,16 @@ pub(super) struct Fused {
     pub output: Option<ElementType>,
 }
 
+/// How keys with one range per channel and group of tokens are multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum KeyGroups {
+    /// As floats, one after the other.
+    Decoded,
+    /// As integers where the query has one byte, by bytes of its own for every group: they are made a step ahead, between
+    /// barriers.
+    Integers,
+}
+
 /// Everything that chooses the attend variant of one segment.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Specialisation<'a> {
@@ -53,10 +63,10 @@ pub(super) struct Specialisation<'a> {
 
 /// Most tiles of a work item: what `tile_bases` in workgroup memory holds.
 pub(super) const MAX_TILES: usize = 64;
-const STEP_TILES: usize = 4;
+pub(super) const STEP_TILES: usize = 4;
 const INVOCATIONS: usize = 128;
 /// Blocks of a tile that weights of one byte are relative to.
-const WEIGHT_BLOCKS: usize = 4;
+pub(super) const WEIGHT_BLOCKS: usize = 4;
 /// Most query heads of a workgroup. The others of a KV head go to further workgroups, which start together and share keys
 /// and values in the cache of the device: on an H200 eight heads took 373 µs in two workgroups and 506 µs in one at f16, 145
 /// and 153 µs at 2 bits.
@@ -72,7 +82,7 @@ impl Specialisation<'_> {
         }
         let heads = self.head_split();
         let variant = self.with_work(Variant::new("attend"), heads);
-        let variant = self.with_keys(variant);
+        let variant = self.with_keys(variant, KeyGroups::Integers);
         let variant = match fused.queries {
             Some(input) => self.with_own_query(variant, input),
             None => variant,
@@ -102,7 +112,7 @@ impl Specialisation<'_> {
     /// The unfused scores of packed keys.
     pub fn scores(&self) -> Variant {
         let heads = self.head_split();
-        self.with_keys(self.with_work(Variant::new("scores"), heads))
+        self.with_keys(self.with_work(Variant::new("scores"), heads), KeyGroups::Decoded)
     }
 
     /// The unfused weighted values, with the calibration (τ1, τ2). With an output, they are merged as in [`Fused::output`].
@@ -118,9 +128,9 @@ impl Specialisation<'_> {
             return self.matrix_head_split();
         }
         let group = self.shape.group();
-        let decoded = |format: &TensorFormat| *format != TensorFormat::F16 && !is_dot(format);
-        let any_decoded = decoded(&self.format.key) || decoded(&self.format.value);
-        let most = if any_decoded { MOST_DECODED_HEADS } else { MOST_HEADS };
+        let decoded_keys = self.format.key != TensorFormat::F16 && !self.integer_keys() && !self.has_key_groups();
+        let decoded_values = self.format.value != TensorFormat::F16 && !self.integer_values();
+        let most = if decoded_keys || decoded_values { MOST_DECODED_HEADS } else { MOST_HEADS };
         let fits = |heads: &usize| self.workgroup_bytes(*heads) <= self.capabilities.limits.workgroup_memory as usize;
         let most = (1..=most.min(group)).rev().find(fits).unwrap_or(1);
         let chunks = group.div_ceil(most);
@@ -145,6 +155,11 @@ impl Specialisation<'_> {
         is_dot(&self.format.key)
     }
 
+    /// True if weights are integers.
+    fn integer_values(&self) -> bool {
+        is_dot(&self.format.value) || self.value_groups().is_some()
+    }
+
     /// Byte planes of the prepared query.
     pub fn query_planes(&self) -> usize {
         match self.query {
@@ -155,7 +170,8 @@ impl Specialisation<'_> {
 
     /// True if weights are integers of one byte.
     fn byte_weights(&self) -> bool {
-        self.query == QueryPrecision::Int8 && self.format.value.grouping() == Some(Grouping::Channel)
+        let by_channel = self.format.value.grouping() == Some(Grouping::Channel);
+        self.query == QueryPrecision::Int8 && (by_channel || self.value_groups().is_some())
     }
 
     /// 32-bit words of the prepared rows of one query.
@@ -168,7 +184,7 @@ impl Specialisation<'_> {
     /// Workgroup memory of the attend variant with `heads` heads, as the shaders declare it.
     fn workgroup_bytes(&self, heads: usize) -> usize {
         let query = heads * self.query_row_words() * 4;
-        let weights = match is_dot(&self.format.value) {
+        let weights = match self.integer_values() {
             true if self.byte_weights() => heads * STEP_TILES * (8 * 16 + WEIGHT_BLOCKS * (4 + 2 * 4)),
             true => heads * 2 * STEP_TILES * 8 * 16,
             false if self.capabilities.f16 => heads * STEP_TILES * 32 * 8,
@@ -180,7 +196,17 @@ impl Specialisation<'_> {
         let last = heads * 4;
         let ranges = if self.format.value.has_span_ranges() { self.shape.head_dim() * 8 } else { 0 };
         let rotated = self.format.value.rotation().map_or(0, |_| self.shape.head_dim() * 4);
-        MAX_TILES * 4 + rotated + query + weights + block_sums + heads * INVOCATIONS * 4 + maxima + last + ranges
+        let groups = self.group_bytes(heads);
+        MAX_TILES * 4
+            + rotated
+            + query
+            + weights
+            + block_sums
+            + heads * INVOCATIONS * 4
+            + maxima
+            + last
+            + ranges
+            + groups
     }
 
     fn with_work(&self, variant: Variant, heads: HeadSplit) -> Variant {
@@ -200,7 +226,7 @@ impl Specialisation<'_> {
         }
     }
 
-    fn with_keys(&self, variant: Variant) -> Variant {
+    fn with_keys(&self, variant: Variant, groups: KeyGroups) -> Variant {
         let layout = TileLayout::new(&self.format.key, self.shape.head_dim());
         let vector = layout.key_vector();
         let variant = variant
@@ -225,8 +251,11 @@ impl Specialisation<'_> {
                 .with_integer_query(variant, bits)
                 .import("key_ranges", "common/key_ranges_token.wgsl")
                 .float("KEY_MIDDLE", self.key_bytes().middle * self.key_bytes().unit),
-            Some(Grouping::ChannelTokens(tokens)) => by_value("common/key_field_channel_tokens.wgsl")
-                .constant("KEY_TOKEN_GROUPS", crate::TILE_TOKENS / tokens),
+            Some(Grouping::ChannelTokens(tokens)) => match groups {
+                KeyGroups::Integers if self.has_key_groups() => self.with_key_groups(variant, bits),
+                _ => by_value("common/key_field_channel_tokens.wgsl"),
+            }
+            .constant("KEY_TOKEN_GROUPS", crate::TILE_TOKENS / tokens),
             Some(Grouping::TokenChannels(channels)) => {
                 by_value("common/key_field_token_channels.wgsl").constant("KEY_GROUP_CHANNELS", channels)
             }
@@ -260,7 +289,11 @@ impl Specialisation<'_> {
     }
 
     fn with_integer_query(&self, variant: Variant, bits: Bits) -> Variant {
-        let variant = variant.constant("QUERY_PLANES", self.query_planes());
+        self.with_key_bytes(variant, bits).constant("QUERY_PLANES", self.query_planes())
+    }
+
+    /// What makes signed bytes of keys.
+    pub(super) fn with_key_bytes(&self, variant: Variant, bits: Bits) -> Variant {
         match (bits, &self.format.key) {
             (Bits::Three, TensorFormat::Codebook(_)) => variant
                 .import("key_bytes", "common/key_bytes_three.wgsl")
@@ -307,9 +340,13 @@ impl Specialisation<'_> {
             }
             Some(Grouping::ChannelTokens(tokens)) => by_value("common/value_field_channel_tokens.wgsl")
                 .constant("VALUE_TOKEN_GROUPS", crate::TILE_TOKENS / tokens),
-            Some(Grouping::TokenChannels(channels)) => {
-                by_value("common/value_field_token_channels.wgsl").constant("VALUE_GROUP_CHANNELS", channels)
-            }
+            Some(Grouping::TokenChannels(channels)) => match self.value_groups() {
+                Some(groups) => {
+                    let variant = with_value_bytes(variant, bits, &self.format.value);
+                    self.with_value_groups(variant, bits, groups, split.channels)
+                }
+                None => by_value("common/value_field_token_channels.wgsl").constant("VALUE_GROUP_CHANNELS", channels),
+            },
             Some(Grouping::Channel) | None if self.byte_weights() => self.with_byte_weights(integers(), bits, &bytes),
             Some(Grouping::Channel) | None => integers(),
         }
@@ -318,7 +355,13 @@ impl Specialisation<'_> {
     fn with_byte_weights(&self, variant: Variant, bits: Bits, bytes: &CodeBytes) -> Variant {
         // Bytes are made unsigned by adding 128.
         let middle = bytes.middle - 128.0 / bytes.step;
-        let variant = variant.import("values", "common/values_byte.wgsl").float("VALUE_MIDDLE", middle);
+        let variant = variant.float("VALUE_MIDDLE", middle);
+        self.with_weight_blocks(variant, bits)
+    }
+
+    /// Weights of one byte, relative to the largest of their block.
+    pub(super) fn with_weight_blocks(&self, variant: Variant, bits: Bits) -> Variant {
+        let variant = variant.import("values", "common/values_byte.wgsl");
         // The eight lanes of a block of weights lie among so many: two neighbours for each of the words of a vector.
         let lanes = match bits {
             Bits::Three => 8,
@@ -452,7 +495,13 @@ mod tests {
     ];
 
     fn tensor_formats(head_dim: usize) -> Vec<TensorFormat> {
-        let groupings = [Grouping::Channel, Grouping::Token, Grouping::ChannelTokens(32), Grouping::TokenChannels(16)];
+        let groupings = [
+            Grouping::Channel,
+            Grouping::Token,
+            Grouping::ChannelTokens(32),
+            Grouping::TokenChannels(16),
+            Grouping::TokenChannels(if head_dim.is_multiple_of(64) { 32 } else { 8 }),
+        ];
         let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));
         let rotated = groupings.map(|grouping| {
             TensorFormat::Affine(AffineFormat::new(Bits::Two, grouping).rotated(Rotation::randomized(16, 1)))

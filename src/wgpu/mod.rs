@@ -13,6 +13,7 @@ mod capabilities;
 mod copy_page;
 mod dequantize;
 mod find_non_finite;
+mod group_ranges;
 mod guard;
 mod hadamard;
 mod kernels;

@@ -1,0 +1,52 @@
+// The largest scaled query and the constant part of the scores of every quarter of a tile and head, by reductions over the
+// team: invocations are numbered subgroup by subgroup (see common/numbering_subgroup.wgsl), and subgroups have 32 lanes.
+// A lane scores four tokens of one quarter, so that it meets one query per head, and hands the scores to the lanes that own
+// the tokens: 32 · quarter + 8 i + j is scored by lane 8 · quarter + j and owned by lane 8 i + j.
+
+// Quarters of the tokens that a lane scores.
+const LANE_QUARTERS: u32 = 1u;
+
+fn scored_quarter(lane: u32, n: u32) -> u32 {
+    return lane / 8u;
+}
+
+fn scored_token(lane: u32, i: u32) -> u32 {
+    return lane / 8u * 32u + i * 8u + lane % 8u;
+}
+
+// Four lanes, 8 apart, exchange four scores each: a transposition, by exchanging halves twice.
+fn arrange_scores(head: u32, lane: u32) {
+    // unroll
+    for (var pair = 0u; pair < 2u; pair++) {
+        let a = token_scores[head * LANE_TOKENS + pair * 2u];
+        let b = token_scores[head * LANE_TOKENS + pair * 2u + 1u];
+        let odd = (lane & 8u) != 0u;
+        let got = subgroupShuffleXor(select(b, a, odd), 8u);
+        token_scores[head * LANE_TOKENS + pair * 2u] = select(a, got, odd);
+        token_scores[head * LANE_TOKENS + pair * 2u + 1u] = select(got, b, odd);
+    }
+    // unroll
+    for (var pair = 0u; pair < 2u; pair++) {
+        let a = token_scores[head * LANE_TOKENS + pair];
+        let b = token_scores[head * LANE_TOKENS + pair + 2u];
+        let upper = (lane & 16u) != 0u;
+        let got = subgroupShuffleXor(select(b, a, upper), 16u);
+        token_scores[head * LANE_TOKENS + pair] = select(a, got, upper);
+        token_scores[head * LANE_TOKENS + pair + 2u] = select(got, b, upper);
+    }
+}
+
+fn enter_key_totals(tile_base: u32, team: u32, lane: u32) {}
+
+// The totals of all heads, from `first` on.
+fn join_key_totals(first: u32, lane: u32) {
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // Bits of floats that are not negative are ordered.
+        own_largest[head] = bitcast<f32>(subgroupMax(bitcast<u32>(own_largest[head])));
+        let bias = subgroupAdd(own_bias[head]);
+        if (lane == 0u) {
+            group_totals[first + head] = vec2<f32>(own_largest[head], bias);
+        }
+    }
+}

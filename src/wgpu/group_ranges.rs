@@ -1,0 +1,73 @@
+//! Which parts of `attend` serve ranges of groups beside a query of one byte: one range per channel and group of tokens of the
+//! keys, one per token and group of channels of the values (KIVI).
+//!
+//! With a query of 16 bits these are multiplied as floats: on an H200 two byte planes for every group took 418 µs where floats
+//! took 278 (2 bits, `g4-b8-32k`).
+
+use super::Variant;
+use super::attend::{STEP_TILES, Specialisation, WEIGHT_BLOCKS};
+use crate::backend::QueryPrecision;
+use crate::format::{Bits, Grouping, TileLayout};
+
+/// Runs of 32 tokens of a tile; a group of tokens is one of them or more.
+const QUARTERS: usize = 4;
+
+impl Specialisation<'_> {
+    /// True if keys have one range per channel and group of tokens, which goes into a query of one byte in `attend`.
+    pub(super) fn has_key_groups(&self) -> bool {
+        self.query == QueryPrecision::Int8 && matches!(self.format.key.grouping(), Some(Grouping::ChannelTokens(_)))
+    }
+
+    /// Groups of channels whose values have ranges of their own that go into weights of one byte, if those of a lane can lie
+    /// in one group: lanes take one, two or four channels.
+    pub(super) fn value_groups(&self) -> Option<usize> {
+        let head_dim = self.shape.head_dim();
+        match self.format.value.grouping() {
+            Some(Grouping::TokenChannels(channels))
+                if self.query == QueryPrecision::Int8
+                    && channels.is_multiple_of(32)
+                    && head_dim.div_ceil(32).is_power_of_two() =>
+            {
+                Some(head_dim / channels)
+            }
+            _ => None,
+        }
+    }
+
+    /// Integer products of such keys.
+    pub(super) fn with_key_groups(&self, variant: Variant, bits: Bits) -> Variant {
+        let variant = self
+            .with_query_fields(self.with_key_bytes(variant, bits))
+            .import("scores", "common/scores_groups.wgsl")
+            .float("KEY_MIDDLE", self.key_bytes().middle);
+        match self.capabilities.subgroups {
+            Some(sizes) if (sizes.min, sizes.max) == (32, 32) => variant
+                .import("key_totals", "common/key_totals_subgroup.wgsl")
+                .import("numbering", "common/numbering_subgroup.wgsl"),
+            _ => variant,
+        }
+    }
+
+    /// Integer products of such values, `channels` of them to a lane: a set of weights for every group.
+    pub(super) fn with_value_groups(&self, variant: Variant, bits: Bits, groups: usize, channels: usize) -> Variant {
+        self.with_weight_blocks(variant, bits)
+            .import("byte_weights", "common/byte_weights_groups.wgsl")
+            .constant("WEIGHT_GROUPS", groups)
+            .constant("CHANNEL_STRIDE", 32 / channels)
+            .float("VALUE_CENTRE", bits.max_code() as f32 / 2.0)
+    }
+
+    /// Workgroup memory of a step's queries, bytes for every quarter of a tile with their largest and their bias, and of the
+    /// weights of all groups but the first.
+    pub(super) fn group_bytes(&self, heads: usize) -> usize {
+        let channels = TileLayout::new(&self.format.key, self.shape.head_dim()).key_row_channels();
+        let queries = QUARTERS * STEP_TILES * (heads * channels + 16 + heads * 8);
+        let weights = |groups: usize| {
+            let bytes = heads * STEP_TILES * (8 * 16 + WEIGHT_BLOCKS * 4);
+            let maxima = STEP_TILES * WEIGHT_BLOCKS * 2 * 4;
+            // Groups lie in banks of their own, and have sums that their outputs share.
+            (groups - 1) * bytes + groups * (maxima + groups / 2 * 16 + heads * 4)
+        };
+        usize::from(self.has_key_groups()) * queries + self.value_groups().map_or(0, weights)
+    }
+}
