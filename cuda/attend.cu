@@ -16,8 +16,8 @@
 // Launched with programmatic serialisation, blocks read their tables while the kernel before still runs.
 //
 // Memory: K and V of the item once, in runs of at least 2 KiB; queries, ranges and page addresses before them.
-// Cost per 32 tokens and warp: HEAD_DIM/16 integer MMAs each for packed keys and values (twice as many with WIDE), one or
-// two instructions for each register of unpacked codes, 4 · LANE_HEADS exponentials.
+// Cost per 32 tokens and warp: HEAD_DIM/16 integer MMAs each for packed keys and values (twice as many with WIDE, and
+// for keys with levels and the signs of a sketch), one or two instructions for each register of unpacked codes, 4 · LANE_HEADS exponentials.
 //
 // In bounds: items, pages, slots and queries were checked on the host. A step begins inside its item, and loads never
 // leave the tile; tokens beyond the item get the score −∞, and what is stored there is finite.

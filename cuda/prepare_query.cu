@@ -47,9 +47,10 @@ constexpr int HEADS_PER_WARP = (CHUNK_HEADS + WARPS - 1) / WARPS;
 // float.
 constexpr int SUM_START = 0x4b400000;
 constexpr float SUM_START_FLOAT = 12582912.0f;
-// Those of unsigned bytes start at 2^23.
-constexpr int BYTE_SUM_START = 0x4b000000;
-constexpr float BYTE_SUM_START_FLOAT = 8388608.0f;
+// What is added to a float for its nearest integer to be the low bits.
+constexpr float INTEGER_START_FLOAT = 8388608.0f;
+// Sums of both bytes of the query over codes of 1 bit stay below 2^22: high ones are added to low ones as integers.
+constexpr bool KEY_SUMS_FIT = KEY_BITS == 1 && HEAD_DIM <= 128;
 // Codes of 4 and 2 bits enter the sums as their unit times the code; up to 128 of them stay below 2^22.
 constexpr bool KEYS_AT_TOP = (KEY_BITS == 4 || KEY_BITS == 2) && HEAD_DIM <= 128 && !KEY_LEVELS && !KEY_SKETCHED;
 
@@ -91,7 +92,7 @@ struct HeadConstants {
 // into place again before every use.
 struct SumConstants {
     int key_start[4];
-    int byte_start[4];
+    int level_start[4];
     u32 bit_tables[4];
     u32 level_tables[LEVEL_TABLES];
 };
@@ -246,12 +247,16 @@ __device__ __forceinline__ void prepare_head(QueryRows& shared, int head, const 
     if (lane == 0) shared.heads[head] = constants;
 }
 
+// Bytes that the bits of a nibble select, see `key_block`.
+__device__ __forceinline__ u32 bit_table(int bit) {
+    return bit == 0 ? 0xff00ff00u : bit == 1 ? 0xffff0000u : bit == 2 ? 0xffffffffu : 0x01010101u;
+}
+
 __device__ __forceinline__ void prepare_query(QueryShared& shared, QueryLoads& loads, float score_scale, int warp, int lane) {
     if (warp == 0 && lane < 4) {
-        shared.constants.key_start[lane] = SUM_START;
-        shared.constants.byte_start[lane] = BYTE_SUM_START;
-        shared.constants.bit_tables[lane] =
-            lane == 0 ? 0xff00ff00u : lane == 1 ? 0xffff0000u : lane == 2 ? 0xffffffffu : 0x01010101u;
+        shared.constants.key_start[lane] = KEY_SUMS_FIT && !WIDE && lane % 2 == 0 ? 0 : SUM_START;
+        shared.constants.level_start[lane] = SUM_START;
+        shared.constants.bit_tables[lane] = bit_table(lane);
     }
     if (warp == 0 && lane < LEVEL_TABLES) shared.constants.level_tables[lane] = level_table(lane);
 #pragma unroll
@@ -296,14 +301,14 @@ __device__ __forceinline__ SumConstants load_constants(const QueryShared& shared
     SumConstants constants;
     const u32 from = shared_address(&shared.constants);
     const uint4 key_start = load_shared_16(from);
-    const uint4 byte_start = load_shared_16(from + 16);
+    const uint4 level_start = load_shared_16(from + 16);
     const uint4 bit_tables = load_shared_16(from + 32);
-    const u32 words[12] = {key_start.x,  key_start.y,  key_start.z,  key_start.w,  byte_start.x, byte_start.y,
-                           byte_start.z, byte_start.w, bit_tables.x, bit_tables.y, bit_tables.z, bit_tables.w};
+    const u32 words[12] = {key_start.x,  key_start.y,  key_start.z,  key_start.w,  level_start.x, level_start.y,
+                           level_start.z, level_start.w, bit_tables.x, bit_tables.y, bit_tables.z, bit_tables.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         constants.key_start[i] = (int)words[i];
-        constants.byte_start[i] = (int)words[4 + i];
+        constants.level_start[i] = (int)words[4 + i];
         constants.bit_tables[i] = words[8 + i];
     }
 #pragma unroll

@@ -10,7 +10,7 @@
 #
 # Set for the tests, not by the user:
 #   KVPACK_TEST_DRIVER    the driver that a run expects: without an adapter of that driver, GPU tests fail
-#   KVPACK_PATH           forces a capability path (floor, f16, subgroups)
+#   KVPACK_PATH           forces a capability path (floor, f16, subgroups, matrices)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 # shellcheck source=scripts/vulkan-drivers.sh

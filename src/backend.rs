@@ -77,7 +77,8 @@ pub enum QueryPrecision {
     /// One byte per channel of the query, and, through wgpu and where values have one range per channel, one byte per weight,
     /// relative to the largest of its block of 32 tokens: about half the arithmetic, at an error of about 1 % of the
     /// informative part of the output. Nearly all of it is the query's: on the shipped data bytes in place of 16-bit weights
-    /// raise the mean square error by 0.3 to 9 %. An option, never a default.
+    /// raise the mean square error by 0.3 to 9 %. Where cooperative matrices take f16 keys, an f32 query is rounded to f16.
+    /// An option, never a default.
     ///
     /// Through wgpu the ranges of groups of tokens (keys), and of groups of channels that are a multiple of 32 (values, at
     /// `head_dim` 64, 128 and 256), go into the query and the weights before they become bytes. With 16 bits they are

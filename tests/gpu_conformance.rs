@@ -1,13 +1,13 @@
 //! The conformance registry through wgpu: one test for each case and path. `gpu_device` says on which adapter.
 //!
 //! The quick cases run on every path that the adapter has, the f16 path only where it has f16, since it is the floor with
-//! larger limits elsewhere. `KVPACK_PATH` (floor, f16, subgroups) leaves one path, and `KVPACK_ALL_CASES=1` runs the whole
+//! larger limits elsewhere. `KVPACK_PATH` (floor, f16, subgroups, matrices) leaves one path, and `KVPACK_ALL_CASES=1` runs the whole
 //! registry. Without the adapter there is one test, and it fails.
 
 mod gpu_device;
 
 use kvpack::conformance::{self, Case};
-use kvpack::wgpu::{Capabilities, Path, Wgpu};
+use kvpack::wgpu::{Capabilities, Path, Wgpu, offers_matrices};
 use libtest_mimic::{Arguments, Failed, Trial};
 
 fn main() {
@@ -17,11 +17,13 @@ fn main() {
 }
 
 fn trials() -> Result<Vec<Trial>, String> {
-    let capabilities = Capabilities::from_adapter(&gpu_device::adapter()?);
+    let adapter = gpu_device::adapter()?;
+    let (capabilities, matrices) = (Capabilities::from_adapter(&adapter), offers_matrices(&adapter));
     let differs = |path: &Path| match path {
         Path::Floor => true,
         Path::F16 => capabilities.f16,
         Path::Subgroups => capabilities.subgroups.is_some(),
+        Path::Matrices => matrices,
     };
     let paths = match gpu_device::forced_path()? {
         Some(path) => vec![path],

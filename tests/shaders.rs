@@ -20,6 +20,7 @@ fn parse(variant: &Variant) -> Result<(naga::Module, ModuleInfo), String> {
     let allowed = valid::Capabilities::SHADER_FLOAT16_IN_FLOAT32
         | valid::Capabilities::SHADER_FLOAT16
         | valid::Capabilities::SUBGROUP
+        | valid::Capabilities::COOPERATIVE_MATRIX
         | valid::Capabilities::MEMORY_DECORATION_COHERENT;
     let info = Validator::new(ValidationFlags::all(), allowed)
         .validate(&module)
@@ -28,8 +29,13 @@ fn parse(variant: &Variant) -> Result<(naga::Module, ModuleInfo), String> {
 }
 
 /// Kernels that merge states without a launch of their own are for Vulkan (`Capabilities::coherent`).
-fn is_for_vulkan(variant: &Variant) -> bool {
+fn merges_alone(variant: &Variant) -> bool {
     variant.source().unwrap().wgsl.contains("@coherent")
+}
+
+/// Those, and what multiplies cooperative matrices, which nobody has run elsewhere.
+fn is_for_vulkan(variant: &Variant) -> bool {
+    merges_alone(variant) || variant.kernel() == "attend_matrix"
 }
 
 fn write_spirv(module: &naga::Module, info: &ModuleInfo) -> Result<Vec<u32>, String> {
@@ -87,7 +93,26 @@ fn decode_variants() -> Vec<Variant> {
         let step = StepPlan::new(&capabilities(turn), plan, types[turn % 2], options).unwrap();
         found.extend(step.variants());
     }
+    found.extend(matrix_variants());
     found
+}
+
+/// f16 with many heads, on a device with cooperative matrices.
+fn matrix_variants() -> Vec<Variant> {
+    let all = capabilities(15);
+    let limits = KernelLimits { workgroup_memory: 48 << 10, ..all.limits };
+    let capabilities = Capabilities { matrices: true, limits, ..all };
+    let pages = vec![Page { shard: 0, index: 0 }; 9];
+    let variants = [ElementType::F32, ElementType::F16].map(|input| {
+        let spans = vec![SpanView { sequence: 0, tokens: 9 * 128, pages: &pages, range_slot: 0 }];
+        let store = StoreView { format: SegmentFormat::F16, calibration: None, spans };
+        let split = Split { target_items: usize::MAX, tile_step: 1, max_tiles: 1 };
+        let plan = DecodePlan::new(AttentionShape::new(16, 2, 128).unwrap(), 1, &[store], split).unwrap();
+        StepPlan::new(&capabilities, plan, input, AttendOptions::default()).unwrap().variants()
+    });
+    let variants = variants.concat();
+    assert_eq!(variants.iter().filter(|variant| variant.kernel() == "attend_matrix").count(), 2);
+    variants
 }
 
 /// The floor, f16 alone, subgroups alone, and both.
@@ -101,7 +126,14 @@ fn capabilities(turn: usize) -> Capabilities {
         workgroups: 65535,
     };
     let subgroups = (turn / 2 % 2 == 1).then_some(SubgroupSizes { min: [4, 32][turn / 8 % 2], max: 128 });
-    Capabilities { f16: turn % 2 == 1, subgroups, coherent: turn / 4 % 2 == 1, timestamps: Timestamps::None, limits }
+    Capabilities {
+        f16: turn % 2 == 1,
+        subgroups,
+        coherent: turn / 4 % 2 == 1,
+        matrices: false,
+        timestamps: Timestamps::None,
+        limits,
+    }
 }
 
 fn all_variants() -> Vec<Variant> {
@@ -139,7 +171,7 @@ fn merging_without_a_launch_is_ordered_for_the_device() {
     const COHERENT: u32 = 23;
     const DEVICE: u32 = 1;
     const ACQUIRE_RELEASE_OF_BUFFERS: u32 = 0x8 | 0x40;
-    let merging: Vec<Variant> = decode_variants().into_iter().filter(is_for_vulkan).collect();
+    let merging: Vec<Variant> = decode_variants().into_iter().filter(merges_alone).collect();
     assert!(!merging.is_empty());
     for variant in merging.iter().step_by(8) {
         let (module, info) = parse(variant).unwrap();

@@ -5,7 +5,7 @@ use kvpack::backend::AttendOptions;
 use kvpack::format::{AffineFormat, Grouping, Rotation, TensorFormat};
 use kvpack::plan::{DecodePlan, ElementType, Page, SpanView, Split, StoreView};
 use kvpack::wgpu::{Capabilities, KernelLimits, Path, StepPlan, SubgroupSizes, Timestamps};
-use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat};
+use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat, conformance};
 
 fn capabilities() -> Capabilities {
     let limits = KernelLimits {
@@ -17,7 +17,7 @@ fn capabilities() -> Capabilities {
         workgroups: 65535,
     };
     let subgroups = Some(SubgroupSizes { min: 32, max: 32 });
-    Capabilities { f16: true, subgroups, coherent: true, timestamps: Timestamps::None, limits }
+    Capabilities { f16: true, subgroups, coherent: true, matrices: false, timestamps: Timestamps::None, limits }
 }
 
 /// Kernels of a step of one sequence of `tiles` tiles, cut into items of one tile.
@@ -27,7 +27,16 @@ fn kernels(
     calibration: Option<Calibration>,
     tiles: u32,
 ) -> Vec<String> {
-    let shape = AttentionShape::new(8, 2, 64).unwrap();
+    kernels_of(AttentionShape::new(8, 2, 64).unwrap(), capabilities, format, calibration, tiles)
+}
+
+fn kernels_of(
+    shape: AttentionShape,
+    capabilities: Capabilities,
+    format: SegmentFormat,
+    calibration: Option<Calibration>,
+    tiles: u32,
+) -> Vec<String> {
     let pages: Vec<Page> = (0..tiles).map(|index| Page { shard: 0, index }).collect();
     let spans = vec![SpanView { sequence: 0, tokens: pages.len() * 128, pages: &pages, range_slot: 0 }];
     let split = Split { target_items: usize::MAX, tile_step: 1, max_tiles: 1 };
@@ -74,4 +83,62 @@ fn less_able_devices_merge_by_a_launch() {
     let limits = KernelLimits { storage_buffers: 9, ..capabilities().limits };
     assert_eq!(kernels(Capabilities { limits, ..capabilities() }, SegmentFormat::F16, None, 1), merged_apart);
     assert_eq!(kernels(capabilities().restricted_to(Path::Floor), SegmentFormat::F16, None, 1), merged_apart);
+}
+
+/// Eight query heads per KV head in f16 go to cooperative matrices where a launch merges the states anyway, and nothing else does.
+#[test]
+fn many_heads_in_f16_take_matrices() {
+    let limits = KernelLimits { workgroup_memory: 48 << 10, ..capabilities().limits };
+    let matrices = Capabilities { matrices: true, limits, ..capabilities() };
+    let shape = AttentionShape::new(16, 2, 128).unwrap();
+    let with = |capabilities, format, calibration, tiles| kernels_of(shape, capabilities, format, calibration, tiles);
+    assert_eq!(with(matrices, SegmentFormat::F16, None, 9), ["attend_matrix", "merge_states"]);
+    assert_eq!(with(matrices, SegmentFormat::F16, None, 8), ["attend"]);
+    assert_eq!(with(matrices.restricted_to(Path::Subgroups), SegmentFormat::F16, None, 9), ["attend", "merge_states"]);
+    assert_eq!(with(matrices, SegmentFormat::per_channel(Bits::Two), None, 9), ["attend", "merge_states"]);
+    let calibration = Some(Calibration::new(0.0, 3.0).unwrap());
+    let launches = ["prepare_query", "scores", "weighted_values", "merge_states"];
+    assert_eq!(with(matrices, SegmentFormat::F16, calibration, 9), launches);
+}
+
+/// The registry has cases of cooperative matrices for devices that have them.
+#[test]
+fn the_registry_covers_matrices() {
+    let limits = KernelLimits { workgroup_memory: 48 << 10, ..capabilities().limits };
+    let matrices = Capabilities { matrices: true, limits, ..capabilities() };
+    let takes_matrices = |case: &conformance::Case| {
+        let stores: Vec<(SegmentFormat, Vec<Vec<Page>>)> = case
+            .segments
+            .iter()
+            .enumerate()
+            .map(|(index, segment)| {
+                let spans = case.sequences.iter().map(|spans| {
+                    let of_segment = spans.iter().filter(|span| span.segment == index);
+                    let tokens: usize = of_segment.map(|span| span.tokens).sum();
+                    (0..tokens.div_ceil(128) as u32).map(|index| Page { shard: 0, index }).collect()
+                });
+                (segment.format, spans.collect())
+            })
+            .collect();
+        let views: Vec<StoreView<'_>> = stores
+            .iter()
+            .map(|(format, tables)| {
+                let spans = tables.iter().enumerate().map(|(sequence, pages)| SpanView {
+                    sequence,
+                    tokens: pages.len() * 128,
+                    pages,
+                    range_slot: 0,
+                });
+                StoreView { format: *format, calibration: None, spans: spans.collect() }
+            })
+            .collect();
+        let plan = DecodePlan::new(case.shape, case.sequences.len(), &views, case.split).unwrap();
+        let step = StepPlan::new(&matrices, plan, case.input.elements, case.options).unwrap();
+        step.launch_labels().iter().any(|label| label.contains("attend_matrix"))
+    };
+    let cases = conformance::cases();
+    for name in ["split-many-heads-f16", "sink-long-many-heads-f16", "segments-many-heads-f16"] {
+        let case = cases.iter().find(|case| case.name == name);
+        assert!(case.is_some_and(takes_matrices), "{name}");
+    }
 }

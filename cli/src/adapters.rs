@@ -19,6 +19,8 @@ pub struct AdapterSummary {
     pub device_id: u32,
     /// Smallest and largest subgroup; `None` where subgroups are missing.
     pub subgroup_size: Option<[u32; 2]>,
+    /// Cooperative matrices that the adapter multiplies, as rows × columns × inner, types of factors and sums.
+    pub matrices: Vec<String>,
     /// The features that decide which kernels run.
     pub features: KernelFeatures,
     /// Every feature that the adapter has, by wgpu's name.
@@ -74,6 +76,7 @@ impl AdapterSummary {
             vendor_id: info.vendor,
             device_id: info.device,
             subgroup_size: subgroups.then_some([info.subgroup_min_size, info.subgroup_max_size]),
+            matrices: adapter.cooperative_matrix_properties().iter().map(matrix_name).collect(),
             features: KernelFeatures {
                 f16: features.contains(wgpu::Features::SHADER_F16),
                 subgroups,
@@ -90,4 +93,9 @@ impl AdapterSummary {
             },
         }
     }
+}
+
+fn matrix_name(shape: &wgpu::CooperativeMatrixProperties) -> String {
+    let wgpu::CooperativeMatrixProperties { m_size, n_size, k_size, ab_type, cr_type, .. } = shape;
+    format!("{m_size}×{n_size}×{k_size} {ab_type:?} → {cr_type:?}").to_lowercase()
 }

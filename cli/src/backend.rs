@@ -44,6 +44,8 @@ enum PathName {
     F16,
     /// And subgroup operations.
     Subgroups,
+    /// And cooperative matrices.
+    Matrices,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -112,10 +114,15 @@ impl BackendArgs {
 
     fn open_wgpu(&self) -> Result<Wgpu> {
         let adapter = block_on(choose_adapter(self.adapter.as_deref()))?;
-        let path = self.path.map_or(Path::Subgroups, Path::from);
+        let path = self.path.map_or(Path::Matrices, Path::from);
         let checks = self.checks.map_or(Checks::default(), Checks::from);
-        let (device, queue) = block_on(open_device(&adapter, Requirements::of(&adapter).restricted_to(path)))?;
-        let wgpu = Wgpu::with_kernels(queue, Arc::new(Kernels::new(&device, checks)))?.restricted_to(path);
+        // SAFETY: wgpu asks for no more than to know that its experimental features may have mistakes that safe calls run
+        // into. Of these, kvpack uses cooperative matrices, in the kernel `attend_matrix` alone, and `kvpack check` checks it.
+        let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
+        let requirements = Requirements::of(&adapter).with_matrices(&adapter, experimental).restricted_to(path);
+        let (device, queue) = block_on(open_device(&adapter, requirements))?;
+        let wgpu = Wgpu::with_kernels(queue, Arc::new(Kernels::new(&device, checks)))?;
+        let wgpu = wgpu.with_matrices(&adapter).restricted_to(path);
         if self.path.is_some() && wgpu.capabilities().path() != path {
             bail!(
                 "--path {path}: '{}' only has what the path {} needs; leave --path out or name a lesser one",
@@ -133,6 +140,7 @@ impl From<PathName> for Path {
             PathName::Floor => Self::Floor,
             PathName::F16 => Self::F16,
             PathName::Subgroups => Self::Subgroups,
+            PathName::Matrices => Self::Matrices,
         }
     }
 }

@@ -21,8 +21,7 @@ __device__ __forceinline__ void key_block(u32 (&a)[4], const uint4& load, int pl
             const u32 selector = plane < 4 ? words[r] : words[r] >> 16;
             const int bit = plane & 3;
             const u32 low = bit == 2 ? 0u : constants.bit_tables[bit];
-            const u32 high = constants.bit_tables[bit];
-            a[r] = permute_bytes(low, high, selector);
+            a[r] = permute_bytes(low, bit_table(bit), selector);
         } else if (KEYS_AT_TOP) {
             const u32 mask = KEY_BITS == 4 ? 0xf0f0f0f0u : 0xc0c0c0c0u;
             a[r] = (words[r] << (8 - KEY_BITS * (plane + 1))) & mask;
@@ -105,6 +104,7 @@ template <bool SIGNS>
 __device__ __forceinline__ void sum_bytes(float (&sums)[2 * LANE_HEADS], KeyWords<SIGNS>& words, const PassLoads& keys,
                                           int m, int lane, const LaneQuery& query, const SumConstants& constants) {
     constexpr bool is_signed = KeyWords<SIGNS>::is_signed;
+    constexpr int zeros[4] = {0, 0, 0, 0};
     int high[4];
     int low[4];
 #pragma unroll
@@ -112,17 +112,21 @@ __device__ __forceinline__ void sum_bytes(float (&sums)[2 * LANE_HEADS], KeyWord
         u32 a[4];
         words.next_block(a, keys, m * KEY_BLOCKS + f, lane, constants);
         multiply_bytes<is_signed>(high, a, query.fragments[2 * f], query.fragments[2 * f + 1],
-                                  f == 0 ? constants.key_start : high);
+                                  f > 0 ? high : WIDE && KEY_SUMS_FIT ? zeros : constants.key_start);
         if (WIDE) {
-            multiply_bytes<is_signed>(low, a, query.low(2 * f), query.low(2 * f + 1), f == 0 ? constants.key_start : low);
+            multiply_bytes<is_signed>(low, a, query.low(2 * f), query.low(2 * f + 1), f > 0 ? low : constants.key_start);
         }
     }
     // 256 · high is exact; the start of the low sum is part of `base`.
 #pragma unroll
     for (int i = 0; i < 2 * LANE_HEADS; i++) {
-        const float h = __int_as_float(WIDE ? high[i] : high[2 * i % 4]);
-        const float l = __int_as_float(WIDE ? low[i] : high[(2 * i + 1) % 4]);
-        sums[i] = __fadd_rn(__fmaf_rn(h, 256.0f, -256.0f * SUM_START_FLOAT), l);
+        const int h = WIDE ? high[i] : high[2 * i % 4];
+        const int l = WIDE ? low[i] : high[(2 * i + 1) % 4];
+        if (KEY_SUMS_FIT) {
+            sums[i] = __int_as_float(256 * h + l);
+        } else {
+            sums[i] = __fadd_rn(__fmaf_rn(__int_as_float(h), 256.0f, -256.0f * SUM_START_FLOAT), __int_as_float(l));
+        }
     }
 }
 

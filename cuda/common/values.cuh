@@ -18,11 +18,20 @@ __device__ __forceinline__ void value_bytes(u32 (&a)[4], const uint4& load, int 
     }
 }
 
-// What undoes the place of the codes of a block of 16 channels, and that as halves they are subnormals.
+// True if integer sums of a pass are read as subnormal floats, which are 2^-149 of them (see `add_bytes`). Of these 149 powers
+// factors make up for 48, with which they stay finite (they are at most 2^FAR, and 8 more for high bytes), and outputs for
+// the others.
+constexpr bool VALUE_SUBNORMALS = VALUE_BITS != 16 && !VALUE_GROUPED && !VALUE_LEVELS;
+constexpr int LOWERED = VALUE_SUBNORMALS ? 149 - 48 : 0;
+constexpr float RAISED = 281474976710656.0f;
+
+__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
+
+// What undoes the place of the codes of a block of 16 channels, and that as halves, or in sums, they are subnormals.
 __device__ __forceinline__ float value_unit(int block) {
     if (VALUE_BITS == 16) return 1.0f;
     const int shift = VALUE_PLANE_FIXED && !VALUE_LEVELS && VALUE_BITS != 3 ? VALUE_BITS * (block % VALUE_PLANES) : 0;
-    return __int_as_float((127 - shift + (VALUE_GROUPED ? 24 : 0)) << 23);
+    return power_of_two((VALUE_GROUPED ? 24 : LOWERED) - shift);
 }
 
 // f16 values: `weights` are the B fragments, pairs of halves, of the pass's blocks of 16 tokens.
@@ -40,20 +49,23 @@ __device__ __forceinline__ void pass_halves(float (&sums)[VALUE_BLOCKS][4], u32 
 }
 
 // Packed values: runs of 32 tokens, whose weights are integers of 16 bits in two unsigned bytes. High and low bytes are
-// neighbouring columns, or columns of two products with WIDE. The sums of a pass stay below 2^23, and so are exact in
-// the mantissas of floats.
+// neighbouring columns, or columns of two products with WIDE. The sums of a pass stay below 2^23: read as a float, such an
+// integer n is the subnormal n · 2^-149, which a multiply-add takes like any number; there is no conversion, and no start that would
+// have to be taken off. Sums of bytes of levels, which are signed, start at SUM_START instead.
 constexpr int PASS_RUNS = PASS_TOKENS >= 32 ? PASS_TOKENS / 32 : 1;
 constexpr int WEIGHT_PARTS = WIDE ? 2 : 1;
 static_assert(VALUE_BITS == 16 || PASS_TOKENS <= 128, "sums of a pass must stay below 2^23");
-// Bytes of levels are signed, and sums of a pass are at most 2^22 from where they start.
-constexpr float VALUE_SUM_START = VALUE_LEVELS ? SUM_START_FLOAT : BYTE_SUM_START_FLOAT;
 
-// 256 · high + low of one register of products: of heads in columns, or of a head's two columns.
-__device__ __forceinline__ float joined_bytes(const int (&products)[WEIGHT_PARTS][4], int i) {
+// Σ + factor · (256 · high + low) of one register of products: of heads in columns, or of a head's two columns.
+__device__ __forceinline__ float add_bytes(float sum, const int (&products)[WEIGHT_PARTS][4], int i, float factor) {
     const float high = __int_as_float(WIDE ? products[0][i] : products[0][2 * i % 4]);
     const float low = __int_as_float(WIDE ? products[WEIGHT_PARTS - 1][i] : products[0][(2 * i + 1) % 4]);
+    if (VALUE_SUBNORMALS) {
+        return __fmaf_rn(high, factor * (256.0f * RAISED), __fmaf_rn(low, factor * RAISED, sum));
+    }
     // Exact up to the addition of the low part, which brings the start along that is taken off here.
-    return __fadd_rn(__fmaf_rn(high, 256.0f, -257.0f * VALUE_SUM_START), low);
+    const float joined = __fadd_rn(__fmaf_rn(high, 256.0f, -257.0f * SUM_START_FLOAT), low);
+    return __fmaf_rn(joined, factor, sum);
 }
 
 // The B fragments of weights given as integers in the order of scores: byte e of word r belongs to token
@@ -101,25 +113,20 @@ __device__ __forceinline__ void three_bit_values(u32 (&a)[4], const uint4& load,
     three_bit_block(a, load, tops[VALUE_PLANE_FIXED ? run : place / TOP_PLANES], place);
 }
 
-// Adds factor[h] · Σ w · code to the sums and yields factor[h] · Σ w. `weights` are the B fragments of the runs.
-__device__ __forceinline__ void pass_bytes(float (&sums)[VALUE_BLOCKS][4], float (&total)[LANE_HEADS],
-                                           const PassLoads& values, int lane, const u32 (&weights)[WEIGHT_PARTS][PASS_RUNS][2],
+// Adds factor[h] · Σ w · code to the sums. `weights` are the B fragments of the runs.
+__device__ __forceinline__ void pass_bytes(float (&sums)[VALUE_BLOCKS][4], const PassLoads& values, int lane,
+                                           const u32 (&weights)[WEIGHT_PARTS][PASS_RUNS][2],
                                            const float (&factor)[LANE_HEADS], const SumConstants& constants) {
     const auto multiply = [&](int (&products)[WEIGHT_PARTS][4], const u32 (&a)[4], int run) {
 #pragma unroll
         for (int part = 0; part < WEIGHT_PARTS; part++) {
             const u32(&b)[2] = weights[part][run];
-            const int* start = VALUE_LEVELS ? constants.key_start : constants.byte_start;
+            constexpr int zeros[4] = {0, 0, 0, 0};
+            const int* start = VALUE_SUBNORMALS ? zeros : constants.level_start;
             multiply_unsigned_bytes<VALUE_LEVELS>(products[part], a, b[0], b[1], run == 0 ? start : products[part]);
         }
     };
     int products[WEIGHT_PARTS][4];
-    constexpr u32 ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
-#pragma unroll
-    for (int run = 0; run < PASS_RUNS; run++) multiply(products, ones, run);
-#pragma unroll
-    for (int h = 0; h < LANE_HEADS; h++) total[h] = joined_bytes(products, h) * factor[h];
-
     // Blocks of channels that share their loads in every run; all of them where planes change between runs.
     constexpr int groups = VALUE_PLANE_FIXED ? VALUE_BLOCKS / VALUE_PLANES : 1;
     constexpr int group_blocks = VALUE_BLOCKS / groups;
@@ -165,7 +172,7 @@ __device__ __forceinline__ void pass_bytes(float (&sums)[VALUE_BLOCKS][4], float
 #pragma unroll
             for (int i = 0; i < 2 * LANE_HEADS; i++) {
                 float& sum = sums[block][WIDE ? i : 2 * i];
-                sum = __fmaf_rn(joined_bytes(products, i), factor[i % LANE_HEADS], sum);
+                sum = add_bytes(sum, products, i, factor[i % LANE_HEADS]);
             }
         }
     }

@@ -183,25 +183,24 @@ __device__ __forceinline__ void attend_bytes(WarpSums& sums, float (&scores)[PAS
     for (int h = 0; h < LANE_HEADS; h++) factor[h] *= 1.0f / LARGEST_WEIGHT;
 
     u32 integers[PASS_SCORES];
+    u32 total[LANE_HEADS];
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; h++) total[h] = 2 * PASS_BLOCKS * (0u - __float_as_uint(INTEGER_START_FLOAT));
 #pragma unroll
     for (int i = 0; i < PASS_SCORES; i++) {
-        integers[i] = __float_as_uint(__fmaf_rn(scores[i], scale[i % LANE_HEADS], BYTE_SUM_START_FLOAT));
+        integers[i] = __float_as_uint(__fmaf_rn(scores[i], scale[i % LANE_HEADS], INTEGER_START_FLOAT));
+        total[i % LANE_HEADS] += integers[i];
+    }
+    // Totals are of the weights as they were rounded, so that rounding does not shift what all codes have in common;
+    // where scales differ the middle code makes up for it.
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; h++) {
+        float& sum = VALUE_TOKEN_RANGES ? sums.minimum[h] : sums.weight[h];
+        sum = __fmaf_rn((float)(int)total[h], VALUE_TOKEN_RANGES ? -MIDDLE_VALUE * factor[h] : factor[h], sum);
     }
     u32 weights[WEIGHT_PARTS][PASS_RUNS][2];
     weight_fragments(weights, integers);
-    float total[LANE_HEADS];
-    pass_bytes(sums.values, total, values, lane, weights, factor, constants);
-    // Totals are of the weights as they were rounded, so that rounding does not shift what all codes have in common;
-    // where scales differ the middle code makes up for it. Every lane has them for all tokens.
-#pragma unroll
-    for (int h = 0; h < LANE_HEADS; h++) {
-        const float once = lane < 4 ? total[h] : 0.0f;
-        if (VALUE_TOKEN_RANGES) {
-            sums.minimum[h] = __fmaf_rn(-MIDDLE_VALUE, once, sums.minimum[h]);
-        } else {
-            sums.weight[h] += once;
-        }
-    }
+    pass_bytes(sums.values, values, lane, weights, factor, constants);
 }
 
 // Packed values with ranges of groups: `ranges` are those of the pass.

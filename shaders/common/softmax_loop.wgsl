@@ -142,3 +142,10 @@ fn finish_sums(invocation: u32) {
     add_parts(invocation, 1u, SUM_LISTS);
     workgroupBarrier();
 }
+
+// Writes the log-sum-exp of a head, whose weights sum up to `total`.
+fn write_lse(state: u32, y: u32, head: u32, total: f32, invocation: u32) {
+    if (invocation == 0u) {
+        write_state_lse(state, y, head, (running_maxima[last_parity * HEADS + head] + log2(total)) * LN_2);
+    }
+}

@@ -15,10 +15,9 @@ fn write_state_channel(state: u32, y: u32, head: u32, channel: u32, output: f32)
     }
 }
 
-fn write_state_lse(state: u32, y: u32, head: u32, total: f32, invocation: u32) {
-    if (invocation == 0u && head_exists(y, head)) {
-        states[state_row(state, query_head(y, head)) + FIELDS].x =
-            (running_maxima[last_parity * HEADS + head] + log2(total)) * LN_2;
+fn write_state_lse(state: u32, y: u32, head: u32, lse: f32) {
+    if (head_exists(y, head)) {
+        states[state_row(state, query_head(y, head)) + FIELDS].x = lse;
     }
 }
 

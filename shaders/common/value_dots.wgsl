@@ -50,7 +50,7 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
             put_output(item.state, y, head, channel, output);
         }
         finish_output(item.state, y, head, invocation);
-        write_state_lse(item.state, y, head, total[head], invocation);
+        write_lse(item.state, y, head, total[head], invocation);
         workgroupBarrier();
     }
 }

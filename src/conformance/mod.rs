@@ -15,6 +15,7 @@ mod case;
 mod data;
 mod decode;
 mod format_cases;
+mod many_heads;
 mod reference;
 mod registry;
 mod report;

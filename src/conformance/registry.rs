@@ -1,7 +1,7 @@
 //! The registry: every axis once, and the pairs of axes that have been known to hide mistakes.
 
 use super::case::{Case, DataKind, Fill, InputLayout, Paging, RowOrder, SegmentCase, SinkPlace, SpanCase};
-use super::format_cases;
+use super::{format_cases, many_heads};
 use crate::backend::{AttendOptions, QueryPrecision};
 use crate::format::{
     AffineFormat, AttentionShape, Bits, Calibration, Grouping, RangeRule, SegmentFormat, TensorFormat,
@@ -34,6 +34,7 @@ pub fn cases() -> Vec<Case> {
     cases.extend(byte_weights());
     cases.extend(group_ranges());
     cases.extend(small_groups());
+    cases.extend(many_heads::many_heads());
     for (seed, case) in cases.iter_mut().enumerate() {
         case.seed = seed as u64 + 1;
     }

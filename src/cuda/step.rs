@@ -197,7 +197,7 @@ impl SegmentStep {
     fn new(facts: &DeviceFacts, shape: &AttentionShape, segment: &SegmentPlan) -> Result<Self> {
         let pages = PageFormat::new(shape, &segment.format)?;
         let tiles: Vec<usize> = segment.spans.iter().map(|span| (span.tokens as usize).div_ceil(TILE_TOKENS)).collect();
-        let mut best: Option<(AttendVariant, Wave, usize, f64)> = None;
+        let mut best: Option<(AttendVariant, Wave, usize, (f64, bool))> = None;
         let longest = tiles.iter().copied().max().unwrap_or(0);
         for variant in AttendVariant::candidates(pages, shape.group(), longest, facts)? {
             let wave = Wave {
@@ -208,8 +208,10 @@ impl SegmentStep {
                 clusters: facts.capability >= (9, 0),
             };
             let (most, time) = wave.tiles_per_item(&tiles);
-            if best.as_ref().is_none_or(|best| time < best.3) {
-                best = Some((variant, wave, most, time));
+            // Of variants that take the same time by what the wave knows of them, the first that keeps its warps busy.
+            let cost = (time, variant.wastes_turns(most));
+            if best.as_ref().is_none_or(|best| cost < best.3) {
+                best = Some((variant, wave, most, cost));
             }
         }
         let Some((variant, wave, most, _)) = best else {
@@ -446,6 +448,26 @@ mod tests {
         }
         let a100 = DeviceFacts { capability: (8, 0), ..H200 };
         assert_eq!(step(&[32_768; 8], &a100).segments[0].cluster, 1);
+    }
+
+    /// Few steps go to as many warps as share them evenly.
+    #[test]
+    fn short_items_have_no_more_warps_than_they_occupy() {
+        let shape = AttentionShape::new(32, 8, 128).unwrap();
+        let pages: Vec<Page> = (0..256).map(|index| Page { shard: 0, index }).collect();
+        let format = SegmentFormat::per_channel(Bits::Eight);
+        for (sequences, tiles, warps) in [(1, 32, 8), (8, 256, 12)] {
+            let spans = (0..sequences).map(|sequence| SpanView {
+                sequence,
+                tokens: tiles * TILE_TOKENS,
+                pages: &pages[..tiles],
+                range_slot: sequence,
+            });
+            let store = StoreView { format, calibration: None, spans: spans.collect() };
+            let plan = DecodePlan::new(shape, sequences, &[store], Split::default()).unwrap();
+            let step = StepPlan::for_device(&H200, &plan).unwrap();
+            assert_eq!(step.segments[0].variant.warps, warps, "{sequences} sequences of {tiles} tiles");
+        }
     }
 
     /// Items cover every token of every span once, in pages of the right shard, and each has a state row of its own.

@@ -59,8 +59,9 @@ type Sizes = [usize; 5];
 
 impl AttendVariant {
     /// The variants that serve a format best, for spans of up to `longest_span` tiles: one whose blocks have a
-    /// multiprocessor to themselves; for few bits, one whose blocks share it in twos, for steps of more blocks than
-    /// multiprocessors; and for short spans one of small blocks, of which several share it.
+    /// multiprocessor to themselves; one of fewer warps, where that has so many that few steps would leave some of them idle;
+    /// for few bits, one whose blocks share it in twos, for steps of more blocks than multiprocessors; and for short spans
+    /// one of small blocks, of which several share it.
     pub(super) fn candidates(
         pages: PageFormat,
         group: usize,
@@ -109,6 +110,7 @@ impl AttendVariant {
             (true, [tokens, tokens, 2, 2, 1]),
             (true, [tokens, tokens, 1, 2, 1]),
         ];
+        let even: [(bool, Sizes); 1] = [(tuned && !wide && bits > 8 && bits <= 16, [tokens, tokens, 2, 8, 1])];
         let shared: [(bool, Sizes); 2] = [
             (tuned && !wide && bits > 2 && bits <= 4, [64, 64, 2, 8, 2]),
             (tuned && !wide && bits <= 8, [tokens, tokens, 2, 6, 2]),
@@ -131,7 +133,15 @@ impl AttendVariant {
                 hint: "use a device with more shared memory, or fewer bits",
             }
         })?;
-        Ok([Some(alone), first(&shared), first(&small)].into_iter().flatten().collect())
+        Ok([Some(alone), first(&even), first(&shared), first(&small)].into_iter().flatten().collect())
+    }
+
+    /// True if the warps, which take the steps of an item in turn, are idle for more than a quarter of its time where it has
+    /// so many tiles.
+    pub(super) const fn wastes_turns(&self, tiles: usize) -> bool {
+        let steps = tiles * TILE_TOKENS / self.step_tokens;
+        let idle = steps.next_multiple_of(self.warps) - steps;
+        4 * idle > steps
     }
 
     /// Shared memory beside the rings: the query's fragments, what the warps tell each other, rows of outputs that are

@@ -59,6 +59,7 @@ pub async fn open_device(adapter: &wgpu::Adapter, requirements: Requirements) ->
         label: Some("kvpack"),
         required_features: requirements.features,
         required_limits: requirements.limits,
+        experimental_features: requirements.experimental,
         ..Default::default()
     };
     let opened = adapter.request_device(&descriptor).await;

@@ -56,6 +56,9 @@ pub(super) struct Specialisation<'a> {
     pub format: &'a SegmentFormat,
     pub query: QueryPrecision,
     pub capabilities: &'a Capabilities,
+    /// Whether cooperative matrices may take the segment: not where it is calibrated, and not where the kernel could merge its
+    /// states, which one with matrices cannot.
+    pub may_use_matrices: bool,
 }
 
 /// Most tiles of a work item: what `tile_bases` in workgroup memory holds.
@@ -74,6 +77,9 @@ const MOST_DECODED_HEADS: usize = 8;
 impl Specialisation<'_> {
     /// The fused kernel.
     pub fn attend(&self, fused: Fused) -> Variant {
+        if let (true, Some(input)) = (self.uses_matrices(), fused.queries) {
+            return self.attend_matrix(input);
+        }
         let heads = self.head_split();
         let variant = self.with_work(Variant::new("attend"), heads);
         let variant = self.with_keys(variant, KeyGroups::Integers);
@@ -118,6 +124,9 @@ impl Specialisation<'_> {
 
     /// The most heads per workgroup that fit its memory, spread evenly.
     pub fn head_split(&self) -> HeadSplit {
+        if self.uses_matrices() {
+            return self.matrix_head_split();
+        }
         let group = self.shape.group();
         let decoded_keys = self.format.key != TensorFormat::F16 && !self.integer_keys() && !self.has_key_groups();
         let decoded_values = self.format.value != TensorFormat::F16 && !self.integer_values();
@@ -476,7 +485,7 @@ mod tests {
             workgroups: 65535,
         };
         let subgroups = subgroups.then_some(SubgroupSizes { min: if f16 { 32 } else { 4 }, max: 128 });
-        Capabilities { f16, subgroups, coherent: f16, timestamps: Timestamps::None, limits }
+        Capabilities { f16, subgroups, coherent: f16, matrices: false, timestamps: Timestamps::None, limits }
     }
 
     /// Nothing, and everything.
@@ -542,7 +551,7 @@ mod tests {
                 let capabilities = capabilities(i % 3 == 0, i % 2 == 0, 16 << 10);
                 let (shape, format, capabilities) = (&shape, &format, &capabilities);
                 let query = [QueryPrecision::Int16, QueryPrecision::Int8][i / 2 % 2];
-                let special = Specialisation { shape, format, query, capabilities };
+                let special = Specialisation { shape, format, query, capabilities, may_use_matrices: true };
                 let variant = special.attend(FUSED[i % 2 * usize::from(special.prepares_own_query())]);
                 let module = validate(&variant);
                 let counted = special.workgroup_bytes(special.head_split().heads);
@@ -582,7 +591,13 @@ mod tests {
             for (key, value) in [(tensor, per_channel), (per_channel, tensor), (sketched, tensor)] {
                 let format = SegmentFormat { key, value };
                 let query = QueryPrecision::Int8;
-                let special = Specialisation { shape: &shape, format: &format, query, capabilities: &capabilities };
+                let special = Specialisation {
+                    shape: &shape,
+                    format: &format,
+                    query,
+                    capabilities: &capabilities,
+                    may_use_matrices: true,
+                };
                 for fused in &FUSED[..=usize::from(special.prepares_own_query())] {
                     validate(&special.attend(*fused));
                     validate(&special.weighted_values((1.0, 3.0), fused.output));

@@ -64,6 +64,14 @@ impl Wgpu {
         Self::new(device, queue)
     }
 
+    /// The same backend with kernels by cooperative matrices as well, where they are faster, if its device was created with
+    /// them ([`Requirements::with_matrices`]) and its `adapter` offers those that kernels use: a device does not know that
+    /// itself. Otherwise nothing changes; [`Capabilities::matrices`] tells.
+    pub fn with_matrices(self, adapter: &wgpu::Adapter) -> Self {
+        let capabilities = self.capabilities.with_matrices(self.device(), adapter);
+        Self { capabilities, ..self }
+    }
+
     /// The same backend with kernels restricted to `path`.
     pub fn restricted_to(self, path: Path) -> Self {
         Self { capabilities: self.capabilities.restricted_to(path), ..self }

@@ -13,6 +13,8 @@ pub(super) const MOST_STORAGE_BUFFERS: u32 = 10;
 const FLOOR_WORKGROUP_MEMORY: u32 = 16 << 10;
 /// Invocations of a workgroup on the floor.
 const FLOOR_INVOCATIONS: u32 = 256;
+/// Invocations of a subgroup that multiplies cooperative matrices.
+const MATRIX_SUBGROUP: u32 = 32;
 
 /// A restriction of the kernels to part of what a device can do, so that tests and comparisons can force it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -22,13 +24,15 @@ pub enum Path {
     Floor,
     /// No subgroups; everything else where the device has it.
     F16,
-    /// Everything: subgroups and 16-bit floats, each where the device has it.
+    /// No cooperative matrices; subgroups and 16-bit floats, each where the device has it.
     Subgroups,
+    /// Everything: cooperative matrices too, which wgpu calls experimental.
+    Matrices,
 }
 
 impl Path {
     /// All paths, least first.
-    pub const ALL: [Self; 3] = [Self::Floor, Self::F16, Self::Subgroups];
+    pub const ALL: [Self; 4] = [Self::Floor, Self::F16, Self::Subgroups, Self::Matrices];
 }
 
 impl fmt::Display for Path {
@@ -37,6 +41,7 @@ impl fmt::Display for Path {
             Self::Floor => "floor",
             Self::F16 => "f16",
             Self::Subgroups => "subgroups",
+            Self::Matrices => "matrices",
         })
     }
 }
@@ -47,7 +52,7 @@ impl FromStr for Path {
     fn from_str(text: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|path| path.to_string() == text).ok_or_else(|| Error::Plan {
             what: "kernel path",
-            reason: format!("there is no path '{text}'; the paths are floor, f16 and subgroups"),
+            reason: format!("there is no path '{text}'; the paths are floor, f16, subgroups and matrices"),
         })
     }
 }
@@ -116,6 +121,9 @@ pub struct Capabilities {
     /// with wgpu's `MEMORY_DECORATION_COHERENT`. WGSL has no barrier beyond the workgroup; the storage barriers that naga
     /// writes as SPIR-V order coherent memory for the whole device.
     pub coherent: bool,
+    /// Whether kernels may multiply cooperative matrices, 16 × 16 × 16 in f16 with f32 sums, by subgroups of 32: see
+    /// [`Wgpu::with_matrices`](super::Wgpu::with_matrices).
+    pub matrices: bool,
     /// Where timestamps can be taken.
     pub timestamps: Timestamps,
     /// Limits.
@@ -154,9 +162,17 @@ impl Capabilities {
             subgroups: features.contains(wgpu::Features::SUBGROUP).then_some(sizes),
             coherent: info.backend == wgpu::Backend::Vulkan
                 && features.contains(wgpu::Features::MEMORY_DECORATION_COHERENT),
+            matrices: false,
             timestamps,
             limits: KernelLimits::new(limits),
         }
+    }
+
+    /// With cooperative matrices, if `device` was created with them, is of `adapter`, and that offers those that kernels use.
+    pub fn with_matrices(self, device: &wgpu::Device, adapter: &wgpu::Adapter) -> Self {
+        let enabled = device.features().contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX)
+            && device.adapter_info() == adapter.get_info();
+        Self { matrices: enabled && self.f16 && self.subgroups.is_some() && offers_matrices(adapter), ..self }
     }
 
     /// Only what `path` allows of them.
@@ -168,20 +184,37 @@ impl Capabilities {
             ..self.limits
         };
         match path {
-            Path::Floor => Self { f16: false, subgroups: None, coherent: false, limits: floor, ..self },
-            Path::F16 => Self { subgroups: None, ..self },
-            Path::Subgroups => self,
+            Path::Floor => {
+                Self { f16: false, subgroups: None, coherent: false, matrices: false, limits: floor, ..self }
+            }
+            Path::F16 => Self { subgroups: None, matrices: false, ..self },
+            Path::Subgroups => Self { matrices: false, ..self },
+            Path::Matrices => self,
         }
     }
 
     /// The least path that allows all of them.
     pub fn path(&self) -> Path {
         match (self.f16, self.subgroups) {
+            (_, Some(_)) if self.matrices => Path::Matrices,
             (_, Some(_)) => Path::Subgroups,
             (true, None) => Path::F16,
             (false, None) => Path::Floor,
         }
     }
+}
+
+/// Whether `adapter` multiplies the cooperative matrices that kernels use, by subgroups of the size that they count on.
+pub fn offers_matrices(adapter: &wgpu::Adapter) -> bool {
+    use wgpu::CooperativeScalarType::{F16, F32};
+    let info = adapter.get_info();
+    let shapes = adapter.cooperative_matrix_properties();
+    let used = |shape: &wgpu::CooperativeMatrixProperties| {
+        (shape.m_size, shape.n_size, shape.k_size) == (16, 16, 16) && (shape.ab_type, shape.cr_type) == (F16, F32)
+    };
+    adapter.features().contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX)
+        && (info.subgroup_min_size, info.subgroup_max_size) == (MATRIX_SUBGROUP, MATRIX_SUBGROUP)
+        && shapes.iter().any(used)
 }
 
 impl KernelLimits {
@@ -219,12 +252,14 @@ impl KernelLimits {
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Requirements {
     /// Features to enable.
     pub features: wgpu::Features,
     /// Limits to ask for.
     pub limits: wgpu::Limits,
+    /// Whether the features may be experimental ones.
+    pub experimental: wgpu::ExperimentalFeatures,
 }
 
 impl Requirements {
@@ -248,17 +283,44 @@ impl Requirements {
                 .min(MOST_STORAGE_BUFFERS),
             ..wgpu::Limits::defaults().or_worse_values_from(&available)
         };
-        Self { features: adapter.features() & useful, limits }
+        let experimental = wgpu::ExperimentalFeatures::disabled();
+        Self { features: adapter.features() & useful, limits, experimental }
+    }
+
+    /// The same with cooperative matrices, where `adapter` offers those that kernels use. wgpu calls them experimental, and
+    /// who asks for them hands over wgpu's token, which is unsafe to make: wgpu does not promise that safe calls cannot do
+    /// harm through its mistakes there. A backend on the device needs [`Wgpu::with_matrices`](super::Wgpu::with_matrices) to use them.
+    ///
+    /// ```no_run
+    /// use kvpack::wgpu::{Requirements, Wgpu, open_device};
+    /// # async fn example(adapter: wgpu::Adapter) -> kvpack::Result<()> {
+    /// // SAFETY: see wgpu::ExperimentalFeatures.
+    /// let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
+    /// let requirements = Requirements::of(&adapter).with_matrices(&adapter, experimental);
+    /// let (device, queue) = open_device(&adapter, requirements).await?;
+    /// let backend = Wgpu::new(device, queue)?.with_matrices(&adapter);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn with_matrices(self, adapter: &wgpu::Adapter, experimental: wgpu::ExperimentalFeatures) -> Self {
+        if !experimental.is_enabled() || !offers_matrices(adapter) {
+            return self;
+        }
+        Self { features: self.features | wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX, experimental, ..self }
     }
 
     /// The same without the features that `path` forbids, so that a device made with them cannot leave the path.
     pub fn restricted_to(self, path: Path) -> Self {
         let forbidden = match path {
             Path::Floor => {
-                wgpu::Features::SHADER_F16 | wgpu::Features::SUBGROUP | wgpu::Features::MEMORY_DECORATION_COHERENT
+                wgpu::Features::SHADER_F16
+                    | wgpu::Features::SUBGROUP
+                    | wgpu::Features::MEMORY_DECORATION_COHERENT
+                    | wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX
             }
-            Path::F16 => wgpu::Features::SUBGROUP,
-            Path::Subgroups => wgpu::Features::empty(),
+            Path::F16 => wgpu::Features::SUBGROUP | wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX,
+            Path::Subgroups => wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX,
+            Path::Matrices => wgpu::Features::empty(),
         };
         Self { features: self.features - forbidden, ..self }
     }
@@ -280,6 +342,11 @@ mod tests {
     fn paths_restrict() {
         let all = capabilities(true, true);
         assert_eq!(all.path(), Path::Subgroups);
+        let matrices = Capabilities { matrices: true, ..all };
+        assert_eq!(matrices.path(), Path::Matrices);
+        for path in Path::ALL {
+            assert_eq!(matrices.restricted_to(path).path(), path);
+        }
         assert_eq!(all.restricted_to(Path::F16).path(), Path::F16);
         assert_eq!(all.restricted_to(Path::Floor).path(), Path::Floor);
         assert!(!capabilities(false, true).restricted_to(Path::Subgroups).f16);

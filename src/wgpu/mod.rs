@@ -6,6 +6,7 @@
 mod adapters;
 mod append;
 mod attend;
+mod attend_matrix;
 mod backend;
 mod buffers;
 mod capabilities;
@@ -34,7 +35,7 @@ mod tile_call;
 pub use adapters::{adapters, choose_adapter, open_device};
 pub use append::AppendPlan;
 pub use backend::Wgpu;
-pub use capabilities::{Capabilities, KernelLimits, Path, Requirements, SubgroupSizes, Timestamps};
+pub use capabilities::{Capabilities, KernelLimits, Path, Requirements, SubgroupSizes, Timestamps, offers_matrices};
 pub use dequantize::DequantizePlan;
 pub use find_non_finite::{ElementPosition, FindNonFinite, FindNonFinitePlan};
 pub use hadamard::HadamardPlan;

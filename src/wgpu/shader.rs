@@ -25,6 +25,7 @@ pub struct Variant {
     aliases: BTreeMap<&'static str, &'static str>,
     imports: BTreeMap<&'static str, &'static str>,
     uses_f16: bool,
+    uses_matrices: bool,
 }
 
 impl Variant {
@@ -37,6 +38,7 @@ impl Variant {
             aliases: BTreeMap::new(),
             imports: BTreeMap::new(),
             uses_f16: false,
+            uses_matrices: false,
         }
     }
 
@@ -82,6 +84,12 @@ impl Variant {
         self
     }
 
+    /// Enables cooperative matrices.
+    pub fn with_matrices(mut self) -> Self {
+        self.uses_matrices = true;
+        self
+    }
+
     /// The kernel's name.
     pub fn kernel(&self) -> &'static str {
         self.kernel
@@ -114,6 +122,9 @@ impl Variant {
         let mut text = String::new();
         if self.uses_f16 {
             text += "enable f16;\n";
+        }
+        if self.uses_matrices {
+            text += "enable wgpu_cooperative_matrix;\n";
         }
         self.expand_imports(&format!("{}.wgsl", self.kernel), &mut BTreeSet::new(), &mut unused_slots, &mut text)?;
         if let Some(slot) = unused_slots.first() {

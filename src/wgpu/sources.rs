@@ -15,6 +15,7 @@ macro_rules! files {
 files![
     "append.wgsl",
     "attend.wgsl",
+    "attend_matrix.wgsl",
     "common/add_product.wgsl",
     "common/block_max_atomic.wgsl",
     "common/block_max_subgroup.wgsl",

@@ -320,15 +320,19 @@ impl Builder<'_> {
 
     /// Whether the last workgroup of every query head merges its states: it is alone at that, so they must not be many.
     fn merging(&mut self, states: Section) -> Merging {
-        let items = self.plan.segments.iter().flat_map(|segment| &segment.items);
-        let most = items.map(|item| item.states).max().unwrap_or(0);
         let fused = self.capabilities.coherent
             && self.capabilities.limits.storage_buffers >= MOST_STORAGE_BUFFERS
-            && most <= MOST_MERGED_STATES;
+            && self.most_states() <= MOST_MERGED_STATES;
         let counters = self.plan.sequences() * self.plan.shape.query_heads();
         let arrived = Section { offset: 0, bytes: if fused { counters as u64 * 4 } else { 0 } };
         self.layout.scratch.arrived = arrived.bytes;
         Merging { fused, states, arrived }
+    }
+
+    /// States of the sequence that has the most.
+    fn most_states(&self) -> u32 {
+        let items = self.plan.segments.iter().flat_map(|segment| &segment.items);
+        items.map(|item| item.states).max().unwrap_or(0)
     }
 
     /// Whether every workgroup of `attend` prepares the query of a segment itself.
@@ -367,6 +371,7 @@ impl Builder<'_> {
             format: &segment.format,
             query: self.options.query,
             capabilities: self.capabilities,
+            may_use_matrices: segment.calibration.is_none() && self.most_states() > MOST_MERGED_STATES,
         }
     }
 

@@ -1,7 +1,7 @@
 //! The device that GPU tests run on.
 //!
 //! It belongs to the adapter that `WGPU_ADAPTER_NAME` names, or to the best one there is; `KVPACK_PATH` (floor, f16,
-//! subgroups) takes away what that path forbids. `KVPACK_TEST_DRIVER`, which `scripts/test.sh` sets, says which driver is
+//! subgroups, matrices) takes away what that path forbids. `KVPACK_TEST_DRIVER`, which `scripts/test.sh` sets, says which driver is
 //! expected: without an adapter, or on another one, the tests fail, since a test that ran elsewhere has shown nothing.
 #![allow(dead_code, reason = "every test takes what it needs")]
 
@@ -48,7 +48,7 @@ pub fn forced_path() -> Result<Option<Path>, String> {
 /// # Panics
 /// When there is no device, or not the one that is expected.
 pub fn fresh() -> Wgpu {
-    let path = forced_path().unwrap().unwrap_or(Path::Subgroups);
+    let path = forced_path().unwrap().unwrap_or(Path::Matrices);
     restricted_to(path).unwrap()
 }
 
@@ -67,7 +67,10 @@ pub fn shared() -> Wgpu {
 /// In words, when there is no device, or not the one that is expected.
 pub fn restricted_to(path: Path) -> Result<Wgpu, String> {
     let adapter = adapter()?;
-    let requirements = Requirements::of(&adapter).restricted_to(path);
+    // SAFETY: a mistake of wgpu's experimental features would show in these tests, which is what they are for.
+    let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
+    let requirements = Requirements::of(&adapter).with_matrices(&adapter, experimental).restricted_to(path);
     let opened = block_on(open_device(&adapter, requirements)).and_then(|(device, queue)| Wgpu::new(device, queue));
-    opened.map(|backend| backend.restricted_to(path)).map_err(|error| error.to_string())
+    let backend = opened.map_err(|error| error.to_string())?;
+    Ok(backend.with_matrices(&adapter).restricted_to(path))
 }

@@ -49,6 +49,8 @@ fn print_adapter(adapter: &AdapterSummary) {
         Some([least, most]) => format!("of {least} to {most}"),
     };
     table.add_row(["subgroups", &subgroups]);
+    let matrices = if adapter.matrices.is_empty() { "no".into() } else { adapter.matrices.join(", ") };
+    table.add_row(["cooperative matrices", &matrices]);
     table.add_row(["GPU timestamps", yes(features.timestamps)]);
     let storage = format!("{} × {}", limits.storage_buffers, print::bytes(limits.storage_binding_bytes));
     table.add_row(["storage bindings", &storage]);
