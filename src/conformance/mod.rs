@@ -16,6 +16,7 @@ mod data;
 mod decode;
 mod format_cases;
 mod many_heads;
+mod query_cases;
 mod reference;
 mod registry;
 mod report;
