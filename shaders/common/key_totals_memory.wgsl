@@ -19,7 +19,7 @@ fn enter_key_totals(tile_base: u32, team: u32, lane: u32) {
     for (var pair = lane; pair < QUARTERS * HEADS; pair += 32u) {
         var totals = vec2<f32>(0f);
         for (var field = 0u; field < HEAD_DIM / 4u; field++) {
-            let ranges = field_ranges(read_ranges(tile_base, pair / HEADS, field));
+            let ranges = field_ranges(tile_base, pair / HEADS, field);
             let q = query[pair % HEADS * QUERY_VECTORS + field];
             let magnitude = abs(q * ranges.scale);
             let largest = max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w));
@@ -30,10 +30,8 @@ fn enter_key_totals(tile_base: u32, team: u32, lane: u32) {
     workgroupBarrier();
 }
 
-// The totals of all heads, from `first` on.
-fn join_key_totals(first: u32, lane: u32) {
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        own_largest[head] = group_totals[first + head].x;
-    }
+fn team_largest(largest: f32, bias: f32, at: u32, quarter: u32, head: u32) -> f32 {
+    return group_totals[at].x;
 }
+
+fn finish_key_totals(team: u32, lane: u32) {}

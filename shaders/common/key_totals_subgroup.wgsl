@@ -6,6 +6,10 @@
 // Quarters of the tokens that a lane scores.
 const LANE_QUARTERS: u32 = 1u;
 
+// [head][quarter], each lane's part.
+var<private> biases: array<vec4<f32>, HEADS>;
+var<private> largest_scaled: array<vec4<f32>, HEADS>;
+
 fn scored_quarter(lane: u32, n: u32) -> u32 {
     return lane / 8u;
 }
@@ -38,15 +42,32 @@ fn arrange_scores(head: u32, lane: u32) {
 
 fn enter_key_totals(tile_base: u32, team: u32, lane: u32) {}
 
-// The totals of all heads, from `first` on.
-fn join_key_totals(first: u32, lane: u32) {
+fn team_largest(largest: f32, bias: f32, at: u32, quarter: u32, head: u32) -> f32 {
+    biases[head][quarter] = bias;
+    // Bits of floats that are not negative are ordered.
+    largest_scaled[head][quarter] = bitcast<f32>(subgroupMax(bitcast<u32>(largest)));
+    return largest_scaled[head][quarter];
+}
+
+// Sums the four biases of a head over the lanes: after two exchanges of halves a lane has one of them.
+fn finish_key_totals(team: u32, lane: u32) {
+    let odd = (lane & 1u) != 0u;
+    let upper = (lane & 2u) != 0u;
     // unroll
     for (var head = 0u; head < HEADS; head++) {
-        // Bits of floats that are not negative are ordered.
-        own_largest[head] = bitcast<f32>(subgroupMax(bitcast<u32>(own_largest[head])));
-        let bias = subgroupAdd(own_bias[head]);
-        if (lane == 0u) {
-            group_totals[first + head] = vec2<f32>(own_largest[head], bias);
+        let all = biases[head];
+        let two = select(all.xz, all.yw, odd) + subgroupShuffleXor(select(all.yw, all.xz, odd), 1u);
+        var bias = select(two.x, two.y, upper) + subgroupShuffleXor(select(two.y, two.x, upper), 2u);
+        bias += subgroupShuffleXor(bias, 4u);
+        bias += subgroupShuffleXor(bias, 8u);
+        bias += subgroupShuffleXor(bias, 16u);
+        let largest = select(
+            select(largest_scaled[head].x, largest_scaled[head].y, odd),
+            select(largest_scaled[head].z, largest_scaled[head].w, odd),
+            upper,
+        );
+        if (lane < QUARTERS) {
+            group_totals[(team * QUARTERS + lane) * HEADS + head] = vec2<f32>(largest, bias);
         }
     }
 }

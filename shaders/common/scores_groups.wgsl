@@ -43,10 +43,6 @@ var<workgroup> group_query: array<vec4<u32>, STEP_TILES * QUARTERS * QUARTER_ROW
 // Largest |q s_g| and Σ q (m_g + 2^(bits-1) s_g): [tile of the step][quarter][head].
 var<workgroup> group_totals: array<vec2<f32>, STEP_TILES * QUARTERS * HEADS>;
 
-// Largest |q s_g| and the sum of the lane's channels of a quarter, then the largest of all channels: [head].
-var<private> own_largest: array<f32, HEADS>;
-var<private> own_bias: array<f32, HEADS>;
-
 // import query = common/query_prepared_f32.wgsl
 // import key_totals = common/key_totals_memory.wgsl
 
@@ -58,12 +54,9 @@ struct FieldRanges {
 
 // Ranges of four channels in a quarter of a tile. Channels past the head, in rows that fill no vector, meet a zero
 // query: any range in bounds will do.
-fn read_ranges(tile_base: u32, quarter: u32, field: u32) -> vec4<u32> {
+fn field_ranges(tile_base: u32, quarter: u32, field: u32) -> FieldRanges {
     let group = tile_base * KEY_TOKEN_GROUPS + quarter * KEY_TOKEN_GROUPS / QUARTERS;
-    return key_ranges[group * (HEAD_DIM / 4u) + min(field, HEAD_DIM / 4u - 1u)];
-}
-
-fn field_ranges(ranges: vec4<u32>) -> FieldRanges {
+    let ranges = key_ranges[group * (HEAD_DIM / 4u) + min(field, HEAD_DIM / 4u - 1u)];
     let a = unpack2x16float(ranges.x);
     let b = unpack2x16float(ranges.y);
     let c = unpack2x16float(ranges.z);
@@ -98,47 +91,45 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {
         return;
     }
     let tile_base = tile_bases[min(first + team, tiles - 1u)];
-    enter_key_totals(tile_base, team, lane);
-    var words: array<vec4<u32>, LANE_FIELDS>;
+    var q: array<vec4<f32>, HEADS * LANE_FIELDS>;
     // unroll
-    for (var i = 0u; i < LANE_FIELDS; i++) {
-        words[i] = read_ranges(tile_base, 0u, i * 32u + lane);
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var i = 0u; i < LANE_FIELDS; i++) {
+            q[head * LANE_FIELDS + i] = query_field(head, i * 32u + lane);
+        }
     }
-    // Not written out: what all quarters hold at once would take registers from the loops over tokens. The ranges of the next
-    // quarter are asked for while this one's are used.
+    enter_key_totals(tile_base, team, lane);
+    // unroll
     for (var quarter = 0u; quarter < QUARTERS; quarter++) {
         var ranges: array<FieldRanges, LANE_FIELDS>;
         // unroll
         for (var i = 0u; i < LANE_FIELDS; i++) {
-            ranges[i] = field_ranges(words[i]);
-            words[i] = read_ranges(tile_base, min(quarter + 1u, QUARTERS - 1u), i * 32u + lane);
+            ranges[i] = field_ranges(tile_base, quarter, i * 32u + lane);
         }
         // unroll
         for (var head = 0u; head < HEADS; head++) {
-            own_largest[head] = 0f;
-            own_bias[head] = 0f;
+            var largest = 0f;
+            var bias = 0f;
             // unroll
             for (var i = 0u; i < LANE_FIELDS; i++) {
-                let q = query_field(head, i * 32u + lane);
-                let magnitude = abs(q * ranges[i].scale);
-                own_largest[head] = max(own_largest[head], max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w)));
-                own_bias[head] += dot(q, ranges[i].middle);
+                let magnitude = abs(q[head * LANE_FIELDS + i] * ranges[i].scale);
+                largest = max(largest, max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w)));
+                bias += dot(q[head * LANE_FIELDS + i], ranges[i].middle);
             }
-        }
-        join_key_totals((team * QUARTERS + quarter) * HEADS, lane);
-        // unroll
-        for (var head = 0u; head < HEADS; head++) {
+            largest = team_largest(largest, bias, (team * QUARTERS + quarter) * HEADS + head, quarter, head);
             // unroll
             for (var i = 0u; i < LANE_FIELDS; i++) {
                 let field = i * 32u + lane;
-                let whole = group_bytes(query_field(head, field) * ranges[i].scale, own_largest[head]);
                 if (field < QUERY_VECTORS) {
+                    let whole = group_bytes(q[head * LANE_FIELDS + i] * ranges[i].scale, largest);
                     let at = place(field);
                     group_query[(team * QUARTERS + quarter) * QUARTER_ROW + head * ROW_QUADS + at / 4u][at % 4u] = whole;
                 }
             }
         }
     }
+    finish_key_totals(team, lane);
 }
 
 fn score_tile(item: WorkItem, tile: u32, lane: u32) {
