@@ -74,6 +74,11 @@ fn group_bytes(scaled: vec4<f32>, largest: f32) -> u32 {
     return whole ^ 0x80808080u;
 }
 
+// Four channels of a head's query, 0 past the row.
+fn query_field(head: u32, field: u32) -> vec4<f32> {
+    return query[head * QUERY_VECTORS + min(field, QUERY_VECTORS - 1u)] * select(0f, 1f, field < QUERY_VECTORS);
+}
+
 // Makes integers of the query for the first step.
 fn begin_keys(tiles: u32, team: u32, lane: u32) {
     prepare_keys(0u, tiles, team, lane);
@@ -91,9 +96,7 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {
     for (var head = 0u; head < HEADS; head++) {
         // unroll
         for (var i = 0u; i < LANE_FIELDS; i++) {
-            let field = i * 32u + lane;
-            let there = select(0f, 1f, field < QUERY_VECTORS);
-            q[head * LANE_FIELDS + i] = query[head * QUERY_VECTORS + min(field, QUERY_VECTORS - 1u)] * there;
+            q[head * LANE_FIELDS + i] = query_field(head, i * 32u + lane);
         }
     }
     enter_key_totals(tile_base, team, lane);
