@@ -1,5 +1,8 @@
 //! `kvpack check`: is this device right?
 
+use std::ops::Range;
+use std::str::FromStr;
+
 use anyhow::{Result, bail};
 use indicatif::ProgressBar;
 use kvpack::Backend;
@@ -20,6 +23,36 @@ pub struct CheckArgs {
     /// Only the cases whose name contains this.
     #[arg(long, value_name = "TEXT")]
     filter: Option<String>,
+    /// Only one of so many equal parts of these cases (1/4, 2/4, ...), for processes side by side.
+    #[arg(long, value_name = "PART/PARTS", default_value = "1/1", hide_default_value = true)]
+    part: Part,
+}
+
+/// One of several equal parts of a list.
+#[derive(Clone, Copy)]
+struct Part {
+    /// From 1 on.
+    number: usize,
+    parts: usize,
+}
+
+impl FromStr for Part {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let part = text.split_once('/').and_then(|(number, parts)| {
+            let (number, parts) = (number.parse().ok()?, parts.parse().ok()?);
+            (1..=parts).contains(&number).then_some(Self { number, parts })
+        });
+        part.ok_or_else(|| "give a part and how many there are, as 1/4 for the first of four".into())
+    }
+}
+
+impl Part {
+    fn of(self, length: usize) -> Range<usize> {
+        let edge = |number: usize| (length as u128 * number as u128 / self.parts as u128) as usize;
+        edge(self.number - 1)..edge(self.number)
+    }
 }
 
 /// A case and what came of it.
@@ -52,7 +85,7 @@ impl CheckArgs {
                 if self.quick { " among those of --quick" } else { "" }
             );
         }
-        Ok(cases)
+        Ok(cases[self.part.of(cases.len())].to_vec())
     }
 }
 
@@ -123,5 +156,24 @@ fn print_rows(rows: &[Row]) {
             Err(error) => error.to_string(),
         };
         println!("{} {}: {reason}", if row.unsupported() { "unsupported" } else { "FAILED" }, row.case.name);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_the_whole() {
+        for (length, parts) in [(0, 3), (2, 3), (7, 3), (267, 48), (5, usize::MAX)] {
+            let part = |number| Part { number, parts }.of(length);
+            assert_eq!((part(1).start, part(parts).end), (0, length));
+            for number in 1..parts.min(50) {
+                assert_eq!(part(number).end, part(number + 1).start, "{number} of {parts}");
+            }
+        }
+        for text in ["0/4", "5/4", "1", "1/0", "a/b", ""] {
+            assert!(text.parse::<Part>().is_err(), "{text}");
+        }
     }
 }
