@@ -40,6 +40,7 @@
 mod backend;
 mod device;
 mod kernels;
+mod launch;
 mod measure;
 mod memory;
 mod page_format;
@@ -56,8 +57,9 @@ pub use backend::Cuda;
 pub use cudarc;
 pub use device::driver_present;
 pub use kernels::Kernels;
+pub use launch::BoundStep;
 pub use measure::{StepTiming, compute_guard, read_bandwidth, time_steps};
 pub use program::KernelCache;
-pub use step::{BoundStep, StepPlan};
+pub use step::StepPlan;
 pub use store::Store;
 pub use tensor::Tensor;

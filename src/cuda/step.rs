@@ -1,19 +1,14 @@
-//! A decode step: planned from lengths, bound to memory, launched.
+//! A decode step: planned from lengths, bound to memory.
 
 use std::f32::consts::LOG2_E;
-use std::ffi::c_void;
 use std::sync::Arc;
 
-use cudarc::driver::result::memset_d8_async;
-use cudarc::driver::sys;
 use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-use cudarc::driver::sys::CUlaunchAttributeID_enum::{
-    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-};
-use cudarc::driver::{CudaFunction, CudaStream, LaunchConfig};
+use cudarc::driver::{CudaStream, LaunchConfig};
 
 use super::Cuda;
 use super::device::{DeviceFacts, driver_error};
+use super::launch::{AttendCall, BoundStep, Launch};
 use super::memory::Memory;
 use super::page_format::PageFormat;
 use super::split::{self, Wave};
@@ -36,32 +31,6 @@ struct Item {
     first_state: u32,
     states: u32,
     span: u32,
-}
-
-/// `AttendCall` of `cuda/common/attend_call.cuh`.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-struct AttendCall {
-    pages: u64,
-    items: u64,
-    queries: u64,
-    output: u64,
-    key_ranges: u64,
-    value_ranges: u64,
-    states: u64,
-    state_lse: u64,
-    arrivals: u64,
-    extremes: u64,
-    kv_heads: u32,
-    group: u32,
-    chunks: u32,
-    score_scale: f32,
-    queries_f16: u32,
-    output_f16: u32,
-    cluster: u32,
-    tau1: f32,
-    tau2: f32,
-    unused: u32,
 }
 
 /// One segment of a step.
@@ -330,86 +299,6 @@ fn assign_states(sequences: usize, segments: &mut [SegmentStep]) -> usize {
         next[sequence] += 1;
     }
     states as usize
-}
-
-#[derive(Debug)]
-struct Launch {
-    function: CudaFunction,
-    config: LaunchConfig,
-    call: AttendCall,
-    /// May begin while the kernel before it still runs, and waits for it itself.
-    overlaps: bool,
-    /// What is set to zeros first.
-    clears: Option<Arc<Memory>>,
-}
-
-impl Launch {
-    /// Queues the kernel on a stream.
-    fn run(&self, stream: &CudaStream) -> Result<()> {
-        let failed = |error| driver_error("attend", 0, error);
-        stream.context().bind_to_thread().map_err(failed)?;
-        if let Some(memory) = &self.clears {
-            // SAFETY: the memory lives as long as the step, and the stream orders this like any other work.
-            unsafe { memset_d8_async(memory.address(), 0, memory.bytes(), stream.cu_stream()) }.map_err(failed)?;
-        }
-        let mut attributes = Vec::with_capacity(2);
-        if self.call.cluster > 1 {
-            let cluster = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: self.call.cluster, y: 1, z: 1 };
-            let value = sys::CUlaunchAttributeValue { clusterDim: cluster };
-            attributes.push((CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value));
-        }
-        if self.overlaps {
-            let value = sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 };
-            attributes.push((CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value));
-        }
-        let mut attributes: Vec<sys::CUlaunchAttribute> =
-            attributes.into_iter().map(|(id, value)| sys::CUlaunchAttribute { id, pad: [0; 4], value }).collect();
-        let config = sys::CUlaunchConfig {
-            gridDimX: self.config.grid_dim.0,
-            gridDimY: 1,
-            gridDimZ: 1,
-            blockDimX: self.config.block_dim.0,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: self.config.shared_mem_bytes,
-            hStream: stream.cu_stream(),
-            attrs: attributes.as_mut_ptr(),
-            numAttrs: attributes.len() as u32,
-        };
-        let mut arguments = [(&raw const self.call).cast_mut().cast::<c_void>()];
-        // SAFETY: the one argument is the kernel's, and the driver copies it and the attributes before it returns. Pages,
-        // slots, queries, output and scratch were checked or sized when the step was bound, which keeps them.
-        let launched = unsafe {
-            sys::cuLaunchKernelEx(&config, self.function.cu_function(), arguments.as_mut_ptr(), std::ptr::null_mut())
-        };
-        launched.result().map_err(failed)
-    }
-}
-
-/// A step that is ready to run, with its scratch. It keeps alive all memory that it reads and writes.
-///
-/// It reads whatever the pages hold when it runs, so that a graph that captured it may be replayed after tokens were
-/// overwritten in place; after tokens were added, plan and bind anew. Two runs must not overlap.
-#[derive(Debug)]
-pub struct BoundStep {
-    launches: Vec<Launch>,
-    memory: Vec<Arc<Memory>>,
-}
-
-impl BoundStep {
-    /// Launches the kernels of the step on a stream, after clearing the extremes of calibrated scores: nothing is allocated or
-    /// copied, and nothing waits.
-    ///
-    /// # Errors
-    /// What the driver says of a launch.
-    pub fn launch(&self, stream: &CudaStream) -> Result<()> {
-        self.launches.iter().try_for_each(|launch| launch.run(stream))
-    }
-
-    /// Bytes that the step keeps alive, scratch and stores alike.
-    pub fn bytes(&self) -> usize {
-        self.memory.iter().map(|memory| memory.bytes()).sum()
-    }
 }
 
 #[cfg(test)]

@@ -1,15 +1,13 @@
 //! Kernel `attend`, and what `scores` and `weighted_values` share with it: which shader parts serve a format.
 
-use super::hadamard::{Turn, with_turn};
+use super::code_bytes::{CodeBytes, top_bits};
 use super::merge_states::output_file;
 use super::prepare_query::input_file;
 use super::{Capabilities, Variant};
 use crate::backend::QueryPrecision;
 use crate::format::codebook::level_unit;
 use crate::format::sketch::sketch_level;
-use crate::format::{
-    AffineFormat, AttentionShape, Bits, CodebookFormat, Direction, Grouping, SegmentFormat, TensorFormat, TileLayout,
-};
+use crate::format::{AttentionShape, Bits, CodebookFormat, Grouping, SegmentFormat, TensorFormat, TileLayout};
 use crate::plan::ElementType;
 
 /// How the query heads of a KV head are spread over workgroups.
@@ -23,11 +21,11 @@ pub(super) struct HeadSplit {
 
 /// How the channels of values are spread over the four teams of a workgroup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct ChannelSplit {
+pub(super) struct ChannelSplit {
     /// Channels per lane.
-    channels: usize,
+    pub channels: usize,
     /// Blocks of `32 · channels` channels; the teams left over share the tiles of a step.
-    blocks: usize,
+    pub blocks: usize,
 }
 
 /// What `attend` does beside attending, so that a step has fewer launches that wait for each other.
@@ -64,7 +62,7 @@ pub(super) struct Specialisation<'a> {
 /// Most tiles of a work item: what `tile_bases` in workgroup memory holds.
 pub(super) const MAX_TILES: usize = 64;
 pub(super) const STEP_TILES: usize = 4;
-const INVOCATIONS: usize = 128;
+pub(super) const INVOCATIONS: usize = 128;
 /// Blocks of a tile that weights of one byte are relative to.
 pub(super) const WEIGHT_BLOCKS: usize = 4;
 /// Most query heads of a workgroup. The others of a KV head go to further workgroups, which start together and share keys
@@ -140,7 +138,7 @@ impl Specialisation<'_> {
     /// Measured on an H200: few heads want many channels per lane, many heads want few, so that the running sums
     /// (heads · channels) stay in registers. f16 wants many, so that a weight that is read from workgroup memory is used
     /// often, but not where several workgroups read the same values.
-    fn channel_split(&self, heads: usize) -> ChannelSplit {
+    pub(super) fn channel_split(&self, heads: usize) -> ChannelSplit {
         let blocks = match heads {
             1 | 2 => 1,
             _ if *self.format == SegmentFormat::F16 && heads == self.shape.group() => 1,
@@ -169,7 +167,7 @@ impl Specialisation<'_> {
     }
 
     /// True if weights are integers of one byte.
-    fn byte_weights(&self) -> bool {
+    pub(super) fn byte_weights(&self) -> bool {
         let by_channel = self.format.value.grouping() == Some(Grouping::Channel);
         self.query == QueryPrecision::Int8 && (by_channel || self.value_groups().is_some())
     }
@@ -311,77 +309,6 @@ impl Specialisation<'_> {
     pub(super) fn key_bytes(&self) -> CodeBytes {
         CodeBytes::new(&self.format.key, self.shape.head_dim())
     }
-
-    fn with_values(&self, variant: Variant, heads: usize) -> Variant {
-        let split = self.channel_split(heads);
-        let mut variant = variant.constant("CHANNELS", split.channels).constant("CHANNEL_BLOCKS", split.blocks);
-        if let Some(rotation) = self.format.value.rotation() {
-            let turn = Turn { rotation, direction: Direction::Back };
-            let rotated = variant.import("output_rotation", "common/output_rotation_hadamard.wgsl");
-            variant = with_turn(rotated, turn, self.shape.head_dim());
-        }
-        let Some(bits) = self.format.value.code_bits() else { return self.with_float_weights(variant) };
-        let by_value = |field| {
-            let variant = match bits {
-                Bits::Three => variant
-                    .clone()
-                    .alias("ValueVector", "array<u32, 3>")
-                    .import("value_codes", "common/value_codes_three.wgsl"),
-                bits => variant.clone().constant("VALUE_BITS", bits.count() as usize),
-            };
-            self.with_float_weights(variant).import("value_field", field)
-        };
-        let bytes = CodeBytes::new(&self.format.value, self.shape.head_dim());
-        let integers =
-            || with_value_bytes(variant.clone(), bits, &self.format.value).float("VALUE_MIDDLE", bytes.middle);
-        match self.format.value.grouping() {
-            Some(Grouping::Token) => {
-                integers().import("value_ranges", "common/value_ranges_token.wgsl").float("VALUE_UNIT", bytes.unit)
-            }
-            Some(Grouping::ChannelTokens(tokens)) => by_value("common/value_field_channel_tokens.wgsl")
-                .constant("VALUE_TOKEN_GROUPS", crate::TILE_TOKENS / tokens),
-            Some(Grouping::TokenChannels(channels)) => match self.value_groups() {
-                Some(groups) => {
-                    let variant = with_value_bytes(variant, bits, &self.format.value);
-                    self.with_value_groups(variant, bits, groups, split.channels)
-                }
-                None => by_value("common/value_field_token_channels.wgsl").constant("VALUE_GROUP_CHANNELS", channels),
-            },
-            Some(Grouping::Channel) | None if self.byte_weights() => self.with_byte_weights(integers(), bits, &bytes),
-            Some(Grouping::Channel) | None => integers(),
-        }
-    }
-
-    fn with_byte_weights(&self, variant: Variant, bits: Bits, bytes: &CodeBytes) -> Variant {
-        // Bytes are made unsigned by adding 128.
-        let middle = bytes.middle - 128.0 / bytes.step;
-        let variant = variant.float("VALUE_MIDDLE", middle);
-        self.with_weight_blocks(variant, bits)
-    }
-
-    /// Weights of one byte, relative to the largest of their block.
-    pub(super) fn with_weight_blocks(&self, variant: Variant, bits: Bits) -> Variant {
-        let variant = variant.import("values", "common/values_byte.wgsl");
-        // The eight lanes of a block of weights lie among so many: two neighbours for each of the words of a vector.
-        let lanes = match bits {
-            Bits::Three => 8,
-            bits => 4 * bits.planes().max(2),
-        };
-        match self.capabilities.subgroups {
-            Some(sizes) if sizes.min as usize >= lanes && sizes.max as usize <= INVOCATIONS => variant
-                .import("block_max", "common/block_max_subgroup.wgsl")
-                .import("numbering", "common/numbering_subgroup.wgsl"),
-            _ => variant,
-        }
-    }
-
-    fn with_float_weights(&self, variant: Variant) -> Variant {
-        let variant = variant.import("values", "common/values_fma.wgsl");
-        match self.capabilities.f16 {
-            true => variant.with_f16().alias("Weights", "vec4<f16>"),
-            false => variant,
-        }
-    }
 }
 
 impl ChannelSplit {
@@ -402,60 +329,11 @@ pub(super) fn is_dot(format: &TensorFormat) -> bool {
     matches!(format.grouping(), Some(Grouping::Channel | Grouping::Token))
 }
 
-/// How the signed bytes of the integer path stand for what is multiplied with a range's scale: `(byte / step + middle) · unit`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct CodeBytes {
-    /// Distance between the bytes of neighbouring codes: fields of affine codes are shifted to the top of their bytes.
-    pub step: f32,
-    /// What byte 0 stands for, in codes; in steps of levels for a codebook.
-    pub middle: f32,
-    /// 1 for affine codes, the unit of levels for a codebook.
-    pub unit: f32,
-}
-
-impl CodeBytes {
-    fn new(format: &TensorFormat, head_dim: usize) -> Self {
-        match format {
-            TensorFormat::F16 => Self { step: 1.0, middle: 0.0, unit: 1.0 },
-            TensorFormat::Affine(AffineFormat { bits, .. }) => Self {
-                step: (1u32 << (8 - bits.count())) as f32,
-                middle: (1u32 << (bits.count() - 1)) as f32,
-                unit: 1.0,
-            },
-            // No store is made of a format without a unit.
-            TensorFormat::Codebook(codebook) => Self {
-                step: if codebook.bits == Bits::One { 128.0 } else { 1.0 },
-                middle: 0.5,
-                unit: level_unit(codebook.bits, head_dim).unwrap_or(1.0),
-            },
-        }
-    }
-}
-
 fn with_merge(variant: Variant, output: Option<ElementType>) -> Variant {
     match output {
         Some(output) => variant.import("merge", "common/merge_last.wgsl").import("output", output_file(output)),
         None => variant,
     }
-}
-
-fn with_value_bytes(variant: Variant, bits: Bits, format: &TensorFormat) -> Variant {
-    match (bits, format) {
-        (Bits::Three, TensorFormat::Codebook(_)) => variant
-            .import("value_bytes", "common/value_bytes_three.wgsl")
-            .import("three_bytes", "common/three_bytes_levels.wgsl"),
-        (Bits::Three, _) => variant.import("value_bytes", "common/value_bytes_three.wgsl"),
-        // Two levels are an affine grid.
-        (bits, TensorFormat::Codebook(_)) if bits != Bits::One => variant
-            .import("value_bytes", "common/value_bytes_levels.wgsl")
-            .constant("VALUE_BITS", bits.count() as usize),
-        (bits, _) => variant.constant("VALUE_BITS", bits.count() as usize).constant("VALUE_MASK", top_bits(bits)),
-    }
-}
-
-/// The top `bits` bits of every byte.
-fn top_bits(bits: Bits) -> usize {
-    ((bits.max_code() << (8 - bits.count())) * 0x0101_0101) as usize
 }
 
 fn key_vector_type(words: usize) -> &'static str {
@@ -472,7 +350,7 @@ mod tests {
     use super::super::prepare_query::Extremes;
     use super::super::{KernelLimits, StepPlan, SubgroupSizes, Timestamps};
     use super::*;
-    use crate::format::{HEAD_DIMS, Rotation};
+    use crate::format::{AffineFormat, HEAD_DIMS, Rotation};
     use crate::plan::{DecodePlan, ElementType, Page, SpanView, Split, StoreView};
 
     fn capabilities(f16: bool, subgroups: bool, workgroup_memory: u32) -> Capabilities {
