@@ -207,7 +207,7 @@ impl Specialisation<'_> {
             + groups
     }
 
-    fn with_work(&self, variant: Variant, heads: HeadSplit) -> Variant {
+    pub(super) fn with_work(&self, variant: Variant, heads: HeadSplit) -> Variant {
         variant
             .constant("HEAD_DIM", self.shape.head_dim())
             .constant("KV_HEADS", self.shape.kv_heads())

@@ -31,15 +31,9 @@ impl Specialisation<'_> {
     /// The kernel, for queries of `input` elements.
     pub(super) fn attend_matrix(&self, input: ElementType) -> Variant {
         let heads = self.matrix_head_split();
-        Variant::new("attend_matrix")
+        self.with_work(Variant::new("attend_matrix"), heads)
             .with_f16()
             .with_matrices()
-            .constant("HEAD_DIM", self.shape.head_dim())
-            .constant("KV_HEADS", self.shape.kv_heads())
-            .constant("QUERY_HEADS", self.shape.query_heads())
-            .constant("HEADS", heads.heads)
-            .constant("CHUNKS", heads.chunks)
-            .constant("MAX_TILES", MAX_TILES)
             .constant("QUERY_PARTS", self.query_halves(input))
             .float("SCORE_SCALE", self.score_scale())
             .import("input", input_file(input))

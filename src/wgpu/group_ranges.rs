@@ -13,23 +13,21 @@ use crate::format::{Bits, Grouping, TileLayout};
 const QUARTERS: usize = 4;
 
 impl Specialisation<'_> {
-    /// True if keys have one range per channel and group of tokens, which goes into a query of one byte in `attend`.
+    /// True if keys have one range per channel and group of tokens, which goes into a query of one byte in `attend`. Beside
+    /// values that are multiplied as floats they are floats too, but where a KV head has one query head: on an H200 integers
+    /// (4 bits per channel and 128 tokens) took 101 µs on `g1-b8-8k`, floats 157; on `g4-b8-32k` they took 317 and 232.
     pub(super) fn has_key_groups(&self) -> bool {
-        self.has_key_groups_of_tokens() && self.has_integer_groups()
-    }
-
-    /// Groups of channels whose values have ranges of their own that go into weights of one byte.
-    pub(super) fn value_groups(&self) -> Option<usize> {
-        self.value_channel_groups().filter(|_| self.has_integer_groups())
-    }
-
-    /// Beside a tensor that is multiplied as floats, the other one's groups are too, but where a KV head has one query head:
-    /// on an H200 integer keys beside float values (4 bits per channel and 128 tokens) took 101 µs on `g1-b8-8k`, floats
-    /// 157; on `g4-b8-32k` they took 317 and 232.
-    fn has_integer_groups(&self) -> bool {
-        let integer_keys = is_dot(&self.format.key) || self.has_key_groups_of_tokens();
         let integer_values = is_dot(&self.format.value) || self.value_channel_groups().is_some();
-        self.query == QueryPrecision::Int8 && (self.shape.group() == 1 || integer_keys && integer_values)
+        self.query == QueryPrecision::Int8
+            && self.has_key_groups_of_tokens()
+            && (integer_values || self.shape.group() == 1)
+    }
+
+    /// Groups of channels whose values have ranges of their own that go into weights of one byte, unless keys are
+    /// multiplied as floats.
+    pub(super) fn value_groups(&self) -> Option<usize> {
+        let integer_keys = is_dot(&self.format.key) || self.has_key_groups_of_tokens();
+        self.value_channel_groups().filter(|_| self.query == QueryPrecision::Int8 && integer_keys)
     }
 
     fn has_key_groups_of_tokens(&self) -> bool {
