@@ -2,13 +2,13 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::capabilities::Path;
-use super::guard::Request;
-use super::{
-    AppendPlan, Capabilities, Checks, DequantizePlan, FindNonFinitePlan, KernelLimits, Kernels, Launches,
-    PackWindowsPlan, QuantizePlan, Requirements, Scratch, ScratchBytes, StepPlan, StepTensors, Store, Tensor, adapters,
-    buffers, guard, store,
+use super::attend::{Scratch, ScratchBytes, StepPlan, StepTensors};
+use super::device::capabilities::Path;
+use super::device::guard::Request;
+use super::device::{
+    Capabilities, Checks, KernelLimits, Kernels, Launches, Requirements, Store, Tensor, adapters, buffers, guard, store,
 };
+use super::pack::{AppendPlan, DequantizePlan, FindNonFinitePlan, PackWindowsPlan, QuantizePlan};
 use crate::Result;
 use crate::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite, WindowMove};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};

@@ -2,8 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::launch::Launch;
-use super::{Kernels, Tensor, Timestamps, Variant, Wgpu, buffers, guard};
+use super::Wgpu;
+use super::device::launch::Launch;
+use super::device::{Kernels, Tensor, Timestamps, Variant, buffers, guard};
 use crate::plan::Elements;
 use crate::{Error, Result};
 

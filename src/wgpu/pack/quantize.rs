@@ -3,16 +3,16 @@
 
 use super::append;
 use super::hadamard::{self, Turn};
-use super::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
 use super::levels::with_level_fields;
 pub(super) use super::tile_call::PlacedPage;
 use super::tile_call::{self, Place, ShardPlaces, TileCall};
-use super::{ElementBinding, Kernels, Store, StorePart, Tensor, Variant, buffers};
 use crate::backend::SpanWrite;
 use crate::format::{
     AttentionShape, Direction, KeyOrValue, NormRule, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat,
 };
 use crate::plan::{ElementType, RowLayout, TokenRange};
+use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
+use crate::wgpu::device::{ElementBinding, Kernels, Store, StorePart, Tensor, Variant, buffers};
 use crate::{Error, Result};
 
 /// Tokens of one channel that one invocation of `ranges_span_extremes` reads.

@@ -11,15 +11,15 @@
 //! `attend` merges. Each waits for the one before, which costs more than what small ones do.
 
 use super::attend::{Fused, MAX_TILES, Specialisation};
-use super::capabilities::MOST_STORAGE_BUFFERS;
 use super::merge_states::{merge_states, state_row_bytes};
 use super::prepare_query::Extremes;
 use super::scratch::{Layout, Scratch, ScratchBytes, Section};
-use super::store::StorePart;
-use super::{Capabilities, Kernels, Launch, Launches, Store, Tensor, Variant};
 use crate::backend::AttendOptions;
 use crate::format::{KeyOrValue, TILE_TOKENS};
 use crate::plan::{DecodePlan, Dispatch, ElementType, SegmentPlan};
+use crate::wgpu::device::capabilities::MOST_STORAGE_BUFFERS;
+use crate::wgpu::device::store::StorePart;
+use crate::wgpu::device::{Capabilities, Kernels, Launch, Launches, Store, Tensor, Variant};
 use crate::{Error, Result};
 
 /// A decode step of one device, fully decided.

@@ -1,8 +1,8 @@
 //! Kernel `merge_states`: joins the states of all work items and writes the output.
 
-use super::Variant;
 use crate::format::AttentionShape;
 use crate::plan::ElementType;
+use crate::wgpu::device::Variant;
 
 /// The kernel that writes outputs of `output` elements.
 pub(super) fn merge_states(shape: &AttentionShape, output: ElementType) -> Variant {

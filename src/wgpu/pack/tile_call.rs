@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use super::buffers;
 use super::levels::with_codebook_fields;
-use super::shader::Variant;
 use crate::format::{
     AffineFormat, AttentionShape, Bits, CodebookFormat, Grouping, KeyOrValue, RangeRule, Rotation, TensorFormat,
     TileLayout,
 };
 use crate::plan::{ElementType, Page, RowLayout};
+use crate::wgpu::device::buffers;
+use crate::wgpu::device::shader::Variant;
 use crate::{Error, Result, TILE_TOKENS};
 
 /// The head of the arguments; the places follow it. The layout is that of `common/call.wgsl`.

@@ -1,11 +1,12 @@
 //! Packs full pages of one store into pages of another, many at once: kernels `dequantize` and `quantize`.
 
 use super::quantize::{PIECE_BYTES, PlacedPage};
-use super::{DequantizePlan, Kernels, Launches, QuantizePlan, Store, Tensor};
+use super::{DequantizePlan, QuantizePlan};
 use crate::Result;
 use crate::backend::{SpanRead, WindowMove};
 use crate::format::{AttentionShape, SegmentFormat, TILE_TOKENS};
 use crate::plan::{ElementType, Page, RowLayout};
+use crate::wgpu::device::{Kernels, Launches, Store, Tensor};
 
 /// Reads full pages of one store and stores each as a span of its own in another: decided, but for the buffers.
 ///

@@ -1,11 +1,11 @@
 //! Kernel `attend_matrix`: `attend` by cooperative matrices, where that is faster.
 
-use super::Variant;
 use super::attend::{HeadSplit, MAX_TILES, Specialisation};
 use super::prepare_query::input_file;
 use crate::backend::QueryPrecision;
 use crate::format::SegmentFormat;
 use crate::plan::ElementType;
+use crate::wgpu::device::Variant;
 
 /// Query heads of a workgroup: two columns each of a product's right operand.
 const HEADS: usize = 8;
@@ -63,9 +63,9 @@ impl Specialisation<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Capabilities, KernelLimits, SubgroupSizes, Timestamps};
     use super::*;
     use crate::format::{AttentionShape, Bits};
+    use crate::wgpu::device::{Capabilities, KernelLimits, SubgroupSizes, Timestamps};
 
     fn capabilities(workgroup_memory: u32) -> Capabilities {
         let limits = KernelLimits {

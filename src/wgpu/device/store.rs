@@ -337,7 +337,7 @@ impl Store {
     }
 
     /// Bytes of a part of one page.
-    pub(super) fn page_part_bytes(&self, part: StorePart) -> u64 {
+    pub(crate) fn page_part_bytes(&self, part: StorePart) -> u64 {
         let of = |which| PagePart::new(&self.shape, &self.format, which);
         match part {
             StorePart::Keys => of(KeyOrValue::Key).tiles,

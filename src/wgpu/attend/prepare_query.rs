@@ -1,10 +1,10 @@
 //! Kernel `prepare_query`: scales, quantises and lays out the query for the kernels that score keys.
 
-use super::Variant;
 use super::attend::Specialisation;
-use super::hadamard::{Turn, with_sketch, with_turn};
 use crate::format::{Bits, Direction, TileLayout};
 use crate::plan::ElementType;
+use crate::wgpu::device::Variant;
+use crate::wgpu::pack::hadamard::{Turn, with_sketch, with_turn};
 
 impl Specialisation<'_> {
     /// The kernel that prepares queries of `input` elements; `calibrated` segments also reset their extremes.

@@ -1,7 +1,7 @@
 //! The scratch memory of a decode step and how a step divides it.
 
-use super::{Capabilities, buffers};
 use crate::Result;
+use crate::wgpu::device::{Capabilities, buffers};
 
 /// Bytes of scratch that a step needs. The buffers are separate because a kernel reads some while it writes
 /// others. All need [`wgpu::BufferUsages::STORAGE`], `tables` also [`wgpu::BufferUsages::COPY_DST`].

@@ -1,10 +1,10 @@
 //! Copies a page of a store: its tiles and its tile ranges, bit for bit.
 
-use super::buffers;
-use super::guard;
-use super::store::{Store, StorePart};
 use crate::Result;
 use crate::plan::Page;
+use crate::wgpu::device::buffers;
+use crate::wgpu::device::guard;
+use crate::wgpu::device::store::{Store, StorePart};
 
 impl Store {
     /// Submits the copy of a page to another.
@@ -14,7 +14,7 @@ impl Store {
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) when there is no such page, [`Error::OutOfMemory`](crate::Error::OutOfMemory)
     /// when there is no room for a page to pass through.
-    pub(super) fn copy_page(&self, device: &wgpu::Device, queue: &wgpu::Queue, from: Page, to: Page) -> Result<()> {
+    pub(crate) fn copy_page(&self, device: &wgpu::Device, queue: &wgpu::Queue, from: Page, to: Page) -> Result<()> {
         self.check_pages("copy of a page", [&from, &to])?;
         let usage = wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST;
         let mut copies = Vec::new();

@@ -1,14 +1,14 @@
 //! Kernel `dequantize`.
 
 use super::hadamard::{self, Turn, rotate_in_place};
-use super::launch::{Launch, Launches, flat_grid};
 use super::levels::with_level_fields;
 use super::tile_call::{self, PlacedPage, ShardPlaces, TileCall};
-use super::{Kernels, Store, StorePart, Tensor, Variant};
 use crate::backend::SpanRead;
 use crate::format::sketch::sketch_level;
 use crate::format::{AttentionShape, Direction, KeyOrValue, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat};
 use crate::plan::{ElementType, Page};
+use crate::wgpu::device::launch::{Launch, Launches, flat_grid};
+use crate::wgpu::device::{Kernels, Store, StorePart, Tensor, Variant};
 use crate::{Error, Result};
 
 /// Reads the keys and the values of a span back as dense f32 rows `[kv_heads, tokens, head_dim]`: decided, but for the

@@ -8,7 +8,7 @@ use crate::{Error, Result};
 /// Storage buffers that a kernel may bind.
 const FLOOR_STORAGE_BUFFERS: u32 = 8;
 /// Storage buffers that the kernel with the most binds: `attend`, where it merges states.
-pub(super) const MOST_STORAGE_BUFFERS: u32 = 10;
+pub(crate) const MOST_STORAGE_BUFFERS: u32 = 10;
 /// Bytes of workgroup memory that a kernel may use on the floor.
 const FLOOR_WORKGROUP_MEMORY: u32 = 16 << 10;
 /// Invocations of a workgroup on the floor.
@@ -122,7 +122,7 @@ pub struct Capabilities {
     /// writes as SPIR-V order coherent memory for the whole device.
     pub coherent: bool,
     /// Whether kernels may multiply cooperative matrices, 16 × 16 × 16 in f16 with f32 sums, by subgroups of 32: see
-    /// [`Wgpu::with_matrices`](super::Wgpu::with_matrices).
+    /// [`Wgpu::with_matrices`](crate::wgpu::Wgpu::with_matrices).
     pub matrices: bool,
     /// Where timestamps can be taken.
     pub timestamps: Timestamps,
@@ -289,7 +289,7 @@ impl Requirements {
 
     /// The same with cooperative matrices, where `adapter` offers those that kernels use. wgpu calls them experimental, and
     /// who asks for them hands over wgpu's token, which is unsafe to make: wgpu does not promise that safe calls cannot do
-    /// harm through its mistakes there. A backend on the device needs [`Wgpu::with_matrices`](super::Wgpu::with_matrices) to use them.
+    /// harm through its mistakes there. A backend on the device needs [`Wgpu::with_matrices`](crate::wgpu::Wgpu::with_matrices) to use them.
     ///
     /// ```no_run
     /// use kvpack::wgpu::{Requirements, Wgpu, open_device};

@@ -3,15 +3,15 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::hadamard::{Turn, with_sketch, with_turn};
-use super::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
 use super::levels::{with_codebook_fields, with_level_fields};
 use super::tile_call::{self, Place, TileCall};
-use super::{Kernels, Store, StorePart, Tensor, Variant};
 use crate::backend::TokenWrite;
 use crate::format::{
     AttentionShape, Direction, HEAD_DIMS, KeyOrValue, NormRule, SegmentFormat, TILE_TOKENS, TensorFormat, TileLayout,
 };
 use crate::plan::{ElementType, Page, RowLayout};
+use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
+use crate::wgpu::device::{Kernels, Store, StorePart, Tensor, Variant};
 use crate::{Error, Result};
 
 /// Puts single tokens into pages of a store whose format [takes them](SegmentFormat::takes_single_tokens): decided, but

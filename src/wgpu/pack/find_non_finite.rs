@@ -1,10 +1,10 @@
 //! Kernel `find_non_finite`.
 
-use super::launch::{Launch, flat_grid};
 use super::tile_call::{self, TileCall};
-use super::{Kernels, Tensor, Variant, buffers};
 use crate::format::{AttentionShape, KeyOrValue, TensorFormat};
 use crate::plan::{ElementType, RowLayout};
+use crate::wgpu::device::launch::{Launch, flat_grid};
+use crate::wgpu::device::{Kernels, Tensor, Variant, buffers};
 use crate::{Error, Result};
 
 /// Elements that an invocation looks at, unless there are more than a dispatch reaches.

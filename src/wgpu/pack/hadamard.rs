@@ -1,11 +1,11 @@
 //! Kernel `hadamard`.
 
-use super::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
 use super::tile_call::{TileCall, rows_file};
-use super::{ElementBinding, Kernels, Tensor, Variant};
 use crate::format::sketch::Sketch;
 use crate::format::{AttentionShape, Direction, HEAD_DIMS, KeyOrValue, Rotation, TensorFormat};
 use crate::plan::{ElementType, RowLayout};
+use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
+use crate::wgpu::device::{ElementBinding, Kernels, Tensor, Variant};
 use crate::{Error, Result};
 
 /// Rotates the rows of a dense tensor, or rotates them back: decided, but for the buffers. One dispatch.
@@ -129,7 +129,7 @@ fn variant(head_dim: usize, turn: Turn, rows: &'static str) -> Variant {
 }
 
 /// The constants of `common/rotate_row.wgsl`.
-pub(super) fn with_turn(variant: Variant, turn: Turn, head_dim: usize) -> Variant {
+pub(crate) fn with_turn(variant: Variant, turn: Turn, head_dim: usize) -> Variant {
     variant
         .constant("ROTATION_BLOCKS", turn.rotation.dealt_blocks(head_dim))
         .constant("ROTATION_ORDER", turn.rotation.order())
@@ -140,7 +140,7 @@ pub(super) fn with_turn(variant: Variant, turn: Turn, head_dim: usize) -> Varian
 }
 
 /// The constants of `common/sketch_row.wgsl`; order and scale are those of the row's own rotation.
-pub(super) fn with_sketch(variant: Variant, sketch: Sketch, order: usize, head_dim: usize) -> Variant {
+pub(crate) fn with_sketch(variant: Variant, sketch: Sketch, order: usize, head_dim: usize) -> Variant {
     variant
         .constant("SKETCH_BLOCKS", head_dim / order)
         .constant("SKETCH_SEED", sketch.seed as usize)

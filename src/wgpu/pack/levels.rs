@@ -1,8 +1,8 @@
 //! The levels of codebooks as constants of shaders.
 
-use super::Variant;
 use crate::format::CodebookFormat;
 use crate::format::codebook::upper_levels;
+use crate::wgpu::device::Variant;
 
 /// Makes the fields of tiles those of a codebook, with their levels and boundaries.
 pub(super) fn with_codebook_fields(variant: Variant, format: &CodebookFormat, head_dim: usize) -> Variant {

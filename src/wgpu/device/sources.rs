@@ -5,7 +5,7 @@ macro_rules! files {
         /// The text of `shaders/{name}`.
         pub fn file(name: &str) -> Option<&'static str> {
             match name {
-                $($name => Some(include_str!(concat!("../../shaders/", $name))),)*
+                $($name => Some(include_str!(concat!("../../../shaders/", $name))),)*
                 _ => None,
             }
         }

@@ -3,12 +3,12 @@
 use super::code_bytes::{CodeBytes, top_bits};
 use super::merge_states::output_file;
 use super::prepare_query::input_file;
-use super::{Capabilities, Variant};
 use crate::backend::QueryPrecision;
 use crate::format::codebook::level_unit;
 use crate::format::sketch::sketch_level;
 use crate::format::{AttentionShape, Bits, CodebookFormat, Grouping, SegmentFormat, TensorFormat, TileLayout};
 use crate::plan::ElementType;
+use crate::wgpu::device::{Capabilities, Variant};
 
 /// How the query heads of a KV head are spread over workgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -347,11 +347,12 @@ fn key_vector_type(words: usize) -> &'static str {
 
 #[cfg(test)]
 mod tests {
+    use super::super::StepPlan;
     use super::super::prepare_query::Extremes;
-    use super::super::{KernelLimits, StepPlan, SubgroupSizes, Timestamps};
     use super::*;
     use crate::format::{AffineFormat, HEAD_DIMS, Rotation};
     use crate::plan::{DecodePlan, ElementType, Page, SpanView, Split, StoreView};
+    use crate::wgpu::device::{KernelLimits, SubgroupSizes, Timestamps};
 
     fn capabilities(f16: bool, subgroups: bool, workgroup_memory: u32) -> Capabilities {
         let limits = KernelLimits {

@@ -1,10 +1,10 @@
 //! Which parts of `attend` serve the values of a format, and their weights.
 
-use super::Variant;
 use super::attend::{INVOCATIONS, Specialisation};
 use super::code_bytes::{CodeBytes, top_bits};
-use super::hadamard::{Turn, with_turn};
 use crate::format::{Bits, Direction, Grouping, TensorFormat};
+use crate::wgpu::device::Variant;
+use crate::wgpu::pack::hadamard::{Turn, with_turn};
 
 impl Specialisation<'_> {
     pub(super) fn with_values(&self, variant: Variant, heads: usize) -> Variant {

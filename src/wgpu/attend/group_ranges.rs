@@ -4,10 +4,10 @@
 //! With a query of 16 bits these are multiplied as floats: on an H200 two byte planes for every group took 418 µs where floats
 //! took 278 (2 bits, `g4-b8-32k`).
 
-use super::Variant;
 use super::attend::{STEP_TILES, Specialisation, WEIGHT_BLOCKS, is_dot};
 use crate::backend::QueryPrecision;
 use crate::format::{Bits, Grouping, TileLayout};
+use crate::wgpu::device::Variant;
 
 /// Runs of 32 tokens of a tile; a group of tokens is one of them or more.
 const QUARTERS: usize = 4;

@@ -1,0 +1,15 @@
+//! The kernels of a decode step: a query is prepared, segments are attended, their states are merged.
+
+#[expect(clippy::module_inception, reason = "the file of a kernel has the kernel's name")]
+mod attend;
+mod attend_matrix;
+mod attend_values;
+mod code_bytes;
+mod group_ranges;
+mod merge_states;
+mod prepare_query;
+mod scratch;
+mod step;
+
+pub use scratch::{Scratch, ScratchBytes};
+pub use step::{StepPlan, StepTensors};

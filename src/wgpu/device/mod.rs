@@ -1,0 +1,20 @@
+//! What every kernel stands on: adapters and their capabilities, memory, and kernels from source to launch.
+
+pub(super) mod adapters;
+pub(super) mod buffers;
+pub(super) mod capabilities;
+pub(super) mod guard;
+pub(super) mod kernels;
+pub(super) mod launch;
+pub mod shader;
+mod sources;
+pub(super) mod store;
+mod tensor;
+
+pub use adapters::{adapters, choose_adapter, open_device};
+pub use capabilities::{Capabilities, KernelLimits, Path, Requirements, SubgroupSizes, Timestamps, offers_matrices};
+pub use kernels::{Checks, Kernel, Kernels};
+pub use launch::{Launch, Launches};
+pub use shader::Variant;
+pub use store::{Store, StorePart, max_shard_pages};
+pub use tensor::{ElementBinding, Tensor};
