@@ -161,11 +161,23 @@ no_validation_messages() {
     return 1
 }
 
+# Each set of the library's features by itself: a workspace build unites them, and so hides what one of them lacks. The
+# last is kvpack beside a crate that makes cudarc link the libraries of CUDA (candle's feature `cuda` does) in place of
+# loading them; checking links nothing, so no toolkit is needed.
+every_feature_set() {
+    local features
+    for features in "" wgpu cuda wgpu,cuda cuda,cudarc/dynamic-linking; do
+        echo "features: ${features:-none}"
+        cargo clippy --locked --package kvpack --no-default-features --features "$features" -- -D warnings || return
+    done
+}
+
 # --- what is checked --------------------------------------------------------------------------------------------
 
 stage drivers set_up_drivers || { summary; exit 1; }
 stage fmt cargo fmt --all --check
 stage clippy cargo clippy --locked --workspace --all-targets --all-features -- -D warnings
+stage features every_feature_set
 stage build cargo test --locked --workspace --no-run || { summary; exit 1; }
 
 first="${drivers[0]}"

@@ -1,10 +1,11 @@
-//! The driver: whether it is there, devices, and what its errors mean.
+//! Devices of the driver, and what its errors mean.
 
 use std::sync::Arc;
 
 use cudarc::driver::sys::{CUdevice_attribute, CUresult};
 use cudarc::driver::{CudaContext, DriverError};
 
+use super::libraries::driver_present;
 use crate::{Error, Result};
 
 /// Compute capability that the kernels need: asynchronous copies and the MMA shapes of 8.0.
@@ -17,12 +18,6 @@ pub(super) struct DeviceFacts {
     pub(super) multiprocessors: usize,
     /// Most bytes of shared memory of one block.
     pub(super) shared_bytes: usize,
-}
-
-/// True if the driver's library can be loaded. Nothing is initialised.
-pub fn driver_present() -> bool {
-    // SAFETY: loads the driver's library, whose initialisers are those of every CUDA program, and unloads it again.
-    unsafe { cudarc::driver::sys::is_culib_present() }
 }
 
 /// The primary context of a device.

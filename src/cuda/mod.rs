@@ -41,6 +41,7 @@ mod backend;
 mod device;
 mod kernels;
 mod launch;
+mod libraries;
 mod measure;
 mod memory;
 mod page_format;
@@ -55,9 +56,9 @@ mod variant;
 
 pub use backend::Cuda;
 pub use cudarc;
-pub use device::driver_present;
 pub use kernels::Kernels;
 pub use launch::BoundStep;
+pub use libraries::driver_present;
 pub use measure::{StepTiming, compute_guard, read_bandwidth, time_steps};
 pub use program::KernelCache;
 pub use step::StepPlan;

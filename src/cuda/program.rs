@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use cudarc::nvrtc::{result as nvrtc, sys};
 
+use super::libraries::nvrtc_present;
 use super::sources;
 use crate::{Error, Result};
 
@@ -89,8 +90,7 @@ impl Program {
     /// # Errors
     /// [`Error::Adapter`] when NVRTC is not installed, [`Error::Gpu`] with its log when it refuses the source.
     pub(super) fn compile(&self, architecture: &str) -> Result<Vec<u8>> {
-        // SAFETY: loads NVRTC's library, which has no initialisers of note, and unloads it again.
-        if !unsafe { sys::is_culib_present() } {
+        if !nvrtc_present() {
             let reason = "NVRTC (libnvrtc, part of the CUDA toolkit) was not found, and the kernels are not in the kernel \
                           cache; install it, set the library path, or ship a filled cache";
             return Err(Error::Adapter { reason: reason.into() });

@@ -1,0 +1,58 @@
+//! The libraries of CUDA that are loaded at run time: whether they are there.
+//!
+//! cudarc panics on the first call into a library that it cannot load, so each is looked for before. cudarc has a probe of
+//! its own only where nothing else in the program makes it link instead of load (candle does).
+
+use std::env::consts::{DLL_PREFIX, DLL_SUFFIX};
+
+use cudarc::driver::sys::CUDA_VERSION;
+use libloading::Library;
+
+/// True if the driver's library can be loaded. Nothing is initialised.
+pub fn driver_present() -> bool {
+    present(&["cuda", "nvcuda"])
+}
+
+/// True if NVRTC can be loaded.
+pub(super) fn nvrtc_present() -> bool {
+    present(&["nvrtc"])
+}
+
+fn present(libraries: &[&str]) -> bool {
+    // SAFETY: loads a library of CUDA, whose initialisers are those of every CUDA program, and gives it back.
+    libraries.iter().flat_map(|library| file_names(library)).any(|name| unsafe { Library::new(name) }.is_ok())
+}
+
+/// Names under which cudarc looks for a library, for the CUDA version of its bindings.
+fn file_names(library: &str) -> Vec<String> {
+    let file = format!("{DLL_PREFIX}{library}{DLL_SUFFIX}");
+    let (major, minor) = (CUDA_VERSION / 1000, CUDA_VERSION % 1000 / 10);
+    if cfg!(windows) {
+        let versioned =
+            [format!("{major}"), format!("{major}0_0"), format!("{major}{minor}_0"), "12".into(), "11".into()];
+        return versioned
+            .into_iter()
+            .map(|version| format!("{library}64_{version}{DLL_SUFFIX}"))
+            .chain([file])
+            .collect();
+    }
+    [format!("{file}.{major}"), format!("{file}.12"), format!("{file}.11"), format!("{file}.1"), file].into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The driver's library is called so wherever only the driver is installed, NVRTC's where only its packages are.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn names_of_installed_packages() {
+        assert!(file_names("cuda").contains(&"libcuda.so.1".into()));
+        assert!(file_names("nvrtc").contains(&"libnvrtc.so.12".into()));
+    }
+
+    #[test]
+    fn what_is_not_there_is_not_found() {
+        assert!(!present(&["kvpack-has-no-such-library"]));
+    }
+}
