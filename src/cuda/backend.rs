@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 
-use super::device::{driver_error, open_context};
-use super::kernels::Kernels;
-use super::program::KernelCache;
-use super::rows::Launcher;
-use super::step::StepPlan;
-use super::store::{self, Store};
-use super::tensor::Tensor;
+use super::attend::step::StepPlan;
+use super::device::driver::{driver_error, open_context};
+use super::device::kernels::Kernels;
+use super::device::program::KernelCache;
+use super::device::store::{self, Store};
+use super::device::tensor::Tensor;
+use super::pack::rows::Launcher;
 use crate::Result;
 use crate::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};

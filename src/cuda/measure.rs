@@ -7,10 +7,11 @@ use cudarc::driver::sys::CUgraphInstantiate_flags;
 use cudarc::driver::sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
 use cudarc::driver::{CudaEvent, CudaGraph, DriverError, LaunchConfig, PushKernelArg};
 
-use super::device::driver_error;
-use super::memory::Memory;
-use super::program::Program;
-use super::{BoundStep, Cuda};
+use super::Cuda;
+use super::attend::launch::BoundStep;
+use super::device::driver::driver_error;
+use super::device::memory::Memory;
+use super::device::program::Program;
 use crate::{Error, Result};
 
 /// Bytes that a block of `read_bandwidth` reads at once.

@@ -37,30 +37,19 @@
 //! the tile of values, and the ranges of keys and of values that lie beside tiles. Tiles of head dimension 80 have 96 channels, the
 //! last 16 of them zeros: fragments take 32.
 
+mod attend;
 mod backend;
 mod device;
-mod kernels;
-mod launch;
-mod libraries;
 mod measure;
-mod memory;
-mod page_format;
-mod program;
-mod rows;
-mod sources;
-mod split;
-mod step;
-mod store;
-mod tensor;
-mod variant;
+mod pack;
 
+pub use attend::launch::BoundStep;
+pub use attend::step::StepPlan;
 pub use backend::Cuda;
 pub use cudarc;
-pub use kernels::Kernels;
-pub use launch::BoundStep;
-pub use libraries::driver_present;
+pub use device::kernels::Kernels;
+pub use device::libraries::driver_present;
+pub use device::program::KernelCache;
+pub use device::store::Store;
+pub use device::tensor::Tensor;
 pub use measure::{StepTiming, compute_guard, read_bandwidth, time_steps};
-pub use program::KernelCache;
-pub use step::StepPlan;
-pub use store::Store;
-pub use tensor::Tensor;

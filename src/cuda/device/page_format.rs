@@ -13,21 +13,21 @@ const FRAGMENT_CHANNELS: usize = 32;
 
 /// One segment format at one head dimension, as the kernels are compiled for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct PageFormat {
+pub(crate) struct PageFormat {
     /// Channels as they are stored.
-    pub(super) head_dim: usize,
+    pub(crate) head_dim: usize,
     /// Those of them that tensors have.
-    pub(super) channels: usize,
-    pub(super) key: TensorPages,
-    pub(super) value: TensorPages,
+    pub(crate) channels: usize,
+    pub(crate) key: TensorPages,
+    pub(crate) value: TensorPages,
 }
 
 /// Keys or values of a page format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct TensorPages {
-    pub(super) bits: usize,
+pub(crate) struct TensorPages {
+    pub(crate) bits: usize,
     /// Which elements share a range; none for f16.
-    pub(super) grouping: Option<Grouping>,
+    pub(crate) grouping: Option<Grouping>,
     /// Ranges are made about 0.
     pub(super) symmetric: bool,
     /// Bits of the unit of a codebook's levels; 0 where codes have ranges, and where a sketch is all there is.
@@ -37,25 +37,25 @@ pub(super) struct TensorPages {
     /// Norms are divided by those of the levels.
     pub(super) renormalized: bool,
     /// How rows are rotated before they are stored.
-    pub(super) rotation: Option<Rotation>,
+    pub(crate) rotation: Option<Rotation>,
 }
 
 impl PageFormat {
     /// # Errors
     /// [`Error::Unsupported`] names what has no kernel.
-    pub(super) fn new(shape: &AttentionShape, format: &SegmentFormat) -> Result<Self> {
+    pub(crate) fn new(shape: &AttentionShape, format: &SegmentFormat) -> Result<Self> {
         let channels = shape.head_dim();
         let tensor = |format| TensorPages::new(format, channels);
         Ok(Self { key: tensor(&format.key)?, value: tensor(&format.value)?, ..Self::f16(channels) })
     }
 
     /// The f16 pages that every head dimension has.
-    pub(super) const fn f16(channels: usize) -> Self {
+    pub(crate) const fn f16(channels: usize) -> Self {
         let head_dim = channels.next_multiple_of(FRAGMENT_CHANNELS);
         Self { head_dim, channels, key: TensorPages::F16, value: TensorPages::F16 }
     }
 
-    pub(super) const fn tensor(&self, which: KeyOrValue) -> &TensorPages {
+    pub(crate) const fn tensor(&self, which: KeyOrValue) -> &TensorPages {
         match which {
             KeyOrValue::Key => &self.key,
             KeyOrValue::Value => &self.value,
@@ -63,7 +63,7 @@ impl PageFormat {
     }
 
     /// Bytes of a tile of keys or of values.
-    pub(super) const fn tile_bytes(&self, which: KeyOrValue) -> usize {
+    pub(crate) const fn tile_bytes(&self, which: KeyOrValue) -> usize {
         TILE_TOKENS * self.head_dim * self.tensor(which).bits / 8
     }
 
@@ -76,7 +76,7 @@ impl PageFormat {
     }
 
     /// Bytes of one head of a page: tiles and the ranges beside them.
-    pub(super) const fn head_bytes(&self) -> usize {
+    pub(crate) const fn head_bytes(&self) -> usize {
         self.tile_bytes(KeyOrValue::Key)
             + self.tile_bytes(KeyOrValue::Value)
             + self.key.range_bytes(self.head_dim)
@@ -84,30 +84,30 @@ impl PageFormat {
     }
 
     /// Ranges beside a tile of keys or of values.
-    pub(super) const fn ranges_per_tile(&self, which: KeyOrValue) -> usize {
+    pub(crate) const fn ranges_per_tile(&self, which: KeyOrValue) -> usize {
         self.tensor(which).range_bytes(self.head_dim) / size_of::<u32>()
     }
 
     /// What one thread of `quantize` and `dequantize` moves: the units of a tile, words, or three of them at 3 bits.
-    pub(super) const fn units_per_tile(&self, which: KeyOrValue) -> usize {
+    pub(crate) const fn units_per_tile(&self, which: KeyOrValue) -> usize {
         let words = self.tile_bytes(which) / size_of::<u32>();
         if self.tensor(which).bits == 3 { words / 3 } else { words }
     }
 
     /// True if ranges of keys or of values change inside rows of a tile.
-    pub(super) const fn is_grouped(&self) -> bool {
+    pub(crate) const fn is_grouped(&self) -> bool {
         self.key.is_grouped(self.head_dim) || self.value.is_grouped(self.head_dim)
     }
 
     /// True if a byte of a tile may hold codes of two tokens, whose slots are then a multiple of 16 apart: where the
     /// bit planes of a load are more blocks of channels than a row has, or no divisor of them.
-    pub(super) const fn tokens_share_bytes(&self) -> bool {
+    pub(crate) const fn tokens_share_bytes(&self) -> bool {
         let key_blocks = self.head_dim / if self.key.bits == 16 { 16 } else { 32 };
         !key_blocks.is_multiple_of(self.key.planes()) || !(self.head_dim / 16).is_multiple_of(self.value.planes())
     }
 
     /// The macros of `cuda/common/tile.cuh` and `rotation.cuh`.
-    pub(super) fn defines(&self) -> Vec<(&'static str, usize)> {
+    pub(crate) fn defines(&self) -> Vec<(&'static str, usize)> {
         let order = |tensor: &TensorPages| tensor.rotation.map_or(0, |rotation| rotation.order());
         let seed = |tensor: &TensorPages| tensor.rotation.and_then(|rotation| rotation.seed());
         let dealt = |tensor: &TensorPages| {
@@ -142,7 +142,7 @@ impl PageFormat {
     }
 
     /// The kernels that move rows into pages and back.
-    pub(super) fn rows_program(&self) -> Program {
+    pub(crate) fn rows_program(&self) -> Program {
         const FILES: &[&str] = &[
             "hadamard.cu",
             "ranges_span.cu",
@@ -211,12 +211,12 @@ impl TensorPages {
     }
 
     /// True if whole rows become fields before they are packed: fields and norms depend on more than ranges and elements.
-    pub(super) const fn codes_rows(&self) -> bool {
+    pub(crate) const fn codes_rows(&self) -> bool {
         self.sketched() || self.renormalized
     }
 
     /// True if fields hold the sign of a sketch.
-    pub(super) const fn sketched(&self) -> bool {
+    pub(crate) const fn sketched(&self) -> bool {
         self.sketch[0] != 0
     }
 
@@ -238,7 +238,7 @@ impl TensorPages {
     }
 
     /// True if ranges change inside rows of a tile: those of groups of tokens, and of groups of channels smaller than a row.
-    pub(super) const fn is_grouped(&self, head_dim: usize) -> bool {
+    pub(crate) const fn is_grouped(&self, head_dim: usize) -> bool {
         match self.grouping {
             Some(Grouping::ChannelTokens(_)) => true,
             Some(Grouping::TokenChannels(channels)) => channels < head_dim,
@@ -247,7 +247,7 @@ impl TensorPages {
     }
 
     /// Groups of channels in a row, 1 where there are none: `KEY_ROW_GROUPS` in `cuda/common/tile.cuh`.
-    pub(super) const fn row_groups(&self, head_dim: usize) -> usize {
+    pub(crate) const fn row_groups(&self, head_dim: usize) -> usize {
         match self.grouping {
             Some(Grouping::TokenChannels(channels)) => head_dim.div_ceil(channels),
             _ => 1,
@@ -255,7 +255,7 @@ impl TensorPages {
     }
 
     /// Bytes of the ranges beside a tile that so many tokens need: `RANGE_ROW_BYTES` in `cuda/common/attend_call.cuh`.
-    pub(super) const fn step_range_bytes(&self, head_dim: usize, tokens: usize) -> usize {
+    pub(crate) const fn step_range_bytes(&self, head_dim: usize, tokens: usize) -> usize {
         let groups = match self.group(head_dim) {
             [0, _] | [_, 0] => 0,
             [group, 1] if group > tokens => head_dim,

@@ -1,9 +1,9 @@
 //! How `attend` is compiled for a format on a device.
 
-use super::device::DeviceFacts;
-use super::page_format::PageFormat;
-use super::program::Program;
 use super::split::MOST_CLUSTER;
+use crate::cuda::device::driver::DeviceFacts;
+use crate::cuda::device::page_format::PageFormat;
+use crate::cuda::device::program::Program;
 use crate::format::{KeyOrValue, TILE_TOKENS};
 use crate::{Error, Result};
 

@@ -4,26 +4,26 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 
-use super::device::driver_error;
+use super::driver::driver_error;
 use crate::Result;
 
 /// Bytes on the device. They are given back, in the order of the stream they were allocated on, when the last owner
 /// goes.
 #[derive(Debug)]
-pub(super) struct Memory {
+pub(crate) struct Memory {
     slice: CudaSlice<u8>,
     address: u64,
 }
 
 impl Memory {
     /// Zeroed bytes, at least one.
-    pub(super) fn zeroed(stream: &Arc<CudaStream>, what: &'static str, bytes: usize) -> Result<Arc<Self>> {
+    pub(crate) fn zeroed(stream: &Arc<CudaStream>, what: &'static str, bytes: usize) -> Result<Arc<Self>> {
         let slice = stream.alloc_zeros::<u8>(bytes.max(1)).map_err(|error| driver_error(what, bytes as u64, error))?;
         Ok(Self::new(stream, slice))
     }
 
     /// A copy of bytes of the host.
-    pub(super) fn upload(stream: &Arc<CudaStream>, what: &'static str, bytes: &[u8]) -> Result<Arc<Self>> {
+    pub(crate) fn upload(stream: &Arc<CudaStream>, what: &'static str, bytes: &[u8]) -> Result<Arc<Self>> {
         let at_least_one = if bytes.is_empty() { &[0] } else { bytes };
         let slice = stream.clone_htod(at_least_one).map_err(|error| driver_error(what, bytes.len() as u64, error))?;
         Ok(Self::new(stream, slice))
@@ -35,12 +35,12 @@ impl Memory {
     }
 
     /// Copies all bytes to the host, after the work that the stream holds.
-    pub(super) fn download(&self, stream: &Arc<CudaStream>, what: &'static str) -> Result<Vec<u8>> {
+    pub(crate) fn download(&self, stream: &Arc<CudaStream>, what: &'static str) -> Result<Vec<u8>> {
         self.download_part(stream, what, 0, self.slice.len())
     }
 
     /// Copies `bytes` bytes from `offset` on to the host.
-    pub(super) fn download_part(
+    pub(crate) fn download_part(
         &self,
         stream: &Arc<CudaStream>,
         what: &'static str,
@@ -64,11 +64,11 @@ impl Memory {
     }
 
     /// Its address on the device.
-    pub(super) const fn address(&self) -> u64 {
+    pub(crate) const fn address(&self) -> u64 {
         self.address
     }
 
-    pub(super) fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         self.slice.len()
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 use cudarc::driver::result::memcpy_dtod_async;
 
-use super::device::driver_error;
+use super::driver::driver_error;
 use super::memory::Memory;
 use super::page_format::PageFormat;
 use crate::format::{AttentionShape, CodeRange, KeyOrValue, SegmentFormat};
@@ -37,7 +37,7 @@ struct Shard {
 }
 
 /// Most pages of one shard.
-pub(super) fn max_shard_pages(shape: &AttentionShape, format: &SegmentFormat) -> u32 {
+pub(crate) fn max_shard_pages(shape: &AttentionShape, format: &SegmentFormat) -> u32 {
     (SHARD_BYTES / format.page_bytes(shape) as u64).try_into().unwrap_or(u32::MAX)
 }
 
@@ -46,7 +46,7 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Format`] when the format does not fit the shape, [`Error::Unsupported`] when it has no CUDA kernel.
-    pub(super) fn new(shape: AttentionShape, format: SegmentFormat) -> Result<Self> {
+    pub(crate) fn new(shape: AttentionShape, format: SegmentFormat) -> Result<Self> {
         format.check(&shape)?;
         let pages = PageFormat::new(&shape, &format)?;
         Ok(Self { shape, format, pages, shards: Vec::new(), range_slots: 0, key_ranges: None, value_ranges: None })
@@ -62,7 +62,7 @@ impl Store {
         &self.format
     }
 
-    pub(super) const fn pages(&self) -> &PageFormat {
+    pub(crate) const fn pages(&self) -> &PageFormat {
         &self.pages
     }
 
@@ -79,14 +79,14 @@ impl Store {
     }
 
     /// Adds a shard of `pages` zeroed pages.
-    pub(super) fn add_shard(&mut self, stream: &Arc<CudaStream>, pages: u32) -> Result<()> {
+    pub(crate) fn add_shard(&mut self, stream: &Arc<CudaStream>, pages: u32) -> Result<()> {
         let memory = Memory::zeroed(stream, "pages", pages as usize * self.page_bytes())?;
         self.shards.push(Shard { pages, memory });
         Ok(())
     }
 
     /// Grows the span ranges to at least `slots` slots. Steps that were bound before read the old ones.
-    pub(super) fn reserve_ranges(&mut self, stream: &Arc<CudaStream>, slots: usize) -> Result<()> {
+    pub(crate) fn reserve_ranges(&mut self, stream: &Arc<CudaStream>, slots: usize) -> Result<()> {
         if !self.format.has_span_ranges() || slots <= self.range_slots {
             return Ok(());
         }
@@ -108,17 +108,17 @@ impl Store {
     }
 
     /// Address of a slot's ranges, 0 where the format has none.
-    pub(super) fn slot_address(&self, which: KeyOrValue, slot: usize) -> u64 {
+    pub(crate) fn slot_address(&self, which: KeyOrValue, slot: usize) -> u64 {
         self.ranges(which)
             .map_or(0, |ranges| ranges.address() + (slot * self.slot_ranges() * size_of::<CodeRange>()) as u64)
     }
 
     /// Bytes of a slot's ranges.
-    pub(super) const fn slot_bytes(&self) -> usize {
+    pub(crate) const fn slot_bytes(&self) -> usize {
         self.slot_ranges() * size_of::<CodeRange>()
     }
 
-    pub(super) const fn ranges(&self, which: KeyOrValue) -> Option<&Arc<Memory>> {
+    pub(crate) const fn ranges(&self, which: KeyOrValue) -> Option<&Arc<Memory>> {
         match which {
             KeyOrValue::Key => self.key_ranges.as_ref(),
             KeyOrValue::Value => self.value_ranges.as_ref(),
@@ -126,7 +126,7 @@ impl Store {
     }
 
     /// Everything that a step reads of the store.
-    pub(super) fn memory(&self) -> Vec<Arc<Memory>> {
+    pub(crate) fn memory(&self) -> Vec<Arc<Memory>> {
         let shards = self.shards.iter().map(|shard| shard.memory.clone());
         shards.chain(self.key_ranges.clone()).chain(self.value_ranges.clone()).collect()
     }
@@ -135,7 +135,7 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such page.
-    pub(super) fn page_address(&self, what: &'static str, page: Page) -> Result<u64> {
+    pub(crate) fn page_address(&self, what: &'static str, page: Page) -> Result<u64> {
         let shard = self.shards.get(page.shard as usize).filter(|shard| page.index < shard.pages);
         let shard = shard.ok_or_else(|| Error::Plan {
             what,
@@ -150,7 +150,7 @@ impl Store {
     }
 
     /// Queues the copy of a page to another, ranges beside the tiles included.
-    pub(super) fn copy_page(&self, stream: &Arc<CudaStream>, from: Page, to: Page) -> Result<()> {
+    pub(crate) fn copy_page(&self, stream: &Arc<CudaStream>, from: Page, to: Page) -> Result<()> {
         let what = "copy of a page";
         let (source, target) = (self.page_address(what, from)?, self.page_address(what, to)?);
         let failed = |error| driver_error(what, self.page_bytes() as u64, error);
@@ -161,7 +161,7 @@ impl Store {
     }
 
     /// Checks that a slot of span ranges exists, where the format needs one.
-    pub(super) fn check_slot(&self, what: &'static str, slot: usize) -> Result<()> {
+    pub(crate) fn check_slot(&self, what: &'static str, slot: usize) -> Result<()> {
         if self.format.has_span_ranges() && slot >= self.range_slots {
             let reason = format!("there is no range slot {slot}; the store has {}, reserve more", self.range_slots);
             return Err(Error::Plan { what, reason });

@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
 
-use super::device::driver_error;
-use super::kernels::Kernels;
-use super::memory::Memory;
-use super::page_format::PageFormat;
-use super::program::Program;
-use super::store::Store;
-use super::tensor::Tensor;
 use crate::backend::{SpanRead, SpanWrite, TokenWrite};
+use crate::cuda::device::driver::driver_error;
+use crate::cuda::device::kernels::Kernels;
+use crate::cuda::device::memory::Memory;
+use crate::cuda::device::page_format::PageFormat;
+use crate::cuda::device::program::Program;
+use crate::cuda::device::store::Store;
+use crate::cuda::device::tensor::Tensor;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
 use crate::plan::{ElementType, Page, RowLayout};
 use crate::{Error, Result};
@@ -62,9 +62,9 @@ struct TokenPlace {
 
 /// A stream and the kernels that run on it.
 #[derive(Clone, Copy)]
-pub(super) struct Launcher<'a> {
-    pub(super) stream: &'a Arc<CudaStream>,
-    pub(super) kernels: &'a Kernels,
+pub(crate) struct Launcher<'a> {
+    pub(crate) stream: &'a Arc<CudaStream>,
+    pub(crate) kernels: &'a Kernels,
 }
 
 /// Where keys or values lie densely.
@@ -143,7 +143,7 @@ impl Launcher<'_> {
     }
 
     /// Kernels `ranges_span`, `ranges_tile`, `code_rows` and `quantize`.
-    pub(super) fn quantize(&self, store: &Store, keys: &Tensor, values: &Tensor, write: &SpanWrite<'_>) -> Result<()> {
+    pub(crate) fn quantize(&self, store: &Store, keys: &Tensor, values: &Tensor, write: &SpanWrite<'_>) -> Result<()> {
         let shape = store.shape();
         write.rows.check("keys", keys.elements(), shape)?;
         write.rows.check("values", values.elements(), shape)?;
@@ -248,7 +248,7 @@ impl Launcher<'_> {
     }
 
     /// Kernel `append`.
-    pub(super) fn append(
+    pub(crate) fn append(
         &self,
         store: &Store,
         keys: &Tensor,
@@ -298,7 +298,7 @@ impl Launcher<'_> {
     }
 
     /// Kernel `dequantize`.
-    pub(super) fn dequantize(&self, store: &Store, read: &SpanRead<'_>) -> Result<[Tensor; 2]> {
+    pub(crate) fn dequantize(&self, store: &Store, read: &SpanRead<'_>) -> Result<[Tensor; 2]> {
         check_span("dequantize", read.tokens, read.pages)?;
         store.check_slot("dequantize", read.range_slot)?;
         let pages = self.pages("dequantize", store, read.pages)?;
@@ -330,7 +330,7 @@ impl Launcher<'_> {
     }
 
     /// Kernel `find_non_finite`: the index, in token order, of the first element that cannot be stored.
-    pub(super) fn find_non_finite(
+    pub(crate) fn find_non_finite(
         &self,
         what: &'static str,
         tensor: &Tensor,

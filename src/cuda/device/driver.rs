@@ -13,15 +13,15 @@ const LEAST_CAPABILITY: (i32, i32) = (8, 0);
 
 /// What kernels need to know of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct DeviceFacts {
-    pub(super) capability: (i32, i32),
-    pub(super) multiprocessors: usize,
+pub(crate) struct DeviceFacts {
+    pub(crate) capability: (i32, i32),
+    pub(crate) multiprocessors: usize,
     /// Most bytes of shared memory of one block.
-    pub(super) shared_bytes: usize,
+    pub(crate) shared_bytes: usize,
 }
 
 /// The primary context of a device.
-pub(super) fn open_context(ordinal: usize) -> Result<Arc<CudaContext>> {
+pub(crate) fn open_context(ordinal: usize) -> Result<Arc<CudaContext>> {
     // cudarc panics on the first call of a driver that is not there.
     if !driver_present() {
         let reason = "the CUDA driver (libcuda) was not found; install NVIDIA's driver or use another backend";
@@ -32,7 +32,7 @@ pub(super) fn open_context(ordinal: usize) -> Result<Arc<CudaContext>> {
 }
 
 impl DeviceFacts {
-    pub(super) fn of(context: &CudaContext) -> Result<Self> {
+    pub(crate) fn of(context: &CudaContext) -> Result<Self> {
         let attribute =
             |attribute| context.attribute(attribute).map_err(|error| driver_error("device facts", 0, error));
         let capability = context.compute_capability().map_err(|error| driver_error("device facts", 0, error))?;
@@ -50,13 +50,13 @@ impl DeviceFacts {
     }
 
     /// The architecture as NVRTC names it.
-    pub(super) fn architecture(&self) -> String {
+    pub(crate) fn architecture(&self) -> String {
         format!("sm_{}{}", self.capability.0, self.capability.1)
     }
 }
 
 /// An error of the driver about `what`, for which `bytes` bytes were asked.
-pub(super) fn driver_error(what: &'static str, bytes: u64, error: DriverError) -> Error {
+pub(crate) fn driver_error(what: &'static str, bytes: u64, error: DriverError) -> Error {
     match error.0 {
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => Error::OutOfMemory { what, bytes, message: message(error) },
         // After these every further call in the context fails.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cudarc::driver::{CudaContext, CudaFunction, CudaModule};
 use cudarc::nvrtc::Ptx;
 
-use super::device::{DeviceFacts, driver_error};
+use super::driver::{DeviceFacts, driver_error};
 use super::program::{KernelCache, Program};
 use crate::Result;
 
@@ -29,12 +29,12 @@ impl Kernels {
         Ok(Self { context, facts, cache, modules: Mutex::default() })
     }
 
-    pub(super) const fn facts(&self) -> &DeviceFacts {
+    pub(crate) const fn facts(&self) -> &DeviceFacts {
         &self.facts
     }
 
     /// The function `name` of a program.
-    pub(super) fn function(&self, program: &Program, name: &str) -> Result<CudaFunction> {
+    pub(crate) fn function(&self, program: &Program, name: &str) -> Result<CudaFunction> {
         let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
         let module = match modules.get(program) {
             Some(module) => module.clone(),

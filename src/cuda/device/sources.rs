@@ -5,7 +5,7 @@ macro_rules! files {
         /// The text of `cuda/{name}`.
         fn file(name: &str) -> Option<&'static str> {
             match name {
-                $($name => Some(include_str!(concat!("../../cuda/", $name))),)*
+                $($name => Some(include_str!(concat!("../../../cuda/", $name))),)*
                 _ => None,
             }
         }

@@ -10,9 +10,9 @@ use cudarc::driver::sys::CUlaunchAttributeID_enum::{
 };
 use cudarc::driver::{CudaFunction, CudaStream, LaunchConfig};
 
-use super::device::driver_error;
-use super::memory::Memory;
 use crate::Result;
+use crate::cuda::device::driver::driver_error;
+use crate::cuda::device::memory::Memory;
 
 /// `AttendCall` of `cuda/common/attend_call.cuh`.
 #[derive(Clone, Copy, Debug)]

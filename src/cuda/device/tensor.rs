@@ -48,7 +48,7 @@ impl Tensor {
         self.download_part(stream, 0, self.elements)
     }
 
-    pub(super) fn download_part(&self, stream: &Arc<CudaStream>, first: usize, elements: usize) -> Result<Vec<f32>> {
+    pub(crate) fn download_part(&self, stream: &Arc<CudaStream>, first: usize, elements: usize) -> Result<Vec<f32>> {
         let size = self.element_type.bytes();
         let bytes = self.memory.download_part(stream, "a tensor", first * size, elements * size)?;
         Ok(match self.element_type {
@@ -67,7 +67,7 @@ impl Tensor {
         self.element_type
     }
 
-    pub(super) const fn memory(&self) -> &Arc<Memory> {
+    pub(crate) const fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 }

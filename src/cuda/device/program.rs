@@ -42,12 +42,12 @@ impl KernelCache {
     }
 
     /// The binary kept for a program.
-    pub(super) fn read(&self, program: &Program, architecture: &str) -> Option<Vec<u8>> {
+    pub(crate) fn read(&self, program: &Program, architecture: &str) -> Option<Vec<u8>> {
         self.path(program, architecture).and_then(|path| fs::read(path).ok())
     }
 
     /// Keeps a binary. A directory that cannot be written only costs the next process its time to compile.
-    pub(super) fn write(&self, program: &Program, architecture: &str, binary: &[u8]) {
+    pub(crate) fn write(&self, program: &Program, architecture: &str, binary: &[u8]) {
         if let Some(path) = self.path(program, architecture) {
             write_atomically(&path, binary).unwrap_or(());
         }
@@ -66,9 +66,9 @@ fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
 
 /// Files compiled together, and the macros they are compiled with.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Program {
-    pub(super) files: &'static [&'static str],
-    pub(super) defines: Vec<(&'static str, usize)>,
+pub(crate) struct Program {
+    pub(crate) files: &'static [&'static str],
+    pub(crate) defines: Vec<(&'static str, usize)>,
 }
 
 impl Program {

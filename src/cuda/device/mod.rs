@@ -1,0 +1,11 @@
+//! What every kernel stands on: the driver, memory and the formats of pages in it, and kernels from source to function.
+
+pub(super) mod driver;
+pub(super) mod kernels;
+pub(super) mod libraries;
+pub(super) mod memory;
+pub(super) mod page_format;
+pub(super) mod program;
+mod sources;
+pub(super) mod store;
+pub(super) mod tensor;

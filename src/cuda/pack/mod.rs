@@ -1,0 +1,3 @@
+//! The kernels that move tokens into pages and back.
+
+pub(super) mod rows;
