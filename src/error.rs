@@ -117,6 +117,70 @@ pub enum Error {
         reason: String,
     },
 
+    /// Images that do not lie in order, disjoint and inside the prompt.
+    #[error("images of a prompt of {tokens} tokens must lie in order, disjoint and inside it: {reason}")]
+    ImageSpans {
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// The first thing found wrong.
+        reason: String,
+    },
+
+    /// A prompt that ends with an image has no text that could say what of the image matters.
+    #[error(
+        "no text after the image: the last image ends at token {image_end} of {tokens}. Put the question after it, or \
+         measure another window"
+    )]
+    NoTextAfterImage {
+        /// One past the last token of the last image.
+        image_end: usize,
+        /// Tokens of the prompt.
+        tokens: usize,
+    },
+
+    /// A budget, or a parameter that budgets are made from, outside its range.
+    #[error("{what} is {given}, allowed is {allowed}")]
+    Budget {
+        /// Which one.
+        what: &'static str,
+        /// What was given.
+        given: String,
+        /// What is allowed.
+        allowed: String,
+    },
+
+    /// More of the best scores were asked for than there are.
+    #[error("the {k} best of {n} scores: ask for at most as many as there are")]
+    TopK {
+        /// How many were asked for.
+        k: usize,
+        /// How many there are.
+        n: usize,
+    },
+
+    /// Something that is compared and is no number.
+    #[error("{what} hold NaN at {index}: nothing can be ranked by it")]
+    NotANumber {
+        /// What was to be compared.
+        what: &'static str,
+        /// Where in it.
+        index: usize,
+    },
+
+    /// Chunks of a context that cannot be compared, ranked or reordered.
+    #[error("chunks of a context: {reason}")]
+    Chunks {
+        /// What is wrong and what is needed.
+        reason: String,
+    },
+
+    /// A selection of tokens that contradicts itself or its prompt.
+    #[error("selection of tokens: {reason}")]
+    Selection {
+        /// What is wrong and what is needed.
+        reason: String,
+    },
+
     /// Something does not fit a limit of the device.
     #[error("{what} needs {needed}, the device allows {allowed}: {hint}")]
     Limit {

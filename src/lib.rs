@@ -59,6 +59,7 @@
 //! | --- | --- |
 //! | [`format`](mod@format) | formats, ranges, codebooks, rotations, rounding, calibration, the layout of tiles, what other projects store |
 //! | [`plan`] | pages, layouts of dense rows, decode plans |
+//! | [`policy`] | which tokens stay: spans, scores, budgets, eviction, merging plans, the precision of chunks |
 //! | [`backend`] | what a backend does |
 //! | [`cpu`] | every kernel on the CPU: the oracle of the tests, and the backend where no GPU is |
 //! | `wgpu` | every kernel in WGSL, on an engine's own device |
@@ -97,6 +98,7 @@ pub mod cuda;
 mod error;
 pub mod format;
 pub mod plan;
+pub mod policy;
 #[cfg(feature = "wgpu")]
 pub mod wgpu;
 

@@ -1,0 +1,113 @@
+//! The precision of every chunk of a context, by how much it resembles the query (Cocktail).
+
+use std::ops::RangeInclusive;
+
+use crate::{Error, Result};
+
+/// Tokens that a chunk may have; Cocktail takes 32.
+pub const CHUNK_TOKENS: RangeInclusive<usize> = 16..=128;
+
+/// How a chunk is stored, from the coarsest to the finest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum ChunkPrecision {
+    /// 2 bits.
+    Int2,
+    /// 4 bits.
+    Int4,
+    /// f16.
+    F16,
+}
+
+/// Where the thresholds lie between the smallest and the largest similarity.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ChunkSearch {
+    /// Of the range, counted from the smallest: chunks below are stored at 2 bits.
+    pub alpha: f64,
+    /// Of the range, counted from the largest: chunks above are stored in f16.
+    pub beta: f64,
+}
+
+impl Default for ChunkSearch {
+    /// α = 0.6, β = 0.1, as in the paper.
+    fn default() -> Self {
+        Self { alpha: 0.6, beta: 0.1 }
+    }
+}
+
+/// The thresholds of a search.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ChunkThresholds {
+    /// Chunks below it are stored at 2 bits.
+    pub low: f64,
+    /// Chunks above it are stored in f16.
+    pub high: f64,
+}
+
+impl ChunkSearch {
+    /// Whole chunks of `chunk_tokens` tokens in a context of `tokens`; what remains stays in f16.
+    ///
+    /// # Errors
+    /// [`Error::Chunks`] when chunks of that size are not served.
+    pub fn chunks(tokens: usize, chunk_tokens: usize) -> Result<usize> {
+        if CHUNK_TOKENS.contains(&chunk_tokens) {
+            return Ok(tokens / chunk_tokens);
+        }
+        let (least, most) = CHUNK_TOKENS.into_inner();
+        Err(Error::Chunks { reason: format!("{chunk_tokens} tokens to a chunk; {least} to {most} are served") })
+    }
+}
+
+/// Decides the precision of every chunk from the cosine similarities of its embedding with the query's (Cocktail
+/// eq. 2-3 and algorithm 1):
+///
+/// `T_low = s_min + (s_max − s_min) · α`, `T_high = s_max − (s_max − s_min) · β`; below `T_low` 2 bits, above `T_high`
+/// f16, otherwise 4 bits.
+///
+/// Both comparisons are strict, and the first decides where both hold. So:
+///
+/// - a similarity that equals a threshold gives 4 bits, and so do one chunk alone and similarities that are all equal;
+/// - with β > 0 a single best chunk is f16; with β = 0 none is;
+/// - where α + β > 1 the thresholds cross: below `T_low` is 2 bits, all others are f16;
+/// - negative similarities are similarities like all others.
+///
+/// ```
+/// use kvpack::policy::{ChunkPrecision::*, ChunkSearch, chunk_search};
+/// let (thresholds, precision) = chunk_search(&[0.0, 0.7, 1.0], ChunkSearch::default())?;
+/// assert_eq!(precision, [Int2, Int4, F16]);
+/// assert_eq!((thresholds.low, thresholds.high), (0.6, 0.9));
+/// # Ok::<(), kvpack::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Chunks`] when there are none; [`Error::NotANumber`] for a similarity that is NaN; [`Error::Budget`] when α or
+/// β is not in 0 ..= 1.
+pub fn chunk_search(similarities: &[f32], search: ChunkSearch) -> Result<(ChunkThresholds, Vec<ChunkPrecision>)> {
+    super::check_ratio("alpha of the chunk search", search.alpha)?;
+    super::check_ratio("beta of the chunk search", search.beta)?;
+    if similarities.is_empty() {
+        return Err(Error::Chunks {
+            reason: "there are none to search; a context shorter than a chunk stays f16".into(),
+        });
+    }
+    if let Some(index) = similarities.iter().position(|similarity| similarity.is_nan()) {
+        return Err(Error::NotANumber { what: "similarities of chunks", index });
+    }
+    let smallest = f64::from(similarities.iter().copied().fold(f32::INFINITY, f32::min));
+    let largest = f64::from(similarities.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+    let low = smallest + (largest - smallest) * search.alpha;
+    let high = largest - (largest - smallest) * search.beta;
+    let precision = |&similarity: &f32| match f64::from(similarity) {
+        similarity if similarity < low => ChunkPrecision::Int2,
+        similarity if similarity > high => ChunkPrecision::F16,
+        _ => ChunkPrecision::Int4,
+    };
+    Ok((ChunkThresholds { low, high }, similarities.iter().map(precision).collect()))
+}
+
+/// The order in which chunks of equal precision lie together: 2 bits, then 4 bits, then f16, ascending within each
+/// (Cocktail, algorithm 1). Entry i is the chunk that comes i-th.
+pub fn reorder_plan(precision: &[ChunkPrecision]) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..precision.len() as u32).collect();
+    order.sort_by_key(|&chunk| precision[chunk as usize]);
+    order
+}

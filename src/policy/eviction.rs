@@ -1,0 +1,110 @@
+//! The kept tokens of one head, from its scores and what is kept in any case.
+
+use super::spans::Spans;
+use super::top_k::{evicted, top_k};
+use crate::{Error, Result};
+
+/// Keeps `count` tokens: the `protected` ones, which ascend, and of the others those with the best scores. The result
+/// ascends; of equal scores the earlier token stays.
+///
+/// # Errors
+/// [`Error::Budget`] when more tokens are protected than may be kept; [`Error::Selection`] when protected tokens do not
+/// ascend or do not exist; [`Error::TopK`] when more are to be kept than there are; [`Error::NotANumber`] when a score
+/// is NaN.
+pub fn keep(scores: &[f32], protected: &[u32], count: usize) -> Result<Vec<u32>> {
+    check_protected(protected, scores.len())?;
+    if protected.len() > count {
+        let (given, allowed) = (protected.len().to_string(), format!("at most {count}, the tokens to keep"));
+        return Err(Error::Budget { what: "number of protected tokens", given, allowed });
+    }
+    if count > scores.len() {
+        return Err(Error::TopK { k: count, n: scores.len() });
+    }
+    if let Some(index) = scores.iter().position(|score| score.is_nan()) {
+        return Err(Error::NotANumber { what: "scores", index });
+    }
+    let others = evicted(protected, scores.len());
+    let scores_of_others: Vec<f32> = others.iter().map(|&token| scores[token as usize]).collect();
+    let best = top_k(&scores_of_others, count - protected.len())?;
+    let mut kept: Vec<u32> = protected.iter().copied().chain(best.into_iter().map(|i| others[i as usize])).collect();
+    kept.sort_unstable();
+    Ok(kept)
+}
+
+/// The last `recent` tokens and the `best` best of those before them (H2O).
+///
+/// # Errors
+/// As [`keep`].
+pub fn recent_and_best(scores: &[f32], recent: usize, best: usize) -> Result<Vec<u32>> {
+    let tokens = scores.len();
+    if recent + best > tokens {
+        return Err(Error::TopK { k: recent + best, n: tokens });
+    }
+    keep(scores, &last(recent, tokens), recent + best)
+}
+
+/// The first `sink` and the last `recent` of `tokens` tokens, without any scores (StreamingLLM); all of them where
+/// there are no more.
+pub fn sink_and_recent(tokens: usize, sink: usize, recent: usize) -> Vec<u32> {
+    if tokens <= sink.saturating_add(recent) {
+        return (0..tokens as u32).collect();
+    }
+    (0..sink as u32).chain(last(recent, tokens)).collect()
+}
+
+/// What being text means for a token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum TextRule {
+    /// Text is scored like images.
+    Equal,
+    /// Text scores are raised by the largest score of all (LOOK-M eq. 5: `A_s[T] += max A_s`), so that text leaves only
+    /// where there is more of it than may stay.
+    #[default]
+    Raised,
+    /// Text always stays, as the published code of LOOK-M has it; text beyond the budget is an error.
+    Stays,
+}
+
+/// The last `recent` tokens and the `best` best of those before them, text first (LOOK-M eq. 4-8).
+///
+/// # Errors
+/// As [`keep`], and [`Error::Elements`] when there is not one score per token. Under [`TextRule::Stays`] more text than
+/// `recent + best` is an [`Error::Budget`].
+pub fn text_prior(scores: &[f32], spans: &Spans, rule: TextRule, recent: usize, best: usize) -> Result<Vec<u32>> {
+    let tokens = spans.tokens();
+    if scores.len() != tokens {
+        let given = scores.len();
+        return Err(Error::Elements { what: "scores", given, expected: tokens, shape: "[tokens]".into() });
+    }
+    let text = spans.text_mask();
+    match rule {
+        TextRule::Equal => recent_and_best(scores, recent, best),
+        TextRule::Raised => {
+            let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let raised = scores.iter().zip(&text).map(|(&score, &text)| if text { score + largest } else { score });
+            recent_and_best(&raised.collect::<Vec<f32>>(), recent, best)
+        }
+        TextRule::Stays => {
+            let protected = |&token: &u32| text[token as usize] || token as usize + recent >= tokens;
+            let protected: Vec<u32> = (0..tokens as u32).filter(protected).collect();
+            keep(scores, &protected, recent + best)
+        }
+    }
+}
+
+/// The last `count` of `tokens` positions.
+pub(super) fn last(count: usize, tokens: usize) -> Vec<u32> {
+    (tokens.saturating_sub(count) as u32..tokens as u32).collect()
+}
+
+fn check_protected(protected: &[u32], tokens: usize) -> Result<()> {
+    if protected.windows(2).any(|pair| pair[0] >= pair[1]) {
+        return Err(Error::Selection { reason: "protected tokens must ascend".into() });
+    }
+    match protected.last() {
+        Some(&last) if last as usize >= tokens => {
+            Err(Error::Selection { reason: format!("token {last} is protected, of {tokens}") })
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,38 @@
+//! How the scores of the query heads of a group become the scores of their KV head.
+
+/// What becomes of the column sums of the query heads that share a KV head.
+///
+/// Published methods differ here, and sum and mean are not the same once scores are pooled, compared with a threshold or
+/// with those of another layer: SnapKV, H2O and VL-Cache take the mean. So it is named at every call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum HeadAggregation {
+    /// Every query head keeps its own: `[query_heads, tokens]`.
+    Each,
+    /// Their sum: `[kv_heads, tokens]`, like all that follow.
+    Sum,
+    /// Their mean.
+    Mean,
+    /// The largest.
+    Max,
+}
+
+impl HeadAggregation {
+    /// Rows of the result.
+    pub const fn rows(self, query_heads: usize, kv_heads: usize) -> usize {
+        match self {
+            Self::Each => query_heads,
+            _ => kv_heads,
+        }
+    }
+
+    /// Aggregates the scores of a group's heads; `None` where each head keeps its own.
+    pub fn of(self, scores: impl ExactSizeIterator<Item = f64>) -> Option<f64> {
+        let heads = scores.len() as f64;
+        match self {
+            Self::Each => None,
+            Self::Sum => Some(scores.sum()),
+            Self::Mean => Some(scores.sum::<f64>() / heads),
+            Self::Max => Some(scores.fold(f64::NEG_INFINITY, f64::max)),
+        }
+    }
+}

@@ -1,0 +1,374 @@
+//! A method as a whole: what is measured, how much each layer keeps, and which tokens.
+
+use super::budget::{check_ratio, total_budget, uniform_budgets};
+use super::eviction::{TextRule, sink_and_recent, text_prior};
+use super::heads::HeadAggregation;
+use super::merging::Merging;
+use super::pooling::{Pool, Pooling};
+use super::pyramid_budget::{PyramidShape, pyramid_budgets};
+use super::query_rows::QueryRows;
+use super::selection::{LayerSelection, Selection};
+use super::spans::Spans;
+use super::sparsity::{DEFAULT_THRESHOLD, layer_sparsity, sparsity};
+use super::visibility::normalize_by_visibility;
+use super::vlcache_budget::{VlCacheLimits, budgets_to_target};
+use crate::{Error, Result};
+
+/// A policy: it says what it needs measured ([`Policy::query_rows`], [`Policy::threshold`]) and turns that into a [`Selection`].
+///
+/// A published method is a preset; its parts combine freely.
+///
+/// ```
+/// use kvpack::policy::{LayerStatistics, Policy, Spans};
+/// let spans = Spans::new(8, &[])?;
+/// let policy = Policy { rows: kvpack::policy::MeasuredRows::All, ..Policy::h2o(0.5)? };
+/// // Two layers of one KV head whose column sums were measured.
+/// let layer = LayerStatistics { column_sums: vec![4., 1., 0.5, 1.5, 0.4, 0.3, 0.2, 0.1], counts: Vec::new() };
+/// let selection = policy.select(&spans, 2, 1, &[layer.clone(), layer])?;
+/// assert_eq!(selection.layers()[0].kept(0), [0, 3, 6, 7]);
+/// # Ok::<(), kvpack::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Policy {
+    /// Share of the prompt's tokens that all layers together keep; without effect for [`KeepRule::SinkAndRecent`].
+    pub ratio: f64,
+    /// The query rows whose attention is measured.
+    pub rows: MeasuredRows,
+    /// What becomes of the column sums of those rows.
+    pub scores: ScoreRule,
+    /// How layers share the budget.
+    pub budget: BudgetRule,
+    /// Which tokens stay.
+    pub keep: KeepRule,
+    /// What becomes of the others; `None` drops them.
+    pub merging: Option<Merging>,
+}
+
+/// The query rows that a policy wants measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MeasuredRows {
+    /// None: the policy looks at no scores.
+    None,
+    /// The text after the last image, at most its last so many tokens.
+    PostVision {
+        /// At most so many rows.
+        most: usize,
+    },
+    /// The last so many tokens of the prompt, or all of a shorter one.
+    Last(usize),
+    /// All.
+    All,
+}
+
+/// From column sums to scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ScoreRule {
+    /// How the query heads of a group become one.
+    pub aggregation: HeadAggregation,
+    /// Whether tokens are compared by sum or by mean over the rows that saw them.
+    pub weighing: Weighing,
+    /// Smoothing over neighbouring tokens before the recent ones.
+    pub pooling: Option<Pooling>,
+}
+
+/// Whether rows that do not see a token count for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Weighing {
+    /// Attention summed over all rows.
+    Sum,
+    /// The mean over the rows that see the token.
+    MeanOfVisible,
+}
+
+/// How layers share the budget.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum BudgetRule {
+    /// All alike.
+    Uniform,
+    /// By sparsity.
+    VlCache {
+        /// What counts as nothing, as a share of a row's largest entry.
+        threshold: f32,
+        /// Bounds on each layer.
+        limits: VlCacheLimits,
+    },
+    /// Less in higher layers.
+    Pyramid {
+        /// How steep.
+        beta: usize,
+    },
+}
+
+/// Which tokens stay.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum KeepRule {
+    /// The most recent ones and the best of the others.
+    Best {
+        /// How many recent ones.
+        recent: Recent,
+        /// What being text means.
+        text: TextRule,
+    },
+    /// The first and the last ones.
+    SinkAndRecent {
+        /// First tokens.
+        sink: usize,
+        /// Last tokens.
+        recent: usize,
+    },
+    /// Any: the baseline of all scores. Layers and heads draw for themselves.
+    Random {
+        /// The same seed draws the same tokens.
+        seed: u64,
+    },
+}
+
+/// How many of the last tokens stay in any case.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Recent {
+    /// A share of what the layer keeps.
+    Share(f64),
+    /// So many, as far as the layer's budget goes.
+    Tokens(usize),
+}
+
+/// What was measured of a layer.
+#[derive(Clone, Debug, PartialEq, Default)]
+pub struct LayerStatistics {
+    /// `[kv_heads, tokens]`: column sums over the policy's rows, aggregated as it says.
+    pub column_sums: Vec<f32>,
+    /// `[query_heads, rows]`: entries at or above the policy's threshold; needed by [`BudgetRule::VlCache`] alone.
+    pub counts: Vec<u32>,
+}
+
+const MEAN: ScoreRule = ScoreRule { aggregation: HeadAggregation::Mean, weighing: Weighing::Sum, pooling: None };
+
+impl Policy {
+    /// VL-Cache: scores of the text after the image, budgets by sparsity, a tenth of each budget recent. Of long
+    /// questions the last 50 rows count, as in the paper's measurements.
+    ///
+    /// # Errors
+    /// [`Error::Budget`] when the share of tokens is not in 0 ..= 1, like all that follow.
+    pub fn vlcache(ratio: f64) -> Result<Self> {
+        let keep = KeepRule::Best { recent: Recent::Share(0.1), text: TextRule::Equal };
+        let budget = BudgetRule::VlCache { threshold: DEFAULT_THRESHOLD, limits: VlCacheLimits::default() };
+        Self { ratio, rows: MeasuredRows::PostVision { most: 50 }, scores: MEAN, budget, keep, merging: None }.checked()
+    }
+
+    /// LOOK-M: accumulated scores, text before images, half of the budget recent, pivotal merging.
+    ///
+    /// # Errors
+    /// [`Error::Budget`].
+    pub fn lookm(ratio: f64) -> Result<Self> {
+        let keep = KeepRule::Best { recent: Recent::Share(0.5), text: TextRule::Raised };
+        Ok(Self { keep, merging: Some(Merging::default()), ..Self::h2o(ratio)? })
+    }
+
+    /// H2O: accumulated scores, half of the budget recent.
+    ///
+    /// # Errors
+    /// [`Error::Budget`].
+    pub fn h2o(ratio: f64) -> Result<Self> {
+        let keep = KeepRule::Best { recent: Recent::Share(0.5), text: TextRule::Equal };
+        let budget = BudgetRule::Uniform;
+        Self { ratio, rows: MeasuredRows::All, scores: MEAN, budget, keep, merging: None }.checked()
+    }
+
+    /// SnapKV: scores of the last 32 rows, averaged over 7 neighbouring tokens; those rows stay.
+    ///
+    /// # Errors
+    /// [`Error::Budget`].
+    pub fn snapkv(ratio: f64) -> Result<Self> {
+        let keep = KeepRule::Best { recent: Recent::Tokens(32), text: TextRule::Equal };
+        let scores = ScoreRule { pooling: Some(Pooling::new(Pool::Average, 7)?), ..MEAN };
+        Ok(Self { rows: MeasuredRows::Last(32), scores, keep, ..Self::h2o(ratio)? })
+    }
+
+    /// PyramidKV: SnapKV with the last 8 rows, pooled over 7 tokens, and budgets that fall with the layer.
+    ///
+    /// # Errors
+    /// [`Error::Budget`].
+    pub fn pyramidkv(ratio: f64) -> Result<Self> {
+        let keep = KeepRule::Best { recent: Recent::Tokens(8), text: TextRule::Equal };
+        let budget = BudgetRule::Pyramid { beta: 20 };
+        Ok(Self { rows: MeasuredRows::Last(8), budget, keep, ..Self::snapkv(ratio)? })
+    }
+
+    /// StreamingLLM: the first `sink` and the last `recent` tokens.
+    pub const fn streaming(sink: usize, recent: usize) -> Self {
+        let keep = KeepRule::SinkAndRecent { sink, recent };
+        Self { ratio: 1.0, rows: MeasuredRows::None, scores: MEAN, budget: BudgetRule::Uniform, keep, merging: None }
+    }
+
+    /// Random tokens.
+    ///
+    /// # Errors
+    /// [`Error::Budget`].
+    pub fn random(ratio: f64, seed: u64) -> Result<Self> {
+        Ok(Self { rows: MeasuredRows::None, keep: KeepRule::Random { seed }, ..Self::h2o(ratio)? })
+    }
+
+    /// The rows to measure of a prompt; `None` where the policy needs no measurement.
+    ///
+    /// # Errors
+    /// [`Error::NoTextAfterImage`] when the text after the image is asked for and there is none.
+    pub fn query_rows(&self, spans: &Spans) -> Result<Option<QueryRows>> {
+        let tokens = spans.tokens();
+        match self.rows {
+            MeasuredRows::None => Ok(None),
+            MeasuredRows::PostVision { most } => {
+                QueryRows::of_range(spans.post_vision()?, Some(most), tokens).map(Some)
+            }
+            MeasuredRows::Last(rows) => QueryRows::last(rows.min(tokens), tokens).map(Some),
+            MeasuredRows::All => QueryRows::last(tokens, tokens).map(Some),
+        }
+    }
+
+    /// The threshold, as a share of a row's largest entry, above which entries are to be counted; `None` where the
+    /// policy needs no counts.
+    pub const fn threshold(&self) -> Option<f32> {
+        match self.budget {
+            BudgetRule::VlCache { threshold, .. } => Some(threshold),
+            _ => None,
+        }
+    }
+
+    /// Tokens that every KV head of each of `layers` layers keeps.
+    ///
+    /// # Errors
+    /// [`Error::Budget`], [`Error::Elements`] or [`Error::Selection`] when statistics are missing or do not fit.
+    pub fn budgets(
+        &self,
+        spans: &Spans,
+        layers: usize,
+        kv_heads: usize,
+        statistics: &[LayerStatistics],
+    ) -> Result<Vec<usize>> {
+        let length = spans.tokens();
+        if let KeepRule::SinkAndRecent { sink, recent } = self.keep {
+            return Ok(vec![length.min(sink.saturating_add(recent)); layers]);
+        }
+        match self.budget {
+            BudgetRule::Uniform => uniform_budgets(layers, length, self.ratio),
+            BudgetRule::Pyramid { beta } => {
+                let capacity = uniform_budgets(1, length, self.ratio)?[0];
+                let window = match self.keep {
+                    KeepRule::Best { recent, .. } => recent.of(capacity),
+                    _ => 0,
+                };
+                // A budget that the window fills leaves nothing to share out.
+                if window >= capacity {
+                    return uniform_budgets(layers, length, self.ratio);
+                }
+                pyramid_budgets(layers, length, PyramidShape { capacity, window, beta })
+            }
+            BudgetRule::VlCache { limits, .. } => {
+                let rows = self.query_rows(spans)?.ok_or_else(|| no_statistics("budgets by sparsity measure rows"))?;
+                check_layers(layers, statistics)?;
+                let of_layer = |layer: &LayerStatistics| Ok(layer_sparsity(&sparsity(&layer.counts, &rows)?));
+                let sparsities: Vec<f64> = statistics.iter().map(of_layer).collect::<Result<_>>()?;
+                // The budget of whole heads: what does not fill all heads of a layer is left.
+                let target = total_budget(layers * kv_heads, length, self.ratio)? / kv_heads.max(1);
+                Ok(budgets_to_target(&sparsities, length, self.ratio, limits, target)?.tokens)
+            }
+        }
+    }
+
+    /// The tokens that stay, in every one of `layers` layers of `kv_heads` KV heads.
+    ///
+    /// # Errors
+    /// As [`Policy::budgets`]; [`Error::NotANumber`] when a column sum is NaN.
+    pub fn select(
+        &self,
+        spans: &Spans,
+        layers: usize,
+        kv_heads: usize,
+        statistics: &[LayerStatistics],
+    ) -> Result<Selection> {
+        let budgets = self.budgets(spans, layers, kv_heads, statistics)?;
+        let rows = self.query_rows(spans)?;
+        let tokens = spans.tokens();
+        if let (KeepRule::Best { .. }, Some(_)) = (self.keep, &rows) {
+            check_layers(layers, statistics)?;
+        }
+        let mut selected = Vec::with_capacity(layers);
+        for (layer, &count) in budgets.iter().enumerate() {
+            let of_head = |head: usize| match self.keep {
+                KeepRule::SinkAndRecent { sink, recent } => Ok(sink_and_recent(tokens, sink, recent)),
+                KeepRule::Random { seed } => Ok(drawn(tokens, count, seed, (layer * kv_heads + head) as u64)),
+                KeepRule::Best { recent, text } => {
+                    let rows = rows.as_ref().ok_or_else(|| no_statistics("the best tokens need measured rows"))?;
+                    let sums = statistics[layer].of_head(head, kv_heads, tokens)?;
+                    let recent = recent.of(count);
+                    let scores = self.scores.apply(sums, rows, recent)?;
+                    text_prior(&scores, spans, text, recent, count - recent)
+                }
+            };
+            selected.push(LayerSelection::new(tokens, (0..kv_heads).map(of_head).collect::<Result<_>>()?)?);
+        }
+        Selection::new(selected)
+    }
+
+    fn checked(self) -> Result<Self> {
+        check_ratio("share of tokens to keep", self.ratio)?;
+        Ok(self)
+    }
+}
+
+impl ScoreRule {
+    /// Scores of one KV head from its column sums. Pooling leaves the last `recent` tokens alone.
+    fn apply(&self, sums: &[f32], rows: &QueryRows, recent: usize) -> Result<Vec<f32>> {
+        let mut scores = match self.weighing {
+            Weighing::Sum => sums.to_vec(),
+            Weighing::MeanOfVisible => normalize_by_visibility(sums, rows)?,
+        };
+        if let Some(pooling) = self.pooling {
+            let before = scores.len() - recent;
+            let pooled = pooling.apply(&scores[..before]);
+            scores[..before].copy_from_slice(&pooled);
+        }
+        Ok(scores)
+    }
+}
+
+impl Recent {
+    /// Tokens, of a budget of `count`.
+    fn of(self, count: usize) -> usize {
+        match self {
+            Self::Share(share) => ((count as f64 * share) as usize).min(count),
+            Self::Tokens(tokens) => tokens.min(count),
+        }
+    }
+}
+
+impl LayerStatistics {
+    fn of_head(&self, head: usize, kv_heads: usize, tokens: usize) -> Result<&[f32]> {
+        if self.column_sums.len() == kv_heads * tokens {
+            return Ok(&self.column_sums[head * tokens..][..tokens]);
+        }
+        let (given, expected) = (self.column_sums.len(), kv_heads * tokens);
+        let shape = format!("[{kv_heads}, {tokens}]");
+        Err(Error::Elements { what: "column sums of a layer", given, expected, shape })
+    }
+}
+
+fn check_layers(layers: usize, statistics: &[LayerStatistics]) -> Result<()> {
+    if statistics.len() == layers {
+        return Ok(());
+    }
+    Err(Error::Selection { reason: format!("statistics of {} layers, of {layers} are needed", statistics.len()) })
+}
+
+fn no_statistics(why: &str) -> Error {
+    Error::Selection { reason: format!("{why}, and this policy measures none") }
+}
+
+/// `count` of `tokens` positions at random, ascending.
+fn drawn(tokens: usize, count: usize, seed: u64, stream: u64) -> Vec<u32> {
+    let mut random = fastrand::Rng::with_seed(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ stream);
+    let mut positions: Vec<u32> = (0..tokens as u32).collect();
+    random.shuffle(&mut positions);
+    positions.truncate(count);
+    positions.sort_unstable();
+    positions
+}

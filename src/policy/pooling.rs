@@ -1,0 +1,46 @@
+//! Scores smoothed over neighbouring tokens, so that what is kept comes in runs (SnapKV).
+
+use crate::{Error, Result};
+
+/// What a window of scores becomes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Pool {
+    /// Their sum over the full width of the window, also where it reaches beyond the first or last token.
+    Average,
+    /// The largest.
+    Max,
+}
+
+/// Pooling over a window that is centred on each token (SnapKV).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Pooling {
+    pool: Pool,
+    kernel: usize,
+}
+
+impl Pooling {
+    /// Pooling with a window of `kernel` tokens; 1 changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::Budget`] when the width is even, and so has no centre.
+    pub fn new(pool: Pool, kernel: usize) -> Result<Self> {
+        if kernel.is_multiple_of(2) {
+            let (given, allowed) = (kernel.to_string(), "an odd number of tokens".into());
+            return Err(Error::Budget { what: "width of the pooling", given, allowed });
+        }
+        Ok(Self { pool, kernel })
+    }
+
+    /// Pools the scores of one head.
+    pub fn apply(&self, scores: &[f32]) -> Vec<f32> {
+        let half = self.kernel / 2;
+        let pooled = |token: usize| {
+            let window = &scores[token.saturating_sub(half)..scores.len().min(token + half + 1)];
+            match self.pool {
+                Pool::Average => (window.iter().map(|&x| f64::from(x)).sum::<f64>() / self.kernel as f64) as f32,
+                Pool::Max => window.iter().copied().fold(f32::NEG_INFINITY, f32::max),
+            }
+        };
+        (0..scores.len()).map(pooled).collect()
+    }
+}

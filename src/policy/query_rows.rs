@@ -1,0 +1,81 @@
+//! The query rows whose attention is measured.
+
+use crate::plan::TokenRange;
+use crate::{Error, Result};
+
+/// Positions of query rows, ascending. A row at position p sees the keys 0 ..= p.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QueryRows {
+    positions: Vec<u32>,
+    tokens: usize,
+}
+
+impl QueryRows {
+    /// Rows at these positions of a context of `tokens` keys.
+    ///
+    /// # Errors
+    /// [`Error::NoTokens`] when there are none; [`Error::Selection`] when they do not ascend or one lies beyond the
+    /// context; [`Error::Limit`] when a 32-bit index does not count the keys.
+    pub fn new(positions: Vec<u32>, tokens: usize) -> Result<Self> {
+        if positions.is_empty() {
+            return Err(Error::NoTokens { what: "query rows to measure", hint: "pass at least one row" });
+        }
+        if tokens > i32::MAX as usize {
+            let (needed, allowed) = (tokens as u64, i32::MAX as u64);
+            return Err(Error::Limit { what: "keys of a context".into(), needed, allowed, hint: "cut the context" });
+        }
+        if let Some(pair) = positions.windows(2).find(|pair| pair[0] >= pair[1]) {
+            let reason = format!("query row {} after {}: positions must ascend", pair[1], pair[0]);
+            return Err(Error::Selection { reason });
+        }
+        match positions.last() {
+            Some(&last) if last as usize >= tokens => {
+                let reason = format!("a query row at position {last} of a context of {tokens} keys");
+                Err(Error::Selection { reason })
+            }
+            _ => Ok(Self { positions, tokens }),
+        }
+    }
+
+    /// The last `rows` positions of a context: bottom-right aligned.
+    ///
+    /// # Errors
+    /// As [`QueryRows::new`]; more rows than keys are an [`Error::Budget`].
+    pub fn last(rows: usize, tokens: usize) -> Result<Self> {
+        if rows > tokens {
+            let (given, allowed) = (rows.to_string(), format!("1 to {tokens}, the tokens of the context"));
+            return Err(Error::Budget { what: "number of query rows", given, allowed });
+        }
+        Self::new((tokens - rows..tokens).map(|position| position as u32).collect(), tokens)
+    }
+
+    /// All positions of a range, but at most the last `most`.
+    ///
+    /// # Errors
+    /// As [`QueryRows::new`].
+    pub fn of_range(range: TokenRange, most: Option<usize>, tokens: usize) -> Result<Self> {
+        let rows = range.len().min(most.unwrap_or(usize::MAX));
+        Self::new((range.end() - rows..range.end()).map(|position| position as u32).collect(), tokens)
+    }
+
+    /// Number of rows, at least 1.
+    #[expect(clippy::len_without_is_empty, reason = "there is at least one row")]
+    pub fn len(&self) -> usize {
+        self.positions.len()
+    }
+
+    /// Keys of the context.
+    pub const fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// The positions.
+    pub fn positions(&self) -> &[u32] {
+        &self.positions
+    }
+
+    /// Keys that each row sees, summed: what counts of entries are a share of.
+    pub fn visible(&self) -> u64 {
+        self.positions.iter().map(|&position| u64::from(position) + 1).sum()
+    }
+}

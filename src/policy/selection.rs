@@ -1,0 +1,150 @@
+//! What a policy decided: the kept tokens of every layer and KV head, and what merges into them.
+
+use crate::{Error, Result};
+
+/// A row that enters a kept row: the kept row becomes `Σ weight · row(from)` over the merges that name it. A kept token
+/// into which others merge has a merge of its own, from itself.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Merge {
+    /// Position of the token that enters.
+    pub from: u32,
+    /// Position of the kept token.
+    pub into: u32,
+    /// Its share of the result.
+    pub weight: f32,
+}
+
+/// The kept tokens of one layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerSelection {
+    tokens: usize,
+    kept: Vec<Vec<u32>>,
+    merges: Vec<Vec<Merge>>,
+}
+
+impl LayerSelection {
+    /// Kept positions of each KV head of a prompt of `tokens` tokens, without merges.
+    ///
+    /// # Errors
+    /// [`Error::Selection`] when there are no heads, heads keep different numbers of tokens, or positions do not ascend
+    /// or do not exist.
+    pub fn new(tokens: usize, kept: Vec<Vec<u32>>) -> Result<Self> {
+        let reject = |reason: String| Err(Error::Selection { reason });
+        let Some(count) = kept.first().map(Vec::len) else { return reject("a layer has at least one KV head".into()) };
+        for (head, kept) in kept.iter().enumerate() {
+            if kept.len() != count {
+                return reject(format!("KV head {head} keeps {} tokens, head 0 keeps {count}", kept.len()));
+            }
+            if kept.windows(2).any(|pair| pair[0] >= pair[1]) {
+                return reject(format!("the kept positions of KV head {head} must ascend"));
+            }
+            if let Some(&last) = kept.last().filter(|&&last| last as usize >= tokens) {
+                return reject(format!("KV head {head} keeps token {last} of a prompt of {tokens}"));
+            }
+        }
+        let merges = vec![Vec::new(); kept.len()];
+        Ok(Self { tokens, kept, merges })
+    }
+
+    /// All tokens of a prompt.
+    ///
+    /// # Errors
+    /// As [`LayerSelection::new`].
+    pub fn all(tokens: usize, kv_heads: usize) -> Result<Self> {
+        Self::new(tokens, vec![(0..tokens as u32).collect(); kv_heads])
+    }
+
+    /// With merges of each KV head, as [`merge_plan`](super::merge_plan) makes them.
+    ///
+    /// # Errors
+    /// [`Error::Selection`] when they are not one list per head, merge into a token that is not kept, from another kept
+    /// token or from one that does not exist, or have a weight that is not finite.
+    pub fn with_merges(mut self, merges: Vec<Vec<Merge>>) -> Result<Self> {
+        let reject = |reason: String| Err(Error::Selection { reason });
+        if merges.len() != self.kept.len() {
+            return reject(format!("merges of {} KV heads, the layer has {}", merges.len(), self.kept.len()));
+        }
+        for (head, (merges, kept)) in merges.iter().zip(&self.kept).enumerate() {
+            for &Merge { from, into, weight } in merges {
+                let is_kept = |token: u32| kept.binary_search(&token).is_ok();
+                if !is_kept(into) || from as usize >= self.tokens || (from != into && is_kept(from)) {
+                    return reject(format!(
+                        "KV head {head} merges token {from} into {into}; evicted into kept is allowed"
+                    ));
+                }
+                if !weight.is_finite() {
+                    return reject(format!("KV head {head} merges token {from} into {into} with weight {weight}"));
+                }
+            }
+        }
+        self.merges = merges;
+        Ok(self)
+    }
+
+    /// Tokens of the prompt.
+    pub const fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// KV heads.
+    pub fn kv_heads(&self) -> usize {
+        self.kept.len()
+    }
+
+    /// Tokens that each head keeps.
+    pub fn count(&self) -> usize {
+        self.kept.first().map_or(0, Vec::len)
+    }
+
+    /// Kept positions of a KV head, ascending; none of a head that does not exist.
+    pub fn kept(&self, kv_head: usize) -> &[u32] {
+        self.kept.get(kv_head).map_or(&[], Vec::as_slice)
+    }
+
+    /// Merges of a KV head; none of a head that does not exist.
+    pub fn merges(&self, kv_head: usize) -> &[Merge] {
+        self.merges.get(kv_head).map_or(&[], Vec::as_slice)
+    }
+
+    /// Kept positions `[kv_heads, count]`, as kernels read them.
+    pub fn indices(&self) -> Vec<u32> {
+        self.kept.concat()
+    }
+}
+
+/// The kept tokens of all layers. Every KV head of a layer keeps as many; layers may differ.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Selection {
+    layers: Vec<LayerSelection>,
+}
+
+impl Selection {
+    /// The selections of a model's layers.
+    ///
+    /// # Errors
+    /// [`Error::Selection`] when layers differ in the length of the prompt or in KV heads, or there are none.
+    pub fn new(layers: Vec<LayerSelection>) -> Result<Self> {
+        let shape = |layer: &LayerSelection| (layer.tokens(), layer.kv_heads());
+        match layers.first().map(shape) {
+            None => Err(Error::Selection { reason: "a model has at least one layer".into() }),
+            Some(first) => match layers.iter().position(|layer| shape(layer) != first) {
+                Some(other) => Err(Error::Selection {
+                    reason: format!("layer {other} is of another prompt or number of KV heads than layer 0"),
+                }),
+                None => Ok(Self { layers }),
+            },
+        }
+    }
+
+    /// The layers.
+    pub fn layers(&self) -> &[LayerSelection] {
+        &self.layers
+    }
+
+    /// Kept tokens over all layers and heads, as a share of all.
+    pub fn ratio(&self) -> f64 {
+        let kept: usize = self.layers.iter().map(LayerSelection::count).sum();
+        let all: usize = self.layers.iter().map(LayerSelection::tokens).sum();
+        if all == 0 { 0.0 } else { kept as f64 / all as f64 }
+    }
+}

@@ -1,0 +1,65 @@
+//! Text and images of a prompt.
+
+use crate::plan::TokenRange;
+use crate::{Error, Result};
+
+/// Where the images of a prompt lie; everything else is text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Spans {
+    tokens: usize,
+    images: Vec<TokenRange>,
+}
+
+impl Spans {
+    /// A prompt of `tokens` tokens whose images lie at `images`, in order. There may be none.
+    ///
+    /// # Errors
+    /// [`Error::NoTokens`] for an empty prompt; [`Error::ImageSpans`] when images overlap, are out of order or reach
+    /// beyond the prompt.
+    pub fn new(tokens: usize, images: &[TokenRange]) -> Result<Self> {
+        if tokens == 0 {
+            return Err(Error::NoTokens { what: "spans of a prompt", hint: "a prompt has at least one token" });
+        }
+        let reject = |reason: String| Err(Error::ImageSpans { tokens, reason });
+        for pair in images.windows(2) {
+            if pair[1].start() < pair[0].end() {
+                let [(a, b), (c, d)] = [(pair[0].start(), pair[0].end()), (pair[1].start(), pair[1].end())];
+                return reject(format!("{c}..{d} begins before {a}..{b} has ended"));
+            }
+        }
+        match images.last() {
+            Some(last) if last.end() > tokens => {
+                reject(format!("{}..{} reaches beyond the prompt", last.start(), last.end()))
+            }
+            _ => Ok(Self { tokens, images: images.to_vec() }),
+        }
+    }
+
+    /// Tokens of the prompt.
+    pub const fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// The images, in order.
+    pub fn images(&self) -> &[TokenRange] {
+        &self.images
+    }
+
+    /// For every token whether it is text.
+    pub fn text_mask(&self) -> Vec<bool> {
+        let mut mask = vec![true; self.tokens];
+        self.images.iter().for_each(|image| mask[image.start()..image.end()].fill(false));
+        mask
+    }
+
+    /// The text after the last image: the rows whose attention says which tokens matter (VL-Cache). Of a prompt
+    /// without images it is all of it.
+    ///
+    /// # Errors
+    /// [`Error::NoTextAfterImage`] when the prompt ends with an image.
+    pub fn post_vision(&self) -> Result<TokenRange> {
+        let start = self.images.last().map_or(0, TokenRange::end);
+        TokenRange::new(start, self.tokens)
+            .map_err(|_| Error::NoTextAfterImage { image_end: start, tokens: self.tokens })
+    }
+}

@@ -1,0 +1,119 @@
+//! Tokens per layer by how sparse the attention of each layer is (VL-Cache).
+
+use super::budget::{ROUNDING, check_ratio, total_budget};
+use crate::{Error, Result};
+
+/// Bounds on the budget of every layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct VlCacheLimits {
+    /// Share of the prompt that every layer keeps at least (VL-Cache: 0.01).
+    pub min_ratio: f64,
+    /// Share that none exceeds (VL-Cache: 1).
+    pub max_ratio: f64,
+    /// Tokens that every layer keeps in any case, besides the one that it always keeps.
+    pub mandatory: usize,
+}
+
+impl Default for VlCacheLimits {
+    fn default() -> Self {
+        Self { min_ratio: 0.01, max_ratio: 1.0, mandatory: 0 }
+    }
+}
+
+/// Budgets of all layers, and what they came from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct VlCacheBudgets {
+    /// `(1 − γ) / Z · α · layers` of each layer.
+    pub raw_ratios: Vec<f64>,
+    /// The same, between the bounds.
+    pub clipped_ratios: Vec<f64>,
+    /// Tokens per KV head of each layer. They sum to `floor(layers · length · α)` unless the bounds forbid it.
+    pub tokens: Vec<usize>,
+}
+
+/// Shares `α` of a prompt of `length` tokens out among layers by their sparsity γ (VL-Cache):
+///
+/// `β = clip((1 − γ) / Z · α · layers, min_ratio, max_ratio)` with `Z = Σ (1 − γ)`.
+///
+/// Then whole tokens are apportioned to the hard total by largest remainder: `floor(β · length)` each, one more by
+/// descending fraction (ties to the lower layer), and what is left fills layers in order. If the lower bounds exceed the
+/// total, layers give tokens back by ascending fraction as far as their bounds allow; where the bounds alone exceed the
+/// total, the bounds win. Layers that are all entirely sparse (`Z = 0`) are treated alike.
+///
+/// # Errors
+/// [`Error::Budget`] when a ratio is not in 0 ..= 1 or the bounds cross; [`Error::NotANumber`] when a sparsity is NaN.
+pub fn vlcache_budgets(sparsity: &[f64], length: usize, alpha: f64, limits: VlCacheLimits) -> Result<VlCacheBudgets> {
+    let target = total_budget(sparsity.len(), length, alpha)?;
+    budgets_to_target(sparsity, length, alpha, limits, target)
+}
+
+/// [`vlcache_budgets`] for a total that the caller has worked out.
+pub(super) fn budgets_to_target(
+    sparsity: &[f64],
+    length: usize,
+    alpha: f64,
+    limits: VlCacheLimits,
+    target: usize,
+) -> Result<VlCacheBudgets> {
+    let [lower, upper] = bounds(length, limits)?;
+    if let Some(index) = sparsity.iter().position(|sparsity| sparsity.is_nan()) {
+        return Err(Error::NotANumber { what: "sparsities of layers", index });
+    }
+    sparsity.iter().try_for_each(|&sparsity| check_ratio("sparsity of a layer", sparsity))?;
+    let layers = sparsity.len() as f64;
+    let density_sum: f64 = sparsity.iter().map(|sparsity| 1.0 - sparsity).sum();
+    let share = |sparsity: &f64| if density_sum > 0.0 { (1.0 - sparsity) / density_sum } else { 1.0 / layers };
+    let raw_ratios: Vec<f64> = sparsity.iter().map(|sparsity| share(sparsity) * alpha * layers).collect();
+    let clipped_ratios: Vec<f64> =
+        raw_ratios.iter().map(|ratio| ratio.clamp(limits.min_ratio, limits.max_ratio)).collect();
+    let wanted: Vec<f64> =
+        clipped_ratios.iter().map(|ratio| (ratio * length as f64).clamp(lower as f64, upper as f64)).collect();
+    Ok(VlCacheBudgets { raw_ratios, clipped_ratios, tokens: apportion(&wanted, target, lower, upper) })
+}
+
+fn bounds(length: usize, limits: VlCacheLimits) -> Result<[usize; 2]> {
+    check_ratio("smallest share of a layer", limits.min_ratio)?;
+    check_ratio("largest share of a layer", limits.max_ratio)?;
+    if limits.min_ratio > limits.max_ratio {
+        let (given, allowed) = (limits.min_ratio.to_string(), format!("at most {}, the largest", limits.max_ratio));
+        return Err(Error::Budget { what: "smallest share of a layer", given, allowed });
+    }
+    if limits.mandatory > length {
+        let (given, allowed) = (limits.mandatory.to_string(), format!("at most {length}, the tokens of the prompt"));
+        return Err(Error::Budget { what: "mandatory tokens", given, allowed });
+    }
+    let whole = |ratio: f64| (ratio * length as f64 + ROUNDING).floor() as usize;
+    let lower = whole(limits.min_ratio).max(limits.mandatory).max(1);
+    Ok([lower, whole(limits.max_ratio).max(lower).min(length)])
+}
+
+/// Whole numbers near `wanted` that sum to `target`, as near as the bounds allow.
+fn apportion(wanted: &[f64], target: usize, lower: usize, upper: usize) -> Vec<usize> {
+    let mut tokens: Vec<usize> = wanted.iter().map(|wanted| (wanted + ROUNDING).floor() as usize).collect();
+    let fraction = |layer: usize| wanted[layer] - (wanted[layer] + ROUNDING).floor();
+    let mut order: Vec<usize> = (0..wanted.len()).collect();
+    let sum: usize = tokens.iter().sum();
+    if sum > target {
+        order.sort_by(|&a, &b| fraction(a).total_cmp(&fraction(b)).then(a.cmp(&b)));
+        let mut excess = sum - target;
+        for layer in order {
+            let given = excess.min(tokens[layer] - lower.min(tokens[layer]));
+            tokens[layer] -= given;
+            excess -= given;
+        }
+        return tokens;
+    }
+    let mut left = target - sum;
+    order.sort_by(|&a, &b| fraction(b).total_cmp(&fraction(a)).then(a.cmp(&b)));
+    for layer in order {
+        let taken = left.min(usize::from(tokens[layer] < upper));
+        tokens[layer] += taken;
+        left -= taken;
+    }
+    for tokens in &mut tokens {
+        let taken = left.min(upper - *tokens);
+        *tokens += taken;
+        left -= taken;
+    }
+    tokens
+}
