@@ -199,7 +199,7 @@ pub(crate) fn upper_levels(bits: Bits, head_dim: usize) -> Option<Vec<f32>> {
     Some(steps.iter().map(|&step| (f32::from(step) + 0.5) * unit).collect())
 }
 
-/// The steps of the levels above 0: exclusive ors of constants that the bits of the index choose (`shaders/common/level_bytes.wgsl`).
+/// The steps of the levels above 0: exclusive ors of constants that the bits of the index choose (`shaders/attend/level_bytes.wgsl`).
 const fn level_steps(bits: Bits) -> Option<&'static [u8]> {
     match bits {
         Bits::One => Some(&[0]),

@@ -96,13 +96,13 @@ impl Specialisation<'_> {
     fn with_own_query(&self, variant: Variant, input: ElementType) -> Variant {
         let variant = variant.float("SCORE_SCALE", self.score_scale()).import("input", input_file(input));
         if !self.integer_keys() {
-            return variant.import("query", "common/query_own_f32.wgsl");
+            return variant.import("query", "attend/query/own_f32.wgsl");
         }
-        let variant = self.with_query_fields(variant.import("query", "common/query_own.wgsl"));
+        let variant = self.with_query_fields(variant.import("query", "attend/query/own.wgsl"));
         match self.capabilities.subgroups {
             Some(sizes) if sizes.min >= 32 && sizes.max as usize <= INVOCATIONS => variant
-                .import("team_totals", "common/team_totals_subgroup.wgsl")
-                .import("numbering", "common/numbering_subgroup.wgsl"),
+                .import("team_totals", "attend/team_totals/subgroup.wgsl")
+                .import("numbering", "attend/numbering/subgroup.wgsl"),
             _ => variant,
         }
     }
@@ -219,7 +219,7 @@ impl Specialisation<'_> {
 
     fn with_softmax(&self, variant: Variant) -> Variant {
         match self.capabilities.subgroups.is_some() {
-            true => variant.import("workgroup_max", "common/workgroup_max_subgroup.wgsl"),
+            true => variant.import("workgroup_max", "attend/workgroup_max/subgroup.wgsl"),
             false => variant,
         }
     }
@@ -232,14 +232,14 @@ impl Specialisation<'_> {
             .constant("KEY_VECTOR", vector)
             .constant("KEY_VECTORS", layout.key_row_words() / vector);
         let Some(bits) = self.format.key.code_bits() else {
-            return variant.import("scores", "common/scores_fma.wgsl");
+            return variant.import("scores", "attend/scores/fma.wgsl");
         };
         let by_value = |field| {
             let variant = match bits {
-                Bits::Three => variant.clone().import("key_codes", "common/key_codes_three.wgsl"),
+                Bits::Three => variant.clone().import("key_codes", "attend/key_codes/three.wgsl"),
                 bits => variant.clone().constant("KEY_BITS", bits.count() as usize),
             };
-            variant.import("scores", "common/scores_fma.wgsl").import("key_field", field)
+            variant.import("scores", "attend/scores/fma.wgsl").import("key_field", field)
         };
         if let Some(sketched) = self.format.key.sketched() {
             return self.with_sketched_keys(variant, sketched);
@@ -247,15 +247,15 @@ impl Specialisation<'_> {
         match self.format.key.grouping() {
             Some(Grouping::Token) => self
                 .with_integer_query(variant, bits)
-                .import("key_ranges", "common/key_ranges_token.wgsl")
+                .import("key_ranges", "attend/key_ranges/token.wgsl")
                 .float("KEY_MIDDLE", self.key_bytes().middle * self.key_bytes().unit),
             Some(Grouping::ChannelTokens(tokens)) => match groups {
                 KeyGroups::Integers if self.has_key_groups() => self.with_key_groups(variant, bits),
-                _ => by_value("common/key_field_channel_tokens.wgsl"),
+                _ => by_value("attend/key_field/channel_tokens.wgsl"),
             }
             .constant("KEY_TOKEN_GROUPS", crate::TILE_TOKENS / tokens),
             Some(Grouping::TokenChannels(channels)) => {
-                by_value("common/key_field_token_channels.wgsl").constant("KEY_GROUP_CHANNELS", channels)
+                by_value("attend/key_field/token_channels.wgsl").constant("KEY_GROUP_CHANNELS", channels)
             }
             Some(Grouping::Channel) | None => self.with_integer_query(variant, bits),
         }
@@ -266,11 +266,11 @@ impl Specialisation<'_> {
         // No store is made of a format without a unit.
         let unit = format.level_bits().and_then(|bits| level_unit(bits, head_dim)).unwrap_or(1.0);
         let variant = match format.bits {
-            Bits::Three => variant.import("fields", "common/sketch_fields_three.wgsl"),
+            Bits::Three => variant.import("sketch_fields", "attend/sketch_fields/three.wgsl"),
             _ => variant,
         };
         variant
-            .import("scores", "common/scores_sketch.wgsl")
+            .import("scores", "attend/scores/sketch.wgsl")
             .constant("KEY_BITS", format.bits.count() as usize)
             .constant("KEY_PARTS", self.query_parts())
             .constant("QUERY_PLANES", self.query_planes())
@@ -294,12 +294,12 @@ impl Specialisation<'_> {
     pub(super) fn with_key_bytes(&self, variant: Variant, bits: Bits) -> Variant {
         match (bits, &self.format.key) {
             (Bits::Three, TensorFormat::Codebook(_)) => variant
-                .import("key_bytes", "common/key_bytes_three.wgsl")
-                .import("three_bytes", "common/three_bytes_levels.wgsl"),
-            (Bits::Three, _) => variant.import("key_bytes", "common/key_bytes_three.wgsl"),
+                .import("key_bytes", "attend/key_bytes/three.wgsl")
+                .import("three_bytes", "attend/three_bytes/levels.wgsl"),
+            (Bits::Three, _) => variant.import("key_bytes", "attend/key_bytes/three.wgsl"),
             // Two levels are an affine grid.
             (bits, TensorFormat::Codebook(_)) if bits != Bits::One => {
-                variant.import("key_bytes", "common/key_bytes_levels.wgsl").constant("KEY_BITS", bits.count() as usize)
+                variant.import("key_bytes", "attend/key_bytes/levels.wgsl").constant("KEY_BITS", bits.count() as usize)
             }
             (bits, _) => variant.constant("KEY_BITS", bits.count() as usize).constant("KEY_MASK", top_bits(bits)),
         }
@@ -331,7 +331,7 @@ pub(super) fn is_dot(format: &TensorFormat) -> bool {
 
 fn with_merge(variant: Variant, output: Option<ElementType>) -> Variant {
     match output {
-        Some(output) => variant.import("merge", "common/merge_last.wgsl").import("output", output_file(output)),
+        Some(output) => variant.import("merge", "attend/merge/last.wgsl").import("output", output_file(output)),
         None => variant,
     }
 }

@@ -51,12 +51,12 @@ impl Specialisation<'_> {
     pub(super) fn with_key_groups(&self, variant: Variant, bits: Bits) -> Variant {
         let variant = self
             .with_query_fields(self.with_key_bytes(variant, bits))
-            .import("scores", "common/scores_groups.wgsl")
+            .import("scores", "attend/scores/groups.wgsl")
             .float("KEY_MIDDLE", self.key_bytes().middle);
         match self.capabilities.subgroups {
             Some(sizes) if (sizes.min, sizes.max) == (32, 32) => variant
-                .import("key_totals", "common/key_totals_subgroup.wgsl")
-                .import("numbering", "common/numbering_subgroup.wgsl"),
+                .import("key_totals", "attend/key_totals/subgroup.wgsl")
+                .import("numbering", "attend/numbering/subgroup.wgsl"),
             _ => variant,
         }
     }
@@ -64,7 +64,7 @@ impl Specialisation<'_> {
     /// Integer products of such values, `channels` of them to a lane: a set of weights for every group.
     pub(super) fn with_value_groups(&self, variant: Variant, bits: Bits, groups: usize, channels: usize) -> Variant {
         self.with_weight_blocks(variant, bits)
-            .import("byte_weights", "common/byte_weights_groups.wgsl")
+            .import("byte_weights", "attend/byte_weights/groups.wgsl")
             .constant("WEIGHT_GROUPS", groups)
             .constant("CHANNEL_STRIDE", 32 / channels)
             .float("VALUE_CENTRE", bits.max_code() as f32 / 2.0)

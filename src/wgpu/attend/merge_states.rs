@@ -14,8 +14,8 @@ pub(super) fn merge_states(shape: &AttentionShape, output: ElementType) -> Varia
 
 pub(super) fn output_file(output: ElementType) -> &'static str {
     match output {
-        ElementType::F32 => "common/output_f32.wgsl",
-        ElementType::F16 => "common/output_f16.wgsl",
+        ElementType::F32 => "attend/output/f32.wgsl",
+        ElementType::F16 => "attend/output/f16.wgsl",
     }
 }
 

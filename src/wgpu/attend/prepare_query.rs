@@ -19,14 +19,14 @@ impl Specialisation<'_> {
             .float("SCORE_SCALE", self.score_scale())
             .import("input", input_file(input));
         if extremes == Extremes::Reset {
-            variant = variant.import("extremes", "common/extremes_reset.wgsl");
+            variant = variant.import("extremes", "attend/extremes/reset.wgsl");
         }
         if let Some(rotation) = self.format.key.rotation() {
             let turn = Turn { rotation, direction: Direction::Forth };
             variant = match self.format.key.sketched().and_then(|format| format.sketch) {
-                None => variant.import("rotation", "common/query_rotation_hadamard.wgsl"),
+                None => variant.import("query_rotation", "attend/query_rotation/hadamard.wgsl"),
                 Some(sketch) => {
-                    let sketched = variant.import("rotation", "common/query_rotation_sketch.wgsl");
+                    let sketched = variant.import("query_rotation", "attend/query_rotation/sketch.wgsl");
                     with_sketch(sketched, sketch, rotation.order(), head_dim).constant("PARTS", self.query_parts())
                 }
             };
@@ -34,7 +34,7 @@ impl Specialisation<'_> {
         }
         match self.integer_keys() {
             true => self.with_query_fields(variant).constant("QUERY_PLANES", self.query_planes()),
-            false => variant.import("row", "common/query_row_f32.wgsl"),
+            false => variant.import("query_row", "attend/query_row/f32.wgsl"),
         }
     }
 
@@ -44,7 +44,7 @@ impl Specialisation<'_> {
         let mut variant = variant;
         if self.format.key.has_span_ranges() {
             let middle = self.key_bytes().middle;
-            variant = variant.import("ranges", "common/query_ranges_span.wgsl").float("KEY_MIDDLE", middle);
+            variant = variant.import("query_ranges", "attend/query_ranges/span.wgsl").float("KEY_MIDDLE", middle);
         }
         let largest = match self.query_planes() {
             1 => 127.0,
@@ -83,7 +83,7 @@ pub(super) enum Extremes {
 
 pub(super) fn input_file(input: ElementType) -> &'static str {
     match input {
-        ElementType::F32 => "common/input_f32.wgsl",
-        ElementType::F16 => "common/input_f16.wgsl",
+        ElementType::F32 => "attend/input/f32.wgsl",
+        ElementType::F16 => "attend/input/f16.wgsl",
     }
 }

@@ -78,7 +78,7 @@ impl FromIterator<Launch> for Launches {
     }
 }
 
-/// The grid of at least `invocations` invocations for the kernels that flatten it (`common/flat.wgsl`).
+/// The grid of at least `invocations` invocations for the kernels that flatten it (`pack/flat.wgsl`).
 ///
 /// # Errors
 /// [`Error::Limit`] when the device dispatches fewer at once.

@@ -1,6 +1,7 @@
 //! What every kernel stands on: adapters and their capabilities, memory, and kernels from source to launch.
 
 pub(super) mod adapters;
+mod assembly;
 pub(super) mod buffers;
 pub(super) mod capabilities;
 pub(super) mod guard;
@@ -10,6 +11,7 @@ pub mod shader;
 mod sources;
 pub(super) mod store;
 mod tensor;
+mod unroll;
 
 pub use adapters::{adapters, choose_adapter, open_device};
 pub use capabilities::{Capabilities, KernelLimits, Path, Requirements, SubgroupSizes, Timestamps, offers_matrices};

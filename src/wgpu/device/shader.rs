@@ -1,9 +1,11 @@
 //! Builds the source of a kernel variant from the files in `shaders/`.
 //!
-//! Every file is readable WGSL as it stands. The builder does four things to it, and nothing else:
+//! Every file is readable WGSL as it stands. The builder does five things to it, and nothing else:
 //!
-//! - `// import common/file.wgsl` is replaced by that file, once; `// import slot = common/file.wgsl` names a slot whose
-//!   default file a variant may replace ([`Variant::import`]);
+//! - `// import folder/file.wgsl` is replaced by that file, once;
+//! - `// import slot = folder/slot/choice.wgsl` is replaced by the file that the variant puts into the slot
+//!   ([`Variant::import`]), or by this one. A slot has a folder of its own: `slot.wgsl` says what every choice has, and holds
+//!   default bodies, which are taken of the functions that a choice leaves out and something calls;
 //! - `const NAME: u32 = 4u;` gets the value of the variant ([`Variant::constant`]), as does `alias Name = type;`
 //!   ([`Variant::alias`]);
 //! - a `for (var i = 0u; i < BOUND; i++) {` under a line `// unroll` is written out, once per value, as
@@ -11,9 +13,10 @@
 //!   keep in registers;
 //! - `enable f16;` is put in front if the variant asks for it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-use super::sources;
+use super::assembly::assemble;
+use super::unroll::{evaluate_constants, unroll};
 use crate::{Error, Result};
 
 /// A kernel and the choices that specialise it. Two variants that are equal compile to the same pipeline.
@@ -29,7 +32,7 @@ pub struct Variant {
 }
 
 impl Variant {
-    /// The kernel in `shaders/{kernel}.wgsl`, whose entry point has the same name.
+    /// The kernel in a file `{kernel}.wgsl` of one of the folders of `shaders/`, whose entry point has the same name.
     pub fn new(kernel: &'static str) -> Self {
         Self {
             kernel,
@@ -104,7 +107,8 @@ impl Variant {
     pub fn label(&self) -> String {
         let mut label = format!("kvpack {}", self.entry);
         for file in self.imports.values() {
-            label += &format!(" {}", file.trim_start_matches("common/").trim_end_matches(".wgsl"));
+            let choice = file.split_once('/').map_or(*file, |(_, choice)| choice);
+            label += &format!(" {}", choice.trim_end_matches(".wgsl"));
         }
         for (name, value) in &self.constants {
             label += &format!(" {name}={value}");
@@ -118,24 +122,7 @@ impl Variant {
     /// [`Error::Plan`] when the variant names a constant, alias, slot or file that the shader does not have: a bug of
     /// this crate that its tests find, never of a caller.
     pub fn source(&self) -> Result<Source> {
-        let mut unused_slots: BTreeSet<&str> = self.imports.keys().copied().collect();
-        let mut text = String::new();
-        if self.uses_f16 {
-            text += "enable f16;\n";
-        }
-        if self.uses_matrices {
-            text += "enable wgpu_cooperative_matrix;\n";
-        }
-        self.expand_imports(&format!("{}.wgsl", self.kernel), &mut BTreeSet::new(), &mut unused_slots, &mut text)?;
-        if let Some(slot) = unused_slots.first() {
-            return Err(self.broken(format!("no import slot {slot}")));
-        }
-        for (name, value) in &self.constants {
-            text = self.replace_declaration(text, &format!("const {name}: "), "=", value)?;
-        }
-        for (name, value) in &self.aliases {
-            text = self.replace_declaration(text, &format!("alias {name} "), "=", value)?;
-        }
+        let text = self.text(|_| String::new())?;
         let constants = evaluate_constants(&text);
         let lines: Vec<&str> = text.lines().collect();
         let mut unrolled = String::new();
@@ -144,33 +131,35 @@ impl Variant {
         Ok(Source { wgsl: unrolled, bindings })
     }
 
-    fn expand_imports(
-        &self,
-        file: &str,
-        seen: &mut BTreeSet<String>,
-        unused_slots: &mut BTreeSet<&str>,
-        text: &mut String,
-    ) -> Result<()> {
-        if !seen.insert(file.to_owned()) {
-            return Ok(());
+    /// The WGSL of the variant for a reader: before every part stands the file in `shaders/` that it comes from, and loops
+    /// under `// unroll` are as they were written. It is valid, and does the same.
+    ///
+    /// # Errors
+    /// As [`source`](Self::source).
+    pub fn listing(&self) -> Result<String> {
+        let rule = "-".repeat(100);
+        self.text(|file| format!("// {rule}\n// shaders/{file}\n// {rule}\n\n"))
+    }
+
+    /// All parts with the constants and aliases of the variant, each under its heading.
+    fn text(&self, heading: impl Fn(&str) -> String) -> Result<String> {
+        let mut text = String::new();
+        if self.uses_f16 {
+            text += "enable f16;\n\n";
         }
-        let source = sources::file(file).ok_or_else(|| self.broken(format!("no shader file {file}")))?;
-        for line in source.lines() {
-            let Some(import) = line.strip_prefix("// import ") else {
-                text.push_str(line);
-                text.push('\n');
-                continue;
-            };
-            let chosen = match import.split_once(" = ") {
-                Some((slot, default)) => {
-                    unused_slots.remove(slot);
-                    self.imports.get(slot).copied().unwrap_or(default)
-                }
-                None => import,
-            };
-            self.expand_imports(chosen, seen, unused_slots, text)?;
+        if self.uses_matrices {
+            text += "enable wgpu_cooperative_matrix;\n\n";
         }
-        Ok(())
+        let parts = assemble(self.kernel, &self.imports).map_err(|reason| self.broken(reason))?;
+        let parts: Vec<String> = parts.iter().map(|part| heading(part.file) + &part.text).collect();
+        text += &parts.join("\n");
+        for (name, value) in &self.constants {
+            text = self.replace_declaration(text, &format!("const {name}: "), "=", value)?;
+        }
+        for (name, value) in &self.aliases {
+            text = self.replace_declaration(text, &format!("alias {name} "), "=", value)?;
+        }
+        Ok(text)
     }
 
     /// Replaces what follows `=` in the one line that starts with `prefix`.
@@ -237,146 +226,9 @@ fn bindings(text: &str) -> Vec<Binding> {
     found
 }
 
-/// The values of all `const NAME: u32 = expression;` lines, in order.
-fn evaluate_constants(text: &str) -> BTreeMap<String, u32> {
-    let mut constants = BTreeMap::new();
-    for line in text.lines() {
-        if let Some((name, expression)) = line.strip_prefix("const ").and_then(|rest| rest.split_once(": u32 = "))
-            && let Some(value) = Expression::new(expression.split(';').next().unwrap_or(""), &constants).value()
-        {
-            constants.insert(name.to_owned(), value);
-        }
-    }
-    constants
-}
-
-/// Writes loops under `// unroll` out, innermost last.
-fn unroll(lines: &[&str], constants: &BTreeMap<String, u32>, out: &mut String) -> std::result::Result<(), String> {
-    let mut at = 0;
-    while at < lines.len() {
-        if lines[at].trim() != "// unroll" {
-            out.push_str(lines[at]);
-            out.push('\n');
-            at += 1;
-            continue;
-        }
-        let header = lines.get(at + 1).ok_or("'// unroll' at the end")?;
-        let (variable, bound) = loop_header(header).ok_or_else(|| format!("cannot unroll '{}'", header.trim()))?;
-        let times = Expression::new(bound, constants).value().ok_or_else(|| format!("bound '{bound}' is unknown"))?;
-        let indent = header.len() - header.trim_start().len();
-        let closing = lines[at + 2..]
-            .iter()
-            .position(|line| line.trim() == "}" && line.len() - line.trim_start().len() == indent)
-            .ok_or_else(|| format!("no closing brace for '{}'", header.trim()))?;
-        let body = &lines[at + 2..at + 2 + closing];
-        for value in 0..times {
-            out.push_str(&format!("{}{{ const {variable} = {value}u;\n", " ".repeat(indent)));
-            let mut inner = constants.clone();
-            inner.insert(variable.to_owned(), value);
-            unroll(body, &inner, out)?;
-            out.push_str(&format!("{}}}\n", " ".repeat(indent)));
-        }
-        at += closing + 3;
-    }
-    Ok(())
-}
-
-/// `for (var i = 0u; i < BOUND; i++) {` as `(i, BOUND)`.
-fn loop_header(line: &str) -> Option<(&str, &str)> {
-    let (variable, rest) = line.trim().strip_prefix("for (var ")?.split_once(" = 0u; ")?;
-    let bound = rest.strip_prefix(variable)?.strip_prefix(" < ")?.strip_suffix("++) {")?;
-    Some((variable, bound.strip_suffix(variable)?.trim_end().strip_suffix(';')?))
-}
-
-/// A tiny evaluator for constant expressions: names, literals, `+ - * / %` and parentheses.
-struct Expression<'a> {
-    rest: &'a str,
-    constants: &'a BTreeMap<String, u32>,
-}
-
-impl<'a> Expression<'a> {
-    fn new(text: &'a str, constants: &'a BTreeMap<String, u32>) -> Self {
-        Self { rest: text.trim(), constants }
-    }
-
-    fn value(mut self) -> Option<u32> {
-        let value = self.sum()?;
-        self.rest.trim().is_empty().then_some(value)
-    }
-
-    fn sum(&mut self) -> Option<u32> {
-        let mut value = self.product()?;
-        loop {
-            value = match self.operator(&['+', '-']) {
-                Some('+') => value.checked_add(self.product()?)?,
-                Some(_) => value.checked_sub(self.product()?)?,
-                None => return Some(value),
-            };
-        }
-    }
-
-    fn product(&mut self) -> Option<u32> {
-        let mut value = self.atom()?;
-        loop {
-            value = match self.operator(&['*', '/', '%']) {
-                Some('*') => value.checked_mul(self.atom()?)?,
-                Some('/') => value.checked_div(self.atom()?)?,
-                Some(_) => value.checked_rem(self.atom()?)?,
-                None => return Some(value),
-            };
-        }
-    }
-
-    fn atom(&mut self) -> Option<u32> {
-        self.rest = self.rest.trim_start();
-        if let Some(inner) = self.rest.strip_prefix('(') {
-            self.rest = inner;
-            let value = self.sum()?;
-            self.rest = self.rest.trim_start().strip_prefix(')')?;
-            return Some(value);
-        }
-        let end = self.rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(self.rest.len());
-        let (word, rest) = self.rest.split_at(end);
-        self.rest = rest;
-        match word.strip_suffix('u').unwrap_or(word).parse() {
-            Ok(number) => Some(number),
-            Err(_) => self.constants.get(word).copied(),
-        }
-    }
-
-    fn operator(&mut self, allowed: &[char]) -> Option<char> {
-        let trimmed = self.rest.trim_start();
-        let operator = trimmed.chars().next().filter(|c| allowed.contains(c))?;
-        self.rest = &trimmed[1..];
-        Some(operator)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn expressions() {
-        let constants = BTreeMap::from([("A".to_owned(), 6), ("B_2".to_owned(), 4)]);
-        let value = |text| Expression::new(text, &constants).value();
-        assert_eq!(value("A * B_2 / 3u + 1u"), Some(9));
-        assert_eq!(value("2u * (A - B_2)"), Some(4));
-        assert_eq!(value("A -"), None);
-        assert_eq!(value("C"), None);
-    }
-
-    #[test]
-    fn loops_are_written_out() {
-        let text = "const N: u32 = 2u;\n// unroll\nfor (var i = 0u; i < N; i++) {\n    // unroll\n    for (var j = 0u; j < i; j++) {\n        x(i, j);\n    }\n}\nend";
-        let lines: Vec<&str> = text.lines().collect();
-        let mut out = String::new();
-        unroll(&lines, &evaluate_constants(text), &mut out).unwrap();
-        assert_eq!(
-            out,
-            "const N: u32 = 2u;\n{ const i = 0u;\n}\n{ const i = 1u;\n    { const j = 0u;\n        x(i, j);\n    }\n}\nend\n"
-        );
-    }
 
     #[test]
     fn bindings_are_found() {

@@ -126,21 +126,21 @@ pub(super) fn variant_of(
         None => variant,
         Some(rotation) => {
             let turn = Turn { rotation, direction: Direction::Forth };
-            with_turn(variant.import("row", "common/row_rotated.wgsl"), turn, shape.head_dim())
+            with_turn(variant.import("row", "pack/row/rotated.wgsl"), turn, shape.head_dim())
         }
     };
     match format {
         TensorFormat::F16 => variant,
         TensorFormat::Affine(affine) => tile_call::with_range_rule(variant, format)
-            .import("field", "common/field_codes.wgsl")
+            .import("field", "pack/field/codes.wgsl")
             .import("ranges", ROW_RANGES)
             .import("row_ranges", ROW_RANGES)
             .constant("GROUPING", tile_call::grouping_constant(affine.grouping)),
         TensorFormat::Codebook(codebook) => match codebook.sketch {
             None => {
                 let row_norm = match codebook.norms {
-                    NormRule::Row => "common/row_norm.wgsl",
-                    NormRule::Renormalized => "common/row_renormalized.wgsl",
+                    NormRule::Row => "pack/row_ranges/norm.wgsl",
+                    NormRule::Renormalized => "pack/row_ranges/renormalized.wgsl",
                 };
                 let variant = with_codebook_fields(variant, codebook, shape.head_dim());
                 variant.import("norms", row_norm).import("row_ranges", row_norm)
@@ -156,10 +156,10 @@ pub(super) fn variant_of(
 }
 
 /// Ranges made for a row and used by its codes.
-const ROW_RANGES: &str = "common/row_ranges_affine.wgsl";
+const ROW_RANGES: &str = "pack/row_ranges/affine.wgsl";
 
 /// The norms, codes and sketch of a row.
-const ROW_SKETCH: &str = "common/row_sketch.wgsl";
+const ROW_SKETCH: &str = "pack/row_ranges/sketch.wgsl";
 
 /// Every variant that a plan can ask for.
 pub(crate) fn variants() -> Vec<Variant> {

@@ -102,7 +102,7 @@ pub(crate) fn rotate_in_place(
 
 /// The variant of [`rotate_in_place`].
 pub(crate) fn in_place(head_dim: usize, turn: Turn) -> Variant {
-    variant(head_dim, turn, "common/rows_in_place.wgsl")
+    variant(head_dim, turn, "pack/rows/in_place.wgsl")
 }
 
 /// The variant of [`rotate`].

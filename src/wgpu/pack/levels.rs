@@ -6,13 +6,13 @@ use crate::wgpu::device::Variant;
 
 /// Makes the fields of tiles those of a codebook, with their levels and boundaries.
 pub(super) fn with_codebook_fields(variant: Variant, format: &CodebookFormat, head_dim: usize) -> Variant {
-    with_level_fields(variant.import("field", "common/field_codebook.wgsl"), format, head_dim)
+    with_level_fields(variant.import("field", "pack/field/codebook.wgsl"), format, head_dim)
 }
 
 /// The levels of a codebook with their boundaries, or none where a sketch is all there is.
 pub(super) fn with_level_fields(variant: Variant, format: &CodebookFormat, head_dim: usize) -> Variant {
     let Some(bits) = format.level_bits() else {
-        return variant.import("level_fields", "common/level_fields_none.wgsl");
+        return variant.import("level_fields", "pack/level_fields/slot.wgsl");
     };
     // No store is made of a format without levels.
     let upper = upper_levels(bits, head_dim).unwrap_or_default();

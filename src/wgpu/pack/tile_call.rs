@@ -12,7 +12,7 @@ use crate::wgpu::device::buffers;
 use crate::wgpu::device::shader::Variant;
 use crate::{Error, Result, TILE_TOKENS};
 
-/// The head of the arguments; the places follow it. The layout is that of `common/call.wgsl`.
+/// The head of the arguments; the places follow it. The layout is that of `pack/call.wgsl`.
 #[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub(crate) struct TileCall {
@@ -41,7 +41,7 @@ pub(crate) struct TileCall {
     pub places: u32,
 }
 
-/// Where tokens lie: the layout is that of `common/call.wgsl`.
+/// Where tokens lie: the layout is that of `pack/call.wgsl`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub(crate) struct Place {
@@ -187,8 +187,8 @@ pub(crate) fn with_rows(variant: Variant, element_type: ElementType) -> Variant 
 /// The shader file that reads elements of this type.
 pub(crate) fn rows_file(element_type: ElementType) -> &'static str {
     match element_type {
-        ElementType::F32 => "common/rows_f32.wgsl",
-        ElementType::F16 => "common/rows_f16.wgsl",
+        ElementType::F32 => "pack/rows/f32.wgsl",
+        ElementType::F16 => "pack/rows/f16.wgsl",
     }
 }
 
@@ -198,10 +198,10 @@ pub(crate) fn with_fields(variant: Variant, format: &TensorFormat, head_dim: usi
         return with_codebook_fields(variant, codebook, head_dim);
     }
     match format.grouping() {
-        None => variant.import("field", "common/field_f16.wgsl"),
+        None => variant.import("field", "pack/field/f16.wgsl"),
         Some(Grouping::Channel) => variant,
         Some(grouping) => {
-            variant.import("ranges", "common/ranges_of_tile.wgsl").constant("GROUPING", grouping_constant(grouping))
+            variant.import("ranges", "pack/ranges/of_tile.wgsl").constant("GROUPING", grouping_constant(grouping))
         }
     }
 }
@@ -212,7 +212,7 @@ pub(crate) fn with_range_rule(variant: Variant, format: &TensorFormat) -> Varian
     variant.constant("SYMMETRIC", usize::from(symmetric))
 }
 
-/// `GROUPING` of `common/grouping.wgsl`.
+/// `GROUPING` of `pack/grouping.wgsl`.
 pub(crate) fn grouping_constant(grouping: Grouping) -> usize {
     match grouping {
         Grouping::Channel => 0,

@@ -1,0 +1,65 @@
+// Weights of one byte for every group of channels, whose scales are in them: p s as an integer 0 … 255 relative to the
+// product of the block's largest p and largest s. What the integers leave out meets the codes about their middle
+// c̄ = (2^bits - 1) / 2 alone:
+//
+//   Σ p (s c + m) ≈ Σ ŵ c + Σ (p m + (p s - ŵ) c̄)
+//
+// where ŵ stands for p s, and the second sum is one per head and group.
+
+// import block_max = attend/block_max/atomic.wgsl
+// import attend/value_ranges/groups.wgsl
+
+// (2^bits - 1) / 2.
+const VALUE_CENTRE: f32 = 7.5f;
+// Maxima of a block: of the scores of every head, and of the scales of every group.
+const BLOCK_MAXIMA: u32 = HEADS + WEIGHT_GROUPS;
+
+// exp2(block's maximum - running maximum).
+var<private> block_units: array<f32, HEADS>;
+
+fn begin_value_ranges(invocation: u32) {
+    begin_common_sums();
+}
+
+fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
+    // unroll
+    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
+        enter_block_max(HEADS + group, largest_group_scale(group), parity, team, lane);
+    }
+}
+
+// Leaves the weights of a head's tokens where their scores were and returns their sum, relative to the new running maximum.
+fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
+    let largest = block_max(head, parity, team, lane);
+    var sum = 0f;
+    // unroll
+    for (var i = 0u; i < LANE_TOKENS; i++) {
+        token_scores[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - largest);
+        sum += token_scores[head * LANE_TOKENS + i];
+    }
+    block_units[head] = exp2(largest - new_max);
+    return sum * block_units[head];
+}
+
+fn store_weights(team: u32, lane: u32, parity: u32) {
+    // unroll
+    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
+        let largest = block_max(HEADS + group, parity, team, lane);
+        let scales = group_scales(group);
+        // Where every scale of the block is 0, so are all weights.
+        let integers = scales * (255f / max(largest, 1e-30f));
+        let centres = group_minima(group) + VALUE_CENTRE * scales;
+        let unit = largest * LARGEST_WEIGHT_UNIT;
+        // unroll
+        for (var head = 0u; head < HEADS; head++) {
+            let p = vec4<f32>(token_scores[head * 4u], token_scores[head * 4u + 1u], token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]);
+            // Rounded to nearest in the low bits of 2^23 + weight; the bits of 2^23 fall off the top but for one byte.
+            let rounded = bitcast<vec4<u32>>(p * integers + vec4<f32>(8388608f));
+            let bytes = rounded.x + (rounded.y << 8u) + (rounded.z << 16u) + (rounded.w << 24u) - TWO_TO_23;
+            store_bytes(group, head, team, lane, bytes, unit * block_units[head]);
+            let sum = bitcast<f32>(dot4U8Packed(bytes, 0x01010101u) + TWO_TO_23) - 8388608f;
+            let left = dot(p, centres) - sum * (unit * VALUE_CENTRE);
+            common_sums[group * HEADS + head] = common_sums[group * HEADS + head] * keep[head] + left * block_units[head];
+        }
+    }
+}

@@ -1,0 +1,3 @@
+// Slot `extremes`: the extremes of a calibrated span's scores, which `scores` collects. By default there are none.
+
+fn reset_extremes(row: u32, field: u32) {}

@@ -1,0 +1,12 @@
+// Signed bytes of a field group of keys of 3 bits. A vector of three words holds eight field groups, the last first: low
+// pairs of bits in two words, top bits in the third.
+
+// import three_bytes = attend/three_bytes/top.wgsl
+
+const KEY_QUADS: u32 = 2u;
+
+fn key_bytes(words: KeyVector, quad: u32, f: u32) -> u32 {
+    let pairs = select(words[0], words[1], quad == 0u) >> (2u * (3u - f));
+    let tops = words[2] >> (7u - quad * 4u - f);
+    return three_bytes((pairs & 0x03030303u) | ((tops & 0x01010101u) << 2u));
+}

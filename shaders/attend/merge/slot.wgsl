@@ -1,0 +1,8 @@
+// Slot `merge`: who joins the states of a sequence: `merge_states`, or the workgroup that writes the last of them.
+//
+// Every choice has
+//   var states
+//     attention states, as in attend/states.wgsl
+
+// Called when the states of an item are written.
+fn merge_item(item: WorkItem, y: u32, invocation: u32) {}

@@ -1,0 +1,60 @@
+// merge_states: joins the attention states of a sequence's work items and writes the attention output.
+//
+//   output = Σ_i exp(lse_i - M) o_i / Σ_i exp(lse_i - M),  M = max lse_i
+//
+// Workgroup (x, y): sequence x, query head y. An invocation owns four channels of every LISTS-th state; the lists are
+// joined in workgroup memory in a fixed order, so that two runs agree to the bit. Every state is read once, its
+// log-sum-exp with its output: each wait for memory is a good part of what this kernel takes.
+//
+// In bounds: the states of a sequence are those of the plan; surplus invocations own a list index past LISTS and read
+// nothing. The divisor is at least 1.
+
+@group(0) @binding(0) var<storage, read> first_state: array<u32>;
+@group(0) @binding(7) var<storage, read> states: array<vec4<f32>>;
+
+const INVOCATIONS: u32 = 128u;
+const HEAD_DIM: u32 = 128u;
+const QUERY_HEADS: u32 = 32u;
+const FIELDS: u32 = HEAD_DIM / 4u;
+const LISTS: u32 = INVOCATIONS / FIELDS;
+const STATE_ROW: u32 = FIELDS + 1u;
+
+// import output = attend/output/f32.wgsl
+// import attend/join_states.wgsl
+
+var<workgroup> list_sums: array<vec4<f32>, INVOCATIONS>;
+// Sum of weights, and the largest log-sum-exp.
+var<workgroup> list_weights: array<vec2<f32>, INVOCATIONS>;
+
+@compute @workgroup_size(128)
+fn merge_states(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
+    let begin = first_state[group.x];
+    let end = first_state[group.x + 1u];
+    let list = invocation / FIELDS;
+    let field = invocation % FIELDS;
+    var joined = Joined(vec4<f32>(0f), 0f, NO_LSE);
+    if (list < LISTS) {
+        joined = join_states(begin + list, end, LISTS, group.y, field);
+    }
+    list_sums[invocation] = joined.sum;
+    list_weights[invocation] = vec2<f32>(joined.weight_sum, joined.largest);
+    workgroupBarrier();
+    if (invocation < FIELDS) {
+        var largest = joined.largest;
+        // unroll
+        for (var other = 0u; other < LISTS - 1u; other++) {
+            largest = max(largest, list_weights[(other + 1u) * FIELDS + field].y);
+        }
+        let own = exp(joined.largest - largest);
+        var sum = joined.sum * own;
+        var weight_sum = joined.weight_sum * own;
+        // unroll
+        for (var other = 0u; other < LISTS - 1u; other++) {
+            let weights = list_weights[(other + 1u) * FIELDS + field];
+            let weight = exp(weights.y - largest);
+            sum += list_sums[(other + 1u) * FIELDS + field] * weight;
+            weight_sum += weights.x * weight;
+        }
+        write_output((group.x * QUERY_HEADS + group.y) * FIELDS + field, sum / weight_sum);
+    }
+}

@@ -1,0 +1,9 @@
+// Slot `output_rotation`: outputs on their way into states, rotated back where values are stored rotated. By default they are
+// stored as they are.
+
+fn put_output(state: u32, y: u32, head: u32, channel: u32, output: f32) {
+    write_state_channel(state, y, head, channel, output);
+}
+
+// Called by all invocations when the outputs of a head are put.
+fn finish_output(state: u32, y: u32, head: u32, invocation: u32) {}

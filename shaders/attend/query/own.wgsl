@@ -1,0 +1,68 @@
+// The query as `prepare_query` would prepare it: every workgroup does that for its heads itself, which takes less than a
+// launch of its own and the wait for it.
+//
+// Team t prepares heads t, t + 4, ...: lane r of it the field groups r and r + 32, of four channels each. The largest
+// magnitude and two sums are joined over the team.
+
+// log2(e) / √D.
+const SCORE_SCALE: f32 = 0.12751743f;
+
+// import input = attend/input/f32.wgsl
+// import query_ranges = attend/query_ranges/slot.wgsl
+// import attend/query_fields.wgsl
+// import team_totals = attend/team_totals/memory.wgsl
+
+const TEAMS: u32 = INVOCATIONS / 32u;
+const TEAM_HEADS: u32 = (HEADS + TEAMS - 1u) / TEAMS;
+// Field groups of a lane, padding of the row of keys included.
+const LANE_FIELDS: u32 = (QUERY_VECTORS * 4u + 31u) / 32u;
+
+fn load_query(item: WorkItem, y: u32, invocation: u32) {
+    let lane = invocation % 32u;
+    let team = invocation / 32u;
+    var scaled: array<vec4<f32>, TEAM_HEADS * LANE_FIELDS>;
+    // unroll
+    for (var own = 0u; own < TEAM_HEADS; own++) {
+        let head = min(own * TEAMS + team, HEADS - 1u);
+        let query_row = (item.sequence * QUERY_HEADS + query_head(y, head)) * (HEAD_DIM / 4u);
+        let range_row = (item.range_slot * KV_HEADS + y / CHUNKS) * HEAD_DIM;
+        var parts = vec3<f32>(0f);
+        // unroll
+        for (var i = 0u; i < LANE_FIELDS; i++) {
+            // Channels past HEAD_DIM are padding of the row of keys, and 0.
+            let field = min(i * 32u + lane, HEAD_DIM / 4u - 1u);
+            let q = input4(query_row + field) * select(0f, SCORE_SCALE, i * 32u + lane < HEAD_DIM / 4u);
+            let folded = scale_query(q, range_row + field * 4u);
+            let magnitude = abs(folded);
+            let largest = max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w));
+            parts = vec3<f32>(max(parts.x, largest), parts.y + query_bias(q, range_row + field * 4u), parts.z + (q.x + q.y + q.z + q.w));
+            scaled[own * LANE_FIELDS + i] = folded;
+        }
+        enter_totals(own, parts, own * TEAMS + team, lane);
+    }
+    totals_entered();
+    // unroll
+    for (var own = 0u; own < TEAM_HEADS; own++) {
+        let head = own * TEAMS + team;
+        if (head < HEADS) {
+            let totals = team_totals(own, head);
+            // unroll
+            for (var i = 0u; i < LANE_FIELDS; i++) {
+                let field = i * 32u + lane;
+                if (field < QUERY_VECTORS * 4u) {
+                    let whole = integers(scaled[own * LANE_FIELDS + i], totals.x);
+                    let at = place(field);
+                    query[head * QUERY_ROW + at / 4u][at % 4u] = bytes(whole);
+                    // unroll
+                    for (var plane = 0u; plane < QUERY_PLANES - 1u; plane++) {
+                        query[head * QUERY_ROW + QUERY_VECTORS + at / 4u][at % 4u] = high_bytes(whole);
+                    }
+                }
+            }
+            if (lane == 0u) {
+                query[head * QUERY_ROW + QUERY_ROW - 1u] =
+                    bitcast<vec4<u32>>(vec4<f32>(totals.x / QUERY_LARGEST * CODE_UNIT, totals.y, totals.z, 0f));
+            }
+        }
+    }
+}

@@ -1,0 +1,11 @@
+// Slot `query_ranges`: ranges of the span that are folded into the query. By default keys have none.
+
+// Four channels of a query times the scales from `base` on.
+fn scale_query(q: vec4<f32>, base: u32) -> vec4<f32> {
+    return q;
+}
+
+// What the middles of these ranges add to every score.
+fn query_bias(q: vec4<f32>, base: u32) -> f32 {
+    return 0f;
+}

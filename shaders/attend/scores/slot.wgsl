@@ -1,0 +1,14 @@
+// Slot `scores`: scores of the keys of a tile with the query heads of a workgroup.
+//
+// Every choice has
+//   fn load_query(item: WorkItem, y: u32, invocation: u32)
+//     called first, by all invocations: keeps the queries; a barrier follows
+//   fn score_tile(item: WorkItem, tile: u32, lane: u32)
+//     leaves the scores of the lane's tokens of a tile of the item in `token_scores`, in units of log2; tokens beyond the item's
+//     too, which are overwritten
+
+// Called after that barrier: prepares the keys of the first step.
+fn begin_keys(tiles: u32, team: u32, lane: u32) {}
+
+// Called before the second barrier of a step: prepares those of the next, whose first tile is `first`.
+fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}

@@ -1,0 +1,24 @@
+// Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
+
+const FIELDS: u32 = HEAD_DIM / 4u;
+const STATE_ROW: u32 = FIELDS + 1u;
+
+// import merge = attend/merge/later.wgsl
+
+fn state_row(state: u32, query_head: u32) -> u32 {
+    return (state * QUERY_HEADS + query_head) * STATE_ROW;
+}
+
+fn write_state_channel(state: u32, y: u32, head: u32, channel: u32, output: f32) {
+    if (head_exists(y, head)) {
+        states[state_row(state, query_head(y, head)) + channel / 4u][channel % 4u] = output;
+    }
+}
+
+fn write_state_lse(state: u32, y: u32, head: u32, lse: f32) {
+    if (head_exists(y, head)) {
+        states[state_row(state, query_head(y, head)) + FIELDS].x = lse;
+    }
+}
+
+// import output_rotation = attend/output_rotation/slot.wgsl

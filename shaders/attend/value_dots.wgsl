@@ -1,0 +1,56 @@
+// What the two weighted sums of packed values by integer dot products share: whose channels are whose, and the end.
+//
+// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on CHANNEL_BLOCKS of
+// the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as 16-byte broadcasts.
+
+// import value_bytes = attend/value_bytes/top.wgsl
+
+@group(0) @binding(5) var<storage, read> values: array<ValueVector>;
+
+// Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
+const CHANNELS: u32 = 2u;
+const CHANNEL_BLOCKS: u32 = 2u;
+const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
+
+// 32, or 32 / CHANNELS where the channels of a lane must be of one group (attend/values/byte.wgsl).
+const CHANNEL_STRIDE: u32 = 32u;
+
+var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
+
+// [head][channel]
+var<private> sums: array<f32, HEADS * CHANNELS>;
+
+fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
+    let first = team % CHANNEL_BLOCKS * CHANNELS * 32u + lane / CHANNEL_STRIDE * (CHANNEL_STRIDE * CHANNELS);
+    return first + k * CHANNEL_STRIDE + lane % CHANNEL_STRIDE;
+}
+
+fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
+    var total: array<f32, HEADS>;
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        total[head] = sum_parts[head * INVOCATIONS];
+    }
+    finish_value_ranges(invocation);
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            block_sums[team / CHANNEL_BLOCKS * (32u * CHANNELS * CHANNEL_BLOCKS) + own_channel(team, lane, k)] =
+                sums[head * CHANNELS + k];
+        }
+        workgroupBarrier();
+        for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
+            var sum = 0f;
+            // unroll
+            for (var block = 0u; block < TILE_BLOCKS; block++) {
+                sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
+            }
+            let output = ranged_output(sum / total[head], head, total[head], channel);
+            put_output(item.state, y, head, channel, output);
+        }
+        finish_output(item.state, y, head, invocation);
+        write_lse(item.state, y, head, total[head], invocation);
+        workgroupBarrier();
+    }
+}

@@ -1,0 +1,78 @@
+// A work item: a run of tiles of one span, for one KV head and HEADS of the query heads that share it.
+//
+// Workgroup (y, x): item x, KV head y / CHUNKS, query heads (y % CHUNKS) * HEADS onwards of its group. What reads the same
+// keys and values starts together, and the items start in the order of the plan.
+// 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
+// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings its own
+// numbering, depends on how the device forms those.)
+
+struct WorkItem {
+    page_offset: u32,
+    tokens: u32,
+    span: u32,
+    state: u32,
+    range_slot: u32,
+    sequence: u32,
+    first_state: u32,
+    states: u32,
+}
+
+@group(0) @binding(0) var<storage, read> items: array<WorkItem>;
+@group(0) @binding(1) var<storage, read> page_table: array<u32>;
+
+const TILE_TOKENS: u32 = 128u;
+const INVOCATIONS: u32 = 128u;
+const STEP_TILES: u32 = 4u;
+const LANE_TOKENS: u32 = 4u;
+
+const HEAD_DIM: u32 = 128u;
+const KV_HEADS: u32 = 8u;
+const QUERY_HEADS: u32 = 32u;
+const GROUP: u32 = QUERY_HEADS / KV_HEADS;
+// Query heads of one workgroup, and workgroups that share the query heads of a KV head.
+const HEADS: u32 = 4u;
+const CHUNKS: u32 = 1u;
+// Most tiles of an item.
+const MAX_TILES: u32 = 64u;
+
+const LOG2_E: f32 = 1.4426950408889634f;
+const LN_2: f32 = 0.6931471805599453f;
+// The score of a token that does not exist: exp2 of it is 0 beside any real score.
+const LOWEST: f32 = -1e30f;
+
+// Tile index, in tiles from the start of the shard, of every tile of the item.
+var<workgroup> tile_bases: array<u32, MAX_TILES>;
+
+// Scores of the invocation's tokens, in units of log2: [head][token].
+var<private> token_scores: array<f32, HEADS * LANE_TOKENS>;
+
+// An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
+// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one after the other.
+
+// The index of tile `invocation`, of the last tile where there is no such tile. MAX_TILES is at most INVOCATIONS.
+fn read_tile_base(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) -> u32 {
+    return page_table[page_offset + min(invocation, tiles - 1u)] * KV_HEADS + kv_head;
+}
+
+fn keep_tile_base(tile_base: u32, tiles: u32, invocation: u32) {
+    if (invocation < tiles) {
+        tile_bases[invocation] = tile_base;
+    }
+}
+
+// Query head `head` of the workgroup. The last chunk of a group may be short; its surplus heads repeat the last one
+// and write nothing.
+fn query_head(y: u32, head: u32) -> u32 {
+    return y / CHUNKS * GROUP + min(y % CHUNKS * HEADS + head, GROUP - 1u);
+}
+
+fn head_exists(y: u32, head: u32) -> bool {
+    return y % CHUNKS * HEADS + head < GROUP;
+}
+
+fn set_scores_lowest() {
+    // unroll
+    for (var i = 0u; i < HEADS * LANE_TOKENS; i++) {
+        token_scores[i] = LOWEST;
+    }
+}

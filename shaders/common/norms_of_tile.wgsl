@@ -1,7 +1,0 @@
-// Norms beside each tile: one word per token, whose low half is the norm.
-
-@group(0) @binding(3) var<storage, read> ranges: array<u32>;
-
-fn stored_norm(place: Place, kv_head: u32, token: u32) -> f32 {
-    return half_value(ranges[(place.page * call.kv_heads + kv_head) * call.ranges_per_tile + token]);
-}

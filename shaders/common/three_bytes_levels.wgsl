@@ -1,9 +1,0 @@
-// 3-bit codes of a codebook as signed bytes.
-
-// import common/level_bytes.wgsl
-
-const THREE_BYTE: f32 = 1f;
-
-fn three_bytes(fields: u32) -> u32 {
-    return level_bytes(fields, 3u);
-}

@@ -1,0 +1,11 @@
+// Slot `level_fields`: codes of the levels of a codebook, stored signed. By default there are none: a sketch is all there is.
+
+// The field of the level nearest to a value, relative to the norm of its row.
+fn level_field(value: f32, norm: f32) -> u32 {
+    return 0u;
+}
+
+// The level of a field, relative to the norm; higher bits do not matter.
+fn level_value(field: u32) -> f32 {
+    return 0f;
+}

@@ -1,0 +1,10 @@
+// Ranges beside each tile, one word each.
+
+// import pack/grouping.wgsl
+
+@group(0) @binding(3) var<storage, read> ranges: array<u32>;
+
+fn stored_range(place: Place, kv_head: u32, token: u32, channel: u32) -> vec2<f32> {
+    let tile = place.page * call.kv_heads + kv_head;
+    return range_of_word(ranges[tile * call.ranges_per_tile + range_index(token, channel)]);
+}

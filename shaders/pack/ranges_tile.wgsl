@@ -1,0 +1,63 @@
+// ranges_tile: the ranges beside the tiles of one shard, for groups that lie within a tile.
+//
+//   scale = (max - min) · shrink / (2^BITS - 1),  min = min · shrink,  both rounded to half precision
+//   or about 0: scale = max |x| · shrink / (2^(BITS-1) - 1), rounded,  min = -2^(BITS-1) scale
+//
+// One invocation owns one range and reads its group: neighbours own neighbouring channels of a run of tokens, or
+// neighbouring tokens. Groups that no token belongs to get zero. Reads every element once.
+//
+// In bounds: invocations beyond `total` = places · kv_heads · ranges_per_tile return; pages and the rows of the tokens
+// read were checked against the buffers when they were bound. A group has at most max(128, head_dim) elements;
+// divisors are sizes of a checked shape and format.
+
+// import pack/flat.wgsl
+// import pack/call.wgsl
+// import rows = pack/rows/f32.wgsl
+// import pack/half.wgsl
+// import pack/grouping.wgsl
+// import pack/code_range.wgsl
+
+const BITS: u32 = 4u;
+
+@group(0) @binding(2) var<storage, read_write> ranges: array<u32>;
+
+@compute @workgroup_size(64)
+fn ranges_tile(
+    @builtin(workgroup_id) group: vec3<u32>,
+    @builtin(num_workgroups) groups: vec3<u32>,
+    @builtin(local_invocation_index) invocation: u32,
+) {
+    let index = flat_index(group, groups, invocation);
+    if (index >= call.total) {
+        return;
+    }
+    let range = index % call.ranges_per_tile;
+    let tile = index / call.ranges_per_tile;
+    let kv_head = tile % call.kv_heads;
+    let place = call.places[tile / call.kv_heads];
+    ranges[(place.page * call.kv_heads + kv_head) * call.ranges_per_tile + range] = tile_range(place, kv_head, range);
+}
+
+fn tile_range(place: Place, kv_head: u32, range: u32) -> u32 {
+    // First element of the group, and the step to the next.
+    var token = range % TILE_TOKENS;
+    var channel = range / TILE_TOKENS * call.group;
+    if (GROUPING == 1u) {
+        token = range / call.head_dim * call.group;
+        channel = range % call.head_dim;
+    }
+    if (place.token + token >= call.tokens) {
+        return 0u;
+    }
+    let start = row_start(place.token + token, kv_head) + channel;
+    let step = select(1u, call.token_stride, GROUPING == 1u);
+    let count = select(call.group, min(call.group, call.tokens - place.token - token), GROUPING == 1u);
+    var low = element(start);
+    var high = low;
+    for (var i = 1u; i < count; i++) {
+        let value = element(start + i * step);
+        low = min(low, value);
+        high = max(high, value);
+    }
+    return range_word(code_range(low, high));
+}

@@ -1,0 +1,44 @@
+// ranges_window: one range per channel over a single page, for each of several pages that are spans of their own.
+//
+//   scale and minimum as in ranges_span
+//
+// One invocation owns one channel of one page and reads its tokens; neighbours own neighbouring channels, so rows are read
+// coalesced. Reads every element once.
+//
+// In bounds: invocations beyond `total` = places · kv_heads · head_dim return; slots and the rows of the tokens read were
+// checked against the buffers when they were bound. A page has at most 128 tokens; divisors are sizes of a checked shape.
+
+// import pack/flat.wgsl
+// import pack/call.wgsl
+// import rows = pack/rows/f32.wgsl
+// import pack/code_range.wgsl
+// import pack/half.wgsl
+
+const BITS: u32 = 4u;
+
+// [slot][kv_head][head_dim] of (scale, minimum).
+@group(0) @binding(2) var<storage, read_write> ranges: array<vec2<f32>>;
+
+@compute @workgroup_size(64)
+fn ranges_window(
+    @builtin(workgroup_id) group: vec3<u32>,
+    @builtin(num_workgroups) groups: vec3<u32>,
+    @builtin(local_invocation_index) invocation: u32,
+) {
+    let index = flat_index(group, groups, invocation);
+    if (index >= call.total) {
+        return;
+    }
+    let channels = call.kv_heads * call.head_dim;
+    let place = call.places[index / channels];
+    let channel = index % channels;
+    let start = row_start(place.token, channel / call.head_dim) + channel % call.head_dim;
+    var low = element(start);
+    var high = low;
+    for (var token = 1u; token < min(TILE_TOKENS, call.tokens - place.token); token++) {
+        let value = element(start + token * call.token_stride);
+        low = min(low, value);
+        high = max(high, value);
+    }
+    ranges[place.range_slot * channels + channel] = code_range(low, high);
+}

@@ -1,0 +1,40 @@
+// Ranges of a single row: of all its channels, or of each group of channels. They are stored beside the tile and kept,
+// as they were rounded, for the codes. An invocation owns four channels, then one range.
+
+// import pack/grouping.wgsl
+
+@group(0) @binding(3) var<storage, read_write> ranges: array<u32>;
+
+// Smallest and largest of four channels; then, by group, scale and minimum.
+var<workgroup> row_extremes: array<vec2<f32>, HEAD_DIM / 4u>;
+var<workgroup> row_ranges: array<vec2<f32>, HEAD_DIM / 4u>;
+
+fn stored_range(place: Place, kv_head: u32, token: u32, channel: u32) -> vec2<f32> {
+    return row_ranges[channel / call.group];
+}
+
+fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {
+    if (invocation < HEAD_DIM / 4u) {
+        let x = vec4<f32>(
+            channel_value(invocation * 4u),
+            channel_value(invocation * 4u + 1u),
+            channel_value(invocation * 4u + 2u),
+            channel_value(invocation * 4u + 3u),
+        );
+        row_extremes[invocation] = vec2<f32>(min(min(x.x, x.y), min(x.z, x.w)), max(max(x.x, x.y), max(x.z, x.w)));
+    }
+    workgroupBarrier();
+    if (invocation < HEAD_DIM / call.group) {
+        let first = invocation * (call.group / 4u);
+        var extremes = row_extremes[first];
+        for (var i = 1u; i < call.group / 4u; i++) {
+            let other = row_extremes[first + i];
+            extremes = vec2<f32>(min(extremes.x, other.x), max(extremes.y, other.y));
+        }
+        let word = range_word(code_range(extremes.x, extremes.y));
+        let tile = place.page * call.kv_heads + kv_head;
+        ranges[tile * call.ranges_per_tile + range_index(place.slot, invocation * call.group)] = word;
+        row_ranges[invocation] = range_of_word(word);
+    }
+    workgroupBarrier();
+}
