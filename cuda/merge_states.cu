@@ -19,11 +19,7 @@
 __device__ __forceinline__ void write_output(const AttendCall& call, const Item& item, u32 head, u32 channel, float x) {
     if (channel >= TENSOR_CHANNELS) return;
     const u64 index = ((u64)item.sequence * call.kv_heads * call.group + head) * TENSOR_CHANNELS + channel;
-    if (call.output_f16) {
-        ((u16*)call.output)[index] = (u16)half_bits(x);
-    } else {
-        ((float*)call.output)[index] = x;
-    }
+    store_element(call.output, call.output_type, index, x);
 }
 
 // Blocks of a cluster, at most.

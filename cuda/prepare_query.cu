@@ -143,8 +143,7 @@ __device__ __forceinline__ QueryLoads load_query(const AttendCall& call, const I
         for (int i = 0; i < LANE_CHANNELS; i++) {
             float x = 0.0f;
             if (head < heads && lane + 32 * i < TENSOR_CHANNELS) {
-                x = call.queries_f16 ? half_value(((const u16*)call.queries)[row + 32 * i])
-                                     : ((const float*)call.queries)[row + 32 * i];
+                x = load_element(call.queries, call.query_type, row + 32 * i);
             }
             loads.query[k][i] = x;
         }

@@ -2,6 +2,7 @@
 
 mod cache_model;
 mod random_rows;
+mod rounding;
 
 use cache_model::decode_loop::{Filled, formats, reuse_pages};
 use cache_model::recipes::recipes;
@@ -72,4 +73,9 @@ fn ranges_over_tokens_cannot_be_packed_token_by_token() {
 #[test]
 fn what_an_earlier_sequence_left_does_not_count() {
     reuse_pages(Cpu::new);
+}
+
+#[test]
+fn outputs_are_rounded_to_even() {
+    rounding::outputs_are_rounded_to_even(Cpu::new());
 }

@@ -1,6 +1,8 @@
 //! What the CUDA backend stores and computes, on a device. `kvpack check --backend cuda` runs the conformance cases there;
 //! these are what no case covers.
 
+mod rounding;
+
 use std::path::PathBuf;
 
 use futures::executor::block_on;
@@ -173,4 +175,10 @@ fn a_captured_step_with_calibrated_scores_is_the_direct_one() {
     // Replays after one another, without the host between them.
     (0..20).for_each(|_| graph.launch().unwrap());
     assert_eq!(bits(&output), expected);
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn outputs_are_rounded_to_even() {
+    rounding::outputs_are_rounded_to_even(device());
 }

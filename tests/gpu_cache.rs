@@ -4,6 +4,7 @@
 mod cache_model;
 mod gpu_device;
 mod random_rows;
+mod rounding;
 
 use cache_model::decode_loop::{Filled, formats, reuse_pages};
 use cache_model::recipes::recipes;
@@ -51,4 +52,9 @@ fn a_decode_loop_stores_what_a_prefill_stores() {
 #[test]
 fn what_an_earlier_sequence_left_does_not_count() {
     reuse_pages(gpu_device::shared);
+}
+
+#[test]
+fn outputs_are_rounded_to_even() {
+    rounding::outputs_are_rounded_to_even(gpu_device::shared());
 }

@@ -87,10 +87,10 @@ fn decode_variants() -> Vec<Variant> {
         let span = SpanView { sequence: 0, tokens: 100, pages: &pages, range_slot: 0 };
         let store = StoreView { format: SegmentFormat { key, value }, calibration, spans: vec![span] };
         let plan = DecodePlan::new(shape, 1, &[store], Split::default()).unwrap();
-        let types = [ElementType::F32, ElementType::F16];
+        let types = ElementType::ALL;
         let query = if turn % 5 == 0 { QueryPrecision::Int8 } else { QueryPrecision::Int16 };
-        let options = AttendOptions { query, output: types[turn / 2 % 2] };
-        let step = StepPlan::new(&capabilities(turn), plan, types[turn % 2], options).unwrap();
+        let options = AttendOptions { query, output: types[turn / 2 % 3] };
+        let step = StepPlan::new(&capabilities(turn), plan, types[turn % 3], options).unwrap();
         found.extend(step.variants());
     }
     found.extend(matrix_variants());
@@ -103,7 +103,7 @@ fn matrix_variants() -> Vec<Variant> {
     let limits = KernelLimits { workgroup_memory: 48 << 10, ..all.limits };
     let capabilities = Capabilities { matrices: true, limits, ..all };
     let pages = vec![Page { shard: 0, index: 0 }; 9];
-    let variants = [ElementType::F32, ElementType::F16].map(|input| {
+    let variants = ElementType::ALL.map(|input| {
         let spans = vec![SpanView { sequence: 0, tokens: 9 * 128, pages: &pages, range_slot: 0 }];
         let store = StoreView { format: SegmentFormat::F16, calibration: None, spans };
         let split = Split { target_items: usize::MAX, tile_step: 1, max_tiles: 1 };
@@ -111,7 +111,7 @@ fn matrix_variants() -> Vec<Variant> {
         StepPlan::new(&capabilities, plan, input, AttendOptions::default()).unwrap().variants()
     });
     let variants = variants.concat();
-    assert_eq!(variants.iter().filter(|variant| variant.kernel() == "attend_matrix").count(), 2);
+    assert_eq!(variants.iter().filter(|variant| variant.kernel() == "attend_matrix").count(), 3);
     variants
 }
 

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "common/elements.cuh"
+
 #ifndef STEP_TOKENS
 // Query heads share the 8 columns of an MMA: up to 4, two columns each (WIDE 0), or up to 8 with a second MMA (WIDE 1).
 #define WIDE 0
@@ -55,8 +57,9 @@ struct AttendCall {
     u32 chunks;
     // log2(e) / √head_dim.
     float score_scale;
-    u32 queries_f16;
-    u32 output_f16;
+    // Types of queries and output.
+    u32 query_type;
+    u32 output_type;
     // Blocks of a cluster, 1 where there are none.
     u32 cluster;
     // Offsets of the calibration, times log2(e).

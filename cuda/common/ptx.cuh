@@ -23,6 +23,16 @@ __device__ __forceinline__ float half_value(u32 bits) {
     return x;
 }
 
+// The nearest bfloat, ties to even, as 16 bits.
+__device__ __forceinline__ u32 bfloat_bits(float x) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+// A bfloat is the high half of a float.
+__device__ __forceinline__ float bfloat_value(u32 bits) { return __uint_as_float(bits << 16); }
+
 // Two halves in one word, `low` in the low half.
 __device__ __forceinline__ u32 half_pair(float low, float high) {
     u32 pair;

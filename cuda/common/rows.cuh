@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "common/elements.cuh"
+
 // The token of a row that goes to, or comes from, a place of its own.
 struct TokenPlace {
     // Address of the page.
@@ -13,7 +15,7 @@ struct TokenPlace {
 };
 
 struct RowsCall {
-    // Dense elements, f32 or f16; what `dequantize` writes is f32 [kv head][token][channel].
+    // Dense elements of type `element_type`; what `dequantize` writes is f32 [kv head][token][channel].
     void* rows;
     // Addresses of the span's pages, or the TokenPlaces of `append`.
     const u64* pages;
@@ -26,7 +28,7 @@ struct RowsCall {
     // Tokens of the span, or TokenPlaces.
     u32 tokens;
     u32 kv_heads;
-    u32 rows_f16;
+    u32 element_type;
     float shrink;
     u32 unused;
 };
@@ -39,8 +41,7 @@ __device__ __forceinline__ u64 element_index(const RowsCall& call, u32 token, u3
 // Channels beyond those of the tensor are 0.
 __device__ __forceinline__ float element(const RowsCall& call, u32 token, u32 kv_head, u32 channel) {
     if (channel >= TENSOR_CHANNELS) return 0.0f;
-    const u64 index = element_index(call, token, kv_head, channel);
-    return call.rows_f16 ? half_value(((const u16*)call.rows)[index]) : ((const float*)call.rows)[index];
+    return load_element(call.rows, call.element_type, element_index(call, token, kv_head, channel));
 }
 
 // A token's row, by a warp.

@@ -1,6 +1,9 @@
 //! Normalised mean square errors of attention outputs.
 
+use half::{bf16, f16};
+
 use super::report::{Failure, Limits, OutputError};
+use crate::plan::ElementType;
 
 /// The exact outputs of some heads and what is needed to judge others against them.
 #[derive(Clone, Debug, Default)]
@@ -16,6 +19,17 @@ impl Expected {
     pub(super) fn extend(&mut self, other: Self) {
         self.outputs.extend(other.outputs);
         self.mean_values.extend(other.mean_values);
+    }
+
+    /// The outputs as a tensor of this type holds them: that it rounds is no error of a kernel.
+    pub(super) fn rounded_to(mut self, output: ElementType) -> Self {
+        let rounded = |x: f64| match output {
+            ElementType::F32 => x,
+            ElementType::F16 => f16::from_f64(x).to_f64(),
+            ElementType::Bf16 => bf16::from_f64(x).to_f64(),
+        };
+        self.outputs.iter_mut().for_each(|x| *x = rounded(*x));
+        self
     }
 
     /// The errors of `got`, laid out as the outputs.

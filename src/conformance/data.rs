@@ -1,6 +1,6 @@
 //! The keys, values and queries of a case, from its seed.
 
-use half::f16;
+use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::{Case, DataKind, InputLayout, RowOrder, SinkPlace};
@@ -22,6 +22,8 @@ pub enum HostTensor {
     F32(Vec<f32>),
     /// 16-bit floats.
     F16(Vec<f16>),
+    /// Brain floats.
+    Bf16(Vec<bf16>),
 }
 
 impl HostTensor {
@@ -29,6 +31,7 @@ impl HostTensor {
         match elements {
             ElementType::F32 => Self::F32(data),
             ElementType::F16 => Self::F16(data.into_iter().map(f16::from_f32).collect()),
+            ElementType::Bf16 => Self::Bf16(data.into_iter().map(bf16::from_f32).collect()),
         }
     }
 
@@ -37,6 +40,7 @@ impl HostTensor {
         match self {
             Self::F32(data) => data.as_slice().into(),
             Self::F16(data) => data.as_slice().into(),
+            Self::Bf16(data) => data.as_slice().into(),
         }
     }
 
@@ -45,6 +49,7 @@ impl HostTensor {
         match self {
             Self::F32(data) => data[index] = value,
             Self::F16(data) => data[index] = f16::from_f32(value),
+            Self::Bf16(data) => data[index] = bf16::from_f32(value),
         }
     }
 }
@@ -101,15 +106,12 @@ impl SequenceData {
         let joined = |part: fn(&HeadData) -> &Vec<f32>| heads.iter().flat_map(part).copied().collect::<Vec<f32>>();
         let (keys, rows) = in_order(recipe.input.order, joined(|head| &head.keys), tokens, shape);
         let (values, _) = in_order(recipe.input.order, joined(|head| &head.values), tokens, shape);
-        let mut queries = joined(|head| &head.queries);
-        if recipe.input.elements == ElementType::F16 {
-            queries.iter_mut().for_each(|q| *q = f16::from_f32(*q).to_f32());
-        }
+        let queries = HostTensor::new(recipe.input.elements, joined(|head| &head.queries));
         Self {
             rows,
             keys: HostTensor::new(recipe.input.elements, keys),
             values: HostTensor::new(recipe.input.elements, values),
-            queries,
+            queries: (0..queries.elements().len()).map(|i| queries.elements().get(i)).collect(),
         }
     }
 }

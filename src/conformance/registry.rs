@@ -188,7 +188,7 @@ fn several_segments() -> Vec<Case> {
             format,
         );
         case.segments[0].fill = Fill::Append;
-        case.input.elements = [ElementType::F32, ElementType::F16][i % 2];
+        case.input.elements = ElementType::ALL[i % 3];
         case.quick = i == 0;
         cases.push(case);
     }
@@ -295,6 +295,10 @@ fn options() -> Vec<Case> {
         case.options.output = ElementType::F16;
         case.quick = true;
         cases.push(case);
+        let mut case = Case::new(&format!("bf16-output-{}", slug(&format.key)), shape(7, 96), format);
+        (case.input.elements, case.options.output) = (ElementType::Bf16, ElementType::Bf16);
+        case.quick = true;
+        cases.push(case);
     }
     cases
 }
@@ -307,15 +311,34 @@ fn layouts() -> Vec<Case> {
         ("f16-token-major", ElementType::F16, RowOrder::TokenMajor),
         ("f16-head-major", ElementType::F16, RowOrder::HeadMajor),
         ("f32-head-major", ElementType::F32, RowOrder::HeadMajor),
+        ("bf16-token-major", ElementType::Bf16, RowOrder::TokenMajor),
+        ("bf16-head-major", ElementType::Bf16, RowOrder::HeadMajor),
     ] {
         let mut case = Case::new(&format!("input-{name}"), shape(3, 80), packed);
         case.input = InputLayout { elements, order };
-        case.quick = elements == ElementType::F16 && order == RowOrder::HeadMajor;
+        case.quick = elements != ElementType::F32 && order == RowOrder::HeadMajor;
         cases.push(case);
     }
-    let mut unpacked = Case::new("input-f16-into-f16", shape(3, 80), SegmentFormat::F16);
-    unpacked.input.elements = ElementType::F16;
-    cases.push(unpacked);
+    for (name, elements) in [("f16", ElementType::F16), ("bf16", ElementType::Bf16)] {
+        let mut unpacked = Case::new(&format!("input-{name}-into-f16"), shape(3, 80), SegmentFormat::F16);
+        unpacked.input.elements = elements;
+        cases.push(unpacked);
+    }
+    for (name, format) in [
+        ("rotated", SegmentFormat::saw_int4()),
+        ("sketched", SegmentFormat::turboquant_prod(Bits::Three, 128)),
+        (
+            "grouped",
+            SegmentFormat {
+                key: affine(Bits::Two, Grouping::ChannelTokens(32)),
+                value: affine(Bits::Two, Grouping::TokenChannels(32)),
+            },
+        ),
+    ] {
+        let mut case = Case::new(&format!("input-bf16-{name}"), shape(4, 128), format);
+        case.input.elements = ElementType::Bf16;
+        cases.push(case);
+    }
     for (shard_pages, format) in [(3, packed), (1, SegmentFormat::F16), (5, SegmentFormat::calibquant(Bits::One))] {
         let name = format!("paging-shards-of-{shard_pages}-{}", slug(&format.key));
         let mut case = Case::new(&name, shape(4, 128), format).lengths(&[700, 129, 1, 384]);

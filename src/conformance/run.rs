@@ -41,7 +41,7 @@ pub async fn run_case<B: Backend>(backend: &B, case: &Case) -> Result<Report> {
     let again = backend.attend(&plan, &stores, &queries, case.options).await?;
     failures.extend(unrepeated(&output, &backend.download(&again).await?));
 
-    let expected = reference::of_case(case, &data, &spans)?;
+    let expected = reference::of_case(case, &data, &spans)?.rounded_to(case.options.output);
     let error = expected.error_of(&output, case.shape.head_dim());
     let limits = Limits::new(case.options.query);
     failures.extend(expected.failures(&output, &error, &limits));

@@ -69,7 +69,7 @@ impl<B: Backend> Workload<B> {
         for sequence in 0..data.decode.sequences {
             let tokens = data.decode.length(sequence);
             if let Entry::Vacant(entry) = expected.entry(tokens) {
-                entry.insert(self.expected(backend, data, sequence).await?);
+                entry.insert(self.expected(backend, data, sequence).await?.rounded_to(options.output));
             }
         }
         let head_dim = data.decode.shape.head_dim();

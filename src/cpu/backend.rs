@@ -8,7 +8,7 @@ use super::store::CpuStore;
 use super::{append, attend, dequantize, merge_states, quantize, scores, weighted_values};
 use crate::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{DecodePlan, ElementType, Elements, Page, RowLayout};
+use crate::plan::{DecodePlan, Elements, Page, RowLayout};
 use crate::{Error, Result};
 
 /// The CPU backend: every kernel in f32, with rayon's threads.
@@ -143,10 +143,7 @@ impl Backend for Cpu {
         options: AttendOptions,
     ) -> Result<CpuTensor> {
         let merged = decode_step(plan, stores, queries.elements())?;
-        Ok(match options.output {
-            ElementType::F32 => CpuTensor::F32(merged.into_outputs()),
-            ElementType::F16 => CpuTensor::from_f32(merged.into_outputs(), ElementType::F16),
-        })
+        Ok(CpuTensor::from_f32(merged.into_outputs(), options.output))
     }
 }
 

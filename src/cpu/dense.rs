@@ -1,7 +1,7 @@
 //! Dense tensors in host memory.
 
-use half::f16;
 use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
 
 use crate::backend::NonFinite;
 use crate::format::{AttentionShape, TILE_TOKENS};
@@ -18,6 +18,8 @@ pub enum CpuTensor {
     F32(Vec<f32>),
     /// 16-bit floats.
     F16(Vec<f16>),
+    /// Brain floats.
+    Bf16(Vec<bf16>),
 }
 
 impl CpuTensor {
@@ -26,14 +28,16 @@ impl CpuTensor {
         match elements {
             Elements::F32(x) => Self::F32(x.to_vec()),
             Elements::F16(x) => Self::F16(x.to_vec()),
+            Elements::Bf16(x) => Self::Bf16(x.to_vec()),
         }
     }
 
-    /// Makes a tensor of the given element type, rounding if that is f16.
+    /// Makes a tensor of the given element type, rounded to the nearest, ties to even.
     pub fn from_f32(x: Vec<f32>, element: ElementType) -> Self {
         match element {
             ElementType::F32 => Self::F32(x),
             ElementType::F16 => Self::F16(x.into_iter().map(f16::from_f32).collect()),
+            ElementType::Bf16 => Self::Bf16(x.into_iter().map(bf16::from_f32).collect()),
         }
     }
 
@@ -42,6 +46,7 @@ impl CpuTensor {
         match self {
             Self::F32(x) => Elements::F32(x),
             Self::F16(x) => Elements::F16(x),
+            Self::Bf16(x) => Elements::Bf16(x),
         }
     }
 
@@ -50,6 +55,7 @@ impl CpuTensor {
         match self {
             Self::F32(x) => x.clone(),
             Self::F16(x) => x.to_f32_vec(),
+            Self::Bf16(x) => x.to_f32_vec(),
         }
     }
 }
@@ -59,6 +65,7 @@ pub(super) fn read_row(elements: Elements<'_>, start: usize, row: &mut [f32]) {
     match elements {
         Elements::F32(x) => row.copy_from_slice(&x[start..start + row.len()]),
         Elements::F16(x) => x[start..start + row.len()].convert_to_f32_slice(row),
+        Elements::Bf16(x) => x[start..start + row.len()].convert_to_f32_slice(row),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Dense tensors of keys, values and queries as callers hand them in.
 
-use half::f16;
+use half::{bf16, f16};
 
 use crate::format::AttentionShape;
 use crate::{Error, Result};
@@ -12,15 +12,31 @@ pub enum ElementType {
     F32,
     /// 16-bit floats, two to a word, the first in the low half.
     F16,
+    /// Brain floats: the high halves of 32-bit floats, two to a word as those of f16.
+    Bf16,
 }
 
 impl ElementType {
+    /// All types.
+    pub const ALL: [Self; 3] = [Self::F32, Self::F16, Self::Bf16];
+
     /// Bytes of one element.
     pub const fn bytes(self) -> usize {
         match self {
             Self::F32 => 4,
-            Self::F16 => 2,
+            Self::F16 | Self::Bf16 => 2,
         }
+    }
+
+    /// Reads elements of this type from bytes as they lie in memory, as f32. Bytes beyond the last whole element are
+    /// left out.
+    pub(crate) fn to_f32(self, bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
+        let element = move |x: &[u8]| match self {
+            Self::F32 => bytemuck::pod_read_unaligned(x),
+            Self::F16 => bytemuck::pod_read_unaligned::<f16>(x).to_f32(),
+            Self::Bf16 => bytemuck::pod_read_unaligned::<bf16>(x).to_f32(),
+        };
+        bytes.chunks_exact(self.bytes()).map(element)
     }
 }
 
@@ -31,6 +47,8 @@ pub enum Elements<'a> {
     F32(&'a [f32]),
     /// 16-bit floats.
     F16(&'a [f16]),
+    /// Brain floats.
+    Bf16(&'a [bf16]),
 }
 
 impl Elements<'_> {
@@ -39,6 +57,7 @@ impl Elements<'_> {
         match self {
             Self::F32(x) => x.len(),
             Self::F16(x) => x.len(),
+            Self::Bf16(x) => x.len(),
         }
     }
 
@@ -52,6 +71,7 @@ impl Elements<'_> {
         match self {
             Self::F32(_) => ElementType::F32,
             Self::F16(_) => ElementType::F16,
+            Self::Bf16(_) => ElementType::Bf16,
         }
     }
 
@@ -63,6 +83,16 @@ impl Elements<'_> {
         match self {
             Self::F32(x) => x[i],
             Self::F16(x) => x[i].to_f32(),
+            Self::Bf16(x) => x[i].to_f32(),
+        }
+    }
+
+    /// Their bytes, as they lie in memory.
+    pub fn bytes(&self) -> &[u8] {
+        match self {
+            Self::F32(x) => bytemuck::cast_slice(x),
+            Self::F16(x) => bytemuck::cast_slice(x),
+            Self::Bf16(x) => bytemuck::cast_slice(x),
         }
     }
 }
@@ -76,6 +106,12 @@ impl<'a> From<&'a [f32]> for Elements<'a> {
 impl<'a> From<&'a [f16]> for Elements<'a> {
     fn from(x: &'a [f16]) -> Self {
         Self::F16(x)
+    }
+}
+
+impl<'a> From<&'a [bf16]> for Elements<'a> {
+    fn from(x: &'a [bf16]) -> Self {
+        Self::Bf16(x)
     }
 }
 

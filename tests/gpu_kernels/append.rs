@@ -26,6 +26,7 @@ fn appended_tokens_make_the_tiles_of_a_span() {
         (80, (ElementType::F16, ElementType::F32)),
         (128, (ElementType::F32, ElementType::F16)),
         (256, (ElementType::F16, ElementType::F16)),
+        (96, (ElementType::Bf16, ElementType::Bf16)),
     ] {
         let shape = AttentionShape::new(2, 2, head_dim).unwrap();
         let rows = RowLayout::token_major(140, &shape);

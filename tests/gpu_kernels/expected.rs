@@ -1,8 +1,8 @@
 //! What the tests store, and what tiles and ranges of it must be: written with nothing but `kvpack::format`.
 
-use half::f16;
+use half::{bf16, f16};
 use kvpack::format::{AffineFormat, CodeRange, KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout};
-use kvpack::plan::{ElementType, RowLayout, TokenRange};
+use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
 use kvpack::wgpu::{Tensor, Wgpu};
 use kvpack::{AttentionShape, Backend};
 
@@ -33,17 +33,23 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// Uploads `elements`, rounding them if they are to be f16.
+    /// Uploads `elements`, rounded to their type.
     pub fn new(backend: &Wgpu, layout: RowLayout, elements: Vec<f32>, element_type: ElementType) -> Self {
-        let halves: Vec<f16> = elements.iter().map(|&x| f16::from_f32(x)).collect();
+        let upload = |elements: Elements<'_>| pollster::block_on(backend.upload(elements)).unwrap();
         let (elements, tensor) = match element_type {
             ElementType::F32 => {
-                let tensor = pollster::block_on(backend.upload(elements.as_slice().into())).unwrap();
+                let tensor = upload(elements.as_slice().into());
                 (elements, tensor)
             }
             ElementType::F16 => {
-                let tensor = pollster::block_on(backend.upload(halves.as_slice().into())).unwrap();
-                (halves.into_iter().map(f16::to_f32).collect(), tensor)
+                let rounded: Vec<f16> = elements.into_iter().map(f16::from_f32).collect();
+                let tensor = upload(rounded.as_slice().into());
+                (rounded.into_iter().map(f16::to_f32).collect(), tensor)
+            }
+            ElementType::Bf16 => {
+                let rounded: Vec<bf16> = elements.into_iter().map(bf16::from_f32).collect();
+                let tensor = upload(rounded.as_slice().into());
+                (rounded.into_iter().map(bf16::to_f32).collect(), tensor)
             }
         };
         Self { layout, elements, tensor }

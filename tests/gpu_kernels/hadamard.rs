@@ -21,7 +21,7 @@ fn run(backend: &Wgpu, plan: &HadamardPlan, input: &Tensor) -> Vec<f32> {
     block_on(backend.download(&output)).unwrap()
 }
 
-/// Every head dimension and order, both ways, with and without signs, rows of f32 and f16 wherever they lie.
+/// Every head dimension and order, both ways, with and without signs, rows of every type wherever they lie.
 #[test]
 fn rows_are_rotated_bit_for_bit() {
     let backend = shared();
@@ -43,7 +43,7 @@ fn rows_are_rotated_bit_for_bit() {
                     .enumerate()
             {
                 let direction = if (turn + order) % 3 == 0 { Direction::Back } else { Direction::Forth };
-                let element_type = if (turn + i) % 2 == 0 { ElementType::F32 } else { ElementType::F16 };
+                let element_type = ElementType::ALL[(turn + i) % 3];
                 let rows = Rows::new(&backend, layout, elements.clone(), element_type);
                 let plan = HadamardPlan::new(&shape, layout, rotation, direction).unwrap();
                 let mut expected: Vec<f32> = (0..tokens * 3)

@@ -144,11 +144,14 @@ fn every_format_is_stored_bit_for_bit() {
             0 => RowLayout::token_major(total + 3, &shape),
             _ => RowLayout::head_major(total + 3, &shape),
         };
-        let types = match i % 4 {
+        let types = match i % 7 {
             0 => (ElementType::F32, ElementType::F32),
             1 => (ElementType::F16, ElementType::F16),
-            2 => (ElementType::F32, ElementType::F16),
-            _ => (ElementType::F16, ElementType::F32),
+            2 => (ElementType::Bf16, ElementType::Bf16),
+            3 => (ElementType::F32, ElementType::F16),
+            4 => (ElementType::F16, ElementType::F32),
+            5 => (ElementType::F32, ElementType::Bf16),
+            _ => (ElementType::Bf16, ElementType::F16),
         };
         let tokens = TokenRange::new(2, 2 + total).unwrap();
         check(&Case { shape, format: SegmentFormat { key, value }, rows, tokens, types });

@@ -16,7 +16,7 @@ use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::cuda::device::tensor::Tensor;
 use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat, TILE_TOKENS};
-use crate::plan::{DecodePlan, ElementType, Page, SegmentPlan};
+use crate::plan::{DecodePlan, Page, SegmentPlan};
 use crate::{Error, Result};
 
 /// `Item` of `cuda/common/attend_call.cuh`.
@@ -137,8 +137,8 @@ impl StepPlan {
                 group: self.shape.group() as u32,
                 chunks: chunks as u32,
                 score_scale: LOG2_E / (self.shape.head_dim() as f32).sqrt(),
-                queries_f16: u32::from(queries.element_type() == ElementType::F16),
-                output_f16: u32::from(output.element_type() == ElementType::F16),
+                query_type: queries.type_code(),
+                output_type: output.type_code(),
                 cluster: segment.cluster as u32,
                 tau1: base_2(Calibration::tau1),
                 tau2: base_2(Calibration::tau2),

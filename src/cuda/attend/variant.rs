@@ -284,4 +284,25 @@ mod tests {
             }
         }
     }
+
+    /// The sources of some formats of every kind compile, which needs no device.
+    #[test]
+    #[ignore = "needs NVRTC"]
+    fn kernels_compile() {
+        let shape = AttentionShape::new(8, 2, 128).unwrap();
+        let both = |tensor| SegmentFormat { key: tensor, value: tensor };
+        let kivi = SegmentFormat {
+            key: affine(Bits::Two, Grouping::ChannelTokens(32)),
+            value: affine(Bits::Two, Grouping::TokenChannels(32)),
+        };
+        let levels = SegmentFormat::turboquant_prod(Bits::Three, 128);
+        for format in [SegmentFormat::F16, both(affine(Bits::Four, Grouping::Token)), kivi, levels] {
+            let pages = PageFormat::new(&shape, &format).unwrap();
+            let attend = AttendVariant::candidates(pages, shape.group(), 9, &H200).unwrap()[0];
+            let passes = [ScorePass::Plain, ScorePass::Extremes, ScorePass::Mapped].map(|pass| attend.program(pass));
+            for program in passes.iter().chain([&pages.rows_program()]) {
+                program.compile("sm_90").unwrap_or_else(|error| panic!("{format}: {error}"));
+            }
+        }
+    }
 }

@@ -89,7 +89,7 @@ impl Program {
     ///
     /// # Errors
     /// [`Error::Adapter`] when NVRTC is not installed, [`Error::Gpu`] with its log when it refuses the source.
-    pub(super) fn compile(&self, architecture: &str) -> Result<Vec<u8>> {
+    pub(crate) fn compile(&self, architecture: &str) -> Result<Vec<u8>> {
         if !nvrtc_present() {
             let reason = "NVRTC (libnvrtc, part of the CUDA toolkit) was not found, and the kernels are not in the kernel \
                           cache; install it, set the library path, or ship a filled cache";

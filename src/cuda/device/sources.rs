@@ -24,6 +24,7 @@ files![
     "common/calibration.cuh",
     "common/code_range.cuh",
     "common/codebook.cuh",
+    "common/elements.cuh",
     "common/ordered.cuh",
     "common/level_bytes.cuh",
     "common/ptx.cuh",

@@ -3,13 +3,12 @@
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
-use half::f16;
 
 use super::memory::Memory;
 use crate::Result;
 use crate::plan::{ElementType, Elements};
 
-/// A dense array of f32 or f16 elements on the device. Cheap to clone.
+/// A dense array of f32, f16 or bf16 elements on the device. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Tensor {
     memory: Arc<Memory>,
@@ -32,11 +31,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
     pub fn upload(stream: &Arc<CudaStream>, elements: Elements<'_>) -> Result<Self> {
-        let bytes: &[u8] = match elements {
-            Elements::F32(x) => bytemuck::cast_slice(x),
-            Elements::F16(x) => bytemuck::cast_slice(x),
-        };
-        let memory = Memory::upload(stream, "a tensor", bytes)?;
+        let memory = Memory::upload(stream, "a tensor", elements.bytes())?;
         Ok(Self { memory, elements: elements.len(), element_type: elements.element_type() })
     }
 
@@ -51,10 +46,7 @@ impl Tensor {
     pub(crate) fn download_part(&self, stream: &Arc<CudaStream>, first: usize, elements: usize) -> Result<Vec<f32>> {
         let size = self.element_type.bytes();
         let bytes = self.memory.download_part(stream, "a tensor", first * size, elements * size)?;
-        Ok(match self.element_type {
-            ElementType::F32 => bytemuck::pod_collect_to_vec(&bytes),
-            ElementType::F16 => bytemuck::pod_collect_to_vec::<u8, f16>(&bytes).into_iter().map(f16::to_f32).collect(),
-        })
+        Ok(self.element_type.to_f32(&bytes).collect())
     }
 
     /// Number of elements.
@@ -67,7 +59,21 @@ impl Tensor {
         self.element_type
     }
 
+    /// The type as kernels know it.
+    pub(crate) const fn type_code(&self) -> u32 {
+        type_code(self.element_type)
+    }
+
     pub(crate) const fn memory(&self) -> &Arc<Memory> {
         &self.memory
+    }
+}
+
+/// Types by the numbers of `cuda/common/elements.cuh`.
+pub(crate) const fn type_code(element_type: ElementType) -> u32 {
+    match element_type {
+        ElementType::F32 => 0,
+        ElementType::F16 => 1,
+        ElementType::Bf16 => 2,
     }
 }

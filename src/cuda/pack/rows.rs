@@ -12,7 +12,7 @@ use crate::cuda::device::memory::Memory;
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::program::Program;
 use crate::cuda::device::store::Store;
-use crate::cuda::device::tensor::Tensor;
+use crate::cuda::device::tensor::{Tensor, type_code};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
 use crate::plan::{ElementType, Page, RowLayout};
 use crate::{Error, Result};
@@ -43,7 +43,7 @@ struct RowsCall {
     first_token: u32,
     tokens: u32,
     kv_heads: u32,
-    rows_f16: u32,
+    element_type: u32,
     shrink: f32,
     unused: u32,
 }
@@ -84,7 +84,7 @@ impl Source<'_> {
             first_token: self.first_token as u32,
             tokens: self.tokens as u32,
             kv_heads: shape.kv_heads() as u32,
-            rows_f16: u32::from(self.tensor.element_type() == ElementType::F16),
+            element_type: self.tensor.type_code(),
             ..RowsCall::default()
         }
     }
@@ -190,7 +190,7 @@ impl Launcher<'_> {
                     head_stride: head_dim as u64,
                     first_token: 0,
                     tokens,
-                    rows_f16: 0,
+                    element_type: type_code(ElementType::F32),
                     ..call
                 };
                 Piece { call, rotated: Some((source, scratch.address())) }

@@ -370,7 +370,7 @@ mod tests {
     /// Nothing, and everything.
     const FUSED: [Fused; 2] = [
         Fused { queries: None, output: None },
-        Fused { queries: Some(ElementType::F16), output: Some(ElementType::F16) },
+        Fused { queries: Some(ElementType::F16), output: Some(ElementType::Bf16) },
     ];
 
     fn tensor_formats(head_dim: usize) -> Vec<TensorFormat> {

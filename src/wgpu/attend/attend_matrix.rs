@@ -39,10 +39,11 @@ impl Specialisation<'_> {
             .import("input", input_file(input))
     }
 
-    /// Summands in f16 of an element of the query: one for f16 queries, which it holds exactly, or where 8 bits would do.
+    /// Summands in f16 of an element of the query: one for queries of 16 bits, which it holds exactly (bf16 down to 2^-28 of
+    /// the largest element), or where 8 bits would do.
     fn query_halves(&self, input: ElementType) -> usize {
         match (input, self.query) {
-            (ElementType::F16, _) | (_, QueryPrecision::Int8) => 1,
+            (ElementType::F16 | ElementType::Bf16, _) | (_, QueryPrecision::Int8) => 1,
             (ElementType::F32, QueryPrecision::Int16) => 2,
         }
     }
@@ -93,7 +94,7 @@ mod tests {
                 capabilities: &capabilities,
                 may_use_matrices: true,
             };
-            for input in [ElementType::F32, ElementType::F16] {
+            for input in ElementType::ALL {
                 let source = special.attend_matrix(input).source().unwrap();
                 let module = naga::front::wgsl::parse_str(&source.wgsl).unwrap();
                 let (flags, all) = (naga::valid::ValidationFlags::all(), naga::valid::Capabilities::all());

@@ -16,6 +16,7 @@ pub(super) fn output_file(output: ElementType) -> &'static str {
     match output {
         ElementType::F32 => "attend/output/f32.wgsl",
         ElementType::F16 => "attend/output/f16.wgsl",
+        ElementType::Bf16 => "attend/output/bf16.wgsl",
     }
 }
 

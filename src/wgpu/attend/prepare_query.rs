@@ -85,5 +85,6 @@ pub(super) fn input_file(input: ElementType) -> &'static str {
     match input {
         ElementType::F32 => "attend/input/f32.wgsl",
         ElementType::F16 => "attend/input/f16.wgsl",
+        ElementType::Bf16 => "attend/input/bf16.wgsl",
     }
 }

@@ -1,7 +1,5 @@
 //! Dense tensors on the device.
 
-use half::f16;
-
 use super::buffers;
 use super::guard::{self, Request};
 use crate::plan::{ElementType, Elements};
@@ -10,7 +8,7 @@ use crate::{Error, Result};
 /// Bytes of one transfer between host and device.
 const CHUNK_BYTES: u64 = 64 << 20;
 
-/// A dense array of f32 or f16 elements in a storage buffer: kvpack's own, or part of a buffer of an engine.
+/// A dense array of f32, f16 or bf16 elements in a storage buffer: kvpack's own, or part of a buffer of an engine.
 ///
 /// ```no_run
 /// # fn example(projected_keys: wgpu::Buffer) -> kvpack::Result<()> {
@@ -83,11 +81,7 @@ impl Tensor {
         let element_type = elements.element_type();
         let size = padded_bytes(device, elements.len(), element_type)?;
         let buffer = buffers::create(device, "tensor", size, usages()).await?;
-        let bytes: &[u8] = match elements {
-            Elements::F32(x) => bytemuck::cast_slice(x),
-            Elements::F16(x) => bytemuck::cast_slice(x),
-        };
-        for (i, chunk) in bytes.chunks(CHUNK_BYTES as usize).enumerate() {
+        for (i, chunk) in elements.bytes().chunks(CHUNK_BYTES as usize).enumerate() {
             let words = chunk.len() / 4 * 4;
             let offset = i as u64 * CHUNK_BYTES;
             let request = Request { what: "staging of an upload", bytes: chunk.len() as u64 };
@@ -119,14 +113,9 @@ impl Tensor {
         let (start, end) = (self.offset / 4 * 4, self.end().next_multiple_of(4));
         for at in (start..end).step_by(CHUNK_BYTES as usize) {
             let bytes = buffers::read(device, queue, &self.buffer, at, CHUNK_BYTES.min(end - at)).await?;
-            match self.element_type {
-                ElementType::F32 => elements.extend(bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned::<f32>)),
-                ElementType::F16 => {
-                    elements.extend(bytes.chunks_exact(2).map(|x| bytemuck::pod_read_unaligned::<f16>(x).to_f32()));
-                }
-            }
+            elements.extend(self.element_type.to_f32(&bytes));
         }
-        // An f16 tensor may begin and end in the middle of a word.
+        // A tensor of 16-bit elements may begin and end in the middle of a word.
         elements.drain(..(self.offset - start) as usize / self.element_type.bytes());
         elements.truncate(self.elements);
         Ok(elements)
@@ -229,7 +218,7 @@ fn check_tensor_bytes(bytes: u64, limits: &wgpu::Limits) -> Result<()> {
     if bytes <= allowed {
         return Ok(());
     }
-    let hint = "pass fewer tokens at once, or f16 instead of f32";
+    let hint = "pass fewer tokens at once, or 16-bit elements instead of f32";
     Err(Error::Limit { what: "a tensor in bytes".into(), needed: bytes, allowed, hint })
 }
 

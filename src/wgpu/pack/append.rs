@@ -171,7 +171,7 @@ pub(crate) fn variants() -> Vec<Variant> {
             let each = [KeyOrValue::Key, KeyOrValue::Value].into_iter();
             for which in each.filter(|which| *which == KeyOrValue::Key || format.sketched().is_none()) {
                 let of = |element_type| variant_of(&shape, &format, which, element_type);
-                found.extend([ElementType::F32, ElementType::F16].map(of));
+                found.extend(ElementType::ALL.map(of));
             }
         }
     }

@@ -102,5 +102,5 @@ fn variant_of(element_type: ElementType) -> Variant {
 
 /// Every variant that a plan can ask for.
 pub(crate) fn variants() -> Vec<Variant> {
-    vec![variant_of(ElementType::F32), variant_of(ElementType::F16)]
+    ElementType::ALL.map(variant_of).into()
 }

@@ -155,7 +155,7 @@ pub(crate) fn variants() -> Vec<Variant> {
         for rotation in [Rotation::hadamard(order), Rotation::randomized(order, 1), Rotation::dealt(order, 1)] {
             for direction in [Direction::Forth, Direction::Back] {
                 let turn = Turn { rotation, direction };
-                found.extend([ElementType::F32, ElementType::F16].map(|input| from_rows(head_dim, turn, input)));
+                found.extend(ElementType::ALL.map(|input| from_rows(head_dim, turn, input)));
                 found.push(in_place(head_dim, turn));
             }
         }

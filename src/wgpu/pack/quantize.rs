@@ -407,8 +407,8 @@ pub(crate) fn variants() -> Vec<Variant> {
     let formats = tile_call::distinct_formats(128);
     let of = |format: &TensorFormat| {
         let each = [KeyOrValue::Key, KeyOrValue::Value];
-        let types = [ElementType::F32, ElementType::F16];
-        each.map(|which| types.map(|element_type| variants_of(format, which, element_type, 128)).concat()).concat()
+        each.map(|which| ElementType::ALL.map(|element_type| variants_of(format, which, element_type, 128)).concat())
+            .concat()
     };
     formats.iter().flat_map(of).collect()
 }

@@ -189,6 +189,7 @@ pub(crate) fn rows_file(element_type: ElementType) -> &'static str {
     match element_type {
         ElementType::F32 => "pack/rows/f32.wgsl",
         ElementType::F16 => "pack/rows/f16.wgsl",
+        ElementType::Bf16 => "pack/rows/bf16.wgsl",
     }
 }
 

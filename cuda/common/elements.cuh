@@ -1,0 +1,22 @@
+// Elements of an engine's dense tensors, of the type that a call names: `ElementType` of the host.
+
+#pragma once
+
+constexpr u32 ELEMENTS_F32 = 0;
+constexpr u32 ELEMENTS_F16 = 1;
+constexpr u32 ELEMENTS_BF16 = 2;
+
+__device__ __forceinline__ float load_element(const void* elements, u32 type, u64 index) {
+    if (type == ELEMENTS_F32) return ((const float*)elements)[index];
+    const u32 bits = ((const u16*)elements)[index];
+    return type == ELEMENTS_F16 ? half_value(bits) : bfloat_value(bits);
+}
+
+// Rounds to the nearest, ties to even.
+__device__ __forceinline__ void store_element(void* elements, u32 type, u64 index, float x) {
+    if (type == ELEMENTS_F32) {
+        ((float*)elements)[index] = x;
+    } else {
+        ((u16*)elements)[index] = (u16)(type == ELEMENTS_F16 ? half_bits(x) : bfloat_bits(x));
+    }
+}

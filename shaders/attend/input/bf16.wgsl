@@ -1,0 +1,8 @@
+// A dense bf16 tensor, read four elements at a time: they are the high halves of f32 elements.
+
+@group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
+
+fn input4(index: u32) -> vec4<f32> {
+    let words = inputs[index];
+    return bitcast<vec4<f32>>(vec4<u32>(words.x << 16u, words.x & 0xffff0000u, words.y << 16u, words.y & 0xffff0000u));
+}

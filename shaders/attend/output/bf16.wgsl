@@ -1,0 +1,12 @@
+// The output tensor in bf16: the high halves of f32 elements, rounded to the nearest, ties to even.
+
+@group(0) @binding(8) var<storage, read_write> outputs: array<vec2<u32>>;
+
+fn write_output(index: u32, x: vec4<f32>) {
+    let bits = bitcast<vec4<u32>>(x);
+    let nearest = bits + 0x7fffu + ((bits >> vec4<u32>(16u)) & vec4<u32>(1u));
+    // Rounding would carry out of the largest NaNs.
+    let is_nan = (bits & vec4<u32>(0x7fffffffu)) > vec4<u32>(0x7f800000u);
+    let halves = select(nearest, bits | vec4<u32>(0x400000u), is_nan) >> vec4<u32>(16u);
+    outputs[index] = halves.xz | (halves.yw << vec2<u32>(16u));
+}
