@@ -1,32 +1,13 @@
-//! Kernel `attend`, and what `scores` and `weighted_values` share with it: which shader parts serve a format.
+//! Kernel `attend`, and its halves `scores` and `weighted_values`: which parts serve a format.
 
-use super::code_bytes::{CodeBytes, top_bits};
-use super::merge_states::output_file;
-use super::prepare_query::input_file;
-use crate::backend::QueryPrecision;
+use super::recipe::{
+    AttendRecipe, Field, FloatQuery, GroupedKeyRanges, IntegerQuery, KeyRanges, KeyRows, Merge, Scores, SignedBytes,
+};
+use super::specialisation::Specialisation;
 use crate::format::codebook::level_unit;
 use crate::format::sketch::sketch_level;
-use crate::format::{AttentionShape, Bits, CodebookFormat, Grouping, SegmentFormat, TensorFormat, TileLayout};
+use crate::format::{Bits, CodebookFormat, Grouping, TensorFormat, TileLayout};
 use crate::plan::ElementType;
-use crate::wgpu::device::{Capabilities, Variant};
-
-/// How the query heads of a KV head are spread over workgroups.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct HeadSplit {
-    /// Query heads of one workgroup.
-    pub heads: usize,
-    /// Workgroups per KV head and work item. Each reads the keys and values again.
-    pub chunks: usize,
-}
-
-/// How the channels of values are spread over the four teams of a workgroup.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ChannelSplit {
-    /// Channels per lane.
-    pub channels: usize,
-    /// Blocks of `32 · channels` channels; the teams left over share the tiles of a step.
-    pub blocks: usize,
-}
 
 /// What `attend` does beside attending, so that a step has fewer launches that wait for each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,312 +28,131 @@ enum KeyGroups {
     Integers,
 }
 
-/// Everything that chooses the attend variant of one segment.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Specialisation<'a> {
-    pub shape: &'a AttentionShape,
-    pub format: &'a SegmentFormat,
-    pub query: QueryPrecision,
-    pub capabilities: &'a Capabilities,
-    /// Whether cooperative matrices may take the segment: not where it is calibrated, and not where the kernel could merge its
-    /// states, which one with matrices cannot.
-    pub may_use_matrices: bool,
-}
-
-/// Most tiles of a work item: what `tile_bases` in workgroup memory holds.
-pub(super) const MAX_TILES: usize = 64;
-pub(super) const STEP_TILES: usize = 4;
-pub(super) const INVOCATIONS: usize = 128;
-/// Blocks of a tile that weights of one byte are relative to.
-pub(super) const WEIGHT_BLOCKS: usize = 4;
-/// Most query heads of a workgroup. The others of a KV head go to further workgroups, which start together and share keys
-/// and values in the cache of the device: on an H200 eight heads took 373 µs in two workgroups and 506 µs in one at f16, 145
-/// and 153 µs at 2 bits.
-const MOST_HEADS: usize = 4;
-/// Where codes are decoded to floats, which every workgroup would do again; more would not fit the registers.
-const MOST_DECODED_HEADS: usize = 8;
-
 impl Specialisation<'_> {
     /// The fused kernel.
-    pub fn attend(&self, fused: Fused) -> Variant {
+    pub fn attend(&self, fused: Fused) -> AttendRecipe {
         if let (true, Some(input)) = (self.uses_matrices(), fused.queries) {
             return self.attend_matrix(input);
         }
         let heads = self.head_split();
-        let variant = self.with_work(Variant::new("attend"), heads);
-        let variant = self.with_keys(variant, KeyGroups::Integers);
-        let variant = match fused.queries {
-            Some(input) => self.with_own_query(variant, input),
-            None => variant,
-        };
-        self.with_softmax(with_merge(self.with_values(variant, heads.heads), fused.output))
-    }
-
-    /// True if every workgroup of `attend` can prepare the query itself. Rotations would take it too many barriers.
-    pub fn prepares_own_query(&self) -> bool {
-        self.format.key.rotation().is_none()
-    }
-
-    fn with_own_query(&self, variant: Variant, input: ElementType) -> Variant {
-        let variant = variant.float("SCORE_SCALE", self.score_scale()).import("input", input_file(input));
-        if !self.integer_keys() {
-            return variant.import("query", "attend/query/own_f32.wgsl");
-        }
-        let variant = self.with_query_fields(variant.import("query", "attend/query/own.wgsl"));
-        match self.capabilities.subgroups {
-            Some(sizes) if sizes.min >= 32 && sizes.max as usize <= INVOCATIONS => variant
-                .import("team_totals", "attend/team_totals/subgroup.wgsl")
-                .import("numbering", "attend/numbering/subgroup.wgsl"),
-            _ => variant,
+        AttendRecipe::Attend {
+            work: self.work(heads),
+            scores: self.key_scores(KeyGroups::Integers, fused.queries),
+            values: self.values(heads.heads),
+            softmax: self.softmax(),
+            merge: merge(fused.output),
         }
     }
 
     /// The unfused scores of packed keys.
-    pub fn scores(&self) -> Variant {
-        let heads = self.head_split();
-        self.with_keys(self.with_work(Variant::new("scores"), heads), KeyGroups::Decoded)
+    pub fn scores(&self) -> AttendRecipe {
+        AttendRecipe::Scores { work: self.work(self.head_split()), scores: self.key_scores(KeyGroups::Decoded, None) }
     }
 
     /// The unfused weighted values, with the calibration (τ1, τ2). With an output, they are merged as in [`Fused::output`].
-    pub fn weighted_values(&self, (tau1, tau2): (f32, f32), output: Option<ElementType>) -> Variant {
+    pub fn weighted_values(&self, tau: (f32, f32), output: Option<ElementType>) -> AttendRecipe {
         let heads = self.head_split();
-        let variant = self.with_work(Variant::new("weighted_values"), heads).float("TAU_1", tau1).float("TAU_2", tau2);
-        self.with_softmax(with_merge(self.with_values(variant, heads.heads), output))
-    }
-
-    /// The most heads per workgroup that fit its memory, spread evenly.
-    pub fn head_split(&self) -> HeadSplit {
-        if self.uses_matrices() {
-            return self.matrix_head_split();
-        }
-        let group = self.shape.group();
-        let decoded_keys = self.format.key != TensorFormat::F16 && !self.integer_keys() && !self.has_key_groups();
-        let decoded_values = self.format.value != TensorFormat::F16 && !self.integer_values();
-        let most = if decoded_keys || decoded_values { MOST_DECODED_HEADS } else { MOST_HEADS };
-        let fits = |heads: &usize| self.workgroup_bytes(*heads) <= self.capabilities.limits.workgroup_memory as usize;
-        let most = (1..=most.min(group)).rev().find(fits).unwrap_or(1);
-        let chunks = group.div_ceil(most);
-        HeadSplit { heads: group.div_ceil(chunks), chunks }
-    }
-
-    /// Measured on an H200: few heads want many channels per lane, many heads want few, so that the running sums
-    /// (heads · channels) stay in registers. f16 wants many, so that a weight that is read from workgroup memory is used
-    /// often, but not where several workgroups read the same values.
-    pub(super) fn channel_split(&self, heads: usize) -> ChannelSplit {
-        let blocks = match heads {
-            1 | 2 => 1,
-            _ if *self.format == SegmentFormat::F16 && heads == self.shape.group() => 1,
-            3..=5 => 2,
-            _ => 4,
-        };
-        ChannelSplit::new(self.shape.head_dim(), blocks)
-    }
-
-    /// True if the prepared query is integers.
-    pub fn integer_keys(&self) -> bool {
-        is_dot(&self.format.key)
-    }
-
-    /// True if weights are integers.
-    fn integer_values(&self) -> bool {
-        is_dot(&self.format.value) || self.value_groups().is_some()
-    }
-
-    /// Byte planes of the prepared query.
-    pub fn query_planes(&self) -> usize {
-        match self.query {
-            QueryPrecision::Int16 => 2,
-            QueryPrecision::Int8 => 1,
+        AttendRecipe::WeightedValues {
+            work: self.work(heads),
+            tau,
+            values: self.values(heads.heads),
+            softmax: self.softmax(),
+            merge: merge(output),
         }
     }
 
-    /// True if weights are integers of one byte.
-    pub(super) fn byte_weights(&self) -> bool {
-        let by_channel = self.format.value.grouping() == Some(Grouping::Channel);
-        self.query == QueryPrecision::Int8 && (by_channel || self.value_groups().is_some())
-    }
-
-    /// 32-bit words of the prepared rows of one query.
-    pub fn query_row_words(&self) -> usize {
-        let channels = TileLayout::new(&self.format.key, self.shape.head_dim()).key_row_channels();
-        let words = if self.integer_keys() { self.query_planes() * channels / 4 + 4 } else { channels + 4 };
-        self.query_parts() * words
-    }
-
-    /// Workgroup memory of the attend variant with `heads` heads, as the shaders declare it.
-    fn workgroup_bytes(&self, heads: usize) -> usize {
-        let query = heads * self.query_row_words() * 4;
-        let weights = match self.integer_values() {
-            true if self.byte_weights() => heads * STEP_TILES * (8 * 16 + WEIGHT_BLOCKS * (4 + 2 * 4)),
-            true => heads * 2 * STEP_TILES * 8 * 16,
-            false if self.capabilities.f16 => heads * STEP_TILES * 32 * 8,
-            false => heads * STEP_TILES * 32 * 16,
-        };
-        let split = self.channel_split(heads);
-        let block_sums = STEP_TILES * 32 * split.channels * 4;
-        let maxima = 4 * heads * 4 + 8;
-        let last = heads * 4;
-        let ranges = if self.format.value.has_span_ranges() { self.shape.head_dim() * 8 } else { 0 };
-        let rotated = self.format.value.rotation().map_or(0, |_| self.shape.head_dim() * 4);
-        let groups = self.group_bytes(heads);
-        MAX_TILES * 4
-            + rotated
-            + query
-            + weights
-            + block_sums
-            + heads * INVOCATIONS * 4
-            + maxima
-            + last
-            + ranges
-            + groups
-    }
-
-    pub(super) fn with_work(&self, variant: Variant, heads: HeadSplit) -> Variant {
-        variant
-            .constant("HEAD_DIM", self.shape.head_dim())
-            .constant("KV_HEADS", self.shape.kv_heads())
-            .constant("QUERY_HEADS", self.shape.query_heads())
-            .constant("HEADS", heads.heads)
-            .constant("CHUNKS", heads.chunks)
-            .constant("MAX_TILES", MAX_TILES)
-    }
-
-    fn with_softmax(&self, variant: Variant) -> Variant {
-        match self.capabilities.subgroups.is_some() {
-            true => variant.import("workgroup_max", "attend/workgroup_max/subgroup.wgsl"),
-            false => variant,
-        }
-    }
-
-    fn with_keys(&self, variant: Variant, groups: KeyGroups) -> Variant {
+    /// Scores of keys with queries of this type, or with those that `prepare_query` left.
+    fn key_scores(&self, groups: KeyGroups, queries: Option<ElementType>) -> Scores {
         let layout = TileLayout::new(&self.format.key, self.shape.head_dim());
         let vector = layout.key_vector();
-        let variant = variant
-            .alias("KeyVector", key_vector_type(vector))
-            .constant("KEY_VECTOR", vector)
-            .constant("KEY_VECTORS", layout.key_row_words() / vector);
-        let Some(bits) = self.format.key.code_bits() else {
-            return variant.import("scores", "attend/scores/fma.wgsl");
+        let rows = KeyRows { vector, vectors: layout.key_row_words() / vector };
+        let query = match queries {
+            Some(input) => FloatQuery::Own(self.given_query(input)),
+            None => FloatQuery::Prepared,
         };
-        let by_value = |field| {
-            let variant = match bits {
-                Bits::Three => variant.clone().import("key_codes", "attend/key_codes/three.wgsl"),
-                bits => variant.clone().constant("KEY_BITS", bits.count() as usize),
-            };
-            variant.import("scores", "attend/scores/fma.wgsl").import("key_field", field)
-        };
+        let by_value = |field| Scores::Fma { rows, field, query };
+        let Some(bits) = self.format.key.code_bits() else { return by_value(Field::F16) };
         if let Some(sketched) = self.format.key.sketched() {
-            return self.with_sketched_keys(variant, sketched);
+            return self.sketched_scores(rows, sketched);
         }
+        let bytes = SignedBytes::new(bits, &self.format.key);
         match self.format.key.grouping() {
-            Some(Grouping::Token) => self
-                .with_integer_query(variant, bits)
-                .import("key_ranges", "attend/key_ranges/token.wgsl")
-                .float("KEY_MIDDLE", self.key_bytes().middle * self.key_bytes().unit),
+            Some(Grouping::Token) => {
+                let middle = self.key_bytes().middle * self.key_bytes().unit;
+                self.dot_scores(rows, bytes, KeyRanges::Token { middle }, queries)
+            }
             Some(Grouping::ChannelTokens(tokens)) => match groups {
-                KeyGroups::Integers if self.has_key_groups() => self.with_key_groups(variant, bits),
-                _ => by_value("attend/key_field/channel_tokens.wgsl"),
-            }
-            .constant("KEY_TOKEN_GROUPS", crate::TILE_TOKENS / tokens),
-            Some(Grouping::TokenChannels(channels)) => {
-                by_value("attend/key_field/token_channels.wgsl").constant("KEY_GROUP_CHANNELS", channels)
-            }
-            Some(Grouping::Channel) | None => self.with_integer_query(variant, bits),
+                KeyGroups::Integers if self.has_key_groups() => Scores::Groups {
+                    rows,
+                    bytes,
+                    ranges: GroupedKeyRanges {
+                        groups: crate::TILE_TOKENS / tokens,
+                        middle: self.key_bytes().middle,
+                        fields: self.query_fields(),
+                    },
+                    totals: self.key_totals(),
+                    query,
+                },
+                _ => by_value(Field::ChannelTokens(bits, crate::TILE_TOKENS / tokens)),
+            },
+            Some(Grouping::TokenChannels(channels)) => by_value(Field::TokenChannels(bits, channels)),
+            Some(Grouping::Channel) | None => self.dot_scores(rows, bytes, KeyRanges::Folded, queries),
         }
     }
 
-    fn with_sketched_keys(&self, variant: Variant, format: &CodebookFormat) -> Variant {
-        let head_dim = self.shape.head_dim();
-        // No store is made of a format without a unit.
-        let unit = format.level_bits().and_then(|bits| level_unit(bits, head_dim)).unwrap_or(1.0);
-        let variant = match format.bits {
-            Bits::Three => variant.import("sketch_fields", "attend/sketch_fields/three.wgsl"),
-            _ => variant,
+    fn dot_scores(&self, rows: KeyRows, bytes: SignedBytes, ranges: KeyRanges, queries: Option<ElementType>) -> Scores {
+        let query = match queries {
+            Some(input) => IntegerQuery::Own {
+                given: self.given_query(input),
+                fields: self.query_fields(),
+                totals: self.exchange_among(32),
+            },
+            None => IntegerQuery::Prepared,
         };
-        variant
-            .import("scores", "attend/scores/sketch.wgsl")
-            .constant("KEY_BITS", format.bits.count() as usize)
-            .constant("KEY_PARTS", self.query_parts())
-            .constant("QUERY_PLANES", self.query_planes())
-            .float("LEVEL_UNIT", unit)
-            .float("SKETCH_LEVEL", sketch_level(head_dim))
+        Scores::Dot { rows, bytes, ranges, query_planes: self.query_planes(), query }
     }
 
-    /// Rows that a query is prepared in: one, or one for the signs of sketches and one for the levels beside them.
-    pub fn query_parts(&self) -> usize {
-        match self.format.key.sketched() {
-            Some(format) if format.level_bits().is_some() => 2,
-            _ => 1,
+    fn sketched_scores(&self, rows: KeyRows, format: &CodebookFormat) -> Scores {
+        let head_dim = self.shape.head_dim();
+        Scores::Sketch {
+            rows,
+            bits: format.bits,
+            query_rows: self.query_parts(),
+            query_planes: self.query_planes(),
+            // No store is made of a format without a unit.
+            level_unit: format.level_bits().and_then(|bits| level_unit(bits, head_dim)).unwrap_or(1.0),
+            sketch_level: sketch_level(head_dim),
         }
     }
+}
 
-    fn with_integer_query(&self, variant: Variant, bits: Bits) -> Variant {
-        self.with_key_bytes(variant, bits).constant("QUERY_PLANES", self.query_planes())
-    }
-
-    /// What makes signed bytes of keys.
-    pub(super) fn with_key_bytes(&self, variant: Variant, bits: Bits) -> Variant {
-        match (bits, &self.format.key) {
-            (Bits::Three, TensorFormat::Codebook(_)) => variant
-                .import("key_bytes", "attend/key_bytes/three.wgsl")
-                .import("three_bytes", "attend/three_bytes/levels.wgsl"),
-            (Bits::Three, _) => variant.import("key_bytes", "attend/key_bytes/three.wgsl"),
+impl SignedBytes {
+    pub(super) fn new(bits: Bits, format: &TensorFormat) -> Self {
+        match (bits, format) {
+            (Bits::Three, TensorFormat::Codebook(_)) => Self::ThreeLevels,
+            (Bits::Three, _) => Self::ThreeTop,
             // Two levels are an affine grid.
-            (bits, TensorFormat::Codebook(_)) if bits != Bits::One => {
-                variant.import("key_bytes", "attend/key_bytes/levels.wgsl").constant("KEY_BITS", bits.count() as usize)
-            }
-            (bits, _) => variant.constant("KEY_BITS", bits.count() as usize).constant("KEY_MASK", top_bits(bits)),
+            (bits, TensorFormat::Codebook(_)) if bits != Bits::One => Self::Levels(bits),
+            (bits, _) => Self::Top(bits),
         }
     }
-
-    /// The bytes of packed keys.
-    pub(super) fn key_bytes(&self) -> CodeBytes {
-        CodeBytes::new(&self.format.key, self.shape.head_dim())
-    }
 }
 
-impl ChannelSplit {
-    /// At most `wanted` blocks, as few as needed for lanes of at most four channels.
-    fn new(head_dim: usize, wanted: usize) -> Self {
-        let blocks_of_32 = head_dim.div_ceil(32);
-        let blocks =
-            [4, 2, 1].into_iter().find(|&blocks| blocks <= wanted && blocks_of_32.is_multiple_of(blocks)).unwrap_or(1);
-        // A lane of more than four channels would need more registers than it saves loads.
-        let blocks = if blocks_of_32 / blocks > 4 { blocks * 2 } else { blocks };
-        Self { channels: blocks_of_32 / blocks, blocks }
-    }
-}
-
-/// True if a product with the tensor is a sum of integer dot products: one range covers all that is summed, or each
-/// token has one.
-pub(super) fn is_dot(format: &TensorFormat) -> bool {
-    matches!(format.grouping(), Some(Grouping::Channel | Grouping::Token))
-}
-
-fn with_merge(variant: Variant, output: Option<ElementType>) -> Variant {
-    match output {
-        Some(output) => variant.import("merge", "attend/merge/last.wgsl").import("output", output_file(output)),
-        None => variant,
-    }
-}
-
-fn key_vector_type(words: usize) -> &'static str {
-    match words {
-        4 => "vec4<u32>",
-        3 => "array<u32, 3>",
-        2 => "vec2<u32>",
-        _ => "array<u32, 1>",
-    }
+fn merge(output: Option<ElementType>) -> Merge {
+    output.map_or(Merge::Later, Merge::Last)
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::StepPlan;
     use super::super::prepare_query::Extremes;
+    use super::super::recipe::{ByteWeights, Exchange, FloatWeights, Sums, ValueRanges};
+    use super::super::specialisation::MAX_TILES;
     use super::*;
-    use crate::format::{AffineFormat, HEAD_DIMS, Rotation};
-    use crate::plan::{DecodePlan, ElementType, Page, SpanView, Split, StoreView};
-    use crate::wgpu::device::{KernelLimits, SubgroupSizes, Timestamps};
+    use crate::backend::QueryPrecision;
+    use crate::format::{AffineFormat, AttentionShape, HEAD_DIMS, Rotation, SegmentFormat};
+    use crate::plan::{DecodePlan, Page, SpanView, Split, StoreView};
+    use crate::wgpu::device::{Capabilities, KernelLimits, SubgroupSizes, Timestamps, Variant};
 
     fn capabilities(f16: bool, subgroups: bool, workgroup_memory: u32) -> Capabilities {
         let limits = KernelLimits {
@@ -431,7 +231,7 @@ mod tests {
                 let (shape, format, capabilities) = (&shape, &format, &capabilities);
                 let query = [QueryPrecision::Int16, QueryPrecision::Int8][i / 2 % 2];
                 let special = Specialisation { shape, format, query, capabilities, may_use_matrices: true };
-                let variant = special.attend(FUSED[i % 2 * usize::from(special.prepares_own_query())]);
+                let variant = special.attend(FUSED[i % 2 * usize::from(special.prepares_own_query())]).variant();
                 let module = validate(&variant);
                 let counted = special.workgroup_bytes(special.head_split().heads);
                 let declared = declared_workgroup_bytes(&module);
@@ -478,13 +278,96 @@ mod tests {
                     may_use_matrices: true,
                 };
                 for fused in &FUSED[..=usize::from(special.prepares_own_query())] {
-                    validate(&special.attend(*fused));
-                    validate(&special.weighted_values((1.0, 3.0), fused.output));
+                    validate(&special.attend(*fused).variant());
+                    validate(&special.weighted_values((1.0, 3.0), fused.output).variant());
                 }
-                validate(&special.scores());
+                validate(&special.scores().variant());
                 validate(&special.prepare_query(ElementType::F16, Extremes::Reset));
                 validate(&special.prepare_query(ElementType::F32, Extremes::None));
             }
         }
+    }
+
+    /// The fused kernel of a format at four query heads per KV head, 128 channels.
+    fn chosen(format: SegmentFormat, query: QueryPrecision, capabilities: Capabilities) -> AttendRecipe {
+        let shape = AttentionShape::new(8, 2, 128).unwrap();
+        let (shape, format, capabilities) = (&shape, &format, &capabilities);
+        let special = Specialisation { shape, format, query, capabilities, may_use_matrices: true };
+        special.attend(FUSED[usize::from(special.prepares_own_query())])
+    }
+
+    fn affine(bits: Bits, grouping: Grouping) -> TensorFormat {
+        TensorFormat::Affine(AffineFormat::new(bits, grouping))
+    }
+
+    #[test]
+    fn plain_halves_are_multiplied_as_floats() {
+        let recipe = chosen(SegmentFormat::F16, QueryPrecision::Int8, capabilities(true, true, 16 << 10));
+        let AttendRecipe::Attend { scores, values, softmax, merge, .. } = recipe else { panic!("{recipe:?}") };
+        assert!(matches!(scores, Scores::Fma { field: Field::F16, query: FloatQuery::Own(_), .. }), "{scores:?}");
+        assert_eq!(values.sums, Sums::Fma { field: Field::F16, weights: FloatWeights::F16 });
+        assert_eq!((softmax, merge), (Exchange::Subgroup, Merge::Last(ElementType::Bf16)));
+    }
+
+    /// Ranges per channel: two byte planes of the query and weights of two bytes, or one and weights relative to blocks.
+    #[test]
+    fn the_precision_of_the_query_is_that_of_the_weights() {
+        let format = SegmentFormat::per_channel(Bits::Two);
+        let parts = |query| match chosen(format, query, capabilities(false, false, 16 << 10)) {
+            AttendRecipe::Attend { scores: Scores::Dot { query_planes, ranges, .. }, values, .. } => {
+                assert_eq!(ranges, KeyRanges::Folded);
+                (query_planes, values.sums)
+            }
+            other => panic!("{other:?}"),
+        };
+        let (bytes, middle) = (SignedBytes::Top(Bits::Two), 2.0);
+        assert_eq!(parts(QueryPrecision::Int16), (2, Sums::Dot { bytes, ranges: ValueRanges::Folded { middle } }));
+        let weights = ByteWeights::Shared { middle: 0.0 };
+        assert_eq!(parts(QueryPrecision::Int8), (1, Sums::Byte { bytes, weights, block_max: Exchange::Memory }));
+    }
+
+    /// Ranges of groups (KIVI) are integers beside a query of one byte alone.
+    #[test]
+    fn ranges_of_groups_are_integers_beside_a_query_of_one_byte() {
+        let format = SegmentFormat {
+            key: affine(Bits::Two, Grouping::ChannelTokens(32)),
+            value: affine(Bits::Two, Grouping::TokenChannels(32)),
+        };
+        let parts = |query| match chosen(format, query, capabilities(true, true, 16 << 10)) {
+            AttendRecipe::Attend { scores, values, .. } => (scores, values.sums),
+            other => panic!("{other:?}"),
+        };
+        let (scores, sums) = parts(QueryPrecision::Int8);
+        assert!(matches!(scores, Scores::Groups { bytes: SignedBytes::Top(Bits::Two), .. }), "{scores:?}");
+        let weights = ByteWeights::Groups { groups: 4, centre: 1.5 };
+        assert_eq!(sums, Sums::Byte { bytes: SignedBytes::Top(Bits::Two), weights, block_max: Exchange::Subgroup });
+        let (scores, sums) = parts(QueryPrecision::Int16);
+        assert!(matches!(scores, Scores::Fma { field: Field::ChannelTokens(Bits::Two, 4), .. }), "{scores:?}");
+        let field = Field::TokenChannels(Bits::Two, 32);
+        assert_eq!(sums, Sums::Fma { field, weights: FloatWeights::F16 });
+    }
+
+    /// Two levels are an affine grid; a codebook has norms per token.
+    #[test]
+    fn codebooks_are_bytes_of_levels() {
+        let codebook = |bits| TensorFormat::Codebook(CodebookFormat::turboquant(bits, 128));
+        let bytes = |bits| {
+            let format = SegmentFormat { key: codebook(bits), value: codebook(bits) };
+            match chosen(format, QueryPrecision::Int16, capabilities(true, true, 16 << 10)) {
+                AttendRecipe::Attend {
+                    scores: Scores::Dot { bytes, ranges: KeyRanges::Token { .. }, query: IntegerQuery::Prepared, .. },
+                    values,
+                    ..
+                } => {
+                    assert!(values.rotation.is_some());
+                    bytes
+                }
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(
+            [Bits::One, Bits::Three, Bits::Four].map(bytes),
+            [SignedBytes::Top(Bits::One), SignedBytes::ThreeLevels, SignedBytes::Levels(Bits::Four)]
+        );
     }
 }

@@ -1,11 +1,10 @@
 //! Kernel `attend_matrix`: `attend` by cooperative matrices, where that is faster.
 
-use super::attend::{HeadSplit, MAX_TILES, Specialisation};
-use super::prepare_query::input_file;
+use super::recipe::{AttendRecipe, HeadSplit};
+use super::specialisation::{MAX_TILES, Specialisation};
 use crate::backend::QueryPrecision;
 use crate::format::SegmentFormat;
 use crate::plan::ElementType;
-use crate::wgpu::device::Variant;
 
 /// Query heads of a workgroup: two columns each of a product's right operand.
 const HEADS: usize = 8;
@@ -29,14 +28,12 @@ impl Specialisation<'_> {
     }
 
     /// The kernel, for queries of `input` elements.
-    pub(super) fn attend_matrix(&self, input: ElementType) -> Variant {
-        let heads = self.matrix_head_split();
-        self.with_work(Variant::new("attend_matrix"), heads)
-            .with_f16()
-            .with_matrices()
-            .constant("QUERY_PARTS", self.query_halves(input))
-            .float("SCORE_SCALE", self.score_scale())
-            .import("input", input_file(input))
+    pub(super) fn attend_matrix(&self, input: ElementType) -> AttendRecipe {
+        AttendRecipe::Matrix {
+            work: self.work(self.matrix_head_split()),
+            query_parts: self.query_halves(input),
+            query: self.given_query(input),
+        }
     }
 
     /// Summands in f16 of an element of the query: one for queries of 16 bits, which it holds exactly (bf16 down to 2^-28 of
@@ -95,7 +92,7 @@ mod tests {
                 may_use_matrices: true,
             };
             for input in ElementType::ALL {
-                let source = special.attend_matrix(input).source().unwrap();
+                let source = special.attend_matrix(input).variant().source().unwrap();
                 let module = naga::front::wgsl::parse_str(&source.wgsl).unwrap();
                 let (flags, all) = (naga::valid::ValidationFlags::all(), naga::valid::Capabilities::all());
                 naga::valid::Validator::new(flags, all).validate(&module).unwrap();

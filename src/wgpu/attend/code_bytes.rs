@@ -32,8 +32,3 @@ impl CodeBytes {
         }
     }
 }
-
-/// The top `bits` bits of every byte.
-pub(super) fn top_bits(bits: Bits) -> usize {
-    ((bits.max_code() << (8 - bits.count())) * 0x0101_0101) as usize
-}

@@ -4,10 +4,10 @@
 //! With a query of 16 bits these are multiplied as floats: on an H200 two byte planes for every group took 418 µs where floats
 //! took 278 (2 bits, `g4-b8-32k`).
 
-use super::attend::{STEP_TILES, Specialisation, WEIGHT_BLOCKS, is_dot};
+use super::recipe::Exchange;
+use super::specialisation::{STEP_TILES, Specialisation, WEIGHT_BLOCKS, is_dot};
 use crate::backend::QueryPrecision;
-use crate::format::{Bits, Grouping, TileLayout};
-use crate::wgpu::device::Variant;
+use crate::format::{Grouping, TileLayout};
 
 /// Runs of 32 tokens of a tile; a group of tokens is one of them or more.
 const QUARTERS: usize = 4;
@@ -47,27 +47,12 @@ impl Specialisation<'_> {
         }
     }
 
-    /// Integer products of such keys.
-    pub(super) fn with_key_groups(&self, variant: Variant, bits: Bits) -> Variant {
-        let variant = self
-            .with_query_fields(self.with_key_bytes(variant, bits))
-            .import("scores", "attend/scores/groups.wgsl")
-            .float("KEY_MIDDLE", self.key_bytes().middle);
+    /// How such keys find the totals of a query over the channels.
+    pub(super) fn key_totals(&self) -> Exchange {
         match self.capabilities.subgroups {
-            Some(sizes) if (sizes.min, sizes.max) == (32, 32) => variant
-                .import("key_totals", "attend/key_totals/subgroup.wgsl")
-                .import("numbering", "attend/numbering/subgroup.wgsl"),
-            _ => variant,
+            Some(sizes) if (sizes.min, sizes.max) == (32, 32) => Exchange::Subgroup,
+            _ => Exchange::Memory,
         }
-    }
-
-    /// Integer products of such values, `channels` of them to a lane: a set of weights for every group.
-    pub(super) fn with_value_groups(&self, variant: Variant, bits: Bits, groups: usize, channels: usize) -> Variant {
-        self.with_weight_blocks(variant, bits)
-            .import("byte_weights", "attend/byte_weights/groups.wgsl")
-            .constant("WEIGHT_GROUPS", groups)
-            .constant("CHANNEL_STRIDE", 32 / channels)
-            .float("VALUE_CENTRE", bits.max_code() as f32 / 2.0)
     }
 
     /// Workgroup memory of a step's queries, bytes for every quarter of a tile with their largest and their bias, and of the

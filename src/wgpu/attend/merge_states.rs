@@ -1,5 +1,6 @@
 //! Kernel `merge_states`: joins the states of all work items and writes the output.
 
+use super::parts::output_file;
 use crate::format::AttentionShape;
 use crate::plan::ElementType;
 use crate::wgpu::device::Variant;
@@ -10,14 +11,6 @@ pub(super) fn merge_states(shape: &AttentionShape, output: ElementType) -> Varia
         .constant("HEAD_DIM", shape.head_dim())
         .constant("QUERY_HEADS", shape.query_heads())
         .import("output", output_file(output))
-}
-
-pub(super) fn output_file(output: ElementType) -> &'static str {
-    match output {
-        ElementType::F32 => "attend/output/f32.wgsl",
-        ElementType::F16 => "attend/output/f16.wgsl",
-        ElementType::Bf16 => "attend/output/bf16.wgsl",
-    }
 }
 
 /// Bytes of the states of one row: every query head's output and log-sum-exp, padded to 16 bytes.

@@ -7,8 +7,11 @@ mod attend_values;
 mod code_bytes;
 mod group_ranges;
 mod merge_states;
+mod parts;
 mod prepare_query;
+mod recipe;
 mod scratch;
+mod specialisation;
 mod step;
 
 pub use scratch::{Scratch, ScratchBytes};

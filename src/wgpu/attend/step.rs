@@ -10,10 +10,11 @@
 //! `attend` (or `weighted_values` where calibrated) for every shard; `merge_states` once, unless the last workgroup of
 //! `attend` merges. Each waits for the one before, which costs more than what small ones do.
 
-use super::attend::{Fused, MAX_TILES, Specialisation};
+use super::attend::Fused;
 use super::merge_states::{merge_states, state_row_bytes};
 use super::prepare_query::Extremes;
 use super::scratch::{Layout, Scratch, ScratchBytes, Section};
+use super::specialisation::{MAX_TILES, Specialisation};
 use crate::backend::AttendOptions;
 use crate::format::{KeyOrValue, TILE_TOKENS};
 use crate::plan::{DecodePlan, Dispatch, ElementType, SegmentPlan};
@@ -404,7 +405,7 @@ impl Builder<'_> {
             self.push_keys(segment, shard, &mut buffers);
             buffers.push(("stored_scores", Slot::Scores(scores)));
             buffers.push(("extremes", Slot::Scores(extremes)));
-            (self.specialisation(segment).scores(), buffers)
+            (self.specialisation(segment).scores().variant(), buffers)
         })
     }
 
@@ -415,7 +416,9 @@ impl Builder<'_> {
                 (Some(calibration), Some((scores, extremes))) => {
                     buffers.push(("stored_scores", Slot::Scores(scores)));
                     buffers.push(("extremes", Slot::Scores(extremes)));
-                    self.specialisation(segment).weighted_values((calibration.tau1(), calibration.tau2()), output)
+                    self.specialisation(segment)
+                        .weighted_values((calibration.tau1(), calibration.tau2()), output)
+                        .variant()
                 }
                 _ => {
                     let queries = self.own_query(segment).then_some(self.input);
@@ -424,7 +427,7 @@ impl Builder<'_> {
                         None => ("queries", Slot::Queries(sections.queries)),
                     });
                     self.push_keys(segment, shard, &mut buffers);
-                    self.specialisation(segment).attend(Fused { queries, output })
+                    self.specialisation(segment).attend(Fused { queries, output }).variant()
                 }
             };
             self.push_values(segment, shard, &mut buffers);

@@ -1,0 +1,344 @@
+//! The shader variant of an [`AttendRecipe`]: files for slots, numbers for constants.
+
+use super::recipe::{
+    AttendRecipe, ByteWeights, Exchange, Field, FloatQuery, FloatWeights, GivenQuery, IntegerQuery, KeyRanges, KeyRows,
+    Merge, QueryFields, Scores, SignedBytes, Sums, ValueRanges, Values, Work,
+};
+use crate::format::{Bits, Direction};
+use crate::plan::ElementType;
+use crate::wgpu::device::Variant;
+use crate::wgpu::pack::hadamard::{Turn, with_turn};
+
+impl AttendRecipe {
+    /// The kernel.
+    pub fn variant(&self) -> Variant {
+        match self {
+            Self::Attend { work, scores, values, softmax, merge } => {
+                let variant = scores.put(work.put(Variant::new("attend")));
+                let variant = put_merge(put_softmax(values.put(variant, work.head_dim), *softmax), *merge);
+                put_numbering(variant, scores.exchange(), values.exchange())
+            }
+            Self::Matrix { work, query_parts, query } => query
+                .put(work.put(Variant::new("attend_matrix")))
+                .with_f16()
+                .with_matrices()
+                .constant("QUERY_PARTS", *query_parts),
+            Self::Scores { work, scores } => scores.put(work.put(Variant::new("scores"))),
+            Self::WeightedValues { work, tau, values, softmax, merge } => {
+                let variant = work.put(Variant::new("weighted_values")).float("TAU_1", tau.0).float("TAU_2", tau.1);
+                let variant = put_merge(put_softmax(values.put(variant, work.head_dim), *softmax), *merge);
+                put_numbering(variant, Exchange::Memory, values.exchange())
+            }
+        }
+    }
+}
+
+impl Work {
+    fn put(&self, variant: Variant) -> Variant {
+        variant
+            .constant("HEAD_DIM", self.head_dim)
+            .constant("KV_HEADS", self.kv_heads)
+            .constant("QUERY_HEADS", self.query_heads)
+            .constant("HEADS", self.heads.heads)
+            .constant("CHUNKS", self.heads.chunks)
+            .constant("MAX_TILES", super::specialisation::MAX_TILES)
+    }
+}
+
+fn put_softmax(variant: Variant, exchange: Exchange) -> Variant {
+    match exchange {
+        Exchange::Memory => variant,
+        Exchange::Subgroup => variant.import("workgroup_max", "attend/workgroup_max/subgroup.wgsl"),
+    }
+}
+
+fn put_merge(variant: Variant, merge: Merge) -> Variant {
+    match merge {
+        Merge::Later => variant,
+        Merge::Last(output) => variant.import("merge", "attend/merge/last.wgsl").import("output", output_file(output)),
+    }
+}
+
+/// Shuffles need invocations that are numbered subgroup by subgroup.
+fn put_numbering(variant: Variant, scores: Exchange, values: Exchange) -> Variant {
+    match (scores, values) {
+        (Exchange::Memory, Exchange::Memory) => variant,
+        _ => variant.import("numbering", "attend/numbering/subgroup.wgsl"),
+    }
+}
+
+impl Scores {
+    fn put(&self, variant: Variant) -> Variant {
+        match self {
+            Self::Dot { rows, bytes, ranges, query_planes, query } => {
+                let variant = ranges.put(bytes.put(KEYS, rows.put(variant)));
+                query.put(variant).constant("QUERY_PLANES", *query_planes)
+            }
+            Self::Fma { rows, field, query } => {
+                query.put(field.put_keys(rows.put(variant))).import("scores", "attend/scores/fma.wgsl")
+            }
+            Self::Groups { rows, bytes, ranges, totals, query } => {
+                let variant = query.put(ranges.fields.put(bytes.put(KEYS, rows.put(variant))));
+                let variant = variant
+                    .import("scores", "attend/scores/groups.wgsl")
+                    .constant("KEY_TOKEN_GROUPS", ranges.groups)
+                    .float("KEY_MIDDLE", ranges.middle);
+                match totals {
+                    Exchange::Memory => variant,
+                    Exchange::Subgroup => variant.import("key_totals", "attend/key_totals/subgroup.wgsl"),
+                }
+            }
+            Self::Sketch { rows, bits, query_rows, query_planes, level_unit, sketch_level } => {
+                let variant = rows.put(variant).import("scores", "attend/scores/sketch.wgsl");
+                let variant = match bits {
+                    Bits::Three => variant.import("sketch_fields", "attend/sketch_fields/three.wgsl"),
+                    _ => variant,
+                };
+                variant
+                    .constant("KEY_BITS", bits.count() as usize)
+                    .constant("KEY_PARTS", *query_rows)
+                    .constant("QUERY_PLANES", *query_planes)
+                    .float("LEVEL_UNIT", *level_unit)
+                    .float("SKETCH_LEVEL", *sketch_level)
+            }
+        }
+    }
+
+    fn exchange(&self) -> Exchange {
+        match self {
+            Self::Dot { query: IntegerQuery::Own { totals, .. }, .. } | Self::Groups { totals, .. } => *totals,
+            _ => Exchange::Memory,
+        }
+    }
+}
+
+impl KeyRows {
+    fn put(&self, variant: Variant) -> Variant {
+        let vector = match self.vector {
+            4 => "vec4<u32>",
+            3 => "array<u32, 3>",
+            2 => "vec2<u32>",
+            _ => "array<u32, 1>",
+        };
+        variant.alias("KeyVector", vector).constant("KEY_VECTOR", self.vector).constant("KEY_VECTORS", self.vectors)
+    }
+}
+
+/// What keys and values name differently.
+struct CodeNames {
+    slot: &'static str,
+    levels: &'static str,
+    three: &'static str,
+    bits: &'static str,
+    mask: &'static str,
+}
+
+const KEYS: CodeNames = CodeNames {
+    slot: "key_bytes",
+    levels: "attend/key_bytes/levels.wgsl",
+    three: "attend/key_bytes/three.wgsl",
+    bits: "KEY_BITS",
+    mask: "KEY_MASK",
+};
+
+const VALUES: CodeNames = CodeNames {
+    slot: "value_bytes",
+    levels: "attend/value_bytes/levels.wgsl",
+    three: "attend/value_bytes/three.wgsl",
+    bits: "VALUE_BITS",
+    mask: "VALUE_MASK",
+};
+
+impl SignedBytes {
+    fn put(self, names: CodeNames, variant: Variant) -> Variant {
+        match self {
+            Self::Top(bits) => variant.constant(names.bits, bits.count() as usize).constant(names.mask, top_bits(bits)),
+            Self::Levels(bits) => variant.import(names.slot, names.levels).constant(names.bits, bits.count() as usize),
+            Self::ThreeTop => variant.import(names.slot, names.three),
+            Self::ThreeLevels => {
+                variant.import(names.slot, names.three).import("three_bytes", "attend/three_bytes/levels.wgsl")
+            }
+        }
+    }
+}
+
+/// The top `bits` bits of every byte.
+fn top_bits(bits: Bits) -> usize {
+    ((bits.max_code() << (8 - bits.count())) * 0x0101_0101) as usize
+}
+
+impl KeyRanges {
+    fn put(self, variant: Variant) -> Variant {
+        match self {
+            Self::Folded => variant,
+            Self::Token { middle } => {
+                variant.import("key_ranges", "attend/key_ranges/token.wgsl").float("KEY_MIDDLE", middle)
+            }
+        }
+    }
+}
+
+impl Field {
+    fn put_keys(self, variant: Variant) -> Variant {
+        let with_codes = |codes, file| {
+            let variant = variant.clone().import("key_field", file);
+            match codes {
+                Bits::Three => variant.import("key_codes", "attend/key_codes/three.wgsl"),
+                bits => variant.constant("KEY_BITS", bits.count() as usize),
+            }
+        };
+        match self {
+            Self::F16 => variant,
+            Self::ChannelTokens(codes, groups) => {
+                with_codes(codes, "attend/key_field/channel_tokens.wgsl").constant("KEY_TOKEN_GROUPS", groups)
+            }
+            Self::TokenChannels(codes, channels) => {
+                with_codes(codes, "attend/key_field/token_channels.wgsl").constant("KEY_GROUP_CHANNELS", channels)
+            }
+        }
+    }
+
+    fn put_values(self, variant: Variant) -> Variant {
+        let with_codes = |codes, file| {
+            let variant = variant.clone().import("value_field", file);
+            match codes {
+                Bits::Three => {
+                    variant.alias("ValueVector", "array<u32, 3>").import("value_codes", "attend/value_codes/three.wgsl")
+                }
+                bits => variant.constant("VALUE_BITS", bits.count() as usize),
+            }
+        };
+        match self {
+            Self::F16 => variant,
+            Self::ChannelTokens(codes, groups) => {
+                with_codes(codes, "attend/value_field/channel_tokens.wgsl").constant("VALUE_TOKEN_GROUPS", groups)
+            }
+            Self::TokenChannels(codes, channels) => {
+                with_codes(codes, "attend/value_field/token_channels.wgsl").constant("VALUE_GROUP_CHANNELS", channels)
+            }
+        }
+    }
+}
+
+impl IntegerQuery {
+    fn put(self, variant: Variant) -> Variant {
+        let Self::Own { given, fields, totals } = self else { return variant };
+        let variant = given.put(fields.put(variant)).import("query", "attend/query/own.wgsl");
+        match totals {
+            Exchange::Memory => variant,
+            Exchange::Subgroup => variant.import("team_totals", "attend/team_totals/subgroup.wgsl"),
+        }
+    }
+}
+
+impl FloatQuery {
+    fn put(self, variant: Variant) -> Variant {
+        match self {
+            Self::Prepared => variant,
+            Self::Own(given) => given.put(variant).import("query", "attend/query/own_f32.wgsl"),
+        }
+    }
+}
+
+impl GivenQuery {
+    pub(super) fn put(self, variant: Variant) -> Variant {
+        variant.float("SCORE_SCALE", self.scale).import("input", input_file(self.input))
+    }
+}
+
+impl QueryFields {
+    pub(super) fn put(self, variant: Variant) -> Variant {
+        let variant = match self.span_middle {
+            Some(middle) => variant.import("query_ranges", "attend/query_ranges/span.wgsl").float("KEY_MIDDLE", middle),
+            None => variant,
+        };
+        variant
+            .constant("PLACE_WORDS", self.place.0)
+            .constant("PLACE_PLANES", self.place.1)
+            .float("QUERY_LARGEST", self.largest)
+            .float("CODE_UNIT", self.code_unit)
+    }
+}
+
+impl Values {
+    fn put(&self, variant: Variant, head_dim: usize) -> Variant {
+        let variant =
+            variant.constant("CHANNELS", self.channels.channels).constant("CHANNEL_BLOCKS", self.channels.blocks);
+        let variant = match self.rotation {
+            Some(rotation) => {
+                let variant = variant.import("output_rotation", "attend/output_rotation/hadamard.wgsl");
+                with_turn(variant, Turn { rotation, direction: Direction::Back }, head_dim)
+            }
+            None => variant,
+        };
+        match &self.sums {
+            Sums::Fma { field, weights } => {
+                let variant = field.put_values(variant).import("values", "attend/values/fma.wgsl");
+                match weights {
+                    FloatWeights::F16 => variant.with_f16().alias("Weights", "vec4<f16>"),
+                    FloatWeights::F32 => variant,
+                }
+            }
+            Sums::Dot { bytes, ranges } => ranges.put(bytes.put(VALUES, variant)),
+            Sums::Byte { bytes, weights, block_max } => {
+                let variant = bytes.put(VALUES, variant).import("values", "attend/values/byte.wgsl");
+                let variant = weights.put(variant, 32 / self.channels.channels);
+                match block_max {
+                    Exchange::Memory => variant,
+                    Exchange::Subgroup => variant.import("block_max", "attend/block_max/subgroup.wgsl"),
+                }
+            }
+        }
+    }
+
+    fn exchange(&self) -> Exchange {
+        match self.sums {
+            Sums::Byte { block_max, .. } => block_max,
+            Sums::Fma { .. } | Sums::Dot { .. } => Exchange::Memory,
+        }
+    }
+}
+
+impl ValueRanges {
+    fn put(self, variant: Variant) -> Variant {
+        match self {
+            Self::Folded { middle } => variant.float("VALUE_MIDDLE", middle),
+            Self::Token { middle, unit } => variant
+                .import("value_ranges", "attend/value_ranges/token.wgsl")
+                .float("VALUE_MIDDLE", middle)
+                .float("VALUE_UNIT", unit),
+        }
+    }
+}
+
+impl ByteWeights {
+    /// `stride` is the distance of a lane's channels where all must be of one group.
+    fn put(self, variant: Variant, stride: usize) -> Variant {
+        match self {
+            Self::Shared { middle } => variant.float("VALUE_MIDDLE", middle),
+            Self::Groups { groups, centre } => variant
+                .import("byte_weights", "attend/byte_weights/groups.wgsl")
+                .constant("WEIGHT_GROUPS", groups)
+                .constant("CHANNEL_STRIDE", stride)
+                .float("VALUE_CENTRE", centre),
+        }
+    }
+}
+
+/// Slot `input`.
+pub(super) fn input_file(input: ElementType) -> &'static str {
+    match input {
+        ElementType::F32 => "attend/input/f32.wgsl",
+        ElementType::F16 => "attend/input/f16.wgsl",
+        ElementType::Bf16 => "attend/input/bf16.wgsl",
+    }
+}
+
+/// Slot `output`.
+pub(super) fn output_file(output: ElementType) -> &'static str {
+    match output {
+        ElementType::F32 => "attend/output/f32.wgsl",
+        ElementType::F16 => "attend/output/f16.wgsl",
+        ElementType::Bf16 => "attend/output/bf16.wgsl",
+    }
+}

@@ -1,0 +1,212 @@
+//! Which parts the kernels that attend to a segment are made of, as plain data: chosen by [`Specialisation`], printed,
+//! compared and tested without a shader, and turned into one by [`AttendRecipe::variant`].
+//!
+//! [`Specialisation`]: super::specialisation::Specialisation
+
+use crate::format::{Bits, Rotation};
+use crate::plan::ElementType;
+
+/// A kernel that attends to a segment, or half of it where scores are calibrated in between.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum AttendRecipe {
+    /// `attend`: scores, softmax and weighted values.
+    Attend { work: Work, scores: Scores, values: Values, softmax: Exchange, merge: Merge },
+    /// `attend_matrix`: the same of f16 by cooperative matrices. An element of the query is `query_parts` summands in f16.
+    Matrix { work: Work, query_parts: usize, query: GivenQuery },
+    /// `scores`: stores the scores of keys.
+    Scores { work: Work, scores: Scores },
+    /// `weighted_values`: takes them up, calibrated by (τ1, τ2).
+    WeightedValues { work: Work, tau: (f32, f32), values: Values, softmax: Exchange, merge: Merge },
+}
+
+/// The shape of the attention and how its query heads are cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Work {
+    pub head_dim: usize,
+    pub kv_heads: usize,
+    pub query_heads: usize,
+    pub heads: HeadSplit,
+}
+
+/// How the query heads of a KV head are spread over workgroups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct HeadSplit {
+    /// Query heads of one workgroup.
+    pub heads: usize,
+    /// Workgroups per KV head and work item. Each reads the keys and values again.
+    pub chunks: usize,
+}
+
+/// How lanes learn of each other's numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Exchange {
+    /// Through workgroup memory.
+    Memory,
+    /// By operations of subgroups.
+    Subgroup,
+}
+
+/// Who joins the states of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Merge {
+    /// `merge_states`.
+    Later,
+    /// The workgroup that writes the last state of a query head, which writes the output in this type.
+    Last(ElementType),
+}
+
+/// Slot `scores`, but for stored ones.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Scores {
+    /// Integer dot products; one range covers all that is summed, or each token has one.
+    Dot { rows: KeyRows, bytes: SignedBytes, ranges: KeyRanges, query_planes: usize, query: IntegerQuery },
+    /// Multiply-adds of floats.
+    Fma { rows: KeyRows, field: Field, query: FloatQuery },
+    /// Integer dot products of keys with a range per channel and group of tokens, by a query for every group.
+    Groups { rows: KeyRows, bytes: SignedBytes, ranges: GroupedKeyRanges, totals: Exchange, query: FloatQuery },
+    /// Integer dot products with the signs of sketches, and with levels where there are two rows of queries.
+    Sketch { rows: KeyRows, bits: Bits, query_rows: usize, query_planes: usize, level_unit: f32, sketch_level: f32 },
+}
+
+/// A token's row of keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct KeyRows {
+    /// Words of a vector.
+    pub vector: usize,
+    pub vectors: usize,
+}
+
+/// Slots `key_bytes` or `value_bytes`, with `three_bytes`: what makes signed bytes of codes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SignedBytes {
+    /// Affine codes, shifted to the top of their bytes.
+    Top(Bits),
+    /// Codes of a codebook.
+    Levels(Bits),
+    /// Affine codes of three bits.
+    ThreeTop,
+    /// Codes of a codebook of three bits.
+    ThreeLevels,
+}
+
+/// Slot `key_ranges`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum KeyRanges {
+    /// One per channel, folded into the query.
+    Folded,
+    /// One per token; `middle` is what byte 0 stands for.
+    Token { middle: f32 },
+}
+
+/// One range per channel and group of tokens.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct GroupedKeyRanges {
+    /// Groups of tokens in a tile.
+    pub groups: usize,
+    /// What byte 0 stands for.
+    pub middle: f32,
+    /// How a query becomes integers for every group.
+    pub fields: QueryFields,
+}
+
+/// Slots `key_field` or `value_field`, with `key_codes` or `value_codes`: elements as floats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Field {
+    F16,
+    /// Codes with a range per channel and group of tokens, so many groups in a tile.
+    ChannelTokens(Bits, usize),
+    /// Codes with a range per token and group of so many channels.
+    TokenChannels(Bits, usize),
+}
+
+/// Slot `query` for integer dot products.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum IntegerQuery {
+    /// As `prepare_query` left it.
+    Prepared,
+    /// Prepared by every workgroup.
+    Own { given: GivenQuery, fields: QueryFields, totals: Exchange },
+}
+
+/// Slot `query` for multiply-adds of floats.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum FloatQuery {
+    /// As `prepare_query` left it.
+    Prepared,
+    /// Scaled by every workgroup.
+    Own(GivenQuery),
+}
+
+/// A query as the caller gave it, slot `input`, and what it is multiplied with.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct GivenQuery {
+    pub input: ElementType,
+    pub scale: f32,
+}
+
+/// How the elements of a query become integers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct QueryFields {
+    /// What byte 0 of keys stands for, where ranges of the span are folded into the query: slot `query_ranges`.
+    pub span_middle: Option<f32>,
+    /// The largest integer.
+    pub largest: f32,
+    /// What a product of integers and bytes of keys is multiplied with.
+    pub code_unit: f32,
+    /// Words of a vector of keys and bit planes of a word, which give the order.
+    pub place: (usize, usize),
+}
+
+/// The values of a segment: slots `values` and `output_rotation`.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Values {
+    pub channels: ChannelSplit,
+    pub sums: Sums,
+    /// How outputs are rotated back.
+    pub rotation: Option<Rotation>,
+}
+
+/// How the channels of values are spread over the four teams of a workgroup.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ChannelSplit {
+    /// Channels per lane.
+    pub channels: usize,
+    /// Blocks of `32 · channels` channels; the teams left over share the tiles of a step.
+    pub blocks: usize,
+}
+
+/// Slot `values`.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Sums {
+    /// Multiply-adds of floats.
+    Fma { field: Field, weights: FloatWeights },
+    /// Integer dot products, with weights of two bytes.
+    Dot { bytes: SignedBytes, ranges: ValueRanges },
+    /// Integer dot products, with weights of one byte relative to the largest of a block of tokens.
+    Byte { bytes: SignedBytes, weights: ByteWeights, block_max: Exchange },
+}
+
+/// Type of the weights of a step in workgroup memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FloatWeights {
+    F16,
+    F32,
+}
+
+/// Slot `value_ranges`; `middle` is what byte 0 stands for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum ValueRanges {
+    /// One per channel, applied to the outputs.
+    Folded { middle: f32 },
+    /// One per token, whose scales go into the weights; `unit` is that of a codebook's levels.
+    Token { middle: f32, unit: f32 },
+}
+
+/// Slot `byte_weights`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum ByteWeights {
+    /// One set for all channels; `middle` is what byte -128 stands for.
+    Shared { middle: f32 },
+    /// One for every group of channels with ranges of their own; `centre` is the middle code.
+    Groups { groups: usize, centre: f32 },
+}

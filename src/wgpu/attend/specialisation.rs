@@ -1,0 +1,206 @@
+//! What decides how a segment is attended to, and what follows from it for all kernels that do.
+
+use super::code_bytes::CodeBytes;
+use super::recipe::{ChannelSplit, Exchange, GivenQuery, HeadSplit, QueryFields, Work};
+use crate::backend::QueryPrecision;
+use crate::format::{AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat, TileLayout};
+use crate::plan::ElementType;
+use crate::wgpu::device::Capabilities;
+
+/// Everything that chooses the attend variant of one segment.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Specialisation<'a> {
+    pub shape: &'a AttentionShape,
+    pub format: &'a SegmentFormat,
+    pub query: QueryPrecision,
+    pub capabilities: &'a Capabilities,
+    /// Whether cooperative matrices may take the segment: not where it is calibrated, and not where the kernel could merge its
+    /// states, which one with matrices cannot.
+    pub may_use_matrices: bool,
+}
+
+/// Most tiles of a work item: what `tile_bases` in workgroup memory holds.
+pub(super) const MAX_TILES: usize = 64;
+pub(super) const STEP_TILES: usize = 4;
+pub(super) const INVOCATIONS: usize = 128;
+/// Blocks of a tile that weights of one byte are relative to.
+pub(super) const WEIGHT_BLOCKS: usize = 4;
+/// Most query heads of a workgroup. The others of a KV head go to further workgroups, which start together and share keys
+/// and values in the cache of the device: on an H200 eight heads took 373 µs in two workgroups and 506 µs in one at f16, 145
+/// and 153 µs at 2 bits.
+const MOST_HEADS: usize = 4;
+/// Where codes are decoded to floats, which every workgroup would do again; more would not fit the registers.
+const MOST_DECODED_HEADS: usize = 8;
+
+impl Specialisation<'_> {
+    /// True if every workgroup of `attend` can prepare the query itself. Rotations would take it too many barriers.
+    pub fn prepares_own_query(&self) -> bool {
+        self.format.key.rotation().is_none()
+    }
+
+    /// The most heads per workgroup that fit its memory, spread evenly.
+    pub fn head_split(&self) -> HeadSplit {
+        if self.uses_matrices() {
+            return self.matrix_head_split();
+        }
+        let group = self.shape.group();
+        let decoded_keys = self.format.key != TensorFormat::F16 && !self.integer_keys() && !self.has_key_groups();
+        let decoded_values = self.format.value != TensorFormat::F16 && !self.integer_values();
+        let most = if decoded_keys || decoded_values { MOST_DECODED_HEADS } else { MOST_HEADS };
+        let fits = |heads: &usize| self.workgroup_bytes(*heads) <= self.capabilities.limits.workgroup_memory as usize;
+        let most = (1..=most.min(group)).rev().find(fits).unwrap_or(1);
+        let chunks = group.div_ceil(most);
+        HeadSplit { heads: group.div_ceil(chunks), chunks }
+    }
+
+    /// Measured on an H200: few heads want many channels per lane, many heads want few, so that the running sums
+    /// (heads · channels) stay in registers. f16 wants many, so that a weight that is read from workgroup memory is used
+    /// often, but not where several workgroups read the same values.
+    pub(super) fn channel_split(&self, heads: usize) -> ChannelSplit {
+        let blocks = match heads {
+            1 | 2 => 1,
+            _ if *self.format == SegmentFormat::F16 && heads == self.shape.group() => 1,
+            3..=5 => 2,
+            _ => 4,
+        };
+        ChannelSplit::new(self.shape.head_dim(), blocks)
+    }
+
+    /// True if the prepared query is integers.
+    pub fn integer_keys(&self) -> bool {
+        is_dot(&self.format.key)
+    }
+
+    /// True if weights are integers.
+    fn integer_values(&self) -> bool {
+        is_dot(&self.format.value) || self.value_groups().is_some()
+    }
+
+    /// Byte planes of the prepared query.
+    pub fn query_planes(&self) -> usize {
+        match self.query {
+            QueryPrecision::Int16 => 2,
+            QueryPrecision::Int8 => 1,
+        }
+    }
+
+    /// True if weights are integers of one byte.
+    pub(super) fn byte_weights(&self) -> bool {
+        let by_channel = self.format.value.grouping() == Some(Grouping::Channel);
+        self.query == QueryPrecision::Int8 && (by_channel || self.value_groups().is_some())
+    }
+
+    /// 32-bit words of the prepared rows of one query.
+    pub fn query_row_words(&self) -> usize {
+        let channels = TileLayout::new(&self.format.key, self.shape.head_dim()).key_row_channels();
+        let words = if self.integer_keys() { self.query_planes() * channels / 4 + 4 } else { channels + 4 };
+        self.query_parts() * words
+    }
+
+    /// Workgroup memory of the attend variant with `heads` heads, as the shaders declare it.
+    pub(super) fn workgroup_bytes(&self, heads: usize) -> usize {
+        let query = heads * self.query_row_words() * 4;
+        let weights = match self.integer_values() {
+            true if self.byte_weights() => heads * STEP_TILES * (8 * 16 + WEIGHT_BLOCKS * (4 + 2 * 4)),
+            true => heads * 2 * STEP_TILES * 8 * 16,
+            false if self.capabilities.f16 => heads * STEP_TILES * 32 * 8,
+            false => heads * STEP_TILES * 32 * 16,
+        };
+        let split = self.channel_split(heads);
+        let block_sums = STEP_TILES * 32 * split.channels * 4;
+        let maxima = 4 * heads * 4 + 8;
+        let last = heads * 4;
+        let ranges = if self.format.value.has_span_ranges() { self.shape.head_dim() * 8 } else { 0 };
+        let rotated = self.format.value.rotation().map_or(0, |_| self.shape.head_dim() * 4);
+        let groups = self.group_bytes(heads);
+        MAX_TILES * 4
+            + rotated
+            + query
+            + weights
+            + block_sums
+            + heads * INVOCATIONS * 4
+            + maxima
+            + last
+            + ranges
+            + groups
+    }
+
+    pub(super) fn work(&self, heads: HeadSplit) -> Work {
+        let (head_dim, kv_heads) = (self.shape.head_dim(), self.shape.kv_heads());
+        Work { head_dim, kv_heads, query_heads: self.shape.query_heads(), heads }
+    }
+
+    /// How the maximum of a step is found.
+    pub(super) fn softmax(&self) -> Exchange {
+        match self.capabilities.subgroups {
+            Some(_) => Exchange::Subgroup,
+            None => Exchange::Memory,
+        }
+    }
+
+    /// By subgroups where a workgroup is made of whole ones of at least so many lanes.
+    pub(super) fn exchange_among(&self, lanes: usize) -> Exchange {
+        match self.capabilities.subgroups {
+            Some(sizes) if sizes.min as usize >= lanes && sizes.max as usize <= INVOCATIONS => Exchange::Subgroup,
+            _ => Exchange::Memory,
+        }
+    }
+
+    /// Rows that a query is prepared in: one, or one for the signs of sketches and one for the levels beside them.
+    pub fn query_parts(&self) -> usize {
+        match self.format.key.sketched() {
+            Some(format) if format.level_bits().is_some() => 2,
+            _ => 1,
+        }
+    }
+
+    /// The bytes of packed keys.
+    pub(super) fn key_bytes(&self) -> CodeBytes {
+        CodeBytes::new(&self.format.key, self.shape.head_dim())
+    }
+
+    /// What makes integers of a query: in `prepare_query`, or in `attend` where that prepares its own.
+    pub(super) fn query_fields(&self) -> QueryFields {
+        let layout = TileLayout::new(&self.format.key, self.shape.head_dim());
+        let bytes = self.key_bytes();
+        QueryFields {
+            span_middle: self.format.key.has_span_ranges().then_some(bytes.middle),
+            largest: match self.query_planes() {
+                1 => 127.0,
+                _ => 32639.0,
+            },
+            // Scores of sketched keys have units of their own.
+            code_unit: match self.format.key.sketched() {
+                Some(_) => 1.0,
+                None => bytes.unit / bytes.step,
+            },
+            place: match self.format.key.code_bits() {
+                Some(Bits::Three) => (1, 8),
+                bits => (layout.key_vector(), bits.map_or(1, Bits::planes)),
+            },
+        }
+    }
+
+    /// Queries of this type and what they are multiplied with: log2(e) / √D.
+    pub(super) fn given_query(&self, input: ElementType) -> GivenQuery {
+        GivenQuery { input, scale: std::f32::consts::LOG2_E / (self.shape.head_dim() as f32).sqrt() }
+    }
+}
+
+impl ChannelSplit {
+    /// At most `wanted` blocks, as few as needed for lanes of at most four channels.
+    fn new(head_dim: usize, wanted: usize) -> Self {
+        let blocks_of_32 = head_dim.div_ceil(32);
+        let blocks =
+            [4, 2, 1].into_iter().find(|&blocks| blocks <= wanted && blocks_of_32.is_multiple_of(blocks)).unwrap_or(1);
+        // A lane of more than four channels would need more registers than it saves loads.
+        let blocks = if blocks_of_32 / blocks > 4 { blocks * 2 } else { blocks };
+        Self { channels: blocks_of_32 / blocks, blocks }
+    }
+}
+
+/// True if a product with the tensor is a sum of integer dot products: one range covers all that is summed, or each
+/// token has one.
+pub(super) fn is_dot(format: &TensorFormat) -> bool {
+    matches!(format.grouping(), Some(Grouping::Channel | Grouping::Token))
+}
