@@ -102,7 +102,7 @@ impl Rows {
         store.reserve_ranges(1)?;
         let write = SpanWrite {
             rows: RowLayout::head_major(self.tokens, &self.shape),
-            tokens: TokenRange::new(0, self.tokens)?,
+            tokens: TokenRange::new(0, self.tokens)?.into(),
             pages: &pages,
             range_slot: 0,
         };

@@ -7,20 +7,28 @@ use std::future::Future;
 
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
-use crate::plan::{DecodePlan, ElementType, Elements, Page, RowLayout, TokenRange};
+use crate::plan::{DecodePlan, ElementType, Elements, Page, RowLayout, Rows, TokenIndices, TokenRange};
 
-/// Writes tokens of dense tensors into pages as one span.
-#[derive(Clone, Copy, Debug)]
-pub struct SpanWrite<'a> {
+/// Writes tokens of dense tensors into pages as one span; `I` is the index tensor of the backend.
+#[derive(Debug)]
+pub struct SpanWrite<'a, I> {
     /// Where keys and values lie in their tensors; the same for both.
     pub rows: RowLayout,
     /// The tokens of the tensors to write.
-    pub tokens: TokenRange,
+    pub tokens: Rows<'a, I>,
     /// Pages to fill from their first slot on, `tokens / 128` rounded up.
     pub pages: &'a [Page],
     /// Slot for the span's ranges, where the format has them.
     pub range_slot: usize,
 }
+
+impl<I> Clone for SpanWrite<'_, I> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<I> Copy for SpanWrite<'_, I> {}
 
 /// Reads a span back as dense f32 rows `[kv_heads, tokens, head_dim]`.
 #[derive(Clone, Copy, Debug)]
@@ -112,6 +120,8 @@ pub trait Backend {
     type Tensor;
     /// Pages and ranges of one segment format, in shards.
     type Store;
+    /// Token numbers `[kv_heads, count]` on the device, that a [gather](Rows::Gather) reads. Cheap to clone.
+    type Indices: TokenIndices + Clone;
 
     /// The device, for people.
     fn name(&self) -> String;
@@ -127,6 +137,24 @@ pub trait Backend {
     /// # Errors
     /// [`DeviceLost`](crate::Error::DeviceLost).
     fn download(&self, tensor: &Self::Tensor) -> impl Future<Output = Result<Vec<f32>>>;
+
+    /// Copies token numbers, `[kv_heads, count]`, to the device.
+    ///
+    /// # Errors
+    /// [`Plan`](crate::Error::Plan) when one is not below `below`, [`Elements`](crate::Error::Elements) when they are not as
+    /// many for every KV head, [`NoTokens`](crate::Error::NoTokens), [`OutOfMemory`](crate::Error::OutOfMemory).
+    fn upload_indices(
+        &self,
+        tokens: &[u32],
+        kv_heads: usize,
+        below: u32,
+    ) -> impl Future<Output = Result<Self::Indices>>;
+
+    /// Copies token numbers to the host, waiting for the work that writes them.
+    ///
+    /// # Errors
+    /// [`DeviceLost`](crate::Error::DeviceLost).
+    fn download_indices(&self, indices: &Self::Indices) -> impl Future<Output = Result<Vec<u32>>>;
 
     /// Elements of a tensor.
     fn elements(&self, tensor: &Self::Tensor) -> usize;
@@ -176,7 +204,7 @@ pub trait Backend {
         store: &mut Self::Store,
         keys: &Self::Tensor,
         values: &Self::Tensor,
-        write: SpanWrite<'_>,
+        write: SpanWrite<'_, Self::Indices>,
     ) -> Result<()>;
 
     /// Packs full pages of one store, of a format without ranges of spans, into pages of another: what
@@ -194,7 +222,7 @@ pub trait Backend {
         for window in windows {
             let read = SpanRead { pages: &[window.from], tokens: TILE_TOKENS, range_slot: 0 };
             let (keys, values) = self.dequantize(from, read)?;
-            let (rows, tokens) = (RowLayout::head_major(TILE_TOKENS, shape), TokenRange::new(0, TILE_TOKENS)?);
+            let (rows, tokens) = (RowLayout::head_major(TILE_TOKENS, shape), TokenRange::new(0, TILE_TOKENS)?.into());
             let write = SpanWrite { rows, tokens, pages: &[window.to], range_slot: window.range_slot };
             self.quantize(to, &keys, &values, write)?;
         }

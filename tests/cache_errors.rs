@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use kvpack::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite};
 use kvpack::cache::{KvCache, PromptSpan, Recipe, SpanStorage};
-use kvpack::cpu::{Cpu, CpuStore, CpuTensor};
+use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor};
 use kvpack::format::{AffineFormat, Grouping, KeyOrValue, TensorFormat};
 use kvpack::plan::{DecodePlan, ElementType, Elements, Page, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
@@ -33,6 +33,7 @@ impl Failing {
 impl Backend for Failing {
     type Tensor = CpuTensor;
     type Store = CpuStore;
+    type Indices = CpuIndices;
 
     fn name(&self) -> String {
         "failing".into()
@@ -44,6 +45,14 @@ impl Backend for Failing {
 
     async fn download(&self, tensor: &CpuTensor) -> Result<Vec<f32>> {
         self.cpu.download(tensor).await
+    }
+
+    async fn upload_indices(&self, tokens: &[u32], kv_heads: usize, below: u32) -> Result<CpuIndices> {
+        self.cpu.upload_indices(tokens, kv_heads, below).await
+    }
+
+    async fn download_indices(&self, indices: &CpuIndices) -> Result<Vec<u32>> {
+        self.cpu.download_indices(indices).await
     }
 
     fn elements(&self, tensor: &CpuTensor) -> usize {
@@ -83,7 +92,13 @@ impl Backend for Failing {
         self.cpu.first_non_finite(which, tensor, rows, shape).await
     }
 
-    fn quantize(&self, store: &mut CpuStore, keys: &CpuTensor, values: &CpuTensor, write: SpanWrite<'_>) -> Result<()> {
+    fn quantize(
+        &self,
+        store: &mut CpuStore,
+        keys: &CpuTensor,
+        values: &CpuTensor,
+        write: SpanWrite<'_, CpuIndices>,
+    ) -> Result<()> {
         self.call()?;
         self.cpu.quantize(store, keys, values, write)
     }

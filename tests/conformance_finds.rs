@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use kvpack::backend::{AttendOptions, NonFinite, SpanRead, SpanWrite, TokenWrite};
 use kvpack::conformance::{self, Failure, Report};
-use kvpack::cpu::{Cpu, CpuStore, CpuTensor};
+use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor};
 use kvpack::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
 use kvpack::plan::{DecodePlan, Elements, Page, RowLayout};
 use kvpack::{Backend, Result};
@@ -42,6 +42,7 @@ struct Mistaken {
 impl Backend for Mistaken {
     type Tensor = CpuTensor;
     type Store = CpuStore;
+    type Indices = CpuIndices;
 
     fn name(&self) -> String {
         "a backend with a mistake".into()
@@ -53,6 +54,14 @@ impl Backend for Mistaken {
 
     async fn download(&self, tensor: &CpuTensor) -> Result<Vec<f32>> {
         self.cpu.download(tensor).await
+    }
+
+    async fn upload_indices(&self, tokens: &[u32], kv_heads: usize, below: u32) -> Result<CpuIndices> {
+        self.cpu.upload_indices(tokens, kv_heads, below).await
+    }
+
+    async fn download_indices(&self, indices: &CpuIndices) -> Result<Vec<u32>> {
+        self.cpu.download_indices(indices).await
     }
 
     fn elements(&self, tensor: &CpuTensor) -> usize {
@@ -92,7 +101,13 @@ impl Backend for Mistaken {
         self.cpu.first_non_finite(which, tensor, rows, shape).await
     }
 
-    fn quantize(&self, store: &mut CpuStore, keys: &CpuTensor, values: &CpuTensor, write: SpanWrite<'_>) -> Result<()> {
+    fn quantize(
+        &self,
+        store: &mut CpuStore,
+        keys: &CpuTensor,
+        values: &CpuTensor,
+        write: SpanWrite<'_, CpuIndices>,
+    ) -> Result<()> {
         self.cpu.quantize(store, keys, values, write)
     }
 

@@ -3,9 +3,11 @@
 mod random_rows;
 
 use kvpack::backend::{SpanRead, SpanWrite, TokenWrite};
-use kvpack::cpu::{CpuStore, DenseSegment, append, decode_step, dequantize, exact_attention, nmse, quantize};
-use kvpack::format::{AffineFormat, Grouping, HEAD_DIMS, KeyOrValue, TensorFormat};
-use kvpack::plan::{DecodePlan, Elements, Page, RowLayout, SpanView, Split, StoreView, TokenRange};
+use kvpack::cpu::{
+    CpuIndices, CpuStore, DenseSegment, append, decode_step, dequantize, exact_attention, nmse, quantize,
+};
+use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, Rotation, TensorFormat};
+use kvpack::plan::{self, DecodePlan, Elements, Page, RowLayout, SpanView, Split, StoreView, TokenRange};
 use kvpack::{AttentionShape, Bits, Calibration, Error, SegmentFormat};
 use random_rows::Rows;
 
@@ -40,7 +42,7 @@ impl Span {
             .map(|i| if i < 2 { Page { shard: 0, index: i } } else { Page { shard: 1, index: i - 2 } })
             .collect();
         let tokens = TokenRange::new(0, rows.tokens).unwrap();
-        let write = SpanWrite { rows: rows.layout(), tokens, pages: &pages, range_slot: 2 };
+        let write = SpanWrite { rows: rows.layout(), tokens: tokens.into(), pages: &pages, range_slot: 2 };
         quantize(&mut store, Elements::F32(&rows.keys), Elements::F32(&rows.values), write).unwrap();
         Self { store, pages, rows }
     }
@@ -177,13 +179,70 @@ fn unused_fields_are_zero() {
     }
 }
 
+/// A gather stores the bits that the rows store which it names, copied together.
+#[test]
+fn gathered_tokens_are_stored_like_copied_ones() {
+    let shape = AttentionShape::new(3, 3, 64).unwrap();
+    let rows = Rows::new(shape, 300, 11);
+    let (count, kv_heads) = (200, 3);
+    let tokens: Vec<u32> = (0..count * kv_heads).map(|i| (i * 7919 % 300) as u32).collect();
+    let indices = CpuIndices::new(&tokens, kv_heads, 300).unwrap();
+    let copied = |elements: &[f32]| -> Vec<f32> {
+        let row = |(i, &token): (usize, &u32)| &elements[rows.layout().row(token as usize, i / count)..][..64];
+        tokens.iter().enumerate().flat_map(row).copied().collect()
+    };
+    let rotated = TensorFormat::Affine(AffineFormat::new(Bits::Two, Grouping::Channel).rotated(Rotation::hadamard(64)));
+    let codebook = TensorFormat::Codebook(CodebookFormat::turboquant(Bits::Three, 64).renormalized());
+    let sketched = TensorFormat::Codebook(CodebookFormat::turboquant_prod(Bits::Four, 64));
+    for key in tensor_formats(64).into_iter().chain([rotated, codebook, sketched]) {
+        let value = if key == sketched { codebook } else { key };
+        let pages = [Page { shard: 0, index: 1 }, Page { shard: 0, index: 0 }];
+        let stored = |keys: &[f32], values: &[f32], write: SpanWrite<'_, CpuIndices>| {
+            let mut store = CpuStore::new(shape, SegmentFormat { key, value }).unwrap();
+            store.add_shard(2).unwrap();
+            store.reserve_ranges(1).unwrap();
+            quantize(&mut store, Elements::F32(keys), Elements::F32(values), write).unwrap();
+            let mut words: Vec<u32> = Vec::new();
+            for which in [KeyOrValue::Key, KeyOrValue::Value] {
+                for (page, head) in pages.iter().flat_map(|&page| (0..kv_heads).map(move |head| (page, head))) {
+                    let (codes, ranges) = store.tile_words(which, page, head).unwrap();
+                    words.extend(codes.iter().chain(ranges));
+                }
+                let ranges = store.span_ranges(which, 0).unwrap();
+                words.extend(ranges.iter().flat_map(|range| [range.scale.to_bits(), range.min.to_bits()]));
+            }
+            words
+        };
+        let gather =
+            SpanWrite { rows: rows.layout(), tokens: plan::Rows::Gather(&indices), pages: &pages, range_slot: 0 };
+        let run = SpanWrite {
+            rows: RowLayout::head_major(count, &shape),
+            tokens: TokenRange::new(0, count).unwrap().into(),
+            ..gather
+        };
+        let expected = stored(&copied(&rows.keys), &copied(&rows.values), run);
+        assert!(stored(&rows.keys, &rows.values, gather) == expected, "{key}");
+    }
+    let mut store = CpuStore::new(shape, SegmentFormat::F16).unwrap();
+    store.add_shard(2).unwrap();
+    let beyond = CpuIndices::new(&tokens, kv_heads, 301).unwrap();
+    let pages = [0, 1].map(|index| Page { shard: 0, index });
+    let write = SpanWrite { rows: rows.layout(), tokens: plan::Rows::Gather(&beyond), pages: &pages, range_slot: 0 };
+    let refused = quantize(&mut store, Elements::F32(&rows.keys), Elements::F32(&rows.values), write);
+    assert!(matches!(refused, Err(Error::Plan { .. })), "{refused:?}");
+}
+
 #[test]
 fn wrong_calls_are_typed_errors() {
     let shape = AttentionShape::new(2, 1, 64).unwrap();
     let Span { mut store, pages, rows } = Span::new(SegmentFormat::per_channel(Bits::Two), Rows::new(shape, 200, 7));
     let (keys, values) = (Elements::F32(&rows.keys), Elements::F32(&rows.values));
-    let write =
-        SpanWrite { rows: rows.layout(), tokens: TokenRange::new(0, 200).unwrap(), pages: &pages, range_slot: 0 };
+    let write = SpanWrite {
+        rows: rows.layout(),
+        tokens: TokenRange::new(0, 200).unwrap().into(),
+        pages: &pages,
+        range_slot: 0,
+    };
     let short = Elements::F32(&rows.keys[1..]);
     assert!(matches!(quantize(&mut store, short, values, write), Err(Error::Elements { what: "keys", .. })));
     assert!(matches!(quantize(&mut store, keys, short, write), Err(Error::Elements { what: "values", .. })));
@@ -192,7 +251,7 @@ fn wrong_calls_are_typed_errors() {
         SpanWrite { range_slot: 3, ..write },
         SpanWrite { pages: &[pages[0], Page { shard: 2, index: 0 }], ..write },
         SpanWrite { pages: &[pages[0], Page { shard: 0, index: 2 }], ..write },
-        SpanWrite { tokens: TokenRange::new(10, 210).unwrap(), ..write },
+        SpanWrite { tokens: TokenRange::new(10, 210).unwrap().into(), ..write },
     ];
     for write in plan_errors {
         assert!(matches!(quantize(&mut store, keys, values, write), Err(Error::Plan { .. })), "{write:?}");

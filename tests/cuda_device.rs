@@ -8,11 +8,11 @@ use std::path::PathBuf;
 use futures::executor::block_on;
 use kvpack::backend::SpanWrite;
 use kvpack::cache::PromptSpan;
-use kvpack::cpu::{Cpu, CpuStore, CpuTensor, nmse, quantize};
+use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor, nmse, quantize};
 use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use kvpack::cuda::{Cuda, KernelCache, StepPlan, Tensor};
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, TensorFormat, TileOrder};
-use kvpack::plan::{ElementType, Elements, Page, RowLayout, TokenRange};
+use kvpack::plan::{ElementType, Elements, Page, RowLayout, Rows, TokenRange};
 use kvpack::{AttentionShape, Backend, Bits, Calibration, Error, KvCache, Recipe, SegmentFormat};
 
 fn rows(elements: usize, factor: f32) -> Vec<f32> {
@@ -57,22 +57,35 @@ fn tiles_are_those_of_the_cpu_in_fragment_order() {
         // The fields of the second page that no token has are zero bits in both orders, which a flip makes different codes.
         let pages = [1, 0].map(|index| Page { shard: 0, index });
         let full_page = pages[0];
-        let write = SpanWrite {
-            rows: RowLayout::token_major(tokens, &shape),
-            tokens: TokenRange::new(0, tokens).unwrap(),
-            pages: &pages,
-            range_slot: 0,
-        };
-        for segment in formats {
+        let rows = RowLayout::token_major(tokens, &shape);
+        let all = TokenRange::new(0, tokens).unwrap();
+        // The same formats of a run of tokens, and of tokens that each head names for itself.
+        let named: Vec<u32> = (0..2 * tokens).map(|i| (i * 7919 % tokens) as u32).collect();
+        for (segment, gathers) in formats.into_iter().flat_map(|format| [(format, false), (format, true)]) {
             let mut cpu = CpuStore::new(shape, segment).unwrap();
             cpu.add_shard(2).unwrap();
             cpu.reserve_ranges(1).unwrap();
+            let indices = CpuIndices::new(&named, 2, tokens as u32).unwrap();
+            let write = SpanWrite {
+                rows,
+                tokens: if gathers { Rows::Gather(&indices) } else { all.into() },
+                pages: &pages,
+                range_slot: 0,
+            };
             quantize(&mut cpu, keys.elements(), values.elements(), write).unwrap();
 
             let mut cuda = backend.create_store(shape, segment).unwrap();
             block_on(backend.add_shard(&mut cuda, 2)).unwrap();
             block_on(backend.reserve_ranges(&mut cuda, 1)).unwrap();
             let upload = |tensor: &CpuTensor| block_on(backend.upload(tensor.elements())).unwrap();
+            let indices = block_on(backend.upload_indices(&named, 2, tokens as u32)).unwrap();
+            assert_eq!(block_on(backend.download_indices(&indices)).unwrap(), named);
+            let write = SpanWrite {
+                rows,
+                tokens: if gathers { Rows::Gather(&indices) } else { all.into() },
+                pages: &pages,
+                range_slot: 0,
+            };
             backend.quantize(&mut cuda, &upload(&keys), &upload(&values), write).unwrap();
 
             for which in [KeyOrValue::Key, KeyOrValue::Value] {
@@ -82,7 +95,7 @@ fn tiles_are_those_of_the_cpu_in_fragment_order() {
                     let expected =
                         TileOrder::DotProduct.convert(TileOrder::MmaFragment, which, format, head_dim, words).unwrap();
                     let stored = cuda.tile_words(backend.stream(), which, full_page, head).unwrap();
-                    assert_eq!(stored, expected, "{which} {format} at {head_dim}");
+                    assert_eq!(stored, expected, "{which} {format} at {head_dim}, gathered {gathers}");
                 }
             }
         }

@@ -30,12 +30,24 @@ struct RowsCall {
     u32 kv_heads;
     u32 element_type;
     float shrink;
+    // Where tokens are gathered: for every KV head `index_stride` token numbers, all below `below`. One that is not decides
+    // nothing about memory: it stands for the last token.
+    u32 index_stride;
+    const u32* indices;
+    u32 below;
     u32 unused;
 };
 
+// The token of the tensor that is this token of the span.
+__device__ __forceinline__ u32 token_of(const RowsCall& call, u32 token, u32 kv_head) {
+    const u32 at = call.first_token + token;
+    if (!call.indices) return at;
+    return min(call.indices[(u64)kv_head * call.index_stride + at], call.below - 1u);
+}
+
 // Tokens count from the first of the span.
 __device__ __forceinline__ u64 element_index(const RowsCall& call, u32 token, u32 kv_head, u32 channel) {
-    return (u64)(call.first_token + token) * call.token_stride + (u64)kv_head * call.head_stride + channel;
+    return (u64)token_of(call, token, kv_head) * call.token_stride + (u64)kv_head * call.head_stride + channel;
 }
 
 // Channels beyond those of the tensor are 0.

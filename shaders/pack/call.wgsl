@@ -35,6 +35,9 @@ struct Call {
     // 0, where the compiler cannot know it.
     zero: u32,
     place_count: u32,
+    // Indices of a KV head, where tokens are gathered, and what they are below.
+    index_stride: u32,
+    below: u32,
     places: array<Place>,
 }
 
@@ -42,9 +45,11 @@ struct Call {
 
 const TILE_TOKENS: u32 = 128u;
 
+// import tokens = pack/tokens/run.wgsl
+
 // Index of a row's first element within the dense tensor's binding; tokens count from the first of the span.
 fn row_start(token: u32, kv_head: u32) -> u32 {
-    return call.first_element + (call.first_token + token) * call.token_stride + kv_head * call.head_stride;
+    return call.first_element + token_of(token, kv_head) * call.token_stride + kv_head * call.head_stride;
 }
 
 // `x` as it was rounded: compilers may fuse a product with the sum that takes it, but not through this.

@@ -49,13 +49,13 @@ fn tile_range(place: Place, kv_head: u32, range: u32) -> u32 {
     if (place.token + token >= call.tokens) {
         return 0u;
     }
-    let start = row_start(place.token + token, kv_head) + channel;
-    let step = select(1u, call.token_stride, GROUPING == 1u);
-    let count = select(call.group, min(call.group, call.tokens - place.token - token), GROUPING == 1u);
-    var low = element(start);
+    let tokens_only = GROUPING == 1u;
+    let count = select(call.group, min(call.group, call.tokens - place.token - token), tokens_only);
+    var low = element(row_start(place.token + token, kv_head) + channel);
     var high = low;
     for (var i = 1u; i < count; i++) {
-        let value = element(start + i * step);
+        let at = row_start(place.token + token + select(0u, i, tokens_only), kv_head);
+        let value = element(at + channel + select(i, 0u, tokens_only));
         low = min(low, value);
         high = max(high, value);
     }

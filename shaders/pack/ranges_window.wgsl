@@ -32,11 +32,11 @@ fn ranges_window(
     let channels = call.kv_heads * call.head_dim;
     let place = call.places[index / channels];
     let channel = index % channels;
-    let start = row_start(place.token, channel / call.head_dim) + channel % call.head_dim;
-    var low = element(start);
+    let kv_head = channel / call.head_dim;
+    var low = element(row_start(place.token, kv_head) + channel % call.head_dim);
     var high = low;
     for (var token = 1u; token < min(TILE_TOKENS, call.tokens - place.token); token++) {
-        let value = element(start + token * call.token_stride);
+        let value = element(row_start(place.token + token, kv_head) + channel % call.head_dim);
         low = min(low, value);
         high = max(high, value);
     }

@@ -59,7 +59,7 @@ impl<B: Backend> KvCache<B> {
         let lease = pool.take(span.tokens.len().div_ceil(TILE_TOKENS))?;
         let (pages, range_slot) = (lease.pages.clone(), lease.range_slot());
         stored.push(Span { storage, tokens: span.tokens.len(), lease, window: false });
-        let write = SpanWrite { rows, tokens: span.tokens, pages: &pages, range_slot };
+        let write = SpanWrite { rows, tokens: span.tokens.into(), pages: &pages, range_slot };
         self.backend.quantize(&mut pool.store, keys, values, write)
     }
 

@@ -55,7 +55,8 @@ impl<B: Backend> Stored<B> {
                 match segment.fill {
                     Fill::Quantize => {
                         let tokens = TokenRange::new(span.start, span.start + span.tokens)?;
-                        let write = SpanWrite { rows, tokens, pages: &span.pages, range_slot: span.range_slot };
+                        let write =
+                            SpanWrite { rows, tokens: tokens.into(), pages: &span.pages, range_slot: span.range_slot };
                         backend.quantize(&mut store, keys, values, write)?;
                     }
                     Fill::Append => backend.append(&mut store, keys, values, rows, &span.token_writes())?,

@@ -144,7 +144,7 @@ async fn store_part<B: Backend>(
             let mut spans = Vec::with_capacity(sequence.len());
             for (&tokens, range_slot) in sequence.iter().zip(&mut range_slots) {
                 let pages: Vec<Page> = pages.drain(..span_pages(&tokens)).collect();
-                let write = SpanWrite { rows: data.host.rows, tokens, pages: &pages, range_slot };
+                let write = SpanWrite { rows: data.host.rows, tokens: tokens.into(), pages: &pages, range_slot };
                 backend.quantize(&mut store, &data.keys, &data.values, write)?;
                 spans.push(StoredSpan { tokens: tokens.len(), pages, range_slot });
             }

@@ -1,7 +1,7 @@
 //! The CPU as a backend.
 
 use super::check::check_queries;
-use super::dense::{CpuTensor, first_non_finite};
+use super::dense::{CpuIndices, CpuTensor, first_non_finite};
 use super::memory::{MemoryLimit, MemoryShare};
 use super::states::States;
 use super::store::CpuStore;
@@ -57,6 +57,7 @@ impl Default for Cpu {
 impl Backend for Cpu {
     type Tensor = CpuTensor;
     type Store = CpuStore;
+    type Indices = CpuIndices;
 
     fn name(&self) -> String {
         format!("CPU, {} threads", rayon::current_num_threads())
@@ -68,6 +69,14 @@ impl Backend for Cpu {
 
     async fn download(&self, tensor: &CpuTensor) -> Result<Vec<f32>> {
         Ok(tensor.to_f32())
+    }
+
+    async fn upload_indices(&self, tokens: &[u32], kv_heads: usize, below: u32) -> Result<CpuIndices> {
+        CpuIndices::new(tokens, kv_heads, below)
+    }
+
+    async fn download_indices(&self, indices: &CpuIndices) -> Result<Vec<u32>> {
+        Ok(indices.tokens().to_vec())
     }
 
     fn elements(&self, tensor: &CpuTensor) -> usize {
@@ -110,7 +119,13 @@ impl Backend for Cpu {
         first_non_finite(what, tensor.elements(), rows, shape)
     }
 
-    fn quantize(&self, store: &mut CpuStore, keys: &CpuTensor, values: &CpuTensor, write: SpanWrite<'_>) -> Result<()> {
+    fn quantize(
+        &self,
+        store: &mut CpuStore,
+        keys: &CpuTensor,
+        values: &CpuTensor,
+        write: SpanWrite<'_, CpuIndices>,
+    ) -> Result<()> {
         quantize(store, keys.elements(), values.elements(), write)
     }
 

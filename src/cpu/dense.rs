@@ -1,11 +1,13 @@
 //! Dense tensors in host memory.
 
+use std::sync::Arc;
+
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::backend::NonFinite;
 use crate::format::{AttentionShape, TILE_TOKENS};
-use crate::plan::{ElementType, Elements, Page, RowLayout};
+use crate::plan::{ElementType, Elements, IndexShape, Page, RowLayout, TokenIndices};
 use crate::{Error, Result};
 
 /// The largest element that can be stored.
@@ -57,6 +59,38 @@ impl CpuTensor {
             Self::F16(x) => x.to_f32_vec(),
             Self::Bf16(x) => x.to_f32_vec(),
         }
+    }
+}
+
+/// Token numbers `[kv_heads, count]` in host memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CpuIndices {
+    tokens: Arc<[u32]>,
+    shape: IndexShape,
+}
+
+impl CpuIndices {
+    /// Copies token numbers of a caller, `[kv_heads, count]`, all below `below`.
+    ///
+    /// # Errors
+    /// Those of [`IndexShape::of`].
+    pub fn new(tokens: &[u32], kv_heads: usize, below: u32) -> Result<Self> {
+        Ok(Self { shape: IndexShape::of(tokens, kv_heads, below)?, tokens: tokens.into() })
+    }
+
+    /// The token numbers, `[kv_heads, count]`.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    pub(super) fn token(&self, kv_head: usize, i: usize) -> usize {
+        self.tokens[kv_head * self.shape.count() + i] as usize
+    }
+}
+
+impl TokenIndices for CpuIndices {
+    fn shape(&self) -> IndexShape {
+        self.shape
     }
 }
 

@@ -32,7 +32,7 @@ pub use append::append;
 pub use attend::attend;
 pub use backend::{Cpu, decode_step};
 pub use calibration_search::{CalibrationResult, CalibrationSample};
-pub use dense::{CpuTensor, first_non_finite};
+pub use dense::{CpuIndices, CpuTensor, first_non_finite};
 pub use dequantize::dequantize;
 pub use exact_attention::{DenseSegment, ExactState, exact_attention, nmse};
 pub use hadamard::hadamard;

@@ -2,13 +2,13 @@
 
 use rayon::prelude::*;
 
-use super::dense::{check_span, read_row};
+use super::dense::{CpuIndices, check_span, read_row};
 use super::store::{CpuStore, TensorStore};
 use crate::Result;
 use crate::backend::SpanWrite;
 use crate::format::sketch::CodedRow;
 use crate::format::{AffineFormat, CodeRange, CodebookFormat, KeyOrValue, Rotation, TILE_TOKENS, TensorFormat};
-use crate::plan::{Elements, RowLayout, TokenRange};
+use crate::plan::{Elements, RowLayout, Rows};
 
 /// Packs tokens of dense keys and values into pages as one span.
 ///
@@ -19,7 +19,12 @@ use crate::plan::{Elements, RowLayout, TokenRange};
 /// # Errors
 /// [`Error::Elements`](crate::Error::Elements) when keys or values are shorter than their layout says,
 /// [`Error::Plan`](crate::Error::Plan) when the tokens, pages or slot do not fit; the store is as it was.
-pub fn quantize(store: &mut CpuStore, keys: Elements<'_>, values: Elements<'_>, write: SpanWrite<'_>) -> Result<()> {
+pub fn quantize(
+    store: &mut CpuStore,
+    keys: Elements<'_>,
+    values: Elements<'_>,
+    write: SpanWrite<'_, CpuIndices>,
+) -> Result<()> {
     check_write(store, keys, values, &write)?;
     for (which, elements) in [(KeyOrValue::Key, keys), (KeyOrValue::Value, values)] {
         let tensor = store.tensor(which);
@@ -43,13 +48,17 @@ pub fn quantize(store: &mut CpuStore, keys: Elements<'_>, values: Elements<'_>, 
 struct Source<'a> {
     elements: Elements<'a>,
     rows: RowLayout,
-    tokens: TokenRange,
+    tokens: Rows<'a, CpuIndices>,
     rotation: Option<Rotation>,
 }
 
 impl Source<'_> {
-    /// Reads a row as it is stored: rotated.
+    /// Reads the row of a token of the span as it is stored: rotated.
     fn read(&self, token: usize, head: usize, row: &mut [f32]) {
+        let token = match self.tokens {
+            Rows::Run(run) => run.start() + token,
+            Rows::Gather(indices) => indices.token(head, token),
+        };
         read_row(self.elements, self.rows.row(token, head), row);
         if let Some(rotation) = self.rotation {
             rotation.rotate(row);
@@ -62,16 +71,16 @@ struct EncodedTile {
     ranges: Vec<u32>,
 }
 
-fn check_write(store: &CpuStore, keys: Elements<'_>, values: Elements<'_>, write: &SpanWrite<'_>) -> Result<()> {
+fn check_write(
+    store: &CpuStore,
+    keys: Elements<'_>,
+    values: Elements<'_>,
+    write: &SpanWrite<'_, CpuIndices>,
+) -> Result<()> {
     write.rows.check("keys", keys.len(), store.shape())?;
     write.rows.check("values", values.len(), store.shape())?;
     check_span("quantize", write.tokens.len(), write.pages)?;
-    if write.tokens.end() > write.rows.tokens {
-        return Err(crate::Error::Plan {
-            what: "quantize",
-            reason: format!("tokens up to {} of tensors with {} tokens", write.tokens.end(), write.rows.tokens),
-        });
-    }
+    write.tokens.check("quantize", &write.rows, store.shape())?;
     store.check_pages("quantize", write.pages)?;
     store.check_slot("quantize", write.range_slot)
 }
@@ -106,7 +115,7 @@ fn span_ranges(tensor: &TensorStore, source: &Source<'_>) -> Vec<CodeRange> {
         .flat_map_iter(|head| {
             let mut extremes = vec![Extremes::NONE; head_dim];
             let mut row = vec![0.0; head_dim];
-            for token in source.tokens.start()..source.tokens.end() {
+            for token in 0..source.tokens.len() {
                 source.read(token, head, &mut row);
                 extremes.iter_mut().zip(&row).for_each(|(extremes, &value)| extremes.add(value));
             }
@@ -127,8 +136,8 @@ fn encode_tiles(
         .into_par_iter()
         .map(|i| {
             let (page, head) = (i / kv_heads, i % kv_heads);
-            let first = source.tokens.start() + page * TILE_TOKENS;
-            let tokens = TILE_TOKENS.min(source.tokens.end() - first);
+            let first = page * TILE_TOKENS;
+            let tokens = TILE_TOKENS.min(source.tokens.len() - first);
             let mut rows = vec![0.0; tokens * head_dim];
             for (token, row) in rows.chunks_exact_mut(head_dim).enumerate() {
                 source.read(first + token, head, row);

@@ -6,6 +6,7 @@ use cudarc::driver::CudaStream;
 
 use super::attend::step::StepPlan;
 use super::device::driver::{driver_error, open_context};
+use super::device::indices::Indices;
 use super::device::kernels::Kernels;
 use super::device::program::KernelCache;
 use super::device::store::{self, Store};
@@ -79,6 +80,7 @@ impl Cuda {
 impl Backend for Cuda {
     type Tensor = Tensor;
     type Store = Store;
+    type Indices = Indices;
 
     fn name(&self) -> String {
         let name = self.stream.context().name().unwrap_or_else(|_| "unknown device".into());
@@ -91,6 +93,14 @@ impl Backend for Cuda {
 
     async fn download(&self, tensor: &Tensor) -> Result<Vec<f32>> {
         tensor.download(&self.stream)
+    }
+
+    async fn upload_indices(&self, tokens: &[u32], kv_heads: usize, below: u32) -> Result<Indices> {
+        Indices::upload(&self.stream, tokens, kv_heads, below)
+    }
+
+    async fn download_indices(&self, indices: &Indices) -> Result<Vec<u32>> {
+        indices.download(&self.stream)
     }
 
     fn elements(&self, tensor: &Tensor) -> usize {
@@ -135,7 +145,7 @@ impl Backend for Cuda {
         Ok(value.first().map(|&value| NonFinite { token, kv_head, channel, value }))
     }
 
-    fn quantize(&self, store: &mut Store, keys: &Tensor, values: &Tensor, write: SpanWrite<'_>) -> Result<()> {
+    fn quantize(&self, store: &mut Store, keys: &Tensor, values: &Tensor, write: SpanWrite<'_, Indices>) -> Result<()> {
         self.launcher().quantize(store, keys, values, &write)
     }
 

@@ -47,6 +47,7 @@ pub use attend::launch::BoundStep;
 pub use attend::step::StepPlan;
 pub use backend::Cuda;
 pub use cudarc;
+pub use device::indices::Indices;
 pub use device::kernels::Kernels;
 pub use device::libraries::driver_present;
 pub use device::program::KernelCache;

@@ -7,7 +7,9 @@
 mod decode;
 mod pages;
 mod rows;
+mod tokens;
 
 pub use decode::{DecodePlan, Dispatch, PlannedSpan, SegmentPlan, SpanView, Split, StoreView, WorkItem};
 pub use pages::{Page, PageAllocator};
 pub use rows::{ElementType, Elements, RowLayout, TokenRange};
+pub use tokens::{IndexShape, Rows, TokenIndices};

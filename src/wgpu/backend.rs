@@ -6,7 +6,8 @@ use super::attend::{Scratch, ScratchBytes, StepPlan, StepTensors};
 use super::device::capabilities::Path;
 use super::device::guard::Request;
 use super::device::{
-    Capabilities, Checks, KernelLimits, Kernels, Launches, Requirements, Store, Tensor, adapters, buffers, guard, store,
+    Capabilities, Checks, Indices, KernelLimits, Kernels, Launches, Requirements, Store, Tensor, adapters, buffers,
+    guard, store,
 };
 use super::pack::{AppendPlan, DequantizePlan, FindNonFinitePlan, PackWindowsPlan, QuantizePlan};
 use crate::Result;
@@ -129,6 +130,7 @@ impl Wgpu {
 impl Backend for Wgpu {
     type Tensor = Tensor;
     type Store = Store;
+    type Indices = Indices;
 
     fn name(&self) -> String {
         let info = self.device().adapter_info();
@@ -141,6 +143,14 @@ impl Backend for Wgpu {
 
     async fn download(&self, tensor: &Tensor) -> Result<Vec<f32>> {
         tensor.download(self.device(), &self.queue).await
+    }
+
+    async fn upload_indices(&self, tokens: &[u32], kv_heads: usize, below: u32) -> Result<Indices> {
+        Indices::upload(self.device(), tokens, kv_heads, below)
+    }
+
+    async fn download_indices(&self, indices: &Indices) -> Result<Vec<u32>> {
+        indices.download(self.device(), &self.queue).await
     }
 
     fn elements(&self, tensor: &Tensor) -> usize {
@@ -188,7 +198,7 @@ impl Backend for Wgpu {
         Ok(Some(NonFinite { token: at.token, kv_head: at.kv_head, channel: at.channel, value }))
     }
 
-    fn quantize(&self, store: &mut Store, keys: &Tensor, values: &Tensor, write: SpanWrite<'_>) -> Result<()> {
+    fn quantize(&self, store: &mut Store, keys: &Tensor, values: &Tensor, write: SpanWrite<'_, Indices>) -> Result<()> {
         let plan = QuantizePlan::new(store.shape(), store.format(), &write)?;
         self.run("kvpack quantize", &plan.bind(&self.kernels, store, keys, values)?)
     }

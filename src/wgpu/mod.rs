@@ -13,9 +13,9 @@ pub use attend::{Scratch, ScratchBytes, StepPlan, StepTensors};
 pub use backend::Wgpu;
 pub use device::shader;
 pub use device::{
-    Capabilities, Checks, ElementBinding, Kernel, KernelLimits, Kernels, Launch, Launches, Path, Requirements, Store,
-    StorePart, SubgroupSizes, Tensor, Timestamps, Variant, adapters, choose_adapter, max_shard_pages, offers_matrices,
-    open_device,
+    Capabilities, Checks, ElementBinding, Indices, Kernel, KernelLimits, Kernels, Launch, Launches, Path, Requirements,
+    Store, StorePart, SubgroupSizes, Tensor, Timestamps, Variant, adapters, choose_adapter, max_shard_pages,
+    offers_matrices, open_device,
 };
 pub use pack::{
     AppendPlan, DequantizePlan, ElementPosition, FindNonFinite, FindNonFinitePlan, HadamardPlan, PackWindowsPlan,

@@ -40,7 +40,7 @@ fn appended_tokens_make_the_tiles_of_a_span() {
             store
         };
         let mut whole = empty();
-        let write = SpanWrite { rows, tokens: TokenRange::new(0, 140).unwrap(), pages: &pages, range_slot: 0 };
+        let write = SpanWrite { rows, tokens: TokenRange::new(0, 140).unwrap().into(), pages: &pages, range_slot: 0 };
         backend.quantize(&mut whole, &keys.tensor, &values.tensor, write).unwrap();
 
         let mut one_by_one = empty();

@@ -24,7 +24,7 @@ fn every_call_on_a_lost_device_says_so() {
     };
     let (mut packed, mut window) = (store(SegmentFormat::per_channel(Bits::Two)), store(SegmentFormat::F16));
     let page = Page { shard: 0, index: 0 };
-    let write = SpanWrite { rows, tokens: TokenRange::new(0, 4).unwrap(), pages: &[page], range_slot: 0 };
+    let write = SpanWrite { rows, tokens: TokenRange::new(0, 4).unwrap().into(), pages: &[page], range_slot: 0 };
     let read = SpanRead { pages: &[page], tokens: 4, range_slot: 0 };
     backend.quantize(&mut packed, &tensor, &tensor, write).unwrap();
     backend.dequantize(&packed, read).unwrap();

@@ -24,7 +24,7 @@ fn packed<B: Backend>(backend: &B, shape: AttentionShape, format: SegmentFormat,
     }
     block_on(backend.reserve_ranges(&mut store, windows.len() + 1)).unwrap();
     let pages: Vec<Page> = windows.iter().map(|window| window.from).collect();
-    let write = SpanWrite { rows, tokens: TokenRange::new(0, tokens).unwrap(), pages: &pages, range_slot: 0 };
+    let write = SpanWrite { rows, tokens: TokenRange::new(0, tokens).unwrap().into(), pages: &pages, range_slot: 0 };
     backend.quantize(&mut open, &keys, &values, write).unwrap();
     backend.pack_windows(&shape, &open, &mut store, windows).unwrap();
     let mut decoded = Vec::new();

@@ -76,7 +76,7 @@ fn quantized(file: &GoldenFile, which: KeyOrValue) -> Result<Outputs> {
         let pages = new_pages(&mut store, tokens)?;
         let write = SpanWrite {
             rows: RowLayout::head_major(tokens, &shape),
-            tokens: TokenRange::new(0, tokens)?,
+            tokens: TokenRange::new(0, tokens)?.into(),
             pages: &pages,
             range_slot: sequence,
         };

@@ -1,6 +1,7 @@
 //! What every kernel stands on: the driver, memory and the formats of pages in it, and kernels from source to function.
 
 pub(super) mod driver;
+pub(super) mod indices;
 pub(super) mod kernels;
 pub(super) mod libraries;
 pub(super) mod memory;

@@ -7,6 +7,7 @@ use cudarc::driver::{CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
 
 use crate::backend::{SpanRead, SpanWrite, TokenWrite};
 use crate::cuda::device::driver::driver_error;
+use crate::cuda::device::indices::Indices;
 use crate::cuda::device::kernels::Kernels;
 use crate::cuda::device::memory::Memory;
 use crate::cuda::device::page_format::PageFormat;
@@ -14,7 +15,7 @@ use crate::cuda::device::program::Program;
 use crate::cuda::device::store::Store;
 use crate::cuda::device::tensor::{Tensor, type_code};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
-use crate::plan::{ElementType, Page, RowLayout};
+use crate::plan::{ElementType, Page, RowLayout, Rows, TokenIndices};
 use crate::{Error, Result};
 
 /// Threads of a block.
@@ -45,6 +46,10 @@ struct RowsCall {
     kv_heads: u32,
     element_type: u32,
     shrink: f32,
+    /// Indices of a KV head, where tokens are gathered, and what they are below.
+    index_stride: u32,
+    indices: u64,
+    below: u32,
     unused: u32,
 }
 
@@ -143,21 +148,30 @@ impl Launcher<'_> {
     }
 
     /// Kernels `ranges_span`, `ranges_tile`, `code_rows` and `quantize`.
-    pub(crate) fn quantize(&self, store: &Store, keys: &Tensor, values: &Tensor, write: &SpanWrite<'_>) -> Result<()> {
+    pub(crate) fn quantize(
+        &self,
+        store: &Store,
+        keys: &Tensor,
+        values: &Tensor,
+        write: &SpanWrite<'_, Indices>,
+    ) -> Result<()> {
         let shape = store.shape();
         write.rows.check("keys", keys.elements(), shape)?;
         write.rows.check("values", values.elements(), shape)?;
         check_span("quantize", write.tokens.len(), write.pages)?;
-        if write.tokens.end() > write.rows.tokens {
-            let reason = format!("tokens up to {} of tensors with {} tokens", write.tokens.end(), write.rows.tokens);
-            return Err(Error::Plan { what: "quantize", reason });
-        }
+        write.tokens.check("quantize", &write.rows, shape)?;
         store.check_slot("quantize", write.range_slot)?;
         let pages = self.pages("quantize", store, write.pages)?;
         for (which, tensor) in BOTH.into_iter().zip([keys, values]) {
-            let tokens = write.tokens.len();
-            let source = Source { tensor, rows: write.rows, first_token: write.tokens.start(), tokens };
+            let (first_token, gathered) = match write.tokens {
+                Rows::Run(run) => (run.start(), None),
+                Rows::Gather(indices) => (0, Some(indices)),
+            };
+            let source = Source { tensor, rows: write.rows, first_token, tokens: write.tokens.len() };
             let call = RowsCall {
+                indices: gathered.map_or(0, Indices::address),
+                index_stride: gathered.map_or(0, |indices| indices.shape().count() as u32),
+                below: gathered.map_or(0, |indices| indices.shape().below()),
                 pages: pages.address(),
                 ranges: store.slot_address(which, write.range_slot),
                 shrink: shrink(store.format(), which),
@@ -191,6 +205,7 @@ impl Launcher<'_> {
                     first_token: 0,
                     tokens,
                     element_type: type_code(ElementType::F32),
+                    indices: 0,
                     ..call
                 };
                 Piece { call, rotated: Some((source, scratch.address())) }

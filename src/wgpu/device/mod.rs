@@ -5,6 +5,7 @@ mod assembly;
 pub(super) mod buffers;
 pub(super) mod capabilities;
 pub(super) mod guard;
+mod indices;
 pub(super) mod kernels;
 pub(super) mod launch;
 pub mod shader;
@@ -15,6 +16,7 @@ mod unroll;
 
 pub use adapters::{adapters, choose_adapter, open_device};
 pub use capabilities::{Capabilities, KernelLimits, Path, Requirements, SubgroupSizes, Timestamps, offers_matrices};
+pub use indices::Indices;
 pub use kernels::{Checks, Kernel, Kernels};
 pub use launch::{Launch, Launches};
 pub use shader::Variant;

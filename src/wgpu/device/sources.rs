@@ -182,6 +182,9 @@ files![
     "pack/rows/in_place.wgsl",
     "pack/rows/slot.wgsl",
     "pack/tile.wgsl",
+    "pack/tokens/gather.wgsl",
+    "pack/tokens/run.wgsl",
+    "pack/tokens/slot.wgsl",
 ];
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::hadamard::{Turn, with_sketch, with_turn};
 use super::levels::{with_codebook_fields, with_level_fields};
-use super::tile_call::{self, Place, TileCall};
+use super::tile_call::{self, Place, RowsKind, TileCall};
 use crate::backend::TokenWrite;
 use crate::format::{
     AttentionShape, Direction, HEAD_DIMS, KeyOrValue, NormRule, SegmentFormat, TILE_TOKENS, TensorFormat, TileLayout,
@@ -72,7 +72,7 @@ impl AppendPlan {
 
     /// The kernel variants for keys and values of these types, for [`Kernels::prepare`].
     pub fn variants(&self, keys: ElementType, values: ElementType) -> Vec<Variant> {
-        let of = |which, element_type| variant_of(&self.shape, self.format.tensor(which), which, element_type);
+        let of = |which, rows: ElementType| variant_of(&self.shape, self.format.tensor(which), which, rows.into());
         vec![of(KeyOrValue::Key, keys), of(KeyOrValue::Value, values)]
     }
 
@@ -97,7 +97,7 @@ impl AppendPlan {
         let format = self.format.tensor(which);
         let call = TileCall::new(&self.shape, format, which).with_rows(&self.rows, &self.shape)?;
         let call = TileCall { first_element: rows.first_element, tokens: self.rows.tokens as u32, ..call };
-        let variant = variant_of(&self.shape, format, which, tensor.element_type());
+        let variant = variant_of(&self.shape, format, which, tensor.element_type().into());
         let launch = |(&(shard, _), places): (&(u32, usize), &Vec<Place>)| {
             let total = (places.len() * self.shape.kv_heads()) as u64;
             let grid = flat_grid(total * u64::from(FLAT_WORKGROUP), &limits)?;
@@ -114,14 +114,9 @@ impl AppendPlan {
     }
 }
 
-pub(super) fn variant_of(
-    shape: &AttentionShape,
-    format: &TensorFormat,
-    which: KeyOrValue,
-    element_type: ElementType,
-) -> Variant {
+pub(super) fn variant_of(shape: &AttentionShape, format: &TensorFormat, which: KeyOrValue, rows: RowsKind) -> Variant {
     let variant = Variant::new("append").constant("HEAD_DIM", shape.head_dim());
-    let variant = tile_call::with_rows(tile_call::with_layout(variant, format.element_bits(), which), element_type);
+    let variant = tile_call::with_rows(tile_call::with_layout(variant, format.element_bits(), which), rows);
     let variant = match format.rotation() {
         None => variant,
         Some(rotation) => {
@@ -170,8 +165,7 @@ pub(crate) fn variants() -> Vec<Variant> {
         for format in formats.filter(TensorFormat::takes_single_tokens) {
             let each = [KeyOrValue::Key, KeyOrValue::Value].into_iter();
             for which in each.filter(|which| *which == KeyOrValue::Key || format.sketched().is_none()) {
-                let of = |element_type| variant_of(&shape, &format, which, element_type);
-                found.extend(ElementType::ALL.map(of));
+                found.extend(RowsKind::all().map(|rows| variant_of(&shape, &format, which, rows)));
             }
         }
     }

@@ -97,7 +97,7 @@ impl FindNonFinitePlan {
 }
 
 fn variant_of(element_type: ElementType) -> Variant {
-    tile_call::with_rows(Variant::new("find_non_finite"), element_type)
+    tile_call::with_rows(Variant::new("find_non_finite"), element_type.into())
 }
 
 /// Every variant that a plan can ask for.

@@ -1,11 +1,11 @@
 //! Kernel `hadamard`.
 
-use super::tile_call::{TileCall, rows_file};
+use super::tile_call::{BoundRows, RowsKind, TileCall, with_rows};
 use crate::format::sketch::Sketch;
 use crate::format::{AttentionShape, Direction, HEAD_DIMS, KeyOrValue, Rotation, TensorFormat};
 use crate::plan::{ElementType, RowLayout};
 use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
-use crate::wgpu::device::{ElementBinding, Kernels, Tensor, Variant};
+use crate::wgpu::device::{Kernels, Tensor, Variant};
 use crate::{Error, Result};
 
 /// Rotates the rows of a dense tensor, or rotates them back: decided, but for the buffers. One dispatch.
@@ -43,7 +43,7 @@ impl HadamardPlan {
 
     /// The kernel variant for input of this type, for [`Kernels::prepare`].
     pub fn variants(&self, input: ElementType) -> Vec<Variant> {
-        vec![from_rows(self.shape.head_dim(), self.turn, input)]
+        vec![from_rows(self.shape.head_dim(), self.turn, input.into())]
     }
 
     /// Binds the tensor to read and the f32 tensor to write, of another buffer.
@@ -62,14 +62,14 @@ impl HadamardPlan {
             return Err(Error::Buffer { what: "rotated rows", reason: "it holds f16, f32 is written".into() });
         }
         output.check_aligned("rotated rows", &limits)?;
-        let rows = input.element_binding(&limits)?;
+        let rows = BoundRows::new(input, None, &limits)?;
         let call = TileCall::new(&self.shape, &TensorFormat::F16, KeyOrValue::Key);
         let call = TileCall {
             tokens: self.rows.tokens as u32,
-            first_element: rows.first_element,
+            first_element: rows.elements.first_element,
             ..call.with_rows(&self.rows, &self.shape)?
         };
-        Ok([rotate(kernels, self.turn, call, (input.element_type(), &rows), output.binding())?].into_iter().collect())
+        Ok([rotate(kernels, self.turn, call, &rows, output.binding())?].into_iter().collect())
     }
 }
 
@@ -78,11 +78,12 @@ pub(crate) fn rotate(
     kernels: &Kernels,
     turn: Turn,
     call: TileCall,
-    (element_type, rows): (ElementType, &ElementBinding<'_>),
+    rows: &BoundRows<'_>,
     output: wgpu::BufferBinding<'_>,
 ) -> Result<Launch> {
-    let variant = from_rows(call.head_dim as usize, turn, element_type);
-    launch(kernels, &variant, call, &[("rows", rows.buffer.clone()), ("output", output)])
+    let variant = from_rows(call.head_dim as usize, turn, rows.kind());
+    let buffers: Vec<_> = rows.bindings().chain([("output", output)]).collect();
+    launch(kernels, &variant, call, &buffers)
 }
 
 /// Rotates `rows` rows of `head_dim` f32 channels where they are.
@@ -102,12 +103,12 @@ pub(crate) fn rotate_in_place(
 
 /// The variant of [`rotate_in_place`].
 pub(crate) fn in_place(head_dim: usize, turn: Turn) -> Variant {
-    variant(head_dim, turn, "pack/rows/in_place.wgsl")
+    variant(head_dim, turn).import("rows", "pack/rows/in_place.wgsl")
 }
 
 /// The variant of [`rotate`].
-pub(crate) fn from_rows(head_dim: usize, turn: Turn, element_type: ElementType) -> Variant {
-    variant(head_dim, turn, rows_file(element_type))
+pub(crate) fn from_rows(head_dim: usize, turn: Turn, rows: RowsKind) -> Variant {
+    with_rows(variant(head_dim, turn), rows)
 }
 
 fn launch(
@@ -124,8 +125,8 @@ fn launch(
     Launch::new(kernels, variant, &buffers, grid)
 }
 
-fn variant(head_dim: usize, turn: Turn, rows: &'static str) -> Variant {
-    with_turn(Variant::new("hadamard").constant("HEAD_DIM", head_dim).import("rows", rows), turn, head_dim)
+fn variant(head_dim: usize, turn: Turn) -> Variant {
+    with_turn(Variant::new("hadamard").constant("HEAD_DIM", head_dim), turn, head_dim)
 }
 
 /// The constants of `common/rotate_row.wgsl`.
@@ -155,7 +156,7 @@ pub(crate) fn variants() -> Vec<Variant> {
         for rotation in [Rotation::hadamard(order), Rotation::randomized(order, 1), Rotation::dealt(order, 1)] {
             for direction in [Direction::Forth, Direction::Back] {
                 let turn = Turn { rotation, direction };
-                found.extend(ElementType::ALL.map(|input| from_rows(head_dim, turn, input)));
+                found.extend(RowsKind::all().map(|rows| from_rows(head_dim, turn, rows)));
                 found.push(in_place(head_dim, turn));
             }
         }

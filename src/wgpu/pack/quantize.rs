@@ -5,15 +5,15 @@ use super::append;
 use super::hadamard::{self, Turn};
 use super::levels::with_level_fields;
 pub(super) use super::tile_call::PlacedPage;
-use super::tile_call::{self, Place, ShardPlaces, TileCall};
+use super::tile_call::{self, BoundRows, Place, RowsKind, ShardPlaces, TileCall};
+use crate::Result;
 use crate::backend::SpanWrite;
 use crate::format::{
     AttentionShape, Direction, KeyOrValue, NormRule, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat,
 };
-use crate::plan::{ElementType, RowLayout, TokenRange};
+use crate::plan::{ElementType, RowLayout, Rows, TokenIndices, TokenRange};
 use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
-use crate::wgpu::device::{ElementBinding, Kernels, Store, StorePart, Tensor, Variant, buffers};
-use crate::{Error, Result};
+use crate::wgpu::device::{ElementBinding, Indices, Kernels, Store, StorePart, Tensor, Variant, buffers};
 
 /// Tokens of one channel that one invocation of `ranges_span_extremes` reads.
 const CHUNK: usize = 64;
@@ -29,7 +29,9 @@ pub struct QuantizePlan {
     shape: AttentionShape,
     format: SegmentFormat,
     rows: RowLayout,
+    /// The tokens of a run, or the places among the indices.
     tokens: TokenRange,
+    indices: Option<Indices>,
     pages: Vec<PlacedPage>,
     spans: Spans,
 }
@@ -49,18 +51,20 @@ impl QuantizePlan {
     /// # Errors
     /// [`Error::Format`] when the format does not fit the shape; [`Error::Plan`] when there are more or fewer pages
     /// than the tokens need, or the tokens lie beyond the rows.
-    pub fn new(shape: &AttentionShape, format: &SegmentFormat, write: &SpanWrite<'_>) -> Result<Self> {
+    pub fn new(shape: &AttentionShape, format: &SegmentFormat, write: &SpanWrite<'_, Indices>) -> Result<Self> {
         format.check(shape)?;
         tile_call::check_span("quantize", write.tokens.len(), write.pages)?;
-        if write.tokens.end() > write.rows.tokens {
-            let reason = format!("tokens up to {} of tensors with {} tokens", write.tokens.end(), write.rows.tokens);
-            return Err(Error::Plan { what: "quantize", reason });
-        }
+        write.tokens.check("quantize", &write.rows, shape)?;
+        let (tokens, indices) = match write.tokens {
+            Rows::Run(run) => (run, None),
+            Rows::Gather(indices) => (TokenRange::new(0, write.tokens.len())?, Some(indices.clone())),
+        };
         Ok(Self {
             shape: *shape,
             format: *format,
             rows: write.rows,
-            tokens: write.tokens,
+            tokens,
+            indices,
             pages: PlacedPage::of_span(write.pages, write.range_slot),
             spans: Spans::One,
         })
@@ -75,7 +79,7 @@ impl QuantizePlan {
     ) -> Result<Self> {
         format.check(shape)?;
         let (shape, format, tokens) = (*shape, *format, TokenRange::new(0, rows.tokens)?);
-        Ok(Self { shape, format, rows, tokens, pages, spans: Spans::Pages })
+        Ok(Self { shape, format, rows, tokens, indices: None, pages, spans: Spans::Pages })
     }
 
     /// The kernel variants for keys and values of these types, for [`Kernels::prepare`].
@@ -83,13 +87,14 @@ impl QuantizePlan {
         let head_dim = self.shape.head_dim();
         let of = |which, element_type| {
             let format = self.format.tensor(which);
+            let rows = RowsKind { element_type, gathered: self.indices.is_some() };
             if format.sketched().is_some() {
-                return vec![append::variant_of(&self.shape, format, which, element_type)];
+                return vec![append::variant_of(&self.shape, format, which, rows)];
             }
-            let Some(rotation) = format.rotation() else { return variants_of(format, which, element_type, head_dim) };
+            let Some(rotation) = format.rotation() else { return variants_of(format, which, rows, head_dim) };
             let turn = Turn { rotation, direction: Direction::Forth };
-            let rotate = hadamard::from_rows(head_dim, turn, element_type);
-            std::iter::once(rotate).chain(variants_of(format, which, ElementType::F32, head_dim)).collect()
+            let rotate = hadamard::from_rows(head_dim, turn, rows);
+            std::iter::once(rotate).chain(variants_of(format, which, ElementType::F32.into(), head_dim)).collect()
         };
         [of(KeyOrValue::Key, keys), of(KeyOrValue::Value, values)].concat()
     }
@@ -111,16 +116,16 @@ impl QuantizePlan {
     }
 
     fn bind_tensor(&self, kernels: &Kernels, store: &Store, tensor: &Tensor, which: KeyOrValue) -> Result<Vec<Launch>> {
-        let rows = tensor.element_binding(&kernels.device().limits())?;
+        let rows = BoundRows::new(tensor, self.indices.as_ref(), &kernels.device().limits())?;
         let call = TileCall {
-            first_element: rows.first_element,
+            first_element: rows.elements.first_element,
             first_token: self.tokens.start() as u32,
             tokens: self.tokens.len() as u32,
             range_slot: self.pages.first().map_or(0, |placed| placed.range_slot as u32),
             ..TileCall::new(&self.shape, self.format.tensor(which), which).with_rows(&self.rows, &self.shape)?
         };
-        let element_type = tensor.element_type();
-        let source = Source { kernels, store, which, element_type, rows, call, spans: self.spans };
+        let call = self.indices.as_ref().map_or(call, |indices| call.with_indices(indices.shape()));
+        let source = Source { kernels, store, which, rows, call, spans: self.spans };
         match self.format.tensor(which).rotation() {
             None => source.pack(&self.pages),
             Some(_) if self.format.tensor(which).sketched().is_some() => source.pack_rows(&self.pages),
@@ -137,8 +142,7 @@ struct Source<'a> {
     kernels: &'a Kernels,
     store: &'a Store,
     which: KeyOrValue,
-    element_type: ElementType,
-    rows: ElementBinding<'a>,
+    rows: BoundRows<'a>,
     call: TileCall,
     spans: Spans,
 }
@@ -159,7 +163,7 @@ impl Source<'_> {
     /// Rows one by one, as `append` stores them: a sketch needs all of its row.
     fn pack_rows(&self, pages: &[PlacedPage]) -> Result<Vec<Launch>> {
         let shape = self.store.shape();
-        let variant = append::variant_of(shape, self.format(), self.which, self.element_type);
+        let variant = append::variant_of(shape, self.format(), self.which, self.rows.kind());
         let launch = |shard: ShardPlaces| {
             // All slots of the pages, those beyond the span too.
             let slots = |place: &Place| (0..TILE_TOKENS as u32).map(|slot| place.at(slot)).collect::<Vec<_>>();
@@ -169,7 +173,6 @@ impl Source<'_> {
             let call = call.upload(self.kernels.device(), &places)?;
             let buffers = [
                 ("call", call.as_entire_buffer_binding()),
-                ("rows", self.rows.buffer.clone()),
                 ("tiles", self.store.shard_binding(shard.shard, StorePart::tiles(self.which))?),
                 ("ranges", self.store.shard_binding(shard.shard, StorePart::ranges(self.which))?),
             ];
@@ -226,7 +229,7 @@ impl Source<'_> {
         let call = TileCall { first_token: self.call.first_token + first, tokens, ..self.call };
         let turn = Turn { rotation, direction: Direction::Forth };
         let scratch = scratch.as_entire_buffer_binding();
-        let rotate = hadamard::rotate(self.kernels, turn, call, (self.element_type, &self.rows), scratch.clone())?;
+        let rotate = hadamard::rotate(self.kernels, turn, call, &self.rows, scratch.clone())?;
         let call = TileCall {
             first_element: 0,
             first_token: 0,
@@ -234,8 +237,9 @@ impl Source<'_> {
             head_stride: call.head_dim,
             ..call
         };
-        let rows = ElementBinding { buffer: scratch, first_element: 0 };
-        Ok((rotate, Source { element_type: ElementType::F32, rows, call, ..*self }))
+        let elements = ElementBinding { buffer: scratch, first_element: 0 };
+        let rows = BoundRows { element_type: ElementType::F32, elements, indices: None };
+        Ok((rotate, Source { rows, call, ..*self }))
     }
 
     /// Tile ranges and codes of the source's tokens, which lie in `pages`.
@@ -257,13 +261,10 @@ impl Source<'_> {
         let chunks = u64::from(self.call.tokens).div_ceil(CHUNK as u64) * channels;
         let call = TileCall { total: u32::try_from(chunks).unwrap_or(u32::MAX), ..self.call };
         let call = call.upload(self.kernels.device(), &[])?;
-        let buffers = [
-            ("call", call.as_entire_buffer_binding()),
-            ("rows", self.rows.buffer.clone()),
-            ("ranges", self.store.span_ranges_binding(self.which)?),
-        ];
+        let buffers =
+            [("call", call.as_entire_buffer_binding()), ("ranges", self.store.span_ranges_binding(self.which)?)];
         let size = if entry == SpanRangesEntry::Extremes { chunks } else { channels };
-        self.launch(&ranges_span(self.format(), self.element_type, entry), &buffers, size)
+        self.launch(&ranges_span(self.format(), self.rows.kind(), entry), &buffers, size)
     }
 
     /// Ranges of pages that are spans of their own.
@@ -272,20 +273,16 @@ impl Source<'_> {
         let total = places.len() as u64 * u64::from(self.call.kv_heads * self.call.head_dim);
         let call = TileCall { total: u32::try_from(total).unwrap_or(u32::MAX), ..self.call };
         let call = call.upload(self.kernels.device(), &places)?;
-        let buffers = [
-            ("call", call.as_entire_buffer_binding()),
-            ("rows", self.rows.buffer.clone()),
-            ("ranges", self.store.span_ranges_binding(self.which)?),
-        ];
-        self.launch(&ranges_window(self.format(), self.element_type), &buffers, total)
+        let buffers =
+            [("call", call.as_entire_buffer_binding()), ("ranges", self.store.span_ranges_binding(self.which)?)];
+        self.launch(&ranges_window(self.format(), self.rows.kind()), &buffers, total)
     }
 
     fn tile_ranges(&self, shard: &ShardPlaces) -> Result<Option<Launch>> {
-        let Some(variant) = tile_ranges(self.format(), self.element_type) else { return Ok(None) };
+        let Some(variant) = tile_ranges(self.format(), self.rows.kind()) else { return Ok(None) };
         let (call, total) = self.upload_call(shard, self.call.ranges_per_tile)?;
         let buffers = [
             ("call", call.as_entire_buffer_binding()),
-            ("rows", self.rows.buffer.clone()),
             ("ranges", self.store.shard_binding(shard.shard, StorePart::ranges(self.which))?),
         ];
         self.launch(&variant, &buffers, total).map(Some)
@@ -295,11 +292,10 @@ impl Source<'_> {
         let (call, total) = self.upload_call(shard, self.call.tile_words)?;
         let mut buffers = vec![
             ("call", call.as_entire_buffer_binding()),
-            ("rows", self.rows.buffer.clone()),
             ("tiles", self.store.shard_binding(shard.shard, StorePart::tiles(self.which))?),
         ];
         buffers.extend(self.store.ranges_binding(shard.shard, self.which)?.map(|ranges| ("ranges", ranges)));
-        let variant = quantize(self.format(), self.which, self.element_type, self.call.head_dim as usize);
+        let variant = quantize(self.format(), self.which, self.rows.kind(), self.call.head_dim as usize);
         self.launch(&variant, &buffers, total)
     }
 
@@ -323,9 +319,14 @@ impl Source<'_> {
         Ok((call.upload(self.kernels.device(), &shard.places)?, total))
     }
 
+    /// Binds a kernel to `buffers` and to the rows, if it reads them.
     fn launch(&self, variant: &Variant, buffers: &[(&str, wgpu::BufferBinding<'_>)], size: u64) -> Result<Launch> {
         let grid = flat_grid(size, &self.kernels.device().limits())?;
-        Launch::new(self.kernels, variant, buffers, grid)
+        let mut buffers = buffers.to_vec();
+        for rows in self.rows.bindings() {
+            buffers.push(rows);
+        }
+        Launch::new(self.kernels, variant, &buffers, grid)
     }
 
     fn format(&self) -> &TensorFormat {
@@ -333,13 +334,13 @@ impl Source<'_> {
     }
 }
 
-fn quantize(format: &TensorFormat, which: KeyOrValue, element_type: ElementType, head_dim: usize) -> Variant {
+fn quantize(format: &TensorFormat, which: KeyOrValue, rows: RowsKind, head_dim: usize) -> Variant {
     let variant = tile_call::with_layout(Variant::new("quantize"), format.element_bits(), which);
-    tile_call::with_rows(tile_call::with_fields(variant, format, head_dim), element_type)
+    tile_call::with_rows(tile_call::with_fields(variant, format, head_dim), rows)
 }
 
 /// The kernel that makes the ranges beside the tiles, if there are any.
-fn tile_ranges(format: &TensorFormat, element_type: ElementType) -> Option<Variant> {
+fn tile_ranges(format: &TensorFormat, rows: RowsKind) -> Option<Variant> {
     let variant = match format {
         TensorFormat::F16 => return None,
         TensorFormat::Affine(_) if format.has_span_ranges() => return None,
@@ -348,7 +349,7 @@ fn tile_ranges(format: &TensorFormat, element_type: ElementType) -> Option<Varia
             .constant("GROUPING", tile_call::grouping_constant(affine.grouping)),
         TensorFormat::Codebook(_) => Variant::new("norms_tile"),
     };
-    Some(tile_call::with_rows(variant, element_type))
+    Some(tile_call::with_rows(variant, rows))
 }
 
 /// The kernel that divides norms by those of the levels, where the format does.
@@ -379,25 +380,25 @@ impl SpanRangesEntry {
     }
 }
 
-fn ranges_span(format: &TensorFormat, element_type: ElementType, entry: SpanRangesEntry) -> Variant {
+fn ranges_span(format: &TensorFormat, rows: RowsKind, entry: SpanRangesEntry) -> Variant {
     let variant = Variant::new("ranges_span").entry(entry.name()).constant("BITS", format.element_bits());
-    tile_call::with_rows(tile_call::with_range_rule(variant.constant("CHUNK", CHUNK), format), element_type)
+    tile_call::with_rows(tile_call::with_range_rule(variant.constant("CHUNK", CHUNK), format), rows)
 }
 
-fn ranges_window(format: &TensorFormat, element_type: ElementType) -> Variant {
+fn ranges_window(format: &TensorFormat, rows: RowsKind) -> Variant {
     let variant = Variant::new("ranges_window").constant("BITS", format.element_bits());
-    tile_call::with_rows(tile_call::with_range_rule(variant, format), element_type)
+    tile_call::with_rows(tile_call::with_range_rule(variant, format), rows)
 }
 
 /// The variants that pack rows of a type, but for that of their rotation.
-fn variants_of(format: &TensorFormat, which: KeyOrValue, element_type: ElementType, head_dim: usize) -> Vec<Variant> {
+fn variants_of(format: &TensorFormat, which: KeyOrValue, rows: RowsKind, head_dim: usize) -> Vec<Variant> {
     let mut variants = Vec::new();
     if format.has_span_ranges() {
-        variants.extend(SpanRangesEntry::ALL.map(|entry| ranges_span(format, element_type, entry)));
-        variants.push(ranges_window(format, element_type));
+        variants.extend(SpanRangesEntry::ALL.map(|entry| ranges_span(format, rows, entry)));
+        variants.push(ranges_window(format, rows));
     }
-    variants.extend(tile_ranges(format, element_type));
-    variants.push(quantize(format, which, element_type, head_dim));
+    variants.extend(tile_ranges(format, rows));
+    variants.push(quantize(format, which, rows, head_dim));
     variants.extend(renormalize(format, which, head_dim));
     variants
 }
@@ -407,7 +408,7 @@ pub(crate) fn variants() -> Vec<Variant> {
     let formats = tile_call::distinct_formats(128);
     let of = |format: &TensorFormat| {
         let each = [KeyOrValue::Key, KeyOrValue::Value];
-        each.map(|which| ElementType::ALL.map(|element_type| variants_of(format, which, element_type, 128)).concat())
+        each.map(|which| RowsKind::all().flat_map(|rows| variants_of(format, which, rows, 128)).collect::<Vec<_>>())
             .concat()
     };
     formats.iter().flat_map(of).collect()

@@ -7,9 +7,9 @@ use crate::format::{
     AffineFormat, AttentionShape, Bits, CodebookFormat, Grouping, KeyOrValue, RangeRule, Rotation, TensorFormat,
     TileLayout,
 };
-use crate::plan::{ElementType, Page, RowLayout};
-use crate::wgpu::device::buffers;
+use crate::plan::{ElementType, IndexShape, Page, RowLayout};
 use crate::wgpu::device::shader::Variant;
+use crate::wgpu::device::{ElementBinding, Indices, Tensor, buffers};
 use crate::{Error, Result, TILE_TOKENS};
 
 /// The head of the arguments; the places follow it. The layout is that of `pack/call.wgsl`.
@@ -39,6 +39,9 @@ pub(crate) struct TileCall {
     /// 0, where the compiler cannot know it.
     pub zero: u32,
     pub places: u32,
+    /// Indices of a KV head, where tokens are gathered, and what they are below.
+    pub index_stride: u32,
+    pub below: u32,
 }
 
 /// Where tokens lie: the layout is that of `pack/call.wgsl`.
@@ -141,6 +144,8 @@ impl TileCall {
             shrink: format.affine().map_or(1.0, |affine| affine.shrink),
             zero: 0,
             places: 0,
+            index_stride: 0,
+            below: 0,
         }
     }
 
@@ -161,6 +166,11 @@ impl TileCall {
         Ok(Self { token_stride: rows.token_stride as u32, head_stride: rows.head_stride as u32, ..self })
     }
 
+    /// With what indices name, of each KV head.
+    pub fn with_indices(self, indices: IndexShape) -> Self {
+        Self { index_stride: indices.count() as u32, below: indices.below(), ..self }
+    }
+
     /// A buffer of these arguments and places.
     pub fn upload(self, device: &wgpu::Device, places: &[Place]) -> Result<wgpu::Buffer> {
         let call = Self { places: places.len() as u32, ..self };
@@ -179,9 +189,56 @@ pub(crate) fn with_layout(variant: Variant, bits: usize, which: KeyOrValue) -> V
     variant.constant("BITS", bits).constant("KEYS", usize::from(which == KeyOrValue::Key))
 }
 
-/// Chooses the type of the dense tensor's elements.
-pub(crate) fn with_rows(variant: Variant, element_type: ElementType) -> Variant {
-    variant.import("rows", rows_file(element_type))
+/// What a kernel must know of the dense rows that it reads to be compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RowsKind {
+    pub element_type: ElementType,
+    /// Tokens are named by indices.
+    pub gathered: bool,
+}
+
+impl RowsKind {
+    /// One of each that the shaders tell apart: how tokens are found has nothing to do with what elements are.
+    pub fn all() -> impl Iterator<Item = Self> {
+        ElementType::ALL.into_iter().map(Self::from).chain([Self { element_type: ElementType::F32, gathered: true }])
+    }
+}
+
+impl From<ElementType> for RowsKind {
+    fn from(element_type: ElementType) -> Self {
+        Self { element_type, gathered: false }
+    }
+}
+
+/// Dense rows as kernels bind them, and the indices of those to read, if not all follow each other.
+#[derive(Clone, Debug)]
+pub(crate) struct BoundRows<'a> {
+    pub element_type: ElementType,
+    pub elements: ElementBinding<'a>,
+    pub indices: Option<&'a Indices>,
+}
+
+impl<'a> BoundRows<'a> {
+    /// The rows of a tensor.
+    pub fn new(tensor: &'a Tensor, indices: Option<&'a Indices>, limits: &wgpu::Limits) -> Result<Self> {
+        Ok(Self { element_type: tensor.element_type(), elements: tensor.element_binding(limits)?, indices })
+    }
+
+    pub fn kind(&self) -> RowsKind {
+        RowsKind { element_type: self.element_type, gathered: self.indices.is_some() }
+    }
+
+    /// The bindings by name.
+    pub fn bindings(&self) -> impl Iterator<Item = (&'static str, wgpu::BufferBinding<'a>)> {
+        let indices = self.indices.map(|indices| ("indices", indices.binding()));
+        std::iter::once(("rows", self.elements.buffer.clone())).chain(indices)
+    }
+}
+
+/// Chooses the type of the dense tensor's elements, and how tokens are found.
+pub(crate) fn with_rows(variant: Variant, rows: RowsKind) -> Variant {
+    let variant = variant.import("rows", rows_file(rows.element_type));
+    if rows.gathered { variant.import("tokens", "pack/tokens/gather.wgsl") } else { variant }
 }
 
 /// The shader file that reads elements of this type.

@@ -224,7 +224,7 @@ impl<B: Backend> Batch<B> {
         };
         let (keys, values) = (of_last(&self.keys).await?, of_last(&self.values).await?);
         let (rows, tokens) = (RowLayout::token_major(TILE_TOKENS, &self.shape), TokenRange::new(0, TILE_TOKENS)?);
-        let write = SpanWrite { rows, tokens, pages: &[self.spare], range_slot: 0 };
+        let write = SpanWrite { rows, tokens: tokens.into(), pages: &[self.spare], range_slot: 0 };
         backend.quantize(&mut self.open, &keys, &values, write)?;
         let mut stored = Vec::new();
         for page in [self.pages[SEQUENCES - 1], self.spare] {

@@ -110,7 +110,12 @@ impl<B: Backend> Segment<B> {
         let pages = allocator.allocate(needed)?;
         let rows = RowLayout::head_major(layer.tokens, &layer.shape);
         let range = TokenRange::new(tokens.start, tokens.end)?;
-        backend.quantize(&mut store, keys, values, SpanWrite { rows, tokens: range, pages: &pages, range_slot: 0 })?;
+        backend.quantize(
+            &mut store,
+            keys,
+            values,
+            SpanWrite { rows, tokens: range.into(), pages: &pages, range_slot: 0 },
+        )?;
         Ok(Self { format, store, tokens, pages })
     }
 }

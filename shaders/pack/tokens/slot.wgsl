@@ -1,0 +1,5 @@
+// Slot `tokens`: which token of the dense tensor a token of the span is.
+//
+// Every choice has
+//   fn token_of(token: u32, kv_head: u32) -> u32
+//     the token of the tensor, below `call`'s number of tokens of the tensor for every token of the span

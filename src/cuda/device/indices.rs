@@ -1,0 +1,55 @@
+//! Token numbers on the device, which gathers read.
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
+
+use super::memory::Memory;
+use crate::Result;
+use crate::plan::{IndexShape, TokenIndices};
+
+/// Token numbers `[kv_heads, count]` of one word each on the device. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Indices {
+    memory: Arc<Memory>,
+    shape: IndexShape,
+}
+
+impl Indices {
+    /// Zeros for a kernel to overwrite with token numbers below [`IndexShape::below`].
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    pub fn zeroed(stream: &Arc<CudaStream>, shape: IndexShape) -> Result<Self> {
+        Ok(Self { memory: Memory::zeroed(stream, "token indices", shape.indices() * size_of::<u32>())?, shape })
+    }
+
+    /// Copies token numbers to the device.
+    ///
+    /// # Errors
+    /// Those of [`IndexShape::of`]; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    pub fn upload(stream: &Arc<CudaStream>, tokens: &[u32], kv_heads: usize, below: u32) -> Result<Self> {
+        let shape = IndexShape::of(tokens, kv_heads, below)?;
+        Ok(Self { memory: Memory::upload(stream, "token indices", bytemuck::cast_slice(tokens))?, shape })
+    }
+
+    /// Copies the indices to the host, after the work that the stream holds.
+    ///
+    /// # Errors
+    /// [`Error::DeviceLost`](crate::Error::DeviceLost).
+    pub fn download(&self, stream: &Arc<CudaStream>) -> Result<Vec<u32>> {
+        let bytes = self.memory.download(stream, "token indices")?;
+        Ok(bytemuck::pod_collect_to_vec(&bytes))
+    }
+
+    /// Address of the first index.
+    pub(in crate::cuda) fn address(&self) -> u64 {
+        self.memory.address()
+    }
+}
+
+impl TokenIndices for Indices {
+    fn shape(&self) -> IndexShape {
+        self.shape
+    }
+}
