@@ -20,6 +20,7 @@ mod plain_attention;
 mod prepare_query;
 mod quantize;
 mod scores;
+mod select;
 mod simd;
 mod softmax;
 mod states;
@@ -40,6 +41,11 @@ pub use merge_states::merge_states;
 pub use plain_attention::plain_attention;
 pub use quantize::quantize;
 pub use scores::{ScoreExtremes, SegmentScores, scores};
+pub use select::{
+    ColumnRequest, ColumnStats, DenseRows, KeptTokens, RowStats, StatsInput, attention_column_stats,
+    attention_row_stats, check_order, chunk_similarity, gather, merge_tokens, nearest_kept, reorder_chunks, sum_counts,
+    sum_partials, top_k,
+};
 pub use states::States;
 pub use store::CpuStore;
 pub use weighted_values::weighted_values;

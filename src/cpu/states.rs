@@ -24,6 +24,20 @@ impl States {
         Self { query_heads, head_dim, outputs: vec![0.0; states * head_dim], lse: vec![f32::NEG_INFINITY; states] }
     }
 
+    /// States from outputs `[row][query_head][head_dim]` and natural log-sum-exps `[row][query_head]` of others.
+    ///
+    /// # Errors
+    /// [`Error::Elements`] when they are not of the same rows.
+    pub fn from_parts(shape: &AttentionShape, outputs: Vec<f32>, lse: Vec<f32>) -> Result<Self> {
+        let (query_heads, head_dim) = (shape.query_heads(), shape.head_dim());
+        let (given, expected) = (outputs.len(), lse.len().next_multiple_of(query_heads) * head_dim);
+        if given != expected {
+            let shape = format!("[rows, {query_heads}, {head_dim}] beside {} log-sum-exps", lse.len());
+            return Err(Error::Elements { what: "outputs of states", given, expected, shape });
+        }
+        Ok(Self { query_heads, head_dim, outputs, lse })
+    }
+
     /// One row of states for every state row of a plan.
     pub fn for_plan(plan: &DecodePlan) -> Self {
         Self::new(plan.states(), &plan.shape)

@@ -17,6 +17,9 @@ pub enum HeadAggregation {
 }
 
 impl HeadAggregation {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Each, Self::Sum, Self::Mean, Self::Max];
+
     /// Rows of the result.
     pub const fn rows(self, query_heads: usize, kv_heads: usize) -> usize {
         match self {

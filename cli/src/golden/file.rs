@@ -86,6 +86,19 @@ impl GoldenFile {
         self.params[name].as_f64().with_context(|| format!("no number '{name}' among the parameters"))
     }
 
+    /// A parameter that counts something.
+    pub fn count(&self, name: &str) -> Result<usize> {
+        let count = self.params[name].as_u64().with_context(|| format!("no count '{name}' among the parameters"))?;
+        Ok(usize::try_from(count)?)
+    }
+
+    /// A parameter that is a list of counts, empty if it is not there.
+    pub fn counts(&self, name: &str) -> Result<Vec<u32>> {
+        let items = self.params[name].as_array().map(Vec::as_slice).unwrap_or_default();
+        let count = |item: &Value| item.as_u64().and_then(|count| u32::try_from(count).ok());
+        items.iter().map(|item| count(item).with_context(|| format!("'{name}' holds {item}"))).collect()
+    }
+
     /// A textual parameter.
     pub fn text(&self, name: &str) -> Result<&str> {
         self.params[name].as_str().with_context(|| format!("no text '{name}' among the parameters"))
@@ -138,6 +151,22 @@ impl Tensor {
             Elements::F32(x) => Ok(x.clone()),
             Elements::F16(x) => Ok(x.iter().map(|x| x.to_f32()).collect()),
             _ => bail!("integers where floats are needed"),
+        }
+    }
+
+    /// The elements as indices.
+    pub fn indices(&self) -> Result<Vec<u32>> {
+        match &self.elements {
+            Elements::I32(x) => Ok(x.iter().map(|&x| u32::try_from(x)).collect::<Result<_, _>>()?),
+            _ => bail!("other elements where indices are needed"),
+        }
+    }
+
+    /// The elements as a mask.
+    pub fn mask(&self) -> Result<&[bool]> {
+        match &self.elements {
+            Elements::Bool(x) => Ok(x),
+            _ => bail!("other elements where a mask is needed"),
         }
     }
 

@@ -4,14 +4,20 @@
 //! through its CPU kernels, some through those of a GPU too, and every output is compared as the file asks.
 
 mod attention;
+mod attention_stats;
 mod calibquant;
+mod cocktail;
 mod compare;
 mod file;
 mod hadamard;
+mod kernels;
 mod kivi;
+mod lookm;
 mod saw_int4;
+mod selection;
 mod stored;
 mod turboquant;
+mod vlcache;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -20,32 +26,49 @@ use anyhow::{Context, Result, bail};
 
 pub use compare::Mismatch;
 use file::GoldenFile;
+use kernels::Device;
 use kvpack::wgpu::Wgpu;
 
 /// What one implementation of an op computed, by the name of the output.
 type Outputs = BTreeMap<&'static str, Vec<f64>>;
 
+/// What each implementation of an op computed.
+type Computed = Vec<(&'static str, Outputs)>;
+
 /// An op: computes the outputs of a file, with each of its implementations by name.
-type Op = fn(&GoldenFile) -> Result<Vec<(&'static str, Outputs)>>;
+type Op = fn(&GoldenFile) -> Result<Computed>;
 
 /// The ops that are implemented.
-const OPS: [(&str, Op); 12] = [
+const OPS: [(&str, Op); 25] = [
+    ("attention.column_sums", |file| attention_stats::column_sums(file, Device::Cpu)),
     ("attention.decode", attention::decode),
+    ("attention.merge", attention_stats::merge),
     ("calibquant.calibrate", calibquant::calibrate),
     ("calibquant.decode", calibquant::decode),
     ("calibquant.pack", calibquant::pack),
     ("calibquant.quantize", calibquant::quantize),
+    ("cocktail.search", |file| cocktail::search(file, Device::Cpu)),
+    ("h2o.select", |file| selection::h2o(file, Device::Cpu)),
     ("hadamard", hadamard::hadamard),
     ("kivi.quantize_k", kivi::quantize_k),
     ("kivi.quantize_v", kivi::quantize_v),
+    ("lookm.evict", lookm::evict),
+    ("lookm.merge", |file| lookm::merge(file, Device::Cpu)),
+    ("pyramidkv.budget", selection::pyramidkv),
     ("saw.quantize", saw_int4::quantize),
+    ("snapkv.select", |file| selection::snapkv(file, Device::Cpu)),
+    ("streamingllm.select", selection::streamingllm),
     ("turboquant.codebook", turboquant::codebook),
     ("turboquant.mse", turboquant::mse),
     ("turboquant.prod", turboquant::prod),
+    ("vlcache.budget", vlcache::budget),
+    ("vlcache.plan", |file| vlcache::plan(file, Device::Cpu)),
+    ("vlcache.scores", |file| vlcache::scores(file, Device::Cpu)),
+    ("vlcache.sparsity", |file| vlcache::layer(file, Device::Cpu)),
 ];
 
 /// An op on a GPU.
-type GpuOp = fn(&GoldenFile, &Wgpu) -> Result<Vec<(&'static str, Outputs)>>;
+type GpuOp = fn(&GoldenFile, &Wgpu) -> Result<Computed>;
 
 /// The ops that run on a GPU too.
 const GPU_OPS: [(&str, GpuOp); 1] = [("hadamard", hadamard::hadamard_on_gpu)];
@@ -137,4 +160,9 @@ fn run_op(file: &GoldenFile, gpu: Option<&Wgpu>) -> Result<GoldenOutcome> {
         }
     }
     Ok(GoldenOutcome::Agrees { kernels, worst })
+}
+
+/// Elements of an output.
+fn doubles<T: Copy + Into<f64>>(x: &[T]) -> Vec<f64> {
+    x.iter().map(|&x| x.into()).collect()
 }

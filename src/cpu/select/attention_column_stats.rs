@@ -1,0 +1,94 @@
+//! Kernel `attention_column_stats`: the attention that every key receives, and how many keys each row needs.
+
+use rayon::prelude::*;
+
+use super::input::StatsInput;
+use crate::plan::TokenRange;
+use crate::policy::HeadAggregation;
+use crate::{Error, Result};
+
+/// What is to be measured of columns.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ColumnRequest {
+    /// What becomes of the query heads of a group.
+    pub aggregation: HeadAggregation,
+    /// Count, for each row, the keys whose weight is at least this share of the row's largest; `None` counts nothing.
+    pub threshold: Option<f32>,
+}
+
+impl ColumnRequest {
+    /// The logarithm of the threshold, which is what scores are compared with.
+    ///
+    /// # Errors
+    /// [`Error::Budget`] when the threshold is not in 0 ..= 1.
+    pub fn log_threshold(&self) -> Result<Option<f32>> {
+        let Some(threshold) = self.threshold else { return Ok(None) };
+        crate::policy::check_ratio("threshold of counts", threshold.into())?;
+        // Not −∞, which a shader cannot be relied on to add.
+        Ok(Some(threshold.ln().max(f32::MIN)))
+    }
+}
+
+/// What was measured of columns.
+#[derive(Clone, Debug, PartialEq, Default)]
+pub struct ColumnStats {
+    /// Softmax weights summed over the rows, `[query_heads, keys]` or `[kv_heads, keys]` as the aggregation says.
+    pub sums: Vec<f32>,
+    /// `[query_heads, rows]`: visible keys at or above the threshold; empty where none was asked for.
+    pub counts: Vec<u32>,
+}
+
+/// Column sums of softmax, and counts under a threshold, over the keys of `range` (VL-Cache A.5, the second kernel).
+///
+/// A weight is `exp(s − lse)`. It is at least `p` times the largest of its row when `s ≥ max + ln p`, so counting needs no
+/// weights. `lse` is `[query_heads, rows]` over all keys, from [`attention_row_stats`](super::attention_row_stats()) or
+/// the caller's own prefill; `max`, likewise, is needed for counts alone.
+///
+/// # Errors
+/// As [`StatsInput::check`]; [`Error::Elements`] when there is not one LSE, and for counts one maximum, per head and row;
+/// [`Error::Budget`] when the threshold is not in 0 ..= 1.
+pub fn attention_column_stats(
+    input: &StatsInput<'_>,
+    range: TokenRange,
+    request: ColumnRequest,
+    lse: &[f32],
+    max: &[f32],
+) -> Result<ColumnStats> {
+    input.check(range)?;
+    let log_threshold = request.log_threshold()?;
+    let (heads, rows) = (input.shape.query_heads(), input.rows.len());
+    let maxima_needed = if log_threshold.is_some() { heads * rows } else { max.len() };
+    for (what, given, expected) in
+        [("log-sum-exps of rows", lse.len(), heads * rows), ("maxima of rows", max.len(), maxima_needed)]
+    {
+        if given != expected {
+            return Err(Error::Elements { what, given, expected, shape: format!("[{heads}, {rows}]") });
+        }
+    }
+    let of_head = |head: usize| {
+        let mut sums = vec![0.0f64; range.len()];
+        let mut counts = Vec::new();
+        input.scores_of_head(head, range, |row, scores| {
+            let at = head * rows + row;
+            sums.iter_mut().zip(scores).for_each(|(sum, score)| *sum += (score - f64::from(lse[at])).exp());
+            if let Some(log_threshold) = log_threshold {
+                let least = f64::from(max[at]) + f64::from(log_threshold);
+                counts.push(scores.iter().filter(|&&score| score >= least).count() as u32);
+            }
+        });
+        (sums, counts)
+    };
+    let measured: Vec<(Vec<f64>, Vec<u32>)> = (0..heads).into_par_iter().map(of_head).collect();
+    let counts = measured.iter().flat_map(|(_, counts)| counts).copied().collect();
+    let mut sums = Vec::with_capacity(request.aggregation.rows(heads, input.shape.kv_heads()) * range.len());
+    for group in measured.chunks_exact(input.shape.group()) {
+        match request.aggregation {
+            HeadAggregation::Each => sums.extend(group.iter().flat_map(|(sums, _)| sums).map(|&sum| sum as f32)),
+            aggregation => sums.extend(
+                (0..range.len())
+                    .filter_map(|key| aggregation.of(group.iter().map(|(sums, _)| sums[key])).map(|sum| sum as f32)),
+            ),
+        }
+    }
+    Ok(ColumnStats { sums, counts })
+}

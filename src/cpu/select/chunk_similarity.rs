@@ -1,0 +1,39 @@
+//! Kernel `chunk_similarity`: how much each chunk resembles the query.
+
+use rayon::prelude::*;
+
+use super::input::dot;
+use crate::{Error, Result};
+
+/// Cosine similarity of the embedding of a query, `[width]`, with those of chunks, `[chunks, width]` (Cocktail eq. 1).
+/// An embedding of zeros resembles nothing: 0.
+///
+/// # Errors
+/// [`Error::Chunks`] when an embedding has no elements or the chunks are not of the query's width;
+/// [`Error::NotANumber`] when an element is NaN.
+pub fn chunk_similarity(query: &[f32], chunks: &[f32]) -> Result<Vec<f32>> {
+    check_widths(query.len(), chunks.len())?;
+    for (what, elements) in [("elements of the query's embedding", query), ("elements of chunk embeddings", chunks)] {
+        if let Some(index) = elements.iter().position(|x| x.is_nan()) {
+            return Err(Error::NotANumber { what, index });
+        }
+    }
+    let query_norm = dot(query, query).sqrt();
+    let similarity = |chunk: &[f32]| {
+        let norms = query_norm * dot(chunk, chunk).sqrt();
+        if norms > 0.0 { (dot(query, chunk) / norms) as f32 } else { 0.0 }
+    };
+    Ok(chunks.par_chunks_exact(query.len()).map(similarity).collect())
+}
+
+/// Checks that chunks of the query's width fill a tensor, and returns how many they are.
+pub(crate) fn check_widths(query: usize, chunks: usize) -> Result<usize> {
+    if query == 0 {
+        return Err(Error::Chunks { reason: "the query's embedding has no elements".into() });
+    }
+    if !chunks.is_multiple_of(query) {
+        let reason = format!("{chunks} elements of embeddings are not whole rows of {query}, the width of the query's");
+        return Err(Error::Chunks { reason });
+    }
+    Ok(chunks / query)
+}

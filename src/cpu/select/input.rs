@@ -1,0 +1,96 @@
+//! What attention statistics are measured of.
+
+use crate::cpu::dense::read_row;
+use crate::format::AttentionShape;
+use crate::plan::{Elements, RowLayout, TokenRange};
+use crate::policy::QueryRows;
+use crate::{Error, Result};
+
+/// Rows of a dense tensor, and where they lie in it.
+#[derive(Clone, Copy, Debug)]
+pub struct DenseRows<'a> {
+    /// The elements.
+    pub elements: Elements<'a>,
+    /// Where the rows lie.
+    pub layout: RowLayout,
+}
+
+impl DenseRows<'_> {
+    /// The rows of one head as f32, `[tokens, head_dim]`, those of `tokens`.
+    pub(super) fn of_head(&self, head: usize, head_dim: usize, tokens: TokenRange) -> Vec<f32> {
+        let mut rows = vec![0.0; tokens.len() * head_dim];
+        for (token, row) in (tokens.start()..tokens.end()).zip(rows.chunks_exact_mut(head_dim)) {
+            read_row(self.elements, self.layout.row(token, head), row);
+        }
+        rows
+    }
+}
+
+/// Query rows and the keys they attend to.
+#[derive(Clone, Copy, Debug)]
+pub struct StatsInput<'a> {
+    /// Heads.
+    pub shape: AttentionShape,
+    /// Positions of the query rows in the context.
+    pub rows: &'a QueryRows,
+    /// The query rows `[rows, query_heads, head_dim]`, one for each position, wherever they lie.
+    pub queries: DenseRows<'a>,
+    /// All keys of the context, `[tokens, kv_heads, head_dim]`.
+    pub keys: DenseRows<'a>,
+}
+
+impl StatsInput<'_> {
+    /// Checks that tensors and layouts hold the rows.
+    ///
+    /// # Errors
+    /// [`Error::NoTokens`], [`Error::Elements`]; [`Error::Selection`] when there are other query rows than positions or
+    /// other keys than tokens, or the range of keys reaches beyond them.
+    pub fn check(&self, keys: TokenRange) -> Result<()> {
+        let heads = self.shape.query_heads();
+        let query_shape = AttentionShape::new(heads, heads, self.shape.head_dim())?;
+        self.queries.layout.check("query rows", self.queries.elements.len(), &query_shape)?;
+        self.keys.layout.check("keys", self.keys.elements.len(), &self.shape)?;
+        let (queries, tokens) = (self.queries.layout.tokens, self.keys.layout.tokens);
+        check_rows(self.rows, queries, tokens)?;
+        if keys.end() > tokens {
+            let reason = format!("keys {}..{} of {tokens}", keys.start(), keys.end());
+            return Err(Error::Selection { reason });
+        }
+        Ok(())
+    }
+
+    /// What scores are multiplied with: 1 / √head_dim.
+    pub(super) fn scale(&self) -> f64 {
+        1.0 / (self.shape.head_dim() as f64).sqrt()
+    }
+
+    /// Calls `visit` for every row of a query head with the scaled scores of the keys of a range that it sees.
+    pub(super) fn scores_of_head(&self, query_head: usize, range: TokenRange, mut visit: impl FnMut(usize, &[f64])) {
+        let head_dim = self.shape.head_dim();
+        let keys = self.keys.of_head(query_head / self.shape.group(), head_dim, range);
+        let mut query = vec![0.0; head_dim];
+        let mut scores = Vec::with_capacity(range.len());
+        for (row, &position) in self.rows.positions().iter().enumerate() {
+            read_row(self.queries.elements, self.queries.layout.row(row, query_head), &mut query);
+            let visible = (position as usize + 1).saturating_sub(range.start()).min(range.len());
+            scores.clear();
+            scores.extend(keys.chunks_exact(head_dim).take(visible).map(|key| dot(&query, key) * self.scale()));
+            visit(row, &scores);
+        }
+    }
+}
+
+/// Checks that a tensor holds as many query rows as there are positions, and as many keys as the context has.
+pub(crate) fn check_rows(rows: &QueryRows, queries: usize, keys: usize) -> Result<()> {
+    if queries == rows.len() && keys == rows.tokens() {
+        return Ok(());
+    }
+    let (positions, tokens) = (rows.len(), rows.tokens());
+    let reason = format!("{queries} query rows and {keys} keys, at {positions} positions in a context of {tokens}");
+    Err(Error::Selection { reason })
+}
+
+/// Σ a · b of f32 rows, summed in f64.
+pub(super) fn dot(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()
+}

@@ -1,0 +1,27 @@
+//! The kernels that measure attention and carry decisions out: statistics, the best scores, gathering, merging, chunks.
+//!
+//! Attention statistics come in three kernels, as in VL-Cache (A.5): [`attention_row_stats`] for the maximum and the
+//! log-sum-exp of every query row, [`attention_column_stats`] for what every key receives, and [`sum_partials`], which
+//! puts together what was measured of parts of the keys.
+
+mod attention_column_stats;
+mod attention_row_stats;
+mod chunk_similarity;
+mod gather;
+mod input;
+mod merge_tokens;
+mod nearest_kept;
+mod reorder_chunks;
+mod sum_partials;
+mod top_k;
+
+pub use attention_column_stats::{ColumnRequest, ColumnStats, attention_column_stats};
+pub use attention_row_stats::{RowStats, attention_row_stats};
+pub use chunk_similarity::chunk_similarity;
+pub use gather::gather;
+pub use input::{DenseRows, StatsInput};
+pub use merge_tokens::merge_tokens;
+pub use nearest_kept::{KeptTokens, nearest_kept};
+pub use reorder_chunks::{check_order, reorder_chunks};
+pub use sum_partials::{sum_counts, sum_partials};
+pub use top_k::top_k;

@@ -1,0 +1,42 @@
+//! Kernel `sum_partials`: what was measured of parts of the keys becomes what holds for all.
+
+use super::attention_row_stats::RowStats;
+use crate::{Error, Result};
+
+/// Row statistics of disjoint parts of the keys, put together in the order of the parts: the largest maximum, and
+/// `lse = max + ln Σ exp(lse_i − max)`. A part in which a row sees nothing, with −∞, changes nothing.
+///
+/// # Errors
+/// [`Error::Elements`] when the parts are not of the same rows, or there are none.
+pub fn sum_partials(parts: &[RowStats]) -> Result<RowStats> {
+    let rows = check_parts("row statistics of a part", parts.iter().flat_map(|part| [part.max.len(), part.lse.len()]))?;
+    let max = |row: usize| parts.iter().map(|part| part.max[row]).fold(f32::NEG_INFINITY, f32::max);
+    let lse = |row: usize| {
+        let largest = parts.iter().map(|part| f64::from(part.lse[row])).fold(f64::NEG_INFINITY, f64::max);
+        if largest == f64::NEG_INFINITY {
+            return f32::NEG_INFINITY;
+        }
+        let sum: f64 = parts.iter().map(|part| (f64::from(part.lse[row]) - largest).exp()).sum();
+        (largest + sum.ln()) as f32
+    };
+    Ok(RowStats { max: (0..rows).map(max).collect(), lse: (0..rows).map(lse).collect() })
+}
+
+/// Counts of disjoint parts of the keys, added.
+///
+/// # Errors
+/// [`Error::Elements`] when the parts are not of the same rows, or there are none.
+pub fn sum_counts(parts: &[Vec<u32>]) -> Result<Vec<u32>> {
+    let rows = check_parts("counts of a part", parts.iter().map(Vec::len))?;
+    Ok((0..rows).map(|row| parts.iter().map(|part| part[row]).sum()).collect())
+}
+
+fn check_parts(what: &'static str, mut lengths: impl Iterator<Item = usize>) -> Result<usize> {
+    let Some(expected) = lengths.next() else {
+        return Err(Error::NoTokens { what, hint: "pass at least one part" });
+    };
+    match lengths.find(|&length| length != expected) {
+        Some(given) => Err(Error::Elements { what, given, expected, shape: "the first part".into() }),
+        None => Ok(expected),
+    }
+}
