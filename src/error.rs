@@ -243,7 +243,9 @@ pub enum Error {
 
     /// The GPU stack refused a call that kvpack believed valid.
     #[error(
-        "the GPU stack reported: {message}. This is a bug in kvpack or in the driver; please report it with the output of `kvpack list`"
+        "the GPU stack refused a call: {message}. Check that the buffers, tensors and streams handed in are of the \
+         device, and were not destroyed, mapped or lent elsewhere; if they are in order this is a bug in kvpack or in \
+         the driver, please report it with the output of `kvpack list`"
     )]
     Gpu {
         /// The message of wgpu or the driver.

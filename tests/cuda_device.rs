@@ -4,11 +4,14 @@
 mod rounding;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use futures::executor::block_on;
+use half::bf16;
 use kvpack::backend::SpanWrite;
 use kvpack::cache::PromptSpan;
 use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor, nmse, quantize};
+use kvpack::cuda::cudarc::driver::DevicePtr;
 use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use kvpack::cuda::{Cuda, KernelCache, StepPlan, Tensor};
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, TensorFormat, TileOrder};
@@ -172,13 +175,13 @@ fn a_captured_step_with_calibrated_scores_is_the_direct_one() {
     };
 
     let (direct, expected) = bind();
-    direct.launch(stream).unwrap();
+    direct.launch().unwrap();
     let expected = bits(&expected);
     assert!(expected.iter().any(|&bits| f32::from_bits(bits) != 0.0));
 
     let (captured, output) = bind();
     stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
-    captured.launch(stream).unwrap();
+    captured.launch().unwrap();
     let graph = stream.end_capture(CUgraphInstantiate_flags(0)).unwrap().expect("a graph");
     assert!(bits(&output).iter().all(|&bits| bits == 0), "capturing runs nothing");
     for replay in 0..3 {
@@ -194,4 +197,52 @@ fn a_captured_step_with_calibrated_scores_is_the_direct_one() {
 #[ignore = "needs an NVIDIA GPU"]
 fn outputs_are_rounded_to_even() {
     rounding::outputs_are_rounded_to_even(device());
+}
+
+/// Keys, values, queries and output in one allocation of an engine's, as it lies.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn memory_of_an_engine_is_used_in_place() {
+    let shape = AttentionShape::new(4, 2, 128).unwrap();
+    let backend = device();
+    let stream = backend.stream();
+    let rounded = |x: &f32| bf16::from_f32(*x);
+    let keys: Vec<bf16> = rows(256, 0.3).iter().map(rounded).collect();
+    let values: Vec<bf16> = rows(256, 0.7).iter().map(rounded).collect();
+    let queries: Vec<bf16> = rows(512, 0.2).iter().map(rounded).collect();
+    // One element before them, so that nothing is aligned to more than its element.
+    let parts = [&[bf16::ZERO][..], &keys, &values, &queries, &[bf16::ZERO; 512]].concat();
+    let slice = stream.clone_htod(&parts.iter().map(|x| x.to_bits()).collect::<Vec<u16>>()).unwrap();
+    let (address, elements) = (slice.device_ptr(stream).0, slice.len());
+    // SAFETY: the slice holds these elements, lives as long as the tensor, and is given back in the order of the stream.
+    let whole = unsafe { Tensor::from_address(Arc::new(slice), address, elements, ElementType::Bf16) }.unwrap();
+    let part = |first, elements| whole.slice(first, elements).unwrap();
+    let mut cache = KvCache::new(backend.clone(), shape, 1, Recipe::f16()).unwrap();
+    block_on(cache.append(RowLayout::token_major(1, &shape), &part(1, 256), &part(257, 256))).unwrap();
+    let output = part(1025, 512);
+    let step = StepPlan::new(&backend, &cache.plan(&[0]).unwrap()).unwrap();
+    step.bind(&backend, &cache.stores(), &part(513, 512), &output).unwrap().launch().unwrap();
+    // Two query heads to a value.
+    let expected: Vec<f32> = (0..512).map(|i| values[i / 256 * 128 + i % 128].to_f32()).collect();
+    assert_eq!(output.download(stream).unwrap(), expected);
+    let before = part(0, 1025).download(stream).unwrap();
+    assert!(before.iter().zip(&parts).all(|(a, b)| *a == b.to_f32()), "what lies before the output is as it was");
+}
+
+/// What kvpack allocates is given back in the order of its stream: another must not work on it.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn stores_and_tensors_of_other_streams_are_refused() {
+    let shape = AttentionShape::new(1, 1, 64).unwrap();
+    let backend = device();
+    let other = backend.on_stream(backend.stream().context().new_stream().unwrap());
+    let [own, foreign] = [&backend, &other].map(|of| block_on(of.upload(Elements::F32(&[1.0; 64]))).unwrap());
+    let mut cache = KvCache::new(backend.clone(), shape, 1, Recipe::f16()).unwrap();
+    let layout = RowLayout::token_major(1, &shape);
+    let refused = |error: Option<Error>| assert!(matches!(error, Some(Error::Plan { .. })), "{error:?}");
+    refused(block_on(cache.append(layout, &foreign, &own)).err());
+    block_on(cache.append(layout, &own, &own)).unwrap();
+    refused(block_on(cache.attend(&foreign, ElementType::F32)).err());
+    let step = StepPlan::new(&other, &cache.plan(&[0]).unwrap()).unwrap();
+    refused(step.bind(&other, &cache.stores(), &foreign, &foreign).err());
 }

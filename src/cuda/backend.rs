@@ -57,7 +57,8 @@ impl Cuda {
         Self::new(context.new_stream().map_err(|error| driver_error("a stream", 0, error))?, cache)
     }
 
-    /// The same kernels on another stream of the same device.
+    /// The same kernels on another stream of the same device, for caches of that stream: stores and tensors that kvpack
+    /// allocates belong to the stream of the backend that made them.
     #[must_use]
     pub fn on_stream(&self, stream: Arc<CudaStream>) -> Self {
         Self { stream, kernels: self.kernels.clone() }
@@ -74,6 +75,13 @@ impl Cuda {
 
     fn launcher(&self) -> Launcher<'_> {
         Launcher { stream: &self.stream, kernels: &self.kernels }
+    }
+
+    /// The launcher, for a call that uses the store and tensors: they have to be of the backend's stream.
+    fn launcher_for(&self, what: &'static str, store: &Store, tensors: &[&Tensor]) -> Result<Launcher<'_>> {
+        store.check_stream(what, &self.stream)?;
+        tensors.iter().try_for_each(|tensor| tensor.memory().check_stream(what, &self.stream))?;
+        Ok(self.launcher())
     }
 }
 
@@ -108,7 +116,7 @@ impl Backend for Cuda {
     }
 
     fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Store> {
-        Store::new(shape, format)
+        Store::new(&self.stream, shape, format)
     }
 
     fn max_shard_pages(&self, shape: &AttentionShape, format: &SegmentFormat) -> u32 {
@@ -116,10 +124,12 @@ impl Backend for Cuda {
     }
 
     async fn add_shard(&self, store: &mut Store, pages: u32) -> Result<()> {
+        store.check_stream("a shard", &self.stream)?;
         store.add_shard(&self.stream, pages)
     }
 
     async fn reserve_ranges(&self, store: &mut Store, slots: usize) -> Result<()> {
+        store.check_stream("span ranges", &self.stream)?;
         store.reserve_ranges(&self.stream, slots)
     }
 
@@ -138,6 +148,7 @@ impl Backend for Cuda {
             KeyOrValue::Key => "keys",
             KeyOrValue::Value => "values",
         };
+        tensor.memory().check_stream(what, &self.stream)?;
         let Some(index) = self.launcher().find_non_finite(what, tensor, rows, shape)? else { return Ok(None) };
         let (row, channel) = (index / shape.head_dim(), index % shape.head_dim());
         let (token, kv_head) = (row / shape.kv_heads(), row % shape.kv_heads());
@@ -146,7 +157,7 @@ impl Backend for Cuda {
     }
 
     fn quantize(&self, store: &mut Store, keys: &Tensor, values: &Tensor, write: SpanWrite<'_, Indices>) -> Result<()> {
-        self.launcher().quantize(store, keys, values, &write)
+        self.launcher_for("quantize", store, &[keys, values])?.quantize(store, keys, values, &write)
     }
 
     fn append(
@@ -157,15 +168,16 @@ impl Backend for Cuda {
         rows: RowLayout,
         writes: &[TokenWrite],
     ) -> Result<()> {
-        self.launcher().append(store, keys, values, rows, writes)
+        self.launcher_for("append", store, &[keys, values])?.append(store, keys, values, rows, writes)
     }
 
     fn copy_page(&self, store: &mut Store, from: Page, to: Page) -> Result<()> {
+        store.check_stream("copy of a page", &self.stream)?;
         store.copy_page(&self.stream, from, to)
     }
 
     fn dequantize(&self, store: &Store, read: SpanRead<'_>) -> Result<(Tensor, Tensor)> {
-        let [keys, values] = self.launcher().dequantize(store, &read)?;
+        let [keys, values] = self.launcher_for("dequantize", store, &[])?.dequantize(store, &read)?;
         Ok((keys, values))
     }
 
@@ -178,7 +190,7 @@ impl Backend for Cuda {
     ) -> Result<Tensor> {
         let step = StepPlan::new(self, plan)?;
         let output = Tensor::zeroed(&self.stream, queries.elements(), options.output)?;
-        step.bind(self, stores, queries, &output)?.launch(&self.stream)?;
+        step.bind(self, stores, queries, &output)?.launch()?;
         Ok(output)
     }
 }

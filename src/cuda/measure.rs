@@ -65,7 +65,7 @@ pub fn time_steps(
     if steps.is_empty() || steps_per_graph == 0 {
         return Err(Error::Plan { what: "measurement", reason: "there are no steps to time".into() });
     }
-    let launch = |index: usize| steps[index % steps.len()].launch(backend.stream());
+    let launch = |index: usize| steps[index % steps.len()].launch();
     let graph = capture(backend, || (0..steps_per_graph).try_for_each(launch))?;
     let replay = || graph.launch().map_err(failed);
     let first = timed(backend, 2, replay)?.into_iter().min().unwrap_or_default();

@@ -27,7 +27,9 @@
 //!
 //! # Streams, allocation, graphs
 //!
-//! A [`Cuda`] works on the stream it was made with. [`StepPlan`] decides from lengths alone, [`StepPlan::bind`] allocates
+//! A [`Cuda`] works on the stream it was made with, and so does everything that it allocates: memory is given back in the
+//! order of that stream, and backends of other streams refuse it. Memory of an engine's comes in with
+//! [`Tensor::from_address`]. [`StepPlan`] decides from lengths alone, [`StepPlan::bind`] allocates
 //! and copies tables, and [`BoundStep::launch`] only launches kernels and clears the extremes of calibrated scores, so that a
 //! CUDA graph can capture it.
 //!

@@ -95,24 +95,27 @@ impl Launch {
     }
 }
 
-/// A step that is ready to run, with its scratch. It keeps alive all memory that it reads and writes.
+/// A step that is ready to run, with its scratch, on the stream of the backend that it was bound by. It keeps alive all
+/// memory that it reads and writes, and that is given back in the order of the same stream: a step may be let go of while
+/// it runs. A graph that captured the step needs it as long as it is replayed.
 ///
 /// It reads whatever the pages hold when it runs, so that a graph that captured it may be replayed after tokens were
 /// overwritten in place; after tokens were added, plan and bind anew. Two runs must not overlap.
 #[derive(Debug)]
 pub struct BoundStep {
+    pub(super) stream: Arc<CudaStream>,
     pub(super) launches: Vec<Launch>,
     pub(super) memory: Vec<Arc<Memory>>,
 }
 
 impl BoundStep {
-    /// Launches the kernels of the step on a stream, after clearing the extremes of calibrated scores: nothing is allocated or
+    /// Launches the kernels of the step, after clearing the extremes of calibrated scores: nothing is allocated or
     /// copied, and nothing waits.
     ///
     /// # Errors
     /// What the driver says of a launch.
-    pub fn launch(&self, stream: &CudaStream) -> Result<()> {
-        self.launches.iter().try_for_each(|launch| launch.run(stream))
+    pub fn launch(&self) -> Result<()> {
+        self.launches.iter().try_for_each(|launch| launch.run(&self.stream))
     }
 
     /// Bytes that the step keeps alive, scratch and stores alike.

@@ -105,12 +105,18 @@ impl StepPlan {
             }
         }
         let stream = backend.stream();
+        queries.memory().check_stream("queries", stream)?;
+        output.memory().check_stream("output", stream)?;
         let stored_channels = PageFormat::f16(self.shape.head_dim()).head_dim;
         let states = Memory::zeroed(stream, "attention states", self.states * heads * stored_channels * 4)?;
         let lse = Memory::zeroed(stream, "attention states", self.states * heads * 4)?;
         // As many counters as the finest chunks need.
         let arrivals = Memory::zeroed(stream, "arrivals", self.sequences * heads * 4)?;
-        let mut step = BoundStep { launches: Vec::new(), memory: vec![states.clone(), lse.clone(), arrivals.clone()] };
+        let mut step = BoundStep {
+            stream: stream.clone(),
+            launches: Vec::new(),
+            memory: vec![states.clone(), lse.clone(), arrivals.clone()],
+        };
         step.memory.extend([queries.memory().clone(), output.memory().clone()]);
         for segment in &self.segments {
             let store = stores.get(segment.store).filter(|store| *store.shape() == self.shape);
@@ -118,6 +124,7 @@ impl StepPlan {
                 what: "attend",
                 reason: format!("store {} is missing, of another shape or not in {}", segment.store, segment.format),
             })?;
+            store.check_stream("attend", stream)?;
             let tables = segment.tables(stream, store)?;
             let chunks = self.shape.group().div_ceil(segment.variant.chunk_heads());
             let extremes = segment.extremes(stream, heads)?;
@@ -125,8 +132,8 @@ impl StepPlan {
             let call = AttendCall {
                 pages: tables.address(),
                 items: tables.address() + (segment.pages.len() * size_of::<u64>()) as u64,
-                queries: queries.memory().address(),
-                output: output.memory().address(),
+                queries: queries.address(),
+                output: output.address(),
                 key_ranges: store.slot_address(KeyOrValue::Key, 0),
                 value_ranges: store.slot_address(KeyOrValue::Value, 0),
                 states: states.address(),

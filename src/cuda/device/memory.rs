@@ -1,18 +1,38 @@
 //! Memory on the device.
 
+use std::any::Any;
+use std::fmt;
 use std::sync::Arc;
 
+use cudarc::driver::result::{memcpy_dtod_async, memcpy_dtoh_async};
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 
 use super::driver::driver_error;
-use crate::Result;
+use crate::{Error, Result};
 
-/// Bytes on the device. They are given back, in the order of the stream they were allocated on, when the last owner
-/// goes.
+/// Bytes on the device, alive as long as their owner.
 #[derive(Debug)]
 pub(crate) struct Memory {
-    slice: CudaSlice<u8>,
+    owner: Owner,
     address: u64,
+    bytes: usize,
+}
+
+/// What keeps memory alive.
+enum Owner {
+    /// An allocation of this library, given back in the order of the stream that it was made on.
+    Library(CudaSlice<u8>),
+    /// Something of an engine's.
+    Engine(#[expect(dead_code, reason = "dropped with the memory, and that is its use")] Arc<dyn Any + Send + Sync>),
+}
+
+impl fmt::Debug for Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Library(_) => "Library",
+            Self::Engine(_) => "Engine",
+        })
+    }
 }
 
 impl Memory {
@@ -30,13 +50,34 @@ impl Memory {
     }
 
     fn new(stream: &Arc<CudaStream>, slice: CudaSlice<u8>) -> Arc<Self> {
-        let address = slice.device_ptr(stream).0;
-        Arc::new(Self { slice, address })
+        let (address, bytes) = (slice.device_ptr(stream).0, slice.len());
+        Arc::new(Self { owner: Owner::Library(slice), address, bytes })
+    }
+
+    /// Memory of an engine's, which `owner` keeps alive.
+    pub(crate) fn of_engine(owner: Arc<dyn Any + Send + Sync>, address: u64, bytes: usize) -> Arc<Self> {
+        Arc::new(Self { owner: Owner::Engine(owner), address, bytes })
+    }
+
+    /// Checks that work of `stream` may use the memory: what this library allocated is given back in the order of the
+    /// stream that it was made on, and would be taken away from under the work of another.
+    ///
+    /// # Errors
+    /// [`Error::Plan`].
+    pub(crate) fn check_stream(&self, what: &'static str, stream: &CudaStream) -> Result<()> {
+        match &self.owner {
+            Owner::Library(slice) if slice.stream().cu_stream() != stream.cu_stream() => {
+                let reason = "it was made on another stream than that of the call, and is given back in the order of its \
+                              own; use the backend of that stream, or make it with this one";
+                Err(Error::Plan { what, reason: reason.into() })
+            }
+            Owner::Library(_) | Owner::Engine(_) => Ok(()),
+        }
     }
 
     /// Copies all bytes to the host, after the work that the stream holds.
     pub(crate) fn download(&self, stream: &Arc<CudaStream>, what: &'static str) -> Result<Vec<u8>> {
-        self.download_part(stream, what, 0, self.slice.len())
+        self.download_part(stream, what, 0, self.bytes)
     }
 
     /// Copies `bytes` bytes from `offset` on to the host.
@@ -47,20 +88,31 @@ impl Memory {
         offset: usize,
         bytes: usize,
     ) -> Result<Vec<u8>> {
-        let Some(part) = self.slice.try_slice(offset..offset + bytes) else {
-            let reason = format!("bytes {offset}..{} of {}", offset + bytes, self.slice.len());
-            return Err(crate::Error::Buffer { what, reason });
-        };
-        let copied = stream.clone_dtoh(&part).and_then(|copied| stream.synchronize().map(|()| copied));
-        copied.map_err(|error| driver_error(what, bytes as u64, error))
+        if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
+            let reason = format!("bytes {offset}.. of {}, {bytes} of them", self.bytes);
+            return Err(Error::Buffer { what, reason });
+        }
+        if bytes == 0 {
+            return Ok(Vec::new());
+        }
+        let failed = |error| driver_error(what, bytes as u64, error);
+        let mut copied = vec![0u8; bytes];
+        stream.context().bind_to_thread().map_err(failed)?;
+        // SAFETY: the bytes were checked to lie within the memory, which lives beyond the end of the copy: it is waited for.
+        let queued = unsafe { memcpy_dtoh_async(&mut copied, self.address + offset as u64, stream.cu_stream()) };
+        // The host's bytes are let go only when no copy into them is under way.
+        let done = stream.synchronize();
+        queued.and(done).map_err(failed)?;
+        Ok(copied)
     }
 
     /// A larger copy, zeroed beyond what there is.
-    pub(super) fn grown(&self, stream: &Arc<CudaStream>, what: &'static str, bytes: usize) -> Result<Arc<Self>> {
-        let failed = |error| driver_error(what, bytes as u64, error);
-        let mut slice = stream.alloc_zeros::<u8>(bytes.max(self.slice.len())).map_err(failed)?;
-        stream.memcpy_dtod(&self.slice, &mut slice).map_err(failed)?;
-        Ok(Self::new(stream, slice))
+    pub(crate) fn grown(&self, stream: &Arc<CudaStream>, what: &'static str, bytes: usize) -> Result<Arc<Self>> {
+        let grown = Self::zeroed(stream, what, bytes.max(self.bytes))?;
+        // SAFETY: both hold so many bytes, are not the same, and are given back in the order of the stream.
+        let copied = unsafe { memcpy_dtod_async(grown.address, self.address, self.bytes, stream.cu_stream()) };
+        copied.map_err(|error| driver_error(what, bytes as u64, error))?;
+        Ok(grown)
     }
 
     /// Its address on the device.
@@ -68,7 +120,7 @@ impl Memory {
         self.address
     }
 
-    pub(crate) fn bytes(&self) -> usize {
-        self.slice.len()
+    pub(crate) const fn bytes(&self) -> usize {
+        self.bytes
     }
 }

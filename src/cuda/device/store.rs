@@ -19,8 +19,12 @@ const SHARD_BYTES: u64 = 8 << 30;
 ///
 /// A page holds the tiles of its KV heads one after the other, each with what belongs to it (see the
 /// [module](super)); span ranges are `[slot][kv_head][channel]` of [`CodeRange`], for the channels as they are stored.
+///
+/// It belongs to the stream of the backend that made it, and backends of other streams refuse it: pages are given back in
+/// the order of that stream.
 #[derive(Debug)]
 pub struct Store {
+    stream: Arc<CudaStream>,
     shape: AttentionShape,
     format: SegmentFormat,
     pages: PageFormat,
@@ -46,10 +50,41 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Format`] when the format does not fit the shape, [`Error::Unsupported`] when it has no CUDA kernel.
-    pub(crate) fn new(shape: AttentionShape, format: SegmentFormat) -> Result<Self> {
+    pub(crate) fn new(stream: &Arc<CudaStream>, shape: AttentionShape, format: SegmentFormat) -> Result<Self> {
         format.check(&shape)?;
         let pages = PageFormat::new(&shape, &format)?;
-        Ok(Self { shape, format, pages, shards: Vec::new(), range_slots: 0, key_ranges: None, value_ranges: None })
+        let page_bytes = (pages.head_bytes() * shape.kv_heads()) as u64;
+        if page_bytes > SHARD_BYTES {
+            return Err(Error::Limit {
+                what: format!("one page of {} KV heads of {format} in bytes", shape.kv_heads()),
+                needed: page_bytes,
+                allowed: SHARD_BYTES,
+                hint: "split the KV heads over several caches",
+            });
+        }
+        let stream = stream.clone();
+        Ok(Self {
+            stream,
+            shape,
+            format,
+            pages,
+            shards: Vec::new(),
+            range_slots: 0,
+            key_ranges: None,
+            value_ranges: None,
+        })
+    }
+
+    /// Checks that the store is of this stream.
+    ///
+    /// # Errors
+    /// [`Error::Plan`].
+    pub(crate) fn check_stream(&self, what: &'static str, stream: &CudaStream) -> Result<()> {
+        if self.stream.cu_stream() == stream.cu_stream() {
+            return Ok(());
+        }
+        let reason = "the store was made by a backend on another stream; use that backend, or a cache of this one";
+        Err(Error::Plan { what, reason: reason.into() })
     }
 
     /// Shape of the layer.
@@ -80,6 +115,12 @@ impl Store {
 
     /// Adds a shard of `pages` zeroed pages.
     pub(crate) fn add_shard(&mut self, stream: &Arc<CudaStream>, pages: u32) -> Result<()> {
+        let most = max_shard_pages(&self.shape, &self.format);
+        if pages == 0 || pages > most {
+            let (needed, allowed) = (pages.into(), most.into());
+            let hint = "add several smaller shards of at least one page";
+            return Err(Error::Limit { what: "the pages of a shard".into(), needed, allowed, hint });
+        }
         let memory = Memory::zeroed(stream, "pages", pages as usize * self.page_bytes())?;
         self.shards.push(Shard { pages, memory });
         Ok(())

@@ -1,17 +1,23 @@
 //! Dense tensors on the device.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 
 use super::memory::Memory;
-use crate::Result;
 use crate::plan::{ElementType, Elements};
+use crate::{Error, Result};
 
-/// A dense array of f32, f16 or bf16 elements on the device. Cheap to clone.
+/// A dense array of f32, f16 or bf16 elements on the device: kvpack's own, or memory of an engine's. Cheap to clone.
+///
+/// A tensor that kvpack allocated belongs to the stream it was made on, and backends of other streams refuse it: it is
+/// given back in the order of that stream.
 #[derive(Clone, Debug)]
 pub struct Tensor {
     memory: Arc<Memory>,
+    /// Bytes of the memory before the first element.
+    offset: usize,
     elements: usize,
     element_type: ElementType,
 }
@@ -20,32 +26,90 @@ impl Tensor {
     /// A tensor of zeros.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    /// [`Error::OutOfMemory`].
     pub fn zeroed(stream: &Arc<CudaStream>, elements: usize, element_type: ElementType) -> Result<Self> {
         let memory = Memory::zeroed(stream, "a tensor", elements * element_type.bytes())?;
-        Ok(Self { memory, elements, element_type })
+        Ok(Self { memory, offset: 0, elements, element_type })
+    }
+
+    /// The `elements` elements from `address` on: memory of an engine's, which the tensor and its clones keep alive by
+    /// holding `owner`, as do the steps that they are bound to.
+    ///
+    /// ```no_run
+    /// use std::sync::Arc;
+    /// use kvpack::cuda::Tensor;
+    /// use kvpack::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
+    /// use kvpack::plan::ElementType;
+    /// # fn example(stream: &Arc<CudaStream>, projected: CudaSlice<half::bf16>) -> kvpack::Result<()> {
+    /// // What an engine's projection wrote on the stream of the backend.
+    /// let (address, elements) = (projected.device_ptr(stream).0, projected.len());
+    /// // SAFETY: the slice holds these elements, is given back in the order of its stream, and that is the backend's.
+    /// let keys = unsafe { Tensor::from_address(Arc::new(projected), address, elements, ElementType::Bf16) }?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Safety
+    /// From `address` on there are so many elements in memory of the device of every backend that is handed the tensor, and
+    /// they stay there as long as `owner` lives. When the last holder lets go of `owner`, the memory is not put to another
+    /// use before the work that the backends' streams then hold is done (memory that is freed in the order of the same
+    /// stream is not). What other streams do with the memory is ordered by the caller, before or after the work of the
+    /// backends; while one of them writes the tensor, as an output, nothing else uses it.
+    ///
+    /// # Errors
+    /// [`Error::Buffer`] when the address is no multiple of the size of an element, or the elements pass the end of the
+    /// address space.
+    pub unsafe fn from_address(
+        owner: Arc<dyn Any + Send + Sync>,
+        address: u64,
+        elements: usize,
+        element_type: ElementType,
+    ) -> Result<Self> {
+        let size = element_type.bytes();
+        let bytes = elements.checked_mul(size).filter(|&bytes| address.checked_add(bytes as u64).is_some());
+        let Some(bytes) = bytes.filter(|_| address.is_multiple_of(size as u64)) else {
+            let reason = format!(
+                "{elements} elements of {size} bytes at address {address:#x}; it must be a multiple of the size, and all \
+                 elements must lie in the address space"
+            );
+            return Err(Error::Buffer { what: "a tensor", reason });
+        };
+        Ok(Self { memory: Memory::of_engine(owner, address, bytes), offset: 0, elements, element_type })
+    }
+
+    /// `elements` of the elements, from `first` on, as a tensor of the same memory.
+    ///
+    /// # Errors
+    /// [`Error::Buffer`] when they do not lie within the tensor.
+    pub fn slice(&self, first: usize, elements: usize) -> Result<Self> {
+        if elements == 0 || first.checked_add(elements).is_none_or(|end| end > self.elements) {
+            let reason = format!("elements {first} .. {first} + {elements} of {}", self.elements);
+            return Err(Error::Buffer { what: "part of a tensor", reason });
+        }
+        let offset = self.offset + first * self.element_type.bytes();
+        Ok(Self { memory: self.memory.clone(), offset, elements, element_type: self.element_type })
     }
 
     /// Copies elements to a new tensor.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    /// [`Error::OutOfMemory`].
     pub fn upload(stream: &Arc<CudaStream>, elements: Elements<'_>) -> Result<Self> {
         let memory = Memory::upload(stream, "a tensor", elements.bytes())?;
-        Ok(Self { memory, elements: elements.len(), element_type: elements.element_type() })
+        Ok(Self { memory, offset: 0, elements: elements.len(), element_type: elements.element_type() })
     }
 
     /// Copies the elements to the host as f32, after the work that the stream holds.
     ///
     /// # Errors
-    /// [`Error::DeviceLost`](crate::Error::DeviceLost).
+    /// [`Error::DeviceLost`].
     pub fn download(&self, stream: &Arc<CudaStream>) -> Result<Vec<f32>> {
         self.download_part(stream, 0, self.elements)
     }
 
     pub(crate) fn download_part(&self, stream: &Arc<CudaStream>, first: usize, elements: usize) -> Result<Vec<f32>> {
         let size = self.element_type.bytes();
-        let bytes = self.memory.download_part(stream, "a tensor", first * size, elements * size)?;
+        let bytes = self.memory.download_part(stream, "a tensor", self.offset + first * size, elements * size)?;
         Ok(self.element_type.to_f32(&bytes).collect())
     }
 
@@ -64,6 +128,11 @@ impl Tensor {
         type_code(self.element_type)
     }
 
+    /// Where the first element lies on the device.
+    pub fn address(&self) -> u64 {
+        self.memory.address() + self.offset as u64
+    }
+
     pub(crate) const fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
@@ -75,5 +144,27 @@ pub(crate) const fn type_code(element_type: ElementType) -> u32 {
         ElementType::F32 => 0,
         ElementType::F16 => 1,
         ElementType::Bf16 => 2,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_of_an_engine_must_hold_whole_elements() {
+        // SAFETY: nothing uses the memory, and that is all these tensors are for.
+        let tensor = |address, elements, of| unsafe { Tensor::from_address(Arc::new(()), address, elements, of) };
+        let refused =
+            |address, elements, of| assert!(matches!(tensor(address, elements, of), Err(Error::Buffer { .. })));
+        refused(0x1002, 4, ElementType::F32);
+        refused(0x1001, 4, ElementType::Bf16);
+        refused(u64::MAX - 3, 2, ElementType::F32);
+        refused(0x1000, usize::MAX, ElementType::F16);
+        let whole = tensor(0x1002, 8, ElementType::Bf16).unwrap();
+        let part = whole.slice(3, 5).unwrap();
+        assert_eq!((part.address(), part.elements()), (0x1008, 5));
+        assert_eq!(part.slice(1, 4).unwrap().address(), 0x100a);
+        assert!(whole.slice(3, 6).is_err() && whole.slice(0, 0).is_err() && whole.slice(usize::MAX, 2).is_err());
     }
 }

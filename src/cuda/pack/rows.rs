@@ -83,7 +83,7 @@ struct Source<'a> {
 impl Source<'_> {
     fn call(&self, shape: &AttentionShape) -> RowsCall {
         RowsCall {
-            rows: self.tensor.memory().address(),
+            rows: self.tensor.address(),
             token_stride: self.rows.token_stride as u64,
             head_stride: self.rows.head_stride as u64,
             first_token: self.first_token as u32,

@@ -13,6 +13,8 @@ pub(crate) const MOST_STORAGE_BUFFERS: u32 = 10;
 const FLOOR_WORKGROUP_MEMORY: u32 = 16 << 10;
 /// Invocations of a workgroup on the floor.
 const FLOOR_INVOCATIONS: u32 = 256;
+/// Bytes whose 32-bit words a 32-bit index counts, as the indices of shaders do.
+const INDEXED_BYTES: u64 = 4 << 32;
 /// Invocations of a subgroup that multiplies cooperative matrices.
 const MATRIX_SUBGROUP: u32 = 32;
 
@@ -80,7 +82,7 @@ pub enum Timestamps {
 /// Limits of a device that kernels are planned for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct KernelLimits {
-    /// Largest storage binding, and buffer behind it, in bytes.
+    /// Largest storage binding, and buffer behind it, in bytes; at most the 16 GiB whose words a 32-bit index counts.
     pub binding_bytes: u64,
     /// Alignment of the offset of a storage binding, in bytes.
     pub binding_alignment: u64,
@@ -98,7 +100,7 @@ impl KernelLimits {
     /// The limits of a device.
     pub fn new(limits: &wgpu::Limits) -> Self {
         Self {
-            binding_bytes: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size),
+            binding_bytes: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size).min(INDEXED_BYTES),
             binding_alignment: u64::from(limits.min_storage_buffer_offset_alignment),
             storage_buffers: limits.max_storage_buffers_per_shader_stage,
             workgroup_memory: limits.max_compute_workgroup_storage_size,
@@ -264,8 +266,8 @@ pub struct Requirements {
 
 impl Requirements {
     /// What is worth asking of `adapter`: 16-bit floats, subgroups, coherent memory and timestamps where it has them,
-    /// buffers, bindings and workgroup memory as large as it allows, as many storage buffers as kernels bind, and the
-    /// defaults of WebGPU, or what it has of them, for everything else.
+    /// buffers, bindings and workgroup memory as large as it allows, as many storage buffers as kernels bind, offsets of
+    /// storage bindings aligned no more than it asks for, and the defaults of WebGPU, or what it has of them, for everything else.
     pub fn of(adapter: &wgpu::Adapter) -> Self {
         let useful = wgpu::Features::SHADER_F16
             | wgpu::Features::SUBGROUP
@@ -281,6 +283,8 @@ impl Requirements {
             max_storage_buffers_per_shader_stage: available
                 .max_storage_buffers_per_shader_stage
                 .min(MOST_STORAGE_BUFFERS),
+            // An engine's tensors lie where they lie, and a smaller alignment is allowed wherever the adapter has it.
+            min_storage_buffer_offset_alignment: available.min_storage_buffer_offset_alignment,
             ..wgpu::Limits::defaults().or_worse_values_from(&available)
         };
         let experimental = wgpu::ExperimentalFeatures::disabled();
@@ -351,6 +355,16 @@ mod tests {
         assert_eq!(all.restricted_to(Path::Floor).path(), Path::Floor);
         assert!(!capabilities(false, true).restricted_to(Path::Subgroups).f16);
         assert_eq!(capabilities(false, true).restricted_to(Path::F16).path(), Path::Floor);
+    }
+
+    /// Larger ones would have words that no 32-bit index counts.
+    #[test]
+    fn bindings_stay_within_indices() {
+        let limits =
+            wgpu::Limits { max_buffer_size: 1 << 40, max_storage_buffer_binding_size: 1 << 40, ..Default::default() };
+        assert_eq!(KernelLimits::new(&limits).binding_bytes, 16 << 30);
+        let limits = wgpu::Limits { max_storage_buffer_binding_size: 1 << 30, ..limits };
+        assert_eq!(KernelLimits::new(&limits).binding_bytes, 1 << 30);
     }
 
     #[test]
