@@ -10,6 +10,7 @@ mod lost;
 mod measure;
 mod memory;
 mod non_finite;
+mod one_buffer;
 mod quantize;
 mod tensor;
 mod twin;

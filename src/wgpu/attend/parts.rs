@@ -16,7 +16,12 @@ impl AttendRecipe {
             Self::Attend { work, scores, values, softmax, merge } => {
                 let variant = scores.put(work.put(Variant::new("attend")));
                 let variant = put_merge(put_softmax(values.put(variant, work.head_dim), *softmax), *merge);
-                put_numbering(variant, scores.exchange(), values.exchange())
+                let variant = put_numbering(variant, scores.exchange(), values.exchange());
+                // Queries and output may be parts of one buffer of an engine's, as where it allocates from large pages.
+                match (scores.reads_queries(), merge) {
+                    (true, Merge::Last(_)) => variant.writable("inputs"),
+                    _ => variant,
+                }
             }
             Self::Matrix { work, query_parts, query } => query
                 .put(work.put(Variant::new("attend_matrix")))
@@ -101,6 +106,15 @@ impl Scores {
                     .float("LEVEL_UNIT", *level_unit)
                     .float("SKETCH_LEVEL", *sketch_level)
             }
+        }
+    }
+
+    /// Whether workgroups read the queries as they were given.
+    fn reads_queries(&self) -> bool {
+        match self {
+            Self::Dot { query, .. } => matches!(query, IntegerQuery::Own { .. }),
+            Self::Fma { query, .. } | Self::Groups { query, .. } => matches!(query, FloatQuery::Own(_)),
+            Self::Sketch { .. } => false,
         }
     }
 

@@ -34,7 +34,8 @@ pub struct StepPlan {
     scratch: ScratchBytes,
 }
 
-/// The tensors of a step: queries and output, both `[sequences, query_heads, head_dim]`.
+/// The tensors of a step: queries and output, both `[sequences, query_heads, head_dim]`. They may lie in one buffer, next to
+/// each other, but not over each other.
 #[derive(Clone, Copy, Debug)]
 pub struct StepTensors<'a> {
     /// Queries, after rotary embedding, not scaled.
@@ -143,6 +144,10 @@ impl StepPlan {
     fn check_tensors(&self, kernels: &Kernels, tensors: StepTensors<'_>) -> Result<()> {
         let shape = &self.plan.shape;
         let expected = self.plan.sequences() * shape.query_heads() * shape.head_dim();
+        if tensors.queries.overlaps(tensors.output) {
+            let reason = "it has bytes in common with the queries, which are read while outputs are written";
+            return Err(Error::Buffer { what: "output", reason: reason.into() });
+        }
         for (what, tensor, element_type) in
             [("queries", tensors.queries, self.input), ("output", tensors.output, self.output)]
         {

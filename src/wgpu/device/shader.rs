@@ -1,6 +1,6 @@
 //! Builds the source of a kernel variant from the files in `shaders/`.
 //!
-//! Every file is readable WGSL as it stands. The builder does five things to it, and nothing else:
+//! Every file is readable WGSL as it stands. The builder does six things to it, and nothing else:
 //!
 //! - `// import folder/file.wgsl` is replaced by that file, once;
 //! - `// import slot = folder/slot/choice.wgsl` is replaced by the file that the variant puts into the slot
@@ -8,12 +8,13 @@
 //!   default bodies, which are taken of the functions that a choice leaves out and something calls;
 //! - `const NAME: u32 = 4u;` gets the value of the variant ([`Variant::constant`]), as does `alias Name = type;`
 //!   ([`Variant::alias`]);
+//! - `var<storage, read> name` becomes `read_write` where the variant says so ([`Variant::writable`]);
 //! - a `for (var i = 0u; i < BOUND; i++) {` under a line `// unroll` is written out, once per value, as
 //!   `{ const i = 0u; … }`: naga turns every loop into `while (true)` with a break, which drivers neither unroll nor
 //!   keep in registers;
 //! - `enable f16;` is put in front if the variant asks for it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::assembly::assemble;
 use super::unroll::{evaluate_constants, unroll};
@@ -27,6 +28,7 @@ pub struct Variant {
     constants: BTreeMap<&'static str, String>,
     aliases: BTreeMap<&'static str, &'static str>,
     imports: BTreeMap<&'static str, &'static str>,
+    writable: BTreeSet<&'static str>,
     uses_f16: bool,
     uses_matrices: bool,
 }
@@ -40,6 +42,7 @@ impl Variant {
             constants: BTreeMap::new(),
             aliases: BTreeMap::new(),
             imports: BTreeMap::new(),
+            writable: BTreeSet::new(),
             uses_f16: false,
             uses_matrices: false,
         }
@@ -81,6 +84,13 @@ impl Variant {
         self
     }
 
+    /// Declares the storage buffer `name` as `read_write` though it is only read. A launch may not use a buffer for reading
+    /// alone and for writing at once, not even different parts of it, but it may use both parts for both.
+    pub fn writable(mut self, name: &'static str) -> Self {
+        self.writable.insert(name);
+        self
+    }
+
     /// Enables 16-bit floats.
     pub fn with_f16(mut self) -> Self {
         self.uses_f16 = true;
@@ -119,7 +129,7 @@ impl Variant {
     /// The WGSL of the variant.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the variant names a constant, alias, slot or file that the shader does not have: a bug of
+    /// [`Error::Plan`] when the variant names a constant, alias, buffer, slot or file that the shader does not have: a bug of
     /// this crate that its tests find, never of a caller.
     pub fn source(&self) -> Result<Source> {
         let text = self.text(|_| String::new())?;
@@ -158,6 +168,13 @@ impl Variant {
         }
         for (name, value) in &self.aliases {
             text = self.replace_declaration(text, &format!("alias {name} "), "=", value)?;
+        }
+        for name in &self.writable {
+            let declaration = format!("var<storage, read> {name}:");
+            if !text.contains(&declaration) {
+                return Err(self.broken(format!("no '{declaration}'")));
+            }
+            text = text.replace(&declaration, &format!("var<storage, read_write> {name}:"));
         }
         Ok(text)
     }

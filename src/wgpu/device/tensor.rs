@@ -161,6 +161,11 @@ impl Tensor {
         wgpu::BufferBinding { buffer: &self.buffer, offset: self.offset, size }
     }
 
+    /// Whether both have bytes of the same buffer in common.
+    pub(crate) fn overlaps(&self, other: &Self) -> bool {
+        self.buffer == other.buffer && self.offset < other.end() && other.offset < self.end()
+    }
+
     /// Checks that [`Tensor::binding`] is one on a device with these limits.
     ///
     /// # Errors

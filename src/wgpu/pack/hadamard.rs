@@ -59,7 +59,14 @@ impl HadamardPlan {
             return Err(Error::Elements { what: "rotated rows", given, expected, shape });
         }
         if output.element_type() != ElementType::F32 {
-            return Err(Error::Buffer { what: "rotated rows", reason: "it holds f16, f32 is written".into() });
+            return Err(Error::Buffer {
+                what: "rotated rows",
+                reason: "it does not hold f32, which is written".into(),
+            });
+        }
+        if output.buffer() == input.buffer() {
+            let reason = "it lies in the buffer of the rows that are read; a launch cannot do both to one buffer";
+            return Err(Error::Buffer { what: "rotated rows", reason: reason.into() });
         }
         output.check_aligned("rotated rows", &limits)?;
         let rows = BoundRows::new(input, None, &limits)?;
