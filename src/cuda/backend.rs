@@ -15,7 +15,7 @@ use super::pack::rows::Launcher;
 use crate::Result;
 use crate::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{DecodePlan, Elements, Page, RowLayout};
+use crate::plan::{DecodePlan, Elements, Page, RowLayout, Rows};
 
 /// A stream and the kernels of its device. Cheap to clone.
 ///
@@ -157,6 +157,9 @@ impl Backend for Cuda {
     }
 
     fn quantize(&self, store: &mut Store, keys: &Tensor, values: &Tensor, write: SpanWrite<'_, Indices>) -> Result<()> {
+        if let Rows::Gather(indices) = write.tokens {
+            indices.memory().check_stream("quantize", &self.stream)?;
+        }
         self.launcher_for("quantize", store, &[keys, values])?.quantize(store, keys, values, &write)
     }
 

@@ -46,6 +46,10 @@ impl Indices {
     pub(in crate::cuda) fn address(&self) -> u64 {
         self.memory.address()
     }
+
+    pub(in crate::cuda) const fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
 }
 
 impl TokenIndices for Indices {
