@@ -1,6 +1,9 @@
 //! Every shader variant is valid and can be written for every graphics interface, on any machine.
 #![cfg(feature = "wgpu")]
 
+#[path = "shaders/parts.rs"]
+mod parts;
+
 use std::collections::BTreeSet;
 
 use kvpack::backend::{AttendOptions, QueryPrecision};
@@ -138,6 +141,11 @@ fn capabilities(turn: usize) -> Capabilities {
 
 fn all_variants() -> Vec<Variant> {
     variants().into_iter().chain(decode_variants()).collect()
+}
+
+/// Whether tests write what they would compare.
+fn updates() -> bool {
+    std::env::var_os("KVPACK_UPDATE").is_some()
 }
 
 /// The kernel's source is the same for all its entry points, so each text is translated once.

@@ -23,6 +23,9 @@
 // In bounds: as `attend`; blocks lie within tiles, since HEAD_DIM is a multiple of 64. Control flow around products is
 // uniform: it depends on the item alone. Loops are bounded by an item's tiles and by constants. Divisors are powers of two
 // from 2^-95 on, and sums of weights, of which the largest is 2^14.
+//
+// binds: 3 keys, 5 values
+// set by plans: SCORE_SCALE, QUERY_PARTS
 
 // import attend/numbering/subgroup.wgsl
 // import attend/work_item.wgsl

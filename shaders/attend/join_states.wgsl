@@ -1,4 +1,7 @@
 // Attention states joined: a running sum relative to the largest log-sum-exp so far. States are read once, AT_ONCE together.
+//
+// needs: FIELDS, QUERY_HEADS, STATE_ROW, states
+// gives: NO_LSE, Joined, join_states
 
 // Below every log-sum-exp.
 const NO_LSE: f32 = -1e30f;

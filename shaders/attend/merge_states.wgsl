@@ -8,6 +8,10 @@
 //
 // In bounds: the states of a sequence are those of the plan; surplus invocations own a list index past LISTS and read
 // nothing. The divisor is at least 1.
+//
+// gives: states, QUERY_HEADS, FIELDS, STATE_ROW
+// binds: 0 first_state, 7 states
+// set by plans: HEAD_DIM, QUERY_HEADS
 
 @group(0) @binding(0) var<storage, read> first_state: array<u32>;
 @group(0) @binding(7) var<storage, read> states: array<vec4<f32>>;

@@ -10,6 +10,10 @@
 // ranges, writes one row.
 //
 // In bounds: spans, queries, ranges and rows are sized for the plan; channels past HEAD_DIM are not read.
+//
+// gives: INVOCATIONS, HEAD_DIM, ROW_FIELDS
+// binds: 0 spans
+// set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, ROW_FIELDS, PARTS, SCORE_SCALE
 
 struct Span {
     sequence: u32,

@@ -1,5 +1,8 @@
 // A query as integers: QUERY_PLANES byte planes of field-group words, low byte first, both signed. Integers span
 // ±QUERY_LARGEST: 127 in one plane, 32639 in two, so that both bytes stay signed.
+//
+// gives: QUERY_LARGEST, CODE_UNIT, place, integers, bytes, high_bytes
+// set by plans: QUERY_LARGEST, CODE_UNIT, PLACE_WORDS, PLACE_PLANES
 
 const QUERY_LARGEST: f32 = 32639f;
 // What a dot product of integers and bytes of keys must be multiplied with, beside the query's own scale: 2^(bits-8) for

@@ -1,4 +1,7 @@
 // A query in workgroup memory, four channels to an invocation, on its way through a rotation.
+//
+// needs: HEAD_DIM
+// gives: put_query, rotated_query
 
 // import common/rotate_row.wgsl
 

@@ -7,6 +7,8 @@
 // query heads, writes 4 bytes per token and query head.
 //
 // In bounds: as `attend`; scores have room for every tile of the page table, extremes for every span.
+//
+// binds: 5 stored_scores, 6 extremes
 
 // import attend/work_item.wgsl
 // import scores = attend/scores/dot.wgsl

@@ -7,6 +7,10 @@
 // of values are made relative to the *step's* maximum, or to that of a part of it, and enter the running sums through
 // exp2(that maximum - running maximum): weights are integers where values are packed, and an integer relative to a running
 // maximum would lose everything beside one large score.
+//
+// needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
+//   keep_tile_base, load_query, prepare_keys, read_tile_base, score_tile, set_scores_lowest, tile_bases, token_scores
+// gives: sum_parts, weight_sum, keep, enter, attend_item, finish_sums, write_lse
 
 // import common/ordered.wgsl
 // import workgroup_max = attend/workgroup_max/slot.wgsl

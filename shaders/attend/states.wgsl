@@ -1,4 +1,7 @@
 // Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
+//
+// needs: HEAD_DIM, QUERY_HEADS, head_exists, query_head
+// gives: FIELDS, STATE_ROW, write_state_channel, write_state_lse
 
 const FIELDS: u32 = HEAD_DIM / 4u;
 const STATE_ROW: u32 = FIELDS + 1u;

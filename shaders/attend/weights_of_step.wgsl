@@ -1,4 +1,7 @@
 // Weights relative to the step's maximum, and their sum as it is.
+//
+// needs: HEADS, LANE_TOKENS, enter, token_scores
+// gives: weights, weigh
 
 // Weights of the invocation's tokens: [head][token].
 var<private> weights: array<f32, HEADS * LANE_TOKENS>;

@@ -5,6 +5,12 @@
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
 // tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings its own
 // numbering, depends on how the device forms those.)
+//
+// gives: WorkItem, items, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, HEADS,
+//   CHUNKS, LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_tile_base, keep_tile_base, query_head, head_exists,
+//   set_scores_lowest
+// binds: 0 items, 1 page_table
+// set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, HEADS, CHUNKS, MAX_TILES
 
 struct WorkItem {
     page_offset: u32,

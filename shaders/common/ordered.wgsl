@@ -1,4 +1,6 @@
 // Floats as unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
+//
+// gives: ordered, from_ordered
 
 fn ordered(x: f32) -> u32 {
     let bits = bitcast<u32>(x);

@@ -4,6 +4,10 @@
 // Channels may be dealt out to the blocks in turns first: channel c then lies at `dealt(c)`. Who puts a channel in does so at
 // `input_place` and applies `rotation_input`; who takes it out does so at `output_place` and applies `unflipped`. An
 // invocation owns pairs of channels; one barrier per butterfly stage. Every invocation of the workgroup must call.
+//
+// needs: HEAD_DIM, INVOCATIONS
+// gives: rotated, dealt, input_place, output_place, rotation_input, scaled_input, unflipped, flipped, rotate_row
+// set by plans: ROTATION_ORDER, ROTATION_SCALE, ROTATION_SIGNED, ROTATION_SEED, ROTATION_BACK, ROTATION_BLOCKS
 
 const ROTATION_ORDER: u32 = 16u;
 // 1 / √ORDER.

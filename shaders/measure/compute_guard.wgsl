@@ -4,6 +4,8 @@
 // dependent packed dot products in each of four chains and writes one word.
 //
 // In bounds: the buffer has a word for every invocation of the grid.
+//
+// binds: 0 results
 
 const ROUNDS: u32 = 16384u;
 

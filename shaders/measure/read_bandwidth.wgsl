@@ -5,6 +5,8 @@
 //
 // In bounds: the buffer is a whole number of blocks, one per workgroup of the grid, which is folded into two
 // dimensions; workgroups beyond the last block do nothing.
+//
+// binds: 0 words, 1 sum
 
 const LOADS: u32 = 16u;
 const INVOCATIONS: u32 = 256u;

@@ -7,6 +7,10 @@
 //
 // In bounds: workgroups beyond `total` = places · kv_heads return; pages, slots and the rows of the tokens read were
 // checked against the buffers when they were bound. Loops are bounded by HEAD_DIM; divisors are sizes of a checked shape.
+//
+// gives: INVOCATIONS, HEAD_DIM
+// binds: 2 tiles
+// set by plans: HEAD_DIM
 
 // import pack/call.wgsl
 // import pack/tile.wgsl

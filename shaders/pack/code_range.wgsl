@@ -1,5 +1,9 @@
 // Ranges and codes: `format::CodeRange`, bit for bit. No division, and no rounding that a compiler may change by
 // fusing, decides a bit here.
+//
+// needs: BITS, HALF_MAX, call, half_bits, half_value, rounded
+// gives: code_range, range_word, range_of_word, code_of, value_of
+// set by plans: SYMMETRIC
 
 const MAX_CODE: u32 = (1u << BITS) - 1u;
 // 1 where ranges are made about 0: of the largest magnitude, over one bit less, and the middle code is 0.

@@ -10,6 +10,9 @@
 // In bounds: invocations beyond `total` = places · kv_heads · 128 · head_dim, and those of tokens beyond the span,
 // return; pages, the range slot and the output were checked against the buffers when they were bound. Divisors are
 // sizes of a checked shape.
+//
+// binds: 1 tiles, 2 output
+// set by plans: ADDS
 
 // import pack/flat.wgsl
 // import pack/call.wgsl

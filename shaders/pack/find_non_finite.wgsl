@@ -7,6 +7,8 @@
 //
 // In bounds: indices stay below tokens · kv_heads · head_dim, the rows that the plan checked against the tensor. Loops
 // are bounded by it; divisors are sizes of a checked shape.
+//
+// binds: 2 first
 
 // import pack/flat.wgsl
 // import pack/call.wgsl

@@ -1,4 +1,6 @@
 // A grid of one dimension, folded into two because a device dispatches few workgroups per dimension.
+//
+// gives: FLAT_WORKGROUP, flat_index
 
 const FLAT_WORKGROUP: u32 = 64u;
 

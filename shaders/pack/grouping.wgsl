@@ -1,5 +1,9 @@
 // Which elements of a tile share a range: `format::Grouping`. 1 is a channel and a run of tokens, 2 a token, 3 a token
 // and a run of channels.
+//
+// needs: TILE_TOKENS, call
+// gives: GROUPING, range_index
+// set by plans: GROUPING
 
 const GROUPING: u32 = 1u;
 

@@ -7,6 +7,10 @@
 //
 // In bounds: workgroups beyond `total` = tokens · kv_heads rows return; the rows read and the output were checked
 // against the buffers when they were bound. Loops are bounded by HEAD_DIM; divisors are sizes of a checked shape.
+//
+// gives: output, INVOCATIONS, HEAD_DIM
+// binds: 2 output
+// set by plans: HEAD_DIM
 
 // import pack/call.wgsl
 // import rows = pack/rows/f32.wgsl

@@ -1,4 +1,6 @@
 // IEEE half precision by integer operations: pack2x16float and unpack2x16float may round or flush as they like.
+//
+// gives: HALF_MAX, half_value, half_to_single, half_bits
 
 const HALF_MAX: f32 = 65504f;
 

@@ -1,4 +1,6 @@
 // Levels of a codebook: `format::Codebook`. Those above 0 are constants, ascending; the others are their negatives.
+//
+// gives: levels_of
 
 // The levels that four stored fields of `bits` bits stand for, relative to the norm of their row. `low` and `high` are the
 // four levels above 0 nearest to it and the next four, where there are so many.

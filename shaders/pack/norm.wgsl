@@ -1,5 +1,8 @@
 // The stored norm of a row: `format::codebook::stored_norm`, bit for bit. Sums are made of four channels, then of all
 // fours in order, each rounded as it stands.
+//
+// needs: HALF_MAX, half_bits, half_value, rounded
+// gives: sum_of_four, norm_bits, renormalized_bits
 
 fn square(x: f32) -> f32 {
     // Bits of 2^-50: smaller elements count as 0.

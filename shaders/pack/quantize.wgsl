@@ -9,6 +9,8 @@
 // In bounds: invocations beyond `total` = places · kv_heads · tile_words return; pages, the range slot and the rows of
 // the tokens read were checked against the buffers when they were bound. Loops have constant bounds; divisors are
 // sizes of a checked shape.
+//
+// binds: 2 tiles
 
 // import pack/flat.wgsl
 // import pack/call.wgsl

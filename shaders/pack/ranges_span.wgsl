@@ -10,6 +10,10 @@
 //
 // In bounds: invocations beyond `total` return; the slot and the rows of the tokens read were checked against the
 // buffers when they were bound. Divisors are sizes of a checked shape.
+//
+// gives: BITS
+// binds: 2 ranges
+// set by plans: BITS, CHUNK
 
 // import pack/flat.wgsl
 // import pack/call.wgsl

@@ -9,6 +9,10 @@
 // In bounds: invocations beyond `total` = places · kv_heads · ranges_per_tile return; pages and the rows of the tokens
 // read were checked against the buffers when they were bound. A group has at most max(128, head_dim) elements;
 // divisors are sizes of a checked shape and format.
+//
+// gives: BITS
+// binds: 2 ranges
+// set by plans: BITS
 
 // import pack/flat.wgsl
 // import pack/call.wgsl

@@ -7,6 +7,10 @@
 //
 // In bounds: invocations beyond `total` = places · kv_heads · head_dim return; slots and the rows of the tokens read were
 // checked against the buffers when they were bound. A page has at most 128 tokens; divisors are sizes of a checked shape.
+//
+// gives: BITS
+// binds: 2 ranges
+// set by plans: BITS
 
 // import pack/flat.wgsl
 // import pack/call.wgsl

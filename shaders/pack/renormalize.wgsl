@@ -8,10 +8,13 @@
 //
 // In bounds: invocations beyond `total` = places · kv_heads · 128 return; pages were checked against the buffers when they
 // were bound. Loops are bounded by head_dim, a multiple of 4; divisors are sizes of a checked shape.
+//
+// binds: 1 tiles, 2 ranges
 
 // import pack/flat.wgsl
 // import pack/call.wgsl
 // import pack/tile.wgsl
+// import pack/half.wgsl
 // import level_fields = pack/level_fields/levels.wgsl
 // import pack/norm.wgsl
 

@@ -1,4 +1,7 @@
 // The norm of the row in workgroup memory as 16 bits, for every invocation, all of which must call.
+//
+// needs: HEAD_DIM, channel_value, rounded
+// gives: row_squares, row_norm_bits, row_sum_of_squares
 
 // import pack/norm.wgsl
 

@@ -1,6 +1,10 @@
 // Where elements lie in a tile: the layout of `format::tile`.
 //
 // A tile is made of runs of words: the row of a token for keys, the column of a channel for values. BITS 16 is f16.
+//
+// needs: TILE_TOKENS, call
+// gives: BITS, KEYS, FIELD_MASK, run_word, fields_of, field_of, place_of, top_place_of
+// set by plans: BITS, KEYS
 
 const BITS: u32 = 4u;
 const KEYS: u32 = 1u;

@@ -1,5 +1,8 @@
 // Largest values over a block of eight lanes, by atomic maxima: two sets, so that one can be reset while the other is in
 // use.
+//
+// needs: BLOCK_MAXIMA, INVOCATIONS, STEP_TILES, TILE_QUAD_PAIRS, from_ordered, is_first_of_block, ordered, value_place
+// gives: begin_block_maxima, enter_block_max, block_max
 
 // [set][maximum][tile of the step][block]
 var<workgroup> block_maxima: array<atomic<u32>, 2u * BLOCK_MAXIMA * STEP_TILES * TILE_QUAD_PAIRS>;

@@ -1,5 +1,8 @@
 // Largest values over a block of eight lanes, by shuffles: invocations are numbered subgroup by subgroup (see
 // attend/numbering/subgroup.wgsl), and subgroups have at least 4 * BLOCK_STRIDE lanes.
+//
+// needs: BLOCK_MAXIMA, BLOCK_STRIDE
+// gives: enter_block_max, block_max
 
 // One for each of BLOCK_MAXIMA.
 var<private> block_maxima: array<f32, BLOCK_MAXIMA>;

@@ -5,6 +5,9 @@
 //   Σ p (s c + m) ≈ Σ ŵ c + Σ (p m + (p s - ŵ) c̄)
 //
 // where ŵ stands for p s, and the second sum is one per head and group.
+//
+// needs: HEADS, LANE_TOKENS, LARGEST_WEIGHT_UNIT, TWO_TO_23, WEIGHT_GROUPS, keep, store_bytes, token_scores
+// gives: BLOCK_MAXIMA, begin_value_ranges, enter_value_ranges, weigh, store_weights
 
 // import block_max = attend/block_max/atomic.wgsl
 // import attend/value_ranges/groups.wgsl

@@ -1,4 +1,7 @@
 // Weights of one byte that all channels share.
+//
+// needs: HEADS, LANE_TOKENS, LARGEST_WEIGHT_UNIT, TWO_TO_23, store_bytes, token_scores
+// gives: BLOCK_MAXIMA, weigh, store_weights
 
 // import block_max = attend/block_max/atomic.wgsl
 // import value_ranges = attend/value_ranges/folded.wgsl

@@ -1,3 +1,5 @@
 // Slot `extremes`: the extremes of a calibrated span's scores, which `scores` collects. By default there are none.
+//
+// gives: reset_extremes
 
 fn reset_extremes(row: u32, field: u32) {}

@@ -1,4 +1,7 @@
 // A dense bf16 tensor, read four elements at a time: they are the high halves of f32 elements.
+//
+// gives: input4
+// binds: 2 inputs
 
 @group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
 

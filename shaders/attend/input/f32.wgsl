@@ -1,4 +1,7 @@
 // A dense f32 tensor, read four elements at a time.
+//
+// gives: input4
+// binds: 2 inputs
 
 @group(0) @binding(2) var<storage, read> inputs: array<vec4<f32>>;
 

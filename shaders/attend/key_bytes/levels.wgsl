@@ -1,4 +1,8 @@
 // Signed bytes of a field group of keys, codes of a codebook.
+//
+// needs: KEY_VECTOR, KeyVector
+// gives: KEY_BITS, KEY_PLANES, KEY_QUADS, key_bytes
+// set by plans: KEY_BITS
 
 // import attend/level_bytes.wgsl
 

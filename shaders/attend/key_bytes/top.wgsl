@@ -1,5 +1,9 @@
 // Signed bytes of a field group of keys, affine codes: a field shifted to the top of its byte is the signed code times
 // 2^(8-bits); the scale takes that back.
+//
+// needs: KEY_VECTOR, KeyVector
+// gives: KEY_BITS, KEY_PLANES, KEY_QUADS, key_bytes
+// set by plans: KEY_BITS, KEY_MASK
 
 const KEY_BITS: u32 = 4u;
 // The top KEY_BITS bits of every byte.

@@ -1,4 +1,8 @@
 // A field group of packed keys: one bit plane of a word, as the codes 0 … 2^bits - 1.
+//
+// needs: KEY_VECTOR, KeyVector
+// gives: KEY_BITS, KEY_PLANES, KEY_WORD_FIELDS, key_codes
+// set by plans: KEY_BITS
 
 const KEY_BITS: u32 = 4u;
 const KEY_PLANES: u32 = 8u / KEY_BITS;

@@ -1,5 +1,10 @@
 // Keys with one range per channel and group of consecutive tokens: k = s c + m. A range is the same for all lanes, so
 // its load is one 16-byte broadcast for four channels.
+//
+// needs: HEAD_DIM, KeyVector, LANE_TOKENS
+// gives: begin_key_field, key_field
+// binds: 4 key_ranges
+// set by plans: KEY_TOKEN_GROUPS
 
 // import key_codes = attend/key_codes/planes.wgsl
 

@@ -1,4 +1,7 @@
 // A field group of f16 keys is two words.
+//
+// needs: KEY_VECTOR, KeyVector
+// gives: KEY_WORD_FIELDS, KEY_PLANES, key_field
 
 const KEY_WORD_FIELDS: u32 = KEY_VECTOR / 2u;
 const KEY_PLANES: u32 = 1u;

@@ -6,6 +6,8 @@
 //     a vector holds KEY_WORD_FIELDS · KEY_PLANES field groups, the planes of one word side by side
 //   fn key_field(words: KeyVector, w: u32, plane: u32, i: u32) -> vec4<f32>
 //     of token `i` of the lane
+//
+// gives: begin_key_field
 
 // Called before the field group `field` of the lane's tokens is taken: reads their ranges.
 fn begin_key_field(tile_base: u32, lane: u32, field: u32) {}

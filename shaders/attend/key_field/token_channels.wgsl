@@ -1,4 +1,9 @@
 // Keys with one range per token and group of channels: k = s c + m. Neighbouring lanes read neighbouring ranges.
+//
+// needs: HEAD_DIM, KeyVector, LANE_TOKENS, TILE_TOKENS
+// gives: begin_key_field, key_field
+// binds: 4 key_ranges
+// set by plans: KEY_GROUP_CHANNELS
 
 // import key_codes = attend/key_codes/planes.wgsl
 

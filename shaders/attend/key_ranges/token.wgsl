@@ -1,5 +1,10 @@
 // One range per token: k = s u + m with u = c + 2^(bits-1), so q·k = s Σ q c + (m + 2^(bits-1) s) Σ q. Or one norm:
 // k = s u with u = (c + 1/2) · unit, where KEY_MIDDLE is half a unit.
+//
+// needs: LANE_TOKENS, TILE_TOKENS
+// gives: load_key_ranges, ranged_score
+// binds: 4 key_ranges
+// set by plans: KEY_MIDDLE
 
 @group(0) @binding(4) var<storage, read> key_ranges: array<u32>;
 

@@ -1,6 +1,9 @@
 // The largest scaled query and the constant part of the scores of every quarter of a tile and head, by way of workgroup
 // memory: a lane of the team makes both of one quarter and head alone. Tokens are scored by the lanes that own them, so that
 // a lane meets all four quarters.
+//
+// needs: HEADS, HEAD_DIM, QUARTERS, QUERY_VECTORS, field_ranges, group_totals, query
+// gives: LANE_QUARTERS, scored_quarter, scored_token, enter_key_totals, team_largest
 
 // Quarters of the tokens that a lane scores.
 const LANE_QUARTERS: u32 = 4u;

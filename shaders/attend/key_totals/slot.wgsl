@@ -10,6 +10,8 @@
 //     the i-th token of the lane
 //   fn team_largest(largest: f32, bias: f32, at: u32, quarter: u32, head: u32) -> f32
 //     the largest of the team's lanes; `at` is the place in `group_totals`, where this and the sum of the biases get to
+//
+// gives: enter_key_totals, finish_key_totals, arrange_scores
 
 // Called before and after `team_largest` of all heads and quarters.
 fn enter_key_totals(tile_base: u32, team: u32, lane: u32) {}

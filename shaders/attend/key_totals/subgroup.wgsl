@@ -2,6 +2,9 @@
 // team: invocations are numbered subgroup by subgroup (see attend/numbering/subgroup.wgsl), and subgroups have 32 lanes.
 // A lane scores four tokens of one quarter, so that it meets one query per head, and hands the scores to the lanes that own
 // the tokens: 32 · quarter + 8 i + j is scored by lane 8 · quarter + j and owned by lane 8 i + j.
+//
+// needs: HEADS, LANE_TOKENS, QUARTERS, group_totals, token_scores
+// gives: LANE_QUARTERS, scored_quarter, scored_token, arrange_scores, team_largest, finish_key_totals
 
 // Quarters of the tokens that a lane scores.
 const LANE_QUARTERS: u32 = 1u;

@@ -7,6 +7,10 @@
 // (`Capabilities::coherent`).
 //
 // A team of 32 lanes joins a head; a lane owns every 32nd field group of four channels.
+//
+// needs: FIELDS, HEADS, INVOCATIONS, QUERY_HEADS, WorkItem, head_exists, query_head
+// gives: states, merge_item
+// binds: 7 states, 9 arrived
 
 @group(0) @binding(7) @coherent var<storage, read_write> states: array<vec4<f32>>;
 // Workgroups that have written their state of a query head: [sequence][query head].

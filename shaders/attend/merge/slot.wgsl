@@ -3,6 +3,9 @@
 // Every choice has
 //   var states
 //     attention states, as in attend/states.wgsl
+//
+// needs: WorkItem
+// gives: merge_item
 
 // Called when the states of an item are written.
 fn merge_item(item: WorkItem, y: u32, invocation: u32) {}

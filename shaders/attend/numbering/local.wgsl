@@ -1,4 +1,6 @@
 // Invocations as the workgroup numbers them.
+//
+// gives: Numbering, number
 
 struct Numbering {
     @builtin(local_invocation_index) index: u32,

@@ -1,4 +1,7 @@
 // The output tensor in bf16: the high halves of f32 elements, rounded to the nearest, ties to even.
+//
+// gives: write_output
+// binds: 8 outputs
 
 @group(0) @binding(8) var<storage, read_write> outputs: array<vec2<u32>>;
 

@@ -1,4 +1,7 @@
 // The output tensor in f16.
+//
+// gives: write_output
+// binds: 8 outputs
 
 @group(0) @binding(8) var<storage, read_write> outputs: array<vec2<u32>>;
 

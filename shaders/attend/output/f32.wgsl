@@ -1,4 +1,7 @@
 // The output tensor in f32.
+//
+// gives: write_output
+// binds: 8 outputs
 
 @group(0) @binding(8) var<storage, read_write> outputs: array<vec4<f32>>;
 

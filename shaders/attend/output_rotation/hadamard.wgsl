@@ -1,5 +1,8 @@
 // Outputs of values that are stored rotated: rotated back before they become states, so that the states of segments of
 // any rotation merge.
+//
+// needs: HEAD_DIM, INVOCATIONS, write_state_channel
+// gives: put_output, finish_output
 
 // import common/rotate_row.wgsl
 

@@ -3,6 +3,11 @@
 //
 // Team t prepares heads t, t + 4, ...: lane r of it the field groups r and r + 32, of four channels each. The largest
 // magnitude and two sums are joined over the team.
+//
+// needs: CHUNKS, HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, QUERY_HEADS, QUERY_PLANES, QUERY_ROW, QUERY_VECTORS, WorkItem,
+//   query, query_head
+// gives: TEAM_HEADS, load_query
+// set by plans: SCORE_SCALE
 
 // log2(e) / √D.
 const SCORE_SCALE: f32 = 0.12751743f;

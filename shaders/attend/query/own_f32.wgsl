@@ -1,4 +1,8 @@
 // The query as it was given, scaled: every workgroup prepares that of its heads itself.
+//
+// needs: HEADS, HEAD_DIM, INVOCATIONS, QUERY_HEADS, QUERY_VECTORS, WorkItem, query, query_head
+// gives: load_query
+// set by plans: SCORE_SCALE
 
 // log2(e) / √D.
 const SCORE_SCALE: f32 = 0.12751743f;

@@ -1,4 +1,8 @@
 // The query rows that `prepare_query` left behind.
+//
+// needs: HEADS, INVOCATIONS, QUERY_HEADS, QUERY_ROW, WorkItem, query, query_head
+// gives: load_query
+// binds: 2 queries
 
 @group(0) @binding(2) var<storage, read> queries: array<vec4<u32>>;
 

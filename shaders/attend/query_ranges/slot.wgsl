@@ -1,4 +1,6 @@
 // Slot `query_ranges`: ranges of the span that are folded into the query. By default keys have none.
+//
+// gives: scale_query, query_bias
 
 // Four channels of a query times the scales from `base` on.
 fn scale_query(q: vec4<f32>, base: u32) -> vec4<f32> {

@@ -1,4 +1,8 @@
 // Per-channel ranges of the span: scale and minimum, [range slot][KV head][channel].
+//
+// gives: scale_query, query_bias
+// binds: 4 key_span_ranges
+// set by plans: KEY_MIDDLE
 
 @group(0) @binding(4) var<storage, read> key_span_ranges: array<vec2<f32>>;
 

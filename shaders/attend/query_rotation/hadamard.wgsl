@@ -1,4 +1,6 @@
 // Keys that are stored rotated: the rotated query has the same products with them.
+//
+// gives: rotate_query
 
 // import attend/query_in_row.wgsl
 

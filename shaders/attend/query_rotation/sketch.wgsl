@@ -1,4 +1,6 @@
 // Keys with sketches: part 0 of a query is in the basis of the signs, part 1 in that of the levels.
+//
+// gives: rotate_query
 
 // import attend/query_in_row.wgsl
 // import common/sketch_row.wgsl

@@ -1,4 +1,8 @@
 // A prepared query as f32, followed by four unused constants.
+//
+// needs: ROW_FIELDS
+// gives: write_row
+// binds: 3 rows
 
 @group(0) @binding(3) var<storage, read_write> rows: array<vec4<f32>>;
 

@@ -1,4 +1,9 @@
 // A prepared query as integers (attend/query_fields.wgsl), then (scale, bias, Σ q, 0).
+//
+// needs: ROW_FIELDS
+// gives: write_row
+// binds: 3 rows
+// set by plans: QUERY_PLANES
 
 @group(0) @binding(3) var<storage, read_write> rows: array<u32>;
 

@@ -4,6 +4,11 @@
 // first, both signed) in the order in which they are used, then the constants (scale, bias, Σ q, 0) as f32. It lies in workgroup memory and is read as
 // 16-byte broadcasts, each used for the four tokens of an invocation.
 // Keys: neighbouring lanes read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
+//
+// needs: HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, tile_bases, token_scores
+// gives: KeyVector, KEY_VECTOR, QUERY_PLANES, QUERY_VECTORS, QUERY_ROW, query, score_tile
+// binds: 3 keys
+// set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, QUERY_PLANES
 
 alias KeyVector = vec4<u32>;
 

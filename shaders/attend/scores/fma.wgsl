@@ -3,6 +3,11 @@
 // The prepared query is one f32 row per span and query head, already scaled by log2(e) / √D, followed by four
 // constants that this path does not use. It lies in workgroup memory and is read as 16-byte broadcasts, each used for
 // the four tokens of an invocation. Keys: neighbouring lanes read neighbouring vectors.
+//
+// needs: HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, tile_bases, token_scores
+// gives: KeyVector, KEY_VECTOR, QUERY_VECTORS, QUERY_ROW, query, score_tile
+// binds: 3 keys
+// set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS
 
 alias KeyVector = vec4<u32>;
 

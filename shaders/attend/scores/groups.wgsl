@@ -7,6 +7,12 @@
 // between the two barriers of a step, a lane for the field groups lane, lane + 32, ...
 // The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Keys: eight neighbouring lanes or
 // more read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
+//
+// needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, WorkItem, tile_bases, token_scores
+// gives: KeyVector, KEY_VECTOR, QUARTERS, QUERY_VECTORS, QUERY_ROW, query, group_totals, field_ranges, begin_keys,
+//   prepare_keys, score_tile
+// binds: 3 keys, 4 key_ranges
+// set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, KEY_TOKEN_GROUPS, KEY_MIDDLE
 
 alias KeyVector = vec4<u32>;
 

@@ -6,6 +6,11 @@
 //
 // The prepared query is KEY_PARTS rows per span and query head, that of the signs first, each as in attend/scores/dot.wgsl.
 // The top bit of a field is the sign, set below 0; the other bits are the code of a level.
+//
+// needs: HEADS, INVOCATIONS, LANE_TOKENS, QUERY_HEADS, TILE_TOKENS, WorkItem, query_head, tile_bases, token_scores
+// gives: KeyVector, KEY_BITS, KEY_VECTOR, QUERY_PLANES, QUERY_VECTORS, QUERY_ROW, query, load_query, score_tile
+// binds: 2 queries, 3 keys, 4 key_ranges
+// set by plans: KeyVector, KEY_BITS, KEY_VECTOR, KEY_VECTORS, KEY_PARTS, LEVEL_UNIT, SKETCH_LEVEL, QUERY_PLANES
 
 // import attend/level_bytes.wgsl
 

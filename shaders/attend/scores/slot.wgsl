@@ -6,6 +6,8 @@
 //   fn score_tile(item: WorkItem, tile: u32, lane: u32)
 //     leaves the scores of the lane's tokens of a tile of the item in `token_scores`, in units of log2; tokens beyond the item's
 //     too, which are overwritten
+//
+// gives: begin_keys, prepare_keys
 
 // Called after that barrier: prepares the keys of the first step.
 fn begin_keys(tiles: u32, team: u32, lane: u32) {}

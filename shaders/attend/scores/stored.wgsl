@@ -1,4 +1,9 @@
 // Scores that `scores` stored, calibrated: score' = slope · score + offset, one map per span and query head.
+//
+// needs: HEADS, LANE_TOKENS, LOG2_E, QUERY_HEADS, TILE_TOKENS, WorkItem, query_head, token_scores
+// gives: load_query, score_tile
+// binds: 2 stored_scores, 3 extremes
+// set by plans: TAU_1, TAU_2
 
 // import common/ordered.wgsl
 

@@ -1,4 +1,7 @@
 // Fields of keys with sketches at the bottom of their bytes; higher bits do not matter.
+//
+// needs: KEY_BITS, KEY_VECTOR, KeyVector
+// gives: KEY_PLANES, KEY_QUADS, key_fields
 
 const KEY_PLANES: u32 = 8u / KEY_BITS;
 // Sets of four field groups in a vector: KEY_VECTOR words of the top bit plane, then of the one below.

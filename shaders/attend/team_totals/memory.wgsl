@@ -1,5 +1,8 @@
 // The maximum and two sums over the 32 lanes of a team, by way of workgroup memory that is used for the sums of an item at
 // its end. Every lane of the team gets them, summed in the same order.
+//
+// needs: HEADS, INVOCATIONS, sum_parts
+// gives: enter_totals, totals_entered, team_totals
 
 fn enter_totals(own: u32, parts: vec3<f32>, head: u32, lane: u32) {
     if (head < HEADS) {

@@ -1,5 +1,8 @@
 // The maximum and two sums over the 32 lanes of a team, by shuffles: invocations are numbered subgroup by subgroup (see
 // attend/numbering/subgroup.wgsl), and subgroups have at least 32 lanes. Every lane of the team gets them.
+//
+// needs: TEAM_HEADS
+// gives: enter_totals, team_totals
 
 // [own head of the team]
 var<private> totals_of_team: array<vec3<f32>, TEAM_HEADS>;

@@ -1,4 +1,6 @@
 // 3-bit codes of a codebook as signed bytes.
+//
+// gives: THREE_BYTE, three_bytes
 
 // import attend/level_bytes.wgsl
 

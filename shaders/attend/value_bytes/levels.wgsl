@@ -1,4 +1,7 @@
 // Signed bytes of a field group of values, codes of a codebook.
+//
+// gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, value_place
+// set by plans: VALUE_BITS
 
 // import attend/level_bytes.wgsl
 

@@ -1,5 +1,8 @@
 // Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code times
 // 2^(8-bits); the unit of weights takes that back.
+//
+// gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, value_place
+// set by plans: VALUE_BITS, VALUE_MASK
 
 alias ValueVector = vec4<u32>;
 

@@ -1,4 +1,8 @@
 // A field group of packed values: one bit plane of a word, as the codes 0 … 2^bits - 1.
+//
+// needs: ValueVector
+// gives: VALUE_PLANES, VALUE_WORD_FIELDS, VALUE_VECTORS, value_codes
+// set by plans: VALUE_BITS
 
 const VALUE_BITS: u32 = 4u;
 const VALUE_PLANES: u32 = 8u / VALUE_BITS;

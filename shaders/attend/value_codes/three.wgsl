@@ -1,5 +1,8 @@
 // Fields of packed values of 3 bits. A vector of three words holds eight field groups: low pairs of bits in two words, top
 // bits in the third.
+//
+// needs: ValueVector
+// gives: VALUE_PLANES, VALUE_WORD_FIELDS, VALUE_VECTORS, value_codes
 
 const VALUE_BITS: u32 = 3u;
 const VALUE_PLANES: u32 = 8u;

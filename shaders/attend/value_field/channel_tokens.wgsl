@@ -1,5 +1,10 @@
 // Values with one range per channel and group of consecutive tokens: v = s c + m. The four tokens of a field group are
 // 32 apart, so their ranges are those of the tile's four quarters, loaded once per tile and channel.
+//
+// needs: CHANNELS, HEAD_DIM, ValueVector
+// gives: begin_value_tile, value_field
+// binds: 6 value_ranges
+// set by plans: VALUE_TOKEN_GROUPS
 
 // import value_codes = attend/value_codes/planes.wgsl
 

@@ -1,4 +1,7 @@
 // A field group of f16 values is two words.
+//
+// needs: ValueVector
+// gives: VALUE_WORD_FIELDS, VALUE_PLANES, VALUE_VECTORS, value_field
 
 const VALUE_WORD_FIELDS: u32 = 2u;
 const VALUE_PLANES: u32 = 1u;

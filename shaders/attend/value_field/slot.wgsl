@@ -8,6 +8,8 @@
 //     vectors of a column of a tile
 //   fn value_field(words: ValueVector, w: u32, plane: u32, field: u32, k: u32) -> vec4<f32>
 //     field group `field` of channel `k` of the lane
+//
+// gives: begin_value_tile
 
 // Called before channel `k` of the lane is read from a tile: reads its ranges.
 fn begin_value_tile(tile_base: u32, channel: u32, k: u32) {}

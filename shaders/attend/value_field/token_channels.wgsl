@@ -1,5 +1,10 @@
 // Values with one range per token and group of channels: v = s c + m. Four ranges per field group and channel group,
 // the same for all channels of a group.
+//
+// needs: CHANNELS, HEAD_DIM, TILE_TOKENS, ValueVector
+// gives: begin_value_tile, value_field
+// binds: 6 value_ranges
+// set by plans: VALUE_GROUP_CHANNELS
 
 // import value_codes = attend/value_codes/planes.wgsl
 

@@ -1,4 +1,9 @@
 // Per-channel ranges of the span: v = s u + m with u = c + 2^(bits-1), applied once to every output.
+//
+// needs: HEAD_DIM, INVOCATIONS, KV_HEADS
+// gives: read_output_ranges, begin_value_ranges, ranged_output
+// binds: 6 value_span_ranges
+// set by plans: VALUE_MIDDLE
 
 // Scale and minimum: [range slot][KV head][channel].
 @group(0) @binding(6) var<storage, read> value_span_ranges: array<vec2<f32>>;

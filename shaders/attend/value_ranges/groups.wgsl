@@ -1,6 +1,12 @@
 // Values with one range per token and group of channels: v = s u + m with u = c + 2^(bits-1). Scales go into the weights before
 // they become integers, which every group of channels has its own of; the rest is one sum per head and group:
 // see byte_weights/groups.wgsl.
+//
+// needs: GROUP_CHANNELS, HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, WEIGHT_GROUPS, finish_sums, sum_parts,
+//   weight_sum
+// gives: common_sums, begin_common_sums, load_value_ranges, skip_value_ranges, skip_value_range, group_scales,
+//   group_minima, largest_group_scale, finish_value_ranges, ranged_output
+// binds: 6 value_ranges
 
 // Scale and minimum in f16: [tile][group of channels][token].
 @group(0) @binding(6) var<storage, read> value_ranges: array<u32>;

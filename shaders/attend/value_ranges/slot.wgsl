@@ -4,6 +4,8 @@
 // Every choice has
 //   fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32
 //     the output of a channel, of the mean that the integers give and the sum of weights
+//
+// gives: begin_value_ranges, take_value_ranges, ranged_weight, largest_value_scale, finish_value_ranges
 
 // Called before the first step.
 fn begin_value_ranges(invocation: u32) {}

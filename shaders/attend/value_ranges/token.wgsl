@@ -1,5 +1,12 @@
 // One range per token: v = s u + m with u = c + 2^(bits-1), or one norm: v = s u with u = (c + 1/2) · unit. The scale goes into the weight before it becomes an
 // integer, relative to the step's largest scale; the rest, p (m + 2^(bits-1) s), is one sum per head.
+//
+// needs: HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, enter, enters, finish_sums, keep, largest_to_enter, sum_parts,
+//   weight_sum, weights
+// gives: begin_value_ranges, load_value_ranges, skip_value_ranges, skip_value_range, enter_value_ranges,
+//   take_value_ranges, ranged_weight, largest_value_scale, finish_value_ranges, ranged_output
+// binds: 6 value_ranges
+// set by plans: VALUE_MIDDLE, VALUE_UNIT
 
 @group(0) @binding(6) var<storage, read> value_ranges: array<u32>;
 

@@ -8,6 +8,10 @@
 //
 // Bytes are made unsigned for the unsigned dot product: 128 more than they were. A block's sum is at most
 // 32 · 255 · 255 < 2^23, so that it starts at the bits of 2^23 and is that float plus the sum.
+//
+// needs: HEADS, HEAD_DIM, STEP_TILES, begin_block_maxima, begin_value_ranges, keep, tile_bases
+// gives: TILE_QUAD_PAIRS, BLOCK_STRIDE, TWO_TO_23, LARGEST_WEIGHT_UNIT, WEIGHT_GROUPS, GROUP_CHANNELS,
+//   is_first_of_block, begin_values, store_bytes, add_values
 
 // import attend/value_dots.wgsl
 

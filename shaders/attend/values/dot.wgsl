@@ -4,6 +4,9 @@
 // a word by the invocation that scored the four tokens of a field group. Rounding is dithered by a fixed pattern over
 // the tokens of a step: rounding to nearest would drop every weight below half a unit at once when one token of the
 // step outweighs the others by more than 2^16.
+//
+// needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, enter, keep, tile_bases
+// gives: begin_values, store_weights, add_values
 
 // import attend/value_dots.wgsl
 // import attend/weights_of_step.wgsl

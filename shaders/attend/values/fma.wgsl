@@ -3,6 +3,12 @@
 // Weights lie in workgroup memory, one vector of four tokens per field group, written by the invocation that scored
 // them. Team t works on CHANNELS channels per lane, 32 apart, of channel block t % CHANNEL_BLOCKS, and on
 // CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring vectors.
+//
+// needs: HEADS, HEAD_DIM, INVOCATIONS, STEP_TILES, TILE_TOKENS, WorkItem, enter, finish_output, keep, put_output,
+//   sum_parts, tile_bases, write_lse
+// gives: ValueVector, CHANNELS, begin_values, store_weights, add_values, write_states
+// binds: 5 values
+// set by plans: ValueVector, Weights, CHANNELS, CHANNEL_BLOCKS
 
 alias ValueVector = vec4<u32>;
 alias Weights = vec4<f32>;

@@ -12,6 +12,9 @@
 //     adds the values of the step, the first tile of which is `first`, to the running sums
 //   fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32)
 //     writes the states of the item
+//
+// gives: read_output_ranges, load_value_ranges, skip_value_ranges, skip_value_range, enter_block_max,
+//   enter_value_ranges
 
 // Called with the first reads of an item: reads what its outputs are scaled with.
 fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {}

@@ -1,4 +1,6 @@
 // Largest value over the workgroup: the first invocation of every subgroup enters the subgroup's by an atomic maximum.
+//
+// gives: prepare_workgroup_max, largest_to_enter, enters
 
 var<private> first_of_subgroup: bool;
 

@@ -1,4 +1,7 @@
 // Fields of tiles of codebook codes, stored signed, and their norms.
+//
+// needs: Place
+// gives: field_bits, field_value
 
 // import level_fields = pack/level_fields/levels.wgsl
 // import norms = pack/norms/of_tile.wgsl

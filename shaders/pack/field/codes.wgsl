@@ -1,4 +1,7 @@
 // Fields of packed tiles: codes, stored signed.
+//
+// needs: BITS, Place
+// gives: field_bits, field_value
 
 // import pack/half.wgsl
 // import pack/code_range.wgsl

@@ -1,4 +1,7 @@
 // Fields of f16 tiles.
+//
+// needs: Place
+// gives: field_bits, field_value
 
 // import pack/half.wgsl
 

@@ -1,4 +1,9 @@
 // Signs of sketches, the top bits of fields, relative to the norm of what the levels leave: the high half of a token's word.
+//
+// needs: BITS, Place, call
+// gives: field_value
+// binds: 3 ranges
+// set by plans: SKETCH_LEVEL
 
 // import pack/half.wgsl
 

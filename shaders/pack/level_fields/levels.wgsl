@@ -1,4 +1,8 @@
 // Codes of levels, stored signed: `format::Codebook`, bit for bit.
+//
+// needs: rounded
+// gives: level_field, level_value
+// set by plans: LEVEL_BITS, LEVELS, LEVELS_LOW, LEVELS_HIGH, BOUNDARIES_LOW, BOUNDARIES_HIGH
 
 // import pack/half.wgsl
 // import pack/levels.wgsl

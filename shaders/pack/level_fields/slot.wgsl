@@ -1,4 +1,6 @@
 // Slot `level_fields`: codes of the levels of a codebook, stored signed. By default there are none: a sketch is all there is.
+//
+// gives: level_field, level_value
 
 // The field of the level nearest to a value, relative to the norm of its row.
 fn level_field(value: f32, norm: f32) -> u32 {

@@ -1,4 +1,8 @@
 // Norms beside each tile: one word per token, whose low half is the norm.
+//
+// needs: Place, call
+// gives: stored_norm
+// binds: 3 ranges
 
 // import pack/half.wgsl
 

@@ -1,4 +1,8 @@
 // One range per channel of the span: [slot][kv_head][head_dim] of (scale, minimum).
+//
+// needs: Place, call
+// gives: stored_range
+// binds: 3 ranges
 
 @group(0) @binding(3) var<storage, read> ranges: array<vec2<f32>>;
 

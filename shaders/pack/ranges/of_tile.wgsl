@@ -1,4 +1,8 @@
 // Ranges beside each tile, one word each.
+//
+// needs: Place, call, range_of_word
+// gives: stored_range
+// binds: 3 ranges
 
 // import pack/grouping.wgsl
 

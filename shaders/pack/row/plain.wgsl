@@ -1,4 +1,7 @@
 // A row in workgroup memory that is stored as it is.
+//
+// needs: HEAD_DIM
+// gives: put_channel, channel_value, finish_row
 
 var<workgroup> row: array<f32, HEAD_DIM>;
 

@@ -1,4 +1,7 @@
 // A row in workgroup memory that is stored rotated.
+//
+// needs: rounded
+// gives: put_channel, channel_value, finish_row
 
 // import common/rotate_row.wgsl
 

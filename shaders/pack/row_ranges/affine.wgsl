@@ -1,5 +1,9 @@
 // Ranges of a single row: of all its channels, or of each group of channels. They are stored beside the tile and kept,
 // as they were rounded, for the codes. An invocation owns four channels, then one range.
+//
+// needs: HEAD_DIM, Place, call, channel_value, code_range, range_of_word, range_word
+// gives: stored_range, store_row_ranges
+// binds: 3 ranges
 
 // import pack/grouping.wgsl
 

@@ -1,4 +1,8 @@
 // The norm of a single row, stored beside the tile and kept, as it was rounded, for the codes.
+//
+// needs: Place, call
+// gives: stored_norm, store_row_ranges
+// binds: 3 ranges
 
 // import pack/half.wgsl
 // import pack/row_norm_bits.wgsl

@@ -1,4 +1,8 @@
 // The norm of a single row, kept, as it was rounded, for the codes, and stored beside the tile divided by that of the levels.
+//
+// needs: HEAD_DIM, Place, call, channel_value, level_field, level_value
+// gives: stored_norm, store_row_ranges
+// binds: 3 ranges
 
 // import pack/half.wgsl
 // import pack/row_norm_bits.wgsl

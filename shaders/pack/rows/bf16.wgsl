@@ -1,4 +1,7 @@
 // Elements of a dense bf16 tensor, two to a word, the first in the low half: the high halves of f32 elements.
+//
+// gives: element_bits, element
+// binds: 1 rows
 
 @group(0) @binding(1) var<storage, read> rows: array<u32>;
 

@@ -1,4 +1,7 @@
 // Elements of a dense f16 tensor, two to a word, the first in the low half.
+//
+// gives: element_bits, element
+// binds: 1 rows
 
 // import pack/half.wgsl
 

@@ -1,4 +1,7 @@
 // Elements of a dense f32 tensor.
+//
+// gives: element_bits, element
+// binds: 1 rows
 
 @group(0) @binding(1) var<storage, read> rows: array<u32>;
 

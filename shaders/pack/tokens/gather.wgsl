@@ -1,5 +1,9 @@
 // Tokens of a span that indices name, for every KV head its own: [kv_head][index_stride], from `call.first_token` on. What
 // indices hold decides nothing about memory: one that is too large stands for the last token.
+//
+// needs: call
+// gives: token_of
+// binds: 4 indices
 
 @group(0) @binding(4) var<storage, read> indices: array<u32>;
 

@@ -113,6 +113,11 @@ impl Variant {
         self.entry
     }
 
+    /// Names of the constants and aliases that it sets.
+    pub fn settings(&self) -> impl Iterator<Item = &'static str> {
+        self.constants.keys().chain(self.aliases.keys()).copied()
+    }
+
     /// A label for debuggers: the kernel and its constants.
     pub fn label(&self) -> String {
         let mut label = format!("kvpack {}", self.entry);
