@@ -1,6 +1,6 @@
 //! The one error type of the crate.
 
-use crate::format::{HEAD_DIMS, KeyOrValue};
+use crate::format::{HEAD_DIMS, KeyOrValue, MOST_HEADS};
 
 /// A result with kvpack's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
@@ -13,7 +13,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 pub enum Error {
     /// The head counts do not form groups.
     #[error(
-        "{query_heads} query heads over {kv_heads} KV heads: both must be at least 1 and the query heads a \
+        "{query_heads} query heads over {kv_heads} KV heads: both must be from 1 to {MOST_HEADS} and the query heads a \
          multiple of the KV heads, since query head h reads KV head h / (query_heads / kv_heads)"
     )]
     HeadCounts {

@@ -88,6 +88,10 @@
 //! Everything returns the one [`Error`]. Shapes, lengths, limits and elements that are NaN or infinite are reported before
 //! anything changes; a call that fails leaves the tokens of a cache as they were. Messages say what was given, what would
 //! be allowed and what to do.
+//!
+//! Keys and values are checked element by element. Queries are not, since that would cost a wait in every step: NaN
+//! propagates. The outputs of a query head that holds a NaN or an infinity are NaN, on every backend; those of other heads are
+//! not touched by it.
 
 pub mod backend;
 pub mod cache;

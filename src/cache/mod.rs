@@ -71,6 +71,9 @@ pub struct KvCache<B: Backend> {
     sequences: Vec<Sequence>,
 }
 
+/// Most sequences of one cache.
+pub const MOST_SEQUENCES: usize = 1 << 20;
+
 /// A span of a sequence as dense f32 rows `[kv_heads, tokens, head_dim]`.
 #[derive(Clone, Debug)]
 pub struct StoredSpan<T> {
@@ -92,10 +95,19 @@ impl<B: Backend> KvCache<B> {
     /// Caches share a device by sharing its backend; backends are cheap to clone.
     ///
     /// # Errors
-    /// [`Error::Format`] when the recipe's format does not fit the shape or what happens to recent tokens, [`Error::Plan`] for no sequences.
+    /// [`Error::Format`] when the recipe's format does not fit the shape or what happens to recent tokens, [`Error::Plan`] for no sequences,
+    /// [`Error::Limit`] for more than [`MOST_SEQUENCES`].
     pub fn new(backend: B, shape: AttentionShape, sequences: usize, recipe: Recipe) -> Result<Self> {
         if sequences == 0 {
             return Err(Error::Plan { what: "cache", reason: "it needs room for at least one sequence".into() });
+        }
+        if sequences > MOST_SEQUENCES {
+            return Err(Error::Limit {
+                what: "the sequences of a cache".into(),
+                needed: sequences as u64,
+                allowed: MOST_SEQUENCES as u64,
+                hint: "spread them over several caches",
+            });
         }
         if recipe.recent == RecentWindow::PackTokens && !recipe.packed.takes_single_tokens() {
             let reason = recipe.packed.why_no_single_tokens();
@@ -174,7 +186,8 @@ impl<B: Backend> KvCache<B> {
     /// Attends with one query per sequence to all tokens of the sequences.
     ///
     /// `queries` are `[sequences, query_heads, head_dim]` and so is the output. Scores are `q·k/√head_dim`; those of
-    /// packed spans are calibrated if the recipe says so.
+    /// packed spans are calibrated if the recipe says so. A query head that holds a NaN or an infinity, or numbers so large
+    /// that a score is infinite, has NaN in all its outputs; other heads and sequences are as they would be without it.
     ///
     /// # Errors
     /// [`Error::Elements`] when the queries have another shape, [`Error::Plan`] when a sequence holds no tokens (see

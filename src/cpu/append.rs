@@ -5,7 +5,7 @@ use half::f16;
 use super::dense::read_row;
 use super::store::{CpuStore, TensorStore};
 use crate::backend::TokenWrite;
-use crate::format::{AffineFormat, CodeRange, KeyOrValue, TILE_TOKENS, TensorFormat};
+use crate::format::{AffineFormat, CodeRange, Direction, KeyOrValue, TILE_TOKENS, TensorFormat};
 use crate::plan::{Elements, RowLayout};
 use crate::{Error, Result};
 
@@ -32,7 +32,7 @@ pub fn append(
             for head in 0..shape.kv_heads() {
                 read_row(elements, rows.row(write.token, head), &mut row);
                 if let Some(rotation) = tensor.format.rotation() {
-                    rotation.rotate(&mut row);
+                    rotation.turn_checked(Direction::Forth, &mut row);
                 }
                 put_row(tensor, write, head, &row);
             }
@@ -59,7 +59,7 @@ fn put_row(tensor: &mut TensorStore, write: &TokenWrite, head: usize, row: &[f32
             row.iter().enumerate().map(code).collect()
         }
         TensorFormat::Codebook(codebook) => {
-            let coded = codebook.encode_row(row);
+            let coded = codebook.encode_checked_row(row);
             tensor.ranges_mut(write.page, head)[write.slot] = coded.range.to_word();
             coded.fields
         }

@@ -168,7 +168,7 @@ impl Backend for Cpu {
 /// [`Error::Plan`] or [`Error::Elements`] when stores or queries are not those of the plan.
 pub fn decode_step(plan: &DecodePlan, stores: &[&CpuStore], queries: Elements<'_>) -> Result<States> {
     check_queries(plan, queries)?;
-    let mut states = States::for_plan(plan);
+    let mut states = States::for_plan(plan)?;
     for segment in &plan.segments {
         let store = stores.get(segment.store).filter(|store| *store.shape() == plan.shape);
         let store = store.ok_or_else(|| Error::Plan {

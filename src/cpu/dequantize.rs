@@ -69,7 +69,7 @@ fn add_sketch(tensor: &TensorStore, levels: &FieldLevels, tile: Tile<'_>, token:
         let flipped = field(tensor, token, channel).get(tile.codes) ^ (1 << (format.bits.count() - 1));
         *value = residual * levels.signs[flipped as usize];
     }
-    format.sketch_rotations(row.len()).rev().for_each(|rotation| rotation.unrotate(row));
+    format.sketch_rotations(row.len()).rev().for_each(|rotation| rotation.turn_checked(Direction::Back, row));
 }
 
 fn field(tensor: &TensorStore, token: usize, channel: usize) -> Field {

@@ -17,6 +17,6 @@ pub fn hadamard(rows: &mut [f32], head_dim: usize, rotation: Rotation, direction
         let shape = format!("whole rows of {head_dim} channels");
         return Err(Error::Elements { what: "rows to rotate", given: rows.len(), expected, shape });
     }
-    rows.par_chunks_exact_mut(head_dim).for_each(|row| rotation.turn(direction, row));
+    rows.par_chunks_exact_mut(head_dim).for_each(|row| rotation.turn_checked(direction, row));
     Ok(())
 }

@@ -2,6 +2,7 @@
 
 use rayon::prelude::*;
 
+use super::softmax::larger;
 use super::states::States;
 use crate::plan::DecodePlan;
 use crate::{Error, Result};
@@ -11,14 +12,14 @@ use crate::{Error, Result};
 /// A part with log-sum-exp `l` counts with weight `exp(l)`, so the merge is exact however tokens were split.
 ///
 /// # Errors
-/// [`Error::Plan`] when the states are not those of the plan.
+/// [`Error::Plan`] when the states are not those of the plan, [`Error::OutOfMemory`].
 pub fn merge_states(plan: &DecodePlan, states: &States) -> Result<States> {
     if states.rows() != plan.states() {
         let reason = format!("{} state rows, the plan has {}", states.rows(), plan.states());
         return Err(Error::Plan { what: "merging states", reason });
     }
     let (heads, head_dim) = (plan.shape.query_heads(), plan.shape.head_dim());
-    let mut merged = States::new(plan.sequences(), &plan.shape);
+    let mut merged = States::new(plan.sequences(), &plan.shape)?;
     merged.chunks_mut(1).collect::<Vec<_>>().into_par_iter().enumerate().for_each(|(i, (output, lse))| {
         let (sequence, head) = (i / heads, i % heads);
         let rows = plan.first_state[sequence] as usize..plan.first_state[sequence + 1] as usize;
@@ -33,7 +34,7 @@ pub fn merge_states(plan: &DecodePlan, states: &States) -> Result<States> {
 
 /// Merges states of one query head into `output` and returns the log-sum-exp.
 fn merge_head<'a>(states: impl Iterator<Item = (f32, &'a [f32])> + Clone, output: &mut [f32]) -> f32 {
-    let largest = states.clone().map(|(lse, _)| lse).fold(f32::NEG_INFINITY, f32::max);
+    let largest = states.clone().map(|(lse, _)| lse).fold(f32::NEG_INFINITY, larger);
     if largest == f32::NEG_INFINITY {
         return largest; // no tokens at all: the output stays 0
     }

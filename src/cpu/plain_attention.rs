@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::simd::{Kernel, dispatch, multiply_add};
-use super::softmax::OnlineSoftmax;
+use super::softmax::{OnlineSoftmax, larger};
 use super::states::States;
 use crate::format::AttentionShape;
 use crate::{Error, Result};
@@ -48,7 +48,7 @@ pub fn plain_attention(
         })
         .collect();
 
-    let mut states = States::new(1, shape);
+    let mut states = States::new(1, shape)?;
     for (kv_head, (outputs, lse)) in states.chunks_mut(group).enumerate() {
         for (i, (output, lse)) in outputs.chunks_exact_mut(head_dim).zip(lse).enumerate() {
             *lse = merge_parts(partial[kv_head * parts..][..parts].iter().map(|part| &part[i]), output);
@@ -79,8 +79,8 @@ fn attend_part(keys: &[f32], values: &[f32], query: &[f32], head_dim: usize) -> 
 }
 
 fn merge_parts<'a>(parts: impl Iterator<Item = &'a HeadState> + Clone, output: &mut [f32]) -> f32 {
-    let with_tokens = parts.filter(|part| part.softmax.sum() > 0.0);
-    let largest = with_tokens.clone().map(|part| part.softmax.log_sum_exp()).fold(f32::NEG_INFINITY, f32::max);
+    let with_tokens = parts.filter(|part| part.softmax.sum() != 0.0);
+    let largest = with_tokens.clone().map(|part| part.softmax.log_sum_exp()).fold(f32::NEG_INFINITY, larger);
     let mut weight_sum = 0.0;
     for part in with_tokens {
         let weight = f64::from(part.softmax.log_sum_exp() - largest).exp();
@@ -143,7 +143,8 @@ fn check(shape: &AttentionShape, keys: &[f32], values: &[f32], tokens: usize, qu
     if tokens == 0 {
         return Err(Error::NoTokens { what: "plain attention", hint: "pass at least one token" });
     }
-    let rows = shape.kv_heads() * tokens * shape.head_dim();
+    // Beyond all numbers, it is more than any slice has.
+    let rows = tokens.saturating_mul(shape.kv_heads() * shape.head_dim());
     let queries = shape.query_heads() * shape.head_dim();
     for (what, given, expected) in
         [("keys", keys.len(), rows), ("values", values.len(), rows), ("query", query.len(), queries)]

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use super::dense::read_row;
 use super::store::CpuStore;
 use super::tile_lines::{Factor, TileLines};
-use crate::format::{Grouping, KeyOrValue};
+use crate::format::{Direction, Grouping, KeyOrValue};
 use crate::plan::{Elements, SegmentPlan};
 
 /// The queries of every span of a segment plan.
@@ -53,14 +53,14 @@ impl PreparedQueries {
             query.iter_mut().for_each(|x| *x *= softmax_scale);
             // H is orthonormal: rotated queries and keys have the products of plain ones.
             if let Some(rotation) = store.tensor(KeyOrValue::Key).format.rotation() {
-                rotation.rotate(&mut query);
+                rotation.turn_checked(Direction::Forth, &mut query);
             }
             query
         };
         sketch_factors.par_chunks_exact_mut(steps).enumerate().for_each(|(row, factor)| {
             let mut query = prepared(row);
             let rotations = sketched.into_iter().flat_map(|format| format.sketch_rotations(head_dim));
-            rotations.for_each(|rotation| rotation.rotate(&mut query));
+            rotations.for_each(|rotation| rotation.turn_checked(Direction::Forth, &mut query));
             lines.permute(&query, factor);
         });
         factors.par_chunks_exact_mut(steps).zip(&mut biases).enumerate().for_each(|(row, (factor, bias))| {

@@ -1,5 +1,7 @@
 //! Kernel `quantize`: ranges, codes and tiles of one span.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use super::dense::{CpuIndices, check_span, read_row};
@@ -7,8 +9,13 @@ use super::store::{CpuStore, TensorStore};
 use crate::Result;
 use crate::backend::SpanWrite;
 use crate::format::sketch::CodedRow;
-use crate::format::{AffineFormat, CodeRange, CodebookFormat, KeyOrValue, Rotation, TILE_TOKENS, TensorFormat};
+use crate::format::{
+    AffineFormat, CodeRange, CodebookFormat, Direction, KeyOrValue, Rotation, TILE_TOKENS, TensorFormat,
+};
 use crate::plan::{Elements, RowLayout, Rows};
+
+/// Tiles that are encoded before they go into their pages: enough for all threads, and a few MiB, however long the span.
+const TILES_AT_ONCE: usize = 256;
 
 /// Packs tokens of dense keys and values into pages as one span.
 ///
@@ -31,14 +38,19 @@ pub fn quantize(
         let rotation = tensor.format.rotation();
         let source = Source { elements, rows: write.rows, tokens: write.tokens, rotation };
         let span_ranges = span_ranges(tensor, &source);
-        let tiles = encode_tiles(tensor, &source, &span_ranges, write.pages.len());
+        let kv_heads = tensor.shape.kv_heads();
+        let tiles = write.pages.len() * kv_heads;
+        for first in (0..tiles).step_by(TILES_AT_ONCE) {
+            let encoded =
+                encode_tiles(store.tensor(which), &source, &span_ranges, first..tiles.min(first + TILES_AT_ONCE));
+            let tensor = store.tensor_mut(which);
+            for (i, tile) in (first..).zip(&encoded) {
+                tensor.put_tile(write.pages[i / kv_heads], i % kv_heads, &tile.codes, &tile.ranges);
+            }
+        }
         let tensor = store.tensor_mut(which);
         if tensor.format.has_span_ranges() {
             tensor.put_slot(write.range_slot, &span_ranges);
-        }
-        for (i, tile) in tiles.iter().enumerate() {
-            let kv_heads = tensor.shape.kv_heads();
-            tensor.put_tile(write.pages[i / kv_heads], i % kv_heads, &tile.codes, &tile.ranges);
         }
     }
     Ok(())
@@ -61,7 +73,7 @@ impl Source<'_> {
         };
         read_row(self.elements, self.rows.row(token, head), row);
         if let Some(rotation) = self.rotation {
-            rotation.rotate(row);
+            rotation.turn_checked(Direction::Forth, row);
         }
     }
 }
@@ -124,15 +136,15 @@ fn span_ranges(tensor: &TensorStore, source: &Source<'_>) -> Vec<CodeRange> {
         .collect()
 }
 
-/// The tiles of the span, `[page][kv_head]`.
+/// Some of the tiles of the span, `[page][kv_head]`.
 fn encode_tiles(
     tensor: &TensorStore,
     source: &Source<'_>,
     span_ranges: &[CodeRange],
-    pages: usize,
+    tiles: Range<usize>,
 ) -> Vec<EncodedTile> {
     let (kv_heads, head_dim) = (tensor.shape.kv_heads(), tensor.shape.head_dim());
-    (0..pages * kv_heads)
+    tiles
         .into_par_iter()
         .map(|i| {
             let (page, head) = (i / kv_heads, i % kv_heads);
@@ -162,7 +174,8 @@ fn encode_tiles(
 
 /// Norms and codes of the rotated rows of one tile.
 fn codebook_tile(tensor: &TensorStore, format: &CodebookFormat, rows: &[f32]) -> EncodedTile {
-    let coded: Vec<CodedRow> = rows.chunks_exact(tensor.shape.head_dim()).map(|row| format.encode_row(row)).collect();
+    let coded: Vec<CodedRow> =
+        rows.chunks_exact(tensor.shape.head_dim()).map(|row| format.encode_checked_row(row)).collect();
     let mut ranges = vec![0; tensor.ranges_per_tile()];
     ranges.iter_mut().zip(&coded).for_each(|(range, row)| *range = row.range.to_word());
     let codes = fill_tile(tensor, rows, |token, channel, _| coded[token].fields[channel]);

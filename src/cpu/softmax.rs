@@ -16,7 +16,7 @@ impl OnlineSoftmax {
 
     /// Turns the scores of a tile into weights and returns the factor for everything weighted before.
     pub(super) fn weigh(&mut self, scores: &mut [f32]) -> f64 {
-        let max = scores.iter().copied().fold(self.max, f32::max);
+        let max = scores.iter().copied().fold(self.max, larger);
         let factor = f64::from(self.max - max).exp();
         self.max = max;
         let mut sum = 0.0;
@@ -34,6 +34,11 @@ impl OnlineSoftmax {
     pub(super) fn log_sum_exp(&self) -> f32 {
         (f64::from(self.max) + self.sum.ln()) as f32
     }
+}
+
+/// The larger of two numbers; NaN if one of them is, unlike `f32::max`, so that what went wrong is seen in the end.
+pub(super) fn larger(a: f32, b: f32) -> f32 {
+    if a >= b || a.is_nan() { a } else { b }
 }
 
 /// Replaces scores by `exp(score − max)` and sums them.
@@ -62,7 +67,7 @@ impl Kernel for Exponentials<'_> {
     }
 }
 
-/// `e^x` for x ≤ 0 to about one unit in the last place, without branches. Below −87 it stays at e^−87.
+/// `e^x` for x ≤ 0 to about one unit in the last place, without branches. Below −87 it stays at e^−87. NaN stays NaN.
 #[inline(always)]
 fn exponential<const FMA: bool>(x: f32) -> f32 {
     // ln 2 in two parts; the first has so few bits that its product with the exponent is exact.
@@ -70,7 +75,7 @@ fn exponential<const FMA: bool>(x: f32) -> f32 {
     const LN2_LOW: f32 = -2.121_944_4e-4;
     // Adding this leaves the nearest integer in the low bits of the sum.
     const INTEGER: f32 = 12_582_912.0;
-    let x = x.max(-87.0);
+    let x = if x < -87.0 { -87.0 } else { x };
     let shifted = multiply_add::<FMA>(x, std::f32::consts::LOG2_E, INTEGER);
     let integer = shifted - INTEGER;
     let rest = multiply_add::<FMA>(integer, -LN2_LOW, multiply_add::<FMA>(integer, -LN2_HIGH, x));

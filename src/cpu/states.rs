@@ -1,5 +1,6 @@
 //! Attention states: what attention over a part of a cache yields, so that parts can be merged.
 
+use super::memory::filled;
 use crate::format::AttentionShape;
 use crate::plan::{DecodePlan, SegmentPlan, WorkItem};
 use crate::{Error, Result};
@@ -18,10 +19,18 @@ pub struct States {
 
 impl States {
     /// States of no tokens: outputs 0, log-sum-exp −∞.
-    pub fn new(rows: usize, shape: &AttentionShape) -> Self {
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn new(rows: usize, shape: &AttentionShape) -> Result<Self> {
         let (query_heads, head_dim) = (shape.query_heads(), shape.head_dim());
-        let states = rows * query_heads;
-        Self { query_heads, head_dim, outputs: vec![0.0; states * head_dim], lse: vec![f32::NEG_INFINITY; states] }
+        let states = rows.saturating_mul(query_heads);
+        Ok(Self {
+            query_heads,
+            head_dim,
+            outputs: filled("attention states", states.saturating_mul(head_dim), 0.0)?,
+            lse: filled("attention states", states, f32::NEG_INFINITY)?,
+        })
     }
 
     /// States from outputs `[row][query_head][head_dim]` and natural log-sum-exps `[row][query_head]` of others.
@@ -39,7 +48,10 @@ impl States {
     }
 
     /// One row of states for every state row of a plan.
-    pub fn for_plan(plan: &DecodePlan) -> Self {
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn for_plan(plan: &DecodePlan) -> Result<Self> {
         Self::new(plan.states(), &plan.shape)
     }
 

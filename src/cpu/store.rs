@@ -1,6 +1,6 @@
 //! Pages and ranges of one format in host memory.
 
-use super::memory::MemoryShare;
+use super::memory::{MemoryShare, filled};
 use crate::format::{AttentionShape, CodeRange, KeyOrValue, SegmentFormat, TensorFormat, TileLayout};
 use crate::plan::Page;
 use crate::{Error, Result};
@@ -102,7 +102,7 @@ impl CpuStore {
     /// # Errors
     /// [`Error::OutOfMemory`]; the store is as it was.
     pub fn add_shard(&mut self, pages: u32) -> Result<()> {
-        let bytes = u64::from(pages) * self.format.page_bytes(&self.shape) as u64;
+        let bytes = u64::from(pages).saturating_mul(self.format.page_bytes(&self.shape) as u64);
         self.memory.take("pages", bytes)?;
         let shards = self.keys.shard(pages).and_then(|keys| Ok((keys, self.values.shard(pages)?)));
         let (keys, values) = shards.inspect_err(|_| self.memory.give_back(bytes))?;
@@ -309,10 +309,10 @@ impl TensorStore {
     }
 
     fn shard(&self, pages: u32) -> Result<Shard> {
-        let tiles = pages as usize * self.shape.kv_heads();
+        let tiles = (pages as usize).saturating_mul(self.shape.kv_heads());
         Ok(Shard {
-            codes: zeroed("pages", tiles.saturating_mul(self.tile_words()))?,
-            ranges: zeroed("tile ranges", tiles.saturating_mul(self.ranges_per_tile()))?,
+            codes: filled("pages", tiles.saturating_mul(self.tile_words()), 0)?,
+            ranges: filled("tile ranges", tiles.saturating_mul(self.ranges_per_tile()), 0)?,
         })
     }
 
@@ -327,18 +327,6 @@ impl TensorStore {
         self.span_ranges.resize(length.max(self.span_ranges.len()), CodeRange::default());
         Ok(())
     }
-}
-
-/// Zeroed words, or the allocator's refusal as an error.
-fn zeroed(what: &'static str, words: usize) -> Result<Vec<u32>> {
-    let mut zeros = Vec::new();
-    zeros.try_reserve_exact(words).map_err(|error| Error::OutOfMemory {
-        what,
-        bytes: words as u64 * size_of::<u32>() as u64,
-        message: error.to_string(),
-    })?;
-    zeros.resize(words, 0);
-    Ok(zeros)
 }
 
 fn check_length(what: &'static str, given: usize, expected: usize, format: &SegmentFormat) -> Result<()> {

@@ -4,7 +4,7 @@ use super::key_tiles::{levels, look_up};
 use super::softmax::OnlineSoftmax;
 use super::store::Tile;
 use super::tile_lines::{BLOCK, Factor, TileLines, Unpacked};
-use crate::format::{CodeRange, Grouping, Rotation, TILE_TOKENS, TensorFormat};
+use crate::format::{CodeRange, Direction, Grouping, Rotation, TILE_TOKENS, TensorFormat};
 
 /// Sums `weight · value` over the tokens of tiles for the query heads of one KV head, in f64. Holds the buffers for one
 /// thread.
@@ -92,7 +92,7 @@ impl<'a> ValueTiles<'a> {
                 *output = value as f32;
             }
             if let Some(rotation) = self.rotation {
-                rotation.unrotate(outputs);
+                rotation.turn_checked(Direction::Back, outputs);
             }
         }
     }

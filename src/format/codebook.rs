@@ -39,7 +39,8 @@ impl Codebook {
     /// The codebook of `2^bits` levels with the least mean squared error (Lloyd 1982, Max 1960) for a density: the fixed
     /// point at which every boundary is midway between its levels and every level is the mean of its cell. In f64.
     ///
-    /// `bits` is 1 to 8 and the dimension at least 2; other arguments are moved to the nearest of those.
+    /// `bits` is 1 to 8 and the dimension 3 to 65,536, where the two densities are hard to tell apart; other arguments are moved
+    /// to the nearest of those.
     pub fn lloyd_max(bits: u32, density: CoordinateDensity) -> Self {
         let density = Density::new(density);
         let half = 1usize << (bits.clamp(1, 8) - 1);
@@ -93,9 +94,9 @@ impl Codebook {
         self.boundaries.iter().filter(|&&boundary| x > norm * boundary).count() as u32
     }
 
-    /// The value of a code.
-    pub fn decode(&self, code: u32, norm: f32) -> f32 {
-        norm * self.centroids[code as usize]
+    /// The value of a code; `None` where there is no such level.
+    pub fn decode(&self, code: u32, norm: f32) -> Option<f32> {
+        self.centroids.get(code as usize).map(|level| norm * level)
     }
 }
 
@@ -147,10 +148,13 @@ fn nearest_root(sum: f32, divisor: f32) -> half::f16 {
 const SMALLEST: f32 = f32::from_bits((127 - 50) << 23);
 
 const MOST_ITERATIONS: usize = 100_000;
+const MOST_DIMENSIONS: usize = 1 << 16;
 
 /// A density on the positive half line, up to a factor.
 struct Density {
     of: CoordinateDensity,
+    /// Of 1 − x² on a sphere.
+    exponent: f64,
     /// Standard deviation.
     sigma: f64,
     /// Where what is left does not matter.
@@ -160,16 +164,16 @@ struct Density {
 impl Density {
     fn new(of: CoordinateDensity) -> Self {
         let (dimension, end) = match of {
-            CoordinateDensity::Sphere(d) => (d.max(2), 1.0),
-            CoordinateDensity::Gaussian(d) => (d.max(2), f64::INFINITY),
+            CoordinateDensity::Sphere(d) => (d.clamp(3, MOST_DIMENSIONS), 1.0),
+            CoordinateDensity::Gaussian(d) => (d.clamp(3, MOST_DIMENSIONS), f64::INFINITY),
         };
         let sigma = 1.0 / (dimension as f64).sqrt();
-        Self { of, sigma, end: (10.0 * sigma).min(end) }
+        Self { of, exponent: (dimension as f64 - 3.0) / 2.0, sigma, end: (10.0 * sigma).min(end) }
     }
 
     fn at(&self, x: f64) -> f64 {
         match self.of {
-            CoordinateDensity::Sphere(d) => (1.0 - x * x).max(0.0).powf((d.max(2) as f64 - 3.0) / 2.0),
+            CoordinateDensity::Sphere(_) => (1.0 - x * x).max(0.0).powf(self.exponent),
             CoordinateDensity::Gaussian(_) => (-0.5 * (x / self.sigma).powi(2)).exp(),
         }
     }
@@ -236,7 +240,7 @@ mod tests {
         let (mut error, mut power) = (0.0, 0.0);
         for i in 0..STEPS {
             let x = (i as f64 + 0.5) / STEPS as f64 * density.end;
-            let level = f64::from(codebook.decode(codebook.encode(x as f32, 1.0), 1.0));
+            let level = f64::from(codebook.decode(codebook.encode(x as f32, 1.0), 1.0).unwrap());
             error += density.at(x) * (x - level).powi(2);
             power += density.at(x) * x * x;
         }
@@ -261,7 +265,8 @@ mod tests {
         let codebook = Codebook::from_centroids(vec![-3.0, -1.0, 1.0, 3.0]);
         let codes = [-9.0, -4.0, -3.9, 0.0, 0.1, 4.0, 4.1].map(|x| codebook.encode(x, 2.0));
         assert_eq!(codes, [0, 0, 1, 1, 2, 2, 3]);
-        assert_eq!((codebook.decode(3, 2.0), codebook.encode(5.0, 0.0)), (6.0, 0));
+        assert_eq!((codebook.decode(3, 2.0), codebook.encode(5.0, 0.0)), (Some(6.0), 0));
+        assert_eq!((codebook.decode(4, 2.0), codebook.decode(u32::MAX, 2.0)), (None, None));
     }
 
     #[test]

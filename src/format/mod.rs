@@ -21,7 +21,7 @@ pub use bits::Bits;
 pub use calibration::{Calibration, ScoreMap};
 pub use codebook::Codebook;
 pub use rotation::{Direction, Rotation};
-pub use shape::{AttentionShape, HEAD_DIMS};
+pub use shape::{AttentionShape, HEAD_DIMS, MOST_HEADS};
 pub use tensor_format::{AffineFormat, CodebookFormat, Grouping, KeyOrValue, NormRule, SegmentFormat, TensorFormat};
 pub use tile::{Field, LAYOUT_VERSION, TileLayout, TopBit};
 pub use tile_order::TileOrder;

@@ -44,7 +44,8 @@ pub enum Direction {
 const SMALLEST: f32 = f32::from_bits((127 - 50) << 23);
 
 impl Rotation {
-    /// The Hadamard transform of blocks of `order` channels: a power of two from 2 to 256.
+    /// The Hadamard transform of blocks of `order` channels: a power of two from 2 to 256. Whatever rotates rows checks
+    /// that, and that the order divides them.
     pub const fn hadamard(order: usize) -> Self {
         Self { order, seed: None, dealt: false }
     }
@@ -71,7 +72,10 @@ impl Rotation {
 
     /// Blocks that the channels of a head are dealt out to: 1 where they stay where they are.
     pub const fn dealt_blocks(&self, head_dim: usize) -> usize {
-        if self.dealt { head_dim / self.order } else { 1 }
+        match head_dim.checked_div(self.order) {
+            Some(blocks) if self.dealt => blocks,
+            _ => 1,
+        }
     }
 
     /// The seed of the signs, where signs are flipped.
@@ -100,12 +104,46 @@ impl Rotation {
     /// ```
     /// use kvpack::format::Rotation;
     /// let mut row = [4.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
-    /// Rotation::hadamard(4).rotate(&mut row);
+    /// Rotation::hadamard(4).rotate(&mut row)?;
     /// assert_eq!(row, [2.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]);
-    /// Rotation::hadamard(4).unrotate(&mut row);
+    /// Rotation::hadamard(4).unrotate(&mut row)?;
     /// assert_eq!(row[0], 4.0);
+    /// # Ok::<(), kvpack::Error>(())
     /// ```
-    pub fn rotate(&self, row: &mut [f32]) {
+    ///
+    /// # Errors
+    /// [`Error::Format`] when the order is no power of two from 2 to 256 or does not divide the row.
+    pub fn rotate(&self, row: &mut [f32]) -> Result<()> {
+        self.turn(Direction::Forth, row)
+    }
+
+    /// Rotates a row of channels back, in place.
+    ///
+    /// # Errors
+    /// Those of [`Rotation::rotate`].
+    pub fn unrotate(&self, row: &mut [f32]) -> Result<()> {
+        self.turn(Direction::Back, row)
+    }
+
+    /// Rotates a row one way or the other.
+    ///
+    /// # Errors
+    /// Those of [`Rotation::rotate`].
+    pub fn turn(&self, direction: Direction, row: &mut [f32]) -> Result<()> {
+        self.check_head_dim(row.len())?;
+        self.turn_checked(direction, row);
+        Ok(())
+    }
+
+    /// Rotates a row whose head dimension was checked.
+    pub(crate) fn turn_checked(&self, direction: Direction, row: &mut [f32]) {
+        match direction {
+            Direction::Forth => self.forth(row),
+            Direction::Back => self.back(row),
+        }
+    }
+
+    fn forth(&self, row: &mut [f32]) {
         if self.dealt {
             let channels = row.to_vec();
             channels.iter().enumerate().for_each(|(channel, &x)| row[self.place(channel, channels.len())] = x);
@@ -114,8 +152,7 @@ impl Rotation {
         self.transform(row);
     }
 
-    /// Rotates a row of channels back, in place.
-    pub fn unrotate(&self, row: &mut [f32]) {
+    fn back(&self, row: &mut [f32]) {
         self.transform(row);
         self.flip_signs(row);
         if self.dealt {
@@ -128,14 +165,6 @@ impl Rotation {
     const fn place(&self, channel: usize, head_dim: usize) -> usize {
         let blocks = self.dealt_blocks(head_dim);
         channel % blocks * self.order + channel / blocks
-    }
-
-    /// Rotates a row one way or the other.
-    pub fn turn(&self, direction: Direction, row: &mut [f32]) {
-        match direction {
-            Direction::Forth => self.rotate(row),
-            Direction::Back => self.unrotate(row),
-        }
     }
 
     fn flip_signs(&self, row: &mut [f32]) {
@@ -206,7 +235,7 @@ mod tests {
             for row in 0..order {
                 let mut x = vec![0.0; order];
                 x[row] = 1.0;
-                Rotation::hadamard(order).rotate(&mut x);
+                Rotation::hadamard(order).rotate(&mut x).unwrap();
                 for (column, &x) in x.iter().enumerate() {
                     let sign = if (row & column).count_ones() % 2 == 0 { 1.0 } else { -1.0 };
                     assert_eq!(x, sign * Rotation::hadamard(order).scale());
@@ -220,7 +249,13 @@ mod tests {
         let shape = AttentionShape::new(1, 1, 80).unwrap();
         assert!(Rotation::hadamard(16).check(&shape).is_ok());
         for order in [0, 1, 3, 32, 80, 512] {
-            assert!(Rotation::hadamard(order).check(&shape).is_err(), "{order}");
+            for rotation in [Rotation::hadamard(order), Rotation::randomized(order, 1), Rotation::dealt(order, 1)] {
+                assert!(rotation.check(&shape).is_err(), "{order}");
+                let mut row = [1.0; 80];
+                assert!(rotation.rotate(&mut row).is_err() && rotation.unrotate(&mut row).is_err(), "{order}");
+                assert_eq!(row, [1.0; 80]);
+                assert!(rotation.dealt_blocks(80) <= 80);
+            }
         }
         assert_eq!(HEAD_DIMS.map(Rotation::largest_order), [64, 16, 32, 128, 256]);
     }
@@ -256,9 +291,9 @@ mod tests {
             let rotation = Rotation { order: 1 << power, seed, dealt };
             let norm = |x: &[f32]| x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>();
             let mut turned = row.clone();
-            rotation.rotate(&mut turned);
+            rotation.rotate(&mut turned).unwrap();
             prop_assert!((norm(&turned) / norm(&row) - 1.0).abs() < 1e-5);
-            rotation.unrotate(&mut turned);
+            rotation.unrotate(&mut turned).unwrap();
             prop_assert!(turned.iter().zip(&row).all(|(a, b)| (a - b).abs() < 1e-3));
         }
     }

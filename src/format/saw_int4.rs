@@ -34,10 +34,13 @@ pub struct QuantizedRow {
 
 /// Rotates and quantises a row: `scale = max(max − min, 1e-8) / 15`, `zero = −min / scale`,
 /// `code = trunc(x / scale + zero + 0.5)`.
-pub fn quantize_row(row: &[f32], rotation: Option<Rotation>, rounding: RowRounding) -> QuantizedRow {
+///
+/// # Errors
+/// [`Error::Format`] when the rotation does not fit a row of so many channels.
+pub fn quantize_row(row: &[f32], rotation: Option<Rotation>, rounding: RowRounding) -> Result<QuantizedRow> {
     let mut row = row.to_vec();
     if let Some(rotation) = rotation {
-        rotation.rotate(&mut row);
+        rotation.rotate(&mut row)?;
     }
     if rounding == RowRounding::Bf16 {
         row.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
@@ -47,7 +50,7 @@ pub fn quantize_row(row: &[f32], rotation: Option<Rotation>, rounding: RowRoundi
     let scale = (max - min).max(1e-8) / 15.0;
     let zero = -min / scale;
     let codes = row.iter().map(|x| (x / scale + zero + 0.5).trunc() as u8).collect();
-    QuantizedRow { codes, scale, zero }
+    Ok(QuantizedRow { codes, scale, zero })
 }
 
 impl QuantizedRow {
@@ -93,7 +96,7 @@ mod tests {
     #[test]
     fn ties_go_up() {
         let row: Vec<f32> = (0..16).map(|i| i as f32).chain([0.5, 1.5, 2.5, 13.5]).collect();
-        let quantized = quantize_row(&row, None, RowRounding::F32);
+        let quantized = quantize_row(&row, None, RowRounding::F32).unwrap();
         assert_eq!((quantized.scale, quantized.zero), (1.0, 0.0));
         assert_eq!(quantized.codes[16..], [1, 2, 3, 14]);
     }
@@ -102,6 +105,9 @@ mod tests {
     fn odd_rows_and_large_codes_are_refused() {
         assert!(pack(&[1, 2, 3]).is_err());
         assert!(pack(&[1, 16]).is_err());
+        for order in [0, 3, 512] {
+            assert!(quantize_row(&[1.0; 64], Some(Rotation::hadamard(order)), RowRounding::F32).is_err());
+        }
     }
 
     proptest! {

@@ -5,6 +5,9 @@ use crate::{Error, Result};
 /// Head dimensions that have kernels on every backend.
 pub const HEAD_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
 
+/// Most query heads, and so most KV heads: as many workgroups as every GPU launches along an axis.
+pub const MOST_HEADS: usize = 65_535;
+
 /// Query heads, KV heads and head dimension of one attention layer, checked.
 ///
 /// Query head `h` reads KV head `h / group()`: grouped-query attention with any group size, from multi-head
@@ -27,10 +30,11 @@ impl AttentionShape {
     /// Checks and makes a shape.
     ///
     /// # Errors
-    /// [`Error::HeadCounts`] when a count is zero or `query_heads` is no multiple of `kv_heads`;
+    /// [`Error::HeadCounts`] when a count is zero or above [`MOST_HEADS`] or `query_heads` is no multiple of `kv_heads`;
     /// [`Error::HeadDim`] when `head_dim` is not one of [`HEAD_DIMS`].
     pub fn new(query_heads: usize, kv_heads: usize, head_dim: usize) -> Result<Self> {
-        if kv_heads == 0 || query_heads == 0 || !query_heads.is_multiple_of(kv_heads) {
+        let counted = |heads| (1..=MOST_HEADS).contains(&heads);
+        if !counted(kv_heads) || !counted(query_heads) || !query_heads.is_multiple_of(kv_heads) {
             return Err(Error::HeadCounts { query_heads, kv_heads });
         }
         if !HEAD_DIMS.contains(&head_dim) {

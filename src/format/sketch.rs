@@ -12,7 +12,8 @@
 //! where that is below 0.
 
 use super::codebook::{renormalized, stored_norm};
-use super::{Bits, CodeRange, Codebook, CodebookFormat, NormRule, Rotation};
+use super::{Bits, CodeRange, Codebook, CodebookFormat, Direction, NormRule, Rotation};
+use crate::Result;
 
 /// The rotations between the basis of levels and that of signs.
 ///
@@ -67,7 +68,16 @@ pub fn sketch_level(head_dim: usize) -> f32 {
 
 impl CodebookFormat {
     /// Codes, norms and signs of a row that [`CodebookFormat::rotation`] has rotated.
-    pub fn encode_row(&self, rotated: &[f32]) -> CodedRow {
+    ///
+    /// # Errors
+    /// [`Error::Format`](crate::Error::Format) when the format does not fit a head of so many channels.
+    pub fn encode_row(&self, rotated: &[f32]) -> Result<CodedRow> {
+        self.check_head_dim(rotated.len())?;
+        Ok(self.encode_checked_row(rotated))
+    }
+
+    /// [`CodebookFormat::encode_row`] of a row whose head dimension was checked.
+    pub(crate) fn encode_checked_row(&self, rotated: &[f32]) -> CodedRow {
         let stored = stored_norm(rotated);
         let norm = stored.to_f32();
         let codebook =
@@ -79,8 +89,8 @@ impl CodebookFormat {
             for ((field, level), x) in fields.iter_mut().zip(&mut levels).zip(&mut residual) {
                 let code = codebook.encode(*x, norm);
                 *field = code ^ middle;
-                *level = codebook.decode(code, 1.0);
-                *x -= codebook.decode(code, norm);
+                *level = codebook.centroids()[code as usize];
+                *x -= norm * *level;
             }
         }
         if self.sketch.is_none() {
@@ -90,7 +100,8 @@ impl CodebookFormat {
             };
             return CodedRow { fields, range: CodeRange { scale, min: 0.0 } };
         }
-        self.sketch_rotations(rotated.len()).for_each(|rotation| rotation.rotate(&mut residual));
+        self.sketch_rotations(rotated.len())
+            .for_each(|rotation| rotation.turn_checked(Direction::Forth, &mut residual));
         for (field, x) in fields.iter_mut().zip(&residual) {
             *field |= if *x < 0.0 { middle(self.bits) } else { 0 };
         }
@@ -108,7 +119,7 @@ impl CodebookFormat {
         let flipped = 0..=self.bits.max_code();
         let codebook = self.level_bits().and_then(|bits| Some((bits, Codebook::of_format(bits, head_dim)?)));
         let level = |field: u32| match &codebook {
-            Some((bits, codebook)) => codebook.decode((field & bits.max_code()) ^ middle(*bits), 1.0),
+            Some((bits, codebook)) => codebook.centroids()[((field & bits.max_code()) ^ middle(*bits)) as usize],
             None => 0.0,
         };
         let levels = flipped.clone().map(|flipped| level(flipped ^ middle(self.bits))).collect();
@@ -143,12 +154,12 @@ mod tests {
         let flipped = |field: &u32| (field ^ middle(format.bits)) as usize;
         let mut decoded: Vec<f32> =
             row.fields.iter().map(|field| row.range.min * tables.signs[flipped(field)]).collect();
-        format.sketch_rotations(decoded.len()).rev().for_each(|rotation| rotation.unrotate(&mut decoded));
+        format.sketch_rotations(decoded.len()).rev().for_each(|rotation| rotation.unrotate(&mut decoded).unwrap());
         decoded
             .iter_mut()
             .zip(&row.fields)
             .for_each(|(x, field)| *x += row.range.scale * tables.levels[flipped(field)]);
-        format.rotation.unrotate(&mut decoded);
+        format.rotation.unrotate(&mut decoded).unwrap();
         decoded
     }
 
@@ -170,8 +181,8 @@ mod tests {
                     norms: NormRule::Row,
                 };
                 let mut rotated = row.clone();
-                format.rotation.rotate(&mut rotated);
-                dot(&query, &decode(&format, &format.encode_row(&rotated)))
+                format.rotation.rotate(&mut rotated).unwrap();
+                dot(&query, &decode(&format, &format.encode_row(&rotated).unwrap()))
             })
             .collect();
         let mean = samples.iter().sum::<f64>() / samples.len() as f64;
@@ -193,8 +204,8 @@ mod tests {
         let plain = CodebookFormat::turboquant(Bits::One, 128);
         let mut random = fastrand::Rng::with_seed(9);
         let mut row = normal(&mut random, 128);
-        plain.rotation.rotate(&mut row);
-        let coded = plain.encode_row(&row);
+        plain.rotation.rotate(&mut row).unwrap();
+        let coded = plain.encode_row(&row).unwrap();
         let tables = plain.field_levels(128);
         let near: Vec<f32> = coded.fields.iter().map(|f| coded.range.scale * tables.levels[(f ^ 1) as usize]).collect();
         assert!(dot(&row, &near) < 0.7 * dot(&row, &row), "levels of one bit shorten products by 2/π");
@@ -210,9 +221,9 @@ mod tests {
                 let renormalized = published.renormalized();
                 let row = normal(&mut random, head_dim);
                 let mut rotated = row.clone();
-                published.rotation.rotate(&mut rotated);
+                published.rotation.rotate(&mut rotated).unwrap();
                 let [short, long] = [published, renormalized].map(|format| {
-                    let coded = format.encode_row(&rotated);
+                    let coded = format.encode_row(&rotated).unwrap();
                     (coded.fields.clone(), length_of_levels(&format, &coded))
                 });
                 assert_eq!(short.0, long.0);
@@ -221,7 +232,7 @@ mod tests {
                 assert!((short.1 / length - 1.0).abs() > (long.1 / length - 1.0).abs(), "{bits} bits of {head_dim}");
             }
         }
-        let zero = CodebookFormat::turboquant(Bits::Two, 64).renormalized().encode_row(&[0.0; 64]);
+        let zero = CodebookFormat::turboquant(Bits::Two, 64).renormalized().encode_row(&[0.0; 64]).unwrap();
         assert_eq!(zero.range, CodeRange { scale: 0.0, min: 0.0 });
     }
 
@@ -243,8 +254,8 @@ mod tests {
             for _ in 0..400 {
                 let (row, query) = (normal(&mut random, head_dim), normal(&mut random, head_dim));
                 let mut rotated = row.clone();
-                format.rotation.rotate(&mut rotated);
-                let near = decode(&format, &format.encode_row(&rotated));
+                format.rotation.rotate(&mut rotated).unwrap();
+                let near = decode(&format, &format.encode_row(&rotated).unwrap());
                 error += (dot(&query, &near) - dot(&query, &row)).powi(2);
                 power += dot(&query, &query) * dot(&row, &row);
             }

@@ -134,8 +134,8 @@ impl CodebookFormat {
         }
     }
 
-    fn check(&self, shape: &AttentionShape) -> Result<()> {
-        let levels = self.level_bits().is_none_or(|bits| Codebook::of_format(bits, shape.head_dim()).is_some());
+    pub(super) fn check_head_dim(&self, head_dim: usize) -> Result<()> {
+        let levels = self.level_bits().is_none_or(|bits| Codebook::of_format(bits, head_dim).is_some());
         if !levels || self.bits == Bits::Eight {
             let format = TensorFormat::Codebook(*self).to_string();
             return Err(Error::Format { format, reason: "there are codebooks of 1 to 4 bits".into() });
@@ -145,7 +145,7 @@ impl CodebookFormat {
             let reason = "a sketch estimates what the levels lack of the row; leave its norm as it is".into();
             return Err(Error::Format { format, reason });
         }
-        self.rotation.check(shape)
+        self.rotation.check_head_dim(head_dim)
     }
 }
 
@@ -231,9 +231,9 @@ impl TensorFormat {
     pub const fn ranges_per_tile(&self, head_dim: usize) -> usize {
         match self.grouping() {
             None | Some(Grouping::Channel) => 0,
-            Some(Grouping::ChannelTokens(tokens)) => TILE_TOKENS / tokens * head_dim,
+            Some(Grouping::ChannelTokens(tokens)) => groups(TILE_TOKENS, tokens) * head_dim,
             Some(Grouping::Token) => TILE_TOKENS,
-            Some(Grouping::TokenChannels(channels)) => TILE_TOKENS * (head_dim / channels),
+            Some(Grouping::TokenChannels(channels)) => TILE_TOKENS * groups(head_dim, channels),
         }
     }
 
@@ -247,9 +247,9 @@ impl TensorFormat {
         match self.grouping() {
             None => 0,
             Some(Grouping::Channel) => channel,
-            Some(Grouping::ChannelTokens(tokens)) => token / tokens * head_dim + channel,
+            Some(Grouping::ChannelTokens(tokens)) => groups(token, tokens) * head_dim + channel,
             Some(Grouping::Token) => token,
-            Some(Grouping::TokenChannels(channels)) => channel / channels * TILE_TOKENS + token,
+            Some(Grouping::TokenChannels(channels)) => groups(channel, channels) * TILE_TOKENS + token,
         }
     }
 
@@ -258,7 +258,7 @@ impl TensorFormat {
         let affine = match self {
             Self::F16 => return Ok(()),
             Self::Affine(affine) => affine,
-            Self::Codebook(codebook) => return codebook.check(shape),
+            Self::Codebook(codebook) => return codebook.check_head_dim(shape.head_dim()),
         };
         if !(affine.shrink > 0.0 && affine.shrink <= 1.0) {
             return reject(format!("range shrink {} is outside 0 < shrink ≤ 1", affine.shrink));
@@ -283,6 +283,14 @@ impl TensorFormat {
             }
             _ => Ok(()),
         }
+    }
+}
+
+/// Whole groups of `size` among `count`; none of size 0, which no check lets pass.
+const fn groups(count: usize, size: usize) -> usize {
+    match count.checked_div(size) {
+        Some(groups) => groups,
+        None => 0,
     }
 }
 

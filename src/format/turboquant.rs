@@ -72,10 +72,12 @@ pub struct MseRow {
 /// Algorithm 1: `y = Π x / |x|`, and for each channel of y the nearest level of the codebook, at a boundary the lower one.
 ///
 /// # Errors
-/// [`Error::Elements`] when the rotation is not square or of another size than the row.
+/// [`Error::Elements`] when the rotation is not square or of another size than the row, or when the codebook has more
+/// levels than bytes count.
 pub fn quantize_mse(row: &[f32], rotation: Matrix<'_>, codebook: &Codebook) -> Result<MseRow> {
     check(row, rotation)?;
     check_square(rotation)?;
+    check_codebook(codebook)?;
     let norm = norm(row);
     let turned = rotation.times(&unit(row, norm));
     let code = |y: &f64| codebook.boundaries().iter().filter(|&&boundary| *y > f64::from(boundary)).count() as u8;
@@ -161,6 +163,15 @@ fn check(row: &[f32], matrix: Matrix<'_>) -> Result<()> {
     }
     let shape = format!("a matrix of {} columns", matrix.columns());
     Err(Error::Elements { what: "a row", given: row.len(), expected: matrix.columns(), shape })
+}
+
+fn check_codebook(codebook: &Codebook) -> Result<()> {
+    match codebook.centroids().len() {
+        1..=256 => Ok(()),
+        given => {
+            Err(Error::Elements { what: "a codebook", given, expected: 256, shape: "codes of 8 bits, or less".into() })
+        }
+    }
 }
 
 fn check_square(matrix: Matrix<'_>) -> Result<()> {

@@ -171,17 +171,21 @@ impl RowLayout {
 
     /// `[kv_heads, tokens, head_dim]`, as PyTorch caches hold them.
     pub const fn head_major(tokens: usize, shape: &AttentionShape) -> Self {
-        Self { tokens, token_stride: shape.head_dim(), head_stride: tokens * shape.head_dim() }
+        Self { tokens, token_stride: shape.head_dim(), head_stride: tokens.saturating_mul(shape.head_dim()) }
     }
 
-    /// Index of the first channel of a row.
+    /// Index of the first channel of a row; the largest number where it lies beyond all numbers.
     pub const fn row(&self, token: usize, kv_head: usize) -> usize {
-        token * self.token_stride + kv_head * self.head_stride
+        token.saturating_mul(self.token_stride).saturating_add(kv_head.saturating_mul(self.head_stride))
     }
 
-    /// Elements that a tensor needs to hold all rows.
+    /// Elements that a tensor needs to hold all rows; the largest number, which no tensor has, where they are beyond all
+    /// numbers.
     pub const fn elements_needed(&self, shape: &AttentionShape) -> usize {
-        if self.tokens == 0 { 0 } else { self.row(self.tokens - 1, shape.kv_heads() - 1) + shape.head_dim() }
+        if self.tokens == 0 {
+            return 0;
+        }
+        self.row(self.tokens - 1, shape.kv_heads() - 1).saturating_add(shape.head_dim())
     }
 
     /// Checks that a tensor of `elements` elements holds all rows.

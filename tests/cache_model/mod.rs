@@ -295,23 +295,23 @@ fn decoded_by_codebook(format: &CodebookFormat, rows: &[f32], head_dim: usize) -
     let codebook = format.level_bits().map(|bits| Codebook::of_format(bits, head_dim).unwrap());
     let mut rows = rows.to_vec();
     for row in rows.chunks_exact_mut(head_dim) {
-        format.rotation.rotate(row);
+        format.rotation.rotate(row).unwrap();
         let norm = stored_norm(row);
         let code = |x: &f32| codebook.as_ref().map_or(0, |codebook| codebook.encode(*x, norm.to_f32()));
-        let level = |x: &f32, norm| codebook.as_ref().map_or(0.0, |codebook| codebook.decode(code(x), norm));
+        let level = |x: &f32, norm| codebook.as_ref().map_or(0.0, |codebook| codebook.decode(code(x), norm).unwrap());
         let scale = match format.norms {
             NormRule::Row => norm,
             NormRule::Renormalized => renormalized(norm, &row.iter().map(|x| level(x, 1.0)).collect::<Vec<_>>()),
         };
         let levels: Vec<f32> = row.iter().map(|x| level(x, scale.to_f32())).collect();
         let mut rest: Vec<f32> = row.iter().zip(&levels).map(|(x, level)| x - level).collect();
-        format.sketch_rotations(head_dim).for_each(|rotation| rotation.rotate(&mut rest));
+        format.sketch_rotations(head_dim).for_each(|rotation| rotation.rotate(&mut rest).unwrap());
         let share = if format.sketch.is_some() { sketch_level(head_dim) } else { 0.0 };
         let norm = stored_norm(&rest).to_f32();
         rest.iter_mut().for_each(|x| *x = norm * if *x < 0.0 { -share } else { share });
-        format.sketch_rotations(head_dim).rev().for_each(|rotation| rotation.unrotate(&mut rest));
+        format.sketch_rotations(head_dim).rev().for_each(|rotation| rotation.unrotate(&mut rest).unwrap());
         row.iter_mut().zip(levels.iter().zip(&rest)).for_each(|(x, (level, rest))| *x = level + rest);
-        format.rotation.unrotate(row);
+        format.rotation.unrotate(row).unwrap();
     }
     rows
 }

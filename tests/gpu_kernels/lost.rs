@@ -3,7 +3,7 @@
 use kvpack::backend::{AttendOptions, SpanRead, SpanWrite, TokenWrite};
 use kvpack::format::KeyOrValue;
 use kvpack::plan::{DecodePlan, ElementType, Page, RowLayout, SpanView, Split, StoreView, TokenRange};
-use kvpack::wgpu::{Tensor, measure};
+use kvpack::wgpu::{Scratch, StepPlan, StepTensors, Tensor, measure};
 use kvpack::{AttentionShape, Backend, Bits, Error, SegmentFormat};
 use pollster::block_on;
 
@@ -37,6 +37,14 @@ fn every_call_on_a_lost_device_says_so() {
     let query = tensor.slice(0, 64).unwrap();
     block_on(backend.attend(&plan, &[&packed], &query, AttendOptions::default())).unwrap();
 
+    // An engine's own step, planned and with its scratch while the device was there.
+    let options = AttendOptions::default();
+    let step = StepPlan::new(backend.capabilities(), plan.clone(), ElementType::F32, options).unwrap();
+    let scratch = block_on(Scratch::new(backend.device(), step.scratch())).unwrap();
+    let output = Tensor::zeroed(backend.device(), 64, ElementType::F32).unwrap();
+    let tensors = StepTensors { queries: &query, output: &output };
+    step.bind(backend.kernels(), &[&packed], &scratch, tensors).unwrap();
+
     backend.device().destroy();
 
     let lost = |what: &str, error: Option<Error>| {
@@ -53,6 +61,7 @@ fn every_call_on_a_lost_device_says_so() {
     let token = TokenWrite { token: 0, page, slot: 0 };
     lost("append", backend.append(&mut window, &tensor, &tensor, rows, &[token]).err());
     lost("attend", block_on(backend.attend(&plan, &[&packed], &query, AttendOptions::default())).err());
+    lost("bind", step.bind(backend.kernels(), &[&packed], &scratch, tensors).err());
     lost("read_bandwidth", block_on(measure::read_bandwidth(&backend, 1, measure::Repeats::default())).err());
     assert_eq!((packed.shards(), packed.range_slots(), packed.bytes()), (1, 1, bytes), "the store is as it was");
 }

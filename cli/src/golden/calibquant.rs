@@ -122,7 +122,7 @@ fn decode_sequence(file: &GoldenFile, shape: AttentionShape, tokens: usize, sequ
     } else {
         vec![ScoreMap::IDENTITY; shape.query_heads()]
     };
-    let mut states = States::for_plan(&plan);
+    let mut states = States::for_plan(&plan)?;
     weighted_values(segment, &store, &raw, &maps, &mut states)?;
     let mut calibrated = Vec::new();
     for (head, map) in maps.iter().enumerate() {

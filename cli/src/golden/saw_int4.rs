@@ -17,7 +17,7 @@ pub fn quantize(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
     let rounding = if file.flag("bf16_roundtrip") { RowRounding::Bf16 } else { RowRounding::F32 };
     let (mut packed, mut scale_zero, mut values) = (Vec::new(), Vec::new(), Vec::new());
     for row in file.input("x")?.f32()?.chunks_exact(head_dim) {
-        let quantized = quantize_row(row, rotation, rounding);
+        let quantized = quantize_row(row, rotation, rounding)?;
         packed.extend(pack(&quantized.codes)?.into_iter().map(f64::from));
         scale_zero.extend([quantized.scale, quantized.zero].map(f64::from));
         values.extend(quantized.dequantize().into_iter().map(f64::from));

@@ -131,7 +131,7 @@ impl Store {
         if !self.format.has_span_ranges() || slots <= self.range_slots {
             return Ok(());
         }
-        let bytes = slots * self.slot_ranges() * size_of::<CodeRange>();
+        let bytes = slots.saturating_mul(self.slot_bytes());
         let grow = |which, old: &Option<Arc<Memory>>| match (self.format.tensor(which).has_span_ranges(), old) {
             (false, _) => Ok(None),
             (true, None) => Memory::zeroed(stream, "span ranges", bytes).map(Some),

@@ -19,6 +19,7 @@ use crate::backend::AttendOptions;
 use crate::format::{KeyOrValue, TILE_TOKENS};
 use crate::plan::{DecodePlan, Dispatch, ElementType, SegmentPlan};
 use crate::wgpu::device::capabilities::MOST_STORAGE_BUFFERS;
+use crate::wgpu::device::guard;
 use crate::wgpu::device::store::StorePart;
 use crate::wgpu::device::{Capabilities, Kernels, Launch, Launches, Store, Tensor, Variant};
 use crate::{Error, Result};
@@ -115,7 +116,7 @@ impl StepPlan {
     ///
     /// # Errors
     /// [`Error::Elements`] or [`Error::Buffer`] when tensors or scratch do not fit the plan, [`Error::Plan`] when the
-    /// stores are not those that were planned.
+    /// stores are not those that were planned, [`Error::DeviceLost`].
     pub fn bind(
         &self,
         kernels: &Kernels,
@@ -127,7 +128,8 @@ impl StepPlan {
         self.check_scratch(scratch)?;
         self.check_stores(stores)?;
         let buffers = BoundBuffers { stores, scratch, tensors };
-        self.launches
+        let launches = self
+            .launches
             .iter()
             .map(|launch| {
                 let bindings = launch
@@ -138,7 +140,10 @@ impl StepPlan {
                 let [x, y] = launch.workgroups;
                 Launch::new(kernels, &launch.variant, &bindings, [x, y, 1])
             })
-            .collect()
+            .collect::<Result<_>>()?;
+        // On a lost device wgpu makes bind groups without an error that nothing can be done with.
+        guard::check_alive(kernels.device())?;
+        Ok(launches)
     }
 
     fn check_tensors(&self, kernels: &Kernels, tensors: StepTensors<'_>) -> Result<()> {

@@ -246,7 +246,7 @@ impl Store {
             return Ok(());
         }
         let limits = KernelLimits::new(&device.limits());
-        let size = slots as u64 * self.slot_bytes();
+        let size = (slots as u64).saturating_mul(self.slot_bytes());
         if size > limits.binding_bytes {
             return Err(Error::Limit {
                 what: "span ranges in bytes".into(),

@@ -1,0 +1,68 @@
+//! Queries that hold NaN or infinities: the outputs of their heads are NaN, those of other heads what they were.
+
+use kvpack::backend::{Backend, QueryPrecision};
+use kvpack::cache::{KvCache, ModelRecipe, Recipe};
+use kvpack::plan::{ElementType, RowLayout};
+use kvpack::{AttentionShape, Bits, Calibration};
+use pollster::block_on;
+
+/// Two KV heads of four query heads each: some of a group are spoilt, others are not.
+const HEADS: [usize; 2] = [8, 2];
+const HEAD_DIM: usize = 64;
+/// More than two tiles, the last one not full.
+const TOKENS: usize = 300;
+/// The spoilt heads, and what is in them.
+const SPOILT: [(usize, f32); 3] = [(1, f32::NAN), (4, f32::INFINITY), (6, f32::NEG_INFINITY)];
+
+/// Every method at every width, CalibQuant with calibrated scores, and a query of 8 bits.
+fn recipes(shape: &AttentionShape) -> Vec<(String, Recipe)> {
+    let all = ModelRecipe::all().into_iter().map(|recipe| (recipe.to_string(), recipe.layer(0, shape)));
+    let mut recipes: Vec<(String, Recipe)> = all.collect();
+    let calibration = Calibration::new(1.0, 3.0).unwrap();
+    let packing = |bits| Recipe::calibquant(bits).with_window(0);
+    recipes.push(("calibrated".into(), packing(Bits::Two).with_calibration(calibration)));
+    recipes.push(("8-bit query".into(), Recipe { query: QueryPrecision::Int8, ..packing(Bits::Four) }));
+    recipes
+}
+
+/// Checks recipes on a backend.
+///
+/// # Panics
+/// When an output is not as it should be.
+pub fn check<B: Backend + Clone>(backend: &B, wanted: impl Fn(&str) -> bool) {
+    let shape = AttentionShape::new(HEADS[0], HEADS[1], HEAD_DIM).unwrap();
+    let recipes: Vec<_> = recipes(&shape).into_iter().filter(|(name, _)| wanted(name)).collect();
+    assert!(!recipes.is_empty());
+    for (name, recipe) in recipes {
+        let mut cache = KvCache::new(backend.clone(), shape, 1, recipe).unwrap();
+        let rows = RowLayout::token_major(TOKENS, &shape);
+        let wave = |rate: f32, count: usize| (0..count).map(|i| (i as f32 * rate).sin()).collect::<Vec<f32>>();
+        let upload = |elements: &[f32]| block_on(backend.upload(elements.into())).unwrap();
+        let elements = TOKENS * HEADS[1] * HEAD_DIM;
+        let (keys, values) = (upload(&wave(0.37, elements)), upload(&wave(0.53, elements)));
+        block_on(cache.extend(0, rows, &keys, &values)).unwrap();
+        block_on(cache.pack_windows(0)).unwrap();
+
+        let sound = wave(0.71, HEADS[0] * HEAD_DIM);
+        let mut spoilt = sound.clone();
+        for (head, value) in SPOILT {
+            spoilt[head * HEAD_DIM + 7 * head] = value;
+        }
+        let attend = |query: &[f32]| {
+            let output = block_on(cache.attend(&upload(query), ElementType::F32)).unwrap();
+            block_on(backend.download(&output)).unwrap()
+        };
+        let (expected, output) = (attend(&sound), attend(&spoilt));
+        for head in 0..HEADS[0] {
+            let of_head = |x: &[f32]| x[head * HEAD_DIM..][..HEAD_DIM].to_vec();
+            let (expected, output) = (of_head(&expected), of_head(&output));
+            assert!(expected.iter().all(|x| x.is_finite()), "{name}, head {head}: {expected:?}");
+            match SPOILT.iter().find(|(spoilt, _)| *spoilt == head) {
+                Some((_, value)) => {
+                    assert!(output.iter().all(|x| x.is_nan()), "{name}, {value} in head {head}: {output:?}");
+                }
+                None => assert_eq!(output, expected, "{name}, head {head} beside spoilt ones"),
+            }
+        }
+    }
+}

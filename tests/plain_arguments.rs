@@ -1,0 +1,169 @@
+//! Arguments that no program means, through the public calls: each is an error, and none panics, aborts or takes memory.
+
+use kvpack::backend::Backend;
+use kvpack::cache::{KvCache, MOST_SEQUENCES, Recipe};
+use kvpack::cpu::{Cpu, CpuStore, CpuTensor, DenseSegment, States, exact_attention, plain_attention, quantize};
+use kvpack::format::saw_int4::{self, RowRounding};
+use kvpack::format::turboquant::{Matrix, quantize_mse};
+use kvpack::format::{
+    AffineFormat, Codebook, CodebookFormat, Grouping, KeyOrValue, MOST_HEADS, Rotation, TensorFormat,
+};
+use kvpack::plan::{ElementType, Elements, RowLayout, Rows, TokenRange};
+use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
+use pollster::block_on;
+
+fn shape() -> AttentionShape {
+    AttentionShape::new(4, 2, 64).unwrap()
+}
+
+#[test]
+fn shapes_have_heads_that_can_be_counted() {
+    for (query_heads, kv_heads) in [(1 << 60, 1 << 60), (usize::MAX, 1), (MOST_HEADS + 1, 1), (1 << 57, 2), (0, 0)] {
+        let refused = AttentionShape::new(query_heads, kv_heads, 64);
+        assert_eq!(refused, Err(Error::HeadCounts { query_heads, kv_heads }));
+    }
+    let most = AttentionShape::new(MOST_HEADS, MOST_HEADS, 256).unwrap();
+    for format in [SegmentFormat::F16, SegmentFormat::calibquant(Bits::One), SegmentFormat::qjl(256)] {
+        assert!(format.page_bytes(&most) > 0);
+        let mut store = CpuStore::new(most, format).unwrap();
+        assert!(matches!(store.add_shard(u32::MAX), Err(Error::OutOfMemory { .. })));
+        if format.has_span_ranges() {
+            assert!(matches!(store.reserve_ranges(usize::MAX), Err(Error::OutOfMemory { .. })));
+        }
+        assert_eq!(store.bytes(), 0);
+    }
+}
+
+#[test]
+fn caches_have_sequences_that_can_be_counted() {
+    for sequences in [MOST_SEQUENCES + 1, usize::MAX] {
+        let refused = KvCache::new(Cpu::new(), shape(), sequences, Recipe::f16());
+        assert!(matches!(refused, Err(Error::Limit { .. })), "{sequences}");
+    }
+}
+
+#[test]
+fn states_that_memory_does_not_hold() {
+    for rows in [usize::MAX, usize::MAX / 4, 1 << 55] {
+        assert!(matches!(States::new(rows, &shape()), Err(Error::OutOfMemory { .. })), "{rows}");
+    }
+    assert_eq!(States::new(3, &shape()).unwrap().rows(), 3);
+}
+
+/// The products that their slices are held against wrap to the lengths given.
+#[test]
+fn attention_over_more_tokens_than_numbers_count() {
+    let query = [0.0; 4 * 64];
+    for tokens in [1 << 57, 1 << 58, usize::MAX] {
+        let segment = DenseSegment { keys: &[], values: &[], tokens, calibration: None };
+        let refused = exact_attention(&shape(), &[segment], &query);
+        assert!(matches!(refused, Err(Error::Elements { .. })), "{tokens}: {refused:?}");
+        let refused = plain_attention(&shape(), &[], &[], tokens, &query);
+        assert!(matches!(refused, Err(Error::Elements { .. })), "{tokens}: {refused:?}");
+    }
+}
+
+/// Strides whose sums wrap around to a place inside the tensor.
+#[test]
+fn rows_beyond_all_numbers() {
+    let third = usize::MAX / 3 + 1;
+    let wrapping = [
+        RowLayout { tokens: 4, token_stride: third, head_stride: 0 },
+        RowLayout { tokens: 2, token_stride: usize::MAX, head_stride: 1 },
+        RowLayout { tokens: 1, token_stride: 0, head_stride: usize::MAX },
+        RowLayout { tokens: usize::MAX, token_stride: 2, head_stride: 64 },
+        RowLayout { tokens: 3, token_stride: 1 << 63, head_stride: 64 },
+        RowLayout::head_major(usize::MAX, &shape()),
+        RowLayout::token_major(usize::MAX, &shape()),
+    ];
+    let elements = vec![0.5; 4 * 2 * 64];
+    let tensor = CpuTensor::F32(elements.clone());
+    for rows in wrapping {
+        let refused = rows.check("rows", elements.len(), &shape());
+        assert!(matches!(refused, Err(Error::Elements { .. })), "{rows:?}: {refused:?}");
+
+        let mut store = CpuStore::new(shape(), SegmentFormat::F16).unwrap();
+        store.add_shard(1).unwrap();
+        let write = kvpack::backend::SpanWrite {
+            rows,
+            tokens: Rows::Run(TokenRange::new(0, 1).unwrap()),
+            pages: &[kvpack::plan::Page { shard: 0, index: 0 }],
+            range_slot: 0,
+        };
+        let elements = Elements::F32(&elements);
+        assert!(matches!(quantize(&mut store, elements, elements, write), Err(Error::Elements { .. })), "{rows:?}");
+
+        let mut cache = KvCache::new(Cpu::new(), shape(), 1, Recipe::f16()).unwrap();
+        let refused = block_on(cache.extend(0, rows, &tensor, &tensor));
+        assert!(matches!(refused, Err(Error::Elements { .. })), "{rows:?}: {refused:?}");
+        let refused = block_on(cache.prefill(0, rows, &tensor, &tensor, &[]));
+        assert!(matches!(refused, Err(Error::Elements { .. })), "{rows:?}: {refused:?}");
+        assert_eq!(cache.tokens(0).unwrap(), 0);
+    }
+}
+
+#[test]
+fn rotations_that_do_not_fit() {
+    for rotation in [Rotation::hadamard(0), Rotation::hadamard(3), Rotation::dealt(512, 1), Rotation::dealt(128, 1)] {
+        let mut row = [1.0; 64];
+        assert!(matches!(rotation.rotate(&mut row), Err(Error::Format { .. })), "{rotation}");
+        assert!(matches!(rotation.unrotate(&mut row), Err(Error::Format { .. })), "{rotation}");
+        assert_eq!(row, [1.0; 64]);
+        assert!(kvpack::cpu::hadamard(&mut row, 64, rotation, kvpack::format::Direction::Forth).is_err());
+        let refused = saw_int4::quantize_row(&row, Some(rotation), RowRounding::F32);
+        assert!(matches!(refused, Err(Error::Format { .. })), "{rotation}");
+        let codebook = CodebookFormat { rotation, ..CodebookFormat::turboquant_prod(Bits::Two, 64) };
+        assert!(matches!(codebook.encode_row(&row), Err(Error::Format { .. })), "{rotation}");
+    }
+    let fitting = CodebookFormat::turboquant_prod(Bits::Two, 64);
+    assert!(fitting.encode_row(&[1.0; 64]).is_ok());
+    assert!(matches!(fitting.encode_row(&[1.0; 63]), Err(Error::Format { .. })));
+}
+
+#[test]
+fn groupings_of_nothing() {
+    for grouping in [Grouping::ChannelTokens(0), Grouping::TokenChannels(0)] {
+        let format = TensorFormat::Affine(AffineFormat::new(Bits::Two, grouping));
+        let segment = SegmentFormat { key: format, value: format };
+        assert!(matches!(segment.check(&shape()), Err(Error::Format { .. })));
+        assert_eq!(format.ranges_per_tile(64), 0);
+        format.range_index(64, 5, 6);
+        assert!(segment.page_bytes(&shape()) > 0 && segment.bits_per_element(&shape()) > 0.0);
+        assert!(CpuStore::new(shape(), segment).is_err());
+    }
+}
+
+#[test]
+fn codes_without_a_level() {
+    let codebook = Codebook::of_format(Bits::Two, 64).unwrap();
+    assert_eq!([4, 99, u32::MAX].map(|code| codebook.decode(code, 1.0)), [None; 3]);
+    let (row, unit) = ([1.0; 4], (0..16).map(|i| f32::from(u8::from(i % 5 == 0))).collect::<Vec<_>>());
+    let rotation = Matrix::new(&unit, 4).unwrap();
+    for levels in [0, 257] {
+        let codebook = Codebook::from_centroids((0..levels).map(|i| i as f32).collect());
+        assert!(matches!(quantize_mse(&row, rotation, &codebook), Err(Error::Elements { .. })), "{levels}");
+    }
+}
+
+/// Densities of any dimension have a codebook, soon.
+#[test]
+fn codebooks_of_any_dimension() {
+    use kvpack::format::codebook::CoordinateDensity::{Gaussian, Sphere};
+    let start = std::time::Instant::now();
+    for density in [0, 2, 3, 4096, 1 << 16, 1 << 32, usize::MAX].into_iter().flat_map(|d| [Sphere(d), Gaussian(d)]) {
+        let codebook = Codebook::lloyd_max(3, density);
+        assert!(codebook.centroids().is_sorted() && codebook.centroids().iter().all(|x| x.is_finite()), "{density:?}");
+    }
+    assert!(start.elapsed().as_secs() < 20, "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_backend_refuses_what_it_cannot_hold() {
+    let backend = Cpu::new();
+    let mut store = backend.create_store(shape(), SegmentFormat::calibquant(Bits::Two)).unwrap();
+    assert!(matches!(block_on(backend.reserve_ranges(&mut store, usize::MAX)), Err(Error::OutOfMemory { .. })));
+    assert_eq!(backend.store_bytes(&store), 0);
+    let tensor = CpuTensor::from_f32(vec![0.0; 64], ElementType::F32);
+    let rows = RowLayout { tokens: 1, token_stride: usize::MAX, head_stride: usize::MAX };
+    assert!(block_on(backend.first_non_finite(KeyOrValue::Key, &tensor, &rows, &shape())).is_err());
+}
