@@ -10,6 +10,8 @@ use kvpack::cuda::{Cuda, KernelCache};
 use kvpack::wgpu::{Checks, Kernels, Path, Requirements, Wgpu, adapters, choose_adapter, open_device};
 use pollster::block_on;
 
+use crate::print::note;
+
 /// Options that choose the backend.
 #[derive(clap::Args)]
 pub struct BackendArgs {
@@ -87,7 +89,7 @@ impl BackendArgs {
             Some(BackendName::Wgpu) => Ok(Chosen::Wgpu(self.open_wgpu()?)),
             None if self.names_a_gpu() || !block_on(adapters())?.is_empty() => Ok(Chosen::Wgpu(self.open_wgpu()?)),
             None => {
-                eprintln!("This machine has no GPU adapter: running on the CPU backend.");
+                note!("This machine has no GPU adapter: running on the CPU backend.");
                 Ok(Chosen::Cpu(Cpu::new()))
             }
         }

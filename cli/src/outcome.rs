@@ -2,6 +2,8 @@
 
 use std::process::ExitCode;
 
+use crate::print::{StdoutError, note, one_line};
+
 /// How a command that could run ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
@@ -11,13 +13,20 @@ pub enum Outcome {
     Failed,
 }
 
-/// The exit code of a command; an error is printed on standard error and gives exit code 2.
+/// The exit code of a program that SIGPIPE ended, as shells give it: it stopped because nobody read on.
+const NOBODY_READS: u8 = 141;
+
+/// The exit code of a command; an error is printed on standard error and gives exit code 2. A closed standard output is
+/// no error.
 pub fn exit_code(result: anyhow::Result<Outcome>) -> ExitCode {
     match result {
         Ok(Outcome::Passed) => ExitCode::SUCCESS,
         Ok(Outcome::Failed) => ExitCode::from(1),
+        Err(error) if matches!(error.downcast_ref(), Some(StdoutError::Closed)) => ExitCode::from(NOBODY_READS),
         Err(error) => {
-            eprintln!("error: {error:#}");
+            // The library quotes no file, but devices, in several lines.
+            let text = format!("{error:#}");
+            note!("error: {}", if error.is::<kvpack::Error>() { text.into() } else { one_line(&text) });
             ExitCode::from(2)
         }
     }

@@ -1,8 +1,97 @@
-//! How tables, numbers and JSON are printed.
+//! How texts, tables, numbers and JSON are printed.
+//!
+//! Everything for standard output goes through this file: `println!` panics where standard output is closed or its disk
+//! full, and would hand the escape sequences that a hostile file brings to the terminal.
 
-use std::io::Write;
+use std::borrow::Cow;
+use std::fmt;
+use std::io::{self, Write};
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, TableComponent, presets};
+
+/// Prints a line on standard output; what it yields must be looked at.
+macro_rules! say {
+    ($($text:tt)*) => {
+        $crate::print::line(format_args!($($text)*))
+    };
+}
+
+/// Prints a line on standard error, if anyone listens.
+macro_rules! note {
+    ($($text:tt)*) => {
+        $crate::print::note_line(format_args!($($text)*))
+    };
+}
+
+pub(crate) use {note, say};
+
+/// Why nothing more can be printed.
+#[derive(Debug, thiserror::Error)]
+pub enum StdoutError {
+    /// Whoever read standard output has seen enough.
+    #[error("standard output is closed")]
+    Closed,
+    /// The operating system's reason.
+    #[error("cannot write to standard output: {0}")]
+    Failed(io::Error),
+}
+
+impl From<io::Error> for StdoutError {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::BrokenPipe => Self::Closed,
+            _ => Self::Failed(error),
+        }
+    }
+}
+
+/// Prints a line on standard output, with [`visible`] control characters.
+///
+/// # Errors
+/// When standard output is closed or cannot be written.
+pub fn line(text: fmt::Arguments<'_>) -> Result<(), StdoutError> {
+    piece(&format!("{text}\n"))
+}
+
+/// Prints a piece of text on standard output at once, with [`visible`] control characters.
+///
+/// # Errors
+/// When standard output is closed or cannot be written.
+pub fn piece(text: &str) -> Result<(), StdoutError> {
+    let mut out = io::stdout().lock();
+    Ok(out.write_all(visible(text).as_bytes()).and_then(|()| out.flush())?)
+}
+
+/// Prints a line on standard error, with [`visible`] control characters; where that is closed, nobody misses it.
+pub fn note_line(text: fmt::Arguments<'_>) {
+    let _ = io::stderr().lock().write_all(visible(&format!("{text}\n")).as_bytes());
+}
+
+/// A text whose control characters, other than line ends and tabs, are written out: `\u{1b}` for an escape. So are those
+/// that change the direction of writing.
+fn visible(text: &str) -> Cow<'_, str> {
+    escaped(text, |c| acts_on_terminals(c) && c != '\n' && c != '\t')
+}
+
+/// A text from a file, all its control characters written out, so that it stays the line that it is printed on.
+pub fn one_line(text: &str) -> Cow<'_, str> {
+    escaped(text, acts_on_terminals)
+}
+
+fn escaped(text: &str, hidden: impl Fn(char) -> bool) -> Cow<'_, str> {
+    if !text.contains(&hidden) {
+        return Cow::Borrowed(text);
+    }
+    let mut visible = String::with_capacity(text.len());
+    for c in text.chars() {
+        if hidden(c) { visible.extend(c.escape_debug()) } else { visible.push(c) }
+    }
+    Cow::Owned(visible)
+}
+
+fn acts_on_terminals(c: char) -> bool {
+    c.is_control() || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
 
 /// A table of names and values, indented.
 pub fn facts() -> Table {
@@ -38,12 +127,10 @@ pub fn bytes(count: u64) -> String {
 /// Pretty JSON on standard output.
 ///
 /// # Errors
-/// When standard output is closed.
+/// When standard output is closed or cannot be written.
 pub fn json(value: &impl serde::Serialize) -> anyhow::Result<()> {
-    let mut out = std::io::stdout().lock();
-    serde_json::to_writer_pretty(&mut out, value)?;
-    writeln!(out)?;
-    Ok(())
+    // JSON writes control characters out by itself.
+    Ok(say!("{}", serde_json::to_string_pretty(value)?)?)
 }
 
 /// A fraction as a percentage with two or three significant digits.
@@ -70,4 +157,16 @@ pub fn rate(value: f64) -> String {
 pub fn bar() -> indicatif::ProgressStyle {
     let plain = indicatif::ProgressStyle::default_bar();
     indicatif::ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg}").unwrap_or(plain)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_acts_on_the_terminal() {
+        assert_eq!(visible("naïve\ttext — ☕\n"), "naïve\ttext — ☕\n");
+        assert_eq!(visible("\u{1b}[2J\u{9b}1m\r\u{202e}"), "\\u{1b}[2J\\u{9b}1m\\r\\u{202e}");
+        assert_eq!(one_line("a\nerror: b"), "a\\nerror: b");
+    }
 }

@@ -54,6 +54,29 @@ fn a_truncated_file_is_broken_and_an_empty_directory_an_error() {
     assert_eq!(golden(&empty).status.code(), Some(2));
 }
 
+/// Files that asked for groups that do not divide, for gigabytes and for seconds: each its own result, and the others too.
+#[test]
+fn hostile_files_are_results_of_their_own() {
+    let directory = changed("hostile", "calibquant.pack.01-b1_d64.safetensors", |_| {});
+    let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus/golden");
+    for seed in ["kivi-min", "panic-golden-11-0", "blow-heads-200k", "slow-codebook"] {
+        let name = format!("{seed}.safetensors");
+        std::fs::copy(seeds.join(&name), directory.join(&name)).unwrap();
+    }
+    let start = std::time::Instant::now();
+    let output = golden(&directory);
+    let (text, message) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
+    assert_eq!(output.status.code(), Some(1), "{text}{message}");
+    assert!(text.contains("1 of 5 files agree"), "{text}");
+    for reason in
+        ["groups of 16 do not divide 4", "groups of 64 do not divide 200", "100000 query heads", "d = 4294967296"]
+    {
+        assert!(text.contains(reason), "'{reason}' is not in: {text}");
+    }
+    assert!(!message.contains("panicked"), "{message}");
+    assert!(start.elapsed().as_secs() < 5, "{:?}", start.elapsed());
+}
+
 #[test]
 fn unknown_ops_are_listed_and_do_not_fail() {
     let directory = changed("unknown-op", "calibquant.pack.01-b1_d64.safetensors", |bytes| {

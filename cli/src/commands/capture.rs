@@ -10,9 +10,10 @@ use indicatif::ProgressBar;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
+use crate::files::Replacement;
 use crate::model::{Attention, CHUNK_TOKENS, Chunk, ExactAttention, Model};
 use crate::outcome::Outcome;
-use crate::print;
+use crate::print::{self, say};
 
 /// Runs a GGUF model over a text with full-precision attention and writes what its attention layers saw, as f16, in the
 /// format that `kvpack eval` reads.
@@ -46,14 +47,15 @@ pub fn run(args: &CaptureArgs) -> Result<Outcome> {
     let layers = layers(args, model.config.layers)?;
     let text = super::text(args.text.as_deref())?;
     let tokens = model.tokenizer.encode(&text.content)?;
-    let needed = args.tokens + args.queries;
     if args.queries == 0 || args.queries > args.tokens {
         bail!("--queries {} of --tokens {}: from one query to as many as there are tokens", args.queries, args.tokens);
     }
+    let needed = args.tokens.saturating_add(args.queries);
     if tokens.len() < needed {
         bail!("{} has {} tokens, {needed} are needed (--tokens and --queries)", text.name, tokens.len());
     }
     model.check_context(needed)?;
+    let mut output = Replacement::new(&args.output)?;
 
     let mut capture = Capture::new(&model, &layers, args);
     let progress = ProgressBar::new(needed as u64).with_style(print::bar());
@@ -66,8 +68,9 @@ pub fn run(args: &CaptureArgs) -> Result<Outcome> {
         }
     }
     progress.finish_and_clear();
-    capture.write(&model, &text.name)?;
-    println!("wrote {} tokens of layers {layers:?} to {}", args.tokens, args.output.display());
+    output.write(&capture.dump(&model, &text.name)?)?;
+    output.commit()?;
+    say!("wrote {} tokens of layers {layers:?} to {}", args.tokens, args.output.display())?;
     Ok(Outcome::Passed)
 }
 
@@ -101,7 +104,8 @@ impl<'a> Capture<'a> {
         }
     }
 
-    fn write(&self, model: &Model, text: &str) -> Result<()> {
+    /// The bytes of the dump.
+    fn dump(&self, model: &Model, text: &str) -> Result<Vec<u8>> {
         let args = self.args;
         let mut tensors: Vec<(String, Vec<usize>, Vec<u8>)> = Vec::new();
         let mut push = |name: String, tensor: Tensor| -> Result<()> {
@@ -123,8 +127,7 @@ impl<'a> Capture<'a> {
             .map(|(name, shape, bytes)| Ok((name.clone(), TensorView::new(Dtype::F16, shape.clone(), bytes)?)));
         let metadata = [("model", model.config.name.as_str()), ("text", text), ("mask", "causal")];
         let metadata = metadata.map(|(key, value)| (key.to_owned(), value.to_owned())).into();
-        safetensors::serialize_to_file(views.collect::<Result<Vec<_>>>()?, Some(metadata), &args.output)
-            .with_context(|| format!("cannot write {}", args.output.display()))
+        Ok(safetensors::serialize(views.collect::<Result<Vec<_>>>()?, Some(metadata))?)
     }
 }
 

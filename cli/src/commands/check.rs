@@ -10,7 +10,7 @@ use kvpack::conformance::{self, Case, Report};
 
 use crate::backend::{BackendArgs, Chosen};
 use crate::outcome::Outcome;
-use crate::print;
+use crate::print::{self, say};
 
 /// Runs the conformance cases and compares with f64.
 #[derive(clap::Args)]
@@ -90,13 +90,13 @@ impl CheckArgs {
 }
 
 fn check<B: Backend>(backend: &B, cases: Vec<Case>) -> Result<Outcome> {
-    println!("{} cases on {}", cases.len(), backend.name());
+    say!("{} cases on {}", cases.len(), backend.name())?;
     let rows = run_all(backend, cases)?;
-    print_rows(&rows);
+    print_rows(&rows)?;
     let unsupported = rows.iter().filter(|row| row.unsupported()).count();
     let failed = rows.iter().filter(|row| !row.passed()).count() - unsupported;
-    print!("{} passed, {failed} failed", rows.len() - failed - unsupported);
-    println!("{}", if unsupported > 0 { format!(", {unsupported} unsupported") } else { String::new() });
+    let beside = if unsupported > 0 { format!(", {unsupported} unsupported") } else { String::new() };
+    say!("{} passed, {failed} failed{beside}", rows.len() - failed - unsupported)?;
     Ok(if failed == 0 { Outcome::Passed } else { Outcome::Failed })
 }
 
@@ -128,7 +128,7 @@ impl Row {
     }
 }
 
-fn print_rows(rows: &[Row]) {
+fn print_rows(rows: &[Row]) -> Result<()> {
     let mut table = print::results(&["case", "formats", "NMSE", "worst head", "informative", "limit", ""], 2);
     for row in rows {
         let number = |value: Option<f64>| value.map_or("-".into(), |value| format!("{value:.1e}"));
@@ -149,14 +149,15 @@ fn print_rows(rows: &[Row]) {
             .into(),
         ]);
     }
-    println!("{table}");
+    say!("{table}")?;
     for row in rows.iter().filter(|row| !row.passed()) {
         let reason = match &row.outcome {
             Ok(report) => report.reason(),
             Err(error) => error.to_string(),
         };
-        println!("{} {}: {reason}", if row.unsupported() { "unsupported" } else { "FAILED" }, row.case.name);
+        say!("{} {}: {reason}", if row.unsupported() { "unsupported" } else { "FAILED" }, row.case.name)?;
     }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -1,6 +1,5 @@
 //! `kvpack generate`: a model writes text, its cache packed.
 
-use std::io::{self, Write};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -12,7 +11,7 @@ use kvpack::cache::{CacheMemory, ModelRecipe};
 use crate::backend::{BackendArgs, Chosen};
 use crate::model::{Attention, CHUNK_TOKENS, ExactAttention, Model, PackedAttention};
 use crate::outcome::Outcome;
-use crate::print;
+use crate::print::{self, say};
 
 /// Writes text with a GGUF model whose attention and cache are kvpack's, always taking the likeliest token.
 #[derive(clap::Args)]
@@ -55,19 +54,19 @@ fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B)
     if prompt.is_empty() {
         bail!("the prompt is empty; write a few words for the model to go on from");
     }
-    model.check_context(prompt.len() + args.tokens)?;
+    model.check_context(prompt.len().saturating_add(args.tokens))?;
 
     let mut attention = PackedAttention::new(backend, &model.config, &args.recipe)?;
     let mut printed = Printed::new(model);
     let written = write(model, &mut attention, &prompt, args.tokens, |token| printed.push(token))?;
-    println!();
-    report(args, backend, &attention, &written);
+    say!("")?;
+    report(args, backend, &attention, &written)?;
     if !args.verify {
         return Ok(Outcome::Passed);
     }
     let mut exact = ExactAttention::new(model.config.attention, model.config.layers);
     let expected = write(model, &mut exact, &prompt, args.tokens, |_| Ok(()))?;
-    Ok(compare(&written, &expected))
+    compare(&written, &expected)
 }
 
 /// What was written, and how long it took.
@@ -143,65 +142,62 @@ impl<'a> Printed<'a> {
         self.tokens.push(token);
         let text = self.model.tokenizer.decode(&self.tokens)?;
         if let Some(new) = text.get(self.bytes..).filter(|new| !new.ends_with('\u{fffd}')) {
-            let mut out = io::stdout();
-            write!(out, "{new}")?;
-            out.flush()?;
+            print::piece(new)?;
             self.bytes = text.len();
         }
         Ok(())
     }
 }
 
-fn report<B: Backend>(args: &GenerateArgs, backend: &B, attention: &PackedAttention<B>, written: &Written) {
+fn report<B: Backend>(
+    args: &GenerateArgs,
+    backend: &B,
+    attention: &PackedAttention<B>,
+    written: &Written,
+) -> Result<()> {
     let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
     let total = written.prompt_time + written.decode_time;
     let share = attention.time().as_secs_f64() / total.as_secs_f64().max(1e-9);
     let bytes: u64 = attention.memory().map(|memory| memory.in_use_bytes()).sum();
     let elements: u64 = attention.memory().map(|memory| memory.f16.elements + memory.packed.elements).sum();
-    println!("\nrecipe {} on {}", args.recipe, backend.name());
-    println!(
+    say!("\nrecipe {} on {}", args.recipe, backend.name())?;
+    say!(
         "prompt   {} tokens, {:.1} tokens/s",
         written.prompt_tokens,
         rate(written.prompt_tokens, written.prompt_time)
-    );
-    println!(
-        "decode   {} tokens, {:.1} tokens/s",
-        written.tokens.len(),
-        rate(written.tokens.len(), written.decode_time)
-    );
-    println!(
+    )?;
+    say!("decode   {} tokens, {:.1} tokens/s", written.tokens.len(), rate(written.tokens.len(), written.decode_time))?;
+    say!(
         "time     {:.2} s in the cache's attention ({}), {:.2} s in the model",
         attention.time().as_secs_f64(),
         print::percent(share),
         (total - attention.time().min(total)).as_secs_f64()
-    );
+    )?;
     let tokens = |part: fn(&CacheMemory) -> usize| attention.memory().map(|memory| part(&memory)).max().unwrap_or(0);
     let (packed, kept) = (tokens(|memory| memory.packed.tokens), tokens(|memory| memory.f16.tokens));
-    println!(
+    say!(
         "cache    {bytes} bytes, {:.3} bits per element; at most {packed} tokens of a layer packed, {kept} in f16",
         bytes as f64 * 8.0 / elements.max(1) as f64
-    );
+    )?;
+    Ok(())
 }
 
-fn compare(written: &Written, expected: &Written) -> Outcome {
+fn compare(written: &Written, expected: &Written) -> Result<Outcome> {
     if expected.tokens.is_empty() {
-        println!(
+        say!(
             "FAILED   nothing to verify: with candle's attention the text ends at once; use another prompt, --chat, or more --tokens"
-        );
-        return Outcome::Failed;
+        )?;
+        return Ok(Outcome::Failed);
     }
     let same = written.tokens.iter().zip(&expected.tokens).take_while(|(a, b)| a == b).count();
     if written.tokens == expected.tokens {
         let closest = expected.margins.iter().copied().fold(f32::INFINITY, f32::min);
-        println!("verified {same} tokens are those of candle's full-precision attention (closest call {closest:.4})");
-        return Outcome::Passed;
+        say!("verified {same} tokens are those of candle's full-precision attention (closest call {closest:.4})")?;
+        return Ok(Outcome::Passed);
     }
-    println!(
-        "FAILED   token {same} of {} differs from that of candle's full-precision attention",
-        expected.tokens.len()
-    );
+    say!("FAILED   token {same} of {} differs from that of candle's full-precision attention", expected.tokens.len())?;
     if let Some(margin) = expected.margins.get(same) {
-        println!("         whose logit was {margin:.4} above the next best");
+        say!("         whose logit was {margin:.4} above the next best")?;
     }
-    Outcome::Failed
+    Ok(Outcome::Failed)
 }

@@ -8,7 +8,7 @@ use anyhow::Result;
 use crate::backend::{BackendArgs, Chosen};
 use crate::golden::{self, GoldenOutcome, GoldenResult};
 use crate::outcome::Outcome;
-use crate::print;
+use crate::print::{self, one_line, say};
 
 /// Runs the golden vectors of a directory through the CPU kernels, and those of ops that have a GPU kernel of their own
 /// through that too, where there is an adapter.
@@ -29,15 +29,15 @@ pub fn run(args: &GoldenArgs) -> Result<Outcome> {
         Chosen::Cuda(_) => None,
     };
     let results = golden::run_directory(&args.directory, gpu.as_ref())?;
-    print_implemented(&results);
-    let unimplemented = print_unimplemented(&results);
+    print_implemented(&results)?;
+    let unimplemented = print_unimplemented(&results)?;
     let implemented = results.len() - unimplemented;
     let agreeing = results.iter().filter(|result| matches!(result.outcome, GoldenOutcome::Agrees { .. })).count();
-    println!("{agreeing} of {implemented} files agree, {unimplemented} are of ops that are not implemented");
+    say!("{agreeing} of {implemented} files agree, {unimplemented} are of ops that are not implemented")?;
     Ok(if agreeing == implemented { Outcome::Passed } else { Outcome::Failed })
 }
 
-fn print_implemented(results: &[GoldenResult]) {
+fn print_implemented(results: &[GoldenResult]) -> Result<()> {
     let mut table = print::results(&["file", "kernels", "of tolerance", ""], 2);
     let mut reasons = Vec::new();
     for result in results {
@@ -56,16 +56,17 @@ fn print_implemented(results: &[GoldenResult]) {
             }
             GoldenOutcome::Unimplemented { .. } => continue,
         };
-        table.add_row([result.name.clone(), kernels, worst, verdict.into()]);
+        table.add_row([one_line(&result.name).into_owned(), kernels, worst, verdict.into()]);
     }
-    println!("{table}");
+    say!("{table}")?;
     for reason in reasons {
-        println!("{reason}");
+        say!("{}", one_line(&reason))?;
     }
+    Ok(())
 }
 
 /// Lists the ops that are not implemented and returns how many files they have.
-fn print_unimplemented(results: &[GoldenResult]) -> usize {
+fn print_unimplemented(results: &[GoldenResult]) -> Result<usize> {
     let mut files: BTreeMap<&str, usize> = BTreeMap::new();
     for result in results {
         if let GoldenOutcome::Unimplemented { op } = &result.outcome {
@@ -73,8 +74,8 @@ fn print_unimplemented(results: &[GoldenResult]) -> usize {
         }
     }
     if !files.is_empty() {
-        let list: Vec<String> = files.iter().map(|(op, count)| format!("{op} ({count})")).collect();
-        println!("not implemented: {}", list.join(", "));
+        let list: Vec<String> = files.iter().map(|(op, count)| format!("{} ({count})", one_line(op))).collect();
+        say!("not implemented: {}", list.join(", "))?;
     }
-    files.values().sum()
+    Ok(files.values().sum())
 }

@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use crate::adapters::AdapterSummary;
 use crate::outcome::Outcome;
-use crate::print;
+use crate::print::{self, say};
 
 /// Lists the GPU adapters with their drivers, features and limits.
 #[derive(clap::Args)]
@@ -24,19 +24,17 @@ pub fn run(args: &ListArgs) -> Result<Outcome> {
         return Ok(Outcome::Passed);
     }
     for adapter in &adapters {
-        print_adapter(adapter);
+        print_adapter(adapter)?;
     }
     if adapters.is_empty() {
-        println!(
-            "No GPU adapter. Install a driver (on Debian or Ubuntu: mesa-vulkan-drivers), or use the CPU backend."
-        );
+        say!("No GPU adapter. Install a driver (on Debian or Ubuntu: mesa-vulkan-drivers), or use the CPU backend.")?;
     }
-    println!("CPU backend: always there, {threads} threads (--backend cpu)");
+    say!("CPU backend: always there, {threads} threads (--backend cpu)")?;
     Ok(Outcome::Passed)
 }
 
-fn print_adapter(adapter: &AdapterSummary) {
-    println!("{} ({}, {})", adapter.name, adapter.api, adapter.kind);
+fn print_adapter(adapter: &AdapterSummary) -> Result<()> {
+    say!("{} ({}, {})", adapter.name, adapter.api, adapter.kind)?;
     let mut table = print::facts();
     let yes = |there| if there { "yes" } else { "no" };
     let features = &adapter.features;
@@ -58,5 +56,5 @@ fn print_adapter(adapter: &AdapterSummary) {
     let workgroup =
         format!("{} invocations, {}", limits.workgroup_invocations, print::bytes(limits.workgroup_bytes.into()));
     table.add_row(["workgroup", &workgroup]);
-    println!("{table}\n");
+    Ok(say!("{table}\n")?)
 }

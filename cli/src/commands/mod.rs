@@ -12,12 +12,14 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
+use crate::files;
 use crate::outcome::Outcome;
 
 /// Packed key-value caches: what this machine has, whether the kernels are right on it, how fast they are, and what a
 /// format does to real keys and values.
 ///
-/// Exit codes: 0 passed, 1 a check failed, 2 wrong usage, unreadable input or a device that cannot do it.
+/// Exit codes: 0 passed, 1 a check failed, 2 wrong usage, unreadable input, output that cannot be written or a device that
+/// cannot do it, 141 standard output was closed before the end.
 #[derive(clap::Parser)]
 #[command(name = "kvpack", version)]
 pub enum Command {
@@ -55,6 +57,9 @@ impl Command {
 /// Where scripts/fetch-model.sh puts the default model.
 const DEFAULT_MODEL: &str = "models/SmolLM2-135M-Instruct.Q4_1.gguf";
 
+/// Bytes of the longest text that is read: 64 MiB, more than any context holds.
+const MOST_TEXT_BYTES: u64 = 64 << 20;
+
 /// A text and where it is from.
 struct Text {
     name: String,
@@ -67,6 +72,7 @@ fn text(path: Option<&Path>) -> Result<Text> {
         let name = "Alice's Adventures in Wonderland, chapters I and II (Lewis Carroll, public domain)".into();
         return Ok(Text { name, content: include_str!("../../../data/alice.txt").into() });
     };
-    let content = std::fs::read_to_string(path).with_context(|| format!("cannot read the text {}", path.display()))?;
+    let read = || Ok::<_, anyhow::Error>(String::from_utf8(files::read(path, MOST_TEXT_BYTES)?)?);
+    let content = read().with_context(|| format!("cannot read the text {}", path.display()))?;
     Ok(Text { name: path.display().to_string(), content })
 }

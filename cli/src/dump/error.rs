@@ -1,41 +1,31 @@
 //! What can be wrong with a dump.
 
-use std::path::PathBuf;
-
 /// Why a dump of keys, values and queries cannot be evaluated.
 #[derive(Debug, thiserror::Error)]
 pub enum DumpError {
     /// The file cannot be read.
-    #[error("cannot read {}: {reason}", path.display())]
+    #[error("cannot read the dump: {reason}")]
     Unreadable {
-        /// The file.
-        path: PathBuf,
         /// The operating system's reason.
         reason: std::io::Error,
     },
 
     /// The file is no whole safetensors file.
     #[error(
-        "{} is not a whole safetensors file: {reason}. If it was copied or downloaded, do so again; otherwise write it \
-         anew with a safetensors library",
-        path.display()
+        "the dump is not a whole safetensors file: {reason}. If it was copied or downloaded, do so again; otherwise write \
+         it anew with a safetensors library"
     )]
     NotSafetensors {
-        /// The file.
-        path: PathBuf,
         /// The parser's reason.
         reason: safetensors::SafeTensorError,
     },
 
     /// No tensor has a name that the format knows.
     #[error(
-        "{} holds no tensor named layer<N>.key (it holds {found}). Name the tensors layer<N>.key, layer<N>.value, \
-         layer<N>.query_prompt and layer<N>.query_decode; `kvpack eval --help` describes their shapes",
-        path.display()
+        "the dump holds no tensor named layer<N>.key (it holds {found}). Name the tensors layer<N>.key, layer<N>.value, \
+         layer<N>.query_prompt and layer<N>.query_decode; `kvpack eval --help` describes their shapes"
     )]
     NoLayers {
-        /// The file.
-        path: PathBuf,
         /// The names found, shortened.
         found: String,
     },

@@ -22,7 +22,7 @@ mod read;
 use kvpack::AttentionShape;
 
 pub use error::DumpError;
-pub use read::read;
+pub use read::{parse, read};
 
 /// A whole dump.
 pub struct Dump {

@@ -7,23 +7,35 @@ use half::{bf16, f16};
 use kvpack::AttentionShape;
 use safetensors::{Dtype, SafeTensors};
 
+use crate::files;
+
 use super::{Dump, DumpError, Layer, Mask};
 
 /// The largest finite f16.
 const LARGEST: f32 = 65504.0;
+
+/// Bytes of the largest dump that is read: 8 GiB. As f32 it takes up to twice as much.
+const MOST_BYTES: u64 = 8 << 30;
 
 /// Reads and checks a dump.
 ///
 /// # Errors
 /// [`DumpError`] names the first thing found wrong and what to do about it.
 pub fn read(path: &Path) -> Result<Dump, DumpError> {
-    let bytes = std::fs::read(path).map_err(|reason| DumpError::Unreadable { path: path.into(), reason })?;
-    let not_safetensors = |reason| DumpError::NotSafetensors { path: path.into(), reason };
-    let (_, header) = SafeTensors::read_metadata(&bytes).map_err(not_safetensors)?;
-    let file = SafeTensors::deserialize(&bytes).map_err(not_safetensors)?;
+    let bytes = files::read(path, MOST_BYTES).map_err(|reason| DumpError::Unreadable { reason })?;
+    parse(&bytes)
+}
+
+/// Reads and checks the bytes of a dump.
+///
+/// # Errors
+/// Those of [`read`].
+pub fn parse(bytes: &[u8]) -> Result<Dump, DumpError> {
+    let (_, header) = SafeTensors::read_metadata(bytes).map_err(|reason| DumpError::NotSafetensors { reason })?;
+    let file = SafeTensors::deserialize(bytes).map_err(|reason| DumpError::NotSafetensors { reason })?;
     let indices = layer_indices(&file);
     if indices.is_empty() {
-        return Err(DumpError::NoLayers { path: path.into(), found: first_names(&file) });
+        return Err(DumpError::NoLayers { found: first_names(&file) });
     }
     let metadata = |key| header.metadata().as_ref().and_then(|all| all.get(key).cloned());
     let mask = mask(metadata("mask"))?;

@@ -8,6 +8,7 @@ use kvpack::{AttentionShape, SegmentFormat};
 
 use super::Outputs;
 use super::file::{Elements, GoldenFile, part};
+use super::stored::check_size;
 
 /// `attention.decode`: by the f64 oracle, by plain f32 attention, and where the input is f16 (so that a cache holds it
 /// without loss) by the f16 kernels.
@@ -15,6 +16,7 @@ pub fn decode(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
     let [batch, query_heads, head_dim] = file.input("q")?.axes()?;
     let [_, kv_heads, tokens, _] = file.input("k")?.axes()?;
     let shape = AttentionShape::new(query_heads, kv_heads, head_dim)?;
+    check_size(query_heads.saturating_mul(batch), tokens, head_dim)?;
     let is_f16 = matches!(file.input("k")?.elements, Elements::F16(_));
     let (queries, keys, values) = (file.input("q")?.f32()?, file.input("k")?.f32()?, file.input("v")?.f32()?);
 

@@ -11,6 +11,7 @@ use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat, TILE_TOKENS};
 
 use super::Outputs;
 use super::file::{GoldenFile, part};
+use super::stored::check_size;
 
 /// `calibquant.calibrate`: eq. 7 on given scores.
 pub fn calibrate(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
@@ -47,6 +48,7 @@ pub fn decode(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
     let [batch, query_heads, head_dim] = file.input("q")?.axes()?;
     let [_, kv_heads, tokens, _] = file.input("k_codes")?.axes()?;
     let shape = AttentionShape::new(query_heads, kv_heads, head_dim)?;
+    check_size(query_heads.saturating_mul(batch), tokens, head_dim)?;
     let (mut outputs, mut lse, mut visual_scores) = (Vec::new(), Vec::new(), Vec::new());
     for sequence in 0..batch {
         let decoded = decode_sequence(file, shape, tokens, sequence)?;
@@ -65,6 +67,7 @@ fn quantized(file: &GoldenFile, which: KeyOrValue) -> Result<Outputs> {
     let head_dim = HEAD_DIMS.into_iter().find(|&served| served >= channels).context("no head_dim is that large")?;
     let shape = AttentionShape::new(heads, heads, head_dim)?;
     let shrink = file.number("shrink")? as f32;
+    check_size(batch.saturating_mul(heads), tokens, head_dim)?;
     let format = TensorFormat::Affine(AffineFormat { shrink, ..AffineFormat::new(bits(file)?, Grouping::Channel) });
     let x = file.input("x")?.f32()?;
     let padded: Vec<f32> = x.chunks(channels).flat_map(|row| pad(row, head_dim)).collect();

@@ -9,6 +9,10 @@ use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
 use super::compare::Mode;
+use crate::files;
+
+/// Bytes of the largest file that is read: 64 MiB.
+const MOST_BYTES: u64 = 64 << 20;
 
 /// One case: inputs, wanted outputs and how to compare.
 pub struct GoldenFile {
@@ -45,9 +49,13 @@ pub enum Elements {
 impl GoldenFile {
     /// Reads and parses a file.
     pub fn read(path: &Path) -> Result<Self> {
-        let bytes = std::fs::read(path)?;
-        let (_, header) = SafeTensors::read_metadata(&bytes).context("not a whole safetensors file")?;
-        let file = SafeTensors::deserialize(&bytes).context("not a whole safetensors file")?;
+        Self::parse(&files::read(path, MOST_BYTES)?)
+    }
+
+    /// Parses the bytes of a file.
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        let (_, header) = SafeTensors::read_metadata(bytes).context("not a whole safetensors file")?;
+        let file = SafeTensors::deserialize(bytes).context("not a whole safetensors file")?;
         let metadata = header.metadata().clone().unwrap_or_default();
         let text = |key: &str| metadata.get(key).with_context(|| format!("no '{key}' in the metadata"));
         let json = |key| serde_json::from_str::<Value>(text(key)?).with_context(|| format!("'{key}' is no JSON"));
@@ -193,6 +201,6 @@ impl Elements {
 
 /// Part `index` of `elements`, counted in parts of `length`.
 pub fn part<T>(elements: &[T], index: usize, length: usize) -> Result<&[T]> {
-    let part = elements.get(index * length..(index + 1) * length);
+    let part = index.checked_mul(length).and_then(|first| elements.get(first..)?.get(..length));
     part.with_context(|| format!("{} elements hold no part {index} of {length}; the shapes disagree", elements.len()))
 }

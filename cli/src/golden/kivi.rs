@@ -47,7 +47,11 @@ fn stepwise(file: &GoldenFile, which: KeyOrValue, is_f16: bool) -> Result<Output
     let (bits, group) = (bits(file)?, file.number("group")? as usize);
     let rounding = if is_f16 { StepRounding::F16 } else { StepRounding::F32 };
     let x = file.input("x")?.f32()?;
-    ensure!(group > 0 && (tokens * channels).is_multiple_of(group), "groups of {group} do not fill the tensor");
+    let (axis, length) = match which {
+        KeyOrValue::Key => ("tokens", tokens),
+        KeyOrValue::Value => ("channels", channels),
+    };
+    ensure!(group > 0 && length.is_multiple_of(group), "groups of {group} do not divide {length} {axis}");
     let mut parts = Parts::default();
     for head in x.chunks_exact(tokens * channels) {
         let mut codes = vec![0; head.len()];

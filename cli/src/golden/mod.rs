@@ -20,12 +20,13 @@ mod turboquant;
 mod vlcache;
 
 use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 
 pub use compare::Mismatch;
-use file::GoldenFile;
+pub use file::GoldenFile;
 use kernels::Device;
 use kvpack::wgpu::Wgpu;
 
@@ -129,14 +130,17 @@ pub fn run_directory(directory: &Path, gpu: Option<&Wgpu>) -> Result<Vec<GoldenR
 /// Runs one file.
 fn run_file(path: &Path, gpu: Option<&Wgpu>) -> GoldenResult {
     let name = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
-    let outcome = GoldenFile::read(path).and_then(|file| run_op(&file, gpu));
+    let run = || GoldenFile::read(path).and_then(|file| run_op(&file, gpu));
+    // A mistake in an op is that file's result too, and says where it is on standard error.
+    let outcome = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| Err(anyhow!("kvpack panicked over it")));
     GoldenResult {
         name,
         outcome: outcome.unwrap_or_else(|error| GoldenOutcome::Broken { reason: format!("{error:#}") }),
     }
 }
 
-fn run_op(file: &GoldenFile, gpu: Option<&Wgpu>) -> Result<GoldenOutcome> {
+/// Runs the op of a file.
+pub fn run_op(file: &GoldenFile, gpu: Option<&Wgpu>) -> Result<GoldenOutcome> {
     let Some((_, op)) = OPS.iter().find(|(name, _)| *name == file.op) else {
         return Ok(GoldenOutcome::Unimplemented { op: file.op.clone() });
     };

@@ -1,11 +1,26 @@
 //! One head of a golden file in a store, packed by the kernel.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use kvpack::backend::{SpanRead, SpanWrite};
 use kvpack::cpu::{CpuStore, dequantize, quantize};
 use kvpack::format::{CodeRange, KeyOrValue, TensorFormat, msb_bytes};
 use kvpack::plan::{Elements, Page, RowLayout, TokenRange};
 use kvpack::{AttentionShape, SegmentFormat, TILE_TOKENS};
+
+/// Elements of whole tiles that a file may ask to store: tiles are of 128 tokens and at least 64 channels, however few of them
+/// the file fills.
+const MOST_STORED: usize = 1 << 22;
+
+/// Checks that the tiles of some rows are not too many.
+pub fn check_size(heads: usize, tokens: usize, head_dim: usize) -> Result<()> {
+    let of_head = tokens.div_ceil(TILE_TOKENS).saturating_mul(TILE_TOKENS * head_dim);
+    let elements = heads.saturating_mul(of_head);
+    ensure!(
+        elements <= MOST_STORED,
+        "{heads} heads of {tokens} tokens fill tiles of {elements} elements; at most {MOST_STORED} are stored"
+    );
+    Ok(())
+}
 
 /// What the kernel `quantize` makes of the rows of one head.
 pub struct Packed {
@@ -24,6 +39,7 @@ impl Packed {
     pub fn new(format: TensorFormat, which: KeyOrValue, head_dim: usize, rows: &[f32]) -> Result<Self> {
         let shape = AttentionShape::new(1, 1, head_dim)?;
         let tokens = rows.len() / head_dim;
+        check_size(1, tokens, head_dim)?;
         let mut store = CpuStore::new(shape, SegmentFormat { key: format, value: format })?;
         let pages: Vec<Page> = (0..tokens.div_ceil(TILE_TOKENS) as u32).map(|index| Page { shard: 0, index }).collect();
         store.add_shard(pages.len() as u32)?;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use kvpack::format::Codebook;
 use kvpack::format::codebook::CoordinateDensity;
 use kvpack::format::turboquant::{Matrix, quantize_mse, quantize_prod};
@@ -10,9 +10,16 @@ use kvpack::format::turboquant::{Matrix, quantize_mse, quantize_prod};
 use super::Outputs;
 use super::file::GoldenFile;
 
+/// Most dimensions of a density that a file may ask for.
+const MOST_DIMENSIONS: usize = 4096;
+
 /// `turboquant.codebook`: Lloyd-Max codebooks at 1 to 4 bits.
 pub fn codebook(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
     let dimension = file.number("d")? as usize;
+    ensure!(
+        (3..=MOST_DIMENSIONS).contains(&dimension),
+        "d = {dimension}: from 3 to {MOST_DIMENSIONS} dimensions are served"
+    );
     let density = match file.text("pdf")? {
         "N(0,1/d)" => CoordinateDensity::Gaussian(dimension),
         pdf if pdf.contains("(1-x^2)^((d-3)/2)") => CoordinateDensity::Sphere(dimension),

@@ -77,15 +77,15 @@ impl Config {
         if or("expert_count", 0)? > 0 {
             return Err(ModelError::Variant { what: "a mixture of experts".into() });
         }
-        let layers = number("block_count")?;
-        if layers == 0 {
-            return Err(wrong(&key("block_count"), &"a model has at least one layer"));
-        }
+        let at_least_one = |name: &str| match number(name)? {
+            0 => Err(wrong(&key(name), &"it is 0, a model has at least one")),
+            number => Ok(number),
+        };
         Ok(Self {
             name: string(metadata, "general.name").unwrap_or("unnamed").into(),
-            layers,
-            width,
-            feed_forward: number("feed_forward_length")?,
+            layers: at_least_one("block_count")?,
+            width: at_least_one("embedding_length")?,
+            feed_forward: at_least_one("feed_forward_length")?,
             attention,
             context: number("context_length")?,
             norm_epsilon: float(metadata, &key("attention.layer_norm_rms_epsilon"))?.into(),

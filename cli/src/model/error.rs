@@ -1,37 +1,28 @@
 //! What can be wrong with a model file, or with what is asked of it.
 
-use std::path::PathBuf;
-
 /// Why a model cannot be loaded or run.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
     /// The file cannot be opened or read.
     #[error(
-        "cannot read the model {}: {reason}. scripts/fetch-model.sh fetches the default model; any other GGUF file can be \
-         named with --model",
-        path.display()
+        "it cannot be read: {reason}. scripts/fetch-model.sh fetches the default model; any other GGUF file can be named \
+         with --model"
     )]
     Unreadable {
-        /// The file.
-        path: PathBuf,
         /// The operating system's reason.
         reason: std::io::Error,
     },
 
     /// The file is no GGUF file.
-    #[error("{} is not a readable GGUF file: {reason}", path.display())]
+    #[error("it is not a readable GGUF file: {reason}")]
     NotGguf {
-        /// The file.
-        path: PathBuf,
         /// The parser's reason.
-        reason: candle_core::Error,
+        reason: String,
     },
 
     /// The file ends before its tensors do.
-    #[error("{} is truncated: its tensors end at byte {needed}, the file at {given}. Fetch it again", path.display())]
+    #[error("it is truncated: its tensors end at byte {needed}, the file at {given}. Fetch it again")]
     Truncated {
-        /// The file.
-        path: PathBuf,
         /// Bytes that its header speaks of.
         needed: u64,
         /// Bytes that there are.

@@ -3,6 +3,7 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `config` | what a GGUF file says of the model |
+//! | `header` | what is checked of the file before candle reads it |
 //! | `weights` | its tensors, dequantised |
 //! | `tokenizer` | its tokenizer |
 //! | `transformer` | the forward pass, with candle's operations |
@@ -12,6 +13,7 @@
 mod attention;
 mod config;
 mod error;
+mod header;
 mod packed;
 #[cfg(test)]
 mod tiny;

@@ -104,6 +104,7 @@ fn write(name: &str, architecture: &str, change: impl FnOnce(&mut Vec<(String, V
 fn load(path: &Path) -> ModelError {
     match Model::load(path) {
         Ok(_) => panic!("{} should not load", path.display()),
+        // Contexts are looked through.
         Err(error) => error.downcast().unwrap(),
     }
 }

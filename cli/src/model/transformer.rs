@@ -1,13 +1,15 @@
 //! The forward pass of a Llama-family transformer.
 
+use std::io::{BufReader, Read, Seek};
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use candle_core::{D, Device, Tensor};
 
 use super::config::RopePairs;
 use super::weights::{Linear, Weights};
 use super::{Attention, Chunk, Config, ModelError, Tokenizer};
+use crate::files;
 
 /// A model, its weights in f32 on the CPU.
 pub struct Model {
@@ -48,7 +50,17 @@ impl Model {
     /// # Errors
     /// [`ModelError`] says what is wrong with the file and what to do.
     pub fn load(path: &Path) -> Result<Self> {
-        let mut weights = Weights::open(path)?;
+        let model =
+            || Self::read(BufReader::new(files::open(path).map_err(|reason| ModelError::Unreadable { reason })?));
+        model().with_context(|| format!("cannot load the model {}", path.display()))
+    }
+
+    /// Reads the bytes of a GGUF file.
+    ///
+    /// # Errors
+    /// Those of [`Model::load`].
+    pub fn read(reader: impl Read + Seek) -> Result<Self> {
+        let mut weights = Weights::open(reader)?;
         let config = Config::read(weights.metadata())?;
         let tokenizer = Tokenizer::read(weights.metadata())?;
         let (width, vocabulary) = (config.width, tokenizer.vocabulary());
@@ -130,7 +142,7 @@ impl Rotation {
 }
 
 impl Layer {
-    fn load(weights: &mut Weights, config: &Config, layer: usize) -> Result<Self, ModelError> {
+    fn load(weights: &mut Weights<impl Read + Seek>, config: &Config, layer: usize) -> Result<Self, ModelError> {
         let name = |part: &str| format!("blk.{layer}.{part}");
         let (width, shape) = (config.width, &config.attention);
         let queries = shape.query_heads() * shape.head_dim();
@@ -169,7 +181,7 @@ impl Layer {
 }
 
 /// base^(-2i / head_dim), divided by the file's factors where it has some (Llama 3.1).
-fn frequencies(weights: &mut Weights, config: &Config) -> Result<Vec<f32>> {
+fn frequencies(weights: &mut Weights<impl Read + Seek>, config: &Config) -> Result<Vec<f32>> {
     let half = config.attention.head_dim() / 2;
     let factors = match weights.has("rope_freqs.weight") {
         true => weights.tensor("rope_freqs.weight", &[half])?.to_vec1::<f32>()?,

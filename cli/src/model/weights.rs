@@ -1,19 +1,17 @@
 //! The tensors of a GGUF file, dequantised to f32.
 
-use std::fs::File;
-use std::io::BufReader;
-use std::path::Path;
+use std::io::{self, Read, Seek, SeekFrom};
 
-use candle_core::quantized::gguf_file::Content;
+use candle_core::quantized::gguf_file::{Content, TensorInfo};
 use candle_core::{Device, Tensor};
 
-use super::ModelError;
 use super::config::Metadata;
+use super::{ModelError, header};
 
 /// An open GGUF file.
-pub struct Weights {
+pub struct Weights<R> {
     content: Content,
-    reader: BufReader<File>,
+    reader: R,
 }
 
 /// A dense layer: `x · weightᵀ + bias`.
@@ -24,24 +22,34 @@ pub struct Linear {
     bias: Option<Tensor>,
 }
 
-impl Weights {
-    /// Opens a file and reads its header.
+impl<R: Read + Seek> Weights<R> {
+    /// Reads the header of a file.
     ///
     /// # Errors
-    /// [`ModelError::Unreadable`], [`ModelError::NotGguf`] and [`ModelError::Truncated`].
-    pub fn open(path: &Path) -> Result<Self, ModelError> {
-        let unreadable = |reason| ModelError::Unreadable { path: path.into(), reason };
-        let file = File::open(path).map_err(unreadable)?;
-        let given = file.metadata().map_err(unreadable)?.len();
-        let mut reader = BufReader::new(file);
-        let content = Content::read(&mut reader).map_err(|reason| ModelError::NotGguf { path: path.into(), reason })?;
-        let end = |info: &candle_core::quantized::gguf_file::TensorInfo| {
-            let blocks = info.shape.elem_count().div_ceil(info.ggml_dtype.block_size());
-            content.tensor_data_offset + info.offset + (blocks * info.ggml_dtype.type_size()) as u64
-        };
-        let needed = content.tensor_infos.values().map(end).max().unwrap_or(0);
-        if needed > given {
-            return Err(ModelError::Truncated { path: path.into(), needed, given });
+    /// [`ModelError::NotGguf`] and [`ModelError::Truncated`].
+    pub fn open(mut reader: R) -> Result<Self, ModelError> {
+        header::check(&mut reader).map_err(|reason| ModelError::NotGguf { reason: reason.to_string() })?;
+        let content =
+            Content::read(&mut reader).map_err(|reason| ModelError::NotGguf { reason: reason.to_string() })?;
+        let given = length(&mut reader).map_err(|reason| ModelError::Unreadable { reason })?;
+        let mut all = 0u64;
+        for (name, info) in &content.tensor_infos {
+            let beyond = || ModelError::Tensor {
+                name: name.clone(),
+                reason: format!("no file holds its shape {:?} at {}", info.shape.dims(), info.offset),
+            };
+            let bytes = bytes(info).ok_or_else(beyond)?;
+            let start = content.tensor_data_offset.checked_add(info.offset);
+            let needed = start.and_then(|start| start.checked_add(bytes)).ok_or_else(beyond)?;
+            if needed > given {
+                return Err(ModelError::Truncated { needed, given });
+            }
+            all = all.saturating_add(bytes);
+        }
+        // Tensors that lie in one place would take memory each.
+        if all > given {
+            let reason = format!("its tensors have {all} bytes, the file {given}; they must not overlap");
+            return Err(ModelError::NotGguf { reason });
         }
         Ok(Self { content, reader })
     }
@@ -82,6 +90,17 @@ impl Weights {
         let bias = if self.has(&bias_name) { Some(self.tensor(&bias_name, &[outputs])?) } else { None };
         Ok(Linear { weight, bias })
     }
+}
+
+/// Bytes of a tensor in the file; `None` where they are beyond all numbers.
+fn bytes(info: &TensorInfo) -> Option<u64> {
+    let elements = info.shape.dims().iter().try_fold(1usize, |product, &size| product.checked_mul(size))?;
+    let blocks = elements.div_ceil(info.ggml_dtype.block_size());
+    blocks.checked_mul(info.ggml_dtype.type_size()).map(|bytes| bytes as u64)
+}
+
+fn length(reader: &mut impl Seek) -> io::Result<u64> {
+    reader.seek(SeekFrom::End(0))
 }
 
 impl Linear {

@@ -3,6 +3,12 @@
 
 use std::process::Command;
 
+/// A sound model of head_dim 80 with random weights.
+pub const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../fuzz/corpus/model/hd80.gguf");
+
+/// A directory for what tests write.
+pub const SCRATCH: &str = env!("CARGO_TARGET_TMPDIR");
+
 /// What a run of the binary left behind.
 pub struct Run {
     /// Exit code.

@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
 use super::timed::{Guard, Timed};
-use crate::print;
+use crate::print::{self, note, say};
 
 /// Sequences of the batch.
 const SEQUENCES: usize = 64;
@@ -123,7 +123,7 @@ pub fn run<B: TimedStores + Timed>(backend: &B, json: bool) -> Result<()> {
         progress.set_message(format.to_string());
         match pollster::block_on(row(backend, shape, format, &mut guard)) {
             Err(error) if error.downcast_ref().is_some_and(|e| matches!(e, kvpack::Error::Unsupported { .. })) => {
-                progress.suspend(|| eprintln!("skipped: {error}"));
+                progress.suspend(|| note!("skipped: {error}"));
             }
             row => rows.push(row?),
         }
@@ -239,11 +239,14 @@ impl<B: Backend> Batch<B> {
 }
 
 fn print_report(report: &AppendReport, tolerated: f64) -> Result<()> {
-    println!("{}", report.backend);
-    println!(
+    say!("{}", report.backend)?;
+    say!(
         "\nOne token for each of {} sequences, {} KV heads × {} ({})",
-        report.sequences, report.kv_heads, report.head_dim, report.timer
-    );
+        report.sequences,
+        report.kv_heads,
+        report.head_dim,
+        report.timer
+    )?;
     let mut table = print::results(&["format", "token goes to", "append µs", "pack µs", "ns per token"], 2);
     for row in &report.rows {
         table.add_row([
@@ -254,10 +257,10 @@ fn print_report(report: &AppendReport, tolerated: f64) -> Result<()> {
             format!("{:.1}", row.token_ns),
         ]);
     }
-    println!("{table}");
+    say!("{table}")?;
     for row in report.rows.iter().filter(|row| row.guard_low_percent > tolerated) {
-        println!("{}: the device ran {:.0} % below its best before or after it", row.format, row.guard_low_percent);
+        say!("{}: the device ran {:.0} % below its best before or after it", row.format, row.guard_low_percent)?;
     }
-    println!("\npack: a full window of each sequence, spread over the 128 steps that fill it.");
+    say!("\npack: a full window of each sequence, spread over the 128 steps that fill it.")?;
     Ok(())
 }

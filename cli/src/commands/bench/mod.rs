@@ -19,7 +19,7 @@ use kvpack::conformance::{BatchFormat, DecodeShape, decode_formats, decode_mixes
 
 use crate::backend::{BackendArgs, Chosen};
 use crate::outcome::Outcome;
-use crate::print;
+use crate::print::{self, say};
 use append::TimedStores;
 use report::{BenchReport, BenchRow, RowOutcome, ShapeReport};
 use run::{BenchPlan, Subject};
@@ -56,9 +56,9 @@ pub struct BenchArgs {
     /// Only f16 and the formats whose name contains this ('4-bit', 'per token'); not of the suite append.
     #[arg(long, value_name = "TEXT")]
     format: Option<String>,
-    /// Mebibytes of packed keys and values to go round, at least [default: 1024 on a GPU, 256 on the CPU, 64 on a
+    /// Mebibytes of packed keys and values to go round, at least, up to 16384 [default: 1024 on a GPU, 256 on the CPU, 64 on a
     /// software GPU, 32 with --quick].
-    #[arg(long, value_name = "MIB")]
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=MOST_FOOTPRINT))]
     footprint: Option<u64>,
     /// Bits of the query, and of the weights of values with a range per channel, in integer dot products; 8 bits are
     /// faster below 8-bit codes and where several query heads share a KV head, and less exact. The CPU backend always
@@ -73,6 +73,9 @@ pub struct BenchArgs {
     #[arg(long)]
     json: bool,
 }
+
+/// Most mebibytes to go round: many times the caches of any device.
+const MOST_FOOTPRINT: u64 = 16 << 10;
 
 /// Most seconds of timed steps for a row.
 const MOST_SECONDS: f64 = 600.0;
@@ -133,7 +136,7 @@ fn bench<B: Timed + TimedStores>(args: &BenchArgs, backend: &B) -> Result<Outcom
     if args.json {
         print::json(&report)?;
     } else {
-        print_report(&report);
+        print_report(&report)?;
     }
     let wrong = |row: &BenchRow| matches!(row.outcome, RowOutcome::Wrong { .. });
     Ok(match report.shapes.iter().flat_map(|shape| &shape.rows).any(wrong) {
@@ -145,7 +148,7 @@ fn bench<B: Timed + TimedStores>(args: &BenchArgs, backend: &B) -> Result<Outcom
 impl BenchArgs {
     fn plan<B: Timed>(&self, backend: &B) -> Result<BenchPlan> {
         let sizes = backend.sizes();
-        let mebibytes = self.footprint.map(|footprint| footprint.saturating_mul(1 << 20));
+        let mebibytes = self.footprint.map(|footprint| footprint << 20);
         Ok(BenchPlan {
             subjects: match &self.file {
                 Some(file) => vec![dumped::subject(file)?],
@@ -217,47 +220,55 @@ impl BenchArgs {
     }
 }
 
-fn print_report(report: &BenchReport) {
-    println!("{}", report.backend);
+fn print_report(report: &BenchReport) -> Result<()> {
+    say!("{}", report.backend)?;
     for shape in &report.shapes {
-        println!(
+        say!(
             "\n{}: {} sequences of {} tokens, {} query heads over {} KV heads × {}",
-            shape.shape, shape.sequences, shape.tokens, shape.query_heads, shape.kv_heads, shape.head_dim
-        );
-        println!("{}", table(shape));
-        print_sums(shape);
+            shape.shape,
+            shape.sequences,
+            shape.tokens,
+            shape.query_heads,
+            shape.kv_heads,
+            shape.head_dim
+        )?;
+        say!("{}", table(shape))?;
+        print_sums(shape)?;
         if let Some(plain) = shape.plain_f32_us {
-            println!("plain f32 attention with the same threads: {plain:.1} µs");
+            say!("plain f32 attention with the same threads: {plain:.1} µs")?;
         }
         for row in &shape.rows {
             match &row.outcome {
-                RowOutcome::Timed(figures) if figures.guard_low_percent > UNSTEADY_PERCENT => println!(
+                RowOutcome::Timed(figures) if figures.guard_low_percent > UNSTEADY_PERCENT => say!(
                     "unsteady {}: the device ran {:.0} % below its best before or after it; close other programs",
-                    row.format, figures.guard_low_percent
-                ),
+                    row.format,
+                    figures.guard_low_percent
+                )?,
                 RowOutcome::Timed(_) => {}
-                RowOutcome::Wrong { reason } => println!("WRONG {}: {reason}", row.format),
-                RowOutcome::Skipped { reason } => println!("skipped {}: {reason}", row.format),
-                RowOutcome::Discarded { guard_low_percent } => println!(
+                RowOutcome::Wrong { reason } => say!("WRONG {}: {reason}", row.format)?,
+                RowOutcome::Skipped { reason } => say!("skipped {}: {reason}", row.format)?,
+                RowOutcome::Discarded { guard_low_percent } => say!(
                     "discarded {}: the device ran {guard_low_percent:.0} % below its best before or after it",
                     row.format
-                ),
+                )?,
             }
         }
     }
-    println!("\nMB: bytes of codes and ranges that a step must read. % read: of the read bandwidth.");
+    say!("\nMB: bytes of codes and ranges that a step must read. % read: of the read bandwidth.")?;
+    Ok(())
 }
 
 /// Holds batches in several formats against their parts, each timed alone.
-fn print_sums(shape: &ShapeReport) {
+fn print_sums(shape: &ShapeReport) -> Result<()> {
     for row in shape.rows.iter().filter(|row| row.parts.len() > 1) {
         let alone = |part: &String| shape.rows.iter().find(|row| row.format == *part)?.outcome.figures();
         let parts: Option<f64> = row.parts.iter().map(|part| Some(alone(part)?.step_us)).sum();
         if let (Some(parts), Some(figures)) = (parts, row.outcome.figures()) {
             let percent = (figures.step_us / parts - 1.0) * 100.0;
-            println!("{}: {:.1} µs, its parts {parts:.1} µs in all ({percent:+.1} %)", row.format, figures.step_us);
+            say!("{}: {:.1} µs, its parts {parts:.1} µs in all ({percent:+.1} %)", row.format, figures.step_us)?;
         }
     }
+    Ok(())
 }
 
 fn table(shape: &ShapeReport) -> comfy_table::Table {

@@ -12,7 +12,7 @@ use super::{Destination, dump_page, formats, layer};
 use crate::backend::{BackendArgs, Chosen};
 use crate::dump::{self, Dump};
 use crate::outcome::Outcome;
-use crate::print;
+use crate::print::{self, one_line, say};
 
 /// Options about dumps.
 #[derive(clap::Args)]
@@ -26,7 +26,7 @@ pub struct DumpArgs {
 
 /// Evaluates a dump.
 pub fn run(file: &Path, args: &DumpArgs, backend: &BackendArgs, to: Destination<'_>) -> Result<Outcome> {
-    let dump = dump::read(file)?;
+    let dump = dump::read(file).with_context(|| file.display().to_string())?;
     leave_something_to_pack(&dump, args.kept)?;
     let report = match backend.open()? {
         Chosen::Cpu(backend) => evaluate(file, args, &backend, &dump),
@@ -34,11 +34,10 @@ pub fn run(file: &Path, args: &DumpArgs, backend: &BackendArgs, to: Destination<
         #[cfg(feature = "cuda")]
         Chosen::Cuda(backend) => evaluate(file, args, &backend, &dump),
     }?;
-    if let Some(path) = to.files {
-        dump_page::write(&report, path)?;
-    }
-    to.print(&report, print_report)?;
-    Ok(Outcome::Passed)
+    // Where one way is closed, the report still goes the other.
+    let written = to.files.map_or(Ok(()), |path| dump_page::write(&report, path));
+    let printed = to.print(&report, print_report);
+    written.and(printed).map(|()| Outcome::Passed)
 }
 
 fn leave_something_to_pack(dump: &Dump, kept: KeptInF16) -> Result<()> {
@@ -81,19 +80,19 @@ fn evaluate_layers<B: Backend>(args: &DumpArgs, backend: &B, dump: &Dump) -> Res
     Ok(reports)
 }
 
-fn print_report(report: &EvalReport) {
-    println!("{} on {}", report.file, report.backend);
+fn print_report(report: &EvalReport) -> Result<()> {
+    say!("{} on {}", report.file, report.backend)?;
     if let Some(model) = &report.model {
-        println!("model: {model}");
+        say!("model: {}", one_line(model))?;
     }
     if let Some(text) = &report.text {
-        println!("text: {text}");
+        say!("text: {}", one_line(text))?;
     }
     if report.kept_first + report.kept_last > 0 {
-        println!("kept in f16: the first {} and the last {} tokens", report.kept_first, report.kept_last);
+        say!("kept in f16: the first {} and the last {} tokens", report.kept_first, report.kept_last)?;
     }
     for layer in &report.layers {
-        println!(
+        say!(
             "\nLayer {}: {} tokens, {} KV heads × {}, {} query heads; errors over {} queries, calibration searched on {}",
             layer.layer,
             layer.tokens,
@@ -102,13 +101,14 @@ fn print_report(report: &EvalReport) {
             layer.query_heads,
             layer.evaluation_queries,
             layer.calibration_queries
-        );
-        println!("{}", layer_table(&layer.formats));
+        )?;
+        say!("{}", layer_table(&layer.formats))?;
     }
-    println!("\nAll {} layers", report.layers.len());
-    println!("{}", summary_table(&report.summary));
-    println!("\nerror: relative L2 error of the attention outputs against exact attention over the dump, in percent.");
-    println!("bits: per element of keys and values, with all ranges and padding.");
+    say!("\nAll {} layers", report.layers.len())?;
+    say!("{}", summary_table(&report.summary))?;
+    say!("\nerror: relative L2 error of the attention outputs against exact attention over the dump, in percent.")?;
+    say!("bits: per element of keys and values, with all ranges and padding.")?;
+    Ok(())
 }
 
 fn layer_table(rows: &[FormatRow]) -> comfy_table::Table {

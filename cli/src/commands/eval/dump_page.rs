@@ -11,7 +11,7 @@ use crate::print;
 
 const ERROR: LossAxis = LossAxis { name: "relative L2 error", smallest: 1e-7 };
 
-/// Writes `path.json` and `path.html`, each whole or not at all.
+/// Writes `path.json` and `path.html`, both or neither.
 ///
 /// # Errors
 /// When a file cannot be written.

@@ -61,18 +61,20 @@ struct Destination<'a> {
 }
 
 impl Destination<'_> {
-    fn print<T: Serialize>(self, report: &T, tables: impl FnOnce(&T)) -> Result<()> {
-        if self.json {
-            return print::json(report);
-        }
-        tables(report);
-        Ok(())
+    /// Finds out whether the files can be written, before anything is computed for them.
+    fn try_files(self) -> Result<()> {
+        self.files.map_or(Ok(()), |path| page::Files::new(path).map(drop))
+    }
+
+    fn print<T: Serialize>(self, report: &T, tables: impl FnOnce(&T) -> Result<()>) -> Result<()> {
+        if self.json { print::json(report) } else { tables(report) }
     }
 }
 
 /// Runs the command.
 pub fn run(args: &EvalArgs) -> Result<Outcome> {
     let to = Destination { json: args.json, files: args.report.as_deref() };
+    to.try_files()?;
     match (&args.file, &args.model.model) {
         (Some(file), None) => dump::run(file, &args.dump, &args.backend, to),
         (_, Some(model)) => model::run(model, &args.model, &args.backend, to),

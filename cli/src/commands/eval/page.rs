@@ -1,9 +1,11 @@
 //! The files of a report: JSON, and a self-contained page.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use serde::Serialize;
+
+use crate::files::Replacement;
 
 /// A page of HTML that needs no other file.
 pub struct Page {
@@ -45,24 +47,52 @@ impl Page {
         self.html += svg;
     }
 
-    /// Writes `path.html`, and `path.json` of the report, each whole or not at all.
+    /// Writes `path.html`, and `path.json` of the report: both, or neither where one of them cannot be written.
     ///
     /// # Errors
     /// When a file cannot be written.
     pub fn write(&self, path: &Path, report: &impl Serialize) -> Result<()> {
-        replace(&path.with_extension("json"), &serde_json::to_string_pretty(report)?)?;
-        replace(&path.with_extension("html"), &self.html)
+        let json = serde_json::to_string_pretty(report)?;
+        let mut files = Files::new(path)?;
+        files.json.write(json.as_bytes())?;
+        files.html.write(self.html.as_bytes())?;
+        files.commit()
     }
+}
+
+/// Both files, to be written.
+pub struct Files {
+    json: Replacement,
+    html: Replacement,
+}
+
+impl Files {
+    /// Begins to write `path.json` and `path.html`.
+    ///
+    /// # Errors
+    /// When one of them cannot be written.
+    pub fn new(path: &Path) -> Result<Self> {
+        Ok(Self {
+            json: Replacement::new(&with_ending(path, ".json"))?,
+            html: Replacement::new(&with_ending(path, ".html"))?,
+        })
+    }
+
+    fn commit(self) -> Result<()> {
+        self.json.commit()?;
+        self.html.commit()
+    }
+}
+
+/// The path with an ending more: `run.1` is not `run.2`.
+fn with_ending(path: &Path, ending: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(ending);
+    name.into()
 }
 
 fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
-}
-
-fn replace(path: &Path, content: &str) -> Result<()> {
-    let temporary = path.with_extension("tmp");
-    let written = std::fs::write(&temporary, content).and_then(|()| std::fs::rename(&temporary, path));
-    written.with_context(|| format!("cannot write {}", path.display()))
 }
 
 #[cfg(test)]
@@ -74,13 +104,17 @@ mod tests {
         let mut page = Page::new("a < b");
         page.paragraph("c & d");
         page.table(&["e>".into()], [vec!["1".into()]].into_iter());
-        let directory = std::env::temp_dir().join(format!("kvpack-page-{}", std::process::id()));
-        std::fs::create_dir_all(&directory).unwrap();
-        let path = directory.join("report");
+        let directory = tempfile::tempdir().unwrap();
+        // The user's own file, whose name is near.
+        let neighbour = directory.path().join("report.tmp");
+        std::fs::write(&neighbour, "mine").unwrap();
+        let path = directory.path().join("report.1");
         page.write(&path, &[1, 2]).unwrap();
-        let html = std::fs::read_to_string(path.with_extension("html")).unwrap();
+        page.write(&directory.path().join("report.2"), &[3]).unwrap();
+        let html = std::fs::read_to_string(directory.path().join("report.1.html")).unwrap();
         assert!(html.contains("<h1>a &lt; b</h1><p>c &amp; d</p><table><tr><th>e&gt;</tr><tr><td>1</tr>"), "{html}");
-        assert_eq!(std::fs::read_to_string(path.with_extension("json")).unwrap(), "[\n  1,\n  2\n]");
-        std::fs::remove_dir_all(directory).unwrap();
+        assert_eq!(std::fs::read_to_string(directory.path().join("report.1.json")).unwrap(), "[\n  1,\n  2\n]");
+        assert_eq!(std::fs::read_to_string(neighbour).unwrap(), "mine");
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 5, "nothing else is left");
     }
 }

@@ -18,7 +18,7 @@ use crate::backend::{BackendArgs, Chosen};
 use crate::commands::{DEFAULT_MODEL, Text, text};
 use crate::model::{ExactAttention, Model, PackedAttention};
 use crate::outcome::Outcome;
-use crate::print;
+use crate::print::{self, note};
 use passkey::Passkey;
 use report::{ModelReport, RecipeRow};
 use score::{Reference, Score};
@@ -50,29 +50,52 @@ const COMPARED_TOKENS: usize = 512;
 
 /// Evaluates a model.
 pub fn run(file: &std::path::Path, args: &ModelArgs, backend: &BackendArgs, to: Destination<'_>) -> Result<Outcome> {
-    let recipes = recipes(&args.recipes)?;
+    let wanted = Wanted::parse(&args.recipes)?;
     let model = Model::load(file)?;
     let task = Task::new(&model, text(args.text.as_deref())?, args)?;
     match backend.open()? {
-        Chosen::Cpu(backend) => evaluate(&task, &recipes, &backend, to),
-        Chosen::Wgpu(backend) => evaluate(&task, &recipes, &backend, to),
+        Chosen::Cpu(backend) => evaluate(&task, &wanted, &backend, to),
+        Chosen::Wgpu(backend) => evaluate(&task, &wanted, &backend, to),
         #[cfg(feature = "cuda")]
-        Chosen::Cuda(backend) => evaluate(&task, &recipes, &backend, to),
+        Chosen::Cuda(backend) => evaluate(&task, &wanted, &backend, to),
     }
 }
 
-fn recipes(given: &[String]) -> Result<Vec<ModelRecipe>> {
-    let mut recipes = Vec::new();
-    for text in given.iter().flat_map(|text| text.split_whitespace()) {
-        match text {
-            "all" => recipes.extend(ModelRecipe::all()),
-            _ => recipes.push(text.parse()?),
+/// A recipe that is asked for.
+struct Wanted {
+    recipe: ModelRecipe,
+    /// By its name, and not with all others.
+    by_name: bool,
+}
+
+impl Wanted {
+    fn parse(given: &[String]) -> Result<Vec<Self>> {
+        let mut wanted = Vec::new();
+        for text in given.iter().flat_map(|text| text.split_whitespace()) {
+            match text {
+                "all" => wanted.extend(ModelRecipe::all().into_iter().map(|recipe| Self { recipe, by_name: false })),
+                _ => wanted.push(Self { recipe: text.parse()?, by_name: true }),
+            }
+        }
+        if wanted.is_empty() {
+            bail!("--recipes names no recipe; 'all' stands for every method at every width");
+        }
+        Ok(wanted)
+    }
+}
+
+/// The recipes that the model and the backend can take, found before any is evaluated. One that is named must be among
+/// them; of all others, those that are not are left out with a word.
+fn fitting<B: Backend + Clone>(task: &Task<'_>, wanted: &[Wanted], backend: &B) -> Result<Vec<ModelRecipe>> {
+    let mut fitting = Vec::with_capacity(wanted.len());
+    for Wanted { recipe, by_name } in wanted {
+        match PackedAttention::new(backend, &task.model.config, recipe) {
+            Ok(_) => fitting.push(recipe.clone()),
+            Err(error) if *by_name => return Err(error.context(format!("recipe {recipe}"))),
+            Err(error) => note!("left out {recipe}: {error:#}"),
         }
     }
-    if recipes.is_empty() {
-        bail!("--recipes names no recipe; 'all' stands for every method at every width");
-    }
-    Ok(recipes)
+    Ok(fitting)
 }
 
 /// What every recipe has to do.
@@ -113,10 +136,11 @@ impl<'a> Task<'a> {
 
 fn evaluate<B: Backend + Clone>(
     task: &Task<'_>,
-    recipes: &[ModelRecipe],
+    wanted: &[Wanted],
     backend: &B,
     to: Destination<'_>,
 ) -> Result<Outcome> {
+    let recipes = fitting(task, wanted, backend)?;
     let compared = COMPARED_TOKENS.min(task.tokens.len());
     let work = task.tokens.len() + compared + recipes.len() * task.work();
     let progress = ProgressBar::new(work as u64).with_style(print::bar());
@@ -130,17 +154,18 @@ fn evaluate<B: Backend + Clone>(
     let nmse = reference.nmse(task.model, &mut exact, &task.tokens[..compared], &progress)?;
 
     let mut report = ModelReport::new(task, backend.name(), compared, nmse);
-    for recipe in recipes {
+    let mut add_row = |recipe: &ModelRecipe| {
         progress.set_message(recipe.to_string());
         let row = evaluate_recipe(task, recipe, backend, &reference, &progress)?;
-        progress.suspend(|| eprintln!("{}", row.line()));
+        progress.suspend(|| note!("{}", row.line()));
         report.rows.push(row);
-        if let Some(path) = to.files {
-            page::write(&report, path)?;
-        }
-    }
+        to.files.map_or(Ok(()), |path| page::write(&report, path))
+    };
+    let done = recipes.iter().try_for_each(&mut add_row);
     progress.finish_and_clear();
+    // What was computed is printed, whatever came after it.
     to.print(&report, report::print)?;
+    done?;
     Ok(if nmse <= LARGEST_LOGIT_NMSE { Outcome::Passed } else { Outcome::Failed })
 }
 

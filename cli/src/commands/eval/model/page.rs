@@ -8,7 +8,7 @@ use super::super::page::Page;
 use super::plots;
 use super::report::{ModelReport, RecipeRow};
 
-/// Writes `path.json` and `path.html`, each whole or not at all.
+/// Writes `path.json` and `path.html`, both or neither.
 ///
 /// # Errors
 /// When a file cannot be written.

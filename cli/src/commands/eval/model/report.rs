@@ -10,7 +10,7 @@ use super::Task;
 use super::passkey::PasskeyRow;
 use super::score::{Score, mean};
 use crate::model::{CHUNK_TOKENS, PackedAttention};
-use crate::print;
+use crate::print::{self, one_line, say};
 
 /// Everything about one model and one text.
 #[derive(Serialize)]
@@ -115,12 +115,13 @@ impl RecipeRow {
 }
 
 /// Prints the report as a table.
-pub fn print(report: &ModelReport) {
-    println!("{} reads {} on {}", report.model, report.text, report.backend);
-    println!(
+pub fn print(report: &ModelReport) -> anyhow::Result<()> {
+    say!("{} reads {} on {}", one_line(&report.model), one_line(&report.text), report.backend)?;
+    say!(
         "f16 cache against candle's full-precision attention: NMSE {:.1e} of the log-probabilities of {} tokens",
-        report.f16_nmse, report.compared_tokens
-    );
+        report.f16_nmse,
+        report.compared_tokens
+    )?;
     let perplexities = report.lengths.iter().map(|length| format!("ppl {length}"));
     let header: Vec<String> = std::iter::once("recipe".to_owned())
         .chain(perplexities)
@@ -144,12 +145,9 @@ pub fn print(report: &ModelReport) {
         ]);
         table.add_row(cells);
     }
-    println!("{table}");
-    println!(
-        "\nppl N: perplexity of the first N tokens. KL: mean divergence from the f16 cache's predictions, in nats."
-    );
-    println!(
-        "top-1: positions whose likeliest token is the f16 cache's. pass key: mean log-probability of its digits."
-    );
-    println!("bits: per element of keys and values, with all ranges and what the recipe keeps in f16.");
+    say!("{table}")?;
+    say!("\nppl N: perplexity of the first N tokens. KL: mean divergence from the f16 cache's predictions, in nats.")?;
+    say!("top-1: positions whose likeliest token is the f16 cache's. pass key: mean log-probability of its digits.")?;
+    say!("bits: per element of keys and values, with all ranges and what the recipe keeps in f16.")?;
+    Ok(())
 }

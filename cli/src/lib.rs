@@ -1,0 +1,30 @@
+//! What the `kvpack` command is made of.
+//!
+//! It is a library only so that others can run its parts on bytes of their own, as the fuzz targets do with its readers;
+//! nothing here is stable.
+
+mod adapters;
+mod backend;
+mod commands;
+mod dump;
+mod files;
+mod golden;
+mod model;
+mod outcome;
+mod print;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// Runs the command that the arguments of the process name.
+pub fn main() -> ExitCode {
+    outcome::exit_code(match commands::Command::try_parse() {
+        Ok(command) => command.run(),
+        // Help and versions go to standard output, wrong usage to standard error.
+        Err(message) => match message.print() {
+            Ok(()) => return ExitCode::from(message.exit_code() as u8),
+            Err(error) => Err(print::StdoutError::from(error).into()),
+        },
+    })
+}
