@@ -172,6 +172,18 @@ every_feature_set() {
     done
 }
 
+# What every crate of Cargo.lock asks for is compared with rust-version by a test (cli/tests/rust_version.rs); where a
+# compiler of that version is installed, it has the last word.
+promised_compiler() {
+    local version
+    version=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+    if ! cargo "+$version" --version >/dev/null 2>&1; then
+        echo "no toolchain $version is installed (rustup toolchain install $version): only the metadata of crates are compared"
+        return
+    fi
+    cargo "+$version" check --locked --workspace --all-features --target-dir target/rust-version
+}
+
 # --- what is checked --------------------------------------------------------------------------------------------
 
 stage drivers set_up_drivers || { summary; exit 1; }
@@ -194,6 +206,7 @@ stage gpu-strict-webgpu on "$first" env WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
     cargo test --locked --workspace --no-fail-fast --test 'gpu*'
 stage gpu-floor on "$first" env KVPACK_PATH=floor cargo test --locked --workspace --no-fail-fast --test 'gpu*'
 stage validation-messages no_validation_messages
+stage rust-version promised_compiler
 stage docs env RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --all-features
 
 summary

@@ -12,6 +12,7 @@ mod golden;
 mod model;
 mod outcome;
 mod print;
+pub mod readers;
 
 use std::process::ExitCode;
 

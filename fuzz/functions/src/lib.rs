@@ -1,0 +1,61 @@
+//! The fuzz targets as functions of bytes: `cargo fuzz run <name>` runs them under libFuzzer, and the test `corpus` of this
+//! package replays `fuzz/corpus` through them on stable Rust.
+//!
+//! Each may refuse what it is given, but panic only over a mistake of kvpack's.
+
+mod cache;
+
+use kvpack::AttentionShape;
+use kvpack::cache::{KvCache, ModelRecipe};
+use kvpack::cpu::Cpu;
+use kvpack::format::HEAD_DIMS;
+use kvpack_cli::readers;
+
+pub use cache::cache;
+
+/// Something that takes any bytes.
+pub type Target = fn(&[u8]);
+
+/// Every target by its name, which is that of its folder in the corpus.
+pub const TARGETS: [(&str, Target); 5] =
+    [("cache", cache), ("dump", dump), ("golden", golden), ("model", model), ("recipe", recipe)];
+
+/// The reader of dumps of keys, values and queries.
+pub fn dump(bytes: &[u8]) {
+    let _ = readers::dump(bytes);
+}
+
+/// The reader of golden files, and their ops on the CPU.
+pub fn golden(bytes: &[u8]) {
+    let _ = readers::golden(bytes);
+}
+
+/// The reader of GGUF models, and a forward pass of a few tokens.
+pub fn model(bytes: &[u8]) {
+    let _ = readers::model(bytes);
+}
+
+/// The grammar of recipes: what it takes can be printed, read again, and made a cache of or refused.
+///
+/// # Panics
+/// When a recipe does not come back.
+pub fn recipe(bytes: &[u8]) {
+    let Ok(text) = str::from_utf8(bytes) else { return };
+    let Ok(recipe) = text.parse::<ModelRecipe>() else { return };
+    let again: ModelRecipe = recipe.to_string().parse().expect("a printed recipe is one");
+    assert_eq!(again.highest_layer(), recipe.highest_layer(), "{text}");
+    for head_dim in HEAD_DIMS {
+        let shape = AttentionShape::new(4, 2, head_dim).expect("a head dimension with kernels");
+        for layer in [0, 1, recipe.highest_layer().unwrap_or(0)] {
+            let of_layer = recipe.layer(layer, &shape);
+            assert_eq!(again.layer(layer, &shape), of_layer, "{text}");
+            let made = KvCache::new(Cpu::new(), shape, 1, of_layer);
+            assert_eq!(made.is_ok(), of_layer.packed.check(&shape).is_ok() && packs_what_it_may(&of_layer), "{text}");
+        }
+    }
+}
+
+/// True unless single tokens are packed in a format whose ranges span several.
+fn packs_what_it_may(recipe: &kvpack::Recipe) -> bool {
+    recipe.recent != kvpack::cache::RecentWindow::PackTokens || recipe.packed.takes_single_tokens()
+}
