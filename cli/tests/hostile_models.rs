@@ -28,7 +28,7 @@ fn headers_that_divide_by_zero_or_overflow() {
         ("panic-gguf-11-0", ["blk.0.ffn_up.weight", "288230376151711872"]),
     ] {
         is_refused(&kvpack(&["generate", "--backend", "cpu", "--model", &seed(name), "a"]), &words);
-        let output = format!("{SCRATCH}/no-dump");
+        let output = format!("{SCRATCH}/capture-no-dump");
         is_refused(&kvpack(&["capture", "--model", &seed(name), &output]), &words);
         assert!(!Path::new(&output).exists());
     }
@@ -36,7 +36,7 @@ fn headers_that_divide_by_zero_or_overflow() {
 
 #[test]
 fn more_tokens_than_numbers_count() {
-    let output = format!("{SCRATCH}/no-tokens");
+    let output = format!("{SCRATCH}/capture-no-tokens");
     for tokens in ["18446744073709551615", "18446744073709551600"] {
         let capture = kvpack(&["capture", "--model", MODEL, "--tokens", tokens, "--queries", "32", &output]);
         is_refused(&capture, &["are needed", tokens.get(..10).unwrap()]);
