@@ -7,9 +7,9 @@
 use std::time::{Duration, Instant};
 
 use kvpack::backend::SpanWrite;
-use kvpack::cpu::{CpuStore, decode_step, plain_attention, quantize};
+use kvpack::cpu::{CpuStore, attend_plan, plain_attention, quantize};
 use kvpack::format::{AffineFormat, Grouping, TensorFormat};
-use kvpack::plan::{DecodePlan, Elements, Page, RowLayout, SpanView, Split, StoreView, TokenRange};
+use kvpack::plan::{AttendPlan, Elements, Page, QueryRun, RowLayout, SpanView, Split, StoreView, TokenRange};
 use kvpack::{AttentionShape, Bits, Calibration, Result, SegmentFormat, TILE_TOKENS};
 
 const KV_HEADS: usize = 8;
@@ -107,13 +107,13 @@ impl Rows {
             range_slot: 0,
         };
         quantize(&mut store, Elements::F32(&self.keys), Elements::F32(&self.values), write)?;
-        let span = SpanView { sequence: 0, tokens: self.tokens, pages: &pages, range_slot: 0 };
+        let span = SpanView { sequence: 0, start: 0, tokens: self.tokens, pages: &pages, range_slot: 0 };
         let plan = || {
             let view = StoreView { format, calibration, spans: vec![span.clone()] };
-            DecodePlan::new(self.shape, 1, &[view], Split::default())
+            AttendPlan::new(self.shape, &QueryRun::decode_batch(1), &[view])
         };
         let plan = plan()?;
-        let time = fastest(|| decode_step(&plan, &[&store], Elements::F32(&self.query)).map(drop))?;
+        let time = fastest(|| attend_plan(&plan, &[&store], Elements::F32(&self.query), Split::default()).map(drop))?;
         Ok((store.bytes() as usize, time))
     }
 }

@@ -2,14 +2,15 @@
 //
 //   score_t = q · k_t log2(e)/√d,   out = Σ_t 2^(score_t) v_t / Σ_t 2^(score_t)
 //
-// A block owns one item (a run of tokens of a span) for one KV head and a chunk of query heads, and its warps take the
+// A block owns one item (a run of tokens of a span, and a query or some) for one KV head and a chunk of query heads, and its
+// warps take the
 // item's steps of STEP_TOKENS tokens in turn. Warps never wait for each other in the loop: each has its own ring of
 // STAGES stages in shared memory, filled by asynchronous copies (common/ring.cuh), and its own softmax. Keys are
 // multiplied as bytes (m16n8k32) with a query of 16 bits in two bytes, f16 keys as halves with a query of two halves;
 // packed values as bytes with weights of 16 bits in two bytes, f16 values as halves (m16n8k16) with weights in f16.
 // Codes go from memory into the MMA without a conversion; see common/scores.cuh and common/values.cuh, and
 // common/weights.cuh for what lies between them. After the loop the warps are joined in shared memory. The block writes
-// the output where its sequence has no other items; otherwise states are merged (merge_states.cu).
+// the output where its query has no other items; otherwise states are merged (merge_states.cu).
 //
 // Calibrated segments are launched twice; the first time only for the extremes of their scores (common/calibration.cuh).
 //
@@ -111,7 +112,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     const u32 kv_head = blockIdx.x / call.cluster / call.chunks % call.kv_heads;
     const Item item = call.items[blockIdx.x / call.cluster / call.chunks / call.kv_heads * call.cluster + rank];
     const u32 first_head = kv_head * call.group + chunk * CHUNK_HEADS;
-    const int heads = min(CHUNK_HEADS, (int)(call.group - chunk * CHUNK_HEADS));
+    const int heads = QUERIES == 1 ? min(CHUNK_HEADS, (int)(call.group - chunk * CHUNK_HEADS))
+                                   : (int)(item.queries * call.group);
     const int steps = ((int)item.tokens + STEP_TOKENS - 1) / STEP_TOKENS;
 
     // A warp takes whole tiles in turn where the item has plenty, so that what it reads is contiguous; otherwise steps.
@@ -315,7 +317,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     const auto output = [&](int e) { return ROTATED ? rows[e] : block_output(join, joined, e); };
     if (call.cluster == 1) {
         for (int e = threadIdx.x; e < outputs; e += threads) {
-            const float lse = item.states > 1 && e % HEAD_DIM == 0 ? block_lse(join, e / HEAD_DIM) : 0.0f;
+            const bool wanted = item.states > 1 || call.lse != nullptr;
+            const float lse = wanted && e % HEAD_DIM == 0 ? block_lse(join, e / HEAD_DIM) : 0.0f;
             write_state(call, item, first_head, e, {output(e), lse});
         }
     } else {
@@ -337,6 +340,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
         }
     }
     if (item.states == 1) return;
-    u32* arrivals = call.arrivals + ((u64)item.sequence * call.kv_heads + kv_head) * call.chunks + chunk;
-    if (last_to_arrive(arrivals, item.states * call.cluster)) merge_states(call, item, first_head, heads);
+    const int query_heads = QUERIES == 1 ? heads : (int)call.group;
+    for (u32 query = 0; query < (QUERIES == 1 ? 1 : item.queries); query++) {
+        u32* arrivals = call.arrivals + ((u64)(item.row + query) * call.kv_heads + kv_head) * call.chunks + chunk;
+        if (last_to_arrive(arrivals, item.states * call.cluster)) {
+            merge_states(call, item, query, first_head, query_heads);
+        }
+    }
 }

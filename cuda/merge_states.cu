@@ -1,13 +1,13 @@
-// merge_states: the output of a sequence from the states of its items, a stage of `attend`.
+// merge_states: the output of a query from the states of its items, a stage of `attend`.
 //
 //   out = Σ_i 2^(lse_i − M) out_i / Σ_i 2^(lse_i − M),  M = max_i lse_i
 //
 // Blocks of a cluster merge first: each sends the others the parts of its outputs that they merge, through their shared
-// memory. Of what then remains, the last block of a sequence, KV head and chunk to arrive merges; the counter is back at zero afterwards, so that the
+// memory. Of what then remains, the last block of a query, KV head and chunk to arrive merges; the counter is back at zero afterwards, so that the
 // next step, or the next replay of a graph, finds it so. A thread owns every (threads)-th output. States are read past
 // the L1 cache, which may hold older ones.
 //
-// In bounds: rows first_state .. first_state + states belong to the sequence and were sized by the plan.
+// In bounds: rows first_state .. first_state + states belong to the query and were sized by the plan.
 
 #pragma once
 
@@ -16,10 +16,11 @@
 #include "common/attend_call.cuh"
 
 // Channels beyond those of the output are left out.
-__device__ __forceinline__ void write_output(const AttendCall& call, const Item& item, u32 head, u32 channel, float x) {
+__device__ __forceinline__ void write_output(const AttendCall& call, u32 row, u32 head, u32 channel, ItemState state) {
     if (channel >= TENSOR_CHANNELS) return;
-    const u64 index = ((u64)item.sequence * call.kv_heads * call.group + head) * TENSOR_CHANNELS + channel;
-    store_element(call.output, call.output_type, index, x);
+    const u64 query_head = (u64)row * call.kv_heads * call.group + head;
+    if (call.lse != nullptr && channel == 0) call.lse[query_head] = state.lse * 0.69314718f;
+    store_element(call.output, call.output_type, query_head * TENSOR_CHANNELS + channel, state.out);
 }
 
 // Blocks of a cluster, at most.
@@ -76,26 +77,29 @@ __device__ __forceinline__ ItemState merge_cluster(const ClusterShared& shared, 
 // States that are loaded at once.
 constexpr u32 MERGED_AT_ONCE = 8;
 
-// Writes output e of a block, or of a cluster: the sequence's own if there is nothing to merge, or else a state.
+// Writes output e of a block, or of a cluster: the query's own if there is nothing to merge, or else a state.
 __device__ __forceinline__ void write_state(const AttendCall& call, const Item& item, u32 first_head, int e,
                                             ItemState state) {
     const u32 query_heads = call.kv_heads * call.group;
-    const u32 head = first_head + e / HEAD_DIM;
+    const BlockHead of = block_head(call, first_head, e / HEAD_DIM);
     if (item.states == 1) {
-        write_output(call, item, head, e % HEAD_DIM, state.out);
+        write_output(call, item.row + of.query, of.head, e % HEAD_DIM, state);
         return;
     }
-    const u64 row = (u64)item.state * query_heads + head;
+    const u64 row = (u64)(item.state + of.query * item.stride) * query_heads + of.head;
     call.states[row * HEAD_DIM + e % HEAD_DIM] = state.out;
     if (e % HEAD_DIM == 0) call.state_lse[row] = state.lse;
 }
 
-__device__ __forceinline__ void merge_states(const AttendCall& call, const Item& item, u32 first_head, int heads) {
+// Merges the states of one of the item's queries.
+__device__ __forceinline__ void merge_states(const AttendCall& call, const Item& item, u32 query, u32 first_head,
+                                             int heads) {
     const u32 query_heads = call.kv_heads * call.group;
+    const u64 first_state = item.first_state + query * item.stride;
     for (int e = threadIdx.x; e < heads * HEAD_DIM; e += WARPS * 32) {
         const u32 head = first_head + e / HEAD_DIM;
-        const float* lse = call.state_lse + (u64)item.first_state * query_heads + head;
-        const float* out = call.states + ((u64)item.first_state * query_heads + head) * HEAD_DIM + e % HEAD_DIM;
+        const float* lse = call.state_lse + first_state * query_heads + head;
+        const float* out = call.states + (first_state * query_heads + head) * HEAD_DIM + e % HEAD_DIM;
         float largest = -__int_as_float(0x7f800000);
         float weight = 0.0f;
         float sum = 0.0f;
@@ -122,6 +126,6 @@ __device__ __forceinline__ void merge_states(const AttendCall& call, const Item&
                 sum += w * outs[i];
             }
         }
-        write_output(call, item, head, e % HEAD_DIM, sum / weight);
+        write_output(call, item.row + query, head, e % HEAD_DIM, {sum / weight, largest + log2_approx(weight)});
     }
 }

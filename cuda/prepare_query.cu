@@ -138,7 +138,8 @@ __device__ __forceinline__ QueryLoads load_query(const AttendCall& call, const I
 #pragma unroll
     for (int k = 0; k < HEADS_PER_WARP; k++) {
         const int head = warp + k * WARPS;
-        const u64 row = ((u64)item.sequence * query_heads + first_head + head) * TENSOR_CHANNELS + lane;
+        const BlockHead of = block_head(call, first_head, head);
+        const u64 row = ((u64)(item.row + of.query) * query_heads + of.head) * TENSOR_CHANNELS + lane;
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
             float x = 0.0f;

@@ -8,6 +8,7 @@
 use std::error::Error;
 
 use kvpack::backend::AttendOptions;
+use kvpack::backend::Device;
 use kvpack::cache::{KvCache, PromptSpan, Recipe};
 use kvpack::cpu::{Cpu, nmse};
 use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
@@ -55,10 +56,10 @@ async fn run() -> Result<(), Box<dyn Error>> {
 
     // The engine's way: kvpack plans and encodes into a pass of the engine, which submits when it likes.
     let step =
-        StepPlan::new(backend.capabilities(), cache.plan(&[0])?, queries.element_type(), AttendOptions::default())?;
+        StepPlan::new(backend.capabilities(), &cache.plan(&[0])?, queries.element_type(), AttendOptions::default())?;
     let scratch = Scratch::new(&device, step.scratch()).await?;
     let output = Tensor::zeroed(&device, query.len(), ElementType::F32)?;
-    let tensors = StepTensors { queries: &queries, output: &output };
+    let tensors = StepTensors { queries: &queries, output: &output, lse: None };
     let launches = step.bind(backend.kernels(), &cache.stores(), &scratch, tensors)?;
     queue.write_buffer(&scratch.tables, 0, step.tables());
     let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());

@@ -2,11 +2,14 @@
 
 use std::cell::Cell;
 
-use kvpack::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite};
+use kvpack::backend::{
+    AttendOptions, Attention, Backend, Forward, Forwarding, NonFinite, Packing, SpanWrite, Storage, TokenWrite,
+    WindowMove,
+};
 use kvpack::cache::{KvCache, PromptSpan, Recipe, SpanStorage};
 use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor};
 use kvpack::format::{AffineFormat, Grouping, KeyOrValue, TensorFormat};
-use kvpack::plan::{DecodePlan, ElementType, Elements, Page, RowLayout, TokenRange};
+use kvpack::plan::{AttendPlan, ElementType, Page, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
 
@@ -30,37 +33,11 @@ impl Failing {
     }
 }
 
-impl Backend for Failing {
-    type Tensor = CpuTensor;
-    type Store = CpuStore;
-    type Indices = CpuIndices;
+impl Forward for Failing {
+    type Inner = Cpu;
 
-    fn name(&self) -> String {
-        "failing".into()
-    }
-
-    async fn upload(&self, elements: Elements<'_>) -> Result<CpuTensor> {
-        self.cpu.upload(elements).await
-    }
-
-    async fn download(&self, tensor: &CpuTensor) -> Result<Vec<f32>> {
-        self.cpu.download(tensor).await
-    }
-
-    async fn upload_indices(&self, tokens: &[u32], kv_heads: usize, below: u32) -> Result<CpuIndices> {
-        self.cpu.upload_indices(tokens, kv_heads, below).await
-    }
-
-    async fn download_indices(&self, indices: &CpuIndices) -> Result<Vec<u32>> {
-        self.cpu.download_indices(indices).await
-    }
-
-    fn elements(&self, tensor: &CpuTensor) -> usize {
-        self.cpu.elements(tensor)
-    }
-
-    fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<CpuStore> {
-        self.cpu.create_store(shape, format)
+    fn inner(&self) -> &Cpu {
+        &self.cpu
     }
 
     fn max_shard_pages(&self, _: &AttentionShape, _: &SegmentFormat) -> u32 {
@@ -75,10 +52,6 @@ impl Backend for Failing {
     async fn reserve_ranges(&self, store: &mut CpuStore, slots: usize) -> Result<()> {
         self.call()?;
         self.cpu.reserve_ranges(store, slots).await
-    }
-
-    fn store_bytes(&self, store: &CpuStore) -> u64 {
-        self.cpu.store_bytes(store)
     }
 
     async fn first_non_finite(
@@ -103,6 +76,17 @@ impl Backend for Failing {
         self.cpu.quantize(store, keys, values, write)
     }
 
+    fn pack_windows(
+        &self,
+        shape: &AttentionShape,
+        from: &CpuStore,
+        to: &mut CpuStore,
+        windows: &[WindowMove],
+    ) -> Result<()> {
+        self.call()?;
+        self.cpu.pack_windows(shape, from, to, windows)
+    }
+
     fn append(
         &self,
         store: &mut CpuStore,
@@ -120,14 +104,9 @@ impl Backend for Failing {
         self.cpu.copy_page(store, from, to)
     }
 
-    fn dequantize(&self, store: &CpuStore, read: SpanRead<'_>) -> Result<(CpuTensor, CpuTensor)> {
-        self.call()?;
-        self.cpu.dequantize(store, read)
-    }
-
     async fn attend(
         &self,
-        plan: &DecodePlan,
+        plan: &AttendPlan,
         stores: &[&CpuStore],
         queries: &CpuTensor,
         options: AttendOptions,
@@ -170,7 +149,7 @@ fn a_failure_anywhere_changes_nothing() {
             let mut failures = 0;
             loop {
                 let failing = Failing::default();
-                let mut cache = filled(failing.clone(), recipe);
+                let mut cache = filled(Forwarding(failing.clone()), recipe);
                 let (before, memory) = (outputs(&cache), cache.memory());
                 failing.calls_left.set(Some(failures));
                 let result = if prefill {
@@ -238,7 +217,9 @@ fn a_cache_larger_than_a_binding_is_spread_over_several() {
     let query = wave(128);
     let whole = store(1 << 30).unwrap();
     let spread = store(3 * page).unwrap();
-    let shards = |cache: &KvCache<Cpu>| cache.plan(&[0]).unwrap().segments[0].dispatches.len();
+    let shards = |cache: &KvCache<Cpu>| {
+        cache.plan(&[0]).unwrap().segments()[0].pages().iter().map(|page| page.shard).max().map_or(0, |shard| shard + 1)
+    };
     assert_eq!((shards(&whole), shards(&spread)), (1, 3));
     let output = |cache: &KvCache<Cpu>| block_on(cache.attend(&query, ElementType::F32)).unwrap().to_f32();
     approx::assert_abs_diff_eq!(output(&whole).as_slice(), output(&spread).as_slice(), epsilon = 1e-6);
@@ -291,13 +272,13 @@ fn wrong_caches_are_refused() {
 #[test]
 fn a_failed_append_to_a_shared_page_changes_nothing() {
     let failing = Failing::default();
-    let mut cache = filled(failing.clone(), Recipe::f16());
+    let mut cache = filled(Forwarding(failing.clone()), Recipe::f16());
     assert!(matches!(cache.fork(0, 1), Err(Error::Plan { .. })), "sequence 1 holds tokens");
     cache.clear(1).unwrap();
     cache.fork(0, 1).unwrap();
     let (before, memory) = (outputs(&cache), cache.memory());
     assert_eq!(memory.f16.pages_in_use, 1);
-    let append = |cache: &mut KvCache<Failing>, sequence| {
+    let append = |cache: &mut KvCache<Forwarding<Failing>>, sequence| {
         let rows = RowLayout::token_major(1, &shape());
         let token = CpuTensor::F32(vec![0.5; 64]);
         block_on(cache.append_to(&[sequence], rows, &token, &token))

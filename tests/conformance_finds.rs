@@ -2,12 +2,12 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use kvpack::backend::{AttendOptions, NonFinite, SpanRead, SpanWrite, TokenWrite};
+use kvpack::Result;
+use kvpack::backend::{AttendOptions, Attention, Forward, Forwarding, NonFinite, Packing, SpanRead};
 use kvpack::conformance::{self, Failure, Report};
-use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor};
+use kvpack::cpu::{Cpu, CpuStore, CpuTensor};
 use kvpack::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
-use kvpack::plan::{DecodePlan, Elements, Page, RowLayout};
-use kvpack::{Backend, Result};
+use kvpack::plan::{AttendPlan, PlannedSpan, QueryRun, RowLayout, SpanView, StoreView};
 
 /// A mistake that kernels make.
 #[derive(Clone, Copy, PartialEq)]
@@ -39,53 +39,11 @@ struct Mistaken {
     steps: AtomicU32,
 }
 
-impl Backend for Mistaken {
-    type Tensor = CpuTensor;
-    type Store = CpuStore;
-    type Indices = CpuIndices;
+impl Forward for Mistaken {
+    type Inner = Cpu;
 
-    fn name(&self) -> String {
-        "a backend with a mistake".into()
-    }
-
-    async fn upload(&self, elements: Elements<'_>) -> Result<CpuTensor> {
-        self.cpu.upload(elements).await
-    }
-
-    async fn download(&self, tensor: &CpuTensor) -> Result<Vec<f32>> {
-        self.cpu.download(tensor).await
-    }
-
-    async fn upload_indices(&self, tokens: &[u32], kv_heads: usize, below: u32) -> Result<CpuIndices> {
-        self.cpu.upload_indices(tokens, kv_heads, below).await
-    }
-
-    async fn download_indices(&self, indices: &CpuIndices) -> Result<Vec<u32>> {
-        self.cpu.download_indices(indices).await
-    }
-
-    fn elements(&self, tensor: &CpuTensor) -> usize {
-        self.cpu.elements(tensor)
-    }
-
-    fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<CpuStore> {
-        self.cpu.create_store(shape, format)
-    }
-
-    fn max_shard_pages(&self, shape: &AttentionShape, format: &SegmentFormat) -> u32 {
-        self.cpu.max_shard_pages(shape, format)
-    }
-
-    async fn add_shard(&self, store: &mut CpuStore, pages: u32) -> Result<()> {
-        self.cpu.add_shard(store, pages).await
-    }
-
-    async fn reserve_ranges(&self, store: &mut CpuStore, slots: usize) -> Result<()> {
-        self.cpu.reserve_ranges(store, slots).await
-    }
-
-    fn store_bytes(&self, store: &CpuStore) -> u64 {
-        self.cpu.store_bytes(store)
+    fn inner(&self) -> &Cpu {
+        &self.cpu
     }
 
     async fn first_non_finite(
@@ -101,31 +59,6 @@ impl Backend for Mistaken {
         self.cpu.first_non_finite(which, tensor, rows, shape).await
     }
 
-    fn quantize(
-        &self,
-        store: &mut CpuStore,
-        keys: &CpuTensor,
-        values: &CpuTensor,
-        write: SpanWrite<'_, CpuIndices>,
-    ) -> Result<()> {
-        self.cpu.quantize(store, keys, values, write)
-    }
-
-    fn append(
-        &self,
-        store: &mut CpuStore,
-        keys: &CpuTensor,
-        values: &CpuTensor,
-        rows: RowLayout,
-        writes: &[TokenWrite],
-    ) -> Result<()> {
-        self.cpu.append(store, keys, values, rows, writes)
-    }
-
-    fn copy_page(&self, store: &mut CpuStore, from: Page, to: Page) -> Result<()> {
-        self.cpu.copy_page(store, from, to)
-    }
-
     fn dequantize(&self, store: &CpuStore, read: SpanRead<'_>) -> Result<(CpuTensor, CpuTensor)> {
         let (keys, values) = self.cpu.dequantize(store, read)?;
         if self.mistake != Mistake::OffByOneCode {
@@ -138,7 +71,7 @@ impl Backend for Mistaken {
 
     async fn attend(
         &self,
-        plan: &DecodePlan,
+        plan: &AttendPlan,
         stores: &[&CpuStore],
         queries: &CpuTensor,
         options: AttendOptions,
@@ -147,9 +80,9 @@ impl Backend for Mistaken {
             return self.attend_coarsely(plan, stores[0], queries);
         }
         let queries = self.mistaken_queries(plan, queries);
-        let output = self.cpu.attend(&self.mistaken_plan(plan), stores, &queries, options).await?;
+        let output = self.cpu.attend(&self.mistaken_plan(plan)?, stores, &queries, options).await?;
         Ok(match self.mistake {
-            Mistake::YieldsNan => CpuTensor::F32(vec![f32::NAN; self.elements(&output)]),
+            Mistake::YieldsNan => CpuTensor::F32(vec![f32::NAN; output.elements().len()]),
             Mistake::Wavers => {
                 let mut outputs = output.to_f32();
                 outputs[7] = f32::from_bits(outputs[7].to_bits() ^ (self.steps.fetch_add(1, Ordering::Relaxed) % 2));
@@ -161,34 +94,42 @@ impl Backend for Mistaken {
 }
 
 impl Mistaken {
-    fn mistaken_plan(&self, plan: &DecodePlan) -> DecodePlan {
-        let mut plan = plan.clone();
-        match self.mistake {
-            Mistake::DropsLastToken => {
-                let items = plan.segments.iter_mut().flat_map(|segment| &mut segment.items);
-                items.filter(|item| item.tokens > 1).for_each(|item| item.tokens -= 1);
-            }
-            Mistake::DropsSegments => {
-                // The items stay, so that every state row is written, but each sees one token only.
-                let later = plan.segments.iter_mut().skip(1).flat_map(|segment| &mut segment.items);
-                later.for_each(|item| item.tokens = 1);
-            }
-            Mistake::IgnoresCalibration => plan.segments.iter_mut().for_each(|segment| segment.calibration = None),
-            _ => {}
+    /// The plan over spans that are not those of the cache.
+    fn mistaken_plan(&self, plan: &AttendPlan) -> Result<AttendPlan> {
+        let mut views: Vec<StoreView<'_>> = Vec::new();
+        for (index, segment) in plan.segments().iter().enumerate() {
+            views.resize_with(segment.store(), || StoreView {
+                format: SegmentFormat::F16,
+                calibration: None,
+                spans: Vec::new(),
+            });
+            let span = |span: &PlannedSpan| {
+                let tokens = match self.mistake {
+                    Mistake::DropsLastToken => (span.tokens - 1).max(1),
+                    // The spans stay, so that every query sees something, but each is one token only.
+                    Mistake::DropsSegments if index > 0 => 1,
+                    _ => span.tokens,
+                };
+                let sequence = plan.runs()[span.run].run.sequence;
+                let pages = &segment.pages_of(span)[..tokens.div_ceil(TILE_TOKENS)];
+                SpanView { sequence, start: span.start, tokens, pages, range_slot: span.range_slot }
+            };
+            let calibration = segment.calibration().filter(|_| self.mistake != Mistake::IgnoresCalibration).copied();
+            let spans = segment.spans().iter().map(span).collect();
+            views.push(StoreView { format: *segment.format(), calibration, spans });
         }
-        plan
+        let runs: Vec<QueryRun> = plan.runs().iter().map(|planned| planned.run).collect();
+        AttendPlan::new(*plan.shape(), &runs, &views)
     }
 
-    /// Attention with coarse weights, for plans of one segment in one shard.
-    fn attend_coarsely(&self, plan: &DecodePlan, store: &CpuStore, queries: &CpuTensor) -> Result<CpuTensor> {
-        let (shape, segment) = (&plan.shape, &plan.segments[0]);
+    /// Attention with coarse weights, for plans of one segment.
+    fn attend_coarsely(&self, plan: &AttendPlan, store: &CpuStore, queries: &CpuTensor) -> Result<CpuTensor> {
+        let (shape, segment) = (plan.shape(), &plan.segments()[0]);
         let head_dim = shape.head_dim();
         let mut output = Vec::new();
-        for (span, queries) in segment.spans.iter().zip(queries.to_f32().chunks(shape.query_heads() * head_dim)) {
-            let tokens = span.tokens as usize;
-            let table = &segment.page_table[span.page_offset as usize..][..tokens.div_ceil(TILE_TOKENS)];
-            let pages: Vec<Page> = table.iter().map(|&index| Page { shard: 0, index }).collect();
-            let read = SpanRead { pages: &pages, tokens, range_slot: span.range_slot as usize };
+        for (span, queries) in segment.spans().iter().zip(queries.to_f32().chunks(shape.query_heads() * head_dim)) {
+            let tokens = span.tokens;
+            let read = SpanRead { pages: segment.pages_of(span), tokens, range_slot: span.range_slot };
             let (keys, values) = self.cpu.dequantize(store, read)?;
             let (keys, values) = (keys.to_f32(), values.to_f32());
             for (head, query) in queries.chunks(head_dim).enumerate() {
@@ -207,14 +148,13 @@ impl Mistaken {
         Ok(CpuTensor::F32(output))
     }
 
-    fn mistaken_queries(&self, plan: &DecodePlan, queries: &CpuTensor) -> CpuTensor {
+    fn mistaken_queries(&self, plan: &AttendPlan, queries: &CpuTensor) -> CpuTensor {
         let queries = queries.to_f32();
         if self.mistake != Mistake::WrongGroups {
             return CpuTensor::F32(queries);
         }
-        let head_dim = plan.shape.head_dim();
-        let mut heads: Vec<&[f32]> = queries.chunks(head_dim).collect();
-        heads.chunks_mut(plan.shape.query_heads()).for_each(|sequence| sequence.reverse());
+        let mut heads: Vec<&[f32]> = queries.chunks(plan.shape().head_dim()).collect();
+        heads.chunks_mut(plan.shape().query_heads()).for_each(|sequence| sequence.reverse());
         CpuTensor::F32(heads.concat())
     }
 }
@@ -225,7 +165,7 @@ fn score(query: &[f32], key: &[f32]) -> f32 {
 
 fn run(case: &str, mistake: Mistake) -> Report {
     let case = conformance::cases().into_iter().find(|known| known.name == case).expect("the case is in the registry");
-    let backend = Mistaken { cpu: Cpu::new(), mistake, steps: AtomicU32::new(0) };
+    let backend = Forwarding(Mistaken { cpu: Cpu::new(), mistake, steps: AtomicU32::new(0) });
     pollster::block_on(conformance::run_case(&backend, &case)).expect("the mistake is no error")
 }
 

@@ -4,10 +4,10 @@ mod random_rows;
 
 use kvpack::backend::{SpanRead, SpanWrite, TokenWrite};
 use kvpack::cpu::{
-    CpuIndices, CpuStore, DenseSegment, append, decode_step, dequantize, exact_attention, nmse, quantize,
+    CpuIndices, CpuStore, DenseSegment, append, attend_plan, dequantize, exact_attention, nmse, quantize,
 };
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, Rotation, TensorFormat};
-use kvpack::plan::{self, DecodePlan, Elements, Page, RowLayout, SpanView, Split, StoreView, TokenRange};
+use kvpack::plan::{self, AttendPlan, Elements, Page, QueryRun, RowLayout, SpanView, Split, StoreView, TokenRange};
 use kvpack::{AttentionShape, Bits, Calibration, Error, SegmentFormat};
 use random_rows::Rows;
 
@@ -54,10 +54,10 @@ impl Span {
 
     /// NMSE of one decode step against the oracle over the dequantised rows.
     fn attend_error(&self, calibration: Option<Calibration>, split: Split) -> f64 {
-        let span = SpanView { sequence: 0, tokens: self.rows.tokens, pages: &self.pages, range_slot: 2 };
+        let span = SpanView { sequence: 0, start: 0, tokens: self.rows.tokens, pages: &self.pages, range_slot: 2 };
         let view = StoreView { format: *self.store.format(), calibration, spans: vec![span] };
-        let plan = DecodePlan::new(self.rows.shape, 1, &[view], split).unwrap();
-        let got = decode_step(&plan, &[&self.store], Elements::F32(&self.rows.query)).unwrap();
+        let plan = AttendPlan::new(self.rows.shape, &QueryRun::decode_batch(1), &[view]).unwrap();
+        let got = attend_plan(&plan, &[&self.store], Elements::F32(&self.rows.query), split).unwrap();
         let (keys, values) = (self.dequantize(KeyOrValue::Key), self.dequantize(KeyOrValue::Value));
         let segment = DenseSegment { keys: &keys, values: &values, tokens: self.rows.tokens, calibration };
         let exact = exact_attention(&self.rows.shape, &[segment], &self.rows.query).unwrap();
@@ -261,20 +261,15 @@ fn wrong_calls_are_typed_errors() {
     let single = TokenWrite { token: 0, page: pages[0], slot: 0 };
     assert!(matches!(append(&mut store, keys, values, write.rows, &[single]), Err(Error::Plan { .. })));
 
-    let span = SpanView { sequence: 0, tokens: 200, pages: &pages, range_slot: 2 };
+    let span = SpanView { sequence: 0, start: 0, tokens: 200, pages: &pages, range_slot: 2 };
     let view = StoreView { format: *store.format(), calibration: None, spans: vec![span] };
-    let plan = DecodePlan::new(shape, 1, &[view], Split::default()).unwrap();
+    let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[view]).unwrap();
     let query = Elements::F32(&rows.query);
-    assert!(matches!(decode_step(&plan, &[], query), Err(Error::Plan { .. })));
-    assert!(matches!(decode_step(&plan, &[&store], Elements::F32(&[0.0; 64])), Err(Error::Elements { .. })));
+    let attend = |stores: &[&CpuStore], query| attend_plan(&plan, stores, query, Split::default());
+    assert!(matches!(attend(&[], query), Err(Error::Plan { .. })));
+    assert!(matches!(attend(&[&store], Elements::F32(&[0.0; 64])), Err(Error::Elements { .. })));
     let other = CpuStore::new(shape, SegmentFormat::F16).unwrap();
-    assert!(matches!(decode_step(&plan, &[&other], query), Err(Error::Plan { .. })));
-    let mut broken = plan.clone();
-    broken.segments[0].page_table[0] = 99;
-    assert!(matches!(decode_step(&broken, &[&store], query), Err(Error::Plan { .. })));
-    let mut broken = plan;
-    broken.segments[0].items[0].state = 7;
-    assert!(matches!(decode_step(&broken, &[&store], query), Err(Error::Plan { .. })));
+    assert!(matches!(attend(&[&other], query), Err(Error::Plan { .. })));
 }
 
 /// What the codec of TurboQuant loses is what the paper states for 1 to 4 bits, and within its bound of

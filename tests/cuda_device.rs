@@ -9,14 +9,15 @@ use std::sync::Arc;
 use futures::executor::block_on;
 use half::bf16;
 use kvpack::backend::SpanWrite;
+use kvpack::backend::{Device, Packing, Storage};
 use kvpack::cache::PromptSpan;
 use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor, nmse, quantize};
 use kvpack::cuda::cudarc::driver::DevicePtr;
 use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
-use kvpack::cuda::{Cuda, KernelCache, StepPlan, Tensor};
+use kvpack::cuda::{Cuda, KernelCache, StepPlan, StepTensors, Tensor};
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, TensorFormat, TileOrder};
 use kvpack::plan::{ElementType, Elements, Page, RowLayout, Rows, TokenRange};
-use kvpack::{AttentionShape, Backend, Bits, Calibration, Error, KvCache, Recipe, SegmentFormat};
+use kvpack::{AttentionShape, Bits, Calibration, Error, KvCache, Recipe, SegmentFormat};
 
 fn rows(elements: usize, factor: f32) -> Vec<f32> {
     (0..elements).map(|i| (i as f32 * factor).sin() * 3.0 + (i % 7) as f32).collect()
@@ -171,7 +172,11 @@ fn a_captured_step_with_calibrated_scores_is_the_direct_one() {
     };
     let bind = || {
         let output = Tensor::zeroed(stream, queries.elements(), ElementType::F32).unwrap();
-        (step.bind(&backend, &cache.stores(), &queries, &output).unwrap(), output)
+        (
+            step.bind(&backend, &cache.stores(), StepTensors { queries: &queries, output: &output, lse: None })
+                .unwrap(),
+            output,
+        )
     };
 
     let (direct, expected) = bind();
@@ -221,7 +226,10 @@ fn memory_of_an_engine_is_used_in_place() {
     block_on(cache.append(RowLayout::token_major(1, &shape), &part(1, 256), &part(257, 256))).unwrap();
     let output = part(1025, 512);
     let step = StepPlan::new(&backend, &cache.plan(&[0]).unwrap()).unwrap();
-    step.bind(&backend, &cache.stores(), &part(513, 512), &output).unwrap().launch().unwrap();
+    step.bind(&backend, &cache.stores(), StepTensors { queries: &part(513, 512), output: &output, lse: None })
+        .unwrap()
+        .launch()
+        .unwrap();
     // Two query heads to a value.
     let expected: Vec<f32> = (0..512).map(|i| values[i / 256 * 128 + i % 128].to_f32()).collect();
     assert_eq!(output.download(stream).unwrap(), expected);
@@ -244,5 +252,5 @@ fn stores_and_tensors_of_other_streams_are_refused() {
     block_on(cache.append(layout, &own, &own)).unwrap();
     refused(block_on(cache.attend(&foreign, ElementType::F32)).err());
     let step = StepPlan::new(&other, &cache.plan(&[0]).unwrap()).unwrap();
-    refused(step.bind(&other, &cache.stores(), &foreign, &foreign).err());
+    refused(step.bind(&other, &cache.stores(), StepTensors { queries: &foreign, output: &foreign, lse: None }).err());
 }

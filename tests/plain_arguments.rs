@@ -1,6 +1,6 @@
 //! Arguments that no program means, through the public calls: each is an error, and none panics, aborts or takes memory.
 
-use kvpack::backend::Backend;
+use kvpack::backend::{Packing, Storage};
 use kvpack::cache::{KvCache, MOST_SEQUENCES, Recipe};
 use kvpack::cpu::{Cpu, CpuStore, CpuTensor, DenseSegment, States, exact_attention, plain_attention, quantize};
 use kvpack::format::saw_int4::{self, RowRounding};

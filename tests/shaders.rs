@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use kvpack::backend::{AttendOptions, QueryPrecision};
 use kvpack::format::sketch::Sketch;
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, NormRule, Rotation, TensorFormat};
-use kvpack::plan::{DecodePlan, ElementType, Page, SpanView, Split, StoreView};
+use kvpack::plan::{AttendPlan, ElementType, Page, QueryRun, SpanView, Split, StoreView};
 use kvpack::wgpu::{Capabilities, KernelLimits, StepPlan, SubgroupSizes, Timestamps, Variant, variants};
 use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat};
 use naga::back::{hlsl, msl, spv};
@@ -87,13 +87,13 @@ fn decode_variants() -> Vec<Variant> {
         let shape = AttentionShape::new([1, 4, 7, 8][turn % 4] * 2, 2, head_dim).unwrap();
         let calibration = (turn % 3 == 0).then(|| Calibration::new(1.0, 2.0).unwrap());
         let pages = [Page { shard: 0, index: 0 }];
-        let span = SpanView { sequence: 0, tokens: 100, pages: &pages, range_slot: 0 };
+        let span = SpanView { sequence: 0, start: 0, tokens: 100, pages: &pages, range_slot: 0 };
         let store = StoreView { format: SegmentFormat { key, value }, calibration, spans: vec![span] };
-        let plan = DecodePlan::new(shape, 1, &[store], Split::default()).unwrap();
+        let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[store]).unwrap();
         let types = ElementType::ALL;
         let query = if turn % 5 == 0 { QueryPrecision::Int8 } else { QueryPrecision::Int16 };
-        let options = AttendOptions { query, output: types[turn / 2 % 3] };
-        let step = StepPlan::new(&capabilities(turn), plan, types[turn % 3], options).unwrap();
+        let options = AttendOptions { query, output: types[turn / 2 % 3], ..AttendOptions::default() };
+        let step = StepPlan::new(&capabilities(turn), &plan, types[turn % 3], options).unwrap();
         found.extend(step.variants());
     }
     found.extend(matrix_variants());
@@ -107,11 +107,13 @@ fn matrix_variants() -> Vec<Variant> {
     let capabilities = Capabilities { matrices: true, limits, ..all };
     let pages = vec![Page { shard: 0, index: 0 }; 9];
     let variants = ElementType::ALL.map(|input| {
-        let spans = vec![SpanView { sequence: 0, tokens: 9 * 128, pages: &pages, range_slot: 0 }];
+        let spans = vec![SpanView { sequence: 0, start: 0, tokens: 9 * 128, pages: &pages, range_slot: 0 }];
         let store = StoreView { format: SegmentFormat::F16, calibration: None, spans };
         let split = Split { target_items: usize::MAX, tile_step: 1, max_tiles: 1 };
-        let plan = DecodePlan::new(AttentionShape::new(16, 2, 128).unwrap(), 1, &[store], split).unwrap();
-        StepPlan::new(&capabilities, plan, input, AttendOptions::default()).unwrap().variants()
+        let plan =
+            AttendPlan::new(AttentionShape::new(16, 2, 128).unwrap(), &QueryRun::decode_batch(1), &[store]).unwrap();
+        let options = AttendOptions { split, ..AttendOptions::default() };
+        StepPlan::new(&capabilities, &plan, input, options).unwrap().variants()
     });
     let variants = variants.concat();
     assert_eq!(variants.iter().filter(|variant| variant.kernel() == "attend_matrix").count(), 3);

@@ -3,7 +3,7 @@
 
 use kvpack::backend::AttendOptions;
 use kvpack::format::{AffineFormat, Grouping, Rotation, TensorFormat};
-use kvpack::plan::{DecodePlan, ElementType, Page, SpanView, Split, StoreView};
+use kvpack::plan::{AttendPlan, ElementType, Page, QueryRun, SpanView, Split, StoreView};
 use kvpack::wgpu::{Capabilities, KernelLimits, Path, StepPlan, SubgroupSizes, Timestamps};
 use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat, conformance};
 
@@ -38,10 +38,11 @@ fn kernels_of(
     tiles: u32,
 ) -> Vec<String> {
     let pages: Vec<Page> = (0..tiles).map(|index| Page { shard: 0, index }).collect();
-    let spans = vec![SpanView { sequence: 0, tokens: pages.len() * 128, pages: &pages, range_slot: 0 }];
+    let spans = vec![SpanView { sequence: 0, start: 0, tokens: pages.len() * 128, pages: &pages, range_slot: 0 }];
     let split = Split { target_items: usize::MAX, tile_step: 1, max_tiles: 1 };
-    let plan = DecodePlan::new(shape, 1, &[StoreView { format, calibration, spans }], split).unwrap();
-    let step = StepPlan::new(&capabilities, plan, ElementType::F32, AttendOptions::default()).unwrap();
+    let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[StoreView { format, calibration, spans }]).unwrap();
+    let options = AttendOptions { split, ..AttendOptions::default() };
+    let step = StepPlan::new(&capabilities, &plan, ElementType::F32, options).unwrap();
     let name = |label: String| label.split(' ').nth(1).unwrap_or_default().to_owned();
     step.launch_labels().into_iter().map(name).collect()
 }
@@ -125,6 +126,7 @@ fn the_registry_covers_matrices() {
             .map(|(format, tables)| {
                 let spans = tables.iter().enumerate().map(|(sequence, pages)| SpanView {
                     sequence,
+                    start: 0,
                     tokens: pages.len() * 128,
                     pages,
                     range_slot: 0,
@@ -132,8 +134,8 @@ fn the_registry_covers_matrices() {
                 StoreView { format: *format, calibration: None, spans: spans.collect() }
             })
             .collect();
-        let plan = DecodePlan::new(case.shape, case.sequences.len(), &views, case.split).unwrap();
-        let step = StepPlan::new(&matrices, plan, case.input.elements, case.options).unwrap();
+        let plan = AttendPlan::new(case.shape, &QueryRun::decode_batch(case.sequences.len()), &views).unwrap();
+        let step = StepPlan::new(&matrices, &plan, case.input.elements, case.options).unwrap();
         step.launch_labels().iter().any(|label| label.contains("attend_matrix"))
     };
     let cases = conformance::cases();

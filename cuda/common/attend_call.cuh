@@ -15,41 +15,50 @@
 // Blocks that share a multiprocessor.
 #define BLOCKS_PER_SM 1
 #define BULK_COPIES 1
+// Most queries of an item.
+#define QUERIES 1
 #endif
 
-// A run of tokens of one span, attended by one block for each KV head and chunk of query heads. Where blocks form
-// clusters, `cluster` items in a row belong to one sequence and share a row of states.
+// A run of tokens of one span for some neighbouring queries, attended by one block for each KV head and chunk of query heads.
+// Several queries share a block with all their heads. Where blocks form clusters, `cluster` items in a row are of one query
+// and share a row of states.
 struct Item {
     // First entry of the page table.
     u32 first_page;
     u32 tokens;
     u32 range_slot;
-    u32 sequence;
-    // Row of states that the item writes.
+    // Row of the first query in the tensor of queries.
+    u32 row;
+    // Row of states that its first query writes.
     u32 state;
-    // Rows of its sequence: the first, and how many.
+    // Rows of its first query: the first, and how many. Every query of the item has as many.
     u32 first_state;
     u32 states;
-    // The span, among those of the launch.
-    u32 span;
+    // Where the extremes of its scores lie, where they are calibrated; the item then has one query.
+    u32 extremes;
+    u32 queries;
+    // Rows of states from one query to the next.
+    u32 stride;
 };
 
 struct AttendCall {
     // Address of every page.
     const u64* pages;
     const Item* items;
-    // [sequence][query head][channel].
+    // [row][query head][channel].
     const void* queries;
     void* output;
+    // Natural log-sum-exp [row][query head], where it is asked for.
+    float* lse;
     // [slot][kv head][channel] of (scale, minimum), where ranges are per channel.
     const float2* key_ranges;
     const float2* value_ranges;
     // [row][query head][channel] of channels as they are stored, and the base-2 log-sum-exp [row][query head].
     float* states;
     float* state_lse;
-    // Rows written so far, [sequence][kv head][chunk]; zero between steps.
+    // States written so far, [row][kv head][chunk]; zero between steps.
     u32* arrivals;
-    // Extremes of calibrated scores, [span][query head]; see common/calibration.cuh.
+    // Extremes of calibrated scores, [query over a span][query head]; see common/calibration.cuh.
     u32* extremes;
     u32 kv_heads;
     // Query heads of a KV head, and chunks of them.
@@ -79,6 +88,17 @@ struct PassLoads {
     u32 at;
     u32 tops;
 };
+
+// A head of a block: which of the item's queries it is of, and which query head.
+struct BlockHead {
+    u32 query;
+    u32 head;
+};
+
+__device__ __forceinline__ BlockHead block_head(const AttendCall& call, u32 first_head, u32 head) {
+    if (QUERIES == 1) return {0, first_head + head};
+    return {head / call.group, first_head + head % call.group};
+}
 
 // Query heads of a chunk, and those whose scores one lane holds.
 constexpr int CHUNK_HEADS = WIDE ? 8 : 4;

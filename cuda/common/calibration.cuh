@@ -34,7 +34,7 @@ struct ScoreMap {
 
 // Ordered bits of the negated smallest score of a query head, and of the largest.
 __device__ __forceinline__ u32* score_extremes(const AttendCall& call, const Item& item, u32 head) {
-    return call.extremes + 2 * ((u64)item.span * call.kv_heads * call.group + head);
+    return call.extremes + 2 * ((u64)item.extremes * call.kv_heads * call.group + head);
 }
 
 __device__ __forceinline__ void enter_extremes(const AttendCall& call, const Item& item, u32 head, float smallest,

@@ -119,7 +119,7 @@ fn load_query(item: WorkItem, y: u32, team: u32, lane: u32) {
         // unroll
         for (var i = 0u; i < LANE_FIELDS; i++) {
             let field = min(i * 32u + lane, HEAD_DIM / 4u - 1u);
-            q[i] = input4((item.sequence * QUERY_HEADS + query_head(y, head)) * (HEAD_DIM / 4u) + field);
+            q[i] = input4(input_row(item, y, head) * (HEAD_DIM / 4u) + field);
             let magnitude = abs(q[i]);
             largest = max(largest, max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w)));
         }
@@ -223,10 +223,10 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32) {
             // unroll
             for (var block = 0u; block < CHANNEL_BLOCKS; block++) {
                 let mean = sums[own * CHANNEL_BLOCKS + block] / total;
-                write_state_channel(item.state, y, head, own_channel(lane, block), mean);
+                write_state_channel(item, y, head, own_channel(lane, block), mean);
             }
             if (lane == 0u) {
-                write_state_lse(item.state, y, head, (running_max[own] - WEIGHT_LOG2 + log2(total)) * LN_2);
+                write_state_lse(item, y, head, (running_max[own] - WEIGHT_LOG2 + log2(total)) * LN_2);
             }
         }
     }

@@ -1,19 +1,20 @@
-// merge_states: joins the attention states of a sequence's work items and writes the attention output.
+// merge_states: joins the attention states of a query's work items and writes the attention output.
 //
 //   output = Σ_i exp(lse_i - M) o_i / Σ_i exp(lse_i - M),  M = max lse_i
 //
-// Workgroup (x, y): sequence x, query head y. An invocation owns four channels of every LISTS-th state; the lists are
+// Workgroup (x, y): row of queries x, query head y. An invocation owns four channels of every LISTS-th state; the lists are
 // joined in workgroup memory in a fixed order, so that two runs agree to the bit. Every state is read once, its
 // log-sum-exp with its output: each wait for memory is a good part of what this kernel takes.
 //
-// In bounds: the states of a sequence are those of the plan; surplus invocations own a list index past LISTS and read
+// In bounds: the states of a query are those of the plan; surplus invocations own a list index past LISTS and read
 // nothing. The divisor is at least 1.
 //
 // gives: states, QUERY_HEADS, FIELDS, STATE_ROW
-// binds: 0 first_state, 7 states
+// binds: 0 state_rows, 7 states
 // set by plans: HEAD_DIM, QUERY_HEADS
 
-@group(0) @binding(0) var<storage, read> first_state: array<u32>;
+// The states of every row: the first, and one past the last.
+@group(0) @binding(0) var<storage, read> state_rows: array<vec2<u32>>;
 @group(0) @binding(7) var<storage, read> states: array<vec4<f32>>;
 
 const INVOCATIONS: u32 = 128u;
@@ -24,6 +25,7 @@ const LISTS: u32 = INVOCATIONS / FIELDS;
 const STATE_ROW: u32 = FIELDS + 1u;
 
 // import output = attend/output/f32.wgsl
+// import lse = attend/lse/slot.wgsl
 // import attend/join_states.wgsl
 
 var<workgroup> list_sums: array<vec4<f32>, INVOCATIONS>;
@@ -32,8 +34,8 @@ var<workgroup> list_weights: array<vec2<f32>, INVOCATIONS>;
 
 @compute @workgroup_size(128)
 fn merge_states(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
-    let begin = first_state[group.x];
-    let end = first_state[group.x + 1u];
+    let begin = state_rows[group.x].x;
+    let end = state_rows[group.x].y;
     let list = invocation / FIELDS;
     let field = invocation % FIELDS;
     var joined = Joined(vec4<f32>(0f), 0f, NO_LSE);
@@ -60,5 +62,8 @@ fn merge_states(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
             weight_sum += weights.x * weight;
         }
         write_output((group.x * QUERY_HEADS + group.y) * FIELDS + field, sum / weight_sum);
+        if (field == 0u) {
+            write_row_lse(group.x * QUERY_HEADS + group.y, largest + log(weight_sum));
+        }
     }
 }

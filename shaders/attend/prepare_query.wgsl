@@ -1,28 +1,28 @@
-// prepare_query: one row per span and query head for the kernels that score keys.
+// prepare_query: one row per prepared query and query head for the kernels that score keys: of every query, once for every
+// span where keys have ranges of spans.
 //
 // With per-channel ranges k = s ⊙ u + m and u = c + 2^(bits-1) folded in:
 //   q·k / √D · log2 e = Σ (q ⊙ s) c + Σ q (m + 2^(bits-1) s), with q already multiplied by log2 e / √D.
 // Where keys are stored rotated, so is q before all that.
 // The row holds q ⊙ s as integers in byte planes and (scale, bias, Σ q, 0), or as f32 (see attend/query_row/).
 //
-// Workgroup (x, y): span x, part y % PARTS of query head y / PARTS: keys with sketches want a row for their signs and one for
+// Workgroup (x, y): prepared query x, part y % PARTS of query head y / PARTS: keys with sketches want a row for their signs and one for
 // their levels. An invocation owns four neighbouring channels. Reads D elements and as many
 // ranges, writes one row.
 //
-// In bounds: spans, queries, ranges and rows are sized for the plan; channels past HEAD_DIM are not read.
+// In bounds: prepared queries, queries, ranges and rows are sized for the plan; channels past HEAD_DIM are not read.
 //
 // gives: INVOCATIONS, HEAD_DIM, ROW_FIELDS
-// binds: 0 spans
+// binds: 0 prepared
 // set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, ROW_FIELDS, PARTS, SCORE_SCALE
 
-struct Span {
-    sequence: u32,
+struct PreparedQuery {
+    // Row of the query in the tensor.
+    row: u32,
     range_slot: u32,
-    page_offset: u32,
-    tokens: u32,
 }
 
-@group(0) @binding(0) var<storage, read> spans: array<Span>;
+@group(0) @binding(0) var<storage, read> prepared: array<PreparedQuery>;
 
 const INVOCATIONS: u32 = 64u;
 const HEAD_DIM: u32 = 128u;
@@ -46,19 +46,19 @@ var<workgroup> parts: array<vec4<f32>, INVOCATIONS>;
 
 @compute @workgroup_size(64)
 fn prepare_query(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) field: u32) {
-    let span = spans[group.x];
+    let query = prepared[group.x];
     let head = group.y / PARTS;
     let row = (group.x * QUERY_HEADS + head) * PARTS + group.y % PARTS;
     var q = vec4<f32>(0f);
     var scaled = vec4<f32>(0f);
     var bias = 0f;
     if (field < HEAD_DIM / 4u) {
-        q = input4((span.sequence * QUERY_HEADS + head) * (HEAD_DIM / 4u) + field) * SCORE_SCALE;
+        q = input4((query.row * QUERY_HEADS + head) * (HEAD_DIM / 4u) + field) * SCORE_SCALE;
     }
     q = rotate_query(q, field, group.y % PARTS);
     if (field < HEAD_DIM / 4u) {
         let kv_head = head / (QUERY_HEADS / KV_HEADS);
-        let base = (span.range_slot * KV_HEADS + kv_head) * HEAD_DIM + field * 4u;
+        let base = (query.range_slot * KV_HEADS + kv_head) * HEAD_DIM + field * 4u;
         scaled = scale_query(q, base);
         bias = query_bias(q, base);
     }

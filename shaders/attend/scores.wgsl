@@ -1,12 +1,12 @@
 // scores: q · k / √D of packed keys (CalibQuant, Algorithm 1), with the extremes that calibration needs.
 //
 // Writes the natural-log score of every token of a work item for HEADS query heads, and enters their largest and
-// largest negated score into the extremes of the span.
+// largest negated score into the extremes of its query over the span. Items have one query.
 //
 // A team of 32 lanes owns a tile, a lane four of its tokens; no barriers in the loop. Reads the keys once per chunk of
 // query heads, writes 4 bytes per token and query head.
 //
-// In bounds: as `attend`; scores have room for every tile of the page table, extremes for every span.
+// In bounds: as `attend`; scores have room for every tile that a query sees, extremes for every prepared query.
 //
 // binds: 5 stored_scores, 6 extremes
 
@@ -14,9 +14,9 @@
 // import scores = attend/scores/dot.wgsl
 // import common/ordered.wgsl
 
-// Natural-log scores: tile after tile [query head][token], as the page table orders the tiles.
+// Natural-log scores: tile after tile [query head][token], those of an item from its first tile on.
 @group(0) @binding(5) var<storage, read_write> stored_scores: array<f32>;
-// Largest score and largest negated score of every span and query head, ordered; `prepare_query` resets them.
+// Largest score and largest negated score of every prepared query and query head, ordered; `prepare_query` resets them.
 @group(0) @binding(6) var<storage, read_write> extremes: array<atomic<u32>>;
 
 var<workgroup> item_extremes: array<atomic<u32>, 2u * HEADS>;
@@ -43,7 +43,7 @@ fn scores(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
 
     for (var tile = invocation / 32u; tile < tiles; tile += STEP_TILES) {
         score_tile(item, tile, lane);
-        let first = (item.page_offset + tile) * QUERY_HEADS;
+        let first = (item.scores + tile) * QUERY_HEADS;
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
             if (tile * TILE_TOKENS + i * 32u + lane < item.tokens) {
@@ -64,7 +64,7 @@ fn scores(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
     }
     workgroupBarrier();
     if (invocation < 2u * HEADS) {
-        let row = item.span * QUERY_HEADS + query_head(group.x, invocation / 2u);
+        let row = item.query * QUERY_HEADS + query_head(group.x, invocation / 2u);
         atomicMax(&extremes[row * 2u + invocation % 2u], atomicLoad(&item_extremes[invocation]));
     }
 }

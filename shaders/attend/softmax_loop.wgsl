@@ -148,8 +148,8 @@ fn finish_sums(invocation: u32) {
 }
 
 // Writes the log-sum-exp of a head, whose weights sum up to `total`.
-fn write_lse(state: u32, y: u32, head: u32, total: f32, invocation: u32) {
+fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
     if (invocation == 0u) {
-        write_state_lse(state, y, head, (running_maxima[last_parity * HEADS + head] + log2(total)) * LN_2);
+        write_state_lse(item, y, head, (running_maxima[last_parity * HEADS + head] + log2(total)) * LN_2);
     }
 }

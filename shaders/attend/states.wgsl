@@ -1,6 +1,6 @@
 // Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
 //
-// needs: HEAD_DIM, QUERY_HEADS, head_exists, query_head
+// needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
 // gives: FIELDS, STATE_ROW, write_state_channel, write_state_lse
 
 const FIELDS: u32 = HEAD_DIM / 4u;
@@ -8,19 +8,19 @@ const STATE_ROW: u32 = FIELDS + 1u;
 
 // import merge = attend/merge/later.wgsl
 
-fn state_row(state: u32, query_head: u32) -> u32 {
-    return (state * QUERY_HEADS + query_head) * STATE_ROW;
+fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
+    return ((item.state + query_of(item, head) * item.stride) * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
 }
 
-fn write_state_channel(state: u32, y: u32, head: u32, channel: u32, output: f32) {
-    if (head_exists(y, head)) {
-        states[state_row(state, query_head(y, head)) + channel / 4u][channel % 4u] = output;
+fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    if (head_exists(item, y, head)) {
+        states[state_row(item, y, head) + channel / 4u][channel % 4u] = output;
     }
 }
 
-fn write_state_lse(state: u32, y: u32, head: u32, lse: f32) {
-    if (head_exists(y, head)) {
-        states[state_row(state, query_head(y, head)) + FIELDS].x = lse;
+fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
+    if (head_exists(item, y, head)) {
+        states[state_row(item, y, head) + FIELDS].x = lse;
     }
 }
 

@@ -53,10 +53,10 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
                 sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
             }
             let output = ranged_output(sum / total[head], head, total[head], channel);
-            put_output(item.state, y, head, channel, output);
+            put_output(item, y, head, channel, output);
         }
-        finish_output(item.state, y, head, invocation);
-        write_lse(item.state, y, head, total[head], invocation);
+        finish_output(item, y, head, invocation);
+        write_lse(item, y, head, total[head], invocation);
         workgroupBarrier();
     }
 }

@@ -1,26 +1,35 @@
-// A work item: a run of tiles of one span, for one KV head and HEADS of the query heads that share it.
+// A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads that
+// share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
 //
-// Workgroup (y, x): item x, KV head y / CHUNKS, query heads (y % CHUNKS) * HEADS onwards of its group. What reads the same
+// Workgroup (y, x): item x, KV head y / CHUNKS, heads (y % CHUNKS) * HEADS onwards of its group. What reads the same
 // keys and values starts together, and the items start in the order of the plan.
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
 // tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings its own
 // numbering, depends on how the device forms those.)
 //
 // gives: WorkItem, items, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, HEADS,
-//   CHUNKS, LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_tile_base, keep_tile_base, query_head, head_exists,
-//   set_scores_lowest
+//   CHUNKS, LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_tile_base, keep_tile_base, query_head, query_of,
+//   head_exists, input_row, prepared_row, set_scores_lowest
 // binds: 0 items, 1 page_table
-// set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, HEADS, CHUNKS, MAX_TILES
+// set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
 
 struct WorkItem {
     page_offset: u32,
     tokens: u32,
-    span: u32,
+    // First of its prepared queries.
+    query: u32,
+    // Row of states of its first query, and from there to the next query's.
     state: u32,
     range_slot: u32,
-    sequence: u32,
+    // First of its queries in the tensor.
+    row: u32,
     first_state: u32,
     states: u32,
+    queries: u32,
+    stride: u32,
+    // First tile of its stored scores.
+    scores: u32,
+    unused: u32,
 }
 
 @group(0) @binding(0) var<storage, read> items: array<WorkItem>;
@@ -35,7 +44,9 @@ const HEAD_DIM: u32 = 128u;
 const KV_HEADS: u32 = 8u;
 const QUERY_HEADS: u32 = 32u;
 const GROUP: u32 = QUERY_HEADS / KV_HEADS;
-// Query heads of one workgroup, and workgroups that share the query heads of a KV head.
+// Most queries of an item.
+const QUERIES: u32 = 1u;
+// Heads of one workgroup, those of all its queries, and workgroups that share the query heads of a KV head.
 const HEADS: u32 = 4u;
 const CHUNKS: u32 = 1u;
 // Most tiles of an item.
@@ -66,14 +77,29 @@ fn keep_tile_base(tile_base: u32, tiles: u32, invocation: u32) {
     }
 }
 
-// Query head `head` of the workgroup. The last chunk of a group may be short; its surplus heads repeat the last one
-// and write nothing.
+// Query head of head `head` of the workgroup. The last chunk of a group may be short, and an item may have fewer queries than
+// others; surplus heads repeat the last one and write nothing.
 fn query_head(y: u32, head: u32) -> u32 {
-    return y / CHUNKS * GROUP + min(y % CHUNKS * HEADS + head, GROUP - 1u);
+    return y / CHUNKS * GROUP + min(y % CHUNKS * HEADS + head % GROUP, GROUP - 1u);
 }
 
-fn head_exists(y: u32, head: u32) -> bool {
-    return y % CHUNKS * HEADS + head < GROUP;
+// Which of the item's queries it is of.
+fn query_of(item: WorkItem, head: u32) -> u32 {
+    return min(head / GROUP, item.queries - 1u);
+}
+
+fn head_exists(item: WorkItem, y: u32, head: u32) -> bool {
+    return y % CHUNKS * HEADS + head % GROUP < GROUP && head / GROUP < item.queries;
+}
+
+// Its row of the queries, [row][query head].
+fn input_row(item: WorkItem, y: u32, head: u32) -> u32 {
+    return (item.row + query_of(item, head)) * QUERY_HEADS + query_head(y, head);
+}
+
+// Its row of the prepared queries, [prepared query][query head].
+fn prepared_row(item: WorkItem, y: u32, head: u32) -> u32 {
+    return (item.query + query_of(item, head)) * QUERY_HEADS + query_head(y, head);
 }
 
 fn set_scores_lowest() {

@@ -4,9 +4,9 @@ use super::fork::Unshared;
 use super::pool::Lease;
 use super::sequence::{NextSlot, Sequence};
 use super::{KvCache, SpanStorage, pool_of};
-use crate::backend::{AttendOptions, Backend, TokenWrite};
-use crate::format::{SegmentFormat, TILE_TOKENS};
-use crate::plan::{DecodePlan, ElementType, RowLayout, SpanView, StoreView};
+use crate::backend::{Backend, TokenWrite};
+use crate::format::TILE_TOKENS;
+use crate::plan::{ElementType, QueryRun, RowLayout};
 use crate::{Error, Result};
 
 /// A sequence with more tokens, before it takes the place of the sequence.
@@ -141,31 +141,7 @@ impl<B: Backend> KvCache<B> {
             let reason = format!("{count} queries for the newest tokens of a sequence that holds {tokens}");
             return Err(Error::Plan { what: "causal attention", reason });
         }
-        let plan = self.causal_plan(sequence, tokens - count + 1, count)?;
-        let options = AttendOptions { query: self.recipe.query, output };
-        self.backend.attend(&plan, &self.stores(), queries, options).await
-    }
-
-    /// A plan in which every query is a sequence of its own over the same pages: query i sees `first_sees + i` tokens.
-    fn causal_plan(&self, sequence: usize, first_sees: usize, queries: usize) -> Result<DecodePlan> {
-        let mut views = [SpanStorage::F16, SpanStorage::Packed].map(|storage| match storage {
-            SpanStorage::F16 => StoreView { format: SegmentFormat::F16, calibration: None, spans: Vec::new() },
-            SpanStorage::Packed => {
-                StoreView { format: self.recipe.packed, calibration: self.recipe.calibration, spans: Vec::new() }
-            }
-        });
-        for query in 0..queries {
-            let mut unseen = first_sees + query;
-            for span in &self.sequences[sequence].spans {
-                let tokens = span.tokens.min(unseen);
-                unseen -= tokens;
-                if tokens > 0 {
-                    let pages = &span.lease.pages[..tokens.div_ceil(TILE_TOKENS)];
-                    let view = SpanView { sequence: query, tokens, pages, range_slot: span.lease.range_slot() };
-                    views[usize::from(span.storage == SpanStorage::Packed)].spans.push(view);
-                }
-            }
-        }
-        DecodePlan::new(self.shape, queries, &views, self.split)
+        let plan = self.plan_runs(&[QueryRun::causal(sequence, count)])?;
+        self.backend.attend(&plan, &self.stores(), queries, self.attend_options(output)).await
     }
 }

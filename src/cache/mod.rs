@@ -23,7 +23,7 @@ use sequence::Sequence;
 
 use crate::backend::{AttendOptions, Backend, SpanRead};
 use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat};
-use crate::plan::{DecodePlan, ElementType, RowLayout, SpanView, Split, StoreView};
+use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, SpanView, Split, StoreView};
 use crate::{Error, Result};
 
 /// Keys and values of one attention layer for a batch of sequences, and attention over them.
@@ -209,7 +209,7 @@ impl<B: Backend> KvCache<B> {
             let shape = format!("{} sequences × {heads} query heads × {head_dim} channels", sequences.len());
             return Err(Error::Elements { what: "queries", given, expected, shape });
         }
-        let options = AttendOptions { query: self.recipe.query, output };
+        let options = self.attend_options(output);
         self.backend.attend(&plan, &self.stores(), queries, options).await
     }
 
@@ -222,31 +222,34 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one holds no tokens.
-    pub fn plan(&self, sequences: &[usize]) -> Result<DecodePlan> {
-        for &sequence in sequences {
-            self.sequence(sequence)?;
-        }
-        let spans = |storage| {
-            let of_sequence = |(index, &sequence): (usize, &usize)| {
-                let spans = self.sequences[sequence].spans.iter().filter(move |span| span.storage == storage);
-                spans.map(move |span| SpanView {
-                    sequence: index,
-                    tokens: span.tokens,
-                    pages: &span.lease.pages,
-                    range_slot: span.lease.range_slot(),
-                })
-            };
-            sequences.iter().enumerate().flat_map(of_sequence).collect()
-        };
-        let stores = [
-            StoreView { format: SegmentFormat::F16, calibration: None, spans: spans(SpanStorage::F16) },
-            StoreView {
-                format: self.recipe.packed,
-                calibration: self.recipe.calibration,
-                spans: spans(SpanStorage::Packed),
-            },
+    pub fn plan(&self, sequences: &[usize]) -> Result<AttendPlan> {
+        let runs: Vec<QueryRun> = sequences.iter().map(|&sequence| QueryRun::decode(sequence)).collect();
+        self.plan_runs(&runs)
+    }
+
+    /// The plan of runs of queries over the cache's sequences.
+    fn plan_runs(&self, runs: &[QueryRun]) -> Result<AttendPlan> {
+        let mut views = [
+            StoreView { format: SegmentFormat::F16, calibration: None, spans: Vec::new() },
+            StoreView { format: self.recipe.packed, calibration: self.recipe.calibration, spans: Vec::new() },
         ];
-        DecodePlan::new(self.shape, sequences.len(), &stores, self.split)
+        let mut sequences: Vec<usize> = runs.iter().map(|run| run.sequence).collect();
+        sequences.sort_unstable();
+        sequences.dedup();
+        for sequence in sequences {
+            let mut start = 0;
+            for span in &self.sequence(sequence)?.spans {
+                let (pages, range_slot) = (&span.lease.pages, span.lease.range_slot());
+                let view = &mut views[usize::from(span.storage == SpanStorage::Packed)];
+                view.spans.push(SpanView { sequence, start, tokens: span.tokens, pages, range_slot });
+                start += span.tokens;
+            }
+        }
+        AttendPlan::new(self.shape, runs, &views)
+    }
+
+    fn attend_options(&self, output: ElementType) -> AttendOptions {
+        AttendOptions { query: self.recipe.query, output, split: self.split }
     }
 
     /// What a sequence holds, span by span in token order, as dense f32 rows on the device.

@@ -2,7 +2,7 @@
 
 use crate::backend::AttendOptions;
 use crate::format::{AttentionShape, Calibration, SegmentFormat};
-use crate::plan::{ElementType, Split};
+use crate::plan::ElementType;
 
 /// One conformance case: a batch of sequences, how each is stored, and how it is attended to.
 ///
@@ -31,9 +31,7 @@ pub struct Case {
     pub input: InputLayout,
     /// How the stores are cut into pages.
     pub paging: Paging,
-    /// How finely the decode step is cut.
-    pub split: Split,
-    /// Options of the attend call.
+    /// Options of the attend call, with how finely it is cut.
     pub options: AttendOptions,
     /// Seed of the data.
     pub seed: u64,

@@ -9,11 +9,11 @@ use crate::plan::{ElementType, Split};
 pub(super) fn many_heads() -> Vec<Case> {
     let finely = |max_tiles| Split { target_items: usize::MAX, tile_step: 1, max_tiles };
     let mut lengths = case("split-many-heads").lengths(&[3700, 385, 129, 128, 1]).quick();
-    lengths.split = Split { tile_step: 3, ..finely(3) };
+    lengths.options.split = Split { tile_step: 3, ..finely(3) };
 
     let mut sink = case("sink-long-many-heads").lengths(&[8192]);
     sink.sink = SinkPlace::Middle;
-    sink.split = finely(5);
+    sink.options.split = finely(5);
 
     let mut beside = case("segments-many-heads");
     beside.segments =
@@ -24,7 +24,7 @@ pub(super) fn many_heads() -> Vec<Case> {
         vec![vec![span(0, 700), span(1, 600), span(2, 300)], vec![span(0, 1), span(1, 129), span(2, 257)]];
     beside.input.elements = ElementType::F16;
     beside.paging = Paging::Scattered { shard_pages: 3 };
-    beside.split = finely(1);
+    beside.options.split = finely(1);
     vec![lengths, sink, beside]
 }
 

@@ -264,7 +264,7 @@ fn sinks() -> Vec<Case> {
     {
         let mut case = Case::new(&format!("sink-long-{}", slug(&format.key)), shape(4, 128), format).lengths(&[8192]);
         case.sink = place;
-        case.split = Split { target_items: 8, ..Split::default() };
+        case.options.split = Split { target_items: 8, ..Split::default() };
         cases.push(case);
     }
     let mut apart = Case::new("sink-in-its-own-segment", shape(4, 128), SegmentFormat::F16);
@@ -352,7 +352,7 @@ fn layouts() -> Vec<Case> {
         ("odd-steps", Split { target_items: 4, tile_step: 3, max_tiles: 9 }),
     ] {
         let mut case = Case::new(&format!("split-{name}"), shape(4, 128), packed).lengths(&[1300, 128]);
-        case.split = split;
+        case.options.split = split;
         cases.push(case);
     }
     cases
@@ -385,7 +385,6 @@ impl Case {
             sink: SinkPlace::First,
             input: InputLayout { elements: ElementType::F32, order: RowOrder::TokenMajor },
             paging: Paging::InOrder,
-            split: Split::default(),
             options: AttendOptions::default(),
             seed: 0, // its place in the registry
             quick: false,
@@ -476,6 +475,6 @@ mod tests {
     #[test]
     fn the_quick_subset_is_small_and_covers_every_width() {
         let quick: Vec<Case> = cases().into_iter().filter(|case| case.quick).collect();
-        assert!((15..=45).contains(&quick.len()), "{} quick cases", quick.len());
+        assert!((15..=50).contains(&quick.len()), "{} quick cases", quick.len());
     }
 }

@@ -4,7 +4,7 @@ use super::data::{Random, SequenceData};
 use super::{Case, Fill, Paging, SegmentCase, SpanCase};
 use crate::backend::{SpanRead, SpanWrite, TokenWrite};
 use crate::format::TILE_TOKENS;
-use crate::plan::{DecodePlan, Page, PageAllocator, SpanView, StoreView, TokenRange};
+use crate::plan::{AttendPlan, Page, PageAllocator, QueryRun, SpanView, StoreView, TokenRange};
 use crate::{Backend, Result};
 
 /// The stores of a case, filled.
@@ -85,7 +85,7 @@ impl<B: Backend> Stored<B> {
     }
 
     /// The plan of one step over everything stored.
-    pub(super) fn plan(&self, case: &Case) -> Result<DecodePlan> {
+    pub(super) fn plan(&self, case: &Case) -> Result<AttendPlan> {
         let views: Vec<StoreView<'_>> = case
             .segments
             .iter()
@@ -96,13 +96,19 @@ impl<B: Backend> Stored<B> {
                 spans: self.spans.iter().filter(|span| span.segment == index).map(PlacedSpan::view).collect(),
             })
             .collect();
-        DecodePlan::new(case.shape, case.sequences.len(), &views, case.split)
+        AttendPlan::new(case.shape, &QueryRun::decode_batch(case.sequences.len()), &views)
     }
 }
 
 impl PlacedSpan {
     fn view(&self) -> SpanView<'_> {
-        SpanView { sequence: self.sequence, tokens: self.tokens, pages: &self.pages, range_slot: self.range_slot }
+        SpanView {
+            sequence: self.sequence,
+            start: self.start,
+            tokens: self.tokens,
+            pages: &self.pages,
+            range_slot: self.range_slot,
+        }
     }
 
     fn token_writes(&self) -> Vec<TokenWrite> {

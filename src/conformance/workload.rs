@@ -12,7 +12,7 @@ use super::report::{Limits, Report};
 use crate::backend::{AttendOptions, SpanRead, SpanWrite};
 use crate::cpu::DenseSegment;
 use crate::format::TILE_TOKENS;
-use crate::plan::{DecodePlan, Page, PageAllocator, SpanView, Split, StoreView, TokenRange};
+use crate::plan::{AttendPlan, Page, PageAllocator, QueryRun, SpanView, StoreView, TokenRange};
 use crate::{Backend, Result};
 
 /// Filled stores with several copies of a batch, so that steps that go round the copies find cold caches.
@@ -20,7 +20,7 @@ pub struct Workload<B: Backend> {
     /// The stores of all copies, one for each part of the format.
     pub stores: Vec<B::Store>,
     /// The step over each copy.
-    pub plans: Vec<DecodePlan>,
+    pub plans: Vec<AttendPlan>,
     /// Bytes that one step must read: codes and ranges of all tokens.
     pub step_bytes: u64,
     /// Every part's spans of every sequence: those of the first copy, then of the next.
@@ -40,7 +40,7 @@ impl<B: Backend> Workload<B> {
     ///
     /// # Errors
     /// When the copies do not fit the device.
-    pub async fn new(backend: &B, data: &DecodeData<B>, format: BatchFormat, bytes: u64, split: Split) -> Result<Self> {
+    pub async fn new(backend: &B, data: &DecodeData<B>, format: BatchFormat, bytes: u64) -> Result<Self> {
         let copies = bytes.div_ceil(data.decode.code_bytes(&format)).max(1) as usize;
         let (mut stores, mut spans) = (Vec::new(), Vec::new());
         for part in format.parts() {
@@ -48,7 +48,7 @@ impl<B: Backend> Workload<B> {
             stores.push(store);
             spans.push(stored);
         }
-        let plans = (0..copies).map(|copy| plan(&data.decode, &format, copy, &spans, split)).collect::<Result<_>>()?;
+        let plans = (0..copies).map(|copy| plan(&data.decode, &format, copy, &spans)).collect::<Result<_>>()?;
         let part_bytes = |(part, stored): (&BatchPart, &Vec<Vec<StoredSpan>>)| {
             let batch = || stored[..data.decode.sequences].iter().flatten();
             let tokens: usize = batch().map(|span| span.tokens).sum();
@@ -155,17 +155,11 @@ async fn store_part<B: Backend>(
 }
 
 /// The step over one copy.
-fn plan(
-    decode: &DecodeShape,
-    format: &BatchFormat,
-    copy: usize,
-    spans: &[Vec<Vec<StoredSpan>>],
-    split: Split,
-) -> Result<DecodePlan> {
+fn plan(decode: &DecodeShape, format: &BatchFormat, copy: usize, spans: &[Vec<Vec<StoredSpan>>]) -> Result<AttendPlan> {
     let sequences = copy * decode.sequences..(copy + 1) * decode.sequences;
     let views: Vec<StoreView<'_>> =
         format.parts().iter().zip(spans).map(|(part, stored)| view(part, &stored[sequences.clone()])).collect();
-    DecodePlan::new(decode.shape, decode.sequences, &views, split)
+    AttendPlan::new(decode.shape, &QueryRun::decode_batch(decode.sequences), &views)
 }
 
 /// The spans of one part of each sequence.
@@ -173,6 +167,7 @@ fn view<'a>(part: &BatchPart, sequences: &'a [Vec<StoredSpan>]) -> StoreView<'a>
     let spans = sequences.iter().enumerate().flat_map(|(sequence, spans)| {
         spans.iter().map(move |StoredSpan { tokens, pages, range_slot }| SpanView {
             sequence,
+            start: 0, // every query sees all tokens
             tokens: *tokens,
             pages,
             range_slot: *range_slot,
@@ -208,11 +203,11 @@ mod tests {
             let format = SegmentFormat::per_channel(Bits::Four);
             let format = BatchFormat::from(format);
             let bytes = 2 * data.decode.code_bytes(&format);
-            let workload = Workload::new(&cpu, &data, format, bytes, Split::default());
+            let workload = Workload::new(&cpu, &data, format, bytes);
             let workload = pollster::block_on(workload).unwrap();
             let report = pollster::block_on(workload.check(&cpu, &data, AttendOptions::default())).unwrap();
             assert!(report.passed(), "{}", report.reason());
-            assert_eq!(workload.plans[0].segments[0].spans.len(), 6, "of 84, 167 and 250 tokens");
+            assert_eq!(workload.plans[0].segments()[0].spans().len(), 6, "of 84, 167 and 250 tokens");
             let pages = |spans: &Vec<StoredSpan>| -> Vec<u32> {
                 spans.iter().flat_map(|span| span.pages.iter().map(|page| page.index)).collect()
             };
@@ -248,8 +243,8 @@ mod tests {
         let data = pollster::block_on(DecodeData::generated(&cpu, decode)).unwrap();
         for format in decode_mixes() {
             let parts = format.parts().len();
-            let workload = pollster::block_on(Workload::new(&cpu, &data, format, 1, Split::default())).unwrap();
-            assert_eq!((workload.stores.len(), workload.plans[0].segments.len()), (parts, parts));
+            let workload = pollster::block_on(Workload::new(&cpu, &data, format, 1)).unwrap();
+            assert_eq!((workload.stores.len(), workload.plans[0].segments().len()), (parts, parts));
             let report = pollster::block_on(workload.check(&cpu, &data, AttendOptions::default())).unwrap();
             assert!(report.passed(), "{}", report.reason());
         }

@@ -12,15 +12,15 @@ use super::tile_lines::TileLines;
 use super::value_tiles::ValueTiles;
 use crate::Result;
 use crate::format::{KeyOrValue, TILE_TOKENS};
-use crate::plan::{Elements, Page, SegmentPlan};
+use crate::plan::{Elements, Page, SegmentWork};
 
-/// Attends to all items of a segment plan and writes their states. Scores are `q·k/√head_dim`, not calibrated.
+/// Attends to all items of a segment and writes their states. Scores are `q·k/√head_dim`, not calibrated.
 ///
-/// `queries` are `[sequences, query_heads, head_dim]`.
+/// `queries` are `[rows, query_heads, head_dim]`.
 ///
 /// # Errors
-/// [`Error::Plan`](crate::Error::Plan) when store, queries or states are not those of the plan.
-pub fn attend(segment: &SegmentPlan, store: &CpuStore, queries: Elements<'_>, states: &mut States) -> Result<()> {
+/// [`Error::Plan`](crate::Error::Plan) when store, queries or states are not those of the work.
+pub fn attend(segment: &SegmentWork, store: &CpuStore, queries: Elements<'_>, states: &mut States) -> Result<()> {
     check_segment(segment, store, Some(queries))?;
     let (shape, format) = (store.shape(), store.format());
     let key_lines = TileLines::new(KeyOrValue::Key, &format.key, shape.head_dim());
@@ -48,12 +48,12 @@ struct AttendBuffers<'a> {
 }
 
 impl AttendBuffers<'_> {
-    fn attend_item(&mut self, segment: &SegmentPlan, store: &CpuStore, queries: &PreparedQueries, job: ItemJob<'_>) {
+    fn attend_item(&mut self, segment: &SegmentWork, store: &CpuStore, queries: &PreparedQueries, job: ItemJob<'_>) {
         let item = job.item;
-        let queries = queries.group(item.span as usize, job.kv_head);
+        let queries = queries.group(item.query as usize + job.query, job.kv_head);
         self.softmax.fill(OnlineSoftmax::EMPTY);
         self.values.clear();
-        let pages = &segment.page_table[item.page_offset as usize..];
+        let pages = &segment.page_table()[item.page_offset as usize..];
         for (tile, first) in (0..item.tokens as usize).step_by(TILE_TOKENS).enumerate() {
             let page = Page { shard: job.shard, index: pages[tile] };
             let tokens = TILE_TOKENS.min(item.tokens as usize - first);

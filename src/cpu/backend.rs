@@ -1,14 +1,15 @@
 //! The CPU as a backend.
 
-use super::check::check_queries;
 use super::dense::{CpuIndices, CpuTensor, first_non_finite};
 use super::memory::{MemoryLimit, MemoryShare};
 use super::states::States;
 use super::store::CpuStore;
-use super::{append, attend, dequantize, merge_states, quantize, scores, weighted_values};
-use crate::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite};
+use super::{append, attend, dequantize, merge_pair, merge_states, quantize, scores, weighted_values};
+use crate::backend::{
+    AttendOptions, Attention, AttentionStates, Device, NonFinite, Packing, SpanRead, SpanWrite, Storage, TokenWrite,
+};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{DecodePlan, Elements, Page, RowLayout};
+use crate::plan::{AttendPlan, Elements, Page, RowLayout, Split, Work};
 use crate::{Error, Result};
 
 /// The CPU backend: every kernel in f32, with rayon's threads.
@@ -17,7 +18,8 @@ use crate::{Error, Result};
 ///
 /// ```
 /// use kvpack::cpu::Cpu;
-/// use kvpack::{AttentionShape, Backend, SegmentFormat};
+/// use kvpack::backend::Storage;
+/// use kvpack::{AttentionShape, SegmentFormat};
 /// let shape = AttentionShape::new(8, 2, 128)?;
 /// let store = Cpu::new().create_store(shape, SegmentFormat::F16)?;
 /// assert_eq!(Cpu::new().store_bytes(&store), 0);
@@ -54,9 +56,8 @@ impl Default for Cpu {
     }
 }
 
-impl Backend for Cpu {
+impl Device for Cpu {
     type Tensor = CpuTensor;
-    type Store = CpuStore;
     type Indices = CpuIndices;
 
     fn name(&self) -> String {
@@ -82,6 +83,10 @@ impl Backend for Cpu {
     fn elements(&self, tensor: &CpuTensor) -> usize {
         tensor.elements().len()
     }
+}
+
+impl Storage for Cpu {
+    type Store = CpuStore;
 
     fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<CpuStore> {
         CpuStore::within(shape, format, MemoryShare::of(self.memory.clone()))
@@ -104,7 +109,9 @@ impl Backend for Cpu {
     fn store_bytes(&self, store: &CpuStore) -> u64 {
         store.bytes()
     }
+}
 
+impl Packing for Cpu {
     async fn first_non_finite(
         &self,
         which: KeyOrValue,
@@ -149,33 +156,55 @@ impl Backend for Cpu {
         let values = dequantize(store, KeyOrValue::Value, read)?;
         Ok((CpuTensor::F32(keys), CpuTensor::F32(values)))
     }
+}
 
+impl Attention for Cpu {
     async fn attend(
         &self,
-        plan: &DecodePlan,
+        plan: &AttendPlan,
         stores: &[&CpuStore],
         queries: &CpuTensor,
         options: AttendOptions,
     ) -> Result<CpuTensor> {
-        let merged = decode_step(plan, stores, queries.elements())?;
-        Ok(CpuTensor::from_f32(merged.into_outputs(), options.output))
+        let states = attend_plan(plan, stores, queries.elements(), options.split)?;
+        Ok(CpuTensor::from_f32(states.into_outputs(), options.output))
+    }
+
+    async fn attend_states(
+        &self,
+        plan: &AttendPlan,
+        stores: &[&CpuStore],
+        queries: &CpuTensor,
+        options: AttendOptions,
+    ) -> Result<AttentionStates<CpuTensor>> {
+        Ok(attend_plan(plan, stores, queries.elements(), options.split)?.into())
+    }
+
+    async fn merge(
+        &self,
+        shape: &AttentionShape,
+        first: &AttentionStates<CpuTensor>,
+        second: &AttentionStates<CpuTensor>,
+    ) -> Result<AttentionStates<CpuTensor>> {
+        Ok(merge_pair(&States::of(shape, first)?, &States::of(shape, second)?)?.into())
     }
 }
 
-/// One decode step: the state of every sequence over all its tokens, row by row.
+/// The state of every query of a plan over all tokens that it sees, row by row.
 ///
 /// # Errors
 /// [`Error::Plan`] or [`Error::Elements`] when stores or queries are not those of the plan.
-pub fn decode_step(plan: &DecodePlan, stores: &[&CpuStore], queries: Elements<'_>) -> Result<States> {
-    check_queries(plan, queries)?;
-    let mut states = States::for_plan(plan)?;
-    for segment in &plan.segments {
-        let store = stores.get(segment.store).filter(|store| *store.shape() == plan.shape);
+pub fn attend_plan(plan: &AttendPlan, stores: &[&CpuStore], queries: Elements<'_>, split: Split) -> Result<States> {
+    plan.check_elements("queries", queries.len())?;
+    let work = Work::new(plan, split, 1)?;
+    let mut states = States::for_work(&work)?;
+    for segment in work.segments() {
+        let store = stores.get(segment.store()).filter(|store| store.shape() == work.shape());
         let store = store.ok_or_else(|| Error::Plan {
             what: "attend",
-            reason: format!("store {} is missing or of another shape than {:?}", segment.store, plan.shape),
+            reason: format!("store {} is missing or of another shape than {:?}", segment.store(), work.shape()),
         })?;
-        match &segment.calibration {
+        match segment.calibration() {
             None => attend(segment, store, queries, &mut states)?,
             Some(calibration) => {
                 let scores = scores(segment, store, queries)?;
@@ -183,5 +212,5 @@ pub fn decode_step(plan: &DecodePlan, stores: &[&CpuStore], queries: Elements<'_
             }
         }
     }
-    merge_states(plan, &states)
+    merge_states(&work, &states)
 }

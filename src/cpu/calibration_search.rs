@@ -1,13 +1,13 @@
 //! The paper's grid search for CalibQuant's (τ1, τ2) (arXiv 2502.14882, §4.1).
 
-use super::backend::decode_step;
+use super::backend::attend_plan;
 use super::dense::read_row;
 use super::exact_attention::{DenseSegment, exact_attention};
 use super::quantize::quantize;
 use super::store::CpuStore;
 use crate::backend::SpanWrite;
 use crate::format::{AttentionShape, Calibration, SegmentFormat};
-use crate::plan::{DecodePlan, Elements, Page, RowLayout, SpanView, Split, StoreView, TokenRange};
+use crate::plan::{AttendPlan, Elements, Page, QueryRun, RowLayout, SpanView, Split, StoreView, TokenRange, Visible};
 use crate::{Error, Result};
 
 /// Queries that are attended at a time, to bound the memory of their scores.
@@ -123,29 +123,29 @@ impl StoredSample {
     fn error(&self, sample: &CalibrationSample<'_>, calibration: Calibration, exact: &[Vec<f64>]) -> Result<f64> {
         let (mut error, mut power) = (0.0, 0.0);
         for (step, exact) in exact.chunks(QUERIES_PER_STEP).enumerate() {
-            // Every query is a sequence of its own; all share the pages.
-            let span = |sequence, tokens: &TokenRange, pages| SpanView {
-                sequence,
+            let span = |tokens: &TokenRange, pages| SpanView {
+                sequence: 0,
+                start: tokens.start(),
                 tokens: tokens.len(),
                 pages,
                 range_slot: 0,
             };
-            let f16_spans = |s| self.f16_spans.iter().map(move |(tokens, pages)| span(s, tokens, pages.as_slice()));
             let views = [
                 StoreView {
                     format: *self.packed.format(),
                     calibration: Some(calibration),
-                    spans: (0..exact.len()).map(|s| span(s, &sample.packed, &self.packed_pages)).collect(),
+                    spans: vec![span(&sample.packed, &self.packed_pages)],
                 },
                 StoreView {
                     format: SegmentFormat::F16,
                     calibration: None,
-                    spans: (0..exact.len()).flat_map(f16_spans).collect(),
+                    spans: self.f16_spans.iter().map(|(tokens, pages)| span(tokens, pages.as_slice())).collect(),
                 },
             ];
-            let plan = DecodePlan::new(sample.shape, exact.len(), &views, Split::default())?;
+            let run = QueryRun { sequence: 0, queries: exact.len(), visible: Visible::All };
+            let plan = AttendPlan::new(sample.shape, &[run], &views)?;
             let queries: Vec<f32> = (0..exact.len()).flat_map(|i| query(sample, step * QUERIES_PER_STEP + i)).collect();
-            let got = decode_step(&plan, &[&self.packed, &self.f16], Elements::F32(&queries))?;
+            let got = attend_plan(&plan, &[&self.packed, &self.f16], Elements::F32(&queries), Split::default())?;
             for (&got, want) in got.outputs().iter().zip(exact.iter().flatten()) {
                 error += (f64::from(got) - want).powi(2);
                 power += want * want;

@@ -1,33 +1,52 @@
-//! Kernel `merge_states`: the states of a sequence's parts become the state of the sequence.
+//! Kernel `merge_states`: the states of parts of what a query sees become its state over all of it.
 
 use rayon::prelude::*;
 
 use super::softmax::larger;
 use super::states::States;
-use crate::plan::DecodePlan;
+use crate::plan::Work;
 use crate::{Error, Result};
 
-/// Merges the state rows of each sequence of a plan: row s of the result is the state of sequence s over all its tokens.
+/// Merges the state rows of every query: row i of the result is the state of query i over all tokens that it sees.
 ///
 /// A part with log-sum-exp `l` counts with weight `exp(l)`, so the merge is exact however tokens were split.
 ///
 /// # Errors
-/// [`Error::Plan`] when the states are not those of the plan, [`Error::OutOfMemory`].
-pub fn merge_states(plan: &DecodePlan, states: &States) -> Result<States> {
-    if states.rows() != plan.states() {
-        let reason = format!("{} state rows, the plan has {}", states.rows(), plan.states());
+/// [`Error::Plan`] when the states are not those of the work, [`Error::OutOfMemory`].
+pub fn merge_states(work: &Work, states: &States) -> Result<States> {
+    if states.rows() != work.states() {
+        let reason = format!("{} state rows, the work has {}", states.rows(), work.states());
         return Err(Error::Plan { what: "merging states", reason });
     }
-    let (heads, head_dim) = (plan.shape.query_heads(), plan.shape.head_dim());
-    let mut merged = States::new(plan.sequences(), &plan.shape)?;
+    let (heads, head_dim) = (work.shape().query_heads(), work.shape().head_dim());
+    let mut merged = States::new(work.rows().len(), work.shape())?;
     merged.chunks_mut(1).collect::<Vec<_>>().into_par_iter().enumerate().for_each(|(i, (output, lse))| {
-        let (sequence, head) = (i / heads, i % heads);
-        let rows = plan.first_state[sequence] as usize..plan.first_state[sequence + 1] as usize;
-        let states_of_head = rows.map(|row| {
-            let state = row * heads + head;
+        let (rows, head) = (work.rows()[i / heads], i % heads);
+        let states_of_head = (rows.first..rows.end).map(|row| {
+            let state = row as usize * heads + head;
             (states.lse()[state], &states.outputs()[state * head_dim..][..head_dim])
         });
         lse[0] = merge_head(states_of_head, output);
+    });
+    Ok(merged)
+}
+
+/// Merges two states of every row, over tokens that the two do not share: what an engine does with attention of its own.
+///
+/// # Errors
+/// [`Error::Plan`] when they differ in rows, heads or head dimension.
+pub fn merge_pair(first: &States, second: &States) -> Result<States> {
+    if first.outputs().len() != second.outputs().len() || first.lse().len() != second.lse().len() {
+        let rows = |states: &States| format!("{} of {} elements", states.rows(), states.outputs().len());
+        let reason = format!("rows of states: {} and {}", rows(first), rows(second));
+        return Err(Error::Plan { what: "merging states", reason });
+    }
+    let mut merged = first.clone();
+    merged.chunks_mut(1).collect::<Vec<_>>().into_par_iter().enumerate().for_each(|(i, (output, lse))| {
+        let head_dim = output.len();
+        let of = |states: &'_ States| (states.lse()[i], states.outputs()[i * head_dim..][..head_dim].to_vec());
+        let parts = [of(first), of(second)];
+        lse[0] = merge_head(parts.iter().map(|(lse, output)| (*lse, output.as_slice())), output);
     });
     Ok(merged)
 }
@@ -36,7 +55,8 @@ pub fn merge_states(plan: &DecodePlan, states: &States) -> Result<States> {
 fn merge_head<'a>(states: impl Iterator<Item = (f32, &'a [f32])> + Clone, output: &mut [f32]) -> f32 {
     let largest = states.clone().map(|(lse, _)| lse).fold(f32::NEG_INFINITY, larger);
     if largest == f32::NEG_INFINITY {
-        return largest; // no tokens at all: the output stays 0
+        output.fill(0.0); // no tokens at all
+        return largest;
     }
     let mut sum = vec![0.0f64; output.len()];
     let mut weight_sum = 0.0;

@@ -31,13 +31,13 @@ mod weighted_values;
 
 pub use append::append;
 pub use attend::attend;
-pub use backend::{Cpu, decode_step};
+pub use backend::{Cpu, attend_plan};
 pub use calibration_search::{CalibrationResult, CalibrationSample};
 pub use dense::{CpuIndices, CpuTensor, first_non_finite};
 pub use dequantize::dequantize;
 pub use exact_attention::{DenseSegment, ExactState, exact_attention, nmse};
 pub use hadamard::hadamard;
-pub use merge_states::merge_states;
+pub use merge_states::{merge_pair, merge_states};
 pub use plain_attention::plain_attention;
 pub use quantize::quantize;
 pub use scores::{ScoreExtremes, SegmentScores, scores};

@@ -6,21 +6,22 @@ use super::dense::read_row;
 use super::store::CpuStore;
 use super::tile_lines::{Factor, TileLines};
 use crate::format::{Direction, Grouping, KeyOrValue};
-use crate::plan::{Elements, SegmentPlan};
+use crate::plan::{Elements, SegmentWork};
 
-/// The queries of every span of a segment plan.
+/// The prepared queries of a segment.
 ///
 /// Post-scaling (the paper's eq. 5): with one range per channel, `q · (s⊙c + m) = (q⊙s) · c + q·m`. So the query is
-/// multiplied by the scales once per span, and `q·m` is one number to add. `1/√head_dim` is folded into both.
+/// multiplied by the scales once per span (where keys have no ranges of spans, once), and `q·m` is one number to add.
+/// `1/√head_dim` is folded into both.
 pub(super) struct PreparedQueries {
     steps: usize,
     group: usize,
     kv_heads: usize,
-    /// `[span][query_head][step]`, in the order of lines.
+    /// `[prepared query][query_head][step]`, in the order of lines.
     factors: Vec<Factor>,
     /// The same in the basis of the keys' sketches; empty where they have none.
     sketch_factors: Vec<Factor>,
-    /// `[span][query_head]`: what is added to every score; with ranges per token, what their minimum is multiplied by.
+    /// `[prepared query][query_head]`: what is added to every score; with ranges per token, what their minimum is multiplied by.
     biases: Vec<f32>,
 }
 
@@ -36,19 +37,19 @@ pub(super) struct GroupQueries<'a> {
 }
 
 impl PreparedQueries {
-    /// Prepares `[sequences, query_heads, head_dim]` queries for every span.
-    pub(super) fn new(segment: &SegmentPlan, store: &CpuStore, lines: &TileLines, queries: Elements<'_>) -> Self {
+    /// Prepares the queries that the segment names, of `[rows, query_heads, head_dim]`.
+    pub(super) fn new(segment: &SegmentWork, store: &CpuStore, lines: &TileLines, queries: Elements<'_>) -> Self {
         let shape = store.shape();
         let (query_heads, head_dim, steps) = (shape.query_heads(), shape.head_dim(), lines.steps());
-        let rows = segment.spans.len() * query_heads;
+        let rows = segment.queries().len() * query_heads;
         let (mut factors, mut biases) = (vec![Factor::default(); rows * steps], vec![0.0; rows]);
         let sketched = store.tensor(KeyOrValue::Key).format.sketched();
         let sketch_rows = if sketched.is_some() { rows } else { 0 };
         let mut sketch_factors = vec![Factor::default(); sketch_rows * steps];
         let prepared = |row: usize| {
-            let (span, head) = (&segment.spans[row / query_heads], row % query_heads);
+            let (of, head) = (&segment.queries()[row / query_heads], row % query_heads);
             let mut query = vec![0.0; head_dim];
-            read_row(queries, (span.sequence as usize * query_heads + head) * head_dim, &mut query);
+            read_row(queries, (of.row as usize * query_heads + head) * head_dim, &mut query);
             let softmax_scale = 1.0 / (head_dim as f32).sqrt();
             query.iter_mut().for_each(|x| *x *= softmax_scale);
             // H is orthonormal: rotated queries and keys have the products of plain ones.
@@ -64,10 +65,10 @@ impl PreparedQueries {
             lines.permute(&query, factor);
         });
         factors.par_chunks_exact_mut(steps).zip(&mut biases).enumerate().for_each(|(row, (factor, bias))| {
-            let (span, head) = (&segment.spans[row / query_heads], row % query_heads);
+            let (of, head) = (&segment.queries()[row / query_heads], row % query_heads);
             let mut query = prepared(row);
             let keys = store.tensor(KeyOrValue::Key);
-            let ranges = keys.head_ranges(span.range_slot as usize, head / shape.group());
+            let ranges = keys.head_ranges(of.range_slot as usize, head / shape.group());
             *bias = match keys.format.grouping() {
                 Some(Grouping::Token) => sum(query.iter().map(|&q| f64::from(q))),
                 _ => sum(query.iter().zip(ranges).map(|(&q, range)| f64::from(q) * f64::from(range.min))),
@@ -78,9 +79,9 @@ impl PreparedQueries {
         Self { steps, group: shape.group(), kv_heads: shape.kv_heads(), factors, sketch_factors, biases }
     }
 
-    /// The queries of one span that read one KV head.
-    pub(super) fn group(&self, span: usize, kv_head: usize) -> GroupQueries<'_> {
-        let row = (span * self.kv_heads + kv_head) * self.group;
+    /// The heads of a prepared query that read one KV head.
+    pub(super) fn group(&self, query: usize, kv_head: usize) -> GroupQueries<'_> {
+        let row = (query * self.kv_heads + kv_head) * self.group;
         GroupQueries {
             factors: &self.factors[row * self.steps..][..self.group * self.steps],
             sketch_factors: self.sketch_factors.get(row * self.steps..).unwrap_or_default(),

@@ -1,8 +1,10 @@
 //! Attention states: what attention over a part of a cache yields, so that parts can be merged.
 
+use super::dense::CpuTensor;
 use super::memory::filled;
+use crate::backend::AttentionStates;
 use crate::format::AttentionShape;
-use crate::plan::{DecodePlan, SegmentPlan, WorkItem};
+use crate::plan::{SegmentWork, Work, WorkItem};
 use crate::{Error, Result};
 
 /// Attention states of all query heads, row by row.
@@ -47,12 +49,20 @@ impl States {
         Ok(Self { query_heads, head_dim, outputs, lse })
     }
 
-    /// One row of states for every state row of a plan.
+    /// One row of states for every state row of the work.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
-    pub fn for_plan(plan: &DecodePlan) -> Result<Self> {
-        Self::new(plan.states(), &plan.shape)
+    pub fn for_work(work: &Work) -> Result<Self> {
+        Self::new(work.states(), work.shape())
+    }
+
+    /// States that a backend handed out, of layers of `shape`.
+    ///
+    /// # Errors
+    /// Those of [`States::from_parts`].
+    pub fn of(shape: &AttentionShape, states: &AttentionStates<CpuTensor>) -> Result<Self> {
+        Self::from_parts(shape, states.outputs.to_f32(), states.lse.to_f32())
     }
 
     /// Number of rows.
@@ -98,10 +108,18 @@ impl States {
     }
 }
 
-/// The work of one item for one KV head, and where its states go.
+impl From<States> for AttentionStates<CpuTensor> {
+    fn from(states: States) -> Self {
+        Self { outputs: CpuTensor::F32(states.outputs), lse: CpuTensor::F32(states.lse) }
+    }
+}
+
+/// The work of one item for one of its queries and one KV head, and where the states go.
 pub(super) struct ItemJob<'a> {
     pub(super) item: &'a WorkItem,
     pub(super) shard: u32,
+    /// The query, counted from the item's first.
+    pub(super) query: usize,
     pub(super) kv_head: usize,
     /// `[query head of the group][head_dim]`.
     pub(super) outputs: &'a mut [f32],
@@ -109,27 +127,30 @@ pub(super) struct ItemJob<'a> {
     pub(super) lse: &'a mut [f32],
 }
 
-/// One job per item and KV head of a segment plan.
+/// One job per item, query and KV head of a segment.
 ///
 /// # Errors
 /// [`Error::Plan`] when two items share a state row or one lies outside the states.
 pub(super) fn item_jobs<'a>(
-    segment: &'a SegmentPlan,
+    segment: &'a SegmentWork,
     shape: &AttentionShape,
     states: &'a mut States,
 ) -> Result<Vec<ItemJob<'a>>> {
     let kv_heads = shape.kv_heads();
     let mut slots: Vec<_> = states.chunks_mut(shape.group()).map(Some).collect();
-    let mut jobs = Vec::with_capacity(segment.items.len() * kv_heads);
-    for dispatch in &segment.dispatches {
-        for item in &segment.items[dispatch.first_item..][..dispatch.items] {
-            for kv_head in 0..kv_heads {
-                let slot = slots.get_mut(item.state as usize * kv_heads + kv_head).and_then(Option::take);
-                let (outputs, lse) = slot.ok_or_else(|| Error::Plan {
-                    what: "attend",
-                    reason: format!("state row {} is missing or written twice", item.state),
-                })?;
-                jobs.push(ItemJob { item, shard: dispatch.shard, kv_head, outputs, lse });
+    let mut jobs = Vec::with_capacity(segment.items().len() * kv_heads);
+    for dispatch in segment.dispatches() {
+        for item in segment.items_of(dispatch) {
+            for query in 0..item.queries as usize {
+                let row = item.state as usize + query * item.stride as usize;
+                for kv_head in 0..kv_heads {
+                    let slot = slots.get_mut(row * kv_heads + kv_head).and_then(Option::take);
+                    let (outputs, lse) = slot.ok_or_else(|| Error::Plan {
+                        what: "attend",
+                        reason: format!("state row {row} is missing or written twice"),
+                    })?;
+                    jobs.push(ItemJob { item, shard: dispatch.shard, query, kv_head, outputs, lse });
+                }
             }
         }
     }

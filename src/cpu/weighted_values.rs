@@ -10,17 +10,17 @@ use super::store::CpuStore;
 use super::tile_lines::TileLines;
 use super::value_tiles::ValueTiles;
 use crate::format::{KeyOrValue, ScoreMap, TILE_TOKENS};
-use crate::plan::{Page, SegmentPlan};
+use crate::plan::{Page, SegmentWork};
 use crate::{Error, Result};
 
-/// Softmax of mapped scores times values, for all items of a segment plan: writes their states.
+/// Softmax of mapped scores times values, for all items of a segment: writes their states.
 ///
-/// `maps` are `[span][query_head]`, as from [`SegmentScores::maps`].
+/// `maps` are `[prepared query][query_head]`, as from [`SegmentScores::maps`].
 ///
 /// # Errors
-/// [`Error::Plan`] when store, scores, maps or states are not those of the plan.
+/// [`Error::Plan`] when store, scores, maps or states are not those of the work.
 pub fn weighted_values(
-    segment: &SegmentPlan,
+    segment: &SegmentWork,
     store: &CpuStore,
     scores: &SegmentScores,
     maps: &[ScoreMap],
@@ -28,11 +28,11 @@ pub fn weighted_values(
 ) -> Result<()> {
     check_segment(segment, store, None)?;
     let (shape, format) = (store.shape(), store.format());
-    let needed_scores = segment.page_table.len() * shape.query_heads() * TILE_TOKENS;
-    let needed_maps = segment.spans.len() * shape.query_heads();
+    let needed_scores = segment.score_tiles() * shape.query_heads() * TILE_TOKENS;
+    let needed_maps = segment.queries().len() * shape.query_heads();
     if scores.scores().len() != needed_scores || maps.len() != needed_maps {
         let reason = format!(
-            "{} scores and {} maps were given, the plan has {needed_scores} and {needed_maps}",
+            "{} scores and {} maps were given, the work has {needed_scores} and {needed_maps}",
             scores.scores().len(),
             maps.len()
         );
@@ -47,7 +47,7 @@ pub fn weighted_values(
     };
     item_jobs(segment, shape, states)?.into_par_iter().for_each_init(buffers, |buffers, job| {
         let head = job.kv_head * shape.group();
-        let maps = &maps[job.item.span as usize * shape.query_heads() + head..][..shape.group()];
+        let maps = &maps[job.item.query as usize * shape.query_heads() + head..][..shape.group()];
         buffers.weigh_item(segment, store, scores, maps, job);
     });
     Ok(())
@@ -63,7 +63,7 @@ struct WeightedValues<'a> {
 impl WeightedValues<'_> {
     fn weigh_item(
         &mut self,
-        segment: &SegmentPlan,
+        segment: &SegmentWork,
         store: &CpuStore,
         scores: &SegmentScores,
         maps: &[ScoreMap],
@@ -73,9 +73,8 @@ impl WeightedValues<'_> {
         self.softmax.fill(OnlineSoftmax::EMPTY);
         self.values.clear();
         for (tile, first) in (0..item.tokens as usize).step_by(TILE_TOKENS).enumerate() {
-            let entry = item.page_offset as usize + tile;
             let tokens = TILE_TOKENS.min(item.tokens as usize - first);
-            let row = entry * shape.query_heads() + job.kv_head * shape.group();
+            let row = (item.scores as usize + tile) * shape.query_heads() + job.kv_head * shape.group();
             let scores = scores.scores()[row * TILE_TOKENS..].chunks_exact(TILE_TOKENS);
             for (head, (weights, scores)) in self.weights.chunks_exact_mut(TILE_TOKENS).zip(scores).enumerate() {
                 weights[tokens..].fill(0.0);
@@ -83,7 +82,7 @@ impl WeightedValues<'_> {
                 let factor = self.softmax[head].weigh(&mut weights[..tokens]);
                 self.values.rescale(head, factor);
             }
-            let page = Page { shard: job.shard, index: segment.page_table[entry] };
+            let page = Page { shard: job.shard, index: segment.page_table()[item.page_offset as usize + tile] };
             self.values.add(store.tensor(KeyOrValue::Value).tile(page, job.kv_head), &self.weights);
         }
         let ranges = store.tensor(KeyOrValue::Value).head_ranges(item.range_slot as usize, job.kv_head);

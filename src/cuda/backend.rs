@@ -1,10 +1,11 @@
-//! The CUDA backend: [`Backend`] over a stream.
+//! The CUDA backend: [`Backend`](crate::Backend) over a stream.
 
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 
-use super::attend::step::StepPlan;
+use super::attend::merge_pair::merge_pair;
+use super::attend::step::{StepPlan, StepTensors};
 use super::device::driver::{driver_error, open_context};
 use super::device::indices::Indices;
 use super::device::kernels::Kernels;
@@ -13,9 +14,11 @@ use super::device::store::{self, Store};
 use super::device::tensor::Tensor;
 use super::pack::rows::Launcher;
 use crate::Result;
-use crate::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite};
+use crate::backend::{
+    AttendOptions, Attention, AttentionStates, Device, NonFinite, Packing, SpanRead, SpanWrite, Storage, TokenWrite,
+};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{DecodePlan, Elements, Page, RowLayout, Rows};
+use crate::plan::{AttendPlan, ElementType, Elements, Page, RowLayout, Rows};
 
 /// A stream and the kernels of its device. Cheap to clone.
 ///
@@ -73,6 +76,14 @@ impl Cuda {
         &self.kernels
     }
 
+    fn zeroed_states(&self, shape: &AttentionShape, rows: usize) -> Result<AttentionStates<Tensor>> {
+        let heads = rows * shape.query_heads();
+        Ok(AttentionStates {
+            outputs: Tensor::zeroed(&self.stream, heads * shape.head_dim(), ElementType::F32)?,
+            lse: Tensor::zeroed(&self.stream, heads, ElementType::F32)?,
+        })
+    }
+
     fn launcher(&self) -> Launcher<'_> {
         Launcher { stream: &self.stream, kernels: &self.kernels }
     }
@@ -85,9 +96,8 @@ impl Cuda {
     }
 }
 
-impl Backend for Cuda {
+impl Device for Cuda {
     type Tensor = Tensor;
-    type Store = Store;
     type Indices = Indices;
 
     fn name(&self) -> String {
@@ -114,6 +124,10 @@ impl Backend for Cuda {
     fn elements(&self, tensor: &Tensor) -> usize {
         tensor.elements()
     }
+}
+
+impl Storage for Cuda {
+    type Store = Store;
 
     fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Store> {
         Store::new(&self.stream, shape, format)
@@ -136,7 +150,9 @@ impl Backend for Cuda {
     fn store_bytes(&self, store: &Store) -> u64 {
         store.bytes()
     }
+}
 
+impl Packing for Cuda {
     async fn first_non_finite(
         &self,
         which: KeyOrValue,
@@ -183,17 +199,46 @@ impl Backend for Cuda {
         let [keys, values] = self.launcher_for("dequantize", store, &[])?.dequantize(store, &read)?;
         Ok((keys, values))
     }
+}
 
+impl Attention for Cuda {
     async fn attend(
         &self,
-        plan: &DecodePlan,
+        plan: &AttendPlan,
         stores: &[&Store],
         queries: &Tensor,
         options: AttendOptions,
     ) -> Result<Tensor> {
+        plan.check_elements("queries", queries.elements())?;
         let step = StepPlan::new(self, plan)?;
-        let output = Tensor::zeroed(&self.stream, queries.elements(), options.output)?;
-        step.bind(self, stores, queries, &output)?.launch()?;
+        let output = Tensor::zeroed(&self.stream, plan.elements(), options.output)?;
+        step.bind(self, stores, StepTensors { queries, output: &output, lse: None })?.launch()?;
         Ok(output)
+    }
+
+    async fn attend_states(
+        &self,
+        plan: &AttendPlan,
+        stores: &[&Store],
+        queries: &Tensor,
+        _: AttendOptions,
+    ) -> Result<AttentionStates<Tensor>> {
+        plan.check_elements("queries", queries.elements())?;
+        let step = StepPlan::new(self, plan)?;
+        let states = self.zeroed_states(plan.shape(), plan.rows())?;
+        let tensors = StepTensors { queries, output: &states.outputs, lse: Some(&states.lse) };
+        step.bind(self, stores, tensors)?.launch()?;
+        Ok(states)
+    }
+
+    async fn merge(
+        &self,
+        shape: &AttentionShape,
+        first: &AttentionStates<Tensor>,
+        second: &AttentionStates<Tensor>,
+    ) -> Result<AttentionStates<Tensor>> {
+        let joined = self.zeroed_states(shape, first.lse.elements() / shape.query_heads())?;
+        merge_pair(self, shape, [first, second, &joined])?;
+        Ok(joined)
     }
 }

@@ -46,7 +46,7 @@ mod measure;
 mod pack;
 
 pub use attend::launch::BoundStep;
-pub use attend::step::StepPlan;
+pub use attend::step::{StepPlan, StepTensors};
 pub use backend::Cuda;
 pub use cudarc;
 pub use device::indices::Indices;

@@ -1,15 +1,25 @@
-//! Plans: what a decode step computes, decided on the CPU from lengths alone, before any kernel runs.
+//! Plans: what an attention call computes, decided on the CPU from lengths alone, before any kernel runs.
 //!
-//! A plan is pure data. It cuts the spans of every sequence into [`WorkItem`]s of about equal size, gives each a row
-//! of attention states to write, and tells the merge which rows belong to which sequence. Every backend runs the same
-//! plan.
+//! Plans are pure data. An [`AttendPlan`] says which queries see which spans. The CPU and wgpu cut it into a [`Work`]: runs
+//! of tokens of about equal size for some neighbouring queries, each with rows of attention states to write, and which rows
+//! the merge joins for a query. CUDA cuts the same plan for itself.
 
-mod decode;
+mod attend;
+mod blocks;
 mod pages;
 mod rows;
+mod state_rows;
 mod tokens;
+mod work;
 
-pub use decode::{DecodePlan, Dispatch, PlannedSpan, SegmentPlan, SpanView, Split, StoreView, WorkItem};
+pub use attend::{AttendPlan, PlannedRun, PlannedSpan, QueryRun, Segment, SpanView, StoreView, Visible};
 pub use pages::{Page, PageAllocator};
 pub use rows::{ElementType, Elements, RowLayout, TokenRange};
+pub use state_rows::StateRows;
 pub use tokens::{IndexShape, Rows, TokenIndices};
+pub use work::{Dispatch, PreparedRow, SegmentWork, Split, Work, WorkItem};
+#[cfg(feature = "cuda")]
+pub(crate) use {
+    blocks::{Block, Part, blocks},
+    state_rows::StateCounts,
+};

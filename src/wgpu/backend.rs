@@ -1,8 +1,8 @@
-//! The wgpu backend: [`Backend`] over a device and its queue.
+//! The wgpu backend: [`Backend`](crate::Backend) over a device and its queue.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::attend::{Scratch, ScratchBytes, StepPlan, StepTensors};
+use super::attend::{MergePairPlan, Scratch, ScratchBytes, StepPlan, StepTensors};
 use super::device::capabilities::Path;
 use super::device::guard::Request;
 use super::device::{
@@ -11,9 +11,12 @@ use super::device::{
 };
 use super::pack::{AppendPlan, DequantizePlan, FindNonFinitePlan, PackWindowsPlan, QuantizePlan};
 use crate::Result;
-use crate::backend::{AttendOptions, Backend, NonFinite, SpanRead, SpanWrite, TokenWrite, WindowMove};
+use crate::backend::{
+    AttendOptions, Attention, AttentionStates, Device, NonFinite, Packing, SpanRead, SpanWrite, Storage, TokenWrite,
+    WindowMove,
+};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{DecodePlan, ElementType, Elements, Page, RowLayout};
+use crate::plan::{AttendPlan, ElementType, Elements, Page, RowLayout};
 
 /// A device with its queue, its compiled kernels and what they may use. Cheap to clone.
 ///
@@ -117,6 +120,26 @@ impl Wgpu {
         Ok(scratch)
     }
 
+    /// Uploads the tables of a step and submits its launches.
+    async fn run_step(&self, step: &StepPlan, stores: &[&Store], tensors: StepTensors<'_>) -> Result<()> {
+        let scratch = self.scratch(step.scratch()).await?;
+        let launches = step.bind(&self.kernels, stores, &scratch, tensors)?;
+        // Scratch is shared: between a step's tables and its submission no other thread may write its own.
+        let _turn = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        guard::captured_now(self.device(), Request::call("tables of a step"), || {
+            self.queue.write_buffer(&scratch.tables, 0, step.tables());
+        })?;
+        self.run("kvpack attend", &launches)
+    }
+
+    fn zeroed_states(&self, shape: &AttentionShape, rows: usize) -> Result<AttentionStates<Tensor>> {
+        let heads = rows * shape.query_heads();
+        Ok(AttentionStates {
+            outputs: Tensor::zeroed(self.device(), heads * shape.head_dim(), ElementType::F32)?,
+            lse: Tensor::zeroed(self.device(), heads, ElementType::F32)?,
+        })
+    }
+
     /// Encodes dispatches into one compute pass and submits it.
     fn run(&self, what: &'static str, launches: &Launches) -> Result<()> {
         guard::submit(self.device(), &self.queue, what, |encoder| {
@@ -127,9 +150,8 @@ impl Wgpu {
     }
 }
 
-impl Backend for Wgpu {
+impl Device for Wgpu {
     type Tensor = Tensor;
-    type Store = Store;
     type Indices = Indices;
 
     fn name(&self) -> String {
@@ -156,6 +178,10 @@ impl Backend for Wgpu {
     fn elements(&self, tensor: &Tensor) -> usize {
         tensor.elements()
     }
+}
+
+impl Storage for Wgpu {
+    type Store = Store;
 
     fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Store> {
         Store::new(shape, format, &self.capabilities.limits)
@@ -176,7 +202,9 @@ impl Backend for Wgpu {
     fn store_bytes(&self, store: &Store) -> u64 {
         store.bytes()
     }
+}
 
+impl Packing for Wgpu {
     async fn first_non_finite(
         &self,
         which: KeyOrValue,
@@ -231,26 +259,49 @@ impl Backend for Wgpu {
         self.run("kvpack dequantize", &plan.bind(&self.kernels, store, &keys, &values)?)?;
         Ok((keys, values))
     }
+}
 
+impl Attention for Wgpu {
     async fn attend(
         &self,
-        plan: &DecodePlan,
+        plan: &AttendPlan,
         stores: &[&Store],
         queries: &Tensor,
         options: AttendOptions,
     ) -> Result<Tensor> {
-        let elements = queries.elements();
-        let step = StepPlan::new(&self.capabilities, plan.clone(), queries.element_type(), options)?;
-        let output = Tensor::zeroed(self.device(), elements, options.output)?;
-        let scratch = self.scratch(step.scratch()).await?;
-        let launches = step.bind(&self.kernels, stores, &scratch, StepTensors { queries, output: &output })?;
-        // Scratch is shared: between a step's tables and its submission no other thread may write its own.
-        let turn = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        guard::captured_now(self.device(), Request::call("tables of a decode step"), || {
-            self.queue.write_buffer(&scratch.tables, 0, step.tables());
-        })?;
-        self.run("kvpack decode step", &launches)?;
-        drop(turn);
+        plan.check_elements("queries", queries.elements())?;
+        let step = StepPlan::new(&self.capabilities, plan, queries.element_type(), options)?;
+        let output = Tensor::zeroed(self.device(), plan.elements(), options.output)?;
+        self.run_step(&step, stores, StepTensors { queries, output: &output, lse: None }).await?;
         Ok(output)
+    }
+
+    async fn attend_states(
+        &self,
+        plan: &AttendPlan,
+        stores: &[&Store],
+        queries: &Tensor,
+        options: AttendOptions,
+    ) -> Result<AttentionStates<Tensor>> {
+        plan.check_elements("queries", queries.elements())?;
+        let options = AttendOptions { output: ElementType::F32, ..options };
+        let step = StepPlan::states(&self.capabilities, plan, queries.element_type(), options)?;
+        let states = self.zeroed_states(plan.shape(), plan.rows())?;
+        let tensors = StepTensors { queries, output: &states.outputs, lse: Some(&states.lse) };
+        self.run_step(&step, stores, tensors).await?;
+        Ok(states)
+    }
+
+    async fn merge(
+        &self,
+        shape: &AttentionShape,
+        first: &AttentionStates<Tensor>,
+        second: &AttentionStates<Tensor>,
+    ) -> Result<AttentionStates<Tensor>> {
+        let rows = first.lse.elements() / shape.query_heads();
+        let joined = self.zeroed_states(shape, rows)?;
+        let launch = MergePairPlan::new(*shape, rows).bind(&self.kernels, first, second, &joined)?;
+        self.run("kvpack merge", &[launch].into_iter().collect())?;
+        Ok(joined)
     }
 }

@@ -9,7 +9,7 @@ mod device;
 pub mod measure;
 mod pack;
 
-pub use attend::{Scratch, ScratchBytes, StepPlan, StepTensors};
+pub use attend::{MergePairPlan, Scratch, ScratchBytes, StepPlan, StepTensors};
 pub use backend::Wgpu;
 pub use device::shader;
 pub use device::{
@@ -25,5 +25,5 @@ pub use pack::{
 /// Every kernel variant that plans of this module can ask for, one of each that differ in more than numbers: for tests
 /// that translate them all.
 pub fn variants() -> Vec<Variant> {
-    [pack::variants(), measure::variants()].concat()
+    [pack::variants(), attend::variants(), measure::variants()].concat()
 }

@@ -66,19 +66,10 @@ impl<B: Backend> Filled<B> {
     /// The pages of a sequence, all in one span of the packed store.
     pub fn pages(cache: &KvCache<B>, sequence: usize) -> Vec<Page> {
         let plan = cache.plan(&[sequence]).unwrap();
-        assert_eq!(plan.segments.len(), 1, "appended tokens lie in the packed store alone");
-        let segment = &plan.segments[0];
-        assert_eq!((segment.store, segment.spans.len()), (1, 1));
-        let mut pages = Vec::new();
-        for dispatch in &segment.dispatches {
-            for item in &segment.items[dispatch.first_item..][..dispatch.items] {
-                let table = &segment.page_table[item.page_offset as usize..][..(item.tokens as usize).div_ceil(128)];
-                let pages_of_item = table.iter().map(|&index| Page { shard: dispatch.shard, index });
-                pages.push((item.page_offset, pages_of_item.collect::<Vec<_>>()));
-            }
-        }
-        pages.sort_by_key(|(offset, _)| *offset);
-        pages.into_iter().flat_map(|(_, pages)| pages).collect()
+        assert_eq!(plan.segments().len(), 1, "appended tokens lie in the packed store alone");
+        let segment = &plan.segments()[0];
+        assert_eq!((segment.store(), segment.spans().len()), (1, 1));
+        segment.pages().to_vec()
     }
 
     /// What both decode to, bit for bit, and what they hold in bytes.

@@ -1,10 +1,11 @@
 //! Kernel `append` against what packing the whole span at once stores.
 
+use kvpack::backend::{Packing, Storage};
 use kvpack::backend::{SpanRead, SpanWrite, TokenWrite};
 use kvpack::format::KeyOrValue;
 use kvpack::plan::{ElementType, Page, RowLayout, TokenRange};
 use kvpack::wgpu::{StorePart, Wgpu};
-use kvpack::{AttentionShape, Backend, Bits, Error, SegmentFormat};
+use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 use pollster::block_on;
 
 use crate::expected::{Rows, values};

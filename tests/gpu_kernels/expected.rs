@@ -1,10 +1,11 @@
 //! What the tests store, and what tiles and ranges of it must be: written with nothing but `kvpack::format`.
 
 use half::{bf16, f16};
+use kvpack::AttentionShape;
+use kvpack::backend::Device;
 use kvpack::format::{AffineFormat, CodeRange, KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout};
 use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
 use kvpack::wgpu::{Tensor, Wgpu};
-use kvpack::{AttentionShape, Backend};
 
 /// Values that look like keys: channels of different spreads, outliers, a constant channel, ties, both zeros.
 pub fn values(count: usize, seed: u32) -> Vec<f32> {

@@ -1,11 +1,12 @@
 //! Kernel `hadamard` against its CPU twin, bit for bit.
 
 use kvpack::AttentionShape;
+use kvpack::Error;
+use kvpack::backend::Device;
 use kvpack::cpu;
 use kvpack::format::{Direction, HEAD_DIMS, Rotation};
 use kvpack::plan::{ElementType, RowLayout};
 use kvpack::wgpu::{HadamardPlan, Kernels, Tensor, Wgpu};
-use kvpack::{Backend, Error};
 use pollster::block_on;
 
 use crate::expected::{Rows, values};

@@ -1,10 +1,11 @@
 //! A lost device: every call says so; none panics, hangs or pretends to work.
 
 use kvpack::backend::{AttendOptions, SpanRead, SpanWrite, TokenWrite};
+use kvpack::backend::{Attention, Device, Packing, Storage};
 use kvpack::format::KeyOrValue;
-use kvpack::plan::{DecodePlan, ElementType, Page, RowLayout, SpanView, Split, StoreView, TokenRange};
+use kvpack::plan::{AttendPlan, ElementType, Page, QueryRun, RowLayout, SpanView, StoreView, TokenRange};
 use kvpack::wgpu::{Scratch, StepPlan, StepTensors, Tensor, measure};
-use kvpack::{AttentionShape, Backend, Bits, Error, SegmentFormat};
+use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 use pollster::block_on;
 
 use crate::expected::{Rows, values};
@@ -31,18 +32,18 @@ fn every_call_on_a_lost_device_says_so() {
     let bytes = packed.bytes();
 
     let pages = [page];
-    let spans = vec![SpanView { sequence: 0, tokens: 4, pages: &pages, range_slot: 0 }];
+    let spans = vec![SpanView { sequence: 0, start: 0, tokens: 4, pages: &pages, range_slot: 0 }];
     let view = StoreView { format: *packed.format(), calibration: None, spans };
-    let plan = DecodePlan::new(shape, 1, &[view], Split::default()).unwrap();
+    let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[view]).unwrap();
     let query = tensor.slice(0, 64).unwrap();
     block_on(backend.attend(&plan, &[&packed], &query, AttendOptions::default())).unwrap();
 
     // An engine's own step, planned and with its scratch while the device was there.
     let options = AttendOptions::default();
-    let step = StepPlan::new(backend.capabilities(), plan.clone(), ElementType::F32, options).unwrap();
+    let step = StepPlan::new(backend.capabilities(), &plan, ElementType::F32, options).unwrap();
     let scratch = block_on(Scratch::new(backend.device(), step.scratch())).unwrap();
     let output = Tensor::zeroed(backend.device(), 64, ElementType::F32).unwrap();
-    let tensors = StepTensors { queries: &query, output: &output };
+    let tensors = StepTensors { queries: &query, output: &output, lse: None };
     step.bind(backend.kernels(), &[&packed], &scratch, tensors).unwrap();
 
     backend.device().destroy();

@@ -1,8 +1,9 @@
 //! Stores: shards, limits, growth, and a device without room.
 
+use kvpack::backend::{Device, Packing, Storage};
 use kvpack::backend::{SpanRead, SpanWrite};
 use kvpack::plan::{ElementType, Page, RowLayout, TokenRange};
-use kvpack::{AttentionShape, Backend, Bits, Error, SegmentFormat};
+use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 use pollster::block_on;
 
 use crate::expected::{Rows, values};

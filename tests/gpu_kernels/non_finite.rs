@@ -1,10 +1,11 @@
 //! Kernel `find_non_finite`.
 
 use half::f16;
+use kvpack::AttentionShape;
 use kvpack::backend::NonFinite;
+use kvpack::backend::{Device, Packing};
 use kvpack::format::KeyOrValue;
 use kvpack::plan::RowLayout;
-use kvpack::{AttentionShape, Backend};
 use pollster::block_on;
 
 use crate::expected::values;

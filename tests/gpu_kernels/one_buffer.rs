@@ -1,10 +1,10 @@
 //! Queries and output in one buffer, as engines have them that allocate from large pages.
 
-use kvpack::backend::AttendOptions;
+use kvpack::backend::{AttendOptions, Device};
 use kvpack::cache::PromptSpan;
 use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
 use kvpack::wgpu::{Scratch, StepPlan, StepTensors, Tensor};
-use kvpack::{AttentionShape, Backend, Bits, Error, KvCache, Recipe, SegmentFormat};
+use kvpack::{AttentionShape, Bits, Error, KvCache, Recipe, SegmentFormat};
 use pollster::block_on;
 
 use crate::expected::values;
@@ -29,7 +29,8 @@ fn queries_and_output_may_lie_in_one_buffer() {
             let (queries, output) = (page.slice(0, row).unwrap(), page.slice(row + 64, row).unwrap());
 
             let plan = cache.plan(&[0]).unwrap();
-            let step = StepPlan::new(backend.capabilities(), plan, ElementType::F32, AttendOptions::default()).unwrap();
+            let step =
+                StepPlan::new(backend.capabilities(), &plan, ElementType::F32, AttendOptions::default()).unwrap();
             let capabilities = backend.capabilities();
             if tokens == 200 && capabilities.coherent && capabilities.limits.storage_buffers >= 10 {
                 let merges = step.launch_labels().iter().all(|label| !label.contains("merge_states"));
@@ -37,7 +38,7 @@ fn queries_and_output_may_lie_in_one_buffer() {
             }
             let run = |output: &Tensor| {
                 let scratch = block_on(Scratch::new(backend.device(), step.scratch())).unwrap();
-                let tensors = StepTensors { queries: &queries, output };
+                let tensors = StepTensors { queries: &queries, output, lse: None };
                 let launches = step.bind(backend.kernels(), &cache.stores(), &scratch, tensors).unwrap();
                 backend.queue().write_buffer(&scratch.tables, 0, step.tables());
                 let mut encoder = backend.device().create_command_encoder(&Default::default());
@@ -52,7 +53,7 @@ fn queries_and_output_may_lie_in_one_buffer() {
             assert!(around.iter().all(|&x| x == 7.0));
 
             let scratch = block_on(Scratch::new(backend.device(), step.scratch())).unwrap();
-            let tensors = StepTensors { queries: &queries, output: &queries };
+            let tensors = StepTensors { queries: &queries, output: &queries, lse: None };
             let bound = step.bind(backend.kernels(), &cache.stores(), &scratch, tensors);
             assert!(matches!(bound, Err(Error::Buffer { what: "output", .. })));
         }

@@ -1,10 +1,11 @@
 //! Kernels `quantize`, `ranges_span`, `ranges_tile` and `dequantize` against the format's own arithmetic, bit for bit.
 
+use kvpack::backend::{Device, Packing, Storage};
 use kvpack::backend::{SpanRead, SpanWrite};
 use kvpack::format::{AffineFormat, Grouping, HEAD_DIMS, KeyOrValue, TILE_TOKENS, TensorFormat};
 use kvpack::plan::{ElementType, Page, RowLayout, TokenRange};
 use kvpack::wgpu::{Indices, Store, StorePart, Tensor, Wgpu};
-use kvpack::{AttentionShape, Backend, Bits, Error, SegmentFormat};
+use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 use pollster::block_on;
 
 use crate::expected::{Packed, Rows, pack, values};

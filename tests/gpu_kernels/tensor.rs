@@ -1,9 +1,10 @@
 //! Tensors: kvpack's own, and those in buffers of engines.
 
 use half::f16;
+use kvpack::Error;
+use kvpack::backend::Device;
 use kvpack::plan::ElementType;
 use kvpack::wgpu::Tensor;
-use kvpack::{Backend, Error};
 use pollster::block_on;
 
 use crate::gpu_device::shared;

@@ -1,5 +1,6 @@
 //! The CPU twins: what wgpu stores and reads back equals what the CPU does, bit for bit, for any shape.
 
+use kvpack::backend::{Device, Packing, Storage};
 use kvpack::backend::{SpanRead, SpanWrite};
 use kvpack::cpu::Cpu;
 use kvpack::format::sketch::Sketch;

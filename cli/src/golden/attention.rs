@@ -2,8 +2,8 @@
 
 use anyhow::Result;
 use kvpack::backend::SpanWrite;
-use kvpack::cpu::{CpuStore, DenseSegment, decode_step, exact_attention, plain_attention, quantize};
-use kvpack::plan::{self, DecodePlan, Page, RowLayout, SpanView, Split, StoreView, TokenRange};
+use kvpack::cpu::{CpuStore, DenseSegment, attend_plan, exact_attention, plain_attention, quantize};
+use kvpack::plan::{self, AttendPlan, Page, QueryRun, RowLayout, SpanView, Split, StoreView, TokenRange};
 use kvpack::{AttentionShape, SegmentFormat};
 
 use super::Outputs;
@@ -56,10 +56,10 @@ fn f16_attention(
     let rows = RowLayout::head_major(tokens, &shape);
     let write = SpanWrite { rows, tokens: TokenRange::new(0, tokens)?.into(), pages: &pages, range_slot: 0 };
     quantize(&mut store, plan::Elements::F32(keys), plan::Elements::F32(values), write)?;
-    let span = SpanView { sequence: 0, tokens, pages: &pages, range_slot: 0 };
+    let span = SpanView { sequence: 0, start: 0, tokens, pages: &pages, range_slot: 0 };
     let view = StoreView { format: SegmentFormat::F16, calibration: None, spans: vec![span] };
-    let plan = DecodePlan::new(shape, 1, &[view], Split::default())?;
-    Ok(decode_step(&plan, &[&store], plan::Elements::F32(query))?)
+    let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[view])?;
+    Ok(attend_plan(&plan, &[&store], plan::Elements::F32(query), Split::default())?)
 }
 
 /// Outputs and log-sum-exps, sequence after sequence.

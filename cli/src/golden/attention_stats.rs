@@ -2,11 +2,10 @@
 
 use anyhow::Result;
 use kvpack::AttentionShape;
-use kvpack::cpu::{States, merge_states};
-use kvpack::plan::DecodePlan;
+use kvpack::cpu::{States, merge_pair};
 use kvpack::policy::HeadAggregation;
 
-use super::file::GoldenFile;
+use super::file::{GoldenFile, part};
 use super::kernels::{Attention, Device};
 use super::{Computed, Outputs, doubles};
 
@@ -26,17 +25,19 @@ pub fn column_sums(file: &GoldenFile, device: Device) -> Result<Computed> {
     Ok(vec![(device.named("attention_row_stats, attention_column_stats, sum_partials"), outputs)])
 }
 
-/// `attention.merge`: the parts of a token are the states of a sequence.
+/// `attention.merge`: the parts joined one after the other.
 pub fn merge(file: &GoldenFile) -> Result<Computed> {
     let [parts, tokens, heads, head_dim] = file.input("o")?.axes()?;
     let shape = AttentionShape::new(heads, heads, head_dim)?;
     let (outputs, lse) = (file.input("o")?.f32()?, file.input("lse")?.f32()?);
-    // From [part][token] to [token][part].
-    let rows = || (0..tokens).flat_map(|token| (0..parts).map(move |part| part * tokens + token));
-    let of = |x: &[f32], width: usize| rows().flat_map(|row| x[row * width..][..width].to_vec()).collect();
-    let states = States::from_parts(&shape, of(&outputs, heads * head_dim), of(&lse, heads))?;
-    let first_state = (0..=tokens).map(|token| (token * parts) as u32).collect();
-    let merged = merge_states(&DecodePlan { shape, segments: Vec::new(), first_state }, &states)?;
+    let part = |index: usize| {
+        let (outputs, lse) = (part(&outputs, index, tokens * heads * head_dim)?, part(&lse, index, tokens * heads)?);
+        anyhow::Ok(States::from_parts(&shape, outputs.to_vec(), lse.to_vec())?)
+    };
+    let mut merged = part(0)?;
+    for index in 1..parts {
+        merged = merge_pair(&merged, &part(index)?)?;
+    }
     let outputs = Outputs::from([("o", doubles(merged.outputs())), ("lse", doubles(merged.lse()))]);
-    Ok(vec![("merge_states", outputs)])
+    Ok(vec![("merge_pair", outputs)])
 }

@@ -3,10 +3,11 @@
 use anyhow::{Context, Result};
 use kvpack::backend::{SpanRead, SpanWrite};
 use kvpack::cpu::{
-    CpuStore, States, dequantize, merge_states, plain_attention, quantize as quantize_span, scores, weighted_values,
+    CpuStore, States, dequantize, merge_pair, merge_states, plain_attention, quantize as quantize_span, scores,
+    weighted_values,
 };
 use kvpack::format::{AffineFormat, CodeRange, Grouping, HEAD_DIMS, KeyOrValue, ScoreMap, TensorFormat, msb_bytes};
-use kvpack::plan::{DecodePlan, Elements, Page, RowLayout, SpanView, Split, StoreView, TokenRange};
+use kvpack::plan::{AttendPlan, Elements, Page, QueryRun, RowLayout, SpanView, Split, StoreView, TokenRange, Work};
 use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat, TILE_TOKENS};
 
 use super::Outputs;
@@ -113,11 +114,13 @@ fn decode_sequence(file: &GoldenFile, shape: AttentionShape, tokens: usize, sequ
     let queries = file.input("q")?.f32()?;
     let query = part(&queries, sequence, shape.query_heads() * shape.head_dim())?;
     let (store, pages) = packed_store(file, shape, tokens, sequence)?;
-    let span = SpanView { sequence: 0, tokens, pages: &pages, range_slot: 0 };
+    let span = SpanView { sequence: 0, start: 0, tokens, pages: &pages, range_slot: 0 };
     let view = StoreView { format: *store.format(), calibration: None, spans: vec![span] };
     // One tile to an item, so that merging has something to do.
-    let plan = DecodePlan::new(shape, 1, &[view], Split { target_items: usize::MAX, tile_step: 1, max_tiles: 1 })?;
-    let segment = &plan.segments[0];
+    let plan = AttendPlan::new(shape, &[QueryRun::decode(0)], &[view])?;
+    let split = Split { target_items: usize::MAX, tile_step: 1, max_tiles: 1 };
+    let work = Work::new(&plan, split, 1)?;
+    let segment = &work.segments()[0];
 
     let raw = scores(segment, &store, Elements::F32(query))?;
     let maps = if file.flag("calibrate") {
@@ -125,11 +128,12 @@ fn decode_sequence(file: &GoldenFile, shape: AttentionShape, tokens: usize, sequ
     } else {
         vec![ScoreMap::IDENTITY; shape.query_heads()]
     };
-    let mut states = States::for_plan(&plan)?;
+    let mut states = States::for_work(&work)?;
     weighted_values(segment, &store, &raw, &maps, &mut states)?;
+    let mut merged = merge_states(&work, &states)?;
     let mut calibrated = Vec::new();
     for (head, map) in maps.iter().enumerate() {
-        let scores = raw.of_span(segment, 0, head)?;
+        let scores = raw.of_query(segment, 0, head)?;
         calibrated.extend(scores.into_iter().map(|score| f64::from(map.apply(score))));
     }
 
@@ -138,11 +142,11 @@ fn decode_sequence(file: &GoldenFile, shape: AttentionShape, tokens: usize, sequ
             let [_, _, tokens, _] = file.input(keys)?.axes()?;
             let rows = shape.kv_heads() * tokens * shape.head_dim();
             let dense = |name| Ok::<_, anyhow::Error>(part(&file.input(name)?.f32()?, sequence, rows)?.to_vec());
-            states.extend(&plain_attention(&shape, &dense(keys)?, &dense(values)?, tokens, query)?)?;
+            let text = plain_attention(&shape, &dense(keys)?, &dense(values)?, tokens, query)?;
+            merged = merge_pair(&merged, &text)?;
         }
     }
-    let all = DecodePlan { first_state: vec![0, states.rows() as u32], ..plan.clone() };
-    Ok(Decoded { merged: merge_states(&all, &states)?, scores: calibrated })
+    Ok(Decoded { merged, scores: calibrated })
 }
 
 /// A store that holds the codes and ranges of one sequence of the file.

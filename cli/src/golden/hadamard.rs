@@ -1,10 +1,11 @@
 //! The blocked Walsh-Hadamard transform.
 
 use anyhow::Result;
+use kvpack::backend::Device;
 use kvpack::format::{Direction, Rotation};
 use kvpack::plan::{ElementType, RowLayout};
 use kvpack::wgpu::{HadamardPlan, Tensor, Wgpu};
-use kvpack::{AttentionShape, Backend, cpu};
+use kvpack::{AttentionShape, cpu};
 use pollster::block_on;
 
 use super::Outputs;

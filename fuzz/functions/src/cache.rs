@@ -1,6 +1,6 @@
 //! Operations on a cache of the CPU backend, read from bytes, and what must hold after each.
 
-use kvpack::Backend;
+use kvpack::backend::Device;
 use kvpack::cache::{KvCache, ModelRecipe, PromptSpan};
 use kvpack::cpu::{Cpu, CpuTensor, DenseSegment, exact_attention, nmse};
 use kvpack::plan::{ElementType, RowLayout, TokenRange};

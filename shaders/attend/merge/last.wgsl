@@ -1,19 +1,19 @@
 // States that are joined by the workgroup that writes the last of a query head, as `merge_states` would join them.
 //
-// Every workgroup counts itself in when its states are written; who finds that all others have is the last. The next
-// step finds the counter at 0 again. What makes the states of others visible: the memory is coherent, a storage barrier
-// stands between the states and the count, and another between the count and the reads. In WGSL a storage barrier orders
-// memory for one workgroup alone; the SPIR-V of naga orders it for the device, so this part is for Vulkan
+// Every workgroup counts itself in when its states are written; who finds that all others have is the last. Items have one
+// query each. The next step finds the counter at 0 again. What makes the states of others visible: the memory is coherent, a
+// storage barrier stands between the states and the count, and another between the count and the reads. In WGSL a storage
+// barrier orders memory for one workgroup alone; the SPIR-V of naga orders it for the device, so this part is for Vulkan
 // (`Capabilities::coherent`).
 //
 // A team of 32 lanes joins a head; a lane owns every 32nd field group of four channels.
 //
-// needs: FIELDS, HEADS, INVOCATIONS, QUERY_HEADS, WorkItem, head_exists, query_head
+// needs: FIELDS, HEADS, INVOCATIONS, QUERY_HEADS, WorkItem, head_exists, input_row, query_head
 // gives: states, merge_item
 // binds: 7 states, 9 arrived
 
 @group(0) @binding(7) @coherent var<storage, read_write> states: array<vec4<f32>>;
-// Workgroups that have written their state of a query head: [sequence][query head].
+// Workgroups that have written their state of a query head: [row][query head].
 @group(0) @binding(9) var<storage, read_write> arrived: array<atomic<u32>>;
 
 // import output = attend/output/f32.wgsl
@@ -25,8 +25,8 @@ fn merge_item(item: WorkItem, y: u32, invocation: u32) {
     storageBarrier();
     if (invocation < HEADS) {
         is_last[invocation] = 0u;
-        if (head_exists(y, invocation)) {
-            let counter = item.sequence * QUERY_HEADS + query_head(y, invocation);
+        if (head_exists(item, y, invocation)) {
+            let counter = input_row(item, y, invocation);
             if (atomicAdd(&arrived[counter], 1u) + 1u == item.states) {
                 atomicStore(&arrived[counter], 0u);
                 is_last[invocation] = 1u;
@@ -45,6 +45,6 @@ fn merge_item(item: WorkItem, y: u32, invocation: u32) {
 fn merge_head(item: WorkItem, query_head: u32, lane: u32) {
     for (var field = lane; field < FIELDS; field += 32u) {
         let joined = join_states(item.first_state, item.first_state + item.states, 1u, query_head, field);
-        write_output((item.sequence * QUERY_HEADS + query_head) * FIELDS + field, joined.sum / joined.weight_sum);
+        write_output((item.row * QUERY_HEADS + query_head) * FIELDS + field, joined.sum / joined.weight_sum);
     }
 }

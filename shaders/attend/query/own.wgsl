@@ -4,8 +4,8 @@
 // Team t prepares heads t, t + 4, ...: lane r of it the field groups r and r + 32, of four channels each. The largest
 // magnitude and two sums are joined over the team.
 //
-// needs: CHUNKS, HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, QUERY_HEADS, QUERY_PLANES, QUERY_ROW, QUERY_VECTORS, WorkItem,
-//   query, query_head
+// needs: CHUNKS, HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, QUERY_PLANES, QUERY_ROW, QUERY_VECTORS, WorkItem, input_row,
+//   query
 // gives: TEAM_HEADS, load_query
 // set by plans: SCORE_SCALE
 
@@ -29,7 +29,7 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
     // unroll
     for (var own = 0u; own < TEAM_HEADS; own++) {
         let head = min(own * TEAMS + team, HEADS - 1u);
-        let query_row = (item.sequence * QUERY_HEADS + query_head(y, head)) * (HEAD_DIM / 4u);
+        let query_row = input_row(item, y, head) * (HEAD_DIM / 4u);
         let range_row = (item.range_slot * KV_HEADS + y / CHUNKS) * HEAD_DIM;
         var parts = vec3<f32>(0f);
         // unroll

@@ -1,6 +1,6 @@
 // The query as it was given, scaled: every workgroup prepares that of its heads itself.
 //
-// needs: HEADS, HEAD_DIM, INVOCATIONS, QUERY_HEADS, QUERY_VECTORS, WorkItem, query, query_head
+// needs: HEADS, HEAD_DIM, INVOCATIONS, QUERY_VECTORS, WorkItem, input_row, query
 // gives: load_query
 // set by plans: SCORE_SCALE
 
@@ -17,7 +17,7 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
     // unroll
     for (var i = 0u; i < OWN_VECTORS; i++) {
         let at = min(i * INVOCATIONS + invocation, HEADS * QUERY_VECTORS - 1u);
-        let row = item.sequence * QUERY_HEADS + query_head(y, at / QUERY_VECTORS);
+        let row = input_row(item, y, at / QUERY_VECTORS);
         let field = at % QUERY_VECTORS;
         // Channels past HEAD_DIM are padding of the row of keys.
         own[i] = input4(row * (HEAD_DIM / 4u) + min(field, HEAD_DIM / 4u - 1u)) * select(0f, SCORE_SCALE, field < HEAD_DIM / 4u);

@@ -1,6 +1,6 @@
 // The query rows that `prepare_query` left behind, in f32.
 //
-// needs: HEADS, INVOCATIONS, QUERY_HEADS, QUERY_ROW, QUERY_VECTORS, WorkItem, query, query_head
+// needs: HEADS, INVOCATIONS, QUERY_ROW, QUERY_VECTORS, WorkItem, prepared_row, query
 // gives: load_query
 // binds: 2 queries
 
@@ -8,7 +8,7 @@
 
 fn load_query(item: WorkItem, y: u32, invocation: u32) {
     for (var i = invocation; i < HEADS * QUERY_VECTORS; i += INVOCATIONS) {
-        let row = item.span * QUERY_HEADS + query_head(y, i / QUERY_VECTORS);
+        let row = prepared_row(item, y, i / QUERY_VECTORS);
         query[i] = queries[row * QUERY_ROW + i % QUERY_VECTORS];
     }
 }

@@ -1,4 +1,4 @@
-// Scores that `scores` stored, calibrated: score' = slope · score + offset, one map per span and query head.
+// Scores that `scores` stored, calibrated: score' = slope · score + offset, one map per prepared query and query head.
 //
 // needs: HEADS, LANE_TOKENS, LOG2_E, QUERY_HEADS, TILE_TOKENS, WorkItem, query_head, token_scores
 // gives: load_query, score_tile
@@ -7,9 +7,9 @@
 
 // import common/ordered.wgsl
 
-// Natural-log scores: tile after tile [query head][token], as the page table orders the tiles.
+// Natural-log scores: tile after tile [query head][token], those of an item from its first tile on.
 @group(0) @binding(2) var<storage, read> stored_scores: array<f32>;
-// Largest score and largest negated score of every span and query head, ordered.
+// Largest score and largest negated score of every prepared query and query head, ordered.
 @group(0) @binding(3) var<storage, read> extremes: array<vec2<u32>>;
 
 const TAU_1: f32 = 0f;
@@ -23,7 +23,7 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         let row = query_head(y, head);
-        let extreme = extremes[item.span * QUERY_HEADS + row];
+        let extreme = extremes[item.query * QUERY_HEADS + row];
         let largest = from_ordered(extreme.x);
         let smallest = -from_ordered(extreme.y);
         let low = smallest - TAU_1;
@@ -36,7 +36,7 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
 }
 
 fn score_tile(item: WorkItem, tile: u32, lane: u32) {
-    let first = (item.page_offset + tile) * QUERY_HEADS;
+    let first = (item.scores + tile) * QUERY_HEADS;
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         // unroll

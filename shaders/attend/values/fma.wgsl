@@ -112,10 +112,10 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
             for (var block = 0u; block < TILE_BLOCKS; block++) {
                 sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
             }
-            put_output(item.state, y, head, channel, sum / total);
+            put_output(item, y, head, channel, sum / total);
         }
-        finish_output(item.state, y, head, invocation);
-        write_lse(item.state, y, head, total, invocation);
+        finish_output(item, y, head, invocation);
+        write_lse(item, y, head, total, invocation);
         workgroupBarrier();
     }
 }

@@ -22,6 +22,7 @@ pub(super) struct AttendCall {
     pub(super) items: u64,
     pub(super) queries: u64,
     pub(super) output: u64,
+    pub(super) lse: u64,
     pub(super) key_ranges: u64,
     pub(super) value_ranges: u64,
     pub(super) states: u64,

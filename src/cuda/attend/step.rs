@@ -1,4 +1,4 @@
-//! A decode step: planned from lengths, bound to memory.
+//! A step of attention: planned from lengths, bound to memory.
 
 use std::f32::consts::LOG2_E;
 use std::sync::Arc;
@@ -16,8 +16,19 @@ use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::cuda::device::tensor::Tensor;
 use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat, TILE_TOKENS};
-use crate::plan::{DecodePlan, Page, SegmentPlan};
+use crate::plan::{AttendPlan, Block, ElementType, Page, Part, Segment, StateCounts, blocks};
 use crate::{Error, Result};
+
+/// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`.
+#[derive(Clone, Copy, Debug)]
+pub struct StepTensors<'a> {
+    /// Queries, after rotary embedding, not scaled.
+    pub queries: &'a Tensor,
+    /// Where the attention outputs go.
+    pub output: &'a Tensor,
+    /// Where the natural log-sum-exps go, f32 `[rows, query_heads]`, if they are asked for.
+    pub lse: Option<&'a Tensor>,
+}
 
 /// `Item` of `cuda/common/attend_call.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
@@ -26,14 +37,16 @@ struct Item {
     first_page: u32,
     tokens: u32,
     range_slot: u32,
-    sequence: u32,
+    row: u32,
     state: u32,
     first_state: u32,
     states: u32,
-    span: u32,
+    extremes: u32,
+    queries: u32,
+    stride: u32,
 }
 
-/// One segment of a step.
+/// One launch of a step: items of one segment that have one query each, or blocks of queries.
 #[derive(Clone, Debug)]
 struct SegmentStep {
     store: usize,
@@ -41,43 +54,55 @@ struct SegmentStep {
     variant: AttendVariant,
     pages: Vec<Page>,
     items: Vec<Item>,
+    /// The block of queries of every item.
+    blocks: Vec<usize>,
     wave: Wave,
     calibration: Option<Calibration>,
-    spans: usize,
+    /// Extremes of scores to keep, of every query over every span.
+    extremes: usize,
     /// Items in a row whose blocks form a cluster and share a row of states; 1 where there are none.
     cluster: usize,
 }
 
 /// A step as the CUDA kernels run it: made from lengths alone, without touching the device.
 ///
-/// The items of the [`DecodePlan`] are not used: they are cut anew, so that their blocks fill the device once.
+/// The [`AttendPlan`] is cut so that the blocks of its items fill the device once. Neighbouring queries of a run share items
+/// where eight query heads hold several of them.
 #[derive(Clone, Debug)]
 pub struct StepPlan {
     shape: AttentionShape,
-    sequences: usize,
+    rows: usize,
     segments: Vec<SegmentStep>,
     states: usize,
 }
+
+/// Most query heads of a block: columns of an MMA.
+const MOST_HEADS: usize = 8;
 
 impl StepPlan {
     /// Plans a step for a device.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for a format that has no CUDA kernel, [`Error::Limit`] for one that does not fit the device.
-    pub fn new(backend: &Cuda, plan: &DecodePlan) -> Result<Self> {
+    pub fn new(backend: &Cuda, plan: &AttendPlan) -> Result<Self> {
         Self::for_device(backend.kernels().facts(), plan)
     }
 
-    fn for_device(facts: &DeviceFacts, plan: &DecodePlan) -> Result<Self> {
-        let shape = plan.shape;
-        let mut segments =
-            plan.segments.iter().map(|segment| SegmentStep::new(facts, &shape, segment)).collect::<Result<Vec<_>>>()?;
+    fn for_device(facts: &DeviceFacts, plan: &AttendPlan) -> Result<Self> {
+        let shape = *plan.shape();
+        let blocks = blocks(plan, (MOST_HEADS / shape.group()).max(1));
+        let mut segments = Vec::new();
+        for segment in plan.segments() {
+            for parts in SegmentParts::of(plan, segment, &blocks) {
+                segments.push(SegmentStep::new(facts, &shape, segment, parts)?);
+            }
+        }
         if let [segment] = segments.as_mut_slice() {
             segment.cluster = segment.common_cluster();
         }
         segments.iter_mut().for_each(SegmentStep::order_items);
-        let states = assign_states(plan.sequences(), &mut segments);
-        Ok(Self { shape, sequences: plan.sequences(), segments, states })
+        let states = assign_states(plan, &blocks, &mut segments)?;
+        Ok(Self { shape, rows: plan.rows(), segments, states })
     }
 
     /// Kernel launches of the step, by name.
@@ -89,35 +114,44 @@ impl StepPlan {
         self.segments.iter().flat_map(labels).collect()
     }
 
-    /// Allocates scratch, resolves the pages of `stores` (in the order of the plan's stores) and uploads the tables.
+    /// Allocates scratch, resolves the pages of `stores` (in the order of the plan's stores) and uploads the tables. With
+    /// `lse`, f32 `[rows, query_heads]`, the step also yields the natural log-sum-exp of every query and head.
     ///
     /// # Errors
     /// [`Error::Plan`] or [`Error::Elements`] when stores, queries or output are not those of the plan;
     /// [`Error::OutOfMemory`]; errors of compiling kernels on first use.
-    pub fn bind(&self, backend: &Cuda, stores: &[&Store], queries: &Tensor, output: &Tensor) -> Result<BoundStep> {
-        let heads = self.shape.query_heads();
-        let expected = self.sequences * heads * self.shape.head_dim();
-        for (what, tensor) in [("queries", queries), ("output", output)] {
+    pub fn bind(&self, backend: &Cuda, stores: &[&Store], tensors: StepTensors<'_>) -> Result<BoundStep> {
+        let StepTensors { queries, output, lse } = tensors;
+        let (heads, head_dim) = (self.shape.query_heads(), self.shape.head_dim());
+        let given =
+            [Some(("queries", queries, head_dim)), Some(("output", output, head_dim)), lse.map(|lse| ("lse", lse, 1))];
+        for (what, tensor, channels) in given.into_iter().flatten() {
+            let expected = self.rows * heads * channels;
             if tensor.elements() != expected {
-                let channels = self.shape.head_dim();
-                let shape = format!("{} sequences × {heads} query heads × {channels} channels", self.sequences);
+                let shape = format!("{} queries × {heads} query heads × {channels} channels", self.rows);
                 return Err(Error::Elements { what, given: tensor.elements(), expected, shape });
             }
+        }
+        if let Some(lse) = lse.filter(|lse| lse.element_type() != ElementType::F32) {
+            let reason = format!("is {:?}, log-sum-exps are f32", lse.element_type());
+            return Err(Error::Buffer { what: "lse", reason });
         }
         let stream = backend.stream();
         queries.memory().check_stream("queries", stream)?;
         output.memory().check_stream("output", stream)?;
+        lse.map_or(Ok(()), |lse| lse.memory().check_stream("lse", stream))?;
         let stored_channels = PageFormat::f16(self.shape.head_dim()).head_dim;
         let states = Memory::zeroed(stream, "attention states", self.states * heads * stored_channels * 4)?;
-        let lse = Memory::zeroed(stream, "attention states", self.states * heads * 4)?;
+        let state_lse = Memory::zeroed(stream, "attention states", self.states * heads * 4)?;
         // As many counters as the finest chunks need.
-        let arrivals = Memory::zeroed(stream, "arrivals", self.sequences * heads * 4)?;
+        let arrivals = Memory::zeroed(stream, "arrivals", self.rows * heads * 4)?;
         let mut step = BoundStep {
             stream: stream.clone(),
             launches: Vec::new(),
-            memory: vec![states.clone(), lse.clone(), arrivals.clone()],
+            memory: vec![states.clone(), state_lse.clone(), arrivals.clone()],
         };
         step.memory.extend([queries.memory().clone(), output.memory().clone()]);
+        step.memory.extend(lse.map(|lse| lse.memory().clone()));
         for segment in &self.segments {
             let store = stores.get(segment.store).filter(|store| *store.shape() == self.shape);
             let store = store.filter(|store| *store.format() == segment.format).ok_or_else(|| Error::Plan {
@@ -126,7 +160,7 @@ impl StepPlan {
             })?;
             store.check_stream("attend", stream)?;
             let tables = segment.tables(stream, store)?;
-            let chunks = self.shape.group().div_ceil(segment.variant.chunk_heads());
+            let chunks = segment.chunks(&self.shape);
             let extremes = segment.extremes(stream, heads)?;
             let base_2 = |tau: fn(&Calibration) -> f32| segment.calibration.as_ref().map_or(0.0, tau) * LOG2_E;
             let call = AttendCall {
@@ -134,10 +168,11 @@ impl StepPlan {
                 items: tables.address() + (segment.pages.len() * size_of::<u64>()) as u64,
                 queries: queries.address(),
                 output: output.address(),
+                lse: lse.map_or(0, Tensor::address),
                 key_ranges: store.slot_address(KeyOrValue::Key, 0),
                 value_ranges: store.slot_address(KeyOrValue::Value, 0),
                 states: states.address(),
-                state_lse: lse.address(),
+                state_lse: state_lse.address(),
                 arrivals: arrivals.address(),
                 extremes: extremes.as_ref().map_or(0, |extremes| extremes.address()),
                 kv_heads: self.shape.kv_heads() as u32,
@@ -169,17 +204,58 @@ impl StepPlan {
     }
 }
 
+/// What of a segment one launch takes.
+struct SegmentParts {
+    /// Most queries of a part.
+    queries: usize,
+    /// First row and queries of every run.
+    runs: Vec<(usize, usize)>,
+    /// The index of its span, and the part.
+    parts: Vec<(usize, Part)>,
+}
+
+impl SegmentParts {
+    /// The parts of blocks of queries, and those of single queries; what is empty is left out.
+    fn of(plan: &AttendPlan, segment: &Segment, blocks: &[Block]) -> Vec<Self> {
+        let first_block: Vec<usize> =
+            (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
+        let (mut together, mut single) = (Vec::new(), Vec::new());
+        for (index, span) in segment.spans().iter().enumerate() {
+            for block in first_block[span.run]..first_block[span.run + 1] {
+                for mut part in blocks[block].parts(block, &plan.runs()[span.run], span) {
+                    part.first += blocks[block].first; // counted within the run from here on
+                    match (segment.calibration(), part.queries) {
+                        (_, 1) => single.push((index, part)),
+                        (None, _) => together.push((index, part)),
+                        // A query has extremes of its own.
+                        (Some(_), queries) => {
+                            let alone = |first| (index, Part { first, queries: 1, ..part.clone() });
+                            single.extend((part.first..part.first + queries).map(alone));
+                        }
+                    }
+                }
+            }
+        }
+        let queries = blocks.iter().map(|block| block.queries).max().unwrap_or(1);
+        let runs: Vec<_> = plan.runs().iter().map(|planned| (planned.first_row, planned.run.queries)).collect();
+        let all = [(queries, together), (1, single)].into_iter().filter(|(_, parts)| !parts.is_empty());
+        all.map(|(queries, parts)| Self { queries, runs: runs.clone(), parts }).collect()
+    }
+}
+
 impl SegmentStep {
-    fn new(facts: &DeviceFacts, shape: &AttentionShape, segment: &SegmentPlan) -> Result<Self> {
-        let pages = PageFormat::new(shape, &segment.format)?;
-        let tiles: Vec<usize> = segment.spans.iter().map(|span| (span.tokens as usize).div_ceil(TILE_TOKENS)).collect();
+    fn new(facts: &DeviceFacts, shape: &AttentionShape, segment: &Segment, parts: SegmentParts) -> Result<Self> {
+        let pages = PageFormat::new(shape, segment.format())?;
+        let tiles: Vec<usize> = parts.parts.iter().map(|(_, part)| part.tokens.len().div_ceil(TILE_TOKENS)).collect();
+        let heads = shape.group() * parts.queries;
         let mut best: Option<(AttendVariant, Wave, usize, (f64, bool))> = None;
         let longest = tiles.iter().copied().max().unwrap_or(0);
-        for variant in AttendVariant::candidates(pages, shape.group(), longest, facts)? {
+        for variant in AttendVariant::candidates(pages, heads, longest, facts)? {
+            let variant = AttendVariant { queries: parts.queries, ..variant };
             let wave = Wave {
                 multiprocessors: facts.multiprocessors,
                 blocks_each: variant.blocks,
-                blocks_per_item: shape.kv_heads() * shape.group().div_ceil(variant.chunk_heads()),
+                blocks_per_item: shape.kv_heads() * heads.div_ceil(variant.chunk_heads()),
                 tile_bytes: pages.head_bytes(),
                 clusters: facts.capability >= (9, 0),
             };
@@ -191,51 +267,74 @@ impl SegmentStep {
             }
         }
         let Some((variant, wave, most, _)) = best else {
-            return Err(Error::Plan { what: "attend", reason: format!("no variant of {}", segment.format) });
+            return Err(Error::Plan { what: "attend", reason: format!("no variant of {}", segment.format()) });
         };
-        let mut items = Vec::new();
-        for (index, (span, &tiles)) in segment.spans.iter().zip(&tiles).enumerate() {
+        // Extremes of the queries of a span's run follow each other.
+        let mut first_extremes = Vec::with_capacity(segment.spans().len());
+        let mut extremes = 0;
+        for span in segment.spans() {
+            first_extremes.push(extremes);
+            extremes += parts.runs[span.run].1;
+        }
+        let (mut items, mut blocks) = (Vec::new(), Vec::new());
+        for ((index, part), &tiles) in parts.parts.iter().zip(&tiles) {
+            let span = &segment.spans()[*index];
             for (start, length) in split::cut(tiles, most) {
-                let end = ((start + length) * TILE_TOKENS).min(span.tokens as usize);
+                let first = part.tokens.start + start * TILE_TOKENS;
+                let end = (first + length * TILE_TOKENS).min(part.tokens.end);
                 items.push(Item {
-                    first_page: span.page_offset + start as u32,
-                    tokens: (end - start * TILE_TOKENS) as u32,
-                    range_slot: span.range_slot,
-                    sequence: span.sequence,
+                    first_page: (span.first_page + first / TILE_TOKENS) as u32,
+                    tokens: (end - first) as u32,
+                    range_slot: span.range_slot as u32,
+                    row: (parts.runs[span.run].0 + part.first) as u32,
                     state: 0, // these are known once all segments are cut
                     first_state: 0,
                     states: 0,
-                    span: index as u32,
+                    extremes: (first_extremes[*index] + part.first) as u32,
+                    queries: part.queries as u32,
+                    stride: 0,
                 });
+                blocks.push(part.block);
             }
         }
         Ok(Self {
-            store: segment.store,
-            format: segment.format,
+            store: segment.store(),
+            format: *segment.format(),
             variant,
-            pages: pages_of(segment),
+            pages: segment.pages().to_vec(),
             items,
+            blocks,
             wave,
-            calibration: segment.calibration,
-            spans: segment.spans.len(),
+            calibration: segment.calibration().copied(),
+            extremes,
             cluster: 1,
         })
     }
 
-    /// The cluster that the items of all sequences can form; they are still in the order of the spans.
+    /// Blocks that share the query heads of a KV head.
+    fn chunks(&self, shape: &AttentionShape) -> usize {
+        (shape.group() * self.variant.queries).div_ceil(self.variant.chunk_heads())
+    }
+
+    /// The cluster that the items of all queries can form; they are still in the order of the spans.
     fn common_cluster(&self) -> usize {
-        let runs: Vec<usize> = self.items.chunk_by(|a, b| a.sequence == b.sequence).map(<[Item]>::len).collect();
-        let mut sequences: Vec<u32> = self.items.iter().map(|item| item.sequence).collect();
-        sequences.sort_unstable();
-        sequences.dedup();
-        // More runs than sequences: the spans of a sequence are not beside each other.
-        if sequences.len() < runs.len() { 1 } else { self.wave.cluster(&runs) }
+        if self.variant.queries > 1 {
+            return 1;
+        }
+        let runs: Vec<usize> = self.items.chunk_by(|a, b| a.row == b.row).map(<[Item]>::len).collect();
+        let mut rows: Vec<u32> = self.items.iter().map(|item| item.row).collect();
+        rows.sort_unstable();
+        rows.dedup();
+        // More runs than rows: the spans of a query are not beside each other.
+        if rows.len() < runs.len() { 1 } else { self.wave.cluster(&runs) }
     }
 
     /// Long items first, so that none begins when the others end; but those of a cluster stay together.
     fn order_items(&mut self) {
         if self.cluster == 1 {
-            self.items.sort_by_key(|item| std::cmp::Reverse(item.tokens));
+            let mut both: Vec<(Item, usize)> = self.items.drain(..).zip(self.blocks.drain(..)).collect();
+            both.sort_by_key(|(item, _)| std::cmp::Reverse(item.tokens));
+            (self.items, self.blocks) = both.into_iter().unzip();
         }
     }
 
@@ -251,9 +350,9 @@ impl SegmentStep {
         Memory::upload(stream, "tables of a decode step", &bytes)
     }
 
-    /// Room for the extremes of the scores of every span and query head, where they are needed.
+    /// Room for the extremes of the scores of every query over every span, where they are needed.
     fn extremes(&self, stream: &Arc<CudaStream>, query_heads: usize) -> Result<Option<Arc<Memory>>> {
-        let bytes = self.spans * query_heads * size_of::<[u32; 2]>();
+        let bytes = self.extremes * query_heads * size_of::<[u32; 2]>();
         self.calibration.map(|_| Memory::zeroed(stream, "extremes of scores", bytes)).transpose()
     }
 
@@ -272,40 +371,26 @@ impl SegmentStep {
     }
 }
 
-/// The pages of a segment's table, shards restored: the plan has them only with its dispatches.
-fn pages_of(segment: &SegmentPlan) -> Vec<Page> {
-    let mut pages: Vec<Page> = segment.page_table.iter().map(|&index| Page { shard: 0, index }).collect();
-    for dispatch in &segment.dispatches {
-        for item in &segment.items[dispatch.first_item..][..dispatch.items] {
-            let tiles = (item.tokens as usize).div_ceil(TILE_TOKENS);
-            pages[item.page_offset as usize..][..tiles].iter_mut().for_each(|page| page.shard = dispatch.shard);
+/// Gives every item, or every cluster of items, its state rows so that those of a query are contiguous, and returns how
+/// many there are.
+fn assign_states(plan: &AttendPlan, blocks: &[Block], segments: &mut [SegmentStep]) -> Result<usize> {
+    let mut counts = StateCounts::new(plan, blocks);
+    for segment in segments.iter() {
+        for (group, of) in segment.items.chunks(segment.cluster).zip(segment.blocks.chunks(segment.cluster)) {
+            counts.count(of[0], group[0].row as usize, group[0].queries as usize);
         }
     }
-    pages
-}
-
-/// Gives every item, or every cluster of items, its state row so that the rows of a sequence are contiguous, and returns
-/// how many there are.
-fn assign_states(sequences: usize, segments: &mut [SegmentStep]) -> usize {
-    let mut counts = vec![0u32; sequences];
-    for group in segments.iter().flat_map(|segment| segment.items.chunks(segment.cluster)) {
-        counts[group[0].sequence as usize] += 1;
-    }
-    let mut first = Vec::with_capacity(sequences);
-    let mut states = 0;
-    for &count in &counts {
-        first.push(states);
-        states += count;
-    }
-    let mut next = first.clone();
-    for group in segments.iter_mut().flat_map(|segment| segment.items.chunks_mut(segment.cluster)) {
-        let sequence = group[0].sequence as usize;
-        for item in group {
-            (item.state, item.first_state, item.states) = (next[sequence], first[sequence], counts[sequence]);
+    let mut rows = counts.assign()?;
+    for segment in segments.iter_mut() {
+        for (group, of) in segment.items.chunks_mut(segment.cluster).zip(segment.blocks.chunks(segment.cluster)) {
+            let place = rows.take(of[0], group[0].row as usize, group[0].queries as usize);
+            for item in group {
+                (item.state, item.stride) = (place.state, place.stride);
+                (item.first_state, item.states) = (place.rows.first, place.rows.end - place.rows.first);
+            }
         }
-        next[sequence] += 1;
     }
-    states as usize
+    Ok(rows.states)
 }
 
 #[cfg(test)]
@@ -313,7 +398,7 @@ mod tests {
     use super::*;
     use crate::Bits;
     use crate::conformance::decode_formats;
-    use crate::plan::{SpanView, Split, StoreView};
+    use crate::plan::{QueryRun, SpanView, StoreView};
 
     const H200: DeviceFacts = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
 
@@ -325,20 +410,21 @@ mod tests {
         let step = |lengths: &[usize], facts: &DeviceFacts| {
             let span = |(sequence, &tokens): (usize, &usize)| SpanView {
                 sequence,
+                start: 0,
                 tokens,
                 pages: &pages[..tokens.div_ceil(TILE_TOKENS)],
                 range_slot: sequence,
             };
             let spans = lengths.iter().enumerate().map(span).collect();
             let store = StoreView { format: SegmentFormat::F16, calibration: None, spans };
-            let plan = DecodePlan::new(shape, lengths.len(), &[store], Split::default()).unwrap();
+            let plan = AttendPlan::new(shape, &QueryRun::decode_batch(lengths.len()), &[store]).unwrap();
             StepPlan::for_device(facts, &plan).unwrap()
         };
         for (lengths, cluster) in [(vec![32_768; 8], 2), (vec![4096], 8), (vec![131_072], 2), (vec![32_768, 100], 1)] {
             let step = step(&lengths, &H200);
             assert_eq!(step.segments[0].cluster, cluster, "{lengths:?}");
             for group in step.segments[0].items.chunks(cluster) {
-                let of = |item: &Item| (item.sequence, item.state, item.states);
+                let of = |item: &Item| (item.row, item.state, item.states);
                 assert!(group.iter().all(|item| of(item) == of(&group[0])));
             }
         }
@@ -355,12 +441,13 @@ mod tests {
         for (sequences, tiles, warps) in [(1, 32, 8), (8, 256, 12)] {
             let spans = (0..sequences).map(|sequence| SpanView {
                 sequence,
+                start: 0,
                 tokens: tiles * TILE_TOKENS,
                 pages: &pages[..tiles],
                 range_slot: sequence,
             });
             let store = StoreView { format, calibration: None, spans: spans.collect() };
-            let plan = DecodePlan::new(shape, sequences, &[store], Split::default()).unwrap();
+            let plan = AttendPlan::new(shape, &QueryRun::decode_batch(sequences), &[store]).unwrap();
             let step = StepPlan::for_device(&H200, &plan).unwrap();
             assert_eq!(step.segments[0].variant.warps, warps, "{sequences} sequences of {tiles} tiles");
         }
@@ -373,6 +460,7 @@ mod tests {
         let pages: Vec<Page> = (0..400).map(|i| Page { shard: i / 37, index: i % 37 }).collect();
         let span = |sequence, tokens: usize, first: usize| SpanView {
             sequence,
+            start: 0,
             tokens,
             pages: &pages[first..first + tokens.div_ceil(TILE_TOKENS)],
             range_slot: sequence,
@@ -382,7 +470,7 @@ mod tests {
             store(SegmentFormat::per_channel(Bits::Two), vec![span(0, 40_000, 0), span(1, 129, 320)]),
             store(SegmentFormat::F16, vec![span(1, 1, 330), span(0, 700, 331)]),
         ];
-        let plan = DecodePlan::new(shape, 2, &stores, Split::default()).unwrap();
+        let plan = AttendPlan::new(shape, &QueryRun::decode_batch(2), &stores).unwrap();
         let step = StepPlan::for_device(&H200, &plan).unwrap();
         let mut rows = vec![0; step.states];
         for (segment, store) in step.segments.iter().zip(&stores) {
@@ -405,9 +493,9 @@ mod tests {
         let variant = |format, spans: usize, tokens: usize| {
             let pages: Vec<Page> =
                 (0..tokens.div_ceil(TILE_TOKENS) as u32).map(|index| Page { shard: 0, index }).collect();
-            let span = |range_slot| SpanView { sequence: 0, tokens, pages: &pages, range_slot };
+            let span = |range_slot| SpanView { sequence: 0, start: 0, tokens, pages: &pages, range_slot };
             let store = StoreView { format, calibration: None, spans: (0..spans).map(span).collect() };
-            let plan = DecodePlan::new(shape, 1, &[store], Split::default()).unwrap();
+            let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[store]).unwrap();
             StepPlan::for_device(&H200, &plan).unwrap().segments[0].variant
         };
         for format in decode_formats() {
@@ -423,6 +511,7 @@ mod tests {
         let pages: Vec<Page> = (0..3).map(|index| Page { shard: 0, index }).collect();
         let span = |sequence, range: std::ops::Range<usize>, tokens| SpanView {
             sequence,
+            start: 0,
             tokens,
             pages: &pages[range],
             range_slot: 0,
@@ -430,11 +519,11 @@ mod tests {
         let calibration = crate::Calibration::new(0.0, 1.0).ok();
         let spans = vec![span(0, 0..2, 200), span(0, 2..3, 100)];
         let store = StoreView { format: SegmentFormat::F16, calibration, spans };
-        let plan = DecodePlan::new(shape, 1, &[store], Split::default()).unwrap();
+        let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[store]).unwrap();
         let step = StepPlan::for_device(&H200, &plan).unwrap();
         assert_eq!(step.launch_labels(), ["score extremes f16", "attend f16"]);
         for item in &step.segments[0].items {
-            assert_eq!(item.span, u32::from(item.first_page == 2));
+            assert_eq!(item.extremes, u32::from(item.first_page == 2));
         }
     }
 }

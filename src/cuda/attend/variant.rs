@@ -49,6 +49,8 @@ pub(super) struct AttendVariant {
     pub(super) blocks: usize,
     /// Copies by the copy engine, which compute capability 9.0 has.
     pub(super) bulk_copies: bool,
+    /// Most queries of an item; several share a block with all their heads.
+    pub(super) queries: usize,
 }
 
 /// Tiles of spans that are short: their blocks are all beginning and end, which other blocks have to hide.
@@ -80,6 +82,7 @@ impl AttendVariant {
             warps,
             blocks,
             bulk_copies,
+            queries: 1,
         };
         let fits = |variant: &Self| {
             let shared = variant.shared_bytes() + variant.fixed_bytes();
@@ -173,6 +176,7 @@ impl AttendVariant {
             ("WARPS", self.warps),
             ("BLOCKS_PER_SM", self.blocks),
             ("BULK_COPIES", self.bulk_copies.into()),
+            ("QUERIES", self.queries),
             ("SCORE_PASS", pass as usize),
         ]);
         Program { files: &["attend.cu"], defines }

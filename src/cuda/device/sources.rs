@@ -43,6 +43,7 @@ files![
     "dequantize.cu",
     "find_non_finite.cu",
     "hadamard.cu",
+    "merge_pair.cu",
     "merge_states.cu",
     "prepare_query.cu",
     "quantize.cu",

@@ -151,7 +151,7 @@ mod tests {
     use super::*;
     use crate::backend::QueryPrecision;
     use crate::format::{AffineFormat, AttentionShape, HEAD_DIMS, Rotation, SegmentFormat};
-    use crate::plan::{DecodePlan, Page, SpanView, Split, StoreView};
+    use crate::plan::{AttendPlan, Page, QueryRun, SpanView, Split, StoreView};
     use crate::wgpu::device::{Capabilities, KernelLimits, SubgroupSizes, Timestamps, Variant};
 
     fn capabilities(f16: bool, subgroups: bool, workgroup_memory: u32) -> Capabilities {
@@ -230,7 +230,8 @@ mod tests {
                 let capabilities = capabilities(i % 3 == 0, i % 2 == 0, 16 << 10);
                 let (shape, format, capabilities) = (&shape, &format, &capabilities);
                 let query = [QueryPrecision::Int16, QueryPrecision::Int8][i / 2 % 2];
-                let special = Specialisation { shape, format, query, capabilities, may_use_matrices: true };
+                let special = Specialisation { shape, format, query, capabilities, may_use_matrices: true, queries: 1 };
+                let special = Specialisation { queries: special.most_queries().min(i % 3 + 1), ..special };
                 let variant = special.attend(FUSED[i % 2 * usize::from(special.prepares_own_query())]).variant();
                 let module = validate(&variant);
                 let counted = special.workgroup_bytes(special.head_split().heads);
@@ -246,16 +247,13 @@ mod tests {
         let shape = AttentionShape::new(1, 1, 64).unwrap();
         let pages = vec![Page { shard: 0, index: 0 }; 2 * MAX_TILES];
         for (max_tiles, refused) in [(MAX_TILES, false), (2 * MAX_TILES, true)] {
-            let spans = vec![SpanView { sequence: 0, tokens: pages.len() * 128, pages: &pages, range_slot: 0 }];
+            let spans =
+                vec![SpanView { sequence: 0, start: 0, tokens: pages.len() * 128, pages: &pages, range_slot: 0 }];
             let store = StoreView { format: SegmentFormat::F16, calibration: None, spans };
             let split = Split { target_items: 1, tile_step: 1, max_tiles };
-            let plan = DecodePlan::new(shape, 1, &[store], split).unwrap();
-            let step = StepPlan::new(
-                &capabilities(true, true, 16 << 10),
-                plan,
-                ElementType::F32,
-                crate::backend::AttendOptions::default(),
-            );
+            let plan = AttendPlan::new(shape, &[QueryRun::decode(0)], &[store]).unwrap();
+            let options = crate::backend::AttendOptions { split, ..Default::default() };
+            let step = StepPlan::new(&capabilities(true, true, 16 << 10), &plan, ElementType::F32, options);
             assert_eq!(matches!(step, Err(crate::Error::Limit { .. })), refused, "{max_tiles}");
         }
     }
@@ -276,6 +274,7 @@ mod tests {
                     query,
                     capabilities: &capabilities,
                     may_use_matrices: true,
+                    queries: 1,
                 };
                 for fused in &FUSED[..=usize::from(special.prepares_own_query())] {
                     validate(&special.attend(*fused).variant());
@@ -292,7 +291,7 @@ mod tests {
     fn chosen(format: SegmentFormat, query: QueryPrecision, capabilities: Capabilities) -> AttendRecipe {
         let shape = AttentionShape::new(8, 2, 128).unwrap();
         let (shape, format, capabilities) = (&shape, &format, &capabilities);
-        let special = Specialisation { shape, format, query, capabilities, may_use_matrices: true };
+        let special = Specialisation { shape, format, query, capabilities, may_use_matrices: true, queries: 1 };
         special.attend(FUSED[usize::from(special.prepares_own_query())])
     }
 

@@ -90,6 +90,7 @@ mod tests {
                 query,
                 capabilities: &capabilities,
                 may_use_matrices: true,
+                queries: 1,
             };
             for input in ElementType::ALL {
                 let source = special.attend_matrix(input).variant().source().unwrap();
@@ -114,8 +115,14 @@ mod tests {
         let uses = |capabilities: &Capabilities, heads: usize, head_dim: usize, format: SegmentFormat| {
             let shape = AttentionShape::new(heads, 1, head_dim).unwrap();
             let query = QueryPrecision::Int16;
-            let special =
-                Specialisation { shape: &shape, format: &format, query, capabilities, may_use_matrices: true };
+            let special = Specialisation {
+                shape: &shape,
+                format: &format,
+                query,
+                capabilities,
+                may_use_matrices: true,
+                queries: 1,
+            };
             special.uses_matrices()
         };
         let large = capabilities(48 << 10);

@@ -5,12 +5,25 @@ use crate::format::AttentionShape;
 use crate::plan::ElementType;
 use crate::wgpu::device::Variant;
 
+/// Who asks for the log-sum-exp beside the output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum LseOutput {
+    /// Nobody.
+    None,
+    /// The caller.
+    F32,
+}
+
 /// The kernel that writes outputs of `output` elements.
-pub(super) fn merge_states(shape: &AttentionShape, output: ElementType) -> Variant {
-    Variant::new("merge_states")
+pub(super) fn merge_states(shape: &AttentionShape, output: ElementType, lse: LseOutput) -> Variant {
+    let variant = Variant::new("merge_states")
         .constant("HEAD_DIM", shape.head_dim())
         .constant("QUERY_HEADS", shape.query_heads())
-        .import("output", output_file(output))
+        .import("output", output_file(output));
+    match lse {
+        LseOutput::None => variant,
+        LseOutput::F32 => variant.import("lse", "attend/lse/f32.wgsl"),
+    }
 }
 
 /// Bytes of the states of one row: every query head's output and log-sum-exp, padded to 16 bytes.

@@ -6,6 +6,7 @@ mod attend_matrix;
 mod attend_values;
 mod code_bytes;
 mod group_ranges;
+mod merge_pair;
 mod merge_states;
 mod parts;
 mod prepare_query;
@@ -14,5 +15,13 @@ mod scratch;
 mod specialisation;
 mod step;
 
+pub use merge_pair::MergePairPlan;
 pub use scratch::{Scratch, ScratchBytes};
 pub use step::{StepPlan, StepTensors};
+
+use super::device::Variant;
+
+/// Kernel variants that depend on nothing but the head dimension.
+pub(super) fn variants() -> Vec<Variant> {
+    merge_pair::variants()
+}

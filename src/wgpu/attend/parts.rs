@@ -44,6 +44,7 @@ impl Work {
             .constant("HEAD_DIM", self.head_dim)
             .constant("KV_HEADS", self.kv_heads)
             .constant("QUERY_HEADS", self.query_heads)
+            .constant("QUERIES", self.queries)
             .constant("HEADS", self.heads.heads)
             .constant("CHUNKS", self.heads.chunks)
             .constant("MAX_TILES", super::specialisation::MAX_TILES)

@@ -25,6 +25,8 @@ pub(crate) struct Work {
     pub head_dim: usize,
     pub kv_heads: usize,
     pub query_heads: usize,
+    /// Most queries of an item.
+    pub queries: usize,
     pub heads: HeadSplit,
 }
 

@@ -17,6 +17,8 @@ pub(super) struct Specialisation<'a> {
     /// Whether cooperative matrices may take the segment: not where it is calibrated, and not where the kernel could merge its
     /// states, which one with matrices cannot.
     pub may_use_matrices: bool,
+    /// Most queries of an item. More than one share a workgroup with all their heads: see [`Specialisation::most_queries`].
+    pub queries: usize,
 }
 
 /// Most tiles of a work item: what `tile_bases` in workgroup memory holds.
@@ -38,19 +40,31 @@ impl Specialisation<'_> {
         self.format.key.rotation().is_none()
     }
 
+    /// How many neighbouring queries a workgroup can take with all their heads: as many as it takes heads.
+    pub fn most_queries(&self) -> usize {
+        if self.uses_matrices() { 1 } else { (self.most_heads() / self.shape.group()).max(1) }
+    }
+
     /// The most heads per workgroup that fit its memory, spread evenly.
     pub fn head_split(&self) -> HeadSplit {
         if self.uses_matrices() {
             return self.matrix_head_split();
         }
         let group = self.shape.group();
+        if self.queries > 1 {
+            return HeadSplit { heads: self.queries * group, chunks: 1 };
+        }
+        let chunks = group.div_ceil(self.most_heads().min(group));
+        HeadSplit { heads: group.div_ceil(chunks), chunks }
+    }
+
+    /// Most heads of a workgroup.
+    fn most_heads(&self) -> usize {
         let decoded_keys = self.format.key != TensorFormat::F16 && !self.integer_keys() && !self.has_key_groups();
         let decoded_values = self.format.value != TensorFormat::F16 && !self.integer_values();
         let most = if decoded_keys || decoded_values { MOST_DECODED_HEADS } else { MOST_HEADS };
         let fits = |heads: &usize| self.workgroup_bytes(*heads) <= self.capabilities.limits.workgroup_memory as usize;
-        let most = (1..=most.min(group)).rev().find(fits).unwrap_or(1);
-        let chunks = group.div_ceil(most);
-        HeadSplit { heads: group.div_ceil(chunks), chunks }
+        (1..=most).rev().find(fits).unwrap_or(1)
     }
 
     /// Measured on an H200: few heads want many channels per lane, many heads want few, so that the running sums
@@ -127,7 +141,7 @@ impl Specialisation<'_> {
 
     pub(super) fn work(&self, heads: HeadSplit) -> Work {
         let (head_dim, kv_heads) = (self.shape.head_dim(), self.shape.kv_heads());
-        Work { head_dim, kv_heads, query_heads: self.shape.query_heads(), heads }
+        Work { head_dim, kv_heads, query_heads: self.shape.query_heads(), queries: self.queries, heads }
     }
 
     /// How the maximum of a step is found.

@@ -1,7 +1,7 @@
-//! A decode step: plan, bind, encode.
+//! A step of attention: plan, bind, encode.
 //!
-//! [`StepPlan::new`] is pure: it picks the kernel variants, lays the tables of a [`DecodePlan`] out in bytes and says
-//! how much scratch the step needs. [`StepPlan::bind`] looks the kernels up and makes the bind groups.
+//! [`StepPlan::new`] is pure: it cuts an [`AttendPlan`] into work items, picks the kernel variants, lays the tables out in
+//! bytes and says how much scratch the step needs. [`StepPlan::bind`] looks the kernels up and makes the bind groups.
 //! [`Launches::encode`] only records dispatches into the caller's compute pass: nothing is submitted, waited for,
 //! mapped or allocated.
 //!
@@ -11,38 +11,41 @@
 //! `attend` merges. Each waits for the one before, which costs more than what small ones do.
 
 use super::attend::Fused;
-use super::merge_states::{merge_states, state_row_bytes};
+use super::merge_states::{LseOutput, merge_states, state_row_bytes};
 use super::prepare_query::Extremes;
 use super::scratch::{Layout, Scratch, ScratchBytes, Section};
 use super::specialisation::{MAX_TILES, Specialisation};
 use crate::backend::AttendOptions;
 use crate::format::{KeyOrValue, TILE_TOKENS};
-use crate::plan::{DecodePlan, Dispatch, ElementType, SegmentPlan};
+use crate::plan::{AttendPlan, Dispatch, ElementType, Segment, SegmentWork, Work};
 use crate::wgpu::device::capabilities::MOST_STORAGE_BUFFERS;
 use crate::wgpu::device::guard;
 use crate::wgpu::device::store::StorePart;
 use crate::wgpu::device::{Capabilities, Kernels, Launch, Launches, Store, Tensor, Variant};
 use crate::{Error, Result};
 
-/// A decode step of one device, fully decided.
+/// A step of attention of one device, fully decided.
 #[derive(Clone, Debug)]
 pub struct StepPlan {
-    plan: DecodePlan,
+    work: Work,
     input: ElementType,
     output: ElementType,
+    lse: LseOutput,
     launches: Vec<PlannedLaunch>,
     tables: Vec<u8>,
     scratch: ScratchBytes,
 }
 
-/// The tensors of a step: queries and output, both `[sequences, query_heads, head_dim]`. They may lie in one buffer, next to
-/// each other, but not over each other.
+/// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`. They may lie in one buffer, next to each
+/// other, but not over each other.
 #[derive(Clone, Copy, Debug)]
 pub struct StepTensors<'a> {
     /// Queries, after rotary embedding, not scaled.
     pub queries: &'a Tensor,
     /// Where the attention outputs go.
     pub output: &'a Tensor,
+    /// Where the log-sum-exps go, f32 `[rows, query_heads]`: for plans of [`StepPlan::states`], and for no others.
+    pub lse: Option<&'a Tensor>,
 }
 
 /// One dispatch and what it binds.
@@ -50,7 +53,7 @@ pub struct StepTensors<'a> {
 struct PlannedLaunch {
     variant: Variant,
     workgroups: [u32; 2],
-    buffers: Vec<(&'static str, Slot)>,
+    buffers: Buffers,
 }
 
 /// A buffer of a launch, by role.
@@ -65,7 +68,11 @@ enum Slot {
     SpanRanges { store: usize, which: KeyOrValue },
     Input,
     Output,
+    Lse,
 }
+
+/// The buffers of a launch, by the names that the shader gives them.
+type Buffers = Vec<(&'static str, Slot)>;
 
 impl StepPlan {
     /// Decides the kernels of `plan` on a device with `capabilities`, for queries of `input` elements.
@@ -75,21 +82,45 @@ impl StepPlan {
     /// dispatch.
     pub fn new(
         capabilities: &Capabilities,
-        plan: DecodePlan,
+        plan: &AttendPlan,
         input: ElementType,
         options: AttendOptions,
     ) -> Result<Self> {
-        let mut builder = Builder { capabilities, plan: &plan, input, options, layout: Layout::new(capabilities) };
+        Self::with_lse(capabilities, plan, input, options, LseOutput::None)
+    }
+
+    /// The same for a step that yields attention states: the log-sum-exp of every query and head beside the output.
+    ///
+    /// # Errors
+    /// Those of [`StepPlan::new`].
+    pub fn states(
+        capabilities: &Capabilities,
+        plan: &AttendPlan,
+        input: ElementType,
+        options: AttendOptions,
+    ) -> Result<Self> {
+        Self::with_lse(capabilities, plan, input, options, LseOutput::F32)
+    }
+
+    fn with_lse(
+        capabilities: &Capabilities,
+        plan: &AttendPlan,
+        input: ElementType,
+        options: AttendOptions,
+        lse: LseOutput,
+    ) -> Result<Self> {
+        let work = Work::new(plan, options.split, block_queries(capabilities, plan, options))?;
+        let mut builder = Builder { capabilities, work: &work, input, options, lse, layout: Layout::new(capabilities) };
         let launches = builder.launches();
         let Layout { tables, scratch, .. } = builder.layout;
-        let step = Self { plan, input, output: options.output, launches, tables, scratch };
+        let step = Self { work, input, output: options.output, lse, launches, tables, scratch };
         step.check_limits(capabilities)?;
         Ok(step)
     }
 
-    /// The plan that this step runs.
-    pub fn decode_plan(&self) -> &DecodePlan {
-        &self.plan
+    /// The work items of the step.
+    pub fn work(&self) -> &Work {
+        &self.work
     }
 
     /// How much scratch the step needs.
@@ -147,27 +178,33 @@ impl StepPlan {
     }
 
     fn check_tensors(&self, kernels: &Kernels, tensors: StepTensors<'_>) -> Result<()> {
-        let shape = &self.plan.shape;
-        let expected = self.plan.sequences() * shape.query_heads() * shape.head_dim();
         if tensors.queries.overlaps(tensors.output) {
             let reason = "it has bytes in common with the queries, which are read while outputs are written";
             return Err(Error::Buffer { what: "output", reason: reason.into() });
         }
-        for (what, tensor, element_type) in
-            [("queries", tensors.queries, self.input), ("output", tensors.output, self.output)]
-        {
+        let (shape, rows) = (self.work.shape(), self.work.rows().len());
+        let lse_type = match self.lse {
+            LseOutput::None => None,
+            LseOutput::F32 => Some(ElementType::F32),
+        };
+        if tensors.lse.is_some() != lse_type.is_some() {
+            let reason = match tensors.lse {
+                Some(_) => "was given, and the step was not planned with StepPlan::states",
+                None => "is missing, and the step was planned with StepPlan::states",
+            };
+            return Err(Error::Buffer { what: "log-sum-exps", reason: reason.into() });
+        }
+        let of = |what, tensor, head_dim, element_type| (what, tensor, head_dim, element_type);
+        let given = [
+            Some(of("queries", tensors.queries, shape.head_dim(), self.input)),
+            Some(of("output", tensors.output, shape.head_dim(), self.output)),
+            tensors.lse.zip(lse_type).map(|(lse, element_type)| of("log-sum-exps", lse, 1, element_type)),
+        ];
+        for (what, tensor, head_dim, element_type) in given.into_iter().flatten() {
+            let expected = rows * shape.query_heads() * head_dim;
             if tensor.elements() != expected {
-                return Err(Error::Elements {
-                    what,
-                    given: tensor.elements(),
-                    expected,
-                    shape: format!(
-                        "{} sequences × {} query heads × {} channels",
-                        self.plan.sequences(),
-                        shape.query_heads(),
-                        shape.head_dim()
-                    ),
-                });
+                let shape = format!("{rows} queries × {} query heads × {head_dim} channels", shape.query_heads());
+                return Err(Error::Elements { what, given: tensor.elements(), expected, shape });
             }
             if tensor.element_type() != element_type {
                 return Err(Error::Buffer {
@@ -199,41 +236,30 @@ impl StepPlan {
     }
 
     fn check_stores(&self, stores: &[&Store]) -> Result<()> {
-        for segment in &self.plan.segments {
-            let misfit = |reason: String| Error::Plan { what: "decode step", reason };
-            let store = stores.get(segment.store).ok_or_else(|| {
-                misfit(format!("the plan names store {}, {} were given", segment.store, stores.len()))
-            })?;
-            if store.format() != &segment.format || store.shape() != &self.plan.shape {
-                return Err(misfit(format!(
-                    "store {} holds {}, not {}",
-                    segment.store,
-                    store.format(),
-                    segment.format
-                )));
+        for segment in self.work.segments() {
+            let misfit = |reason: String| Error::Plan { what: "attend", reason };
+            let index = segment.store();
+            let store = stores
+                .get(index)
+                .ok_or_else(|| misfit(format!("the plan names store {index}, {} were given", stores.len())))?;
+            if store.format() != segment.format() || store.shape() != self.work.shape() {
+                return Err(misfit(format!("store {index} holds {}, not {}", store.format(), segment.format())));
             }
-            for dispatch in &segment.dispatches {
+            for dispatch in segment.dispatches() {
                 let pages = store.shard_pages(dispatch.shard);
-                let items = &segment.items[dispatch.first_item..][..dispatch.items];
-                let past = items.iter().flat_map(|item| {
-                    &segment.page_table[item.page_offset as usize..][..(item.tokens as usize).div_ceil(TILE_TOKENS)]
-                });
-                if let Some(page) = past.copied().find(|&page| page >= pages) {
+                let of_items = segment.items_of(dispatch).iter().flat_map(|item| segment.pages_of(dispatch, item));
+                if let Some(page) = of_items.map(|page| page.index).find(|&page| page >= pages) {
+                    let shard = dispatch.shard;
                     return Err(misfit(format!(
-                        "page {page} of shard {} of store {}, which has {pages} pages",
-                        dispatch.shard, segment.store
+                        "page {page} of shard {shard} of store {index}, which has {pages} pages"
                     )));
                 }
             }
-            let slots = segment.spans.iter().map(|span| span.range_slot as usize + 1).max().unwrap_or(0);
-            let ranged = segment.format.key.has_span_ranges() || segment.format.value.has_span_ranges();
+            let slots = segment.items().iter().map(|item| item.range_slot as usize + 1).max().unwrap_or(0);
+            let ranged = segment.format().key.has_span_ranges() || segment.format().value.has_span_ranges();
             if ranged && slots > store.range_slots() {
-                return Err(misfit(format!(
-                    "range slot {} of store {}, which has {} slots",
-                    slots - 1,
-                    segment.store,
-                    store.range_slots()
-                )));
+                let (slot, has) = (slots - 1, store.range_slots());
+                return Err(misfit(format!("range slot {slot} of store {index}, which has {has} slots")));
             }
         }
         Ok(())
@@ -245,7 +271,7 @@ impl StepPlan {
             false => Err(Error::Limit { what: what.into(), needed, allowed, hint }),
         };
         let bytes = [
-            ("tables of a decode step", self.scratch.tables),
+            ("tables of a step", self.scratch.tables),
             ("prepared queries", self.scratch.queries),
             ("scores of a calibrated segment", self.scratch.scores),
             ("attention states", self.scratch.states),
@@ -254,7 +280,7 @@ impl StepPlan {
         for (what, needed) in bytes {
             limit(what, needed, capabilities.limits.binding_bytes, "attend to fewer sequences per step")?;
         }
-        let items = self.plan.segments.iter().flat_map(|segment| &segment.items);
+        let items = self.work.segments().iter().flat_map(|segment| segment.items());
         let tokens = items.map(|item| u64::from(item.tokens)).max().unwrap_or(0);
         let what = "tiles of a work item";
         limit(what, tokens.div_ceil(TILE_TOKENS as u64), MAX_TILES as u64, "use a smaller Split::max_tiles")?;
@@ -268,9 +294,26 @@ impl StepPlan {
     }
 }
 
+/// How many neighbouring queries every segment's kernel can take together, where a run has several.
+fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, options: AttendOptions) -> usize {
+    let longest = plan.runs().iter().map(|planned| planned.run.queries).max().unwrap_or(1);
+    let of_segment = |segment: &Segment| {
+        let special = Specialisation {
+            shape: plan.shape(),
+            format: segment.format(),
+            query: options.query,
+            capabilities,
+            may_use_matrices: false,
+            queries: 1,
+        };
+        special.most_queries()
+    };
+    plan.segments().iter().map(of_segment).min().unwrap_or(1).min(longest)
+}
+
 /// The sections of one segment.
 struct SegmentSections {
-    spans: Section,
+    prepared: Section,
     page_table: Section,
     items: Vec<Section>,
     queries: Section,
@@ -286,28 +329,30 @@ struct Merging {
     arrived: Section,
 }
 
-/// Most states of a sequence that are merged without a launch of its own. On an H200 that launch takes about 4 µs; what an
+/// Most states of a query that are merged without a launch of its own. On an H200 that launch takes about 4 µs; what an
 /// item waits for in its place, until its states are written and counted, takes 3 µs of a step with 8 of them, and with 32
 /// as much as the launch or more.
-const MOST_MERGED_STATES: u32 = 8;
+const MOST_MERGED_STATES: usize = 8;
 
 struct Builder<'a> {
     capabilities: &'a Capabilities,
-    plan: &'a DecodePlan,
+    work: &'a Work,
     input: ElementType,
     options: AttendOptions,
+    lse: LseOutput,
     layout: Layout,
 }
 
 impl Builder<'_> {
     fn launches(&mut self) -> Vec<PlannedLaunch> {
-        let states = Section { offset: 0, bytes: self.plan.states() as u64 * state_row_bytes(&self.plan.shape) };
+        let states = Section { offset: 0, bytes: self.work.states() as u64 * state_row_bytes(self.work.shape()) };
         self.layout.scratch.states = states.bytes;
-        let sections: Vec<SegmentSections> = self.plan.segments.iter().map(|segment| self.sections(segment)).collect();
-        let first_state = self.layout.table(&self.plan.first_state);
+        let sections: Vec<SegmentSections> =
+            self.work.segments().iter().map(|segment| self.sections(segment)).collect();
+        let state_rows = self.layout.table(self.work.rows());
 
         let merging = self.merging(states);
-        let segments = || self.plan.segments.iter().zip(&sections);
+        let segments = || self.work.segments().iter().zip(&sections);
         let mut launches: Vec<PlannedLaunch> = segments()
             .filter(|(segment, _)| !self.own_query(segment))
             .map(|(segment, sections)| self.prepare_query(segment, sections))
@@ -317,118 +362,118 @@ impl Builder<'_> {
         if merging.fused {
             return launches;
         }
+        let mut buffers =
+            vec![("state_rows", Slot::Tables(state_rows)), ("states", Slot::States(states)), ("outputs", Slot::Output)];
+        if self.lse == LseOutput::F32 {
+            buffers.push(("lse_rows", Slot::Lse));
+        }
         launches.push(PlannedLaunch {
-            variant: merge_states(&self.plan.shape, self.options.output),
-            workgroups: [self.plan.sequences() as u32, self.plan.shape.query_heads() as u32],
-            buffers: vec![
-                ("first_state", Slot::Tables(first_state)),
-                ("states", Slot::States(states)),
-                ("outputs", Slot::Output),
-            ],
+            variant: merge_states(self.work.shape(), self.options.output, self.lse),
+            workgroups: [self.work.rows().len() as u32, self.work.shape().query_heads() as u32],
+            buffers,
         });
         launches
     }
 
-    /// Whether the last workgroup of every query head merges its states: it is alone at that, so they must not be many.
+    /// Whether the last workgroup of every query head merges its states: it is alone at that, so they must not be many. It
+    /// writes no log-sum-exp, and finds only what items of one query wrote.
     fn merging(&mut self, states: Section) -> Merging {
         let fused = self.capabilities.coherent
             && self.capabilities.limits.storage_buffers >= MOST_STORAGE_BUFFERS
-            && self.most_states() <= MOST_MERGED_STATES;
-        let counters = self.plan.sequences() * self.plan.shape.query_heads();
+            && self.lse == LseOutput::None
+            && self.work.block_queries() == 1
+            && self.work.most_states() <= MOST_MERGED_STATES;
+        let counters = self.work.rows().len() * self.work.shape().query_heads();
         let arrived = Section { offset: 0, bytes: if fused { counters as u64 * 4 } else { 0 } };
         self.layout.scratch.arrived = arrived.bytes;
         Merging { fused, states, arrived }
     }
 
-    /// States of the sequence that has the most.
-    fn most_states(&self) -> u32 {
-        let items = self.plan.segments.iter().flat_map(|segment| &segment.items);
-        items.map(|item| item.states).max().unwrap_or(0)
-    }
-
     /// Whether every workgroup of `attend` prepares the query of a segment itself.
-    fn own_query(&self, segment: &SegmentPlan) -> bool {
-        segment.calibration.is_none() && self.specialisation(segment).prepares_own_query()
+    fn own_query(&self, segment: &SegmentWork) -> bool {
+        segment.calibration().is_none() && self.specialisation(segment, 1).prepares_own_query()
     }
 
-    fn sections(&mut self, segment: &SegmentPlan) -> SegmentSections {
-        let rows = (segment.spans.len() * self.plan.shape.query_heads()) as u64;
+    fn sections(&mut self, segment: &SegmentWork) -> SegmentSections {
+        let rows = (segment.queries().len() * self.work.shape().query_heads()) as u64;
         let row_bytes = match self.own_query(segment) {
             true => 0,
-            false => self.specialisation(segment).query_row_words() as u64 * 4,
+            false => self.specialisation(segment, 1).query_row_words() as u64 * 4,
         };
-        let items = segment.dispatches.iter().map(|dispatch| {
-            let Dispatch { first_item, items, .. } = *dispatch;
-            self.layout.table(&segment.items[first_item..][..items])
-        });
-        let items = items.collect();
-        let scores = segment.calibration.map(|_| {
-            let tiles = (segment.page_table.len() * self.plan.shape.query_heads()) as u64;
+        let dispatches = segment.dispatches().iter();
+        let items = dispatches.map(|dispatch| self.layout.table(segment.items_of(dispatch))).collect();
+        let scores = segment.calibration().map(|_| {
+            let tiles = (segment.score_tiles() * self.work.shape().query_heads()) as u64;
             let scores = self.layout.scores(tiles * TILE_TOKENS as u64 * 4);
             (scores, self.layout.scores(rows * 8))
         });
         SegmentSections {
-            spans: self.layout.table(&segment.spans),
-            page_table: self.layout.table(&segment.page_table),
+            prepared: self.layout.table(segment.queries()),
+            page_table: self.layout.table(segment.page_table()),
             items,
             queries: self.layout.queries(rows * row_bytes),
             scores,
         }
     }
 
-    fn specialisation<'s>(&'s self, segment: &'s SegmentPlan) -> Specialisation<'s> {
+    /// The kernels of a segment for items of up to `queries` queries.
+    fn specialisation<'s>(&'s self, segment: &'s SegmentWork, queries: usize) -> Specialisation<'s> {
         Specialisation {
-            shape: &self.plan.shape,
-            format: &segment.format,
+            shape: self.work.shape(),
+            format: segment.format(),
             query: self.options.query,
             capabilities: self.capabilities,
-            may_use_matrices: segment.calibration.is_none() && self.most_states() > MOST_MERGED_STATES,
+            may_use_matrices: segment.calibration().is_none()
+                && self.work.block_queries() == 1
+                && self.work.most_states() > MOST_MERGED_STATES,
+            queries,
         }
     }
 
-    fn prepare_query(&self, segment: &SegmentPlan, sections: &SegmentSections) -> PlannedLaunch {
+    fn prepare_query(&self, segment: &SegmentWork, sections: &SegmentSections) -> PlannedLaunch {
         let extremes = if sections.scores.is_some() { Extremes::Reset } else { Extremes::None };
         let mut buffers = vec![
-            ("spans", Slot::Tables(sections.spans)),
+            ("prepared", Slot::Tables(sections.prepared)),
             ("inputs", Slot::Input),
             ("rows", Slot::Queries(sections.queries)),
         ];
-        if segment.format.key.has_span_ranges() {
+        if segment.format().key.has_span_ranges() {
             let which = KeyOrValue::Key;
-            buffers.push(("key_span_ranges", Slot::SpanRanges { store: segment.store, which }));
+            buffers.push(("key_span_ranges", Slot::SpanRanges { store: segment.store(), which }));
         }
         if let Some((_, extremes)) = sections.scores {
             buffers.push(("extremes", Slot::Scores(extremes)));
         }
-        let parts = self.specialisation(segment).query_parts();
+        let special = self.specialisation(segment, 1);
         PlannedLaunch {
-            variant: self.specialisation(segment).prepare_query(self.input, extremes),
-            workgroups: [segment.spans.len() as u32, (self.plan.shape.query_heads() * parts) as u32],
+            variant: special.prepare_query(self.input, extremes),
+            workgroups: [
+                segment.queries().len() as u32,
+                (self.work.shape().query_heads() * special.query_parts()) as u32,
+            ],
             buffers,
         }
     }
 
-    fn scores(&self, segment: &SegmentPlan, sections: &SegmentSections) -> Vec<PlannedLaunch> {
+    fn scores(&self, segment: &SegmentWork, sections: &SegmentSections) -> Vec<PlannedLaunch> {
         let Some((scores, extremes)) = sections.scores else { return Vec::new() };
-        self.per_shard(segment, sections, |shard, mut buffers| {
+        self.per_dispatch(segment, sections, |dispatch, special, mut buffers| {
             buffers.push(("queries", Slot::Queries(sections.queries)));
-            self.push_keys(segment, shard, &mut buffers);
+            self.push_keys(segment, dispatch.shard, &mut buffers);
             buffers.push(("stored_scores", Slot::Scores(scores)));
             buffers.push(("extremes", Slot::Scores(extremes)));
-            (self.specialisation(segment).scores().variant(), buffers)
+            (special.scores().variant(), buffers)
         })
     }
 
-    fn attend(&self, segment: &SegmentPlan, sections: &SegmentSections, merging: &Merging) -> Vec<PlannedLaunch> {
+    fn attend(&self, segment: &SegmentWork, sections: &SegmentSections, merging: &Merging) -> Vec<PlannedLaunch> {
         let output = merging.fused.then_some(self.options.output);
-        self.per_shard(segment, sections, |shard, mut buffers| {
-            let variant = match (segment.calibration, sections.scores) {
+        self.per_dispatch(segment, sections, |dispatch, special, mut buffers| {
+            let variant = match (segment.calibration(), sections.scores) {
                 (Some(calibration), Some((scores, extremes))) => {
                     buffers.push(("stored_scores", Slot::Scores(scores)));
                     buffers.push(("extremes", Slot::Scores(extremes)));
-                    self.specialisation(segment)
-                        .weighted_values((calibration.tau1(), calibration.tau2()), output)
-                        .variant()
+                    special.weighted_values((calibration.tau1(), calibration.tau2()), output).variant()
                 }
                 _ => {
                     let queries = self.own_query(segment).then_some(self.input);
@@ -436,11 +481,11 @@ impl Builder<'_> {
                         Some(_) => ("inputs", Slot::Input),
                         None => ("queries", Slot::Queries(sections.queries)),
                     });
-                    self.push_keys(segment, shard, &mut buffers);
-                    self.specialisation(segment).attend(Fused { queries, output }).variant()
+                    self.push_keys(segment, dispatch.shard, &mut buffers);
+                    special.attend(Fused { queries, output }).variant()
                 }
             };
-            self.push_values(segment, shard, &mut buffers);
+            self.push_values(segment, dispatch.shard, &mut buffers);
             buffers.push(("states", Slot::States(merging.states)));
             if merging.fused {
                 buffers.push(("arrived", Slot::Arrived(merging.arrived)));
@@ -450,42 +495,42 @@ impl Builder<'_> {
         })
     }
 
-    fn per_shard(
+    fn per_dispatch(
         &self,
-        segment: &SegmentPlan,
+        segment: &SegmentWork,
         sections: &SegmentSections,
-        launch: impl Fn(u32, Vec<(&'static str, Slot)>) -> (Variant, Vec<(&'static str, Slot)>),
+        launch: impl Fn(&Dispatch, Specialisation<'_>, Buffers) -> (Variant, Buffers),
     ) -> Vec<PlannedLaunch> {
-        let chunks = self.specialisation(segment).head_split().chunks;
-        let rows = (self.plan.shape.kv_heads() * chunks) as u32;
-        let dispatches = segment.dispatches.iter().zip(&sections.items);
+        let dispatches = segment.dispatches().iter().zip(&sections.items);
         dispatches
             .map(|(dispatch, &items)| {
+                let special = self.specialisation(segment, dispatch.most_queries);
+                let rows = (self.work.shape().kv_heads() * special.head_split().chunks) as u32;
                 let work = vec![("items", Slot::Tables(items)), ("page_table", Slot::Tables(sections.page_table))];
-                let (variant, buffers) = launch(dispatch.shard, work);
+                let (variant, buffers) = launch(dispatch, special, work);
                 PlannedLaunch { variant, workgroups: [rows, dispatch.items as u32], buffers }
             })
             .collect()
     }
 
-    fn push_keys(&self, segment: &SegmentPlan, shard: u32, buffers: &mut Vec<(&'static str, Slot)>) {
-        let store = segment.store;
+    fn push_keys(&self, segment: &SegmentWork, shard: u32, buffers: &mut Buffers) {
+        let store = segment.store();
         buffers.push(("keys", Slot::Shard { store, shard, part: StorePart::Keys }));
-        if segment.format.key.ranges_per_tile(self.plan.shape.head_dim()) > 0 {
+        if segment.format().key.ranges_per_tile(self.work.shape().head_dim()) > 0 {
             buffers.push(("key_ranges", Slot::Shard { store, shard, part: StorePart::KeyRanges }));
         }
-        if segment.format.key.has_span_ranges() {
+        if segment.format().key.has_span_ranges() {
             buffers.push(("key_span_ranges", Slot::SpanRanges { store, which: KeyOrValue::Key }));
         }
     }
 
-    fn push_values(&self, segment: &SegmentPlan, shard: u32, buffers: &mut Vec<(&'static str, Slot)>) {
-        let store = segment.store;
+    fn push_values(&self, segment: &SegmentWork, shard: u32, buffers: &mut Buffers) {
+        let store = segment.store();
         buffers.push(("values", Slot::Shard { store, shard, part: StorePart::Values }));
-        if segment.format.value.ranges_per_tile(self.plan.shape.head_dim()) > 0 {
+        if segment.format().value.ranges_per_tile(self.work.shape().head_dim()) > 0 {
             buffers.push(("value_ranges", Slot::Shard { store, shard, part: StorePart::ValueRanges }));
         }
-        if segment.format.value.has_span_ranges() {
+        if segment.format().value.has_span_ranges() {
             buffers.push(("value_span_ranges", Slot::SpanRanges { store, which: KeyOrValue::Value }));
         }
     }
@@ -513,6 +558,11 @@ impl BoundBuffers<'_> {
             Slot::SpanRanges { store, which } => self.stores[store].span_ranges_binding(which),
             Slot::Input => Ok(self.tensors.queries.binding()),
             Slot::Output => Ok(self.tensors.output.binding()),
+            Slot::Lse => self
+                .tensors
+                .lse
+                .map(|lse| lse.binding())
+                .ok_or_else(|| Error::Buffer { what: "log-sum-exps", reason: "is missing".into() }),
         }
     }
 }

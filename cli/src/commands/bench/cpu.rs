@@ -4,11 +4,12 @@ use std::hint::black_box;
 use std::sync::OnceLock;
 use std::time::Instant;
 
+use kvpack::Result;
 use kvpack::backend::AttendOptions;
+use kvpack::backend::Attention;
 use kvpack::conformance::{BatchLengths, DecodeData, Workload};
 use kvpack::cpu::{Cpu, States, plain_attention};
 use kvpack::plan::Elements;
-use kvpack::{Backend, Result};
 use rayon::prelude::*;
 
 use super::append::TimedStores;

@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
+use kvpack::Result;
 use kvpack::backend::AttendOptions;
+use kvpack::backend::Device;
 use kvpack::conformance::{DecodeData, Workload};
-use kvpack::cuda::{BoundStep, Cuda, StepPlan, Tensor, compute_guard, read_bandwidth, time_steps};
+use kvpack::cuda::{BoundStep, Cuda, StepPlan, StepTensors, Tensor, compute_guard, read_bandwidth, time_steps};
 use kvpack::plan::ElementType;
-use kvpack::{Backend, Result};
 
 use super::append::TimedStores;
 use super::timed::{Sizes, StepTimes, Timed};
@@ -45,7 +46,7 @@ impl Timed for Cuda {
         for plan in &workload.plans {
             let step = StepPlan::new(self, plan)?;
             let output = Tensor::zeroed(self.stream(), self.elements(queries), ElementType::F32)?;
-            bound.push(step.bind(self, &stores, queries, &output)?);
+            bound.push(step.bind(self, &stores, StepTensors { queries, output: &output, lse: None })?);
             labels = step.launch_labels();
         }
         let steps = bound.len() * STEPS_PER_GRAPH.div_ceil(bound.len());

@@ -5,7 +5,6 @@ use indicatif::ProgressBar;
 use kvpack::SegmentFormat;
 use kvpack::backend::{AttendOptions, QueryPrecision};
 use kvpack::conformance::{BatchFormat, DecodeData, DecodeShape, SequenceData, Workload};
-use kvpack::plan::Split;
 
 use super::report::{BenchReport, BenchRow, Figures, RowOutcome, ShapeReport};
 use super::timed::{Guard, StepTimes, Timed};
@@ -88,7 +87,7 @@ impl<B: Timed> Bench<'_, B> {
 
     /// Stores the batch, checks the outputs and times the steps.
     async fn row(&mut self, data: &DecodeData<B>, format: &BatchFormat, read: f64) -> Result<BenchRow> {
-        let workload = Workload::new(self.backend, data, format.clone(), self.plan.footprint, Split::default()).await;
+        let workload = Workload::new(self.backend, data, format.clone(), self.plan.footprint).await;
         let workload = match workload {
             Err(error) if is_about_the_device(&error) => return Ok(BenchRow::skipped(format, &error)),
             other => other?,

@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
+use kvpack::Result;
+use kvpack::backend::Device;
 use kvpack::backend::{AttendOptions, TokenWrite};
 use kvpack::conformance::{DecodeData, Workload};
-use kvpack::plan::{DecodePlan, ElementType};
+use kvpack::plan::{AttendPlan, ElementType};
 use kvpack::wgpu::measure::{self, Clock, ComputeGuard, Encode, Repeats};
 use kvpack::wgpu::{AppendPlan, Launches, PackWindowsPlan, Scratch, StepPlan, StepTensors, Store, Tensor, Wgpu};
-use kvpack::{Backend, Result};
 
 use super::append::{Batch, TimedStores};
 use super::timed::{Sizes, StepTimes, Timed};
@@ -131,14 +132,14 @@ struct BoundStep {
 impl BoundStep {
     async fn new(
         backend: &Wgpu,
-        plan: &DecodePlan,
+        plan: &AttendPlan,
         workload: &Workload<Wgpu>,
         (data, options): (&DecodeData<Wgpu>, AttendOptions),
         before: Option<(Scratch, Tensor)>,
     ) -> Result<Self> {
         let device = backend.device();
         let queries = data.queries();
-        let step = StepPlan::new(backend.capabilities(), plan.clone(), queries.element_type(), options)?;
+        let step = StepPlan::new(backend.capabilities(), plan, queries.element_type(), options)?;
         let own = Scratch::new(device, step.scratch()).await?;
         let (scratch, output) = match before {
             Some((scratch, output)) if scratch.holds(step.scratch()) => {
@@ -146,7 +147,7 @@ impl BoundStep {
             }
             _ => (own, Tensor::zeroed(device, backend.elements(queries), ElementType::F32)?),
         };
-        let tensors = StepTensors { queries, output: &output };
+        let tensors = StepTensors { queries, output: &output, lse: None };
         let stores: Vec<&Store> = workload.stores.iter().collect();
         let launches = step.bind(backend.kernels(), &stores, &scratch, tensors)?;
         backend.queue().write_buffer(&scratch.tables, 0, step.tables());

@@ -169,6 +169,7 @@ impl Layer {
 
 #[cfg(test)]
 mod tests {
+    use kvpack::backend::Device;
     use kvpack::cpu::Cpu;
     use pollster::block_on;
 

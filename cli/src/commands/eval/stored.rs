@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use kvpack::backend::{AttendOptions, SpanWrite};
 use kvpack::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
-use kvpack::plan::{DecodePlan, Page, PageAllocator, RowLayout, SpanView, Split, StoreView, TokenRange};
+use kvpack::plan::{AttendPlan, Page, PageAllocator, QueryRun, RowLayout, SpanView, StoreView, TokenRange};
 use kvpack::{Backend, Result};
 
 use super::layer::VisibleQuery;
@@ -67,7 +67,7 @@ impl<B: Backend> StoredLayer<B> {
     ) -> Result<Vec<f32>> {
         let views: Vec<StoreView<'_>> =
             self.segments.iter().map(|segment| segment.view(queries, calibration)).collect();
-        let plan = DecodePlan::new(self.shape, queries.len(), &views, Split::default())?;
+        let plan = AttendPlan::new(self.shape, &QueryRun::decode_batch(queries.len()), &views)?;
         let stores: Vec<&B::Store> = self.segments.iter().map(|segment| &segment.store).collect();
         let elements: Vec<f32> = queries.iter().flat_map(|query| query.query).copied().collect();
         let queries = backend.upload(elements.as_slice().into()).await?;
@@ -81,7 +81,7 @@ impl<B: Backend> Segment<B> {
     fn view(&self, queries: &[VisibleQuery<'_>], calibration: Option<Calibration>) -> StoreView<'_> {
         let spans = queries.iter().enumerate().map(|(sequence, query)| {
             let tokens = query.tokens.min(self.tokens.end).saturating_sub(self.tokens.start);
-            SpanView { sequence, tokens, pages: &self.pages[..tokens.div_ceil(TILE_TOKENS)], range_slot: 0 }
+            SpanView { sequence, start: 0, tokens, pages: &self.pages[..tokens.div_ceil(TILE_TOKENS)], range_slot: 0 }
         });
         StoreView {
             format: self.format,

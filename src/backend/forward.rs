@@ -1,0 +1,321 @@
+//! A backend made of another.
+
+use std::future::Future;
+
+use super::{
+    AttendOptions, Attention, AttentionStates, Backend, Device, NonFinite, Packing, SpanRead, SpanWrite, Storage,
+    TokenWrite, WindowMove,
+};
+use crate::Result;
+use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
+use crate::plan::{AttendPlan, Elements, Page, RowLayout};
+
+/// What differs from another backend: every method does what that of [`Forward::inner`] does until it is written anew.
+/// [`Forwarding`] is the backend.
+///
+/// ```
+/// use std::cell::Cell;
+/// use kvpack::backend::{Forward, Forwarding, Storage};
+/// use kvpack::cpu::{Cpu, CpuStore};
+/// use kvpack::{AttentionShape, Result, SegmentFormat};
+///
+/// /// A CPU that counts the shards that are asked of it.
+/// struct Counting(Cpu, Cell<usize>);
+/// impl Forward for Counting {
+///     type Inner = Cpu;
+///     fn inner(&self) -> &Cpu {
+///         &self.0
+///     }
+///     async fn add_shard(&self, store: &mut CpuStore, pages: u32) -> Result<()> {
+///         self.1.set(self.1.get() + 1);
+///         self.0.add_shard(store, pages).await
+///     }
+/// }
+///
+/// # futures::executor::block_on(async {
+/// let backend = Forwarding(Counting(Cpu::new(), Cell::new(0)));
+/// let mut store = backend.create_store(AttentionShape::new(2, 1, 64)?, SegmentFormat::F16)?;
+/// backend.add_shard(&mut store, 4).await?;
+/// assert_eq!(backend.0.1.get(), 1);
+/// # Ok::<(), kvpack::Error>(())
+/// # }).unwrap();
+/// ```
+#[expect(missing_docs, reason = "every method is that of the families, where it is documented")]
+pub trait Forward {
+    /// The other backend.
+    type Inner: Backend;
+
+    /// The other backend.
+    fn inner(&self) -> &Self::Inner;
+
+    fn name(&self) -> String {
+        self.inner().name()
+    }
+
+    fn upload(&self, elements: Elements<'_>) -> impl Future<Output = Result<Tensor<Self>>> {
+        self.inner().upload(elements)
+    }
+
+    fn download(&self, tensor: &Tensor<Self>) -> impl Future<Output = Result<Vec<f32>>> {
+        self.inner().download(tensor)
+    }
+
+    fn upload_indices(
+        &self,
+        tokens: &[u32],
+        kv_heads: usize,
+        below: u32,
+    ) -> impl Future<Output = Result<Indices<Self>>> {
+        self.inner().upload_indices(tokens, kv_heads, below)
+    }
+
+    fn download_indices(&self, indices: &Indices<Self>) -> impl Future<Output = Result<Vec<u32>>> {
+        self.inner().download_indices(indices)
+    }
+
+    fn elements(&self, tensor: &Tensor<Self>) -> usize {
+        self.inner().elements(tensor)
+    }
+
+    fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Store<Self>> {
+        self.inner().create_store(shape, format)
+    }
+
+    fn max_shard_pages(&self, shape: &AttentionShape, format: &SegmentFormat) -> u32 {
+        self.inner().max_shard_pages(shape, format)
+    }
+
+    fn add_shard(&self, store: &mut Store<Self>, pages: u32) -> impl Future<Output = Result<()>> {
+        self.inner().add_shard(store, pages)
+    }
+
+    fn reserve_ranges(&self, store: &mut Store<Self>, slots: usize) -> impl Future<Output = Result<()>> {
+        self.inner().reserve_ranges(store, slots)
+    }
+
+    fn store_bytes(&self, store: &Store<Self>) -> u64 {
+        self.inner().store_bytes(store)
+    }
+
+    fn first_non_finite(
+        &self,
+        which: KeyOrValue,
+        tensor: &Tensor<Self>,
+        rows: &RowLayout,
+        shape: &AttentionShape,
+    ) -> impl Future<Output = Result<Option<NonFinite>>> {
+        self.inner().first_non_finite(which, tensor, rows, shape)
+    }
+
+    fn quantize(
+        &self,
+        store: &mut Store<Self>,
+        keys: &Tensor<Self>,
+        values: &Tensor<Self>,
+        write: SpanWrite<'_, Indices<Self>>,
+    ) -> Result<()> {
+        self.inner().quantize(store, keys, values, write)
+    }
+
+    fn pack_windows(
+        &self,
+        shape: &AttentionShape,
+        from: &Store<Self>,
+        to: &mut Store<Self>,
+        windows: &[WindowMove],
+    ) -> Result<()> {
+        self.inner().pack_windows(shape, from, to, windows)
+    }
+
+    fn append(
+        &self,
+        store: &mut Store<Self>,
+        keys: &Tensor<Self>,
+        values: &Tensor<Self>,
+        rows: RowLayout,
+        writes: &[TokenWrite],
+    ) -> Result<()> {
+        self.inner().append(store, keys, values, rows, writes)
+    }
+
+    fn copy_page(&self, store: &mut Store<Self>, from: Page, to: Page) -> Result<()> {
+        self.inner().copy_page(store, from, to)
+    }
+
+    fn dequantize(&self, store: &Store<Self>, read: SpanRead<'_>) -> Result<(Tensor<Self>, Tensor<Self>)> {
+        self.inner().dequantize(store, read)
+    }
+
+    fn attend(
+        &self,
+        plan: &AttendPlan,
+        stores: &[&Store<Self>],
+        queries: &Tensor<Self>,
+        options: AttendOptions,
+    ) -> impl Future<Output = Result<Tensor<Self>>> {
+        self.inner().attend(plan, stores, queries, options)
+    }
+
+    fn attend_states(
+        &self,
+        plan: &AttendPlan,
+        stores: &[&Store<Self>],
+        queries: &Tensor<Self>,
+        options: AttendOptions,
+    ) -> impl Future<Output = Result<States<Self>>> {
+        self.inner().attend_states(plan, stores, queries, options)
+    }
+
+    fn merge(
+        &self,
+        shape: &AttentionShape,
+        first: &States<Self>,
+        second: &States<Self>,
+    ) -> impl Future<Output = Result<States<Self>>> {
+        self.inner().merge(shape, first, second)
+    }
+}
+
+type Tensor<F> = <<F as Forward>::Inner as Device>::Tensor;
+type Indices<F> = <<F as Forward>::Inner as Device>::Indices;
+type Store<F> = <<F as Forward>::Inner as Storage>::Store;
+type States<F> = AttentionStates<Tensor<F>>;
+
+/// The backend that a [`Forward`] describes.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Forwarding<F>(pub F);
+
+impl<F: Forward> Device for Forwarding<F> {
+    type Tensor = <F::Inner as Device>::Tensor;
+    type Indices = Indices<F>;
+
+    fn name(&self) -> String {
+        self.0.name()
+    }
+
+    fn upload(&self, elements: Elements<'_>) -> impl Future<Output = Result<Tensor<F>>> {
+        self.0.upload(elements)
+    }
+
+    fn download(&self, tensor: &Tensor<F>) -> impl Future<Output = Result<Vec<f32>>> {
+        self.0.download(tensor)
+    }
+
+    fn upload_indices(&self, tokens: &[u32], kv_heads: usize, below: u32) -> impl Future<Output = Result<Indices<F>>> {
+        self.0.upload_indices(tokens, kv_heads, below)
+    }
+
+    fn download_indices(&self, indices: &Indices<F>) -> impl Future<Output = Result<Vec<u32>>> {
+        self.0.download_indices(indices)
+    }
+
+    fn elements(&self, tensor: &Tensor<F>) -> usize {
+        self.0.elements(tensor)
+    }
+}
+
+impl<F: Forward> Storage for Forwarding<F> {
+    type Store = <F::Inner as Storage>::Store;
+
+    fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Store<F>> {
+        self.0.create_store(shape, format)
+    }
+
+    fn max_shard_pages(&self, shape: &AttentionShape, format: &SegmentFormat) -> u32 {
+        self.0.max_shard_pages(shape, format)
+    }
+
+    fn add_shard(&self, store: &mut Store<F>, pages: u32) -> impl Future<Output = Result<()>> {
+        self.0.add_shard(store, pages)
+    }
+
+    fn reserve_ranges(&self, store: &mut Store<F>, slots: usize) -> impl Future<Output = Result<()>> {
+        self.0.reserve_ranges(store, slots)
+    }
+
+    fn store_bytes(&self, store: &Store<F>) -> u64 {
+        self.0.store_bytes(store)
+    }
+}
+
+impl<F: Forward> Packing for Forwarding<F> {
+    fn first_non_finite(
+        &self,
+        which: KeyOrValue,
+        tensor: &Tensor<F>,
+        rows: &RowLayout,
+        shape: &AttentionShape,
+    ) -> impl Future<Output = Result<Option<NonFinite>>> {
+        self.0.first_non_finite(which, tensor, rows, shape)
+    }
+
+    fn quantize(
+        &self,
+        store: &mut Store<F>,
+        keys: &Tensor<F>,
+        values: &Tensor<F>,
+        write: SpanWrite<'_, Indices<F>>,
+    ) -> Result<()> {
+        self.0.quantize(store, keys, values, write)
+    }
+
+    fn pack_windows(
+        &self,
+        shape: &AttentionShape,
+        from: &Store<F>,
+        to: &mut Store<F>,
+        windows: &[WindowMove],
+    ) -> Result<()> {
+        self.0.pack_windows(shape, from, to, windows)
+    }
+
+    fn append(
+        &self,
+        store: &mut Store<F>,
+        keys: &Tensor<F>,
+        values: &Tensor<F>,
+        rows: RowLayout,
+        writes: &[TokenWrite],
+    ) -> Result<()> {
+        self.0.append(store, keys, values, rows, writes)
+    }
+
+    fn copy_page(&self, store: &mut Store<F>, from: Page, to: Page) -> Result<()> {
+        self.0.copy_page(store, from, to)
+    }
+
+    fn dequantize(&self, store: &Store<F>, read: SpanRead<'_>) -> Result<(Tensor<F>, Tensor<F>)> {
+        self.0.dequantize(store, read)
+    }
+}
+
+impl<F: Forward> Attention for Forwarding<F> {
+    fn attend(
+        &self,
+        plan: &AttendPlan,
+        stores: &[&Store<F>],
+        queries: &Tensor<F>,
+        options: AttendOptions,
+    ) -> impl Future<Output = Result<Tensor<F>>> {
+        self.0.attend(plan, stores, queries, options)
+    }
+
+    fn attend_states(
+        &self,
+        plan: &AttendPlan,
+        stores: &[&Store<F>],
+        queries: &Tensor<F>,
+        options: AttendOptions,
+    ) -> impl Future<Output = Result<States<F>>> {
+        self.0.attend_states(plan, stores, queries, options)
+    }
+
+    fn merge(
+        &self,
+        shape: &AttentionShape,
+        first: &States<F>,
+        second: &States<F>,
+    ) -> impl Future<Output = Result<States<F>>> {
+        self.0.merge(shape, first, second)
+    }
+}

@@ -1,0 +1,109 @@
+//! Rows of attention states: which item writes where, and what the merge joins for a query.
+
+use super::attend::AttendPlan;
+use super::blocks::Block;
+use crate::{Error, Result};
+
+/// The state rows of one query: `first .. end`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct StateRows {
+    /// The first.
+    pub first: u32,
+    /// One past the last.
+    pub end: u32,
+}
+
+/// Where an item writes its states.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StatePlace {
+    /// The row of its first query; that of the next lies `stride` further.
+    pub state: u32,
+    pub stride: u32,
+    /// All rows of its first query.
+    pub rows: StateRows,
+}
+
+/// Counts the states of every query, then deals rows out so that those of a query are contiguous.
+///
+/// Queries of a block have the same number of rows, so that an item of the whole block finds them a stride apart: first
+/// those of such items, then those of items of the query alone. Where these are fewer than another query's, rows stay
+/// unused.
+#[derive(Debug)]
+pub(crate) struct StateCounts {
+    /// Index of the block's first row of queries, and how many.
+    blocks: Vec<(usize, usize)>,
+    shared: Vec<u32>,
+    alone: Vec<u32>,
+}
+
+impl StateCounts {
+    pub(crate) fn new(plan: &AttendPlan, blocks: &[Block]) -> Self {
+        let place = |block: &Block| (plan.runs()[block.run].first_row + block.first, block.queries);
+        Self { blocks: blocks.iter().map(place).collect(), shared: vec![0; blocks.len()], alone: vec![0; plan.rows()] }
+    }
+
+    /// Counts an item of `queries` queries of a block, the first of them of row `row`.
+    pub(crate) fn count(&mut self, block: usize, row: usize, queries: usize) {
+        match queries == self.blocks[block].1 {
+            true => self.shared[block] += 1,
+            false => self.alone[row] += 1,
+        }
+    }
+
+    /// Gives every query its rows.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when a 32-bit word does not count them.
+    pub(crate) fn assign(self) -> Result<StateAssignment> {
+        let mut rows = vec![StateRows::default(); self.alone.len()];
+        let (mut strides, mut next_shared, mut next_alone) = (Vec::new(), Vec::new(), vec![0; rows.len()]);
+        let mut states = 0u64;
+        for (&(first_row, queries), &shared) in self.blocks.iter().zip(&self.shared) {
+            let of_block = first_row..first_row + queries;
+            let stride = shared + self.alone[of_block.clone()].iter().copied().max().unwrap_or(0);
+            let needed = states + u64::from(stride) * queries as u64;
+            if needed > u64::from(u32::MAX) {
+                let hint = "attend with fewer queries per call";
+                return Err(Error::Limit { what: "attention states".into(), needed, allowed: u32::MAX.into(), hint });
+            }
+            next_shared.push(states as u32);
+            strides.push(stride);
+            for row in of_block {
+                let first = states as u32;
+                rows[row] = StateRows { first, end: first + shared + self.alone[row] };
+                next_alone[row] = first + shared;
+                states += u64::from(stride);
+            }
+        }
+        let queries = self.blocks.iter().map(|&(_, queries)| queries).collect();
+        Ok(StateAssignment { rows, states: states as usize, queries, strides, next_shared, next_alone })
+    }
+}
+
+/// The rows of every query, and which of them are still to be dealt out.
+#[derive(Debug)]
+pub(crate) struct StateAssignment {
+    /// The rows of every query.
+    pub(crate) rows: Vec<StateRows>,
+    /// Rows in all.
+    pub(crate) states: usize,
+    /// Of every block: its queries, and the rows from one query to the next.
+    queries: Vec<usize>,
+    strides: Vec<u32>,
+    next_shared: Vec<u32>,
+    next_alone: Vec<u32>,
+}
+
+impl StateAssignment {
+    /// The rows of an item that was counted.
+    pub(crate) fn take(&mut self, block: usize, row: usize, queries: usize) -> StatePlace {
+        let next = match queries == self.queries[block] {
+            true => &mut self.next_shared[block],
+            false => &mut self.next_alone[row],
+        };
+        let state = *next;
+        *next += 1;
+        StatePlace { state, stride: self.strides[block], rows: self.rows[row] }
+    }
+}

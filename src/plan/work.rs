@@ -1,0 +1,518 @@
+//! A plan cut into work items, for the CPU and wgpu. (CUDA cuts plans itself, to fill its multiprocessors once.)
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use super::Page;
+use super::attend::{AttendPlan, PlannedSpan, Segment};
+use super::blocks::{Block, Part, blocks};
+use super::state_rows::{StateCounts, StateRows};
+use crate::Result;
+use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
+
+/// How finely a plan is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Split {
+    /// Work items to aim for in each segment, all KV heads together, counted once for every four query heads of a KV head:
+    /// enough to fill the device a few times. A segment is a launch, and launches do not overlap.
+    pub target_items: usize,
+    /// Tiles of an item are a multiple of this (except at the end of a span).
+    pub tile_step: usize,
+    /// Most tiles of one item, rounded up to `tile_step`. The GPU kernels take 64.
+    pub max_tiles: usize,
+}
+
+impl Default for Split {
+    /// Items of at most 32 tiles: on an H200, 64 leave a longer tail (8 bits at four query heads per KV head 4 % slower,
+    /// one bit 1 to 2 %) and make only f16 at one query head 2 % faster.
+    fn default() -> Self {
+        Self { target_items: 2048, tile_step: 4, max_tiles: 32 }
+    }
+}
+
+/// How the runs of a segment are cut: into items of at most `most` tiles, but the last of every run into items of half and of
+/// a quarter as many. They run last, so that no device waits long for its last workgroups.
+struct Cut {
+    step: usize,
+    most: usize,
+    /// The part of a run that goes into the smaller items.
+    small_part: f64,
+}
+
+/// Query heads that a work item counts once for: what a workgroup of the GPU kernels takes.
+const ITEM_HEADS: usize = 4;
+
+/// A run of tiles of one span and some neighbouring queries, attended by one workgroup per KV head (and chunk of query
+/// heads). The layout is that of the GPU kernels.
+///
+/// State row of query q of the item, 0 the first: `state + q · stride`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct WorkItem {
+    /// Index of the first page in [`SegmentWork::page_table`].
+    pub page_offset: u32,
+    /// Tokens of the item.
+    pub tokens: u32,
+    /// Prepared query of the first query: its index in [`SegmentWork::queries`]. Those of the others follow.
+    pub query: u32,
+    /// Row of states that the first query writes.
+    pub state: u32,
+    /// Slot of the span ranges.
+    pub range_slot: u32,
+    /// Row of the first query in the tensor of queries.
+    pub row: u32,
+    /// First state row of the first query, where the item has no other.
+    pub first_state: u32,
+    /// State rows of the first query, those of all its items, where the item has no other.
+    pub states: u32,
+    /// Queries of the item.
+    pub queries: u32,
+    /// State rows from one query to the next.
+    pub stride: u32,
+    /// Where the item's scores lie in the unfused path: those of query head h and tile t of the item begin at
+    /// `((scores + t) · Hq + h) · 128`. Items of calibrated segments have one query.
+    pub scores: u32,
+    /// Not used.
+    pub unused: u32,
+}
+
+/// A query that a segment's keys are multiplied with: prepared once for every span where keys have ranges of spans or scores
+/// are calibrated, otherwise once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct PreparedRow {
+    /// Row of the query in the tensor of queries.
+    pub row: u32,
+    /// Slot of the span ranges.
+    pub range_slot: u32,
+}
+
+/// Work items that one dispatch takes: their pages lie in one shard, and they have one query each, or blocks of queries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dispatch {
+    /// The shard.
+    pub shard: u32,
+    /// Most queries of its items: 1, or [`Work::block_queries`].
+    pub most_queries: usize,
+    /// First item.
+    pub first_item: usize,
+    /// Number of items.
+    pub items: usize,
+}
+
+/// The work of one segment.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SegmentWork {
+    store: usize,
+    format: SegmentFormat,
+    calibration: Option<Calibration>,
+    queries: Vec<PreparedRow>,
+    page_table: Vec<u32>,
+    items: Vec<WorkItem>,
+    dispatches: Vec<Dispatch>,
+    score_tiles: usize,
+}
+
+impl SegmentWork {
+    /// Index of the store.
+    pub const fn store(&self) -> usize {
+        self.store
+    }
+
+    /// Its format.
+    pub const fn format(&self) -> &SegmentFormat {
+        &self.format
+    }
+
+    /// Calibration of its scores.
+    pub const fn calibration(&self) -> Option<&Calibration> {
+        self.calibration.as_ref()
+    }
+
+    /// The queries to prepare.
+    pub fn queries(&self) -> &[PreparedRow] {
+        &self.queries
+    }
+
+    /// Page indices within the shard of the item that points at them.
+    pub fn page_table(&self) -> &[u32] {
+        &self.page_table
+    }
+
+    /// Items, grouped by dispatch, those of the most tokens first.
+    pub fn items(&self) -> &[WorkItem] {
+        &self.items
+    }
+
+    /// What is dispatched together.
+    pub fn dispatches(&self) -> &[Dispatch] {
+        &self.dispatches
+    }
+
+    /// The items of a dispatch.
+    pub fn items_of(&self, dispatch: &Dispatch) -> &[WorkItem] {
+        &self.items[dispatch.first_item..][..dispatch.items]
+    }
+
+    /// The pages of an item of a dispatch.
+    pub(crate) fn pages_of(&self, dispatch: &Dispatch, item: &WorkItem) -> impl Iterator<Item = Page> {
+        let tiles = (item.tokens as usize).div_ceil(TILE_TOKENS);
+        let shard = dispatch.shard;
+        self.page_table[item.page_offset as usize..][..tiles].iter().map(move |&index| Page { shard, index })
+    }
+
+    /// Tiles of scores that the unfused path stores, for each query head.
+    pub const fn score_tiles(&self) -> usize {
+        self.score_tiles
+    }
+}
+
+/// A plan cut into items: what the CPU and wgpu backends run.
+///
+/// Only [`Work::new`] makes one, from a plan that was checked: items lie within their page tables, their prepared queries
+/// and state rows exist, and no two items share a state row.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Work {
+    shape: AttentionShape,
+    segments: Vec<SegmentWork>,
+    rows: Vec<StateRows>,
+    states: usize,
+    block_queries: usize,
+}
+
+impl Work {
+    /// Cuts a plan into items of at most `block_queries` neighbouring queries.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when there are more items than a 32-bit word counts.
+    pub fn new(plan: &AttendPlan, split: Split, block_queries: usize) -> Result<Self> {
+        let blocks = blocks(plan, block_queries);
+        let mut segments = Vec::with_capacity(plan.segments().len());
+        for segment in plan.segments() {
+            segments.push(cut_segment(plan, segment, &blocks, &split));
+        }
+        let mut counts = StateCounts::new(plan, &blocks);
+        for (item, &block) in segments.iter().flat_map(|(segment, of)| segment.items.iter().zip(of)) {
+            counts.count(block, item.row as usize, item.queries as usize);
+        }
+        let mut states = counts.assign()?;
+        for (segment, of) in &mut segments {
+            for (item, &block) in segment.items.iter_mut().zip(of.iter()) {
+                let place = states.take(block, item.row as usize, item.queries as usize);
+                (item.state, item.stride) = (place.state, place.stride);
+                (item.first_state, item.states) = (place.rows.first, place.rows.end - place.rows.first);
+            }
+        }
+        let block_queries = blocks.iter().map(|block| block.queries).max().unwrap_or(1);
+        let segments = segments.into_iter().map(|(segment, _)| segment).collect();
+        Ok(Self { shape: *plan.shape(), segments, rows: states.rows, states: states.states, block_queries })
+    }
+
+    /// Shape of the layer.
+    pub const fn shape(&self) -> &AttentionShape {
+        &self.shape
+    }
+
+    /// One per segment of the plan.
+    pub fn segments(&self) -> &[SegmentWork] {
+        &self.segments
+    }
+
+    /// The state rows of every query, in the order of the queries.
+    pub fn rows(&self) -> &[StateRows] {
+        &self.rows
+    }
+
+    /// Rows of states that the items write, and some that nobody writes or reads. A row holds the states of all query heads.
+    pub const fn states(&self) -> usize {
+        self.states
+    }
+
+    /// Most queries of an item.
+    pub const fn block_queries(&self) -> usize {
+        self.block_queries
+    }
+
+    /// State rows of the query that has the most.
+    pub fn most_states(&self) -> usize {
+        self.rows.iter().map(|rows| (rows.end - rows.first) as usize).max().unwrap_or(0)
+    }
+}
+
+impl Split {
+    /// The cut of a segment of `tiles` tiles, counted for each KV head, with `group` query heads each.
+    fn cut(&self, tiles: usize, group: usize) -> Cut {
+        let tiles = tiles * group.div_ceil(ITEM_HEADS);
+        let (target, step) = (self.target_items.max(1), self.tile_step.max(1));
+        let most = (2 * tiles).div_ceil(target).clamp(1, self.max_tiles.max(1)).next_multiple_of(step);
+        // The beginning and the end of an item take longer with more heads.
+        let most_small = if group <= 2 { 0.5 } else { 0.25 };
+        let small_part = target as f64 * most as f64 / (4 * tiles).max(1) as f64;
+        Cut { step, most, small_part: small_part.min(most_small) }
+    }
+}
+
+impl Cut {
+    /// Cuts a run of tiles.
+    fn pieces(&self, run: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+        let small = (run.len() as f64 * self.small_part) as usize / self.step * self.step;
+        let middle = run.end - small;
+        let last = run.end - small / 2 / self.step * self.step;
+        let smaller = |parts: usize| (self.most / parts).max(1).next_multiple_of(self.step);
+        cut_evenly(run.start..middle, self.step, self.most)
+            .chain(cut_evenly(middle..last, self.step, smaller(2)))
+            .chain(cut_evenly(last..run.end, self.step, smaller(4)))
+    }
+}
+
+/// Where the prepared queries and the scores of a segment's spans begin.
+struct Prepared {
+    queries: Vec<PreparedRow>,
+    /// For every span: index of the query of its run's first row, and of the first tile of that query's scores.
+    spans: Vec<(usize, usize)>,
+    score_tiles: usize,
+}
+
+impl Prepared {
+    fn new(plan: &AttendPlan, segment: &Segment) -> Self {
+        if !segment.format().key.has_span_ranges() && segment.calibration().is_none() {
+            // All spans share what is prepared of a query.
+            let queries = (0..plan.rows()).map(|row| PreparedRow { row: row as u32, range_slot: 0 }).collect();
+            let spans = segment.spans().iter().map(|span| (plan.runs()[span.run].first_row, 0)).collect();
+            return Self { queries, spans, score_tiles: 0 };
+        }
+        let mut prepared = Self { queries: Vec::new(), spans: Vec::new(), score_tiles: 0 };
+        for span in segment.spans() {
+            prepared.spans.push((prepared.queries.len(), prepared.score_tiles));
+            let run = &plan.runs()[span.run];
+            let rows = run.first_row..run.first_row + run.run.queries;
+            prepared
+                .queries
+                .extend(rows.map(|row| PreparedRow { row: row as u32, range_slot: span.range_slot as u32 }));
+            if segment.calibration().is_some() {
+                prepared.score_tiles += run.run.queries * span.tokens.div_ceil(TILE_TOKENS);
+            }
+        }
+        prepared
+    }
+}
+
+/// Cuts a segment into items, and says of which block each is.
+fn cut_segment(plan: &AttendPlan, segment: &Segment, blocks: &[Block], split: &Split) -> (SegmentWork, Vec<usize>) {
+    let shape = plan.shape();
+    let prepared = Prepared::new(plan, segment);
+    let first_block: Vec<usize> =
+        (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
+    // A query has scores of its own where they are calibrated, by its own extremes.
+    let parts_of = |span: &PlannedSpan| {
+        let of_run = first_block[span.run]..first_block[span.run + 1];
+        let parts = of_run.flat_map(|index| blocks[index].parts(index, &plan.runs()[span.run], span));
+        match segment.calibration() {
+            None => parts.collect::<Vec<_>>(),
+            Some(_) => parts.flat_map(single_queries).collect(),
+        }
+    };
+    let parts: Vec<Vec<Part>> = segment.spans().iter().map(parts_of).collect();
+    let tiles: usize = parts.iter().flatten().map(|part| part.tokens.len().div_ceil(TILE_TOKENS)).sum();
+    let cut = split.cut(tiles * shape.kv_heads(), shape.group());
+
+    // By shard, and whether items have several queries.
+    let mut by_dispatch: BTreeMap<(u32, bool), Vec<(WorkItem, usize)>> = BTreeMap::new();
+    for ((span, parts), &(first_query, first_score)) in segment.spans().iter().zip(&parts).zip(&prepared.spans) {
+        let span_tiles = span.tokens.div_ceil(TILE_TOKENS);
+        let pages = segment.pages_of(span);
+        for part in parts {
+            let block = &blocks[part.block];
+            // Within the run.
+            let query = block.first + part.first;
+            let first_tile = part.tokens.start / TILE_TOKENS;
+            for run in runs_in_one_shard(&pages[first_tile..part.tokens.end.div_ceil(TILE_TOKENS)]) {
+                let dispatch = (pages[first_tile + run.start].shard, part.queries > 1);
+                let items = by_dispatch.entry(dispatch).or_default();
+                for tiles in cut.pieces(run.start + first_tile..run.end + first_tile) {
+                    let item = WorkItem {
+                        page_offset: (span.first_page + tiles.start) as u32,
+                        tokens: ((tiles.end * TILE_TOKENS).min(part.tokens.end) - tiles.start * TILE_TOKENS) as u32,
+                        query: (first_query + query) as u32,
+                        state: 0, // these are known once all segments are cut
+                        range_slot: span.range_slot as u32,
+                        row: (plan.runs()[span.run].first_row + query) as u32,
+                        first_state: 0,
+                        states: 0,
+                        queries: part.queries as u32,
+                        stride: 0,
+                        scores: (first_score + query * span_tiles + tiles.start) as u32,
+                        unused: 0,
+                    };
+                    items.push((item, part.block));
+                }
+            }
+        }
+    }
+    let (mut items, mut item_blocks, mut dispatches) = (Vec::new(), Vec::new(), Vec::new());
+    let most_queries = blocks.iter().map(|block| block.queries).max().unwrap_or(1);
+    for ((shard, several), mut of_dispatch) in by_dispatch {
+        of_dispatch.sort_by_key(|(item, _)| std::cmp::Reverse(item.tokens));
+        let most_queries = if several { most_queries } else { 1 };
+        dispatches.push(Dispatch { shard, most_queries, first_item: items.len(), items: of_dispatch.len() });
+        items.extend(of_dispatch.iter().map(|(item, _)| *item));
+        item_blocks.extend(of_dispatch.iter().map(|(_, block)| *block));
+    }
+    let work = SegmentWork {
+        store: segment.store(),
+        format: *segment.format(),
+        calibration: segment.calibration().copied(),
+        queries: prepared.queries,
+        page_table: segment.pages().iter().map(|page| page.index).collect(),
+        items,
+        dispatches,
+        score_tiles: prepared.score_tiles,
+    };
+    (work, item_blocks)
+}
+
+/// The same part for every query alone.
+fn single_queries(part: Part) -> impl Iterator<Item = Part> {
+    (part.first..part.first + part.queries).map(move |first| Part { first, queries: 1, ..part.clone() })
+}
+
+/// Maximal runs of pages in the same shard.
+fn runs_in_one_shard(pages: &[Page]) -> impl Iterator<Item = Range<usize>> {
+    let mut start = 0;
+    pages.chunk_by(|a, b| a.shard == b.shard).map(move |run| {
+        let range = start..start + run.len();
+        start = range.end;
+        range
+    })
+}
+
+/// Cuts a run of tiles into the fewest pieces of at most `most` tiles, of nearly equal size in steps of `step`.
+fn cut_evenly(run: Range<usize>, step: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
+    let pieces = run.len().div_ceil(most).max(1);
+    let size = run.len().div_ceil(pieces).next_multiple_of(step).max(1);
+    run.clone().step_by(size).map(move |start| start..(start + size).min(run.end))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Bits;
+    use crate::plan::{QueryRun, SpanView, StoreView};
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_span_that_changes_shard_is_cut_there() {
+        let shape = AttentionShape::new(4, 2, 64).unwrap();
+        let pages: Vec<Page> = [(0, 3), (0, 4), (1, 0)].iter().map(|&(shard, index)| Page { shard, index }).collect();
+        let span = SpanView { sequence: 0, start: 0, tokens: 300, pages: &pages, range_slot: 0 };
+        let store = StoreView { format: SegmentFormat::F16, calibration: None, spans: vec![span] };
+        let plan = AttendPlan::new(shape, &[QueryRun::decode(0)], &[store]).unwrap();
+        let work = Work::new(&plan, Split::default(), 1).unwrap();
+        let segment = &work.segments()[0];
+        assert_eq!(segment.page_table(), [3, 4, 0]);
+        assert_eq!(segment.items().iter().map(|i| (i.page_offset, i.tokens)).collect::<Vec<_>>(), [(0, 256), (2, 44)]);
+        assert_eq!(segment.dispatches().len(), 2);
+        assert_eq!(work.states(), 2);
+    }
+
+    /// What queries see together is read once for a block of them, whatever their number.
+    #[test]
+    fn causal_queries_share_their_items() {
+        let shape = AttentionShape::new(4, 2, 64).unwrap();
+        let pages: Vec<Page> = (0..256).map(|index| Page { shard: 0, index }).collect();
+        let span = SpanView { sequence: 0, start: 0, tokens: 32_768, pages: &pages, range_slot: 0 };
+        let tiles = |queries: usize, block_queries: usize| {
+            let store = StoreView { format: SegmentFormat::F16, calibration: None, spans: vec![span.clone()] };
+            let plan = AttendPlan::new(shape, &[QueryRun::causal(0, queries)], &[store]).unwrap();
+            let work = Work::new(&plan, Split::default(), block_queries).unwrap();
+            let tiles = |item: &WorkItem| (item.tokens as usize).div_ceil(TILE_TOKENS);
+            work.segments()[0].items().iter().map(tiles).sum::<usize>()
+        };
+        assert_eq!(tiles(1, 8), 256);
+        // 255 tiles for each block of 8, and the last alone.
+        assert_eq!(tiles(64, 8), 8 * 255 + 64);
+        assert_eq!(tiles(64, 1), 64 * 256);
+    }
+
+    proptest! {
+        /// Every token that a query sees is in exactly one of its items, and every state row of a query is written once.
+        #[test]
+        fn items_cover_all_tokens_once(
+            lengths in prop::collection::vec((0usize..3, 0usize..2000), 1..12),
+            shard_pages in 1u32..9,
+            target_items in prop_oneof![1usize..200, Just(usize::MAX)],
+            (tile_step, max_tiles) in (1usize..6, 1usize..40),
+            (queries, block_queries) in (prop::collection::vec(1usize..40, 3), 1usize..9),
+        ) {
+            let shape = AttentionShape::new(6, 2, 64).unwrap();
+            let mut next = 0;
+            let tables: Vec<Vec<Page>> = lengths.iter().map(|&(_, tokens)| {
+                (0..tokens.div_ceil(TILE_TOKENS)).map(|_| {
+                    next += 1;
+                    Page { shard: next / shard_pages, index: next % shard_pages }
+                }).collect()
+            }).collect();
+            let mut starts = [0; 3];
+            let spans: Vec<SpanView<'_>> = lengths.iter().zip(&tables).enumerate().map(|(i, (&(sequence, tokens), pages))| {
+                starts[sequence] += tokens;
+                SpanView { sequence, start: starts[sequence] - tokens, tokens, pages, range_slot: i }
+            }).collect();
+            let of = |parity: usize| spans.iter().skip(parity).step_by(2).cloned().collect::<Vec<_>>();
+            let calibration = crate::Calibration::new(0.0, 1.0).ok();
+            let stores = [
+                StoreView { format: SegmentFormat::F16, calibration: None, spans: of(0) },
+                StoreView { format: SegmentFormat::per_channel(Bits::Two), calibration, spans: of(1) },
+            ];
+            let runs: Vec<QueryRun> = queries.iter().enumerate()
+                .map(|(sequence, &queries)| QueryRun::causal(sequence, queries.min(starts[sequence]).max(1))).collect();
+            let plan = AttendPlan::new(shape, &runs, &stores);
+            prop_assert_eq!(plan.is_ok(), starts.iter().all(|&tokens| tokens > 0));
+            let Ok(plan) = plan else { return Ok(()) };
+            let work = Work::new(&plan, Split { target_items, tile_step, max_tiles }, block_queries).unwrap();
+
+            let mut states = vec![0; work.states()];
+            let mut seen = vec![0; plan.rows()];
+            for (segment, planned) in work.segments().iter().zip(plan.segments()) {
+                let mut scores = std::collections::HashSet::new();
+                for dispatch in segment.dispatches() {
+                    let items = segment.items_of(dispatch);
+                    prop_assert!(items.iter().map(|item| item.tokens).is_sorted_by(|a, b| a >= b), "the largest run first");
+                    for item in items {
+                        let tiles = (item.tokens as usize).div_ceil(TILE_TOKENS);
+                        prop_assert!(tiles >= 1 && tiles <= max_tiles.next_multiple_of(tile_step));
+                        prop_assert!(item.queries as usize <= block_queries);
+                        let at = item.page_offset as usize;
+                        let span = planned.spans().iter().find(|span| {
+                            (span.first_page..span.first_page + span.tokens.div_ceil(TILE_TOKENS)).contains(&at)
+                        }).unwrap();
+                        prop_assert_eq!(span.range_slot, item.range_slot as usize);
+                        prop_assert!(segment.pages_of(dispatch, item).eq(planned.pages()[at..at + tiles].iter().copied()));
+                        for query in 0..item.queries {
+                            let row = (item.row + query) as usize;
+                            seen[row] += item.tokens as usize;
+                            let state = item.state + query * item.stride;
+                            prop_assert!((work.rows()[row].first..work.rows()[row].end).contains(&state));
+                            states[state as usize] += 1;
+                            prop_assert_eq!(segment.queries()[(item.query + query) as usize].row as usize, row);
+                        }
+                        if segment.calibration().is_some() {
+                            prop_assert_eq!(item.queries, 1);
+                            for tile in item.scores as usize..item.scores as usize + tiles {
+                                prop_assert!(tile < segment.score_tiles() && scores.insert(tile));
+                            }
+                        }
+                    }
+                }
+            }
+            for run in plan.runs() {
+                for query in 0..run.run.queries {
+                    prop_assert_eq!(seen[run.first_row + query], run.visible(query));
+                }
+            }
+            for rows in work.rows() {
+                prop_assert!(rows.end > rows.first);
+                prop_assert!((rows.first..rows.end).all(|row| states[row as usize] == 1));
+            }
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! Kernel `merge_pair`: the states of the same queries over two sets of tokens, joined.
+
+use crate::backend::AttentionStates;
+use crate::format::{AttentionShape, HEAD_DIMS};
+use crate::plan::ElementType;
+use crate::wgpu::device::launch::{FLAT_WORKGROUP, flat_grid};
+use crate::wgpu::device::{Kernels, Launch, Tensor, Variant};
+use crate::{Error, Result};
+
+/// Joins attention states: decided, but for the tensors.
+#[derive(Clone, Copy, Debug)]
+pub struct MergePairPlan {
+    shape: AttentionShape,
+    rows: usize,
+}
+
+impl MergePairPlan {
+    /// Plans the join of `rows` rows of states of layers of `shape`.
+    pub const fn new(shape: AttentionShape, rows: usize) -> Self {
+        Self { shape, rows }
+    }
+
+    /// The kernel variant, for [`Kernels::prepare`].
+    pub fn variant(&self) -> Variant {
+        variant_of(self.shape.head_dim())
+    }
+
+    /// Binds both parts, and where the joined states go, which is other memory.
+    ///
+    /// # Errors
+    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor is not f32 or not of the planned rows.
+    pub fn bind(
+        &self,
+        kernels: &Kernels,
+        first: &AttentionStates<Tensor>,
+        second: &AttentionStates<Tensor>,
+        joined: &AttentionStates<Tensor>,
+    ) -> Result<Launch> {
+        let heads = self.rows * self.shape.query_heads();
+        for (what, tensor, channels) in [
+            ("outputs of the first states", &first.outputs, self.shape.head_dim()),
+            ("log-sum-exps of the first states", &first.lse, 1),
+            ("outputs of the second states", &second.outputs, self.shape.head_dim()),
+            ("log-sum-exps of the second states", &second.lse, 1),
+            ("outputs of the joined states", &joined.outputs, self.shape.head_dim()),
+            ("log-sum-exps of the joined states", &joined.lse, 1),
+        ] {
+            if tensor.elements() != heads * channels {
+                let (given, expected) = (tensor.elements(), heads * channels);
+                let shape = format!("{} rows × {} query heads × {channels}", self.rows, self.shape.query_heads());
+                return Err(Error::Elements { what, given, expected, shape });
+            }
+            if tensor.element_type() != ElementType::F32 {
+                let reason = format!("is {:?}, states are f32", tensor.element_type());
+                return Err(Error::Buffer { what, reason });
+            }
+            tensor.check_aligned(what, &kernels.device().limits())?;
+        }
+        let buffers = [
+            ("first_outputs", first.outputs.binding()),
+            ("first_lse", first.lse.binding()),
+            ("second_outputs", second.outputs.binding()),
+            ("second_lse", second.lse.binding()),
+            ("outputs", joined.outputs.binding()),
+            ("lse", joined.lse.binding()),
+        ];
+        let grid = flat_grid(heads as u64 * u64::from(FLAT_WORKGROUP), &kernels.device().limits())?;
+        Launch::new(kernels, &self.variant(), &buffers, grid)
+    }
+}
+
+fn variant_of(head_dim: usize) -> Variant {
+    Variant::new("merge_pair").constant("HEAD_DIM", head_dim)
+}
+
+/// Every variant that a plan can ask for.
+pub(crate) fn variants() -> Vec<Variant> {
+    HEAD_DIMS.into_iter().map(variant_of).collect()
+}
