@@ -125,11 +125,14 @@ impl Wgpu {
         let scratch = self.scratch(step.scratch()).await?;
         let launches = step.bind(&self.kernels, stores, &scratch, tensors)?;
         // Scratch is shared: between a step's tables and its submission no other thread may write its own.
-        let _turn = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        guard::captured_now(self.device(), Request::call("tables of a step"), || {
-            self.queue.write_buffer(&scratch.tables, 0, step.tables());
-        })?;
-        self.run("kvpack attend", &launches)
+        {
+            let _turn = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+            guard::captured_now(self.device(), Request::call("tables of a step"), || {
+                self.queue.write_buffer(&scratch.tables, 0, step.tables());
+            })?;
+            self.run("kvpack attend", &launches)?;
+        }
+        guard::settled(self.device()).await
     }
 
     fn zeroed_states(&self, shape: &AttentionShape, rows: usize) -> Result<AttentionStates<Tensor>> {
@@ -302,6 +305,7 @@ impl Attention for Wgpu {
         let joined = self.zeroed_states(shape, rows)?;
         let launch = MergePairPlan::new(*shape, rows).bind(&self.kernels, first, second, &joined)?;
         self.run("kvpack merge", &[launch].into_iter().collect())?;
+        guard::settled(self.device()).await?;
         Ok(joined)
     }
 }

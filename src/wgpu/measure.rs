@@ -1,6 +1,10 @@
 //! Timing of encoded work, by the clock of the GPU where it can be trusted.
+//!
+//! Browsers round both clocks, to as much as 0.1 ms: there, run many times [together](Repeats::together).
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use web_time::Instant;
 
 use super::Wgpu;
 use super::device::launch::Launch;
@@ -83,7 +87,7 @@ pub async fn time(backend: &Wgpu, work: &[Encode<'_>], repeats: Repeats) -> Resu
         return Err(Error::Plan { what: "measurement", reason });
     }
     for run in 0..warm_up {
-        submit_one(backend, work[run % work.len()])?;
+        submit_one(backend, work[run % work.len()]).await?;
     }
     let batch = |index: usize| {
         move |pass: &mut wgpu::ComputePass<'_>| {
@@ -96,20 +100,21 @@ pub async fn time(backend: &Wgpu, work: &[Encode<'_>], repeats: Repeats) -> Resu
     {
         return Ok(Timing::new(Clock::Gpu, durations.into_iter().map(mean).collect()));
     }
-    let run = |index: usize| {
+    let mut durations = Vec::with_capacity(timed);
+    for index in 0..timed {
         let start = Instant::now();
-        submit_one(backend, &batch(index))?;
-        Ok(mean(start.elapsed()))
-    };
-    Ok(Timing::new(Clock::Wall, (0..timed).map(run).collect::<Result<_>>()?))
+        submit_one(backend, &batch(index)).await?;
+        durations.push(mean(start.elapsed()));
+    }
+    Ok(Timing::new(Clock::Wall, durations))
 }
 
 /// Submits one piece of work and waits for it.
-fn submit_one(backend: &Wgpu, work: Encode<'_>) -> Result<()> {
+async fn submit_one(backend: &Wgpu, work: Encode<'_>) -> Result<()> {
     let submission = guard::submit(backend.device(), backend.queue(), "kvpack measurement", |encoder| {
         work(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
     })?;
-    guard::wait(backend.device(), submission)
+    buffers::finished(backend.device(), backend.queue(), submission).await
 }
 
 /// All measurements in one submission, or nothing where the timestamps make no sense.
@@ -138,7 +143,7 @@ async fn time_on_gpu<F: Fn(&mut wgpu::ComputePass<'_>)>(
         }
         encoder.resolve_query_set(&queries, 0..count, &resolved, 0);
     })?;
-    guard::wait(device, submission)?;
+    buffers::finished(device, queue, submission).await?;
     let wall = start.elapsed();
     let bytes = buffers::read(device, queue, &resolved, 0, bytes).await?;
     let stamps: Vec<u64> = bytes.chunks_exact(8).map(bytemuck::pod_read_unaligned).collect();
@@ -213,7 +218,7 @@ fn bind_read_bandwidth(kernels: &Kernels, input: &Tensor, sum: &wgpu::Buffer, bl
 }
 
 async fn check_sum(backend: &Wgpu, launch: &Launch, sum: &wgpu::Buffer, words: &[u32]) -> Result<()> {
-    submit_one(backend, &|pass| launch.encode(pass))?;
+    submit_one(backend, &|pass| launch.encode(pass)).await?;
     let read = buffers::read(backend.device(), backend.queue(), sum, 0, 4).await?;
     let expected = words.iter().fold(0u32, |sum, &word| sum.wrapping_add(word));
     match bytemuck::pod_read_unaligned::<u32>(&read) {

@@ -76,6 +76,7 @@ pub(crate) async fn read(
     // The callback has run, or is about to run on another thread that polled at the same time; one that is dropped
     // cancels the channel.
     let mapped = receiver.await;
+    guard::settled(device).await?;
     if !matches!(mapped, Ok(Ok(()))) {
         return Err(guard::lost());
     }
@@ -84,6 +85,23 @@ pub(crate) async fn read(
     drop(view);
     staging.unmap();
     Ok(bytes)
+}
+
+/// Waits until everything that was submitted so far, `submission` last, is done.
+///
+/// # Errors
+/// [`Error::DeviceLost`], and what calls left that could not wait.
+pub(crate) async fn finished(
+    device: &wgpu::Device,
+    queue: &wgpu::Queue,
+    submission: wgpu::SubmissionIndex,
+) -> Result<()> {
+    if !guard::in_browser(device) {
+        return guard::wait(device, submission);
+    }
+    // The queue's own promise is kept on a lost device too; a download is refused there.
+    let word = create(device, "word behind a submission", 4, wgpu::BufferUsages::COPY_SRC).await?;
+    read(device, queue, &word, 0, 4).await.map(drop)
 }
 
 fn descriptor(what: &'static str, size: u64, usage: wgpu::BufferUsages) -> wgpu::BufferDescriptor<'static> {

@@ -4,8 +4,7 @@
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use futures::FutureExt;
-
+use super::untold;
 use crate::{Error, Result};
 
 /// What a call asks for, to name it in an error.
@@ -35,37 +34,52 @@ impl Request {
     }
 }
 
-/// Runs `call` and returns its value, or the first error that wgpu reported during it.
+/// Runs `call` and returns its value, or the first error that wgpu reported during it or that a call left which could
+/// not wait.
 pub(crate) async fn captured<T>(device: &wgpu::Device, request: Request, call: impl FnOnce() -> T) -> Result<T> {
-    let (value, errors) = in_scopes(device, call);
-    match errors.await {
-        None => Ok(value),
-        Some(error) => Err(request.error(error)),
-    }
-}
-
-/// [`captured`] for callers that cannot wait. Errors are known at once on every native backend; in a browser, where
-/// they arrive later, they are dropped and show in what the call made.
-pub(crate) fn captured_now<T>(device: &wgpu::Device, request: Request, call: impl FnOnce() -> T) -> Result<T> {
-    let (value, errors) = in_scopes(device, call);
-    match errors.now_or_never().flatten() {
-        None => Ok(value),
-        Some(error) => Err(request.error(error)),
-    }
-}
-
-/// Error scopes belong to the thread, so they are closed before anything can be awaited.
-fn in_scopes<T>(device: &wgpu::Device, call: impl FnOnce() -> T) -> (T, impl Future<Output = Option<wgpu::Error>>) {
-    let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);
-    let validation = device.push_error_scope(wgpu::ErrorFilter::Validation);
-    let memory = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
+    let scopes = Scopes::open(device);
     let value = call();
-    let (memory, validation, internal) = (memory.pop(), validation.pop(), internal.pop());
-    let errors = async move {
-        let (memory, validation, internal) = (memory.await, validation.await, internal.await);
-        memory.or(validation).or(internal)
-    };
-    (value, errors)
+    let errors = scopes.close(request);
+    settled(device).await?;
+    errors.await.map(|()| value)
+}
+
+/// [`captured`] for callers that cannot wait. Errors are known at once on every native backend. A browser tells them
+/// later: then the next call that waits returns them.
+pub(crate) fn captured_now<T>(device: &wgpu::Device, request: Request, call: impl FnOnce() -> T) -> Result<T> {
+    let scopes = Scopes::open(device);
+    let value = call();
+    untold::told_now(device, scopes.close(request)).map(|()| value)
+}
+
+/// Waits for the outcome of earlier calls that could not wait, and returns the first error among it.
+pub(crate) async fn settled(device: &wgpu::Device) -> Result<()> {
+    untold::told(device).await
+}
+
+/// Error scopes for everything that can go wrong. They belong to the thread, so they are closed before anything is awaited.
+struct Scopes {
+    internal: wgpu::ErrorScopeGuard,
+    validation: wgpu::ErrorScopeGuard,
+    memory: wgpu::ErrorScopeGuard,
+}
+
+impl Scopes {
+    fn open(device: &wgpu::Device) -> Self {
+        let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);
+        let validation = device.push_error_scope(wgpu::ErrorFilter::Validation);
+        let memory = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
+        Self { internal, validation, memory }
+    }
+
+    /// Closes them now and tells the first error.
+    fn close(self, request: Request) -> impl Future<Output = Result<()>> + use<> {
+        let (memory, validation, internal) = (self.memory.pop(), self.validation.pop(), self.internal.pop());
+        async move {
+            let (memory, validation, internal) = (memory.await, validation.await, internal.await);
+            memory.or(validation).or(internal).map_or(Ok(()), |error| Err(request.error(error)))
+        }
+    }
 }
 
 /// The error of a lost device. wgpu tells the reason only to the one callback that the device's owner may have set.
@@ -76,7 +90,7 @@ pub(crate) fn lost() -> Error {
 /// Fails on a device that takes no more work.
 ///
 /// On a lost device wgpu creates buffers without an error that are unusable; mapping one at creation is the call that
-/// shows it.
+/// shows it. In a browser nothing shows it but a download, which fails.
 pub(crate) fn check_alive(device: &wgpu::Device) -> Result<()> {
     captured_now(device, Request::call("probe of the device"), || {
         let probe = device.create_buffer(&wgpu::BufferDescriptor {
@@ -90,8 +104,8 @@ pub(crate) fn check_alive(device: &wgpu::Device) -> Result<()> {
     .and_then(|alive| if alive { Ok(()) } else { Err(lost()) })
 }
 
-/// Waits until a submission is done and its callbacks have run. Returns at once in a browser, which runs callbacks by
-/// itself.
+/// Blocks until a submission is done and its callbacks have run. In a browser, where nothing may block, it returns at
+/// once: see [`buffers::finished`](super::buffers::finished).
 pub(crate) fn wait(device: &wgpu::Device, submission: wgpu::SubmissionIndex) -> Result<()> {
     let poll = wgpu::PollType::Wait { submission_index: Some(submission), timeout: None };
     // wgpu panics where the driver reports a lost device during the wait; it holds no lock at that point.
@@ -105,6 +119,11 @@ pub(crate) fn wait(device: &wgpu::Device, submission: wgpu::SubmissionIndex) -> 
 fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("the driver lost it").to_owned()
+}
+
+/// Whether the device is a browser's, which runs calls in another process and blocks for nothing.
+pub(crate) fn in_browser(device: &wgpu::Device) -> bool {
+    device.adapter_info().backend == wgpu::Backend::BrowserWebGpu
 }
 
 /// Encodes with `encode` and submits.

@@ -1,7 +1,9 @@
 //! The pipeline cache: compiled kernel variants, owned by the caller.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use futures::future::join_all;
 
 use super::guard::{self, Request};
 use super::shader::{Binding, Source, Variant};
@@ -16,6 +18,8 @@ pub enum Checks {
     /// None of them. Faster; each kernel's header argues why it stays in bounds for any checked plan.
     Trusted,
 }
+
+const COMPILATION: Request = Request::call("compilation of a kernel");
 
 /// Compiled kernels of one device. Cheap to share; compiling is lazy, or ahead of time with [`Kernels::prepare`].
 #[derive(Debug)]
@@ -45,32 +49,44 @@ impl Kernels {
         &self.device
     }
 
-    /// Compiles every variant of `variants` that is not yet there, so that no later call compiles.
+    /// Compiles every variant of `variants` that is not yet there, so that no later call compiles. In a browser all of
+    /// them are under way at once, and this waits for them; elsewhere one is compiled after the other.
+    ///
+    /// wgpu 30 has no asynchronous creation of pipelines; a browser's `createComputePipeline` compiles in another process,
+    /// so that the page does not stand still.
     ///
     /// # Errors
-    /// [`Error::Gpu`] when the driver rejects a shader.
-    pub fn prepare(&self, variants: &[Variant]) -> Result<()> {
-        variants.iter().try_for_each(|variant| self.get(variant).map(drop))
+    /// [`Error::Plan`] for a variant that does not exist, [`Error::Gpu`] when the driver rejects a shader: those that it
+    /// accepts are there all the same.
+    pub async fn prepare(&self, variants: &[Variant]) -> Result<()> {
+        let missing = |variant: &&Variant| !self.lock().contains_key(*variant);
+        let compiled = variants.iter().filter(missing).map(async |variant| {
+            let source = variant.source()?;
+            let create = || self.create(variant, source);
+            let kernel = guard::captured(&self.device, COMPILATION, create).await?;
+            self.lock().entry(variant.clone()).or_insert_with(|| Arc::new(kernel));
+            Ok(())
+        });
+        join_all(compiled).await.into_iter().collect()
     }
 
     /// The compiled variant.
     ///
     /// # Errors
-    /// [`Error::Plan`] for a variant that does not exist, [`Error::Gpu`] when the driver rejects its shader.
+    /// [`Error::Plan`] for a variant that does not exist, [`Error::Gpu`] when the driver rejects its shader. A browser
+    /// tells that later: the next call that waits returns the error, and so does each that waits after a use of the kernel.
     pub fn get(&self, variant: &Variant) -> Result<Arc<Kernel>> {
-        if let Some(kernel) = self.compiled.lock().unwrap_or_else(PoisonError::into_inner).get(variant) {
+        if let Some(kernel) = self.lock().get(variant) {
             return Ok(kernel.clone());
         }
         // Compiled outside the lock: a driver may take seconds, and two threads that race compile the same thing.
-        let kernel = Arc::new(self.compile(variant)?);
-        let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(compiled.entry(variant.clone()).or_insert(kernel).clone())
+        let source = variant.source()?;
+        let kernel = guard::captured_now(&self.device, COMPILATION, || self.create(variant, source))?;
+        Ok(self.lock().entry(variant.clone()).or_insert_with(|| Arc::new(kernel)).clone())
     }
 
-    fn compile(&self, variant: &Variant) -> Result<Kernel> {
-        let source = variant.source()?;
-        let compile = || self.create(variant, source);
-        guard::captured_now(&self.device, Request::call("compilation of a kernel"), compile)
+    fn lock(&self) -> MutexGuard<'_, HashMap<Variant, Arc<Kernel>>> {
+        self.compiled.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn create(&self, variant: &Variant, source: Source) -> Kernel {

@@ -13,6 +13,7 @@ mod sources;
 pub(super) mod store;
 mod tensor;
 mod unroll;
+mod untold;
 
 pub use adapters::{adapters, choose_adapter, open_device};
 pub use capabilities::{Capabilities, KernelLimits, Path, Requirements, SubgroupSizes, Timestamps, offers_matrices};

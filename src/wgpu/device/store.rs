@@ -270,6 +270,7 @@ impl Store {
                 }
             }
         })?;
+        guard::settled(device).await?;
         (self.key_ranges, self.value_ranges, self.range_slots) = (key_ranges, value_ranges, slots);
         Ok(())
     }
