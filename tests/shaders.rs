@@ -5,6 +5,8 @@
 mod parts;
 
 use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
 
 use kvpack::backend::{AttendOptions, QueryPrecision};
 use kvpack::format::sketch::Sketch;
@@ -64,7 +66,7 @@ fn write_hlsl(module: &naga::Module, info: &ModuleInfo) -> Result<(), String> {
 
 /// The variants of decode steps over every format, each with head dimensions, group sizes, calibration, types and device
 /// features in turn.
-fn decode_variants() -> Vec<Variant> {
+fn decode_variants(capabilities: impl Fn(usize) -> Capabilities) -> Vec<Variant> {
     let groupings = [Grouping::Channel, Grouping::ChannelTokens(32), Grouping::Token, Grouping::TokenChannels(16)];
     let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));
     let rotated = groupings.map(|grouping| AffineFormat::new(Bits::Four, grouping));
@@ -96,7 +98,6 @@ fn decode_variants() -> Vec<Variant> {
         let step = StepPlan::new(&capabilities(turn), &plan, types[turn % 3], options).unwrap();
         found.extend(step.variants());
     }
-    found.extend(matrix_variants());
     found
 }
 
@@ -130,7 +131,8 @@ fn capabilities(turn: usize) -> Capabilities {
         invocations: 256,
         workgroups: 65535,
     };
-    let subgroups = (turn / 2 % 2 == 1).then_some(SubgroupSizes { min: [4, 32][turn / 8 % 2], max: 128 });
+    let sizes = [SubgroupSizes { min: 4, max: 128 }, SubgroupSizes { min: 32, max: 32 }];
+    let subgroups = (turn / 2 % 2 == 1).then_some(sizes[turn / 8 % 2]);
     Capabilities {
         f16: turn % 2 == 1,
         subgroups,
@@ -142,7 +144,7 @@ fn capabilities(turn: usize) -> Capabilities {
 }
 
 fn all_variants() -> Vec<Variant> {
-    variants().into_iter().chain(decode_variants()).collect()
+    [variants(), decode_variants(capabilities), matrix_variants()].concat()
 }
 
 /// Whether tests write what they would compare.
@@ -181,7 +183,7 @@ fn merging_without_a_launch_is_ordered_for_the_device() {
     const COHERENT: u32 = 23;
     const DEVICE: u32 = 1;
     const ACQUIRE_RELEASE_OF_BUFFERS: u32 = 0x8 | 0x40;
-    let merging: Vec<Variant> = decode_variants().into_iter().filter(merges_alone).collect();
+    let merging: Vec<Variant> = decode_variants(capabilities).into_iter().filter(merges_alone).collect();
     assert!(!merging.is_empty());
     for variant in merging.iter().step_by(8) {
         let (module, info) = parse(variant).unwrap();
@@ -217,4 +219,24 @@ fn every_variant_binds_few_buffers() {
         let declared = source.wgsl.matches("var<storage, ").count();
         assert_eq!(source.bindings.len(), declared, "{}", variant.label());
     }
+}
+
+/// Writes every text that a browser may get to `target/tmp/browser-shaders`, a file each, for `web/test/tint.mjs`.
+#[test]
+#[ignore = "a part of the stage tint of scripts/test.sh"]
+fn write_texts_for_browsers() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("browser-shaders");
+    fs::remove_dir_all(&folder).or_else(|e| if folder.exists() { Err(e) } else { Ok(()) }).unwrap();
+    fs::create_dir_all(&folder).unwrap();
+    // Every format with the floor, with f16, with subgroups of any size, with subgroups of 32, and with both of the latter.
+    let on = |turn| decode_variants(|_| Capabilities { coherent: false, ..capabilities(turn) });
+    let variants = [variants(), [0, 1, 2, 10, 11].map(on).concat()].concat();
+    let texts: BTreeSet<String> = variants.iter().map(|variant| variant.source().unwrap().for_browsers()).collect();
+    let with = |line: &str| texts.iter().filter(|text| text.lines().any(|found| found == line)).count();
+    let (subgroups, exempted) = (with("enable subgroups;"), with("diagnostic(off, subgroup_uniformity);"));
+    assert!(subgroups > 100 && exempted > 0, "{subgroups} {exempted}");
+    for (number, text) in texts.iter().enumerate() {
+        fs::write(folder.join(format!("{number:04}.wgsl")), text).unwrap();
+    }
+    println!("{} texts for browsers, {subgroups} of them with subgroups", texts.len());
 }

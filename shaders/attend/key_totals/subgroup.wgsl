@@ -6,6 +6,10 @@
 // needs: HEADS, LANE_TOKENS, QUARTERS, group_totals, token_scores
 // gives: LANE_QUARTERS, scored_quarter, scored_token, arrange_scores, team_largest, finish_key_totals
 
+// Teams score tiles of their own, or none. As a team is a subgroup, that branch is the same for all of its lanes, which the
+// compiler of a browser cannot see:
+// diagnostic(off, subgroup_uniformity);
+
 // Quarters of the tokens that a lane scores.
 const LANE_QUARTERS: u32 = 1u;
 

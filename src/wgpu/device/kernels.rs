@@ -90,7 +90,8 @@ impl Kernels {
     }
 
     fn create(&self, variant: &Variant, source: Source) -> Kernel {
-        let Source { wgsl, bindings } = source;
+        let wgsl = if guard::in_browser(&self.device) { source.for_browsers() } else { source.wgsl };
+        let bindings = source.bindings;
         let label = variant.label();
         let descriptor =
             wgpu::ShaderModuleDescriptor { label: Some(&label), source: wgpu::ShaderSource::Wgsl(wgsl.into()) };

@@ -13,6 +13,8 @@
 //!   `{ const i = 0u; … }`: naga turns every loop into `while (true)` with a break, which drivers neither unroll nor
 //!   keep in registers;
 //! - `enable f16;` is put in front if the variant asks for it.
+//!
+//! A browser gets two kinds of lines more, which naga does not know: see [`Source::for_browsers`].
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -220,6 +222,23 @@ pub struct Source {
     pub bindings: Vec<Binding>,
 }
 
+impl Source {
+    /// The text for the compiler of a browser: with `enable subgroups;` where subgroups are used, and with the directives
+    /// that stand in comments, `// diagnostic(…);`.
+    pub fn for_browsers(&self) -> String {
+        let uses_subgroups =
+            self.wgsl.lines().filter_map(|line| line.split("//").next()).any(|code| code.contains("subgroup"));
+        let enable = uses_subgroups.then_some("enable subgroups;\n");
+        let directives = self
+            .wgsl
+            .lines()
+            .filter_map(|line| line.strip_prefix("// "))
+            .filter(|line| line.starts_with("diagnostic("));
+        let directives = directives.flat_map(|directive| [directive, "\n"]);
+        enable.into_iter().chain(directives).chain([self.wgsl.as_str()]).collect()
+    }
+}
+
 /// A storage buffer that a shader declares.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Binding {
@@ -251,6 +270,18 @@ fn bindings(text: &str) -> Vec<Binding> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn browsers_are_told_of_subgroups() {
+        let text = |wgsl: &str| Source { wgsl: wgsl.into(), bindings: Vec::new() }.for_browsers();
+        assert_eq!(text("// A subgroup.\nfn f() {} // subgroups\n"), "// A subgroup.\nfn f() {} // subgroups\n");
+        let (plain, said) = ("enable f16;\nlet a = subgroupMax(b);\n", "// diagnostic(off, subgroup_uniformity);\n");
+        assert_eq!(text(plain), format!("enable subgroups;\n{plain}"));
+        assert_eq!(
+            text(&format!("{plain}{said}")),
+            format!("enable subgroups;\ndiagnostic(off, subgroup_uniformity);\n{plain}{said}")
+        );
+    }
 
     #[test]
     fn bindings_are_found() {
