@@ -10,10 +10,11 @@ use kvpack::backend::Attention;
 use kvpack::conformance::{BatchLengths, DecodeData, Workload};
 use kvpack::cpu::{Cpu, States, plain_attention};
 use kvpack::plan::Elements;
+use kvpack_report::StepTimes;
 use rayon::prelude::*;
 
 use super::append::TimedStores;
-use super::timed::{Sizes, StepTimes, Timed, median};
+use super::timed::{Sizes, Timed, median};
 
 /// Bytes to go round, so that a step finds nothing in the caches of the processor.
 const FOOTPRINT: u64 = 256 << 20;

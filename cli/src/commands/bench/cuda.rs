@@ -8,9 +8,10 @@ use kvpack::backend::Device;
 use kvpack::conformance::{DecodeData, Workload};
 use kvpack::cuda::{BoundStep, Cuda, StepPlan, StepTensors, Tensor, compute_guard, read_bandwidth, time_steps};
 use kvpack::plan::ElementType;
+use kvpack_report::StepTimes;
 
 use super::append::TimedStores;
-use super::timed::{Sizes, StepTimes, Timed};
+use super::timed::{Sizes, Timed};
 
 /// Steps of one graph, at least: its own start costs some microseconds.
 const STEPS_PER_GRAPH: usize = 64;

@@ -5,7 +5,6 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod dumped;
-mod report;
 mod run;
 mod timed;
 mod wgpu;
@@ -16,12 +15,12 @@ use anyhow::{Result, bail};
 use kvpack::SegmentFormat;
 use kvpack::backend::QueryPrecision;
 use kvpack::conformance::{BatchFormat, DecodeShape, decode_formats, decode_mixes, decode_shapes};
+use kvpack_report::{BenchReport, BenchRow, RowOutcome, ShapeReport};
 
 use crate::backend::{BackendArgs, Chosen};
 use crate::outcome::Outcome;
 use crate::print::{self, say};
 use append::TimedStores;
-use report::{BenchReport, BenchRow, RowOutcome, ShapeReport};
 use run::{BenchPlan, Subject};
 use timed::Timed;
 

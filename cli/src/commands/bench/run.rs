@@ -5,9 +5,9 @@ use indicatif::ProgressBar;
 use kvpack::SegmentFormat;
 use kvpack::backend::{AttendOptions, QueryPrecision};
 use kvpack::conformance::{BatchFormat, DecodeData, DecodeShape, SequenceData, Workload};
+use kvpack_report::{BenchReport, BenchRow, Figures, RowOutcome, ShapeReport, parts_of};
 
-use super::report::{BenchReport, BenchRow, Figures, RowOutcome, ShapeReport};
-use super::timed::{Guard, StepTimes, Timed};
+use super::timed::{Guard, Timed};
 
 /// Attempts to time a row while the device keeps its clock.
 const ATTEMPTS: usize = 3;
@@ -142,65 +142,4 @@ impl<B: Timed> Bench<'_, B> {
 fn is_about_the_device(error: &kvpack::Error) -> bool {
     use kvpack::Error::{Limit, OutOfMemory, Unsupported};
     matches!(error, Limit { .. } | OutOfMemory { .. } | Unsupported { .. })
-}
-
-impl ShapeReport {
-    fn new(decode: &DecodeShape, plain_seconds: Option<f64>, rows: Vec<BenchRow>) -> Self {
-        Self {
-            shape: decode.name.clone(),
-            sequences: decode.sequences,
-            tokens: decode.tokens,
-            query_heads: decode.shape.query_heads(),
-            kv_heads: decode.shape.kv_heads(),
-            head_dim: decode.shape.head_dim(),
-            plain_f32_us: plain_seconds.map(|seconds| seconds * 1e6),
-            rows,
-        }
-    }
-}
-
-fn parts_of(format: &BatchFormat) -> Vec<String> {
-    format.parts_alone().map(|part| part.to_string()).collect()
-}
-
-impl BenchRow {
-    fn skipped(format: &BatchFormat, error: &kvpack::Error) -> Self {
-        let outcome = RowOutcome::Skipped { reason: error.to_string() };
-        Self {
-            format: format.to_string(),
-            parts: parts_of(format),
-            nmse: None,
-            nmse_int16: None,
-            bytes: 0,
-            copies: 0,
-            outcome,
-        }
-    }
-}
-
-impl Figures {
-    fn new(times: StepTimes, bytes: u64, read: f64) -> Self {
-        let rate = bytes as f64 / times.seconds;
-        Self {
-            timer: times.timer,
-            launches: times.launches,
-            step_us: times.seconds * 1e6,
-            gigabytes_per_second: rate / 1e9,
-            read_gigabytes_per_second: read / 1e9,
-            percent_of_read: rate / read * 100.0,
-            times_f16: None,
-            times_plain_f32: None,
-            guard_low_percent: 0.0,
-        }
-    }
-}
-
-impl RowOutcome {
-    /// The figures, if the row was timed.
-    pub fn figures(&self) -> Option<&Figures> {
-        match self {
-            Self::Timed(figures) => Some(figures),
-            Self::Wrong { .. } | Self::Skipped { .. } | Self::Discarded { .. } => None,
-        }
-    }
 }

@@ -3,6 +3,7 @@
 use kvpack::backend::AttendOptions;
 use kvpack::conformance::{DecodeData, Workload};
 use kvpack::{Backend, Result};
+use kvpack_report::StepTimes;
 
 /// A backend whose decode steps can be timed.
 pub trait Timed: Backend + Sized {
@@ -85,17 +86,6 @@ pub struct Sizes {
     pub footprint: u64,
     /// Seconds of timed steps for a row, at least. Short on a GPU: after longer runs the guard was seen to read
     /// low more often.
-    pub seconds: f64,
-}
-
-/// Steps that were timed.
-#[derive(Clone, Debug)]
-pub struct StepTimes {
-    /// The clock.
-    pub timer: &'static str,
-    /// Kernel launches of one step; empty where a step is no series of launches.
-    pub launches: Vec<String>,
-    /// Seconds of a step, the median.
     pub seconds: f64,
 }
 

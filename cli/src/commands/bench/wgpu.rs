@@ -9,9 +9,10 @@ use kvpack::conformance::{DecodeData, Workload};
 use kvpack::plan::{AttendPlan, ElementType};
 use kvpack::wgpu::measure::{self, Clock, ComputeGuard, Encode, Repeats};
 use kvpack::wgpu::{AppendPlan, Launches, PackWindowsPlan, Scratch, StepPlan, StepTensors, Store, Tensor, Wgpu};
+use kvpack_report::StepTimes;
 
 use super::append::{Batch, TimedStores};
-use super::timed::{Sizes, StepTimes, Timed};
+use super::timed::{Sizes, Timed};
 
 /// Most measurements of a row, and most steps between two looks at the clock, which takes a while of its own.
 const MOST_MEASUREMENTS: usize = 2000;

@@ -1,5 +1,6 @@
-//! What the benchmark measured, as it is printed in JSON.
+//! What a benchmark measured, in the JSON that `kvpack bench --json` and the page in the browser write.
 
+use kvpack::conformance::{BatchFormat, DecodeShape};
 use serde::Serialize;
 
 /// A whole run.
@@ -97,4 +98,80 @@ pub struct Figures {
     pub times_plain_f32: Option<f64>,
     /// How much of the guard's best rate was missing before or after, in percent.
     pub guard_low_percent: f64,
+}
+
+/// Steps that were timed.
+#[derive(Clone, Debug)]
+pub struct StepTimes {
+    /// The clock.
+    pub timer: &'static str,
+    /// Kernel launches of one step; empty where a step is no series of launches.
+    pub launches: Vec<String>,
+    /// Seconds of a step, the median.
+    pub seconds: f64,
+}
+
+impl ShapeReport {
+    /// The rows of a shape, `plain_seconds` beside them where the step was timed over plain f32 rows too.
+    pub fn new(decode: &DecodeShape, plain_seconds: Option<f64>, rows: Vec<BenchRow>) -> Self {
+        Self {
+            shape: decode.name.clone(),
+            sequences: decode.sequences,
+            tokens: decode.tokens,
+            query_heads: decode.shape.query_heads(),
+            kv_heads: decode.shape.kv_heads(),
+            head_dim: decode.shape.head_dim(),
+            plain_f32_us: plain_seconds.map(|seconds| seconds * 1e6),
+            rows,
+        }
+    }
+}
+
+/// The formats of the parts that sequences are stored in.
+pub fn parts_of(format: &BatchFormat) -> Vec<String> {
+    format.parts_alone().map(|part| part.to_string()).collect()
+}
+
+impl BenchRow {
+    /// A format that did not fit.
+    pub fn skipped(format: &BatchFormat, error: &kvpack::Error) -> Self {
+        let outcome = RowOutcome::Skipped { reason: error.to_string() };
+        Self {
+            format: format.to_string(),
+            parts: parts_of(format),
+            nmse: None,
+            nmse_int16: None,
+            bytes: 0,
+            copies: 0,
+            outcome,
+        }
+    }
+}
+
+impl Figures {
+    /// The figures of steps that each read `bytes`, on a device that reads `read` bytes per second.
+    pub fn new(times: StepTimes, bytes: u64, read: f64) -> Self {
+        let rate = bytes as f64 / times.seconds;
+        Self {
+            timer: times.timer,
+            launches: times.launches,
+            step_us: times.seconds * 1e6,
+            gigabytes_per_second: rate / 1e9,
+            read_gigabytes_per_second: read / 1e9,
+            percent_of_read: rate / read * 100.0,
+            times_f16: None,
+            times_plain_f32: None,
+            guard_low_percent: 0.0,
+        }
+    }
+}
+
+impl RowOutcome {
+    /// The figures, if the row was timed.
+    pub fn figures(&self) -> Option<&Figures> {
+        match self {
+            Self::Timed(figures) => Some(figures),
+            Self::Wrong { .. } | Self::Skipped { .. } | Self::Discarded { .. } => None,
+        }
+    }
 }
