@@ -64,6 +64,12 @@ stage() { # name, command...
     [ "$bad" = 0 ]
 }
 
+# Says aloud, here and in the summary, what could not be checked.
+not_run() { # name, reason
+    printf '\n== %s\nNOT RUN: %s\n' "$1" "$2"
+    stage_names+=("$1") stage_seconds+=(0) stage_results+=("NOT RUN: $2")
+}
+
 summary() {
     printf '\n== summary\n'
     local i
@@ -184,6 +190,17 @@ promised_compiler() {
     cargo "+$version" check --locked --workspace --all-features --target-dir target/rust-version
 }
 
+# --- the page in a browser --------------------------------------------------------------------------------------
+
+web_page() {
+    scripts/wasm-cargo.sh --how >"$logs/wasm.log" 2>&1
+    case $? in
+        0) stage web-build scripts/test-web.sh build && stage web-page scripts/test-web.sh page ;;
+        3) not_run web-page "there is no way to the target wasm32-unknown-unknown, see target/test-logs/wasm.log" ;;
+        *) stage web-wasm scripts/wasm-cargo.sh --how ;;
+    esac
+}
+
 # --- what is checked --------------------------------------------------------------------------------------------
 
 stage drivers set_up_drivers || { summary; exit 1; }
@@ -206,6 +223,14 @@ stage gpu-strict-webgpu on "$first" env WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
     cargo test --locked --workspace --no-fail-fast --test 'gpu*'
 stage gpu-floor on "$first" env KVPACK_PATH=floor cargo test --locked --workspace --no-fail-fast --test 'gpu*'
 stage validation-messages no_validation_messages
+if [ "$(uname -s)" = Linux ]; then
+    if stage web-tools scripts/test-web.sh tools; then
+        stage web-tint scripts/test-web.sh tint
+        web_page
+    fi
+else
+    not_run web-page "the tests of the page are set up on Linux only"
+fi
 stage rust-version promised_compiler
 stage docs env RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --all-features
 

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Tests kvpack in the browser; a part of scripts/test.sh, and by itself:
+#
+#   test-web.sh tools    installs what the others need: Node.js, Chromium, and the npm packages in web/test
+#   test-web.sh tint     every WGSL text that a browser may get through Tint, without a GPU
+#   test-web.sh build    the page; exits with 3 where there is no way to wasm
+#   test-web.sh page     the page in headless Chromium on SwiftShader; screenshots under target/web-shots
+#   test-web.sh all      all of these, with every conformance case and every width
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+install_packages() { # packages...
+    command -v apt-get >/dev/null || {
+        echo "web: install what stands for these Debian packages with your package manager: $*" >&2
+        return 1
+    }
+    local as_root=()
+    [ "$(id -u)" = 0 ] || as_root=(sudo -n)
+    local apt=("${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@")
+    echo "web: installing $*"
+    "${apt[@]}" </dev/null >/dev/null 2>&1 && return
+    "${as_root[@]}" apt-get update -qq </dev/null
+    "${apt[@]}" </dev/null >/dev/null
+}
+
+tools() {
+    local missing=()
+    command -v node >/dev/null || missing+=(nodejs)
+    command -v npm >/dev/null || missing+=(npm)
+    [ -n "${KVPACK_CHROMIUM:-}" ] || command -v chromium >/dev/null || missing+=(chromium)
+    [ "${#missing[@]}" = 0 ] || install_packages "${missing[@]}"
+    # No package's own script runs: both packages work as they are unpacked.
+    (cd web/test && npm ci --silent --ignore-scripts --no-audit --no-fund)
+    echo "web: node $(node --version), $(chromium --version 2>/dev/null || echo "$KVPACK_CHROMIUM")"
+}
+
+tint() {
+    "${CARGO:-cargo}" test --locked --workspace --test shaders -- --ignored --exact --nocapture write_texts_for_browsers
+    node web/test/tint.mjs target/tmp/browser-shaders
+}
+
+page() { # arguments of page.mjs
+    rm -rf target/web-shots
+    node web/test/page.mjs target/debug/kvpack-web-build target/web target/web-shots "$@"
+}
+
+case "${1:-}" in
+    tools) tools ;;
+    tint) tint ;;
+    build) scripts/build-web.sh ;;
+    page) page ;;
+    all)
+        tools
+        tint
+        scripts/build-web.sh
+        page --all
+        ;;
+    *)
+        sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" >&2
+        exit 2
+        ;;
+esac

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Runs cargo for the target wasm32-unknown-unknown: wasm-cargo.sh build -p kvpack-web ...
+#
+# The one place that decides where the target's standard library comes from:
+#   1. the toolchain has it already;
+#   2. rustup fetches it;
+#   3. where rustup cannot (no rustup, or no way to its server), it is built from Debian's sources of the same release,
+#      package rust-src, unpacked under target/rust-src, with cargo's -Z build-std. Sources of another release do not
+#      compile. Nothing is installed, and the toolchain is not touched.
+# Where none of them works it says so and exits with 3.
+#
+#   wasm-cargo.sh --how      says which of them it is, and prepares it
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+target=wasm32-unknown-unknown
+sources="$PWD/target/rust-src"
+say() { printf 'wasm: %s\n' "$*" >&2; }
+
+sysroot=$(rustc --print sysroot)
+release=$(rustc --version | sed -n 's/^rustc \([0-9][0-9.]*\).*/\1/p')
+
+# --- Debian's sources -------------------------------------------------------------------------------------------
+
+# Suites that may have the release of this toolchain.
+suites=(trixie-backports sid)
+
+# An apt of its own: its lists lie under target/, and the system's are neither read nor changed.
+apt_here() { # command...
+    local apt="$sources/apt"
+    "$1" -o Dir::Etc::sourcelist="$apt/sources.list" -o Dir::Etc::sourceparts=/dev/null -o Dir::State::lists="$apt/lists" \
+        -o Dir::Cache="$apt/cache" -o APT::Sandbox::User=root -o APT::Get::List-Cleanup=0 "${@:2}" </dev/null
+}
+
+unpack_sources() {
+    local keyring=/usr/share/keyrings/debian-archive-keyring.gpg suite version work
+    command -v apt-get >/dev/null && [ -f "$keyring" ] || return 1
+    mkdir -p "$sources/apt/lists/partial" "$sources/apt/cache/archives/partial"
+    for suite in "${suites[@]}"; do
+        echo "deb [signed-by=$keyring] http://deb.debian.org/debian $suite main" >"$sources/apt/sources.list"
+        apt_here apt-get update -qq >/dev/null 2>&1 || continue
+        version=$(apt_here apt-cache madison rust-src | awk -v r="$release" '$3 ~ "^"r"[+-]" { print $3; exit }')
+        [ -n "$version" ] || continue
+        say "unpacking the sources of the standard library $release from Debian's rust-src $version"
+        work=$(mktemp -d "$sources/unpack.XXXXXX")
+        (cd "$work" && apt_here apt-get download -qq "rust-src=$version" >&2) || continue
+        dpkg-deb --fsys-tarfile "$work"/rust-src_*.deb | tar -x -C "$work" "./usr/src/rustc-$release/library"
+        mv "$work/usr/src/rustc-$release" "$sources/$release"
+        rm -rf "$work"
+        return 0
+    done
+    return 1
+}
+
+# A sysroot that is this toolchain's with the sources in their place: cargo looks for them there and nowhere else.
+link_sysroot() {
+    local here="$sources/sysroot-$release" entry
+    rm -rf "$here"
+    mkdir -p "$here/lib/rustlib/src/rust"
+    for entry in "$sysroot"/*; do [ "${entry##*/}" = lib ] || ln -s "$entry" "$here/"; done
+    for entry in "$sysroot"/lib/*; do [ "${entry##*/}" = rustlib ] || ln -s "$entry" "$here/lib/"; done
+    for entry in "$sysroot"/lib/rustlib/*; do [ "${entry##*/}" = src ] || ln -s "$entry" "$here/lib/rustlib/"; done
+    ln -s "$sources/$release/library" "$here/lib/rustlib/src/rust/library"
+    printf '#!/bin/sh\nexec "%s" --sysroot "%s" "$@"\n' "$(rustup which rustc 2>/dev/null || command -v rustc)" "$here" \
+        >"$sources/rustc-$release"
+    chmod +x "$sources/rustc-$release"
+}
+
+# --- the choice -------------------------------------------------------------------------------------------------
+
+has_target() { [ -d "$sysroot/lib/rustlib/$target/lib" ]; }
+
+build_std=()
+if has_target; then
+    say "this toolchain has $target"
+elif command -v rustup >/dev/null && rustup target add "$target" >/dev/null 2>&1 && has_target; then
+    say "rustup added $target"
+elif [ -d "$sources/$release/library" ] || unpack_sources; then
+    link_sysroot
+    say "building the standard library from Debian's sources of $release"
+    export RUSTC="$sources/rustc-$release" RUSTC_BOOTSTRAP=1
+    build_std=(-Z "build-std=std,panic_abort")
+else
+    say "there is no way to the target $target: this toolchain ($release) lacks it, rustup could not add it, and Debian's"
+    say "package rust-src of the same release could not be fetched. Run where you can: rustup target add $target"
+    exit 3
+fi
+if [ "${1:-}" = --how ]; then exit 0; fi
+
+command="$1"
+shift
+# A folder of its own: another sysroot would rebuild everything in the shared one at each turn.
+export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-$PWD/target/wasm}"
+exec "${CARGO:-cargo}" "$command" "${build_std[@]}" --target "$target" "$@"

@@ -1,0 +1,82 @@
+// The two plots of the page, as SVG. Their width is that of the place they stand in, so that text keeps its size.
+
+const rowHeight = 30;
+
+/** Bars of GB/s, one for each row, and the read bandwidth as a line. Rows: { label, value, note }. */
+export function bars(place, rows, limit) {
+  const width = widthOf(place);
+  const left = 92;
+  const right = 12;
+  const most = Math.max(limit, ...rows.map((row) => row.value)) * 1.02;
+  const x = (value) => left + (value / most) * (width - left - right);
+  const height = rows.length * rowHeight + 30;
+  const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "GB/s of each width" });
+  rows.forEach((row, index) => {
+    const y = index * rowHeight + 4;
+    svg.append(text(row.label, { x: left - 8, y: y + 16, "text-anchor": "end" }));
+    svg.append(element("rect", { class: "bar", x: left, y, width: Math.max(x(row.value) - left, 1), height: rowHeight - 8, rx: 2 }));
+    const inside = x(row.value) - left > 190;
+    const place = inside ? { x: x(row.value) - 6, "text-anchor": "end", style: "fill: #fff" } : { x: x(row.value) + 6 };
+    svg.append(text(row.note, { y: y + 16, ...place }));
+  });
+  const bottom = rows.length * rowHeight;
+  svg.append(element("line", { class: "limit", x1: x(limit), x2: x(limit), y1: 0, y2: bottom + 4 }));
+  svg.append(text(`reads memory at ${number(limit)} GB/s`, { class: "quiet", x: x(limit), y: bottom + 20, "text-anchor": "end" }));
+  place.replaceChildren(svg);
+}
+
+/** Error against bits per element, the error in powers of ten. Points: { label, bits, error }. */
+export function curve(place, points) {
+  const width = widthOf(place);
+  const [left, right, top, bottom, height] = [58, 20, 14, 38, 250];
+  const errors = points.map((point) => point.error);
+  const low = Math.floor(Math.log10(Math.min(...errors)));
+  const high = Math.max(Math.ceil(Math.log10(Math.max(...errors))), low + 1);
+  const x = (bits) => left + (bits / 17) * (width - left - right);
+  const y = (error) => top + ((high - Math.log10(error)) / (high - low)) * (height - top - bottom);
+  const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "error against bits per element" });
+  for (let power = low; power <= high; power += 1) {
+    const at = y(10 ** power);
+    svg.append(element("line", { class: "axis", x1: left, x2: width - right, y1: at, y2: at }));
+    svg.append(text(percent(10 ** power), { class: "quiet", x: left - 6, y: at + 4, "text-anchor": "end" }));
+  }
+  for (const bits of [0, 4, 8, 12, 16]) {
+    svg.append(text(bits, { class: "quiet", x: x(bits), y: height - bottom + 17, "text-anchor": "middle" }));
+  }
+  svg.append(text("bits per element, ranges included", { class: "quiet", x: width - right, y: height - 4, "text-anchor": "end" }));
+  const sorted = [...points].sort((a, b) => a.bits - b.bits);
+  svg.append(element("polyline", { class: "curve", points: sorted.map((point) => `${x(point.bits)},${y(point.error)}`).join(" ") }));
+  for (const point of sorted) {
+    svg.append(element("circle", { class: "point", cx: x(point.bits), cy: y(point.error), r: 4.5 }));
+    const last = point === sorted.at(-1);
+    svg.append(text(point.label, { x: x(point.bits) + (last ? -8 : 8), y: y(point.error) - 6, "text-anchor": last ? "end" : "start" }));
+  }
+  place.replaceChildren(svg);
+}
+
+/** A number with three digits that say something. */
+export function number(value) {
+  if (value >= 100) return value.toFixed(0);
+  return value.toPrecision(value >= 1 ? 3 : 2);
+}
+
+/** A share as percent, tiny ones as a power of ten. */
+export function percent(share) {
+  return share >= 1e-4 ? `${Number((share * 100).toPrecision(3))} %` : share.toExponential(0);
+}
+
+function widthOf(place) {
+  return Math.max(Math.round(place.clientWidth), 280);
+}
+
+function element(name, attributes) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
+}
+
+function text(content, attributes) {
+  const made = element("text", attributes);
+  made.textContent = content;
+  return made;
+}

@@ -1,0 +1,234 @@
+// Runs the page in a headless Chromium.
+//
+//   node page.mjs PROGRAM FOLDER SHOTS           a few cases, one row of each measurement, what goes wrong, screenshots
+//   node page.mjs PROGRAM FOLDER SHOTS --all     every conformance case and every row as well
+//
+// PROGRAM serves FOLDER; screenshots go to SHOTS.
+import { mkdirSync, readFileSync } from "node:fs";
+import { join } from "node:path";
+import { launch, open, run, ended, serve } from "./chromium.mjs";
+
+const [program, folder, shots, all] = process.argv.slice(2);
+mkdirSync(shots, { recursive: true });
+const server = await serve(program, folder);
+const browser = await launch();
+let passed = 0;
+let failed = 0;
+
+await test("measures on WebGPU", async () => {
+  const { page, errors } = await open(browser.context, `${server.link}?filter=shape-g1-d64&format=2-bit&shape=g1-b1-4k`);
+  expect((await page.locator("#device").innerText()).includes("swiftshader"), "the device is SwiftShader");
+  const checked = await run(page, "check");
+  expect(checked.status.startsWith("1 passed, 0 failed"), checked.status);
+  console.log(`  first result ${await page.locator("#check").getAttribute("data-first-result")} ms after the page began to load`);
+  expect((await run(page, "bench")).state === "done", "the benchmark ends");
+  expect((await run(page, "quality")).state === "done", "the measurement of quality ends");
+  const report = await downloaded(page, "bench");
+  const [row] = report.shapes[0].rows;
+  expect(report.shapes[0].shape === "g1-b1-4k" && row.outcome === "timed" && row.nmse < 1e-6 && row.step_us > 0, JSON.stringify(report));
+  const { formats } = await downloaded(page, "quality");
+  expect(formats.length === 1 && formats[0].error > 0 && formats[0].error < 1 && formats[0].times_smaller > 3, JSON.stringify(formats));
+  expect((await downloaded(page, "check")).cases[0].outcome === "passed", "the case is in the JSON");
+  await photograph(page, "measured");
+  expect(errors.length === 0, `console: ${errors}`);
+});
+
+await test("runs the CPU twin where there is no WebGPU", async () => {
+  const hide = () => Object.defineProperty(Navigator.prototype, "gpu", { get: () => undefined });
+  const { page, errors } = await open(browser.context, `${server.link}?filter=shape-g1-d64&format=2-bit`, hide);
+  expect((await page.locator("#notice").innerText()).includes("has no WebGPU"), "the page says so");
+  const checked = await run(page, "check");
+  expect(checked.status.startsWith("1 passed, 0 failed"), checked.status);
+  expect((await run(page, "quality")).state === "done", "the measurement of quality ends");
+  await photograph(page, "no-webgpu");
+  expect(errors.length === 0, `console: ${errors}`);
+});
+
+await test("says what the browser refuses", async () => {
+  const spoil = () => {
+    const create = GPUDevice.prototype.createShaderModule;
+    GPUDevice.prototype.createShaderModule = function (descriptor) {
+      return create.call(this, { ...descriptor, code: `${descriptor.code}\nnonsense` });
+    };
+  };
+  const { page } = await open(browser.context, `${server.link}?filter=shape-g1-d64`, spoil);
+  const checked = await run(page, "check");
+  expect(checked.status.startsWith("0 passed, 1 failed"), checked.status);
+  const reason = await page.locator("#check .failed").innerText();
+  expect(reason.includes("compilation of a kernel") && reason.includes("nonsense"), reason);
+});
+
+await test("says when a buffer is too large, and when there is no memory", async () => {
+  for (const [size, expected] of [[2 ** 40, "max buffer size"], ["memory", "has no room"]]) {
+    const spoil = (size) => {
+      const [create, pop] = [GPUDevice.prototype.createBuffer, GPUDevice.prototype.popErrorScope];
+      let short = 0;
+      GPUDevice.prototype.createBuffer = function (descriptor) {
+        if (!descriptor.label?.startsWith("tiles of keys")) return create.call(this, descriptor);
+        if (size !== "memory") return create.call(this, { ...descriptor, size });
+        short += 1;
+        return create.call(this, descriptor);
+      };
+      // No browser runs out of memory on demand: the scope of such a buffer yields what it would then.
+      GPUDevice.prototype.popErrorScope = async function () {
+        const error = short > 0 ? new GPUOutOfMemoryError("no memory") : undefined;
+        short = 0;
+        return error ?? pop.call(this);
+      };
+      if (size !== "memory") GPUDevice.prototype.popErrorScope = pop;
+    };
+    const { page } = await open(browser.context, `${server.link}?filter=shape-g1-d64`);
+    await page.evaluate(spoil, size);
+    const checked = await run(page, "check");
+    expect(checked.status.startsWith("0 passed, 1 failed"), checked.status);
+    const reason = await page.locator("#check .failed").innerText();
+    expect(reason.toLowerCase().includes(expected), reason);
+    await page.close();
+  }
+});
+
+await test("stops when the device is lost", async () => {
+  const remember = () => {
+    const request = GPUAdapter.prototype.requestDevice;
+    GPUAdapter.prototype.requestDevice = async function (...given) {
+      return (window.lastDevice = await request.apply(this, given));
+    };
+  };
+  const { page } = await open(browser.context, `${server.link}?cases=all`, remember);
+  await page.locator("#check .run").click();
+  await page.locator("#check .cases li").first().waitFor({ timeout: 60_000 });
+  await page.evaluate(() => window.lastDevice.destroy());
+  const stopped = await ended(page, "check", 30_000);
+  expect(stopped.state === "stopped" && stopped.status.includes("the GPU device was lost"), stopped.status);
+  expect((await page.locator("#notice").innerText()).includes("was lost"), "the page says so");
+  expect(await page.locator("#bench .run").isDisabled(), "nothing more can be started");
+  await photograph(page, "device-lost", ["desktop-light"]);
+});
+
+await test("takes times in front only", async () => {
+  const { page, errors } = await open(browser.context, `${server.link}?format=2-bit&shape=g1-b1-4k&filter=shape-g1-d64`);
+  const turn = (state) => {
+    Object.defineProperty(Document.prototype, "visibilityState", { configurable: true, get: () => state });
+    document.dispatchEvent(new Event("visibilitychange"));
+  };
+  await page.evaluate(turn, "hidden");
+  await page.locator("#bench .run").click();
+  await page.locator("#bench .status", { hasText: "Waiting" }).waitFor({ timeout: 30_000 });
+  await page.evaluate(turn, "visible");
+  expect((await ended(page, "bench")).state === "done", "it goes on when the tab is in front");
+  await page.evaluate(turn, "hidden");
+  expect((await run(page, "check")).status.startsWith("1 passed"), "checks go on behind other tabs");
+  expect(errors.length === 0, `console: ${errors}`);
+});
+
+await test("serves engines", async () => {
+  const { page } = await open(browser.context, server.link);
+  const differences = await page.evaluate(engine);
+  expect(differences.shared && differences.type === "GPUBuffer", "tensors are buffers of the device");
+  expect(differences.most < 1e-3, `attention differs by ${differences.most}`);
+  expect(differences.refused === "Format" || differences.refused === "HeadDim", `${differences.refused}`);
+});
+
+if (all) {
+  await test("passes every case", async () => {
+    const { page, errors } = await open(browser.context, `${server.link}?cases=all`);
+    const checked = await run(page, "check", 3_600_000);
+    const { cases } = await downloaded(page, "check");
+    for (const row of cases) console.log(`  ${row.outcome} ${row.case} ${row.nmse?.toExponential(1)} ${Math.round(row.milliseconds)} ms`);
+    console.log(`  ${checked.status}`);
+    expect(cases.every((row) => row.outcome === "passed"), checked.status);
+    expect(errors.length === 0, `console: ${errors}`);
+  });
+  await test("measures every width", async () => {
+    const { page, errors } = await open(browser.context, `${server.link}?shape=g1-b1-4k`);
+    expect((await run(page, "bench", 3_600_000)).state === "done", "the benchmark ends");
+    expect((await run(page, "quality", 3_600_000)).state === "done", "the measurement of quality ends");
+    await photograph(page, "every-width");
+    expect(errors.length === 0, `console: ${errors}`);
+  });
+}
+
+await browser.close();
+server.stop();
+console.log(`test result: ${failed ? "FAILED" : "ok"}. ${passed} passed; ${failed} failed`);
+process.exit(failed ? 1 : 0);
+
+// --- what the tests stand on ----------------------------------------------------------------------------------------
+
+async function test(name, body) {
+  const begin = Date.now();
+  try {
+    await body();
+    passed += 1;
+    console.log(`ok ${name} (${((Date.now() - begin) / 1000).toFixed(1)} s)`);
+  } catch (error) {
+    failed += 1;
+    console.log(`FAILED ${name}: ${error.stack ?? error}`);
+  }
+  for (const page of browser.context.pages()) await page.close();
+}
+
+function expect(truth, what) {
+  if (!truth) throw new Error(`not so: ${what}`);
+}
+
+async function downloaded(page, section) {
+  const [download] = await Promise.all([page.waitForEvent("download"), page.locator(`#${section} .save`).click()]);
+  return JSON.parse(readFileSync(await download.path(), "utf8"));
+}
+
+/** Screenshots in the widths of a desktop and of a phone, light and dark; nothing may be wider than the screen. */
+async function photograph(page, name, only) {
+  for (const [device, size] of [["desktop", { width: 1280, height: 900 }], ["phone", { width: 390, height: 844 }]]) {
+    for (const colorScheme of ["light", "dark"]) {
+      const shot = `${device}-${colorScheme}`;
+      if (only && !only.includes(shot)) continue;
+      await page.setViewportSize(size);
+      await page.emulateMedia({ colorScheme });
+      const wide = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+      expect(wide <= 0, `${shot}: the page is ${wide} pixels wider than the screen`);
+      await page.screenshot({ path: join(shots, `${name}-${shot}.png`), fullPage: true });
+    }
+  }
+}
+
+/** In the page: a cache filled through buffers that a program of its own wrote, against plain attention. */
+async function engine() {
+  const { default: init, Gpu, Cache } = await import("./kvpack.js");
+  await init();
+  const gpu = await Gpu.open();
+  const [heads, headDim, tokens] = [2, 64, 200];
+  const wave = (length, rate) => Float32Array.from({ length }, (_, i) => Math.sin(i * rate) * 0.5);
+  const [keys, values, query] = [wave(tokens * headDim, 0.37), wave(tokens * headDim, 0.53), wave(heads * headDim, 0.11)];
+  const tensor = (elements) => {
+    const made = gpu.tensor(elements.length, "f32");
+    gpu.device.queue.writeBuffer(made.buffer, 0, elements); // as a kernel of the engine's would
+    return made;
+  };
+  const last = (tokens - 1) * headDim;
+  const cache = new Cache(gpu, heads, 1, headDim, 1, "f16");
+  await cache.prefill(0, tensor(keys.subarray(0, last)), tensor(values.subarray(0, last)), 0, 0);
+  await cache.append(tensor(keys.subarray(last)), tensor(values.subarray(last)));
+  const given = tensor(query);
+  const output = await (await cache.attend(given)).read();
+  let most = 0;
+  for (let head = 0; head < heads; head += 1) {
+    const scores = Array.from({ length: tokens }, (_, t) => {
+      let sum = 0;
+      for (let c = 0; c < headDim; c += 1) sum += query[head * headDim + c] * keys[t * headDim + c];
+      return Math.exp(sum / Math.sqrt(headDim));
+    });
+    const total = scores.reduce((a, b) => a + b);
+    for (let c = 0; c < headDim; c += 1) {
+      const want = scores.reduce((sum, score, t) => sum + score * values[t * headDim + c], 0) / total;
+      most = Math.max(most, Math.abs(want - output[head * headDim + c]));
+    }
+  }
+  let refused;
+  try {
+    new Cache(gpu, heads, 1, 63, 1, "f16");
+  } catch (error) {
+    refused = error.name;
+  }
+  return { most, refused, type: given.buffer.constructor.name, shared: gpu.device instanceof GPUDevice };
+}
