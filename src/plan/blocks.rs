@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use super::attend::{AttendPlan, PlannedRun, PlannedSpan};
+use super::attend::{AttendPlan, PlannedRun, PlannedSpan, Visible};
 use crate::format::TILE_TOKENS;
 
 /// Neighbouring queries of a run.
@@ -63,7 +63,10 @@ pub(crate) fn blocks(plan: &AttendPlan, most: usize) -> Vec<Block> {
 impl Block {
     /// What the block's queries see of a span of its run: first what they see together.
     pub(crate) fn parts(&self, index: usize, run: &PlannedRun, span: &PlannedSpan) -> Vec<Part> {
-        let seen = |query: usize| run.visible(self.first + query).saturating_sub(span.start).min(span.tokens);
+        let seen = |query: usize| match run.run.visible {
+            Visible::All => span.tokens,
+            Visible::Causal => run.visible(self.first + query).saturating_sub(span.start).min(span.tokens),
+        };
         let part = |first, queries, tokens: Range<usize>| Part { block: index, first, queries, tokens };
         let (least, most) = (seen(0), seen(self.queries - 1));
         if least == most {

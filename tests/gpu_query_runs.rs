@@ -1,0 +1,25 @@
+//! Runs of queries through wgpu.
+#![cfg(feature = "wgpu")]
+
+mod gpu_device;
+mod query_runs;
+mod random_rows;
+
+use kvpack::backend::{AttendOptions, QueryPrecision};
+
+#[test]
+fn every_query_sees_what_it_should() {
+    let backend = gpu_device::shared();
+    for case in query_runs::cases(20) {
+        case.check(&backend, AttendOptions::default(), 1e-6);
+    }
+}
+
+#[test]
+fn bytes_of_queries_serve_blocks_too() {
+    let backend = gpu_device::shared();
+    let options = AttendOptions { query: QueryPrecision::Int8, ..AttendOptions::default() };
+    for case in query_runs::cases(20).into_iter().take(2) {
+        case.check(&backend, options, 1e-3);
+    }
+}

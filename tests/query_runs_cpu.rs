@@ -1,0 +1,14 @@
+//! Runs of queries on the CPU.
+
+mod query_runs;
+mod random_rows;
+
+use kvpack::backend::AttendOptions;
+use kvpack::cpu::Cpu;
+
+#[test]
+fn every_query_sees_what_it_should() {
+    for case in query_runs::cases(300) {
+        case.check(&Cpu::new(), AttendOptions::default(), 1e-9);
+    }
+}
