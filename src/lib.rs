@@ -45,12 +45,12 @@
 //! Each layer stands on those below it, and all are public:
 //!
 //! 1. [`KvCache`] keeps the books: spans, pages, lengths. `prefill`, `append`, `attend`, `memory`.
-//! 2. [`plan`]: what a decode step computes, decided on the host from lengths alone. `wgpu::StepPlan` chooses the kernels
-//!    for it and says how much scratch they need; what it binds is encoded into a compute pass of the engine's, and
-//!    **encoding neither submits nor waits nor allocates**.
+//! 2. [`plan`]: what an attention call computes, decided on the host from lengths alone: which queries see which spans.
+//!    `wgpu::StepPlan` and `cuda::StepPlan` cut it, choose the kernels and say how much scratch they need; what they bind is
+//!    encoded into a compute pass or a stream of the engine's, and **encoding attention neither submits nor waits nor
+//!    allocates**.
 //! 3. [`Backend`]: stores and kernels of one device. Called one by one, they are `quantize`, `append`, `dequantize`,
-//!    `hadamard`, `prepare_query`, `scores`, `weighted_values`, `attend` and `merge_states`, of the same names
-//!    everywhere.
+//!    `hadamard`, `prepare_query`, `scores`, `weighted_values`, `attend`, `merge_states` and `merge_pair`.
 //! 4. [`format`](mod@format): formats as plain data, and what their codes mean.
 //!
 //! # Rooms
@@ -58,7 +58,7 @@
 //! | module | holds |
 //! | --- | --- |
 //! | [`format`](mod@format) | formats, ranges, codebooks, rotations, rounding, calibration, the layout of tiles, what other projects store |
-//! | [`plan`] | pages, layouts of dense rows, decode plans |
+//! | [`plan`] | pages, layouts of dense rows, attention plans |
 //! | [`policy`] | which tokens stay: spans, scores, budgets, eviction, merging plans, the precision of chunks |
 //! | [`backend`] | what a backend does |
 //! | [`cpu`] | every kernel on the CPU: the oracle of the tests, and the backend where no GPU is |
