@@ -3,6 +3,8 @@
 
 #[path = "shaders/parts.rs"]
 mod parts;
+#[path = "shaders/snapshots.rs"]
+mod snapshots;
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -367,6 +367,10 @@ fn headers_say_what_files_need_and_give() {
 fn choices_have_what_their_slot_says() {
     let files = files();
     let together = Together::new(&files);
+    for import in files.values().flat_map(|file| &file.imports).filter(|import| import.is_slot) {
+        let slot = slot_file(&import.file).filter(|slot| files.contains_key(slot));
+        assert!(slot.is_some(), "no slot.wgsl beside shaders/{}", import.file);
+    }
     let mut slots = 0;
     for slot in files.values().filter(|file| file.is_slot()) {
         slots += 1;

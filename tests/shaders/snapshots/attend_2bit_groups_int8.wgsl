@@ -1,0 +1,1293 @@
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/attend.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// attend: attention states of packed or f16 keys and values, fused and split over tokens.
+//
+//   s_t = q · k_t / √D (as prepared),  lse = ln Σ exp(s_t),  output = Σ exp(s_t - lse) v_t
+//
+// over the tokens of one work item, for one KV head and up to HEADS of its query heads. The query is prepared here where keys
+// are not rotated (query/own.wgsl, query/own_f32.wgsl), and items are joined here where they are few (attend/merge/last.wgsl); otherwise
+// by `prepare_query` and `merge_states`.
+//
+// Invocations: see attend/work_item.wgsl; the loop, attend/softmax_loop.wgsl; keys, attend/scores/; values,
+// attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane, coalesced.
+// Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups), one step's
+// weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
+//
+// In bounds: items, page table, spans, range slots, states and counters are those of a checked plan whose buffers were checked
+// against it when they were bound; lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the last;
+// local arrays have constant indices. An item has at least one tile, and at most MAX_TILES, which is at most INVOCATIONS.
+// Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, sums of weights, of which the largest is 1, or
+// kept from 0.
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/numbering/subgroup.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Invocations numbered subgroup by subgroup, so that neighbours, counted from a multiple of their number on, share a
+// subgroup that has as many lanes. Subgroups whose size divides that of the workgroup are full wherever kernels have run;
+// were they not, results would be wrong, but nothing out of bounds.
+//
+// needs: INVOCATIONS
+// gives: Numbering, number
+
+struct Numbering {
+    @builtin(subgroup_id) subgroup: u32,
+    @builtin(subgroup_size) size: u32,
+    @builtin(subgroup_invocation_id) lane: u32,
+}
+
+fn number(numbering: Numbering) -> u32 {
+    return (numbering.subgroup * numbering.size + numbering.lane) % INVOCATIONS;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/work_item.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads that
+// share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
+//
+// Workgroup (y, x): item x, KV head y / CHUNKS, heads (y % CHUNKS) * HEADS onwards of its group. What reads the same
+// keys and values starts together, and the items start in the order of the plan.
+// 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
+// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings its own
+// numbering, depends on how the device forms those.)
+//
+// gives: WorkItem, items, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, HEADS,
+//   CHUNKS, LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_tile_base, keep_tile_base, query_head, query_of,
+//   head_exists, input_row, prepared_row, set_scores_lowest
+// binds: 0 items, 1 page_table
+// set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
+
+struct WorkItem {
+    page_offset: u32,
+    tokens: u32,
+    // First of its prepared queries.
+    query: u32,
+    // Row of states of its first query, and from there to the next query's.
+    state: u32,
+    range_slot: u32,
+    // First of its queries in the tensor.
+    row: u32,
+    first_state: u32,
+    states: u32,
+    queries: u32,
+    stride: u32,
+    // First tile of its stored scores.
+    scores: u32,
+    unused: u32,
+}
+
+@group(0) @binding(0) var<storage, read> items: array<WorkItem>;
+@group(0) @binding(1) var<storage, read> page_table: array<u32>;
+
+const TILE_TOKENS: u32 = 128u;
+const INVOCATIONS: u32 = 128u;
+const STEP_TILES: u32 = 4u;
+const LANE_TOKENS: u32 = 4u;
+
+const HEAD_DIM: u32 = 128u;
+const KV_HEADS: u32 = 2u;
+const QUERY_HEADS: u32 = 8u;
+const GROUP: u32 = QUERY_HEADS / KV_HEADS;
+// Most queries of an item.
+const QUERIES: u32 = 1u;
+// Heads of one workgroup, those of all its queries, and workgroups that share the query heads of a KV head.
+const HEADS: u32 = 4u;
+const CHUNKS: u32 = 1u;
+// Most tiles of an item.
+const MAX_TILES: u32 = 64u;
+
+const LOG2_E: f32 = 1.4426950408889634f;
+const LN_2: f32 = 0.6931471805599453f;
+// The score of a token that does not exist: exp2 of it is 0 beside any real score.
+const LOWEST: f32 = -1e30f;
+
+// Tile index, in tiles from the start of the shard, of every tile of the item.
+var<workgroup> tile_bases: array<u32, MAX_TILES>;
+
+// Scores of the invocation's tokens, in units of log2: [head][token].
+var<private> token_scores: array<f32, HEADS * LANE_TOKENS>;
+
+// An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
+// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one after the other.
+
+// The index of tile `invocation`, of the last tile where there is no such tile. MAX_TILES is at most INVOCATIONS.
+fn read_tile_base(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) -> u32 {
+    return page_table[page_offset + min(invocation, tiles - 1u)] * KV_HEADS + kv_head;
+}
+
+fn keep_tile_base(tile_base: u32, tiles: u32, invocation: u32) {
+    if (invocation < tiles) {
+        tile_bases[invocation] = tile_base;
+    }
+}
+
+// Query head of head `head` of the workgroup. The last chunk of a group may be short, and an item may have fewer queries than
+// others; surplus heads repeat the last one and write nothing.
+fn query_head(y: u32, head: u32) -> u32 {
+    return y / CHUNKS * GROUP + min(y % CHUNKS * HEADS + head % GROUP, GROUP - 1u);
+}
+
+// Which of the item's queries it is of.
+fn query_of(item: WorkItem, head: u32) -> u32 {
+    return min(head / GROUP, item.queries - 1u);
+}
+
+fn head_exists(item: WorkItem, y: u32, head: u32) -> bool {
+    return y % CHUNKS * HEADS + head % GROUP < GROUP && head / GROUP < item.queries;
+}
+
+// Its row of the queries, [row][query head].
+fn input_row(item: WorkItem, y: u32, head: u32) -> u32 {
+    return (item.row + query_of(item, head)) * QUERY_HEADS + query_head(y, head);
+}
+
+// Its row of the prepared queries, [prepared query][query head].
+fn prepared_row(item: WorkItem, y: u32, head: u32) -> u32 {
+    return (item.query + query_of(item, head)) * QUERY_HEADS + query_head(y, head);
+}
+
+fn set_scores_lowest() {
+    // unroll
+    for (var i = 0u; i < HEADS * LANE_TOKENS; i++) {
+        token_scores[i] = LOWEST;
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/scores/groups.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Scores of packed keys with one range per channel and group of consecutive tokens, by integer dot products:
+//
+//   score = unit_g Σ round(q s_g / unit_g) c + Σ q (m_g + 2^(bits-1) s_g)
+//
+// The scales of a group go into the query, which becomes bytes anew for every quarter of a tile, 32 tokens: relative to
+// the largest |q s_g| of the quarter, in the order of use (attend/query_fields.wgsl). A team does that for its next tile
+// between the two barriers of a step, a lane for the field groups lane, lane + 32, ...
+// The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Keys: eight neighbouring lanes or
+// more read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
+//
+// needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, WorkItem, tile_bases, token_scores
+// gives: KeyVector, KEY_VECTOR, QUARTERS, QUERY_VECTORS, QUERY_ROW, query, group_totals, field_ranges, begin_keys,
+//   prepare_keys, score_tile
+// binds: 3 keys, 4 key_ranges
+// set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, KEY_TOKEN_GROUPS, KEY_MIDDLE
+
+alias KeyVector = vec4<u32>;
+
+@group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
+// Scale and minimum in f16: [tile][group of tokens][channel].
+@group(0) @binding(4) var<storage, read> key_ranges: array<vec4<u32>>;
+
+// Words of a vector, and vectors of a token's row.
+const KEY_VECTOR: u32 = 4u;
+const KEY_VECTORS: u32 = 2u;
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/key_bytes/top.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Signed bytes of a field group of keys, affine codes: a field shifted to the top of its byte is the signed code times
+// 2^(8-bits); the scale takes that back.
+//
+// needs: KEY_VECTOR, KeyVector
+// gives: KEY_BITS, KEY_PLANES, KEY_QUADS, key_bytes
+// set by plans: KEY_BITS, KEY_MASK
+
+const KEY_BITS: u32 = 2u;
+// The top KEY_BITS bits of every byte.
+const KEY_MASK: u32 = 3233857728u;
+const KEY_PLANES: u32 = 8u / KEY_BITS;
+// Sets of four field groups in a vector: KEY_VECTOR words of the top bit plane, then of the one below.
+const KEY_QUADS: u32 = KEY_VECTOR * KEY_PLANES / 4u;
+
+fn key_bytes(words: KeyVector, quad: u32, f: u32) -> u32 {
+    return (words[f % KEY_VECTOR] << ((quad * (4u / KEY_VECTOR) + f / KEY_VECTOR) * KEY_BITS)) & KEY_MASK;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/query_fields.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// A query as integers: QUERY_PLANES byte planes of field-group words, low byte first, both signed. Integers span
+// ±QUERY_LARGEST: 127 in one plane, 32639 in two, so that both bytes stay signed.
+//
+// gives: QUERY_LARGEST, CODE_UNIT, place, integers, bytes, high_bytes
+// set by plans: QUERY_LARGEST, CODE_UNIT, PLACE_WORDS, PLACE_PLANES
+
+const QUERY_LARGEST: f32 = 127.0f;
+// What a dot product of integers and bytes of keys must be multiplied with, beside the query's own scale: 2^(bits-8) for
+// affine codes, which are shifted to the top of their bytes, and the unit of a codebook's levels.
+const CODE_UNIT: f32 = 0.015625f;
+// Words of a vector of keys, and bit planes of a word; a vector of 3-bit codes counts as one word of eight planes.
+const PLACE_WORDS: u32 = 4u;
+const PLACE_PLANES: u32 = 4u;
+
+// Field groups in the order in which `scores` and `attend` use them: within a vector of words, bit plane by bit
+// plane from the top.
+fn place(field: u32) -> u32 {
+    let in_vector = field % (PLACE_WORDS * PLACE_PLANES);
+    return field - in_vector + (PLACE_PLANES - 1u - in_vector % PLACE_PLANES) * PLACE_WORDS + in_vector / PLACE_PLANES;
+}
+
+fn integers(scaled: vec4<f32>, largest: f32) -> vec4<i32> {
+    if (largest > 0f) {
+        return vec4<i32>(round(scaled * (QUERY_LARGEST / largest)));
+    }
+    return vec4<i32>(0i);
+}
+
+fn bytes(x: vec4<i32>) -> u32 {
+    let b = vec4<u32>(x) & vec4<u32>(255u);
+    return b.x | (b.y << 8u) | (b.z << 16u) | (b.w << 24u);
+}
+
+// The byte plane above that of `bytes`.
+fn high_bytes(x: vec4<i32>) -> u32 {
+    return bytes((x + vec4<i32>(128i)) >> vec4<u32>(8u));
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/scores/groups.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Groups of tokens in a tile: 1, 2 or 4.
+const KEY_TOKEN_GROUPS: u32 = 4u;
+const KEY_MIDDLE: f32 = 2.0f;
+// Sums start at the bits of 1.5 · 2^23 and are that float plus the sum: in magnitude a sum is at most
+// HEAD_DIM · 127 · 128 < 2^22.
+const SUM_START: i32 = 1262485504i;
+const QUARTERS: u32 = 4u;
+// Four field groups of a row each.
+const ROW_QUADS: u32 = KEY_VECTORS * KEY_QUADS;
+const QUERY_VECTORS: u32 = ROW_QUADS * 4u;
+const QUERY_ROW: u32 = QUERY_VECTORS + 1u;
+// Field groups of a lane, padding of the row of keys included.
+const LANE_FIELDS: u32 = (QUERY_VECTORS + 31u) / 32u;
+
+var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
+
+// [tile of the step][quarter]: [head][quad], and a vector that keeps quarters in banks of their own.
+const QUARTER_ROW: u32 = HEADS * ROW_QUADS + 1u;
+var<workgroup> group_query: array<vec4<u32>, STEP_TILES * QUARTERS * QUARTER_ROW>;
+// Largest |q s_g| and Σ q (m_g + 2^(bits-1) s_g): [tile of the step][quarter][head].
+var<workgroup> group_totals: array<vec2<f32>, STEP_TILES * QUARTERS * HEADS>;
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/query/own_f32.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// The query as it was given, scaled: every workgroup prepares that of its heads itself.
+//
+// needs: HEADS, HEAD_DIM, INVOCATIONS, QUERY_VECTORS, WorkItem, input_row, query
+// gives: load_query
+// set by plans: SCORE_SCALE
+
+// log2(e) / √D.
+const SCORE_SCALE: f32 = 0.12751743f;
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/input/f16.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// A dense f16 tensor, read four elements at a time.
+//
+// gives: input4
+// binds: 2 inputs
+
+@group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
+
+fn input4(index: u32) -> vec4<f32> {
+    let words = inputs[index];
+    return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/query/own_f32.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Vectors of an invocation.
+const OWN_VECTORS: u32 = (HEADS * QUERY_VECTORS + INVOCATIONS - 1u) / INVOCATIONS;
+
+fn load_query(item: WorkItem, y: u32, invocation: u32) {
+    var own: array<vec4<f32>, OWN_VECTORS>;
+    // unroll
+    for (var i = 0u; i < OWN_VECTORS; i++) {
+        let at = min(i * INVOCATIONS + invocation, HEADS * QUERY_VECTORS - 1u);
+        let row = input_row(item, y, at / QUERY_VECTORS);
+        let field = at % QUERY_VECTORS;
+        // Channels past HEAD_DIM are padding of the row of keys.
+        own[i] = input4(row * (HEAD_DIM / 4u) + min(field, HEAD_DIM / 4u - 1u)) * select(0f, SCORE_SCALE, field < HEAD_DIM / 4u);
+    }
+    // unroll
+    for (var i = 0u; i < OWN_VECTORS; i++) {
+        if (i * INVOCATIONS + invocation < HEADS * QUERY_VECTORS) {
+            query[i * INVOCATIONS + invocation] = own[i];
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/key_totals/subgroup.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// The largest scaled query and the constant part of the scores of every quarter of a tile and head, by reductions over the
+// team: invocations are numbered subgroup by subgroup (see attend/numbering/subgroup.wgsl), and subgroups have 32 lanes.
+// A lane scores four tokens of one quarter, so that it meets one query per head, and hands the scores to the lanes that own
+// the tokens: 32 · quarter + 8 i + j is scored by lane 8 · quarter + j and owned by lane 8 i + j.
+//
+// needs: HEADS, LANE_TOKENS, QUARTERS, group_totals, token_scores
+// gives: LANE_QUARTERS, scored_quarter, scored_token, arrange_scores, team_largest, finish_key_totals
+
+// Teams score tiles of their own, or none. As a team is a subgroup, that branch is the same for all of its lanes, which the
+// compiler of a browser cannot see:
+// diagnostic(off, subgroup_uniformity);
+
+// Quarters of the tokens that a lane scores.
+const LANE_QUARTERS: u32 = 1u;
+
+// [head][quarter], each lane's part.
+var<private> biases: array<vec4<f32>, HEADS>;
+var<private> largest_scaled: array<vec4<f32>, HEADS>;
+
+fn scored_quarter(lane: u32, n: u32) -> u32 {
+    return lane / 8u;
+}
+
+fn scored_token(lane: u32, i: u32) -> u32 {
+    return lane / 8u * 32u + i * 8u + lane % 8u;
+}
+
+// Four lanes, 8 apart, exchange four scores each: a transposition, by exchanging halves twice.
+fn arrange_scores(head: u32, lane: u32) {
+    // unroll
+    for (var pair = 0u; pair < 2u; pair++) {
+        let a = token_scores[head * LANE_TOKENS + pair * 2u];
+        let b = token_scores[head * LANE_TOKENS + pair * 2u + 1u];
+        let odd = (lane & 8u) != 0u;
+        let got = subgroupShuffleXor(select(b, a, odd), 8u);
+        token_scores[head * LANE_TOKENS + pair * 2u] = select(a, got, odd);
+        token_scores[head * LANE_TOKENS + pair * 2u + 1u] = select(got, b, odd);
+    }
+    // unroll
+    for (var pair = 0u; pair < 2u; pair++) {
+        let a = token_scores[head * LANE_TOKENS + pair];
+        let b = token_scores[head * LANE_TOKENS + pair + 2u];
+        let upper = (lane & 16u) != 0u;
+        let got = subgroupShuffleXor(select(b, a, upper), 16u);
+        token_scores[head * LANE_TOKENS + pair] = select(a, got, upper);
+        token_scores[head * LANE_TOKENS + pair + 2u] = select(got, b, upper);
+    }
+}
+
+fn team_largest(largest: f32, bias: f32, at: u32, quarter: u32, head: u32) -> f32 {
+    biases[head][quarter] = bias;
+    // Bits of floats that are not negative are ordered.
+    largest_scaled[head][quarter] = bitcast<f32>(subgroupMax(bitcast<u32>(largest)));
+    return largest_scaled[head][quarter];
+}
+
+// Sums the four biases of a head over the lanes: after two exchanges of halves a lane has one of them.
+fn finish_key_totals(team: u32, lane: u32) {
+    let odd = (lane & 1u) != 0u;
+    let upper = (lane & 2u) != 0u;
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        let all = biases[head];
+        let two = select(all.xz, all.yw, odd) + subgroupShuffleXor(select(all.yw, all.xz, odd), 1u);
+        var bias = select(two.x, two.y, upper) + subgroupShuffleXor(select(two.y, two.x, upper), 2u);
+        bias += subgroupShuffleXor(bias, 4u);
+        bias += subgroupShuffleXor(bias, 8u);
+        bias += subgroupShuffleXor(bias, 16u);
+        let largest = select(
+            select(largest_scaled[head].x, largest_scaled[head].y, odd),
+            select(largest_scaled[head].z, largest_scaled[head].w, odd),
+            upper,
+        );
+        if (lane < QUARTERS) {
+            group_totals[(team * QUARTERS + lane) * HEADS + head] = vec2<f32>(largest, bias);
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/key_totals/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Called before and after `team_largest` of all heads and quarters.
+fn enter_key_totals(tile_base: u32, team: u32, lane: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/scores/groups.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+struct FieldRanges {
+    scale: vec4<f32>,
+    // m + 2^(bits-1) s.
+    middle: vec4<f32>,
+}
+
+// Ranges of four channels in a quarter of a tile. Channels past the head, in rows that fill no vector, meet a zero
+// query: any range in bounds will do.
+fn field_ranges(tile_base: u32, quarter: u32, field: u32) -> FieldRanges {
+    let group = tile_base * KEY_TOKEN_GROUPS + quarter * KEY_TOKEN_GROUPS / QUARTERS;
+    let ranges = key_ranges[group * (HEAD_DIM / 4u) + min(field, HEAD_DIM / 4u - 1u)];
+    let a = unpack2x16float(ranges.x);
+    let b = unpack2x16float(ranges.y);
+    let c = unpack2x16float(ranges.z);
+    let d = unpack2x16float(ranges.w);
+    let scale = vec4<f32>(a.x, b.x, c.x, d.x);
+    return FieldRanges(scale, vec4<f32>(a.y, b.y, c.y, d.y) + KEY_MIDDLE * scale);
+}
+
+// Four channels as signed bytes relative to their largest, rounded to nearest in the low bits of 2^23 + 128 + integer.
+fn group_bytes(scaled: vec4<f32>, largest: f32) -> u32 {
+    let inverse = select(0f, QUERY_LARGEST / largest, largest > 1e-30f);
+    let x = bitcast<vec4<u32>>(scaled * inverse + vec4<f32>(8388608f + 128f));
+    // The bits of 2^23 fall off the top but for one byte.
+    let whole = x.x + (x.y << 8u) + (x.z << 16u) + (x.w << 24u) - 1258291200u;
+    return whole ^ 0x80808080u;
+}
+
+// Four channels of a head's query, 0 past the row.
+fn query_field(head: u32, field: u32) -> vec4<f32> {
+    return query[head * QUERY_VECTORS + min(field, QUERY_VECTORS - 1u)] * select(0f, 1f, field < QUERY_VECTORS);
+}
+
+// Makes integers of the query for the first step.
+fn begin_keys(tiles: u32, team: u32, lane: u32) {
+    prepare_keys(0u, tiles, team, lane);
+    workgroupBarrier();
+}
+
+// Makes integers of the query for the step of tiles from `first` on, if there is one.
+fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {
+    if (first >= tiles) {
+        return;
+    }
+    let tile_base = tile_bases[min(first + team, tiles - 1u)];
+    var q: array<vec4<f32>, HEADS * LANE_FIELDS>;
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var i = 0u; i < LANE_FIELDS; i++) {
+            q[head * LANE_FIELDS + i] = query_field(head, i * 32u + lane);
+        }
+    }
+    enter_key_totals(tile_base, team, lane);
+    // unroll
+    for (var quarter = 0u; quarter < QUARTERS; quarter++) {
+        var ranges: array<FieldRanges, LANE_FIELDS>;
+        // unroll
+        for (var i = 0u; i < LANE_FIELDS; i++) {
+            ranges[i] = field_ranges(tile_base, quarter, i * 32u + lane);
+        }
+        // unroll
+        for (var head = 0u; head < HEADS; head++) {
+            var largest = 0f;
+            var bias = 0f;
+            // unroll
+            for (var i = 0u; i < LANE_FIELDS; i++) {
+                let magnitude = abs(q[head * LANE_FIELDS + i] * ranges[i].scale);
+                largest = max(largest, max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w)));
+                bias += dot(q[head * LANE_FIELDS + i], ranges[i].middle);
+            }
+            largest = team_largest(largest, bias, (team * QUARTERS + quarter) * HEADS + head, quarter, head);
+            // unroll
+            for (var i = 0u; i < LANE_FIELDS; i++) {
+                let field = i * 32u + lane;
+                if (field < QUERY_VECTORS) {
+                    let whole = group_bytes(q[head * LANE_FIELDS + i] * ranges[i].scale, largest);
+                    let at = place(field);
+                    group_query[(team * QUARTERS + quarter) * QUARTER_ROW + head * ROW_QUADS + at / 4u][at % 4u] = whole;
+                }
+            }
+        }
+    }
+    finish_key_totals(team, lane);
+}
+
+fn score_tile(item: WorkItem, tile: u32, lane: u32) {
+    let tile_base = tile_bases[tile];
+    let team = tile % STEP_TILES;
+    // [head][token]
+    var sums: array<i32, HEADS * LANE_TOKENS>;
+    // unroll
+    for (var i = 0u; i < HEADS * LANE_TOKENS; i++) {
+        sums[i] = SUM_START;
+    }
+    let first = tile_base * (KEY_VECTORS * TILE_TOKENS);
+    for (var vector = 0u; vector < KEY_VECTORS; vector++) {
+        var words: array<KeyVector, LANE_TOKENS>;
+        // unroll
+        for (var i = 0u; i < LANE_TOKENS; i++) {
+            words[i] = keys[first + vector * TILE_TOKENS + scored_token(lane, i)];
+        }
+        for (var quad = 0u; quad < KEY_QUADS; quad++) {
+            var codes: array<u32, 16>;
+            // unroll
+            for (var f = 0u; f < 4u; f++) {
+                // unroll
+                for (var i = 0u; i < LANE_TOKENS; i++) {
+                    codes[f * 4u + i] = key_bytes(words[i], quad, f);
+                }
+            }
+            // unroll
+            for (var head = 0u; head < HEADS; head++) {
+                var q: array<vec4<u32>, LANE_QUARTERS>;
+                // unroll
+                for (var n = 0u; n < LANE_QUARTERS; n++) {
+                    let row = (team * QUARTERS + scored_quarter(lane, n)) * QUARTER_ROW + head * ROW_QUADS;
+                    q[n] = group_query[row + vector * KEY_QUADS + quad];
+                }
+                // unroll
+                for (var i = 0u; i < LANE_TOKENS; i++) {
+                    let at_sum = head * LANE_TOKENS + i;
+                    let n = i * LANE_QUARTERS / LANE_TOKENS;
+                    // One addition of three operands for two products.
+                    sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[i], q[n].x) + dot4I8Packed(codes[4u + i], q[n].y);
+                    sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[8u + i], q[n].z) + dot4I8Packed(codes[12u + i], q[n].w);
+                }
+            }
+        }
+    }
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var i = 0u; i < LANE_TOKENS; i++) {
+            let totals = group_totals[(team * QUARTERS + scored_quarter(lane, i * LANE_QUARTERS / LANE_TOKENS)) * HEADS + head];
+            let sum = bitcast<f32>(sums[head * LANE_TOKENS + i]) - 12582912f;
+            token_scores[head * LANE_TOKENS + i] = sum * (totals.x * (CODE_UNIT / QUERY_LARGEST)) + totals.y;
+        }
+        arrange_scores(head, lane);
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/softmax_loop.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// The loop that `attend` and `weighted_values` share: online softmax of the scores of a work item and the weighted sum
+// of its values. Two barriers per step of four tiles (512 tokens):
+//
+//   scores of the own tile -> maximum over the step | weights p = exp2(score - maximum) -> workgroup memory | values
+//
+// Scores are in units of log2. The running sum of weights is kept by every invocation for its own tokens. A step's sums
+// of values are made relative to the *step's* maximum, or to that of a part of it, and enter the running sums through
+// exp2(that maximum - running maximum): weights are integers where values are packed, and an integer relative to a running
+// maximum would lose everything beside one large score.
+//
+// needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
+//   keep_tile_base, load_query, prepare_keys, read_tile_base, score_tile, set_scores_lowest, tile_bases, token_scores
+// gives: sum_parts, weight_sum, keep, enter, attend_item, finish_sums, write_lse
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/common/ordered.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Floats as unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
+//
+// gives: ordered, from_ordered
+
+fn ordered(x: f32) -> u32 {
+    let bits = bitcast<u32>(x);
+    return select(bits | 0x80000000u, ~bits, bits >= 0x80000000u);
+}
+
+fn from_ordered(bits: u32) -> f32 {
+    return bitcast<f32>(select(~bits, bits ^ 0x80000000u, bits >= 0x80000000u));
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/workgroup_max/subgroup.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Largest value over the workgroup: the first invocation of every subgroup enters the subgroup's by an atomic maximum.
+//
+// gives: prepare_workgroup_max, largest_to_enter, enters
+
+var<private> first_of_subgroup: bool;
+
+fn prepare_workgroup_max() {
+    first_of_subgroup = subgroupExclusiveAdd(1u) == 0u;
+}
+
+fn largest_to_enter(value: u32) -> u32 {
+    return subgroupMax(value);
+}
+
+fn enters() -> bool {
+    return first_of_subgroup;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/softmax_loop.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
+var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
+// Running maxima, by head: the set that a step reads, and the one that it writes.
+var<workgroup> running_maxima: array<f32, 2u * HEADS>;
+var<workgroup> sum_parts: array<f32, HEADS * INVOCATIONS>;
+
+var<private> last_parity: u32;
+var<private> weight_sum: array<f32, HEADS>;
+// What running sums are multiplied with, and what the step's sums are multiplied with, to be relative to the new
+// running maximum.
+var<private> keep: array<f32, HEADS>;
+var<private> enter: array<f32, HEADS>;
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/values/byte.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Weighted sum of packed values by integer dot products, with weights of one byte.
+//
+// A weight is an integer 0 … 255 relative to the largest weight of its *block*: 32 tokens, the four tokens each of the
+// eight lanes whose field groups are two quads that are used one after the other. The sum of a block is folded into
+// f32 with the block's scale, exp2(block's maximum - running maximum); so one large score coarsens the weights of 31
+// other tokens and of no more. Where channels share their weights, the sum of weights is that of the integers: the mean of
+// the values is exact, and only what the weights say beyond it has their error.
+//
+// Bytes are made unsigned for the unsigned dot product: 128 more than they were. A block's sum is at most
+// 32 · 255 · 255 < 2^23, so that it starts at the bits of 2^23 and is that float plus the sum.
+//
+// needs: HEADS, HEAD_DIM, STEP_TILES, begin_block_maxima, begin_value_ranges, keep, tile_bases
+// gives: TILE_QUAD_PAIRS, BLOCK_STRIDE, TWO_TO_23, LARGEST_WEIGHT_UNIT, WEIGHT_GROUPS, GROUP_CHANNELS,
+//   is_first_of_block, begin_values, store_bytes, add_values
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/value_dots.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// What the two weighted sums of packed values by integer dot products share: whose channels are whose, and the end.
+//
+// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on CHANNEL_BLOCKS of
+// the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as 16-byte broadcasts.
+//
+// needs: HEADS, HEAD_DIM, INVOCATIONS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
+//   ranged_output, sum_parts, write_lse
+// gives: values, CHANNELS, CHANNEL_BLOCKS, sums, own_channel, write_states
+// binds: 5 values
+// set by plans: CHANNELS, CHANNEL_BLOCKS
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/value_bytes/top.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code times
+// 2^(8-bits); the unit of weights takes that back.
+//
+// gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, value_place
+// set by plans: VALUE_BITS, VALUE_MASK
+
+alias ValueVector = vec4<u32>;
+
+const VALUE_BITS: u32 = 2u;
+// The top VALUE_BITS bits of every byte.
+const VALUE_MASK: u32 = 3233857728u;
+const VALUE_PLANES: u32 = 8u / VALUE_BITS;
+// Vectors of a channel's column in a tile, and sets of four field groups in a vector: one for each bit plane, from above.
+const VALUE_VECTORS: u32 = VALUE_BITS;
+const VALUE_QUADS: u32 = VALUE_PLANES;
+const VALUE_BYTE: f32 = f32(1u << (8u - VALUE_BITS));
+
+fn value_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
+    return (words[f] << (quad * VALUE_BITS)) & VALUE_MASK;
+}
+
+// Quad of the tile and place in it of field group `group`: word group / VALUE_PLANES of the column, bit plane
+// group % VALUE_PLANES from below.
+fn value_place(group: u32) -> vec2<u32> {
+    let word = group / VALUE_PLANES;
+    return vec2<u32>(word / 4u * VALUE_PLANES + (VALUE_PLANES - 1u - group % VALUE_PLANES), word % 4u);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/value_dots.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+@group(0) @binding(5) var<storage, read> values: array<ValueVector>;
+
+// Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
+const CHANNELS: u32 = 2u;
+const CHANNEL_BLOCKS: u32 = 2u;
+const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
+
+// 32, or 32 / CHANNELS where the channels of a lane must be of one group (attend/values/byte.wgsl).
+const CHANNEL_STRIDE: u32 = 16u;
+
+var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
+
+// [head][channel]
+var<private> sums: array<f32, HEADS * CHANNELS>;
+
+fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
+    let first = team % CHANNEL_BLOCKS * CHANNELS * 32u + lane / CHANNEL_STRIDE * (CHANNEL_STRIDE * CHANNELS);
+    return first + k * CHANNEL_STRIDE + lane % CHANNEL_STRIDE;
+}
+
+fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
+    var total: array<f32, HEADS>;
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        total[head] = sum_parts[head * INVOCATIONS];
+    }
+    finish_value_ranges(invocation);
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            block_sums[team / CHANNEL_BLOCKS * (32u * CHANNELS * CHANNEL_BLOCKS) + own_channel(team, lane, k)] =
+                sums[head * CHANNELS + k];
+        }
+        workgroupBarrier();
+        for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
+            var sum = 0f;
+            // unroll
+            for (var block = 0u; block < TILE_BLOCKS; block++) {
+                sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
+            }
+            let output = ranged_output(sum / total[head], head, total[head], channel);
+            put_output(item, y, head, channel, output);
+        }
+        finish_output(item, y, head, invocation);
+        write_lse(item, y, head, total[head], invocation);
+        workgroupBarrier();
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/values/byte.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Quad pairs of a tile.
+const TILE_QUAD_PAIRS: u32 = 4u;
+// Lanes l, l ^ 1, l ^ BLOCK_STRIDE, l ^ 2 BLOCK_STRIDE and what these make together are a block: VALUE_QUADS, but at
+// least 2.
+const BLOCK_STRIDE: u32 = (VALUE_QUADS + 1u) / 2u * 2u;
+// The fewest vectors that hold whole pairs, and their pairs.
+const PAIR_VECTORS: u32 = (VALUE_QUADS + 1u) / VALUE_QUADS;
+const VECTOR_PAIRS: u32 = (VALUE_QUADS + 1u) / 2u;
+
+const TWO_TO_23: u32 = 1258291200u;
+const LARGEST_WEIGHT_UNIT: f32 = 1f / 255f;
+// What a sum of integer weights times bytes must be multiplied with.
+const WEIGHT_UNIT: f32 = 1f / VALUE_BYTE;
+
+// Groups of channels with weights of their own, and channels of a group.
+const WEIGHT_GROUPS: u32 = 4u;
+const GROUP_CHANNELS: u32 = HEAD_DIM / WEIGHT_GROUPS;
+
+// [group of channels][head][tile of the step][quad], four field groups each: the order of use. Groups lie in banks of their
+// own.
+const GROUP_BYTES: u32 = HEADS * STEP_TILES * 8u + WEIGHT_GROUPS / 2u;
+var<workgroup> weight_bytes: array<vec4<u32>, WEIGHT_GROUPS * GROUP_BYTES>;
+// [group of channels][tile of the step][quad pair][head]
+const GROUP_SCALES: u32 = STEP_TILES * TILE_QUAD_PAIRS * HEADS;
+var<workgroup> block_scales: array<f32, WEIGHT_GROUPS * GROUP_SCALES>;
+
+// The group of the lane's channels.
+fn weight_group(team: u32, lane: u32) -> u32 {
+    return select(0u, own_channel(team, lane, 0u) / GROUP_CHANNELS, WEIGHT_GROUPS > 1u);
+}
+
+fn is_first_of_block(lane: u32) -> bool {
+    return (lane & (3u * BLOCK_STRIDE + 1u)) == 0u;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/byte_weights/groups.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Weights of one byte for every group of channels, whose scales are in them: p s as an integer 0 … 255 relative to the
+// product of the block's largest p and largest s. What the integers leave out meets the codes about their middle
+// c̄ = (2^bits - 1) / 2 alone:
+//
+//   Σ p (s c + m) ≈ Σ ŵ c + Σ (p m + (p s - ŵ) c̄)
+//
+// where ŵ stands for p s, and the second sum is one per head and group.
+//
+// needs: HEADS, LANE_TOKENS, LARGEST_WEIGHT_UNIT, TWO_TO_23, WEIGHT_GROUPS, keep, store_bytes, token_scores
+// gives: BLOCK_MAXIMA, begin_value_ranges, enter_value_ranges, weigh, store_weights
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/block_max/subgroup.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Largest values over a block of eight lanes, by shuffles: invocations are numbered subgroup by subgroup (see
+// attend/numbering/subgroup.wgsl), and subgroups have at least 4 * BLOCK_STRIDE lanes.
+//
+// needs: BLOCK_MAXIMA, BLOCK_STRIDE
+// gives: enter_block_max, block_max
+
+// One for each of BLOCK_MAXIMA.
+var<private> block_maxima: array<f32, BLOCK_MAXIMA>;
+
+fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {
+    var largest = max(own, subgroupShuffleXor(own, 1u));
+    largest = max(largest, subgroupShuffleXor(largest, BLOCK_STRIDE));
+    block_maxima[at] = max(largest, subgroupShuffleXor(largest, 2u * BLOCK_STRIDE));
+}
+
+fn block_max(at: u32, parity: u32, team: u32, lane: u32) -> f32 {
+    return block_maxima[at];
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/block_max/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Called before the first step.
+fn begin_block_maxima(invocation: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/value_ranges/groups.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Values with one range per token and group of channels: v = s u + m with u = c + 2^(bits-1). Scales go into the weights before
+// they become integers, which every group of channels has its own of; the rest is one sum per head and group:
+// see byte_weights/groups.wgsl.
+//
+// needs: GROUP_CHANNELS, HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, WEIGHT_GROUPS, finish_sums, sum_parts,
+//   weight_sum
+// gives: common_sums, begin_common_sums, load_value_ranges, skip_value_ranges, skip_value_range, group_scales,
+//   group_minima, largest_group_scale, finish_value_ranges, ranged_output
+// binds: 6 value_ranges
+
+// Scale and minimum in f16: [tile][group of channels][token].
+@group(0) @binding(6) var<storage, read> value_ranges: array<u32>;
+
+// Ranges of the invocation's tokens as they were read: [group][token].
+var<private> value_range: array<u32, WEIGHT_GROUPS * LANE_TOKENS>;
+// What the outputs of a group have in common, relative to the running maximum: [group][head].
+var<private> common_sums: array<f32, WEIGHT_GROUPS * HEADS>;
+
+var<workgroup> common_totals: array<f32, WEIGHT_GROUPS * HEADS>;
+
+fn begin_common_sums() {
+    // unroll
+    for (var i = 0u; i < WEIGHT_GROUPS * HEADS; i++) {
+        common_sums[i] = 0f;
+    }
+}
+
+fn load_value_ranges(tile_base: u32, lane: u32) {
+    // unroll
+    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
+        // unroll
+        for (var i = 0u; i < LANE_TOKENS; i++) {
+            value_range[group * LANE_TOKENS + i] = value_ranges[(tile_base * WEIGHT_GROUPS + group) * TILE_TOKENS + i * 32u + lane];
+        }
+    }
+}
+
+fn skip_value_ranges() {
+    // unroll
+    for (var i = 0u; i < LANE_TOKENS; i++) {
+        skip_value_range(i);
+    }
+}
+
+// Tokens that do not exist: a page may hold what an earlier span left there.
+fn skip_value_range(i: u32) {
+    // unroll
+    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
+        value_range[group * LANE_TOKENS + i] = 0u;
+    }
+}
+
+fn group_scales(group: u32) -> vec4<f32> {
+    return vec4<f32>(
+        unpack2x16float(value_range[group * LANE_TOKENS]).x,
+        unpack2x16float(value_range[group * LANE_TOKENS + 1u]).x,
+        unpack2x16float(value_range[group * LANE_TOKENS + 2u]).x,
+        unpack2x16float(value_range[group * LANE_TOKENS + 3u]).x,
+    );
+}
+
+fn group_minima(group: u32) -> vec4<f32> {
+    return vec4<f32>(
+        unpack2x16float(value_range[group * LANE_TOKENS]).y,
+        unpack2x16float(value_range[group * LANE_TOKENS + 1u]).y,
+        unpack2x16float(value_range[group * LANE_TOKENS + 2u]).y,
+        unpack2x16float(value_range[group * LANE_TOKENS + 3u]).y,
+    );
+}
+
+fn largest_group_scale(group: u32) -> f32 {
+    let scales = group_scales(group);
+    return max(max(scales.x, scales.y), max(scales.z, scales.w));
+}
+
+fn finish_value_ranges(invocation: u32) {
+    // unroll
+    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
+        workgroupBarrier();
+        // unroll
+        for (var head = 0u; head < HEADS; head++) {
+            weight_sum[head] = common_sums[group * HEADS + head];
+        }
+        finish_sums(invocation);
+        if (invocation < HEADS) {
+            common_totals[group * HEADS + invocation] = sum_parts[invocation * INVOCATIONS];
+        }
+    }
+}
+
+fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
+    return mean + common_totals[channel / GROUP_CHANNELS * HEADS + head] / total;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/byte_weights/groups.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// (2^bits - 1) / 2.
+const VALUE_CENTRE: f32 = 1.5f;
+// Maxima of a block: of the scores of every head, and of the scales of every group.
+const BLOCK_MAXIMA: u32 = HEADS + WEIGHT_GROUPS;
+
+// exp2(block's maximum - running maximum).
+var<private> block_units: array<f32, HEADS>;
+
+fn begin_value_ranges(invocation: u32) {
+    begin_common_sums();
+}
+
+fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
+    // unroll
+    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
+        enter_block_max(HEADS + group, largest_group_scale(group), parity, team, lane);
+    }
+}
+
+// Leaves the weights of a head's tokens where their scores were and returns their sum, relative to the new running maximum.
+fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
+    let largest = block_max(head, parity, team, lane);
+    var sum = 0f;
+    // unroll
+    for (var i = 0u; i < LANE_TOKENS; i++) {
+        token_scores[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - largest);
+        sum += token_scores[head * LANE_TOKENS + i];
+    }
+    block_units[head] = exp2(largest - new_max);
+    return sum * block_units[head];
+}
+
+fn store_weights(team: u32, lane: u32, parity: u32) {
+    // unroll
+    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
+        let largest = block_max(HEADS + group, parity, team, lane);
+        let scales = group_scales(group);
+        // Where every scale of the block is 0, so are all weights.
+        let integers = scales * (255f / max(largest, 1e-30f));
+        let centres = group_minima(group) + VALUE_CENTRE * scales;
+        let unit = largest * LARGEST_WEIGHT_UNIT;
+        // unroll
+        for (var head = 0u; head < HEADS; head++) {
+            let p = vec4<f32>(token_scores[head * 4u], token_scores[head * 4u + 1u], token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]);
+            // Rounded to nearest in the low bits of 2^23 + weight; the bits of 2^23 fall off the top but for one byte.
+            let rounded = bitcast<vec4<u32>>(p * integers + vec4<f32>(8388608f));
+            let bytes = rounded.x + (rounded.y << 8u) + (rounded.z << 16u) + (rounded.w << 24u) - TWO_TO_23;
+            store_bytes(group, head, team, lane, bytes, unit * block_units[head]);
+            let sum = bitcast<f32>(dot4U8Packed(bytes, 0x01010101u) + TWO_TO_23) - 8388608f;
+            let left = dot(p, centres) - sum * (unit * VALUE_CENTRE);
+            common_sums[group * HEADS + head] = common_sums[group * HEADS + head] * keep[head] + left * block_units[head];
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/values/byte.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn begin_values(invocation: u32) {
+    begin_block_maxima(invocation);
+    // unroll
+    for (var i = 0u; i < HEADS * CHANNELS; i++) {
+        sums[i] = 0f;
+    }
+    begin_value_ranges(invocation);
+}
+
+// Stores the four weights of the invocation, and once for a block what a weight of 1 stands for.
+fn store_bytes(group: u32, head: u32, team: u32, lane: u32, bytes: u32, scale: f32) {
+    let place = value_place(lane);
+    weight_bytes[group * GROUP_BYTES + (head * STEP_TILES + team) * 8u + place.x][place.y] = bytes;
+    if (is_first_of_block(lane)) {
+        block_scales[group * GROUP_SCALES + (team * TILE_QUAD_PAIRS + place.x / 2u) * HEADS + head] = scale * WEIGHT_UNIT;
+    }
+}
+
+fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            sums[head * CHANNELS + k] *= keep[head];
+        }
+    }
+    let group = weight_group(team, lane);
+    let first_tile = team / CHANNEL_BLOCKS * CHANNEL_BLOCKS;
+    let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
+    for (var tile = first_tile; tile < end_tile; tile++) {
+        let base = tile_bases[first + tile] * (VALUE_VECTORS * HEAD_DIM);
+        for (var first_vector = 0u; first_vector < VALUE_VECTORS; first_vector += PAIR_VECTORS) {
+            var words: array<ValueVector, PAIR_VECTORS * CHANNELS>;
+            // unroll
+            for (var v = 0u; v < PAIR_VECTORS; v++) {
+                // unroll
+                for (var k = 0u; k < CHANNELS; k++) {
+                    words[v * CHANNELS + k] = values[base + (first_vector + v) * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
+                }
+            }
+            for (var in_vectors = 0u; in_vectors < VECTOR_PAIRS; in_vectors++) {
+                let pair = first_vector / PAIR_VECTORS * VECTOR_PAIRS + in_vectors;
+                var pair_sums: array<u32, HEADS * CHANNELS>;
+                // unroll
+                for (var i = 0u; i < HEADS * CHANNELS; i++) {
+                    pair_sums[i] = TWO_TO_23;
+                }
+                // unroll
+                for (var q = 0u; q < 2u; q++) {
+                    var codes: array<u32, 4u * CHANNELS>;
+                    // unroll
+                    for (var f = 0u; f < 4u; f++) {
+                        // unroll
+                        for (var k = 0u; k < CHANNELS; k++) {
+                            codes[f * CHANNELS + k] = value_bytes(words[q * (PAIR_VECTORS - 1u) * CHANNELS + k], (in_vectors * 2u + q) % VALUE_QUADS, f) ^ 0x80808080u;
+                        }
+                    }
+                    // unroll
+                    for (var head = 0u; head < HEADS; head++) {
+                        let w = weight_bytes[group * GROUP_BYTES + (head * STEP_TILES + tile) * 8u + pair * 2u + q];
+                        // unroll
+                        for (var k = 0u; k < CHANNELS; k++) {
+                            let at = head * CHANNELS + k;
+                            // One addition of three operands for two products.
+                            pair_sums[at] = pair_sums[at] + dot4U8Packed(codes[k], w.x) + dot4U8Packed(codes[CHANNELS + k], w.y);
+                            pair_sums[at] = pair_sums[at] + dot4U8Packed(codes[2u * CHANNELS + k], w.z) + dot4U8Packed(codes[3u * CHANNELS + k], w.w);
+                        }
+                    }
+                }
+                // unroll
+                for (var head = 0u; head < HEADS; head++) {
+                    let scale = block_scales[group * GROUP_SCALES + (tile * TILE_QUAD_PAIRS + pair) * HEADS + head];
+                    // unroll
+                    for (var k = 0u; k < CHANNELS; k++) {
+                        sums[head * CHANNELS + k] += (bitcast<f32>(pair_sums[head * CHANNELS + k]) - 8388608f) * scale;
+                    }
+                }
+            }
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/values/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Called with the first reads of an item: reads what its outputs are scaled with.
+fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/states.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
+//
+// needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
+// gives: FIELDS, STATE_ROW, write_state_channel, write_state_lse
+
+const FIELDS: u32 = HEAD_DIM / 4u;
+const STATE_ROW: u32 = FIELDS + 1u;
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/merge/later.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// States that `merge_states` joins.
+//
+// gives: states
+// binds: 7 states
+
+@group(0) @binding(7) var<storage, read_write> states: array<vec4<f32>>;
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/merge/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Called when the states of an item are written.
+fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/states.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
+    return ((item.state + query_of(item, head) * item.stride) * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
+}
+
+fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    if (head_exists(item, y, head)) {
+        states[state_row(item, y, head) + channel / 4u][channel % 4u] = output;
+    }
+}
+
+fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
+    if (head_exists(item, y, head)) {
+        states[state_row(item, y, head) + FIELDS].x = lse;
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/output_rotation/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    write_state_channel(item, y, head, channel, output);
+}
+
+// Called by all invocations when the outputs of a head are put.
+fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/softmax_loop.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn attend_item(item: WorkItem, y: u32, invocation: u32) {
+    let lane = invocation % 32u;
+    let team = invocation / 32u;
+    let tiles = (item.tokens + TILE_TOKENS - 1u) / TILE_TOKENS;
+
+    let tile_base = read_tile_base(item.page_offset, tiles, y / CHUNKS, invocation);
+    read_output_ranges(item.range_slot, y / CHUNKS, invocation);
+    load_query(item, y, invocation);
+    keep_tile_base(tile_base, tiles, invocation);
+    prepare_workgroup_max();
+    if (invocation < 2u * HEADS) {
+        atomicStore(&step_maxima[invocation], 0u);
+        running_maxima[invocation] = LOWEST;
+    }
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        weight_sum[head] = 0f;
+    }
+    begin_values(invocation);
+    workgroupBarrier();
+    begin_keys(tiles, team, lane);
+
+    var parity = 0u;
+    for (var first = 0u; first < tiles; first += STEP_TILES) {
+        score_own_tile(item, first + team, tiles, lane);
+        // unroll
+        for (var head = 0u; head < HEADS; head++) {
+            let own = max(max(token_scores[head * 4u], token_scores[head * 4u + 1u]), max(token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]));
+            enter_block_max(head, own, parity, team, lane);
+            let entered = largest_to_enter(ordered(own));
+            if (enters()) {
+                atomicMax(&step_maxima[parity * HEADS + head], entered);
+            }
+        }
+        enter_value_ranges(parity, team, lane);
+        workgroupBarrier();
+
+        // unroll
+        for (var head = 0u; head < HEADS; head++) {
+            let step_max = from_ordered(atomicLoad(&step_maxima[parity * HEADS + head]));
+            let old_max = running_maxima[parity * HEADS + head];
+            let new_max = max(old_max, step_max);
+            keep[head] = exp2(old_max - new_max);
+            enter[head] = exp2(step_max - new_max);
+            if (invocation == head) {
+                running_maxima[(1u - parity) * HEADS + head] = new_max;
+            }
+            weight_sum[head] = weight_sum[head] * keep[head] + weigh(head, step_max, new_max, parity, team, lane);
+        }
+        if (invocation < HEADS) {
+            atomicStore(&step_maxima[(1u - parity) * HEADS + invocation], 0u);
+        }
+        store_weights(team, lane, parity);
+        prepare_keys(first + STEP_TILES, tiles, team, lane);
+        workgroupBarrier();
+
+        add_values(first, tiles, team, lane);
+        parity = 1u - parity;
+    }
+    finish_sums(invocation);
+    last_parity = parity;
+    write_states(item, y, team, lane, invocation);
+    merge_item(item, y, invocation);
+}
+
+fn score_own_tile(item: WorkItem, tile: u32, tiles: u32, lane: u32) {
+    if (tile >= tiles) {
+        set_scores_lowest();
+        skip_value_ranges();
+        return;
+    }
+    score_tile(item, tile, lane);
+    load_value_ranges(tile_bases[tile], lane);
+    if (tile * TILE_TOKENS + TILE_TOKENS <= item.tokens) {
+        return;
+    }
+    // unroll
+    for (var i = 0u; i < LANE_TOKENS; i++) {
+        if (tile * TILE_TOKENS + i * 32u + lane >= item.tokens) {
+            skip_value_range(i);
+            // unroll
+            for (var head = 0u; head < HEADS; head++) {
+                token_scores[head * LANE_TOKENS + i] = LOWEST;
+            }
+        }
+    }
+}
+
+// Lists in which the parts of a head are summed first.
+const SUM_LISTS: u32 = 16u;
+
+// Sums `count` parts of every list of a head, which lie `lists` apart, into the list's first.
+fn add_parts(invocation: u32, lists: u32, count: u32) {
+    for (var i = invocation; i < HEADS * lists; i += INVOCATIONS) {
+        let first = i / lists * INVOCATIONS + i % lists;
+        var sum = 0f;
+        for (var part = 0u; part < count; part++) {
+            sum += sum_parts[first + part * lists];
+        }
+        sum_parts[first] = sum;
+    }
+}
+
+// Leaves the sum of all weights of a head in its first `sum_parts`.
+fn finish_sums(invocation: u32) {
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        sum_parts[head * INVOCATIONS + invocation] = weight_sum[head];
+    }
+    workgroupBarrier();
+    add_parts(invocation, SUM_LISTS, INVOCATIONS / SUM_LISTS);
+    workgroupBarrier();
+    add_parts(invocation, 1u, SUM_LISTS);
+    workgroupBarrier();
+}
+
+// Writes the log-sum-exp of a head, whose weights sum up to `total`.
+fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
+    if (invocation == 0u) {
+        write_state_lse(item, y, head, (running_maxima[last_parity * HEADS + head] + log2(total)) * LN_2);
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/attend.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+@compute @workgroup_size(128)
+fn attend(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
+    attend_item(items[group.y], group.x, number(numbering));
+}

@@ -1,0 +1,1214 @@
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/attend.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// attend: attention states of packed or f16 keys and values, fused and split over tokens.
+//
+//   s_t = q · k_t / √D (as prepared),  lse = ln Σ exp(s_t),  output = Σ exp(s_t - lse) v_t
+//
+// over the tokens of one work item, for one KV head and up to HEADS of its query heads. The query is prepared here where keys
+// are not rotated (query/own.wgsl, query/own_f32.wgsl), and items are joined here where they are few (attend/merge/last.wgsl); otherwise
+// by `prepare_query` and `merge_states`.
+//
+// Invocations: see attend/work_item.wgsl; the loop, attend/softmax_loop.wgsl; keys, attend/scores/; values,
+// attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane, coalesced.
+// Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups), one step's
+// weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
+//
+// In bounds: items, page table, spans, range slots, states and counters are those of a checked plan whose buffers were checked
+// against it when they were bound; lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the last;
+// local arrays have constant indices. An item has at least one tile, and at most MAX_TILES, which is at most INVOCATIONS.
+// Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, sums of weights, of which the largest is 1, or
+// kept from 0.
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/numbering/subgroup.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Invocations numbered subgroup by subgroup, so that neighbours, counted from a multiple of their number on, share a
+// subgroup that has as many lanes. Subgroups whose size divides that of the workgroup are full wherever kernels have run;
+// were they not, results would be wrong, but nothing out of bounds.
+//
+// needs: INVOCATIONS
+// gives: Numbering, number
+
+struct Numbering {
+    @builtin(subgroup_id) subgroup: u32,
+    @builtin(subgroup_size) size: u32,
+    @builtin(subgroup_invocation_id) lane: u32,
+}
+
+fn number(numbering: Numbering) -> u32 {
+    return (numbering.subgroup * numbering.size + numbering.lane) % INVOCATIONS;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/work_item.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads that
+// share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
+//
+// Workgroup (y, x): item x, KV head y / CHUNKS, heads (y % CHUNKS) * HEADS onwards of its group. What reads the same
+// keys and values starts together, and the items start in the order of the plan.
+// 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
+// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings its own
+// numbering, depends on how the device forms those.)
+//
+// gives: WorkItem, items, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, HEADS,
+//   CHUNKS, LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_tile_base, keep_tile_base, query_head, query_of,
+//   head_exists, input_row, prepared_row, set_scores_lowest
+// binds: 0 items, 1 page_table
+// set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
+
+struct WorkItem {
+    page_offset: u32,
+    tokens: u32,
+    // First of its prepared queries.
+    query: u32,
+    // Row of states of its first query, and from there to the next query's.
+    state: u32,
+    range_slot: u32,
+    // First of its queries in the tensor.
+    row: u32,
+    first_state: u32,
+    states: u32,
+    queries: u32,
+    stride: u32,
+    // First tile of its stored scores.
+    scores: u32,
+    unused: u32,
+}
+
+@group(0) @binding(0) var<storage, read> items: array<WorkItem>;
+@group(0) @binding(1) var<storage, read> page_table: array<u32>;
+
+const TILE_TOKENS: u32 = 128u;
+const INVOCATIONS: u32 = 128u;
+const STEP_TILES: u32 = 4u;
+const LANE_TOKENS: u32 = 4u;
+
+const HEAD_DIM: u32 = 128u;
+const KV_HEADS: u32 = 2u;
+const QUERY_HEADS: u32 = 8u;
+const GROUP: u32 = QUERY_HEADS / KV_HEADS;
+// Most queries of an item.
+const QUERIES: u32 = 1u;
+// Heads of one workgroup, those of all its queries, and workgroups that share the query heads of a KV head.
+const HEADS: u32 = 4u;
+const CHUNKS: u32 = 1u;
+// Most tiles of an item.
+const MAX_TILES: u32 = 64u;
+
+const LOG2_E: f32 = 1.4426950408889634f;
+const LN_2: f32 = 0.6931471805599453f;
+// The score of a token that does not exist: exp2 of it is 0 beside any real score.
+const LOWEST: f32 = -1e30f;
+
+// Tile index, in tiles from the start of the shard, of every tile of the item.
+var<workgroup> tile_bases: array<u32, MAX_TILES>;
+
+// Scores of the invocation's tokens, in units of log2: [head][token].
+var<private> token_scores: array<f32, HEADS * LANE_TOKENS>;
+
+// An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
+// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one after the other.
+
+// The index of tile `invocation`, of the last tile where there is no such tile. MAX_TILES is at most INVOCATIONS.
+fn read_tile_base(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) -> u32 {
+    return page_table[page_offset + min(invocation, tiles - 1u)] * KV_HEADS + kv_head;
+}
+
+fn keep_tile_base(tile_base: u32, tiles: u32, invocation: u32) {
+    if (invocation < tiles) {
+        tile_bases[invocation] = tile_base;
+    }
+}
+
+// Query head of head `head` of the workgroup. The last chunk of a group may be short, and an item may have fewer queries than
+// others; surplus heads repeat the last one and write nothing.
+fn query_head(y: u32, head: u32) -> u32 {
+    return y / CHUNKS * GROUP + min(y % CHUNKS * HEADS + head % GROUP, GROUP - 1u);
+}
+
+// Which of the item's queries it is of.
+fn query_of(item: WorkItem, head: u32) -> u32 {
+    return min(head / GROUP, item.queries - 1u);
+}
+
+fn head_exists(item: WorkItem, y: u32, head: u32) -> bool {
+    return y % CHUNKS * HEADS + head % GROUP < GROUP && head / GROUP < item.queries;
+}
+
+// Its row of the queries, [row][query head].
+fn input_row(item: WorkItem, y: u32, head: u32) -> u32 {
+    return (item.row + query_of(item, head)) * QUERY_HEADS + query_head(y, head);
+}
+
+// Its row of the prepared queries, [prepared query][query head].
+fn prepared_row(item: WorkItem, y: u32, head: u32) -> u32 {
+    return (item.query + query_of(item, head)) * QUERY_HEADS + query_head(y, head);
+}
+
+fn set_scores_lowest() {
+    // unroll
+    for (var i = 0u; i < HEADS * LANE_TOKENS; i++) {
+        token_scores[i] = LOWEST;
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/scores/dot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Scores of packed keys by integer dot products: score = scale · Σ q c + bias.
+//
+// The prepared query is one row per span and query head: QUERY_PLANES byte planes of field-group words (low byte
+// first, both signed) in the order in which they are used, then the constants (scale, bias, Σ q, 0) as f32. It lies in workgroup memory and is read as
+// 16-byte broadcasts, each used for the four tokens of an invocation.
+// Keys: neighbouring lanes read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
+//
+// needs: HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, tile_bases, token_scores
+// gives: KeyVector, KEY_VECTOR, QUERY_PLANES, QUERY_VECTORS, QUERY_ROW, query, score_tile
+// binds: 3 keys
+// set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, QUERY_PLANES
+
+alias KeyVector = vec4<u32>;
+
+@group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
+
+// Words of a vector, and vectors of a token's row.
+const KEY_VECTOR: u32 = 4u;
+const KEY_VECTORS: u32 = 4u;
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/key_bytes/top.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Signed bytes of a field group of keys, affine codes: a field shifted to the top of its byte is the signed code times
+// 2^(8-bits); the scale takes that back.
+//
+// needs: KEY_VECTOR, KeyVector
+// gives: KEY_BITS, KEY_PLANES, KEY_QUADS, key_bytes
+// set by plans: KEY_BITS, KEY_MASK
+
+const KEY_BITS: u32 = 4u;
+// The top KEY_BITS bits of every byte.
+const KEY_MASK: u32 = 4042322160u;
+const KEY_PLANES: u32 = 8u / KEY_BITS;
+// Sets of four field groups in a vector: KEY_VECTOR words of the top bit plane, then of the one below.
+const KEY_QUADS: u32 = KEY_VECTOR * KEY_PLANES / 4u;
+
+fn key_bytes(words: KeyVector, quad: u32, f: u32) -> u32 {
+    return (words[f % KEY_VECTOR] << ((quad * (4u / KEY_VECTOR) + f / KEY_VECTOR) * KEY_BITS)) & KEY_MASK;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/scores/dot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+const QUERY_PLANES: u32 = 2u;
+const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_QUADS;
+// One plane's sums start at the bits of 1.5 · 2^23 and are that float plus the sum: in magnitude a sum is at most
+// HEAD_DIM · 127 · 128 < 2^22.
+const SUM_START: i32 = i32((2u - QUERY_PLANES) * 1262485504u);
+const QUERY_ROW: u32 = QUERY_PLANES * QUERY_VECTORS + 1u;
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/key_ranges/folded.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Per-channel ranges are folded into the prepared query: scale and bias are those of the query head.
+//
+// gives: ranged_score
+
+fn ranged_score(sum: f32, constants: vec4<f32>, i: u32) -> f32 {
+    return sum * constants.x + constants.y;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/key_ranges/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Called once per tile, after the products and before their scores: reads the ranges of the lane's tokens.
+fn load_key_ranges(tile_base: u32, lane: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/scores/dot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+var<workgroup> query: array<vec4<u32>, HEADS * QUERY_ROW>;
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/query/own.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// The query as `prepare_query` would prepare it: every workgroup does that for its heads itself, which takes less than a
+// launch of its own and the wait for it.
+//
+// Team t prepares heads t, t + 4, ...: lane r of it the field groups r and r + 32, of four channels each. The largest
+// magnitude and two sums are joined over the team.
+//
+// needs: CHUNKS, HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, QUERY_PLANES, QUERY_ROW, QUERY_VECTORS, WorkItem, input_row,
+//   query
+// gives: TEAM_HEADS, load_query
+// set by plans: SCORE_SCALE
+
+// log2(e) / √D.
+const SCORE_SCALE: f32 = 0.12751743f;
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/input/f16.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// A dense f16 tensor, read four elements at a time.
+//
+// gives: input4
+// binds: 2 inputs
+
+@group(0) @binding(2) var<storage, read_write> inputs: array<vec2<u32>>;
+
+fn input4(index: u32) -> vec4<f32> {
+    let words = inputs[index];
+    return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/query_ranges/span.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Per-channel ranges of the span: scale and minimum, [range slot][KV head][channel].
+//
+// gives: scale_query, query_bias
+// binds: 4 key_span_ranges
+// set by plans: KEY_MIDDLE
+
+@group(0) @binding(4) var<storage, read> key_span_ranges: array<vec2<f32>>;
+
+const KEY_MIDDLE: f32 = 8.0f;
+
+fn scale_query(q: vec4<f32>, base: u32) -> vec4<f32> {
+    return q * vec4<f32>(
+        key_span_ranges[base].x,
+        key_span_ranges[base + 1u].x,
+        key_span_ranges[base + 2u].x,
+        key_span_ranges[base + 3u].x,
+    );
+}
+
+fn query_bias(q: vec4<f32>, base: u32) -> f32 {
+    var bias = 0f;
+    // unroll
+    for (var i = 0u; i < 4u; i++) {
+        let range = key_span_ranges[base + i];
+        bias += q[i] * (range.y + KEY_MIDDLE * range.x);
+    }
+    return bias;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/query_fields.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// A query as integers: QUERY_PLANES byte planes of field-group words, low byte first, both signed. Integers span
+// ±QUERY_LARGEST: 127 in one plane, 32639 in two, so that both bytes stay signed.
+//
+// gives: QUERY_LARGEST, CODE_UNIT, place, integers, bytes, high_bytes
+// set by plans: QUERY_LARGEST, CODE_UNIT, PLACE_WORDS, PLACE_PLANES
+
+const QUERY_LARGEST: f32 = 32639.0f;
+// What a dot product of integers and bytes of keys must be multiplied with, beside the query's own scale: 2^(bits-8) for
+// affine codes, which are shifted to the top of their bytes, and the unit of a codebook's levels.
+const CODE_UNIT: f32 = 0.0625f;
+// Words of a vector of keys, and bit planes of a word; a vector of 3-bit codes counts as one word of eight planes.
+const PLACE_WORDS: u32 = 4u;
+const PLACE_PLANES: u32 = 2u;
+
+// Field groups in the order in which `scores` and `attend` use them: within a vector of words, bit plane by bit
+// plane from the top.
+fn place(field: u32) -> u32 {
+    let in_vector = field % (PLACE_WORDS * PLACE_PLANES);
+    return field - in_vector + (PLACE_PLANES - 1u - in_vector % PLACE_PLANES) * PLACE_WORDS + in_vector / PLACE_PLANES;
+}
+
+fn integers(scaled: vec4<f32>, largest: f32) -> vec4<i32> {
+    if (largest > 0f) {
+        return vec4<i32>(round(scaled * (QUERY_LARGEST / largest)));
+    }
+    return vec4<i32>(0i);
+}
+
+fn bytes(x: vec4<i32>) -> u32 {
+    let b = vec4<u32>(x) & vec4<u32>(255u);
+    return b.x | (b.y << 8u) | (b.z << 16u) | (b.w << 24u);
+}
+
+// The byte plane above that of `bytes`.
+fn high_bytes(x: vec4<i32>) -> u32 {
+    return bytes((x + vec4<i32>(128i)) >> vec4<u32>(8u));
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/team_totals/subgroup.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// The maximum and two sums over the 32 lanes of a team, by shuffles: invocations are numbered subgroup by subgroup (see
+// attend/numbering/subgroup.wgsl), and subgroups have at least 32 lanes. Every lane of the team gets them.
+//
+// needs: TEAM_HEADS
+// gives: enter_totals, team_totals
+
+// [own head of the team]
+var<private> totals_of_team: array<vec3<f32>, TEAM_HEADS>;
+
+fn enter_totals(own: u32, parts: vec3<f32>, head: u32, lane: u32) {
+    var totals = parts;
+    // unroll
+    for (var step = 0u; step < 5u; step++) {
+        let other = subgroupShuffleXor(totals, 1u << step);
+        totals = vec3<f32>(max(totals.x, other.x), totals.yz + other.yz);
+    }
+    totals_of_team[own] = totals;
+}
+
+fn team_totals(own: u32, head: u32) -> vec3<f32> {
+    return totals_of_team[own];
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/team_totals/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Called by all invocations between the two.
+fn totals_entered() {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/query/own.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+const TEAMS: u32 = INVOCATIONS / 32u;
+const TEAM_HEADS: u32 = (HEADS + TEAMS - 1u) / TEAMS;
+// Field groups of a lane, padding of the row of keys included.
+const LANE_FIELDS: u32 = (QUERY_VECTORS * 4u + 31u) / 32u;
+
+fn load_query(item: WorkItem, y: u32, invocation: u32) {
+    let lane = invocation % 32u;
+    let team = invocation / 32u;
+    var scaled: array<vec4<f32>, TEAM_HEADS * LANE_FIELDS>;
+    // unroll
+    for (var own = 0u; own < TEAM_HEADS; own++) {
+        let head = min(own * TEAMS + team, HEADS - 1u);
+        let query_row = input_row(item, y, head) * (HEAD_DIM / 4u);
+        let range_row = (item.range_slot * KV_HEADS + y / CHUNKS) * HEAD_DIM;
+        var parts = vec3<f32>(0f);
+        // unroll
+        for (var i = 0u; i < LANE_FIELDS; i++) {
+            // Channels past HEAD_DIM are padding of the row of keys, and 0.
+            let field = min(i * 32u + lane, HEAD_DIM / 4u - 1u);
+            let q = input4(query_row + field) * select(0f, SCORE_SCALE, i * 32u + lane < HEAD_DIM / 4u);
+            let folded = scale_query(q, range_row + field * 4u);
+            let magnitude = abs(folded);
+            let largest = max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w));
+            parts = vec3<f32>(max(parts.x, largest), parts.y + query_bias(q, range_row + field * 4u), parts.z + (q.x + q.y + q.z + q.w));
+            scaled[own * LANE_FIELDS + i] = folded;
+        }
+        enter_totals(own, parts, own * TEAMS + team, lane);
+    }
+    totals_entered();
+    // unroll
+    for (var own = 0u; own < TEAM_HEADS; own++) {
+        let head = own * TEAMS + team;
+        if (head < HEADS) {
+            let totals = team_totals(own, head);
+            // unroll
+            for (var i = 0u; i < LANE_FIELDS; i++) {
+                let field = i * 32u + lane;
+                if (field < QUERY_VECTORS * 4u) {
+                    let whole = integers(scaled[own * LANE_FIELDS + i], totals.x);
+                    let at = place(field);
+                    query[head * QUERY_ROW + at / 4u][at % 4u] = bytes(whole);
+                    // unroll
+                    for (var plane = 0u; plane < QUERY_PLANES - 1u; plane++) {
+                        query[head * QUERY_ROW + QUERY_VECTORS + at / 4u][at % 4u] = high_bytes(whole);
+                    }
+                }
+            }
+            if (lane == 0u) {
+                query[head * QUERY_ROW + QUERY_ROW - 1u] =
+                    bitcast<vec4<u32>>(vec4<f32>(totals.x / QUERY_LARGEST * CODE_UNIT, totals.y, totals.z, 0f));
+            }
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/scores/dot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn score_tile(item: WorkItem, tile: u32, lane: u32) {
+    let tile_base = tile_bases[tile];
+    // [byte plane][head][token]
+    var sums: array<i32, QUERY_PLANES * HEADS * LANE_TOKENS>;
+    // unroll
+    for (var i = 0u; i < QUERY_PLANES * HEADS * LANE_TOKENS; i++) {
+        sums[i] = SUM_START;
+    }
+    let first = tile_base * (KEY_VECTORS * TILE_TOKENS) + lane;
+    for (var vector = 0u; vector < KEY_VECTORS; vector++) {
+        let at = first + vector * TILE_TOKENS;
+        var words: array<KeyVector, LANE_TOKENS>;
+        // unroll
+        for (var i = 0u; i < LANE_TOKENS; i++) {
+            words[i] = keys[at + i * 32u];
+        }
+        for (var quad = 0u; quad < KEY_QUADS; quad++) {
+            var codes: array<u32, 16>;
+            // unroll
+            for (var f = 0u; f < 4u; f++) {
+                // unroll
+                for (var i = 0u; i < LANE_TOKENS; i++) {
+                    codes[f * 4u + i] = key_bytes(words[i], quad, f);
+                }
+            }
+            // unroll
+            for (var head = 0u; head < HEADS; head++) {
+                // unroll
+                for (var plane = 0u; plane < QUERY_PLANES; plane++) {
+                    let q = query[head * QUERY_ROW + plane * QUERY_VECTORS + vector * KEY_QUADS + quad];
+                    // unroll
+                    for (var i = 0u; i < LANE_TOKENS; i++) {
+                        let at_sum = (plane * HEADS + head) * LANE_TOKENS + i;
+                        // One addition of three operands for two products.
+                        sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[i], q.x) + dot4I8Packed(codes[4u + i], q.y);
+                        sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[8u + i], q.z) + dot4I8Packed(codes[12u + i], q.w);
+                    }
+                }
+            }
+        }
+    }
+    load_key_ranges(tile_base, lane);
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        let constants = bitcast<vec4<f32>>(query[head * QUERY_ROW + QUERY_ROW - 1u]);
+        // unroll
+        for (var i = 0u; i < LANE_TOKENS; i++) {
+            let low = sums[head * LANE_TOKENS + i];
+            let high = sums[((QUERY_PLANES - 1u) * HEADS + head) * LANE_TOKENS + i];
+            let sum = select(f32(low + (high << 8u)), bitcast<f32>(low) - 12582912f, QUERY_PLANES == 1u);
+            token_scores[head * LANE_TOKENS + i] = ranged_score(sum, constants, i);
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/scores/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Called after that barrier: prepares the keys of the first step.
+fn begin_keys(tiles: u32, team: u32, lane: u32) {}
+
+// Called before the second barrier of a step: prepares those of the next, whose first tile is `first`.
+fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/softmax_loop.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// The loop that `attend` and `weighted_values` share: online softmax of the scores of a work item and the weighted sum
+// of its values. Two barriers per step of four tiles (512 tokens):
+//
+//   scores of the own tile -> maximum over the step | weights p = exp2(score - maximum) -> workgroup memory | values
+//
+// Scores are in units of log2. The running sum of weights is kept by every invocation for its own tokens. A step's sums
+// of values are made relative to the *step's* maximum, or to that of a part of it, and enter the running sums through
+// exp2(that maximum - running maximum): weights are integers where values are packed, and an integer relative to a running
+// maximum would lose everything beside one large score.
+//
+// needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
+//   keep_tile_base, load_query, prepare_keys, read_tile_base, score_tile, set_scores_lowest, tile_bases, token_scores
+// gives: sum_parts, weight_sum, keep, enter, attend_item, finish_sums, write_lse
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/common/ordered.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Floats as unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
+//
+// gives: ordered, from_ordered
+
+fn ordered(x: f32) -> u32 {
+    let bits = bitcast<u32>(x);
+    return select(bits | 0x80000000u, ~bits, bits >= 0x80000000u);
+}
+
+fn from_ordered(bits: u32) -> f32 {
+    return bitcast<f32>(select(~bits, bits ^ 0x80000000u, bits >= 0x80000000u));
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/workgroup_max/subgroup.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Largest value over the workgroup: the first invocation of every subgroup enters the subgroup's by an atomic maximum.
+//
+// gives: prepare_workgroup_max, largest_to_enter, enters
+
+var<private> first_of_subgroup: bool;
+
+fn prepare_workgroup_max() {
+    first_of_subgroup = subgroupExclusiveAdd(1u) == 0u;
+}
+
+fn largest_to_enter(value: u32) -> u32 {
+    return subgroupMax(value);
+}
+
+fn enters() -> bool {
+    return first_of_subgroup;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/softmax_loop.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
+var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
+// Running maxima, by head: the set that a step reads, and the one that it writes.
+var<workgroup> running_maxima: array<f32, 2u * HEADS>;
+var<workgroup> sum_parts: array<f32, HEADS * INVOCATIONS>;
+
+var<private> last_parity: u32;
+var<private> weight_sum: array<f32, HEADS>;
+// What running sums are multiplied with, and what the step's sums are multiplied with, to be relative to the new
+// running maximum.
+var<private> keep: array<f32, HEADS>;
+var<private> enter: array<f32, HEADS>;
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/values/dot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Weighted sum of packed values by integer dot products.
+//
+// Weights become integers of 15 bits relative to the step's largest weight, in two signed byte planes, packed four to
+// a word by the invocation that scored the four tokens of a field group. Rounding is dithered by a fixed pattern over
+// the tokens of a step: rounding to nearest would drop every weight below half a unit at once when one token of the
+// step outweighs the others by more than 2^16.
+//
+// needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, enter, keep, tile_bases
+// gives: begin_values, store_weights, add_values
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/value_dots.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// What the two weighted sums of packed values by integer dot products share: whose channels are whose, and the end.
+//
+// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on CHANNEL_BLOCKS of
+// the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as 16-byte broadcasts.
+//
+// needs: HEADS, HEAD_DIM, INVOCATIONS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
+//   ranged_output, sum_parts, write_lse
+// gives: values, CHANNELS, CHANNEL_BLOCKS, sums, own_channel, write_states
+// binds: 5 values
+// set by plans: CHANNELS, CHANNEL_BLOCKS
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/value_bytes/top.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code times
+// 2^(8-bits); the unit of weights takes that back.
+//
+// gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, value_place
+// set by plans: VALUE_BITS, VALUE_MASK
+
+alias ValueVector = vec4<u32>;
+
+const VALUE_BITS: u32 = 4u;
+// The top VALUE_BITS bits of every byte.
+const VALUE_MASK: u32 = 4042322160u;
+const VALUE_PLANES: u32 = 8u / VALUE_BITS;
+// Vectors of a channel's column in a tile, and sets of four field groups in a vector: one for each bit plane, from above.
+const VALUE_VECTORS: u32 = VALUE_BITS;
+const VALUE_QUADS: u32 = VALUE_PLANES;
+const VALUE_BYTE: f32 = f32(1u << (8u - VALUE_BITS));
+
+fn value_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
+    return (words[f] << (quad * VALUE_BITS)) & VALUE_MASK;
+}
+
+// Quad of the tile and place in it of field group `group`: word group / VALUE_PLANES of the column, bit plane
+// group % VALUE_PLANES from below.
+fn value_place(group: u32) -> vec2<u32> {
+    let word = group / VALUE_PLANES;
+    return vec2<u32>(word / 4u * VALUE_PLANES + (VALUE_PLANES - 1u - group % VALUE_PLANES), word % 4u);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/value_dots.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+@group(0) @binding(5) var<storage, read> values: array<ValueVector>;
+
+// Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
+const CHANNELS: u32 = 2u;
+const CHANNEL_BLOCKS: u32 = 2u;
+const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
+
+// 32, or 32 / CHANNELS where the channels of a lane must be of one group (attend/values/byte.wgsl).
+const CHANNEL_STRIDE: u32 = 32u;
+
+var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
+
+// [head][channel]
+var<private> sums: array<f32, HEADS * CHANNELS>;
+
+fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
+    let first = team % CHANNEL_BLOCKS * CHANNELS * 32u + lane / CHANNEL_STRIDE * (CHANNEL_STRIDE * CHANNELS);
+    return first + k * CHANNEL_STRIDE + lane % CHANNEL_STRIDE;
+}
+
+fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
+    var total: array<f32, HEADS>;
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        total[head] = sum_parts[head * INVOCATIONS];
+    }
+    finish_value_ranges(invocation);
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            block_sums[team / CHANNEL_BLOCKS * (32u * CHANNELS * CHANNEL_BLOCKS) + own_channel(team, lane, k)] =
+                sums[head * CHANNELS + k];
+        }
+        workgroupBarrier();
+        for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
+            var sum = 0f;
+            // unroll
+            for (var block = 0u; block < TILE_BLOCKS; block++) {
+                sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
+            }
+            let output = ranged_output(sum / total[head], head, total[head], channel);
+            put_output(item, y, head, channel, output);
+        }
+        finish_output(item, y, head, invocation);
+        write_lse(item, y, head, total[head], invocation);
+        workgroupBarrier();
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/weights_of_step.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Weights relative to the step's maximum, and their sum as it is.
+//
+// needs: HEADS, LANE_TOKENS, enter, token_scores
+// gives: weights, weigh
+
+// Weights of the invocation's tokens: [head][token].
+var<private> weights: array<f32, HEADS * LANE_TOKENS>;
+
+// Sets the weights of a head's tokens and returns their sum, relative to the new running maximum.
+fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
+    var sum = 0f;
+    // unroll
+    for (var i = 0u; i < LANE_TOKENS; i++) {
+        weights[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - step_max);
+        sum += weights[head * LANE_TOKENS + i];
+    }
+    return sum * enter[head];
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/values/dot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+const LARGEST_WEIGHT: f32 = 32639f;
+// What a sum of integer weights times bytes must be multiplied with.
+const WEIGHT_UNIT: f32 = 1f / (32639f * VALUE_BYTE);
+const GOLDEN_RATIO: f32 = 0.618034f;
+
+// [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
+var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
+// What is added to the weights of the invocation's tokens before they are cut to integers: 0 … 1, spread evenly over the
+// tokens of a step.
+var<private> dither: array<f32, LANE_TOKENS>;
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/value_ranges/folded.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Per-channel ranges of the span: v = s u + m with u = c + 2^(bits-1), applied once to every output.
+//
+// needs: HEAD_DIM, INVOCATIONS, KV_HEADS
+// gives: read_output_ranges, begin_value_ranges, ranged_output
+// binds: 6 value_span_ranges
+// set by plans: VALUE_MIDDLE
+
+// Scale and minimum: [range slot][KV head][channel].
+@group(0) @binding(6) var<storage, read> value_span_ranges: array<vec2<f32>>;
+
+const VALUE_MIDDLE: f32 = 8.0f;
+
+// Ranges of the outputs, by channel: read at the start of an item, so that nothing waits for them at its end.
+var<workgroup> output_ranges: array<vec2<f32>, HEAD_DIM>;
+
+const OWN_CHANNELS: u32 = (HEAD_DIM + INVOCATIONS - 1u) / INVOCATIONS;
+
+var<private> own_ranges: array<vec2<f32>, OWN_CHANNELS>;
+
+fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {
+    // unroll
+    for (var i = 0u; i < OWN_CHANNELS; i++) {
+        let channel = min(i * INVOCATIONS + invocation, HEAD_DIM - 1u);
+        own_ranges[i] = value_span_ranges[(range_slot * KV_HEADS + kv_head) * HEAD_DIM + channel];
+    }
+}
+
+fn begin_value_ranges(invocation: u32) {
+    // unroll
+    for (var i = 0u; i < OWN_CHANNELS; i++) {
+        if (i * INVOCATIONS + invocation < HEAD_DIM) {
+            output_ranges[i * INVOCATIONS + invocation] = own_ranges[i];
+        }
+    }
+}
+
+fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
+    let range = output_ranges[channel];
+    return range.x * (mean + VALUE_MIDDLE) + range.y;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/value_ranges/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Called when the weights of a step are known, before they become integers.
+fn take_value_ranges(parity: u32) {}
+
+// The weight of token `i` of the lane, relative to the largest weight of a step, times its scale relative to the largest scale.
+fn ranged_weight(weight: f32, i: u32) -> f32 {
+    return weight;
+}
+
+// The largest scale of the step.
+fn largest_value_scale() -> f32 {
+    return 1f;
+}
+
+// Called once before the outputs are written, by all invocations.
+fn finish_value_ranges(invocation: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/values/dot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn begin_values(invocation: u32) {
+    // unroll
+    for (var i = 0u; i < LANE_TOKENS; i++) {
+        dither[i] = fract(f32(invocation / 32u * TILE_TOKENS + i * 32u + invocation % 32u) * GOLDEN_RATIO);
+    }
+    // unroll
+    for (var i = 0u; i < HEADS * CHANNELS; i++) {
+        sums[i] = 0f;
+    }
+    begin_value_ranges(invocation);
+}
+
+fn store_weights(team: u32, lane: u32, parity: u32) {
+    take_value_ranges(parity);
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        var integers: vec4<u32>;
+        // unroll
+        for (var i = 0u; i < LANE_TOKENS; i++) {
+            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], i) * LARGEST_WEIGHT + dither[i]);
+        }
+        // Two integers of at most 16 bits to a word, so that two bytes are cut at once.
+        let even = integers.x | (integers.z << 16u);
+        let odd = integers.y | (integers.w << 16u);
+        let low = (even & 0x00ff00ffu) | ((odd & 0x00ff00ffu) << 8u);
+        // The low byte counts as signed, so it borrows from the high one where its top bit is set.
+        let high = (((even + 0x00800080u) >> 8u) & 0x00ff00ffu) | ((odd + 0x00800080u) & 0xff00ff00u);
+        let place = value_place(lane);
+        let at = (head * 2u * STEP_TILES + team) * 8u + place.x;
+        weight_bytes[at][place.y] = low;
+        weight_bytes[at + STEP_TILES * 8u][place.y] = high;
+    }
+}
+
+fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
+    // [byte plane][head][channel]
+    var step_sums: array<i32, 2u * HEADS * CHANNELS>;
+    // unroll
+    for (var i = 0u; i < 2u * HEADS * CHANNELS; i++) {
+        step_sums[i] = 0i;
+    }
+    let first_tile = team / CHANNEL_BLOCKS * CHANNEL_BLOCKS;
+    let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
+    for (var tile = first_tile; tile < end_tile; tile++) {
+        let base = tile_bases[first + tile] * (VALUE_VECTORS * HEAD_DIM);
+        for (var vector = 0u; vector < VALUE_VECTORS; vector++) {
+            var words: array<ValueVector, CHANNELS>;
+            // unroll
+            for (var k = 0u; k < CHANNELS; k++) {
+                words[k] = values[base + vector * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
+            }
+            for (var quad = 0u; quad < VALUE_QUADS; quad++) {
+                var codes: array<u32, 4u * CHANNELS>;
+                // unroll
+                for (var f = 0u; f < 4u; f++) {
+                    // unroll
+                    for (var k = 0u; k < CHANNELS; k++) {
+                        codes[f * CHANNELS + k] = value_bytes(words[k], quad, f);
+                    }
+                }
+                // unroll
+                for (var head = 0u; head < HEADS; head++) {
+                    // unroll
+                    for (var plane = 0u; plane < 2u; plane++) {
+                        let w = weight_bytes[((head * 2u + plane) * STEP_TILES + tile) * 8u + vector * VALUE_QUADS + quad];
+                        // unroll
+                        for (var k = 0u; k < CHANNELS; k++) {
+                            let at = (plane * HEADS + head) * CHANNELS + k;
+                            // One addition of three operands for two products.
+                            step_sums[at] = step_sums[at] + dot4I8Packed(codes[k], w.x) + dot4I8Packed(codes[CHANNELS + k], w.y);
+                            step_sums[at] = step_sums[at] + dot4I8Packed(codes[2u * CHANNELS + k], w.z) + dot4I8Packed(codes[3u * CHANNELS + k], w.w);
+                        }
+                    }
+                }
+            }
+        }
+    }
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            let at = head * CHANNELS + k;
+            // At most 512 tokens · 32639 · 128 in magnitude: it fits 32 bits.
+            let sum = step_sums[HEADS * CHANNELS + at] * 256i + step_sums[at];
+            sums[at] = sums[at] * keep[head] + f32(sum) * (enter[head] * WEIGHT_UNIT * largest_value_scale());
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/values/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Called by the team of a tile: reads the ranges of the lane's tokens. The other two are for tokens that do not exist: all of
+// them, or token `i`.
+fn load_value_ranges(tile_base: u32, lane: u32) {}
+
+fn skip_value_ranges() {}
+
+fn skip_value_range(i: u32) {}
+
+// Called before the first barrier of a step: enters what has to be known of the tokens of others, the largest score of
+// maximum `at` and the ranges.
+fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {}
+
+fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/states.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
+//
+// needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
+// gives: FIELDS, STATE_ROW, write_state_channel, write_state_lse
+
+const FIELDS: u32 = HEAD_DIM / 4u;
+const STATE_ROW: u32 = FIELDS + 1u;
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/merge/last.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// States that are joined by the workgroup that writes the last of a query head, as `merge_states` would join them.
+//
+// Every workgroup counts itself in when its states are written; who finds that all others have is the last. Items have one
+// query each. The next step finds the counter at 0 again. What makes the states of others visible: the memory is coherent, a
+// storage barrier stands between the states and the count, and another between the count and the reads. In WGSL a storage
+// barrier orders memory for one workgroup alone; the SPIR-V of naga orders it for the device, so this part is for Vulkan
+// (`Capabilities::coherent`).
+//
+// A team of 32 lanes joins a head; a lane owns every 32nd field group of four channels.
+//
+// needs: FIELDS, HEADS, INVOCATIONS, QUERY_HEADS, WorkItem, head_exists, input_row, query_head
+// gives: states, merge_item
+// binds: 7 states, 9 arrived
+
+@group(0) @binding(7) @coherent var<storage, read_write> states: array<vec4<f32>>;
+// Workgroups that have written their state of a query head: [row][query head].
+@group(0) @binding(9) var<storage, read_write> arrived: array<atomic<u32>>;
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/output/f16.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// The output tensor in f16.
+//
+// gives: write_output
+// binds: 8 outputs
+
+@group(0) @binding(8) var<storage, read_write> outputs: array<vec2<u32>>;
+
+fn write_output(index: u32, x: vec4<f32>) {
+    outputs[index] = vec2<u32>(pack2x16float(x.xy), pack2x16float(x.zw));
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/join_states.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Attention states joined: a running sum relative to the largest log-sum-exp so far. States are read once, AT_ONCE together.
+//
+// needs: FIELDS, QUERY_HEADS, STATE_ROW, states
+// gives: NO_LSE, Joined, join_states
+
+// Below every log-sum-exp.
+const NO_LSE: f32 = -1e30f;
+// States whose loads are under way together.
+const AT_ONCE: u32 = 8u;
+
+struct Joined {
+    sum: vec4<f32>,
+    weight_sum: f32,
+    largest: f32,
+}
+
+// Four channels of the states first, first + stride, ... below `end` of a query head.
+fn join_states(first: u32, end: u32, stride: u32, query_head: u32, field: u32) -> Joined {
+    var joined = Joined(vec4<f32>(0f), 0f, NO_LSE);
+    for (var next = first; next < end; next += stride * AT_ONCE) {
+        var outputs_read: array<vec4<f32>, AT_ONCE>;
+        var lse: array<f32, AT_ONCE>;
+        // unroll
+        for (var i = 0u; i < AT_ONCE; i++) {
+            let row = (min(next + i * stride, end - 1u) * QUERY_HEADS + query_head) * STATE_ROW;
+            outputs_read[i] = states[row + field];
+            lse[i] = select(NO_LSE, states[row + FIELDS].x, next + i * stride < end);
+        }
+        let before = joined.largest;
+        // unroll
+        for (var i = 0u; i < AT_ONCE; i++) {
+            joined.largest = max(joined.largest, lse[i]);
+        }
+        let keep_before = exp(before - joined.largest);
+        joined.sum *= keep_before;
+        joined.weight_sum *= keep_before;
+        // unroll
+        for (var i = 0u; i < AT_ONCE; i++) {
+            let weight = exp(lse[i] - joined.largest);
+            joined.sum += outputs_read[i] * weight;
+            joined.weight_sum += weight;
+        }
+    }
+    return joined;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/merge/last.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+var<workgroup> is_last: array<u32, HEADS>;
+
+fn merge_item(item: WorkItem, y: u32, invocation: u32) {
+    storageBarrier();
+    if (invocation < HEADS) {
+        is_last[invocation] = 0u;
+        if (head_exists(item, y, invocation)) {
+            let counter = input_row(item, y, invocation);
+            if (atomicAdd(&arrived[counter], 1u) + 1u == item.states) {
+                atomicStore(&arrived[counter], 0u);
+                is_last[invocation] = 1u;
+            }
+        }
+    }
+    workgroupBarrier();
+    storageBarrier();
+    for (var head = invocation / 32u; head < HEADS; head += INVOCATIONS / 32u) {
+        if (is_last[head] == 1u) {
+            merge_head(item, query_head(y, head), invocation % 32u);
+        }
+    }
+}
+
+fn merge_head(item: WorkItem, query_head: u32, lane: u32) {
+    for (var field = lane; field < FIELDS; field += 32u) {
+        let joined = join_states(item.first_state, item.first_state + item.states, 1u, query_head, field);
+        write_output((item.row * QUERY_HEADS + query_head) * FIELDS + field, joined.sum / joined.weight_sum);
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/states.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
+    return ((item.state + query_of(item, head) * item.stride) * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
+}
+
+fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    if (head_exists(item, y, head)) {
+        states[state_row(item, y, head) + channel / 4u][channel % 4u] = output;
+    }
+}
+
+fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
+    if (head_exists(item, y, head)) {
+        states[state_row(item, y, head) + FIELDS].x = lse;
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/output_rotation/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    write_state_channel(item, y, head, channel, output);
+}
+
+// Called by all invocations when the outputs of a head are put.
+fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/softmax_loop.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn attend_item(item: WorkItem, y: u32, invocation: u32) {
+    let lane = invocation % 32u;
+    let team = invocation / 32u;
+    let tiles = (item.tokens + TILE_TOKENS - 1u) / TILE_TOKENS;
+
+    let tile_base = read_tile_base(item.page_offset, tiles, y / CHUNKS, invocation);
+    read_output_ranges(item.range_slot, y / CHUNKS, invocation);
+    load_query(item, y, invocation);
+    keep_tile_base(tile_base, tiles, invocation);
+    prepare_workgroup_max();
+    if (invocation < 2u * HEADS) {
+        atomicStore(&step_maxima[invocation], 0u);
+        running_maxima[invocation] = LOWEST;
+    }
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        weight_sum[head] = 0f;
+    }
+    begin_values(invocation);
+    workgroupBarrier();
+    begin_keys(tiles, team, lane);
+
+    var parity = 0u;
+    for (var first = 0u; first < tiles; first += STEP_TILES) {
+        score_own_tile(item, first + team, tiles, lane);
+        // unroll
+        for (var head = 0u; head < HEADS; head++) {
+            let own = max(max(token_scores[head * 4u], token_scores[head * 4u + 1u]), max(token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]));
+            enter_block_max(head, own, parity, team, lane);
+            let entered = largest_to_enter(ordered(own));
+            if (enters()) {
+                atomicMax(&step_maxima[parity * HEADS + head], entered);
+            }
+        }
+        enter_value_ranges(parity, team, lane);
+        workgroupBarrier();
+
+        // unroll
+        for (var head = 0u; head < HEADS; head++) {
+            let step_max = from_ordered(atomicLoad(&step_maxima[parity * HEADS + head]));
+            let old_max = running_maxima[parity * HEADS + head];
+            let new_max = max(old_max, step_max);
+            keep[head] = exp2(old_max - new_max);
+            enter[head] = exp2(step_max - new_max);
+            if (invocation == head) {
+                running_maxima[(1u - parity) * HEADS + head] = new_max;
+            }
+            weight_sum[head] = weight_sum[head] * keep[head] + weigh(head, step_max, new_max, parity, team, lane);
+        }
+        if (invocation < HEADS) {
+            atomicStore(&step_maxima[(1u - parity) * HEADS + invocation], 0u);
+        }
+        store_weights(team, lane, parity);
+        prepare_keys(first + STEP_TILES, tiles, team, lane);
+        workgroupBarrier();
+
+        add_values(first, tiles, team, lane);
+        parity = 1u - parity;
+    }
+    finish_sums(invocation);
+    last_parity = parity;
+    write_states(item, y, team, lane, invocation);
+    merge_item(item, y, invocation);
+}
+
+fn score_own_tile(item: WorkItem, tile: u32, tiles: u32, lane: u32) {
+    if (tile >= tiles) {
+        set_scores_lowest();
+        skip_value_ranges();
+        return;
+    }
+    score_tile(item, tile, lane);
+    load_value_ranges(tile_bases[tile], lane);
+    if (tile * TILE_TOKENS + TILE_TOKENS <= item.tokens) {
+        return;
+    }
+    // unroll
+    for (var i = 0u; i < LANE_TOKENS; i++) {
+        if (tile * TILE_TOKENS + i * 32u + lane >= item.tokens) {
+            skip_value_range(i);
+            // unroll
+            for (var head = 0u; head < HEADS; head++) {
+                token_scores[head * LANE_TOKENS + i] = LOWEST;
+            }
+        }
+    }
+}
+
+// Lists in which the parts of a head are summed first.
+const SUM_LISTS: u32 = 16u;
+
+// Sums `count` parts of every list of a head, which lie `lists` apart, into the list's first.
+fn add_parts(invocation: u32, lists: u32, count: u32) {
+    for (var i = invocation; i < HEADS * lists; i += INVOCATIONS) {
+        let first = i / lists * INVOCATIONS + i % lists;
+        var sum = 0f;
+        for (var part = 0u; part < count; part++) {
+            sum += sum_parts[first + part * lists];
+        }
+        sum_parts[first] = sum;
+    }
+}
+
+// Leaves the sum of all weights of a head in its first `sum_parts`.
+fn finish_sums(invocation: u32) {
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        sum_parts[head * INVOCATIONS + invocation] = weight_sum[head];
+    }
+    workgroupBarrier();
+    add_parts(invocation, SUM_LISTS, INVOCATIONS / SUM_LISTS);
+    workgroupBarrier();
+    add_parts(invocation, 1u, SUM_LISTS);
+    workgroupBarrier();
+}
+
+// Writes the log-sum-exp of a head, whose weights sum up to `total`.
+fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
+    if (invocation == 0u) {
+        write_state_lse(item, y, head, (running_maxima[last_parity * HEADS + head] + log2(total)) * LN_2);
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/attend.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+@compute @workgroup_size(128)
+fn attend(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
+    attend_item(items[group.y], group.x, number(numbering));
+}
