@@ -20,7 +20,8 @@ __device__ __forceinline__ void write_output(const AttendCall& call, u32 row, u3
     if (channel >= TENSOR_CHANNELS) return;
     const u64 query_head = (u64)row * call.kv_heads * call.group + head;
     if (call.lse != nullptr && channel == 0) call.lse[query_head] = state.lse * 0.69314718f;
-    store_element(call.output, call.output_type, query_head * TENSOR_CHANNELS + channel, state.out);
+    const u64 index = row * call.output_stride + (u64)head * TENSOR_CHANNELS + channel;
+    store_element(call.output, call.output_type, index, state.out);
 }
 
 // Blocks of a cluster, at most.

@@ -129,7 +129,6 @@ __device__ __forceinline__ float warp_max(float x) {
 __device__ __forceinline__ QueryLoads load_query(const AttendCall& call, const Item& item, u32 kv_head, u32 first_head,
                                                  int heads, int warp, int lane) {
     QueryLoads loads;
-    const u32 query_heads = call.kv_heads * call.group;
     if (KEY_SPAN_RANGES) {
         const float2* ranges = call.key_ranges + ((u64)item.range_slot * call.kv_heads + kv_head) * HEAD_DIM + lane;
 #pragma unroll
@@ -139,7 +138,7 @@ __device__ __forceinline__ QueryLoads load_query(const AttendCall& call, const I
     for (int k = 0; k < HEADS_PER_WARP; k++) {
         const int head = warp + k * WARPS;
         const BlockHead of = block_head(call, first_head, head);
-        const u64 row = ((u64)(item.row + of.query) * query_heads + of.head) * TENSOR_CHANNELS + lane;
+        const u64 row = (item.row + of.query) * call.query_stride + (u64)of.head * TENSOR_CHANNELS + lane;
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
             float x = 0.0f;

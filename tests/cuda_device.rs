@@ -16,7 +16,7 @@ use kvpack::cuda::cudarc::driver::DevicePtr;
 use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use kvpack::cuda::{Cuda, KernelCache, StepPlan, StepTensors, Tensor};
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, TensorFormat, TileOrder};
-use kvpack::plan::{ElementType, Elements, Page, RowLayout, Rows, TokenRange};
+use kvpack::plan::{ElementType, Elements, Page, QueryRows, RowLayout, Rows, TokenRange};
 use kvpack::{AttentionShape, Bits, Calibration, Error, KvCache, Recipe, SegmentFormat};
 
 fn rows(elements: usize, factor: f32) -> Vec<f32> {
@@ -253,4 +253,46 @@ fn stores_and_tensors_of_other_streams_are_refused() {
     refused(block_on(cache.attend(&foreign, ElementType::F32)).err());
     let step = StepPlan::new(&other, &cache.plan(&[0]).unwrap()).unwrap();
     refused(step.bind(&other, &cache.stores(), StepTensors { queries: &foreign, output: &foreign, lse: None }).err());
+}
+
+/// Queries of a fused projection, and outputs among others: the bits of dense rows, and nothing between the rows is touched.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn rows_may_be_parts_of_longer_ones() {
+    const SEQUENCES: usize = 3;
+    let shape = AttentionShape::new(4, 2, 128).unwrap();
+    let row = 4 * 128;
+    let (fused, ranks) = (QueryRows { first: 256, stride: 8 * 128 }, QueryRows { first: row, stride: 3 * row });
+    let backend = device();
+    let stream = backend.stream();
+    let upload = |x: &[f32]| block_on(backend.upload(Elements::F32(x))).unwrap();
+    for format in [SegmentFormat::F16, SegmentFormat::per_channel(Bits::Four), SegmentFormat::saw_int4()] {
+        let mut cache = KvCache::new(backend.clone(), shape, SEQUENCES, Recipe::pack_all(format)).unwrap();
+        let tokens = 3000;
+        let (keys, values) = (upload(&rows(tokens * 256, 0.31)), upload(&rows(tokens * 256, 0.57)));
+        let prompt = [PromptSpan::packed(TokenRange::new(0, tokens).unwrap())];
+        for sequence in 0..SEQUENCES {
+            block_on(cache.prefill(sequence, RowLayout::token_major(tokens, &shape), &keys, &values, &prompt)).unwrap();
+        }
+        let projected = rows(fused.elements_needed(SEQUENCES, &shape), 0.13);
+        let dense: Vec<f32> = (0..SEQUENCES).flat_map(|at| projected[fused.row(at)..][..row].to_vec()).collect();
+        let step = StepPlan::new(&backend, &cache.plan(&[0, 1, 2]).unwrap()).unwrap();
+        let run = |step: &StepPlan, queries: &[f32], output: &Tensor| {
+            let queries = &upload(queries);
+            step.bind(&backend, &cache.stores(), StepTensors { queries, output, lse: None }).unwrap().launch().unwrap();
+            output.download(stream).unwrap()
+        };
+        let zeroed = |elements| Tensor::zeroed(stream, elements, ElementType::Bf16).unwrap();
+        let expected = run(&step, &dense, &zeroed(SEQUENCES * row));
+        let strided = step.clone().with_query_rows(fused).with_output_rows(ranks);
+        let got = run(&strided, &projected, &zeroed(SEQUENCES * 3 * row));
+        for (at, got) in got.chunks(row).enumerate() {
+            let expected = if at % 3 == 1 { &expected[at / 3 * row..][..row] } else { &[0.0; 512][..] };
+            assert_eq!(got, expected, "{format}, piece {at}");
+        }
+        let (short, output) = (upload(&projected[1..]), zeroed(SEQUENCES * 3 * row));
+        let tensors = StepTensors { queries: &short, output: &output, lse: None };
+        let bound = strided.bind(&backend, &cache.stores(), tensors);
+        assert!(matches!(bound, Err(Error::Elements { what: "queries", .. })));
+    }
 }

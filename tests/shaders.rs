@@ -13,7 +13,7 @@ use std::path::Path;
 use kvpack::backend::{AttendOptions, QueryPrecision};
 use kvpack::format::sketch::Sketch;
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, NormRule, Rotation, TensorFormat};
-use kvpack::plan::{AttendPlan, ElementType, Page, QueryRun, SpanView, Split, StoreView};
+use kvpack::plan::{AttendPlan, ElementType, Page, QueryRows, QueryRun, SpanView, Split, StoreView};
 use kvpack::wgpu::{Capabilities, KernelLimits, StepPlan, SubgroupSizes, Timestamps, Variant, variants};
 use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat};
 use naga::back::{hlsl, msl, spv};
@@ -98,6 +98,8 @@ fn decode_variants(capabilities: impl Fn(usize) -> Capabilities) -> Vec<Variant>
         let query = if turn % 5 == 0 { QueryPrecision::Int8 } else { QueryPrecision::Int16 };
         let options = AttendOptions { query, output: types[turn / 2 % 3], ..AttendOptions::default() };
         let step = StepPlan::new(&capabilities(turn), &plan, types[turn % 3], options).unwrap();
+        let rows = QueryRows { first: head_dim, stride: 20 * head_dim };
+        let step = if turn % 5 == 1 { step.with_query_rows(rows).with_output_rows(rows) } else { step };
         found.extend(step.variants());
     }
     found

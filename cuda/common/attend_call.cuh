@@ -45,7 +45,7 @@ struct AttendCall {
     // Address of every page.
     const u64* pages;
     const Item* items;
-    // [row][query head][channel].
+    // [row][query head][channel]; rows lie their strides apart.
     const void* queries;
     void* output;
     // Natural log-sum-exp [row][query head], where it is asked for.
@@ -60,6 +60,9 @@ struct AttendCall {
     u32* arrivals;
     // Extremes of calibrated scores, [query over a span][query head]; see common/calibration.cuh.
     u32* extremes;
+    // Elements from the queries, and from the outputs, of one sequence to those of the next.
+    u64 query_stride;
+    u64 output_stride;
     u32 kv_heads;
     // Query heads of a KV head, and chunks of them.
     u32 group;

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 
 use crate::backend::NonFinite;
 use crate::format::{AttentionShape, TILE_TOKENS};
-use crate::plan::{ElementType, Elements, IndexShape, Page, RowLayout, TokenIndices};
+use crate::plan::{ElementType, Elements, IndexShape, Page, QueryRows, RowLayout, TokenIndices};
 use crate::{Error, Result};
 
 /// The largest element that can be stored.
@@ -50,6 +50,42 @@ impl CpuTensor {
             Self::F16(x) => Elements::F16(x),
             Self::Bf16(x) => Elements::Bf16(x),
         }
+    }
+
+    /// The `rows` rows that lie so in the tensor, one after the other: queries out of a fused projection.
+    ///
+    /// # Errors
+    /// Those of [`QueryRows::check`].
+    pub fn take_rows(&self, at: QueryRows, rows: usize, shape: &AttentionShape) -> Result<Self> {
+        at.check("rows to take", self.elements().len(), rows, shape)?;
+        let elements = shape.query_heads() * shape.head_dim();
+        let places = || (0..rows).map(|row| at.row(row)..at.row(row) + elements);
+        Ok(match self {
+            Self::F32(x) => Self::F32(places().flat_map(|place| &x[place]).copied().collect()),
+            Self::F16(x) => Self::F16(places().flat_map(|place| &x[place]).copied().collect()),
+            Self::Bf16(x) => Self::Bf16(places().flat_map(|place| &x[place]).copied().collect()),
+        })
+    }
+
+    /// Puts the rows of another tensor, which lie there one after the other, where `at` says, rounded to the type of this one:
+    /// outputs among those of other ranks.
+    ///
+    /// # Errors
+    /// Those of [`QueryRows::check`], and [`Error::Elements`] when the other tensor does not hold whole rows.
+    pub fn put_rows(&mut self, at: QueryRows, dense: &Self, shape: &AttentionShape) -> Result<()> {
+        let elements = shape.query_heads() * shape.head_dim();
+        let rows = dense.elements().len() / elements;
+        QueryRows::dense(shape).check("rows to put", dense.elements().len(), rows, shape)?;
+        at.check("a tensor for rows", self.elements().len(), rows, shape)?;
+        for (row, x) in dense.to_f32().chunks_exact(elements).enumerate() {
+            let place = at.row(row)..at.row(row) + elements;
+            match self {
+                Self::F32(to) => to[place].copy_from_slice(x),
+                Self::F16(to) => to[place].convert_from_f32_slice(x),
+                Self::Bf16(to) => to[place].convert_from_f32_slice(x),
+            }
+        }
+        Ok(())
     }
 
     /// The elements as f32.
@@ -138,4 +174,26 @@ pub(super) fn check_span(what: &'static str, tokens: usize, pages: &[Page]) -> R
         return Err(Error::Plan { what, reason });
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_come_back_from_where_they_were_put() {
+        let shape = AttentionShape::new(2, 1, 64).unwrap();
+        let rows = CpuTensor::F32((0..3 * 128).map(|i| i as f32).collect());
+        let at = QueryRows { first: 8, stride: 200 };
+        for element in ElementType::ALL {
+            let mut whole = CpuTensor::from_f32(vec![-1.0; at.elements_needed(3, &shape) + 1], element);
+            whole.put_rows(at, &rows, &shape).unwrap();
+            // Numbers beyond 256 are rounded in bf16.
+            assert_eq!(whole.take_rows(at, 3, &shape).unwrap(), CpuTensor::from_f32(rows.to_f32(), element));
+            let outside = whole.to_f32().iter().filter(|&&x| x == -1.0).count();
+            assert_eq!(outside, whole.elements().len() - 3 * 128);
+            assert!(matches!(whole.take_rows(at, 4, &shape), Err(Error::Elements { .. })));
+            assert!(whole.put_rows(QueryRows { first: 12, ..at }, &rows, &shape).is_err());
+        }
+    }
 }

@@ -14,7 +14,7 @@ mod work;
 
 pub use attend::{AttendPlan, PlannedRun, PlannedSpan, QueryRun, Segment, SpanView, StoreView, Visible};
 pub use pages::{Page, PageAllocator};
-pub use rows::{ElementType, Elements, RowLayout, TokenRange};
+pub use rows::{ElementType, Elements, QueryRows, RowLayout, TokenRange};
 pub use state_rows::StateRows;
 pub use tokens::{IndexShape, Rows, TokenIndices};
 pub use work::{Dispatch, PreparedRow, SegmentWork, Split, Work, WorkItem};

@@ -215,3 +215,90 @@ impl RowLayout {
         Ok(())
     }
 }
+
+/// Where the rows `[query_heads, head_dim]` of queries or outputs lie in a dense tensor, in elements, if not one after the
+/// other: the queries of a fused projection, or the heads of one rank in a tensor of all heads.
+///
+/// ```
+/// use kvpack::AttentionShape;
+/// use kvpack::plan::QueryRows;
+/// // Queries first in rows of 32 query heads, 8 key heads and 8 value heads.
+/// let shape = AttentionShape::new(32, 8, 128)?;
+/// let fused = QueryRows { first: 0, stride: (32 + 8 + 8) * 128 };
+/// assert_eq!(fused.elements_needed(2, &shape), fused.stride + 32 * 128);
+/// # Ok::<(), kvpack::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct QueryRows {
+    /// Elements before the first row; a multiple of 4.
+    pub first: usize,
+    /// Elements from one row to the next; a multiple of 4, and at least a row.
+    pub stride: usize,
+}
+
+impl QueryRows {
+    /// One row after the other.
+    pub const fn dense(shape: &AttentionShape) -> Self {
+        Self { first: 0, stride: row_elements(shape) }
+    }
+
+    /// Index of the first element of a row.
+    pub const fn row(&self, row: usize) -> usize {
+        self.first + row * self.stride
+    }
+
+    /// Elements that a tensor needs to hold so many rows.
+    pub const fn elements_needed(&self, rows: usize, shape: &AttentionShape) -> usize {
+        if rows == 0 { 0 } else { self.row(rows - 1) + row_elements(shape) }
+    }
+
+    /// Checks that a tensor of `elements` elements holds so many rows; one whose rows are dense has to hold them alone.
+    ///
+    /// # Errors
+    /// [`Error::Elements`] when it does not, [`Error::Buffer`] when the rows overlap or do not begin at multiples of 4.
+    pub fn check(&self, what: &'static str, elements: usize, rows: usize, shape: &AttentionShape) -> Result<()> {
+        let Self { first, stride } = *self;
+        if stride < row_elements(shape) || !stride.is_multiple_of(4) || !first.is_multiple_of(4) {
+            let reason = format!(
+                "rows begin at element {first} and every {stride}; both must be multiples of 4, and a row of {} query heads \
+                 × {} channels must fit before the next",
+                shape.query_heads(),
+                shape.head_dim()
+            );
+            return Err(Error::Buffer { what, reason });
+        }
+        let expected = first
+            .checked_add(rows.saturating_sub(1).saturating_mul(stride))
+            .and_then(|last| last.checked_add(row_elements(shape)))
+            .unwrap_or(usize::MAX);
+        let dense = *self == Self::dense(shape);
+        if elements == expected || (elements > expected && !dense) {
+            return Ok(());
+        }
+        let mut of = format!("{rows} queries × {} query heads × {} channels", shape.query_heads(), shape.head_dim());
+        if !dense {
+            of += &format!(" ({first} elements before the first row, {stride} from one to the next)");
+        }
+        Err(Error::Elements { what, given: elements, expected, shape: of })
+    }
+}
+
+const fn row_elements(shape: &AttentionShape) -> usize {
+    shape.query_heads() * shape.head_dim()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_of_queries_must_fit() {
+        let shape = AttentionShape::new(4, 2, 64).unwrap();
+        let fits = |first, stride, elements| QueryRows { first, stride }.check("queries", elements, 3, &shape).is_ok();
+        assert!(fits(0, 256, 768) && !fits(0, 256, 767) && !fits(0, 256, 769));
+        assert!(fits(128, 512, 128 + 2 * 512 + 256) && !fits(128, 512, 128 + 2 * 512 + 255));
+        assert!(fits(128, 512, 2000), "what lies behind the last row does not matter");
+        assert!(!fits(0, 252, 2000) && !fits(2, 512, 2000) && !fits(0, 513, 2000));
+        assert!(!fits(0, usize::MAX / 4 * 4, 2000));
+    }
+}

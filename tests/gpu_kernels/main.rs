@@ -2,6 +2,7 @@
 #![cfg(feature = "wgpu")]
 
 mod append;
+mod engine_tensors;
 mod expected;
 #[path = "../gpu_device/mod.rs"]
 mod gpu_device;
@@ -10,7 +11,6 @@ mod lost;
 mod measure;
 mod memory;
 mod non_finite;
-mod one_buffer;
 mod quantize;
 mod tensor;
 mod twin;

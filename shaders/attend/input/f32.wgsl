@@ -3,8 +3,10 @@
 // gives: input4
 // binds: 2 inputs
 
+// import input_rows = attend/input_rows/slot.wgsl
+
 @group(0) @binding(2) var<storage, read> inputs: array<vec4<f32>>;
 
 fn input4(index: u32) -> vec4<f32> {
-    return inputs[index];
+    return inputs[input_at(index)];
 }

@@ -3,6 +3,8 @@
 // gives: write_output
 // binds: 8 outputs
 
+// import output_rows = attend/output_rows/slot.wgsl
+
 @group(0) @binding(8) var<storage, read_write> outputs: array<vec2<u32>>;
 
 fn write_output(index: u32, x: vec4<f32>) {
@@ -11,5 +13,5 @@ fn write_output(index: u32, x: vec4<f32>) {
     // Rounding would carry out of the largest NaNs.
     let is_nan = (bits & vec4<u32>(0x7fffffffu)) > vec4<u32>(0x7f800000u);
     let halves = select(nearest, bits | vec4<u32>(0x400000u), is_nan) >> vec4<u32>(16u);
-    outputs[index] = halves.xz | (halves.yw << vec2<u32>(16u));
+    outputs[output_at(index)] = halves.xz | (halves.yw << vec2<u32>(16u));
 }

@@ -3,8 +3,10 @@
 // gives: write_output
 // binds: 8 outputs
 
+// import output_rows = attend/output_rows/slot.wgsl
+
 @group(0) @binding(8) var<storage, read_write> outputs: array<vec2<u32>>;
 
 fn write_output(index: u32, x: vec4<f32>) {
-    outputs[index] = vec2<u32>(pack2x16float(x.xy), pack2x16float(x.zw));
+    outputs[output_at(index)] = vec2<u32>(pack2x16float(x.xy), pack2x16float(x.zw));
 }

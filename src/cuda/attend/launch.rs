@@ -29,6 +29,8 @@ pub(super) struct AttendCall {
     pub(super) state_lse: u64,
     pub(super) arrivals: u64,
     pub(super) extremes: u64,
+    pub(super) query_stride: u64,
+    pub(super) output_stride: u64,
     pub(super) kv_heads: u32,
     pub(super) group: u32,
     pub(super) chunks: u32,

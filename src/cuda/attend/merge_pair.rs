@@ -42,6 +42,7 @@ pub(in crate::cuda) fn merge_pair(
     let heads = joined.lse.elements();
     for (what, states) in [("the first states", first), ("the second states", second), ("the joined states", joined)] {
         for (tensor, channels) in [(&states.outputs, shape.head_dim()), (&states.lse, 1)] {
+            tensor.memory().check_stream(what, backend.stream())?;
             let (given, expected) = (tensor.elements(), heads * channels);
             if given != expected || heads % shape.query_heads() != 0 {
                 let shape = format!("{heads} rows of query heads × {channels} channels");

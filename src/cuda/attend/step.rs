@@ -16,7 +16,7 @@ use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::cuda::device::tensor::Tensor;
 use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat, TILE_TOKENS};
-use crate::plan::{AttendPlan, Block, ElementType, Page, Part, Segment, StateCounts, blocks};
+use crate::plan::{AttendPlan, Block, ElementType, Page, Part, QueryRows, Segment, StateCounts, blocks};
 use crate::{Error, Result};
 
 /// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`.
@@ -74,6 +74,8 @@ pub struct StepPlan {
     rows: usize,
     segments: Vec<SegmentStep>,
     states: usize,
+    query_rows: QueryRows,
+    output_rows: QueryRows,
 }
 
 /// Most query heads of a block: columns of an MMA.
@@ -102,7 +104,20 @@ impl StepPlan {
         }
         segments.iter_mut().for_each(SegmentStep::order_items);
         let states = assign_states(plan, &blocks, &mut segments)?;
-        Ok(Self { shape, rows: plan.rows(), segments, states })
+        let dense = QueryRows::dense(&shape);
+        Ok(Self { shape, rows: plan.rows(), segments, states, query_rows: dense, output_rows: dense })
+    }
+
+    /// The same step for queries whose rows lie so, in place of one after the other.
+    #[must_use]
+    pub fn with_query_rows(self, rows: QueryRows) -> Self {
+        Self { query_rows: rows, ..self }
+    }
+
+    /// The same step for outputs whose rows lie so, in place of one after the other.
+    #[must_use]
+    pub fn with_output_rows(self, rows: QueryRows) -> Self {
+        Self { output_rows: rows, ..self }
     }
 
     /// Kernel launches of the step, by name.
@@ -122,15 +137,12 @@ impl StepPlan {
     /// [`Error::OutOfMemory`]; errors of compiling kernels on first use.
     pub fn bind(&self, backend: &Cuda, stores: &[&Store], tensors: StepTensors<'_>) -> Result<BoundStep> {
         let StepTensors { queries, output, lse } = tensors;
-        let (heads, head_dim) = (self.shape.query_heads(), self.shape.head_dim());
-        let given =
-            [Some(("queries", queries, head_dim)), Some(("output", output, head_dim)), lse.map(|lse| ("lse", lse, 1))];
-        for (what, tensor, channels) in given.into_iter().flatten() {
-            let expected = self.rows * heads * channels;
-            if tensor.elements() != expected {
-                let shape = format!("{} queries × {heads} query heads × {channels} channels", self.rows);
-                return Err(Error::Elements { what, given: tensor.elements(), expected, shape });
-            }
+        let heads = self.shape.query_heads();
+        self.query_rows.check("queries", queries.elements(), self.rows, &self.shape)?;
+        self.output_rows.check("output", output.elements(), self.rows, &self.shape)?;
+        if let Some(lse) = lse.filter(|lse| lse.elements() != self.rows * heads) {
+            let shape = format!("{} queries × {heads} query heads", self.rows);
+            return Err(Error::Elements { what: "lse", given: lse.elements(), expected: self.rows * heads, shape });
         }
         if let Some(lse) = lse.filter(|lse| lse.element_type() != ElementType::F32) {
             let reason = format!("is {:?}, log-sum-exps are f32", lse.element_type());
@@ -166,8 +178,8 @@ impl StepPlan {
             let call = AttendCall {
                 pages: tables.address(),
                 items: tables.address() + (segment.pages.len() * size_of::<u64>()) as u64,
-                queries: queries.address(),
-                output: output.address(),
+                queries: queries.address_of(self.query_rows.first),
+                output: output.address_of(self.output_rows.first),
                 lse: lse.map_or(0, Tensor::address),
                 key_ranges: store.slot_address(KeyOrValue::Key, 0),
                 value_ranges: store.slot_address(KeyOrValue::Value, 0),
@@ -175,6 +187,8 @@ impl StepPlan {
                 state_lse: state_lse.address(),
                 arrivals: arrivals.address(),
                 extremes: extremes.as_ref().map_or(0, |extremes| extremes.address()),
+                query_stride: self.query_rows.stride as u64,
+                output_stride: self.output_rows.stride as u64,
                 kv_heads: self.shape.kv_heads() as u32,
                 group: self.shape.group() as u32,
                 chunks: chunks as u32,

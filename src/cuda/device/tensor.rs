@@ -123,6 +123,11 @@ impl Tensor {
         self.element_type
     }
 
+    /// Where an element lies on the device.
+    pub(crate) fn address_of(&self, element: usize) -> u64 {
+        self.address() + (element * self.element_type.bytes()) as u64
+    }
+
     /// The type as kernels know it.
     pub(crate) const fn type_code(&self) -> u32 {
         type_code(self.element_type)

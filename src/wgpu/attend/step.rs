@@ -16,8 +16,8 @@ use super::prepare_query::Extremes;
 use super::scratch::{Layout, Scratch, ScratchBytes, Section};
 use super::specialisation::{MAX_TILES, Specialisation};
 use crate::backend::AttendOptions;
-use crate::format::{KeyOrValue, TILE_TOKENS};
-use crate::plan::{AttendPlan, Dispatch, ElementType, Segment, SegmentWork, Work};
+use crate::format::{AttentionShape, KeyOrValue, TILE_TOKENS};
+use crate::plan::{AttendPlan, Dispatch, ElementType, QueryRows, Segment, SegmentWork, Work};
 use crate::wgpu::device::capabilities::MOST_STORAGE_BUFFERS;
 use crate::wgpu::device::guard;
 use crate::wgpu::device::store::StorePart;
@@ -30,14 +30,17 @@ pub struct StepPlan {
     work: Work,
     input: ElementType,
     output: ElementType,
+    query_rows: QueryRows,
+    output_rows: QueryRows,
     lse: LseOutput,
     launches: Vec<PlannedLaunch>,
     tables: Vec<u8>,
     scratch: ScratchBytes,
 }
 
-/// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`. They may lie in one buffer, next to each
-/// other, but not over each other.
+/// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`, one row after the other unless the step
+/// was planned for other [rows](StepPlan::with_query_rows). They may lie in one buffer, next to each other, but not over each
+/// other.
 #[derive(Clone, Copy, Debug)]
 pub struct StepTensors<'a> {
     /// Queries, after rotary embedding, not scaled.
@@ -73,6 +76,42 @@ enum Slot {
 
 /// The buffers of a launch, by the names that the shader gives them.
 type Buffers = Vec<(&'static str, Slot)>;
+
+/// How a launch is told that rows do not lie one after the other.
+struct Strided {
+    tensor: Slot,
+    slot: &'static str,
+    file: &'static str,
+    /// What lies before the first row, a row, and from one row to the next.
+    constants: [&'static str; 3],
+}
+
+const STRIDED_QUERIES: Strided = Strided {
+    tensor: Slot::Input,
+    slot: "input_rows",
+    file: "attend/input_rows/strided.wgsl",
+    constants: ["INPUT_FIRST", "INPUT_ROW", "INPUT_STRIDE"],
+};
+
+const STRIDED_OUTPUTS: Strided = Strided {
+    tensor: Slot::Output,
+    slot: "output_rows",
+    file: "attend/output_rows/strided.wgsl",
+    constants: ["OUTPUT_FIRST", "OUTPUT_ROW", "OUTPUT_STRIDE"],
+};
+
+impl PlannedLaunch {
+    /// The same launch; if it binds the tensor, its rows lie as `rows` says.
+    fn with_rows(&self, strided: &Strided, rows: QueryRows, shape: &AttentionShape) -> Self {
+        if self.buffers.iter().all(|(_, bound)| *bound != strided.tensor) {
+            return self.clone();
+        }
+        let sizes = [rows.first, QueryRows::dense(shape).stride, rows.stride].map(|elements| elements / 4);
+        let variant = self.variant.clone().import(strided.slot, strided.file);
+        let set = |variant: Variant, (name, size)| variant.constant(name, size);
+        Self { variant: strided.constants.into_iter().zip(sizes).fold(variant, set), ..self.clone() }
+    }
+}
 
 impl StepPlan {
     /// Decides the kernels of `plan` on a device with `capabilities`, for queries of `input` elements.
@@ -113,9 +152,26 @@ impl StepPlan {
         let mut builder = Builder { capabilities, work: &work, input, options, lse, layout: Layout::new(capabilities) };
         let launches = builder.launches();
         let Layout { tables, scratch, .. } = builder.layout;
-        let step = Self { work, input, output: options.output, lse, launches, tables, scratch };
+        let (dense, output) = (QueryRows::dense(work.shape()), options.output);
+        let step = Self { work, input, output, query_rows: dense, output_rows: dense, lse, launches, tables, scratch };
         step.check_limits(capabilities)?;
         Ok(step)
+    }
+
+    /// The same step for queries whose rows lie so, in place of one after the other. Every stride, and every number of
+    /// elements before the first row, is a kernel variant of its own: what differs from step to step belongs into the offset of
+    /// the tensor.
+    #[must_use]
+    pub fn with_query_rows(self, rows: QueryRows) -> Self {
+        let launches = self.launches.iter().map(|launch| launch.with_rows(&STRIDED_QUERIES, rows, self.work.shape()));
+        Self { query_rows: rows, launches: launches.collect(), ..self }
+    }
+
+    /// The same step for outputs whose rows lie so; see [`StepPlan::with_query_rows`].
+    #[must_use]
+    pub fn with_output_rows(self, rows: QueryRows) -> Self {
+        let launches = self.launches.iter().map(|launch| launch.with_rows(&STRIDED_OUTPUTS, rows, self.work.shape()));
+        Self { output_rows: rows, launches: launches.collect(), ..self }
     }
 
     /// The work items of the step.
@@ -194,18 +250,19 @@ impl StepPlan {
             };
             return Err(Error::Buffer { what: "log-sum-exps", reason: reason.into() });
         }
-        let of = |what, tensor, head_dim, element_type| (what, tensor, head_dim, element_type);
+        self.query_rows.check("queries", tensors.queries.elements(), rows, shape)?;
+        self.output_rows.check("output", tensors.output.elements(), rows, shape)?;
+        if let Some(lse) = tensors.lse.filter(|lse| lse.elements() != rows * shape.query_heads()) {
+            let (given, expected) = (lse.elements(), rows * shape.query_heads());
+            let shape = format!("{rows} queries × {} query heads", shape.query_heads());
+            return Err(Error::Elements { what: "log-sum-exps", given, expected, shape });
+        }
         let given = [
-            Some(of("queries", tensors.queries, shape.head_dim(), self.input)),
-            Some(of("output", tensors.output, shape.head_dim(), self.output)),
-            tensors.lse.zip(lse_type).map(|(lse, element_type)| of("log-sum-exps", lse, 1, element_type)),
+            Some(("queries", tensors.queries, self.input)),
+            Some(("output", tensors.output, self.output)),
+            tensors.lse.zip(lse_type).map(|(lse, element_type)| ("log-sum-exps", lse, element_type)),
         ];
-        for (what, tensor, head_dim, element_type) in given.into_iter().flatten() {
-            let expected = rows * shape.query_heads() * head_dim;
-            if tensor.elements() != expected {
-                let shape = format!("{rows} queries × {} query heads × {head_dim} channels", shape.query_heads());
-                return Err(Error::Elements { what, given: tensor.elements(), expected, shape });
-            }
+        for (what, tensor, element_type) in given.into_iter().flatten() {
             if tensor.element_type() != element_type {
                 return Err(Error::Buffer {
                     what,

@@ -299,10 +299,22 @@ const SCORE_SCALE: f32 = 0.12751743f;
 // gives: input4
 // binds: 2 inputs
 
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/input_rows/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn input_at(index: u32) -> u32 {
+    return index;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/input/f16.wgsl
+// ----------------------------------------------------------------------------------------------------
+
 @group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
 
 fn input4(index: u32) -> vec4<f32> {
-    let words = inputs[index];
+    let words = inputs[input_at(index)];
     return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
 }
 

@@ -266,10 +266,22 @@ const SCORE_SCALE: f32 = 0.12751743f;
 // gives: input4
 // binds: 2 inputs
 
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/input_rows/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn input_at(index: u32) -> u32 {
+    return index;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/input/f16.wgsl
+// ----------------------------------------------------------------------------------------------------
+
 @group(0) @binding(2) var<storage, read_write> inputs: array<vec2<u32>>;
 
 fn input4(index: u32) -> vec4<f32> {
-    let words = inputs[index];
+    let words = inputs[input_at(index)];
     return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
 }
 
@@ -956,10 +968,22 @@ const STATE_ROW: u32 = FIELDS + 1u;
 // gives: write_output
 // binds: 8 outputs
 
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/output_rows/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn output_at(index: u32) -> u32 {
+    return index;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/output/f16.wgsl
+// ----------------------------------------------------------------------------------------------------
+
 @group(0) @binding(8) var<storage, read_write> outputs: array<vec2<u32>>;
 
 fn write_output(index: u32, x: vec4<f32>) {
-    outputs[index] = vec2<u32>(pack2x16float(x.xy), pack2x16float(x.zw));
+    outputs[output_at(index)] = vec2<u32>(pack2x16float(x.xy), pack2x16float(x.zw));
 }
 
 // ----------------------------------------------------------------------------------------------------
