@@ -10,9 +10,22 @@ const CHANGED: usize = 12;
 /// What all of it may take on a slow and busy machine.
 const MOST_TIME: Duration = Duration::from_secs(120);
 
+/// Bytes of the largest sound golden file that is changed.
+const LARGEST_GOLDEN: u64 = 20_000;
+
+/// The seeds of a target. Of golden files there are sound ones in the repository, for every op.
 fn files(target: &str) -> Vec<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus").join(target);
-    let entries = std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut files = listed(&root.join("fuzz/corpus").join(target));
+    if target == "golden" {
+        let sound = listed(&root.join("tests/golden")).into_iter();
+        files.extend(sound.filter(|file| file.metadata().unwrap().len() < LARGEST_GOLDEN));
+    }
+    files
+}
+
+fn listed(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
     let mut files: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
     files.sort();
     files
@@ -36,6 +49,12 @@ fn change(bytes: &mut Vec<u8>, random: &mut fastrand::Rng) {
                 bytes[at..at + length].copy_from_slice(&number[..length]);
             }
             3 => bytes[at] = b"0123456789-.\"{}[],:"[random.usize(..19)],
+            4 | 5 => {
+                // A number in a text, all its digits.
+                let digits = bytes[at..].iter_mut().skip_while(|byte| !byte.is_ascii_digit());
+                let with = b"0189"[random.usize(..4)];
+                digits.take_while(|byte| byte.is_ascii_digit()).for_each(|byte| *byte = with);
+            }
             _ => bytes[at] ^= 1 << random.u8(..8),
         }
     }
