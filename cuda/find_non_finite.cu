@@ -1,4 +1,4 @@
-// find_non_finite: the first element, in token order, that is NaN, infinite or beyond the range of f16.
+// find_non_finite: the first element, in token order, that is NaN, infinite or beyond ±largest.
 //
 // One thread looks at FINITE_CHUNK elements; neighbours at neighbouring ones. What it finds enters an atomic minimum of
 // (token · kv_heads + kv_head) · head_dim + channel, which starts above all of them.
@@ -12,7 +12,6 @@
 #include "common/rows.cuh"
 
 constexpr u32 FINITE_CHUNK = 8;
-constexpr float LARGEST_HALF = 65504.0f;
 
 extern "C" __global__ void find_non_finite(const RowsCall call, u64* found) {
     const u64 total = (u64)call.tokens * call.kv_heads * TENSOR_CHANNELS;
@@ -24,7 +23,7 @@ extern "C" __global__ void find_non_finite(const RowsCall call, u64* found) {
         const u32 kv_head = (u32)(index / TENSOR_CHANNELS % call.kv_heads);
         const float x = element(call, (u32)(index / TENSOR_CHANNELS / call.kv_heads), kv_head, channel);
         // False for NaN.
-        if (!(fabsf(x) <= LARGEST_HALF)) {
+        if (!(fabsf(x) <= call.largest)) {
             atomicMin(found, index);
             return;
         }

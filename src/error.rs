@@ -81,10 +81,10 @@ pub enum Error {
         hint: &'static str,
     },
 
-    /// A key or value that is NaN, infinite or too large for f16.
+    /// A key or value that is NaN, infinite or too large for the formats of the cache.
     #[error(
         "{tensor} holds {value} at token {token}, KV head {kv_head}, channel {channel}: keys and values must be finite \
-         and within ±65504 (the range of f16). The cache was not changed"
+         and, in the formats of this cache, within ±{largest}. The cache was not changed"
     )]
     NotFinite {
         /// Keys or values.
@@ -97,6 +97,9 @@ pub enum Error {
         channel: usize,
         /// The element, printed (NaN compares unequal to itself).
         value: String,
+        /// The largest element that the cache takes, see
+        /// [`TensorFormat::largest_element`](crate::format::TensorFormat::largest_element).
+        largest: f32,
     },
 
     /// A sequence index outside the batch.

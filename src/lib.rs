@@ -89,7 +89,8 @@
 //! anything changes; a call that fails leaves the tokens of a cache as they were. Messages say what was given, what would
 //! be allowed and what to do.
 //!
-//! Keys and values are checked element by element. Queries are not, since that would cost a wait in every step: NaN
+//! Keys and values are checked element by element: they must be finite and no larger than
+//! [what their format holds](format::TensorFormat::largest_element), ±65504 in f16, ±32752 in codes, less in rotated rows. Queries are not, since that would cost a wait in every step: NaN
 //! propagates. The outputs of a query head that holds a NaN or an infinity are NaN, on every backend; those of other heads are
 //! not touched by it.
 

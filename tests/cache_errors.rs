@@ -60,9 +60,10 @@ impl Forward for Failing {
         tensor: &CpuTensor,
         rows: &RowLayout,
         shape: &AttentionShape,
+        largest: f32,
     ) -> Result<Option<NonFinite>> {
         self.call()?;
-        self.cpu.first_non_finite(which, tensor, rows, shape).await
+        self.cpu.first_non_finite(which, tensor, rows, shape, largest).await
     }
 
     fn quantize(

@@ -52,11 +52,12 @@ impl Forward for Mistaken {
         tensor: &CpuTensor,
         rows: &RowLayout,
         shape: &AttentionShape,
+        largest: f32,
     ) -> Result<Option<NonFinite>> {
         if self.mistake == Mistake::OverlooksValues && which == KeyOrValue::Value {
             return Ok(None);
         }
-        self.cpu.first_non_finite(which, tensor, rows, shape).await
+        self.cpu.first_non_finite(which, tensor, rows, shape, largest).await
     }
 
     fn dequantize(&self, store: &CpuStore, read: SpanRead<'_>) -> Result<(CpuTensor, CpuTensor)> {

@@ -1,6 +1,8 @@
 //! What the CUDA backend stores and computes, on a device. `kvpack check --backend cuda` runs the conformance cases there;
 //! these are what no case covers.
 
+mod cache_edges;
+mod non_finite_queries;
 mod rounding;
 
 use std::path::PathBuf;
@@ -34,6 +36,19 @@ fn no_driver_is_an_error_and_no_panic() {
     }
     let error = Cuda::open(0, KernelCache::Directory(PathBuf::from("unused"))).expect_err("there is no driver");
     assert!(matches!(error, Error::Adapter { .. }), "{error}");
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn nan_in_queries_propagates() {
+    non_finite_queries::check(&device(), |_| true);
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn edges_of_a_cache_are_those_of_the_cpu() {
+    cache_edges::truncation_leaves_nothing(&device());
+    cache_edges::the_largest_elements_are_taken(&device());
 }
 
 /// A tile on the device is the CPU's tile in the other order, bit for bit.

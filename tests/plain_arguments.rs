@@ -165,5 +165,5 @@ fn a_backend_refuses_what_it_cannot_hold() {
     assert_eq!(backend.store_bytes(&store), 0);
     let tensor = CpuTensor::from_f32(vec![0.0; 64], ElementType::F32);
     let rows = RowLayout { tokens: 1, token_stride: usize::MAX, head_stride: usize::MAX };
-    assert!(block_on(backend.first_non_finite(KeyOrValue::Key, &tensor, &rows, &shape())).is_err());
+    assert!(block_on(backend.first_non_finite(KeyOrValue::Key, &tensor, &rows, &shape(), 65504.0)).is_err());
 }

@@ -35,7 +35,8 @@ struct RowsCall {
     u32 index_stride;
     const u32* indices;
     u32 below;
-    u32 unused;
+    // The largest element that is in order, where elements are looked at.
+    float largest;
 };
 
 // The token of the tensor that is this token of the span.

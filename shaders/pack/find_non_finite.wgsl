@@ -1,4 +1,4 @@
-// find_non_finite: index, in token order, of the first element that f16 cannot hold: NaN, infinite or beyond ±65504.
+// find_non_finite: index, in token order, of the first element that cannot be stored: NaN, infinite or beyond ±largest.
 //
 //   first = min over such elements of (token · kv_heads + kv_head) · head_dim + channel
 //
@@ -14,9 +14,6 @@
 // import pack/call.wgsl
 // import rows = pack/rows/f32.wgsl
 
-// Bits of 65504.
-const LARGEST: u32 = 0x477fe000u;
-
 @group(0) @binding(2) var<storage, read_write> first: atomic<u32>;
 
 @compute @workgroup_size(64)
@@ -27,11 +24,12 @@ fn find_non_finite(
 ) {
     let turns = groups.x * groups.y * FLAT_WORKGROUP;
     let count = call.tokens * call.kv_heads * call.head_dim;
+    let largest = bitcast<u32>(call.largest);
     var index = flat_index(group, groups, invocation);
     while (index < count) {
         let row = index / call.head_dim;
         let start = row_start(row / call.kv_heads, row % call.kv_heads);
-        if ((element_bits(start + index % call.head_dim) & 0x7fffffffu) > LARGEST) {
+        if ((element_bits(start + index % call.head_dim) & 0x7fffffffu) > largest) {
             atomicMin(&first, index);
             // Later turns of this invocation have larger indices.
             return;

@@ -103,8 +103,9 @@ pub trait Forward {
         tensor: &Tensor<Self>,
         rows: &RowLayout,
         shape: &AttentionShape,
+        largest: f32,
     ) -> impl Future<Output = Result<Option<NonFinite>>> {
-        self.inner().first_non_finite(which, tensor, rows, shape)
+        self.inner().first_non_finite(which, tensor, rows, shape, largest)
     }
 
     fn quantize(
@@ -245,8 +246,9 @@ impl<F: Forward> Packing for Forwarding<F> {
         tensor: &Tensor<F>,
         rows: &RowLayout,
         shape: &AttentionShape,
+        largest: f32,
     ) -> impl Future<Output = Result<Option<NonFinite>>> {
-        self.0.first_non_finite(which, tensor, rows, shape)
+        self.0.first_non_finite(which, tensor, rows, shape, largest)
     }
 
     fn quantize(

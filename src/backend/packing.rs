@@ -78,7 +78,7 @@ pub struct NonFinite {
 ///
 /// A method that returns an error has changed nothing that a later call could see.
 pub trait Packing: Storage {
-    /// The first key or value, in token order, that is NaN, infinite or beyond ±65504.
+    /// The first key or value, in token order, that is NaN, infinite or beyond ±`largest`.
     ///
     /// # Errors
     /// [`Elements`](crate::Error::Elements) when the tensor is shorter than its layout says.
@@ -88,6 +88,7 @@ pub trait Packing: Storage {
         tensor: &Self::Tensor,
         rows: &RowLayout,
         shape: &AttentionShape,
+        largest: f32,
     ) -> impl Future<Output = Result<Option<NonFinite>>>;
 
     /// Kernel `quantize`: ranges, codes and ranges' storage of one span. The input must be finite.

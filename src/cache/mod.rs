@@ -290,13 +290,16 @@ impl<B: Backend> KvCache<B> {
         rows.check("keys", self.backend.elements(keys), &self.shape)?;
         rows.check("values", self.backend.elements(values), &self.shape)?;
         for (which, tensor) in [(KeyOrValue::Key, keys), (KeyOrValue::Value, values)] {
-            if let Some(found) = self.backend.first_non_finite(which, tensor, rows, &self.shape).await? {
+            // Whatever is stored in f16 now may be packed later.
+            let largest = self.recipe.packed.tensor(which).largest_element(self.shape.head_dim());
+            if let Some(found) = self.backend.first_non_finite(which, tensor, rows, &self.shape, largest).await? {
                 return Err(Error::NotFinite {
                     tensor: which,
                     token: found.token,
                     kv_head: found.kv_head,
                     channel: found.channel,
                     value: found.value.to_string(),
+                    largest,
                 });
             }
         }

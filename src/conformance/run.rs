@@ -105,6 +105,9 @@ fn first_difference(
     first.map(|first| (elements, first))
 }
 
+/// The largest element that is in order: that of f16.
+const LARGEST: f32 = 65504.0;
+
 /// Checks `first_non_finite` on the clean keys and values of every sequence, and on the first sequence's with an
 /// element spoilt in the middle.
 async fn search_non_finite<B: Backend>(
@@ -116,7 +119,7 @@ async fn search_non_finite<B: Backend>(
     let mut failures = Vec::new();
     for (index, (sequence, (keys, values))) in data.iter().zip(tensors).enumerate() {
         for (which, tensor) in [(KeyOrValue::Key, keys), (KeyOrValue::Value, values)] {
-            if let Some(found) = backend.first_non_finite(which, tensor, &sequence.rows, &case.shape).await? {
+            if let Some(found) = backend.first_non_finite(which, tensor, &sequence.rows, &case.shape, LARGEST).await? {
                 let message = format!("{which} of sequence {index} is finite, {found:?} was reported");
                 failures.push(Failure::NonFinite { message });
             }
@@ -144,7 +147,7 @@ async fn search_planted<B: Backend>(
     tensor.set(sequence.rows.elements_needed(&case.shape) - 1, f32::INFINITY);
     tensor.set(sequence.rows.row(token, kv_head) + channel, value);
     let tensor = backend.upload(tensor.elements()).await?;
-    let found = backend.first_non_finite(which, &tensor, &sequence.rows, &case.shape).await?;
+    let found = backend.first_non_finite(which, &tensor, &sequence.rows, &case.shape, LARGEST).await?;
     let right = found.is_some_and(|found| {
         (found.token, found.kv_head, found.channel) == (token, kv_head, channel)
             && (found.value == value || (found.value.is_nan() && value.is_nan()))

@@ -118,12 +118,13 @@ impl Packing for Cpu {
         tensor: &CpuTensor,
         rows: &RowLayout,
         shape: &AttentionShape,
+        largest: f32,
     ) -> Result<Option<NonFinite>> {
         let what = match which {
             KeyOrValue::Key => "keys",
             KeyOrValue::Value => "values",
         };
-        first_non_finite(what, tensor.elements(), rows, shape)
+        first_non_finite(what, tensor.elements(), rows, shape, largest)
     }
 
     fn quantize(

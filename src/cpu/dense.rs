@@ -10,9 +10,6 @@ use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{ElementType, Elements, IndexShape, Page, QueryRows, RowLayout, TokenIndices};
 use crate::{Error, Result};
 
-/// The largest element that can be stored.
-const LARGEST_F16: f32 = 65504.0;
-
 /// A dense tensor in host memory.
 #[derive(Clone, Debug, PartialEq)]
 pub enum CpuTensor {
@@ -139,7 +136,7 @@ pub(super) fn read_row(elements: Elements<'_>, start: usize, row: &mut [f32]) {
     }
 }
 
-/// The first element, in token order, that is NaN, infinite or beyond the range of f16.
+/// The first element, in token order, that is NaN, infinite or beyond ±`largest`.
 ///
 /// # Errors
 /// [`Error::NoTokens`] or [`Error::Elements`] when the tensor does not fit its layout.
@@ -148,9 +145,10 @@ pub fn first_non_finite(
     elements: Elements<'_>,
     rows: &RowLayout,
     shape: &AttentionShape,
+    largest: f32,
 ) -> Result<Option<NonFinite>> {
     rows.check(what, elements.len(), shape)?;
-    let storable = |x: &f32| x.abs() <= LARGEST_F16; // false for NaN
+    let storable = |x: &f32| x.abs() <= largest; // false for NaN
     let mut row = vec![0.0; shape.head_dim()];
     for token in 0..rows.tokens {
         for kv_head in 0..shape.kv_heads() {

@@ -159,13 +159,14 @@ impl Packing for Cuda {
         tensor: &Tensor,
         rows: &RowLayout,
         shape: &AttentionShape,
+        largest: f32,
     ) -> Result<Option<NonFinite>> {
         let what = match which {
             KeyOrValue::Key => "keys",
             KeyOrValue::Value => "values",
         };
         tensor.memory().check_stream(what, &self.stream)?;
-        let Some(index) = self.launcher().find_non_finite(what, tensor, rows, shape)? else { return Ok(None) };
+        let Some(index) = self.launcher().find_non_finite(what, tensor, rows, shape, largest)? else { return Ok(None) };
         let (row, channel) = (index / shape.head_dim(), index % shape.head_dim());
         let (token, kv_head) = (row / shape.kv_heads(), row % shape.kv_heads());
         let value = tensor.download_part(&self.stream, rows.row(token, kv_head) + channel, 1)?;

@@ -280,6 +280,28 @@ mod tests {
         }
     }
 
+    /// The signs are part of the format: channels that the formula of [`Rotation::flips`], worked out apart, flips.
+    #[test]
+    fn signs_are_those_of_the_contract() {
+        let wanted: [(u32, &[usize]); 3] = [
+            (0, &[2, 3, 4, 5, 9, 15, 17, 18, 19, 21, 28, 29]),
+            (7, &[0, 1, 9, 13, 15, 20, 25, 28, 29, 30]),
+            (0x7475_7262, &[3, 4, 5, 6, 7, 9, 12, 15, 17, 19, 21, 22, 23, 27, 29, 30]),
+        ];
+        for (seed, flipped) in wanted {
+            let rotation = Rotation::randomized(32, seed);
+            for channel in 0..32 {
+                // A row of one channel becomes a column of the matrix, whose first entry is positive without the sign.
+                let mut row = [0.0; 32];
+                row[channel] = 1.0;
+                rotation.rotate(&mut row).unwrap();
+                assert_eq!(row[0] < 0.0, flipped.contains(&channel), "seed {seed}, channel {channel}");
+                rotation.unrotate(&mut row).unwrap();
+                assert!((row[channel] - 1.0).abs() < 1e-5, "seed {seed}, channel {channel}");
+            }
+        }
+    }
+
     proptest! {
         #[test]
         fn rotating_keeps_the_norm_and_comes_back(

@@ -6,6 +6,9 @@ use super::sketch::Sketch;
 use super::{AttentionShape, Bits, Codebook, RangeRule, Rotation, TILE_TOKENS};
 use crate::{Error, Result};
 
+/// The largest f16.
+const LARGEST_HALF: f32 = 65504.0;
+
 /// Keys or values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KeyOrValue {
@@ -234,6 +237,20 @@ impl TensorFormat {
             Some(Grouping::ChannelTokens(tokens)) => groups(TILE_TOKENS, tokens) * head_dim,
             Some(Grouping::Token) => TILE_TOKENS,
             Some(Grouping::TokenChannels(channels)) => TILE_TOKENS * groups(head_dim, channels),
+        }
+    }
+
+    /// The largest element, by its size, that is stored in full and comes back within the range of f16: 65504 in f16.
+    ///
+    /// Scales, minima and norms beside tiles are f16. The spread of a group is up to twice its largest element, so codes
+    /// take half of that: 32752. Rotated rows and norms gather up to `√head_dim` times the largest element of a row, so those
+    /// take `32752 / √head_dim`: 4094 at head_dim 64, 2047 at 256. [`KvCache`](crate::KvCache) refuses more; kernels that are
+    /// handed more store the nearest that they can.
+    pub fn largest_element(&self, head_dim: usize) -> f32 {
+        match (self, self.rotation()) {
+            (Self::F16, _) => LARGEST_HALF,
+            (_, None) => LARGEST_HALF / 2.0,
+            (_, Some(_)) => (f64::from(LARGEST_HALF) / 2.0 / (head_dim as f64).sqrt()) as f32,
         }
     }
 

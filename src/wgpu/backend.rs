@@ -214,8 +214,9 @@ impl Packing for Wgpu {
         tensor: &Tensor,
         rows: &RowLayout,
         shape: &AttentionShape,
+        largest: f32,
     ) -> Result<Option<NonFinite>> {
-        let plan = FindNonFinitePlan::new(shape, *rows)?;
+        let plan = FindNonFinitePlan::new(shape, *rows, largest)?;
         let what = match which {
             KeyOrValue::Key => "keys",
             KeyOrValue::Value => "values",

@@ -56,7 +56,10 @@ fn every_call_on_a_lost_device_says_so() {
     lost("zeroed", Tensor::zeroed(backend.device(), 4, ElementType::F32).err());
     lost("add_shard", block_on(backend.add_shard(&mut packed, 1)).err());
     lost("reserve_ranges", block_on(backend.reserve_ranges(&mut packed, 9)).err());
-    lost("first_non_finite", block_on(backend.first_non_finite(KeyOrValue::Key, &tensor, &rows, &shape)).err());
+    lost(
+        "first_non_finite",
+        block_on(backend.first_non_finite(KeyOrValue::Key, &tensor, &rows, &shape, 65504.0)).err(),
+    );
     lost("quantize", backend.quantize(&mut packed, &tensor, &tensor, write).err());
     lost("dequantize", backend.dequantize(&packed, read).err());
     let token = TokenWrite { token: 0, page, slot: 0 };

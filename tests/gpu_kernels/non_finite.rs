@@ -26,7 +26,7 @@ fn the_first_is_found() {
             put(16, 2, 79, 65504.0);
             put(3, 0, 0, -65504.0);
             let tensor = block_on(backend.upload(elements.as_slice().into())).unwrap();
-            let found = block_on(backend.first_non_finite(KeyOrValue::Key, &tensor, &rows, &shape)).unwrap();
+            let found = block_on(backend.first_non_finite(KeyOrValue::Key, &tensor, &rows, &shape, 65504.0)).unwrap();
             let NonFinite { token, kv_head, channel, value } = found.unwrap();
             assert_eq!((token, kv_head, channel), (17, 1, 79));
             assert_eq!(value.is_nan(), bad.is_nan());
@@ -45,7 +45,7 @@ fn halves_are_searched_too() {
     elements[1] = f16::MIN_POSITIVE_SUBNORMAL;
     let search = |elements: &[f16]| {
         let tensor = block_on(backend.upload(elements.into())).unwrap();
-        block_on(backend.first_non_finite(KeyOrValue::Value, &tensor, &rows, &shape)).unwrap()
+        block_on(backend.first_non_finite(KeyOrValue::Value, &tensor, &rows, &shape, 65504.0)).unwrap()
     };
     assert_eq!(search(&elements), None);
     elements[129] = f16::INFINITY;

@@ -50,7 +50,8 @@ struct RowsCall {
     index_stride: u32,
     indices: u64,
     below: u32,
-    unused: u32,
+    /// The largest element that is in order, where elements are looked at.
+    largest: f32,
 }
 
 // SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
@@ -344,13 +345,15 @@ impl Launcher<'_> {
         Ok([read_back(KeyOrValue::Key)?, read_back(KeyOrValue::Value)?])
     }
 
-    /// Kernel `find_non_finite`: the index, in token order, of the first element that cannot be stored.
+    /// Kernel `find_non_finite`: the index, in token order, of the first element that is NaN, infinite or beyond
+    /// ±`largest`.
     pub(crate) fn find_non_finite(
         &self,
         what: &'static str,
         tensor: &Tensor,
         rows: &RowLayout,
         shape: &AttentionShape,
+        largest: f32,
     ) -> Result<Option<usize>> {
         rows.check(what, tensor.elements(), shape)?;
         let source = Source { tensor, rows: *rows, first_token: 0, tokens: rows.tokens };
@@ -360,7 +363,8 @@ impl Launcher<'_> {
         let elements = rows.tokens * shape.kv_heads() * shape.head_dim();
         let chunk = BLOCK as usize * FINITE_CHUNK;
         let threads = (elements.div_ceil(chunk) * BLOCK as usize) as u64;
-        self.run_with(&program, "find_non_finite", &source.call(shape), Some(&found.address()), threads)?;
+        let call = RowsCall { largest, ..source.call(shape) };
+        self.run_with(&program, "find_non_finite", &call, Some(&found.address()), threads)?;
         let index: u64 = bytemuck::pod_read_unaligned(&found.download(self.stream, "what was found")?);
         Ok((index != u64::MAX).then_some(index as usize))
     }

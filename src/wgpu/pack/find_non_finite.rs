@@ -13,11 +13,12 @@ const ELEMENTS_PER_INVOCATION: u64 = 16;
 /// What the kernel writes where it finds nothing.
 const NOTHING: u32 = u32::MAX;
 
-/// Looks for an element that f16 cannot hold: decided, but for the tensor.
+/// Looks for an element that is NaN, infinite or too large: decided, but for the tensor.
 #[derive(Clone, Debug)]
 pub struct FindNonFinitePlan {
     shape: AttentionShape,
     rows: RowLayout,
+    largest: f32,
     elements: u64,
 }
 
@@ -43,11 +44,11 @@ pub struct ElementPosition {
 }
 
 impl FindNonFinitePlan {
-    /// Plans a search of all rows.
+    /// Plans a search of all rows for elements beyond ±`largest`.
     ///
     /// # Errors
     /// [`Error::Limit`] when a 32-bit index does not count the elements.
-    pub fn new(shape: &AttentionShape, rows: RowLayout) -> Result<Self> {
+    pub fn new(shape: &AttentionShape, rows: RowLayout, largest: f32) -> Result<Self> {
         let elements = rows.tokens as u64 * (shape.kv_heads() * shape.head_dim()) as u64;
         if elements >= u64::from(NOTHING) {
             return Err(Error::Limit {
@@ -57,7 +58,7 @@ impl FindNonFinitePlan {
                 hint: "pass fewer tokens at once",
             });
         }
-        Ok(Self { shape: *shape, rows, elements })
+        Ok(Self { shape: *shape, rows, largest, elements })
     }
 
     /// Binds the tensor to search.
@@ -71,7 +72,8 @@ impl FindNonFinitePlan {
         let rows = tensor.element_binding(&device.limits())?;
         let call =
             TileCall::new(&self.shape, &TensorFormat::F16, KeyOrValue::Key).with_rows(&self.rows, &self.shape)?;
-        let call = TileCall { first_element: rows.first_element, tokens: self.rows.tokens as u32, ..call };
+        let tokens = self.rows.tokens as u32;
+        let call = TileCall { first_element: rows.first_element, tokens, largest: self.largest, ..call };
         let call = call.upload(device, &[])?;
         let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
         let found = buffers::create_filled(device, "position of a non-finite element", &NOTHING.to_le_bytes(), usage)?;

@@ -42,6 +42,8 @@ pub(crate) struct TileCall {
     /// Indices of a KV head, where tokens are gathered, and what they are below.
     pub index_stride: u32,
     pub below: u32,
+    /// The largest element that is in order, where elements are looked at.
+    pub largest: f32,
 }
 
 /// Where tokens lie: the layout is that of `pack/call.wgsl`.
@@ -146,6 +148,7 @@ impl TileCall {
             places: 0,
             index_stride: 0,
             below: 0,
+            largest: 0.0,
         }
     }
 

@@ -1,0 +1,15 @@
+//! Edges of a cache on a GPU.
+#![cfg(feature = "wgpu")]
+
+mod cache_edges;
+mod gpu_device;
+
+#[test]
+fn truncation_leaves_nothing() {
+    cache_edges::truncation_leaves_nothing(&gpu_device::shared());
+}
+
+#[test]
+fn the_largest_elements_are_taken() {
+    cache_edges::the_largest_elements_are_taken(&gpu_device::shared());
+}
