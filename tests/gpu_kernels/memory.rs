@@ -53,6 +53,12 @@ fn slots_grow_and_keep_what_they_hold() {
     assert_eq!(backend.store_bytes(&store), bytes + 2 * 4 * 64 * 8);
     let ranges = words(&backend, store.span_ranges_buffer(kvpack::format::KeyOrValue::Key).unwrap());
     assert!(ranges[128..].iter().all(|&word| word == 0));
+    // Bytes that wrap around to those of one slot, and more than all numbers.
+    for slots in [(1 << 55) + 1, usize::MAX] {
+        let refused = block_on(backend.reserve_ranges(&mut store, slots));
+        assert!(matches!(refused, Err(Error::Limit { .. })), "{slots}: {refused:?}");
+        assert_eq!(decoded(&store), before);
+    }
     // A format without span ranges needs no slots.
     let mut window = backend.create_store(shape, SegmentFormat::F16).unwrap();
     block_on(backend.reserve_ranges(&mut window, 5)).unwrap();
