@@ -167,3 +167,25 @@ fn a_backend_refuses_what_it_cannot_hold() {
     let rows = RowLayout { tokens: 1, token_stride: usize::MAX, head_stride: usize::MAX };
     assert!(block_on(backend.first_non_finite(KeyOrValue::Key, &tensor, &rows, &shape(), 65504.0)).is_err());
 }
+
+/// However finely or coarsely a step is to be cut, it is the same step.
+#[test]
+fn splits_of_any_size() {
+    use kvpack::plan::Split;
+    let mut cache = KvCache::new(Cpu::new(), shape(), 1, Recipe::f16()).unwrap();
+    let rows = RowLayout::token_major(700, &shape());
+    let tensor = CpuTensor::F32((0..700 * 2 * 64).map(|i| (i as f32 * 0.3).sin()).collect());
+    block_on(cache.extend(0, rows, &tensor, &tensor)).unwrap();
+    let query = CpuTensor::F32((0..4 * 64).map(|i| (i as f32 * 0.7).cos()).collect());
+    let expected = block_on(cache.attend(&query, ElementType::F32)).unwrap().to_f32();
+    for (target_items, tile_step, max_tiles) in
+        [(usize::MAX, 1, 1), (0, 0, 0), (1, usize::MAX, usize::MAX), (usize::MAX, usize::MAX, 1), (1, 3, usize::MAX)]
+    {
+        cache.set_split(Split { target_items, tile_step, max_tiles });
+        let output = block_on(cache.attend(&query, ElementType::F32)).unwrap().to_f32();
+        assert!(
+            output.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5),
+            "{target_items}, {tile_step}, {max_tiles}"
+        );
+    }
+}

@@ -1,5 +1,7 @@
 //! The plan of one attention call: runs of queries, and the spans that they see.
 
+use std::collections::BTreeMap;
+
 use super::Page;
 use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
 use crate::{Error, Result};
@@ -253,15 +255,16 @@ fn place_runs(shape: &AttentionShape, runs: &[QueryRun], stores: &[StoreView<'_>
     let heads = (shape.query_heads() as u64).saturating_mul(shape.head_dim() as u64);
     limit("elements of the queries", (rows as u64).saturating_mul(heads), "attend with fewer queries per call")?;
 
-    let mut lengths = vec![SequenceLength::default(); runs.iter().map(|run| run.sequence).max().unwrap_or(0) + 1];
+    let mut lengths: BTreeMap<usize, SequenceLength> =
+        runs.iter().map(|run| (run.sequence, SequenceLength::default())).collect();
     for span in stores.iter().flat_map(|store| &store.spans).filter(|span| span.tokens > 0) {
-        if let Some(length) = lengths.get_mut(span.sequence) {
+        if let Some(length) = lengths.get_mut(&span.sequence) {
             length.add(span);
         }
     }
     for planned in &mut planned {
         let sequence = planned.run.sequence;
-        let length = lengths[sequence];
+        let length = lengths[&sequence];
         planned.tokens = length.tokens;
         if length.tokens == 0 {
             return reject(
@@ -308,7 +311,7 @@ impl Segment {
         let by_sequence = runs_by_sequence(runs);
         let (mut spans, mut pages) = (Vec::with_capacity(view.spans.len()), Vec::new());
         for span in &view.spans {
-            let of_sequence = by_sequence.get(span.sequence).filter(|of_sequence| !of_sequence.is_empty());
+            let of_sequence = by_sequence.get(&span.sequence);
             let Some(of_sequence) = of_sequence else {
                 let sequence = span.sequence;
                 return reject("span", format!("it is of sequence {sequence}, for which no run of queries asks"));
@@ -336,13 +339,10 @@ impl Segment {
 }
 
 /// Indices of the runs of every sequence.
-fn runs_by_sequence(runs: &[PlannedRun]) -> Vec<Vec<usize>> {
-    let mut by_sequence = Vec::new();
+fn runs_by_sequence(runs: &[PlannedRun]) -> BTreeMap<usize, Vec<usize>> {
+    let mut by_sequence: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for (index, planned) in runs.iter().enumerate() {
-        if by_sequence.len() <= planned.run.sequence {
-            by_sequence.resize(planned.run.sequence + 1, Vec::new());
-        }
-        by_sequence[planned.run.sequence].push(index);
+        by_sequence.entry(planned.run.sequence).or_default().push(index);
     }
     by_sequence
 }
@@ -401,6 +401,17 @@ mod tests {
         assert!(refused(&[QueryRun::causal(0, 12)], vec![span(0, 0, 11)]).contains("12 queries"));
         assert!(refused(&[QueryRun::causal(0, 2)], vec![span(0, 1, 11)]).contains("follow each other"));
         assert!(refused(&[QueryRun::causal(0, usize::MAX)], vec![span(0, 0, 11)]).contains("elements of the queries"));
+    }
+
+    /// A sequence's number is a name, whatever it is.
+    #[test]
+    fn sequences_may_have_any_number() {
+        let runs = [QueryRun::decode(usize::MAX), QueryRun::causal(1 << 50, 2)];
+        let spans = vec![span(usize::MAX, 0, 5), span(1 << 50, 0, 9)];
+        let plan = AttendPlan::new(shape(), &runs, &[f16(spans)]).unwrap();
+        assert_eq!(plan.runs().iter().map(|run| run.tokens).collect::<Vec<_>>(), [5, 9]);
+        let error = AttendPlan::new(shape(), &runs, &[f16(vec![span(usize::MAX, 0, 5)])]).unwrap_err();
+        assert!(error.to_string().contains("no tokens"), "{error}");
     }
 
     /// Counts that the 32-bit words of kernels would cut short are refused.

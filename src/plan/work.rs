@@ -243,7 +243,8 @@ impl Split {
     /// The cut of a segment of `tiles` tiles, counted for each KV head, with `group` query heads each.
     fn cut(&self, tiles: usize, group: usize) -> Cut {
         let tiles = tiles * group.div_ceil(ITEM_HEADS);
-        let (target, step) = (self.target_items.max(1), self.tile_step.max(1));
+        // A step beyond all tiles is one to their end.
+        let (target, step) = (self.target_items.max(1), self.tile_step.clamp(1, tiles.max(1)));
         let most = (2 * tiles).div_ceil(target).clamp(1, self.max_tiles.max(1)).next_multiple_of(step);
         // The beginning and the end of an item take longer with more heads.
         let most_small = if group <= 2 { 0.5 } else { 0.25 };
