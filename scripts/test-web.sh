@@ -5,6 +5,8 @@
 #   test-web.sh tint     every WGSL text that a browser may get through Tint, without a GPU
 #   test-web.sh build    the page; exits with 3 where there is no way to wasm
 #   test-web.sh page     the page in headless Chromium on SwiftShader; screenshots under target/web-shots
+#   test-web.sh dawn     the quick cases through Dawn in Node.js on the Vulkan driver that VK_DRIVER_FILES names: for the path
+#                        f16, with a lavapipe of Mesa 25 (bookworm-backports); not a part of the others
 #   test-web.sh all      all of these, with every conformance case and every width
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -49,6 +51,7 @@ case "${1:-}" in
     tint) tint ;;
     build) scripts/build-web.sh ;;
     page) page ;;
+    dawn) node web/test/dawn.mjs target/web ;;
     all)
         tools
         tint

@@ -33,11 +33,13 @@ apt_here() { # command...
 }
 
 unpack_sources() {
-    local keyring=/usr/share/keyrings/debian-archive-keyring.gpg suite version work
+    local keyring=/usr/share/keyrings/debian-archive-keyring.gpg mirror suite version work
     command -v apt-get >/dev/null && [ -f "$keyring" ] || return 1
+    # The mirror that this system uses.
+    mirror=$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' | grep '/debian/*$' | sed -n 1p) || return 1
     mkdir -p "$sources/apt/lists/partial" "$sources/apt/cache/archives/partial"
     for suite in "${suites[@]}"; do
-        echo "deb [signed-by=$keyring] http://deb.debian.org/debian $suite main" >"$sources/apt/sources.list"
+        echo "deb [signed-by=$keyring] $mirror $suite main" >"$sources/apt/sources.list"
         apt_here apt-get update -qq >/dev/null 2>&1 || continue
         version=$(apt_here apt-cache madison rust-src | awk -v r="$release" '$3 ~ "^"r"[+-]" { print $3; exit }')
         [ -n "$version" ] || continue

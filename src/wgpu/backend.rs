@@ -20,6 +20,10 @@ use crate::plan::{AttendPlan, ElementType, Elements, Page, RowLayout};
 
 /// A device with its queue, its compiled kernels and what they may use. Cheap to clone.
 ///
+/// In a browser, calls run in another process, which tells their errors later. Calls that wait (`upload`, `attend`,
+/// `download`, ...) await them; an error of one that does not wait (`quantize`, `append`, ...) is kept, and the next call that
+/// waits returns it. What such a call stored is then not to be relied on.
+///
 /// ```no_run
 /// use kvpack::wgpu::Wgpu;
 /// # async fn example(device: wgpu::Device, queue: wgpu::Queue) -> kvpack::Result<()> {
