@@ -71,7 +71,7 @@ function describe(device, info) {
 }
 
 function deviceLost(reason) {
-  say(`The GPU device was lost: ${reason || "the browser gives no reason"}. What was measured before stands; reload the page to go on.`);
+  say(`The GPU device was lost: ${reason.replace(/\.+$/, "") || "the browser gives no reason"}. What was measured before stands; reload the page to go on.`);
   for (const button of document.querySelectorAll("button.run")) button.disabled = true;
   reject(Object.assign(new Error("the device was lost"), { name: "DeviceLost" }));
 }
