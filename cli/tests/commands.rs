@@ -17,7 +17,7 @@ fn json(arguments: &[&str]) -> serde_json::Value {
 fn help_names_every_command() {
     let run = kvpack(&["--help"]);
     assert_eq!(run.code, 0);
-    for command in ["list", "check", "bench", "eval", "generate", "capture", "golden"] {
+    for command in ["list", "check", "bench", "eval", "generate", "capture", "golden", "shader"] {
         assert!(run.out.contains(command), "{command} is missing:\n{}", run.out);
     }
 }

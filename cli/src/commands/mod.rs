@@ -7,6 +7,7 @@ mod eval;
 mod generate;
 mod golden;
 mod list;
+mod shader;
 
 use std::path::Path;
 
@@ -37,6 +38,8 @@ pub enum Command {
     Capture(capture::CaptureArgs),
     /// Run golden vectors and compare with the outputs that others got.
     Golden(golden::GoldenArgs),
+    /// Print the WGSL of a kernel, with the file that each part comes from.
+    Shader(shader::ShaderArgs),
 }
 
 impl Command {
@@ -50,6 +53,7 @@ impl Command {
             Self::Generate(args) => generate::run(&args),
             Self::Capture(args) => capture::run(&args),
             Self::Golden(args) => golden::run(&args),
+            Self::Shader(args) => shader::run(&args),
         }
     }
 }
