@@ -1,11 +1,11 @@
 //! The CPU kernels that measure and select, against plain formulas in f64.
 
 use kvpack::cpu::{
-    self, ColumnRequest, CpuTensor, DenseRows, KeptTokens, RowStats, StatsInput, attention_column_stats,
-    attention_row_stats, sum_counts, sum_partials,
+    self, CpuTensor, DenseRows, KeptTokens, RowStats, StatsInput, attention_column_stats, attention_row_stats,
+    sum_counts, sum_partials,
 };
 use kvpack::plan::{Elements, RowLayout, TokenRange};
-use kvpack::policy::{HeadAggregation, Merging, Nearest, QueryRows, evicted};
+use kvpack::policy::{ColumnRequest, HeadAggregation, Merging, Nearest, QueryRows, evicted};
 use kvpack::{AttentionShape, Error};
 
 mod select_cases;

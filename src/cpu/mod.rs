@@ -42,9 +42,8 @@ pub use plain_attention::plain_attention;
 pub use quantize::quantize;
 pub use scores::{ScoreExtremes, SegmentScores, scores};
 pub use select::{
-    ColumnRequest, ColumnStats, DenseRows, KeptTokens, RowStats, StatsInput, attention_column_stats,
-    attention_row_stats, check_order, chunk_similarity, gather, merge_tokens, nearest_kept, reorder_chunks, sum_counts,
-    sum_partials, top_k,
+    ColumnStats, DenseRows, KeptTokens, RowStats, StatsInput, attention_column_stats, attention_row_stats,
+    chunk_similarity, gather, merge_tokens, nearest_kept, reorder_chunks, sum_counts, sum_partials, top_k,
 };
 pub use states::States;
 pub use store::CpuStore;

@@ -14,6 +14,9 @@
 //! | `code_rows` | of the same name | turns rotated rows into the fields of sketches and of levels with norms of their own, and signs back |
 //! | `append`, `dequantize`, `find_non_finite` | of the same names | single tokens; dense rows of a span; the search for what cannot be stored |
 //! | `attend` | `attend.cu`, `prepare_query.cu`, `merge_states.cu` | one launch per segment format: prepares the query, attends, and the last block of a sequence to arrive merges |
+//! | `attention_row_stats`, `attention_column_stats`, `sum_partials` | `select/`, of the same names | statistics of attention: row maxima and log-sum-exps, column sums, counts |
+//! | `top_k`, `gather`, `nearest_kept`, `merge_tokens` | `select/`, of the same names | the best scores, the kept tokens, evicted tokens merged into them |
+//! | `chunk_similarity`, `reorder_chunks` | `select/chunk_similarity.cu`, `select/gather.cu` | chunks compared with a query, and put in another order |
 //! | `read_bandwidth`, `compute_guard` | of the same names | what measurements are held against |
 //!
 //! # What is served
@@ -44,6 +47,7 @@ mod backend;
 mod device;
 mod measure;
 mod pack;
+mod select;
 
 pub use attend::launch::BoundStep;
 pub use attend::step::{StepPlan, StepTensors};
@@ -56,3 +60,7 @@ pub use device::program::KernelCache;
 pub use device::store::Store;
 pub use device::tensor::Tensor;
 pub use measure::{StepTiming, compute_guard, read_bandwidth, time_steps};
+pub use select::{
+    AttentionStats, AttentionStatsPlan, BoundMerge, ChunkSimilarityPlan, GatherPlan, Launch, Launches, MergePlan,
+    ReorderChunksPlan, TopKPlan, Words,
+};

@@ -111,3 +111,38 @@ pub fn reorder_plan(precision: &[ChunkPrecision]) -> Vec<u32> {
     order.sort_by_key(|&chunk| precision[chunk as usize]);
     order
 }
+
+/// Checks that `order` names every whole chunk of a context once.
+///
+/// # Errors
+/// [`Error::Chunks`] when it does not, or chunks of that size are not served.
+pub fn check_order(tokens: usize, chunk_tokens: usize, order: &[u32]) -> Result<()> {
+    let chunks = ChunkSearch::chunks(tokens, chunk_tokens)?;
+    let mut seen = vec![false; chunks];
+    for &chunk in order {
+        match seen.get_mut(chunk as usize) {
+            Some(seen) if !*seen => *seen = true,
+            Some(_) => return Err(Error::Chunks { reason: format!("chunk {chunk} comes twice in the order") }),
+            None => return Err(Error::Chunks { reason: format!("chunk {chunk} of {chunks}") }),
+        }
+    }
+    match seen.iter().position(|&seen| !seen) {
+        Some(chunk) => Err(Error::Chunks { reason: format!("chunk {chunk} of {chunks} is not in the order") }),
+        None => Ok(()),
+    }
+}
+
+/// Checks that chunks of the query's width fill a tensor, and returns how many they are.
+///
+/// # Errors
+/// [`Error::Chunks`] when they do not, or the query's embedding has no elements.
+pub fn check_widths(query: usize, chunks: usize) -> Result<usize> {
+    if query == 0 {
+        return Err(Error::Chunks { reason: "the query's embedding has no elements".into() });
+    }
+    if !chunks.is_multiple_of(query) {
+        let reason = format!("{chunks} elements of embeddings are not whole rows of {query}, the width of the query's");
+        return Err(Error::Chunks { reason });
+    }
+    Ok(chunks / query)
+}

@@ -50,12 +50,15 @@ mod query_rows;
 mod selection;
 mod spans;
 mod sparsity;
+mod statistics;
 mod top_k;
 mod visibility;
 mod vlcache_budget;
 
 pub use budget::{check_ratio, uniform_budgets};
-pub use chunk_search::{CHUNK_TOKENS, ChunkPrecision, ChunkSearch, ChunkThresholds, chunk_search, reorder_plan};
+pub use chunk_search::{
+    CHUNK_TOKENS, ChunkPrecision, ChunkSearch, ChunkThresholds, check_order, check_widths, chunk_search, reorder_plan,
+};
 pub use eviction::{TextRule, keep, recent_and_best, sink_and_recent, text_prior};
 pub use heads::HeadAggregation;
 pub use merging::{Merging, Nearest, merge_plan};
@@ -66,6 +69,7 @@ pub use query_rows::QueryRows;
 pub use selection::{LayerSelection, Merge, Selection};
 pub use spans::Spans;
 pub use sparsity::{DEFAULT_THRESHOLD, layer_sparsity, sparsity};
+pub use statistics::{ColumnRequest, RowStatsSource, StatsRequest};
 pub use top_k::{evicted, top_k};
 pub use visibility::normalize_by_visibility;
 pub use vlcache_budget::{VlCacheBudgets, VlCacheLimits, vlcache_budgets};

@@ -78,4 +78,17 @@ impl QueryRows {
     pub fn visible(&self) -> u64 {
         self.positions.iter().map(|&position| u64::from(position) + 1).sum()
     }
+
+    /// Checks that tensors hold as many query rows as there are positions, and as many keys as the context has.
+    ///
+    /// # Errors
+    /// [`Error::Selection`].
+    pub fn check_tensors(&self, queries: usize, keys: usize) -> Result<()> {
+        let (positions, tokens) = (self.len(), self.tokens);
+        if queries == positions && keys == tokens {
+            return Ok(());
+        }
+        let reason = format!("{queries} query rows and {keys} keys, at {positions} positions in a context of {tokens}");
+        Err(Error::Selection { reason })
+    }
 }

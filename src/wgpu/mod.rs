@@ -8,6 +8,7 @@ mod backend;
 mod device;
 pub mod measure;
 mod pack;
+mod select;
 
 pub use attend::{MergePairPlan, Scratch, ScratchBytes, StepPlan, StepTensors};
 pub use backend::Wgpu;
@@ -22,8 +23,13 @@ pub use pack::{
     QuantizePlan,
 };
 
+pub use select::{
+    AttentionStats, AttentionStatsPlan, BoundMerge, ChunkSimilarityPlan, GatherPlan, MergePlan, ReorderChunksPlan,
+    StatsBuffer, TopKPlan, Words,
+};
+
 /// Every kernel variant that plans of this module can ask for, one of each that differ in more than numbers: for tests
 /// that translate them all.
 pub fn variants() -> Vec<Variant> {
-    [pack::variants(), attend::variants(), measure::variants()].concat()
+    [pack::variants(), attend::variants(), measure::variants(), select::variants()].concat()
 }

@@ -70,7 +70,7 @@ pub fn cases() -> Vec<Case> {
         // The sink: a token whose score with every query is 14 above the rest. Its channel is 2 in all queries.
         queries.chunks_exact_mut(head_dim).for_each(|query| query[0] = 2.0);
         for head in 0..kv_heads {
-            keys[key_layout.row(0, head)] += (7.0 * (head_dim as f32).sqrt()).floor();
+            keys[key_layout.row(0, head)] = (7.0 * (head_dim as f32).sqrt()).floor();
         }
         let name = format!("{query_heads}/{kv_heads} heads of {head_dim}, {} rows, {tokens} keys", rows.len());
         cases.push(Case { name, shape, rows, queries, query_layout, keys, key_layout });

@@ -10,7 +10,7 @@ use super::kernels::{Attention, Device};
 use super::{Computed, Outputs, doubles};
 
 /// `attention.column_sums`: by the three statistics kernels, per query head and summed over the heads of a group.
-pub fn column_sums(file: &GoldenFile, device: Device) -> Result<Computed> {
+pub fn column_sums(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     let attention = Attention::of_file(file, "q", 0, usize::MAX)?;
     let threshold = Some(file.number("p")? as f32);
     let each = attention.measure(device, HeadAggregation::Each, threshold)?;
@@ -22,7 +22,13 @@ pub fn column_sums(file: &GoldenFile, device: Device) -> Result<Computed> {
         ("counts", doubles(&each.counts)),
         ("group_sums", doubles(&sum.sums)),
     ]);
-    Ok(vec![(device.named("attention_row_stats, attention_column_stats, sum_partials"), outputs)])
+    Ok(vec![(
+        device.named([
+            "attention_row_stats, attention_column_stats, sum_partials",
+            "attention_row_stats, attention_column_stats, sum_partials (wgpu)",
+        ]),
+        outputs,
+    )])
 }
 
 /// `attention.merge`: the parts joined one after the other.

@@ -8,7 +8,7 @@ use super::kernels::Device;
 use super::{Computed, Outputs, doubles};
 
 /// `cocktail.search`: eq. 1-3 and the assignment of algorithm 1.
-pub fn search(file: &GoldenFile, device: Device) -> Result<Computed> {
+pub fn search(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     let similarities = device.chunk_similarity(&file.input("query")?.f32()?, &file.input("chunks")?.f32()?)?;
     let search = ChunkSearch { alpha: file.number("alpha")?, beta: file.number("beta")? };
     let (thresholds, precision) = chunk_search(&similarities, search)?;
@@ -23,5 +23,5 @@ pub fn search(file: &GoldenFile, device: Device) -> Result<Computed> {
         ("t_high", vec![thresholds.high]),
         ("precision", precision.into_iter().map(code).collect()),
     ]);
-    Ok(vec![(device.named("chunk_similarity, chunk_search"), outputs)])
+    Ok(vec![(device.named(["chunk_similarity, chunk_search", "chunk_similarity, chunk_search (wgpu)"]), outputs)])
 }

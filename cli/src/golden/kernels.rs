@@ -1,18 +1,23 @@
-//! The kernels that measure and select, on the CPU.
+//! The kernels that measure and select, on the CPU and on a GPU.
 
 use anyhow::Result;
 use kvpack::AttentionShape;
-use kvpack::cpu::{self, ColumnRequest, DenseRows, KeptTokens, RowStats, StatsInput};
-use kvpack::plan::{Elements, RowLayout, TokenRange};
-use kvpack::policy::{HeadAggregation, Merging, Nearest, QueryRows};
+use kvpack::backend::Device as _;
+use kvpack::cpu::{self, DenseRows, KeptTokens, RowStats, StatsInput};
+use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
+use kvpack::policy::{ColumnRequest, HeadAggregation, Merging, Nearest, QueryRows, RowStatsSource, StatsRequest};
+use kvpack::wgpu::{AttentionStatsPlan, ChunkSimilarityPlan, Indices, Launches, MergePlan, Tensor, TopKPlan, Wgpu};
+use pollster::block_on;
 
 use super::file::{GoldenFile, part};
 
 /// What runs an op.
 #[derive(Clone, Copy)]
-pub enum Device {
+pub enum Device<'a> {
     /// The CPU twins.
     Cpu,
+    /// WGSL.
+    Gpu(&'a Wgpu),
 }
 
 /// Query rows `[query_heads, rows, head_dim]` and keys `[kv_heads, tokens, head_dim]` of one sequence.
@@ -75,7 +80,12 @@ impl Attention {
     }
 
     /// Row and column statistics.
-    pub fn measure(&self, device: Device, aggregation: HeadAggregation, threshold: Option<f32>) -> Result<Measured> {
+    pub fn measure(
+        &self,
+        device: Device<'_>,
+        aggregation: HeadAggregation,
+        threshold: Option<f32>,
+    ) -> Result<Measured> {
         let head_dim = self.shape.head_dim();
         let skipped = (self.tensor_rows - self.rows.len()) * head_dim;
         let queries =
@@ -105,43 +115,84 @@ impl Attention {
                 let columns = cpu::attention_column_stats(&input, all, request, &row_stats.lse, &row_stats.max)?;
                 Ok(Measured { row_stats, sums: columns.sums, counts: columns.counts })
             }
+            Device::Gpu(gpu) => {
+                let request = StatsRequest { columns: request, rows: RowStatsSource::Measured };
+                let plan = AttentionStatsPlan::new(&self.shape, self.rows.clone(), [queries, keys], request)?;
+                let query_rows = block_on(gpu.upload(Elements::F32(&self.queries[skipped..])))?;
+                let key_rows = block_on(gpu.upload(Elements::F32(&self.keys)))?;
+                let stats = plan.bind(gpu.kernels(), &query_rows, &key_rows, None)?;
+                run(gpu, &stats.launches);
+                let max = stats.row_max.map(|max| block_on(gpu.download(&max))).transpose()?.unwrap_or_default();
+                let row_stats = RowStats { max, lse: block_on(gpu.download(&stats.row_lse))? };
+                let counts = stats.counts.map(|counts| block_on(counts.download(gpu.device(), gpu.queue())));
+                let sums = block_on(gpu.download(&stats.column_sums))?;
+                Ok(Measured { row_stats, sums, counts: counts.transpose()?.unwrap_or_default() })
+            }
         }
     }
 }
 
-impl Device {
+/// Evicted tokens merged into kept ones.
+pub struct Merged {
+    pub nearest: Vec<Nearest>,
+    pub keys: Vec<f32>,
+    pub values: Vec<f32>,
+}
+
+impl Device<'_> {
     /// The last `recent` tokens and the `best` best before them, of one head.
     pub fn recent_and_best(self, scores: &[f32], recent: usize, best: usize) -> Result<Vec<u32>> {
         let before = scores.len() - recent;
         let mut kept = match self {
             Self::Cpu => cpu::top_k(&scores[..before], 1, best)?,
+            Self::Gpu(gpu) => {
+                let plan = TopKPlan::new(1, before, best)?;
+                let scores = block_on(gpu.upload(Elements::F32(&scores[..before])))?;
+                let chosen = Indices::zeroed(gpu.device(), plan.indices()?)?;
+                run(gpu, &plan.bind(gpu.kernels(), &scores, &chosen)?);
+                block_on(gpu.download_indices(&chosen))?
+            }
         };
         kept.extend(before as u32..scores.len() as u32);
         Ok(kept)
     }
 
-    /// Nearest kept keys.
-    pub fn nearest_kept(self, shape: &AttentionShape, keys: &[f32], tokens: KeptTokens<'_>) -> Result<Vec<Nearest>> {
-        let layout = RowLayout::head_major(keys.len() / shape.head_dim() / shape.kv_heads(), shape);
-        match self {
-            Self::Cpu => Ok(cpu::nearest_kept(shape, DenseRows { elements: Elements::F32(keys), layout }, tokens)?),
-        }
-    }
-
-    /// Merged rows.
-    pub fn merge_tokens(
+    /// Keys and values `[kv_heads, tokens, head_dim]` merged by the keys that are nearest.
+    pub fn merge(
         self,
         shape: &AttentionShape,
-        rows: &[f32],
+        [keys, values]: [&[f32]; 2],
         tokens: KeptTokens<'_>,
-        nearest: &[Nearest],
         merging: Merging,
-    ) -> Result<Vec<f32>> {
-        let layout = RowLayout::head_major(rows.len() / shape.head_dim() / shape.kv_heads(), shape);
+    ) -> Result<Merged> {
+        let count = keys.len() / shape.head_dim() / shape.kv_heads();
+        let layout = RowLayout::head_major(count, shape);
         match self {
             Self::Cpu => {
-                let rows = DenseRows { elements: Elements::F32(rows), layout };
-                Ok(cpu::merge_tokens(shape, rows, tokens, nearest, merging)?)
+                let dense = |elements| DenseRows { elements: Elements::F32(elements), layout };
+                let nearest = cpu::nearest_kept(shape, dense(keys), tokens)?;
+                let merged = |rows| cpu::merge_tokens(shape, dense(rows), tokens, &nearest, merging);
+                let (keys, values) = (merged(keys)?, merged(values)?);
+                Ok(Merged { nearest, keys, values })
+            }
+            Self::Gpu(gpu) => {
+                let heads = shape.kv_heads();
+                let counts = [tokens.kept.len() / heads, tokens.evicted.len() / heads];
+                let plan = MergePlan::new(shape, layout, counts, merging)?;
+                let upload = |rows: &[f32]| block_on(gpu.upload(Elements::F32(rows)));
+                let (keys, values) = (upload(keys)?, upload(values)?);
+                let indices = |tokens: &[u32]| block_on(gpu.upload_indices(tokens, heads, count as u32));
+                let (kept, evicted) = (indices(tokens.kept)?, indices(tokens.evicted)?);
+                let bound = plan.bind(gpu.kernels(), [&keys, &values], &kept, &evicted)?;
+                run(gpu, &bound.launches);
+                let places = block_on(bound.nearest.download(gpu.device(), gpu.queue()))?;
+                let similarities = block_on(gpu.download(&bound.similarities))?;
+                let nearest = places.into_iter().zip(similarities);
+                Ok(Merged {
+                    nearest: nearest.map(|(kept, similarity)| Nearest { kept, similarity }).collect(),
+                    keys: block_on(gpu.download(&bound.keys))?,
+                    values: block_on(gpu.download(&bound.values))?,
+                })
             }
         }
     }
@@ -150,13 +201,28 @@ impl Device {
     pub fn chunk_similarity(self, query: &[f32], chunks: &[f32]) -> Result<Vec<f32>> {
         match self {
             Self::Cpu => Ok(cpu::chunk_similarity(query, chunks)?),
+            Self::Gpu(gpu) => {
+                let count = chunks.len() / query.len();
+                let plan = ChunkSimilarityPlan::new(query.len(), count)?;
+                let upload = |rows: &[f32]| block_on(gpu.upload(Elements::F32(rows)));
+                let similarities = Tensor::zeroed(gpu.device(), count, ElementType::F32)?;
+                run(gpu, &plan.bind(gpu.kernels(), &upload(query)?, &upload(chunks)?, &similarities)?);
+                Ok(block_on(gpu.download(&similarities))?)
+            }
         }
     }
 
-    /// The name of what ran, after the kernels it ran.
-    pub const fn named(self, on_cpu: &'static str) -> &'static str {
+    /// The name of what ran.
+    pub const fn named(self, [on_cpu, on_gpu]: [&'static str; 2]) -> &'static str {
         match self {
             Self::Cpu => on_cpu,
+            Self::Gpu(_) => on_gpu,
         }
     }
+}
+
+fn run(gpu: &Wgpu, launches: &Launches) {
+    let mut encoder = gpu.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+    launches.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
+    gpu.queue().submit([encoder.finish()]);
 }

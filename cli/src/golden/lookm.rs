@@ -23,7 +23,7 @@ pub fn evict(file: &GoldenFile) -> Result<Computed> {
 }
 
 /// `lookm.merge`: nearest kept keys and what is merged into them (eq. 9-12), by the kernels and by a merge plan.
-pub fn merge(file: &GoldenFile, device: Device) -> Result<Computed> {
+pub fn merge(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     let [heads, tokens, head_dim] = file.input("k")?.axes()?;
     let [_, count] = file.input("kept")?.axes()?;
     let shape = AttentionShape::new(heads, heads, head_dim)?;
@@ -37,7 +37,8 @@ pub fn merge(file: &GoldenFile, device: Device) -> Result<Computed> {
     };
     let (keys, values) = (file.input("k")?.f32()?, file.input("v")?.f32()?);
     let indices = KeptTokens { kept: &kept, evicted: &gone };
-    let nearest = device.nearest_kept(&shape, &keys, indices)?;
+    let merged = device.merge(&shape, [&keys, &values], indices, merging)?;
+    let nearest = &merged.nearest;
     let pivot: Vec<u32> = nearest.iter().map(|nearest| nearest.kept).collect();
     let similarity: Vec<f32> = nearest.iter().map(|nearest| nearest.similarity).collect();
     let outputs = |keys: &[f32], values: &[f32]| {
@@ -48,14 +49,13 @@ pub fn merge(file: &GoldenFile, device: Device) -> Result<Computed> {
             ("v_merged", doubles(values)),
         ])
     };
-    let merged = |rows| device.merge_tokens(&shape, rows, indices, &nearest, merging);
-    let by_kernel = outputs(&merged(&keys)?, &merged(&values)?);
+    let by_kernel = outputs(&merged.keys, &merged.values);
 
     let planned = |rows: &[f32]| -> Result<Vec<f32>> {
         let mut merged = Vec::new();
         for head in 0..heads {
             let (kept, gone) = (part(&kept, head, count)?, part(&gone, head, tokens - count)?);
-            let merges = merge_plan(kept, gone, part(&nearest, head, tokens - count)?, merging)?;
+            let merges = merge_plan(kept, gone, part(nearest, head, tokens - count)?, merging)?;
             let rows = part(rows, head, tokens * head_dim)?;
             for &token in kept {
                 let own = part(rows, token as usize, head_dim)?;
@@ -75,7 +75,10 @@ pub fn merge(file: &GoldenFile, device: Device) -> Result<Computed> {
         Ok(merged)
     };
     let by_plan = outputs(&planned(&keys)?, &planned(&values)?);
-    Ok(vec![(device.named("nearest_kept, merge_tokens"), by_kernel), ("merge_plan", by_plan)])
+    Ok(vec![
+        (device.named(["nearest_kept, merge_tokens", "nearest_kept, merge_tokens (wgpu)"]), by_kernel),
+        ("merge_plan", by_plan),
+    ])
 }
 
 /// Spans of a prompt whose text is masked.

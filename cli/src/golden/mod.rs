@@ -72,7 +72,17 @@ const OPS: [(&str, Op); 25] = [
 type GpuOp = fn(&GoldenFile, &Wgpu) -> Result<Computed>;
 
 /// The ops that run on a GPU too.
-const GPU_OPS: [(&str, GpuOp); 1] = [("hadamard", hadamard::hadamard_on_gpu)];
+const GPU_OPS: [(&str, GpuOp); 9] = [
+    ("attention.column_sums", |file, gpu| attention_stats::column_sums(file, Device::Gpu(gpu))),
+    ("cocktail.search", |file, gpu| cocktail::search(file, Device::Gpu(gpu))),
+    ("h2o.select", |file, gpu| selection::h2o(file, Device::Gpu(gpu))),
+    ("hadamard", hadamard::hadamard_on_gpu),
+    ("lookm.merge", |file, gpu| lookm::merge(file, Device::Gpu(gpu))),
+    ("snapkv.select", |file, gpu| selection::snapkv(file, Device::Gpu(gpu))),
+    ("vlcache.plan", |file, gpu| vlcache::plan(file, Device::Gpu(gpu))),
+    ("vlcache.scores", |file, gpu| vlcache::scores(file, Device::Gpu(gpu))),
+    ("vlcache.sparsity", |file, gpu| vlcache::layer(file, Device::Gpu(gpu))),
+];
 
 /// What came of one file.
 #[derive(Debug)]

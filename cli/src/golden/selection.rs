@@ -8,7 +8,7 @@ use super::kernels::{Attention, Device};
 use super::{Computed, Outputs, doubles};
 
 /// `snapkv.select`: a window of rows, the mean over the group, pooling, the best.
-pub fn snapkv(file: &GoldenFile, device: Device) -> Result<Computed> {
+pub fn snapkv(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     let [batch, _, window, _] = file.input("q_window")?.axes()?;
     let pool = match file.text("pooling")? {
         "avgpool" => Pool::Average,
@@ -30,11 +30,11 @@ pub fn snapkv(file: &GoldenFile, device: Device) -> Result<Computed> {
         }
     }
     let outputs = Outputs::from([("kept", doubles(&kept)), ("scores", pooled)]);
-    Ok(vec![(device.named("attention_column_stats, top_k"), outputs)])
+    Ok(vec![(device.named(["attention_column_stats, top_k", "attention_column_stats, top_k (wgpu)"]), outputs)])
 }
 
 /// `h2o.select`: accumulated scores of all rows, the best and the recent.
-pub fn h2o(file: &GoldenFile, device: Device) -> Result<Computed> {
+pub fn h2o(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     let recent = file.count("recent")?;
     let best = file.count("capacity")? - recent;
     let sequences = if file.has_input("attn") { 1 } else { file.input("q")?.axes::<4>()?[0] };
@@ -56,7 +56,7 @@ pub fn h2o(file: &GoldenFile, device: Device) -> Result<Computed> {
         }
     }
     let outputs = Outputs::from([("kept", doubles(&kept)), ("scores", scores)]);
-    Ok(vec![(device.named("attention_column_stats, top_k"), outputs)])
+    Ok(vec![(device.named(["attention_column_stats, top_k", "attention_column_stats, top_k (wgpu)"]), outputs)])
 }
 
 /// `pyramidkv.budget`.

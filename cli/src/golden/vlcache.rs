@@ -8,20 +8,23 @@ use super::kernels::{Attention, Device};
 use super::{Computed, Outputs, doubles};
 
 /// `vlcache.sparsity`: counts under the threshold, per head and layer.
-pub fn layer(file: &GoldenFile, device: Device) -> Result<Computed> {
+pub fn layer(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     let attention = attention(file, 0)?;
     let measured = attention.measure(device, HeadAggregation::Mean, Some(file.number("p")? as f32))?;
     let counts: Vec<u32> = measured.counts.chunks(attention.rows.len()).map(|counts| counts.iter().sum()).collect();
     let heads = sparsity(&measured.counts, &attention.rows)?;
     let layer = vec![layer_sparsity(&heads)];
     let outputs = Outputs::from([("kept_count", doubles(&counts)), ("sparsity", heads), ("layer_sparsity", layer)]);
-    Ok(vec![(device.named("attention_column_stats, sparsity"), outputs)])
+    Ok(vec![(device.named(["attention_column_stats, sparsity", "attention_column_stats, sparsity (wgpu)"]), outputs)])
 }
 
 /// `vlcache.scores`: column sums, the mean over the query heads of a group.
-pub fn scores(file: &GoldenFile, device: Device) -> Result<Computed> {
+pub fn scores(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     let sums = attention(file, 0)?.measure(device, HeadAggregation::Mean, None)?.sums;
-    Ok(vec![(device.named("attention_column_stats"), Outputs::from([("scores", doubles(&sums))]))])
+    Ok(vec![(
+        device.named(["attention_column_stats", "attention_column_stats (wgpu)"]),
+        Outputs::from([("scores", doubles(&sums))]),
+    )])
 }
 
 /// `vlcache.budget`.
@@ -38,7 +41,7 @@ pub fn budget(file: &GoldenFile) -> Result<Computed> {
 }
 
 /// `vlcache.plan`: from attention to the kept tokens of every layer.
-pub fn plan(file: &GoldenFile, device: Device) -> Result<Computed> {
+pub fn plan(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     const KEPT: [&str; 4] = ["kept_l0", "kept_l1", "kept_l2", "kept_l3"];
     let [layers, query_heads, _, tokens] = file.input("attn")?.axes()?;
     let kv_heads = query_heads / file.count("group")?;
@@ -68,7 +71,13 @@ pub fn plan(file: &GoldenFile, device: Device) -> Result<Computed> {
         }
         outputs.insert(KEPT.get(layer).context("more layers than names")?, doubles(&kept));
     }
-    Ok(vec![(device.named("attention_column_stats, vlcache_budgets, keep"), outputs)])
+    Ok(vec![(
+        device.named([
+            "attention_column_stats, vlcache_budgets, keep",
+            "attention_column_stats, vlcache_budgets, keep (wgpu)",
+        ]),
+        outputs,
+    )])
 }
 
 fn limits(file: &GoldenFile, mandatory: usize) -> Result<VlCacheLimits> {

@@ -4,30 +4,8 @@ use rayon::prelude::*;
 
 use super::input::StatsInput;
 use crate::plan::TokenRange;
-use crate::policy::HeadAggregation;
+use crate::policy::{ColumnRequest, HeadAggregation};
 use crate::{Error, Result};
-
-/// What is to be measured of columns.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct ColumnRequest {
-    /// What becomes of the query heads of a group.
-    pub aggregation: HeadAggregation,
-    /// Count, for each row, the keys whose weight is at least this share of the row's largest; `None` counts nothing.
-    pub threshold: Option<f32>,
-}
-
-impl ColumnRequest {
-    /// The logarithm of the threshold, which is what scores are compared with.
-    ///
-    /// # Errors
-    /// [`Error::Budget`] when the threshold is not in 0 ..= 1.
-    pub fn log_threshold(&self) -> Result<Option<f32>> {
-        let Some(threshold) = self.threshold else { return Ok(None) };
-        crate::policy::check_ratio("threshold of counts", threshold.into())?;
-        // Not −∞, which a shader cannot be relied on to add.
-        Ok(Some(threshold.ln().max(f32::MIN)))
-    }
-}
 
 /// What was measured of columns.
 #[derive(Clone, Debug, PartialEq, Default)]

@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 
 use super::input::dot;
+use crate::policy::check_widths;
 use crate::{Error, Result};
 
 /// Cosine similarity of the embedding of a query, `[width]`, with those of chunks, `[chunks, width]` (Cocktail eq. 1).
@@ -24,16 +25,4 @@ pub fn chunk_similarity(query: &[f32], chunks: &[f32]) -> Result<Vec<f32>> {
         if norms > 0.0 { (dot(query, chunk) / norms) as f32 } else { 0.0 }
     };
     Ok(chunks.par_chunks_exact(query.len()).map(similarity).collect())
-}
-
-/// Checks that chunks of the query's width fill a tensor, and returns how many they are.
-pub(crate) fn check_widths(query: usize, chunks: usize) -> Result<usize> {
-    if query == 0 {
-        return Err(Error::Chunks { reason: "the query's embedding has no elements".into() });
-    }
-    if !chunks.is_multiple_of(query) {
-        let reason = format!("{chunks} elements of embeddings are not whole rows of {query}, the width of the query's");
-        return Err(Error::Chunks { reason });
-    }
-    Ok(chunks / query)
 }

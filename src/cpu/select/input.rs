@@ -51,7 +51,7 @@ impl StatsInput<'_> {
         self.queries.layout.check("query rows", self.queries.elements.len(), &query_shape)?;
         self.keys.layout.check("keys", self.keys.elements.len(), &self.shape)?;
         let (queries, tokens) = (self.queries.layout.tokens, self.keys.layout.tokens);
-        check_rows(self.rows, queries, tokens)?;
+        self.rows.check_tensors(queries, tokens)?;
         if keys.end() > tokens {
             let reason = format!("keys {}..{} of {tokens}", keys.start(), keys.end());
             return Err(Error::Selection { reason });
@@ -78,16 +78,6 @@ impl StatsInput<'_> {
             visit(row, &scores);
         }
     }
-}
-
-/// Checks that a tensor holds as many query rows as there are positions, and as many keys as the context has.
-pub(crate) fn check_rows(rows: &QueryRows, queries: usize, keys: usize) -> Result<()> {
-    if queries == rows.len() && keys == rows.tokens() {
-        return Ok(());
-    }
-    let (positions, tokens) = (rows.len(), rows.tokens());
-    let reason = format!("{queries} query rows and {keys} keys, at {positions} positions in a context of {tokens}");
-    Err(Error::Selection { reason })
 }
 
 /// Σ a · b of f32 rows, summed in f64.

@@ -15,13 +15,13 @@ mod reorder_chunks;
 mod sum_partials;
 mod top_k;
 
-pub use attention_column_stats::{ColumnRequest, ColumnStats, attention_column_stats};
+pub use attention_column_stats::{ColumnStats, attention_column_stats};
 pub use attention_row_stats::{RowStats, attention_row_stats};
 pub use chunk_similarity::chunk_similarity;
 pub use gather::gather;
 pub use input::{DenseRows, StatsInput};
 pub use merge_tokens::merge_tokens;
 pub use nearest_kept::{KeptTokens, nearest_kept};
-pub use reorder_chunks::{check_order, reorder_chunks};
+pub use reorder_chunks::reorder_chunks;
 pub use sum_partials::{sum_counts, sum_partials};
 pub use top_k::top_k;

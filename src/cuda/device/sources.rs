@@ -50,6 +50,17 @@ files![
     "ranges_span.cu",
     "ranges_tile.cu",
     "read_bandwidth.cu",
+    "select/attention_column_stats.cu",
+    "select/attention_row_stats.cu",
+    "select/chunk_similarity.cu",
+    "select/gather.cu",
+    "select/key_tile.cuh",
+    "select/merge_call.cuh",
+    "select/merge_tokens.cu",
+    "select/nearest_kept.cu",
+    "select/stats_call.cuh",
+    "select/sum_partials.cu",
+    "select/top_k.cu",
 ];
 
 /// One text of several files: each `#include "…"` is replaced by the file it names, once.

@@ -43,6 +43,16 @@ impl Indices {
         &self.buffer
     }
 
+    /// Indices that are all 0, for kernels to write.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`].
+    pub fn zeroed(device: &wgpu::Device, shape: IndexShape) -> Result<Self> {
+        let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST;
+        let buffer = buffers::create_now(device, "token indices", shape.indices() as u64 * 4, usage)?;
+        Ok(Self { buffer, offset: 0, shape })
+    }
+
     /// Copies token numbers to a new buffer.
     ///
     /// # Errors

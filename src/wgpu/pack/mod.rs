@@ -16,6 +16,7 @@ pub use find_non_finite::{ElementPosition, FindNonFinite, FindNonFinitePlan};
 pub use hadamard::HadamardPlan;
 pub use pack_windows::PackWindowsPlan;
 pub use quantize::QuantizePlan;
+pub(super) use tile_call::rows_file;
 
 use super::device::Variant;
 

@@ -1,0 +1,32 @@
+// What the kernels that merge evicted tokens into kept ones are called with.
+
+#pragma once
+
+#include "common/ptx.cuh"
+#include "common/elements.cuh"
+
+struct MergeCall {
+    u64 rows;
+    u64 token_stride;
+    u64 head_stride;
+    // [kv_head][kept] and [kv_head][evicted].
+    u64 kept_tokens;
+    u64 evicted_tokens;
+    // Of the kept, then of the evicted tokens.
+    u64 inverse_norms;
+    // [kv_head][evicted]: index into the kept tokens, and cosine similarity.
+    u64 nearest;
+    u64 similarities;
+    // [kv_head][kept][HEAD_DIM], f32.
+    u64 merged;
+    u32 tokens;
+    u32 kv_heads;
+    // Kept and evicted tokens of each head.
+    u32 kept;
+    u32 evicted;
+};
+
+// Index of the first element of a row; tokens that do not exist are clamped.
+__device__ __forceinline__ u64 row_start(const MergeCall& call, u32 token, u32 kv_head) {
+    return min(token, call.tokens - 1) * call.token_stride + kv_head * call.head_stride;
+}

@@ -1,0 +1,84 @@
+// attention_column_stats: what every key receives, and how many keys each row needs.
+//
+//   column_sums[key] = Σ over rows of exp(s − lse),  s = q · k / √HEAD_DIM
+//   counts[row] = visible keys of the part with s ≥ max + log_threshold
+//
+// Column sums are kept per query head, or become the sum, mean or maximum over the heads of a group (AGGREGATION).
+//
+// One workgroup owns a part: some tiles of RESIDENT keys of one KV head. An invocation owns a key, and its column sum is a
+// register; the query rows of the head's group pass by, STAGED at a time. For counts an invocation writes one bit per row,
+// and 16 invocations add up each row's. Nothing is added up in an order that could change. Keys are read once, query rows
+// once per tile; neither scores nor weights are written.
+//
+// In bounds: as in attention_row_stats.
+//
+// binds: 3 row_lse, 4 column_sums
+// set by plans: AGGREGATION
+
+// import select/stats_call.wgsl
+
+// [query_head][row].
+@group(0) @binding(3) var<storage, read> row_lse: array<f32>;
+// [query_head][key], or [kv_head][key] of aggregated ones.
+@group(0) @binding(4) var<storage, read_write> column_sums: array<f32>;
+
+// 0: each query head for itself, 1: sum, 2: mean, 3: maximum.
+const AGGREGATION: u32 = 0u;
+
+// import counting = select/counting/slot.wgsl
+
+@compute @workgroup_size(128)
+fn attention_column_stats(
+    @builtin(workgroup_id) workgroup: vec3<u32>,
+    @builtin(local_invocation_index) invocation: u32,
+) {
+    let part = workgroup.x;
+    let kv_head = workgroup.y;
+    let first_count = (part * call.kv_heads + kv_head) * call.group * call.rows;
+    clear_counts(first_count, invocation);
+    for (var t = 0u; t < call.part_tiles; t++) {
+        let tile = (part * call.part_tiles + t) * RESIDENT;
+        if (tile >= call.tokens) {
+            break;
+        }
+        load_tile(tile, kv_head, invocation);
+        let token = tile + invocation;
+        var aggregated = 0f;
+        for (var g = 0u; g < call.group; g++) {
+            let query_head = kv_head * call.group + g;
+            var sum = 0f;
+            for (var first = 0u; first < call.rows; first += STAGED) {
+                // Rows before the tile see none of it.
+                if (call.positions[min(first + STAGED, call.rows) - 1u] < tile) {
+                    continue;
+                }
+                workgroupBarrier();
+                stage_queries(first, query_head, invocation);
+                workgroupBarrier();
+                let own_scores = products();
+                var staged_sum = 0f;
+                // unroll
+                for (var r = 0u; r < STAGED; r++) {
+                    if (sees(first + r, token)) {
+                        staged_sum += exp(own_scores[r] - row_lse[query_head * call.rows + first + r]);
+                    }
+                }
+                sum += staged_sum;
+                count_rows(own_scores, first, query_head, token, first_count + g * call.rows, invocation);
+            }
+            if (AGGREGATION == 0u) {
+                if (token < call.tokens) {
+                    column_sums[query_head * call.tokens + token] = sum;
+                }
+            } else if (AGGREGATION == 3u) {
+                // Column sums are not negative.
+                aggregated = max(aggregated, sum);
+            } else {
+                aggregated += sum;
+            }
+        }
+        if (AGGREGATION != 0u && token < call.tokens) {
+            column_sums[kv_head * call.tokens + token] = aggregated / select(1f, f32(call.group), AGGREGATION == 2u);
+        }
+    }
+}

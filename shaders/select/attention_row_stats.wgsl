@@ -1,0 +1,102 @@
+// attention_row_stats: the largest score of every query row, and the sum of the exponentials of its scores, over the keys
+// of one part.
+//
+//   s = q · k / √HEAD_DIM,  max = max s,  sum = Σ exp(s − max)  over visible keys of the part
+//
+// One workgroup owns a part: some tiles of RESIDENT keys of one KV head. An invocation owns a key; the query rows of the
+// head's group pass by, STAGED at a time. Their scores meet in workgroup memory, where 16 invocations reduce each row in a
+// fixed order. What a part has measured of a row so far lies in `partials`, and one invocation owns it. Keys are read once,
+// query rows once per tile; no scores are written.
+//
+// In bounds: part and head are below the grid's, which the plan made; rows, tokens and positions are checked where they are
+// read, and tensors and partials were checked against the call when they were bound. Loops are bounded by the call.
+//
+// binds: 3 partials
+
+// import select/stats_call.wgsl
+
+// (max, sum) as [part][query_head][row].
+@group(0) @binding(3) var<storage, read_write> partials: array<vec2<f32>>;
+
+const LANES: u32 = RESIDENT / STAGED;
+const SCORES: u32 = STAGED * RESIDENT;
+
+var<workgroup> scores: array<f32, SCORES>;
+var<workgroup> lane_stats: array<vec2<f32>, RESIDENT>;
+
+@compute @workgroup_size(128)
+fn attention_row_stats(
+    @builtin(workgroup_id) workgroup: vec3<u32>,
+    @builtin(local_invocation_index) invocation: u32,
+) {
+    let part = workgroup.x;
+    let kv_head = workgroup.y;
+    let own_row = invocation / LANES;
+    let lane = invocation % LANES;
+    let first_partial = (part * call.kv_heads + kv_head) * call.group * call.rows;
+    if (lane == 0u) {
+        for (var i = own_row; i < call.group * call.rows; i += STAGED) {
+            partials[first_partial + i] = vec2<f32>(LOWEST, 0f);
+        }
+    }
+    for (var t = 0u; t < call.part_tiles; t++) {
+        let tile = (part * call.part_tiles + t) * RESIDENT;
+        if (tile >= call.tokens) {
+            break;
+        }
+        load_tile(tile, kv_head, invocation);
+        for (var g = 0u; g < call.group; g++) {
+            for (var first = 0u; first < call.rows; first += STAGED) {
+                // Rows before the tile see none of it.
+                if (call.positions[min(first + STAGED, call.rows) - 1u] < tile) {
+                    continue;
+                }
+                workgroupBarrier();
+                stage_queries(first, kv_head * call.group + g, invocation);
+                workgroupBarrier();
+                let own_scores = products();
+                // unroll
+                for (var r = 0u; r < STAGED; r++) {
+                    scores[r * RESIDENT + invocation] = select(LOWEST, own_scores[r], sees(first + r, tile + invocation));
+                }
+                workgroupBarrier();
+                lane_stats[invocation] = stats_of_lane(own_row, lane);
+                workgroupBarrier();
+                let row = first + own_row;
+                if (lane == 0u && row < call.rows) {
+                    let at = first_partial + g * call.rows + row;
+                    partials[at] = joined(partials[at], own_row);
+                }
+            }
+        }
+    }
+}
+
+// Maximum and sum of a lane's share of a row: every LANES-th key.
+fn stats_of_lane(row: u32, lane: u32) -> vec2<f32> {
+    var largest = LOWEST;
+    for (var i = lane; i < RESIDENT; i += LANES) {
+        largest = max(largest, scores[row * RESIDENT + i]);
+    }
+    var sum = 0f;
+    if (largest > LOWEST) {
+        for (var i = lane; i < RESIDENT; i += LANES) {
+            sum += exp(scores[row * RESIDENT + i] - largest);
+        }
+    }
+    return vec2<f32>(largest, sum);
+}
+
+// What was measured before, and the lanes of a row after it, in order.
+fn joined(before: vec2<f32>, row: u32) -> vec2<f32> {
+    var largest = before.x;
+    for (var i = 0u; i < LANES; i++) {
+        largest = max(largest, lane_stats[row * LANES + i].x);
+    }
+    var sum = before.y * exp(before.x - largest);
+    for (var i = 0u; i < LANES; i++) {
+        let stats = lane_stats[row * LANES + i];
+        sum += stats.y * exp(stats.x - largest);
+    }
+    return vec2<f32>(largest, sum);
+}

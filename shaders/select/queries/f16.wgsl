@@ -1,0 +1,12 @@
+// Elements of a dense f16 tensor, two to a word, the first in the low half.
+//
+// gives: query_element
+// binds: 2 queries
+
+// import pack/half.wgsl
+
+@group(0) @binding(2) var<storage, read> queries: array<u32>;
+
+fn query_element(index: u32) -> f32 {
+    return half_value(queries[index / 2u] >> (16u * (index % 2u)));
+}

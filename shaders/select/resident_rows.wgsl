@@ -1,0 +1,42 @@
+// A tile of rows that stays where it is while others pass by: an invocation owns one resident row, in registers; rows
+// that pass are staged in workgroup memory, STAGED at a time, and read by all invocations at once.
+//
+// Both kinds of rows are read from memory coalesced. A product of a resident and a passing row costs HEAD_DIM fused
+// multiply-adds and HEAD_DIM / 4 broadcast loads of workgroup memory, and needs no reduction across invocations.
+//
+// gives: VECTORS, RESIDENT, STAGED, STAGED_VECTORS, staged, resident, take_resident, products
+// set by plans: HEAD_DIM
+
+const HEAD_DIM: u32 = 128u;
+const VECTORS: u32 = HEAD_DIM / 4u;
+// Resident rows of a tile: the invocations of a workgroup.
+const RESIDENT: u32 = 128u;
+const STAGED: u32 = 8u;
+const STAGED_VECTORS: u32 = STAGED * VECTORS;
+
+var<workgroup> staged: array<vec4<f32>, STAGED_VECTORS>;
+var<private> resident: array<vec4<f32>, VECTORS>;
+
+// Takes the invocation's resident row from those that are staged, `first` being the first of them in the tile.
+fn take_resident(first: u32, invocation: u32) {
+    if (invocation / STAGED == first / STAGED) {
+        let at = (invocation % STAGED) * VECTORS;
+        // unroll
+        for (var c = 0u; c < VECTORS; c++) {
+            resident[c] = staged[at + c];
+        }
+    }
+}
+
+// The products of the resident row with the staged ones.
+fn products() -> array<f32, STAGED> {
+    var sums = array<f32, STAGED>();
+    // unroll
+    for (var c = 0u; c < VECTORS; c++) {
+        // unroll
+        for (var r = 0u; r < STAGED; r++) {
+            sums[r] += dot(resident[c], staged[r * VECTORS + c]);
+        }
+    }
+    return sums;
+}

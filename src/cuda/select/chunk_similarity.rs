@@ -1,0 +1,84 @@
+//! Kernel `chunk_similarity`.
+
+use super::launch::{Kernel, Launch, Launches};
+use super::{check_index, check_output};
+use crate::cuda::Cuda;
+use crate::cuda::device::program::Program;
+use crate::cuda::device::tensor::Tensor;
+use crate::plan::ElementType;
+use crate::policy::check_widths;
+use crate::{Error, Result};
+
+/// Threads of a block, a warp for each chunk.
+const THREADS: u32 = 256;
+
+/// Cosine similarities of chunk embeddings with a query's, for engines whose embeddings are on the device: decided, but
+/// for the memory. One launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChunkSimilarityPlan {
+    width: usize,
+    chunks: usize,
+}
+
+/// `SimilarityCall` of `select/chunk_similarity.cu`.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct SimilarityCall {
+    query: u64,
+    chunks: u64,
+    similarities: u64,
+    query_type: u32,
+    chunk_type: u32,
+    width: u32,
+    count: u32,
+}
+
+impl ChunkSimilarityPlan {
+    /// Plans the comparison of `chunks` embeddings of `width` elements.
+    ///
+    /// # Errors
+    /// [`Error::Chunks`] when there are none, or of no elements; [`Error::Limit`] when a 32-bit index does not count
+    /// their elements.
+    pub fn new(width: usize, chunks: usize) -> Result<Self> {
+        check_widths(width, width * chunks)?;
+        if chunks == 0 {
+            return Err(Error::Chunks { reason: "there are none to compare".into() });
+        }
+        check_index("the elements of all embeddings", width * chunks)?;
+        Ok(Self { width, chunks })
+    }
+
+    /// Binds the embeddings of the query, `[width]`, and of the chunks, `[chunks, width]`, and the f32 similarities to
+    /// write, `[chunks]`.
+    ///
+    /// # Errors
+    /// [`Error::Chunks`] when the embeddings are of other widths; [`Error::Elements`] or [`Error::Buffer`] when the output
+    /// does not suit; what the driver reports.
+    pub fn bind(&self, backend: &Cuda, query: &Tensor, chunks: &Tensor, similarities: &Tensor) -> Result<Launches> {
+        if query.elements() != self.width || chunks.elements() != self.width * self.chunks {
+            let reason = format!(
+                "embeddings of {} and {} elements; {} chunks of width {} are planned",
+                query.elements(),
+                chunks.elements(),
+                self.chunks,
+                self.width
+            );
+            return Err(Error::Chunks { reason });
+        }
+        check_output("similarities of chunks", similarities, self.chunks, ElementType::F32)?;
+        let call = SimilarityCall {
+            query: query.memory().address(),
+            chunks: chunks.memory().address(),
+            similarities: similarities.memory().address(),
+            query_type: query.type_code(),
+            chunk_type: chunks.type_code(),
+            width: self.width as u32,
+            count: self.chunks as u32,
+        };
+        let program = Program { files: &["select/chunk_similarity.cu"], defines: Vec::new() };
+        let grid = [(self.chunks * 32).div_ceil(THREADS as usize), 1];
+        let kernel = Kernel { program: &program, name: "chunk_similarity", grid, block: THREADS };
+        let memory = [query.memory(), chunks.memory(), similarities.memory()];
+        Ok(Launches::new(vec![Launch::new(backend, kernel, &call, &memory)?]))
+    }
+}

@@ -1,0 +1,111 @@
+//! Kernels bound to their arguments, ready to launch.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
+
+use crate::cuda::Cuda;
+use crate::cuda::device::driver::driver_error;
+use crate::cuda::device::memory::Memory;
+use crate::cuda::device::program::Program;
+use crate::{Error, Result};
+
+/// Words of the largest arguments, `StatsCall`.
+const CALL_WORDS: usize = 16;
+
+/// The bytes of a kernel's one argument, a struct of at most so many words.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct CallBytes([u64; CALL_WORDS]);
+
+// SAFETY: plain integers; a kernel copies as many bytes as its own struct has, which `Launch::new` checked to be there.
+unsafe impl DeviceRepr for CallBytes {}
+
+/// One launch: a kernel, its arguments and its grid.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    name: &'static str,
+    function: CudaFunction,
+    call: CallBytes,
+    grid: (u32, u32, u32),
+    block: u32,
+    /// What the arguments point at.
+    _memory: Vec<Arc<Memory>>,
+}
+
+/// Launches that belong together, in order.
+#[derive(Clone, Debug, Default)]
+pub struct Launches(Vec<Launch>);
+
+/// A kernel and its grid.
+pub(super) struct Kernel<'a> {
+    pub(super) program: &'a Program,
+    pub(super) name: &'static str,
+    pub(super) grid: [usize; 2],
+    pub(super) block: u32,
+}
+
+impl Launch {
+    /// Compiles the kernel, if that was not done before, and keeps its arguments and the memory that they point at.
+    pub(super) fn new<C: bytemuck::Pod>(
+        backend: &Cuda,
+        kernel: Kernel<'_>,
+        call: &C,
+        memory: &[&Arc<Memory>],
+    ) -> Result<Self> {
+        let mut bytes = CallBytes([0; CALL_WORDS]);
+        bytemuck::bytes_of_mut(&mut bytes.0)[..size_of::<C>()].copy_from_slice(bytemuck::bytes_of(call));
+        let [x, y] = kernel.grid;
+        let (most_x, most_y) = (i32::MAX as usize, usize::from(u16::MAX));
+        if x == 0 || y == 0 || x > most_x || y > most_y {
+            return Err(Error::Limit {
+                what: format!("blocks of kernel {}", kernel.name),
+                needed: x.max(y) as u64,
+                allowed: if y > most_y { most_y } else { most_x } as u64,
+                hint: "pass fewer tokens at once",
+            });
+        }
+        Ok(Self {
+            name: kernel.name,
+            function: backend.kernels().function(kernel.program, kernel.name)?,
+            call: bytes,
+            grid: (x as u32, y as u32, 1),
+            block: kernel.block,
+            _memory: memory.iter().map(|&memory| memory.clone()).collect(),
+        })
+    }
+
+    fn launch(&self, stream: &Arc<CudaStream>) -> Result<()> {
+        let config = LaunchConfig { grid_dim: self.grid, block_dim: (self.block, 1, 1), shared_mem_bytes: 0 };
+        let mut launch = stream.launch_builder(&self.function);
+        launch.arg(&self.call);
+        // SAFETY: the arguments are the bytes of the kernel's own struct; what they point at was checked when they were
+        // made and is kept by this launch.
+        unsafe { launch.launch(config) }.map(drop).map_err(|error| driver_error(self.name, 0, error))
+    }
+}
+
+impl Launches {
+    pub(super) fn new(launches: Vec<Launch>) -> Self {
+        Self(launches)
+    }
+
+    /// Launches all of them on a stream of the device. It neither waits nor allocates nor copies, so that a CUDA graph can
+    /// capture it. The memory must live until the stream has passed: keep this until then.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn launch(&self, stream: &Arc<CudaStream>) -> Result<()> {
+        self.0.iter().try_for_each(|launch| launch.launch(stream))
+    }
+
+    /// Number of launches.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// True if there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}

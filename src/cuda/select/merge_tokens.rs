@@ -1,0 +1,160 @@
+//! Kernels `kept_norms`, `nearest_kept` and `merge_tokens`.
+
+use super::attention_stats::{TILE_THREADS, tile_defines, tile_rows};
+use super::check_indices;
+use super::launch::{Kernel, Launch, Launches};
+use super::words::Words;
+use crate::cuda::Cuda;
+use crate::cuda::device::indices::Indices;
+use crate::cuda::device::program::Program;
+use crate::cuda::device::tensor::{Tensor, type_code};
+use crate::format::AttentionShape;
+use crate::plan::{ElementType, RowLayout};
+use crate::policy::Merging;
+use crate::{Error, Result};
+
+/// Threads of a block of `merge_tokens`, `MERGE_THREADS` in its source.
+const MERGE_THREADS: u32 = 128;
+
+/// Threads of a block of `kept_norms`, a warp for each row.
+const NORM_THREADS: u32 = 256;
+
+const NEAREST_PROGRAM: &[&str] = &["select/nearest_kept.cu"];
+
+/// Evicted tokens merged into their nearest kept ones: decided, but for the memory.
+///
+/// [`MergePlan::bind`] finds the nearest kept key of every evicted token, and merges keys and values by it: four launches.
+/// Sums are made in the order of the evicted tokens, so that two runs give the same bits.
+#[derive(Clone, Debug)]
+pub struct MergePlan {
+    shape: AttentionShape,
+    rows: RowLayout,
+    kept: usize,
+    evicted: usize,
+    merging: Merging,
+}
+
+/// A merge bound to its tensors.
+#[derive(Clone, Debug)]
+pub struct BoundMerge {
+    /// To launch.
+    pub launches: Launches,
+    /// `[kv_heads, evicted]`: index, among the kept tokens of the head, of the one whose key is nearest.
+    pub nearest: Words,
+    /// `[kv_heads, evicted]`: cosine similarity of the keys.
+    pub similarities: Tensor,
+    /// `[kv_heads, kept, head_dim]`.
+    pub keys: Tensor,
+    /// `[kv_heads, kept, head_dim]`.
+    pub values: Tensor,
+}
+
+/// `MergeCall` of `select/merge_call.cuh`.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct MergeCall {
+    rows: u64,
+    token_stride: u64,
+    head_stride: u64,
+    kept_tokens: u64,
+    evicted_tokens: u64,
+    inverse_norms: u64,
+    nearest: u64,
+    similarities: u64,
+    merged: u64,
+    tokens: u32,
+    kv_heads: u32,
+    kept: u32,
+    evicted: u32,
+}
+
+impl MergePlan {
+    /// Plans the merge of `evicted` tokens of every KV head into `kept` ones. Which ones they are is read on the device:
+    /// an index beyond the tokens is taken for the last of them.
+    ///
+    /// # Errors
+    /// [`Error::NoTokens`] when none are kept or evicted.
+    pub fn new(shape: &AttentionShape, rows: RowLayout, [kept, evicted]: [usize; 2], merging: Merging) -> Result<Self> {
+        if kept == 0 || evicted == 0 || rows.tokens == 0 {
+            return Err(Error::NoTokens {
+                what: "merge_tokens",
+                hint: "without kept or evicted tokens nothing merges",
+            });
+        }
+        Ok(Self { shape: *shape, rows, kept, evicted, merging })
+    }
+
+    /// Binds keys and values, of the same layout, and the positions of the kept, `[kv_heads, kept]`, and of the evicted
+    /// tokens, `[kv_heads, evicted]`; makes the results.
+    ///
+    /// # Errors
+    /// [`Error::Elements`] when a tensor does not suit; [`Error::OutOfMemory`] or what else the driver reports.
+    pub fn bind(
+        &self,
+        backend: &Cuda,
+        [keys, values]: [&Tensor; 2],
+        kept: &Indices,
+        evicted: &Indices,
+    ) -> Result<BoundMerge> {
+        let (stream, heads, head_dim) = (backend.stream(), self.shape.kv_heads(), self.shape.head_dim());
+        check_indices("positions of kept tokens", kept, heads, self.kept)?;
+        check_indices("positions of evicted tokens", evicted, heads, self.evicted)?;
+        for (what, rows) in [("keys", keys), ("values", values)] {
+            self.rows.check(what, rows.elements(), &self.shape)?;
+        }
+        let f32s = |elements| Tensor::zeroed(stream, elements, ElementType::F32);
+        let inverse_norms = f32s(heads * (self.kept + self.evicted))?;
+        let similarities = f32s(heads * self.evicted)?;
+        let nearest = Words::zeroed(stream, "nearest kept tokens", heads * self.evicted)?;
+        let merged = [f32s(heads * self.kept * head_dim)?, f32s(heads * self.kept * head_dim)?];
+        let call = |rows: &Tensor, merged: &Tensor| MergeCall {
+            rows: rows.memory().address(),
+            token_stride: self.rows.token_stride as u64,
+            head_stride: self.rows.head_stride as u64,
+            kept_tokens: kept.address(),
+            evicted_tokens: evicted.address(),
+            inverse_norms: inverse_norms.memory().address(),
+            nearest: nearest.memory().address(),
+            similarities: similarities.memory().address(),
+            merged: merged.memory().address(),
+            tokens: self.rows.tokens as u32,
+            kv_heads: heads as u32,
+            kept: self.kept as u32,
+            evicted: self.evicted as u32,
+        };
+        let shared = [kept.memory(), evicted.memory(), inverse_norms.memory(), nearest.memory(), similarities.memory()];
+        let types = [keys.element_type(); 2];
+        let program =
+            Program { files: NEAREST_PROGRAM, defines: tile_defines(head_dim, types, [&self.rows, &self.rows]) };
+        let of_keys = [shared.as_slice(), &[keys.memory()]].concat();
+        let rows = heads * (self.kept + self.evicted);
+        let grid = [(rows * 32).div_ceil(NORM_THREADS as usize), 1];
+        let norms = Kernel { program: &program, name: "kept_norms", grid, block: NORM_THREADS };
+        let grid = [self.evicted.div_ceil(tile_rows(keys.element_type())), heads];
+        let search = Kernel { program: &program, name: "nearest_kept", grid, block: TILE_THREADS };
+        let mut launches = vec![
+            Launch::new(backend, norms, &call(keys, &merged[0]), &of_keys)?,
+            Launch::new(backend, search, &call(keys, &merged[0]), &of_keys)?,
+        ];
+        for (rows, merged) in [keys, values].into_iter().zip(&merged) {
+            let program = self.merge_program(rows.element_type());
+            let grid = [self.kept.div_ceil(2048 / head_dim), heads];
+            let kernel = Kernel { program: &program, name: "merge_tokens", grid, block: MERGE_THREADS };
+            let memory = [shared.as_slice(), &[rows.memory(), merged.memory()]].concat();
+            launches.push(Launch::new(backend, kernel, &call(rows, merged), &memory)?);
+        }
+        let [keys, values] = merged;
+        Ok(BoundMerge { launches: Launches::new(launches), nearest, similarities, keys, values })
+    }
+
+    fn merge_program(&self, rows: ElementType) -> Program {
+        let merging = match self.merging {
+            Merging::Averaged => 0,
+            Merging::Pivotal => 1,
+            Merging::Weighted => 2,
+        };
+        let defines =
+            vec![("HEAD_DIM", self.shape.head_dim()), ("KEY_TYPE", type_code(rows) as usize), ("MERGING", merging)];
+        Program { files: &["select/merge_tokens.cu"], defines }
+    }
+}

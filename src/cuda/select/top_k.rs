@@ -1,0 +1,77 @@
+//! Kernel `top_k`.
+
+use super::launch::{Kernel, Launch, Launches};
+use super::{check_index, check_indices, check_output};
+use crate::cuda::Cuda;
+use crate::cuda::device::indices::Indices;
+use crate::cuda::device::program::Program;
+use crate::cuda::device::tensor::Tensor;
+use crate::plan::{ElementType, IndexShape};
+use crate::{Error, Result};
+
+/// Threads of a block, `TOP_THREADS` in its source.
+const THREADS: u32 = 1024;
+
+/// The best scores of every KV head: decided, but for the memory. One launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TopKPlan {
+    kv_heads: usize,
+    n: usize,
+    k: usize,
+}
+
+/// `TopKCall` of `select/top_k.cu`.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct TopKCall {
+    scores: u64,
+    chosen: u64,
+    n: u32,
+    k: u32,
+}
+
+impl TopKPlan {
+    /// Plans the choice of the `k` largest of `n` scores for each of `kv_heads` heads. Ties go to the lower index, −0
+    /// equals +0, and a score that is NaN ranks below −∞.
+    ///
+    /// # Errors
+    /// [`Error::TopK`] when `k` is larger than `n`; [`Error::NoTokens`] when nothing is to be chosen or there are no
+    /// heads; [`Error::Limit`] when a 32-bit index does not count the scores.
+    pub fn new(kv_heads: usize, n: usize, k: usize) -> Result<Self> {
+        if k > n {
+            return Err(Error::TopK { k, n });
+        }
+        if k == 0 || kv_heads == 0 {
+            return Err(Error::NoTokens { what: "top_k", hint: "the 0 best need no kernel" });
+        }
+        check_index("the scores of all heads", kv_heads * n)?;
+        Ok(Self { kv_heads, n, k })
+    }
+
+    /// The shape of the result.
+    ///
+    /// # Errors
+    /// [`Error::NoTokens`]: none, since there is something to choose.
+    pub const fn indices(&self) -> Result<IndexShape> {
+        IndexShape::new(self.kv_heads, self.k, self.n as u32)
+    }
+
+    /// Binds the f32 scores to read, `[kv_heads, n]`, and the indices to write, `[kv_heads, k]`, ascending for each head.
+    ///
+    /// # Errors
+    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor does not suit; what the driver reports.
+    pub fn bind(&self, backend: &Cuda, scores: &Tensor, chosen: &Indices) -> Result<Launches> {
+        check_output("scores", scores, self.kv_heads * self.n, ElementType::F32)?;
+        check_indices("chosen indices", chosen, self.kv_heads, self.k)?;
+        let call = TopKCall {
+            scores: scores.memory().address(),
+            chosen: chosen.address(),
+            n: self.n as u32,
+            k: self.k as u32,
+        };
+        let program = Program { files: &["select/top_k.cu"], defines: Vec::new() };
+        let kernel = Kernel { program: &program, name: "top_k", grid: [self.kv_heads, 1], block: THREADS };
+        let launch = Launch::new(backend, kernel, &call, &[scores.memory(), chosen.memory()])?;
+        Ok(Launches::new(vec![launch]))
+    }
+}

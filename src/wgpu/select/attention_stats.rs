@@ -1,0 +1,328 @@
+//! Kernels `attention_row_stats`, `attention_column_stats` and `sum_partials`.
+
+use super::words::Words;
+use super::{check_index, check_reach, queries_file, upload_call};
+use crate::format::{AttentionShape, HEAD_DIMS};
+use crate::plan::{ElementType, RowLayout};
+use crate::policy::{HeadAggregation, QueryRows, RowStatsSource, StatsRequest};
+use crate::wgpu::device::launch::{Launch, Launches, flat_grid};
+use crate::wgpu::device::{Kernels, Tensor, Variant};
+use crate::wgpu::pack::rows_file;
+use crate::{Error, Result};
+
+/// Keys of a tile, `RESIDENT` in `resident_rows.wgsl`.
+const TILE_KEYS: usize = 128;
+
+/// Bytes of what parts of the keys measured, at most: where there are many query rows, a part has more tiles.
+const PARTIAL_BYTES: usize = 64 << 20;
+
+/// A buffer that [`AttentionStatsPlan::bind`] makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StatsBuffer {
+    /// What it holds.
+    pub what: &'static str,
+    /// Its size.
+    pub bytes: usize,
+}
+
+/// Attention statistics of query rows against all keys of a context: decided, but for the buffers.
+///
+/// A workgroup owns some tiles of 128 keys of a KV head, which stay in registers while the query rows pass by; scores
+/// and weights never reach memory, values are not read, and everything is summed in a fixed order.
+///
+/// ```
+/// use kvpack::plan::RowLayout;
+/// use kvpack::policy::{ColumnRequest, DEFAULT_THRESHOLD, HeadAggregation, QueryRows, RowStatsSource, StatsRequest};
+/// use kvpack::wgpu::AttentionStatsPlan;
+/// use kvpack::AttentionShape;
+///
+/// // The last 50 rows of a context of 32k tokens, for VL-Cache.
+/// let (shape, queries) = (AttentionShape::new(32, 8, 128)?, AttentionShape::new(32, 32, 128)?);
+/// let columns = ColumnRequest { aggregation: HeadAggregation::Mean, threshold: Some(DEFAULT_THRESHOLD) };
+/// let plan = AttentionStatsPlan::new(
+///     &shape,
+///     QueryRows::last(50, 32768)?,
+///     [RowLayout::token_major(50, &queries), RowLayout::token_major(32768, &shape)],
+///     StatsRequest { columns, rows: RowStatsSource::Measured },
+/// )?;
+/// let bytes: usize = plan.buffers().iter().map(|buffer| buffer.bytes).sum();
+/// assert!(bytes < 10 << 20); // the scores would be 210 MB
+/// # Ok::<(), kvpack::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct AttentionStatsPlan {
+    shape: AttentionShape,
+    rows: QueryRows,
+    queries: RowLayout,
+    keys: RowLayout,
+    request: StatsRequest,
+    log_threshold: Option<f32>,
+    part_tiles: usize,
+    parts: usize,
+}
+
+/// Statistics bound to their tensors: what [`AttentionStats::launches`] measures lies in the other fields.
+#[derive(Clone, Debug)]
+pub struct AttentionStats {
+    /// To encode.
+    pub launches: Launches,
+    /// The largest score of each row, `[query_heads, rows]`; `None` where the log-sum-exp was known.
+    pub row_max: Option<Tensor>,
+    /// The natural log-sum-exp of each row, `[query_heads, rows]`: measured, or the caller's.
+    pub row_lse: Tensor,
+    /// `[query_heads, tokens]` or `[kv_heads, tokens]`, as the aggregation says.
+    pub column_sums: Tensor,
+    /// `[query_heads, rows]`: keys at or above the threshold; `None` where none was asked for.
+    pub counts: Option<Words>,
+}
+
+/// `StatsCall` of `select/stats_call.wgsl`.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct StatsCall {
+    first_key: u32,
+    key_token_stride: u32,
+    key_head_stride: u32,
+    first_query: u32,
+    query_token_stride: u32,
+    query_head_stride: u32,
+    tokens: u32,
+    rows: u32,
+    kv_heads: u32,
+    group: u32,
+    part_tiles: u32,
+    parts: u32,
+    scale: f32,
+    log_threshold: f32,
+    unused: [u32; 2],
+}
+
+/// `SumCall` of `select/sum_partials.wgsl`.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct SumCall {
+    rows: u32,
+    parts: u32,
+}
+
+impl AttentionStatsPlan {
+    /// Plans statistics of query rows, `[rows, query_heads, head_dim]`, against keys, `[tokens, kv_heads, head_dim]`;
+    /// `layouts` are theirs, in this order.
+    ///
+    /// # Errors
+    /// [`Error::Selection`] when layouts and positions are of other numbers of rows or keys; [`Error::Budget`] when the
+    /// threshold is not in 0 ..= 1; [`Error::Plan`] when counts are asked for and only the log-sum-exp is known;
+    /// [`Error::Limit`] when 32-bit indices do not reach all elements.
+    pub fn new(
+        shape: &AttentionShape,
+        rows: QueryRows,
+        layouts: [RowLayout; 2],
+        request: StatsRequest,
+    ) -> Result<Self> {
+        let [queries, keys] = layouts;
+        rows.check_tensors(queries.tokens, keys.tokens)?;
+        let log_threshold = request.log_threshold()?;
+        check_reach(&queries, shape.query_heads(), shape.head_dim())?;
+        check_reach(&keys, shape.kv_heads(), shape.head_dim())?;
+        check_index("column sums", (shape.query_heads() * rows.tokens()) as u64)?;
+        let tiles = rows.tokens().div_ceil(TILE_KEYS);
+        let most_parts = PARTIAL_BYTES / (8 * rows.len() * shape.query_heads());
+        let part_tiles = tiles.div_ceil(most_parts.clamp(1, u16::MAX.into()));
+        let parts = tiles.div_ceil(part_tiles);
+        Ok(Self { shape: *shape, rows, queries, keys, request, log_threshold, part_tiles, parts })
+    }
+
+    /// The buffers that [`AttentionStatsPlan::bind`] makes: all memory that the kernels write.
+    pub fn buffers(&self) -> Vec<StatsBuffer> {
+        let (heads, tokens) = (self.shape.query_heads(), self.rows.tokens());
+        let head_rows = heads * self.rows.len();
+        let sums = self.request.columns.aggregation.rows(heads, self.shape.kv_heads()) * tokens;
+        let mut buffers = vec![StatsBuffer { what: "column sums", bytes: sums * 4 }];
+        if self.request.rows == RowStatsSource::Measured {
+            buffers.push(StatsBuffer { what: "row statistics of parts", bytes: self.parts * head_rows * 8 });
+            buffers.push(StatsBuffer { what: "maxima of rows", bytes: head_rows * 4 });
+            buffers.push(StatsBuffer { what: "log-sum-exps of rows", bytes: head_rows * 4 });
+        }
+        if self.log_threshold.is_some() {
+            buffers.push(StatsBuffer { what: "counts of parts", bytes: self.parts * head_rows * 4 });
+            buffers.push(StatsBuffer { what: "counts of rows", bytes: head_rows * 4 });
+        }
+        buffers
+    }
+
+    /// The kernel variants for tensors of these types, for [`Kernels::prepare`].
+    pub fn variants(&self, queries: ElementType, keys: ElementType) -> Vec<Variant> {
+        let mut variants = Vec::new();
+        if self.request.rows == RowStatsSource::Measured {
+            variants.extend([row_variant(self.shape.head_dim(), queries, keys), Variant::new("sum_partials")]);
+        }
+        variants.push(self.column_variant(queries, keys));
+        if self.log_threshold.is_some() {
+            variants.push(Variant::new("sum_counts"));
+        }
+        variants
+    }
+
+    /// Binds the tensors to read, and makes those to write. `known_lse`, `[query_heads, rows]`, is given where the plan
+    /// says so.
+    ///
+    /// # Errors
+    /// [`Error::Elements`] when a tensor is too short; [`Error::Plan`] when the log-sum-exp is given or missing against
+    /// the plan; [`Error::Limit`], [`Error::OutOfMemory`] or [`Error::DeviceLost`].
+    pub fn bind(
+        &self,
+        kernels: &Kernels,
+        queries: &Tensor,
+        keys: &Tensor,
+        known_lse: Option<&Tensor>,
+    ) -> Result<AttentionStats> {
+        let (shape, device) = (&self.shape, kernels.device());
+        let limits = device.limits();
+        let query_shape = AttentionShape::new(shape.query_heads(), shape.query_heads(), shape.head_dim())?;
+        self.queries.check("query rows", queries.elements(), &query_shape)?;
+        self.keys.check("keys", keys.elements(), shape)?;
+        let (query_rows, key_rows) = (queries.element_binding(&limits)?, keys.element_binding(&limits)?);
+        let call =
+            StatsCall { first_key: key_rows.first_element, first_query: query_rows.first_element, ..self.call() };
+        let call = upload_call(device, &call, self.rows.positions())?;
+        let head_rows = shape.query_heads() * self.rows.len();
+        let grid = [self.parts as u32, shape.kv_heads() as u32, 1];
+        let sum_grid = flat_grid(head_rows as u64, &limits)?;
+        let sum_call = upload_call(device, &SumCall { rows: head_rows as u32, parts: self.parts as u32 }, &[])?;
+        let inputs = [
+            ("call", call.as_entire_buffer_binding()),
+            ("rows", key_rows.buffer.clone()),
+            ("queries", query_rows.buffer.clone()),
+        ];
+        let (query_type, key_type) = (queries.element_type(), keys.element_type());
+        let f32s = |elements| Tensor::zeroed(device, elements, ElementType::F32);
+        let mut launches = Vec::new();
+
+        let (row_max, row_lse) = match (self.request.rows, known_lse) {
+            (RowStatsSource::KnownLse, Some(lse)) => {
+                super::check_output("log-sum-exps of rows", lse, head_rows, ElementType::F32, &limits)?;
+                (None, lse.clone())
+            }
+            (RowStatsSource::Measured, None) => {
+                let partials = f32s(self.parts * head_rows * 2)?;
+                let (max, lse) = (f32s(head_rows)?, f32s(head_rows)?);
+                let variant = row_variant(shape.head_dim(), query_type, key_type);
+                let buffers = [inputs.as_slice(), &[("partials", partials.binding())]].concat();
+                launches.push(Launch::new(kernels, &variant, &buffers, grid)?);
+                let buffers = [
+                    ("call", sum_call.as_entire_buffer_binding()),
+                    ("partials", partials.binding()),
+                    ("row_max", max.binding()),
+                    ("row_lse", lse.binding()),
+                ];
+                launches.push(Launch::new(kernels, &Variant::new("sum_partials"), &buffers, sum_grid)?);
+                (Some(max), lse)
+            }
+            (source, _) => {
+                let reason =
+                    format!("the rows are planned as {source:?}, and a log-sum-exp must be given for known ones");
+                return Err(Error::Plan { what: "attention statistics", reason });
+            }
+        };
+
+        let aggregation = self.request.columns.aggregation;
+        let column_sums = f32s(aggregation.rows(shape.query_heads(), shape.kv_heads()) * self.rows.tokens())?;
+        let counted = match (self.log_threshold, &row_max) {
+            (Some(_), Some(max)) => {
+                let partials = Words::zeroed(device, "counts of parts", self.parts * head_rows)?;
+                Some((max, partials, Words::zeroed(device, "counts of rows", head_rows)?))
+            }
+            _ => None,
+        };
+        let mut buffers = inputs.to_vec();
+        buffers.extend([("row_lse", row_lse.binding()), ("column_sums", column_sums.binding())]);
+        if let Some((max, partials, _)) = &counted {
+            buffers.extend([("row_max", max.binding()), ("count_partials", partials.binding())]);
+        }
+        launches.push(Launch::new(kernels, &self.column_variant(query_type, key_type), &buffers, grid)?);
+        let counts = match counted {
+            None => None,
+            Some((_, partials, counts)) => {
+                let buffers = [
+                    ("call", sum_call.as_entire_buffer_binding()),
+                    ("partials", partials.binding()),
+                    ("counts", counts.binding()),
+                ];
+                launches.push(Launch::new(kernels, &Variant::new("sum_counts"), &buffers, sum_grid)?);
+                Some(counts)
+            }
+        };
+        Ok(AttentionStats { launches: launches.into_iter().collect(), row_max, row_lse, column_sums, counts })
+    }
+
+    fn call(&self) -> StatsCall {
+        StatsCall {
+            first_key: 0,
+            key_token_stride: self.keys.token_stride as u32,
+            key_head_stride: self.keys.head_stride as u32,
+            first_query: 0,
+            query_token_stride: self.queries.token_stride as u32,
+            query_head_stride: self.queries.head_stride as u32,
+            tokens: self.rows.tokens() as u32,
+            rows: self.rows.len() as u32,
+            kv_heads: self.shape.kv_heads() as u32,
+            group: self.shape.group() as u32,
+            part_tiles: self.part_tiles as u32,
+            parts: self.parts as u32,
+            scale: 1.0 / (self.shape.head_dim() as f32).sqrt(),
+            log_threshold: self.log_threshold.unwrap_or(0.0),
+            unused: [0; 2],
+        }
+    }
+
+    fn column_variant(&self, queries: ElementType, keys: ElementType) -> Variant {
+        column_variant(
+            self.shape.head_dim(),
+            self.request.columns.aggregation,
+            self.log_threshold.is_some(),
+            queries,
+            keys,
+        )
+    }
+}
+
+fn row_variant(head_dim: usize, queries: ElementType, keys: ElementType) -> Variant {
+    typed(Variant::new("attention_row_stats"), head_dim, queries, keys)
+}
+
+fn column_variant(
+    head_dim: usize,
+    aggregation: HeadAggregation,
+    counting: bool,
+    queries: ElementType,
+    keys: ElementType,
+) -> Variant {
+    let aggregation = match aggregation {
+        HeadAggregation::Each => 0,
+        HeadAggregation::Sum => 1,
+        HeadAggregation::Mean => 2,
+        HeadAggregation::Max => 3,
+    };
+    let variant = typed(Variant::new("attention_column_stats"), head_dim, queries, keys);
+    let variant = variant.constant("AGGREGATION", aggregation);
+    if counting { variant.import("counting", "select/counting/rows.wgsl") } else { variant }
+}
+
+fn typed(variant: Variant, head_dim: usize, queries: ElementType, keys: ElementType) -> Variant {
+    variant.constant("HEAD_DIM", head_dim).import("rows", rows_file(keys)).import("queries", queries_file(queries))
+}
+
+/// Every variant that a plan can ask for.
+pub(super) fn variants() -> Vec<Variant> {
+    let mut found = vec![Variant::new("sum_partials"), Variant::new("sum_counts")];
+    for (i, head_dim) in HEAD_DIMS.into_iter().enumerate() {
+        for (j, keys) in ElementType::ALL.into_iter().enumerate() {
+            let queries = ElementType::ALL[(i + j) % 3];
+            found.push(row_variant(head_dim, queries, keys));
+            for (k, aggregation) in HeadAggregation::ALL.into_iter().enumerate() {
+                found.push(column_variant(head_dim, aggregation, (i + j + k) % 2 == 0, queries, keys));
+            }
+        }
+    }
+    found
+}

@@ -1,0 +1,99 @@
+//! Kernel `chunk_similarity`.
+
+use super::{check_index, check_output, queries_file};
+use crate::Result;
+use crate::plan::ElementType;
+use crate::policy::check_widths;
+use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
+use crate::wgpu::device::{Kernels, Tensor, Variant};
+use crate::wgpu::pack::rows_file;
+
+/// Cosine similarities of chunk embeddings with a query's, for engines whose embeddings are on the device: decided, but
+/// for the buffers. One dispatch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChunkSimilarityPlan {
+    width: usize,
+    chunks: usize,
+}
+
+/// `SimilarityCall` of `select/chunk_similarity.wgsl`.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct SimilarityCall {
+    first_query: u32,
+    first_chunk: u32,
+    width: u32,
+    chunks: u32,
+}
+
+impl ChunkSimilarityPlan {
+    /// Plans the comparison of `chunks` embeddings of `width` elements.
+    ///
+    /// # Errors
+    /// [`Error::Chunks`](crate::Error::Chunks) when there are none, or of no elements;
+    /// [`Error::Limit`](crate::Error::Limit) when a 32-bit index does not count their elements.
+    pub fn new(width: usize, chunks: usize) -> Result<Self> {
+        check_widths(width, width * chunks)?;
+        if chunks == 0 {
+            return Err(crate::Error::Chunks { reason: "there are none to compare".into() });
+        }
+        check_index("the elements of all embeddings", (width * chunks) as u64)?;
+        Ok(Self { width, chunks })
+    }
+
+    /// The kernel variants, for [`Kernels::prepare`].
+    pub fn variants(&self, query: ElementType, chunks: ElementType) -> Vec<Variant> {
+        vec![variant_of(query, chunks)]
+    }
+
+    /// Binds the embeddings of the query, `[width]`, and of the chunks, `[chunks, width]`, and the f32 similarities to
+    /// write, `[chunks]`.
+    ///
+    /// # Errors
+    /// [`Error::Chunks`](crate::Error::Chunks) when the embeddings are of other widths; [`Error::Elements`] or
+    /// [`Error::Buffer`] when the output does not suit; [`Error::Limit`] when a tensor is too large.
+    ///
+    /// [`Error::Elements`]: crate::Error::Elements
+    /// [`Error::Buffer`]: crate::Error::Buffer
+    /// [`Error::Limit`]: crate::Error::Limit
+    pub fn bind(&self, kernels: &Kernels, query: &Tensor, chunks: &Tensor, similarities: &Tensor) -> Result<Launches> {
+        let limits = kernels.device().limits();
+        if query.elements() != self.width || chunks.elements() != self.width * self.chunks {
+            let reason = format!(
+                "embeddings of {} and {} elements; {} chunks of width {} are planned",
+                query.elements(),
+                chunks.elements(),
+                self.chunks,
+                self.width
+            );
+            return Err(crate::Error::Chunks { reason });
+        }
+        check_output("similarities of chunks", similarities, self.chunks, ElementType::F32, &limits)?;
+        let (query_row, chunk_rows) = (query.element_binding(&limits)?, chunks.element_binding(&limits)?);
+        let call = SimilarityCall {
+            first_query: query_row.first_element,
+            first_chunk: chunk_rows.first_element,
+            width: self.width as u32,
+            chunks: self.chunks as u32,
+        };
+        let call = super::upload_call(kernels.device(), &call, &[])?;
+        let buffers = [
+            ("call", call.as_entire_buffer_binding()),
+            ("rows", chunk_rows.buffer),
+            ("queries", query_row.buffer),
+            ("similarities", similarities.binding()),
+        ];
+        let grid = flat_grid(self.chunks as u64 * u64::from(FLAT_WORKGROUP), &limits)?;
+        let variant = variant_of(query.element_type(), chunks.element_type());
+        Ok([Launch::new(kernels, &variant, &buffers, grid)?].into_iter().collect())
+    }
+}
+
+fn variant_of(query: ElementType, chunks: ElementType) -> Variant {
+    Variant::new("chunk_similarity").import("rows", rows_file(chunks)).import("queries", queries_file(query))
+}
+
+/// Every variant that a plan can ask for.
+pub(super) fn variants() -> Vec<Variant> {
+    ElementType::ALL.into_iter().flat_map(|query| ElementType::ALL.map(|chunks| variant_of(query, chunks))).collect()
+}

@@ -1,0 +1,91 @@
+//! The kernels that measure attention and carry decisions out.
+
+mod attention_stats;
+mod chunk_similarity;
+mod merge_tokens;
+mod move_rows;
+mod top_k;
+mod words;
+
+pub use attention_stats::{AttentionStats, AttentionStatsPlan, StatsBuffer};
+pub use chunk_similarity::ChunkSimilarityPlan;
+pub use merge_tokens::{BoundMerge, MergePlan};
+pub use move_rows::{GatherPlan, ReorderChunksPlan};
+pub use top_k::TopKPlan;
+pub use words::Words;
+
+use super::device::{Indices, Tensor, Variant, buffers};
+use crate::plan::{ElementType, RowLayout, TokenIndices};
+use crate::{Error, Result};
+
+/// Every kernel variant that plans of this folder can ask for, one of each that differ in more than numbers.
+pub(super) fn variants() -> Vec<Variant> {
+    [
+        attention_stats::variants(),
+        chunk_similarity::variants(),
+        merge_tokens::variants(),
+        move_rows::variants(),
+        top_k::variants(),
+    ]
+    .concat()
+}
+
+/// A buffer of arguments: a struct whose layout is that of a shader, and what follows it.
+fn upload_call<T: bytemuck::Pod>(device: &wgpu::Device, call: &T, words: &[u32]) -> Result<wgpu::Buffer> {
+    let bytes = [bytemuck::bytes_of(call), bytemuck::cast_slice(words)].concat();
+    buffers::create_filled(device, "arguments", &bytes, wgpu::BufferUsages::STORAGE)
+}
+
+/// The shader file that reads the elements of query rows.
+const fn queries_file(element_type: ElementType) -> &'static str {
+    match element_type {
+        ElementType::F32 => "select/queries/f32.wgsl",
+        ElementType::F16 => "select/queries/f16.wgsl",
+        ElementType::Bf16 => "select/queries/bf16.wgsl",
+    }
+}
+
+/// Checks that 32-bit indices reach all of `heads` heads of rows.
+fn check_reach(rows: &RowLayout, heads: usize, head_dim: usize) -> Result<()> {
+    let end = rows.row(rows.tokens.max(1) - 1, heads - 1) + head_dim;
+    let needed = end.max(rows.token_stride).max(rows.head_stride) as u64;
+    check_index("the elements of a tensor", needed)
+}
+
+/// Checks that a 32-bit index counts `needed` of `what`.
+fn check_index(what: &str, needed: u64) -> Result<()> {
+    let allowed = u64::from(u32::MAX);
+    if needed <= allowed {
+        return Ok(());
+    }
+    Err(Error::Limit { what: what.into(), needed, allowed, hint: "pass fewer tokens at once" })
+}
+
+/// Checks that `output` holds `expected` elements of a type, where a kernel can write them.
+fn check_output(
+    what: &'static str,
+    output: &Tensor,
+    expected: usize,
+    element_type: ElementType,
+    limits: &wgpu::Limits,
+) -> Result<()> {
+    if output.elements() != expected {
+        let (given, shape) = (output.elements(), "the result".into());
+        return Err(Error::Elements { what, given, expected, shape });
+    }
+    if output.element_type() != element_type {
+        let reason = format!("it holds {:?}, {element_type:?} is written", output.element_type());
+        return Err(Error::Buffer { what, reason });
+    }
+    output.check_aligned(what, limits)
+}
+
+/// Checks that `indices` are `count` for each KV head.
+fn check_indices(what: &'static str, indices: &Indices, kv_heads: usize, count: usize) -> Result<()> {
+    let given = indices.shape();
+    if (given.kv_heads(), given.count()) == (kv_heads, count) {
+        return Ok(());
+    }
+    let shape = format!("[{kv_heads}, {count}]; they are [{}, {}]", given.kv_heads(), given.count());
+    Err(Error::Elements { what, given: given.indices(), expected: kv_heads * count, shape })
+}

@@ -1,0 +1,90 @@
+//! Kernel `top_k`.
+
+use super::{check_index, check_indices};
+use crate::plan::{ElementType, IndexShape};
+use crate::wgpu::device::launch::{Launch, Launches};
+use crate::wgpu::device::{Indices, Kernels, Tensor, Variant};
+use crate::{Error, Result};
+
+/// The best scores of every KV head: decided, but for the buffers. One dispatch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TopKPlan {
+    kv_heads: usize,
+    n: usize,
+    k: usize,
+}
+
+/// `TopKCall` of `select/top_k.wgsl`.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct TopKCall {
+    n: u32,
+    k: u32,
+    first_score: u32,
+    unused: u32,
+}
+
+impl TopKPlan {
+    /// Plans the choice of the `k` largest of `n` scores for each of `kv_heads` heads. Ties go to the lower index, −0
+    /// equals +0, and a score that is NaN ranks below −∞.
+    ///
+    /// # Errors
+    /// [`Error::TopK`] when `k` is larger than `n`; [`Error::NoTokens`] when nothing is to be chosen or there are no
+    /// heads; [`Error::Limit`] when a 32-bit index does not count the scores.
+    pub fn new(kv_heads: usize, n: usize, k: usize) -> Result<Self> {
+        if k > n {
+            return Err(Error::TopK { k, n });
+        }
+        if k == 0 || kv_heads == 0 {
+            return Err(Error::NoTokens { what: "top_k", hint: "the 0 best need no kernel" });
+        }
+        check_index("the scores of all heads", (kv_heads * n) as u64)?;
+        Ok(Self { kv_heads, n, k })
+    }
+
+    /// The shape of the result.
+    ///
+    /// # Errors
+    /// [`Error::NoTokens`]: none, since there is something to choose.
+    pub const fn indices(&self) -> Result<IndexShape> {
+        IndexShape::new(self.kv_heads, self.k, self.n as u32)
+    }
+
+    /// The kernel variants, for [`Kernels::prepare`].
+    pub fn variants(&self) -> Vec<Variant> {
+        variants()
+    }
+
+    /// Binds the f32 scores to read, `[kv_heads, n]`, and the indices to write, `[kv_heads, k]`, ascending for each head.
+    ///
+    /// # Errors
+    /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not suit, [`Error::Limit`] when one is too large.
+    pub fn bind(&self, kernels: &Kernels, scores: &Tensor, chosen: &Indices) -> Result<Launches> {
+        let limits = kernels.device().limits();
+        if scores.elements() != self.kv_heads * self.n {
+            let (given, expected) = (scores.elements(), self.kv_heads * self.n);
+            return Err(Error::Elements {
+                what: "scores",
+                given,
+                expected,
+                shape: format!("[{}, {}]", self.kv_heads, self.n),
+            });
+        }
+        if scores.element_type() != ElementType::F32 {
+            return Err(Error::Buffer { what: "scores", reason: "they must be f32".into() });
+        }
+        check_indices("chosen indices", chosen, self.kv_heads, self.k)?;
+        let rows = scores.element_binding(&limits)?;
+        let call = TopKCall { n: self.n as u32, k: self.k as u32, first_score: rows.first_element, unused: 0 };
+        let call = super::upload_call(kernels.device(), &call, &[])?;
+        let buffers =
+            [("call", call.as_entire_buffer_binding()), ("scores", rows.buffer), ("chosen", chosen.binding())];
+        let launch = Launch::new(kernels, &Variant::new("top_k"), &buffers, [self.kv_heads as u32, 1, 1])?;
+        Ok([launch].into_iter().collect())
+    }
+}
+
+/// The one variant.
+pub(super) fn variants() -> Vec<Variant> {
+    vec![Variant::new("top_k")]
+}
