@@ -97,7 +97,7 @@ mod tests {
             let total: usize = lengths.iter().sum();
             prop_assume!(total > 0);
             let queries = queries.min(total);
-            let pages = vec![Page { shard: 0, index: 0 }; 4];
+            let pages = [Page { shard: 0, index: 0 }; 4];
             let mut start = 0;
             let spans: Vec<SpanView<'_>> = lengths.iter().map(|&tokens| {
                 start += tokens;

@@ -234,16 +234,17 @@ impl SegmentParts {
         let first_block: Vec<usize> =
             (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
         let (mut together, mut single) = (Vec::new(), Vec::new());
-        for (index, span) in segment.spans().iter().enumerate() {
-            for block in first_block[span.run]..first_block[span.run + 1] {
-                for mut part in blocks[block].parts(block, &plan.runs()[span.run], span) {
-                    part.first += blocks[block].first; // counted within the run from here on
+        for (of_span, span) in segment.spans().iter().enumerate() {
+            let of_run = first_block[span.run]..first_block[span.run + 1];
+            for (index, block) in of_run.clone().zip(&blocks[of_run]) {
+                for mut part in block.parts(index, &plan.runs()[span.run], span) {
+                    part.first += block.first; // counted within the run from here on
                     match (segment.calibration(), part.queries) {
-                        (_, 1) => single.push((index, part)),
-                        (None, _) => together.push((index, part)),
+                        (_, 1) => single.push((of_span, part)),
+                        (None, _) => together.push((of_span, part)),
                         // A query has extremes of its own.
                         (Some(_), queries) => {
-                            let alone = |first| (index, Part { first, queries: 1, ..part.clone() });
+                            let alone = |first| (of_span, Part { first, queries: 1, ..part.clone() });
                             single.extend((part.first..part.first + queries).map(alone));
                         }
                     }
