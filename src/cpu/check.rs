@@ -4,6 +4,17 @@ use super::store::CpuStore;
 use crate::plan::{Elements, SegmentWork};
 use crate::{Error, Result};
 
+/// Checks that a segment is calibrated: only then its items have places for scores.
+pub(super) fn check_calibrated(segment: &SegmentWork) -> Result<()> {
+    match segment.calibration() {
+        Some(_) => Ok(()),
+        None => {
+            let reason = "the segment is not calibrated, and keeps no scores; plan it with a calibration".into();
+            Err(Error::Plan { what: "scores", reason })
+        }
+    }
+}
+
 /// Checks that everything the work of a segment names exists in its store and its queries.
 pub(super) fn check_segment(segment: &SegmentWork, store: &CpuStore, queries: Option<Elements<'_>>) -> Result<()> {
     let reject = |reason: String| Err(Error::Plan { what: "attend", reason });

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::check::check_segment;
+use super::check::{check_calibrated, check_segment};
 use super::key_tiles::KeyTiles;
 use super::prepare_query::PreparedQueries;
 use super::store::CpuStore;
@@ -77,6 +77,7 @@ impl SegmentScores {
 /// # Errors
 /// [`Error::Plan`] when store or queries are not those of the work.
 pub fn scores(segment: &SegmentWork, store: &CpuStore, queries: Elements<'_>) -> Result<SegmentScores> {
+    check_calibrated(segment)?;
     check_segment(segment, store, Some(queries))?;
     let (shape, format) = (store.shape(), store.format());
     let lines = TileLines::new(KeyOrValue::Key, &format.key, shape.head_dim());

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::check::check_segment;
+use super::check::{check_calibrated, check_segment};
 use super::scores::SegmentScores;
 use super::softmax::OnlineSoftmax;
 use super::states::{ItemJob, States, item_jobs};
@@ -26,6 +26,7 @@ pub fn weighted_values(
     maps: &[ScoreMap],
     states: &mut States,
 ) -> Result<()> {
+    check_calibrated(segment)?;
     check_segment(segment, store, None)?;
     let (shape, format) = (store.shape(), store.format());
     let needed_scores = segment.score_tiles() * shape.query_heads() * TILE_TOKENS;

@@ -30,6 +30,7 @@ impl ElementType {
 
     /// Reads elements of this type from bytes as they lie in memory, as f32. Bytes beyond the last whole element are
     /// left out.
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
     pub(crate) fn to_f32(self, bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
         let element = move |x: &[u8]| match self {
             Self::F32 => bytemuck::pod_read_unaligned(x),

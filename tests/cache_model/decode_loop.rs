@@ -96,7 +96,7 @@ pub fn reuse_pages<B: Backend>(backend: impl Fn() -> B) {
     for format in formats() {
         let mut cache = KvCache::new(backend(), shape, 1, Recipe::pack_all(format)).unwrap();
         let mut random = Random::new(3);
-        for (tokens, size) in [(130, 1e4f32), (3, 1e-2)] {
+        for (tokens, size) in [(130, 4e3f32), (3, 4e-3)] {
             cache.clear(0).unwrap();
             for _ in 0..tokens {
                 let row: Vec<f32> = (0..64).map(|_| random.unit() * size).collect();

@@ -115,7 +115,8 @@ fn decode_sequence(file: &GoldenFile, shape: AttentionShape, tokens: usize, sequ
     let query = part(&queries, sequence, shape.query_heads() * shape.head_dim())?;
     let (store, pages) = packed_store(file, shape, tokens, sequence)?;
     let span = SpanView { sequence: 0, start: 0, tokens, pages: &pages, range_slot: 0 };
-    let view = StoreView { format: *store.format(), calibration: None, spans: vec![span] };
+    // Only calibrated segments keep scores.
+    let view = StoreView { format: *store.format(), calibration: Some(Calibration::IDENTITY), spans: vec![span] };
     // One tile to an item, so that merging has something to do.
     let plan = AttendPlan::new(shape, &[QueryRun::decode(0)], &[view])?;
     let split = Split { target_items: usize::MAX, tile_step: 1, max_tiles: 1 };
