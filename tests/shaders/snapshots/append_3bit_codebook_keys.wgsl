@@ -63,6 +63,8 @@ struct Call {
     // Indices of a KV head, where tokens are gathered, and what they are below.
     index_stride: u32,
     below: u32,
+    // The largest element that is in order, where elements are looked at.
+    largest: f32,
     places: array<Place>,
 }
 
