@@ -53,9 +53,9 @@ pub struct SegmentCase {
 /// How tokens enter a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fill {
-    /// Whole spans, by [`Backend::quantize`](crate::Backend::quantize).
+    /// Whole spans, by [`Packing::quantize`](crate::backend::Packing::quantize).
     Quantize,
-    /// Single tokens, by [`Backend::append`](crate::Backend::append); formats that take them only.
+    /// Single tokens, by [`Packing::append`](crate::backend::Packing::append); formats that take them only.
     Append,
 }
 

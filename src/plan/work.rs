@@ -184,7 +184,7 @@ impl Work {
     /// Cuts a plan into items of at most `block_queries` neighbouring queries.
     ///
     /// # Errors
-    /// [`Error::Limit`] when there are more items than a 32-bit word counts.
+    /// [`Error::Limit`](crate::Error::Limit) when there are more items than a 32-bit word counts.
     pub fn new(plan: &AttendPlan, split: Split, block_queries: usize) -> Result<Self> {
         let blocks = blocks(plan, block_queries);
         let mut segments = Vec::with_capacity(plan.segments().len());

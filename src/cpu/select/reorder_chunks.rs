@@ -11,7 +11,7 @@ use crate::policy::check_order;
 /// Tokens after the last whole chunk stay where they are (Cocktail, algorithm 1).
 ///
 /// # Errors
-/// [`Error::NoTokens`] or [`Error::Elements`] when the tensor does not fit its layout; as [`check_order`].
+/// [`Error::NoTokens`](crate::Error::NoTokens) or [`Error::Elements`](crate::Error::Elements) when the tensor does not fit its layout; as [`check_order`].
 pub fn reorder_chunks(
     shape: &AttentionShape,
     rows: DenseRows<'_>,

@@ -17,8 +17,8 @@ const SHARD_BYTES: u64 = 8 << 30;
 
 /// Pages and ranges of one segment format.
 ///
-/// A page holds the tiles of its KV heads one after the other, each with what belongs to it (see the
-/// [module](super)); span ranges are `[slot][kv_head][channel]` of [`CodeRange`], for the channels as they are stored.
+/// A page holds the tiles of its KV heads one after the other, each with what belongs to it (see this module); span
+/// ranges are `[slot][kv_head][channel]` of [`CodeRange`], for the channels as they are stored.
 ///
 /// It belongs to the stream of the backend that made it, and backends of other streams refuse it: pages are given back in
 /// the order of that stream.

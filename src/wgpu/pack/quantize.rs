@@ -49,7 +49,7 @@ impl QuantizePlan {
     /// Plans `write` for a store of this shape and format.
     ///
     /// # Errors
-    /// [`Error::Format`] when the format does not fit the shape; [`Error::Plan`] when there are more or fewer pages
+    /// [`Error::Format`](crate::Error::Format) when the format does not fit the shape; [`Error::Plan`](crate::Error::Plan) when there are more or fewer pages
     /// than the tokens need, or the tokens lie beyond the rows.
     pub fn new(shape: &AttentionShape, format: &SegmentFormat, write: &SpanWrite<'_, Indices>) -> Result<Self> {
         format.check(shape)?;
@@ -102,8 +102,8 @@ impl QuantizePlan {
     /// Binds the store and the tensors to read.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the store is not of the planned shape and format, or lacks a page or the range slot;
-    /// [`Error::Elements`] when a tensor is shorter than its rows; [`Error::Limit`] when it is too large for a binding.
+    /// [`Error::Plan`](crate::Error::Plan) when the store is not of the planned shape and format, or lacks a page or the range slot;
+    /// [`Error::Elements`](crate::Error::Elements) when a tensor is shorter than its rows; [`Error::Limit`](crate::Error::Limit) when it is too large for a binding.
     pub fn bind(&self, kernels: &Kernels, store: &Store, keys: &Tensor, values: &Tensor) -> Result<Launches> {
         store.check_planned("quantize", &self.shape, &self.format)?;
         store.check_pages("quantize", self.pages.iter().map(|placed| &placed.page))?;
