@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests kvpack in the browser; a part of scripts/test.sh, and by itself:
+# Tests kvpack in the browser. scripts/test.sh runs tools and tint; the rest runs by itself:
 #
 #   test-web.sh tools    installs what the others need: Node.js, Chromium, and the npm packages in web/test
 #   test-web.sh tint     every WGSL text that a browser may get through Tint, without a GPU

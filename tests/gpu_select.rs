@@ -68,7 +68,7 @@ fn types(i: usize) -> [ElementType; 2] {
 
 /// The aggregations in turn, measured and with a known log-sum-exp.
 ///
-/// One to a case: compiling is what takes time on software drivers, and every case compiles anew.
+/// One to a case, for the time that they take on software drivers.
 #[test]
 fn statistics_are_those_of_the_cpu() {
     let backend = shared();
