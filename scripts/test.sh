@@ -206,12 +206,7 @@ if [ "$(uname -s)" = Linux ]; then
 fi
 stage "tests-$first" on "$first" cargo test --locked --workspace --no-fail-fast
 for driver in "${drivers[@]:1}"; do
-    skipped=()
-    if [ "$driver" = swiftshader ]; then
-        skipped=(--skip statistics_are_those --skip thresholds_of_nothing --skip evicted_tokens_merge)
-        not_run select-swiftshader "statistics and merging of tokens: SwiftShader had not compiled their kernels after minutes"
-    fi
-    stage "gpu-$driver" on "$driver" cargo test --locked --workspace --no-fail-fast --test 'gpu*' -- "${skipped[@]}"
+    stage "gpu-$driver" on "$driver" cargo test --locked --workspace --no-fail-fast --test 'gpu*'
 done
 stage gpu-strict-webgpu on "$first" env WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
     cargo test --locked --workspace --no-fail-fast --test 'gpu*'

@@ -55,16 +55,18 @@ fn attention_column_stats(
                 workgroupBarrier();
                 stage_queries(first, query_head, invocation);
                 workgroupBarrier();
-                let own_scores = products();
                 var staged_sum = 0f;
-                // unroll
+                var reached_rows = 0u;
                 for (var r = 0u; r < STAGED; r++) {
+                    let score = product(r);
                     if (sees(first + r, token)) {
-                        staged_sum += exp(own_scores[r] - row_lse[query_head * call.rows + first + r]);
+                        let row = query_head * call.rows + first + r;
+                        staged_sum += exp(score - row_lse[row]);
+                        reached_rows |= reaches(score, row) << r;
                     }
                 }
                 sum += staged_sum;
-                count_rows(own_scores, first, query_head, token, first_count + g * call.rows, invocation);
+                count_rows(reached_rows, first, first_count + g * call.rows, invocation);
             }
             if (AGGREGATION == 0u) {
                 if (token < call.tokens) {

@@ -54,10 +54,8 @@ fn attention_row_stats(
                 workgroupBarrier();
                 stage_queries(first, kv_head * call.group + g, invocation);
                 workgroupBarrier();
-                let own_scores = products();
-                // unroll
                 for (var r = 0u; r < STAGED; r++) {
-                    scores[r * RESIDENT + invocation] = select(LOWEST, own_scores[r], sees(first + r, tile + invocation));
+                    scores[r * RESIDENT + invocation] = select(LOWEST, product(r), sees(first + r, tile + invocation));
                 }
                 workgroupBarrier();
                 lane_stats[invocation] = stats_of_lane(own_row, lane);

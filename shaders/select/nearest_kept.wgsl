@@ -42,11 +42,10 @@ fn nearest_kept(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
         workgroupBarrier();
         stage_units(first, kv_head, invocation);
         workgroupBarrier();
-        let own = products();
-        // unroll
         for (var r = 0u; r < STAGED; r++) {
-            if (own[r] > best && first + r < call.kept) {
-                best = own[r];
+            let own = product(r);
+            if (own > best && first + r < call.kept) {
+                best = own;
                 best_kept = first + r;
             }
         }

@@ -1,7 +1,7 @@
 // Counts, for each row, the keys at or above its threshold.
 //
-// needs: RESIDENT, STAGED, call, sees
-// gives: clear_counts, count_rows
+// needs: RESIDENT, STAGED, call
+// gives: clear_counts, reaches, count_rows
 // binds: 5 row_max, 6 count_partials
 
 // [query_head][row].
@@ -23,19 +23,13 @@ fn clear_counts(first_count: u32, invocation: u32) {
     }
 }
 
-// Adds the counts of the staged rows to those of the part; one invocation owns each.
-fn count_rows(
-    own_scores: array<f32, STAGED>, first: u32, query_head: u32, token: u32, first_count: u32, invocation: u32
-) {
-    var bits = 0u;
-    // unroll
-    for (var r = 0u; r < STAGED; r++) {
-        if (sees(first + r, token)) {
-            let least = row_max[query_head * call.rows + first + r] + call.log_threshold;
-            bits |= select(0u, 1u << r, own_scores[r] >= least);
-        }
-    }
-    reached[invocation] = bits;
+fn reaches(score: f32, row: u32) -> u32 {
+    return select(0u, 1u, score >= row_max[row] + call.log_threshold);
+}
+
+// One invocation owns each row's count.
+fn count_rows(reached_rows: u32, first: u32, first_count: u32, invocation: u32) {
+    reached[invocation] = reached_rows;
     workgroupBarrier();
     let row = invocation / LANES;
     let lane = invocation % LANES;
