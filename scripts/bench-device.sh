@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
-# Checks and times one device: lists the adapters, runs the conformance cases in parallel processes, then times decode
-# steps, one process for each backend and shape, so that one lost device costs one group of rows only and no row heats
-# the device for another. It builds nothing and prints one table; an H200 takes about five minutes.
+# Times and checks one device: lists the adapters, times decode steps, one process for each backend and shape, so that
+# one lost device costs one group of rows only and no row heats the device for another, then runs the conformance cases
+# in parallel processes. Rows are printed as they come, each checked before it was timed, and results.json in the
+# folder of results has all of them so far, so that nothing is lost where the script is stopped. It builds nothing; an
+# H200 takes about five minutes.
 #
 #   scripts/bench-device.sh [KVPACK]     KVPACK is the binary, target/release/kvpack if none is named
 #
 #   BENCH_RESULTS     the folder for logs and JSON, target/bench-device by default
+#   BENCH_LIMIT       seconds for all of it, 540 by default: what has not begun by then is left out, with a word
 #   BENCH_TIMEOUT     seconds for each process, 120 by default
 #   BENCH_SHAPES      the shapes, those of `kvpack bench --suite decode` by default
 #   BENCH_FORMAT      part of the formats' names, 'bit per channel' by default; '' is every format
 #
-# WGPU_BACKEND and WGPU_ADAPTER_NAME choose the adapter. Where there is libcuda, the CUDA backend is checked and timed too.
-# The exit code is 1 if a check failed, a result was wrong or a process did not finish.
+# WGPU_BACKEND and WGPU_ADAPTER_NAME choose the adapter. Where there is libcuda, the CUDA backend is timed and checked too.
+# The exit code is 1 if a check failed, a result was wrong, or something did not finish or was left out.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
@@ -25,8 +28,9 @@ command -v python3 >/dev/null || {
     exit 2
 }
 results="${BENCH_RESULTS:-target/bench-device}"
+whole="${BENCH_LIMIT:-540}"
 limit="${BENCH_TIMEOUT:-120}"
-read -ra shapes <<<"${BENCH_SHAPES:-g4-b8-32k g4-b8-32k-shuffled g4-b8-32k-images g4-b32-8k g1-b8-8k g4-b1-4k g4-b1-128k g8-b8-32k}"
+read -ra shapes <<<"${BENCH_SHAPES:-g4-b8-32k g8-b8-32k g1-b8-8k g4-b32-8k g4-b1-4k g4-b1-128k g4-b8-32k-shuffled g4-b8-32k-images}"
 format="${BENCH_FORMAT-bit per channel}"
 mkdir -p "$results" && rm -f "$results"/*.json "$results"/*.log || exit
 backends=(wgpu)
@@ -39,16 +43,57 @@ fail() {
     printf 'FAILED %s\n' "$*"
     failed=1
 }
+end() {
+    printf '\nall rows so far: %s\n' "$results/results.json"
+    exit "$failed"
+}
+trap 'fail "stopped before the end"; end' INT TERM
+
+# The seconds that a process may take: its own limit, or what is left of the whole; nothing where too little is.
+seconds_left() {
+    local left=$((whole - SECONDS))
+    [ "$left" -ge 5 ] && echo $((left < limit ? left : limit))
+}
 
 "$kvpack" list | tee "$results/list.log"
 [ "${PIPESTATUS[0]}" = 0 ] || fail "kvpack list"
 
+time_rows() { # backend, name, arguments
+    local backend="$1" name="$2" seconds
+    shift 2
+    seconds=$(seconds_left) || {
+        fail "no time is left for kvpack bench --backend $backend $*"
+        return
+    }
+    local log="$results/bench-$backend-$name"
+    local options=(--backend "$backend" --seconds 0.03)
+    [ "$backend" = cuda ] || options+=(--checks trusted --query int8)
+    timeout "$seconds" "$kvpack" bench "${options[@]}" "$@" --json >"$log.json" 2>"$log.log" ||
+        fail "kvpack bench ${options[*]} $*: exit code $?, see $log.log"
+    python3 scripts/bench-rows.py "$results" "$log.json" || failed=1
+}
+printf '\n== bench\n'
+for shape in "${shapes[@]}"; do
+    for backend in "${backends[@]}"; do
+        time_rows "$backend" "$shape" --shape "$shape" ${format:+--format "$format"}
+    done
+done
+for backend in "${backends[@]}"; do
+    [ -n "${BENCH_SHAPES:-}" ] || time_rows "$backend" mixed --suite mixed
+done
+
 # In parts, several for every process that runs: compiling the kernels takes most of the time.
 parts=$((3 * $(nproc)))
 check() { # name, arguments
-    local name="$1" unfinished
+    local name="$1" seconds unfinished
     shift
-    seq "$parts" | xargs -P "$(nproc)" -I{} bash -c '
+    printf '\n== check %s\n' "$*"
+    seconds=$(seconds_left) || {
+        fail "no time is left for kvpack check $*"
+        return
+    }
+    # Every part ends when the whole does.
+    seq "$parts" | timeout "$seconds" xargs -P "$(nproc)" -I{} bash -c '
         log="$1-{}.log" && shift
         timeout "$@" --part "{}/'"$parts"'" >"$log" 2>&1
         echo "exit code $?" >>"$log"
@@ -56,67 +101,16 @@ check() { # name, arguments
     awk '/passed, / {passed += $1; wrong += $3} END {print passed + 0, "passed,", wrong + 0, "failed"}' \
         "$results/check-$name"-*.log
     grep -h '^FAILED' "$results/check-$name"-*.log
-    unfinished="$(grep -L '^exit code 0' "$results/check-$name"-*.log | tr '\n' ' ')"
+    unfinished="$(for part in $(seq "$parts"); do
+        grep -qs '^exit code 0' "$results/check-$name-$part.log" || echo "$results/check-$name-$part.log"
+    done | tr '\n' ' ')"
     [ -z "$unfinished" ] || fail "kvpack check $*: see $unfinished"
 }
-printf '\n== check, wgpu, checked shaders\n'
 check wgpu-safe --backend wgpu --checks safe
-printf '\n== check, wgpu, trusted shaders\n'
 check wgpu-trusted --backend wgpu --checks trusted
 if [ "${#backends[@]}" = 2 ]; then
-    printf '\n== check, cuda\n'
     check cuda --backend cuda
 else
     printf '\n== cuda: there is no libcuda, so the CUDA backend is neither checked nor timed\n'
 fi
-
-time_rows() { # backend, name, arguments
-    local backend="$1" name="$2"
-    shift 2
-    local log="$results/bench-$backend-$name"
-    local options=(--backend "$backend" --seconds 0.03)
-    [ "$backend" = cuda ] || options+=(--checks trusted --query int8)
-    timeout "$limit" "$kvpack" bench "${options[@]}" "$@" --json >"$log.json" 2>"$log.log" ||
-        fail "kvpack bench ${options[*]} $*: exit code $?, see $log.log"
-}
-printf '\n== bench\n'
-for backend in "${backends[@]}"; do
-    for shape in "${shapes[@]}"; do
-        time_rows "$backend" "$shape" --shape "$shape" ${format:+--format "$format"}
-    done
-    [ -n "${BENCH_SHAPES:-}" ] || time_rows "$backend" mixed --suite mixed
-done
-
-python3 - "$results" <<'PYTHON' || failed=1
-import json, pathlib, sys
-
-print(f"{'backend':<8} {'shape':<18} {'format':<58} {'NMSE':>8} {'int16':>8} {'MB':>9} {'µs':>9} {'GB/s':>7} {'% read':>7} {'× f16':>6}")
-wrong = False
-shapes = []
-for path in sorted(pathlib.Path(sys.argv[1]).glob("bench-*.json")):
-    try:
-        shapes += [(path.name.split("-")[1], shape) for shape in json.loads(path.read_text())["shapes"]]
-    except ValueError:
-        continue  # the process did not finish, which was reported above
-steps = {(backend, shape["shape"], row["format"]): row.get("step_us") for backend, shape in shapes for row in shape["rows"]}
-for backend, shape in shapes:
-    alone = {row["format"]: row.get("step_us") for row in shape["rows"]}
-    for row in shape["rows"]:
-        line = f"{backend:<8} {shape['shape']:<18} {row['format'][:58]:<58}"
-        if row["outcome"] != "timed":
-            wrong |= row["outcome"] == "wrong"
-            print(line, row["outcome"].upper(), row.get("reason", ""))
-            continue
-        times = "-" if row["times_f16"] is None else f"{row['times_f16']:.2f}"
-        parts = [alone.get(part) for part in row["parts"]] if len(row["parts"]) > 1 else []
-        beside = f"  parts alone {sum(parts):.1f} µs" if parts and all(parts) else ""
-        in_order = steps.get((backend, shape["shape"].removesuffix("-shuffled"), row["format"]))
-        if shape["shape"].endswith("-shuffled") and in_order:
-            beside = f"  pages in order {in_order:.1f} µs"
-        int16 = "-" if row["nmse_int16"] is None else f"{row['nmse_int16']:.0e}"
-        print(f"{line} {row['nmse']:8.0e} {int16:>8} {row['bytes'] / 1e6:9.1f} {row['step_us']:9.1f}"
-              f" {row['gigabytes_per_second']:7.0f} {row['percent_of_read']:7.1f} {times:>6}{beside}")
-sys.exit(wrong)
-PYTHON
-
-exit "$failed"
+end

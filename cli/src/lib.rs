@@ -12,6 +12,7 @@ mod golden;
 mod model;
 mod outcome;
 mod print;
+mod provenance;
 pub mod readers;
 
 use std::process::ExitCode;

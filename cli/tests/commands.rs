@@ -46,6 +46,13 @@ fn bench_prints_checked_rows() {
         assert!(row["nmse"].as_f64().unwrap() < 1e-6 && row["step_us"].as_f64().unwrap() > 0.0, "{row}");
     }
     assert!(rows[1..].iter().all(|row| row["times_f16"].as_f64().unwrap() > 0.0));
+    // What it takes to repeat them.
+    let run = &bench["run"];
+    assert!(run["command"].as_str().unwrap().starts_with("kvpack bench --backend cpu --quick"), "{run}");
+    assert!(run["date"].as_str().unwrap().ends_with(" UTC") && run["driver"].is_string(), "{run}");
+    assert_eq!(bench["kind"], "bench");
+    // Without it the figures stand beside no bandwidth.
+    assert!(bench["shapes"][0]["read_gigabytes_per_second"].as_f64().unwrap() > 0.0);
 }
 
 #[test]

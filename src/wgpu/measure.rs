@@ -179,13 +179,16 @@ impl ReadBandwidth {
     }
 }
 
+/// How long a device reads before the first reading that counts: one that idled raises its clock meanwhile.
+const WAKING: Duration = Duration::from_millis(200);
+
 /// Bytes that a workgroup of `read_bandwidth` reads.
 const BLOCK_BYTES: u64 = 16 * 256 * 16;
 
 /// Multiplier of the words to read: word i is i times this, so that no memory compresses them.
 const PATTERN: u32 = 0x9e37_79b1;
 
-/// Measures how fast the device reads, over two buffers in turns of `bytes` bytes each, rounded to what a binding
+/// Measures how fast the device reads once it is awake, over two buffers in turns of `bytes` bytes each, rounded to what a binding
 /// holds in blocks of 64 KiB. They should be several times larger than the caches.
 ///
 /// # Errors
@@ -207,6 +210,10 @@ pub async fn read_bandwidth(backend: &Wgpu, bytes: u64, repeats: Repeats) -> Res
     let work = launches.iter().map(|launch| move |pass: &mut wgpu::ComputePass<'_>| launch.encode(pass));
     let work: Vec<_> = work.collect();
     let work: Vec<Encode<'_>> = work.iter().map(|encode| encode as Encode<'_>).collect();
+    let start = Instant::now();
+    while start.elapsed() < WAKING {
+        submit_one(backend, work[0]).await?;
+    }
     Ok(ReadBandwidth { timing: time(backend, &work, repeats).await?, bytes })
 }
 

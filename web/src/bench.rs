@@ -88,7 +88,7 @@ impl<B: Timed> Bench<B> {
         };
         let shape = ShapeReport::new(&decode, None, Vec::new());
         let data = DecodeData::generated(backend, decode).await?;
-        Ok(Self { data, read, report: BenchReport { backend: backend.name(), shapes: vec![shape] } })
+        Ok(Self { data, read, report: BenchReport { backend: backend.name(), run: None, shapes: vec![shape] } })
     }
 
     /// Stores the batch in a format, checks the outputs, times the steps, and adds the row to the report.
@@ -115,10 +115,12 @@ impl<B: Timed> Bench<B> {
             false => RowOutcome::Wrong { reason: checked.reason() },
             true => {
                 let times = backend.time_steps(&workload, &self.data).await?;
-                let mut figures = Figures::new(times, workload.step_bytes, self.read);
+                let mut figures = Figures::new(times, workload.step_bytes);
                 let f16 = self.report.shapes[0].rows.first().and_then(|row| row.outcome.figures());
                 figures.times_f16 = f16.map(|f16| f16.step_us / figures.step_us);
-                RowOutcome::Timed(figures)
+                let mut outcome = RowOutcome::Timed(figures);
+                outcome.beside(self.read);
+                outcome
             }
         };
         Ok(BenchRow {

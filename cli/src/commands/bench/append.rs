@@ -8,11 +8,13 @@ use kvpack::backend::{SpanRead, SpanWrite, TokenWrite, WindowMove};
 use kvpack::conformance::decode_formats;
 use kvpack::plan::{Page, PageAllocator, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Backend, SegmentFormat, TILE_TOKENS};
+use kvpack_report::Run;
 use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
 use super::timed::{Guard, Timed};
 use crate::print::{self, note, say};
+use crate::provenance;
 
 /// Sequences of the batch.
 const SEQUENCES: usize = 64;
@@ -84,8 +86,10 @@ pub struct Batch<B: Backend> {
 
 /// What was found, as it is printed in JSON.
 #[derive(Serialize)]
+#[serde(tag = "kind", rename = "append")]
 pub struct AppendReport {
     backend: String,
+    run: Run,
     timer: &'static str,
     sequences: usize,
     kv_heads: usize,
@@ -117,6 +121,7 @@ pub fn run<B: TimedStores + Timed>(backend: &B, json: bool) -> Result<()> {
     let shape = AttentionShape::new(32, 8, 128)?;
     let formats = decode_formats();
     let progress = ProgressBar::new(formats.len() as u64).with_style(print::bar());
+    let run = provenance::run(backend.driver(), backend.guard_tolerance());
     let mut rows = Vec::new();
     let mut guard = pollster::block_on(Guard::new(backend))?;
     for format in formats {
@@ -132,6 +137,7 @@ pub fn run<B: TimedStores + Timed>(backend: &B, json: bool) -> Result<()> {
     progress.finish_and_clear();
     let report = AppendReport {
         backend: backend.name(),
+        run,
         timer: B::CLOCK,
         sequences: SEQUENCES,
         kv_heads: shape.kv_heads(),

@@ -1,6 +1,7 @@
 //! `kvpack bench`: how fast is this device?
 
 mod append;
+mod bandwidth;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -233,6 +234,9 @@ fn print_report(report: &BenchReport) -> Result<()> {
         )?;
         say!("{}", table(shape))?;
         print_sums(shape)?;
+        if shape.read_gigabytes_per_second.is_none() && shape.rows.iter().any(|row| row.outcome.figures().is_some()) {
+            say!("the read bandwidth is not known: no two readings of it agree; close other programs")?;
+        }
         if let Some(plain) = shape.plain_f32_us {
             say!("plain f32 attention with the same threads: {plain:.1} µs")?;
         }
@@ -246,10 +250,7 @@ fn print_report(report: &BenchReport) -> Result<()> {
                 RowOutcome::Timed(_) => {}
                 RowOutcome::Wrong { reason } => say!("WRONG {}: {reason}", row.format)?,
                 RowOutcome::Skipped { reason } => say!("skipped {}: {reason}", row.format)?,
-                RowOutcome::Discarded { guard_low_percent } => say!(
-                    "discarded {}: the device ran {guard_low_percent:.0} % below its best before or after it",
-                    row.format
-                )?,
+                RowOutcome::Discarded { reason, .. } => say!("discarded {}: {reason}", row.format)?,
             }
         }
     }
@@ -290,12 +291,12 @@ fn table(shape: &ShapeReport) -> comfy_table::Table {
                 let times = |times: Option<f64>| times.map_or("-".into(), |times| format!("{times:.2}"));
                 cells.push(format!("{:.1}", figures.step_us));
                 cells.push(print::rate(figures.gigabytes_per_second));
-                cells.push(print::rate(figures.read_gigabytes_per_second));
-                cells.push(format!("{:.0}", figures.percent_of_read));
+                cells.push(figures.read_gigabytes_per_second.map_or("-".into(), print::rate));
+                cells.push(figures.percent_of_read.map_or("-".into(), |percent| format!("{percent:.0}")));
                 cells.push(times(figures.times_f16));
                 cells.push(times(figures.times_plain_f32));
                 cells.push(if figures.launches.is_empty() { "-".into() } else { figures.launches.len().to_string() });
-                cells.push(figures.timer.into());
+                cells.push(figures.timer.clone());
             }
         }
         table.add_row(cells);

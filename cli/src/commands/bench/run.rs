@@ -7,7 +7,9 @@ use kvpack::backend::{AttendOptions, QueryPrecision};
 use kvpack::conformance::{BatchFormat, DecodeData, DecodeShape, SequenceData, Workload};
 use kvpack_report::{BenchReport, BenchRow, Figures, RowOutcome, ShapeReport, parts_of};
 
+use super::bandwidth::Readings;
 use super::timed::{Guard, Timed};
+use crate::provenance;
 
 /// Attempts to time a row while the device keeps its clock.
 const ATTEMPTS: usize = 3;
@@ -43,6 +45,7 @@ struct Bench<'a, B> {
 
 /// Runs all rows.
 pub async fn run<B: Timed>(backend: &B, plan: &BenchPlan) -> Result<BenchReport> {
+    let run = provenance::run(backend.driver(), backend.guard_tolerance());
     let progress = ProgressBar::new((plan.subjects.len() * plan.formats.len()) as u64).with_style(crate::print::bar());
     let mut bench = Bench { backend, plan, guard: Guard::new(backend).await? };
     let mut shapes = Vec::with_capacity(plan.subjects.len());
@@ -50,7 +53,7 @@ pub async fn run<B: Timed>(backend: &B, plan: &BenchPlan) -> Result<BenchReport>
         shapes.push(bench.shape(subject, &progress).await?);
     }
     progress.finish_and_clear();
-    Ok(BenchReport { backend: backend.name(), shapes })
+    Ok(BenchReport { backend: backend.name(), run: Some(run), shapes })
 }
 
 impl<B: Timed> Bench<'_, B> {
@@ -68,11 +71,11 @@ impl<B: Timed> Bench<'_, B> {
             other => other?,
         };
         let plain = self.backend.plain_step(&data)?;
-        let read = self.backend.read_bandwidth().await?;
+        let mut readings = self.readings().await?;
         let mut rows: Vec<BenchRow> = Vec::with_capacity(self.plan.formats.len());
         for format in &self.plan.formats {
             progress.set_message(format!("{} {format}", decode.name));
-            let mut row = self.row(&data, format, read).await?;
+            let mut row = self.row(&data, format).await?;
             if let RowOutcome::Timed(figures) = &mut row.outcome {
                 let f16 = rows.first().filter(|row| row.format == SegmentFormat::F16.to_string());
                 let f16 = f16.and_then(|row| row.outcome.figures()).map(|f16| f16.step_us);
@@ -82,11 +85,38 @@ impl<B: Timed> Bench<'_, B> {
             rows.push(row);
             progress.inc(1);
         }
-        Ok(ShapeReport::new(decode, plain, rows))
+        self.read_again(&mut readings, &rows).await?;
+        let bandwidth = readings.bandwidth();
+        if let Some(read) = bandwidth {
+            rows.iter_mut().for_each(|row| row.outcome.beside(read));
+        }
+        let read_gigabytes_per_second = bandwidth.map(|read| read / 1e9);
+        Ok(ShapeReport { read_gigabytes_per_second, ..ShapeReport::new(decode, plain, rows) })
+    }
+
+    /// A first reading of the bandwidth, on a device that is awake: the guard keeps it busy until it has raised its
+    /// clock.
+    async fn readings(&mut self) -> Result<Readings> {
+        self.guard.look(self.backend).await?;
+        Ok(Readings::new(self.backend.guard_tolerance(), self.backend.read_bandwidth().await?))
+    }
+
+    /// Reads the bandwidth after the rows, and again where readings or rows contradict it.
+    async fn read_again(&mut self, readings: &mut Readings, rows: &[BenchRow]) -> Result<()> {
+        let rates = rows.iter().filter_map(|row| row.outcome.figures());
+        let fastest = rates.map(|figures| figures.gigabytes_per_second * 1e9).fold(0.0, f64::max);
+        for _ in 0..ATTEMPTS {
+            self.guard.look(self.backend).await?;
+            readings.add(self.backend.read_bandwidth().await?);
+            if readings.stand_beside(fastest) {
+                break;
+            }
+        }
+        Ok(())
     }
 
     /// Stores the batch, checks the outputs and times the steps.
-    async fn row(&mut self, data: &DecodeData<B>, format: &BatchFormat, read: f64) -> Result<BenchRow> {
+    async fn row(&mut self, data: &DecodeData<B>, format: &BatchFormat) -> Result<BenchRow> {
         let workload = Workload::new(self.backend, data, format.clone(), self.plan.footprint).await;
         let workload = match workload {
             Err(error) if is_about_the_device(&error) => return Ok(BenchRow::skipped(format, &error)),
@@ -102,7 +132,7 @@ impl<B: Timed> Bench<'_, B> {
         };
         let outcome = match report.passed() {
             false => RowOutcome::Wrong { reason: report.reason() },
-            true => self.time(&workload, data, read).await?,
+            true => self.time(&workload, data).await?,
         };
         Ok(BenchRow {
             format: format.to_string(),
@@ -120,7 +150,7 @@ impl<B: Timed> Bench<'_, B> {
     }
 
     /// Times a workload twice between two looks at the guard, again if the device slowed down before, between or after.
-    async fn time(&mut self, workload: &Workload<B>, data: &DecodeData<B>, read: f64) -> Result<RowOutcome> {
+    async fn time(&mut self, workload: &Workload<B>, data: &DecodeData<B>) -> Result<RowOutcome> {
         let mut low = 0.0;
         for _ in 0..ATTEMPTS {
             let before = self.guard.look(self.backend).await?;
@@ -130,11 +160,12 @@ impl<B: Timed> Bench<'_, B> {
             let apart = 1.0 - (times.seconds / again.seconds).min(again.seconds / times.seconds);
             low = self.guard.missing(before.min(after)).max(apart);
             if self.backend.guard_tolerance().is_none_or(|tolerance| low <= tolerance) {
-                let figures = Figures::new(times, workload.step_bytes, read);
+                let figures = Figures::new(times, workload.step_bytes);
                 return Ok(RowOutcome::Timed(Figures { guard_low_percent: low * 100.0, ..figures }));
             }
         }
-        Ok(RowOutcome::Discarded { guard_low_percent: low * 100.0 })
+        let reason = format!("the device ran {:.0} % below its best before or after it", low * 100.0);
+        Ok(RowOutcome::Discarded { reason, guard_low_percent: low * 100.0 })
     }
 }
 

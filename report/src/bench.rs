@@ -1,0 +1,235 @@
+//! What a benchmark measured, in the JSON that `kvpack bench --json` and the page in the browser write.
+
+use kvpack::conformance::{BatchFormat, DecodeShape};
+use serde::{Deserialize, Serialize};
+
+use crate::Run;
+
+/// A whole run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "kind", rename = "bench")]
+pub struct BenchReport {
+    /// The device and what of it is used.
+    pub backend: String,
+    /// The run; none in a browser.
+    pub run: Option<Run>,
+    /// The shapes, in the order of the registry.
+    pub shapes: Vec<ShapeReport>,
+}
+
+/// One decode shape.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ShapeReport {
+    /// Its name in the registry.
+    pub shape: String,
+    /// Sequences of the batch.
+    pub sequences: usize,
+    /// Tokens of each.
+    pub tokens: usize,
+    /// Query heads.
+    pub query_heads: usize,
+    /// KV heads.
+    pub kv_heads: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// 10⁹ bytes per second at which the device reads memory: the best of the readings before and after the rows.
+    pub read_gigabytes_per_second: Option<f64>,
+    /// Microseconds of the same step over plain f32 rows, where the backend has that baseline.
+    pub plain_f32_us: Option<f64>,
+    /// One row for each format.
+    pub rows: Vec<BenchRow>,
+}
+
+/// One format on one shape.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct BenchRow {
+    /// The format.
+    pub format: String,
+    /// The formats of the parts that sequences are stored in; a single one where they are whole.
+    pub parts: Vec<String>,
+    /// Normalised mean square error against f64 over the stored data, from the check before the timing; none where
+    /// there was none.
+    pub nmse: Option<f64>,
+    /// The same with a query of 16 bits, where the step takes one of 8: what the query adds is the difference.
+    pub nmse_int16: Option<f64>,
+    /// Bytes that a step must read: codes and ranges.
+    pub bytes: u64,
+    /// Copies of the batch that the steps went round.
+    pub copies: usize,
+    /// The figures, or why there are none.
+    #[serde(flatten)]
+    pub outcome: RowOutcome,
+}
+
+/// The figures of a row, or why there are none.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "outcome", rename_all = "snake_case")]
+pub enum RowOutcome {
+    /// It was timed.
+    Timed(Figures),
+    /// The outputs were wrong, so nothing was timed.
+    Wrong {
+        /// What was wrong.
+        reason: String,
+    },
+    /// It did not fit the device.
+    Skipped {
+        /// What did not fit.
+        reason: String,
+    },
+    /// The device slowed down around every attempt, or the row contradicts the read bandwidth.
+    Discarded {
+        /// What was wrong.
+        reason: String,
+        /// How much of the guard's rate was missing at the last attempt, in percent.
+        guard_low_percent: f64,
+    },
+}
+
+/// The figures of a row.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Figures {
+    /// The clock: GPU timestamps or wall clock.
+    pub timer: String,
+    /// The kernel launches of a step; empty where it is no series of launches.
+    pub launches: Vec<String>,
+    /// Microseconds of a whole step, the median.
+    pub step_us: f64,
+    /// 10⁹ bytes per second of the bytes that must be read.
+    pub gigabytes_per_second: f64,
+    /// 10⁹ bytes per second at which the device reads memory, the best reading around the rows of the shape.
+    pub read_gigabytes_per_second: Option<f64>,
+    /// The former in percent of the latter, at most [`MOST_PERCENT_OF_READ`]; none where readings of the latter
+    /// contradict each other.
+    pub percent_of_read: Option<f64>,
+    /// How many times faster than our own f16 kernel on the same shape; none where that row has no figures.
+    pub times_f16: Option<f64>,
+    /// How many times faster than plain f32 rows.
+    pub times_plain_f32: Option<f64>,
+    /// How much of the guard's best rate was missing before or after, in percent.
+    pub guard_low_percent: f64,
+}
+
+/// A step that seems to read faster than this, in percent of the read bandwidth, says that one of the two was measured
+/// wrong: the readings of the bandwidth agree within one percent.
+pub const MOST_PERCENT_OF_READ: f64 = 101.0;
+
+/// Steps that were timed.
+#[derive(Clone, Debug)]
+pub struct StepTimes {
+    /// The clock.
+    pub timer: &'static str,
+    /// Kernel launches of one step; empty where a step is no series of launches.
+    pub launches: Vec<String>,
+    /// Seconds of a step, the median.
+    pub seconds: f64,
+}
+
+impl ShapeReport {
+    /// The rows of a shape, `plain_seconds` beside them where the step was timed over plain f32 rows too.
+    pub fn new(decode: &DecodeShape, plain_seconds: Option<f64>, rows: Vec<BenchRow>) -> Self {
+        Self {
+            shape: decode.name.clone(),
+            sequences: decode.sequences,
+            tokens: decode.tokens,
+            query_heads: decode.shape.query_heads(),
+            kv_heads: decode.shape.kv_heads(),
+            head_dim: decode.shape.head_dim(),
+            read_gigabytes_per_second: None,
+            plain_f32_us: plain_seconds.map(|seconds| seconds * 1e6),
+            rows,
+        }
+    }
+}
+
+/// The formats of the parts that sequences are stored in.
+pub fn parts_of(format: &BatchFormat) -> Vec<String> {
+    format.parts_alone().map(|part| part.to_string()).collect()
+}
+
+impl BenchRow {
+    /// A format that did not fit.
+    pub fn skipped(format: &BatchFormat, error: &kvpack::Error) -> Self {
+        let outcome = RowOutcome::Skipped { reason: error.to_string() };
+        Self {
+            format: format.to_string(),
+            parts: parts_of(format),
+            nmse: None,
+            nmse_int16: None,
+            bytes: 0,
+            copies: 0,
+            outcome,
+        }
+    }
+}
+
+impl Figures {
+    /// The figures of steps that each read `bytes`, not yet beside the bandwidth of the device.
+    pub fn new(times: StepTimes, bytes: u64) -> Self {
+        let rate = bytes as f64 / times.seconds;
+        Self {
+            timer: times.timer.into(),
+            launches: times.launches,
+            step_us: times.seconds * 1e6,
+            gigabytes_per_second: rate / 1e9,
+            read_gigabytes_per_second: None,
+            percent_of_read: None,
+            times_f16: None,
+            times_plain_f32: None,
+            guard_low_percent: 0.0,
+        }
+    }
+}
+
+impl RowOutcome {
+    /// Puts the figures beside the bandwidth of a device that reads `read` bytes per second. What contradicts it has no
+    /// figures any more.
+    pub fn beside(&mut self, read: f64) {
+        let Self::Timed(figures) = self else { return };
+        let percent = figures.gigabytes_per_second * 1e11 / read;
+        if percent > MOST_PERCENT_OF_READ {
+            let reason = format!(
+                "{:.0} GB/s in {:.1} µs would be {percent:.0} % of the read bandwidth, {:.0} GB/s; one of the two is wrong",
+                figures.gigabytes_per_second,
+                figures.step_us,
+                read / 1e9
+            );
+            *self = Self::Discarded { reason, guard_low_percent: figures.guard_low_percent };
+        } else {
+            figures.read_gigabytes_per_second = Some(read / 1e9);
+            figures.percent_of_read = Some(percent);
+        }
+    }
+
+    /// The figures, if the row was timed.
+    pub fn figures(&self) -> Option<&Figures> {
+        match self {
+            Self::Timed(figures) => Some(figures),
+            Self::Wrong { .. } | Self::Skipped { .. } | Self::Discarded { .. } => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn timed(bytes: u64, seconds: f64) -> RowOutcome {
+        let times = StepTimes { timer: "wall clock", launches: Vec::new(), seconds };
+        RowOutcome::Timed(Figures::new(times, bytes))
+    }
+
+    #[test]
+    fn a_row_above_the_bandwidth_has_no_figures() {
+        let mut row = timed(4_500, 1e-6);
+        row.beside(4.5e9);
+        assert_eq!(row.figures().and_then(|figures| figures.percent_of_read), Some(100.0));
+        // Seen: 189 %, because the bandwidth was read on a sleeping device.
+        let mut row = timed(4_250, 0.5e-6);
+        row.beside(4.5e9);
+        assert!(matches!(&row, RowOutcome::Discarded { reason, .. } if reason.contains("189 %")), "{row:?}");
+        let mut row = timed(4_540, 1e-6);
+        row.beside(4.5e9);
+        assert!(row.figures().is_some(), "readings agree within one percent");
+    }
+}

@@ -1,0 +1,34 @@
+//! Reading what was measured.
+
+use serde::Deserialize;
+
+use crate::{BenchReport, PeersReport};
+
+/// What a file holds, by its field `kind`.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Measured {
+    /// `kvpack bench --json`.
+    Bench(BenchReport),
+    /// `scripts/peers.py`.
+    Peers(PeersReport),
+}
+
+/// Why a file is none of them.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "this is no report of kvpack (what `--json`, `--report` and scripts/peers.py write, one or a list of them): {0}"
+)]
+pub struct ReadError(#[from] serde_json::Error);
+
+/// Reads one report, or a list of them.
+///
+/// # Errors
+/// When the text is no such JSON.
+pub fn read(text: &str) -> Result<Vec<Measured>, ReadError> {
+    if text.trim_start().starts_with('[') {
+        Ok(serde_json::from_str(text)?)
+    } else {
+        Ok(vec![serde_json::from_str(text)?])
+    }
+}

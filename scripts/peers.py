@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""Times decode attention of torch (SDPA with cuDNN) over f16 on the steps of `kvpack bench --suite decode`.
+
+    python3 scripts/peers.py >peers.json
+
+Needs an NVIDIA GPU and torch. A row is the median over replays of a CUDA graph whose steps go round caches that together
+hold more than the device's own, as those of `kvpack bench --backend cuda`. Outputs of one sequence are held against f64
+first. JSON goes to standard output, rows as they come to standard error.
+"""
+import datetime
+import json
+import re
+import statistics
+import sys
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+HEAD_DIM = 128
+# Name in kvpack's registry: sequences, query heads, KV heads, tokens.
+SHAPES = {
+    "g4-b8-32k": (8, 32, 8, 32768),
+    "g4-b32-8k": (32, 32, 8, 8192),
+    "g1-b8-8k": (8, 32, 32, 8192),
+    "g4-b1-4k": (1, 32, 8, 4096),
+    "g4-b1-128k": (1, 32, 8, 131072),
+    "g8-b8-32k": (8, 64, 8, 32768),
+}
+FOOTPRINT = 1 << 30
+MOST_COPIES = 64
+STEPS_OF_A_GRAPH = 64
+REPLAYS = 9
+LARGEST_NMSE = 1e-5
+
+
+def attend(query, keys, values):
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        grouped = query.shape[1] != keys.shape[1]
+        return torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=grouped)
+
+
+def nmse(query, keys, values):
+    """Of the first sequence, against f64."""
+    group = query.shape[1] // keys.shape[1]
+    want = torch.empty(query.shape[1], HEAD_DIM, dtype=torch.float64, device="cuda")
+    for head in range(query.shape[1]):
+        scores = keys[0, head // group].double() @ query[0, head, 0].double() / HEAD_DIM**0.5
+        want[head] = torch.softmax(scores, 0) @ values[0, head // group].double()
+    got = attend(query[:1], keys[:1], values[:1])[0, :, 0].double()
+    return ((got - want).square().sum() / want.square().sum()).item()
+
+
+def step_us(query, caches):
+    steps = -(-STEPS_OF_A_GRAPH // len(caches)) * len(caches)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for keys, values in caches:
+            attend(query, keys, values)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for step in range(steps):
+                attend(query, *caches[step % len(caches)])
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # Until the device has raised its clock.
+    for _ in range(5):
+        graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(REPLAYS):
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / steps)
+    return statistics.median(times)
+
+
+def driver():
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+            found = re.search(r"\b\d+(\.\d+)+\b", file.read())
+    except OSError:
+        found = None
+    return f"NVIDIA {found.group(0)}" if found else "unknown"
+
+
+def main():
+    torch.manual_seed(0)
+    cudnn = torch.backends.cudnn.version()
+    cudnn = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
+    peer = f"torch {torch.__version__.split('+')[0]} SDPA, cuDNN {cudnn}"
+    rows = []
+    for name, (sequences, query_heads, kv_heads, tokens) in SHAPES.items():
+        size = sequences, kv_heads, tokens, HEAD_DIM
+        step_bytes = 2 * 2 * sequences * kv_heads * tokens * HEAD_DIM
+        copies = max(2, min(MOST_COPIES, -(-FOOTPRINT // step_bytes)))
+        half = {"device": "cuda", "dtype": torch.float16}
+        try:
+            caches = [(torch.randn(size, **half), torch.randn(size, **half)) for _ in range(copies)]
+            query = torch.randn(sequences, query_heads, 1, HEAD_DIM, **half)
+            error = nmse(query, *caches[0])
+            if not error <= LARGEST_NMSE:
+                print(f"{name}: wrong, NMSE {error:.0e}", file=sys.stderr, flush=True)
+                continue
+            us = step_us(query, caches)
+        except RuntimeError as reason:
+            print(f"{name}: {str(reason).splitlines()[0]}", file=sys.stderr, flush=True)
+            continue
+        finally:
+            caches = query = None
+            torch.cuda.empty_cache()
+        print(f"{name}: {us:.1f} us, NMSE {error:.0e}", file=sys.stderr, flush=True)
+        rows.append({"peer": peer, "shape": name, "format": "f16", "step_us": us})
+    report = {
+        "kind": "peers",
+        "device": torch.cuda.get_device_name(),
+        "driver": driver(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": "python3 scripts/peers.py",
+        "rows": rows,
+    }
+    json.dump(report, sys.stdout, indent=2)
+    print()
+    return 0 if len(rows) == len(SHAPES) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
