@@ -11,7 +11,7 @@ use kvpack::backend::AttendOptions;
 use kvpack::backend::Device;
 use kvpack::cache::{KvCache, PromptSpan, Recipe};
 use kvpack::cpu::{Cpu, nmse};
-use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
+use kvpack::plan::{ElementType, Elements, QueryRun, RowLayout, TokenRange};
 use kvpack::wgpu::{Requirements, Scratch, StepPlan, StepTensors, Tensor, Wgpu, choose_adapter};
 use kvpack::{AttentionShape, Backend, Bits};
 
@@ -43,7 +43,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
     let twin = filled(Cpu::new(), shape).await?;
     let memory = cache.memory();
     println!("{} tokens, {} bytes on the device", cache.tokens(0)?, memory.allocated_bytes());
-    println!("visual tokens: {:.2} bits per element, ranges included", memory.packed.bits_per_element());
+    println!("visual tokens: {:.2} bits per element, ranges included", memory.packed()[0].bits_per_element());
 
     let query = wave(shape.query_heads() * shape.head_dim(), 5.0);
     let on_cpu = twin.backend().upload(Elements::F32(&query)).await?;
@@ -55,8 +55,12 @@ async fn run() -> Result<(), Box<dyn Error>> {
     agree("attend", &attended.download(&device, &queue).await?, &expected)?;
 
     // The engine's way: kvpack plans and encodes into a pass of the engine, which submits when it likes.
-    let step =
-        StepPlan::new(backend.capabilities(), &cache.plan(&[0])?, queries.element_type(), AttendOptions::default())?;
+    let step = StepPlan::new(
+        backend.capabilities(),
+        &cache.plan(&[QueryRun::decode(0)])?,
+        queries.element_type(),
+        AttendOptions::default(),
+    )?;
     let scratch = Scratch::new(&device, step.scratch()).await?;
     let output = Tensor::zeroed(&device, query.len(), ElementType::F32)?;
     let tensors = StepTensors { queries: &queries, output: &output, lse: None };

@@ -32,7 +32,7 @@
 //! let query = CpuTensor::F32(vec![0.1; 8 * 64]);
 //! let output = cache.attend(&query, ElementType::F32).await?;
 //! assert_eq!(output.to_f32().len(), 8 * 64);
-//! assert!(cache.memory().packed.bits_per_element() < 3.0);
+//! assert!(cache.memory().packed()[0].bits_per_element() < 3.0);
 //! # Ok::<(), kvpack::Error>(())
 //! # }).unwrap();
 //! ```

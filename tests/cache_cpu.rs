@@ -6,15 +6,15 @@ mod rounding;
 
 use cache_model::decode_loop::{Filled, formats, reuse_pages};
 use cache_model::recipes::recipes;
-use cache_model::{Operation, check, operations};
-use kvpack::cache::RecentWindow;
+use cache_model::{Operation, cases, check, operations};
+use kvpack::cache::{Appended, StoreId};
 use kvpack::cpu::Cpu;
 use kvpack::format::KeyOrValue;
 use kvpack::{AttentionShape, Error, KvCache, Recipe, SegmentFormat};
 use proptest::prelude::*;
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(cases(24))]
 
     #[test]
     fn the_cache_agrees_with_the_model(
@@ -26,7 +26,7 @@ proptest! {
         let shape = AttentionShape::new(query_heads, kv_heads, head_dim).unwrap();
         // Three pages of the f16 store to a shard.
         let cpu = Cpu::new().with_max_shard_bytes((3 * 128 * 2 * kv_heads * head_dim) as u64);
-        check(cpu, shape, recipe, &operations, seed);
+        check(cpu, shape, &recipe, &operations, seed);
     }
 }
 
@@ -35,9 +35,9 @@ proptest! {
 fn windows_are_packed_when_they_are_full() {
     let shape = AttentionShape::new(2, 1, 64).unwrap();
     for recipe in recipes() {
-        let prefill = Operation::Prefill { sequence: 0, spans: vec![(10, false), (128, true)], half: false };
+        let prefill = Operation::Prefill { sequence: 0, spans: vec![(10, 0), (128, 1)], half: false };
         let append = |tokens| Operation::Append { tokens, sequences: 0b11, half: false };
-        check(Cpu::new(), shape, recipe, &[prefill, append(127), append(1), append(127), append(2)], 1);
+        check(Cpu::new(), shape, &recipe, &[prefill, append(127), append(1), append(127), append(2)], 1);
     }
 }
 
@@ -65,8 +65,8 @@ fn a_decode_loop_stores_what_a_prefill_stores() {
 #[test]
 fn ranges_over_tokens_cannot_be_packed_token_by_token() {
     let shape = AttentionShape::new(2, 1, 64).unwrap();
-    let recipe =
-        Recipe { recent: RecentWindow::PackTokens, ..Recipe::pack_all(SegmentFormat::calibquant(kvpack::Bits::Two)) };
+    let recipe = Recipe::pack_all(SegmentFormat::calibquant(kvpack::Bits::Two));
+    let recipe = recipe.with_appended(Appended::AtOnce(StoreId::PACKED));
     assert!(matches!(KvCache::new(Cpu::new(), shape, 1, recipe), Err(Error::Format { .. })));
 }
 

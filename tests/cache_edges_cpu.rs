@@ -67,13 +67,13 @@ fn pages_that_are_shared_are_reserved_too() {
 fn packed_windows_join() {
     for (name, joins) in [("kivi:2", true), ("int8-symmetric-channel", true), ("calibquant:2+window=0", false)] {
         let recipe = recipe(name);
-        let mut edge = Edge::new(Cpu::new(), recipe);
+        let mut edge = Edge::new(Cpu::new(), recipe.clone());
         edge.extend(0, 8 * TILE_TOKENS + 5).unwrap();
         block_on(edge.cache.pack_windows(0)).unwrap();
         let packed = |edge: &Edge<Cpu>| -> Vec<usize> {
             let spans = edge.spans();
             assert_eq!(spans.iter().map(|(tokens, _)| tokens).sum::<usize>(), edge.cache.tokens(0).unwrap(), "{name}");
-            let packed = spans.into_iter().filter(|(_, format)| *format == recipe.packed);
+            let packed = spans.into_iter().filter(|(_, format)| *format == recipe.packed().format);
             packed.map(|(tokens, _)| tokens).collect()
         };
         let spans = packed(&edge);
@@ -93,7 +93,7 @@ fn packed_windows_join() {
 fn every_format_holds_what_it_takes() {
     for recipe in kvpack::cache::ModelRecipe::all() {
         let (name, of_layer) = (recipe.to_string(), recipe.layer(0, &shape()));
-        let largest = |which| of_layer.packed.tensor(which).largest_element(64);
+        let largest = |which| of_layer.packed().format.tensor(which).largest_element(64);
         let rows = |key: f32, value: f32| {
             let layout = kvpack::plan::RowLayout::token_major(300, &shape());
             // A row all of one sign, one of both, and one with a single element: the longest norms and the widest spreads.
@@ -105,7 +105,7 @@ fn every_format_holds_what_it_takes() {
             let tensor = |most| cache_edges::host((0..300 * 64).map(|i| element(i, most)).collect());
             (layout, tensor(key), tensor(value))
         };
-        let mut cache = kvpack::KvCache::new(Cpu::new(), shape(), 1, of_layer).unwrap();
+        let mut cache = kvpack::KvCache::new(Cpu::new(), shape(), 1, of_layer.clone()).unwrap();
         for (key, value) in [(1.001, 1.0), (1.0, 1.001)] {
             let (layout, keys, values) = rows(key * largest(KeyOrValue::Key), value * largest(KeyOrValue::Value));
             let refused = block_on(cache.extend(0, layout, &keys, &values));

@@ -6,10 +6,10 @@ use kvpack::backend::{
     AttendOptions, Attention, Backend, Forward, Forwarding, NonFinite, Packing, SpanWrite, Storage, TokenWrite,
     WindowMove,
 };
-use kvpack::cache::{KvCache, PromptSpan, Recipe, SpanStorage};
+use kvpack::cache::{KvCache, PromptSpan, Recipe, StoreId};
 use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor};
 use kvpack::format::{AffineFormat, Grouping, KeyOrValue, TensorFormat};
-use kvpack::plan::{AttendPlan, ElementType, Page, RowLayout, TokenRange};
+use kvpack::plan::{AttendPlan, ElementType, Page, QueryRun, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
 
@@ -143,23 +143,21 @@ fn a_failure_anywhere_changes_nothing() {
     let token = TensorFormat::Affine(AffineFormat::new(Bits::Four, Grouping::Token));
     let per_token = Recipe::pack_all(SegmentFormat { key: token, value: token });
     // A token that is packed as it arrives needs no window to be packed.
-    for (recipe, least_calls) in
-        [(Recipe::pack_all(SegmentFormat::per_channel(Bits::Two)), 6), (per_token.with_window(0), 6), (per_token, 3)]
-    {
+    for (recipe, least_calls) in [
+        (Recipe::pack_all(SegmentFormat::per_channel(Bits::Two)), 6),
+        (per_token.clone().with_window(0), 6),
+        (per_token, 3),
+    ] {
         for prefill in [false, true] {
             let mut failures = 0;
             loop {
                 let failing = Failing::default();
-                let mut cache = filled(Forwarding(failing.clone()), recipe);
+                let mut cache = filled(Forwarding(failing.clone()), recipe.clone());
                 let (before, memory) = (outputs(&cache), cache.memory());
                 failing.calls_left.set(Some(failures));
                 let result = if prefill {
-                    let spans =
-                        [(0, 100, SpanStorage::F16), (100, 300, SpanStorage::Packed), (300, 301, SpanStorage::F16)]
-                            .map(|(start, end, storage)| PromptSpan {
-                                tokens: TokenRange::new(start, end).unwrap(),
-                                storage,
-                            });
+                    let spans = [(0, 100, StoreId::F16), (100, 300, StoreId::PACKED), (300, 301, StoreId::F16)]
+                        .map(|(start, end, store)| PromptSpan::run(TokenRange::new(start, end).unwrap(), store));
                     let rows = RowLayout::token_major(301, &shape());
                     block_on(cache.prefill(1, rows, &wave(301 * 64), &wave(301 * 64), &spans))
                 } else {
@@ -174,10 +172,10 @@ fn a_failure_anywhere_changes_nothing() {
                 let after = cache.memory();
                 assert_eq!((cache.tokens(0), cache.tokens(1)), (Ok(127), Ok(127)));
                 assert_eq!(after.in_use_bytes(), memory.in_use_bytes());
-                assert_eq!(after.f16.pages_in_use + after.packed.pages_in_use, 2);
+                assert_eq!(after.f16().pages_in_use + after.packed()[0].pages_in_use, 2);
                 // And the same call succeeds afterwards.
                 block_on(cache.append(RowLayout::token_major(2, &shape()), &wave(128), &wave(128))).unwrap();
-                assert_eq!((cache.memory().f16.tokens, cache.memory().packed.tokens), (0, 256));
+                assert_eq!((cache.memory().f16().tokens, cache.memory().packed()[0].tokens), (0, 256));
             }
             assert!(failures >= least_calls, "{failures} calls could fail");
         }
@@ -219,7 +217,12 @@ fn a_cache_larger_than_a_binding_is_spread_over_several() {
     let whole = store(1 << 30).unwrap();
     let spread = store(3 * page).unwrap();
     let shards = |cache: &KvCache<Cpu>| {
-        cache.plan(&[0]).unwrap().segments()[0].pages().iter().map(|page| page.shard).max().map_or(0, |shard| shard + 1)
+        cache.plan(&[QueryRun::decode(0)]).unwrap().segments()[0]
+            .pages()
+            .iter()
+            .map(|page| page.shard)
+            .max()
+            .map_or(0, |shard| shard + 1)
     };
     assert_eq!((shards(&whole), shards(&spread)), (1, 3));
     let output = |cache: &KvCache<Cpu>| block_on(cache.attend(&query, ElementType::F32)).unwrap().to_f32();
@@ -232,9 +235,9 @@ fn room_that_was_reserved_is_used() {
     let recipe = Recipe::calibquant(Bits::One);
     let mut cache = KvCache::new(Cpu::new(), shape(), 1, recipe).unwrap();
     assert_eq!(cache.memory().allocated_bytes(), 0);
-    block_on(cache.reserve(SpanStorage::Packed, 2000)).unwrap();
+    block_on(cache.reserve(StoreId::PACKED, 2000)).unwrap();
     let reserved = cache.memory();
-    assert_eq!((reserved.f16.allocated_bytes, reserved.packed.pages), (0, 16));
+    assert_eq!((reserved.f16().allocated_bytes, reserved.packed()[0].pages), (0, 16));
     let rows = RowLayout::token_major(2000, &shape());
     let prompt = [PromptSpan::packed(TokenRange::new(0, 2000).unwrap())];
     block_on(cache.prefill(0, rows, &wave(128_000), &wave(128_000), &prompt)).unwrap();
@@ -278,7 +281,7 @@ fn a_failed_append_to_a_shared_page_changes_nothing() {
     cache.clear(1).unwrap();
     cache.fork(0, 1).unwrap();
     let (before, memory) = (outputs(&cache), cache.memory());
-    assert_eq!(memory.f16.pages_in_use, 1);
+    assert_eq!(memory.f16().pages_in_use, 1);
     let append = |cache: &mut KvCache<Forwarding<Failing>>, sequence| {
         let rows = RowLayout::token_major(1, &shape());
         let token = CpuTensor::F32(vec![0.5; 64]);
@@ -293,17 +296,17 @@ fn a_failed_append_to_a_shared_page_changes_nothing() {
             break;
         }
         failures += 1;
-        assert_eq!((outputs(&cache), cache.memory().f16.pages_in_use), (before.clone(), 1));
+        assert_eq!((outputs(&cache), cache.memory().f16().pages_in_use), (before.clone(), 1));
     }
     // A search for elements that cannot be stored, for keys and values, the copy, and the write.
     assert!(failures >= 4, "{failures} calls could fail");
-    assert_eq!((cache.tokens(0), cache.tokens(1), cache.memory().f16.pages_in_use), (Ok(127), Ok(128), 2));
+    assert_eq!((cache.tokens(0), cache.tokens(1), cache.memory().f16().pages_in_use), (Ok(127), Ok(128), 2));
     let head = 2 * 64;
     assert_eq!(outputs(&cache)[..head], before[..head]);
     assert_ne!(outputs(&cache)[head..], before[head..]);
     // The other sequence holds its page alone by now, and writes to it.
     append(&mut cache, 0).unwrap();
-    assert_eq!(cache.memory().f16.pages_in_use, 2);
+    assert_eq!(cache.memory().f16().pages_in_use, 2);
     cache.truncate(1, 0).unwrap();
-    assert_eq!((cache.tokens(1), cache.memory().f16.pages_in_use), (Ok(0), 1));
+    assert_eq!((cache.tokens(1), cache.memory().f16().pages_in_use), (Ok(0), 1));
 }

@@ -18,7 +18,7 @@ use kvpack::cuda::cudarc::driver::DevicePtr;
 use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use kvpack::cuda::{Cuda, KernelCache, StepPlan, StepTensors, Tensor};
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, TensorFormat, TileOrder};
-use kvpack::plan::{ElementType, Elements, Page, QueryRows, RowLayout, Rows, TokenRange};
+use kvpack::plan::{ElementType, Elements, Page, QueryRows, QueryRun, RowLayout, Rows, TokenRange};
 use kvpack::{AttentionShape, Bits, Calibration, Error, KvCache, Recipe, SegmentFormat};
 
 fn rows(elements: usize, factor: f32) -> Vec<f32> {
@@ -132,13 +132,14 @@ fn a_growing_cache_attends_as_on_the_cpu() {
     let mut cuda = KvCache::new(backend.clone(), shape, 2, recipe()).unwrap();
     let tokens = 300;
     let (keys, values) = (rows(tokens * 256, 0.31), rows(tokens * 256, 0.57));
-    let prompt =
-        [PromptSpan::f16(TokenRange::new(0, 40).unwrap()), PromptSpan::packed(TokenRange::new(40, tokens).unwrap())];
+    let (text, image) = (TokenRange::new(0, 40).unwrap(), TokenRange::new(40, tokens).unwrap());
     let layout = RowLayout::token_major(tokens, &shape);
     let on_cpu = |x: &[f32]| CpuTensor::F32(x.to_vec());
     let on_cuda = |x: &[f32]| block_on(backend.upload(Elements::F32(x))).unwrap();
     for sequence in 0..2 {
+        let prompt = [PromptSpan::f16(text), PromptSpan::packed(image)];
         block_on(cpu.prefill(sequence, layout, &on_cpu(&keys), &on_cpu(&values), &prompt)).unwrap();
+        let prompt = [PromptSpan::f16(text), PromptSpan::packed(image)];
         block_on(cuda.prefill(sequence, layout, &on_cuda(&keys), &on_cuda(&values), &prompt)).unwrap();
     }
     for step in 0..140 {
@@ -178,7 +179,7 @@ fn a_captured_step_with_calibrated_scores_is_the_direct_one() {
         block_on(cache.prefill(sequence, RowLayout::token_major(tokens, &shape), &keys, &values, &prompt)).unwrap();
     }
     let queries = upload(&rows(2 * 8 * 128, 0.17));
-    let step = StepPlan::new(&backend, &cache.plan(&[0, 1]).unwrap()).unwrap();
+    let step = StepPlan::new(&backend, &cache.plan(&QueryRun::decode_batch(2)).unwrap()).unwrap();
     assert_eq!(step.launch_labels().len(), 3, "{:?}", step.launch_labels());
     let stream = backend.stream();
     let bits = |tensor: &Tensor| {
@@ -240,7 +241,7 @@ fn memory_of_an_engine_is_used_in_place() {
     let mut cache = KvCache::new(backend.clone(), shape, 1, Recipe::f16()).unwrap();
     block_on(cache.append(RowLayout::token_major(1, &shape), &part(1, 256), &part(257, 256))).unwrap();
     let output = part(1025, 512);
-    let step = StepPlan::new(&backend, &cache.plan(&[0]).unwrap()).unwrap();
+    let step = StepPlan::new(&backend, &cache.plan(&[QueryRun::decode(0)]).unwrap()).unwrap();
     step.bind(&backend, &cache.stores(), StepTensors { queries: &part(513, 512), output: &output, lse: None })
         .unwrap()
         .launch()
@@ -266,7 +267,7 @@ fn stores_and_tensors_of_other_streams_are_refused() {
     refused(block_on(cache.append(layout, &foreign, &own)).err());
     block_on(cache.append(layout, &own, &own)).unwrap();
     refused(block_on(cache.attend(&foreign, ElementType::F32)).err());
-    let step = StepPlan::new(&other, &cache.plan(&[0]).unwrap()).unwrap();
+    let step = StepPlan::new(&other, &cache.plan(&[QueryRun::decode(0)]).unwrap()).unwrap();
     refused(step.bind(&other, &cache.stores(), StepTensors { queries: &foreign, output: &foreign, lse: None }).err());
 }
 
@@ -291,7 +292,7 @@ fn rows_may_be_parts_of_longer_ones() {
         }
         let projected = rows(fused.elements_needed(SEQUENCES, &shape), 0.13);
         let dense: Vec<f32> = (0..SEQUENCES).flat_map(|at| projected[fused.row(at)..][..row].to_vec()).collect();
-        let step = StepPlan::new(&backend, &cache.plan(&[0, 1, 2]).unwrap()).unwrap();
+        let step = StepPlan::new(&backend, &cache.plan(&QueryRun::decode_batch(SEQUENCES)).unwrap()).unwrap();
         let run = |step: &StepPlan, queries: &[f32], output: &Tensor| {
             let queries = &upload(queries);
             step.bind(&backend, &cache.stores(), StepTensors { queries, output, lse: None }).unwrap().launch().unwrap();

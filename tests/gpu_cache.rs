@@ -8,12 +8,12 @@ mod rounding;
 
 use cache_model::decode_loop::{Filled, formats, reuse_pages};
 use cache_model::recipes::recipes;
-use cache_model::{Operation, check, operations};
+use cache_model::{Operation, cases, check, operations};
 use kvpack::{AttentionShape, TILE_TOKENS};
 use proptest::prelude::*;
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 6, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(cases(6))]
 
     #[test]
     fn the_cache_agrees_with_the_model(
@@ -25,7 +25,7 @@ proptest! {
         let shape = AttentionShape::new(query_heads, kv_heads, head_dim).unwrap();
         // Three pages of the f16 store to a shard, so that decode steps meet several bindings.
         let shard = (3 * TILE_TOKENS * 2 * kv_heads * head_dim) as u64;
-        check(gpu_device::shared().with_binding_limit(shard), shape, recipe, &operations, seed);
+        check(gpu_device::shared().with_binding_limit(shard), shape, &recipe, &operations, seed);
     }
 }
 
@@ -34,10 +34,10 @@ proptest! {
 fn windows_are_packed_when_they_are_full() {
     let shape = AttentionShape::new(2, 1, 64).unwrap();
     for recipe in recipes() {
-        let prefill = Operation::Prefill { sequence: 0, spans: vec![(10, false), (128, true)], half: false };
+        let prefill = Operation::Prefill { sequence: 0, spans: vec![(10, 0), (128, 1)], half: false };
         let append = |tokens| Operation::Append { tokens, sequences: 0b11, half: false };
         let operations = [prefill, append(127), append(1), append(127), append(2)];
-        check(gpu_device::shared(), shape, recipe, &operations, 1);
+        check(gpu_device::shared(), shape, &recipe, &operations, 1);
     }
 }
 

@@ -1,54 +1,96 @@
 //! Recipes: how a cache stores what it is given.
 
+use std::fmt;
+
 use crate::backend::QueryPrecision;
 use crate::format::{Bits, Calibration, SegmentFormat};
-use crate::plan::TokenRange;
+use crate::{Error, Result};
+
+/// A store of a recipe, by its place in [`Recipe::stores`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct StoreId(pub u8);
+
+impl StoreId {
+    /// The f16 store, which every recipe has.
+    pub const F16: Self = Self(0);
+    /// The first packed store.
+    pub const PACKED: Self = Self(1);
+
+    /// Its place among the stores.
+    pub const fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl fmt::Display for StoreId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "store {}", self.0)
+    }
+}
+
+/// What a store holds, and how the scores of its tokens are calibrated.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StoreFormat {
+    /// Format of its spans.
+    pub format: SegmentFormat,
+    /// Calibration of the scores of every span, each with its own extremes.
+    pub calibration: Option<Calibration>,
+}
+
+impl From<SegmentFormat> for StoreFormat {
+    fn from(format: SegmentFormat) -> Self {
+        Self { format, calibration: None }
+    }
+}
 
 /// What happens to tokens that decoding appends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum RecentWindow {
+pub enum Appended {
     /// They stay in f16 (CalibQuant).
-    KeepF16,
-    /// They are packed in the recipe's format tile by tile: each full tile of 128 as soon as at least `newer` newer
-    /// tokens are held, so that between `newer` and `newer + 127` of the newest tokens are in f16 (the residual window
-    /// of KIVI).
-    PackTiles {
+    Keep,
+    /// Each token is packed as it arrives, into the open tile of a store. Needs a format whose codes and ranges depend on
+    /// the token alone: see [`SegmentFormat::takes_single_tokens`].
+    AtOnce(StoreId),
+    /// They are packed tile by tile: each full tile of 128 as soon as at least `newer` newer tokens are held, so that
+    /// between `newer` and `newer + 127` of the newest tokens are in f16 (the residual window of KIVI).
+    Tiles {
+        /// The store that takes the tiles.
+        to: StoreId,
         /// Newer tokens that stay in f16, at least.
         newer: usize,
     },
-    /// Each token is packed as it arrives, into the open tile. Needs a format whose codes and ranges depend on the token
-    /// alone: see [`SegmentFormat::takes_single_tokens`].
-    PackTokens,
 }
 
-/// How a [`KvCache`](super::KvCache) stores and attends: the packed format beside f16, and what goes where.
+/// How a [`KvCache`](super::KvCache) stores and attends: an f16 store, any number of packed ones beside it, and what goes
+/// where.
 ///
 /// ```
-/// use kvpack::cache::{Recipe, RecentWindow};
-/// use kvpack::{Bits, Calibration};
+/// use kvpack::cache::{Appended, Recipe, StoreId};
+/// use kvpack::{Bits, Calibration, SegmentFormat};
 /// let recipe = Recipe::calibquant(Bits::One).with_calibration(Calibration::new(0.0, 3.0)?);
-/// assert_eq!(recipe.recent, RecentWindow::KeepF16);
+/// assert_eq!(recipe.appended(), Appended::Keep);
+///
+/// // 4 bits for what matters, 2 bits for the rest, and f16 for what is new.
+/// let (recipe, two_bits) = Recipe::pack_all(SegmentFormat::saw_int4()).with_store(SegmentFormat::calibquant(Bits::Two))?;
+/// assert_eq!((recipe.stores().len(), two_bits), (3, StoreId(2)));
 /// # Ok::<(), kvpack::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Recipe {
-    /// Format of the packed spans.
-    pub packed: SegmentFormat,
-    /// Calibration of the scores of every packed span, each with its own extremes.
-    pub calibration: Option<Calibration>,
-    /// What happens to appended tokens.
-    pub recent: RecentWindow,
-    /// Of the appended tokens, those among so many first tokens of a sequence stay in f16, in whole tiles where tiles are
-    /// packed: attention sinks (StreamingLLM, arXiv 2309.17453) cost little to keep and much to lose.
-    pub sink: usize,
-    /// Precision of query and weights where packed keys and values are multiplied as integers.
-    pub query: QueryPrecision,
+    /// The first is f16.
+    stores: Vec<StoreFormat>,
+    appended: Appended,
+    sink: usize,
+    query: QueryPrecision,
 }
+
+/// Most stores of a recipe.
+pub const MOST_STORES: usize = 16;
 
 impl Recipe {
     /// Everything in f16: the baseline. Spans that ask to be packed are stored in f16 too.
-    pub const fn f16() -> Self {
-        Self::of(SegmentFormat::F16, RecentWindow::KeepF16)
+    pub fn f16() -> Self {
+        Self::of(SegmentFormat::F16, Appended::Keep)
     }
 
     /// CalibQuant (arXiv 2502.14882): packed spans (the visual tokens) with one range per channel and span, shrunk at
@@ -56,71 +98,142 @@ impl Recipe {
     ///
     /// Scores are not calibrated until [`Recipe::with_calibration`] says how: the published code uses (0, 3), and
     /// [`Calibration::search`] finds what suits the data at hand.
-    pub const fn calibquant(bits: Bits) -> Self {
-        Self::of(SegmentFormat::calibquant(bits), RecentWindow::KeepF16)
+    pub fn calibquant(bits: Bits) -> Self {
+        Self::of(SegmentFormat::calibquant(bits), Appended::Keep)
     }
 
     /// Packed spans and decoded tokens in `packed`: each token as it arrives where the format
     /// [takes single tokens](SegmentFormat::takes_single_tokens), otherwise as soon as tokens fill a tile.
-    pub const fn pack_all(packed: SegmentFormat) -> Self {
+    pub fn pack_all(packed: SegmentFormat) -> Self {
+        let to = StoreId::PACKED;
         let at_once = packed.takes_single_tokens();
-        Self::of(packed, if at_once { RecentWindow::PackTokens } else { RecentWindow::PackTiles { newer: 0 } })
+        Self::of(packed, if at_once { Appended::AtOnce(to) } else { Appended::Tiles { to, newer: 0 } })
+    }
+
+    /// The same recipe with one more store, and how spans name it.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] beyond [`MOST_STORES`].
+    pub fn with_store(mut self, store: impl Into<StoreFormat>) -> Result<(Self, StoreId)> {
+        if self.stores.len() == MOST_STORES {
+            return Err(Error::Limit {
+                what: "the stores of a recipe".into(),
+                needed: MOST_STORES as u64 + 1,
+                allowed: MOST_STORES as u64,
+                hint: "give spans of like precision the same store",
+            });
+        }
+        self = self.and_store(store.into());
+        let id = StoreId(self.stores.len() as u8 - 1);
+        Ok((self, id))
+    }
+
+    /// The same recipe with one more store, where that was counted already.
+    pub(super) fn and_store(mut self, store: StoreFormat) -> Self {
+        self.stores.push(store);
+        self
     }
 
     /// The same recipe, packing appended tokens tile by tile behind a window of at least `newer` newest tokens in f16.
     #[must_use]
-    pub const fn with_window(self, newer: usize) -> Self {
-        Self { recent: RecentWindow::PackTiles { newer }, ..self }
+    pub fn with_window(self, newer: usize) -> Self {
+        let appended = match self.appended {
+            _ if !self.packs() => Appended::Keep,
+            Appended::Keep => Appended::Tiles { to: StoreId::PACKED, newer },
+            Appended::AtOnce(to) | Appended::Tiles { to, .. } => Appended::Tiles { to, newer },
+        };
+        Self { appended, ..self }
     }
 
     /// The same recipe, keeping appended tokens among the first `sink` tokens in f16.
     #[must_use]
-    pub const fn with_sink(self, sink: usize) -> Self {
+    pub fn with_sink(self, sink: usize) -> Self {
         Self { sink, ..self }
     }
 
-    /// The same recipe with calibrated scores of packed spans.
+    /// The same recipe with calibrated scores of all packed spans.
     #[must_use]
-    pub const fn with_calibration(self, calibration: Calibration) -> Self {
-        Self { calibration: Some(calibration), ..self }
+    pub fn with_calibration(mut self, calibration: Calibration) -> Self {
+        self.stores.iter_mut().skip(1).for_each(|store| store.calibration = Some(calibration));
+        self
     }
 
-    const fn of(packed: SegmentFormat, recent: RecentWindow) -> Self {
-        Self { packed, calibration: None, recent, sink: 0, query: QueryPrecision::Int16 }
+    /// The same recipe with something else that happens to appended tokens.
+    #[must_use]
+    pub fn with_appended(self, appended: Appended) -> Self {
+        Self { appended, ..self }
+    }
+
+    /// The same recipe with another precision of the query.
+    #[must_use]
+    pub fn with_query(self, query: QueryPrecision) -> Self {
+        Self { query, ..self }
+    }
+
+    fn of(packed: SegmentFormat, appended: Appended) -> Self {
+        let mut stores = vec![StoreFormat::from(SegmentFormat::F16)];
+        let appended = if packed == SegmentFormat::F16 { Appended::Keep } else { appended };
+        if packed != SegmentFormat::F16 {
+            stores.push(packed.into());
+        }
+        Self { stores, appended, sink: 0, query: QueryPrecision::default() }
+    }
+
+    /// The stores: f16, and the packed ones.
+    pub fn stores(&self) -> &[StoreFormat] {
+        &self.stores
+    }
+
+    /// Precision of query and weights where packed keys and values are multiplied as integers.
+    pub const fn query(&self) -> QueryPrecision {
+        self.query
+    }
+
+    /// What happens to appended tokens.
+    pub const fn appended(&self) -> Appended {
+        self.appended
+    }
+
+    /// Of the appended tokens, those among so many first tokens of a sequence stay in f16, in whole tiles where tiles are
+    /// packed: attention sinks (StreamingLLM, arXiv 2309.17453) cost little to keep and much to lose.
+    pub const fn sink(&self) -> usize {
+        self.sink
+    }
+
+    /// The first packed store, or the f16 store where there is none.
+    pub fn packed(&self) -> &StoreFormat {
+        &self.stores[self.stores.len().min(2) - 1]
     }
 
     /// True if packing changes anything.
-    pub(super) fn packs(&self) -> bool {
-        self.packed != SegmentFormat::F16
-    }
-}
-
-/// Where a span of a prompt is stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum SpanStorage {
-    /// In f16.
-    F16,
-    /// In the packed format of the recipe.
-    Packed,
-}
-
-/// A run of prompt tokens that is stored as one span, with ranges of its own where the format has them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PromptSpan {
-    /// The tokens.
-    pub tokens: TokenRange,
-    /// Where they go.
-    pub storage: SpanStorage,
-}
-
-impl PromptSpan {
-    /// Tokens that stay in f16.
-    pub const fn f16(tokens: TokenRange) -> Self {
-        Self { tokens, storage: SpanStorage::F16 }
+    pub fn packs(&self) -> bool {
+        self.stores.len() > 1
     }
 
-    /// Tokens that are packed.
-    pub const fn packed(tokens: TokenRange) -> Self {
-        Self { tokens, storage: SpanStorage::Packed }
+    /// Where spans that name `store` go: there, or to f16 where that is all there is.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such store.
+    pub fn resolve(&self, store: StoreId) -> Result<StoreId> {
+        if !self.packs() {
+            return Ok(StoreId::F16);
+        }
+        if store.index() < self.stores.len() {
+            return Ok(store);
+        }
+        let reason = format!("{store} of a recipe whose stores are 0 to {}", self.stores.len() - 1);
+        Err(Error::Plan { what: "store", reason })
+    }
+
+    /// Checks that every store can do what the recipe asks of it.
+    pub(super) fn check(&self) -> Result<()> {
+        if let Appended::AtOnce(to) | Appended::Tiles { to, .. } = self.appended {
+            let packed = self.stores[self.resolve(to)?.index()].format;
+            if matches!(self.appended, Appended::AtOnce(_)) && !packed.takes_single_tokens() {
+                let reason = packed.why_no_single_tokens();
+                return Err(Error::Format { format: packed.to_string(), reason });
+            }
+        }
+        Ok(())
     }
 }

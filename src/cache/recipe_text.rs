@@ -4,125 +4,11 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 
-use super::{RecentWindow, Recipe};
+use super::methods::Choice;
+use super::{Appended, MOST_STORES, Recipe};
 use crate::backend::QueryPrecision;
-use crate::format::{AffineFormat, AttentionShape, Bits, Calibration, Grouping, SegmentFormat, TensorFormat};
+use crate::format::{AttentionShape, Calibration};
 use crate::{Error, Result};
-
-/// A published method, or a baseline, that recipes name.
-#[derive(Clone, Copy, Debug)]
-pub struct Method {
-    /// The name in recipes.
-    pub name: &'static str,
-    /// The widths it takes, as in `name:4`; a method that takes none has an empty list.
-    pub bits: &'static [Bits],
-    /// How keys and values are stored.
-    pub stores: &'static str,
-    /// Where it comes from.
-    pub source: &'static str,
-    recipe: fn(Bits, &AttentionShape) -> Recipe,
-}
-
-/// Newest tokens that stay in f16 where a recipe does not say otherwise: the residual window of KIVI.
-const DEFAULT_WINDOW: usize = 128;
-
-/// All methods. A recipe is one of them with options, see [`ModelRecipe`].
-pub const METHODS: &[Method] = &[
-    Method { name: "f16", bits: &[], stores: "f16", source: "the baseline", recipe: |_, _| Recipe::f16() },
-    Method {
-        name: "int8",
-        bits: &[],
-        stores: "8-bit codes, one range per token; packed as tokens arrive",
-        source: "a baseline",
-        recipe: |_, _| per_token(Bits::Eight),
-    },
-    Method {
-        name: "int8-symmetric",
-        bits: &[],
-        stores: "8-bit codes about 0, one scale per token; packed as tokens arrive",
-        source: "a baseline",
-        recipe: |_, _| symmetric(Grouping::Token),
-    },
-    Method {
-        name: "int8-symmetric-channel",
-        bits: &[],
-        stores: "8-bit codes about 0, one scale per channel and tile",
-        source: "a baseline",
-        recipe: |_, _| symmetric(Grouping::ChannelTokens(128)).with_window(DEFAULT_WINDOW),
-    },
-    Method {
-        name: "int4",
-        bits: &[],
-        stores: "4-bit codes, one range per token; packed as tokens arrive",
-        source: "a baseline",
-        recipe: |_, _| per_token(Bits::Four),
-    },
-    Method {
-        name: "calibquant",
-        bits: &[Bits::Eight, Bits::Four, Bits::Two, Bits::One],
-        stores: "one range per channel and span, shrunk at 1 bit",
-        source: "CalibQuant, arXiv 2502.14882",
-        recipe: |bits, _| Recipe::calibquant(bits).with_window(DEFAULT_WINDOW),
-    },
-    Method {
-        name: "saw-int4",
-        bits: &[],
-        stores: "4-bit codes, one range per token, keys rotated by Hadamard blocks of 16; packed as tokens arrive",
-        source: "SAW-INT4, arXiv 2604.19157",
-        recipe: |_, _| Recipe::pack_all(SegmentFormat::saw_int4()),
-    },
-    Method {
-        name: "turboquant",
-        bits: &[Bits::Four, Bits::Three, Bits::Two, Bits::One],
-        stores: "randomly rotated, codes of a Lloyd-Max codebook, one norm per token; packed as tokens arrive",
-        source: "TurboQuant (mse), arXiv 2504.19874",
-        recipe: |bits, shape| Recipe::pack_all(SegmentFormat::turboquant(bits, shape.head_dim())),
-    },
-    Method {
-        name: "turboquant-renormalized",
-        bits: &[Bits::Four, Bits::Three, Bits::Two, Bits::One],
-        stores: "as turboquant, with norms that make what is stored as long as the row",
-        source: "TurboQuant (mse), arXiv 2504.19874, and a correction",
-        recipe: |bits, shape| Recipe::pack_all(SegmentFormat::turboquant_renormalized(bits, shape.head_dim())),
-    },
-    Method {
-        name: "turboquant-prod",
-        bits: &[Bits::Four, Bits::Three, Bits::Two],
-        stores: "K: turboquant at one bit less and a 1-bit sketch of the rest, V: turboquant; packed as tokens arrive",
-        source: "TurboQuant (prod), arXiv 2504.19874",
-        recipe: |bits, shape| Recipe::pack_all(SegmentFormat::turboquant_prod(bits, shape.head_dim())),
-    },
-    Method {
-        name: "qjl",
-        bits: &[],
-        stores: "K: a 1-bit sketch and a norm per token, V: 4-bit codes, one range per token; packed as tokens arrive",
-        source: "QJL, arXiv 2406.03482",
-        recipe: |_, shape| Recipe::pack_all(SegmentFormat::qjl(shape.head_dim())),
-    },
-    Method {
-        name: "kivi",
-        bits: &[Bits::Four, Bits::Two],
-        stores: "K: one range per channel and 32 tokens, V: one per token and 32 channels",
-        source: "KIVI, arXiv 2402.02750",
-        recipe: |bits, _| kivi(bits),
-    },
-];
-
-fn per_token(bits: Bits) -> Recipe {
-    let format = TensorFormat::Affine(AffineFormat::new(bits, Grouping::Token));
-    Recipe::pack_all(SegmentFormat { key: format, value: format })
-}
-
-fn symmetric(grouping: Grouping) -> Recipe {
-    let format = TensorFormat::Affine(AffineFormat::new(Bits::Eight, grouping).symmetric());
-    Recipe::pack_all(SegmentFormat { key: format, value: format })
-}
-
-fn kivi(bits: Bits) -> Recipe {
-    let affine = |grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
-    let (key, value) = (affine(Grouping::ChannelTokens(32)), affine(Grouping::TokenChannels(32)));
-    Recipe::pack_all(SegmentFormat { key, value }).with_window(DEFAULT_WINDOW)
-}
 
 /// A recipe for every layer of a model, as people write it.
 ///
@@ -133,17 +19,18 @@ fn kivi(bits: Bits) -> Recipe {
 ///         | "sink=" tokens                 first tokens in f16, in whole tiles of 128 (0)
 ///         | "tau=" τ1 "," τ2               calibrated scores of packed spans, CalibQuant's eq. 7 (none)
 ///         | "query=" ("int8" | "int16")    precision of query and weights in integer dot products (int16)
+///         | "store=" method [":" bits]     one more store, which spans of a prompt may name: the first after the method's own
 ///         | "layers=" layer { "," layer } ":" method [":" bits]    these layers by another method
 /// ```
 ///
-/// The methods are [`METHODS`]. Options hold for every layer, those of another method included.
+/// The methods are [`METHODS`](super::METHODS). Options hold for every layer, those of another method included.
 ///
 /// ```
-/// use kvpack::cache::{ModelRecipe, RecentWindow};
+/// use kvpack::cache::{Appended, ModelRecipe, StoreId};
 /// let shape = kvpack::AttentionShape::new(32, 8, 128)?;
 /// let recipe: ModelRecipe = "calibquant:2+window=256+layers=0,1:f16".parse()?;
-/// assert_eq!(recipe.layer(5, &shape).recent, RecentWindow::PackTiles { newer: 256 });
-/// assert_eq!(recipe.layer(1, &shape).packed, kvpack::SegmentFormat::F16);
+/// assert_eq!(recipe.layer(5, &shape).appended(), Appended::Tiles { to: StoreId::PACKED, newer: 256 });
+/// assert_eq!(recipe.layer(1, &shape).packed().format, kvpack::SegmentFormat::F16);
 /// assert_eq!(recipe.to_string(), "calibquant:2+window=256+layers=0,1:f16");
 /// # Ok::<(), kvpack::Error>(())
 /// ```
@@ -155,46 +42,26 @@ pub struct ModelRecipe {
     options: Vec<RecipeOption>,
 }
 
-/// A method and its width.
-#[derive(Clone, Copy, Debug)]
-struct Choice {
-    method: &'static Method,
-    /// Of no meaning for a method that takes none.
-    bits: Bits,
-}
-
 impl ModelRecipe {
     /// Every method at every width, without options.
     pub fn all() -> Vec<Self> {
-        let choices = METHODS.iter().flat_map(Method::choices);
-        choices.map(|base| Self { text: base.text(), base, layers: Vec::new(), options: Vec::new() }).collect()
+        let recipe = |base: Choice| Self { text: base.to_string(), base, layers: Vec::new(), options: Vec::new() };
+        Choice::all().map(recipe).collect()
     }
 
     /// The recipe of a layer whose heads have this shape.
     pub fn layer(&self, layer: usize, shape: &AttentionShape) -> Recipe {
         let choice = self.layers.iter().find(|(named, _)| *named == layer).map_or(self.base, |(_, choice)| *choice);
-        let mut recipe = (choice.method.recipe)(choice.bits, shape);
-        self.options.iter().for_each(|option| option.apply(&mut recipe));
-        recipe
+        // What is said of packed spans is said of those in further stores too.
+        let (stores, options): (Vec<_>, Vec<_>) =
+            self.options.iter().partition(|option| matches!(option, RecipeOption::Store(_)));
+        let all = stores.into_iter().chain(options);
+        all.fold(choice.recipe(shape), |recipe, option: &RecipeOption| option.apply(recipe, shape))
     }
 
     /// The highest layer that the text names, which the model must have.
     pub fn highest_layer(&self) -> Option<usize> {
         self.layers.iter().map(|(layer, _)| *layer).max()
-    }
-}
-
-impl Method {
-    fn choices(&'static self) -> impl Iterator<Item = Choice> {
-        let widths: &[Bits] = if self.bits.is_empty() { &[Bits::Eight] } else { self.bits };
-        widths.iter().map(move |&bits| Choice { method: self, bits })
-    }
-}
-
-impl Choice {
-    fn text(&self) -> String {
-        let name = self.method.name;
-        if self.method.bits.is_empty() { name.into() } else { format!("{name}:{}", self.bits) }
     }
 }
 
@@ -216,7 +83,7 @@ type Parsed<T> = std::result::Result<T, String>;
 
 fn parse(text: &str) -> Parsed<ModelRecipe> {
     let mut parts = text.split('+');
-    let base = choice(parts.next().unwrap_or_default())?;
+    let base = Choice::parse(parts.next().unwrap_or_default())?;
     let mut recipe = ModelRecipe { text: text.into(), base, layers: Vec::new(), options: Vec::new() };
     for part in parts {
         let (name, value) = part.split_once('=').ok_or_else(|| unknown_option(part))?;
@@ -225,29 +92,14 @@ fn parse(text: &str) -> Parsed<ModelRecipe> {
             _ => recipe.options.push(option(name, value)?),
         }
     }
+    let further = recipe.options.iter().filter(|option| matches!(option, RecipeOption::Store(_))).count();
+    if further > MOST_STORES - 2 {
+        return Err(format!("{further} further stores; a recipe has at most {MOST_STORES} stores in all"));
+    }
     let mut seen = BTreeSet::new();
     match recipe.layers.iter().find(|(layer, _)| !seen.insert(*layer)) {
         Some((twice, _)) => Err(format!("layer {twice} is named twice")),
         None => Ok(recipe),
-    }
-}
-
-fn choice(text: &str) -> Parsed<Choice> {
-    let (name, bits) = match text.split_once(':') {
-        Some((name, bits)) => (name, Some(bits)),
-        None => (text, None),
-    };
-    let method = METHODS.iter().find(|method| method.name == name).ok_or_else(|| {
-        let names: Vec<&str> = METHODS.iter().map(|method| method.name).collect();
-        format!("there is no method '{name}'; the methods are {}", names.join(", "))
-    })?;
-    let known = || method.choices().map(|choice| choice.text()).collect::<Vec<_>>().join(", ");
-    match bits {
-        Some(bits) if method.bits.is_empty() => Err(format!("{name} takes no width, and '{bits}' was given")),
-        None if !method.bits.is_empty() => Err(format!("{name} needs a width: {}", known())),
-        _ => {
-            method.choices().find(|choice| choice.text() == text).ok_or_else(|| format!("{name} comes as {}", known()))
-        }
     }
 }
 
@@ -258,19 +110,19 @@ enum RecipeOption {
     Sink(usize),
     Tau(Calibration),
     Query(QueryPrecision),
+    Store(Choice),
 }
 
 impl RecipeOption {
-    fn apply(&self, recipe: &mut Recipe) {
+    fn apply(&self, recipe: Recipe, shape: &AttentionShape) -> Recipe {
         match *self {
-            Self::Window(newer) if recipe.recent != RecentWindow::KeepF16 => {
-                recipe.recent = RecentWindow::PackTiles { newer };
-            }
-            // Nothing is packed in f16, behind whatever window.
-            Self::Window(_) => {}
-            Self::Sink(sink) => recipe.sink = sink,
-            Self::Tau(calibration) => recipe.calibration = Some(calibration),
-            Self::Query(query) => recipe.query = query,
+            // Nothing of what is appended is packed, behind whatever window.
+            Self::Window(_) if recipe.appended() == Appended::Keep => recipe,
+            Self::Window(newer) => recipe.with_window(newer),
+            Self::Sink(sink) => recipe.with_sink(sink),
+            Self::Tau(calibration) => recipe.with_calibration(calibration),
+            Self::Query(query) => recipe.with_query(query),
+            Self::Store(choice) => recipe.and_store(*choice.recipe(shape).packed()),
         }
     }
 }
@@ -286,14 +138,20 @@ fn option(name: &str, value: &str) -> Parsed<RecipeOption> {
             "int16" => Ok(RecipeOption::Query(QueryPrecision::Int16)),
             _ => Err(format!("query={value}: int8 or int16 is needed")),
         },
+        "store" => further_store(value).map(RecipeOption::Store),
         _ => Err(unknown_option(name)),
     }
 }
 
+fn further_store(value: &str) -> Parsed<Choice> {
+    let choice = Choice::parse(value).map_err(|reason| format!("store={value}: {reason}"))?;
+    if choice.is_f16() { Err("store=f16: every recipe has an f16 store".into()) } else { Ok(choice) }
+}
+
 fn unknown_option(name: &str) -> String {
     format!(
-        "there is no option '{name}'; the options are window=TOKENS, sink=TOKENS, tau=τ1,τ2, query=int8|int16 and \
-         layers=0,1:METHOD"
+        "there is no option '{name}'; the options are window=TOKENS, sink=TOKENS, tau=τ1,τ2, query=int8|int16, \
+         store=METHOD and layers=0,1:METHOD"
     )
 }
 
@@ -307,13 +165,15 @@ fn tau(value: &str) -> Parsed<Calibration> {
 fn layer_choices(value: &str) -> Parsed<Vec<(usize, Choice)>> {
     let needed = || format!("layers={value}: layers and a method are needed, as in layers=0,1:f16");
     let (layers, text) = value.split_once(':').ok_or_else(needed)?;
-    let choice = choice(text)?;
+    let choice = Choice::parse(text)?;
     layers.split(',').map(|layer| Ok((layer.parse().map_err(|_| needed())?, choice))).collect()
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::{METHODS, StoreId};
     use super::*;
+    use crate::format::{Bits, SegmentFormat};
 
     fn shape() -> AttentionShape {
         AttentionShape::new(4, 2, 64).unwrap()
@@ -327,7 +187,7 @@ mod tests {
             let parsed: ModelRecipe = recipe.to_string().parse().unwrap();
             assert_eq!(parsed.layer(0, &shape()), recipe.layer(0, &shape()), "{recipe}");
             assert_eq!(parsed.to_string(), recipe.to_string());
-            recipe.layer(0, &shape()).packed.check(&shape()).unwrap();
+            recipe.layer(0, &shape()).packed().format.check(&shape()).unwrap();
         }
     }
 
@@ -337,15 +197,37 @@ mod tests {
         let recipe: ModelRecipe = text.parse().unwrap();
         for layer in [0, 1, 3] {
             let recipe = recipe.layer(layer, &shape());
-            assert_eq!((recipe.sink, recipe.query), (128, QueryPrecision::Int8));
-            assert_eq!(recipe.recent, RecentWindow::PackTiles { newer: 64 });
-            assert_eq!(recipe.calibration, Some(Calibration::new(0.0, 3.0).unwrap()));
+            assert_eq!((recipe.sink(), recipe.query()), (128, QueryPrecision::Int8));
+            assert_eq!(recipe.appended(), Appended::Tiles { to: StoreId::PACKED, newer: 64 });
+            assert_eq!(recipe.stores()[1].calibration, Some(Calibration::new(0.0, 3.0).unwrap()));
         }
-        assert_eq!(recipe.layer(3, &shape()).packed, SegmentFormat::calibquant(Bits::Eight));
-        assert_eq!(recipe.layer(1, &shape()).packed, kivi(Bits::Two).packed);
+        let kivi: ModelRecipe = "kivi:2".parse().unwrap();
+        assert_eq!(recipe.layer(3, &shape()).packed().format, SegmentFormat::calibquant(Bits::Eight));
+        assert_eq!(recipe.layer(1, &shape()).packed().format, kivi.layer(0, &shape()).packed().format);
         assert_eq!(recipe.highest_layer(), Some(3));
         let f16: ModelRecipe = "f16+window=64".parse().unwrap();
-        assert_eq!(f16.layer(0, &shape()).recent, RecentWindow::KeepF16);
+        assert_eq!(f16.layer(0, &shape()).appended(), Appended::Keep);
+    }
+
+    #[test]
+    fn recipes_of_several_stores_print_as_they_were_written() {
+        let text = "saw-int4+store=calibquant:2+tau=0,3+store=kivi:2+sink=64";
+        let recipe: ModelRecipe = text.parse().unwrap();
+        assert_eq!(recipe.to_string(), text);
+        let layer = recipe.layer(0, &shape());
+        let formats: Vec<SegmentFormat> = layer.stores().iter().map(|store| store.format).collect();
+        let kivi: ModelRecipe = "kivi:2".parse().unwrap();
+        let two_bits = kivi.layer(0, &shape()).packed().format;
+        let expected = [SegmentFormat::F16, SegmentFormat::saw_int4(), SegmentFormat::calibquant(Bits::Two), two_bits];
+        assert_eq!(formats, expected);
+        assert!(layer.stores()[1..].iter().all(|store| store.calibration.is_some()));
+        assert_eq!(layer.appended(), Appended::AtOnce(StoreId::PACKED));
+        // f16 beside packed stores that only prompts use.
+        let prompts: ModelRecipe = "f16+store=saw-int4+store=calibquant:2".parse().unwrap();
+        let layer = prompts.layer(0, &shape());
+        assert_eq!((layer.stores().len(), layer.appended()), (3, Appended::Keep));
+        let many = "int8".to_owned() + &"+store=int4".repeat(MOST_STORES - 1);
+        assert!(many.parse::<ModelRecipe>().unwrap_err().to_string().contains("at most 16"));
     }
 
     #[test]
@@ -362,6 +244,8 @@ mod tests {
             ("kivi:2+query=f16", "int8 or int16"),
             ("kivi:2+tau=3", "two numbers"),
             ("kivi:2+tau=nan,1", "NaN"),
+            ("kivi:2+store=kiwi", "the methods are f16"),
+            ("kivi:2+store=f16", "every recipe has an f16 store"),
             ("kivi:2+layers=0", "layers and a method"),
             ("kivi:2+layers=x:f16", "layers and a method"),
             ("kivi:2+layers=0:f16+layers=0:int8", "named twice"),

@@ -1,43 +1,104 @@
-//! What a cache knows of one sequence: its spans, in token order.
+//! What a cache knows of one sequence: its spans, in the order in which they were stored.
 
-use super::pool::Lease;
-use super::recipe::SpanStorage;
+use super::StoreId;
+use super::room::Lease;
 use crate::format::TILE_TOKENS;
-use crate::plan::Page;
+use crate::plan::{Page, TokenIndices, TokenRange};
+use crate::{Error, Result};
 
-/// Consecutive tokens in one store.
+/// Where the tokens of a span stood in their sequence.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Positions<I> {
+    /// One after the other from here on.
+    From(usize),
+    /// Those that an index tensor names for every KV head, `[kv_heads, tokens]`, counted from `base`.
+    Gathered {
+        /// Position of the token that an index of 0 names.
+        base: usize,
+        /// The indices.
+        indices: I,
+    },
+}
+
+/// Tokens in one store, with ranges of their own where the format has them.
 #[derive(Clone, Debug)]
-pub(super) struct Span {
-    pub(super) storage: SpanStorage,
+pub(super) struct Span<I> {
+    pub(super) store: StoreId,
     pub(super) tokens: usize,
+    pub(super) positions: Positions<I>,
     pub(super) lease: Lease,
     /// True if decoding opened the span, so that it may be packed when it is full.
     pub(super) window: bool,
 }
 
-/// The spans of a sequence.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Sequence {
-    pub(super) spans: Vec<Span>,
+/// How much of a span is left when a sequence is cut.
+enum Left {
+    Whole,
+    Tokens(usize),
+    Nothing,
 }
 
-/// What becomes of the tokens that decoding appends to a sequence.
+impl<I: TokenIndices> Span<I> {
+    /// One past the last position, where positions follow each other.
+    fn end(&self) -> Option<usize> {
+        match self.positions {
+            Positions::From(start) => Some(start + self.tokens),
+            Positions::Gathered { .. } => None,
+        }
+    }
+
+    /// What is left of it when a sequence keeps the positions below `length`.
+    fn left(&self, length: usize) -> Result<Left> {
+        match &self.positions {
+            Positions::From(start) if start + self.tokens <= length => Ok(Left::Whole),
+            Positions::From(start) if *start >= length => Ok(Left::Nothing),
+            Positions::From(start) => Ok(Left::Tokens(length - start)),
+            Positions::Gathered { base, indices } => {
+                let end = base + indices.shape().below() as usize;
+                if end <= length {
+                    return Ok(Left::Whole);
+                }
+                if *base >= length {
+                    return Ok(Left::Nothing);
+                }
+                let reason = format!(
+                    "a cut at {length} goes through a span that was gathered from positions {base} to {end}; cut before or \
+                     after them"
+                );
+                Err(Error::Plan { what: "truncation", reason })
+            }
+        }
+    }
+}
+
+/// The spans of a sequence.
+#[derive(Clone, Debug)]
+pub(super) struct Sequence<I> {
+    pub(super) spans: Vec<Span<I>>,
+    /// Position of the next token: what the sequence would hold if nothing had been evicted.
+    pub(super) length: usize,
+}
+
+impl<I> Default for Sequence<I> {
+    fn default() -> Self {
+        Self { spans: Vec::new(), length: 0 }
+    }
+}
+
+/// Where an appended token is stored at first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Window {
-    /// They stay in f16.
-    F16,
-    /// They are in f16 until they fill a tile.
+    /// In this store, for good.
+    For(StoreId),
+    /// In f16, in a tile of its own that is packed when it is full.
     PackedLater,
-    /// They are packed as they arrive.
-    PackedAtOnce,
 }
 
 impl Window {
-    /// Where appended tokens are stored first.
-    pub(super) fn storage(self) -> SpanStorage {
+    pub(super) const fn store(self) -> StoreId {
         match self {
-            Self::F16 | Self::PackedLater => SpanStorage::F16,
-            Self::PackedAtOnce => SpanStorage::Packed,
+            Self::For(store) => store,
+            Self::PackedLater => StoreId::F16,
         }
     }
 }
@@ -45,42 +106,36 @@ impl Window {
 /// Where the next appended token of a sequence goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NextSlot {
-    /// Into a page that has room.
-    Open(Page),
+    /// Into a page of the last span that has room, at this slot.
+    Open(Page, usize),
     /// Into a new page of the last span.
     NewPage,
     /// Into a new span.
     NewSpan,
 }
 
-impl Sequence {
+impl<I: TokenIndices> Sequence<I> {
+    /// Tokens stored.
     pub(super) fn tokens(&self) -> usize {
         self.spans.iter().map(|span| span.tokens).sum()
     }
 
-    pub(super) fn tokens_in(&self, storage: SpanStorage) -> usize {
-        self.spans.iter().filter(|span| span.storage == storage).map(|span| span.tokens).sum()
+    pub(super) fn tokens_in(&self, store: StoreId) -> usize {
+        self.spans.iter().filter(|span| span.store == store).map(|span| span.tokens).sum()
     }
 
     /// Where the next token goes. A window that is packed later holds one page and nothing of the prompt; other tokens
-    /// continue the last span if that is in their storage.
+    /// continue the last span if that is in their store and ends where they begin.
     pub(super) fn next_slot(&self, window: Window) -> NextSlot {
-        let last = self.spans.last().filter(|span| span.storage == window.storage());
+        let continues = |span: &&Span<I>| span.store == window.store() && span.end() == Some(self.length);
+        let last = self.spans.last().filter(continues);
         let Some(span) = last.filter(|span| span.window || window != Window::PackedLater) else {
             return NextSlot::NewSpan;
         };
         match span.lease.pages.last() {
-            Some(&page) if !span.tokens.is_multiple_of(TILE_TOKENS) => NextSlot::Open(page),
+            Some(&page) if !span.tokens.is_multiple_of(TILE_TOKENS) => NextSlot::Open(page, span.tokens % TILE_TOKENS),
             _ if window == Window::PackedLater => NextSlot::NewSpan,
             _ => NextSlot::NewPage,
-        }
-    }
-
-    /// Slot within its page that the next token takes.
-    pub(super) fn next_slot_index(&self, slot: NextSlot) -> usize {
-        match (slot, self.spans.last()) {
-            (NextSlot::Open(_), Some(span)) => span.tokens % TILE_TOKENS,
-            _ => 0,
         }
     }
 
@@ -92,54 +147,117 @@ impl Sequence {
     }
 
     /// Counts a token that was put into `slot`, in the leased page if that is new.
-    pub(super) fn push_token(&mut self, storage: SpanStorage, slot: NextSlot, lease: Lease) {
+    pub(super) fn push_token(&mut self, store: StoreId, slot: NextSlot, lease: Lease) {
         match (slot, self.spans.last_mut()) {
-            (NextSlot::Open(_) | NextSlot::NewPage, Some(span)) => {
+            (NextSlot::Open(..) | NextSlot::NewPage, Some(span)) => {
                 span.tokens += 1;
                 span.lease.pages.extend(lease.pages);
             }
-            _ => self.spans.push(Span { storage, tokens: 1, lease, window: true }),
-        }
-    }
-
-    /// The oldest full window that is to be packed once `appended` (0 or 1) more tokens are in, by span index: it
-    /// begins at `sink` or later and has at least `newer` tokens after it.
-    pub(super) fn window_to_pack(&self, sink: usize, newer: usize, appended: usize) -> Option<usize> {
-        let end = self.tokens() + appended;
-        let mut start = 0;
-        for (index, span) in self.spans.iter().enumerate() {
-            let is_last = index + 1 == self.spans.len();
-            let grows = is_last && !span.tokens.is_multiple_of(TILE_TOKENS);
-            let tokens = span.tokens + if grows { appended } else { 0 };
-            if span.window
-                && span.storage == SpanStorage::F16
-                && start >= sink
-                && tokens == TILE_TOKENS
-                && end - (start + tokens) >= newer
-            {
-                return Some(index);
+            _ => {
+                let positions = Positions::From(self.length);
+                self.spans.push(Span { store, tokens: 1, positions, lease, window: true });
             }
-            start += tokens;
         }
-        None
+        self.length += 1;
     }
 
-    /// Replaces a full window by its packed form and returns the window's pages.
+    /// The oldest full window that is due once `appended` (0 or 1) more tokens are in, by span index: it begins at `sink`
+    /// or later and has at least `newer` tokens after it.
+    pub(super) fn window_to_pack(&self, sink: usize, newer: usize, appended: usize) -> Option<usize> {
+        self.windows_due(sink, newer, appended).next()
+    }
+
+    /// Full windows that are due.
+    pub(super) fn windows_to_pack(&self, sink: usize, newer: usize) -> usize {
+        self.windows_due(sink, newer, 0).count()
+    }
+
+    fn windows_due(&self, sink: usize, newer: usize, appended: usize) -> impl Iterator<Item = usize> + '_ {
+        let last = self.spans.len().wrapping_sub(1);
+        let is_due = move |(index, span): &(usize, &Span<I>)| {
+            let index = *index;
+            let Positions::From(start) = span.positions else { return false };
+            let grows = index == last && !span.tokens.is_multiple_of(TILE_TOKENS);
+            let tokens = span.tokens + if grows { appended } else { 0 };
+            let full = span.window && span.store == StoreId::F16 && tokens == TILE_TOKENS;
+            full && start >= sink && self.length + appended - (start + tokens) >= newer
+        };
+        self.spans.iter().enumerate().filter(is_due).map(|(index, _)| index)
+    }
+
+    /// Index of the first span that packing the window at `index` changes: the packed span before it, if the packed tile
+    /// joins that.
     ///
-    /// The packed tile joins the packed span before it if that is full and `may_join`, that is, if ranges belong to
-    /// tiles and not to spans.
-    pub(super) fn pack_window(&mut self, index: usize, packed: Lease, may_join: bool) -> Lease {
-        let before = index.checked_sub(1).map(|before| &mut self.spans[before]);
-        if let Some(before) = before
-            && may_join
-            && before.storage == SpanStorage::Packed
-            && before.tokens.is_multiple_of(TILE_TOKENS)
-        {
+    /// It does if that is full and `may_join`, that is, if ranges belong to tiles and not to spans.
+    pub(super) fn joins(&self, index: usize, to: StoreId, may_join: bool) -> Option<usize> {
+        let before = index.checked_sub(1)?;
+        let (span, window) = (&self.spans[before], &self.spans[index]);
+        let follows = span.end().is_some_and(|end| Some(end + window.tokens) == window.end());
+        let joins = may_join && follows && span.store == to && span.tokens.is_multiple_of(TILE_TOKENS);
+        joins.then_some(before)
+    }
+
+    /// Replaces a full window by its packed form, which joins the span at `joined` if there is one, and returns the
+    /// window's pages.
+    pub(super) fn pack_window(&mut self, index: usize, to: StoreId, packed: Lease, joined: Option<usize>) -> Lease {
+        if let Some(before) = joined.map(|joined| &mut self.spans[joined]) {
             before.tokens += TILE_TOKENS;
             before.lease.pages.extend(packed.pages);
             return self.spans.remove(index).lease;
         }
-        let span = Span { storage: SpanStorage::Packed, tokens: TILE_TOKENS, lease: packed, window: false };
-        std::mem::replace(&mut self.spans[index], span).lease
+        let span = &mut self.spans[index];
+        (span.store, span.window) = (to, false);
+        std::mem::replace(&mut span.lease, packed)
+    }
+
+    /// Forgets the positions from `length` on, and returns what of the leases nobody needs any more.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when the cut goes through a gathered span; nothing has changed.
+    pub(super) fn truncate(&mut self, length: usize) -> Result<Vec<(StoreId, Lease)>> {
+        let left = self.spans.iter().map(|span| span.left(length)).collect::<Result<Vec<_>>>()?;
+        let mut freed = Vec::new();
+        let spans = std::mem::take(&mut self.spans);
+        for (mut span, left) in spans.into_iter().zip(left) {
+            match left {
+                Left::Whole => {}
+                Left::Nothing => {
+                    freed.push((span.store, span.lease));
+                    continue;
+                }
+                Left::Tokens(tokens) => {
+                    span.tokens = tokens;
+                    let pages = span.lease.pages.split_off(tokens.div_ceil(TILE_TOKENS));
+                    freed.push((span.store, Lease { pages, slot: None }));
+                }
+            }
+            self.spans.push(span);
+        }
+        self.length = self.length.min(length);
+        Ok(freed)
+    }
+
+    /// Forgets whole pages of tokens at `positions`, the oldest first, and returns them.
+    ///
+    /// Only spans whose positions follow each other give pages back, and only from their beginning.
+    pub(super) fn forget(&mut self, positions: TokenRange) -> Vec<(StoreId, Lease)> {
+        let mut freed = Vec::new();
+        for span in &mut self.spans {
+            let Positions::From(start) = &mut span.positions else { continue };
+            if *start < positions.start() || *start >= positions.end() {
+                continue;
+            }
+            let whole = (*start + span.tokens <= positions.end()).then_some(span.tokens);
+            let tokens = whole.unwrap_or((positions.end() - *start) / TILE_TOKENS * TILE_TOKENS);
+            let rest = span.lease.pages.split_off(tokens.div_ceil(TILE_TOKENS));
+            let pages = std::mem::replace(&mut span.lease.pages, rest);
+            *start += tokens;
+            span.tokens -= tokens;
+            // The slot goes with the last token.
+            let slot = if span.tokens == 0 { span.lease.slot.take() } else { None };
+            freed.push((span.store, Lease { pages, slot }));
+        }
+        self.spans.retain(|span| span.tokens > 0);
+        freed
     }
 }

@@ -71,7 +71,7 @@ impl<B: Backend> Edge<B> {
     /// Pages in use, in f16 and packed.
     pub fn pages(&self) -> [usize; 2] {
         let memory = self.cache.memory();
-        [memory.f16.pages_in_use, memory.packed.pages_in_use]
+        [memory.f16().pages_in_use, memory.packed().iter().map(|store| store.pages_in_use).sum()]
     }
 }
 

@@ -4,7 +4,7 @@ use kvpack::backend::{Backend, SpanRead};
 use kvpack::cache::{KvCache, PromptSpan, Recipe};
 use kvpack::cpu::{DenseSegment, exact_attention, nmse};
 use kvpack::format::{AffineFormat, Grouping, Rotation, TensorFormat};
-use kvpack::plan::{ElementType, Page, RowLayout, TokenRange};
+use kvpack::plan::{ElementType, Page, QueryRun, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Bits, SegmentFormat};
 use pollster::block_on;
 
@@ -36,7 +36,7 @@ impl<B: Backend> Filled<B> {
     pub fn new(backend: impl Fn() -> B, format: SegmentFormat, tokens: usize) -> Self {
         let shape = AttentionShape::new(4, 2, 64).unwrap();
         let recipe = Recipe::pack_all(format);
-        let cache = || KvCache::new(backend(), shape, 2, recipe).unwrap();
+        let cache = || KvCache::new(backend(), shape, 2, recipe.clone()).unwrap();
         let (mut prefilled, mut appended) = (cache(), cache());
         let row = shape.kv_heads() * shape.head_dim();
         let mut random = Random::new(17);
@@ -65,7 +65,7 @@ impl<B: Backend> Filled<B> {
 
     /// The pages of a sequence, all in one span of the packed store.
     pub fn pages(cache: &KvCache<B>, sequence: usize) -> Vec<Page> {
-        let plan = cache.plan(&[sequence]).unwrap();
+        let plan = cache.plan(&[QueryRun::decode(sequence)]).unwrap();
         assert_eq!(plan.segments().len(), 1, "appended tokens lie in the packed store alone");
         let segment = &plan.segments()[0];
         assert_eq!((segment.store(), segment.spans().len()), (1, 1));
@@ -84,7 +84,7 @@ impl<B: Backend> Filled<B> {
             };
             assert!(decoded(&self.prefilled) == decoded(&self.appended), "sequence {sequence}");
         }
-        let bytes = |cache: &KvCache<B>| (cache.memory().packed.in_use_bytes, cache.memory().f16.in_use_bytes);
+        let bytes = |cache: &KvCache<B>| (cache.memory().packed()[0].in_use_bytes, cache.memory().f16().in_use_bytes);
         assert_eq!(bytes(&self.prefilled), bytes(&self.appended));
     }
 }

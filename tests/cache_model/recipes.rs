@@ -1,6 +1,6 @@
 //! The recipes that caches are tested with.
 
-use kvpack::cache::Recipe;
+use kvpack::cache::{Appended, Recipe, StoreId};
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, NormRule, Rotation, TensorFormat};
 use kvpack::{Bits, Calibration, SegmentFormat};
 
@@ -48,5 +48,19 @@ pub fn recipes() -> Vec<Recipe> {
             value: affine(Bits::Eight, Grouping::Token),
         }),
         Recipe::pack_all(SegmentFormat::F16),
+        // Three and four stores.
+        with_stores(Recipe::f16(), &[SegmentFormat::saw_int4(), SegmentFormat::calibquant(Bits::Two)]),
+        with_stores(Recipe::pack_all(SegmentFormat::saw_int4()).with_sink(30), &[mixed, kivi]),
+        with_stores(Recipe::pack_all(kivi).with_window(100), &[SegmentFormat::calibquant(Bits::One), mixed]),
+        // Tokens go to another store than the first packed one.
+        with_stores(Recipe::calibquant(Bits::Four), &[SegmentFormat::saw_int4()])
+            .with_appended(Appended::AtOnce(StoreId(2))),
+        with_stores(Recipe::pack_all(SegmentFormat::saw_int4()), &[kivi])
+            .with_appended(Appended::Tiles { to: StoreId(2), newer: 5 }),
     ]
+}
+
+/// A recipe with more stores.
+fn with_stores(recipe: Recipe, formats: &[SegmentFormat]) -> Recipe {
+    formats.iter().fold(recipe, |recipe, format| recipe.with_store(*format).unwrap().0)
 }

@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 use kvpack::backend::{AttendOptions, Device};
 use kvpack::cache::PromptSpan;
-use kvpack::plan::{ElementType, Elements, QueryRows, RowLayout, TokenRange};
+use kvpack::plan::{ElementType, Elements, QueryRows, QueryRun, RowLayout, TokenRange};
 use kvpack::wgpu::{Scratch, StepPlan, StepTensors, Tensor, Wgpu};
 use kvpack::{AttentionShape, Bits, Error, KvCache, Recipe, SegmentFormat};
 use pollster::block_on;
@@ -39,7 +39,7 @@ fn filled(
 }
 
 fn step(cache: &KvCache<Wgpu>, input: ElementType, output: ElementType) -> StepPlan {
-    let all: Vec<usize> = (0..cache.sequences()).collect();
+    let all = QueryRun::decode_batch(cache.sequences());
     let options = AttendOptions { output, ..AttendOptions::default() };
     StepPlan::new(cache.backend().capabilities(), &cache.plan(&all).unwrap(), input, options).unwrap()
 }

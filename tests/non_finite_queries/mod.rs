@@ -21,7 +21,7 @@ fn recipes(shape: &AttentionShape) -> Vec<(String, Recipe)> {
     let calibration = Calibration::new(1.0, 3.0).unwrap();
     let packing = |bits| Recipe::calibquant(bits).with_window(0);
     recipes.push(("calibrated".into(), packing(Bits::Two).with_calibration(calibration)));
-    recipes.push(("8-bit query".into(), Recipe { query: QueryPrecision::Int8, ..packing(Bits::Four) }));
+    recipes.push(("8-bit query".into(), packing(Bits::Four).with_query(QueryPrecision::Int8)));
     recipes
 }
 

@@ -159,7 +159,7 @@ fn report<B: Backend>(
     let total = written.prompt_time + written.decode_time;
     let share = attention.time().as_secs_f64() / total.as_secs_f64().max(1e-9);
     let bytes: u64 = attention.memory().map(|memory| memory.in_use_bytes()).sum();
-    let elements: u64 = attention.memory().map(|memory| memory.f16.elements + memory.packed.elements).sum();
+    let elements: u64 = attention.memory().map(|memory| memory.elements()).sum();
     say!("\nrecipe {} on {}", args.recipe, backend.name())?;
     say!(
         "prompt   {} tokens, {:.1} tokens/s",
@@ -174,7 +174,8 @@ fn report<B: Backend>(
         (total - attention.time().min(total)).as_secs_f64()
     )?;
     let tokens = |part: fn(&CacheMemory) -> usize| attention.memory().map(|memory| part(&memory)).max().unwrap_or(0);
-    let (packed, kept) = (tokens(|memory| memory.packed.tokens), tokens(|memory| memory.f16.tokens));
+    let (packed, kept) =
+        (tokens(|memory| memory.packed().iter().map(|store| store.tokens).sum()), tokens(|memory| memory.f16().tokens));
     say!(
         "cache    {bytes} bytes, {:.3} bits per element; at most {packed} tokens of a layer packed, {kept} in f16",
         bytes as f64 * 8.0 / elements.max(1) as f64

@@ -63,7 +63,7 @@ pub fn run(args: &ShaderArgs) -> Result<Outcome> {
     let recipe = args.format.layer(0, &step.shape);
     let variants = args.variants(&step, &recipe)?;
     let variant = args.chosen(&variants)?;
-    say!("// {} of {} at {}, path {}", variant.kernel(), recipe.packed, step.name, args.path)?;
+    say!("// {} of {} at {}, path {}", variant.kernel(), recipe.packed().format, step.name, args.path)?;
     say!("// Assembled by `kvpack shader`; edit the files that are named below.\n")?;
     print::piece(&variant.listing()?)?;
     Ok(Outcome::Passed)
@@ -106,12 +106,12 @@ impl ShaderArgs {
 
     /// All kernels that pack, attend to and unpack a segment.
     fn variants(&self, step: &DecodeShape, recipe: &Recipe) -> Result<Vec<Variant>> {
-        recipe.packed.check(&step.shape)?;
+        recipe.packed().format.check(&step.shape)?;
         let mut found = self.step_variants(step, recipe)?;
         // Of the other tensor, f16 has kernels of no other name.
         let format = match self.tensor {
-            TensorName::Keys => SegmentFormat { value: SegmentFormat::F16.value, ..recipe.packed },
-            TensorName::Values => SegmentFormat { key: SegmentFormat::F16.key, ..recipe.packed },
+            TensorName::Keys => SegmentFormat { value: SegmentFormat::F16.value, ..recipe.packed().format },
+            TensorName::Values => SegmentFormat { key: SegmentFormat::F16.key, ..recipe.packed().format },
         };
         let elements = self.element_type();
         let (shape, pages) = (&step.shape, &[Page { shard: 0, index: 0 }]);
@@ -142,9 +142,13 @@ impl ShaderArgs {
             pages,
             range_slot: 0,
         });
-        let store = StoreView { format: recipe.packed, calibration: recipe.calibration, spans: spans.collect() };
+        let store = StoreView {
+            format: recipe.packed().format,
+            calibration: recipe.packed().calibration,
+            spans: spans.collect(),
+        };
         let plan = AttendPlan::new(step.shape, &QueryRun::decode_batch(step.sequences), &[store])?;
-        let options = AttendOptions { query: recipe.query, output: self.element_type(), ..AttendOptions::default() };
+        let options = AttendOptions { query: recipe.query(), output: self.element_type(), ..AttendOptions::default() };
         Ok(StepPlan::new(&self.capabilities(), &plan, self.element_type(), options)?.variants())
     }
 

@@ -146,7 +146,7 @@ fn the_f16_cache_is_exact() {
         let mut packed = PackedAttention::new(&Cpu::new(), &model.config, &recipe).unwrap();
         let error = nmse(&logits(&model, &mut packed, &tokens, &cut), &as_f64(&expected));
         assert!(error > 0.0 && error <= 1e-6, "{architecture}: NMSE {error}");
-        assert_eq!(packed.memory().map(|memory| memory.f16.tokens).collect::<Vec<_>>(), [300; LAYERS]);
+        assert_eq!(packed.memory().map(|memory| memory.f16().tokens).collect::<Vec<_>>(), [300; LAYERS]);
     }
 }
 
@@ -160,7 +160,13 @@ fn narrower_codes_lose_more() {
         let recipe = recipe.parse().unwrap();
         let mut packed = PackedAttention::new(&Cpu::new(), &model.config, &recipe).unwrap();
         let logits = logits(&model, &mut packed, &tokens, &[128, 128, 128, 6]);
-        (logits, packed.memory().map(|memory| memory.packed.tokens).collect::<Vec<_>>())
+        (
+            logits,
+            packed
+                .memory()
+                .map(|memory| memory.packed().iter().map(|store| store.tokens).sum::<usize>())
+                .collect::<Vec<_>>(),
+        )
     };
     let (expected, packed_tokens) = run("f16");
     assert_eq!(packed_tokens, [0, 0]);

@@ -6,7 +6,7 @@
 mod cache;
 
 use kvpack::AttentionShape;
-use kvpack::cache::{KvCache, ModelRecipe};
+use kvpack::cache::{Appended, KvCache, ModelRecipe};
 use kvpack::cpu::Cpu;
 use kvpack::format::HEAD_DIMS;
 use kvpack_cli::readers;
@@ -49,13 +49,17 @@ pub fn recipe(bytes: &[u8]) {
         for layer in [0, 1, recipe.highest_layer().unwrap_or(0)] {
             let of_layer = recipe.layer(layer, &shape);
             assert_eq!(again.layer(layer, &shape), of_layer, "{text}");
-            let made = KvCache::new(Cpu::new(), shape, 1, of_layer);
-            assert_eq!(made.is_ok(), of_layer.packed.check(&shape).is_ok() && packs_what_it_may(&of_layer), "{text}");
+            let made = KvCache::new(Cpu::new(), shape, 1, of_layer.clone());
+            let fit = of_layer.stores().iter().all(|store| store.format.check(&shape).is_ok());
+            assert_eq!(made.is_ok(), fit && packs_what_it_may(&of_layer), "{text}");
         }
     }
 }
 
 /// True unless single tokens are packed in a format whose ranges span several.
 fn packs_what_it_may(recipe: &kvpack::Recipe) -> bool {
-    recipe.recent != kvpack::cache::RecentWindow::PackTokens || recipe.packed.takes_single_tokens()
+    match recipe.appended() {
+        Appended::AtOnce(to) => recipe.stores()[to.index()].format.takes_single_tokens(),
+        Appended::Keep | Appended::Tiles { .. } => true,
+    }
 }

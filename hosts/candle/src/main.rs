@@ -13,7 +13,7 @@ use candle_core::{D, DType, Device, Storage, Tensor};
 use half::{bf16, f16};
 use kvpack::cache::{KvCache, PromptSpan, Recipe};
 use kvpack::cuda::{Cuda, KernelCache, StepPlan, StepTensors, Tensor as KvTensor};
-use kvpack::plan::{ElementType, QueryRows, RowLayout, TokenRange};
+use kvpack::plan::{ElementType, QueryRows, QueryRun, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Bits, SegmentFormat};
 use pollster::block_on;
 
@@ -103,7 +103,7 @@ fn run(backend: &Cuda, device: &Device, dtype: DType, recipe: Recipe) -> Result<
     let rows = RowLayout { tokens: SEQUENCES, token_stride: FUSED, head_stride: HEAD_DIM };
     let query_rows = QueryRows { first: 0, stride: FUSED };
     let (first_key, first_value) = (QUERY_HEADS * HEAD_DIM, (QUERY_HEADS + KV_HEADS) * HEAD_DIM);
-    let all: Vec<usize> = (0..SEQUENCES).collect();
+    let all = QueryRun::decode_batch(SEQUENCES);
     let mut last = None;
     for _ in 0..STEPS {
         let projected = random(1, FUSED)?;

@@ -82,7 +82,7 @@ impl RecipeRow {
         total: Duration,
     ) -> Self {
         let bytes: u64 = attention.memory().map(|memory| memory.in_use_bytes()).sum();
-        let elements: u64 = attention.memory().map(|memory| memory.f16.elements + memory.packed.elements).sum();
+        let elements: u64 = attention.memory().map(|memory| memory.elements()).sum();
         Self {
             recipe: recipe.to_string(),
             perplexities: task.lengths.iter().map(|&length| score.perplexity(length)).collect(),

@@ -1,0 +1,443 @@
+//! The books of a cache: which spans its sequences have, and which pages they lie in. On the host alone.
+//!
+//! A change has two phases. It is opened: the books say what they will say, and what has to be written to the device. Then it
+//! is committed, or abandoned: the books say what they said before. Pages that an open change no longer needs are free once it
+//! is committed, so that nothing is lost if it is abandoned.
+
+use super::room::{Lease, Room};
+use super::sequence::{NextSlot, Positions, Sequence, Span, Window};
+use super::{Appended, PageCopy, PromptSpan, Recipe, StepWrites, StoreId, TokenRun};
+use crate::backend::{TokenWrite, WindowMove};
+use crate::format::TILE_TOKENS;
+use crate::plan::{Rows, TokenIndices, TokenRange};
+use crate::{Error, Result};
+
+/// What the stores of a layer hold for its sequences.
+#[derive(Clone, Debug)]
+pub(super) struct Books<I> {
+    recipe: Recipe,
+    rooms: Vec<Room>,
+    sequences: Vec<Sequence<I>>,
+}
+
+/// Room of a store: pages, and range slots of so many spans.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreRoom {
+    /// Pages of 128 tokens.
+    pub pages: usize,
+    /// Spans that begin, each of which takes a range slot where the format has them.
+    pub spans: usize,
+}
+
+/// A change that is open.
+#[derive(Debug)]
+pub(super) struct Change<I> {
+    /// What to write.
+    pub(super) writes: StepWrites,
+    undo: Vec<Undo<I>>,
+    /// Taken by the change.
+    leased: Vec<(StoreId, Lease)>,
+    /// Of no use any more once it is committed.
+    freed: Vec<(StoreId, Lease)>,
+}
+
+/// The end of a sequence before a change: its spans from `first` on.
+#[derive(Debug)]
+struct Undo<I> {
+    sequence: usize,
+    first: usize,
+    spans: Vec<Span<I>>,
+    length: usize,
+}
+
+impl<I> Default for Change<I> {
+    fn default() -> Self {
+        Self { writes: StepWrites::default(), undo: Vec::new(), leased: Vec::new(), freed: Vec::new() }
+    }
+}
+
+impl<I: TokenIndices + Clone> Books<I> {
+    pub(super) fn new(recipe: Recipe, sequences: usize) -> Self {
+        let rooms = recipe.stores().iter().map(|store| Room::new(store.format.has_span_ranges())).collect();
+        let sequences = (0..sequences).map(|_| Sequence::default()).collect();
+        Self { recipe, rooms, sequences }
+    }
+
+    pub(super) fn recipe(&self) -> &Recipe {
+        &self.recipe
+    }
+
+    pub(super) fn room(&self, store: StoreId) -> &Room {
+        &self.rooms[store.index()]
+    }
+
+    pub(super) fn room_mut(&mut self, store: StoreId) -> &mut Room {
+        &mut self.rooms[store.index()]
+    }
+
+    pub(super) fn sequences(&self) -> &[Sequence<I>] {
+        &self.sequences
+    }
+
+    pub(super) fn sequence(&self, index: usize) -> Result<&Sequence<I>> {
+        let sequences = self.sequences.len();
+        self.sequences.get(index).ok_or(Error::Sequence { given: index, sequences })
+    }
+
+    // --- what a change needs ---------------------------------------------------------------------------------------
+
+    /// Room that appending needs, by store.
+    ///
+    /// # Errors
+    /// Those of [`Books::check_runs`].
+    pub(super) fn room_for_append(&self, runs: &[TokenRun], tokens: usize) -> Result<Vec<StoreRoom>> {
+        self.check_runs(runs, tokens)?;
+        let mut needed = vec![StoreRoom::default(); self.rooms.len()];
+        for run in runs {
+            let sequence = &self.sequences[run.sequence()];
+            let mut from = sequence.length;
+            // Tokens before the sink's end, then those after it: only the first can meet an open page.
+            while from < sequence.length + run.tokens() {
+                let window = self.window(from);
+                let end = self.window_end(from).min(sequence.length + run.tokens());
+                let first = if from == sequence.length { sequence.next_slot(window) } else { NextSlot::NewSpan };
+                let store = window.store();
+                let (open, copied) = match first {
+                    NextSlot::Open(page, slot) => (TILE_TOKENS - slot, usize::from(self.room(store).is_shared(page))),
+                    _ => (0, 0),
+                };
+                needed[store.index()].pages += (end - from).saturating_sub(open).div_ceil(TILE_TOKENS) + copied;
+                from = end;
+            }
+            if let (true, Some((to, _))) = (run.packs(), self.window_to_pack(run.sequence(), 1)) {
+                needed[to.index()].pages += 1;
+                needed[to.index()].spans += 1;
+            }
+        }
+        Ok(needed)
+    }
+
+    /// Room that the spans of a prompt need, by store.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when a span names a store that the recipe does not have.
+    pub(super) fn room_for_prompt(&self, spans: &[PromptSpan<'_, I>]) -> Result<Vec<StoreRoom>> {
+        let mut needed = vec![StoreRoom::default(); self.rooms.len()];
+        for span in spans {
+            let room = &mut needed[self.recipe.resolve(span.store)?.index()];
+            room.pages += span.tokens.len().div_ceil(TILE_TOKENS);
+            room.spans += 1;
+        }
+        Ok(needed)
+    }
+
+    /// Checks that so much room is free.
+    ///
+    /// # Errors
+    /// [`Error::Limit`].
+    fn check_room(&self, needed: &[StoreRoom]) -> Result<()> {
+        let short = |what: &str, store: &dyn std::fmt::Display, needed: usize, free: usize| {
+            let what = format!("{what} of the store of {store}");
+            let hint = "reserve more, or free, truncate or swap out sequences";
+            Err(Error::Limit { what, needed: needed as u64, allowed: free as u64, hint })
+        };
+        for ((needed, room), store) in needed.iter().zip(&self.rooms).zip(self.recipe.stores()) {
+            if room.free_pages() < needed.pages {
+                return short("free pages", &store.format, needed.pages, room.free_pages());
+            }
+            let missing = room.missing_slots(needed.spans);
+            if missing > 0 {
+                return short("free range slots", &store.format, needed.spans, needed.spans - missing);
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that runs name sequences, each once, and have `tokens` tokens together.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], [`Error::NoTokens`], or [`Error::Plan`].
+    pub(super) fn check_runs(&self, runs: &[TokenRun], tokens: usize) -> Result<()> {
+        let reject = |reason: String| Err(Error::Plan { what: "append", reason });
+        let mut named = vec![false; self.sequences.len()];
+        for run in runs {
+            let sequence = run.sequence();
+            self.sequence(sequence)?;
+            if run.tokens() == 0 {
+                return Err(Error::NoTokens { what: "run of tokens", hint: "append at least one, or leave it out" });
+            }
+            if std::mem::replace(&mut named[sequence], true) {
+                return reject(format!("sequence {sequence} is named twice; give it one run of tokens"));
+            }
+        }
+        let named = runs.iter().fold(0usize, |sum, run| sum.saturating_add(run.tokens()));
+        if named != tokens {
+            return reject(format!("{tokens} tokens for runs of {named} over {} sequences", runs.len()));
+        }
+        Ok(())
+    }
+
+    // --- opening -----------------------------------------------------------------------------------------------------
+
+    /// Appends runs of tokens, the rows of which lie one after the other. A decoded token has the window packed that falls
+    /// behind with it.
+    ///
+    /// # Errors
+    /// Those of [`Books::room_for_append`], and [`Error::Limit`] when too little room is free. Nothing has changed.
+    pub(super) fn append(&mut self, runs: &[TokenRun], tokens: usize) -> Result<Change<I>> {
+        let needed = self.room_for_append(runs, tokens)?;
+        self.check_room(&needed)?;
+        let mut change = Change::default();
+        let mut row = 0;
+        for run in runs {
+            let packs = run.packs() && self.window_to_pack(run.sequence(), 1).is_some();
+            let first = self.first_changed(run.sequence(), packs);
+            self.remember(&mut change, run.sequence(), first);
+            for _ in 0..run.tokens() {
+                self.append_token(&mut change, run.sequence(), row)?;
+                row += 1;
+            }
+            if packs {
+                self.pack_window(&mut change, run.sequence())?;
+            }
+        }
+        Ok(change)
+    }
+
+    /// Packs every full window of a sequence that is due.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], or [`Error::Limit`] when too little room is free. Nothing has changed.
+    pub(super) fn pack_windows(&mut self, sequence: usize) -> Result<Change<I>> {
+        let needed = self.room_for_windows(sequence)?;
+        self.check_room(&needed)?;
+        let mut change = Change::default();
+        if let Some((_, window)) = self.window_to_pack(sequence, 0) {
+            self.remember(&mut change, sequence, window.saturating_sub(1));
+            while self.pack_window(&mut change, sequence)? {}
+        }
+        Ok(change)
+    }
+
+    /// Room for the windows of a sequence that are due.
+    pub(super) fn room_for_windows(&self, sequence: usize) -> Result<Vec<StoreRoom>> {
+        self.sequence(sequence)?;
+        let mut needed = vec![StoreRoom::default(); self.rooms.len()];
+        if let Appended::Tiles { to, newer } = self.recipe.appended() {
+            let windows = self.sequences[sequence].windows_to_pack(self.recipe.sink(), newer);
+            needed[to.index()] = StoreRoom { pages: windows, spans: windows };
+        }
+        Ok(needed)
+    }
+
+    /// Stores the spans of a prompt of `tokens` tokens. What to write is in [`Books::spans_since`].
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], [`Error::PromptSpans`], or [`Error::Limit`] when too little room is free. Nothing has changed.
+    pub(super) fn prefill(&mut self, sequence: usize, tokens: usize, spans: &[PromptSpan<'_, I>]) -> Result<Change<I>> {
+        self.sequence(sequence)?;
+        check_spans(spans, tokens)?;
+        let needed = self.room_for_prompt(spans)?;
+        self.check_room(&needed)?;
+        let mut change = Change::default();
+        let first = self.sequences[sequence].spans.len();
+        self.remember(&mut change, sequence, first);
+        let base = self.sequences[sequence].length;
+        for span in spans {
+            let (store, tokens) = (self.recipe.resolve(span.store)?, span.tokens.len());
+            let lease = self.rooms[store.index()].take(tokens.div_ceil(TILE_TOKENS))?;
+            change.leased.push((store, lease.clone()));
+            let positions = match span.tokens {
+                Rows::Run(run) => Positions::From(base + run.start()),
+                Rows::Gather(indices) => Positions::Gathered { base, indices: indices.clone() },
+            };
+            self.sequences[sequence].spans.push(Span { store, tokens, positions, lease, window: false });
+        }
+        self.sequences[sequence].length = base + tokens;
+        Ok(change)
+    }
+
+    /// The spans that a change added to a sequence.
+    pub(super) fn spans_since(&self, change: &Change<I>, sequence: usize) -> &[Span<I>] {
+        let first = change.undo.iter().find(|undo| undo.sequence == sequence).map(|undo| undo.first);
+        first.map_or(&[], |first| &self.sequences[sequence].spans[first..])
+    }
+
+    // --- closing -------------------------------------------------------------------------------------------------
+
+    /// What a change opened is so.
+    pub(super) fn commit(&mut self, change: Change<I>) {
+        self.release(&change.freed);
+    }
+
+    /// The books say what they said before the change.
+    pub(super) fn abandon(&mut self, change: Change<I>) {
+        for undo in change.undo.into_iter().rev() {
+            let sequence = &mut self.sequences[undo.sequence];
+            sequence.spans.truncate(undo.first);
+            sequence.spans.extend(undo.spans);
+            sequence.length = undo.length;
+        }
+        self.release(&change.leased);
+    }
+
+    // --- at once ----------------------------------------------------------------------------------------------------
+
+    /// Forgets a sequence.
+    pub(super) fn clear(&mut self, sequence: usize) -> Result<()> {
+        self.sequence(sequence)?;
+        let forgotten = std::mem::take(&mut self.sequences[sequence]);
+        forgotten.spans.iter().for_each(|span| self.rooms[span.store.index()].release(&span.lease));
+        Ok(())
+    }
+
+    /// Lets an empty sequence hold what another holds.
+    pub(super) fn fork(&mut self, source: usize, target: usize) -> Result<()> {
+        let length = self.sequence(source).and_then(|_| self.sequence(target))?.length;
+        if length > 0 {
+            let reason = format!("sequence {target} holds {length} tokens; clear it first, or fork to an empty one");
+            return Err(Error::Plan { what: "fork", reason });
+        }
+        let forked = self.sequences[source].clone();
+        for span in &forked.spans {
+            self.rooms[span.store.index()].share(&span.lease)?;
+        }
+        self.sequences[target] = forked;
+        Ok(())
+    }
+
+    /// Keeps the positions below `length` of a sequence.
+    pub(super) fn truncate(&mut self, sequence: usize, length: usize) -> Result<()> {
+        let held = self.sequence(sequence)?.length;
+        if length > held {
+            let reason = format!("{length} tokens of sequence {sequence} are to be kept, and it holds {held}");
+            return Err(Error::Plan { what: "truncation", reason });
+        }
+        let freed = self.sequences[sequence].truncate(length)?;
+        self.release(&freed);
+        Ok(())
+    }
+
+    /// Forgets whole pages of a sequence whose positions lie in `positions`.
+    pub(super) fn forget(&mut self, sequence: usize, positions: TokenRange) -> Result<()> {
+        self.sequence(sequence)?;
+        let freed = self.sequences[sequence].forget(positions);
+        self.release(&freed);
+        Ok(())
+    }
+
+    // --- parts ------------------------------------------------------------------------------------------------------
+
+    fn release(&mut self, leases: &[(StoreId, Lease)]) {
+        leases.iter().for_each(|(store, lease)| self.rooms[store.index()].release(lease));
+    }
+
+    /// Notes what a sequence's spans from `first` on are before they change.
+    fn remember(&self, change: &mut Change<I>, sequence: usize, first: usize) {
+        let of = &self.sequences[sequence];
+        let spans = of.spans[first..].to_vec();
+        change.undo.push(Undo { sequence, first, spans, length: of.length });
+    }
+
+    /// The first span that appending to a sequence changes.
+    fn first_changed(&self, sequence: usize, packs: bool) -> usize {
+        let last = self.sequences[sequence].spans.len().saturating_sub(1);
+        let packed = self.window_to_pack(sequence, 1).filter(|_| packs);
+        packed.map_or(last, |(_, window)| last.min(window.saturating_sub(1)))
+    }
+
+    /// What becomes of an appended token at a position.
+    fn window(&self, position: usize) -> Window {
+        match self.recipe.appended() {
+            Appended::Keep => Window::For(StoreId::F16),
+            Appended::Tiles { .. } => Window::PackedLater,
+            Appended::AtOnce(_) if position < self.recipe.sink() => Window::For(StoreId::F16),
+            Appended::AtOnce(to) => Window::For(to),
+        }
+    }
+
+    /// Where the tokens that go the way of this one end.
+    fn window_end(&self, position: usize) -> usize {
+        match self.recipe.appended() {
+            Appended::AtOnce(_) if position < self.recipe.sink() => self.recipe.sink(),
+            _ => usize::MAX,
+        }
+    }
+
+    /// The span of a sequence that is to be packed once `appended` (0 or 1) more tokens are in, and where it goes.
+    fn window_to_pack(&self, sequence: usize, appended: usize) -> Option<(StoreId, usize)> {
+        let Appended::Tiles { to, newer } = self.recipe.appended() else { return None };
+        let window = self.sequences[sequence].window_to_pack(self.recipe.sink(), newer, appended)?;
+        Some((to, window))
+    }
+
+    fn append_token(&mut self, change: &mut Change<I>, index: usize, row: usize) -> Result<()> {
+        let window = self.window(self.sequences[index].length);
+        let store = window.store();
+        let sequence = &mut self.sequences[index];
+        let room = &mut self.rooms[store.index()];
+        let next = sequence.next_slot(window);
+        let (page, slot, lease) = match next {
+            NextSlot::Open(shared, slot) if room.is_shared(shared) => {
+                let own = room.take_page()?;
+                let to = own.pages[0];
+                change.writes.copies.push((store, PageCopy { from: shared, to }));
+                change.leased.push((store, own));
+                change.freed.push((store, Lease { pages: vec![shared], slot: None }));
+                sequence.replace_open_page(to);
+                (to, slot, Lease::default())
+            }
+            NextSlot::Open(page, slot) => (page, slot, Lease::default()),
+            NextSlot::NewPage | NextSlot::NewSpan => {
+                let lease = if next == NextSlot::NewPage { room.take_page()? } else { room.take(1)? };
+                change.leased.push((store, lease.clone()));
+                (lease.pages[0], 0, lease)
+            }
+        };
+        change.writes.tokens.push((store, TokenWrite { token: row, page, slot }));
+        sequence.push_token(store, next, lease);
+        Ok(())
+    }
+
+    /// Packs the oldest window that is due, if there is one.
+    fn pack_window(&mut self, change: &mut Change<I>, sequence: usize) -> Result<bool> {
+        let Some((to, window)) = self.window_to_pack(sequence, 0) else { return Ok(false) };
+        let may_join = !self.recipe.stores()[to.index()].format.has_span_ranges();
+        let joined = self.sequences[sequence].joins(window, to, may_join);
+        let packed = self.rooms[to.index()].take(1)?;
+        change.leased.push((to, packed.clone()));
+        let from = self.sequences[sequence].spans[window].lease.pages[0];
+        let move_ = WindowMove { from, to: packed.pages[0], range_slot: packed.range_slot() };
+        change.writes.windows.push((to, move_));
+        let freed = self.sequences[sequence].pack_window(window, to, packed, joined);
+        change.freed.push((StoreId::F16, freed));
+        Ok(true)
+    }
+}
+
+/// Checks that the runs among the spans of a prompt lie in it, one after the other, and that they cover it if nothing is
+/// gathered: a gather chooses tokens, and what nothing names is evicted.
+pub(super) fn check_spans<I: TokenIndices>(spans: &[PromptSpan<'_, I>], tokens: usize) -> Result<()> {
+    let reject = |reason: String| Err(Error::PromptSpans { tokens, reason });
+    let gathers = spans.iter().any(|span| matches!(span.tokens, Rows::Gather(_)));
+    let mut next = 0;
+    for (i, span) in spans.iter().enumerate() {
+        match span.tokens {
+            Rows::Run(run) => {
+                let (start, end) = (run.start(), run.end());
+                if start < next || (start > next && !gathers) {
+                    return reject(format!("span {i} is {start}..{end} where {next} should begin"));
+                }
+                if end > tokens {
+                    return reject(format!("span {i} ends at {end}"));
+                }
+                next = end;
+            }
+            Rows::Gather(indices) if indices.shape().below() as usize > tokens => {
+                return reject(format!("span {i} gathers tokens below {}", indices.shape().below()));
+            }
+            Rows::Gather(_) => {}
+        }
+    }
+    if next != tokens && !gathers { reject(format!("they end at {next}")) } else { Ok(()) }
+}

@@ -1,0 +1,389 @@
+//! [`KvCache`]: the keys and values of one layer.
+
+use std::fmt;
+
+use super::books::check_spans;
+use super::layers::{LayerGroup, StoredSpan};
+use super::step::NewTokens;
+use super::{CacheMemory, Positions, PromptSpan, Recipe, StoreId, StoreRoom, TokenRun};
+use crate::backend::Backend;
+use crate::format::{AttentionShape, TILE_TOKENS};
+use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, Split, TokenRange};
+use crate::{Error, Result};
+
+/// Keys and values of one attention layer for a batch of sequences, and attention over them.
+///
+/// A call that fails leaves tokens and outputs as they were. Memory may have been reserved by then; the next call uses
+/// it. The futures of the CPU backend are ready at once.
+///
+/// ```
+/// use kvpack::cache::{KvCache, PromptSpan, Recipe};
+/// use kvpack::cpu::{Cpu, CpuTensor};
+/// use kvpack::plan::{ElementType, RowLayout, TokenRange};
+/// use kvpack::{AttentionShape, Bits};
+///
+/// # futures::executor::block_on(async {
+/// let shape = AttentionShape::new(8, 2, 64)?; // 8 query heads, 2 KV heads, head_dim 64
+/// let mut cache = KvCache::new(Cpu::new(), shape, 1, Recipe::calibquant(Bits::Two))?;
+///
+/// // A prompt of 20 text tokens, 600 visual ones and 10 of text, as [tokens, kv_heads, head_dim].
+/// let keys = CpuTensor::F32((0..630 * 2 * 64).map(|i| (i as f32 * 0.3).sin()).collect());
+/// let values = keys.clone();
+/// let prompt = [
+///     PromptSpan::f16(TokenRange::new(0, 20)?),
+///     PromptSpan::packed(TokenRange::new(20, 620)?),
+///     PromptSpan::f16(TokenRange::new(620, 630)?),
+/// ];
+/// cache.prefill(0, RowLayout::token_major(630, &shape), &keys, &values, &prompt).await?;
+///
+/// // One decode step: the new token's key and value, then attention.
+/// let token = CpuTensor::F32(vec![0.5; 2 * 64]);
+/// cache.append(RowLayout::token_major(1, &shape), &token, &token).await?;
+/// let query = CpuTensor::F32(vec![0.1; 8 * 64]);
+/// let output = cache.attend(&query, ElementType::F32).await?;
+/// assert_eq!(output.to_f32().len(), 8 * 64);
+/// assert_eq!(cache.tokens(0)?, 631);
+/// # Ok::<(), kvpack::Error>(())
+/// # }).unwrap();
+/// ```
+pub struct KvCache<B: Backend> {
+    group: LayerGroup<B>,
+}
+
+/// The only layer of the group.
+const LAYER: usize = 0;
+
+/// Where the tokens of a span stood in their sequence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SpanPositions {
+    /// One after the other, the same for every KV head.
+    Run(TokenRange),
+    /// In the order in which they are stored, `[kv_heads, tokens]`.
+    PerHead(Vec<usize>),
+}
+
+impl<B: Backend> KvCache<B> {
+    /// An empty cache for `sequences` sequences. It allocates nothing yet.
+    ///
+    /// Caches share a device by sharing its backend; backends are cheap to clone.
+    ///
+    /// # Errors
+    /// [`Error::Format`] when a format of the recipe does not fit the shape or what happens to appended tokens,
+    /// [`Error::Plan`] for no sequences, [`Error::Limit`] for more than [`MOST_SEQUENCES`](super::MOST_SEQUENCES).
+    pub fn new(backend: B, shape: AttentionShape, sequences: usize, recipe: Recipe) -> Result<Self> {
+        Ok(Self { group: LayerGroup::new(backend, shape, 1, sequences, recipe)? })
+    }
+
+    /// The backend.
+    pub fn backend(&self) -> &B {
+        &self.group.backend
+    }
+
+    /// Shape of the layer.
+    pub fn shape(&self) -> &AttentionShape {
+        &self.group.shape
+    }
+
+    /// How the cache stores.
+    pub fn recipe(&self) -> &Recipe {
+        self.group.recipe()
+    }
+
+    /// Number of sequences.
+    pub fn sequences(&self) -> usize {
+        self.group.books.sequences().len()
+    }
+
+    /// Changes how finely decode steps are cut into work items; results differ only by rounding.
+    pub fn set_split(&mut self, split: Split) {
+        self.group.split = split;
+    }
+
+    /// Tokens that a sequence holds.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence.
+    pub fn tokens(&self, sequence: usize) -> Result<usize> {
+        Ok(self.group.books.sequence(sequence)?.tokens())
+    }
+
+    /// Length of a sequence: the tokens that it was given, those included that were evicted. The position of the next one.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence.
+    pub fn length(&self, sequence: usize) -> Result<usize> {
+        Ok(self.group.books.sequence(sequence)?.length)
+    }
+
+    /// Where the tokens of a sequence stood, span by span in the order of [`KvCache::dequantize`].
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::DeviceLost`].
+    pub async fn positions(&self, sequence: usize) -> Result<Vec<SpanPositions>> {
+        let mut positions = Vec::new();
+        for span in &self.group.books.sequence(sequence)?.spans {
+            positions.push(match &span.positions {
+                Positions::From(start) => SpanPositions::Run(TokenRange::new(*start, start + span.tokens)?),
+                Positions::Gathered { base, indices } => {
+                    let indices = self.backend().download_indices(indices).await?;
+                    SpanPositions::PerHead(indices.into_iter().map(|index| base + index as usize).collect())
+                }
+            });
+        }
+        Ok(positions)
+    }
+
+    /// Bytes held, exactly.
+    pub fn memory(&self) -> CacheMemory {
+        self.group.memory()
+    }
+
+    /// Makes room for one more span of so many tokens, so that storing them allocates nothing on the device.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such store, [`Error::OutOfMemory`] or [`Error::Limit`].
+    pub async fn reserve(&mut self, store: StoreId, tokens: usize) -> Result<()> {
+        let mut needed = vec![StoreRoom::default(); self.recipe().stores().len()];
+        needed[self.recipe().resolve(store)?.index()] = StoreRoom { pages: tokens.div_ceil(TILE_TOKENS), spans: 1 };
+        self.group.reserve(&needed).await
+    }
+
+    /// Stores the keys and values of a prompt, or of a further part of one, at the end of a sequence.
+    ///
+    /// `spans` say which store takes which tokens. Runs lie one after the other, and cover the tokens of `rows` if nothing
+    /// is gathered. Where something is, tokens that no span names are evicted: they keep their positions, and nothing is
+    /// stored of them. Each span gets ranges of its own where the format has span ranges, so an image is best one span.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], [`Error::PromptSpans`], [`Error::NoTokens`], [`Error::Elements`], [`Error::NotFinite`] and
+    /// [`Error::Plan`] for what was passed, [`Error::OutOfMemory`] or [`Error::Limit`] when it does not fit. The cache is as
+    /// it was.
+    pub async fn prefill(
+        &mut self,
+        sequence: usize,
+        rows: RowLayout,
+        keys: &B::Tensor,
+        values: &B::Tensor,
+        spans: &[PromptSpan<'_, B::Indices>],
+    ) -> Result<()> {
+        let new = NewTokens { rows, keys, values };
+        self.group.books.sequence(sequence)?;
+        self.group.check_rows(new).await?;
+        check_spans(spans, rows.tokens)?;
+        let needed = self.group.books.room_for_prompt(spans)?;
+        self.group.reserve(&needed).await?;
+        let change = self.group.books.prefill(sequence, rows.tokens, spans)?;
+        let written = self.group.write_prompt(LAYER, &change, sequence, new, spans);
+        self.group.close(change, written)
+    }
+
+    /// Appends one token to every sequence: token i of `rows` to sequence i.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::append_to`].
+    pub async fn append(&mut self, rows: RowLayout, keys: &B::Tensor, values: &B::Tensor) -> Result<()> {
+        let all: Vec<usize> = (0..self.sequences()).collect();
+        self.append_to(&all, rows, keys, values).await
+    }
+
+    /// Appends one token to each of the given sequences: token i of `rows` to `sequences[i]`.
+    ///
+    /// The recipe says whether they are stored in f16 or packed. If it packs full tiles, the token that lets one fall
+    /// behind the window has it packed within this call.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one is named twice or there are more or
+    /// fewer tokens than sequences, [`Error::NoTokens`], [`Error::Elements`] and [`Error::NotFinite`] for keys and
+    /// values, [`Error::OutOfMemory`] or [`Error::Limit`] when they do not fit. The cache is as it was.
+    pub async fn append_to(
+        &mut self,
+        sequences: &[usize],
+        rows: RowLayout,
+        keys: &B::Tensor,
+        values: &B::Tensor,
+    ) -> Result<()> {
+        let runs: Vec<TokenRun> = sequences.iter().map(|&sequence| TokenRun::decode(sequence)).collect();
+        self.append_runs(&runs, NewTokens { rows, keys, values }).await
+    }
+
+    /// Appends the tokens of `rows` to one sequence: a chunk of a prompt, or of a text under evaluation.
+    ///
+    /// Unlike [`KvCache::append`] it packs no tiles, so that the chunk's own queries still see them in f16: let them attend
+    /// ([`KvCache::attend_causal`]), then call [`KvCache::pack_windows`]. With chunks of 128 tokens that begin at
+    /// multiples of 128, every query then sees what it would see if tokens were appended one by one, but for the last
+    /// of each chunk. A recipe that packs each token as it arrives does so here too.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::NoTokens`], [`Error::Elements`] and
+    /// [`Error::NotFinite`] for keys and values, [`Error::OutOfMemory`] or [`Error::Limit`] when they do not fit. The
+    /// cache is as it was.
+    pub async fn extend(
+        &mut self,
+        sequence: usize,
+        rows: RowLayout,
+        keys: &B::Tensor,
+        values: &B::Tensor,
+    ) -> Result<()> {
+        self.append_runs(&[TokenRun::chunk(sequence, rows.tokens)], NewTokens { rows, keys, values }).await
+    }
+
+    async fn append_runs(&mut self, runs: &[TokenRun], new: NewTokens<'_, B::Tensor>) -> Result<()> {
+        self.group.books.check_runs(runs, new.rows.tokens)?;
+        self.group.check_rows(new).await?;
+        let needed = self.group.books.room_for_append(runs, new.rows.tokens)?;
+        self.group.reserve(&needed).await?;
+        let change = self.group.books.append(runs, new.rows.tokens)?;
+        let written = self.group.write_step(LAYER, &change.writes, new);
+        self.group.close(change, written)
+    }
+
+    /// Packs every full tile of a sequence's appended tokens that the recipe wants packed by now.
+    ///
+    /// [`KvCache::append`] does so by itself; after [`KvCache::extend`] it is the caller's to do, when the queries of
+    /// the new tokens have attended.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::OutOfMemory`] or [`Error::Limit`] when the packed tiles do
+    /// not fit. The cache is as it was.
+    pub async fn pack_windows(&mut self, sequence: usize) -> Result<()> {
+        let needed = self.group.books.room_for_windows(sequence)?;
+        self.group.reserve(&needed).await?;
+        let change = self.group.books.pack_windows(sequence)?;
+        let written = self.group.write_windows(LAYER, &change.writes);
+        self.group.close(change, written)
+    }
+
+    /// Forgets all tokens of a sequence; its pages and range slots are free again.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence.
+    pub fn clear(&mut self, sequence: usize) -> Result<()> {
+        self.group.books.clear(sequence)
+    }
+
+    /// Lets an empty sequence hold all tokens of another: beams, parallel samples, a system prompt that many share.
+    ///
+    /// Nothing is copied. Pages are shared and count once in [`KvCache::memory`]; the first of the sequences that appends
+    /// to a shared open page gets a copy of it.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when `target` holds tokens.
+    pub fn fork(&mut self, source: usize, target: usize) -> Result<()> {
+        self.group.books.fork(source, target)
+    }
+
+    /// Forgets the newest tokens of a sequence and keeps those at the first `length` positions: speculative tokens that were
+    /// rejected.
+    ///
+    /// Tokens that were packed stay packed.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it is shorter, or when the cut goes through a
+    /// span that was gathered.
+    pub fn truncate(&mut self, sequence: usize, length: usize) -> Result<()> {
+        self.group.books.truncate(sequence, length)
+    }
+
+    /// Forgets tokens of a sequence by whole pages, and gives the pages back: a sliding window forgets what has fallen
+    /// behind it.
+    ///
+    /// Of every span that begins among `positions`, the pages that lie among them are forgotten, from the span's beginning;
+    /// tokens of a page that reaches beyond stay, as do tokens that were gathered. Queries see what is left.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence.
+    pub fn forget(&mut self, sequence: usize, positions: TokenRange) -> Result<()> {
+        self.group.books.forget(sequence, positions)
+    }
+
+    /// Attends with one query per sequence to all tokens of the sequences.
+    ///
+    /// `queries` are `[sequences, query_heads, head_dim]` and so is the output. Scores are `q·k/√head_dim`; those of
+    /// packed spans are calibrated if the recipe says so. A query head that holds a NaN or an infinity, or numbers so large
+    /// that a score is infinite, has NaN in all its outputs; other heads and sequences are as they would be without it.
+    ///
+    /// # Errors
+    /// [`Error::Elements`] when the queries have another shape, [`Error::Plan`] when a sequence holds no tokens (see
+    /// [`KvCache::attend_to`]), [`Error::OutOfMemory`] or [`Error::DeviceLost`] from the device.
+    pub async fn attend(&self, queries: &B::Tensor, output: ElementType) -> Result<B::Tensor> {
+        let all: Vec<usize> = (0..self.sequences()).collect();
+        self.attend_to(&all, queries, output).await
+    }
+
+    /// Attends with one query for each of the given sequences, which may be some of the batch in any order.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::attend`], and [`Error::Sequence`] when there is no such sequence.
+    pub async fn attend_to(&self, sequences: &[usize], queries: &B::Tensor, output: ElementType) -> Result<B::Tensor> {
+        let runs: Vec<QueryRun> = sequences.iter().map(|&sequence| QueryRun::decode(sequence)).collect();
+        self.attend_runs(&runs, queries, output).await
+    }
+
+    /// Attends with runs of queries, which lie one after the other in `queries`: decoding sequences beside chunks of
+    /// prompts, each query of a causal run to the tokens up to its own.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::plan`], and of [`KvCache::attend`].
+    pub async fn attend_runs(&self, runs: &[QueryRun], queries: &B::Tensor, output: ElementType) -> Result<B::Tensor> {
+        let plan = self.plan(runs)?;
+        let (given, expected) = (self.backend().elements(queries), plan.elements());
+        if given != expected {
+            let (heads, head_dim) = (self.shape().query_heads(), self.shape().head_dim());
+            let shape = format!("{} queries × {heads} query heads × {head_dim} channels", plan.rows());
+            return Err(Error::Elements { what: "queries", given, expected, shape });
+        }
+        self.backend().attend(&plan, &self.stores(), queries, self.group.attend_options(output)).await
+    }
+
+    /// Attends with the queries of the newest tokens of one sequence, each to the tokens up to its own.
+    ///
+    /// `queries` are `[queries, query_heads, head_dim]` and so is the output; the last query is that of the last token.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it holds fewer tokens than there are
+    /// queries, [`Error::Elements`] when the queries have another shape, [`Error::OutOfMemory`] or
+    /// [`Error::DeviceLost`] from the device.
+    pub async fn attend_causal(&self, sequence: usize, queries: &B::Tensor, output: ElementType) -> Result<B::Tensor> {
+        let per_query = self.shape().query_heads() * self.shape().head_dim();
+        let queries_given = self.backend().elements(queries).div_ceil(per_query);
+        self.tokens(sequence)?;
+        if queries_given == 0 {
+            let (given, expected, shape) = (0, per_query, "at least one query".to_owned());
+            return Err(Error::Elements { what: "queries", given, expected, shape });
+        }
+        self.attend_runs(&[QueryRun::causal(sequence, queries_given)], queries, output).await
+    }
+
+    /// The stores of [`KvCache::plan`], in the order of the recipe's. For engines that encode steps themselves.
+    pub fn stores(&self) -> Vec<&B::Store> {
+        self.group.stores(LAYER)
+    }
+
+    /// The plan of runs of queries over the sequences; its stores are [`KvCache::stores`].
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one holds no tokens or fewer than a causal run
+    /// has queries.
+    pub fn plan(&self, runs: &[QueryRun]) -> Result<AttendPlan> {
+        self.group.plan(runs)
+    }
+
+    /// What a sequence holds, span by span in the order in which they were stored, as dense f32 rows on the device.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::OutOfMemory`] when the rows do not fit.
+    pub fn dequantize(&self, sequence: usize) -> Result<Vec<StoredSpan<B::Tensor>>> {
+        self.group.dequantize(LAYER, sequence)
+    }
+}
+
+impl<B: Backend> fmt::Debug for KvCache<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KvCache")
+            .field("backend", &self.backend().name())
+            .field("shape", self.shape())
+            .field("recipe", self.recipe())
+            .field("sequences", &self.sequences())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,320 @@
+//! Layers that share their books: one page table and one set of pages, and stores of its own for each.
+
+use super::books::{Books, Change, StoreRoom};
+use super::memory::{CacheMemory, StoreMemory};
+use super::step::NewTokens;
+use super::{MOST_SEQUENCES, PromptSpan, Recipe, StepWrites, StoreFormat, StoreId};
+use crate::backend::{AttendOptions, Backend, SpanRead, SpanWrite, TokenWrite, WindowMove};
+use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat};
+use crate::plan::{AttendPlan, ElementType, QueryRun, SpanView, Split, StoreView};
+use crate::{Error, Result};
+
+/// Pages of a store's first shard, unless more are needed at once: 1024 tokens.
+const FIRST_SHARD_PAGES: usize = 8;
+
+/// Range slots of a store's first allocation.
+const FIRST_SLOTS: usize = 8;
+
+/// Layers of one shape and one recipe that hold the same tokens of the same sequences.
+pub(super) struct LayerGroup<B: Backend> {
+    pub(super) backend: B,
+    pub(super) shape: AttentionShape,
+    pub(super) split: Split,
+    pub(super) books: Books<B::Indices>,
+    layers: Vec<Vec<LayerStore<B>>>,
+}
+
+/// A store of one layer on the device.
+struct LayerStore<B: Backend> {
+    store: B::Store,
+    /// Pages of its shards. It may have one more than the books know of, if that could not be added to every layer.
+    shards: Vec<u32>,
+    slots: usize,
+}
+
+/// A span of a sequence as dense f32 rows `[kv_heads, tokens, head_dim]`.
+#[derive(Clone, Debug)]
+pub struct StoredSpan<T> {
+    /// Its tokens.
+    pub tokens: usize,
+    /// Its store.
+    pub store: StoreId,
+    /// Its format.
+    pub format: SegmentFormat,
+    /// Calibration of its scores.
+    pub calibration: Option<Calibration>,
+    /// What the stored keys decode to.
+    pub keys: T,
+    /// What the stored values decode to.
+    pub values: T,
+}
+
+impl<B: Backend> LayerGroup<B> {
+    pub(super) fn new(
+        backend: B,
+        shape: AttentionShape,
+        layers: usize,
+        sequences: usize,
+        recipe: Recipe,
+    ) -> Result<Self> {
+        if sequences == 0 {
+            return Err(Error::Plan { what: "cache", reason: "it needs room for at least one sequence".into() });
+        }
+        if sequences > MOST_SEQUENCES {
+            return Err(Error::Limit {
+                what: "the sequences of a cache".into(),
+                needed: sequences as u64,
+                allowed: MOST_SEQUENCES as u64,
+                hint: "spread them over several caches",
+            });
+        }
+        recipe.check()?;
+        let layer_store = |format: SegmentFormat| {
+            let store = backend.create_store(shape, format)?;
+            Ok(LayerStore { store, shards: Vec::new(), slots: 0 })
+        };
+        let of_layer = || recipe.stores().iter().map(|store| layer_store(store.format)).collect();
+        let layers = (0..layers).map(|_| of_layer()).collect::<Result<Vec<_>>>()?;
+        let books = Books::new(recipe, sequences);
+        Ok(Self { backend, shape, split: Split::default(), books, layers })
+    }
+
+    pub(super) fn recipe(&self) -> &Recipe {
+        self.books.recipe()
+    }
+
+    /// The stores of a layer, as plans name them.
+    pub(super) fn stores(&self, layer: usize) -> Vec<&B::Store> {
+        self.layers[layer].iter().map(|of| &of.store).collect()
+    }
+
+    fn store_ids(&self) -> impl Iterator<Item = StoreId> + use<B> {
+        (0..self.recipe().stores().len()).map(|index| StoreId(index as u8))
+    }
+
+    // --- room --------------------------------------------------------------------------------------------------
+
+    /// Sees to it that so much room is free in every layer. What an error leaves behind is unused room, nothing else.
+    pub(super) async fn reserve(&mut self, needed: &[StoreRoom]) -> Result<()> {
+        for (store, needed) in self.store_ids().zip(needed) {
+            while self.books.room(store).free_pages() < needed.pages {
+                let missing = needed.pages - self.books.room(store).free_pages();
+                self.add_shard(store, missing).await?;
+            }
+            let missing = self.books.room(store).missing_slots(needed.spans);
+            if missing > 0 {
+                let held = self.books.room(store).slots();
+                let slots = (held + missing).max(2 * held).max(FIRST_SLOTS);
+                for layer in &mut self.layers {
+                    let of = &mut layer[store.index()];
+                    if of.slots < slots {
+                        self.backend.reserve_ranges(&mut of.store, slots).await?;
+                        of.slots = slots;
+                    }
+                }
+                self.books.room_mut(store).add_slots(slots);
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds a shard to every layer that doubles the store and holds `missing` pages, as far as a shard can; where the
+    /// device has no room for that much, one of what is missing.
+    async fn add_shard(&mut self, store: StoreId, missing: usize) -> Result<()> {
+        let format = self.recipe().stores()[store.index()].format;
+        let most = self.backend.max_shard_pages(&self.shape, &format);
+        if most == 0 {
+            return Err(Error::Limit {
+                what: format!("one page of {format}"),
+                needed: format.page_bytes(&self.shape) as u64,
+                allowed: 0,
+                hint: "a binding of the device holds not even one page; use fewer KV heads per cache or fewer bits",
+            });
+        }
+        let at_most = |pages: usize| u32::try_from(pages).unwrap_or(u32::MAX).min(most);
+        let room = self.books.room(store);
+        let wanted = at_most(missing.max(room.pages()).max(FIRST_SHARD_PAGES));
+        let needed = at_most(missing);
+        let shard = room.shards();
+        let mut pages = u32::MAX;
+        for layer in &mut self.layers {
+            let of = &mut layer[store.index()];
+            if of.shards.len() == shard {
+                let mut added = wanted.min(pages);
+                if let Err(error) = self.backend.add_shard(&mut of.store, added).await {
+                    if added <= needed || !matches!(error, Error::OutOfMemory { .. }) {
+                        return Err(error);
+                    }
+                    added = needed;
+                    self.backend.add_shard(&mut of.store, added).await?;
+                }
+                of.shards.push(added);
+            }
+            pages = pages.min(of.shards[shard]);
+        }
+        self.books.room_mut(store).add_shard(pages);
+        Ok(())
+    }
+
+    /// Bytes of all layers.
+    pub(super) fn memory(&self) -> CacheMemory {
+        let layers = self.layers.len() as u64;
+        let of_store = |store: StoreId| {
+            let room = self.books.room(store);
+            let format = self.recipe().stores()[store.index()].format;
+            let page_bytes = format.page_bytes(&self.shape) as u64;
+            let slot_bytes = format.range_slot_bytes(&self.shape) as u64;
+            let pages_in_use = room.pages() - room.free_pages();
+            let tokens: usize = self.books.sequences().iter().map(|sequence| sequence.tokens_in(store)).sum();
+            let allocated = self.layers.iter().map(|layer| self.backend.store_bytes(&layer[store.index()].store));
+            StoreMemory {
+                format,
+                allocated_bytes: allocated.sum(),
+                in_use_bytes: layers * (pages_in_use as u64 * page_bytes + room.slots_in_use() as u64 * slot_bytes),
+                pages: room.pages(),
+                pages_in_use,
+                tokens,
+                elements: layers * 2 * tokens as u64 * (self.shape.kv_heads() * self.shape.head_dim()) as u64,
+            }
+        };
+        CacheMemory::new(of_store(StoreId::F16), self.store_ids().skip(1).map(of_store))
+    }
+
+    // --- writing -------------------------------------------------------------------------------------------------
+
+    /// Checks keys and values before anything changes: their lengths, then their elements.
+    pub(super) async fn check_rows(&self, new: NewTokens<'_, B::Tensor>) -> Result<()> {
+        self.check_lengths(new)?;
+        for (which, tensor) in [(KeyOrValue::Key, new.keys), (KeyOrValue::Value, new.values)] {
+            // Whatever is stored in f16 now may be packed later.
+            let largest = self.largest_element(which);
+            if let Some(found) = self.backend.first_non_finite(which, tensor, &new.rows, &self.shape, largest).await? {
+                return Err(Error::NotFinite {
+                    tensor: which,
+                    token: found.token,
+                    kv_head: found.kv_head,
+                    channel: found.channel,
+                    value: found.value.to_string(),
+                    largest,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks the lengths of keys and values.
+    pub(super) fn check_lengths(&self, new: NewTokens<'_, B::Tensor>) -> Result<()> {
+        new.rows.check("keys", self.backend.elements(new.keys), &self.shape)?;
+        new.rows.check("values", self.backend.elements(new.values), &self.shape)
+    }
+
+    /// The largest element that every store can hold.
+    fn largest_element(&self, which: KeyOrValue) -> f32 {
+        let stores = self.recipe().stores().iter();
+        let largest = stores.map(|store| store.format.tensor(which).largest_element(self.shape.head_dim()));
+        largest.fold(f32::INFINITY, f32::min)
+    }
+
+    /// Writes the tokens of a step to one layer.
+    pub(super) fn write_step(
+        &mut self,
+        layer: usize,
+        writes: &StepWrites,
+        new: NewTokens<'_, B::Tensor>,
+    ) -> Result<()> {
+        let Self { backend, layers, .. } = self;
+        let stores = &mut layers[layer];
+        for (store, copy) in &writes.copies {
+            backend.copy_page(&mut stores[store.index()].store, copy.from, copy.to)?;
+        }
+        for (index, of) in stores.iter_mut().enumerate() {
+            let of_store = writes.tokens.iter().filter(|(store, _)| store.index() == index);
+            let tokens: Vec<TokenWrite> = of_store.map(|(_, write)| *write).collect();
+            if !tokens.is_empty() {
+                backend.append(&mut of.store, new.keys, new.values, new.rows, &tokens)?;
+            }
+        }
+        self.write_windows(layer, writes)
+    }
+
+    /// Packs the windows of a step in one layer.
+    pub(super) fn write_windows(&mut self, layer: usize, writes: &StepWrites) -> Result<()> {
+        let Some((f16, packed)) = self.layers[layer].split_first_mut() else { return Ok(()) };
+        for (index, of) in packed.iter_mut().enumerate() {
+            let of_store = writes.windows.iter().filter(|(store, _)| store.index() == index + 1);
+            let windows: Vec<WindowMove> = of_store.map(|(_, window)| *window).collect();
+            if !windows.is_empty() {
+                self.backend.pack_windows(&self.shape, &f16.store, &mut of.store, &windows)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the spans of a prompt to one layer.
+    pub(super) fn write_prompt(
+        &mut self,
+        layer: usize,
+        change: &Change<B::Indices>,
+        sequence: usize,
+        new: NewTokens<'_, B::Tensor>,
+        spans: &[PromptSpan<'_, B::Indices>],
+    ) -> Result<()> {
+        let Self { backend, layers, books, .. } = self;
+        for (span, prompt) in books.spans_since(change, sequence).iter().zip(spans) {
+            let (pages, range_slot) = (&span.lease.pages, span.lease.range_slot());
+            let write = SpanWrite { rows: new.rows, tokens: prompt.tokens, pages, range_slot };
+            backend.quantize(&mut layers[layer][span.store.index()].store, new.keys, new.values, write)?;
+        }
+        Ok(())
+    }
+
+    /// Commits a change whose writes succeeded, and abandons it otherwise.
+    pub(super) fn close(&mut self, change: Change<B::Indices>, written: Result<()>) -> Result<()> {
+        match written {
+            Ok(()) => self.books.commit(change),
+            Err(_) => self.books.abandon(change),
+        }
+        written
+    }
+
+    // --- reading -------------------------------------------------------------------------------------------------
+
+    /// The plan of runs of queries over the sequences, the same for every layer.
+    pub(super) fn plan(&self, runs: &[QueryRun]) -> Result<AttendPlan> {
+        let stores = self.recipe().stores().iter();
+        let view =
+            |store: &StoreFormat| StoreView { format: store.format, calibration: store.calibration, spans: Vec::new() };
+        let mut views: Vec<StoreView<'_>> = stores.map(view).collect();
+        let mut sequences: Vec<usize> = runs.iter().map(|run| run.sequence).collect();
+        sequences.sort_unstable();
+        sequences.dedup();
+        for sequence in sequences {
+            let mut start = 0;
+            for span in &self.books.sequence(sequence)?.spans {
+                let (pages, range_slot) = (&span.lease.pages, span.lease.range_slot());
+                let view = &mut views[span.store.index()];
+                view.spans.push(SpanView { sequence, start, tokens: span.tokens, pages, range_slot });
+                start += span.tokens;
+            }
+        }
+        AttendPlan::new(self.shape, runs, &views)
+    }
+
+    pub(super) fn attend_options(&self, output: ElementType) -> AttendOptions {
+        AttendOptions { query: self.recipe().query(), output, split: self.split }
+    }
+
+    /// What a sequence holds in a layer, span by span, as dense f32 rows on the device.
+    pub(super) fn dequantize(&self, layer: usize, sequence: usize) -> Result<Vec<StoredSpan<B::Tensor>>> {
+        let mut stored = Vec::new();
+        for span in &self.books.sequence(sequence)?.spans {
+            let store = self.recipe().stores()[span.store.index()];
+            let lease = &span.lease;
+            let read = SpanRead { pages: &lease.pages, tokens: span.tokens, range_slot: lease.range_slot() };
+            let (keys, values) = self.backend.dequantize(&self.layers[layer][span.store.index()].store, read)?;
+            let (format, calibration) = (store.format, store.calibration);
+            stored.push(StoredSpan { tokens: span.tokens, store: span.store, format, calibration, keys, values });
+        }
+        Ok(stored)
+    }
+}

@@ -1,0 +1,79 @@
+//! The bytes of a cache.
+
+use crate::format::SegmentFormat;
+
+/// The bytes of one store of a cache.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StoreMemory {
+    /// Format of the store.
+    pub format: SegmentFormat,
+    /// Bytes that the store holds on the device, in use or free: tiles, tile ranges and span ranges.
+    pub allocated_bytes: u64,
+    /// Bytes of the pages and range slots that spans use, whole pages counted, shared ones once.
+    pub in_use_bytes: u64,
+    /// Pages of the store.
+    pub pages: usize,
+    /// Pages that spans use.
+    pub pages_in_use: usize,
+    /// Tokens stored, those that sequences share counted in each.
+    pub tokens: usize,
+    /// Key and value elements of these tokens.
+    pub elements: u64,
+}
+
+impl StoreMemory {
+    /// Bits in use per stored element, ranges and the unused rest of last pages included; 0 if nothing is stored.
+    pub fn bits_per_element(&self) -> f64 {
+        if self.elements == 0 { 0.0 } else { self.in_use_bytes as f64 * 8.0 / self.elements as f64 }
+    }
+}
+
+/// The bytes of a cache.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CacheMemory {
+    /// Its stores, in the order of [`Recipe::stores`](super::Recipe::stores): the first is f16.
+    stores: Vec<StoreMemory>,
+}
+
+impl CacheMemory {
+    /// The bytes of stores, the first of which is f16.
+    pub(super) fn new(f16: StoreMemory, packed: impl IntoIterator<Item = StoreMemory>) -> Self {
+        Self { stores: std::iter::once(f16).chain(packed).collect() }
+    }
+
+    /// The stores.
+    pub fn stores(&self) -> &[StoreMemory] {
+        &self.stores
+    }
+
+    /// The f16 store.
+    pub fn f16(&self) -> &StoreMemory {
+        &self.stores[0]
+    }
+
+    /// The packed stores.
+    pub fn packed(&self) -> &[StoreMemory] {
+        &self.stores[1..]
+    }
+
+    /// Bytes held on the device.
+    pub fn allocated_bytes(&self) -> u64 {
+        self.stores.iter().map(|store| store.allocated_bytes).sum()
+    }
+
+    /// Bytes of the pages and range slots in use.
+    pub fn in_use_bytes(&self) -> u64 {
+        self.stores.iter().map(|store| store.in_use_bytes).sum()
+    }
+
+    /// Elements stored.
+    pub fn elements(&self) -> u64 {
+        self.stores.iter().map(|store| store.elements).sum()
+    }
+
+    /// Bits in use per stored element; 0 if nothing is stored.
+    pub fn bits_per_element(&self) -> f64 {
+        let elements = self.elements();
+        if elements == 0 { 0.0 } else { self.in_use_bytes() as f64 * 8.0 / elements as f64 }
+    }
+}

@@ -1,0 +1,1 @@
+//! [`ModelCache`]: the keys and values of all layers.

@@ -1,0 +1,114 @@
+//! The free pages and range slots of a store, on the host alone.
+
+use crate::plan::{Page, PageAllocator};
+use crate::{Error, Result};
+
+/// Pages and a range slot for one span.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Lease {
+    pub(super) pages: Vec<Page>,
+    /// The slot, where the format has span ranges.
+    pub(super) slot: Option<usize>,
+}
+
+impl Lease {
+    /// The slot as kernels take it: any number will do where there is none.
+    pub(super) fn range_slot(&self) -> usize {
+        self.slot.unwrap_or(0)
+    }
+}
+
+/// What of a store is in use.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Room {
+    pages: PageAllocator,
+    /// How many spans hold each range slot.
+    slot_holders: Vec<u32>,
+    /// Free slots, highest first.
+    free_slots: Vec<usize>,
+    has_slots: bool,
+}
+
+impl Room {
+    /// No room yet, of a store whose spans need range slots or not.
+    pub(super) fn new(has_slots: bool) -> Self {
+        Self { has_slots, ..Self::default() }
+    }
+
+    pub(super) fn add_shard(&mut self, pages: u32) {
+        self.pages.add_shard(pages);
+    }
+
+    pub(super) fn add_slots(&mut self, slots: usize) {
+        let held = self.slot_holders.len();
+        self.free_slots.splice(0..0, (held..slots.max(held)).rev());
+        self.slot_holders.resize(slots.max(held), 0);
+    }
+
+    pub(super) fn pages(&self) -> usize {
+        self.pages.capacity()
+    }
+
+    pub(super) fn shards(&self) -> usize {
+        self.pages.shards()
+    }
+
+    pub(super) fn free_pages(&self) -> usize {
+        self.pages.free()
+    }
+
+    pub(super) fn slots(&self) -> usize {
+        self.slot_holders.len()
+    }
+
+    /// Slots of so many spans that are still missing.
+    pub(super) fn missing_slots(&self, spans: usize) -> usize {
+        if self.has_slots { spans.saturating_sub(self.free_slots.len()) } else { 0 }
+    }
+
+    pub(super) fn slots_in_use(&self) -> usize {
+        self.slot_holders.len() - self.free_slots.len()
+    }
+
+    /// Takes pages for `pages` tiles and a slot. Nothing is taken on an error.
+    pub(super) fn take(&mut self, pages: usize) -> Result<Lease> {
+        if self.missing_slots(1) > 0 {
+            let (what, hint) = ("range slots of a store".into(), "reserve more or free sequences");
+            return Err(Error::Limit { what, needed: 1, allowed: 0, hint });
+        }
+        let pages = self.pages.allocate(pages)?;
+        let slot = self.free_slots.pop();
+        slot.into_iter().for_each(|slot| self.slot_holders[slot] = 1);
+        Ok(Lease { pages, slot })
+    }
+
+    /// Takes one page of a span that goes on: the span has its range slot already.
+    pub(super) fn take_page(&mut self) -> Result<Lease> {
+        Ok(Lease { pages: self.pages.allocate(1)?, slot: None })
+    }
+
+    /// Lets one more span hold what a lease holds.
+    pub(super) fn share(&mut self, lease: &Lease) -> Result<()> {
+        self.pages.share(&lease.pages)?;
+        lease.slot.into_iter().for_each(|slot| self.slot_holders[slot] += 1);
+        Ok(())
+    }
+
+    /// True if other spans hold the page too, so that it must not be written.
+    pub(super) fn is_shared(&self, page: Page) -> bool {
+        self.pages.holders(page) > 1
+    }
+
+    pub(super) fn release(&mut self, lease: &Lease) {
+        let released = self.pages.release(&lease.pages);
+        // The cache releases what it leased, once.
+        debug_assert!(released.is_ok(), "{released:?}");
+        if let Some(slot) = lease.slot {
+            self.slot_holders[slot] -= 1;
+            if self.slot_holders[slot] == 0 {
+                let at = self.free_slots.partition_point(|&free| free > slot);
+                self.free_slots.insert(at, slot);
+            }
+        }
+    }
+}

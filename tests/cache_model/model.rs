@@ -1,0 +1,237 @@
+//! The naive model: every token as it was handed in, and where it must lie.
+
+use std::collections::BTreeSet;
+
+use half::f16;
+use kvpack::cache::{Appended, Recipe, StoreId};
+use kvpack::format::{Grouping, KeyOrValue};
+use kvpack::{AttentionShape, TILE_TOKENS};
+
+use super::decoded::decoded;
+
+/// A span: rows `[tokens][kv_heads · head_dim]`.
+#[derive(Clone)]
+pub struct ModelSpan {
+    pub store: StoreId,
+    pub window: bool,
+    /// The position of every token, `[kv_heads][tokens]`.
+    pub positions: Vec<Vec<usize>>,
+    /// Where a gathered span's prompt begins and ends.
+    pub gathered: Option<(usize, usize)>,
+    pub keys: Vec<f32>,
+    pub values: Vec<f32>,
+    /// Keys and values that were cut off its end, and by which the ranges of a packed span were made.
+    pub forgotten: [Vec<f32>; 2],
+    /// The same, cut off its beginning.
+    pub slid: [Vec<f32>; 2],
+    /// A number for every page, the same where sequences share it.
+    pub pages: Vec<usize>,
+}
+
+impl ModelSpan {
+    /// A span without tokens.
+    pub fn empty(store: StoreId, kv_heads: usize) -> Self {
+        Self {
+            store,
+            window: true,
+            positions: vec![Vec::new(); kv_heads],
+            gathered: None,
+            keys: Vec::new(),
+            values: Vec::new(),
+            forgotten: [Vec::new(), Vec::new()],
+            slid: [Vec::new(), Vec::new()],
+            pages: Vec::new(),
+        }
+    }
+
+    pub fn tokens(&self) -> usize {
+        self.positions[0].len()
+    }
+
+    fn end(&self) -> Option<usize> {
+        if self.gathered.is_some() { None } else { self.positions[0].last().map(|last| last + 1) }
+    }
+
+    fn truncate(&mut self, tokens: usize, row: usize) {
+        for (rows, forgotten) in [&mut self.keys, &mut self.values].into_iter().zip(&mut self.forgotten) {
+            let cut = rows.split_off(tokens * row);
+            forgotten.splice(0..0, cut);
+        }
+        self.positions.iter_mut().for_each(|head| head.truncate(tokens));
+        self.pages.truncate(tokens.div_ceil(TILE_TOKENS));
+    }
+
+    fn forget_first(&mut self, tokens: usize, row: usize) {
+        for (rows, slid) in [&mut self.keys, &mut self.values].into_iter().zip(&mut self.slid) {
+            slid.extend(rows.drain(..tokens * row));
+        }
+        self.positions.iter_mut().for_each(|head| drop(head.drain(..tokens)));
+        self.pages.drain(..tokens.div_ceil(TILE_TOKENS));
+    }
+}
+
+#[derive(Clone, Default)]
+pub struct ModelSequence {
+    pub spans: Vec<ModelSpan>,
+    pub length: usize,
+}
+
+impl ModelSequence {
+    pub fn tokens(&self) -> usize {
+        self.spans.iter().map(ModelSpan::tokens).sum()
+    }
+}
+
+pub struct Model {
+    pub shape: AttentionShape,
+    pub recipe: Recipe,
+    pub sequences: Vec<ModelSequence>,
+    /// The number of the next page.
+    pub next_page: usize,
+}
+
+impl Model {
+    pub fn row_elements(&self) -> usize {
+        self.shape.kv_heads() * self.shape.head_dim()
+    }
+
+    fn new_page(&mut self) -> usize {
+        self.next_page += 1;
+        self.next_page
+    }
+
+    /// How many spans hold a page.
+    fn holders(&self, page: usize) -> usize {
+        self.spans().filter(|span| span.pages.contains(&page)).count()
+    }
+
+    fn spans(&self) -> impl Iterator<Item = &ModelSpan> {
+        self.sequences.iter().flat_map(|sequence| &sequence.spans)
+    }
+
+    /// Distinct pages of every store.
+    pub fn pages(&self) -> Vec<usize> {
+        let of = |store: usize| self.spans().filter(move |span| span.store.index() == store);
+        let pages = |store| of(store).flat_map(|span| &span.pages).collect::<BTreeSet<_>>().len();
+        (0..self.recipe.stores().len()).map(pages).collect()
+    }
+
+    /// The store that a span which names `store` goes to.
+    pub fn resolved(&self, store: StoreId) -> StoreId {
+        if self.recipe.stores().len() == 1 { StoreId::F16 } else { store }
+    }
+
+    /// Adds a span of a prompt: for every KV head the tokens at these positions.
+    pub fn push_span(&mut self, sequence: usize, mut span: ModelSpan) {
+        span.pages = (0..span.tokens().div_ceil(TILE_TOKENS)).map(|_| self.new_page()).collect();
+        span.window = false;
+        self.sequences[sequence].spans.push(span);
+    }
+
+    pub fn push_token(&mut self, sequence: usize, keys: &[f32], values: &[f32]) {
+        let (row, kv_heads) = (self.row_elements(), self.shape.kv_heads());
+        let length = self.sequences[sequence].length;
+        let (store, tiles) = match self.recipe.appended() {
+            Appended::AtOnce(to) if length >= self.recipe.sink() => (to, false),
+            Appended::Tiles { .. } => (StoreId::F16, true),
+            _ => (StoreId::F16, false),
+        };
+        let spans = &mut self.sequences[sequence].spans;
+        let is_full = |span: &ModelSpan| !span.window || span.tokens() == TILE_TOKENS;
+        let needs_span =
+            |span: &ModelSpan| span.store != store || span.end() != Some(length) || (tiles && is_full(span));
+        if spans.last().is_none_or(needs_span) {
+            spans.push(ModelSpan::empty(store, kv_heads));
+        }
+        let last = self.sequences[sequence].spans.last().unwrap();
+        let open = (!last.tokens().is_multiple_of(TILE_TOKENS)).then(|| *last.pages.last().unwrap());
+        if open.is_none_or(|open| self.holders(open) > 1) {
+            // A new page, or a copy of a shared one.
+            let page = self.new_page();
+            let last = self.sequences[sequence].spans.last_mut().unwrap();
+            last.pages.truncate(last.keys.len() / (TILE_TOKENS * row));
+            last.pages.push(page);
+        }
+        let of = &mut self.sequences[sequence];
+        of.length += 1;
+        let last = of.spans.last_mut().unwrap();
+        last.positions.iter_mut().for_each(|head| head.push(length));
+        last.keys.extend_from_slice(keys);
+        last.values.extend_from_slice(values);
+        // A span that takes single tokens has no ranges that depend on others.
+        last.forgotten = [Vec::new(), Vec::new()];
+        last.slid = [Vec::new(), Vec::new()];
+    }
+
+    /// Packs, oldest first, up to `most` full windows that have enough tokens after them.
+    pub fn pack_windows(&mut self, sequence: usize, most: usize) {
+        let (Appended::Tiles { to, newer }, sink) = (self.recipe.appended(), self.recipe.sink()) else { return };
+        let length = self.sequences[sequence].length;
+        let mut packed = 0;
+        for span in &mut self.sequences[sequence].spans {
+            let due = span.window
+                && span.tokens() == TILE_TOKENS
+                && span.positions[0][0] >= sink
+                && length - (span.positions[0][0] + TILE_TOKENS) >= newer;
+            if due && packed < most {
+                // A window is packed from what it holds: f16.
+                span.keys.iter_mut().chain(&mut span.values).for_each(|x| *x = f16::from_f32(*x).to_f32());
+                (span.store, span.window) = (to, false);
+                // What a window forgot before it was packed made no ranges.
+                (span.forgotten, span.slid) = (Default::default(), Default::default());
+                self.next_page += 1;
+                span.pages = vec![self.next_page];
+                packed += 1;
+            }
+        }
+    }
+
+    /// Keeps the first `length` positions; false, and nothing has changed, if that cuts a gathered span.
+    pub fn truncate(&mut self, sequence: usize, length: usize) -> bool {
+        let row = self.row_elements();
+        let of = &mut self.sequences[sequence];
+        let cuts = |span: &ModelSpan| span.gathered.is_some_and(|(base, end)| base < length && length < end);
+        if of.spans.iter().any(cuts) {
+            return false;
+        }
+        of.spans.retain_mut(|span| match span.gathered {
+            Some((base, _)) => base < length,
+            None => {
+                let kept = span.positions[0].iter().filter(|position| **position < length).count();
+                span.truncate(kept, row);
+                kept > 0
+            }
+        });
+        of.length = of.length.min(length);
+        true
+    }
+
+    /// Forgets whole pages of the positions `start .. end`.
+    pub fn forget(&mut self, sequence: usize, start: usize, end: usize) {
+        let row = self.row_elements();
+        self.sequences[sequence].spans.retain_mut(|span| {
+            let first = span.positions[0][0];
+            if span.gathered.is_none() && first >= start && first < end {
+                let tokens =
+                    if span.end().unwrap() <= end { span.tokens() } else { (end - first) / TILE_TOKENS * TILE_TOKENS };
+                span.forget_first(tokens, row);
+            }
+            span.tokens() > 0
+        });
+    }
+
+    /// What a sequence must decode to, `[tokens][kv_heads · head_dim]`.
+    pub fn decoded(&self, sequence: usize, which: KeyOrValue) -> Vec<f32> {
+        let decode = |span: &ModelSpan| {
+            let at = usize::from(which == KeyOrValue::Value);
+            let rows = [&span.keys, &span.values][at];
+            let format = *self.recipe.stores()[span.store.index()].format.tensor(which);
+            let slid = if format.grouping() == Some(Grouping::Channel) { &span.slid[at] } else { &Vec::new() };
+            let all = [rows.as_slice(), &span.forgotten[at], slid].concat();
+            let mut decoded = decoded(&format, &all, &self.shape);
+            decoded.truncate(rows.len());
+            decoded
+        };
+        self.sequences[sequence].spans.iter().flat_map(decode).collect()
+    }
+}
