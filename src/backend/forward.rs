@@ -3,12 +3,13 @@
 use std::future::Future;
 
 use super::{
-    AttendOptions, Attention, AttentionStates, Backend, Device, NonFinite, Packing, SpanRead, SpanWrite, Storage,
-    TokenWrite, WindowMove,
+    AttendOptions, Attention, AttentionStates, Backend, Device, KeptAndEvicted, MeasuredAttention, MergedTokens,
+    NonFinite, Packing, QueriesAndKeys, Selection, SpanRead, SpanWrite, Storage, TensorRows, TokenWrite, WindowMove,
 };
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{AttendPlan, Elements, Page, RowLayout};
+use crate::policy::{Merging, StatsRequest};
 
 /// What differs from another backend: every method does what that of [`Forward::inner`] does until it is written anew.
 /// [`Forwarding`] is the backend.
@@ -175,12 +176,63 @@ pub trait Forward {
     ) -> impl Future<Output = Result<States<Self>>> {
         self.inner().merge(shape, first, second)
     }
+
+    fn download_words(&self, words: &Words<Self>) -> impl Future<Output = Result<Vec<u32>>> {
+        self.inner().download_words(words)
+    }
+
+    fn measure_attention(
+        &self,
+        input: QueriesAndKeys<'_, Tensor<Self>>,
+        request: StatsRequest,
+        known_lse: Option<&Tensor<Self>>,
+    ) -> Result<Measured<Self>> {
+        self.inner().measure_attention(input, request, known_lse)
+    }
+
+    fn top_k(&self, scores: &Tensor<Self>, kv_heads: usize, k: usize) -> Result<Indices<Self>> {
+        self.inner().top_k(scores, kv_heads, k)
+    }
+
+    fn gather(
+        &self,
+        shape: &AttentionShape,
+        rows: TensorRows<'_, Tensor<Self>>,
+        kept: &Indices<Self>,
+    ) -> Result<Tensor<Self>> {
+        self.inner().gather(shape, rows, kept)
+    }
+
+    fn merge_tokens(
+        &self,
+        input: KeptAndEvicted<'_, Tensor<Self>, Indices<Self>>,
+        merging: Merging,
+    ) -> Result<Merged<Self>> {
+        self.inner().merge_tokens(input, merging)
+    }
+
+    fn chunk_similarity(&self, query: &Tensor<Self>, chunks: &Tensor<Self>) -> Result<Tensor<Self>> {
+        self.inner().chunk_similarity(query, chunks)
+    }
+
+    fn reorder_chunks(
+        &self,
+        shape: &AttentionShape,
+        rows: TensorRows<'_, Tensor<Self>>,
+        chunk_tokens: usize,
+        order: &[u32],
+    ) -> Result<Tensor<Self>> {
+        self.inner().reorder_chunks(shape, rows, chunk_tokens, order)
+    }
 }
 
 type Tensor<F> = <<F as Forward>::Inner as Device>::Tensor;
 type Indices<F> = <<F as Forward>::Inner as Device>::Indices;
 type Store<F> = <<F as Forward>::Inner as Storage>::Store;
 type States<F> = AttentionStates<Tensor<F>>;
+type Words<F> = <<F as Forward>::Inner as Selection>::Words;
+type Measured<F> = MeasuredAttention<Tensor<F>, Words<F>>;
+type Merged<F> = MergedTokens<Tensor<F>, Words<F>>;
 
 /// The backend that a [`Forward`] describes.
 #[derive(Clone, Copy, Debug, Default)]
@@ -319,5 +371,48 @@ impl<F: Forward> Attention for Forwarding<F> {
         second: &States<F>,
     ) -> impl Future<Output = Result<States<F>>> {
         self.0.merge(shape, first, second)
+    }
+}
+
+impl<F: Forward> Selection for Forwarding<F> {
+    type Words = <F::Inner as Selection>::Words;
+
+    fn download_words(&self, words: &Words<F>) -> impl Future<Output = Result<Vec<u32>>> {
+        self.0.download_words(words)
+    }
+
+    fn measure_attention(
+        &self,
+        input: QueriesAndKeys<'_, Tensor<F>>,
+        request: StatsRequest,
+        known_lse: Option<&Tensor<F>>,
+    ) -> Result<Measured<F>> {
+        self.0.measure_attention(input, request, known_lse)
+    }
+
+    fn top_k(&self, scores: &Tensor<F>, kv_heads: usize, k: usize) -> Result<Indices<F>> {
+        self.0.top_k(scores, kv_heads, k)
+    }
+
+    fn gather(&self, shape: &AttentionShape, rows: TensorRows<'_, Tensor<F>>, kept: &Indices<F>) -> Result<Tensor<F>> {
+        self.0.gather(shape, rows, kept)
+    }
+
+    fn merge_tokens(&self, input: KeptAndEvicted<'_, Tensor<F>, Indices<F>>, merging: Merging) -> Result<Merged<F>> {
+        self.0.merge_tokens(input, merging)
+    }
+
+    fn chunk_similarity(&self, query: &Tensor<F>, chunks: &Tensor<F>) -> Result<Tensor<F>> {
+        self.0.chunk_similarity(query, chunks)
+    }
+
+    fn reorder_chunks(
+        &self,
+        shape: &AttentionShape,
+        rows: TensorRows<'_, Tensor<F>>,
+        chunk_tokens: usize,
+        order: &[u32],
+    ) -> Result<Tensor<F>> {
+        self.0.reorder_chunks(shape, rows, chunk_tokens, order)
     }
 }

@@ -1,8 +1,9 @@
 //! What a backend does: the floor on which [`KvCache`](crate::KvCache) stands.
 //!
 //! Everything that decides (which page, which span, which query) is decided above, in [`plan`](crate::plan) and the cache; a
-//! backend stores and computes. What it does comes in four families: a [`Device`] holds tensors, a [`Storage`] pages, the
-//! kernels of [`Packing`] write pages, those of [`Attention`] attend to them. The CPU, wgpu and CUDA implement all four.
+//! backend stores and computes. What it does comes in five families: a [`Device`] holds tensors, a [`Storage`] pages, the
+//! kernels of [`Packing`] write pages, those of [`Attention`] attend to them, and those of [`Selection`] measure attention and
+//! carry out which tokens stay. The CPU, wgpu and CUDA implement all five.
 //!
 //! [`Forward`] makes a backend out of another that differs in a method or two: to count calls, to fail on purpose, to record.
 
@@ -10,15 +11,17 @@ mod attention;
 mod device;
 mod forward;
 mod packing;
+mod selection;
 mod storage;
 
 pub use attention::{AttendOptions, Attention, AttentionStates, QueryPrecision};
 pub use device::Device;
 pub use forward::{Forward, Forwarding};
 pub use packing::{NonFinite, Packing, SpanRead, SpanWrite, TokenWrite, WindowMove};
+pub use selection::{KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, Selection, TensorRows};
 pub use storage::Storage;
 
-/// A device that stores packed keys and values and attends to them: all four families.
-pub trait Backend: Packing + Attention {}
+/// A device that stores packed keys and values and attends to them: all five families.
+pub trait Backend: Packing + Attention + Selection {}
 
-impl<B: Packing + Attention> Backend for B {}
+impl<B: Packing + Attention + Selection> Backend for B {}

@@ -4,12 +4,15 @@ use super::dense::{CpuIndices, CpuTensor, first_non_finite};
 use super::memory::{MemoryLimit, MemoryShare};
 use super::states::States;
 use super::store::CpuStore;
+use super::{DenseRows, KeptTokens, StatsInput, attention_column_stats, attention_row_stats};
 use super::{append, attend, dequantize, merge_pair, merge_states, quantize, scores, weighted_values};
 use crate::backend::{
-    AttendOptions, Attention, AttentionStates, Device, NonFinite, Packing, SpanRead, SpanWrite, Storage, TokenWrite,
+    AttendOptions, Attention, AttentionStates, Device, KeptAndEvicted, MeasuredAttention, MergedTokens, NonFinite,
+    Packing, QueriesAndKeys, Selection, SpanRead, SpanWrite, Storage, TensorRows, TokenWrite,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{AttendPlan, Elements, Page, RowLayout, Split, Work};
+use crate::plan::{AttendPlan, Elements, Page, RowLayout, Split, TokenIndices, TokenRange, Work};
+use crate::policy::{Merging, RowStatsSource, StatsRequest};
 use crate::{Error, Result};
 
 /// The CPU backend: every kernel in f32, with rayon's threads.
@@ -189,6 +192,99 @@ impl Attention for Cpu {
     ) -> Result<AttentionStates<CpuTensor>> {
         Ok(merge_pair(&States::of(shape, first)?, &States::of(shape, second)?)?.into())
     }
+}
+
+impl Selection for Cpu {
+    type Words = Vec<u32>;
+
+    async fn download_words(&self, words: &Vec<u32>) -> Result<Vec<u32>> {
+        Ok(words.clone())
+    }
+
+    fn measure_attention(
+        &self,
+        input: QueriesAndKeys<'_, CpuTensor>,
+        request: StatsRequest,
+        known_lse: Option<&CpuTensor>,
+    ) -> Result<MeasuredAttention<CpuTensor, Vec<u32>>> {
+        request.log_threshold()?;
+        let (queries, keys) = (dense_rows(input.queries), dense_rows(input.keys));
+        let input = StatsInput { shape: input.shape, rows: input.rows, queries, keys };
+        let all = TokenRange::new(0, input.rows.tokens())?;
+        let columns = |lse: &[f32], max: &[f32]| attention_column_stats(&input, all, request.columns, lse, max);
+        let (measured, columns) = match (request.rows, known_lse) {
+            (RowStatsSource::KnownLse, Some(lse)) => (None, columns(&lse.to_f32(), &[])?),
+            (RowStatsSource::Measured, None) => {
+                let rows = attention_row_stats(&input, all)?;
+                let columns = columns(&rows.lse, &rows.max)?;
+                (Some(rows), columns)
+            }
+            (source, _) => return Err(source.mismatch()),
+        };
+        let (row_max, row_lse) = measured.map(|rows| (CpuTensor::F32(rows.max), CpuTensor::F32(rows.lse))).unzip();
+        let counts = request.columns.threshold.map(|_| columns.counts);
+        Ok(MeasuredAttention { row_max, row_lse, column_sums: CpuTensor::F32(columns.sums), counts })
+    }
+
+    fn top_k(&self, scores: &CpuTensor, kv_heads: usize, k: usize) -> Result<CpuIndices> {
+        let scores = scores.to_f32();
+        let chosen = super::top_k(&scores, kv_heads, k)?;
+        CpuIndices::new(&chosen, kv_heads, (scores.len() / kv_heads) as u32)
+    }
+
+    fn gather(&self, shape: &AttentionShape, rows: TensorRows<'_, CpuTensor>, kept: &CpuIndices) -> Result<CpuTensor> {
+        check_heads("indices of kept tokens", kept, shape)?;
+        super::gather(shape, dense_rows(rows), kept.tokens())
+    }
+
+    fn merge_tokens(
+        &self,
+        input: KeptAndEvicted<'_, CpuTensor, CpuIndices>,
+        merging: Merging,
+    ) -> Result<MergedTokens<CpuTensor, Vec<u32>>> {
+        let KeptAndEvicted { shape, rows, keys, values, kept, evicted } = input;
+        check_heads("positions of kept tokens", kept, &shape)?;
+        check_heads("positions of evicted tokens", evicted, &shape)?;
+        let dense = |tensor| dense_rows(TensorRows { tensor, layout: rows });
+        let tokens = KeptTokens { kept: kept.tokens(), evicted: evicted.tokens() };
+        let nearest = super::nearest_kept(&shape, dense(keys), tokens)?;
+        let merged = |tensor| super::merge_tokens(&shape, dense(tensor), tokens, &nearest, merging).map(CpuTensor::F32);
+        Ok(MergedTokens {
+            keys: merged(keys)?,
+            values: merged(values)?,
+            similarities: CpuTensor::F32(nearest.iter().map(|nearest| nearest.similarity).collect()),
+            nearest: nearest.into_iter().map(|nearest| nearest.kept).collect(),
+        })
+    }
+
+    fn chunk_similarity(&self, query: &CpuTensor, chunks: &CpuTensor) -> Result<CpuTensor> {
+        super::chunk_similarity(&query.to_f32(), &chunks.to_f32()).map(CpuTensor::F32)
+    }
+
+    fn reorder_chunks(
+        &self,
+        shape: &AttentionShape,
+        rows: TensorRows<'_, CpuTensor>,
+        chunk_tokens: usize,
+        order: &[u32],
+    ) -> Result<CpuTensor> {
+        super::reorder_chunks(shape, dense_rows(rows), chunk_tokens, order)
+    }
+}
+
+fn dense_rows(rows: TensorRows<'_, CpuTensor>) -> DenseRows<'_> {
+    DenseRows { elements: rows.tensor.elements(), layout: rows.layout }
+}
+
+/// Checks that indices are for the KV heads of a shape.
+fn check_heads(what: &'static str, indices: &CpuIndices, shape: &AttentionShape) -> Result<()> {
+    let given = indices.shape();
+    if given.kv_heads() == shape.kv_heads() {
+        return Ok(());
+    }
+    let expected = shape.kv_heads() * given.count();
+    let of = format!("[{}, {}]; they are [{}, {}]", shape.kv_heads(), given.count(), given.kv_heads(), given.count());
+    Err(Error::Elements { what, given: given.indices(), expected, shape: of })
 }
 
 /// The state of every query of a plan over all tokens that it sees, row by row.

@@ -13,12 +13,17 @@ use super::device::program::KernelCache;
 use super::device::store::{self, Store};
 use super::device::tensor::Tensor;
 use super::pack::rows::Launcher;
+use super::select::{
+    AttentionStatsPlan, ChunkSimilarityPlan, GatherPlan, MergePlan, ReorderChunksPlan, TopKPlan, Words,
+};
 use crate::Result;
 use crate::backend::{
-    AttendOptions, Attention, AttentionStates, Device, NonFinite, Packing, SpanRead, SpanWrite, Storage, TokenWrite,
+    AttendOptions, Attention, AttentionStates, Device, KeptAndEvicted, MeasuredAttention, MergedTokens, NonFinite,
+    Packing, QueriesAndKeys, Selection, SpanRead, SpanWrite, Storage, TensorRows, TokenWrite,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{AttendPlan, ElementType, Elements, Page, RowLayout, Rows};
+use crate::plan::{AttendPlan, ElementType, Elements, Page, RowLayout, Rows, TokenIndices};
+use crate::policy::{Merging, StatsRequest};
 
 /// A stream and the kernels of its device. Cheap to clone.
 ///
@@ -91,8 +96,13 @@ impl Cuda {
     /// The launcher, for a call that uses the store and tensors: they have to be of the backend's stream.
     fn launcher_for(&self, what: &'static str, store: &Store, tensors: &[&Tensor]) -> Result<Launcher<'_>> {
         store.check_stream(what, &self.stream)?;
-        tensors.iter().try_for_each(|tensor| tensor.memory().check_stream(what, &self.stream))?;
+        self.check_tensors(what, tensors)?;
         Ok(self.launcher())
+    }
+
+    /// Checks that work of the backend's stream may use the tensors.
+    fn check_tensors(&self, what: &'static str, tensors: &[&Tensor]) -> Result<()> {
+        tensors.iter().try_for_each(|tensor| tensor.memory().check_stream(what, &self.stream))
     }
 }
 
@@ -241,5 +251,93 @@ impl Attention for Cuda {
         let joined = self.zeroed_states(shape, first.lse.elements() / shape.query_heads())?;
         merge_pair(self, shape, [first, second, &joined])?;
         Ok(joined)
+    }
+}
+
+impl Selection for Cuda {
+    type Words = Words;
+
+    async fn download_words(&self, words: &Words) -> Result<Vec<u32>> {
+        words.download(&self.stream)
+    }
+
+    fn measure_attention(
+        &self,
+        input: QueriesAndKeys<'_, Tensor>,
+        request: StatsRequest,
+        known_lse: Option<&Tensor>,
+    ) -> Result<MeasuredAttention<Tensor, Words>> {
+        self.check_tensors("attention statistics", &[input.queries.tensor, input.keys.tensor])?;
+        self.check_tensors("attention statistics", known_lse.as_slice())?;
+        let layouts = [input.queries.layout, input.keys.layout];
+        let plan = AttentionStatsPlan::new(&input.shape, input.rows.clone(), layouts, request)?;
+        let bound = plan.bind(self, input.queries.tensor, input.keys.tensor, known_lse)?;
+        bound.launches.launch(&self.stream)?;
+        Ok(MeasuredAttention {
+            row_max: bound.row_max,
+            row_lse: known_lse.is_none().then_some(bound.row_lse),
+            column_sums: bound.column_sums,
+            counts: bound.counts,
+        })
+    }
+
+    fn top_k(&self, scores: &Tensor, kv_heads: usize, k: usize) -> Result<Indices> {
+        self.check_tensors("top_k", &[scores])?;
+        let plan = TopKPlan::new(kv_heads, scores.elements() / kv_heads.max(1), k)?;
+        let chosen = Indices::zeroed(&self.stream, plan.indices()?)?;
+        plan.bind(self, scores, &chosen)?.launch(&self.stream)?;
+        Ok(chosen)
+    }
+
+    fn gather(&self, shape: &AttentionShape, rows: TensorRows<'_, Tensor>, kept: &Indices) -> Result<Tensor> {
+        self.check_tensors("gather", &[rows.tensor])?;
+        kept.memory().check_stream("gather", &self.stream)?;
+        let plan = GatherPlan::new(shape, rows.layout, kept.shape().count())?;
+        let gathered = Tensor::zeroed(&self.stream, plan.elements(), rows.tensor.element_type())?;
+        plan.bind(self, rows.tensor, kept, &gathered)?.launch(&self.stream)?;
+        Ok(gathered)
+    }
+
+    fn merge_tokens(
+        &self,
+        input: KeptAndEvicted<'_, Tensor, Indices>,
+        merging: Merging,
+    ) -> Result<MergedTokens<Tensor, Words>> {
+        self.check_tensors("merge_tokens", &[input.keys, input.values])?;
+        input.kept.memory().check_stream("merge_tokens", &self.stream)?;
+        input.evicted.memory().check_stream("merge_tokens", &self.stream)?;
+        let counts = [input.kept.shape().count(), input.evicted.shape().count()];
+        let plan = MergePlan::new(&input.shape, input.rows, counts, merging)?;
+        let bound = plan.bind(self, [input.keys, input.values], input.kept, input.evicted)?;
+        bound.launches.launch(&self.stream)?;
+        Ok(MergedTokens {
+            nearest: bound.nearest,
+            similarities: bound.similarities,
+            keys: bound.keys,
+            values: bound.values,
+        })
+    }
+
+    fn chunk_similarity(&self, query: &Tensor, chunks: &Tensor) -> Result<Tensor> {
+        self.check_tensors("chunk_similarity", &[query, chunks])?;
+        let count = chunks.elements() / query.elements().max(1);
+        let plan = ChunkSimilarityPlan::new(query.elements(), count)?;
+        let similarities = Tensor::zeroed(&self.stream, count, ElementType::F32)?;
+        plan.bind(self, query, chunks, &similarities)?.launch(&self.stream)?;
+        Ok(similarities)
+    }
+
+    fn reorder_chunks(
+        &self,
+        shape: &AttentionShape,
+        rows: TensorRows<'_, Tensor>,
+        chunk_tokens: usize,
+        order: &[u32],
+    ) -> Result<Tensor> {
+        self.check_tensors("reorder_chunks", &[rows.tensor])?;
+        let plan = ReorderChunksPlan::new(shape, rows.layout, chunk_tokens, order)?;
+        let reordered = Tensor::zeroed(&self.stream, plan.elements(), rows.tensor.element_type())?;
+        plan.bind(self, rows.tensor, &reordered)?.launch(&self.stream)?;
+        Ok(reordered)
     }
 }

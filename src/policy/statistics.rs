@@ -36,6 +36,14 @@ pub enum RowStatsSource {
     KnownLse,
 }
 
+impl RowStatsSource {
+    /// The error of a log-sum-exp that is given where rows are measured, or missing where it is known.
+    pub(crate) fn mismatch(self) -> Error {
+        let reason = format!("the rows are planned as {self:?}, and a log-sum-exp must be given for known ones");
+        Error::Plan { what: "attention statistics", reason }
+    }
+}
+
 /// What a device is to measure.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StatsRequest {

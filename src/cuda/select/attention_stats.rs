@@ -3,14 +3,14 @@
 use super::launch::{Kernel, Launch, Launches};
 use super::words::Words;
 use super::{aligned, check_index, check_output};
+use crate::Result;
 use crate::cuda::Cuda;
 use crate::cuda::device::memory::Memory;
 use crate::cuda::device::program::Program;
-use crate::cuda::device::tensor::{Tensor, type_code};
+use crate::cuda::device::tensor::Tensor;
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, RowLayout};
 use crate::policy::{HeadAggregation, QueryRows, RowStatsSource, StatsRequest};
-use crate::{Error, Result};
 
 /// Threads of a block, `32 * WARPS` in `key_tile.cuh`.
 pub(super) const TILE_THREADS: u32 = 256;
@@ -114,6 +114,11 @@ impl AttentionStatsPlan {
     /// [`Error::Selection`] when layouts and positions are of other numbers of rows or keys; [`Error::Budget`] when the
     /// threshold is not in 0 ..= 1; [`Error::Plan`] when counts are asked for and only the log-sum-exp is known;
     /// [`Error::Limit`] when a 32-bit index does not count the column sums.
+    ///
+    /// [`Error::Selection`]: crate::Error::Selection
+    /// [`Error::Budget`]: crate::Error::Budget
+    /// [`Error::Plan`]: crate::Error::Plan
+    /// [`Error::Limit`]: crate::Error::Limit
     pub fn new(
         shape: &AttentionShape,
         rows: QueryRows,
@@ -133,6 +138,10 @@ impl AttentionStatsPlan {
     /// # Errors
     /// [`Error::Elements`] when a tensor is too short; [`Error::Plan`] when the log-sum-exp is given or missing against
     /// the plan; [`Error::OutOfMemory`] or what else the driver reports.
+    ///
+    /// [`Error::Elements`]: crate::Error::Elements
+    /// [`Error::Plan`]: crate::Error::Plan
+    /// [`Error::OutOfMemory`]: crate::Error::OutOfMemory
     pub fn bind(
         &self,
         backend: &Cuda,
@@ -152,7 +161,7 @@ impl AttentionStatsPlan {
         let sum_grid = [head_rows.div_ceil(SUM_THREADS as usize), 1];
         let sums = SumCall { rows: head_rows as u32, parts: parts.count as u32, ..SumCall::default() };
         let sum_program = Program { files: SUM_PROGRAM, defines: Vec::new() };
-        let mut call = self.call(parts, queries.memory(), keys.memory(), &positions);
+        let mut call = self.call(parts, queries, keys, &positions);
         let mut launches = Vec::new();
 
         let (row_max, row_lse) = match (self.request.rows, known_lse) {
@@ -179,16 +188,12 @@ impl AttentionStatsPlan {
                 launches.push(Launch::new(backend, kernel, &sums, &memory)?);
                 (Some(max), lse)
             }
-            (source, _) => {
-                let reason =
-                    format!("the rows are planned as {source:?}, and a log-sum-exp must be given for known ones");
-                return Err(Error::Plan { what: "attention statistics", reason });
-            }
+            (source, _) => return Err(source.mismatch()),
         };
 
         let aggregation = self.request.columns.aggregation;
         let column_sums = f32s(aggregation.rows(shape.query_heads(), shape.kv_heads()) * self.rows.tokens())?;
-        call.row_lse = row_lse.memory().address();
+        call.row_lse = row_lse.address();
         call.column_sums = column_sums.memory().address();
         let mut memory = vec![queries.memory(), keys.memory(), &positions, row_lse.memory(), column_sums.memory()];
         let counted = match (self.log_threshold, &row_max) {
@@ -232,7 +237,7 @@ impl AttentionStatsPlan {
         Parts { tiles: part_tiles, count: tiles.div_ceil(part_tiles) }
     }
 
-    fn call(&self, parts: Parts, queries: &Memory, keys: &Memory, positions: &Memory) -> StatsCall {
+    fn call(&self, parts: Parts, queries: &Tensor, keys: &Tensor, positions: &Memory) -> StatsCall {
         StatsCall {
             keys: keys.address(),
             key_token_stride: self.keys.token_stride as u64,
@@ -259,8 +264,7 @@ impl AttentionStatsPlan {
         keys: &Tensor,
         defines: &[(&'static str, usize)],
     ) -> Program {
-        let types = [queries.element_type(), keys.element_type()];
-        let mut all = tile_defines(self.shape.head_dim(), types, [&self.queries, &self.keys]);
+        let mut all = tile_defines(self.shape.head_dim(), [(queries, &self.queries), (keys, &self.keys)]);
         all.extend(defines);
         Program { files, defines: all }
     }
@@ -270,18 +274,17 @@ impl AttentionStatsPlan {
     }
 }
 
-/// The macros of `key_tile.cuh`, for types and layouts of the passing and of the resident rows.
+/// The macros of `key_tile.cuh`, for the tensors and layouts of the passing and of the resident rows.
 pub(super) fn tile_defines(
     head_dim: usize,
-    [passing, resident]: [ElementType; 2],
-    [passing_rows, resident_rows]: [&RowLayout; 2],
+    [passing, resident]: [(&Tensor, &RowLayout); 2],
 ) -> Vec<(&'static str, usize)> {
     vec![
         ("HEAD_DIM", head_dim),
-        ("QUERY_TYPE", type_code(passing) as usize),
-        ("KEY_TYPE", type_code(resident) as usize),
-        ("QUERIES_ALIGNED", aligned(passing_rows)),
-        ("KEYS_ALIGNED", aligned(resident_rows)),
+        ("QUERY_TYPE", passing.0.type_code() as usize),
+        ("KEY_TYPE", resident.0.type_code() as usize),
+        ("QUERIES_ALIGNED", aligned(passing.0, passing.1)),
+        ("KEYS_ALIGNED", aligned(resident.0, resident.1)),
     ]
 }
 

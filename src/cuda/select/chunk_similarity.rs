@@ -67,9 +67,9 @@ impl ChunkSimilarityPlan {
         }
         check_output("similarities of chunks", similarities, self.chunks, ElementType::F32)?;
         let call = SimilarityCall {
-            query: query.memory().address(),
-            chunks: chunks.memory().address(),
-            similarities: similarities.memory().address(),
+            query: query.address(),
+            chunks: chunks.address(),
+            similarities: similarities.address(),
             query_type: query.type_code(),
             chunk_type: chunks.type_code(),
             width: self.width as u32,

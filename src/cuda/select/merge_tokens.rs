@@ -108,24 +108,22 @@ impl MergePlan {
         let nearest = Words::zeroed(stream, "nearest kept tokens", heads * self.evicted)?;
         let merged = [f32s(heads * self.kept * head_dim)?, f32s(heads * self.kept * head_dim)?];
         let call = |rows: &Tensor, merged: &Tensor| MergeCall {
-            rows: rows.memory().address(),
+            rows: rows.address(),
             token_stride: self.rows.token_stride as u64,
             head_stride: self.rows.head_stride as u64,
             kept_tokens: kept.address(),
             evicted_tokens: evicted.address(),
-            inverse_norms: inverse_norms.memory().address(),
+            inverse_norms: inverse_norms.address(),
             nearest: nearest.memory().address(),
-            similarities: similarities.memory().address(),
-            merged: merged.memory().address(),
+            similarities: similarities.address(),
+            merged: merged.address(),
             tokens: self.rows.tokens as u32,
             kv_heads: heads as u32,
             kept: self.kept as u32,
             evicted: self.evicted as u32,
         };
         let shared = [kept.memory(), evicted.memory(), inverse_norms.memory(), nearest.memory(), similarities.memory()];
-        let types = [keys.element_type(); 2];
-        let program =
-            Program { files: NEAREST_PROGRAM, defines: tile_defines(head_dim, types, [&self.rows, &self.rows]) };
+        let program = Program { files: NEAREST_PROGRAM, defines: tile_defines(head_dim, [(keys, &self.rows); 2]) };
         let of_keys = [shared.as_slice(), &[keys.memory()]].concat();
         let rows = heads * (self.kept + self.evicted);
         let grid = [(rows * 32).div_ceil(NORM_THREADS as usize), 1];

@@ -21,9 +21,12 @@ use super::device::tensor::Tensor;
 use crate::plan::{ElementType, RowLayout, TokenIndices};
 use crate::{Error, Result};
 
-/// Whether every row of a tensor begins at a multiple of four elements, as `KEYS_ALIGNED` of `key_tile.cuh` says.
-const fn aligned(rows: &RowLayout) -> usize {
-    (rows.token_stride.is_multiple_of(4) && rows.head_stride.is_multiple_of(4)) as usize
+/// Whether every row of a tensor begins at a multiple of four elements, as `KEYS_ALIGNED` of `key_tile.cuh` says: the tensor
+/// may be a part of another, or lie anywhere in an engine's memory.
+fn aligned(tensor: &Tensor, rows: &RowLayout) -> usize {
+    let four = 4 * tensor.element_type().bytes() as u64;
+    let begins = tensor.address().is_multiple_of(four);
+    usize::from(begins && rows.token_stride.is_multiple_of(4) && rows.head_stride.is_multiple_of(4))
 }
 
 /// Checks that `output` holds `expected` elements of a type.

@@ -132,9 +132,9 @@ impl Moves {
         self.rows.check("rows to copy", rows.elements(), &self.shape)?;
         check_output("copied rows", moved, self.elements(), rows.element_type())?;
         let call = MoveCall {
-            rows: rows.memory().address(),
+            rows: rows.address(),
             indices: indices.address(),
-            moved: moved.memory().address(),
+            moved: moved.address(),
             token_stride: self.rows.token_stride as u64,
             head_stride: self.rows.head_stride as u64,
             tokens: self.rows.tokens as u32,

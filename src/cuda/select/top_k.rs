@@ -63,12 +63,7 @@ impl TopKPlan {
     pub fn bind(&self, backend: &Cuda, scores: &Tensor, chosen: &Indices) -> Result<Launches> {
         check_output("scores", scores, self.kv_heads * self.n, ElementType::F32)?;
         check_indices("chosen indices", chosen, self.kv_heads, self.k)?;
-        let call = TopKCall {
-            scores: scores.memory().address(),
-            chosen: chosen.address(),
-            n: self.n as u32,
-            k: self.k as u32,
-        };
+        let call = TopKCall { scores: scores.address(), chosen: chosen.address(), n: self.n as u32, k: self.k as u32 };
         let program = Program { files: &["select/top_k.cu"], defines: Vec::new() };
         let kernel = Kernel { program: &program, name: "top_k", grid: [self.kv_heads, 1], block: THREADS };
         let launch = Launch::new(backend, kernel, &call, &[scores.memory(), chosen.memory()])?;

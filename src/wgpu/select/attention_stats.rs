@@ -2,13 +2,13 @@
 
 use super::words::Words;
 use super::{check_index, check_reach, queries_file, upload_call};
+use crate::Result;
 use crate::format::{AttentionShape, HEAD_DIMS};
 use crate::plan::{ElementType, RowLayout};
 use crate::policy::{HeadAggregation, QueryRows, RowStatsSource, StatsRequest};
 use crate::wgpu::device::launch::{Launch, Launches, flat_grid};
 use crate::wgpu::device::{Kernels, Tensor, Variant};
 use crate::wgpu::pack::rows_file;
-use crate::{Error, Result};
 
 /// Keys of a tile, `RESIDENT` in `resident_rows.wgsl`.
 const TILE_KEYS: usize = 128;
@@ -113,6 +113,11 @@ impl AttentionStatsPlan {
     /// [`Error::Selection`] when layouts and positions are of other numbers of rows or keys; [`Error::Budget`] when the
     /// threshold is not in 0 ..= 1; [`Error::Plan`] when counts are asked for and only the log-sum-exp is known;
     /// [`Error::Limit`] when 32-bit indices do not reach all elements.
+    ///
+    /// [`Error::Selection`]: crate::Error::Selection
+    /// [`Error::Budget`]: crate::Error::Budget
+    /// [`Error::Plan`]: crate::Error::Plan
+    /// [`Error::Limit`]: crate::Error::Limit
     pub fn new(
         shape: &AttentionShape,
         rows: QueryRows,
@@ -169,6 +174,12 @@ impl AttentionStatsPlan {
     /// # Errors
     /// [`Error::Elements`] when a tensor is too short; [`Error::Plan`] when the log-sum-exp is given or missing against
     /// the plan; [`Error::Limit`], [`Error::OutOfMemory`] or [`Error::DeviceLost`].
+    ///
+    /// [`Error::Elements`]: crate::Error::Elements
+    /// [`Error::Plan`]: crate::Error::Plan
+    /// [`Error::Limit`]: crate::Error::Limit
+    /// [`Error::OutOfMemory`]: crate::Error::OutOfMemory
+    /// [`Error::DeviceLost`]: crate::Error::DeviceLost
     pub fn bind(
         &self,
         kernels: &Kernels,
@@ -218,11 +229,7 @@ impl AttentionStatsPlan {
                 launches.push(Launch::new(kernels, &Variant::new("sum_partials"), &buffers, sum_grid)?);
                 (Some(max), lse)
             }
-            (source, _) => {
-                let reason =
-                    format!("the rows are planned as {source:?}, and a log-sum-exp must be given for known ones");
-                return Err(Error::Plan { what: "attention statistics", reason });
-            }
+            (source, _) => return Err(source.mismatch()),
         };
 
         let aggregation = self.request.columns.aggregation;

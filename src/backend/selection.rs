@@ -1,0 +1,183 @@
+//! What measures attention and carries the decisions of a policy out.
+
+use std::future::Future;
+
+use super::Device;
+use crate::Result;
+use crate::format::AttentionShape;
+use crate::plan::RowLayout;
+use crate::policy::{Merging, QueryRows, StatsRequest};
+
+/// A dense tensor on a device, and where its rows lie.
+#[derive(Debug)]
+pub struct TensorRows<'a, T> {
+    /// The tensor.
+    pub tensor: &'a T,
+    /// Where the rows lie.
+    pub layout: RowLayout,
+}
+
+impl<T> Clone for TensorRows<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for TensorRows<'_, T> {}
+
+/// Query rows and the keys that they attend to.
+#[derive(Debug)]
+pub struct QueriesAndKeys<'a, T> {
+    /// Heads.
+    pub shape: AttentionShape,
+    /// Positions of the query rows in the context.
+    pub rows: &'a QueryRows,
+    /// The query rows `[rows, query_heads, head_dim]`, one for each position, wherever they lie.
+    pub queries: TensorRows<'a, T>,
+    /// All keys of the context, `[tokens, kv_heads, head_dim]`.
+    pub keys: TensorRows<'a, T>,
+}
+
+impl<T> Clone for QueriesAndKeys<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for QueriesAndKeys<'_, T> {}
+
+/// What was measured of attention, on the device. `W` is the backend's array of integers.
+#[derive(Clone, Debug)]
+pub struct MeasuredAttention<T, W> {
+    /// The largest score of each row, f32 `[query_heads, rows]`; `None` where the log-sum-exp was known.
+    pub row_max: Option<T>,
+    /// The natural log-sum-exp of each row, f32 `[query_heads, rows]`; `None` where the caller knew it.
+    pub row_lse: Option<T>,
+    /// What every key receives, f32 `[query_heads, tokens]` or `[kv_heads, tokens]`, as the aggregation says.
+    pub column_sums: T,
+    /// `[query_heads, rows]`: keys at or above the threshold; `None` where none was asked for.
+    pub counts: Option<W>,
+}
+
+/// Keys and values of a layer, and which of their tokens stay.
+#[derive(Debug)]
+pub struct KeptAndEvicted<'a, T, I> {
+    /// Heads.
+    pub shape: AttentionShape,
+    /// Where keys and values lie in their tensors; the same for both.
+    pub rows: RowLayout,
+    /// The keys, `[tokens, kv_heads, head_dim]`.
+    pub keys: &'a T,
+    /// The values, likewise.
+    pub values: &'a T,
+    /// Positions `[kv_heads, k]` of the kept tokens.
+    pub kept: &'a I,
+    /// Positions `[kv_heads, e]` of the evicted ones.
+    pub evicted: &'a I,
+}
+
+impl<T, I> Clone for KeptAndEvicted<'_, T, I> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T, I> Copy for KeptAndEvicted<'_, T, I> {}
+
+/// Evicted tokens merged into their nearest kept ones, on the device. `W` is the backend's array of integers.
+#[derive(Clone, Debug)]
+pub struct MergedTokens<T, W> {
+    /// `[kv_heads, e]`: index, among the kept tokens of the head, of the one whose key is nearest.
+    pub nearest: W,
+    /// Cosine similarity of the keys, f32 `[kv_heads, e]`.
+    pub similarities: T,
+    /// f32 `[kv_heads, k, head_dim]`.
+    pub keys: T,
+    /// f32 `[kv_heads, k, head_dim]`.
+    pub values: T,
+}
+
+/// A device whose kernels measure attention, and choose, gather and merge tokens: what a
+/// [policy](crate::policy) needs measured, and what it decided carried out.
+///
+/// What a call returns is made by it. Calls that neither upload nor download do not wait.
+pub trait Selection: Device {
+    /// An array of `u32` on the device: counts, places among kept tokens.
+    type Words;
+
+    /// Copies words to the host, waiting for the work that writes them.
+    ///
+    /// # Errors
+    /// [`DeviceLost`](crate::Error::DeviceLost).
+    fn download_words(&self, words: &Self::Words) -> impl Future<Output = Result<Vec<u32>>>;
+
+    /// Kernels `attention_row_stats`, `attention_column_stats` and `sum_partials` (VL-Cache A.5): what every key receives from
+    /// the query rows, and how many keys each row needs. Scores and weights never reach memory. `known_lse`,
+    /// f32 `[query_heads, rows]`, is given where the request says that it is known.
+    ///
+    /// # Errors
+    /// [`Elements`](crate::Error::Elements) or [`Selection`](crate::Error::Selection) when tensors, layouts and positions do
+    /// not fit, [`Budget`](crate::Error::Budget) when the threshold is not in 0 ..= 1, [`Plan`](crate::Error::Plan) when the
+    /// log-sum-exp is given or missing against the request, or counts are asked for with a known one.
+    fn measure_attention(
+        &self,
+        input: QueriesAndKeys<'_, Self::Tensor>,
+        request: StatsRequest,
+        known_lse: Option<&Self::Tensor>,
+    ) -> Result<MeasuredAttention<Self::Tensor, Self::Words>>;
+
+    /// Kernel `top_k`: the indices `[kv_heads, k]` of the `k` largest of f32 scores `[kv_heads, n]`, ascending for each head.
+    /// Ties go to the lower index, −0 equals +0, and a score that is NaN ranks below −∞.
+    ///
+    /// # Errors
+    /// [`Elements`](crate::Error::Elements) when the scores are not whole heads, [`TopK`](crate::Error::TopK) when a head has
+    /// fewer than `k`, [`NoTokens`](crate::Error::NoTokens) when `k` is 0.
+    fn top_k(&self, scores: &Self::Tensor, kv_heads: usize, k: usize) -> Result<Self::Indices>;
+
+    /// Kernel `gather`: the rows `kept`, `[kv_heads, k]`, of each KV head as `[kv_heads, k, head_dim]`, elements of the same
+    /// type.
+    ///
+    /// # Errors
+    /// [`Elements`](crate::Error::Elements) when the tensor is shorter than its layout says, or the indices are for another
+    /// number of KV heads.
+    fn gather(
+        &self,
+        shape: &AttentionShape,
+        rows: TensorRows<'_, Self::Tensor>,
+        kept: &Self::Indices,
+    ) -> Result<Self::Tensor>;
+
+    /// Kernels `nearest_kept` and `merge_tokens` (LOOK-M eq. 9-12): the kept keys and values, each with the evicted ones whose
+    /// key is nearest to its own merged into it. Of equally near keys the first is taken; sums are made in the order of the
+    /// evicted tokens.
+    ///
+    /// # Errors
+    /// [`Elements`](crate::Error::Elements) when a tensor is shorter than its layout says, or the indices are for another
+    /// number of KV heads.
+    fn merge_tokens(
+        &self,
+        input: KeptAndEvicted<'_, Self::Tensor, Self::Indices>,
+        merging: Merging,
+    ) -> Result<MergedTokens<Self::Tensor, Self::Words>>;
+
+    /// Kernel `chunk_similarity` (Cocktail eq. 1): the cosine similarities, f32 `[chunks]`, of a query's embedding `[width]`
+    /// with those of chunks, `[chunks, width]`. An embedding of zeros resembles nothing: 0.
+    ///
+    /// # Errors
+    /// [`Chunks`](crate::Error::Chunks) when an embedding has no elements, or the chunks are not of the query's width.
+    fn chunk_similarity(&self, query: &Self::Tensor, chunks: &Self::Tensor) -> Result<Self::Tensor>;
+
+    /// Kernel `reorder_chunks` (Cocktail, algorithm 1): chunk i of the result, `[kv_heads, tokens, head_dim]`, is chunk
+    /// `order[i]` of the rows; tokens after the last whole chunk stay where they are.
+    ///
+    /// # Errors
+    /// [`Chunks`](crate::Error::Chunks) when the order does not name every whole chunk once, or chunks of that size are not
+    /// served; [`Elements`](crate::Error::Elements) when the tensor is shorter than its layout says.
+    fn reorder_chunks(
+        &self,
+        shape: &AttentionShape,
+        rows: TensorRows<'_, Self::Tensor>,
+        chunk_tokens: usize,
+        order: &[u32],
+    ) -> Result<Self::Tensor>;
+}
