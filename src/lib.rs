@@ -65,7 +65,7 @@
 //! | `wgpu` | every kernel in WGSL, on an engine's own device |
 //! | `cuda` | the kernels in CUDA C++, on an engine's own stream |
 //! | [`cache`] | [`KvCache`] and recipes |
-//! | [`conformance`] | the one registry of cases that tests, `kvpack check` and `kvpack bench` share |
+//! | [`conformance`] | the one registry of checks that tests and `kvpack check` share, and the decode steps of `kvpack bench` |
 //!
 //! # Storage layout
 //!

@@ -3,11 +3,15 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use kvpack::Result;
-use kvpack::backend::{AttendOptions, Attention, Forward, Forwarding, NonFinite, Packing, SpanRead};
+use kvpack::backend::{
+    AttendOptions, Attention, AttentionStates, Forward, Forwarding, MeasuredAttention, NonFinite, Packing,
+    QueriesAndKeys, Selection, SpanRead, SpanWrite,
+};
 use kvpack::conformance::{self, Failure, Report};
-use kvpack::cpu::{Cpu, CpuStore, CpuTensor};
+use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor};
 use kvpack::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
-use kvpack::plan::{AttendPlan, PlannedSpan, QueryRun, RowLayout, SpanView, StoreView};
+use kvpack::plan::{AttendPlan, Page, PlannedSpan, QueryRun, RowLayout, SpanView, StoreView, TokenRange};
+use kvpack::policy::StatsRequest;
 
 /// A mistake that kernels make.
 #[derive(Clone, Copy, PartialEq)]
@@ -30,6 +34,16 @@ enum Mistake {
     YieldsNan,
     /// Every second output has another last bit.
     Wavers,
+    /// A span's last token is written once more, into the page behind its last.
+    WritesAPageTooFar,
+    /// A span's ranges are written once more, into the slot before its own.
+    WritesASlotTooLow,
+    /// The log-sum-exps are in bits instead of nats.
+    BinaryLogarithms,
+    /// Of equal scores the last are taken.
+    TakesTheLast,
+    /// Column sums lack the last query row.
+    DropsLastRow,
 }
 
 struct Mistaken {
@@ -58,6 +72,69 @@ impl Forward for Mistaken {
             return Ok(None);
         }
         self.cpu.first_non_finite(which, tensor, rows, shape, largest).await
+    }
+
+    fn quantize(
+        &self,
+        store: &mut CpuStore,
+        keys: &CpuTensor,
+        values: &CpuTensor,
+        write: SpanWrite<'_, CpuIndices>,
+    ) -> Result<()> {
+        self.cpu.quantize(store, keys, values, write)?;
+        let last = write.pages[write.pages.len() - 1];
+        let (page, range_slot) = match self.mistake {
+            Mistake::WritesAPageTooFar => (Page { index: last.index + 1, ..last }, write.range_slot),
+            Mistake::WritesASlotTooLow if write.range_slot > 0 => (last, write.range_slot - 1),
+            _ => return Ok(()),
+        };
+        let tokens = TokenRange::new(0, 1)?.into();
+        // There may be no page behind.
+        let _ = self.cpu.quantize(store, keys, values, SpanWrite { tokens, pages: &[page], range_slot, ..write });
+        self.cpu.quantize(store, keys, values, write)
+    }
+
+    async fn attend_states(
+        &self,
+        plan: &AttendPlan,
+        stores: &[&CpuStore],
+        queries: &CpuTensor,
+        options: AttendOptions,
+    ) -> Result<AttentionStates<CpuTensor>> {
+        let mut states = self.cpu.attend_states(plan, stores, queries, options).await?;
+        if self.mistake == Mistake::BinaryLogarithms {
+            let lse = states.lse.to_f32().into_iter().map(|lse| lse * std::f32::consts::LOG2_E).collect();
+            states.lse = CpuTensor::F32(lse);
+        }
+        Ok(states)
+    }
+
+    fn top_k(&self, scores: &CpuTensor, kv_heads: usize, k: usize) -> Result<CpuIndices> {
+        if self.mistake != Mistake::TakesTheLast {
+            return self.cpu.top_k(scores, kv_heads, k);
+        }
+        let mut scores = scores.to_f32();
+        let n = scores.len() / kv_heads;
+        scores.chunks_mut(n).for_each(<[f32]>::reverse);
+        let chosen = self.cpu.top_k(&CpuTensor::F32(scores), kv_heads, k)?;
+        let chosen: Vec<u32> =
+            chosen.tokens().chunks(k).flat_map(|chosen| chosen.iter().rev().map(|&i| n as u32 - 1 - i)).collect();
+        CpuIndices::new(&chosen, kv_heads, n as u32)
+    }
+
+    fn measure_attention(
+        &self,
+        input: QueriesAndKeys<'_, CpuTensor>,
+        request: StatsRequest,
+        known_lse: Option<&CpuTensor>,
+    ) -> Result<MeasuredAttention<CpuTensor, Vec<u32>>> {
+        let mut measured = self.cpu.measure_attention(input, request, known_lse)?;
+        if self.mistake == Mistake::DropsLastRow {
+            let rows = input.rows.len() as f32;
+            let sums = measured.column_sums.to_f32().into_iter().map(|sum| sum * (rows - 1.0) / rows).collect();
+            measured.column_sums = CpuTensor::F32(sums);
+        }
+        Ok(measured)
     }
 
     fn dequantize(&self, store: &CpuStore, read: SpanRead<'_>) -> Result<(CpuTensor, CpuTensor)> {
@@ -164,15 +241,16 @@ fn score(query: &[f32], key: &[f32]) -> f32 {
     query.iter().zip(key).map(|(q, k)| q * k).sum::<f32>() / (query.len() as f32).sqrt()
 }
 
-fn run(case: &str, mistake: Mistake) -> Report {
-    let case = conformance::cases().into_iter().find(|known| known.name == case).expect("the case is in the registry");
+fn run(name: &str, mistake: Mistake) -> Report {
+    let check =
+        conformance::checks().into_iter().find(|known| known.name() == name).expect("the check is in the registry");
     let backend = Forwarding(Mistaken { cpu: Cpu::new(), mistake, steps: AtomicU32::new(0) });
-    pollster::block_on(conformance::run_case(&backend, &case)).expect("the mistake is no error")
+    pollster::block_on(check.run(&backend)).expect("the mistake is no error")
 }
 
 fn is_inaccurate(case: &str, mistake: Mistake) {
     let report = run(case, mistake);
-    assert!(report.failures.iter().any(|f| matches!(f, Failure::Inaccurate { .. })), "{case}: {:?}", report.error);
+    assert!(report.failures.iter().any(|f| matches!(f, Failure::Inaccurate { .. })), "{case}: {}", report.reason());
 }
 
 #[test]
@@ -226,4 +304,42 @@ fn nan_is_found() {
 fn outputs_that_waver_are_found() {
     let report = run("format-f16", Mistake::Wavers);
     assert_eq!(report.failures, [Failure::Unrepeated { elements: 1, index: 7 }]);
+}
+
+/// What is written beside the pages of a span is found, though no output changes.
+#[test]
+fn a_page_too_many_is_found() {
+    for name in
+        ["format-f16", "length-one-token-f16", "data-outliers-8bit-token-32channels", "states-f16", "pack-8bit-token"]
+    {
+        let report = run(name, Mistake::WritesAPageTooFar);
+        assert!(report.failures.iter().any(|f| matches!(f, Failure::Guard { .. })), "{name}: {}", report.reason());
+    }
+}
+
+#[test]
+fn a_slot_too_low_is_found() {
+    for name in ["format-4bit", "pack-4bit-channel"] {
+        let report = run(name, Mistake::WritesASlotTooLow);
+        assert!(report.failures.iter().any(|f| matches!(f, Failure::Guard { .. })), "{name}: {}", report.reason());
+    }
+}
+
+#[test]
+fn logarithms_of_another_base_are_found() {
+    is_inaccurate("states-4bit", Mistake::BinaryLogarithms);
+}
+
+#[test]
+fn ties_that_go_to_the_wrong_index_are_found() {
+    for name in ["top-k-ties", "top-k-equal"] {
+        let report = run(name, Mistake::TakesTheLast);
+        assert!(matches!(report.failures.as_slice(), [Failure::Differs { .. }]), "{name}: {}", report.reason());
+    }
+    assert!(run("top-k-budget-100", Mistake::TakesTheLast).passed(), "where all are taken there is nothing to choose");
+}
+
+#[test]
+fn a_query_row_that_is_not_counted_is_found() {
+    is_inaccurate("stats-last-50", Mistake::DropsLastRow);
 }

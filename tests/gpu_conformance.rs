@@ -1,12 +1,13 @@
-//! The conformance registry through wgpu: one test for each case and path. `gpu_device` says on which adapter.
+//! The conformance registry through wgpu: one test for each check and path. `gpu_device` says on which adapter.
 //!
-//! The quick cases run on every path that the adapter has, the f16 path only where it has f16, since it is the floor with
-//! larger limits elsewhere. `KVPACK_PATH` (floor, f16, subgroups, matrices) leaves one path, and `KVPACK_ALL_CASES=1` runs the whole
-//! registry. Without the adapter there is one test, and it fails.
+//! The quick checks run on every path that the adapter has, the f16 path only where it has f16, since it is the floor with
+//! larger limits elsewhere; those whose kernels are the same on all paths run on the first. `KVPACK_PATH` (floor, f16,
+//! subgroups, matrices) leaves one path, and `KVPACK_ALL_CASES=1` runs the whole registry. Without the adapter there is one
+//! test, and it fails.
 
 mod gpu_device;
 
-use kvpack::conformance::{self, Case};
+use kvpack::conformance::{self, Check};
 use kvpack::wgpu::{Capabilities, Path, Wgpu, offers_matrices};
 use libtest_mimic::{Arguments, Failed, Trial};
 
@@ -31,17 +32,18 @@ fn trials() -> Result<Vec<Trial>, String> {
     };
     let all = std::env::var("KVPACK_ALL_CASES").is_ok_and(|value| !matches!(value.as_str(), "" | "0"));
     let mut trials = Vec::new();
-    for path in paths {
+    for (index, path) in paths.into_iter().enumerate() {
         let backend = gpu_device::restricted_to(path)?;
-        for case in conformance::cases().into_iter().filter(|case| all || case.quick) {
+        let is_wanted = |check: &Check| (all || check.is_quick()) && (index == 0 || check.kind().depends_on_path());
+        for check in conformance::checks().into_iter().filter(is_wanted) {
             let backend = backend.clone();
-            trials.push(Trial::test(format!("{path}::{}", case.name), move || run(&backend, &case)));
+            trials.push(Trial::test(format!("{path}::{}", check.name()), move || run(&backend, &check)));
         }
     }
     Ok(trials)
 }
 
-fn run(backend: &Wgpu, case: &Case) -> Result<(), Failed> {
-    let report = pollster::block_on(conformance::run_case(backend, case))?;
+fn run(backend: &Wgpu, check: &Check) -> Result<(), Failed> {
+    let report = pollster::block_on(check.run(backend))?;
     if report.passed() { Ok(()) } else { Err(report.reason().into()) }
 }

@@ -107,7 +107,7 @@ fn many_heads_in_f16_take_matrices() {
 fn the_registry_covers_matrices() {
     let limits = KernelLimits { workgroup_memory: 48 << 10, ..capabilities().limits };
     let matrices = Capabilities { matrices: true, limits, ..capabilities() };
-    let takes_matrices = |case: &conformance::Case| {
+    let takes_matrices = |case: &conformance::AttendCase| {
         let stores: Vec<(SegmentFormat, Vec<Vec<Page>>)> = case
             .segments
             .iter()
@@ -138,7 +138,7 @@ fn the_registry_covers_matrices() {
         let step = StepPlan::new(&matrices, &plan, case.input.elements, case.options).unwrap();
         step.launch_labels().iter().any(|label| label.contains("attend_matrix"))
     };
-    let cases = conformance::cases();
+    let cases = conformance::attend_cases();
     for name in ["split-many-heads-f16", "sink-long-many-heads-f16", "segments-many-heads-f16"] {
         let case = cases.iter().find(|case| case.name == name);
         assert!(case.is_some_and(takes_matrices), "{name}");

@@ -86,7 +86,7 @@ let qualityRun;
 async function run(name, measure, report) {
   const section = sections[name];
   const [start, save] = [section.querySelector(".run"), section.querySelector(".save")];
-  if (name === "check") start.textContent = countOf(session.cases(options.get("cases") === "all", options.get("filter") ?? ""));
+  if (name === "check") start.textContent = countOf(session.checks(options.get("cases") === "all", options.get("filter") ?? ""));
   if (name === "bench") offerShapes(section);
   save.onclick = () => download(`kvpack-${name}.json`, report());
   start.disabled = false;
@@ -105,8 +105,8 @@ async function run(name, measure, report) {
   };
 }
 
-function countOf(cases) {
-  return `Check ${cases.length} ${cases.length === 1 ? "case" : "cases"}`;
+function countOf(checks) {
+  return `Run ${checks.length} ${checks.length === 1 ? "check" : "checks"}`;
 }
 
 function setBusy(busy) {
@@ -115,7 +115,7 @@ function setBusy(busy) {
 }
 
 async function check(section) {
-  const names = session.cases(options.get("cases") === "all", options.get("filter") ?? "");
+  const names = session.checks(options.get("cases") === "all", options.get("filter") ?? "");
   const list = section.querySelector(".cases");
   const begin = performance.now();
   rows.check = [];
@@ -125,7 +125,7 @@ async function check(section) {
     await pause();
     const row = await orLost(session.check(name));
     rows.check.push(row);
-    const item = made("li", row.reason ? `${row.case}: ${row.reason}` : row.case);
+    const item = made("li", row.reason ? `${row.check}: ${row.reason}` : row.check);
     item.className = row.outcome;
     list.append(item);
     section.querySelector(".save").hidden = false;

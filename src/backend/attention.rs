@@ -1,10 +1,11 @@
 //! Attention over stores.
 
+use std::fmt;
 use std::future::Future;
 
 use super::Storage;
 use crate::Result;
-use crate::format::AttentionShape;
+use crate::format::{AttentionShape, SegmentFormat};
 use crate::plan::{AttendPlan, ElementType, Split};
 
 /// How the query enters the products with packed keys, and the weights those with packed values.
@@ -45,6 +46,51 @@ impl Default for AttendOptions {
     }
 }
 
+/// How the elements of keys or of values are multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Arithmetic {
+    /// Multiply-adds of floats.
+    Floats,
+    /// Dot products of four signed bytes.
+    Integers,
+    /// Matrix instructions on 16-bit floats.
+    HalfMatrices,
+    /// Matrix instructions on bytes.
+    ByteMatrices,
+}
+
+/// By which arithmetic a backend attends to a format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AttendArithmetic {
+    /// Of the scores.
+    pub keys: Arithmetic,
+    /// Of the weighted values.
+    pub values: Arithmetic,
+}
+
+impl AttendArithmetic {
+    /// Floats throughout.
+    pub const FLOATS: Self = Self { keys: Arithmetic::Floats, values: Arithmetic::Floats };
+}
+
+impl fmt::Display for Arithmetic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Floats => "floats",
+            Self::Integers => "integers",
+            Self::HalfMatrices => "f16 matrices",
+            Self::ByteMatrices => "byte matrices",
+        })
+    }
+}
+
+impl fmt::Display for AttendArithmetic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { keys, values } = self;
+        if keys == values { write!(f, "{keys}") } else { write!(f, "{keys}, {values}") }
+    }
+}
+
 /// The attention states of queries, `[rows, query_heads]`: what attention over some tokens yields, so that it can be merged
 /// with attention over others, be it of another cache, another GPU or an engine's own kernel.
 #[derive(Clone, Debug)]
@@ -58,6 +104,17 @@ pub struct AttentionStates<T> {
 
 /// A device that attends to what its stores hold.
 pub trait Attention: Storage {
+    /// How the backend multiplies the keys and values of a format in long contexts, where scores are not calibrated.
+    ///
+    /// # Errors
+    /// [`Format`](crate::Error::Format) or [`Unsupported`](crate::Error::Unsupported) when it does not serve the format.
+    fn arithmetic(
+        &self,
+        shape: &AttentionShape,
+        format: &SegmentFormat,
+        query: QueryPrecision,
+    ) -> Result<AttendArithmetic>;
+
     /// Every query of the plan over every segment: kernels `prepare_query`, `attend` (or `scores` and `weighted_values` where
     /// scores are calibrated) and `merge_states`. Queries and output are `[rows, query_heads, head_dim]`; scores are
     /// `q·k / √head_dim`.

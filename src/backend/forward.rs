@@ -3,8 +3,9 @@
 use std::future::Future;
 
 use super::{
-    AttendOptions, Attention, AttentionStates, Backend, Device, KeptAndEvicted, MeasuredAttention, MergedTokens,
-    NonFinite, Packing, QueriesAndKeys, Selection, SpanRead, SpanWrite, Storage, TensorRows, TokenWrite, WindowMove,
+    AttendArithmetic, AttendOptions, Attention, AttentionStates, Backend, Device, KeptAndEvicted, MeasuredAttention,
+    MergedTokens, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection, SpanRead, SpanWrite, Storage,
+    TensorRows, TokenWrite, WindowMove,
 };
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
@@ -146,6 +147,15 @@ pub trait Forward {
 
     fn dequantize(&self, store: &Store<Self>, read: SpanRead<'_>) -> Result<(Tensor<Self>, Tensor<Self>)> {
         self.inner().dequantize(store, read)
+    }
+
+    fn arithmetic(
+        &self,
+        shape: &AttentionShape,
+        format: &SegmentFormat,
+        query: QueryPrecision,
+    ) -> Result<AttendArithmetic> {
+        self.inner().arithmetic(shape, format, query)
     }
 
     fn attend(
@@ -344,6 +354,15 @@ impl<F: Forward> Packing for Forwarding<F> {
 }
 
 impl<F: Forward> Attention for Forwarding<F> {
+    fn arithmetic(
+        &self,
+        shape: &AttentionShape,
+        format: &SegmentFormat,
+        query: QueryPrecision,
+    ) -> Result<AttendArithmetic> {
+        self.0.arithmetic(shape, format, query)
+    }
+
     fn attend(
         &self,
         plan: &AttendPlan,

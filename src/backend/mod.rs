@@ -9,13 +9,15 @@
 
 mod attention;
 mod device;
+mod filled;
 mod forward;
 mod packing;
 mod selection;
 mod storage;
 
-pub use attention::{AttendOptions, Attention, AttentionStates, QueryPrecision};
+pub use attention::{Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, QueryPrecision};
 pub use device::Device;
+pub use filled::{FilledSpan, FilledStores, NewSpan, SpanSource};
 pub use forward::{Forward, Forwarding};
 pub use packing::{NonFinite, Packing, SpanRead, SpanWrite, TokenWrite, WindowMove};
 pub use selection::{KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, Selection, TensorRows};

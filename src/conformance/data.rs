@@ -1,11 +1,11 @@
 //! The keys, values and queries of a case, from its seed.
 
-use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::{Case, DataKind, InputLayout, RowOrder, SinkPlace};
+use super::attend::{AttendCase, DataKind, InputLayout, RowOrder, SinkPlace};
+use crate::cpu::CpuTensor;
 use crate::format::AttentionShape;
-use crate::plan::{ElementType, Elements, RowLayout};
+use crate::plan::RowLayout;
 use crate::{Error, Result};
 
 /// Nats by which the sink's score exceeds the other scores, taken together as the logarithm of their mean exponential:
@@ -15,45 +15,6 @@ pub const SINK_NATS: f64 = 14.0;
 /// Share of the weight, about, that goes to the landmark.
 const LANDMARK_SHARE: f64 = 0.15;
 
-/// Elements in host memory, in the type in which they are handed to a backend.
-#[derive(Clone, Debug, PartialEq)]
-pub enum HostTensor {
-    /// 32-bit floats.
-    F32(Vec<f32>),
-    /// 16-bit floats.
-    F16(Vec<f16>),
-    /// Brain floats.
-    Bf16(Vec<bf16>),
-}
-
-impl HostTensor {
-    pub(super) fn new(elements: ElementType, data: Vec<f32>) -> Self {
-        match elements {
-            ElementType::F32 => Self::F32(data),
-            ElementType::F16 => Self::F16(data.into_iter().map(f16::from_f32).collect()),
-            ElementType::Bf16 => Self::Bf16(data.into_iter().map(bf16::from_f32).collect()),
-        }
-    }
-
-    /// The elements, borrowed.
-    pub fn elements(&self) -> Elements<'_> {
-        match self {
-            Self::F32(data) => data.as_slice().into(),
-            Self::F16(data) => data.as_slice().into(),
-            Self::Bf16(data) => data.as_slice().into(),
-        }
-    }
-
-    /// Overwrites one element.
-    pub(super) fn set(&mut self, index: usize, value: f32) {
-        match self {
-            Self::F32(data) => data[index] = value,
-            Self::F16(data) => data[index] = f16::from_f32(value),
-            Self::Bf16(data) => data[index] = bf16::from_f32(value),
-        }
-    }
-}
-
 /// What the data of one sequence depend on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DataRecipe {
@@ -61,6 +22,8 @@ pub struct DataRecipe {
     pub shape: AttentionShape,
     /// Tokens of the sequence, at least 1.
     pub tokens: usize,
+    /// Queries of each query head, at least 1.
+    pub queries: usize,
     /// What keys and values look like.
     pub kind: DataKind,
     /// Where the sink lies.
@@ -77,18 +40,19 @@ pub struct SequenceData {
     /// Where rows of keys and of values lie.
     pub rows: RowLayout,
     /// The keys.
-    pub keys: HostTensor,
+    pub keys: CpuTensor,
     /// The values.
-    pub values: HostTensor,
-    /// One query per query head, `[query_heads, head_dim]`, already rounded to the element type of the input.
+    pub values: CpuTensor,
+    /// The queries, `[queries, query_heads, head_dim]`, already rounded to the element type of the input.
     pub queries: Vec<f32>,
 }
 
 /// The data of every sequence of a case, the same on every run.
-pub fn sequences(case: &Case) -> Vec<SequenceData> {
+pub fn sequences(case: &AttendCase) -> Vec<SequenceData> {
     let recipe = |sequence| DataRecipe {
         shape: case.shape,
         tokens: case.tokens(sequence),
+        queries: case.queries_of(sequence),
         kind: case.data,
         sink: case.sink,
         input: case.input,
@@ -106,12 +70,16 @@ impl SequenceData {
         let joined = |part: fn(&HeadData) -> &Vec<f32>| heads.iter().flat_map(part).copied().collect::<Vec<f32>>();
         let (keys, rows) = in_order(recipe.input.order, joined(|head| &head.keys), tokens, shape);
         let (values, _) = in_order(recipe.input.order, joined(|head| &head.values), tokens, shape);
-        let queries = HostTensor::new(recipe.input.elements, joined(|head| &head.queries));
+        let of_head = shape.group() * shape.head_dim();
+        let queries = (0..recipe.queries)
+            .flat_map(|query| heads.iter().flat_map(move |head| &head.queries[query * of_head..][..of_head]))
+            .copied();
+        let queries = CpuTensor::from_f32(queries.collect(), recipe.input.elements);
         Self {
             rows,
-            keys: HostTensor::new(recipe.input.elements, keys),
-            values: HostTensor::new(recipe.input.elements, values),
-            queries: (0..queries.elements().len()).map(|i| queries.elements().get(i)).collect(),
+            keys: CpuTensor::from_f32(keys, recipe.input.elements),
+            values: CpuTensor::from_f32(values, recipe.input.elements),
+            queries: queries.to_f32(),
         }
     }
 }
@@ -145,7 +113,7 @@ impl HeadData {
         let mut random = Random::new(recipe.seed ^ (kv_head as u64) << 16);
         let (head_dim, tokens) = (recipe.shape.head_dim(), recipe.tokens);
         let channels = Channels::new(recipe.kind, head_dim, &mut random);
-        let group = Group::new(&channels, kv_head, &recipe.shape, &mut random);
+        let group = Group::new(&channels, kv_head, recipe, &mut random);
         let mut keys = channels.rows(tokens, &mut random);
         let (sink, landmark) = match recipe.sink {
             SinkPlace::First => (0, tokens - 1),
@@ -240,27 +208,31 @@ enum Target {
 
 /// The queries of the heads that share one KV head.
 struct Group {
-    /// `[group, head_dim]`.
+    /// `[queries, group, head_dim]`.
     queries: Vec<f32>,
-    /// What each head looks for.
+    /// What each of them looks for.
     targets: Vec<Target>,
     sink_direction: Vec<f32>,
     landmark_direction: Vec<f32>,
 }
 
 impl Group {
-    fn new(channels: &Channels, kv_head: usize, shape: &AttentionShape, random: &mut Random) -> Self {
+    fn new(channels: &Channels, kv_head: usize, recipe: &DataRecipe, random: &mut Random) -> Self {
+        let group = recipe.shape.group();
         let sink_direction = channels.direction(None, random);
         let landmark_direction = channels.direction(Some(&sink_direction), random);
-        let target = |head: usize| if (head + kv_head).is_multiple_of(2) { Target::Sink } else { Target::Landmark };
+        let target = |query: usize| {
+            let turn = query % group + query / group + kv_head;
+            if turn.is_multiple_of(2) { Target::Sink } else { Target::Landmark }
+        };
         let mut group = Self {
             queries: Vec::new(),
-            targets: (0..shape.group()).map(target).collect(),
+            targets: (0..recipe.queries * group).map(target).collect(),
             sink_direction,
             landmark_direction,
         };
         for target in group.targets.clone() {
-            let query = group.query(target, shape.head_dim(), random);
+            let query = group.query(target, recipe.shape.head_dim(), random);
             group.queries.extend(query);
         }
         group
@@ -326,7 +298,7 @@ impl Random {
     }
 
     /// A standard normal deviate (Box and Muller).
-    fn gaussian(&mut self) -> f32 {
+    pub(super) fn gaussian(&mut self) -> f32 {
         let (radius, angle) = (1.0 - self.0.f64(), std::f64::consts::TAU * self.0.f64());
         ((-2.0 * radius.ln()).sqrt() * angle.cos()) as f32
     }
@@ -335,7 +307,7 @@ impl Random {
         if self.0.bool() { 1.0 } else { -1.0 }
     }
 
-    fn below(&mut self, end: usize) -> usize {
+    pub(super) fn below(&mut self, end: usize) -> usize {
         self.0.usize(..end)
     }
 

@@ -1,8 +1,8 @@
 //! Decode steps of realistic size, for timing: the part of the registry that `kvpack bench` runs.
 
+use super::attend::{DataKind, InputLayout, RowOrder, SinkPlace};
 use super::batch_format::{BatchFormat, BatchPart};
 use super::data::{DataRecipe, SequenceData};
-use super::{DataKind, InputLayout, RowOrder, SinkPlace};
 use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TILE_TOKENS, TensorFormat};
 use crate::plan::{ElementType, TokenRange};
 use crate::{Backend, Result};
@@ -141,6 +141,7 @@ impl<B: Backend> DecodeData<B> {
         let host = SequenceData::new(&DataRecipe {
             shape: decode.shape,
             tokens: decode.tokens,
+            queries: 1,
             kind: DataKind::ChannelOffsets,
             sink: SinkPlace::First,
             input,

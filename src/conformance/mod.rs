@@ -1,34 +1,54 @@
-//! Conformance: the one registry of cases that tests, `kvpack check` and `kvpack bench` share.
+//! Conformance: the one registry of checks that tests and `kvpack check` share, and the decode steps that `kvpack bench` times.
 //!
-//! A [`Case`] is plain data: heads, formats, ragged lengths, what the keys and values look like. [`run_case`] stores it
-//! through a [`Backend`](crate::Backend), compares what is stored with the CPU twin bit for bit, attends, and compares
-//! the output with an f64 attention over **the stored data** (never over the original data, which would hide layout
-//! mistakes behind quantisation error).
+//! A [`Check`] is plain data: heads, formats, ragged lengths, what the keys and values look like. [`Check::run`] runs it on a
+//! [`Backend`](crate::Backend). There are several kinds ([`Kind`]): attention is held against an f64 attention over **the
+//! stored data** (never over the original data, which would hide layout mistakes behind quantisation error), everything else
+//! against the CPU twin, bit for bit where nothing is rounded.
 //!
 //! Every sequence has a planted *sink*: a token whose score is [`SINK_NATS`] above the level of all others, for every
 //! other query head. Random data do not show what a sink breaks, and a sink hides what random data show, so each case
 //! has both.
+//!
+//! What is written lies between *guard pages* of a known pattern, and its range slots between guard slots: a kernel that
+//! writes beside its pages is found in every check that stores anything.
+//!
+//! | folder or file | holds |
+//! | --- | --- |
+//! | `check`, `registry` | what a check is; all of them |
+//! | `attend/` | cases of attention and of its states, the f64 reference |
+//! | `pack` | cases of packing |
+//! | `select/` | cases of statistics, of the choice of tokens, of eviction, of chunks |
+//! | `data`, `guards`, `report` | what all share: data from a seed, guard pages, what was found |
+//! | `support` | which formats a backend serves, and how |
+//! | `decode`, `batch_format`, `workload` | decode steps of realistic size, for timing |
 
-mod accuracy;
+mod attend;
 mod batch_format;
-mod case;
+mod check;
 mod data;
 mod decode;
-mod format_cases;
-mod many_heads;
-mod query_cases;
-mod reference;
+mod guards;
+mod pack;
 mod registry;
 mod report;
-mod run;
-mod stored;
+mod select;
+mod support;
 mod workload;
 
+pub use attend::{
+    AttendCase, DataKind, Fill, InputLayout, Paging, Queries, RowOrder, SegmentCase, SinkPlace, SpanCase, attend_cases,
+    state_cases,
+};
 pub use batch_format::{BatchFormat, BatchPart};
-pub use case::{Case, DataKind, Fill, InputLayout, Paging, RowOrder, SegmentCase, SinkPlace, SpanCase};
-pub use data::{DataRecipe, HostTensor, SINK_NATS, SequenceData, sequences};
+pub use check::{Check, Kind};
+pub use data::{DataRecipe, SINK_NATS, SequenceData, sequences};
 pub use decode::{BatchLengths, DecodeData, DecodeShape, PageOrder, decode_formats, decode_mixes, decode_shapes};
-pub use registry::cases;
-pub use report::{Failure, Limits, Mismatch, OutputError, Report};
-pub use run::run_case;
+pub use pack::{PackCase, pack_cases};
+pub use registry::checks;
+pub use report::{Accuracy, Failure, Limits, Mismatch, OutputError, Report};
+pub use select::{
+    ChunksCase, EvictionCase, EvictionKeys, Scores, StatisticsCase, TopKCase, chunks_cases, eviction_cases,
+    statistics_cases, top_k_cases,
+};
+pub use support::{Support, support};
 pub use workload::Workload;

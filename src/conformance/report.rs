@@ -66,6 +66,33 @@ pub enum Failure {
         /// Index of the first in `[sequences, query_heads, head_dim]`.
         index: usize,
     },
+    /// What a kernel wrote is not what the CPU twin writes.
+    Differs {
+        /// What was written.
+        what: String,
+        /// Elements that differ; 1 where the lengths do.
+        elements: usize,
+        /// Index of the first.
+        index: usize,
+        /// What the backend has there.
+        got: f64,
+        /// What the CPU twin has.
+        want: f64,
+    },
+    /// A call was taken that must be refused, or refused otherwise than it must be.
+    Refusal {
+        /// The call, what is expected and what came.
+        message: String,
+    },
+    /// Something was written beside the pages, or the ranges, of the check.
+    Guard {
+        /// Index of the store.
+        store: usize,
+        /// Keys or values.
+        tensor: &'static str,
+        /// Elements of guard pages that have changed.
+        elements: usize,
+    },
     /// An output is NaN or infinite.
     OutputNotFinite {
         /// Its index in `[sequences, query_heads, head_dim]`.
@@ -74,7 +101,7 @@ pub enum Failure {
     /// An error is over its limit.
     Inaccurate {
         /// Which error.
-        what: &'static str,
+        what: String,
         /// Measured.
         error: f64,
         /// Allowed.
@@ -110,22 +137,42 @@ impl fmt::Display for Failure {
             Self::Unrepeated { elements, index } => {
                 write!(f, "{elements} output elements differ from run to run, first element {index}")
             }
+            Self::Differs { what, elements, index, got, want } => {
+                write!(
+                    f,
+                    "{what}: {elements} elements differ from the CPU twin's, first element {index}: {got} instead of {want}"
+                )
+            }
+            Self::Refusal { message } => f.write_str(message),
+            Self::Guard { store, tensor, elements } => {
+                write!(
+                    f,
+                    "{elements} {tensor} beside the pages of store {store}, which nothing should write, have changed"
+                )
+            }
             Self::OutputNotFinite { index } => write!(f, "output element {index} is not finite"),
             Self::Inaccurate { what, error, limit } => write!(f, "{what} {error:.1e} is over the limit {limit:.0e}"),
         }
     }
 }
 
-/// The outcome of one case on one backend.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Report {
-    /// Name of the case.
-    pub case: String,
+/// The errors of an attention output and what they were held against.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Accuracy {
     /// Errors of the output.
     pub error: OutputError,
-    /// What they were held against.
+    /// The largest that pass.
     pub limits: Limits,
-    /// Everything found wrong; empty if the case passed.
+}
+
+/// The outcome of one check on one backend.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Report {
+    /// Name of the check.
+    pub check: String,
+    /// The accuracy of attention; `None` where there is none to measure.
+    pub accuracy: Option<Accuracy>,
+    /// Everything found wrong; empty if the check passed.
     pub failures: Vec<Failure>,
 }
 
@@ -135,7 +182,7 @@ impl Report {
         self.failures.is_empty()
     }
 
-    /// The reasons of a failure in one line; empty if the case passed.
+    /// The reasons of a failure in one line; empty if the check passed.
     pub fn reason(&self) -> String {
         self.failures.iter().map(Failure::to_string).collect::<Vec<_>>().join("; ")
     }

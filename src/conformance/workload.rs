@@ -3,35 +3,27 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
-use super::accuracy::Expected;
+use super::attend::{Expected, exact_decode};
 use super::batch_format::{BatchFormat, BatchPart};
 use super::data::Random;
 use super::decode::{DecodeData, DecodeShape, PageOrder};
-use super::reference;
-use super::report::{Limits, Report};
-use crate::backend::{AttendOptions, SpanRead, SpanWrite};
+use super::report::{Accuracy, Limits, OutputError, Report};
+use crate::backend::{AttendOptions, FilledSpan, FilledStores, NewSpan, SpanSource};
 use crate::cpu::DenseSegment;
-use crate::format::TILE_TOKENS;
-use crate::plan::{AttendPlan, Page, PageAllocator, QueryRun, SpanView, StoreView, TokenRange};
+use crate::format::{SegmentFormat, TILE_TOKENS};
+use crate::plan::{AttendPlan, QueryRun, TokenRange};
 use crate::{Backend, Result};
 
 /// Filled stores with several copies of a batch, so that steps that go round the copies find cold caches.
 pub struct Workload<B: Backend> {
-    /// The stores of all copies, one for each part of the format.
-    pub stores: Vec<B::Store>,
     /// The step over each copy.
     pub plans: Vec<AttendPlan>,
     /// Bytes that one step must read: codes and ranges of all tokens.
     pub step_bytes: u64,
-    /// Every part's spans of every sequence: those of the first copy, then of the next.
-    spans: Vec<Vec<Vec<StoredSpan>>>,
-}
-
-/// A span of one sequence in the store of its part.
-struct StoredSpan {
-    tokens: usize,
-    pages: Vec<Page>,
-    range_slot: usize,
+    /// The stores of all copies, one for each part of the format.
+    stores: FilledStores<B>,
+    /// The spans of the first copy, then those of the next.
+    spans: Vec<Vec<FilledSpan>>,
 }
 
 impl<B: Backend> Workload<B> {
@@ -41,22 +33,37 @@ impl<B: Backend> Workload<B> {
     /// # Errors
     /// When the copies do not fit the device.
     pub async fn new(backend: &B, data: &DecodeData<B>, format: BatchFormat, bytes: u64) -> Result<Self> {
-        let copies = bytes.div_ceil(data.decode.code_bytes(&format)).max(1) as usize;
-        let (mut stores, mut spans) = (Vec::new(), Vec::new());
-        for part in format.parts() {
-            let (store, stored) = store_part(backend, data, part, copies).await?;
-            stores.push(store);
-            spans.push(stored);
+        let decode = &data.decode;
+        let copies = bytes.div_ceil(decode.code_bytes(&format)).max(1) as usize;
+        let formats: Vec<SegmentFormat> = format.parts().iter().map(|part| part.format).collect();
+        let batch = batch_spans(decode, &format)?;
+        let all: Vec<NewSpan> = (0..copies).flat_map(|_| &batch).copied().collect();
+        let mut stores = FilledStores::new(backend, decode.shape, &formats)?;
+        let mut placed = stores.place(backend, &all).await?;
+        let mut spans = Vec::with_capacity(copies);
+        for copy in 0..copies {
+            let rest = placed.split_off(batch.len());
+            let mut of_copy = std::mem::replace(&mut placed, rest);
+            if decode.pages == PageOrder::Shuffled {
+                (0..formats.len()).for_each(|store| shuffle_pages(&mut of_copy, store, copy as u64));
+            }
+            for span in &of_copy {
+                let NewSpan { start, tokens, .. } = span.span;
+                let tokens = TokenRange::new(start, start + tokens)?.into();
+                let (rows, keys, values) = (data.host.rows, &data.keys, &data.values);
+                stores.quantize(backend, span, SpanSource { rows, tokens, keys, values })?;
+            }
+            spans.push(of_copy);
         }
-        let plans = (0..copies).map(|copy| plan(&data.decode, &format, copy, &spans)).collect::<Result<_>>()?;
-        let part_bytes = |(part, stored): (&BatchPart, &Vec<Vec<StoredSpan>>)| {
-            let batch = || stored[..data.decode.sequences].iter().flatten();
-            let tokens: usize = batch().map(|span| span.tokens).sum();
-            let pages = part.format.page_bytes(&data.decode.shape) * tokens / TILE_TOKENS;
-            (pages + part.format.range_slot_bytes(&data.decode.shape) * batch().count()) as u64
-        };
-        let step_bytes = format.parts().iter().zip(&spans).map(part_bytes).sum();
-        Ok(Self { stores, plans, step_bytes, spans })
+        let runs = QueryRun::decode_batch(decode.sequences);
+        let plans = spans.iter().map(|spans| stores.plan(&runs, spans.iter(), &[])).collect::<Result<_>>()?;
+        let step_bytes = format.parts().iter().enumerate().map(|(store, part)| part_bytes(part, decode, &batch, store));
+        Ok(Self { plans, step_bytes: step_bytes.sum(), stores, spans })
+    }
+
+    /// The stores, as the plans name them.
+    pub fn stores(&self) -> Vec<&B::Store> {
+        self.stores.stores()
     }
 
     /// Runs every copy once and holds all outputs against an f64 attention over the stored data.
@@ -74,106 +81,73 @@ impl<B: Backend> Workload<B> {
         }
         let head_dim = data.decode.shape.head_dim();
         let limits = Limits::new(options.query);
-        let mut report =
-            Report { case: data.decode.name.clone(), error: Default::default(), limits, failures: Vec::new() };
-        let stores: Vec<&B::Store> = self.stores.iter().collect();
+        let (mut worst, mut failures) = (OutputError::default(), Vec::new());
+        let stores = self.stores();
         for plan in &self.plans {
             let output = backend.attend(plan, &stores, &data.queries, options).await?;
             let output = backend.download(&output).await?;
             for (index, sequence) in output.chunks(data.decode.shape.query_heads() * head_dim).enumerate() {
                 let expected = &expected[&data.decode.length(index)];
                 let error = expected.error_of(sequence, head_dim);
-                report.failures.extend(expected.failures(sequence, &error, &limits));
-                if error.nmse >= report.error.nmse {
-                    report.error = error;
+                failures.extend(expected.failures("output", sequence, &error, &limits));
+                if error.nmse >= worst.nmse {
+                    worst = error;
                 }
             }
         }
-        report.failures.dedup();
-        Ok(report)
+        failures.dedup();
+        Ok(Report { check: data.decode.name.clone(), accuracy: Some(Accuracy { error: worst, limits }), failures })
     }
 
     /// What a sequence of the first copy must yield.
     async fn expected(&self, backend: &B, data: &DecodeData<B>, sequence: usize) -> Result<Expected> {
         let mut dense = Vec::new();
-        for (store, sequences) in self.stores.iter().zip(&self.spans) {
-            for StoredSpan { tokens, pages, range_slot } in &sequences[sequence] {
-                let read = SpanRead { pages, tokens: *tokens, range_slot: *range_slot };
-                let (keys, values) = backend.dequantize(store, read)?;
-                dense.push((backend.download(&keys).await?, backend.download(&values).await?, *tokens));
-            }
+        for span in self.spans[0].iter().filter(|span| span.span.sequence == sequence) {
+            let (keys, values) = self.stores.read(backend, span).await?;
+            dense.push((keys, values, span.span.tokens));
         }
         let segments: Vec<DenseSegment<'_>> = dense
             .iter()
             .map(|(keys, values, tokens)| DenseSegment { keys, values, tokens: *tokens, calibration: None })
             .collect();
-        reference::attention(&data.decode.shape, &segments, &data.host.queries)
+        exact_decode(&data.decode.shape, &segments, &data.host.queries)
     }
 }
 
-/// Stores one part of every sequence, `copies` times, and says where.
-async fn store_part<B: Backend>(
-    backend: &B,
-    data: &DecodeData<B>,
-    part: &BatchPart,
-    copies: usize,
-) -> Result<(B::Store, Vec<Vec<StoredSpan>>)> {
-    let decode = &data.decode;
-    let batch: Vec<Vec<TokenRange>> =
-        (0..decode.sequences).map(|sequence| decode.spans(part, sequence)).collect::<Result<_>>()?;
-    let span_pages = |tokens: &TokenRange| tokens.len().div_ceil(TILE_TOKENS);
-    let batch_pages = batch.iter().flatten().map(span_pages).sum::<usize>();
-
-    let mut store = backend.create_store(decode.shape, part.format)?;
-    let mut allocator = PageAllocator::default();
-    let most = backend.max_shard_pages(&decode.shape, &part.format).max(1) as usize;
-    while allocator.capacity() < copies * batch_pages {
-        let pages = (copies * batch_pages - allocator.capacity()).min(most) as u32;
-        backend.add_shard(&mut store, pages).await?;
-        allocator.add_shard(pages);
-    }
-    backend.reserve_ranges(&mut store, copies * batch.iter().flatten().count()).await?;
-    let mut range_slots = 0..;
-    let mut stored = Vec::with_capacity(copies * decode.sequences);
-    for copy in 0..copies {
-        let mut pages = allocator.allocate(batch_pages)?;
-        if decode.pages == PageOrder::Shuffled {
-            Random::new((copy * decode.sequences) as u64).shuffle(&mut pages);
-        }
-        for sequence in &batch {
-            let mut spans = Vec::with_capacity(sequence.len());
-            for (&tokens, range_slot) in sequence.iter().zip(&mut range_slots) {
-                let pages: Vec<Page> = pages.drain(..span_pages(&tokens)).collect();
-                let write = SpanWrite { rows: data.host.rows, tokens: tokens.into(), pages: &pages, range_slot };
-                backend.quantize(&mut store, &data.keys, &data.values, write)?;
-                spans.push(StoredSpan { tokens: tokens.len(), pages, range_slot });
-            }
-            stored.push(spans);
+/// The spans of one copy of the batch, part after part.
+fn batch_spans(decode: &DecodeShape, format: &BatchFormat) -> Result<Vec<NewSpan>> {
+    let mut spans = Vec::new();
+    for (store, part) in format.parts().iter().enumerate() {
+        for sequence in 0..decode.sequences {
+            let of_sequence = decode.spans(part, sequence)?;
+            spans.extend(of_sequence.into_iter().map(|tokens| NewSpan {
+                store,
+                sequence,
+                start: tokens.start(),
+                tokens: tokens.len(),
+            }));
         }
     }
-    Ok((store, stored))
+    Ok(spans)
 }
 
-/// The step over one copy.
-fn plan(decode: &DecodeShape, format: &BatchFormat, copy: usize, spans: &[Vec<Vec<StoredSpan>>]) -> Result<AttendPlan> {
-    let sequences = copy * decode.sequences..(copy + 1) * decode.sequences;
-    let views: Vec<StoreView<'_>> =
-        format.parts().iter().zip(spans).map(|(part, stored)| view(part, &stored[sequences.clone()])).collect();
-    AttendPlan::new(decode.shape, &QueryRun::decode_batch(decode.sequences), &views)
+/// Shuffles the pages of the spans of one store among them.
+fn shuffle_pages(spans: &mut [FilledSpan], store: usize, seed: u64) {
+    let of_store = || spans.iter().filter(|span| span.span.store == store);
+    let mut pages: Vec<_> = of_store().flat_map(|span| span.pages.clone()).collect();
+    Random::new(seed).shuffle(&mut pages);
+    let mut pages = pages.into_iter();
+    for span in spans.iter_mut().filter(|span| span.span.store == store) {
+        span.pages.iter_mut().zip(&mut pages).for_each(|(page, shuffled)| *page = shuffled);
+    }
 }
 
-/// The spans of one part of each sequence.
-fn view<'a>(part: &BatchPart, sequences: &'a [Vec<StoredSpan>]) -> StoreView<'a> {
-    let spans = sequences.iter().enumerate().flat_map(|(sequence, spans)| {
-        spans.iter().map(move |StoredSpan { tokens, pages, range_slot }| SpanView {
-            sequence,
-            start: 0, // every query sees all tokens
-            tokens: *tokens,
-            pages,
-            range_slot: *range_slot,
-        })
-    });
-    StoreView { format: part.format, calibration: None, spans: spans.collect() }
+/// Bytes of a part of one copy: codes and ranges of its tokens, and ranges of its spans.
+fn part_bytes(part: &BatchPart, decode: &DecodeShape, batch: &[NewSpan], store: usize) -> u64 {
+    let of_part = || batch.iter().filter(|span| span.store == store);
+    let tokens: usize = of_part().map(|span| span.tokens).sum();
+    let pages = part.format.page_bytes(&decode.shape) * tokens / TILE_TOKENS;
+    (pages + part.format.range_slot_bytes(&decode.shape) * of_part().count()) as u64
 }
 
 #[cfg(test)]
@@ -208,19 +182,19 @@ mod tests {
             let report = pollster::block_on(workload.check(&cpu, &data, AttendOptions::default())).unwrap();
             assert!(report.passed(), "{}", report.reason());
             assert_eq!(workload.plans[0].segments()[0].spans().len(), 6, "of 84, 167 and 250 tokens");
-            let pages = |spans: &Vec<StoredSpan>| -> Vec<u32> {
+            let pages = |spans: &Vec<FilledSpan>| -> Vec<u32> {
                 spans.iter().flat_map(|span| span.pages.iter().map(|page| page.index)).collect()
             };
-            workload.spans[0].iter().map(pages).collect::<Vec<_>>()
+            workload.spans.iter().map(pages).collect::<Vec<_>>()
         };
         let (consecutive, shuffled) = (workload(PageOrder::Consecutive), workload(PageOrder::Shuffled));
-        assert_eq!(consecutive.len(), 6, "three sequences, two copies");
+        assert_eq!(consecutive.len(), 2, "two copies");
         assert_ne!(consecutive, shuffled);
-        for (consecutive, shuffled) in consecutive.chunks(3).zip(shuffled.chunks(3)) {
-            let sorted = |spans: &[Vec<u32>]| {
-                let mut indices = spans.concat();
-                indices.sort_unstable();
-                indices
+        for (consecutive, shuffled) in consecutive.iter().zip(&shuffled) {
+            let sorted = |pages: &[u32]| {
+                let mut pages = pages.to_vec();
+                pages.sort_unstable();
+                pages
             };
             assert_eq!(sorted(consecutive), sorted(shuffled));
         }
@@ -244,7 +218,7 @@ mod tests {
         for format in decode_mixes() {
             let parts = format.parts().len();
             let workload = pollster::block_on(Workload::new(&cpu, &data, format, 1)).unwrap();
-            assert_eq!((workload.stores.len(), workload.plans[0].segments().len()), (parts, parts));
+            assert_eq!((workload.stores().len(), workload.plans[0].segments().len()), (parts, parts));
             let report = pollster::block_on(workload.check(&cpu, &data, AttendOptions::default())).unwrap();
             assert!(report.passed(), "{}", report.reason());
         }

@@ -7,8 +7,9 @@ use super::store::CpuStore;
 use super::{DenseRows, KeptTokens, StatsInput, attention_column_stats, attention_row_stats};
 use super::{append, attend, dequantize, merge_pair, merge_states, quantize, scores, weighted_values};
 use crate::backend::{
-    AttendOptions, Attention, AttentionStates, Device, KeptAndEvicted, MeasuredAttention, MergedTokens, NonFinite,
-    Packing, QueriesAndKeys, Selection, SpanRead, SpanWrite, Storage, TensorRows, TokenWrite,
+    AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, KeptAndEvicted, MeasuredAttention,
+    MergedTokens, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection, SpanRead, SpanWrite, Storage,
+    TensorRows, TokenWrite,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{AttendPlan, Elements, Page, RowLayout, Split, TokenIndices, TokenRange, Work};
@@ -163,6 +164,16 @@ impl Packing for Cpu {
 }
 
 impl Attention for Cpu {
+    fn arithmetic(
+        &self,
+        shape: &AttentionShape,
+        format: &SegmentFormat,
+        _: QueryPrecision,
+    ) -> Result<AttendArithmetic> {
+        format.check(shape)?;
+        Ok(AttendArithmetic::FLOATS)
+    }
+
     async fn attend(
         &self,
         plan: &AttendPlan,

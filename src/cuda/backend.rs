@@ -9,6 +9,7 @@ use super::attend::step::{StepPlan, StepTensors};
 use super::device::driver::{driver_error, open_context};
 use super::device::indices::Indices;
 use super::device::kernels::Kernels;
+use super::device::page_format::{PageFormat, TensorPages};
 use super::device::program::KernelCache;
 use super::device::store::{self, Store};
 use super::device::tensor::Tensor;
@@ -18,8 +19,9 @@ use super::select::{
 };
 use crate::Result;
 use crate::backend::{
-    AttendOptions, Attention, AttentionStates, Device, KeptAndEvicted, MeasuredAttention, MergedTokens, NonFinite,
-    Packing, QueriesAndKeys, Selection, SpanRead, SpanWrite, Storage, TensorRows, TokenWrite,
+    Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, KeptAndEvicted, MeasuredAttention,
+    MergedTokens, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection, SpanRead, SpanWrite, Storage,
+    TensorRows, TokenWrite,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{AttendPlan, ElementType, Elements, Page, RowLayout, Rows, TokenIndices};
@@ -213,6 +215,21 @@ impl Packing for Cuda {
 }
 
 impl Attention for Cuda {
+    fn arithmetic(
+        &self,
+        shape: &AttentionShape,
+        format: &SegmentFormat,
+        _: QueryPrecision,
+    ) -> Result<AttendArithmetic> {
+        format.check(shape)?;
+        let pages = PageFormat::new(shape, format)?;
+        let of = |tensor: &TensorPages| match tensor.bits == 16 || tensor.is_grouped(pages.head_dim) {
+            true => Arithmetic::HalfMatrices,
+            false => Arithmetic::ByteMatrices,
+        };
+        Ok(AttendArithmetic { keys: of(&pages.key), values: of(&pages.value) })
+    }
+
     async fn attend(
         &self,
         plan: &AttendPlan,

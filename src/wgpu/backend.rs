@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::attend::{MergePairPlan, Scratch, ScratchBytes, StepPlan, StepTensors};
+use super::attend::{MergePairPlan, Scratch, ScratchBytes, StepPlan, StepTensors, arithmetic};
 use super::device::capabilities::Path;
 use super::device::guard::Request;
 use super::device::{
@@ -15,8 +15,9 @@ use super::select::{
 };
 use crate::Result;
 use crate::backend::{
-    AttendOptions, Attention, AttentionStates, Device, KeptAndEvicted, MeasuredAttention, MergedTokens, NonFinite,
-    Packing, QueriesAndKeys, Selection, SpanRead, SpanWrite, Storage, TensorRows, TokenWrite, WindowMove,
+    AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, KeptAndEvicted, MeasuredAttention,
+    MergedTokens, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection, SpanRead, SpanWrite, Storage,
+    TensorRows, TokenWrite, WindowMove,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{AttendPlan, ElementType, Elements, Page, RowLayout, TokenIndices};
@@ -274,6 +275,16 @@ impl Packing for Wgpu {
 }
 
 impl Attention for Wgpu {
+    fn arithmetic(
+        &self,
+        shape: &AttentionShape,
+        format: &SegmentFormat,
+        query: QueryPrecision,
+    ) -> Result<AttendArithmetic> {
+        self.create_store(*shape, *format)?;
+        Ok(arithmetic(shape, format, query, &self.capabilities))
+    }
+
     async fn attend(
         &self,
         plan: &AttendPlan,

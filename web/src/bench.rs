@@ -126,7 +126,7 @@ impl<B: Timed> Bench<B> {
         Ok(BenchRow {
             format: format.to_string(),
             parts: parts_of(format),
-            nmse: Some(checked.error.nmse),
+            nmse: checked.accuracy.map(|accuracy| accuracy.error.nmse),
             nmse_int16: None,
             bytes: workload.step_bytes,
             copies: workload.plans.len(),
@@ -206,7 +206,7 @@ impl BoundStep {
             Some(first) => (Scratch { tables: own.tables, ..first.scratch.clone() }, first.output.clone()),
             None => (own, Tensor::zeroed(device, queries.elements(), ElementType::F32)?),
         };
-        let stores: Vec<&Store> = workload.stores.iter().collect();
+        let stores: Vec<&Store> = workload.stores();
         let launches =
             step.bind(backend.kernels(), &stores, &scratch, StepTensors { queries, output: &output, lse: None })?;
         backend.queue().write_buffer(&scratch.tables, 0, step.tables());
@@ -216,7 +216,7 @@ impl BoundStep {
 
 impl Timed for Cpu {
     async fn time_steps(&self, workload: &Workload<Self>, data: &DecodeData<Self>) -> Result<StepTimes> {
-        let stores: Vec<_> = workload.stores.iter().collect();
+        let stores = workload.stores();
         let mut seconds = Vec::with_capacity(MEASUREMENTS);
         for plan in workload.plans.iter().cycle().take(MEASUREMENTS) {
             let start = Instant::now();

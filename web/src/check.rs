@@ -1,19 +1,19 @@
 //! Check: is this device right?
 
-use kvpack::conformance::{Case, run_case};
+use kvpack::conformance::{Accuracy, Check};
 use kvpack::{Backend, Error, Result};
 use serde::Serialize;
 use web_time::Instant;
 
-/// A conformance case and what came of it.
+/// A conformance check and what came of it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct CaseRow {
+pub struct CheckRow {
     /// Its name in the registry.
-    pub case: String,
-    /// The formats of its segments.
-    pub formats: String,
+    pub check: String,
+    /// What it is of: the formats of its stores, or its sizes.
+    pub of: String,
     /// What came of it.
-    pub outcome: CaseOutcome,
+    pub outcome: CheckOutcome,
     /// Normalised mean square error of the output, if there was one.
     pub nmse: Option<f64>,
     /// The largest that passes.
@@ -24,10 +24,10 @@ pub struct CaseRow {
     pub milliseconds: f64,
 }
 
-/// What came of a case.
+/// What came of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum CaseOutcome {
+pub enum CheckOutcome {
     /// All of it is right.
     Passed,
     /// Something is wrong, or failed.
@@ -36,28 +36,29 @@ pub enum CaseOutcome {
     Unsupported,
 }
 
-/// Runs a case. An error of a case is its failure.
+/// Runs a check. An error of it is its failure.
 ///
 /// # Errors
 /// [`Error::DeviceLost`]: nothing runs on a lost device.
-pub async fn check<B: Backend>(backend: &B, case: &Case) -> Result<CaseRow> {
+pub async fn check<B: Backend>(backend: &B, check: &Check) -> Result<CheckRow> {
     let start = Instant::now();
-    let (outcome, report, reason) = match run_case(backend, case).await {
-        Ok(report) if report.passed() => (CaseOutcome::Passed, Some(report), None),
+    let (outcome, report, reason) = match check.run(backend).await {
+        Ok(report) if report.passed() => (CheckOutcome::Passed, Some(report), None),
         Ok(report) => {
             let reason = report.reason();
-            (CaseOutcome::Failed, Some(report), Some(reason))
+            (CheckOutcome::Failed, Some(report), Some(reason))
         }
         Err(lost @ Error::DeviceLost { .. }) => return Err(lost),
-        Err(error @ Error::Unsupported { .. }) => (CaseOutcome::Unsupported, None, Some(error.to_string())),
-        Err(error) => (CaseOutcome::Failed, None, Some(error.to_string())),
+        Err(error @ Error::Unsupported { .. }) => (CheckOutcome::Unsupported, None, Some(error.to_string())),
+        Err(error) => (CheckOutcome::Failed, None, Some(error.to_string())),
     };
-    Ok(CaseRow {
-        case: case.name.clone(),
-        formats: case.formats(),
+    let accuracy: Option<Accuracy> = report.and_then(|report| report.accuracy);
+    Ok(CheckRow {
+        check: check.name().into(),
+        of: check.subject(),
         outcome,
-        nmse: report.as_ref().map(|report| report.error.nmse),
-        limit: report.as_ref().map(|report| report.limits.nmse),
+        nmse: accuracy.map(|accuracy| accuracy.error.nmse),
+        limit: accuracy.map(|accuracy| accuracy.limits.nmse),
         reason,
         milliseconds: start.elapsed().as_secs_f64() * 1e3,
     })
@@ -65,16 +66,16 @@ pub async fn check<B: Backend>(backend: &B, case: &Case) -> Result<CaseRow> {
 
 #[cfg(test)]
 mod tests {
-    use kvpack::conformance::cases;
+    use kvpack::conformance::checks;
     use kvpack::cpu::Cpu;
 
     use super::*;
 
     #[test]
-    fn a_case_passes_on_the_twin() {
-        let case = cases().into_iter().find(|case| case.name == "length-one-token-f16").unwrap();
-        let row = pollster::block_on(check(&Cpu::new(), &case)).unwrap();
-        assert_eq!((row.case, row.outcome, row.reason), (case.name, CaseOutcome::Passed, None));
+    fn a_check_passes_on_the_twin() {
+        let one = checks().into_iter().find(|check| check.name() == "length-one-token-f16").unwrap();
+        let row = pollster::block_on(check(&Cpu::new(), &one)).unwrap();
+        assert_eq!((row.check.as_str(), row.outcome, row.reason), (one.name(), CheckOutcome::Passed, None));
         assert!(row.nmse.unwrap() <= row.limit.unwrap() && row.milliseconds > 0.0);
     }
 }

@@ -2,7 +2,7 @@
 
 use js_sys::Function;
 use kvpack::Error;
-use kvpack::conformance::{Case, cases};
+use kvpack::conformance::{Check, checks};
 use kvpack::cpu::Cpu;
 use kvpack::wgpu::{Path, Requirements, Wgpu, choose_adapter, open_device};
 use serde::Serialize;
@@ -95,19 +95,19 @@ impl Session {
         }
     }
 
-    /// Names of the conformance cases whose name contains `filter`: the quick ones, or all.
-    pub fn cases(&self, all: bool, filter: &str) -> Vec<String> {
-        let wanted = |case: &Case| (all || case.quick) && case.name.contains(filter);
-        cases().into_iter().filter(wanted).map(|case| case.name).collect()
+    /// Names of the conformance checks whose name contains `filter`: the quick ones, or all.
+    pub fn checks(&self, all: bool, filter: &str) -> Vec<String> {
+        let wanted = |check: &Check| (all || check.is_quick()) && check.name().contains(filter);
+        checks().iter().filter(|check| wanted(check)).map(|check| check.name().to_string()).collect()
     }
 
-    /// Runs the case of this name; yields a row. Rejects on a lost device.
+    /// Runs the check of this name; yields a row. Rejects on a lost device.
     pub async fn check(&self, name: &str) -> JsResult<JsValue> {
-        let case = cases().into_iter().find(|case| case.name == name);
-        let case = case.ok_or_else(|| js_sys::Error::new(&format!("there is no case '{name}'")))?;
+        let found = checks().into_iter().find(|check| check.name() == name);
+        let found = found.ok_or_else(|| js_sys::Error::new(&format!("there is no check '{name}'")))?;
         let row = match &self.0 {
-            On::Gpu(gpu) => check::check(gpu, &case).await,
-            On::Cpu(cpu) => check::check(cpu, &case).await,
+            On::Gpu(gpu) => check::check(gpu, &found).await,
+            On::Cpu(cpu) => check::check(cpu, &found).await,
         };
         object(&row.map_err(thrown)?)
     }

@@ -20,10 +20,10 @@ const info = session.gpuDevice().adapterInfo;
 console.log(`${info.description || info.device} (${info.vendor}), path ${path}`);
 
 let failed = 0;
-const names = session.cases(false, filter);
+const names = session.checks(false, filter);
 for (const name of names) {
   const row = await session.check(name);
-  console.log(`${row.outcome} ${row.case} ${row.nmse?.toExponential(1)} ${Math.round(row.milliseconds)} ms ${row.reason ?? ""}`);
+  console.log(`${row.outcome} ${row.check} ${row.nmse?.toExponential(1)} ${Math.round(row.milliseconds)} ms ${row.reason ?? ""}`);
   if (row.outcome !== "passed") failed += 1;
 }
 console.log(`test result: ${failed || names.length === 0 ? "FAILED" : "ok"}. ${names.length - failed} passed; ${failed} failed`);

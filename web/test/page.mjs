@@ -134,7 +134,7 @@ if (all) {
     const { page, errors } = await open(browser.context, `${server.link}?cases=all`);
     const checked = await run(page, "check", 3_600_000);
     const { cases } = await downloaded(page, "check");
-    for (const row of cases) console.log(`  ${row.outcome} ${row.case} ${row.nmse?.toExponential(1)} ${Math.round(row.milliseconds)} ms`);
+    for (const row of cases) console.log(`  ${row.outcome} ${row.check} ${row.nmse?.toExponential(1)} ${Math.round(row.milliseconds)} ms`);
     console.log(`  ${checked.status}`);
     expect(cases.every((row) => row.outcome === "passed"), checked.status);
     expect(errors.length === 0, `console: ${errors}`);

@@ -5,27 +5,33 @@ use std::str::FromStr;
 
 use anyhow::{Result, bail};
 use indicatif::ProgressBar;
-use kvpack::Backend;
-use kvpack::conformance::{self, Case, Report};
+use kvpack::conformance::{self, Accuracy, Check, Kind, Report, Support};
+use kvpack::{AttentionShape, Backend};
 
 use crate::backend::{BackendArgs, Chosen};
 use crate::outcome::Outcome;
 use crate::print::{self, say};
 
-/// Runs the conformance cases and compares with f64.
+/// Runs the conformance checks: attention against f64, everything else against the CPU twin.
 #[derive(clap::Args)]
 pub struct CheckArgs {
     #[command(flatten)]
     backend: BackendArgs,
-    /// Only the cases that cover every kernel once.
+    /// Only the checks that cover every kernel once.
     #[arg(long)]
     quick: bool,
-    /// Only the cases whose name contains this.
+    /// Only the checks of this kind: attention, states, packing, statistics, top-k, eviction, chunks.
+    #[arg(long)]
+    kind: Option<Kind>,
+    /// Only the checks whose name contains this.
     #[arg(long, value_name = "TEXT")]
     filter: Option<String>,
-    /// Only one of so many equal parts of these cases (1/4, 2/4, ...), for processes side by side.
+    /// Only one of so many equal parts of these checks (1/4, 2/4, ...), for processes side by side.
     #[arg(long, value_name = "PART/PARTS", default_value = "1/1", hide_default_value = true)]
     part: Part,
+    /// Print which formats the backend serves and by which arithmetic, and check nothing.
+    #[arg(long, conflicts_with_all = ["quick", "kind", "filter", "part"])]
+    matrix: bool,
 }
 
 /// One of several equal parts of a list.
@@ -55,43 +61,51 @@ impl Part {
     }
 }
 
-/// A case and what came of it.
+/// A check and what came of it.
 struct Row {
-    case: Case,
+    check: Check,
     outcome: kvpack::Result<Report>,
 }
 
 /// Runs the command.
 pub fn run(args: &CheckArgs) -> Result<Outcome> {
-    let cases = args.cases()?;
+    let checks = args.checks()?;
     match args.backend.open()? {
-        Chosen::Cpu(backend) => check(&backend, cases),
-        Chosen::Wgpu(backend) => check(&backend, cases),
+        Chosen::Cpu(backend) => args.run_on(&backend, checks),
+        Chosen::Wgpu(backend) => args.run_on(&backend, checks),
         #[cfg(feature = "cuda")]
-        Chosen::Cuda(backend) => check(&backend, cases),
+        Chosen::Cuda(backend) => args.run_on(&backend, checks),
     }
 }
 
 impl CheckArgs {
-    fn cases(&self) -> Result<Vec<Case>> {
-        let wanted = |case: &Case| {
-            (case.quick || !self.quick) && self.filter.as_ref().is_none_or(|text| case.name.contains(text.as_str()))
+    fn checks(&self) -> Result<Vec<Check>> {
+        let wanted = |check: &Check| {
+            (check.is_quick() || !self.quick)
+                && self.kind.is_none_or(|kind| check.kind() == kind)
+                && self.filter.as_ref().is_none_or(|text| check.name().contains(text.as_str()))
         };
-        let cases: Vec<Case> = conformance::cases().into_iter().filter(wanted).collect();
-        if cases.is_empty() {
+        let checks: Vec<Check> = conformance::checks().into_iter().filter(wanted).collect();
+        if checks.is_empty() {
             bail!(
-                "no case matches --filter '{}'{}; run `kvpack check` without it to see the names",
+                "no check matches --filter '{}'{}{}; run `kvpack check` without it to see the names",
                 self.filter.as_deref().unwrap_or_default(),
+                self.kind.map_or(String::new(), |kind| format!(" among those of --kind {kind}")),
                 if self.quick { " among those of --quick" } else { "" }
             );
         }
-        Ok(cases[self.part.of(cases.len())].to_vec())
+        Ok(checks[self.part.of(checks.len())].to_vec())
+    }
+
+    fn run_on<B: Backend>(&self, backend: &B, checks: Vec<Check>) -> Result<Outcome> {
+        if self.matrix { print_matrix(backend) } else { check(backend, checks) }
     }
 }
 
-fn check<B: Backend>(backend: &B, cases: Vec<Case>) -> Result<Outcome> {
-    say!("{} cases on {}", cases.len(), backend.name())?;
-    let rows = run_all(backend, cases)?;
+fn check<B: Backend>(backend: &B, checks: Vec<Check>) -> Result<Outcome> {
+    say!("{} checks on {}", checks.len(), backend.name())?;
+    print_kinds(&checks)?;
+    let rows = run_all(backend, checks)?;
     print_rows(&rows)?;
     let unsupported = rows.iter().filter(|row| row.unsupported()).count();
     let failed = rows.iter().filter(|row| !row.passed()).count() - unsupported;
@@ -100,17 +114,66 @@ fn check<B: Backend>(backend: &B, cases: Vec<Case>) -> Result<Outcome> {
     Ok(if failed == 0 { Outcome::Passed } else { Outcome::Failed })
 }
 
-/// Runs all cases. An error of one is its failure, but nothing runs on a lost device.
-fn run_all<B: Backend>(backend: &B, cases: Vec<Case>) -> Result<Vec<Row>> {
-    let progress = ProgressBar::new(cases.len() as u64).with_style(print::bar());
-    let mut rows = Vec::with_capacity(cases.len());
-    for case in cases {
-        progress.set_message(case.name.clone());
-        let outcome = pollster::block_on(conformance::run_case(backend, &case));
-        if let Err(lost @ kvpack::Error::DeviceLost { .. }) = outcome {
-            bail!("in case {}: {lost}", case.name);
+/// Says how many checks there are of each kind, and what they hold against what.
+fn print_kinds(checks: &[Check]) -> Result<()> {
+    let mut table = print::results(&["kind", "what is compared", "checks"], 2);
+    for kind in Kind::ALL {
+        let count = checks.iter().filter(|check| check.kind() == kind).count();
+        if count > 0 {
+            table.add_row([kind.to_string(), kind.description().into(), count.to_string()]);
         }
-        rows.push(Row { case, outcome });
+    }
+    Ok(say!("{table}")?)
+}
+
+/// Query heads per KV head of the columns of the matrix.
+const GROUPS: [usize; 3] = [1, 4, 8];
+
+fn print_matrix<B: Backend>(backend: &B) -> Result<Outcome> {
+    say!("{}: keys and values of head dimension 128 are multiplied as", backend.name())?;
+    let of_groups = GROUPS.map(|group| {
+        let shape = AttentionShape::new(group, 1, 128)?;
+        conformance::support(backend, &shape)
+    });
+    let of_groups = of_groups.into_iter().collect::<kvpack::Result<Vec<Vec<Support>>>>()?;
+    let columns = GROUPS.map(|group| format!("{group} query head{} per KV head", if group == 1 { "" } else { "s" }));
+    let headers: Vec<&str> =
+        ["format", "single tokens"].into_iter().chain(columns.iter().map(String::as_str)).collect();
+    let mut table = print::results(&headers, headers.len());
+    for (index, row) in of_groups[0].iter().enumerate() {
+        let tokens = if row.single_tokens { "packed" } else { "in f16 first" };
+        let mut cells = vec![row.format.to_string(), tokens.into()];
+        cells.extend(of_groups.iter().map(|rows| cell(&rows[index])));
+        table.add_row(cells);
+    }
+    say!("{table}")?;
+    say!(
+        "Two kinds of arithmetic: keys, then values. Tensors of f32, f16 and bf16 are taken. An 8-bit query (q8) is an option \
+         of the call. Contexts are long, and scores not calibrated."
+    )?;
+    Ok(Outcome::Passed)
+}
+
+/// The arithmetic with a 16-bit query, and with one of 8 bits where that is another.
+fn cell(row: &Support) -> String {
+    match &row.arithmetic {
+        [Ok(of_16), Ok(of_8)] if of_16 == of_8 => of_16.to_string(),
+        [Ok(of_16), Ok(of_8)] => format!("{of_16}; q8: {of_8}"),
+        [Err(reason), _] | [_, Err(reason)] => format!("not served: {reason}"),
+    }
+}
+
+/// Runs all checks. An error of one is its failure, but nothing runs on a lost device.
+fn run_all<B: Backend>(backend: &B, checks: Vec<Check>) -> Result<Vec<Row>> {
+    let progress = ProgressBar::new(checks.len() as u64).with_style(print::bar());
+    let mut rows = Vec::with_capacity(checks.len());
+    for check in checks {
+        progress.set_message(check.name().to_string());
+        let outcome = pollster::block_on(check.run(backend));
+        if let Err(lost @ kvpack::Error::DeviceLost { .. }) = outcome {
+            bail!("in check {}: {lost}", check.name());
+        }
+        rows.push(Row { check, outcome });
         progress.inc(1);
     }
     progress.finish_and_clear();
@@ -122,25 +185,27 @@ impl Row {
         self.outcome.as_ref().is_ok_and(Report::passed)
     }
 
-    /// True if the backend says that it has no kernel for the case.
+    /// True if the backend says that it has no kernel for the check.
     fn unsupported(&self) -> bool {
         matches!(self.outcome, Err(kvpack::Error::Unsupported { .. }))
     }
 }
 
 fn print_rows(rows: &[Row]) -> Result<()> {
-    let mut table = print::results(&["case", "formats", "NMSE", "worst head", "informative", "limit", ""], 2);
+    let columns = ["check", "of", "NMSE", "worst head", "informative", "limit", ""];
+    let mut table = print::results(&columns, 2);
     for row in rows {
-        let number = |value: Option<f64>| value.map_or("-".into(), |value| format!("{value:.1e}"));
-        let report = row.outcome.as_ref().ok();
-        let error = |part: fn(&Report) -> Option<f64>| number(report.and_then(part));
+        let accuracy = row.outcome.as_ref().ok().and_then(|report| report.accuracy);
+        let number = |part: fn(&Accuracy) -> Option<f64>| {
+            accuracy.as_ref().and_then(part).map_or("-".into(), |value| format!("{value:.1e}"))
+        };
         table.add_row([
-            row.case.name.clone(),
-            row.case.formats(),
-            error(|report| Some(report.error.nmse)),
-            error(|report| Some(report.error.worst_head)),
-            error(|report| report.error.informative),
-            report.map_or("-".into(), |report| format!("{:.0e}", report.limits.nmse)),
+            row.check.name().into(),
+            row.check.subject(),
+            number(|accuracy| Some(accuracy.error.nmse)),
+            number(|accuracy| Some(accuracy.error.worst_head)),
+            number(|accuracy| accuracy.error.informative),
+            accuracy.map_or("-".into(), |accuracy| format!("{:.0e}", accuracy.limits.nmse)),
             match (row.passed(), row.unsupported()) {
                 (true, _) => "ok",
                 (_, true) => "unsupported",
@@ -155,7 +220,7 @@ fn print_rows(rows: &[Row]) -> Result<()> {
             Ok(report) => report.reason(),
             Err(error) => error.to_string(),
         };
-        say!("{} {}: {reason}", if row.unsupported() { "unsupported" } else { "FAILED" }, row.case.name)?;
+        say!("{} {}: {reason}", if row.unsupported() { "unsupported" } else { "FAILED" }, row.check.name())?;
     }
     Ok(())
 }

@@ -26,7 +26,7 @@ use crate::outcome::Outcome;
 pub enum Command {
     /// List the GPU adapters with their drivers, features and limits.
     List(list::ListArgs),
-    /// Run the conformance cases and compare with f64; exit code 1 if any fails.
+    /// Run the conformance checks of every kernel; exit code 1 if any fails.
     Check(check::CheckArgs),
     /// Time decode steps over packed caches, each checked against f64 first.
     Bench(bench::BenchArgs),

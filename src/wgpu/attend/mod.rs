@@ -1,5 +1,6 @@
 //! The kernels of a decode step: a query is prepared, segments are attended, their states are merged.
 
+mod arithmetic;
 #[expect(clippy::module_inception, reason = "the file of a kernel has the kernel's name")]
 mod attend;
 mod attend_matrix;
@@ -15,6 +16,7 @@ mod scratch;
 mod specialisation;
 mod step;
 
+pub(super) use arithmetic::arithmetic;
 pub use merge_pair::MergePairPlan;
 pub use scratch::{Scratch, ScratchBytes};
 pub use step::{StepPlan, StepTensors};

@@ -44,7 +44,7 @@ impl Timed for Cpu {
         options: AttendOptions,
         seconds: f64,
     ) -> Result<StepTimes> {
-        let stores: Vec<_> = workload.stores.iter().collect();
+        let stores = workload.stores();
         let mut steps = Vec::new();
         let mut elapsed = 0.0;
         while steps.len() < 5 || steps.len() < workload.plans.len() || elapsed < seconds {

@@ -48,7 +48,7 @@ impl Timed for Cuda {
         seconds: f64,
     ) -> Result<StepTimes> {
         let queries = data.queries();
-        let stores: Vec<_> = workload.stores.iter().collect();
+        let stores = workload.stores();
         let mut labels = Vec::new();
         let mut bound: Vec<BoundStep> = Vec::with_capacity(workload.plans.len());
         for plan in &workload.plans {

@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use half::f16;
-use kvpack::conformance::{BatchLengths, DecodeShape, HostTensor, PageOrder, SequenceData};
+use kvpack::conformance::{BatchLengths, DecodeShape, PageOrder, SequenceData};
+use kvpack::cpu::CpuTensor;
 use kvpack::plan::RowLayout;
 
 use super::run::Subject;
@@ -35,7 +36,7 @@ pub fn subject(file: &Path) -> Result<Subject, DumpError> {
 }
 
 fn sequence(layer: Layer) -> SequenceData {
-    let halves = |elements: Vec<f32>| HostTensor::F16(elements.into_iter().map(f16::from_f32).collect());
+    let halves = |elements: Vec<f32>| CpuTensor::F16(elements.into_iter().map(f16::from_f32).collect());
     let queries = layer.decode_queries.last().or(layer.prompt_queries.last());
     SequenceData {
         rows: RowLayout::head_major(layer.tokens, &layer.shape),

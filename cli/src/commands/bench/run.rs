@@ -127,7 +127,7 @@ impl<B: Timed> Bench<'_, B> {
             QueryPrecision::Int16 => None,
             QueryPrecision::Int8 => {
                 let exact = workload.check(self.backend, data, AttendOptions::default()).await?;
-                Some(exact.error.nmse)
+                exact.accuracy.map(|accuracy| accuracy.error.nmse)
             }
         };
         let outcome = match report.passed() {
@@ -137,7 +137,7 @@ impl<B: Timed> Bench<'_, B> {
         Ok(BenchRow {
             format: format.to_string(),
             parts: parts_of(format),
-            nmse: Some(report.error.nmse),
+            nmse: report.accuracy.map(|accuracy| accuracy.error.nmse),
             nmse_int16,
             bytes: workload.step_bytes,
             copies: workload.plans.len(),

@@ -154,7 +154,7 @@ impl BoundStep {
             _ => (own, Tensor::zeroed(device, backend.elements(queries), ElementType::F32)?),
         };
         let tensors = StepTensors { queries, output: &output, lse: None };
-        let stores: Vec<&Store> = workload.stores.iter().collect();
+        let stores: Vec<&Store> = workload.stores();
         let launches = step.bind(backend.kernels(), &stores, &scratch, tensors)?;
         backend.queue().write_buffer(&scratch.tables, 0, step.tables());
         Ok(Self { launches, labels: step.launch_labels(), scratch, output })

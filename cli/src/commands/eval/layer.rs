@@ -7,16 +7,8 @@ use kvpack::{Backend, Result};
 
 use super::formats::NamedFormat;
 use super::report::{CalibratedRow, FormatRow, LayerReport};
-use super::stored::{KeptInF16, StoredLayer};
+use super::stored::{KeptInF16, StoredLayer, VisibleQuery};
 use crate::dump::Layer;
-
-/// A query and the tokens that it may see: those up to its own.
-pub struct VisibleQuery<'a> {
-    /// `[query_heads, head_dim]`.
-    pub query: &'a [f32],
-    /// How many tokens it may see.
-    pub tokens: usize,
-}
 
 /// Queries and what exact attention over the original data gives for them.
 struct QuerySet<'a> {

@@ -2,13 +2,20 @@
 
 use std::ops::Range;
 
-use kvpack::backend::{AttendOptions, SpanWrite};
+use kvpack::backend::{AttendOptions, FilledSpan, FilledStores, NewSpan, SpanSource};
 use kvpack::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
-use kvpack::plan::{AttendPlan, Page, PageAllocator, QueryRun, RowLayout, SpanView, StoreView, TokenRange};
+use kvpack::plan::{AttendPlan, QueryRun, RowLayout, SpanView, StoreView, TokenRange};
 use kvpack::{Backend, Result};
 
-use super::layer::VisibleQuery;
 use crate::dump::Layer;
+
+/// A query and the tokens that it may see: those up to its own.
+pub struct VisibleQuery<'a> {
+    /// `[query_heads, head_dim]`.
+    pub query: &'a [f32],
+    /// How many tokens it may see.
+    pub tokens: usize,
+}
 
 /// Tokens that stay in f16 whatever the format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::Args)]
@@ -21,18 +28,17 @@ pub struct KeptInF16 {
     pub last: usize,
 }
 
-/// The segments of a layer.
+/// The segments of a layer: consecutive tokens, each in a store of its own.
 pub struct StoredLayer<B: Backend> {
     shape: AttentionShape,
-    segments: Vec<Segment<B>>,
+    stores: FilledStores<B>,
+    segments: Vec<Segment>,
 }
 
-/// Consecutive tokens in a store of their own.
-struct Segment<B: Backend> {
+struct Segment {
     format: SegmentFormat,
-    store: B::Store,
     tokens: Range<usize>,
-    pages: Vec<Page>,
+    span: FilledSpan,
 }
 
 impl<B: Backend> StoredLayer<B> {
@@ -42,20 +48,30 @@ impl<B: Backend> StoredLayer<B> {
         layer: &Layer,
         format: SegmentFormat,
         kept: KeptInF16,
-        tensors: (&B::Tensor, &B::Tensor),
+        (keys, values): (&B::Tensor, &B::Tensor),
     ) -> Result<Self> {
         let (begin, end) = (kept.first, layer.tokens - kept.last);
         let parts = [(SegmentFormat::F16, 0..begin), (format, begin..end), (SegmentFormat::F16, end..layer.tokens)];
-        let mut segments = Vec::with_capacity(parts.len());
-        for (format, tokens) in parts.into_iter().filter(|(_, tokens)| !tokens.is_empty()) {
-            segments.push(Segment::new(backend, layer, format, tokens, tensors).await?);
+        let parts: Vec<(SegmentFormat, Range<usize>)> =
+            parts.into_iter().filter(|(_, tokens)| !tokens.is_empty()).collect();
+        let formats: Vec<SegmentFormat> = parts.iter().map(|(format, _)| *format).collect();
+        let mut stores = FilledStores::new(backend, layer.shape, &formats)?;
+        let rows = RowLayout::head_major(layer.tokens, &layer.shape);
+        let mut spans = Vec::with_capacity(parts.len());
+        for (store, (_, tokens)) in parts.iter().enumerate() {
+            let span = NewSpan { store, sequence: 0, start: tokens.start, tokens: tokens.len() };
+            let tokens = TokenRange::new(tokens.start, tokens.end)?.into();
+            spans.push((span, SpanSource { rows, tokens, keys, values }));
         }
-        Ok(Self { shape: layer.shape, segments })
+        let filled = stores.fill(backend, &spans).await?;
+        let segment = |((format, tokens), span)| Segment { format, tokens, span };
+        let segments = parts.into_iter().zip(filled).map(segment).collect();
+        Ok(Self { shape: layer.shape, stores, segments })
     }
 
     /// Bytes held.
     pub fn bytes(&self, backend: &B) -> u64 {
-        self.segments.iter().map(|segment| backend.store_bytes(&segment.store)).sum()
+        self.stores.bytes(backend)
     }
 
     /// The outputs of queries, one sequence each over the tokens that it may see. Packed segments are calibrated.
@@ -68,54 +84,25 @@ impl<B: Backend> StoredLayer<B> {
         let views: Vec<StoreView<'_>> =
             self.segments.iter().map(|segment| segment.view(queries, calibration)).collect();
         let plan = AttendPlan::new(self.shape, &QueryRun::decode_batch(queries.len()), &views)?;
-        let stores: Vec<&B::Store> = self.segments.iter().map(|segment| &segment.store).collect();
         let elements: Vec<f32> = queries.iter().flat_map(|query| query.query).copied().collect();
         let queries = backend.upload(elements.as_slice().into()).await?;
-        let output = backend.attend(&plan, &stores, &queries, AttendOptions::default()).await?;
+        let output = backend.attend(&plan, &self.stores.stores(), &queries, AttendOptions::default()).await?;
         backend.download(&output).await
     }
 }
 
-impl<B: Backend> Segment<B> {
+impl Segment {
     /// What each query, as a sequence, sees of the segment.
     fn view(&self, queries: &[VisibleQuery<'_>], calibration: Option<Calibration>) -> StoreView<'_> {
         let spans = queries.iter().enumerate().map(|(sequence, query)| {
             let tokens = query.tokens.min(self.tokens.end).saturating_sub(self.tokens.start);
-            SpanView { sequence, start: 0, tokens, pages: &self.pages[..tokens.div_ceil(TILE_TOKENS)], range_slot: 0 }
+            let pages = &self.span.pages[..tokens.div_ceil(TILE_TOKENS)];
+            SpanView { sequence, start: 0, tokens, pages, range_slot: self.span.range_slot }
         });
         StoreView {
             format: self.format,
             calibration: calibration.filter(|_| self.format != SegmentFormat::F16),
             spans: spans.collect(),
         }
-    }
-
-    async fn new(
-        backend: &B,
-        layer: &Layer,
-        format: SegmentFormat,
-        tokens: Range<usize>,
-        (keys, values): (&B::Tensor, &B::Tensor),
-    ) -> Result<Self> {
-        let mut store = backend.create_store(layer.shape, format)?;
-        let needed = tokens.len().div_ceil(TILE_TOKENS);
-        let most = backend.max_shard_pages(&layer.shape, &format).max(1) as usize;
-        let mut allocator = PageAllocator::default();
-        while allocator.capacity() < needed {
-            let pages = (needed - allocator.capacity()).min(most) as u32;
-            backend.add_shard(&mut store, pages).await?;
-            allocator.add_shard(pages);
-        }
-        backend.reserve_ranges(&mut store, 1).await?;
-        let pages = allocator.allocate(needed)?;
-        let rows = RowLayout::head_major(layer.tokens, &layer.shape);
-        let range = TokenRange::new(tokens.start, tokens.end)?;
-        backend.quantize(
-            &mut store,
-            keys,
-            values,
-            SpanWrite { rows, tokens: range.into(), pages: &pages, range_slot: 0 },
-        )?;
-        Ok(Self { format, store, tokens, pages })
     }
 }

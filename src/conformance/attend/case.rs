@@ -1,20 +1,20 @@
-//! A case: everything that one conformance run depends on, as plain data.
+//! A case of attention: everything that one run depends on, as plain data.
 
 use crate::backend::AttendOptions;
 use crate::format::{AttentionShape, Calibration, SegmentFormat};
-use crate::plan::ElementType;
+use crate::plan::{ElementType, QueryRun};
 
-/// One conformance case: a batch of sequences, how each is stored, and how it is attended to.
+/// A case of attention: a batch of sequences, how each is stored, and how it is attended to.
 ///
 /// ```
 /// use kvpack::conformance;
-/// for case in conformance::cases() {
+/// for case in conformance::attend_cases() {
 ///     let tokens: usize = case.sequences.iter().flatten().map(|span| span.tokens).sum();
 ///     println!("{}: {} sequences, {tokens} tokens", case.name, case.sequences.len());
 /// }
 /// ```
 #[derive(Clone, Debug, PartialEq)]
-pub struct Case {
+pub struct AttendCase {
     /// Unique name: lower case letters, digits and dashes.
     pub name: String,
     /// Heads of the layer.
@@ -31,6 +31,8 @@ pub struct Case {
     pub input: InputLayout,
     /// How the stores are cut into pages.
     pub paging: Paging,
+    /// Which queries attend.
+    pub queries: Queries,
     /// Options of the attend call, with how finely it is cut.
     pub options: AttendOptions,
     /// Seed of the data.
@@ -59,10 +61,19 @@ pub enum Fill {
     Append,
 }
 
+/// The queries of a case.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Queries {
+    /// One for each sequence, which sees all of it.
+    Decode,
+    /// Runs of queries, at most one for each sequence.
+    Runs(Vec<QueryRun>),
+}
+
 /// A run of tokens of one sequence in one store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpanCase {
-    /// Index of the store among [`Case::segments`].
+    /// Index of the store among [`AttendCase::segments`].
     pub segment: usize,
     /// Tokens; 0 is an empty span.
     pub tokens: usize,
@@ -134,7 +145,20 @@ impl SegmentCase {
     }
 }
 
-impl Case {
+impl AttendCase {
+    /// The runs of its queries.
+    pub fn runs(&self) -> Vec<QueryRun> {
+        match &self.queries {
+            Queries::Decode => QueryRun::decode_batch(self.sequences.len()),
+            Queries::Runs(runs) => runs.clone(),
+        }
+    }
+
+    /// Queries of a sequence.
+    pub(crate) fn queries_of(&self, sequence: usize) -> usize {
+        self.runs().iter().filter(|run| run.sequence == sequence).map(|run| run.queries).sum()
+    }
+
     /// Tokens of a sequence, all spans together.
     pub fn tokens(&self, sequence: usize) -> usize {
         self.sequences[sequence].iter().map(|span| span.tokens).sum()

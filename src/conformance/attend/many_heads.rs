@@ -1,12 +1,12 @@
 //! f16 with eight query heads per KV head, in many work items: what cooperative matrices take on devices that have them.
 
-use super::case::{Case, Fill, Paging, SegmentCase, SinkPlace, SpanCase};
-use super::registry::shape;
+use super::build::shape;
+use super::case::{AttendCase, Fill, Paging, SegmentCase, SinkPlace, SpanCase};
 use crate::format::{Bits, SegmentFormat};
 use crate::plan::{ElementType, Split};
 
 /// Ragged lengths, a sink, and segments beside others, each with a sequence of more work items than one workgroup joins.
-pub(super) fn many_heads() -> Vec<Case> {
+pub(super) fn many_heads() -> Vec<AttendCase> {
     let finely = |max_tiles| Split { target_items: usize::MAX, tile_step: 1, max_tiles };
     let mut lengths = case("split-many-heads").lengths(&[3700, 385, 129, 128, 1]).quick();
     lengths.options.split = Split { tile_step: 3, ..finely(3) };
@@ -28,6 +28,6 @@ pub(super) fn many_heads() -> Vec<Case> {
     vec![lengths, sink, beside]
 }
 
-fn case(name: &str) -> Case {
-    Case::new(&format!("{name}-f16"), shape(8, 128), SegmentFormat::F16)
+fn case(name: &str) -> AttendCase {
+    AttendCase::new(&format!("{name}-f16"), shape(8, 128), SegmentFormat::F16)
 }

@@ -1,29 +1,20 @@
-//! Runs one case on one backend.
+//! Runs one case of attention on one backend.
 
-use super::Case;
-use super::data::{self, HostTensor, SequenceData};
+use super::accuracy::Expected;
+use super::case::AttendCase;
 use super::reference;
-use super::report::{Failure, Limits, Mismatch, Report};
 use super::stored::{Stored, StoredSpan};
-use crate::cpu::Cpu;
+use crate::backend::AttentionStates;
+use crate::conformance::data::{self, SequenceData};
+use crate::conformance::report::{Accuracy, Failure, Limits, Mismatch, Report};
+use crate::cpu::{Cpu, CpuTensor};
 use crate::format::KeyOrValue;
+use crate::plan::AttendPlan;
 use crate::{Backend, Result};
 
-/// Runs one case: stores its data through `backend`, compares what is stored with the CPU twin's bit for bit, attends
-/// twice, which has to yield the same bits, and compares the output with an f64 attention over the stored data.
-///
-/// # Errors
-/// Whatever the backend reports; wrong results are no error but a [`Report`] that did not pass.
-///
-/// ```
-/// use kvpack::conformance;
-/// let cpu = kvpack::cpu::Cpu::default();
-/// let case = conformance::cases().into_iter().find(|case| case.quick).unwrap();
-/// let report = pollster::block_on(conformance::run_case(&cpu, &case))?;
-/// assert!(report.passed(), "{}", report.reason());
-/// # Ok::<(), kvpack::Error>(())
-/// ```
-pub async fn run_case<B: Backend>(backend: &B, case: &Case) -> Result<Report> {
+/// Stores the data of a case through `backend`, compares what is stored with the CPU twin's bit for bit, attends twice, which
+/// has to yield the same bits, and compares the output with an f64 attention over the stored data.
+pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &AttendCase) -> Result<Report> {
     let data = data::sequences(case);
     let tensors = upload(backend, &data).await?;
     let mut failures = search_non_finite(backend, case, &data, &tensors).await?;
@@ -32,20 +23,62 @@ pub async fn run_case<B: Backend>(backend: &B, case: &Case) -> Result<Report> {
     let spans = stored.read_back(backend).await?;
     failures.extend(differences(&spans, &twin(case, &data).await?));
 
-    let queries = query_tensor(case, &data);
-    let queries = backend.upload(queries.elements()).await?;
     let plan = stored.plan(case)?;
-    let stores: Vec<&B::Store> = stored.stores.iter().collect();
-    let output = backend.attend(&plan, &stores, &queries, case.options).await?;
+    let queries = backend.upload(query_tensor(case, &data, &plan).elements()).await?;
+    let output = backend.attend(&plan, &stored.stores(), &queries, case.options).await?;
     let output = backend.download(&output).await?;
-    let again = backend.attend(&plan, &stores, &queries, case.options).await?;
+    let again = backend.attend(&plan, &stored.stores(), &queries, case.options).await?;
     failures.extend(unrepeated(&output, &backend.download(&again).await?));
 
-    let expected = reference::of_case(case, &data, &spans)?.rounded_to(case.options.output);
+    let expected = reference::of_case(case, &data, &spans, &plan)?.rounded_to(case.options.output);
     let error = expected.error_of(&output, case.shape.head_dim());
     let limits = Limits::new(case.options.query);
-    failures.extend(expected.failures(&output, &error, &limits));
-    Ok(Report { case: case.name.clone(), error, limits, failures })
+    failures.extend(expected.failures("output", &output, &error, &limits));
+    failures.extend(stored.guard_failures(backend).await?);
+    Ok(Report { check: case.name.clone(), accuracy: Some(Accuracy { error, limits }), failures })
+}
+
+/// Compares the attention states of the queries of a case with f64, and those that are merged of states over the first store
+/// and over the others.
+pub(in crate::conformance) async fn run_states<B: Backend>(backend: &B, case: &AttendCase) -> Result<Report> {
+    let data = data::sequences(case);
+    let tensors = upload(backend, &data).await?;
+    let stored = Stored::fill(backend, case, &data, &tensors).await?;
+    let spans = stored.read_back(backend).await?;
+    let plan = stored.plan(case)?;
+    let queries = backend.upload(query_tensor(case, &data, &plan).elements()).await?;
+    let expected = reference::of_case(case, &data, &spans, &plan)?;
+    let limits = Limits::new(case.options.query);
+    let of = |plan: AttendPlan| {
+        let (stores, queries) = (stored.stores(), &queries);
+        async move { backend.attend_states(&plan, &stores, queries, case.options).await }
+    };
+    let whole = of(plan).await?;
+    let first = of(stored.plan_over(case, |store| store == 0)?).await?;
+    let others = of(stored.plan_over(case, |store| store > 0)?).await?;
+    let merged = backend.merge(&case.shape, &first, &others).await?;
+
+    let (error, mut failures) = judge_states(backend, case, &expected, "output", &whole, &limits).await?;
+    failures.extend(judge_states(backend, case, &expected, "merged output", &merged, &limits).await?.1);
+    failures.extend(stored.guard_failures(backend).await?);
+    Ok(Report { check: case.name.clone(), accuracy: Some(Accuracy { error, limits }), failures })
+}
+
+/// The errors of states, and what of them breaks the limits.
+async fn judge_states<B: Backend>(
+    backend: &B,
+    case: &AttendCase,
+    expected: &Expected,
+    what: &str,
+    states: &AttentionStates<B::Tensor>,
+    limits: &Limits,
+) -> Result<(crate::conformance::OutputError, Vec<Failure>)> {
+    let outputs = backend.download(&states.outputs).await?;
+    let lse = backend.download(&states.lse).await?;
+    let error = expected.error_of(&outputs, case.shape.head_dim());
+    let mut failures = expected.failures(what, &outputs, &error, limits);
+    failures.extend(expected.lse_failure(what, &lse));
+    Ok((error, failures))
 }
 
 async fn upload<B: Backend>(backend: &B, data: &[SequenceData]) -> Result<Vec<(B::Tensor, B::Tensor)>> {
@@ -57,9 +90,10 @@ async fn upload<B: Backend>(backend: &B, data: &[SequenceData]) -> Result<Vec<(B
     Ok(tensors)
 }
 
-/// The queries of all sequences, in the element type of the case.
-fn query_tensor(case: &Case, data: &[SequenceData]) -> HostTensor {
-    HostTensor::new(case.input.elements, data.iter().flat_map(|sequence| &sequence.queries).copied().collect())
+/// The queries of all runs of a plan, in the element type of the case.
+fn query_tensor(case: &AttendCase, data: &[SequenceData], plan: &AttendPlan) -> CpuTensor {
+    let queries = plan.runs().iter().flat_map(|planned| &data[planned.run.sequence].queries);
+    CpuTensor::from_f32(queries.copied().collect(), case.input.elements)
 }
 
 /// Where a second run of the same step yields other bits.
@@ -70,7 +104,7 @@ fn unrepeated(first: &[f32], second: &[f32]) -> Option<Failure> {
 }
 
 /// The same data stored by the CPU twin.
-async fn twin(case: &Case, data: &[SequenceData]) -> Result<Vec<StoredSpan>> {
+async fn twin(case: &AttendCase, data: &[SequenceData]) -> Result<Vec<StoredSpan>> {
     let cpu = Cpu::default();
     let tensors = upload(&cpu, data).await?;
     Stored::fill(&cpu, case, data, &tensors).await?.read_back(&cpu).await
@@ -99,7 +133,7 @@ fn first_difference(
         let pairs = tensor(got).iter().zip(tensor(want)).enumerate();
         for (index, (&value, &wanted)) in pairs.filter(|(_, (a, b))| a != b) {
             elements += 1;
-            first.get_or_insert(Mismatch { sequence: got.sequence, span, index, got: value, want: wanted });
+            first.get_or_insert(Mismatch { sequence: got.span.sequence, span, index, got: value, want: wanted });
         }
     }
     first.map(|first| (elements, first))
@@ -112,7 +146,7 @@ const LARGEST: f32 = 65504.0;
 /// element spoilt in the middle.
 async fn search_non_finite<B: Backend>(
     backend: &B,
-    case: &Case,
+    case: &AttendCase,
     data: &[SequenceData],
     tensors: &[(B::Tensor, B::Tensor)],
 ) -> Result<Vec<Failure>> {
@@ -134,7 +168,7 @@ async fn search_non_finite<B: Backend>(
 /// Spoils one element of the middle token and the last one after it, and expects the first to be found.
 async fn search_planted<B: Backend>(
     backend: &B,
-    case: &Case,
+    case: &AttendCase,
     sequence: &SequenceData,
     which: KeyOrValue,
     value: f32,
@@ -144,8 +178,8 @@ async fn search_planted<B: Backend>(
         KeyOrValue::Key => sequence.keys.clone(),
         KeyOrValue::Value => sequence.values.clone(),
     };
-    tensor.set(sequence.rows.elements_needed(&case.shape) - 1, f32::INFINITY);
-    tensor.set(sequence.rows.row(token, kv_head) + channel, value);
+    overwrite(&mut tensor, sequence.rows.elements_needed(&case.shape) - 1, f32::INFINITY);
+    overwrite(&mut tensor, sequence.rows.row(token, kv_head) + channel, value);
     let tensor = backend.upload(tensor.elements()).await?;
     let found = backend.first_non_finite(which, &tensor, &sequence.rows, &case.shape, LARGEST).await?;
     let right = found.is_some_and(|found| {
@@ -155,4 +189,12 @@ async fn search_planted<B: Backend>(
     Ok((!right).then(|| Failure::NonFinite {
         message: format!("{value} lies at token {token}, KV head {kv_head}, channel {channel}; reported: {found:?}"),
     }))
+}
+
+fn overwrite(tensor: &mut CpuTensor, index: usize, value: f32) {
+    match tensor {
+        CpuTensor::F32(x) => x[index] = value,
+        CpuTensor::F16(x) => x[index] = half::f16::from_f32(value),
+        CpuTensor::Bf16(x) => x[index] = half::bf16::from_f32(value),
+    }
 }

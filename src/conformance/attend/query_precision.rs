@@ -1,20 +1,20 @@
 //! The cases of query precisions: what an 8-bit query takes bytes for.
 
-use super::case::{Case, SegmentCase, SinkPlace, SpanCase};
-use super::registry::{affine, both, offsets, shape, slug};
+use super::build::{affine, both, offsets, shape, slug};
+use super::case::{AttendCase, SegmentCase, SinkPlace, SpanCase};
 use crate::backend::QueryPrecision;
 use crate::format::{Bits, Grouping, SegmentFormat};
 
 /// Weights of one byte, which an int8 query brings with it where values have one range per channel: beside a sink, over
 /// every number of query heads and layout of fields, and calibrated.
-pub(super) fn byte_weights() -> Vec<Case> {
+pub(super) fn byte_weights() -> Vec<AttendCase> {
     let per_channel = SegmentFormat::per_channel;
     let mut cases = Vec::new();
     for (bits, place) in
         [(Bits::Eight, SinkPlace::Middle), (Bits::Four, SinkPlace::Last), (Bits::Two, SinkPlace::First)]
     {
         let name = format!("int8-query-sink-long-{bits}bit");
-        let mut case = Case::new(&name, shape(4, 128), per_channel(bits)).lengths(&[8192]);
+        let mut case = AttendCase::new(&name, shape(4, 128), per_channel(bits)).lengths(&[8192]);
         case.sink = place;
         case.quick = bits == Bits::Two;
         cases.push(case);
@@ -27,13 +27,14 @@ pub(super) fn byte_weights() -> Vec<Case> {
         (8, 256, per_channel(Bits::Four)),
     ] {
         let name = format!("int8-query-g{group}-d{head_dim}-{}", slug(&format.key));
-        cases.push(Case::new(&name, shape(group, head_dim), format));
+        cases.push(AttendCase::new(&name, shape(group, head_dim), format));
     }
-    let mut calibrated = Case::new("int8-query-calibrated-1bit", shape(4, 128), SegmentFormat::calibquant(Bits::One));
+    let mut calibrated =
+        AttendCase::new("int8-query-calibrated-1bit", shape(4, 128), SegmentFormat::calibquant(Bits::One));
     calibrated.segments[0].calibration = Some(offsets(0.0, 3.0));
     cases.push(calibrated);
     // Segments whose weights are bytes are merged with others.
-    let mut beside = Case::new("int8-query-beside-others", shape(4, 128), SegmentFormat::F16).quick();
+    let mut beside = AttendCase::new("int8-query-beside-others", shape(4, 128), SegmentFormat::F16).quick();
     beside.segments = [SegmentFormat::F16, per_channel(Bits::Four), both(affine(Bits::Two, Grouping::Token))]
         .map(SegmentCase::new)
         .to_vec();
@@ -46,7 +47,7 @@ pub(super) fn byte_weights() -> Vec<Case> {
 
 /// Ranges of groups of tokens and of channels, which go into queries and weights of their own, with either query: beside a
 /// sink, over every number of query heads and groups, calibrated, and merged with other segments.
-pub(super) fn group_ranges() -> Vec<Case> {
+pub(super) fn group_ranges() -> Vec<AttendCase> {
     let format = |(key, tokens): (Bits, usize), (value, channels): (Bits, usize)| SegmentFormat {
         key: affine(key, Grouping::ChannelTokens(tokens)),
         value: affine(value, Grouping::TokenChannels(channels)),
@@ -79,17 +80,18 @@ pub(super) fn group_ranges() -> Vec<Case> {
             (16, 128, kivi(Bits::One)),
         ] {
             let name = name(&format!("g{group}-d{head_dim}-{}-{}", slug(&format.key), slug(&format.value)));
-            cases.push(Case::new(&name, shape(group, head_dim), format).lengths(&[1300, 31]));
+            cases.push(AttendCase::new(&name, shape(group, head_dim), format).lengths(&[1300, 31]));
         }
         for (place, bits) in [(SinkPlace::First, Bits::Two), (SinkPlace::Middle, Bits::Four)] {
-            let mut case = Case::new(&name(&format!("sink-{bits}bit")), shape(4, 128), kivi(bits)).lengths(&[4096]);
+            let mut case =
+                AttendCase::new(&name(&format!("sink-{bits}bit")), shape(4, 128), kivi(bits)).lengths(&[4096]);
             case.sink = place;
             cases.push(case);
         }
-        let mut calibrated = Case::new(&name("calibrated"), shape(4, 128), kivi(Bits::Two));
+        let mut calibrated = AttendCase::new(&name("calibrated"), shape(4, 128), kivi(Bits::Two));
         calibrated.segments[0].calibration = Some(offsets(0.0, 3.0));
         cases.push(calibrated);
-        let mut beside = Case::new(&name("beside-others"), shape(4, 128), SegmentFormat::F16);
+        let mut beside = AttendCase::new(&name("beside-others"), shape(4, 128), SegmentFormat::F16);
         beside.quick = query == QueryPrecision::Int8;
         beside.segments = [SegmentFormat::F16, kivi(Bits::Two), SegmentFormat::per_channel(Bits::Four)]
             .map(SegmentCase::new)

@@ -1,0 +1,323 @@
+//! Stores that are filled with whole spans and then attended to: what conformance runs, benchmarks and evaluations need of a
+//! cache, which besides grows, forks and gives pages back.
+
+use super::{Backend, SpanRead, SpanWrite, TokenWrite, WindowMove};
+use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
+use crate::plan::{AttendPlan, Page, PageAllocator, QueryRun, RowLayout, Rows, SpanView, StoreView};
+use crate::{Error, Result};
+
+/// Stores of several formats, and what of them is in use.
+///
+/// ```
+/// use kvpack::backend::{Device, FilledStores, NewSpan, SpanSource};
+/// use kvpack::cpu::Cpu;
+/// use kvpack::plan::{QueryRun, RowLayout, TokenRange};
+/// use kvpack::{AttentionShape, Bits, SegmentFormat};
+///
+/// # futures::executor::block_on(async {
+/// let (cpu, shape) = (Cpu::new(), AttentionShape::new(2, 1, 64)?);
+/// let rows = cpu.upload((&[0.5f32; 300 * 64][..]).into()).await?;
+/// let source = |start, end| {
+///     let tokens = TokenRange::new(start, end)?.into();
+///     Ok::<_, kvpack::Error>(SpanSource { rows: RowLayout::token_major(300, &shape), tokens, keys: &rows, values: &rows })
+/// };
+/// // The first 100 tokens in f16, the others at 4 bits.
+/// let mut stores = FilledStores::new(&cpu, shape, &[SegmentFormat::F16, SegmentFormat::per_channel(Bits::Four)])?;
+/// let spans = stores
+///     .fill(&cpu, &[
+///         (NewSpan { store: 0, sequence: 0, start: 0, tokens: 100 }, source(0, 100)?),
+///         (NewSpan { store: 1, sequence: 0, start: 100, tokens: 200 }, source(100, 300)?),
+///     ])
+///     .await?;
+/// let plan = stores.plan(&[QueryRun::decode(0)], spans.iter(), &[None, None])?;
+/// assert_eq!(plan.segments().len(), 2);
+/// # Ok::<(), kvpack::Error>(())
+/// # }).unwrap();
+/// ```
+pub struct FilledStores<B: Backend> {
+    shape: AttentionShape,
+    stores: Vec<B::Store>,
+    room: Vec<Room>,
+    shard_pages: u32,
+}
+
+/// The room of one store.
+struct Room {
+    format: SegmentFormat,
+    pages: PageAllocator,
+    /// Range slots that spans have taken.
+    slots: usize,
+}
+
+/// A span that is to be stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NewSpan {
+    /// Index of its store.
+    pub store: usize,
+    /// Its sequence.
+    pub sequence: usize,
+    /// Position of its first token in the sequence, which is what causal queries go by.
+    pub start: usize,
+    /// Its tokens; 0 is a span without pages.
+    pub tokens: usize,
+}
+
+/// A span with pages and a range slot of its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FilledSpan {
+    /// What it is.
+    pub span: NewSpan,
+    /// Its pages, in token order.
+    pub pages: Vec<Page>,
+    /// Slot of its ranges, where the format has them.
+    pub range_slot: usize,
+}
+
+/// What is stored as a span: tokens of dense tensors.
+pub struct SpanSource<'a, B: Backend> {
+    /// Where keys and values lie in their tensors; the same for both.
+    pub rows: RowLayout,
+    /// The tokens: a run of them, or for every KV head those that indices name.
+    pub tokens: Rows<'a, B::Indices>,
+    /// The keys.
+    pub keys: &'a B::Tensor,
+    /// The values.
+    pub values: &'a B::Tensor,
+}
+
+impl<B: Backend> Clone for SpanSource<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for SpanSource<'_, B> {}
+
+impl<B: Backend> FilledStores<B> {
+    /// An empty store for each format.
+    ///
+    /// # Errors
+    /// When a format does not fit the shape or the device.
+    pub fn new(backend: &B, shape: AttentionShape, formats: &[SegmentFormat]) -> Result<Self> {
+        let stores = formats.iter().map(|&format| backend.create_store(shape, format)).collect::<Result<_>>()?;
+        let room = |&format: &SegmentFormat| Room { format, pages: PageAllocator::default(), slots: 0 };
+        Ok(Self { shape, stores, room: formats.iter().map(room).collect(), shard_pages: u32::MAX })
+    }
+
+    /// The same with shards of at most `pages` pages, so that spans lie in several.
+    #[must_use]
+    pub fn with_shards_of(self, pages: u32) -> Self {
+        Self { shard_pages: pages.max(1), ..self }
+    }
+
+    /// Places spans and packs them.
+    ///
+    /// # Errors
+    /// As [`FilledStores::place`] and [`Packing::quantize`](super::Packing::quantize). Nothing is stored then.
+    pub async fn fill(&mut self, backend: &B, spans: &[(NewSpan, SpanSource<'_, B>)]) -> Result<Vec<FilledSpan>> {
+        let new: Vec<NewSpan> = spans.iter().map(|(span, _)| *span).collect();
+        let placed = self.place(backend, &new).await?;
+        let all = placed.iter().zip(spans).filter(|(span, _)| span.span.tokens > 0);
+        let stored = all.into_iter().try_for_each(|(span, (_, source))| self.quantize(backend, span, *source));
+        match stored {
+            Ok(()) => Ok(placed),
+            Err(error) => {
+                placed.iter().for_each(|span| self.take_back(span));
+                Err(error)
+            }
+        }
+    }
+
+    /// Makes room for exactly these spans, besides those that there are, and deals it out: pages in order, a slot each.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when a span names a store that there is not, [`Error::OutOfMemory`] or [`Error::Limit`] when the device
+    /// has no room. No page is taken then.
+    pub async fn place(&mut self, backend: &B, spans: &[NewSpan]) -> Result<Vec<FilledSpan>> {
+        if let Some(span) = spans.iter().find(|span| span.store >= self.stores.len()) {
+            let reason = format!("a span of store {} of {}", span.store, self.stores.len());
+            return Err(Error::Plan { what: "placing spans", reason });
+        }
+        for (index, (store, room)) in self.stores.iter_mut().zip(&mut self.room).enumerate() {
+            let of_store = || spans.iter().filter(|span| span.store == index);
+            let pages: usize = of_store().map(NewSpan::pages).sum();
+            let most = backend.max_shard_pages(&self.shape, &room.format).clamp(1, self.shard_pages) as usize;
+            while room.pages.free() < pages {
+                let missing = (pages - room.pages.free()).min(most) as u32;
+                backend.add_shard(store, missing).await?;
+                room.pages.add_shard(missing);
+            }
+            backend.reserve_ranges(store, room.slots + of_store().count()).await?;
+        }
+        let place = |&span: &NewSpan| {
+            let room = &mut self.room[span.store];
+            let pages = room.pages.allocate(span.pages())?;
+            room.slots += 1;
+            Ok(FilledSpan { span, pages, range_slot: room.slots - 1 })
+        };
+        spans.iter().map(place).collect()
+    }
+
+    /// Packs tokens into a span that was placed.
+    ///
+    /// # Errors
+    /// As [`Packing::quantize`](super::Packing::quantize).
+    pub fn quantize(&mut self, backend: &B, span: &FilledSpan, source: SpanSource<'_, B>) -> Result<()> {
+        let SpanSource { rows, tokens, keys, values } = source;
+        let write = SpanWrite { rows, tokens, pages: &span.pages, range_slot: span.range_slot };
+        backend.quantize(&mut self.stores[span.span.store], keys, values, write)
+    }
+
+    /// Puts the tokens of dense tensors from `first` on into a span that was placed, one by one.
+    ///
+    /// # Errors
+    /// As [`Packing::append`](super::Packing::append).
+    pub fn append(
+        &mut self,
+        backend: &B,
+        span: &FilledSpan,
+        rows: RowLayout,
+        [keys, values]: [&B::Tensor; 2],
+        first: usize,
+    ) -> Result<()> {
+        let write =
+            |i: usize| TokenWrite { token: first + i, page: span.pages[i / TILE_TOKENS], slot: i % TILE_TOKENS };
+        let writes: Vec<TokenWrite> = (0..span.span.tokens).map(write).collect();
+        backend.append(&mut self.stores[span.span.store], keys, values, rows, &writes)
+    }
+
+    /// Reads the keys and the values of a span back, `[kv_heads, tokens, head_dim]`.
+    ///
+    /// # Errors
+    /// As [`Packing::dequantize`](super::Packing::dequantize) and [`Device::download`](super::Device::download).
+    pub async fn read(&self, backend: &B, span: &FilledSpan) -> Result<(Vec<f32>, Vec<f32>)> {
+        let read = SpanRead { pages: &span.pages, tokens: span.span.tokens, range_slot: span.range_slot };
+        let (keys, values) = backend.dequantize(&self.stores[span.span.store], read)?;
+        Ok((backend.download(&keys).await?, backend.download(&values).await?))
+    }
+
+    /// The plan of a step over some of the spans; `calibrations` has one entry for each store.
+    ///
+    /// # Errors
+    /// As [`AttendPlan::new`].
+    pub fn plan<'a>(
+        &self,
+        runs: &[QueryRun],
+        spans: impl Iterator<Item = &'a FilledSpan>,
+        calibrations: &[Option<Calibration>],
+    ) -> Result<AttendPlan> {
+        let calibrations = calibrations.iter().copied().chain(std::iter::repeat(None));
+        let view = |(room, calibration): (&Room, _)| StoreView { format: room.format, calibration, spans: Vec::new() };
+        let mut views: Vec<StoreView<'_>> = self.room.iter().zip(calibrations).map(view).collect();
+        spans.for_each(|span| views[span.span.store].spans.push(span.view()));
+        AttendPlan::new(self.shape, runs, &views)
+    }
+
+    /// The stores, as a plan of [`FilledStores::plan`] names them.
+    pub fn stores(&self) -> Vec<&B::Store> {
+        self.stores.iter().collect()
+    }
+
+    /// Copies a page to another of the same store.
+    ///
+    /// # Errors
+    /// As [`Packing::copy_page`](super::Packing::copy_page).
+    pub fn copy_page(&mut self, backend: &B, store: usize, from: Page, to: Page) -> Result<()> {
+        backend.copy_page(&mut self.stores[store], from, to)
+    }
+
+    /// Packs full pages of one store into pages of another.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when they are the same store; as [`Packing::pack_windows`](super::Packing::pack_windows).
+    pub fn pack_windows(&mut self, backend: &B, [from, to]: [usize; 2], windows: &[WindowMove]) -> Result<()> {
+        match self.stores.get_disjoint_mut([from, to]) {
+            Ok([from, to]) => backend.pack_windows(&self.shape, from, to, windows),
+            Err(_) => {
+                let reason = format!("stores {from} and {to} of {}", self.stores.len());
+                Err(Error::Plan { what: "packing windows", reason })
+            }
+        }
+    }
+
+    /// Bytes that the stores hold on the device.
+    pub fn bytes(&self, backend: &B) -> u64 {
+        self.stores.iter().map(|store| backend.store_bytes(store)).sum()
+    }
+
+    fn take_back(&mut self, span: &FilledSpan) {
+        let room = &mut self.room[span.span.store];
+        let released = room.pages.release(&span.pages);
+        debug_assert!(released.is_ok(), "{released:?}");
+        room.slots -= 1;
+    }
+}
+
+impl NewSpan {
+    fn pages(&self) -> usize {
+        self.tokens.div_ceil(TILE_TOKENS)
+    }
+}
+
+impl FilledSpan {
+    /// The span as a plan takes it.
+    pub fn view(&self) -> SpanView<'_> {
+        let NewSpan { sequence, start, tokens, .. } = self.span;
+        SpanView { sequence, start, tokens, pages: &self.pages, range_slot: self.range_slot }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Bits;
+    use crate::backend::Device;
+    use crate::cpu::Cpu;
+    use crate::plan::TokenRange;
+    use pollster::block_on;
+
+    fn shape() -> AttentionShape {
+        AttentionShape::new(2, 2, 64).unwrap()
+    }
+
+    /// Spans lie in shards of the size asked for, runs and gathers alike, and read back as what was stored.
+    #[test]
+    fn runs_and_gathers_share_a_store() {
+        let (cpu, shape) = (Cpu::new(), shape());
+        let elements: Vec<f32> = (0..300 * 128).map(|i| (i as f32).sin()).collect();
+        let tensor = block_on(cpu.upload(elements.as_slice().into())).unwrap();
+        let indices = block_on(cpu.upload_indices(&[5, 4, 299, 0], 2, 300)).unwrap();
+        let rows = RowLayout::token_major(300, &shape);
+        let source = |tokens| SpanSource { rows, tokens, keys: &tensor, values: &tensor };
+        let mut stores = FilledStores::new(&cpu, shape, &[SegmentFormat::F16]).unwrap().with_shards_of(2);
+        let new = |start, tokens| NewSpan { store: 0, sequence: 0, start, tokens };
+        let run = Rows::Run(TokenRange::new(0, 300).unwrap());
+        let spans = [(new(0, 300), source(run)), (new(300, 2), source(Rows::Gather(&indices)))];
+        let spans = block_on(stores.fill(&cpu, &spans)).unwrap();
+        let pages: Vec<(u32, u32)> =
+            spans.iter().flat_map(|span| &span.pages).map(|page| (page.shard, page.index)).collect();
+        assert_eq!(pages, [(0, 0), (0, 1), (1, 0), (1, 1)]);
+        assert_eq!((spans[0].range_slot, spans[1].range_slot), (0, 1));
+        let (keys, _) = block_on(stores.read(&cpu, &spans[1])).unwrap();
+        let of = |token: usize, head: usize| half::f16::from_f32(elements[token * 128 + head * 64]).to_f32();
+        assert_eq!([keys[0], keys[64], keys[128], keys[192]], [of(5, 0), of(4, 0), of(299, 1), of(0, 1)]);
+    }
+
+    /// A span that cannot be stored takes those before it with it.
+    #[test]
+    fn nothing_is_stored_where_one_span_fails() {
+        let (cpu, shape) = (Cpu::new(), shape());
+        let tensor = block_on(cpu.upload([0.5f32; 10 * 128].as_slice().into())).unwrap();
+        let mut stores =
+            FilledStores::new(&cpu, shape, &[SegmentFormat::F16, SegmentFormat::per_channel(Bits::Two)]).unwrap();
+        let source = |rows| {
+            let tokens = Rows::Run(TokenRange::new(0, 10).unwrap());
+            SpanSource { rows: RowLayout::token_major(rows, &shape), tokens, keys: &tensor, values: &tensor }
+        };
+        let new = |store| NewSpan { store, sequence: 0, start: 0, tokens: 10 };
+        assert!(block_on(stores.fill(&cpu, &[(new(0), source(10)), (new(1), source(11))])).is_err());
+        let spans = block_on(stores.fill(&cpu, &[(new(0), source(10)), (new(1), source(10))])).unwrap();
+        assert!(spans.iter().all(|span| span.range_slot == 0 && span.pages == [Page { shard: 0, index: 0 }]));
+        assert!(matches!(block_on(stores.place(&cpu, &[new(2)])), Err(Error::Plan { .. })));
+    }
+}

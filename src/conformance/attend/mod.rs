@@ -1,0 +1,20 @@
+//! Checks of attention: of what is stored, of the outputs over it, and of states and their merge.
+
+mod accuracy;
+mod build;
+mod case;
+mod cases;
+mod formats;
+mod many_heads;
+mod query_precision;
+mod query_runs;
+mod reference;
+mod run;
+mod stored;
+
+pub(super) use accuracy::Expected;
+pub use case::{AttendCase, DataKind, Fill, InputLayout, Paging, Queries, RowOrder, SegmentCase, SinkPlace, SpanCase};
+pub use cases::attend_cases;
+pub use query_runs::state_cases;
+pub(super) use reference::decode as exact_decode;
+pub(super) use run::{run, run_states};

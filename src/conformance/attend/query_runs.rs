@@ -1,0 +1,104 @@
+//! The cases of query runs, causal and not, in ragged batches; and those of attention states and their merge.
+
+use super::build::{affine, both, offsets, shape, slug};
+use super::case::{AttendCase, Paging, Queries, SegmentCase, SinkPlace, SpanCase};
+use crate::backend::QueryPrecision;
+use crate::format::{Bits, Grouping, SegmentFormat};
+use crate::plan::{ElementType, QueryRun, Visible};
+
+/// Runs of 1, 2, 7, 128 and 300 queries beside each other, over spans that end within a tile.
+pub(super) fn query_runs() -> Vec<AttendCase> {
+    let mut cases = Vec::new();
+    for (group, head_dim, format) in [
+        (1, 64, SegmentFormat::per_channel(Bits::Four)),
+        (4, 128, SegmentFormat::saw_int4()),
+        (3, 80, kivi()),
+        (8, 128, SegmentFormat::turboquant(Bits::Three, 128)),
+    ] {
+        let mut case = ragged(&format!("runs-g{group}-d{head_dim}-{}", slug(&format.key)), group, head_dim, format);
+        case.queries = Queries::Runs(vec![QueryRun::causal(0, 20), QueryRun::decode(1), QueryRun::causal(2, 7)]);
+        case.quick = group == 4;
+        cases.push(case);
+    }
+    let mut f16 = ragged("runs-f16", 8, 128, SegmentFormat::F16).quick();
+    f16.input.elements = ElementType::F16;
+    f16.queries = Queries::Runs(vec![QueryRun::causal(2, 128), QueryRun::causal(0, 2), all(1, 5)]);
+    cases.push(f16);
+    let mut int8 = ragged("runs-int8-query", 2, 64, SegmentFormat::per_channel(Bits::Four));
+    int8.options.query = QueryPrecision::Int8;
+    int8.queries = Queries::Runs(vec![QueryRun::causal(0, 33), QueryRun::decode(1), all(2, 3)]);
+    cases.push(int8);
+    let mut longest = AttendCase::new("runs-of-300", shape(1, 64), SegmentFormat::per_channel(Bits::Two));
+    longest = longest.lengths(&[300]);
+    longest.queries = Queries::Runs(vec![QueryRun::causal(0, 300)]);
+    cases.push(longest);
+    // Every query has extremes of its own, over what it sees.
+    let mut calibrated = ragged("runs-calibrated", 2, 64, SegmentFormat::per_channel(Bits::Two));
+    calibrated.segments[1].calibration = Some(offsets(0.0, 1.0));
+    calibrated.queries = Queries::Runs(vec![QueryRun::causal(0, 40), all(1, 3), QueryRun::causal(2, 2)]);
+    cases.push(calibrated);
+    cases
+}
+
+/// What attention states are checked on: every sequence has tokens in the first store and in others, so that states over the
+/// one and over the others are merged.
+pub fn state_cases() -> Vec<AttendCase> {
+    let mut cases = Vec::new();
+    for (name, group, head_dim, format) in [
+        ("f16", 8, 128, SegmentFormat::F16),
+        ("4bit", 4, 128, SegmentFormat::per_channel(Bits::Four)),
+        ("kivi", 3, 80, kivi()),
+        ("rotated", 1, 64, SegmentFormat::saw_int4()),
+        ("codebook", 7, 96, SegmentFormat::turboquant(Bits::Two, 96)),
+    ] {
+        let mut case = ragged(&format!("states-{name}"), group, head_dim, format);
+        case.sequences[1].push(SpanCase { segment: 1, tokens: 2 });
+        case.queries = Queries::Runs(vec![all(0, 3), QueryRun::decode(1), all(2, 6)]);
+        case.quick = group == 4;
+        cases.push(case);
+    }
+    let mut sink = AttendCase::new("states-sink-long", shape(4, 128), SegmentFormat::F16);
+    sink.segments.push(SegmentCase::new(SegmentFormat::per_channel(Bits::Two)));
+    sink.sequences = vec![vec![SpanCase { segment: 0, tokens: 4 }, SpanCase { segment: 1, tokens: 4096 }]];
+    sink.sink = SinkPlace::Middle;
+    cases.push(sink);
+    let mut several = AttendCase::new("states-four-stores", shape(2, 64), SegmentFormat::F16);
+    several.segments =
+        [SegmentFormat::F16, SegmentFormat::per_channel(Bits::Two), kivi(), both(affine(Bits::Four, Grouping::Token))]
+            .map(SegmentCase::new)
+            .to_vec();
+    let spans = |first: usize| (0..8).map(|i| SpanCase { segment: (first + i) % 4, tokens: 40 + 61 * i }).collect();
+    several.sequences = vec![spans(0), spans(1)];
+    several.paging = Paging::Scattered { shard_pages: 3 };
+    cases.push(several);
+    for (index, case) in cases.iter_mut().enumerate() {
+        case.seed = 1000 + index as u64;
+    }
+    cases
+}
+
+/// Three sequences in f16 and `format`.
+fn ragged(name: &str, group: usize, head_dim: usize, format: SegmentFormat) -> AttendCase {
+    let mut case = AttendCase::new(name, shape(group, head_dim), SegmentFormat::F16);
+    case.segments.push(SegmentCase::new(format));
+    let span = |segment, tokens| SpanCase { segment, tokens };
+    case.sequences = vec![
+        vec![span(0, 130), span(1, 170), span(0, 9)],
+        vec![span(0, 1)],
+        vec![span(0, 3), span(1, 128), span(1, 77), span(0, 20)],
+    ];
+    case.paging = Paging::Scattered { shard_pages: 2 };
+    case
+}
+
+fn kivi() -> SegmentFormat {
+    SegmentFormat {
+        key: affine(Bits::Two, Grouping::ChannelTokens(32)),
+        value: affine(Bits::Two, Grouping::TokenChannels(16)),
+    }
+}
+
+/// Queries that see all of their sequence.
+const fn all(sequence: usize, queries: usize) -> QueryRun {
+    QueryRun { sequence, queries, visible: Visible::All }
+}

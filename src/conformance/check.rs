@@ -1,0 +1,175 @@
+//! A check: a case of one kind, and how it is run.
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::attend::{self, AttendCase};
+use super::pack::{self, PackCase};
+use super::report::Report;
+use super::select::{self, ChunksCase, EvictionCase, StatisticsCase, TopKCase};
+use crate::{Backend, Result};
+
+/// One thing that a backend must do right, as plain data.
+///
+/// ```
+/// use kvpack::conformance::{self, Kind};
+/// use kvpack::cpu::Cpu;
+/// let packing = conformance::checks().into_iter().find(|check| check.kind() == Kind::Packing && check.is_quick()).unwrap();
+/// let report = pollster::block_on(packing.run(&Cpu::default()))?;
+/// assert!(report.passed(), "{}", report.reason());
+/// # Ok::<(), kvpack::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub enum Check {
+    /// What is stored is what the CPU twin stores, and attention over it is f64 attention over it: decode steps and runs of
+    /// queries.
+    Attention(AttendCase),
+    /// Attention states have the log-sum-exp of f64, and merge to those of all tokens.
+    States(AttendCase),
+    /// Every kernel that writes pages stores what the CPU twin stores, and nothing beside it.
+    Packing(PackCase),
+    /// Maxima and log-sum-exps of rows, column sums, counts.
+    Statistics(StatisticsCase),
+    /// The best scores.
+    TopK(TopKCase),
+    /// Kept tokens gathered, evicted ones merged into them.
+    Eviction(EvictionCase),
+    /// Chunks compared with a query, and reordered.
+    Chunks(ChunksCase),
+}
+
+/// The kinds of checks, and with them the families of kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Kind {
+    /// [`Check::Attention`].
+    Attention,
+    /// [`Check::States`].
+    States,
+    /// [`Check::Packing`].
+    Packing,
+    /// [`Check::Statistics`].
+    Statistics,
+    /// [`Check::TopK`].
+    TopK,
+    /// [`Check::Eviction`].
+    Eviction,
+    /// [`Check::Chunks`].
+    Chunks,
+}
+
+impl Kind {
+    /// All kinds.
+    pub const ALL: [Self; 7] =
+        [Self::Attention, Self::States, Self::Packing, Self::Statistics, Self::TopK, Self::Eviction, Self::Chunks];
+
+    /// What is checked, in a sentence for people.
+    pub const fn description(self) -> &'static str {
+        match self {
+            Self::Attention => "attention over stored data against f64, stored data against the CPU twin bit for bit",
+            Self::States => "attention states and their merge against f64",
+            Self::Packing => "runs, gathers, appended tokens, copies and windows against the CPU twin bit for bit",
+            Self::Statistics => "row maxima, log-sum-exps, column sums and counts against the CPU twin",
+            Self::TopK => "the best scores against the CPU twin, index for index",
+            Self::Eviction => "gathered tokens against the CPU twin bit for bit, merged ones within rounding",
+            Self::Chunks => "similarities of chunks against the CPU twin, reordered rows bit for bit",
+        }
+    }
+
+    /// True where a GPU backend has other kernels on other capability paths; the kernels of the other kinds are the same on
+    /// all of them.
+    pub const fn depends_on_path(self) -> bool {
+        matches!(self, Self::Attention | Self::States)
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Attention => "attention",
+            Self::States => "states",
+            Self::Packing => "packing",
+            Self::Statistics => "statistics",
+            Self::TopK => "top-k",
+            Self::Eviction => "eviction",
+            Self::Chunks => "chunks",
+        })
+    }
+}
+
+impl FromStr for Kind {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        Self::ALL.into_iter().find(|kind| kind.to_string() == text).ok_or_else(|| {
+            let kinds: Vec<String> = Self::ALL.iter().map(Self::to_string).collect();
+            format!("there is no kind '{text}'; the kinds are {}", kinds.join(", "))
+        })
+    }
+}
+
+impl Check {
+    /// Its name, unique among [`checks`](super::checks()): lower case letters, digits and dashes.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Attention(case) | Self::States(case) => &case.name,
+            Self::Packing(case) => &case.name,
+            Self::Statistics(case) => &case.name,
+            Self::TopK(case) => &case.name,
+            Self::Eviction(case) => &case.name,
+            Self::Chunks(case) => &case.name,
+        }
+    }
+
+    /// Its kind.
+    pub const fn kind(&self) -> Kind {
+        match self {
+            Self::Attention(_) => Kind::Attention,
+            Self::States(_) => Kind::States,
+            Self::Packing(_) => Kind::Packing,
+            Self::Statistics(_) => Kind::Statistics,
+            Self::TopK(_) => Kind::TopK,
+            Self::Eviction(_) => Kind::Eviction,
+            Self::Chunks(_) => Kind::Chunks,
+        }
+    }
+
+    /// True for the checks that cover every kernel once in the least time: what tests run on software drivers.
+    pub const fn is_quick(&self) -> bool {
+        match self {
+            Self::Attention(case) | Self::States(case) => case.quick,
+            Self::Packing(case) => case.quick,
+            Self::Statistics(case) => case.quick,
+            Self::TopK(case) => case.quick,
+            Self::Eviction(case) => case.quick,
+            Self::Chunks(case) => case.quick,
+        }
+    }
+
+    /// What it is run on, for people: the formats of its stores, or its sizes.
+    pub fn subject(&self) -> String {
+        match self {
+            Self::Attention(case) | Self::States(case) => case.formats(),
+            Self::Packing(case) => case.format.to_string(),
+            Self::Statistics(case) => format!("{} rows × {} keys", case.positions.len(), case.tokens),
+            Self::TopK(case) => format!("{} of {}", case.k, case.n),
+            Self::Eviction(case) => format!("{} of {} tokens", case.kept, case.tokens),
+            Self::Chunks(case) => format!("{} chunks of width {}", case.embeddings, case.width),
+        }
+    }
+
+    /// Runs it.
+    ///
+    /// # Errors
+    /// Whatever the backend reports; wrong results are no error but a [`Report`] that did not pass.
+    pub async fn run<B: Backend>(&self, backend: &B) -> Result<Report> {
+        match self {
+            Self::Attention(case) => attend::run(backend, case).await,
+            Self::States(case) => attend::run_states(backend, case).await,
+            Self::Packing(case) => pack::run(backend, case).await,
+            Self::Statistics(case) => select::run_statistics(backend, case).await,
+            Self::TopK(case) => select::run_top_k(backend, case).await,
+            Self::Eviction(case) => select::run_eviction(backend, case).await,
+            Self::Chunks(case) => select::run_chunks(backend, case).await,
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! `gather`, `nearest_kept` and `merge_tokens`.
+
+use super::{exact_numbers, far};
+use crate::backend::{KeptAndEvicted, TensorRows};
+use crate::conformance::attend::RowOrder;
+use crate::conformance::pack::difference;
+use crate::conformance::report::{Failure, Report};
+use crate::cpu::{self, CpuTensor, DenseRows, KeptTokens};
+use crate::format::AttentionShape;
+use crate::plan::{ElementType, RowLayout};
+use crate::policy::{Merging, Nearest, evicted};
+use crate::{Backend, Result};
+
+/// What keys look like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EvictionKeys {
+    /// Of no order.
+    Random,
+    /// All equal but the last, which is zeros: everything ties.
+    Equal,
+}
+
+/// A case of eviction: the kept tokens are gathered, the evicted ones merged into them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EvictionCase {
+    /// Unique name: lower case letters, digits and dashes.
+    pub name: String,
+    /// Heads of the layer.
+    pub shape: AttentionShape,
+    /// Tokens of the context.
+    pub tokens: usize,
+    /// How many of each KV head stay.
+    pub kept: usize,
+    /// How evicted tokens merge.
+    pub merging: Merging,
+    /// What keys look like.
+    pub keys: EvictionKeys,
+    /// Element types of keys and of values.
+    pub elements: [ElementType; 2],
+    /// Order of their axes.
+    pub order: RowOrder,
+    /// Seed of the data.
+    pub seed: u64,
+    /// True for those that tests run on software drivers.
+    pub quick: bool,
+}
+
+/// All cases: budgets of one token and of all, all head dimensions and ways of merging, equal keys.
+pub fn eviction_cases() -> Vec<EvictionCase> {
+    use ElementType::{Bf16, F16, F32};
+    use Merging::{Averaged, Pivotal, Weighted};
+    let sizes = [
+        ("one-token", 64, 1, 1, Averaged, [F32, F32]),
+        ("keep-1", 64, 200, 1, Pivotal, [F16, F32]),
+        ("keep-20-percent", 128, 300, 60, Pivotal, [F16, F16]),
+        ("keep-half", 80, 257, 128, Weighted, [F32, Bf16]),
+        ("evict-1", 96, 130, 129, Averaged, [F32, F16]),
+        ("budget-100", 256, 129, 129, Averaged, [Bf16, F16]),
+        ("equal-keys", 64, 40, 20, Averaged, [F32, F32]),
+    ];
+    let orders = [RowOrder::TokenMajor, RowOrder::HeadMajor];
+    let case = |(i, (name, head_dim, tokens, kept, merging, elements)): (usize, (&str, _, _, _, _, _))| EvictionCase {
+        name: format!("evict-{name}"),
+        shape: AttentionShape::new(2, 2, head_dim).expect("the registry's shapes have kernels"),
+        tokens,
+        kept,
+        merging,
+        keys: if name == "equal-keys" { EvictionKeys::Equal } else { EvictionKeys::Random },
+        elements,
+        order: orders[i % 2],
+        seed: 5000 + i as u64,
+        quick: matches!(name, "keep-20-percent" | "budget-100" | "equal-keys"),
+    };
+    sizes.into_iter().enumerate().map(case).collect()
+}
+
+impl EvictionCase {
+    fn layout(&self) -> RowLayout {
+        match self.order {
+            RowOrder::TokenMajor => RowLayout::token_major(self.tokens, &self.shape),
+            RowOrder::HeadMajor => RowLayout::head_major(self.tokens, &self.shape),
+        }
+    }
+
+    /// Tokens spread over the context, others for each KV head; the first of a run where keys are equal.
+    fn kept_tokens(&self) -> Vec<u32> {
+        let heads = 0..self.shape.kv_heads();
+        let token = |head: usize, i: usize| match self.keys {
+            EvictionKeys::Equal => i,
+            EvictionKeys::Random => (i * self.tokens + head % self.tokens) / self.kept,
+        };
+        heads.flat_map(|head| (0..self.kept).map(move |i| (token(head, i)).min(self.tokens - 1) as u32)).collect()
+    }
+
+    fn rows(&self) -> [CpuTensor; 2] {
+        let elements = self.layout().elements_needed(&self.shape);
+        let head_dim = self.shape.head_dim();
+        let mut keys = exact_numbers(elements, self.seed);
+        if self.keys == EvictionKeys::Equal {
+            keys.fill(1.0);
+            for head in 0..self.shape.kv_heads() {
+                keys[self.layout().row(self.tokens - 1, head)..][..head_dim].fill(0.0);
+            }
+        }
+        let values = exact_numbers(elements, self.seed + 100);
+        [CpuTensor::from_f32(keys, self.elements[0]), CpuTensor::from_f32(values, self.elements[1])]
+    }
+}
+
+/// Gathers the kept keys and values, which have to be the same bits, and merges the evicted ones into them.
+pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &EvictionCase) -> Result<Report> {
+    let (shape, layout, heads) = (case.shape, case.layout(), case.shape.kv_heads());
+    let [keys, values] = case.rows();
+    let kept = case.kept_tokens();
+    let below = case.tokens as u32;
+    let on_device = [backend.upload(keys.elements()).await?, backend.upload(values.elements()).await?];
+    let kept_on_device = backend.upload_indices(&kept, heads, below).await?;
+    let mut failures = Vec::new();
+    for (what, tensor, host) in [("kept keys", &on_device[0], &keys), ("kept values", &on_device[1], &values)] {
+        let gathered = backend.gather(&shape, TensorRows { tensor, layout }, &kept_on_device)?;
+        let want = cpu::gather(&shape, dense(host, layout), &kept)?.to_f32();
+        failures.extend(difference(what, &backend.download(&gathered).await?, &want));
+    }
+
+    let gone: Vec<u32> = kept.chunks(case.kept).flat_map(|kept| evicted(kept, case.tokens)).collect();
+    if gone.is_empty() {
+        return Ok(Report { check: case.name.clone(), accuracy: None, failures });
+    }
+    let gone_on_device = backend.upload_indices(&gone, heads, below).await?;
+    let input = KeptAndEvicted {
+        shape,
+        rows: layout,
+        keys: &on_device[0],
+        values: &on_device[1],
+        kept: &kept_on_device,
+        evicted: &gone_on_device,
+    };
+    let merged = backend.merge_tokens(input, case.merging)?;
+    let places = backend.download_words(&merged.nearest).await?;
+    let similarities = backend.download(&merged.similarities).await?;
+    let merged_keys = backend.download(&merged.keys).await?;
+    let merged_values = backend.download(&merged.values).await?;
+
+    let tokens = KeptTokens { kept: &kept, evicted: &gone };
+    let want = cpu::nearest_kept(&shape, dense(&keys, layout), tokens)?;
+    let best: Vec<f32> = want.iter().map(|nearest| nearest.similarity).collect();
+    failures.extend(far("similarities", &similarities, &best, 1e-5));
+    let nearest: Vec<Nearest> =
+        places.iter().zip(&similarities).map(|(&kept, &similarity)| Nearest { kept, similarity }).collect();
+    failures.extend(wrong_choice(case, &nearest, &want));
+    // Given the assignment, rows are those of the twin.
+    if nearest.len() == want.len() && nearest.iter().all(|nearest| (nearest.kept as usize) < case.kept) {
+        for (what, rows, got) in [("merged keys", &keys, &merged_keys), ("merged values", &values, &merged_values)] {
+            let want = cpu::merge_tokens(&shape, dense(rows, layout), tokens, &nearest, case.merging)?;
+            failures.extend(far(what, got, &want, 1e-5));
+        }
+    }
+    let again = backend.merge_tokens(input, case.merging)?;
+    failures.extend(difference("keys merged again", &backend.download(&again.keys).await?, &merged_keys));
+    Ok(Report { check: case.name.clone(), accuracy: None, failures })
+}
+
+fn dense(tensor: &CpuTensor, layout: RowLayout) -> DenseRows<'_> {
+    DenseRows { elements: tensor.elements(), layout }
+}
+
+/// Evicted tokens whose nearest kept one is another than the twin's. Where sums are rounded, another key of the same
+/// similarity may win, one in two hundred; where keys are equal the first must.
+fn wrong_choice(case: &EvictionCase, got: &[Nearest], want: &[Nearest]) -> Option<Failure> {
+    let allowed = match case.keys {
+        EvictionKeys::Equal => 0,
+        EvictionKeys::Random => want.len() / 200,
+    };
+    let mut wrong = got.iter().zip(want).enumerate().filter(|(_, (got, want))| got.kept != want.kept);
+    let (index, (first, wanted)) = wrong.next()?;
+    let elements = 1 + wrong.count();
+    (elements > allowed).then(|| Failure::Differs {
+        what: "nearest kept tokens".into(),
+        elements,
+        index,
+        got: first.kept.into(),
+        want: wanted.kept.into(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kept_tokens_ascend() {
+        for case in eviction_cases() {
+            for kept in case.kept_tokens().chunks(case.kept) {
+                assert!(kept.windows(2).all(|pair| pair[0] < pair[1]), "{}", case.name);
+            }
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! `attention_row_stats`, `attention_column_stats` and `sum_partials`.
+
+use super::{exact_numbers, far};
+use crate::backend::{QueriesAndKeys, TensorRows};
+use crate::conformance::attend::RowOrder;
+use crate::conformance::pack::difference;
+use crate::conformance::report::{Failure, Report};
+use crate::cpu::{
+    ColumnStats, CpuTensor, DenseRows, RowStats, StatsInput, attention_column_stats, attention_row_stats,
+};
+use crate::format::AttentionShape;
+use crate::plan::{ElementType, RowLayout, TokenRange};
+use crate::policy::{ColumnRequest, HeadAggregation, QueryRows, RowStatsSource, StatsRequest};
+use crate::{Backend, Error, Result};
+
+/// A case of attention statistics: query rows against all keys of a context.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StatisticsCase {
+    /// Unique name: lower case letters, digits and dashes.
+    pub name: String,
+    /// Heads of the layer.
+    pub shape: AttentionShape,
+    /// Keys of the context.
+    pub tokens: usize,
+    /// Positions of the query rows, ascending.
+    pub positions: Vec<u32>,
+    /// Element types of queries and of keys.
+    pub elements: [ElementType; 2],
+    /// Order of their axes.
+    pub order: RowOrder,
+    /// What becomes of the query heads of a group.
+    pub aggregation: HeadAggregation,
+    /// The threshold of counts.
+    pub threshold: f32,
+    /// True where all scores are equal; otherwise the first token is a sink, 14 nats above the others.
+    pub equal_scores: bool,
+    /// Seed of the data.
+    pub seed: u64,
+    /// True for those that tests run on software drivers.
+    pub quick: bool,
+}
+
+/// All cases of statistics: group sizes, head dimensions, one row of one token, rows from the middle, a tile and one token,
+/// thresholds of nothing and of everything, equal scores.
+pub fn statistics_cases() -> Vec<StatisticsCase> {
+    use ElementType::{Bf16, F16, F32};
+    let last = |rows: u32, tokens: u32| (tokens - rows..tokens).collect::<Vec<u32>>();
+    let case = |name: &str, (query_heads, kv_heads, head_dim), tokens, positions, elements| StatisticsCase {
+        name: format!("stats-{name}"),
+        shape: AttentionShape::new(query_heads, kv_heads, head_dim).expect("the registry's shapes have kernels"),
+        tokens,
+        positions,
+        elements,
+        order: RowOrder::TokenMajor,
+        aggregation: HeadAggregation::Mean,
+        threshold: 0.01,
+        equal_scores: false,
+        seed: 0,
+        quick: false,
+    };
+    let middle = (0..257).filter(|position| position % 16 == 1).collect();
+    let mut cases = vec![
+        StatisticsCase { quick: true, ..case("one-token", (1, 1, 64), 1, vec![0], [F32, F32]) },
+        StatisticsCase {
+            aggregation: HeadAggregation::Each,
+            order: RowOrder::HeadMajor,
+            quick: true,
+            ..case("last-50", (8, 2, 64), 300, last(50, 300), [F16, F32])
+        },
+        StatisticsCase {
+            aggregation: HeadAggregation::Max,
+            ..case("all-rows", (3, 1, 80), 130, last(130, 130), [F16, F16])
+        },
+        StatisticsCase {
+            aggregation: HeadAggregation::Sum,
+            order: RowOrder::HeadMajor,
+            ..case("beyond-tiles", (14, 2, 128), 513, last(9, 513), [F32, Bf16])
+        },
+        case("rows-of-the-middle", (4, 1, 96), 257, middle, [Bf16, F16]),
+        case("wide", (2, 2, 256), 128, last(1, 128), [F32, F16]),
+        StatisticsCase {
+            threshold: 0.0,
+            equal_scores: true,
+            ..case("equal-scores-threshold-0", (2, 1, 64), 200, last(20, 200), [F32, F32])
+        },
+        StatisticsCase {
+            threshold: 1.0,
+            equal_scores: true,
+            quick: true,
+            ..case("equal-scores-threshold-100", (2, 1, 64), 200, last(20, 200), [F16, F16])
+        },
+    ];
+    cases.iter_mut().zip(3000..).for_each(|(case, seed)| case.seed = seed);
+    cases
+}
+
+/// The tensors of a case and where their rows lie.
+struct Rows {
+    positions: QueryRows,
+    queries: CpuTensor,
+    keys: CpuTensor,
+    query_layout: RowLayout,
+    key_layout: RowLayout,
+}
+
+impl Rows {
+    fn new(case: &StatisticsCase) -> Result<Self> {
+        let positions = QueryRows::new(case.positions.clone(), case.tokens)?;
+        let (shape, head_dim) = (&case.shape, case.shape.head_dim());
+        let query_shape = AttentionShape::new(shape.query_heads(), shape.query_heads(), head_dim)?;
+        let layout = |tokens, shape: &AttentionShape| match case.order {
+            RowOrder::TokenMajor => RowLayout::token_major(tokens, shape),
+            RowOrder::HeadMajor => RowLayout::head_major(tokens, shape),
+        };
+        let (query_layout, key_layout) = (layout(positions.len(), &query_shape), layout(case.tokens, shape));
+        let (of_queries, of_keys) = (query_layout.elements_needed(&query_shape), key_layout.elements_needed(shape));
+        let (mut queries, mut keys) = (vec![0.5; of_queries], vec![0.25; of_keys]);
+        if !case.equal_scores {
+            queries = exact_numbers(of_queries, case.seed);
+            keys = exact_numbers(of_keys, case.seed + 100);
+            // All queries look for the sink in their first channel.
+            queries.chunks_exact_mut(head_dim).for_each(|query| query[0] = 2.0);
+            let sink = (7.0 * (head_dim as f32).sqrt()).floor();
+            (0..shape.kv_heads()).for_each(|head| keys[key_layout.row(0, head)] = sink);
+        }
+        let [query_type, key_type] = case.elements;
+        let (queries, keys) = (CpuTensor::from_f32(queries, query_type), CpuTensor::from_f32(keys, key_type));
+        Ok(Self { positions, queries, keys, query_layout, key_layout })
+    }
+
+    fn input<'a>(&'a self, case: &StatisticsCase) -> StatsInput<'a> {
+        let queries = DenseRows { elements: self.queries.elements(), layout: self.query_layout };
+        let keys = DenseRows { elements: self.keys.elements(), layout: self.key_layout };
+        StatsInput { shape: case.shape, rows: &self.positions, queries, keys }
+    }
+}
+
+/// Measures rows and columns, then columns alone from the log-sum-exp that was measured, twice the same bits.
+pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &StatisticsCase) -> Result<Report> {
+    let rows = Rows::new(case)?;
+    let (input, all) = (rows.input(case), TokenRange::new(0, case.tokens)?);
+    let columns = ColumnRequest { aggregation: case.aggregation, threshold: Some(case.threshold) };
+    let row_stats = attention_row_stats(&input, all)?;
+    let want = attention_column_stats(&input, all, columns, &row_stats.lse, &row_stats.max)?;
+
+    let queries = backend.upload(rows.queries.elements()).await?;
+    let keys = backend.upload(rows.keys.elements()).await?;
+    let on_device = QueriesAndKeys {
+        shape: case.shape,
+        rows: &rows.positions,
+        queries: TensorRows { tensor: &queries, layout: rows.query_layout },
+        keys: TensorRows { tensor: &keys, layout: rows.key_layout },
+    };
+    let request = StatsRequest { columns, rows: RowStatsSource::Measured };
+    let measured = backend.measure_attention(on_device, request, None)?;
+    let missing = |what| Error::Plan { what: "attention statistics", reason: format!("no {what} was measured") };
+    let (max, lse) =
+        (measured.row_max.ok_or_else(|| missing("maximum"))?, measured.row_lse.ok_or_else(|| missing("LSE"))?);
+    let sums = backend.download(&measured.column_sums).await?;
+    let mut failures = Vec::new();
+    failures.extend(far("maxima of rows", &backend.download(&max).await?, &row_stats.max, 1e-5));
+    failures.extend(far("log-sum-exps of rows", &backend.download(&lse).await?, &row_stats.lse, 1e-5));
+    failures.extend(far("column sums", &sums, &want.sums, 1e-4));
+    let counts = measured.counts.ok_or_else(|| missing("count"))?;
+    failures.extend(wrong_count(case, &input, &backend.download_words(&counts).await?, &row_stats)?);
+
+    let columns = ColumnRequest { threshold: None, ..columns };
+    let request = StatsRequest { columns, rows: RowStatsSource::KnownLse };
+    let known = backend.measure_attention(on_device, request, Some(&lse))?;
+    let again = backend.download(&known.column_sums).await?;
+    failures.extend(difference("column sums from the log-sum-exp alone", &again, &sums));
+    if backend.measure_attention(on_device, request, None).is_ok() {
+        failures.push(Failure::Refusal { message: "column sums were measured without the log-sum-exp".into() });
+    }
+    Ok(Report { check: case.name.clone(), accuracy: None, failures })
+}
+
+/// A count that does not lie between those of a threshold just above and just below: f32 and f64 may disagree about a score
+/// on it.
+fn wrong_count(case: &StatisticsCase, input: &StatsInput<'_>, got: &[u32], rows: &RowStats) -> Result<Option<Failure>> {
+    let counts = |threshold: f32| -> Result<Vec<u32>> {
+        let request = ColumnRequest { aggregation: HeadAggregation::Each, threshold: Some(threshold.min(1.0)) };
+        let all = TokenRange::new(0, case.tokens)?;
+        let ColumnStats { counts, .. } = attention_column_stats(input, all, request, &rows.lse, &rows.max)?;
+        Ok(counts)
+    };
+    let (few, many) = match case.equal_scores {
+        true => (counts(case.threshold)?, counts(case.threshold)?),
+        false => (counts(case.threshold * 1.0005)?, counts(case.threshold / 1.0005)?),
+    };
+    let differs = |elements, index: usize| Failure::Differs {
+        what: "counts of rows".into(),
+        elements,
+        index,
+        got: got.get(index).copied().unwrap_or_default().into(),
+        want: few[index].into(),
+    };
+    if got.len() != few.len() {
+        return Ok(Some(differs(1, 0)));
+    }
+    let mut wrong = (0..got.len()).filter(|&i| !(few[i]..=many[i]).contains(&got[i]));
+    Ok(wrong.next().map(|index| differs(1 + wrong.count(), index)))
+}
