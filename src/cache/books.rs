@@ -131,6 +131,12 @@ impl<I: TokenIndices + Clone> Books<I> {
         Ok(needed)
     }
 
+    /// Room that is free, by store.
+    pub(super) fn free_room(&self) -> Vec<StoreRoom> {
+        let of = |room: &Room| StoreRoom { pages: room.free_pages(), spans: room.free_spans() };
+        self.rooms.iter().map(of).collect()
+    }
+
     /// Checks that so much room is free.
     ///
     /// # Errors
@@ -306,13 +312,22 @@ impl<I: TokenIndices + Clone> Books<I> {
         Ok(())
     }
 
-    /// Keeps the positions below `length` of a sequence.
-    pub(super) fn truncate(&mut self, sequence: usize, length: usize) -> Result<()> {
+    /// Checks that a sequence can be cut at `length`.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], or [`Error::Plan`] when it is shorter or the cut goes through a gathered span.
+    pub(super) fn check_truncate(&self, sequence: usize, length: usize) -> Result<()> {
         let held = self.sequence(sequence)?.length;
         if length > held {
             let reason = format!("{length} tokens of sequence {sequence} are to be kept, and it holds {held}");
             return Err(Error::Plan { what: "truncation", reason });
         }
+        self.sequences[sequence].check_cut(length)
+    }
+
+    /// Keeps the positions below `length` of a sequence.
+    pub(super) fn truncate(&mut self, sequence: usize, length: usize) -> Result<()> {
+        self.check_truncate(sequence, length)?;
         let freed = self.sequences[sequence].truncate(length)?;
         self.release(&freed);
         Ok(())

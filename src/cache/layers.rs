@@ -2,6 +2,7 @@
 
 use super::books::{Books, Change, StoreRoom};
 use super::memory::{CacheMemory, StoreMemory};
+use super::sequence::Span;
 use super::step::NewTokens;
 use super::{MOST_SEQUENCES, PromptSpan, Recipe, StepWrites, StoreFormat, StoreId};
 use crate::backend::{AttendOptions, Backend, SpanRead, SpanWrite, TokenWrite, WindowMove};
@@ -83,6 +84,10 @@ impl<B: Backend> LayerGroup<B> {
         self.books.recipe()
     }
 
+    pub(super) fn layers(&self) -> usize {
+        self.layers.len()
+    }
+
     /// The stores of a layer, as plans name them.
     pub(super) fn stores(&self, layer: usize) -> Vec<&B::Store> {
         self.layers[layer].iter().map(|of| &of.store).collect()
@@ -158,7 +163,16 @@ impl<B: Backend> LayerGroup<B> {
 
     /// Bytes of all layers.
     pub(super) fn memory(&self) -> CacheMemory {
-        let layers = self.layers.len() as u64;
+        self.memory_of(&self.layers)
+    }
+
+    /// Bytes of one layer.
+    pub(super) fn layer_memory(&self, layer: usize) -> CacheMemory {
+        self.memory_of(&self.layers[layer..=layer])
+    }
+
+    fn memory_of(&self, of_layers: &[Vec<LayerStore<B>>]) -> CacheMemory {
+        let layers = of_layers.len() as u64;
         let of_store = |store: StoreId| {
             let room = self.books.room(store);
             let format = self.recipe().stores()[store.index()].format;
@@ -166,7 +180,7 @@ impl<B: Backend> LayerGroup<B> {
             let slot_bytes = format.range_slot_bytes(&self.shape) as u64;
             let pages_in_use = room.pages() - room.free_pages();
             let tokens: usize = self.books.sequences().iter().map(|sequence| sequence.tokens_in(store)).sum();
-            let allocated = self.layers.iter().map(|layer| self.backend.store_bytes(&layer[store.index()].store));
+            let allocated = of_layers.iter().map(|layer| self.backend.store_bytes(&layer[store.index()].store));
             StoreMemory {
                 format,
                 allocated_bytes: allocated.sum(),
@@ -260,7 +274,15 @@ impl<B: Backend> LayerGroup<B> {
         spans: &[PromptSpan<'_, B::Indices>],
     ) -> Result<()> {
         let Self { backend, layers, books, .. } = self;
-        for (span, prompt) in books.spans_since(change, sequence).iter().zip(spans) {
+        let opened = books.spans_since(change, sequence);
+        let same = |(span, prompt): (&Span<B::Indices>, &PromptSpan<'_, B::Indices>)| {
+            span.tokens == prompt.tokens.len() && Ok(span.store) == books.recipe().resolve(prompt.store)
+        };
+        if opened.len() != spans.len() || !opened.iter().zip(spans).all(same) {
+            let reason = "the spans are not those that the step was opened with".into();
+            return Err(Error::Plan { what: "spans of a prompt", reason });
+        }
+        for (span, prompt) in opened.iter().zip(spans) {
             let (pages, range_slot) = (&span.lease.pages, span.lease.range_slot());
             let write = SpanWrite { rows: new.rows, tokens: prompt.tokens, pages, range_slot };
             backend.quantize(&mut layers[layer][span.store.index()].store, new.keys, new.values, write)?;

@@ -3,7 +3,12 @@
 //! A cache holds the keys and values of attention layers for a batch of sequences. It keeps the books (spans, pages, range
 //! slots, positions) and leaves storing and computing to a [`Backend`](crate::Backend).
 //!
-//! A [`KvCache`] holds one layer. A [`Recipe`] lists the stores of a cache (f16, and any number of packed ones) and says what happens to appended tokens. A
+//! | type | holds |
+//! | --- | --- |
+//! | [`KvCache`] | one layer |
+//! | [`ModelCache`] | all layers of a model: a step changes their books once, and every layer stores and attends |
+//!
+//! A [`Recipe`] lists the stores of a cache (f16, and any number of packed ones) and says what happens to appended tokens. A
 //! [`PromptSpan`] says which store takes which tokens of a prompt.
 
 mod books;
@@ -11,6 +16,7 @@ mod kv_cache;
 mod layers;
 mod memory;
 mod methods;
+mod model_cache;
 
 mod prompt;
 mod recipe;
@@ -24,6 +30,7 @@ pub use kv_cache::{KvCache, SpanPositions};
 pub use layers::StoredSpan;
 pub use memory::{CacheMemory, StoreMemory};
 pub use methods::{METHODS, Method};
+pub use model_cache::ModelCache;
 
 pub use prompt::PromptSpan;
 pub use recipe::{Appended, MOST_STORES, Recipe, StoreFormat, StoreId};

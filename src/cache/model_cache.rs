@@ -1,1 +1,552 @@
-//! [`ModelCache`]: the keys and values of all layers.
+//! [`ModelCache`]: the keys and values of all layers of a model.
+
+use std::fmt;
+
+use super::books::{Change, check_spans};
+use super::layers::{LayerGroup, StoredSpan};
+use super::step::NewTokens;
+use super::{CacheMemory, PromptSpan, Recipe, StepWrites, StoreMemory, StoreRoom, TokenRun};
+use crate::backend::Backend;
+use crate::format::AttentionShape;
+use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, TokenRange};
+use crate::{Error, Result};
+
+/// Keys and values of all layers of a model for a batch of sequences.
+///
+/// Layers of one shape and one recipe share their books: one page table, decided once for a step, and one plan of its
+/// attention. What changes the books has two phases. A step is opened ([`begin_append`](ModelCache::begin_append),
+/// [`begin_prefill`](ModelCache::begin_prefill)): the books say what they will say. Every layer stores and attends. Then the
+/// step is committed, or abandoned: a failure in layer 17 does not leave layers 0 to 16 ahead, and the pages that the step
+/// took are free again.
+///
+/// ```
+/// use kvpack::cache::{ModelCache, Recipe, TokenRun};
+/// use kvpack::cpu::{Cpu, CpuTensor};
+/// use kvpack::plan::{ElementType, RowLayout};
+/// use kvpack::{AttentionShape, SegmentFormat};
+///
+/// # futures::executor::block_on(async {
+/// let shape = AttentionShape::new(8, 2, 64)?;
+/// let recipe = Recipe::pack_all(SegmentFormat::saw_int4());
+/// let layers = vec![(shape, recipe); 4];
+/// let mut cache = ModelCache::new(&Cpu::new(), &layers, 2)?;
+///
+/// // A step: the next token of both sequences, layer after layer.
+/// let runs = [TokenRun::decode(0), TokenRun::decode(1)];
+/// cache.reserve_for_append(&runs).await?; // here memory is allocated, if it must be
+/// cache.begin_append(&runs)?;
+/// for layer in 0..cache.layers() {
+///     // Of the layer's projections, after rotary embedding:
+///     let (keys, queries) = (CpuTensor::F32(vec![0.5; 2 * 2 * 64]), CpuTensor::F32(vec![0.1; 2 * 8 * 64]));
+///     cache.store(layer, RowLayout::token_major(2, &shape), &keys, &keys).await?;
+///     let output = cache.attend(layer, &queries, ElementType::F32).await?;
+///     assert_eq!(output.to_f32().len(), 2 * 8 * 64);
+/// }
+/// cache.commit()?;
+/// assert_eq!(cache.length(0)?, 1);
+/// # Ok::<(), kvpack::Error>(())
+/// # }).unwrap();
+/// ```
+pub struct ModelCache<B: Backend> {
+    groups: Vec<LayerGroup<B>>,
+    /// The group of every layer, and its place there.
+    layers: Vec<(usize, usize)>,
+    step: Option<Step<B::Indices>>,
+}
+
+/// A step that is open.
+struct Step<I> {
+    kind: StepKind,
+    /// Tokens of every layer's keys and values.
+    tokens: usize,
+    /// By group.
+    changes: Vec<Change<I>>,
+    plans: Vec<AttendPlan>,
+    /// The layers that have stored their tokens.
+    stored: Vec<bool>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum StepKind {
+    Append,
+    Prefill(usize),
+}
+
+impl<B: Backend + Clone> ModelCache<B> {
+    /// An empty cache of these layers for `sequences` sequences. It allocates nothing yet.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for no layers; those of [`KvCache::new`](super::KvCache::new) for each.
+    pub fn new(backend: &B, layers: &[(AttentionShape, Recipe)], sequences: usize) -> Result<Self> {
+        if layers.is_empty() {
+            return Err(Error::Plan { what: "cache of a model", reason: "it needs at least one layer".into() });
+        }
+        // Layers of a kind, in the order in which they first come.
+        let mut kinds: Vec<&(AttentionShape, Recipe)> = Vec::new();
+        let mut counts: Vec<usize> = Vec::new();
+        let mut places = Vec::with_capacity(layers.len());
+        for layer in layers {
+            let group = kinds.iter().position(|kind| *kind == layer).unwrap_or(kinds.len());
+            if group == kinds.len() {
+                kinds.push(layer);
+                counts.push(0);
+            }
+            places.push((group, counts[group]));
+            counts[group] += 1;
+        }
+        let of_kind = |(kind, &count): (&&(AttentionShape, Recipe), &usize)| {
+            LayerGroup::new(backend.clone(), kind.0, count, sequences, kind.1.clone())
+        };
+        let groups = kinds.iter().zip(&counts).map(of_kind).collect::<Result<Vec<_>>>()?;
+        Ok(Self { groups, layers: places, step: None })
+    }
+}
+
+impl<B: Backend> ModelCache<B> {
+    /// The backend.
+    pub fn backend(&self) -> &B {
+        &self.groups[0].backend
+    }
+
+    /// Number of layers.
+    pub fn layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Number of sequences.
+    pub fn sequences(&self) -> usize {
+        self.groups[0].books.sequences().len()
+    }
+
+    /// Shape of a layer.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer.
+    pub fn shape(&self, layer: usize) -> Result<&AttentionShape> {
+        Ok(&self.group(layer)?.0.shape)
+    }
+
+    /// How a layer stores.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer.
+    pub fn recipe(&self, layer: usize) -> Result<&Recipe> {
+        Ok(self.group(layer)?.0.recipe())
+    }
+
+    /// Tokens that a layer holds of a sequence, those of an open step included.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer, [`Error::Sequence`] when there is no such sequence.
+    pub fn tokens(&self, layer: usize, sequence: usize) -> Result<usize> {
+        Ok(self.group(layer)?.0.books.sequence(sequence)?.tokens())
+    }
+
+    /// Length of a sequence: the position of its next token, the same in all layers.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence.
+    pub fn length(&self, sequence: usize) -> Result<usize> {
+        Ok(self.groups[0].books.sequence(sequence)?.length)
+    }
+
+    /// Bytes of all layers, by format: the f16 stores together, then the packed ones of each kind of layer.
+    pub fn memory(&self) -> CacheMemory {
+        let of_groups: Vec<CacheMemory> = self.groups.iter().map(LayerGroup::memory).collect();
+        let mut f16 = *of_groups[0].f16();
+        of_groups[1..].iter().for_each(|memory| f16 = sum(f16, memory.f16()));
+        CacheMemory::new(f16, of_groups.iter().flat_map(|memory| memory.packed().iter().copied()))
+    }
+
+    /// Bytes of one layer.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer.
+    pub fn memory_of(&self, layer: usize) -> Result<CacheMemory> {
+        let (group, index) = self.group(layer)?;
+        Ok(group.layer_memory(index))
+    }
+
+    // --- room ------------------------------------------------------------------------------------------------------
+
+    /// Room that the books of a layer have left, by store: what a scheduler has to give away.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer.
+    pub fn free_room(&self, layer: usize) -> Result<Vec<StoreRoom>> {
+        Ok(self.group(layer)?.0.books.free_room())
+    }
+
+    /// Room that appending needs in the books of a layer, by store.
+    ///
+    /// # Errors
+    /// Those of [`ModelCache::begin_append`] for the runs.
+    pub fn room_for_append(&self, layer: usize, runs: &[TokenRun]) -> Result<Vec<StoreRoom>> {
+        self.group(layer)?.0.books.room_for_append(runs, tokens_of(runs))
+    }
+
+    /// Allocates so much room in every layer, by store, in as few shards as the device allows: one, if it is the first. Room
+    /// that is free already counts.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when a recipe has more stores, [`Error::OutOfMemory`] or [`Error::Limit`].
+    pub async fn reserve(&mut self, room: &[StoreRoom]) -> Result<()> {
+        for group in &mut self.groups {
+            let stores = group.recipe().stores().len();
+            let Some(room) = room.get(..stores) else {
+                let reason = format!("room for {} stores, and a layer has {stores}", room.len());
+                return Err(Error::Plan { what: "reserve", reason });
+            };
+            group.reserve(room).await?;
+        }
+        Ok(())
+    }
+
+    /// Allocates what appending needs, where it is not there yet.
+    ///
+    /// # Errors
+    /// Those of [`ModelCache::begin_append`] for the runs, [`Error::OutOfMemory`] or [`Error::Limit`].
+    pub async fn reserve_for_append(&mut self, runs: &[TokenRun]) -> Result<()> {
+        for group in &mut self.groups {
+            let needed = group.books.room_for_append(runs, tokens_of(runs))?;
+            group.reserve(&needed).await?;
+        }
+        Ok(())
+    }
+
+    /// Allocates what a prompt needs, where it is not there yet.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when a span names no store of a layer, [`Error::OutOfMemory`] or [`Error::Limit`].
+    pub async fn reserve_for_prefill(&mut self, spans: &[PromptSpan<'_, B::Indices>]) -> Result<()> {
+        for group in &mut self.groups {
+            let needed = group.books.room_for_prompt(spans)?;
+            group.reserve(&needed).await?;
+        }
+        Ok(())
+    }
+
+    // --- steps -----------------------------------------------------------------------------------------------------
+
+    /// Opens a step that appends these runs of tokens, whose rows lie one after the other in every layer's keys and values.
+    /// On the host alone: nothing is allocated on the device, encoded or waited for.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one is named twice or a step is open,
+    /// [`Error::NoTokens`], [`Error::Limit`] when too little room is free ([`ModelCache::reserve_for_append`]). Nothing has
+    /// changed.
+    pub fn begin_append(&mut self, runs: &[TokenRun]) -> Result<()> {
+        let queries: Vec<QueryRun> = runs.iter().map(queries_of).collect();
+        self.open(StepKind::Append, tokens_of(runs), &queries, |group| group.books.append(runs, tokens_of(runs)))
+    }
+
+    /// Opens a step that stores a prompt, or a further part of one, of `tokens` tokens at the end of a sequence: its spans as
+    /// [`KvCache::prefill`](super::KvCache::prefill) takes them, the same in all layers. The queries of the step are those of
+    /// the newest token.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], [`Error::PromptSpans`], [`Error::Plan`] when a span names no store of a layer or a step is open,
+    /// [`Error::Limit`] when too little room is free ([`ModelCache::reserve_for_prefill`]). Nothing has changed.
+    pub fn begin_prefill(
+        &mut self,
+        sequence: usize,
+        tokens: usize,
+        spans: &[PromptSpan<'_, B::Indices>],
+    ) -> Result<()> {
+        check_spans(spans, tokens)?;
+        self.open(StepKind::Prefill(sequence), tokens, &[QueryRun::decode(sequence)], |group| {
+            group.books.prefill(sequence, tokens, spans)
+        })
+    }
+
+    /// What the open step writes to every store of a layer, and the layer counts as stored: for engines that encode it
+    /// themselves.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when no step that appends is open or there is no such layer.
+    pub fn writes(&mut self, layer: usize) -> Result<&StepWrites> {
+        let (group, _) = self.place(layer)?;
+        let step = self.step.as_mut().filter(|step| step.kind == StepKind::Append).ok_or_else(no_step)?;
+        step.stored[layer] = true;
+        Ok(&step.changes[group].writes)
+    }
+
+    /// The plan of the open step's attention in a layer: decoded tokens attend to their whole sequence, chunks causally.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when no step is open or there is no such layer.
+    pub fn plan(&self, layer: usize) -> Result<&AttendPlan> {
+        let (group, _) = self.place(layer)?;
+        Ok(&self.step.as_ref().ok_or_else(no_step)?.plans[group])
+    }
+
+    /// The stores of a layer, as plans name them.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer.
+    pub fn stores(&self, layer: usize) -> Result<Vec<&B::Store>> {
+        let (group, index) = self.group(layer)?;
+        Ok(group.stores(index))
+    }
+
+    /// Stores the keys and values of the open step's tokens in one layer. What they replace is there until the step is
+    /// committed.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when no step that appends is open, there is no such layer, or `rows` are not those of the step;
+    /// [`Error::Elements`] and [`Error::NotFinite`] for keys and values. The step may be tried again, or abandoned.
+    pub async fn store(&mut self, layer: usize, rows: RowLayout, keys: &B::Tensor, values: &B::Tensor) -> Result<()> {
+        self.store_as(layer, NewTokens { rows, keys, values }, StepKind::Append, &[]).await
+    }
+
+    /// Stores the keys and values of the open step's prompt in one layer; `spans` are those that it was opened with.
+    ///
+    /// # Errors
+    /// Those of [`ModelCache::store`].
+    pub async fn store_prompt(
+        &mut self,
+        layer: usize,
+        rows: RowLayout,
+        keys: &B::Tensor,
+        values: &B::Tensor,
+        spans: &[PromptSpan<'_, B::Indices>],
+    ) -> Result<()> {
+        let Some(StepKind::Prefill(sequence)) = self.step.as_ref().map(|step| step.kind) else { return Err(no_step()) };
+        self.store_as(layer, NewTokens { rows, keys, values }, StepKind::Prefill(sequence), spans).await
+    }
+
+    /// Attends with the open step's queries in one layer: `[tokens, query_heads, head_dim]` for the tokens that are appended,
+    /// one row for a prompt. The output has the same layout.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when no step is open, there is no such layer or it has not stored its tokens, [`Error::Elements`] when the
+    /// queries have another shape, [`Error::OutOfMemory`] or [`Error::DeviceLost`] from the device.
+    pub async fn attend(&self, layer: usize, queries: &B::Tensor, output: ElementType) -> Result<B::Tensor> {
+        let (group, index) = self.group(layer)?;
+        let plan = self.plan(layer)?;
+        if !self.step.as_ref().is_some_and(|step| step.stored[layer]) {
+            let reason = format!("layer {layer} has not stored the tokens of the open step");
+            return Err(Error::Plan { what: "attention of a step", reason });
+        }
+        plan.check_elements("queries", group.backend.elements(queries))?;
+        group.backend.attend(plan, &group.stores(index), queries, group.attend_options(output)).await
+    }
+
+    /// The open step is so: its tokens are held, and the pages that it replaced are free.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when no step is open, or a layer has not stored its tokens: the step is still open.
+    pub fn commit(&mut self) -> Result<()> {
+        let step = self.step.as_ref().ok_or_else(no_step)?;
+        if let Some(layer) = step.stored.iter().position(|stored| !stored) {
+            let reason = format!("layer {layer} has not stored its tokens; store them, or abandon the step");
+            return Err(Error::Plan { what: "commit", reason });
+        }
+        if let Some(step) = self.step.take() {
+            self.groups.iter_mut().zip(step.changes).for_each(|(group, change)| group.books.commit(change));
+        }
+        Ok(())
+    }
+
+    /// The open step never was; without one, nothing happens. The pages that it took are free again.
+    pub fn abandon(&mut self) {
+        if let Some(step) = self.step.take() {
+            self.groups.iter_mut().zip(step.changes).for_each(|(group, change)| group.books.abandon(change));
+        }
+    }
+
+    /// Packs every full tile of a sequence's appended tokens that is due, in all layers: after chunks, when their queries have
+    /// attended. Decoded tokens have it done within their step.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open, [`Error::OutOfMemory`] or
+    /// [`Error::Limit`] when the packed tiles do not fit. The cache is as it was.
+    pub async fn pack_windows(&mut self, sequence: usize) -> Result<()> {
+        self.check_no_step()?;
+        for group in &mut self.groups {
+            let needed = group.books.room_for_windows(sequence)?;
+            group.reserve(&needed).await?;
+        }
+        let mut changes = Vec::with_capacity(self.groups.len());
+        let mut written = Ok(());
+        for group in &mut self.groups {
+            written = group.books.pack_windows(sequence).and_then(|change| {
+                changes.push(change);
+                let writes = &changes[changes.len() - 1].writes;
+                (0..group.layers()).try_for_each(|layer| group.write_windows(layer, writes))
+            });
+            if written.is_err() {
+                break;
+            }
+        }
+        for (group, change) in self.groups.iter_mut().zip(changes) {
+            if written.is_ok() { group.books.commit(change) } else { group.books.abandon(change) }
+        }
+        written
+    }
+
+    // --- sequences -------------------------------------------------------------------------------------------------
+
+    /// Forgets all tokens of a sequence; its pages and range slots are free again.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open.
+    pub fn clear(&mut self, sequence: usize) -> Result<()> {
+        self.check_no_step()?;
+        self.groups.iter_mut().try_for_each(|group| group.books.clear(sequence))
+    }
+
+    /// Lets an empty sequence hold all tokens of another, in all layers: see [`KvCache::fork`](super::KvCache::fork).
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when `target` holds tokens or a step is open.
+    pub fn fork(&mut self, source: usize, target: usize) -> Result<()> {
+        self.check_no_step()?;
+        // The lengths of a sequence are those of all layers: the first refuses what any would.
+        self.groups.iter_mut().try_for_each(|group| group.books.fork(source, target))
+    }
+
+    /// Forgets the newest tokens of a sequence in all layers: see [`KvCache::truncate`](super::KvCache::truncate).
+    ///
+    /// # Errors
+    /// Those of [`KvCache::truncate`](super::KvCache::truncate), and [`Error::Plan`] when a step is open. Nothing has changed.
+    pub fn truncate(&mut self, sequence: usize, length: usize) -> Result<()> {
+        self.check_no_step()?;
+        self.groups.iter().try_for_each(|group| group.books.check_truncate(sequence, length))?;
+        self.groups.iter_mut().try_for_each(|group| group.books.truncate(sequence, length))
+    }
+
+    /// Gives whole pages of old tokens back in all layers: see [`KvCache::forget`](super::KvCache::forget).
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open.
+    pub fn forget(&mut self, sequence: usize, positions: TokenRange) -> Result<()> {
+        self.check_no_step()?;
+        self.groups.iter_mut().try_for_each(|group| group.books.forget(sequence, positions))
+    }
+
+    /// What a layer holds of a sequence, as dense f32 rows: see [`KvCache::dequantize`](super::KvCache::dequantize).
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer, and those of [`KvCache::dequantize`](super::KvCache::dequantize).
+    pub fn dequantize(&self, layer: usize, sequence: usize) -> Result<Vec<StoredSpan<B::Tensor>>> {
+        let (group, index) = self.group(layer)?;
+        group.dequantize(index, sequence)
+    }
+
+    // --- parts -----------------------------------------------------------------------------------------------------
+
+    fn place(&self, layer: usize) -> Result<(usize, usize)> {
+        let no_layer = || {
+            let reason = format!("layer {layer} of a cache with {} layers", self.layers.len());
+            Error::Plan { what: "layer", reason }
+        };
+        self.layers.get(layer).copied().ok_or_else(no_layer)
+    }
+
+    fn group(&self, layer: usize) -> Result<(&LayerGroup<B>, usize)> {
+        let (group, index) = self.place(layer)?;
+        Ok((&self.groups[group], index))
+    }
+
+    fn check_no_step(&self) -> Result<()> {
+        match self.step {
+            None => Ok(()),
+            Some(_) => {
+                let reason = "a step is open; commit it, or abandon it".into();
+                Err(Error::Plan { what: "cache of a model", reason })
+            }
+        }
+    }
+
+    /// Opens a step in every group, or in none.
+    fn open(
+        &mut self,
+        kind: StepKind,
+        tokens: usize,
+        queries: &[QueryRun],
+        change: impl Fn(&mut LayerGroup<B>) -> Result<Change<B::Indices>>,
+    ) -> Result<()> {
+        self.check_no_step()?;
+        let (mut changes, mut plans) = (Vec::new(), Vec::new());
+        let mut opened = Ok(());
+        for group in &mut self.groups {
+            opened = change(group).and_then(|change| {
+                changes.push(change);
+                plans.push(group.plan(queries)?);
+                Ok(())
+            });
+            if opened.is_err() {
+                break;
+            }
+        }
+        if let Err(error) = opened {
+            self.groups.iter_mut().zip(changes).for_each(|(group, change)| group.books.abandon(change));
+            return Err(error);
+        }
+        self.step = Some(Step { kind, tokens, changes, plans, stored: vec![false; self.layers.len()] });
+        Ok(())
+    }
+
+    async fn store_as(
+        &mut self,
+        layer: usize,
+        new: NewTokens<'_, B::Tensor>,
+        kind: StepKind,
+        spans: &[PromptSpan<'_, B::Indices>],
+    ) -> Result<()> {
+        let (at, index) = self.place(layer)?;
+        let step = self.step.as_mut().filter(|step| step.kind == kind).ok_or_else(no_step)?;
+        if new.rows.tokens != step.tokens {
+            let reason = format!("{} tokens for a step of {}", new.rows.tokens, step.tokens);
+            return Err(Error::Plan { what: "tokens of a step", reason });
+        }
+        let group = &mut self.groups[at];
+        group.check_rows(new).await?;
+        match kind {
+            StepKind::Append => group.write_step(index, &step.changes[at].writes, new)?,
+            StepKind::Prefill(sequence) => group.write_prompt(index, &step.changes[at], sequence, new, spans)?,
+        }
+        step.stored[layer] = true;
+        Ok(())
+    }
+}
+
+impl<B: Backend> fmt::Debug for ModelCache<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ModelCache")
+            .field("backend", &self.backend().name())
+            .field("layers", &self.layers())
+            .field("sequences", &self.sequences())
+            .field("step_is_open", &self.step.is_some())
+            .finish_non_exhaustive()
+    }
+}
+
+fn no_step() -> Error {
+    Error::Plan { what: "step", reason: "no such step is open; begin one first".into() }
+}
+
+fn tokens_of(runs: &[TokenRun]) -> usize {
+    runs.iter().fold(0usize, |sum, run| sum.saturating_add(run.tokens()))
+}
+
+/// The queries of new tokens: one that sees all, or a causal run.
+fn queries_of(run: &TokenRun) -> QueryRun {
+    match run.tokens() {
+        1 => QueryRun::decode(run.sequence()),
+        tokens => QueryRun::causal(run.sequence(), tokens),
+    }
+}
+
+fn sum(a: StoreMemory, b: &StoreMemory) -> StoreMemory {
+    StoreMemory {
+        format: a.format,
+        allocated_bytes: a.allocated_bytes + b.allocated_bytes,
+        in_use_bytes: a.in_use_bytes + b.in_use_bytes,
+        pages: a.pages + b.pages,
+        pages_in_use: a.pages_in_use + b.pages_in_use,
+        tokens: a.tokens + b.tokens,
+        elements: a.elements + b.elements,
+    }
+}

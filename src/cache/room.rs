@@ -57,6 +57,11 @@ impl Room {
         self.pages.free()
     }
 
+    /// Spans that may begin: no limit where they need no slots.
+    pub(super) fn free_spans(&self) -> usize {
+        if self.has_slots { self.free_slots.len() } else { usize::MAX }
+    }
+
     pub(super) fn slots(&self) -> usize {
         self.slot_holders.len()
     }

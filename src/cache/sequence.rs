@@ -210,6 +210,14 @@ impl<I: TokenIndices> Sequence<I> {
         std::mem::replace(&mut span.lease, packed)
     }
 
+    /// Checks that no gathered span is cut at `length`.
+    ///
+    /// # Errors
+    /// [`Error::Plan`].
+    pub(super) fn check_cut(&self, length: usize) -> Result<()> {
+        self.spans.iter().try_for_each(|span| span.left(length).map(drop))
+    }
+
     /// Forgets the positions from `length` on, and returns what of the leases nobody needs any more.
     ///
     /// # Errors

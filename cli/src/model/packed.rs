@@ -1,27 +1,29 @@
-//! kvpack's attention: one [`KvCache`] per layer.
+//! kvpack's attention: a [`ModelCache`].
 
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use kvpack::Backend;
-use kvpack::cache::{CacheMemory, KvCache, ModelRecipe};
+use kvpack::cache::{CacheMemory, ModelCache, ModelRecipe, TokenRun};
 use kvpack::plan::{ElementType, RowLayout};
 use pollster::block_on;
 
 use super::{Attention, Chunk, Config, ModelError};
 
-/// The only sequence of each cache.
+/// The only sequence of the cache.
 const SEQUENCE: usize = 0;
 
-/// Caches of all layers, stored by a recipe.
+/// The cache of all layers, stored by a recipe.
+///
+/// A chunk of tokens is a step of the cache: the first layer opens it, the last one commits it.
 pub struct PackedAttention<B: Backend> {
-    layers: Vec<KvCache<B>>,
+    cache: ModelCache<B>,
     time: Duration,
 }
 
 impl<B: Backend + Clone> PackedAttention<B> {
-    /// Empty caches.
+    /// An empty cache.
     ///
     /// # Errors
     /// When the recipe does not fit the model.
@@ -29,8 +31,9 @@ impl<B: Backend + Clone> PackedAttention<B> {
         if let Some(layer) = recipe.highest_layer().filter(|&layer| layer >= config.layers) {
             return Err(ModelError::Layer { recipe: recipe.to_string(), layer, layers: config.layers }.into());
         }
-        let cache = |layer| KvCache::new(backend.clone(), config.attention, 1, recipe.layer(layer, &config.attention));
-        Ok(Self { layers: (0..config.layers).map(cache).collect::<kvpack::Result<_>>()?, time: Duration::ZERO })
+        let layer = |layer| (config.attention, recipe.layer(layer, &config.attention));
+        let layers: Vec<_> = (0..config.layers).map(layer).collect();
+        Ok(Self { cache: ModelCache::new(backend, &layers, 1)?, time: Duration::ZERO })
     }
 }
 
@@ -42,35 +45,43 @@ impl<B: Backend> PackedAttention<B> {
 
     /// Bytes of each layer.
     pub fn memory(&self) -> impl Iterator<Item = CacheMemory> {
-        self.layers.iter().map(KvCache::memory)
+        (0..self.cache.layers()).filter_map(|layer| self.cache.memory_of(layer).ok())
     }
 
-    async fn store_and_attend(cache: &mut KvCache<B>, chunk: &Chunk) -> Result<Vec<f32>> {
-        let backend = cache.backend();
-        let upload = async |tensor: &Tensor| -> Result<B::Tensor> {
-            let elements = tensor.flatten_all()?.to_vec1::<f32>()?;
-            Ok(backend.upload(elements.as_slice().into()).await?)
-        };
-        let (queries, keys) = (upload(&chunk.queries).await?, upload(&chunk.keys).await?);
-        let values = upload(&chunk.values).await?;
-        let rows = RowLayout::token_major(chunk.keys.dim(0)?, cache.shape());
-        let output = if rows.tokens == 1 {
-            cache.append(rows, &keys, &values).await?;
-            cache.attend(&queries, ElementType::F32).await?
-        } else {
-            cache.extend(SEQUENCE, rows, &keys, &values).await?;
-            let output = cache.attend_causal(SEQUENCE, &queries, ElementType::F32).await?;
-            cache.pack_windows(SEQUENCE).await?;
-            output
-        };
+    async fn store_and_attend(&mut self, chunk: &Chunk) -> Result<Vec<f32>> {
+        let Self { cache, .. } = self;
+        let (layer, tokens) = (chunk.layer, chunk.keys.dim(0)?);
+        if layer == 0 {
+            cache.abandon(); // what a chunk that failed halfway has left open
+            let runs = [if tokens == 1 { TokenRun::decode(SEQUENCE) } else { TokenRun::chunk(SEQUENCE, tokens) }];
+            cache.reserve_for_append(&runs).await?;
+            cache.begin_append(&runs)?;
+        }
+        let queries = upload(cache.backend(), &chunk.queries).await?;
+        let (keys, values) =
+            (upload(cache.backend(), &chunk.keys).await?, upload(cache.backend(), &chunk.values).await?);
+        let rows = RowLayout::token_major(tokens, cache.shape(layer)?);
+        cache.store(layer, rows, &keys, &values).await?;
+        let output = cache.attend(layer, &queries, ElementType::F32).await?;
+        if layer + 1 == cache.layers() {
+            cache.commit()?;
+            if tokens > 1 {
+                cache.pack_windows(SEQUENCE).await?;
+            }
+        }
         Ok(cache.backend().download(&output).await?)
     }
+}
+
+async fn upload<B: Backend>(backend: &B, tensor: &Tensor) -> Result<B::Tensor> {
+    let elements = tensor.flatten_all()?.to_vec1::<f32>()?;
+    Ok(backend.upload(elements.as_slice().into()).await?)
 }
 
 impl<B: Backend> Attention for PackedAttention<B> {
     fn attend(&mut self, chunk: &Chunk) -> Result<Tensor> {
         let start = Instant::now();
-        let output = block_on(Self::store_and_attend(&mut self.layers[chunk.layer], chunk))?;
+        let output = block_on(self.store_and_attend(chunk))?;
         self.time += start.elapsed();
         let tokens = chunk.queries.dim(0)?;
         let width = output.len() / tokens;
