@@ -37,6 +37,16 @@ fn check_passes_on_the_cpu() {
 }
 
 #[test]
+fn checks_of_one_kind_and_what_is_served() {
+    let run = kvpack(&["check", "--backend", "cpu", "--kind", "top-k"]);
+    assert_eq!(run.code, 0, "{}{}", run.out, run.err);
+    assert!(run.out.contains("top-k-ties") && !run.out.contains("format-f16"), "{}", run.out);
+    let run = kvpack(&["check", "--backend", "cpu", "--matrix"]);
+    assert_eq!(run.code, 0, "{}{}", run.out, run.err);
+    assert!(run.out.contains("4-bit per channel") && run.out.contains("floats"), "{}", run.out);
+}
+
+#[test]
 fn bench_prints_checked_rows() {
     let bench = json(&["bench", "--backend", "cpu", "--quick", "--shape", "g1-b1-4k", "--footprint", "1", "--json"]);
     let rows = bench["shapes"][0]["rows"].as_array().expect("rows");

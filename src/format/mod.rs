@@ -4,17 +4,14 @@ mod affine;
 mod bits;
 mod calibration;
 pub mod codebook;
-pub mod kivi;
-pub mod msb_bytes;
+pub mod interchange;
 mod rotation;
-pub mod saw_int4;
 mod shape;
 mod sizes;
 pub mod sketch;
 mod tensor_format;
 pub mod tile;
 mod tile_order;
-pub mod turboquant;
 
 pub use affine::{CodeRange, RangeRule};
 pub use bits::Bits;

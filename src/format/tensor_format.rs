@@ -403,7 +403,7 @@ impl SegmentFormat {
     /// SAW-INT4 (arXiv 2604.19157): 4-bit codes with one range per token and head, keys rotated by Hadamard transforms of order 16.
     /// Tokens are packed as they arrive; there is no window of recent tokens in f16.
     ///
-    /// kvpack rounds codes half to even and ranges to f16; [`saw_int4`](crate::format::saw_int4) computes what the
+    /// kvpack rounds codes half to even and ranges to f16; [`saw_int4`](crate::format::interchange::saw_int4) computes what the
     /// published kernel does.
     pub const fn saw_int4() -> Self {
         let four_bit = AffineFormat::new(Bits::Four, Grouping::Token);

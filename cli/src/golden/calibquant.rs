@@ -6,7 +6,8 @@ use kvpack::cpu::{
     CpuStore, States, dequantize, merge_pair, merge_states, plain_attention, quantize as quantize_span, scores,
     weighted_values,
 };
-use kvpack::format::{AffineFormat, CodeRange, Grouping, HEAD_DIMS, KeyOrValue, ScoreMap, TensorFormat, msb_bytes};
+use kvpack::format::interchange::msb_bytes;
+use kvpack::format::{AffineFormat, CodeRange, Grouping, HEAD_DIMS, KeyOrValue, ScoreMap, TensorFormat};
 use kvpack::plan::{AttendPlan, Elements, Page, QueryRun, RowLayout, SpanView, Split, StoreView, TokenRange, Work};
 use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat, TILE_TOKENS};
 

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use kvpack::Bits;
-use kvpack::format::kivi::{StepRounding, pack, quantize_group};
+use kvpack::format::interchange::kivi::{StepRounding, pack, quantize_group};
 use kvpack::format::{AffineFormat, CodeRange, Grouping, HEAD_DIMS, KeyOrValue, TensorFormat};
 
 use super::Outputs;

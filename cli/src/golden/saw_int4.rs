@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use kvpack::format::Rotation;
-use kvpack::format::saw_int4::{RowRounding, pack, quantize_row};
+use kvpack::format::interchange::saw_int4::{RowRounding, pack, quantize_row};
 
 use super::Outputs;
 use super::file::GoldenFile;

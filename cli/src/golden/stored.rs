@@ -3,7 +3,8 @@
 use anyhow::{Result, ensure};
 use kvpack::backend::{SpanRead, SpanWrite};
 use kvpack::cpu::{CpuStore, dequantize, quantize};
-use kvpack::format::{CodeRange, KeyOrValue, TensorFormat, msb_bytes};
+use kvpack::format::interchange::msb_bytes;
+use kvpack::format::{CodeRange, KeyOrValue, TensorFormat};
 use kvpack::plan::{Elements, Page, RowLayout, TokenRange};
 use kvpack::{AttentionShape, SegmentFormat, TILE_TOKENS};
 

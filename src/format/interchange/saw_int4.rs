@@ -4,12 +4,12 @@
 //! codes fill bytes half by half: byte `j` holds channel `j` in its low nibble and channel `j + head_dim / 2` in its high
 //! one.
 //!
-//! Beside kvpack's own codec ([`SegmentFormat::saw_int4`](super::SegmentFormat::saw_int4)) it differs in rounding: ties go
+//! Beside kvpack's own codec ([`SegmentFormat::saw_int4`](crate::format::SegmentFormat::saw_int4)) it differs in rounding: ties go
 //! up, not to the even code; a spread below 1e-8 counts as 1e-8; scale and zero are f32, kvpack's scale and minimum f16.
 
 use half::bf16;
 
-use super::Rotation;
+use crate::format::Rotation;
 use crate::{Error, Result};
 
 /// What the row is rounded to between rotation and quantisation.
@@ -63,7 +63,7 @@ impl QuantizedRow {
 /// Packs the codes of a row: those of its first half into low nibbles, those of its second into high ones.
 ///
 /// ```
-/// use kvpack::format::saw_int4::{pack, unpack};
+/// use kvpack::format::interchange::saw_int4::{pack, unpack};
 /// assert_eq!(pack(&[1, 2, 3, 4])?, [0x31, 0x42]);
 /// assert_eq!(unpack(&[0x31, 0x42]), [1, 2, 3, 4]);
 /// # Ok::<(), kvpack::Error>(())

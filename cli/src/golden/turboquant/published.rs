@@ -1,14 +1,14 @@
-//! TurboQuant as published (arXiv 2504.19874), with dense rotations and norms in f32, for comparison and conversion.
+//! TurboQuant as published (arXiv 2504.19874), with dense rotations and norms in f32: what its golden vectors are of.
 //!
 //! [`quantize_mse`] is algorithm 1: the codec for the least squared error. [`quantize_prod`] is algorithm 2: the same at one
 //! bit less, and one sign bit per channel of a random projection of what is left (QJL), which makes inner products with
 //! queries unbiased.
 //!
 //! kvpack's kernels implement the first with Hadamard rotations and f16 norms:
-//! [`SegmentFormat::turboquant`](super::SegmentFormat::turboquant).
+//! [`SegmentFormat::turboquant`](kvpack::SegmentFormat::turboquant).
 
-use super::Codebook;
-use crate::{Error, Result};
+use kvpack::format::Codebook;
+use kvpack::{Error, Result};
 
 /// A dense matrix, row by row, whose rows have as many elements as the vectors it is applied to.
 #[derive(Clone, Copy, Debug)]
@@ -184,7 +184,8 @@ fn check_square(matrix: Matrix<'_>) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::codebook::CoordinateDensity;
+    use kvpack::format::codebook::CoordinateDensity;
+
     use super::*;
 
     const DIMENSION: usize = 64;
@@ -270,5 +271,15 @@ mod tests {
             quantize_mse(&[0.0; 2], square, &codebook).unwrap().reconstruct(square, &codebook).unwrap(),
             [0.0; 2]
         );
+    }
+
+    #[test]
+    fn codes_without_a_level() {
+        let identity: Vec<f32> = (0..16).map(|i| f32::from(u8::from(i % 5 == 0))).collect();
+        let rotation = Matrix::new(&identity, 4).unwrap();
+        for levels in [0, 257] {
+            let codebook = Codebook::from_centroids((0..levels).map(|i| i as f32).collect());
+            assert!(matches!(quantize_mse(&[1.0; 4], rotation, &codebook), Err(Error::Elements { .. })), "{levels}");
+        }
     }
 }

@@ -5,7 +5,7 @@
 //! the byte `0x1b`. Other people's caches come in this form; [`tile_from_codes`] brings them into kvpack's tiles and
 //! [`codes_from_tile`] takes them out again.
 
-use super::{Bits, KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout};
+use crate::format::{Bits, KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout};
 use crate::{Error, Result};
 
 /// A word that codes are packed into: `u8`, `u16` or `u32`.
@@ -47,7 +47,7 @@ msb_word!(u8, u16, u32);
 ///
 /// ```
 /// use kvpack::Bits;
-/// use kvpack::format::msb_bytes::{pack, unpack};
+/// use kvpack::format::interchange::msb_bytes::{pack, unpack};
 /// assert_eq!(pack::<u8>(&[0, 1, 2, 3], Bits::Two)?, [0x1b]);
 /// assert_eq!(pack::<u32>(&[1, 2, 3, 4], Bits::Eight)?, [0x0102_0304]);
 /// assert_eq!(unpack(&[0x1bu8], Bits::Two), [0, 1, 2, 3]);
@@ -82,7 +82,8 @@ pub fn unpack<W: MsbWord>(words: &[W], bits: Bits) -> Vec<u8> {
 ///
 /// ```
 /// use kvpack::Bits;
-/// use kvpack::format::{AffineFormat, Grouping, KeyOrValue, TensorFormat, msb_bytes};
+/// use kvpack::format::interchange::msb_bytes;
+/// use kvpack::format::{AffineFormat, Grouping, KeyOrValue, TensorFormat};
 /// let format = TensorFormat::Affine(AffineFormat::new(Bits::One, Grouping::Channel));
 /// let bytes = [0b1010_0000u8; 3 * 64 / 8]; // 3 tokens of 64 channels
 /// let codes = msb_bytes::unpack(&bytes, Bits::One);
@@ -140,7 +141,7 @@ impl Tile {
         let Some(bits) = format.code_bits() else {
             return Err(Error::Format { format: format.to_string(), reason: "it holds no codes".into() });
         };
-        if !super::HEAD_DIMS.contains(&head_dim) {
+        if !crate::format::HEAD_DIMS.contains(&head_dim) {
             return Err(Error::HeadDim { given: head_dim });
         }
         Ok(Self { which, layout: TileLayout::new(format, head_dim), bits })
@@ -153,7 +154,7 @@ impl Tile {
         }
     }
 
-    fn field(&self, token: usize, channel: usize) -> super::Field {
+    fn field(&self, token: usize, channel: usize) -> crate::format::Field {
         match self.which {
             KeyOrValue::Key => self.layout.key_field(token, channel),
             KeyOrValue::Value => self.layout.value_field(token, channel),

@@ -1,7 +1,7 @@
 //! KIVI's own storage and arithmetic (arXiv 2402.02750): what its published code computes, to the bit.
 //!
 //! Keys are grouped per channel and run of tokens, values per token and run of channels; both are the groupings
-//! [`ChannelTokens`](super::Grouping::ChannelTokens) and [`TokenChannels`](super::Grouping::TokenChannels) of this
+//! [`ChannelTokens`](crate::format::Grouping::ChannelTokens) and [`TokenChannels`](crate::format::Grouping::TokenChannels) of this
 //! library. `32 / bits` codes (rounded down) fill an `i32`, the first in the lowest bits: at 2 bits the codes 0, 1, 2, 3 four times over
 //! are the word `0xe4e4e4e4`.
 //!
@@ -11,7 +11,7 @@
 
 use half::f16;
 
-use super::{Bits, CodeRange};
+use crate::format::{Bits, CodeRange};
 use crate::{Error, Result};
 
 /// What every step of [`quantize_group`] is rounded to: the element type of KIVI's tensors.
@@ -71,7 +71,7 @@ impl QuantizedGroup {
 ///
 /// ```
 /// use kvpack::Bits;
-/// use kvpack::format::kivi::{pack, unpack};
+/// use kvpack::format::interchange::kivi::{pack, unpack};
 /// let codes = [0, 1, 2, 3].repeat(4);
 /// assert_eq!(pack(&codes, Bits::Two)?, [0xe4e4_e4e4u32 as i32]);
 /// assert_eq!(unpack(&[0xe4e4_e4e4u32 as i32], Bits::Two), codes);

@@ -1,0 +1,15 @@
+//! What other projects store, for caches that come from them or go to them.
+//!
+//! No kernel and no store of kvpack is in these orders. They are here, and not with the golden vectors that test them, because
+//! who moves to kvpack has caches in them: each module packs and unpacks the bytes of one project, and computes its codes as its
+//! published code does, where that differs from kvpack's own rounding.
+//!
+//! | module | of | order |
+//! | --- | --- | --- |
+//! | [`kivi`] | KIVI | `i32` words, the first code in the lowest bits |
+//! | [`msb_bytes`] | CalibQuant | words of 8, 16 or 32 bits, the first code in the highest bits |
+//! | [`saw_int4`] | SAW-INT4 | bytes of two halves of a row |
+
+pub mod kivi;
+pub mod msb_bytes;
+pub mod saw_int4;
