@@ -3,23 +3,27 @@
 
 mod cache_edges;
 mod non_finite_queries;
+mod random_rows;
 mod rounding;
+mod step_writes;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use futures::executor::block_on;
 use half::bf16;
-use kvpack::backend::SpanWrite;
-use kvpack::backend::{Device, Packing, Storage};
+use kvpack::backend::{Device, FlaggedToken, Packing, SpanWrite, StepInput, Storage};
 use kvpack::cache::PromptSpan;
 use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor, nmse, quantize};
 use kvpack::cuda::cudarc::driver::DevicePtr;
 use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
-use kvpack::cuda::{Cuda, KernelCache, StepPlan, StepTensors, Tensor};
+use kvpack::cuda::{Cuda, KernelCache, NonFiniteFlags, PackStepPlan, StepMemory, StepPlan, StepTensors, Store, Tensor};
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, TensorFormat, TileOrder};
-use kvpack::plan::{ElementType, Elements, Page, QueryRows, QueryRun, RowLayout, Rows, TokenRange};
+use kvpack::plan::{
+    ElementType, Elements, Page, QueryRows, QueryRun, RowLayout, Rows, StepTable, StepWrites, TokenRange, TokenWrite,
+};
 use kvpack::{AttentionShape, Bits, Calibration, Error, KvCache, Recipe, SegmentFormat};
+use step_writes::{Case, formats, pages};
 
 fn rows(elements: usize, factor: f32) -> Vec<f32> {
     (0..elements).map(|i| (i as f32 * factor).sin() * 3.0 + (i % 7) as f32).collect()
@@ -311,4 +315,117 @@ fn rows_may_be_parts_of_longer_ones() {
         let bound = strided.bind(&backend, &cache.stores(), tensors);
         assert!(matches!(bound, Err(Error::Elements { what: "queries", .. })));
     }
+}
+
+/// Holds what the stores decode to, and the words of their tiles, against those of the twin.
+fn assert_stores_alike(backend: &Cuda, stores: &[Store; 2], twins: &[CpuStore; 2], case: &Case) {
+    assert!(
+        case.decoded(backend, stores) == case.decoded(&Cpu::new(), twins),
+        "{} decodes to something else",
+        case.format
+    );
+    let head_dim = case.shape.head_dim();
+    for (store, twin) in stores.iter().zip(twins) {
+        for which in [KeyOrValue::Key, KeyOrValue::Value] {
+            let format = store.format().tensor(which);
+            for (page, head) in pages().flat_map(|page| (0..case.shape.kv_heads()).map(move |head| (page, head))) {
+                let (words, _) = twin.tile_words(which, page, head).unwrap();
+                let expected =
+                    TileOrder::DotProduct.convert(TileOrder::MmaFragment, which, format, head_dim, words).unwrap();
+                let stored = store.tile_words(backend.stream(), which, page, head).unwrap();
+                assert!(stored == expected, "{which} {page:?} of {format} in {}", case.format);
+            }
+        }
+    }
+}
+
+/// Random steps of every family of formats store what the twin stores, over two shards, with tokens that share bytes.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn steps_store_what_the_twin_stores() {
+    let backend = device();
+    for (i, head_dim) in HEAD_DIMS.into_iter().enumerate() {
+        let shape = AttentionShape::new(3, 3, head_dim).unwrap();
+        for (j, format) in formats(head_dim).into_iter().enumerate() {
+            let case = Case::new(shape, format, ElementType::ALL[(i + j) % 3], (i * 31 + j) as u64);
+            let (expected, expected_found) = case.written(&Cpu::new());
+            let (stores, found) = case.written(&backend);
+            assert_stores_alike(&backend, &stores, &expected, &case);
+            assert_eq!(found, expected_found, "{format} at {head_dim}");
+        }
+    }
+}
+
+/// One graph that captured the launches of a step stores the tokens, copies and windows of step after step: only the table, and
+/// the engine's tensors, change between its replays.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn a_captured_step_is_replayed_while_its_table_changes() {
+    let backend = device();
+    let stream = backend.stream();
+    for (j, format) in [SegmentFormat::saw_int4(), SegmentFormat::per_channel(Bits::Two)].into_iter().enumerate() {
+        let shape = AttentionShape::new(3, 3, 128).unwrap();
+        let case = Case::new(shape, format, ElementType::F32, 40 + j as u64);
+        let (expected, expected_found) = case.written(&Cpu::new());
+        let stores = case.stores(&backend);
+        let elements = case.rows.elements_needed(&shape);
+        let mut slices = [stream.alloc_zeros::<f32>(elements).unwrap(), stream.alloc_zeros::<f32>(elements).unwrap()];
+        let tensors = slices.each_ref().map(|slice| {
+            let address = slice.device_ptr(stream).0;
+            // SAFETY: the slices live to the end of the loop, and all work on them is of one stream.
+            unsafe { Tensor::from_address(Arc::new(()), address, elements, ElementType::F32) }.unwrap()
+        });
+        let flags = NonFiniteFlags::new(stream, 3).unwrap();
+        let memory = StepMemory::new(stream, &case.layout).unwrap();
+        let [keys, values] = tensors.each_ref();
+        let input = StepInput { keys, values, rows: case.rows, flags: &flags, layer: 2 };
+        let step =
+            PackStepPlan::new(&case.layout).bind(&backend, &[&stores[0], &stores[1]], &memory, Some(input)).unwrap();
+        stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+        step.launch().unwrap();
+        let graph = stream.end_capture(CUgraphInstantiate_flags(0)).unwrap().expect("a graph");
+        let mut table = StepTable::new(&case.layout);
+        for step in &case.steps {
+            for (slice, tensor) in slices.iter_mut().zip([&step.keys, &step.values]) {
+                stream.memcpy_htod(&tensor.to_f32(), slice).unwrap();
+            }
+            table.set(&step.writes).unwrap();
+            memory.write(stream, &table).unwrap();
+            graph.launch().unwrap();
+        }
+        assert_eq!(flags.read(stream).unwrap(), expected_found, "{format}");
+        assert_stores_alike(&backend, &stores, &expected, &case);
+    }
+}
+
+/// A step of one token after another, with nothing between them but a table, and what does not fit is refused.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn steps_of_another_layout_are_refused() {
+    let backend = device();
+    let shape = AttentionShape::new(2, 2, 64).unwrap();
+    let case = Case::new(shape, SegmentFormat::per_channel(Bits::Four), ElementType::F32, 3);
+    let mut stores = case.stores(&backend);
+    let refused = |result: Result<(), Error>| assert!(matches!(result, Err(Error::Plan { .. })), "{result:?}");
+    let plan = PackStepPlan::new(&case.layout);
+    let memory = StepMemory::new(backend.stream(), &case.layout).unwrap();
+    refused(plan.bind(&backend, &[&stores[0], &stores[1]], &memory, None).map(drop));
+    refused(plan.bind(&backend, &[&stores[1], &stores[0]], &memory, None).map(drop));
+    let other = backend.on_stream(backend.stream().context().new_stream().unwrap());
+    refused(plan.bind(&other, &[&stores[0], &stores[1]], &memory, None).map(drop));
+    let layout =
+        Arc::new(kvpack::plan::StepLayout::new(shape, 1, vec![stores[0].step_capacity(1, 0)], vec![]).unwrap());
+    let (mut table, mut writes) = (StepTable::new(&layout), StepWrites::of(&layout));
+    refused(memory.write(backend.stream(), &table));
+    writes.stores[0].tokens.push(TokenWrite { token: 0, page: Page { shard: 1, index: 4 }, slot: 9 });
+    table.set(&writes).unwrap();
+    // The token is flagged, and stored as zeros.
+    let nan = block_on(backend.upload(Elements::F32(&[f32::NAN; 128]))).unwrap();
+    let flags = backend.create_non_finite_flags(1).unwrap();
+    let rows = RowLayout::token_major(1, &shape);
+    let input = StepInput { keys: &nan, values: &nan, rows, flags: &flags, layer: 0 };
+    backend.write_step(&mut [&mut stores[0]], Some(input), &table).unwrap();
+    let of = |tensor| FlaggedToken { layer: 0, tensor, token: 0 };
+    let found = block_on(backend.read_non_finite_flags(&flags)).unwrap();
+    assert_eq!(found, [of(KeyOrValue::Key), of(KeyOrValue::Value)]);
 }

@@ -4,20 +4,10 @@
 
 #include "common/elements.cuh"
 
-// The token of a row that goes to, or comes from, a place of its own.
-struct TokenPlace {
-    // Address of the page.
-    u64 page;
-    // Token of the dense tensor.
-    u32 token;
-    // Slot within the page.
-    u32 slot;
-};
-
 struct RowsCall {
     // Dense elements of type `element_type`; what `dequantize` writes is f32 [kv head][token][channel].
     void* rows;
-    // Addresses of the span's pages, or the TokenPlaces of `append`.
+    // Addresses of the span's pages.
     const u64* pages;
     // Span ranges of the slot, [kv head][channel] of (scale, minimum).
     float2* ranges;
@@ -25,7 +15,7 @@ struct RowsCall {
     u64 token_stride;
     u64 head_stride;
     u32 first_token;
-    // Tokens of the span, or TokenPlaces.
+    // Tokens of the span.
     u32 tokens;
     u32 kv_heads;
     u32 element_type;

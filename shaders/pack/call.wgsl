@@ -32,7 +32,7 @@ struct Call {
     // Tokens or channels of a range.
     group: u32,
     ranges_per_tile: u32,
-    // Invocations that have work.
+    // Invocations that have work, or rows, where places do not say so.
     total: u32,
     shrink: f32,
     // 0, where the compiler cannot know it.
@@ -43,6 +43,11 @@ struct Call {
     below: u32,
     // The largest element that is in order, where elements are looked at.
     largest: f32,
+    // Where a step's table counts and lists the places, and the shards of those that this dispatch takes.
+    section: u32,
+    shards: u32,
+    // The flag to set where an element is not in order.
+    flag: u32,
     places: array<Place>,
 }
 
@@ -51,6 +56,7 @@ struct Call {
 const TILE_TOKENS: u32 = 128u;
 
 // import tokens = pack/tokens/run.wgsl
+// import places = pack/places/listed.wgsl
 
 // Index of a row's first element within the dense tensor's binding; tokens count from the first of the span.
 fn row_start(token: u32, kv_head: u32) -> u32 {

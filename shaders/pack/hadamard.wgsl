@@ -6,7 +6,7 @@
 // coalesced (dealt channels are not written so), and may be read from where they are written. log2(ORDER) additions per element, as many barriers per row.
 //
 // In bounds: workgroups beyond `total` = tokens · kv_heads rows return; the rows read and the output were checked
-// against the buffers when they were bound. Loops are bounded by HEAD_DIM; divisors are sizes of a checked shape.
+// against the buffers when they were bound, pages that a step's table names when it was made for their layout. Loops are bounded by HEAD_DIM; divisors are sizes of a checked shape.
 //
 // gives: output, INVOCATIONS, HEAD_DIM
 // binds: 2 output
@@ -29,7 +29,7 @@ fn hadamard(
     @builtin(local_invocation_index) invocation: u32,
 ) {
     let row = group.y * groups.x + group.x;
-    if (row >= call.total) {
+    if (row >= call.total || !has_token(row / call.kv_heads)) {
         return;
     }
     let start = row_start(row / call.kv_heads, row % call.kv_heads);

@@ -6,9 +6,9 @@
 // tiles are written coalesced, and read in runs of 16 bytes or more of a row. Fields of tokens beyond the span and of
 // channels beyond the head are zero bits. Reads every element once, about 10 arithmetic operations per element.
 //
-// In bounds: invocations beyond `total` = places · kv_heads · tile_words return; pages, the range slot and the rows of
-// the tokens read were checked against the buffers when they were bound. Loops have constant bounds; divisors are
-// sizes of a checked shape.
+// In bounds: invocations beyond the places · kv_heads · tile_words return; pages, the range slot and the rows of the tokens
+// read were checked against the buffers when they were bound, or when a step's table was made for the layout that they were
+// bound to. Loops have constant bounds; divisors are sizes of a checked shape.
 //
 // binds: 2 tiles
 
@@ -27,13 +27,13 @@ fn quantize(
     @builtin(local_invocation_index) invocation: u32,
 ) {
     let index = flat_index(group, groups, invocation);
-    if (index >= call.total) {
-        return;
-    }
     let word = index % call.tile_words;
     let tile = index / call.tile_words;
     let kv_head = tile % call.kv_heads;
-    let place = call.places[tile / call.kv_heads];
+    if (tile / call.kv_heads >= place_count() || !has_place(tile / call.kv_heads)) {
+        return;
+    }
+    let place = place_at(tile / call.kv_heads);
     tiles[(place.page * call.kv_heads + kv_head) * call.tile_words + word] = packed_word(place, kv_head, run_word(word));
 }
 

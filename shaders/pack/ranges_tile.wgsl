@@ -6,9 +6,9 @@
 // One invocation owns one range and reads its group: neighbours own neighbouring channels of a run of tokens, or
 // neighbouring tokens. Groups that no token belongs to get zero. Reads every element once.
 //
-// In bounds: invocations beyond `total` = places · kv_heads · ranges_per_tile return; pages and the rows of the tokens
-// read were checked against the buffers when they were bound. A group has at most max(128, head_dim) elements;
-// divisors are sizes of a checked shape and format.
+// In bounds: invocations beyond the places · kv_heads · ranges_per_tile return; pages and the rows of the tokens read were
+// checked against the buffers when they were bound, or when a step's table was made for the layout that they were bound to. A
+// group has at most max(128, head_dim) elements; divisors are sizes of a checked shape and format.
 //
 // gives: BITS
 // binds: 2 ranges
@@ -32,13 +32,13 @@ fn ranges_tile(
     @builtin(local_invocation_index) invocation: u32,
 ) {
     let index = flat_index(group, groups, invocation);
-    if (index >= call.total) {
-        return;
-    }
     let range = index % call.ranges_per_tile;
     let tile = index / call.ranges_per_tile;
     let kv_head = tile % call.kv_heads;
-    let place = call.places[tile / call.kv_heads];
+    if (tile / call.kv_heads >= place_count() || !has_place(tile / call.kv_heads)) {
+        return;
+    }
+    let place = place_at(tile / call.kv_heads);
     ranges[(place.page * call.kv_heads + kv_head) * call.ranges_per_tile + range] = tile_range(place, kv_head, range);
 }
 

@@ -5,8 +5,9 @@
 // One invocation owns one channel of one page and reads its tokens; neighbours own neighbouring channels, so rows are read
 // coalesced. Reads every element once.
 //
-// In bounds: invocations beyond `total` = places · kv_heads · head_dim return; slots and the rows of the tokens read were
-// checked against the buffers when they were bound. A page has at most 128 tokens; divisors are sizes of a checked shape.
+// In bounds: invocations beyond the places · kv_heads · head_dim return; slots and pages were checked against the buffers when
+// the step's table was made for the layout that they were bound to. A page has at most 128 tokens; divisors are sizes of a
+// checked shape.
 //
 // gives: BITS
 // binds: 2 ranges
@@ -30,11 +31,11 @@ fn ranges_window(
     @builtin(local_invocation_index) invocation: u32,
 ) {
     let index = flat_index(group, groups, invocation);
-    if (index >= call.total) {
+    let channels = call.kv_heads * call.head_dim;
+    if (index / channels >= place_count() || !has_place(index / channels)) {
         return;
     }
-    let channels = call.kv_heads * call.head_dim;
-    let place = call.places[index / channels];
+    let place = place_at(index / channels);
     let channel = index % channels;
     let kv_head = channel / call.head_dim;
     var low = element(row_start(place.token, kv_head) + channel % call.head_dim);

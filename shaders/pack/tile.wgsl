@@ -3,7 +3,7 @@
 // A tile is made of runs of words: the row of a token for keys, the column of a channel for values. BITS 16 is f16.
 //
 // needs: TILE_TOKENS, call
-// gives: BITS, KEYS, FIELD_MASK, run_word, fields_of, field_of, place_of, top_place_of
+// gives: BITS, FIELD_MASK, run_word, fields_of, field_of, place_of, top_place_of
 // set by plans: BITS, KEYS
 
 const BITS: u32 = 4u;

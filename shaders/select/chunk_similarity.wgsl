@@ -7,6 +7,7 @@
 //
 // In bounds: workgroups beyond the chunks return; embeddings were checked against the call when they were bound.
 //
+// gives: call
 // binds: 0 call, 3 similarities
 
 struct SimilarityCall {

@@ -3,13 +3,13 @@
 use std::future::Future;
 
 use super::{
-    AttendArithmetic, AttendOptions, Attention, AttentionStates, Backend, Device, KeptAndEvicted, MeasuredAttention,
-    MergedTokens, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection, SpanRead, SpanWrite, Storage,
-    TensorRows, TokenWrite, WindowMove,
+    AttendArithmetic, AttendOptions, Attention, AttentionStates, Backend, Device, FlaggedToken, KeptAndEvicted,
+    MeasuredAttention, MergedTokens, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection, SpanRead,
+    SpanWrite, StepInput, Storage, TensorRows,
 };
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{AttendPlan, Elements, Page, RowLayout};
+use crate::plan::{AttendPlan, Elements, Page, RowLayout, StepTable, TokenWrite, WindowMove};
 use crate::policy::{Merging, StatsRequest};
 
 /// What differs from another backend: every method does what that of [`Forward::inner`] does until it is written anew.
@@ -145,6 +145,27 @@ pub trait Forward {
         self.inner().copy_page(store, from, to)
     }
 
+    fn write_step(
+        &self,
+        stores: &mut [&mut Store<Self>],
+        input: Option<StepInput<'_, Tensor<Self>, Flags<Self>>>,
+        table: &StepTable,
+    ) -> Result<()> {
+        self.inner().write_step(stores, input, table)
+    }
+
+    fn create_non_finite_flags(&self, layers: usize) -> Result<Flags<Self>> {
+        self.inner().create_non_finite_flags(layers)
+    }
+
+    fn read_non_finite_flags(&self, flags: &Flags<Self>) -> impl Future<Output = Result<Vec<FlaggedToken>>> {
+        self.inner().read_non_finite_flags(flags)
+    }
+
+    fn clear_non_finite_flags(&self, flags: &Flags<Self>) -> Result<()> {
+        self.inner().clear_non_finite_flags(flags)
+    }
+
     fn dequantize(&self, store: &Store<Self>, read: SpanRead<'_>) -> Result<(Tensor<Self>, Tensor<Self>)> {
         self.inner().dequantize(store, read)
     }
@@ -239,6 +260,7 @@ pub trait Forward {
 type Tensor<F> = <<F as Forward>::Inner as Device>::Tensor;
 type Indices<F> = <<F as Forward>::Inner as Device>::Indices;
 type Store<F> = <<F as Forward>::Inner as Storage>::Store;
+type Flags<F> = <<F as Forward>::Inner as Packing>::NonFiniteFlags;
 type States<F> = AttentionStates<Tensor<F>>;
 type Words<F> = <<F as Forward>::Inner as Selection>::Words;
 type Measured<F> = MeasuredAttention<Tensor<F>, Words<F>>;
@@ -302,6 +324,8 @@ impl<F: Forward> Storage for Forwarding<F> {
 }
 
 impl<F: Forward> Packing for Forwarding<F> {
+    type NonFiniteFlags = Flags<F>;
+
     fn first_non_finite(
         &self,
         which: KeyOrValue,
@@ -346,6 +370,27 @@ impl<F: Forward> Packing for Forwarding<F> {
 
     fn copy_page(&self, store: &mut Store<F>, from: Page, to: Page) -> Result<()> {
         self.0.copy_page(store, from, to)
+    }
+
+    fn write_step(
+        &self,
+        stores: &mut [&mut Store<F>],
+        input: Option<StepInput<'_, Tensor<F>, Flags<F>>>,
+        table: &StepTable,
+    ) -> Result<()> {
+        self.0.write_step(stores, input, table)
+    }
+
+    fn create_non_finite_flags(&self, layers: usize) -> Result<Flags<F>> {
+        self.0.create_non_finite_flags(layers)
+    }
+
+    fn read_non_finite_flags(&self, flags: &Flags<F>) -> impl Future<Output = Result<Vec<FlaggedToken>>> {
+        self.0.read_non_finite_flags(flags)
+    }
+
+    fn clear_non_finite_flags(&self, flags: &Flags<F>) -> Result<()> {
+        self.0.clear_non_finite_flags(flags)
     }
 
     fn dequantize(&self, store: &Store<F>, read: SpanRead<'_>) -> Result<(Tensor<F>, Tensor<F>)> {

@@ -19,9 +19,11 @@ pub use attention::{Arithmetic, AttendArithmetic, AttendOptions, Attention, Atte
 pub use device::Device;
 pub use filled::{FilledSpan, FilledStores, NewSpan, SpanSource};
 pub use forward::{Forward, Forwarding};
-pub use packing::{NonFinite, Packing, SpanRead, SpanWrite, TokenWrite, WindowMove};
+pub use packing::{FlaggedToken, NonFinite, Packing, SpanRead, SpanWrite, StepInput};
 pub use selection::{KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, Selection, TensorRows};
 pub use storage::Storage;
+
+pub use crate::plan::{TokenWrite, WindowMove};
 
 /// A device that stores packed keys and values and attends to them: all five families.
 pub trait Backend: Packing + Attention + Selection {}

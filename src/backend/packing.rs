@@ -4,8 +4,8 @@ use std::future::Future;
 
 use super::Storage;
 use crate::Result;
-use crate::format::{AttentionShape, KeyOrValue, TILE_TOKENS};
-use crate::plan::{Page, RowLayout, Rows, TokenRange};
+use crate::format::{AttentionShape, KeyOrValue};
+use crate::plan::{Page, RowLayout, Rows, StepTable, TokenWrite, WindowMove};
 
 /// Writes tokens of dense tensors into pages as one span; `I` is the index tensor of the backend.
 #[derive(Debug)]
@@ -39,28 +39,6 @@ pub struct SpanRead<'a> {
     pub range_slot: usize,
 }
 
-/// Puts one token into a page of a store whose format takes single tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TokenWrite {
-    /// Token of the dense tensors.
-    pub token: usize,
-    /// The page.
-    pub page: Page,
-    /// The slot within the page, 0..128.
-    pub slot: usize,
-}
-
-/// A full page that becomes a span of its own in another store.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct WindowMove {
-    /// The page in the store that holds it.
-    pub from: Page,
-    /// The page that it is packed into.
-    pub to: Page,
-    /// Slot for the span's ranges, where the format has them.
-    pub range_slot: usize,
-}
-
 /// An element that cannot be stored.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NonFinite {
@@ -74,10 +52,50 @@ pub struct NonFinite {
     pub value: f32,
 }
 
+/// The dense keys and values of a step, and where the kernels flag what of them cannot be stored; `T` and `F` are the tensors
+/// and the flags of the backend.
+#[derive(Debug)]
+pub struct StepInput<'a, T, F> {
+    /// Keys, after rotary embedding.
+    pub keys: &'a T,
+    /// Values.
+    pub values: &'a T,
+    /// Where both lie in their tensors, with at least the tokens that the step names.
+    pub rows: RowLayout,
+    /// Flags with at least `layer + 1` layers.
+    pub flags: &'a F,
+    /// The layer whose flags are set.
+    pub layer: usize,
+}
+
+impl<T, F> Clone for StepInput<'_, T, F> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T, F> Copy for StepInput<'_, T, F> {}
+
+/// A token that a step could not store as it was: an element of its keys or values is NaN, infinite or larger than the
+/// formats of its store take ([`StepLayout::largest_element`](crate::plan::StepLayout::largest_element)). Zero was stored in
+/// place of every such element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FlaggedToken {
+    /// The layer.
+    pub layer: usize,
+    /// Keys or values.
+    pub tensor: KeyOrValue,
+    /// The first such token of the dense tensors, over all steps since the flags were cleared.
+    pub token: usize,
+}
+
 /// A device whose kernels move rows of dense tensors into pages and back.
 ///
 /// A method that returns an error has changed nothing that a later call could see.
 pub trait Packing: Storage {
+    /// Sticky flags on the device, for keys and values of every layer: which tokens a step could not store as they were.
+    type NonFiniteFlags;
+
     /// The first key or value, in token order, that is NaN, infinite or beyond ±`largest`.
     ///
     /// # Errors
@@ -103,30 +121,22 @@ pub trait Packing: Storage {
         write: SpanWrite<'_, Self::Indices>,
     ) -> Result<()>;
 
-    /// Packs full pages of one store, of a format without ranges of spans, into pages of another: what
-    /// [`dequantize`](Packing::dequantize) and [`quantize`](Packing::quantize) do one page after the other.
+    /// Kernel `pack_windows`: packs full pages of a store of f16, each as a span of its own in another store, as `quantize`
+    /// would pack what they hold.
     ///
     /// # Errors
-    /// When pages or slots do not exist. Pages that were to be written may have been.
+    /// When pages or slots do not exist, or the first store is not f16.
     fn pack_windows(
         &self,
         shape: &AttentionShape,
         from: &Self::Store,
         to: &mut Self::Store,
         windows: &[WindowMove],
-    ) -> Result<()> {
-        for window in windows {
-            let read = SpanRead { pages: &[window.from], tokens: TILE_TOKENS, range_slot: 0 };
-            let (keys, values) = self.dequantize(from, read)?;
-            let (rows, tokens) = (RowLayout::head_major(TILE_TOKENS, shape), TokenRange::new(0, TILE_TOKENS)?.into());
-            let write = SpanWrite { rows, tokens, pages: &[window.to], range_slot: window.range_slot };
-            self.quantize(to, &keys, &values, write)?;
-        }
-        Ok(())
-    }
+    ) -> Result<()>;
 
     /// Kernel `append`: puts single tokens into open pages of a store whose format
-    /// [takes them](crate::SegmentFormat::takes_single_tokens), as `quantize` would store them. The input must be finite.
+    /// [takes them](crate::SegmentFormat::takes_single_tokens), as `quantize` would store them. Elements that are not finite, or too large for the
+    /// format, are stored as zeros.
     ///
     /// # Errors
     /// When tensors, pages or slots do not fit the call, or the format takes no single tokens.
@@ -139,11 +149,49 @@ pub trait Packing: Storage {
         writes: &[TokenWrite],
     ) -> Result<()>;
 
-    /// Copies a page to another of the same store, bit for bit: tiles and tile ranges.
+    /// Kernel `copy_page`: copies a page to another of the same store, bit for bit: tiles and tile ranges.
     ///
     /// # Errors
     /// When a page does not exist.
     fn copy_page(&self, store: &mut Self::Store, from: Page, to: Page) -> Result<()>;
+
+    /// All that a step writes for one layer, in the order of its table: [`copy_page`](Packing::copy_page), then
+    /// [`append`](Packing::append), then [`pack_windows`](Packing::pack_windows). `stores` are those of the table's layout.
+    ///
+    /// Nothing waits, and nothing is read back: elements that cannot be stored are stored as zeros, and the token is flagged.
+    /// `input` may be left out where the step stores no tokens.
+    ///
+    /// This is the comfortable way: through wgpu it makes buffers and submits. What an engine binds once and then only encodes
+    /// or launches are `wgpu::PackStepPlan` and `cuda::PackStepPlan`.
+    ///
+    /// # Errors
+    /// [`Plan`](crate::Error::Plan) when the stores are not those of the layout, or there is no input for tokens;
+    /// [`Elements`](crate::Error::Elements) when keys or values are shorter than their layout says.
+    fn write_step(
+        &self,
+        stores: &mut [&mut Self::Store],
+        input: Option<StepInput<'_, Self::Tensor, Self::NonFiniteFlags>>,
+        table: &StepTable,
+    ) -> Result<()>;
+
+    /// Flags for so many layers, none of them set.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`](crate::Error::OutOfMemory).
+    fn create_non_finite_flags(&self, layers: usize) -> Result<Self::NonFiniteFlags>;
+
+    /// What was flagged since the flags were made or cleared, by layer, keys before values. It waits for the work that may set
+    /// them.
+    ///
+    /// # Errors
+    /// [`DeviceLost`](crate::Error::DeviceLost).
+    fn read_non_finite_flags(&self, flags: &Self::NonFiniteFlags) -> impl Future<Output = Result<Vec<FlaggedToken>>>;
+
+    /// Unsets all flags, in the order of the work that was queued.
+    ///
+    /// # Errors
+    /// [`DeviceLost`](crate::Error::DeviceLost).
+    fn clear_non_finite_flags(&self, flags: &Self::NonFiniteFlags) -> Result<()>;
 
     /// Kernel `dequantize`: the stored keys and the stored values of a span as dense f32 rows
     /// `[kv_heads, tokens, head_dim]`.

@@ -4,14 +4,13 @@ use half::f16;
 
 use super::dense::read_row;
 use super::store::{CpuStore, TensorStore};
-use crate::backend::TokenWrite;
 use crate::format::{AffineFormat, CodeRange, Direction, KeyOrValue, TILE_TOKENS, TensorFormat};
-use crate::plan::{Elements, RowLayout};
+use crate::plan::{Elements, RowLayout, TokenWrite};
 use crate::{Error, Result};
 
 /// Puts tokens of dense keys and values into slots of pages, in a format that
 /// [takes single tokens](crate::SegmentFormat::takes_single_tokens): what [`quantize`](super::quantize) would store of
-/// them, bit for bit. The input must be finite.
+/// them, bit for bit. Elements that are not finite, or too large for the format, are stored as zeros.
 ///
 /// # Errors
 /// [`Error::Plan`] when the format takes no single tokens or a token, page or slot does not exist, [`Error::Elements`]
@@ -24,21 +23,48 @@ pub fn append(
     writes: &[TokenWrite],
 ) -> Result<()> {
     check(store, keys, values, &rows, writes)?;
-    let shape = *store.shape();
-    let mut row = vec![0.0; shape.head_dim()];
+    let head_dim = store.shape().head_dim();
     for (which, elements) in [(KeyOrValue::Key, keys), (KeyOrValue::Value, values)] {
-        let tensor = store.tensor_mut(which);
-        for write in writes {
-            for head in 0..shape.kv_heads() {
-                read_row(elements, rows.row(write.token, head), &mut row);
-                if let Some(rotation) = tensor.format.rotation() {
-                    rotation.turn_checked(Direction::Forth, &mut row);
-                }
-                put_row(tensor, write, head, &row);
-            }
-        }
+        let largest = store.format().tensor(which).largest_element(head_dim);
+        put_tokens(store.tensor_mut(which), &TokenRows { elements, rows, largest, flag: &|_| () }, writes);
     }
     Ok(())
+}
+
+/// Dense rows on their way into slots.
+pub(super) struct TokenRows<'a> {
+    pub(super) elements: Elements<'a>,
+    pub(super) rows: RowLayout,
+    /// What is beyond ±this, or NaN, is stored as zero.
+    pub(super) largest: f32,
+    /// Called with a token for each such element of it.
+    pub(super) flag: &'a dyn Fn(usize),
+}
+
+impl TokenRows<'_> {
+    fn read(&self, token: usize, head: usize, row: &mut [f32]) {
+        read_row(self.elements, self.rows.row(token, head), row);
+        // False for NaN.
+        let storable = |x: f32| x.abs() <= self.largest;
+        row.iter_mut().filter(|x| !storable(**x)).for_each(|x| {
+            *x = 0.0;
+            (self.flag)(token);
+        });
+    }
+}
+
+/// Puts tokens, which were checked to exist, into slots that were.
+pub(super) fn put_tokens(tensor: &mut TensorStore, source: &TokenRows<'_>, writes: &[TokenWrite]) {
+    let mut row = vec![0.0; tensor.shape.head_dim()];
+    for write in writes {
+        for head in 0..tensor.shape.kv_heads() {
+            source.read(write.token, head, &mut row);
+            if let Some(rotation) = tensor.format.rotation() {
+                rotation.turn_checked(Direction::Forth, &mut row);
+            }
+            put_row(tensor, write, head, &row);
+        }
+    }
 }
 
 /// Puts the row of one token of one KV head, rotated already, into its slot.

@@ -5,14 +5,19 @@ use super::memory::{MemoryLimit, MemoryShare};
 use super::states::States;
 use super::store::CpuStore;
 use super::{DenseRows, KeptTokens, StatsInput, attention_column_stats, attention_row_stats};
-use super::{append, attend, dequantize, merge_pair, merge_states, quantize, scores, weighted_values};
+use super::{
+    NonFiniteFlags, append, attend, dequantize, merge_pair, merge_states, pack_windows, quantize, scores,
+    weighted_values, write_step,
+};
 use crate::backend::{
-    AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, KeptAndEvicted, MeasuredAttention,
-    MergedTokens, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection, SpanRead, SpanWrite, Storage,
-    TensorRows, TokenWrite,
+    AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
+    MeasuredAttention, MergedTokens, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection, SpanRead,
+    SpanWrite, StepInput, Storage, TensorRows,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{AttendPlan, Elements, Page, RowLayout, Split, TokenIndices, TokenRange, Work};
+use crate::plan::{
+    AttendPlan, Elements, Page, RowLayout, Split, StepTable, TokenIndices, TokenRange, TokenWrite, WindowMove, Work,
+};
 use crate::policy::{Merging, RowStatsSource, StatsRequest};
 use crate::{Error, Result};
 
@@ -116,6 +121,8 @@ impl Storage for Cpu {
 }
 
 impl Packing for Cpu {
+    type NonFiniteFlags = NonFiniteFlags;
+
     async fn first_non_finite(
         &self,
         which: KeyOrValue,
@@ -154,6 +161,46 @@ impl Packing for Cpu {
 
     fn copy_page(&self, store: &mut CpuStore, from: Page, to: Page) -> Result<()> {
         store.copy_page(from, to)
+    }
+
+    fn pack_windows(
+        &self,
+        shape: &AttentionShape,
+        from: &CpuStore,
+        to: &mut CpuStore,
+        windows: &[WindowMove],
+    ) -> Result<()> {
+        if to.shape() != shape {
+            let reason = format!("the store is of {:?}, not of {shape:?}", to.shape());
+            return Err(Error::Plan { what: "pack windows", reason });
+        }
+        pack_windows(from, to, windows)
+    }
+
+    fn write_step(
+        &self,
+        stores: &mut [&mut CpuStore],
+        input: Option<StepInput<'_, CpuTensor, NonFiniteFlags>>,
+        table: &StepTable,
+    ) -> Result<()> {
+        let Some(StepInput { keys, values, rows, flags, layer }) = input else {
+            return write_step(stores, None, table);
+        };
+        let (keys, values) = (&keys.elements(), &values.elements());
+        write_step(stores, Some(StepInput { keys, values, rows, flags, layer }), table)
+    }
+
+    fn create_non_finite_flags(&self, layers: usize) -> Result<NonFiniteFlags> {
+        Ok(NonFiniteFlags::new(layers))
+    }
+
+    async fn read_non_finite_flags(&self, flags: &NonFiniteFlags) -> Result<Vec<FlaggedToken>> {
+        Ok(flags.read())
+    }
+
+    fn clear_non_finite_flags(&self, flags: &NonFiniteFlags) -> Result<()> {
+        flags.clear();
+        Ok(())
     }
 
     fn dequantize(&self, store: &CpuStore, read: SpanRead<'_>) -> Result<(CpuTensor, CpuTensor)> {

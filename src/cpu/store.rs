@@ -2,7 +2,7 @@
 
 use super::memory::{MemoryShare, filled};
 use crate::format::{AttentionShape, CodeRange, KeyOrValue, SegmentFormat, TensorFormat, TileLayout};
-use crate::plan::Page;
+use crate::plan::{Page, StoreCapacity};
 use crate::{Error, Result};
 
 /// Pages and ranges of one segment format in host memory, in shards.
@@ -78,6 +78,13 @@ impl CpuStore {
     /// Format of keys and values.
     pub fn format(&self) -> &SegmentFormat {
         &self.format
+    }
+
+    /// The store in a [layout of steps](crate::plan::StepLayout), for steps that put so many tokens into it at most, and copy so
+    /// many of its pages.
+    pub fn step_capacity(&self, tokens: usize, copies: usize) -> StoreCapacity {
+        let shard_pages = self.shard_pages.clone();
+        StoreCapacity { format: self.format, shard_pages, range_slots: self.range_slots, tokens, copies }
     }
 
     /// Number of shards.
@@ -162,7 +169,7 @@ impl CpuStore {
         Ok(())
     }
 
-    /// Copies a page to another, bit for bit: tiles and tile ranges.
+    /// Kernel `copy_page`: copies a page to another, bit for bit: tiles and tile ranges.
     ///
     /// # Errors
     /// [`Error::Plan`] when a page does not exist.
@@ -242,8 +249,13 @@ impl CpuStore {
         Err(Error::Plan { what: "tile", reason: format!("KV head {kv_head} of {}", self.shape.kv_heads()) })
     }
 
+    /// Pages of a shard, 0 if there is no such shard.
+    pub(super) fn shard_pages(&self, shard: u32) -> u32 {
+        self.shard_pages.get(shard as usize).copied().unwrap_or(0)
+    }
+
     fn has_page(&self, page: &Page) -> bool {
-        self.shard_pages.get(page.shard as usize).is_some_and(|&pages| page.index < pages)
+        page.index < self.shard_pages(page.shard)
     }
 }
 

@@ -1,6 +1,6 @@
 //! The CUDA backend: [`Backend`](crate::Backend) over a stream.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::CudaStream;
 
@@ -13,19 +13,25 @@ use super::device::page_format::{PageFormat, TensorPages};
 use super::device::program::KernelCache;
 use super::device::store::{self, Store};
 use super::device::tensor::Tensor;
+use super::pack::non_finite_flags::NonFiniteFlags;
 use super::pack::rows::Launcher;
+use super::pack::scratch::PackScratch;
+use super::pack::step::PackStepPlan;
 use super::select::{
     AttentionStatsPlan, ChunkSimilarityPlan, GatherPlan, MergePlan, ReorderChunksPlan, TopKPlan, Words,
 };
-use crate::Result;
 use crate::backend::{
-    Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, KeptAndEvicted, MeasuredAttention,
-    MergedTokens, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection, SpanRead, SpanWrite, Storage,
-    TensorRows, TokenWrite,
+    Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
+    MeasuredAttention, MergedTokens, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection, SpanRead,
+    SpanWrite, StepInput, Storage, TensorRows,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{AttendPlan, ElementType, Elements, Page, RowLayout, Rows, TokenIndices};
+use crate::plan::{
+    AttendPlan, ElementType, Elements, Page, PageCopy, RowLayout, Rows, StepLayout, StepTable, StepWrites,
+    TokenIndices, TokenWrite, WindowCapacity, WindowMove,
+};
 use crate::policy::{Merging, StatsRequest};
+use crate::{Error, Result};
 
 /// A stream and the kernels of its device. Cheap to clone.
 ///
@@ -45,6 +51,7 @@ use crate::policy::{Merging, StatsRequest};
 pub struct Cuda {
     stream: Arc<CudaStream>,
     kernels: Arc<Kernels>,
+    scratch: Arc<Mutex<PackScratch>>,
 }
 
 impl Cuda {
@@ -54,7 +61,7 @@ impl Cuda {
     /// [`Error::Adapter`](crate::Error::Adapter) when the device is older than compute capability 8.0.
     pub fn new(stream: Arc<CudaStream>, cache: KernelCache) -> Result<Self> {
         let kernels = Arc::new(Kernels::new(stream.context().clone(), cache)?);
-        Ok(Self { stream, kernels })
+        Ok(Self { stream, kernels, scratch: Arc::default() })
     }
 
     /// The backend on a new stream of a device's primary context.
@@ -71,7 +78,7 @@ impl Cuda {
     /// allocates belong to the stream of the backend that made them.
     #[must_use]
     pub fn on_stream(&self, stream: Arc<CudaStream>) -> Self {
-        Self { stream, kernels: self.kernels.clone() }
+        Self { stream, kernels: self.kernels.clone(), scratch: Arc::default() }
     }
 
     /// The stream.
@@ -89,6 +96,26 @@ impl Cuda {
             outputs: Tensor::zeroed(&self.stream, heads * shape.head_dim(), ElementType::F32)?,
             lse: Tensor::zeroed(&self.stream, heads, ElementType::F32)?,
         })
+    }
+
+    /// Memory that the calls of the backend share. Between what is written to it and the launches that read that, no other thread
+    /// may write.
+    fn scratch(&self) -> MutexGuard<'_, PackScratch> {
+        self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Uploads the table of a step that stores, and launches it.
+    fn run_pack_step(
+        &self,
+        stores: &[&Store],
+        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
+        table: &StepTable,
+    ) -> Result<()> {
+        let mut scratch = self.scratch();
+        let memory = scratch.step_memory(&self.stream, table.layout())?;
+        let step = PackStepPlan::new(table.layout()).bind_for(self, stores, &memory, input, table)?;
+        memory.write(&self.stream, table)?;
+        step.launch()
     }
 
     fn launcher(&self) -> Launcher<'_> {
@@ -165,6 +192,8 @@ impl Storage for Cuda {
 }
 
 impl Packing for Cuda {
+    type NonFiniteFlags = NonFiniteFlags;
+
     async fn first_non_finite(
         &self,
         which: KeyOrValue,
@@ -189,7 +218,17 @@ impl Packing for Cuda {
         if let Rows::Gather(indices) = write.tokens {
             indices.memory().check_stream("quantize", &self.stream)?;
         }
-        self.launcher_for("quantize", store, &[keys, values])?.quantize(store, keys, values, &write)
+        let launcher = self.launcher_for("quantize", store, &[keys, values])?;
+        launcher.quantize(&mut self.scratch(), store, keys, values, &write)
+    }
+
+    fn pack_windows(&self, shape: &AttentionShape, from: &Store, to: &mut Store, windows: &[WindowMove]) -> Result<()> {
+        let stores = vec![from.step_capacity(0, 0), to.step_capacity(0, 0)];
+        let pair = WindowCapacity { from: 0, to: 1, windows: windows.len() };
+        let layout = Arc::new(StepLayout::new(*shape, 0, stores, vec![pair])?);
+        let mut table = StepTable::new(&layout);
+        table.set(&StepWrites { windows: vec![windows.to_vec()], ..StepWrites::of(&layout) })?;
+        self.run_pack_step(&[from, to], None, &table)
     }
 
     fn append(
@@ -200,16 +239,51 @@ impl Packing for Cuda {
         rows: RowLayout,
         writes: &[TokenWrite],
     ) -> Result<()> {
-        self.launcher_for("append", store, &[keys, values])?.append(store, keys, values, rows, writes)
+        if writes.is_empty() {
+            return Err(Error::NoTokens { what: "append", hint: "pass at least one token" });
+        }
+        let layout = StepLayout::new(*store.shape(), rows.tokens, vec![store.step_capacity(writes.len(), 0)], vec![])?;
+        let layout = Arc::new(layout);
+        let (mut table, mut step) = (StepTable::new(&layout), StepWrites::of(&layout));
+        step.stores[0].tokens.extend_from_slice(writes);
+        table.set(&step)?;
+        let flags = self.scratch().flags(&self.stream)?;
+        self.run_pack_step(&[store], Some(StepInput { keys, values, rows, flags: &flags, layer: 0 }), &table)
     }
 
     fn copy_page(&self, store: &mut Store, from: Page, to: Page) -> Result<()> {
-        store.check_stream("copy of a page", &self.stream)?;
-        store.copy_page(&self.stream, from, to)
+        let layout = Arc::new(StepLayout::new(*store.shape(), 0, vec![store.step_capacity(0, 1)], vec![])?);
+        let (mut table, mut step) = (StepTable::new(&layout), StepWrites::of(&layout));
+        step.stores[0].copies.push(PageCopy { from, to });
+        table.set(&step)?;
+        self.run_pack_step(&[store], None, &table)
+    }
+
+    fn write_step(
+        &self,
+        stores: &mut [&mut Store],
+        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
+        table: &StepTable,
+    ) -> Result<()> {
+        let stores: Vec<&Store> = stores.iter().map(|store| &**store).collect();
+        self.run_pack_step(&stores, input, table)
+    }
+
+    fn create_non_finite_flags(&self, layers: usize) -> Result<NonFiniteFlags> {
+        NonFiniteFlags::new(&self.stream, layers)
+    }
+
+    async fn read_non_finite_flags(&self, flags: &NonFiniteFlags) -> Result<Vec<FlaggedToken>> {
+        flags.read(&self.stream)
+    }
+
+    fn clear_non_finite_flags(&self, flags: &NonFiniteFlags) -> Result<()> {
+        flags.clear(&self.stream)
     }
 
     fn dequantize(&self, store: &Store, read: SpanRead<'_>) -> Result<(Tensor, Tensor)> {
-        let [keys, values] = self.launcher_for("dequantize", store, &[])?.dequantize(store, &read)?;
+        let [keys, values] =
+            self.launcher_for("dequantize", store, &[])?.dequantize(&mut self.scratch(), store, &read)?;
         Ok((keys, values))
     }
 }

@@ -62,11 +62,27 @@ pub fn time_steps(
     warm_up: Duration,
     replays: usize,
 ) -> Result<StepTiming> {
-    if steps.is_empty() || steps_per_graph == 0 {
+    if steps.is_empty() {
         return Err(Error::Plan { what: "measurement", reason: "there are no steps to time".into() });
     }
-    let launch = |index: usize| steps[index % steps.len()].launch();
-    let graph = capture(backend, || (0..steps_per_graph).try_for_each(launch))?;
+    time_launches(backend, |index| steps[index % steps.len()].launch(), steps_per_graph, warm_up, replays)
+}
+
+/// The same of whatever `launch` launches for step 0, 1, … of the graph.
+///
+/// # Errors
+/// [`Error::Plan`] when there are no steps; what `launch` and the driver report.
+pub fn time_launches(
+    backend: &Cuda,
+    launch: impl Fn(usize) -> Result<()>,
+    steps_per_graph: usize,
+    warm_up: Duration,
+    replays: usize,
+) -> Result<StepTiming> {
+    if steps_per_graph == 0 {
+        return Err(Error::Plan { what: "measurement", reason: "there are no steps to time".into() });
+    }
+    let graph = capture(backend, || (0..steps_per_graph).try_for_each(&launch))?;
     let replay = || graph.launch().map_err(failed);
     let first = timed(backend, 2, replay)?.into_iter().min().unwrap_or_default();
     let warm = warm_up.as_nanos() / first.as_nanos().max(1);

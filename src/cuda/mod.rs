@@ -12,7 +12,8 @@
 //! | `ranges_span`, `ranges_tile`, `quantize` | of the same names | pack rows of dense tensors into pages |
 //! | `hadamard` | of the same name | rotates dense rows, and rows that were read back |
 //! | `code_rows` | of the same name | turns rotated rows into the fields of sketches and of levels with norms of their own, and signs back |
-//! | `append`, `dequantize`, `find_non_finite` | of the same names | single tokens; dense rows of a span; the search for what cannot be stored |
+//! | `append`, `copy_page`, `pack_windows` | of the same names | what a step stores, by a table on the device: single tokens, copies of shared pages, full pages of f16 packed |
+//! | `dequantize`, `find_non_finite` | of the same names | dense rows of a span; the search for what cannot be stored |
 //! | `attend` | `attend.cu`, `prepare_query.cu`, `merge_states.cu` | one launch per segment format: prepares the query, attends, and the last block of a sequence to arrive merges |
 //! | `attention_row_stats`, `attention_column_stats`, `sum_partials` | `select/`, of the same names | statistics of attention: row maxima and log-sum-exps, column sums, counts |
 //! | `top_k`, `gather`, `nearest_kept`, `merge_tokens` | `select/`, of the same names | the best scores, the kept tokens, evicted tokens merged into them |
@@ -59,7 +60,10 @@ pub use device::libraries::driver_present;
 pub use device::program::KernelCache;
 pub use device::store::Store;
 pub use device::tensor::Tensor;
-pub use measure::{StepTiming, compute_guard, read_bandwidth, time_steps};
+pub use measure::{StepTiming, compute_guard, read_bandwidth, time_launches, time_steps};
+pub use pack::non_finite_flags::NonFiniteFlags;
+pub use pack::step::{BoundPackStep, PackStepPlan};
+pub use pack::step_memory::StepMemory;
 pub use select::{
     AttentionStats, AttentionStatsPlan, BoundMerge, ChunkSimilarityPlan, GatherPlan, Launch, Launches, MergePlan,
     ReorderChunksPlan, TopKPlan, Words,

@@ -3,12 +3,16 @@
 //! Plans are pure data. An [`AttendPlan`] says which queries see which spans. The CPU and wgpu cut it into a [`Work`]: runs
 //! of tokens of about equal size for some neighbouring queries, each with rows of attention states to write, and which rows
 //! the merge joins for a query. CUDA cuts the same plan for itself.
+//!
+//! What a step stores is a [`StepTable`]: tokens, copies of pages and full windows, in a [`StepLayout`] that says how much of
+//! each there may be.
 
 mod attend;
 mod blocks;
 mod pages;
 mod rows;
 mod state_rows;
+mod step;
 mod tokens;
 mod work;
 
@@ -16,6 +20,11 @@ pub use attend::{AttendPlan, PlannedRun, PlannedSpan, QueryRun, Segment, SpanVie
 pub use pages::{Page, PageAllocator};
 pub use rows::{ElementType, Elements, QueryRows, RowLayout, TokenRange};
 pub use state_rows::StateRows;
+pub(crate) use step::FoundStore;
+pub use step::{
+    PageCopy, Section, StepEntry, StepLayout, StepTable, StepWrites, StoreCapacity, StoreWrites, TokenWrite,
+    WindowCapacity, WindowMove,
+};
 pub use tokens::{IndexShape, Rows, TokenIndices};
 pub use work::{Dispatch, PreparedRow, SegmentWork, Split, Work, WorkItem};
 #[cfg(feature = "cuda")]

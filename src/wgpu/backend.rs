@@ -9,19 +9,27 @@ use super::device::{
     Capabilities, Checks, Indices, KernelLimits, Kernels, Launches, Requirements, Store, Tensor, adapters, buffers,
     guard, store,
 };
-use super::pack::{AppendPlan, DequantizePlan, FindNonFinitePlan, PackWindowsPlan, QuantizePlan};
+use super::pack::{
+    DequantizePlan, FindNonFinitePlan, NonFiniteFlags, PackStepPlan, QuantizePlan, StepMemory, rotated_window_bytes,
+};
 use super::select::{
     AttentionStatsPlan, ChunkSimilarityPlan, GatherPlan, MergePlan, ReorderChunksPlan, TopKPlan, Words,
 };
-use crate::Result;
 use crate::backend::{
-    AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, KeptAndEvicted, MeasuredAttention,
-    MergedTokens, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection, SpanRead, SpanWrite, Storage,
-    TensorRows, TokenWrite, WindowMove,
+    AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
+    MeasuredAttention, MergedTokens, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection, SpanRead,
+    SpanWrite, StepInput, Storage, TensorRows,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{AttendPlan, ElementType, Elements, Page, RowLayout, TokenIndices};
+use crate::plan::{
+    AttendPlan, ElementType, Elements, Page, PageCopy, RowLayout, StepLayout, StepTable, StepWrites, TokenIndices,
+    TokenWrite, WindowCapacity, WindowMove,
+};
 use crate::policy::{Merging, StatsRequest};
+use crate::{Error, Result};
+
+/// Bytes of rotated rows that wait to be packed, at most, unless one window has more.
+const SCRATCH_BYTES: u64 = 16 << 20;
 
 /// A device with its queue, its compiled kernels and what they may use. Cheap to clone.
 ///
@@ -152,6 +160,24 @@ impl Wgpu {
         })
     }
 
+    /// Uploads the table of a step that stores, and submits it.
+    fn run_pack_step(
+        &self,
+        stores: &[&Store],
+        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
+        table: &StepTable,
+    ) -> Result<()> {
+        let memory = StepMemory::new(self.device(), table.layout())?;
+        let step = PackStepPlan::new(table.layout()).bind_for(&self.kernels, stores, &memory, input, table)?;
+        guard::captured_now(self.device(), Request::call("table of a step"), || memory.write(&self.queue, table))??;
+        let mut encoded = Ok(());
+        guard::submit(self.device(), &self.queue, "kvpack write_step", |encoder| {
+            let descriptor = wgpu::ComputePassDescriptor { label: Some("kvpack write_step"), timestamp_writes: None };
+            encoded = step.encode(table, &mut encoder.begin_compute_pass(&descriptor));
+        })?;
+        encoded
+    }
+
     /// Encodes dispatches into one compute pass and submits it.
     fn run(&self, what: &'static str, launches: &Launches) -> Result<()> {
         guard::submit(self.device(), &self.queue, what, |encoder| {
@@ -217,6 +243,8 @@ impl Storage for Wgpu {
 }
 
 impl Packing for Wgpu {
+    type NonFiniteFlags = NonFiniteFlags;
+
     async fn first_non_finite(
         &self,
         which: KeyOrValue,
@@ -245,8 +273,25 @@ impl Packing for Wgpu {
     }
 
     fn pack_windows(&self, shape: &AttentionShape, from: &Store, to: &mut Store, windows: &[WindowMove]) -> Result<()> {
-        let plan = PackWindowsPlan::new(shape, from.format(), to.format(), windows)?;
-        self.run("kvpack pack_windows", &plan.bind(&self.kernels, from, to)?)
+        from.check_planned("pack windows", shape, from.format())?;
+        to.check_planned("pack windows", shape, to.format())?;
+        let stores = vec![from.step_capacity(0, 0), to.step_capacity(0, 0)];
+        let layout = |windows: usize| {
+            let pair = WindowCapacity { from: 0, to: 1, windows };
+            StepLayout::new(*shape, 0, stores.clone(), vec![pair]).map(Arc::new)
+        };
+        // Rotated rows pass through scratch memory: as many windows at a time as a few MiB hold.
+        let at_once = match rotated_window_bytes(&*layout(1)?) {
+            0 => windows.len().max(1),
+            bytes => (SCRATCH_BYTES / bytes).max(1) as usize,
+        };
+        for windows in windows.chunks(at_once) {
+            let layout = layout(windows.len())?;
+            let mut table = StepTable::new(&layout);
+            table.set(&StepWrites { windows: vec![windows.to_vec()], ..StepWrites::of(&layout) })?;
+            self.run_pack_step(&[from, to], None, &table)?;
+        }
+        Ok(())
     }
 
     fn append(
@@ -257,12 +302,46 @@ impl Packing for Wgpu {
         rows: RowLayout,
         writes: &[TokenWrite],
     ) -> Result<()> {
-        let plan = AppendPlan::new(store.shape(), store.format(), rows, writes)?;
-        self.run("kvpack append", &plan.bind(&self.kernels, store, keys, values)?)
+        if writes.is_empty() {
+            return Err(Error::NoTokens { what: "append", hint: "pass at least one token" });
+        }
+        let layout = StepLayout::new(*store.shape(), rows.tokens, vec![store.step_capacity(writes.len(), 0)], vec![])?;
+        let layout = Arc::new(layout);
+        let (mut table, mut step) = (StepTable::new(&layout), StepWrites::of(&layout));
+        step.stores[0].tokens.extend_from_slice(writes);
+        table.set(&step)?;
+        let flags = NonFiniteFlags::new(self.device(), 1)?;
+        self.run_pack_step(&[store], Some(StepInput { keys, values, rows, flags: &flags, layer: 0 }), &table)
     }
 
     fn copy_page(&self, store: &mut Store, from: Page, to: Page) -> Result<()> {
-        store.copy_page(self.device(), &self.queue, from, to)
+        let layout = Arc::new(StepLayout::new(*store.shape(), 0, vec![store.step_capacity(0, 1)], vec![])?);
+        let (mut table, mut step) = (StepTable::new(&layout), StepWrites::of(&layout));
+        step.stores[0].copies.push(PageCopy { from, to });
+        table.set(&step)?;
+        self.run_pack_step(&[store], None, &table)
+    }
+
+    fn write_step(
+        &self,
+        stores: &mut [&mut Store],
+        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
+        table: &StepTable,
+    ) -> Result<()> {
+        let stores: Vec<&Store> = stores.iter().map(|store| &**store).collect();
+        self.run_pack_step(&stores, input, table)
+    }
+
+    fn create_non_finite_flags(&self, layers: usize) -> Result<NonFiniteFlags> {
+        NonFiniteFlags::new(self.device(), layers)
+    }
+
+    async fn read_non_finite_flags(&self, flags: &NonFiniteFlags) -> Result<Vec<FlaggedToken>> {
+        flags.read(self.device(), &self.queue).await
+    }
+
+    fn clear_non_finite_flags(&self, flags: &NonFiniteFlags) -> Result<()> {
+        flags.clear(self.device(), &self.queue)
     }
 
     fn dequantize(&self, store: &Store, read: SpanRead<'_>) -> Result<(Tensor, Tensor)> {

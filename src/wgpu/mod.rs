@@ -19,8 +19,8 @@ pub use device::{
     offers_matrices, open_device,
 };
 pub use pack::{
-    AppendPlan, DequantizePlan, ElementPosition, FindNonFinite, FindNonFinitePlan, HadamardPlan, PackWindowsPlan,
-    QuantizePlan,
+    BoundPackStep, DequantizePlan, ElementPosition, FindNonFinite, FindNonFinitePlan, HadamardPlan, NonFiniteFlags,
+    PackStepPlan, QuantizePlan, StepMemory,
 };
 
 pub use select::{

@@ -12,6 +12,11 @@ mod measure;
 mod memory;
 mod non_finite;
 mod quantize;
+#[path = "../random_rows/mod.rs"]
+mod random_rows;
+mod step;
+#[path = "../step_writes/mod.rs"]
+mod step_writes;
 mod tensor;
 mod twin;
 mod windows;

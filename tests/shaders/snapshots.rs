@@ -4,11 +4,12 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 
 use kvpack::backend::{AttendOptions, QueryPrecision};
 use kvpack::format::{AffineFormat, Grouping, TensorFormat};
-use kvpack::plan::{AttendPlan, ElementType, Page, QueryRun, RowLayout, SpanView, Split, StoreView};
-use kvpack::wgpu::{AppendPlan, Capabilities, KernelLimits, StepPlan, SubgroupSizes, Timestamps, Variant};
+use kvpack::plan::{AttendPlan, ElementType, Page, QueryRun, SpanView, Split, StepLayout, StoreCapacity, StoreView};
+use kvpack::wgpu::{Capabilities, KernelLimits, PackStepPlan, StepPlan, SubgroupSizes, Timestamps, Variant};
 use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat, TILE_TOKENS};
 
 use super::updates;
@@ -61,9 +62,8 @@ fn kernels() -> Vec<(&'static str, Variant)> {
     let channels = SegmentFormat::per_channel(Bits::Four);
     let calibration = Some(Calibration::new(0.0, 3.0).unwrap());
     let codebook = SegmentFormat::turboquant(Bits::Three, 128);
-    let (rows, page) = (RowLayout::token_major(TILE_TOKENS, &shape), Page { shard: 0, index: 0 });
-    let write = kvpack::backend::TokenWrite { token: 0, page, slot: 0 };
-    let append = AppendPlan::new(&shape, &codebook, rows, &[write]).unwrap();
+    let store = StoreCapacity { format: codebook, shard_pages: vec![1], range_slots: 0, tokens: 1, copies: 0 };
+    let append = PackStepPlan::new(&Arc::new(StepLayout::new(shape, 1, vec![store], vec![]).unwrap()));
     vec![
         ("attend_f16", of_step("attend", &shape, SegmentFormat::F16, None, (Int16, false, 9))),
         ("attend_4bit_per_channel", of_step("attend", &shape, channels, None, (Int16, true, 1))),

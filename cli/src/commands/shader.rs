@@ -1,14 +1,18 @@
 //! `kvpack shader`: the WGSL of a kernel, with the file that each part comes from.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use kvpack::backend::{AttendOptions, SpanRead, SpanWrite, TokenWrite};
+use kvpack::backend::{AttendOptions, SpanRead, SpanWrite};
 use kvpack::cache::{ModelRecipe, Recipe};
 use kvpack::conformance::{DecodeShape, decode_shapes};
-use kvpack::plan::{AttendPlan, ElementType, Page, QueryRun, RowLayout, Rows, SpanView, StoreView, TokenRange};
+use kvpack::plan::{
+    AttendPlan, ElementType, Page, QueryRun, RowLayout, Rows, SpanView, StepLayout, StoreCapacity, StoreView,
+    TokenRange, WindowCapacity,
+};
 use kvpack::wgpu::{
-    AppendPlan, Capabilities, DequantizePlan, KernelLimits, Path, QuantizePlan, StepPlan, SubgroupSizes, Timestamps,
+    Capabilities, DequantizePlan, KernelLimits, PackStepPlan, Path, QuantizePlan, StepPlan, SubgroupSizes, Timestamps,
     Variant,
 };
 use kvpack::{SegmentFormat, TILE_TOKENS};
@@ -118,10 +122,17 @@ impl ShaderArgs {
         let rows = RowLayout::token_major(TILE_TOKENS, shape);
         let write = SpanWrite { rows, tokens: Rows::Run(TokenRange::new(0, TILE_TOKENS)?), pages, range_slot: 0 };
         found.extend(QuantizePlan::new(shape, &format, &write)?.variants(elements, elements));
-        if format.takes_single_tokens() {
-            let write = TokenWrite { token: 0, page: pages[0], slot: 0 };
-            found.extend(AppendPlan::new(shape, &format, rows, &[write])?.variants(elements, elements));
-        }
+        let store =
+            |format, tokens, copies| StoreCapacity { format, shard_pages: vec![1], range_slots: 1, tokens, copies };
+        let steps = |stores, windows| {
+            let layout = Arc::new(StepLayout::new(*shape, 1, stores, windows)?);
+            Ok::<_, kvpack::Error>(PackStepPlan::new(&layout).variants(elements, elements))
+        };
+        found.extend(steps(vec![store(format, usize::from(format.takes_single_tokens()), 1)], vec![])?);
+        let window = WindowCapacity { from: 0, to: 1, windows: 1 };
+        let windows = steps(vec![store(SegmentFormat::F16, 0, 0), store(format, 0, 0)], vec![window])?;
+        // Of what windows take besides, spans take the same, but that they read dense tensors.
+        found.extend(windows.into_iter().filter(|variant| variant.kernel() == "ranges_window"));
         let read = SpanRead { pages, tokens: TILE_TOKENS, range_slot: 0 };
         found.extend(DequantizePlan::new(shape, &format, &read)?.variants());
         Ok(found)

@@ -3,3 +3,10 @@
 // Every choice has
 //   fn token_of(token: u32, kv_head: u32) -> u32
 //     the token of the tensor, below `call`'s number of tokens of the tensor for every token of the span
+//
+// gives: has_token
+
+// Whether there is such a token of the span.
+fn has_token(token: u32) -> bool {
+    return true;
+}

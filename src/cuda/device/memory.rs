@@ -4,7 +4,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-use cudarc::driver::result::{memcpy_dtod_async, memcpy_dtoh_async};
+use cudarc::driver::result::{memcpy_dtod_async, memcpy_dtoh_async, memcpy_htod_async, memset_d8_async};
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 
 use super::driver::driver_error;
@@ -73,6 +73,26 @@ impl Memory {
             }
             Owner::Library(_) | Owner::Engine(_) => Ok(()),
         }
+    }
+
+    /// Queues a copy of the host's bytes to the start of the memory. The bytes may be let go of at once: they are not pinned, so
+    /// that the driver has taken them when it returns.
+    pub(crate) fn write(&self, stream: &Arc<CudaStream>, what: &'static str, bytes: &[u8]) -> Result<()> {
+        if bytes.len() > self.bytes {
+            return Err(Error::Buffer { what, reason: format!("{} bytes into {}", bytes.len(), self.bytes) });
+        }
+        let failed = |error| driver_error(what, bytes.len() as u64, error);
+        stream.context().bind_to_thread().map_err(failed)?;
+        // SAFETY: the bytes were checked to fit the memory, which lives as long as work of its stream may use it.
+        unsafe { memcpy_htod_async(self.address, bytes, stream.cu_stream()) }.map_err(failed)
+    }
+
+    /// Queues that all bytes become `byte`.
+    pub(crate) fn fill(&self, stream: &Arc<CudaStream>, what: &'static str, byte: u8) -> Result<()> {
+        let failed = |error| driver_error(what, self.bytes as u64, error);
+        stream.context().bind_to_thread().map_err(failed)?;
+        // SAFETY: the memory has so many bytes, and lives as long as work of its stream may use it.
+        unsafe { memset_d8_async(self.address, byte, self.bytes, stream.cu_stream()) }.map_err(failed)
     }
 
     /// Copies all bytes to the host, after the work that the stream holds.

@@ -99,13 +99,6 @@ impl PageFormat {
         self.key.is_grouped(self.head_dim) || self.value.is_grouped(self.head_dim)
     }
 
-    /// True if a byte of a tile may hold codes of two tokens, whose slots are then a multiple of 16 apart: where the
-    /// bit planes of a load are more blocks of channels than a row has, or no divisor of them.
-    pub(crate) const fn tokens_share_bytes(&self) -> bool {
-        let key_blocks = self.head_dim / if self.key.bits == 16 { 16 } else { 32 };
-        !key_blocks.is_multiple_of(self.key.planes()) || !(self.head_dim / 16).is_multiple_of(self.value.planes())
-    }
-
     /// The macros of `cuda/common/tile.cuh` and `rotation.cuh`.
     pub(crate) fn defines(&self) -> Vec<(&'static str, usize)> {
         let order = |tensor: &TensorPages| tensor.rotation.map_or(0, |rotation| rotation.order());
@@ -148,12 +141,16 @@ impl PageFormat {
             "ranges_span.cu",
             "ranges_tile.cu",
             "code_rows.cu",
-            "append.cu",
             "find_non_finite.cu",
             "dequantize.cu",
             "quantize.cu",
         ];
         Program { files: FILES, defines: self.defines() }
+    }
+
+    /// The kernels that store what a step writes.
+    pub(crate) fn step_program(&self) -> Program {
+        Program { files: &["append.cu", "copy_page.cu", "pack_windows.cu"], defines: self.defines() }
     }
 }
 
@@ -198,15 +195,6 @@ impl TensorPages {
                 renormalized: false,
                 rotation: affine.rotation,
             }),
-        }
-    }
-
-    /// Bit planes of a byte lane; of 3-bit codes those of the top bits.
-    const fn planes(&self) -> usize {
-        match self.bits {
-            16 => 1,
-            3 => 8,
-            bits => 8 / bits,
         }
     }
 
@@ -293,16 +281,6 @@ mod tests {
                 assert_eq!(pages.head_bytes() % 16, 0, "copies of 16 bytes");
             }
         }
-    }
-
-    #[test]
-    fn tokens_share_bytes_where_a_load_holds_more_than_a_row() {
-        let shares = |head_dim, bits| {
-            let shape = AttentionShape::new(4, 2, head_dim).unwrap();
-            PageFormat::new(&shape, &SegmentFormat::per_channel(bits)).unwrap().tokens_share_bytes()
-        };
-        assert!(!shares(128, Bits::Four) && !shares(128, Bits::Two) && !shares(256, Bits::One));
-        assert!(shares(128, Bits::One) && shares(64, Bits::Two) && shares(96, Bits::Four));
     }
 
     /// Rows of 80 channels lie in tiles of 96.

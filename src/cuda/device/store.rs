@@ -3,13 +3,11 @@
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
-use cudarc::driver::result::memcpy_dtod_async;
 
-use super::driver::driver_error;
 use super::memory::Memory;
 use super::page_format::PageFormat;
 use crate::format::{AttentionShape, CodeRange, KeyOrValue, SegmentFormat};
-use crate::plan::Page;
+use crate::plan::{Page, StoreCapacity};
 use crate::{Error, Result};
 
 /// Most bytes of one shard. Shards only bound how much is allocated at once: a step reads all of them alike.
@@ -190,15 +188,26 @@ impl Store {
         Ok(shard.memory.address() + u64::from(page.index) * self.page_bytes() as u64)
     }
 
-    /// Queues the copy of a page to another, ranges beside the tiles included.
-    pub(crate) fn copy_page(&self, stream: &Arc<CudaStream>, from: Page, to: Page) -> Result<()> {
-        let what = "copy of a page";
-        let (source, target) = (self.page_address(what, from)?, self.page_address(what, to)?);
-        let failed = |error| driver_error(what, self.page_bytes() as u64, error);
-        stream.context().bind_to_thread().map_err(failed)?;
-        // SAFETY: both addresses were checked to begin a page of a shard of this store, whose memory lives as long as
-        // the store does; two pages are the same or do not overlap; the stream orders the copy like any other work.
-        unsafe { memcpy_dtod_async(target, source, self.page_bytes(), stream.cu_stream()) }.map_err(failed)
+    /// Address of every shard.
+    pub(crate) fn shard_addresses(&self) -> impl Iterator<Item = u64> + '_ {
+        self.shards.iter().map(|shard| shard.memory.address())
+    }
+
+    /// Pages of a shard, 0 if there is no such shard.
+    pub fn shard_pages(&self, shard: u32) -> u32 {
+        self.shards.get(shard as usize).map_or(0, |shard| shard.pages)
+    }
+
+    /// Slots of span ranges; 0 where the format has none.
+    pub const fn range_slots(&self) -> usize {
+        self.range_slots
+    }
+
+    /// The store in a [layout of steps](crate::plan::StepLayout), for steps that put so many tokens into it at most, and copy so
+    /// many of its pages.
+    pub fn step_capacity(&self, tokens: usize, copies: usize) -> StoreCapacity {
+        let shard_pages = self.shards.iter().map(|shard| shard.pages).collect();
+        StoreCapacity { format: self.format, shard_pages, range_slots: self.range_slots, tokens, copies }
     }
 
     /// Checks that a slot of span ranges exists, where the format needs one.

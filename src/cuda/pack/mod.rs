@@ -1,3 +1,7 @@
 //! The kernels that move tokens into pages and back.
 
+pub(super) mod non_finite_flags;
 pub(super) mod rows;
+pub(super) mod scratch;
+pub(super) mod step;
+pub(super) mod step_memory;

@@ -1,11 +1,11 @@
 //! Launches of the kernels that move rows of dense tensors into pages and back.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
 
-use crate::backend::{SpanRead, SpanWrite, TokenWrite};
+use super::scratch::PackScratch;
+use crate::backend::{SpanRead, SpanWrite};
 use crate::cuda::device::driver::driver_error;
 use crate::cuda::device::indices::Indices;
 use crate::cuda::device::kernels::Kernels;
@@ -56,15 +56,6 @@ struct RowsCall {
 
 // SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
 unsafe impl DeviceRepr for RowsCall {}
-
-/// `TokenPlace` of `cuda/common/rows.cuh`.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-struct TokenPlace {
-    page: u64,
-    token: u32,
-    slot: u32,
-}
 
 /// A stream and the kernels that run on it.
 #[derive(Clone, Copy)]
@@ -142,15 +133,24 @@ impl Launcher<'_> {
         unsafe { launch.launch(config) }.map(|_| ()).map_err(|error| driver_error(name, 0, error))
     }
 
-    /// Page addresses on the device.
-    fn pages(&self, what: &'static str, store: &Store, pages: &[Page]) -> Result<Arc<Memory>> {
+    /// Page addresses on the device, in memory that the calls of the backend share.
+    fn pages(
+        &self,
+        scratch: &mut PackScratch,
+        what: &'static str,
+        store: &Store,
+        pages: &[Page],
+    ) -> Result<Arc<Memory>> {
         let addresses = pages.iter().map(|&page| store.page_address(what, page)).collect::<Result<Vec<u64>>>()?;
-        Memory::upload(self.stream, "page addresses", bytemuck::cast_slice(&addresses))
+        let table = scratch.table(self.stream, size_of_val(addresses.as_slice()))?;
+        table.write(self.stream, "page addresses", bytemuck::cast_slice(&addresses))?;
+        Ok(table)
     }
 
     /// Kernels `ranges_span`, `ranges_tile`, `code_rows` and `quantize`.
     pub(crate) fn quantize(
         &self,
+        scratch: &mut PackScratch,
         store: &Store,
         keys: &Tensor,
         values: &Tensor,
@@ -162,7 +162,7 @@ impl Launcher<'_> {
         check_span("quantize", write.tokens.len(), write.pages)?;
         write.tokens.check("quantize", &write.rows, shape)?;
         store.check_slot("quantize", write.range_slot)?;
-        let pages = self.pages("quantize", store, write.pages)?;
+        let pages = self.pages(scratch, "quantize", store, write.pages)?;
         for (which, tensor) in BOTH.into_iter().zip([keys, values]) {
             let (first_token, gathered) = match write.tokens {
                 Rows::Run(run) => (run.start(), None),
@@ -180,7 +180,7 @@ impl Launcher<'_> {
             };
             match store.pages().tensor(which).rotation {
                 None => self.pack(store, which, &[Piece { call, rotated: None }])?,
-                Some(_) => self.pack_rotated(store, which, call)?,
+                Some(_) => self.pack_rotated(scratch, store, which, call)?,
             }
         }
         Ok(())
@@ -188,18 +188,18 @@ impl Launcher<'_> {
 
     /// Rotates rows into scratch memory, a few pages of tokens at a time, and packs them from there. Where ranges span
     /// all pieces, the pieces are rotated once for the ranges and once more for the codes.
-    fn pack_rotated(&self, store: &Store, which: KeyOrValue, call: RowsCall) -> Result<()> {
+    fn pack_rotated(&self, scratch: &mut PackScratch, store: &Store, which: KeyOrValue, call: RowsCall) -> Result<()> {
         let (kv_heads, head_dim) = (store.shape().kv_heads(), store.pages().head_dim);
         let page_bytes = TILE_TOKENS * kv_heads * head_dim * size_of::<f32>();
         let piece_pages = (PIECE_BYTES / page_bytes).clamp(1, (call.tokens as usize).div_ceil(TILE_TOKENS));
-        let scratch = Memory::zeroed(self.stream, "rotated rows", piece_pages * page_bytes)?;
+        let rotated = scratch.rotated(self.stream, piece_pages * page_bytes)?;
         let pieces: Vec<Piece> = (0..call.tokens)
             .step_by(piece_pages * TILE_TOKENS)
             .map(|first| {
                 let tokens = (call.tokens - first).min((piece_pages * TILE_TOKENS) as u32);
                 let source = RowsCall { first_token: call.first_token + first, tokens, ..call };
                 let call = RowsCall {
-                    rows: scratch.address(),
+                    rows: rotated.address(),
                     pages: call.pages + u64::from(first) / TILE_TOKENS as u64 * size_of::<u64>() as u64,
                     token_stride: (kv_heads * head_dim) as u64,
                     head_stride: head_dim as u64,
@@ -209,7 +209,7 @@ impl Launcher<'_> {
                     indices: 0,
                     ..call
                 };
-                Piece { call, rotated: Some((source, scratch.address())) }
+                Piece { call, rotated: Some((source, rotated.address())) }
             })
             .collect();
         self.pack(store, which, &pieces)
@@ -263,61 +263,16 @@ impl Launcher<'_> {
         zeroed.map_err(|error| driver_error(what, 0, error))
     }
 
-    /// Kernel `append`.
-    pub(crate) fn append(
-        &self,
-        store: &Store,
-        keys: &Tensor,
-        values: &Tensor,
-        rows: RowLayout,
-        writes: &[TokenWrite],
-    ) -> Result<()> {
-        let shape = store.shape();
-        rows.check("keys", keys.elements(), shape)?;
-        rows.check("values", values.elements(), shape)?;
-        let reject = |reason: String| Err(Error::Plan { what: "append", reason });
-        if !store.format().takes_single_tokens() {
-            return reject(store.format().why_no_single_tokens());
-        }
-        // By turn: tokens that share bytes go into launches one after the other.
-        let mut turns: Vec<Vec<TokenPlace>> = Vec::new();
-        let mut sharing: HashMap<(Page, usize), usize> = HashMap::new();
-        for write in writes {
-            if write.token >= rows.tokens || write.slot >= TILE_TOKENS {
-                let (token, slot) = (write.token, write.slot);
-                return reject(format!("token {token} of {} into slot {slot} of {TILE_TOKENS}", rows.tokens));
-            }
-            let page = store.page_address("append", write.page)?;
-            let mut turn = 0;
-            if store.pages().tokens_share_bytes() {
-                let taken = sharing.entry((write.page, write.slot % 16)).or_default();
-                turn = *taken;
-                *taken += 1;
-            }
-            if turns.len() <= turn {
-                turns.resize_with(turn + 1, Vec::new);
-            }
-            turns[turn].push(TokenPlace { page, token: write.token as u32, slot: write.slot as u32 });
-        }
-        let program = store.pages().rows_program();
-        for places in &turns {
-            let memory = Memory::upload(self.stream, "places of tokens", bytemuck::cast_slice(places))?;
-            for (which, tensor) in BOTH.into_iter().zip([keys, values]) {
-                let source = Source { tensor, rows, first_token: 0, tokens: places.len() };
-                let shrink = shrink(store.format(), which);
-                let call = RowsCall { pages: memory.address(), shrink, ..source.call(shape) };
-                let rows = (places.len() * shape.kv_heads()) as u64;
-                self.run(&program, named(which, "append_keys", "append_values"), &call, rows * 32)?;
-            }
-        }
-        Ok(())
-    }
-
     /// Kernel `dequantize`.
-    pub(crate) fn dequantize(&self, store: &Store, read: &SpanRead<'_>) -> Result<[Tensor; 2]> {
+    pub(crate) fn dequantize(
+        &self,
+        scratch: &mut PackScratch,
+        store: &Store,
+        read: &SpanRead<'_>,
+    ) -> Result<[Tensor; 2]> {
         check_span("dequantize", read.tokens, read.pages)?;
         store.check_slot("dequantize", read.range_slot)?;
-        let pages = self.pages("dequantize", store, read.pages)?;
+        let pages = self.pages(scratch, "dequantize", store, read.pages)?;
         let (shape, program) = (store.shape(), store.pages().rows_program());
         let read_back = |which: KeyOrValue| {
             let rows = RowLayout::head_major(read.tokens, shape);

@@ -35,7 +35,11 @@ impl Launch {
 
     /// Encodes the dispatch. It neither submits nor waits nor allocates.
     pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>) {
-        let [x, y, z] = self.workgroups;
+        self.encode_grid(pass, self.workgroups);
+    }
+
+    /// Encodes a dispatch of another grid.
+    pub(crate) fn encode_grid(&self, pass: &mut wgpu::ComputePass<'_>, [x, y, z]: [u32; 3]) {
         pass.set_pipeline(self.kernel.pipeline());
         pass.set_bind_group(0, &self.buffers, &[]);
         pass.dispatch_workgroups(x, y, z);
@@ -94,8 +98,13 @@ pub(crate) fn flat_grid(invocations: u64, limits: &wgpu::Limits) -> Result<[u32;
             hint: "pass fewer tokens at once",
         });
     }
+    Ok(folded_grid(workgroups, most))
+}
+
+/// So many workgroups, or a few more, with at most `most` in a row: no more rows than that, since [`flat_grid`] allows none.
+pub(crate) fn folded_grid(workgroups: u64, most: u64) -> [u32; 3] {
     let rows = workgroups.div_ceil(most).max(1);
-    Ok([workgroups.div_ceil(rows) as u32, rows as u32, 1])
+    [workgroups.div_ceil(rows) as u32, rows as u32, 1]
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use super::buffers;
 use super::capabilities::KernelLimits;
 use super::guard;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TileLayout};
-use crate::plan::Page;
+use crate::plan::{Page, StoreCapacity};
 use crate::{Error, Result};
 
 /// Pages and ranges of one segment format.
@@ -125,6 +125,13 @@ impl Store {
     /// Format of keys and values.
     pub const fn format(&self) -> &SegmentFormat {
         &self.format
+    }
+
+    /// The store in a [layout of steps](crate::plan::StepLayout), for steps that put so many tokens into it at most, and copy so
+    /// many of its pages.
+    pub fn step_capacity(&self, tokens: usize, copies: usize) -> StoreCapacity {
+        let shard_pages = self.shards.iter().map(|shard| shard.pages).collect();
+        StoreCapacity { format: self.format, shard_pages, range_slots: self.range_slots, tokens, copies }
     }
 
     /// Number of shards.

@@ -1,37 +1,56 @@
-//! Copies a page of a store: its tiles and its tile ranges, bit for bit.
+//! Kernel `copy_page`: pages that become copies of others of their store.
 
+use super::step::{Binder, StepLaunch};
+use super::tile_call::TileCall;
 use crate::Result;
-use crate::plan::Page;
-use crate::wgpu::device::buffers;
-use crate::wgpu::device::guard;
-use crate::wgpu::device::store::{Store, StorePart};
+use crate::format::KeyOrValue;
+use crate::plan::Section;
+use crate::wgpu::device::{StorePart, Variant};
 
-impl Store {
-    /// Submits the copy of a page to another.
-    ///
-    /// A buffer cannot be copied to itself, so each part of the page passes through one of its own.
-    ///
-    /// # Errors
-    /// [`Error::Plan`](crate::Error::Plan) when there is no such page, [`Error::OutOfMemory`](crate::Error::OutOfMemory)
-    /// when there is no room for a page to pass through.
-    pub(crate) fn copy_page(&self, device: &wgpu::Device, queue: &wgpu::Queue, from: Page, to: Page) -> Result<()> {
-        self.check_pages("copy of a page", [&from, &to])?;
-        let usage = wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST;
-        let mut copies = Vec::new();
-        for part in [StorePart::Keys, StorePart::KeyRanges, StorePart::Values, StorePart::ValueRanges] {
-            let bytes = self.page_part_bytes(part);
-            if bytes > 0 {
-                let between = buffers::create_now(device, "page on its way", bytes, usage)?;
-                let buffers = (self.shard_buffer(from.shard, part)?, self.shard_buffer(to.shard, part)?);
-                copies.push((bytes, buffers, between));
-            }
-        }
-        guard::submit(device, queue, "kvpack copy of a page", |encoder| {
-            for (bytes, (source, target), between) in &copies {
-                encoder.copy_buffer_to_buffer(source, u64::from(from.index) * bytes, between, 0, *bytes);
-                encoder.copy_buffer_to_buffer(between, 0, target, u64::from(to.index) * bytes, *bytes);
-            }
-        })
-        .map(drop)
+/// Copies from one shard of a store to one, which may be the same: one dispatch for each part of a page.
+pub(super) fn bind_copies(bind: &Binder<'_>, store: usize, [from, to]: [u32; 2]) -> Result<Vec<StepLaunch>> {
+    let mut launches = Vec::new();
+    for which in [KeyOrValue::Key, KeyOrValue::Value] {
+        launches.extend(bind_part(bind, store, [from, to], which, StorePart::tiles(which))?);
+        launches.extend(bind_part(bind, store, [from, to], which, StorePart::ranges(which))?);
     }
+    Ok(launches)
+}
+
+fn bind_part(
+    bind: &Binder<'_>,
+    store: usize,
+    [from, to]: [u32; 2],
+    which: KeyOrValue,
+    part: StorePart,
+) -> Result<Option<StepLaunch>> {
+    let of = bind.stores[store];
+    let page_words = of.page_part_bytes(part) / 4;
+    if page_words == 0 {
+        return Ok(None);
+    }
+    let section = Section::Copies(store);
+    let shape = bind.layout.shape();
+    let call = TileCall {
+        tile_words: (page_words / shape.kv_heads() as u64) as u32,
+        section: bind.layout.first_entry(section) as u32,
+        shards: from | to << 16,
+        ..TileCall::new(shape, of.format().tensor(which), which)
+    };
+    let mut buffers = vec![("target_words", of.shard_binding(to, part)?), ("table", bind.memory.table())];
+    if from != to {
+        buffers.push(("source_words", of.shard_binding(from, part)?));
+    }
+    bind.launch(&variant(from == to), call, &buffers, (section, page_words)).map(Some)
+}
+
+/// Within one shard, or from one to another.
+fn variant(within: bool) -> Variant {
+    let variant = Variant::new("copy_page").import("places", "pack/places/copies.wgsl");
+    if within { variant } else { variant.import("source", "pack/source/other.wgsl") }
+}
+
+/// Both variants.
+pub(super) fn variants() -> Vec<Variant> {
+    vec![variant(true), variant(false)]
 }

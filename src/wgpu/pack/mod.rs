@@ -6,16 +6,21 @@ mod dequantize;
 mod find_non_finite;
 pub(super) mod hadamard;
 mod levels;
+mod non_finite_flags;
 mod pack_windows;
 mod quantize;
+mod step;
+mod step_memory;
 mod tile_call;
 
-pub use append::AppendPlan;
 pub use dequantize::DequantizePlan;
 pub use find_non_finite::{ElementPosition, FindNonFinite, FindNonFinitePlan};
 pub use hadamard::HadamardPlan;
-pub use pack_windows::PackWindowsPlan;
+pub use non_finite_flags::NonFiniteFlags;
 pub use quantize::QuantizePlan;
+pub use step::{BoundPackStep, PackStepPlan};
+pub use step_memory::StepMemory;
+pub(super) use step_memory::rotated_bytes as rotated_window_bytes;
 pub(super) use tile_call::rows_file;
 
 use super::device::Variant;
@@ -24,9 +29,11 @@ use super::device::Variant;
 pub(super) fn variants() -> Vec<Variant> {
     [
         append::variants(),
+        copy_page::variants(),
         dequantize::variants(),
         find_non_finite::variants(),
         hadamard::variants(),
+        pack_windows::variants(),
         quantize::variants(),
     ]
     .concat()

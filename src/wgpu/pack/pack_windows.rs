@@ -1,79 +1,140 @@
-//! Packs full pages of one store into pages of another, many at once: kernels `dequantize` and `quantize`.
+//! Full pages of f16, packed into pages of another store where they lie: what `quantize` makes of their rows.
 
-use super::quantize::{PIECE_BYTES, PlacedPage};
-use super::{DequantizePlan, QuantizePlan};
+use super::hadamard::{self, Turn};
+use super::step::{Binder, StepLaunch};
+use super::tile_call::{self, TileCall};
+use super::{append, quantize};
 use crate::Result;
-use crate::backend::{SpanRead, WindowMove};
-use crate::format::{AttentionShape, SegmentFormat, TILE_TOKENS};
-use crate::plan::{ElementType, Page, RowLayout};
-use crate::wgpu::device::{Kernels, Launches, Store, Tensor};
+use crate::format::{AttentionShape, Direction, KeyOrValue, Rotation, TILE_TOKENS, TensorFormat};
+use crate::plan::{ElementType, Section};
+use crate::wgpu::device::launch::FLAT_WORKGROUP;
+use crate::wgpu::device::{StorePart, Variant};
 
-/// Reads full pages of one store and stores each as a span of its own in another: decided, but for the buffers.
-///
-/// The rows pass through scratch memory of at most 16 MiB each for keys and values, as many pages at a time as that holds; the
-/// memory is freed with the bound launches. A piece takes the dispatches of a [`DequantizePlan`] and of a [`QuantizePlan`],
-/// whose ranges per channel are made by one `ranges_window` each for keys and values.
-#[derive(Clone, Debug)]
-pub struct PackWindowsPlan {
-    shape: AttentionShape,
-    pieces: Vec<Piece>,
+/// How windows become tiles of a format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// Kernel `append`, row by row: rotated rows whose ranges belong to single tokens.
+    Rows,
+    /// Kernels `ranges_window` or `ranges_tile`, and `quantize`, which read the tiles of f16.
+    Tiles,
+    /// The same of rows that kernel `hadamard` rotates into scratch memory: their ranges span tokens.
+    RotatedTiles(Rotation),
 }
 
-/// Pages that pass at once.
-#[derive(Clone, Debug)]
-struct Piece {
-    read: DequantizePlan,
-    write: QuantizePlan,
-}
-
-impl PackWindowsPlan {
-    /// Plans moves from a store of one format to a store of another, both of this shape.
-    ///
-    /// # Errors
-    /// [`Error::Format`](crate::Error::Format) when a format does not fit the shape; [`Error::NoTokens`](crate::Error::NoTokens)
-    /// when there are no moves.
-    pub fn new(
-        shape: &AttentionShape,
-        from: &SegmentFormat,
-        to: &SegmentFormat,
-        windows: &[WindowMove],
-    ) -> Result<Self> {
-        let page_bytes = TILE_TOKENS * shape.kv_heads() * shape.head_dim() * size_of::<f32>();
-        let piece = |windows: &[WindowMove]| {
-            let pages: Vec<Page> = windows.iter().map(|window| window.from).collect();
-            let tokens = windows.len() * TILE_TOKENS;
-            let read = DequantizePlan::new(shape, from, &SpanRead { pages: &pages, tokens, range_slot: 0 })?;
-            let placed = windows.iter().map(|window| PlacedPage { page: window.to, range_slot: window.range_slot });
-            let rows = RowLayout::head_major(tokens, shape);
-            Ok(Piece { read, write: QuantizePlan::windows(shape, to, rows, placed.collect())? })
-        };
-        let most = (PIECE_BYTES / page_bytes).max(1);
-        // A call without moves is refused like a span without tokens.
-        let pieces = windows.chunks(most).chain(windows.is_empty().then_some(windows)).map(piece);
-        Ok(Self { shape: *shape, pieces: pieces.collect::<Result<_>>()? })
-    }
-
-    /// Binds the stores.
-    ///
-    /// # Errors
-    /// [`Error::Plan`](crate::Error::Plan) when a store is not of the planned shape and format, or lacks a page or a range
-    /// slot; [`Error::OutOfMemory`](crate::Error::OutOfMemory) when there is no room for the scratch.
-    pub fn bind(&self, kernels: &Kernels, from: &Store, to: &Store) -> Result<Launches> {
-        let most = self.pieces.iter().map(|piece| piece.read.elements()).max().unwrap_or(0);
-        let scratch = || Tensor::zeroed(kernels.device(), most, ElementType::F32);
-        let (keys, values) = (scratch()?, scratch()?);
-        let mut launches = Vec::new();
-        for piece in &self.pieces {
-            let of_piece = |tensor: &Tensor| tensor.slice(0, piece.read.elements());
-            let (keys, values) = (of_piece(&keys)?, of_piece(&values)?);
-            launches.extend(piece.read.bind(kernels, from, &keys, &values)?);
-            launches.extend(piece.write.bind(kernels, to, &keys, &values)?);
+impl Way {
+    fn of(format: &TensorFormat) -> Self {
+        match format.rotation() {
+            Some(_) if format.takes_single_tokens() => Self::Rows,
+            Some(rotation) => Self::RotatedTiles(rotation),
+            None => Self::Tiles,
         }
-        Ok(launches.into_iter().collect())
     }
+}
 
-    /// Shape of both stores.
-    pub fn shape(&self) -> &AttentionShape {
-        &self.shape
+/// Bytes of scratch memory that one window of keys or of values passes through, 0 if it is packed where it lies.
+pub(super) fn scratch_bytes(shape: &AttentionShape, format: &TensorFormat) -> u64 {
+    match Way::of(format) {
+        Way::RotatedTiles(_) => (TILE_TOKENS * shape.kv_heads() * shape.head_dim() * size_of::<f32>()) as u64,
+        Way::Rows | Way::Tiles => 0,
     }
+}
+
+/// The kernels that pack keys or values of windows, in order.
+pub(super) fn variants_of(shape: &AttentionShape, format: &TensorFormat, which: KeyOrValue) -> Vec<Variant> {
+    let head_dim = shape.head_dim();
+    let dense = ElementType::F32.into();
+    let tiles = |place| {
+        let ranges = match format.has_span_ranges() {
+            true => Some(quantize::ranges_window(format, dense)),
+            false => quantize::tile_ranges(format, dense),
+        };
+        let of_tiles = ranges.into_iter().chain([quantize::quantize(format, which, dense, head_dim)]);
+        of_tiles.map(|variant| variant.import("places", place)).collect::<Vec<_>>()
+    };
+    match Way::of(format) {
+        Way::Rows => vec![append::of_windows(shape, format, which)],
+        Way::Tiles => {
+            let tiles = tiles("pack/places/windows.wgsl").into_iter();
+            tiles.map(|variant| tile_call::with_f16_tiles(variant, which)).collect()
+        }
+        Way::RotatedTiles(rotation) => {
+            let turn = Turn { rotation, direction: Direction::Forth };
+            let rotate = tile_call::with_f16_tiles(hadamard::from_rows(head_dim, turn, dense), which)
+                .import("tokens", "pack/tokens/windows.wgsl");
+            std::iter::once(rotate).chain(tiles("pack/places/rotated_windows.wgsl")).collect()
+        }
+    }
+}
+
+/// Windows of a pair of stores from one shard to one, of keys or of values.
+pub(super) fn bind_windows(
+    bind: &Binder<'_>,
+    pair: usize,
+    [from, to]: [u32; 2],
+    which: KeyOrValue,
+) -> Result<Vec<StepLaunch>> {
+    let (shape, of) = (bind.layout.shape(), bind.layout.windows()[pair]);
+    let (source, target) = (bind.stores[of.from], bind.stores[of.to]);
+    let format = target.format().tensor(which);
+    let (kv_heads, head_dim) = (shape.kv_heads() as u32, shape.head_dim() as u32);
+    let section = Section::Windows(pair);
+    let section_call = TileCall {
+        tokens: u32::MAX,
+        section: bind.layout.first_entry(section) as u32,
+        shards: from | to << 16,
+        ..TileCall::new(shape, format, which)
+    };
+    // Rows [page][kv_head][token][channel], as `rows/key_tile.wgsl` counts them, and [window][token][kv_head][channel].
+    let in_tiles = TileCall { token_stride: head_dim, head_stride: TILE_TOKENS as u32 * head_dim, ..section_call };
+    let rotated = TileCall { token_stride: kv_heads * head_dim, head_stride: head_dim, ..section_call };
+    let halves = ("rows", source.shard_binding(from, StorePart::tiles(which))?);
+    let table = ("table", bind.memory.table());
+    let mut launches = Vec::new();
+    for variant in variants_of(shape, format, which) {
+        let (call, rows) = match (Way::of(format), variant.kernel()) {
+            (Way::RotatedTiles(_), kernel) if kernel != "hadamard" => (rotated, ("rows", bind.memory.rotated()?)),
+            _ => (in_tiles, halves.clone()),
+        };
+        let mut buffers = vec![rows, table.clone()];
+        let of_tile = match variant.kernel() {
+            "hadamard" => {
+                buffers.push(("output", bind.memory.rotated()?));
+                TILE_TOKENS as u32 * FLAT_WORKGROUP
+            }
+            "append" => {
+                buffers.push(("tiles", target.shard_binding(to, StorePart::tiles(which))?));
+                TILE_TOKENS as u32 * FLAT_WORKGROUP
+            }
+            "quantize" => {
+                buffers.push(("tiles", target.shard_binding(to, StorePart::tiles(which))?));
+                call.tile_words
+            }
+            "ranges_tile" => call.ranges_per_tile,
+            _ => head_dim,
+        };
+        buffers.extend(target.ranges_binding(to, which)?.map(|ranges| ("ranges", ranges)));
+        let rows = of.windows as u64 * u64::from(kv_heads) * TILE_TOKENS as u64;
+        let call = TileCall { total: u32::try_from(rows).unwrap_or(u32::MAX), ..call };
+        launches.push(bind.launch(&variant, call, &buffers, (section, u64::from(kv_heads) * u64::from(of_tile)))?);
+    }
+    Ok(launches)
+}
+
+/// Every variant that windows can take.
+pub(super) fn variants() -> Vec<Variant> {
+    let mut found = Vec::new();
+    for head_dim in [80, 128] {
+        let Ok(shape) = AttentionShape::new(1, 1, head_dim) else { continue };
+        let rotated = tile_call::distinct_formats(head_dim).into_iter().filter_map(|format| match format {
+            TensorFormat::Affine(affine) if affine.rotation.is_none() => {
+                Some(TensorFormat::Affine(affine.rotated(Rotation::hadamard(16))))
+            }
+            _ => None,
+        });
+        for format in tile_call::distinct_formats(head_dim).into_iter().chain(rotated) {
+            found
+                .extend([KeyOrValue::Key, KeyOrValue::Value].map(|which| variants_of(&shape, &format, which)).concat());
+        }
+    }
+    found
 }

@@ -4,8 +4,7 @@
 use super::append;
 use super::hadamard::{self, Turn};
 use super::levels::with_level_fields;
-pub(super) use super::tile_call::PlacedPage;
-use super::tile_call::{self, BoundRows, Place, RowsKind, ShardPlaces, TileCall};
+use super::tile_call::{self, BoundRows, Place, PlacedPage, RowsKind, ShardPlaces, TileCall};
 use crate::Result;
 use crate::backend::SpanWrite;
 use crate::format::{
@@ -33,16 +32,6 @@ pub struct QuantizePlan {
     tokens: TokenRange,
     indices: Option<Indices>,
     pages: Vec<PlacedPage>,
-    spans: Spans,
-}
-
-/// What pages are to ranges of spans.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Spans {
-    /// All pages are one span.
-    One,
-    /// Every page is a span of its own.
-    Pages,
 }
 
 impl QuantizePlan {
@@ -66,20 +55,7 @@ impl QuantizePlan {
             tokens,
             indices,
             pages: PlacedPage::of_span(write.pages, write.range_slot),
-            spans: Spans::One,
         })
-    }
-
-    /// Plans writes of the tokens of `rows` into full pages that are spans of their own.
-    pub(super) fn windows(
-        shape: &AttentionShape,
-        format: &SegmentFormat,
-        rows: RowLayout,
-        pages: Vec<PlacedPage>,
-    ) -> Result<Self> {
-        format.check(shape)?;
-        let (shape, format, tokens) = (*shape, *format, TokenRange::new(0, rows.tokens)?);
-        Ok(Self { shape, format, rows, tokens, indices: None, pages, spans: Spans::Pages })
     }
 
     /// The kernel variants for keys and values of these types, for [`Kernels::prepare`].
@@ -125,7 +101,7 @@ impl QuantizePlan {
             ..TileCall::new(&self.shape, self.format.tensor(which), which).with_rows(&self.rows, &self.shape)?
         };
         let call = self.indices.as_ref().map_or(call, |indices| call.with_indices(indices.shape()));
-        let source = Source { kernels, store, which, rows, call, spans: self.spans };
+        let source = Source { kernels, store, which, rows, call };
         match self.format.tensor(which).rotation() {
             None => source.pack(&self.pages),
             Some(_) if self.format.tensor(which).sketched().is_some() => source.pack_rows(&self.pages),
@@ -135,7 +111,7 @@ impl QuantizePlan {
 }
 
 /// Bytes of the rotated rows that wait to be packed, at most: rows are rotated piece by piece.
-pub(super) const PIECE_BYTES: usize = 16 << 20;
+const PIECE_BYTES: usize = 16 << 20;
 
 /// Keys or values on their way into a store.
 struct Source<'a> {
@@ -144,14 +120,13 @@ struct Source<'a> {
     which: KeyOrValue,
     rows: BoundRows<'a>,
     call: TileCall,
-    spans: Spans,
 }
 
 impl Source<'_> {
     /// Ranges, codes and tiles of the rows as they are.
     fn pack(&self, pages: &[PlacedPage]) -> Result<Vec<Launch>> {
         let mut launches = Vec::new();
-        if self.format().has_span_ranges() && self.spans == Spans::One {
+        if self.format().has_span_ranges() {
             for entry in SpanRangesEntry::ALL {
                 launches.push(self.span_ranges(entry)?);
             }
@@ -200,9 +175,7 @@ impl Source<'_> {
             .collect::<Result<_>>()?;
 
         let mut launches = Vec::new();
-        if let Some((_, any, _)) =
-            pieces.first().filter(|_| self.format().has_span_ranges() && self.spans == Spans::One)
-        {
+        if let Some((_, any, _)) = pieces.first().filter(|_| self.format().has_span_ranges()) {
             launches.push(any.span_ranges(SpanRangesEntry::Clear)?);
             for (rotate, rotated, _) in &pieces {
                 launches.push(rotate.clone());
@@ -245,9 +218,6 @@ impl Source<'_> {
     /// Tile ranges and codes of the source's tokens, which lie in `pages`.
     fn tiles(&self, pages: &[PlacedPage]) -> Result<Vec<Launch>> {
         let mut launches = Vec::new();
-        if self.format().has_span_ranges() && self.spans == Spans::Pages {
-            launches.push(self.window_ranges(pages)?);
-        }
         for shard in tile_call::places_by_shard(pages) {
             launches.extend(self.tile_ranges(&shard)?);
             launches.push(self.quantize(&shard)?);
@@ -265,17 +235,6 @@ impl Source<'_> {
             [("call", call.as_entire_buffer_binding()), ("ranges", self.store.span_ranges_binding(self.which)?)];
         let size = if entry == SpanRangesEntry::Extremes { chunks } else { channels };
         self.launch(&ranges_span(self.format(), self.rows.kind(), entry), &buffers, size)
-    }
-
-    /// Ranges of pages that are spans of their own.
-    fn window_ranges(&self, pages: &[PlacedPage]) -> Result<Launch> {
-        let places: Vec<Place> = pages.iter().enumerate().map(|(tile, placed)| placed.place(tile)).collect();
-        let total = places.len() as u64 * u64::from(self.call.kv_heads * self.call.head_dim);
-        let call = TileCall { total: u32::try_from(total).unwrap_or(u32::MAX), ..self.call };
-        let call = call.upload(self.kernels.device(), &places)?;
-        let buffers =
-            [("call", call.as_entire_buffer_binding()), ("ranges", self.store.span_ranges_binding(self.which)?)];
-        self.launch(&ranges_window(self.format(), self.rows.kind()), &buffers, total)
     }
 
     fn tile_ranges(&self, shard: &ShardPlaces) -> Result<Option<Launch>> {
@@ -334,13 +293,13 @@ impl Source<'_> {
     }
 }
 
-fn quantize(format: &TensorFormat, which: KeyOrValue, rows: RowsKind, head_dim: usize) -> Variant {
+pub(super) fn quantize(format: &TensorFormat, which: KeyOrValue, rows: RowsKind, head_dim: usize) -> Variant {
     let variant = tile_call::with_layout(Variant::new("quantize"), format.element_bits(), which);
     tile_call::with_rows(tile_call::with_fields(variant, format, head_dim), rows)
 }
 
 /// The kernel that makes the ranges beside the tiles, if there are any.
-fn tile_ranges(format: &TensorFormat, rows: RowsKind) -> Option<Variant> {
+pub(super) fn tile_ranges(format: &TensorFormat, rows: RowsKind) -> Option<Variant> {
     let variant = match format {
         TensorFormat::F16 => return None,
         TensorFormat::Affine(_) if format.has_span_ranges() => return None,
@@ -385,7 +344,8 @@ fn ranges_span(format: &TensorFormat, rows: RowsKind, entry: SpanRangesEntry) ->
     tile_call::with_rows(tile_call::with_range_rule(variant.constant("CHUNK", CHUNK), format), rows)
 }
 
-fn ranges_window(format: &TensorFormat, rows: RowsKind) -> Variant {
+/// The kernel that makes the ranges of pages that are spans of their own.
+pub(super) fn ranges_window(format: &TensorFormat, rows: RowsKind) -> Variant {
     let variant = Variant::new("ranges_window").constant("BITS", format.element_bits());
     tile_call::with_rows(tile_call::with_range_rule(variant, format), rows)
 }
@@ -395,7 +355,6 @@ fn variants_of(format: &TensorFormat, which: KeyOrValue, rows: RowsKind, head_di
     let mut variants = Vec::new();
     if format.has_span_ranges() {
         variants.extend(SpanRangesEntry::ALL.map(|entry| ranges_span(format, rows, entry)));
-        variants.push(ranges_window(format, rows));
     }
     variants.extend(tile_ranges(format, rows));
     variants.push(quantize(format, which, rows, head_dim));

@@ -33,7 +33,7 @@ pub(crate) struct TileCall {
     /// Tokens or channels of a range.
     pub group: u32,
     pub ranges_per_tile: u32,
-    /// Invocations that have work.
+    /// Invocations that have work, or rows, where places do not say so.
     pub total: u32,
     pub shrink: f32,
     /// 0, where the compiler cannot know it.
@@ -44,6 +44,11 @@ pub(crate) struct TileCall {
     pub below: u32,
     /// The largest element that is in order, where elements are looked at.
     pub largest: f32,
+    /// Where a step's table counts and lists the places, and the shards of those that the dispatch takes.
+    pub section: u32,
+    pub shards: u32,
+    /// The flag to set where an element is not in order.
+    pub flag: u32,
 }
 
 /// Where tokens lie: the layout is that of `pack/call.wgsl`.
@@ -149,6 +154,9 @@ impl TileCall {
             index_stride: 0,
             below: 0,
             largest: 0.0,
+            section: 0,
+            shards: 0,
+            flag: 0,
         }
     }
 
@@ -242,6 +250,14 @@ impl<'a> BoundRows<'a> {
 pub(crate) fn with_rows(variant: Variant, rows: RowsKind) -> Variant {
     let variant = variant.import("rows", rows_file(rows.element_type));
     if rows.gathered { variant.import("tokens", "pack/tokens/gather.wgsl") } else { variant }
+}
+
+/// Rows of tiles of f16 in place of a dense tensor's.
+pub(crate) fn with_f16_tiles(variant: Variant, which: KeyOrValue) -> Variant {
+    match which {
+        KeyOrValue::Key => variant.import("rows", "pack/rows/key_tile.wgsl"),
+        KeyOrValue::Value => variant.import("rows", "pack/rows/value_tile.wgsl"),
+    }
 }
 
 /// The shader file that reads elements of this type.

@@ -2,18 +2,17 @@
 // shaders/pack/append.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// append: single tokens into open pages of one shard: f16, or codes whose ranges belong to single tokens.
+// append: single tokens into pages of one shard: f16, or codes whose ranges belong to single tokens.
 //
 // One workgroup owns one token of one KV head: it reads the row, rotates it where it is stored so, makes and stores its
-// ranges, and then its words: those of a key belong to it alone; a value's word holds other tokens too, which are read
-// and kept, and the plan puts tokens that share words into dispatches of their own. Tokens are read and keys are written
-// coalesced, values in words 16 bytes apart. Keys of tokens beyond `tokens` are zero bits, with a range of zero.
+// ranges, and then its words: those of a key belong to it alone, a value's hold other tokens too. Tokens are read and keys
+// are written coalesced, values in words 16 bytes apart. Keys of tokens beyond `tokens` are zero bits, with a range of zero.
 //
-// In bounds: workgroups beyond `total` = places · kv_heads return; pages, slots and the rows of the tokens read were
-// checked against the buffers when they were bound. Loops are bounded by HEAD_DIM; divisors are sizes of a checked shape.
+// In bounds: workgroups beyond the places · kv_heads return; pages, slots and the rows of the tokens read were checked
+// against the buffers when they were bound, or when a step's table was made for the layout that they were bound to. Loops
+// are bounded by HEAD_DIM; divisors are sizes of a checked shape.
 //
 // gives: INVOCATIONS, HEAD_DIM
-// binds: 2 tiles
 // set by plans: HEAD_DIM
 
 // ----------------------------------------------------------------------------------------------------
@@ -54,7 +53,7 @@ struct Call {
     // Tokens or channels of a range.
     group: u32,
     ranges_per_tile: u32,
-    // Invocations that have work.
+    // Invocations that have work, or rows, where places do not say so.
     total: u32,
     shrink: f32,
     // 0, where the compiler cannot know it.
@@ -65,6 +64,11 @@ struct Call {
     below: u32,
     // The largest element that is in order, where elements are looked at.
     largest: f32,
+    // Where a step's table counts and lists the places, and the shards of those that this dispatch takes.
+    section: u32,
+    shards: u32,
+    // The flag to set where an element is not in order.
+    flag: u32,
     places: array<Place>,
 }
 
@@ -83,6 +87,57 @@ const TILE_TOKENS: u32 = 128u;
 
 fn token_of(token: u32, kv_head: u32) -> u32 {
     return call.first_token + token;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/places/tokens.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Tokens that a step stores.
+//
+// needs: Place
+// gives: place_count, has_place, place_at
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/step_table.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// A step's table: `plan::StepTable`. A section counts its entries, and they follow.
+//
+// needs: call
+// gives: entry_count, entry_at, has_entry
+// binds: 6 table
+
+@group(0) @binding(6) var<storage, read> table: array<vec4<u32>>;
+
+fn entry_count() -> u32 {
+    return table[call.section].x;
+}
+
+fn entry_at(index: u32) -> vec4<u32> {
+    return table[call.section + 1u + index];
+}
+
+// Whether an entry's shards are those of the dispatch.
+fn has_entry(index: u32) -> bool {
+    return entry_at(index).w == call.shards;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/places/tokens.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn place_count() -> u32 {
+    return entry_count();
+}
+
+fn has_place(index: u32) -> bool {
+    return has_entry(index);
+}
+
+fn place_at(index: u32) -> Place {
+    let entry = entry_at(index);
+    return Place(entry.x, entry.y, entry.z, 0u);
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -108,7 +163,7 @@ fn rounded(x: f32) -> f32 {
 // A tile is made of runs of words: the row of a token for keys, the column of a channel for values. BITS 16 is f16.
 //
 // needs: TILE_TOKENS, call
-// gives: BITS, KEYS, FIELD_MASK, run_word, fields_of, field_of, place_of, top_place_of
+// gives: BITS, FIELD_MASK, run_word, fields_of, field_of, place_of, top_place_of
 // set by plans: BITS, KEYS
 
 const BITS: u32 = 3u;
@@ -605,56 +660,44 @@ fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32)
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/append.wgsl
+// shaders/pack/finite/flagged.wgsl
 // ----------------------------------------------------------------------------------------------------
+
+// Elements that may be NaN, infinite or too large: those are stored as 0, and the first token with one is flagged. They are
+// compared as integers, since compilers may assume that no float is NaN.
+//
+// needs: call
+// gives: storable
+// binds: 5 flags
+
+@group(0) @binding(5) var<storage, read_write> flags: array<atomic<u32>>;
+
+fn storable(bits: u32, token: u32) -> f32 {
+    if ((bits & 0x7fffffffu) > bitcast<u32>(call.largest)) {
+        atomicMin(&flags[call.flag], token);
+        return 0f;
+    }
+    return bitcast<f32>(bits);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/words/of_key.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// The words of a key, which belong to it alone.
+//
+// needs: HEAD_DIM, INVOCATIONS, Place, TILE_TOKENS, call, channel_value, field_bits, field_of, fields_of
+// gives: store_row
+// binds: 2 tiles
 
 @group(0) @binding(2) var<storage, read_write> tiles: array<u32>;
 
-@compute @workgroup_size(64)
-fn append(
-    @builtin(workgroup_id) group: vec3<u32>,
-    @builtin(num_workgroups) groups: vec3<u32>,
-    @builtin(local_invocation_index) invocation: u32,
-) {
-    let index = group.y * groups.x + group.x;
-    if (index >= call.total) {
-        return;
-    }
-    let place = call.places[index / call.kv_heads];
-    let kv_head = index % call.kv_heads;
-    let start = row_start(place.token, kv_head);
-    let exists = place.token < call.tokens;
-    for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
-        var x = 0f;
-        if (exists) {
-            x = element(start + channel);
-        }
-        put_channel(channel, x);
-    }
-    finish_row(invocation);
-    store_row_ranges(place, kv_head, invocation);
-
+fn store_row(place: Place, kv_head: u32, exists: bool, invocation: u32) {
     let tile = (place.page * call.kv_heads + kv_head) * call.tile_words;
-    if (KEYS == 1u) {
-        for (var word = invocation; word < call.tile_words / TILE_TOKENS; word += INVOCATIONS) {
-            let at = (word / call.vector * TILE_TOKENS + place.slot) * call.vector + word % call.vector;
-            tiles[tile + at] = select(0u, key_word(place, kv_head, word), exists);
-        }
-    } else {
-        for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
-            let at = place_of(place.slot, channel);
-            let bits = field_bits(channel_value(channel), place, kv_head, place.slot, channel);
-            put_bits(tile + at.x, at.y, bits, select(FIELD_MASK, 3u, BITS == 3u));
-            if (BITS == 3u) {
-                let top = top_place_of(place.slot, channel);
-                put_bits(tile + top.x, top.y, bits >> 2u, 1u);
-            }
-        }
+    for (var word = invocation; word < call.tile_words / TILE_TOKENS; word += INVOCATIONS) {
+        let at = (word / call.vector * TILE_TOKENS + place.slot) * call.vector + word % call.vector;
+        tiles[tile + at] = select(0u, key_word(place, kv_head, word), exists);
     }
-}
-
-fn put_bits(word: u32, shift: u32, bits: u32, mask: u32) {
-    tiles[word] = (tiles[word] & ~(mask << shift)) | ((bits & mask) << shift);
 }
 
 fn key_word(place: Place, kv_head: u32, word: u32) -> u32 {
@@ -667,4 +710,34 @@ fn key_word(place: Place, kv_head: u32, word: u32) -> u32 {
         }
     }
     return packed;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/append.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+@compute @workgroup_size(64)
+fn append(
+    @builtin(workgroup_id) group: vec3<u32>,
+    @builtin(num_workgroups) groups: vec3<u32>,
+    @builtin(local_invocation_index) invocation: u32,
+) {
+    let index = group.y * groups.x + group.x;
+    if (index / call.kv_heads >= place_count() || !has_place(index / call.kv_heads)) {
+        return;
+    }
+    let place = place_at(index / call.kv_heads);
+    let kv_head = index % call.kv_heads;
+    let start = row_start(place.token, kv_head);
+    let exists = place.token < call.tokens;
+    for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
+        var x = 0f;
+        if (exists) {
+            x = storable(element_bits(start + channel), place.token);
+        }
+        put_channel(channel, x);
+    }
+    finish_row(invocation);
+    store_row_ranges(place, kv_head, invocation);
+    store_row(place, kv_head, exists, invocation);
 }

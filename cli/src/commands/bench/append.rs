@@ -1,12 +1,16 @@
 //! What storing one more token costs: `append` for a batch, and the packing of full tiles behind a window.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use indicatif::ProgressBar;
-use kvpack::backend::{SpanRead, SpanWrite, TokenWrite, WindowMove};
+use kvpack::backend::{SpanRead, SpanWrite};
 use kvpack::conformance::decode_formats;
-use kvpack::plan::{Page, PageAllocator, RowLayout, TokenRange};
+use kvpack::plan::{
+    Page, PageAllocator, RowLayout, StepLayout, StepTable, StepWrites, StoreCapacity, TokenRange, TokenWrite,
+    WindowCapacity, WindowMove,
+};
 use kvpack::{AttentionShape, Backend, SegmentFormat, TILE_TOKENS};
 use kvpack_report::Run;
 use serde::Serialize;
@@ -17,7 +21,7 @@ use crate::print::{self, note, say};
 use crate::provenance;
 
 /// Sequences of the batch.
-const SEQUENCES: usize = 64;
+pub const SEQUENCES: usize = 64;
 
 /// A backend whose stores can be timed.
 pub trait TimedStores: Backend {
@@ -43,11 +47,11 @@ pub trait TimedStores: Backend {
         Ok(start.elapsed().as_secs_f64() / steps.len() as f64)
     }
 
-    /// Seconds in which one full f16 page per sequence is packed. The default is the wall clock.
+    /// How long it takes to pack one full f16 page per sequence. The default is the wall clock.
     ///
     /// # Errors
     /// Whatever the backend reports.
-    async fn time_pack(&self, batch: &mut Batch<Self>, packed: &mut Self::Store) -> kvpack::Result<f64>
+    async fn time_pack(&self, batch: &mut Batch<Self>, packed: &mut Self::Store) -> kvpack::Result<PackTimes>
     where
         Self: Sized,
     {
@@ -59,11 +63,20 @@ pub trait TimedStores: Backend {
             self.download(&batch.keys).await?;
             seconds = seconds.min(start.elapsed().as_secs_f64());
         }
-        Ok(seconds)
+        Ok(PackTimes { full: seconds, idle: 0.0 })
     }
 
     /// The clock of both.
     const CLOCK: &'static str = "wall clock";
+}
+
+/// Seconds that packing takes.
+#[derive(Clone, Copy)]
+pub struct PackTimes {
+    /// One full page of every sequence.
+    pub full: f64,
+    /// A step that has no full page: a graph that was captured launches the kernel all the same.
+    pub idle: f64,
 }
 
 /// One open page for each sequence, and a token for each of its slots and sequences.
@@ -105,7 +118,8 @@ struct AppendRow {
     token: &'static str,
     /// A step of `append`, one token for each sequence.
     append_us: f64,
-    /// The packing of full windows, spread over the 128 steps that fill them; none where tokens are packed at once.
+    /// The packing of full windows, spread over the 128 steps that fill them, with what steps pay that have none; nothing where
+    /// tokens are packed at once.
     pack_us: Option<f64>,
     /// Both, for one token.
     token_ns: f64,
@@ -172,9 +186,9 @@ async fn row<B: TimedStores + Timed>(
             backend.add_shard(&mut packed, SEQUENCES as u32).await?;
             backend.reserve_ranges(&mut packed, SEQUENCES).await?;
             slowest = slowest.min(guard.look(backend).await?);
-            let seconds = backend.time_pack(&mut batch, &mut packed).await?;
+            let times = backend.time_pack(&mut batch, &mut packed).await?;
             slowest = slowest.min(guard.look(backend).await?);
-            Some(seconds / TILE_TOKENS as f64)
+            Some(times.full / TILE_TOKENS as f64 + times.idle)
         }
     };
     Ok(AppendRow {
@@ -217,6 +231,34 @@ impl<B: Backend> Batch<B> {
     pub fn windows(&self) -> Vec<WindowMove> {
         let window = |(range_slot, &page): (usize, &Page)| WindowMove { from: page, to: page, range_slot };
         self.pages.iter().enumerate().map(window).collect()
+    }
+
+    /// The table of every step of `append`, in one layout.
+    ///
+    /// # Errors
+    /// When a step does not fit the store.
+    pub fn append_tables(&self, open: StoreCapacity, steps: &[Vec<TokenWrite>]) -> kvpack::Result<Vec<StepTable>> {
+        let layout = Arc::new(StepLayout::new(self.shape, self.rows.tokens, vec![open], vec![])?);
+        let table = |writes: &Vec<TokenWrite>| {
+            let (mut step, mut table) = (StepWrites::of(&layout), StepTable::new(&layout));
+            step.stores[0].tokens.extend_from_slice(writes);
+            table.set(&step).map(|()| table)
+        };
+        steps.iter().map(table).collect()
+    }
+
+    /// The table of a step with one full window of every sequence, and that of a step with none.
+    ///
+    /// # Errors
+    /// When the windows do not fit the stores.
+    pub fn pack_tables(&self, stores: [StoreCapacity; 2]) -> kvpack::Result<[StepTable; 2]> {
+        let pair = WindowCapacity { from: 0, to: 1, windows: SEQUENCES };
+        let layout = Arc::new(StepLayout::new(self.shape, 0, stores.into(), vec![pair])?);
+        let (mut step, idle) = (StepWrites::of(&layout), StepTable::new(&layout));
+        step.windows[0] = self.windows();
+        let mut full = idle.clone();
+        full.set(&step)?;
+        Ok([full, idle])
     }
 
     /// Holds what was appended to the last sequence against what `quantize` stores of the same tokens.
@@ -267,6 +309,8 @@ fn print_report(report: &AppendReport, tolerated: f64) -> Result<()> {
     for row in report.rows.iter().filter(|row| row.guard_low_percent > tolerated) {
         say!("{}: the device ran {:.0} % below its best before or after it", row.format, row.guard_low_percent)?;
     }
-    say!("\npack: a full window of each sequence, spread over the 128 steps that fill it.")?;
+    say!(
+        "\npack: a full window of each sequence, spread over the 128 steps that fill it, and what steps pay that have none."
+    )?;
     Ok(())
 }

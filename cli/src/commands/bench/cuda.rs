@@ -3,14 +3,16 @@
 use std::time::Duration;
 
 use kvpack::Result;
-use kvpack::backend::AttendOptions;
-use kvpack::backend::Device;
+use kvpack::backend::{AttendOptions, Device, StepInput};
 use kvpack::conformance::{DecodeData, Workload};
-use kvpack::cuda::{BoundStep, Cuda, StepPlan, StepTensors, Tensor, compute_guard, read_bandwidth, time_steps};
-use kvpack::plan::ElementType;
+use kvpack::cuda::{
+    BoundStep, Cuda, NonFiniteFlags, PackStepPlan, StepMemory, StepPlan, StepTensors, Store, Tensor, compute_guard,
+    read_bandwidth, time_launches, time_steps,
+};
+use kvpack::plan::{ElementType, StepTable, TokenWrite};
 use kvpack_report::StepTimes;
 
-use super::append::TimedStores;
+use super::append::{Batch, PackTimes, SEQUENCES, TimedStores};
 use super::timed::{Sizes, Timed};
 
 /// Steps of one graph, at least: its own start costs some microseconds.
@@ -19,10 +21,44 @@ const STEPS_PER_GRAPH: usize = 64;
 /// Steps before those that count, until the device has raised its clock.
 const WARM_UP: Duration = Duration::from_millis(200);
 
+/// Replays of a graph of steps that store.
+const STORE_REPLAYS: usize = 50;
+
 /// Replays of a graph, at most.
 const MOST_REPLAYS: usize = 200;
 
-impl TimedStores for Cuda {}
+impl TimedStores for Cuda {
+    const CLOCK: &'static str = "CUDA graph, events";
+
+    async fn time_append(&self, batch: &mut Batch<Self>, steps: &[Vec<TokenWrite>]) -> Result<f64> {
+        let tables = batch.append_tables(batch.open.step_capacity(SEQUENCES, 0), steps)?;
+        let flags = NonFiniteFlags::new(self.stream(), 1)?;
+        // The steps of one graph have a table each; those of an engine are replays with one.
+        let bind = |table: &StepTable| {
+            let (keys, values, rows) = (&batch.keys, &batch.values, batch.rows);
+            let input = StepInput { keys, values, rows, flags: &flags, layer: 0 };
+            let memory = StepMemory::new(self.stream(), table.layout())?;
+            memory.write(self.stream(), table)?;
+            PackStepPlan::new(table.layout()).bind(self, &[&batch.open], &memory, Some(input))
+        };
+        let bound = tables.iter().map(bind).collect::<Result<Vec<_>>>()?;
+        let timing = time_launches(self, |step| bound[step].launch(), bound.len(), WARM_UP, STORE_REPLAYS)?;
+        Ok(timing.median().as_secs_f64())
+    }
+
+    async fn time_pack(&self, batch: &mut Batch<Self>, packed: &mut Store) -> Result<PackTimes> {
+        let [full, idle] = batch.pack_tables([batch.open.step_capacity(0, 0), packed.step_capacity(0, 0)])?;
+        let memory = StepMemory::new(self.stream(), full.layout())?;
+        let bound = PackStepPlan::new(full.layout()).bind(self, &[&batch.open, &*packed], &memory, None)?;
+        let time = |table: &StepTable| {
+            memory.write(self.stream(), table)?;
+            let timing = time_launches(self, |_| bound.launch(), STEPS_PER_GRAPH, WARM_UP, STORE_REPLAYS)?;
+            Ok::<_, kvpack::Error>(timing.median().as_secs_f64())
+        };
+        let idle = time(&idle)?;
+        Ok(PackTimes { full: time(&full)?, idle })
+    }
+}
 
 impl Timed for Cuda {
     fn guard_tolerance(&self) -> Option<f64> {

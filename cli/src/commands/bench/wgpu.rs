@@ -4,14 +4,17 @@ use std::time::Duration;
 
 use kvpack::Result;
 use kvpack::backend::Device;
-use kvpack::backend::{AttendOptions, TokenWrite};
+use kvpack::backend::{AttendOptions, StepInput};
 use kvpack::conformance::{DecodeData, Workload};
-use kvpack::plan::{AttendPlan, ElementType};
+use kvpack::plan::{AttendPlan, ElementType, StepTable, TokenWrite};
 use kvpack::wgpu::measure::{self, Clock, ComputeGuard, Encode, Repeats};
-use kvpack::wgpu::{AppendPlan, Launches, PackWindowsPlan, Scratch, StepPlan, StepTensors, Store, Tensor, Wgpu};
+use kvpack::wgpu::{
+    BoundPackStep, Launches, NonFiniteFlags, PackStepPlan, Scratch, StepMemory, StepPlan, StepTensors, Store, Tensor,
+    Wgpu,
+};
 use kvpack_report::StepTimes;
 
-use super::append::{Batch, TimedStores};
+use super::append::{Batch, PackTimes, SEQUENCES, TimedStores};
 use super::timed::{Sizes, Timed};
 
 /// Most measurements of a row, and most steps between two looks at the clock, which takes a while of its own.
@@ -98,32 +101,47 @@ impl TimedStores for Wgpu {
     const CLOCK: &'static str = "GPU timestamps where the device has them";
 
     async fn time_append(&self, batch: &mut Batch<Self>, steps: &[Vec<TokenWrite>]) -> Result<f64> {
-        let format = *batch.open.format();
-        let bind = |writes: &Vec<TokenWrite>| {
-            let plan = AppendPlan::new(&batch.shape, &format, batch.rows, writes)?;
-            plan.bind(self.kernels(), &batch.open, &batch.keys, &batch.values)
+        let tables = batch.append_tables(batch.open.step_capacity(SEQUENCES, 0), steps)?;
+        let flags = NonFiniteFlags::new(self.device(), 1)?;
+        // Steps that are measured together are submitted together, so that each has a table of its own on the device.
+        let bind = |table: &StepTable| {
+            let (keys, values, rows) = (&batch.keys, &batch.values, batch.rows);
+            let input = StepInput { keys, values, rows, flags: &flags, layer: 0 };
+            let memory = StepMemory::new(self.device(), table.layout())?;
+            memory.write(self.queue(), table)?;
+            PackStepPlan::new(table.layout()).bind(self.kernels(), &[&batch.open], &memory, Some(input))
         };
-        let launches = steps.iter().map(bind).collect::<Result<Vec<_>>>()?;
-        median_of(self, &launches).await
+        let bound = tables.iter().map(bind).collect::<Result<Vec<_>>>()?;
+        median_of(self, &bound, &tables).await
     }
 
-    async fn time_pack(&self, batch: &mut Batch<Self>, packed: &mut Store) -> Result<f64> {
-        let plan = PackWindowsPlan::new(&batch.shape, batch.open.format(), packed.format(), &batch.windows())?;
-        let launches = plan.bind(self.kernels(), &batch.open, packed)?;
-        let all = |pass: &mut wgpu::ComputePass<'_>| launches.encode(pass);
-        let timing = measure::time(self, &[&all], Repeats { warm_up: 3, timed: 20, together: 1 }).await?;
-        Ok(timing.median().as_secs_f64())
+    async fn time_pack(&self, batch: &mut Batch<Self>, packed: &mut Store) -> Result<PackTimes> {
+        let [table, _] = batch.pack_tables([batch.open.step_capacity(0, 0), packed.step_capacity(0, 0)])?;
+        let memory = StepMemory::new(self.device(), table.layout())?;
+        memory.write(self.queue(), &table)?;
+        let bound = PackStepPlan::new(table.layout()).bind(self.kernels(), &[&batch.open, &*packed], &memory, None)?;
+        // A step without full windows encodes nothing.
+        Ok(PackTimes { full: median_of(self, &[bound], &[table]).await?, idle: 0.0 })
     }
 }
 
-/// Seconds of one of several works, which are gone round.
-async fn median_of(backend: &Wgpu, launches: &[Launches]) -> Result<f64> {
-    let encode = launches.iter().map(|launches| |pass: &mut wgpu::ComputePass<'_>| launches.encode(pass));
-    let encode: Vec<_> = encode.collect();
+/// Seconds of one of several steps, which are gone round.
+async fn median_of(backend: &Wgpu, bound: &[BoundPackStep], tables: &[StepTable]) -> Result<f64> {
+    for (step, table) in bound.iter().zip(tables) {
+        // What encoding could refuse, it refuses now.
+        let mut encoder = backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        step.encode(table, &mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()))?;
+    }
+    let encode = |(step, table)| {
+        move |pass: &mut wgpu::ComputePass<'_>| {
+            let step: &BoundPackStep = step;
+            step.encode(table, pass).unwrap_or(());
+        }
+    };
+    let encode: Vec<_> = bound.iter().zip(tables).map(encode).collect();
     let work: Vec<Encode<'_>> = encode.iter().map(|encode| encode as Encode<'_>).collect();
-    let timing =
-        measure::time(backend, &work, Repeats { warm_up: work.len(), timed: 4 * work.len(), together: 1 }).await?;
-    Ok(timing.median().as_secs_f64())
+    let repeats = Repeats { warm_up: work.len().max(3), timed: (4 * work.len()).max(20), together: 1 };
+    Ok(measure::time(backend, &work, repeats).await?.median().as_secs_f64())
 }
 
 /// The step over one copy, with tables of its own. All steps write the same states and output, so that each waits for the

@@ -1,0 +1,45 @@
+// What a step stores: `plan::StepTable`, one section of it, and where its pages lie.
+
+#pragma once
+
+#include "common/tile.cuh"
+
+constexpr int MOST_STEP_SHARDS = 16;
+
+struct StepCall {
+    // The section: an entry whose first word counts the others, which follow.
+    const uint4* table;
+    // Dense elements of types `key_type` and `value_type`.
+    const void* keys;
+    const void* values;
+    // In elements.
+    u64 token_stride;
+    u64 head_stride;
+    // The first token whose keys, and the first whose values, could not be stored.
+    u32* flags;
+    // Span ranges, [slot][kv head][channel] of (scale, minimum).
+    float2* key_ranges;
+    float2* value_ranges;
+    u32 kv_heads;
+    u32 key_type;
+    u32 value_type;
+    // The largest element that is stored as it is.
+    float key_largest;
+    float value_largest;
+    float key_shrink;
+    float value_shrink;
+    // Entries that the section has room for.
+    u32 capacity;
+    // Addresses of the shards that are written, and of those that windows are read from.
+    u64 shards[MOST_STEP_SHARDS];
+    u64 from_shards[MOST_STEP_SHARDS];
+};
+
+__device__ __forceinline__ u32 entry_count(const StepCall& call) { return call.table[0].x; }
+
+__device__ __forceinline__ uint4 entry_at(const StepCall& call, u32 index) { return call.table[1 + index]; }
+
+// The part of a page that belongs to one KV head.
+__device__ __forceinline__ u8* page_part(const StepCall& call, u32 shard, u32 page, u32 kv_head) {
+    return (u8*)call.shards[shard] + ((u64)page * call.kv_heads + kv_head) * HEAD_BYTES;
+}

@@ -1,0 +1,143 @@
+// pack_windows: full pages of f16 into pages of another format, each a span of its own.
+//
+//   what quantize makes of the rows that the pages hold
+//
+// A block owns WINDOW_TOKENS tokens of a tile of one KV head, of keys in the first row of blocks and of values in the
+// second, and takes tiles in turns. Where ranges span tokens its warps first find those of the whole tile, which the
+// blocks of a tile all do: they store the same. Then a warp packs one row after the other (common/put_row.cuh).
+//
+// In bounds: items stay below the entries of the section · KV heads · parts; pages and slots were checked on the host when
+// the table was made for the layout that the stores were bound to.
+
+#pragma once
+
+#include "common/ptx.cuh"
+#include "common/tile.cuh"
+#include "common/step_call.cuh"
+#include "common/put_row.cuh"
+
+constexpr int WINDOW_WARPS = 16;
+constexpr int WINDOW_THREADS = 32 * WINDOW_WARPS;
+// Tokens that a block packs, and those whose extremes a warp finds.
+constexpr u32 WINDOW_TOKENS = 32;
+constexpr u32 WINDOW_PARTS = TILE_TOKENS / WINDOW_TOKENS;
+constexpr u32 EXTREME_TOKENS = TILE_TOKENS / WINDOW_WARPS;
+
+// A tile of f16: its bytes, and where values lie in the part of a page that belongs to a KV head.
+constexpr u32 F16_TILE_BYTES = TILE_TOKENS * HEAD_DIM * 2;
+constexpr u32 F16_HEAD_BYTES = 2 * F16_TILE_BYTES;
+
+template <bool VALUE>
+constexpr bool SPAN_RANGES = VALUE ? VALUE_SPAN_RANGES : KEY_SPAN_RANGES;
+// Ranges span tokens: those of the span, or groups of them in a tile.
+template <bool VALUE>
+constexpr bool RANGES_SPAN_TOKENS = SPAN_RANGES<VALUE> || (TILE_RANGES<VALUE> && GROUP_TOKENS<VALUE> > 1);
+
+// An element of a tile of f16, which is the inverse of `field_of`.
+template <bool VALUE>
+__device__ __forceinline__ float f16_element(const u8* part, u32 token, u32 channel) {
+    const u32 load = token / 16 * (HEAD_DIM / 16) + channel / 16;
+    const u32 row = VALUE ? channel : token;
+    const u32 column = VALUE ? token : channel;
+    const u32 unit = load * 128 + row % 8 * 16 + column % 8 / 2 * 4 + row / 8 % 2 + 2 * (column / 8 % 2);
+    return half_value(((const u16*)(part + (VALUE ? F16_TILE_BYTES : 0)))[2 * unit + column % 2]);
+}
+
+template <bool VALUE>
+__device__ __forceinline__ void load_window_row(float (&row)[LANE_CHANNELS], const u8* part, u32 token, int lane) {
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) {
+        const u32 channel = lane + 32 * i;
+        row[i] = channel < TENSOR_CHANNELS ? f16_element<VALUE>(part, token, channel) : 0.0f;
+    }
+    rotate<VALUE>(row, lane);
+}
+
+// Ranges over all tokens of a tile, or groups of them, into the span's slot or beside the tile. `lows` and `highs` are
+// [WINDOW_WARPS][HEAD_DIM].
+template <bool VALUE>
+__device__ __forceinline__ void window_ranges(const u8* from, u8* part, float2* span_ranges, float shrink, float* lows,
+                                              float* highs) {
+    const u32 warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    float low[LANE_CHANNELS];
+    float high[LANE_CHANNELS];
+    load_window_row<VALUE>(low, from, warp * EXTREME_TOKENS, lane);
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) high[i] = low[i];
+#pragma unroll
+    for (u32 token = 1; token < EXTREME_TOKENS; token++) {
+        float row[LANE_CHANNELS];
+        load_window_row<VALUE>(row, from, warp * EXTREME_TOKENS + token, lane);
+#pragma unroll
+        for (int i = 0; i < LANE_CHANNELS; i++) {
+            low[i] = fminf(low[i], row[i]);
+            high[i] = fmaxf(high[i], row[i]);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) {
+        lows[warp * HEAD_DIM + lane + 32 * i] = low[i];
+        highs[warp * HEAD_DIM + lane + 32 * i] = high[i];
+    }
+    __syncthreads();
+    constexpr u32 group_tokens = SPAN_RANGES<VALUE> ? TILE_TOKENS : GROUP_TOKENS<VALUE>;
+    constexpr u32 warps = group_tokens / EXTREME_TOKENS;
+    for (u32 i = threadIdx.x; i < TILE_TOKENS / group_tokens * HEAD_DIM; i += WINDOW_THREADS) {
+        const u32 group = i / HEAD_DIM;
+        const u32 channel = i % HEAD_DIM;
+        float smallest = lows[group * warps * HEAD_DIM + channel];
+        float largest = highs[group * warps * HEAD_DIM + channel];
+        for (u32 other = 1; other < warps; other++) {
+            smallest = fminf(smallest, lows[(group * warps + other) * HEAD_DIM + channel]);
+            largest = fmaxf(largest, highs[(group * warps + other) * HEAD_DIM + channel]);
+        }
+        const float2 range = code_range<VALUE>(smallest, largest, shrink);
+        if constexpr (SPAN_RANGES<VALUE>) {
+            span_ranges[channel] = range;
+        } else {
+            ((u32*)(part + TILE_RANGES_AT<VALUE>))[i] = range_word<VALUE>(range);
+        }
+    }
+    __syncthreads();
+}
+
+// `staged` and `highs` are [WINDOW_WARPS][HEAD_DIM], as are `fields`.
+template <bool VALUE>
+__device__ __forceinline__ void pack_window_part(const StepCall& call, u32 item, float* staged, float* highs,
+                                                 u16* fields) {
+    const u32 kv_head = item / WINDOW_PARTS % call.kv_heads;
+    const uint4 entry = entry_at(call, item / WINDOW_PARTS / call.kv_heads);
+    const u64 from_shard = call.from_shards[entry.w & 0xffffu];
+    const u8* from = (const u8*)from_shard + ((u64)entry.x * call.kv_heads + kv_head) * F16_HEAD_BYTES;
+    u8* part = page_part(call, entry.w >> 16, entry.y, kv_head);
+    const float shrink = VALUE ? call.value_shrink : call.key_shrink;
+    float2* span_ranges = VALUE ? call.value_ranges : call.key_ranges;
+    if constexpr (SPAN_RANGES<VALUE>) span_ranges += ((u64)entry.z * call.kv_heads + kv_head) * HEAD_DIM;
+    if constexpr (RANGES_SPAN_TOKENS<VALUE>) window_ranges<VALUE>(from, part, span_ranges, shrink, staged, highs);
+    const u32 warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const StagedRow of_warp = {staged + warp * HEAD_DIM, fields + warp * HEAD_DIM};
+    for (u32 i = warp; i < WINDOW_TOKENS; i += WINDOW_WARPS) {
+        const u32 token = item % WINDOW_PARTS * WINDOW_TOKENS + i;
+        float row[LANE_CHANNELS];
+        load_window_row<VALUE>(row, from, token, lane);
+        put_row<VALUE>(part, token, row, shrink, span_ranges, of_warp, lane);
+    }
+    // The next item overwrites what warps share.
+    __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(WINDOW_THREADS) pack_windows(const StepCall call) {
+    __shared__ float staged[WINDOW_WARPS * HEAD_DIM];
+    __shared__ float highs[WINDOW_WARPS * HEAD_DIM];
+    __shared__ u16 fields[WINDOW_WARPS * HEAD_DIM];
+    const u32 items = entry_count(call) * call.kv_heads * WINDOW_PARTS;
+    for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
+        if (blockIdx.y == 0) {
+            pack_window_part<false>(call, item, staged, highs, fields);
+        } else {
+            pack_window_part<true>(call, item, staged, highs, fields);
+        }
+    }
+}

@@ -1,0 +1,21 @@
+// Where halves lie in a tile of f16.
+//
+// needs: TILE_TOKENS, call, half_to_single
+// gives: f16_tile_words, f16_word, f16_bits
+
+// Words of one load.
+const F16_VECTOR: u32 = 4u;
+
+fn f16_tile_words() -> u32 {
+    return TILE_TOKENS / 2u * call.head_dim;
+}
+
+// Word of the tile that is word `word` of a run, of so many runs.
+fn f16_word(run: u32, runs: u32, word: u32) -> u32 {
+    return (word / F16_VECTOR * runs + run) * F16_VECTOR + word % F16_VECTOR;
+}
+
+// A half of a word as the bits of a float.
+fn f16_bits(word: u32, half: u32) -> u32 {
+    return half_to_single((word >> (16u * half)) & 0xffffu);
+}

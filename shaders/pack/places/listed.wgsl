@@ -1,0 +1,12 @@
+// Places behind the arguments.
+//
+// needs: Place, call
+// gives: place_count, place_at
+
+fn place_count() -> u32 {
+    return call.place_count;
+}
+
+fn place_at(index: u32) -> Place {
+    return call.places[index];
+}

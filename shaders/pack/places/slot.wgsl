@@ -1,0 +1,13 @@
+// Slot `places`: where tokens go, or come from.
+//
+// Every choice has
+//   fn place_count() -> u32
+//   fn place_at(index: u32) -> Place
+//     one of so many
+//
+// gives: has_place
+
+// Whether the dispatch takes a place.
+fn has_place(index: u32) -> bool {
+    return true;
+}

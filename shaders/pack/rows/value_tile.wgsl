@@ -1,0 +1,23 @@
+// Values in tiles of f16 as rows, counted as if they lay [page][kv_head][token][channel]: in the layout of `format::tile`.
+//
+// needs: TILE_TOKENS, call
+// gives: element_bits, element
+// binds: 1 rows
+
+// import pack/half.wgsl
+// import pack/f16_tile.wgsl
+
+@group(0) @binding(1) var<storage, read> rows: array<u32>;
+
+fn element_bits(index: u32) -> u32 {
+    let token = index / call.head_dim % TILE_TOKENS;
+    let tile = index / call.head_dim / TILE_TOKENS;
+    // Four tokens to a group of two words: t, t + 32, t + 64, t + 96.
+    let lane = token / 32u;
+    let word = f16_word(index % call.head_dim, call.head_dim, token % 32u * 2u + lane / 2u);
+    return f16_bits(rows[tile * f16_tile_words() + word], lane % 2u);
+}
+
+fn element(index: u32) -> f32 {
+    return bitcast<f32>(element_bits(index));
+}

@@ -1,0 +1,28 @@
+// The words of a value, which hold other tokens too: tokens of one word may be stored at once. Nobody else changes the bits
+// of a token's field, so those that differ can be flipped.
+//
+// needs: BITS, FIELD_MASK, HEAD_DIM, INVOCATIONS, Place, call, channel_value, field_bits, place_of, top_place_of
+// gives: store_row
+// binds: 2 tiles
+
+@group(0) @binding(2) var<storage, read_write> tiles: array<atomic<u32>>;
+
+fn store_row(place: Place, kv_head: u32, exists: bool, invocation: u32) {
+    let tile = (place.page * call.kv_heads + kv_head) * call.tile_words;
+    for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
+        let at = place_of(place.slot, channel);
+        let bits = field_bits(channel_value(channel), place, kv_head, place.slot, channel);
+        put_bits(tile + at.x, at.y, bits, select(FIELD_MASK, 3u, BITS == 3u));
+        if (BITS == 3u) {
+            let top = top_place_of(place.slot, channel);
+            put_bits(tile + top.x, top.y, bits >> 2u, 1u);
+        }
+    }
+}
+
+fn put_bits(word: u32, shift: u32, bits: u32, mask: u32) {
+    let flipped_bits = ((atomicLoad(&tiles[word]) >> shift) ^ bits) & mask;
+    if (flipped_bits != 0u) {
+        atomicXor(&tiles[word], flipped_bits << shift);
+    }
+}

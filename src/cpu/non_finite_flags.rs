@@ -1,0 +1,58 @@
+//! Flags for what a step could not store.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::backend::FlaggedToken;
+use crate::format::KeyOrValue;
+use crate::{Error, Result};
+
+/// What a word holds that is not set.
+const NOTHING: u32 = u32::MAX;
+
+/// Which tokens steps could not store as they were: for keys and for values of every layer the first. Clones share the flags.
+#[derive(Clone, Debug)]
+pub struct NonFiniteFlags {
+    /// `[layer][keys, values]`.
+    tokens: Arc<[AtomicU32]>,
+}
+
+impl NonFiniteFlags {
+    /// Flags for so many layers, none of them set.
+    pub fn new(layers: usize) -> Self {
+        Self { tokens: (0..2 * layers).map(|_| AtomicU32::new(NOTHING)).collect() }
+    }
+
+    /// Number of layers.
+    pub fn layers(&self) -> usize {
+        self.tokens.len() / 2
+    }
+
+    /// What was flagged, by layer, keys before values.
+    pub fn read(&self) -> Vec<FlaggedToken> {
+        let flagged = |(at, token): (usize, &AtomicU32)| {
+            let token = token.load(Ordering::Relaxed);
+            let tensor = if at % 2 == 0 { KeyOrValue::Key } else { KeyOrValue::Value };
+            (token != NOTHING).then_some(FlaggedToken { layer: at / 2, tensor, token: token as usize })
+        };
+        self.tokens.iter().enumerate().filter_map(flagged).collect()
+    }
+
+    /// Unsets all.
+    pub fn clear(&self) {
+        self.tokens.iter().for_each(|token| token.store(NOTHING, Ordering::Relaxed));
+    }
+
+    pub(super) fn set(&self, layer: usize, which: KeyOrValue, token: usize) {
+        let at = 2 * layer + usize::from(which == KeyOrValue::Value);
+        self.tokens[at].fetch_min(token as u32, Ordering::Relaxed);
+    }
+
+    pub(super) fn check_layer(&self, layer: usize) -> Result<()> {
+        if layer < self.layers() {
+            return Ok(());
+        }
+        let reason = format!("flags of {} layers have none of layer {layer}", self.layers());
+        Err(Error::Plan { what: "step", reason })
+    }
+}

@@ -1,0 +1,83 @@
+//! All that a step writes: kernels `copy_page`, `append` and `pack_windows` by a step's table.
+
+use super::append::{TokenRows, put_tokens};
+use super::non_finite_flags::NonFiniteFlags;
+use super::pack_windows;
+use super::store::CpuStore;
+use crate::backend::StepInput;
+use crate::format::KeyOrValue;
+use crate::plan::{Elements, FoundStore, Section, StepEntry, StepTable, TokenWrite, WindowMove};
+use crate::{Error, Result};
+
+/// Writes to the stores of the table's layout what the table says: copies, then tokens of `input`, then windows. An element that
+/// is NaN, infinite or beyond [`largest_element`](crate::plan::StepLayout::largest_element) is stored as zero, and its token is
+/// flagged. `input` may be left out where the step stores no tokens.
+///
+/// # Errors
+/// [`Error::Plan`] when the stores or the flags are not those of the layout, or there is no input for tokens,
+/// [`Error::Elements`] when keys or values are shorter than their layout says; the stores are as they were.
+pub fn write_step(
+    stores: &mut [&mut CpuStore],
+    input: Option<StepInput<'_, Elements<'_>, NonFiniteFlags>>,
+    table: &StepTable,
+) -> Result<()> {
+    check(stores, input, table)?;
+    for section in table.layout().sections() {
+        match section {
+            Section::Copies(store) => {
+                for entry in table.entries(section) {
+                    let StepEntry::Copy(copy) = entry else { continue };
+                    stores[store].copy_page(copy.from, copy.to)?;
+                }
+            }
+            Section::Tokens(store) => {
+                let Some(input) = input else { continue };
+                let of = |entry| if let StepEntry::Token(write) = entry { Some(write) } else { None };
+                let writes: Vec<TokenWrite> = table.entries(section).filter_map(of).collect();
+                for (which, elements) in [(KeyOrValue::Key, *input.keys), (KeyOrValue::Value, *input.values)] {
+                    let largest = table.layout().largest_element(store, which);
+                    let flag = |token| input.flags.set(input.layer, which, token);
+                    let rows = TokenRows { elements, rows: input.rows, largest, flag: &flag };
+                    put_tokens(stores[store].tensor_mut(which), &rows, &writes);
+                }
+            }
+            Section::Windows(pair) => {
+                let of = |entry| if let StepEntry::Window(window) = entry { Some(window) } else { None };
+                let windows: Vec<WindowMove> = table.entries(section).filter_map(of).collect();
+                let pair = table.layout().windows()[pair];
+                if let Ok([from, to]) = stores.get_disjoint_mut([pair.from, pair.to]) {
+                    pack_windows(from, to, &windows)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn check(
+    stores: &[&mut CpuStore],
+    input: Option<StepInput<'_, Elements<'_>, NonFiniteFlags>>,
+    table: &StepTable,
+) -> Result<()> {
+    let layout = table.layout();
+    layout.check_store_count(stores.len())?;
+    for (index, store) in stores.iter().enumerate() {
+        let found = FoundStore {
+            shape: store.shape(),
+            format: store.format(),
+            shard_pages: &|shard| store.shard_pages(shard),
+            range_slots: store.range_slots(),
+        };
+        layout.check_store(index, &found)?;
+    }
+    match input {
+        Some(input) => {
+            table.check_rows(&input.rows)?;
+            input.rows.check("keys", input.keys.len(), layout.shape())?;
+            input.rows.check("values", input.values.len(), layout.shape())?;
+            input.flags.check_layer(input.layer)
+        }
+        None if table.tokens_needed() == 0 => Ok(()),
+        None => Err(Error::Plan { what: "step", reason: "it stores tokens, and was given no keys and values".into() }),
+    }
+}

@@ -1,0 +1,80 @@
+//! Flags for what a step could not store.
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
+
+use crate::backend::FlaggedToken;
+use crate::cuda::device::memory::Memory;
+use crate::format::KeyOrValue;
+use crate::{Error, Result};
+
+/// What a word holds that is not set.
+const NOTHING: u32 = u32::MAX;
+
+/// Which tokens steps could not store as they were: for keys and for values of every layer the first, words
+/// `[layer][keys, values]`, and 2³² − 1 where there is none. Clones share the flags.
+#[derive(Clone, Debug)]
+pub struct NonFiniteFlags {
+    memory: Arc<Memory>,
+    layers: usize,
+}
+
+impl NonFiniteFlags {
+    /// Flags for so many layers, at least one, none of them set.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for no layers, [`Error::OutOfMemory`].
+    pub fn new(stream: &Arc<CudaStream>, layers: usize) -> Result<Self> {
+        if layers == 0 {
+            return Err(Error::Plan { what: "non-finite flags", reason: "at least one layer is needed".into() });
+        }
+        let memory = Memory::zeroed(stream, "non-finite flags", layers * 2 * size_of::<u32>())?;
+        let flags = Self { memory, layers };
+        flags.clear(stream)?;
+        Ok(flags)
+    }
+
+    /// Number of layers.
+    pub const fn layers(&self) -> usize {
+        self.layers
+    }
+
+    /// What was flagged, after the work that the stream holds, by layer, keys before values.
+    ///
+    /// # Errors
+    /// [`Error::DeviceLost`].
+    pub fn read(&self, stream: &Arc<CudaStream>) -> Result<Vec<FlaggedToken>> {
+        let words: Vec<u32> = bytemuck::pod_collect_to_vec(&self.memory.download(stream, "non-finite flags")?);
+        let flagged = |(at, token): (usize, u32)| {
+            let tensor = if at.is_multiple_of(2) { KeyOrValue::Key } else { KeyOrValue::Value };
+            (token != NOTHING).then_some(FlaggedToken { layer: at / 2, tensor, token: token as usize })
+        };
+        Ok(words.into_iter().enumerate().filter_map(flagged).collect())
+    }
+
+    /// Unsets all, in the order of the stream; a graph can capture it.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn clear(&self, stream: &Arc<CudaStream>) -> Result<()> {
+        self.memory.fill(stream, "non-finite flags", 0xff)
+    }
+
+    /// Address of the words of a layer.
+    pub(super) fn address(&self, layer: usize) -> u64 {
+        self.memory.address() + (layer * 2 * size_of::<u32>()) as u64
+    }
+
+    pub(super) const fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    pub(super) fn check_layer(&self, layer: usize) -> Result<()> {
+        if layer < self.layers {
+            return Ok(());
+        }
+        let reason = format!("flags of {} layers have none of layer {layer}", self.layers);
+        Err(Error::Plan { what: "step", reason })
+    }
+}

@@ -1,0 +1,64 @@
+//! Memory that calls of a backend share: they follow each other on its stream, so that one may overwrite what an earlier one
+//! has read.
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
+
+use super::non_finite_flags::NonFiniteFlags;
+use super::step_memory::StepMemory;
+use crate::Result;
+use crate::cuda::device::memory::Memory;
+use crate::plan::StepLayout;
+
+/// Bytes of a table, at least.
+const FIRST_TABLE_BYTES: usize = 16 << 10;
+
+/// Memory that is kept from call to call and grows when one needs more.
+#[derive(Debug, Default)]
+pub(crate) struct PackScratch {
+    table: Option<Arc<Memory>>,
+    rotated: Option<Arc<Memory>>,
+    flags: Option<NonFiniteFlags>,
+}
+
+impl PackScratch {
+    /// Room for a table of so many bytes.
+    pub(super) fn table(&mut self, stream: &Arc<CudaStream>, bytes: usize) -> Result<Arc<Memory>> {
+        room(&mut self.table, stream, "tables", bytes.max(FIRST_TABLE_BYTES))
+    }
+
+    /// Room for the table of a step.
+    pub(in crate::cuda) fn step_memory(
+        &mut self,
+        stream: &Arc<CudaStream>,
+        layout: &Arc<StepLayout>,
+    ) -> Result<StepMemory> {
+        Ok(StepMemory::over(self.table(stream, layout.words() * size_of::<u32>())?, layout))
+    }
+
+    /// Room for rotated rows.
+    pub(super) fn rotated(&mut self, stream: &Arc<CudaStream>, bytes: usize) -> Result<Arc<Memory>> {
+        room(&mut self.rotated, stream, "rotated rows", bytes)
+    }
+
+    /// Flags that nobody reads.
+    pub(in crate::cuda) fn flags(&mut self, stream: &Arc<CudaStream>) -> Result<NonFiniteFlags> {
+        match &self.flags {
+            Some(flags) => Ok(flags.clone()),
+            None => Ok(self.flags.insert(NonFiniteFlags::new(stream, 1)?).clone()),
+        }
+    }
+}
+
+fn room(
+    kept: &mut Option<Arc<Memory>>,
+    stream: &Arc<CudaStream>,
+    what: &'static str,
+    bytes: usize,
+) -> Result<Arc<Memory>> {
+    match kept {
+        Some(memory) if memory.bytes() >= bytes => Ok(memory.clone()),
+        _ => Ok(kept.insert(Memory::zeroed(stream, what, bytes.next_power_of_two())?).clone()),
+    }
+}

@@ -1,0 +1,328 @@
+//! What a step stores: plan, bind, launch.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
+
+use super::non_finite_flags::NonFiniteFlags;
+use super::step_memory::StepMemory;
+use crate::backend::StepInput;
+use crate::cuda::Cuda;
+use crate::cuda::device::driver::driver_error;
+use crate::cuda::device::memory::Memory;
+use crate::cuda::device::store::Store;
+use crate::cuda::device::tensor::Tensor;
+use crate::format::KeyOrValue;
+use crate::plan::{FoundStore, Section, StepLayout, StepTable};
+use crate::{Error, Result};
+
+/// `MOST_STEP_SHARDS` of `cuda/common/step_call.cuh`.
+const MOST_SHARDS: usize = 16;
+
+/// `APPEND_WARPS` of `cuda/append.cu`.
+const APPEND_WARPS: usize = 8;
+
+/// `WINDOW_THREADS` and `WINDOW_PARTS` of `cuda/pack_windows.cu`.
+const WINDOW_THREADS: u32 = 512;
+const WINDOW_PARTS: usize = 4;
+
+const COPY_THREADS: u32 = 256;
+
+/// Blocks of a kernel that takes its work in turns, for every multiprocessor.
+const BLOCKS_EACH: usize = 2;
+
+/// `StepCall` of `cuda/common/step_call.cuh`.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+struct StepCall {
+    table: u64,
+    keys: u64,
+    values: u64,
+    token_stride: u64,
+    head_stride: u64,
+    flags: u64,
+    key_ranges: u64,
+    value_ranges: u64,
+    kv_heads: u32,
+    key_type: u32,
+    value_type: u32,
+    key_largest: f32,
+    value_largest: f32,
+    key_shrink: f32,
+    value_shrink: f32,
+    capacity: u32,
+    shards: [u64; MOST_SHARDS],
+    from_shards: [u64; MOST_SHARDS],
+}
+
+// SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
+unsafe impl DeviceRepr for StepCall {}
+
+/// What steps store, for all layers: copies of shared pages, tokens, and windows that are packed, as a [`StepTable`] says.
+///
+/// Once for a model: a [`StepLayout`], a [`StepMemory`] that holds the table on the device, and [`NonFiniteFlags`]. Once for a
+/// layer and its engine's tensors: [`PackStepPlan::bind`]. Every step: [`StepMemory::write`], one small upload, and for every
+/// layer [`BoundPackStep::launch`]. Launches read how much there is to do from the table, so that a graph that captured them is
+/// replayed while the table changes.
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use kvpack::backend::StepInput;
+/// use kvpack::cuda::{Cuda, NonFiniteFlags, PackStepPlan, StepMemory, Store, Tensor};
+/// use kvpack::plan::{RowLayout, StepLayout, StepTable, StepWrites, TokenWrite};
+/// # fn example(backend: &Cuda, store: &Store, keys: &Tensor, values: &Tensor, write: TokenWrite) -> kvpack::Result<()> {
+/// // Steps of up to 64 tokens.
+/// let layout = Arc::new(StepLayout::new(*store.shape(), 64, vec![store.step_capacity(64, 0)], vec![])?);
+/// let memory = StepMemory::new(backend.stream(), &layout)?;
+/// let flags = NonFiniteFlags::new(backend.stream(), 1)?;
+/// let rows = RowLayout::token_major(64, store.shape());
+/// let input = StepInput { keys, values, rows, flags: &flags, layer: 0 };
+/// let step = PackStepPlan::new(&layout).bind(backend, &[store], &memory, Some(input))?;
+///
+/// let (mut writes, mut table) = (StepWrites::of(&layout), StepTable::new(&layout));
+/// // Every step:
+/// writes.clear();
+/// writes.stores[0].tokens.push(write);
+/// table.set(&writes)?;
+/// memory.write(backend.stream(), &table)?;
+/// step.launch()?; // or a replay of the graph that captured it
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct PackStepPlan {
+    layout: Arc<StepLayout>,
+}
+
+impl PackStepPlan {
+    /// A plan for the steps of a layout.
+    pub fn new(layout: &Arc<StepLayout>) -> Self {
+        Self { layout: layout.clone() }
+    }
+
+    /// Binds the stores of one layer, in the order of the layout, and its engine's tensors, which every step reads anew; they
+    /// may be left out where steps store no tokens. Kernels are compiled here, if they were not before.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when the stores, the memory, the flags or the stream are not those of the layout and the backend, or keys
+    /// and values have fewer tokens than the layout; [`Error::Elements`] when they are shorter than their rows; [`Error::Limit`]
+    /// for a store of more than 16 shards; errors of compiling kernels.
+    pub fn bind(
+        &self,
+        backend: &Cuda,
+        stores: &[&Store],
+        memory: &StepMemory,
+        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
+    ) -> Result<BoundPackStep> {
+        if let Some(rows) = input.map(|input| input.rows).filter(|rows| rows.tokens < self.layout.rows()) {
+            let reason = format!("keys and values of {} tokens, the layout has {}", rows.tokens, self.layout.rows());
+            return Err(Error::Plan { what: "step", reason });
+        }
+        self.bind_some(backend, stores, memory, input, |_| true)
+    }
+
+    /// Binds what one table takes.
+    pub(in crate::cuda) fn bind_for(
+        &self,
+        backend: &Cuda,
+        stores: &[&Store],
+        memory: &StepMemory,
+        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
+        table: &StepTable,
+    ) -> Result<BoundPackStep> {
+        input.map_or(Ok(()), |input| table.check_rows(&input.rows))?;
+        self.bind_some(backend, stores, memory, input, |section| table.count(section) > 0)
+    }
+
+    fn bind_some(
+        &self,
+        backend: &Cuda,
+        stores: &[&Store],
+        memory: &StepMemory,
+        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
+        takes: impl Fn(Section) -> bool,
+    ) -> Result<BoundPackStep> {
+        let (layout, stream) = (&*self.layout, backend.stream());
+        check_stores(layout, stores, stream)?;
+        memory.check_layout(layout)?;
+        memory.table().check_stream("table of a step", stream)?;
+        let mut kept = vec![memory.table().clone()];
+        kept.extend(stores.iter().flat_map(|store| store.memory()));
+        if let Some(input) = &input {
+            check_input(layout, input, stream)?;
+            kept.extend([input.keys.memory(), input.values.memory(), input.flags.memory()].map(Arc::clone));
+        }
+        let bind = Binder { backend, layout, stores, memory, input };
+        let sections = layout.sections().filter(|&section| layout.capacity(section) > 0 && takes(section));
+        let launches = sections.map(|section| bind.section(section)).collect::<Result<_>>()?;
+        Ok(BoundPackStep { stream: stream.clone(), launches, _memory: kept })
+    }
+}
+
+/// What a step stores for one layer, bound to its stores and its engine's tensors on the stream of the backend that it was bound
+/// by. It keeps alive all memory that it reads and writes; a graph that captured it needs it as long as it is replayed.
+#[derive(Debug)]
+pub struct BoundPackStep {
+    stream: Arc<CudaStream>,
+    launches: Vec<Launch>,
+    _memory: Vec<Arc<Memory>>,
+}
+
+impl BoundPackStep {
+    /// Launches the kernels: one each for copies, tokens and windows of the layout, of which those that have nothing to do end at
+    /// once. Nothing is allocated or copied, and nothing waits.
+    ///
+    /// # Errors
+    /// What the driver says of a launch.
+    pub fn launch(&self) -> Result<()> {
+        self.launches.iter().try_for_each(|launch| launch.run(&self.stream))
+    }
+}
+
+#[derive(Debug)]
+struct Launch {
+    name: &'static str,
+    function: CudaFunction,
+    config: LaunchConfig,
+    call: StepCall,
+}
+
+impl Launch {
+    fn run(&self, stream: &Arc<CudaStream>) -> Result<()> {
+        let mut launch = stream.launch_builder(&self.function);
+        launch.arg(&self.call);
+        // SAFETY: the one argument is the kernel's. Stores and tensors were checked to have all that tables of the layout may
+        // name, and the table's memory only ever holds tables of it; all of it lives as long as the bound step, and is given
+        // back in the order of the stream.
+        unsafe { launch.launch(self.config) }.map(|_| ()).map_err(|error| driver_error(self.name, 0, error))
+    }
+}
+
+/// What launches of a step are bound to.
+struct Binder<'a> {
+    backend: &'a Cuda,
+    layout: &'a StepLayout,
+    stores: &'a [&'a Store],
+    memory: &'a StepMemory,
+    input: Option<StepInput<'a, Tensor, NonFiniteFlags>>,
+}
+
+impl Binder<'_> {
+    fn section(&self, section: Section) -> Result<Launch> {
+        let (capacity, kv_heads) = (self.layout.capacity(section), self.layout.shape().kv_heads());
+        // Kernels count parts of windows, and tokens, of all KV heads in one word.
+        let (needed, allowed) = ((capacity * kv_heads * WINDOW_PARTS) as u64, u64::from(i32::MAX as u32));
+        if needed > allowed {
+            let hint = "lay the step out for fewer tokens and windows";
+            return Err(Error::Limit { what: "parts of a step".into(), needed, allowed, hint });
+        }
+        let in_turns = BLOCKS_EACH * self.backend.kernels().facts().multiprocessors;
+        match section {
+            Section::Copies(store) => {
+                let call = self.call(section, store)?;
+                let pieces = capacity * kv_heads * self.stores[store].pages().head_bytes() / 16;
+                let blocks = pieces.div_ceil(COPY_THREADS as usize).min(4 * in_turns);
+                self.launch("copy_page", store, call, [blocks, 1], COPY_THREADS)
+            }
+            Section::Tokens(store) => {
+                let call = self.with_input(store, self.call(section, store)?)?;
+                let blocks = (capacity * kv_heads).div_ceil(APPEND_WARPS);
+                self.launch("append", store, call, [blocks, 2], 32 * APPEND_WARPS as u32)
+            }
+            Section::Windows(pair) => {
+                let of = self.layout.windows()[pair];
+                let call = self.call(section, of.to)?;
+                let call = StepCall { from_shards: self.shards(of.from)?, ..call };
+                let blocks = (capacity * kv_heads * WINDOW_PARTS).min(in_turns);
+                self.launch("pack_windows", of.to, call, [blocks, 2], WINDOW_THREADS)
+            }
+        }
+    }
+
+    fn call(&self, section: Section, store: usize) -> Result<StepCall> {
+        let of = self.stores[store];
+        let shrink = |which| of.format().tensor(which).affine().map_or(1.0, |affine| affine.shrink);
+        Ok(StepCall {
+            table: self.memory.address(section),
+            key_ranges: of.slot_address(KeyOrValue::Key, 0),
+            value_ranges: of.slot_address(KeyOrValue::Value, 0),
+            kv_heads: self.layout.shape().kv_heads() as u32,
+            key_shrink: shrink(KeyOrValue::Key),
+            value_shrink: shrink(KeyOrValue::Value),
+            capacity: self.layout.capacity(section) as u32,
+            shards: self.shards(store)?,
+            ..StepCall::default()
+        })
+    }
+
+    fn with_input(&self, store: usize, call: StepCall) -> Result<StepCall> {
+        let Some(StepInput { keys, values, rows, flags, layer }) = self.input else {
+            let reason = "it stores tokens, and was given no keys and values";
+            return Err(Error::Plan { what: "step", reason: reason.into() });
+        };
+        Ok(StepCall {
+            keys: keys.address(),
+            values: values.address(),
+            token_stride: rows.token_stride as u64,
+            head_stride: rows.head_stride as u64,
+            flags: flags.address(layer),
+            key_type: keys.type_code(),
+            value_type: values.type_code(),
+            key_largest: self.layout.largest_element(store, KeyOrValue::Key),
+            value_largest: self.layout.largest_element(store, KeyOrValue::Value),
+            ..call
+        })
+    }
+
+    /// Addresses of a store's shards.
+    fn shards(&self, store: usize) -> Result<[u64; MOST_SHARDS]> {
+        let mut addresses = [0; MOST_SHARDS];
+        let shards = self.layout.stores()[store].shard_pages.len();
+        if shards > MOST_SHARDS {
+            let (needed, allowed) = (shards as u64, MOST_SHARDS as u64);
+            let hint = "reserve what the store may need at once, which takes fewer shards";
+            return Err(Error::Limit { what: "the shards of a store".into(), needed, allowed, hint });
+        }
+        let of_store = self.stores[store].shard_addresses().take(shards);
+        addresses.iter_mut().zip(of_store).for_each(|(address, of_shard)| *address = of_shard);
+        Ok(addresses)
+    }
+
+    fn launch(
+        &self,
+        name: &'static str,
+        store: usize,
+        call: StepCall,
+        [x, y]: [usize; 2],
+        threads: u32,
+    ) -> Result<Launch> {
+        let function = self.backend.kernels().function(&self.stores[store].pages().step_program(), name)?;
+        let config =
+            LaunchConfig { grid_dim: (x as u32, y as u32, 1), block_dim: (threads, 1, 1), shared_mem_bytes: 0 };
+        Ok(Launch { name, function, config, call })
+    }
+}
+
+fn check_stores(layout: &StepLayout, stores: &[&Store], stream: &CudaStream) -> Result<()> {
+    layout.check_store_count(stores.len())?;
+    for (index, store) in stores.iter().enumerate() {
+        store.check_stream("step", stream)?;
+        let found = FoundStore {
+            shape: store.shape(),
+            format: store.format(),
+            shard_pages: &|shard| store.shard_pages(shard),
+            range_slots: store.range_slots(),
+        };
+        layout.check_store(index, &found)?;
+    }
+    Ok(())
+}
+
+fn check_input(layout: &StepLayout, input: &StepInput<'_, Tensor, NonFiniteFlags>, stream: &CudaStream) -> Result<()> {
+    for (what, tensor) in [("keys", input.keys), ("values", input.values)] {
+        input.rows.check(what, tensor.elements(), layout.shape())?;
+        tensor.memory().check_stream(what, stream)?;
+    }
+    input.flags.memory().check_stream("non-finite flags", stream)?;
+    input.flags.check_layer(input.layer)
+}

@@ -1,0 +1,77 @@
+//! The table of a step on the device.
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
+
+use crate::cuda::device::memory::Memory;
+use crate::plan::{Section, StepLayout, StepTable};
+use crate::{Error, Result};
+
+/// The table of a step on the device; one serves all layers of a model. It belongs to the stream that it was made on.
+#[derive(Clone, Debug)]
+pub struct StepMemory {
+    layout: Arc<StepLayout>,
+    table: Arc<Memory>,
+}
+
+impl StepMemory {
+    /// Memory for the steps of a layout, with the table of one that writes nothing.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn new(stream: &Arc<CudaStream>, layout: &Arc<StepLayout>) -> Result<Self> {
+        let table = Memory::zeroed(stream, "table of a step", layout.words() * size_of::<u32>())?;
+        Ok(Self { layout: layout.clone(), table })
+    }
+
+    /// In memory of the library that is large enough.
+    pub(super) fn over(table: Arc<Memory>, layout: &Arc<StepLayout>) -> Self {
+        Self { layout: layout.clone(), table }
+    }
+
+    /// Puts a table on the device, in the order of the stream that the memory was made on: once for a step, whatever the number
+    /// of layers, and between replays of a graph that captured the layers. It may not be captured itself.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when the table is of another layout, or the stream is another than the memory's.
+    pub fn write(&self, stream: &Arc<CudaStream>, table: &StepTable) -> Result<()> {
+        check_table(&self.layout, table)?;
+        self.table.check_stream("table of a step", stream)?;
+        self.table.write(stream, "table of a step", bytemuck::cast_slice(table.words()))
+    }
+
+    /// The layout.
+    pub const fn layout(&self) -> &Arc<StepLayout> {
+        &self.layout
+    }
+
+    /// Bytes on the device.
+    pub fn bytes(&self) -> usize {
+        self.table.bytes()
+    }
+
+    /// Address of a section.
+    pub(super) fn address(&self, section: Section) -> u64 {
+        self.table.address() + (self.layout.first_entry(section) * 4 * size_of::<u32>()) as u64
+    }
+
+    pub(super) const fn table(&self) -> &Arc<Memory> {
+        &self.table
+    }
+
+    pub(super) fn check_layout(&self, layout: &StepLayout) -> Result<()> {
+        if *self.layout == *layout {
+            return Ok(());
+        }
+        Err(Error::Plan { what: "step", reason: "its memory was made for another layout".into() })
+    }
+}
+
+fn check_table(layout: &Arc<StepLayout>, table: &StepTable) -> Result<()> {
+    if Arc::ptr_eq(layout, table.layout()) || layout == table.layout() {
+        return Ok(());
+    }
+    let reason = "the table is of another layout than the stores were bound to; bind anew after a store has grown";
+    Err(Error::Plan { what: "step", reason: reason.into() })
+}

@@ -1,0 +1,254 @@
+//! How much a step may write, and where its table keeps it.
+
+use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TensorFormat};
+use crate::plan::Page;
+use crate::{Error, Result};
+
+/// A store, and how much a step may write to it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StoreCapacity {
+    /// Its format.
+    pub format: SegmentFormat,
+    /// Pages of each of its shards.
+    pub shard_pages: Vec<u32>,
+    /// Its slots of span ranges; 0 where the format has none.
+    pub range_slots: usize,
+    /// Most tokens that a step puts into it.
+    pub tokens: usize,
+    /// Most pages of it that a step copies.
+    pub copies: usize,
+}
+
+/// Two stores, and how many windows a step may move from one to the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowCapacity {
+    /// The store of f16 that holds the windows, by its place in the layout.
+    pub from: usize,
+    /// The store that they are packed into.
+    pub to: usize,
+    /// Most windows of a step.
+    pub windows: usize,
+}
+
+/// A part of a step's table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Section {
+    /// Copies of pages of a store.
+    Copies(usize),
+    /// Tokens for a store.
+    Tokens(usize),
+    /// Windows of a pair of stores.
+    Windows(usize),
+}
+
+/// How much a step may write, and which pages, slots and rows there are: the same for all layers.
+///
+/// It is made from the stores of any layer. After a store has grown, make another, and bind anew.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpack::plan::{Page, StepLayout, StepTable, StepWrites, StoreCapacity, TokenWrite, WindowCapacity, WindowMove};
+/// use kvpack::{AttentionShape, Bits, SegmentFormat};
+/// // 64 sequences, each with an open page of f16 and packed pages of 4 bits behind it.
+/// let shape = AttentionShape::new(32, 8, 128)?;
+/// let of = |format, tokens| StoreCapacity { format, shard_pages: vec![4096], range_slots: 4096, tokens, copies: 64 };
+/// let stores = vec![of(SegmentFormat::F16, 64), of(SegmentFormat::per_channel(Bits::Four), 0)];
+/// let windows = vec![WindowCapacity { from: 0, to: 1, windows: 64 }];
+/// let layout = Arc::new(StepLayout::new(shape, 64, stores, windows)?);
+///
+/// // A step: row 0 of the input completes page 7, which is then packed into page 9.
+/// let (open, packed) = (Page { shard: 0, index: 7 }, Page { shard: 0, index: 9 });
+/// let mut writes = StepWrites::of(&layout);
+/// writes.stores[0].tokens.push(TokenWrite { token: 0, page: open, slot: 127 });
+/// writes.windows[0].push(WindowMove { from: open, to: packed, range_slot: 3 });
+/// let mut table = StepTable::new(&layout);
+/// table.set(&writes)?;
+/// assert_eq!(table.words().len(), layout.words());
+/// # Ok::<(), kvpack::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepLayout {
+    shape: AttentionShape,
+    rows: usize,
+    stores: Vec<StoreCapacity>,
+    windows: Vec<WindowCapacity>,
+}
+
+/// Words of an entry of the table, and of the count that precedes the entries of a section.
+pub(crate) const ENTRY_WORDS: usize = 4;
+
+/// A shard's number takes half a word.
+const MOST_SHARDS: usize = 1 << 16;
+
+/// Most entries of a section: what kernels count stays below 2³².
+const MOST_ENTRIES: usize = 1 << 20;
+
+impl StepLayout {
+    /// A layout for steps whose dense keys and values have at most `rows` tokens.
+    ///
+    /// # Errors
+    /// [`Error::Format`] when a format does not fit the shape, [`Error::Plan`] when a store with tokens takes no single ones,
+    /// or windows are not moved from a store of f16 to another store, [`Error::Limit`] when there is too much of something.
+    pub fn new(
+        shape: AttentionShape,
+        rows: usize,
+        stores: Vec<StoreCapacity>,
+        windows: Vec<WindowCapacity>,
+    ) -> Result<Self> {
+        let reject = |reason: String| Err(Error::Plan { what: "layout of a step", reason });
+        for (index, store) in stores.iter().enumerate() {
+            store.format.check(&shape)?;
+            if store.tokens > 0 && !store.format.takes_single_tokens() {
+                return reject(format!("store {index}: {}", store.format.why_no_single_tokens()));
+            }
+            at_most("the shards of a store", store.shard_pages.len(), MOST_SHARDS)?;
+            at_most("the tokens of a step", store.tokens, MOST_ENTRIES)?;
+            at_most("the pages that a step copies", store.copies, MOST_ENTRIES)?;
+        }
+        for pair in &windows {
+            let (from, to, count) = (pair.from, pair.to, stores.len());
+            if from >= count || to >= count || from == to {
+                return reject(format!("windows from store {from} to store {to}: name two of the {count} stores"));
+            }
+            if stores[from].format != SegmentFormat::F16 {
+                let format = &stores[from].format;
+                return reject(format!("windows from a store of {format}; windows are packed from f16"));
+            }
+            at_most("the windows of a step", pair.windows, MOST_ENTRIES)?;
+        }
+        at_most("the tokens of a step's keys and values", rows, u32::MAX as usize)?;
+        Ok(Self { shape, rows, stores, windows })
+    }
+
+    /// Shape of the layers.
+    pub const fn shape(&self) -> &AttentionShape {
+        &self.shape
+    }
+
+    /// Most tokens of a step's dense keys and values.
+    pub const fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// The stores.
+    pub fn stores(&self) -> &[StoreCapacity] {
+        &self.stores
+    }
+
+    /// The pairs of stores between which windows are moved.
+    pub fn windows(&self) -> &[WindowCapacity] {
+        &self.windows
+    }
+
+    /// All sections, in the order in which a step writes them.
+    pub fn sections(&self) -> impl Iterator<Item = Section> + use<> {
+        let (stores, windows) = (self.stores.len(), self.windows.len());
+        let copies = (0..stores).map(Section::Copies);
+        copies.chain((0..stores).map(Section::Tokens)).chain((0..windows).map(Section::Windows))
+    }
+
+    /// Most entries of a section; 0 for one that there is not.
+    pub fn capacity(&self, section: Section) -> usize {
+        match section {
+            Section::Copies(store) => self.stores.get(store).map_or(0, |store| store.copies),
+            Section::Tokens(store) => self.stores.get(store).map_or(0, |store| store.tokens),
+            Section::Windows(pair) => self.windows.get(pair).map_or(0, |pair| pair.windows),
+        }
+    }
+
+    /// Where a section begins in the table, in entries of four words: with one whose first word counts those that follow.
+    pub(crate) fn first_entry(&self, section: Section) -> usize {
+        self.sections().take_while(|before| *before != section).map(|before| 1 + self.capacity(before)).sum()
+    }
+
+    /// Words of a table.
+    pub fn words(&self) -> usize {
+        ENTRY_WORDS * self.sections().map(|section| 1 + self.capacity(section)).sum::<usize>()
+    }
+
+    /// True if steps may store tokens, so that kernels read keys and values.
+    pub fn has_tokens(&self) -> bool {
+        self.stores.iter().any(|store| store.tokens > 0)
+    }
+
+    /// The largest key or value that a store takes, windows that leave it included: what is beyond counts as not finite.
+    pub fn largest_element(&self, store: usize, which: KeyOrValue) -> f32 {
+        let of = |store: &StoreCapacity| largest_element(store.format.tensor(which), &self.shape);
+        let moved = self.windows.iter().filter(|pair| pair.from == store).map(|pair| of(&self.stores[pair.to]));
+        moved.fold(self.stores.get(store).map_or(0.0, of), f32::min)
+    }
+
+    /// Checks that a store is the one of the layout: of its shape and format, with the pages and slots that tables may name.
+    ///
+    /// # Errors
+    /// [`Error::Plan`].
+    pub(crate) fn check_store(&self, index: usize, found: &FoundStore<'_>) -> Result<()> {
+        let reject = |reason: String| Err(Error::Plan { what: "step", reason });
+        let Some(store) = self.stores.get(index) else {
+            return reject(format!("store {index} of a layout with {} stores", self.stores.len()));
+        };
+        if (found.shape, found.format) != (&self.shape, &store.format) {
+            let of = |shape: &AttentionShape, format: &SegmentFormat| {
+                format!("{} KV heads of {} channels as {format}", shape.kv_heads(), shape.head_dim())
+            };
+            let (planned, given) = (of(&self.shape, &store.format), of(found.shape, found.format));
+            return reject(format!("store {index} is laid out for {planned}, and holds {given}"));
+        }
+        let lacks = |(shard, pages): (usize, &u32)| (found.shard_pages)(shard as u32) < *pages;
+        if let Some((shard, pages)) = store.shard_pages.iter().enumerate().find(|&shard| lacks(shard)) {
+            let has = (found.shard_pages)(shard as u32);
+            return reject(format!("shard {shard} of store {index} has {has} pages, the layout has {pages}"));
+        }
+        if store.format.has_span_ranges() && found.range_slots < store.range_slots {
+            let (has, needs) = (found.range_slots, store.range_slots);
+            return reject(format!("store {index} has {has} range slots, the layout has {needs}"));
+        }
+        Ok(())
+    }
+
+    /// Checks that there are as many stores as in the layout.
+    ///
+    /// # Errors
+    /// [`Error::Plan`].
+    pub(crate) fn check_store_count(&self, given: usize) -> Result<()> {
+        if given == self.stores.len() {
+            return Ok(());
+        }
+        let reason = format!("{given} stores were given, the layout has {}", self.stores.len());
+        Err(Error::Plan { what: "step", reason })
+    }
+
+    /// Checks that a store has a page.
+    pub(super) fn check_page(&self, store: usize, page: Page) -> Result<()> {
+        let shards = &self.stores[store].shard_pages;
+        if shards.get(page.shard as usize).is_some_and(|&pages| page.index < pages) {
+            return Ok(());
+        }
+        let (index, shard) = (page.index, page.shard);
+        let reason =
+            format!("there is no page {index} in shard {shard} of store {store}; the shards hold {shards:?} pages");
+        Err(Error::Plan { what: "step", reason })
+    }
+}
+
+/// What a backend's store is, to be held against a layout.
+pub(crate) struct FoundStore<'a> {
+    pub(crate) shape: &'a AttentionShape,
+    pub(crate) format: &'a SegmentFormat,
+    /// Pages of a shard, 0 if there is no such shard.
+    pub(crate) shard_pages: &'a dyn Fn(u32) -> u32,
+    pub(crate) range_slots: usize,
+}
+
+fn largest_element(format: &TensorFormat, shape: &AttentionShape) -> f32 {
+    format.largest_element(shape.head_dim())
+}
+
+/// Checks that something of a step is not more than allowed.
+pub(super) fn at_most(what: &str, needed: usize, allowed: usize) -> Result<()> {
+    if needed <= allowed {
+        return Ok(());
+    }
+    let hint = "write less per step, or lay the step out for more";
+    Err(Error::Limit { what: what.into(), needed: needed as u64, allowed: allowed as u64, hint })
+}

@@ -1,0 +1,359 @@
+//! The words that kernels read of a step.
+
+use std::sync::Arc;
+
+use super::layout::{ENTRY_WORDS, Section, StepLayout, at_most};
+use super::writes::{PageCopy, StepWrites, TokenWrite, WindowMove};
+use crate::format::TILE_TOKENS;
+use crate::plan::{Page, RowLayout};
+use crate::{Error, Result};
+
+/// What a step writes, in words, checked against its layout: one small upload for all layers.
+///
+/// Every section of the layout begins with four words, of which the first counts the entries that follow, of four words each:
+///
+/// | entry | words |
+/// | --- | --- |
+/// | copy | page to read, page to write, 0, shards: the first in the low half, the second in the high half |
+/// | token | token of the dense tensors, page, slot, shard |
+/// | window | page to read, page to write, range slot, shards as those of a copy |
+///
+/// A table is filled again and again ([`StepTable::set`]); that allocates nothing.
+#[derive(Clone, Debug)]
+pub struct StepTable {
+    layout: Arc<StepLayout>,
+    words: Vec<u32>,
+    /// By section, the shards (or pairs of shards) that its entries name, each once.
+    shards: Vec<Vec<u32>>,
+    /// Tokens that the dense keys and values need: one more than the largest that is named.
+    tokens_needed: usize,
+    /// What was written in a step already, to find what is written twice.
+    seen: Vec<(Page, usize)>,
+}
+
+/// An entry of a table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StepEntry {
+    /// Of [`Section::Copies`].
+    Copy(PageCopy),
+    /// Of [`Section::Tokens`].
+    Token(TokenWrite),
+    /// Of [`Section::Windows`].
+    Window(WindowMove),
+}
+
+impl StepTable {
+    /// The table of a step that writes nothing.
+    pub fn new(layout: &Arc<StepLayout>) -> Self {
+        let most = layout.sections().map(|section| layout.capacity(section)).max().unwrap_or(0);
+        let shards = layout.sections().map(|section| Vec::with_capacity(layout.capacity(section))).collect();
+        let (layout, words, seen) = (layout.clone(), vec![0; layout.words()], Vec::with_capacity(most));
+        Self { layout, words, shards, tokens_needed: 0, seen }
+    }
+
+    /// Makes it the table of what a step writes.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when that is more than the layout allows, [`Error::Plan`] when a token, page or slot does not exist, or
+    /// one place is written twice: the table is as it was.
+    pub fn set(&mut self, writes: &StepWrites) -> Result<()> {
+        self.check(writes)?;
+        let layout = self.layout.clone();
+        let mut first = 0;
+        for (at, section) in layout.sections().enumerate() {
+            let entries = first + 1;
+            let count = match section {
+                Section::Copies(store) => self.fill(at, entries, writes.stores[store].copies.iter().map(copy_words)),
+                Section::Tokens(store) => self.fill(at, entries, writes.stores[store].tokens.iter().map(token_words)),
+                Section::Windows(pair) => self.fill(at, entries, writes.windows[pair].iter().map(window_words)),
+            };
+            self.words[first * ENTRY_WORDS] = count;
+            first = entries + layout.capacity(section);
+        }
+        let tokens = writes.stores.iter().flat_map(|store| &store.tokens);
+        self.tokens_needed = tokens.map(|write| write.token + 1).max().unwrap_or(0);
+        Ok(())
+    }
+
+    fn fill(&mut self, section: usize, first: usize, entries: impl Iterator<Item = [u32; ENTRY_WORDS]>) -> u32 {
+        let shards = &mut self.shards[section];
+        shards.clear();
+        let mut count = 0;
+        for (words, entry) in self.words[first * ENTRY_WORDS..].chunks_exact_mut(ENTRY_WORDS).zip(entries) {
+            words.copy_from_slice(&entry);
+            if !shards.contains(&entry[3]) {
+                shards.push(entry[3]);
+            }
+            count += 1;
+        }
+        count
+    }
+
+    /// The layout.
+    pub const fn layout(&self) -> &Arc<StepLayout> {
+        &self.layout
+    }
+
+    /// The words.
+    pub fn words(&self) -> &[u32] {
+        &self.words
+    }
+
+    /// Tokens that the dense keys and values of the step need, 0 if it stores none.
+    pub const fn tokens_needed(&self) -> usize {
+        self.tokens_needed
+    }
+
+    /// Checks that dense keys and values hold the tokens of the step.
+    ///
+    /// # Errors
+    /// [`Error::Plan`].
+    pub(crate) fn check_rows(&self, rows: &RowLayout) -> Result<()> {
+        if rows.tokens >= self.tokens_needed {
+            return Ok(());
+        }
+        reject(format!("it stores token {} of keys and values with {} tokens", self.tokens_needed - 1, rows.tokens))
+    }
+
+    /// Entries of a section.
+    pub fn count(&self, section: Section) -> usize {
+        self.words.get(self.layout.first_entry(section) * ENTRY_WORDS).map_or(0, |&count| count as usize)
+    }
+
+    /// The entries of a section.
+    pub fn entries(&self, section: Section) -> impl Iterator<Item = StepEntry> + '_ {
+        let first = (self.layout.first_entry(section) + 1) * ENTRY_WORDS;
+        let words = self.words.get(first..).unwrap_or_default();
+        words.as_chunks::<ENTRY_WORDS>().0[..self.count(section)].iter().map(move |&entry| read_entry(section, entry))
+    }
+
+    /// Whether entries of a section name this shard, or these two: `from | to << 16`.
+    #[cfg(feature = "wgpu")]
+    pub(crate) fn names_shards(&self, section: Section, shards: u32) -> bool {
+        let at = self.layout.sections().position(|other| other == section);
+        at.is_some_and(|at| self.shards[at].contains(&shards))
+    }
+
+    fn check(&mut self, writes: &StepWrites) -> Result<()> {
+        let layout = self.layout.clone();
+        let (stores, pairs) = (layout.stores().len(), layout.windows().len());
+        if (writes.stores.len(), writes.windows.len()) != (stores, pairs) {
+            let given = format!("{} stores and {} pairs of them", writes.stores.len(), writes.windows.len());
+            return reject(format!(
+                "writes to {given} for a layout of {stores} and {pairs}; make them with StepWrites::of"
+            ));
+        }
+        for (index, store) in writes.stores.iter().enumerate() {
+            at_most("the pages that a step copies", store.copies.len(), layout.capacity(Section::Copies(index)))?;
+            at_most("the tokens of a step", store.tokens.len(), layout.capacity(Section::Tokens(index)))?;
+            for copy in &store.copies {
+                layout.check_page(index, copy.from).and_then(|()| layout.check_page(index, copy.to))?;
+                if store.copies.iter().any(|other| other.to == copy.from) {
+                    return reject(format!("{:?} of store {index} is both copied and written by a copy", copy.from));
+                }
+            }
+            for write in &store.tokens {
+                layout.check_page(index, write.page)?;
+                if write.token >= layout.rows() || write.slot >= TILE_TOKENS {
+                    let (token, slot, rows) = (write.token, write.slot, layout.rows());
+                    return reject(format!("token {token} of {rows} into slot {slot} of {TILE_TOKENS}"));
+                }
+            }
+            self.check_distinct("copy to", store.copies.iter().map(|copy| (copy.to, 0)))?;
+            self.check_distinct("token into", store.tokens.iter().map(|write| (write.page, write.slot)))?;
+        }
+        for (pair, (windows, of)) in writes.windows.iter().zip(layout.windows()).enumerate() {
+            at_most("the windows of a step", windows.len(), layout.capacity(Section::Windows(pair)))?;
+            let to = &layout.stores()[of.to];
+            for window in windows {
+                layout.check_page(of.from, window.from).and_then(|()| layout.check_page(of.to, window.to))?;
+                if to.format.has_span_ranges() && window.range_slot >= to.range_slots {
+                    let (slot, slots) = (window.range_slot, to.range_slots);
+                    return reject(format!("there is no range slot {slot} in store {}, which has {slots}", of.to));
+                }
+                if u32::try_from(window.range_slot).is_err() {
+                    return reject(format!("range slot {} does not fit a word", window.range_slot));
+                }
+            }
+            self.check_distinct("window into", windows.iter().map(|window| (window.to, 0)))?;
+            if to.format.has_span_ranges() {
+                let no_page = Page { shard: 0, index: 0 };
+                self.check_distinct("range of a window in", windows.iter().map(|window| (no_page, window.range_slot)))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Two writes to one place would race.
+    fn check_distinct(&mut self, what: &str, places: impl Iterator<Item = (Page, usize)>) -> Result<()> {
+        self.seen.clear();
+        self.seen.extend(places);
+        self.seen.sort_unstable();
+        match self.seen.windows(2).find(|pair| pair[0] == pair[1]) {
+            None => Ok(()),
+            Some(twice) => {
+                let (page, slot) = twice[0];
+                reject(format!("more than one {what} page {} of shard {}, slot {slot}", page.index, page.shard))
+            }
+        }
+    }
+}
+
+fn reject<T>(reason: String) -> Result<T> {
+    Err(Error::Plan { what: "step", reason })
+}
+
+const fn both_shards(from: Page, to: Page) -> u32 {
+    from.shard | to.shard << 16
+}
+
+fn copy_words(copy: &PageCopy) -> [u32; ENTRY_WORDS] {
+    [copy.from.index, copy.to.index, 0, both_shards(copy.from, copy.to)]
+}
+
+fn token_words(write: &TokenWrite) -> [u32; ENTRY_WORDS] {
+    [write.token as u32, write.page.index, write.slot as u32, write.page.shard]
+}
+
+fn window_words(window: &WindowMove) -> [u32; ENTRY_WORDS] {
+    let WindowMove { from, to, range_slot } = *window;
+    [from.index, to.index, range_slot as u32, both_shards(from, to)]
+}
+
+fn read_entry(section: Section, [first, second, third, shards]: [u32; ENTRY_WORDS]) -> StepEntry {
+    let (from, to) = (Page { shard: shards & 0xffff, index: first }, Page { shard: shards >> 16, index: second });
+    match section {
+        Section::Copies(_) => StepEntry::Copy(PageCopy { from, to }),
+        Section::Windows(_) => StepEntry::Window(WindowMove { from, to, range_slot: third as usize }),
+        Section::Tokens(_) => StepEntry::Token(TokenWrite {
+            token: first as usize,
+            page: Page { shard: shards, index: second },
+            slot: third as usize,
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{StoreCapacity, WindowCapacity};
+    use super::*;
+    use crate::format::KeyOrValue;
+    use crate::{AttentionShape, Bits, SegmentFormat};
+
+    fn layout() -> Arc<StepLayout> {
+        let shape = AttentionShape::new(2, 2, 64).unwrap();
+        let of = |format, tokens| StoreCapacity { format, shard_pages: vec![5, 3], range_slots: 4, tokens, copies: 2 };
+        let stores = vec![of(SegmentFormat::F16, 3), of(SegmentFormat::per_channel(Bits::Four), 0)];
+        let windows = vec![WindowCapacity { from: 0, to: 1, windows: 2 }];
+        Arc::new(StepLayout::new(shape, 8, stores, windows).unwrap())
+    }
+
+    const fn page(shard: u32, index: u32) -> Page {
+        Page { shard, index }
+    }
+
+    fn writes(layout: &StepLayout) -> StepWrites {
+        let mut writes = StepWrites::of(layout);
+        writes.stores[0].copies.push(PageCopy { from: page(0, 4), to: page(1, 2) });
+        writes.stores[0].tokens.push(TokenWrite { token: 7, page: page(1, 2), slot: 127 });
+        writes.stores[0].tokens.push(TokenWrite { token: 0, page: page(0, 0), slot: 0 });
+        writes.windows[0].push(WindowMove { from: page(1, 2), to: page(0, 1), range_slot: 3 });
+        writes
+    }
+
+    /// What was put in comes out, and of an earlier step nothing is left.
+    #[test]
+    fn tables_say_what_a_step_writes() {
+        let layout = layout();
+        let mut table = StepTable::new(&layout);
+        let full = writes(&layout);
+        for writes in [&full, &StepWrites::of(&layout), &full] {
+            table.set(writes).unwrap();
+            let tokens: Vec<_> = writes.stores[0].tokens.iter().map(|&write| StepEntry::Token(write)).collect();
+            assert_eq!(table.entries(Section::Tokens(0)).collect::<Vec<_>>(), tokens);
+            let windows: Vec<_> = writes.windows[0].iter().map(|&window| StepEntry::Window(window)).collect();
+            assert_eq!(table.entries(Section::Windows(0)).collect::<Vec<_>>(), windows);
+            let copies: Vec<_> = writes.stores[0].copies.iter().map(|&copy| StepEntry::Copy(copy)).collect();
+            assert_eq!(table.entries(Section::Copies(0)).collect::<Vec<_>>(), copies);
+            assert_eq!((table.count(Section::Copies(1)), table.count(Section::Tokens(1))), (0, 0));
+        }
+        assert_eq!(table.words().len(), 4 * (3 + 3 + 4 + 1 + 3));
+    }
+
+    #[test]
+    fn sections_do_not_overlap() {
+        let layout = layout();
+        let firsts: Vec<usize> = layout.sections().map(|section| layout.first_entry(section)).collect();
+        assert_eq!(firsts, [0, 3, 6, 10, 11]);
+    }
+
+    /// Whatever the layout does not have is refused, and the table stays what it was.
+    #[test]
+    fn what_the_layout_does_not_have_is_refused() {
+        type Change = fn(&mut StepWrites);
+        let changes: [(&str, Change); 13] = [
+            ("page", |writes| writes.stores[0].tokens[0].page.index = 3),
+            ("shard", |writes| writes.stores[0].tokens[0].page.shard = 2),
+            ("slot", |writes| writes.stores[0].tokens[0].slot = 128),
+            ("token", |writes| writes.stores[0].tokens[0].token = 8),
+            ("slot twice", |writes| writes.stores[0].tokens[1] = TokenWrite { token: 1, ..writes.stores[0].tokens[0] }),
+            ("copied page", |writes| writes.stores[0].copies[0].from.index = 5),
+            ("page of a copy", |writes| writes.stores[0].copies[0].to.index = 5),
+            ("copy of a copy", |writes| {
+                writes.stores[0]
+                    .copies
+                    .push(PageCopy { from: Page { shard: 1, index: 2 }, to: Page { shard: 0, index: 0 } });
+            }),
+            ("window", |writes| writes.windows[0][0].from.index = 3),
+            ("window's page", |writes| writes.windows[0][0].to = Page { shard: 0, index: 5 }),
+            ("range slot", |writes| writes.windows[0][0].range_slot = 4),
+            ("range slot twice", |writes| {
+                let window = writes.windows[0][0];
+                writes.windows[0].push(WindowMove { to: Page { shard: 0, index: 0 }, ..window });
+            }),
+            ("store", |writes| writes.stores.truncate(1)),
+        ];
+        let layout = layout();
+        let mut table = StepTable::new(&layout);
+        table.set(&writes(&layout)).unwrap();
+        let before = table.words().to_vec();
+        for (what, change) in changes {
+            let mut changed = writes(&layout);
+            change(&mut changed);
+            let refused = table.set(&changed);
+            assert!(matches!(refused, Err(Error::Plan { .. })), "{what}: {refused:?}");
+            assert_eq!(table.words(), before, "{what}");
+        }
+        let mut more = writes(&layout);
+        more.stores[0].tokens.extend((1..3).map(|slot| TokenWrite { token: 0, page: page(0, 0), slot }));
+        assert!(matches!(table.set(&more), Err(Error::Limit { needed: 4, allowed: 3, .. })));
+        let mut more = writes(&layout);
+        let window = |index| WindowMove { from: page(0, 0), to: page(0, index), range_slot: index as usize };
+        more.windows[0].extend([window(0), window(2)]);
+        assert!(matches!(table.set(&more), Err(Error::Limit { needed: 3, allowed: 2, .. })));
+        assert_eq!(table.words(), before);
+    }
+
+    #[test]
+    fn layouts_that_no_kernel_can_serve_are_refused() {
+        let shape = AttentionShape::new(2, 2, 64).unwrap();
+        let of = |format, tokens| StoreCapacity { format, shard_pages: vec![1], range_slots: 1, tokens, copies: 0 };
+        let channels = SegmentFormat::per_channel(Bits::Four);
+        let new = |stores: Vec<StoreCapacity>, from, to| {
+            StepLayout::new(shape, 1, stores, vec![WindowCapacity { from, to, windows: 1 }])
+        };
+        let f16 = SegmentFormat::F16;
+        assert!(new(vec![of(f16, 1), of(channels, 0)], 0, 1).is_ok());
+        assert!(new(vec![of(f16, 1), of(channels, 1)], 0, 1).is_err(), "ranges over tokens take no single ones");
+        assert!(new(vec![of(channels, 0), of(f16, 0)], 0, 1).is_err(), "windows are f16");
+        assert!(new(vec![of(f16, 1)], 0, 0).is_err() && new(vec![of(f16, 1)], 0, 1).is_err());
+    }
+
+    /// A window must hold nothing that its packed form does not.
+    #[test]
+    fn the_largest_element_is_that_of_all_stores_on_the_way() {
+        let layout = layout();
+        assert_eq!(layout.largest_element(0, KeyOrValue::Key), 32752.0);
+        assert_eq!(layout.largest_element(1, KeyOrValue::Value), 32752.0);
+    }
+}

@@ -1,0 +1,270 @@
+//! What a step stores: plan, bind, encode.
+
+use std::sync::Arc;
+
+use super::non_finite_flags::NonFiniteFlags;
+use super::step_memory::StepMemory;
+use super::tile_call::TileCall;
+use super::{append, copy_page, pack_windows};
+use crate::backend::StepInput;
+use crate::format::KeyOrValue;
+use crate::plan::{ElementType, FoundStore, Section, StepLayout, StepTable};
+use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, flat_grid, folded_grid};
+use crate::wgpu::device::{Kernels, Store, Tensor, Variant, guard};
+use crate::{Error, Result};
+
+const BOTH: [KeyOrValue; 2] = [KeyOrValue::Key, KeyOrValue::Value];
+
+/// What steps store, for all layers: copies of shared pages, tokens, and windows that are packed, as a [`StepTable`] says.
+///
+/// Once for a model: a [`StepLayout`], a [`StepMemory`] that holds the table on the device, and [`NonFiniteFlags`]. Once for a
+/// layer and its engine's tensors: [`PackStepPlan::bind`]. Every step: [`StepMemory::write`], one small upload, and for every
+/// layer [`BoundPackStep::encode`], which only records dispatches.
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use kvpack::backend::StepInput;
+/// use kvpack::plan::{RowLayout, StepLayout, StepTable, StepWrites, TokenWrite};
+/// use kvpack::wgpu::{NonFiniteFlags, PackStepPlan, StepMemory, Store, Tensor, Wgpu};
+/// # fn example(backend: &Wgpu, store: &Store, keys: &Tensor, values: &Tensor, write: TokenWrite) -> kvpack::Result<()> {
+/// // Steps of up to 64 tokens.
+/// let layout = Arc::new(StepLayout::new(*store.shape(), 64, vec![store.step_capacity(64, 0)], vec![])?);
+/// let memory = StepMemory::new(backend.device(), &layout)?;
+/// let flags = NonFiniteFlags::new(backend.device(), 1)?;
+/// let rows = RowLayout::token_major(64, store.shape());
+/// let input = StepInput { keys, values, rows, flags: &flags, layer: 0 };
+/// let step = PackStepPlan::new(&layout).bind(backend.kernels(), &[store], &memory, Some(input))?;
+///
+/// let (mut writes, mut table) = (StepWrites::of(&layout), StepTable::new(&layout));
+/// let mut encoder = backend.device().create_command_encoder(&Default::default());
+/// // Every step:
+/// writes.clear();
+/// writes.stores[0].tokens.push(write);
+/// table.set(&writes)?;
+/// memory.write(backend.queue(), &table)?;
+/// step.encode(&table, &mut encoder.begin_compute_pass(&Default::default()))?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct PackStepPlan {
+    layout: Arc<StepLayout>,
+}
+
+impl PackStepPlan {
+    /// A plan for the steps of a layout.
+    pub fn new(layout: &Arc<StepLayout>) -> Self {
+        Self { layout: layout.clone() }
+    }
+
+    /// The kernel variants for keys and values of these types, for [`Kernels::prepare`].
+    pub fn variants(&self, keys: ElementType, values: ElementType) -> Vec<Variant> {
+        let (layout, mut found) = (&self.layout, Vec::new());
+        for store in layout.stores() {
+            if store.copies > 0 {
+                found.extend(copy_page::variants());
+            }
+            if store.tokens > 0 {
+                let of = |which, rows| append::of_tokens(layout.shape(), store.format.tensor(which), which, rows);
+                found.extend([of(KeyOrValue::Key, keys), of(KeyOrValue::Value, values)]);
+            }
+        }
+        for pair in layout.windows().iter().filter(|pair| pair.windows > 0) {
+            let format = &layout.stores()[pair.to].format;
+            found.extend(
+                BOTH.map(|which| pack_windows::variants_of(layout.shape(), format.tensor(which), which)).concat(),
+            );
+        }
+        found
+    }
+
+    /// Binds the stores of one layer, in the order of the layout, and its engine's tensors, which every step reads anew; they
+    /// may be left out where steps store no tokens.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when the stores, the memory or the flags are not those of the layout, or keys and values have fewer
+    /// tokens than it; [`Error::Elements`] when they are shorter than their rows; [`Error::Limit`] when something is too large
+    /// for the device.
+    pub fn bind(
+        &self,
+        kernels: &Kernels,
+        stores: &[&Store],
+        memory: &StepMemory,
+        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
+    ) -> Result<BoundPackStep> {
+        if let Some(rows) = input.map(|input| input.rows).filter(|rows| rows.tokens < self.layout.rows()) {
+            let reason = format!("keys and values of {} tokens, the layout has {}", rows.tokens, self.layout.rows());
+            return Err(Error::Plan { what: "step", reason });
+        }
+        self.bind_some(kernels, stores, memory, input, |_| true)
+    }
+
+    /// Binds what one table takes.
+    pub(crate) fn bind_for(
+        &self,
+        kernels: &Kernels,
+        stores: &[&Store],
+        memory: &StepMemory,
+        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
+        table: &StepTable,
+    ) -> Result<BoundPackStep> {
+        input.map_or(Ok(()), |input| table.check_rows(&input.rows))?;
+        self.bind_some(kernels, stores, memory, input, |section| table.count(section) > 0)
+    }
+
+    fn bind_some(
+        &self,
+        kernels: &Kernels,
+        stores: &[&Store],
+        memory: &StepMemory,
+        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
+        takes: impl Fn(Section) -> bool,
+    ) -> Result<BoundPackStep> {
+        let layout = &*self.layout;
+        check_stores(layout, stores)?;
+        memory.check_layout(layout)?;
+        if let Some(input) = input {
+            check_input(layout, &input)?;
+        }
+        let limits = kernels.device().limits();
+        let bind = Binder { kernels, layout, stores, memory, input, limits };
+        let mut launches = Vec::new();
+        for section in layout.sections().filter(|&section| layout.capacity(section) > 0 && takes(section)) {
+            launches.extend(bind.section(section)?);
+        }
+        guard::check_alive(kernels.device())?;
+        let most = u64::from(bind.limits.max_compute_workgroups_per_dimension);
+        Ok(BoundPackStep { layout: self.layout.clone(), launches, most })
+    }
+}
+
+/// What a step stores for one layer, bound to its stores and its engine's tensors.
+#[derive(Clone, Debug)]
+pub struct BoundPackStep {
+    layout: Arc<StepLayout>,
+    launches: Vec<StepLaunch>,
+    /// Most workgroups in one dimension.
+    most: u64,
+}
+
+impl BoundPackStep {
+    /// Encodes the dispatches of a step into an open pass: none for what its table has not. Nothing is submitted, waited for,
+    /// mapped or allocated. [`StepMemory::write`] must have put the same table on the device by the time the pass is submitted.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when the table is of another layout.
+    pub fn encode(&self, table: &StepTable, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
+        check_table(&self.layout, table)?;
+        self.launches.iter().for_each(|launch| launch.encode(table, self.most, pass));
+        Ok(())
+    }
+}
+
+/// Checks that a table is of this layout.
+pub(super) fn check_table(layout: &Arc<StepLayout>, table: &StepTable) -> Result<()> {
+    if Arc::ptr_eq(layout, table.layout()) || layout == table.layout() {
+        return Ok(());
+    }
+    let reason = "the table is of another layout than the stores were bound to; bind anew after a store has grown";
+    Err(Error::Plan { what: "step", reason: reason.into() })
+}
+
+fn check_stores(layout: &StepLayout, stores: &[&Store]) -> Result<()> {
+    layout.check_store_count(stores.len())?;
+    for (index, store) in stores.iter().enumerate() {
+        let found = FoundStore {
+            shape: store.shape(),
+            format: store.format(),
+            shard_pages: &|shard| store.shard_pages(shard),
+            range_slots: store.range_slots(),
+        };
+        layout.check_store(index, &found)?;
+    }
+    Ok(())
+}
+
+fn check_input(layout: &StepLayout, input: &StepInput<'_, Tensor, NonFiniteFlags>) -> Result<()> {
+    input.rows.check("keys", input.keys.elements(), layout.shape())?;
+    input.rows.check("values", input.values.elements(), layout.shape())?;
+    input.flags.check_layer(input.layer)
+}
+
+/// What launches of a step are bound to.
+pub(super) struct Binder<'a> {
+    pub kernels: &'a Kernels,
+    pub layout: &'a StepLayout,
+    pub stores: &'a [&'a Store],
+    pub memory: &'a StepMemory,
+    pub input: Option<StepInput<'a, Tensor, NonFiniteFlags>>,
+    pub limits: wgpu::Limits,
+}
+
+impl Binder<'_> {
+    /// All launches of a section, for every shard or pair of shards that its entries may name.
+    fn section(&self, section: Section) -> Result<Vec<StepLaunch>> {
+        let shards = |store: usize| 0..self.layout.stores()[store].shard_pages.len() as u32;
+        let mut launches = Vec::new();
+        match section {
+            Section::Copies(store) => {
+                for pair in pairs(shards(store), shards(store)) {
+                    launches.extend(copy_page::bind_copies(self, store, pair)?);
+                }
+            }
+            Section::Tokens(store) => {
+                for shard in shards(store) {
+                    for which in BOTH {
+                        launches.push(append::bind_tokens(self, store, shard, which)?);
+                    }
+                }
+            }
+            Section::Windows(pair) => {
+                let of = self.layout.windows()[pair];
+                for shards in pairs(shards(of.from), shards(of.to)) {
+                    for which in BOTH {
+                        launches.extend(pack_windows::bind_windows(self, pair, shards, which)?);
+                    }
+                }
+            }
+        }
+        Ok(launches)
+    }
+
+    /// Binds a kernel that takes `per_entry` invocations for every entry of a section.
+    pub fn launch(
+        &self,
+        variant: &Variant,
+        call: TileCall,
+        buffers: &[(&str, wgpu::BufferBinding<'_>)],
+        (section, per_entry): (Section, u64),
+    ) -> Result<StepLaunch> {
+        let grid = flat_grid(self.layout.capacity(section) as u64 * per_entry, &self.limits)?;
+        let shards = call.shards;
+        let call = call.upload(self.kernels.device(), &[])?;
+        let mut buffers = buffers.to_vec();
+        buffers.push(("call", call.as_entire_buffer_binding()));
+        let launch = Launch::new(self.kernels, variant, &buffers, grid)?;
+        Ok(StepLaunch { launch, section, shards, per_entry })
+    }
+}
+
+fn pairs(from: std::ops::Range<u32>, to: std::ops::Range<u32>) -> impl Iterator<Item = [u32; 2]> {
+    from.flat_map(move |from| to.clone().map(move |to| [from, to]))
+}
+
+/// A dispatch over the entries of a section that name certain shards.
+#[derive(Clone, Debug)]
+pub(super) struct StepLaunch {
+    launch: Launch,
+    section: Section,
+    shards: u32,
+    per_entry: u64,
+}
+
+impl StepLaunch {
+    fn encode(&self, table: &StepTable, most: u64, pass: &mut wgpu::ComputePass<'_>) {
+        if table.names_shards(self.section, self.shards) {
+            let invocations = table.count(self.section) as u64 * self.per_entry;
+            self.launch.encode_grid(pass, folded_grid(invocations.div_ceil(u64::from(FLAT_WORKGROUP)), most));
+        }
+    }
+}

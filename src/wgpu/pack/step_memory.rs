@@ -1,0 +1,90 @@
+//! What steps need on the device, once for all layers.
+
+use std::sync::Arc;
+
+use super::pack_windows;
+use super::step::check_table;
+use crate::format::KeyOrValue;
+use crate::plan::{StepLayout, StepTable};
+use crate::wgpu::device::{KernelLimits, buffers};
+use crate::{Error, Result};
+
+/// The table of a step on the device, and scratch memory for windows that are rotated before their ranges are known. One serves
+/// all layers of a model.
+#[derive(Clone, Debug)]
+pub struct StepMemory {
+    layout: Arc<StepLayout>,
+    table: wgpu::Buffer,
+    /// Rotated rows of as many windows as a step may have, `[window][token][kv_head][channel]`.
+    rotated: Option<wgpu::Buffer>,
+}
+
+impl StepMemory {
+    /// Memory for the steps of a layout, with the table of one that writes nothing.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when a buffer is larger than the device binds; [`Error::OutOfMemory`] or [`Error::DeviceLost`].
+    pub fn new(device: &wgpu::Device, layout: &Arc<StepLayout>) -> Result<Self> {
+        let allowed = KernelLimits::new(&device.limits()).binding_bytes;
+        let rotated = rotated_bytes(layout);
+        let table = layout.words() as u64 * 4;
+        for (what, needed) in [("the table of a step in bytes", table), ("rotated windows in bytes", rotated)] {
+            if needed > allowed {
+                let hint = "lay the step out for fewer windows and tokens";
+                return Err(Error::Limit { what: what.into(), needed, allowed, hint });
+            }
+        }
+        let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
+        // A layout without stores has no sections, and a buffer has at least one entry.
+        let table = buffers::create_now(device, "table of a step", table.max(16), usage)?;
+        let create = || buffers::create_now(device, "rotated windows", rotated, wgpu::BufferUsages::STORAGE);
+        let rotated = if rotated > 0 { Some(create()?) } else { None };
+        Ok(Self { layout: layout.clone(), table, rotated })
+    }
+
+    /// Puts a table on the device, before the next submission: once for a step, whatever the number of layers.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when the table is of another layout.
+    pub fn write(&self, queue: &wgpu::Queue, table: &StepTable) -> Result<()> {
+        check_table(&self.layout, table)?;
+        queue.write_buffer(&self.table, 0, bytemuck::cast_slice(table.words()));
+        Ok(())
+    }
+
+    /// The layout.
+    pub const fn layout(&self) -> &Arc<StepLayout> {
+        &self.layout
+    }
+
+    /// Bytes on the device.
+    pub fn bytes(&self) -> u64 {
+        self.table.size() + self.rotated.as_ref().map_or(0, wgpu::Buffer::size)
+    }
+
+    pub(super) fn table(&self) -> wgpu::BufferBinding<'_> {
+        self.table.as_entire_buffer_binding()
+    }
+
+    pub(super) fn rotated(&self) -> Result<wgpu::BufferBinding<'_>> {
+        let missing = || Error::Plan { what: "step", reason: "its layout rotates no windows".into() };
+        self.rotated.as_ref().map(wgpu::Buffer::as_entire_buffer_binding).ok_or_else(missing)
+    }
+
+    pub(super) fn check_layout(&self, layout: &StepLayout) -> Result<()> {
+        if *self.layout == *layout {
+            return Ok(());
+        }
+        Err(Error::Plan { what: "step", reason: "its memory was made for another layout".into() })
+    }
+}
+
+/// Bytes of the rotated rows of the most windows that a step may have.
+pub(crate) fn rotated_bytes(layout: &StepLayout) -> u64 {
+    let of_pair = |pair: &crate::plan::WindowCapacity| {
+        let format = &layout.stores()[pair.to].format;
+        let of = |which| pack_windows::scratch_bytes(layout.shape(), format.tensor(which));
+        pair.windows as u64 * of(KeyOrValue::Key).max(of(KeyOrValue::Value))
+    };
+    layout.windows().iter().map(of_pair).max().unwrap_or(0)
+}
