@@ -95,7 +95,7 @@ pub enum DataKind {
 }
 
 /// Where the sink lies: a token whose score is 14 nats above the level of all others (see
-/// [`SINK_NATS`](super::SINK_NATS)) for every other query head. The remaining heads do not see it, because a sink hides
+/// [`SINK_NATS`](crate::conformance::SINK_NATS)) for every other query head. The remaining heads do not see it, because a sink hides
 /// what goes wrong elsewhere; they give about a seventh of their weight to the token at the other end of the sequence, so
 /// that a token lost at the edge shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
