@@ -175,7 +175,7 @@ fn bad_inputs_are_typed_errors() {
     assert!(matches!(vlcache_budgets(&[0.1, 2.0], 10, 0.1, VlCacheLimits::default()), Err(Error::Budget { .. })));
     let crossed = VlCacheLimits { min_ratio: 0.5, max_ratio: 0.2, mandatory: 0 };
     assert!(matches!(vlcache_budgets(&[0.1], 10, 0.1, crossed), Err(Error::Budget { .. })));
-    let pyramid = |capacity, window, beta| pyramid_budgets(4, 100, PyramidShape { capacity, window, beta });
+    let pyramid = |capacity, recent, beta| pyramid_budgets(4, 100, PyramidShape { capacity, recent, beta });
     assert!(matches!(pyramid(8, 8, 20), Err(Error::Budget { .. })));
     assert!(matches!(pyramid(16, 8, 0), Err(Error::Budget { .. })));
     assert!(matches!(Pooling::new(Pool::Max, 4), Err(Error::Budget { .. })));

@@ -252,15 +252,15 @@ impl Policy {
             BudgetRule::Uniform => uniform_budgets(layers, length, self.ratio),
             BudgetRule::Pyramid { beta } => {
                 let capacity = uniform_budgets(1, length, self.ratio)?[0];
-                let window = match self.keep {
+                let recent = match self.keep {
                     KeepRule::Best { recent, .. } => recent.of(capacity),
                     _ => 0,
                 };
-                // A budget that the window fills leaves nothing to share out.
-                if window >= capacity {
+                // A budget that the recent tokens fill leaves nothing to share out.
+                if recent >= capacity {
                     return uniform_budgets(layers, length, self.ratio);
                 }
-                pyramid_budgets(layers, length, PyramidShape { capacity, window, beta })
+                pyramid_budgets(layers, length, PyramidShape { capacity, recent, beta })
             }
             BudgetRule::VlCache { limits, .. } => {
                 let rows = self.query_rows(spans)?.ok_or_else(|| no_statistics("budgets by sparsity measure rows"))?;

@@ -2,16 +2,16 @@
 
 use crate::{Error, Result};
 
-/// What a window of scores becomes.
+/// What the scores of neighbouring tokens become.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Pool {
-    /// Their sum over the full width of the window, also where it reaches beyond the first or last token.
+    /// Their sum over the full width of the pooling, also where that reaches beyond the first or last token.
     Average,
     /// The largest.
     Max,
 }
 
-/// Pooling over a window that is centred on each token (SnapKV).
+/// Pooling over the neighbours of each token, it in their middle (SnapKV).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Pooling {
     pool: Pool,
@@ -19,7 +19,7 @@ pub struct Pooling {
 }
 
 impl Pooling {
-    /// Pooling with a window of `kernel` tokens; 1 changes nothing.
+    /// Pooling over `kernel` neighbouring tokens; 1 changes nothing.
     ///
     /// # Errors
     /// [`Error::Budget`] when the width is even, and so has no centre.
@@ -35,10 +35,10 @@ impl Pooling {
     pub fn apply(&self, scores: &[f32]) -> Vec<f32> {
         let half = self.kernel / 2;
         let pooled = |token: usize| {
-            let window = &scores[token.saturating_sub(half)..scores.len().min(token + half + 1)];
+            let near = &scores[token.saturating_sub(half)..scores.len().min(token + half + 1)];
             match self.pool {
-                Pool::Average => (window.iter().map(|&x| f64::from(x)).sum::<f64>() / self.kernel as f64) as f32,
-                Pool::Max => window.iter().copied().fold(f32::NEG_INFINITY, f32::max),
+                Pool::Average => (near.iter().map(|&x| f64::from(x)).sum::<f64>() / self.kernel as f64) as f32,
+                Pool::Max => near.iter().copied().fold(f32::NEG_INFINITY, f32::max),
             }
         };
         (0..scores.len()).map(pooled).collect()

@@ -5,32 +5,32 @@ use crate::{Error, Result};
 /// The shape of the pyramid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PyramidShape {
-    /// Tokens of a layer on average, the window included.
+    /// Tokens of a layer on average, the recent ones included.
     pub capacity: usize,
     /// Last tokens of the prompt, which every layer keeps.
-    pub window: usize,
-    /// How steep it is: the highest layer keeps `(capacity − window) / beta` tokens beside the window. PyramidKV: 20.
+    pub recent: usize,
+    /// How steep it is: the highest layer keeps `(capacity − recent) / beta` tokens beside the recent ones. PyramidKV: 20.
     pub beta: usize,
 }
 
 /// Budgets that fall linearly with the layer (PyramidKV): from `2c − min` to `min = c / β` beside the
-/// window, with `c = capacity − window`. No layer keeps more than the prompt has; what the lowest cannot take raises
+/// recent tokens, with `c = capacity − recent`. No layer keeps more than the prompt has; what the lowest cannot take raises
 /// the highest. A prompt shorter than the capacity stays whole, and one shorter than `2c` is kept to the capacity in
 /// every layer.
 ///
 /// # Errors
-/// [`Error::Budget`] when there are no layers, the window is not smaller than the capacity, or β is 0.
+/// [`Error::Budget`] when there are no layers, the recent tokens are not fewer than the capacity, or β is 0.
 pub fn pyramid_budgets(layers: usize, length: usize, shape: PyramidShape) -> Result<Vec<usize>> {
-    let PyramidShape { capacity, window, beta } = shape;
+    let PyramidShape { capacity, recent, beta } = shape;
     if layers == 0 || beta == 0 {
         let what = if layers == 0 { "number of layers" } else { "beta of the pyramid" };
         return Err(Error::Budget { what, given: "0".into(), allowed: "at least 1".into() });
     }
-    if window >= capacity {
-        let (given, allowed) = (capacity.to_string(), format!("more than {window}, its window"));
+    if recent >= capacity {
+        let (given, allowed) = (capacity.to_string(), format!("more than {recent}, the recent tokens"));
         return Err(Error::Budget { what: "capacity of a layer", given, allowed });
     }
-    let past = capacity - window;
+    let past = capacity - recent;
     if length < capacity {
         return Ok(vec![length; layers]);
     }
@@ -39,11 +39,11 @@ pub fn pyramid_budgets(layers: usize, length: usize, shape: PyramidShape) -> Res
     }
     let mut smallest = past / beta;
     let mut largest = 2 * past - smallest;
-    if largest >= length - window {
+    if largest >= length - recent {
         // Between c, since the prompt holds the capacity, and 2c.
-        largest = length - window;
+        largest = length - recent;
         smallest = 2 * past - largest;
     }
     let step = (largest - smallest) / (layers - 1).max(1);
-    Ok((0..layers).map(|layer| largest - layer * step + window).collect())
+    Ok((0..layers).map(|layer| largest - layer * step + recent).collect())
 }

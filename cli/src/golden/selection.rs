@@ -62,7 +62,7 @@ pub fn h2o(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
 /// `pyramidkv.budget`.
 pub fn pyramidkv(file: &GoldenFile) -> Result<Computed> {
     let [capacity, window, beta] = [file.count("capacity")?, file.count("window")?, file.count("beta")?];
-    let shape = PyramidShape { capacity, window, beta };
+    let shape = PyramidShape { capacity, recent: window, beta };
     let kept = pyramid_budgets(file.count("layers")?, file.count("length")?, shape)?;
     let kept = kept.into_iter().map(|tokens| tokens as f64).collect();
     Ok(vec![("pyramid_budgets", Outputs::from([("kept_total", kept)]))])
