@@ -5,6 +5,8 @@
 #   test-web.sh tint     every WGSL text that a browser may get through Tint, without a GPU
 #   test-web.sh build    the page; exits with 3 where there is no way to wasm
 #   test-web.sh page     the page in headless Chromium on SwiftShader; screenshots under target/web-shots
+#   test-web.sh report   the page of `kvpack eval --report` in headless Chromium: light, dark and on a phone; screenshots under
+#                        target/report-shots
 #   test-web.sh dawn     the quick cases through Dawn in Node.js on the Vulkan driver that VK_DRIVER_FILES names: for the path
 #                        f16, with a lavapipe of Mesa 25 (bookworm-backports); not a part of the others
 #   test-web.sh all      all of these, with every conformance case and every width
@@ -46,11 +48,23 @@ page() { # arguments of page.mjs
     node web/test/page.mjs target/debug/kvpack-web-build target/web target/web-shots "$@"
 }
 
+# One format, so that it takes seconds.
+report() {
+    mkdir -p target/report-pages
+    "${CARGO:-cargo}" test --locked --workspace --no-run --test commands --quiet
+    local kvpack="${CARGO_TARGET_DIR:-target}/debug/kvpack" dump=data/smollm2_kv.safetensors
+    "$kvpack" eval "$dump" --backend cpu --format "4-bit per channel" --report target/report-pages/a >/dev/null
+    "$kvpack" bench --quick --backend cpu --shape g1-b1-4k --footprint 1 --json >target/report-pages/b.json
+    "$kvpack" compare accuracy=target/report-pages/a.json speed=target/report-pages/b.json --out target/report-pages/both.html
+    node web/test/report.mjs target/report-shots target/report-pages/a.html target/report-pages/both.html
+}
+
 case "${1:-}" in
     tools) tools ;;
     tint) tint ;;
     build) scripts/build-web.sh ;;
     page) page ;;
+    report) report ;;
     dawn) node web/test/dawn.mjs target/web ;;
     all)
         tools

@@ -193,6 +193,12 @@ promised_compiler() {
 # --- what is checked --------------------------------------------------------------------------------------------
 
 stage drivers set_up_drivers || { summary; exit 1; }
+if scripts/supply-chain.sh install >"$logs/cargo-deny.log" 2>&1 </dev/null; then
+    stage supply-chain scripts/supply-chain.sh check
+else
+    not_run supply-chain "cargo-deny cannot be installed here, see target/test-logs/cargo-deny.log"
+fi
+not_run semver-checks "no version of kvpack is published yet, so there is nothing to compare the public interface with"
 stage fmt cargo fmt --all --check
 stage clippy cargo clippy --locked --workspace --all-targets --all-features -- -D warnings
 stage features every_feature_set
@@ -215,6 +221,7 @@ stage validation-messages no_validation_messages
 if [ "$(uname -s)" = Linux ]; then
     if scripts/test-web.sh tools >"$logs/web-tools.log" 2>&1 </dev/null; then
         stage web-tint scripts/test-web.sh tint
+        stage web-report scripts/test-web.sh report
     else
         not_run web-tint "Node.js, Chromium or npm packages cannot be installed here, see target/test-logs/web-tools.log"
     fi

@@ -69,6 +69,29 @@ pub enum Chosen {
     Cuda(Cuda),
 }
 
+impl Chosen {
+    /// The driver and its version.
+    pub fn driver(&self) -> String {
+        match self {
+            Self::Cpu(_) => "none".into(),
+            Self::Wgpu(backend) => {
+                let info = backend.device().adapter_info();
+                format!("{} {}", info.driver, info.driver_info).trim().into()
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) => nvidia_driver(),
+        }
+    }
+}
+
+/// Of NVIDIA's driver CUDA itself only tells the version of its interface.
+#[cfg(feature = "cuda")]
+fn nvidia_driver() -> String {
+    let text = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
+    let is_version = |word: &&str| word.contains('.') && word.chars().all(|c| c.is_ascii_digit() || c == '.');
+    text.split_whitespace().find(is_version).map_or("unknown".into(), |version| format!("NVIDIA {version}"))
+}
+
 impl BackendArgs {
     /// Opens the backend that the options ask for, and says on standard error what was chosen where that is no
     /// matter of course.

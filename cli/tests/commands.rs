@@ -17,7 +17,7 @@ fn json(arguments: &[&str]) -> serde_json::Value {
 fn help_names_every_command() {
     let run = kvpack(&["--help"]);
     assert_eq!(run.code, 0);
-    for command in ["list", "check", "bench", "eval", "generate", "capture", "golden", "shader"] {
+    for command in ["list", "check", "bench", "eval", "demo", "compare", "generate", "capture", "golden", "shader"] {
         assert!(run.out.contains(command), "{command} is missing:\n{}", run.out);
     }
 }
@@ -27,6 +27,10 @@ fn list_is_json_too() {
     let list = json(&["list", "--json"]);
     assert!(list["adapters"].is_array());
     assert!(list["cpu"]["threads"].as_u64() >= Some(1));
+    let recipes = json(&["list", "--backend", "cpu", "--json"])["recipes"].as_array().expect("recipes").clone();
+    let kivi = recipes.iter().find(|row| row["recipe"] == "kivi:2").expect("kivi:2");
+    assert_eq!((kivi["bits"].as_f64(), kivi["arithmetic"].as_str()), (Some(3.0), Some("floats")), "{kivi}");
+    assert!(recipes.iter().all(|row| row["source"].as_str().is_some_and(|source| !source.is_empty())), "{recipes:?}");
 }
 
 #[test]
@@ -118,8 +122,17 @@ fn eval_at_one_bit_is_small_and_calibration_does_not_lose() {
     let written = std::fs::read_to_string(files.with_extension("json")).expect("the report's JSON");
     assert_eq!(eval, serde_json::from_str::<serde_json::Value>(&written).expect("JSON"));
     let page = std::fs::read_to_string(files.with_extension("html")).expect("the report's page");
-    assert_eq!(page.matches("<svg").count(), 2, "errors without and with calibration");
-    assert!(page.matches("1-bit per channel, shrunk").count() >= 3, "in the table and in both plots");
+    assert_eq!(page.matches("<figure>").count(), 2, "errors of the outputs and of the rows");
+    assert!(page.contains("<ul class=\"verdict\"><li>At 1 bit, 1-bit per channel, shrunk loses least"), "{page}");
+    assert!(page.matches("1-bit per channel, shrunk").count() >= 4, "in the verdict, the table and both plots");
+    // Devices or builds beside each other, under the names that they are given.
+    let (json_file, compared) = (files.with_extension("json"), files.with_extension("compared.html"));
+    let (old, new) = (format!("old={}", json_file.display()), format!("new={}", json_file.display()));
+    let run = kvpack(&["compare", &old, &new, "--out", compared.to_str().expect("UTF-8")]);
+    assert_eq!(run.code, 0, "{}", run.err);
+    let page = std::fs::read_to_string(&compared).expect("the compared page");
+    assert!(page.contains("<th>old</th><th>new</th>") && page.contains("<h1>old · new</h1>"), "{page}");
+    std::fs::remove_file(compared).expect("it was written");
     for extension in ["json", "html"] {
         std::fs::remove_file(files.with_extension(extension)).expect("it was written");
     }

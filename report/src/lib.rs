@@ -1,15 +1,21 @@
-//! What kvpack measures, as JSON, and what is made of it: tables for documents.
+//! What kvpack measures, as JSON, and what is made of it: a page of HTML, tables for documents.
 //!
 //! Every file that the command writes with `--json` or `--report` says in its field `kind` what it is, and can be read
 //! again as [`Measured`].
 
 mod bench;
+mod eval;
+pub mod family;
 mod measured;
+mod model;
+pub mod page;
 mod peers;
 mod run;
 pub mod tables;
 
 pub use bench::{BenchReport, BenchRow, Figures, MOST_PERCENT_OF_READ, RowOutcome, ShapeReport, StepTimes, parts_of};
+pub use eval::{CalibratedRow, EvalReport, FormatRow, LayerReport, SummaryRow, summarize};
 pub use measured::{Measured, ReadError, read};
+pub use model::{ModelReport, PasskeyRow, RecipeRow};
 pub use peers::{PeerRow, PeersReport};
 pub use run::{Run, utc};

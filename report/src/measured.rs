@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use crate::{BenchReport, PeersReport};
+use crate::{BenchReport, EvalReport, ModelReport, PeersReport};
 
 /// What a file holds, by its field `kind`.
 #[derive(Clone, Debug, Deserialize)]
@@ -10,6 +10,10 @@ use crate::{BenchReport, PeersReport};
 pub enum Measured {
     /// `kvpack bench --json`.
     Bench(BenchReport),
+    /// `kvpack eval DUMP`.
+    Eval(EvalReport),
+    /// `kvpack eval --model`.
+    Model(ModelReport),
     /// `scripts/peers.py`.
     Peers(PeersReport),
 }

@@ -20,6 +20,11 @@ pub enum TableError {
     /// A table shows one build.
     #[error("the rows are of several builds ({0}); measure all of them with one")]
     SeveralBuilds(String),
+    /// Accuracy is the same on every device.
+    #[error(
+        "a table of a device has the rows of `kvpack bench --json` and scripts/peers.py, and nothing of `kvpack eval`"
+    )]
+    NoTiming,
     /// A row that cannot be repeated.
     #[error("a report does not say of which run it is: write it with `kvpack bench --json`")]
     NoRun,
@@ -53,6 +58,7 @@ impl Device {
             match measured {
                 Measured::Bench(report) => device.reports.push(report),
                 Measured::Peers(report) => device.peers.push(report),
+                Measured::Eval(_) | Measured::Model(_) => return Err(TableError::NoTiming),
             }
         }
         let mut commits = BTreeSet::new();

@@ -1,14 +1,21 @@
-//! `kvpack list`: the adapters of this machine.
+//! `kvpack list`: the adapters of this machine, and the recipes with what serves them here.
 
 use anyhow::Result;
+use kvpack::backend::QueryPrecision;
+use kvpack::cache::{METHODS, ModelRecipe};
+use kvpack::{AttentionShape, Backend, Error};
 
 use crate::adapters::AdapterSummary;
+use crate::backend::{BackendArgs, Chosen};
 use crate::outcome::Outcome;
 use crate::print::{self, say};
 
-/// Lists the GPU adapters with their drivers, features and limits.
+/// Lists the GPU adapters with their drivers, features and limits, and every recipe with its bits, where it comes from,
+/// and by which arithmetic the backend serves it, so that a slow path is never silent.
 #[derive(clap::Args)]
 pub struct ListArgs {
+    #[command(flatten)]
+    backend: BackendArgs,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -19,8 +26,16 @@ pub fn run(args: &ListArgs) -> Result<Outcome> {
     let adapters: Vec<AdapterSummary> =
         pollster::block_on(kvpack::wgpu::adapters())?.iter().map(AdapterSummary::new).collect();
     let threads = rayon::current_num_threads();
+    let backend = args.backend.open()?;
+    let (name, recipes) = match &backend {
+        Chosen::Cpu(backend) => recipes(backend)?,
+        Chosen::Wgpu(backend) => recipes(backend)?,
+        #[cfg(feature = "cuda")]
+        Chosen::Cuda(backend) => recipes(backend)?,
+    };
     if args.json {
-        print::json(&serde_json::json!({ "adapters": adapters, "cpu": { "threads": threads } }))?;
+        let cpu = serde_json::json!({ "threads": threads });
+        print::json(&serde_json::json!({ "adapters": adapters, "cpu": cpu, "backend": name, "recipes": recipes }))?;
         return Ok(Outcome::Passed);
     }
     for adapter in &adapters {
@@ -30,7 +45,70 @@ pub fn run(args: &ListArgs) -> Result<Outcome> {
         say!("No GPU adapter. Install a driver (on Debian or Ubuntu: mesa-vulkan-drivers), or use the CPU backend.")?;
     }
     say!("CPU backend: always there, {threads} threads (--backend cpu)")?;
+    print_recipes(&name, &recipes)?;
     Ok(Outcome::Passed)
+}
+
+/// Query and KV heads, and channels of a head, at which recipes are listed: those of an 8B model of today.
+const SHAPE: (usize, usize, usize) = (32, 8, 128);
+
+/// A recipe and what serves it.
+#[derive(serde::Serialize)]
+struct RecipeRow {
+    /// The recipe, as every command takes it.
+    recipe: String,
+    /// Bits per element of a packed page.
+    bits: f64,
+    /// How keys and values are stored.
+    stores: &'static str,
+    /// Where it comes from.
+    source: &'static str,
+    /// By which arithmetic keys and values are multiplied beside a query of 16 bits, or why not.
+    arithmetic: String,
+    /// The same beside a query of 8 bits.
+    arithmetic_int8: String,
+}
+
+/// The backend's name, and every recipe with what serves it there.
+fn recipes<B: Backend>(backend: &B) -> Result<(String, Vec<RecipeRow>)> {
+    let (query_heads, kv_heads, head_dim) = SHAPE;
+    let shape = AttentionShape::new(query_heads, kv_heads, head_dim)?;
+    let row = |recipe: ModelRecipe| {
+        let text = recipe.to_string();
+        let method = METHODS.iter().find(|method| text.split(':').next() == Some(method.name));
+        let format = recipe.layer(0, &shape).packed().format;
+        let arithmetic = |query| match backend.arithmetic(&shape, &format, query) {
+            Ok(arithmetic) => Ok(arithmetic.to_string()),
+            Err(reason @ (Error::Unsupported { .. } | Error::Format { .. } | Error::Limit { .. })) => {
+                Ok(format!("not served: {reason}"))
+            }
+            Err(error) => Err(error),
+        };
+        Ok(RecipeRow {
+            recipe: text,
+            bits: format.bits_per_element(&shape),
+            stores: method.map_or("", |method| method.stores),
+            source: method.map_or("", |method| method.source),
+            arithmetic: arithmetic(QueryPrecision::Int16)?,
+            arithmetic_int8: arithmetic(QueryPrecision::Int8)?,
+        })
+    };
+    Ok((backend.name(), ModelRecipe::all().into_iter().map(row).collect::<Result<_>>()?))
+}
+
+fn print_recipes(name: &str, rows: &[RecipeRow]) -> Result<()> {
+    let (query_heads, kv_heads, head_dim) = SHAPE;
+    say!("\nRecipes on {name}, {query_heads} query heads over {kv_heads} KV heads × {head_dim}")?;
+    let mut table = print::results(&["recipe", "bits", "multiplied as (keys, values)", "from"], 4);
+    for row in rows {
+        let arithmetic = match row.arithmetic == row.arithmetic_int8 {
+            true => row.arithmetic.clone(),
+            false => format!("{}; 8-bit query: {}", row.arithmetic, row.arithmetic_int8),
+        };
+        table.add_row([row.recipe.clone(), format!("{:.2}", row.bits), arithmetic, row.source.into()]);
+    }
+    say!("{table}")?;
+    Ok(say!("Formats and other numbers of heads: `kvpack check --matrix`.")?)
 }
 
 fn print_adapter(adapter: &AdapterSummary) -> Result<()> {

@@ -3,6 +3,8 @@
 mod bench;
 mod capture;
 mod check;
+mod compare;
+mod demo;
 mod eval;
 mod generate;
 mod golden;
@@ -32,6 +34,10 @@ pub enum Command {
     Bench(bench::BenchArgs),
     /// Measure what each format does to the attention outputs of a dump of keys, values and queries.
     Eval(eval::EvalArgs),
+    /// Show in a minute what packing costs on real keys and values, and what this device can do.
+    Demo(demo::DemoArgs),
+    /// Put reports of devices or builds beside each other in one page.
+    Compare(compare::CompareArgs),
     /// Write text with a GGUF model whose cache is packed.
     Generate(generate::GenerateArgs),
     /// Write the keys, values and queries of a GGUF model over a text as a dump for `kvpack eval`.
@@ -50,6 +56,8 @@ impl Command {
             Self::Check(args) => check::run(&args),
             Self::Bench(args) => bench::run(&args),
             Self::Eval(args) => eval::run(&args),
+            Self::Demo(args) => demo::run(&args),
+            Self::Compare(args) => compare::run(&args),
             Self::Generate(args) => generate::run(&args),
             Self::Capture(args) => capture::run(&args),
             Self::Golden(args) => golden::run(&args),

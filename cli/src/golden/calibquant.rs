@@ -15,7 +15,8 @@ use super::Outputs;
 use super::file::{GoldenFile, part};
 use super::stored::check_size;
 
-/// `calibquant.calibrate`: eq. 7 on given scores.
+/// `calibquant.calibrate`: eq. 7 on given scores, its slope clamped at 0 as [`Calibration::map`] says. Files that tell
+/// the clamped from the unclamped have both, see `guarded` in [`super::run_op`].
 pub fn calibrate(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
     let calibration = calibration(file)?;
     let scores = file.input("scores")?;
@@ -27,7 +28,8 @@ pub fn calibrate(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
         let map = calibration.map(smallest, largest);
         calibrated.extend(scores.iter().map(|&score| f64::from(map.apply(score))));
     }
-    Ok(vec![("calibrate", Outputs::from([("calibrated", calibrated)]))])
+    let outputs = [("calibrated", calibrated.clone()), ("calibrated_guarded", calibrated)];
+    Ok(vec![("calibrate", Outputs::from(outputs))])
 }
 
 /// `calibquant.pack`: codes to bytes, the first in the highest bits.

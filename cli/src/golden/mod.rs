@@ -163,6 +163,11 @@ pub fn run_op(file: &GoldenFile, gpu: Option<&Wgpu>) -> Result<GoldenOutcome> {
     for (kernel, outputs) in computed {
         kernels.push(kernel);
         for (output, mode) in &file.compare {
+            // kvpack clamps where a formula would reverse an order: a file that says what that gives is taken by it.
+            let guarded = file.compare.contains_key(&format!("{output}_guarded"));
+            if guarded {
+                continue;
+            }
             let want = file.output(output)?;
             let Some(got) = outputs.get(output.as_str()) else {
                 bail!("{kernel} computes no output '{output}'");

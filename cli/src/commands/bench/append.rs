@@ -131,11 +131,11 @@ struct AppendRow {
 ///
 /// # Errors
 /// When the backend fails, or stored something else than `quantize` does.
-pub fn run<B: TimedStores + Timed>(backend: &B, json: bool) -> Result<()> {
+pub fn run<B: TimedStores + Timed>(backend: &B, driver: String, json: bool) -> Result<()> {
     let shape = AttentionShape::new(32, 8, 128)?;
     let formats = decode_formats();
     let progress = ProgressBar::new(formats.len() as u64).with_style(print::bar());
-    let run = provenance::run(backend.driver(), backend.guard_tolerance());
+    let run = provenance::run(driver, backend.guard_tolerance());
     let mut rows = Vec::new();
     let mut guard = pollster::block_on(Guard::new(backend))?;
     for format in formats {

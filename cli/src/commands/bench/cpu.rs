@@ -29,10 +29,6 @@ impl Timed for Cpu {
         None
     }
 
-    fn driver(&self) -> String {
-        "none".into()
-    }
-
     fn sizes(&self) -> Sizes {
         Sizes { largest_shape: 128 << 20, footprint: FOOTPRINT, seconds: 0.5 }
     }

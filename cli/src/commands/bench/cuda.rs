@@ -65,13 +65,6 @@ impl Timed for Cuda {
         Some(0.03)
     }
 
-    /// CUDA itself only tells the version of its interface.
-    fn driver(&self) -> String {
-        let text = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
-        let is_version = |word: &&str| word.contains('.') && word.chars().all(|c| c.is_ascii_digit() || c == '.');
-        text.split_whitespace().find(is_version).map_or("unknown".into(), |version| format!("NVIDIA {version}"))
-    }
-
     fn sizes(&self) -> Sizes {
         Sizes { largest_shape: u64::MAX, footprint: 1 << 30, seconds: 0.1 }
     }

@@ -5,7 +5,7 @@ mod bandwidth;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod dumped;
+pub mod dumped;
 mod run;
 mod timed;
 mod wgpu;
@@ -21,9 +21,12 @@ use kvpack_report::{BenchReport, BenchRow, RowOutcome, ShapeReport};
 use crate::backend::{BackendArgs, Chosen};
 use crate::outcome::Outcome;
 use crate::print::{self, say};
+use crate::provenance;
 use append::TimedStores;
-use run::{BenchPlan, Subject};
-use timed::Timed;
+pub use run::BenchPlan;
+use run::Subject;
+pub use run::run as run_plan;
+pub use timed::Timed;
 
 /// How much of the guard's rate may be missing without a word.
 const UNSTEADY_PERCENT: f64 = 10.0;
@@ -116,23 +119,26 @@ const MIXED_SUITE: [&str; 2] = ["g4-b8-32k", "g8-b8-32k"];
 
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<Outcome> {
-    match args.backend.open()? {
-        Chosen::Cpu(backend) => bench(args, &backend),
-        Chosen::Wgpu(backend) => bench(args, &backend),
+    let backend = args.backend.open()?;
+    let driver = backend.driver();
+    match &backend {
+        Chosen::Cpu(backend) => bench(args, backend, driver),
+        Chosen::Wgpu(backend) => bench(args, backend, driver),
         #[cfg(feature = "cuda")]
-        Chosen::Cuda(backend) => bench(args, &backend),
+        Chosen::Cuda(backend) => bench(args, backend, driver),
     }
 }
 
-fn bench<B: Timed + TimedStores>(args: &BenchArgs, backend: &B) -> Result<Outcome> {
+fn bench<B: Timed + TimedStores>(args: &BenchArgs, backend: &B, driver: String) -> Result<Outcome> {
     if args.suite == Some(SuiteName::Append) {
         if args.format.is_some() {
             bail!("--suite append takes every format; leave --format out");
         }
-        return append::run(backend, args.json).map(|()| Outcome::Passed);
+        return append::run(backend, driver, args.json).map(|()| Outcome::Passed);
     }
     let plan = args.plan(backend)?;
-    let report = pollster::block_on(run::run(backend, &plan))?;
+    let run = provenance::run(driver, backend.guard_tolerance());
+    let report = pollster::block_on(run::run(backend, run, &plan))?;
     if args.json {
         print::json(&report)?;
     } else {

@@ -5,11 +5,10 @@ use indicatif::ProgressBar;
 use kvpack::SegmentFormat;
 use kvpack::backend::{AttendOptions, QueryPrecision};
 use kvpack::conformance::{BatchFormat, DecodeData, DecodeShape, SequenceData, Workload};
-use kvpack_report::{BenchReport, BenchRow, Figures, RowOutcome, ShapeReport, parts_of};
+use kvpack_report::{BenchReport, BenchRow, Figures, RowOutcome, Run, ShapeReport, parts_of};
 
 use super::bandwidth::Readings;
 use super::timed::{Guard, Timed};
-use crate::provenance;
 
 /// Attempts to time a row while the device keeps its clock.
 const ATTEMPTS: usize = 3;
@@ -44,8 +43,7 @@ struct Bench<'a, B> {
 }
 
 /// Runs all rows.
-pub async fn run<B: Timed>(backend: &B, plan: &BenchPlan) -> Result<BenchReport> {
-    let run = provenance::run(backend.driver(), backend.guard_tolerance());
+pub async fn run<B: Timed>(backend: &B, run: Run, plan: &BenchPlan) -> Result<BenchReport> {
     let progress = ProgressBar::new((plan.subjects.len() * plan.formats.len()) as u64).with_style(crate::print::bar());
     let mut bench = Bench { backend, plan, guard: Guard::new(backend).await? };
     let mut shapes = Vec::with_capacity(plan.subjects.len());

@@ -11,9 +11,6 @@ pub trait Timed: Backend + Sized {
     /// reported, because other programs share the device and a quiet moment may never come.
     fn guard_tolerance(&self) -> Option<f64>;
 
-    /// The driver and its version.
-    fn driver(&self) -> String;
-
     /// What suits the size of the device.
     fn sizes(&self) -> Sizes;
 

@@ -33,11 +33,6 @@ impl Timed for Wgpu {
         (self.device().adapter_info().device_type != wgpu::DeviceType::Cpu).then_some(0.03)
     }
 
-    fn driver(&self) -> String {
-        let info = self.device().adapter_info();
-        format!("{} {}", info.driver, info.driver_info).trim().into()
-    }
-
     fn sizes(&self) -> Sizes {
         match self.device().adapter_info().device_type {
             wgpu::DeviceType::Cpu => Sizes { largest_shape: 32 << 20, footprint: 64 << 20, seconds: 0.1 },

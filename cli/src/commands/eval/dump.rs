@@ -5,14 +5,17 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use indicatif::ProgressBar;
 use kvpack::Backend;
+use kvpack_report::page::of_eval;
+use kvpack_report::{EvalReport, FormatRow, LayerReport, Run, SummaryRow, summarize};
 
-use super::report::{self, EvalReport, FormatRow, LayerReport, SummaryRow};
+use super::layer::Calibrations;
 use super::stored::KeptInF16;
-use super::{Destination, dump_page, formats, layer};
+use super::{Destination, formats, layer, page};
 use crate::backend::{BackendArgs, Chosen};
 use crate::dump::{self, Dump};
 use crate::outcome::Outcome;
 use crate::print::{self, one_line, say};
+use crate::provenance;
 
 /// Options about dumps.
 #[derive(clap::Args)]
@@ -25,17 +28,26 @@ pub struct DumpArgs {
 }
 
 /// Evaluates a dump.
-pub fn run(file: &Path, args: &DumpArgs, backend: &BackendArgs, to: Destination<'_>) -> Result<Outcome> {
+pub(super) fn run(file: &Path, args: &DumpArgs, backend: &BackendArgs, to: Destination<'_>) -> Result<Outcome> {
     let dump = dump::read(file).with_context(|| file.display().to_string())?;
     leave_something_to_pack(&dump, args.kept)?;
-    let report = match backend.open()? {
-        Chosen::Cpu(backend) => evaluate(file, args, &backend, &dump),
-        Chosen::Wgpu(backend) => evaluate(file, args, &backend, &dump),
+    let backend = backend.open()?;
+    let run = provenance::run(backend.driver(), None);
+    let task = Task {
+        file,
+        dump: &dump,
+        format: args.format.as_deref(),
+        kept: args.kept,
+        calibrations: Calibrations::Searched,
+    };
+    let report = match &backend {
+        Chosen::Cpu(backend) => task.evaluate(run, backend),
+        Chosen::Wgpu(backend) => task.evaluate(run, backend),
         #[cfg(feature = "cuda")]
-        Chosen::Cuda(backend) => evaluate(file, args, &backend, &dump),
+        Chosen::Cuda(backend) => task.evaluate(run, backend),
     }?;
     // Where one way is closed, the report still goes the other.
-    let written = to.files.map_or(Ok(()), |path| dump_page::write(&report, path));
+    let written = to.files.map_or(Ok(()), |path| page::write(path, &report, &of_eval(&report)));
     let printed = to.print(&report, print_report);
     written.and(printed).map(|()| Outcome::Passed)
 }
@@ -52,32 +64,55 @@ fn leave_something_to_pack(dump: &Dump, kept: KeptInF16) -> Result<()> {
     Ok(())
 }
 
-fn evaluate<B: Backend>(file: &Path, args: &DumpArgs, backend: &B, dump: &Dump) -> Result<EvalReport> {
-    let layers = evaluate_layers(args, backend, dump)?;
-    Ok(EvalReport {
-        file: file.display().to_string(),
-        model: dump.model.clone(),
-        text: dump.text.clone(),
-        backend: backend.name(),
-        kept_first: args.kept.first,
-        kept_last: args.kept.last,
-        summary: report::summarize(&layers),
-        layers,
-    })
+/// What is evaluated.
+pub struct Task<'a> {
+    /// Where the dump is from.
+    pub file: &'a Path,
+    /// The dump.
+    pub dump: &'a Dump,
+    /// Part of the formats' names; every format where there is none.
+    pub format: Option<&'a str>,
+    /// What stays in f16.
+    pub kept: KeptInF16,
+    /// Whether calibrations are searched.
+    pub calibrations: Calibrations,
 }
 
-fn evaluate_layers<B: Backend>(args: &DumpArgs, backend: &B, dump: &Dump) -> Result<Vec<LayerReport>> {
-    let progress = ProgressBar::new(dump.layers.len() as u64).with_style(print::bar());
-    let mut reports = Vec::with_capacity(dump.layers.len());
-    for layer in &dump.layers {
-        progress.set_message(format!("layer {}", layer.index));
-        let formats = formats::matching(&layer.shape, args.format.as_deref())?;
-        let evaluated = pollster::block_on(layer::evaluate(backend, layer, &formats, args.kept));
-        reports.push(evaluated.with_context(|| format!("layer {}", layer.index))?);
-        progress.inc(1);
+impl Task<'_> {
+    /// Evaluates every format on every layer.
+    ///
+    /// # Errors
+    /// When no format fits, and whatever the backend reports.
+    pub fn evaluate<B: Backend>(&self, run: Run, backend: &B) -> Result<EvalReport> {
+        let layers = self.layers(backend)?;
+        Ok(EvalReport {
+            run: Some(run),
+            file: self.file.display().to_string(),
+            model: self.dump.model.clone(),
+            text: self.dump.text.clone(),
+            backend: backend.name(),
+            kept_first: self.kept.first,
+            kept_last: self.kept.last,
+            summary: summarize(&layers),
+            layers,
+        })
     }
-    progress.finish_and_clear();
-    Ok(reports)
+
+    fn layers<B: Backend>(&self, backend: &B) -> Result<Vec<LayerReport>> {
+        let layers = &self.dump.layers;
+        let formats = layers.iter().map(|layer| formats::matching(&layer.shape, self.format));
+        let formats = formats.collect::<Result<Vec<_>>>()?;
+        let rows = formats.iter().map(Vec::len).sum::<usize>();
+        let progress = ProgressBar::new(rows as u64).with_style(print::bar());
+        let mut reports = Vec::with_capacity(layers.len());
+        for (layer, formats) in layers.iter().zip(&formats) {
+            let subject = layer::Subject { layer, kept: self.kept, calibrations: self.calibrations };
+            let evaluated = pollster::block_on(layer::evaluate(backend, subject, formats, &progress));
+            reports.push(evaluated.with_context(|| format!("layer {}", layer.index))?);
+        }
+        progress.finish_and_clear();
+        Ok(reports)
+    }
 }
 
 fn print_report(report: &EvalReport) -> Result<()> {

@@ -1,12 +1,13 @@
 //! Evaluates the formats on one layer.
 
+use indicatif::ProgressBar;
 use kvpack::cpu::{CalibrationResult, CalibrationSample, DenseSegment, exact_attention};
 use kvpack::format::{Calibration, SegmentFormat};
 use kvpack::plan::{RowLayout, TokenRange};
 use kvpack::{Backend, Result};
+use kvpack_report::{CalibratedRow, FormatRow, LayerReport};
 
 use super::formats::NamedFormat;
-use super::report::{CalibratedRow, FormatRow, LayerReport};
 use super::stored::{KeptInF16, StoredLayer, VisibleQuery};
 use crate::dump::Layer;
 
@@ -17,13 +18,33 @@ struct QuerySet<'a> {
     exact: Vec<f64>,
 }
 
+/// Whether a calibration is searched for each layer and format, which takes most of the time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Calibrations {
+    /// It is.
+    Searched,
+    /// Errors without calibration are all that is asked for.
+    None,
+}
+
+/// What is evaluated of a dump.
+#[derive(Clone, Copy)]
+pub struct Subject<'a> {
+    /// One of its layers.
+    pub layer: &'a Layer,
+    /// What stays in f16.
+    pub kept: KeptInF16,
+    /// Whether calibrations are searched.
+    pub calibrations: Calibrations,
+}
+
 /// Measures every format on one layer. Every second prompt query is for the search of calibrations, and all others,
 /// with the decode queries, are for the errors.
 pub async fn evaluate<B: Backend>(
     backend: &B,
-    layer: &Layer,
+    Subject { layer, kept, calibrations }: Subject<'_>,
     formats: &[NamedFormat],
-    kept: KeptInF16,
+    progress: &ProgressBar,
 ) -> Result<LayerReport> {
     let (for_search, for_errors) = split_queries(layer);
     let for_errors = QuerySet::new(layer, for_errors)?;
@@ -31,10 +52,11 @@ pub async fn evaluate<B: Backend>(
     let values = backend.upload(layer.values.as_slice().into()).await?;
     let mut rows = Vec::with_capacity(formats.len());
     for named in formats {
+        progress.set_message(format!("layer {}, {}", layer.index, named.name));
         let stored = StoredLayer::new(backend, layer, named.format, kept, (&keys, &values)).await?;
         let plain = error(backend, &stored, &for_errors, None).await?;
         let mut calibrated = None;
-        if named.is_packed() && !for_search.is_empty() {
+        if calibrations == Calibrations::Searched && named.is_packed() && !for_search.is_empty() {
             let found = search(layer, named.format, kept, &for_search)?;
             let error = match found == Calibration::IDENTITY {
                 true => plain,
@@ -47,11 +69,14 @@ pub async fn evaluate<B: Backend>(
         rows.push(FormatRow {
             format: named.name.clone(),
             error: plain,
+            row_error: stored.row_error(backend, layer).await?,
             calibrated,
+            packed_bits: stored.packed_bits(),
             bytes,
             bits_per_element,
             times_smaller: 16.0 / bits_per_element,
         });
+        progress.inc(1);
     }
     Ok(LayerReport {
         layer: layer.index,

@@ -1,14 +1,11 @@
 //! `kvpack eval`: what a cache method loses, on a dump of keys and values or in a running model.
 
-mod dump;
-mod dump_page;
+pub mod dump;
 mod formats;
-mod layer;
+pub mod layer;
 mod model;
-mod page;
-mod plots;
-mod report;
-mod stored;
+pub mod page;
+pub mod stored;
 
 use std::path::{Path, PathBuf};
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvpack::backend::{AttendOptions, FilledSpan, FilledStores, NewSpan, SpanSource};
+use kvpack::backend::{AttendOptions, FilledSpan, FilledStores, NewSpan, SpanRead, SpanSource};
 use kvpack::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
 use kvpack::plan::{AttendPlan, QueryRun, RowLayout, SpanView, StoreView, TokenRange};
 use kvpack::{Backend, Result};
@@ -72,6 +72,39 @@ impl<B: Backend> StoredLayer<B> {
     /// Bytes held.
     pub fn bytes(&self, backend: &B) -> u64 {
         self.stores.bytes(backend)
+    }
+
+    /// Bits per element of the tokens that are packed, with all ranges and padding; those of f16 where none are.
+    pub fn packed_bits(&self) -> f64 {
+        let Some(segment) = self.packed() else { return 16.0 };
+        let (format, shape) = (segment.format, &self.shape);
+        let bytes = segment.span.pages.len() * format.page_bytes(shape) + format.range_slot_bytes(shape);
+        bytes as f64 * 8.0 / (2 * segment.tokens.len() * shape.kv_heads() * shape.head_dim()) as f64
+    }
+
+    /// Squared error of the packed keys and values, relative to their squares; none where nothing is packed.
+    pub async fn row_error(&self, backend: &B, layer: &Layer) -> Result<Option<f64>> {
+        let Some(segment) = self.packed() else { return Ok(None) };
+        let head_dim = self.shape.head_dim();
+        let FilledSpan { span, pages, range_slot } = &segment.span;
+        let read = SpanRead { pages, tokens: segment.tokens.len(), range_slot: *range_slot };
+        let (keys, values) = backend.dequantize(self.stores.stores()[span.store], read)?;
+        let (mut error, mut size) = (0.0, 0.0);
+        for (stored, original) in [(keys, &layer.keys), (values, &layer.values)] {
+            let stored = backend.download(&stored).await?;
+            let heads = original.chunks(layer.tokens * head_dim);
+            let packed = heads.flat_map(|head| &head[segment.tokens.start * head_dim..segment.tokens.end * head_dim]);
+            for (&got, &want) in stored.iter().zip(packed) {
+                error += f64::from(got - want).powi(2);
+                size += f64::from(want).powi(2);
+            }
+        }
+        Ok((size > 0.0).then(|| error / size))
+    }
+
+    /// The segment in the format that was asked for, if that packs.
+    fn packed(&self) -> Option<&Segment> {
+        self.segments.iter().find(|segment| segment.format != SegmentFormat::F16)
     }
 
     /// The outputs of queries, one sequence each over the tokens that it may see. Packed segments are calibrated.

@@ -1,8 +1,6 @@
 //! What a recipe does to a model that reads a text.
 
-mod page;
 mod passkey;
-mod plots;
 mod report;
 mod score;
 
@@ -12,15 +10,17 @@ use anyhow::{Result, bail};
 use indicatif::ProgressBar;
 use kvpack::Backend;
 use kvpack::cache::ModelRecipe;
+use kvpack_report::page::of_model;
+use kvpack_report::{RecipeRow, Run};
 
-use super::Destination;
+use super::{Destination, page};
 use crate::backend::{BackendArgs, Chosen};
 use crate::commands::{DEFAULT_MODEL, Text, text};
 use crate::model::{ExactAttention, Model, PackedAttention};
 use crate::outcome::Outcome;
 use crate::print::{self, note};
+use crate::provenance;
 use passkey::Passkey;
-use report::{ModelReport, RecipeRow};
 use score::{Reference, Score};
 
 /// Options about models.
@@ -53,11 +53,13 @@ pub fn run(file: &std::path::Path, args: &ModelArgs, backend: &BackendArgs, to: 
     let wanted = Wanted::parse(&args.recipes)?;
     let model = Model::load(file)?;
     let task = Task::new(&model, text(args.text.as_deref())?, args)?;
-    match backend.open()? {
-        Chosen::Cpu(backend) => evaluate(&task, &wanted, &backend, to),
-        Chosen::Wgpu(backend) => evaluate(&task, &wanted, &backend, to),
+    let backend = backend.open()?;
+    let run = provenance::run(backend.driver(), None);
+    match &backend {
+        Chosen::Cpu(backend) => evaluate(&task, &wanted, (backend, run), to),
+        Chosen::Wgpu(backend) => evaluate(&task, &wanted, (backend, run), to),
         #[cfg(feature = "cuda")]
-        Chosen::Cuda(backend) => evaluate(&task, &wanted, &backend, to),
+        Chosen::Cuda(backend) => evaluate(&task, &wanted, (backend, run), to),
     }
 }
 
@@ -137,7 +139,7 @@ impl<'a> Task<'a> {
 fn evaluate<B: Backend + Clone>(
     task: &Task<'_>,
     wanted: &[Wanted],
-    backend: &B,
+    (backend, run): (&B, Run),
     to: Destination<'_>,
 ) -> Result<Outcome> {
     let recipes = fitting(task, wanted, backend)?;
@@ -153,13 +155,13 @@ fn evaluate<B: Backend + Clone>(
     let mut exact = ExactAttention::new(task.model.config.attention, task.model.config.layers);
     let nmse = reference.nmse(task.model, &mut exact, &task.tokens[..compared], &progress)?;
 
-    let mut report = ModelReport::new(task, backend.name(), compared, nmse);
+    let mut report = report::report(task, (backend.name(), run), compared, nmse);
     let mut add_row = |recipe: &ModelRecipe| {
         progress.set_message(recipe.to_string());
         let row = evaluate_recipe(task, recipe, backend, &reference, &progress)?;
         progress.suspend(|| note!("{}", row.line()));
         report.rows.push(row);
-        to.files.map_or(Ok(()), |path| page::write(&report, path))
+        to.files.map_or(Ok(()), |path| page::write(path, &report, &of_model(&report)))
     };
     let done = recipes.iter().try_for_each(&mut add_row);
     progress.finish_and_clear();
@@ -180,7 +182,7 @@ fn evaluate_recipe<B: Backend + Clone>(
     let mut attention = PackedAttention::new(backend, &task.model.config, recipe)?;
     let score = Score::read(task.model, &mut attention, &task.tokens, reference, progress)?;
     let total = start.elapsed();
-    let mut row = RecipeRow::new(task, recipe, &score, &attention, total);
+    let mut row = report::row(task, recipe, &score, &attention, total);
     for passkey in &task.passkeys {
         let mut attention = PackedAttention::new(backend, &task.model.config, recipe)?;
         row.passkeys.push(passkey.score(task.model, &mut attention, progress)?);

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 use indicatif::ProgressBar;
-use serde::Serialize;
+use kvpack_report::PasskeyRow;
 
 use super::score::{log_probabilities_of, mean, read};
 use crate::model::{Attention, Model};
@@ -17,17 +17,6 @@ pub struct Passkey {
     pub tokens: Vec<u32>,
     /// Tokens of the digits.
     answer: usize,
-}
-
-/// How well a pass key was found.
-#[derive(Clone, Serialize)]
-pub struct PasskeyRow {
-    /// Where it was hidden: 0 at the beginning of the text, 1 at its end.
-    pub depth: f64,
-    /// Mean log-probability of its digits, in nats; the f16 cache's is the mark.
-    pub log_probability: f64,
-    /// True if every digit was the likeliest token.
-    pub found: bool,
 }
 
 /// Hides pass keys in the first tokens of a text, so that everything together is `length` tokens long.

@@ -1,12 +1,17 @@
-//! What an evaluation found, as it is printed in JSON.
+//! What formats do to the attention outputs of a dump.
 
 use std::collections::BTreeMap;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+
+use crate::Run;
 
 /// Everything about one dump.
-#[derive(Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "kind", rename = "eval")]
 pub struct EvalReport {
+    /// The run.
+    pub run: Option<Run>,
     /// The file.
     pub file: String,
     /// The model, where the dump names it.
@@ -26,7 +31,7 @@ pub struct EvalReport {
 }
 
 /// One layer.
-#[derive(Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct LayerReport {
     /// Its number in the model.
     pub layer: u32,
@@ -47,14 +52,18 @@ pub struct LayerReport {
 }
 
 /// One format on one layer.
-#[derive(Clone, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct FormatRow {
     /// The format.
     pub format: String,
     /// Relative L2 error of the attention outputs, without calibration.
     pub error: f64,
+    /// Squared error of the packed keys and values themselves, relative to their squares.
+    pub row_error: Option<f64>,
     /// With the calibration found; none where the format is not packed or there was nothing to search on.
     pub calibrated: Option<CalibratedRow>,
+    /// Bits per element of the packed tokens, ranges and padding included.
+    pub packed_bits: f64,
     /// Bytes held, to the last range and padding byte.
     pub bytes: u64,
     /// The same in bits per element of keys and values.
@@ -64,7 +73,7 @@ pub struct FormatRow {
 }
 
 /// The outcome of the calibration that was found.
-#[derive(Clone, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct CalibratedRow {
     /// How much the lower end of the scores is moved down.
     pub tau1: f32,
@@ -75,7 +84,7 @@ pub struct CalibratedRow {
 }
 
 /// One format over all layers.
-#[derive(Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SummaryRow {
     /// The format.
     pub format: String,
@@ -87,6 +96,10 @@ pub struct SummaryRow {
     pub mean_calibrated_error: Option<f64>,
     /// Layers whose error the calibration lowered, of those where one was searched for.
     pub layers_improved: Option<[usize; 2]>,
+    /// Squared error of the packed keys and values themselves, relative to their squares: the mean over the layers.
+    pub row_error: Option<f64>,
+    /// Bits per element of the packed tokens, ranges and padding included: the mean over the layers.
+    pub packed_bits: f64,
     /// Bytes held by all layers.
     pub bytes: u64,
     /// Bits per element over all layers.
@@ -123,6 +136,12 @@ impl SummaryRow {
             worst_error: rows.iter().map(|row| row.error).fold(0.0, f64::max),
             mean_calibrated_error: (!calibrated.is_empty()).then(|| mean(calibrated.iter().map(|(_, error)| *error))),
             layers_improved: (!calibrated.is_empty()).then_some([improved, calibrated.len()]),
+            row_error: rows
+                .iter()
+                .map(|row| row.row_error)
+                .collect::<Option<Vec<f64>>>()
+                .map(|all| mean(all.into_iter())),
+            packed_bits: mean(rows.iter().map(|row| row.packed_bits)),
             bytes,
             bits_per_element,
             times_smaller: 16.0 / bits_per_element,

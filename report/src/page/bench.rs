@@ -1,0 +1,172 @@
+//! What decode steps take.
+
+use super::html::Html;
+use super::plot::{Plot, Point, Reference, Series, mark_front};
+use super::{Subject, by_family, run_in_words};
+use crate::family::{Family, Named};
+use crate::{BenchReport, BenchRow, PeersReport, RowOutcome, ShapeReport};
+
+/// Adds what there is to say about some benchmarks, beside what other libraries take.
+pub fn sections(html: &mut Html, subjects: &[Subject<'_, BenchReport>], peers: &[Subject<'_, PeersReport>]) {
+    html.verdict(&subjects.iter().flat_map(verdict).collect::<Vec<_>>());
+    for Subject { name, report } in subjects {
+        html.paragraph(&format!("{name}: {}. {}", report.backend, run_in_words(report.run.as_ref())));
+    }
+    let mut shapes: Vec<&str> = Vec::new();
+    for shape in subjects.iter().flat_map(|subject| &subject.report.shapes) {
+        if !shapes.contains(&shape.shape.as_str()) {
+            shapes.push(&shape.shape);
+        }
+    }
+    let caption = "A whole step: query preparation, attention, merge. The line below is what the bytes alone take at the \
+                   read bandwidth that was measured beside the step. Numbers are the width of a code.";
+    let plots = shapes.iter().map(|shape| (plot(shape, subjects, peers), caption.to_owned()));
+    html.plots(&plots.collect::<Vec<_>>());
+    for shape in shapes {
+        table(html, shape, subjects, peers);
+    }
+}
+
+/// What the narrowest format that was timed gains over f16, for every shape.
+fn verdict(Subject { name, report }: &Subject<'_, BenchReport>) -> Vec<String> {
+    let of_shape = |shape: &ShapeReport| {
+        let fastest = |row: &&BenchRow| row.parts.len() == 1 && row.outcome.figures().is_some();
+        let row = shape.rows.iter().filter(fastest).min_by(|a, b| {
+            let us = |row: &BenchRow| row.outcome.figures().map_or(f64::INFINITY, |figures| figures.step_us);
+            us(a).total_cmp(&us(b))
+        })?;
+        let figures = row.outcome.figures()?;
+        let times = figures.times_f16.map_or(String::new(), |times| format!(", {times:.1} times as fast as f16"));
+        Some(format!("{name}, {}: {} is fastest, {:.1} µs{times}.", shape.shape, row.format, figures.step_us))
+    };
+    report.shapes.iter().filter_map(of_shape).collect()
+}
+
+fn shape_of<'a>(subject: &Subject<'a, BenchReport>, name: &str) -> Option<&'a ShapeReport> {
+    subject.report.shapes.iter().find(|shape| shape.shape == name)
+}
+
+/// Bits per element of what a step reads, by the bytes of f16 where that was timed too.
+fn bits(shape: &ShapeReport, row: &BenchRow) -> f64 {
+    let f16 = shape.rows.iter().find(|row| row.format == "f16").map(|row| row.bytes).filter(|&bytes| bytes > 0);
+    let elements = 2 * shape.sequences * shape.tokens * shape.kv_heads * shape.head_dim;
+    row.bytes as f64 * f16.map_or(8.0 / elements as f64, |f16| 16.0 / f16 as f64)
+}
+
+fn plot(name: &str, subjects: &[Subject<'_, BenchReport>], peers: &[Subject<'_, PeersReport>]) -> Plot {
+    let measured: Vec<_> = subjects.iter().filter_map(|subject| Some((subject, shape_of(subject, name)?))).collect();
+    let mut series = match measured.as_slice() {
+        [(_, shape)] => by_family(points(shape)),
+        // Beside each other, devices are the lines; of the formats, those with one range per channel.
+        several => {
+            several.iter().enumerate().map(|(colour, (subject, shape))| of_subject(subject, shape, colour)).collect()
+        }
+    };
+    if measured.len() == 1 {
+        mark_front(&mut series);
+    }
+    let edge = |shape: &&ShapeReport| {
+        let read = shape.read_gigabytes_per_second? * 1e9;
+        let elements =
+            shape.rows.iter().find(|row| row.bytes > 0).map(|row| row.bytes as f64 * 8.0 / bits(shape, row))?;
+        Some((read, elements))
+    };
+    let fastest = measured.iter().filter_map(|(_, shape)| edge(shape)).max_by(|a, b| a.0.total_cmp(&b.0));
+    let mut references: Vec<Reference> = Vec::new();
+    if let Some((read, elements)) = fastest {
+        let line =
+            (4..=272).map(|i| f64::from(i) / 16.0).map(|bits| (bits, bits * elements / 8.0 / read * 1e6)).collect();
+        let name = format!("bytes / bandwidth, {:.0} GB/s", read / 1e9);
+        references.push(Reference { name, dashed: false, points: line });
+    }
+    for row in peers.iter().flat_map(|peers| &peers.report.rows).filter(|row| row.shape == name && row.format == "f16")
+    {
+        let points = (4..=272).map(|i| (f64::from(i) / 16.0, row.step_us)).collect();
+        references.push(Reference { name: format!("{}, f16", row.peer), dashed: true, points });
+    }
+    let shape = measured.first().map(|(_, shape)| *shape);
+    let title = shape.map_or(name.to_owned(), |shape| {
+        format!(
+            "{name}: {} sequences of {} tokens, {} query heads over {} KV heads × {}",
+            shape.sequences, shape.tokens, shape.query_heads, shape.kv_heads, shape.head_dim
+        )
+    });
+    Plot {
+        title,
+        x: "bits per element that a step reads".into(),
+        y: "µs of a decode step".into(),
+        x_logarithmic: true,
+        series,
+        references,
+    }
+}
+
+fn point(shape: &ShapeReport, row: &BenchRow) -> Option<(Named, Point)> {
+    let figures = row.outcome.figures()?;
+    let named = Named::format(&row.format).filter(|_| row.parts.len() == 1)?;
+    let percent = figures.percent_of_read.map_or(String::new(), |percent| format!(", {percent:.0} % of the bandwidth"));
+    let tip = format!(
+        "{}\n{:.1} µs{percent}\n{:.2} bits per element, {:.2} MB",
+        row.format,
+        figures.step_us,
+        bits(shape, row),
+        row.bytes as f64 / 1e6
+    );
+    let label = named.width.to_string();
+    let point = Point { x: bits(shape, row), y: figures.step_us, label, tip, on_line: named.plain, front: false };
+    Some((named, point))
+}
+
+fn points(shape: &ShapeReport) -> Vec<(Family, Point)> {
+    let points = shape.rows.iter().filter_map(|row| point(shape, row));
+    points.map(|(named, point)| (named.family, point)).collect()
+}
+
+fn of_subject(subject: &Subject<'_, BenchReport>, shape: &ShapeReport, colour: usize) -> Series {
+    let points = shape.rows.iter().filter_map(|row| point(shape, row));
+    let points = points.filter(|(named, _)| matches!(named.family, Family::F16 | Family::PerChannel));
+    let points = points.map(|(_, point)| Point { tip: format!("{}\n{}", subject.name, point.tip), ..point }).collect();
+    Series { name: subject.name.into(), colour, points }
+}
+
+fn table(html: &mut Html, name: &str, subjects: &[Subject<'_, BenchReport>], peers: &[Subject<'_, PeersReport>]) {
+    let shapes: Vec<Option<&ShapeReport>> = subjects.iter().map(|subject| shape_of(subject, name)).collect();
+    let mut formats: Vec<&str> = Vec::new();
+    for row in shapes.iter().flatten().flat_map(|shape| &shape.rows) {
+        if !formats.contains(&row.format.as_str()) {
+            formats.push(&row.format);
+        }
+    }
+    let columns: Vec<String> =
+        subjects.iter().map(|subject| format!("{}, µs (% of bandwidth)", subject.name)).collect();
+    let mut header = vec![name];
+    for column in &columns {
+        header.extend([column.as_str(), "× f16"]);
+    }
+    let cells = |shape: &Option<&ShapeReport>, format: &str| {
+        let Some(row) = shape.and_then(|shape| shape.rows.iter().find(|row| row.format == format)) else {
+            return ["–".to_owned(), "–".to_owned()];
+        };
+        match &row.outcome {
+            RowOutcome::Timed(figures) => [
+                match figures.percent_of_read {
+                    Some(percent) => format!("{:.1} ({percent:.0})", figures.step_us),
+                    None => format!("{:.1}", figures.step_us),
+                },
+                figures.times_f16.map_or("–".into(), |times| format!("{times:.2}")),
+            ],
+            RowOutcome::Discarded { .. } => ["discarded".into(), "–".into()],
+            RowOutcome::Skipped { .. } => ["did not fit".into(), "–".into()],
+            RowOutcome::Wrong { .. } => ["WRONG".into(), "–".into()],
+        }
+    };
+    let row = |format: &str| {
+        let cells = shapes.iter().flat_map(|shape| cells(shape, format));
+        std::iter::once(format.to_owned()).chain(cells).collect::<Vec<_>>()
+    };
+    let mut rows: Vec<(bool, Vec<String>)> = formats.iter().map(|format| (false, row(format))).collect();
+    for peer in peers.iter().flat_map(|peers| &peers.report.rows).filter(|row| row.shape == name) {
+        rows.push((false, vec![format!("{}, {}", peer.peer, peer.format), format!("{:.1}", peer.step_us)]));
+    }
+    html.table(&header, rows);
+}

