@@ -166,6 +166,14 @@ impl<B: Backend> DecodeData<B> {
         })
     }
 
+    /// The same data with other queries, `[rows, query_heads, head_dim]`.
+    ///
+    /// # Errors
+    /// When they do not fit the device.
+    pub async fn with_queries(self, backend: &B, queries: &[f32]) -> Result<Self> {
+        Ok(Self { queries: backend.upload(queries.into()).await?, ..self })
+    }
+
     /// The queries, `[sequences, query_heads, head_dim]`.
     pub fn queries(&self) -> &B::Tensor {
         &self.queries

@@ -61,6 +61,38 @@ impl<B: Backend> Workload<B> {
         Ok(Self { plans, step_bytes: step_bytes.sum(), stores, spans })
     }
 
+    /// Plans a causal run of the newest `queries` tokens of sequence 0 over each copy, in place of the decode step.
+    ///
+    /// # Errors
+    /// [`Error::Plan`](crate::Error::Plan) when the sequence has fewer tokens.
+    pub fn plan_causal(&mut self, queries: usize) -> Result<()> {
+        let runs = [QueryRun::causal(0, queries)];
+        let of_first = |span: &&FilledSpan| span.span.sequence == 0;
+        let plan = |spans: &Vec<FilledSpan>| self.stores.plan(&runs, spans.iter().filter(of_first), &[]);
+        self.plans = self.spans.iter().map(plan).collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    /// Plans the same queries as if each were the decode step of a sequence of its own, which holds what the query sees.
+    ///
+    /// # Errors
+    /// Those of [`Workload::plan_causal`].
+    pub fn plan_causal_apart(&mut self, queries: usize) -> Result<()> {
+        self.plan_causal(queries)?;
+        let runs = QueryRun::decode_batch(queries);
+        let seen: Vec<usize> = (0..queries).map(|query| self.plans[0].runs()[0].visible(query)).collect();
+        let plan = |spans: &Vec<FilledSpan>| {
+            let of = |(query, &tokens): (usize, &usize)| {
+                let first = spans.iter().filter(|span| span.span.sequence == 0);
+                first.filter_map(move |span| seen_of(span, query, tokens)).collect::<Vec<_>>()
+            };
+            let apart: Vec<FilledSpan> = seen.iter().enumerate().flat_map(of).collect();
+            self.stores.plan(&runs, apart.iter(), &[])
+        };
+        self.plans = self.spans.iter().map(plan).collect::<Result<_>>()?;
+        Ok(())
+    }
+
     /// The stores, as the plans name them.
     pub fn stores(&self) -> Vec<&B::Store> {
         self.stores.stores()
@@ -112,6 +144,14 @@ impl<B: Backend> Workload<B> {
             .collect();
         exact_decode(&data.decode.shape, &segments, &data.host.queries)
     }
+}
+
+/// What of a span a sequence of its own holds whose query sees the first `seen` tokens.
+fn seen_of(span: &FilledSpan, query: usize, seen: usize) -> Option<FilledSpan> {
+    let tokens = span.span.tokens.min(seen.saturating_sub(span.span.start));
+    let pages = span.pages[..tokens.div_ceil(TILE_TOKENS)].to_vec();
+    let of_query = NewSpan { sequence: query, tokens, ..span.span };
+    (tokens > 0).then_some(FilledSpan { span: of_query, pages, range_slot: span.range_slot })
 }
 
 /// The spans of one copy of the batch, part after part.

@@ -2,6 +2,7 @@
 
 mod append;
 mod bandwidth;
+mod causal;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -49,7 +50,8 @@ pub struct BenchArgs {
     /// A named choice of shapes and formats. decode: nine steps of head_dim 128 in every format, from one sequence of 4k
     /// tokens to eight of 32k, one of them with its pages in no order, one in spans of 576 tokens (an image each).
     /// append: what storing one more token costs a batch of 64, in every format. mixed: sequences stored in segments of
-    /// several precisions, beside each segment alone.
+    /// several precisions, beside each segment alone. causal: the newest 1 to 512 queries of a sequence of 32k tokens as one
+    /// run, and as decode steps of as many sequences.
     #[arg(long, value_enum, conflicts_with_all = ["shape", "quick", "file"])]
     suite: Option<SuiteName>,
     /// Only the shape of this name, or the shapes whose name contains this [default: all on a GPU, those up to 128 MiB of f16
@@ -98,6 +100,7 @@ enum QueryName {
 enum SuiteName {
     Decode,
     Append,
+    Causal,
     Mixed,
 }
 
@@ -135,6 +138,12 @@ fn bench<B: Timed + TimedStores>(args: &BenchArgs, backend: &B, driver: String) 
             bail!("--suite append takes every format; leave --format out");
         }
         return append::run(backend, driver, args.json).map(|()| Outcome::Passed);
+    }
+    if args.suite == Some(SuiteName::Causal) {
+        if args.format.is_some() {
+            bail!("--suite causal has formats of its own; leave --format out");
+        }
+        return causal::run(backend, args.json);
     }
     let plan = args.plan(backend)?;
     let run = provenance::run(driver, backend.guard_tolerance());

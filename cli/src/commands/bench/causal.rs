@@ -1,0 +1,167 @@
+//! Causal runs: the newest queries of one long sequence, which read together what they all see, beside the same queries as
+//! decode steps of as many sequences.
+
+use anyhow::{Result, ensure};
+use indicatif::ProgressBar;
+use kvpack::backend::AttendOptions;
+use kvpack::conformance::{BatchLengths, DecodeData, DecodeShape, PageOrder, Workload};
+use kvpack::cpu::nmse;
+use kvpack::{AttentionShape, Bits, SegmentFormat};
+use kvpack_report::Run;
+use serde::Serialize;
+
+use super::UNSTEADY_PERCENT;
+use super::timed::{Guard, Timed};
+use crate::outcome::Outcome;
+use crate::print::{self, note, say};
+use crate::provenance;
+
+/// Queries of a run.
+const QUERIES: [usize; 5] = [1, 2, 8, 64, 512];
+
+/// What runs and single queries may differ by: both round, in another order.
+const MOST_NMSE: f64 = 1e-6;
+
+/// Seconds of timed steps for a row, at least.
+const SECONDS: f64 = 0.05;
+
+/// What was found, as it is printed in JSON.
+#[derive(Serialize)]
+#[serde(tag = "kind", rename = "causal")]
+struct CausalReport {
+    backend: String,
+    run: Run,
+    query_heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    tokens: usize,
+    rows: Vec<CausalRow>,
+}
+
+/// One format and length of run.
+#[derive(Serialize)]
+struct CausalRow {
+    format: String,
+    queries: usize,
+    /// The queries as one causal run.
+    run_us: f64,
+    /// The same queries as decode steps of sequences of their own.
+    apart_us: f64,
+    /// Of the run's outputs against those of single queries.
+    nmse: f64,
+    timer: &'static str,
+    /// How much of the guard's best rate was missing before or after, in percent.
+    guard_low_percent: f64,
+}
+
+/// Times all rows and prints them.
+///
+/// # Errors
+/// When the backend fails, or a run yields something else than its queries one by one.
+pub fn run<B: Timed>(backend: &B, json: bool) -> Result<Outcome> {
+    pollster::block_on(run_rows(backend, json))
+}
+
+async fn run_rows<B: Timed>(backend: &B, json: bool) -> Result<Outcome> {
+    let sizes = backend.sizes();
+    let shape = AttentionShape::new(32, 8, 128)?;
+    // A software device gets what it can do in a while.
+    let tokens = if sizes.largest_shape == u64::MAX { 32_768 } else { 2048 };
+    let formats = [SegmentFormat::F16, SegmentFormat::calibquant(Bits::Four), SegmentFormat::saw_int4()];
+    let mut report = CausalReport {
+        backend: backend.name(),
+        run: provenance::run(backend.driver(), backend.guard_tolerance()),
+        query_heads: shape.query_heads(),
+        kv_heads: shape.kv_heads(),
+        head_dim: shape.head_dim(),
+        tokens,
+        rows: Vec::new(),
+    };
+    let progress = ProgressBar::new((formats.len() * QUERIES.len()) as u64).with_style(print::bar());
+    let mut guard = Guard::new(backend).await?;
+    for format in formats {
+        for queries in QUERIES {
+            progress.set_message(format!("{queries} queries, {format}"));
+            report.rows.push(row(backend, &mut guard, (shape, tokens), format, queries).await?);
+            progress.inc(1);
+        }
+    }
+    progress.finish_and_clear();
+    if json {
+        print::json(&report)?;
+    } else {
+        print_report(&report)?;
+    }
+    Ok(Outcome::Passed)
+}
+
+async fn row<B: Timed>(
+    backend: &B,
+    guard: &mut Guard,
+    (shape, tokens): (AttentionShape, usize),
+    format: SegmentFormat,
+    queries: usize,
+) -> Result<CausalRow> {
+    let decode = DecodeShape {
+        name: "causal".into(),
+        shape,
+        sequences: 1,
+        tokens,
+        lengths: BatchLengths::Even,
+        pages: PageOrder::Consecutive,
+        span_tokens: usize::MAX,
+        quick: false,
+    };
+    let data = DecodeData::generated(backend, decode).await?;
+    let footprint = backend.sizes().footprint;
+    let mut workload = Workload::new(backend, &data, format.into(), footprint).await?;
+    // What single queries yield is held against f64 first.
+    let checked = workload.check(backend, &data, AttendOptions::default()).await?;
+    ensure!(checked.passed(), "{format}: {}", checked.reason());
+    let row = shape.query_heads() * shape.head_dim();
+    let rows: Vec<f32> = (0..queries * row).map(|i| (i as f32 * 0.7).sin() * 2.0).collect();
+    let data = data.with_queries(backend, &rows).await?;
+
+    let options = AttendOptions::default();
+    let before = guard.look(backend).await?;
+    workload.plan_causal_apart(queries)?;
+    let single = output(backend, &workload, &data, options).await?;
+    let apart = backend.time_steps(&workload, &data, options, SECONDS).await?;
+    workload.plan_causal(queries)?;
+    let together = output(backend, &workload, &data, options).await?;
+    let run = backend.time_steps(&workload, &data, options, SECONDS).await?;
+    let after = guard.look(backend).await?;
+
+    let single: Vec<f64> = single.into_iter().map(f64::from).collect();
+    let nmse = nmse(&together, &single);
+    ensure!(nmse <= MOST_NMSE, "{queries} queries, {format}: NMSE {nmse:.1e} against single queries");
+    let (run_us, apart_us) = (run.seconds * 1e6, apart.seconds * 1e6);
+    let guard_low_percent = guard.missing(before.min(after)) * 100.0;
+    Ok(CausalRow { format: format.to_string(), queries, run_us, apart_us, nmse, timer: run.timer, guard_low_percent })
+}
+
+async fn output<B: Timed>(
+    backend: &B,
+    workload: &Workload<B>,
+    data: &DecodeData<B>,
+    options: AttendOptions,
+) -> Result<Vec<f32>> {
+    let output = backend.attend(&workload.plans[0], &workload.stores(), data.queries(), options).await?;
+    Ok(backend.download(&output).await?)
+}
+
+fn print_report(report: &CausalReport) -> Result<()> {
+    let CausalReport { backend, query_heads, kv_heads, head_dim, tokens, .. } = report;
+    say!("{backend}\n")?;
+    say!("{query_heads} query over {kv_heads} KV heads of {head_dim}, one sequence of {tokens} tokens\n")?;
+    say!("{:<44} {:>7} {:>10} {:>10} {:>7} {:>8}", "format", "queries", "run µs", "apart µs", "times", "NMSE")?;
+    for row in &report.rows {
+        let CausalRow { format, queries, run_us, apart_us, nmse, guard_low_percent, .. } = row;
+        let times = apart_us / run_us;
+        say!("{format:<44} {queries:>7} {run_us:>10.1} {apart_us:>10.1} {times:>7.2} {nmse:>8.0e}")?;
+        if *guard_low_percent > UNSTEADY_PERCENT {
+            note!("the device ran {guard_low_percent:.0} % below its best around that row");
+        }
+    }
+    Ok(())
+}
