@@ -216,6 +216,8 @@ for driver in "${drivers[@]:1}"; do
 done
 stage gpu-strict-webgpu on "$first" env WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
     cargo test --locked --workspace --no-fail-fast --test 'gpu*'
+# With the checks that wgpu inserts, which are not the default.
+stage gpu-safe-checks on "$first" env KVPACK_CHECKS=safe cargo test --locked --workspace --no-fail-fast --test gpu_conformance
 stage gpu-floor on "$first" env KVPACK_PATH=floor cargo test --locked --workspace --no-fail-fast --test 'gpu*'
 stage validation-messages no_validation_messages
 if [ "$(uname -s)" = Linux ]; then

@@ -1,6 +1,8 @@
 //! Every shader variant is valid and can be written for every graphics interface, on any machine.
 #![cfg(feature = "wgpu")]
 
+#[path = "shaders/inserted.rs"]
+mod inserted;
 #[path = "shaders/parts.rs"]
 mod parts;
 #[path = "shaders/snapshots.rs"]

@@ -24,7 +24,7 @@ pub struct BackendArgs {
     /// Force the kernels to those of a less capable device [default: the best that the adapter has].
     #[arg(long, value_enum)]
     path: Option<PathName>,
-    /// Whether shaders carry the run-time checks of wgpu [default: safe].
+    /// Whether shaders carry the run-time checks of wgpu [default: trusted].
     #[arg(long, value_enum)]
     checks: Option<ChecksName>,
 }
@@ -52,10 +52,12 @@ enum PathName {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum ChecksName {
-    /// With bounds checks.
-    Safe,
-    /// Without: faster.
+    /// None: kernels stay in bounds by themselves.
     Trusted,
+    /// Clamped indices.
+    Indices,
+    /// All that wgpu inserts: slower.
+    Safe,
 }
 
 /// The backend chosen.
@@ -174,6 +176,7 @@ impl From<ChecksName> for Checks {
     fn from(name: ChecksName) -> Self {
         match name {
             ChecksName::Safe => Self::Safe,
+            ChecksName::Indices => Self::Indices,
             ChecksName::Trusted => Self::Trusted,
         }
     }

@@ -11,8 +11,8 @@
 // Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups), one step's
 // weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
 //
-// In bounds: items, page table, spans, range slots, states and counters are those of a checked plan whose buffers were checked
-// against it when they were bound; lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the last;
+// In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold anything
+// (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the last;
 // local arrays have constant indices. An item has at least one tile, and at most MAX_TILES, which is at most INVOCATIONS.
 // Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, sums of weights, of which the largest is 1, or
 // kept from 0.
@@ -24,5 +24,5 @@
 
 @compute @workgroup_size(128)
 fn attend(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
-    attend_item(items[group.y], group.x, number(numbering));
+    attend_item(read_item(group.y), group.x, number(numbering));
 }

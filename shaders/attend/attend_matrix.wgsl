@@ -24,6 +24,7 @@
 // uniform: it depends on the item alone. Loops are bounded by an item's tiles and by constants. Divisors are powers of two
 // from 2^-95 on, and sums of weights, of which the largest is 2^14.
 //
+// gives: pages
 // binds: 3 keys, 5 values
 // set by plans: SCORE_SCALE, QUERY_PARTS
 
@@ -94,6 +95,10 @@ var<private> enter: array<f32, OWN_HEADS>;
 var<private> keep: array<f32, OWN_HEADS>;
 // [head][channel block]: of channel `own_channel(lane, block)`.
 var<private> sums: array<f32, OWN_HEADS * CHANNEL_BLOCKS>;
+
+fn pages() -> u32 {
+    return arrayLength(&values) / (TILE_SIZE * KV_HEADS);
+}
 
 fn own_channel(lane: u32, block: u32) -> u32 {
     return block * 32u + 2u * (lane % 16u) + 1u - lane / 16u;
@@ -234,7 +239,7 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32) {
 
 @compute @workgroup_size(128)
 fn attend_matrix(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
-    let item = items[group.y];
+    let item = read_item(group.y);
     let y = group.x;
     let invocation = number(numbering);
     let lane = invocation % 32u;

@@ -14,8 +14,9 @@ struct Joined {
     largest: f32,
 }
 
-// Four channels of the states first, first + stride, ... below `end` of a query head.
-fn join_states(first: u32, end: u32, stride: u32, query_head: u32, field: u32) -> Joined {
+// Four channels of the states first, first + stride, ... below `wanted_end` of a query head, as far as they exist.
+fn join_states(first: u32, wanted_end: u32, stride: u32, query_head: u32, field: u32) -> Joined {
+    let end = min(wanted_end, arrayLength(&states) / (QUERY_HEADS * STATE_ROW));
     var joined = Joined(vec4<f32>(0f), 0f, NO_LSE);
     for (var next = first; next < end; next += stride * AT_ONCE) {
         var outputs_read: array<vec4<f32>, AT_ONCE>;

@@ -6,7 +6,7 @@
 // joined in workgroup memory in a fixed order, so that two runs agree to the bit. Every state is read once, its
 // log-sum-exp with its output: each wait for memory is a good part of what this kernel takes.
 //
-// In bounds: the states of a query are those of the plan; surplus invocations own a list index past LISTS and read
+// In bounds: what the table of states holds is clamped to the states that are bound; surplus invocations own a list index past LISTS and read
 // nothing. The divisor is at least 1.
 //
 // gives: states, QUERY_HEADS, FIELDS, STATE_ROW

@@ -10,9 +10,10 @@
 // their levels. An invocation owns four neighbouring channels. Reads D elements and as many
 // ranges, writes one row.
 //
-// In bounds: prepared queries, queries, ranges and rows are sized for the plan; channels past HEAD_DIM are not read.
+// In bounds: rows are sized for the plan, and what the table of prepared queries holds is clamped to what is bound; channels past
+// HEAD_DIM are not read.
 //
-// gives: INVOCATIONS, HEAD_DIM, ROW_FIELDS
+// gives: INVOCATIONS, HEAD_DIM, KV_HEADS, ROW_FIELDS
 // binds: 0 prepared
 // set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, ROW_FIELDS, PARTS, SCORE_SCALE
 
@@ -58,7 +59,7 @@ fn prepare_query(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocat
     q = rotate_query(q, field, group.y % PARTS);
     if (field < HEAD_DIM / 4u) {
         let kv_head = head / (QUERY_HEADS / KV_HEADS);
-        let base = (query.range_slot * KV_HEADS + kv_head) * HEAD_DIM + field * 4u;
+        let base = (existing_slot(query.range_slot) * KV_HEADS + kv_head) * HEAD_DIM + field * 4u;
         scaled = scale_query(q, base);
         bias = query_bias(q, base);
     }

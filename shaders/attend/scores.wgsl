@@ -8,6 +8,7 @@
 //
 // In bounds: as `attend`; scores have room for every tile that a query sees, extremes for every prepared query.
 //
+// gives: pages
 // binds: 5 stored_scores, 6 extremes
 
 // import attend/work_item.wgsl
@@ -24,9 +25,13 @@ var<workgroup> item_extremes: array<atomic<u32>, 2u * HEADS>;
 var<private> largest: array<f32, HEADS>;
 var<private> smallest: array<f32, HEADS>;
 
+fn pages() -> u32 {
+    return key_pages();
+}
+
 @compute @workgroup_size(128)
 fn scores(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
-    let item = items[group.y];
+    let item = read_item(group.y);
     let lane = invocation % 32u;
     let tiles = (item.tokens + TILE_TOKENS - 1u) / TILE_TOKENS;
     keep_tile_base(read_tile_base(item.page_offset, tiles, group.x / CHUNKS, invocation), tiles, invocation);
@@ -43,7 +48,7 @@ fn scores(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
 
     for (var tile = invocation / 32u; tile < tiles; tile += STEP_TILES) {
         score_tile(item, tile, lane);
-        let first = (item.scores + tile) * QUERY_HEADS;
+        let first = min(item.scores + tile, arrayLength(&stored_scores) / (QUERY_HEADS * TILE_TOKENS) - 1u) * QUERY_HEADS;
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
             if (tile * TILE_TOKENS + i * 32u + lane < item.tokens) {
@@ -64,7 +69,7 @@ fn scores(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
     }
     workgroupBarrier();
     if (invocation < 2u * HEADS) {
-        let row = item.query * QUERY_HEADS + query_head(group.x, invocation / 2u);
+        let row = min(item.query, arrayLength(&extremes) / (2u * QUERY_HEADS) - 1u) * QUERY_HEADS + query_head(group.x, invocation / 2u);
         atomicMax(&extremes[row * 2u + invocation % 2u], atomicLoad(&item_extremes[invocation]));
     }
 }

@@ -9,8 +9,9 @@
 // maximum would lose everything beside one large score.
 //
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
-//   keep_tile_base, load_query, prepare_keys, read_tile_base, score_tile, set_scores_lowest, tile_bases, token_scores
-// gives: sum_parts, weight_sum, keep, enter, attend_item, finish_sums, write_lse
+//   keep_tile_base, key_pages, load_query, prepare_keys, read_tile_base, score_tile, set_scores_lowest, tile_bases,
+//   token_scores
+// gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
 
 // import common/ordered.wgsl
 // import workgroup_max = attend/workgroup_max/slot.wgsl
@@ -30,6 +31,11 @@ var<private> enter: array<f32, HEADS>;
 
 // import values = attend/values/dot.wgsl
 // import attend/states.wgsl
+
+// Pages of which all parts exist.
+fn pages() -> u32 {
+    return min(key_pages(), value_pages());
+}
 
 fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     let lane = invocation % 32u;

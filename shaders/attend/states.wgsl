@@ -9,7 +9,8 @@ const STATE_ROW: u32 = FIELDS + 1u;
 // import merge = attend/merge/later.wgsl
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
-    return ((item.state + query_of(item, head) * item.stride) * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
+    let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
+    return (state * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
 }
 
 fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {

@@ -14,5 +14,5 @@
 
 @compute @workgroup_size(128)
 fn weighted_values(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
-    attend_item(items[group.y], group.x, number(numbering));
+    attend_item(read_item(group.y), group.x, number(numbering));
 }

@@ -7,8 +7,12 @@
 // tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings its own
 // numbering, depends on how the device forms those.)
 //
-// gives: WorkItem, items, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, HEADS,
-//   CHUNKS, LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_tile_base, keep_tile_base, query_head, query_of,
+// Tables are read from memory that a caller may have written. What is read becomes an index only after it was clamped to
+// what exists, here once for an item and where rows are addressed, so that no table, whatever it holds, leads out of bounds.
+//
+// needs: pages
+// gives: WorkItem, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, HEADS, CHUNKS,
+//   LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_item, read_tile_base, keep_tile_base, query_head, query_of,
 //   head_exists, input_row, prepared_row, set_scores_lowest
 // binds: 0 items, 1 page_table
 // set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
@@ -63,12 +67,21 @@ var<workgroup> tile_bases: array<u32, MAX_TILES>;
 // Scores of the invocation's tokens, in units of log2: [head][token].
 var<private> token_scores: array<f32, HEADS * LANE_TOKENS>;
 
+// An item of at least one token and query, and at most MAX_TILES and QUERIES.
+fn read_item(index: u32) -> WorkItem {
+    var item = items[index];
+    item.tokens = clamp(item.tokens, 1u, MAX_TILES * TILE_TOKENS);
+    item.queries = clamp(item.queries, 1u, QUERIES);
+    return item;
+}
+
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
 // branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one after the other.
 
 // The index of tile `invocation`, of the last tile where there is no such tile. MAX_TILES is at most INVOCATIONS.
 fn read_tile_base(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) -> u32 {
-    return page_table[page_offset + min(invocation, tiles - 1u)] * KV_HEADS + kv_head;
+    let page = page_table[min(page_offset + min(invocation, tiles - 1u), arrayLength(&page_table) - 1u)];
+    return min(page, pages() - 1u) * KV_HEADS + kv_head;
 }
 
 fn keep_tile_base(tile_base: u32, tiles: u32, invocation: u32) {

@@ -56,7 +56,8 @@ pub struct Wgpu {
 }
 
 impl Wgpu {
-    /// The backend on an engine's device, with kernels of its own that carry run-time checks.
+    /// The backend on an engine's device, with kernels of its own, without wgpu's run-time checks ([`Checks::Trusted`]): see
+    /// [`Wgpu::with_kernels`] for others.
     ///
     /// # Errors
     /// [`Error::Limit`](crate::Error::Limit) when the device is below the floor: see [`Capabilities::from_device`].

@@ -14,9 +14,9 @@ pub use attend::{MergePairPlan, Scratch, ScratchBytes, StepPlan, StepTensors};
 pub use backend::Wgpu;
 pub use device::shader;
 pub use device::{
-    Capabilities, Checks, ElementBinding, Indices, Kernel, KernelLimits, Kernels, Launch, Launches, Path, Requirements,
-    Store, StorePart, SubgroupSizes, Tensor, Timestamps, Variant, adapters, choose_adapter, max_shard_pages,
-    offers_matrices, open_device,
+    Capabilities, Checks, ElementBinding, Indices, KernelLimits, Kernels, Launch, Launches, Path, Requirements, Store,
+    StorePart, SubgroupSizes, Tensor, Timestamps, Variant, adapters, choose_adapter, max_shard_pages, offers_matrices,
+    open_device,
 };
 pub use pack::{
     BoundPackStep, DequantizePlan, ElementPosition, FindNonFinite, FindNonFinitePlan, HadamardPlan, NonFiniteFlags,

@@ -3,11 +3,12 @@
 //! It belongs to the adapter that `WGPU_ADAPTER_NAME` names, or to the best one there is; `KVPACK_PATH` (floor, f16,
 //! subgroups, matrices) takes away what that path forbids. `KVPACK_TEST_DRIVER`, which `scripts/test.sh` sets, says which driver is
 //! expected: without an adapter, or on another one, the tests fail, since a test that ran elsewhere has shown nothing.
+//! `KVPACK_CHECKS` (trusted, indices, safe) says whether kernels carry wgpu's run-time checks.
 #![allow(dead_code, reason = "every test takes what it needs")]
 
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
-use kvpack::wgpu::{Path, Requirements, Wgpu, choose_adapter, open_device};
+use kvpack::wgpu::{Checks, Kernels, Path, Requirements, Wgpu, choose_adapter, open_device};
 use pollster::block_on;
 
 /// The adapter to test on.
@@ -43,6 +44,20 @@ pub fn forced_path() -> Result<Option<Path>, String> {
     path.transpose().map_err(|error: kvpack::Error| format!("KVPACK_PATH: {error}"))
 }
 
+/// The checks that `KVPACK_CHECKS` (trusted, indices, safe) names, or the default.
+///
+/// # Errors
+/// In words, when there are none of that name.
+pub fn checks() -> Result<Checks, String> {
+    match std::env::var("KVPACK_CHECKS").as_deref() {
+        Ok("safe") => Ok(Checks::Safe),
+        Ok("indices") => Ok(Checks::Indices),
+        Ok("trusted") => Ok(Checks::Trusted),
+        Ok(name) => Err(format!("KVPACK_CHECKS is '{name}'; the checks are trusted, indices and safe")),
+        Err(_) => Ok(Checks::default()),
+    }
+}
+
 /// A device of its own on the forced path, or on the best one.
 ///
 /// # Panics
@@ -70,7 +85,9 @@ pub fn restricted_to(path: Path) -> Result<Wgpu, String> {
     // SAFETY: a mistake of wgpu's experimental features would show in these tests, which is what they are for.
     let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
     let requirements = Requirements::of(&adapter).with_matrices(&adapter, experimental).restricted_to(path);
-    let opened = block_on(open_device(&adapter, requirements)).and_then(|(device, queue)| Wgpu::new(device, queue));
+    let checks = checks()?;
+    let opened = block_on(open_device(&adapter, requirements))
+        .and_then(|(device, queue)| Wgpu::with_kernels(queue, Arc::new(Kernels::new(&device, checks))));
     let backend = opened.map_err(|error| error.to_string())?;
     Ok(backend.with_matrices(&adapter).restricted_to(path))
 }

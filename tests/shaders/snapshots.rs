@@ -35,7 +35,7 @@ fn capabilities(everything: bool) -> Capabilities {
 }
 
 /// A kernel of a decode step over nine tiles, or over one.
-fn of_step(
+pub(super) fn of_step(
     kernel: &str,
     shape: &AttentionShape,
     format: SegmentFormat,

@@ -8,6 +8,6 @@
 @group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
 
 fn input4(index: u32) -> vec4<f32> {
-    let words = inputs[input_at(index)];
+    let words = inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
     return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
 }

@@ -8,5 +8,5 @@
 @group(0) @binding(2) var<storage, read> inputs: array<vec4<f32>>;
 
 fn input4(index: u32) -> vec4<f32> {
-    return inputs[input_at(index)];
+    return inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
 }

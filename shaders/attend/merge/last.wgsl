@@ -26,7 +26,7 @@ fn merge_item(item: WorkItem, y: u32, invocation: u32) {
     if (invocation < HEADS) {
         is_last[invocation] = 0u;
         if (head_exists(item, y, invocation)) {
-            let counter = input_row(item, y, invocation);
+            let counter = min(input_row(item, y, invocation), arrayLength(&arrived) - 1u);
             if (atomicAdd(&arrived[counter], 1u) + 1u == item.states) {
                 atomicStore(&arrived[counter], 0u);
                 is_last[invocation] = 1u;

@@ -13,5 +13,5 @@ fn write_output(index: u32, x: vec4<f32>) {
     // Rounding would carry out of the largest NaNs.
     let is_nan = (bits & vec4<u32>(0x7fffffffu)) > vec4<u32>(0x7f800000u);
     let halves = select(nearest, bits | vec4<u32>(0x400000u), is_nan) >> vec4<u32>(16u);
-    outputs[output_at(index)] = halves.xz | (halves.yw << vec2<u32>(16u));
+    outputs[min(output_at(index), arrayLength(&outputs) - 1u)] = halves.xz | (halves.yw << vec2<u32>(16u));
 }

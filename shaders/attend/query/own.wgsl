@@ -30,7 +30,7 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
     for (var own = 0u; own < TEAM_HEADS; own++) {
         let head = min(own * TEAMS + team, HEADS - 1u);
         let query_row = input_row(item, y, head) * (HEAD_DIM / 4u);
-        let range_row = (item.range_slot * KV_HEADS + y / CHUNKS) * HEAD_DIM;
+        let range_row = (existing_slot(item.range_slot) * KV_HEADS + y / CHUNKS) * HEAD_DIM;
         var parts = vec3<f32>(0f);
         // unroll
         for (var i = 0u; i < LANE_FIELDS; i++) {

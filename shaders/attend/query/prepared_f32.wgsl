@@ -8,7 +8,7 @@
 
 fn load_query(item: WorkItem, y: u32, invocation: u32) {
     for (var i = invocation; i < HEADS * QUERY_VECTORS; i += INVOCATIONS) {
-        let row = prepared_row(item, y, i / QUERY_VECTORS);
+        let row = min(prepared_row(item, y, i / QUERY_VECTORS), arrayLength(&queries) / QUERY_ROW - 1u);
         query[i] = queries[row * QUERY_ROW + i % QUERY_VECTORS];
     }
 }

@@ -1,6 +1,11 @@
 // Slot `query_ranges`: ranges of the span that are folded into the query. By default keys have none.
 //
-// gives: scale_query, query_bias
+// gives: existing_slot, scale_query, query_bias
+
+// The range slot, or the last there is.
+fn existing_slot(range_slot: u32) -> u32 {
+    return range_slot;
+}
 
 // Four channels of a query times the scales from `base` on.
 fn scale_query(q: vec4<f32>, base: u32) -> vec4<f32> {

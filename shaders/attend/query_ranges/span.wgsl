@@ -1,12 +1,17 @@
 // Per-channel ranges of the span: scale and minimum, [range slot][KV head][channel].
 //
-// gives: scale_query, query_bias
+// needs: HEAD_DIM, KV_HEADS
+// gives: existing_slot, scale_query, query_bias
 // binds: 4 key_span_ranges
 // set by plans: KEY_MIDDLE
 
 @group(0) @binding(4) var<storage, read> key_span_ranges: array<vec2<f32>>;
 
 const KEY_MIDDLE: f32 = 8f;
+
+fn existing_slot(range_slot: u32) -> u32 {
+    return min(range_slot, arrayLength(&key_span_ranges) / (KV_HEADS * HEAD_DIM) - 1u);
+}
 
 fn scale_query(q: vec4<f32>, base: u32) -> vec4<f32> {
     return q * vec4<f32>(

@@ -5,8 +5,8 @@
 // 16-byte broadcasts, each used for the four tokens of an invocation.
 // Keys: neighbouring lanes read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
 //
-// needs: HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, tile_bases, token_scores
-// gives: KeyVector, KEY_VECTOR, QUERY_PLANES, QUERY_VECTORS, QUERY_ROW, query, score_tile
+// needs: HEADS, KV_HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, tile_bases, token_scores
+// gives: KeyVector, KEY_VECTOR, QUERY_PLANES, QUERY_VECTORS, QUERY_ROW, query, key_pages, score_tile
 // binds: 3 keys
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, QUERY_PLANES
 
@@ -32,6 +32,10 @@ const QUERY_ROW: u32 = QUERY_PLANES * QUERY_VECTORS + 1u;
 var<workgroup> query: array<vec4<u32>, HEADS * QUERY_ROW>;
 
 // import query = attend/query/prepared.wgsl
+
+fn key_pages() -> u32 {
+    return arrayLength(&keys) / (KEY_VECTORS * TILE_TOKENS * KV_HEADS);
+}
 
 fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     let tile_base = tile_bases[tile];

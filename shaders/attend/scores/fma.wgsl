@@ -4,8 +4,8 @@
 // constants that this path does not use. It lies in workgroup memory and is read as 16-byte broadcasts, each used for
 // the four tokens of an invocation. Keys: neighbouring lanes read neighbouring vectors.
 //
-// needs: HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, tile_bases, token_scores
-// gives: KeyVector, KEY_VECTOR, QUERY_VECTORS, QUERY_ROW, query, score_tile
+// needs: HEADS, KV_HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, tile_bases, token_scores
+// gives: KeyVector, KEY_VECTOR, QUERY_VECTORS, QUERY_ROW, query, key_pages, score_tile
 // binds: 3 keys
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS
 
@@ -27,6 +27,10 @@ var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
 // import attend/add_product.wgsl
 
 // import query = attend/query/prepared_f32.wgsl
+
+fn key_pages() -> u32 {
+    return arrayLength(&keys) / (KEY_VECTORS * TILE_TOKENS * KV_HEADS);
+}
 
 fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     let tile_base = tile_bases[tile];

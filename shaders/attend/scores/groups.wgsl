@@ -8,9 +8,9 @@
 // The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Keys: eight neighbouring lanes or
 // more read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
 //
-// needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, WorkItem, tile_bases, token_scores
+// needs: HEADS, HEAD_DIM, KV_HEADS, LANE_TOKENS, STEP_TILES, TILE_TOKENS, WorkItem, tile_bases, token_scores
 // gives: KeyVector, KEY_VECTOR, QUARTERS, QUERY_VECTORS, QUERY_ROW, query, group_totals, field_ranges, begin_keys,
-//   prepare_keys, score_tile
+//   prepare_keys, key_pages, score_tile
 // binds: 3 keys, 4 key_ranges
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, KEY_TOKEN_GROUPS, KEY_MIDDLE
 
@@ -136,6 +136,10 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {
         }
     }
     finish_key_totals(team, lane);
+}
+
+fn key_pages() -> u32 {
+    return arrayLength(&keys) / (KEY_VECTORS * TILE_TOKENS * KV_HEADS);
 }
 
 fn score_tile(item: WorkItem, tile: u32, lane: u32) {

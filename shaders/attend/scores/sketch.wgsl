@@ -7,8 +7,9 @@
 // The prepared query is KEY_PARTS rows per span and query head, that of the signs first, each as in attend/scores/dot.wgsl.
 // The top bit of a field is the sign, set below 0; the other bits are the code of a level.
 //
-// needs: HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, WorkItem, prepared_row, tile_bases, token_scores
-// gives: KeyVector, KEY_BITS, KEY_VECTOR, QUERY_PLANES, QUERY_VECTORS, QUERY_ROW, query, load_query, score_tile
+// needs: HEADS, INVOCATIONS, KV_HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, prepared_row, tile_bases, token_scores
+// gives: KeyVector, KEY_BITS, KEY_VECTOR, QUERY_PLANES, QUERY_VECTORS, QUERY_ROW, query, load_query, key_pages,
+//   score_tile
 // binds: 2 queries, 3 keys, 4 key_ranges
 // set by plans: KeyVector, KEY_BITS, KEY_VECTOR, KEY_VECTORS, KEY_PARTS, LEVEL_UNIT, SKETCH_LEVEL, QUERY_PLANES
 
@@ -40,9 +41,13 @@ var<workgroup> query: array<vec4<u32>, HEADS * QUERY_ROWS>;
 
 fn load_query(item: WorkItem, y: u32, invocation: u32) {
     for (var i = invocation; i < HEADS * QUERY_ROWS; i += INVOCATIONS) {
-        let row = prepared_row(item, y, i / QUERY_ROWS);
+        let row = min(prepared_row(item, y, i / QUERY_ROWS), arrayLength(&queries) / QUERY_ROWS - 1u);
         query[i] = queries[row * QUERY_ROWS + i % QUERY_ROWS];
     }
+}
+
+fn key_pages() -> u32 {
+    return arrayLength(&keys) / (KEY_VECTORS * TILE_TOKENS * KV_HEADS);
 }
 
 fn score_tile(item: WorkItem, tile: u32, lane: u32) {

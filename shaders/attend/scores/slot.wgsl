@@ -7,7 +7,12 @@
 //     leaves the scores of the lane's tokens of a tile of the item in `token_scores`, in units of log2; tokens beyond the item's
 //     too, which are overwritten
 //
-// gives: begin_keys, prepare_keys
+// gives: key_pages, begin_keys, prepare_keys
+
+// Pages of the keys that are bound: no limit where none are.
+fn key_pages() -> u32 {
+    return 0xffffffffu;
+}
 
 // Called after that barrier: prepares the keys of the first step.
 fn begin_keys(tiles: u32, team: u32, lane: u32) {}

@@ -23,7 +23,7 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         let row = query_head(y, head);
-        let extreme = extremes[item.query * QUERY_HEADS + row];
+        let extreme = extremes[min(item.query, arrayLength(&extremes) / QUERY_HEADS - 1u) * QUERY_HEADS + row];
         let largest = from_ordered(extreme.x);
         let smallest = -from_ordered(extreme.y);
         let low = smallest - TAU_1;
@@ -36,7 +36,7 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
 }
 
 fn score_tile(item: WorkItem, tile: u32, lane: u32) {
-    let first = (item.scores + tile) * QUERY_HEADS;
+    let first = min(item.scores + tile, arrayLength(&stored_scores) / (QUERY_HEADS * TILE_TOKENS) - 1u) * QUERY_HEADS;
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         // unroll

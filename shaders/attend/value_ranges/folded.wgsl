@@ -18,10 +18,11 @@ const OWN_CHANNELS: u32 = (HEAD_DIM + INVOCATIONS - 1u) / INVOCATIONS;
 var<private> own_ranges: array<vec2<f32>, OWN_CHANNELS>;
 
 fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {
+    let slot = min(range_slot, arrayLength(&value_span_ranges) / (KV_HEADS * HEAD_DIM) - 1u);
     // unroll
     for (var i = 0u; i < OWN_CHANNELS; i++) {
         let channel = min(i * INVOCATIONS + invocation, HEAD_DIM - 1u);
-        own_ranges[i] = value_span_ranges[(range_slot * KV_HEADS + kv_head) * HEAD_DIM + channel];
+        own_ranges[i] = value_span_ranges[(slot * KV_HEADS + kv_head) * HEAD_DIM + channel];
     }
 }
 

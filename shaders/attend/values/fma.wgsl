@@ -4,9 +4,9 @@
 // them. Team t works on CHANNELS channels per lane, 32 apart, of channel block t % CHANNEL_BLOCKS, and on
 // CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring vectors.
 //
-// needs: HEADS, HEAD_DIM, INVOCATIONS, STEP_TILES, TILE_TOKENS, WorkItem, enter, finish_output, keep, put_output,
-//   sum_parts, tile_bases, write_lse
-// gives: ValueVector, CHANNELS, begin_values, store_weights, add_values, write_states
+// needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, TILE_TOKENS, WorkItem, enter, finish_output, keep,
+//   put_output, sum_parts, tile_bases, write_lse
+// gives: ValueVector, CHANNELS, value_pages, begin_values, store_weights, add_values, write_states
 // binds: 5 values
 // set by plans: ValueVector, Weights, CHANNELS, CHANNEL_BLOCKS
 
@@ -30,6 +30,10 @@ var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLO
 
 // [head][channel]
 var<private> sums: array<f32, HEADS * CHANNELS>;
+
+fn value_pages() -> u32 {
+    return arrayLength(&values) / (VALUE_VECTORS * HEAD_DIM * KV_HEADS);
+}
 
 fn begin_values(invocation: u32) {
     // unroll

@@ -2,6 +2,8 @@
 // attend/softmax_loop.wgsl calls them.
 //
 // Every choice has
+//   fn value_pages() -> u32
+//     pages of the values that are bound
 //   fn begin_values(invocation: u32)
 //     once, before the first step
 //   fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use futures::future::join_all;
 
+use super::buffers;
 use super::guard::{self, Request};
 use super::shader::{Binding, Source, Variant};
 use crate::{Error, Result};
@@ -12,11 +13,16 @@ use crate::{Error, Result};
 /// Whether the shaders carry wgpu's run-time checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Checks {
-    /// Bounds checks, loop bounds and division guards as wgpu inserts them.
+    /// None of them: kernels stay in bounds by themselves, for every call that safe code can make. `docs/in-bounds.md` lists
+    /// what that rests on, and the tests that try to break it.
     #[default]
-    Safe,
-    /// None of them. Faster; each kernel's header argues why it stays in bounds for any checked plan.
     Trusted,
+    /// wgpu's clamps of indices alone: loops, whose bounds are constants and clamped numbers of the kernels, are left as they
+    /// are, and so are divisions, whose divisors are constants and sizes of checked shapes.
+    Indices,
+    /// Clamps of indices, counters that end loops, and guards of divisions as wgpu inserts them, in all kernels. On an H200 a
+    /// decode step over 4 bits takes a third longer with them.
+    Safe,
 }
 
 const COMPILATION: Request = Request::call("compilation of a kernel");
@@ -26,12 +32,14 @@ const COMPILATION: Request = Request::call("compilation of a kernel");
 pub struct Kernels {
     device: wgpu::Device,
     checks: Checks,
+    /// How many indices were out of bounds, where that is counted.
+    counter: Option<wgpu::Buffer>,
     compiled: Mutex<HashMap<Variant, Arc<Kernel>>>,
 }
 
-/// One compiled variant.
+/// One compiled variant. It stays within the crate: only plans, which check what they bind, may launch it.
 #[derive(Debug)]
-pub struct Kernel {
+pub(crate) struct Kernel {
     pipeline: wgpu::ComputePipeline,
     layout: wgpu::BindGroupLayout,
     bindings: Vec<Binding>,
@@ -41,7 +49,33 @@ pub struct Kernel {
 impl Kernels {
     /// An empty cache for `device`.
     pub fn new(device: &wgpu::Device, checks: Checks) -> Self {
-        Self { device: device.clone(), checks, compiled: Mutex::default() }
+        Self { device: device.clone(), checks, counter: None, compiled: Mutex::default() }
+    }
+
+    /// An empty cache of kernels that count the indices that are out of bounds, beside wgpu's run-time checks: for tests, and
+    /// to look into a device. A kernel binds one more storage buffer than its plan says, so that the device must allow 11.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::DeviceLost`].
+    pub fn counting(device: &wgpu::Device) -> Result<Self> {
+        let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
+        let counter = buffers::create_filled(device, "indices out of bounds", &[0; 4], usage)?;
+        Ok(Self { counter: Some(counter), ..Self::new(device, Checks::Safe) })
+    }
+
+    /// Indices that were out of bounds in all that was submitted so far. None where kernels do not count them
+    /// ([`Kernels::counting`]).
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::DeviceLost`].
+    pub async fn out_of_bounds(&self, queue: &wgpu::Queue) -> Result<Option<u32>> {
+        let Some(counter) = &self.counter else { return Ok(None) };
+        let bytes = buffers::read(&self.device, queue, counter, 0, 4).await?;
+        Ok(Some(bytemuck::pod_read_unaligned(&bytes)))
+    }
+
+    pub(super) fn counter(&self) -> Option<&wgpu::Buffer> {
+        self.counter.as_ref()
     }
 
     /// The device that the kernels are compiled for.
@@ -75,7 +109,7 @@ impl Kernels {
     /// # Errors
     /// [`Error::Plan`] for a variant that does not exist, [`Error::Gpu`] when the driver rejects its shader. A browser
     /// tells that later: the next call that waits returns the error, and so does each that waits after a use of the kernel.
-    pub fn get(&self, variant: &Variant) -> Result<Arc<Kernel>> {
+    pub(super) fn get(&self, variant: &Variant) -> Result<Arc<Kernel>> {
         if let Some(kernel) = self.lock().get(variant) {
             return Ok(kernel.clone());
         }
@@ -90,6 +124,7 @@ impl Kernels {
     }
 
     fn create(&self, variant: &Variant, source: Source) -> Kernel {
+        let source = if self.counter.is_some() { source.counted() } else { source };
         let wgsl = if guard::in_browser(&self.device) { source.for_browsers() } else { source.wgsl };
         let bindings = source.bindings;
         let label = variant.label();
@@ -97,10 +132,17 @@ impl Kernels {
             wgpu::ShaderModuleDescriptor { label: Some(&label), source: wgpu::ShaderSource::Wgsl(wgsl.into()) };
         let module = match self.checks {
             Checks::Safe => self.device.create_shader_module(descriptor),
-            // SAFETY: no kernel of this crate indexes out of the buffers that its plan checked (each shader's header
-            // gives the argument), has an unbounded loop, or divides by zero.
+            // SAFETY: kernels index within the buffers that plans bind, have no endless loop and never divide by zero,
+            // whatever a buffer that a caller can reach holds: docs/in-bounds.md has the facts, kernel by kernel. Only plans
+            // launch them (`Launch::new`).
             Checks::Trusted => unsafe {
                 self.device.create_shader_module_trusted(descriptor, wgpu::ShaderRuntimeChecks::unchecked())
+            },
+            // SAFETY: as above, of which this takes only that loops end and that nothing divides by zero.
+            Checks::Indices => unsafe {
+                let checks =
+                    wgpu::ShaderRuntimeChecks { bounds_checks: true, ..wgpu::ShaderRuntimeChecks::unchecked() };
+                self.device.create_shader_module_trusted(descriptor, checks)
             },
         };
         let entries: Vec<wgpu::BindGroupLayoutEntry> = bindings.iter().map(layout_entry).collect();
@@ -133,7 +175,11 @@ impl Kernel {
     ///
     /// # Errors
     /// [`Error::Plan`] when a buffer of the shader is not among `buffers`, [`Error::Gpu`] when wgpu refuses one.
-    pub fn bind(&self, device: &wgpu::Device, buffers: &[(&str, wgpu::BufferBinding<'_>)]) -> Result<wgpu::BindGroup> {
+    pub(super) fn bind(
+        &self,
+        device: &wgpu::Device,
+        buffers: &[(&str, wgpu::BufferBinding<'_>)],
+    ) -> Result<wgpu::BindGroup> {
         let entries = self
             .bindings
             .iter()
@@ -159,7 +205,7 @@ impl Kernel {
     }
 
     /// The pipeline.
-    pub fn pipeline(&self) -> &wgpu::ComputePipeline {
+    pub(super) fn pipeline(&self) -> &wgpu::ComputePipeline {
         &self.pipeline
     }
 }

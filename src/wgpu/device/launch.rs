@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::counted::OUT_OF_BOUNDS;
 use super::kernels::{Kernel, Kernels};
 use super::shader::Variant;
 use crate::{Error, Result};
@@ -22,14 +23,16 @@ impl Launch {
     ///
     /// # Errors
     /// [`Error::Plan`] when a buffer is missing, [`Error::Gpu`] when wgpu refuses one.
-    pub fn new(
+    pub(crate) fn new(
         kernels: &Kernels,
         variant: &Variant,
         buffers: &[(&str, wgpu::BufferBinding<'_>)],
         workgroups: [u32; 3],
     ) -> Result<Self> {
         let kernel = kernels.get(variant)?;
-        let buffers = kernel.bind(kernels.device(), buffers)?;
+        let counter = kernels.counter().map(|counter| (OUT_OF_BOUNDS, counter.as_entire_buffer_binding()));
+        let buffers: Vec<_> = buffers.iter().cloned().chain(counter).collect();
+        let buffers = kernel.bind(kernels.device(), &buffers)?;
         Ok(Self { kernel, buffers, workgroups })
     }
 

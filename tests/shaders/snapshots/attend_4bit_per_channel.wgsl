@@ -55,8 +55,12 @@ fn number(numbering: Numbering) -> u32 {
 // tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings its own
 // numbering, depends on how the device forms those.)
 //
-// gives: WorkItem, items, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, HEADS,
-//   CHUNKS, LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_tile_base, keep_tile_base, query_head, query_of,
+// Tables are read from memory that a caller may have written. What is read becomes an index only after it was clamped to
+// what exists, here once for an item and where rows are addressed, so that no table, whatever it holds, leads out of bounds.
+//
+// needs: pages
+// gives: WorkItem, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, HEADS, CHUNKS,
+//   LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_item, read_tile_base, keep_tile_base, query_head, query_of,
 //   head_exists, input_row, prepared_row, set_scores_lowest
 // binds: 0 items, 1 page_table
 // set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
@@ -111,12 +115,21 @@ var<workgroup> tile_bases: array<u32, MAX_TILES>;
 // Scores of the invocation's tokens, in units of log2: [head][token].
 var<private> token_scores: array<f32, HEADS * LANE_TOKENS>;
 
+// An item of at least one token and query, and at most MAX_TILES and QUERIES.
+fn read_item(index: u32) -> WorkItem {
+    var item = items[index];
+    item.tokens = clamp(item.tokens, 1u, MAX_TILES * TILE_TOKENS);
+    item.queries = clamp(item.queries, 1u, QUERIES);
+    return item;
+}
+
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
 // branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one after the other.
 
 // The index of tile `invocation`, of the last tile where there is no such tile. MAX_TILES is at most INVOCATIONS.
 fn read_tile_base(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) -> u32 {
-    return page_table[page_offset + min(invocation, tiles - 1u)] * KV_HEADS + kv_head;
+    let page = page_table[min(page_offset + min(invocation, tiles - 1u), arrayLength(&page_table) - 1u)];
+    return min(page, pages() - 1u) * KV_HEADS + kv_head;
 }
 
 fn keep_tile_base(tile_base: u32, tiles: u32, invocation: u32) {
@@ -169,7 +182,7 @@ fn set_scores_lowest() {
 // Keys: neighbouring lanes read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
 //
 // needs: HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, tile_bases, token_scores
-// gives: KeyVector, KEY_VECTOR, QUERY_PLANES, QUERY_VECTORS, QUERY_ROW, query, score_tile
+// gives: KeyVector, keys, KEY_VECTOR, KEY_VECTORS, QUERY_PLANES, QUERY_VECTORS, QUERY_ROW, query, score_tile
 // binds: 3 keys
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, QUERY_PLANES
 
@@ -281,7 +294,7 @@ fn input_at(index: u32) -> u32 {
 @group(0) @binding(2) var<storage, read_write> inputs: array<vec2<u32>>;
 
 fn input4(index: u32) -> vec4<f32> {
-    let words = inputs[input_at(index)];
+    let words = inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
     return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
 }
 
@@ -291,13 +304,18 @@ fn input4(index: u32) -> vec4<f32> {
 
 // Per-channel ranges of the span: scale and minimum, [range slot][KV head][channel].
 //
-// gives: scale_query, query_bias
+// needs: HEAD_DIM, KV_HEADS
+// gives: existing_slot, scale_query, query_bias
 // binds: 4 key_span_ranges
 // set by plans: KEY_MIDDLE
 
 @group(0) @binding(4) var<storage, read> key_span_ranges: array<vec2<f32>>;
 
 const KEY_MIDDLE: f32 = 8.0f;
+
+fn existing_slot(range_slot: u32) -> u32 {
+    return min(range_slot, arrayLength(&key_span_ranges) / (KV_HEADS * HEAD_DIM) - 1u);
+}
 
 fn scale_query(q: vec4<f32>, base: u32) -> vec4<f32> {
     return q * vec4<f32>(
@@ -411,7 +429,7 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
     for (var own = 0u; own < TEAM_HEADS; own++) {
         let head = min(own * TEAMS + team, HEADS - 1u);
         let query_row = input_row(item, y, head) * (HEAD_DIM / 4u);
-        let range_row = (item.range_slot * KV_HEADS + y / CHUNKS) * HEAD_DIM;
+        let range_row = (existing_slot(item.range_slot) * KV_HEADS + y / CHUNKS) * HEAD_DIM;
         var parts = vec3<f32>(0f);
         // unroll
         for (var i = 0u; i < LANE_FIELDS; i++) {
@@ -456,6 +474,10 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/scores/dot.wgsl
 // ----------------------------------------------------------------------------------------------------
+
+fn key_pages() -> u32 {
+    return arrayLength(&keys) / (KEY_VECTORS * TILE_TOKENS * KV_HEADS);
+}
 
 fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     let tile_base = tile_bases[tile];
@@ -619,9 +641,9 @@ var<private> enter: array<f32, HEADS>;
 // Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on CHANNEL_BLOCKS of
 // the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as 16-byte broadcasts.
 //
-// needs: HEADS, HEAD_DIM, INVOCATIONS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
+// needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
 //   ranged_output, sum_parts, write_lse
-// gives: values, CHANNELS, CHANNEL_BLOCKS, sums, own_channel, write_states
+// gives: values, CHANNELS, CHANNEL_BLOCKS, sums, pages, own_channel, write_states
 // binds: 5 values
 // set by plans: CHANNELS, CHANNEL_BLOCKS
 
@@ -675,6 +697,10 @@ var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLO
 
 // [head][channel]
 var<private> sums: array<f32, HEADS * CHANNELS>;
+
+fn value_pages() -> u32 {
+    return arrayLength(&values) / (VALUE_VECTORS * HEAD_DIM * KV_HEADS);
+}
 
 fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
     let first = team % CHANNEL_BLOCKS * CHANNELS * 32u + lane / CHANNEL_STRIDE * (CHANNEL_STRIDE * CHANNELS);
@@ -773,10 +799,11 @@ const OWN_CHANNELS: u32 = (HEAD_DIM + INVOCATIONS - 1u) / INVOCATIONS;
 var<private> own_ranges: array<vec2<f32>, OWN_CHANNELS>;
 
 fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {
+    let slot = min(range_slot, arrayLength(&value_span_ranges) / (KV_HEADS * HEAD_DIM) - 1u);
     // unroll
     for (var i = 0u; i < OWN_CHANNELS; i++) {
         let channel = min(i * INVOCATIONS + invocation, HEAD_DIM - 1u);
-        own_ranges[i] = value_span_ranges[(range_slot * KV_HEADS + kv_head) * HEAD_DIM + channel];
+        own_ranges[i] = value_span_ranges[(slot * KV_HEADS + kv_head) * HEAD_DIM + channel];
     }
 }
 
@@ -983,7 +1010,7 @@ fn output_at(index: u32) -> u32 {
 @group(0) @binding(8) var<storage, read_write> outputs: array<vec2<u32>>;
 
 fn write_output(index: u32, x: vec4<f32>) {
-    outputs[output_at(index)] = vec2<u32>(pack2x16float(x.xy), pack2x16float(x.zw));
+    outputs[min(output_at(index), arrayLength(&outputs) - 1u)] = vec2<u32>(pack2x16float(x.xy), pack2x16float(x.zw));
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -1006,8 +1033,9 @@ struct Joined {
     largest: f32,
 }
 
-// Four channels of the states first, first + stride, ... below `end` of a query head.
-fn join_states(first: u32, end: u32, stride: u32, query_head: u32, field: u32) -> Joined {
+// Four channels of the states first, first + stride, ... below `wanted_end` of a query head, as far as they exist.
+fn join_states(first: u32, wanted_end: u32, stride: u32, query_head: u32, field: u32) -> Joined {
+    let end = min(wanted_end, arrayLength(&states) / (QUERY_HEADS * STATE_ROW));
     var joined = Joined(vec4<f32>(0f), 0f, NO_LSE);
     for (var next = first; next < end; next += stride * AT_ONCE) {
         var outputs_read: array<vec4<f32>, AT_ONCE>;
@@ -1047,7 +1075,7 @@ fn merge_item(item: WorkItem, y: u32, invocation: u32) {
     if (invocation < HEADS) {
         is_last[invocation] = 0u;
         if (head_exists(item, y, invocation)) {
-            let counter = input_row(item, y, invocation);
+            let counter = min(input_row(item, y, invocation), arrayLength(&arrived) - 1u);
             if (atomicAdd(&arrived[counter], 1u) + 1u == item.states) {
                 atomicStore(&arrived[counter], 0u);
                 is_last[invocation] = 1u;
@@ -1075,7 +1103,8 @@ fn merge_head(item: WorkItem, query_head: u32, lane: u32) {
 // ----------------------------------------------------------------------------------------------------
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
-    return ((item.state + query_of(item, head) * item.stride) * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
+    let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
+    return (state * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
 }
 
 fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
@@ -1104,6 +1133,11 @@ fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/softmax_loop.wgsl
 // ----------------------------------------------------------------------------------------------------
+
+// Pages of which all parts exist.
+fn pages() -> u32 {
+    return min(key_pages(), value_pages());
+}
 
 fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     let lane = invocation % 32u;
@@ -1234,5 +1268,5 @@ fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
 
 @compute @workgroup_size(128)
 fn attend(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
-    attend_item(items[group.y], group.x, number(numbering));
+    attend_item(read_item(group.y), group.x, number(numbering));
 }

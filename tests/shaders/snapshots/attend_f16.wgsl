@@ -50,8 +50,12 @@ fn number(numbering: Numbering) -> u32 {
 // tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings its own
 // numbering, depends on how the device forms those.)
 //
-// gives: WorkItem, items, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, HEADS,
-//   CHUNKS, LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_tile_base, keep_tile_base, query_head, query_of,
+// Tables are read from memory that a caller may have written. What is read becomes an index only after it was clamped to
+// what exists, here once for an item and where rows are addressed, so that no table, whatever it holds, leads out of bounds.
+//
+// needs: pages
+// gives: WorkItem, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, HEADS, CHUNKS,
+//   LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_item, read_tile_base, keep_tile_base, query_head, query_of,
 //   head_exists, input_row, prepared_row, set_scores_lowest
 // binds: 0 items, 1 page_table
 // set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
@@ -106,12 +110,21 @@ var<workgroup> tile_bases: array<u32, MAX_TILES>;
 // Scores of the invocation's tokens, in units of log2: [head][token].
 var<private> token_scores: array<f32, HEADS * LANE_TOKENS>;
 
+// An item of at least one token and query, and at most MAX_TILES and QUERIES.
+fn read_item(index: u32) -> WorkItem {
+    var item = items[index];
+    item.tokens = clamp(item.tokens, 1u, MAX_TILES * TILE_TOKENS);
+    item.queries = clamp(item.queries, 1u, QUERIES);
+    return item;
+}
+
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
 // branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one after the other.
 
 // The index of tile `invocation`, of the last tile where there is no such tile. MAX_TILES is at most INVOCATIONS.
 fn read_tile_base(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) -> u32 {
-    return page_table[page_offset + min(invocation, tiles - 1u)] * KV_HEADS + kv_head;
+    let page = page_table[min(page_offset + min(invocation, tiles - 1u), arrayLength(&page_table) - 1u)];
+    return min(page, pages() - 1u) * KV_HEADS + kv_head;
 }
 
 fn keep_tile_base(tile_base: u32, tiles: u32, invocation: u32) {
@@ -163,7 +176,7 @@ fn set_scores_lowest() {
 // the four tokens of an invocation. Keys: neighbouring lanes read neighbouring vectors.
 //
 // needs: HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, tile_bases, token_scores
-// gives: KeyVector, KEY_VECTOR, QUERY_VECTORS, QUERY_ROW, query, score_tile
+// gives: KeyVector, keys, KEY_VECTOR, KEY_VECTORS, QUERY_VECTORS, QUERY_ROW, query, score_tile
 // binds: 3 keys
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS
 
@@ -255,7 +268,7 @@ fn input_at(index: u32) -> u32 {
 @group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
 
 fn input4(index: u32) -> vec4<f32> {
-    let words = inputs[input_at(index)];
+    let words = inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
     return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
 }
 
@@ -287,6 +300,10 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/scores/fma.wgsl
 // ----------------------------------------------------------------------------------------------------
+
+fn key_pages() -> u32 {
+    return arrayLength(&keys) / (KEY_VECTORS * TILE_TOKENS * KV_HEADS);
+}
 
 fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     let tile_base = tile_bases[tile];
@@ -414,9 +431,9 @@ var<private> enter: array<f32, HEADS>;
 // them. Team t works on CHANNELS channels per lane, 32 apart, of channel block t % CHANNEL_BLOCKS, and on
 // CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring vectors.
 //
-// needs: HEADS, HEAD_DIM, INVOCATIONS, STEP_TILES, TILE_TOKENS, WorkItem, enter, finish_output, keep, put_output,
-//   sum_parts, tile_bases, write_lse
-// gives: ValueVector, CHANNELS, begin_values, store_weights, add_values, write_states
+// needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, TILE_TOKENS, WorkItem, enter, finish_output, keep,
+//   put_output, sum_parts, tile_bases, write_lse
+// gives: ValueVector, CHANNELS, pages, begin_values, store_weights, add_values, write_states
 // binds: 5 values
 // set by plans: ValueVector, Weights, CHANNELS, CHANNEL_BLOCKS
 
@@ -487,6 +504,10 @@ var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLO
 
 // [head][channel]
 var<private> sums: array<f32, HEADS * CHANNELS>;
+
+fn value_pages() -> u32 {
+    return arrayLength(&values) / (VALUE_VECTORS * HEAD_DIM * KV_HEADS);
+}
 
 fn begin_values(invocation: u32) {
     // unroll
@@ -633,7 +654,8 @@ fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
 // ----------------------------------------------------------------------------------------------------
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
-    return ((item.state + query_of(item, head) * item.stride) * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
+    let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
+    return (state * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
 }
 
 fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
@@ -662,6 +684,11 @@ fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/softmax_loop.wgsl
 // ----------------------------------------------------------------------------------------------------
+
+// Pages of which all parts exist.
+fn pages() -> u32 {
+    return min(key_pages(), value_pages());
+}
 
 fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     let lane = invocation % 32u;
@@ -792,5 +819,5 @@ fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
 
 @compute @workgroup_size(128)
 fn attend(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
-    attend_item(items[group.y], group.x, number(numbering));
+    attend_item(read_item(group.y), group.x, number(numbering));
 }

@@ -32,6 +32,7 @@ enable wgpu_cooperative_matrix;
 // uniform: it depends on the item alone. Loops are bounded by an item's tiles and by constants. Divisors are powers of two
 // from 2^-95 on, and sums of weights, of which the largest is 2^14.
 //
+// gives: pages
 // binds: 3 keys, 5 values
 // set by plans: SCORE_SCALE, QUERY_PARTS
 
@@ -69,8 +70,12 @@ fn number(numbering: Numbering) -> u32 {
 // tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings its own
 // numbering, depends on how the device forms those.)
 //
-// gives: WorkItem, items, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, HEADS,
-//   CHUNKS, LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_tile_base, keep_tile_base, query_head, query_of,
+// Tables are read from memory that a caller may have written. What is read becomes an index only after it was clamped to
+// what exists, here once for an item and where rows are addressed, so that no table, whatever it holds, leads out of bounds.
+//
+// needs: pages
+// gives: WorkItem, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, HEADS, CHUNKS,
+//   LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_item, read_tile_base, keep_tile_base, query_head, query_of,
 //   head_exists, input_row, prepared_row, set_scores_lowest
 // binds: 0 items, 1 page_table
 // set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
@@ -125,12 +130,21 @@ var<workgroup> tile_bases: array<u32, MAX_TILES>;
 // Scores of the invocation's tokens, in units of log2: [head][token].
 var<private> token_scores: array<f32, HEADS * LANE_TOKENS>;
 
+// An item of at least one token and query, and at most MAX_TILES and QUERIES.
+fn read_item(index: u32) -> WorkItem {
+    var item = items[index];
+    item.tokens = clamp(item.tokens, 1u, MAX_TILES * TILE_TOKENS);
+    item.queries = clamp(item.queries, 1u, QUERIES);
+    return item;
+}
+
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
 // branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one after the other.
 
 // The index of tile `invocation`, of the last tile where there is no such tile. MAX_TILES is at most INVOCATIONS.
 fn read_tile_base(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) -> u32 {
-    return page_table[page_offset + min(invocation, tiles - 1u)] * KV_HEADS + kv_head;
+    let page = page_table[min(page_offset + min(invocation, tiles - 1u), arrayLength(&page_table) - 1u)];
+    return min(page, pages() - 1u) * KV_HEADS + kv_head;
 }
 
 fn keep_tile_base(tile_base: u32, tiles: u32, invocation: u32) {
@@ -199,7 +213,8 @@ const STATE_ROW: u32 = FIELDS + 1u;
 // ----------------------------------------------------------------------------------------------------
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
-    return ((item.state + query_of(item, head) * item.stride) * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
+    let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
+    return (state * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
 }
 
 fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
@@ -238,7 +253,7 @@ fn input_at(index: u32) -> u32 {
 @group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
 
 fn input4(index: u32) -> vec4<f32> {
-    let words = inputs[input_at(index)];
+    let words = inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
     return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
 }
 
@@ -308,6 +323,10 @@ var<private> enter: array<f32, OWN_HEADS>;
 var<private> keep: array<f32, OWN_HEADS>;
 // [head][channel block]: of channel `own_channel(lane, block)`.
 var<private> sums: array<f32, OWN_HEADS * CHANNEL_BLOCKS>;
+
+fn pages() -> u32 {
+    return arrayLength(&values) / (TILE_SIZE * KV_HEADS);
+}
 
 fn own_channel(lane: u32, block: u32) -> u32 {
     return block * 32u + 2u * (lane % 16u) + 1u - lane / 16u;
@@ -448,7 +467,7 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32) {
 
 @compute @workgroup_size(128)
 fn attend_matrix(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
-    let item = items[group.y];
+    let item = read_item(group.y);
     let y = group.x;
     let invocation = number(numbering);
     let lane = invocation % 32u;

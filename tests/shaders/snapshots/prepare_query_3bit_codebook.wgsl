@@ -16,7 +16,7 @@
 //
 // In bounds: prepared queries, queries, ranges and rows are sized for the plan; channels past HEAD_DIM are not read.
 //
-// gives: INVOCATIONS, HEAD_DIM, ROW_FIELDS
+// gives: INVOCATIONS, HEAD_DIM, KV_HEADS, ROW_FIELDS
 // binds: 0 prepared
 // set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, ROW_FIELDS, PARTS, SCORE_SCALE
 
@@ -63,7 +63,7 @@ fn input_at(index: u32) -> u32 {
 @group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
 
 fn input4(index: u32) -> vec4<f32> {
-    let words = inputs[input_at(index)];
+    let words = inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
     return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
 }
 
@@ -195,6 +195,11 @@ fn rotate_query(q: vec4<f32>, field: u32, part: u32) -> vec4<f32> {
 // shaders/attend/query_ranges/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
+// The range slot, or the last there is.
+fn existing_slot(range_slot: u32) -> u32 {
+    return range_slot;
+}
+
 // Four channels of a query times the scales from `base` on.
 fn scale_query(q: vec4<f32>, base: u32) -> vec4<f32> {
     return q;
@@ -317,7 +322,7 @@ fn prepare_query(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocat
     q = rotate_query(q, field, group.y % PARTS);
     if (field < HEAD_DIM / 4u) {
         let kv_head = head / (QUERY_HEADS / KV_HEADS);
-        let base = (query.range_slot * KV_HEADS + kv_head) * HEAD_DIM + field * 4u;
+        let base = (existing_slot(query.range_slot) * KV_HEADS + kv_head) * HEAD_DIM + field * 4u;
         scaled = scale_query(q, base);
         bias = query_bias(q, base);
     }

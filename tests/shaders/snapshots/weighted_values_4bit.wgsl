@@ -40,8 +40,12 @@ fn number(numbering: Numbering) -> u32 {
 // tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings its own
 // numbering, depends on how the device forms those.)
 //
-// gives: WorkItem, items, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, HEADS,
-//   CHUNKS, LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_tile_base, keep_tile_base, query_head, query_of,
+// Tables are read from memory that a caller may have written. What is read becomes an index only after it was clamped to
+// what exists, here once for an item and where rows are addressed, so that no table, whatever it holds, leads out of bounds.
+//
+// needs: pages
+// gives: WorkItem, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, HEADS, CHUNKS,
+//   LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_item, read_tile_base, keep_tile_base, query_head, query_of,
 //   head_exists, input_row, prepared_row, set_scores_lowest
 // binds: 0 items, 1 page_table
 // set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
@@ -96,12 +100,21 @@ var<workgroup> tile_bases: array<u32, MAX_TILES>;
 // Scores of the invocation's tokens, in units of log2: [head][token].
 var<private> token_scores: array<f32, HEADS * LANE_TOKENS>;
 
+// An item of at least one token and query, and at most MAX_TILES and QUERIES.
+fn read_item(index: u32) -> WorkItem {
+    var item = items[index];
+    item.tokens = clamp(item.tokens, 1u, MAX_TILES * TILE_TOKENS);
+    item.queries = clamp(item.queries, 1u, QUERIES);
+    return item;
+}
+
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
 // branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one after the other.
 
 // The index of tile `invocation`, of the last tile where there is no such tile. MAX_TILES is at most INVOCATIONS.
 fn read_tile_base(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) -> u32 {
-    return page_table[page_offset + min(invocation, tiles - 1u)] * KV_HEADS + kv_head;
+    let page = page_table[min(page_offset + min(invocation, tiles - 1u), arrayLength(&page_table) - 1u)];
+    return min(page, pages() - 1u) * KV_HEADS + kv_head;
 }
 
 fn keep_tile_base(tile_base: u32, tiles: u32, invocation: u32) {
@@ -190,7 +203,7 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         let row = query_head(y, head);
-        let extreme = extremes[item.query * QUERY_HEADS + row];
+        let extreme = extremes[min(item.query, arrayLength(&extremes) / QUERY_HEADS - 1u) * QUERY_HEADS + row];
         let largest = from_ordered(extreme.x);
         let smallest = -from_ordered(extreme.y);
         let low = smallest - TAU_1;
@@ -203,7 +216,7 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
 }
 
 fn score_tile(item: WorkItem, tile: u32, lane: u32) {
-    let first = (item.scores + tile) * QUERY_HEADS;
+    let first = min(item.scores + tile, arrayLength(&stored_scores) / (QUERY_HEADS * TILE_TOKENS) - 1u) * QUERY_HEADS;
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         // unroll
@@ -217,6 +230,11 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/scores/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
+
+// Pages of the keys that are bound: no limit where none are.
+fn key_pages() -> u32 {
+    return 0xffffffffu;
+}
 
 // Called after that barrier: prepares the keys of the first step.
 fn begin_keys(tiles: u32, team: u32, lane: u32) {}
@@ -299,9 +317,9 @@ var<private> enter: array<f32, HEADS>;
 // Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on CHANNEL_BLOCKS of
 // the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as 16-byte broadcasts.
 //
-// needs: HEADS, HEAD_DIM, INVOCATIONS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
+// needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
 //   ranged_output, sum_parts, write_lse
-// gives: values, CHANNELS, CHANNEL_BLOCKS, sums, own_channel, write_states
+// gives: values, CHANNELS, CHANNEL_BLOCKS, sums, pages, own_channel, write_states
 // binds: 5 values
 // set by plans: CHANNELS, CHANNEL_BLOCKS
 
@@ -355,6 +373,10 @@ var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLO
 
 // [head][channel]
 var<private> sums: array<f32, HEADS * CHANNELS>;
+
+fn value_pages() -> u32 {
+    return arrayLength(&values) / (VALUE_VECTORS * HEAD_DIM * KV_HEADS);
+}
 
 fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
     let first = team % CHANNEL_BLOCKS * CHANNELS * 32u + lane / CHANNEL_STRIDE * (CHANNEL_STRIDE * CHANNELS);
@@ -453,10 +475,11 @@ const OWN_CHANNELS: u32 = (HEAD_DIM + INVOCATIONS - 1u) / INVOCATIONS;
 var<private> own_ranges: array<vec2<f32>, OWN_CHANNELS>;
 
 fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {
+    let slot = min(range_slot, arrayLength(&value_span_ranges) / (KV_HEADS * HEAD_DIM) - 1u);
     // unroll
     for (var i = 0u; i < OWN_CHANNELS; i++) {
         let channel = min(i * INVOCATIONS + invocation, HEAD_DIM - 1u);
-        own_ranges[i] = value_span_ranges[(range_slot * KV_HEADS + kv_head) * HEAD_DIM + channel];
+        own_ranges[i] = value_span_ranges[(slot * KV_HEADS + kv_head) * HEAD_DIM + channel];
     }
 }
 
@@ -640,7 +663,8 @@ fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
 // ----------------------------------------------------------------------------------------------------
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
-    return ((item.state + query_of(item, head) * item.stride) * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
+    let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
+    return (state * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
 }
 
 fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
@@ -669,6 +693,11 @@ fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/softmax_loop.wgsl
 // ----------------------------------------------------------------------------------------------------
+
+// Pages of which all parts exist.
+fn pages() -> u32 {
+    return min(key_pages(), value_pages());
+}
 
 fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     let lane = invocation % 32u;
@@ -799,5 +828,5 @@ fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
 
 @compute @workgroup_size(128)
 fn weighted_values(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
-    attend_item(items[group.y], group.x, number(numbering));
+    attend_item(read_item(group.y), group.x, number(numbering));
 }
