@@ -67,7 +67,6 @@ time_rows() { # backend, name, arguments
     }
     local log="$results/bench-$backend-$name"
     local options=(--backend "$backend" --seconds 0.03)
-    [ "$backend" = cuda ] || options+=(--checks trusted --query int8)
     timeout "$seconds" "$kvpack" bench "${options[@]}" "$@" --json >"$log.json" 2>"$log.log" ||
         fail "kvpack bench ${options[*]} $*: exit code $?, see $log.log"
     python3 scripts/bench-rows.py "$results" "$log.json" || failed=1

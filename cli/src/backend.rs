@@ -124,6 +124,14 @@ impl BackendArgs {
         self.adapter.is_some() || self.path.is_some() || self.checks.is_some()
     }
 
+    /// Which of the options change what is measured.
+    pub fn not_default(&self) -> Vec<String> {
+        let checks = self.checks.filter(|&checks| Checks::from(checks) != Checks::default());
+        let checks = checks.map(|checks| format!("checks {}", format!("{checks:?}").to_lowercase()));
+        let path = self.path.map(|path| format!("path {}", Path::from(path)));
+        checks.into_iter().chain(path).collect()
+    }
+
     /// Refuses the options of the wgpu backend.
     fn refuse_gpu_options(&self, backend: &str) -> Result<()> {
         let given = [

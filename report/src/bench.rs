@@ -11,6 +11,9 @@ use crate::Run;
 pub struct BenchReport {
     /// The device and what of it is used.
     pub backend: String,
+    /// What of the run is not what a user gets who sets nothing: checks, path, precision of the query.
+    #[serde(default)]
+    pub not_default: Vec<String>,
     /// The run; none in a browser.
     pub run: Option<Run>,
     /// The shapes, in the order of the registry.

@@ -5,20 +5,22 @@ use std::future::Future;
 
 use super::Storage;
 use crate::Result;
-use crate::format::{AttentionShape, SegmentFormat};
+use crate::format::{AttentionShape, SegmentFormat, TensorFormat};
 use crate::plan::{AttendPlan, ElementType, Split};
 
 /// How the query enters the products with packed keys, and the weights those with packed values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum QueryPrecision {
-    /// Two byte planes each, 16 bits: their error stays far below that of f16 keys.
+    /// What [`QueryBytes::of`] says of each segment's format: one byte where the format's own error hides what that adds, two
+    /// where it would not.
     #[default]
+    ByFormat,
+    /// Two byte planes each, 16 bits: their error stays far below that of f16 keys.
     Int16,
     /// One byte per channel of the query, and, through wgpu and where values have one range per channel, one byte per weight,
     /// relative to the largest of its block of 32 tokens: about half the arithmetic, at an error of about 1 % of the
     /// informative part of the output. Nearly all of it is the query's: on the shipped data bytes in place of 16-bit weights
     /// raise the mean square error by 0.3 to 9 %. Where cooperative matrices take f16 keys, an f32 query is rounded to f16.
-    /// An option, never a default.
     ///
     /// Through wgpu the ranges of groups of tokens (keys), and of groups of channels that are a multiple of 32 (values, at
     /// `head_dim` 64, 128 and 256), go into the query and the weights before they become bytes. With 16 bits they are
@@ -26,6 +28,47 @@ pub enum QueryPrecision {
     /// one query head. As the query is rounded anew for every group, errors of different groups do not cancel: on the
     /// shipped data KIVI at 2 bits has a mean square error of 0.07 %, where ranges per channel have 0.01 %.
     Int8,
+}
+
+/// Bytes of an element of a query, and of a weight, where they meet codes as integers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum QueryBytes {
+    /// [`QueryPrecision::Int8`].
+    One,
+    /// [`QueryPrecision::Int16`].
+    Two,
+}
+
+impl QueryBytes {
+    /// The fewest that add at most 5 % to the relative L2 error of the format itself, on real keys and values: one where keys
+    /// have 4 bits or fewer, and beside f16 keys where values do, which then take the weights; two where keys have 8 bits or
+    /// everything is f16. `docs/query-precision.md` has what was measured, format by format.
+    ///
+    /// ```
+    /// use kvpack::backend::QueryBytes;
+    /// use kvpack::{Bits, SegmentFormat};
+    /// assert_eq!(QueryBytes::of(&SegmentFormat::per_channel(Bits::Four)), QueryBytes::One);
+    /// assert_eq!(QueryBytes::of(&SegmentFormat::per_channel(Bits::Eight)), QueryBytes::Two);
+    /// ```
+    pub const fn of(format: &SegmentFormat) -> Self {
+        let SegmentFormat { key, value } = format;
+        match (key.element_bits(), value.element_bits()) {
+            (1..=4, _) => Self::One,
+            (_, 1..=4) if matches!(key, TensorFormat::F16) => Self::One,
+            _ => Self::Two,
+        }
+    }
+}
+
+impl QueryPrecision {
+    /// What a segment of this format gets.
+    pub const fn bytes(self, format: &SegmentFormat) -> QueryBytes {
+        match self {
+            Self::ByFormat => QueryBytes::of(format),
+            Self::Int16 => QueryBytes::Two,
+            Self::Int8 => QueryBytes::One,
+        }
+    }
 }
 
 /// Options of one attend call.
@@ -42,7 +85,7 @@ pub struct AttendOptions {
 
 impl Default for AttendOptions {
     fn default() -> Self {
-        Self { query: QueryPrecision::Int16, output: ElementType::F32, split: Split::default() }
+        Self { query: QueryPrecision::ByFormat, output: ElementType::F32, split: Split::default() }
     }
 }
 

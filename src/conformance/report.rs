@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use crate::backend::QueryPrecision;
+use crate::backend::{QueryBytes, QueryPrecision};
+use crate::format::SegmentFormat;
 
 /// Errors of an attention output against the f64 reference over the same stored data.
 ///
@@ -30,13 +31,19 @@ pub struct Limits {
 }
 
 impl Limits {
+    /// Those of a step over segments of these formats: of the least precise.
+    pub fn of_step<'a>(query: QueryPrecision, formats: impl IntoIterator<Item = &'a SegmentFormat>) -> Self {
+        let bytes = formats.into_iter().map(|format| query.bytes(format)).min();
+        Self::new(bytes.unwrap_or(QueryBytes::Two))
+    }
+
     /// 10⁻⁶ where the query keeps 16 bits or more, 10⁻⁴ where it is quantised to int8; twice that for the informative
     /// part and ten times for the worst single head. With int8, where one heavy channel sets the step of a head's whole
     /// query, ten and a hundred times.
-    pub const fn new(query: QueryPrecision) -> Self {
+    pub const fn new(query: QueryBytes) -> Self {
         match query {
-            QueryPrecision::Int16 => Self { nmse: 1e-6, worst_head: 1e-5, informative: 2e-6 },
-            QueryPrecision::Int8 => Self { nmse: 1e-4, worst_head: 1e-2, informative: 1e-3 },
+            QueryBytes::Two => Self { nmse: 1e-6, worst_head: 1e-5, informative: 2e-6 },
+            QueryBytes::One => Self { nmse: 1e-4, worst_head: 1e-2, informative: 1e-3 },
         }
     }
 }

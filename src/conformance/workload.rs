@@ -11,7 +11,7 @@ use super::report::{Accuracy, Limits, OutputError, Report};
 use crate::backend::{AttendOptions, FilledSpan, FilledStores, NewSpan, SpanSource};
 use crate::cpu::DenseSegment;
 use crate::format::{SegmentFormat, TILE_TOKENS};
-use crate::plan::{AttendPlan, QueryRun, TokenRange};
+use crate::plan::{AttendPlan, QueryRun, Segment, TokenRange};
 use crate::{Backend, Result};
 
 /// Filled stores with several copies of a batch, so that steps that go round the copies find cold caches.
@@ -112,7 +112,7 @@ impl<B: Backend> Workload<B> {
             }
         }
         let head_dim = data.decode.shape.head_dim();
-        let limits = Limits::new(options.query);
+        let limits = Limits::of_step(options.query, self.plans.iter().flat_map(AttendPlan::segments).map(Segment::format));
         let (mut worst, mut failures) = (OutputError::default(), Vec::new());
         let stores = self.stores();
         for plan in &self.plans {

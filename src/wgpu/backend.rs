@@ -362,7 +362,7 @@ impl Attention for Wgpu {
         query: QueryPrecision,
     ) -> Result<AttendArithmetic> {
         self.create_store(*shape, *format)?;
-        Ok(arithmetic(shape, format, query, &self.capabilities))
+        Ok(arithmetic(shape, format, query.bytes(format), &self.capabilities))
     }
 
     async fn attend(

@@ -88,7 +88,11 @@ impl<B: Timed> Bench<B> {
         };
         let shape = ShapeReport::new(&decode, None, Vec::new());
         let data = DecodeData::generated(backend, decode).await?;
-        Ok(Self { data, read, report: BenchReport { backend: backend.name(), run: None, shapes: vec![shape] } })
+        Ok(Self {
+            data,
+            read,
+            report: BenchReport { backend: backend.name(), not_default: Vec::new(), run: None, shapes: vec![shape] },
+        })
     }
 
     /// Stores the batch in a format, checks the outputs, times the steps, and adds the row to the report.

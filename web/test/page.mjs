@@ -25,7 +25,7 @@ await test("measures on WebGPU", async () => {
   expect((await run(page, "quality")).state === "done", "the measurement of quality ends");
   const report = await downloaded(page, "bench");
   const [row] = report.shapes[0].rows;
-  expect(report.shapes[0].shape === "g1-b1-4k" && row.outcome === "timed" && row.nmse < 1e-6 && row.step_us > 0, JSON.stringify(report));
+  expect(report.shapes[0].shape === "g1-b1-4k" && row.outcome === "timed" && row.nmse < 1e-4 && row.step_us > 0, JSON.stringify(report));
   const { formats } = await downloaded(page, "quality");
   expect(formats.length === 1 && formats[0].error > 0 && formats[0].error < 1 && formats[0].times_smaller > 3, JSON.stringify(formats));
   expect((await downloaded(page, "check")).cases[0].outcome === "passed", "the case is in the JSON");

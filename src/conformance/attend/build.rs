@@ -1,7 +1,7 @@
 //! What cases are made of: shapes, formats, names.
 
 use super::case::{AttendCase, DataKind, InputLayout, Paging, Queries, RowOrder, SegmentCase, SinkPlace, SpanCase};
-use crate::backend::AttendOptions;
+use crate::backend::{AttendOptions, QueryPrecision};
 use crate::format::{
     AffineFormat, AttentionShape, Bits, Calibration, Grouping, RangeRule, SegmentFormat, TensorFormat,
 };
@@ -26,7 +26,8 @@ impl AttendCase {
             input: InputLayout { elements: ElementType::F32, order: RowOrder::TokenMajor },
             paging: Paging::InOrder,
             queries: Queries::Decode,
-            options: AttendOptions::default(),
+            // What a format gets by default is a case's own matter: most are to be as exact as they can.
+            options: AttendOptions { query: QueryPrecision::Int16, ..AttendOptions::default() },
             seed: 0, // its place among the cases
             quick: false,
         };

@@ -55,10 +55,8 @@ pub(super) fn group_ranges() -> Vec<AttendCase> {
     let kivi = |bits| format((bits, 32), (bits, 32));
     let mut cases = Vec::new();
     for query in [QueryPrecision::Int16, QueryPrecision::Int8] {
-        let name = |what: &str| match query {
-            QueryPrecision::Int16 => format!("group-ranges-{what}"),
-            QueryPrecision::Int8 => format!("int8-query-group-ranges-{what}"),
-        };
+        let prefix = if query == QueryPrecision::Int8 { "int8-query-" } else { "" };
+        let name = |what: &str| format!("{prefix}group-ranges-{what}");
         let from = cases.len();
         for (group, head_dim, format) in [
             (1, 64, kivi(Bits::Two)),

@@ -32,7 +32,7 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &AttendCa
 
     let expected = reference::of_case(case, &data, &spans, &plan)?.rounded_to(case.options.output);
     let error = expected.error_of(&output, case.shape.head_dim());
-    let limits = Limits::new(case.options.query);
+    let limits = Limits::of_step(case.options.query, case.segments.iter().map(|segment| &segment.format));
     failures.extend(expected.failures("output", &output, &error, &limits));
     failures.extend(stored.guard_failures(backend).await?);
     Ok(Report { check: case.name.clone(), accuracy: Some(Accuracy { error, limits }), failures })
@@ -48,7 +48,7 @@ pub(in crate::conformance) async fn run_states<B: Backend>(backend: &B, case: &A
     let plan = stored.plan(case)?;
     let queries = backend.upload(query_tensor(case, &data, &plan).elements()).await?;
     let expected = reference::of_case(case, &data, &spans, &plan)?;
-    let limits = Limits::new(case.options.query);
+    let limits = Limits::of_step(case.options.query, case.segments.iter().map(|segment| &segment.format));
     let of = |plan: AttendPlan| {
         let (stores, queries) = (stored.stores(), &queries);
         async move { backend.attend_states(&plan, &stores, queries, case.options).await }

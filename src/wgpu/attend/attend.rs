@@ -149,7 +149,7 @@ mod tests {
     use super::super::recipe::{ByteWeights, Exchange, FloatWeights, Sums, ValueRanges};
     use super::super::specialisation::MAX_TILES;
     use super::*;
-    use crate::backend::QueryPrecision;
+    use crate::backend::QueryBytes;
     use crate::format::{AffineFormat, AttentionShape, HEAD_DIMS, Rotation, SegmentFormat};
     use crate::plan::{AttendPlan, Page, QueryRun, SpanView, Split, StoreView};
     use crate::wgpu::device::{Capabilities, KernelLimits, SubgroupSizes, Timestamps, Variant};
@@ -229,7 +229,7 @@ mod tests {
                 let format = SegmentFormat { key: keys[i % keys.len()], value: formats[(i * 5 + 2) % formats.len()] };
                 let capabilities = capabilities(i % 3 == 0, i % 2 == 0, 16 << 10);
                 let (shape, format, capabilities) = (&shape, &format, &capabilities);
-                let query = [QueryPrecision::Int16, QueryPrecision::Int8][i / 2 % 2];
+                let query = [QueryBytes::Two, QueryBytes::One][i / 2 % 2];
                 let special = Specialisation { shape, format, query, capabilities, may_use_matrices: true, queries: 1 };
                 let special = Specialisation { queries: special.most_queries().min(i % 3 + 1), ..special };
                 let variant = special.attend(FUSED[i % 2 * usize::from(special.prepares_own_query())]).variant();
@@ -267,7 +267,7 @@ mod tests {
             let sketched = TensorFormat::Codebook(CodebookFormat::turboquant_prod(Bits::Three, 80));
             for (key, value) in [(tensor, per_channel), (per_channel, tensor), (sketched, tensor)] {
                 let format = SegmentFormat { key, value };
-                let query = QueryPrecision::Int8;
+                let query = QueryBytes::One;
                 let special = Specialisation {
                     shape: &shape,
                     format: &format,
@@ -288,7 +288,7 @@ mod tests {
     }
 
     /// The fused kernel of a format at four query heads per KV head, 128 channels.
-    fn chosen(format: SegmentFormat, query: QueryPrecision, capabilities: Capabilities) -> AttendRecipe {
+    fn chosen(format: SegmentFormat, query: QueryBytes, capabilities: Capabilities) -> AttendRecipe {
         let shape = AttentionShape::new(8, 2, 128).unwrap();
         let (shape, format, capabilities) = (&shape, &format, &capabilities);
         let special = Specialisation { shape, format, query, capabilities, may_use_matrices: true, queries: 1 };
@@ -301,7 +301,7 @@ mod tests {
 
     #[test]
     fn plain_halves_are_multiplied_as_floats() {
-        let recipe = chosen(SegmentFormat::F16, QueryPrecision::Int8, capabilities(true, true, 16 << 10));
+        let recipe = chosen(SegmentFormat::F16, QueryBytes::One, capabilities(true, true, 16 << 10));
         let AttendRecipe::Attend { scores, values, softmax, merge, .. } = recipe else { panic!("{recipe:?}") };
         assert!(matches!(scores, Scores::Fma { field: Field::F16, query: FloatQuery::Own(_), .. }), "{scores:?}");
         assert_eq!(values.sums, Sums::Fma { field: Field::F16, weights: FloatWeights::F16 });
@@ -320,9 +320,9 @@ mod tests {
             other => panic!("{other:?}"),
         };
         let (bytes, middle) = (SignedBytes::Top(Bits::Two), 2.0);
-        assert_eq!(parts(QueryPrecision::Int16), (2, Sums::Dot { bytes, ranges: ValueRanges::Folded { middle } }));
+        assert_eq!(parts(QueryBytes::Two), (2, Sums::Dot { bytes, ranges: ValueRanges::Folded { middle } }));
         let weights = ByteWeights::Shared { middle: 0.0 };
-        assert_eq!(parts(QueryPrecision::Int8), (1, Sums::Byte { bytes, weights, block_max: Exchange::Memory }));
+        assert_eq!(parts(QueryBytes::One), (1, Sums::Byte { bytes, weights, block_max: Exchange::Memory }));
     }
 
     /// Ranges of groups (KIVI) are integers beside a query of one byte alone.
@@ -336,11 +336,11 @@ mod tests {
             AttendRecipe::Attend { scores, values, .. } => (scores, values.sums),
             other => panic!("{other:?}"),
         };
-        let (scores, sums) = parts(QueryPrecision::Int8);
+        let (scores, sums) = parts(QueryBytes::One);
         assert!(matches!(scores, Scores::Groups { bytes: SignedBytes::Top(Bits::Two), .. }), "{scores:?}");
         let weights = ByteWeights::Groups { groups: 4, centre: 1.5 };
         assert_eq!(sums, Sums::Byte { bytes: SignedBytes::Top(Bits::Two), weights, block_max: Exchange::Subgroup });
-        let (scores, sums) = parts(QueryPrecision::Int16);
+        let (scores, sums) = parts(QueryBytes::Two);
         assert!(matches!(scores, Scores::Fma { field: Field::ChannelTokens(Bits::Two, 4), .. }), "{scores:?}");
         let field = Field::TokenChannels(Bits::Two, 32);
         assert_eq!(sums, Sums::Fma { field, weights: FloatWeights::F16 });
@@ -352,7 +352,7 @@ mod tests {
         let codebook = |bits| TensorFormat::Codebook(CodebookFormat::turboquant(bits, 128));
         let bytes = |bits| {
             let format = SegmentFormat { key: codebook(bits), value: codebook(bits) };
-            match chosen(format, QueryPrecision::Int16, capabilities(true, true, 16 << 10)) {
+            match chosen(format, QueryBytes::Two, capabilities(true, true, 16 << 10)) {
                 AttendRecipe::Attend {
                     scores: Scores::Dot { bytes, ranges: KeyRanges::Token { .. }, query: IntegerQuery::Prepared, .. },
                     values,

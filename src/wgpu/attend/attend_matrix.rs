@@ -2,7 +2,7 @@
 
 use super::recipe::{AttendRecipe, HeadSplit};
 use super::specialisation::{MAX_TILES, Specialisation};
-use crate::backend::QueryPrecision;
+use crate::backend::QueryBytes;
 use crate::format::SegmentFormat;
 use crate::plan::ElementType;
 
@@ -40,8 +40,8 @@ impl Specialisation<'_> {
     /// the largest element), or where 8 bits would do.
     fn query_halves(&self, input: ElementType) -> usize {
         match (input, self.query) {
-            (ElementType::F16 | ElementType::Bf16, _) | (_, QueryPrecision::Int8) => 1,
-            (ElementType::F32, QueryPrecision::Int16) => 2,
+            (ElementType::F16 | ElementType::Bf16, _) | (_, QueryBytes::One) => 1,
+            (ElementType::F32, QueryBytes::Two) => 2,
         }
     }
 
@@ -83,7 +83,7 @@ mod tests {
     fn workgroup_memory_is_counted() {
         let (shape, format) = (AttentionShape::new(16, 2, HEAD_DIM).unwrap(), SegmentFormat::F16);
         let capabilities = capabilities(48 << 10);
-        for query in [QueryPrecision::Int16, QueryPrecision::Int8] {
+        for query in [QueryBytes::Two, QueryBytes::One] {
             let special = Specialisation {
                 shape: &shape,
                 format: &format,
@@ -114,7 +114,7 @@ mod tests {
     fn only_what_was_timed_takes_matrices() {
         let uses = |capabilities: &Capabilities, heads: usize, head_dim: usize, format: SegmentFormat| {
             let shape = AttentionShape::new(heads, 1, head_dim).unwrap();
-            let query = QueryPrecision::Int16;
+            let query = QueryBytes::Two;
             let special = Specialisation {
                 shape: &shape,
                 format: &format,

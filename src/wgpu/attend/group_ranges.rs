@@ -6,7 +6,7 @@
 
 use super::recipe::Exchange;
 use super::specialisation::{STEP_TILES, Specialisation, WEIGHT_BLOCKS, is_dot};
-use crate::backend::QueryPrecision;
+use crate::backend::QueryBytes;
 use crate::format::{Grouping, TileLayout};
 
 /// Runs of 32 tokens of a tile; a group of tokens is one of them or more.
@@ -18,16 +18,14 @@ impl Specialisation<'_> {
     /// (4 bits per channel and 128 tokens) took 101 µs on `g1-b8-8k`, floats 157; on `g4-b8-32k` they took 317 and 232.
     pub(super) fn has_key_groups(&self) -> bool {
         let integer_values = is_dot(&self.format.value) || self.value_channel_groups().is_some();
-        self.query == QueryPrecision::Int8
-            && self.has_key_groups_of_tokens()
-            && (integer_values || self.shape.group() == 1)
+        self.query == QueryBytes::One && self.has_key_groups_of_tokens() && (integer_values || self.shape.group() == 1)
     }
 
     /// Groups of channels whose values have ranges of their own that go into weights of one byte, unless keys are
     /// multiplied as floats.
     pub(super) fn value_groups(&self) -> Option<usize> {
         let integer_keys = is_dot(&self.format.key) || self.has_key_groups_of_tokens();
-        self.value_channel_groups().filter(|_| self.query == QueryPrecision::Int8 && integer_keys)
+        self.value_channel_groups().filter(|_| self.query == QueryBytes::One && integer_keys)
     }
 
     fn has_key_groups_of_tokens(&self) -> bool {

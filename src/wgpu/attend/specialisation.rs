@@ -2,7 +2,7 @@
 
 use super::code_bytes::CodeBytes;
 use super::recipe::{ChannelSplit, Exchange, GivenQuery, HeadSplit, QueryFields, Work};
-use crate::backend::QueryPrecision;
+use crate::backend::QueryBytes;
 use crate::format::{AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat, TileLayout};
 use crate::plan::ElementType;
 use crate::wgpu::device::Capabilities;
@@ -12,7 +12,7 @@ use crate::wgpu::device::Capabilities;
 pub(super) struct Specialisation<'a> {
     pub shape: &'a AttentionShape,
     pub format: &'a SegmentFormat,
-    pub query: QueryPrecision,
+    pub query: QueryBytes,
     pub capabilities: &'a Capabilities,
     /// Whether cooperative matrices may take the segment: not where it is calibrated, and not where the kernel could merge its
     /// states, which one with matrices cannot.
@@ -93,15 +93,15 @@ impl Specialisation<'_> {
     /// Byte planes of the prepared query.
     pub fn query_planes(&self) -> usize {
         match self.query {
-            QueryPrecision::Int16 => 2,
-            QueryPrecision::Int8 => 1,
+            QueryBytes::Two => 2,
+            QueryBytes::One => 1,
         }
     }
 
     /// True if weights are integers of one byte.
     pub(super) fn byte_weights(&self) -> bool {
         let by_channel = self.format.value.grouping() == Some(Grouping::Channel);
-        self.query == QueryPrecision::Int8 && (by_channel || self.value_groups().is_some())
+        self.query == QueryBytes::One && (by_channel || self.value_groups().is_some())
     }
 
     /// 32-bit words of the prepared rows of one query.

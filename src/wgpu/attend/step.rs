@@ -358,7 +358,7 @@ fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, options: Attend
         let special = Specialisation {
             shape: plan.shape(),
             format: segment.format(),
-            query: options.query,
+            query: options.query.bytes(segment.format()),
             capabilities,
             may_use_matrices: false,
             queries: 1,
@@ -478,7 +478,7 @@ impl Builder<'_> {
         Specialisation {
             shape: self.work.shape(),
             format: segment.format(),
-            query: self.options.query,
+            query: self.options.query.bytes(segment.format()),
             capabilities: self.capabilities,
             may_use_matrices: segment.calibration().is_none()
                 && self.work.block_queries() == 1

@@ -65,11 +65,10 @@ pub struct BenchArgs {
     /// software GPU, 32 with --quick].
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=MOST_FOOTPRINT))]
     footprint: Option<u64>,
-    /// Bits of the query, and of the weights of values with a range per channel, in integer dot products; 8 bits are
-    /// faster below 8-bit codes and where several query heads share a KV head, and less exact. The CPU backend always
-    /// uses f32.
-    #[arg(long, value_enum, default_value = "int16")]
-    query: QueryName,
+    /// Bits of the query, and of the weights of values with a range per channel, in integer dot products [default: 8 where
+    /// keys have 4 bits or fewer, 16 where they have 8]. The CPU backend always uses f32.
+    #[arg(long, value_enum)]
+    query: Option<QueryName>,
     /// Seconds of timed steps for a row, at least [default: 0.1 on a GPU, 0.5 on the CPU]. A load that takes all the
     /// power that a device may draw lowers its clock within a tenth of a second.
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
@@ -174,11 +173,22 @@ impl BenchArgs {
             formats: self.formats()?,
             footprint: mebibytes.unwrap_or(if self.quick { 32 << 20 } else { sizes.footprint }),
             query: match self.query {
-                QueryName::Int16 => QueryPrecision::Int16,
-                QueryName::Int8 => QueryPrecision::Int8,
+                None => QueryPrecision::ByFormat,
+                Some(QueryName::Int16) => QueryPrecision::Int16,
+                Some(QueryName::Int8) => QueryPrecision::Int8,
             },
+            not_default: self.not_default(),
             seconds: self.seconds.unwrap_or(if self.quick { 0.1 } else { sizes.seconds }),
         })
+    }
+
+    /// What a row does not show of a user's device who sets nothing.
+    fn not_default(&self) -> Vec<String> {
+        let query = self.query.map(|query| match query {
+            QueryName::Int16 => "query int16".to_owned(),
+            QueryName::Int8 => "query int8".to_owned(),
+        });
+        self.backend.not_default().into_iter().chain(query).collect()
     }
 
     fn shapes(&self, largest: u64) -> Result<Vec<DecodeShape>> {
@@ -237,6 +247,9 @@ impl BenchArgs {
 
 fn print_report(report: &BenchReport) -> Result<()> {
     say!("{}", report.backend)?;
+    if !report.not_default.is_empty() {
+        say!("not the default: {}", report.not_default.join(", "))?;
+    }
     for shape in &report.shapes {
         say!(
             "\n{}: {} sequences of {} tokens, {} query heads over {} KV heads × {}",

@@ -3,8 +3,8 @@
 use anyhow::Result;
 use indicatif::ProgressBar;
 use kvpack::SegmentFormat;
-use kvpack::backend::{AttendOptions, QueryPrecision};
-use kvpack::conformance::{BatchFormat, DecodeData, DecodeShape, SequenceData, Workload};
+use kvpack::backend::{AttendOptions, QueryBytes, QueryPrecision};
+use kvpack::conformance::{BatchFormat, BatchPart, DecodeData, DecodeShape, SequenceData, Workload};
 use kvpack_report::{BenchReport, BenchRow, Figures, RowOutcome, Run, ShapeReport, parts_of};
 
 use super::bandwidth::Readings;
@@ -25,6 +25,8 @@ pub struct BenchPlan {
     pub seconds: f64,
     /// How the query enters integer dot products.
     pub query: QueryPrecision,
+    /// What of this is not what a user gets who sets nothing.
+    pub not_default: Vec<String>,
 }
 
 /// A decode step to time.
@@ -51,7 +53,8 @@ pub async fn run<B: Timed>(backend: &B, run: Run, plan: &BenchPlan) -> Result<Be
         shapes.push(bench.shape(subject, &progress).await?);
     }
     progress.finish_and_clear();
-    Ok(BenchReport { backend: backend.name(), run: Some(run), shapes })
+    let not_default = plan.not_default.clone();
+    Ok(BenchReport { backend: backend.name(), not_default, run: Some(run), shapes })
 }
 
 impl<B: Timed> Bench<'_, B> {
@@ -121,10 +124,12 @@ impl<B: Timed> Bench<'_, B> {
             other => other?,
         };
         let report = workload.check(self.backend, data, self.options()).await?;
-        let nmse_int16 = match self.plan.query {
-            QueryPrecision::Int16 => None,
-            QueryPrecision::Int8 => {
-                let exact = workload.check(self.backend, data, AttendOptions::default()).await?;
+        let has_byte = |part: &BatchPart| self.plan.query.bytes(&part.format) == QueryBytes::One;
+        let nmse_int16 = match format.parts().iter().any(has_byte) {
+            false => None,
+            true => {
+                let options = AttendOptions { query: QueryPrecision::Int16, ..AttendOptions::default() };
+                let exact = workload.check(self.backend, data, options).await?;
                 exact.accuracy.map(|accuracy| accuracy.error.nmse)
             }
         };
