@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use kvpack::backend::{AttendOptions, Device, Packing, QueryPrecision, SpanWrite, Storage};
 use kvpack::cache::PromptSpan;
-use kvpack::conformance;
+use kvpack::conformance::{self, Check};
 use kvpack::format::{AffineFormat, Grouping, KeyOrValue, TensorFormat};
 use kvpack::plan::{ElementType, Elements, IndexShape, Page, RowLayout, Rows, TokenRange};
 use kvpack::wgpu::shader::{Binding, Source};
@@ -96,11 +96,11 @@ fn an_index_out_of_bounds_is_counted() {
 fn no_case_leaves_the_bounds() {
     let backend = counting();
     let all = std::env::var("KVPACK_ALL_CASES").is_ok_and(|value| !matches!(value.as_str(), "" | "0"));
-    let quick = conformance::cases().into_iter().filter(|case| case.quick).step_by(4).collect();
-    for case in if all { conformance::cases() } else { quick } {
-        let report = block_on(conformance::run_case(&backend, &case)).unwrap();
-        assert!(report.passed(), "{}: {}", case.name, report.reason());
-        assert_eq!(counted(&backend), 0, "{}", case.name);
+    let quick = conformance::checks().into_iter().filter(Check::is_quick).step_by(6).collect();
+    for check in if all { conformance::checks() } else { quick } {
+        let report = block_on(check.run(&backend)).unwrap();
+        assert!(report.passed(), "{}: {}", check.name(), report.reason());
+        assert_eq!(counted(&backend), 0, "{}", check.name());
     }
 }
 

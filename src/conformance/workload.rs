@@ -112,7 +112,8 @@ impl<B: Backend> Workload<B> {
             }
         }
         let head_dim = data.decode.shape.head_dim();
-        let limits = Limits::of_step(options.query, self.plans.iter().flat_map(AttendPlan::segments).map(Segment::format));
+        let limits =
+            Limits::of_step(options.query, self.plans.iter().flat_map(AttendPlan::segments).map(Segment::format));
         let (mut worst, mut failures) = (OutputError::default(), Vec::new());
         let stores = self.stores();
         for plan in &self.plans {

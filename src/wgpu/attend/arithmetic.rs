@@ -3,7 +3,7 @@
 use super::attend::Fused;
 use super::recipe::{AttendRecipe, Scores, Sums};
 use super::specialisation::Specialisation;
-use crate::backend::{Arithmetic, AttendArithmetic, QueryPrecision};
+use crate::backend::{Arithmetic, AttendArithmetic, QueryBytes};
 use crate::format::{AttentionShape, SegmentFormat};
 use crate::plan::ElementType;
 use crate::wgpu::device::Capabilities;
@@ -12,7 +12,7 @@ use crate::wgpu::device::Capabilities;
 pub(in crate::wgpu) fn arithmetic(
     shape: &AttentionShape,
     format: &SegmentFormat,
-    query: QueryPrecision,
+    query: QueryBytes,
     capabilities: &Capabilities,
 ) -> AttendArithmetic {
     let special = Specialisation { shape, format, query, capabilities, may_use_matrices: true, queries: 1 };

@@ -10,7 +10,7 @@ use kvpack_report::{EvalReport, FormatRow, LayerReport, Run, SummaryRow, summari
 
 use super::layer::Calibrations;
 use super::stored::KeptInF16;
-use super::{Destination, formats, layer, page};
+use super::{Destination, formats, layer, page, precision};
 use crate::backend::{BackendArgs, Chosen};
 use crate::dump::{self, Dump};
 use crate::outcome::Outcome;
@@ -25,12 +25,18 @@ pub struct DumpArgs {
     format: Option<String>,
     #[command(flatten)]
     kept: KeptInF16,
+    /// Of a dump: what a query and weights of 16 and of 8 bits add to the error of each format.
+    #[arg(long, conflicts_with_all = ["model", "report", "first", "last"])]
+    precision: bool,
 }
 
 /// Evaluates a dump.
 pub(super) fn run(file: &Path, args: &DumpArgs, backend: &BackendArgs, to: Destination<'_>) -> Result<Outcome> {
     let dump = dump::read(file).with_context(|| file.display().to_string())?;
     leave_something_to_pack(&dump, args.kept)?;
+    if args.precision {
+        return precision(args, backend, &dump, to);
+    }
     let backend = backend.open()?;
     let run = provenance::run(backend.driver(), None);
     let task = Task {
@@ -50,6 +56,15 @@ pub(super) fn run(file: &Path, args: &DumpArgs, backend: &BackendArgs, to: Desti
     let written = to.files.map_or(Ok(()), |path| page::write(path, &report, &of_eval(&report)));
     let printed = to.print(&report, print_report);
     written.and(printed).map(|()| Outcome::Passed)
+}
+
+fn precision(args: &DumpArgs, backend: &BackendArgs, dump: &Dump, to: Destination<'_>) -> Result<Outcome> {
+    match backend.open()? {
+        Chosen::Wgpu(backend) => precision::run(&backend, dump, args.format.as_deref(), to),
+        _ => bail!(
+            "--precision is about the kernels of wgpu, which multiply integers; the other backends have one precision"
+        ),
+    }
 }
 
 fn leave_something_to_pack(dump: &Dump, kept: KeptInF16) -> Result<()> {

@@ -1,6 +1,7 @@
 //! Evaluates the formats on one layer.
 
 use indicatif::ProgressBar;
+use kvpack::backend::QueryPrecision;
 use kvpack::cpu::{CalibrationResult, CalibrationSample, DenseSegment, exact_attention};
 use kvpack::format::{Calibration, SegmentFormat};
 use kvpack::plan::{RowLayout, TokenRange};
@@ -97,7 +98,7 @@ async fn error<B: Backend>(
     set: &QuerySet<'_>,
     calibration: Option<Calibration>,
 ) -> Result<f64> {
-    Ok(set.error_of(&stored.attend(backend, &set.queries, calibration).await?))
+    Ok(set.error_of(&stored.attend(backend, &set.queries, calibration, QueryPrecision::ByFormat).await?))
 }
 
 /// What a calibration must leave of the mean square error: a smaller gain is chance, and need not hold for other
@@ -144,7 +145,7 @@ fn search_on(
 }
 
 /// Queries for the search and queries for the errors.
-fn split_queries(layer: &Layer) -> (Vec<VisibleQuery<'_>>, Vec<VisibleQuery<'_>>) {
+pub fn split_queries(layer: &Layer) -> (Vec<VisibleQuery<'_>>, Vec<VisibleQuery<'_>>) {
     let (mut for_search, mut for_errors) = (Vec::new(), Vec::new());
     for (i, query) in layer.prompt_queries.iter().enumerate() {
         let visible = VisibleQuery { query, tokens: layer.visible_to(i) };
@@ -178,7 +179,7 @@ impl<'a> QuerySet<'a> {
 
 impl Layer {
     /// The first tokens of every head of a `[kv_heads, tokens, head_dim]` tensor.
-    fn first_tokens(&self, tensor: &[f32], tokens: usize) -> Vec<f32> {
+    pub fn first_tokens(&self, tensor: &[f32], tokens: usize) -> Vec<f32> {
         let head_dim = self.shape.head_dim();
         tensor.chunks(self.tokens * head_dim).flat_map(|head| &head[..tokens * head_dim]).copied().collect()
     }

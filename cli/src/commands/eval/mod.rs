@@ -5,6 +5,7 @@ mod formats;
 pub mod layer;
 mod model;
 pub mod page;
+mod precision;
 pub mod stored;
 
 use std::path::{Path, PathBuf};
@@ -27,6 +28,9 @@ use crate::print;
 /// error is the relative L2 error of the outputs against exact attention over the data of the dump. Calibrations
 /// (CalibQuant's τ1 and τ2, one pair for each layer and format) are searched on every second prompt query, taken where
 /// both halves of these gain by them, and judged on the other prompt queries and the decode queries.
+///
+/// With --precision, what rounding the query and the weights adds to the error of each format, on a GPU: the precision that
+/// a format gets by default follows from that.
 ///
 /// With --model, a model reads a text in chunks of 128 tokens with its cache stored by each recipe: perplexity, KL
 /// divergence and top-1 agreement against the f16 cache, and the log-probability of a pass key hidden in the text.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvpack::backend::{AttendOptions, FilledSpan, FilledStores, NewSpan, SpanRead, SpanSource};
+use kvpack::backend::{AttendOptions, FilledSpan, FilledStores, NewSpan, QueryPrecision, SpanRead, SpanSource};
 use kvpack::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
 use kvpack::plan::{AttendPlan, QueryRun, RowLayout, SpanView, StoreView, TokenRange};
 use kvpack::{Backend, Result};
@@ -31,14 +31,14 @@ pub struct KeptInF16 {
 /// The segments of a layer: consecutive tokens, each in a store of its own.
 pub struct StoredLayer<B: Backend> {
     shape: AttentionShape,
-    stores: FilledStores<B>,
-    segments: Vec<Segment>,
+    pub(super) stores: FilledStores<B>,
+    pub(super) segments: Vec<Segment>,
 }
 
-struct Segment {
+pub(super) struct Segment {
     format: SegmentFormat,
     tokens: Range<usize>,
-    span: FilledSpan,
+    pub(super) span: FilledSpan,
 }
 
 impl<B: Backend> StoredLayer<B> {
@@ -113,13 +113,15 @@ impl<B: Backend> StoredLayer<B> {
         backend: &B,
         queries: &[VisibleQuery<'_>],
         calibration: Option<Calibration>,
+        query: QueryPrecision,
     ) -> Result<Vec<f32>> {
         let views: Vec<StoreView<'_>> =
             self.segments.iter().map(|segment| segment.view(queries, calibration)).collect();
         let plan = AttendPlan::new(self.shape, &QueryRun::decode_batch(queries.len()), &views)?;
         let elements: Vec<f32> = queries.iter().flat_map(|query| query.query).copied().collect();
         let queries = backend.upload(elements.as_slice().into()).await?;
-        let output = backend.attend(&plan, &self.stores.stores(), &queries, AttendOptions::default()).await?;
+        let options = AttendOptions { query, ..AttendOptions::default() };
+        let output = backend.attend(&plan, &self.stores.stores(), &queries, options).await?;
         backend.download(&output).await
     }
 }
