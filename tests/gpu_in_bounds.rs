@@ -13,7 +13,7 @@ use kvpack::backend::{AttendOptions, Device, Packing, QueryPrecision, SpanWrite,
 use kvpack::cache::PromptSpan;
 use kvpack::conformance::{self, Check};
 use kvpack::format::{AffineFormat, Grouping, KeyOrValue, TensorFormat};
-use kvpack::plan::{ElementType, Elements, IndexShape, Page, RowLayout, Rows, TokenRange};
+use kvpack::plan::{ElementType, Elements, IndexShape, Page, QueryRun, RowLayout, Rows, TokenRange};
 use kvpack::wgpu::shader::{Binding, Source};
 use kvpack::wgpu::{
     GatherPlan, Indices, Kernels, Requirements, Scratch, StepPlan, StepTensors, StorePart, Tensor, Wgpu, open_device,
@@ -148,7 +148,8 @@ fn no_table_leads_out_of_bounds() {
     for (turn, (format, calibration)) in plain.chain([calibrated]).enumerate() {
         // Few tokens, whose states `attend` merges itself, and many.
         for tokens in if turn % 2 == 0 { [200].as_slice() } else { &[3000] }.iter().copied() {
-            let recipe = Recipe { calibration, ..Recipe::pack_all(format) };
+            let recipe = Recipe::pack_all(format);
+            let recipe = calibration.map_or(recipe.clone(), |calibration| recipe.with_calibration(calibration));
             let mut cache = KvCache::new(backend.clone(), shape, 1, recipe).unwrap();
             let rows = RowLayout::token_major(tokens, &shape);
             let upload =
@@ -157,7 +158,7 @@ fn no_table_leads_out_of_bounds() {
             block_on(cache.prefill(0, rows, &upload(1), &upload(2), &prompt)).unwrap();
             let query = [QueryPrecision::Int16, QueryPrecision::Int8][turn / 2 % 2];
             let options = AttendOptions { query, ..AttendOptions::default() };
-            let plan = cache.plan(&[0]).unwrap();
+            let plan = cache.plan(&QueryRun::decode_batch(1)).unwrap();
             let step = StepPlan::new(backend.capabilities(), &plan, ElementType::F32, options).unwrap();
             for (forged, table) in forged_tables(step.tables().len() / 4).into_iter().enumerate() {
                 let row = shape.query_heads() * shape.head_dim();

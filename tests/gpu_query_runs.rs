@@ -10,8 +10,9 @@ use kvpack::backend::{AttendOptions, QueryPrecision};
 #[test]
 fn every_query_sees_what_it_should() {
     let backend = gpu_device::shared();
+    let options = AttendOptions { query: QueryPrecision::Int16, ..AttendOptions::default() };
     for case in query_runs::cases(20) {
-        case.check(&backend, AttendOptions::default(), 1e-6);
+        case.check(&backend, options, 1e-6);
     }
 }
 

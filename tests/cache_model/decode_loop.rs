@@ -1,6 +1,6 @@
 //! A decode loop from an empty cache stores what the prefill of the same tokens stores.
 
-use kvpack::backend::{Backend, SpanRead};
+use kvpack::backend::{Backend, QueryPrecision, SpanRead};
 use kvpack::cache::{KvCache, PromptSpan, Recipe};
 use kvpack::cpu::{DenseSegment, exact_attention, nmse};
 use kvpack::format::{AffineFormat, Grouping, Rotation, TensorFormat};
@@ -35,7 +35,7 @@ impl<B: Backend> Filled<B> {
     /// Fills both.
     pub fn new(backend: impl Fn() -> B, format: SegmentFormat, tokens: usize) -> Self {
         let shape = AttentionShape::new(4, 2, 64).unwrap();
-        let recipe = Recipe::pack_all(format);
+        let recipe = Recipe::pack_all(format).with_query(QueryPrecision::Int16);
         let cache = || KvCache::new(backend(), shape, 2, recipe.clone()).unwrap();
         let (mut prefilled, mut appended) = (cache(), cache());
         let row = shape.kv_heads() * shape.head_dim();
@@ -94,7 +94,8 @@ impl<B: Backend> Filled<B> {
 pub fn reuse_pages<B: Backend>(backend: impl Fn() -> B) {
     let shape = AttentionShape::new(2, 1, 64).unwrap();
     for format in formats() {
-        let mut cache = KvCache::new(backend(), shape, 1, Recipe::pack_all(format)).unwrap();
+        let mut cache =
+            KvCache::new(backend(), shape, 1, Recipe::pack_all(format).with_query(QueryPrecision::Int16)).unwrap();
         let mut random = Random::new(3);
         for (tokens, size) in [(130, 4e3f32), (3, 4e-3)] {
             cache.clear(0).unwrap();

@@ -1,10 +1,12 @@
 //! The recipes that caches are tested with.
 
+use kvpack::backend::QueryPrecision;
 use kvpack::cache::{Appended, Recipe, StoreId};
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, NormRule, Rotation, TensorFormat};
 use kvpack::{Bits, Calibration, SegmentFormat};
 
-/// Recipes that differ in where ranges live and in what happens to windows.
+/// Recipes that differ in where ranges live and in what happens to windows. Queries have 16 bits, whatever formats get by
+/// default: the model is exact.
 pub fn recipes() -> Vec<Recipe> {
     let affine = |bits, grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
     let kivi = SegmentFormat {
@@ -13,7 +15,7 @@ pub fn recipes() -> Vec<Recipe> {
     };
     let mixed =
         SegmentFormat { key: affine(Bits::Four, Grouping::Channel), value: affine(Bits::Eight, Grouping::Token) };
-    vec![
+    let recipes = vec![
         Recipe::f16(),
         Recipe::calibquant(Bits::One),
         Recipe::calibquant(Bits::Two).with_calibration(Calibration::new(1.0, 2.0).unwrap()),
@@ -57,7 +59,8 @@ pub fn recipes() -> Vec<Recipe> {
             .with_appended(Appended::AtOnce(StoreId(2))),
         with_stores(Recipe::pack_all(SegmentFormat::saw_int4()), &[kivi])
             .with_appended(Appended::Tiles { to: StoreId(2), newer: 5 }),
-    ]
+    ];
+    recipes.into_iter().map(|recipe| recipe.with_query(QueryPrecision::Int16)).collect()
 }
 
 /// A recipe with more stores.

@@ -15,8 +15,8 @@
 // Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups), one step's
 // weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
 //
-// In bounds: items, page table, spans, range slots, states and counters are those of a checked plan whose buffers were checked
-// against it when they were bound; lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the last;
+// In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold anything
+// (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the last;
 // local arrays have constant indices. An item has at least one tile, and at most MAX_TILES, which is at most INVOCATIONS.
 // Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, sums of weights, of which the largest is 1, or
 // kept from 0.
@@ -184,9 +184,9 @@ fn set_scores_lowest() {
 // The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Keys: eight neighbouring lanes or
 // more read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
 //
-// needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, WorkItem, tile_bases, token_scores
-// gives: KeyVector, keys, KEY_VECTOR, KEY_VECTORS, QUARTERS, QUERY_VECTORS, QUERY_ROW, query, group_totals,
-//   field_ranges, begin_keys, prepare_keys, score_tile
+// needs: HEADS, HEAD_DIM, KV_HEADS, LANE_TOKENS, STEP_TILES, TILE_TOKENS, WorkItem, tile_bases, token_scores
+// gives: KeyVector, KEY_VECTOR, QUARTERS, QUERY_VECTORS, QUERY_ROW, query, group_totals, field_ranges, begin_keys,
+//   prepare_keys, key_pages, score_tile
 // binds: 3 keys, 4 key_ranges
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, KEY_TOKEN_GROUPS, KEY_MIDDLE
 
@@ -611,8 +611,9 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
 // maximum would lose everything beside one large score.
 //
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
-//   keep_tile_base, load_query, prepare_keys, read_tile_base, score_tile, set_scores_lowest, tile_bases, token_scores
-// gives: sum_parts, weight_sum, keep, enter, attend_item, finish_sums, write_lse
+//   keep_tile_base, key_pages, load_query, prepare_keys, read_tile_base, score_tile, set_scores_lowest, tile_bases,
+//   token_scores
+// gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/common/ordered.wgsl
@@ -700,7 +701,7 @@ var<private> enter: array<f32, HEADS>;
 //
 // needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
 //   ranged_output, sum_parts, write_lse
-// gives: values, CHANNELS, CHANNEL_BLOCKS, sums, pages, own_channel, write_states
+// gives: values, CHANNELS, CHANNEL_BLOCKS, sums, value_pages, own_channel, write_states
 // binds: 5 values
 // set by plans: CHANNELS, CHANNEL_BLOCKS
 

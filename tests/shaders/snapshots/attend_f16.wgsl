@@ -15,8 +15,8 @@
 // Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups), one step's
 // weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
 //
-// In bounds: items, page table, spans, range slots, states and counters are those of a checked plan whose buffers were checked
-// against it when they were bound; lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the last;
+// In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold anything
+// (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the last;
 // local arrays have constant indices. An item has at least one tile, and at most MAX_TILES, which is at most INVOCATIONS.
 // Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, sums of weights, of which the largest is 1, or
 // kept from 0.
@@ -175,8 +175,8 @@ fn set_scores_lowest() {
 // constants that this path does not use. It lies in workgroup memory and is read as 16-byte broadcasts, each used for
 // the four tokens of an invocation. Keys: neighbouring lanes read neighbouring vectors.
 //
-// needs: HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, tile_bases, token_scores
-// gives: KeyVector, keys, KEY_VECTOR, KEY_VECTORS, QUERY_VECTORS, QUERY_ROW, query, score_tile
+// needs: HEADS, KV_HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, tile_bases, token_scores
+// gives: KeyVector, KEY_VECTOR, QUERY_VECTORS, QUERY_ROW, query, key_pages, score_tile
 // binds: 3 keys
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS
 
@@ -367,8 +367,9 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
 // maximum would lose everything beside one large score.
 //
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
-//   keep_tile_base, load_query, prepare_keys, read_tile_base, score_tile, set_scores_lowest, tile_bases, token_scores
-// gives: sum_parts, weight_sum, keep, enter, attend_item, finish_sums, write_lse
+//   keep_tile_base, key_pages, load_query, prepare_keys, read_tile_base, score_tile, set_scores_lowest, tile_bases,
+//   token_scores
+// gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/common/ordered.wgsl
@@ -433,7 +434,7 @@ var<private> enter: array<f32, HEADS>;
 //
 // needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, TILE_TOKENS, WorkItem, enter, finish_output, keep,
 //   put_output, sum_parts, tile_bases, write_lse
-// gives: ValueVector, CHANNELS, pages, begin_values, store_weights, add_values, write_states
+// gives: ValueVector, CHANNELS, value_pages, begin_values, store_weights, add_values, write_states
 // binds: 5 values
 // set by plans: ValueVector, Weights, CHANNELS, CHANNEL_BLOCKS
 

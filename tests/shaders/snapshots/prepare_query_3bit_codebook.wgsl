@@ -14,7 +14,8 @@
 // their levels. An invocation owns four neighbouring channels. Reads D elements and as many
 // ranges, writes one row.
 //
-// In bounds: prepared queries, queries, ranges and rows are sized for the plan; channels past HEAD_DIM are not read.
+// In bounds: rows are sized for the plan, and what the table of prepared queries holds is clamped to what is bound; channels past
+// HEAD_DIM are not read.
 //
 // gives: INVOCATIONS, HEAD_DIM, KV_HEADS, ROW_FIELDS
 // binds: 0 prepared

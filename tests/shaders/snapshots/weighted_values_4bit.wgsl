@@ -257,8 +257,9 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
 // maximum would lose everything beside one large score.
 //
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
-//   keep_tile_base, load_query, prepare_keys, read_tile_base, score_tile, set_scores_lowest, tile_bases, token_scores
-// gives: sum_parts, weight_sum, keep, enter, attend_item, finish_sums, write_lse
+//   keep_tile_base, key_pages, load_query, prepare_keys, read_tile_base, score_tile, set_scores_lowest, tile_bases,
+//   token_scores
+// gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/workgroup_max/slot.wgsl
@@ -319,7 +320,7 @@ var<private> enter: array<f32, HEADS>;
 //
 // needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
 //   ranged_output, sum_parts, write_lse
-// gives: values, CHANNELS, CHANNEL_BLOCKS, sums, pages, own_channel, write_states
+// gives: values, CHANNELS, CHANNEL_BLOCKS, sums, value_pages, own_channel, write_states
 // binds: 5 values
 // set by plans: CHANNELS, CHANNEL_BLOCKS
 

@@ -24,7 +24,7 @@ struct PrecisionReport {
 
 #[derive(Serialize)]
 struct LayerPrecision {
-    layer: usize,
+    layer: u32,
     queries: usize,
     formats: Vec<FormatPrecision>,
 }
