@@ -9,8 +9,8 @@ use serde::Serialize;
 
 use super::Destination;
 use super::formats::{self, NamedFormat};
-use super::layer::{self, VisibleQuery};
-use super::stored::{KeptInF16, StoredLayer};
+use super::layer;
+use super::stored::{KeptInF16, StoredLayer, VisibleQuery};
 use crate::dump::{Dump, Layer};
 use crate::outcome::Outcome;
 use crate::print::{self, say};
