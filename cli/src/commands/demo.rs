@@ -102,7 +102,8 @@ impl Demo<'_> {
             subjects: vec![subject],
             formats: [SegmentFormat::F16, SegmentFormat::per_channel(Bits::Four)].map(Into::into).into(),
             footprint: FOOTPRINT,
-            query: QueryPrecision::Int16,
+            query: QueryPrecision::ByFormat,
+            not_default: Vec::new(),
             seconds: SECONDS,
         };
         let report = pollster::block_on(run_plan(backend, run, &plan))?;

@@ -19,8 +19,8 @@ use crate::provenance;
 /// Queries of a run.
 const QUERIES: [usize; 5] = [1, 2, 8, 64, 512];
 
-/// What runs and single queries may differ by: both round, in another order.
-const MOST_NMSE: f64 = 1e-6;
+/// What runs and single queries may differ by: both round, and weights of one byte do so in other blocks.
+const MOST_NMSE: f64 = 1e-4;
 
 /// Seconds of timed steps for a row, at least.
 const SECONDS: f64 = 0.05;
@@ -58,11 +58,12 @@ struct CausalRow {
 ///
 /// # Errors
 /// When the backend fails, or a run yields something else than its queries one by one.
-pub fn run<B: Timed>(backend: &B, json: bool) -> Result<Outcome> {
-    pollster::block_on(run_rows(backend, json))
+pub fn run<B: Timed>(backend: &B, driver: String, json: bool) -> Result<Outcome> {
+    let run = provenance::run(driver, backend.guard_tolerance());
+    pollster::block_on(run_rows(backend, run, json))
 }
 
-async fn run_rows<B: Timed>(backend: &B, json: bool) -> Result<Outcome> {
+async fn run_rows<B: Timed>(backend: &B, run: Run, json: bool) -> Result<Outcome> {
     let sizes = backend.sizes();
     let shape = AttentionShape::new(32, 8, 128)?;
     // A software device gets what it can do in a while.
@@ -70,7 +71,7 @@ async fn run_rows<B: Timed>(backend: &B, json: bool) -> Result<Outcome> {
     let formats = [SegmentFormat::F16, SegmentFormat::calibquant(Bits::Four), SegmentFormat::saw_int4()];
     let mut report = CausalReport {
         backend: backend.name(),
-        run: provenance::run(backend.driver(), backend.guard_tolerance()),
+        run,
         query_heads: shape.query_heads(),
         kv_heads: shape.kv_heads(),
         head_dim: shape.head_dim(),

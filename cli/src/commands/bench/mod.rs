@@ -142,7 +142,7 @@ fn bench<B: Timed + TimedStores>(args: &BenchArgs, backend: &B, driver: String) 
         if args.format.is_some() {
             bail!("--suite causal has formats of its own; leave --format out");
         }
-        return causal::run(backend, args.json);
+        return causal::run(backend, driver, args.json);
     }
     let plan = args.plan(backend)?;
     let run = provenance::run(driver, backend.guard_tolerance());
