@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 scripts/wasm-cargo.sh build --locked -p kvpack-web --profile web
-"${CARGO:-cargo}" build --locked -p kvpack-web-build
+"${CARGO:-cargo}" build --locked --workspace --bin kvpack-web-build
 rm -rf target/web
 mkdir -p target/web
 target/debug/kvpack-web-build target/wasm/wasm32-unknown-unknown/web/kvpack_web.wasm target/web

@@ -6,6 +6,8 @@
 #   install-software-vulkan.sh --lavapipe      lavapipe, whatever other drivers there are
 #   install-software-vulkan.sh --validation    the Khronos validation layers
 #   install-software-vulkan.sh --swiftshader   SwiftShader, unpacked under target/swiftshader, not installed
+#   install-software-vulkan.sh --lavapipe-f16  the lavapipe of Mesa 25, whose 16-bit floats Dawn uses, from Debian's
+#                                              bookworm-backports, unpacked under target/lavapipe-f16, not installed
 #
 # Options combine. What is already there is left alone, so the script can run any number of times. It installs
 # through apt on Debian and Ubuntu, as root or through a sudo that asks for no password; elsewhere it says what to
@@ -13,6 +15,8 @@
 set -euo pipefail
 # shellcheck source=scripts/vulkan-drivers.sh
 source "$(dirname "${BASH_SOURCE[0]}")/vulkan-drivers.sh"
+# shellcheck source=scripts/apt-apart.sh
+source "$(dirname "${BASH_SOURCE[0]}")/apt-apart.sh"
 
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 say() { printf 'vulkan: %s\n' "$*"; }
@@ -21,13 +25,14 @@ fail() {
     exit 1
 }
 
-want_any=1 want_lavapipe='' want_validation='' want_swiftshader=''
+want_any=1 want_lavapipe='' want_validation='' want_swiftshader='' want_lavapipe_f16=''
 for option in "$@"; do
     want_any=''
     case "$option" in
         --lavapipe) want_lavapipe=1 ;;
         --validation) want_validation=1 ;;
         --swiftshader) want_swiftshader=1 ;;
+        --lavapipe-f16) want_lavapipe_f16=1 ;;
         -h | --help) usage && exit 0 ;;
         *)
             echo "unknown option $option" >&2
@@ -128,6 +133,34 @@ JSON
     [ -n "$(swiftshader_manifest)" ] || fail "SwiftShader was unpacked but cannot be used on this system"
 }
 
+# --- the lavapipe of Mesa 25 -------------------------------------------------------------------------------------
+
+lavapipe_f16() {
+    local apt="$lavapipe_f16_dir/apt" suite=bookworm-backports unavailable
+    unavailable="Put a lavapipe of Mesa 25 or later, libvulkan_lvp.so and its manifest lvp_icd.json, into target/lavapipe-f16."
+    say "downloading mesa-vulkan-drivers (about 11 MB) of $suite for its lavapipe"
+    apart_suite "$apt" "$suite" && apart "$apt" apt-get update -qq >/dev/null &&
+        (cd "$apt" && apart "$apt" apt-get download -qq mesa-vulkan-drivers) ||
+        fail "Debian's $suite could not be reached, or this system is not Debian." "$unavailable"
+    dpkg-deb --fsys-tarfile "$apt"/mesa-vulkan-drivers_*.deb >"$apt/files.tar"
+    tar -xOf "$apt/files.tar" "$(tar -tf "$apt/files.tar" | grep '/libvulkan_lvp\.so$')" >"$lavapipe_f16_dir/libvulkan_lvp.so"
+    cat >"$lavapipe_f16_dir/lvp_icd.json" <<'JSON'
+{
+    "file_format_version": "1.0.0",
+    "ICD": {
+        "library_path": "./libvulkan_lvp.so",
+        "api_version": "1.4.0"
+    }
+}
+JSON
+    rm -rf "$apt"
+    # What it is linked with is what the lavapipe of Debian 12 is linked with.
+    if ldd "$lavapipe_f16_dir/libvulkan_lvp.so" | grep 'not found'; then
+        rm "$lavapipe_f16_dir/lvp_icd.json"
+        fail "this lavapipe needs other libraries than this system has." "$unavailable"
+    fi
+}
+
 # --- what was asked for -----------------------------------------------------------------------------------------
 
 if [ -n "$want_any" ]; then
@@ -139,6 +172,7 @@ if [ -n "$want_any" ]; then
     fi
 fi
 
+if [ -n "$want_lavapipe_f16" ]; then want_lavapipe=1; fi
 packages=()
 loader_present || packages+=(libvulkan1)
 if [ -n "$want_lavapipe" ] && [ -z "$(lavapipe_manifest)" ]; then packages+=(mesa-vulkan-drivers); fi
@@ -157,4 +191,8 @@ fi
 if [ -n "$want_swiftshader" ]; then
     [ -n "$(swiftshader_manifest)" ] || swiftshader
     say "SwiftShader: $(swiftshader_manifest)"
+fi
+if [ -n "$want_lavapipe_f16" ]; then
+    [ -n "$(lavapipe_f16_manifest)" ] || lavapipe_f16
+    say "lavapipe with 16-bit floats: $(lavapipe_f16_manifest)"
 fi

@@ -7,8 +7,7 @@
 #   test-web.sh page     the page in headless Chromium on SwiftShader; screenshots under target/web-shots
 #   test-web.sh report   the page of `kvpack eval --report` in headless Chromium: light, dark and on a phone; screenshots under
 #                        target/report-shots
-#   test-web.sh dawn     the quick cases through Dawn in Node.js on the Vulkan driver that VK_DRIVER_FILES names: for the path
-#                        f16, with a lavapipe of Mesa 25 (bookworm-backports); not a part of the others
+#   test-web.sh dawn     the quick cases of the path f16 through Dawn in Node.js, on a lavapipe of Mesa 25
 #   test-web.sh all      all of these, with every conformance case and every width
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -59,17 +58,28 @@ report() {
     node web/test/report.mjs target/report-shots target/report-pages/a.html target/report-pages/both.html
 }
 
+# SwiftShader, which Chromium runs on here, has no 16-bit floats.
+dawn() {
+    scripts/install-software-vulkan.sh --lavapipe-f16
+    # shellcheck source=scripts/vulkan-drivers.sh
+    source scripts/vulkan-drivers.sh
+    local manifest
+    manifest=$(lavapipe_f16_manifest)
+    env VK_DRIVER_FILES="$manifest" VK_ICD_FILENAMES="$manifest" NODEVICE_SELECT=1 node web/test/dawn.mjs target/web f16
+}
+
 case "${1:-}" in
     tools) tools ;;
     tint) tint ;;
     build) scripts/build-web.sh ;;
     page) page ;;
     report) report ;;
-    dawn) node web/test/dawn.mjs target/web ;;
+    dawn) dawn ;;
     all)
         tools
         tint
         scripts/build-web.sh
+        dawn
         page --all
         ;;
     *)

@@ -5,6 +5,7 @@
 # shellcheck shell=bash
 
 swiftshader_dir="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/target/swiftshader"
+lavapipe_f16_dir="${swiftshader_dir%/*}/lavapipe-f16"
 
 # The folders that the loader reads, one per line.
 manifest_dirs() {
@@ -69,6 +70,12 @@ lavapipe_manifest() {
 
 swiftshader_manifest() {
     local file="$swiftshader_dir/vk_swiftshader_icd.json"
+    if [ -f "$file" ] && manifest_usable "$file"; then echo "$file"; fi
+}
+
+# A lavapipe whose 16-bit floats Dawn uses: that of Mesa 25.
+lavapipe_f16_manifest() {
+    local file="$lavapipe_f16_dir/lvp_icd.json"
     if [ -f "$file" ] && manifest_usable "$file"; then echo "$file"; fi
 }
 

@@ -12,6 +12,8 @@
 #   wasm-cargo.sh --how      says which of them it is, and prepares it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/apt-apart.sh
+source scripts/apt-apart.sh
 
 target=wasm32-unknown-unknown
 sources="$PWD/target/rust-src"
@@ -25,27 +27,16 @@ release=$(rustc --version | sed -n 's/^rustc \([0-9][0-9.]*\).*/\1/p')
 # Suites that may have the release of this toolchain.
 suites=(trixie-backports sid)
 
-# An apt of its own: its lists lie under target/, and the system's are neither read nor changed.
-apt_here() { # command...
-    local apt="$sources/apt"
-    "$1" -o Dir::Etc::sourcelist="$apt/sources.list" -o Dir::Etc::sourceparts=/dev/null -o Dir::State::lists="$apt/lists" \
-        -o Dir::Cache="$apt/cache" -o APT::Sandbox::User=root -o APT::Get::List-Cleanup=0 "${@:2}" </dev/null
-}
-
 unpack_sources() {
-    local keyring=/usr/share/keyrings/debian-archive-keyring.gpg mirror suite version work
-    command -v apt-get >/dev/null && [ -f "$keyring" ] || return 1
-    # The mirror that this system uses.
-    mirror=$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' | grep '/debian/*$' | sed -n 1p) || return 1
-    mkdir -p "$sources/apt/lists/partial" "$sources/apt/cache/archives/partial"
+    local apt="$sources/apt" suite version work
     for suite in "${suites[@]}"; do
-        echo "deb [signed-by=$keyring] $mirror $suite main" >"$sources/apt/sources.list"
-        apt_here apt-get update -qq >/dev/null 2>&1 || continue
-        version=$(apt_here apt-cache madison rust-src | awk -v r="$release" '$3 ~ "^"r"[+-]" { print $3; exit }')
+        apart_suite "$apt" "$suite" || return 1
+        apart "$apt" apt-get update -qq >/dev/null 2>&1 || continue
+        version=$(apart "$apt" apt-cache madison rust-src | awk -v r="$release" '$3 ~ "^"r"[+-]" { print $3; exit }')
         [ -n "$version" ] || continue
         say "unpacking the sources of the standard library $release from Debian's rust-src $version"
         work=$(mktemp -d "$sources/unpack.XXXXXX")
-        (cd "$work" && apt_here apt-get download -qq "rust-src=$version" >&2) || continue
+        (cd "$work" && apart "$apt" apt-get download -qq "rust-src=$version" >&2) || continue
         dpkg-deb --fsys-tarfile "$work"/rust-src_*.deb | tar -x -C "$work" "./usr/src/rustc-$release/library"
         mv "$work/usr/src/rustc-$release" "$sources/$release"
         rm -rf "$work"

@@ -5,8 +5,8 @@ use kvpack::plan::TokenRange;
 use kvpack::policy::{
     BudgetRule, ChunkPrecision, ChunkSearch, HeadAggregation, KeepRule, LayerSelection, LayerStatistics, MeasuredRows,
     Merge, Merging, Nearest, Policy, Pool, Pooling, PyramidShape, QueryRows, Selection, Spans, TextRule, VlCacheLimits,
-    chunk_search, evicted, keep, merge_plan, normalize_by_visibility, pyramid_budgets, recent_and_best, reorder_plan,
-    sink_and_recent, sparsity, text_prior, top_k, uniform_budgets, vlcache_budgets,
+    check_order, chunk_search, evicted, keep, merge_plan, normalize_by_visibility, pyramid_budgets, recent_and_best,
+    reorder_plan, sink_and_recent, sparsity, text_prior, top_k, uniform_budgets, vlcache_budgets,
 };
 use proptest::prelude::*;
 
@@ -239,6 +239,57 @@ fn text_that_always_stays_may_be_too_much() {
     // Raised text ties, and the earlier of it stays.
     let raised = text_prior(&scores, &spans, TextRule::Raised, 2, 3).unwrap();
     assert_eq!(raised, [0, 1, 2, 8, 9]);
+}
+
+/// Tokens that arrived last stay under every rule, images too.
+#[test]
+fn recent_images_stay() {
+    let spans = Spans::new(10, &[range(6, 10)]).unwrap();
+    let scores = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 9.0, 8.0, 0.0, 0.0];
+    let kept = |rule, recent, best| text_prior(&scores, &spans, rule, recent, best).unwrap();
+    assert_eq!(kept(TextRule::Stays, 2, 6), [0, 1, 2, 3, 4, 5, 8, 9]);
+    assert_eq!(kept(TextRule::Stays, 2, 7), [0, 1, 2, 3, 4, 5, 6, 8, 9]);
+    assert_eq!(kept(TextRule::Equal, 2, 2), [6, 7, 8, 9]);
+}
+
+/// Equal fractions of a token go to the lower layer; where bounds ask for too much, the smallest fractions give first.
+#[test]
+fn remainders_of_budgets() {
+    let limits = |min_ratio| VlCacheLimits { min_ratio, max_ratio: 1.0, mandatory: 0 };
+    let tokens =
+        |sparsity: &[f64], length, alpha, min| vlcache_budgets(sparsity, length, alpha, limits(min)).unwrap().tokens;
+    assert_eq!(tokens(&[0.5; 3], 10, 0.55, 0.01), [6, 5, 5]);
+    assert_eq!(tokens(&[0.5; 4], 10, 0.55, 0.01), [6, 6, 5, 5]);
+    // 46.965, 45.942 and 0.093, of which the last is raised to 5: three too many.
+    assert_eq!(tokens(&[0.495, 0.506, 0.999], 100, 0.31, 0.05), [46, 42, 5]);
+}
+
+/// A prompt between the capacity and twice the past keeps the capacity everywhere; where the lowest layer cannot take its
+/// share, the highest gets it.
+#[test]
+fn pyramids_of_short_prompts() {
+    let shape = PyramidShape { capacity: 100, recent: 20, beta: 20 };
+    let budgets = |length| pyramid_budgets(3, length, shape).unwrap();
+    assert_eq!([99, 100, 159].map(budgets), [[99; 3], [100; 3], [100; 3]]);
+    assert_eq!(budgets(170), [170, 100, 30]);
+    assert_eq!(budgets(1000), [176, 100, 24]);
+}
+
+/// Merges come in the order of the kept tokens, and of the rows that enter within each.
+#[test]
+fn merges_are_in_order() {
+    let near = |kept| Nearest { kept, similarity: 1.0 };
+    let merges = merge_plan(&[3, 5], &[1, 4, 9], &[near(1), near(1), near(0)], Merging::Averaged).unwrap();
+    let order: Vec<[u32; 2]> = merges.iter().map(|merge| [merge.into, merge.from]).collect();
+    assert_eq!(order, [[3, 3], [3, 9], [5, 1], [5, 4], [5, 5]]);
+}
+
+#[test]
+fn orders_name_every_chunk_once() {
+    assert_eq!(check_order(70, 32, &[1, 0]), Ok(()));
+    for order in [[0].as_slice(), &[0, 0], &[0, 1, 1], &[0, 2], &[]] {
+        assert!(matches!(check_order(70, 32, order), Err(Error::Chunks { .. })), "{order:?}");
+    }
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod common;
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use common::{MODEL, Run, SCRATCH, kvpack};
 
@@ -109,4 +110,31 @@ fn reports_are_written_both_or_not_at_all() {
     assert!(run.err.contains("run.html"), "{}", run.err);
     assert_eq!(fs::read_to_string(directory.join("run.json")).unwrap(), "old");
     assert_eq!(files(&directory), ["run.html", "run.json"]);
+}
+
+/// A disk that fills up between the two files of a report: the old pair stays, and the result is printed all the same.
+#[test]
+fn a_full_disk_keeps_both_old_files_and_prints_the_result() {
+    let directory = directory("full");
+    let path = directory.join("run");
+    let model = ["eval", "--model", MODEL, "--recipes", "f16", "--lengths", "5", "--passkey-tokens", "0"];
+    let dump = ["eval", "--format", "f16", DUMP];
+    for arguments in [dump.as_slice(), &model] {
+        for name in ["run.json", "run.html"] {
+            fs::write(directory.join(name), "old").unwrap();
+        }
+        // Files grow to 4 or 8 KB, as the shell counts: enough for the JSON, too little for the page.
+        let limited = "ulimit -f 8; trap '' XFSZ; exec \"$0\" \"$@\" --backend cpu --report \"$REPORT\"";
+        let mut command = Command::new("sh");
+        command.args(["-c", limited, env!("CARGO_BIN_EXE_kvpack")]).args(arguments).env("REPORT", &path);
+        let output = command.output().unwrap();
+        let [out, err] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes));
+        assert_eq!(output.status.code(), Some(2), "{err}");
+        assert!(err.contains("run.html") && err.contains("File too large"), "{err}");
+        assert!(out.contains("f16"), "{out}");
+        assert_eq!(files(&directory), ["run.html", "run.json"]);
+        for name in ["run.json", "run.html"] {
+            assert_eq!(fs::read_to_string(directory.join(name)).unwrap(), "old", "{name}");
+        }
+    }
 }

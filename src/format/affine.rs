@@ -198,7 +198,20 @@ mod tests {
                 }
             }
             assert_eq!(format.tile_range(0.0, 1e-30), CodeRange::default());
+            // Elements of which f16 would not hold the minimum.
+            let widest = format.tile_range(-65504.0, 65504.0);
+            assert_eq!(widest, CodeRange::from_word(widest.to_word()), "{bits} bits");
+            assert_eq!(widest.decode(1 << (bits.count() - 1)), 0.0);
         }
+    }
+
+    /// Scales that are subnormal in f16 are 0 beside tiles, and those that are rounded to the smallest normal one stay.
+    #[test]
+    fn scales_that_f16_flushes_are_zero() {
+        let stored = |scale: f32| CodeRange { scale, min: 1.0 }.rounded_to_f16().scale;
+        let smallest = 2f32.powi(-14);
+        assert_eq!([smallest, smallest * (1.0 - 2f32.powi(-13))].map(stored), [smallest; 2]);
+        assert_eq!([smallest * (1.0 - 2f32.powi(-10)), 0.5 * smallest, 2f32.powi(-24)].map(stored), [0.0; 3]);
     }
 
     proptest! {

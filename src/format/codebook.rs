@@ -279,6 +279,18 @@ mod tests {
         assert_eq!(norm(1e-30), 0.0);
     }
 
+    /// Midway between two halves the even one is taken, whichever of the two the root is nearer to before it is decided.
+    #[test]
+    fn norms_midway_between_halves_are_even() {
+        for bits in [0x3c00u16, 0x3c01, 0x3c02, 0x3c03, 0x4201, 0x4202] {
+            let [low, high] = [bits, bits + 1].map(half::f16::from_bits);
+            // Its square is exact.
+            let middle = (low.to_f32() + high.to_f32()) * 0.5;
+            assert_eq!(f64::from(middle * middle), f64::from(middle).powi(2));
+            assert_eq!(stored_norm(&[middle, 0.0, 0.0, 0.0]).to_bits(), bits + bits % 2, "{bits:x}");
+        }
+    }
+
     proptest! {
         /// The stored norm is the rounded one wherever that is not in doubt.
         #[test]

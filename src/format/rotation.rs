@@ -229,6 +229,17 @@ mod tests {
     use crate::format::HEAD_DIMS;
     use proptest::prelude::*;
 
+    /// Elements below 2^-50 count as 0, before anything is added up.
+    #[test]
+    fn what_is_too_small_counts_as_zero() {
+        let smallest = 2f32.powi(-50);
+        for (x, kept) in [(smallest, true), (-smallest, true), (0.99 * smallest, false), (-1e-30, false)] {
+            let mut row = [x, 0.0, 0.0, 0.0];
+            Rotation::hadamard(4).rotate(&mut row).unwrap();
+            assert_eq!(row, [if kept { 0.5 * x } else { 0.0 }; 4], "{x}");
+        }
+    }
+
     #[test]
     fn rows_of_the_matrix_are_walsh_functions() {
         for order in [2, 16, 64] {

@@ -139,6 +139,25 @@ mod tests {
     use super::*;
     use crate::format::HEAD_DIMS;
 
+    /// Each rotation has signs of its own.
+    #[test]
+    fn seeds_of_rotations_ascend() {
+        let of = |order, head_dim| Sketch { seed: u32::MAX }.rotations(order, head_dim).collect::<Vec<_>>();
+        assert_eq!(of(16, 80), [u32::MAX, 0, 1].map(|seed| Rotation::dealt(16, seed)));
+        assert_eq!(of(64, 64), [Rotation::dealt(64, u32::MAX)]);
+    }
+
+    /// What is left of a row of zeros is not below 0 anywhere.
+    #[test]
+    fn signs_of_zeros_are_not_set() {
+        for format in [CodebookFormat::turboquant_prod(Bits::Two, 64), CodebookFormat::turboquant_prod(Bits::Four, 80)]
+        {
+            let row = format.encode_row(&vec![0.0; if format.rotation.order() == 64 { 64 } else { 80 }]).unwrap();
+            assert!(row.fields.iter().all(|field| field & middle(format.bits) == 0), "{format:?}: {:?}", row.fields);
+            assert_eq!(row.range, CodeRange::default());
+        }
+    }
+
     /// Normal numbers of variance 1, by the sum of twelve uniform ones.
     fn normal(random: &mut fastrand::Rng, count: usize) -> Vec<f32> {
         (0..count).map(|_| (0..12).map(|_| random.f32()).sum::<f32>() - 6.0).collect()
