@@ -161,7 +161,7 @@ fn cuda_without_a_driver_is_named() {
 #[test]
 fn wrong_usage_has_exit_code_2_and_says_what_to_do() {
     let cases: [(&[&str], &str); 12] = [
-        (&["check", "--backend", "cpu", "--filter", "no such case"], "no case matches"),
+        (&["check", "--backend", "cpu", "--filter", "no such case"], "no check matches"),
         (&["check", "--backend", "cpu", "--adapter", "x"], "leave one of the two out"),
         (&["check", "--backend", "cpu", "--path", "floor"], "leave one of the two out"),
         (&["check", "--backend", "cuda", "--path", "floor"], "leave one of the two out"),

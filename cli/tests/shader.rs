@@ -17,7 +17,7 @@ fn files(listing: &str) -> Vec<&str> {
 
 #[test]
 fn every_part_has_its_file_before_it() {
-    let listing = shader(&["--format", "calibquant:2", "--shape", "g4-b1-4k"]);
+    let listing = shader(&["--format", "calibquant:2+query=int16", "--shape", "g4-b1-4k"]);
     assert!(listing.starts_with("// attend of 2-bit per channel at g4-b1-4k, path subgroups\n"), "{listing}");
     let files = files(&listing);
     for file in ["attend/attend.wgsl", "attend/work_item.wgsl", "attend/scores/dot.wgsl", "attend/values/dot.wgsl"] {
