@@ -166,6 +166,19 @@ mod tests {
         assert!(pages.share(&held).is_err());
     }
 
+    /// Whatever the order in which pages come back, the lowest is handed out first.
+    #[test]
+    fn released_pages_are_handed_out_in_order() {
+        let mut pages = PageAllocator::default();
+        pages.add_shard(6);
+        let held = pages.allocate(6).unwrap();
+        for index in [4, 0, 5, 2] {
+            pages.release(&[held[index]]).unwrap();
+        }
+        let again: Vec<u32> = pages.allocate(4).unwrap().iter().map(|page| page.index).collect();
+        assert_eq!(again, [0, 2, 4, 5]);
+    }
+
     #[test]
     fn exhaustion_hands_out_nothing() {
         let mut pages = PageAllocator::default();
