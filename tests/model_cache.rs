@@ -327,6 +327,12 @@ fn a_step_is_opened_filled_and_closed_in_order() {
     is_refused(cache.commit());
     cache.abandon();
     assert_eq!((cache.length(0), cache.memory().in_use_bytes()), (Ok(0), 0));
+    // More tokens than numbers count are refused like any that do not fit.
+    block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();
+    step(&mut cache, 0.5).unwrap();
+    let endless = [TokenRun::chunk(0, usize::MAX), TokenRun::chunk(1, usize::MAX)];
+    assert!(matches!(cache.begin_append(&endless), Err(Error::Limit { .. })));
+    cache.clear(0).unwrap();
     // A prompt's spans are those that its step was opened with.
     let span = |tokens| [PromptSpan::packed(TokenRange::new(0, tokens).unwrap())];
     block_on(cache.reserve_for_prefill(&span(1))).unwrap();

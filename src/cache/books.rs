@@ -95,18 +95,19 @@ impl<I: TokenIndices + Clone> Books<I> {
         let mut needed = vec![StoreRoom::default(); self.rooms.len()];
         for run in runs {
             let sequence = &self.sequences[run.sequence()];
-            let mut from = sequence.length;
+            let (mut from, length) = (sequence.length, sequence.length.saturating_add(run.tokens()));
             // Tokens before the sink's end, then those after it: only the first can meet an open page.
-            while from < sequence.length + run.tokens() {
+            while from < length {
                 let window = self.window(from);
-                let end = self.window_end(from).min(sequence.length + run.tokens());
+                let end = self.window_end(from).min(length);
                 let first = if from == sequence.length { sequence.next_slot(window) } else { NextSlot::NewSpan };
                 let store = window.store();
                 let (open, copied) = match first {
                     NextSlot::Open(page, slot) => (TILE_TOKENS - slot, usize::from(self.room(store).is_shared(page))),
                     _ => (0, 0),
                 };
-                needed[store.index()].pages += (end - from).saturating_sub(open).div_ceil(TILE_TOKENS) + copied;
+                let pages = &mut needed[store.index()].pages;
+                *pages = pages.saturating_add((end - from).saturating_sub(open).div_ceil(TILE_TOKENS) + copied);
                 from = end;
             }
             if let (true, Some((to, _))) = (run.packs(), self.window_to_pack(run.sequence(), 1)) {
