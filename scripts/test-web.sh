@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests kvpack in the browser. scripts/test.sh runs tools and tint; the rest runs by itself:
+# Tests kvpack in the browser. scripts/test.sh runs tools, tint and report; the rest runs by itself:
 #
 #   test-web.sh tools    installs what the others need: Node.js, Chromium, and the npm packages in web/test
 #   test-web.sh tint     every WGSL text that a browser may get through Tint, without a GPU
@@ -79,6 +79,7 @@ case "${1:-}" in
         tools
         tint
         scripts/build-web.sh
+        report
         dawn
         page --all
         ;;
