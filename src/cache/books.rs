@@ -6,10 +6,10 @@
 
 use super::room::{Lease, Room};
 use super::sequence::{NextSlot, Positions, Sequence, Span, Window};
-use super::{Appended, PageCopy, PromptSpan, Recipe, StepWrites, StoreId, TokenRun};
+use super::{Appended, PromptSpan, Recipe, StepWrites, StoreId, TokenRun};
 use crate::backend::{TokenWrite, WindowMove};
 use crate::format::TILE_TOKENS;
-use crate::plan::{Rows, TokenIndices, TokenRange};
+use crate::plan::{PageCopy, Rows, TokenIndices, TokenRange};
 use crate::{Error, Result};
 
 /// What the stores of a layer hold for its sequences.

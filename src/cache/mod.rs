@@ -36,7 +36,7 @@ pub use prompt::PromptSpan;
 pub use recipe::{Appended, MOST_STORES, Recipe, StoreFormat, StoreId};
 pub use recipe_text::ModelRecipe;
 pub use sequence::Positions;
-pub use step::{PageCopy, StepWrites, TokenRun};
+pub use step::{StepWrites, TokenRun};
 
 /// Most sequences of one cache.
 pub const MOST_SEQUENCES: usize = 1 << 20;

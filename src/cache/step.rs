@@ -2,7 +2,7 @@
 
 use super::StoreId;
 use crate::backend::{TokenWrite, WindowMove};
-use crate::plan::{Page, RowLayout};
+use crate::plan::{PageCopy, RowLayout};
 
 /// Consecutive new tokens of one sequence. The runs of a step lie one after the other in the tensors of keys and values, so
 /// that a step may mix a chunk of one sequence's prompt with single decoded tokens of others.
@@ -39,15 +39,6 @@ impl TokenRun {
     pub(super) const fn packs(&self) -> bool {
         self.packs
     }
-}
-
-/// A page that takes the place of another before it is written, because others hold that too.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PageCopy {
-    /// The shared page.
-    pub from: Page,
-    /// The page of one's own.
-    pub to: Page,
 }
 
 /// What a step writes to the stores of every layer, in this order: the pages are the same in all layers that share books.
