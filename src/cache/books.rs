@@ -244,6 +244,16 @@ impl<I: TokenIndices + Clone> Books<I> {
     pub(super) fn prefill(&mut self, sequence: usize, tokens: usize, spans: &[PromptSpan<'_, I>]) -> Result<Change<I>> {
         self.sequence(sequence)?;
         check_spans(spans, tokens)?;
+        self.keep(sequence, tokens, spans)
+    }
+
+    /// Stores these spans of a prompt of `tokens` tokens, and evicts all others: all of them if there are no spans. What to write
+    /// is in [`Books::spans_since`].
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], or [`Error::Limit`] when too little room is free. Nothing has changed.
+    pub(super) fn keep(&mut self, sequence: usize, tokens: usize, spans: &[PromptSpan<'_, I>]) -> Result<Change<I>> {
+        self.sequence(sequence)?;
         let needed = self.room_for_prompt(spans)?;
         self.check_room(&needed)?;
         let mut change = Change::default();

@@ -5,7 +5,7 @@ use std::fmt;
 use super::books::check_spans;
 use super::layers::{LayerGroup, StoredSpan};
 use super::step::NewTokens;
-use super::{CacheMemory, Positions, PromptSpan, Recipe, StoreId, StoreRoom, TokenRun};
+use super::{CacheMemory, PromptSpan, Recipe, SpanPositions, StoreId, StoreRoom, TokenRun};
 use crate::backend::Backend;
 use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, Split, TokenRange};
@@ -52,15 +52,6 @@ pub struct KvCache<B: Backend> {
 
 /// The only layer of the group.
 const LAYER: usize = 0;
-
-/// Where the tokens of a span stood in their sequence.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum SpanPositions {
-    /// One after the other, the same for every KV head.
-    Run(TokenRange),
-    /// In the order in which they are stored, `[kv_heads, tokens]`.
-    PerHead(Vec<usize>),
-}
 
 impl<B: Backend> KvCache<B> {
     /// An empty cache for `sequences` sequences. It allocates nothing yet.
@@ -120,17 +111,7 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::DeviceLost`].
     pub async fn positions(&self, sequence: usize) -> Result<Vec<SpanPositions>> {
-        let mut positions = Vec::new();
-        for span in &self.group.books.sequence(sequence)?.spans {
-            positions.push(match &span.positions {
-                Positions::From(start) => SpanPositions::Run(TokenRange::new(*start, start + span.tokens)?),
-                Positions::Gathered { base, indices } => {
-                    let indices = self.backend().download_indices(indices).await?;
-                    SpanPositions::PerHead(indices.into_iter().map(|index| base + index as usize).collect())
-                }
-            });
-        }
-        Ok(positions)
+        self.group.positions(sequence).await
     }
 
     /// Bytes held, exactly.

@@ -4,10 +4,10 @@ use super::books::{Books, Change, StoreRoom};
 use super::memory::{CacheMemory, StoreMemory};
 use super::sequence::Span;
 use super::step::NewTokens;
-use super::{MOST_SEQUENCES, PromptSpan, Recipe, StepWrites, StoreFormat, StoreId};
+use super::{MOST_SEQUENCES, Positions, PromptSpan, Recipe, SpanPositions, StepWrites, StoreFormat, StoreId};
 use crate::backend::{AttendOptions, Backend, SpanRead, SpanWrite, TokenWrite, WindowMove};
 use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat};
-use crate::plan::{AttendPlan, ElementType, QueryRun, SpanView, Split, StoreView};
+use crate::plan::{AttendPlan, ElementType, QueryRun, Rows, SpanView, Split, StoreView, TokenRange};
 use crate::{Error, Result};
 
 /// Pages of a store's first shard, unless more are needed at once: 1024 tokens.
@@ -86,6 +86,19 @@ impl<B: Backend> LayerGroup<B> {
 
     pub(super) fn layers(&self) -> usize {
         self.layers.len()
+    }
+
+    /// The layers one by one, each with books of its own that say what these do: what they hold may differ from now on.
+    pub(super) fn part(self) -> impl Iterator<Item = Self>
+    where
+        B: Clone,
+    {
+        let Self { backend, shape, split, books, layers } = self;
+        let alone = move |stores| {
+            let (backend, books) = (backend.clone(), books.clone());
+            Self { backend, shape, split, books, layers: vec![stores] }
+        };
+        layers.into_iter().map(alone)
     }
 
     /// The stores of a layer, as plans name them.
@@ -283,9 +296,25 @@ impl<B: Backend> LayerGroup<B> {
             return Err(Error::Plan { what: "spans of a prompt", reason });
         }
         for (span, prompt) in opened.iter().zip(spans) {
-            let (pages, range_slot) = (&span.lease.pages, span.lease.range_slot());
-            let write = SpanWrite { rows: new.rows, tokens: prompt.tokens, pages, range_slot };
-            backend.quantize(&mut layers[layer][span.store.index()].store, new.keys, new.values, write)?;
+            write_span(backend, &mut layers[layer], span, new, prompt.tokens)?;
+        }
+        Ok(())
+    }
+
+    /// Writes rows to one layer as the spans that a change opened, in their order: so many of the rows as a span has tokens.
+    pub(super) fn write_rows(
+        &mut self,
+        layer: usize,
+        change: &Change<B::Indices>,
+        sequence: usize,
+        new: NewTokens<'_, B::Tensor>,
+    ) -> Result<()> {
+        let Self { backend, layers, books, .. } = self;
+        let mut start = 0;
+        for span in books.spans_since(change, sequence) {
+            let rows = TokenRange::new(start, start + span.tokens)?;
+            write_span(backend, &mut layers[layer], span, new, Rows::Run(rows))?;
+            start = rows.end();
         }
         Ok(())
     }
@@ -326,6 +355,21 @@ impl<B: Backend> LayerGroup<B> {
         AttendOptions { query: self.recipe().query(), output, split: self.split }
     }
 
+    /// Where the tokens of a sequence stood, span by span.
+    pub(super) async fn positions(&self, sequence: usize) -> Result<Vec<SpanPositions>> {
+        let mut positions = Vec::new();
+        for span in &self.books.sequence(sequence)?.spans {
+            positions.push(match &span.positions {
+                Positions::From(start) => SpanPositions::Run(TokenRange::new(*start, start + span.tokens)?),
+                Positions::Gathered { base, indices } => {
+                    let indices = self.backend.download_indices(indices).await?;
+                    SpanPositions::PerHead(indices.into_iter().map(|index| base + index as usize).collect())
+                }
+            });
+        }
+        Ok(positions)
+    }
+
     /// What a sequence holds in a layer, span by span, as dense f32 rows on the device.
     pub(super) fn dequantize(&self, layer: usize, sequence: usize) -> Result<Vec<StoredSpan<B::Tensor>>> {
         let mut stored = Vec::new();
@@ -339,4 +383,17 @@ impl<B: Backend> LayerGroup<B> {
         }
         Ok(stored)
     }
+}
+
+/// Writes the tokens of dense rows as one span.
+fn write_span<B: Backend>(
+    backend: &B,
+    stores: &mut [LayerStore<B>],
+    span: &Span<B::Indices>,
+    new: NewTokens<'_, B::Tensor>,
+    tokens: Rows<'_, B::Indices>,
+) -> Result<()> {
+    let (pages, range_slot) = (&span.lease.pages, span.lease.range_slot());
+    let write = SpanWrite { rows: new.rows, tokens, pages, range_slot };
+    backend.quantize(&mut stores[span.store.index()].store, new.keys, new.values, write)
 }

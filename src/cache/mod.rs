@@ -7,17 +7,19 @@
 //! | --- | --- |
 //! | [`KvCache`] | one layer |
 //! | [`ModelCache`] | all layers of a model: a step changes their books once, and every layer stores and attends |
+//! | [`ObservedPrompt`] | a prompt that a [policy](crate::policy) looks at, of which [`ModelCache::compress`] stores what stays |
 //!
 //! A [`Recipe`] lists the stores of a cache (f16, and any number of packed ones) and says what happens to appended tokens. A
 //! [`PromptSpan`] says which store takes which tokens of a prompt.
 
 mod books;
+mod compress;
 mod kv_cache;
 mod layers;
 mod memory;
 mod methods;
 mod model_cache;
-
+mod observed;
 mod prompt;
 mod recipe;
 mod recipe_text;
@@ -26,16 +28,16 @@ mod sequence;
 mod step;
 
 pub use books::StoreRoom;
-pub use kv_cache::{KvCache, SpanPositions};
+pub use kv_cache::KvCache;
 pub use layers::StoredSpan;
 pub use memory::{CacheMemory, StoreMemory};
 pub use methods::{METHODS, Method};
 pub use model_cache::ModelCache;
-
+pub use observed::{DenseLayer, MeasuredQueries, ObservedPrompt};
 pub use prompt::PromptSpan;
 pub use recipe::{Appended, MOST_STORES, Recipe, StoreFormat, StoreId};
 pub use recipe_text::ModelRecipe;
-pub use sequence::Positions;
+pub use sequence::{Positions, SpanPositions};
 pub use step::{StepWrites, TokenRun};
 
 /// Most sequences of one cache.

@@ -14,7 +14,7 @@ use crate::{Error, Result};
 /// Keys and values of all layers of a model for a batch of sequences.
 ///
 /// Layers of one shape and one recipe share their books: one page table, decided once for a step, and one plan of its
-/// attention. What changes the books has two phases. A step is opened ([`begin_append`](ModelCache::begin_append),
+/// attention, until a prompt is [compressed](ModelCache::compress) and layers hold different tokens. What changes the books has two phases. A step is opened ([`begin_append`](ModelCache::begin_append),
 /// [`begin_prefill`](ModelCache::begin_prefill)): the books say what they will say. Every layer stores and attends. Then the
 /// step is committed, or abandoned: a failure in layer 17 does not leave layers 0 to 16 ahead, and the pages that the step
 /// took are free again.
@@ -48,9 +48,9 @@ use crate::{Error, Result};
 /// # }).unwrap();
 /// ```
 pub struct ModelCache<B: Backend> {
-    groups: Vec<LayerGroup<B>>,
+    pub(super) groups: Vec<LayerGroup<B>>,
     /// The group of every layer, and its place there.
-    layers: Vec<(usize, usize)>,
+    pub(super) layers: Vec<(usize, usize)>,
     step: Option<Step<B::Indices>>,
 }
 
@@ -150,7 +150,8 @@ impl<B: Backend> ModelCache<B> {
         Ok(self.groups[0].books.sequence(sequence)?.length)
     }
 
-    /// Bytes of all layers, by format: the f16 stores together, then the packed ones of each kind of layer.
+    /// Bytes of all layers, by format: the f16 stores together, then the packed ones of each kind of layer, or of each layer once
+    /// a prompt was [compressed](ModelCache::compress).
     pub fn memory(&self) -> CacheMemory {
         let of_groups: Vec<CacheMemory> = self.groups.iter().map(LayerGroup::memory).collect();
         let mut f16 = *of_groups[0].f16();
@@ -444,12 +445,12 @@ impl<B: Backend> ModelCache<B> {
         self.layers.get(layer).copied().ok_or_else(no_layer)
     }
 
-    fn group(&self, layer: usize) -> Result<(&LayerGroup<B>, usize)> {
+    pub(super) fn group(&self, layer: usize) -> Result<(&LayerGroup<B>, usize)> {
         let (group, index) = self.place(layer)?;
         Ok((&self.groups[group], index))
     }
 
-    fn check_no_step(&self) -> Result<()> {
+    pub(super) fn check_no_step(&self) -> Result<()> {
         match self.step {
             None => Ok(()),
             Some(_) => {

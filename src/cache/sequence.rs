@@ -20,6 +20,15 @@ pub enum Positions<I> {
     },
 }
 
+/// Where the tokens of a span stood in their sequence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SpanPositions {
+    /// One after the other, the same for every KV head.
+    Run(TokenRange),
+    /// In the order in which they are stored, `[kv_heads, tokens]`.
+    PerHead(Vec<usize>),
+}
+
 /// Tokens in one store, with ranges of their own where the format has them.
 #[derive(Clone, Debug)]
 pub(super) struct Span<I> {

@@ -1,0 +1,196 @@
+//! What a policy looks at while a prompt goes through a model.
+
+use std::fmt;
+
+use crate::backend::{Backend, MeasuredAttention, QueriesAndKeys, TensorRows};
+use crate::format::AttentionShape;
+use crate::plan::RowLayout;
+use crate::policy::{
+    ColumnRequest, LayerStatistics, Policy, QueryRows, RowStatsSource, Selection, Spans, StatsRequest,
+};
+use crate::{Error, Result};
+
+/// A prompt on its way through a model: what a policy wants measured of every layer, and the dense keys and values that
+/// [`ModelCache::compress`](super::ModelCache::compress) packs what stays of.
+///
+/// Tensors are held, not copied, until the prompt is dropped: budgets of layers by their sparsity need the last layer before
+/// the first can be packed.
+pub struct ObservedPrompt<B: Backend> {
+    backend: B,
+    policy: Policy,
+    spans: Spans,
+    /// `None` where the policy measures nothing.
+    rows: Option<QueryRows>,
+    layers: Vec<PromptLayer<B>>,
+}
+
+/// A layer of the prompt.
+struct PromptLayer<B: Backend> {
+    shape: AttentionShape,
+    observed: Option<ObservedLayer<B>>,
+}
+
+/// What was handed in of a layer, and measured of it.
+pub(super) struct ObservedLayer<B: Backend> {
+    pub(super) shape: AttentionShape,
+    pub(super) dense: DenseLayer<B::Tensor>,
+    measured: Option<MeasuredAttention<B::Tensor, B::Words>>,
+}
+
+/// Keys and values of one layer for all tokens of a prompt.
+#[derive(Clone, Debug)]
+pub struct DenseLayer<T> {
+    /// Where keys and values lie in their tensors; the same for both.
+    pub rows: RowLayout,
+    /// The keys, `[tokens, kv_heads, head_dim]`, after rotary embedding.
+    pub keys: T,
+    /// The values, likewise.
+    pub values: T,
+}
+
+/// The queries that are measured: those of [`ObservedPrompt::query_rows`], one row for each, `[rows, query_heads, head_dim]`.
+#[derive(Debug)]
+pub struct MeasuredQueries<'a, T> {
+    /// The queries, after rotary embedding, and where they lie: a layout of as many heads as there are query heads.
+    pub queries: TensorRows<'a, T>,
+    /// Their natural log-sum-exp over the keys they see, f32 `[query_heads, rows]`, where the engine's own attention has it:
+    /// keys are read once instead of twice. A policy that counts entries ([`Policy::threshold`]) cannot use it.
+    pub known_lse: Option<&'a T>,
+}
+
+impl<T> Clone for MeasuredQueries<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for MeasuredQueries<'_, T> {}
+
+impl<B: Backend> ObservedPrompt<B> {
+    pub(super) fn new(backend: B, shapes: &[AttentionShape], policy: Policy, spans: Spans) -> Result<Self> {
+        let rows = policy.query_rows(&spans)?;
+        let layers = shapes.iter().map(|&shape| PromptLayer { shape, observed: None }).collect();
+        Ok(Self { backend, policy, spans, rows, layers })
+    }
+
+    /// The policy.
+    pub const fn policy(&self) -> &Policy {
+        &self.policy
+    }
+
+    /// Text and images of the prompt.
+    pub const fn spans(&self) -> &Spans {
+        &self.spans
+    }
+
+    /// The query rows that the policy wants measured of every layer; `None` where it measures nothing.
+    pub const fn query_rows(&self) -> Option<&QueryRows> {
+        self.rows.as_ref()
+    }
+
+    /// Measures what the policy needs of a layer, and holds its keys and values. A layer that was observed already is observed
+    /// anew. Nothing waits: what was measured stays on the device until the prompt is compressed.
+    ///
+    /// `queries` are those of [`ObservedPrompt::query_rows`], and are not looked at where that is `None`.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer; [`Error::Selection`] when the rows are not as many as the prompt has
+    /// tokens, or queries are missing; [`Error::Elements`] when a tensor is shorter than its layout says, and those of
+    /// [`measure_attention`](crate::backend::Selection::measure_attention).
+    pub fn observe(
+        &mut self,
+        layer: usize,
+        dense: DenseLayer<B::Tensor>,
+        queries: Option<MeasuredQueries<'_, B::Tensor>>,
+    ) -> Result<()> {
+        let layers = self.layers.len();
+        let Some(of_layer) = self.layers.get_mut(layer) else {
+            return Err(Error::Plan { what: "layer", reason: format!("layer {layer} of a prompt of {layers} layers") });
+        };
+        let (shape, tokens) = (of_layer.shape, self.spans.tokens());
+        if dense.rows.tokens != tokens {
+            let reason = format!("layer {layer} has {} tokens, and the prompt {tokens}", dense.rows.tokens);
+            return Err(Error::Selection { reason });
+        }
+        dense.rows.check("keys", self.backend.elements(&dense.keys), &shape)?;
+        dense.rows.check("values", self.backend.elements(&dense.values), &shape)?;
+        let measured = match (&self.rows, queries) {
+            (None, _) => None,
+            (Some(rows), Some(queries)) => {
+                let keys = TensorRows { tensor: &dense.keys, layout: dense.rows };
+                let input = QueriesAndKeys { shape, rows, queries: queries.queries, keys };
+                let request = request(&self.policy, queries.known_lse.is_some());
+                Some(self.backend.measure_attention(input, request, queries.known_lse)?)
+            }
+            (Some(rows), None) => {
+                let reason = format!("the policy measures {} query rows, and layer {layer} came without", rows.len());
+                return Err(Error::Selection { reason });
+            }
+        };
+        of_layer.observed = Some(ObservedLayer { shape, dense, measured });
+        Ok(())
+    }
+
+    /// What the policy decides, once every layer was observed: the tokens that stay. The statistics come to the host for it,
+    /// 4 bytes for each token and KV head of a layer.
+    ///
+    /// # Errors
+    /// [`Error::Selection`] when a layer was not observed, or layers differ in KV heads; those of [`Policy::select`];
+    /// [`Error::DeviceLost`].
+    pub async fn select(&self) -> Result<Selection> {
+        let layers = self.observed()?;
+        let kv_heads = layers.first().map_or(0, |layer| layer.shape.kv_heads());
+        if let Some(other) = layers.iter().position(|layer| layer.shape.kv_heads() != kv_heads) {
+            let given = layers[other].shape.kv_heads();
+            let reason =
+                format!("layer {other} has {given} KV heads and layer 0 has {kv_heads}; budgets are shared by heads");
+            return Err(Error::Selection { reason });
+        }
+        let mut statistics = Vec::with_capacity(layers.len());
+        for layer in &layers {
+            statistics.push(layer.statistics(&self.backend).await?);
+        }
+        self.policy.select(&self.spans, layers.len(), kv_heads, &statistics)
+    }
+
+    /// Every layer, if all were observed.
+    ///
+    /// # Errors
+    /// [`Error::Selection`].
+    pub(super) fn observed(&self) -> Result<Vec<&ObservedLayer<B>>> {
+        let missing = |layer: usize| {
+            let reason = format!("layer {layer} was not observed; hand it to ObservedPrompt::observe first");
+            Error::Selection { reason }
+        };
+        let layers = self.layers.iter().enumerate();
+        layers.map(|(index, layer)| layer.observed.as_ref().ok_or_else(|| missing(index))).collect()
+    }
+}
+
+impl<B: Backend> ObservedLayer<B> {
+    async fn statistics(&self, backend: &B) -> Result<LayerStatistics> {
+        let Some(measured) = &self.measured else { return Ok(LayerStatistics::default()) };
+        let counts = match &measured.counts {
+            Some(counts) => backend.download_words(counts).await?,
+            None => Vec::new(),
+        };
+        Ok(LayerStatistics { column_sums: backend.download(&measured.column_sums).await?, counts })
+    }
+}
+
+impl<B: Backend> fmt::Debug for ObservedPrompt<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ObservedPrompt")
+            .field("policy", &self.policy)
+            .field("tokens", &self.spans.tokens())
+            .field("layers", &self.layers.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// What a device is to measure for a policy.
+fn request(policy: &Policy, lse_is_known: bool) -> StatsRequest {
+    let columns = ColumnRequest { aggregation: policy.scores.aggregation, threshold: policy.threshold() };
+    let rows = if lse_is_known { RowStatsSource::KnownLse } else { RowStatsSource::Measured };
+    StatsRequest { columns, rows }
+}

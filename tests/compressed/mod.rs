@@ -1,0 +1,132 @@
+//! Prompts whose layers attend differently, compressed on a backend, and what a cache says of them.
+#![allow(dead_code, reason = "every test takes what it needs")]
+
+use kvpack::AttentionShape;
+use kvpack::backend::{Backend, TensorRows};
+use kvpack::cache::{DenseLayer, MeasuredQueries, ModelCache, ObservedPrompt, Recipe, SpanPositions, StoreId};
+use kvpack::plan::{RowLayout, TokenRange};
+use kvpack::policy::{Policy, Selection, Spans};
+use pollster::block_on;
+
+use super::random_rows::Random;
+
+/// A prompt of all layers, dense: 30 tokens of text, an image, 20 tokens of text.
+pub struct Prompt {
+    pub shape: AttentionShape,
+    pub tokens: usize,
+    /// `[tokens, query_heads, head_dim]` of each layer.
+    pub queries: Vec<Vec<f32>>,
+    /// `[tokens, kv_heads, head_dim]` of each layer.
+    pub keys: Vec<Vec<f32>>,
+    pub values: Vec<Vec<f32>>,
+}
+
+impl Prompt {
+    /// Layers that attend the more sharply the higher they are, so that they differ in sparsity.
+    pub fn new(shape: AttentionShape, layers: usize, tokens: usize, seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let mut rows = |heads: usize, scale: f32| -> Vec<f32> {
+            (0..tokens * heads * shape.head_dim()).map(|_| random.normal() * scale).collect()
+        };
+        let queries = (0..layers).map(|layer| rows(shape.query_heads(), 0.5 + layer as f32)).collect();
+        let keys = (0..layers).map(|_| rows(shape.kv_heads(), 1.0)).collect();
+        let values = (0..layers).map(|_| rows(shape.kv_heads(), 1.0)).collect();
+        Self { shape, tokens, queries, keys, values }
+    }
+
+    pub fn layers(&self) -> usize {
+        self.keys.len()
+    }
+
+    pub fn spans(&self) -> Spans {
+        Spans::new(self.tokens, &[TokenRange::new(30, self.tokens - 20).unwrap()]).unwrap()
+    }
+
+    pub fn cache<B: Backend + Clone>(&self, backend: &B, recipe: &Recipe) -> ModelCache<B> {
+        ModelCache::new(backend, &vec![(self.shape, recipe.clone()); self.layers()], 2).unwrap()
+    }
+
+    /// Keys and values of a layer.
+    pub fn dense<B: Backend>(&self, backend: &B, layer: usize) -> DenseLayer<B::Tensor> {
+        let upload = |rows: &[f32]| block_on(backend.upload(rows.into())).unwrap();
+        let rows = RowLayout::token_major(self.tokens, &self.shape);
+        DenseLayer { rows, keys: upload(&self.keys[layer]), values: upload(&self.values[layer]) }
+    }
+
+    /// The query rows of a layer that are measured, and their layout.
+    pub fn measured<B: Backend>(
+        &self,
+        prompt: &ObservedPrompt<B>,
+        backend: &B,
+        layer: usize,
+    ) -> Option<(B::Tensor, RowLayout)> {
+        let positions = prompt.query_rows()?.positions();
+        let row = self.shape.query_heads() * self.shape.head_dim();
+        let rows: Vec<f32> =
+            positions.iter().flat_map(|&at| self.queries[layer][at as usize * row..][..row].to_vec()).collect();
+        let query_shape =
+            AttentionShape::new(self.shape.query_heads(), self.shape.query_heads(), self.shape.head_dim());
+        let layout = RowLayout::token_major(positions.len(), &query_shape.unwrap());
+        Some((block_on(backend.upload(rows.as_slice().into())).unwrap(), layout))
+    }
+
+    /// Every layer, observed.
+    pub fn observe<B: Backend + Clone>(&self, cache: &ModelCache<B>, policy: Policy) -> ObservedPrompt<B> {
+        let mut prompt = cache.observe(policy, self.spans()).unwrap();
+        for layer in 0..self.layers() {
+            self.observe_layer(&mut prompt, cache.backend(), layer).unwrap();
+        }
+        prompt
+    }
+
+    pub fn observe_layer<B: Backend>(
+        &self,
+        prompt: &mut ObservedPrompt<B>,
+        backend: &B,
+        layer: usize,
+    ) -> kvpack::Result<()> {
+        let measured = self.measured(prompt, backend, layer);
+        let queries = measured.as_ref().map(|(tensor, layout)| TensorRows { tensor, layout: *layout });
+        let queries = queries.map(|queries| MeasuredQueries { queries, known_lse: None });
+        prompt.observe(layer, self.dense(backend, layer), queries)
+    }
+}
+
+/// What a layer holds of a sequence: store, positions, keys and values of each span.
+pub type Held = Vec<(StoreId, SpanPositions, Vec<f32>, Vec<f32>)>;
+
+pub fn held<B: Backend + Clone>(cache: &ModelCache<B>, layer: usize, sequence: usize) -> Held {
+    let download = |tensor: &B::Tensor| block_on(cache.backend().download(tensor)).unwrap();
+    let spans = cache.dequantize(layer, sequence).unwrap();
+    let positions = block_on(cache.positions(layer, sequence)).unwrap();
+    assert_eq!(spans.len(), positions.len());
+    let of = |(span, positions): (&kvpack::cache::StoredSpan<B::Tensor>, SpanPositions)| {
+        (span.store, positions, download(&span.keys), download(&span.values))
+    };
+    spans.iter().zip(positions).map(of).collect()
+}
+
+/// Everything that a cache holds of both sequences.
+pub fn state<B: Backend + Clone>(cache: &ModelCache<B>) -> (Vec<Held>, Vec<usize>, u64) {
+    let layers = (0..cache.layers()).flat_map(|layer| [held(cache, layer, 0), held(cache, layer, 1)]);
+    let lengths = (0..2).map(|sequence| cache.length(sequence).unwrap());
+    (layers.collect(), lengths.collect(), cache.memory().in_use_bytes())
+}
+
+/// The presets at a share of the tokens.
+pub fn policies(ratio: f64) -> Vec<(&'static str, Policy)> {
+    vec![
+        ("vlcache", Policy::vlcache(ratio).unwrap()),
+        ("lookm", Policy::lookm(ratio).unwrap()),
+        ("h2o", Policy::h2o(ratio).unwrap()),
+        ("snapkv", Policy::snapkv(ratio).unwrap()),
+        ("pyramidkv", Policy::pyramidkv(ratio).unwrap()),
+        ("random", Policy::random(ratio, 7).unwrap()),
+        ("streaming", Policy::streaming(4, 60)),
+    ]
+}
+
+/// Positions that a selection keeps in a layer, as a cache says them.
+pub fn kept(selection: &Selection, layer: usize) -> Vec<usize> {
+    selection.layers()[layer].indices().into_iter().map(|token| token as usize).collect()
+}
