@@ -27,6 +27,8 @@ fn list_is_json_too() {
     let list = json(&["list", "--json"]);
     assert!(list["adapters"].is_array());
     assert!(list["cpu"]["threads"].as_u64() >= Some(1));
+    let evictions = list["evictions"].as_array().expect("evictions");
+    assert!(evictions.iter().any(|row| row["recipe"] == "vlcache:SHARE/"), "{evictions:?}");
     let recipes = json(&["list", "--backend", "cpu", "--json"])["recipes"].as_array().expect("recipes").clone();
     let kivi = recipes.iter().find(|row| row["recipe"] == "kivi:2").expect("kivi:2");
     assert_eq!((kivi["bits"].as_f64(), kivi["arithmetic"].as_str()), (Some(3.0), Some("floats")), "{kivi}");
@@ -92,6 +94,10 @@ fn models_that_cannot_run_are_errors() {
     let recipe = kvpack(&["generate", "--recipe", "kiwi:2", "a prompt"]);
     assert_eq!(recipe.code, 2);
     assert!(recipe.err.contains("the methods are f16"), "{}", recipe.err);
+    // What evicts tokens is refused where all are kept.
+    let evicts = kvpack(&["shader", "--format", "h2o:0.2/saw-int4"]);
+    assert_eq!(evicts.code, 2);
+    assert!(evicts.err.contains("evicts tokens"), "{}", evicts.err);
 }
 
 #[test]

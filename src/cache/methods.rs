@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::Recipe;
+use super::evictions::Eviction;
 use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat};
 
 /// A published method, or a baseline, that recipes name.
@@ -142,7 +143,11 @@ impl Choice {
         };
         let method = METHODS.iter().find(|method| method.name == name).ok_or_else(|| {
             let names: Vec<&str> = METHODS.iter().map(|method| method.name).collect();
-            format!("there is no method '{name}'; the methods are {}", names.join(", "))
+            format!(
+                "there is no method '{name}'; the methods are {}, and before a '/' those that evict tokens: {}",
+                names.join(", "),
+                Eviction::names()
+            )
         })?;
         let known = || method.choices().map(|choice| choice.to_string()).collect::<Vec<_>>().join(", ");
         match bits {

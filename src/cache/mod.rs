@@ -10,10 +10,12 @@
 //! | [`ObservedPrompt`] | a prompt that a [policy](crate::policy) looks at, of which [`ModelCache::compress`] stores what stays |
 //!
 //! A [`Recipe`] lists the stores of a cache (f16, and any number of packed ones) and says what happens to appended tokens. A
-//! [`PromptSpan`] says which store takes which tokens of a prompt.
+//! [`PromptSpan`] says which store takes which tokens of a prompt. People write both, and what stays of a prompt, as a
+//! [`ModelRecipe`].
 
 mod books;
 mod compress;
+mod evictions;
 mod kv_cache;
 mod layers;
 mod memory;
@@ -28,6 +30,7 @@ mod sequence;
 mod step;
 
 pub use books::StoreRoom;
+pub use evictions::{EVICTIONS, Eviction};
 pub use kv_cache::KvCache;
 pub use layers::StoredSpan;
 pub use memory::{CacheMemory, StoreMemory};

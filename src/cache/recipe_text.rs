@@ -4,16 +4,19 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 
+use super::evictions::{Eviction, EvictionOption};
 use super::methods::Choice;
 use super::{Appended, MOST_STORES, Recipe};
 use crate::backend::QueryPrecision;
 use crate::format::{AttentionShape, Calibration};
+use crate::policy::Policy;
 use crate::{Error, Result};
 
 /// A recipe for every layer of a model, as people write it.
 ///
 /// ```text
-/// recipe  = method [":" bits] { "+" option }
+/// recipe  = [policy "/"] method [":" bits] { "+" option }
+/// policy  = name ":" arguments             which tokens of a prompt stay; alone, they stay in f16
 /// option  = "window=" tokens               newest tokens in f16, at least, and tiles packed when full (128 if not said,
 ///                                          but for methods that pack tokens as they arrive)
 ///         | "sink=" tokens                 first tokens in f16, in whole tiles of 128 (0)
@@ -21,9 +24,13 @@ use crate::{Error, Result};
 ///         | "query=" ("int8" | "int16")    precision of query and weights in integer dot products (int16)
 ///         | "store=" method [":" bits]     one more store, which spans of a prompt may name: the first after the method's own
 ///         | "layers=" layer { "," layer } ":" method [":" bits]    these layers by another method
+///         | "merge=" ("none" | "averaged" | "pivotal" | "weighted")   what becomes of evicted tokens (as the policy has it)
+///         | "text=" ("equal" | "raised" | "stays")                    whether text goes before images (as the policy has it)
 /// ```
 ///
-/// The methods are [`METHODS`](super::METHODS). Options hold for every layer, those of another method included.
+/// The methods are [`METHODS`](super::METHODS), and the policies [`EVICTIONS`](super::EVICTIONS). Options hold for every layer,
+/// those of another method included. What a policy keeps is packed by the method:
+/// [`ModelCache::observe`](super::ModelCache::observe) takes [`ModelRecipe::policy`].
 ///
 /// ```
 /// use kvpack::cache::{Appended, ModelRecipe, StoreId};
@@ -32,11 +39,17 @@ use crate::{Error, Result};
 /// assert_eq!(recipe.layer(5, &shape).appended(), Appended::Tiles { to: StoreId::PACKED, newer: 256 });
 /// assert_eq!(recipe.layer(1, &shape).packed().format, kvpack::SegmentFormat::F16);
 /// assert_eq!(recipe.to_string(), "calibquant:2+window=256+layers=0,1:f16");
+///
+/// // A fifth of a prompt by LOOK-M, in 4 bits.
+/// let recipe: ModelRecipe = "lookm:0.2/saw-int4".parse()?;
+/// assert_eq!(recipe.policy(), Some(&kvpack::policy::Policy::lookm(0.2)?));
+/// assert_eq!(recipe.layer(0, &shape).packed().format, kvpack::SegmentFormat::saw_int4());
 /// # Ok::<(), kvpack::Error>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct ModelRecipe {
     text: String,
+    policy: Option<Policy>,
     base: Choice,
     layers: Vec<(usize, Choice)>,
     options: Vec<RecipeOption>,
@@ -45,7 +58,8 @@ pub struct ModelRecipe {
 impl ModelRecipe {
     /// Every method at every width, without options.
     pub fn all() -> Vec<Self> {
-        let recipe = |base: Choice| Self { text: base.to_string(), base, layers: Vec::new(), options: Vec::new() };
+        let recipe =
+            |base: Choice| Self { text: base.to_string(), policy: None, base, layers: Vec::new(), options: Vec::new() };
         Choice::all().map(recipe).collect()
     }
 
@@ -57,6 +71,25 @@ impl ModelRecipe {
             self.options.iter().partition(|option| matches!(option, RecipeOption::Store(_)));
         let all = stores.into_iter().chain(options);
         all.fold(choice.recipe(shape), |recipe, option: &RecipeOption| option.apply(recipe, shape))
+    }
+
+    /// What stays of a prompt, if the text says so.
+    pub fn policy(&self) -> Option<&Policy> {
+        self.policy.as_ref()
+    }
+
+    /// The recipe, if it keeps all tokens: for what cannot evict any.
+    ///
+    /// # Errors
+    /// [`Error::Recipe`] when it begins with a policy.
+    pub fn of_all_tokens(&self) -> Result<&Self> {
+        match self.policy {
+            None => Ok(self),
+            Some(_) => {
+                let reason = "it evicts tokens of a prompt, and here all are kept; leave out what is before the '/'";
+                Err(Error::Recipe { given: self.text.clone(), reason: reason.into() })
+            }
+        }
     }
 
     /// The highest layer that the text names, which the model must have.
@@ -83,13 +116,19 @@ type Parsed<T> = std::result::Result<T, String>;
 
 fn parse(text: &str) -> Parsed<ModelRecipe> {
     let mut parts = text.split('+');
-    let base = Choice::parse(parts.next().unwrap_or_default())?;
-    let mut recipe = ModelRecipe { text: text.into(), base, layers: Vec::new(), options: Vec::new() };
+    let (policy, base) = policy_and_method(parts.next().unwrap_or_default())?;
+    let mut recipe = ModelRecipe { text: text.into(), policy, base, layers: Vec::new(), options: Vec::new() };
     for part in parts {
         let (name, value) = part.split_once('=').ok_or_else(|| unknown_option(part))?;
-        match name {
-            "layers" => recipe.layers.extend(layer_choices(value)?),
-            _ => recipe.options.push(option(name, value)?),
+        match (name, EvictionOption::parse(name, value)) {
+            ("layers", _) => recipe.layers.extend(layer_choices(value)?),
+            (_, None) => recipe.options.push(option(name, value)?),
+            (_, Some(option)) => match &mut recipe.policy {
+                Some(policy) => option?.apply(policy)?,
+                None => {
+                    return Err(format!("{part}: nothing is evicted; the methods that do are {}", Eviction::names()));
+                }
+            },
         }
     }
     let further = recipe.options.iter().filter(|option| matches!(option, RecipeOption::Store(_))).count();
@@ -101,6 +140,17 @@ fn parse(text: &str) -> Parsed<ModelRecipe> {
         Some((twice, _)) => Err(format!("layer {twice} is named twice")),
         None => Ok(recipe),
     }
+}
+
+/// What stays, and how it is stored: `lookm:0.2/saw-int4`.
+fn policy_and_method(text: &str) -> Parsed<(Option<Policy>, Choice)> {
+    let (policy, method) = match text.split_once('/') {
+        Some((policy, method)) => (policy, method),
+        None if Eviction::parse(text).is_some() => (text, "f16"),
+        None => return Ok((None, Choice::parse(text)?)),
+    };
+    let unknown = || format!("there is no policy '{policy}'; the policies are {}", Eviction::names());
+    Ok((Some(Eviction::parse(policy).ok_or_else(unknown)??), Choice::parse(method)?))
 }
 
 /// An option that changes a recipe, read.
@@ -151,7 +201,7 @@ fn further_store(value: &str) -> Parsed<Choice> {
 fn unknown_option(name: &str) -> String {
     format!(
         "there is no option '{name}'; the options are window=TOKENS, sink=TOKENS, tau=τ1,τ2, query=int8|int16, \
-         store=METHOD and layers=0,1:METHOD"
+         store=METHOD and layers=0,1:METHOD, and of policies merge=none|averaged|pivotal|weighted and text=equal|raised|stays"
     )
 }
 
@@ -174,6 +224,7 @@ mod tests {
     use super::super::{METHODS, StoreId};
     use super::*;
     use crate::format::{Bits, SegmentFormat};
+    use crate::policy::{BudgetRule, KeepRule, Merging, TextRule};
 
     fn shape() -> AttentionShape {
         AttentionShape::new(4, 2, 64).unwrap()
@@ -231,8 +282,53 @@ mod tests {
     }
 
     #[test]
+    fn policies_go_with_every_method() {
+        let policy = |text: &str| text.parse::<ModelRecipe>().unwrap().policy().cloned();
+        assert_eq!(policy("saw-int4"), None);
+        let expected = [
+            ("vlcache:0.1", Policy::vlcache(0.1)),
+            ("lookm:0.2", Policy::lookm(0.2)),
+            ("h2o:0.2", Policy::h2o(0.2)),
+            ("snapkv:0.2", Policy::snapkv(0.2)),
+            ("pyramidkv:0.2", Policy::pyramidkv(0.2)),
+            ("streaming:4,1024", Ok(Policy::streaming(4, 1024))),
+            ("random:0.2", Policy::random(0.2, 0)),
+            ("random:0.2,9", Policy::random(0.2, 9)),
+            ("uniform:0.1", Policy::vlcache(0.1).map(|policy| Policy { budget: BudgetRule::Uniform, ..policy })),
+        ];
+        for (text, expected) in expected {
+            assert_eq!(policy(text), Some(expected.unwrap()), "{text}");
+            assert_eq!(text.parse::<ModelRecipe>().unwrap().layer(0, &shape()), Recipe::f16());
+            for method in ModelRecipe::all() {
+                let both = format!("{text}/{method}+sink=64");
+                let recipe: ModelRecipe = both.parse().unwrap();
+                assert_eq!((recipe.to_string(), recipe.policy().cloned()), (both, policy(text)));
+                assert_eq!(recipe.layer(0, &shape()), method.layer(0, &shape()).with_sink(64));
+                assert!(recipe.of_all_tokens().is_err() && method.of_all_tokens().is_ok());
+            }
+        }
+        let changed = policy("lookm:0.2/saw-int4+merge=none+text=stays").unwrap();
+        let KeepRule::Best { text, .. } = changed.keep else { panic!("{changed:?}") };
+        assert_eq!((changed.merging, text), (None, TextRule::Stays));
+        assert_eq!(policy("h2o:0.2+merge=weighted").unwrap().merging, Some(Merging::Weighted));
+    }
+
+    #[test]
     fn errors_say_what_is_allowed() {
         for (text, part) in [
+            ("vlcache", "vlcache:SHARE"),
+            ("vlcache:x", "vlcache:SHARE"),
+            ("vlcache:1.5", "allowed is 0 to 1"),
+            ("h2o:nan", "allowed is 0 to 1"),
+            ("streaming:4", "streaming:FIRST,LAST"),
+            ("random:0.1,-1", "random:SHARE[,SEED]"),
+            ("kiwi:0.1/f16", "the policies are vlcache"),
+            ("lookm:0.2/", "the methods are f16"),
+            ("lookm:0.2/h2o:0.2", "the methods are f16"),
+            ("lookm:0.2+merge=sum", "none, averaged, pivotal or weighted"),
+            ("lookm:0.2+text=no", "equal, raised or stays"),
+            ("streaming:4,9+text=stays", "looks at scores"),
+            ("kivi:2+merge=none", "nothing is evicted"),
             ("", "the methods are f16"),
             ("kiwi:2", "the methods are f16"),
             ("kivi", "kivi:4, kivi:2"),

@@ -7,9 +7,10 @@ use anyhow::{Result, bail};
 use candle_core::Tensor;
 use kvpack::Backend;
 use kvpack::cache::{CacheMemory, ModelRecipe};
+use kvpack::policy::Spans;
 
 use crate::backend::{BackendArgs, Chosen};
-use crate::model::{Attention, CHUNK_TOKENS, ExactAttention, Model, PackedAttention};
+use crate::model::{Attention, CHUNK_TOKENS, DensePrompt, ExactAttention, Model, PackedAttention};
 use crate::outcome::Outcome;
 use crate::print::{self, say};
 
@@ -21,7 +22,7 @@ pub struct GenerateArgs {
     /// A GGUF file; scripts/fetch-model.sh fetches the default.
     #[arg(long, value_name = "FILE", default_value = super::DEFAULT_MODEL)]
     model: PathBuf,
-    /// How the cache is stored: f16, calibquant:4, kivi:2+window=64, …
+    /// How the cache is stored: f16, calibquant:4, kivi:2+window=64, … and which tokens of the prompt stay: h2o:0.2/saw-int4.
     #[arg(long, default_value = "f16")]
     recipe: ModelRecipe,
     /// Most tokens to write.
@@ -58,14 +59,27 @@ fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B)
 
     let mut attention = PackedAttention::new(backend, &model.config, &args.recipe)?;
     let mut printed = Printed::new(model);
-    let written = write(model, &mut attention, &prompt, args.tokens, |token| printed.push(token))?;
+    let start = Instant::now();
+    let stream = match args.recipe.policy() {
+        None => read(model, &mut attention, &prompt)?,
+        Some(policy) => {
+            let dense = DensePrompt::read(model, &prompt, |_| {})?;
+            attention.compress(&dense, policy, &Spans::new(prompt.len(), &[])?)?;
+            dense.stream().cloned()
+        }
+    };
+    let prompt_read = Prompt { tokens: prompt.len(), time: start.elapsed(), stream };
+    let written = write(model, &mut attention, prompt_read, args.tokens, |token| printed.push(token))?;
     say!("")?;
     report(args, backend, &attention, &written)?;
     if !args.verify {
         return Ok(Outcome::Passed);
     }
     let mut exact = ExactAttention::new(model.config.attention, model.config.layers);
-    let expected = write(model, &mut exact, &prompt, args.tokens, |_| Ok(()))?;
+    let start = Instant::now();
+    let stream = read(model, &mut exact, &prompt)?;
+    let prompt = Prompt { tokens: prompt.len(), time: start.elapsed(), stream };
+    let expected = write(model, &mut exact, prompt, args.tokens, |_| Ok(()))?;
     compare(&written, &expected)
 }
 
@@ -79,22 +93,34 @@ struct Written {
     decode_time: Duration,
 }
 
-fn write(
-    model: &Model,
-    attention: &mut dyn Attention,
-    prompt: &[u32],
-    most: usize,
-    mut each: impl FnMut(u32) -> Result<()>,
-) -> Result<Written> {
-    let start = Instant::now();
+/// A prompt that was read.
+struct Prompt {
+    tokens: usize,
+    time: Duration,
+    /// The residual stream of its last chunk.
+    stream: Option<Tensor>,
+}
+
+/// Reads a prompt and returns the residual stream of its last chunk.
+fn read(model: &Model, attention: &mut dyn Attention, prompt: &[u32]) -> Result<Option<Tensor>> {
     let mut position = 0;
     let mut stream = None;
     for chunk in prompt.chunks(CHUNK_TOKENS) {
         stream = Some(model.forward(chunk, position, attention)?);
         position += chunk.len();
     }
-    let prompt_time = start.elapsed();
+    Ok(stream)
+}
 
+/// Writes what follows a prompt.
+fn write(
+    model: &Model,
+    attention: &mut dyn Attention,
+    prompt: Prompt,
+    most: usize,
+    mut each: impl FnMut(u32) -> Result<()>,
+) -> Result<Written> {
+    let Prompt { tokens: mut position, mut stream, .. } = prompt;
     let start = Instant::now();
     let (mut tokens, mut margins) = (Vec::new(), Vec::new());
     while let Some(last) = stream.take() {
@@ -110,7 +136,8 @@ fn write(
             position += 1;
         }
     }
-    Ok(Written { tokens, margins, prompt_tokens: prompt.len(), prompt_time, decode_time: start.elapsed() })
+    let (prompt_tokens, prompt_time) = (prompt.tokens, prompt.time);
+    Ok(Written { tokens, margins, prompt_tokens, prompt_time, decode_time: start.elapsed() })
 }
 
 /// The token with the largest logit, the lowest of several, and its lead over the next.

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use kvpack::backend::QueryPrecision;
-use kvpack::cache::{METHODS, ModelRecipe};
+use kvpack::cache::{EVICTIONS, METHODS, ModelRecipe};
 use kvpack::{AttentionShape, Backend, Error};
 
 use crate::adapters::AdapterSummary;
@@ -35,7 +35,10 @@ pub fn run(args: &ListArgs) -> Result<Outcome> {
     };
     if args.json {
         let cpu = serde_json::json!({ "threads": threads });
-        print::json(&serde_json::json!({ "adapters": adapters, "cpu": cpu, "backend": name, "recipes": recipes }))?;
+        let report = serde_json::json!({
+            "adapters": adapters, "cpu": cpu, "backend": name, "recipes": recipes, "evictions": evictions(),
+        });
+        print::json(&report)?;
         return Ok(Outcome::Passed);
     }
     for adapter in &adapters {
@@ -46,7 +49,30 @@ pub fn run(args: &ListArgs) -> Result<Outcome> {
     }
     say!("CPU backend: always there, {threads} threads (--backend cpu)")?;
     print_recipes(&name, &recipes)?;
+    print_evictions()?;
     Ok(Outcome::Passed)
+}
+
+/// What recipes may begin with.
+fn evictions() -> Vec<serde_json::Value> {
+    let row = |eviction: &kvpack::cache::Eviction| {
+        let recipe = format!("{}:{}/", eviction.name, eviction.arguments);
+        serde_json::json!({ "recipe": recipe, "keeps": eviction.keeps, "source": eviction.source })
+    };
+    EVICTIONS.iter().map(row).collect()
+}
+
+fn print_evictions() -> Result<()> {
+    say!("\nBefore a recipe, as in lookm:0.2/saw-int4: which tokens of a prompt stay")?;
+    let mut table = print::results(&["recipe", "keeps", "from"], 3);
+    for eviction in EVICTIONS {
+        table.add_row([
+            format!("{}:{}/", eviction.name, eviction.arguments),
+            eviction.keeps.into(),
+            eviction.source.into(),
+        ]);
+    }
+    Ok(say!("{table}")?)
 }
 
 /// Query and KV heads, and channels of a head, at which recipes are listed: those of an 8B model of today.

@@ -8,10 +8,12 @@
 //! | `tokenizer` | its tokenizer |
 //! | `transformer` | the forward pass, with candle's operations |
 //! | `attention` | what the forward pass asks of attention, and candle's full-precision answer |
-//! | `packed` | kvpack's answer: one `KvCache` per layer |
+//! | `packed` | kvpack's answer: a `ModelCache` |
+//! | `dense_prompt` | a prompt in full precision, of which a policy keeps some tokens |
 
 mod attention;
 mod config;
+mod dense_prompt;
 mod error;
 mod header;
 mod packed;
@@ -23,6 +25,7 @@ mod weights;
 
 pub use attention::{Attention, Chunk, ExactAttention};
 pub use config::Config;
+pub use dense_prompt::DensePrompt;
 pub use error::ModelError;
 pub use packed::PackedAttention;
 pub use tokenizer::Tokenizer;

@@ -5,11 +5,14 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use kvpack::Backend;
-use kvpack::cache::{CacheMemory, ModelCache, ModelRecipe, TokenRun};
+use kvpack::backend::TensorRows;
+use kvpack::cache::{CacheMemory, DenseLayer, MeasuredQueries, ModelCache, ModelRecipe, TokenRun};
 use kvpack::plan::{ElementType, RowLayout};
+use kvpack::policy::{Policy, Selection, Spans};
 use pollster::block_on;
 
-use super::{Attention, Chunk, Config, ModelError};
+use super::dense_prompt::of_queries;
+use super::{Attention, Chunk, Config, DensePrompt, ModelError};
 
 /// The only sequence of the cache.
 const SEQUENCE: usize = 0;
@@ -34,6 +37,44 @@ impl<B: Backend + Clone> PackedAttention<B> {
         let layer = |layer| (config.attention, recipe.layer(layer, &config.attention));
         let layers: Vec<_> = (0..config.layers).map(layer).collect();
         Ok(Self { cache: ModelCache::new(backend, &layers, 1)?, time: Duration::ZERO })
+    }
+}
+
+impl<B: Backend + Clone> PackedAttention<B> {
+    /// Stores what a policy keeps of a prompt that was read; `spans` say which of its tokens are images.
+    ///
+    /// # Errors
+    /// What the policy, the device or the cache says.
+    pub fn compress(&mut self, prompt: &DensePrompt, policy: &Policy, spans: &Spans) -> Result<Selection> {
+        let start = Instant::now();
+        let selection = block_on(self.observe_and_compress(prompt, policy, spans))?;
+        self.time += start.elapsed();
+        Ok(selection)
+    }
+
+    async fn observe_and_compress(
+        &mut self,
+        prompt: &DensePrompt,
+        policy: &Policy,
+        spans: &Spans,
+    ) -> Result<Selection> {
+        let Self { cache, .. } = self;
+        let mut observed = cache.observe(policy.clone(), spans.clone())?;
+        for layer in 0..cache.layers() {
+            let (backend, shape) = (cache.backend(), cache.shape(layer)?);
+            let (keys, values) = prompt.keys_and_values(layer)?;
+            let rows = RowLayout::head_major(prompt.tokens(), shape);
+            let dense = DenseLayer { rows, keys: upload(backend, keys).await?, values: upload(backend, values).await? };
+            let Some(measured) = observed.query_rows() else {
+                observed.observe(layer, dense, None)?;
+                continue;
+            };
+            let layout = RowLayout::token_major(measured.len(), &of_queries(shape)?);
+            let tensor = upload(backend, &prompt.queries(layer, measured)?).await?;
+            let queries = TensorRows { tensor: &tensor, layout };
+            observed.observe(layer, dense, Some(MeasuredQueries { queries, known_lse: None }))?;
+        }
+        Ok(cache.compress(SEQUENCE, &observed).await?)
     }
 }
 

@@ -5,9 +5,12 @@ use std::path::{Path, PathBuf};
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
+use kvpack::cache::ModelRecipe;
 use kvpack::cpu::{Cpu, nmse};
+use kvpack::plan::TokenRange;
+use kvpack::policy::Spans;
 
-use super::{Attention, ExactAttention, Model, ModelError, PackedAttention};
+use super::{Attention, DensePrompt, ExactAttention, Model, ModelError, PackedAttention};
 
 const WIDTH: usize = 128;
 const INNER: usize = 160;
@@ -178,6 +181,38 @@ fn narrower_codes_lose_more() {
         errors.push(nmse(&logits, &as_f64(&expected)));
     }
     assert!(errors[0] < errors[1] && errors[1] < errors[2] && errors[3] < errors[2], "{errors:?}");
+}
+
+/// What is kept of a prompt answers like the prompt where all is kept, and loses the more the less is kept.
+#[test]
+fn a_compressed_prompt_is_read_on() {
+    let file = write("compressed", "llama", |_| {});
+    let model = Model::load(&file.0).unwrap();
+    let tokens = tokens(&model, 320);
+    let (prompt, rest) = tokens.split_at(310);
+    let dense = DensePrompt::read(&model, prompt, |_| {}).unwrap();
+    let after = |attention: &mut dyn Attention| {
+        let stream = model.forward(rest, prompt.len(), attention).unwrap();
+        model.logits(&stream).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
+    };
+    let mut exact = ExactAttention::new(model.config.attention, LAYERS);
+    let stream = model.forward(prompt, 0, &mut exact).unwrap();
+    let last = |stream: &Tensor| model.logits(stream).unwrap().get(stream.dim(0).unwrap() - 1).unwrap();
+    let [own, expected] = [dense.stream().unwrap(), &stream].map(|stream| last(stream).to_vec1::<f32>().unwrap());
+    assert!(nmse(&own, &as_f64(&expected)) < 1e-9);
+    let expected = after(&mut exact);
+    let error = |recipe: &str| {
+        let recipe: ModelRecipe = recipe.parse().unwrap();
+        let spans = Spans::new(prompt.len(), &[TokenRange::new(10, 290).unwrap()]).unwrap();
+        let mut packed = PackedAttention::new(&Cpu::new(), &model.config, &recipe).unwrap();
+        let selection = packed.compress(&dense, recipe.policy().unwrap(), &spans).unwrap();
+        let held: usize = packed.memory().flat_map(|memory| memory.stores().to_vec()).map(|store| store.tokens).sum();
+        assert_eq!(held, selection.layers().iter().map(|layer| layer.count()).sum::<usize>());
+        nmse(&after(&mut packed), &as_f64(&expected))
+    };
+    assert!(error("h2o:1") < 1e-6 && error("vlcache:1/int8") < 1e-3);
+    assert!(error("random:0.1") > error("random:0.5") && error("random:0.5") > 1e-6);
+    assert!(error("lookm:0.3/saw-int4").is_finite());
 }
 
 #[test]

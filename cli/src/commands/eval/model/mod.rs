@@ -76,7 +76,10 @@ impl Wanted {
         for text in given.iter().flat_map(|text| text.split_whitespace()) {
             match text {
                 "all" => wanted.extend(ModelRecipe::all().into_iter().map(|recipe| Self { recipe, by_name: false })),
-                _ => wanted.push(Self { recipe: text.parse()?, by_name: true }),
+                _ => {
+                    let recipe: ModelRecipe = text.parse()?;
+                    wanted.push(Self { recipe: recipe.of_all_tokens()?.clone(), by_name: true });
+                }
             }
         }
         if wanted.is_empty() {
