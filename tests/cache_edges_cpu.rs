@@ -3,8 +3,10 @@
 mod cache_edges;
 
 use cache_edges::{Edge, recipe, shape};
+use kvpack::cache::PromptSpan;
 use kvpack::cpu::Cpu;
 use kvpack::format::KeyOrValue;
+use kvpack::plan::TokenRange;
 use kvpack::{SegmentFormat, TILE_TOKENS};
 use pollster::block_on;
 
@@ -108,7 +110,8 @@ fn every_format_holds_what_it_takes() {
         let mut cache = kvpack::KvCache::new(Cpu::new(), shape(), 1, of_layer.clone()).unwrap();
         for (key, value) in [(1.001, 1.0), (1.0, 1.001)] {
             let (layout, keys, values) = rows(key * largest(KeyOrValue::Key), value * largest(KeyOrValue::Value));
-            let refused = block_on(cache.extend(0, layout, &keys, &values));
+            let whole = [PromptSpan::f16(TokenRange::new(0, 300).unwrap())];
+            let refused = block_on(cache.prefill(0, layout, &keys, &values, &whole));
             assert!(matches!(refused, Err(kvpack::Error::NotFinite { .. })), "{name}: {refused:?}");
         }
         let (layout, keys, values) = rows(largest(KeyOrValue::Key), largest(KeyOrValue::Value));

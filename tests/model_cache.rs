@@ -4,10 +4,11 @@ mod random_rows;
 
 use std::cell::Cell;
 
-use kvpack::backend::{Backend, Forward, Forwarding, Packing, TokenWrite};
+use kvpack::backend::{Backend, FlaggedToken, Forward, Forwarding, Packing, StepInput};
 use kvpack::cache::{KvCache, ModelCache, PromptSpan, Recipe, StoreId, StoreRoom, TokenRun};
-use kvpack::cpu::{Cpu, CpuStore, CpuTensor};
-use kvpack::plan::{ElementType, QueryRun, RowLayout, TokenRange};
+use kvpack::cpu::{Cpu, CpuStore, CpuTensor, NonFiniteFlags};
+use kvpack::format::KeyOrValue;
+use kvpack::plan::{ElementType, QueryRun, RowLayout, StepTable, TokenRange};
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
 use proptest::prelude::*;
@@ -227,7 +228,7 @@ proptest! {
     }
 }
 
-/// A CPU whose n-th write of tokens fails.
+/// A CPU whose n-th step fails after it was written.
 #[derive(Clone, Default)]
 struct Failing(Cpu, std::rc::Rc<Cell<usize>>);
 
@@ -238,19 +239,18 @@ impl Forward for Failing {
         &self.0
     }
 
-    fn append(
+    fn write_step(
         &self,
-        store: &mut CpuStore,
-        keys: &CpuTensor,
-        values: &CpuTensor,
-        rows: RowLayout,
-        writes: &[TokenWrite],
+        stores: &mut [&mut CpuStore],
+        input: Option<StepInput<'_, CpuTensor, NonFiniteFlags>>,
+        table: &StepTable,
     ) -> Result<()> {
         self.1.set(self.1.get().wrapping_sub(1));
+        self.0.write_step(stores, input, table)?;
         if self.1.get() == 0 {
             return Err(Error::OutOfMemory { what: "a test", bytes: 1, message: "as ordered".into() });
         }
-        self.0.append(store, keys, values, rows, writes)
+        Ok(())
     }
 }
 
@@ -263,6 +263,26 @@ fn step<B: Backend<Tensor = CpuTensor>>(cache: &mut ModelCache<B>, value: f32) -
         block_on(cache.store(layer, RowLayout::token_major(1, &shape), &row, &row))?;
     }
     cache.commit()
+}
+
+/// Layers of a kind share flags, and are told by their number in the model.
+#[test]
+fn what_could_not_be_stored_is_told_by_layer() {
+    let mut cache = ModelCache::new(&Cpu::new(), &layers(), 1).unwrap();
+    block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();
+    cache.begin_append(&[TokenRun::decode(0)]).unwrap();
+    for layer in 0..cache.layers() {
+        let row = |value| CpuTensor::F32(vec![value; cache.shape(layer).unwrap().kv_heads() * 64]);
+        let (sound, bad) = (row(0.5), row(f32::NAN));
+        let values = if layer == 2 || layer == 4 { &bad } else { &sound };
+        let rows = RowLayout::token_major(1, cache.shape(layer).unwrap());
+        block_on(cache.store(layer, rows, &sound, values)).unwrap();
+    }
+    cache.commit().unwrap();
+    let told = |layer| FlaggedToken { layer, tensor: KeyOrValue::Value, token: 0 };
+    assert_eq!(block_on(cache.non_finite()).unwrap(), [told(2), told(4)]);
+    cache.clear_non_finite().unwrap();
+    assert_eq!(block_on(cache.non_finite()).unwrap(), []);
 }
 
 #[test]

@@ -6,10 +6,9 @@
 
 use super::room::{Lease, Room};
 use super::sequence::{NextSlot, Positions, Sequence, Span, Window};
-use super::{Appended, PromptSpan, Recipe, StepWrites, StoreId, TokenRun};
-use crate::backend::{TokenWrite, WindowMove};
+use super::{Appended, PromptSpan, Recipe, StoreId, TokenRun};
 use crate::format::TILE_TOKENS;
-use crate::plan::{PageCopy, Rows, TokenIndices, TokenRange};
+use crate::plan::{PageCopy, Rows, StepWrites, StoreWrites, TokenIndices, TokenRange, TokenWrite, WindowMove};
 use crate::{Error, Result};
 
 /// What the stores of a layer hold for its sequences.
@@ -50,9 +49,13 @@ struct Undo<I> {
     length: usize,
 }
 
-impl<I> Default for Change<I> {
-    fn default() -> Self {
-        Self { writes: StepWrites::default(), undo: Vec::new(), leased: Vec::new(), freed: Vec::new() }
+impl<I> Change<I> {
+    /// One of nothing, in the stores of a recipe.
+    fn new(recipe: &Recipe) -> Self {
+        let stores = vec![StoreWrites::default(); recipe.stores().len()];
+        let windows = vec![Vec::new(); usize::from(recipe.windows_to().is_some())];
+        let writes = StepWrites { stores, windows };
+        Self { writes, undo: Vec::new(), leased: Vec::new(), freed: Vec::new() }
     }
 }
 
@@ -194,7 +197,7 @@ impl<I: TokenIndices + Clone> Books<I> {
     pub(super) fn append(&mut self, runs: &[TokenRun], tokens: usize) -> Result<Change<I>> {
         let needed = self.room_for_append(runs, tokens)?;
         self.check_room(&needed)?;
-        let mut change = Change::default();
+        let mut change = Change::new(&self.recipe);
         let mut row = 0;
         for run in runs {
             let packs = run.packs() && self.window_to_pack(run.sequence(), 1).is_some();
@@ -218,7 +221,7 @@ impl<I: TokenIndices + Clone> Books<I> {
     pub(super) fn pack_windows(&mut self, sequence: usize) -> Result<Change<I>> {
         let needed = self.room_for_windows(sequence)?;
         self.check_room(&needed)?;
-        let mut change = Change::default();
+        let mut change = Change::new(&self.recipe);
         if let Some((_, window)) = self.window_to_pack(sequence, 0) {
             self.remember(&mut change, sequence, window.saturating_sub(1));
             while self.pack_window(&mut change, sequence)? {}
@@ -256,7 +259,7 @@ impl<I: TokenIndices + Clone> Books<I> {
         self.sequence(sequence)?;
         let needed = self.room_for_prompt(spans)?;
         self.check_room(&needed)?;
-        let mut change = Change::default();
+        let mut change = Change::new(&self.recipe);
         let first = self.sequences[sequence].spans.len();
         self.remember(&mut change, sequence, first);
         let base = self.sequences[sequence].length;
@@ -407,7 +410,7 @@ impl<I: TokenIndices + Clone> Books<I> {
             NextSlot::Open(shared, slot) if room.is_shared(shared) => {
                 let own = room.take_page()?;
                 let to = own.pages[0];
-                change.writes.copies.push((store, PageCopy { from: shared, to }));
+                change.writes.stores[store.index()].copies.push(PageCopy { from: shared, to });
                 change.leased.push((store, own));
                 change.freed.push((store, Lease { pages: vec![shared], slot: None }));
                 sequence.replace_open_page(to);
@@ -420,7 +423,7 @@ impl<I: TokenIndices + Clone> Books<I> {
                 (lease.pages[0], 0, lease)
             }
         };
-        change.writes.tokens.push((store, TokenWrite { token: row, page, slot }));
+        change.writes.stores[store.index()].tokens.push(TokenWrite { token: row, page, slot });
         sequence.push_token(store, next, lease);
         Ok(())
     }
@@ -434,7 +437,7 @@ impl<I: TokenIndices + Clone> Books<I> {
         change.leased.push((to, packed.clone()));
         let from = self.sequences[sequence].spans[window].lease.pages[0];
         let move_ = WindowMove { from, to: packed.pages[0], range_slot: packed.range_slot() };
-        change.writes.windows.push((to, move_));
+        change.writes.windows.iter_mut().for_each(|windows| windows.push(move_));
         let freed = self.sequences[sequence].pack_window(window, to, packed, joined);
         change.freed.push((StoreId::F16, freed));
         Ok(true)

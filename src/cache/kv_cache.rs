@@ -6,7 +6,7 @@ use super::books::check_spans;
 use super::layers::{LayerGroup, StoredSpan};
 use super::step::NewTokens;
 use super::{CacheMemory, PromptSpan, Recipe, SpanPositions, StoreId, StoreRoom, TokenRun};
-use crate::backend::Backend;
+use crate::backend::{Backend, FlaggedToken};
 use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, Split, TokenRange};
 use crate::{Error, Result};
@@ -170,12 +170,13 @@ impl<B: Backend> KvCache<B> {
     /// Appends one token to each of the given sequences: token i of `rows` to `sequences[i]`.
     ///
     /// The recipe says whether they are stored in f16 or packed. If it packs full tiles, the token that lets one fall
-    /// behind the window has it packed within this call.
+    /// behind the window has it packed within this call. Elements that are not finite are stored as zeros, and
+    /// [told later](KvCache::non_finite).
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one is named twice or there are more or
-    /// fewer tokens than sequences, [`Error::NoTokens`], [`Error::Elements`] and [`Error::NotFinite`] for keys and
-    /// values, [`Error::OutOfMemory`] or [`Error::Limit`] when they do not fit. The cache is as it was.
+    /// fewer tokens than sequences, [`Error::NoTokens`], [`Error::Elements`] for keys and values, [`Error::OutOfMemory`] or
+    /// [`Error::Limit`] when they do not fit. The cache is as it was.
     pub async fn append_to(
         &mut self,
         sequences: &[usize],
@@ -192,12 +193,12 @@ impl<B: Backend> KvCache<B> {
     /// Unlike [`KvCache::append`] it packs no tiles, so that the chunk's own queries still see them in f16: let them attend
     /// ([`KvCache::attend_causal`]), then call [`KvCache::pack_windows`]. With chunks of 128 tokens that begin at
     /// multiples of 128, every query then sees what it would see if tokens were appended one by one, but for the last
-    /// of each chunk. A recipe that packs each token as it arrives does so here too.
+    /// of each chunk. A recipe that packs each token as it arrives does so here too. Elements that are not finite are
+    /// stored as zeros, and [told later](KvCache::non_finite).
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::NoTokens`], [`Error::Elements`] and
-    /// [`Error::NotFinite`] for keys and values, [`Error::OutOfMemory`] or [`Error::Limit`] when they do not fit. The
-    /// cache is as it was.
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::NoTokens`], [`Error::Elements`] for keys and values,
+    /// [`Error::OutOfMemory`] or [`Error::Limit`] when they do not fit. The cache is as it was.
     pub async fn extend(
         &mut self,
         sequence: usize,
@@ -210,12 +211,30 @@ impl<B: Backend> KvCache<B> {
 
     async fn append_runs(&mut self, runs: &[TokenRun], new: NewTokens<'_, B::Tensor>) -> Result<()> {
         self.group.books.check_runs(runs, new.rows.tokens)?;
-        self.group.check_rows(new).await?;
+        self.group.check_lengths(new)?;
         let needed = self.group.books.room_for_append(runs, new.rows.tokens)?;
         self.group.reserve(&needed).await?;
-        let change = self.group.books.append(runs, new.rows.tokens)?;
-        let written = self.group.write_step(LAYER, &change.writes, new);
+        let change = self.group.open_append(runs, new.rows.tokens)?;
+        let written = self.group.write_step(LAYER, Some(new));
         self.group.close(change, written)
+    }
+
+    /// Keys and values of appended tokens that could not be stored as they were, over all steps since
+    /// [`KvCache::clear_non_finite`]: NaN, an infinity, or more than a format of the recipe takes. Zero was stored in place of
+    /// every such element. Appending does not look for them, since it would have to wait for the device; this does wait.
+    ///
+    /// # Errors
+    /// [`Error::DeviceLost`].
+    pub async fn non_finite(&self) -> Result<Vec<FlaggedToken>> {
+        self.group.read_flags().await
+    }
+
+    /// Forgets what [`KvCache::non_finite`] tells.
+    ///
+    /// # Errors
+    /// [`Error::DeviceLost`].
+    pub fn clear_non_finite(&mut self) -> Result<()> {
+        self.group.clear_flags()
     }
 
     /// Packs every full tile of a sequence's appended tokens that the recipe wants packed by now.
@@ -229,8 +248,8 @@ impl<B: Backend> KvCache<B> {
     pub async fn pack_windows(&mut self, sequence: usize) -> Result<()> {
         let needed = self.group.books.room_for_windows(sequence)?;
         self.group.reserve(&needed).await?;
-        let change = self.group.books.pack_windows(sequence)?;
-        let written = self.group.write_windows(LAYER, &change.writes);
+        let change = self.group.open_windows(sequence)?;
+        let written = self.group.write_step(LAYER, None);
         self.group.close(change, written)
     }
 

@@ -4,10 +4,11 @@ use super::books::{Books, Change, StoreRoom};
 use super::memory::{CacheMemory, StoreMemory};
 use super::sequence::Span;
 use super::step::NewTokens;
-use super::{MOST_SEQUENCES, Positions, PromptSpan, Recipe, SpanPositions, StepWrites, StoreFormat, StoreId};
-use crate::backend::{AttendOptions, Backend, SpanRead, SpanWrite, TokenWrite, WindowMove};
+use super::step_table::GroupTable;
+use super::{MOST_SEQUENCES, Positions, PromptSpan, Recipe, SpanPositions, StoreFormat, StoreId, TokenRun};
+use crate::backend::{AttendOptions, Backend, FlaggedToken, SpanRead, SpanWrite, StepInput};
 use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat};
-use crate::plan::{AttendPlan, ElementType, QueryRun, Rows, SpanView, Split, StoreView, TokenRange};
+use crate::plan::{AttendPlan, ElementType, QueryRun, Rows, SpanView, Split, StepTable, StoreView, TokenRange};
 use crate::{Error, Result};
 
 /// Pages of a store's first shard, unless more are needed at once: 1024 tokens.
@@ -22,6 +23,9 @@ pub(super) struct LayerGroup<B: Backend> {
     pub(super) shape: AttentionShape,
     pub(super) split: Split,
     pub(super) books: Books<B::Indices>,
+    /// What the open step writes.
+    table: GroupTable,
+    flags: B::NonFiniteFlags,
     layers: Vec<Vec<LayerStore<B>>>,
 }
 
@@ -75,9 +79,11 @@ impl<B: Backend> LayerGroup<B> {
             Ok(LayerStore { store, shards: Vec::new(), slots: 0 })
         };
         let of_layer = || recipe.stores().iter().map(|store| layer_store(store.format)).collect();
+        let flags = backend.create_non_finite_flags(layers)?;
         let layers = (0..layers).map(|_| of_layer()).collect::<Result<Vec<_>>>()?;
         let books = Books::new(recipe, sequences);
-        Ok(Self { backend, shape, split: Split::default(), books, layers })
+        let table = GroupTable::new(shape, &books)?;
+        Ok(Self { backend, shape, split: Split::default(), books, table, flags, layers })
     }
 
     pub(super) fn recipe(&self) -> &Recipe {
@@ -242,39 +248,54 @@ impl<B: Backend> LayerGroup<B> {
         largest.fold(f32::INFINITY, f32::min)
     }
 
-    /// Writes the tokens of a step to one layer.
-    pub(super) fn write_step(
-        &mut self,
-        layer: usize,
-        writes: &StepWrites,
-        new: NewTokens<'_, B::Tensor>,
-    ) -> Result<()> {
-        let Self { backend, layers, .. } = self;
-        let stores = &mut layers[layer];
-        for (store, copy) in &writes.copies {
-            backend.copy_page(&mut stores[store.index()].store, copy.from, copy.to)?;
-        }
-        for (index, of) in stores.iter_mut().enumerate() {
-            let of_store = writes.tokens.iter().filter(|(store, _)| store.index() == index);
-            let tokens: Vec<TokenWrite> = of_store.map(|(_, write)| *write).collect();
-            if !tokens.is_empty() {
-                backend.append(&mut of.store, new.keys, new.values, new.rows, &tokens)?;
-            }
-        }
-        self.write_windows(layer, writes)
+    /// Opens a change of the books that appends, and lays out what it writes: nothing has changed on an error.
+    pub(super) fn open_append(&mut self, runs: &[TokenRun], tokens: usize) -> Result<Change<B::Indices>> {
+        let change = self.books.append(runs, tokens)?;
+        self.lay_out(change, tokens)
     }
 
-    /// Packs the windows of a step in one layer.
-    pub(super) fn write_windows(&mut self, layer: usize, writes: &StepWrites) -> Result<()> {
-        let Some((f16, packed)) = self.layers[layer].split_first_mut() else { return Ok(()) };
-        for (index, of) in packed.iter_mut().enumerate() {
-            let of_store = writes.windows.iter().filter(|(store, _)| store.index() == index + 1);
-            let windows: Vec<WindowMove> = of_store.map(|(_, window)| *window).collect();
-            if !windows.is_empty() {
-                self.backend.pack_windows(&self.shape, &f16.store, &mut of.store, &windows)?;
+    /// Opens a change of the books that packs windows, and lays out what it writes: nothing has changed on an error.
+    pub(super) fn open_windows(&mut self, sequence: usize) -> Result<Change<B::Indices>> {
+        let change = self.books.pack_windows(sequence)?;
+        self.lay_out(change, 0)
+    }
+
+    fn lay_out(&mut self, change: Change<B::Indices>, tokens: usize) -> Result<Change<B::Indices>> {
+        match self.table.set(&self.books, &change.writes, tokens) {
+            Ok(()) => Ok(change),
+            Err(error) => {
+                self.books.abandon(change);
+                Err(error)
             }
         }
-        Ok(())
+    }
+
+    /// What the open step writes, in words.
+    pub(super) const fn table(&self) -> &StepTable {
+        self.table.table()
+    }
+
+    /// The flags of the group's layers.
+    pub(super) const fn flags(&self) -> &B::NonFiniteFlags {
+        &self.flags
+    }
+
+    /// What steps could not store as it was, by layer of the group.
+    pub(super) async fn read_flags(&self) -> Result<Vec<FlaggedToken>> {
+        self.backend.read_non_finite_flags(&self.flags).await
+    }
+
+    /// Unsets the flags.
+    pub(super) fn clear_flags(&self) -> Result<()> {
+        self.backend.clear_non_finite_flags(&self.flags)
+    }
+
+    /// Writes what the open step says to one layer; without keys and values, where it only packs windows.
+    pub(super) fn write_step(&mut self, layer: usize, new: Option<NewTokens<'_, B::Tensor>>) -> Result<()> {
+        let Self { backend, layers, flags, table, .. } = self;
+        let input = new.map(|NewTokens { rows, keys, values }| StepInput { keys, values, rows, flags, layer });
+        let mut stores: Vec<&mut B::Store> = layers[layer].iter_mut().map(|of| &mut of.store).collect();
+        backend.write_step(&mut stores, input, table.table())
     }
 
     /// Writes the spans of a prompt to one layer.

@@ -28,6 +28,7 @@ mod recipe_text;
 mod room;
 mod sequence;
 mod step;
+mod step_table;
 
 pub use books::StoreRoom;
 pub use evictions::{EVICTIONS, Eviction};
@@ -41,7 +42,7 @@ pub use prompt::PromptSpan;
 pub use recipe::{Appended, MOST_STORES, Recipe, StoreFormat, StoreId};
 pub use recipe_text::ModelRecipe;
 pub use sequence::{Positions, SpanPositions};
-pub use step::{StepWrites, TokenRun};
+pub use step::TokenRun;
 
 /// Most sequences of one cache.
 pub const MOST_SEQUENCES: usize = 1 << 20;

@@ -5,8 +5,8 @@ use std::fmt;
 use super::books::{Change, check_spans};
 use super::layers::{LayerGroup, StoredSpan};
 use super::step::NewTokens;
-use super::{CacheMemory, PromptSpan, Recipe, StepWrites, StoreMemory, StoreRoom, TokenRun};
-use crate::backend::Backend;
+use super::{CacheMemory, PromptSpan, Recipe, StoreMemory, StoreRoom, TokenRun};
+use crate::backend::{Backend, FlaggedToken};
 use crate::format::AttentionShape;
 use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, TokenRange};
 use crate::{Error, Result};
@@ -238,7 +238,7 @@ impl<B: Backend> ModelCache<B> {
     /// changed.
     pub fn begin_append(&mut self, runs: &[TokenRun]) -> Result<()> {
         let queries: Vec<QueryRun> = runs.iter().map(queries_of).collect();
-        self.open(StepKind::Append, tokens_of(runs), &queries, |group| group.books.append(runs, tokens_of(runs)))
+        self.open(StepKind::Append, tokens_of(runs), &queries, |group| group.open_append(runs, tokens_of(runs)))
     }
 
     /// Opens a step that stores a prompt, or a further part of one, of `tokens` tokens at the end of a sequence: its spans as
@@ -260,18 +260,6 @@ impl<B: Backend> ModelCache<B> {
         })
     }
 
-    /// What the open step writes to every store of a layer, and the layer counts as stored: for engines that encode it
-    /// themselves.
-    ///
-    /// # Errors
-    /// [`Error::Plan`] when no step that appends is open or there is no such layer.
-    pub fn writes(&mut self, layer: usize) -> Result<&StepWrites> {
-        let (group, _) = self.place(layer)?;
-        let step = self.step.as_mut().filter(|step| step.kind == StepKind::Append).ok_or_else(no_step)?;
-        step.stored[layer] = true;
-        Ok(&step.changes[group].writes)
-    }
-
     /// The plan of the open step's attention in a layer: decoded tokens attend to their whole sequence, chunks causally.
     ///
     /// # Errors
@@ -291,11 +279,11 @@ impl<B: Backend> ModelCache<B> {
     }
 
     /// Stores the keys and values of the open step's tokens in one layer. What they replace is there until the step is
-    /// committed.
+    /// committed. Elements that are not finite are stored as zeros, and [told later](ModelCache::non_finite).
     ///
     /// # Errors
     /// [`Error::Plan`] when no step that appends is open, there is no such layer, or `rows` are not those of the step;
-    /// [`Error::Elements`] and [`Error::NotFinite`] for keys and values. The step may be tried again, or abandoned.
+    /// [`Error::Elements`] for keys and values. The step may be tried again, or abandoned.
     pub async fn store(&mut self, layer: usize, rows: RowLayout, keys: &B::Tensor, values: &B::Tensor) -> Result<()> {
         self.store_as(layer, NewTokens { rows, keys, values }, StepKind::Append, &[]).await
     }
@@ -303,7 +291,7 @@ impl<B: Backend> ModelCache<B> {
     /// Stores the keys and values of the open step's prompt in one layer; `spans` are those that it was opened with.
     ///
     /// # Errors
-    /// Those of [`ModelCache::store`].
+    /// Those of [`ModelCache::store`], and [`Error::NotFinite`]: a prompt's elements are looked at first.
     pub async fn store_prompt(
         &mut self,
         layer: usize,
@@ -371,10 +359,9 @@ impl<B: Backend> ModelCache<B> {
         let mut changes = Vec::with_capacity(self.groups.len());
         let mut written = Ok(());
         for group in &mut self.groups {
-            written = group.books.pack_windows(sequence).and_then(|change| {
+            written = group.open_windows(sequence).and_then(|change| {
                 changes.push(change);
-                let writes = &changes[changes.len() - 1].writes;
-                (0..group.layers()).try_for_each(|layer| group.write_windows(layer, writes))
+                (0..group.layers()).try_for_each(|layer| group.write_step(layer, None))
             });
             if written.is_err() {
                 break;
@@ -384,6 +371,32 @@ impl<B: Backend> ModelCache<B> {
             if written.is_ok() { group.books.commit(change) } else { group.books.abandon(change) }
         }
         written
+    }
+
+    /// Keys and values of appended tokens that could not be stored as they were, over all steps since
+    /// [`ModelCache::clear_non_finite`], by layer: see [`KvCache::non_finite`](super::KvCache::non_finite). It waits for the
+    /// device.
+    ///
+    /// # Errors
+    /// [`Error::DeviceLost`].
+    pub async fn non_finite(&self) -> Result<Vec<FlaggedToken>> {
+        let mut flagged = Vec::new();
+        for (at, group) in self.groups.iter().enumerate() {
+            for token in group.read_flags().await? {
+                let layer = self.layers.iter().position(|&place| place == (at, token.layer)).unwrap_or(token.layer);
+                flagged.push(FlaggedToken { layer, ..token });
+            }
+        }
+        flagged.sort_by_key(|token| token.layer);
+        Ok(flagged)
+    }
+
+    /// Forgets what [`ModelCache::non_finite`] tells.
+    ///
+    /// # Errors
+    /// [`Error::DeviceLost`].
+    pub fn clear_non_finite(&mut self) -> Result<()> {
+        self.groups.iter().try_for_each(LayerGroup::clear_flags)
     }
 
     // --- sequences -------------------------------------------------------------------------------------------------
@@ -503,10 +516,15 @@ impl<B: Backend> ModelCache<B> {
             return Err(Error::Plan { what: "tokens of a step", reason });
         }
         let group = &mut self.groups[at];
-        group.check_rows(new).await?;
         match kind {
-            StepKind::Append => group.write_step(index, &step.changes[at].writes, new)?,
-            StepKind::Prefill(sequence) => group.write_prompt(index, &step.changes[at], sequence, new, spans)?,
+            StepKind::Append => {
+                group.check_lengths(new)?;
+                group.write_step(index, Some(new))?;
+            }
+            StepKind::Prefill(sequence) => {
+                group.check_rows(new).await?;
+                group.write_prompt(index, &step.changes[at], sequence, new, spans)?;
+            }
         }
         step.stored[layer] = true;
         Ok(())

@@ -225,10 +225,30 @@ impl Recipe {
         Err(Error::Plan { what: "store", reason })
     }
 
+    /// The store that full windows are packed into, if they are.
+    pub(super) const fn windows_to(&self) -> Option<StoreId> {
+        match self.appended {
+            Appended::Tiles { to, .. } => Some(to),
+            Appended::Keep | Appended::AtOnce(_) => None,
+        }
+    }
+
+    /// Whether single tokens are put into a store: into f16 always, for windows and sinks.
+    pub(super) fn takes_tokens(&self, store: StoreId) -> bool {
+        store == StoreId::F16 || self.appended == Appended::AtOnce(store)
+    }
+
     /// Checks that every store can do what the recipe asks of it.
     pub(super) fn check(&self) -> Result<()> {
         if let Appended::AtOnce(to) | Appended::Tiles { to, .. } = self.appended {
-            let packed = self.stores[self.resolve(to)?.index()].format;
+            if to == StoreId::F16 || to.index() >= self.stores.len() {
+                let reason = format!(
+                    "appended tokens are to be packed into {to}; the packed stores are 1 to {}",
+                    self.stores.len() - 1
+                );
+                return Err(Error::Plan { what: "recipe", reason });
+            }
+            let packed = self.stores[to.index()].format;
             if matches!(self.appended, Appended::AtOnce(_)) && !packed.takes_single_tokens() {
                 let reason = packed.why_no_single_tokens();
                 return Err(Error::Format { format: packed.to_string(), reason });

@@ -53,6 +53,10 @@ impl Room {
         self.pages.shards()
     }
 
+    pub(super) fn shard_pages(&self) -> Vec<u32> {
+        self.pages.shard_pages().collect()
+    }
+
     pub(super) fn free_pages(&self) -> usize {
         self.pages.free()
     }

@@ -1,8 +1,6 @@
-//! What a step of decoding, or of a prompt, changes.
+//! What a step of decoding, or of a prompt, is given.
 
-use super::StoreId;
-use crate::backend::{TokenWrite, WindowMove};
-use crate::plan::{PageCopy, RowLayout};
+use crate::plan::RowLayout;
 
 /// Consecutive new tokens of one sequence. The runs of a step lie one after the other in the tensors of keys and values, so
 /// that a step may mix a chunk of one sequence's prompt with single decoded tokens of others.
@@ -39,17 +37,6 @@ impl TokenRun {
     pub(super) const fn packs(&self) -> bool {
         self.packs
     }
-}
-
-/// What a step writes to the stores of every layer, in this order: the pages are the same in all layers that share books.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct StepWrites {
-    /// Pages to copy, each within a store.
-    pub copies: Vec<(StoreId, PageCopy)>,
-    /// Tokens to put into pages, as kernel `append` does; rows of the step's tensors.
-    pub tokens: Vec<(StoreId, TokenWrite)>,
-    /// Full pages of the f16 store to pack into a page of another.
-    pub windows: Vec<(StoreId, WindowMove)>,
 }
 
 /// Keys and values of new tokens, as callers hand them in.

@@ -44,6 +44,12 @@ impl PageAllocator {
         self.shards.len()
     }
 
+    /// Pages of every shard.
+    pub fn shard_pages(&self) -> impl ExactSizeIterator<Item = u32> + '_ {
+        // As many as a shard was given, in 32 bits.
+        self.shards.iter().map(|shard| shard.holders.len() as u32)
+    }
+
     /// Pages in all shards.
     pub fn capacity(&self) -> usize {
         self.shards.iter().map(|shard| shard.holders.len()).sum()

@@ -1,9 +1,10 @@
 //! Where lengths meet the ends of tiles, windows and number ranges: a cache that went there must be one that never did.
 #![allow(dead_code, reason = "every test takes what it needs")]
 
-use kvpack::backend::Backend;
+use kvpack::backend::{Backend, FlaggedToken};
 use kvpack::cache::{KvCache, ModelRecipe, Recipe};
 use kvpack::cpu::CpuTensor;
+use kvpack::format::KeyOrValue;
 use kvpack::plan::{ElementType, RowLayout};
 use kvpack::{AttentionShape, SegmentFormat, TILE_TOKENS};
 use pollster::block_on;
@@ -97,7 +98,7 @@ pub fn truncation_leaves_nothing<B: Backend + Clone>(backend: &B) {
     }
 }
 
-/// The largest elements that a cache takes come back, and the next larger ones are refused.
+/// The largest elements that a cache takes come back. Of the next larger ones a zero is stored, and the token is told.
 pub fn the_largest_elements_are_taken<B: Backend + Clone>(backend: &B) {
     let rows = RowLayout::token_major(2, &shape());
     let largest = 65504.0;
@@ -106,17 +107,20 @@ pub fn the_largest_elements_are_taken<B: Backend + Clone>(backend: &B) {
         elements[70] = value;
         let upload = |elements: &[f32]| block_on(backend.upload(elements.into())).unwrap();
         let (sound, edge) = (upload(&[0.25; 2 * 64]), upload(&elements));
-        for (keys, values) in [(&sound, &edge), (&edge, &sound)] {
+        elements[70] = if taken { value } else { 0.0 };
+        for (tensor, keys, values) in [(KeyOrValue::Value, &sound, &edge), (KeyOrValue::Key, &edge, &sound)] {
             let mut cache = KvCache::new(backend.clone(), shape(), 1, Recipe::f16()).unwrap();
-            let stored = block_on(cache.extend(0, rows, keys, values));
-            assert_eq!(stored.is_ok(), taken, "{value}: {stored:?}");
-            if taken {
-                let span = &cache.dequantize(0).unwrap()[0];
-                let download = |rows: &B::Tensor| block_on(backend.download(rows)).unwrap();
-                let (read_keys, read_values) = (download(&span.keys), download(&span.values));
-                assert_eq!(read_keys, download(keys), "{value}");
-                assert_eq!(read_values, download(values), "{value}");
-            }
+            block_on(cache.extend(0, rows, keys, values)).unwrap();
+            let span = &cache.dequantize(0).unwrap()[0];
+            let download = |rows: &B::Tensor| block_on(backend.download(rows)).unwrap();
+            let of = |which| if which == tensor { elements.clone() } else { vec![0.25; 2 * 64] };
+            assert_eq!(download(&span.keys), of(KeyOrValue::Key), "{value}");
+            assert_eq!(download(&span.values), of(KeyOrValue::Value), "{value}");
+
+            let told = if taken { vec![] } else { vec![FlaggedToken { layer: 0, tensor, token: 1 }] };
+            assert_eq!(block_on(cache.non_finite()).unwrap(), told, "{value}");
+            cache.clear_non_finite().unwrap();
+            assert_eq!(block_on(cache.non_finite()).unwrap(), [], "{value}");
         }
     }
 }

@@ -20,7 +20,7 @@ pub enum Refused {
     PrefillShort,
     PrefillStore,
     GatherBeyond,
-    AppendNonFinite,
+    AppendShort,
     AppendTwice,
     AppendSequence,
     AttendShort,
@@ -35,7 +35,7 @@ impl Refused {
         Self::PrefillShort,
         Self::PrefillStore,
         Self::GatherBeyond,
-        Self::AppendNonFinite,
+        Self::AppendShort,
         Self::AppendTwice,
         Self::AppendSequence,
         Self::AttendShort,
@@ -103,14 +103,11 @@ pub fn refused<B: Backend>(cache: &mut KvCache<B>, model: &Model, call: Refused,
             let error = block_on(cache.prefill(0, none, &good, &good, &whole)).unwrap_err();
             assert!(matches!(error, Error::NoTokens { .. }), "{error}");
         }
-        Refused::AppendNonFinite => {
-            let mut rows = vec![0.5; SEQUENCES * row];
-            let at = at % rows.len();
-            rows[at] = f32::NEG_INFINITY;
-            let bad = upload(cache, &rows);
-            let error = block_on(cache.append(RowLayout::token_major(SEQUENCES, &shape), &bad, &single)).unwrap_err();
-            let found = at / row;
-            assert!(matches!(error, Error::NotFinite { token, .. } if token == found), "{error}");
+        Refused::AppendShort => {
+            let every = RowLayout::token_major(SEQUENCES, &shape);
+            let short = upload(cache, &vec![0.5; SEQUENCES * row - 1]);
+            let error = block_on(cache.append(every, &single, &short)).unwrap_err();
+            assert!(matches!(error, Error::Elements { what: "values", .. }), "{error}");
         }
         Refused::AppendTwice => {
             let layout = RowLayout::token_major(2, &shape);

@@ -1,0 +1,97 @@
+//! What the open step of a group of layers writes, in the words that kernels read.
+
+use std::sync::Arc;
+
+use super::StoreId;
+use super::books::Books;
+use crate::Result;
+use crate::format::AttentionShape;
+use crate::plan::{StepLayout, StepTable, StepWrites, StoreCapacity, TokenIndices, WindowCapacity};
+
+/// The table of the open step, laid out for the stores as they are. It is laid out anew when a store has grown, or a step
+/// writes more than any before: what is bound to a layout serves all steps in between.
+pub(super) struct GroupTable {
+    shape: AttentionShape,
+    most: Most,
+    table: StepTable,
+}
+
+/// Sequences that a table has room for before any step needs it.
+const FIRST_SEQUENCES: usize = 256;
+
+/// What steps write at most. It only grows, by doubling.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Most {
+    tokens: usize,
+    copies: usize,
+    windows: usize,
+}
+
+impl Most {
+    /// As much, and a step that writes so much.
+    fn with(self, writes: &StepWrites, tokens: usize) -> Self {
+        let larger = |most: usize, needed: usize| if needed <= most { most } else { needed.next_power_of_two() };
+        let copies = writes.stores.iter().map(|store| store.copies.len()).max().unwrap_or(0);
+        let windows = writes.windows.iter().map(Vec::len).max().unwrap_or(0);
+        Self {
+            tokens: larger(self.tokens, tokens),
+            copies: larger(self.copies, copies),
+            windows: larger(self.windows, windows),
+        }
+    }
+}
+
+impl GroupTable {
+    /// A table for steps that decode a token of every sequence, where they are not very many.
+    pub(super) fn new<I: TokenIndices + Clone>(shape: AttentionShape, books: &Books<I>) -> Result<Self> {
+        let sequences = books.sequences().len().min(FIRST_SEQUENCES);
+        let most = Most { tokens: sequences, copies: sequences, windows: sequences };
+        Ok(Self { shape, most, table: StepTable::new(&lay_out(shape, books, most)?) })
+    }
+
+    /// Makes it the table of what a step of so many tokens writes. It is as it was on an error.
+    pub(super) fn set<I: TokenIndices + Clone>(
+        &mut self,
+        books: &Books<I>,
+        writes: &StepWrites,
+        tokens: usize,
+    ) -> Result<()> {
+        let most = self.most.with(writes, tokens);
+        if most != self.most || self.table.layout().stores() != capacities(books, most) {
+            let mut table = StepTable::new(&lay_out(self.shape, books, most)?);
+            table.set(writes)?;
+            (self.most, self.table) = (most, table);
+            return Ok(());
+        }
+        self.table.set(writes)
+    }
+
+    pub(super) const fn table(&self) -> &StepTable {
+        &self.table
+    }
+}
+
+fn lay_out<I: TokenIndices + Clone>(shape: AttentionShape, books: &Books<I>, most: Most) -> Result<Arc<StepLayout>> {
+    let to = books.recipe().windows_to();
+    let windows = to.map(|to| WindowCapacity { from: StoreId::F16.index(), to: to.index(), windows: most.windows });
+    let windows = windows.into_iter().collect();
+    Ok(Arc::new(StepLayout::new(shape, most.tokens, capacities(books, most), windows)?))
+}
+
+/// The stores as they are, and what a step puts into them.
+fn capacities<I: TokenIndices + Clone>(books: &Books<I>, most: Most) -> Vec<StoreCapacity> {
+    let recipe = books.recipe();
+    let of = |(index, store): (usize, &super::StoreFormat)| {
+        let id = StoreId(index as u8);
+        let (tokens, copies) = if recipe.takes_tokens(id) { (most.tokens, most.copies) } else { (0, 0) };
+        let room = books.room(id);
+        StoreCapacity {
+            format: store.format,
+            shard_pages: room.shard_pages(),
+            range_slots: room.slots(),
+            tokens,
+            copies,
+        }
+    };
+    recipe.stores().iter().enumerate().map(of).collect()
+}
