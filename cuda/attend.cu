@@ -111,6 +111,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     const u32 chunk = blockIdx.x / call.cluster % call.chunks;
     const u32 kv_head = blockIdx.x / call.cluster / call.chunks % call.kv_heads;
     const Item item = call.items[blockIdx.x / call.cluster / call.chunks / call.kv_heads * call.cluster + rank];
+    // A captured launch has room for more items than a step may have.
+    if (item.tokens == 0u) return;
     const u32 first_head = kv_head * call.group + chunk * CHUNK_HEADS;
     const int heads = QUERIES == 1 ? min(CHUNK_HEADS, (int)(call.group - chunk * CHUNK_HEADS))
                                    : (int)(item.queries * call.group);

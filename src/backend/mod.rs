@@ -11,6 +11,7 @@ mod attention;
 mod device;
 mod filled;
 mod forward;
+mod open_step;
 mod packing;
 mod selection;
 mod storage;
@@ -21,6 +22,7 @@ pub use attention::{
 pub use device::Device;
 pub use filled::{FilledSpan, FilledStores, NewSpan, SpanSource};
 pub use forward::{Forward, Forwarding};
+pub use open_step::OpenStep;
 pub use packing::{FlaggedToken, NonFinite, Packing, SpanRead, SpanWrite, StepInput};
 pub use selection::{KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, Selection, TensorRows};
 pub use storage::Storage;

@@ -6,7 +6,7 @@ use super::sequence::Span;
 use super::step::NewTokens;
 use super::step_table::GroupTable;
 use super::{MOST_SEQUENCES, Positions, PromptSpan, Recipe, SpanPositions, StoreFormat, StoreId, TokenRun};
-use crate::backend::{AttendOptions, Backend, FlaggedToken, SpanRead, SpanWrite, StepInput};
+use crate::backend::{AttendOptions, Backend, FlaggedToken, OpenStep, SpanRead, SpanWrite, StepInput};
 use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat};
 use crate::plan::{AttendPlan, ElementType, QueryRun, Rows, SpanView, Split, StepTable, StoreView, TokenRange};
 use crate::{Error, Result};
@@ -275,9 +275,14 @@ impl<B: Backend> LayerGroup<B> {
         self.table.table()
     }
 
-    /// The flags of the group's layers.
-    pub(super) const fn flags(&self) -> &B::NonFiniteFlags {
-        &self.flags
+    /// The open step for an engine: what the layers, of these numbers, store and attend to.
+    pub(super) fn open_step<'a>(
+        &'a self,
+        plan: &'a AttendPlan,
+        layers: &'a Vec<usize>,
+    ) -> OpenStep<'a, B::Store, B::NonFiniteFlags> {
+        let stores = (0..self.layers.len()).map(|layer| self.stores(layer)).collect();
+        OpenStep { layers, table: self.table.table(), plan, stores, flags: &self.flags }
     }
 
     /// What steps could not store as it was, by layer of the group.

@@ -39,10 +39,12 @@ pub use methods::{METHODS, Method};
 pub use model_cache::ModelCache;
 pub use observed::{DenseLayer, MeasuredQueries, ObservedPrompt};
 pub use prompt::PromptSpan;
-pub use recipe::{Appended, MOST_STORES, Recipe, StoreFormat, StoreId};
+pub use recipe::{Appended, MOST_STORES, Recipe, StoreId};
 pub use recipe_text::ModelRecipe;
 pub use sequence::{Positions, SpanPositions};
 pub use step::TokenRun;
+
+pub use crate::plan::StoreFormat;
 
 /// Most sequences of one cache.
 pub const MOST_SEQUENCES: usize = 1 << 20;

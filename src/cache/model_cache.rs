@@ -1,14 +1,15 @@
 //! [`ModelCache`]: the keys and values of all layers of a model.
 
 use std::fmt;
+use std::sync::Arc;
 
 use super::books::{Change, check_spans};
 use super::layers::{LayerGroup, StoredSpan};
 use super::step::NewTokens;
 use super::{CacheMemory, PromptSpan, Recipe, StoreMemory, StoreRoom, TokenRun};
-use crate::backend::{Backend, FlaggedToken};
+use crate::backend::{Backend, FlaggedToken, OpenStep};
 use crate::format::AttentionShape;
-use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, TokenRange};
+use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, StepLayout, TokenRange};
 use crate::{Error, Result};
 
 /// Keys and values of all layers of a model for a batch of sequences.
@@ -51,6 +52,8 @@ pub struct ModelCache<B: Backend> {
     pub(super) groups: Vec<LayerGroup<B>>,
     /// The group of every layer, and its place there.
     pub(super) layers: Vec<(usize, usize)>,
+    /// By group, the numbers of its layers.
+    numbers: Vec<Vec<usize>>,
     step: Option<Step<B::Indices>>,
 }
 
@@ -83,22 +86,22 @@ impl<B: Backend + Clone> ModelCache<B> {
         }
         // Layers of a kind, in the order in which they first come.
         let mut kinds: Vec<&(AttentionShape, Recipe)> = Vec::new();
-        let mut counts: Vec<usize> = Vec::new();
+        let mut numbers: Vec<Vec<usize>> = Vec::new();
         let mut places = Vec::with_capacity(layers.len());
-        for layer in layers {
+        for (number, layer) in layers.iter().enumerate() {
             let group = kinds.iter().position(|kind| *kind == layer).unwrap_or(kinds.len());
             if group == kinds.len() {
                 kinds.push(layer);
-                counts.push(0);
+                numbers.push(Vec::new());
             }
-            places.push((group, counts[group]));
-            counts[group] += 1;
+            places.push((group, numbers[group].len()));
+            numbers[group].push(number);
         }
-        let of_kind = |(kind, &count): (&&(AttentionShape, Recipe), &usize)| {
-            LayerGroup::new(backend.clone(), kind.0, count, sequences, kind.1.clone())
+        let of_kind = |(kind, numbers): (&&(AttentionShape, Recipe), &Vec<usize>)| {
+            LayerGroup::new(backend.clone(), kind.0, numbers.len(), sequences, kind.1.clone())
         };
-        let groups = kinds.iter().zip(&counts).map(of_kind).collect::<Result<Vec<_>>>()?;
-        Ok(Self { groups, layers: places, step: None })
+        let groups = kinds.iter().zip(&numbers).map(of_kind).collect::<Result<Vec<_>>>()?;
+        Ok(Self { groups, layers: places, numbers, step: None })
     }
 }
 
@@ -260,6 +263,27 @@ impl<B: Backend> ModelCache<B> {
         })
     }
 
+    /// Hands the open step to an engine that encodes it itself, one part for all layers that share their books: for a model of
+    /// like layers one in all. Every layer counts as stored, so that the step can be committed as soon as it is encoded.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when no step that appends is open.
+    pub fn encode(&mut self) -> Result<Vec<OpenStep<'_, B::Store, B::NonFiniteFlags>>> {
+        let step = self.step.as_mut().filter(|step| step.kind == StepKind::Append).ok_or_else(no_step)?;
+        step.stored.fill(true);
+        let of_group = |((group, plan), layers)| LayerGroup::open_step(group, plan, layers);
+        Ok(self.groups.iter().zip(&step.plans).zip(&self.numbers).map(of_group).collect())
+    }
+
+    /// How steps of a layer are laid out, the same for all layers that share its books: for compiling kernels before a model
+    /// is served. It changes when a store grows.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer.
+    pub fn step_layout(&self, layer: usize) -> Result<&Arc<StepLayout>> {
+        Ok(self.group(layer)?.0.table().layout())
+    }
+
     /// The plan of the open step's attention in a layer: decoded tokens attend to their whole sequence, chunks causally.
     ///
     /// # Errors
@@ -383,8 +407,7 @@ impl<B: Backend> ModelCache<B> {
         let mut flagged = Vec::new();
         for (at, group) in self.groups.iter().enumerate() {
             for token in group.read_flags().await? {
-                let layer = self.layers.iter().position(|&place| place == (at, token.layer)).unwrap_or(token.layer);
-                flagged.push(FlaggedToken { layer, ..token });
+                flagged.push(FlaggedToken { layer: self.numbers[at][token.layer], ..token });
             }
         }
         flagged.sort_by_key(|token| token.layer);

@@ -4,6 +4,7 @@ use std::fmt;
 
 use crate::backend::QueryPrecision;
 use crate::format::{Bits, Calibration, SegmentFormat};
+use crate::plan::StoreFormat;
 use crate::{Error, Result};
 
 /// A store of a recipe, by its place in [`Recipe::stores`].
@@ -25,21 +26,6 @@ impl StoreId {
 impl fmt::Display for StoreId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "store {}", self.0)
-    }
-}
-
-/// What a store holds, and how the scores of its tokens are calibrated.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct StoreFormat {
-    /// Format of its spans.
-    pub format: SegmentFormat,
-    /// Calibration of the scores of every span, each with its own extremes.
-    pub calibration: Option<Calibration>,
-}
-
-impl From<SegmentFormat> for StoreFormat {
-    fn from(format: SegmentFormat) -> Self {
-        Self { format, calibration: None }
     }
 }
 

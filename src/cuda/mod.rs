@@ -13,6 +13,7 @@
 //! | `hadamard` | of the same name | rotates dense rows, and rows that were read back |
 //! | `code_rows` | of the same name | turns rotated rows into the fields of sketches and of levels with norms of their own, and signs back |
 //! | `append`, `copy_page`, `pack_windows` | of the same names | what a step stores, by a table on the device: single tokens, copies of shared pages, full pages of f16 packed |
+//! | `page_addresses` | of the same name | where the pages of a step lie in every layer's stores |
 //! | `dequantize`, `find_non_finite` | of the same names | dense rows of a span; the search for what cannot be stored |
 //! | `attend` | `attend.cu`, `prepare_query.cu`, `merge_states.cu` | one launch per segment format: prepares the query, attends, and the last block of a sequence to arrive merges |
 //! | `attention_row_stats`, `attention_column_stats`, `sum_partials` | `select/`, of the same names | statistics of attention: row maxima and log-sum-exps, column sums, counts |
@@ -47,6 +48,7 @@ mod attend;
 mod backend;
 mod device;
 mod measure;
+mod model_step;
 mod pack;
 mod select;
 
@@ -61,6 +63,7 @@ pub use device::program::KernelCache;
 pub use device::store::Store;
 pub use device::tensor::Tensor;
 pub use measure::{StepTiming, compute_guard, read_bandwidth, time_launches, time_steps};
+pub use model_step::{LaunchMemory, LayerTensors, ModelStep, WrittenStep};
 pub use pack::non_finite_flags::NonFiniteFlags;
 pub use pack::step::{BoundPackStep, PackStepPlan};
 pub use pack::step_memory::StepMemory;

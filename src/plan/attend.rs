@@ -60,6 +60,21 @@ pub struct SpanView<'a> {
     pub range_slot: usize,
 }
 
+/// What a store holds, and how the scores of its tokens are calibrated.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StoreFormat {
+    /// Format of its spans.
+    pub format: SegmentFormat,
+    /// Calibration of the scores of every span, each with its own extremes.
+    pub calibration: Option<Calibration>,
+}
+
+impl From<SegmentFormat> for StoreFormat {
+    fn from(format: SegmentFormat) -> Self {
+        Self { format, calibration: None }
+    }
+}
+
 /// The spans that a call attends to in one store.
 #[derive(Clone, Debug)]
 pub struct StoreView<'a> {

@@ -16,7 +16,7 @@ mod step;
 mod tokens;
 mod work;
 
-pub use attend::{AttendPlan, PlannedRun, PlannedSpan, QueryRun, Segment, SpanView, StoreView, Visible};
+pub use attend::{AttendPlan, PlannedRun, PlannedSpan, QueryRun, Segment, SpanView, StoreFormat, StoreView, Visible};
 pub use pages::{Page, PageAllocator};
 pub use rows::{ElementType, Elements, QueryRows, RowLayout, TokenRange};
 pub use state_rows::StateRows;

@@ -258,6 +258,28 @@ impl QueryRows {
     /// # Errors
     /// [`Error::Elements`] when it does not, [`Error::Buffer`] when the rows overlap or do not begin at multiples of 4.
     pub fn check(&self, what: &'static str, elements: usize, rows: usize, shape: &AttentionShape) -> Result<()> {
+        let dense = *self == Self::dense(shape);
+        self.check_elements(what, elements, rows, shape, |expected| {
+            elements == expected || (elements > expected && !dense)
+        })
+    }
+
+    /// Checks that a tensor of `elements` elements holds so many rows, or more.
+    ///
+    /// # Errors
+    /// Those of [`QueryRows::check`].
+    pub fn check_room(&self, what: &'static str, elements: usize, rows: usize, shape: &AttentionShape) -> Result<()> {
+        self.check_elements(what, elements, rows, shape, |expected| elements >= expected)
+    }
+
+    fn check_elements(
+        &self,
+        what: &'static str,
+        elements: usize,
+        rows: usize,
+        shape: &AttentionShape,
+        suffices: impl Fn(usize) -> bool,
+    ) -> Result<()> {
         let Self { first, stride } = *self;
         if stride < row_elements(shape) || !stride.is_multiple_of(4) || !first.is_multiple_of(4) {
             let reason = format!(
@@ -272,10 +294,10 @@ impl QueryRows {
             .checked_add(rows.saturating_sub(1).saturating_mul(stride))
             .and_then(|last| last.checked_add(row_elements(shape)))
             .unwrap_or(usize::MAX);
-        let dense = *self == Self::dense(shape);
-        if elements == expected || (elements > expected && !dense) {
+        if suffices(expected) {
             return Ok(());
         }
+        let dense = *self == Self::dense(shape);
         let mut of = format!("{rows} queries × {} query heads × {} channels", shape.query_heads(), shape.head_dim());
         if !dense {
             of += &format!(" ({first} elements before the first row, {stride} from one to the next)");

@@ -7,6 +7,7 @@ mod attend;
 mod backend;
 mod device;
 pub mod measure;
+mod model_step;
 mod pack;
 mod select;
 
@@ -18,6 +19,7 @@ pub use device::{
     StorePart, SubgroupSizes, Tensor, Timestamps, Variant, adapters, choose_adapter, max_shard_pages, offers_matrices,
     open_device,
 };
+pub use model_step::{LayerTensors, ModelStep, WrittenStep};
 pub use pack::{
     BoundPackStep, DequantizePlan, ElementPosition, FindNonFinite, FindNonFinitePlan, HadamardPlan, NonFiniteFlags,
     PackStepPlan, QuantizePlan, StepMemory,

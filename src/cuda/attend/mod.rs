@@ -2,6 +2,8 @@
 
 pub(super) mod launch;
 pub(super) mod merge_pair;
+pub(super) mod model_tables;
+pub(super) mod scratch;
 mod split;
 pub(super) mod step;
 mod variant;

@@ -7,6 +7,7 @@ use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMI
 use cudarc::driver::{CudaStream, LaunchConfig};
 
 use super::launch::{AttendCall, BoundStep, Launch};
+use super::scratch::{Room, ScratchSizes, SegmentTables, StepScratch};
 use super::split::{self, Wave};
 use super::variant::{AttendVariant, ScorePass};
 use crate::cuda::Cuda;
@@ -48,7 +49,7 @@ struct Item {
 
 /// One launch of a step: items of one segment that have one query each, or blocks of queries.
 #[derive(Clone, Debug)]
-struct SegmentStep {
+pub(in crate::cuda) struct SegmentStep {
     store: usize,
     format: SegmentFormat,
     variant: AttendVariant,
@@ -136,7 +137,17 @@ impl StepPlan {
     /// [`Error::Plan`] or [`Error::Elements`] when stores, queries or output are not those of the plan;
     /// [`Error::OutOfMemory`]; errors of compiling kernels on first use.
     pub fn bind(&self, backend: &Cuda, stores: &[&Store], tensors: StepTensors<'_>) -> Result<BoundStep> {
-        let StepTensors { queries, output, lse } = tensors;
+        self.check_tensors(tensors)?;
+        let stream = backend.stream();
+        let scratch = StepScratch::new(stream, &self.sizes(Room::Exact))?;
+        let tables =
+            |segment: &SegmentStep| segment.upload(stream, self.store_of(segment, stores)?, self.shape.query_heads());
+        let tables = self.segments.iter().map(tables).collect::<Result<Vec<_>>>()?;
+        self.bind_to(backend, stores, tensors, &scratch, &tables)
+    }
+
+    /// Checks queries, output and log-sum-exps.
+    fn check_tensors(&self, StepTensors { queries, output, lse }: StepTensors<'_>) -> Result<()> {
         let heads = self.shape.query_heads();
         self.query_rows.check("queries", queries.elements(), self.rows, &self.shape)?;
         self.output_rows.check("output", output.elements(), self.rows, &self.shape)?;
@@ -148,45 +159,81 @@ impl StepPlan {
             let reason = format!("is {:?}, log-sum-exps are f32", lse.element_type());
             return Err(Error::Buffer { what: "lse", reason });
         }
+        Ok(())
+    }
+
+    /// Checks that queries and output have at least the rows of the plan.
+    pub(in crate::cuda) fn check_rows(&self, queries: &Tensor, output: &Tensor) -> Result<()> {
+        self.query_rows.check_room("queries", queries.elements(), self.rows, &self.shape)?;
+        self.output_rows.check_room("output", output.elements(), self.rows, &self.shape)
+    }
+
+    /// Whether what was bound for another step serves this one: the same kernels, over tables and scratch of the same room.
+    pub(in crate::cuda) fn is_bound_like(&self, other: &Self) -> bool {
+        let same = |(a, b): (&SegmentStep, &SegmentStep)| a.is_bound_like(b);
+        self.sizes(Room::Classes) == other.sizes(Room::Classes)
+            && self.segments.len() == other.segments.len()
+            && self.segments.iter().zip(&other.segments).all(same)
+    }
+
+    /// How much scratch the step needs.
+    pub(in crate::cuda) fn sizes(&self, room: Room) -> ScratchSizes {
+        let heads = self.shape.query_heads();
+        let states = room.of(self.states) * heads;
+        let stored_channels = PageFormat::f16(self.shape.head_dim()).head_dim;
+        // As many counters as the finest chunks need.
+        ScratchSizes { states: states * stored_channels * 4, lse: states * 4, arrivals: room.of(self.rows) * heads * 4 }
+    }
+
+    /// What the step attends to in every launch.
+    pub(in crate::cuda) fn segments(&self) -> &[SegmentStep] {
+        &self.segments
+    }
+
+    fn store_of<'s>(&self, segment: &SegmentStep, stores: &[&'s Store]) -> Result<&'s Store> {
+        let store = stores.get(segment.store).copied().filter(|store| *store.shape() == self.shape);
+        store.filter(|store| *store.format() == segment.format).ok_or_else(|| Error::Plan {
+            what: "attend",
+            reason: format!("store {} is missing, of another shape or not in {}", segment.store, segment.format),
+        })
+    }
+
+    /// Binds scratch, and the tables of every segment, to the stores and tensors of one layer.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when something belongs to another stream, or a store is not that of the plan.
+    pub(in crate::cuda) fn bind_to(
+        &self,
+        backend: &Cuda,
+        stores: &[&Store],
+        StepTensors { queries, output, lse }: StepTensors<'_>,
+        scratch: &StepScratch,
+        tables: &[SegmentTables],
+    ) -> Result<BoundStep> {
         let stream = backend.stream();
         queries.memory().check_stream("queries", stream)?;
         output.memory().check_stream("output", stream)?;
         lse.map_or(Ok(()), |lse| lse.memory().check_stream("lse", stream))?;
-        let stored_channels = PageFormat::f16(self.shape.head_dim()).head_dim;
-        let states = Memory::zeroed(stream, "attention states", self.states * heads * stored_channels * 4)?;
-        let state_lse = Memory::zeroed(stream, "attention states", self.states * heads * 4)?;
-        // As many counters as the finest chunks need.
-        let arrivals = Memory::zeroed(stream, "arrivals", self.rows * heads * 4)?;
-        let mut step = BoundStep {
-            stream: stream.clone(),
-            launches: Vec::new(),
-            memory: vec![states.clone(), state_lse.clone(), arrivals.clone()],
-        };
+        let mut step = BoundStep { stream: stream.clone(), launches: Vec::new(), memory: scratch.memory() };
         step.memory.extend([queries.memory().clone(), output.memory().clone()]);
         step.memory.extend(lse.map(|lse| lse.memory().clone()));
-        for segment in &self.segments {
-            let store = stores.get(segment.store).filter(|store| *store.shape() == self.shape);
-            let store = store.filter(|store| *store.format() == segment.format).ok_or_else(|| Error::Plan {
-                what: "attend",
-                reason: format!("store {} is missing, of another shape or not in {}", segment.store, segment.format),
-            })?;
+        for (segment, tables) in self.segments.iter().zip(tables) {
+            let store = self.store_of(segment, stores)?;
             store.check_stream("attend", stream)?;
-            let tables = segment.tables(stream, store)?;
             let chunks = segment.chunks(&self.shape);
-            let extremes = segment.extremes(stream, heads)?;
             let base_2 = |tau: fn(&Calibration) -> f32| segment.calibration.as_ref().map_or(0.0, tau) * LOG2_E;
             let call = AttendCall {
-                pages: tables.address(),
-                items: tables.address() + (segment.pages.len() * size_of::<u64>()) as u64,
+                pages: tables.pages,
+                items: tables.items,
                 queries: queries.address_of(self.query_rows.first),
                 output: output.address_of(self.output_rows.first),
                 lse: lse.map_or(0, Tensor::address),
                 key_ranges: store.slot_address(KeyOrValue::Key, 0),
                 value_ranges: store.slot_address(KeyOrValue::Value, 0),
-                states: states.address(),
-                state_lse: state_lse.address(),
-                arrivals: arrivals.address(),
-                extremes: extremes.as_ref().map_or(0, |extremes| extremes.address()),
+                states: scratch.states.address(),
+                state_lse: scratch.lse.address(),
+                arrivals: scratch.arrivals.address(),
+                extremes: tables.extremes.as_ref().map_or(0, |extremes| extremes.address()),
                 query_stride: self.query_rows.stride as u64,
                 output_stride: self.output_rows.stride as u64,
                 kv_heads: self.shape.kv_heads() as u32,
@@ -200,18 +247,17 @@ impl StepPlan {
                 tau2: base_2(Calibration::tau2),
                 unused: 0,
             };
-            let blocks = segment.items.len() * self.shape.kv_heads() * chunks;
-            match extremes {
+            let blocks = tables.item_count * self.shape.kv_heads() * chunks;
+            match &tables.extremes {
                 None => step.launches.push(segment.launch(backend, ScorePass::Plain, call, blocks)?),
                 Some(extremes) => {
                     let alone = AttendCall { cluster: 1, ..call };
                     let first = segment.launch(backend, ScorePass::Extremes, alone, blocks)?;
                     step.launches.push(Launch { clears: Some(extremes.clone()), overlaps: false, ..first });
                     step.launches.push(segment.launch(backend, ScorePass::Mapped, call, blocks)?);
-                    step.memory.push(extremes);
                 }
             }
-            step.memory.push(tables);
+            step.memory.extend(tables.memory.iter().cloned());
             step.memory.extend(store.memory());
         }
         Ok(step)
@@ -353,22 +399,73 @@ impl SegmentStep {
         }
     }
 
-    /// Page addresses, then items.
-    fn tables(&self, stream: &Arc<CudaStream>, store: &Store) -> Result<Arc<Memory>> {
+    /// Its tables for one layer: page addresses, then items, and room for extremes where they are needed.
+    fn upload(&self, stream: &Arc<CudaStream>, store: &Store, query_heads: usize) -> Result<SegmentTables> {
         for item in &self.items {
             store.check_slot("attend", item.range_slot as usize)?;
         }
         let addresses =
             self.pages.iter().map(|&page| store.page_address("attend", page)).collect::<Result<Vec<u64>>>()?;
         let mut bytes = bytemuck::cast_slice::<u64, u8>(&addresses).to_vec();
-        bytes.extend_from_slice(bytemuck::cast_slice(&self.items));
-        Memory::upload(stream, "tables of a decode step", &bytes)
+        bytes.extend_from_slice(self.item_bytes());
+        let memory = Memory::upload(stream, "tables of a decode step", &bytes)?;
+        let extremes = self.extremes_memory(stream, Room::Exact, query_heads)?;
+        Ok(SegmentTables {
+            pages: memory.address(),
+            items: memory.address() + size_of_val(addresses.as_slice()) as u64,
+            item_count: self.items.len(),
+            memory: [memory].into_iter().chain(extremes.clone()).collect(),
+            extremes,
+        })
     }
 
     /// Room for the extremes of the scores of every query over every span, where they are needed.
-    fn extremes(&self, stream: &Arc<CudaStream>, query_heads: usize) -> Result<Option<Arc<Memory>>> {
-        let bytes = self.extremes * query_heads * size_of::<[u32; 2]>();
+    pub(in crate::cuda) fn extremes_memory(
+        &self,
+        stream: &Arc<CudaStream>,
+        room: Room,
+        query_heads: usize,
+    ) -> Result<Option<Arc<Memory>>> {
+        let bytes = room.of(self.extremes) * query_heads * size_of::<[u32; 2]>();
         self.calibration.map(|_| Memory::zeroed(stream, "extremes of scores", bytes)).transpose()
+    }
+
+    /// Its items as kernels read them.
+    pub(in crate::cuda) fn item_bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.items)
+    }
+
+    /// Items of the step, at least one.
+    pub(in crate::cuda) const fn item_count(&self) -> usize {
+        self.items.len()
+    }
+
+    /// Its pages.
+    pub(in crate::cuda) fn pages(&self) -> &[Page] {
+        &self.pages
+    }
+
+    /// Its store.
+    pub(in crate::cuda) const fn store(&self) -> usize {
+        self.store
+    }
+
+    /// Items that tables have room for, and launches blocks: whole clusters.
+    pub(in crate::cuda) fn item_room(&self) -> usize {
+        Room::Classes.of(self.items.len() / self.cluster) * self.cluster
+    }
+
+    /// Pages that tables have room for.
+    pub(in crate::cuda) fn page_room(&self) -> usize {
+        Room::Classes.of(self.pages.len())
+    }
+
+    fn is_bound_like(&self, other: &Self) -> bool {
+        let of = |segment: &Self| {
+            let rooms = [segment.item_room(), segment.page_room(), Room::Classes.of(segment.extremes)];
+            (segment.store, segment.variant, segment.cluster, segment.calibration, rooms)
+        };
+        of(self) == of(other) && self.format == other.format
     }
 
     fn launch(&self, backend: &Cuda, pass: ScorePass, call: AttendCall, blocks: usize) -> Result<Launch> {

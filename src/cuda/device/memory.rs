@@ -75,16 +75,23 @@ impl Memory {
         }
     }
 
-    /// Queues a copy of the host's bytes to the start of the memory. The bytes may be let go of at once: they are not pinned, so
-    /// that the driver has taken them when it returns.
-    pub(crate) fn write(&self, stream: &Arc<CudaStream>, what: &'static str, bytes: &[u8]) -> Result<()> {
-        if bytes.len() > self.bytes {
-            return Err(Error::Buffer { what, reason: format!("{} bytes into {}", bytes.len(), self.bytes) });
+    /// Queues a copy of the host's bytes to `offset` bytes from the start of the memory. The bytes may be let go of at once: they
+    /// are not pinned, so that the driver has taken them when it returns.
+    pub(crate) fn write(
+        &self,
+        stream: &Arc<CudaStream>,
+        what: &'static str,
+        offset: usize,
+        bytes: &[u8],
+    ) -> Result<()> {
+        if offset.checked_add(bytes.len()).is_none_or(|end| end > self.bytes) {
+            let reason = format!("{} bytes from byte {offset} on, of {}", bytes.len(), self.bytes);
+            return Err(Error::Buffer { what, reason });
         }
         let failed = |error| driver_error(what, bytes.len() as u64, error);
         stream.context().bind_to_thread().map_err(failed)?;
         // SAFETY: the bytes were checked to fit the memory, which lives as long as work of its stream may use it.
-        unsafe { memcpy_htod_async(self.address, bytes, stream.cu_stream()) }.map_err(failed)
+        unsafe { memcpy_htod_async(self.address + offset as u64, bytes, stream.cu_stream()) }.map_err(failed)
     }
 
     /// Queues that all bytes become `byte`.

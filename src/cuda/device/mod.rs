@@ -6,6 +6,7 @@ pub(super) mod kernels;
 pub(super) mod libraries;
 pub(super) mod memory;
 pub(super) mod page_format;
+pub(super) mod pinned;
 pub(super) mod program;
 mod sources;
 pub(super) mod store;

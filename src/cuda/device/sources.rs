@@ -49,6 +49,7 @@ files![
     "merge_pair.cu",
     "merge_states.cu",
     "pack_windows.cu",
+    "page_addresses.cu",
     "prepare_query.cu",
     "quantize.cu",
     "ranges_span.cu",

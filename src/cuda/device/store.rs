@@ -107,7 +107,7 @@ impl Store {
         pages + (range_slots * self.slot_bytes()) as u64
     }
 
-    const fn page_bytes(&self) -> usize {
+    pub(crate) const fn page_bytes(&self) -> usize {
         self.pages.head_bytes() * self.shape.kv_heads()
     }
 

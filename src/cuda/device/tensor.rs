@@ -99,6 +99,19 @@ impl Tensor {
         Ok(Self { memory, offset: 0, elements: elements.len(), element_type: elements.element_type() })
     }
 
+    /// Queues that the first elements become these, of the tensor's type.
+    ///
+    /// # Errors
+    /// [`Error::Buffer`] when they are of another type, or more than the tensor has; what the driver says of the copy.
+    pub fn write(&self, stream: &Arc<CudaStream>, elements: Elements<'_>) -> Result<()> {
+        let (given, held) = ((elements.element_type(), elements.len()), (self.element_type, self.elements));
+        if given.0 != held.0 || given.1 > held.1 {
+            let reason = format!("{} elements of {:?} into {} of {:?}", given.1, given.0, held.1, held.0);
+            return Err(Error::Buffer { what: "a tensor", reason });
+        }
+        self.memory.write(stream, "a tensor", self.offset, elements.bytes())
+    }
+
     /// Copies the elements to the host as f32, after the work that the stream holds.
     ///
     /// # Errors

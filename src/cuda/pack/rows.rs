@@ -143,7 +143,7 @@ impl Launcher<'_> {
     ) -> Result<Arc<Memory>> {
         let addresses = pages.iter().map(|&page| store.page_address(what, page)).collect::<Result<Vec<u64>>>()?;
         let table = scratch.table(self.stream, size_of_val(addresses.as_slice()))?;
-        table.write(self.stream, "page addresses", bytemuck::cast_slice(&addresses))?;
+        table.write(self.stream, "page addresses", 0, bytemuck::cast_slice(&addresses))?;
         Ok(table)
     }
 

@@ -17,7 +17,7 @@ use crate::plan::{FoundStore, Section, StepLayout, StepTable};
 use crate::{Error, Result};
 
 /// `MOST_STEP_SHARDS` of `cuda/common/step_call.cuh`.
-const MOST_SHARDS: usize = 16;
+pub(in crate::cuda) const MOST_SHARDS: usize = 16;
 
 /// `APPEND_WARPS` of `cuda/append.cu`.
 const APPEND_WARPS: usize = 8;
@@ -119,6 +119,17 @@ impl PackStepPlan {
             return Err(Error::Plan { what: "step", reason });
         }
         self.bind_some(backend, stores, memory, input, |_| true)
+    }
+
+    /// Binds everything for tables that name no more tokens than keys and values have.
+    pub(in crate::cuda) fn bind_with_room(
+        &self,
+        backend: &Cuda,
+        stores: &[&Store],
+        memory: &StepMemory,
+        input: StepInput<'_, Tensor, NonFiniteFlags>,
+    ) -> Result<BoundPackStep> {
+        self.bind_some(backend, stores, memory, Some(input), |_| true)
     }
 
     /// Binds what one table takes.

@@ -38,7 +38,7 @@ impl StepMemory {
     pub fn write(&self, stream: &Arc<CudaStream>, table: &StepTable) -> Result<()> {
         check_table(&self.layout, table)?;
         self.table.check_stream("table of a step", stream)?;
-        self.table.write(stream, "table of a step", bytemuck::cast_slice(table.words()))
+        self.table.write(stream, "table of a step", 0, bytemuck::cast_slice(table.words()))
     }
 
     /// The layout.

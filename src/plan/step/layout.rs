@@ -1,7 +1,7 @@
 //! How much a step may write, and where its table keeps it.
 
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TensorFormat};
-use crate::plan::Page;
+use crate::plan::{AttendPlan, Page};
 use crate::{Error, Result};
 
 /// A store, and how much a step may write to it.
@@ -202,6 +202,31 @@ impl StepLayout {
         if store.format.has_span_ranges() && found.range_slots < store.range_slots {
             let (has, needs) = (found.range_slots, store.range_slots);
             return reject(format!("store {index} has {has} range slots, the layout has {needs}"));
+        }
+        Ok(())
+    }
+
+    /// Checks that attention reads no page and no slot that the layout's stores do not have: what is bound to stores that were
+    /// checked against the layout may then run the plan.
+    ///
+    /// # Errors
+    /// [`Error::Plan`].
+    pub(crate) fn check_plan(&self, plan: &AttendPlan) -> Result<()> {
+        let reject = |reason: String| Err(Error::Plan { what: "attention of a step", reason });
+        if plan.shape() != &self.shape {
+            return reject(format!("the plan is of {:?}, the layout of {:?}", plan.shape(), self.shape));
+        }
+        for segment in plan.segments() {
+            let (index, format) = (segment.store(), segment.format());
+            let Some(store) = self.stores.get(index).filter(|store| store.format == *format) else {
+                return reject(format!("the plan reads {format} in store {index}, which the layout does not have"));
+            };
+            segment.pages().iter().try_for_each(|&page| self.check_page(index, page))?;
+            let slots = segment.spans().iter().map(|span| span.range_slot + 1).max().unwrap_or(0);
+            if format.has_span_ranges() && slots > store.range_slots {
+                let (slot, has) = (slots - 1, store.range_slots);
+                return reject(format!("range slot {slot} of store {index}, which has {has} slots"));
+            }
         }
         Ok(())
     }

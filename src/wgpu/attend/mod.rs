@@ -15,6 +15,8 @@ mod recipe;
 mod scratch;
 mod specialisation;
 mod step;
+mod step_buffers;
+mod step_launches;
 
 pub(super) use arithmetic::arithmetic;
 pub use merge_pair::MergePairPlan;

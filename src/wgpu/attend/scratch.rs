@@ -41,16 +41,36 @@ impl Scratch {
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), [`Error::DeviceLost`](crate::Error::DeviceLost).
     pub async fn new(device: &wgpu::Device, bytes: ScratchBytes) -> Result<Self> {
-        let storage = wgpu::BufferUsages::STORAGE;
-        // A binding of no bytes is not allowed, so a buffer that the step does not use still has a word.
-        let create = |what, bytes: u64, usage| buffers::create(device, what, bytes.next_multiple_of(4).max(4), usage);
+        let [tables, queries, scores, states, arrived] = Self::buffers(bytes);
+        let create = |(what, bytes, usage)| buffers::create(device, what, bytes, usage);
         Ok(Self {
-            tables: create("tables of a decode step", bytes.tables, storage | wgpu::BufferUsages::COPY_DST).await?,
-            queries: create("prepared queries", bytes.queries, storage).await?,
-            scores: create("scores", bytes.scores, storage).await?,
-            states: create("attention states", bytes.states, storage).await?,
-            arrived: create("counters of workgroups", bytes.arrived, storage).await?,
+            tables: create(tables).await?,
+            queries: create(queries).await?,
+            scores: create(scores).await?,
+            states: create(states).await?,
+            arrived: create(arrived).await?,
         })
+    }
+
+    /// The same for a caller that cannot wait: in a browser, the next call that does tells what failed.
+    pub(in crate::wgpu) fn new_now(device: &wgpu::Device, bytes: ScratchBytes) -> Result<Self> {
+        let create = |(what, bytes, usage)| buffers::create_now(device, what, bytes, usage);
+        let [tables, queries, scores, states, arrived] = Self::buffers(bytes).map(create);
+        Ok(Self { tables: tables?, queries: queries?, scores: scores?, states: states?, arrived: arrived? })
+    }
+
+    /// Name, bytes and usage of every buffer, in the order of the fields.
+    fn buffers(bytes: ScratchBytes) -> [(&'static str, u64, wgpu::BufferUsages); 5] {
+        let storage = wgpu::BufferUsages::STORAGE;
+        [
+            ("tables of a decode step", bytes.tables, storage | wgpu::BufferUsages::COPY_DST),
+            ("prepared queries", bytes.queries, storage),
+            ("scores", bytes.scores, storage),
+            ("attention states", bytes.states, storage),
+            ("counters of workgroups", bytes.arrived, storage),
+        ]
+        // A binding of no bytes is not allowed, so a buffer that the step does not use still has a word.
+        .map(|(what, bytes, usage)| (what, bytes.next_multiple_of(4).max(4), usage))
     }
 
     /// True if a step that needs `bytes` may use this scratch.
@@ -70,28 +90,54 @@ pub(super) struct Section {
     pub bytes: u64,
 }
 
+/// How large sections are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Room {
+    /// As large as the step needs.
+    Exact,
+    /// Up to a quarter larger, in steps that many lengths of sequences share.
+    Classes,
+}
+
+/// The least step between classes, in bytes.
+const LEAST_CLASS: u64 = 1 << 12;
+
+impl Room {
+    /// Bytes of a section that needs so many.
+    pub(super) fn bytes(self, needed: u64) -> u64 {
+        match self {
+            Self::Exact => needed,
+            Self::Classes => needed.next_multiple_of((needed.next_power_of_two() / 4).max(LEAST_CLASS)),
+        }
+    }
+}
+
 /// Where sections of the scratch buffers begin.
 pub(super) struct Layout {
     alignment: u64,
+    pub room: Room,
     pub tables: Vec<u8>,
     pub scratch: ScratchBytes,
 }
 
 impl Layout {
-    pub fn new(capabilities: &Capabilities) -> Self {
-        Self { alignment: capabilities.limits.binding_alignment, tables: Vec::new(), scratch: ScratchBytes::default() }
+    pub fn new(capabilities: &Capabilities, room: Room) -> Self {
+        let alignment = capabilities.limits.binding_alignment;
+        Self { alignment, room, tables: Vec::new(), scratch: ScratchBytes::default() }
     }
 
     pub fn table<T: bytemuck::NoUninit>(&mut self, rows: &[T]) -> Section {
         self.tables.resize(self.tables.len().next_multiple_of(self.alignment as usize), 0);
         let offset = self.tables.len() as u64;
-        self.tables.extend_from_slice(bytemuck::cast_slice(rows));
-        self.scratch.tables = self.tables.len() as u64;
+        let rows = bytemuck::cast_slice::<T, u8>(rows);
+        self.tables.extend_from_slice(rows);
+        self.scratch.tables = offset + self.room.bytes(rows.len() as u64);
+        self.tables.resize(self.scratch.tables as usize, 0);
         Section { offset, bytes: self.scratch.tables - offset }
     }
 
     fn section(&self, end: &mut u64, bytes: u64) -> Section {
-        let offset = end.next_multiple_of(self.alignment);
+        let (offset, bytes) = (end.next_multiple_of(self.alignment), self.room.bytes(bytes));
         *end = offset + bytes;
         Section { offset, bytes }
     }
@@ -108,5 +154,24 @@ impl Layout {
         let section = self.section(&mut end, bytes);
         self.scratch.scores = end;
         section
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Few classes, none of them much too large, and nothing for nothing.
+    #[test]
+    fn classes_hold_what_is_needed() {
+        assert_eq!(Room::Classes.bytes(0), 0);
+        let mut classes = std::collections::BTreeSet::new();
+        for needed in (1..4u64 << 20).step_by(997) {
+            let bytes = Room::Classes.bytes(needed);
+            assert!(bytes >= needed && bytes <= needed + (needed / 2).max(LEAST_CLASS), "{needed}: {bytes}");
+            classes.insert(bytes);
+        }
+        assert!(classes.len() < 40, "{classes:?}");
+        assert_eq!(Room::Exact.bytes(5), 5);
     }
 }

@@ -10,17 +10,15 @@
 //! `attend` (or `weighted_values` where calibrated) for every shard; `merge_states` once, unless the last workgroup of
 //! `attend` merges. Each waits for the one before, which costs more than what small ones do.
 
-use super::attend::Fused;
-use super::merge_states::{LseOutput, merge_states, state_row_bytes};
-use super::prepare_query::Extremes;
-use super::scratch::{Layout, Scratch, ScratchBytes, Section};
-use super::specialisation::{MAX_TILES, Specialisation};
+use super::merge_states::LseOutput;
+use super::scratch::{Layout, Room, Scratch, ScratchBytes};
+use super::specialisation::MAX_TILES;
+use super::step_buffers::{BoundBuffers, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES};
+use super::step_launches::{Builder, block_queries};
 use crate::backend::AttendOptions;
-use crate::format::{AttentionShape, KeyOrValue, TILE_TOKENS};
-use crate::plan::{AttendPlan, Dispatch, ElementType, QueryRows, Segment, SegmentWork, Work};
-use crate::wgpu::device::capabilities::MOST_STORAGE_BUFFERS;
+use crate::format::{AttentionShape, TILE_TOKENS};
+use crate::plan::{AttendPlan, ElementType, QueryRows, Work};
 use crate::wgpu::device::guard;
-use crate::wgpu::device::store::StorePart;
 use crate::wgpu::device::{Capabilities, Kernels, Launch, Launches, Store, Tensor, Variant};
 use crate::{Error, Result};
 
@@ -51,67 +49,8 @@ pub struct StepTensors<'a> {
     pub lse: Option<&'a Tensor>,
 }
 
-/// One dispatch and what it binds.
-#[derive(Clone, Debug)]
-struct PlannedLaunch {
-    variant: Variant,
-    workgroups: [u32; 2],
-    buffers: Buffers,
-}
-
-/// A buffer of a launch, by role.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Slot {
-    Tables(Section),
-    Queries(Section),
-    Scores(Section),
-    States(Section),
-    Arrived(Section),
-    Shard { store: usize, shard: u32, part: StorePart },
-    SpanRanges { store: usize, which: KeyOrValue },
-    Input,
-    Output,
-    Lse,
-}
-
-/// The buffers of a launch, by the names that the shader gives them.
-type Buffers = Vec<(&'static str, Slot)>;
-
-/// How a launch is told that rows do not lie one after the other.
-struct Strided {
-    tensor: Slot,
-    slot: &'static str,
-    file: &'static str,
-    /// What lies before the first row, a row, and from one row to the next.
-    constants: [&'static str; 3],
-}
-
-const STRIDED_QUERIES: Strided = Strided {
-    tensor: Slot::Input,
-    slot: "input_rows",
-    file: "attend/input_rows/strided.wgsl",
-    constants: ["INPUT_FIRST", "INPUT_ROW", "INPUT_STRIDE"],
-};
-
-const STRIDED_OUTPUTS: Strided = Strided {
-    tensor: Slot::Output,
-    slot: "output_rows",
-    file: "attend/output_rows/strided.wgsl",
-    constants: ["OUTPUT_FIRST", "OUTPUT_ROW", "OUTPUT_STRIDE"],
-};
-
-impl PlannedLaunch {
-    /// The same launch; if it binds the tensor, its rows lie as `rows` says.
-    fn with_rows(&self, strided: &Strided, rows: QueryRows, shape: &AttentionShape) -> Self {
-        if self.buffers.iter().all(|(_, bound)| *bound != strided.tensor) {
-            return self.clone();
-        }
-        let sizes = [rows.first, QueryRows::dense(shape).stride, rows.stride].map(|elements| elements / 4);
-        let variant = self.variant.clone().import(strided.slot, strided.file);
-        let set = |variant: Variant, (name, size)| variant.constant(name, size);
-        Self { variant: strided.constants.into_iter().zip(sizes).fold(variant, set), ..self.clone() }
-    }
-}
+/// [`QueryRows::check`], or [`QueryRows::check_room`].
+type CheckRows = fn(&QueryRows, &'static str, usize, usize, &AttentionShape) -> Result<()>;
 
 impl StepPlan {
     /// Decides the kernels of `plan` on a device with `capabilities`, for queries of `input` elements.
@@ -125,7 +64,7 @@ impl StepPlan {
         input: ElementType,
         options: AttendOptions,
     ) -> Result<Self> {
-        Self::with_lse(capabilities, plan, input, options, LseOutput::None)
+        Self::decide(capabilities, plan, input, options, (LseOutput::None, Room::Exact))
     }
 
     /// The same for a step that yields attention states: the log-sum-exp of every query and head beside the output.
@@ -138,18 +77,33 @@ impl StepPlan {
         input: ElementType,
         options: AttendOptions,
     ) -> Result<Self> {
-        Self::with_lse(capabilities, plan, input, options, LseOutput::F32)
+        Self::decide(capabilities, plan, input, options, (LseOutput::F32, Room::Exact))
     }
 
-    fn with_lse(
+    /// The same with tables and scratch of sizes that many steps share, so that what is bound for one serves the others:
+    /// see [`StepPlan::is_bound_like`].
+    ///
+    /// # Errors
+    /// Those of [`StepPlan::new`].
+    pub(in crate::wgpu) fn with_room(
         capabilities: &Capabilities,
         plan: &AttendPlan,
         input: ElementType,
         options: AttendOptions,
-        lse: LseOutput,
+    ) -> Result<Self> {
+        Self::decide(capabilities, plan, input, options, (LseOutput::None, Room::Classes))
+    }
+
+    fn decide(
+        capabilities: &Capabilities,
+        plan: &AttendPlan,
+        input: ElementType,
+        options: AttendOptions,
+        (lse, room): (LseOutput, Room),
     ) -> Result<Self> {
         let work = Work::new(plan, options.split, block_queries(capabilities, plan, options))?;
-        let mut builder = Builder { capabilities, work: &work, input, options, lse, layout: Layout::new(capabilities) };
+        let layout = Layout::new(capabilities, room);
+        let mut builder = Builder { capabilities, work: &work, input, options, lse, layout };
         let launches = builder.launches();
         let Layout { tables, scratch, .. } = builder.layout;
         let (dense, output) = (QueryRows::dense(work.shape()), options.output);
@@ -211,9 +165,53 @@ impl StepPlan {
         scratch: &Scratch,
         tensors: StepTensors<'_>,
     ) -> Result<Launches> {
-        self.check_tensors(kernels, tensors)?;
-        self.check_scratch(scratch)?;
+        self.check_tensors(kernels, tensors, QueryRows::check)?;
         self.check_stores(stores)?;
+        self.bind_checked(kernels, stores, scratch, tensors)
+    }
+
+    /// The same for tensors of at least the rows of the plan, and stores that have all pages that its layout has: every later
+    /// plan that is bound like this one may use them.
+    pub(in crate::wgpu) fn bind_with_room(
+        &self,
+        kernels: &Kernels,
+        stores: &[&Store],
+        scratch: &Scratch,
+        tensors: StepTensors<'_>,
+    ) -> Result<Launches> {
+        self.check_tensors(kernels, tensors, QueryRows::check_room)?;
+        self.bind_checked(kernels, stores, scratch, tensors)
+    }
+
+    /// Whether launches that were bound for another step serve this one, with the grids of this: the kernels, the buffers and
+    /// their parts are the same.
+    pub(in crate::wgpu) fn is_bound_like(&self, other: &Self) -> bool {
+        let same = |(a, b): (&PlannedLaunch, &PlannedLaunch)| a.variant == b.variant && a.buffers == b.buffers;
+        self.scratch == other.scratch
+            && self.launches.len() == other.launches.len()
+            && self.launches.iter().zip(&other.launches).all(same)
+    }
+
+    /// Checks that queries and output have at least the rows of the plan.
+    pub(in crate::wgpu) fn check_rows(&self, queries: &Tensor, output: &Tensor) -> Result<()> {
+        let (shape, rows) = (self.work.shape(), self.work.rows().len());
+        self.query_rows.check_room("queries", queries.elements(), rows, shape)?;
+        self.output_rows.check_room("output", output.elements(), rows, shape)
+    }
+
+    /// Workgroups of the launches, in order.
+    pub(in crate::wgpu) fn grids(&self) -> impl Iterator<Item = [u32; 3]> + '_ {
+        self.launches.iter().map(|launch| [launch.workgroups[0], launch.workgroups[1], 1])
+    }
+
+    fn bind_checked(
+        &self,
+        kernels: &Kernels,
+        stores: &[&Store],
+        scratch: &Scratch,
+        tensors: StepTensors<'_>,
+    ) -> Result<Launches> {
+        self.check_scratch(scratch)?;
         let buffers = BoundBuffers { stores, scratch, tensors };
         let launches = self
             .launches
@@ -233,7 +231,7 @@ impl StepPlan {
         Ok(launches)
     }
 
-    fn check_tensors(&self, kernels: &Kernels, tensors: StepTensors<'_>) -> Result<()> {
+    fn check_tensors(&self, kernels: &Kernels, tensors: StepTensors<'_>, check_rows: CheckRows) -> Result<()> {
         if tensors.queries.overlaps(tensors.output) {
             let reason = "it has bytes in common with the queries, which are read while outputs are written";
             return Err(Error::Buffer { what: "output", reason: reason.into() });
@@ -250,8 +248,8 @@ impl StepPlan {
             };
             return Err(Error::Buffer { what: "log-sum-exps", reason: reason.into() });
         }
-        self.query_rows.check("queries", tensors.queries.elements(), rows, shape)?;
-        self.output_rows.check("output", tensors.output.elements(), rows, shape)?;
+        check_rows(&self.query_rows, "queries", tensors.queries.elements(), rows, shape)?;
+        check_rows(&self.output_rows, "output", tensors.output.elements(), rows, shape)?;
         if let Some(lse) = tensors.lse.filter(|lse| lse.elements() != rows * shape.query_heads()) {
             let (given, expected) = (lse.elements(), rows * shape.query_heads());
             let shape = format!("{rows} queries × {} query heads", shape.query_heads());
@@ -348,278 +346,5 @@ impl StepPlan {
             u64::from(capabilities.limits.workgroups),
             "use a larger Split::max_tiles, or attend to fewer sequences per step",
         )
-    }
-}
-
-/// How many neighbouring queries every segment's kernel can take together, where a run has several.
-fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, options: AttendOptions) -> usize {
-    let longest = plan.runs().iter().map(|planned| planned.run.queries).max().unwrap_or(1);
-    let of_segment = |segment: &Segment| {
-        let special = Specialisation {
-            shape: plan.shape(),
-            format: segment.format(),
-            query: options.query.bytes(segment.format()),
-            capabilities,
-            may_use_matrices: false,
-            queries: 1,
-        };
-        special.most_queries()
-    };
-    plan.segments().iter().map(of_segment).min().unwrap_or(1).min(longest)
-}
-
-/// The sections of one segment.
-struct SegmentSections {
-    prepared: Section,
-    page_table: Section,
-    items: Vec<Section>,
-    queries: Section,
-    /// Scores and extremes of a calibrated segment.
-    scores: Option<(Section, Section)>,
-}
-
-/// Where states go, and who merges them.
-struct Merging {
-    /// `attend` and `weighted_values` do.
-    fused: bool,
-    states: Section,
-    arrived: Section,
-}
-
-/// Most states of a query that are merged without a launch of its own. On an H200 that launch takes about 4 µs; what an
-/// item waits for in its place, until its states are written and counted, takes 3 µs of a step with 8 of them, and with 32
-/// as much as the launch or more.
-const MOST_MERGED_STATES: usize = 8;
-
-struct Builder<'a> {
-    capabilities: &'a Capabilities,
-    work: &'a Work,
-    input: ElementType,
-    options: AttendOptions,
-    lse: LseOutput,
-    layout: Layout,
-}
-
-impl Builder<'_> {
-    fn launches(&mut self) -> Vec<PlannedLaunch> {
-        let states = Section { offset: 0, bytes: self.work.states() as u64 * state_row_bytes(self.work.shape()) };
-        self.layout.scratch.states = states.bytes;
-        let sections: Vec<SegmentSections> =
-            self.work.segments().iter().map(|segment| self.sections(segment)).collect();
-        let state_rows = self.layout.table(self.work.rows());
-
-        let merging = self.merging(states);
-        let segments = || self.work.segments().iter().zip(&sections);
-        let mut launches: Vec<PlannedLaunch> = segments()
-            .filter(|(segment, _)| !self.own_query(segment))
-            .map(|(segment, sections)| self.prepare_query(segment, sections))
-            .collect();
-        launches.extend(segments().flat_map(|(segment, sections)| self.scores(segment, sections)));
-        launches.extend(segments().flat_map(|(segment, sections)| self.attend(segment, sections, &merging)));
-        if merging.fused {
-            return launches;
-        }
-        let mut buffers =
-            vec![("state_rows", Slot::Tables(state_rows)), ("states", Slot::States(states)), ("outputs", Slot::Output)];
-        if self.lse == LseOutput::F32 {
-            buffers.push(("lse_rows", Slot::Lse));
-        }
-        launches.push(PlannedLaunch {
-            variant: merge_states(self.work.shape(), self.options.output, self.lse),
-            workgroups: [self.work.rows().len() as u32, self.work.shape().query_heads() as u32],
-            buffers,
-        });
-        launches
-    }
-
-    /// Whether the last workgroup of every query head merges its states: it is alone at that, so they must not be many. It
-    /// writes no log-sum-exp, and finds only what items of one query wrote.
-    fn merging(&mut self, states: Section) -> Merging {
-        let fused = self.capabilities.coherent
-            && self.capabilities.limits.storage_buffers >= MOST_STORAGE_BUFFERS
-            && self.lse == LseOutput::None
-            && self.work.block_queries() == 1
-            && self.work.most_states() <= MOST_MERGED_STATES;
-        let counters = self.work.rows().len() * self.work.shape().query_heads();
-        let arrived = Section { offset: 0, bytes: if fused { counters as u64 * 4 } else { 0 } };
-        self.layout.scratch.arrived = arrived.bytes;
-        Merging { fused, states, arrived }
-    }
-
-    /// Whether every workgroup of `attend` prepares the query of a segment itself.
-    fn own_query(&self, segment: &SegmentWork) -> bool {
-        segment.calibration().is_none() && self.specialisation(segment, 1).prepares_own_query()
-    }
-
-    fn sections(&mut self, segment: &SegmentWork) -> SegmentSections {
-        let rows = (segment.queries().len() * self.work.shape().query_heads()) as u64;
-        let row_bytes = match self.own_query(segment) {
-            true => 0,
-            false => self.specialisation(segment, 1).query_row_words() as u64 * 4,
-        };
-        let dispatches = segment.dispatches().iter();
-        let items = dispatches.map(|dispatch| self.layout.table(segment.items_of(dispatch))).collect();
-        let scores = segment.calibration().map(|_| {
-            let tiles = (segment.score_tiles() * self.work.shape().query_heads()) as u64;
-            let scores = self.layout.scores(tiles * TILE_TOKENS as u64 * 4);
-            (scores, self.layout.scores(rows * 8))
-        });
-        SegmentSections {
-            prepared: self.layout.table(segment.queries()),
-            page_table: self.layout.table(segment.page_table()),
-            items,
-            queries: self.layout.queries(rows * row_bytes),
-            scores,
-        }
-    }
-
-    /// The kernels of a segment for items of up to `queries` queries.
-    fn specialisation<'s>(&'s self, segment: &'s SegmentWork, queries: usize) -> Specialisation<'s> {
-        Specialisation {
-            shape: self.work.shape(),
-            format: segment.format(),
-            query: self.options.query.bytes(segment.format()),
-            capabilities: self.capabilities,
-            may_use_matrices: segment.calibration().is_none()
-                && self.work.block_queries() == 1
-                && self.work.most_states() > MOST_MERGED_STATES,
-            queries,
-        }
-    }
-
-    fn prepare_query(&self, segment: &SegmentWork, sections: &SegmentSections) -> PlannedLaunch {
-        let extremes = if sections.scores.is_some() { Extremes::Reset } else { Extremes::None };
-        let mut buffers = vec![
-            ("prepared", Slot::Tables(sections.prepared)),
-            ("inputs", Slot::Input),
-            ("rows", Slot::Queries(sections.queries)),
-        ];
-        if segment.format().key.has_span_ranges() {
-            let which = KeyOrValue::Key;
-            buffers.push(("key_span_ranges", Slot::SpanRanges { store: segment.store(), which }));
-        }
-        if let Some((_, extremes)) = sections.scores {
-            buffers.push(("extremes", Slot::Scores(extremes)));
-        }
-        let special = self.specialisation(segment, 1);
-        PlannedLaunch {
-            variant: special.prepare_query(self.input, extremes),
-            workgroups: [
-                segment.queries().len() as u32,
-                (self.work.shape().query_heads() * special.query_parts()) as u32,
-            ],
-            buffers,
-        }
-    }
-
-    fn scores(&self, segment: &SegmentWork, sections: &SegmentSections) -> Vec<PlannedLaunch> {
-        let Some((scores, extremes)) = sections.scores else { return Vec::new() };
-        self.per_dispatch(segment, sections, |dispatch, special, mut buffers| {
-            buffers.push(("queries", Slot::Queries(sections.queries)));
-            self.push_keys(segment, dispatch.shard, &mut buffers);
-            buffers.push(("stored_scores", Slot::Scores(scores)));
-            buffers.push(("extremes", Slot::Scores(extremes)));
-            (special.scores().variant(), buffers)
-        })
-    }
-
-    fn attend(&self, segment: &SegmentWork, sections: &SegmentSections, merging: &Merging) -> Vec<PlannedLaunch> {
-        let output = merging.fused.then_some(self.options.output);
-        self.per_dispatch(segment, sections, |dispatch, special, mut buffers| {
-            let variant = match (segment.calibration(), sections.scores) {
-                (Some(calibration), Some((scores, extremes))) => {
-                    buffers.push(("stored_scores", Slot::Scores(scores)));
-                    buffers.push(("extremes", Slot::Scores(extremes)));
-                    special.weighted_values((calibration.tau1(), calibration.tau2()), output).variant()
-                }
-                _ => {
-                    let queries = self.own_query(segment).then_some(self.input);
-                    buffers.push(match queries {
-                        Some(_) => ("inputs", Slot::Input),
-                        None => ("queries", Slot::Queries(sections.queries)),
-                    });
-                    self.push_keys(segment, dispatch.shard, &mut buffers);
-                    special.attend(Fused { queries, output }).variant()
-                }
-            };
-            self.push_values(segment, dispatch.shard, &mut buffers);
-            buffers.push(("states", Slot::States(merging.states)));
-            if merging.fused {
-                buffers.push(("arrived", Slot::Arrived(merging.arrived)));
-                buffers.push(("outputs", Slot::Output));
-            }
-            (variant, buffers)
-        })
-    }
-
-    fn per_dispatch(
-        &self,
-        segment: &SegmentWork,
-        sections: &SegmentSections,
-        launch: impl Fn(&Dispatch, Specialisation<'_>, Buffers) -> (Variant, Buffers),
-    ) -> Vec<PlannedLaunch> {
-        let dispatches = segment.dispatches().iter().zip(&sections.items);
-        dispatches
-            .map(|(dispatch, &items)| {
-                let special = self.specialisation(segment, dispatch.most_queries);
-                let rows = (self.work.shape().kv_heads() * special.head_split().chunks) as u32;
-                let work = vec![("items", Slot::Tables(items)), ("page_table", Slot::Tables(sections.page_table))];
-                let (variant, buffers) = launch(dispatch, special, work);
-                PlannedLaunch { variant, workgroups: [rows, dispatch.items as u32], buffers }
-            })
-            .collect()
-    }
-
-    fn push_keys(&self, segment: &SegmentWork, shard: u32, buffers: &mut Buffers) {
-        let store = segment.store();
-        buffers.push(("keys", Slot::Shard { store, shard, part: StorePart::Keys }));
-        if segment.format().key.ranges_per_tile(self.work.shape().head_dim()) > 0 {
-            buffers.push(("key_ranges", Slot::Shard { store, shard, part: StorePart::KeyRanges }));
-        }
-        if segment.format().key.has_span_ranges() {
-            buffers.push(("key_span_ranges", Slot::SpanRanges { store, which: KeyOrValue::Key }));
-        }
-    }
-
-    fn push_values(&self, segment: &SegmentWork, shard: u32, buffers: &mut Buffers) {
-        let store = segment.store();
-        buffers.push(("values", Slot::Shard { store, shard, part: StorePart::Values }));
-        if segment.format().value.ranges_per_tile(self.work.shape().head_dim()) > 0 {
-            buffers.push(("value_ranges", Slot::Shard { store, shard, part: StorePart::ValueRanges }));
-        }
-        if segment.format().value.has_span_ranges() {
-            buffers.push(("value_span_ranges", Slot::SpanRanges { store, which: KeyOrValue::Value }));
-        }
-    }
-}
-
-/// The buffers behind the roles.
-struct BoundBuffers<'a> {
-    stores: &'a [&'a Store],
-    scratch: &'a Scratch,
-    tensors: StepTensors<'a>,
-}
-
-impl BoundBuffers<'_> {
-    fn binding(&self, slot: Slot) -> Result<wgpu::BufferBinding<'_>> {
-        let section = |buffer, section: Section| {
-            Ok(wgpu::BufferBinding { buffer, offset: section.offset, size: std::num::NonZeroU64::new(section.bytes) })
-        };
-        match slot {
-            Slot::Tables(at) => section(&self.scratch.tables, at),
-            Slot::Queries(at) => section(&self.scratch.queries, at),
-            Slot::Scores(at) => section(&self.scratch.scores, at),
-            Slot::States(at) => section(&self.scratch.states, at),
-            Slot::Arrived(at) => section(&self.scratch.arrived, at),
-            Slot::Shard { store, shard, part } => self.stores[store].shard_binding(shard, part),
-            Slot::SpanRanges { store, which } => self.stores[store].span_ranges_binding(which),
-            Slot::Input => Ok(self.tensors.queries.binding()),
-            Slot::Output => Ok(self.tensors.output.binding()),
-            Slot::Lse => self
-                .tensors
-                .lse
-                .map(|lse| lse.binding())
-                .ok_or_else(|| Error::Buffer { what: "log-sum-exps", reason: "is missing".into() }),
-        }
     }
 }

@@ -59,6 +59,11 @@ impl Launches {
         self.0.iter().for_each(|launch| launch.encode(pass));
     }
 
+    /// Encodes all of them with other grids, one each.
+    pub(crate) fn encode_grids(&self, grids: impl Iterator<Item = [u32; 3]>, pass: &mut wgpu::ComputePass<'_>) {
+        self.0.iter().zip(grids).for_each(|(launch, grid)| launch.encode_grid(pass, grid));
+    }
+
     /// Number of dispatches.
     pub fn len(&self) -> usize {
         self.0.len()

@@ -99,6 +99,17 @@ impl PackStepPlan {
         self.bind_some(kernels, stores, memory, input, |_| true)
     }
 
+    /// Binds everything for tables that name no more tokens than keys and values have.
+    pub(in crate::wgpu) fn bind_with_room(
+        &self,
+        kernels: &Kernels,
+        stores: &[&Store],
+        memory: &StepMemory,
+        input: StepInput<'_, Tensor, NonFiniteFlags>,
+    ) -> Result<BoundPackStep> {
+        self.bind_some(kernels, stores, memory, Some(input), |_| true)
+    }
+
     /// Binds what one table takes.
     pub(crate) fn bind_for(
         &self,

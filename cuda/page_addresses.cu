@@ -1,0 +1,36 @@
+// page_addresses: where the pages of a segment lie, for all layers of a model at once.
+//
+//   address = the layer's shard + page · bytes of a page
+//
+// Layers have the same pages in stores of their own, so a step's pages are written once, as words, and every layer's addresses
+// are found here. A thread owns one page of one layer: blocks of a row take the pages, rows the layers.
+//
+// In bounds: there are `capacity` words, and as many addresses for every layer; shards of a word were checked on the host. Words
+// beyond the step's pages are zeros or those of an earlier step, and nobody reads their addresses.
+
+#pragma once
+
+#include "common/ptx.cuh"
+#include "common/tile.cuh"
+#include "common/step_call.cuh"
+
+struct PagesCall {
+    // shard · 2^28 + page within it.
+    const u32* pages;
+    // [layer][MOST_STEP_SHARDS]
+    const u64* shards;
+    // [layer][capacity]
+    u64* addresses;
+    u64 page_bytes;
+    u32 capacity;
+    u32 unused;
+};
+
+extern "C" __global__ void __launch_bounds__(256) page_addresses(const PagesCall call) {
+    const u32 index = blockIdx.x * 256u + threadIdx.x;
+    const u32 layer = blockIdx.y;
+    if (index >= call.capacity) return;
+    const u32 word = call.pages[index];
+    const u64 shard = call.shards[layer * MOST_STEP_SHARDS + (word >> 28)];
+    call.addresses[(u64)layer * call.capacity + index] = shard + (u64)(word & 0xfffffffu) * call.page_bytes;
+}

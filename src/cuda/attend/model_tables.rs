@@ -1,0 +1,181 @@
+//! The tables of a step of attention for all layers of a model: written once, with addresses of every layer's own pages.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
+
+use super::scratch::{Room, SegmentTables};
+use super::step::{SegmentStep, StepPlan};
+use crate::cuda::Cuda;
+use crate::cuda::device::driver::driver_error;
+use crate::cuda::device::memory::Memory;
+use crate::cuda::device::pinned::Pinned;
+use crate::cuda::device::program::Program;
+use crate::cuda::device::store::Store;
+use crate::cuda::pack::step::MOST_SHARDS;
+use crate::plan::Page;
+use crate::{Error, Result};
+
+/// Bits of a page's index in a word of the table; the shard's number takes the others.
+const INDEX_BITS: u32 = 28;
+
+/// Threads of a block of `page_addresses`.
+const THREADS: usize = 256;
+
+/// `PagesCall` of `cuda/page_addresses.cu`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct PagesCall {
+    pages: u64,
+    shards: u64,
+    addresses: u64,
+    page_bytes: u64,
+    capacity: u32,
+    unused: u32,
+}
+
+// SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
+unsafe impl DeviceRepr for PagesCall {}
+
+/// The tables of steps of one class on the device, shared by all layers.
+#[derive(Debug)]
+pub(in crate::cuda) struct ModelTables {
+    stream: Arc<CudaStream>,
+    host: Pinned,
+    staged: Vec<u8>,
+    /// Pages and items of every segment, as they are uploaded.
+    uploaded: Arc<Memory>,
+    segments: Vec<SegmentPlaces>,
+    function: CudaFunction,
+    layers: usize,
+}
+
+/// Where the tables of one segment lie.
+#[derive(Debug)]
+struct SegmentPlaces {
+    /// Bytes from the start of what is uploaded.
+    pages_at: usize,
+    items_at: usize,
+    items: usize,
+    extremes: Option<Arc<Memory>>,
+    /// `[layer][page]`
+    addresses: Arc<Memory>,
+    /// `[layer][shard]`
+    shards: Arc<Memory>,
+    call: PagesCall,
+}
+
+impl ModelTables {
+    /// Tables for steps that are bound like `plan`, over the stores of these layers.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::Limit`] for stores of more shards or pages than words name.
+    pub fn new(backend: &Cuda, plan: &StepPlan, layers: &[Vec<&Store>], query_heads: usize) -> Result<Self> {
+        let stream = backend.stream();
+        let mut bytes = 0;
+        let mut take = |needed: usize| {
+            let at = bytes;
+            bytes = (at + needed).next_multiple_of(16);
+            at
+        };
+        let places: Vec<(usize, usize)> = plan
+            .segments()
+            .iter()
+            .map(|of| (take(4 * of.page_room()), take(of.item_room() * item_bytes(of))))
+            .collect();
+        let uploaded = Memory::zeroed(stream, "tables of a step", bytes)?;
+        let segment = |(of, &(pages_at, items_at)): (&SegmentStep, &(usize, usize))| {
+            let stores: Vec<&Store> = layers.iter().filter_map(|stores| stores.get(of.store()).copied()).collect();
+            let shards = stores.iter().map(|store| shard_words(store)).collect::<Result<Vec<_>>>()?;
+            let shards = Memory::upload(stream, "shards of layers", bytemuck::cast_slice(shards.as_flattened()))?;
+            let pages = of.page_room();
+            let addresses = Memory::zeroed(stream, "page addresses", layers.len() * pages * size_of::<u64>())?;
+            let call = PagesCall {
+                pages: uploaded.address() + pages_at as u64,
+                shards: shards.address(),
+                addresses: addresses.address(),
+                page_bytes: stores.first().map_or(0, |store| store.page_bytes() as u64),
+                capacity: pages as u32,
+                unused: 0,
+            };
+            let extremes = of.extremes_memory(stream, Room::Classes, query_heads)?;
+            Ok(SegmentPlaces { pages_at, items_at, items: of.item_room(), extremes, addresses, shards, call })
+        };
+        let segments = plan.segments().iter().zip(&places).map(segment).collect::<Result<_>>()?;
+        let program = Program { files: &["page_addresses.cu"], defines: Vec::new() };
+        Ok(Self {
+            stream: stream.clone(),
+            host: Pinned::new(stream, bytes)?,
+            staged: vec![0; bytes],
+            uploaded,
+            segments,
+            function: backend.kernels().function(&program, "page_addresses")?,
+            layers: layers.len(),
+        })
+    }
+
+    /// The tables of a layer, by segment.
+    pub fn of_layer(&self, layer: usize) -> Vec<SegmentTables> {
+        let of = |segment: &SegmentPlaces| SegmentTables {
+            pages: segment.addresses.address() + (layer * segment.call.capacity as usize * size_of::<u64>()) as u64,
+            items: self.uploaded.address() + segment.items_at as u64,
+            item_count: segment.items,
+            extremes: segment.extremes.clone(),
+            memory: [&self.uploaded, &segment.addresses, &segment.shards]
+                .map(Arc::clone)
+                .into_iter()
+                .chain(segment.extremes.clone())
+                .collect(),
+        };
+        self.segments.iter().map(of).collect()
+    }
+
+    /// Queues the tables of a step that is bound like the one they were made for: one upload, and a small kernel for every
+    /// segment.
+    pub fn write(&mut self, plan: &StepPlan) -> Result<()> {
+        for (segment, places) in plan.segments().iter().zip(&self.segments) {
+            let words = self.staged[places.pages_at..].chunks_exact_mut(4);
+            words.zip(segment.pages()).for_each(|(word, page)| word.copy_from_slice(&page_word(page).to_ne_bytes()));
+            let items = &mut self.staged[places.items_at..][..places.items * item_bytes(segment)];
+            let (used, unused) = items.split_at_mut(segment.item_bytes().len());
+            used.copy_from_slice(segment.item_bytes());
+            unused.fill(0);
+        }
+        self.host.upload("tables of a step", &self.staged, &self.uploaded)?;
+        self.segments.iter().try_for_each(|places| self.find_addresses(&places.call))
+    }
+
+    fn find_addresses(&self, call: &PagesCall) -> Result<()> {
+        let grid_dim = ((call.capacity as usize).div_ceil(THREADS).max(1) as u32, self.layers as u32, 1);
+        let config = LaunchConfig { grid_dim, block_dim: (THREADS as u32, 1, 1), shared_mem_bytes: 0 };
+        let mut launch = self.stream.launch_builder(&self.function);
+        launch.arg(call);
+        // SAFETY: the one argument is the kernel's; words, shards and addresses have the room that it says, for as many layers as
+        // there are rows of blocks, and live as long as the tables, which are given back in the order of the stream.
+        unsafe { launch.launch(config) }.map(|_| ()).map_err(|error| driver_error("page_addresses", 0, error))
+    }
+}
+
+/// Bytes of an item: those of all, among them.
+fn item_bytes(segment: &SegmentStep) -> usize {
+    segment.item_bytes().len() / segment.item_count()
+}
+
+const fn page_word(page: &Page) -> u32 {
+    page.shard << INDEX_BITS | page.index
+}
+
+/// Addresses of a store's shards, if words can name all of its pages.
+fn shard_words(store: &Store) -> Result<[u64; MOST_SHARDS]> {
+    let mut words = [0; MOST_SHARDS];
+    let shards = store.shard_addresses().count();
+    let pages = (0..shards as u32).map(|shard| store.shard_pages(shard)).max().unwrap_or(0);
+    let limit = |what: &str, needed: u64, allowed: u64| {
+        let hint = "reserve what the store may need at once, which takes fewer shards, or spread it over more caches";
+        if needed > allowed { Err(Error::Limit { what: what.into(), needed, allowed, hint }) } else { Ok(()) }
+    };
+    limit("the shards of a store", shards as u64, MOST_SHARDS as u64)?;
+    limit("the pages of a shard", u64::from(pages), 1 << INDEX_BITS)?;
+    words.iter_mut().zip(store.shard_addresses()).for_each(|(word, address)| *word = address);
+    Ok(words)
+}

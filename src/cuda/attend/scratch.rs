@@ -1,0 +1,92 @@
+//! What a step of attention needs beside stores and tensors: scratch, and the tables of its segments.
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
+
+use crate::Result;
+use crate::cuda::device::memory::Memory;
+
+/// How much room there is for counts that grow from step to step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::cuda) enum Room {
+    /// For what one step needs.
+    Exact,
+    /// In classes that lie up to an eighth apart, exact below 16: what is bound, or captured, serves all steps of a class. Blocks
+    /// that find nothing to do cost little beside so many, and those of short waves would cost much.
+    Classes,
+}
+
+impl Room {
+    /// Room for so many.
+    pub(in crate::cuda) const fn of(self, needed: usize) -> usize {
+        match self {
+            Self::Exact => needed,
+            Self::Classes => {
+                let step = needed.next_power_of_two() / 16;
+                needed.next_multiple_of(if step == 0 { 1 } else { step })
+            }
+        }
+    }
+}
+
+/// Bytes of a step's scratch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::cuda) struct ScratchSizes {
+    pub states: usize,
+    pub lse: usize,
+    pub arrivals: usize,
+}
+
+/// Scratch of a step; steps that follow each other on a stream may share it.
+#[derive(Clone, Debug)]
+pub(in crate::cuda) struct StepScratch {
+    pub states: Arc<Memory>,
+    pub lse: Arc<Memory>,
+    /// Zeros between steps.
+    pub arrivals: Arc<Memory>,
+}
+
+impl StepScratch {
+    pub fn new(stream: &Arc<CudaStream>, sizes: &ScratchSizes) -> Result<Self> {
+        Ok(Self {
+            states: Memory::zeroed(stream, "attention states", sizes.states)?,
+            lse: Memory::zeroed(stream, "attention states", sizes.lse)?,
+            arrivals: Memory::zeroed(stream, "arrivals", sizes.arrivals)?,
+        })
+    }
+
+    pub fn memory(&self) -> Vec<Arc<Memory>> {
+        vec![self.states.clone(), self.lse.clone(), self.arrivals.clone()]
+    }
+}
+
+/// Where the tables of a segment lie for one layer.
+#[derive(Clone, Debug)]
+pub(in crate::cuda) struct SegmentTables {
+    /// Address of the page addresses, and of the items.
+    pub pages: u64,
+    pub items: u64,
+    /// Items that are launched.
+    pub item_count: usize,
+    pub extremes: Option<Arc<Memory>>,
+    /// What of it has to stay alive.
+    pub memory: Vec<Arc<Memory>>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn classes_are_close_and_few() {
+        assert!((0..=16).all(|needed| Room::Classes.of(needed) == needed));
+        let mut classes = std::collections::BTreeSet::new();
+        for needed in 1..20_000 {
+            let room = Room::Classes.of(needed);
+            assert!(room >= needed && room <= needed + needed / 8, "{needed}: {room}");
+            classes.insert(room);
+        }
+        assert!(classes.len() < 120, "{}", classes.len());
+    }
+}

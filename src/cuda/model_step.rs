@@ -1,0 +1,230 @@
+//! A step of a whole model: bound once, then only launched, or replayed from a graph.
+
+use std::sync::Arc;
+
+use super::attend::launch::BoundStep;
+use super::attend::model_tables::ModelTables;
+use super::attend::scratch::{Room, StepScratch};
+use super::attend::step::{StepPlan, StepTensors};
+use super::backend::Cuda;
+use super::device::store::Store;
+use super::device::tensor::Tensor;
+use super::pack::non_finite_flags::NonFiniteFlags;
+use super::pack::step::{BoundPackStep, PackStepPlan};
+use super::pack::step_memory::StepMemory;
+use crate::backend::{OpenStep, StepInput};
+use crate::plan::{AttendPlan, QueryRows, RowLayout, StepLayout};
+use crate::{Error, Result};
+
+/// The tensors of one layer's step, with room for the largest step: a step of fewer tokens uses the first rows. Layers that run
+/// one after the other may share all of them.
+#[derive(Clone, Debug)]
+pub struct LayerTensors {
+    /// Keys of the new tokens, after rotary embedding.
+    pub keys: Tensor,
+    /// Values of the new tokens.
+    pub values: Tensor,
+    /// Queries `[rows, query_heads, head_dim]`, after rotary embedding, not scaled.
+    pub queries: Tensor,
+    /// Where the attention outputs go, `[rows, query_heads, head_dim]`.
+    pub output: Tensor,
+}
+
+/// The steps of layers that share their books, on the stream of an engine.
+///
+/// [`ModelStep::write`] takes the open step of a cache and queues two small tables, once for all layers. What it returns launches
+/// every layer between the engine's own kernels. Launches read from the tables what there is to do, so that a graph that captured
+/// them all is replayed while sequences grow. Kernels, scratch and tables last from step to step; they are made anew when a store
+/// has grown or lengths have left their class, which are up to an eighth apart. [`WrittenStep::bound_anew`] tells, and then
+/// a graph has to be captured again.
+///
+/// ```no_run
+/// use kvpack::cache::{ModelCache, TokenRun};
+/// use kvpack::cuda::{Cuda, LayerTensors, ModelStep, Tensor};
+/// use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL};
+/// use kvpack::plan::RowLayout;
+/// # fn example(backend: &Cuda, cache: &mut ModelCache<Cuda>, tensors: Vec<LayerTensors>) -> Result<(), Box<dyn std::error::Error>> {
+/// // Once: 64 sequences, the tensors of every layer.
+/// let rows = RowLayout::token_major(64, cache.shape(0)?);
+/// let mut steps = ModelStep::new(backend, rows, tensors)?;
+/// let mut graph = None;
+///
+/// // Every step:
+/// let runs: Vec<TokenRun> = (0..64).map(TokenRun::decode).collect();
+/// cache.begin_append(&runs)?;
+/// let open = cache.encode()?.remove(0); // layers of one shape and recipe
+/// let step = steps.write(&open)?;
+/// if step.bound_anew() || graph.is_none() {
+///     backend.stream().begin_capture(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
+///     for layer in 0..open.layers.len() {
+///         // The engine's kernels: keys, values and queries of the layer.
+///         step.launch_store(layer)?;
+///         step.launch_attend(layer)?;
+///         // The engine's kernels: what becomes of the output.
+///     }
+///     graph = backend.stream().end_capture(CUgraphInstantiate_flags(0))?.map(|graph| (graph, step.memory()));
+/// }
+/// if let Some((graph, _)) = &graph {
+///     graph.launch()?;
+/// }
+/// cache.commit()?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct ModelStep {
+    backend: Cuda,
+    rows: RowLayout,
+    layers: Vec<LayerTensors>,
+    query_rows: Option<QueryRows>,
+    output_rows: Option<QueryRows>,
+    bound: Option<Bound>,
+}
+
+/// What lasts from step to step.
+#[derive(Debug)]
+struct Bound {
+    layout: Arc<StepLayout>,
+    table: StepMemory,
+    plan: StepPlan,
+    tables: ModelTables,
+    launches: Arc<ModelLaunches>,
+}
+
+/// The launches of all layers, and with them all memory that they read and write.
+#[derive(Debug)]
+struct ModelLaunches {
+    stores: Vec<BoundPackStep>,
+    attention: Vec<BoundStep>,
+}
+
+/// A step whose tables are on their way to the device, ready to be launched or captured.
+#[derive(Clone, Copy, Debug)]
+pub struct WrittenStep<'a> {
+    bound: &'a Bound,
+    bound_anew: bool,
+}
+
+/// Keeps the memory alive that the launches of a step read and write: for as long as a graph that captured them is replayed.
+#[derive(Clone, Debug)]
+pub struct LaunchMemory(
+    #[expect(dead_code, reason = "dropped with the graph, and that is its use")] Arc<ModelLaunches>,
+);
+
+impl ModelStep {
+    /// Steps of layers with these tensors, whose keys and values lie as `rows` says.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for no layers.
+    pub fn new(backend: &Cuda, rows: RowLayout, layers: Vec<LayerTensors>) -> Result<Self> {
+        if layers.is_empty() {
+            return Err(Error::Plan { what: "step of a model", reason: "it needs at least one layer".into() });
+        }
+        Ok(Self { backend: backend.clone(), rows, layers, query_rows: None, output_rows: None, bound: None })
+    }
+
+    /// The same for queries whose rows lie so, in place of one after the other.
+    #[must_use]
+    pub fn with_query_rows(self, rows: QueryRows) -> Self {
+        Self { query_rows: Some(rows), bound: None, ..self }
+    }
+
+    /// The same for outputs whose rows lie so, in place of one after the other.
+    #[must_use]
+    pub fn with_output_rows(self, rows: QueryRows) -> Self {
+        Self { output_rows: Some(rows), bound: None, ..self }
+    }
+
+    /// Takes a step and queues its tables on the stream: once for all layers, before they are launched or a graph of them is. It
+    /// may not be captured itself. Where something has to be bound anew, memory is allocated here, and kernels are compiled that
+    /// were not before.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] or [`Error::Elements`] when the step is not one of these layers, or has more tokens than the tensors;
+    /// [`Error::OutOfMemory`] or [`Error::Limit`] where something is bound anew; what the driver says of a copy.
+    pub fn write(&mut self, step: &OpenStep<'_, Store, NonFiniteFlags>) -> Result<WrittenStep<'_>> {
+        let layout = step.table.layout();
+        layout.check_plan(step.plan)?;
+        step.table.check_rows(&self.rows)?;
+        let plan = self.plan(step.plan)?;
+        for layer in &self.layers {
+            plan.check_rows(&layer.queries, &layer.output)?;
+        }
+        let fits = |bound: &Bound| Arc::ptr_eq(&bound.layout, layout) && plan.is_bound_like(&bound.plan);
+        let bound_anew = !self.bound.as_ref().is_some_and(fits);
+        let mut bound = match self.bound.take() {
+            Some(bound) if !bound_anew => Bound { plan, ..bound },
+            _ => self.bind(step, plan)?,
+        };
+        bound.table.write(self.backend.stream(), step.table)?;
+        bound.tables.write(&bound.plan)?;
+        Ok(WrittenStep { bound: self.bound.insert(bound), bound_anew })
+    }
+
+    fn plan(&self, plan: &AttendPlan) -> Result<StepPlan> {
+        let mut step = StepPlan::new(&self.backend, plan)?;
+        if let Some(rows) = self.query_rows {
+            step = step.with_query_rows(rows);
+        }
+        if let Some(rows) = self.output_rows {
+            step = step.with_output_rows(rows);
+        }
+        Ok(step)
+    }
+
+    fn bind(&self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: StepPlan) -> Result<Bound> {
+        if step.stores.len() != self.layers.len() {
+            let reason = format!("{} layers, and tensors of {}", step.stores.len(), self.layers.len());
+            return Err(Error::Plan { what: "step of a model", reason });
+        }
+        let (backend, layout) = (&self.backend, step.table.layout());
+        let table = StepMemory::new(backend.stream(), layout)?;
+        let scratch = StepScratch::new(backend.stream(), &plan.sizes(Room::Classes))?;
+        let tables = ModelTables::new(backend, &plan, &step.stores, layout.shape().query_heads())?;
+        let pack = PackStepPlan::new(layout);
+        let mut launches = ModelLaunches { stores: Vec::new(), attention: Vec::new() };
+        for (layer, (tensors, stores)) in self.layers.iter().zip(&step.stores).enumerate() {
+            let LayerTensors { keys, values, queries, output } = tensors;
+            let input = StepInput { keys, values, rows: self.rows, flags: step.flags, layer };
+            launches.stores.push(pack.bind_with_room(backend, stores, &table, input)?);
+            let tensors = StepTensors { queries, output, lse: None };
+            launches.attention.push(plan.bind_to(backend, stores, tensors, &scratch, &tables.of_layer(layer))?);
+        }
+        Ok(Bound { layout: layout.clone(), table, plan, tables, launches: Arc::new(launches) })
+    }
+}
+
+impl WrittenStep<'_> {
+    /// Whether memory was allocated for this step, so that a graph has to be captured again.
+    pub const fn bound_anew(&self) -> bool {
+        self.bound_anew
+    }
+
+    /// Launches what a layer stores, by its place among the layers of the step. Nothing is allocated, and nothing waits.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer; what the driver says of a launch.
+    pub fn launch_store(&self, layer: usize) -> Result<()> {
+        of_layer(&self.bound.launches.stores, layer)?.launch()
+    }
+
+    /// Launches the attention of a layer, by its place among the layers of the step. Nothing is allocated, and nothing waits.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer; what the driver says of a launch.
+    pub fn launch_attend(&self, layer: usize) -> Result<()> {
+        of_layer(&self.bound.launches.attention, layer)?.launch()
+    }
+
+    /// What keeps the memory of the launches alive. Hold it as long as a graph that captured them may be replayed.
+    pub fn memory(&self) -> LaunchMemory {
+        LaunchMemory(self.bound.launches.clone())
+    }
+}
+
+fn of_layer<T>(layers: &[T], layer: usize) -> Result<&T> {
+    layers.get(layer).ok_or_else(|| {
+        let reason = format!("layer {layer} of a step of {} layers", layers.len());
+        Error::Plan { what: "step of a model", reason }
+    })
+}

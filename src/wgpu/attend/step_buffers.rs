@@ -1,0 +1,102 @@
+//! The buffers of a step of attention, by role, and what is bound to the roles.
+
+use super::scratch::{Scratch, Section};
+use super::step::StepTensors;
+use crate::format::{AttentionShape, KeyOrValue};
+use crate::plan::QueryRows;
+use crate::wgpu::device::store::StorePart;
+use crate::wgpu::device::{Store, Variant};
+use crate::{Error, Result};
+
+/// One dispatch and what it binds.
+#[derive(Clone, Debug)]
+pub(super) struct PlannedLaunch {
+    pub variant: Variant,
+    pub workgroups: [u32; 2],
+    pub buffers: Buffers,
+}
+
+/// A buffer of a launch, by role.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Slot {
+    Tables(Section),
+    Queries(Section),
+    Scores(Section),
+    States(Section),
+    Arrived(Section),
+    Shard { store: usize, shard: u32, part: StorePart },
+    SpanRanges { store: usize, which: KeyOrValue },
+    Input,
+    Output,
+    Lse,
+}
+
+/// The buffers of a launch, by the names that the shader gives them.
+pub(super) type Buffers = Vec<(&'static str, Slot)>;
+
+/// How a launch is told that rows do not lie one after the other.
+pub(super) struct Strided {
+    tensor: Slot,
+    slot: &'static str,
+    file: &'static str,
+    /// What lies before the first row, a row, and from one row to the next.
+    constants: [&'static str; 3],
+}
+
+pub(super) const STRIDED_QUERIES: Strided = Strided {
+    tensor: Slot::Input,
+    slot: "input_rows",
+    file: "attend/input_rows/strided.wgsl",
+    constants: ["INPUT_FIRST", "INPUT_ROW", "INPUT_STRIDE"],
+};
+
+pub(super) const STRIDED_OUTPUTS: Strided = Strided {
+    tensor: Slot::Output,
+    slot: "output_rows",
+    file: "attend/output_rows/strided.wgsl",
+    constants: ["OUTPUT_FIRST", "OUTPUT_ROW", "OUTPUT_STRIDE"],
+};
+
+impl PlannedLaunch {
+    /// The same launch; if it binds the tensor, its rows lie as `rows` says.
+    pub fn with_rows(&self, strided: &Strided, rows: QueryRows, shape: &AttentionShape) -> Self {
+        if self.buffers.iter().all(|(_, bound)| *bound != strided.tensor) {
+            return self.clone();
+        }
+        let sizes = [rows.first, QueryRows::dense(shape).stride, rows.stride].map(|elements| elements / 4);
+        let variant = self.variant.clone().import(strided.slot, strided.file);
+        let set = |variant: Variant, (name, size)| variant.constant(name, size);
+        Self { variant: strided.constants.into_iter().zip(sizes).fold(variant, set), ..self.clone() }
+    }
+}
+
+/// The buffers behind the roles.
+pub(super) struct BoundBuffers<'a> {
+    pub stores: &'a [&'a Store],
+    pub scratch: &'a Scratch,
+    pub tensors: StepTensors<'a>,
+}
+
+impl BoundBuffers<'_> {
+    pub fn binding(&self, slot: Slot) -> Result<wgpu::BufferBinding<'_>> {
+        let section = |buffer, section: Section| {
+            Ok(wgpu::BufferBinding { buffer, offset: section.offset, size: std::num::NonZeroU64::new(section.bytes) })
+        };
+        match slot {
+            Slot::Tables(at) => section(&self.scratch.tables, at),
+            Slot::Queries(at) => section(&self.scratch.queries, at),
+            Slot::Scores(at) => section(&self.scratch.scores, at),
+            Slot::States(at) => section(&self.scratch.states, at),
+            Slot::Arrived(at) => section(&self.scratch.arrived, at),
+            Slot::Shard { store, shard, part } => self.stores[store].shard_binding(shard, part),
+            Slot::SpanRanges { store, which } => self.stores[store].span_ranges_binding(which),
+            Slot::Input => Ok(self.tensors.queries.binding()),
+            Slot::Output => Ok(self.tensors.output.binding()),
+            Slot::Lse => self
+                .tensors
+                .lse
+                .map(|lse| lse.binding())
+                .ok_or_else(|| Error::Buffer { what: "log-sum-exps", reason: "is missing".into() }),
+        }
+    }
+}

@@ -1,0 +1,260 @@
+//! The launches of a step of attention: which kernels, over which grids, on which buffers.
+
+use super::attend::Fused;
+use super::merge_states::{LseOutput, merge_states, state_row_bytes};
+use super::prepare_query::Extremes;
+use super::scratch::{Layout, Section};
+use super::specialisation::Specialisation;
+use super::step_buffers::{Buffers, PlannedLaunch, Slot};
+use crate::backend::AttendOptions;
+use crate::format::{KeyOrValue, TILE_TOKENS};
+use crate::plan::{AttendPlan, Dispatch, ElementType, Segment, SegmentWork, Work};
+use crate::wgpu::device::capabilities::MOST_STORAGE_BUFFERS;
+use crate::wgpu::device::store::StorePart;
+use crate::wgpu::device::{Capabilities, Variant};
+
+/// How many neighbouring queries every segment's kernel can take together, where a run has several.
+pub(super) fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, options: AttendOptions) -> usize {
+    let longest = plan.runs().iter().map(|planned| planned.run.queries).max().unwrap_or(1);
+    let of_segment = |segment: &Segment| {
+        let special = Specialisation {
+            shape: plan.shape(),
+            format: segment.format(),
+            query: options.query.bytes(segment.format()),
+            capabilities,
+            may_use_matrices: false,
+            queries: 1,
+        };
+        special.most_queries()
+    };
+    plan.segments().iter().map(of_segment).min().unwrap_or(1).min(longest)
+}
+
+/// The sections of one segment.
+struct SegmentSections {
+    prepared: Section,
+    page_table: Section,
+    items: Vec<Section>,
+    queries: Section,
+    /// Scores and extremes of a calibrated segment.
+    scores: Option<(Section, Section)>,
+}
+
+/// Where states go, and who merges them.
+struct Merging {
+    /// `attend` and `weighted_values` do.
+    fused: bool,
+    states: Section,
+    arrived: Section,
+}
+
+/// Most states of a query that are merged without a launch of its own. On an H200 that launch takes about 4 µs; what an
+/// item waits for in its place, until its states are written and counted, takes 3 µs of a step with 8 of them, and with 32
+/// as much as the launch or more.
+const MOST_MERGED_STATES: usize = 8;
+
+/// Decides the launches, and lays tables and scratch out.
+pub(super) struct Builder<'a> {
+    pub capabilities: &'a Capabilities,
+    pub work: &'a Work,
+    pub input: ElementType,
+    pub options: AttendOptions,
+    pub lse: LseOutput,
+    pub layout: Layout,
+}
+
+impl Builder<'_> {
+    /// All launches, in order.
+    pub fn launches(&mut self) -> Vec<PlannedLaunch> {
+        let bytes = self.layout.room.bytes(self.work.states() as u64 * state_row_bytes(self.work.shape()));
+        let states = Section { offset: 0, bytes };
+        self.layout.scratch.states = states.bytes;
+        let sections: Vec<SegmentSections> =
+            self.work.segments().iter().map(|segment| self.sections(segment)).collect();
+        let state_rows = self.layout.table(self.work.rows());
+
+        let merging = self.merging(states);
+        let segments = || self.work.segments().iter().zip(&sections);
+        let mut launches: Vec<PlannedLaunch> = segments()
+            .filter(|(segment, _)| !self.own_query(segment))
+            .map(|(segment, sections)| self.prepare_query(segment, sections))
+            .collect();
+        launches.extend(segments().flat_map(|(segment, sections)| self.scores(segment, sections)));
+        launches.extend(segments().flat_map(|(segment, sections)| self.attend(segment, sections, &merging)));
+        if merging.fused {
+            return launches;
+        }
+        let mut buffers =
+            vec![("state_rows", Slot::Tables(state_rows)), ("states", Slot::States(states)), ("outputs", Slot::Output)];
+        if self.lse == LseOutput::F32 {
+            buffers.push(("lse_rows", Slot::Lse));
+        }
+        launches.push(PlannedLaunch {
+            variant: merge_states(self.work.shape(), self.options.output, self.lse),
+            workgroups: [self.work.rows().len() as u32, self.work.shape().query_heads() as u32],
+            buffers,
+        });
+        launches
+    }
+
+    /// Whether the last workgroup of every query head merges its states: it is alone at that, so they must not be many. It
+    /// writes no log-sum-exp, and finds only what items of one query wrote.
+    fn merging(&mut self, states: Section) -> Merging {
+        let fused = self.capabilities.coherent
+            && self.capabilities.limits.storage_buffers >= MOST_STORAGE_BUFFERS
+            && self.lse == LseOutput::None
+            && self.work.block_queries() == 1
+            && self.work.most_states() <= MOST_MERGED_STATES;
+        let counters = self.work.rows().len() * self.work.shape().query_heads();
+        let bytes = self.layout.room.bytes(if fused { counters as u64 * 4 } else { 0 });
+        let arrived = Section { offset: 0, bytes };
+        self.layout.scratch.arrived = arrived.bytes;
+        Merging { fused, states, arrived }
+    }
+
+    /// Whether every workgroup of `attend` prepares the query of a segment itself.
+    fn own_query(&self, segment: &SegmentWork) -> bool {
+        segment.calibration().is_none() && self.specialisation(segment, 1).prepares_own_query()
+    }
+
+    fn sections(&mut self, segment: &SegmentWork) -> SegmentSections {
+        let rows = (segment.queries().len() * self.work.shape().query_heads()) as u64;
+        let row_bytes = match self.own_query(segment) {
+            true => 0,
+            false => self.specialisation(segment, 1).query_row_words() as u64 * 4,
+        };
+        let dispatches = segment.dispatches().iter();
+        let items = dispatches.map(|dispatch| self.layout.table(segment.items_of(dispatch))).collect();
+        let scores = segment.calibration().map(|_| {
+            let tiles = (segment.score_tiles() * self.work.shape().query_heads()) as u64;
+            let scores = self.layout.scores(tiles * TILE_TOKENS as u64 * 4);
+            (scores, self.layout.scores(rows * 8))
+        });
+        SegmentSections {
+            prepared: self.layout.table(segment.queries()),
+            page_table: self.layout.table(segment.page_table()),
+            items,
+            queries: self.layout.queries(rows * row_bytes),
+            scores,
+        }
+    }
+
+    /// The kernels of a segment for items of up to `queries` queries.
+    fn specialisation<'s>(&'s self, segment: &'s SegmentWork, queries: usize) -> Specialisation<'s> {
+        Specialisation {
+            shape: self.work.shape(),
+            format: segment.format(),
+            query: self.options.query.bytes(segment.format()),
+            capabilities: self.capabilities,
+            may_use_matrices: segment.calibration().is_none()
+                && self.work.block_queries() == 1
+                && self.work.most_states() > MOST_MERGED_STATES,
+            queries,
+        }
+    }
+
+    fn prepare_query(&self, segment: &SegmentWork, sections: &SegmentSections) -> PlannedLaunch {
+        let extremes = if sections.scores.is_some() { Extremes::Reset } else { Extremes::None };
+        let mut buffers = vec![
+            ("prepared", Slot::Tables(sections.prepared)),
+            ("inputs", Slot::Input),
+            ("rows", Slot::Queries(sections.queries)),
+        ];
+        if segment.format().key.has_span_ranges() {
+            let which = KeyOrValue::Key;
+            buffers.push(("key_span_ranges", Slot::SpanRanges { store: segment.store(), which }));
+        }
+        if let Some((_, extremes)) = sections.scores {
+            buffers.push(("extremes", Slot::Scores(extremes)));
+        }
+        let special = self.specialisation(segment, 1);
+        PlannedLaunch {
+            variant: special.prepare_query(self.input, extremes),
+            workgroups: [
+                segment.queries().len() as u32,
+                (self.work.shape().query_heads() * special.query_parts()) as u32,
+            ],
+            buffers,
+        }
+    }
+
+    fn scores(&self, segment: &SegmentWork, sections: &SegmentSections) -> Vec<PlannedLaunch> {
+        let Some((scores, extremes)) = sections.scores else { return Vec::new() };
+        self.per_dispatch(segment, sections, |dispatch, special, mut buffers| {
+            buffers.push(("queries", Slot::Queries(sections.queries)));
+            self.push_keys(segment, dispatch.shard, &mut buffers);
+            buffers.push(("stored_scores", Slot::Scores(scores)));
+            buffers.push(("extremes", Slot::Scores(extremes)));
+            (special.scores().variant(), buffers)
+        })
+    }
+
+    fn attend(&self, segment: &SegmentWork, sections: &SegmentSections, merging: &Merging) -> Vec<PlannedLaunch> {
+        let output = merging.fused.then_some(self.options.output);
+        self.per_dispatch(segment, sections, |dispatch, special, mut buffers| {
+            let variant = match (segment.calibration(), sections.scores) {
+                (Some(calibration), Some((scores, extremes))) => {
+                    buffers.push(("stored_scores", Slot::Scores(scores)));
+                    buffers.push(("extremes", Slot::Scores(extremes)));
+                    special.weighted_values((calibration.tau1(), calibration.tau2()), output).variant()
+                }
+                _ => {
+                    let queries = self.own_query(segment).then_some(self.input);
+                    buffers.push(match queries {
+                        Some(_) => ("inputs", Slot::Input),
+                        None => ("queries", Slot::Queries(sections.queries)),
+                    });
+                    self.push_keys(segment, dispatch.shard, &mut buffers);
+                    special.attend(Fused { queries, output }).variant()
+                }
+            };
+            self.push_values(segment, dispatch.shard, &mut buffers);
+            buffers.push(("states", Slot::States(merging.states)));
+            if merging.fused {
+                buffers.push(("arrived", Slot::Arrived(merging.arrived)));
+                buffers.push(("outputs", Slot::Output));
+            }
+            (variant, buffers)
+        })
+    }
+
+    fn per_dispatch(
+        &self,
+        segment: &SegmentWork,
+        sections: &SegmentSections,
+        launch: impl Fn(&Dispatch, Specialisation<'_>, Buffers) -> (Variant, Buffers),
+    ) -> Vec<PlannedLaunch> {
+        let dispatches = segment.dispatches().iter().zip(&sections.items);
+        dispatches
+            .map(|(dispatch, &items)| {
+                let special = self.specialisation(segment, dispatch.most_queries);
+                let rows = (self.work.shape().kv_heads() * special.head_split().chunks) as u32;
+                let work = vec![("items", Slot::Tables(items)), ("page_table", Slot::Tables(sections.page_table))];
+                let (variant, buffers) = launch(dispatch, special, work);
+                PlannedLaunch { variant, workgroups: [rows, dispatch.items as u32], buffers }
+            })
+            .collect()
+    }
+
+    fn push_keys(&self, segment: &SegmentWork, shard: u32, buffers: &mut Buffers) {
+        let store = segment.store();
+        buffers.push(("keys", Slot::Shard { store, shard, part: StorePart::Keys }));
+        if segment.format().key.ranges_per_tile(self.work.shape().head_dim()) > 0 {
+            buffers.push(("key_ranges", Slot::Shard { store, shard, part: StorePart::KeyRanges }));
+        }
+        if segment.format().key.has_span_ranges() {
+            buffers.push(("key_span_ranges", Slot::SpanRanges { store, which: KeyOrValue::Key }));
+        }
+    }
+
+    fn push_values(&self, segment: &SegmentWork, shard: u32, buffers: &mut Buffers) {
+        let store = segment.store();
+        buffers.push(("values", Slot::Shard { store, shard, part: StorePart::Values }));
+        if segment.format().value.ranges_per_tile(self.work.shape().head_dim()) > 0 {
+            buffers.push(("value_ranges", Slot::Shard { store, shard, part: StorePart::ValueRanges }));
+        }
+        if segment.format().value.has_span_ranges() {
+            buffers.push(("value_span_ranges", Slot::SpanRanges { store, which: KeyOrValue::Value }));
+        }
+    }
+}
