@@ -17,6 +17,6 @@ pub struct OpenStep<'a, S, F> {
     pub plan: &'a AttendPlan,
     /// The stores of every layer, as table and plan name them.
     pub stores: Vec<Vec<&'a S>>,
-    /// The flags of these layers, in this order.
+    /// The flags of all layers of the model, by their numbers.
     pub flags: &'a F,
 }

@@ -1,9 +1,10 @@
 //! [`KvCache`]: the keys and values of one layer.
 
 use std::fmt;
+use std::sync::Arc;
 
 use super::books::check_spans;
-use super::layers::{LayerGroup, StoredSpan};
+use super::layers::{LayerGroup, Members, StoredSpan};
 use super::step::NewTokens;
 use super::{CacheMemory, PromptSpan, Recipe, SpanPositions, StoreId, StoreRoom, TokenRun};
 use crate::backend::{Backend, FlaggedToken};
@@ -62,7 +63,9 @@ impl<B: Backend> KvCache<B> {
     /// [`Error::Format`] when a format of the recipe does not fit the shape or what happens to appended tokens,
     /// [`Error::Plan`] for no sequences, [`Error::Limit`] for more than [`MOST_SEQUENCES`](super::MOST_SEQUENCES).
     pub fn new(backend: B, shape: AttentionShape, sequences: usize, recipe: Recipe) -> Result<Self> {
-        Ok(Self { group: LayerGroup::new(backend, shape, 1, sequences, recipe)? })
+        let flags = Arc::new(backend.create_non_finite_flags(1)?);
+        let members = Members { numbers: vec![LAYER], flags };
+        Ok(Self { group: LayerGroup::new(backend, shape, recipe, sequences, members)? })
     }
 
     /// The backend.

@@ -1,5 +1,7 @@
 //! Layers that share their books: one page table and one set of pages, and stores of its own for each.
 
+use std::sync::Arc;
+
 use super::books::{Books, Change, StoreRoom};
 use super::memory::{CacheMemory, StoreMemory};
 use super::sequence::Span;
@@ -25,8 +27,11 @@ pub(super) struct LayerGroup<B: Backend> {
     pub(super) books: Books<B::Indices>,
     /// What the open step writes.
     table: GroupTable,
-    flags: B::NonFiniteFlags,
+    /// The flags of all layers of the model.
+    flags: Arc<B::NonFiniteFlags>,
     layers: Vec<Vec<LayerStore<B>>>,
+    /// The number of every layer in its model.
+    numbers: Vec<usize>,
 }
 
 /// A store of one layer on the device.
@@ -35,6 +40,12 @@ struct LayerStore<B: Backend> {
     /// Pages of its shards. It may have one more than the books know of, if that could not be added to every layer.
     shards: Vec<u32>,
     slots: usize,
+}
+
+/// The layers of a group, and the flags of all layers of their model.
+pub(super) struct Members<F> {
+    pub(super) numbers: Vec<usize>,
+    pub(super) flags: Arc<F>,
 }
 
 /// A span of a sequence as dense f32 rows `[kv_heads, tokens, head_dim]`.
@@ -58,9 +69,9 @@ impl<B: Backend> LayerGroup<B> {
     pub(super) fn new(
         backend: B,
         shape: AttentionShape,
-        layers: usize,
-        sequences: usize,
         recipe: Recipe,
+        sequences: usize,
+        Members { numbers, flags }: Members<B::NonFiniteFlags>,
     ) -> Result<Self> {
         if sequences == 0 {
             return Err(Error::Plan { what: "cache", reason: "it needs room for at least one sequence".into() });
@@ -79,11 +90,10 @@ impl<B: Backend> LayerGroup<B> {
             Ok(LayerStore { store, shards: Vec::new(), slots: 0 })
         };
         let of_layer = || recipe.stores().iter().map(|store| layer_store(store.format)).collect();
-        let flags = backend.create_non_finite_flags(layers)?;
-        let layers = (0..layers).map(|_| of_layer()).collect::<Result<Vec<_>>>()?;
+        let layers = numbers.iter().map(|_| of_layer()).collect::<Result<Vec<_>>>()?;
         let books = Books::new(recipe, sequences);
         let table = GroupTable::new(shape, &books)?;
-        Ok(Self { backend, shape, split: Split::default(), books, table, flags, layers })
+        Ok(Self { backend, shape, split: Split::default(), books, table, flags, layers, numbers })
     }
 
     pub(super) fn recipe(&self) -> &Recipe {
@@ -99,12 +109,21 @@ impl<B: Backend> LayerGroup<B> {
     where
         B: Clone,
     {
-        let Self { backend, shape, split, books, layers } = self;
-        let alone = move |stores| {
-            let (backend, books) = (backend.clone(), books.clone());
-            Self { backend, shape, split, books, layers: vec![stores] }
+        let Self { backend, shape, split, books, table, flags, layers, numbers } = self;
+        let alone = move |(stores, number)| {
+            let (backend, books, table) = (backend.clone(), books.clone(), table.clone());
+            Self {
+                backend,
+                shape,
+                split,
+                books,
+                table,
+                flags: flags.clone(),
+                layers: vec![stores],
+                numbers: vec![number],
+            }
         };
-        layers.into_iter().map(alone)
+        layers.into_iter().zip(numbers).map(alone)
     }
 
     /// The stores of a layer, as plans name them.
@@ -275,17 +294,13 @@ impl<B: Backend> LayerGroup<B> {
         self.table.table()
     }
 
-    /// The open step for an engine: what the layers, of these numbers, store and attend to.
-    pub(super) fn open_step<'a>(
-        &'a self,
-        plan: &'a AttendPlan,
-        layers: &'a Vec<usize>,
-    ) -> OpenStep<'a, B::Store, B::NonFiniteFlags> {
+    /// The open step for an engine: what the layers store and attend to.
+    pub(super) fn open_step<'a>(&'a self, plan: &'a AttendPlan) -> OpenStep<'a, B::Store, B::NonFiniteFlags> {
         let stores = (0..self.layers.len()).map(|layer| self.stores(layer)).collect();
-        OpenStep { layers, table: self.table.table(), plan, stores, flags: &self.flags }
+        OpenStep { layers: &self.numbers, table: self.table.table(), plan, stores, flags: &self.flags }
     }
 
-    /// What steps could not store as it was, by layer of the group.
+    /// What steps could not store as it was, in all layers of the model.
     pub(super) async fn read_flags(&self) -> Result<Vec<FlaggedToken>> {
         self.backend.read_non_finite_flags(&self.flags).await
     }
@@ -297,8 +312,15 @@ impl<B: Backend> LayerGroup<B> {
 
     /// Writes what the open step says to one layer; without keys and values, where it only packs windows.
     pub(super) fn write_step(&mut self, layer: usize, new: Option<NewTokens<'_, B::Tensor>>) -> Result<()> {
-        let Self { backend, layers, flags, table, .. } = self;
-        let input = new.map(|NewTokens { rows, keys, values }| StepInput { keys, values, rows, flags, layer });
+        let Self { backend, layers, flags, table, numbers, .. } = self;
+        let number = numbers[layer];
+        let input = new.map(|NewTokens { rows, keys, values }| StepInput {
+            keys,
+            values,
+            rows,
+            flags: &**flags,
+            layer: number,
+        });
         let mut stores: Vec<&mut B::Store> = layers[layer].iter_mut().map(|of| &mut of.store).collect();
         backend.write_step(&mut stores, input, table.table())
     }

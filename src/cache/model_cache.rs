@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::books::{Change, check_spans};
-use super::layers::{LayerGroup, StoredSpan};
+use super::layers::{LayerGroup, Members, StoredSpan};
 use super::step::NewTokens;
 use super::{CacheMemory, PromptSpan, Recipe, StoreMemory, StoreRoom, TokenRun};
 use crate::backend::{Backend, FlaggedToken, OpenStep};
@@ -52,8 +52,6 @@ pub struct ModelCache<B: Backend> {
     pub(super) groups: Vec<LayerGroup<B>>,
     /// The group of every layer, and its place there.
     pub(super) layers: Vec<(usize, usize)>,
-    /// By group, the numbers of its layers.
-    numbers: Vec<Vec<usize>>,
     step: Option<Step<B::Indices>>,
 }
 
@@ -97,11 +95,13 @@ impl<B: Backend + Clone> ModelCache<B> {
             places.push((group, numbers[group].len()));
             numbers[group].push(number);
         }
-        let of_kind = |(kind, numbers): (&&(AttentionShape, Recipe), &Vec<usize>)| {
-            LayerGroup::new(backend.clone(), kind.0, numbers.len(), sequences, kind.1.clone())
+        let flags = Arc::new(backend.create_non_finite_flags(layers.len())?);
+        let of_kind = |(kind, numbers): (&(AttentionShape, Recipe), Vec<usize>)| {
+            let members = Members { numbers, flags: flags.clone() };
+            LayerGroup::new(backend.clone(), kind.0, kind.1.clone(), sequences, members)
         };
-        let groups = kinds.iter().zip(&numbers).map(of_kind).collect::<Result<Vec<_>>>()?;
-        Ok(Self { groups, layers: places, numbers, step: None })
+        let groups = kinds.into_iter().zip(numbers).map(of_kind).collect::<Result<Vec<_>>>()?;
+        Ok(Self { groups, layers: places, step: None })
     }
 }
 
@@ -271,8 +271,7 @@ impl<B: Backend> ModelCache<B> {
     pub fn encode(&mut self) -> Result<Vec<OpenStep<'_, B::Store, B::NonFiniteFlags>>> {
         let step = self.step.as_mut().filter(|step| step.kind == StepKind::Append).ok_or_else(no_step)?;
         step.stored.fill(true);
-        let of_group = |((group, plan), layers)| LayerGroup::open_step(group, plan, layers);
-        Ok(self.groups.iter().zip(&step.plans).zip(&self.numbers).map(of_group).collect())
+        Ok(self.groups.iter().zip(&step.plans).map(|(group, plan)| group.open_step(plan)).collect())
     }
 
     /// How steps of a layer are laid out, the same for all layers that share its books: for compiling kernels before a model
@@ -404,14 +403,7 @@ impl<B: Backend> ModelCache<B> {
     /// # Errors
     /// [`Error::DeviceLost`].
     pub async fn non_finite(&self) -> Result<Vec<FlaggedToken>> {
-        let mut flagged = Vec::new();
-        for (at, group) in self.groups.iter().enumerate() {
-            for token in group.read_flags().await? {
-                flagged.push(FlaggedToken { layer: self.numbers[at][token.layer], ..token });
-            }
-        }
-        flagged.sort_by_key(|token| token.layer);
-        Ok(flagged)
+        self.groups[0].read_flags().await
     }
 
     /// Forgets what [`ModelCache::non_finite`] tells.
@@ -419,7 +411,7 @@ impl<B: Backend> ModelCache<B> {
     /// # Errors
     /// [`Error::DeviceLost`].
     pub fn clear_non_finite(&mut self) -> Result<()> {
-        self.groups.iter().try_for_each(LayerGroup::clear_flags)
+        self.groups[0].clear_flags()
     }
 
     // --- sequences -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ use crate::plan::{StepLayout, StepTable, StepWrites, StoreCapacity, TokenIndices
 
 /// The table of the open step, laid out for the stores as they are. It is laid out anew when a store has grown, or a step
 /// writes more than any before: what is bound to a layout serves all steps in between.
+#[derive(Clone, Debug)]
 pub(super) struct GroupTable {
     shape: AttentionShape,
     most: Most,
@@ -20,7 +21,7 @@ pub(super) struct GroupTable {
 const FIRST_SEQUENCES: usize = 256;
 
 /// What steps write at most. It only grows, by doubling.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Most {
     tokens: usize,
     copies: usize,

@@ -173,7 +173,7 @@ impl ModelStep {
     }
 
     fn bind(&self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: StepPlan) -> Result<Bound> {
-        if step.stores.len() != self.layers.len() {
+        if step.layers.len() != self.layers.len() || step.stores.len() != self.layers.len() {
             let reason = format!("{} layers, and tensors of {}", step.stores.len(), self.layers.len());
             return Err(Error::Plan { what: "step of a model", reason });
         }
@@ -183,12 +183,13 @@ impl ModelStep {
         let tables = ModelTables::new(backend, &plan, &step.stores, layout.shape().query_heads())?;
         let pack = PackStepPlan::new(layout);
         let mut launches = ModelLaunches { stores: Vec::new(), attention: Vec::new() };
-        for (layer, (tensors, stores)) in self.layers.iter().zip(&step.stores).enumerate() {
+        for (place, (tensors, stores)) in self.layers.iter().zip(&step.stores).enumerate() {
             let LayerTensors { keys, values, queries, output } = tensors;
+            let layer = step.layers[place];
             let input = StepInput { keys, values, rows: self.rows, flags: step.flags, layer };
             launches.stores.push(pack.bind_with_room(backend, stores, &table, input)?);
             let tensors = StepTensors { queries, output, lse: None };
-            launches.attention.push(plan.bind_to(backend, stores, tensors, &scratch, &tables.of_layer(layer))?);
+            launches.attention.push(plan.bind_to(backend, stores, tensors, &scratch, &tables.of_layer(place))?);
         }
         Ok(Bound { layout: layout.clone(), table, plan, tables, launches: Arc::new(launches) })
     }

@@ -200,7 +200,7 @@ impl ModelStep {
 
     /// Binds what has changed: stores and their table where the layout has, attention in any case.
     fn bind(&self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: StepPlan, before: Option<Bound>) -> Result<Bound> {
-        if step.stores.len() != self.layers.len() {
+        if step.layers.len() != self.layers.len() || step.stores.len() != self.layers.len() {
             let reason = format!("{} layers, and tensors of {}", step.stores.len(), self.layers.len());
             return Err(Error::Plan { what: "step of a model", reason });
         }
@@ -212,12 +212,13 @@ impl ModelStep {
             before => {
                 let memory = StepMemory::new(backend.device(), layout)?;
                 let pack = PackStepPlan::new(layout);
-                let of_layer = |(layer, (tensors, stores)): (usize, (&LayerTensors, &Vec<&Store>))| {
+                let of_layer = |((&layer, tensors), stores): ((&usize, &LayerTensors), &Vec<&Store>)| {
                     let LayerTensors { keys, values, .. } = tensors;
                     let input = StepInput { keys, values, rows: self.rows, flags: step.flags, layer };
                     pack.bind_with_room(backend.kernels(), stores, &memory, input)
                 };
-                let bound = self.layers.iter().zip(&step.stores).enumerate().map(of_layer).collect::<Result<_>>()?;
+                let layers = step.layers.iter().zip(&self.layers).zip(&step.stores);
+                let bound = layers.map(of_layer).collect::<Result<_>>()?;
                 (memory, bound, before.map(|before| before.scratch))
             }
         };
