@@ -39,6 +39,7 @@ extern "C" __global__ void chunk_similarity(const SimilarityCall call) {
     }
     if (threadIdx.x % 32 == 0) {
         const float norms = sqrtf(sums[0]) * sqrtf(sums[1]);
-        ((float*)call.similarities)[chunk] = norms > 0.0f ? sums[2] / norms : 0.0f;
+        // Where an embedding holds NaN this is NaN, which a search refuses: no comparison with NaN holds.
+        ((float*)call.similarities)[chunk] = norms == 0.0f ? 0.0f : sums[2] / norms;
     }
 }

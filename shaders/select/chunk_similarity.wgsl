@@ -56,9 +56,10 @@ fn chunk_similarity(
     }
     if (invocation == 0u) {
         let norms = sqrt(sums[0].x) * sqrt(sums[0].y);
-        var similarity = 0f;
-        if (norms > 0f) {
-            similarity = sums[0].z / norms;
+        // Where an embedding holds NaN this is NaN, which a search refuses: no comparison with NaN holds.
+        var similarity = sums[0].z / norms;
+        if (norms == 0f) {
+            similarity = 0f;
         }
         similarities[chunk] = similarity;
     }

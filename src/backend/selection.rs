@@ -161,10 +161,12 @@ pub trait Selection: Device {
     ) -> Result<MergedTokens<Self::Tensor, Self::Words>>;
 
     /// Kernel `chunk_similarity` (Cocktail eq. 1): the cosine similarities, f32 `[chunks]`, of a query's embedding `[width]`
-    /// with those of chunks, `[chunks, width]`. An embedding of zeros resembles nothing: 0.
+    /// with those of chunks, `[chunks, width]`. An embedding of zeros resembles nothing: 0. Where one holds NaN the similarity is
+    /// NaN, or the call an error.
     ///
     /// # Errors
-    /// [`Chunks`](crate::Error::Chunks) when an embedding has no elements, or the chunks are not of the query's width.
+    /// [`Chunks`](crate::Error::Chunks) when an embedding has no elements, or the chunks are not of the query's width;
+    /// [`NotANumber`](crate::Error::NotANumber) on the CPU when one holds NaN.
     fn chunk_similarity(&self, query: &Self::Tensor, chunks: &Self::Tensor) -> Result<Self::Tensor>;
 
     /// Kernel `reorder_chunks` (Cocktail, algorithm 1): chunk i of the result, `[kv_heads, tokens, head_dim]`, is chunk

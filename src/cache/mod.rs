@@ -14,12 +14,14 @@
 //! [`ModelRecipe`].
 
 mod books;
+mod chunks;
 mod compress;
 mod evictions;
 mod kv_cache;
 mod layers;
 mod memory;
 mod methods;
+mod mixture;
 mod model_cache;
 mod observed;
 mod prompt;
@@ -31,11 +33,13 @@ mod step;
 mod step_table;
 
 pub use books::StoreRoom;
+pub use chunks::{ChunkSpans, ChunkStores};
 pub use evictions::{EVICTIONS, Eviction};
 pub use kv_cache::KvCache;
 pub use layers::StoredSpan;
 pub use memory::{CacheMemory, StoreMemory};
 pub use methods::{METHODS, Method};
+pub use mixture::Mixture;
 pub use model_cache::ModelCache;
 pub use observed::{DenseLayer, MeasuredQueries, ObservedPrompt};
 pub use prompt::PromptSpan;

@@ -6,6 +6,7 @@ use std::str::FromStr;
 
 use super::evictions::{Eviction, EvictionOption};
 use super::methods::Choice;
+use super::mixture::Mixture;
 use super::{Appended, MOST_STORES, Recipe};
 use crate::backend::QueryPrecision;
 use crate::format::{AttentionShape, Calibration};
@@ -15,8 +16,10 @@ use crate::{Error, Result};
 /// A recipe for every layer of a model, as people write it.
 ///
 /// ```text
-/// recipe  = [policy "/"] method [":" bits] { "+" option }
+/// recipe  = ([policy "/"] method [":" bits] | mixture) { "+" option }
 /// policy  = name ":" arguments             which tokens of a prompt stay; alone, they stay in f16
+/// mixture = "cocktail"                     chunks of a context in f16, kivi:4 and kivi:2, by how much they resemble a query
+///         | "mix=" { method [":" bits] ":" share "," } method [":" bits]    the best share of the chunks by the first method, …
 /// option  = "window=" tokens               newest tokens in f16, at least, and tiles packed when full (128 if not said,
 ///                                          but for methods that pack tokens as they arrive)
 ///         | "sink=" tokens                 first tokens in f16, in whole tiles of 128 (0)
@@ -50,27 +53,49 @@ use crate::{Error, Result};
 pub struct ModelRecipe {
     text: String,
     policy: Option<Policy>,
-    base: Choice,
+    base: Base,
     layers: Vec<(usize, Choice)>,
     options: Vec<RecipeOption>,
+}
+
+/// How layers store that the text does not name.
+#[derive(Clone, Debug)]
+enum Base {
+    Method(Choice),
+    Mixture(Mixture),
+}
+
+impl Base {
+    fn recipe(&self, shape: &AttentionShape) -> Recipe {
+        match self {
+            Self::Method(choice) => choice.recipe(shape),
+            Self::Mixture(mixture) => mixture.recipe(shape),
+        }
+    }
 }
 
 impl ModelRecipe {
     /// Every method at every width, without options.
     pub fn all() -> Vec<Self> {
-        let recipe =
-            |base: Choice| Self { text: base.to_string(), policy: None, base, layers: Vec::new(), options: Vec::new() };
+        let recipe = |base: Choice| Self {
+            text: base.to_string(),
+            policy: None,
+            base: Base::Method(base),
+            layers: Vec::new(),
+            options: Vec::new(),
+        };
         Choice::all().map(recipe).collect()
     }
 
     /// The recipe of a layer whose heads have this shape.
     pub fn layer(&self, layer: usize, shape: &AttentionShape) -> Recipe {
-        let choice = self.layers.iter().find(|(named, _)| *named == layer).map_or(self.base, |(_, choice)| *choice);
+        let named = self.layers.iter().find(|(named, _)| *named == layer);
+        let base = named.map_or_else(|| self.base.recipe(shape), |(_, choice)| choice.recipe(shape));
         // What is said of packed spans is said of those in further stores too.
         let (stores, options): (Vec<_>, Vec<_>) =
             self.options.iter().partition(|option| matches!(option, RecipeOption::Store(_)));
         let all = stores.into_iter().chain(options);
-        all.fold(choice.recipe(shape), |recipe, option: &RecipeOption| option.apply(recipe, shape))
+        all.fold(base, |recipe, option: &RecipeOption| option.apply(recipe, shape))
     }
 
     /// What stays of a prompt, if the text says so.
@@ -78,18 +103,25 @@ impl ModelRecipe {
         self.policy.as_ref()
     }
 
-    /// The recipe, if it keeps all tokens: for what cannot evict any.
+    /// What chunks of a context are stored in, if the text names several formats.
+    pub fn mixture(&self) -> Option<&Mixture> {
+        match &self.base {
+            Base::Method(_) => None,
+            Base::Mixture(mixture) => Some(mixture),
+        }
+    }
+
+    /// The recipe, if it stores tokens as they come: for what neither evicts tokens of a prompt nor compares its chunks.
     ///
     /// # Errors
-    /// [`Error::Recipe`] when it begins with a policy.
-    pub fn of_all_tokens(&self) -> Result<&Self> {
-        match self.policy {
-            None => Ok(self),
-            Some(_) => {
-                let reason = "it evicts tokens of a prompt, and here all are kept; leave out what is before the '/'";
-                Err(Error::Recipe { given: self.text.clone(), reason: reason.into() })
-            }
-        }
+    /// [`Error::Recipe`] when it begins with a policy or is a mixture.
+    pub fn plain(&self) -> Result<&Self> {
+        let reason = match (&self.policy, &self.base) {
+            (None, Base::Method(_)) => return Ok(self),
+            (Some(_), _) => "it evicts tokens of a prompt, and here all are kept; leave out what is before the '/'",
+            (None, Base::Mixture(_)) => "it compares chunks of a prompt, and here tokens are stored as they come",
+        };
+        Err(Error::Recipe { given: self.text.clone(), reason: reason.into() })
     }
 
     /// The highest layer that the text names, which the model must have.
@@ -116,7 +148,7 @@ type Parsed<T> = std::result::Result<T, String>;
 
 fn parse(text: &str) -> Parsed<ModelRecipe> {
     let mut parts = text.split('+');
-    let (policy, base) = policy_and_method(parts.next().unwrap_or_default())?;
+    let (policy, base) = policy_and_base(parts.next().unwrap_or_default())?;
     let mut recipe = ModelRecipe { text: text.into(), policy, base, layers: Vec::new(), options: Vec::new() };
     for part in parts {
         let (name, value) = part.split_once('=').ok_or_else(|| unknown_option(part))?;
@@ -143,14 +175,17 @@ fn parse(text: &str) -> Parsed<ModelRecipe> {
 }
 
 /// What stays, and how it is stored: `lookm:0.2/saw-int4`.
-fn policy_and_method(text: &str) -> Parsed<(Option<Policy>, Choice)> {
+fn policy_and_base(text: &str) -> Parsed<(Option<Policy>, Base)> {
+    if let Some(mixture) = Mixture::parse(text) {
+        return Ok((None, Base::Mixture(mixture?)));
+    }
     let (policy, method) = match text.split_once('/') {
         Some((policy, method)) => (policy, method),
         None if Eviction::parse(text).is_some() => (text, "f16"),
-        None => return Ok((None, Choice::parse(text)?)),
+        None => return Ok((None, Base::Method(Choice::parse(text)?))),
     };
     let unknown = || format!("there is no policy '{policy}'; the policies are {}", Eviction::names());
-    Ok((Some(Eviction::parse(policy).ok_or_else(unknown)??), Choice::parse(method)?))
+    Ok((Some(Eviction::parse(policy).ok_or_else(unknown)??), Base::Method(Choice::parse(method)?)))
 }
 
 /// An option that changes a recipe, read.
@@ -304,13 +339,41 @@ mod tests {
                 let recipe: ModelRecipe = both.parse().unwrap();
                 assert_eq!((recipe.to_string(), recipe.policy().cloned()), (both, policy(text)));
                 assert_eq!(recipe.layer(0, &shape()), method.layer(0, &shape()).with_sink(64));
-                assert!(recipe.of_all_tokens().is_err() && method.of_all_tokens().is_ok());
+                assert!(recipe.plain().is_err() && method.plain().is_ok());
             }
         }
         let changed = policy("lookm:0.2/saw-int4+merge=none+text=stays").unwrap();
         let KeepRule::Best { text, .. } = changed.keep else { panic!("{changed:?}") };
         assert_eq!((changed.merging, text), (None, TextRule::Stays));
         assert_eq!(policy("h2o:0.2+merge=weighted").unwrap().merging, Some(Merging::Weighted));
+    }
+
+    #[test]
+    fn mixtures_have_a_store_for_each_method() {
+        let mixture = |text: &str| -> ModelRecipe { text.parse().unwrap() };
+        let cocktail = mixture("cocktail+sink=64");
+        let layer = cocktail.layer(0, &shape());
+        let kivi = |bits| mixture(&format!("kivi:{bits}")).layer(0, &shape()).packed().format;
+        let formats: Vec<SegmentFormat> = layer.stores().iter().map(|store| store.format).collect();
+        assert_eq!(formats, [SegmentFormat::F16, kivi(4), kivi(2)]);
+        assert_eq!(
+            (layer.appended(), layer.sink(), cocktail.to_string().as_str()),
+            (Appended::Keep, 64, "cocktail+sink=64")
+        );
+        assert!(cocktail.plain().is_err() && cocktail.policy().is_none());
+        let stores = cocktail.mixture().unwrap().stores_of(&[0.0, 0.7, 1.0]).unwrap();
+        assert_eq!(stores, [StoreId(2), StoreId(1), StoreId(0)]);
+
+        let text = "mix=saw-int4:0.25,f16:0.25,calibquant:2+tau=0,3";
+        let mix = mixture(text);
+        let formats: Vec<SegmentFormat> = mix.layer(0, &shape()).stores().iter().map(|store| store.format).collect();
+        let expected = [SegmentFormat::F16, SegmentFormat::saw_int4(), SegmentFormat::calibquant(Bits::Two)];
+        assert_eq!((formats.as_slice(), mix.to_string().as_str()), (expected.as_slice(), text));
+        let stores = mix.mixture().unwrap().stores_of(&[0.1, 0.9, 0.5, 0.1]).unwrap();
+        assert_eq!(stores, [StoreId(2), StoreId(1), StoreId(0), StoreId(2)]);
+        // Two methods that are the same may have two stores.
+        let twice = mixture("mix=calibquant:4:0.5,calibquant:4");
+        assert_eq!(twice.mixture().unwrap().stores_of(&[0.1, 0.2]).unwrap(), [StoreId(2), StoreId(1)]);
     }
 
     #[test]
@@ -329,6 +392,15 @@ mod tests {
             ("lookm:0.2+text=no", "equal, raised or stays"),
             ("streaming:4,9+text=stays", "looks at scores"),
             ("kivi:2+merge=none", "nothing is evicted"),
+            ("lookm:0.2/cocktail", "the methods are f16"),
+            ("cocktail:2", "the methods are f16"),
+            ("mix=", "shares and a last one"),
+            ("mix=f16:0.1", "shares and a last one"),
+            ("mix=f16,int4", "shares and a last one"),
+            ("mix=f16:x,int4", "shares and a last one"),
+            ("mix=f16:0.5,int4:0.6,int8", "allowed is 0 to 1"),
+            ("mix=f16:0.5,f16:0.1,int8", "f16 may come once"),
+            ("mix=f16:0.5,kiwi", "the methods are f16"),
             ("", "the methods are f16"),
             ("kiwi:2", "the methods are f16"),
             ("kivi", "kivi:4, kivi:2"),

@@ -84,14 +84,7 @@ impl ChunkSearch {
 pub fn chunk_search(similarities: &[f32], search: ChunkSearch) -> Result<(ChunkThresholds, Vec<ChunkPrecision>)> {
     super::check_ratio("alpha of the chunk search", search.alpha)?;
     super::check_ratio("beta of the chunk search", search.beta)?;
-    if similarities.is_empty() {
-        return Err(Error::Chunks {
-            reason: "there are none to search; a context shorter than a chunk stays f16".into(),
-        });
-    }
-    if let Some(index) = similarities.iter().position(|similarity| similarity.is_nan()) {
-        return Err(Error::NotANumber { what: "similarities of chunks", index });
-    }
+    check_similarities(similarities)?;
     let smallest = f64::from(similarities.iter().copied().fold(f32::INFINITY, f32::min));
     let largest = f64::from(similarities.iter().copied().fold(f32::NEG_INFINITY, f32::max));
     let low = smallest + (largest - smallest) * search.alpha;
@@ -102,6 +95,54 @@ pub fn chunk_search(similarities: &[f32], search: ChunkSearch) -> Result<(ChunkT
         _ => ChunkPrecision::Int4,
     };
     Ok((ChunkThresholds { low, high }, similarities.iter().map(precision).collect()))
+}
+
+/// Shares chunks out by rank: the first share of them, which resemble the query most, to tier 0, the next to tier 1 and so
+/// on, and all others to one tier more. Of equal similarities the earlier chunk comes first.
+///
+/// A tier ends at the whole number of chunks below its share and those before it, so that `[0.1, 0.3]` of 25 chunks are 2,
+/// 8 and 15.
+///
+/// ```
+/// use kvpack::policy::chunk_shares;
+/// assert_eq!(chunk_shares(&[0.1, 0.9, 0.5, 0.4], &[0.25, 0.5])?, [2, 0, 1, 1]);
+/// # Ok::<(), kvpack::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Chunks`] when there are none; [`Error::NotANumber`] for a similarity that is NaN; [`Error::Budget`] when a share,
+/// or their sum, is not in 0 ..= 1.
+pub fn chunk_shares(similarities: &[f32], shares: &[f64]) -> Result<Vec<usize>> {
+    check_similarities(similarities)?;
+    let mut ends = Vec::with_capacity(shares.len());
+    let mut sum = 0.0;
+    for &share in shares {
+        super::check_ratio("share of the chunks", share)?;
+        sum += share;
+        let below = (sum * similarities.len() as f64 + super::budget::ROUNDING).floor() as usize;
+        ends.push(below.min(similarities.len()));
+    }
+    super::check_ratio("sum of the shares of chunks", (sum - super::budget::ROUNDING).max(0.0))?;
+    let mut order: Vec<usize> = (0..similarities.len()).collect();
+    // The sort is stable, so that equal similarities stay in order; none is NaN.
+    order.sort_by(|&a, &b| similarities[b].partial_cmp(&similarities[a]).unwrap_or(std::cmp::Ordering::Equal));
+    let mut tiers = vec![0; similarities.len()];
+    for (rank, chunk) in order.into_iter().enumerate() {
+        tiers[chunk] = ends.partition_point(|&end| end <= rank);
+    }
+    Ok(tiers)
+}
+
+fn check_similarities(similarities: &[f32]) -> Result<()> {
+    if similarities.is_empty() {
+        return Err(Error::Chunks {
+            reason: "there are none to search; a context shorter than a chunk stays f16".into(),
+        });
+    }
+    match similarities.iter().position(|similarity| similarity.is_nan()) {
+        Some(index) => Err(Error::NotANumber { what: "similarities of chunks", index }),
+        None => Ok(()),
+    }
 }
 
 /// The order in which chunks of equal precision lie together: 2 bits, then 4 bits, then f16, ascending within each

@@ -15,7 +15,7 @@
 //! | the kept tokens of a head | [`recent_and_best`], [`sink_and_recent`], [`text_prior`], [`keep`] | H2O, StreamingLLM, LOOK-M |
 //! | what becomes of evicted tokens | [`Merging`], [`merge_plan`] | LOOK-M eq. 9-12 |
 //! | all of it as one method | [`Policy`] | |
-//! | precision of the chunks of a context | [`chunk_search`], [`reorder_plan`] | Cocktail eq. 1-3, algorithm 1 |
+//! | precision of the chunks of a context | [`chunk_search`], [`chunk_shares`], [`reorder_plan`] | Cocktail eq. 1-3, algorithm 1 |
 //!
 //! VL-Cache is [arXiv 2410.23317](https://arxiv.org/abs/2410.23317), LOOK-M [2406.18139](https://arxiv.org/abs/2406.18139),
 //! H2O [2306.14048](https://arxiv.org/abs/2306.14048), SnapKV [2404.14469](https://arxiv.org/abs/2404.14469), PyramidKV
@@ -57,7 +57,8 @@ mod vlcache_budget;
 
 pub use budget::{check_ratio, uniform_budgets};
 pub use chunk_search::{
-    CHUNK_TOKENS, ChunkPrecision, ChunkSearch, ChunkThresholds, check_order, check_widths, chunk_search, reorder_plan,
+    CHUNK_TOKENS, ChunkPrecision, ChunkSearch, ChunkThresholds, check_order, check_widths, chunk_search, chunk_shares,
+    reorder_plan,
 };
 pub use eviction::{TextRule, keep, recent_and_best, sink_and_recent, text_prior};
 pub use heads::HeadAggregation;

@@ -106,7 +106,7 @@ impl Cache {
     ) -> JsResult<Cache> {
         let shape = AttentionShape::new(query_heads, kv_heads, head_dim).map_err(thrown)?;
         let recipe: ModelRecipe = recipe.parse().map_err(thrown)?;
-        let recipe = recipe.of_all_tokens().map_err(thrown)?.layer(0, &shape);
+        let recipe = recipe.plain().map_err(thrown)?.layer(0, &shape);
         KvCache::new(gpu.0.clone(), shape, sequences, recipe).map(Self).map_err(thrown)
     }
 

@@ -61,7 +61,10 @@ fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B)
     let mut printed = Printed::new(model);
     let start = Instant::now();
     let stream = match args.recipe.policy() {
-        None => read(model, &mut attention, &prompt)?,
+        None => {
+            args.recipe.plain()?;
+            read(model, &mut attention, &prompt)?
+        }
         Some(policy) => {
             let dense = DensePrompt::read(model, &prompt, |_| {})?;
             attention.compress(&dense, policy, &Spans::new(prompt.len(), &[])?)?;

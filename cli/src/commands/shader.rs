@@ -64,7 +64,7 @@ const ATTENDING: [&str; 3] = ["attend", "attend_matrix", "weighted_values"];
 /// Runs the command.
 pub fn run(args: &ShaderArgs) -> Result<Outcome> {
     let step = args.step()?;
-    let recipe = args.format.of_all_tokens()?.layer(0, &step.shape);
+    let recipe = args.format.plain()?.layer(0, &step.shape);
     let variants = args.variants(&step, &recipe)?;
     let variant = args.chosen(&variants)?;
     say!("// {} of {} at {}, path {}", variant.kernel(), recipe.packed().format, step.name, args.path)?;

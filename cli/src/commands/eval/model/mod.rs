@@ -78,7 +78,7 @@ impl Wanted {
                 "all" => wanted.extend(ModelRecipe::all().into_iter().map(|recipe| Self { recipe, by_name: false })),
                 _ => {
                     let recipe: ModelRecipe = text.parse()?;
-                    wanted.push(Self { recipe: recipe.of_all_tokens()?.clone(), by_name: true });
+                    wanted.push(Self { recipe: recipe.plain()?.clone(), by_name: true });
                 }
             }
         }

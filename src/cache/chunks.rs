@@ -1,0 +1,136 @@
+//! A context in chunks of several precisions, those of equal precision brought together while they are packed.
+
+use super::{PromptSpan, StoreId};
+use crate::Error;
+use crate::Result;
+use crate::backend::Device;
+use crate::plan::TokenRange;
+use crate::policy::ChunkSearch;
+
+/// Which store takes which chunk of a context (Cocktail, arXiv 2503.23294). What is before the context, what remains after
+/// its last whole chunk, and what comes after it, stay in f16.
+///
+/// Chunks of one store become one span: the packing kernel gathers them, so that reordering costs no pass of its own.
+/// Attention does not depend on the order of tokens, and knows nothing of chunks.
+///
+/// ```
+/// use kvpack::cache::{ChunkStores, KvCache, ModelRecipe, StoreId};
+/// use kvpack::cpu::{Cpu, CpuTensor};
+/// use kvpack::plan::{RowLayout, TokenRange};
+/// use kvpack::AttentionShape;
+///
+/// # futures::executor::block_on(async {
+/// let shape = AttentionShape::new(4, 2, 64)?;
+/// let recipe: ModelRecipe = "cocktail".parse()?; // f16, 4 bits and 2 bits
+/// let mut cache = KvCache::new(Cpu::new(), shape, 1, recipe.layer(0, &shape))?;
+///
+/// // A context of 100 tokens, three whole chunks of 32, and a question of 10.
+/// let similarities = [0.9, 0.1, 0.7]; // of the chunks' embeddings with the question's
+/// let stores = recipe.mixture().map_or(Ok(Vec::new()), |mixture| mixture.stores_of(&similarities))?;
+/// assert_eq!(stores, [StoreId(0), StoreId(2), StoreId(1)]);
+/// let chunks = ChunkStores::new(TokenRange::new(0, 100)?, 32, stores)?;
+/// let spans = chunks.upload(cache.backend(), shape.kv_heads(), 110).await?;
+///
+/// let keys = CpuTensor::F32((0..110 * 2 * 64).map(|i| (i as f32 * 0.3).sin()).collect());
+/// cache.prefill(0, RowLayout::token_major(110, &shape), &keys, &keys, &spans.prompt()).await?;
+/// let tokens: Vec<usize> = cache.memory().stores().iter().map(|store| store.tokens).collect();
+/// assert_eq!(tokens, [32 + 14, 32, 32]);
+/// # Ok::<(), kvpack::Error>(())
+/// # }).unwrap();
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChunkStores {
+    context: TokenRange,
+    chunk_tokens: usize,
+    stores: Vec<StoreId>,
+}
+
+/// The spans of a prompt in chunks, their token numbers on a device.
+#[derive(Clone, Debug)]
+pub struct ChunkSpans<I> {
+    before: Option<TokenRange>,
+    gathered: Vec<(StoreId, I)>,
+    after: Option<TokenRange>,
+}
+
+impl ChunkStores {
+    /// The store of every whole chunk of `chunk_tokens` tokens of a context.
+    ///
+    /// # Errors
+    /// [`Error::Chunks`] when chunks of that size are not served ([`CHUNK_TOKENS`](crate::policy::CHUNK_TOKENS)), or the stores
+    /// are not as many as the whole chunks.
+    pub fn new(context: TokenRange, chunk_tokens: usize, stores: Vec<StoreId>) -> Result<Self> {
+        let chunks = ChunkSearch::chunks(context.len(), chunk_tokens)?;
+        if stores.len() != chunks {
+            let (tokens, given) = (context.len(), stores.len());
+            let reason =
+                format!("stores of {given} chunks; a context of {tokens} tokens has {chunks} of {chunk_tokens}");
+            return Err(Error::Chunks { reason });
+        }
+        Ok(Self { context, chunk_tokens, stores })
+    }
+
+    /// The store of every chunk.
+    pub fn stores(&self) -> &[StoreId] {
+        &self.stores
+    }
+
+    /// The spans of a prompt of `tokens` tokens that begins with what is before the context, those of the last store first, as
+    /// Cocktail has the coarsest first; the tokens that they gather go to the device.
+    ///
+    /// # Errors
+    /// [`Error::PromptSpans`] when the context ends beyond the prompt; [`Error::OutOfMemory`] or [`Error::Limit`] from the
+    /// device.
+    pub async fn upload<D: Device>(
+        &self,
+        device: &D,
+        kv_heads: usize,
+        tokens: usize,
+    ) -> Result<ChunkSpans<D::Indices>> {
+        let (start, end) = (self.context.start(), self.context.end());
+        let Ok(below) = u32::try_from(tokens) else {
+            let (needed, allowed) = (tokens as u64, u64::from(u32::MAX));
+            return Err(Error::Limit {
+                what: "the tokens of a prompt".into(),
+                needed,
+                allowed,
+                hint: "cut the prompt",
+            });
+        };
+        if end > tokens {
+            let reason = format!("its context in chunks is {start}..{end}");
+            return Err(Error::PromptSpans { tokens, reason });
+        }
+        let mut stores = self.stores.clone();
+        stores.sort_unstable();
+        stores.dedup();
+        let mut gathered = Vec::with_capacity(stores.len());
+        for store in stores.into_iter().rev() {
+            let of_head = self.tokens_of(store).repeat(kv_heads);
+            gathered.push((store, device.upload_indices(&of_head, kv_heads, below).await?));
+        }
+        let chunked = start + self.stores.len() * self.chunk_tokens;
+        let before = TokenRange::new(0, start).ok();
+        let after = TokenRange::new(chunked, tokens).ok();
+        Ok(ChunkSpans { before, gathered, after })
+    }
+
+    /// Tokens of the chunks of a store, ascending.
+    fn tokens_of(&self, store: StoreId) -> Vec<u32> {
+        let chunks = self.stores.iter().enumerate().filter(|(_, of_chunk)| **of_chunk == store);
+        let start = |chunk: usize| self.context.start() + chunk * self.chunk_tokens;
+        let tokens = chunks.flat_map(|(chunk, _)| start(chunk)..start(chunk + 1));
+        // They are below the tokens of a prompt, which 32 bits count.
+        tokens.map(|token| token as u32).collect()
+    }
+}
+
+impl<I> ChunkSpans<I> {
+    /// The spans, as [`KvCache::prefill`](super::KvCache::prefill) and
+    /// [`ModelCache::begin_prefill`](super::ModelCache::begin_prefill) take them.
+    pub fn prompt(&self) -> Vec<PromptSpan<'_, I>> {
+        let before = self.before.map(PromptSpan::f16);
+        let gathered = self.gathered.iter().map(|(store, tokens)| PromptSpan::gather(tokens, *store));
+        before.into_iter().chain(gathered).chain(self.after.map(PromptSpan::f16)).collect()
+    }
+}
