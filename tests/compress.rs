@@ -13,7 +13,7 @@ use kvpack::cache::{
 };
 use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor};
 use kvpack::plan::{ElementType, RowLayout, TokenRange};
-use kvpack::policy::{LayerStatistics, Merging, Nearest, Policy, Spans, StatsRequest, evicted, merge_plan};
+use kvpack::policy::{BudgetRule, LayerStatistics, Merging, Nearest, Policy, Spans, StatsRequest, evicted, merge_plan};
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
 
@@ -256,6 +256,30 @@ fn prompts_follow_each_other() {
     let SpanPositions::PerHead(second) = &positions[2] else { panic!("{positions:?}") };
     assert!(second.iter().eq(kept(&first, 1).iter().map(|position| position + 301).collect::<Vec<_>>().iter()));
     assert_eq!(cache.length(0), Ok(601));
+}
+
+/// What was measured once serves every policy that needs no more.
+#[test]
+fn another_policy_decides_over_the_same_measures() {
+    let prompt = prompt();
+    let cache = prompt.cache(&Cpu::new(), &Recipe::f16());
+    let anew = |policy: Policy| block_on(prompt.observe(&cache, policy).select()).unwrap();
+    let uniform = Policy { budget: BudgetRule::Uniform, ..Policy::vlcache(0.2).unwrap() };
+    let mut observed = prompt.observe(&cache, Policy::vlcache(0.1).unwrap());
+    for policy in [Policy::vlcache(0.3).unwrap(), uniform.clone(), Policy::random(0.3, 1).unwrap()] {
+        observed.decide_by(policy.clone()).unwrap();
+        assert_eq!(block_on(observed.select()).unwrap(), anew(policy));
+    }
+    let refused = observed.decide_by(Policy::h2o(0.2).unwrap());
+    assert!(matches!(refused, Err(Error::Selection { .. })), "{refused:?}");
+    assert_eq!(observed.policy(), &Policy::random(0.3, 1).unwrap());
+    // A layer that is observed after that is measured as the others are.
+    prompt.observe_layer(&mut observed, &Cpu::new(), 2).unwrap();
+    observed.decide_by(Policy::vlcache(0.1).unwrap()).unwrap();
+    assert_eq!(block_on(observed.select()).unwrap(), anew(Policy::vlcache(0.1).unwrap()));
+    // Nothing was counted for budgets of one size.
+    let mut uncounted = prompt.observe(&cache, uniform);
+    assert!(matches!(uncounted.decide_by(Policy::vlcache(0.1).unwrap()), Err(Error::Selection { .. })));
 }
 
 #[test]

@@ -4,6 +4,7 @@
 //! again as [`Measured`].
 
 mod bench;
+pub mod documents;
 mod eval;
 pub mod family;
 mod measured;
@@ -14,6 +15,7 @@ mod run;
 pub mod tables;
 
 pub use bench::{BenchReport, BenchRow, Figures, MOST_PERCENT_OF_READ, RowOutcome, ShapeReport, StepTimes, parts_of};
+pub use documents::{AnswerRow, DocumentsReport, DocumentsRow};
 pub use eval::{CalibratedRow, EvalReport, FormatRow, LayerReport, SummaryRow, summarize};
 pub use measured::{Measured, ReadError, read};
 pub use model::{ModelReport, PasskeyRow, RecipeRow};

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use crate::{BenchReport, EvalReport, ModelReport, PeersReport};
+use crate::{BenchReport, DocumentsReport, EvalReport, ModelReport, PeersReport};
 
 /// What a file holds, by its field `kind`.
 #[derive(Clone, Debug, Deserialize)]
@@ -14,6 +14,8 @@ pub enum Measured {
     Eval(EvalReport),
     /// `kvpack eval --model`.
     Model(ModelReport),
+    /// `kvpack eval --model --documents`.
+    Documents(DocumentsReport),
     /// `scripts/peers.py`.
     Peers(PeersReport),
 }

@@ -19,8 +19,10 @@ pub struct ObservedPrompt<B: Backend> {
     backend: B,
     policy: Policy,
     spans: Spans,
-    /// `None` where the policy measures nothing.
+    /// `None` where nothing is measured.
     rows: Option<QueryRows>,
+    /// What of its attention.
+    columns: ColumnRequest,
     layers: Vec<PromptLayer<B>>,
 }
 
@@ -70,7 +72,8 @@ impl<B: Backend> ObservedPrompt<B> {
     pub(super) fn new(backend: B, shapes: &[AttentionShape], policy: Policy, spans: Spans) -> Result<Self> {
         let rows = policy.query_rows(&spans)?;
         let layers = shapes.iter().map(|&shape| PromptLayer { shape, observed: None }).collect();
-        Ok(Self { backend, policy, spans, rows, layers })
+        let columns = columns(&policy);
+        Ok(Self { backend, policy, spans, rows, columns, layers })
     }
 
     /// The policy.
@@ -83,7 +86,7 @@ impl<B: Backend> ObservedPrompt<B> {
         &self.spans
     }
 
-    /// The query rows that the policy wants measured of every layer; `None` where it measures nothing.
+    /// The query rows that are measured of every layer, as the first policy wants; `None` where it measures nothing.
     pub const fn query_rows(&self) -> Option<&QueryRows> {
         self.rows.as_ref()
     }
@@ -119,7 +122,9 @@ impl<B: Backend> ObservedPrompt<B> {
             (Some(rows), Some(queries)) => {
                 let keys = TensorRows { tensor: &dense.keys, layout: dense.rows };
                 let input = QueriesAndKeys { shape, rows, queries: queries.queries, keys };
-                let request = request(&self.policy, queries.known_lse.is_some());
+                let known = queries.known_lse.is_some();
+                let source = if known { RowStatsSource::KnownLse } else { RowStatsSource::Measured };
+                let request = StatsRequest { columns: self.columns, rows: source };
                 Some(self.backend.measure_attention(input, request, queries.known_lse)?)
             }
             (Some(rows), None) => {
@@ -128,6 +133,25 @@ impl<B: Backend> ObservedPrompt<B> {
             }
         };
         of_layer.observed = Some(ObservedLayer { shape, dense, measured });
+        Ok(())
+    }
+
+    /// Lets another policy decide over what was measured: another share, other layer budgets, other ways to merge.
+    ///
+    /// # Errors
+    /// [`Error::Selection`] when it needs other query rows, another aggregation of heads or a threshold that was not counted by:
+    /// observe the prompt anew for it. The policy is as it was.
+    pub fn decide_by(&mut self, policy: Policy) -> Result<()> {
+        let rows = policy.query_rows(&self.spans)?;
+        let needed = columns(&policy);
+        let counted = needed.threshold.is_none() || needed.threshold == self.columns.threshold;
+        let aggregated = needed.aggregation == self.columns.aggregation;
+        let measured = rows.is_none() || (rows == self.rows && aggregated && counted);
+        if !measured {
+            let reason = "the policy needs what was not measured of this prompt; observe it anew for it".into();
+            return Err(Error::Selection { reason });
+        }
+        self.policy = policy;
         Ok(())
     }
 
@@ -188,9 +212,7 @@ impl<B: Backend> fmt::Debug for ObservedPrompt<B> {
     }
 }
 
-/// What a device is to measure for a policy.
-fn request(policy: &Policy, lse_is_known: bool) -> StatsRequest {
-    let columns = ColumnRequest { aggregation: policy.scores.aggregation, threshold: policy.threshold() };
-    let rows = if lse_is_known { RowStatsSource::KnownLse } else { RowStatsSource::Measured };
-    StatsRequest { columns, rows }
+/// What a policy needs of the attention of its rows.
+fn columns(policy: &Policy) -> ColumnRequest {
+    ColumnRequest { aggregation: policy.scores.aggregation, threshold: policy.threshold() }
 }

@@ -66,9 +66,11 @@ fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B)
             read(model, &mut attention, &prompt)?
         }
         Some(policy) => {
-            let dense = DensePrompt::read(model, &prompt, |_| {})?;
-            attention.compress(&dense, policy, &Spans::new(prompt.len(), &[])?)?;
-            dense.stream().cloned()
+            let mut dense = DensePrompt::new(&model.config);
+            let stream = dense.read(model, &prompt)?;
+            let observed = attention.observe(&dense, policy.clone(), Spans::new(prompt.len(), &[])?)?;
+            attention.compress(&observed)?;
+            Some(stream)
         }
     };
     let prompt_read = Prompt { tokens: prompt.len(), time: start.elapsed(), stream };

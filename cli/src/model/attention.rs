@@ -27,6 +27,7 @@ pub trait Attention {
 }
 
 /// Full-precision attention by candle's operations: the reference.
+#[derive(Clone)]
 pub struct ExactAttention {
     shape: AttentionShape,
     /// Keys and values so far, `[kv_heads, tokens, head_dim]`.

@@ -5,44 +5,41 @@ use candle_core::{Device, Tensor};
 use kvpack::AttentionShape;
 use kvpack::policy::QueryRows;
 
-use super::{Attention, CHUNK_TOKENS, Chunk, ExactAttention, Model};
+use super::{Attention, CHUNK_TOKENS, Chunk, Config, ExactAttention, Model};
 
-/// The queries, keys and values of a prompt in all layers.
+/// The queries, keys and values of a prompt in all layers. Clones share what was read.
+#[derive(Clone)]
 pub struct DensePrompt {
     exact: ExactAttention,
     /// `[tokens, query_heads, head_dim]` of each layer, chunk by chunk.
     queries: Vec<Vec<Tensor>>,
     tokens: usize,
-    /// The residual stream `[tokens, width]` of the last chunk.
-    stream: Option<Tensor>,
 }
 
 impl DensePrompt {
-    /// Reads a prompt; `progress` is told of every chunk's tokens.
+    /// A prompt of which nothing was read.
+    pub fn new(config: &Config) -> Self {
+        let exact = ExactAttention::new(config.attention, config.layers);
+        Self { exact, queries: vec![Vec::new(); config.layers], tokens: 0 }
+    }
+
+    /// Reads on, and returns the residual stream `[tokens, width]` of these tokens.
     ///
     /// # Errors
     /// Those of [`Model::forward`].
-    pub fn read(model: &Model, tokens: &[u32], progress: impl Fn(usize)) -> Result<Self> {
-        let (shape, layers) = (model.config.attention, model.config.layers);
-        let exact = ExactAttention::new(shape, layers);
-        let mut prompt = Self { exact, queries: vec![Vec::new(); layers], tokens: 0, stream: None };
+    pub fn read(&mut self, model: &Model, tokens: &[u32]) -> Result<Tensor> {
+        let mut streams = Vec::new();
         for chunk in tokens.chunks(CHUNK_TOKENS) {
-            let position = prompt.tokens;
-            prompt.stream = Some(model.forward(chunk, position, &mut prompt)?);
-            prompt.tokens += chunk.len();
-            progress(chunk.len());
+            let position = self.tokens;
+            streams.push(model.forward(chunk, position, self)?);
+            self.tokens += chunk.len();
         }
-        Ok(prompt)
+        Ok(Tensor::cat(&streams, 0)?)
     }
 
     /// Tokens of the prompt.
     pub const fn tokens(&self) -> usize {
         self.tokens
-    }
-
-    /// The residual stream `[tokens, width]` of the last chunk; `None` of an empty prompt.
-    pub const fn stream(&self) -> Option<&Tensor> {
-        self.stream.as_ref()
     }
 
     /// Queries of these rows of a layer, `[rows, query_heads, head_dim]`.

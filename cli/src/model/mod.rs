@@ -18,7 +18,7 @@ mod error;
 mod header;
 mod packed;
 #[cfg(test)]
-mod tiny;
+pub mod tiny;
 mod tokenizer;
 mod transformer;
 mod weights;

@@ -5,10 +5,15 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use kvpack::Backend;
-use kvpack::backend::TensorRows;
-use kvpack::cache::{CacheMemory, DenseLayer, MeasuredQueries, ModelCache, ModelRecipe, TokenRun};
-use kvpack::plan::{ElementType, RowLayout};
-use kvpack::policy::{Policy, Selection, Spans};
+use kvpack::backend::{QueriesAndKeys, TensorRows};
+use kvpack::cache::{
+    CacheMemory, ChunkStores, DenseLayer, MeasuredQueries, ModelCache, ModelRecipe, ObservedPrompt, PromptSpan,
+    TokenRun,
+};
+use kvpack::plan::{ElementType, RowLayout, TokenRange};
+use kvpack::policy::{
+    ColumnRequest, HeadAggregation, Policy, QueryRows, RowStatsSource, Selection, Spans, StatsRequest,
+};
 use pollster::block_on;
 
 use super::dense_prompt::of_queries;
@@ -41,40 +46,100 @@ impl<B: Backend + Clone> PackedAttention<B> {
 }
 
 impl<B: Backend + Clone> PackedAttention<B> {
-    /// Stores what a policy keeps of a prompt that was read; `spans` say which of its tokens are images.
+    /// Hands a prompt that was read to a policy; `spans` say which of its tokens are images. What it holds may be compressed
+    /// into any cache of the model.
     ///
     /// # Errors
     /// What the policy, the device or the cache says.
-    pub fn compress(&mut self, prompt: &DensePrompt, policy: &Policy, spans: &Spans) -> Result<Selection> {
+    pub fn observe(&self, prompt: &DensePrompt, policy: Policy, spans: Spans) -> Result<ObservedPrompt<B>> {
+        let mut observed = self.cache.observe(policy, spans)?;
+        (0..self.cache.layers()).try_for_each(|layer| block_on(self.observe_layer(&mut observed, prompt, layer)))?;
+        Ok(observed)
+    }
+
+    async fn observe_layer(&self, observed: &mut ObservedPrompt<B>, prompt: &DensePrompt, layer: usize) -> Result<()> {
+        let (backend, shape) = (self.cache.backend(), self.cache.shape(layer)?);
+        let dense = self.dense(prompt, layer).await?;
+        let Some(measured) = observed.query_rows() else {
+            return Ok(observed.observe(layer, dense, None)?);
+        };
+        let layout = RowLayout::token_major(measured.len(), &of_queries(shape)?);
+        let tensor = upload(backend, &prompt.queries(layer, measured)?).await?;
+        let queries = MeasuredQueries { queries: TensorRows { tensor: &tensor, layout }, known_lse: None };
+        Ok(observed.observe(layer, dense, Some(queries))?)
+    }
+
+    /// What the keys of a prompt receive from these query rows in every layer, `[kv_heads, tokens]`: the mean over the query
+    /// heads of a KV head.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn column_sums(&self, prompt: &DensePrompt, rows: &QueryRows) -> Result<Vec<Vec<f32>>> {
+        (0..self.cache.layers()).map(|layer| block_on(self.column_sums_of(layer, prompt, rows))).collect()
+    }
+
+    async fn column_sums_of(&self, layer: usize, prompt: &DensePrompt, rows: &QueryRows) -> Result<Vec<f32>> {
+        let (backend, shape) = (self.cache.backend(), *self.cache.shape(layer)?);
+        let dense = self.dense(prompt, layer).await?;
+        let queries = upload(backend, &prompt.queries(layer, rows)?).await?;
+        let layout = RowLayout::token_major(rows.len(), &of_queries(&shape)?);
+        let queries = TensorRows { tensor: &queries, layout };
+        let keys = TensorRows { tensor: &dense.keys, layout: dense.rows };
+        let columns = ColumnRequest { aggregation: HeadAggregation::Mean, threshold: None };
+        let request = StatsRequest { columns, rows: RowStatsSource::Measured };
+        let measured = backend.measure_attention(QueriesAndKeys { shape, rows, queries, keys }, request, None)?;
+        Ok(backend.download(&measured.column_sums).await?)
+    }
+
+    /// Stores what the policy keeps of an observed prompt.
+    ///
+    /// # Errors
+    /// What the policy, the device or the cache says.
+    pub fn compress(&mut self, observed: &ObservedPrompt<B>) -> Result<Selection> {
         let start = Instant::now();
-        let selection = block_on(self.observe_and_compress(prompt, policy, spans))?;
+        let selection = block_on(self.cache.compress(SEQUENCE, observed))?;
         self.time += start.elapsed();
         Ok(selection)
     }
 
-    async fn observe_and_compress(
-        &mut self,
-        prompt: &DensePrompt,
-        policy: &Policy,
-        spans: &Spans,
-    ) -> Result<Selection> {
-        let Self { cache, .. } = self;
-        let mut observed = cache.observe(policy.clone(), spans.clone())?;
-        for layer in 0..cache.layers() {
-            let (backend, shape) = (cache.backend(), cache.shape(layer)?);
-            let (keys, values) = prompt.keys_and_values(layer)?;
-            let rows = RowLayout::head_major(prompt.tokens(), shape);
-            let dense = DenseLayer { rows, keys: upload(backend, keys).await?, values: upload(backend, values).await? };
-            let Some(measured) = observed.query_rows() else {
-                observed.observe(layer, dense, None)?;
-                continue;
-            };
-            let layout = RowLayout::token_major(measured.len(), &of_queries(shape)?);
-            let tensor = upload(backend, &prompt.queries(layer, measured)?).await?;
-            let queries = TensorRows { tensor: &tensor, layout };
-            observed.observe(layer, dense, Some(MeasuredQueries { queries, known_lse: None }))?;
+    /// Stores a prompt that was read, all of it packed as one span.
+    ///
+    /// # Errors
+    /// What the device or the cache says.
+    pub fn store(&mut self, prompt: &DensePrompt) -> Result<()> {
+        let all = PromptSpan::packed(TokenRange::new(0, prompt.tokens())?);
+        block_on(self.store_spans(prompt, &[all]))
+    }
+
+    /// Stores a prompt that was read, its context in chunks.
+    ///
+    /// # Errors
+    /// What the device or the cache says.
+    pub fn store_chunks(&mut self, prompt: &DensePrompt, chunks: &ChunkStores) -> Result<()> {
+        let kv_heads = self.cache.shape(0)?.kv_heads();
+        let spans = block_on(chunks.upload(self.cache.backend(), kv_heads, prompt.tokens()))?;
+        block_on(self.store_spans(prompt, &spans.prompt()))
+    }
+
+    async fn store_spans(&mut self, prompt: &DensePrompt, spans: &[PromptSpan<'_, B::Indices>]) -> Result<()> {
+        let start = Instant::now();
+        self.cache.reserve_for_prefill(spans).await?;
+        self.cache.begin_prefill(SEQUENCE, prompt.tokens(), spans)?;
+        for layer in 0..self.cache.layers() {
+            let DenseLayer { rows, keys, values } = self.dense(prompt, layer).await?;
+            self.cache.store_prompt(layer, rows, &keys, &values, spans).await?;
         }
-        Ok(cache.compress(SEQUENCE, &observed).await?)
+        self.cache.commit()?;
+        self.time += start.elapsed();
+        Ok(())
+    }
+
+    /// Keys and values of a layer of a prompt, on the device.
+    async fn dense(&self, prompt: &DensePrompt, layer: usize) -> Result<DenseLayer<B::Tensor>> {
+        let (backend, shape) = (self.cache.backend(), self.cache.shape(layer)?);
+        let (keys, values) = prompt.keys_and_values(layer)?;
+        let rows = RowLayout::head_major(prompt.tokens(), shape);
+        Ok(DenseLayer { rows, keys: upload(backend, keys).await?, values: upload(backend, values).await? })
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
-use kvpack::cache::ModelRecipe;
+use kvpack::cache::{ChunkStores, ModelRecipe, StoreId};
 use kvpack::cpu::{Cpu, nmse};
 use kvpack::plan::TokenRange;
 use kvpack::policy::Spans;
@@ -19,7 +19,14 @@ const LAYERS: usize = 2;
 const CONTEXT: usize = 400;
 
 /// A file that is gone when the test is.
-struct Gguf(PathBuf);
+pub struct Gguf(PathBuf);
+
+/// A model of the tests of other rooms.
+pub fn model(name: &str) -> (Gguf, Model) {
+    let file = write(name, "llama", |_| {});
+    let model = Model::load(&file.0).unwrap();
+    (file, model)
+}
 
 impl Drop for Gguf {
     fn drop(&mut self) {
@@ -190,7 +197,12 @@ fn a_compressed_prompt_is_read_on() {
     let model = Model::load(&file.0).unwrap();
     let tokens = tokens(&model, 320);
     let (prompt, rest) = tokens.split_at(310);
-    let dense = DensePrompt::read(&model, prompt, |_| {}).unwrap();
+    let mut dense = DensePrompt::new(&model.config);
+    let (first, second) = prompt.split_at(200);
+    dense.read(&model, first).unwrap();
+    let own = dense.clone().read(&model, second).unwrap();
+    assert_eq!(dense.tokens(), 200);
+    dense.read(&model, second).unwrap();
     let after = |attention: &mut dyn Attention| {
         let stream = model.forward(rest, prompt.len(), attention).unwrap();
         model.logits(&stream).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
@@ -198,14 +210,15 @@ fn a_compressed_prompt_is_read_on() {
     let mut exact = ExactAttention::new(model.config.attention, LAYERS);
     let stream = model.forward(prompt, 0, &mut exact).unwrap();
     let last = |stream: &Tensor| model.logits(stream).unwrap().get(stream.dim(0).unwrap() - 1).unwrap();
-    let [own, expected] = [dense.stream().unwrap(), &stream].map(|stream| last(stream).to_vec1::<f32>().unwrap());
+    let [own, expected] = [&own, &stream].map(|stream| last(stream).to_vec1::<f32>().unwrap());
     assert!(nmse(&own, &as_f64(&expected)) < 1e-9);
     let expected = after(&mut exact);
     let error = |recipe: &str| {
         let recipe: ModelRecipe = recipe.parse().unwrap();
         let spans = Spans::new(prompt.len(), &[TokenRange::new(10, 290).unwrap()]).unwrap();
         let mut packed = PackedAttention::new(&Cpu::new(), &model.config, &recipe).unwrap();
-        let selection = packed.compress(&dense, recipe.policy().unwrap(), &spans).unwrap();
+        let observed = packed.observe(&dense, recipe.policy().unwrap().clone(), spans).unwrap();
+        let selection = packed.compress(&observed).unwrap();
         let held: usize = packed.memory().flat_map(|memory| memory.stores().to_vec()).map(|store| store.tokens).sum();
         assert_eq!(held, selection.layers().iter().map(|layer| layer.count()).sum::<usize>());
         nmse(&after(&mut packed), &as_f64(&expected))
@@ -213,6 +226,20 @@ fn a_compressed_prompt_is_read_on() {
     assert!(error("h2o:1") < 1e-6 && error("vlcache:1/int8") < 1e-3);
     assert!(error("random:0.1") > error("random:0.5") && error("random:0.5") > 1e-6);
     assert!(error("lookm:0.3/saw-int4").is_finite());
+
+    // All of it packed, and its first 300 tokens in chunks.
+    let stored = |recipe: &str, store: &dyn Fn(&mut PackedAttention<Cpu>)| {
+        let mut packed = PackedAttention::new(&Cpu::new(), &model.config, &recipe.parse().unwrap()).unwrap();
+        store(&mut packed);
+        nmse(&after(&mut packed), &as_f64(&expected))
+    };
+    let chunks = |store| {
+        let stores = vec![StoreId(store); 9];
+        ChunkStores::new(TokenRange::new(0, 300).unwrap(), 32, stores).unwrap()
+    };
+    let in_chunks = |store| stored("cocktail", &|packed| packed.store_chunks(&dense, &chunks(store)).unwrap());
+    assert!(stored("int8", &|packed| packed.store(&dense).unwrap()) < 1e-3);
+    assert!(in_chunks(0) < 1e-6 && in_chunks(0) < in_chunks(1) && in_chunks(1) < in_chunks(2));
 }
 
 #[test]

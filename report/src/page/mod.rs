@@ -1,6 +1,7 @@
 //! One self-contained page of HTML about what was measured: a verdict in words, plots, tables.
 
 mod bench;
+mod documents;
 mod eval;
 mod html;
 mod model;
@@ -10,7 +11,7 @@ use html::Html;
 pub use plot::{Plot, Point, Reference, Series};
 
 use crate::family::Family;
-use crate::{BenchReport, EvalReport, Measured, ModelReport, PeersReport};
+use crate::{BenchReport, DocumentsReport, EvalReport, Measured, ModelReport, PeersReport};
 
 /// One report and what to call it beside others.
 #[derive(Clone, Copy, Debug)]
@@ -38,17 +39,26 @@ pub fn of_model(report: &ModelReport) -> String {
     html.finish()
 }
 
+/// The page of one evaluation of documents.
+pub fn of_documents(report: &DocumentsReport) -> String {
+    let mut html = Html::new(&format!("What eviction does to answers of {}", report.model));
+    documents::sections(&mut html, &[Subject { name: &report.model, report }]);
+    html.finish()
+}
+
 /// Reports beside each other: devices, builds, or kinds of measurement.
 pub fn compare(named: &[(String, Measured)]) -> String {
     let mut html = Html::new(&named.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(" · "));
     let mut evals: Vec<Subject<'_, EvalReport>> = Vec::new();
     let mut models: Vec<Subject<'_, ModelReport>> = Vec::new();
+    let mut documents: Vec<Subject<'_, DocumentsReport>> = Vec::new();
     let mut benches: Vec<Subject<'_, BenchReport>> = Vec::new();
     let mut peers: Vec<Subject<'_, PeersReport>> = Vec::new();
     for (name, measured) in named {
         match measured {
             Measured::Eval(report) => evals.push(Subject { name, report }),
             Measured::Model(report) => models.push(Subject { name, report }),
+            Measured::Documents(report) => documents.push(Subject { name, report }),
             Measured::Bench(report) => benches.push(Subject { name, report }),
             Measured::Peers(report) => peers.push(Subject { name, report }),
         }
@@ -60,6 +70,10 @@ pub fn compare(named: &[(String, Measured)]) -> String {
     if !models.is_empty() {
         html.section("A running model");
         model::sections(&mut html, &models);
+    }
+    if !documents.is_empty() {
+        html.section("Answers about documents");
+        documents::sections(&mut html, &documents);
     }
     if !benches.is_empty() {
         html.section("Decode steps");

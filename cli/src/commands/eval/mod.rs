@@ -34,6 +34,9 @@ use crate::print;
 ///
 /// With --model, a model reads a text in chunks of 128 tokens with its cache stored by each recipe: perplexity, KL
 /// divergence and top-1 agreement against the f16 cache, and the log-probability of a pass key hidden in the text.
+///
+/// With --documents it answers questions about documents cut from the text instead, over what each recipe keeps of document
+/// and question: policies (h2o:0.2, lookm:0.1/saw-int4), mixtures (cocktail, chunks ranked by BM25), or all of it packed.
 #[derive(clap::Args)]
 pub struct EvalArgs {
     /// The dump.

@@ -1,5 +1,6 @@
-//! What a recipe does to a model that reads a text.
+//! What a recipe does to a model that reads a text, or answers questions about documents.
 
+mod documents;
 mod passkey;
 mod report;
 mod score;
@@ -41,6 +42,12 @@ pub struct ModelArgs {
     /// With --model: tokens of the texts in which the pass key is hidden; 0 leaves that out.
     #[arg(long, value_name = "N", default_value_t = 1024, requires = "model")]
     passkey_tokens: usize,
+    /// With --model: cut so many documents from the text, and let recipes answer questions about them instead of reading it.
+    #[arg(long, value_name = "N", requires = "model", conflicts_with_all = ["lengths", "passkey_tokens"])]
+    documents: Option<usize>,
+    /// With --documents: tokens of each.
+    #[arg(long, value_name = "N", default_value_t = 640, requires = "documents")]
+    document_tokens: usize,
 }
 
 /// Largest NMSE between the logits of the f16 cache and those of candle's attention.
@@ -50,6 +57,9 @@ const COMPARED_TOKENS: usize = 512;
 
 /// Evaluates a model.
 pub fn run(file: &std::path::Path, args: &ModelArgs, backend: &BackendArgs, to: Destination<'_>) -> Result<Outcome> {
+    if let Some(count) = args.documents {
+        return documents::run(file, args, count, backend, to);
+    }
     let wanted = Wanted::parse(&args.recipes)?;
     let model = Model::load(file)?;
     let task = Task::new(&model, text(args.text.as_deref())?, args)?;

@@ -25,7 +25,8 @@ pub fn read(
     Ok(())
 }
 
-fn log_softmax(logits: &Tensor) -> candle_core::Result<Tensor> {
+/// Log-probabilities of logits.
+pub fn log_softmax(logits: &Tensor) -> candle_core::Result<Tensor> {
     let shifted = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?)?;
     shifted.broadcast_sub(&shifted.exp()?.sum_keepdim(D::Minus1)?.log()?)
 }

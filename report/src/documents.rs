@@ -1,0 +1,115 @@
+//! What recipes do to answers about documents.
+
+use serde::{Deserialize, Serialize};
+
+use crate::Run;
+
+/// Everything about one model and the documents of one text.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "kind", rename = "documents")]
+pub struct DocumentsReport {
+    /// The run.
+    pub run: Option<Run>,
+    /// The model.
+    pub model: String,
+    /// The text that the documents were cut from.
+    pub text: String,
+    /// Where attention ran.
+    pub backend: String,
+    /// Documents, each with two questions.
+    pub documents: usize,
+    /// Tokens of each, without the question.
+    pub document_tokens: usize,
+    /// One row for each recipe; the first is that of full precision.
+    pub rows: Vec<DocumentsRow>,
+}
+
+/// One recipe.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct DocumentsRow {
+    /// The recipe.
+    pub recipe: String,
+    /// Share of the prompt's tokens that layers keep, on average.
+    pub kept: f64,
+    /// Bits for each element of keys and values of the whole prompt, evicted ones counted among them.
+    pub bits_per_element: f64,
+    /// A passage of each document, quoted.
+    pub quotes: Vec<AnswerRow>,
+    /// A pass key hidden in each document.
+    pub passkeys: Vec<AnswerRow>,
+}
+
+/// One answer, read token by token.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct AnswerRow {
+    /// Mean log-probability of its tokens, in nats.
+    pub log_probability: f64,
+    /// Mean KL divergence from the predictions of full precision, in nats.
+    pub divergence: f64,
+    /// Share of its tokens that were the likeliest.
+    pub found: f64,
+    /// Share of the kept tokens that are among as many tokens to which the answer attends most; of policies alone.
+    pub hit_rate: Option<f64>,
+}
+
+impl DocumentsRow {
+    /// Mean and standard deviation over the documents.
+    pub fn spread(answers: &[AnswerRow], of: impl Fn(&AnswerRow) -> f64) -> (f64, f64) {
+        let count = answers.len() as f64;
+        let mean = answers.iter().map(&of).sum::<f64>() / count;
+        let squares: f64 = answers.iter().map(|answer| (of(answer) - mean).powi(2)).sum();
+        (mean, (squares / (count - 1.0).max(1.0)).sqrt())
+    }
+}
+
+/// The columns of a table of rows.
+pub const COLUMNS: [&str; 11] =
+    ["recipe", "kept", "bits", "quote ppl", "log p", "KL", "top-1", "hits", "key log p", "key KL", "found"];
+
+/// What the columns say, line by line.
+pub const LEGEND: [&str; 4] = [
+    "kept: share of the prompt's tokens. bits: of the cache, for each element of the whole prompt.",
+    "quote: a passage of the document is to go on as it is written there. key: a pass key hidden in it.",
+    "ppl, log p, KL (from full precision): of the answer's tokens, in nats; ± is the standard deviation over documents.",
+    "hits: kept tokens that are among as many tokens to which the answer attends most.",
+];
+
+impl DocumentsRow {
+    /// The cells of its [`COLUMNS`].
+    pub fn cells(&self) -> [String; 11] {
+        let percent = |share: f64| format!("{:.1} %", share * 100.0);
+        let with_spread = |(mean, deviation): (f64, f64)| format!("{mean:.3} ± {deviation:.3}");
+        let log_probability = Self::spread(&self.quotes, |answer| answer.log_probability);
+        let hits: Option<Vec<f64>> = self.quotes.iter().map(|answer| answer.hit_rate).collect();
+        let found = self.passkeys.iter().filter(|answer| answer.found == 1.0).count();
+        [
+            self.recipe.clone(),
+            percent(self.kept),
+            format!("{:.3}", self.bits_per_element),
+            format!("{:.3}", (-log_probability.0).exp()),
+            with_spread(log_probability),
+            with_spread(Self::spread(&self.quotes, |answer| answer.divergence)),
+            percent(Self::spread(&self.quotes, |answer| answer.found).0),
+            hits.map_or("–".into(), |hits| percent(hits.iter().sum::<f64>() / hits.len() as f64)),
+            with_spread(Self::spread(&self.passkeys, |answer| answer.log_probability)),
+            with_spread(Self::spread(&self.passkeys, |answer| answer.divergence)),
+            format!("{found} of {}", self.passkeys.len()),
+        ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_say_mean_and_spread() {
+        let answer = |log_probability, found| AnswerRow { log_probability, divergence: 0.5, found, hit_rate: None };
+        let quotes = vec![answer(-1.0, 0.5), answer(-3.0, 1.0)];
+        let passkeys = vec![answer(-1.0, 0.9), answer(-1.0, 1.0)];
+        let row = DocumentsRow { recipe: "h2o:0.1".into(), kept: 0.1, bits_per_element: 1.6, quotes, passkeys };
+        let cells = row.cells();
+        assert_eq!(cells[..5], ["h2o:0.1", "10.0 %", "1.600", "7.389", "-2.000 ± 1.414"]);
+        assert_eq!(cells[5..], ["0.500 ± 0.000", "75.0 %", "–", "-1.000 ± 0.000", "0.500 ± 0.000", "1 of 2"]);
+    }
+}
