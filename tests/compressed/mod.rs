@@ -1,11 +1,14 @@
 //! Prompts whose layers attend differently, compressed on a backend, and what a cache says of them.
 #![allow(dead_code, reason = "every test takes what it needs")]
 
-use kvpack::AttentionShape;
 use kvpack::backend::{Backend, TensorRows};
-use kvpack::cache::{DenseLayer, MeasuredQueries, ModelCache, ObservedPrompt, Recipe, SpanPositions, StoreId};
+use kvpack::cache::{
+    DenseLayer, KvCache, MeasuredQueries, ModelCache, ObservedPrompt, PromptSpan, Recipe, SpanPositions, StoreId,
+};
+use kvpack::cpu::{Cpu, CpuIndices};
 use kvpack::plan::{RowLayout, TokenRange};
 use kvpack::policy::{Policy, Selection, Spans};
+use kvpack::{AttentionShape, Bits, SegmentFormat};
 use pollster::block_on;
 
 use super::random_rows::Random;
@@ -129,4 +132,73 @@ pub fn policies(ratio: f64) -> Vec<(&'static str, Policy)> {
 /// Positions that a selection keeps in a layer, as a cache says them.
 pub fn kept(selection: &Selection, layer: usize) -> Vec<usize> {
     selection.layers()[layer].indices().into_iter().map(|token| token as usize).collect()
+}
+
+/// A device keeps what the CPU keeps, but for scores that rounding ranks otherwise; it packs of what it keeps what the CPU
+/// packs. Two runs give the same bits.
+///
+/// # Panics
+/// When it does not.
+pub fn check_against_cpu<B: Backend + Clone>(device: &B) {
+    let prompt = Prompt::new(AttentionShape::new(4, 2, 64).unwrap(), 3, 300, 11);
+    let recipes = [Recipe::f16(), Recipe::pack_all(SegmentFormat::saw_int4()), Recipe::calibquant(Bits::Four)];
+    for ((name, policy), recipe) in policies(0.2).iter().flat_map(|policy| recipes.iter().map(move |r| (policy, r))) {
+        let mut on_cpu = prompt.cache(&Cpu::new(), recipe);
+        let expected = block_on(on_cpu.compress(0, &prompt.observe(&on_cpu, policy.clone()))).unwrap();
+        let run = || {
+            let mut cache = prompt.cache(device, recipe);
+            let selection = block_on(cache.compress(0, &prompt.observe(&cache, policy.clone()))).unwrap();
+            (selection, state(&cache))
+        };
+        let (selection, (held_by, lengths, bytes)) = run();
+        assert!(run() == (selection.clone(), (held_by.clone(), lengths.clone(), bytes)), "{name}: two runs differ");
+        assert_eq!(lengths, [300, 0]);
+        for layer in 0..prompt.layers() {
+            let (kept, by_cpu) = (kept(&selection, layer), kept(&expected, layer));
+            let shared = kept.iter().filter(|token| by_cpu.contains(token)).count();
+            assert!(shared * 100 >= 98 * kept.len().max(by_cpu.len()), "{name}, layer {layer}: {kept:?} {by_cpu:?}");
+            let Some((store, positions, keys, values)) = held_by[2 * layer].first() else {
+                panic!("{name}: nothing held")
+            };
+            assert_eq!(positions, &SpanPositions::PerHead(kept.clone()));
+            match policy.merging {
+                // Sums in f32 may round otherwise; what is merged depends on all that is kept.
+                Some(_) if kept == by_cpu => {
+                    let (_, _, cpu_keys, cpu_values) = held(&on_cpu, layer, 0).remove(0);
+                    compare_merged(keys, &cpu_keys, recipe.packs());
+                    compare_merged(values, &cpu_values, recipe.packs());
+                }
+                Some(_) => {}
+                None => {
+                    let (cpu_keys, cpu_values) = gathered_on_cpu(&prompt, recipe, layer, &kept, *store);
+                    assert!(keys == &cpu_keys && values == &cpu_values, "{name}, layer {layer}");
+                }
+            }
+        }
+    }
+}
+
+/// What the CPU stores of these tokens.
+fn gathered_on_cpu(
+    prompt: &Prompt,
+    recipe: &Recipe,
+    layer: usize,
+    kept: &[usize],
+    store: StoreId,
+) -> (Vec<f32>, Vec<f32>) {
+    let mut cache = KvCache::new(Cpu::new(), prompt.shape, 1, recipe.clone()).unwrap();
+    let tokens: Vec<u32> = kept.iter().map(|&token| token as u32).collect();
+    let indices = CpuIndices::new(&tokens, prompt.shape.kv_heads(), prompt.tokens as u32).unwrap();
+    let DenseLayer { rows, keys, values } = prompt.dense(cache.backend(), layer);
+    block_on(cache.prefill(0, rows, &keys, &values, &[PromptSpan::gather(&indices, store)])).unwrap();
+    let span = cache.dequantize(0).unwrap().remove(0);
+    (span.keys.to_f32(), span.values.to_f32())
+}
+
+/// A code may fall to the other side where sums round otherwise: few do, and by one step.
+fn compare_merged(device: &[f32], cpu: &[f32], packed: bool) {
+    let differ = |limit: f32| device.iter().zip(cpu).filter(|(x, y)| (*x - *y).abs() > limit).count();
+    assert_eq!(device.len(), cpu.len());
+    assert_eq!(differ(if packed { 0.5 } else { 2e-3 }), 0);
+    assert!(differ(2e-3) <= device.len() / 100, "{} of {} elements differ", differ(2e-3), device.len());
 }
