@@ -39,7 +39,7 @@ pub struct DocumentsRow {
     pub passkeys: Vec<AnswerRow>,
 }
 
-/// One answer, read token by token.
+/// One answer, read token by token; its first token is given.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct AnswerRow {
     /// Mean log-probability of its tokens, in nats.
@@ -70,7 +70,8 @@ pub const COLUMNS: [&str; 11] =
 pub const LEGEND: [&str; 4] = [
     "kept: share of the prompt's tokens. bits: of the cache, for each element of the whole prompt.",
     "quote: a passage of the document is to go on as it is written there. key: a pass key hidden in it.",
-    "ppl, log p, KL (from full precision): of the answer's tokens, in nats; ± is the standard deviation over documents.",
+    "ppl, log p, KL (from full precision): of the answer's tokens after the first, in nats; ± over documents, one standard \
+     deviation.",
     "hits: kept tokens that are among as many tokens to which the answer attends most.",
 ];
 

@@ -1,6 +1,6 @@
 //! Answers read token by token over what a cache keeps of a prompt, against full precision.
 
-use anyhow::{Context, Result};
+use anyhow::{Result, bail};
 use candle_core::{D, Tensor};
 use kvpack::Backend;
 use kvpack::policy::{QueryRows, Selection, top_k};
@@ -10,12 +10,16 @@ use super::super::score::{log_probabilities_of, log_softmax, mean};
 use super::questions::Question;
 use crate::model::{Attention, DensePrompt, Model, PackedAttention};
 
-/// A prompt of a document and a question, all but the question's last token, and its answer in full precision.
+/// A prompt of a document and a question, and its answer in full precision.
+///
+/// Engines take the first token of an answer from their own reading of the prompt. So it is given here, and the tokens after
+/// it are predicted over what the cache keeps.
 pub struct Asked {
     /// What was read.
     pub prompt: DensePrompt,
-    /// The question's last token and all tokens of the answer but the last.
+    /// The tokens of the answer but the last.
     input: Vec<u32>,
+    /// The tokens after each.
     answer: Vec<u32>,
     /// `[answer, vocabulary]`, in full precision.
     expected: Tensor,
@@ -31,16 +35,17 @@ impl Asked {
         question: &Question,
         observer: &PackedAttention<B>,
     ) -> Result<Self> {
-        let (last, question_tokens) = question.tokens.split_last().context("a question without tokens")?;
         let mut prompt = document.clone();
-        prompt.read(model, question_tokens)?;
-        let (_, but_last) = question.answer.split_last().context("an answer without tokens")?;
-        let input = [std::slice::from_ref(last), but_last].concat();
+        prompt.read(model, &question.tokens)?;
+        let (Some((_, input)), Some((_, answer))) = (question.answer.split_last(), question.answer.split_first())
+        else {
+            bail!("an answer without tokens");
+        };
         let mut read_on = prompt.clone();
-        let stream = read_on.read(model, &input)?;
+        let stream = read_on.read(model, input)?;
         let expected = log_softmax(&model.logits(&stream)?)?;
         let attended = observer.column_sums(&read_on, &QueryRows::last(input.len(), read_on.tokens())?)?;
-        Ok(Self { prompt, input, answer: question.answer.clone(), expected, attended })
+        Ok(Self { prompt, input: input.to_vec(), answer: answer.to_vec(), expected, attended })
     }
 
     /// The answer in full precision.

@@ -20,8 +20,8 @@ pub struct Document {
 
 /// A question after a document.
 pub struct Question {
-    /// At least two.
     pub tokens: Vec<u32>,
+    /// At least two.
     pub answer: Vec<u32>,
     /// Its words, for what compares words.
     pub words: String,
