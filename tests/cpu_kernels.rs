@@ -42,13 +42,14 @@ impl Span {
             .map(|i| if i < 2 { Page { shard: 0, index: i } } else { Page { shard: 1, index: i - 2 } })
             .collect();
         let tokens = TokenRange::new(0, rows.tokens).unwrap();
-        let write = SpanWrite { rows: rows.layout(), tokens: tokens.into(), pages: &pages, range_slot: 2 };
+        let write =
+            SpanWrite { rows: rows.layout(), tokens: tokens.into(), pages: &pages, range_slot: 2, centre: None };
         quantize(&mut store, Elements::F32(&rows.keys), Elements::F32(&rows.values), write).unwrap();
         Self { store, pages, rows }
     }
 
     fn dequantize(&self, which: KeyOrValue) -> Vec<f32> {
-        let read = SpanRead { pages: &self.pages, tokens: self.rows.tokens, range_slot: 2 };
+        let read = SpanRead { pages: &self.pages, tokens: self.rows.tokens, range_slot: 2, centre: None };
         dequantize(&self.store, which, read).unwrap()
     }
 
@@ -157,7 +158,7 @@ fn appended_tokens_are_where_quantize_puts_them() {
     let mut store = CpuStore::new(shape, SegmentFormat::F16).unwrap();
     store.add_shard(1).unwrap();
     let page = Page { shard: 0, index: 0 };
-    let writes: Vec<TokenWrite> = (0..128).map(|slot| TokenWrite { token: slot, page, slot }).collect();
+    let writes: Vec<TokenWrite> = (0..128).map(|slot| TokenWrite { token: slot, page, slot, centre: None }).collect();
     let (keys, values) = (Elements::F32(&span.rows.keys), Elements::F32(&span.rows.values));
     append(&mut store, keys, values, span.rows.layout(), &writes).unwrap();
     for which in [KeyOrValue::Key, KeyOrValue::Value] {
@@ -213,8 +214,13 @@ fn gathered_tokens_are_stored_like_copied_ones() {
             }
             words
         };
-        let gather =
-            SpanWrite { rows: rows.layout(), tokens: plan::Rows::Gather(&indices), pages: &pages, range_slot: 0 };
+        let gather = SpanWrite {
+            rows: rows.layout(),
+            tokens: plan::Rows::Gather(&indices),
+            pages: &pages,
+            range_slot: 0,
+            centre: None,
+        };
         let run = SpanWrite {
             rows: RowLayout::head_major(count, &shape),
             tokens: TokenRange::new(0, count).unwrap().into(),
@@ -227,7 +233,13 @@ fn gathered_tokens_are_stored_like_copied_ones() {
     store.add_shard(2).unwrap();
     let beyond = CpuIndices::new(&tokens, kv_heads, 301).unwrap();
     let pages = [0, 1].map(|index| Page { shard: 0, index });
-    let write = SpanWrite { rows: rows.layout(), tokens: plan::Rows::Gather(&beyond), pages: &pages, range_slot: 0 };
+    let write = SpanWrite {
+        rows: rows.layout(),
+        tokens: plan::Rows::Gather(&beyond),
+        pages: &pages,
+        range_slot: 0,
+        centre: None,
+    };
     let refused = quantize(&mut store, Elements::F32(&rows.keys), Elements::F32(&rows.values), write);
     assert!(matches!(refused, Err(Error::Plan { .. })), "{refused:?}");
 }
@@ -242,6 +254,7 @@ fn wrong_calls_are_typed_errors() {
         tokens: TokenRange::new(0, 200).unwrap().into(),
         pages: &pages,
         range_slot: 0,
+        centre: None,
     };
     let short = Elements::F32(&rows.keys[1..]);
     assert!(matches!(quantize(&mut store, short, values, write), Err(Error::Elements { what: "keys", .. })));
@@ -258,7 +271,7 @@ fn wrong_calls_are_typed_errors() {
     }
     let none = SpanWrite { rows: RowLayout { tokens: 0, ..write.rows }, ..write };
     assert!(matches!(quantize(&mut store, keys, values, none), Err(Error::NoTokens { .. })));
-    let single = TokenWrite { token: 0, page: pages[0], slot: 0 };
+    let single = TokenWrite { token: 0, page: pages[0], slot: 0, centre: None };
     assert!(matches!(append(&mut store, keys, values, write.rows, &[single]), Err(Error::Plan { .. })));
 
     let span = SpanView { sequence: 0, start: 0, tokens: 200, pages: &pages, range_slot: 2 };

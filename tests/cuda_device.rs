@@ -94,6 +94,7 @@ fn tiles_are_those_of_the_cpu_in_fragment_order() {
                 tokens: if gathers { Rows::Gather(&indices) } else { all.into() },
                 pages: &pages,
                 range_slot: 0,
+                centre: None,
             };
             quantize(&mut cpu, keys.elements(), values.elements(), write).unwrap();
 
@@ -108,6 +109,7 @@ fn tiles_are_those_of_the_cpu_in_fragment_order() {
                 tokens: if gathers { Rows::Gather(&indices) } else { all.into() },
                 pages: &pages,
                 range_slot: 0,
+                centre: None,
             };
             backend.quantize(&mut cuda, &upload(&keys), &upload(&values), write).unwrap();
 
@@ -417,7 +419,7 @@ fn steps_of_another_layout_are_refused() {
         Arc::new(kvpack::plan::StepLayout::new(shape, 1, vec![stores[0].step_capacity(1, 0)], vec![]).unwrap());
     let (mut table, mut writes) = (StepTable::new(&layout), StepWrites::of(&layout));
     refused(memory.write(backend.stream(), &table));
-    writes.stores[0].tokens.push(TokenWrite { token: 0, page: Page { shard: 1, index: 4 }, slot: 9 });
+    writes.stores[0].tokens.push(TokenWrite { token: 0, page: Page { shard: 1, index: 4 }, slot: 9, centre: None });
     table.set(&writes).unwrap();
     // The token is flagged, and stored as zeros.
     let nan = block_on(backend.upload(Elements::F32(&[f32::NAN; 128]))).unwrap();

@@ -88,6 +88,7 @@ fn rows_beyond_all_numbers() {
             tokens: Rows::Run(TokenRange::new(0, 1).unwrap()),
             pages: &[kvpack::plan::Page { shard: 0, index: 0 }],
             range_slot: 0,
+            centre: None,
         };
         let elements = Elements::F32(&elements);
         assert!(matches!(quantize(&mut store, elements, elements, write), Err(Error::Elements { .. })), "{rows:?}");

@@ -27,6 +27,8 @@ struct RowsCall {
     u32 below;
     // The largest element that is in order, where elements are looked at.
     float largest;
+    // The centre of the sequence's keys, [kv head][channel], where they are stored less one.
+    float* centre;
 };
 
 // The token of the tensor that is this token of the span.

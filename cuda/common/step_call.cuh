@@ -4,6 +4,11 @@
 
 #include "common/tile.cuh"
 
+// Keys lose the centre of their sequence, whose slot follows that of the token in its word.
+#ifndef KEY_CENTRED
+#define KEY_CENTRED 0
+#endif
+
 constexpr int MOST_STEP_SHARDS = 16;
 
 struct StepCall {
@@ -30,6 +35,8 @@ struct StepCall {
     float value_shrink;
     // Entries that the section has room for.
     u32 capacity;
+    // [slot][kv head][channel], where keys are stored less the centre of their sequence.
+    const float* centres;
     // Addresses of the shards that are written, and of those that windows are read from.
     u64 shards[MOST_STEP_SHARDS];
     u64 from_shards[MOST_STEP_SHARDS];
@@ -38,6 +45,11 @@ struct StepCall {
 __device__ __forceinline__ u32 entry_count(const StepCall& call) { return call.table[0].x; }
 
 __device__ __forceinline__ uint4 entry_at(const StepCall& call, u32 index) { return call.table[1 + index]; }
+
+// The slot of a token in its page, and that of its centre.
+__device__ __forceinline__ u32 token_slot(uint4 entry) { return KEY_CENTRED ? entry.z & 0xffu : entry.z; }
+
+__device__ __forceinline__ u32 centre_slot(uint4 entry) { return entry.z >> 8; }
 
 // The part of a page that belongs to one KV head.
 __device__ __forceinline__ u8* page_part(const StepCall& call, u32 shard, u32 page, u32 kv_head) {

@@ -42,7 +42,7 @@ fn append(
     for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
         var x = 0f;
         if (exists) {
-            x = storable(element_bits(start + channel), place.token);
+            x = storable(element_bits(start + channel), place, kv_head, channel);
         }
         put_channel(channel, x);
     }

@@ -186,6 +186,23 @@ pub trait Attention: Storage {
         options: AttendOptions,
     ) -> impl Future<Output = Result<AttentionStates<Self::Tensor>>>;
 
+    /// Kernel `uncentre_lse`: adds `q·m / √head_dim` to the log-sum-exp of every query and head, so that states over keys that are
+    /// stored less their centres `m` become those over the keys as they were. Row `i` of the queries takes the centre in slot
+    /// `slots[i]` of the store's.
+    ///
+    /// Calibration moves with the scores: an offset that all of them have is the offset of their extremes too.
+    ///
+    /// # Errors
+    /// [`Elements`](crate::Error::Elements) when states and queries are not of as many rows as there are slots,
+    /// [`Plan`](crate::Error::Plan) when a slot does not exist.
+    fn uncentre_lse(
+        &self,
+        store: &Self::Store,
+        queries: &Self::Tensor,
+        slots: &[u32],
+        states: AttentionStates<Self::Tensor>,
+    ) -> impl Future<Output = Result<AttentionStates<Self::Tensor>>>;
+
     /// Kernel `merge_pair`: the states of the same queries over the tokens of both parts, which share none.
     ///
     /// The result is what attention over all of them at once would yield, but for rounding. A part with a log-sum-exp of −∞ is

@@ -1,9 +1,9 @@
 //! Stores that are filled with whole spans and then attended to: what conformance runs, benchmarks and evaluations need of a
 //! cache, which besides grows, forks and gives pages back.
 
-use super::{Backend, SpanRead, SpanWrite, TokenWrite, WindowMove};
+use super::{Backend, NewCentre, SpanRead, SpanWrite, TokenWrite, WindowMove};
 use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
-use crate::plan::{AttendPlan, Page, PageAllocator, QueryRun, RowLayout, Rows, SpanView, StoreView};
+use crate::plan::{AttendPlan, Page, PageAllocator, QueryRun, RowLayout, Rows, SpanView, StoreView, TokenRange};
 use crate::{Error, Result};
 
 /// Stores of several formats, and what of them is in use.
@@ -39,6 +39,8 @@ pub struct FilledStores<B: Backend> {
     stores: Vec<B::Store>,
     room: Vec<Room>,
     shard_pages: u32,
+    /// Slots of centres, one for each sequence; 0 where keys are stored as they are.
+    centres: usize,
 }
 
 /// The room of one store.
@@ -101,13 +103,41 @@ impl<B: Backend> FilledStores<B> {
     pub fn new(backend: &B, shape: AttentionShape, formats: &[SegmentFormat]) -> Result<Self> {
         let stores = formats.iter().map(|&format| backend.create_store(shape, format)).collect::<Result<_>>()?;
         let room = |&format: &SegmentFormat| Room { format, pages: PageAllocator::default(), slots: 0 };
-        Ok(Self { shape, stores, room: formats.iter().map(room).collect(), shard_pages: u32::MAX })
+        Ok(Self { shape, stores, room: formats.iter().map(room).collect(), shard_pages: u32::MAX, centres: 0 })
     }
 
     /// The same with shards of at most `pages` pages, so that spans lie in several.
     #[must_use]
     pub fn with_shards_of(self, pages: u32) -> Self {
         Self { shard_pages: pages.max(1), ..self }
+    }
+
+    /// The same with keys that are stored less a centre each of the sequences `0..sequences` has:
+    /// [`FilledStores::set_centre`]. Spans of other sequences are stored as they are.
+    #[must_use]
+    pub fn with_centres(self, sequences: usize) -> Self {
+        Self { centres: sequences, ..self }
+    }
+
+    /// Makes the mean of some keys the centre of a sequence, in every store: before any of its tokens is stored, and after spans
+    /// were placed.
+    ///
+    /// # Errors
+    /// As [`Packing::key_mean`](super::Packing::key_mean).
+    pub fn set_centre(
+        &mut self,
+        backend: &B,
+        sequence: usize,
+        keys: &B::Tensor,
+        of: (RowLayout, TokenRange),
+    ) -> Result<()> {
+        let centre = NewCentre { rows: of.0, tokens: of.1, slot: sequence };
+        self.stores.iter_mut().try_for_each(|store| backend.key_mean(store, keys, centre))
+    }
+
+    /// The slot of the centre of a span.
+    fn centre_of(&self, span: &FilledSpan) -> Option<usize> {
+        Some(span.span.sequence).filter(|&sequence| sequence < self.centres)
     }
 
     /// Places spans and packs them.
@@ -148,6 +178,9 @@ impl<B: Backend> FilledStores<B> {
                 room.pages.add_shard(missing);
             }
             backend.reserve_ranges(store, room.slots + of_store().count()).await?;
+            if self.centres > 0 {
+                backend.reserve_centres(store, self.centres).await?;
+            }
         }
         let place = |&span: &NewSpan| {
             let room = &mut self.room[span.store];
@@ -164,7 +197,8 @@ impl<B: Backend> FilledStores<B> {
     /// As [`Packing::quantize`](super::Packing::quantize).
     pub fn quantize(&mut self, backend: &B, span: &FilledSpan, source: SpanSource<'_, B>) -> Result<()> {
         let SpanSource { rows, tokens, keys, values } = source;
-        let write = SpanWrite { rows, tokens, pages: &span.pages, range_slot: span.range_slot };
+        let centre = self.centre_of(span);
+        let write = SpanWrite { rows, tokens, pages: &span.pages, range_slot: span.range_slot, centre };
         backend.quantize(&mut self.stores[span.span.store], keys, values, write)
     }
 
@@ -180,8 +214,13 @@ impl<B: Backend> FilledStores<B> {
         [keys, values]: [&B::Tensor; 2],
         first: usize,
     ) -> Result<()> {
-        let write =
-            |i: usize| TokenWrite { token: first + i, page: span.pages[i / TILE_TOKENS], slot: i % TILE_TOKENS };
+        let centre = self.centre_of(span);
+        let write = |i: usize| TokenWrite {
+            token: first + i,
+            page: span.pages[i / TILE_TOKENS],
+            slot: i % TILE_TOKENS,
+            centre,
+        };
         let writes: Vec<TokenWrite> = (0..span.span.tokens).map(write).collect();
         backend.append(&mut self.stores[span.span.store], keys, values, rows, &writes)
     }
@@ -191,7 +230,12 @@ impl<B: Backend> FilledStores<B> {
     /// # Errors
     /// As [`Packing::dequantize`](super::Packing::dequantize) and [`Device::download`](super::Device::download).
     pub async fn read(&self, backend: &B, span: &FilledSpan) -> Result<(Vec<f32>, Vec<f32>)> {
-        let read = SpanRead { pages: &span.pages, tokens: span.span.tokens, range_slot: span.range_slot };
+        let read = SpanRead {
+            pages: &span.pages,
+            tokens: span.span.tokens,
+            range_slot: span.range_slot,
+            centre: self.centre_of(span),
+        };
         let (keys, values) = backend.dequantize(&self.stores[span.span.store], read)?;
         Ok((backend.download(&keys).await?, backend.download(&values).await?))
     }
@@ -273,7 +317,6 @@ mod tests {
     use crate::Bits;
     use crate::backend::Device;
     use crate::cpu::Cpu;
-    use crate::plan::TokenRange;
     use pollster::block_on;
 
     fn shape() -> AttentionShape {

@@ -4,8 +4,8 @@ use std::future::Future;
 
 use super::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Backend, Device, FlaggedToken, KeptAndEvicted,
-    MeasuredAttention, MergedTokens, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection, SpanRead,
-    SpanWrite, StepInput, Storage, TensorRows,
+    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection,
+    SpanRead, SpanWrite, StepInput, Storage, TensorRows,
 };
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
@@ -95,6 +95,10 @@ pub trait Forward {
         self.inner().reserve_ranges(store, slots)
     }
 
+    fn reserve_centres(&self, store: &mut Store<Self>, slots: usize) -> impl Future<Output = Result<()>> {
+        self.inner().reserve_centres(store, slots)
+    }
+
     fn store_bytes(&self, store: &Store<Self>) -> u64 {
         self.inner().store_bytes(store)
     }
@@ -108,6 +112,10 @@ pub trait Forward {
         largest: f32,
     ) -> impl Future<Output = Result<Option<NonFinite>>> {
         self.inner().first_non_finite(which, tensor, rows, shape, largest)
+    }
+
+    fn key_mean(&self, store: &mut Store<Self>, keys: &Tensor<Self>, centre: NewCentre) -> Result<()> {
+        self.inner().key_mean(store, keys, centre)
     }
 
     fn quantize(
@@ -197,6 +205,16 @@ pub trait Forward {
         options: AttendOptions,
     ) -> impl Future<Output = Result<States<Self>>> {
         self.inner().attend_states(plan, stores, queries, options)
+    }
+
+    fn uncentre_lse(
+        &self,
+        store: &Store<Self>,
+        queries: &Tensor<Self>,
+        slots: &[u32],
+        states: States<Self>,
+    ) -> impl Future<Output = Result<States<Self>>> {
+        self.inner().uncentre_lse(store, queries, slots, states)
     }
 
     fn merge(
@@ -318,6 +336,10 @@ impl<F: Forward> Storage for Forwarding<F> {
         self.0.reserve_ranges(store, slots)
     }
 
+    fn reserve_centres(&self, store: &mut Store<F>, slots: usize) -> impl Future<Output = Result<()>> {
+        self.0.reserve_centres(store, slots)
+    }
+
     fn store_bytes(&self, store: &Store<F>) -> u64 {
         self.0.store_bytes(store)
     }
@@ -335,6 +357,10 @@ impl<F: Forward> Packing for Forwarding<F> {
         largest: f32,
     ) -> impl Future<Output = Result<Option<NonFinite>>> {
         self.0.first_non_finite(which, tensor, rows, shape, largest)
+    }
+
+    fn key_mean(&self, store: &mut Store<F>, keys: &Tensor<F>, centre: NewCentre) -> Result<()> {
+        self.0.key_mean(store, keys, centre)
     }
 
     fn quantize(
@@ -426,6 +452,16 @@ impl<F: Forward> Attention for Forwarding<F> {
         options: AttendOptions,
     ) -> impl Future<Output = Result<States<F>>> {
         self.0.attend_states(plan, stores, queries, options)
+    }
+
+    fn uncentre_lse(
+        &self,
+        store: &Store<F>,
+        queries: &Tensor<F>,
+        slots: &[u32],
+        states: States<F>,
+    ) -> impl Future<Output = Result<States<F>>> {
+        self.0.uncentre_lse(store, queries, slots, states)
     }
 
     fn merge(

@@ -23,7 +23,7 @@ pub use device::Device;
 pub use filled::{FilledSpan, FilledStores, NewSpan, SpanSource};
 pub use forward::{Forward, Forwarding};
 pub use open_step::OpenStep;
-pub use packing::{FlaggedToken, NonFinite, Packing, SpanRead, SpanWrite, StepInput};
+pub use packing::{FlaggedToken, LARGEST_CENTRED_KEY, NewCentre, NonFinite, Packing, SpanRead, SpanWrite, StepInput};
 pub use selection::{KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, Selection, TensorRows};
 pub use storage::Storage;
 

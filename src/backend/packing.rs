@@ -5,7 +5,7 @@ use std::future::Future;
 use super::Storage;
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue};
-use crate::plan::{Page, RowLayout, Rows, StepTable, TokenWrite, WindowMove};
+use crate::plan::{Page, RowLayout, Rows, StepTable, TokenRange, TokenWrite, WindowMove};
 
 /// Writes tokens of dense tensors into pages as one span; `I` is the index tensor of the backend.
 #[derive(Debug)]
@@ -18,6 +18,8 @@ pub struct SpanWrite<'a, I> {
     pub pages: &'a [Page],
     /// Slot for the span's ranges, where the format has them.
     pub range_slot: usize,
+    /// Slot of the centre that is taken from every key, where keys are stored so ([`Packing::key_mean`]).
+    pub centre: Option<usize>,
 }
 
 impl<I> Clone for SpanWrite<'_, I> {
@@ -37,7 +39,24 @@ pub struct SpanRead<'a> {
     pub tokens: usize,
     /// Slot of the span's ranges, where the format has them.
     pub range_slot: usize,
+    /// Slot of the centre that is added to every key, where keys are stored without it.
+    pub centre: Option<usize>,
 }
+
+/// The keys that a centre is the mean of, and where it goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NewCentre {
+    /// Where keys lie in their tensor.
+    pub rows: RowLayout,
+    /// The tokens whose mean the centre is.
+    pub tokens: TokenRange,
+    /// Its slot.
+    pub slot: usize,
+}
+
+/// The largest key that counts in a centre: larger ones, which are flagged or refused wherever they are stored, count as 0, as
+/// do those that are not finite.
+pub const LARGEST_CENTRED_KEY: f32 = 32752.0;
 
 /// An element that cannot be stored.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -108,6 +127,20 @@ pub trait Packing: Storage {
         shape: &AttentionShape,
         largest: f32,
     ) -> impl Future<Output = Result<Option<NonFinite>>>;
+
+    /// Kernel `key_mean`: puts the mean of some keys into a slot of the store's centres, `[slot][kv_head][head_dim]` in f32.
+    ///
+    /// Keys that are stored less a centre have smaller ranges and norms where a model's keys have much in common, and attention
+    /// over them is the same: softmax forgets `q·m`, which all scores of a query lack alike. So every key of a sequence, in all of
+    /// its stores, must be stored less the same centre: each store holds a copy, made of the same keys. Log-sum-exps lack
+    /// `q·m / √head_dim`: see [`Attention::uncentre_lse`](super::Attention::uncentre_lse).
+    ///
+    /// The sum is made in f32, token after token, and multiplied by `1 / tokens` rounded to f32. A centre that an engine knows is
+    /// the mean of one token.
+    ///
+    /// # Errors
+    /// When the keys are shorter than their layout says, or there is no such slot.
+    fn key_mean(&self, store: &mut Self::Store, keys: &Self::Tensor, centre: NewCentre) -> Result<()>;
 
     /// Kernel `quantize`: ranges, codes and ranges' storage of one span. The input must be finite.
     ///
@@ -193,8 +226,8 @@ pub trait Packing: Storage {
     /// [`DeviceLost`](crate::Error::DeviceLost).
     fn clear_non_finite_flags(&self, flags: &Self::NonFiniteFlags) -> Result<()>;
 
-    /// Kernel `dequantize`: the stored keys and the stored values of a span as dense f32 rows
-    /// `[kv_heads, tokens, head_dim]`.
+    /// Kernel `dequantize`, and `uncentre_keys` where there is a centre: the stored keys and the stored values of a span as dense
+    /// f32 rows `[kv_heads, tokens, head_dim]`.
     ///
     /// # Errors
     /// When pages or slots do not exist.

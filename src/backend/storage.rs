@@ -34,6 +34,14 @@ pub trait Storage: Device {
     /// [`OutOfMemory`](crate::Error::OutOfMemory); the store is as it was.
     fn reserve_ranges(&self, store: &mut Self::Store, slots: usize) -> impl Future<Output = Result<()>>;
 
-    /// Bytes that the store holds on the device: tiles, tile ranges and span ranges.
+    /// Grows the centres of sequences' keys to at least `slots` slots, new ones zero, and keeps those there are. From then on the
+    /// tokens of a step are stored less a centre each.
+    ///
+    /// # Errors
+    /// [`Format`](crate::Error::Format) when the keys have a range for every channel, which centres do not help;
+    /// [`OutOfMemory`](crate::Error::OutOfMemory) or [`Limit`](crate::Error::Limit). The store is as it was.
+    fn reserve_centres(&self, store: &mut Self::Store, slots: usize) -> impl Future<Output = Result<()>>;
+
+    /// Bytes that the store holds on the device: tiles, tile ranges, span ranges and centres.
     fn store_bytes(&self, store: &Self::Store) -> u64;
 }

@@ -6,7 +6,9 @@
 
 use super::room::{Lease, Room};
 use super::sequence::{NextSlot, Positions, Sequence, Span, Window};
-use super::{Appended, PromptSpan, Recipe, StoreId, TokenRun};
+use super::slots::Slots;
+use super::step::CentreWrite;
+use super::{Appended, CENTRE_TOKENS, PromptSpan, Recipe, StoreId, TokenRun};
 use crate::format::TILE_TOKENS;
 use crate::plan::{PageCopy, Rows, StepWrites, StoreWrites, TokenIndices, TokenRange, TokenWrite, WindowMove};
 use crate::{Error, Result};
@@ -17,6 +19,8 @@ pub(super) struct Books<I> {
     recipe: Recipe,
     rooms: Vec<Room>,
     sequences: Vec<Sequence<I>>,
+    /// Slots of centres, which sequences hold; none where the recipe has no centres.
+    centres: Slots,
 }
 
 /// Room of a store: pages, and range slots of so many spans.
@@ -38,6 +42,8 @@ pub(super) struct Change<I> {
     leased: Vec<(StoreId, Lease)>,
     /// Of no use any more once it is committed.
     freed: Vec<(StoreId, Lease)>,
+    /// Centres that the change gave to sequences.
+    pub(super) centres: Vec<CentreWrite>,
 }
 
 /// The end of a sequence before a change: its spans from `first` on.
@@ -55,7 +61,7 @@ impl<I> Change<I> {
         let stores = vec![StoreWrites::default(); recipe.stores().len()];
         let windows = vec![Vec::new(); usize::from(recipe.windows_to().is_some())];
         let writes = StepWrites { stores, windows };
-        Self { writes, undo: Vec::new(), leased: Vec::new(), freed: Vec::new() }
+        Self { writes, undo: Vec::new(), leased: Vec::new(), freed: Vec::new(), centres: Vec::new() }
     }
 }
 
@@ -63,7 +69,20 @@ impl<I: TokenIndices + Clone> Books<I> {
     pub(super) fn new(recipe: Recipe, sequences: usize) -> Self {
         let rooms = recipe.stores().iter().map(|store| Room::new(store.format.has_span_ranges())).collect();
         let sequences = (0..sequences).map(|_| Sequence::default()).collect();
-        Self { recipe, rooms, sequences }
+        Self { recipe, rooms, sequences, centres: Slots::default() }
+    }
+
+    pub(super) fn centres(&self) -> &Slots {
+        &self.centres
+    }
+
+    pub(super) fn centres_mut(&mut self) -> &mut Slots {
+        &mut self.centres
+    }
+
+    /// True if the recipe has centres, and there are not as many as sequences.
+    pub(super) fn lacks_centres(&self) -> bool {
+        self.recipe.is_centred() && self.centres.len() < self.sequences.len()
     }
 
     pub(super) fn recipe(&self) -> &Recipe {
@@ -151,6 +170,11 @@ impl<I: TokenIndices + Clone> Books<I> {
             let hint = "reserve more, or free, truncate or swap out sequences";
             Err(Error::Limit { what, needed: needed as u64, allowed: free as u64, hint })
         };
+        if self.lacks_centres() {
+            let (needed, allowed) = (self.sequences.len() as u64, self.centres.len() as u64);
+            let hint = "reserve room before a step is opened";
+            return Err(Error::Limit { what: "centres of sequences".into(), needed, allowed, hint });
+        }
         for ((needed, room), store) in needed.iter().zip(&self.rooms).zip(self.recipe.stores()) {
             if room.free_pages() < needed.pages {
                 return short("free pages", &store.format, needed.pages, room.free_pages());
@@ -203,6 +227,7 @@ impl<I: TokenIndices + Clone> Books<I> {
             let packs = run.packs() && self.window_to_pack(run.sequence(), 1).is_some();
             let first = self.first_changed(run.sequence(), packs);
             self.remember(&mut change, run.sequence(), first);
+            self.begin_centre(&mut change, run.sequence(), row, run.tokens())?;
             for _ in 0..run.tokens() {
                 self.append_token(&mut change, run.sequence(), row)?;
                 row += 1;
@@ -262,6 +287,7 @@ impl<I: TokenIndices + Clone> Books<I> {
         let mut change = Change::new(&self.recipe);
         let first = self.sequences[sequence].spans.len();
         self.remember(&mut change, sequence, first);
+        self.begin_centre(&mut change, sequence, 0, tokens)?;
         let base = self.sequences[sequence].length;
         for span in spans {
             let (store, tokens) = (self.recipe.resolve(span.store)?, span.tokens.len());
@@ -275,6 +301,41 @@ impl<I: TokenIndices + Clone> Books<I> {
         }
         self.sequences[sequence].length = base + tokens;
         Ok(change)
+    }
+
+    /// Gives an empty sequence a centre: the row of keys that is written with the change.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], or [`Error::Plan`] when the recipe has no centres or the sequence is not empty; [`Error::Limit`] when
+    /// there is no room for centres. Nothing has changed.
+    pub(super) fn set_centre(&mut self, sequence: usize) -> Result<Change<I>> {
+        let reject = |reason: String| Err(Error::Plan { what: "centre", reason });
+        let held = self.sequence(sequence)?;
+        if !self.recipe.is_centred() {
+            return reject("the recipe stores keys as they are; give it a centre (Recipe::with_centre)".into());
+        }
+        if held.length > 0 || held.centre.is_some() {
+            let length = held.length;
+            return reject(format!("sequence {sequence} has one, or {length} tokens; clear it first"));
+        }
+        self.check_room(&[])?;
+        let mut change = Change::new(&self.recipe);
+        self.begin_centre(&mut change, sequence, 0, 1)?;
+        Ok(change)
+    }
+
+    /// Gives a sequence that has none a centre, where the recipe has them: the mean of the first of its new tokens, which are
+    /// `tokens` rows from `first` on.
+    fn begin_centre(&mut self, change: &mut Change<I>, sequence: usize, first: usize, tokens: usize) -> Result<()> {
+        if !self.recipe.is_centred() || self.sequences[sequence].centre.is_some() {
+            return Ok(());
+        }
+        let tokens = TokenRange::new(first, first + tokens.min(CENTRE_TOKENS))?;
+        // There are as many as sequences: `check_room`.
+        let Some(slot) = self.centres.take() else { return Ok(()) };
+        change.centres.push(CentreWrite { sequence, slot, tokens });
+        self.sequences[sequence].centre = Some(slot);
+        Ok(())
     }
 
     /// The spans that a change added to a sequence.
@@ -298,6 +359,9 @@ impl<I: TokenIndices + Clone> Books<I> {
             sequence.spans.extend(undo.spans);
             sequence.length = undo.length;
         }
+        for centre in change.centres {
+            self.release_centre(centre.sequence);
+        }
         self.release(&change.leased);
     }
 
@@ -306,6 +370,7 @@ impl<I: TokenIndices + Clone> Books<I> {
     /// Forgets a sequence.
     pub(super) fn clear(&mut self, sequence: usize) -> Result<()> {
         self.sequence(sequence)?;
+        self.release_centre(sequence);
         let forgotten = std::mem::take(&mut self.sequences[sequence]);
         forgotten.spans.iter().for_each(|span| self.rooms[span.store.index()].release(&span.lease));
         Ok(())
@@ -322,6 +387,9 @@ impl<I: TokenIndices + Clone> Books<I> {
         for span in &forked.spans {
             self.rooms[span.store.index()].share(&span.lease)?;
         }
+        // Before the target's own goes, lest the two be the same.
+        forked.centre.into_iter().for_each(|slot| self.centres.share(slot));
+        self.release_centre(target);
         self.sequences[target] = forked;
         Ok(())
     }
@@ -356,6 +424,12 @@ impl<I: TokenIndices + Clone> Books<I> {
     }
 
     // --- parts ------------------------------------------------------------------------------------------------------
+
+    fn release_centre(&mut self, sequence: usize) {
+        if let Some(slot) = self.sequences[sequence].centre.take() {
+            self.centres.release(slot);
+        }
+    }
 
     fn release(&mut self, leases: &[(StoreId, Lease)]) {
         leases.iter().for_each(|(store, lease)| self.rooms[store.index()].release(lease));
@@ -404,6 +478,7 @@ impl<I: TokenIndices + Clone> Books<I> {
         let window = self.window(self.sequences[index].length);
         let store = window.store();
         let sequence = &mut self.sequences[index];
+        let centre = sequence.centre;
         let room = &mut self.rooms[store.index()];
         let next = sequence.next_slot(window);
         let (page, slot, lease) = match next {
@@ -423,7 +498,7 @@ impl<I: TokenIndices + Clone> Books<I> {
                 (lease.pages[0], 0, lease)
             }
         };
-        change.writes.stores[store.index()].tokens.push(TokenWrite { token: row, page, slot });
+        change.writes.stores[store.index()].tokens.push(TokenWrite { token: row, page, slot, centre });
         sequence.push_token(store, next, lease);
         Ok(())
     }

@@ -107,6 +107,7 @@ impl<B: Backend + Clone> ModelCache<B> {
             written = group.books.keep(sequence, layer.dense.rows.tokens, &spans).and_then(|change| {
                 changes.push(change);
                 let change = &changes[changes.len() - 1];
+                group.write_centres(ONLY_LAYER, change, layer.dense.rows, &layer.dense.keys)?;
                 kept.iter().try_for_each(|kept| kept.write(group, change, Destination { layer, sequence }))
             });
             if written.is_err() {
@@ -194,7 +195,7 @@ impl<B: Backend> KeptTokens<B> {
                 let new = NewTokens { rows, keys: &merged.keys, values: &merged.values };
                 group.write_rows(ONLY_LAYER, change, to.sequence, new)
             }
-            None => group.write_prompt(ONLY_LAYER, change, to.sequence, new_tokens(to.layer), &[self.span()]),
+            None => group.write_spans(ONLY_LAYER, change, to.sequence, new_tokens(to.layer), &[self.span()]),
         }
     }
 }

@@ -7,7 +7,7 @@ use super::books::check_spans;
 use super::layers::{LayerGroup, Members, StoredSpan};
 use super::step::NewTokens;
 use super::{CacheMemory, PromptSpan, Recipe, SpanPositions, StoreId, StoreRoom, TokenRun};
-use crate::backend::{Backend, FlaggedToken};
+use crate::backend::{AttentionStates, Backend, FlaggedToken};
 use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, Split, TokenRange};
 use crate::{Error, Result};
@@ -218,7 +218,7 @@ impl<B: Backend> KvCache<B> {
         let needed = self.group.books.room_for_append(runs, new.rows.tokens)?;
         self.group.reserve(&needed).await?;
         let change = self.group.open_append(runs, new.rows.tokens)?;
-        let written = self.group.write_step(LAYER, Some(new));
+        let written = self.group.write_append(LAYER, &change, new);
         self.group.close(change, written)
     }
 
@@ -256,7 +256,24 @@ impl<B: Backend> KvCache<B> {
         self.group.close(change, written)
     }
 
-    /// Forgets all tokens of a sequence; its pages and range slots are free again.
+    /// Says what the keys of an empty sequence are stored without: `[kv_heads, head_dim]`, such as the bias of the model's key
+    /// projection where keys are not rotated by position, or a mean over a calibration set. Without it a sequence of a
+    /// [centred recipe](Recipe::with_centre) takes the mean of its first tokens.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when the recipe has no centres or the sequence is not
+    /// empty, [`Error::Elements`] and [`Error::NotFinite`] for the centre, [`Error::OutOfMemory`] or [`Error::Limit`]. The cache
+    /// is as it was.
+    pub async fn set_centre(&mut self, sequence: usize, centre: &B::Tensor) -> Result<()> {
+        let rows = RowLayout::token_major(1, self.shape());
+        self.group.check_centre(centre).await?;
+        self.group.reserve(&[]).await?;
+        let change = self.group.books.set_centre(sequence)?;
+        let written = self.group.write_centres(LAYER, &change, rows, centre);
+        self.group.close(change, written)
+    }
+
+    /// Forgets all tokens of a sequence; its pages, range slots and centre are free again.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence.
@@ -278,7 +295,7 @@ impl<B: Backend> KvCache<B> {
     /// Forgets the newest tokens of a sequence and keeps those at the first `length` positions: speculative tokens that were
     /// rejected.
     ///
-    /// Tokens that were packed stay packed.
+    /// Tokens that were packed stay packed, and the sequence keeps its centre, even if it keeps no token.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it is shorter, or when the cut goes through a
@@ -355,6 +372,17 @@ impl<B: Backend> KvCache<B> {
             return Err(Error::Elements { what: "queries", given, expected, shape });
         }
         self.attend_runs(&[QueryRun::causal(sequence, queries_given)], queries, output).await
+    }
+
+    /// Attends with runs of queries and hands out the states, so that they can be merged with attention over other tokens: f32
+    /// outputs and the log-sum-exps of the scores of the keys as they were given, centred or not.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::attend_runs`].
+    pub async fn attend_states(&self, runs: &[QueryRun], queries: &B::Tensor) -> Result<AttentionStates<B::Tensor>> {
+        let plan = self.plan(runs)?;
+        plan.check_elements("queries", self.backend().elements(queries))?;
+        self.group.attend_states(LAYER, &plan, queries).await
     }
 
     /// The stores of [`KvCache::plan`], in the order of the recipe's. For engines that encode steps themselves.

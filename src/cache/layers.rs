@@ -8,9 +8,13 @@ use super::sequence::Span;
 use super::step::NewTokens;
 use super::step_table::GroupTable;
 use super::{MOST_SEQUENCES, Positions, PromptSpan, Recipe, SpanPositions, StoreFormat, StoreId, TokenRun};
-use crate::backend::{AttendOptions, Backend, FlaggedToken, OpenStep, SpanRead, SpanWrite, StepInput};
+use crate::backend::{
+    AttendOptions, AttentionStates, Backend, FlaggedToken, NewCentre, OpenStep, SpanRead, SpanWrite, StepInput,
+};
 use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat};
-use crate::plan::{AttendPlan, ElementType, QueryRun, Rows, SpanView, Split, StepTable, StoreView, TokenRange};
+use crate::plan::{
+    AttendPlan, ElementType, QueryRun, RowLayout, Rows, SpanView, Split, StepTable, StoreView, TokenRange,
+};
 use crate::{Error, Result};
 
 /// Pages of a store's first shard, unless more are needed at once: 1024 tokens.
@@ -139,6 +143,13 @@ impl<B: Backend> LayerGroup<B> {
 
     /// Sees to it that so much room is free in every layer. What an error leaves behind is unused room, nothing else.
     pub(super) async fn reserve(&mut self, needed: &[StoreRoom]) -> Result<()> {
+        if self.books.lacks_centres() {
+            let slots = self.books.sequences().len();
+            for of in self.layers.iter_mut().flatten() {
+                self.backend.reserve_centres(&mut of.store, slots).await?;
+            }
+            self.books.centres_mut().grow(slots);
+        }
         for (store, needed) in self.store_ids().zip(needed) {
             while self.books.room(store).free_pages() < needed.pages {
                 let missing = needed.pages - self.books.room(store).free_pages();
@@ -216,13 +227,15 @@ impl<B: Backend> LayerGroup<B> {
             let format = self.recipe().stores()[store.index()].format;
             let page_bytes = format.page_bytes(&self.shape) as u64;
             let slot_bytes = format.range_slot_bytes(&self.shape) as u64;
+            let centre_bytes = self.books.centres().in_use() as u64 * SegmentFormat::centre_bytes(&self.shape) as u64;
             let pages_in_use = room.pages() - room.free_pages();
             let tokens: usize = self.books.sequences().iter().map(|sequence| sequence.tokens_in(store)).sum();
             let allocated = of_layers.iter().map(|layer| self.backend.store_bytes(&layer[store.index()].store));
             StoreMemory {
                 format,
                 allocated_bytes: allocated.sum(),
-                in_use_bytes: layers * (pages_in_use as u64 * page_bytes + room.slots_in_use() as u64 * slot_bytes),
+                in_use_bytes: layers
+                    * (pages_in_use as u64 * page_bytes + room.slots_in_use() as u64 * slot_bytes + centre_bytes),
                 pages: room.pages(),
                 pages_in_use,
                 tokens,
@@ -237,21 +250,32 @@ impl<B: Backend> LayerGroup<B> {
     /// Checks keys and values before anything changes: their lengths, then their elements.
     pub(super) async fn check_rows(&self, new: NewTokens<'_, B::Tensor>) -> Result<()> {
         self.check_lengths(new)?;
-        for (which, tensor) in [(KeyOrValue::Key, new.keys), (KeyOrValue::Value, new.values)] {
-            // Whatever is stored in f16 now may be packed later.
-            let largest = self.largest_element(which);
-            if let Some(found) = self.backend.first_non_finite(which, tensor, &new.rows, &self.shape, largest).await? {
-                return Err(Error::NotFinite {
-                    tensor: which,
-                    token: found.token,
-                    kv_head: found.kv_head,
-                    channel: found.channel,
-                    value: found.value.to_string(),
-                    largest,
-                });
-            }
+        self.check_finite(KeyOrValue::Key, new.keys, &new.rows).await?;
+        self.check_finite(KeyOrValue::Value, new.values, &new.rows).await
+    }
+
+    /// Checks a centre that an engine gives.
+    pub(super) async fn check_centre(&self, centre: &B::Tensor) -> Result<()> {
+        let rows = RowLayout::token_major(1, &self.shape);
+        rows.check("centre", self.backend.elements(centre), &self.shape)?;
+        self.check_finite(KeyOrValue::Key, centre, &rows).await
+    }
+
+    /// Checks that all elements can be stored.
+    async fn check_finite(&self, which: KeyOrValue, tensor: &B::Tensor, rows: &RowLayout) -> Result<()> {
+        // Whatever is stored in f16 now may be packed later.
+        let largest = self.largest_element(which);
+        match self.backend.first_non_finite(which, tensor, rows, &self.shape, largest).await? {
+            None => Ok(()),
+            Some(found) => Err(Error::NotFinite {
+                tensor: which,
+                token: found.token,
+                kv_head: found.kv_head,
+                channel: found.channel,
+                value: found.value.to_string(),
+                largest,
+            }),
         }
-        Ok(())
     }
 
     /// Checks the lengths of keys and values.
@@ -260,11 +284,12 @@ impl<B: Backend> LayerGroup<B> {
         new.rows.check("values", self.backend.elements(new.values), &self.shape)
     }
 
-    /// The largest element that every store can hold.
+    /// The largest element that every store can hold. What is left of a key without its centre may be twice as large as either.
     fn largest_element(&self, which: KeyOrValue) -> f32 {
         let stores = self.recipe().stores().iter();
         let largest = stores.map(|store| store.format.tensor(which).largest_element(self.shape.head_dim()));
-        largest.fold(f32::INFINITY, f32::min)
+        let largest = largest.fold(f32::INFINITY, f32::min);
+        if which == KeyOrValue::Key && self.recipe().is_centred() { largest / 2.0 } else { largest }
     }
 
     /// Opens a change of the books that appends, and lays out what it writes: nothing has changed on an error.
@@ -310,6 +335,33 @@ impl<B: Backend> LayerGroup<B> {
         self.backend.clear_non_finite_flags(&self.flags)
     }
 
+    /// Writes what the open step says to one layer, after the centres of sequences that begin.
+    pub(super) fn write_append(
+        &mut self,
+        layer: usize,
+        change: &Change<B::Indices>,
+        new: NewTokens<'_, B::Tensor>,
+    ) -> Result<()> {
+        self.write_centres(layer, change, new.rows, new.keys)?;
+        self.write_step(layer, Some(new))
+    }
+
+    /// Puts the centres of sequences that begin into all stores of a layer.
+    pub(super) fn write_centres(
+        &mut self,
+        layer: usize,
+        change: &Change<B::Indices>,
+        rows: RowLayout,
+        keys: &B::Tensor,
+    ) -> Result<()> {
+        let Self { backend, layers, .. } = self;
+        for centre in &change.centres {
+            let new = NewCentre { rows, tokens: centre.tokens, slot: centre.slot };
+            layers[layer].iter_mut().try_for_each(|of| backend.key_mean(&mut of.store, keys, new))?;
+        }
+        Ok(())
+    }
+
     /// Writes what the open step says to one layer; without keys and values, where it only packs windows.
     pub(super) fn write_step(&mut self, layer: usize, new: Option<NewTokens<'_, B::Tensor>>) -> Result<()> {
         let Self { backend, layers, flags, table, numbers, .. } = self;
@@ -325,7 +377,7 @@ impl<B: Backend> LayerGroup<B> {
         backend.write_step(&mut stores, input, table.table())
     }
 
-    /// Writes the spans of a prompt to one layer.
+    /// Writes the spans of a prompt to one layer, after the centre of a sequence that begins.
     pub(super) fn write_prompt(
         &mut self,
         layer: usize,
@@ -334,7 +386,21 @@ impl<B: Backend> LayerGroup<B> {
         new: NewTokens<'_, B::Tensor>,
         spans: &[PromptSpan<'_, B::Indices>],
     ) -> Result<()> {
+        self.write_centres(layer, change, new.rows, new.keys)?;
+        self.write_spans(layer, change, sequence, new, spans)
+    }
+
+    /// Writes the spans of a prompt to one layer.
+    pub(super) fn write_spans(
+        &mut self,
+        layer: usize,
+        change: &Change<B::Indices>,
+        sequence: usize,
+        new: NewTokens<'_, B::Tensor>,
+        spans: &[PromptSpan<'_, B::Indices>],
+    ) -> Result<()> {
         let Self { backend, layers, books, .. } = self;
+        let centre = books.sequence(sequence)?.centre;
         let opened = books.spans_since(change, sequence);
         let same = |(span, prompt): (&Span<B::Indices>, &PromptSpan<'_, B::Indices>)| {
             span.tokens == prompt.tokens.len() && Ok(span.store) == books.recipe().resolve(prompt.store)
@@ -344,7 +410,7 @@ impl<B: Backend> LayerGroup<B> {
             return Err(Error::Plan { what: "spans of a prompt", reason });
         }
         for (span, prompt) in opened.iter().zip(spans) {
-            write_span(backend, &mut layers[layer], span, new, prompt.tokens)?;
+            write_span(backend, &mut layers[layer], (span, centre), new, prompt.tokens)?;
         }
         Ok(())
     }
@@ -358,10 +424,11 @@ impl<B: Backend> LayerGroup<B> {
         new: NewTokens<'_, B::Tensor>,
     ) -> Result<()> {
         let Self { backend, layers, books, .. } = self;
+        let centre = books.sequence(sequence)?.centre;
         let mut start = 0;
         for span in books.spans_since(change, sequence) {
             let rows = TokenRange::new(start, start + span.tokens)?;
-            write_span(backend, &mut layers[layer], span, new, Rows::Run(rows))?;
+            write_span(backend, &mut layers[layer], (span, centre), new, Rows::Run(rows))?;
             start = rows.end();
         }
         Ok(())
@@ -418,13 +485,35 @@ impl<B: Backend> LayerGroup<B> {
         Ok(positions)
     }
 
+    /// Attends with the queries of a plan in one layer, and hands out the states over the keys as they were given.
+    pub(super) async fn attend_states(
+        &self,
+        layer: usize,
+        plan: &AttendPlan,
+        queries: &B::Tensor,
+    ) -> Result<AttentionStates<B::Tensor>> {
+        let (stores, options) = (self.stores(layer), self.attend_options(ElementType::F32));
+        let states = self.backend.attend_states(plan, &stores, queries, options).await?;
+        if !self.recipe().is_centred() {
+            return Ok(states);
+        }
+        let mut slots = Vec::new();
+        for planned in plan.runs() {
+            // A sequence that is attended to holds tokens, and so a centre.
+            let slot = self.books.sequence(planned.run.sequence)?.centre.unwrap_or(0) as u32;
+            slots.extend(std::iter::repeat_n(slot, planned.run.queries));
+        }
+        self.backend.uncentre_lse(stores[0], queries, &slots, states).await
+    }
+
     /// What a sequence holds in a layer, span by span, as dense f32 rows on the device.
     pub(super) fn dequantize(&self, layer: usize, sequence: usize) -> Result<Vec<StoredSpan<B::Tensor>>> {
         let mut stored = Vec::new();
+        let centre = self.books.sequence(sequence)?.centre;
         for span in &self.books.sequence(sequence)?.spans {
             let store = self.recipe().stores()[span.store.index()];
             let lease = &span.lease;
-            let read = SpanRead { pages: &lease.pages, tokens: span.tokens, range_slot: lease.range_slot() };
+            let read = SpanRead { pages: &lease.pages, tokens: span.tokens, range_slot: lease.range_slot(), centre };
             let (keys, values) = self.backend.dequantize(&self.layers[layer][span.store.index()].store, read)?;
             let (format, calibration) = (store.format, store.calibration);
             stored.push(StoredSpan { tokens: span.tokens, store: span.store, format, calibration, keys, values });
@@ -433,15 +522,15 @@ impl<B: Backend> LayerGroup<B> {
     }
 }
 
-/// Writes the tokens of dense rows as one span.
+/// Writes the tokens of dense rows as one span of a sequence with this centre.
 fn write_span<B: Backend>(
     backend: &B,
     stores: &mut [LayerStore<B>],
-    span: &Span<B::Indices>,
+    (span, centre): (&Span<B::Indices>, Option<usize>),
     new: NewTokens<'_, B::Tensor>,
     tokens: Rows<'_, B::Indices>,
 ) -> Result<()> {
     let (pages, range_slot) = (&span.lease.pages, span.lease.range_slot());
-    let write = SpanWrite { rows: new.rows, tokens, pages, range_slot };
+    let write = SpanWrite { rows: new.rows, tokens, pages, range_slot, centre };
     backend.quantize(&mut stores[span.store.index()].store, new.keys, new.values, write)
 }

@@ -29,6 +29,7 @@ mod recipe;
 mod recipe_text;
 mod room;
 mod sequence;
+mod slots;
 mod step;
 mod step_table;
 
@@ -49,6 +50,9 @@ pub use sequence::{Positions, SpanPositions};
 pub use step::TokenRun;
 
 pub use crate::plan::StoreFormat;
+
+/// Tokens whose mean key is the centre of a sequence, at most: the first of those that it is given first.
+pub const CENTRE_TOKENS: usize = 64;
 
 /// Most sequences of one cache.
 pub const MOST_SEQUENCES: usize = 1 << 20;

@@ -7,7 +7,7 @@ use super::books::{Change, check_spans};
 use super::layers::{LayerGroup, Members, StoredSpan};
 use super::step::NewTokens;
 use super::{CacheMemory, PromptSpan, Recipe, StoreMemory, StoreRoom, TokenRun};
-use crate::backend::{Backend, FlaggedToken, OpenStep};
+use crate::backend::{AttentionStates, Backend, FlaggedToken, OpenStep};
 use crate::format::AttentionShape;
 use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, StepLayout, TokenRange};
 use crate::{Error, Result};
@@ -267,9 +267,18 @@ impl<B: Backend> ModelCache<B> {
     /// like layers one in all. Every layer counts as stored, so that the step can be committed as soon as it is encoded.
     ///
     /// # Errors
-    /// [`Error::Plan`] when no step that appends is open.
+    /// [`Error::Plan`] when no step that appends is open, or a sequence of a [centred recipe](Recipe::with_centre) begins with it:
+    /// its centre is made of its first tokens, which a prompt or [`ModelCache::store`] has to store, unless
+    /// [`ModelCache::set_centres`] says it.
     pub fn encode(&mut self) -> Result<Vec<OpenStep<'_, B::Store, B::NonFiniteFlags>>> {
         let step = self.step.as_mut().filter(|step| step.kind == StepKind::Append).ok_or_else(no_step)?;
+        if let Some(centre) = step.changes.iter().flat_map(|change| &change.centres).next() {
+            let reason = format!(
+                "sequence {} begins with it and has no centre yet; set it, or store these tokens layer by layer",
+                centre.sequence
+            );
+            return Err(Error::Plan { what: "step to encode", reason });
+        }
         step.stored.fill(true);
         Ok(self.groups.iter().zip(&step.plans).map(|(group, plan)| group.open_step(plan)).collect())
     }
@@ -334,14 +343,20 @@ impl<B: Backend> ModelCache<B> {
     /// [`Error::Plan`] when no step is open, there is no such layer or it has not stored its tokens, [`Error::Elements`] when the
     /// queries have another shape, [`Error::OutOfMemory`] or [`Error::DeviceLost`] from the device.
     pub async fn attend(&self, layer: usize, queries: &B::Tensor, output: ElementType) -> Result<B::Tensor> {
-        let (group, index) = self.group(layer)?;
-        let plan = self.plan(layer)?;
-        if !self.step.as_ref().is_some_and(|step| step.stored[layer]) {
-            let reason = format!("layer {layer} has not stored the tokens of the open step");
-            return Err(Error::Plan { what: "attention of a step", reason });
-        }
+        let (group, index, plan) = self.stored_plan(layer)?;
         plan.check_elements("queries", group.backend.elements(queries))?;
         group.backend.attend(plan, &group.stores(index), queries, group.attend_options(output)).await
+    }
+
+    /// The same as attention states, to be merged with attention over other tokens: see
+    /// [`KvCache::attend_states`](super::KvCache::attend_states).
+    ///
+    /// # Errors
+    /// Those of [`ModelCache::attend`].
+    pub async fn attend_states(&self, layer: usize, queries: &B::Tensor) -> Result<AttentionStates<B::Tensor>> {
+        let (group, index, plan) = self.stored_plan(layer)?;
+        plan.check_elements("queries", group.backend.elements(queries))?;
+        group.attend_states(index, plan, queries).await
     }
 
     /// The open step is so: its tokens are held, and the pages that it replaced are free.
@@ -416,7 +431,47 @@ impl<B: Backend> ModelCache<B> {
 
     // --- sequences -------------------------------------------------------------------------------------------------
 
-    /// Forgets all tokens of a sequence; its pages and range slots are free again.
+    /// Says what the keys of an empty sequence are stored without: one centre for each layer, in order. See
+    /// [`KvCache::set_centre`](super::KvCache::set_centre).
+    ///
+    /// # Errors
+    /// Those of [`KvCache::set_centre`](super::KvCache::set_centre), and [`Error::Plan`] when a step is open or there are more or
+    /// fewer centres than layers.
+    pub async fn set_centres(&mut self, sequence: usize, centres: &[&B::Tensor]) -> Result<()> {
+        self.check_no_step()?;
+        if centres.len() != self.layers.len() {
+            let reason = format!("{} centres for {} layers", centres.len(), self.layers.len());
+            return Err(Error::Plan { what: "centre", reason });
+        }
+        for (&(group, _), centre) in self.layers.iter().zip(centres) {
+            self.groups[group].check_centre(centre).await?;
+        }
+        for group in &mut self.groups {
+            group.reserve(&[]).await?;
+        }
+        let mut changes = Vec::with_capacity(self.groups.len());
+        let mut written = Ok(());
+        for group in &mut self.groups {
+            written = group.books.set_centre(sequence).map(|change| changes.push(change));
+            if written.is_err() {
+                break;
+            }
+        }
+        if written.is_ok() {
+            let places = self.layers.iter().zip(centres);
+            written = places.into_iter().try_for_each(|(&(group, index), centre)| {
+                let of = &mut self.groups[group];
+                let rows = RowLayout::token_major(1, &of.shape);
+                of.write_centres(index, &changes[group], rows, centre)
+            });
+        }
+        for (group, change) in self.groups.iter_mut().zip(changes) {
+            if written.is_ok() { group.books.commit(change) } else { group.books.abandon(change) }
+        }
+        written
+    }
+
+    /// Forgets all tokens of a sequence; its pages, range slots and centre are free again.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open.
@@ -478,6 +533,17 @@ impl<B: Backend> ModelCache<B> {
         Ok((&self.groups[group], index))
     }
 
+    /// A layer that has stored the tokens of the open step, its place in its group, and the plan of its attention.
+    fn stored_plan(&self, layer: usize) -> Result<(&LayerGroup<B>, usize, &AttendPlan)> {
+        let (group, index) = self.group(layer)?;
+        let plan = self.plan(layer)?;
+        if !self.step.as_ref().is_some_and(|step| step.stored[layer]) {
+            let reason = format!("layer {layer} has not stored the tokens of the open step");
+            return Err(Error::Plan { what: "attention of a step", reason });
+        }
+        Ok((group, index, plan))
+    }
+
     pub(super) fn check_no_step(&self) -> Result<()> {
         match self.step {
             None => Ok(()),
@@ -534,7 +600,7 @@ impl<B: Backend> ModelCache<B> {
         match kind {
             StepKind::Append => {
                 group.check_lengths(new)?;
-                group.write_step(index, Some(new))?;
+                group.write_append(index, &step.changes[at], new)?;
             }
             StepKind::Prefill(sequence) => {
                 group.check_rows(new).await?;

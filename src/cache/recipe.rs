@@ -68,6 +68,7 @@ pub struct Recipe {
     appended: Appended,
     sink: usize,
     query: QueryPrecision,
+    centred: bool,
 }
 
 /// Most stores of a recipe.
@@ -156,13 +157,28 @@ impl Recipe {
         Self { query, ..self }
     }
 
+    /// The same recipe with keys that are stored, in every store, less the centre of their sequence: the mean of the first
+    /// [`CENTRE_TOKENS`](super::CENTRE_TOKENS) tokens that it is given, or what the engine says
+    /// ([`KvCache::set_centre`](super::KvCache::set_centre)). Attention is the same, since softmax forgets what all scores of a
+    /// query have in common, and ranges and norms of tokens are smaller where a model's keys have a bias.
+    ///
+    /// The mean is that of one call: of the first part of a prompt, of a first chunk, or the key of a token that decoding begins
+    /// with. Formats with a range per channel have no use for it, and a cache refuses them.
+    ///
+    /// (SageAttention, arXiv 2410.02367, takes the mean of all keys before it rounds them; NSNQuant, arXiv 2505.18231, centres
+    /// within a normalisation.)
+    #[must_use]
+    pub fn with_centre(self) -> Self {
+        Self { centred: true, ..self }
+    }
+
     fn of(packed: SegmentFormat, appended: Appended) -> Self {
         let mut stores = vec![StoreFormat::from(SegmentFormat::F16)];
         let appended = if packed == SegmentFormat::F16 { Appended::Keep } else { appended };
         if packed != SegmentFormat::F16 {
             stores.push(packed.into());
         }
-        Self { stores, appended, sink: 0, query: QueryPrecision::default() }
+        Self { stores, appended, sink: 0, query: QueryPrecision::default(), centred: false }
     }
 
     /// The stores: f16, and the packed ones.
@@ -184,6 +200,11 @@ impl Recipe {
     /// packed: attention sinks (StreamingLLM, arXiv 2309.17453) cost little to keep and much to lose.
     pub const fn sink(&self) -> usize {
         self.sink
+    }
+
+    /// True if keys are stored less the centre of their sequence: [`Recipe::with_centre`].
+    pub const fn is_centred(&self) -> bool {
+        self.centred
     }
 
     /// The first packed store, or the f16 store where there is none.
@@ -240,6 +261,10 @@ impl Recipe {
                 return Err(Error::Format { format: packed.to_string(), reason });
             }
         }
-        Ok(())
+        let mut uncentred = self.stores.iter().map(|store| store.format).filter(|format| !format.key.takes_centre());
+        match uncentred.next().filter(|_| self.centred) {
+            Some(format) => Err(Error::Format { format: format.to_string(), reason: format.why_no_centre() }),
+            None => Ok(()),
+        }
     }
 }

@@ -25,6 +25,7 @@ use crate::{Error, Result};
 ///         | "sink=" tokens                 first tokens in f16, in whole tiles of 128 (0)
 ///         | "tau=" τ1 "," τ2               calibrated scores of packed spans, CalibQuant's eq. 7 (none)
 ///         | "query=" ("int8" | "int16")    precision of query and weights in integer dot products (int16)
+///         | "centre"                       keys less the mean of the first 64 of their sequence; not with ranges per channel
 ///         | "store=" method [":" bits]     one more store, which spans of a prompt may name: the first after the method's own
 ///         | "layers=" layer { "," layer } ":" method [":" bits]    these layers by another method
 ///         | "merge=" ("none" | "averaged" | "pivotal" | "weighted")   what becomes of evicted tokens (as the policy has it)
@@ -124,6 +125,17 @@ impl ModelRecipe {
         Err(Error::Recipe { given: self.text.clone(), reason: reason.into() })
     }
 
+    /// Checks that all layers take a centre, if one is asked for. Whether a format does has nothing to do with the shape.
+    fn check_centre(&self) -> Parsed<()> {
+        if !self.options.iter().any(|option| matches!(option, RecipeOption::Centre)) {
+            return Ok(());
+        }
+        let shape = AttentionShape::new(1, 1, 128).map_err(|error| error.to_string())?;
+        let other = self.layers.iter().map(|(layer, _)| *layer).chain([usize::MAX]);
+        let centred = other.map(|layer| self.layer(layer, &shape));
+        centred.into_iter().try_for_each(|recipe| recipe.check()).map_err(|error| format!("centre: {error}"))
+    }
+
     /// The highest layer that the text names, which the model must have.
     pub fn highest_layer(&self) -> Option<usize> {
         self.layers.iter().map(|(layer, _)| *layer).max()
@@ -151,6 +163,10 @@ fn parse(text: &str) -> Parsed<ModelRecipe> {
     let (policy, base) = policy_and_base(parts.next().unwrap_or_default())?;
     let mut recipe = ModelRecipe { text: text.into(), policy, base, layers: Vec::new(), options: Vec::new() };
     for part in parts {
+        if part == "centre" {
+            recipe.options.push(RecipeOption::Centre);
+            continue;
+        }
         let (name, value) = part.split_once('=').ok_or_else(|| unknown_option(part))?;
         match (name, EvictionOption::parse(name, value)) {
             ("layers", _) => recipe.layers.extend(layer_choices(value)?),
@@ -167,6 +183,7 @@ fn parse(text: &str) -> Parsed<ModelRecipe> {
     if further > MOST_STORES - 2 {
         return Err(format!("{further} further stores; a recipe has at most {MOST_STORES} stores in all"));
     }
+    recipe.check_centre()?;
     let mut seen = BTreeSet::new();
     match recipe.layers.iter().find(|(layer, _)| !seen.insert(*layer)) {
         Some((twice, _)) => Err(format!("layer {twice} is named twice")),
@@ -196,6 +213,7 @@ enum RecipeOption {
     Tau(Calibration),
     Query(QueryPrecision),
     Store(Choice),
+    Centre,
 }
 
 impl RecipeOption {
@@ -208,6 +226,7 @@ impl RecipeOption {
             Self::Tau(calibration) => recipe.with_calibration(calibration),
             Self::Query(query) => recipe.with_query(query),
             Self::Store(choice) => recipe.and_store(*choice.recipe(shape).packed()),
+            Self::Centre => recipe.with_centre(),
         }
     }
 }
@@ -236,7 +255,7 @@ fn further_store(value: &str) -> Parsed<Choice> {
 fn unknown_option(name: &str) -> String {
     format!(
         "there is no option '{name}'; the options are window=TOKENS, sink=TOKENS, tau=τ1,τ2, query=int8|int16, \
-         store=METHOD and layers=0,1:METHOD, and of policies merge=none|averaged|pivotal|weighted and text=equal|raised|stays"
+         centre, store=METHOD and layers=0,1:METHOD, and of policies merge=none|averaged|pivotal|weighted and text=equal|raised|stays"
     )
 }
 
@@ -293,6 +312,17 @@ mod tests {
         assert_eq!(recipe.highest_layer(), Some(3));
         let f16: ModelRecipe = "f16+window=64".parse().unwrap();
         assert_eq!(f16.layer(0, &shape()).appended(), Appended::Keep);
+    }
+
+    #[test]
+    fn every_layer_is_centred() {
+        for text in ["int4+centre", "turboquant:3+centre+window=64", "int8+layers=0,1:saw-int4+centre", "f16+centre"] {
+            let recipe: ModelRecipe = text.parse().unwrap();
+            assert_eq!(recipe.to_string(), text);
+            assert!((0..3).all(|layer| recipe.layer(layer, &shape()).is_centred()), "{text}");
+        }
+        let plain: ModelRecipe = "int4".parse().unwrap();
+        assert!(!plain.layer(0, &shape()).is_centred());
     }
 
     #[test]
@@ -414,6 +444,9 @@ mod tests {
             ("kivi:2+tau=nan,1", "NaN"),
             ("kivi:2+store=kiwi", "the methods are f16"),
             ("kivi:2+store=f16", "every recipe has an f16 store"),
+            ("kivi:2+centre", "ranges of their own for every channel"),
+            ("int4+centre+layers=3:calibquant:2", "ranges of their own for every channel"),
+            ("int4+centre=3", "the options are window"),
             ("kivi:2+layers=0", "layers and a method"),
             ("kivi:2+layers=x:f16", "layers and a method"),
             ("kivi:2+layers=0:f16+layers=0:int8", "named twice"),

@@ -1,5 +1,6 @@
 //! The free pages and range slots of a store, on the host alone.
 
+use super::slots::Slots;
 use crate::plan::{Page, PageAllocator};
 use crate::{Error, Result};
 
@@ -22,10 +23,8 @@ impl Lease {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Room {
     pages: PageAllocator,
-    /// How many spans hold each range slot.
-    slot_holders: Vec<u32>,
-    /// Free slots, highest first.
-    free_slots: Vec<usize>,
+    /// Range slots, which spans hold.
+    slots: Slots,
     has_slots: bool,
 }
 
@@ -40,9 +39,7 @@ impl Room {
     }
 
     pub(super) fn add_slots(&mut self, slots: usize) {
-        let held = self.slot_holders.len();
-        self.free_slots.splice(0..0, (held..slots.max(held)).rev());
-        self.slot_holders.resize(slots.max(held), 0);
+        self.slots.grow(slots);
     }
 
     pub(super) fn pages(&self) -> usize {
@@ -63,20 +60,20 @@ impl Room {
 
     /// Spans that may begin: no limit where they need no slots.
     pub(super) fn free_spans(&self) -> usize {
-        if self.has_slots { self.free_slots.len() } else { usize::MAX }
+        if self.has_slots { self.slots.free() } else { usize::MAX }
     }
 
     pub(super) fn slots(&self) -> usize {
-        self.slot_holders.len()
+        self.slots.len()
     }
 
     /// Slots of so many spans that are still missing.
     pub(super) fn missing_slots(&self, spans: usize) -> usize {
-        if self.has_slots { spans.saturating_sub(self.free_slots.len()) } else { 0 }
+        if self.has_slots { spans.saturating_sub(self.slots.free()) } else { 0 }
     }
 
     pub(super) fn slots_in_use(&self) -> usize {
-        self.slot_holders.len() - self.free_slots.len()
+        self.slots.in_use()
     }
 
     /// Takes pages for `pages` tiles and a slot. Nothing is taken on an error.
@@ -86,9 +83,7 @@ impl Room {
             return Err(Error::Limit { what, needed: 1, allowed: 0, hint });
         }
         let pages = self.pages.allocate(pages)?;
-        let slot = self.free_slots.pop();
-        slot.into_iter().for_each(|slot| self.slot_holders[slot] = 1);
-        Ok(Lease { pages, slot })
+        Ok(Lease { pages, slot: self.slots.take() })
     }
 
     /// Takes one page of a span that goes on: the span has its range slot already.
@@ -99,7 +94,7 @@ impl Room {
     /// Lets one more span hold what a lease holds.
     pub(super) fn share(&mut self, lease: &Lease) -> Result<()> {
         self.pages.share(&lease.pages)?;
-        lease.slot.into_iter().for_each(|slot| self.slot_holders[slot] += 1);
+        lease.slot.into_iter().for_each(|slot| self.slots.share(slot));
         Ok(())
     }
 
@@ -112,12 +107,6 @@ impl Room {
         let released = self.pages.release(&lease.pages);
         // The cache releases what it leased, once.
         debug_assert!(released.is_ok(), "{released:?}");
-        if let Some(slot) = lease.slot {
-            self.slot_holders[slot] -= 1;
-            if self.slot_holders[slot] == 0 {
-                let at = self.free_slots.partition_point(|&free| free > slot);
-                self.free_slots.insert(at, slot);
-            }
-        }
+        lease.slot.into_iter().for_each(|slot| self.slots.release(slot));
     }
 }

@@ -86,11 +86,13 @@ pub(super) struct Sequence<I> {
     pub(super) spans: Vec<Span<I>>,
     /// Position of the next token: what the sequence would hold if nothing had been evicted.
     pub(super) length: usize,
+    /// Slot of the centre that its keys are stored without, once it has one.
+    pub(super) centre: Option<usize>,
 }
 
 impl<I> Default for Sequence<I> {
     fn default() -> Self {
-        Self { spans: Vec::new(), length: 0 }
+        Self { spans: Vec::new(), length: 0, centre: None }
     }
 }
 

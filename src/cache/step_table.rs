@@ -92,6 +92,7 @@ fn capacities<I: TokenIndices + Clone>(books: &Books<I>, most: Most) -> Vec<Stor
             range_slots: room.slots(),
             tokens,
             copies,
+            centre_slots: books.centres().len(),
         }
     };
     recipe.stores().iter().enumerate().map(of).collect()

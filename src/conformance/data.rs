@@ -12,6 +12,9 @@ use crate::{Error, Result};
 /// over thousands of tokens the others still have a few thousandths of the weight, each of them far below the sink's.
 pub const SINK_NATS: f64 = 14.0;
 
+/// Tokens whose mean is the centre of a sequence, where keys are stored less one: fewer than a tile.
+pub(super) const CENTRE_TOKENS: usize = 64;
+
 /// Share of the weight, about, that goes to the landmark.
 const LANDMARK_SHARE: f64 = 0.15;
 
@@ -122,7 +125,8 @@ impl HeadData {
         };
         group.plant(Target::Landmark, landmark, &mut keys, &channels);
         group.plant(Target::Sink, sink, &mut keys, &channels);
-        let values = Channels::new(recipe.kind, head_dim, &mut random).rows(tokens, &mut random);
+        let of_values = if recipe.kind == DataKind::BiasedKeys { DataKind::ChannelOffsets } else { recipe.kind };
+        let values = Channels::new(of_values, head_dim, &mut random).rows(tokens, &mut random);
         Self { keys, values, queries: group.queries }
     }
 }
@@ -159,6 +163,11 @@ impl Channels {
         }
         match kind {
             DataKind::ChannelOffsets | DataKind::Outliers => {}
+            DataKind::BiasedKeys => {
+                for (channel, bias) in [(5, 300.0), (head_dim / 2, -300.0), (head_dim - 2, 300.0)] {
+                    offset[channel] += bias;
+                }
+            }
             DataKind::ConstantChannels => {
                 for channel in (0..head_dim).step_by(3) {
                     spread[channel] = 0.0;

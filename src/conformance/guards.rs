@@ -17,6 +17,9 @@ pub(super) struct Guards {
     held: Vec<(Vec<f32>, Vec<f32>)>,
 }
 
+/// Guard pages are of no sequence, so that no centre is taken from what they hold.
+const NO_SEQUENCE: usize = usize::MAX;
+
 /// Places spans in stores that are empty, with guards beside them. Pages are shuffled where a seed is given.
 pub(super) async fn place<B: Backend>(
     backend: &B,
@@ -26,7 +29,8 @@ pub(super) async fn place<B: Backend>(
 ) -> Result<(Vec<FilledSpan>, Guards)> {
     let count = stores.stores().len();
     let of_store = |store| spans.iter().filter(move |span| span.store == store && span.tokens > 0).count();
-    let guard = |store: usize, pages: usize| NewSpan { store, sequence: 0, start: 0, tokens: pages * TILE_TOKENS };
+    let guard =
+        |store: usize, pages: usize| NewSpan { store, sequence: NO_SEQUENCE, start: 0, tokens: pages * TILE_TOKENS };
     // A store of n spans has n + 1 guard pages, at least two.
     let first = (0..count).map(|store| guard(store, (of_store(store) + 2) / 2));
     let last = (0..count).map(|store| guard(store, of_store(store).div_ceil(2).max(1)));

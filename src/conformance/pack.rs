@@ -1,7 +1,7 @@
 //! Checks of packing: what the kernels that write pages store, against the CPU twin bit for bit.
 
 use super::attend::{DataKind, InputLayout, RowOrder, SinkPlace};
-use super::data::{DataRecipe, Random, SequenceData};
+use super::data::{CENTRE_TOKENS, DataRecipe, Random, SequenceData};
 use super::guards::{self, Guards};
 use super::report::{Failure, Report};
 use crate::backend::{FilledSpan, FilledStores, NewSpan, SpanSource, WindowMove};
@@ -25,6 +25,8 @@ pub struct PackCase {
     pub data: DataKind,
     /// How they lie in their tensors.
     pub input: InputLayout,
+    /// Whether keys are stored less the mean of the first of them.
+    pub centred: bool,
     /// Seed of the data.
     pub seed: u64,
     /// True for those that tests run on software drivers.
@@ -72,11 +74,22 @@ pub fn pack_cases() -> Vec<PackCase> {
         format,
         data: kinds[i % kinds.len()],
         input: InputLayout { elements: ElementType::ALL[i % ElementType::ALL.len()], order: orders[i / 2 % 2] },
+        centred: false,
         seed: 2000 + i as u64,
         quick: matches!(name, "4bit-channel" | "2bit-kivi" | "4bit-saw-int4" | "3bit-turboquant-prod"),
     };
     debug_assert!(formats.iter().all(|(_, _, head_dim)| HEAD_DIMS.contains(head_dim)));
-    formats.into_iter().enumerate().map(case).collect()
+    let plain: Vec<PackCase> = formats.into_iter().enumerate().map(case).collect();
+    // The same with keys less a centre, where formats take one.
+    let centred = |case: &PackCase| PackCase {
+        name: format!("{}-centred", case.name),
+        centred: true,
+        data: DataKind::BiasedKeys,
+        quick: matches!(case.name.as_str(), "pack-f16" | "pack-4bit-saw-int4" | "pack-3bit-turboquant-prod"),
+        ..case.clone()
+    };
+    let of_plain: Vec<PackCase> = plain.iter().filter(|case| case.format.key.takes_centre()).map(centred).collect();
+    [plain, of_plain].concat()
 }
 
 /// Writes the tokens through `backend` and through the CPU twin, and compares what is stored.
@@ -120,12 +133,16 @@ impl<B: Backend> Packed<B> {
         let mut new = vec![span(0, RUN.len()), span(0, GATHERED), span(0, appended), span(0, TILE_TOKENS)];
         new.extend([span(0, TILE_TOKENS); WINDOWS]);
         new.push(span(1, WINDOWS * TILE_TOKENS));
-        let mut stores = FilledStores::new(backend, case.shape, &[case.format, SegmentFormat::F16])?;
+        let stores = FilledStores::new(backend, case.shape, &[case.format, SegmentFormat::F16])?;
+        let mut stores = if case.centred { stores.with_centres(1) } else { stores };
         let (mut spans, mut guards) = guards::place(backend, &mut stores, &new, Some(case.seed)).await?;
         guards.write(backend, &mut stores, &case.shape, case.input.elements).await?;
 
         let keys = backend.upload(data.keys.elements()).await?;
         let values = backend.upload(data.values.elements()).await?;
+        if case.centred {
+            stores.set_centre(backend, 0, &keys, (data.rows, TokenRange::new(0, CENTRE_TOKENS)?))?;
+        }
         let source = |tokens| SpanSource { rows: data.rows, tokens, keys: &keys, values: &values };
         stores.quantize(backend, &spans[0], source(Rows::Run(TokenRange::new(RUN.start, RUN.end)?)))?;
         let gathered = gathered_tokens(case);

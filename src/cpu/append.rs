@@ -2,6 +2,7 @@
 
 use half::f16;
 
+use super::centre_keys::centre_row;
 use super::dense::read_row;
 use super::store::{CpuStore, TensorStore};
 use crate::format::{AffineFormat, CodeRange, Direction, KeyOrValue, TILE_TOKENS, TensorFormat};
@@ -10,7 +11,7 @@ use crate::{Error, Result};
 
 /// Puts tokens of dense keys and values into slots of pages, in a format that
 /// [takes single tokens](crate::SegmentFormat::takes_single_tokens): what [`quantize`](super::quantize) would store of
-/// them, bit for bit. Elements that are not finite, or too large for the format, are stored as zeros.
+/// them, bit for bit: keys less the centre that the write names. Elements that are not finite, or too large for the format, are stored as zeros.
 ///
 /// # Errors
 /// [`Error::Plan`] when the format takes no single tokens or a token, page or slot does not exist, [`Error::Elements`]
@@ -23,10 +24,9 @@ pub fn append(
     writes: &[TokenWrite],
 ) -> Result<()> {
     check(store, keys, values, &rows, writes)?;
-    let head_dim = store.shape().head_dim();
     for (which, elements) in [(KeyOrValue::Key, keys), (KeyOrValue::Value, values)] {
-        let largest = store.format().tensor(which).largest_element(head_dim);
-        put_tokens(store.tensor_mut(which), &TokenRows { elements, rows, largest, flag: &|_| () }, writes);
+        let largest = store.largest_element(which);
+        put_tokens(store, which, &TokenRows { elements, rows, largest, flag: &|_| () }, writes);
     }
     Ok(())
 }
@@ -53,12 +53,17 @@ impl TokenRows<'_> {
     }
 }
 
-/// Puts tokens, which were checked to exist, into slots that were.
-pub(super) fn put_tokens(tensor: &mut TensorStore, source: &TokenRows<'_>, writes: &[TokenWrite]) {
-    let mut row = vec![0.0; tensor.shape.head_dim()];
+/// Puts keys or values of tokens, which were checked to exist, into slots that were.
+pub(super) fn put_tokens(store: &mut CpuStore, which: KeyOrValue, source: &TokenRows<'_>, writes: &[TokenWrite]) {
+    let (kv_heads, head_dim) = (store.shape().kv_heads(), store.shape().head_dim());
+    let (tensor, centres) = store.tensor_and_centres(which);
+    let mut row = vec![0.0; head_dim];
     for write in writes {
-        for head in 0..tensor.shape.kv_heads() {
+        for head in 0..kv_heads {
             source.read(write.token, head, &mut row);
+            if let Some(slot) = write.centre.filter(|_| which == KeyOrValue::Key) {
+                centre_row(&mut row, &centres[(slot * kv_heads + head) * head_dim..]);
+            }
             if let Some(rotation) = tensor.format.rotation() {
                 rotation.turn_checked(Direction::Forth, &mut row);
             }
@@ -132,6 +137,10 @@ fn check(
             ));
         }
         store.check_pages("append", &[write.page])?;
+        store.check_centre("append", write.centre)?;
+        if write.centre.is_none() && store.centre_slots() > 0 {
+            return reject("a token without a centre into a store whose keys are stored less one".into());
+        }
     }
     Ok(())
 }

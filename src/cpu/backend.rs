@@ -6,13 +6,13 @@ use super::states::States;
 use super::store::CpuStore;
 use super::{DenseRows, KeptTokens, StatsInput, attention_column_stats, attention_row_stats};
 use super::{
-    NonFiniteFlags, append, attend, dequantize, merge_pair, merge_states, pack_windows, quantize, scores,
-    weighted_values, write_step,
+    NonFiniteFlags, append, attend, dequantize, key_mean, merge_pair, merge_states, pack_windows, quantize, scores,
+    uncentre_lse, weighted_values, write_step,
 };
 use crate::backend::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
-    MeasuredAttention, MergedTokens, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection, SpanRead,
-    SpanWrite, StepInput, Storage, TensorRows,
+    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection,
+    SpanRead, SpanWrite, StepInput, Storage, TensorRows,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
@@ -115,6 +115,10 @@ impl Storage for Cpu {
         store.reserve_ranges(slots)
     }
 
+    async fn reserve_centres(&self, store: &mut CpuStore, slots: usize) -> Result<()> {
+        store.reserve_centres(slots)
+    }
+
     fn store_bytes(&self, store: &CpuStore) -> u64 {
         store.bytes()
     }
@@ -136,6 +140,10 @@ impl Packing for Cpu {
             KeyOrValue::Value => "values",
         };
         first_non_finite(what, tensor.elements(), rows, shape, largest)
+    }
+
+    fn key_mean(&self, store: &mut CpuStore, keys: &CpuTensor, centre: NewCentre) -> Result<()> {
+        key_mean(store, keys.elements(), centre)
     }
 
     fn quantize(
@@ -240,6 +248,17 @@ impl Attention for Cpu {
         options: AttendOptions,
     ) -> Result<AttentionStates<CpuTensor>> {
         Ok(attend_plan(plan, stores, queries.elements(), options.split)?.into())
+    }
+
+    async fn uncentre_lse(
+        &self,
+        store: &CpuStore,
+        queries: &CpuTensor,
+        slots: &[u32],
+        states: AttentionStates<CpuTensor>,
+    ) -> Result<AttentionStates<CpuTensor>> {
+        let states = States::of(store.shape(), &states)?;
+        Ok(uncentre_lse(store, queries.elements(), slots, states)?.into())
     }
 
     async fn merge(

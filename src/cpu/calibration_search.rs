@@ -161,7 +161,7 @@ fn store_span(store: &mut CpuStore, sample: &CalibrationSample<'_>, tokens: Toke
     let pages = tokens.len().div_ceil(crate::TILE_TOKENS) as u32;
     store.add_shard(pages)?;
     let pages: Vec<Page> = (0..pages).map(|index| Page { shard, index }).collect();
-    let write = SpanWrite { rows: sample.rows, tokens: tokens.into(), pages: &pages, range_slot: 0 };
+    let write = SpanWrite { rows: sample.rows, tokens: tokens.into(), pages: &pages, range_slot: 0, centre: None };
     quantize(store, sample.keys, sample.values, write)?;
     Ok(pages)
 }

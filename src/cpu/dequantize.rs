@@ -6,13 +6,14 @@ use super::dense::check_span;
 use super::hadamard::hadamard;
 use super::key_tiles::levels;
 use super::store::{CpuStore, TensorStore, Tile};
+use super::uncentre_keys::uncentre_keys;
 use crate::Result;
 use crate::backend::SpanRead;
 use crate::format::sketch::FieldLevels;
 use crate::format::{CodeRange, Direction, Field, KeyOrValue, TILE_TOKENS, TensorFormat};
 
 /// The stored keys or values of a span as `[kv_heads, tokens, head_dim]`: `min + scale · code`, `norm · level`, or the f16 element;
-/// rotated rows are rotated back.
+/// rotated rows are rotated back, and keys get their centre back.
 ///
 /// # Errors
 /// [`Error::Plan`](crate::Error::Plan) when pages or slots do not exist,
@@ -21,6 +22,7 @@ pub fn dequantize(store: &CpuStore, which: KeyOrValue, read: SpanRead<'_>) -> Re
     check_span("dequantize", read.tokens, read.pages)?;
     store.check_pages("dequantize", read.pages)?;
     store.check_slot("dequantize", read.range_slot)?;
+    store.check_centre("dequantize", read.centre)?;
 
     let tensor = store.tensor(which);
     let head_dim = tensor.shape.head_dim();
@@ -34,6 +36,9 @@ pub fn dequantize(store: &CpuStore, which: KeyOrValue, read: SpanRead<'_>) -> Re
     });
     if let Some(rotation) = tensor.format.rotation() {
         hadamard(&mut rows, head_dim, rotation, Direction::Back)?;
+    }
+    if let Some(slot) = read.centre.filter(|_| which == KeyOrValue::Key) {
+        uncentre_keys(&mut rows, store.centre(slot)?, head_dim);
     }
     Ok(rows)
 }

@@ -27,10 +27,11 @@ pub fn pack_windows(from: &CpuStore, to: &mut CpuStore, windows: &[WindowMove]) 
     }
     let (rows, tokens) = (RowLayout::head_major(TILE_TOKENS, &shape), TokenRange::new(0, TILE_TOKENS)?);
     for window in windows {
-        let read = SpanRead { pages: &[window.from], tokens: TILE_TOKENS, range_slot: 0 };
+        let read = SpanRead { pages: &[window.from], tokens: TILE_TOKENS, range_slot: 0, centre: None };
         let keys = dequantize(from, KeyOrValue::Key, read)?;
         let values = dequantize(from, KeyOrValue::Value, read)?;
-        let write = SpanWrite { rows, tokens: tokens.into(), pages: &[window.to], range_slot: window.range_slot };
+        let write =
+            SpanWrite { rows, tokens: tokens.into(), pages: &[window.to], range_slot: window.range_slot, centre: None };
         quantize(to, Elements::F32(&keys), Elements::F32(&values), write)?;
     }
     Ok(())

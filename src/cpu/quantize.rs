@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
+use super::centre_keys::centre_row;
 use super::dense::{CpuIndices, check_span, read_row};
 use super::store::{CpuStore, TensorStore};
 use crate::Result;
@@ -19,7 +20,7 @@ const TILES_AT_ONCE: usize = 256;
 
 /// Packs tokens of dense keys and values into pages as one span.
 ///
-/// Rows are rotated first, where the format says so. Span ranges are made over all tokens of the span, tile ranges over the tokens that a tile holds; tile ranges are
+/// Keys lose their centre first, where there is one, and rows are rotated, where the format says so. Span ranges are made over all tokens of the span, tile ranges over the tokens that a tile holds; tile ranges are
 /// rounded to f16 before they encode anything, so that codes fit the ranges that decode them. A last tile that is not
 /// full has zero bits in its unused fields and zero in the ranges that no token belongs to. The input must be finite.
 ///
@@ -34,9 +35,13 @@ pub fn quantize(
 ) -> Result<()> {
     check_write(store, keys, values, &write)?;
     for (which, elements) in [(KeyOrValue::Key, keys), (KeyOrValue::Value, values)] {
+        let rotation = store.tensor(which).format.rotation();
+        let centre = match write.centre.filter(|_| which == KeyOrValue::Key) {
+            Some(slot) => store.centre(slot)?.to_vec(),
+            None => Vec::new(),
+        };
+        let source = Source { elements, rows: write.rows, tokens: write.tokens, centre: &centre, rotation };
         let tensor = store.tensor(which);
-        let rotation = tensor.format.rotation();
-        let source = Source { elements, rows: write.rows, tokens: write.tokens, rotation };
         let span_ranges = span_ranges(tensor, &source);
         let kv_heads = tensor.shape.kv_heads();
         let tiles = write.pages.len() * kv_heads;
@@ -61,17 +66,22 @@ struct Source<'a> {
     elements: Elements<'a>,
     rows: RowLayout,
     tokens: Rows<'a, CpuIndices>,
+    /// `[kv_heads, head_dim]`, or nothing.
+    centre: &'a [f32],
     rotation: Option<Rotation>,
 }
 
 impl Source<'_> {
-    /// Reads the row of a token of the span as it is stored: rotated.
+    /// Reads the row of a token of the span as it is stored: less its centre, and rotated.
     fn read(&self, token: usize, head: usize, row: &mut [f32]) {
         let token = match self.tokens {
             Rows::Run(run) => run.start() + token,
             Rows::Gather(indices) => indices.token(head, token),
         };
         read_row(self.elements, self.rows.row(token, head), row);
+        if !self.centre.is_empty() {
+            centre_row(row, &self.centre[head * row.len()..]);
+        }
         if let Some(rotation) = self.rotation {
             rotation.turn_checked(Direction::Forth, row);
         }
@@ -94,7 +104,8 @@ fn check_write(
     check_span("quantize", write.tokens.len(), write.pages)?;
     write.tokens.check("quantize", &write.rows, store.shape())?;
     store.check_pages("quantize", write.pages)?;
-    store.check_slot("quantize", write.range_slot)
+    store.check_slot("quantize", write.range_slot)?;
+    store.check_centre("quantize", write.centre)
 }
 
 /// Smallest and largest of a group of elements.

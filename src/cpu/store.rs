@@ -8,7 +8,7 @@ use crate::{Error, Result};
 /// Pages and ranges of one segment format in host memory, in shards.
 ///
 /// The tile of KV head `h` in page `p` of a shard is word `(p · kv_heads + h) · tile words` onwards; its ranges lie
-/// alike in an array of their own. Span ranges are `[slot][kv_head][head_dim]`.
+/// alike in an array of their own. Span ranges are `[slot][kv_head][head_dim]`, as are the centres of sequences' keys.
 #[derive(Debug)]
 pub struct CpuStore {
     shape: AttentionShape,
@@ -17,6 +17,8 @@ pub struct CpuStore {
     range_slots: usize,
     keys: TensorStore,
     values: TensorStore,
+    /// `[slot][kv_head][head_dim]`.
+    centres: Vec<f32>,
     memory: MemoryShare,
 }
 
@@ -67,7 +69,8 @@ impl CpuStore {
             span_ranges: Vec::new(),
         };
         let (keys, values) = (tensor(KeyOrValue::Key), tensor(KeyOrValue::Value));
-        Ok(Self { shape, format, shard_pages: Vec::new(), range_slots: 0, keys, values, memory })
+        let (shard_pages, centres) = (Vec::new(), Vec::new());
+        Ok(Self { shape, format, shard_pages, range_slots: 0, keys, values, centres, memory })
     }
 
     /// Shape of the layer.
@@ -84,7 +87,8 @@ impl CpuStore {
     /// many of its pages.
     pub fn step_capacity(&self, tokens: usize, copies: usize) -> StoreCapacity {
         let shard_pages = self.shard_pages.clone();
-        StoreCapacity { format: self.format, shard_pages, range_slots: self.range_slots, tokens, copies }
+        let (range_slots, centre_slots) = (self.range_slots, self.centre_slots());
+        StoreCapacity { format: self.format, shard_pages, range_slots, tokens, copies, centre_slots }
     }
 
     /// Number of shards.
@@ -97,11 +101,17 @@ impl CpuStore {
         self.range_slots
     }
 
-    /// Bytes of tiles, tile ranges and span ranges.
+    /// Slots of centres; 0 where keys are stored as they are.
+    pub fn centre_slots(&self) -> usize {
+        self.centres.len() / (self.shape.kv_heads() * self.shape.head_dim())
+    }
+
+    /// Bytes of tiles, tile ranges, span ranges and centres.
     pub fn bytes(&self) -> u64 {
         let pages: u64 = self.shard_pages.iter().map(|&pages| u64::from(pages)).sum();
         pages * self.format.page_bytes(&self.shape) as u64
             + (self.range_slots * self.format.range_slot_bytes(&self.shape)) as u64
+            + (self.centre_slots() * SegmentFormat::centre_bytes(&self.shape)) as u64
     }
 
     /// Adds a shard of `pages` zeroed pages.
@@ -134,6 +144,42 @@ impl CpuStore {
         grown.inspect_err(|_| self.memory.give_back(bytes))?;
         self.range_slots = slots;
         Ok(())
+    }
+
+    /// Grows the centres of sequences' keys to at least `slots` slots, new ones zero.
+    ///
+    /// # Errors
+    /// [`Error::Format`] when keys have a range for every channel, [`Error::OutOfMemory`]; the store is as it was.
+    pub fn reserve_centres(&mut self, slots: usize) -> Result<()> {
+        if !self.format.key.takes_centre() {
+            return Err(Error::Format { format: self.format.to_string(), reason: self.format.why_no_centre() });
+        }
+        let more = slots.saturating_sub(self.centre_slots());
+        let bytes = (more as u64).saturating_mul(SegmentFormat::centre_bytes(&self.shape) as u64);
+        self.memory.take("centres", bytes)?;
+        let elements = more.saturating_mul(self.shape.kv_heads() * self.shape.head_dim());
+        if let Err(error) = self.centres.try_reserve_exact(elements) {
+            self.memory.give_back(bytes);
+            return Err(Error::OutOfMemory { what: "centres", bytes, message: error.to_string() });
+        }
+        self.centres.resize(self.centres.len() + elements, 0.0);
+        Ok(())
+    }
+
+    /// The centre in a slot, `[kv_head][head_dim]`.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such slot.
+    pub fn centre(&self, slot: usize) -> Result<&[f32]> {
+        self.check_centre("centre", Some(slot))?;
+        let length = self.shape.kv_heads() * self.shape.head_dim();
+        Ok(&self.centres[slot * length..][..length])
+    }
+
+    pub(super) fn centre_mut(&mut self, slot: usize) -> Result<&mut [f32]> {
+        self.check_centre("centre", Some(slot))?;
+        let length = self.shape.kv_heads() * self.shape.head_dim();
+        Ok(&mut self.centres[slot * length..][..length])
     }
 
     /// Words of a tile's codes and of its ranges.
@@ -212,6 +258,14 @@ impl CpuStore {
         }
     }
 
+    /// Keys or values, and the centres of keys, `[slot][kv_head][head_dim]`.
+    pub(super) fn tensor_and_centres(&mut self, which: KeyOrValue) -> (&mut TensorStore, &[f32]) {
+        match which {
+            KeyOrValue::Key => (&mut self.keys, &self.centres),
+            KeyOrValue::Value => (&mut self.values, &[]),
+        }
+    }
+
     pub(super) fn tensor_mut(&mut self, which: KeyOrValue) -> &mut TensorStore {
         match which {
             KeyOrValue::Key => &mut self.keys,
@@ -240,6 +294,24 @@ impl CpuStore {
             return Err(Error::Plan { what, reason });
         }
         Ok(())
+    }
+
+    /// The largest key or value that the store takes: half of what its format does for keys that are stored less a centre, which
+    /// may be as large.
+    pub(super) fn largest_element(&self, which: KeyOrValue) -> f32 {
+        let largest = self.format.tensor(which).largest_element(self.shape.head_dim());
+        if which == KeyOrValue::Key && !self.centres.is_empty() { largest / 2.0 } else { largest }
+    }
+
+    /// Checks that a centre exists, where one is named.
+    pub(super) fn check_centre(&self, what: &'static str, slot: Option<usize>) -> Result<()> {
+        match slot.filter(|&slot| slot >= self.centre_slots()) {
+            None => Ok(()),
+            Some(slot) => {
+                let reason = format!("there is no centre {slot}; the store has {}, reserve more", self.centre_slots());
+                Err(Error::Plan { what, reason })
+            }
+        }
     }
 
     fn check_head(&self, kv_head: usize) -> Result<()> {

@@ -38,7 +38,7 @@ pub fn write_step(
                     let largest = table.layout().largest_element(store, which);
                     let flag = |token| input.flags.set(input.layer, which, token);
                     let rows = TokenRows { elements, rows: input.rows, largest, flag: &flag };
-                    put_tokens(stores[store].tensor_mut(which), &rows, &writes);
+                    put_tokens(stores[store], which, &rows, &writes);
                 }
             }
             Section::Windows(pair) => {
@@ -67,6 +67,7 @@ fn check(
             format: store.format(),
             shard_pages: &|shard| store.shard_pages(shard),
             range_slots: store.range_slots(),
+            centre_slots: store.centre_slots(),
         };
         layout.check_store(index, &found)?;
     }

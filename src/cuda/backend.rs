@@ -6,6 +6,7 @@ use cudarc::driver::CudaStream;
 
 use super::attend::merge_pair::merge_pair;
 use super::attend::step::{StepPlan, StepTensors};
+use super::attend::uncentre_lse::uncentre_lse;
 use super::device::driver::{driver_error, open_context};
 use super::device::indices::Indices;
 use super::device::kernels::Kernels;
@@ -22,8 +23,8 @@ use super::select::{
 };
 use crate::backend::{
     Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
-    MeasuredAttention, MergedTokens, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection, SpanRead,
-    SpanWrite, StepInput, Storage, TensorRows,
+    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection,
+    SpanRead, SpanWrite, StepInput, Storage, TensorRows,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
@@ -186,6 +187,11 @@ impl Storage for Cuda {
         store.reserve_ranges(&self.stream, slots)
     }
 
+    async fn reserve_centres(&self, store: &mut Store, slots: usize) -> Result<()> {
+        store.check_stream("centres", &self.stream)?;
+        store.reserve_centres(&self.stream, slots)
+    }
+
     fn store_bytes(&self, store: &Store) -> u64 {
         store.bytes()
     }
@@ -212,6 +218,10 @@ impl Packing for Cuda {
         let (token, kv_head) = (row / shape.kv_heads(), row % shape.kv_heads());
         let value = tensor.download_part(&self.stream, rows.row(token, kv_head) + channel, 1)?;
         Ok(value.first().map(|&value| NonFinite { token, kv_head, channel, value }))
+    }
+
+    fn key_mean(&self, store: &mut Store, keys: &Tensor, centre: NewCentre) -> Result<()> {
+        self.launcher_for("key mean", store, &[keys])?.key_mean(store, keys, centre)
     }
 
     fn quantize(&self, store: &mut Store, keys: &Tensor, values: &Tensor, write: SpanWrite<'_, Indices>) -> Result<()> {
@@ -330,6 +340,19 @@ impl Attention for Cuda {
         let states = self.zeroed_states(plan.shape(), plan.rows())?;
         let tensors = StepTensors { queries, output: &states.outputs, lse: Some(&states.lse) };
         step.bind(self, stores, tensors)?.launch()?;
+        Ok(states)
+    }
+
+    async fn uncentre_lse(
+        &self,
+        store: &Store,
+        queries: &Tensor,
+        slots: &[u32],
+        states: AttentionStates<Tensor>,
+    ) -> Result<AttentionStates<Tensor>> {
+        store.check_stream("uncentring", &self.stream)?;
+        self.check_tensors("uncentring", &[queries, &states.lse])?;
+        uncentre_lse(self, store, queries, slots, &states.lse)?;
         Ok(states)
     }
 

@@ -26,6 +26,11 @@ impl SegmentFormat {
         tensors * shape.kv_heads() * shape.head_dim() * size_of::<CodeRange>()
     }
 
+    /// Bytes of the centre of one sequence: one f32 per KV head and channel of its keys.
+    pub const fn centre_bytes(shape: &AttentionShape) -> usize {
+        shape.kv_heads() * shape.head_dim() * size_of::<f32>()
+    }
+
     /// True if keys or values need a slot of span ranges.
     pub fn has_span_ranges(&self) -> bool {
         self.key.has_span_ranges() || self.value.has_span_ranges()

@@ -259,6 +259,12 @@ impl TensorFormat {
         matches!(self.grouping(), None | Some(Grouping::Token | Grouping::TokenChannels(_)))
     }
 
+    /// True if keys gain by being stored less a centre: scales, ranges and norms of single tokens grow with what all tokens have
+    /// in common. Ranges per channel have it in their minima already.
+    pub const fn takes_centre(&self) -> bool {
+        self.takes_single_tokens()
+    }
+
     /// Where the range of an element lies among the ranges of its tile (see [`TensorFormat::ranges_per_tile`]).
     pub const fn range_index(&self, head_dim: usize, token: usize, channel: usize) -> usize {
         match self.grouping() {
@@ -397,6 +403,15 @@ impl SegmentFormat {
         format!(
             "single tokens cannot go into a store of {self}, whose ranges span several; use formats with ranges per token, \
              or collect a tile of {TILE_TOKENS} in f16 and quantize it"
+        )
+    }
+
+    /// Why keys of the format are not stored less a centre ([`TensorFormat::takes_centre`]), and what to do.
+    pub(crate) fn why_no_centre(&self) -> String {
+        format!(
+            "keys of {} have ranges of their own for every channel, whose minima hold what all tokens have in common; a centre \
+             would change nothing, so leave it out",
+            self.key
         )
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::attend::{MergePairPlan, Scratch, ScratchBytes, StepPlan, StepTensors, arithmetic};
+use super::attend::{MergePairPlan, Scratch, ScratchBytes, StepPlan, StepTensors, UncentreLsePlan, arithmetic};
 use super::device::capabilities::Path;
 use super::device::guard::Request;
 use super::device::{
@@ -10,15 +10,16 @@ use super::device::{
     guard, store,
 };
 use super::pack::{
-    DequantizePlan, FindNonFinitePlan, NonFiniteFlags, PackStepPlan, QuantizePlan, StepMemory, rotated_window_bytes,
+    DequantizePlan, FindNonFinitePlan, KeyMeanPlan, NonFiniteFlags, PackStepPlan, QuantizePlan, StepMemory,
+    rotated_window_bytes,
 };
 use super::select::{
     AttentionStatsPlan, ChunkSimilarityPlan, GatherPlan, MergePlan, ReorderChunksPlan, TopKPlan, Words,
 };
 use crate::backend::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
-    MeasuredAttention, MergedTokens, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection, SpanRead,
-    SpanWrite, StepInput, Storage, TensorRows,
+    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection,
+    SpanRead, SpanWrite, StepInput, Storage, TensorRows,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
@@ -238,6 +239,10 @@ impl Storage for Wgpu {
         store.reserve_ranges(self.device(), &self.queue, slots).await
     }
 
+    async fn reserve_centres(&self, store: &mut Store, slots: usize) -> Result<()> {
+        store.reserve_centres(self.device(), &self.queue, slots).await
+    }
+
     fn store_bytes(&self, store: &Store) -> u64 {
         store.bytes()
     }
@@ -266,6 +271,11 @@ impl Packing for Wgpu {
         let index = rows.row(at.token, at.kv_head) + at.channel;
         let value = tensor.slice(index, 1)?.download(self.device(), &self.queue).await?[0];
         Ok(Some(NonFinite { token: at.token, kv_head: at.kv_head, channel: at.channel, value }))
+    }
+
+    fn key_mean(&self, store: &mut Store, keys: &Tensor, centre: NewCentre) -> Result<()> {
+        let launch = KeyMeanPlan::new(store.shape(), centre)?.bind(&self.kernels, store, keys)?;
+        self.run("kvpack key_mean", &[launch].into_iter().collect())
     }
 
     fn quantize(&self, store: &mut Store, keys: &Tensor, values: &Tensor, write: SpanWrite<'_, Indices>) -> Result<()> {
@@ -392,6 +402,19 @@ impl Attention for Wgpu {
         let states = self.zeroed_states(plan.shape(), plan.rows())?;
         let tensors = StepTensors { queries, output: &states.outputs, lse: Some(&states.lse) };
         self.run_step(&step, stores, tensors).await?;
+        Ok(states)
+    }
+
+    async fn uncentre_lse(
+        &self,
+        store: &Store,
+        queries: &Tensor,
+        slots: &[u32],
+        states: AttentionStates<Tensor>,
+    ) -> Result<AttentionStates<Tensor>> {
+        let launch = UncentreLsePlan::new(store.shape(), slots)?.bind(&self.kernels, store, queries, &states.lse)?;
+        self.run("kvpack uncentre_lse", &[launch].into_iter().collect())?;
+        guard::settled(self.device()).await?;
         Ok(states)
     }
 

@@ -11,7 +11,7 @@ mod model_step;
 mod pack;
 mod select;
 
-pub use attend::{MergePairPlan, Scratch, ScratchBytes, StepPlan, StepTensors};
+pub use attend::{MergePairPlan, Scratch, ScratchBytes, StepPlan, StepTensors, UncentreLsePlan};
 pub use backend::Wgpu;
 pub use device::shader;
 pub use device::{
@@ -21,8 +21,8 @@ pub use device::{
 };
 pub use model_step::{LayerTensors, ModelStep, WrittenStep};
 pub use pack::{
-    BoundPackStep, DequantizePlan, ElementPosition, FindNonFinite, FindNonFinitePlan, HadamardPlan, NonFiniteFlags,
-    PackStepPlan, QuantizePlan, StepMemory,
+    BoundPackStep, DequantizePlan, ElementPosition, FindNonFinite, FindNonFinitePlan, HadamardPlan, KeyMeanPlan,
+    NonFiniteFlags, PackStepPlan, QuantizePlan, StepMemory,
 };
 
 pub use select::{

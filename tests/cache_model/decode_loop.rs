@@ -77,7 +77,7 @@ impl<B: Backend> Filled<B> {
         for sequence in 0..2 {
             let decoded = |cache: &KvCache<B>| {
                 let pages = Self::pages(cache, sequence);
-                let read = SpanRead { pages: &pages, tokens: self.tokens, range_slot: 0 };
+                let read = SpanRead { pages: &pages, tokens: self.tokens, range_slot: 0, centre: None };
                 let (keys, values) = cache.backend().dequantize(cache.stores()[1], read).unwrap();
                 let download = |tensor| block_on(cache.backend().download(tensor)).unwrap();
                 [download(&keys), download(&values)]

@@ -101,10 +101,29 @@ pub fn check<B: Backend>(backend: B, shape: AttentionShape, recipe: &Recipe, ope
     }
 }
 
+/// Random keys of so many tokens, with a bias of 300 in three channels of every head where the recipe takes it away.
+fn keys<B: Backend>(cache: &KvCache<B>, random: &mut Random, tokens: usize, half: bool) -> (Vec<f32>, B::Tensor) {
+    let head_dim = cache.shape().head_dim();
+    let elements = tokens * cache.shape().kv_heads() * head_dim;
+    let bias = if cache.recipe().is_centred() { [300.0, -300.0, 300.0] } else { [0.0; 3] };
+    let biased = |channel: usize| bias.get(channel.wrapping_sub(7)).copied().unwrap_or(0.0);
+    tensor_of(cache.backend(), random, elements, half, |i| biased(i % head_dim))
+}
+
 /// Random rows, rounded to f16 if `half`, and the tensor that holds them.
 fn rows<B: Backend>(backend: &B, random: &mut Random, elements: usize, half: bool) -> (Vec<f32>, B::Tensor) {
+    tensor_of(backend, random, elements, half, |_| 0.0)
+}
+
+fn tensor_of<B: Backend>(
+    backend: &B,
+    random: &mut Random,
+    elements: usize,
+    half: bool,
+    bias: impl Fn(usize) -> f32,
+) -> (Vec<f32>, B::Tensor) {
     let offset = random.unit();
-    let rows: Vec<f32> = (0..elements).map(|_| random.normal() + offset).collect();
+    let rows: Vec<f32> = (0..elements).map(|i| random.normal() + offset + bias(i)).collect();
     if half {
         let halves: Vec<f16> = rows.iter().map(|&x| f16::from_f32(x)).collect();
         let tensor = block_on(backend.upload(Elements::F16(&halves))).unwrap();
@@ -125,7 +144,8 @@ fn apply<B: Backend>(cache: &mut KvCache<B>, model: &mut Model, operation: &Oper
     match operation {
         Operation::Prefill { sequence, spans, half } => {
             let tokens = spans.iter().map(|&(tokens, _)| tokens).sum();
-            let (keys, key_tensor) = rows(cache.backend(), random, tokens * row, *half);
+            let (keys, key_tensor) = keys(cache, random, tokens, *half);
+            let keys = model.centred(*sequence, &keys);
             let (values, value_tensor) = rows(cache.backend(), random, tokens * row, *half);
             let base = model.sequences[*sequence].length;
             let mut start = 0;
@@ -149,16 +169,19 @@ fn apply<B: Backend>(cache: &mut KvCache<B>, model: &mut Model, operation: &Oper
         }
         Operation::Evict { sequence, first, others, kept, half } => {
             let tokens = first + others;
-            let dense = [(); 2].map(|()| rows(cache.backend(), random, tokens * row, *half));
+            let (keys, key_tensor) = keys(cache, random, tokens, *half);
+            let keys = (model.centred(*sequence, &keys), key_tensor);
+            let dense = [keys, rows(cache.backend(), random, tokens * row, *half)];
             evict(cache, model, (*sequence, *first, tokens), kept, &dense, random);
         }
         Operation::Append { tokens, sequences, half } => {
             let sequences: Vec<usize> = (0..SEQUENCES).filter(|s| sequences >> s & 1 == 1).collect();
             for _ in 0..*tokens {
-                let (keys, key_tensor) = rows(cache.backend(), random, sequences.len() * row, *half);
+                let (keys, key_tensor) = keys(cache, random, sequences.len(), *half);
                 let (values, value_tensor) = rows(cache.backend(), random, sequences.len() * row, *half);
                 for (i, &sequence) in sequences.iter().enumerate() {
-                    model.push_token(sequence, &keys[i * row..][..row], &values[i * row..][..row]);
+                    let key = model.centred(sequence, &keys[i * row..][..row]);
+                    model.push_token(sequence, &key, &values[i * row..][..row]);
                     model.pack_windows(sequence, 1);
                 }
                 let layout = RowLayout::token_major(sequences.len(), &shape);
@@ -166,7 +189,8 @@ fn apply<B: Backend>(cache: &mut KvCache<B>, model: &mut Model, operation: &Oper
             }
         }
         Operation::Extend { sequence, tokens, half } => {
-            let (keys, key_tensor) = rows(cache.backend(), random, tokens * row, *half);
+            let (keys, key_tensor) = keys(cache, random, *tokens, *half);
+            let keys = model.centred(*sequence, &keys);
             let (values, value_tensor) = rows(cache.backend(), random, tokens * row, *half);
             for (key, value) in keys.chunks(row).zip(values.chunks(row)) {
                 model.push_token(*sequence, key, value);

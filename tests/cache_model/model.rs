@@ -74,6 +74,8 @@ impl ModelSpan {
 pub struct ModelSequence {
     pub spans: Vec<ModelSpan>,
     pub length: usize,
+    /// What its keys are stored without, `[kv_heads · head_dim]`, once it has it.
+    pub centre: Option<Vec<f32>>,
 }
 
 impl ModelSequence {
@@ -114,6 +116,21 @@ impl Model {
         let of = |store: usize| self.spans().filter(move |span| span.store.index() == store);
         let pages = |store| of(store).flat_map(|span| &span.pages).collect::<BTreeSet<_>>().len();
         (0..self.recipe.stores().len()).map(pages).collect()
+    }
+
+    /// Keys that a sequence is given as it stores them: less the mean of the first 64 that it was ever given, where the recipe
+    /// says so.
+    pub fn centred(&mut self, sequence: usize, keys: &[f32]) -> Vec<f32> {
+        if !self.recipe.is_centred() {
+            return keys.to_vec();
+        }
+        let row = self.row_elements();
+        let centre = self.sequences[sequence].centre.get_or_insert_with(|| {
+            let count = (keys.len() / row).min(64);
+            let sum = |channel: usize| (0..count).fold(0.0, |sum, token| sum + keys[token * row + channel]);
+            (0..row).map(|channel| sum(channel) * (1.0 / count as f32)).collect()
+        });
+        keys.iter().enumerate().map(|(i, key)| key - centre[i % row]).collect()
     }
 
     /// The store that a span which names `store` goes to.
@@ -230,6 +247,9 @@ impl Model {
             let all = [rows.as_slice(), &span.forgotten[at], slid].concat();
             let mut decoded = decoded(&format, &all, &self.shape);
             decoded.truncate(rows.len());
+            if let (KeyOrValue::Key, Some(centre)) = (which, &self.sequences[sequence].centre) {
+                decoded.iter_mut().enumerate().for_each(|(i, key)| *key += centre[i % centre.len()]);
+            }
             decoded
         };
         self.sequences[sequence].spans.iter().flat_map(decode).collect()

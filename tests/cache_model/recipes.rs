@@ -60,7 +60,22 @@ pub fn recipes() -> Vec<Recipe> {
         with_stores(Recipe::pack_all(SegmentFormat::saw_int4()), &[kivi])
             .with_appended(Appended::Tiles { to: StoreId(2), newer: 5 }),
     ];
-    recipes.into_iter().map(|recipe| recipe.with_query(QueryPrecision::Int16)).collect()
+    recipes.into_iter().chain(centred_recipes()).map(|recipe| recipe.with_query(QueryPrecision::Int16)).collect()
+}
+
+/// Recipes that store keys less a centre: every family of formats, tokens that are packed at once, behind a window or never,
+/// and several stores.
+fn centred_recipes() -> Vec<Recipe> {
+    let groups = TensorFormat::Affine(AffineFormat::new(Bits::Four, Grouping::TokenChannels(16)));
+    let per_channel = TensorFormat::Affine(AffineFormat::new(Bits::Two, Grouping::ChannelTokens(32)));
+    let recipes = [
+        Recipe::f16(),
+        Recipe::pack_all(SegmentFormat::saw_int4()).with_sink(30),
+        Recipe::pack_all(SegmentFormat { key: groups, value: per_channel }).with_window(100),
+        with_stores(Recipe::pack_all(SegmentFormat::turboquant_prod(Bits::Three, 80)), &[SegmentFormat::saw_int4()]),
+        Recipe::pack_all(SegmentFormat::qjl(80)).with_window(0),
+    ];
+    recipes.into_iter().map(Recipe::with_centre).collect()
 }
 
 /// A recipe with more stores.

@@ -42,13 +42,14 @@ impl Refused {
     ];
 }
 
-pub fn refused<B: Backend>(cache: &mut KvCache<B>, model: &Model, call: Refused, at: usize, random: &mut Random) {
+pub fn refused<B: Backend>(cache: &mut KvCache<B>, model: &mut Model, call: Refused, at: usize, random: &mut Random) {
     let shape = model.shape;
     let row = model.row_elements();
     let (tokens, head_dim) = (130, shape.head_dim());
     let layout = RowLayout::token_major(tokens, &shape);
     let whole = [PromptSpan::packed(TokenRange::new(0, tokens).unwrap())];
-    let (mut rows_with_hole, good) = rows(cache.backend(), random, tokens * row, false);
+    let (whole_rows, good) = rows(cache.backend(), random, tokens * row, false);
+    let mut rows_with_hole = whole_rows.clone();
     let at = at % rows_with_hole.len();
     rows_with_hole[at] = [f32::NAN, f32::INFINITY, -70000.0][at % 3];
     let upload = |cache: &KvCache<B>, rows: &[f32]| block_on(cache.backend().upload(Elements::F32(rows))).unwrap();
@@ -79,6 +80,7 @@ pub fn refused<B: Backend>(cache: &mut KvCache<B>, model: &Model, call: Refused,
                 // There is nowhere else to go: f16 takes it, and is taken back.
                 let length = cache.length(SEQUENCES - 1).unwrap();
                 stored.unwrap();
+                model.centred(SEQUENCES - 1, &whole_rows);
                 cache.truncate(SEQUENCES - 1, length - tokens).unwrap();
             } else {
                 assert!(matches!(stored, Err(Error::Plan { .. })), "{stored:?}");

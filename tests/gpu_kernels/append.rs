@@ -41,11 +41,17 @@ fn appended_tokens_make_the_tiles_of_a_span() {
             store
         };
         let mut whole = empty();
-        let write = SpanWrite { rows, tokens: TokenRange::new(0, 140).unwrap().into(), pages: &pages, range_slot: 0 };
+        let write = SpanWrite {
+            rows,
+            tokens: TokenRange::new(0, 140).unwrap().into(),
+            pages: &pages,
+            range_slot: 0,
+            centre: None,
+        };
         backend.quantize(&mut whole, &keys.tensor, &values.tensor, write).unwrap();
 
         let mut one_by_one = empty();
-        let place = |token: usize| TokenWrite { token, page: pages[token / 128], slot: token % 128 };
+        let place = |token: usize| TokenWrite { token, page: pages[token / 128], slot: token % 128, centre: None };
         // The first call holds tokens that share words.
         let calls = [(0..70).collect::<Vec<_>>(), (70..139).rev().collect(), vec![139]];
         for call in calls {
@@ -53,7 +59,7 @@ fn appended_tokens_make_the_tiles_of_a_span() {
             backend.append(&mut one_by_one, &keys.tensor, &values.tensor, rows, &writes).unwrap();
         }
         assert!(stored(&backend, &whole) == stored(&backend, &one_by_one), "{head_dim}");
-        let read = SpanRead { pages: &pages, tokens: 140, range_slot: 0 };
+        let read = SpanRead { pages: &pages, tokens: 140, range_slot: 0, centre: None };
         assert!(backend.dequantize(&one_by_one, read).is_ok());
     }
 }
@@ -66,7 +72,7 @@ fn ranges_over_tokens_take_no_single_tokens() {
     let row = Rows::new(&backend, rows, values(64, 1), ElementType::F32);
     let mut store = backend.create_store(shape, SegmentFormat::per_channel(Bits::Eight)).unwrap();
     block_on(backend.add_shard(&mut store, 1)).unwrap();
-    let writes = [TokenWrite { token: 0, page: Page { shard: 0, index: 0 }, slot: 0 }];
+    let writes = [TokenWrite { token: 0, page: Page { shard: 0, index: 0 }, slot: 0, centre: None }];
     let appended = backend.append(&mut store, &row.tensor, &row.tensor, rows, &writes);
     assert!(matches!(appended, Err(Error::Plan { .. })), "{appended:?}");
 }

@@ -25,8 +25,9 @@ fn every_call_on_a_lost_device_says_so() {
     };
     let (mut packed, mut window) = (store(SegmentFormat::per_channel(Bits::Two)), store(SegmentFormat::F16));
     let page = Page { shard: 0, index: 0 };
-    let write = SpanWrite { rows, tokens: TokenRange::new(0, 4).unwrap().into(), pages: &[page], range_slot: 0 };
-    let read = SpanRead { pages: &[page], tokens: 4, range_slot: 0 };
+    let write =
+        SpanWrite { rows, tokens: TokenRange::new(0, 4).unwrap().into(), pages: &[page], range_slot: 0, centre: None };
+    let read = SpanRead { pages: &[page], tokens: 4, range_slot: 0, centre: None };
     backend.quantize(&mut packed, &tensor, &tensor, write).unwrap();
     backend.dequantize(&packed, read).unwrap();
     let bytes = packed.bytes();
@@ -62,7 +63,7 @@ fn every_call_on_a_lost_device_says_so() {
     );
     lost("quantize", backend.quantize(&mut packed, &tensor, &tensor, write).err());
     lost("dequantize", backend.dequantize(&packed, read).err());
-    let token = TokenWrite { token: 0, page, slot: 0 };
+    let token = TokenWrite { token: 0, page, slot: 0, centre: None };
     lost("append", backend.append(&mut window, &tensor, &tensor, rows, &[token]).err());
     lost("attend", block_on(backend.attend(&plan, &[&packed], &query, AttendOptions::default())).err());
     lost("bind", step.bind(backend.kernels(), &[&packed], &scratch, tensors).err());

@@ -39,10 +39,11 @@ fn slots_grow_and_keep_what_they_hold() {
     block_on(backend.add_shard(&mut store, 1)).unwrap();
     block_on(backend.reserve_ranges(&mut store, 1)).unwrap();
     let page = [Page { shard: 0, index: 0 }];
-    let write = SpanWrite { rows, tokens: TokenRange::new(0, 100).unwrap().into(), pages: &page, range_slot: 0 };
+    let write =
+        SpanWrite { rows, tokens: TokenRange::new(0, 100).unwrap().into(), pages: &page, range_slot: 0, centre: None };
     backend.quantize(&mut store, &tensor, &tensor, write).unwrap();
     let decoded = |store: &kvpack::wgpu::Store| {
-        let read = SpanRead { pages: &page, tokens: 100, range_slot: 0 };
+        let read = SpanRead { pages: &page, tokens: 100, range_slot: 0, centre: None };
         let (keys, values) = backend.dequantize(store, read).unwrap();
         (block_on(backend.download(&keys)).unwrap(), block_on(backend.download(&values)).unwrap())
     };
@@ -93,8 +94,9 @@ fn without_room() {
     let rows = RowLayout::token_major(128, &shape);
     let tensor = Rows::new(&backend, rows, values(rows.elements_needed(&shape), 3), ElementType::F32).tensor;
     let page = [Page { shard: 0, index: 1 }];
-    let write = SpanWrite { rows, tokens: TokenRange::new(0, 128).unwrap().into(), pages: &page, range_slot: 0 };
-    let read = SpanRead { pages: &page, tokens: 128, range_slot: 0 };
+    let write =
+        SpanWrite { rows, tokens: TokenRange::new(0, 128).unwrap().into(), pages: &page, range_slot: 0, centre: None };
+    let read = SpanRead { pages: &page, tokens: 128, range_slot: 0, centre: None };
     backend.quantize(&mut store, &tensor, &tensor, write).unwrap();
     let decoded = || block_on(backend.download(&backend.dequantize(&store, read).unwrap().0)).unwrap();
     let before = decoded();

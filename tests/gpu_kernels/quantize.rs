@@ -41,9 +41,10 @@ fn check(case: &Case) {
     let keys = Rows::new(&backend, case.rows, values(count, 1), case.types.0);
     let values = Rows::new(&backend, case.rows, values(count, 2), case.types.1);
     let (mut store, pages) = store_and_pages(&backend, case);
-    let write = SpanWrite { rows: case.rows, tokens: case.tokens.into(), pages: &pages, range_slot: SLOT };
+    let write =
+        SpanWrite { rows: case.rows, tokens: case.tokens.into(), pages: &pages, range_slot: SLOT, centre: None };
     backend.quantize(&mut store, &keys.tensor, &values.tensor, write).unwrap();
-    let read = SpanRead { pages: &pages, tokens: case.tokens.len(), range_slot: SLOT };
+    let read = SpanRead { pages: &pages, tokens: case.tokens.len(), range_slot: SLOT, centre: None };
     let decoded = backend.dequantize(&store, read).unwrap();
     for (which, rows, decoded) in [(KeyOrValue::Key, &keys, &decoded.0), (KeyOrValue::Value, &values, &decoded.1)] {
         let decoded = block_on(backend.download(decoded)).unwrap();
@@ -198,7 +199,7 @@ fn rounding_is_that_of_the_format() {
             block_on(backend.add_shard(&mut store, 1)).unwrap();
             block_on(backend.reserve_ranges(&mut store, SLOT + 1)).unwrap();
             let pages = [Page { shard: 0, index: 0 }];
-            let write = SpanWrite { rows, tokens: tokens.into(), pages: &pages, range_slot: SLOT };
+            let write = SpanWrite { rows, tokens: tokens.into(), pages: &pages, range_slot: SLOT, centre: None };
             backend.quantize(&mut store, &keys.tensor, &keys.tensor, write).unwrap();
             for which in [KeyOrValue::Key, KeyOrValue::Value] {
                 let expected = pack(&shape, format.tensor(which), which, (&keys, &tokens, 0));
@@ -223,7 +224,7 @@ fn tensors_at_any_offset_are_read() {
     block_on(backend.reserve_ranges(&mut store, SLOT + 1)).unwrap();
     let tokens = TokenRange::new(0, 40).unwrap();
     let pages = [Page { shard: 0, index: 0 }];
-    let write = SpanWrite { rows, tokens: tokens.into(), pages: &pages, range_slot: SLOT };
+    let write = SpanWrite { rows, tokens: tokens.into(), pages: &pages, range_slot: SLOT, centre: None };
     backend.quantize(&mut store, &part.tensor, &part.tensor, write).unwrap();
     for which in [KeyOrValue::Key, KeyOrValue::Value] {
         let expected = pack(&shape, store.format().tensor(which), which, (&part, &tokens, 0));
@@ -243,7 +244,7 @@ fn misfits_are_refused() {
     block_on(backend.add_shard(&mut store, 2)).unwrap();
     let tokens = TokenRange::new(0, 200).unwrap();
     let pages = [Page { shard: 0, index: 0 }, Page { shard: 0, index: 1 }];
-    let write = SpanWrite { rows, tokens: tokens.into(), pages: &pages, range_slot: 0 };
+    let write = SpanWrite { rows, tokens: tokens.into(), pages: &pages, range_slot: 0, centre: None };
     let quantize = |store: &mut Store, keys: &Tensor, write: SpanWrite<'_, Indices>| {
         backend.quantize(store, keys, &tensor, write).unwrap_err()
     };
@@ -256,6 +257,6 @@ fn misfits_are_refused() {
     assert!(matches!(quantize(&mut store, &tensor, few), Error::Plan { .. }));
     let late = SpanWrite { tokens: TokenRange::new(100, 300).unwrap().into(), ..write };
     assert!(matches!(quantize(&mut store, &tensor, late), Error::Plan { .. }));
-    let read = SpanRead { pages: &pages, tokens: 200, range_slot: 1 };
+    let read = SpanRead { pages: &pages, tokens: 200, range_slot: 1, centre: None };
     assert!(matches!(backend.dequantize(&store, read), Err(Error::Plan { .. })));
 }

@@ -189,10 +189,11 @@ fn whole_pages_of_tokens_are_stored_at_once() {
             let x = crate::expected::values(rows.elements_needed(&shape), 4);
             let tensor = block_on(backend.upload(x.as_slice().into())).unwrap();
             let page = Page { shard: 0, index: 0 };
-            let writes: Vec<TokenWrite> =
-                (0..TILE_TOKENS).map(|token| TokenWrite { token, page, slot: (token * 5 + 3) % TILE_TOKENS }).collect();
+            let writes: Vec<TokenWrite> = (0..TILE_TOKENS)
+                .map(|token| TokenWrite { token, page, slot: (token * 5 + 3) % TILE_TOKENS, centre: None })
+                .collect();
             backend.append(&mut store, &tensor, &tensor, rows, &writes).unwrap();
-            let read = kvpack::backend::SpanRead { pages: &[page], tokens: TILE_TOKENS, range_slot: 0 };
+            let read = kvpack::backend::SpanRead { pages: &[page], tokens: TILE_TOKENS, range_slot: 0, centre: None };
             let (keys, values) = backend.dequantize(&store, read).unwrap();
             let mut decoded = block_on(backend.download(&keys)).unwrap();
             decoded.extend(block_on(backend.download(&values)).unwrap());

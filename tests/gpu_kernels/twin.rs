@@ -34,9 +34,9 @@ fn stored_and_decoded<B: Backend>(backend: &B, case: &Case) -> (B::Store, Vec<u3
         block_on(backend.upload_indices(tokens, case.shape.kv_heads(), case.rows.tokens as u32)).unwrap()
     });
     let tokens = gathered.as_ref().map_or(Rows::Run(case.tokens), Rows::Gather);
-    let write = SpanWrite { rows: case.rows, tokens, pages: &case.pages, range_slot: 0 };
+    let write = SpanWrite { rows: case.rows, tokens, pages: &case.pages, range_slot: 0, centre: None };
     backend.quantize(&mut store, &keys, &values, write).unwrap();
-    let read = SpanRead { pages: &case.pages, tokens: case.tokens.len(), range_slot: 0 };
+    let read = SpanRead { pages: &case.pages, tokens: case.tokens.len(), range_slot: 0, centre: None };
     let (keys, values) = backend.dequantize(&store, read).unwrap();
     let mut decoded = block_on(backend.download(&keys)).unwrap();
     decoded.extend(block_on(backend.download(&values)).unwrap());
@@ -214,7 +214,7 @@ fn indices_beyond_the_rows_are_the_last_token() {
         let mut store = backend.create_store(shape, SegmentFormat::F16).unwrap();
         block_on(backend.add_shard(&mut store, 1)).unwrap();
         let pages = [Page { shard: 0, index: 0 }];
-        let write = SpanWrite { rows, tokens: Rows::Gather(indices), pages: &pages, range_slot: 0 };
+        let write = SpanWrite { rows, tokens: Rows::Gather(indices), pages: &pages, range_slot: 0, centre: None };
         backend.quantize(&mut store, &tensor, &tensor, write).unwrap();
         words(&backend, store.shard_buffer(0, StorePart::Keys).unwrap())
     };

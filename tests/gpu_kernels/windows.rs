@@ -24,12 +24,18 @@ fn packed<B: Backend>(backend: &B, shape: AttentionShape, format: SegmentFormat,
     }
     block_on(backend.reserve_ranges(&mut store, windows.len() + 1)).unwrap();
     let pages: Vec<Page> = windows.iter().map(|window| window.from).collect();
-    let write = SpanWrite { rows, tokens: TokenRange::new(0, tokens).unwrap().into(), pages: &pages, range_slot: 0 };
+    let write = SpanWrite {
+        rows,
+        tokens: TokenRange::new(0, tokens).unwrap().into(),
+        pages: &pages,
+        range_slot: 0,
+        centre: None,
+    };
     backend.quantize(&mut open, &keys, &values, write).unwrap();
     backend.pack_windows(&shape, &open, &mut store, windows).unwrap();
     let mut decoded = Vec::new();
     for window in windows {
-        let read = SpanRead { pages: &[window.to], tokens: TILE_TOKENS, range_slot: window.range_slot };
+        let read = SpanRead { pages: &[window.to], tokens: TILE_TOKENS, range_slot: window.range_slot, centre: None };
         let (keys, values) = backend.dequantize(&store, read).unwrap();
         for rows in [keys, values] {
             // +0 and −0 are alike.

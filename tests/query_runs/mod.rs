@@ -113,15 +113,20 @@ impl Runs {
                 }
                 let tokens = TokenRange::new(span.start, span.start + span.tokens).unwrap();
                 let layout = RowLayout::head_major(rows[span.sequence].tokens, &self.shape);
-                let write =
-                    SpanWrite { rows: layout, tokens: tokens.into(), pages: &span.pages, range_slot: span.range_slot };
+                let write = SpanWrite {
+                    rows: layout,
+                    tokens: tokens.into(),
+                    pages: &span.pages,
+                    range_slot: span.range_slot,
+                    centre: None,
+                };
                 let [keys, values] = &tensors[span.sequence];
                 backend.quantize(&mut store, keys, values, write).unwrap();
             }
             stores.push(store);
         }
         let decode = |span: &Stored| {
-            let read = SpanRead { pages: &span.pages, tokens: span.tokens, range_slot: span.range_slot };
+            let read = SpanRead { pages: &span.pages, tokens: span.tokens, range_slot: span.range_slot, centre: None };
             let (keys, values) = backend.dequantize(&stores[span.store], read).unwrap();
             [keys, values].map(|tensor| block_on(backend.download(&tensor)).unwrap()).into()
         };

@@ -89,6 +89,7 @@ impl Case {
             range_slots: SLOTS,
             tokens,
             copies: 3,
+            centre_slots: 0,
         };
         let stores = vec![store(SegmentFormat::F16, ROWS), store(format, if single { ROWS } else { 0 })];
         let windows = vec![WindowCapacity { from: 0, to: 1, windows: 4 }];
@@ -119,7 +120,7 @@ impl Case {
                     block_on(backend.upload(rows.as_slice().into())).unwrap()
                 };
                 let tokens = TokenRange::new(0, TILE_TOKENS).unwrap().into();
-                let write = SpanWrite { rows, tokens, pages: &[page], range_slot };
+                let write = SpanWrite { rows, tokens, pages: &[page], range_slot, centre: None };
                 backend.quantize(&mut store, &upload(), &upload(), write).unwrap();
             }
             store
@@ -149,7 +150,7 @@ impl Case {
         let mut decoded = Vec::new();
         for store in stores {
             for (at, page) in pages().enumerate() {
-                let read = SpanRead { pages: &[page], tokens: TILE_TOKENS, range_slot: at };
+                let read = SpanRead { pages: &[page], tokens: TILE_TOKENS, range_slot: at, centre: None };
                 let (keys, values) = backend.dequantize(store, read).unwrap();
                 for rows in [keys, values] {
                     // +0 and −0 are alike.
@@ -186,7 +187,7 @@ fn writes(layout: &StepLayout, step: usize, random: &mut Random) -> StepWrites {
             let (page, slot) = (pages[random.below(2)], random.below(TILE_TOKENS));
             if !slots.contains(&(page, slot)) {
                 slots.push((page, slot));
-                store.tokens.push(TokenWrite { token: random.below(ROWS), page, slot });
+                store.tokens.push(TokenWrite { token: random.below(ROWS), page, slot, centre: None });
             }
         }
     }

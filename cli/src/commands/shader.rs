@@ -120,10 +120,17 @@ impl ShaderArgs {
         let elements = self.element_type();
         let (shape, pages) = (&step.shape, &[Page { shard: 0, index: 0 }]);
         let rows = RowLayout::token_major(TILE_TOKENS, shape);
-        let write = SpanWrite { rows, tokens: Rows::Run(TokenRange::new(0, TILE_TOKENS)?), pages, range_slot: 0 };
+        let write =
+            SpanWrite { rows, tokens: Rows::Run(TokenRange::new(0, TILE_TOKENS)?), pages, range_slot: 0, centre: None };
         found.extend(QuantizePlan::new(shape, &format, &write)?.variants(elements, elements));
-        let store =
-            |format, tokens, copies| StoreCapacity { format, shard_pages: vec![1], range_slots: 1, tokens, copies };
+        let store = |format, tokens, copies| StoreCapacity {
+            format,
+            shard_pages: vec![1],
+            range_slots: 1,
+            tokens,
+            copies,
+            centre_slots: 0,
+        };
         let steps = |stores, windows| {
             let layout = Arc::new(StepLayout::new(*shape, 1, stores, windows)?);
             Ok::<_, kvpack::Error>(PackStepPlan::new(&layout).variants(elements, elements))
@@ -133,7 +140,7 @@ impl ShaderArgs {
         let windows = steps(vec![store(SegmentFormat::F16, 0, 0), store(format, 0, 0)], vec![window])?;
         // Of what windows take besides, spans take the same, but that they read dense tensors.
         found.extend(windows.into_iter().filter(|variant| variant.kernel() == "ranges_window"));
-        let read = SpanRead { pages, tokens: TILE_TOKENS, range_slot: 0 };
+        let read = SpanRead { pages, tokens: TILE_TOKENS, range_slot: 0, centre: None };
         found.extend(DequantizePlan::new(shape, &format, &read)?.variants());
         Ok(found)
     }

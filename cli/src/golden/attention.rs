@@ -54,7 +54,8 @@ fn f16_attention(
         (0..tokens.div_ceil(kvpack::TILE_TOKENS) as u32).map(|index| Page { shard: 0, index }).collect();
     store.add_shard(pages.len() as u32)?;
     let rows = RowLayout::head_major(tokens, &shape);
-    let write = SpanWrite { rows, tokens: TokenRange::new(0, tokens)?.into(), pages: &pages, range_slot: 0 };
+    let write =
+        SpanWrite { rows, tokens: TokenRange::new(0, tokens)?.into(), pages: &pages, range_slot: 0, centre: None };
     quantize(&mut store, plan::Elements::F32(keys), plan::Elements::F32(values), write)?;
     let span = SpanView { sequence: 0, start: 0, tokens, pages: &pages, range_slot: 0 };
     let view = StoreView { format: SegmentFormat::F16, calibration: None, spans: vec![span] };

@@ -86,9 +86,10 @@ fn quantized(file: &GoldenFile, which: KeyOrValue) -> Result<Outputs> {
             tokens: TokenRange::new(0, tokens)?.into(),
             pages: &pages,
             range_slot: sequence,
+            centre: None,
         };
         quantize_span(&mut store, Elements::F32(rows), Elements::F32(rows), write)?;
-        let read = SpanRead { pages: &pages, tokens, range_slot: sequence };
+        let read = SpanRead { pages: &pages, tokens, range_slot: sequence, centre: None };
         let dense = dequantize(&store, which, read)?;
         decoded.extend(dense.chunks(head_dim).flat_map(|row| &row[..channels]).map(|&x| f64::from(x)));
         for ranges in store.span_ranges(which, sequence)?.chunks(head_dim) {

@@ -45,10 +45,15 @@ impl Packed {
         let pages: Vec<Page> = (0..tokens.div_ceil(TILE_TOKENS) as u32).map(|index| Page { shard: 0, index }).collect();
         store.add_shard(pages.len() as u32)?;
         let layout = RowLayout::token_major(tokens, &shape);
-        let write =
-            SpanWrite { rows: layout, tokens: TokenRange::new(0, tokens)?.into(), pages: &pages, range_slot: 0 };
+        let write = SpanWrite {
+            rows: layout,
+            tokens: TokenRange::new(0, tokens)?.into(),
+            pages: &pages,
+            range_slot: 0,
+            centre: None,
+        };
         quantize(&mut store, Elements::F32(rows), Elements::F32(rows), write)?;
-        let decoded = dequantize(&store, which, SpanRead { pages: &pages, tokens, range_slot: 0 })?;
+        let decoded = dequantize(&store, which, SpanRead { pages: &pages, tokens, range_slot: 0, centre: None })?;
         let (mut codes, mut ranges) = (Vec::new(), Vec::new());
         for (tile, &page) in pages.iter().enumerate() {
             let (words, beside) = store.tile_words(which, page, 0)?;

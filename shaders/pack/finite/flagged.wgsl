@@ -1,16 +1,10 @@
-// Elements that may be NaN, infinite or too large: those are stored as 0, and the first token with one is flagged. They are
-// compared as integers, since compilers may assume that no float is NaN.
+// Elements that may be NaN, infinite or too large: zeros in their place, and flags.
 //
-// needs: call
+// needs: Place
 // gives: storable
-// binds: 5 flags
 
-@group(0) @binding(5) var<storage, read_write> flags: array<atomic<u32>>;
+// import pack/flag_element.wgsl
 
-fn storable(bits: u32, token: u32) -> f32 {
-    if ((bits & 0x7fffffffu) > bitcast<u32>(call.largest)) {
-        atomicMin(&flags[call.flag], token);
-        return 0f;
-    }
-    return bitcast<f32>(bits);
+fn storable(bits: u32, place: Place, kv_head: u32, channel: u32) -> f32 {
+    return flagged_element(bits, place.token);
 }

@@ -1,5 +1,5 @@
 // Slot `finite`: what is stored of an element.
 //
 // Every choice has
-//   fn storable(bits: u32, token: u32) -> f32
+//   fn storable(bits: u32, place: Place, kv_head: u32, channel: u32) -> f32
 //     the element of these bits, or what is stored in its place

@@ -24,6 +24,7 @@ impl AttendCase {
             data: DataKind::ChannelOffsets,
             sink: SinkPlace::First,
             input: InputLayout { elements: ElementType::F32, order: RowOrder::TokenMajor },
+            centred: false,
             paging: Paging::InOrder,
             queries: Queries::Decode,
             // What a format gets by default is a case's own matter: most are to be as exact as they can.

@@ -29,6 +29,8 @@ pub struct AttendCase {
     pub sink: SinkPlace,
     /// How keys and values lie in the tensors that are handed to the backend.
     pub input: InputLayout,
+    /// Whether keys are stored less the mean of the first of their sequence, in every store.
+    pub centred: bool,
     /// How the stores are cut into pages.
     pub paging: Paging,
     /// Which queries attend.
@@ -90,6 +92,9 @@ pub enum DataKind {
     /// The same as [`DataKind::ChannelOffsets`], but every third channel holds one value throughout, among them
     /// zeros: groups without spread.
     ConstantChannels,
+    /// The same as [`DataKind::ChannelOffsets`], with a bias of 300 in three channels of every key, as projections with biases
+    /// make them.
+    BiasedKeys,
     /// Every token has the same key and the same value; only the sink's key differs.
     ConstantTokens,
 }

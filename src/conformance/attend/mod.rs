@@ -4,6 +4,7 @@ mod accuracy;
 mod build;
 mod case;
 mod cases;
+mod centred;
 mod formats;
 mod many_heads;
 mod query_precision;

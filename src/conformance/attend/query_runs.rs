@@ -71,6 +71,7 @@ pub fn state_cases() -> Vec<AttendCase> {
     several.sequences = vec![spans(0), spans(1)];
     several.paging = Paging::Scattered { shard_pages: 3 };
     cases.push(several);
+    cases.push(super::centred::several("states"));
     for (index, case) in cases.iter_mut().enumerate() {
         case.seed = 1000 + index as u64;
     }

@@ -51,7 +51,17 @@ pub(in crate::conformance) async fn run_states<B: Backend>(backend: &B, case: &A
     let limits = Limits::of_step(case.options.query, case.segments.iter().map(|segment| &segment.format));
     let of = |plan: AttendPlan| {
         let (stores, queries) = (stored.stores(), &queries);
-        async move { backend.attend_states(&plan, &stores, queries, case.options).await }
+        async move {
+            let states = backend.attend_states(&plan, &stores, queries, case.options).await?;
+            if !case.centred {
+                return Ok(states);
+            }
+            let slots = plan
+                .runs()
+                .iter()
+                .flat_map(|planned| std::iter::repeat_n(planned.run.sequence as u32, planned.run.queries));
+            backend.uncentre_lse(stores[0], queries, &slots.collect::<Vec<_>>(), states).await
+        }
     };
     let whole = of(plan).await?;
     let first = of(stored.plan_over(case, |store| store == 0)?).await?;

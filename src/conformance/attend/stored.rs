@@ -2,7 +2,7 @@
 
 use super::case::{AttendCase, Fill, Paging, SegmentCase, SpanCase};
 use crate::backend::{FilledSpan, FilledStores, NewSpan, SpanSource};
-use crate::conformance::data::SequenceData;
+use crate::conformance::data::{CENTRE_TOKENS, SequenceData};
 use crate::conformance::guards::{self, Guards};
 use crate::conformance::report::Failure;
 use crate::plan::{AttendPlan, TokenRange};
@@ -38,8 +38,15 @@ impl<B: Backend> Stored<B> {
             stores = stores.with_shards_of(shard_pages);
             shuffled = Some(case.seed);
         }
+        if case.centred {
+            stores = stores.with_centres(case.sequences.len());
+        }
         let (spans, mut guards) = guards::place(backend, &mut stores, &new_spans(case), shuffled).await?;
         guards.write(backend, &mut stores, &case.shape, case.input.elements).await?;
+        for (sequence, ((keys, _), data)) in tensors.iter().zip(data).enumerate().filter(|_| case.centred) {
+            let first = TokenRange::new(0, data.rows.tokens.min(CENTRE_TOKENS))?;
+            stores.set_centre(backend, sequence, keys, (data.rows, first))?;
+        }
         for placed in spans.iter().filter(|placed| placed.span.tokens > 0) {
             let NewSpan { store, sequence, start, tokens } = placed.span;
             let ((keys, values), rows) = (&tensors[sequence], data[sequence].rows);

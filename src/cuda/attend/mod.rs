@@ -6,4 +6,5 @@ pub(super) mod model_tables;
 pub(super) mod scratch;
 mod split;
 pub(super) mod step;
+pub(super) mod uncentre_lse;
 mod variant;

@@ -137,6 +137,9 @@ impl PageFormat {
     /// The kernels that move rows into pages and back.
     pub(crate) fn rows_program(&self) -> Program {
         const FILES: &[&str] = &[
+            "key_mean.cu",
+            "centre_keys.cu",
+            "uncentre_keys.cu",
             "hadamard.cu",
             "ranges_span.cu",
             "ranges_tile.cu",
@@ -151,6 +154,13 @@ impl PageFormat {
     /// The kernels that store what a step writes.
     pub(crate) fn step_program(&self) -> Program {
         Program { files: &["append.cu", "copy_page.cu", "pack_windows.cu"], defines: self.defines() }
+    }
+
+    /// The same where keys are stored less a centre.
+    pub(crate) fn centred_step_program(&self) -> Program {
+        let mut program = self.step_program();
+        program.defines.push(("KEY_CENTRED", 1));
+        program
     }
 }
 

@@ -19,6 +19,7 @@ macro_rules! files {
 files![
     "append.cu",
     "attend.cu",
+    "centre_keys.cu",
     "code_rows.cu",
     "common/attend_call.cuh",
     "common/calibration.cuh",
@@ -46,6 +47,7 @@ files![
     "dequantize.cu",
     "find_non_finite.cu",
     "hadamard.cu",
+    "key_mean.cu",
     "merge_pair.cu",
     "merge_states.cu",
     "pack_windows.cu",
@@ -66,6 +68,8 @@ files![
     "select/stats_call.cuh",
     "select/sum_partials.cu",
     "select/top_k.cu",
+    "uncentre_keys.cu",
+    "uncentre_lse.cu",
 ];
 
 /// One text of several files: each `#include "…"` is replaced by the file it names, once.

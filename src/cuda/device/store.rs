@@ -30,6 +30,8 @@ pub struct Store {
     range_slots: usize,
     key_ranges: Option<Arc<Memory>>,
     value_ranges: Option<Arc<Memory>>,
+    /// `[slot][kv_head][channel]` of f32, for the channels of tensors.
+    centres: Option<Arc<Memory>>,
 }
 
 #[derive(Debug)]
@@ -70,6 +72,7 @@ impl Store {
             range_slots: 0,
             key_ranges: None,
             value_ranges: None,
+            centres: None,
         })
     }
 
@@ -99,12 +102,13 @@ impl Store {
         &self.pages
     }
 
-    /// Bytes of tiles, tile ranges and span ranges.
+    /// Bytes of tiles, tile ranges, span ranges and centres.
     pub fn bytes(&self) -> u64 {
         let page_bytes = self.page_bytes() as u64;
         let pages: u64 = self.shards.iter().map(|shard| u64::from(shard.pages) * page_bytes).sum();
         let range_slots = self.key_ranges.iter().chain(&self.value_ranges).count() * self.range_slots;
-        pages + (range_slots * self.slot_bytes()) as u64
+        let centres = self.centre_slots() * SegmentFormat::centre_bytes(&self.shape);
+        pages + (range_slots * self.slot_bytes() + centres) as u64
     }
 
     pub(crate) const fn page_bytes(&self) -> usize {
@@ -141,6 +145,44 @@ impl Store {
         Ok(())
     }
 
+    /// Grows the centres to at least `slots` slots. Steps that were bound before read the old ones.
+    pub(crate) fn reserve_centres(&mut self, stream: &Arc<CudaStream>, slots: usize) -> Result<()> {
+        if !self.format.key.takes_centre() {
+            return Err(Error::Format { format: self.format.to_string(), reason: self.format.why_no_centre() });
+        }
+        if slots <= self.centre_slots() {
+            return Ok(());
+        }
+        let bytes = slots.saturating_mul(SegmentFormat::centre_bytes(&self.shape));
+        self.centres = Some(match &self.centres {
+            None => Memory::zeroed(stream, "centres", bytes)?,
+            Some(old) => old.grown(stream, "centres", bytes)?,
+        });
+        Ok(())
+    }
+
+    /// Slots of centres; 0 where keys are stored as they are.
+    pub fn centre_slots(&self) -> usize {
+        self.centres.as_ref().map_or(0, |centres| centres.bytes() / SegmentFormat::centre_bytes(&self.shape))
+    }
+
+    /// Address of a centre that was checked to exist, or of the first; 0 where there is none.
+    pub(crate) fn centre_address(&self, slot: usize) -> u64 {
+        let bytes = slot * SegmentFormat::centre_bytes(&self.shape);
+        self.centres.as_ref().map_or(0, |centres| centres.address() + bytes as u64)
+    }
+
+    /// Checks that a centre exists, where one is named.
+    pub(crate) fn check_centre(&self, what: &'static str, slot: Option<usize>) -> Result<()> {
+        match slot.filter(|&slot| slot >= self.centre_slots()) {
+            None => Ok(()),
+            Some(slot) => {
+                let reason = format!("there is no centre {slot}; the store has {}, reserve more", self.centre_slots());
+                Err(Error::Plan { what, reason })
+            }
+        }
+    }
+
     /// Ranges of one slot.
     const fn slot_ranges(&self) -> usize {
         self.shape.kv_heads() * self.pages.head_dim
@@ -167,7 +209,7 @@ impl Store {
     /// Everything that a step reads of the store.
     pub(crate) fn memory(&self) -> Vec<Arc<Memory>> {
         let shards = self.shards.iter().map(|shard| shard.memory.clone());
-        shards.chain(self.key_ranges.clone()).chain(self.value_ranges.clone()).collect()
+        shards.chain(self.key_ranges.clone()).chain(self.value_ranges.clone()).chain(self.centres.clone()).collect()
     }
 
     /// Address of a page.
@@ -207,7 +249,14 @@ impl Store {
     /// many of its pages.
     pub fn step_capacity(&self, tokens: usize, copies: usize) -> StoreCapacity {
         let shard_pages = self.shards.iter().map(|shard| shard.pages).collect();
-        StoreCapacity { format: self.format, shard_pages, range_slots: self.range_slots, tokens, copies }
+        StoreCapacity {
+            format: self.format,
+            shard_pages,
+            range_slots: self.range_slots,
+            tokens,
+            copies,
+            centre_slots: self.centre_slots(),
+        }
     }
 
     /// Checks that a slot of span ranges exists, where the format needs one.

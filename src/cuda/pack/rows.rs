@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
 
 use super::scratch::PackScratch;
-use crate::backend::{SpanRead, SpanWrite};
+use crate::backend::{LARGEST_CENTRED_KEY, NewCentre, SpanRead, SpanWrite};
 use crate::cuda::device::driver::driver_error;
 use crate::cuda::device::indices::Indices;
 use crate::cuda::device::kernels::Kernels;
@@ -52,6 +52,8 @@ struct RowsCall {
     below: u32,
     /// The largest element that is in order, where elements are looked at.
     largest: f32,
+    /// The centre of the sequence's keys, where they are stored less one.
+    centre: u64,
 }
 
 // SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
@@ -90,8 +92,8 @@ impl Source<'_> {
 /// Rows of some pages of a span on their way into the tiles.
 struct Piece {
     call: RowsCall,
-    /// What is rotated to where the call reads, before it.
-    rotated: Option<(RowsCall, u64)>,
+    /// What is rotated, or loses its centre, to where the call reads, before it.
+    rewritten: Option<(RowsCall, u64)>,
 }
 
 /// The kernel of keys or of values.
@@ -147,7 +149,28 @@ impl Launcher<'_> {
         Ok(table)
     }
 
-    /// Kernels `ranges_span`, `ranges_tile`, `code_rows` and `quantize`.
+    /// Kernel `key_mean`.
+    pub(crate) fn key_mean(&self, store: &Store, keys: &Tensor, centre: NewCentre) -> Result<()> {
+        let NewCentre { rows, tokens, slot } = centre;
+        let shape = store.shape();
+        rows.check("keys", keys.elements(), shape)?;
+        store.check_centre("key mean", Some(slot))?;
+        if tokens.end() > rows.tokens {
+            let reason = format!("tokens up to {} of {}", tokens.end(), rows.tokens);
+            return Err(Error::Plan { what: "key mean", reason });
+        }
+        let source = Source { tensor: keys, rows, first_token: tokens.start(), tokens: tokens.len() };
+        let call = RowsCall {
+            shrink: 1.0 / tokens.len() as f32,
+            largest: LARGEST_CENTRED_KEY,
+            centre: store.centre_address(slot),
+            ..source.call(shape)
+        };
+        let channels = (shape.kv_heads() * shape.head_dim()) as u64;
+        self.run(&store.pages().rows_program(), "key_mean", &call, channels)
+    }
+
+    /// Kernels `centre_keys` or `hadamard`, `ranges_span`, `ranges_tile`, `code_rows` and `quantize`.
     pub(crate) fn quantize(
         &self,
         scratch: &mut PackScratch,
@@ -162,6 +185,7 @@ impl Launcher<'_> {
         check_span("quantize", write.tokens.len(), write.pages)?;
         write.tokens.check("quantize", &write.rows, shape)?;
         store.check_slot("quantize", write.range_slot)?;
+        store.check_centre("quantize", write.centre)?;
         let pages = self.pages(scratch, "quantize", store, write.pages)?;
         for (which, tensor) in BOTH.into_iter().zip([keys, values]) {
             let (first_token, gathered) = match write.tokens {
@@ -176,19 +200,26 @@ impl Launcher<'_> {
                 pages: pages.address(),
                 ranges: store.slot_address(which, write.range_slot),
                 shrink: shrink(store.format(), which),
+                centre: write.centre.filter(|_| which == KeyOrValue::Key).map_or(0, |slot| store.centre_address(slot)),
                 ..source.call(shape)
             };
             match store.pages().tensor(which).rotation {
-                None => self.pack(store, which, &[Piece { call, rotated: None }])?,
-                Some(_) => self.pack_rotated(scratch, store, which, call)?,
+                None if call.centre == 0 => self.pack(store, which, &[Piece { call, rewritten: None }])?,
+                _ => self.pack_rewritten(scratch, store, which, call)?,
             }
         }
         Ok(())
     }
 
-    /// Rotates rows into scratch memory, a few pages of tokens at a time, and packs them from there. Where ranges span
-    /// all pieces, the pieces are rotated once for the ranges and once more for the codes.
-    fn pack_rotated(&self, scratch: &mut PackScratch, store: &Store, which: KeyOrValue, call: RowsCall) -> Result<()> {
+    /// Rewrites rows into scratch memory, rotated, less a centre or both, a few pages of tokens at a time, and packs them from
+    /// there. Where ranges span all pieces, the pieces are rewritten once for the ranges and once more for the codes.
+    fn pack_rewritten(
+        &self,
+        scratch: &mut PackScratch,
+        store: &Store,
+        which: KeyOrValue,
+        call: RowsCall,
+    ) -> Result<()> {
         let (kv_heads, head_dim) = (store.shape().kv_heads(), store.pages().head_dim);
         let page_bytes = TILE_TOKENS * kv_heads * head_dim * size_of::<f32>();
         let piece_pages = (PIECE_BYTES / page_bytes).clamp(1, (call.tokens as usize).div_ceil(TILE_TOKENS));
@@ -209,7 +240,7 @@ impl Launcher<'_> {
                     indices: 0,
                     ..call
                 };
-                Piece { call, rotated: Some((source, rotated.address())) }
+                Piece { call, rewritten: Some((source, rotated.address())) }
             })
             .collect();
         self.pack(store, which, &pieces)
@@ -223,7 +254,7 @@ impl Launcher<'_> {
         if let Some(first) = pieces.first().filter(|_| span_ranges) {
             self.zero("span ranges", first.call.ranges, store.slot_bytes())?;
             for piece in pieces {
-                self.rotate(&program, which, piece)?;
+                self.rewrite(&program, which, piece)?;
                 let chunks = (piece.call.tokens as usize).div_ceil(RANGE_CHUNK) as u64;
                 self.run(&program, "ranges_span_extremes", &piece.call, channels * chunks)?;
             }
@@ -233,7 +264,7 @@ impl Launcher<'_> {
         for piece in pieces {
             // A single piece still lies where its ranges left it.
             if !span_ranges || pieces.len() > 1 {
-                self.rotate(&program, which, piece)?;
+                self.rewrite(&program, which, piece)?;
             }
             let tiles = (piece.call.tokens as u64).div_ceil(TILE_TOKENS as u64) * store.shape().kv_heads() as u64;
             let ranges = store.pages().ranges_per_tile(which) as u64;
@@ -250,10 +281,14 @@ impl Launcher<'_> {
         Ok(())
     }
 
-    fn rotate(&self, program: &Program, which: KeyOrValue, piece: &Piece) -> Result<()> {
-        let Some((source, rotated)) = &piece.rotated else { return Ok(()) };
+    fn rewrite(&self, program: &Program, which: KeyOrValue, piece: &Piece) -> Result<()> {
+        let Some((source, rewritten)) = &piece.rewritten else { return Ok(()) };
         let rows = u64::from(source.tokens) * u64::from(source.kv_heads);
-        self.run_with(program, named(which, "hadamard_keys", "hadamard_values"), source, Some(rotated), rows * 32)
+        let name = match source.centre {
+            0 => named(which, "hadamard_keys", "hadamard_values"),
+            _ => "centre_keys",
+        };
+        self.run_with(program, name, source, Some(rewritten), rows * 32)
     }
 
     fn zero(&self, what: &'static str, address: u64, bytes: usize) -> Result<()> {
@@ -272,6 +307,7 @@ impl Launcher<'_> {
     ) -> Result<[Tensor; 2]> {
         check_span("dequantize", read.tokens, read.pages)?;
         store.check_slot("dequantize", read.range_slot)?;
+        store.check_centre("dequantize", read.centre)?;
         let pages = self.pages(scratch, "dequantize", store, read.pages)?;
         let (shape, program) = (store.shape(), store.pages().rows_program());
         let read_back = |which: KeyOrValue| {
@@ -294,6 +330,10 @@ impl Launcher<'_> {
             if store.pages().tensor(which).rotation.is_some() {
                 let name = named(which, "hadamard_keys_back", "hadamard_values_back");
                 self.run(&program, name, &call, row_threads)?;
+            }
+            if let Some(slot) = read.centre.filter(|_| which == KeyOrValue::Key) {
+                let call = RowsCall { centre: store.centre_address(slot), ..call };
+                self.run(&program, "uncentre_keys", &call, elements as u64)?;
             }
             Ok(tensor)
         };

@@ -51,6 +51,7 @@ struct StepCall {
     key_shrink: f32,
     value_shrink: f32,
     capacity: u32,
+    centres: u64,
     shards: [u64; MOST_SHARDS],
     from_shards: [u64; MOST_SHARDS],
 }
@@ -261,6 +262,7 @@ impl Binder<'_> {
             key_shrink: shrink(KeyOrValue::Key),
             value_shrink: shrink(KeyOrValue::Value),
             capacity: self.layout.capacity(section) as u32,
+            centres: of.centre_address(0),
             shards: self.shards(store)?,
             ..StepCall::default()
         })
@@ -307,7 +309,10 @@ impl Binder<'_> {
         [x, y]: [usize; 2],
         threads: u32,
     ) -> Result<Launch> {
-        let function = self.backend.kernels().function(&self.stores[store].pages().step_program(), name)?;
+        let pages = self.stores[store].pages();
+        let centred = name == "append" && self.layout.has_centres(store);
+        let program = if centred { pages.centred_step_program() } else { pages.step_program() };
+        let function = self.backend.kernels().function(&program, name)?;
         let config =
             LaunchConfig { grid_dim: (x as u32, y as u32, 1), block_dim: (threads, 1, 1), shared_mem_bytes: 0 };
         Ok(Launch { name, function, config, call })
@@ -323,6 +328,7 @@ fn check_stores(layout: &StepLayout, stores: &[&Store], stream: &CudaStream) -> 
             format: store.format(),
             shard_pages: &|shard| store.shard_pages(shard),
             range_slots: store.range_slots(),
+            centre_slots: store.centre_slots(),
         };
         layout.check_store(index, &found)?;
     }

@@ -17,6 +17,8 @@ pub struct StoreCapacity {
     pub tokens: usize,
     /// Most pages of it that a step copies.
     pub copies: usize,
+    /// Its slots of centres; 0 where keys are stored as they are.
+    pub centre_slots: usize,
 }
 
 /// Two stores, and how many windows a step may move from one to the other.
@@ -51,7 +53,7 @@ pub enum Section {
 /// use kvpack::{AttentionShape, Bits, SegmentFormat};
 /// // 64 sequences, each with an open page of f16 and packed pages of 4 bits behind it.
 /// let shape = AttentionShape::new(32, 8, 128)?;
-/// let of = |format, tokens| StoreCapacity { format, shard_pages: vec![4096], range_slots: 4096, tokens, copies: 64 };
+/// let of = |format, tokens| StoreCapacity { format, shard_pages: vec![4096], range_slots: 4096, tokens, copies: 64, centre_slots: 0 };
 /// let stores = vec![of(SegmentFormat::F16, 64), of(SegmentFormat::per_channel(Bits::Four), 0)];
 /// let windows = vec![WindowCapacity { from: 0, to: 1, windows: 64 }];
 /// let layout = Arc::new(StepLayout::new(shape, 64, stores, windows)?);
@@ -59,7 +61,7 @@ pub enum Section {
 /// // A step: row 0 of the input completes page 7, which is then packed into page 9.
 /// let (open, packed) = (Page { shard: 0, index: 7 }, Page { shard: 0, index: 9 });
 /// let mut writes = StepWrites::of(&layout);
-/// writes.stores[0].tokens.push(TokenWrite { token: 0, page: open, slot: 127 });
+/// writes.stores[0].tokens.push(TokenWrite { token: 0, page: open, slot: 127, centre: None });
 /// writes.windows[0].push(WindowMove { from: open, to: packed, range_slot: 3 });
 /// let mut table = StepTable::new(&layout);
 /// table.set(&writes)?;
@@ -83,6 +85,9 @@ const MOST_SHARDS: usize = 1 << 16;
 /// Most entries of a section: what kernels count stays below 2³².
 const MOST_ENTRIES: usize = 1 << 20;
 
+/// A centre's slot takes the bits of a word that a token's slot leaves.
+const MOST_CENTRES: usize = 1 << 24;
+
 impl StepLayout {
     /// A layout for steps whose dense keys and values have at most `rows` tokens.
     ///
@@ -104,6 +109,7 @@ impl StepLayout {
             at_most("the shards of a store", store.shard_pages.len(), MOST_SHARDS)?;
             at_most("the tokens of a step", store.tokens, MOST_ENTRIES)?;
             at_most("the pages that a step copies", store.copies, MOST_ENTRIES)?;
+            at_most("the centres of a store", store.centre_slots, MOST_CENTRES)?;
         }
         for pair in &windows {
             let (from, to, count) = (pair.from, pair.to, stores.len());
@@ -171,11 +177,18 @@ impl StepLayout {
         self.stores.iter().any(|store| store.tokens > 0)
     }
 
-    /// The largest key or value that a store takes, windows that leave it included: what is beyond counts as not finite.
+    /// The largest key or value that a store takes, windows that leave it included: what is beyond counts as not finite. Half of
+    /// that for keys that are stored less a centre, which may be as large.
     pub fn largest_element(&self, store: usize, which: KeyOrValue) -> f32 {
         let of = |store: &StoreCapacity| largest_element(store.format.tensor(which), &self.shape);
         let moved = self.windows.iter().filter(|pair| pair.from == store).map(|pair| of(&self.stores[pair.to]));
-        moved.fold(self.stores.get(store).map_or(0.0, of), f32::min)
+        let largest = moved.fold(self.stores.get(store).map_or(0.0, of), f32::min);
+        if which == KeyOrValue::Key && self.has_centres(store) { largest / 2.0 } else { largest }
+    }
+
+    /// True if keys are stored in it less a centre.
+    pub(crate) fn has_centres(&self, store: usize) -> bool {
+        self.stores.get(store).is_some_and(|store| store.centre_slots > 0)
     }
 
     /// Checks that a store is the one of the layout: of its shape and format, with the pages and slots that tables may name.
@@ -202,6 +215,10 @@ impl StepLayout {
         if store.format.has_span_ranges() && found.range_slots < store.range_slots {
             let (has, needs) = (found.range_slots, store.range_slots);
             return reject(format!("store {index} has {has} range slots, the layout has {needs}"));
+        }
+        let (has, needs) = (found.centre_slots, store.centre_slots);
+        if has < needs || (has > 0) != (needs > 0) {
+            return reject(format!("store {index} has {has} centres, the layout has {needs}"));
         }
         Ok(())
     }
@@ -263,6 +280,7 @@ pub(crate) struct FoundStore<'a> {
     /// Pages of a shard, 0 if there is no such shard.
     pub(crate) shard_pages: &'a dyn Fn(u32) -> u32,
     pub(crate) range_slots: usize,
+    pub(crate) centre_slots: usize,
 }
 
 fn largest_element(format: &TensorFormat, shape: &AttentionShape) -> f32 {

@@ -15,7 +15,7 @@ use crate::{Error, Result};
 /// | entry | words |
 /// | --- | --- |
 /// | copy | page to read, page to write, 0, shards: the first in the low half, the second in the high half |
-/// | token | token of the dense tensors, page, slot, shard |
+/// | token | token of the dense tensors, page, slot and from bit 8 on the slot of the centre, shard |
 /// | window | page to read, page to write, range slot, shards as those of a copy |
 ///
 /// A table is filled again and again ([`StepTable::set`]); that allocates nothing.
@@ -124,7 +124,8 @@ impl StepTable {
     pub fn entries(&self, section: Section) -> impl Iterator<Item = StepEntry> + '_ {
         let first = (self.layout.first_entry(section) + 1) * ENTRY_WORDS;
         let words = self.words.get(first..).unwrap_or_default();
-        words.as_chunks::<ENTRY_WORDS>().0[..self.count(section)].iter().map(move |&entry| read_entry(section, entry))
+        let words = &words.as_chunks::<ENTRY_WORDS>().0[..self.count(section)];
+        words.iter().map(move |&entry| self.read_entry(section, entry))
     }
 
     /// Whether entries of a section name this shard, or these two: `from | to << 16`.
@@ -132,6 +133,20 @@ impl StepTable {
     pub(crate) fn names_shards(&self, section: Section, shards: u32) -> bool {
         let at = self.layout.sections().position(|other| other == section);
         at.is_some_and(|at| self.shards[at].contains(&shards))
+    }
+
+    fn read_entry(&self, section: Section, [first, second, third, shards]: [u32; ENTRY_WORDS]) -> StepEntry {
+        let (from, to) = (Page { shard: shards & 0xffff, index: first }, Page { shard: shards >> 16, index: second });
+        match section {
+            Section::Copies(_) => StepEntry::Copy(PageCopy { from, to }),
+            Section::Windows(_) => StepEntry::Window(WindowMove { from, to, range_slot: third as usize }),
+            Section::Tokens(store) => StepEntry::Token(TokenWrite {
+                token: first as usize,
+                page: Page { shard: shards, index: second },
+                slot: (third % (1 << CENTRE_SHIFT)) as usize,
+                centre: self.layout.has_centres(store).then_some((third >> CENTRE_SHIFT) as usize),
+            }),
+        }
     }
 
     fn check(&mut self, writes: &StepWrites) -> Result<()> {
@@ -143,7 +158,7 @@ impl StepTable {
                 "writes to {given} for a layout of {stores} and {pairs}; make them with StepWrites::of"
             ));
         }
-        for (index, store) in writes.stores.iter().enumerate() {
+        for (index, (store, store_layout)) in writes.stores.iter().zip(layout.stores()).enumerate() {
             at_most("the pages that a step copies", store.copies.len(), layout.capacity(Section::Copies(index)))?;
             at_most("the tokens of a step", store.tokens.len(), layout.capacity(Section::Tokens(index)))?;
             for copy in &store.copies {
@@ -158,6 +173,7 @@ impl StepTable {
                     let (token, slot, rows) = (write.token, write.slot, layout.rows());
                     return reject(format!("token {token} of {rows} into slot {slot} of {TILE_TOKENS}"));
                 }
+                check_centre(index, store_layout.centre_slots, write.centre)?;
             }
             self.check_distinct("copy to", store.copies.iter().map(|copy| (copy.to, 0)))?;
             self.check_distinct("token into", store.tokens.iter().map(|write| (write.page, write.slot)))?;
@@ -203,6 +219,21 @@ fn reject<T>(reason: String) -> Result<T> {
     Err(Error::Plan { what: "step", reason })
 }
 
+/// Checks that a token has a centre where its store has them, and none where it has not.
+fn check_centre(store: usize, slots: usize, centre: Option<usize>) -> Result<()> {
+    match centre {
+        None if slots == 0 => Ok(()),
+        Some(slot) if slot < slots => Ok(()),
+        None => {
+            reject(format!("a token without a centre into store {store}, whose keys are stored less one of {slots}"))
+        }
+        Some(slot) => reject(format!("there is no centre {slot} in store {store}, which has {slots}")),
+    }
+}
+
+/// Where the centre's slot begins in a token's word.
+const CENTRE_SHIFT: u32 = 8;
+
 const fn both_shards(from: Page, to: Page) -> u32 {
     from.shard | to.shard << 16
 }
@@ -212,25 +243,13 @@ fn copy_words(copy: &PageCopy) -> [u32; ENTRY_WORDS] {
 }
 
 fn token_words(write: &TokenWrite) -> [u32; ENTRY_WORDS] {
-    [write.token as u32, write.page.index, write.slot as u32, write.page.shard]
+    let slots = write.slot as u32 | (write.centre.unwrap_or(0) as u32) << CENTRE_SHIFT;
+    [write.token as u32, write.page.index, slots, write.page.shard]
 }
 
 fn window_words(window: &WindowMove) -> [u32; ENTRY_WORDS] {
     let WindowMove { from, to, range_slot } = *window;
     [from.index, to.index, range_slot as u32, both_shards(from, to)]
-}
-
-fn read_entry(section: Section, [first, second, third, shards]: [u32; ENTRY_WORDS]) -> StepEntry {
-    let (from, to) = (Page { shard: shards & 0xffff, index: first }, Page { shard: shards >> 16, index: second });
-    match section {
-        Section::Copies(_) => StepEntry::Copy(PageCopy { from, to }),
-        Section::Windows(_) => StepEntry::Window(WindowMove { from, to, range_slot: third as usize }),
-        Section::Tokens(_) => StepEntry::Token(TokenWrite {
-            token: first as usize,
-            page: Page { shard: shards, index: second },
-            slot: third as usize,
-        }),
-    }
 }
 
 #[cfg(test)]
@@ -242,7 +261,14 @@ mod tests {
 
     fn layout() -> Arc<StepLayout> {
         let shape = AttentionShape::new(2, 2, 64).unwrap();
-        let of = |format, tokens| StoreCapacity { format, shard_pages: vec![5, 3], range_slots: 4, tokens, copies: 2 };
+        let of = |format, tokens| StoreCapacity {
+            format,
+            shard_pages: vec![5, 3],
+            range_slots: 4,
+            tokens,
+            copies: 2,
+            centre_slots: 0,
+        };
         let stores = vec![of(SegmentFormat::F16, 3), of(SegmentFormat::per_channel(Bits::Four), 0)];
         let windows = vec![WindowCapacity { from: 0, to: 1, windows: 2 }];
         Arc::new(StepLayout::new(shape, 8, stores, windows).unwrap())
@@ -255,8 +281,8 @@ mod tests {
     fn writes(layout: &StepLayout) -> StepWrites {
         let mut writes = StepWrites::of(layout);
         writes.stores[0].copies.push(PageCopy { from: page(0, 4), to: page(1, 2) });
-        writes.stores[0].tokens.push(TokenWrite { token: 7, page: page(1, 2), slot: 127 });
-        writes.stores[0].tokens.push(TokenWrite { token: 0, page: page(0, 0), slot: 0 });
+        writes.stores[0].tokens.push(TokenWrite { token: 7, page: page(1, 2), slot: 127, centre: None });
+        writes.stores[0].tokens.push(TokenWrite { token: 0, page: page(0, 0), slot: 0, centre: None });
         writes.windows[0].push(WindowMove { from: page(1, 2), to: page(0, 1), range_slot: 3 });
         writes
     }
@@ -325,7 +351,7 @@ mod tests {
             assert_eq!(table.words(), before, "{what}");
         }
         let mut more = writes(&layout);
-        more.stores[0].tokens.extend((1..3).map(|slot| TokenWrite { token: 0, page: page(0, 0), slot }));
+        more.stores[0].tokens.extend((1..3).map(|slot| TokenWrite { token: 0, page: page(0, 0), slot, centre: None }));
         assert!(matches!(table.set(&more), Err(Error::Limit { needed: 4, allowed: 3, .. })));
         let mut more = writes(&layout);
         let window = |index| WindowMove { from: page(0, 0), to: page(0, index), range_slot: index as usize };
@@ -334,10 +360,45 @@ mod tests {
         assert_eq!(table.words(), before);
     }
 
+    /// A token's word has room for its slot and for that of its centre.
+    #[test]
+    fn centres_stand_beside_slots() {
+        let shape = AttentionShape::new(2, 2, 64).unwrap();
+        let of = |centre_slots| {
+            let (format, shard_pages) = (SegmentFormat::F16, vec![1]);
+            StoreCapacity { format, shard_pages, range_slots: 0, tokens: 2, copies: 0, centre_slots }
+        };
+        let layout = |slots| Arc::new(StepLayout::new(shape, 8, vec![of(slots)], vec![]).unwrap());
+        let write = |slot, centre| TokenWrite { token: 3, page: page(0, 0), slot, centre };
+        let set = |slots, tokens: &[TokenWrite]| {
+            let layout = layout(slots);
+            let mut writes = StepWrites::of(&layout);
+            writes.stores[0].tokens.extend_from_slice(tokens);
+            let mut table = StepTable::new(&layout);
+            table.set(&writes).map(|()| table.entries(Section::Tokens(0)).collect::<Vec<_>>())
+        };
+        let tokens = [write(127, Some(70_000)), write(0, Some(0))];
+        assert_eq!(set(70_001, &tokens).unwrap(), tokens.map(StepEntry::Token));
+        assert_eq!(set(0, &[write(5, None)]).unwrap(), [StepEntry::Token(write(5, None))]);
+        for (slots, centre) in [(70_000, Some(70_000)), (1, None), (0, Some(0))] {
+            assert!(matches!(set(slots, &[write(5, centre)]), Err(Error::Plan { .. })), "{slots} {centre:?}");
+        }
+        assert!(StepLayout::new(shape, 8, vec![of(1 << 25)], vec![]).is_err());
+        let halved = layout(1).largest_element(0, KeyOrValue::Key);
+        assert_eq!((halved, layout(1).largest_element(0, KeyOrValue::Value)), (32752.0, 65504.0));
+    }
+
     #[test]
     fn layouts_that_no_kernel_can_serve_are_refused() {
         let shape = AttentionShape::new(2, 2, 64).unwrap();
-        let of = |format, tokens| StoreCapacity { format, shard_pages: vec![1], range_slots: 1, tokens, copies: 0 };
+        let of = |format, tokens| StoreCapacity {
+            format,
+            shard_pages: vec![1],
+            range_slots: 1,
+            tokens,
+            copies: 0,
+            centre_slots: 0,
+        };
         let channels = SegmentFormat::per_channel(Bits::Four);
         let new = |stores: Vec<StoreCapacity>, from, to| {
             StepLayout::new(shape, 1, stores, vec![WindowCapacity { from, to, windows: 1 }])

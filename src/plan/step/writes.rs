@@ -21,6 +21,8 @@ pub struct TokenWrite {
     pub page: Page,
     /// The slot within the page, 0..128.
     pub slot: usize,
+    /// Slot of the centre that is taken from the key, where the store has centres.
+    pub centre: Option<usize>,
 }
 
 /// A full page of f16 that becomes a span of its own in another store.

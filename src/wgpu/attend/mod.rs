@@ -17,15 +17,17 @@ mod specialisation;
 mod step;
 mod step_buffers;
 mod step_launches;
+mod uncentre_lse;
 
 pub(super) use arithmetic::arithmetic;
 pub use merge_pair::MergePairPlan;
 pub use scratch::{Scratch, ScratchBytes};
 pub use step::{StepPlan, StepTensors};
+pub use uncentre_lse::UncentreLsePlan;
 
 use super::device::Variant;
 
 /// Kernel variants that depend on nothing but the head dimension.
 pub(super) fn variants() -> Vec<Variant> {
-    merge_pair::variants()
+    [merge_pair::variants(), uncentre_lse::variants()].concat()
 }

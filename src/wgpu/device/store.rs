@@ -14,6 +14,7 @@ use crate::{Error, Result};
 /// | tiles of a shard, keys and values apart | `[page][kv_head]` of tiles, see [`crate::format::tile`] |
 /// | tile ranges of a shard, where the format has them | `[page][kv_head][ranges per tile]` of one word each |
 /// | span ranges, where the format has them | `[slot][kv_head][head_dim]` of [`CodeRange`](crate::format::CodeRange) |
+/// | centres, where keys are stored less one | `[slot][kv_head][head_dim]` of f32 |
 ///
 /// All buffers have the usages `STORAGE | COPY_SRC | COPY_DST`.
 #[derive(Clone, Debug)]
@@ -25,6 +26,7 @@ pub struct Store {
     range_slots: usize,
     key_ranges: Option<wgpu::Buffer>,
     value_ranges: Option<wgpu::Buffer>,
+    centres: Option<wgpu::Buffer>,
 }
 
 /// A buffer of a shard.
@@ -114,6 +116,7 @@ impl Store {
             range_slots: 0,
             key_ranges: None,
             value_ranges: None,
+            centres: None,
         })
     }
 
@@ -131,7 +134,14 @@ impl Store {
     /// many of its pages.
     pub fn step_capacity(&self, tokens: usize, copies: usize) -> StoreCapacity {
         let shard_pages = self.shards.iter().map(|shard| shard.pages).collect();
-        StoreCapacity { format: self.format, shard_pages, range_slots: self.range_slots, tokens, copies }
+        StoreCapacity {
+            format: self.format,
+            shard_pages,
+            range_slots: self.range_slots,
+            tokens,
+            copies,
+            centre_slots: self.centre_slots(),
+        }
     }
 
     /// Number of shards.
@@ -200,9 +210,24 @@ impl Store {
         self.span_ranges_buffer(which).map(wgpu::Buffer::as_entire_buffer_binding)
     }
 
+    /// Slots of centres; 0 where keys are stored as they are.
+    pub fn centre_slots(&self) -> usize {
+        self.centres.as_ref().map_or(0, |centres| centres.size() as usize / SegmentFormat::centre_bytes(&self.shape))
+    }
+
+    /// Centres as kernels bind them.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when no slots were reserved.
+    pub(crate) fn centres_binding(&self) -> Result<wgpu::BufferBinding<'_>> {
+        let missing = || Error::Plan { what: "store", reason: "it has no centres; reserve slots".into() };
+        self.centres.as_ref().map(wgpu::Buffer::as_entire_buffer_binding).ok_or_else(missing)
+    }
+
     /// Bytes of all buffers.
     pub fn bytes(&self) -> u64 {
-        let ranges = [&self.key_ranges, &self.value_ranges].into_iter().flatten().map(wgpu::Buffer::size);
+        let ranges =
+            [&self.key_ranges, &self.value_ranges, &self.centres].into_iter().flatten().map(wgpu::Buffer::size);
         self.shards.iter().map(Shard::bytes).chain(ranges).sum()
     }
 
@@ -282,6 +307,36 @@ impl Store {
         Ok(())
     }
 
+    /// Grows the centres of sequences' keys to at least `slots` slots, new ones zero, and keeps those there are. Bindings made
+    /// before stay bound to the old buffer.
+    ///
+    /// # Errors
+    /// [`Error::Format`] when keys have a range for every channel, [`Error::Limit`] when the slots do not fit a binding,
+    /// [`Error::OutOfMemory`], [`Error::DeviceLost`]; the store is as it was.
+    pub async fn reserve_centres(&mut self, device: &wgpu::Device, queue: &wgpu::Queue, slots: usize) -> Result<()> {
+        if !self.format.key.takes_centre() {
+            return Err(Error::Format { format: self.format.to_string(), reason: self.format.why_no_centre() });
+        }
+        if slots <= self.centre_slots() {
+            return Ok(());
+        }
+        let needed = (slots as u64).saturating_mul(SegmentFormat::centre_bytes(&self.shape) as u64);
+        let allowed = KernelLimits::new(&device.limits()).binding_bytes;
+        if needed > allowed {
+            let hint = "use fewer sequences per cache";
+            return Err(Error::Limit { what: "centres in bytes".into(), needed, allowed, hint });
+        }
+        let grown = buffers::create(device, "centres", needed, usages()).await?;
+        if let Some(old) = &self.centres {
+            guard::submit(device, queue, "kvpack centres", |encoder| {
+                encoder.copy_buffer_to_buffer(old, 0, &grown, 0, old.size());
+            })?;
+            guard::settled(device).await?;
+        }
+        self.centres = Some(grown);
+        Ok(())
+    }
+
     /// The ranges that kernels read for tiles of a shard: of the span or beside the tiles, if the format has any.
     pub(crate) fn ranges_binding(&self, shard: u32, which: KeyOrValue) -> Result<Option<wgpu::BufferBinding<'_>>> {
         let format = self.format.tensor(which);
@@ -342,6 +397,20 @@ impl Store {
             return Err(Error::Plan { what, reason });
         }
         Ok(())
+    }
+
+    /// Checks that a centre exists, where one is named.
+    ///
+    /// # Errors
+    /// [`Error::Plan`].
+    pub fn check_centre(&self, what: &'static str, slot: Option<usize>) -> Result<()> {
+        match slot.filter(|&slot| slot >= self.centre_slots()) {
+            None => Ok(()),
+            Some(slot) => {
+                let reason = format!("there is no centre {slot}; the store has {}, reserve more", self.centre_slots());
+                Err(Error::Plan { what, reason })
+            }
+        }
     }
 
     /// Bytes of a part of one page.

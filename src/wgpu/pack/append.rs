@@ -41,20 +41,29 @@ pub(super) fn bind_tokens(bind: &Binder<'_>, store: usize, shard: u32, which: Ke
         ("flags", input.flags.buffer(which).as_entire_buffer_binding()),
     ];
     buffers.extend(of.ranges_binding(shard, which)?.map(|ranges| ("ranges", ranges)));
+    let centred = bind.layout.has_centres(store);
+    if centred && which == KeyOrValue::Key {
+        buffers.push(("centres", of.centres_binding()?));
+    }
     let per_entry = shape.kv_heads() as u64 * u64::from(FLAT_WORKGROUP);
-    bind.launch(&of_tokens(shape, format, which, tensor.element_type()), call, &buffers, (section, per_entry))
+    let variant = of_tokens(shape, format, which, tensor.element_type(), centred);
+    bind.launch(&variant, call, &buffers, (section, per_entry))
 }
 
-/// Tokens of a step.
+/// Tokens of a step, of a store whose keys are centred or not: then its table names centres beside slots, for values too.
 pub(super) fn of_tokens(
     shape: &AttentionShape,
     format: &TensorFormat,
     which: KeyOrValue,
     rows: ElementType,
+    centred: bool,
 ) -> Variant {
-    variant_of(shape, format, which, rows.into())
-        .import("places", "pack/places/tokens.wgsl")
-        .import("finite", "pack/finite/flagged.wgsl")
+    let places = if centred { "pack/places/centred_tokens.wgsl" } else { "pack/places/tokens.wgsl" };
+    let finite = match centred && which == KeyOrValue::Key {
+        true => "pack/finite/centred.wgsl",
+        false => "pack/finite/flagged.wgsl",
+    };
+    variant_of(shape, format, which, rows.into()).import("places", places).import("finite", finite)
 }
 
 /// The rows of windows.
@@ -120,7 +129,9 @@ pub(crate) fn variants() -> Vec<Variant> {
             let each = [KeyOrValue::Key, KeyOrValue::Value].into_iter();
             for which in each.filter(|which| *which == KeyOrValue::Key || format.sketched().is_none()) {
                 found.extend(RowsKind::all().map(|rows| variant_of(&shape, &format, which, rows)));
-                found.extend(ElementType::ALL.map(|rows| of_tokens(&shape, &format, which, rows)));
+                for centred in [false, true] {
+                    found.extend(ElementType::ALL.map(|rows| of_tokens(&shape, &format, which, rows, centred)));
+                }
                 found.push(of_windows(&shape, &format, which));
             }
         }

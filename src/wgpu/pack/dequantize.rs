@@ -3,6 +3,7 @@
 use super::hadamard::{self, Turn, rotate_in_place};
 use super::levels::with_level_fields;
 use super::tile_call::{self, PlacedPage, ShardPlaces, TileCall};
+use super::uncentre_keys;
 use crate::backend::SpanRead;
 use crate::format::sketch::sketch_level;
 use crate::format::{AttentionShape, Direction, KeyOrValue, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat};
@@ -13,7 +14,7 @@ use crate::{Error, Result};
 
 /// Reads the keys and the values of a span back as dense f32 rows `[kv_heads, tokens, head_dim]`: decided, but for the
 /// buffers. One dispatch for each of keys and values and every shard that the span touches, and one for each of them that
-/// is stored rotated; keys with sketches take two of each.
+/// is stored rotated; keys with sketches take two of each, and keys that lack a centre one more.
 #[derive(Clone, Debug)]
 pub struct DequantizePlan {
     shape: AttentionShape,
@@ -21,6 +22,7 @@ pub struct DequantizePlan {
     pages: Vec<Page>,
     tokens: usize,
     range_slot: usize,
+    centre: Option<usize>,
 }
 
 impl DequantizePlan {
@@ -33,7 +35,8 @@ impl DequantizePlan {
         format.check(shape)?;
         tile_call::check_span("dequantize", read.tokens, read.pages)?;
         let pages = read.pages.to_vec();
-        Ok(Self { shape: *shape, format: *format, pages, tokens: read.tokens, range_slot: read.range_slot })
+        let SpanRead { tokens, range_slot, centre, .. } = *read;
+        Ok(Self { shape: *shape, format: *format, pages, tokens, range_slot, centre })
     }
 
     /// Elements of each of the two outputs.
@@ -50,7 +53,8 @@ impl DequantizePlan {
                 std::iter::once(stage.variant).chain(back.map(|turn| hadamard::in_place(self.shape.head_dim(), turn)))
             })
         };
-        of(KeyOrValue::Key).chain(of(KeyOrValue::Value)).collect()
+        let centre = self.centre.map(|_| uncentre_keys::variant());
+        of(KeyOrValue::Key).chain(of(KeyOrValue::Value)).chain(centre).collect()
     }
 
     /// Binds the store and the two f32 tensors to write, which need offsets that the device's alignment of storage
@@ -63,6 +67,7 @@ impl DequantizePlan {
         store.check_planned("dequantize", &self.shape, &self.format)?;
         store.check_pages("dequantize", &self.pages)?;
         store.check_slot("dequantize", self.range_slot)?;
+        store.check_centre("dequantize", self.centre)?;
         let outputs = [(KeyOrValue::Key, "dequantized keys", keys), (KeyOrValue::Value, "dequantized values", values)];
         let mut launches = Vec::new();
         for (which, what, output) in outputs {
@@ -76,6 +81,9 @@ impl DequantizePlan {
                     let rows = self.shape.kv_heads() * self.tokens;
                     launches.push(rotate_in_place(kernels, turn, &self.shape, rows, output.binding())?);
                 }
+            }
+            if let Some(slot) = self.centre.filter(|_| which == KeyOrValue::Key) {
+                launches.push(uncentre_keys::uncentre(kernels, store, slot, self.tokens, output)?);
             }
         }
         Ok(launches.into_iter().collect())

@@ -1,10 +1,12 @@
 //! The kernels that move tokens into pages and back.
 
 mod append;
+mod centre_keys;
 mod copy_page;
 mod dequantize;
 mod find_non_finite;
 pub(super) mod hadamard;
+mod key_mean;
 mod levels;
 mod non_finite_flags;
 mod pack_windows;
@@ -12,10 +14,12 @@ mod quantize;
 mod step;
 mod step_memory;
 mod tile_call;
+mod uncentre_keys;
 
 pub use dequantize::DequantizePlan;
 pub use find_non_finite::{ElementPosition, FindNonFinite, FindNonFinitePlan};
 pub use hadamard::HadamardPlan;
+pub use key_mean::KeyMeanPlan;
 pub use non_finite_flags::NonFiniteFlags;
 pub use quantize::QuantizePlan;
 pub use step::{BoundPackStep, PackStepPlan};
@@ -29,12 +33,15 @@ use super::device::Variant;
 pub(super) fn variants() -> Vec<Variant> {
     [
         append::variants(),
+        centre_keys::variants(),
         copy_page::variants(),
         dequantize::variants(),
         find_non_finite::variants(),
         hadamard::variants(),
+        key_mean::variants(),
         pack_windows::variants(),
         quantize::variants(),
+        vec![uncentre_keys::variant()],
     ]
     .concat()
 }

@@ -2,6 +2,7 @@
 //! `renormalize`, which needs its codes.
 
 use super::append;
+use super::centre_keys;
 use super::hadamard::{self, Turn};
 use super::levels::with_level_fields;
 use super::tile_call::{self, BoundRows, Place, PlacedPage, RowsKind, ShardPlaces, TileCall};
@@ -19,7 +20,8 @@ const CHUNK: usize = 64;
 
 /// Writes tokens of dense keys and values into pages as one span: decided, but for the buffers.
 ///
-/// The dispatches: for rows that are stored rotated, `hadamard` into scratch memory of at most 16 MiB, as often as it takes
+/// The dispatches: for rows that are stored rotated, `hadamard`, and for keys that lose a centre `centre_keys`, which rotates them
+/// too, into scratch memory of at most 16 MiB, as often as it takes
 /// (the memory is freed with the bound launches); three of `ranges_span` for each of keys and values that has span ranges, then for every shard that
 /// the span touches `ranges_tile` or `norms_tile` where there are tile ranges, `quantize`, and `renormalize` where norms are. Keys with sketches take one of
 /// `append` for every shard instead.
@@ -32,6 +34,8 @@ pub struct QuantizePlan {
     tokens: TokenRange,
     indices: Option<Indices>,
     pages: Vec<PlacedPage>,
+    /// Slot of the centre that is taken from keys.
+    centre: Option<usize>,
 }
 
 impl QuantizePlan {
@@ -55,6 +59,7 @@ impl QuantizePlan {
             tokens,
             indices,
             pages: PlacedPage::of_span(write.pages, write.range_slot),
+            centre: write.centre,
         })
     }
 
@@ -64,13 +69,13 @@ impl QuantizePlan {
         let of = |which, element_type| {
             let format = self.format.tensor(which);
             let rows = RowsKind { element_type, gathered: self.indices.is_some() };
-            if format.sketched().is_some() {
-                return vec![append::variant_of(&self.shape, format, which, rows)];
-            }
-            let Some(rotation) = format.rotation() else { return variants_of(format, which, rows, head_dim) };
-            let turn = Turn { rotation, direction: Direction::Forth };
-            let rotate = hadamard::from_rows(head_dim, turn, rows);
-            std::iter::once(rotate).chain(variants_of(format, which, ElementType::F32.into(), head_dim)).collect()
+            let first = First::of(format, self.centre_of(which));
+            let packed = if first.is_some() { ElementType::F32.into() } else { rows };
+            let tiles = match format.sketched() {
+                Some(_) => vec![append::variant_of(&self.shape, format, which, packed)],
+                None => variants_of(format, which, packed, head_dim),
+            };
+            first.map(|first| first.variant(head_dim, rows)).into_iter().chain(tiles).collect::<Vec<_>>()
         };
         [of(KeyOrValue::Key, keys), of(KeyOrValue::Value, values)].concat()
     }
@@ -84,6 +89,7 @@ impl QuantizePlan {
         store.check_planned("quantize", &self.shape, &self.format)?;
         store.check_pages("quantize", self.pages.iter().map(|placed| &placed.page))?;
         self.pages.iter().try_for_each(|placed| store.check_slot("quantize", placed.range_slot))?;
+        store.check_centre("quantize", self.centre)?;
         self.rows.check("keys", keys.elements(), &self.shape)?;
         self.rows.check("values", values.elements(), &self.shape)?;
         let keys = self.bind_tensor(kernels, store, keys, KeyOrValue::Key)?;
@@ -102,15 +108,47 @@ impl QuantizePlan {
         };
         let call = self.indices.as_ref().map_or(call, |indices| call.with_indices(indices.shape()));
         let source = Source { kernels, store, which, rows, call };
-        match self.format.tensor(which).rotation() {
+        let format = self.format.tensor(which);
+        match First::of(format, self.centre_of(which)) {
+            Some(first) => source.pack_rewritten(&self.pages, first),
+            None if format.sketched().is_some() => source.pack_rows(&self.pages),
             None => source.pack(&self.pages),
-            Some(_) if self.format.tensor(which).sketched().is_some() => source.pack_rows(&self.pages),
-            Some(rotation) => source.pack_rotated(&self.pages, rotation),
+        }
+    }
+
+    fn centre_of(&self, which: KeyOrValue) -> Option<usize> {
+        self.centre.filter(|_| which == KeyOrValue::Key)
+    }
+}
+
+/// What becomes of rows before they are packed: they are written into scratch memory, rotated, less a centre, or both.
+#[derive(Clone, Copy, Debug)]
+enum First {
+    Rotate(Rotation),
+    Centre(usize, Option<Rotation>),
+}
+
+impl First {
+    /// Nothing where rows are packed from where they lie. Rows with sketches are rotated by the kernel that packs them.
+    fn of(format: &TensorFormat, centre: Option<usize>) -> Option<Self> {
+        let rotation = format.rotation().filter(|_| format.sketched().is_none());
+        match centre {
+            Some(slot) => Some(Self::Centre(slot, rotation)),
+            None => rotation.map(Self::Rotate),
+        }
+    }
+
+    fn variant(self, head_dim: usize, rows: RowsKind) -> Variant {
+        match self {
+            Self::Rotate(rotation) => {
+                hadamard::from_rows(head_dim, Turn { rotation, direction: Direction::Forth }, rows)
+            }
+            Self::Centre(_, rotation) => centre_keys::variant_of(head_dim, rotation, rows),
         }
     }
 }
 
-/// Bytes of the rotated rows that wait to be packed, at most: rows are rotated piece by piece.
+/// Bytes of the rewritten rows that wait to be packed, at most: rows are rewritten piece by piece.
 const PIECE_BYTES: usize = 16 << 20;
 
 /// Keys or values on their way into a store.
@@ -156,53 +194,64 @@ impl Source<'_> {
         tile_call::places_by_shard(pages).into_iter().map(launch).collect()
     }
 
-    /// The same of rotated rows. They are rotated into scratch memory, a few pages of tokens at a time; where ranges
-    /// span all pieces, the pieces are rotated once for the ranges and once more for the codes.
-    fn pack_rotated(&self, pages: &[PlacedPage], rotation: Rotation) -> Result<Vec<Launch>> {
+    /// The same of rows that are rewritten first, into scratch memory, a few pages of tokens at a time; where ranges
+    /// span all pieces, the pieces are rewritten once for the ranges and once more for the codes.
+    fn pack_rewritten(&self, pages: &[PlacedPage], first: First) -> Result<Vec<Launch>> {
         let token_bytes = (self.call.kv_heads * self.call.head_dim) as usize * size_of::<f32>();
         let piece_pages = (PIECE_BYTES / (token_bytes * TILE_TOKENS)).clamp(1, pages.len());
         let bytes = (piece_pages * TILE_TOKENS * token_bytes) as u64;
         let usage = wgpu::BufferUsages::STORAGE;
-        let scratch = buffers::create_now(self.kernels.device(), "rotated rows", bytes, usage)?;
+        let scratch = buffers::create_now(self.kernels.device(), "rewritten rows", bytes, usage)?;
         let pieces: Vec<(Launch, Source<'_>, &[PlacedPage])> = pages
             .chunks(piece_pages)
             .enumerate()
             .map(|(piece, pages)| {
-                let (rotate, rotated) =
-                    self.rotated_piece((piece * piece_pages * TILE_TOKENS) as u32, pages, rotation, &scratch)?;
-                Ok((rotate, rotated, pages))
+                let (rewrite, rewritten) =
+                    self.rewritten_piece((piece * piece_pages * TILE_TOKENS) as u32, pages, first, &scratch)?;
+                Ok((rewrite, rewritten, pages))
             })
             .collect::<Result<_>>()?;
 
         let mut launches = Vec::new();
         if let Some((_, any, _)) = pieces.first().filter(|_| self.format().has_span_ranges()) {
             launches.push(any.span_ranges(SpanRangesEntry::Clear)?);
-            for (rotate, rotated, _) in &pieces {
-                launches.push(rotate.clone());
-                launches.push(rotated.span_ranges(SpanRangesEntry::Extremes)?);
+            for (rewrite, rewritten, _) in &pieces {
+                launches.push(rewrite.clone());
+                launches.push(rewritten.span_ranges(SpanRangesEntry::Extremes)?);
             }
             launches.push(any.span_ranges(SpanRangesEntry::Ranges)?);
         }
-        for (rotate, rotated, pages) in pieces {
-            launches.push(rotate);
-            launches.extend(rotated.tiles(pages)?);
+        for (rewrite, rewritten, pages) in pieces {
+            launches.push(rewrite);
+            launches.extend(match self.format().sketched() {
+                Some(_) => rewritten.pack_rows(pages)?,
+                None => rewritten.tiles(pages)?,
+            });
         }
         Ok(launches)
     }
 
-    /// The rotation of the tokens of some pages, and the rotated rows as a source.
-    fn rotated_piece<'s>(
+    /// The rewriting of the tokens of some pages from `start` on, and the rewritten rows as a source.
+    fn rewritten_piece<'s>(
         &'s self,
-        first: u32,
+        start: u32,
         pages: &[PlacedPage],
-        rotation: Rotation,
+        first: First,
         scratch: &'s wgpu::Buffer,
     ) -> Result<(Launch, Source<'s>)> {
-        let tokens = (self.call.tokens - first).min((pages.len() * TILE_TOKENS) as u32);
-        let call = TileCall { first_token: self.call.first_token + first, tokens, ..self.call };
-        let turn = Turn { rotation, direction: Direction::Forth };
+        let tokens = (self.call.tokens - start).min((pages.len() * TILE_TOKENS) as u32);
+        let call = TileCall { first_token: self.call.first_token + start, tokens, ..self.call };
         let scratch = scratch.as_entire_buffer_binding();
-        let rotate = hadamard::rotate(self.kernels, turn, call, &self.rows, scratch.clone())?;
+        let rewrite = match first {
+            First::Rotate(rotation) => {
+                let turn = Turn { rotation, direction: Direction::Forth };
+                hadamard::rotate(self.kernels, turn, call, &self.rows, scratch.clone())?
+            }
+            First::Centre(slot, rotation) => {
+                let centre = (self.store, slot);
+                centre_keys::centre(self.kernels, centre, rotation, call, &self.rows, scratch.clone())?
+            }
+        };
         let call = TileCall {
             first_element: 0,
             first_token: 0,
@@ -212,7 +261,7 @@ impl Source<'_> {
         };
         let elements = ElementBinding { buffer: scratch, first_element: 0 };
         let rows = BoundRows { element_type: ElementType::F32, elements, indices: None };
-        Ok((rotate, Source { rows, call, ..*self }))
+        Ok((rewrite, Source { rows, call, ..*self }))
     }
 
     /// Tile ranges and codes of the source's tokens, which lie in `pages`.

@@ -60,12 +60,14 @@ impl PackStepPlan {
     /// The kernel variants for keys and values of these types, for [`Kernels::prepare`].
     pub fn variants(&self, keys: ElementType, values: ElementType) -> Vec<Variant> {
         let (layout, mut found) = (&self.layout, Vec::new());
-        for store in layout.stores() {
+        for (index, store) in layout.stores().iter().enumerate() {
             if store.copies > 0 {
                 found.extend(copy_page::variants());
             }
             if store.tokens > 0 {
-                let of = |which, rows| append::of_tokens(layout.shape(), store.format.tensor(which), which, rows);
+                let centred = layout.has_centres(index);
+                let of =
+                    |which, rows| append::of_tokens(layout.shape(), store.format.tensor(which), which, rows, centred);
                 found.extend([of(KeyOrValue::Key, keys), of(KeyOrValue::Value, values)]);
             }
         }
@@ -188,6 +190,7 @@ fn check_stores(layout: &StepLayout, stores: &[&Store]) -> Result<()> {
             format: store.format(),
             shard_pages: &|shard| store.shard_pages(shard),
             range_slots: store.range_slots(),
+            centre_slots: store.centre_slots(),
         };
         layout.check_store(index, &found)?;
     }

@@ -663,21 +663,38 @@ fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32)
 // shaders/pack/finite/flagged.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Elements that may be NaN, infinite or too large: those are stored as 0, and the first token with one is flagged. They are
-// compared as integers, since compilers may assume that no float is NaN.
+// Elements that may be NaN, infinite or too large: zeros in their place, and flags.
+//
+// needs: Place
+// gives: storable
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/flag_element.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Elements that may be NaN, infinite or too large: those count as 0, and the first token with one is flagged. They are compared as
+// integers, since compilers may assume that no float is NaN.
 //
 // needs: call
-// gives: storable
+// gives: flagged_element
 // binds: 5 flags
 
 @group(0) @binding(5) var<storage, read_write> flags: array<atomic<u32>>;
 
-fn storable(bits: u32, token: u32) -> f32 {
+fn flagged_element(bits: u32, token: u32) -> f32 {
     if ((bits & 0x7fffffffu) > bitcast<u32>(call.largest)) {
         atomicMin(&flags[call.flag], token);
         return 0f;
     }
     return bitcast<f32>(bits);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/finite/flagged.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn storable(bits: u32, place: Place, kv_head: u32, channel: u32) -> f32 {
+    return flagged_element(bits, place.token);
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -733,7 +750,7 @@ fn append(
     for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
         var x = 0f;
         if (exists) {
-            x = storable(element_bits(start + channel), place.token);
+            x = storable(element_bits(start + channel), place, kv_head, channel);
         }
         put_channel(channel, x);
     }

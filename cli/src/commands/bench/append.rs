@@ -171,7 +171,7 @@ async fn row<B: TimedStores + Timed>(
     let at_once = format.takes_single_tokens();
     let mut batch = Batch::new(backend, shape, if at_once { format } else { SegmentFormat::F16 }).await?;
     let step = |slot: usize| -> Vec<TokenWrite> {
-        let write = |(i, &page): (usize, &Page)| TokenWrite { token: slot * SEQUENCES + i, page, slot };
+        let write = |(i, &page): (usize, &Page)| TokenWrite { token: slot * SEQUENCES + i, page, slot, centre: None };
         batch.pages.iter().enumerate().map(write).collect()
     };
     let steps: Vec<Vec<TokenWrite>> = (0..TILE_TOKENS).map(step).collect();
@@ -272,11 +272,11 @@ impl<B: Backend> Batch<B> {
         };
         let (keys, values) = (of_last(&self.keys).await?, of_last(&self.values).await?);
         let (rows, tokens) = (RowLayout::token_major(TILE_TOKENS, &self.shape), TokenRange::new(0, TILE_TOKENS)?);
-        let write = SpanWrite { rows, tokens: tokens.into(), pages: &[self.spare], range_slot: 0 };
+        let write = SpanWrite { rows, tokens: tokens.into(), pages: &[self.spare], range_slot: 0, centre: None };
         backend.quantize(&mut self.open, &keys, &values, write)?;
         let mut stored = Vec::new();
         for page in [self.pages[SEQUENCES - 1], self.spare] {
-            let read = SpanRead { pages: &[page], tokens: TILE_TOKENS, range_slot: 0 };
+            let read = SpanRead { pages: &[page], tokens: TILE_TOKENS, range_slot: 0, centre: None };
             let (keys, values) = backend.dequantize(&self.open, read)?;
             stored.push((backend.download(&keys).await?, backend.download(&values).await?));
         }

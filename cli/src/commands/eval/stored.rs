@@ -87,7 +87,7 @@ impl<B: Backend> StoredLayer<B> {
         let Some(segment) = self.packed() else { return Ok(None) };
         let head_dim = self.shape.head_dim();
         let FilledSpan { span, pages, range_slot } = &segment.span;
-        let read = SpanRead { pages, tokens: segment.tokens.len(), range_slot: *range_slot };
+        let read = SpanRead { pages, tokens: segment.tokens.len(), range_slot: *range_slot, centre: None };
         let (keys, values) = backend.dequantize(self.stores.stores()[span.store], read)?;
         let (mut error, mut size) = (0.0, 0.0);
         for (stored, original) in [(keys, &layer.keys), (values, &layer.values)] {

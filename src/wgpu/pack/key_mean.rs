@@ -1,0 +1,73 @@
+//! Kernel `key_mean`: the mean of some keys becomes the centre of a sequence.
+
+use super::tile_call::{BoundRows, TileCall, with_rows};
+use crate::backend::{LARGEST_CENTRED_KEY, NewCentre};
+use crate::format::{AttentionShape, KeyOrValue, TensorFormat};
+use crate::plan::ElementType;
+use crate::wgpu::device::launch::{Launch, flat_grid};
+use crate::wgpu::device::{Kernels, Store, Tensor, Variant};
+use crate::{Error, Result};
+
+/// Puts the mean of some keys into a slot of a store's centres: decided, but for the buffers. One dispatch.
+#[derive(Clone, Copy, Debug)]
+pub struct KeyMeanPlan {
+    shape: AttentionShape,
+    centre: NewCentre,
+}
+
+impl KeyMeanPlan {
+    /// Plans a centre of a store of this shape.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when the tokens lie beyond the rows.
+    pub fn new(shape: &AttentionShape, centre: NewCentre) -> Result<Self> {
+        if centre.tokens.end() > centre.rows.tokens {
+            let reason = format!("tokens up to {} of {}", centre.tokens.end(), centre.rows.tokens);
+            return Err(Error::Plan { what: "key mean", reason });
+        }
+        Ok(Self { shape: *shape, centre })
+    }
+
+    /// The kernel variant for keys of this type, for [`Kernels::prepare`].
+    pub fn variant(&self, keys: ElementType) -> Variant {
+        variant_of(keys)
+    }
+
+    /// Binds the store and the keys.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when the store is of another shape or lacks the slot, [`Error::Elements`] when the keys are shorter than
+    /// their rows, [`Error::Limit`] when they are too large for a binding.
+    pub fn bind(&self, kernels: &Kernels, store: &Store, keys: &Tensor) -> Result<Launch> {
+        let NewCentre { rows, tokens, slot } = self.centre;
+        store.check_planned("key mean", &self.shape, store.format())?;
+        store.check_centre("key mean", Some(slot))?;
+        rows.check("keys", keys.elements(), &self.shape)?;
+        let bound = BoundRows::new(keys, None, &kernels.device().limits())?;
+        let total = self.shape.kv_heads() * self.shape.head_dim();
+        let call = TileCall {
+            first_element: bound.elements.first_element,
+            first_token: tokens.start() as u32,
+            tokens: tokens.len() as u32,
+            range_slot: slot as u32,
+            total: total as u32,
+            shrink: 1.0 / tokens.len() as f32,
+            largest: LARGEST_CENTRED_KEY,
+            ..TileCall::new(&self.shape, &TensorFormat::F16, KeyOrValue::Key).with_rows(&rows, &self.shape)?
+        };
+        let call = call.upload(kernels.device(), &[])?;
+        let grid = flat_grid(total as u64, &kernels.device().limits())?;
+        let own = [("call", call.as_entire_buffer_binding()), ("centres", store.centres_binding()?)];
+        let buffers: Vec<_> = own.into_iter().chain(bound.bindings()).collect();
+        Launch::new(kernels, &variant_of(keys.element_type()), &buffers, grid)
+    }
+}
+
+fn variant_of(keys: ElementType) -> Variant {
+    with_rows(Variant::new("key_mean"), keys.into())
+}
+
+/// Every variant that a plan can ask for.
+pub(crate) fn variants() -> Vec<Variant> {
+    ElementType::ALL.map(variant_of).into()
+}

@@ -1,0 +1,765 @@
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/append.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// append: single tokens into pages of one shard: f16, or codes whose ranges belong to single tokens.
+//
+// One workgroup owns one token of one KV head: it reads the row, rotates it where it is stored so, makes and stores its
+// ranges, and then its words: those of a key belong to it alone, a value's hold other tokens too. Tokens are read and keys
+// are written coalesced, values in words 16 bytes apart. Keys of tokens beyond `tokens` are zero bits, with a range of zero.
+//
+// In bounds: workgroups beyond the places · kv_heads return; pages, slots and the rows of the tokens read were checked
+// against the buffers when they were bound, or when a step's table was made for the layout that they were bound to. Loops
+// are bounded by HEAD_DIM; divisors are sizes of a checked shape.
+//
+// gives: INVOCATIONS, HEAD_DIM
+// set by plans: HEAD_DIM
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/call.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Arguments of the kernels that move rows of dense tensors into tiles and back.
+//
+// gives: Place, call, TILE_TOKENS, row_start, rounded
+// binds: 0 call
+
+struct Place {
+    // First token, counted from the first of the span.
+    token: u32,
+    // The page within its shard.
+    page: u32,
+    // Slot of the token in the page, for single tokens.
+    slot: u32,
+    // Slot of the ranges of the span that the page belongs to.
+    range_slot: u32,
+}
+
+struct Call {
+    // Index of the dense tensor's first element within its binding.
+    first_element: u32,
+    token_stride: u32,
+    head_stride: u32,
+    // First token of the span in the dense tensor.
+    first_token: u32,
+    // Tokens of the span.
+    tokens: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    range_slot: u32,
+    tile_words: u32,
+    // Words of one load of a tile.
+    vector: u32,
+    // Tokens or channels of a range.
+    group: u32,
+    ranges_per_tile: u32,
+    // Invocations that have work, or rows, where places do not say so.
+    total: u32,
+    shrink: f32,
+    // 0, where the compiler cannot know it.
+    zero: u32,
+    place_count: u32,
+    // Indices of a KV head, where tokens are gathered, and what they are below.
+    index_stride: u32,
+    below: u32,
+    // The largest element that is in order, where elements are looked at.
+    largest: f32,
+    // Where a step's table counts and lists the places, and the shards of those that this dispatch takes.
+    section: u32,
+    shards: u32,
+    // The flag to set where an element is not in order.
+    flag: u32,
+    places: array<Place>,
+}
+
+@group(0) @binding(0) var<storage, read> call: Call;
+
+const TILE_TOKENS: u32 = 128u;
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/tokens/run.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Tokens of a span that follow each other in the dense tensor, from `call.first_token` on.
+//
+// needs: call
+// gives: token_of
+
+fn token_of(token: u32, kv_head: u32) -> u32 {
+    return call.first_token + token;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/places/centred_tokens.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Tokens that a step stores less a centre each, whose slot takes the place of that of ranges.
+//
+// needs: Place
+// gives: place_count, has_place, place_at
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/step_table.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// A step's table: `plan::StepTable`. A section counts its entries, and they follow.
+//
+// needs: call
+// gives: entry_count, entry_at, has_entry
+// binds: 6 table
+
+@group(0) @binding(6) var<storage, read> table: array<vec4<u32>>;
+
+fn entry_count() -> u32 {
+    return table[call.section].x;
+}
+
+fn entry_at(index: u32) -> vec4<u32> {
+    return table[call.section + 1u + index];
+}
+
+// Whether an entry's shards are those of the dispatch.
+fn has_entry(index: u32) -> bool {
+    return entry_at(index).w == call.shards;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/places/centred_tokens.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn place_count() -> u32 {
+    return entry_count();
+}
+
+fn has_place(index: u32) -> bool {
+    return has_entry(index);
+}
+
+fn place_at(index: u32) -> Place {
+    let entry = entry_at(index);
+    return Place(entry.x, entry.y, entry.z & 0xffu, entry.z >> 8u);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/call.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Index of a row's first element within the dense tensor's binding; tokens count from the first of the span.
+fn row_start(token: u32, kv_head: u32) -> u32 {
+    return call.first_element + token_of(token, kv_head) * call.token_stride + kv_head * call.head_stride;
+}
+
+// `x` as it was rounded: compilers may fuse a product with the sum that takes it, but not through this.
+fn rounded(x: f32) -> f32 {
+    return bitcast<f32>(bitcast<u32>(x) ^ call.zero);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/tile.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Where elements lie in a tile: the layout of `format::tile`.
+//
+// A tile is made of runs of words: the row of a token for keys, the column of a channel for values. BITS 16 is f16.
+//
+// needs: TILE_TOKENS, call
+// gives: BITS, FIELD_MASK, run_word, fields_of, field_of, place_of, top_place_of
+// set by plans: BITS, KEYS
+
+const BITS: u32 = 3u;
+const KEYS: u32 = 1u;
+
+// Fields of one word, bit planes of a byte lane (unused in f16), and the field's mask. 3-bit codes lie in vectors of three
+// words: two with the low pairs of bits, one with the top bits.
+const FIELDS: u32 = 32u / BITS;
+const PLANES: u32 = 8u / BITS;
+const FIELD_MASK: u32 = (1u << BITS) - 1u;
+
+// Runs of one vector group of a tile.
+fn runs() -> u32 {
+    return select(call.head_dim, TILE_TOKENS, KEYS == 1u);
+}
+
+// Word `word` of a tile as (run, word of the run).
+fn run_word(word: u32) -> vec2<u32> {
+    let vector = word / call.vector;
+    return vec2<u32>(vector % runs(), vector / runs() * call.vector + word % call.vector);
+}
+
+// Word of the tile that is word `word` of a run.
+fn tile_word(run: u32, word: u32) -> u32 {
+    return (word / call.vector * runs() + run) * call.vector + word % call.vector;
+}
+
+// A part of a field: the bits of `mask` from bit `low` of the field on lie at `shift` of the word.
+struct Field {
+    token: u32,
+    channel: u32,
+    shift: u32,
+    low: u32,
+    mask: u32,
+}
+
+// Fields that word `word` of a run holds parts of.
+fn fields_of(word: u32) -> u32 {
+    if (BITS == 3u) {
+        return select(16u, 32u, word % 3u == 2u);
+    }
+    return FIELDS;
+}
+
+// The element in field `i` of a word of a run. Channels of a padded row lie beyond the head.
+fn field_of(at: vec2<u32>, i: u32) -> Field {
+    var group: u32;
+    var lane = i % 4u;
+    var shift: u32;
+    var low = 0u;
+    var mask = FIELD_MASK;
+    if (BITS == 16u) {
+        group = at.y / 2u;
+        lane = at.y % 2u * 2u + i;
+        shift = 16u * i;
+    } else if (BITS == 3u) {
+        let top = at.y % 3u == 2u;
+        group = at.y / 3u * 8u + select(at.y % 3u * 4u, 0u, top) + i / 4u;
+        shift = 8u * lane + select(2u, 1u, top) * (i / 4u);
+        low = select(0u, 2u, top);
+        mask = select(3u, 1u, top);
+    } else {
+        group = at.y * PLANES + i / 4u;
+        shift = 8u * lane + BITS * (i / 4u);
+    }
+    if (KEYS == 1u) {
+        return Field(at.x, 4u * group + lane, shift, low, mask);
+    }
+    return Field(group + 32u * lane, at.x, shift, low, mask);
+}
+
+// Byte lane, field group and run of an element.
+fn element_place(token: u32, channel: u32) -> vec3<u32> {
+    if (KEYS == 1u) {
+        return vec3<u32>(channel % 4u, channel / 4u, token);
+    }
+    return vec3<u32>(token / 32u, token % 32u, channel);
+}
+
+// Word of the tile and shift of the field that hold an element, or its low pair of three bits.
+fn place_of(token: u32, channel: u32) -> vec2<u32> {
+    let at = element_place(token, channel);
+    if (BITS == 16u) {
+        return vec2<u32>(tile_word(at.z, at.y * 2u + at.x / 2u), 16u * (at.x % 2u));
+    }
+    if (BITS == 3u) {
+        return vec2<u32>(tile_word(at.z, at.y / 8u * 3u + at.y % 8u / 4u), 8u * at.x + 2u * (at.y % 4u));
+    }
+    return vec2<u32>(tile_word(at.z, at.y / max(PLANES, 1u)), 8u * at.x + BITS * (at.y % max(PLANES, 1u)));
+}
+
+// Word of the tile and shift of the top one of an element's three bits.
+fn top_place_of(token: u32, channel: u32) -> vec2<u32> {
+    let at = element_place(token, channel);
+    return vec2<u32>(tile_word(at.z, at.y / 8u * 3u + 2u), 8u * at.x + at.y % 8u);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/half.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// IEEE half precision by integer operations: pack2x16float and unpack2x16float may round or flush as they like.
+//
+// gives: HALF_MAX, half_value, half_to_single, half_bits
+
+const HALF_MAX: f32 = 65504f;
+
+// The single-precision number that the low 16 bits of `half` hold.
+fn half_value(half: u32) -> f32 {
+    return bitcast<f32>(half_to_single(half & 0xffffu));
+}
+
+fn half_to_single(half: u32) -> u32 {
+    let sign = (half & 0x8000u) << 16u;
+    let exponent = (half >> 10u) & 31u;
+    let mantissa = half & 0x3ffu;
+    if (exponent == 0u) {
+        // A subnormal is an exact multiple of 2^-24, and normal in single precision.
+        return sign | bitcast<u32>(f32(mantissa) * 5.9604645e-8f);
+    }
+    if (exponent == 31u) {
+        return sign | 0x7f800000u | (mantissa << 13u);
+    }
+    return sign | ((exponent + 112u) << 23u) | (mantissa << 13u);
+}
+
+// The nearest half to a finite number, ties to even, as 16 bits.
+fn half_bits(x: f32) -> u32 {
+    let bits = bitcast<u32>(x);
+    let sign = (bits >> 16u) & 0x8000u;
+    let magnitude = bits & 0x7fffffffu;
+    if (magnitude >= 0x47800000u) {
+        return sign | 0x7c00u;
+    }
+    if (magnitude >= 0x38800000u) {
+        let rebiased = magnitude - 0x38000000u;
+        return sign | ((rebiased + 0xfffu + ((rebiased >> 13u) & 1u)) >> 13u);
+    }
+    let shift = 126u - (magnitude >> 23u);
+    if (shift > 24u) {
+        return sign;
+    }
+    let mantissa = (magnitude & 0x7fffffu) | 0x800000u;
+    let quotient = mantissa >> shift;
+    let remainder = mantissa - (quotient << shift);
+    let middle = 1u << (shift - 1u);
+    let up = remainder > middle || (remainder == middle && (quotient & 1u) == 1u);
+    return sign | (quotient + u32(up));
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/rows/f16.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Elements of a dense f16 tensor, two to a word, the first in the low half.
+//
+// gives: element_bits, element
+// binds: 1 rows
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/rows/f16.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+@group(0) @binding(1) var<storage, read> rows: array<u32>;
+
+fn element_bits(index: u32) -> u32 {
+    return half_to_single((rows[index / 2u] >> (16u * (index % 2u))) & 0xffffu);
+}
+
+fn element(index: u32) -> f32 {
+    return bitcast<f32>(element_bits(index));
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/append.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+const INVOCATIONS: u32 = 64u;
+const HEAD_DIM: u32 = 128u;
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/row/rotated.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// A row in workgroup memory that is stored rotated.
+//
+// needs: rounded
+// gives: put_channel, channel_value, finish_row
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/common/rotate_row.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// A row of HEAD_DIM channels in workgroup memory, rotated in place: `format::Rotation`. Blocks of ORDER channels are
+// multiplied with the Walsh-Hadamard matrix over √ORDER.
+//
+// Channels may be dealt out to the blocks in turns first: channel c then lies at `dealt(c)`. Who puts a channel in does so at
+// `input_place` and applies `rotation_input`; who takes it out does so at `output_place` and applies `unflipped`. An
+// invocation owns pairs of channels; one barrier per butterfly stage. Every invocation of the workgroup must call.
+//
+// needs: HEAD_DIM, INVOCATIONS
+// gives: rotated, dealt, input_place, output_place, rotation_input, scaled_input, unflipped, flipped, rotate_row
+// set by plans: ROTATION_ORDER, ROTATION_SCALE, ROTATION_SIGNED, ROTATION_SEED, ROTATION_BACK, ROTATION_BLOCKS
+
+const ROTATION_ORDER: u32 = 128u;
+// 1 / √ORDER.
+const ROTATION_SCALE: f32 = 0.088388346f;
+// Whether signs are flipped, and the seed of the signs.
+const ROTATION_SIGNED: u32 = 1u;
+const ROTATION_SEED: u32 = 1953854050u;
+// 1 where the row is rotated back: signs are flipped after the butterflies.
+const ROTATION_BACK: u32 = 0u;
+
+// Blocks that channels are dealt out to.
+const ROTATION_BLOCKS: u32 = 1u;
+
+var<workgroup> rotated: array<f32, HEAD_DIM>;
+
+fn dealt(channel: u32, blocks: u32) -> u32 {
+    return channel % blocks * ROTATION_ORDER + channel / blocks;
+}
+
+fn input_place(channel: u32) -> u32 {
+    return select(dealt(channel, ROTATION_BLOCKS), channel, ROTATION_BACK == 1u);
+}
+
+fn output_place(channel: u32) -> u32 {
+    return select(channel, dealt(channel, ROTATION_BLOCKS), ROTATION_BACK == 1u);
+}
+
+fn rotation_input(x: f32, place: u32) -> f32 {
+    return scaled_input(flipped(x, place, ROTATION_SEED, ROTATION_SIGNED & (1u - ROTATION_BACK)));
+}
+
+fn scaled_input(x: f32) -> f32 {
+    // Bits of 2^-50: smaller elements count as 0.
+    return select(x * ROTATION_SCALE, 0f, (bitcast<u32>(x) & 0x7fffffffu) < 0x26800000u);
+}
+
+fn unflipped(x: f32, place: u32) -> f32 {
+    return flipped(x, place, ROTATION_SEED, ROTATION_SIGNED & ROTATION_BACK);
+}
+
+fn flipped(x: f32, place: u32, seed: u32, apply: u32) -> f32 {
+    var word = seed + 0x9e3779b9u * (place + 1u);
+    word = (word ^ (word >> 16u)) * 0x7feb352du;
+    word = (word ^ (word >> 15u)) * 0x846ca68bu;
+    let flip = (word ^ (word >> 16u)) & apply;
+    return bitcast<f32>(bitcast<u32>(x) ^ (flip << 31u));
+}
+
+fn rotate_row(invocation: u32) {
+    for (var half = 1u; half < ROTATION_ORDER; half *= 2u) {
+        workgroupBarrier();
+        for (var pair = invocation; pair < HEAD_DIM / 2u; pair += INVOCATIONS) {
+            let low = pair / half * (2u * half) + pair % half;
+            let a = rotated[low];
+            let b = rotated[low + half];
+            rotated[low] = a + b;
+            rotated[low + half] = a - b;
+        }
+    }
+    workgroupBarrier();
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/row/rotated.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn put_channel(channel: u32, x: f32) {
+    let place = input_place(channel);
+    rotated[place] = rounded(rotation_input(x, place));
+}
+
+fn channel_value(channel: u32) -> f32 {
+    return rotated[channel];
+}
+
+fn finish_row(invocation: u32) {
+    rotate_row(invocation);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/row_ranges/norm.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// The norm of a single row, stored beside the tile and kept, as it was rounded, for the codes.
+//
+// needs: Place, call
+// gives: stored_norm, store_row_ranges
+// binds: 3 ranges
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/row_norm_bits.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// The norm of the row in workgroup memory as 16 bits, for every invocation, all of which must call.
+//
+// needs: HEAD_DIM, channel_value, rounded
+// gives: row_squares, row_norm_bits, row_sum_of_squares
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/norm.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// The stored norm of a row: `format::codebook::stored_norm`, bit for bit. Sums are made of four channels, then of all
+// fours in order, each rounded as it stands.
+//
+// needs: HALF_MAX, half_bits, half_value, rounded
+// gives: sum_of_four, norm_bits, renormalized_bits
+
+fn square(x: f32) -> f32 {
+    // Bits of 2^-50: smaller elements count as 0.
+    return select(rounded(x * x), 0f, (bitcast<u32>(x) & 0x7fffffffu) < 0x26800000u);
+}
+
+fn sum_of_four(x: vec4<f32>) -> f32 {
+    return rounded(rounded(square(x.x) + square(x.y)) + rounded(square(x.z) + square(x.w)));
+}
+
+fn norm_bits(sum: f32) -> u32 {
+    return nearest_root(sum, 1f);
+}
+
+// The norm over that of its levels, whose squares are summed: `format::codebook::renormalized`.
+fn renormalized_bits(norm: f32, sum: f32) -> u32 {
+    return nearest_root(norm * norm, sum);
+}
+
+// The half nearest to the root of `sum / divisor`, ties to even; the root decides nothing but where to look.
+fn nearest_root(sum: f32, divisor: f32) -> u32 {
+    let estimate = half_bits(min(sqrt(sum / divisor), HALF_MAX));
+    let odd = (estimate & 1u) == 1u;
+    let below = rounded(midpoint_square(max(estimate, 1u) - 1u) * divisor);
+    let above = rounded(midpoint_square(estimate) * divisor);
+    var half = estimate;
+    if (estimate > 0u && (sum < below || (sum == below && odd))) {
+        half = estimate - 1u;
+    } else if (estimate < 0x7bffu && (sum > above || (sum == above && odd))) {
+        half = estimate + 1u;
+    }
+    return select(half, 0u, half < 0x400u);
+}
+
+// The square of the midpoint between a half and the next: exact.
+fn midpoint_square(half: u32) -> f32 {
+    let middle = (half_value(half) + half_value(half + 1u)) * 0.5;
+    return middle * middle;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/row_norm_bits.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+var<workgroup> row_squares: array<f32, HEAD_DIM / 4u>;
+var<workgroup> row_norm_word: u32;
+
+fn row_norm_bits(invocation: u32) -> u32 {
+    if (invocation < HEAD_DIM / 4u) {
+        row_squares[invocation] = sum_of_four(vec4<f32>(
+            channel_value(invocation * 4u),
+            channel_value(invocation * 4u + 1u),
+            channel_value(invocation * 4u + 2u),
+            channel_value(invocation * 4u + 3u),
+        ));
+    }
+    workgroupBarrier();
+    if (invocation == 0u) {
+        row_norm_word = norm_bits(row_sum_of_squares());
+    }
+    workgroupBarrier();
+    return row_norm_word;
+}
+
+fn row_sum_of_squares() -> f32 {
+    var sum = 0f;
+    for (var i = 0u; i < HEAD_DIM / 4u; i++) {
+        sum = rounded(sum + row_squares[i]);
+    }
+    return sum;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/row_ranges/norm.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+@group(0) @binding(3) var<storage, read_write> ranges: array<u32>;
+
+var<private> row_norm: f32;
+
+fn stored_norm(place: Place, kv_head: u32, token: u32) -> f32 {
+    return row_norm;
+}
+
+fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {
+    let norm = row_norm_bits(invocation);
+    if (invocation == 0u) {
+        ranges[(place.page * call.kv_heads + kv_head) * call.ranges_per_tile + place.slot] = norm;
+    }
+    row_norm = half_value(norm);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/field/codebook.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Fields of tiles of codebook codes, stored signed, and their norms.
+//
+// needs: Place
+// gives: field_bits, field_value
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/level_fields/levels.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Codes of levels, stored signed: `format::Codebook`, bit for bit.
+//
+// needs: rounded
+// gives: level_field, level_value
+// set by plans: LEVEL_BITS, LEVELS, LEVELS_LOW, LEVELS_HIGH, BOUNDARIES_LOW, BOUNDARIES_HIGH
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/levels.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Levels of a codebook: `format::Codebook`. Those above 0 are constants, ascending; the others are their negatives.
+//
+// gives: levels_of
+
+// The levels that four stored fields of `bits` bits stand for, relative to the norm of their row. `low` and `high` are the
+// four levels above 0 nearest to it and the next four, where there are so many.
+fn levels_of(fields: vec4<u32>, bits: u32, low: vec4<f32>, high: vec4<f32>) -> vec4<f32> {
+    // A field is the code less the middle one, in two's complement: the top bit is the sign, and below 0 the distance
+    // counts from -1.
+    let negative = (fields >> vec4<u32>(bits - 1u)) & vec4<u32>(1u);
+    let index = (fields ^ (vec4<u32>(0u) - negative)) & vec4<u32>((1u << (bits - 1u)) - 1u);
+    let odd = (index & vec4<u32>(1u)) != vec4<u32>(0u);
+    var level = select(vec4<f32>(low.x), vec4<f32>(low.y), odd);
+    if (bits > 2u) {
+        let upper = (index & vec4<u32>(2u)) != vec4<u32>(0u);
+        level = select(level, select(vec4<f32>(low.z), vec4<f32>(low.w), odd), upper);
+        if (bits > 3u) {
+            let near = select(vec4<f32>(high.x), vec4<f32>(high.y), odd);
+            let far = select(vec4<f32>(high.z), vec4<f32>(high.w), odd);
+            level = select(level, select(near, far, upper), (index & vec4<u32>(4u)) != vec4<u32>(0u));
+        }
+    }
+    return bitcast<vec4<f32>>(bitcast<vec4<u32>>(level) ^ (negative << vec4<u32>(31u)));
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/level_fields/levels.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+const LEVEL_BITS: u32 = 3u;
+// Levels above 0, and the boundaries above 0 between them.
+const LEVELS: u32 = 4u;
+const LEVELS_LOW: vec4<f32> = vec4<f32>(0.021290585f, 0.06727825f, 0.11837566f, 0.18820877f);
+const LEVELS_HIGH: vec4<f32> = vec4<f32>(0.0f, 0.0f, 0.0f, 0.0f);
+const BOUNDARIES_LOW: vec4<f32> = vec4<f32>(0.04428442f, 0.092826955f, 0.15329221f, 0.0f);
+const BOUNDARIES_HIGH: vec4<f32> = vec4<f32>(0.0f, 0.0f, 0.0f, 0.0f);
+
+// The nearest level's field; at a boundary that of the lower one.
+fn level_field(value: f32, norm: f32) -> u32 {
+    if (norm == 0f) {
+        return LEVELS;
+    }
+    let negative = !(value > 0f);
+    let magnitude = abs(value);
+    var index = 0u;
+    // unroll
+    for (var i = 0u; i < LEVELS - 1u; i++) {
+        let boundary = rounded(norm * select(BOUNDARIES_HIGH[i % 4u], BOUNDARIES_LOW[i % 4u], i < 4u));
+        index += u32(magnitude > boundary || (magnitude == boundary && negative));
+    }
+    return select(LEVELS + index, LEVELS - 1u - index, negative) ^ LEVELS;
+}
+
+// The level of a field, relative to the norm; higher bits do not matter.
+fn level_value(field: u32) -> f32 {
+    return levels_of(vec4<u32>(field), LEVEL_BITS, LEVELS_LOW, LEVELS_HIGH).x;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/field/codebook.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn field_bits(value: f32, place: Place, kv_head: u32, token: u32, channel: u32) -> u32 {
+    return level_field(value, stored_norm(place, kv_head, token));
+}
+
+fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32) -> f32 {
+    return stored_norm(place, kv_head, token) * level_value(field);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/finite/centred.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Elements of keys that may be NaN, infinite or too large: zeros in their place, and flags; and of all of them what is left without
+// the centre of their sequence, whose slot stands in for that of ranges (`places/centred_tokens.wgsl`).
+//
+// needs: HEAD_DIM, Place, call
+// gives: storable
+// binds: 7 centres
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/flag_element.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Elements that may be NaN, infinite or too large: those count as 0, and the first token with one is flagged. They are compared as
+// integers, since compilers may assume that no float is NaN.
+//
+// needs: call
+// gives: flagged_element
+// binds: 5 flags
+
+@group(0) @binding(5) var<storage, read_write> flags: array<atomic<u32>>;
+
+fn flagged_element(bits: u32, token: u32) -> f32 {
+    if ((bits & 0x7fffffffu) > bitcast<u32>(call.largest)) {
+        atomicMin(&flags[call.flag], token);
+        return 0f;
+    }
+    return bitcast<f32>(bits);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/finite/centred.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+@group(0) @binding(7) var<storage, read> centres: array<f32>;
+
+fn storable(bits: u32, place: Place, kv_head: u32, channel: u32) -> f32 {
+    let centre = (place.range_slot * call.kv_heads + kv_head) * HEAD_DIM;
+    return flagged_element(bits, place.token) - centres[centre + channel];
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/words/of_key.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// The words of a key, which belong to it alone.
+//
+// needs: HEAD_DIM, INVOCATIONS, Place, TILE_TOKENS, call, channel_value, field_bits, field_of, fields_of
+// gives: store_row
+// binds: 2 tiles
+
+@group(0) @binding(2) var<storage, read_write> tiles: array<u32>;
+
+fn store_row(place: Place, kv_head: u32, exists: bool, invocation: u32) {
+    let tile = (place.page * call.kv_heads + kv_head) * call.tile_words;
+    for (var word = invocation; word < call.tile_words / TILE_TOKENS; word += INVOCATIONS) {
+        let at = (word / call.vector * TILE_TOKENS + place.slot) * call.vector + word % call.vector;
+        tiles[tile + at] = select(0u, key_word(place, kv_head, word), exists);
+    }
+}
+
+fn key_word(place: Place, kv_head: u32, word: u32) -> u32 {
+    var packed = 0u;
+    for (var i = 0u; i < fields_of(word); i++) {
+        let field = field_of(vec2<u32>(place.slot, word), i);
+        if (field.channel < HEAD_DIM) {
+            let bits = field_bits(channel_value(field.channel), place, kv_head, place.slot, field.channel);
+            packed |= ((bits >> field.low) & field.mask) << field.shift;
+        }
+    }
+    return packed;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/append.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+@compute @workgroup_size(64)
+fn append(
+    @builtin(workgroup_id) group: vec3<u32>,
+    @builtin(num_workgroups) groups: vec3<u32>,
+    @builtin(local_invocation_index) invocation: u32,
+) {
+    let index = group.y * groups.x + group.x;
+    if (index / call.kv_heads >= place_count() || !has_place(index / call.kv_heads)) {
+        return;
+    }
+    let place = place_at(index / call.kv_heads);
+    let kv_head = index % call.kv_heads;
+    let start = row_start(place.token, kv_head);
+    let exists = place.token < call.tokens;
+    for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
+        var x = 0f;
+        if (exists) {
+            x = storable(element_bits(start + channel), place, kv_head, channel);
+        }
+        put_channel(channel, x);
+    }
+    finish_row(invocation);
+    store_row_ranges(place, kv_head, invocation);
+    store_row(place, kv_head, exists, invocation);
+}
