@@ -85,5 +85,66 @@ pub fn print(report: &ModelReport) -> anyhow::Result<()> {
     say!("\nppl N: perplexity of the first N tokens. KL: mean divergence from the f16 cache's predictions, in nats.")?;
     say!("top-1: positions whose likeliest token is the f16 cache's. pass key: mean log-probability of its digits.")?;
     say!("bits: per element of keys and values, with all ranges and what the recipe keeps in f16.")?;
+    let verdict = verdict(&report.rows);
+    if !verdict.is_empty() {
+        say!("\n{}", verdict.join("\n"))?;
+    }
     Ok(())
+}
+
+/// Above this divergence from the f16 cache, in nats, a recipe is said not to be for a model: perplexity is about a tenth off.
+const LARGEST_DIVERGENCE: f64 = 0.1;
+
+/// Which recipe is the smallest that leaves the model as it is, and which change it.
+fn verdict(rows: &[RecipeRow]) -> Vec<String> {
+    // NaN is not below.
+    let (keep, change): (Vec<&RecipeRow>, Vec<&RecipeRow>) =
+        rows.iter().partition(|row| row.divergence <= LARGEST_DIVERGENCE);
+    let smallest = keep.into_iter().min_by(|a, b| a.bits_per_element.total_cmp(&b.bits_per_element));
+    let smallest = smallest.map(|row| {
+        let RecipeRow { recipe, bits_per_element, divergence, .. } = row;
+        format!(
+            "{recipe} is the smallest of these that keeps what this model says: {bits_per_element:.2} bits, KL \
+             {divergence:.3}; the limit is {LARGEST_DIVERGENCE}."
+        )
+    });
+    let change = change.into_iter().map(|row| {
+        let centred = format!("{}+centre", row.recipe);
+        let untried = !row.recipe.contains("centre") && rows.iter().all(|other| other.recipe != centred);
+        let advice = match untried && centred.parse::<ModelRecipe>().is_ok() {
+            true => format!(" Try {centred}: keys may have a bias."),
+            false => String::new(),
+        };
+        format!("{} changes what this model says: KL {:.3}.{advice}", row.recipe, row.divergence)
+    });
+    smallest.into_iter().chain(change).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn verdicts_name_what_to_take_and_what_to_try() {
+        let row = |recipe: &str, divergence, bits_per_element| RecipeRow {
+            recipe: recipe.into(),
+            perplexities: vec![1.0],
+            divergence,
+            divergence_by_chunk: vec![divergence],
+            agreement: 1.0,
+            passkeys: Vec::new(),
+            bytes: 1,
+            bits_per_element,
+            attention_seconds: 0.0,
+            model_seconds: 0.0,
+        };
+        let rows = [row("f16", 0.0, 16.0), row("int8", 0.01, 8.5), row("int4", 8.9, 4.5), row("kivi:2", f64::NAN, 2.5)];
+        let said = verdict(&rows);
+        assert!(said[0].starts_with("int8 is the smallest") && said.len() == 3, "{said:?}");
+        assert!(said[1].contains("KL 8.900") && said[1].contains("Try int4+centre"), "{said:?}");
+        assert!(said[2].starts_with("kivi:2 changes") && !said[2].contains("Try"), "{said:?}");
+        let tried = verdict(&[rows[2].clone(), row("int4+centre", 0.05, 4.5)]);
+        assert!(tried[0].starts_with("int4+centre is") && !tried[1].contains("Try"), "{tried:?}");
+        assert!(verdict(&[]).is_empty());
+    }
 }
