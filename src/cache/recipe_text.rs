@@ -67,6 +67,14 @@ enum Base {
 }
 
 impl Base {
+    /// Stores of a recipe, and of those of layers by another method.
+    fn most_stores(&self) -> usize {
+        match self {
+            Self::Method(_) => 2,
+            Self::Mixture(mixture) => mixture.stores().max(2),
+        }
+    }
+
     fn recipe(&self, shape: &AttentionShape) -> Recipe {
         match self {
             Self::Method(choice) => choice.recipe(shape),
@@ -180,8 +188,9 @@ fn parse(text: &str) -> Parsed<ModelRecipe> {
         }
     }
     let further = recipe.options.iter().filter(|option| matches!(option, RecipeOption::Store(_))).count();
-    if further > MOST_STORES - 2 {
-        return Err(format!("{further} further stores; a recipe has at most {MOST_STORES} stores in all"));
+    let stores = recipe.base.most_stores() + further;
+    if stores > MOST_STORES {
+        return Err(format!("{stores} stores with the {further} further ones; a recipe has at most {MOST_STORES}"));
     }
     recipe.check_centre()?;
     let mut seen = BTreeSet::new();
@@ -344,6 +353,10 @@ mod tests {
         assert_eq!((layer.stores().len(), layer.appended()), (3, Appended::Keep));
         let many = "int8".to_owned() + &"+store=int4".repeat(MOST_STORES - 1);
         assert!(many.parse::<ModelRecipe>().unwrap_err().to_string().contains("at most 16"));
+        let many = "cocktail".to_owned() + &"+store=int4".repeat(MOST_STORES - 2);
+        assert!(many.parse::<ModelRecipe>().unwrap_err().to_string().contains("at most 16"));
+        let most = "cocktail".to_owned() + &"+store=int4".repeat(MOST_STORES - 3);
+        assert_eq!(most.parse::<ModelRecipe>().unwrap().layer(0, &shape()).stores().len(), MOST_STORES);
     }
 
     #[test]
