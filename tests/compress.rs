@@ -31,6 +31,7 @@ fn recipes() -> Vec<Recipe> {
     vec![
         Recipe::f16(),
         Recipe::pack_all(SegmentFormat::saw_int4()),
+        Recipe::pack_all(SegmentFormat::saw_int4()).with_centre(),
         Recipe::calibquant(Bits::Two),
         Recipe::calibquant(Bits::Four).with_window(128),
     ]
