@@ -8,6 +8,7 @@ mod cpu;
 mod cuda;
 pub mod dumped;
 mod run;
+mod step;
 mod timed;
 mod wgpu;
 
@@ -27,6 +28,7 @@ use append::TimedStores;
 pub use run::BenchPlan;
 use run::Subject;
 pub use run::run as run_plan;
+use step::TimedModel;
 pub use timed::Timed;
 
 /// How much of the guard's rate may be missing without a word.
@@ -51,7 +53,8 @@ pub struct BenchArgs {
     /// tokens to eight of 32k, one of them with its pages in no order, one in spans of 576 tokens (an image each).
     /// append: what storing one more token costs a batch of 64, in every format. mixed: sequences stored in segments of
     /// several precisions, beside each segment alone. causal: the newest 1 to 512 queries of a sequence of 32k tokens as one
-    /// run, and as decode steps of as many sequences.
+    /// run, and as decode steps of as many sequences. step: what an engine pays for a whole decode step of 32 layers, by the
+    /// wall clock, beside the kernels of it.
     #[arg(long, value_enum, conflicts_with_all = ["shape", "quick", "file"])]
     suite: Option<SuiteName>,
     /// Only the shape of this name, or the shapes whose name contains this [default: all on a GPU, those up to 128 MiB of f16
@@ -101,6 +104,7 @@ enum SuiteName {
     Append,
     Causal,
     Mixed,
+    Step,
 }
 
 /// Shapes of the suite `decode`.
@@ -131,7 +135,7 @@ pub fn run(args: &BenchArgs) -> Result<Outcome> {
     }
 }
 
-fn bench<B: Timed + TimedStores>(args: &BenchArgs, backend: &B, driver: String) -> Result<Outcome> {
+fn bench<B: Timed + TimedStores + TimedModel>(args: &BenchArgs, backend: &B, driver: String) -> Result<Outcome> {
     if args.suite == Some(SuiteName::Append) {
         if args.format.is_some() {
             bail!("--suite append takes every format; leave --format out");
@@ -143,6 +147,12 @@ fn bench<B: Timed + TimedStores>(args: &BenchArgs, backend: &B, driver: String) 
             bail!("--suite causal has formats of its own; leave --format out");
         }
         return causal::run(backend, driver, args.json);
+    }
+    if args.suite == Some(SuiteName::Step) {
+        if args.format.is_some() {
+            bail!("--suite step has recipes of its own; leave --format out");
+        }
+        return step::run(backend, driver, args.json).map(|()| Outcome::Passed);
     }
     let plan = args.plan(backend)?;
     let run = provenance::run(driver, backend.guard_tolerance());
