@@ -395,3 +395,45 @@ fn a_budget_is_one_shard_and_is_kept() {
     assert!(plan.unwrap().segments().iter().flat_map(|segment| segment.pages()).all(|page| page.shard == 0));
     cache.abandon();
 }
+
+/// What a sequence holds in every layer, by span: its store, keys and values.
+type Held = Vec<Vec<(StoreId, Vec<f32>, Vec<f32>)>>;
+
+fn held<B: Backend<Tensor = CpuTensor>>(cache: &ModelCache<B>, sequence: usize) -> Held {
+    let of_layer = |layer| {
+        let spans = cache.dequantize(layer, sequence).unwrap();
+        spans.iter().map(|span| (span.store, span.keys.to_f32(), span.values.to_f32())).collect()
+    };
+    (0..cache.layers()).map(of_layer).collect()
+}
+
+/// A sequence gives all its memory back while it waits on the host, and comes back bit for bit, to another place too. Where it
+/// finds no room, nothing changes.
+#[test]
+fn a_sequence_waits_on_the_host() {
+    let cpu = Cpu::new().with_memory_limit(1 << 22);
+    let mut cache = ModelCache::new(&cpu, &layers(), 2).unwrap();
+    for token in 0..300 {
+        block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();
+        step(&mut cache, (token as f32 * 0.7).sin()).unwrap();
+    }
+    let (before, memory) = (held(&cache, 0), cache.memory().in_use_bytes());
+    let swapped = block_on(cache.swap_out(0)).unwrap();
+    assert_eq!((cache.length(0), cache.memory().in_use_bytes(), swapped.length()), (Ok(0), 0, 300));
+    assert_eq!(swapped.bytes() as u64, memory);
+    block_on(cache.swap_in(1, &swapped)).unwrap();
+    assert_eq!((held(&cache, 1), cache.length(1), cache.memory().in_use_bytes()), (before.clone(), Ok(300), memory));
+    assert!(matches!(block_on(cache.swap_in(1, &swapped)), Err(Error::Plan { .. })), "it holds tokens");
+
+    // The same again beside it, until memory is spent.
+    let mut most = ModelCache::new(&Cpu::new().with_memory_limit(memory), &layers(), 2).unwrap();
+    assert!(matches!(block_on(most.swap_in(0, &swapped)), Err(Error::OutOfMemory { .. })));
+    assert_eq!((most.length(0), most.memory().in_use_bytes()), (Ok(0), 0));
+    let mut others = ModelCache::new(&cpu, &layers()[..2], 1).unwrap();
+    assert!(matches!(block_on(others.swap_in(0, &swapped)), Err(Error::Plan { .. })), "of other layers");
+    // And decoding goes on where it was.
+    block_on(cache.swap_in(0, &swapped)).unwrap();
+    block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();
+    step(&mut cache, 0.5).unwrap();
+    assert_eq!((cache.length(0), cache.length(1)), (Ok(301), Ok(300)));
+}

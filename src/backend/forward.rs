@@ -5,7 +5,7 @@ use std::future::Future;
 use super::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Backend, Device, FlaggedToken, KeptAndEvicted,
     MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection,
-    SpanRead, SpanWrite, StepInput, Storage, TensorRows,
+    SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage, TensorRows,
 };
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
@@ -97,6 +97,14 @@ pub trait Forward {
 
     fn reserve_centres(&self, store: &mut Store<Self>, slots: usize) -> impl Future<Output = Result<()>> {
         self.inner().reserve_centres(store, slots)
+    }
+
+    fn read_span(&self, store: &Store<Self>, place: SpanPlace<'_>) -> impl Future<Output = Result<SpanBytes>> {
+        self.inner().read_span(store, place)
+    }
+
+    fn write_span(&self, store: &mut Store<Self>, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {
+        self.inner().write_span(store, bytes, place)
     }
 
     fn store_bytes(&self, store: &Store<Self>) -> u64 {
@@ -338,6 +346,14 @@ impl<F: Forward> Storage for Forwarding<F> {
 
     fn reserve_centres(&self, store: &mut Store<F>, slots: usize) -> impl Future<Output = Result<()>> {
         self.0.reserve_centres(store, slots)
+    }
+
+    fn read_span(&self, store: &Store<F>, place: SpanPlace<'_>) -> impl Future<Output = Result<SpanBytes>> {
+        self.0.read_span(store, place)
+    }
+
+    fn write_span(&self, store: &mut Store<F>, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {
+        self.0.write_span(store, bytes, place)
     }
 
     fn store_bytes(&self, store: &Store<F>) -> u64 {

@@ -25,7 +25,7 @@ pub use forward::{Forward, Forwarding};
 pub use open_step::OpenStep;
 pub use packing::{FlaggedToken, LARGEST_CENTRED_KEY, NewCentre, NonFinite, Packing, SpanRead, SpanWrite, StepInput};
 pub use selection::{KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, Selection, TensorRows};
-pub use storage::Storage;
+pub use storage::{SpanBytes, SpanPlace, Storage};
 
 pub use crate::plan::{TokenWrite, WindowMove};
 

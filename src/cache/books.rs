@@ -44,6 +44,8 @@ pub(super) struct Change<I> {
     freed: Vec<(StoreId, Lease)>,
     /// Centres that the change gave to sequences.
     pub(super) centres: Vec<CentreWrite>,
+    /// The sequence that came back with a centre, which is written with it.
+    taken_centre: Option<usize>,
 }
 
 /// The end of a sequence before a change: its spans from `first` on.
@@ -61,7 +63,14 @@ impl<I> Change<I> {
         let stores = vec![StoreWrites::default(); recipe.stores().len()];
         let windows = vec![Vec::new(); usize::from(recipe.windows_to().is_some())];
         let writes = StepWrites { stores, windows };
-        Self { writes, undo: Vec::new(), leased: Vec::new(), freed: Vec::new(), centres: Vec::new() }
+        Self {
+            writes,
+            undo: Vec::new(),
+            leased: Vec::new(),
+            freed: Vec::new(),
+            centres: Vec::new(),
+            taken_centre: None,
+        }
     }
 }
 
@@ -338,6 +347,50 @@ impl<I: TokenIndices + Clone> Books<I> {
         Ok(())
     }
 
+    /// Room for a sequence that was taken to the host, in an empty one.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], or [`Error::Plan`] when the sequence holds tokens.
+    pub(super) fn room_for_sequence(&self, index: usize, swapped: &Sequence<I>) -> Result<Vec<StoreRoom>> {
+        let held = self.sequence(index)?;
+        if held.length > 0 || held.centre.is_some() {
+            let length = held.length;
+            let reason =
+                format!("sequence {index} holds {length} tokens, or a centre; clear it, or swap in to another");
+            return Err(Error::Plan { what: "swap", reason });
+        }
+        let mut needed = vec![StoreRoom::default(); self.rooms.len()];
+        for span in &swapped.spans {
+            let room = &mut needed[span.store.index()];
+            room.pages += span.tokens.div_ceil(TILE_TOKENS);
+            room.spans += 1;
+        }
+        Ok(needed)
+    }
+
+    /// Gives an empty sequence the spans of one that was taken to the host, with pages of its own to write them to.
+    ///
+    /// # Errors
+    /// Those of [`Books::room_for_sequence`], and [`Error::Limit`] when too little room is free. Nothing has changed.
+    pub(super) fn restore(&mut self, index: usize, swapped: &Sequence<I>) -> Result<Change<I>> {
+        let needed = self.room_for_sequence(index, swapped)?;
+        self.check_room(&needed)?;
+        let mut change = Change::new(&self.recipe);
+        self.remember(&mut change, index, 0);
+        let mut restored = swapped.clone();
+        if swapped.centre.is_some() {
+            // There are as many as sequences: `check_room`.
+            restored.centre = self.centres.take();
+            change.taken_centre = restored.centre.map(|_| index);
+        }
+        for span in &mut restored.spans {
+            span.lease = self.rooms[span.store.index()].take(span.tokens.div_ceil(TILE_TOKENS))?;
+            change.leased.push((span.store, span.lease.clone()));
+        }
+        self.sequences[index] = restored;
+        Ok(change)
+    }
+
     /// The spans that a change added to a sequence.
     pub(super) fn spans_since(&self, change: &Change<I>, sequence: usize) -> &[Span<I>] {
         let first = change.undo.iter().find(|undo| undo.sequence == sequence).map(|undo| undo.first);
@@ -359,8 +412,8 @@ impl<I: TokenIndices + Clone> Books<I> {
             sequence.spans.extend(undo.spans);
             sequence.length = undo.length;
         }
-        for centre in change.centres {
-            self.release_centre(centre.sequence);
+        for sequence in change.centres.iter().map(|centre| centre.sequence).chain(change.taken_centre) {
+            self.release_centre(sequence);
         }
         self.release(&change.leased);
     }

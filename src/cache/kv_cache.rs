@@ -48,7 +48,7 @@ use crate::{Error, Result};
 /// # }).unwrap();
 /// ```
 pub struct KvCache<B: Backend> {
-    group: LayerGroup<B>,
+    pub(super) group: LayerGroup<B>,
 }
 
 /// The only layer of the group.

@@ -135,6 +135,11 @@ impl<B: Backend> LayerGroup<B> {
         self.layers[layer].iter().map(|of| &of.store).collect()
     }
 
+    /// The same, to be written to, with the backend that does.
+    pub(super) fn backend_and_stores(&mut self, layer: usize) -> (&B, Vec<&mut B::Store>) {
+        (&self.backend, self.layers[layer].iter_mut().map(|of| &mut of.store).collect())
+    }
+
     fn store_ids(&self) -> impl Iterator<Item = StoreId> + use<B> {
         (0..self.recipe().stores().len()).map(|index| StoreId(index as u8))
     }

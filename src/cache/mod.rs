@@ -32,6 +32,7 @@ mod sequence;
 mod slots;
 mod step;
 mod step_table;
+mod swap;
 
 pub use books::StoreRoom;
 pub use chunks::{ChunkSpans, ChunkStores};
@@ -48,6 +49,7 @@ pub use recipe::{Appended, MOST_STORES, Recipe, StoreId};
 pub use recipe_text::ModelRecipe;
 pub use sequence::{Positions, SpanPositions};
 pub use step::TokenRun;
+pub use swap::SwappedSequence;
 
 pub use crate::plan::StoreFormat;
 

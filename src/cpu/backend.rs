@@ -12,7 +12,7 @@ use super::{
 use crate::backend::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
     MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection,
-    SpanRead, SpanWrite, StepInput, Storage, TensorRows,
+    SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage, TensorRows,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
@@ -117,6 +117,14 @@ impl Storage for Cpu {
 
     async fn reserve_centres(&self, store: &mut CpuStore, slots: usize) -> Result<()> {
         store.reserve_centres(slots)
+    }
+
+    async fn read_span(&self, store: &CpuStore, place: SpanPlace<'_>) -> Result<SpanBytes> {
+        store.read_span(place)
+    }
+
+    fn write_span(&self, store: &mut CpuStore, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {
+        store.write_span(bytes, place)
     }
 
     fn store_bytes(&self, store: &CpuStore) -> u64 {

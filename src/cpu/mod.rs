@@ -27,6 +27,7 @@ mod scores;
 mod select;
 mod simd;
 mod softmax;
+mod span_bytes;
 mod states;
 mod store;
 mod tile_lines;

@@ -24,7 +24,7 @@ use super::select::{
 use crate::backend::{
     Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
     MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection,
-    SpanRead, SpanWrite, StepInput, Storage, TensorRows,
+    SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage, TensorRows,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
@@ -190,6 +190,16 @@ impl Storage for Cuda {
     async fn reserve_centres(&self, store: &mut Store, slots: usize) -> Result<()> {
         store.check_stream("centres", &self.stream)?;
         store.reserve_centres(&self.stream, slots)
+    }
+
+    async fn read_span(&self, store: &Store, place: SpanPlace<'_>) -> Result<SpanBytes> {
+        store.check_stream("a span", &self.stream)?;
+        store.read_span(&self.stream, place)
+    }
+
+    fn write_span(&self, store: &mut Store, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {
+        store.check_stream("a span", &self.stream)?;
+        store.write_span(&self.stream, bytes, place)
     }
 
     fn store_bytes(&self, store: &Store) -> u64 {

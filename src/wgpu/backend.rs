@@ -19,7 +19,7 @@ use super::select::{
 use crate::backend::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
     MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection,
-    SpanRead, SpanWrite, StepInput, Storage, TensorRows,
+    SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage, TensorRows,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
@@ -241,6 +241,14 @@ impl Storage for Wgpu {
 
     async fn reserve_centres(&self, store: &mut Store, slots: usize) -> Result<()> {
         store.reserve_centres(self.device(), &self.queue, slots).await
+    }
+
+    async fn read_span(&self, store: &Store, place: SpanPlace<'_>) -> Result<SpanBytes> {
+        store.read_span(self.device(), &self.queue, place).await
+    }
+
+    fn write_span(&self, store: &mut Store, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {
+        store.write_span(self.device(), &self.queue, bytes, place)
     }
 
     fn store_bytes(&self, store: &Store) -> u64 {

@@ -10,7 +10,7 @@ mod refused;
 
 use half::f16;
 use kvpack::backend::Backend;
-use kvpack::cache::{KvCache, PromptSpan, Recipe, StoreId};
+use kvpack::cache::{KvCache, PromptSpan, Recipe, StoreId, SwappedSequence};
 use kvpack::plan::{Elements, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Error};
 use pollster::block_on;
@@ -43,6 +43,8 @@ pub enum Operation {
     Forget { sequence: usize, hundredths: (usize, usize) },
     /// Forget a sequence.
     Clear { sequence: usize },
+    /// Take a sequence to the host, or bring the one that is there into this one.
+    Swap { sequence: usize },
     /// A call that must fail.
     Refused { call: Refused, at: usize },
 }
@@ -79,6 +81,7 @@ pub fn operations() -> impl Strategy<Value = Vec<Operation>> {
             Operation::Forget { sequence, hundredths: (start, start + length) }
         }),
         1 => (0..SEQUENCES).prop_map(|sequence| Operation::Clear { sequence }),
+        2 => (0..SEQUENCES).prop_map(|sequence| Operation::Swap { sequence }),
         1 => (prop::sample::select(Refused::ALL.to_vec()), 0usize..1000).prop_map(|(call, at)| {
             Operation::Refused { call, at }
         }),
@@ -94,9 +97,12 @@ pub fn check<B: Backend>(backend: B, shape: AttentionShape, recipe: &Recipe, ope
     let mut cache = KvCache::new(backend, shape, SEQUENCES, recipe.clone()).unwrap();
     let sequences = vec![ModelSequence::default(); SEQUENCES];
     let mut model = Model { shape, recipe: recipe.clone(), sequences, next_page: 0 };
-    let mut random = Random::new(seed);
+    let (mut random, mut swapped) = (Random::new(seed), None);
     for operation in operations {
-        apply(&mut cache, &mut model, operation, &mut random);
+        match operation {
+            Operation::Swap { sequence } => swap(&mut cache, &mut model, *sequence, &mut swapped),
+            _ => apply(&mut cache, &mut model, operation, &mut random),
+        }
         compare(&cache, &model, &mut random);
     }
 }
@@ -228,7 +234,31 @@ fn apply<B: Backend>(cache: &mut KvCache<B>, model: &mut Model, operation: &Oper
             cache.clear(*sequence).unwrap();
         }
         Operation::Refused { call, at } => refused(cache, model, *call, *at, random),
+        Operation::Swap { .. } => unreachable!("the caller keeps what is swapped out"),
     }
+}
+
+/// Takes a sequence out where none is, and brings it in otherwise, if there is room for it.
+fn swap<B: Backend>(
+    cache: &mut KvCache<B>,
+    model: &mut Model,
+    sequence: usize,
+    swapped: &mut Option<(SwappedSequence<B::Indices>, ModelSequence)>,
+) {
+    let Some((bytes, held)) = swapped.take() else {
+        let bytes = block_on(cache.swap_out(sequence)).unwrap();
+        assert_eq!(bytes.length(), model.sequences[sequence].length);
+        *swapped = Some((bytes, std::mem::take(&mut model.sequences[sequence])));
+        return;
+    };
+    let brought = block_on(cache.swap_in(sequence, &bytes));
+    if model.sequences[sequence].length > 0 {
+        assert!(matches!(brought, Err(Error::Plan { .. })), "{brought:?}");
+        *swapped = Some((bytes, held));
+        return;
+    }
+    brought.unwrap();
+    model.restore(sequence, held);
 }
 
 /// A prompt of `tokens` tokens of which the `first` ones stay in f16, and of the others those that random indices name.

@@ -139,6 +139,15 @@ impl Model {
     }
 
     /// Adds a span of a prompt: for every KV head the tokens at these positions.
+    /// Lets a sequence hold what another did, in pages of its own.
+    pub fn restore(&mut self, sequence: usize, mut held: ModelSequence) {
+        for page in held.spans.iter_mut().flat_map(|span| &mut span.pages) {
+            self.next_page += 1;
+            *page = self.next_page;
+        }
+        self.sequences[sequence] = held;
+    }
+
     pub fn push_span(&mut self, sequence: usize, mut span: ModelSpan) {
         span.pages = (0..span.tokens().div_ceil(TILE_TOKENS)).map(|_| self.new_page()).collect();
         span.window = false;

@@ -166,6 +166,11 @@ impl Store {
         self.centres.as_ref().map_or(0, |centres| centres.bytes() / SegmentFormat::centre_bytes(&self.shape))
     }
 
+    /// Memory of the centres.
+    pub(crate) const fn centres(&self) -> Option<&Arc<Memory>> {
+        self.centres.as_ref()
+    }
+
     /// Address of a centre that was checked to exist, or of the first; 0 where there is none.
     pub(crate) fn centre_address(&self, slot: usize) -> u64 {
         let bytes = slot * SegmentFormat::centre_bytes(&self.shape);
@@ -228,6 +233,15 @@ impl Store {
             ),
         })?;
         Ok(shard.memory.address() + u64::from(page.index) * self.page_bytes() as u64)
+    }
+
+    /// Memory of a shard.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such shard.
+    pub(crate) fn shard_memory(&self, shard: u32) -> Result<&Arc<Memory>> {
+        let missing = || Error::Plan { what: "store", reason: format!("there is no shard {shard}") };
+        self.shards.get(shard as usize).map(|shard| &shard.memory).ok_or_else(missing)
     }
 
     /// Address of every shard.

@@ -52,6 +52,14 @@ pub(crate) fn create_filled(
     filled.ok_or_else(guard::lost)
 }
 
+/// A run of bytes of a buffer; where it begins and how long it is are multiples of 4.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place<'a> {
+    pub buffer: &'a wgpu::Buffer,
+    pub offset: u64,
+    pub bytes: u64,
+}
+
 /// Copies `size` bytes from `offset` on, both multiples of 4, to the host once all submitted work is done.
 pub(crate) async fn read(
     device: &wgpu::Device,
@@ -60,10 +68,23 @@ pub(crate) async fn read(
     offset: u64,
     size: u64,
 ) -> Result<Vec<u8>> {
+    read_all(device, queue, &[Place { buffer, offset, bytes: size }]).await
+}
+
+/// The same of several places, one after the other.
+pub(crate) async fn read_all(device: &wgpu::Device, queue: &wgpu::Queue, places: &[Place<'_>]) -> Result<Vec<u8>> {
+    let size: u64 = places.iter().map(|place| place.bytes).sum();
+    if size == 0 {
+        return Ok(Vec::new());
+    }
     let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
     let staging = create(device, "staging buffer of a download", size, usage).await?;
     let submission = guard::submit(device, queue, "kvpack download", |encoder| {
-        encoder.copy_buffer_to_buffer(buffer, offset, &staging, 0, size);
+        let mut at = 0;
+        for place in places {
+            encoder.copy_buffer_to_buffer(place.buffer, place.offset, &staging, at, place.bytes);
+            at += place.bytes;
+        }
     })?;
     let (sender, receiver) = oneshot::channel();
     guard::captured_now(device, Request::call("mapping of a download"), || {

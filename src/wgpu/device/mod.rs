@@ -11,6 +11,7 @@ pub(super) mod kernels;
 pub(super) mod launch;
 pub mod shader;
 mod sources;
+mod span_bytes;
 pub(super) mod store;
 mod tensor;
 mod unroll;

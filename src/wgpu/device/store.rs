@@ -220,8 +220,16 @@ impl Store {
     /// # Errors
     /// [`Error::Plan`] when no slots were reserved.
     pub(crate) fn centres_binding(&self) -> Result<wgpu::BufferBinding<'_>> {
+        self.centres_buffer().map(wgpu::Buffer::as_entire_buffer_binding)
+    }
+
+    /// Centres, `[slot][kv_head][head_dim]`.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when no slots were reserved.
+    pub(crate) fn centres_buffer(&self) -> Result<&wgpu::Buffer> {
         let missing = || Error::Plan { what: "store", reason: "it has no centres; reserve slots".into() };
-        self.centres.as_ref().map(wgpu::Buffer::as_entire_buffer_binding).ok_or_else(missing)
+        self.centres.as_ref().ok_or_else(missing)
     }
 
     /// Bytes of all buffers.
@@ -424,7 +432,8 @@ impl Store {
         }
     }
 
-    fn slot_bytes(&self) -> u64 {
+    /// Bytes of the span ranges of keys, or of values, of one slot.
+    pub(crate) fn slot_bytes(&self) -> u64 {
         (self.shape.kv_heads() * self.shape.head_dim() * size_of::<crate::format::CodeRange>()) as u64
     }
 }

@@ -1,0 +1,178 @@
+//! Sequences that wait on the host: their pages are free for others, and come back bit for bit.
+
+use super::books::Change;
+use super::layers::LayerGroup;
+use super::room::Lease;
+use super::sequence::Sequence;
+use super::{KvCache, ModelCache};
+use crate::backend::{Backend, SpanBytes, SpanPlace};
+use crate::{Error, Result};
+
+/// A sequence on the host, as [`ModelCache::swap_out`] or [`KvCache::swap_out`] took it; `I` is the index tensor of the backend,
+/// on which the positions of gathered spans stay.
+#[derive(Clone, Debug)]
+pub struct SwappedSequence<I> {
+    groups: Vec<SwappedGroup<I>>,
+}
+
+/// Its part in layers that share their books.
+#[derive(Clone, Debug)]
+struct SwappedGroup<I> {
+    /// The spans, without pages.
+    sequence: Sequence<I>,
+    layers: Vec<SwappedLayer>,
+}
+
+/// What it holds in one layer.
+#[derive(Clone, Debug)]
+struct SwappedLayer {
+    /// By span.
+    spans: Vec<SpanBytes>,
+    /// By store, the centre of its keys where it has one.
+    centres: Vec<SpanBytes>,
+}
+
+impl<I> SwappedSequence<I> {
+    /// Bytes of it on the host.
+    pub fn bytes(&self) -> usize {
+        let layers = self.groups.iter().flat_map(|group| &group.layers);
+        layers.flat_map(|layer| layer.spans.iter().chain(&layer.centres)).map(|held| held.bytes().len()).sum()
+    }
+
+    /// Length of the sequence.
+    pub fn length(&self) -> usize {
+        self.groups.first().map_or(0, |group| group.sequence.length)
+    }
+}
+
+impl<B: Backend> KvCache<B> {
+    /// Takes a sequence to the host, and frees its pages and range slots: for one that has to wait because memory is short. It
+    /// waits for the device.
+    ///
+    /// Pages that it shares with other sequences are copied too, and are its own when it comes back.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::OutOfMemory`] or [`Error::DeviceLost`]. The cache is as it
+    /// was.
+    pub async fn swap_out(&mut self, sequence: usize) -> Result<SwappedSequence<B::Indices>> {
+        let groups = vec![self.group.read_sequence(sequence).await?];
+        self.clear(sequence)?;
+        Ok(SwappedSequence { groups })
+    }
+
+    /// Lets an empty sequence, the same or another, hold what was taken out, bit for bit.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it holds tokens or the other was taken out of
+    /// another kind of cache, [`Error::OutOfMemory`] or [`Error::Limit`] when it does not fit. The cache is as it was.
+    pub async fn swap_in(&mut self, sequence: usize, swapped: &SwappedSequence<B::Indices>) -> Result<()> {
+        swap_in(std::slice::from_mut(&mut self.group), sequence, swapped).await
+    }
+}
+
+impl<B: Backend> ModelCache<B> {
+    /// Takes a sequence to the host in all layers: see [`KvCache::swap_out`].
+    ///
+    /// # Errors
+    /// Those of [`KvCache::swap_out`], and [`Error::Plan`] when a step is open. The cache is as it was.
+    pub async fn swap_out(&mut self, sequence: usize) -> Result<SwappedSequence<B::Indices>> {
+        self.check_no_step()?;
+        let mut groups = Vec::with_capacity(self.groups.len());
+        for group in &self.groups {
+            groups.push(group.read_sequence(sequence).await?);
+        }
+        self.clear(sequence)?;
+        Ok(SwappedSequence { groups })
+    }
+
+    /// Lets an empty sequence hold what was taken out, in all layers: see [`KvCache::swap_in`].
+    ///
+    /// # Errors
+    /// Those of [`KvCache::swap_in`], and [`Error::Plan`] when a step is open. The cache is as it was.
+    pub async fn swap_in(&mut self, sequence: usize, swapped: &SwappedSequence<B::Indices>) -> Result<()> {
+        self.check_no_step()?;
+        swap_in(&mut self.groups, sequence, swapped).await
+    }
+}
+
+/// Brings a sequence into all groups, or into none.
+async fn swap_in<B: Backend>(
+    groups: &mut [LayerGroup<B>],
+    sequence: usize,
+    swapped: &SwappedSequence<B::Indices>,
+) -> Result<()> {
+    let alike = |(group, swapped): (&LayerGroup<B>, &SwappedGroup<B::Indices>)| {
+        let stores = group.recipe().stores().len();
+        group.layers() == swapped.layers.len() && swapped.sequence.spans.iter().all(|span| span.store.index() < stores)
+    };
+    if groups.len() != swapped.groups.len() || !groups.iter().zip(&swapped.groups).all(alike) {
+        let reason = "the sequence was taken out of a cache of other layers or stores".into();
+        return Err(Error::Plan { what: "swap", reason });
+    }
+    for (group, swapped) in groups.iter_mut().zip(&swapped.groups) {
+        let needed = group.books.room_for_sequence(sequence, &swapped.sequence)?;
+        group.reserve(&needed).await?;
+    }
+    let mut changes: Vec<Change<B::Indices>> = Vec::with_capacity(groups.len());
+    let mut written = Ok(());
+    for (group, swapped) in groups.iter_mut().zip(&swapped.groups) {
+        written = group.books.restore(sequence, &swapped.sequence).and_then(|change| {
+            changes.push(change);
+            group.write_sequence(sequence, swapped)
+        });
+        if written.is_err() {
+            break;
+        }
+    }
+    for (group, change) in groups.iter_mut().zip(changes) {
+        if written.is_ok() { group.books.commit(change) } else { group.books.abandon(change) }
+    }
+    written
+}
+
+impl<B: Backend> LayerGroup<B> {
+    /// What a sequence holds in every layer.
+    async fn read_sequence(&self, sequence: usize) -> Result<SwappedGroup<B::Indices>> {
+        let mut held = self.books.sequence(sequence)?.clone();
+        let mut layers = Vec::with_capacity(self.layers());
+        for layer in 0..self.layers() {
+            let stores = self.stores(layer);
+            let mut swapped = SwappedLayer { spans: Vec::with_capacity(held.spans.len()), centres: Vec::new() };
+            for span in &held.spans {
+                let place = span_place(&span.lease);
+                swapped.spans.push(self.backend.read_span(stores[span.store.index()], place).await?);
+            }
+            if held.centre.is_some() {
+                for store in stores {
+                    swapped.centres.push(self.backend.read_span(store, centre_place(held.centre)).await?);
+                }
+            }
+            layers.push(swapped);
+        }
+        held.spans.iter_mut().for_each(|span| span.lease = Lease::default());
+        Ok(SwappedGroup { sequence: held, layers })
+    }
+
+    /// Writes what a sequence held into the pages and slots that it has now.
+    fn write_sequence(&mut self, sequence: usize, swapped: &SwappedGroup<B::Indices>) -> Result<()> {
+        let held = self.books.sequence(sequence)?.clone();
+        for (layer, swapped) in swapped.layers.iter().enumerate() {
+            let (backend, mut stores) = self.backend_and_stores(layer);
+            for (span, bytes) in held.spans.iter().zip(&swapped.spans) {
+                backend.write_span(stores[span.store.index()], bytes, span_place(&span.lease))?;
+            }
+            for (store, bytes) in stores.iter_mut().zip(&swapped.centres) {
+                backend.write_span(store, bytes, centre_place(held.centre))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn span_place(lease: &Lease) -> SpanPlace<'_> {
+    SpanPlace { pages: &lease.pages, range_slot: lease.slot, centre: None }
+}
+
+fn centre_place(centre: Option<usize>) -> SpanPlace<'static> {
+    SpanPlace { centre, ..SpanPlace::default() }
+}
