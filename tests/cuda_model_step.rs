@@ -11,11 +11,12 @@ use kvpack::cpu::Cpu;
 use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use kvpack::cuda::{Cuda, KernelCache, LayerTensors, ModelStep, Tensor};
 use kvpack::plan::{ElementType, RowLayout};
-use model_steps::{LAYERS, RECIPES, ROWS, SEQUENCES, STEPS};
+use model_steps::{LAYERS, RECIPES, ROWS, SEQUENCES, STEADY, STEPS};
 use pollster::block_on;
 use random_rows::Random;
 
-/// Every layer attends as on the CPU, and a graph is captured only where something was bound anew.
+/// Every layer attends as on the CPU, a graph is captured only where something was bound anew, and that is seldom while the
+/// batch stays the same.
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn one_graph_is_replayed_while_sequences_grow() {
@@ -56,7 +57,7 @@ fn one_graph_is_replayed_while_sequences_grow() {
                 }
                 let new = stream.end_capture(CUgraphInstantiate_flags(0)).unwrap().expect("a graph");
                 graph = Some((new, written.memory()));
-                captured += 1;
+                captured += usize::from(step > STEADY);
             }
             graph.as_ref().unwrap().0.launch().unwrap();
             cache.commit().unwrap();
@@ -64,8 +65,8 @@ fn one_graph_is_replayed_while_sequences_grow() {
             let outputs: Vec<Vec<f32>> = tensors.iter().map(download).collect();
             model_steps::compare(&mut twin, &runs, &inputs, &outputs);
         }
-        assert!(captured <= 48, "{name}: captured {captured} graphs for {STEPS} steps");
-        println!("{name}: {captured} graphs for {STEPS} steps");
+        println!("{name}: {captured} graphs for {} steady steps", STEPS - STEADY);
+        assert!(captured <= 6, "{name}: {captured} graphs for {} steady steps", STEPS - STEADY);
         assert_eq!(block_on(cache.non_finite()).unwrap(), []);
         for sequence in 0..SEQUENCES {
             assert_eq!(cache.length(sequence), twin.length(sequence));

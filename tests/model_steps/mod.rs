@@ -38,10 +38,14 @@ pub fn tensor_elements() -> [usize; 4] {
     [2, 2, 4, 4].map(|heads| ROWS * heads * 64)
 }
 
+/// From this step on all sequences decode, and none joins or leaves.
+pub const STEADY: usize = 100;
+
 /// What step `step` appends.
 pub fn runs(step: usize) -> Vec<TokenRun> {
-    let mut runs: Vec<TokenRun> = (0..SEQUENCES).filter(|s| (step + s) % 4 != 3).map(TokenRun::decode).collect();
-    if let (10, Some(last)) = (step % 50, runs.last_mut()) {
+    let decodes = |s: &usize| step >= STEADY || (step + s) % 4 != 3;
+    let mut runs: Vec<TokenRun> = (0..SEQUENCES).filter(decodes).map(TokenRun::decode).collect();
+    if let (10, true, Some(last)) = (step % 50, step < STEADY, runs.last_mut()) {
         *last = TokenRun::chunk(last.sequence(), 9);
     }
     runs

@@ -44,9 +44,15 @@ impl Wave {
     pub(super) fn tiles_per_item(&self, spans: &[usize]) -> (usize, f64) {
         let longest = spans.iter().copied().max().unwrap_or(1).max(1);
         let mut best = (longest, f64::INFINITY);
+        let spans = counted(spans);
+        let mut before = 0;
         for pieces in 1..=longest.min(MOST_PIECES) {
             let tiles = longest.div_ceil(pieces);
-            let time = self.time(spans, tiles);
+            if tiles == before {
+                continue;
+            }
+            before = tiles;
+            let time = self.time(&spans, tiles);
             if time < best.1 {
                 best = (tiles, time);
             }
@@ -59,9 +65,9 @@ impl Wave {
         if self.multiprocessors == 0 { 1 } else { self.multiprocessors * self.blocks_each }
     }
 
-    fn time(&self, spans: &[usize], tiles: usize) -> f64 {
-        let pieces: Vec<usize> = spans.iter().map(|span| span.div_ceil(tiles)).collect();
-        let items: usize = pieces.iter().sum();
+    fn time(&self, spans: &[Counted], tiles: usize) -> f64 {
+        let pieces = spans.iter().map(|&(span, count)| (span.div_ceil(tiles), count));
+        let items: usize = pieces.clone().map(|(pieces, count)| pieces * count).sum();
         let blocks = items * self.blocks_per_item;
         let waves = blocks.div_ceil(self.blocks()) as f64;
         let bytes = (tiles * self.tile_bytes) as f64;
@@ -69,9 +75,9 @@ impl Wave {
         let parts = self.blocks_each as f64;
         let together = bytes * (blocks as f64 / waves) / (self.multiprocessors.max(1) as f64 * SHARED_RATE);
         let item = together.max(parts * bytes / ALONE_RATE).max(parts * tiles as f64 * 128.0 / TOKEN_RATE);
-        let cluster = self.cluster(&pieces);
-        let merge = match pieces.iter().max() {
-            Some(&most) if most > cluster => ARRIVAL_TIME,
+        let cluster = self.cluster_of(items, pieces.clone().map(|(pieces, _)| pieces));
+        let merge = match pieces.map(|(pieces, _)| pieces).max() {
+            Some(most) if most > cluster => ARRIVAL_TIME,
             _ if cluster > 1 => CLUSTER_TIME,
             _ => 0.0,
         };
@@ -82,18 +88,33 @@ impl Wave {
     /// within a processing cluster of the device, where large ones leave multiprocessors over: with one block to each
     /// multiprocessor, 128 blocks in clusters of 4 or 8 did not run at once on an H200, 64 in clusters of 8 did.
     pub(super) fn cluster(&self, items: &[usize]) -> usize {
+        self.cluster_of(items.iter().sum(), items.iter().copied())
+    }
+
+    /// The same for `all` items together, of which sequences have so many.
+    fn cluster_of(&self, all: usize, items: impl Iterator<Item = usize> + Clone) -> usize {
         if !self.clusters {
             return 1;
         }
-        let blocks = items.iter().sum::<usize>() * self.blocks_per_item;
+        let blocks = all * self.blocks_per_item;
         let room = |cluster: usize| match cluster {
             0..=2 => true,
             3..=4 => 3 * blocks <= 2 * self.multiprocessors,
             _ => 2 * blocks <= self.multiprocessors,
         };
-        let divides = |cluster: usize| items.iter().all(|items| items.is_multiple_of(cluster));
+        let divides = |cluster: usize| items.clone().all(|items| items.is_multiple_of(cluster));
         (1..=MOST_CLUSTER).rev().find(|&cluster| room(cluster) && divides(cluster)).unwrap_or(1)
     }
+}
+
+/// Spans of so many tiles, and how many there are.
+type Counted = (usize, usize);
+
+/// The lengths of spans, each once: a batch has few.
+fn counted(spans: &[usize]) -> Vec<Counted> {
+    let mut sorted = spans.to_vec();
+    sorted.sort_unstable();
+    sorted.chunk_by(|a, b| a == b).map(|alike| (alike[0], alike.len())).collect()
 }
 
 /// Cuts `tiles` tiles into runs of almost equal length, at most `most` each: where each begins, and its length.
