@@ -79,8 +79,6 @@ pub trait Storage: Device {
     /// [`OutOfMemory`](crate::Error::OutOfMemory) or [`Limit`](crate::Error::Limit). The store is as it was.
     fn reserve_centres(&self, store: &mut Self::Store, slots: usize) -> impl Future<Output = Result<()>>;
 
-    /// Bytes that the store holds on the device: tiles, tile ranges, span ranges and centres.
-
     /// What a place holds. It waits for the work that may write it.
     ///
     /// # Errors
@@ -94,6 +92,6 @@ pub trait Storage: Device {
     /// When a page or a slot does not exist, or the bytes are not those of such a place.
     fn write_span(&self, store: &mut Self::Store, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()>;
 
-    /// Bytes that the store holds on the device: tiles, tile ranges and span ranges.
+    /// Bytes that the store holds on the device: tiles, tile ranges, span ranges and centres.
     fn store_bytes(&self, store: &Self::Store) -> u64;
 }
