@@ -91,8 +91,9 @@ fn made(device: &wgpu::Device) -> [isize; 5] {
 /// Every layer attends as on the CPU, what is bound lasts, and no kernel is compiled once they are prepared.
 #[test]
 fn steps_are_bound_once_and_only_encoded() {
+    // Every test counts what its own device makes.
     for recipe in RECIPES {
-        let mut engine = Engine::new(gpu_device::shared(), recipe);
+        let mut engine = Engine::new(gpu_device::fresh(), recipe);
         let (layout, stores) = (engine.cache.step_layout(0).unwrap(), engine.cache.recipe(0).unwrap().stores());
         block_on(engine.steps.prepare(layout, stores)).unwrap();
         let compiled = |engine: &Engine| engine.backend.device().get_internal_counters().hal.compute_pipelines.read();
@@ -122,7 +123,7 @@ fn steps_are_bound_once_and_only_encoded() {
 /// A step that is not one of these layers, or too long for the tensors, is refused, and can be abandoned.
 #[test]
 fn steps_of_others_are_refused() {
-    let mut engine = Engine::new(gpu_device::shared(), "saw-int4");
+    let mut engine = Engine::new(gpu_device::fresh(), "saw-int4");
     engine.step(&[TokenRun::decode(0)]);
     let runs = [TokenRun::chunk(1, ROWS + 1)];
     block_on(engine.cache.reserve_for_append(&runs)).unwrap();
