@@ -8,6 +8,8 @@
 //! [`Forward`] makes a backend out of another that differs in a method or two: to count calls, to fail on purpose, to record.
 
 mod attention;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod bound_layers;
 mod device;
 mod filled;
 mod forward;
@@ -19,10 +21,12 @@ mod storage;
 pub use attention::{
     Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, QueryBytes, QueryPrecision,
 };
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) use bound_layers::of_layer;
 pub use device::Device;
 pub use filled::{FilledSpan, FilledStores, NewSpan, SpanSource};
 pub use forward::{Forward, Forwarding};
-pub use open_step::OpenStep;
+pub use open_step::{LayerTensors, OpenStep};
 pub use packing::{FlaggedToken, LARGEST_CENTRED_KEY, NewCentre, NonFinite, Packing, SpanRead, SpanWrite, StepInput};
 pub use selection::{KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, Selection, TensorRows};
 pub use storage::{SpanBytes, SpanPlace, Storage};

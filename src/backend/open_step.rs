@@ -20,3 +20,17 @@ pub struct OpenStep<'a, S, F> {
     /// The flags of all layers of the model, by their numbers.
     pub flags: &'a F,
 }
+
+/// The tensors of one layer's step, with room for the largest step: a step of fewer tokens uses the first rows. Layers that run
+/// one after the other may share all of them. `T` is the tensor of the backend.
+#[derive(Clone, Debug)]
+pub struct LayerTensors<T> {
+    /// Keys of the new tokens, after rotary embedding.
+    pub keys: T,
+    /// Values of the new tokens.
+    pub values: T,
+    /// Queries `[rows, query_heads, head_dim]`, after rotary embedding, not scaled.
+    pub queries: T,
+    /// Where the attention outputs go, `[rows, query_heads, head_dim]`.
+    pub output: T,
+}

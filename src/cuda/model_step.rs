@@ -12,23 +12,12 @@ use super::device::tensor::Tensor;
 use super::pack::non_finite_flags::NonFiniteFlags;
 use super::pack::step::{BoundPackStep, PackStepPlan};
 use super::pack::step_memory::StepMemory;
-use crate::backend::{OpenStep, StepInput};
+use crate::backend::{OpenStep, StepInput, of_layer};
 use crate::plan::{AttendPlan, QueryRows, RowLayout, StepLayout};
 use crate::{Error, Result};
 
-/// The tensors of one layer's step, with room for the largest step: a step of fewer tokens uses the first rows. Layers that run
-/// one after the other may share all of them.
-#[derive(Clone, Debug)]
-pub struct LayerTensors {
-    /// Keys of the new tokens, after rotary embedding.
-    pub keys: Tensor,
-    /// Values of the new tokens.
-    pub values: Tensor,
-    /// Queries `[rows, query_heads, head_dim]`, after rotary embedding, not scaled.
-    pub queries: Tensor,
-    /// Where the attention outputs go, `[rows, query_heads, head_dim]`.
-    pub output: Tensor,
-}
+/// The tensors of one layer's step.
+pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 
 /// The steps of layers that share their books, on the stream of an engine.
 ///
@@ -143,9 +132,7 @@ impl ModelStep {
     /// [`Error::Plan`] or [`Error::Elements`] when the step is not one of these layers, or has more tokens than the tensors;
     /// [`Error::OutOfMemory`] or [`Error::Limit`] where something is bound anew; what the driver says of a copy.
     pub fn write(&mut self, step: &OpenStep<'_, Store, NonFiniteFlags>) -> Result<WrittenStep<'_>> {
-        let layout = step.table.layout();
-        layout.check_plan(step.plan)?;
-        step.table.check_rows(&self.rows)?;
+        let layout = step.check(self.layers.len(), &self.rows)?;
         let plan = self.plan(step.plan)?;
         for layer in &self.layers {
             plan.check_rows(&layer.queries, &layer.output)?;
@@ -173,10 +160,6 @@ impl ModelStep {
     }
 
     fn bind(&self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: StepPlan) -> Result<Bound> {
-        if step.layers.len() != self.layers.len() || step.stores.len() != self.layers.len() {
-            let reason = format!("{} layers, and tensors of {}", step.stores.len(), self.layers.len());
-            return Err(Error::Plan { what: "step of a model", reason });
-        }
         let (backend, layout) = (&self.backend, step.table.layout());
         let table = StepMemory::new(backend.stream(), layout)?;
         let scratch = StepScratch::new(backend.stream(), &plan.sizes(Room::Classes))?;
@@ -221,11 +204,4 @@ impl WrittenStep<'_> {
     pub fn memory(&self) -> LaunchMemory {
         LaunchMemory(self.bound.launches.clone())
     }
-}
-
-fn of_layer<T>(layers: &[T], layer: usize) -> Result<&T> {
-    layers.get(layer).ok_or_else(|| {
-        let reason = format!("layer {layer} of a step of {} layers", layers.len());
-        Error::Plan { what: "step of a model", reason }
-    })
 }

@@ -7,26 +7,15 @@ use super::backend::Wgpu;
 use super::device::guard::{self, Request};
 use super::device::{Launches, Store, Tensor};
 use super::pack::{BoundPackStep, NonFiniteFlags, PackStepPlan, StepMemory};
-use crate::backend::{AttendOptions, OpenStep, StepInput};
+use crate::backend::{AttendOptions, OpenStep, StepInput, of_layer};
 use crate::format::TILE_TOKENS;
 use crate::plan::{
     AttendPlan, Page, QueryRows, QueryRun, RowLayout, SpanView, StepLayout, StepTable, StoreFormat, StoreView,
 };
 use crate::{Error, Result};
 
-/// The tensors of one layer's step, with room for the largest step: a step of fewer tokens uses the first rows. Layers that run
-/// one after the other may share all of them.
-#[derive(Clone, Debug)]
-pub struct LayerTensors {
-    /// Keys of the new tokens, after rotary embedding.
-    pub keys: Tensor,
-    /// Values of the new tokens.
-    pub values: Tensor,
-    /// Queries `[rows, query_heads, head_dim]`, after rotary embedding, not scaled.
-    pub queries: Tensor,
-    /// Where the attention outputs go, `[rows, query_heads, head_dim]`.
-    pub output: Tensor,
-}
+/// The tensors of one layer's step.
+pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 
 /// The steps of layers that share their books, in an engine's own passes.
 ///
@@ -165,9 +154,7 @@ impl ModelStep {
     /// [`Error::Plan`] or [`Error::Elements`] when the step is not one of these layers, or has more tokens than the tensors;
     /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`] where something is bound anew.
     pub fn write<'a>(&'a mut self, step: &OpenStep<'a, Store, NonFiniteFlags>) -> Result<WrittenStep<'a>> {
-        let layout = step.table.layout();
-        layout.check_plan(step.plan)?;
-        step.table.check_rows(&self.rows)?;
+        let layout = step.check(self.layers.len(), &self.rows)?;
         let plan = self.plan(step.plan)?;
         for layer in &self.layers {
             plan.check_rows(&layer.queries, &layer.output)?;
@@ -200,10 +187,6 @@ impl ModelStep {
 
     /// Binds what has changed: stores and their table where the layout has, attention in any case.
     fn bind(&self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: StepPlan, before: Option<Bound>) -> Result<Bound> {
-        if step.layers.len() != self.layers.len() || step.stores.len() != self.layers.len() {
-            let reason = format!("{} layers, and tensors of {}", step.stores.len(), self.layers.len());
-            return Err(Error::Plan { what: "step of a model", reason });
-        }
         let (backend, layout) = (&self.backend, step.table.layout());
         let (memory, stores, scratch) = match before {
             Some(Bound { layout: same, memory, stores, scratch, .. }) if Arc::ptr_eq(&same, layout) => {
@@ -265,11 +248,4 @@ impl WrittenStep<'_> {
     pub fn launches(&self) -> usize {
         self.bound.plan.grids().count()
     }
-}
-
-fn of_layer<T>(layers: &[T], layer: usize) -> Result<&T> {
-    layers.get(layer).ok_or_else(|| {
-        let reason = format!("layer {layer} of a step of {} layers", layers.len());
-        Error::Plan { what: "step of a model", reason }
-    })
 }

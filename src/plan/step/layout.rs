@@ -1,7 +1,9 @@
 //! How much a step may write, and where its table keeps it.
 
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TensorFormat};
-use crate::plan::{AttendPlan, Page};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use crate::plan::AttendPlan;
+use crate::plan::Page;
 use crate::{Error, Result};
 
 /// A store, and how much a step may write to it.
@@ -228,6 +230,7 @@ impl StepLayout {
     ///
     /// # Errors
     /// [`Error::Plan`].
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
     pub(crate) fn check_plan(&self, plan: &AttendPlan) -> Result<()> {
         let reject = |reason: String| Err(Error::Plan { what: "attention of a step", reason });
         if plan.shape() != &self.shape {
