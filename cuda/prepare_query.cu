@@ -277,7 +277,7 @@ __device__ __forceinline__ void prepare_query(QueryShared& shared, QueryLoads& l
         }
         if (KEY_SPAN_RANGES) offset = warp_sum(offset);
         if constexpr (KEY_GROUPED && KEY_GROUP_CHANNELS > 1) {
-            constexpr int channels = HEAD_DIM / KEY_ROW_GROUPS;
+            constexpr int channels = KEY_GROUP_CHANNELS;
             for (int group = 0; group < KEY_ROW_GROUPS; group++) {
                 float sum = 0.0f;
 #pragma unroll
