@@ -23,6 +23,7 @@ mod memory;
 mod methods;
 mod mixture;
 mod model_cache;
+mod model_sequences;
 mod observed;
 mod prompt;
 mod recipe;

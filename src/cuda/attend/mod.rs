@@ -4,6 +4,7 @@ pub(super) mod launch;
 pub(super) mod merge_pair;
 pub(super) mod model_tables;
 pub(super) mod scratch;
+mod segment;
 mod split;
 pub(super) mod step;
 pub(super) mod uncentre_lse;

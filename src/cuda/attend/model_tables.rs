@@ -5,7 +5,8 @@ use std::sync::Arc;
 use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
 
 use super::scratch::{Room, SegmentTables};
-use super::step::{SegmentStep, StepPlan};
+use super::segment::SegmentStep;
+use super::step::StepPlan;
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::driver_error;
 use crate::cuda::device::memory::Memory;

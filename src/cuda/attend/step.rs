@@ -1,23 +1,18 @@
 //! A step of attention: planned from lengths, bound to memory.
 
 use std::f32::consts::LOG2_E;
-use std::sync::Arc;
-
-use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-use cudarc::driver::{CudaStream, LaunchConfig};
 
 use super::launch::{AttendCall, BoundStep, Launch};
 use super::scratch::{Room, ScratchSizes, SegmentTables, StepScratch};
-use super::split::{self, Wave};
-use super::variant::{AttendVariant, ScorePass};
+use super::segment::{SegmentParts, SegmentStep, assign_states};
+use super::variant::ScorePass;
 use crate::cuda::Cuda;
-use crate::cuda::device::driver::{DeviceFacts, driver_error};
-use crate::cuda::device::memory::Memory;
+use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::cuda::device::tensor::Tensor;
-use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat, TILE_TOKENS};
-use crate::plan::{AttendPlan, Block, ElementType, Page, Part, QueryRows, Segment, StateCounts, blocks};
+use crate::format::{AttentionShape, Calibration, KeyOrValue};
+use crate::plan::{AttendPlan, ElementType, QueryRows, blocks};
 use crate::{Error, Result};
 
 /// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`.
@@ -29,40 +24,6 @@ pub struct StepTensors<'a> {
     pub output: &'a Tensor,
     /// Where the natural log-sum-exps go, f32 `[rows, query_heads]`, if they are asked for.
     pub lse: Option<&'a Tensor>,
-}
-
-/// `Item` of `cuda/common/attend_call.cuh`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-struct Item {
-    first_page: u32,
-    tokens: u32,
-    range_slot: u32,
-    row: u32,
-    state: u32,
-    first_state: u32,
-    states: u32,
-    extremes: u32,
-    queries: u32,
-    stride: u32,
-}
-
-/// One launch of a step: items of one segment that have one query each, or blocks of queries.
-#[derive(Clone, Debug)]
-pub(in crate::cuda) struct SegmentStep {
-    store: usize,
-    format: SegmentFormat,
-    variant: AttendVariant,
-    pages: Vec<Page>,
-    items: Vec<Item>,
-    /// The block of queries of every item.
-    blocks: Vec<usize>,
-    wave: Wave,
-    calibration: Option<Calibration>,
-    /// Extremes of scores to keep, of every query over every span.
-    extremes: usize,
-    /// Items in a row whose blocks form a cluster and share a row of states; 1 where there are none.
-    cluster: usize,
 }
 
 /// A step as the CUDA kernels run it: made from lengths alone, without touching the device.
@@ -264,253 +225,14 @@ impl StepPlan {
     }
 }
 
-/// What of a segment one launch takes.
-struct SegmentParts {
-    /// Most queries of a part.
-    queries: usize,
-    /// First row and queries of every run.
-    runs: Vec<(usize, usize)>,
-    /// The index of its span, and the part.
-    parts: Vec<(usize, Part)>,
-}
-
-impl SegmentParts {
-    /// The parts of blocks of queries, and those of single queries; what is empty is left out.
-    fn of(plan: &AttendPlan, segment: &Segment, blocks: &[Block]) -> Vec<Self> {
-        let first_block: Vec<usize> =
-            (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
-        let (mut together, mut single) = (Vec::new(), Vec::new());
-        for (of_span, span) in segment.spans().iter().enumerate() {
-            let of_run = first_block[span.run]..first_block[span.run + 1];
-            for (index, block) in of_run.clone().zip(&blocks[of_run]) {
-                for mut part in block.parts(index, &plan.runs()[span.run], span) {
-                    part.first += block.first; // counted within the run from here on
-                    match (segment.calibration(), part.queries) {
-                        (_, 1) => single.push((of_span, part)),
-                        (None, _) => together.push((of_span, part)),
-                        // A query has extremes of its own.
-                        (Some(_), queries) => {
-                            let alone = |first| (of_span, Part { first, queries: 1, ..part.clone() });
-                            single.extend((part.first..part.first + queries).map(alone));
-                        }
-                    }
-                }
-            }
-        }
-        let queries = blocks.iter().map(|block| block.queries).max().unwrap_or(1);
-        let runs: Vec<_> = plan.runs().iter().map(|planned| (planned.first_row, planned.run.queries)).collect();
-        let all = [(queries, together), (1, single)].into_iter().filter(|(_, parts)| !parts.is_empty());
-        all.map(|(queries, parts)| Self { queries, runs: runs.clone(), parts }).collect()
-    }
-}
-
-impl SegmentStep {
-    fn new(facts: &DeviceFacts, shape: &AttentionShape, segment: &Segment, parts: SegmentParts) -> Result<Self> {
-        let pages = PageFormat::new(shape, segment.format())?;
-        let tiles: Vec<usize> = parts.parts.iter().map(|(_, part)| part.tokens.len().div_ceil(TILE_TOKENS)).collect();
-        let heads = shape.group() * parts.queries;
-        let mut best: Option<(AttendVariant, Wave, usize, (f64, bool))> = None;
-        let longest = tiles.iter().copied().max().unwrap_or(0);
-        for variant in AttendVariant::candidates(pages, heads, longest, facts)? {
-            let variant = AttendVariant { queries: parts.queries, ..variant };
-            let wave = Wave {
-                multiprocessors: facts.multiprocessors,
-                blocks_each: variant.blocks,
-                blocks_per_item: shape.kv_heads() * heads.div_ceil(variant.chunk_heads()),
-                tile_bytes: pages.head_bytes(),
-                clusters: facts.capability >= (9, 0),
-            };
-            let (most, time) = wave.tiles_per_item(&tiles);
-            // Of variants that take the same time by what the wave knows of them, the first that keeps its warps busy.
-            let cost = (time, variant.wastes_turns(most));
-            if best.as_ref().is_none_or(|best| cost < best.3) {
-                best = Some((variant, wave, most, cost));
-            }
-        }
-        let Some((variant, wave, most, _)) = best else {
-            return Err(Error::Plan { what: "attend", reason: format!("no variant of {}", segment.format()) });
-        };
-        // Extremes of the queries of a span's run follow each other.
-        let mut first_extremes = Vec::with_capacity(segment.spans().len());
-        let mut extremes = 0;
-        for span in segment.spans() {
-            first_extremes.push(extremes);
-            extremes += parts.runs[span.run].1;
-        }
-        let (mut items, mut blocks) = (Vec::new(), Vec::new());
-        for ((index, part), &tiles) in parts.parts.iter().zip(&tiles) {
-            let span = &segment.spans()[*index];
-            for (start, length) in split::cut(tiles, most) {
-                let first = part.tokens.start + start * TILE_TOKENS;
-                let end = (first + length * TILE_TOKENS).min(part.tokens.end);
-                items.push(Item {
-                    first_page: (span.first_page + first / TILE_TOKENS) as u32,
-                    tokens: (end - first) as u32,
-                    range_slot: span.range_slot as u32,
-                    row: (parts.runs[span.run].0 + part.first) as u32,
-                    state: 0, // these are known once all segments are cut
-                    first_state: 0,
-                    states: 0,
-                    extremes: (first_extremes[*index] + part.first) as u32,
-                    queries: part.queries as u32,
-                    stride: 0,
-                });
-                blocks.push(part.block);
-            }
-        }
-        Ok(Self {
-            store: segment.store(),
-            format: *segment.format(),
-            variant,
-            pages: segment.pages().to_vec(),
-            items,
-            blocks,
-            wave,
-            calibration: segment.calibration().copied(),
-            extremes,
-            cluster: 1,
-        })
-    }
-
-    /// Blocks that share the query heads of a KV head.
-    fn chunks(&self, shape: &AttentionShape) -> usize {
-        (shape.group() * self.variant.queries).div_ceil(self.variant.chunk_heads())
-    }
-
-    /// The cluster that the items of all queries can form; they are still in the order of the spans.
-    fn common_cluster(&self) -> usize {
-        if self.variant.queries > 1 {
-            return 1;
-        }
-        let runs: Vec<usize> = self.items.chunk_by(|a, b| a.row == b.row).map(<[Item]>::len).collect();
-        let mut rows: Vec<u32> = self.items.iter().map(|item| item.row).collect();
-        rows.sort_unstable();
-        rows.dedup();
-        // More runs than rows: the spans of a query are not beside each other.
-        if rows.len() < runs.len() { 1 } else { self.wave.cluster(&runs) }
-    }
-
-    /// Long items first, so that none begins when the others end; but those of a cluster stay together.
-    fn order_items(&mut self) {
-        if self.cluster == 1 {
-            let mut both: Vec<(Item, usize)> = self.items.drain(..).zip(self.blocks.drain(..)).collect();
-            both.sort_by_key(|(item, _)| std::cmp::Reverse(item.tokens));
-            (self.items, self.blocks) = both.into_iter().unzip();
-        }
-    }
-
-    /// Its tables for one layer: page addresses, then items, and room for extremes where they are needed.
-    fn upload(&self, stream: &Arc<CudaStream>, store: &Store, query_heads: usize) -> Result<SegmentTables> {
-        for item in &self.items {
-            store.check_slot("attend", item.range_slot as usize)?;
-        }
-        let addresses =
-            self.pages.iter().map(|&page| store.page_address("attend", page)).collect::<Result<Vec<u64>>>()?;
-        let mut bytes = bytemuck::cast_slice::<u64, u8>(&addresses).to_vec();
-        bytes.extend_from_slice(self.item_bytes());
-        let memory = Memory::upload(stream, "tables of a decode step", &bytes)?;
-        let extremes = self.extremes_memory(stream, Room::Exact, query_heads)?;
-        Ok(SegmentTables {
-            pages: memory.address(),
-            items: memory.address() + size_of_val(addresses.as_slice()) as u64,
-            item_count: self.items.len(),
-            memory: [memory].into_iter().chain(extremes.clone()).collect(),
-            extremes,
-        })
-    }
-
-    /// Room for the extremes of the scores of every query over every span, where they are needed.
-    pub(in crate::cuda) fn extremes_memory(
-        &self,
-        stream: &Arc<CudaStream>,
-        room: Room,
-        query_heads: usize,
-    ) -> Result<Option<Arc<Memory>>> {
-        let bytes = room.of(self.extremes) * query_heads * size_of::<[u32; 2]>();
-        self.calibration.map(|_| Memory::zeroed(stream, "extremes of scores", bytes)).transpose()
-    }
-
-    /// Its items as kernels read them.
-    pub(in crate::cuda) fn item_bytes(&self) -> &[u8] {
-        bytemuck::cast_slice(&self.items)
-    }
-
-    /// Items of the step, at least one.
-    pub(in crate::cuda) const fn item_count(&self) -> usize {
-        self.items.len()
-    }
-
-    /// Its pages.
-    pub(in crate::cuda) fn pages(&self) -> &[Page] {
-        &self.pages
-    }
-
-    /// Its store.
-    pub(in crate::cuda) const fn store(&self) -> usize {
-        self.store
-    }
-
-    /// Items that tables have room for, and launches blocks: whole clusters.
-    pub(in crate::cuda) fn item_room(&self) -> usize {
-        Room::Classes.of(self.items.len() / self.cluster) * self.cluster
-    }
-
-    /// Pages that tables have room for.
-    pub(in crate::cuda) fn page_room(&self) -> usize {
-        Room::Classes.of(self.pages.len())
-    }
-
-    fn is_bound_like(&self, other: &Self) -> bool {
-        let of = |segment: &Self| {
-            let rooms = [segment.item_room(), segment.page_room(), Room::Classes.of(segment.extremes)];
-            (segment.store, segment.variant, segment.cluster, segment.calibration, rooms)
-        };
-        of(self) == of(other) && self.format == other.format
-    }
-
-    fn launch(&self, backend: &Cuda, pass: ScorePass, call: AttendCall, blocks: usize) -> Result<Launch> {
-        let function = backend.kernels().function(&self.variant.program(pass), "attend")?;
-        let shared = self.variant.shared_bytes();
-        function
-            .set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)
-            .map_err(|error| driver_error("shared memory of attend", shared as u64, error))?;
-        let config = LaunchConfig {
-            grid_dim: (blocks as u32, 1, 1),
-            block_dim: (self.variant.warps as u32 * 32, 1, 1),
-            shared_mem_bytes: shared as u32,
-        };
-        Ok(Launch { function, config, call, overlaps: self.variant.bulk_copies, clears: None })
-    }
-}
-
-/// Gives every item, or every cluster of items, its state rows so that those of a query are contiguous, and returns how
-/// many there are.
-fn assign_states(plan: &AttendPlan, blocks: &[Block], segments: &mut [SegmentStep]) -> Result<usize> {
-    let mut counts = StateCounts::new(plan, blocks);
-    for segment in segments.iter() {
-        for (group, of) in segment.items.chunks(segment.cluster).zip(segment.blocks.chunks(segment.cluster)) {
-            counts.count(of[0], group[0].row as usize, group[0].queries as usize);
-        }
-    }
-    let mut rows = counts.assign()?;
-    for segment in segments.iter_mut() {
-        for (group, of) in segment.items.chunks_mut(segment.cluster).zip(segment.blocks.chunks(segment.cluster)) {
-            let place = rows.take(of[0], group[0].row as usize, group[0].queries as usize);
-            for item in group {
-                (item.state, item.stride) = (place.state, place.stride);
-                (item.first_state, item.states) = (place.rows.first, place.rows.end - place.rows.first);
-            }
-        }
-    }
-    Ok(rows.states)
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::segment::Item;
     use super::*;
     use crate::Bits;
     use crate::conformance::decode_formats;
-    use crate::plan::{QueryRun, SpanView, StoreView};
+    use crate::format::{SegmentFormat, TILE_TOKENS};
+    use crate::plan::{Page, QueryRun, SpanView, StoreView};
 
     const H200: DeviceFacts = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
 
