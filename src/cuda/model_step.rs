@@ -74,6 +74,8 @@ pub struct ModelStep {
 #[derive(Debug)]
 struct Bound {
     layout: Arc<StepLayout>,
+    /// The numbers of the layers: those that were parted from one group share a layout, and not their stores.
+    numbers: Vec<usize>,
     table: StepMemory,
     plan: StepPlan,
     tables: ModelTables,
@@ -137,7 +139,8 @@ impl ModelStep {
         for layer in &self.layers {
             plan.check_rows(&layer.queries, &layer.output)?;
         }
-        let fits = |bound: &Bound| Arc::ptr_eq(&bound.layout, layout) && plan.is_bound_like(&bound.plan);
+        let same_stores = |bound: &Bound| Arc::ptr_eq(&bound.layout, layout) && bound.numbers == step.layers;
+        let fits = |bound: &Bound| same_stores(bound) && plan.is_bound_like(&bound.plan);
         let bound_anew = !self.bound.as_ref().is_some_and(fits);
         let mut bound = match self.bound.take() {
             Some(bound) if !bound_anew => Bound { plan, ..bound },
@@ -174,7 +177,14 @@ impl ModelStep {
             let tensors = StepTensors { queries, output, lse: None };
             launches.attention.push(plan.bind_to(backend, stores, tensors, &scratch, &tables.of_layer(place))?);
         }
-        Ok(Bound { layout: layout.clone(), table, plan, tables, launches: Arc::new(launches) })
+        Ok(Bound {
+            layout: layout.clone(),
+            numbers: step.layers.to_vec(),
+            table,
+            plan,
+            tables,
+            launches: Arc::new(launches),
+        })
     }
 }
 

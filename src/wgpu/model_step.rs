@@ -22,7 +22,7 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// [`ModelStep::write`] takes the open step of a cache and puts two small tables on the device, once for all layers. What it
 /// returns encodes every layer into the engine's pass, between the engine's own kernels: nothing is submitted, waited for,
 /// mapped or allocated. Kernels, scratch and bind groups last from step to step; they are made anew when a store has grown or
-/// lengths have left their class, which are a fifth to a quarter apart. [`WrittenStep::bound_anew`] tells.
+/// lengths have left their class, which lie up to a quarter apart. [`WrittenStep::bound_anew`] tells.
 ///
 /// ```no_run
 /// use kvpack::backend::AttendOptions;
@@ -69,6 +69,8 @@ pub struct ModelStep {
 #[derive(Debug)]
 struct Bound {
     layout: Arc<StepLayout>,
+    /// The numbers of the layers: those that were parted from one group share a layout, and not their stores.
+    numbers: Vec<usize>,
     memory: StepMemory,
     stores: Vec<BoundPackStep>,
     plan: StepPlan,
@@ -159,7 +161,8 @@ impl ModelStep {
         for layer in &self.layers {
             plan.check_rows(&layer.queries, &layer.output)?;
         }
-        let fits = |bound: &Bound| Arc::ptr_eq(&bound.layout, layout) && plan.is_bound_like(&bound.plan);
+        let same_stores = |bound: &Bound| Arc::ptr_eq(&bound.layout, layout) && bound.numbers == step.layers;
+        let fits = |bound: &Bound| same_stores(bound) && plan.is_bound_like(&bound.plan);
         let bound_anew = !self.bound.as_ref().is_some_and(fits);
         let bound = match self.bound.take() {
             Some(bound) if !bound_anew => Bound { plan, ..bound },
@@ -189,7 +192,9 @@ impl ModelStep {
     fn bind(&self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: StepPlan, before: Option<Bound>) -> Result<Bound> {
         let (backend, layout) = (&self.backend, step.table.layout());
         let (memory, stores, scratch) = match before {
-            Some(Bound { layout: same, memory, stores, scratch, .. }) if Arc::ptr_eq(&same, layout) => {
+            Some(Bound { layout: same, numbers, memory, stores, scratch, .. })
+                if Arc::ptr_eq(&same, layout) && numbers == step.layers =>
+            {
                 (memory, stores, Some(scratch))
             }
             before => {
@@ -214,7 +219,7 @@ impl ModelStep {
             plan.bind_with_room(backend.kernels(), stores, &scratch, tensors)
         };
         let attention = self.layers.iter().zip(&step.stores).map(of_layer).collect::<Result<_>>()?;
-        Ok(Bound { layout: layout.clone(), memory, stores, plan, scratch, attention })
+        Ok(Bound { layout: layout.clone(), numbers: step.layers.to_vec(), memory, stores, plan, scratch, attention })
     }
 }
 

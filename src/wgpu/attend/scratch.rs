@@ -107,7 +107,7 @@ impl Room {
     pub(super) fn bytes(self, needed: u64) -> u64 {
         match self {
             Self::Exact => needed,
-            Self::Classes => needed.next_multiple_of((needed.next_power_of_two() / 4).max(LEAST_CLASS)),
+            Self::Classes => needed.next_multiple_of((needed.next_power_of_two() / 8).max(LEAST_CLASS)),
         }
     }
 }
@@ -168,7 +168,7 @@ mod tests {
         let mut classes = std::collections::BTreeSet::new();
         for needed in (1..4u64 << 20).step_by(997) {
             let bytes = Room::Classes.bytes(needed);
-            assert!(bytes >= needed && bytes <= needed + (needed / 2).max(LEAST_CLASS), "{needed}: {bytes}");
+            assert!(bytes >= needed && bytes <= needed + (needed / 4).max(LEAST_CLASS), "{needed}: {bytes}");
             classes.insert(bytes);
         }
         assert!(classes.len() < 40, "{classes:?}");
