@@ -5,8 +5,8 @@
 #   test-web.sh tint     every WGSL text that a browser may get through Tint, without a GPU
 #   test-web.sh build    the page; exits with 3 where there is no way to wasm
 #   test-web.sh page     the page in headless Chromium on SwiftShader; screenshots under target/web-shots
-#   test-web.sh report   the page of `kvpack eval --report` in headless Chromium: light, dark and on a phone; screenshots under
-#                        target/report-shots
+#   test-web.sh report   the pages of `kvpack eval --report` and `compare` in headless Chromium: light, dark and on a phone;
+#                        screenshots under target/report-shots
 #   test-web.sh dawn     the quick cases of the path f16 through Dawn in Node.js, on a lavapipe of Mesa 25
 #   test-web.sh all      all of these, with every conformance case and every width
 set -euo pipefail
@@ -51,11 +51,15 @@ page() { # arguments of page.mjs
 report() {
     mkdir -p target/report-pages
     "${CARGO:-cargo}" test --locked --workspace --no-run --test commands --quiet
-    local kvpack="${CARGO_TARGET_DIR:-target}/debug/kvpack" dump=data/smollm2_kv.safetensors
+    "${CARGO:-cargo}" test --locked --workspace --test page --quiet
+    local built="${CARGO_TARGET_DIR:-target}" dump=data/smollm2_kv.safetensors
+    local kvpack="$built/debug/kvpack"
     "$kvpack" eval "$dump" --backend cpu --format "4-bit per channel" --report target/report-pages/a >/dev/null
     "$kvpack" bench --quick --backend cpu --shape g1-b1-4k --footprint 1 --json >target/report-pages/b.json
-    "$kvpack" compare accuracy=target/report-pages/a.json speed=target/report-pages/b.json --out target/report-pages/both.html
-    node web/test/report.mjs target/report-shots target/report-pages/a.html target/report-pages/both.html
+    "$kvpack" check --backend cpu --quick --filter format- --json >target/report-pages/c.json
+    "$kvpack" compare accuracy=target/report-pages/a.json speed=target/report-pages/b.json checks=target/report-pages/c.json \
+        --out target/report-pages/all.html
+    node web/test/report.mjs target/report-shots target/report-pages/a.html target/report-pages/all.html "$built/tmp/every-kind.html"
 }
 
 # SwiftShader, which Chromium runs on here, has no 16-bit floats.

@@ -47,6 +47,11 @@ fn checks_of_one_kind_and_what_is_served() {
     let run = kvpack(&["check", "--backend", "cpu", "--kind", "top-k"]);
     assert_eq!(run.code, 0, "{}{}", run.out, run.err);
     assert!(run.out.contains("top-k-ties") && !run.out.contains("format-f16"), "{}", run.out);
+    let checked = json(&["check", "--backend", "cpu", "--quick", "--filter", "format-4bit", "--json"]);
+    let rows = checked["rows"].as_array().expect("rows");
+    assert_eq!(checked["kind"], "check");
+    assert!(!rows.is_empty() && rows.iter().all(|row| row["outcome"] == "passed" && row["nmse"].is_f64()), "{checked}");
+    assert!(rows[0]["formats"].as_array().is_some_and(|formats| !formats.is_empty()), "{checked}");
     let run = kvpack(&["check", "--backend", "cpu", "--matrix"]);
     assert_eq!(run.code, 0, "{}{}", run.out, run.err);
     assert!(run.out.contains("4-bit per channel") && run.out.contains("floats"), "{}", run.out);

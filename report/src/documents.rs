@@ -31,6 +31,9 @@ pub struct DocumentsRow {
     pub recipe: String,
     /// Share of the prompt's tokens that layers keep, on average.
     pub kept: f64,
+    /// The same for each layer: its budget. Empty where all tokens stay.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub kept_by_layer: Vec<f64>,
     /// Bits for each element of keys and values of the whole prompt, evicted ones counted among them.
     pub bits_per_element: f64,
     /// A passage of each document, quoted.
@@ -108,7 +111,8 @@ mod tests {
         let answer = |log_probability, found| AnswerRow { log_probability, divergence: 0.5, found, hit_rate: None };
         let quotes = vec![answer(-1.0, 0.5), answer(-3.0, 1.0)];
         let passkeys = vec![answer(-1.0, 0.9), answer(-1.0, 1.0)];
-        let row = DocumentsRow { recipe: "h2o:0.1".into(), kept: 0.1, bits_per_element: 1.6, quotes, passkeys };
+        let (recipe, kept_by_layer) = ("h2o:0.1".into(), vec![0.1; 2]);
+        let row = DocumentsRow { recipe, kept: 0.1, kept_by_layer, bits_per_element: 1.6, quotes, passkeys };
         let cells = row.cells();
         assert_eq!(cells[..5], ["h2o:0.1", "10.0 %", "1.600", "7.389", "-2.000 ± 1.414"]);
         assert_eq!(cells[5..], ["0.500 ± 0.000", "75.0 %", "–", "-1.000 ± 0.000", "0.500 ± 0.000", "1 of 2"]);

@@ -69,10 +69,12 @@ impl Named {
         }
         let has = |part: &str| name.contains(part);
         let family = match () {
+            // Parts of sequences: `3/8 4-bit per channel`.
+            () if has("/") => return None,
             () if has("sketch") => Family::Sketch,
             () if has("renormalised") => Family::Renormalised,
             () if has("codebook") => Family::Codebook,
-            () if has("in groups of") || has("per channel and") => Family::Groups,
+            () if has("in groups of") || has("per channel and") || has("per token and") => Family::Groups,
             () if has("rotated") || has("Hadamard") => Family::Rotated,
             () if has("per channel") => Family::PerChannel,
             () if has("per token") => Family::PerToken,
@@ -136,7 +138,7 @@ mod tests {
         ] {
             assert_eq!(Named::format(name), Some(Named { family, width, plain }), "{name}");
         }
-        assert_eq!(Named::format("4/8 this, 4/8 that"), None);
+        assert_eq!(Named::format("3/8 4-bit per channel"), None);
     }
 
     #[test]

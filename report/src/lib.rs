@@ -4,6 +4,7 @@
 //! again as [`Measured`].
 
 mod bench;
+mod conformance;
 pub mod documents;
 mod eval;
 pub mod family;
@@ -11,10 +12,12 @@ mod measured;
 mod model;
 pub mod page;
 mod peers;
+pub mod recipes;
 mod run;
 pub mod tables;
 
 pub use bench::{BenchReport, BenchRow, Figures, MOST_PERCENT_OF_READ, RowOutcome, ShapeReport, StepTimes, parts_of};
+pub use conformance::{CheckOutcome, CheckRow, ConformanceReport};
 pub use documents::{AnswerRow, DocumentsReport, DocumentsRow};
 pub use eval::{CalibratedRow, EvalReport, FormatRow, LayerReport, SummaryRow, summarize};
 pub use measured::{Measured, ReadError, read};

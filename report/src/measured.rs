@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use crate::{BenchReport, DocumentsReport, EvalReport, ModelReport, PeersReport};
+use crate::{BenchReport, ConformanceReport, DocumentsReport, EvalReport, ModelReport, PeersReport};
 
 /// What a file holds, by its field `kind`.
 #[derive(Clone, Debug, Deserialize)]
@@ -16,6 +16,8 @@ pub enum Measured {
     Model(ModelReport),
     /// `kvpack eval --model --documents`.
     Documents(DocumentsReport),
+    /// `kvpack check --json`.
+    Check(ConformanceReport),
     /// `scripts/peers.py`.
     Peers(PeersReport),
 }

@@ -1,9 +1,11 @@
 //! Tables of documents, in Markdown, made of what was measured on one device by one build.
 
+mod first_screen;
+
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-use crate::{BenchReport, BenchRow, Measured, PeerRow, PeersReport, RowOutcome, ShapeReport};
+use crate::{BenchReport, BenchRow, Measured, PeersReport, RowOutcome, ShapeReport};
 
 /// Bits of the columns of a table of decode steps.
 const WIDTHS: [u32; 6] = [16, 8, 4, 3, 2, 1];
@@ -22,7 +24,7 @@ pub enum TableError {
     SeveralBuilds(String),
     /// Accuracy is the same on every device.
     #[error(
-        "a table of a device has the rows of `kvpack bench --json` and scripts/peers.py, and nothing of `kvpack eval`"
+        "a table of a device has the rows of `kvpack bench --json` and scripts/peers.py, and nothing of `kvpack eval` or `kvpack check`"
     )]
     NoTiming,
     /// A row that cannot be repeated.
@@ -58,7 +60,9 @@ impl Device {
             match measured {
                 Measured::Bench(report) => device.reports.push(report),
                 Measured::Peers(report) => device.peers.push(report),
-                Measured::Eval(_) | Measured::Model(_) | Measured::Documents(_) => return Err(TableError::NoTiming),
+                Measured::Eval(_) | Measured::Model(_) | Measured::Documents(_) | Measured::Check(_) => {
+                    return Err(TableError::NoTiming);
+                }
             }
         }
         let mut commits = BTreeSet::new();
@@ -143,9 +147,10 @@ impl Device {
         table
     }
 
-    /// The other formats, a column for every shape that any of them was timed on; nothing where none was.
+    /// The other formats of whole sequences, a column for every shape that any of them was timed on; nothing where none was.
     pub fn other_formats(&self) -> String {
-        let other = |row: &BenchRow| row.parts.len() == 1 && plain_width(&row.format).is_none();
+        let other =
+            |row: &BenchRow| row.parts.len() == 1 && !row.format.contains('/') && plain_width(&row.format).is_none();
         let mut formats: Vec<&str> = Vec::new();
         let mut shapes: Vec<&ShapeReport> = Vec::new();
         for (_, shape, row) in self.rows().filter(|(_, _, row)| other(row)) {
@@ -178,39 +183,6 @@ impl Device {
             }
         }
         table
-    }
-
-    /// The steps of a first screen: against the fastest peer in f16, where kvpack wins and where it loses. Nothing
-    /// where no peer was measured.
-    pub fn against_peers(&self) -> String {
-        let rows: Vec<String> = FIRST_SCREEN.iter().filter_map(|&(shape, by)| self.against_peer(shape, by)).collect();
-        if rows.is_empty() {
-            return String::new();
-        }
-        let header = "| decode step | by | best f16 peer | f16 | 8-bit | 4-bit | 2-bit | 1-bit |\n";
-        format!("{header}| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |\n{}\n", rows.join("\n"))
-    }
-
-    fn against_peer(&self, name: &str, by: &str) -> Option<String> {
-        let reports = self.reports.iter().filter(|report| backend_name(&report.backend) == by);
-        let shape = reports.flat_map(|report| &report.shapes).find(|shape| shape.shape == name)?;
-        let peer = self.fastest_f16_peer(name)?;
-        let cell = |width: u32| {
-            let row = shape.rows.iter().find(|row| plain_width(&row.format) == Some(width));
-            let figures = row.and_then(|row| row.outcome.figures());
-            figures.map_or("–".into(), |figures| {
-                format!("{} (× {:.1})", number(figures.step_us, 1), peer.step_us / figures.step_us)
-            })
-        };
-        let cells = [16, 8, 4, 2, 1].map(cell).join(" | ");
-        Some(format!("| {} | {by} | {} | {cells} |", step_title(shape), number(peer.step_us, 1)))
-    }
-
-    /// The fastest step of another library over f16.
-    pub fn fastest_f16_peer(&self, shape: &str) -> Option<&PeerRow> {
-        let of_shape = self.peers.iter().flat_map(|peers| &peers.rows);
-        let of_shape = of_shape.filter(|row| row.shape == shape && row.format == "f16");
-        of_shape.min_by(|a, b| a.step_us.total_cmp(&b.step_us))
     }
 
     /// All rows with their reports.
@@ -247,30 +219,25 @@ impl Device {
     }
 }
 
-/// Steps of a first screen and the backend of each; in the last two kvpack gains least.
-const FIRST_SCREEN: [(&str, &str); 6] = [
-    ("g4-b8-32k", "CUDA"),
-    ("g4-b8-32k", "WGSL"),
-    ("g1-b8-8k", "CUDA"),
-    ("g4-b1-128k", "CUDA"),
-    ("g4-b1-4k", "CUDA"),
-    ("g8-b8-32k", "WGSL"),
-];
-
 fn find<'a>(report: &'a BenchReport, shape: &ShapeReport) -> Option<&'a ShapeReport> {
     report.shapes.iter().find(|known| known.shape == shape.shape)
 }
 
 /// `g4-b8-32k` and what it stands for.
 fn step_title(shape: &ShapeReport) -> String {
-    let tokens = match shape.tokens {
-        tokens if tokens.is_multiple_of(1024) => format!("{}k", tokens / 1024),
-        tokens => tokens.to_string(),
-    };
+    let tokens = step_tokens(shape);
     format!(
         "`{}`: {} × {tokens}, {} over {} heads × {}",
         shape.shape, shape.sequences, shape.query_heads, shape.kv_heads, shape.head_dim
     )
+}
+
+/// Tokens of a sequence: `32k`.
+fn step_tokens(shape: &ShapeReport) -> String {
+    match shape.tokens {
+        tokens if tokens.is_multiple_of(1024) => format!("{}k", tokens / 1024),
+        tokens => tokens.to_string(),
+    }
 }
 
 /// By which of the three backends, as documents call them.
@@ -413,7 +380,17 @@ mod tests {
             assert!(provenance.replace('\n', " ").contains(part), "{part}: {provenance}");
         }
         assert!(provenance.lines().all(|line| line.chars().count() <= LINE));
-        assert!(device.against_peers().contains("| 243.2 | 244.7 (× 1.0) | – | 65.4 (× 3.7) | – | – |"));
+        let row = "| 8 × 32k | 32 over 8 | CUDA | 243.2 | 244.7 (× 1.0) | – | 65.4 (× 3.7) | – | – |";
+        assert!(device.against_peers().contains(row), "{}", device.against_peers());
+        let captioned = device.captioned("plot.svg").replace('\n', " ");
+        assert!(
+            captioned.contains("(plot.svg)") && captioned.contains("Card, commit `abc`, 2026-01-02."),
+            "{captioned}"
+        );
+        let plot = device.plot().unwrap();
+        let lines: Vec<String> = plot.legend().into_iter().map(|(_, name)| name).collect();
+        assert_eq!(lines, ["CUDA", "WGSL", "bytes / bandwidth, 4480 GB/s", "library 2, f16"]);
+        assert_eq!(plot.series[0].points.len(), 2, "f16 and 4 bits: {:?}", plot.series[0]);
     }
 
     #[test]

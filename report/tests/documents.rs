@@ -1,18 +1,20 @@
-//! Documents show what was measured: their tables are those that are made of docs/results, and no line of prose is
-//! longer than the code's.
+//! Documents show what was measured and what there is: their tables and plots are those that are made of docs/results and of
+//! the library's recipes, and no line of prose is longer than the code's.
 //!
-//! `KVPACK_UPDATE=1 cargo test -p kvpack-report --test documents` writes the tables anew.
+//! `KVPACK_UPDATE=1 cargo test -p kvpack-report --test documents` writes tables and plots anew.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use kvpack_report::read;
 use kvpack_report::tables::Device;
+use kvpack_report::{read, recipes};
 
 /// Longest line of prose in a document, in characters: that of the code, see rustfmt.toml.
 const LINE: usize = 120;
 
-/// Before and behind a generated part: `<!-- made of nvidia-h200: decode -->` … `<!-- end -->`.
+/// Before and behind a generated part: `<!-- made of nvidia-h200: decode -->` … `<!-- end -->`. What is not made of a device is
+/// made of the library.
 const BEGIN: &str = "<!-- made of ";
 const END: &str = "<!-- end -->";
 
@@ -33,31 +35,51 @@ fn documents() -> Vec<PathBuf> {
     found
 }
 
-/// What a part is made of; nothing where the device has not been measured.
-fn made(device: &str, part: &str) -> String {
-    let file = root().join("docs/results").join(format!("{device}.json"));
-    let Ok(text) = fs::read_to_string(&file) else { return String::new() };
+/// A device of docs/results; none where it has not been measured.
+fn device(name: &str) -> Option<Device> {
+    let file = root().join("docs/results").join(format!("{name}.json"));
+    let text = fs::read_to_string(&file).ok()?;
     let measured = read(&text).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
-    let device = Device::new(measured).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    Some(Device::new(measured).unwrap_or_else(|error| panic!("{}: {error}", file.display())))
+}
+
+/// The names of the devices of docs/results.
+fn devices() -> Vec<String> {
+    let entries = fs::read_dir(root().join("docs/results")).expect("docs/results");
+    let paths = entries.map(|entry| entry.expect("a file").path());
+    let results = paths.filter(|path| path.extension().is_some_and(|extension| extension == "json"));
+    results.map(|path| path.file_stem().expect("a name").to_string_lossy().into_owned()).collect()
+}
+
+/// What a part of the document at `path` is made of; nothing where the device has not been measured.
+fn made(path: &Path, of: &str, part: &str) -> String {
+    if (of, part) == ("the library", "recipes") {
+        return recipes::table().expect("recipes");
+    }
+    let Some(measured) = device(of) else { return String::new() };
     match part {
-        "provenance" => device.provenance(),
-        "decode" => device.decode(),
-        "other formats" => device.other_formats(),
-        "against peers" => device.against_peers(),
+        "provenance" => measured.provenance(),
+        "decode" => measured.decode(),
+        "other formats" => measured.other_formats(),
+        "against peers" => measured.against_peers(),
+        "plot" => {
+            let docs = if path.parent().is_some_and(|folder| folder.ends_with("docs")) { "" } else { "docs/" };
+            measured.captioned(&format!("{docs}results/{of}.svg"))
+        }
         part => panic!("documents have no part '{part}'"),
     }
 }
 
 /// A document with its generated parts made anew.
-fn remade(text: &str) -> String {
+fn remade(path: &Path, text: &str) -> String {
     let mut new = String::new();
     let mut rest = text;
     while let Some(at) = rest.find(BEGIN) {
         let line_end = at + rest[at..].find('\n').expect("a line end behind a marker");
         let marker = rest[at + BEGIN.len()..line_end].trim_end().trim_end_matches("-->").trim();
-        let (device, part) = marker.split_once(": ").expect("a device and a part");
+        let (of, part) = marker.split_once(": ").expect("a device and a part");
         let end = line_end + rest[line_end..].find(END).unwrap_or_else(|| panic!("no {END} behind '{marker}'"));
-        let made = made(device, part);
+        let made = made(path, of, part);
         new += &rest[..=line_end];
         // A blank line on both sides, or Markdown takes a table for a part of the comment.
         if !made.is_empty() {
@@ -68,35 +90,77 @@ fn remade(text: &str) -> String {
     new + rest
 }
 
-#[test]
-fn tables_are_made_of_the_results() {
+/// Writes what differs anew where that is asked for, and fails where it is not.
+fn written_anew(texts: impl Iterator<Item = (PathBuf, String)>) {
     let mut differ = Vec::new();
-    for path in documents() {
-        let text = fs::read_to_string(&path).expect("a readable document");
-        let remade = remade(&text);
-        if remade != text {
-            if std::env::var_os("KVPACK_UPDATE").is_some() {
-                fs::write(&path, remade).expect("a writable document");
-            } else {
-                differ.push(path);
-            }
+    for (path, new) in texts {
+        if fs::read_to_string(&path).ok().as_ref() == Some(&new) {
+            continue;
+        }
+        if std::env::var_os("KVPACK_UPDATE").is_some() {
+            fs::write(&path, new).expect("a writable document");
+        } else {
+            differ.push(path);
         }
     }
     assert!(
         differ.is_empty(),
-        "{differ:?} do not show what lies in docs/results; \
+        "{differ:?} do not show what they are made of; \
          write them anew with KVPACK_UPDATE=1 cargo test -p kvpack-report --test documents"
     );
 }
 
 #[test]
+fn tables_are_made_of_the_results() {
+    written_anew(documents().into_iter().map(|path| {
+        let text = fs::read_to_string(&path).expect("a readable document");
+        let new = remade(&path, &text);
+        (path, new)
+    }));
+}
+
+#[test]
+fn plots_are_made_of_the_results() {
+    let plots = devices().into_iter().filter_map(|name| {
+        let plot = device(&name)?.plot()?;
+        Some((root().join("docs/results").join(format!("{name}.svg")), plot.file()))
+    });
+    written_anew(plots);
+}
+
+#[test]
 fn every_result_can_be_read() {
-    for entry in fs::read_dir(root().join("docs/results")).expect("docs/results") {
-        let path = entry.expect("a file").path();
-        if path.extension().is_some_and(|extension| extension == "json") {
-            let text = fs::read_to_string(&path).expect("a readable result");
-            let measured = read(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-            Device::new(measured).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    assert!(devices().iter().all(|name| device(name).is_some()));
+}
+
+/// The words of a text that hold a digit.
+fn numbers(text: &str) -> impl Iterator<Item = &str> {
+    let words = text.split(|c: char| !c.is_alphanumeric() && c != '.').map(|word| word.trim_matches('.'));
+    words.filter(|word| word.contains(|c: char| c.is_ascii_digit()))
+}
+
+/// Whoever reads the first screen finds each of its numbers again, with all that belongs to it.
+#[test]
+fn numbers_of_the_first_screen_are_on_the_performance_page() {
+    let readme = fs::read_to_string(root().join("README.md")).expect("README.md");
+    let (first_screen, _) = readme.split_once("\n## ").expect("a second heading");
+    let lines: Vec<&str> = first_screen.lines().filter(|line| !line.starts_with("![")).collect();
+    let first_screen = lines.join("\n");
+    let performance = fs::read_to_string(root().join("docs/performance.md")).expect("docs/performance.md");
+    let known: BTreeSet<&str> = numbers(&performance).collect();
+    let unknown: Vec<&str> = numbers(&first_screen).filter(|number| !known.contains(number)).collect();
+    assert!(numbers(&first_screen).count() > 40, "a table and a plot");
+    assert!(unknown.is_empty(), "on the first screen, and not in docs/performance.md: {unknown:?}");
+}
+
+/// A plot that GitHub shows must bring everything: it loads nothing and runs nothing.
+#[test]
+fn plots_need_no_other_file() {
+    for (name, plot) in devices().into_iter().filter_map(|name| Some((name.clone(), device(&name)?.plot()?))) {
+        let svg = plot.file();
+        assert!(svg.contains("prefers-color-scheme: dark") && svg.contains("class=\"ground\""), "{name}: both schemes");
+        for outside in ["<script", "href=", "url(", "@import"] {
+            assert!(!svg.contains(outside), "{name}: {outside}");
         }
     }
 }

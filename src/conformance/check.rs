@@ -7,6 +7,7 @@ use super::attend::{self, AttendCase};
 use super::pack::{self, PackCase};
 use super::report::Report;
 use super::select::{self, ChunksCase, EvictionCase, StatisticsCase, TopKCase};
+use crate::format::SegmentFormat;
 use crate::{Backend, Result};
 
 /// One thing that a backend must do right, as plain data.
@@ -154,6 +155,15 @@ impl Check {
             Self::TopK(case) => format!("{} of {}", case.k, case.n),
             Self::Eviction(case) => format!("{} of {} tokens", case.kept, case.tokens),
             Self::Chunks(case) => format!("{} chunks of width {}", case.embeddings, case.width),
+        }
+    }
+
+    /// The formats of its stores; none where nothing is packed.
+    pub fn stored_formats(&self) -> Vec<SegmentFormat> {
+        match self {
+            Self::Attention(case) | Self::States(case) => case.segments.iter().map(|segment| segment.format).collect(),
+            Self::Packing(case) => vec![case.format],
+            Self::Statistics(_) | Self::TopK(_) | Self::Eviction(_) | Self::Chunks(_) => Vec::new(),
         }
     }
 

@@ -7,10 +7,12 @@ use anyhow::{Result, bail};
 use indicatif::ProgressBar;
 use kvpack::conformance::{self, Accuracy, Check, Kind, Report, Support};
 use kvpack::{AttentionShape, Backend};
+use kvpack_report::{CheckOutcome, CheckRow, ConformanceReport, Run};
 
 use crate::backend::{BackendArgs, Chosen};
 use crate::outcome::Outcome;
 use crate::print::{self, say};
+use crate::provenance;
 
 /// Runs the conformance checks: attention against f64, everything else against the CPU twin.
 #[derive(clap::Args)]
@@ -32,6 +34,9 @@ pub struct CheckArgs {
     /// Print which formats the backend serves and by which arithmetic, and check nothing.
     #[arg(long, conflicts_with_all = ["quick", "kind", "filter", "part"])]
     matrix: bool,
+    /// Print JSON, which `kvpack compare` makes a matrix of adapters and formats of.
+    #[arg(long, conflicts_with = "matrix")]
+    json: bool,
 }
 
 /// One of several equal parts of a list.
@@ -70,11 +75,13 @@ struct Row {
 /// Runs the command.
 pub fn run(args: &CheckArgs) -> Result<Outcome> {
     let checks = args.checks()?;
-    match args.backend.open()? {
-        Chosen::Cpu(backend) => args.run_on(&backend, checks),
-        Chosen::Wgpu(backend) => args.run_on(&backend, checks),
+    let backend = args.backend.open()?;
+    let run = provenance::run(backend.driver(), None);
+    match &backend {
+        Chosen::Cpu(backend) => args.run_on(backend, checks, run),
+        Chosen::Wgpu(backend) => args.run_on(backend, checks, run),
         #[cfg(feature = "cuda")]
-        Chosen::Cuda(backend) => args.run_on(&backend, checks),
+        Chosen::Cuda(backend) => args.run_on(backend, checks, run),
     }
 }
 
@@ -97,9 +104,20 @@ impl CheckArgs {
         Ok(checks[self.part.of(checks.len())].to_vec())
     }
 
-    fn run_on<B: Backend>(&self, backend: &B, checks: Vec<Check>) -> Result<Outcome> {
-        if self.matrix { print_matrix(backend) } else { check(backend, checks) }
+    fn run_on<B: Backend>(&self, backend: &B, checks: Vec<Check>, run: Run) -> Result<Outcome> {
+        match (self.matrix, self.json) {
+            (true, _) => print_matrix(backend),
+            (_, true) => check_to_json(backend, checks, run),
+            _ => check(backend, checks),
+        }
     }
+}
+
+fn check_to_json<B: Backend>(backend: &B, checks: Vec<Check>, run: Run) -> Result<Outcome> {
+    let rows = run_all(backend, checks)?.iter().map(Row::reported).collect();
+    let report = ConformanceReport { backend: backend.name(), run: Some(run), rows };
+    print::json(&report)?;
+    Ok(if report.count(CheckOutcome::Failed) == 0 { Outcome::Passed } else { Outcome::Failed })
 }
 
 fn check<B: Backend>(backend: &B, checks: Vec<Check>) -> Result<Outcome> {
@@ -189,6 +207,30 @@ impl Row {
     fn unsupported(&self) -> bool {
         matches!(self.outcome, Err(kvpack::Error::Unsupported { .. }))
     }
+
+    /// What did not pass, in words.
+    fn reason(&self) -> String {
+        match &self.outcome {
+            Ok(report) => report.reason(),
+            Err(error) => error.to_string(),
+        }
+    }
+
+    fn reported(&self) -> CheckRow {
+        let (passed, check) = (self.passed(), &self.check);
+        CheckRow {
+            check: check.name().into(),
+            of: check.kind().to_string(),
+            formats: check.stored_formats().iter().map(ToString::to_string).collect(),
+            outcome: match (passed, self.unsupported()) {
+                (true, _) => CheckOutcome::Passed,
+                (_, true) => CheckOutcome::Unsupported,
+                _ => CheckOutcome::Failed,
+            },
+            nmse: self.outcome.as_ref().ok().and_then(|report| report.accuracy).map(|accuracy| accuracy.error.nmse),
+            reason: (!passed).then(|| self.reason()),
+        }
+    }
 }
 
 fn print_rows(rows: &[Row]) -> Result<()> {
@@ -216,11 +258,8 @@ fn print_rows(rows: &[Row]) -> Result<()> {
     }
     say!("{table}")?;
     for row in rows.iter().filter(|row| !row.passed()) {
-        let reason = match &row.outcome {
-            Ok(report) => report.reason(),
-            Err(error) => error.to_string(),
-        };
-        say!("{} {}: {reason}", if row.unsupported() { "unsupported" } else { "FAILED" }, row.check.name())?;
+        let what = if row.unsupported() { "unsupported" } else { "FAILED" };
+        say!("{what} {}: {}", row.check.name(), row.reason())?;
     }
     Ok(())
 }

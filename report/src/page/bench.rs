@@ -1,10 +1,11 @@
 //! What decode steps take.
 
 use super::html::Html;
-use super::plot::{Plot, Point, Reference, Series, mark_front};
+use super::plot::{Plot, Point, Reference, Scale, Series, mark_front};
 use super::{Subject, by_family, run_in_words};
 use crate::family::{Family, Named};
-use crate::{BenchReport, BenchRow, PeersReport, RowOutcome, ShapeReport};
+use crate::tables::plain_width;
+use crate::{BenchReport, BenchRow, PeerRow, PeersReport, RowOutcome, ShapeReport};
 
 /// Adds what there is to say about some benchmarks, beside what other libraries take.
 pub fn sections(html: &mut Html, subjects: &[Subject<'_, BenchReport>], peers: &[Subject<'_, PeersReport>]) {
@@ -20,7 +21,8 @@ pub fn sections(html: &mut Html, subjects: &[Subject<'_, BenchReport>], peers: &
     }
     let caption = "A whole step: query preparation, attention, merge. The line below is what the bytes alone take at the \
                    read bandwidth that was measured beside the step. Numbers are the width of a code.";
-    let plots = shapes.iter().map(|shape| (plot(shape, subjects, peers), caption.to_owned()));
+    let rows: Vec<&PeerRow> = peers.iter().flat_map(|peers| &peers.report.rows).collect();
+    let plots = shapes.iter().map(|shape| (plot(shape, subjects, &rows), caption.to_owned()));
     html.plots(&plots.collect::<Vec<_>>());
     for shape in shapes {
         table(html, shape, subjects, peers);
@@ -53,7 +55,8 @@ fn bits(shape: &ShapeReport, row: &BenchRow) -> f64 {
     row.bytes as f64 * f16.map_or(8.0 / elements as f64, |f16| 16.0 / f16 as f64)
 }
 
-fn plot(name: &str, subjects: &[Subject<'_, BenchReport>], peers: &[Subject<'_, PeersReport>]) -> Plot {
+/// Microseconds of a step against bits: lines of families for one subject, and of subjects for several.
+pub fn plot(name: &str, subjects: &[Subject<'_, BenchReport>], peers: &[&PeerRow]) -> Plot {
     let measured: Vec<_> = subjects.iter().filter_map(|subject| Some((subject, shape_of(subject, name)?))).collect();
     let mut series = match measured.as_slice() {
         [(_, shape)] => by_family(points(shape)),
@@ -79,8 +82,7 @@ fn plot(name: &str, subjects: &[Subject<'_, BenchReport>], peers: &[Subject<'_, 
         let name = format!("bytes / bandwidth, {:.0} GB/s", read / 1e9);
         references.push(Reference { name, dashed: false, points: line });
     }
-    for row in peers.iter().flat_map(|peers| &peers.report.rows).filter(|row| row.shape == name && row.format == "f16")
-    {
+    for row in peers.iter().filter(|row| row.shape == name && row.format == "f16") {
         let points = (4..=272).map(|i| (f64::from(i) / 16.0, row.step_us)).collect();
         references.push(Reference { name: format!("{}, f16", row.peer), dashed: true, points });
     }
@@ -95,7 +97,8 @@ fn plot(name: &str, subjects: &[Subject<'_, BenchReport>], peers: &[Subject<'_, 
         title,
         x: "bits per element that a step reads".into(),
         y: "µs of a decode step".into(),
-        x_logarithmic: true,
+        x_scale: Scale::PowersOfTwo,
+        y_scale: Scale::Logarithmic,
         series,
         references,
     }
@@ -123,8 +126,8 @@ fn points(shape: &ShapeReport) -> Vec<(Family, Point)> {
 }
 
 fn of_subject(subject: &Subject<'_, BenchReport>, shape: &ShapeReport, colour: usize) -> Series {
-    let points = shape.rows.iter().filter_map(|row| point(shape, row));
-    let points = points.filter(|(named, _)| matches!(named.family, Family::F16 | Family::PerChannel));
+    let plain = shape.rows.iter().filter(|row| plain_width(&row.format).is_some());
+    let points = plain.filter_map(|row| point(shape, row));
     let points = points.map(|(_, point)| Point { tip: format!("{}\n{}", subject.name, point.tip), ..point }).collect();
     Series { name: subject.name.into(), colour, points }
 }

@@ -3,7 +3,7 @@
 use std::f64::consts::PI;
 
 use super::html::Html;
-use super::plot::{Plot, Point, Reference, mark_front};
+use super::plot::{Plot, Point, Reference, Scale, mark_front};
 use super::{SIZES, Subject, by_family, megabytes, percent, run_in_words};
 use crate::family::{Family, Named};
 use crate::{EvalReport, SummaryRow};
@@ -82,7 +82,8 @@ fn outputs(Subject { name, report }: &Subject<'_, EvalReport>, many: bool) -> Pl
         title: titled("Error of the attention outputs", name, many),
         x: "bits per element of the packed tokens".into(),
         y: "relative L2 error".into(),
-        x_logarithmic: true,
+        x_scale: Scale::PowersOfTwo,
+        y_scale: Scale::Logarithmic,
         series,
         ..Plot::default()
     }
@@ -102,7 +103,8 @@ fn rows(Subject { name, report }: &Subject<'_, EvalReport>, many: bool) -> Optio
         title: titled("Error of the stored rows, and what theory allows", name, many),
         x: "bits per element of the packed tokens".into(),
         y: "squared error, relative".into(),
-        x_logarithmic: true,
+        x_scale: Scale::PowersOfTwo,
+        y_scale: Scale::Logarithmic,
         series,
         references: vec![gauss, turbo],
     })

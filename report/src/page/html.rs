@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::plot::Plot;
+use super::plot::{self, Plot};
 
 /// What the page looks like: light or dark as the reader's system is, one column on a phone.
 const STYLE: &str = include_str!("page.css");
@@ -83,9 +83,11 @@ impl Html {
             "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
              <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
              <meta name=\"color-scheme\" content=\"light dark\">\
-             <link rel=\"icon\" href=\"data:,\"><title>{}</title>\n<style>\n{STYLE}</style></head>\n<body>\n{}\
+             <link rel=\"icon\" href=\"data:,\"><title>{}</title>\n<style>\n{}{STYLE}</style></head>\n<body>\n{}\
              <div id=\"tip\" role=\"status\" hidden></div>\n<script>\n{SCRIPT}</script>\n</body></html>\n",
-            self.title, self.body
+            self.title,
+            plot::STYLE,
+            self.body
         )
     }
 }

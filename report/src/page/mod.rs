@@ -1,17 +1,19 @@
 //! One self-contained page of HTML about what was measured: a verdict in words, plots, tables.
 
 mod bench;
+mod conformance;
 mod documents;
 mod eval;
 mod html;
 mod model;
 mod plot;
 
+pub use bench::plot as decode_step;
 use html::Html;
-pub use plot::{Plot, Point, Reference, Series};
+pub use plot::{Plot, Point, Reference, Scale, Series};
 
 use crate::family::Family;
-use crate::{BenchReport, DocumentsReport, EvalReport, Measured, ModelReport, PeersReport};
+use crate::{BenchReport, ConformanceReport, DocumentsReport, EvalReport, Measured, ModelReport, PeersReport};
 
 /// One report and what to call it beside others.
 #[derive(Clone, Copy, Debug)]
@@ -54,6 +56,7 @@ pub fn compare(named: &[(String, Measured)]) -> String {
     let mut documents: Vec<Subject<'_, DocumentsReport>> = Vec::new();
     let mut benches: Vec<Subject<'_, BenchReport>> = Vec::new();
     let mut peers: Vec<Subject<'_, PeersReport>> = Vec::new();
+    let mut checks: Vec<Subject<'_, ConformanceReport>> = Vec::new();
     for (name, measured) in named {
         match measured {
             Measured::Eval(report) => evals.push(Subject { name, report }),
@@ -61,6 +64,7 @@ pub fn compare(named: &[(String, Measured)]) -> String {
             Measured::Documents(report) => documents.push(Subject { name, report }),
             Measured::Bench(report) => benches.push(Subject { name, report }),
             Measured::Peers(report) => peers.push(Subject { name, report }),
+            Measured::Check(report) => checks.push(Subject { name, report }),
         }
     }
     if !evals.is_empty() {
@@ -78,6 +82,10 @@ pub fn compare(named: &[(String, Measured)]) -> String {
     if !benches.is_empty() {
         html.section("Decode steps");
         bench::sections(&mut html, &benches, &peers);
+    }
+    if !checks.is_empty() {
+        html.section("Conformance");
+        conformance::sections(&mut html, &checks);
     }
     html.finish()
 }

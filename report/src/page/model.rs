@@ -3,7 +3,7 @@
 use kvpack::TILE_TOKENS;
 
 use super::html::Html;
-use super::plot::{Plot, Point, Series, mark_front};
+use super::plot::{Plot, Point, Scale, Series, mark_front};
 use super::{Subject, by_family, megabytes, percent, run_in_words};
 use crate::family::{Family, Named};
 use crate::{ModelReport, RecipeRow};
@@ -98,7 +98,7 @@ fn by_bytes(report: &ModelReport, title: String) -> Plot {
     };
     let mut series = by_family(report.rows.iter().filter_map(point).collect());
     mark_front(&mut series);
-    Plot { title, x: "cache, MB".into(), y: "KL, nats".into(), series, ..Plot::default() }
+    Plot { title, x: "cache, MB".into(), y: "KL, nats".into(), y_scale: Scale::Logarithmic, series, ..Plot::default() }
 }
 
 fn by_position(report: &ModelReport, title: String) -> Plot {
@@ -116,7 +116,14 @@ fn by_position(report: &ModelReport, title: String) -> Plot {
             points: row.divergence_by_chunk.iter().enumerate().map(point).collect(),
         }
     });
-    Plot { title, x: "tokens".into(), y: "KL, nats".into(), series: series.collect(), ..Plot::default() }
+    Plot {
+        title,
+        x: "tokens".into(),
+        y: "KL, nats".into(),
+        y_scale: Scale::Logarithmic,
+        series: series.collect(),
+        ..Plot::default()
+    }
 }
 
 fn table(html: &mut Html, report: &ModelReport) {

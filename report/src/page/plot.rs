@@ -13,8 +13,23 @@ const RIGHT: f64 = 14.0;
 const TOP: f64 = 12.0;
 const BOTTOM: f64 = 48.0;
 
+/// Colours and lines, light or dark as the reader's system is.
+pub(super) const STYLE: &str = include_str!("plot.css");
+
 /// Colours that there are; more series begin again.
 pub const COLOURS: usize = 8;
+
+/// How values lie along an axis.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Scale {
+    /// Evenly, from 0 on.
+    #[default]
+    Linear,
+    /// By their logarithms, with powers of ten beside it.
+    Logarithmic,
+    /// By their logarithms, with powers of two beside it: bits.
+    PowersOfTwo,
+}
 
 /// What a plot shows.
 #[derive(Clone, Debug, Default)]
@@ -23,10 +38,12 @@ pub struct Plot {
     pub title: String,
     /// What the horizontal axis measures.
     pub x: String,
-    /// What the vertical axis, a logarithmic one, measures.
+    /// What the vertical axis measures.
     pub y: String,
-    /// True for a logarithmic horizontal axis, with powers of two beside it: bits.
-    pub x_logarithmic: bool,
+    /// How values lie along the horizontal axis.
+    pub x_scale: Scale,
+    /// How values lie along the vertical axis.
+    pub y_scale: Scale,
     /// Lines of points.
     pub series: Vec<Series>,
     /// Lines without points, to hold them against.
@@ -85,27 +102,27 @@ pub fn mark_front(series: &mut [Series]) {
 struct Axis {
     low: f64,
     high: f64,
-    logarithmic: bool,
-    /// True where powers of two are written beside it, and not those of ten.
-    powers_of_two: bool,
+    scale: Scale,
     from: f64,
     to: f64,
 }
 
 impl Axis {
-    fn new(values: impl Iterator<Item = f64>, logarithmic: bool, (from, to): (f64, f64)) -> Self {
+    fn new(values: impl Iterator<Item = f64>, scale: Scale, (from, to): (f64, f64)) -> Self {
+        let logarithmic = scale != Scale::Linear;
         let values = values.filter(|&x| x.is_finite() && (!logarithmic || x > 0.0));
         let (low, high) = values.fold((f64::INFINITY, 0.0f64), |(low, high), x| (low.min(x), high.max(x)));
         let (low, high) = if low > high { (1.0, 10.0) } else { (low, high) };
         let (low, high) = if logarithmic { (low / 1.4, high * 1.4) } else { (0.0, high * 1.06) };
-        Self { low, high, logarithmic, powers_of_two: false, from, to }
+        Self { low, high, scale, from, to }
     }
 
     fn at(&self, value: f64) -> f64 {
-        let share = if self.logarithmic {
-            (value.max(self.low) / self.low).ln() / (self.high / self.low).ln()
-        } else {
-            (value - self.low) / (self.high - self.low)
+        let share = match self.scale {
+            Scale::Linear => (value - self.low) / (self.high - self.low),
+            Scale::Logarithmic | Scale::PowersOfTwo => {
+                (value.max(self.low) / self.low).ln() / (self.high / self.low).ln()
+            }
         };
         self.from + share.clamp(0.0, 1.0) * (self.to - self.from)
     }
@@ -116,22 +133,26 @@ impl Axis {
 
     /// Values that are written beside the axis.
     fn ticks(&self) -> Vec<f64> {
-        if self.logarithmic && self.powers_of_two {
-            let powers = self.low.log2().ceil() as i32..=self.high.log2().floor() as i32;
-            return powers.map(|power| 2f64.powi(power)).collect();
+        match self.scale {
+            Scale::PowersOfTwo => {
+                let powers = self.low.log2().ceil() as i32..=self.high.log2().floor() as i32;
+                powers.map(|power| 2f64.powi(power)).collect()
+            }
+            Scale::Logarithmic => {
+                let decades = (self.high / self.low).log10();
+                let steps: &[f64] = if decades > 3.0 { &[1.0] } else { &[1.0, 2.0, 5.0] };
+                let powers = self.low.log10().floor() as i32..=self.high.log10().ceil() as i32;
+                let ticks = powers.flat_map(|power| steps.iter().map(move |step| step * 10f64.powi(power)));
+                ticks.filter(|&tick| tick >= self.low && tick <= self.high).collect()
+            }
+            Scale::Linear => {
+                let span = self.high - self.low;
+                let power = 10f64.powf((span / 5.0).log10().floor());
+                let step = [1.0, 2.0, 5.0, 10.0].map(|step| step * power).into_iter().find(|step| span / step <= 9.0);
+                let step = step.unwrap_or(span);
+                (0..=(self.high / step) as usize).map(|i| i as f64 * step).collect()
+            }
         }
-        if self.logarithmic {
-            let decades = (self.high / self.low).log10();
-            let steps: &[f64] = if decades > 3.0 { &[1.0] } else { &[1.0, 2.0, 5.0] };
-            let powers = self.low.log10().floor() as i32..=self.high.log10().ceil() as i32;
-            let ticks = powers.flat_map(|power| steps.iter().map(move |step| step * 10f64.powi(power)));
-            return ticks.filter(|&tick| tick >= self.low && tick <= self.high).collect();
-        }
-        let span = self.high - self.low;
-        let power = 10f64.powf((span / 5.0).log10().floor());
-        let step = [1.0, 2.0, 5.0, 10.0].map(|step| step * power).into_iter().find(|step| span / step <= 9.0);
-        let step = step.unwrap_or(span);
-        (0..=(self.high / step) as usize).map(|i| i as f64 * step).collect()
     }
 }
 
@@ -158,18 +179,20 @@ impl Plot {
     }
 
     /// The plot as a file of its own, with its legend and colours.
-    pub fn file(&self, style: &str) -> String {
-        let lines = self.legend().len().div_ceil(2) as f64;
+    pub fn file(&self) -> String {
+        let legend = self.legend();
+        let columns = if legend.iter().all(|(_, name)| name.chars().count() <= 30) { 2 } else { 1 };
+        let lines = legend.len().div_ceil(columns) as f64;
         let height = HEIGHT + 22.0 * lines + 10.0;
         let mut svg = format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" width=\"{WIDTH}\" \
-             height=\"{height}\" font-family=\"sans-serif\" font-size=\"14\">\n<title>{}</title>\n<style>{style}</style>\n\
+             height=\"{height}\" font-family=\"sans-serif\" font-size=\"14\">\n<title>{}</title>\n<style>\n{STYLE}</style>\n\
              <rect class=\"ground\" width=\"{WIDTH}\" height=\"{height}\"/>\n",
             escaped(&self.title)
         );
         self.draw(&mut svg);
-        for (i, (class, name)) in self.legend().iter().enumerate() {
-            let (x, y) = (LEFT + (i % 2) as f64 * 265.0, HEIGHT + 14.0 + 22.0 * (i / 2) as f64);
+        for (i, (class, name)) in legend.iter().enumerate() {
+            let (x, y) = (LEFT + (i % columns) as f64 * 265.0, HEIGHT + 14.0 + 22.0 * (i / columns) as f64);
             writeln!(
                 svg,
                 "<line class=\"{class}\" x1=\"{x}\" x2=\"{}\" y1=\"{y}\" y2=\"{y}\"/><text x=\"{}\" y=\"{}\">{}</text>",
@@ -195,10 +218,9 @@ impl Plot {
     fn draw(&self, svg: &mut String) {
         let points = || self.series.iter().flat_map(|series| &series.points);
         // What is measured decides how wide the plot is; lines to hold it against may leave it at the sides.
-        let x = Axis::new(points().map(|p| p.x), self.x_logarithmic, (LEFT, WIDTH - RIGHT));
-        let x = Axis { powers_of_two: self.x_logarithmic, ..x };
+        let x = Axis::new(points().map(|p| p.x), self.x_scale, (LEFT, WIDTH - RIGHT));
         let lines = self.references.iter().flat_map(|reference| &reference.points).filter(|p| x.holds(p.0));
-        let y = Axis::new(points().map(|p| p.y).chain(lines.map(|p| p.1)), true, (HEIGHT - BOTTOM, TOP));
+        let y = Axis::new(points().map(|p| p.y).chain(lines.map(|p| p.1)), self.y_scale, (HEIGHT - BOTTOM, TOP));
         self.draw_axes(svg, &x, &y);
         for reference in &self.references {
             let inside = reference.points.iter().filter(|p| x.holds(p.0) && y.holds(p.1));
@@ -212,11 +234,12 @@ impl Plot {
         for series in &self.series {
             for point in &series.points {
                 let (cx, cy) = (x.at(point.x), y.at(point.y));
+                let radius = if point.label.is_empty() { 4 } else { 9 };
                 let (front, colour) = (if point.front { " front" } else { "" }, series.colour % COLOURS);
                 writeln!(
                     svg,
                     "<g class=\"point s{colour}{front}\" tabindex=\"0\" data-tip=\"{tip}\"><circle cx=\"{cx:.1}\" \
-                     cy=\"{cy:.1}\" r=\"9\"/><text x=\"{cx:.1}\" y=\"{:.1}\">{}</text></g>",
+                     cy=\"{cy:.1}\" r=\"{radius}\"/><text x=\"{cx:.1}\" y=\"{:.1}\">{}</text></g>",
                     cy + 4.0,
                     escaped(&point.label),
                     tip = escaped(&point.tip),
@@ -300,11 +323,11 @@ mod tests {
 
     #[test]
     fn axes_hold_what_is_drawn() {
-        let axis = Axis::new([0.01, 10.0].into_iter(), true, (0.0, 100.0));
+        let axis = Axis::new([0.01, 10.0].into_iter(), Scale::Logarithmic, (0.0, 100.0));
         assert!(axis.at(0.01) > 0.0 && axis.at(10.0) < 100.0);
         assert_eq!(axis.at(0.0), 0.0, "nothing lies below the axis");
         assert_eq!(axis.ticks(), [0.01, 0.1, 1.0, 10.0]);
-        let axis = Axis::new([1.0, 16.0].into_iter(), false, (0.0, 1.0));
+        let axis = Axis::new([1.0, 16.0].into_iter(), Scale::Linear, (0.0, 1.0));
         assert_eq!(axis.ticks(), [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0]);
     }
 

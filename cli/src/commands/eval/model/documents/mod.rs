@@ -120,6 +120,8 @@ struct Growing {
     /// Elements of the whole prompts.
     elements: u64,
     kept: Vec<f64>,
+    /// Sums by layer.
+    kept_by_layer: Vec<f64>,
 }
 
 impl Task<'_> {
@@ -167,6 +169,8 @@ impl Task<'_> {
 struct Answered {
     answer: AnswerRow,
     kept: f64,
+    /// By layer; empty where all tokens stay.
+    kept_by_layer: Vec<f64>,
     bytes: u64,
     elements: u64,
 }
@@ -191,7 +195,8 @@ impl Answers<'_> {
     ) -> Result<()> {
         let elements = self.elements();
         let reference = self.asked.reference()?;
-        each(0, Answered { answer: reference, kept: 1.0, bytes: 4 * elements, elements });
+        let (kept, kept_by_layer, bytes) = (1.0, Vec::new(), 4 * elements);
+        each(0, Answered { answer: reference, kept, kept_by_layer, bytes, elements });
         let mut at = 1;
         let mut observed: Vec<ObservedPrompt<B>> = Vec::new();
         for recipe in &self.task.recipes {
@@ -242,6 +247,9 @@ impl Answers<'_> {
         Ok(Answered {
             answer: self.asked.score(self.task.model, &mut attention, selection.as_ref())?,
             kept: selection.as_ref().map_or(1.0, Selection::ratio),
+            kept_by_layer: selection.as_ref().map_or(Vec::new(), |selection| {
+                selection.layers().iter().map(|layer| layer.count() as f64 / layer.tokens() as f64).collect()
+            }),
             bytes,
             elements: self.elements(),
         })
@@ -265,8 +273,15 @@ impl Answers<'_> {
 
 impl Growing {
     fn new(recipe: String) -> Self {
-        let row = DocumentsRow { recipe, kept: 0.0, bits_per_element: 0.0, quotes: Vec::new(), passkeys: Vec::new() };
-        Self { row, bytes: 0, elements: 0, kept: Vec::new() }
+        let row = DocumentsRow {
+            recipe,
+            kept: 0.0,
+            kept_by_layer: Vec::new(),
+            bits_per_element: 0.0,
+            quotes: Vec::new(),
+            passkeys: Vec::new(),
+        };
+        Self { row, bytes: 0, elements: 0, kept: Vec::new(), kept_by_layer: Vec::new() }
     }
 
     fn add(&mut self, answered: Answered, is_quote: bool) {
@@ -275,10 +290,15 @@ impl Growing {
         self.bytes += answered.bytes;
         self.elements += answered.elements;
         self.kept.push(answered.kept);
+        self.kept_by_layer.resize(answered.kept_by_layer.len(), 0.0);
+        for (sum, kept) in self.kept_by_layer.iter_mut().zip(answered.kept_by_layer) {
+            *sum += kept;
+        }
     }
 
     fn finish(mut self) -> DocumentsRow {
         self.row.kept = super::score::mean(&self.kept);
+        self.row.kept_by_layer = self.kept_by_layer.iter().map(|sum| sum / self.kept.len() as f64).collect();
         self.row.bits_per_element = self.bytes as f64 * 8.0 / self.elements as f64;
         self.row
     }
@@ -316,6 +336,10 @@ mod tests {
         assert_eq!((hits(1), hits(2)), (vec![None; 2], vec![Some(1.0); 2]));
         assert!(hits(3)[0] > hits(4)[0], "{:?} {:?}", hits(3), hits(4));
         assert!((report.rows[3].kept - 0.2).abs() < 0.01 && report.rows[2].kept == 1.0);
+        let budgets = &report.rows[3].kept_by_layer;
+        assert_eq!(budgets.len(), model.config.layers);
+        assert!((super::super::score::mean(budgets) - report.rows[3].kept).abs() < 1e-9, "{budgets:?}");
+        assert!(report.rows[1].kept_by_layer.is_empty(), "f16 keeps all");
         // As many chunks in each format, shuffled or not.
         assert_eq!(report.rows[7].bits_per_element, report.rows[8].bits_per_element);
     }
