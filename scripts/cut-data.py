@@ -66,11 +66,14 @@ def main():
     parser.add_argument("--layers", default="0,15,29", help="layers to keep, separated by commas")
     parser.add_argument("--first", type=int, default=128, help="tokens to keep from the start of the prompt")
     parser.add_argument("--recent", type=int, default=1024, help="tokens to keep from just before the queries")
+    parser.add_argument("--decode", type=int, default=1, help="queries after the prompt to keep")
+    parser.add_argument("--model", help="what the metadata call the model, where the dump has another name for it")
+    parser.add_argument("--rope", default="theta 1e5, pairs 2i,2i+1", help="the model's rotary embedding, for the metadata")
     options = parser.parse_args()
 
     metadata, tensors = read(options.source)
     layers = [int(layer) for layer in options.layers.split(",")]
-    prompt = int(metadata["tokens"])
+    prompt = int(metadata.get("tokens", tensors[f"layer{layers[0]}.key"][1][1]))
     window = tensors[f"layer{layers[0]}.query_prompt"][1][1]
     queries_begin = prompt - window
     if options.first < 0 or options.recent < 0 or options.first + options.recent > queries_begin:
@@ -81,25 +84,27 @@ def main():
     for layer in layers:
         for part in ("key", "value"):
             kept[f"layer{layer}.{part}"] = take_tokens(tensors[f"layer{layer}.{part}"], spans)
-        for part in ("query_prompt", "query_decode"):
-            kept[f"layer{layer}.{part}"] = tensors[f"layer{layer}.{part}"]
+        kept[f"layer{layer}.query_prompt"] = tensors[f"layer{layer}.query_prompt"]
+        kept[f"layer{layer}.query_decode"] = take_tokens(tensors[f"layer{layer}.query_decode"], [(0, options.decode)])
 
     kv_heads, tokens, head_dim = kept[f"layer{layers[0]}.key"][1]
     query_heads = kept[f"layer{layers[0]}.query_prompt"][1][0]
     positions = ", ".join(f"{begin}-{end - 1}" for begin, end in spans if end > begin)
+    if options.model:
+        metadata["model"] = options.model
     metadata = dict(
         metadata,
         layout=(
             f"key,value [kv_heads={kv_heads}, tokens={tokens}, head_dim={head_dim}];"
             f" query_prompt [q_heads={query_heads}, last {window} prompt tokens, {head_dim}];"
-            f" query_decode [{query_heads},1,{head_dim}]; keys and queries after RoPE (theta 1e5, pairs 2i,2i+1),"
+            f" query_decode [{query_heads},{options.decode},{head_dim}]; keys and queries after RoPE ({options.rope}),"
             f" scores are q.k/sqrt({head_dim})"
         ),
         layers=json.dumps(layers),
         tokens=str(tokens),
         prompt_tokens=str(prompt),
         key_positions=positions,
-        query_positions=f"{queries_begin}-{prompt - 1} (query_prompt), then the first decoded token (query_decode)",
+        query_positions=f"{queries_begin}-{prompt - 1} (query_prompt), then {prompt} and on (query_decode)",
         mask="none: every query comes later than every key",
     )
     write(options.target, metadata, kept)

@@ -37,6 +37,38 @@ fn recipes() -> Vec<Recipe> {
     ]
 }
 
+/// A bias of all keys takes the codes of single tokens away, and a centre gives them back, whatever a policy keeps.
+#[test]
+fn biased_keys_survive_compression_where_they_are_centred() {
+    let mut prompt = prompt();
+    for key in prompt.keys.iter_mut().flat_map(|keys| keys.chunks_exact_mut(64)) {
+        [(9, 300.0), (20, -300.0), (41, 300.0)].into_iter().for_each(|(channel, bias)| key[channel] += bias);
+    }
+    let formats = [SegmentFormat::saw_int4(), SegmentFormat::turboquant_renormalized(Bits::Four, 64)];
+    for ((name, policy), format) in
+        policies(0.2).into_iter().flat_map(|policy| formats.map(|format| (policy.clone(), format)))
+    {
+        let policy = Policy { merging: None, ..policy };
+        let error = |recipe: Recipe| {
+            let mut cache = prompt.cache(&Cpu::new(), &recipe);
+            let observed = prompt.observe(&cache, policy.clone());
+            let selection = block_on(cache.compress(0, &observed)).unwrap();
+            let mut squares = 0.0;
+            for layer in 0..LAYERS {
+                let (tokens, keys) = (kept(&selection, layer), held(&cache, layer, 0).remove(0).2);
+                for (i, (token, key)) in tokens.iter().zip(keys.chunks_exact(64)).enumerate() {
+                    let head = i / (tokens.len() / 2);
+                    let dense = &prompt.keys[layer][(token * 2 + head) * 64..][..64];
+                    squares += dense.iter().zip(key).map(|(x, y)| f64::from(x - y).powi(2)).sum::<f64>();
+                }
+            }
+            squares
+        };
+        let (plain, centred) = (error(Recipe::pack_all(format)), error(Recipe::pack_all(format).with_centre()));
+        assert!(centred < plain / 100.0, "{name}, {format}: {centred} and {plain}");
+    }
+}
+
 /// What is kept is what a prefill stores that gathers the same tokens, whatever the policy and the format.
 #[test]
 fn a_compressed_prompt_is_a_gathered_one() {

@@ -84,7 +84,12 @@ impl Named {
             let digits: Vec<&str> = name[..at].rsplit(|c: char| !c.is_ascii_digit()).take(1).collect();
             digits.first()?.parse::<u32>().ok()
         });
-        let plain = !(has("symmetric") || has("shrunk") || has("keys rotated") || has("QJL") || has("and tile"));
+        let plain = !(has("symmetric")
+            || has("shrunk")
+            || has("keys rotated")
+            || has("QJL")
+            || has("and tile")
+            || has("centred"));
         Some(Self { family, width: widths.max()?, plain })
     }
 
@@ -130,6 +135,7 @@ mod tests {
             ("4-bit per token, keys rotated by 16", Family::Rotated, 4, false),
             ("K 4-bit per token, Hadamard 16, V 4-bit per token", Family::Rotated, 4, true),
             ("3-bit codebook (TurboQuant)", Family::Codebook, 3, true),
+            ("4-bit per token, centred", Family::PerToken, 4, false),
             ("1-bit codebook, renormalised", Family::Renormalised, 1, true),
             ("K 3-bit codebook and 1-bit sketch, randomised Hadamard 64, V 4-bit codebook", Family::Sketch, 4, true),
             ("K 1-bit sketch (QJL), V 4-bit per token", Family::Sketch, 4, false),

@@ -380,7 +380,7 @@ mod tests {
             assert!(provenance.replace('\n', " ").contains(part), "{part}: {provenance}");
         }
         assert!(provenance.lines().all(|line| line.chars().count() <= LINE));
-        let row = "| 8 × 32k | 32 over 8 | CUDA | 243.2 | 244.7 (× 1.0) | – | 65.4 (× 3.7) | – | – |";
+        let row = "| 8\u{a0}×\u{a0}32k | 32/8 | CUDA | 243.2 | 244.7 ×1.0 | – | 65.4 ×3.7 | – | – |";
         assert!(device.against_peers().contains(row), "{}", device.against_peers());
         let captioned = device.captioned("plot.svg").replace('\n', " ");
         assert!(

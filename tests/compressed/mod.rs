@@ -141,7 +141,8 @@ pub fn kept(selection: &Selection, layer: usize) -> Vec<usize> {
 /// When it does not.
 pub fn check_against_cpu<B: Backend + Clone>(device: &B) {
     let prompt = Prompt::new(AttentionShape::new(4, 2, 64).unwrap(), 3, 300, 11);
-    let recipes = [Recipe::f16(), Recipe::pack_all(SegmentFormat::saw_int4()), Recipe::calibquant(Bits::Four)];
+    let saw_int4 = || Recipe::pack_all(SegmentFormat::saw_int4());
+    let recipes = [Recipe::f16(), saw_int4(), saw_int4().with_centre(), Recipe::calibquant(Bits::Four)];
     for ((name, policy), recipe) in policies(0.2).iter().flat_map(|policy| recipes.iter().map(move |r| (policy, r))) {
         let mut on_cpu = prompt.cache(&Cpu::new(), recipe);
         let expected = block_on(on_cpu.compress(0, &prompt.observe(&on_cpu, policy.clone()))).unwrap();

@@ -25,8 +25,15 @@ pub struct Mixed {
 
 /// Formats whose ranges do not reach beyond a chunk, so that chunks are stored alike wherever they lie. Queries have two bytes:
 /// weights of one byte are rounded tile by tile, and so by their order, within 1e-4.
-const RECIPES: [&str; 3] =
-    ["cocktail+query=int16", "mix=f16:0.1,saw-int4:0.3,int8+query=int16", "mix=kivi:4:0.5,kivi:2+query=int16"];
+const RECIPES: [&str; 4] = [
+    "cocktail+query=int16",
+    "mix=f16:0.1,saw-int4:0.3,int8+query=int16",
+    "mix=f16:0.1,saw-int4:0.3,int8+query=int16+centre",
+    "mix=kivi:4:0.5,kivi:2+query=int16",
+];
+
+/// Of every key of a centred recipe, in some channels: what a projection with a bias gives all tokens.
+const BIAS: f32 = 300.0;
 
 pub fn mixed() -> impl Strategy<Value = Mixed> {
     let stores = prop::collection::vec(0u8..3, 1..14);
@@ -63,7 +70,11 @@ impl Mixed {
         let recipe: ModelRecipe = self.recipe.parse().unwrap();
         let mut random = Random::new(self.seed);
         let mut rows = |count: usize| -> Vec<f32> { (0..count * 64).map(|_| random.normal()).collect() };
-        let (keys, values, query) = (rows(self.tokens() * 2), rows(self.tokens() * 2), rows(4));
+        let (mut keys, values, query) = (rows(self.tokens() * 2), rows(self.tokens() * 2), rows(4));
+        if recipe.layer(0, &shape).is_centred() {
+            keys.chunks_exact_mut(64).for_each(|key| [9, 20, 41].into_iter().for_each(|channel| key[channel] += BIAS));
+        }
+        let dense = keys.clone();
         let upload = |rows: &[f32]| block_on(backend.upload(rows.into())).unwrap();
         let (keys, values, queries) = (upload(&keys), upload(&values), upload(&query));
         let layout = RowLayout::token_major(self.tokens(), &shape);
@@ -90,6 +101,9 @@ impl Mixed {
         block_on(in_order.prefill(0, layout, &keys, &values, &prompt)).unwrap();
 
         self.check_order(&permuted);
+        if recipe.layer(0, &shape).is_centred() {
+            self.check_centred(&permuted, &dense);
+        }
         let output = |cache: &KvCache<B>| {
             let output = block_on(cache.attend(&queries, ElementType::F32)).unwrap();
             block_on(backend.download(&output)).unwrap()
@@ -101,6 +115,24 @@ impl Mixed {
         let of_output: Vec<f64> = output(&in_order).into_iter().map(f64::from).collect();
         let error = nmse(&output(&permuted), &of_output);
         assert!(error <= limit, "{self:?}: {error:e}");
+    }
+
+    /// Chunks of every precision hold their keys to within a step of what the keys are without the bias.
+    fn check_centred<B: Backend>(&self, cache: &KvCache<B>, dense: &[f32]) {
+        let positions = block_on(cache.positions(0)).unwrap();
+        for (span, positions) in cache.dequantize(0).unwrap().iter().zip(positions) {
+            let tokens: Vec<usize> = match positions {
+                SpanPositions::Run(run) => (run.start()..run.end()).collect(),
+                SpanPositions::PerHead(positions) => positions[..positions.len() / 2].to_vec(),
+            };
+            let keys = block_on(cache.backend().download(&span.keys)).unwrap();
+            for (i, &x) in keys.iter().enumerate() {
+                let (head, token, channel) = (i / 64 / tokens.len(), tokens[i / 64 % tokens.len()], i % 64);
+                let far = (x - dense[(token * 2 + head) * 64 + channel]).abs();
+                // Ranges of rotated 4-bit rows of normal elements; with the bias a step would be 40.
+                assert!(far < 1.5, "{self:?}: token {token} of head {head}, channel {channel} is {far} away");
+            }
+        }
     }
 
     /// One span for every precision, the last store first, and every position once.

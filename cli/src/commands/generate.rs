@@ -10,9 +10,11 @@ use kvpack::cache::{CacheMemory, ModelRecipe};
 use kvpack::policy::Spans;
 
 use crate::backend::{BackendArgs, Chosen};
-use crate::model::{Attention, CHUNK_TOKENS, DensePrompt, ExactAttention, Model, PackedAttention};
+use crate::model::{
+    Attention, CHUNK_TOKENS, DensePrompt, ExactAttention, KeyBias, KeysWatched, Model, PackedAttention,
+};
 use crate::outcome::Outcome;
-use crate::print::{self, say};
+use crate::print::{self, note, say};
 
 /// Writes text with a GGUF model whose attention and cache are kvpack's, always taking the likeliest token.
 #[derive(clap::Args)]
@@ -63,11 +65,15 @@ fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B)
     let stream = match args.recipe.policy() {
         None => {
             args.recipe.plain()?;
-            read(model, &mut attention, &prompt)?
+            let mut watched = KeysWatched::new(&mut attention, &model.config);
+            let stream = read(model, &mut watched, &prompt)?;
+            warn(&watched.into_bias(), &args.recipe);
+            stream
         }
         Some(policy) => {
             let mut dense = DensePrompt::new(&model.config);
             let stream = dense.read(model, &prompt)?;
+            warn(&dense.bias(model)?, &args.recipe);
             let observed = attention.observe(&dense, policy.clone(), Spans::new(prompt.len(), &[])?)?;
             attention.compress(&observed)?;
             Some(stream)
@@ -86,6 +92,13 @@ fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B)
     let prompt = Prompt { tokens: prompt.len(), time: start.elapsed(), stream };
     let expected = write(model, &mut exact, prompt, args.tokens, |_| Ok(()))?;
     compare(&written, &expected)
+}
+
+/// Says on standard error that a recipe is known to break keys like those of the prompt.
+fn warn(bias: &KeyBias, recipe: &ModelRecipe) {
+    if let Some(warning) = bias.warning(recipe) {
+        note!("{warning}");
+    }
 }
 
 /// What was written, and how long it took.

@@ -5,7 +5,7 @@ use candle_core::{Device, Tensor};
 use kvpack::AttentionShape;
 use kvpack::policy::QueryRows;
 
-use super::{Attention, CHUNK_TOKENS, Chunk, Config, ExactAttention, Model};
+use super::{Attention, CHUNK_TOKENS, Chunk, Config, ExactAttention, KeyBias, Model};
 
 /// The queries, keys and values of a prompt in all layers. Clones share what was read.
 #[derive(Clone)]
@@ -40,6 +40,19 @@ impl DensePrompt {
     /// Tokens of the prompt.
     pub const fn tokens(&self) -> usize {
         self.tokens
+    }
+
+    /// What the keys of the prompt have in common.
+    ///
+    /// # Errors
+    /// When nothing was read.
+    pub fn bias(&self, model: &Model) -> Result<KeyBias> {
+        let mut bias = KeyBias::new(model.config.attention, model.config.layers);
+        for layer in 0..model.config.layers {
+            let (keys, _) = self.keys_and_values(layer)?;
+            bias.add(layer, &keys.transpose(0, 1)?.contiguous()?.flatten_all()?.to_vec1::<f32>()?);
+        }
+        Ok(bias)
     }
 
     /// Queries of these rows of a layer, `[rows, query_heads, head_dim]`.

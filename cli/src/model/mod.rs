@@ -9,9 +9,11 @@
 //! | `transformer` | the forward pass, with candle's operations |
 //! | `attention` | what the forward pass asks of attention, and candle's full-precision answer |
 //! | `packed` | kvpack's answer: a `ModelCache` |
+//! | `bias` | how much of the keys is a bias |
 //! | `dense_prompt` | a prompt in full precision, of which a policy keeps some tokens |
 
 mod attention;
+mod bias;
 mod config;
 mod dense_prompt;
 mod error;
@@ -24,6 +26,7 @@ mod transformer;
 mod weights;
 
 pub use attention::{Attention, Chunk, ExactAttention};
+pub use bias::{KeyBias, KeysWatched};
 pub use config::Config;
 pub use dense_prompt::DensePrompt;
 pub use error::ModelError;

@@ -87,14 +87,14 @@ impl Device {
             let row = shape.rows.iter().find(|row| plain_width(&row.format) == Some(width));
             let figures = row.and_then(|row| row.outcome.figures());
             figures.map_or("–".into(), |figures| {
-                format!("{} (× {:.1})", number(figures.step_us, 1), peer.step_us / figures.step_us)
+                format!("{} ×{:.1}", number(figures.step_us, 1), peer.step_us / figures.step_us)
             })
         };
         let cells = WIDTHS.map(cell).join(" | ");
         let ShapeReport { sequences, query_heads, kv_heads, .. } = shape;
         let tokens = step_tokens(shape);
         Some(format!(
-            "| {sequences} × {tokens} | {query_heads} over {kv_heads} | {by} | {} | {cells} |",
+            "| {sequences}\u{a0}×\u{a0}{tokens} | {query_heads}/{kv_heads} | {by} | {} | {cells} |",
             number(peer.step_us, 1)
         ))
     }

@@ -9,6 +9,8 @@ pub struct NamedFormat {
     pub name: String,
     /// The format.
     pub format: SegmentFormat,
+    /// Whether keys are stored less the mean of the first of them.
+    pub centred: bool,
 }
 
 impl NamedFormat {
@@ -36,7 +38,7 @@ pub fn matching(shape: &AttentionShape, text: Option<&str>) -> Result<Vec<NamedF
 /// f16, then one range per channel (CalibQuant), per token, per token of rotated rows (SAW-INT4), and per group (KIVI),
 /// each from wide to narrow.
 fn all(shape: &AttentionShape) -> Vec<NamedFormat> {
-    let named = |name: String, format| NamedFormat { name, format };
+    let named = |name: String, format| NamedFormat { name, format, centred: false };
     let mut formats = vec![named("f16".into(), SegmentFormat::F16)];
     for bits in Bits::ALL.into_iter().rev() {
         formats.push(named(format!("{bits}-bit per channel"), SegmentFormat::per_channel(bits)));
@@ -81,5 +83,42 @@ fn all(shape: &AttentionShape) -> Vec<NamedFormat> {
         };
         formats.push(named(format!("{bits}-bit in groups of 32"), format));
     }
-    formats
+    with_centred(formats)
+}
+
+/// Formats that are evaluated with a centre too: one of every family that takes one, at the widths where it is used.
+const CENTRED: [&str; 7] = [
+    "8-bit per token",
+    "4-bit per token",
+    "4-bit per token, keys rotated by 16",
+    "4-bit codebook, renormalised",
+    "3-bit codebook, renormalised",
+    "2-bit codebook, renormalised",
+    "K 1-bit sketch (QJL), V 4-bit per token",
+];
+
+/// The formats, each of [`CENTRED`] followed by itself with a centre.
+fn with_centred(formats: Vec<NamedFormat>) -> Vec<NamedFormat> {
+    let both = |plain: NamedFormat| {
+        let centred = CENTRED.contains(&plain.name.as_str()).then(|| NamedFormat {
+            name: format!("{}, centred", plain.name),
+            format: plain.format,
+            centred: true,
+        });
+        std::iter::once(plain).chain(centred)
+    };
+    formats.into_iter().flat_map(both).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn centred_formats_are_those_that_gain() {
+        let formats = all(&AttentionShape::new(12, 2, 128).unwrap());
+        let centred: Vec<&NamedFormat> = formats.iter().filter(|named| named.centred).collect();
+        assert_eq!(centred.len(), CENTRED.len());
+        assert!(centred.iter().all(|named| named.format.key.takes_centre() && named.name.ends_with(", centred")));
+    }
 }

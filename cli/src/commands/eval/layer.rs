@@ -2,6 +2,7 @@
 
 use indicatif::ProgressBar;
 use kvpack::backend::QueryPrecision;
+use kvpack::cache::CENTRE_TOKENS;
 use kvpack::cpu::{CalibrationResult, CalibrationSample, DenseSegment, exact_attention};
 use kvpack::format::{Calibration, SegmentFormat};
 use kvpack::plan::{RowLayout, TokenRange};
@@ -49,12 +50,16 @@ pub async fn evaluate<B: Backend>(
 ) -> Result<LayerReport> {
     let (for_search, for_errors) = split_queries(layer);
     let for_errors = QuerySet::new(layer, for_errors)?;
+    // Attention over keys less one vector is attention over the keys.
+    let less_centre = layer.less_centre();
     let keys = backend.upload(layer.keys.as_slice().into()).await?;
+    let centred_keys = backend.upload(less_centre.keys.as_slice().into()).await?;
     let values = backend.upload(layer.values.as_slice().into()).await?;
     let mut rows = Vec::with_capacity(formats.len());
     for named in formats {
         progress.set_message(format!("layer {}, {}", layer.index, named.name));
-        let stored = StoredLayer::new(backend, layer, named.format, kept, (&keys, &values)).await?;
+        let (layer, keys) = if named.centred { (&less_centre, &centred_keys) } else { (layer, &keys) };
+        let stored = StoredLayer::new(backend, layer, named.format, kept, (keys, &values)).await?;
         let plain = error(backend, &stored, &for_errors, None).await?;
         let mut calibrated = None;
         if calibrations == Calibrations::Searched && named.is_packed() && !for_search.is_empty() {
@@ -65,14 +70,16 @@ pub async fn evaluate<B: Backend>(
             };
             calibrated = Some(CalibratedRow { tau1: found.tau1(), tau2: found.tau2(), error });
         }
-        let bytes = stored.bytes(backend);
+        // Every store has a copy of the centre, f32.
+        let centre_bytes = if named.centred { 4 * layer.shape.kv_heads() * layer.shape.head_dim() } else { 0 };
+        let bytes = stored.bytes(backend) + (stored.segments.len() * centre_bytes) as u64;
         let bits_per_element = bytes as f64 * 8.0 / (layer.keys.len() + layer.values.len()) as f64;
         rows.push(FormatRow {
             format: named.name.clone(),
             error: plain,
             row_error: stored.row_error(backend, layer).await?,
             calibrated,
-            packed_bits: stored.packed_bits(),
+            packed_bits: stored.packed_bits(centre_bytes),
             bytes,
             bits_per_element,
             times_smaller: 16.0 / bits_per_element,
@@ -178,6 +185,21 @@ impl<'a> QuerySet<'a> {
 }
 
 impl Layer {
+    /// The layer with keys less their centre: the mean of the first [`CENTRE_TOKENS`] of every head.
+    fn less_centre(&self) -> Self {
+        let head_dim = self.shape.head_dim();
+        let mut keys = self.keys.clone();
+        for head in keys.chunks_exact_mut(self.tokens * head_dim) {
+            let first = CENTRE_TOKENS.min(self.tokens);
+            let sum = |channel: usize| head[..first * head_dim].iter().skip(channel).step_by(head_dim).sum::<f32>();
+            let centre: Vec<f32> = (0..head_dim).map(|channel| sum(channel) / first as f32).collect();
+            head.iter_mut().zip(centre.iter().cycle()).for_each(|(key, mean)| *key -= mean);
+        }
+        let (values, prompt_queries, decode_queries) =
+            (self.values.clone(), self.prompt_queries.clone(), self.decode_queries.clone());
+        Self { keys, values, prompt_queries, decode_queries, ..*self }
+    }
+
     /// The first tokens of every head of a `[kv_heads, tokens, head_dim]` tensor.
     pub fn first_tokens(&self, tensor: &[f32], tokens: usize) -> Vec<f32> {
         let head_dim = self.shape.head_dim();
@@ -195,29 +217,51 @@ mod tests {
     use crate::commands::eval::formats;
     use crate::dump;
 
-    /// The mean error of a format over the layers of the dump that ships with the repository.
+    fn shipped(name: &str) -> dump::Dump {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../data");
+        dump::read(&folder.join(name)).unwrap()
+    }
+
+    /// The mean error of a format over the layers of a dump.
     fn mean_error(dump: &dump::Dump, name: &str) -> f64 {
         let backend = Cpu::new();
         let of_layer = |layer: &Layer| {
             let named = formats::matching(&layer.shape, Some(name)).unwrap();
-            let format = named.iter().find(|named| named.name == name).unwrap().format;
+            let named = named.iter().find(|named| named.name == name).unwrap();
             let (mut queries, _) = split_queries(layer);
             queries.truncate(8);
             let queries = QuerySet::new(layer, queries).unwrap();
             let upload = |rows: &[f32]| block_on(backend.upload(rows.into())).unwrap();
-            let (keys, values) = (upload(&layer.keys), upload(&layer.values));
+            let keys = if named.centred { layer.less_centre().keys } else { layer.keys.clone() };
+            let (keys, values) = (upload(&keys), upload(&layer.values));
             let kept = KeptInF16 { first: 0, last: 0 };
-            let stored = block_on(StoredLayer::new(&backend, layer, format, kept, (&keys, &values))).unwrap();
+            let stored = block_on(StoredLayer::new(&backend, layer, named.format, kept, (&keys, &values))).unwrap();
             block_on(error(&backend, &stored, &queries, None)).unwrap()
         };
         dump.layers.iter().map(of_layer).sum::<f64>() / dump.layers.len() as f64
     }
 
+    /// Keys of Qwen2.5 have a bias, which ranges and norms of single tokens do not survive; those of SmolLM2 have none, and
+    /// outputs over them are about as far off with a centre as without (the model itself gains: docs/lab/centre.md).
+    #[test]
+    fn a_centre_saves_keys_that_have_a_bias() {
+        let (biased, plain) = (shipped("qwen2.5_kv.safetensors"), shipped("smollm2_kv.safetensors"));
+        for name in ["4-bit per token", "4-bit per token, keys rotated by 16", "4-bit codebook, renormalised"] {
+            let errors = |dump| (mean_error(dump, name), mean_error(dump, &format!("{name}, centred")));
+            let (without, with) = errors(&biased);
+            assert!(without > 0.3 && with < without / 2.0, "{name}: {without} and {with} of Qwen2.5");
+            let (without, with) = errors(&plain);
+            assert!(with < 1.2 * without, "{name}: {without} and {with} of SmolLM2");
+        }
+        // Ranges per channel do not see a bias.
+        let per_channel = mean_error(&biased, "4-bit per channel");
+        assert!(per_channel < mean_error(&biased, "4-bit per token") / 2.0, "{per_channel}");
+    }
+
     /// At equal bits and ranges per token, rotated rows lose less than rows as they are; on real keys and values.
     #[test]
     fn rotation_beats_a_plain_grid() {
-        let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/smollm2_kv.safetensors");
-        let dump = dump::read(std::path::Path::new(file)).unwrap();
+        let dump = shipped("smollm2_kv.safetensors");
         let plain = mean_error(&dump, "4-bit per token");
         let keys_rotated = mean_error(&dump, "4-bit per token, keys rotated by 16");
         let rotated = mean_error(&dump, "4-bit per token, rotated by 64");

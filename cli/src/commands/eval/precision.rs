@@ -58,7 +58,9 @@ pub fn run<B: Backend>(backend: &B, dump: &Dump, format: Option<&str>, to: Desti
     let progress = ProgressBar::new(dump.layers.len() as u64).with_style(print::bar());
     let mut layers = Vec::new();
     for layer in &dump.layers {
-        let named = formats::matching(&layer.shape, format)?;
+        // A centre changes nothing that a precision of the query would show.
+        let named = formats::matching(&layer.shape, format)?.into_iter().filter(|named| !named.centred);
+        let named: Vec<NamedFormat> = named.collect();
         let measured = pollster::block_on(of_layer(backend, layer, &named));
         layers.push(measured.with_context(|| format!("layer {}", layer.index))?);
         progress.inc(1);
@@ -75,7 +77,7 @@ async fn of_layer<B: Backend>(backend: &B, layer: &Layer, named: &[NamedFormat])
     let keys = backend.upload(layer.keys.as_slice().into()).await?;
     let values = backend.upload(layer.values.as_slice().into()).await?;
     let mut formats = Vec::with_capacity(named.len());
-    for NamedFormat { name, format } in named {
+    for NamedFormat { name, format, .. } in named {
         let nothing = KeptInF16 { first: 0, last: 0 };
         let stored = StoredLayer::new(backend, layer, *format, nothing, (&keys, &values)).await?;
         let (stored_keys, stored_values) = stored.read_back(backend).await?;

@@ -74,11 +74,12 @@ impl<B: Backend> StoredLayer<B> {
         self.stores.bytes(backend)
     }
 
-    /// Bits per element of the tokens that are packed, with all ranges and padding; those of f16 where none are.
-    pub fn packed_bits(&self) -> f64 {
+    /// Bits per element of the tokens that are packed, with all ranges and padding, and a centre of so many bytes; those of
+    /// f16 where none are packed.
+    pub fn packed_bits(&self, centre_bytes: usize) -> f64 {
         let Some(segment) = self.packed() else { return 16.0 };
         let (format, shape) = (segment.format, &self.shape);
-        let bytes = segment.span.pages.len() * format.page_bytes(shape) + format.range_slot_bytes(shape);
+        let bytes = segment.span.pages.len() * format.page_bytes(shape) + format.range_slot_bytes(shape) + centre_bytes;
         bytes as f64 * 8.0 / (2 * segment.tokens.len() * shape.kv_heads() * shape.head_dim()) as f64
     }
 

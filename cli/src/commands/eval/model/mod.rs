@@ -33,7 +33,8 @@ pub struct ModelArgs {
     /// With --model: the text [default: a chapter that kvpack brings].
     #[arg(long, value_name = "FILE", requires = "model")]
     text: Option<PathBuf>,
-    /// With --model: recipes, separated by spaces or given one by one, or 'all' for every method at every width.
+    /// With --model: recipes, separated by spaces or given one by one; 'all' is every method at every width, with and without
+    /// a centre, and 'centred' those with one.
     #[arg(long, value_name = "RECIPE", num_args = 1.., default_value = "all", requires = "model")]
     recipes: Vec<String>,
     /// With --model: read so many tokens of the text; perplexity is given at each.
@@ -84,8 +85,10 @@ impl Wanted {
     fn parse(given: &[String]) -> Result<Vec<Self>> {
         let mut wanted = Vec::new();
         for text in given.iter().flat_map(|text| text.split_whitespace()) {
+            let one_of_all = |recipe| Self { recipe, by_name: false };
             match text {
-                "all" => wanted.extend(ModelRecipe::all().into_iter().map(|recipe| Self { recipe, by_name: false })),
+                "all" => wanted.extend(ModelRecipe::all().into_iter().chain(centred()).map(one_of_all)),
+                "centred" => wanted.extend(centred().map(one_of_all)),
                 _ => {
                     let recipe: ModelRecipe = text.parse()?;
                     wanted.push(Self { recipe: recipe.plain()?.clone(), by_name: true });
@@ -93,10 +96,18 @@ impl Wanted {
             }
         }
         if wanted.is_empty() {
-            bail!("--recipes names no recipe; 'all' stands for every method at every width");
+            bail!(
+                "--recipes names no recipe; 'all' stands for every method at every width, 'centred' for those with a centre"
+            );
         }
         Ok(wanted)
     }
+}
+
+/// Every method at every width that packs keys and takes a centre, with one.
+fn centred() -> impl Iterator<Item = ModelRecipe> {
+    let packed = ModelRecipe::all().into_iter().map(|recipe| recipe.to_string()).filter(|recipe| recipe != "f16");
+    packed.filter_map(|recipe| format!("{recipe}+centre").parse().ok())
 }
 
 /// The recipes that the model and the backend can take, found before any is evaluated. One that is named must be among
@@ -201,4 +212,26 @@ fn evaluate_recipe<B: Backend + Clone>(
         row.passkeys.push(passkey.score(task.model, &mut attention, progress)?);
     }
     Ok(row)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_recipes_are_those_with_a_centre_too() {
+        let names = |given: &str| -> Vec<String> {
+            Wanted::parse(&[given.into()]).unwrap().iter().map(|wanted| wanted.recipe.to_string()).collect()
+        };
+        let all = names("all");
+        for recipe in ["f16", "int4", "int4+centre", "calibquant:2", "turboquant-prod:3+centre", "qjl+centre"] {
+            assert!(all.iter().any(|name| name == recipe), "{recipe}: {all:?}");
+        }
+        for recipe in ["f16+centre", "calibquant:2+centre", "kivi:4+centre", "int8-symmetric-channel+centre"] {
+            assert!(all.iter().all(|name| name != recipe), "{recipe}: {all:?}");
+        }
+        let centred = names("centred");
+        assert!(!centred.is_empty() && centred.iter().all(|name| name.ends_with("+centre") && all.contains(name)));
+        assert!(Wanted::parse(&[String::new()]).is_err());
+    }
 }
