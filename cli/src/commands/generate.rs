@@ -10,9 +10,7 @@ use kvpack::cache::{CacheMemory, ModelRecipe};
 use kvpack::policy::Spans;
 
 use crate::backend::{BackendArgs, Chosen};
-use crate::model::{
-    Attention, CHUNK_TOKENS, DensePrompt, ExactAttention, KeyBias, KeysWatched, Model, PackedAttention,
-};
+use crate::model::{Attention, CHUNK_TOKENS, DensePrompt, ExactAttention, KeysWatched, Model, PackedAttention};
 use crate::outcome::Outcome;
 use crate::print::{self, note, say};
 
@@ -62,24 +60,11 @@ fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B)
     let mut attention = PackedAttention::new(backend, &model.config, &args.recipe)?;
     let mut printed = Printed::new(model);
     let start = Instant::now();
-    let stream = match args.recipe.policy() {
-        None => {
-            args.recipe.plain()?;
-            let mut watched = KeysWatched::new(&mut attention, &model.config);
-            let stream = read(model, &mut watched, &prompt)?;
-            warn(&watched.into_bias(), &args.recipe);
-            stream
-        }
-        Some(policy) => {
-            let mut dense = DensePrompt::new(&model.config);
-            let stream = dense.read(model, &prompt)?;
-            warn(&dense.bias(model)?, &args.recipe);
-            let observed = attention.observe(&dense, policy.clone(), Spans::new(prompt.len(), &[])?)?;
-            attention.compress(&observed)?;
-            Some(stream)
-        }
-    };
+    let (stream, warning) = read_by(&args.recipe, model, &mut attention, &prompt)?;
     let prompt_read = Prompt { tokens: prompt.len(), time: start.elapsed(), stream };
+    if let Some(warning) = warning {
+        note!("{warning}");
+    }
     let written = write(model, &mut attention, prompt_read, args.tokens, |token| printed.push(token))?;
     say!("")?;
     report(args, backend, &attention, &written)?;
@@ -94,11 +79,25 @@ fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B)
     compare(&written, &expected)
 }
 
-/// Says on standard error that a recipe is known to break keys like those of the prompt.
-fn warn(bias: &KeyBias, recipe: &ModelRecipe) {
-    if let Some(warning) = bias.warning(recipe) {
-        note!("{warning}");
-    }
+/// Reads a prompt into a cache by a recipe. Returns the residual stream of its last chunk, and a warning where the recipe is
+/// known to break keys like those of the prompt.
+fn read_by<B: Backend + Clone>(
+    recipe: &ModelRecipe,
+    model: &Model,
+    attention: &mut PackedAttention<B>,
+    prompt: &[u32],
+) -> Result<(Option<Tensor>, Option<String>)> {
+    let Some(policy) = recipe.policy() else {
+        recipe.plain()?;
+        let mut watched = KeysWatched::new(attention, &model.config);
+        let stream = read(model, &mut watched, prompt)?;
+        return Ok((stream, watched.into_bias().warning(recipe)));
+    };
+    let mut dense = DensePrompt::new(&model.config);
+    let stream = dense.read(model, prompt)?;
+    let observed = attention.observe(&dense, policy.clone(), Spans::new(prompt.len(), &[])?)?;
+    attention.compress(&observed)?;
+    Ok((Some(stream), dense.bias(model)?.warning(recipe)))
 }
 
 /// What was written, and how long it took.
@@ -246,4 +245,32 @@ fn compare(written: &Written, expected: &Written) -> Result<Outcome> {
         say!("         whose logit was {margin:.4} above the next best")?;
     }
     Ok(Outcome::Failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use kvpack::cpu::Cpu;
+
+    use super::*;
+    use crate::model::tiny;
+
+    #[test]
+    fn a_model_with_a_bias_is_warned_of() {
+        let (_file, plain) = tiny::model("generate-plain");
+        let (_biased_file, biased) = tiny::model_with_key_bias("generate-biased");
+        let warning = |model: &Model, recipe: &str| {
+            let recipe: ModelRecipe = recipe.parse().unwrap();
+            let mut attention = PackedAttention::new(&Cpu::new(), &model.config, &recipe).unwrap();
+            let prompt: Vec<u32> = (0..200).map(|i| i * 7 % 250).collect();
+            read_by(&recipe, model, &mut attention, &prompt).unwrap().1
+        };
+        for recipe in ["int4", "turboquant:4", "h2o:0.5/saw-int4"] {
+            let said = warning(&biased, recipe).unwrap_or_else(|| panic!("{recipe}"));
+            assert!(said.contains("in 2 of 2 layers") && said.contains(&format!("--recipe {recipe}+centre")), "{said}");
+            assert_eq!(warning(&plain, recipe), None, "{recipe}");
+        }
+        for recipe in ["f16", "int4+centre", "kivi:4", "h2o:0.5"] {
+            assert_eq!(warning(&biased, recipe), None, "{recipe}");
+        }
+    }
 }

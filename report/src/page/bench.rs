@@ -32,8 +32,9 @@ pub fn sections(html: &mut Html, subjects: &[Subject<'_, BenchReport>], peers: &
 /// What the narrowest format that was timed gains over f16, for every shape.
 fn verdict(Subject { name, report }: &Subject<'_, BenchReport>) -> Vec<String> {
     let of_shape = |shape: &ShapeReport| {
-        let fastest = |row: &&BenchRow| row.parts.len() == 1 && row.outcome.figures().is_some();
-        let row = shape.rows.iter().filter(fastest).min_by(|a, b| {
+        // A part of the sequences is no step: `3/8 4-bit per channel`.
+        let whole = |row: &&BenchRow| row.parts.len() == 1 && !row.format.contains('/');
+        let row = shape.rows.iter().filter(whole).filter(|row| row.outcome.figures().is_some()).min_by(|a, b| {
             let us = |row: &BenchRow| row.outcome.figures().map_or(f64::INFINITY, |figures| figures.step_us);
             us(a).total_cmp(&us(b))
         })?;
