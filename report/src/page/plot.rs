@@ -8,7 +8,7 @@ use super::html::escaped;
 
 const WIDTH: f64 = 600.0;
 const HEIGHT: f64 = 400.0;
-const LEFT: f64 = 80.0;
+const LEFT: f64 = 86.0;
 const RIGHT: f64 = 14.0;
 const TOP: f64 = 12.0;
 const BOTTOM: f64 = 48.0;
@@ -193,7 +193,7 @@ impl Plot {
         );
         self.draw(&mut svg);
         for (i, (class, name)) in legend.iter().enumerate() {
-            let (x, y) = (LEFT + (i % columns) as f64 * 260.0, HEIGHT + 14.0 + 22.0 * (i / columns) as f64);
+            let (x, y) = (LEFT + (i % columns) as f64 * 255.0, HEIGHT + 14.0 + 22.0 * (i / columns) as f64);
             writeln!(
                 svg,
                 "<line class=\"{class}\" x1=\"{x}\" x2=\"{}\" y1=\"{y}\" y2=\"{y}\"/><text x=\"{}\" y=\"{}\">{}</text>",
@@ -280,8 +280,8 @@ impl Plot {
         writeln!(
             svg,
             "<text class=\"axis\" x=\"{middle_x}\" y=\"{}\" text-anchor=\"middle\">{}</text>\
-             <text class=\"axis\" x=\"16\" y=\"{middle_y}\" text-anchor=\"middle\" \
-             transform=\"rotate(-90 16 {middle_y})\">{}</text>",
+             <text class=\"axis\" x=\"20\" y=\"{middle_y}\" text-anchor=\"middle\" \
+             transform=\"rotate(-90 20 {middle_y})\">{}</text>",
             HEIGHT - 8.0,
             escaped(&self.x),
             escaped(&self.y)
