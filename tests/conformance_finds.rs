@@ -10,7 +10,7 @@ use kvpack::backend::{
 use kvpack::conformance::{self, Failure, Report};
 use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor};
 use kvpack::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
-use kvpack::plan::{AttendPlan, Page, PlannedSpan, QueryRun, RowLayout, SpanView, StoreView, TokenRange};
+use kvpack::plan::{AttendPlan, ElementType, Page, PlannedSpan, QueryRun, RowLayout, SpanView, StoreView, TokenRange};
 use kvpack::policy::StatsRequest;
 
 /// A mistake that kernels make.
@@ -44,6 +44,8 @@ enum Mistake {
     TakesTheLast,
     /// Column sums lack the last query row.
     DropsLastRow,
+    /// Outputs of bf16 are cut off in place of being rounded.
+    CutsBf16,
 }
 
 struct Mistaken {
@@ -165,6 +167,11 @@ impl Forward for Mistaken {
                 let mut outputs = output.to_f32();
                 outputs[7] = f32::from_bits(outputs[7].to_bits() ^ (self.steps.fetch_add(1, Ordering::Relaxed) % 2));
                 CpuTensor::F32(outputs)
+            }
+            Mistake::CutsBf16 if options.output == ElementType::Bf16 => {
+                let in_f32 = AttendOptions { output: ElementType::F32, ..options };
+                let whole = self.cpu.attend(plan, stores, &queries, in_f32).await?.to_f32();
+                CpuTensor::F32(whole.into_iter().map(|x| f32::from_bits(x.to_bits() & 0xffff_0000)).collect())
             }
             _ => output,
         })
@@ -304,6 +311,14 @@ fn nan_is_found() {
 fn outputs_that_waver_are_found() {
     let report = run("format-f16", Mistake::Wavers);
     assert_eq!(report.failures, [Failure::Unrepeated { elements: 1, index: 7 }]);
+}
+
+#[test]
+fn outputs_that_are_cut_off_are_found() {
+    for name in ["bf16-output-f16", "bf16-output-4bit"] {
+        let report = run(name, Mistake::CutsBf16);
+        assert!(matches!(report.failures.as_slice(), [Failure::Misrounded { .. }]), "{name}: {}", report.reason());
+    }
 }
 
 /// What is written beside the pages of a span is found, though no output changes.

@@ -100,6 +100,17 @@ pub enum Failure {
         /// Elements of guard pages that have changed.
         elements: usize,
     },
+    /// Elements of an output of 16 bits are not the nearest to those that the same step yields in f32.
+    Misrounded {
+        /// Elements that are not.
+        elements: usize,
+        /// Index of the first in `[sequences, query_heads, head_dim]`.
+        index: usize,
+        /// The first.
+        got: f32,
+        /// The nearest.
+        want: f32,
+    },
     /// An output is NaN or infinite.
     OutputNotFinite {
         /// Its index in `[sequences, query_heads, head_dim]`.
@@ -157,6 +168,10 @@ impl fmt::Display for Failure {
                     "{elements} {tensor} beside the pages of store {store}, which nothing should write, have changed"
                 )
             }
+            Self::Misrounded { elements, index, got, want } => write!(
+                f,
+                "{elements} output elements are not rounded to the nearest, first element {index}: {got} instead of {want}"
+            ),
             Self::OutputNotFinite { index } => write!(f, "output element {index} is not finite"),
             Self::Inaccurate { what, error, limit } => write!(f, "{what} {error:.1e} is over the limit {limit:.0e}"),
         }

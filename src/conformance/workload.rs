@@ -11,7 +11,7 @@ use super::report::{Accuracy, Limits, OutputError, Report};
 use crate::backend::{AttendOptions, FilledSpan, FilledStores, NewSpan, SpanSource};
 use crate::cpu::DenseSegment;
 use crate::format::{SegmentFormat, TILE_TOKENS};
-use crate::plan::{AttendPlan, QueryRun, Segment, TokenRange};
+use crate::plan::{AttendPlan, ElementType, QueryRun, Segment, TokenRange};
 use crate::{Backend, Result};
 
 /// Filled stores with several copies of a batch, so that steps that go round the copies find cold caches.
@@ -98,7 +98,8 @@ impl<B: Backend> Workload<B> {
         self.stores.stores()
     }
 
-    /// Runs every copy once and holds all outputs against an f64 attention over the stored data.
+    /// Runs every copy once and holds all outputs, which are in f32 whatever the options say, against an f64 attention over
+    /// the stored data.
     ///
     /// # Errors
     /// Whatever the backend reports; a wrong result is no error but a [`Report`] that did not pass.
@@ -108,13 +109,14 @@ impl<B: Backend> Workload<B> {
         for sequence in 0..data.decode.sequences {
             let tokens = data.decode.length(sequence);
             if let Entry::Vacant(entry) = expected.entry(tokens) {
-                entry.insert(self.expected(backend, data, sequence).await?.rounded_to(options.output));
+                entry.insert(self.expected(backend, data, sequence).await?);
             }
         }
         let head_dim = data.decode.shape.head_dim();
         let limits =
             Limits::of_step(options.query, self.plans.iter().flat_map(AttendPlan::segments).map(Segment::format));
         let (mut worst, mut failures) = (OutputError::default(), Vec::new());
+        let options = AttendOptions { output: ElementType::F32, ..options };
         let stores = self.stores();
         for plan in &self.plans {
             let output = backend.attend(plan, &stores, &data.queries, options).await?;

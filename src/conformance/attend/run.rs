@@ -1,19 +1,20 @@
 //! Runs one case of attention on one backend.
 
-use super::accuracy::Expected;
+use super::accuracy::{Expected, rounding_failure};
 use super::case::AttendCase;
 use super::reference;
 use super::stored::{Stored, StoredSpan};
-use crate::backend::AttentionStates;
+use crate::backend::{AttendOptions, AttentionStates};
 use crate::conformance::data::{self, SequenceData};
 use crate::conformance::report::{Accuracy, Failure, Limits, Mismatch, Report};
 use crate::cpu::{Cpu, CpuTensor};
 use crate::format::KeyOrValue;
-use crate::plan::AttendPlan;
+use crate::plan::{AttendPlan, ElementType};
 use crate::{Backend, Result};
 
 /// Stores the data of a case through `backend`, compares what is stored with the CPU twin's bit for bit, attends twice, which
-/// has to yield the same bits, and compares the output with an f64 attention over the stored data.
+/// has to yield the same bits, and compares the output with an f64 attention over the stored data; one of 16 bits with the
+/// output of the same step in f32.
 pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &AttendCase) -> Result<Report> {
     let data = data::sequences(case);
     let tensors = upload(backend, &data).await?;
@@ -30,10 +31,20 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &AttendCa
     let again = backend.attend(&plan, &stored.stores(), &queries, case.options).await?;
     failures.extend(unrepeated(&output, &backend.download(&again).await?));
 
-    let expected = reference::of_case(case, &data, &spans, &plan)?.rounded_to(case.options.output);
-    let error = expected.error_of(&output, case.shape.head_dim());
+    let in_f32 = match case.options.output {
+        ElementType::F32 => output,
+        rounded => {
+            let options = AttendOptions { output: ElementType::F32, ..case.options };
+            let in_f32 = backend.attend(&plan, &stored.stores(), &queries, options).await?;
+            let in_f32 = backend.download(&in_f32).await?;
+            failures.extend(rounding_failure(&output, &in_f32, rounded, case.shape.head_dim()));
+            in_f32
+        }
+    };
+    let expected = reference::of_case(case, &data, &spans, &plan)?;
+    let error = expected.error_of(&in_f32, case.shape.head_dim());
     let limits = Limits::of_step(case.options.query, case.segments.iter().map(|segment| &segment.format));
-    failures.extend(expected.failures("output", &output, &error, &limits));
+    failures.extend(expected.failures("output", &in_f32, &error, &limits));
     failures.extend(stored.guard_failures(backend).await?);
     Ok(Report { check: case.name.clone(), accuracy: Some(Accuracy { error, limits }), failures })
 }
