@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# Builds the page in the browser into target/web and says how large it is.
+# Builds the page in the browser into target/web and says how large it is: build-web.sh [PROFILE]
+#
+# PROFILE: web (what people get, and the default) or web-test (larger and slower, and built in a fraction of the time).
 # Exits with 3 where there is no way to wasm (see wasm-cargo.sh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-scripts/wasm-cargo.sh build --locked -p kvpack-web --profile web
+profile="${1:-web}"
+scripts/wasm-cargo.sh build --locked -p kvpack-web --profile "$profile"
 "${CARGO:-cargo}" build --locked --workspace --bin kvpack-web-build
 rm -rf target/web
 mkdir -p target/web
-target/debug/kvpack-web-build target/wasm/wasm32-unknown-unknown/web/kvpack_web.wasm target/web
+target/debug/kvpack-web-build "target/wasm/wasm32-unknown-unknown/$profile/kvpack_web.wasm" target/web
 for file in kvpack_bg.wasm kvpack.js page.js; do
     printf '%-16s %5d KB, %4d KB compressed\n' "$file" "$(($(wc -c <"target/web/$file") / 1000))" \
         "$(($(gzip -9 -c "target/web/$file" | wc -c) / 1000))"

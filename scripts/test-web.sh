@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Tests kvpack in the browser. scripts/test.sh runs tools, tint and report; the rest runs by itself:
+# Tests kvpack in the browser. scripts/test.sh runs tools, tint, build, page and report; the rest runs by itself:
 #
 #   test-web.sh tools    installs what the others need: Node.js, Chromium, and the npm packages in web/test
 #   test-web.sh tint     every WGSL text that a browser may get through Tint, without a GPU
-#   test-web.sh build    the page; exits with 3 where there is no way to wasm
-#   test-web.sh page     the page in headless Chromium on SwiftShader; screenshots under target/web-shots
+#   test-web.sh build    the page, in the profile web-test; exits with 3 where there is no way to wasm
+#   test-web.sh page     the page in headless Chromium on SwiftShader: a check of each kind, one row of each measurement, what
+#                        goes wrong; screenshots under target/web-shots
 #   test-web.sh report   the pages of `kvpack eval --report` and `compare` in headless Chromium: light, dark and on a phone;
 #                        screenshots under target/report-shots
 #   test-web.sh dawn     the quick cases of the path f16 through Dawn in Node.js, on a lavapipe of Mesa 25
-#   test-web.sh all      all of these, with every conformance case and every width
+#   test-web.sh all      all of these on the page that people get, with every conformance case and every width
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -42,18 +43,26 @@ tint() {
     node web/test/tint.mjs target/tmp/browser-shaders
 }
 
+# The command, as the tests of a workspace build it.
+build_command() {
+    "${CARGO:-cargo}" test --locked --workspace --no-run --test commands --quiet
+    kvpack="${CARGO_TARGET_DIR:-target}/debug/kvpack"
+}
+
 page() { # arguments of page.mjs
     rm -rf target/web-shots
     node web/test/page.mjs target/debug/kvpack-web-build target/web target/web-shots "$@"
+    # What the page saves stands beside what the command writes.
+    build_command
+    "$kvpack" compare browser=target/web-shots/bench.json --out target/web-shots/compared.html
 }
 
 # One format, so that it takes seconds.
 report() {
     mkdir -p target/report-pages
-    "${CARGO:-cargo}" test --locked --workspace --no-run --test commands --quiet
+    build_command
     "${CARGO:-cargo}" test --locked --workspace --test page --quiet
     local built="${CARGO_TARGET_DIR:-target}" dump=data/smollm2_kv.safetensors
-    local kvpack="$built/debug/kvpack"
     "$kvpack" eval "$dump" --backend cpu --format "4-bit per channel" --report target/report-pages/a >/dev/null
     "$kvpack" bench --quick --backend cpu --shape g1-b1-4k --footprint 1 --json >target/report-pages/b.json
     "$kvpack" check --backend cpu --quick --filter format- --json >target/report-pages/c.json
@@ -75,7 +84,7 @@ dawn() {
 case "${1:-}" in
     tools) tools ;;
     tint) tint ;;
-    build) scripts/build-web.sh ;;
+    build) scripts/build-web.sh web-test ;;
     page) page ;;
     report) report ;;
     dawn) dawn ;;

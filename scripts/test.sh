@@ -224,11 +224,15 @@ if [ "$(uname -s)" = Linux ]; then
     if scripts/test-web.sh tools >"$logs/web-tools.log" 2>&1 </dev/null; then
         stage web-tint scripts/test-web.sh tint
         stage web-report scripts/test-web.sh report
+        if scripts/wasm-cargo.sh --how >"$logs/web-wasm.log" 2>&1 </dev/null; then
+            stage web-build scripts/test-web.sh build && stage web-page scripts/test-web.sh page
+        else
+            not_run web-page "there is no way to wasm here, see target/test-logs/web-wasm.log"
+        fi
     else
-        not_run web-tint "Node.js, Chromium or npm packages cannot be installed here, see target/test-logs/web-tools.log"
+        not_run web "Node.js, Chromium or npm packages cannot be installed here, see target/test-logs/web-tools.log"
     fi
 fi
-not_run web-page "make test-web runs it: all of its cases have not been seen to fit the time of this run"
 stage rust-version promised_compiler
 stage docs env RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --all-features
 

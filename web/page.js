@@ -135,6 +135,7 @@ async function check(section) {
     rows.check.push(row);
     const item = made("li", row.reason ? `${row.check}: ${row.reason}` : row.check);
     item.className = row.outcome;
+    item.title = `${seconds(row.milliseconds)}, ${row.of}`;
     list.append(item);
     section.querySelector(".save").hidden = false;
     section.dataset.firstResult ??= Math.round(performance.now());
@@ -180,7 +181,8 @@ function showBench(section) {
   const bar = (row) => ({
     label: short(row.format),
     value: row.gigabytes_per_second,
-    note: `${number(row.step_us)} µs · ${number(row.gigabytes_per_second)} GB/s`,
+    brief: duration(row.step_us),
+    note: `${duration(row.step_us)} · ${number(row.gigabytes_per_second)} GB/s`,
   });
   if (timed.length > 0) draw(section, (place) => bars(place, timed.map(bar), benchRun.read));
   const cells = (row) =>
@@ -309,7 +311,7 @@ function made(name, content) {
 
 /** "4-bit per channel" is "4 bits", as the page has one format of each width. */
 function short(format) {
-  const [, bits] = /^(\d)-bit/.exec(format) ?? [];
+  const [, bits] = /^(?:K )?(\d)-bit/.exec(format) ?? [];
   return bits ? `${bits} bit${bits === "1" ? "" : "s"}` : format;
 }
 
@@ -319,6 +321,10 @@ function mebibytes(bytes) {
 
 function kibibytes(bytes) {
   return `${number(bytes / 1024)} KiB`;
+}
+
+function duration(microseconds) {
+  return microseconds < 1e4 ? `${number(microseconds)} µs` : `${number(microseconds / 1e3)} ms`;
 }
 
 function seconds(milliseconds) {

@@ -2,7 +2,10 @@
 
 const rowHeight = 30;
 
-/** Bars of GB/s, one for each row, and the read bandwidth as a line. Rows: { label, value, note }. */
+/** About what a character of a label takes, and the height of its line. */
+const [characterWidth, lineHeight] = [7, 14];
+
+/** Bars of GB/s, one for each row, and the read bandwidth as a line. Rows: { label, value, note, brief }. */
 export function bars(place, rows, limit) {
   const width = widthOf(place);
   const left = 92;
@@ -15,9 +18,12 @@ export function bars(place, rows, limit) {
     const y = index * rowHeight + 4;
     svg.append(text(row.label, { x: left - 8, y: y + 16, "text-anchor": "end" }));
     svg.append(element("rect", { class: "bar", x: left, y, width: Math.max(x(row.value) - left, 1), height: rowHeight - 8, rx: 2 }));
-    const inside = x(row.value) - left > 190;
-    const place = inside ? { x: x(row.value) - 6, "text-anchor": "end", style: "fill: #fff" } : { x: x(row.value) + 6 };
-    svg.append(text(row.note, { y: y + 16, ...place }));
+    // Beside the bar, or within it; the brief note where there is no room for the other.
+    const [behind, within] = [width - x(row.value) - 6, x(row.value) - left - 12];
+    const fits = (note, room) => note.length * characterWidth <= room;
+    const note = fits(row.note, Math.max(behind, within)) ? row.note : row.brief;
+    const place = fits(note, within) ? { x: x(row.value) - 6, "text-anchor": "end", style: "fill: #fff" } : { x: x(row.value) + 6 };
+    svg.append(text(note, { y: y + 16, ...place }));
   });
   const bottom = rows.length * rowHeight;
   svg.append(element("line", { class: "limit", x1: x(limit), x2: x(limit), y1: 0, y2: bottom + 4 }));
@@ -44,14 +50,29 @@ export function curve(place, points) {
     svg.append(text(bits, { class: "quiet", x: x(bits), y: height - bottom + 17, "text-anchor": "middle" }));
   }
   svg.append(text("bits per element, ranges included", { class: "quiet", x: width - right, y: height - 4, "text-anchor": "end" }));
-  const sorted = [...points].sort((a, b) => a.bits - b.bits);
-  svg.append(element("polyline", { class: "curve", points: sorted.map((point) => `${x(point.bits)},${y(point.error)}`).join(" ") }));
-  for (const point of sorted) {
-    svg.append(element("circle", { class: "point", cx: x(point.bits), cy: y(point.error), r: 4.5 }));
-    const last = point === sorted.at(-1);
-    svg.append(text(point.label, { x: x(point.bits) + (last ? -8 : 8), y: y(point.error) - 6, "text-anchor": last ? "end" : "start" }));
+  const marks = [...points].sort((a, b) => a.bits - b.bits).map((point) => ({ ...point, x: x(point.bits), y: y(point.error) }));
+  svg.append(element("polyline", { class: "curve", points: marks.map((mark) => `${mark.x},${mark.y}`).join(" ") }));
+  const taken = marks.map((mark) => ({ left: mark.x - 4.5, right: mark.x + 4.5, top: mark.y - 4.5, bottom: mark.y + 4.5 }));
+  for (const point of marks) {
+    svg.append(element("circle", { class: "point", cx: point.x, cy: point.y, r: 4.5 }));
+    const label = free(point, taken, { left: 0, right: width, top: 0, bottom: height - bottom });
+    taken.push(label.box);
+    svg.append(text(point.label, { x: label.x, y: label.y, "text-anchor": label.anchor }));
   }
   place.replaceChildren(svg);
+}
+
+/** Where a label hides nothing: beside its point on the side that a falling curve leaves free, or elsewhere; there if nowhere. */
+function free(point, taken, frame) {
+  const wide = point.label.length * characterWidth;
+  const places = [[8, -6], [-8, 16], [-8, -6], [8, 16], [10, 4], [-10, 4]].map(([dx, dy]) => {
+    const [x, y, anchor] = [point.x + dx, point.y + dy, dx > 0 ? "start" : "end"];
+    const left = dx > 0 ? x : x - wide;
+    return { x, y, anchor, box: { left, right: left + wide, top: y - lineHeight + 3, bottom: y + 3 } };
+  });
+  const apart = (a, b) => a.right <= b.left || b.right <= a.left || a.bottom <= b.top || b.bottom <= a.top;
+  const within = (box) => box.left >= frame.left && box.right <= frame.right && box.top >= frame.top && box.bottom <= frame.bottom;
+  return places.find(({ box }) => within(box) && taken.every((other) => apart(box, other))) ?? places[0];
 }
 
 /** A number with three digits that say something. */

@@ -25,7 +25,7 @@ fn root() -> PathBuf {
 /// Every document of the repository, but for those of others.
 fn documents() -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = Vec::new();
-    for folder in ["", "docs", "docs/lab", "data", "tests/golden", "fuzz", "hosts/burn", "hosts/candle"] {
+    for folder in ["", "docs", "docs/lab", "data", "tests/golden", "fuzz", "hosts/burn", "hosts/candle", "web"] {
         let Ok(entries) = fs::read_dir(root().join(folder)) else { continue };
         let paths = entries.map(|entry| entry.expect("a folder of the repository").path());
         found.extend(paths.filter(|path| path.extension().is_some_and(|extension| extension == "md")));
