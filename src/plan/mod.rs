@@ -8,6 +8,7 @@
 //! each there may be.
 
 mod attend;
+mod beside_f16;
 mod blocks;
 mod pages;
 mod rows;
@@ -17,6 +18,7 @@ mod tokens;
 mod work;
 
 pub use attend::{AttendPlan, PlannedRun, PlannedSpan, QueryRun, Segment, SpanView, StoreFormat, StoreView, Visible};
+pub use beside_f16::BesideF16;
 pub use pages::{Page, PageAllocator};
 pub use rows::{ElementType, Elements, QueryRows, RowLayout, TokenRange};
 pub use state_rows::StateRows;
