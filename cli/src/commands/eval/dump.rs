@@ -23,6 +23,9 @@ pub struct DumpArgs {
     /// Of a dump: only f16 and the formats whose name contains this ('4-bit', 'per token').
     #[arg(long, value_name = "TEXT", conflicts_with = "model")]
     format: Option<String>,
+    /// Of a dump: only the layer of this index in the model.
+    #[arg(long, value_name = "INDEX", conflicts_with = "model")]
+    layer: Option<u32>,
     #[command(flatten)]
     kept: KeptInF16,
     /// Of a dump: what a query and weights of 16 and of 8 bits add to the error of each format.
@@ -32,7 +35,10 @@ pub struct DumpArgs {
 
 /// Evaluates a dump.
 pub(super) fn run(file: &Path, args: &DumpArgs, backend: &BackendArgs, to: Destination<'_>) -> Result<Outcome> {
-    let dump = dump::read(file).with_context(|| file.display().to_string())?;
+    let mut dump = dump::read(file).with_context(|| file.display().to_string())?;
+    if let Some(index) = args.layer {
+        leave_layer(&mut dump, index)?;
+    }
     leave_something_to_pack(&dump, args.kept)?;
     if args.precision {
         return precision(args, backend, &dump, to);
@@ -65,6 +71,15 @@ fn precision(args: &DumpArgs, backend: &BackendArgs, dump: &Dump, to: Destinatio
             "--precision is about the kernels of wgpu, which multiply integers; the other backends have one precision"
         ),
     }
+}
+
+fn leave_layer(dump: &mut Dump, index: u32) -> Result<()> {
+    let there: Vec<String> = dump.layers.iter().map(|layer| layer.index.to_string()).collect();
+    dump.layers.retain(|layer| layer.index == index);
+    if dump.layers.is_empty() {
+        bail!("the dump has no layer {index}; it has {}", there.join(", "));
+    }
+    Ok(())
 }
 
 fn leave_something_to_pack(dump: &Dump, kept: KeptInF16) -> Result<()> {
