@@ -218,6 +218,8 @@ stage gpu-strict-webgpu on "$first" env WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
     cargo test --locked --workspace --no-fail-fast --test 'gpu*'
 # With the checks that wgpu inserts, which are not the default.
 stage gpu-safe-checks on "$first" env KVPACK_CHECKS=safe cargo test --locked --workspace --no-fail-fast --test gpu_conformance
+# A program of burn's, in a workspace of its own: see hosts/burn/README.md.
+stage host-burn on "$first" cargo run --locked --manifest-path hosts/burn/Cargo.toml --target-dir target/hosts/burn
 stage gpu-floor on "$first" env KVPACK_PATH=floor cargo test --locked --workspace --no-fail-fast --test 'gpu*'
 stage validation-messages no_validation_messages
 if [ "$(uname -s)" = Linux ]; then

@@ -3,17 +3,49 @@
 //!     cargo test --release --features cuda --test cuda_model_step -- --ignored
 #![cfg(feature = "cuda")]
 
+mod compressed;
 mod model_steps;
+mod parted_layers;
 mod random_rows;
 
+use std::collections::HashMap;
+
 use kvpack::backend::Device;
+use kvpack::cache::TokenRun;
 use kvpack::cpu::Cpu;
+use kvpack::cuda::cudarc::driver::CudaGraph;
 use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
-use kvpack::cuda::{Cuda, KernelCache, LayerTensors, ModelStep, Tensor};
+use kvpack::cuda::{Cuda, KernelCache, LaunchMemory, LayerTensors, ModelStep, Tensor, WrittenStep};
 use kvpack::plan::{ElementType, RowLayout};
 use model_steps::{LAYERS, RECIPES, ROWS, SEQUENCES, STEADY, STEPS};
 use pollster::block_on;
 use random_rows::Random;
+
+/// Tensors of a layer.
+fn tensors(backend: &Cuda) -> LayerTensors {
+    let zeroed = |elements| Tensor::zeroed(backend.stream(), elements, ElementType::F32).unwrap();
+    let [keys, values, queries, output] = model_steps::tensor_elements().map(zeroed);
+    LayerTensors { keys, values, queries, output }
+}
+
+/// Keys, values and queries of a layer on the device.
+fn write(backend: &Cuda, of: &LayerTensors, inputs: &[Vec<f32>; 3]) {
+    for (tensor, rows) in [&of.keys, &of.values, &of.queries].into_iter().zip(inputs) {
+        tensor.write(backend.stream(), rows.as_slice().into()).unwrap();
+    }
+}
+
+/// A graph of so many layers of a step, and the memory of its launches.
+fn capture(backend: &Cuda, step: &WrittenStep<'_>, layers: usize) -> (CudaGraph, LaunchMemory) {
+    let stream = backend.stream();
+    stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+    for layer in 0..layers {
+        step.launch_store(layer).unwrap();
+        step.launch_attend(layer).unwrap();
+    }
+    let graph = stream.end_capture(CUgraphInstantiate_flags(0)).unwrap().expect("a graph");
+    (graph, step.memory())
+}
 
 /// Every layer attends as on the CPU, a graph is captured only where something was bound anew, and that is seldom while the
 /// batch stays the same.
@@ -21,16 +53,10 @@ use random_rows::Random;
 #[ignore = "needs an NVIDIA GPU"]
 fn one_graph_is_replayed_while_sequences_grow() {
     let backend = Cuda::open(0, KernelCache::of_user()).unwrap();
-    let stream = backend.stream();
     for name in RECIPES {
         let recipe = model_steps::recipe(name);
         let (mut cache, mut twin) = (model_steps::cache(&backend, &recipe), model_steps::cache(&Cpu::new(), &recipe));
-        let of_layer = |_| {
-            let zeroed = |elements| Tensor::zeroed(stream, elements, ElementType::F32).unwrap();
-            let [keys, values, queries, output] = model_steps::tensor_elements().map(zeroed);
-            LayerTensors { keys, values, queries, output }
-        };
-        let tensors: Vec<LayerTensors> = (0..LAYERS).map(of_layer).collect();
+        let tensors: Vec<LayerTensors> = (0..LAYERS).map(|_| tensors(&backend)).collect();
         let rows = RowLayout::token_major(ROWS, &model_steps::shape());
         let mut steps = ModelStep::new(&backend, rows, tensors.clone()).unwrap();
         let (mut random, mut graph, mut captured) = (Random::new(7), None, 0);
@@ -40,23 +66,13 @@ fn one_graph_is_replayed_while_sequences_grow() {
                 twin.clear(sequence).unwrap();
             }
             let (runs, inputs) = (model_steps::runs(step), model_steps::inputs(&mut random));
-            for (of, rows) in tensors.iter().zip(&inputs) {
-                for (tensor, rows) in [&of.keys, &of.values, &of.queries].into_iter().zip(rows) {
-                    tensor.write(stream, rows.as_slice().into()).unwrap();
-                }
-            }
+            tensors.iter().zip(&inputs).for_each(|(of, inputs)| write(&backend, of, inputs));
             block_on(cache.reserve_for_append(&runs)).unwrap();
             cache.begin_append(&runs).unwrap();
             let open = cache.encode().unwrap().remove(0);
             let written = steps.write(&open).unwrap();
             if written.bound_anew() {
-                stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
-                for layer in 0..LAYERS {
-                    written.launch_store(layer).unwrap();
-                    written.launch_attend(layer).unwrap();
-                }
-                let new = stream.end_capture(CUgraphInstantiate_flags(0)).unwrap().expect("a graph");
-                graph = Some((new, written.memory()));
+                graph = Some(capture(&backend, &written, LAYERS));
                 captured += usize::from(step > STEADY);
             }
             graph.as_ref().unwrap().0.launch().unwrap();
@@ -72,4 +88,64 @@ fn one_graph_is_replayed_while_sequences_grow() {
             assert_eq!(cache.length(sequence), twin.length(sequence));
         }
     }
+}
+
+/// Batches that take turns replay the graphs that were captured for them.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn classes_are_kept_side_by_side() {
+    let backend = Cuda::open(0, KernelCache::of_user()).unwrap();
+    let recipe = model_steps::recipe("saw-int4");
+    let (mut cache, mut twin) = (model_steps::cache(&backend, &recipe), model_steps::cache(&Cpu::new(), &recipe));
+    let tensors: Vec<LayerTensors> = (0..LAYERS).map(|_| tensors(&backend)).collect();
+    let rows = RowLayout::token_major(ROWS, &model_steps::shape());
+    let mut steps = ModelStep::new(&backend, rows, tensors.clone()).unwrap().keeping(8);
+    let (mut random, mut graphs) = (Random::new(7), HashMap::new());
+    for step in 0..model_steps::ALTERNATING {
+        let (runs, inputs) = (model_steps::alternating(step), model_steps::inputs(&mut random));
+        tensors.iter().zip(&inputs).for_each(|(of, inputs)| write(&backend, of, inputs));
+        block_on(cache.reserve_for_append(&runs)).unwrap();
+        cache.begin_append(&runs).unwrap();
+        let written = steps.write(&cache.encode().unwrap()[0]).unwrap();
+        assert_eq!(written.bound_anew(), !graphs.contains_key(&written.class()));
+        let captured = || capture(&backend, &written, LAYERS);
+        graphs.entry(written.class()).or_insert_with(captured).0.launch().unwrap();
+        cache.commit().unwrap();
+        let outputs = tensors.iter().map(|of| block_on(backend.download(&of.output)).unwrap());
+        model_steps::compare(&mut twin, &runs, &inputs, &outputs.collect::<Vec<_>>());
+    }
+    println!("{} graphs for {} steps", graphs.len(), model_steps::ALTERNATING);
+    // Within a tile a longer sequence may be served by other kernels.
+    assert!(graphs.len() <= 12, "{} graphs for {} steps", graphs.len(), model_steps::ALTERNATING);
+}
+
+/// Layers that were parted share a layout, and one engine's tensors serve their steps in turn: each is bound to its own stores.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn parted_layers_are_bound_to_their_own_stores() {
+    let backend = Cuda::open(0, KernelCache::of_user()).unwrap();
+    let (mut cache, mut twin) = (parted_layers::cache(&backend), parted_layers::cache(&Cpu::new()));
+    let of = tensors(&backend);
+    let rows = RowLayout::token_major(ROWS, &model_steps::shape());
+    let mut steps = ModelStep::new(&backend, rows, vec![of.clone()]).unwrap().keeping(LAYERS);
+    let (mut random, mut anew) = (Random::new(7), 0);
+    for _ in 0..parted_layers::STEPS {
+        let (runs, inputs) = ([TokenRun::decode(0)], model_steps::inputs(&mut random));
+        block_on(cache.reserve_for_append(&runs)).unwrap();
+        cache.begin_append(&runs).unwrap();
+        parted_layers::check_layout(&cache);
+        let mut outputs = Vec::new();
+        for (layer, open) in cache.encode().unwrap().iter().enumerate() {
+            assert_eq!(open.layers, [layer]);
+            write(&backend, &of, &inputs[layer]);
+            let step = steps.write(open).unwrap();
+            anew += usize::from(step.bound_anew());
+            step.launch_store(0).unwrap();
+            step.launch_attend(0).unwrap();
+            outputs.push(block_on(backend.download(&of.output)).unwrap());
+        }
+        cache.commit().unwrap();
+        model_steps::compare(&mut twin, &runs, &inputs, &outputs);
+    }
+    assert_eq!(anew, LAYERS, "each layer is bound once");
 }

@@ -1,11 +1,13 @@
 //! Steps of a whole model that an engine encodes itself, against the same steps on the CPU. `gpu_device` says on which adapter.
 #![cfg(feature = "wgpu")]
 
+mod compressed;
 mod gpu_device;
 mod model_steps;
+mod parted_layers;
 mod random_rows;
 
-use kvpack::backend::AttendOptions;
+use kvpack::backend::{AttendOptions, Device};
 use kvpack::cache::{ModelCache, TokenRun};
 use kvpack::cpu::Cpu;
 use kvpack::plan::{ElementType, RowLayout};
@@ -96,20 +98,16 @@ fn steps_are_bound_once_and_only_encoded() {
         let mut engine = Engine::new(gpu_device::fresh(), recipe);
         let (layout, stores) = (engine.cache.step_layout(0).unwrap(), engine.cache.recipe(0).unwrap().stores());
         block_on(engine.steps.prepare(layout, stores)).unwrap();
+        block_on(engine.steps.prepare_chunks(layout, stores, ROWS)).unwrap();
         let compiled = |engine: &Engine| engine.backend.device().get_internal_counters().hal.compute_pipelines.read();
-        let mut prepared = compiled(&engine);
+        let prepared = compiled(&engine);
         let mut anew = 0;
         for step in 0..STEPS {
             if let Some(sequence) = model_steps::leaves(step) {
                 engine.cache.clear(sequence).unwrap();
                 engine.twin.clear(sequence).unwrap();
             }
-            let runs = model_steps::runs(step);
-            anew += usize::from(engine.step(&runs));
-            // Chunks have kernels of their own, for several queries.
-            if runs.iter().any(|run| run.tokens() > 1) {
-                prepared = compiled(&engine);
-            }
+            anew += usize::from(engine.step(&model_steps::runs(step)));
             assert_eq!(compiled(&engine), prepared, "{recipe}: step {step} compiled a kernel");
         }
         assert!(anew <= 24, "{recipe}: bound anew in {anew} of {STEPS} steps");
@@ -117,6 +115,140 @@ fn steps_are_bound_once_and_only_encoded() {
         for sequence in 0..SEQUENCES {
             assert_eq!(engine.cache.length(sequence), engine.twin.length(sequence));
         }
+    }
+}
+
+/// Batches that take turns find what was bound for them.
+#[test]
+fn classes_are_kept_side_by_side() {
+    let mut engine = Engine::new(gpu_device::fresh(), "saw-int4");
+    let anew = (0..model_steps::ALTERNATING).filter(|&step| engine.step(&model_steps::alternating(step))).count();
+    assert!(anew <= 3, "bound anew in {anew} of {} steps", model_steps::ALTERNATING);
+}
+
+/// Layers that were parted share a layout, and one engine's tensors serve their steps in turn: each is bound to its own stores.
+#[test]
+fn parted_layers_are_bound_to_their_own_stores() {
+    let backend = gpu_device::fresh();
+    let (mut cache, mut twin) = (parted_layers::cache(&backend), parted_layers::cache(&Cpu::new()));
+    let of = LayerTensors::zeroed(backend.device(), &model_steps::shape(), ROWS, ElementType::F32).unwrap();
+    let rows = RowLayout::token_major(ROWS, &model_steps::shape());
+    let mut steps = ModelStep::new(&backend, rows, vec![of.clone()], AttendOptions::default()).unwrap();
+    let (mut random, mut anew) = (Random::new(7), 0);
+    for _ in 0..parted_layers::STEPS {
+        let (runs, inputs) = ([TokenRun::decode(0)], model_steps::inputs(&mut random));
+        block_on(cache.reserve_for_append(&runs)).unwrap();
+        cache.begin_append(&runs).unwrap();
+        parted_layers::check_layout(&cache);
+        let mut outputs = Vec::new();
+        for (layer, open) in cache.encode().unwrap().iter().enumerate() {
+            assert_eq!(open.layers, [layer]);
+            for (tensor, rows) in [&of.keys, &of.values, &of.queries].into_iter().zip(&inputs[layer]) {
+                backend.queue().write_buffer(tensor.buffer(), tensor.offset(), bytemuck::cast_slice(rows));
+            }
+            let step = steps.write(open).unwrap();
+            anew += usize::from(step.bound_anew());
+            let mut encoder = backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+            step.encode_store(0, &mut pass).unwrap();
+            step.encode_attend(0, &mut pass).unwrap();
+            drop(pass);
+            backend.queue().submit([encoder.finish()]);
+            outputs.push(block_on(backend.download(&of.output)).unwrap());
+        }
+        cache.commit().unwrap();
+        model_steps::compare(&mut twin, &runs, &inputs, &outputs);
+    }
+    assert_eq!(anew, LAYERS, "each layer is bound once");
+}
+
+/// An engine that submits for itself, with tensors elsewhere in every step and of as many rows as the step.
+#[test]
+fn a_layer_takes_one_submission() {
+    let mut engine = Engine::new(gpu_device::fresh(), "kivi:2+window=0");
+    let device = engine.backend.device().clone();
+    for step in 0..12 {
+        let runs = model_steps::runs(step);
+        let tokens: usize = runs.iter().map(TokenRun::tokens).sum();
+        let inputs = model_steps::inputs(&mut engine.random);
+        let mut given = Vec::new();
+        for rows in &inputs {
+            let of = LayerTensors::zeroed(&device, &model_steps::shape(), tokens, ElementType::F32).unwrap();
+            for (tensor, rows) in [&of.keys, &of.values, &of.queries].into_iter().zip(rows) {
+                let rows = &rows[..tensor.elements()];
+                engine.backend.queue().write_buffer(tensor.buffer(), tensor.offset(), bytemuck::cast_slice(rows));
+            }
+            given.push(of);
+        }
+        block_on(engine.cache.reserve_for_append(&runs)).unwrap();
+        engine.cache.begin_append(&runs).unwrap();
+        let open = engine.cache.encode().unwrap().remove(0);
+        let written = engine.steps.write(&open).unwrap();
+        let before = newest_submission(&engine.backend);
+        for (layer, of) in given.iter().enumerate() {
+            written.submit(layer, of).unwrap();
+        }
+        assert_eq!(newest_submission(&engine.backend) - before - 1, LAYERS as u64);
+        // Tensors of too few rows, of another type, or those that the layer copies to.
+        let few = LayerTensors { keys: given[0].keys.slice(0, 128 * tokens - 64).unwrap(), ..given[0].clone() };
+        assert!(matches!(written.submit(0, &few), Err(Error::Elements { .. })));
+        let half = LayerTensors::zeroed(&device, &model_steps::shape(), tokens, ElementType::F16).unwrap();
+        assert!(matches!(written.submit(0, &half), Err(Error::Buffer { .. })));
+        assert!(matches!(written.submit(0, &engine.tensors[0]), Err(Error::Buffer { .. })));
+        engine.cache.commit().unwrap();
+        let outputs = given.iter().map(|of| block_on(engine.backend.download(&of.output)).unwrap());
+        model_steps::compare(&mut engine.twin, &runs, &inputs, &outputs.collect::<Vec<_>>());
+    }
+}
+
+/// Number of the newest submission, which is one of nothing.
+fn newest_submission(backend: &Wgpu) -> u64 {
+    let told = format!("{:?}", backend.queue().submit([]));
+    told.chars().filter(char::is_ascii_digit).collect::<String>().parse().unwrap()
+}
+
+/// Prompts in chunks, decoding, windows that are packed, stores that grow and outputs of both types: whatever a model is served
+/// with, the kernels are there. Nothing runs on the device, which would not change what is compiled.
+#[test]
+fn no_kernel_is_compiled_while_serving() {
+    const ROWS: usize = 640;
+    for (recipe, of) in RECIPES.into_iter().flat_map(|recipe| [(recipe, ElementType::F32), (recipe, ElementType::F16)])
+    {
+        let backend = gpu_device::fresh();
+        let (device, recipe_of) = (backend.device().clone(), model_steps::recipe(recipe));
+        let tensors = vec![LayerTensors::zeroed(&device, &model_steps::shape(), ROWS, of).unwrap(); LAYERS];
+        let rows = RowLayout::token_major(ROWS, &model_steps::shape());
+        let options = AttendOptions { query: recipe_of.query(), ..AttendOptions::default() };
+        let mut steps = ModelStep::new(&backend, rows, tensors, options).unwrap();
+        let mut cache = model_steps::cache(&backend, &recipe_of);
+        let (layout, stores) = (cache.step_layout(0).unwrap().clone(), recipe_of.stores());
+        block_on(steps.prepare(&layout, stores)).unwrap();
+        block_on(steps.prepare_chunks(&layout, stores, ROWS)).unwrap();
+        let compiled = || device.get_internal_counters().hal.compute_pipelines.read();
+        let prepared = compiled();
+        let mut step = |runs: &[TokenRun]| {
+            block_on(cache.reserve_for_append(runs)).unwrap();
+            cache.begin_append(runs).unwrap();
+            let open = cache.encode().unwrap().remove(0);
+            let written = steps.write(&open).unwrap();
+            let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+            for layer in 0..LAYERS {
+                written.encode_store(layer, &mut pass).unwrap();
+                written.encode_attend(layer, &mut pass).unwrap();
+            }
+            drop(pass);
+            cache.commit().unwrap();
+            for run in runs.iter().filter(|run| run.tokens() > 1) {
+                block_on(cache.pack_windows(run.sequence())).unwrap();
+            }
+            assert_eq!(compiled(), prepared, "{recipe}, {of:?}: {runs:?}");
+        };
+        (2..12).for_each(|tokens| step(&[TokenRun::chunk(0, tokens)]));
+        step(&[TokenRun::chunk(1, ROWS)]);
+        step(&[TokenRun::chunk(1, ROWS - 2), TokenRun::decode(0), TokenRun::decode(2)]);
+        (0..8).for_each(|_| step(&[TokenRun::chunk(1, ROWS)])); // states of one sequence become many
+        (0..70).for_each(|_| step(&[TokenRun::decode(0), TokenRun::decode(1), TokenRun::decode(2)]));
     }
 }
 

@@ -9,6 +9,8 @@
 
 mod attention;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod bound_classes;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod bound_layers;
 mod device;
 mod filled;
@@ -21,6 +23,8 @@ mod storage;
 pub use attention::{
     Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, QueryBytes, QueryPrecision,
 };
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) use bound_classes::BoundClasses;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use bound_layers::of_layer;
 pub use device::Device;

@@ -12,7 +12,7 @@ use super::device::tensor::Tensor;
 use super::pack::non_finite_flags::NonFiniteFlags;
 use super::pack::step::{BoundPackStep, PackStepPlan};
 use super::pack::step_memory::StepMemory;
-use crate::backend::{OpenStep, StepInput, of_layer};
+use crate::backend::{BoundClasses, OpenStep, StepInput, of_layer};
 use crate::plan::{AttendPlan, QueryRows, RowLayout, StepLayout};
 use crate::{Error, Result};
 
@@ -67,17 +67,21 @@ pub struct ModelStep {
     layers: Vec<LayerTensors>,
     query_rows: Option<QueryRows>,
     output_rows: Option<QueryRows>,
-    bound: Option<Bound>,
+    bound: BoundClasses<Bound>,
+    /// Classes that were bound so far.
+    classes: u64,
 }
 
-/// What lasts from step to step.
+/// What lasts from step to step of one class. Memory of scratch and of the step's table is shared with others.
 #[derive(Debug)]
 struct Bound {
+    class: u64,
     layout: Arc<StepLayout>,
     /// The numbers of the layers: those that were parted from one group share a layout, and not their stores.
     numbers: Vec<usize>,
     table: StepMemory,
     plan: StepPlan,
+    scratch: StepScratch,
     tables: ModelTables,
     launches: Arc<ModelLaunches>,
 }
@@ -111,19 +115,29 @@ impl ModelStep {
         if layers.is_empty() {
             return Err(Error::Plan { what: "step of a model", reason: "it needs at least one layer".into() });
         }
-        Ok(Self { backend: backend.clone(), rows, layers, query_rows: None, output_rows: None, bound: None })
+        let (backend, bound) = (backend.clone(), BoundClasses::new(1));
+        Ok(Self { backend, rows, layers, query_rows: None, output_rows: None, bound, classes: 0 })
     }
 
-    /// The same for queries whose rows lie so, in place of one after the other.
+    /// The same, which keeps what was bound for so many classes of steps, and not for the last one alone: for batches that
+    /// alternate between sizes. An engine that captures graphs then keeps one for every [`WrittenStep::class`].
     #[must_use]
-    pub fn with_query_rows(self, rows: QueryRows) -> Self {
-        Self { query_rows: Some(rows), bound: None, ..self }
+    pub fn keeping(self, classes: usize) -> Self {
+        Self { bound: BoundClasses::new(classes), ..self }
+    }
+
+    /// The same for queries whose rows lie so, in place of one after the other. What was bound before is bound anew.
+    #[must_use]
+    pub fn with_query_rows(mut self, rows: QueryRows) -> Self {
+        self.bound.retain(|_| false);
+        Self { query_rows: Some(rows), ..self }
     }
 
     /// The same for outputs whose rows lie so, in place of one after the other.
     #[must_use]
-    pub fn with_output_rows(self, rows: QueryRows) -> Self {
-        Self { output_rows: Some(rows), bound: None, ..self }
+    pub fn with_output_rows(mut self, rows: QueryRows) -> Self {
+        self.bound.retain(|_| false);
+        Self { output_rows: Some(rows), ..self }
     }
 
     /// Takes a step and queues its tables on the stream: once for all layers, before they are launched or a graph of them is. It
@@ -134,21 +148,20 @@ impl ModelStep {
     /// [`Error::Plan`] or [`Error::Elements`] when the step is not one of these layers, or has more tokens than the tensors;
     /// [`Error::OutOfMemory`] or [`Error::Limit`] where something is bound anew; what the driver says of a copy.
     pub fn write(&mut self, step: &OpenStep<'_, Store, NonFiniteFlags>) -> Result<WrittenStep<'_>> {
-        let layout = step.check(self.layers.len(), &self.rows)?;
+        step.check(self.layers.len(), &self.rows)?;
         let plan = self.plan(step.plan)?;
         for layer in &self.layers {
             plan.check_rows(&layer.queries, &layer.output)?;
         }
-        let same_stores = |bound: &Bound| Arc::ptr_eq(&bound.layout, layout) && bound.numbers == step.layers;
-        let fits = |bound: &Bound| same_stores(bound) && plan.is_bound_like(&bound.plan);
-        let bound_anew = !self.bound.as_ref().is_some_and(fits);
-        let mut bound = match self.bound.take() {
-            Some(bound) if !bound_anew => Bound { plan, ..bound },
-            _ => self.bind(step, plan)?,
+        let kept = self.bound.take(|bound| bound.is_over(step) && plan.is_bound_like(&bound.plan));
+        let bound_anew = kept.is_none();
+        let mut bound = match kept {
+            Some(bound) => Bound { plan, ..bound },
+            None => self.bind(step, plan)?,
         };
         bound.table.write(self.backend.stream(), step.table)?;
         bound.tables.write(&bound.plan)?;
-        Ok(WrittenStep { bound: self.bound.insert(bound), bound_anew })
+        Ok(WrittenStep { bound: self.bound.put(bound), bound_anew })
     }
 
     fn plan(&self, plan: &AttendPlan) -> Result<StepPlan> {
@@ -162,10 +175,20 @@ impl ModelStep {
         Ok(step)
     }
 
-    fn bind(&self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: StepPlan) -> Result<Bound> {
+    fn bind(&mut self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: StepPlan) -> Result<Bound> {
         let (backend, layout) = (&self.backend, step.table.layout());
-        let table = StepMemory::new(backend.stream(), layout)?;
-        let scratch = StepScratch::new(backend.stream(), &plan.sizes(Room::Classes))?;
+        // What was bound before a store grew.
+        self.bound.retain(|bound| bound.numbers != step.layers || bound.is_over(step));
+        let table = match self.bound.iter().find(|bound| bound.is_over(step)) {
+            Some(bound) => bound.table.clone(),
+            None => StepMemory::new(backend.stream(), layout)?,
+        };
+        // Steps follow each other on the stream, so that they may share scratch.
+        let sizes = plan.sizes(Room::Classes);
+        let scratch = match self.bound.iter().find(|bound| bound.scratch.holds(&sizes)) {
+            Some(bound) => bound.scratch.clone(),
+            None => StepScratch::new(backend.stream(), &sizes)?,
+        };
         let tables = ModelTables::new(backend, &plan, &step.stores, layout.shape().query_heads())?;
         let pack = PackStepPlan::new(layout);
         let mut launches = ModelLaunches { stores: Vec::new(), attention: Vec::new() };
@@ -177,14 +200,24 @@ impl ModelStep {
             let tensors = StepTensors { queries, output, lse: None };
             launches.attention.push(plan.bind_to(backend, stores, tensors, &scratch, &tables.of_layer(place))?);
         }
+        self.classes += 1;
         Ok(Bound {
+            class: self.classes,
             layout: layout.clone(),
             numbers: step.layers.to_vec(),
             table,
             plan,
+            scratch,
             tables,
             launches: Arc::new(launches),
         })
+    }
+}
+
+impl Bound {
+    /// Whether it was bound to the stores of a step.
+    fn is_over(&self, step: &OpenStep<'_, Store, NonFiniteFlags>) -> bool {
+        Arc::ptr_eq(&self.layout, step.table.layout()) && self.numbers == step.layers
     }
 }
 
@@ -192,6 +225,11 @@ impl WrittenStep<'_> {
     /// Whether memory was allocated for this step, so that a graph has to be captured again.
     pub const fn bound_anew(&self) -> bool {
         self.bound_anew
+    }
+
+    /// A number that steps have in common which the same launches serve, and so the same graph. It is never given twice.
+    pub const fn class(&self) -> u64 {
+        self.bound.class
     }
 
     /// Launches what a layer stores, by its place among the layers of the step. Nothing is allocated, and nothing waits.

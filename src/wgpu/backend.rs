@@ -172,12 +172,10 @@ impl Wgpu {
         let memory = StepMemory::new(self.device(), table.layout())?;
         let step = PackStepPlan::new(table.layout()).bind_for(&self.kernels, stores, &memory, input, table)?;
         guard::captured_now(self.device(), Request::call("table of a step"), || memory.write(&self.queue, table))??;
-        let mut encoded = Ok(());
-        guard::submit(self.device(), &self.queue, "kvpack write_step", |encoder| {
+        guard::encode_and_submit(self.device(), &self.queue, "kvpack write_step", |encoder| {
             let descriptor = wgpu::ComputePassDescriptor { label: Some("kvpack write_step"), timestamp_writes: None };
-            encoded = step.encode(table, &mut encoder.begin_compute_pass(&descriptor));
-        })?;
-        encoded
+            step.encode(table, &mut encoder.begin_compute_pass(&descriptor))
+        })
     }
 
     /// Encodes dispatches into one compute pass and submits it.

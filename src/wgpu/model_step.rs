@@ -7,10 +7,11 @@ use super::backend::Wgpu;
 use super::device::guard::{self, Request};
 use super::device::{Launches, Store, Tensor};
 use super::pack::{BoundPackStep, NonFiniteFlags, PackStepPlan, StepMemory};
-use crate::backend::{AttendOptions, OpenStep, StepInput, of_layer};
-use crate::format::TILE_TOKENS;
+use crate::backend::{AttendOptions, BoundClasses, OpenStep, StepInput, of_layer};
+use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{
-    AttendPlan, Page, QueryRows, QueryRun, RowLayout, SpanView, StepLayout, StepTable, StoreFormat, StoreView,
+    AttendPlan, ElementType, Page, QueryRows, QueryRun, RowLayout, SpanView, StepLayout, StepTable, StoreFormat,
+    StoreView,
 };
 use crate::{Error, Result};
 
@@ -22,7 +23,8 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// [`ModelStep::write`] takes the open step of a cache and puts two small tables on the device, once for all layers. What it
 /// returns encodes every layer into the engine's pass, between the engine's own kernels: nothing is submitted, waited for,
 /// mapped or allocated. Kernels, scratch and bind groups last from step to step; they are made anew when a store has grown or
-/// lengths have left their class, which lie up to a quarter apart. [`WrittenStep::bound_anew`] tells.
+/// lengths have left their class, which lie up to a quarter apart. The classes of eight batches are kept side by side.
+/// [`WrittenStep::bound_anew`] tells.
 ///
 /// ```no_run
 /// use kvpack::backend::AttendOptions;
@@ -62,10 +64,13 @@ pub struct ModelStep {
     options: AttendOptions,
     query_rows: Option<QueryRows>,
     output_rows: Option<QueryRows>,
-    bound: Option<Bound>,
+    bound: BoundClasses<Bound>,
 }
 
-/// What lasts from step to step.
+/// Classes of steps that are kept.
+const KEPT_CLASSES: usize = 8;
+
+/// What lasts from step to step of one class. Buffers are shared with others.
 #[derive(Debug)]
 struct Bound {
     layout: Arc<StepLayout>,
@@ -78,9 +83,24 @@ struct Bound {
     attention: Vec<Launches>,
 }
 
+impl LayerTensors {
+    /// Tensors of zeros with `rows` rows of keys, values, queries and output, one row after the other.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`].
+    pub fn zeroed(device: &wgpu::Device, shape: &AttentionShape, rows: usize, of: ElementType) -> Result<Self> {
+        let zeroed = |heads: usize| Tensor::zeroed(device, rows * heads * shape.head_dim(), of);
+        let (kv, query) = (shape.kv_heads(), shape.query_heads());
+        Ok(Self { keys: zeroed(kv)?, values: zeroed(kv)?, queries: zeroed(query)?, output: zeroed(query)? })
+    }
+}
+
 /// A step whose tables are on their way to the device, ready to be encoded.
 #[derive(Clone, Copy, Debug)]
 pub struct WrittenStep<'a> {
+    backend: &'a Wgpu,
+    rows: &'a RowLayout,
+    layers: &'a [LayerTensors],
     bound: &'a Bound,
     table: &'a StepTable,
     bound_anew: bool,
@@ -103,44 +123,65 @@ impl ModelStep {
             return Err(Error::Plan { what: "step of a model", reason });
         }
         let options = AttendOptions { output: first.output.element_type(), ..options };
-        let backend = backend.clone();
-        Ok(Self { backend, rows, layers, options, query_rows: None, output_rows: None, bound: None })
+        let (backend, bound) = (backend.clone(), BoundClasses::new(KEPT_CLASSES));
+        Ok(Self { backend, rows, layers, options, query_rows: None, output_rows: None, bound })
     }
 
     /// The same for queries whose rows lie so, in place of one after the other: see [`StepPlan::with_query_rows`].
     #[must_use]
-    pub fn with_query_rows(self, rows: QueryRows) -> Self {
-        Self { query_rows: Some(rows), bound: None, ..self }
+    pub fn with_query_rows(mut self, rows: QueryRows) -> Self {
+        self.bound.retain(|_| false);
+        Self { query_rows: Some(rows), ..self }
     }
 
     /// The same for outputs whose rows lie so, in place of one after the other.
     #[must_use]
-    pub fn with_output_rows(self, rows: QueryRows) -> Self {
-        Self { output_rows: Some(rows), bound: None, ..self }
+    pub fn with_output_rows(mut self, rows: QueryRows) -> Self {
+        self.bound.retain(|_| false);
+        Self { output_rows: Some(rows), ..self }
     }
 
     /// Compiles every kernel that decoding steps over these stores can ask for, however long their sequences become, so that
-    /// none is compiled while a model is served. `stores` are those of the recipe.
+    /// none is compiled while a model is served. `stores` are those of the recipe. [`ModelStep::prepare_chunks`] does so for
+    /// prompts in chunks.
     ///
     /// # Errors
     /// Those of [`StepPlan::new`], and [`Error::Gpu`] when the device refuses a kernel.
     pub async fn prepare(&self, layout: &Arc<StepLayout>, stores: &[StoreFormat]) -> Result<()> {
+        self.prepare_runs(layout, stores, &[QueryRun::decode(0)]).await
+    }
+
+    /// The same for steps with chunks of up to `longest` tokens, or as many as the tensors have rows: kernels that take several
+    /// queries of a sequence at a time.
+    ///
+    /// # Errors
+    /// Those of [`ModelStep::prepare`].
+    pub async fn prepare_chunks(&self, layout: &Arc<StepLayout>, stores: &[StoreFormat], longest: usize) -> Result<()> {
+        let longest = longest.min(self.rows.tokens).min(MOST_CHUNK_KINDS);
+        let runs: Vec<QueryRun> = (2..=longest).map(|tokens| QueryRun::causal(0, tokens)).collect();
+        self.prepare_runs(layout, stores, &runs).await
+    }
+
+    /// Compiles what these runs of queries can ask for, each by itself.
+    async fn prepare_runs(&self, layout: &Arc<StepLayout>, stores: &[StoreFormat], runs: &[QueryRun]) -> Result<()> {
         let LayerTensors { keys, values, .. } = &self.layers[0];
         let mut variants = PackStepPlan::new(layout).variants(keys.element_type(), values.element_type());
         for tiles in [1, MANY_TILES] {
             let pages: Vec<Page> = (0..tiles).map(|index| Page { shard: 0, index }).collect();
-            let span =
-                SpanView { sequence: 0, start: 0, tokens: pages.len() * TILE_TOKENS, pages: &pages, range_slot: 0 };
+            let tokens = pages.len() * TILE_TOKENS;
             // All stores of one sequence: with one tile each their states are few, with many there are too many to be merged
             // by the way.
-            let view = |&StoreFormat { format, calibration }: &StoreFormat| StoreView {
-                format,
-                calibration,
-                spans: vec![span.clone()],
+            let view = |(place, &StoreFormat { format, calibration }): (usize, &StoreFormat)| {
+                let span = SpanView { sequence: 0, start: place * tokens, tokens, pages: &pages, range_slot: 0 };
+                StoreView { format, calibration, spans: vec![span] }
             };
-            let stores: Vec<StoreView<'_>> = stores.iter().map(view).collect();
-            for stores in stores.chunks(1).chain([stores.as_slice()]) {
-                let plan = AttendPlan::new(*layout.shape(), &[QueryRun::decode(0)], stores)?;
+            let together: Vec<StoreView<'_>> = stores.iter().enumerate().map(view).collect();
+            for run in runs {
+                for store in stores {
+                    let plan = AttendPlan::new(*layout.shape(), &[*run], &[view((0, store))])?;
+                    variants.extend(self.plan(&plan)?.variants());
+                }
+                let plan = AttendPlan::new(*layout.shape(), &[*run], &together)?;
                 variants.extend(self.plan(&plan)?.variants());
             }
         }
@@ -156,24 +197,24 @@ impl ModelStep {
     /// [`Error::Plan`] or [`Error::Elements`] when the step is not one of these layers, or has more tokens than the tensors;
     /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`] where something is bound anew.
     pub fn write<'a>(&'a mut self, step: &OpenStep<'a, Store, NonFiniteFlags>) -> Result<WrittenStep<'a>> {
-        let layout = step.check(self.layers.len(), &self.rows)?;
+        step.check(self.layers.len(), &self.rows)?;
         let plan = self.plan(step.plan)?;
         for layer in &self.layers {
             plan.check_rows(&layer.queries, &layer.output)?;
         }
-        let same_stores = |bound: &Bound| Arc::ptr_eq(&bound.layout, layout) && bound.numbers == step.layers;
-        let fits = |bound: &Bound| same_stores(bound) && plan.is_bound_like(&bound.plan);
-        let bound_anew = !self.bound.as_ref().is_some_and(fits);
-        let bound = match self.bound.take() {
-            Some(bound) if !bound_anew => Bound { plan, ..bound },
-            before => self.bind(step, plan, before)?,
+        let kept = self.bound.take(|bound| bound.is_over(step) && plan.is_bound_like(&bound.plan));
+        let bound_anew = kept.is_none();
+        let bound = match kept {
+            Some(bound) => Bound { plan, ..bound },
+            None => self.bind(step, plan)?,
         };
         let queue = self.backend.queue();
         guard::captured_now(self.backend.device(), Request::call("tables of a step"), || {
             queue.write_buffer(&bound.scratch.tables, 0, bound.plan.tables());
             bound.memory.write(queue, step.table)
         })??;
-        Ok(WrittenStep { bound: self.bound.insert(bound), table: step.table, bound_anew })
+        let Self { backend, rows, layers, .. } = self;
+        Ok(WrittenStep { backend, rows, layers, bound: self.bound.put(bound), table: step.table, bound_anew })
     }
 
     fn plan(&self, plan: &AttendPlan) -> Result<StepPlan> {
@@ -188,16 +229,14 @@ impl ModelStep {
         Ok(step)
     }
 
-    /// Binds what has changed: stores and their table where the layout has, attention in any case.
-    fn bind(&self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: StepPlan, before: Option<Bound>) -> Result<Bound> {
+    /// Binds a class: attention in any case, stores and their table where no other class has them.
+    fn bind(&mut self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: StepPlan) -> Result<Bound> {
         let (backend, layout) = (&self.backend, step.table.layout());
-        let (memory, stores, scratch) = match before {
-            Some(Bound { layout: same, numbers, memory, stores, scratch, .. })
-                if Arc::ptr_eq(&same, layout) && numbers == step.layers =>
-            {
-                (memory, stores, Some(scratch))
-            }
-            before => {
+        // What was bound before a store grew.
+        self.bound.retain(|bound| bound.numbers != step.layers || bound.is_over(step));
+        let (memory, stores) = match self.bound.iter().find(|bound| bound.is_over(step)) {
+            Some(bound) => (bound.memory.clone(), bound.stores.clone()),
+            None => {
                 let memory = StepMemory::new(backend.device(), layout)?;
                 let pack = PackStepPlan::new(layout);
                 let of_layer = |((&layer, tensors), stores): ((&usize, &LayerTensors), &Vec<&Store>)| {
@@ -207,11 +246,12 @@ impl ModelStep {
                 };
                 let layers = step.layers.iter().zip(&self.layers).zip(&step.stores);
                 let bound = layers.map(of_layer).collect::<Result<_>>()?;
-                (memory, bound, before.map(|before| before.scratch))
+                (memory, bound)
             }
         };
-        let scratch = match scratch.filter(|scratch| scratch.holds(plan.scratch())) {
-            Some(scratch) => scratch,
+        // Steps follow each other in the queue, so that they may share scratch.
+        let scratch = match self.bound.iter().find(|bound| bound.scratch.holds(plan.scratch())) {
+            Some(bound) => bound.scratch.clone(),
             None => Scratch::new_now(backend.device(), plan.scratch())?,
         };
         let of_layer = |(tensors, stores): (&LayerTensors, &Vec<&Store>)| {
@@ -223,8 +263,18 @@ impl ModelStep {
     }
 }
 
+impl Bound {
+    /// Whether it was bound to the stores of a step.
+    fn is_over(&self, step: &OpenStep<'_, Store, NonFiniteFlags>) -> bool {
+        Arc::ptr_eq(&self.layout, step.table.layout()) && self.numbers == step.layers
+    }
+}
+
 /// Tiles of a span that is cut into more items than are merged without a launch of its own.
 const MANY_TILES: u32 = 256;
+
+/// Longest chunk with kernels that no shorter one has: more queries than a workgroup takes at a time.
+const MOST_CHUNK_KINDS: usize = 16;
 
 impl WrittenStep<'_> {
     /// Whether memory was allocated and bind groups were made for this step.
@@ -247,6 +297,33 @@ impl WrittenStep<'_> {
     pub fn encode_attend(&self, layer: usize, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         of_layer(&self.bound.attention, layer)?.encode_grids(self.bound.plan.grids(), pass);
         Ok(())
+    }
+
+    /// Stores and attends in a layer, by its place among the layers of the step, for an engine that submits its commands itself
+    /// and whose tensors lie elsewhere in every step. The rows of keys, values and queries are copied to the tensors of the
+    /// layer, and the outputs from there, all in one submission. It does not wait.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer, [`Error::Elements`] or [`Error::Buffer`] when the tensors have fewer rows
+    /// than the step, or cannot be [copied](Tensor::encode_copy); [`Error::DeviceLost`].
+    pub fn submit(&self, layer: usize, given: &LayerTensors) -> Result<()> {
+        let (plan, own) = (&self.bound.plan, of_layer(self.layers, layer)?);
+        let (shape, rows) = (plan.work().shape(), RowLayout { tokens: plan.work().rows().len(), ..*self.rows });
+        rows.check("keys", given.keys.elements(), shape)?;
+        rows.check("values", given.values.elements(), shape)?;
+        plan.check_rows(&given.queries, &given.output)?;
+        let output = own.output.slice(0, given.output.elements())?;
+        let encode = |encoder: &mut wgpu::CommandEncoder| {
+            given.keys.encode_copy(&own.keys, encoder)?;
+            given.values.encode_copy(&own.values, encoder)?;
+            given.queries.encode_copy(&own.queries, encoder)?;
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+            self.encode_store(layer, &mut pass)?;
+            self.encode_attend(layer, &mut pass)?;
+            drop(pass);
+            output.encode_copy(&given.output, encoder)
+        };
+        guard::encode_and_submit(self.backend.device(), self.backend.queue(), "layer of a step", encode)
     }
 
     /// Dispatches of a layer's attention.

@@ -56,6 +56,17 @@ pub fn leaves(step: usize) -> Option<usize> {
     (step == 90).then_some(1)
 }
 
+/// Steps whose batches take turns: one sequence, two, and a chunk beside one.
+pub const ALTERNATING: usize = 42;
+
+pub fn alternating(step: usize) -> Vec<TokenRun> {
+    match step % 3 {
+        0 => vec![TokenRun::decode(0)],
+        1 => vec![TokenRun::decode(0), TokenRun::decode(1)],
+        _ => vec![TokenRun::decode(0), TokenRun::chunk(2, 3)],
+    }
+}
+
 /// Keys, values and queries of every layer.
 pub type Inputs = Vec<[Vec<f32>; 3]>;
 

@@ -56,6 +56,11 @@ impl StepScratch {
         })
     }
 
+    /// True if a step of these sizes may use it.
+    pub fn holds(&self, sizes: &ScratchSizes) -> bool {
+        self.states.bytes() >= sizes.states && self.lse.bytes() >= sizes.lse && self.arrivals.bytes() >= sizes.arrivals
+    }
+
     pub fn memory(&self) -> Vec<Arc<Memory>> {
         vec![self.states.clone(), self.lse.clone(), self.arrivals.clone()]
     }

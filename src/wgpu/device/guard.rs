@@ -139,3 +139,18 @@ pub(crate) fn submit(
         queue.submit([encoder.finish()])
     })
 }
+
+/// The same for encoding that may fail: then nothing is submitted.
+pub(crate) fn encode_and_submit(
+    device: &wgpu::Device,
+    queue: &wgpu::Queue,
+    what: &'static str,
+    encode: impl FnOnce(&mut wgpu::CommandEncoder) -> Result<()>,
+) -> Result<()> {
+    captured_now(device, Request::call(what), || {
+        let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some(what) });
+        encode(&mut encoder)?;
+        queue.submit([encoder.finish()]);
+        Ok(())
+    })?
+}

@@ -1,5 +1,8 @@
 //! Dense tensors on the device.
 
+use std::any::Any;
+use std::sync::Arc;
+
 use super::buffers;
 use super::guard::{self, Request};
 use crate::plan::{ElementType, Elements};
@@ -25,6 +28,9 @@ pub struct Tensor {
     offset: u64,
     elements: usize,
     element_type: ElementType,
+    /// What keeps the elements where they are.
+    #[expect(dead_code, reason = "dropped with the tensor, and that is its use")]
+    owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 /// A tensor as kernels bind it that read single elements: the binding begins at a multiple of the device's alignment,
@@ -54,13 +60,22 @@ impl Tensor {
         }
         let end = (elements as u64).checked_mul(size).and_then(|bytes| bytes.checked_add(offset));
         match end.and_then(|end| end.checked_next_multiple_of(4)) {
-            Some(end) if elements > 0 && end <= buffer.size() => Ok(Self { buffer, offset, elements, element_type }),
+            Some(end) if elements > 0 && end <= buffer.size() => {
+                Ok(Self { buffer, offset, elements, element_type, owner: None })
+            }
             _ => reject(format!(
                 "{elements} elements of {size} bytes at offset {offset}, in whole 32-bit words, of {} bytes; at least \
                  one element is needed, and all must lie within the buffer",
                 buffer.size()
             )),
         }
+    }
+
+    /// The same tensor, which holds `owner` as long as it or one of its clones lives: what an engine's allocator gave out for
+    /// the elements, so that it neither moves them nor gives their memory to others before work is submitted that uses them.
+    #[must_use]
+    pub fn kept_by(self, owner: impl Any + Send + Sync) -> Self {
+        Self { owner: Some(Arc::new(owner)), ..self }
     }
 
     /// A tensor of zeros.
@@ -70,7 +85,7 @@ impl Tensor {
     pub fn zeroed(device: &wgpu::Device, elements: usize, element_type: ElementType) -> Result<Self> {
         let size = padded_bytes(device, elements, element_type)?;
         let buffer = buffers::create_now(device, "tensor", size, usages())?;
-        Ok(Self { buffer, offset: 0, elements, element_type })
+        Ok(Self { buffer, offset: 0, elements, element_type, owner: None })
     }
 
     /// Copies elements to a new tensor.
@@ -95,7 +110,7 @@ impl Tensor {
             };
             guard::captured(device, request, write).await?;
         }
-        Ok(Self { buffer, offset: 0, elements: elements.len(), element_type })
+        Ok(Self { buffer, offset: 0, elements: elements.len(), element_type, owner: None })
     }
 
     /// Copies the elements to the host as f32 once all submitted work is done.
@@ -131,7 +146,34 @@ impl Tensor {
             return Err(Error::Buffer { what: "part of a tensor", reason });
         }
         let offset = self.offset + (first * self.element_type.bytes()) as u64;
-        Ok(Self { buffer: self.buffer.clone(), offset, elements, element_type: self.element_type })
+        Ok(Self { offset, elements, ..self.clone() })
+    }
+
+    /// Encodes a copy of all elements to the first ones of another tensor.
+    ///
+    /// # Errors
+    /// [`Error::Buffer`] when that is of another type, has fewer elements or lies in the same buffer, when the buffers lack the
+    /// usages `COPY_SRC` and `COPY_DST`, or the copy is not of whole 32-bit words.
+    pub fn encode_copy(&self, to: &Self, encoder: &mut wgpu::CommandEncoder) -> Result<()> {
+        let reject = |reason: String| Err(Error::Buffer { what: "a copy of a tensor", reason });
+        if (self.element_type, self.elements) != (to.element_type, self.elements.min(to.elements)) {
+            let (given, held) = ((self.elements, self.element_type), (to.elements, to.element_type));
+            return reject(format!("{} elements of {:?} to {} of {:?}", given.0, given.1, held.0, held.1));
+        }
+        if self.buffer == to.buffer {
+            return reject("both tensors lie in one buffer, within which nothing is copied".into());
+        }
+        let (from, into) = (self.buffer.usage(), to.buffer.usage());
+        if !from.contains(wgpu::BufferUsages::COPY_SRC) || !into.contains(wgpu::BufferUsages::COPY_DST) {
+            return reject(format!("from usages {from:?} to {into:?}, COPY_SRC and COPY_DST are needed"));
+        }
+        let bytes = self.end() - self.offset;
+        if [self.offset, to.offset, bytes].iter().any(|at| !at.is_multiple_of(wgpu::COPY_BUFFER_ALIGNMENT)) {
+            let (from, into) = (self.offset, to.offset);
+            return reject(format!("{bytes} bytes from byte {from} to byte {into}; multiples of 4 are needed"));
+        }
+        encoder.copy_buffer_to_buffer(&self.buffer, self.offset, &to.buffer, to.offset, bytes);
+        Ok(())
     }
 
     /// Number of elements.
