@@ -11,9 +11,11 @@ const LEAST: f64 = 1e-7;
 
 /// Adds what there is to say about some models.
 pub fn sections(html: &mut Html, subjects: &[Subject<'_, DocumentsReport>]) {
+    html.verdict(&subjects.iter().flat_map(|subject| verdict(subject, subjects.len() > 1)).collect::<Vec<_>>());
     for Subject { name, report } in subjects {
+        let called = if subjects.len() > 1 { format!("{name}: ") } else { String::new() };
         html.paragraph(&format!(
-            "{name}: {} answers questions about {} documents of {} tokens from {}. Attention on {}. {}",
+            "{called}{} answers questions about {} documents of {} tokens from {}. Attention on {}. {}",
             report.model,
             report.documents,
             report.document_tokens,
@@ -35,6 +37,31 @@ pub fn sections(html: &mut Html, subjects: &[Subject<'_, DocumentsReport>]) {
         html.table(&COLUMNS, report.rows.iter().map(|row| (false, row.cells().to_vec())));
         html.paragraph(&LEGEND.join(" "));
     }
+}
+
+/// Shares of a prompt that differ by no more than this part of them are said in one sentence.
+const SAME_SHARE: f64 = 0.1;
+
+/// Which policy answers best, for every share of the prompt that some keep.
+fn verdict(Subject { name, report }: &Subject<'_, DocumentsReport>, many: bool) -> Vec<String> {
+    let mut rows: Vec<&DocumentsRow> = report.rows.iter().filter(|row| row.kept < 1.0).collect();
+    rows.sort_by(|a, b| b.kept.total_cmp(&a.kept));
+    let same = |a: &&DocumentsRow, b: &&DocumentsRow| b.kept >= a.kept * (1.0 - SAME_SHARE);
+    let sentence = |rows: &[&DocumentsRow]| {
+        let best = |answers: fn(&DocumentsRow) -> &Vec<AnswerRow>| {
+            let divergence = |row: &DocumentsRow| DocumentsRow::spread(answers(row), |answer| answer.divergence).0;
+            let row = rows.iter().min_by(|a, b| divergence(a).total_cmp(&divergence(b)))?;
+            Some((row.recipe.as_str(), divergence(row)))
+        };
+        let ((quotes, of_quotes), (keys, of_keys)) = (best(|row| &row.quotes)?, best(|row| &row.passkeys)?);
+        let share = rows.iter().map(|row| row.kept).sum::<f64>() / rows.len() as f64 * 100.0;
+        Some(format!(
+            "{}Of what keeps about {share:.0} % of the prompt, {quotes} quotes nearest to full precision (KL {of_quotes:.3}), \
+             and {keys} answers nearest for pass keys (KL {of_keys:.3}).",
+            if many { format!("{name}: ") } else { String::new() }
+        ))
+    };
+    rows.chunk_by(same).filter_map(sentence).collect()
 }
 
 /// Budgets that are drawn, at most: those of the first policies.

@@ -37,8 +37,11 @@ impl Html {
         writeln!(self.body, "<p>{}</p>", escaped(text)).ok();
     }
 
-    /// Adds what the page wants to say first.
+    /// Adds what the page wants to say first, if there is anything.
     pub fn verdict(&mut self, lines: &[String]) {
+        if lines.is_empty() {
+            return;
+        }
         let lines: String = lines.iter().map(|line| format!("<li>{}</li>", escaped(line))).collect();
         writeln!(self.body, "<ul class=\"verdict\">{lines}</ul>").ok();
     }
