@@ -7,14 +7,10 @@ use super::memory::{CacheMemory, StoreMemory};
 use super::sequence::Span;
 use super::step::NewTokens;
 use super::step_table::GroupTable;
-use super::{MOST_SEQUENCES, Positions, PromptSpan, Recipe, SpanPositions, StoreFormat, StoreId, TokenRun};
-use crate::backend::{
-    AttendOptions, AttentionStates, Backend, FlaggedToken, NewCentre, OpenStep, SpanRead, SpanWrite, StepInput,
-};
-use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat};
-use crate::plan::{
-    AttendPlan, ElementType, QueryRun, RowLayout, Rows, SpanView, Split, StepTable, StoreView, TokenRange,
-};
+use super::{MOST_SEQUENCES, PromptSpan, Recipe, StoreId, TokenRun};
+use crate::backend::{Backend, FlaggedToken, NewCentre, OpenStep, SpanWrite, StepInput};
+use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
+use crate::plan::{AttendPlan, RowLayout, Rows, Split, StepTable, TokenRange};
 use crate::{Error, Result};
 
 /// Pages of a store's first shard, unless more are needed at once: 1024 tokens.
@@ -50,23 +46,6 @@ struct LayerStore<B: Backend> {
 pub(super) struct Members<F> {
     pub(super) numbers: Vec<usize>,
     pub(super) flags: Arc<F>,
-}
-
-/// A span of a sequence as dense f32 rows `[kv_heads, tokens, head_dim]`.
-#[derive(Clone, Debug)]
-pub struct StoredSpan<T> {
-    /// Its tokens.
-    pub tokens: usize,
-    /// Its store.
-    pub store: StoreId,
-    /// Its format.
-    pub format: SegmentFormat,
-    /// Calibration of its scores.
-    pub calibration: Option<Calibration>,
-    /// What the stored keys decode to.
-    pub keys: T,
-    /// What the stored values decode to.
-    pub values: T,
 }
 
 impl<B: Backend> LayerGroup<B> {
@@ -446,84 +425,6 @@ impl<B: Backend> LayerGroup<B> {
             Err(_) => self.books.abandon(change),
         }
         written
-    }
-
-    // --- reading -------------------------------------------------------------------------------------------------
-
-    /// The plan of runs of queries over the sequences, the same for every layer.
-    pub(super) fn plan(&self, runs: &[QueryRun]) -> Result<AttendPlan> {
-        let stores = self.recipe().stores().iter();
-        let view =
-            |store: &StoreFormat| StoreView { format: store.format, calibration: store.calibration, spans: Vec::new() };
-        let mut views: Vec<StoreView<'_>> = stores.map(view).collect();
-        let mut sequences: Vec<usize> = runs.iter().map(|run| run.sequence).collect();
-        sequences.sort_unstable();
-        sequences.dedup();
-        for sequence in sequences {
-            let mut start = 0;
-            for span in &self.books.sequence(sequence)?.spans {
-                let (pages, range_slot) = (&span.lease.pages, span.lease.range_slot());
-                let view = &mut views[span.store.index()];
-                view.spans.push(SpanView { sequence, start, tokens: span.tokens, pages, range_slot });
-                start += span.tokens;
-            }
-        }
-        AttendPlan::new(self.shape, runs, &views)
-    }
-
-    pub(super) fn attend_options(&self, output: ElementType) -> AttendOptions {
-        AttendOptions { query: self.recipe().query(), output, split: self.split }
-    }
-
-    /// Where the tokens of a sequence stood, span by span.
-    pub(super) async fn positions(&self, sequence: usize) -> Result<Vec<SpanPositions>> {
-        let mut positions = Vec::new();
-        for span in &self.books.sequence(sequence)?.spans {
-            positions.push(match &span.positions {
-                Positions::From(start) => SpanPositions::Run(TokenRange::new(*start, start + span.tokens)?),
-                Positions::Gathered { base, indices } => {
-                    let indices = self.backend.download_indices(indices).await?;
-                    SpanPositions::PerHead(indices.into_iter().map(|index| base + index as usize).collect())
-                }
-            });
-        }
-        Ok(positions)
-    }
-
-    /// Attends with the queries of a plan in one layer, and hands out the states over the keys as they were given.
-    pub(super) async fn attend_states(
-        &self,
-        layer: usize,
-        plan: &AttendPlan,
-        queries: &B::Tensor,
-    ) -> Result<AttentionStates<B::Tensor>> {
-        let (stores, options) = (self.stores(layer), self.attend_options(ElementType::F32));
-        let states = self.backend.attend_states(plan, &stores, queries, options).await?;
-        if !self.recipe().is_centred() {
-            return Ok(states);
-        }
-        let mut slots = Vec::new();
-        for planned in plan.runs() {
-            // A sequence that is attended to holds tokens, and so a centre.
-            let slot = self.books.sequence(planned.run.sequence)?.centre.unwrap_or(0) as u32;
-            slots.extend(std::iter::repeat_n(slot, planned.run.queries));
-        }
-        self.backend.uncentre_lse(stores[0], queries, &slots, states).await
-    }
-
-    /// What a sequence holds in a layer, span by span, as dense f32 rows on the device.
-    pub(super) fn dequantize(&self, layer: usize, sequence: usize) -> Result<Vec<StoredSpan<B::Tensor>>> {
-        let mut stored = Vec::new();
-        let centre = self.books.sequence(sequence)?.centre;
-        for span in &self.books.sequence(sequence)?.spans {
-            let store = self.recipe().stores()[span.store.index()];
-            let lease = &span.lease;
-            let read = SpanRead { pages: &lease.pages, tokens: span.tokens, range_slot: lease.range_slot(), centre };
-            let (keys, values) = self.backend.dequantize(&self.layers[layer][span.store.index()].store, read)?;
-            let (format, calibration) = (store.format, store.calibration);
-            stored.push(StoredSpan { tokens: span.tokens, store: span.store, format, calibration, keys, values });
-        }
-        Ok(stored)
     }
 }
 

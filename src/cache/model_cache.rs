@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::books::{Change, check_spans};
 use super::layers::{LayerGroup, Members};
 use super::step::NewTokens;
-use super::{CacheMemory, PromptSpan, Recipe, StoreMemory, StoreRoom, TokenRun};
+use super::{CacheMemory, PromptSpan, Recipe, StoreMemory, TokenRun};
 use crate::backend::{AttentionStates, Backend, FlaggedToken, OpenStep};
 use crate::format::AttentionShape;
 use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, StepLayout};
@@ -169,65 +169,6 @@ impl<B: Backend> ModelCache<B> {
     pub fn memory_of(&self, layer: usize) -> Result<CacheMemory> {
         let (group, index) = self.group(layer)?;
         Ok(group.layer_memory(index))
-    }
-
-    // --- room ------------------------------------------------------------------------------------------------------
-
-    /// Room that the books of a layer have left, by store: what a scheduler has to give away.
-    ///
-    /// # Errors
-    /// [`Error::Plan`] when there is no such layer.
-    pub fn free_room(&self, layer: usize) -> Result<Vec<StoreRoom>> {
-        Ok(self.group(layer)?.0.books.free_room())
-    }
-
-    /// Room that appending needs in the books of a layer, by store.
-    ///
-    /// # Errors
-    /// Those of [`ModelCache::begin_append`] for the runs.
-    pub fn room_for_append(&self, layer: usize, runs: &[TokenRun]) -> Result<Vec<StoreRoom>> {
-        self.group(layer)?.0.books.room_for_append(runs, tokens_of(runs))
-    }
-
-    /// Allocates so much room in every layer, by store, in as few shards as the device allows: one, if it is the first. Room
-    /// that is free already counts.
-    ///
-    /// # Errors
-    /// [`Error::Plan`] when a recipe has more stores, [`Error::OutOfMemory`] or [`Error::Limit`].
-    pub async fn reserve(&mut self, room: &[StoreRoom]) -> Result<()> {
-        for group in &mut self.groups {
-            let stores = group.recipe().stores().len();
-            let Some(room) = room.get(..stores) else {
-                let reason = format!("room for {} stores, and a layer has {stores}", room.len());
-                return Err(Error::Plan { what: "reserve", reason });
-            };
-            group.reserve(room).await?;
-        }
-        Ok(())
-    }
-
-    /// Allocates what appending needs, where it is not there yet.
-    ///
-    /// # Errors
-    /// Those of [`ModelCache::begin_append`] for the runs, [`Error::OutOfMemory`] or [`Error::Limit`].
-    pub async fn reserve_for_append(&mut self, runs: &[TokenRun]) -> Result<()> {
-        for group in &mut self.groups {
-            let needed = group.books.room_for_append(runs, tokens_of(runs))?;
-            group.reserve(&needed).await?;
-        }
-        Ok(())
-    }
-
-    /// Allocates what a prompt needs, where it is not there yet.
-    ///
-    /// # Errors
-    /// [`Error::Plan`] when a span names no store of a layer, [`Error::OutOfMemory`] or [`Error::Limit`].
-    pub async fn reserve_for_prefill(&mut self, spans: &[PromptSpan<'_, B::Indices>]) -> Result<()> {
-        for group in &mut self.groups {
-            let needed = group.books.room_for_prompt(spans)?;
-            group.reserve(&needed).await?;
-        }
-        Ok(())
     }
 
     // --- steps -----------------------------------------------------------------------------------------------------
@@ -538,7 +479,7 @@ fn no_step() -> Error {
     Error::Plan { what: "step", reason: "no such step is open; begin one first".into() }
 }
 
-fn tokens_of(runs: &[TokenRun]) -> usize {
+pub(super) fn tokens_of(runs: &[TokenRun]) -> usize {
     runs.iter().fold(0usize, |sum, run| sum.saturating_add(run.tokens()))
 }
 

@@ -1,7 +1,7 @@
 //! What is done to the sequences of a [`ModelCache`] between its steps, in all layers alike.
 
 use super::ModelCache;
-use super::layers::StoredSpan;
+use super::layer_reads::StoredSpan;
 use crate::backend::Backend;
 use crate::plan::{RowLayout, TokenRange};
 use crate::{Error, Result};

@@ -1,0 +1,103 @@
+//! Layers that share their books, read: plans of attention, attention states, and what is stored.
+
+use super::layers::LayerGroup;
+use super::{Positions, SpanPositions, StoreFormat, StoreId};
+use crate::Result;
+use crate::backend::{AttendOptions, AttentionStates, Backend, SpanRead};
+use crate::format::{Calibration, SegmentFormat};
+use crate::plan::{AttendPlan, ElementType, QueryRun, SpanView, StoreView, TokenRange};
+
+/// A span of a sequence as dense f32 rows `[kv_heads, tokens, head_dim]`.
+#[derive(Clone, Debug)]
+pub struct StoredSpan<T> {
+    /// Its tokens.
+    pub tokens: usize,
+    /// Its store.
+    pub store: StoreId,
+    /// Its format.
+    pub format: SegmentFormat,
+    /// Calibration of its scores.
+    pub calibration: Option<Calibration>,
+    /// What the stored keys decode to.
+    pub keys: T,
+    /// What the stored values decode to.
+    pub values: T,
+}
+
+impl<B: Backend> LayerGroup<B> {
+    /// The plan of runs of queries over the sequences, the same for every layer.
+    pub(super) fn plan(&self, runs: &[QueryRun]) -> Result<AttendPlan> {
+        let stores = self.recipe().stores().iter();
+        let view =
+            |store: &StoreFormat| StoreView { format: store.format, calibration: store.calibration, spans: Vec::new() };
+        let mut views: Vec<StoreView<'_>> = stores.map(view).collect();
+        let mut sequences: Vec<usize> = runs.iter().map(|run| run.sequence).collect();
+        sequences.sort_unstable();
+        sequences.dedup();
+        for sequence in sequences {
+            let mut start = 0;
+            for span in &self.books.sequence(sequence)?.spans {
+                let (pages, range_slot) = (&span.lease.pages, span.lease.range_slot());
+                let view = &mut views[span.store.index()];
+                view.spans.push(SpanView { sequence, start, tokens: span.tokens, pages, range_slot });
+                start += span.tokens;
+            }
+        }
+        AttendPlan::new(self.shape, runs, &views)
+    }
+
+    pub(super) fn attend_options(&self, output: ElementType) -> AttendOptions {
+        AttendOptions { query: self.recipe().query(), output, split: self.split }
+    }
+
+    /// Where the tokens of a sequence stood, span by span.
+    pub(super) async fn positions(&self, sequence: usize) -> Result<Vec<SpanPositions>> {
+        let mut positions = Vec::new();
+        for span in &self.books.sequence(sequence)?.spans {
+            positions.push(match &span.positions {
+                Positions::From(start) => SpanPositions::Run(TokenRange::new(*start, start + span.tokens)?),
+                Positions::Gathered { base, indices } => {
+                    let indices = self.backend.download_indices(indices).await?;
+                    SpanPositions::PerHead(indices.into_iter().map(|index| base + index as usize).collect())
+                }
+            });
+        }
+        Ok(positions)
+    }
+
+    /// Attends with the queries of a plan in one layer, and hands out the states over the keys as they were given.
+    pub(super) async fn attend_states(
+        &self,
+        layer: usize,
+        plan: &AttendPlan,
+        queries: &B::Tensor,
+    ) -> Result<AttentionStates<B::Tensor>> {
+        let (stores, options) = (self.stores(layer), self.attend_options(ElementType::F32));
+        let states = self.backend.attend_states(plan, &stores, queries, options).await?;
+        if !self.recipe().is_centred() {
+            return Ok(states);
+        }
+        let mut slots = Vec::new();
+        for planned in plan.runs() {
+            // A sequence that is attended to holds tokens, and so a centre.
+            let slot = self.books.sequence(planned.run.sequence)?.centre.unwrap_or(0) as u32;
+            slots.extend(std::iter::repeat_n(slot, planned.run.queries));
+        }
+        self.backend.uncentre_lse(stores[0], queries, &slots, states).await
+    }
+
+    /// What a sequence holds in a layer, span by span, as dense f32 rows on the device.
+    pub(super) fn dequantize(&self, layer: usize, sequence: usize) -> Result<Vec<StoredSpan<B::Tensor>>> {
+        let (mut stored, stores) = (Vec::new(), self.stores(layer));
+        let centre = self.books.sequence(sequence)?.centre;
+        for span in &self.books.sequence(sequence)?.spans {
+            let store = self.recipe().stores()[span.store.index()];
+            let lease = &span.lease;
+            let read = SpanRead { pages: &lease.pages, tokens: span.tokens, range_slot: lease.range_slot(), centre };
+            let (keys, values) = self.backend.dequantize(stores[span.store.index()], read)?;
+            let (format, calibration) = (store.format, store.calibration);
+            stored.push(StoredSpan { tokens: span.tokens, store: span.store, format, calibration, keys, values });
+        }
+        Ok(stored)
+    }
+}
