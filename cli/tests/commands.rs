@@ -195,3 +195,19 @@ fn wrong_usage_has_exit_code_2_and_says_what_to_do() {
         assert!(run.err.contains(hint), "{arguments:?}: {}", run.err);
     }
 }
+
+/// The suites that time what a policy and a mixture cost check what they time, and have every row.
+#[test]
+fn bench_times_eviction_and_chunks() {
+    let evict = json(&["bench", "--backend", "cpu", "--suite", "evict", "--json"]);
+    let rows = evict["rows"].as_array().expect("rows");
+    for what in ["statistics", "top_k", "merge_tokens", "gather and pack", "ModelCache::compress", "decode step"] {
+        let mut of_kind = rows.iter().filter(|row| row["what"].as_str().is_some_and(|text| text.contains(what)));
+        let row = of_kind.next().unwrap_or_else(|| panic!("no row of {what} in {rows:?}"));
+        let time = if what == "decode step" { &row["kernels_us"] } else { &row["call_us"] };
+        assert!(time.as_f64() > Some(0.0), "{row}");
+    }
+    let chunks = json(&["bench", "--backend", "cpu", "--suite", "chunks", "--json"]);
+    assert_eq!(chunks["steps"].as_array().map(Vec::len), Some(6));
+    assert_eq!(chunks["packing"].as_array().map(Vec::len), Some(4));
+}

@@ -116,9 +116,7 @@ fn symmetric(grouping: Grouping) -> Recipe {
 }
 
 fn kivi(bits: Bits) -> Recipe {
-    let affine = |grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
-    let (key, value) = (affine(Grouping::ChannelTokens(32)), affine(Grouping::TokenChannels(32)));
-    Recipe::pack_all(SegmentFormat { key, value }).with_window(DEFAULT_WINDOW)
+    Recipe::pack_all(SegmentFormat::kivi(bits)).with_window(DEFAULT_WINDOW)
 }
 
 /// A method and its width.

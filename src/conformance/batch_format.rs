@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::format::{SegmentFormat, TILE_TOKENS};
+use crate::format::{Bits, SegmentFormat, TILE_TOKENS};
 
 /// Parts that a sequence is cut into.
 const PARTS: usize = 8;
@@ -30,6 +30,15 @@ impl BatchFormat {
             Some(part)
         };
         Self(parts.into_iter().scan(0, place).collect())
+    }
+
+    /// A context in Cocktail's formats (arXiv 2503.23294), an eighth in f16, three in 4 bits and four in 2.
+    pub fn cocktail() -> Self {
+        Self::of_parts([
+            (SegmentFormat::F16, 1),
+            (SegmentFormat::kivi(Bits::Four), 3),
+            (SegmentFormat::kivi(Bits::Two), 4),
+        ])
     }
 
     /// The parts.

@@ -95,11 +95,7 @@ pub fn decode_formats() -> Vec<SegmentFormat> {
     formats.extend(Bits::ALL.into_iter().rev().map(SegmentFormat::calibquant));
     formats.push(both(affine(Bits::Four, Grouping::Token)));
     formats.push(both(affine(Bits::Two, Grouping::Token)));
-    let kivi = |bits| SegmentFormat {
-        key: affine(bits, Grouping::ChannelTokens(32)),
-        value: affine(bits, Grouping::TokenChannels(32)),
-    };
-    formats.extend([kivi(Bits::Four), kivi(Bits::Two)]);
+    formats.extend([Bits::Four, Bits::Two].map(SegmentFormat::kivi));
     // A range per channel and tile, as where CalibQuant packs a tile whenever one is full.
     formats.extend([Bits::Four, Bits::Two].map(|bits| both(affine(bits, Grouping::ChannelTokens(TILE_TOKENS)))));
     formats.push(SegmentFormat::saw_int4());

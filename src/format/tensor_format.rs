@@ -428,6 +428,14 @@ impl SegmentFormat {
         }
     }
 
+    /// KIVI (arXiv 2402.02750): keys with one range per channel and 32 tokens, values with one per token and 32 channels.
+    pub const fn kivi(bits: Bits) -> Self {
+        Self {
+            key: TensorFormat::Affine(AffineFormat::new(bits, Grouping::ChannelTokens(32))),
+            value: TensorFormat::Affine(AffineFormat::new(bits, Grouping::TokenChannels(32))),
+        }
+    }
+
     /// TurboQuant (arXiv 2504.19874) for keys and values: codes of a Lloyd-Max codebook of randomly rotated rows, and one
     /// norm per token.
     pub const fn turboquant(bits: Bits, head_dim: usize) -> Self {

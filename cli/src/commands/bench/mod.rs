@@ -3,10 +3,12 @@
 mod append;
 mod bandwidth;
 mod causal;
+mod chunks;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 pub mod dumped;
+mod evict;
 mod run;
 mod step;
 mod timed;
@@ -25,6 +27,7 @@ use crate::outcome::Outcome;
 use crate::print::{self, say};
 use crate::provenance;
 use append::TimedStores;
+use evict::TimedSelection;
 pub use run::BenchPlan;
 use run::Subject;
 pub use run::run as run_plan;
@@ -54,7 +57,8 @@ pub struct BenchArgs {
     /// append: what storing one more token costs a batch of 64, in every format. mixed: sequences stored in segments of
     /// several precisions, beside each segment alone. causal: the newest 1 to 512 queries of a sequence of 32k tokens as one
     /// run, and as decode steps of as many sequences. step: what an engine pays for a whole decode step of 32 layers, by the
-    /// wall clock, beside the kernels of it.
+    /// wall clock, beside the kernels of it. evict: what it costs to keep a tenth of a prompt of 32k and 128k tokens, piece by
+    /// piece, and what decoding gains. chunks: a context in chunks of f16, 4 and 2 bits, brought together or left apart.
     #[arg(long, value_enum, conflicts_with_all = ["shape", "quick", "file"])]
     suite: Option<SuiteName>,
     /// Only the shape of this name, or the shapes whose name contains this [default: all on a GPU, those up to 128 MiB of f16
@@ -103,8 +107,17 @@ enum SuiteName {
     Decode,
     Append,
     Causal,
+    Chunks,
+    Evict,
     Mixed,
     Step,
+}
+
+impl SuiteName {
+    /// The name on the command line.
+    fn name(self) -> String {
+        clap::ValueEnum::to_possible_value(&self).map_or(String::new(), |value| value.get_name().to_owned())
+    }
 }
 
 /// Shapes of the suite `decode`.
@@ -135,25 +148,25 @@ pub fn run(args: &BenchArgs) -> Result<Outcome> {
     }
 }
 
-fn bench<B: Timed + TimedStores + TimedModel>(args: &BenchArgs, backend: &B, driver: String) -> Result<Outcome> {
-    if args.suite == Some(SuiteName::Append) {
-        if args.format.is_some() {
-            bail!("--suite append takes every format; leave --format out");
+fn bench<B: Timed + TimedStores + TimedModel + TimedSelection>(
+    args: &BenchArgs,
+    backend: &B,
+    driver: String,
+) -> Result<Outcome> {
+    match args.suite {
+        None | Some(SuiteName::Decode | SuiteName::Mixed) => bench_steps(args, backend, driver),
+        Some(suite) if args.format.is_some() => {
+            bail!("--suite {} has formats of its own; leave --format out", suite.name())
         }
-        return append::run(backend, driver, args.json).map(|()| Outcome::Passed);
+        Some(SuiteName::Append) => append::run(backend, driver, args.json).map(|()| Outcome::Passed),
+        Some(SuiteName::Causal) => causal::run(backend, driver, args.json),
+        Some(SuiteName::Chunks) => chunks::run(backend, driver, args.json).map(|()| Outcome::Passed),
+        Some(SuiteName::Evict) => evict::run(backend, driver, args.json).map(|()| Outcome::Passed),
+        Some(SuiteName::Step) => step::run(backend, driver, args.json).map(|()| Outcome::Passed),
     }
-    if args.suite == Some(SuiteName::Causal) {
-        if args.format.is_some() {
-            bail!("--suite causal has formats of its own; leave --format out");
-        }
-        return causal::run(backend, driver, args.json);
-    }
-    if args.suite == Some(SuiteName::Step) {
-        if args.format.is_some() {
-            bail!("--suite step has recipes of its own; leave --format out");
-        }
-        return step::run(backend, driver, args.json).map(|()| Outcome::Passed);
-    }
+}
+
+fn bench_steps<B: Timed>(args: &BenchArgs, backend: &B, driver: String) -> Result<Outcome> {
     let plan = args.plan(backend)?;
     let run = provenance::run(driver, backend.guard_tolerance());
     let report = pollster::block_on(run::run(backend, run, &plan))?;

@@ -89,6 +89,18 @@ pub struct Sizes {
     pub seconds: f64,
 }
 
+impl Sizes {
+    /// Whether the device is a GPU: others get what they can do in a while.
+    pub const fn is_gpu(&self) -> bool {
+        self.largest_shape == u64::MAX
+    }
+
+    /// Bytes of stores to go round in a suite that has rows of its own: a copy is enough where software computes.
+    pub const fn suite_footprint(&self) -> u64 {
+        if self.is_gpu() { self.footprint } else { 1 }
+    }
+}
+
 /// The middle of some durations, of which there is at least one.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);

@@ -1,0 +1,235 @@
+//! A context in chunks of three precisions (Cocktail): decode steps over the mixture, brought together or left where the
+//! chunks were, beside one format for all; and what bringing them together costs while a prompt is packed.
+
+use anyhow::{Result, ensure};
+use indicatif::ProgressBar;
+use kvpack::backend::{AttendOptions, FilledStores, NewSpan, SpanSource, TensorRows};
+use kvpack::conformance::{BatchFormat, BatchLengths, DecodeData, DecodeShape, PageOrder, Workload};
+use kvpack::plan::{Rows, TokenRange};
+use kvpack::{AttentionShape, SegmentFormat};
+use kvpack_report::Run;
+use serde::Serialize;
+
+use super::evict::{Call, Prompt, TimedSelection, time_calls};
+use super::timed::Timed;
+use crate::print::{self, say};
+use crate::provenance;
+
+/// Tokens of a chunk.
+const CHUNK: usize = 32;
+
+/// Seconds of timed steps for a row, at least.
+const SECONDS: f64 = 0.05;
+
+/// What was found, as it is printed in JSON.
+#[derive(Serialize)]
+#[serde(tag = "kind", rename = "chunks")]
+struct ChunksReport {
+    backend: String,
+    run: Run,
+    query_heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    sequences: usize,
+    tokens: usize,
+    read_gigabytes_per_second: f64,
+    steps: Vec<StepRow>,
+    packing: Vec<PackRow>,
+}
+
+/// A decode step.
+#[derive(Serialize)]
+struct StepRow {
+    what: String,
+    us: f64,
+    /// Of the read bandwidth, by the bytes of codes and ranges.
+    bandwidth_percent: f64,
+    launches: usize,
+}
+
+/// A piece of packing a prompt of one sequence.
+#[derive(Serialize)]
+struct PackRow {
+    what: &'static str,
+    /// Its kernels, by the clock of the device.
+    kernels_us: Option<f64>,
+    /// The calls, by the wall clock.
+    call_us: f64,
+}
+
+/// Times all rows and prints them.
+///
+/// # Errors
+/// When the backend fails, or a step yields something else than f64 attention over the stored data.
+pub fn run<B: TimedSelection + Timed>(backend: &B, driver: String, json: bool) -> Result<()> {
+    let shape = AttentionShape::new(32, 8, 128)?;
+    // A software device gets what it can do in a while.
+    let (sequences, tokens) = if backend.sizes().is_gpu() { (8, 32_768) } else { (1, 512) };
+    let run = provenance::run(driver, backend.guard_tolerance());
+    pollster::block_on(backend.guard_rate())?;
+    let bandwidth = pollster::block_on(backend.read_bandwidth())?;
+    let mixture = BatchFormat::cocktail();
+    let mut formats: Vec<(String, BatchFormat, usize)> =
+        mixture.parts().iter().map(|part| (format!("{} alone", part.format), part.format.into(), usize::MAX)).collect();
+    formats.push(("mixture, chunks brought together".into(), mixture.clone(), usize::MAX));
+    for span in [4 * CHUNK, CHUNK] {
+        formats.push((format!("mixture, chunks of {span} tokens left apart"), mixture.clone(), span));
+    }
+    let progress = ProgressBar::new(formats.len() as u64 + 1).with_style(print::bar());
+    let mut steps = Vec::new();
+    for (what, format, span_tokens) in formats {
+        progress.set_message(what.clone());
+        let decode = DecodeShape {
+            name: "chunks".into(),
+            shape,
+            sequences,
+            tokens,
+            lengths: BatchLengths::Even,
+            pages: PageOrder::Consecutive,
+            span_tokens,
+            quick: false,
+        };
+        steps.push(pollster::block_on(step_row(backend, decode, what, format, bandwidth))?);
+        progress.inc(1);
+    }
+    progress.set_message("packing");
+    let packing = pollster::block_on(pack_rows(backend, shape, tokens, &mixture))?;
+    progress.finish_and_clear();
+    let report = ChunksReport {
+        backend: backend.name(),
+        run,
+        query_heads: shape.query_heads(),
+        kv_heads: shape.kv_heads(),
+        head_dim: shape.head_dim(),
+        sequences,
+        tokens,
+        read_gigabytes_per_second: bandwidth / 1e9,
+        steps,
+        packing,
+    };
+    if json { print::json(&report) } else { print_report(&report) }
+}
+
+async fn step_row<B: Timed>(
+    backend: &B,
+    decode: DecodeShape,
+    what: String,
+    format: BatchFormat,
+    bandwidth: f64,
+) -> Result<StepRow> {
+    let data = DecodeData::generated(backend, decode).await?;
+    let workload = Workload::new(backend, &data, format, backend.sizes().suite_footprint()).await?;
+    let checked = workload.check(backend, &data, AttendOptions::default()).await?;
+    ensure!(checked.passed(), "{what}: {}", checked.reason());
+    let times = backend.time_steps(&workload, &data, AttendOptions::default(), SECONDS).await?;
+    let bandwidth_percent = workload.step_bytes as f64 / times.seconds / bandwidth * 100.0;
+    Ok(StepRow { what, us: times.seconds * 1e6, bandwidth_percent, launches: times.launches.len() })
+}
+
+/// Packs a prompt whose chunks go to three stores in turn, by several ways.
+async fn pack_rows<B: TimedSelection>(
+    backend: &B,
+    shape: AttentionShape,
+    tokens: usize,
+    mixture: &BatchFormat,
+) -> Result<Vec<PackRow>> {
+    let prompt = Prompt::new(backend, shape, tokens, 1).await?;
+    let formats: Vec<SegmentFormat> = mixture.parts().iter().map(|part| part.format).collect();
+    // The store of every chunk: no two neighbours of one store, as many chunks as the parts have tokens.
+    let stores_of: Vec<usize> = {
+        let mut all: Vec<usize> = (0..formats.len())
+            .flat_map(|store| vec![store; mixture.parts()[store].tokens(tokens).len() / CHUNK])
+            .collect();
+        fastrand::Rng::with_seed(8).shuffle(&mut all);
+        all
+    };
+    let chunks_of = |store: usize| -> Vec<u32> {
+        (0..stores_of.len() as u32).filter(|&chunk| stores_of[chunk as usize] == store).collect()
+    };
+    let order: Vec<u32> = (0..formats.len()).flat_map(chunks_of).collect();
+    let mut packed = FilledStores::new(backend, shape, &formats)?;
+    let lengths: Vec<usize> = (0..formats.len()).map(|store| chunks_of(store).len() * CHUNK).collect();
+    let span = |(store, &tokens): (usize, &usize)| NewSpan { store, sequence: 0, start: 0, tokens };
+    let spans: Vec<NewSpan> = lengths.iter().enumerate().map(span).collect();
+    let (gathered, ordered) = (packed.place(backend, &spans).await?, packed.place(backend, &spans).await?);
+    let mut indices = Vec::new();
+    for store in 0..formats.len() {
+        let tokens_of =
+            chunks_of(store).into_iter().flat_map(|chunk| (0..CHUNK as u32).map(move |i| chunk * CHUNK as u32 + i));
+        let of_head: Vec<u32> = tokens_of.collect();
+        indices.push(backend.upload_indices(&of_head.repeat(shape.kv_heads()), shape.kv_heads(), tokens as u32).await?);
+    }
+    let copy_of = |at: usize| &prompt.copies[at % prompt.copies.len()];
+    let rows_of = |tensor| TensorRows { tensor, layout: prompt.rows };
+    let [keys, values] = copy_of(0);
+    let reordered = [
+        backend.reorder_chunks(&shape, rows_of(keys), CHUNK, &order)?,
+        backend.reorder_chunks(&shape, rows_of(values), CHUNK, &order)?,
+    ];
+    let head_major = kvpack::plan::RowLayout::head_major(tokens, &shape);
+
+    let fused = |packed: &mut FilledStores<B>, at: usize| {
+        let [keys, values] = copy_of(at);
+        let mut spans = gathered.iter().zip(&indices);
+        spans.try_for_each(|(span, indices)| {
+            let source = SpanSource { rows: prompt.rows, tokens: Rows::Gather(indices), keys, values };
+            packed.quantize(backend, span, source)
+        })
+    };
+    let in_order = |packed: &mut FilledStores<B>| {
+        let mut first = 0;
+        ordered.iter().try_for_each(|span| {
+            let tokens = TokenRange::new(first, first + span.span.tokens)?.into();
+            first += span.span.tokens;
+            let [keys, values] = &reordered;
+            packed.quantize(backend, span, SpanSource { rows: head_major, tokens, keys, values })
+        })
+    };
+    fused(&mut packed, 0)?;
+    in_order(&mut packed)?;
+    for (a, b) in gathered.iter().zip(&ordered) {
+        let (a, b) = (packed.read(backend, a).await?, packed.read(backend, b).await?);
+        ensure!(a == b && a.0.iter().any(|&x| x != 0.0), "reordered and gathered chunks are stored differently");
+    }
+
+    let identity: Vec<u32> = (0..tokens as u32).collect();
+    let identity = backend.upload_indices(&identity.repeat(shape.kv_heads()), shape.kv_heads(), tokens as u32).await?;
+    let copies: Vec<Call<'_, B>> =
+        prompt.copies.iter().map(|[keys, _]| Call::Gather { shape, rows: rows_of(keys), kept: &identity }).collect();
+    let reorders: Vec<Call<'_, B>> = prompt
+        .copies
+        .iter()
+        .map(|[keys, _]| Call::Reorder { shape, rows: rows_of(keys), chunk_tokens: CHUNK, order: &order })
+        .collect();
+    let mut rows = Vec::new();
+    for (what, calls) in [("copy the keys in f16", &copies), ("reorder_chunks of the keys in f16", &reorders)] {
+        let kernels_us = backend.time_kernels(calls).await?.map(|seconds| seconds * 1e6);
+        let call = time_calls(backend, &prompt.lse, |at| calls[at % calls.len()].make(backend)).await?;
+        rows.push(PackRow { what, kernels_us, call_us: call * 1e6 });
+    }
+    let call = time_calls(backend, &prompt.lse, |_| in_order(&mut packed)).await?;
+    rows.push(PackRow { what: "pack keys and values that are in order", kernels_us: None, call_us: call * 1e6 });
+    let call = time_calls(backend, &prompt.lse, |at| fused(&mut packed, at)).await?;
+    rows.push(PackRow { what: "pack them while they are gathered", kernels_us: None, call_us: call * 1e6 });
+    Ok(rows)
+}
+
+fn print_report(report: &ChunksReport) -> Result<()> {
+    say!("{}", report.backend)?;
+    let ChunksReport { sequences, tokens, query_heads, kv_heads, head_dim, .. } = report;
+    say!("\nDecode, {sequences} × {tokens} tokens, {query_heads} query heads over {kv_heads} KV heads × {head_dim}")?;
+    let mut table = print::results(&["stored as", "µs", "% of read bandwidth", "launches"], 1);
+    for row in &report.steps {
+        let (us, percent) = (format!("{:.1}", row.us), format!("{:.0}", row.bandwidth_percent));
+        table.add_row([row.what.clone(), us, percent, row.launches.to_string()]);
+    }
+    say!("{table}")?;
+    say!("\nA prompt of {tokens} tokens, one layer, chunks of {CHUNK}")?;
+    let mut table = print::results(&["what", "kernels µs", "call µs"], 1);
+    for row in &report.packing {
+        let kernels = row.kernels_us.map_or("-".into(), |us| format!("{us:.1}"));
+        table.add_row([row.what.into(), kernels, format!("{:.1}", row.call_us)]);
+    }
+    say!("{table}")?;
+    Ok(())
+}

@@ -1,0 +1,225 @@
+//! A prompt on a device, and what the host knows of it.
+
+use anyhow::{Result, ensure};
+use half::f16;
+use kvpack::AttentionShape;
+use kvpack::Backend;
+use kvpack::backend::{KeptAndEvicted, QueriesAndKeys, TensorRows};
+use kvpack::cpu::nmse;
+use kvpack::plan::{Elements, RowLayout};
+use kvpack::policy::{
+    ColumnRequest, HeadAggregation, Merging, QueryRows, RowStatsSource, StatsRequest, evicted, top_k,
+};
+
+/// What sums of weights may differ by from those of the host, which adds them in f64.
+const MOST_NMSE: f64 = 1e-6;
+
+/// How much less similar than the most similar one a kept token may be, by rounding.
+const SIMILARITY_SLACK: f64 = 1e-4;
+
+/// Bytes of keys to go round, at least, where a prompt is shorter than that: more than a device's caches.
+const FOOTPRINT: usize = 256 << 20;
+
+/// Evicted tokens, and kept ones, that are held against the host's.
+const CHECKED: usize = 32;
+
+/// Keys and values of a prompt for one layer, and the queries of its last tokens.
+pub struct Prompt<B: Backend> {
+    /// Heads.
+    pub shape: AttentionShape,
+    /// Where keys and values lie.
+    pub rows: RowLayout,
+    /// The measured rows.
+    pub measured: QueryRows,
+    /// Keys and values, the same in every copy: those that go round them find cold caches.
+    pub copies: Vec<[B::Tensor; 2]>,
+    /// Log-sum-exp of the measured rows, `[query_heads, rows]`.
+    pub lse: B::Tensor,
+    queries: B::Tensor,
+    /// The elements of keys and values, as they were uploaded.
+    host_keys: Vec<f16>,
+    host_values: Vec<f16>,
+    host_queries: Vec<f16>,
+}
+
+impl<B: Backend> Prompt<B> {
+    /// Random keys, values and queries, and the log-sum-exps of the queries.
+    ///
+    /// # Errors
+    /// When they do not fit the device.
+    pub async fn new(backend: &B, shape: AttentionShape, tokens: usize, measured: usize) -> Result<Self> {
+        let elements = tokens * shape.kv_heads() * shape.head_dim();
+        let (host_keys, host_values) = (random(elements, 4), random(elements, 5));
+        let host_queries = random(measured * shape.query_heads() * shape.head_dim(), 6);
+        let copies = if FOOTPRINT.div_ceil(2 * elements) > 8 { 1 } else { FOOTPRINT.div_ceil(2 * elements) };
+        let mut prompt = Self {
+            shape,
+            rows: RowLayout::token_major(tokens, &shape),
+            measured: QueryRows::last(measured, tokens)?,
+            copies: Vec::with_capacity(copies),
+            lse: backend.upload((&[0.0f32][..]).into()).await?,
+            queries: backend.upload(Elements::F16(&host_queries)).await?,
+            host_keys,
+            host_values,
+            host_queries,
+        };
+        for _ in 0..copies {
+            let copy = prompt.upload(backend).await?;
+            prompt.copies.push(copy);
+        }
+        // Column sums made of it are held against the host's.
+        let columns = ColumnRequest { aggregation: HeadAggregation::Each, threshold: None };
+        let request = StatsRequest { columns, rows: RowStatsSource::Measured };
+        let found = backend.measure_attention(prompt.input(&prompt.copies[0][0]), request, None)?;
+        if let Some(lse) = found.row_lse {
+            prompt.lse = lse;
+        }
+        Ok(prompt)
+    }
+
+    /// One more copy of keys and values.
+    ///
+    /// # Errors
+    /// When they do not fit the device.
+    pub async fn upload(&self, backend: &B) -> kvpack::Result<[B::Tensor; 2]> {
+        let keys = backend.upload(Elements::F16(&self.host_keys)).await?;
+        Ok([keys, backend.upload(Elements::F16(&self.host_values)).await?])
+    }
+
+    /// The queries of the measured rows.
+    pub fn queries(&self) -> TensorRows<'_, B::Tensor> {
+        let (tokens, heads, head_dim) = (self.measured.len(), self.shape.query_heads(), self.shape.head_dim());
+        let layout = RowLayout { tokens, token_stride: heads * head_dim, head_stride: head_dim, ..self.rows };
+        TensorRows { tensor: &self.queries, layout }
+    }
+
+    /// What statistics are made of, over one copy of the keys.
+    pub fn input<'a>(&'a self, keys: &'a B::Tensor) -> QueriesAndKeys<'a, B::Tensor> {
+        let keys = TensorRows { tensor: keys, layout: self.rows };
+        QueriesAndKeys { shape: self.shape, rows: &self.measured, queries: self.queries(), keys }
+    }
+
+    /// Scores of a measured row over the keys that it sees.
+    fn scores(&self, query_head: usize, row: usize) -> Vec<f64> {
+        let head_dim = self.shape.head_dim();
+        let query = &self.host_queries[(row * self.shape.query_heads() + query_head) * head_dim..][..head_dim];
+        let query: Vec<f32> = query.iter().map(|x| x.to_f32()).collect();
+        let seen = self.measured.positions()[row] as usize + 1;
+        let kv_head = query_head / self.shape.group();
+        let score = |token: usize| {
+            let key = &self.host_keys[self.rows.row(token, kv_head)..][..head_dim];
+            // Products of halves are exact in f32; their sums are not far from it.
+            let products = key.iter().zip(&query).map(|(k, q)| k.to_f32() * q);
+            f64::from(products.sum::<f32>()) / (head_dim as f64).sqrt()
+        };
+        (0..seen).map(score).collect()
+    }
+
+    /// Holds the column sums of the first query head of the last KV head against the host's.
+    ///
+    /// # Errors
+    /// When they differ, or the backend fails.
+    pub async fn check_columns(
+        &self,
+        backend: &B,
+        input: QueriesAndKeys<'_, B::Tensor>,
+        request: StatsRequest,
+        known_lse: Option<&B::Tensor>,
+    ) -> Result<()> {
+        let measured = backend.measure_attention(input, request, known_lse)?;
+        let sums = backend.download(&measured.column_sums).await?;
+        let (tokens, head) = (self.rows.tokens, self.shape.query_heads() - self.shape.group());
+        let mut expected = vec![0.0f64; tokens];
+        for row in 0..self.measured.len() {
+            let scores = self.scores(head, row);
+            let lse = log_sum_exp(&scores);
+            scores.iter().zip(&mut expected).for_each(|(score, sum)| *sum += (score - lse).exp());
+        }
+        let nmse = nmse(&sums[head * tokens..][..tokens], &expected);
+        ensure!(nmse <= MOST_NMSE, "column sums: NMSE {nmse:.1e} against the host's");
+        Ok(())
+    }
+
+    /// Scores of the tokens for every KV head, the `k` best of them, checked, and the others.
+    ///
+    /// # Errors
+    /// When the device chooses others than the host, or fails.
+    pub async fn choose(&self, backend: &B, k: usize) -> Result<(B::Tensor, B::Indices, B::Indices)> {
+        let (heads, tokens) = (self.shape.kv_heads(), self.rows.tokens);
+        let mut random = fastrand::Rng::with_seed(7);
+        // Sums of weights: few are large, and many alike.
+        let scores: Vec<f32> = (0..heads * tokens).map(|_| (random.f32() * 64.0).floor().exp2() * 1e-12).collect();
+        let on_device = backend.upload(scores.as_slice().into()).await?;
+        let kept = backend.top_k(&on_device, heads, k)?;
+        let chosen = backend.download_indices(&kept).await?;
+        let mut others = Vec::with_capacity(heads * (tokens - k));
+        for head in 0..heads {
+            let best = top_k(&scores[head * tokens..][..tokens], k)?;
+            ensure!(chosen[head * k..][..k] == best[..], "top_k of KV head {head} chose other tokens than the host");
+            others.extend(evicted(&best, tokens));
+        }
+        let others = backend.upload_indices(&others, heads, tokens as u32).await?;
+        Ok((on_device, kept, others))
+    }
+
+    /// Holds some of the nearest kept tokens, and of the merged keys, against the host's.
+    ///
+    /// # Errors
+    /// When they differ, or the backend fails.
+    pub async fn check_merge(
+        &self,
+        backend: &B,
+        input: KeptAndEvicted<'_, B::Tensor, B::Indices>,
+        merging: Merging,
+    ) -> Result<()> {
+        ensure!(merging == Merging::Pivotal, "only pivotal merging is checked here");
+        let merged = backend.merge_tokens(input, merging)?;
+        let (nearest, keys) = (backend.download_words(&merged.nearest).await?, backend.download(&merged.keys).await?);
+        let kept = backend.download_indices(input.kept).await?;
+        let evicted = backend.download_indices(input.evicted).await?;
+        let (heads, head_dim) = (self.shape.kv_heads(), self.shape.head_dim());
+        let (k, e) = (kept.len() / heads, evicted.len() / heads);
+        let row = |token: u32| -> Vec<f64> {
+            let key = &self.host_keys[self.rows.row(token as usize, 0)..][..head_dim];
+            key.iter().map(|x| f64::from(x.to_f32())).collect()
+        };
+        let cosine = |a: &[f64], b: &[f64]| dot(a, b) / (dot(a, a) * dot(b, b)).sqrt();
+        let of_kept: Vec<Vec<f64>> = kept[..k].iter().map(|&token| row(token)).collect();
+        for (&token, &found) in evicted[..e].iter().zip(&nearest).take(CHECKED) {
+            let key = row(token);
+            let best = of_kept.iter().map(|kept| cosine(&key, kept)).fold(f64::MIN, f64::max);
+            let chosen = cosine(&key, &of_kept[found as usize]);
+            ensure!(chosen >= best - SIMILARITY_SLACK, "token {token}: {chosen} is not the nearest, which has {best}");
+        }
+        for (index, pivot) in of_kept.iter().enumerate().take(CHECKED) {
+            let members = evicted[..e].iter().zip(&nearest).filter(|(_, found)| **found as usize == index);
+            let members: Vec<Vec<f64>> = members.map(|(&token, _)| row(token)).collect();
+            let count = members.len() as f64 + 1.0;
+            let sum =
+                |channel: usize| members.iter().map(|member| (member[channel] + pivot[channel]) / 2.0).sum::<f64>();
+            let expected: Vec<f64> = (0..head_dim).map(|c| (pivot[c] + sum(c)) / count).collect();
+            let nmse = nmse(&keys[index * head_dim..][..head_dim], &expected);
+            ensure!(nmse <= MOST_NMSE, "merged key {index}: NMSE {nmse:.1e} against the host's");
+        }
+        Ok(())
+    }
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+fn log_sum_exp(scores: &[f64]) -> f64 {
+    let largest = scores.iter().copied().fold(f64::MIN, f64::max);
+    largest + scores.iter().map(|score| (score - largest).exp()).sum::<f64>().ln()
+}
+
+/// Random numbers of a bell curve, with a channel that stands out.
+pub fn random(elements: usize, seed: u64) -> Vec<f16> {
+    let mut random = fastrand::Rng::with_seed(seed);
+    let element = |at: usize| {
+        let bell: f32 = (0..3).map(|_| random.f32() - 0.5).sum();
+        f16::from_f32(if at % 128 == 17 { 6.0 + bell } else { bell })
+    };
+    (0..elements).map(element).collect()
+}
