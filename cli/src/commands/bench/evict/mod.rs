@@ -10,14 +10,14 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use indicatif::ProgressBar;
-use kvpack::backend::{AttendOptions, FilledStores, KeptAndEvicted, NewSpan, QueriesAndKeys, SpanSource, TensorRows};
+use kvpack::backend::{AttendOptions, FilledStores, KeptAndEvicted, NewSpan, QueriesAndKeys, SpanSource};
 use kvpack::cache::{DenseLayer, MeasuredQueries, ModelCache, Recipe};
 use kvpack::conformance::{BatchLengths, DecodeData, DecodeShape, PageOrder, Workload};
 use kvpack::plan::{Rows, TokenRange};
 use kvpack::policy::{
     ColumnRequest, DEFAULT_THRESHOLD, HeadAggregation, Merging, Policy, RowStatsSource, Spans, StatsRequest,
 };
-use kvpack::{AttentionShape, Backend, Bits, SegmentFormat};
+use kvpack::{AttentionShape, Bits, SegmentFormat};
 use kvpack_report::Run;
 use serde::Serialize;
 
