@@ -61,10 +61,10 @@ struct PackRow {
 ///
 /// # Errors
 /// When the backend fails, or a step yields something else than f64 attention over the stored data.
-pub fn run<B: TimedSelection + Timed>(backend: &B, driver: String, json: bool) -> Result<()> {
+pub fn run<B: TimedSelection>(backend: &B, driver: String, json: bool) -> Result<()> {
     let shape = AttentionShape::new(32, 8, 128)?;
     // A software device gets what it can do in a while.
-    let (sequences, tokens) = if backend.sizes().is_gpu() { (8, 32_768) } else { (1, 512) };
+    let (sequences, tokens) = if backend.sizes().is_gpu() { (8, 32_768) } else { (1, 1024) };
     let run = provenance::run(driver, backend.guard_tolerance());
     pollster::block_on(backend.guard_rate())?;
     let bandwidth = pollster::block_on(backend.read_bandwidth())?;

@@ -148,7 +148,7 @@ pub fn run(args: &BenchArgs) -> Result<Outcome> {
     }
 }
 
-fn bench<B: Timed + TimedStores + TimedModel + TimedSelection>(
+fn bench<B: TimedStores + TimedModel + TimedSelection>(
     args: &BenchArgs,
     backend: &B,
     driver: String,

@@ -7,7 +7,7 @@ use kvpack::cpu::Cpu;
 use kvpack::policy::{Merging, StatsRequest};
 use kvpack::{AttentionShape, Backend, Result};
 
-use super::super::timed::median;
+use super::super::timed::{Timed, median};
 
 /// A call of [`kvpack::backend::Selection`].
 pub enum Call<'a, B: Backend> {
@@ -24,15 +24,13 @@ pub enum Call<'a, B: Backend> {
 }
 
 /// A backend whose kernels of selection can be timed by themselves.
-pub trait TimedSelection: Backend {
+pub trait TimedSelection: Timed {
     /// Seconds of the kernels of a call, going round like calls over other memory; `None` where a device has no clock for
     /// them.
     ///
     /// # Errors
     /// Whatever the backend reports.
-    async fn time_kernels(&self, calls: &[Call<'_, Self>]) -> Result<Option<f64>>
-    where
-        Self: Sized;
+    async fn time_kernels(&self, calls: &[Call<'_, Self>]) -> Result<Option<f64>>;
 }
 
 impl TimedSelection for Cpu {
@@ -61,30 +59,32 @@ impl<B: Backend> Call<'_, B> {
     }
 }
 
-/// Calls that are queued before the host waits for them.
+/// Calls that are queued on a GPU before the host waits for them.
 const QUEUED: usize = 8;
 
-/// Measurements of a call by the wall clock.
+/// Measurements of a call by the wall clock on a GPU.
 const MEASUREMENTS: usize = 5;
 
-/// Seconds of a call by the wall clock: [`QUEUED`] of them one after the other, then a wait for all.
+/// Seconds of a call by the wall clock: [`QUEUED`] of them one after the other, then a wait for all. Where software computes,
+/// one call is measured once.
 ///
 /// # Errors
 /// Whatever the backend reports.
-pub async fn time_calls<B: Backend>(
+pub async fn time_calls<B: Timed>(
     backend: &B,
     last: &B::Tensor,
     mut call: impl FnMut(usize) -> Result<()>,
 ) -> Result<f64> {
-    let mut seconds = Vec::with_capacity(MEASUREMENTS);
+    let (queued, measurements) = if backend.sizes().is_gpu() { (QUEUED, MEASUREMENTS) } else { (1, 1) };
+    let mut seconds = Vec::with_capacity(measurements);
     // The first round compiles kernels.
-    for round in 0..=MEASUREMENTS {
+    for round in 0..=measurements {
         let start = Instant::now();
-        (0..QUEUED).try_for_each(&mut call)?;
+        (0..queued).try_for_each(&mut call)?;
         // What comes to the host comes after all that was queued before it.
         backend.download(last).await?;
         if round > 0 {
-            seconds.push(start.elapsed().as_secs_f64() / QUEUED as f64);
+            seconds.push(start.elapsed().as_secs_f64() / queued as f64);
         }
     }
     Ok(median(seconds))
