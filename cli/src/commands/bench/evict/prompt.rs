@@ -89,7 +89,7 @@ impl<B: Backend> Prompt<B> {
     /// The queries of the measured rows.
     pub fn queries(&self) -> TensorRows<'_, B::Tensor> {
         let (tokens, heads, head_dim) = (self.measured.len(), self.shape.query_heads(), self.shape.head_dim());
-        let layout = RowLayout { tokens, token_stride: heads * head_dim, head_stride: head_dim, ..self.rows };
+        let layout = RowLayout { tokens, token_stride: heads * head_dim, head_stride: head_dim };
         TensorRows { tensor: &self.queries, layout }
     }
 
