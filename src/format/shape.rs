@@ -1,12 +1,7 @@
 //! The shape of an attention layer.
 
+use super::{HEAD_DIMS, MOST_HEADS};
 use crate::{Error, Result};
-
-/// Head dimensions that have kernels on every backend.
-pub const HEAD_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
-
-/// Most query heads, and so most KV heads: as many workgroups as every GPU launches along an axis.
-pub const MOST_HEADS: usize = 65_535;
 
 /// Query heads, KV heads and head dimension of one attention layer, checked.
 ///

@@ -3,29 +3,11 @@
 use std::fmt;
 
 use super::sketch::Sketch;
-use super::{AttentionShape, Bits, Codebook, RangeRule, Rotation, TILE_TOKENS};
+use super::{AttentionShape, Bits, Codebook, KeyOrValue, RangeRule, Rotation, TILE_TOKENS};
 use crate::{Error, Result};
 
 /// The largest f16.
 const LARGEST_HALF: f32 = 65504.0;
-
-/// Keys or values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum KeyOrValue {
-    /// The keys, packed along channels.
-    Key,
-    /// The values, packed along tokens.
-    Value,
-}
-
-impl fmt::Display for KeyOrValue {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Key => "the key tensor",
-            Self::Value => "the value tensor",
-        })
-    }
-}
 
 /// Which elements of one KV head share a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -227,6 +209,23 @@ impl TensorFormat {
         self.grouping() == Some(Grouping::Channel)
     }
 
+    /// The same with ranges of every tile in place of ranges of a whole span, where it has these.
+    #[must_use]
+    pub const fn with_tile_ranges(self) -> Self {
+        match self {
+            Self::Affine(AffineFormat { grouping: Grouping::Channel, bits, ranges, shrink, rotation }) => {
+                Self::Affine(AffineFormat {
+                    grouping: Grouping::ChannelTokens(TILE_TOKENS),
+                    bits,
+                    ranges,
+                    shrink,
+                    rotation,
+                })
+            }
+            _ => self,
+        }
+    }
+
     /// Ranges stored beside each tile, f16 pairs in one word each; 0 if there are none.
     ///
     /// Order inside a tile: `[token group][channel]` for [`Grouping::ChannelTokens`], `[token]` for
@@ -391,6 +390,20 @@ impl SegmentFormat {
             KeyOrValue::Key => &self.key,
             KeyOrValue::Value => &self.value,
         }
+    }
+
+    /// The same with ranges of every tile in place of ranges of a whole span: for tiles that are packed one by one as a
+    /// sequence grows, which then are one span with each other.
+    ///
+    /// ```
+    /// use kvpack::{Bits, SegmentFormat};
+    /// let tiles = SegmentFormat::calibquant(Bits::Two).with_tile_ranges();
+    /// assert_eq!(tiles.to_string(), "2-bit per channel and 128 tokens");
+    /// assert_eq!(SegmentFormat::saw_int4().with_tile_ranges(), SegmentFormat::saw_int4());
+    /// ```
+    #[must_use]
+    pub const fn with_tile_ranges(self) -> Self {
+        Self { key: self.key.with_tile_ranges(), value: self.value.with_tile_ranges() }
     }
 
     /// True if tokens can be stored one by one: keys and values in f16 or with ranges of their own for every token.

@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use super::escaped::escaped;
 use super::plot::{self, Plot};
 
 /// What the page looks like: light or dark as the reader's system is, one column on a phone.
@@ -14,11 +15,6 @@ const SCRIPT: &str = include_str!("page.js");
 pub struct Html {
     title: String,
     body: String,
-}
-
-/// A text in HTML.
-pub(super) fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
 impl Html {

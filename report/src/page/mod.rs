@@ -3,6 +3,7 @@
 mod bench;
 mod conformance;
 mod documents;
+mod escaped;
 mod eval;
 mod html;
 mod model;

@@ -4,7 +4,7 @@
 
 use std::fmt::Write;
 
-use super::html::escaped;
+use super::escaped::escaped;
 
 const WIDTH: f64 = 600.0;
 const HEIGHT: f64 = 400.0;

@@ -94,6 +94,17 @@ impl StepTable {
         &self.layout
     }
 
+    /// Checks that it is of this layout.
+    ///
+    /// # Errors
+    /// [`Error::Plan`].
+    pub(crate) fn check_layout(&self, layout: &Arc<StepLayout>) -> Result<()> {
+        if Arc::ptr_eq(layout, &self.layout) || *layout == self.layout {
+            return Ok(());
+        }
+        reject("the table is of another layout than the stores were bound to; bind anew after a store has grown".into())
+    }
+
     /// The words.
     pub fn words(&self) -> &[u32] {
         &self.words
@@ -181,7 +192,16 @@ impl StepTable {
         for (pair, (windows, of)) in writes.windows.iter().zip(layout.windows()).enumerate() {
             at_most("the windows of a step", windows.len(), layout.capacity(Section::Windows(pair)))?;
             let to = &layout.stores()[of.to];
+            let filled_now = |page: Page| writes.stores[of.from].tokens.iter().any(|write| write.page == page);
             for window in windows {
+                if of.newer > 0 && filled_now(window.from) {
+                    let Page { shard, index } = window.from;
+                    return reject(format!(
+                        "page {index} of shard {shard} is packed in the step that stores a token there, and the layout keeps {} \
+                         newer tokens",
+                        of.newer
+                    ));
+                }
                 layout.check_page(of.from, window.from).and_then(|()| layout.check_page(of.to, window.to))?;
                 if to.format.has_span_ranges() && window.range_slot >= to.range_slots {
                     let (slot, slots) = (window.range_slot, to.range_slots);
@@ -270,7 +290,7 @@ mod tests {
             centre_slots: 0,
         };
         let stores = vec![of(SegmentFormat::F16, 3), of(SegmentFormat::per_channel(Bits::Four), 0)];
-        let windows = vec![WindowCapacity { from: 0, to: 1, windows: 2 }];
+        let windows = vec![WindowCapacity { from: 0, to: 1, windows: 2, newer: 0 }];
         Arc::new(StepLayout::new(shape, 8, stores, windows).unwrap())
     }
 
@@ -360,6 +380,21 @@ mod tests {
         assert_eq!(table.words(), before);
     }
 
+    /// Windows that were full before a step are not of the pages that it stores tokens in.
+    #[test]
+    fn windows_that_fill_now_are_refused_where_newer_tokens_stay() {
+        let before = layout();
+        let windows = vec![WindowCapacity { newer: 1, ..before.windows()[0] }];
+        let newer =
+            Arc::new(StepLayout::new(*before.shape(), before.rows(), before.stores().to_vec(), windows).unwrap());
+        let mut table = StepTable::new(&newer);
+        let refused = table.set(&writes(&newer)).unwrap_err().to_string();
+        assert!(refused.contains("page 2 of shard 1") && refused.contains("1 newer tokens"), "{refused}");
+        let mut earlier = writes(&newer);
+        earlier.windows[0][0].from = page(0, 3);
+        table.set(&earlier).unwrap();
+    }
+
     /// A token's word has room for its slot and for that of its centre.
     #[test]
     fn centres_stand_beside_slots() {
@@ -401,7 +436,7 @@ mod tests {
         };
         let channels = SegmentFormat::per_channel(Bits::Four);
         let new = |stores: Vec<StoreCapacity>, from, to| {
-            StepLayout::new(shape, 1, stores, vec![WindowCapacity { from, to, windows: 1 }])
+            StepLayout::new(shape, 1, stores, vec![WindowCapacity { from, to, windows: 1, newer: 0 }])
         };
         let f16 = SegmentFormat::F16;
         assert!(new(vec![of(f16, 1), of(channels, 0)], 0, 1).is_ok());

@@ -22,7 +22,8 @@ mod uncentre_lse;
 pub(super) use arithmetic::arithmetic;
 pub use merge_pair::MergePairPlan;
 pub use scratch::{Scratch, ScratchBytes};
-pub use step::{StepPlan, StepTensors};
+pub use step::StepPlan;
+pub use step_buffers::StepTensors;
 pub use uncentre_lse::UncentreLsePlan;
 
 use super::device::Variant;

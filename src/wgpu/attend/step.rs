@@ -13,7 +13,7 @@
 use super::merge_states::LseOutput;
 use super::scratch::{Layout, Room, Scratch, ScratchBytes};
 use super::specialisation::MAX_TILES;
-use super::step_buffers::{BoundBuffers, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES};
+use super::step_buffers::{BoundBuffers, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES, StepTensors};
 use super::step_launches::{Builder, block_queries};
 use crate::backend::AttendOptions;
 use crate::format::{AttentionShape, TILE_TOKENS};
@@ -34,19 +34,6 @@ pub struct StepPlan {
     launches: Vec<PlannedLaunch>,
     tables: Vec<u8>,
     scratch: ScratchBytes,
-}
-
-/// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`, one row after the other unless the step
-/// was planned for other [rows](StepPlan::with_query_rows). They may lie in one buffer, next to each other, but not over each
-/// other.
-#[derive(Clone, Copy, Debug)]
-pub struct StepTensors<'a> {
-    /// Queries, after rotary embedding, not scaled.
-    pub queries: &'a Tensor,
-    /// Where the attention outputs go.
-    pub output: &'a Tensor,
-    /// Where the log-sum-exps go, f32 `[rows, query_heads]`: for plans of [`StepPlan::states`], and for no others.
-    pub lse: Option<&'a Tensor>,
 }
 
 /// [`QueryRows::check`], or [`QueryRows::check_room`].

@@ -3,7 +3,7 @@
 
 use super::hadamard::{Turn, with_sketch, with_turn};
 use super::levels::{with_codebook_fields, with_level_fields};
-use super::step::{Binder, StepLaunch};
+use super::step_launch::{Binder, StepLaunch};
 use super::tile_call::{self, RowsKind, TileCall};
 use crate::format::{AttentionShape, Direction, HEAD_DIMS, KeyOrValue, NormRule, TensorFormat};
 use crate::plan::{ElementType, Section};

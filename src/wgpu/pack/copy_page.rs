@@ -1,6 +1,6 @@
 //! Kernel `copy_page`: pages that become copies of others of their store.
 
-use super::step::{Binder, StepLaunch};
+use super::step_launch::{Binder, StepLaunch};
 use super::tile_call::TileCall;
 use crate::Result;
 use crate::format::KeyOrValue;

@@ -12,9 +12,11 @@ mod non_finite_flags;
 mod pack_windows;
 mod quantize;
 mod step;
+mod step_launch;
 mod step_memory;
 mod tile_call;
 mod uncentre_keys;
+mod window_way;
 
 pub use dequantize::DequantizePlan;
 pub use find_non_finite::{ElementPosition, FindNonFinite, FindNonFinitePlan};

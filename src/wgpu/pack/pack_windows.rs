@@ -1,43 +1,15 @@
 //! Full pages of f16, packed into pages of another store where they lie: what `quantize` makes of their rows.
 
 use super::hadamard::{self, Turn};
-use super::step::{Binder, StepLaunch};
+use super::step_launch::{Binder, StepLaunch};
 use super::tile_call::{self, TileCall};
+use super::window_way::Way;
 use super::{append, quantize};
 use crate::Result;
 use crate::format::{AttentionShape, Direction, KeyOrValue, Rotation, TILE_TOKENS, TensorFormat};
 use crate::plan::{ElementType, Section};
 use crate::wgpu::device::launch::FLAT_WORKGROUP;
 use crate::wgpu::device::{StorePart, Variant};
-
-/// How windows become tiles of a format.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
-    /// Kernel `append`, row by row: rotated rows whose ranges belong to single tokens.
-    Rows,
-    /// Kernels `ranges_window` or `ranges_tile`, and `quantize`, which read the tiles of f16.
-    Tiles,
-    /// The same of rows that kernel `hadamard` rotates into scratch memory: their ranges span tokens.
-    RotatedTiles(Rotation),
-}
-
-impl Way {
-    fn of(format: &TensorFormat) -> Self {
-        match format.rotation() {
-            Some(_) if format.takes_single_tokens() => Self::Rows,
-            Some(rotation) => Self::RotatedTiles(rotation),
-            None => Self::Tiles,
-        }
-    }
-}
-
-/// Bytes of scratch memory that one window of keys or of values passes through, 0 if it is packed where it lies.
-pub(super) fn scratch_bytes(shape: &AttentionShape, format: &TensorFormat) -> u64 {
-    match Way::of(format) {
-        Way::RotatedTiles(_) => (TILE_TOKENS * shape.kv_heads() * shape.head_dim() * size_of::<f32>()) as u64,
-        Way::Rows | Way::Tiles => 0,
-    }
-}
 
 /// The kernels that pack keys or values of windows, in order.
 pub(super) fn variants_of(shape: &AttentionShape, format: &TensorFormat, which: KeyOrValue) -> Vec<Variant> {

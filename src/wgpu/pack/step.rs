@@ -3,13 +3,12 @@
 use std::sync::Arc;
 
 use super::non_finite_flags::NonFiniteFlags;
+use super::step_launch::{Binder, StepLaunch};
 use super::step_memory::StepMemory;
-use super::tile_call::TileCall;
 use super::{append, copy_page, pack_windows};
 use crate::backend::StepInput;
 use crate::format::KeyOrValue;
 use crate::plan::{ElementType, FoundStore, Section, StepLayout, StepTable};
-use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, flat_grid, folded_grid};
 use crate::wgpu::device::{Kernels, Store, Tensor, Variant, guard};
 use crate::{Error, Result};
 
@@ -61,7 +60,8 @@ impl PackStepPlan {
     pub fn variants(&self, keys: ElementType, values: ElementType) -> Vec<Variant> {
         let (layout, mut found) = (&self.layout, Vec::new());
         for (index, store) in layout.stores().iter().enumerate() {
-            if store.copies > 0 {
+            // A page of what takes tokens may be shared one day, and copied then.
+            if store.copies > 0 || store.tokens > 0 {
                 found.extend(copy_page::variants());
             }
             if store.tokens > 0 {
@@ -143,7 +143,7 @@ impl PackStepPlan {
         let bind = Binder { kernels, layout, stores, memory, input, limits };
         let mut launches = Vec::new();
         for section in layout.sections().filter(|&section| layout.capacity(section) > 0 && takes(section)) {
-            launches.extend(bind.section(section)?);
+            launches.extend(launches_of(&bind, section)?);
         }
         guard::check_alive(kernels.device())?;
         let most = u64::from(bind.limits.max_compute_workgroups_per_dimension);
@@ -167,19 +167,10 @@ impl BoundPackStep {
     /// # Errors
     /// [`Error::Plan`] when the table is of another layout.
     pub fn encode(&self, table: &StepTable, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        check_table(&self.layout, table)?;
+        table.check_layout(&self.layout)?;
         self.launches.iter().for_each(|launch| launch.encode(table, self.most, pass));
         Ok(())
     }
-}
-
-/// Checks that a table is of this layout.
-pub(super) fn check_table(layout: &Arc<StepLayout>, table: &StepTable) -> Result<()> {
-    if Arc::ptr_eq(layout, table.layout()) || layout == table.layout() {
-        return Ok(());
-    }
-    let reason = "the table is of another layout than the stores were bound to; bind anew after a store has grown";
-    Err(Error::Plan { what: "step", reason: reason.into() })
 }
 
 fn check_stores(layout: &StepLayout, stores: &[&Store]) -> Result<()> {
@@ -203,82 +194,35 @@ fn check_input(layout: &StepLayout, input: &StepInput<'_, Tensor, NonFiniteFlags
     input.flags.check_layer(input.layer)
 }
 
-/// What launches of a step are bound to.
-pub(super) struct Binder<'a> {
-    pub kernels: &'a Kernels,
-    pub layout: &'a StepLayout,
-    pub stores: &'a [&'a Store],
-    pub memory: &'a StepMemory,
-    pub input: Option<StepInput<'a, Tensor, NonFiniteFlags>>,
-    pub limits: wgpu::Limits,
-}
-
-impl Binder<'_> {
-    /// All launches of a section, for every shard or pair of shards that its entries may name.
-    fn section(&self, section: Section) -> Result<Vec<StepLaunch>> {
-        let shards = |store: usize| 0..self.layout.stores()[store].shard_pages.len() as u32;
-        let mut launches = Vec::new();
-        match section {
-            Section::Copies(store) => {
-                for pair in pairs(shards(store), shards(store)) {
-                    launches.extend(copy_page::bind_copies(self, store, pair)?);
-                }
+/// All launches of a section, for every shard or pair of shards that its entries may name.
+fn launches_of(bind: &Binder<'_>, section: Section) -> Result<Vec<StepLaunch>> {
+    let shards = |store: usize| 0..bind.layout.stores()[store].shard_pages.len() as u32;
+    let mut launches = Vec::new();
+    match section {
+        Section::Copies(store) => {
+            for pair in pairs(shards(store), shards(store)) {
+                launches.extend(copy_page::bind_copies(bind, store, pair)?);
             }
-            Section::Tokens(store) => {
-                for shard in shards(store) {
-                    for which in BOTH {
-                        launches.push(append::bind_tokens(self, store, shard, which)?);
-                    }
-                }
-            }
-            Section::Windows(pair) => {
-                let of = self.layout.windows()[pair];
-                for shards in pairs(shards(of.from), shards(of.to)) {
-                    for which in BOTH {
-                        launches.extend(pack_windows::bind_windows(self, pair, shards, which)?);
-                    }
+        }
+        Section::Tokens(store) => {
+            for shard in shards(store) {
+                for which in BOTH {
+                    launches.push(append::bind_tokens(bind, store, shard, which)?);
                 }
             }
         }
-        Ok(launches)
+        Section::Windows(pair) => {
+            let of = bind.layout.windows()[pair];
+            for shards in pairs(shards(of.from), shards(of.to)) {
+                for which in BOTH {
+                    launches.extend(pack_windows::bind_windows(bind, pair, shards, which)?);
+                }
+            }
+        }
     }
-
-    /// Binds a kernel that takes `per_entry` invocations for every entry of a section.
-    pub fn launch(
-        &self,
-        variant: &Variant,
-        call: TileCall,
-        buffers: &[(&str, wgpu::BufferBinding<'_>)],
-        (section, per_entry): (Section, u64),
-    ) -> Result<StepLaunch> {
-        let grid = flat_grid(self.layout.capacity(section) as u64 * per_entry, &self.limits)?;
-        let shards = call.shards;
-        let call = call.upload(self.kernels.device(), &[])?;
-        let mut buffers = buffers.to_vec();
-        buffers.push(("call", call.as_entire_buffer_binding()));
-        let launch = Launch::new(self.kernels, variant, &buffers, grid)?;
-        Ok(StepLaunch { launch, section, shards, per_entry })
-    }
+    Ok(launches)
 }
 
 fn pairs(from: std::ops::Range<u32>, to: std::ops::Range<u32>) -> impl Iterator<Item = [u32; 2]> {
     from.flat_map(move |from| to.clone().map(move |to| [from, to]))
-}
-
-/// A dispatch over the entries of a section that name certain shards.
-#[derive(Clone, Debug)]
-pub(super) struct StepLaunch {
-    launch: Launch,
-    section: Section,
-    shards: u32,
-    per_entry: u64,
-}
-
-impl StepLaunch {
-    fn encode(&self, table: &StepTable, most: u64, pass: &mut wgpu::ComputePass<'_>) {
-        if table.names_shards(self.section, self.shards) {
-            let invocations = table.count(self.section) as u64 * self.per_entry;
-            self.launch.encode_grid(pass, folded_grid(invocations.div_ceil(u64::from(FLAT_WORKGROUP)), most));
-        }
-    }
 }

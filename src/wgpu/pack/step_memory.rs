@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use super::pack_windows;
-use super::step::check_table;
+use super::window_way;
 use crate::format::KeyOrValue;
 use crate::plan::{StepLayout, StepTable};
 use crate::wgpu::device::{KernelLimits, buffers};
@@ -47,7 +46,7 @@ impl StepMemory {
     /// # Errors
     /// [`Error::Plan`] when the table is of another layout.
     pub fn write(&self, queue: &wgpu::Queue, table: &StepTable) -> Result<()> {
-        check_table(&self.layout, table)?;
+        table.check_layout(&self.layout)?;
         queue.write_buffer(&self.table, 0, bytemuck::cast_slice(table.words()));
         Ok(())
     }
@@ -83,7 +82,7 @@ impl StepMemory {
 pub(crate) fn rotated_bytes(layout: &StepLayout) -> u64 {
     let of_pair = |pair: &crate::plan::WindowCapacity| {
         let format = &layout.stores()[pair.to].format;
-        let of = |which| pack_windows::scratch_bytes(layout.shape(), format.tensor(which));
+        let of = |which| window_way::scratch_bytes(layout.shape(), format.tensor(which));
         pair.windows as u64 * of(KeyOrValue::Key).max(of(KeyOrValue::Value))
     };
     layout.windows().iter().map(of_pair).max().unwrap_or(0)
