@@ -37,10 +37,11 @@ async fn run() -> Result<(), Box<dyn Error>> {
     let (device, queue) = adapter.request_device(&descriptor).await?;
     let backend = Wgpu::new(device.clone(), queue.clone())?;
 
-    // A cache for all layers, with a budget that it never leaves: pages of 128 tokens, in f16 and at 2 bits.
+    // A cache for all layers, with a budget that it never leaves: pages of 128 tokens, in f16, of prompts at 2 bits, and of full
+    // windows at 2 bits.
     let shape = AttentionShape::new(8, 2, 64)?;
     let recipe = Recipe::calibquant(Bits::Two).with_window(0);
-    let budget = [StoreRoom { pages: 5, spans: 5 }, StoreRoom { pages: 10, spans: 5 }];
+    let budget = [(5, 5), (10, 1), (4, 1)].map(|(pages, spans)| StoreRoom { pages, spans });
     let mut cache = ModelCache::new(&backend, &vec![(shape, recipe.clone()); LAYERS], 1)?;
     cache.reserve(&budget).await?;
     prefill(&mut cache).await?;

@@ -90,6 +90,38 @@ fn one_graph_is_replayed_while_sequences_grow() {
     }
 }
 
+/// What was prepared is all that steps ask for, of sequences that grow from nothing into several items.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn no_kernel_is_compiled_while_a_model_is_served() {
+    let folder = std::env::temp_dir().join(format!("kvpack-prepared-{}", std::process::id()));
+    let backend = Cuda::open(0, KernelCache::Directory(folder.clone())).unwrap();
+    let compiled = || std::fs::read_dir(&folder).unwrap().count();
+    let recipe = model_steps::recipe("calibquant:2+window=0");
+    let mut cache = model_steps::cache(&backend, &recipe);
+    let tensors: Vec<LayerTensors> = (0..LAYERS).map(|_| tensors(&backend)).collect();
+    let rows = RowLayout::token_major(ROWS, &model_steps::shape());
+    let mut steps = ModelStep::new(&backend, rows, tensors.clone()).unwrap();
+    let mut prepared = 0;
+    for step in 0..3 * 128 {
+        block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();
+        if step == 0 {
+            steps.prepare(cache.step_layout(0).unwrap(), recipe.stores()).unwrap();
+            prepared = compiled();
+        }
+        cache.begin_append(&[TokenRun::decode(0)]).unwrap();
+        let open = cache.encode().unwrap().remove(0);
+        let written = steps.write(&open).unwrap();
+        for layer in 0..LAYERS {
+            written.launch_store(layer).unwrap();
+            written.launch_attend(layer).unwrap();
+        }
+        cache.commit().unwrap();
+    }
+    assert!(prepared > 0 && compiled() == prepared, "{} kernels beside {prepared}", compiled() - prepared);
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
 /// Batches that take turns replay the graphs that were captured for them.
 #[test]
 #[ignore = "needs an NVIDIA GPU"]

@@ -314,7 +314,7 @@ fn a_failure_in_a_late_layer_leaves_none_ahead() {
     backend.0.1.set(0);
     step(&mut cache, 0.5).unwrap();
     assert_eq!(cache.length(0), Ok(127 + 41));
-    assert!(cache.memory().packed().iter().all(|store| store.tokens > 0), "the windows were packed");
+    assert!(cache.memory().packed().last().is_some_and(|store| store.tokens > 0), "the windows were packed");
 }
 
 #[test]
@@ -369,10 +369,13 @@ fn a_budget_is_one_shard_and_is_kept() {
     let shape = AttentionShape::new(4, 2, 64).unwrap();
     let recipe = Recipe::calibquant(Bits::Two).with_window(0);
     let mut cache = ModelCache::new(&Cpu::new(), &vec![(shape, recipe); 3], 2).unwrap();
-    let room = [StoreRoom { pages: 40, spans: 0 }, StoreRoom { pages: 2, spans: 2 }];
+    let room = [(40, 0), (2, 2), (2, 0)].map(|(pages, spans)| StoreRoom { pages, spans });
     block_on(cache.reserve(&room)).unwrap();
     let free = cache.free_room(0).unwrap();
-    assert!(free[0].pages >= 40 && free[1].pages >= 2 && free[1].spans >= 2, "{free:?}");
+    assert!(
+        free.iter().zip(&room).all(|(free, room)| free.pages >= room.pages && free.spans >= room.spans),
+        "{free:?}"
+    );
     let allocated = cache.memory().allocated_bytes();
     let mut tokens = 0;
     let refused = loop {
@@ -386,7 +389,7 @@ fn a_budget_is_one_shard_and_is_kept() {
     assert_eq!((tokens + 1) % 128, 0, "{tokens} tokens");
     assert_eq!((cache.length(0), cache.memory().allocated_bytes()), (Ok(tokens), allocated));
     let needed = cache.room_for_append(0, &[TokenRun::decode(0)]).unwrap();
-    assert!(needed[1].pages > cache.free_room(0).unwrap()[1].pages, "{needed:?}");
+    assert!(needed[2].pages > cache.free_room(0).unwrap()[2].pages, "{needed:?}");
     let plan = {
         cache.truncate(0, tokens - 1).unwrap();
         cache.begin_append(&[TokenRun::decode(0)]).unwrap();

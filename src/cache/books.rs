@@ -143,7 +143,6 @@ impl<I: TokenIndices + Clone> Books<I> {
             }
             if let (true, Some((to, _))) = (run.packs(), self.window_to_pack(run.sequence(), 1)) {
                 needed[to.index()].pages += 1;
-                needed[to.index()].spans += 1;
             }
         }
         Ok(needed)
@@ -269,7 +268,7 @@ impl<I: TokenIndices + Clone> Books<I> {
         let mut needed = vec![StoreRoom::default(); self.rooms.len()];
         if let Appended::Tiles { to, newer } = self.recipe.appended() {
             let windows = self.sequences[sequence].windows_to_pack(self.recipe.sink(), newer);
-            needed[to.index()] = StoreRoom { pages: windows, spans: windows };
+            needed[to.index()].pages = windows;
         }
         Ok(needed)
     }
@@ -559,8 +558,7 @@ impl<I: TokenIndices + Clone> Books<I> {
     /// Packs the oldest window that is due, if there is one.
     fn pack_window(&mut self, change: &mut Change<I>, sequence: usize) -> Result<bool> {
         let Some((to, window)) = self.window_to_pack(sequence, 0) else { return Ok(false) };
-        let may_join = !self.recipe.stores()[to.index()].format.has_span_ranges();
-        let joined = self.sequences[sequence].joins(window, to, may_join);
+        let joined = self.sequences[sequence].joins(window, to);
         let packed = self.rooms[to.index()].take(1)?;
         change.leased.push((to, packed.clone()));
         let from = self.sequences[sequence].spans[window].lease.pages[0];

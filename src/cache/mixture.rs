@@ -54,11 +54,6 @@ impl Mixture {
         Ok(Self { tiers, rule: Rule::Shares(shares) })
     }
 
-    /// Stores of a layer, f16 among them.
-    pub(super) fn stores(&self) -> usize {
-        1 + self.tiers.iter().filter(|tier| !tier.is_f16()).count()
-    }
-
     /// The stores of a layer: f16, and the others in the order of the text. What is appended stays in f16.
     pub(super) fn recipe(&self, shape: &AttentionShape) -> Recipe {
         let packed = self.tiers.iter().filter(|tier| !tier.is_f16());

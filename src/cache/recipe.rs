@@ -40,7 +40,9 @@ pub enum Appended {
     /// They are packed tile by tile: each full tile of 128 as soon as at least `newer` newer tokens are held, so that
     /// between `newer` and `newer + 127` of the newest tokens are in f16 (the residual window of KIVI).
     Tiles {
-        /// The store that takes the tiles.
+        /// The store that takes the tiles. Where its ranges are those of whole spans, a recipe adds a store of
+        /// [ranges of tiles](SegmentFormat::with_tile_ranges) for them and names that, so that the tiles of a sequence are one
+        /// span.
         to: StoreId,
         /// Newer tokens that stay in f16, at least.
         newer: usize,
@@ -69,6 +71,8 @@ pub struct Recipe {
     sink: usize,
     query: QueryPrecision,
     centred: bool,
+    /// Where appended tiles would go but for its ranges of whole spans: the last store is theirs instead.
+    tiles_of: Option<StoreId>,
 }
 
 /// Most stores of a recipe.
@@ -102,34 +106,41 @@ impl Recipe {
     /// # Errors
     /// [`Error::Limit`] beyond [`MOST_STORES`].
     pub fn with_store(mut self, store: impl Into<StoreFormat>) -> Result<(Self, StoreId)> {
-        if self.stores.len() == MOST_STORES {
-            return Err(Error::Limit {
-                what: "the stores of a recipe".into(),
-                needed: MOST_STORES as u64 + 1,
-                allowed: MOST_STORES as u64,
-                hint: "give spans of like precision the same store",
-            });
-        }
+        check_stores(self.stores.len() + 1)?;
+        let id = StoreId(self.named_stores() as u8);
         self = self.and_store(store.into());
-        let id = StoreId(self.stores.len() as u8 - 1);
         Ok((self, id))
     }
 
     /// The same recipe with one more store, where that was counted already.
     pub(super) fn and_store(mut self, store: StoreFormat) -> Self {
-        self.stores.push(store);
-        self
+        self.stores.insert(self.named_stores(), store);
+        let appended = self.asked_of_appended();
+        self.with_appended(appended)
+    }
+
+    /// Stores that spans of a prompt name; one for appended tiles alone comes behind them.
+    fn named_stores(&self) -> usize {
+        self.stores.len() - usize::from(self.tiles_of.is_some())
+    }
+
+    /// What was asked to become of appended tokens, before tiles got a store of their own.
+    const fn asked_of_appended(&self) -> Appended {
+        match (self.appended, self.tiles_of) {
+            (Appended::Tiles { newer, .. }, Some(to)) => Appended::Tiles { to, newer },
+            (appended, _) => appended,
+        }
     }
 
     /// The same recipe, packing appended tokens tile by tile behind a window of at least `newer` newest tokens in f16.
     #[must_use]
     pub fn with_window(self, newer: usize) -> Self {
-        let appended = match self.appended {
+        let appended = match self.asked_of_appended() {
             _ if !self.packs() => Appended::Keep,
             Appended::Keep => Appended::Tiles { to: StoreId::PACKED, newer },
             Appended::AtOnce(to) | Appended::Tiles { to, .. } => Appended::Tiles { to, newer },
         };
-        Self { appended, ..self }
+        self.with_appended(appended)
     }
 
     /// The same recipe, keeping appended tokens among the first `sink` tokens in f16.
@@ -146,9 +157,28 @@ impl Recipe {
     }
 
     /// The same recipe with something else that happens to appended tokens.
+    ///
+    /// ```
+    /// use kvpack::cache::{Appended, Recipe, StoreId};
+    /// use kvpack::{Bits, SegmentFormat};
+    /// // Prompts have one range per channel and span, and the tiles of what is appended ranges of their own.
+    /// let recipe = Recipe::calibquant(Bits::Two).with_window(128);
+    /// assert_eq!(recipe.appended(), Appended::Tiles { to: StoreId(2), newer: 128 });
+    /// assert_eq!(recipe.stores()[2].format, SegmentFormat::calibquant(Bits::Two).with_tile_ranges());
+    /// ```
     #[must_use]
-    pub fn with_appended(self, appended: Appended) -> Self {
-        Self { appended, ..self }
+    pub fn with_appended(mut self, appended: Appended) -> Self {
+        self.stores.truncate(self.named_stores());
+        (self.appended, self.tiles_of) = (appended, None);
+        if let Appended::Tiles { to, newer } = appended
+            && let Some(store) = self.stores.get(to.index()).filter(|store| store.format.has_span_ranges())
+        {
+            let tiles = StoreFormat { format: store.format.with_tile_ranges(), ..*store };
+            self.stores.push(tiles);
+            self.appended = Appended::Tiles { to: StoreId(self.stores.len() as u8 - 1), newer };
+            self.tiles_of = Some(to);
+        }
+        self
     }
 
     /// The same recipe with another precision of the query.
@@ -178,7 +208,9 @@ impl Recipe {
         if packed != SegmentFormat::F16 {
             stores.push(packed.into());
         }
-        Self { stores, appended, sink: 0, query: QueryPrecision::default(), centred: false }
+        let (sink, query, centred) = (0, QueryPrecision::default(), false);
+        let recipe = Self { stores, appended: Appended::Keep, sink, query, centred, tiles_of: None };
+        recipe.with_appended(appended)
     }
 
     /// The stores: f16, and the packed ones.
@@ -240,13 +272,17 @@ impl Recipe {
         }
     }
 
-    /// Whether single tokens are put into a store: into f16 always, for windows and sinks.
+    /// Whether single tokens are put into a store: into f16 those that stay, or wait, or are of a sink.
     pub(super) fn takes_tokens(&self, store: StoreId) -> bool {
-        store == StoreId::F16 || self.appended == Appended::AtOnce(store)
+        match self.appended {
+            Appended::AtOnce(to) => store == to || (store == StoreId::F16 && self.sink > 0),
+            Appended::Keep | Appended::Tiles { .. } => store == StoreId::F16,
+        }
     }
 
     /// Checks that every store can do what the recipe asks of it.
     pub(super) fn check(&self) -> Result<()> {
+        check_stores(self.stores.len())?;
         if let Appended::AtOnce(to) | Appended::Tiles { to, .. } = self.appended {
             if to == StoreId::F16 || to.index() >= self.stores.len() {
                 let reason = format!(
@@ -267,4 +303,14 @@ impl Recipe {
             None => Ok(()),
         }
     }
+}
+
+/// Checks that a recipe may have so many stores.
+fn check_stores(stores: usize) -> Result<()> {
+    if stores <= MOST_STORES {
+        return Ok(());
+    }
+    let (needed, allowed) = (stores as u64, MOST_STORES as u64);
+    let hint = "give spans of like precision the same store";
+    Err(Error::Limit { what: "the stores of a recipe".into(), needed, allowed, hint })
 }

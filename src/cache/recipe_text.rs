@@ -39,10 +39,10 @@ use crate::{Error, Result};
 /// ```
 /// use kvpack::cache::{Appended, ModelRecipe, StoreId};
 /// let shape = kvpack::AttentionShape::new(32, 8, 128)?;
-/// let recipe: ModelRecipe = "calibquant:2+window=256+layers=0,1:f16".parse()?;
+/// let recipe: ModelRecipe = "kivi:2+window=256+layers=0,1:f16".parse()?;
 /// assert_eq!(recipe.layer(5, &shape).appended(), Appended::Tiles { to: StoreId::PACKED, newer: 256 });
 /// assert_eq!(recipe.layer(1, &shape).packed().format, kvpack::SegmentFormat::F16);
-/// assert_eq!(recipe.to_string(), "calibquant:2+window=256+layers=0,1:f16");
+/// assert_eq!(recipe.to_string(), "kivi:2+window=256+layers=0,1:f16");
 ///
 /// // A fifth of a prompt by LOOK-M, in 4 bits.
 /// let recipe: ModelRecipe = "lookm:0.2/saw-int4".parse()?;
@@ -67,14 +67,6 @@ enum Base {
 }
 
 impl Base {
-    /// Stores of a recipe, and of those of layers by another method.
-    fn most_stores(&self) -> usize {
-        match self {
-            Self::Method(_) => 2,
-            Self::Mixture(mixture) => mixture.stores().max(2),
-        }
-    }
-
     fn recipe(&self, shape: &AttentionShape) -> Recipe {
         match self {
             Self::Method(choice) => choice.recipe(shape),
@@ -133,15 +125,30 @@ impl ModelRecipe {
         Err(Error::Recipe { given: self.text.clone(), reason: reason.into() })
     }
 
-    /// Checks that all layers take a centre, if one is asked for. Whether a format does has nothing to do with the shape.
+    /// Checks that all layers take a centre, if one is asked for.
     fn check_centre(&self) -> Parsed<()> {
         if !self.options.iter().any(|option| matches!(option, RecipeOption::Centre)) {
             return Ok(());
         }
+        self.kinds()?.try_for_each(|recipe| recipe.check()).map_err(|error| format!("centre: {error}"))
+    }
+
+    /// Checks that no layer has too many stores.
+    fn check_stores(&self) -> Parsed<()> {
+        let further = self.options.iter().filter(|option| matches!(option, RecipeOption::Store(_))).count();
+        let stores = self.kinds()?.map(|recipe| recipe.stores().len()).max().unwrap_or(0);
+        if stores <= MOST_STORES {
+            return Ok(());
+        }
+        Err(format!("{stores} stores with the {further} further ones; a recipe has at most {MOST_STORES}"))
+    }
+
+    /// The recipes of layers that the text names, and of all others; how many stores there are, and what they take, has nothing
+    /// to do with the shape.
+    fn kinds(&self) -> Parsed<impl Iterator<Item = Recipe>> {
         let shape = AttentionShape::new(1, 1, 128).map_err(|error| error.to_string())?;
-        let other = self.layers.iter().map(|(layer, _)| *layer).chain([usize::MAX]);
-        let centred = other.map(|layer| self.layer(layer, &shape));
-        centred.into_iter().try_for_each(|recipe| recipe.check()).map_err(|error| format!("centre: {error}"))
+        let named = self.layers.iter().map(|(layer, _)| *layer).chain([usize::MAX]);
+        Ok(named.map(move |layer| self.layer(layer, &shape)))
     }
 
     /// The highest layer that the text names, which the model must have.
@@ -187,11 +194,7 @@ fn parse(text: &str) -> Parsed<ModelRecipe> {
             },
         }
     }
-    let further = recipe.options.iter().filter(|option| matches!(option, RecipeOption::Store(_))).count();
-    let stores = recipe.base.most_stores() + further;
-    if stores > MOST_STORES {
-        return Err(format!("{stores} stores with the {further} further ones; a recipe has at most {MOST_STORES}"));
-    }
+    recipe.check_stores()?;
     recipe.check_centre()?;
     let mut seen = BTreeSet::new();
     match recipe.layers.iter().find(|(layer, _)| !seen.insert(*layer)) {
@@ -312,7 +315,8 @@ mod tests {
         for layer in [0, 1, 3] {
             let recipe = recipe.layer(layer, &shape());
             assert_eq!((recipe.sink(), recipe.query()), (128, QueryPrecision::Int8));
-            assert_eq!(recipe.appended(), Appended::Tiles { to: StoreId::PACKED, newer: 64 });
+            let to = if layer == 1 { StoreId::PACKED } else { StoreId(2) };
+            assert_eq!(recipe.appended(), Appended::Tiles { to, newer: 64 });
             assert_eq!(recipe.stores()[1].calibration, Some(Calibration::new(0.0, 3.0).unwrap()));
         }
         let kivi: ModelRecipe = "kivi:2".parse().unwrap();
@@ -347,6 +351,14 @@ mod tests {
         assert_eq!(formats, expected);
         assert!(layer.stores()[1..].iter().all(|store| store.calibration.is_some()));
         assert_eq!(layer.appended(), Appended::AtOnce(StoreId::PACKED));
+        // The store of appended tiles, where it is one of its own, comes behind those that prompts name.
+        let beside: ModelRecipe = "calibquant:2+store=saw-int4+window=256".parse().unwrap();
+        let layer = beside.layer(0, &shape());
+        let formats: Vec<SegmentFormat> = layer.stores().iter().map(|store| store.format).collect();
+        let two_bits = SegmentFormat::calibquant(Bits::Two);
+        assert_eq!(formats, [SegmentFormat::F16, two_bits, SegmentFormat::saw_int4(), two_bits.with_tile_ranges()]);
+        assert_eq!(layer.appended(), Appended::Tiles { to: StoreId(3), newer: 256 });
+        assert_eq!(layer.with_appended(Appended::Keep).stores().len(), 3);
         // f16 beside packed stores that only prompts use.
         let prompts: ModelRecipe = "f16+store=saw-int4+store=calibquant:2".parse().unwrap();
         let layer = prompts.layer(0, &shape());

@@ -199,12 +199,12 @@ impl<I: TokenIndices> Sequence<I> {
     /// Index of the first span that packing the window at `index` changes: the packed span before it, if the packed tile
     /// joins that.
     ///
-    /// It does if that is full and `may_join`, that is, if ranges belong to tiles and not to spans.
-    pub(super) fn joins(&self, index: usize, to: StoreId, may_join: bool) -> Option<usize> {
+    /// It does if that is full; the ranges of packed tiles are their own.
+    pub(super) fn joins(&self, index: usize, to: StoreId) -> Option<usize> {
         let before = index.checked_sub(1)?;
         let (span, window) = (&self.spans[before], &self.spans[index]);
         let follows = span.end().is_some_and(|end| Some(end + window.tokens) == window.end());
-        let joins = may_join && follows && span.store == to && span.tokens.is_multiple_of(TILE_TOKENS);
+        let joins = follows && span.store == to && span.tokens.is_multiple_of(TILE_TOKENS);
         joins.then_some(before)
     }
 

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::StoreId;
 use super::books::Books;
+use super::{Appended, StoreId};
 use crate::Result;
 use crate::format::AttentionShape;
 use crate::plan::{StepLayout, StepTable, StepWrites, StoreCapacity, TokenIndices, WindowCapacity};
@@ -46,7 +46,8 @@ impl GroupTable {
     /// A table for steps that decode a token of every sequence, where they are not very many.
     pub(super) fn new<I: TokenIndices + Clone>(shape: AttentionShape, books: &Books<I>) -> Result<Self> {
         let sequences = books.sequences().len().min(FIRST_SEQUENCES);
-        let most = Most { tokens: sequences, copies: sequences, windows: sequences };
+        // Pages are copied only where a sequence was forked in the middle of one.
+        let most = Most { tokens: sequences, copies: 0, windows: sequences };
         Ok(Self { shape, most, table: StepTable::new(&lay_out(shape, books, most)?) })
     }
 
@@ -73,9 +74,12 @@ impl GroupTable {
 }
 
 fn lay_out<I: TokenIndices + Clone>(shape: AttentionShape, books: &Books<I>, most: Most) -> Result<Arc<StepLayout>> {
-    let to = books.recipe().windows_to();
-    let windows = to.map(|to| WindowCapacity { from: StoreId::F16.index(), to: to.index(), windows: most.windows });
-    let windows = windows.into_iter().collect();
+    let windows = match books.recipe().appended() {
+        Appended::Tiles { to, newer } => {
+            vec![WindowCapacity { from: StoreId::F16.index(), to: to.index(), windows: most.windows, newer }]
+        }
+        Appended::Keep | Appended::AtOnce(_) => Vec::new(),
+    };
     Ok(Arc::new(StepLayout::new(shape, most.tokens, capacities(books, most), windows)?))
 }
 

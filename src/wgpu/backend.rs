@@ -294,7 +294,7 @@ impl Packing for Wgpu {
         to.check_planned("pack windows", shape, to.format())?;
         let stores = vec![from.step_capacity(0, 0), to.step_capacity(0, 0)];
         let layout = |windows: usize| {
-            let pair = WindowCapacity { from: 0, to: 1, windows };
+            let pair = WindowCapacity { from: 0, to: 1, windows, newer: 0 };
             StepLayout::new(*shape, 0, stores.clone(), vec![pair]).map(Arc::new)
         };
         // Rotated rows pass through scratch memory: as many windows at a time as a few MiB hold.

@@ -18,7 +18,7 @@ pub const ROWS: usize = 12;
 pub const STEPS: usize = 160;
 
 /// Tokens that stay, that are packed as they arrive, and that are packed by windows, with calibrated scores and with a sink.
-pub const RECIPES: [&str; 4] = ["f16", "saw-int4", "calibquant:2+window=0", "kivi:2+window=0+sink=128"];
+pub const RECIPES: [&str; 4] = ["f16", "saw-int4", "calibquant:2+window=1", "kivi:2+window=0+sink=128"];
 
 pub fn shape() -> AttentionShape {
     AttentionShape::new(4, 2, 64).unwrap()

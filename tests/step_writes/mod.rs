@@ -92,7 +92,7 @@ impl Case {
             centre_slots: 0,
         };
         let stores = vec![store(SegmentFormat::F16, ROWS), store(format, if single { ROWS } else { 0 })];
-        let windows = vec![WindowCapacity { from: 0, to: 1, windows: 4 }];
+        let windows = vec![WindowCapacity { from: 0, to: 1, windows: 4, newer: 0 }];
         let layout = Arc::new(StepLayout::new(shape, ROWS, stores, windows).unwrap());
         let rows = match seed % 2 {
             0 => RowLayout::token_major(ROWS, &shape),

@@ -136,7 +136,7 @@ impl ShaderArgs {
             Ok::<_, kvpack::Error>(PackStepPlan::new(&layout).variants(elements, elements))
         };
         found.extend(steps(vec![store(format, usize::from(format.takes_single_tokens()), 1)], vec![])?);
-        let window = WindowCapacity { from: 0, to: 1, windows: 1 };
+        let window = WindowCapacity { from: 0, to: 1, windows: 1, newer: 0 };
         let windows = steps(vec![store(SegmentFormat::F16, 0, 0), store(format, 0, 0)], vec![window])?;
         // Of what windows take besides, spans take the same, but that they read dense tensors.
         found.extend(windows.into_iter().filter(|variant| variant.kernel() == "ranges_window"));

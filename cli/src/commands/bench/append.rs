@@ -252,7 +252,7 @@ impl<B: Backend> Batch<B> {
     /// # Errors
     /// When the windows do not fit the stores.
     pub fn pack_tables(&self, stores: [StoreCapacity; 2]) -> kvpack::Result<[StepTable; 2]> {
-        let pair = WindowCapacity { from: 0, to: 1, windows: SEQUENCES };
+        let pair = WindowCapacity { from: 0, to: 1, windows: SEQUENCES, newer: 0 };
         let layout = Arc::new(StepLayout::new(self.shape, 0, stores.into(), vec![pair])?);
         let (mut step, idle) = (StepWrites::of(&layout), StepTable::new(&layout));
         step.windows[0] = self.windows();
