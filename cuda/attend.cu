@@ -14,7 +14,9 @@
 //
 // Calibrated segments are launched twice; the first time only for the extremes of their scores (common/calibration.cuh).
 //
-// Launched with programmatic serialisation, blocks read their tables while the kernel before still runs.
+// Launched with programmatic serialisation, blocks read their tables while the kernel before still runs. Launches of one step
+// run beside each other: the first waits for what was before the step, and only then admits the next, which so has nothing
+// to wait for. That has a block more, which ends after the launch before it: what follows the step waits for all of it.
 //
 // Memory: K and V of the item once, in runs of at least 2 KiB; queries, ranges and page addresses before them.
 // Cost per 32 tokens and warp: HEAD_DIM/16 integer MMAs each for packed keys and values (twice as many with WIDE, and
@@ -102,7 +104,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     __shared__ ClusterShared cluster_shared;
     __shared__ u64 barriers[WARPS][STAGES];
 
-    admit_later_kernels();
+    if (call.beside != 0u) admit_later_kernels();
+    if (call.beside != 0u && blockIdx.x == call.beside) {
+        await_earlier_kernels();
+        return;
+    }
     const int lane = threadIdx.x & 31;
     const int warp = threadIdx.x >> 5;
     const int g = lane >> 2;
@@ -137,7 +143,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     ring.start();
     if (call.cluster > 1) cluster_start();
     // All above are tables, written before the step was launched; what follows may come from the kernel before.
-    await_earlier_kernels();
+    if (call.beside == 0u) {
+        await_earlier_kernels();
+        admit_later_kernels();
+    }
     QueryLoads query_loads = load_query(call, item, kv_head, first_head, heads, warp, lane);
     constexpr int threads = WARPS * 32;
     constexpr int thread_ranges = VALUE_SPAN_RANGES ? (HEAD_DIM + threads - 1) / threads : 0;

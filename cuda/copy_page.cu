@@ -2,6 +2,8 @@
 //
 // Threads take 16 bytes in turns, neighbours neighbouring ones.
 //
+// Launched with programmatic serialisation, blocks begin while the kernel before still runs, and wait for it.
+//
 // In bounds: indices stay below the entries of the section · the 16 bytes of a page; pages were checked on the host when the
 // table was made for the layout that the store was bound to.
 
@@ -12,6 +14,8 @@
 #include "common/step_call.cuh"
 
 extern "C" __global__ void copy_page(const StepCall call) {
+    admit_later_kernels();
+    await_earlier_kernels();
     const u32 page_pieces = call.kv_heads * (HEAD_BYTES / 16);
     const u64 total = (u64)entry_count(call) * page_pieces;
     const u64 threads = (u64)gridDim.x * blockDim.x;

@@ -6,6 +6,10 @@
 // second, and takes tiles in turns. Where ranges span tokens its warps first find those of the whole tile, which the
 // blocks of a tile all do: they store the same. Then a warp packs one row after the other (common/put_row.cuh).
 //
+// Launched with programmatic serialisation, blocks begin while the kernel before still runs, and wait for it. Windows that were full
+// before the step have nothing to do with its tokens, and are packed beside `append`, which admits this kernel once what was
+// before the step is done; blocks without work end after it, so that what follows waits for both.
+//
 // In bounds: items stay below the entries of the section · KV heads · parts; pages and slots were checked on the host when
 // the table was made for the layout that the stores were bound to.
 
@@ -132,8 +136,13 @@ extern "C" __global__ void __launch_bounds__(WINDOW_THREADS) pack_windows(const 
     __shared__ float staged[WINDOW_WARPS * HEAD_DIM];
     __shared__ float highs[WINDOW_WARPS * HEAD_DIM];
     __shared__ u16 fields[WINDOW_WARPS * HEAD_DIM];
+    admit_later_kernels();
+    // The table was written before the step was launched.
     const u32 items = entry_count(call) * call.kv_heads * WINDOW_PARTS;
-    for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
+    const u32 blocks = call.beside != 0u ? call.beside : gridDim.x;
+    if (call.beside == 0u || blockIdx.x == blocks) await_earlier_kernels();
+    if (blockIdx.x == blocks) return;
+    for (u32 item = blockIdx.x; item < items; item += blocks) {
         if (blockIdx.y == 0) {
             pack_window_part<false>(call, item, staged, highs, fields);
         } else {

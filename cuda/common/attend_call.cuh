@@ -77,7 +77,9 @@ struct AttendCall {
     // Offsets of the calibration, times log2(e).
     float tau1;
     float tau2;
-    u32 unused;
+    // Blocks that have items, where the launch runs beside the one before it, which it has nothing to do with; 0 where it waits
+    // for that.
+    u32 beside;
 };
 
 // One head's output over an item, and the base-2 log-sum-exp of its scores.

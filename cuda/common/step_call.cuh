@@ -35,6 +35,9 @@ struct StepCall {
     float value_shrink;
     // Entries that the section has room for.
     u32 capacity;
+    // Blocks in a row that have work, where the launch runs beside the one before it; 0 where it waits for that.
+    u32 beside;
+    u32 unused;
     // [slot][kv head][channel], where keys are stored less the centre of their sequence.
     const float* centres;
     // Addresses of the shards that are written, and of those that windows are read from.

@@ -244,7 +244,7 @@ impl Packing for Cuda {
 
     fn pack_windows(&self, shape: &AttentionShape, from: &Store, to: &mut Store, windows: &[WindowMove]) -> Result<()> {
         let stores = vec![from.step_capacity(0, 0), to.step_capacity(0, 0)];
-        let pair = WindowCapacity { from: 0, to: 1, windows: windows.len() };
+        let pair = WindowCapacity { from: 0, to: 1, windows: windows.len(), newer: 0 };
         let layout = Arc::new(StepLayout::new(*shape, 0, stores, vec![pair])?);
         let mut table = StepTable::new(&layout);
         table.set(&StepWrites { windows: vec![windows.to_vec()], ..StepWrites::of(&layout) })?;

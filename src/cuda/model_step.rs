@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use super::attend::launch::BoundStep;
-use super::attend::model_tables::ModelTables;
+use super::attend::model_tables::{ModelTables, PAGE_ADDRESSES};
 use super::attend::scratch::{Room, StepScratch};
-use super::attend::step::{StepPlan, StepTensors};
+use super::attend::step::{StepPlan, StepTensors, prepare};
 use super::backend::Cuda;
 use super::device::store::Store;
 use super::device::tensor::Tensor;
@@ -13,7 +13,7 @@ use super::pack::non_finite_flags::NonFiniteFlags;
 use super::pack::step::{BoundPackStep, PackStepPlan};
 use super::pack::step_memory::StepMemory;
 use crate::backend::{BoundClasses, OpenStep, StepInput, of_layer};
-use crate::plan::{AttendPlan, QueryRows, RowLayout, StepLayout};
+use crate::plan::{AttendPlan, QueryRows, RowLayout, StepLayout, StoreFormat};
 use crate::{Error, Result};
 
 /// The tensors of one layer's step.
@@ -36,6 +36,7 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// // Once: 64 sequences, the tensors of every layer.
 /// let rows = RowLayout::token_major(64, cache.shape(0)?);
 /// let mut steps = ModelStep::new(backend, rows, tensors)?;
+/// steps.prepare(cache.step_layout(0)?, cache.recipe(0)?.stores())?;
 /// let mut graph = None;
 ///
 /// // Every step:
@@ -138,6 +139,28 @@ impl ModelStep {
     pub fn with_output_rows(mut self, rows: QueryRows) -> Self {
         self.bound.retain(|_| false);
         Self { output_rows: Some(rows), ..self }
+    }
+
+    /// Compiles every kernel that steps of a layout may ask for, or reads it from the kernel cache, so that none is compiled while
+    /// a model is served: steps of decoded tokens. `stores` are those of the recipe, and the layout is that of
+    /// [`ModelCache::step_layout`](crate::cache::ModelCache::step_layout). [`ModelStep::prepare_chunks`] does so for chunks of
+    /// prompts.
+    ///
+    /// # Errors
+    /// Errors of compiling kernels; [`Error::Limit`] for a format that does not fit the device.
+    pub fn prepare(&self, layout: &Arc<StepLayout>, stores: &[StoreFormat]) -> Result<()> {
+        self.prepare_chunks(layout, stores, 1)
+    }
+
+    /// The same for steps with chunks of up to `longest` tokens: kernels that take several queries of a sequence at a time.
+    ///
+    /// # Errors
+    /// Those of [`ModelStep::prepare`].
+    pub fn prepare_chunks(&self, layout: &Arc<StepLayout>, stores: &[StoreFormat], longest: usize) -> Result<()> {
+        let page_addresses = ModelTables::program();
+        self.backend.kernels().function(&page_addresses, PAGE_ADDRESSES)?;
+        PackStepPlan::new(layout).prepare(&self.backend)?;
+        prepare(&self.backend, layout.shape(), stores, longest)
     }
 
     /// Takes a step and queues its tables on the stream: once for all layers, before they are launched or a graph of them is. It

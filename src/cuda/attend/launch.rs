@@ -1,17 +1,13 @@
 //! A decode step that is bound to memory, and its launches.
 
-use std::ffi::c_void;
 use std::sync::Arc;
 
 use cudarc::driver::result::memset_d8_async;
-use cudarc::driver::sys;
-use cudarc::driver::sys::CUlaunchAttributeID_enum::{
-    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-};
-use cudarc::driver::{CudaFunction, CudaStream, LaunchConfig};
+use cudarc::driver::{CudaStream, DeviceRepr};
 
 use crate::Result;
 use crate::cuda::device::driver::driver_error;
+use crate::cuda::device::launch::KernelLaunch;
 use crate::cuda::device::memory::Memory;
 
 /// `AttendCall` of `cuda/common/attend_call.cuh`.
@@ -40,61 +36,41 @@ pub(super) struct AttendCall {
     pub(super) cluster: u32,
     pub(super) tau1: f32,
     pub(super) tau2: f32,
-    pub(super) unused: u32,
+    pub(super) beside: u32,
 }
+
+// SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
+unsafe impl DeviceRepr for AttendCall {}
 
 /// A kernel with all that it is told.
 #[derive(Debug)]
 pub(super) struct Launch {
-    pub(super) function: CudaFunction,
-    pub(super) config: LaunchConfig,
+    pub(super) kernel: KernelLaunch,
     pub(super) call: AttendCall,
-    /// May begin while the kernel before it still runs, and waits for it itself.
-    pub(super) overlaps: bool,
     /// What is set to zeros first.
     pub(super) clears: Option<Arc<Memory>>,
 }
 
 impl Launch {
+    /// The same beside the launch before it, which it has nothing to do with: one block more waits for that (`cuda/attend.cu`).
+    pub(super) fn beside_the_one_before(mut self) -> Self {
+        let blocks = &mut self.kernel.config.grid_dim.0;
+        self.call.beside = *blocks;
+        *blocks += 1;
+        self
+    }
+
     /// Queues the kernel on a stream.
-    fn run(&self, stream: &CudaStream) -> Result<()> {
-        let failed = |error| driver_error("attend", 0, error);
-        stream.context().bind_to_thread().map_err(failed)?;
+    fn run(&self, stream: &Arc<CudaStream>) -> Result<()> {
         if let Some(memory) = &self.clears {
+            let failed = |error| driver_error("attend", 0, error);
+            stream.context().bind_to_thread().map_err(failed)?;
             // SAFETY: the memory lives as long as the step, and the stream orders this like any other work.
             unsafe { memset_d8_async(memory.address(), 0, memory.bytes(), stream.cu_stream()) }.map_err(failed)?;
         }
-        let mut attributes = Vec::with_capacity(2);
-        if self.call.cluster > 1 {
-            let cluster = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: self.call.cluster, y: 1, z: 1 };
-            let value = sys::CUlaunchAttributeValue { clusterDim: cluster };
-            attributes.push((CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value));
-        }
-        if self.overlaps {
-            let value = sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 };
-            attributes.push((CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value));
-        }
-        let mut attributes: Vec<sys::CUlaunchAttribute> =
-            attributes.into_iter().map(|(id, value)| sys::CUlaunchAttribute { id, pad: [0; 4], value }).collect();
-        let config = sys::CUlaunchConfig {
-            gridDimX: self.config.grid_dim.0,
-            gridDimY: 1,
-            gridDimZ: 1,
-            blockDimX: self.config.block_dim.0,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: self.config.shared_mem_bytes,
-            hStream: stream.cu_stream(),
-            attrs: attributes.as_mut_ptr(),
-            numAttrs: attributes.len() as u32,
-        };
-        let mut arguments = [(&raw const self.call).cast_mut().cast::<c_void>()];
-        // SAFETY: the one argument is the kernel's, and the driver copies it and the attributes before it returns. Pages,
-        // slots, queries, output and scratch were checked or sized when the step was bound, which keeps them.
-        let launched = unsafe {
-            sys::cuLaunchKernelEx(&config, self.function.cu_function(), arguments.as_mut_ptr(), std::ptr::null_mut())
-        };
-        launched.result().map_err(failed)
+        // SAFETY: the argument is the kernel's. Pages, slots, queries, output and scratch were checked or sized when the step was
+        // bound, which keeps them.
+        unsafe { self.kernel.run(stream, &self.call) }
     }
 }
 

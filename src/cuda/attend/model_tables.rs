@@ -23,6 +23,9 @@ const INDEX_BITS: u32 = 28;
 /// Threads of a block of `page_addresses`.
 const THREADS: usize = 256;
 
+/// The kernel that finds addresses.
+pub(in crate::cuda) const PAGE_ADDRESSES: &str = "page_addresses";
+
 /// `PagesCall` of `cuda/page_addresses.cu`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -103,16 +106,20 @@ impl ModelTables {
             Ok(SegmentPlaces { pages_at, items_at, items: of.item_room(), extremes, addresses, shards, call })
         };
         let segments = plan.segments().iter().zip(&places).map(segment).collect::<Result<_>>()?;
-        let program = Program { files: &["page_addresses.cu"], defines: Vec::new() };
         Ok(Self {
             stream: stream.clone(),
             host: Pinned::new(stream, bytes)?,
             staged: vec![0; bytes],
             uploaded,
             segments,
-            function: backend.kernels().function(&program, "page_addresses")?,
+            function: backend.kernels().function(&Self::program(), PAGE_ADDRESSES)?,
             layers: layers.len(),
         })
+    }
+
+    /// The sources of [`PAGE_ADDRESSES`].
+    pub fn program() -> Program {
+        Program { files: &["page_addresses.cu"], defines: Vec::new() }
     }
 
     /// The tables of a layer, by segment.

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
 use cudarc::driver::{CudaStream, LaunchConfig};
 
 use super::launch::{AttendCall, Launch};
@@ -10,7 +9,8 @@ use super::scratch::{Room, SegmentTables};
 use super::split::{self, Wave};
 use super::variant::{AttendVariant, ScorePass};
 use crate::cuda::Cuda;
-use crate::cuda::device::driver::{DeviceFacts, driver_error};
+use crate::cuda::device::driver::DeviceFacts;
+use crate::cuda::device::launch::KernelLaunch;
 use crate::cuda::device::memory::Memory;
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
@@ -165,6 +165,12 @@ impl SegmentStep {
         })
     }
 
+    /// Bytes of keys and values of one KV head that its items read.
+    pub(super) fn bytes(&self) -> usize {
+        let tiles: usize = self.items.iter().map(|item| (item.tokens as usize).div_ceil(TILE_TOKENS)).sum();
+        tiles * self.wave.tile_bytes
+    }
+
     /// Blocks that share the query heads of a KV head.
     pub(super) fn chunks(&self, shape: &AttentionShape) -> usize {
         (shape.group() * self.variant.queries).div_ceil(self.variant.chunk_heads())
@@ -262,17 +268,15 @@ impl SegmentStep {
     }
 
     pub(super) fn launch(&self, backend: &Cuda, pass: ScorePass, call: AttendCall, blocks: usize) -> Result<Launch> {
-        let function = backend.kernels().function(&self.variant.program(pass), "attend")?;
-        let shared = self.variant.shared_bytes();
-        function
-            .set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)
-            .map_err(|error| driver_error("shared memory of attend", shared as u64, error))?;
+        let function = self.variant.function(backend, pass)?;
         let config = LaunchConfig {
             grid_dim: (blocks as u32, 1, 1),
             block_dim: (self.variant.warps as u32 * 32, 1, 1),
-            shared_mem_bytes: shared as u32,
+            shared_mem_bytes: self.variant.shared_bytes() as u32,
         };
-        Ok(Launch { function, config, call, overlaps: self.variant.bulk_copies, clears: None })
+        let (cluster, overlaps) = (call.cluster, self.variant.bulk_copies);
+        let kernel = KernelLaunch { name: "attend", function, config, cluster, overlaps };
+        Ok(Launch { kernel, call, clears: None })
     }
 }
 

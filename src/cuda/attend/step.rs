@@ -5,14 +5,15 @@ use std::f32::consts::LOG2_E;
 use super::launch::{AttendCall, BoundStep, Launch};
 use super::scratch::{Room, ScratchSizes, SegmentTables, StepScratch};
 use super::segment::{SegmentParts, SegmentStep, assign_states};
-use super::variant::ScorePass;
+use super::variant::{AttendVariant, ScorePass};
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
+use crate::cuda::device::launch::KernelLaunch;
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::cuda::device::tensor::Tensor;
 use crate::format::{AttentionShape, Calibration, KeyOrValue};
-use crate::plan::{AttendPlan, ElementType, QueryRows, blocks};
+use crate::plan::{AttendPlan, ElementType, QueryRows, StoreFormat, blocks};
 use crate::{Error, Result};
 
 /// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`.
@@ -43,6 +44,38 @@ pub struct StepPlan {
 /// Most query heads of a block: columns of an MMA.
 const MOST_HEADS: usize = 8;
 
+/// Most queries of a run that a block takes together.
+const fn most_queries(shape: &AttentionShape) -> usize {
+    let queries = MOST_HEADS / shape.group();
+    if queries == 0 { 1 } else { queries }
+}
+
+/// Compiles every kernel of attention that steps over these stores may ask for, whose runs have up to `longest` queries.
+///
+/// # Errors
+/// Those of [`StepPlan::new`], and errors of compiling kernels.
+pub(in crate::cuda) fn prepare(
+    backend: &Cuda,
+    shape: &AttentionShape,
+    stores: &[StoreFormat],
+    longest: usize,
+) -> Result<()> {
+    for StoreFormat { format, calibration } in stores {
+        let pages = PageFormat::new(shape, format)?;
+        // A query has extremes of its own.
+        let (passes, queries): (&[ScorePass], _) = match calibration {
+            None => (&[ScorePass::Plain], longest.min(most_queries(shape))),
+            Some(_) => (&[ScorePass::Extremes, ScorePass::Mapped], 1),
+        };
+        for queries in 1..=queries {
+            for variant in AttendVariant::all(pages, shape.group(), queries, backend.kernels().facts())? {
+                passes.iter().try_for_each(|&pass| variant.function(backend, pass).map(drop))?;
+            }
+        }
+    }
+    Ok(())
+}
+
 impl StepPlan {
     /// Plans a step for a device.
     ///
@@ -54,7 +87,7 @@ impl StepPlan {
 
     fn for_device(facts: &DeviceFacts, plan: &AttendPlan) -> Result<Self> {
         let shape = *plan.shape();
-        let blocks = blocks(plan, (MOST_HEADS / shape.group()).max(1));
+        let blocks = blocks(plan, most_queries(&shape));
         let mut segments = Vec::new();
         for segment in plan.segments() {
             for parts in SegmentParts::of(plan, segment, &blocks) {
@@ -66,6 +99,8 @@ impl StepPlan {
         }
         segments.iter_mut().for_each(SegmentStep::order_items);
         let states = assign_states(plan, &blocks, &mut segments)?;
+        // Launches of a step run beside each other: small ones find room where the blocks of a large one leave it.
+        segments.sort_by_key(|segment| std::cmp::Reverse(segment.bytes()));
         let dense = QueryRows::dense(&shape);
         Ok(Self { shape, rows: plan.rows(), segments, states, query_rows: dense, output_rows: dense })
     }
@@ -206,15 +241,20 @@ impl StepPlan {
                 cluster: segment.cluster as u32,
                 tau1: base_2(Calibration::tau1),
                 tau2: base_2(Calibration::tau2),
-                unused: 0,
+                beside: 0,
             };
             let blocks = tables.item_count * self.shape.kv_heads() * chunks;
             match &tables.extremes {
-                None => step.launches.push(segment.launch(backend, ScorePass::Plain, call, blocks)?),
+                None => {
+                    let launch = segment.launch(backend, ScorePass::Plain, call, blocks)?;
+                    let first = step.launches.is_empty() || !launch.kernel.overlaps;
+                    step.launches.push(if first { launch } else { launch.beside_the_one_before() });
+                }
                 Some(extremes) => {
                     let alone = AttendCall { cluster: 1, ..call };
                     let first = segment.launch(backend, ScorePass::Extremes, alone, blocks)?;
-                    step.launches.push(Launch { clears: Some(extremes.clone()), overlaps: false, ..first });
+                    let kernel = KernelLaunch { overlaps: false, ..first.kernel };
+                    step.launches.push(Launch { kernel, clears: Some(extremes.clone()), ..first });
                     step.launches.push(segment.launch(backend, ScorePass::Mapped, call, blocks)?);
                 }
             }

@@ -1,7 +1,11 @@
 //! How `attend` is compiled for a format on a device.
 
+use cudarc::driver::CudaFunction;
+use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+
 use super::split::MOST_CLUSTER;
-use crate::cuda::device::driver::DeviceFacts;
+use crate::cuda::Cuda;
+use crate::cuda::device::driver::{DeviceFacts, driver_error};
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::program::Program;
 use crate::format::{KeyOrValue, TILE_TOKENS};
@@ -137,6 +141,30 @@ impl AttendVariant {
             }
         })?;
         Ok([Some(alone), first(&even), first(&shared), first(&small)].into_iter().flatten().collect())
+    }
+
+    /// Every variant that steps whose items have so many queries may ask for, whatever their lengths.
+    pub(super) fn all(pages: PageFormat, group: usize, queries: usize, facts: &DeviceFacts) -> Result<Vec<Self>> {
+        let mut all: Vec<Self> = Vec::new();
+        for longest_span in [1, SHORT_SPAN_TILES + 1] {
+            for variant in Self::candidates(pages, group * queries, longest_span, facts)? {
+                let variant = Self { queries, ..variant };
+                if !all.contains(&variant) {
+                    all.push(variant);
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    /// The function of a pass, compiled if it was not before, with the shared memory that it takes.
+    pub(super) fn function(&self, backend: &Cuda, pass: ScorePass) -> Result<CudaFunction> {
+        let function = backend.kernels().function(&self.program(pass), "attend")?;
+        let shared = self.shared_bytes();
+        function
+            .set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)
+            .map_err(|error| driver_error("shared memory of attend", shared as u64, error))?;
+        Ok(function)
     }
 
     /// True if the warps, which take the steps of an item in turn, are idle for more than a quarter of its time where it has

@@ -49,6 +49,11 @@ impl DeviceFacts {
         Ok(Self { capability, multiprocessors: multiprocessors as usize, shared_bytes: shared_bytes as usize })
     }
 
+    /// True if kernels may begin while the one before them still runs: compute capability 9.0.
+    pub(crate) fn has_dependent_launches(&self) -> bool {
+        self.capability >= (9, 0)
+    }
+
     /// The architecture as NVRTC names it.
     pub(crate) fn architecture(&self) -> String {
         format!("sm_{}{}", self.capability.0, self.capability.1)

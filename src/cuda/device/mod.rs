@@ -3,6 +3,7 @@
 pub(super) mod driver;
 pub(super) mod indices;
 pub(super) mod kernels;
+pub(super) mod launch;
 pub(super) mod libraries;
 pub(super) mod memory;
 pub(super) mod page_format;

@@ -2,14 +2,16 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
+use cudarc::driver::{CudaStream, DeviceRepr, LaunchConfig};
 
 use super::non_finite_flags::NonFiniteFlags;
 use super::step_memory::StepMemory;
 use crate::backend::StepInput;
 use crate::cuda::Cuda;
-use crate::cuda::device::driver::driver_error;
+use crate::cuda::device::launch::KernelLaunch;
 use crate::cuda::device::memory::Memory;
+use crate::cuda::device::page_format::PageFormat;
+use crate::cuda::device::program::Program;
 use crate::cuda::device::store::Store;
 use crate::cuda::device::tensor::Tensor;
 use crate::format::KeyOrValue;
@@ -18,6 +20,9 @@ use crate::{Error, Result};
 
 /// `MOST_STEP_SHARDS` of `cuda/common/step_call.cuh`.
 pub(in crate::cuda) const MOST_SHARDS: usize = 16;
+
+/// The kernel that stores tokens.
+const APPEND: &str = "append";
 
 /// `APPEND_WARPS` of `cuda/append.cu`.
 const APPEND_WARPS: usize = 8;
@@ -51,6 +56,8 @@ struct StepCall {
     key_shrink: f32,
     value_shrink: f32,
     capacity: u32,
+    beside: u32,
+    unused: u32,
     centres: u64,
     shards: [u64; MOST_SHARDS],
     from_shards: [u64; MOST_SHARDS],
@@ -122,6 +129,17 @@ impl PackStepPlan {
         self.bind_some(backend, stores, memory, input, |_| true)
     }
 
+    /// Compiles every kernel of the layout's steps.
+    pub(in crate::cuda) fn prepare(&self, backend: &Cuda) -> Result<()> {
+        let layout = &self.layout;
+        for section in layout.sections().filter(|&section| layout.capacity(section) > 0) {
+            let (name, store) = kernel_of(layout, section);
+            let pages = PageFormat::new(layout.shape(), &layout.stores()[store].format)?;
+            backend.kernels().function(&program_of(layout, section, &pages), name)?;
+        }
+        Ok(())
+    }
+
     /// Binds everything for tables that name no more tokens than keys and values have.
     pub(in crate::cuda) fn bind_with_room(
         &self,
@@ -166,7 +184,13 @@ impl PackStepPlan {
         }
         let bind = Binder { backend, layout, stores, memory, input };
         let sections = layout.sections().filter(|&section| layout.capacity(section) > 0 && takes(section));
-        let launches = sections.map(|section| bind.section(section)).collect::<Result<_>>()?;
+        let mut launches: Vec<Launch> = Vec::new();
+        for section in sections {
+            let launch = bind.section(section)?;
+            let full_before = matches!(section, Section::Windows(pair) if layout.windows()[pair].newer > 0);
+            let beside = full_before && launches.last().is_some_and(|last| last.kernel.name == APPEND);
+            launches.push(if beside { launch.beside_append() } else { launch });
+        }
         Ok(BoundPackStep { stream: stream.clone(), launches, _memory: kept })
     }
 }
@@ -193,20 +217,26 @@ impl BoundPackStep {
 
 #[derive(Debug)]
 struct Launch {
-    name: &'static str,
-    function: CudaFunction,
-    config: LaunchConfig,
+    kernel: KernelLaunch,
     call: StepCall,
 }
 
 impl Launch {
+    /// The same beside the launch before it: one more column of blocks waits for that (`cuda/pack_windows.cu`).
+    fn beside_append(mut self) -> Self {
+        if self.kernel.overlaps {
+            let blocks = &mut self.kernel.config.grid_dim.0;
+            self.call.beside = *blocks;
+            *blocks += 1;
+        }
+        self
+    }
+
     fn run(&self, stream: &Arc<CudaStream>) -> Result<()> {
-        let mut launch = stream.launch_builder(&self.function);
-        launch.arg(&self.call);
-        // SAFETY: the one argument is the kernel's. Stores and tensors were checked to have all that tables of the layout may
+        // SAFETY: the argument is the kernel's. Stores and tensors were checked to have all that tables of the layout may
         // name, and the table's memory only ever holds tables of it; all of it lives as long as the bound step, and is given
         // back in the order of the stream.
-        unsafe { launch.launch(self.config) }.map(|_| ()).map_err(|error| driver_error(self.name, 0, error))
+        unsafe { self.kernel.run(stream, &self.call) }
     }
 }
 
@@ -234,19 +264,19 @@ impl Binder<'_> {
                 let call = self.call(section, store)?;
                 let pieces = capacity * kv_heads * self.stores[store].pages().head_bytes() / 16;
                 let blocks = pieces.div_ceil(COPY_THREADS as usize).min(4 * in_turns);
-                self.launch("copy_page", store, call, [blocks, 1], COPY_THREADS)
+                self.launch(section, call, [blocks, 1], COPY_THREADS)
             }
             Section::Tokens(store) => {
                 let call = self.with_input(store, self.call(section, store)?)?;
                 let blocks = (capacity * kv_heads).div_ceil(APPEND_WARPS);
-                self.launch("append", store, call, [blocks, 2], 32 * APPEND_WARPS as u32)
+                self.launch(section, call, [blocks, 2], 32 * APPEND_WARPS as u32)
             }
             Section::Windows(pair) => {
                 let of = self.layout.windows()[pair];
                 let call = self.call(section, of.to)?;
                 let call = StepCall { from_shards: self.shards(of.from)?, ..call };
                 let blocks = (capacity * kv_heads * WINDOW_PARTS).min(in_turns);
-                self.launch("pack_windows", of.to, call, [blocks, 2], WINDOW_THREADS)
+                self.launch(section, call, [blocks, 2], WINDOW_THREADS)
             }
         }
     }
@@ -301,21 +331,31 @@ impl Binder<'_> {
         Ok(addresses)
     }
 
-    fn launch(
-        &self,
-        name: &'static str,
-        store: usize,
-        call: StepCall,
-        [x, y]: [usize; 2],
-        threads: u32,
-    ) -> Result<Launch> {
-        let pages = self.stores[store].pages();
-        let centred = name == "append" && self.layout.has_centres(store);
-        let program = if centred { pages.centred_step_program() } else { pages.step_program() };
+    fn launch(&self, section: Section, call: StepCall, [x, y]: [usize; 2], threads: u32) -> Result<Launch> {
+        let (name, store) = kernel_of(self.layout, section);
+        let program = program_of(self.layout, section, self.stores[store].pages());
         let function = self.backend.kernels().function(&program, name)?;
         let config =
             LaunchConfig { grid_dim: (x as u32, y as u32, 1), block_dim: (threads, 1, 1), shared_mem_bytes: 0 };
-        Ok(Launch { name, function, config, call })
+        let overlaps = self.backend.kernels().facts().has_dependent_launches();
+        Ok(Launch { kernel: KernelLaunch { name, function, config, cluster: 1, overlaps }, call })
+    }
+}
+
+/// The kernel of a section, and the store that it writes.
+fn kernel_of(layout: &StepLayout, section: Section) -> (&'static str, usize) {
+    match section {
+        Section::Copies(store) => ("copy_page", store),
+        Section::Tokens(store) => (APPEND, store),
+        Section::Windows(pair) => ("pack_windows", layout.windows()[pair].to),
+    }
+}
+
+/// How it is compiled for the pages of that store.
+fn program_of(layout: &StepLayout, section: Section, pages: &PageFormat) -> Program {
+    match section {
+        Section::Tokens(store) if layout.has_centres(store) => pages.centred_step_program(),
+        _ => pages.step_program(),
     }
 }
 

@@ -1,0 +1,71 @@
+//! Launching a kernel with what cudarc's builder leaves out: clusters, and programmatic serialisation.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUlaunchAttributeID_enum::{
+    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+};
+use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, LaunchConfig, sys};
+
+use super::driver::driver_error;
+use crate::Result;
+
+/// How a kernel is launched.
+#[derive(Debug)]
+pub(in crate::cuda) struct KernelLaunch {
+    pub name: &'static str,
+    pub function: CudaFunction,
+    pub config: LaunchConfig,
+    /// Blocks of a cluster, 1 where there are none.
+    pub cluster: u32,
+    /// May begin while the kernel before it still runs, and waits for it itself. Devices before compute capability 9.0 have no
+    /// such launches.
+    pub overlaps: bool,
+}
+
+impl KernelLaunch {
+    /// Queues the kernel on a stream.
+    ///
+    /// # Errors
+    /// What the driver says of it.
+    ///
+    /// # Safety
+    /// `call` is the kernel's one argument; what it names is of the sizes that the kernel takes for granted, and lives until the
+    /// kernel is done.
+    pub unsafe fn run<T: DeviceRepr>(&self, stream: &Arc<CudaStream>, call: &T) -> Result<()> {
+        let failed = |error| driver_error(self.name, 0, error);
+        stream.context().bind_to_thread().map_err(failed)?;
+        let mut attributes = Vec::with_capacity(2);
+        if self.cluster > 1 {
+            let cluster = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: self.cluster, y: 1, z: 1 };
+            let value = sys::CUlaunchAttributeValue { clusterDim: cluster };
+            attributes.push((CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value));
+        }
+        if self.overlaps {
+            let value = sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 };
+            attributes.push((CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value));
+        }
+        let mut attributes: Vec<sys::CUlaunchAttribute> =
+            attributes.into_iter().map(|(id, value)| sys::CUlaunchAttribute { id, pad: [0; 4], value }).collect();
+        let (grid, block) = (self.config.grid_dim, self.config.block_dim);
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.0,
+            gridDimY: grid.1,
+            gridDimZ: grid.2,
+            blockDimX: block.0,
+            blockDimY: block.1,
+            blockDimZ: block.2,
+            sharedMemBytes: self.config.shared_mem_bytes,
+            hStream: stream.cu_stream(),
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as u32,
+        };
+        let mut arguments = [std::ptr::from_ref(call).cast_mut().cast::<c_void>()];
+        // SAFETY: the driver copies the argument and the attributes before it returns; the rest is what the caller promises.
+        let launched = unsafe {
+            sys::cuLaunchKernelEx(&config, self.function.cu_function(), arguments.as_mut_ptr(), std::ptr::null_mut())
+        };
+        launched.result().map_err(failed)
+    }
+}
