@@ -82,7 +82,7 @@ fn bench_prints_checked_rows() {
 
 #[test]
 fn bench_times_what_it_appended() {
-    let bench = json(&["bench", "--backend", "cpu", "--suite", "append", "--json"]);
+    let bench = json(&["bench", "--backend", "cpu", "--suite", "append", "--format", "4-bit per", "--json"]);
     let rows = bench["rows"].as_array().expect("rows");
     for (token, packs) in [("packed", false), ("f16 window", true)] {
         let mut of_kind = rows.iter().filter(|row| row["token"] == token).peekable();
@@ -186,7 +186,7 @@ fn wrong_usage_has_exit_code_2_and_says_what_to_do() {
         (&["eval", "--backend", "cpu", DUMP, "--format", "no such format"], "4-bit per token"),
         (&["bench", "--backend", "cpu", "--seconds", "inf"], "above 0"),
         (&["bench", "--backend", "cpu", "--seconds=-1"], "above 0"),
-        (&["bench", "--backend", "cpu", "--suite", "append", "--format", "4-bit"], "leave --format out"),
+        (&["bench", "--backend", "cpu", "--suite", "step", "--format", "4-bit"], "leave --format out"),
         (&["eval", "--backend", "cpu", DUMP, "--keep-first", "1000", "--keep-last", "152"], "keep fewer"),
     ];
     for (arguments, hint) in cases {

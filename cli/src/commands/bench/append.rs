@@ -6,7 +6,6 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use indicatif::ProgressBar;
 use kvpack::backend::{SpanRead, SpanWrite};
-use kvpack::conformance::decode_formats;
 use kvpack::plan::{
     Page, PageAllocator, RowLayout, StepLayout, StepTable, StepWrites, StoreCapacity, TokenRange, TokenWrite,
     WindowCapacity, WindowMove,
@@ -127,13 +126,12 @@ struct AppendRow {
     guard_low_percent: f64,
 }
 
-/// Times all formats and prints them.
+/// Times formats and prints them.
 ///
 /// # Errors
 /// When the backend fails, or stored something else than `quantize` does.
-pub fn run<B: TimedStores + Timed>(backend: &B, driver: String, json: bool) -> Result<()> {
+pub fn run<B: TimedStores + Timed>(backend: &B, driver: String, formats: Vec<SegmentFormat>, json: bool) -> Result<()> {
     let shape = AttentionShape::new(32, 8, 128)?;
-    let formats = decode_formats();
     let progress = ProgressBar::new(formats.len() as u64).with_style(print::bar());
     let run = provenance::run(driver, backend.guard_tolerance());
     let mut rows = Vec::new();

@@ -65,7 +65,8 @@ pub struct BenchArgs {
     /// on the CPU, those up to 32 MiB on a software GPU].
     #[arg(long, value_name = "TEXT")]
     shape: Option<String>,
-    /// Only f16 and the formats whose name contains this ('4-bit', 'per token'); not of the suite append.
+    /// Only f16 and the formats whose name contains this ('4-bit', 'per token'); the suites decode and append have formats to
+    /// choose from, the others their own.
     #[arg(long, value_name = "TEXT")]
     format: Option<String>,
     /// Mebibytes of packed keys and values to go round, at least, up to 16384 [default: 1024 on a GPU, 256 on the CPU, 64 on a
@@ -154,11 +155,13 @@ fn bench<B: TimedStores + TimedModel + TimedSelection>(
     driver: String,
 ) -> Result<Outcome> {
     match args.suite {
-        None | Some(SuiteName::Decode | SuiteName::Mixed) => bench_steps(args, backend, driver),
-        Some(suite) if args.format.is_some() => {
+        Some(suite) if args.format.is_some() && !matches!(suite, SuiteName::Decode | SuiteName::Append) => {
             bail!("--suite {} has formats of its own; leave --format out", suite.name())
         }
-        Some(SuiteName::Append) => append::run(backend, driver, args.json).map(|()| Outcome::Passed),
+        None | Some(SuiteName::Decode | SuiteName::Mixed) => bench_steps(args, backend, driver),
+        Some(SuiteName::Append) => {
+            append::run(backend, driver, args.segment_formats()?, args.json).map(|()| Outcome::Passed)
+        }
         Some(SuiteName::Causal) => causal::run(backend, driver, args.json),
         Some(SuiteName::Chunks) => chunks::run(backend, driver, args.json).map(|()| Outcome::Passed),
         Some(SuiteName::Evict) => evict::run(backend, driver, args.json).map(|()| Outcome::Passed),
@@ -239,9 +242,6 @@ impl BenchArgs {
 
     fn formats(&self) -> Result<Vec<BatchFormat>> {
         if self.suite == Some(SuiteName::Mixed) {
-            if self.format.is_some() {
-                bail!("--suite mixed has formats of its own; leave --format out");
-            }
             let mixes = decode_mixes();
             let mut formats: Vec<BatchFormat> = Vec::new();
             for format in mixes.iter().flat_map(BatchFormat::parts_alone).chain(mixes.iter().cloned()) {
@@ -251,6 +251,11 @@ impl BenchArgs {
             }
             return Ok(formats);
         }
+        Ok(self.segment_formats()?.into_iter().map(BatchFormat::from).collect())
+    }
+
+    /// The formats of the suites decode and append, and of single shapes.
+    fn segment_formats(&self) -> Result<Vec<SegmentFormat>> {
         let is_f16 = |format: &SegmentFormat| *format == SegmentFormat::F16;
         let wanted = |format: &SegmentFormat| match &self.format {
             Some(text) => is_f16(format) || format.to_string().contains(text.as_str()),
@@ -263,7 +268,7 @@ impl BenchArgs {
                 let names: Vec<String> = decode_formats().iter().map(SegmentFormat::to_string).collect();
                 bail!("--format '{text}' is part of no format's name; the formats are: {}", names.join("; "))
             }
-            _ => Ok(formats.into_iter().map(BatchFormat::from).collect()),
+            _ => Ok(formats),
         }
     }
 }
