@@ -31,7 +31,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
     let shape = AttentionShape::new(32, 8, 128)?;
     let recipe = Recipe::pack_all(SegmentFormat::saw_int4());
     let budget = [StoreRoom::default(), StoreRoom { pages: SEQUENCES * DECODED.div_ceil(128), spans: SEQUENCES }];
-    let mut cache = ModelCache::new(&backend, &vec![(shape, recipe); LAYERS], SEQUENCES)?;
+    let mut cache = ModelCache::new(&backend, &vec![(shape, recipe.clone()); LAYERS], SEQUENCES)?;
     cache.reserve(&budget).await?;
 
     // Once: the tensors that the engine's kernels write and read; here all layers share them.
@@ -41,6 +41,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
         LayerTensors { keys: zeroed(kv)?, values: zeroed(kv)?, queries: zeroed(query)?, output: zeroed(query)? };
     let rows = RowLayout::token_major(SEQUENCES, &shape);
     let mut steps = ModelStep::new(&backend, rows, vec![tensors.clone(); LAYERS])?;
+    steps.prepare(cache.step_layout(0)?, recipe.stores())?;
     let (mut graph, mut captured) = (None, 0);
 
     // Every step.

@@ -4,13 +4,15 @@
 //! is committed, or abandoned: the books say what they said before. Pages that an open change no longer needs are free once it
 //! is committed, so that nothing is lost if it is abandoned.
 
-use super::room::{Lease, Room};
+use super::change::{Change, Undo};
+use super::prompt::check_spans;
+use super::room::{Lease, Room, StoreRoom};
 use super::sequence::{NextSlot, Positions, Sequence, Span, Window};
 use super::slots::Slots;
 use super::step::CentreWrite;
 use super::{Appended, CENTRE_TOKENS, PromptSpan, Recipe, StoreId, TokenRun};
 use crate::format::TILE_TOKENS;
-use crate::plan::{PageCopy, Rows, StepWrites, StoreWrites, TokenIndices, TokenRange, TokenWrite, WindowMove};
+use crate::plan::{PageCopy, Rows, TokenIndices, TokenRange, TokenWrite, WindowMove};
 use crate::{Error, Result};
 
 /// What the stores of a layer hold for its sequences.
@@ -21,57 +23,6 @@ pub(super) struct Books<I> {
     sequences: Vec<Sequence<I>>,
     /// Slots of centres, which sequences hold; none where the recipe has no centres.
     centres: Slots,
-}
-
-/// Room of a store: pages, and range slots of so many spans.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct StoreRoom {
-    /// Pages of 128 tokens.
-    pub pages: usize,
-    /// Spans that begin, each of which takes a range slot where the format has them.
-    pub spans: usize,
-}
-
-/// A change that is open.
-#[derive(Debug)]
-pub(super) struct Change<I> {
-    /// What to write.
-    pub(super) writes: StepWrites,
-    undo: Vec<Undo<I>>,
-    /// Taken by the change.
-    leased: Vec<(StoreId, Lease)>,
-    /// Of no use any more once it is committed.
-    freed: Vec<(StoreId, Lease)>,
-    /// Centres that the change gave to sequences.
-    pub(super) centres: Vec<CentreWrite>,
-    /// The sequence that came back with a centre, which is written with it.
-    taken_centre: Option<usize>,
-}
-
-/// The end of a sequence before a change: its spans from `first` on.
-#[derive(Debug)]
-struct Undo<I> {
-    sequence: usize,
-    first: usize,
-    spans: Vec<Span<I>>,
-    length: usize,
-}
-
-impl<I> Change<I> {
-    /// One of nothing, in the stores of a recipe.
-    fn new(recipe: &Recipe) -> Self {
-        let stores = vec![StoreWrites::default(); recipe.stores().len()];
-        let windows = vec![Vec::new(); usize::from(recipe.windows_to().is_some())];
-        let writes = StepWrites { stores, windows };
-        Self {
-            writes,
-            undo: Vec::new(),
-            leased: Vec::new(),
-            freed: Vec::new(),
-            centres: Vec::new(),
-            taken_centre: None,
-        }
-    }
 }
 
 impl<I: TokenIndices + Clone> Books<I> {
@@ -568,31 +519,4 @@ impl<I: TokenIndices + Clone> Books<I> {
         change.freed.push((StoreId::F16, freed));
         Ok(true)
     }
-}
-
-/// Checks that the runs among the spans of a prompt lie in it, one after the other, and that they cover it if nothing is
-/// gathered: a gather chooses tokens, and what nothing names is evicted.
-pub(super) fn check_spans<I: TokenIndices>(spans: &[PromptSpan<'_, I>], tokens: usize) -> Result<()> {
-    let reject = |reason: String| Err(Error::PromptSpans { tokens, reason });
-    let gathers = spans.iter().any(|span| matches!(span.tokens, Rows::Gather(_)));
-    let mut next = 0;
-    for (i, span) in spans.iter().enumerate() {
-        match span.tokens {
-            Rows::Run(run) => {
-                let (start, end) = (run.start(), run.end());
-                if start < next || (start > next && !gathers) {
-                    return reject(format!("span {i} is {start}..{end} where {next} should begin"));
-                }
-                if end > tokens {
-                    return reject(format!("span {i} ends at {end}"));
-                }
-                next = end;
-            }
-            Rows::Gather(indices) if indices.shape().below() as usize > tokens => {
-                return reject(format!("span {i} gathers tokens below {}", indices.shape().below()));
-            }
-            Rows::Gather(_) => {}
-        }
-    }
-    if next != tokens && !gathers { reject(format!("they end at {next}")) } else { Ok(()) }
 }

@@ -1,6 +1,6 @@
 //! A prompt evicted, merged and packed: what a policy decided carried out in all layers of a model, or in none.
 
-use super::books::Change;
+use super::change::Change;
 use super::layers::LayerGroup;
 use super::observed::{DenseLayer, ObservedLayer, ObservedPrompt};
 use super::step::NewTokens;

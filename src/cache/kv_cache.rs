@@ -3,9 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::books::check_spans;
 use super::layer_reads::StoredSpan;
 use super::layers::{LayerGroup, Members};
+use super::prompt::check_spans;
 use super::step::NewTokens;
 use super::{CacheMemory, PromptSpan, Recipe, SpanPositions, StoreId, StoreRoom, TokenRun};
 use crate::backend::{AttentionStates, Backend, FlaggedToken};

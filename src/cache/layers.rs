@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use super::books::{Books, Change, StoreRoom};
+use super::books::Books;
+use super::change::Change;
 use super::memory::{CacheMemory, StoreMemory};
+use super::room::StoreRoom;
 use super::sequence::Span;
 use super::step::NewTokens;
 use super::step_table::GroupTable;

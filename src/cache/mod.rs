@@ -14,6 +14,7 @@
 //! [`ModelRecipe`].
 
 mod books;
+mod change;
 mod chunks;
 mod compress;
 mod evictions;
@@ -37,7 +38,6 @@ mod step;
 mod step_table;
 mod swap;
 
-pub use books::StoreRoom;
 pub use chunks::{ChunkSpans, ChunkStores};
 pub use evictions::{EVICTIONS, Eviction};
 pub use kv_cache::KvCache;
@@ -50,6 +50,7 @@ pub use observed::{DenseLayer, MeasuredQueries, ObservedPrompt};
 pub use prompt::PromptSpan;
 pub use recipe::{Appended, MOST_STORES, Recipe, StoreId};
 pub use recipe_text::ModelRecipe;
+pub use room::StoreRoom;
 pub use sequence::{Positions, SpanPositions};
 pub use step::TokenRun;
 pub use swap::SwappedSequence;

@@ -3,8 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::books::{Change, check_spans};
+use super::change::Change;
 use super::layers::{LayerGroup, Members};
+use super::prompt::check_spans;
 use super::step::NewTokens;
 use super::{CacheMemory, PromptSpan, Recipe, StoreMemory, TokenRun};
 use crate::backend::{AttentionStates, Backend, FlaggedToken, OpenStep};

@@ -1,7 +1,8 @@
 //! The spans of a prompt.
 
 use super::StoreId;
-use crate::plan::{Rows, TokenRange};
+use crate::plan::{Rows, TokenIndices, TokenRange};
+use crate::{Error, Result};
 
 /// Tokens of a prompt that are stored as one span, with ranges of its own where the format has them.
 #[derive(Debug)]
@@ -40,4 +41,31 @@ impl<'a, I> PromptSpan<'a, I> {
     pub const fn gather(indices: &'a I, store: StoreId) -> Self {
         Self { tokens: Rows::Gather(indices), store }
     }
+}
+
+/// Checks that the runs among the spans of a prompt lie in it, one after the other, and that they cover it if nothing is
+/// gathered: a gather chooses tokens, and what nothing names is evicted.
+pub(super) fn check_spans<I: TokenIndices>(spans: &[PromptSpan<'_, I>], tokens: usize) -> Result<()> {
+    let reject = |reason: String| Err(Error::PromptSpans { tokens, reason });
+    let gathers = spans.iter().any(|span| matches!(span.tokens, Rows::Gather(_)));
+    let mut next = 0;
+    for (i, span) in spans.iter().enumerate() {
+        match span.tokens {
+            Rows::Run(run) => {
+                let (start, end) = (run.start(), run.end());
+                if start < next || (start > next && !gathers) {
+                    return reject(format!("span {i} is {start}..{end} where {next} should begin"));
+                }
+                if end > tokens {
+                    return reject(format!("span {i} ends at {end}"));
+                }
+                next = end;
+            }
+            Rows::Gather(indices) if indices.shape().below() as usize > tokens => {
+                return reject(format!("span {i} gathers tokens below {}", indices.shape().below()));
+            }
+            Rows::Gather(_) => {}
+        }
+    }
+    if next != tokens && !gathers { reject(format!("they end at {next}")) } else { Ok(()) }
 }

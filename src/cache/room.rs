@@ -4,6 +4,15 @@ use super::slots::Slots;
 use crate::plan::{Page, PageAllocator};
 use crate::{Error, Result};
 
+/// Room of a store: pages, and range slots of so many spans.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreRoom {
+    /// Pages of 128 tokens.
+    pub pages: usize,
+    /// Spans that begin, each of which takes a range slot where the format has them.
+    pub spans: usize,
+}
+
 /// Pages and a range slot for one span.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Lease {

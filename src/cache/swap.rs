@@ -1,6 +1,6 @@
 //! Sequences that wait on the host: their pages are free for others, and come back bit for bit.
 
-use super::books::Change;
+use super::change::Change;
 use super::layers::LayerGroup;
 use super::room::Lease;
 use super::sequence::Sequence;

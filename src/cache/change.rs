@@ -1,0 +1,49 @@
+//! A change of the books that is open: what to write to the device, and what it takes to be as if it had never been.
+
+use super::room::Lease;
+use super::sequence::Span;
+use super::step::CentreWrite;
+use super::{Recipe, StoreId};
+use crate::plan::{StepWrites, StoreWrites};
+
+/// A change that is open.
+#[derive(Debug)]
+pub(super) struct Change<I> {
+    /// What to write.
+    pub(super) writes: StepWrites,
+    pub(super) undo: Vec<Undo<I>>,
+    /// Taken by the change.
+    pub(super) leased: Vec<(StoreId, Lease)>,
+    /// Of no use any more once it is committed.
+    pub(super) freed: Vec<(StoreId, Lease)>,
+    /// Centres that the change gave to sequences.
+    pub(super) centres: Vec<CentreWrite>,
+    /// The sequence that came back with a centre, which is written with it.
+    pub(super) taken_centre: Option<usize>,
+}
+
+/// The end of a sequence before a change: its spans from `first` on.
+#[derive(Debug)]
+pub(super) struct Undo<I> {
+    pub(super) sequence: usize,
+    pub(super) first: usize,
+    pub(super) spans: Vec<Span<I>>,
+    pub(super) length: usize,
+}
+
+impl<I> Change<I> {
+    /// One of nothing, in the stores of a recipe.
+    pub(super) fn new(recipe: &Recipe) -> Self {
+        let stores = vec![StoreWrites::default(); recipe.stores().len()];
+        let windows = vec![Vec::new(); usize::from(recipe.windows_to().is_some())];
+        let writes = StepWrites { stores, windows };
+        Self {
+            writes,
+            undo: Vec::new(),
+            leased: Vec::new(),
+            freed: Vec::new(),
+            centres: Vec::new(),
+            taken_centre: None,
+        }
+    }
+}
