@@ -5,6 +5,7 @@
 
 mod adapters;
 mod backend;
+mod chunk_ranking;
 mod commands;
 mod dump;
 mod files;

@@ -208,6 +208,6 @@ fn bench_times_eviction_and_chunks() {
         assert!(time.as_f64() > Some(0.0), "{row}");
     }
     let chunks = json(&["bench", "--backend", "cpu", "--suite", "chunks", "--json"]);
-    assert_eq!(chunks["steps"].as_array().map(Vec::len), Some(6));
+    assert_eq!(chunks["steps"].as_array().map(Vec::len), Some(7));
     assert_eq!(chunks["packing"].as_array().map(Vec::len), Some(4));
 }

@@ -63,6 +63,27 @@ fn recipes_are_checked_before_any_is_evaluated() {
     assert!(run.out.contains("calibquant:4") && !run.out.contains("kivi:2"), "{}", run.out);
 }
 
+#[test]
+fn what_ranks_chunks_is_checked() {
+    let text = &format!("{SCRATCH}/context.txt");
+    std::fs::write(text, "A hatter had tea. ".repeat(5)).expect("the directory of tests");
+    let rank = |more: &[&str]| {
+        let options = ["generate", "--backend", "cpu", "--model", MODEL, "--recipe", "mix=f16:0.5,int8", "a"];
+        kvpack(&[&options[..], more].concat())
+    };
+    is_refused(&rank(&[]), &["--context"]);
+    let missing = format!("{SCRATCH}/no-encoder");
+    for (ranking, words) in [
+        (format!("minilm:{missing}"), ["config.json", "fetch-encoder.sh"]),
+        (format!("{missing}.safetensors"), ["no-encoder.safetensors", "cannot be read"]),
+    ] {
+        is_refused(&rank(&["--context", text, "--tokens", "1", "--rank-by", &ranking]), &words);
+    }
+    let unknown = rank(&["--context", text, "--rank-by", "words"]);
+    assert!(unknown.code == 2 && unknown.err.contains("'words' is none of these"), "{}", unknown.err);
+    is_refused(&rank(&["--context", text, "--chunk-tokens", "8"]), &["16 to 128"]);
+}
+
 #[cfg(unix)]
 #[test]
 fn files_that_never_end() {

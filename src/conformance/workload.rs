@@ -10,7 +10,7 @@ use super::decode::{DecodeData, DecodeShape, PageOrder};
 use super::report::{Accuracy, Limits, OutputError, Report};
 use crate::backend::{AttendOptions, FilledSpan, FilledStores, NewSpan, SpanSource};
 use crate::cpu::DenseSegment;
-use crate::format::{SegmentFormat, TILE_TOKENS};
+use crate::format::{Calibration, SegmentFormat, TILE_TOKENS};
 use crate::plan::{AttendPlan, ElementType, QueryRun, Segment, TokenRange};
 use crate::{Backend, Result};
 
@@ -59,6 +59,19 @@ impl<B: Backend> Workload<B> {
         let plans = spans.iter().map(|spans| stores.plan(&runs, spans.iter(), &[])).collect::<Result<_>>()?;
         let step_bytes = format.parts().iter().enumerate().map(|(store, part)| part_bytes(part, decode, &batch, store));
         Ok(Self { plans, step_bytes: step_bytes.sum(), stores, spans })
+    }
+
+    /// Plans the decode step with a pass for scores before that for weighted values, as Cocktail's algorithm 1 has it, in
+    /// place of the fused one. Through wgpu and on the CPU scores go through memory; on CUDA they are computed twice.
+    ///
+    /// # Errors
+    /// Those of [`FilledStores::plan`].
+    pub fn plan_unfused(&mut self) -> Result<()> {
+        let runs: Vec<QueryRun> = self.plans[0].runs().iter().map(|planned| planned.run).collect();
+        let calibrations = vec![Some(Calibration::IDENTITY); self.stores().len()];
+        let plan = |spans: &Vec<FilledSpan>| self.stores.plan(&runs, spans.iter(), &calibrations);
+        self.plans = self.spans.iter().map(plan).collect::<Result<_>>()?;
+        Ok(())
     }
 
     /// Plans a causal run of the newest `queries` tokens of sequence 0 over each copy, in place of the decode step.

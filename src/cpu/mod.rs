@@ -33,6 +33,7 @@ mod store;
 mod tile_lines;
 mod uncentre_keys;
 mod uncentre_lse;
+mod unfused_attention;
 mod value_tiles;
 mod weighted_values;
 mod write_step;
@@ -59,5 +60,6 @@ pub use select::{
 pub use states::States;
 pub use store::CpuStore;
 pub use uncentre_lse::uncentre_lse;
+pub use unfused_attention::unfused_attention;
 pub use weighted_values::weighted_values;
 pub use write_step::write_step;

@@ -6,10 +6,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use candle_core::Tensor;
 use kvpack::Backend;
-use kvpack::cache::{CacheMemory, ModelRecipe};
-use kvpack::policy::Spans;
+use kvpack::cache::{CacheMemory, ChunkStores, Mixture, ModelRecipe};
+use kvpack::plan::TokenRange;
+use kvpack::policy::{ChunkSearch, Spans};
 
 use crate::backend::{BackendArgs, Chosen};
+use crate::chunk_ranking::{Query, RankBy, Ranking};
 use crate::model::{Attention, CHUNK_TOKENS, DensePrompt, ExactAttention, KeysWatched, Model, PackedAttention};
 use crate::outcome::Outcome;
 use crate::print::{self, note, say};
@@ -25,6 +27,16 @@ pub struct GenerateArgs {
     /// How the cache is stored: f16, calibquant:4, kivi:2+window=64, … and which tokens of the prompt stay: h2o:0.2/saw-int4.
     #[arg(long, default_value = "f16")]
     recipe: ModelRecipe,
+    /// A text that comes before the prompt; recipes like cocktail store its chunks by how much they resemble the prompt.
+    #[arg(long, value_name = "FILE")]
+    context: Option<PathBuf>,
+    /// What chunks of the context are ranked by: bm25 (shared words), minilm (the encoder that scripts/fetch-encoder.sh fetches;
+    /// minilm:FOLDER for one elsewhere), or FILE.safetensors with embeddings: chunks [chunks, width] and query [width] in F32.
+    #[arg(long, value_name = "RANKING", default_value = "bm25", requires = "context")]
+    rank_by: RankBy,
+    /// Tokens of a chunk of the context, 16 to 128.
+    #[arg(long, value_name = "N", default_value_t = 32, requires = "context")]
+    chunk_tokens: usize,
     /// Most tokens to write.
     #[arg(long, default_value_t = 200)]
     tokens: usize,
@@ -50,8 +62,7 @@ pub fn run(args: &GenerateArgs) -> Result<Outcome> {
 }
 
 fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B) -> Result<Outcome> {
-    let text = if args.chat { model.tokenizer.chat(&args.prompt)? } else { args.prompt.clone() };
-    let prompt = model.tokenizer.encode(&text)?;
+    let Asked { tokens: prompt, context } = Asked::new(args, model)?;
     if prompt.is_empty() {
         bail!("the prompt is empty; write a few words for the model to go on from");
     }
@@ -60,7 +71,13 @@ fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B)
     let mut attention = PackedAttention::new(backend, &model.config, &args.recipe)?;
     let mut printed = Printed::new(model);
     let start = Instant::now();
-    let (stream, warning) = read_by(&args.recipe, model, &mut attention, &prompt)?;
+    let (stream, warning) = match args.recipe.mixture() {
+        Some(mixture) => {
+            let chunks = rank(args, model, mixture, &prompt, context)?;
+            read_chunks(&args.recipe, model, &mut attention, &prompt, &chunks)?
+        }
+        None => read_by(&args.recipe, model, &mut attention, &prompt)?,
+    };
     let prompt_read = Prompt { tokens: prompt.len(), time: start.elapsed(), stream };
     if let Some(warning) = warning {
         note!("{warning}");
@@ -77,6 +94,67 @@ fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B)
     let prompt = Prompt { tokens: prompt.len(), time: start.elapsed(), stream };
     let expected = write(model, &mut exact, prompt, args.tokens, |_| Ok(()))?;
     compare(&written, &expected)
+}
+
+/// What a model is asked to go on from.
+struct Asked {
+    tokens: Vec<u32>,
+    /// Those of the context.
+    context: Option<TokenRange>,
+}
+
+impl Asked {
+    fn new(args: &GenerateArgs, model: &Model) -> Result<Self> {
+        let whole = |text: &str| if args.chat { model.tokenizer.chat(text) } else { Ok(text.to_owned()) };
+        let encode = |text: &str| model.tokenizer.encode(text);
+        if args.context.is_none() {
+            return Ok(Self { tokens: encode(&whole(&args.prompt)?)?, context: None });
+        }
+        // The context is cut into tokens by itself, so that its chunks are those of the text.
+        let context = encode(&super::text(args.context.as_deref())?.content)?;
+        let whole = whole(&format!("\n\n{}", args.prompt))?;
+        let (before, after) = whole.split_at(whole.find("\n\n").unwrap_or(0));
+        let (before, after) = (encode(before)?, encode(after)?);
+        let range = TokenRange::new(before.len(), before.len() + context.len())?;
+        Ok(Self { tokens: [before, context, after].concat(), context: Some(range) })
+    }
+}
+
+/// The stores of the chunks of a context.
+fn rank(
+    args: &GenerateArgs,
+    model: &Model,
+    mixture: &Mixture,
+    prompt: &[u32],
+    context: Option<TokenRange>,
+) -> Result<ChunkStores> {
+    let Some(context) = context else {
+        bail!(
+            "recipe {} stores the chunks of a context by how much they resemble the prompt; name a file with --context",
+            args.recipe
+        );
+    };
+    ChunkSearch::chunks(context.len(), args.chunk_tokens)?;
+    let chunks = prompt[context.start()..context.end()].chunks_exact(args.chunk_tokens);
+    let texts: Result<_> = chunks.map(|chunk| model.tokenizer.decode(chunk)).collect();
+    let ranking = Ranking::open(&args.rank_by)?;
+    let query = Query { name: "query", text: &args.prompt };
+    let stores = mixture.stores_of(&ranking.chunks("", texts?)?.similarities(query)?)?;
+    Ok(ChunkStores::new(context, args.chunk_tokens, stores)?)
+}
+
+/// Reads a prompt into a cache, its context in chunks; returns what [`read_by`] does.
+fn read_chunks<B: Backend + Clone>(
+    recipe: &ModelRecipe,
+    model: &Model,
+    attention: &mut PackedAttention<B>,
+    prompt: &[u32],
+    chunks: &ChunkStores,
+) -> Result<(Option<Tensor>, Option<String>)> {
+    let mut dense = DensePrompt::new(&model.config);
+    let stream = dense.read(model, prompt)?;
+    attention.store_chunks(&dense, chunks)?;
+    Ok((Some(stream), dense.bias(model)?.warning(recipe)))
 }
 
 /// Reads a prompt into a cache by a recipe. Returns the residual stream of its last chunk, and a warning where the recipe is
@@ -253,6 +331,41 @@ mod tests {
 
     use super::*;
     use crate::model::tiny;
+
+    #[derive(clap::Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: GenerateArgs,
+    }
+
+    #[test]
+    fn chunks_of_a_context_are_ranked_by_the_prompt() {
+        let (_file, model) = tiny::model("generate-context");
+        let context = std::env::temp_dir().join(format!("kvpack-{}-context.txt", std::process::id()));
+        std::fs::write(&context, "A hatter had tea. ".repeat(5) + "The Queen ran. " + &"A hatter. ".repeat(5)).unwrap();
+        let named = context.display().to_string();
+        let args = |more: &[&str]| {
+            let words = ["kvpack", "Where is the Queen?", "--recipe", "cocktail", "--rank-by", "bm25"];
+            <Command as clap::Parser>::parse_from(words.iter().chain(more)).args
+        };
+        let stored = |args: &GenerateArgs| {
+            let Asked { tokens, context } = Asked::new(args, &model)?;
+            let chunks = rank(args, &model, args.recipe.mixture().unwrap(), &tokens, context)?;
+            let mut attention = PackedAttention::new(&Cpu::new(), &model.config, &args.recipe)?;
+            read_chunks(&args.recipe, &model, &mut attention, &tokens, &chunks)?;
+            let stores = attention.memory().next().unwrap().stores().iter().map(|store| store.tokens).collect();
+            Ok::<(Vec<usize>, Vec<u8>), anyhow::Error>((stores, chunks.stores().iter().map(|store| store.0).collect()))
+        };
+        let (stores, chunks) = stored(&args(&["--context", &named, "--chunk-tokens", "16"])).unwrap();
+        let best = chunks.iter().position(|&store| store == 0).unwrap();
+        assert!((4..=6).contains(&best) && chunks.iter().filter(|&&store| store == 2).count() > 3, "{chunks:?}");
+        let packed = 16 * (chunks.len() - 1);
+        assert!(stores[0] > 16 && stores[1] + stores[2] == packed, "{stores:?}");
+        assert!(stored(&args(&["--context", &named, "--chunk-tokens", "8"])).is_err());
+        let bare = <Command as clap::Parser>::parse_from(["kvpack", "a", "--recipe", "cocktail"]).args;
+        assert!(stored(&bare).unwrap_err().to_string().contains("--context"));
+        std::fs::remove_file(&context).unwrap();
+    }
 
     #[test]
     fn a_model_with_a_bias_is_warned_of() {

@@ -40,7 +40,7 @@ type Computed = Vec<(&'static str, Outputs)>;
 type Op = fn(&GoldenFile) -> Result<Computed>;
 
 /// The ops that are implemented.
-const OPS: [(&str, Op); 25] = [
+const OPS: [(&str, Op); 26] = [
     ("attention.column_sums", |file| attention_stats::column_sums(file, Device::Cpu)),
     ("attention.decode", attention::decode),
     ("attention.merge", attention_stats::merge),
@@ -48,6 +48,7 @@ const OPS: [(&str, Op); 25] = [
     ("calibquant.decode", calibquant::decode),
     ("calibquant.pack", calibquant::pack),
     ("calibquant.quantize", calibquant::quantize),
+    ("cocktail.decode", cocktail::decode),
     ("cocktail.search", |file| cocktail::search(file, Device::Cpu)),
     ("h2o.select", |file| selection::h2o(file, Device::Cpu)),
     ("hadamard", hadamard::hadamard),

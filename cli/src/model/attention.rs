@@ -75,7 +75,8 @@ fn causal_mask(queries: usize, tokens: usize) -> candle_core::Result<Tensor> {
     Tensor::from_vec(mask, (queries, tokens), &Device::Cpu)
 }
 
-fn softmax(scores: &Tensor) -> candle_core::Result<Tensor> {
+/// Softmax of the rows.
+pub fn softmax(scores: &Tensor) -> candle_core::Result<Tensor> {
     let scores = scores.to_dtype(DType::F32)?;
     let weights = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?)?.exp()?;
     weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)

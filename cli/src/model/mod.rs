@@ -25,7 +25,7 @@ mod tokenizer;
 mod transformer;
 mod weights;
 
-pub use attention::{Attention, Chunk, ExactAttention};
+pub use attention::{Attention, Chunk, ExactAttention, softmax};
 pub use bias::{KeyBias, KeysWatched};
 pub use config::Config;
 pub use dense_prompt::DensePrompt;
@@ -33,6 +33,7 @@ pub use error::ModelError;
 pub use packed::PackedAttention;
 pub use tokenizer::Tokenizer;
 pub use transformer::Model;
+pub use weights::Linear;
 
 /// Tokens of one forward pass over a text: a tile, so that chunks end where tiles do.
 pub const CHUNK_TOKENS: usize = kvpack::TILE_TOKENS;

@@ -71,7 +71,7 @@ impl Model {
         // Small models use the embedding for the output as well.
         let output = match weights.has("output.weight") {
             true => weights.linear("output", width, vocabulary)?,
-            false => Linear::new(embedding.clone()),
+            false => Linear::new(embedding.clone(), None),
         };
         let frequencies = frequencies(&mut weights, &config)?;
         Ok(Self { config, tokenizer, embedding, layers, output_norm, output, frequencies })

@@ -88,7 +88,7 @@ impl<R: Read + Seek> Weights<R> {
         let weight = self.tensor(&format!("{name}.weight"), &[outputs, inputs])?;
         let bias_name = format!("{name}.bias");
         let bias = if self.has(&bias_name) { Some(self.tensor(&bias_name, &[outputs])?) } else { None };
-        Ok(Linear { weight, bias })
+        Ok(Linear::new(weight, bias))
     }
 }
 
@@ -104,9 +104,9 @@ fn length(reader: &mut impl Seek) -> io::Result<u64> {
 }
 
 impl Linear {
-    /// A layer without a bias.
-    pub fn new(weight: Tensor) -> Self {
-        Self { weight, bias: None }
+    /// A layer with a weight `[outputs, inputs]` and a bias `[outputs]`, or without one.
+    pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
+        Self { weight, bias }
     }
 
     /// `[rows, inputs]` to `[rows, outputs]`.

@@ -4,7 +4,7 @@
 use anyhow::{Result, ensure};
 use indicatif::ProgressBar;
 use kvpack::backend::{AttendOptions, FilledStores, NewSpan, SpanSource, TensorRows};
-use kvpack::conformance::{BatchFormat, BatchLengths, DecodeData, DecodeShape, PageOrder, Workload};
+use kvpack::conformance::{BatchFormat, BatchLengths, BatchPart, DecodeData, DecodeShape, PageOrder, Workload};
 use kvpack::plan::{Rows, TokenRange};
 use kvpack::{AttentionShape, SegmentFormat};
 use kvpack_report::Run;
@@ -47,6 +47,22 @@ struct StepRow {
     launches: usize,
 }
 
+/// A decode step that is to be timed.
+struct Step {
+    what: String,
+    format: BatchFormat,
+    /// Tokens of a span; chunks are brought together where they are without end.
+    span_tokens: usize,
+    /// Scores, softmax and weighted values in one pass, or scores in one of their own.
+    fused: bool,
+}
+
+impl Step {
+    fn fused(what: String, format: BatchFormat, span_tokens: usize) -> Self {
+        Self { what, format, span_tokens, fused: true }
+    }
+}
+
 /// A piece of packing a prompt of one sequence.
 #[derive(Serialize)]
 struct PackRow {
@@ -69,15 +85,18 @@ pub fn run<B: TimedSelection>(backend: &B, driver: String, json: bool) -> Result
     pollster::block_on(backend.guard_rate())?;
     let bandwidth = pollster::block_on(backend.read_bandwidth())?;
     let mixture = BatchFormat::cocktail();
-    let mut formats: Vec<(String, BatchFormat, usize)> =
-        mixture.parts().iter().map(|part| (format!("{} alone", part.format), part.format.into(), usize::MAX)).collect();
-    formats.push(("mixture, chunks brought together".into(), mixture.clone(), usize::MAX));
+    let alone = |part: &BatchPart| Step::fused(format!("{} alone", part.format), part.format.into(), usize::MAX);
+    let mut wanted: Vec<Step> = mixture.parts().iter().map(alone).collect();
+    let together = "mixture, chunks brought together";
+    wanted.push(Step::fused(together.into(), mixture.clone(), usize::MAX));
+    let what = format!("{together}, scores in a pass of their own");
+    wanted.push(Step { fused: false, ..Step::fused(what, mixture.clone(), usize::MAX) });
     for span in [4 * CHUNK, CHUNK] {
-        formats.push((format!("mixture, chunks of {span} tokens left apart"), mixture.clone(), span));
+        wanted.push(Step::fused(format!("mixture, chunks of {span} tokens left apart"), mixture.clone(), span));
     }
-    let progress = ProgressBar::new(formats.len() as u64 + 1).with_style(print::bar());
+    let progress = ProgressBar::new(wanted.len() as u64 + 1).with_style(print::bar());
     let mut steps = Vec::new();
-    for (what, format, span_tokens) in formats {
+    for Step { what, format, span_tokens, fused } in wanted {
         progress.set_message(what.clone());
         let decode = DecodeShape {
             name: "chunks".into(),
@@ -89,7 +108,7 @@ pub fn run<B: TimedSelection>(backend: &B, driver: String, json: bool) -> Result
             span_tokens,
             quick: false,
         };
-        steps.push(pollster::block_on(step_row(backend, decode, what, format, bandwidth))?);
+        steps.push(pollster::block_on(step_row(backend, decode, (what, format, fused), bandwidth))?);
         progress.inc(1);
     }
     progress.set_message("packing");
@@ -113,12 +132,14 @@ pub fn run<B: TimedSelection>(backend: &B, driver: String, json: bool) -> Result
 async fn step_row<B: Timed>(
     backend: &B,
     decode: DecodeShape,
-    what: String,
-    format: BatchFormat,
+    (what, format, fused): (String, BatchFormat, bool),
     bandwidth: f64,
 ) -> Result<StepRow> {
     let data = DecodeData::generated(backend, decode).await?;
-    let workload = Workload::new(backend, &data, format, backend.sizes().suite_footprint()).await?;
+    let mut workload = Workload::new(backend, &data, format, backend.sizes().suite_footprint()).await?;
+    if !fused {
+        workload.plan_unfused()?;
+    }
     let checked = workload.check(backend, &data, AttendOptions::default()).await?;
     ensure!(checked.passed(), "{what}: {}", checked.reason());
     let times = backend.time_steps(&workload, &data, AttendOptions::default(), SECONDS).await?;

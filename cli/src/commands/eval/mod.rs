@@ -36,7 +36,7 @@ use crate::print;
 /// divergence and top-1 agreement against the f16 cache, and the log-probability of a pass key hidden in the text.
 ///
 /// With --documents it answers questions about documents cut from the text instead, over what each recipe keeps of document
-/// and question: policies (h2o:0.2, lookm:0.1/saw-int4), mixtures (cocktail, chunks ranked by BM25), or all of it packed.
+/// and question: policies (h2o:0.2, lookm:0.1/saw-int4), mixtures (cocktail, its chunks ranked by BM25 or by MiniLM, beside the same shuffled), or all of it packed.
 #[derive(clap::Args)]
 pub struct EvalArgs {
     /// The dump.

@@ -16,6 +16,7 @@ use kvpack_report::{RecipeRow, Run};
 
 use super::{Destination, page};
 use crate::backend::{BackendArgs, Chosen};
+use crate::chunk_ranking::RankBy;
 use crate::commands::{DEFAULT_MODEL, Text, text};
 use crate::model::{ExactAttention, Model, PackedAttention};
 use crate::outcome::Outcome;
@@ -49,6 +50,14 @@ pub struct ModelArgs {
     /// With --documents: tokens of each.
     #[arg(long, value_name = "N", default_value_t = 640, requires = "documents")]
     document_tokens: usize,
+    /// With --documents: what mixtures rank chunks by: bm25 (shared words), minilm (the encoder that scripts/fetch-encoder.sh
+    /// fetches; minilm:FOLDER for one elsewhere), or FILE.safetensors with embeddings: documentN.chunks [chunks, width],
+    /// documentN.quote and documentN.passkey [width] in F32, N from 0.
+    #[arg(long, value_name = "RANKING", num_args = 1.., default_value = "bm25", requires = "documents")]
+    rank_by: Vec<RankBy>,
+    /// With --documents: tokens of a chunk, 16 to 128.
+    #[arg(long, value_delimiter = ',', value_name = "N,N", default_value = "32", requires = "documents")]
+    chunk_tokens: Vec<usize>,
 }
 
 /// Largest NMSE between the logits of the f16 cache and those of candle's attention.

@@ -2,9 +2,10 @@
 //! read over what a cache keeps of both.
 
 mod answer;
-mod bm25;
 mod questions;
 mod table;
+
+use std::rc::Rc;
 
 use anyhow::{Context, Result, bail};
 use indicatif::ProgressBar;
@@ -18,6 +19,7 @@ use kvpack_report::{AnswerRow, DocumentsReport, DocumentsRow, Run};
 use super::super::page;
 use super::{Destination, ModelArgs};
 use crate::backend::{BackendArgs, Chosen};
+use crate::chunk_ranking::{Query, RankBy, RankedChunks, Ranking};
 use crate::commands::text;
 use crate::model::{DensePrompt, Model, PackedAttention};
 use crate::outcome::Outcome;
@@ -26,8 +28,6 @@ use crate::provenance;
 use answer::Asked;
 use questions::{Document, Question};
 
-/// Tokens of a chunk of mixtures, as Cocktail has them.
-const CHUNK_TOKENS: usize = 32;
 /// Shares of the prompt at which 'all' evaluates every policy.
 const SHARES: [f64; 5] = [0.5, 0.2, 0.1, 0.05, 0.01];
 /// First tokens of 'all' streaming recipes.
@@ -52,9 +52,13 @@ pub fn run(
     let longest = documents.iter().flat_map(|document| [&document.quote, &document.passkey]);
     let longest = longest.map(|question| question.tokens.len() + question.answer.len()).max();
     model.check_context(args.document_tokens + longest.unwrap_or(0))?;
+    let cuts = match recipes.iter().any(|recipe| recipe.mixture().is_some()) {
+        true => Cut::open(&args.rank_by, &args.chunk_tokens)?,
+        false => Vec::new(),
+    };
     let backend = backend.open()?;
     let run = provenance::run(backend.driver(), None);
-    let task = Task { model: &model, documents, document_tokens: args.document_tokens, recipes, text: text.name };
+    let task = Task { model: &model, documents, document_tokens: args.document_tokens, recipes, cuts, text: text.name };
     let report = match &backend {
         Chosen::Cpu(backend) => task.evaluate(backend, run),
         Chosen::Wgpu(backend) => task.evaluate(backend, run),
@@ -100,7 +104,38 @@ struct Task<'a> {
     documents: Vec<Document>,
     document_tokens: usize,
     recipes: Vec<ModelRecipe>,
+    /// How mixtures cut documents.
+    cuts: Vec<Cut>,
     text: String,
+}
+
+/// Chunks of a size, and what ranks them.
+struct Cut {
+    tokens: usize,
+    by: RankBy,
+    ranking: Rc<Ranking>,
+}
+
+impl Cut {
+    /// Every size with every ranking.
+    fn open(by: &[RankBy], sizes: &[usize]) -> Result<Vec<Self>> {
+        let mut cuts = Vec::new();
+        for by in by {
+            let ranking = Rc::new(Ranking::open(by)?);
+            for &tokens in sizes {
+                ChunkSearch::chunks(0, tokens)?; // before anything is computed
+                cuts.push(Self { tokens, by: by.clone(), ranking: ranking.clone() });
+            }
+        }
+        Ok(cuts)
+    }
+
+    /// The document's chunks; the remainder is none.
+    fn chunks(&self, model: &Model, document: &Document, index: usize) -> Result<RankedChunks<'_>> {
+        let text = |chunk: &[u32]| model.tokenizer.decode(chunk);
+        let texts: Result<_> = document.tokens.chunks_exact(self.tokens).map(text).collect();
+        self.ranking.chunks(&format!("document{index}."), texts?)
+    }
 }
 
 /// How the prompt is stored that an answer is read over.
@@ -134,9 +169,14 @@ impl Task<'_> {
         }
         let mut rows = vec![Growing::new("full precision".into())];
         for recipe in &self.recipes {
-            rows.push(Growing::new(recipe.to_string()));
-            if recipe.mixture().is_some() {
-                rows.push(Growing::new(format!("{recipe}, chunks shuffled")));
+            if recipe.mixture().is_none() {
+                rows.push(Growing::new(recipe.to_string()));
+                continue;
+            }
+            for cut in &self.cuts {
+                let name = format!("{recipe}, chunks of {} by {}", cut.tokens, cut.by);
+                rows.push(Growing::new(name.clone()));
+                rows.push(Growing::new(format!("{name}, shuffled")));
             }
         }
         let progress = ProgressBar::new((2 * self.documents.len() * rows.len()) as u64).with_style(print::bar());
@@ -144,10 +184,13 @@ impl Task<'_> {
             progress.set_message(format!("document {index}"));
             let mut dense = DensePrompt::new(&self.model.config);
             dense.read(self.model, &document.tokens)?;
+            let chunks: Result<Vec<_>> = self.cuts.iter().map(|cut| cut.chunks(self.model, document, index)).collect();
+            let chunks = chunks?;
             for is_quote in [true, false] {
                 let question = if is_quote { &document.quote } else { &document.passkey };
                 let asked = Asked::new(self.model, &dense, question, &observer)?;
-                let answers = Answers { task: self, document, question, asked: &asked, progress: &progress };
+                let answers =
+                    Answers { task: self, document, chunks: &chunks, question, asked: &asked, progress: &progress };
                 answers.read(backend, &observer, index, |at, answer| rows[at].add(answer, is_quote))?;
             }
             note!("read document {} of {}", index + 1, self.documents.len());
@@ -179,6 +222,8 @@ struct Answered {
 struct Answers<'a> {
     task: &'a Task<'a>,
     document: &'a Document,
+    /// Those of every cut.
+    chunks: &'a [RankedChunks<'a>],
     question: &'a Question,
     asked: &'a Asked,
     progress: &'a ProgressBar,
@@ -208,12 +253,15 @@ impl Answers<'_> {
                 Ok::<_, anyhow::Error>(())
             };
             if let Some(mixture) = recipe.mixture() {
-                let mut stores = mixture.stores_of(&bm25::bm25(&self.question.words, &self.chunks()?))?;
                 let context = TokenRange::new(0, self.document.tokens.len())?;
-                score(Stored::Chunks(ChunkStores::new(context, CHUNK_TOKENS, stores.clone())?))?;
-                // As many chunks in each format, others.
-                fastrand::Rng::with_seed(seed as u64).shuffle(&mut stores);
-                score(Stored::Chunks(ChunkStores::new(context, CHUNK_TOKENS, stores)?))?;
+                let query = Query { name: self.question.name, text: &self.question.words };
+                for (cut, chunks) in self.task.cuts.iter().zip(self.chunks) {
+                    let mut stores = mixture.stores_of(&chunks.similarities(query)?)?;
+                    score(Stored::Chunks(ChunkStores::new(context, cut.tokens, stores.clone())?))?;
+                    // As many chunks in each format, others.
+                    fastrand::Rng::with_seed(seed as u64).shuffle(&mut stores);
+                    score(Stored::Chunks(ChunkStores::new(context, cut.tokens, stores)?))?;
+                }
             } else if let Some(policy) = recipe.policy() {
                 // What was measured for another policy may do.
                 let found = observed.iter_mut().position(|observed| observed.decide_by(policy.clone()).is_ok());
@@ -260,14 +308,6 @@ impl Answers<'_> {
         let config = &self.task.model.config;
         let of_token = 2 * config.layers * config.attention.kv_heads() * config.attention.head_dim();
         (self.asked.prompt.tokens() * of_token) as u64
-    }
-
-    /// The text of every whole chunk of the document.
-    fn chunks(&self) -> Result<Vec<String>> {
-        let tokens = &self.document.tokens;
-        let chunks = ChunkSearch::chunks(tokens.len(), CHUNK_TOKENS)?;
-        let text = |chunk: usize| self.task.model.tokenizer.decode(&tokens[chunk * CHUNK_TOKENS..][..CHUNK_TOKENS]);
-        (0..chunks).map(text).collect()
     }
 }
 
@@ -318,15 +358,19 @@ mod tests {
         let tokens = model.tokenizer.encode(&text).unwrap();
         let documents = questions::cut(&model, &tokens, 2, 270).unwrap();
         assert!(documents.iter().all(|document| document.tokens.len() == 270));
+        assert!(Cut::open(&[RankBy::Bm25], &[32, 8]).is_err());
         assert!(questions::cut(&model, &tokens, 5, 270).is_err() && questions::cut(&model, &tokens, 2, 100).is_err());
         let recipes = ["f16 h2o:1 h2o:0.2 random:0.2 cocktail mix=f16:0.5,kivi:2 int8".to_owned()];
         let recipes = parse(&recipes, 270).unwrap();
-        let task = Task { model: &model, documents, document_tokens: 270, recipes, text: "a test".into() };
+        let cuts = Cut::open(&[RankBy::Bm25], &[32]).unwrap();
+        let task = Task { model: &model, documents, document_tokens: 270, recipes, cuts, text: "a test".into() };
         let report = task.evaluate(&Cpu::new(), provenance::run("none".into(), None)).unwrap();
         let names: Vec<&str> = report.rows.iter().map(|row| row.recipe.as_str()).collect();
-        let shuffled = ["cocktail, chunks shuffled", "mix=f16:0.5,kivi:2, chunks shuffled"];
-        assert_eq!(names[..6], ["full precision", "f16", "h2o:1", "h2o:0.2", "random:0.2", "cocktail"]);
-        assert_eq!(names[6..], [shuffled[0], "mix=f16:0.5,kivi:2", shuffled[1], "int8"]);
+        assert_eq!(names[..5], ["full precision", "f16", "h2o:1", "h2o:0.2", "random:0.2"]);
+        let by = "chunks of 32 by bm25";
+        let mixed = |recipe: &str| [format!("{recipe}, {by}"), format!("{recipe}, {by}, shuffled")];
+        assert_eq!(names[5..9], [mixed("cocktail"), mixed("mix=f16:0.5,kivi:2")].concat());
+        assert_eq!(names[9..], ["int8"]);
         let divergence = |at: usize| DocumentsRow::spread(&report.rows[at].quotes, |answer| answer.divergence).0;
         assert!(report.rows.iter().all(|row| (row.quotes.len(), row.passkeys.len()) == (2, 2)));
         assert_eq!(divergence(0), 0.0);

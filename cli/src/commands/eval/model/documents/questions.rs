@@ -23,7 +23,9 @@ pub struct Question {
     pub tokens: Vec<u32>,
     /// At least two.
     pub answer: Vec<u32>,
-    /// Its words, for what compares words.
+    /// Its name among embeddings in a file.
+    pub name: &'static str,
+    /// Its words, for what ranks chunks.
     pub words: String,
 }
 
@@ -56,11 +58,17 @@ pub fn cut(model: &Model, text: &[u32], count: usize, length: usize) -> Result<V
         documents.push(Document {
             tokens: [&part[..hidden], &needle, &part[hidden..]].concat(),
             quote: Question {
+                name: "quote",
                 tokens: [ask.as_slice(), cue].concat(),
                 answer: answer.to_vec(),
                 words: model.tokenizer.decode(cue)?,
             },
-            passkey: Question { tokens: question, answer: encode(&key.to_string())?, words: "pass key".into() },
+            passkey: Question {
+                name: "passkey",
+                tokens: question,
+                answer: encode(&key.to_string())?,
+                words: "What is the pass key?".into(),
+            },
         });
     }
     Ok(documents)
