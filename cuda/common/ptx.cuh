@@ -102,6 +102,21 @@ __device__ __forceinline__ void copy_16_async(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+// Calls the line that holds an address to the L2 cache.
+__device__ __forceinline__ void prefetch_l2(const void* at) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
+// The same, or 16 zeros, for which nothing is read.
+__device__ __forceinline__ void copy_16_async_or_zeros(u32 to, const void* from, bool exists) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+}
+
+// Copies 4 bytes to shared memory without waiting, or puts zeros there, for which nothing is read.
+__device__ __forceinline__ void copy_4_async_or_zeros(u32 to, const void* from, bool exists) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(exists ? 4 : 0) : "memory");
+}
+
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most PENDING of this thread's groups of copies are under way.
@@ -114,8 +129,9 @@ __device__ __forceinline__ void barrier_init(u32 barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
 
-// Barriers initialised by this thread may be named in its bulk copies.
-__device__ __forceinline__ void barriers_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What this thread put into shared memory is seen by the copy engine and by the tensor cores: barriers that bulk copies name,
+// rows that a warpgroup multiplies.
+__device__ __forceinline__ void shared_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // This phase of the barrier ends when so many bytes have arrived.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {

@@ -22,7 +22,7 @@ struct Ring {
     __device__ __forceinline__ void start() const {
         if (BULK_COPIES && lane == 0) {
             for (int i = 0; i < STAGES; i++) barrier_init(barriers + 8 * i);
-            barriers_visible();
+            shared_visible();
         }
         if (BULK_COPIES) __syncwarp();
     }

@@ -5,10 +5,9 @@
 //
 // Column sums are kept per query head, or become the sum, mean or maximum over the heads of a group (AGGREGATION).
 //
-// One block owns a part: some tiles of TILE_ROWS keys of one KV head. A warp holds its keys of a tile as MMA operands in
-// registers; the query rows of the head's group pass by through shared memory, STAGED at a time. The four lanes of a quad
-// hold a key's sums over two columns of every eight and add them at the end of a head. Counts (COUNTING) are votes, added
-// as integers. So every sum has a fixed order; keys are read once, and neither scores nor weights are written.
+// The four lanes of a quad hold a key's sums over two rows of every eight and add them at the end of a head. Counts
+// (COUNTING) are integers, added by warps and then, of a chunk, over the warps. So every sum has a fixed order; keys are read
+// once, and neither scores nor weights are written. How the keys are cut: select/stats_call.cuh.
 //
 // In bounds: as in attention_row_stats.
 
@@ -18,97 +17,204 @@
 
 // AGGREGATION: 0: each query head for itself, 1: sum, 2: mean, 3: maximum.
 
+// What shared memory holds: the staged eights, and of their rows the keys that they see, their log-sum-exp in powers of two,
+// the least score that counts, and the counts as [warp][row].
+struct SharedRows {
+    uint4* staged;
+    u32* seen;
+    float* lse;
+    float* least;
+    u32* counts;
+
+    __device__ __forceinline__ SharedRows(uint4* shared, const StatsCall& call)
+        : staged(shared),
+          seen((u32*)(shared + call.staged * EIGHT_LOADS)),
+          lse((float*)seen + 8 * call.staged),
+          least(lse + 8 * call.staged),
+          counts((u32*)(least + 8 * call.staged)) {}
+};
+
+// Adds the weights of the tile's products with an eight to the sums of its keys, and counts. MASKED where a row may not see
+// all keys.
+template <bool MASKED>
+__device__ __forceinline__ void add_tile(const float (&products)[M_TILES][4], float (&sums)[SLOTS],
+                                         const SharedRows& rows, u32* counts, u32 eight, u32 first_key, float scale,
+                                         u32 lane) {
+    const u32 row = 8 * eight + 2 * (lane % 4);
+    const float2 lse = *(const float2*)&rows.lse[row];
+    const uint2 seen = MASKED ? *(const uint2*)&rows.seen[row] : make_uint2(0, 0);
+    const float2 least = COUNTING ? *(const float2*)&rows.least[row] : make_float2(0.0f, 0.0f);
+    // Of the even row in the low half, of the odd one in the high half.
+    u32 count = 0;
+#pragma unroll
+    for (u32 i = 0; i < SLOTS; i++) {
+        const u32 key = first_key + 8 * i + lane / 4;
+        const float even = products[i / 2][2 * (i % 2)];
+        const float odd = products[i / 2][2 * (i % 2) + 1];
+        const bool even_sees = !MASKED || key < seen.x;
+        const bool odd_sees = !MASKED || key < seen.y;
+        const float of_even = exp2_approx(even * (scale * LOG2_E) - lse.x);
+        const float of_odd = exp2_approx(odd * (scale * LOG2_E) - lse.y);
+        sums[i] += (even_sees ? of_even : 0.0f) + (odd_sees ? of_odd : 0.0f);
+        if (COUNTING) {
+            count += even_sees && even * scale >= least.x ? 1u : 0u;
+            count += odd_sees && odd * scale >= least.y ? 0x10000u : 0u;
+        }
+    }
+    if (COUNTING) {
+#pragma unroll
+        for (u32 distance = 4; distance < 32; distance *= 2) count += __shfl_xor_sync(ALL_LANES, count, distance);
+        if (lane < 4) {
+            uint2* own = (uint2*)&counts[row];
+            const uint2 before = *own;
+            *own = make_uint2(before.x + (count & 0xffffu), before.y + (count >> 16));
+        }
+    }
+}
+
+// The keys of a warp's tile, and what it has added for them.
+struct Tile {
+    Resident keys;
+    float sums[SLOTS];
+    float aggregated[SLOTS];
+    u32 first_key;
+};
+
+// The end of a query head: its sums are written, or aggregated over the group.
+template <bool MASKED>
+__device__ __forceinline__ void end_head(Tile& tile, const StatsCall& call, u32 kv_head, u32 of_group, u32 lane) {
+    const bool writes = AGGREGATION == 0 || of_group + 1 == call.group;
+    const u64 row = AGGREGATION == 0 ? kv_head * call.group + of_group : kv_head;
+    float* column_sums = (float*)call.column_sums + row * call.tokens + tile.first_key + lane / 4;
+#pragma unroll
+    for (u32 i = 0; i < SLOTS; i++) {
+        float sum = tile.sums[i];
+        sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+        tile.sums[i] = 0.0f;
+        // Column sums are not negative.
+        if (AGGREGATION == 3) tile.aggregated[i] = fmaxf(tile.aggregated[i], sum);
+        if (AGGREGATION == 1 || AGGREGATION == 2) tile.aggregated[i] += sum;
+        const float divisor = AGGREGATION == 2 ? (float)call.group : 1.0f;
+        const bool exists = !MASKED || tile.first_key + 8 * i + lane / 4 < call.tokens;
+        if (writes && exists && lane % 4 == i % 4) {
+            column_sums[8 * i] = AGGREGATION == 0 ? sum : tile.aggregated[i] / divisor;
+        }
+    }
+}
+
+template <bool MASKED>
+__device__ __forceinline__ void measure_chunk(Tile& tile, const SharedRows& shared, u32* counts, const StatsCall& call,
+                                              const PassingRows& rows, u32 chunk, u32 lane) {
+    u32 of_group = chunk / rows.of_head;
+    u32 left = rows.of_head - chunk % rows.of_head;
+    const auto next_head = [&]() {
+        // The eights that fill up a chunk are of no head.
+        if (of_group < call.group) end_head<MASKED>(tile, call, rows.kv_head, of_group, lane);
+        of_group++;
+        left = rows.of_head;
+    };
+#pragma unroll 1
+    for (u32 eight = 0; eight < call.staged; eight += AT_ONCE) {
+        Products products;
+        multiply_staged(products, tile.keys, shared.staged + eight * EIGHT_LOADS, lane);
+        if (left >= AT_ONCE) {
+            // All of one head.
+#pragma unroll
+            for (u32 e = 0; e < AT_ONCE; e++) {
+                add_tile<MASKED>(products.of[e], tile.sums, shared, counts, eight + e, tile.first_key, call.scale, lane);
+            }
+            left -= AT_ONCE;
+        } else {
+#pragma unroll
+            for (u32 e = 0; e < AT_ONCE; e++) {
+                if (left == 0) next_head();
+                add_tile<MASKED>(products.of[e], tile.sums, shared, counts, eight + e, tile.first_key, call.scale, lane);
+                left--;
+            }
+        }
+        if (left == 0) next_head();
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_column_stats(const StatsCall call) {
-    __shared__ StagedRows staged;
-    __shared__ u32 reached[STAGED];
+    extern __shared__ uint4 memory[];
+    const SharedRows shared(memory, call);
     const u32 lane = threadIdx.x % 32;
     const u32 warp = threadIdx.x / 32;
     const u32 part = blockIdx.x;
-    const u32 kv_head = blockIdx.y;
-    u32* counts = (u32*)call.count_partials + (u64)(part * call.kv_heads + kv_head) * call.group * call.rows;
-    // The thread that adds up a row is the one that clears it.
-    if (COUNTING && threadIdx.x < STAGED) {
-        for (u32 g = 0; g < call.group; g++) {
-            for (u32 row = threadIdx.x; row < call.rows; row += STAGED) counts[g * call.rows + row] = 0;
+    const PassingRows rows(call, blockIdx.y);
+    const u64 of_part = (u64)part * call.kv_heads * call.group * call.rows;
+    u32* partials = (u32*)call.count_partials + of_part;
+    u32* counts = shared.counts + warp * 8 * call.staged;
+    if (COUNTING) {
+        for (u32 i = threadIdx.x; i < call.group * call.rows; i += blockDim.x) {
+            partials[(u64)rows.kv_head * call.group * call.rows + i] = 0;
         }
     }
-    for (u32 t = 0; t < call.part_tiles; t++) {
-        const u32 tile = (part * call.part_tiles + t) * TILE_ROWS;
-        if (tile >= call.tokens) break;
-        const u32 first_key = tile + warp * WARP_ROWS;
-        Resident resident;
-        load_keys(resident, call, first_key, kv_head, lane);
-        float aggregated[2 * M_TILES];
-#pragma unroll
-        for (u32 i = 0; i < 2 * M_TILES; i++) aggregated[i] = 0.0f;
-        for (u32 g = 0; g < call.group; g++) {
-            const u32 query_head = kv_head * call.group + g;
-            float sums[2 * M_TILES];
-#pragma unroll
-            for (u32 i = 0; i < 2 * M_TILES; i++) sums[i] = 0.0f;
-            for (u32 first = 0; first < call.rows; first += STAGED) {
-                // Rows before the tile see none of it.
-                if (seen_by(call, min(first + STAGED, call.rows) - 1) <= tile) continue;
-                __syncthreads();
-                stage_queries(staged, call, first, query_head);
-                if (COUNTING && threadIdx.x < STAGED) reached[threadIdx.x] = 0;
-                __syncthreads();
-                for (u32 eight = 0; eight < STAGED && first + eight < call.rows; eight += 8) {
-                    float products[M_TILES][4];
-                    multiply_staged(products, resident, staged, eight, lane);
-#pragma unroll
-                    for (u32 column = 0; column < 2; column++) {
-                        const u32 row = first + eight + 2 * (lane % 4) + column;
-                        const u32 seen = seen_by(call, row);
-                        const u64 at = (u64)query_head * call.rows + min(row, call.rows - 1);
-                        const float lse = ((const float*)call.row_lse)[at];
-                        const float least = COUNTING ? ((const float*)call.row_max)[at] + call.log_threshold : 0.0f;
-                        u32 count = 0;
-#pragma unroll
-                        for (u32 i = 0; i < 2 * M_TILES; i++) {
-                            const u32 key = first_key + 8 * i + lane / 4;
-                            const float score = products[i / 2][2 * (i % 2) + column] * call.scale;
-                            if (key < seen) sums[i] += __expf(score - lse);
-                            if (COUNTING) {
-                                const u32 votes = __ballot_sync(ALL_LANES, key < seen && score >= least);
-                                count += __popc(votes & (0x11111111u << (lane % 4)));
-                            }
-                        }
-                        if (COUNTING && lane < 4) atomicAdd(&reached[row - first], count);
-                    }
-                }
-                if (COUNTING) {
-                    __syncthreads();
-                    if (threadIdx.x < STAGED && first + threadIdx.x < call.rows) {
-                        counts[g * call.rows + first + threadIdx.x] += reached[threadIdx.x];
-                    }
-                }
+    const auto stage = [&](u32 chunk) {
+        stage_chunk(shared.staged, shared.seen, call, rows, chunk, [&](u32 index, const PassingRow& row) {
+            // The weights of rows that do not exist are nothing.
+            shared.lse[index] = row.exists ? ((const float*)call.row_lse)[row.at(call)] * LOG2_E : 1e30f;
+            if (COUNTING) {
+                const float max = row.exists ? ((const float*)call.row_max)[row.at(call)] : 0.0f;
+                shared.least[index] = row.exists ? max + call.log_threshold : 3.4028234e38f;
+                for (u32 w = 0; w < WARPS; w++) shared.counts[w * 8 * call.staged + index] = 0;
             }
+        });
+    };
+    const auto add_warps = [&](u32 chunk) {
+        __syncthreads();
+        for (u32 i = threadIdx.x; i < 8 * call.staged; i += blockDim.x) {
+            const PassingRow row(call, rows, chunk + i / 8, i % 8);
+            if (!row.exists) continue;
+            u32 count = partials[row.at(call)];
+            for (u32 w = 0; w < WARPS; w++) count += shared.counts[w * 8 * call.staged + i];
+            partials[row.at(call)] = count;
+        }
+    };
+    if (rows.at_once) stage(0);
+    for (u32 t = 0; t < call.part_tiles; t += WARPS) {
+        const u32 block_key = (part * call.part_tiles + t) * WARP_ROWS;
+        if (block_key >= call.tokens) break;
+        Tile tile;
+        tile.first_key = block_key + warp * WARP_ROWS;
+        const u32 group = warp / GROUP_WARPS * GROUP_WARPS;
+        const u32 group_key = block_key + group * WARP_ROWS;
+        const bool has_tile = t + group < call.part_tiles && group_key < call.tokens;
+        if (has_tile) load_keys(tile.keys, call, tile.first_key, rows.kv_head, lane);
 #pragma unroll
-            for (u32 i = 0; i < 2 * M_TILES; i++) {
-                float sum = sums[i];
-                sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-                sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-                const u32 key = first_key + 8 * i + lane / 4;
-                if (AGGREGATION == 0) {
-                    if (lane % 4 == 0 && key < call.tokens) {
-                        ((float*)call.column_sums)[(u64)query_head * call.tokens + key] = sum;
-                    }
+        for (u32 i = 0; i < SLOTS; i++) {
+            tile.sums[i] = 0.0f;
+            tile.aggregated[i] = 0.0f;
+        }
+        for (u32 chunk = 0; chunk < rows.eights; chunk += call.staged) {
+            if (!rows.at_once) {
+                if (chunk_is_blind(call, rows, chunk, block_key)) {
+                    // A head that ends in the chunk has its sums written nevertheless.
+                    const u32 end = chunk + call.staged;
+                    const bool ends = end / rows.of_head > chunk / rows.of_head || end >= rows.eights;
+                    if (has_tile && ends) end_head<true>(tile, call, rows.kv_head, chunk / rows.of_head, lane);
+                    continue;
+                }
+                // All have added the chunk before.
+                __syncthreads();
+                stage(chunk);
+            }
+            if (t == 0 || !rows.at_once) {
+                copies_wait<0>();
+                if (WARPGROUPS) shared_visible();
+                __syncthreads();
+            }
+            if (has_tile) {
+                if (all_see(shared.seen, 8 * call.staged, group_key + GROUP_ROWS, lane)) {
+                    measure_chunk<false>(tile, shared, counts, call, rows, chunk, lane);
                 } else {
-                    // Column sums are not negative.
-                    aggregated[i] = AGGREGATION == 3 ? fmaxf(aggregated[i], sum) : aggregated[i] + sum;
+                    measure_chunk<true>(tile, shared, counts, call, rows, chunk, lane);
                 }
             }
-        }
-        if (AGGREGATION != 0 && lane % 4 == 0) {
-#pragma unroll
-            for (u32 i = 0; i < 2 * M_TILES; i++) {
-                const u32 key = first_key + 8 * i + lane / 4;
-                if (key < call.tokens) {
-                    const float divisor = AGGREGATION == 2 ? (float)call.group : 1.0f;
-                    ((float*)call.column_sums)[(u64)kv_head * call.tokens + key] = aggregated[i] / divisor;
-                }
-            }
+            if (COUNTING && !rows.at_once) add_warps(chunk);
         }
     }
+    if (COUNTING && rows.at_once) add_warps(0);
 }

@@ -1,121 +1,215 @@
-// A tile of rows that stays in registers while others pass by, multiplied by MMAs: the resident rows are the A operand, the
-// passing ones the 8 columns of the B operand.
+// Rows that stay in registers while others pass by, multiplied by MMAs: the resident rows are the A operand, the passing ones
+// the 8 columns of the B operand.
 //
 // A warp owns 16 · M_TILES resident rows. Since a sum over channels may take them in any order, lane c of a quad takes the
-// channels 16 f + 4 c .. + 4 of step f, of both operands: 8 bytes of a 16-bit row, so that a quad reads a whole sector.
+// channels 32 p + 8 c .. + 8 for the two steps of pair p, of both operands: 16 bytes of a 16-bit row. Rows whose channels do
+// not fill the last pair end with zeros.
 //
-// Halves hold f16 exactly, and bf16 within the range of normal halves. f32 elements are two halves, x = high + low, and a
-// product is high · high + high · low + low · high: about 22 bits.
+// Passing rows lie in shared memory, eight by eight, in the order in which lanes read them: [eight][plane][pair][lane], 16
+// bytes each, so that every load of a warp is one run of 512 bytes.
+//
+// Halves hold f16 exactly, and bf16 within the range of normal halves. f32 elements are two halves, x = high + low, in two
+// planes, and a product is high · high + high · low + low · high: about 22 bits.
+//
+// With WARPGROUPS (compute capability 9.0; halves alone) the four warps of a warpgroup multiply their rows with AT_ONCE eights
+// together, and the tensor cores read the passing rows from shared memory by themselves: as matrices of 8 rows and 8 channels,
+// so each 16 bytes are put down as four words, [eight][pair][word][lane].
 //
 // Macros: HEAD_DIM, KEY_TYPE (of the resident rows), QUERY_TYPE (of the passing ones), KEYS_ALIGNED and QUERIES_ALIGNED
-// (every row begins at a multiple of 4 elements).
+// (every row begins at a multiple of 16 bytes), WARPGROUPS, WARPS of a block, M_TILES.
 
 #pragma once
 
 #include "common/ptx.cuh"
 #include "common/elements.cuh"
 
-constexpr u32 STEPS = HEAD_DIM / 16;
+constexpr u32 PAIRS = (HEAD_DIM + 31) / 32;
 constexpr bool KEYS_SPLIT = KEY_TYPE == ELEMENTS_F32;
 constexpr bool QUERIES_SPLIT = QUERY_TYPE == ELEMENTS_F32;
-// 16-row tiles of a warp, by the registers they take.
-constexpr u32 M_TILES = KEYS_SPLIT ? 1 : 2;
-constexpr u32 WARPS = 8;
+// Rows of an A fragment that a lane has a part of.
+constexpr u32 SLOTS = 2 * M_TILES;
 constexpr u32 WARP_ROWS = 16 * M_TILES;
-constexpr u32 TILE_ROWS = WARPS * WARP_ROWS;
-// Passing rows that are staged at once.
-constexpr u32 STAGED = 32;
-// Words of a staged row, so that a quarter warp's loads fall into different banks.
-constexpr u32 STAGED_WORDS = HEAD_DIM / 2 + (HEAD_DIM % 32 == 0 ? 8 : 0);
-
-// Aligned for loads of 8 bytes.
-struct __align__(16) StagedRows {
-    u32 high[STAGED][STAGED_WORDS];
-    u32 low[QUERIES_SPLIT ? STAGED : 1][STAGED_WORDS];
-};
+// Warps that multiply together, and their rows.
+constexpr u32 GROUP_WARPS = WARPGROUPS ? 4 : 1;
+constexpr u32 GROUP_ROWS = GROUP_WARPS * WARP_ROWS;
+// 16 bytes each, of eight passing rows.
+constexpr u32 PLANE_LOADS = 32 * PAIRS;
+constexpr u32 EIGHT_LOADS = PLANE_LOADS * (QUERIES_SPLIT ? 2 : 1);
+// Eights that a warp multiplies at once, so that its products wait less for each other.
+constexpr u32 AT_ONCE = WARPGROUPS ? 7 : 2;
 
 struct Resident {
-    u32 high[M_TILES][STEPS][4];
-    u32 low[KEYS_SPLIT ? M_TILES : 1][STEPS][4];
+    u32 high[M_TILES][2 * PAIRS][4];
+    u32 low[M_TILES][2 * PAIRS][4];
 };
 
-// Four elements as two pairs of halves, and what these leave of f32 elements.
+// Eight elements as four pairs of halves, and what these leave of f32 elements.
 template <u32 TYPE, bool ALIGNED>
-__device__ __forceinline__ void load_four(u32 (&high)[2], u32 (&low)[2], const void* elements, u64 index) {
+__device__ __forceinline__ void load_eight(uint4& high, uint4& low, const void* elements, u64 index) {
     if constexpr (TYPE == ELEMENTS_F16 && ALIGNED) {
-        const uint2 words = *(const uint2*)((const u16*)elements + index);
-        high[0] = words.x;
-        high[1] = words.y;
+        high = *(const uint4*)((const u16*)elements + index);
     } else {
-        float x[4];
+        float x[8];
         if constexpr (TYPE == ELEMENTS_F32 && ALIGNED) {
-            const float4 four = *(const float4*)((const float*)elements + index);
-            x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+            const float4* from = (const float4*)((const float*)elements + index);
+            const float4 a = from[0], b = from[1];
+            x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+        } else if constexpr (TYPE == ELEMENTS_BF16 && ALIGNED) {
+            const uint4 words = *(const uint4*)((const u16*)elements + index);
+            const u32 pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+            for (u32 i = 0; i < 8; i++) x[i] = bfloat_value(pairs[i / 2] >> 16 * (i % 2) & 0xffffu);
         } else {
 #pragma unroll
-            for (u32 i = 0; i < 4; i++) x[i] = load_element(elements, TYPE, index + i);
+            for (u32 i = 0; i < 8; i++) x[i] = load_element(elements, TYPE, index + i);
         }
+        u32 halves[4], rest[4];
 #pragma unroll
-        for (u32 i = 0; i < 2; i++) {
-            high[i] = half_pair(x[2 * i], x[2 * i + 1]);
-            if constexpr (TYPE == ELEMENTS_F32) {
-                low[i] = half_pair(x[2 * i] - half_value(high[i] & 0xffffu), x[2 * i + 1] - half_value(high[i] >> 16));
-            }
+        for (u32 i = 0; i < 4; i++) {
+            const float a = x[2 * i], b = x[2 * i + 1];
+            halves[i] = half_pair(a, b);
+            rest[i] = half_pair(a - half_value(halves[i] & 0xffffu), b - half_value(halves[i] >> 16));
         }
+        high = make_uint4(halves[0], halves[1], halves[2], halves[3]);
+        if constexpr (TYPE == ELEMENTS_F32) low = make_uint4(rest[0], rest[1], rest[2], rest[3]);
     }
 }
 
 // Row `row` of a tile of 16 lies in words 0 and 2 of an A fragment, row + 8 in words 1 and 3.
 __device__ __forceinline__ void load_resident_row(Resident& resident, u32 tile, u32 half, const void* rows, u64 start,
                                                   bool exists, u32 lane) {
+    // Zero, which the compiler does not know: or else it would leave the words in the registers that 16-byte loads write, and
+    // collect the four of a fragment anew for every product.
+    const u32 zero = blockIdx.z;
 #pragma unroll
-    for (u32 f = 0; f < STEPS; f++) {
-        u32 high[2] = {0, 0};
-        u32 low[2] = {0, 0};
-        if (exists) {
-            load_four<KEY_TYPE, KEYS_ALIGNED != 0>(high, low, rows, start + 16 * f + 4 * (lane % 4));
-        }
-        resident.high[tile][f][half] = high[0];
-        resident.high[tile][f][2 + half] = high[1];
+    for (u32 p = 0; p < PAIRS; p++) {
+        const u32 channel = 32 * p + 8 * (lane % 4);
+        uint4 high = make_uint4(0, 0, 0, 0);
+        uint4 low = high;
+        if (exists && channel < HEAD_DIM) load_eight<KEY_TYPE, KEYS_ALIGNED != 0>(high, low, rows, start + channel);
+        resident.high[tile][2 * p][half] = high.x ^ zero;
+        resident.high[tile][2 * p][2 + half] = high.y ^ zero;
+        resident.high[tile][2 * p + 1][half] = high.z ^ zero;
+        resident.high[tile][2 * p + 1][2 + half] = high.w ^ zero;
         if constexpr (KEYS_SPLIT) {
-            resident.low[tile][f][half] = low[0];
-            resident.low[tile][f][2 + half] = low[1];
+            resident.low[tile][2 * p][half] = low.x;
+            resident.low[tile][2 * p][2 + half] = low.y;
+            resident.low[tile][2 * p + 1][half] = low.z;
+            resident.low[tile][2 * p + 1][2 + half] = low.w;
         }
     }
 }
 
-// Four channels of a staged row.
-__device__ __forceinline__ void stage_four(StagedRows& staged, u32 row, u32 four, const void* rows, u64 start,
-                                           bool exists) {
-    u32 high[2] = {0, 0};
-    u32 low[2] = {0, 0};
-    if (exists) load_four<QUERY_TYPE, QUERIES_ALIGNED != 0>(high, low, rows, start + 4 * four);
-    *(uint2*)&staged.high[row][2 * four] = make_uint2(high[0], high[1]);
-    if constexpr (QUERIES_SPLIT) *(uint2*)&staged.low[row][2 * four] = make_uint2(low[0], low[1]);
+// Stages a lane's eight channels for pair `p` of an eight, of a passing row that begins at `start`; zeros where there is none.
+// They may arrive later: copies_commit and copies_wait.
+__device__ __forceinline__ void stage_passing(uint4* eight, u32 p, const void* rows, u64 start, bool exists, u32 lane) {
+    const u32 channel = 32 * p + 8 * (lane % 4);
+    exists = exists && channel < HEAD_DIM;
+    if constexpr (QUERY_TYPE == ELEMENTS_F16 && QUERIES_ALIGNED && !WARPGROUPS) {
+        const u16* from = (const u16*)rows + (exists ? start + channel : 0);
+        copy_16_async_or_zeros(shared_address(eight + 32 * p + lane), from, exists);
+    } else if constexpr (QUERY_TYPE == ELEMENTS_F16 && QUERIES_ALIGNED) {
+        const u32* from = (const u32*)((const u16*)rows + (exists ? start + channel : 0));
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            copy_4_async_or_zeros(shared_address((u32*)(eight + 32 * p) + 32 * i + lane), from + i, exists);
+        }
+    } else {
+        uint4 high = make_uint4(0, 0, 0, 0);
+        uint4 low = high;
+        if (exists) load_eight<QUERY_TYPE, QUERIES_ALIGNED != 0>(high, low, rows, start + channel);
+        if constexpr (WARPGROUPS) {
+            u32* words = (u32*)(eight + 32 * p) + lane;
+            words[0] = high.x, words[32] = high.y, words[64] = high.z, words[96] = high.w;
+        } else {
+            eight[32 * p + lane] = high;
+        }
+        if constexpr (QUERIES_SPLIT) eight[PLANE_LOADS + 32 * p + lane] = low;
+    }
 }
 
-// Products of the warp's resident rows with the 8 staged rows from `first` on. Of tile m, products[m][0] and [1] are of row
+// Products of the warp's resident rows with AT_ONCE eights, which follow each other. Of tile m, [m][0] and [1] are of row
 // lane / 4 with columns 2 (lane % 4) and the one after, [2] and [3] of row lane / 4 + 8.
-__device__ __forceinline__ void multiply_staged(float (&products)[M_TILES][4], const Resident& resident,
-                                                const StagedRows& staged, u32 first, u32 lane) {
+struct Products {
+    float of[AT_ONCE][M_TILES][4];
+
+    __device__ __forceinline__ void add(u32 eight, u32 step, const u32 (&rows)[M_TILES][2 * PAIRS][4], u32 b0, u32 b1) {
 #pragma unroll
-    for (u32 m = 0; m < M_TILES; m++) {
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) products[m][i] = 0.0f;
+        for (u32 m = 0; m < M_TILES; m++) multiply_f16(of[eight][m], rows[m][step], b0, b1);
     }
-    const u32 row = first + lane / 4;
+};
+
+#if WARPGROUPS
+// Products of 64 rows, 16 of each warp, with 56, added to tile `m`; A in registers, B as matrices in shared memory. The tensor
+// cores read and write until warpgroup_end.
+__device__ __forceinline__ void warpgroup_multiply(float (&d)[7][M_TILES][4], u32 m, const u32 (&a)[4], u64 b, bool adds) {
+    asm volatile(
+        "{\n"
+        ".reg .pred adds;\n"
+        "setp.ne.u32 adds, %33, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n56k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
+        "%23, %24, %25, %26, %27}, {%28, %29, %30, %31}, %32, adds, 1, 1, 0;\n"
+        "}"
+        : "+f"(d[0][m][0]), "+f"(d[0][m][1]), "+f"(d[0][m][2]), "+f"(d[0][m][3]),
+          "+f"(d[1][m][0]), "+f"(d[1][m][1]), "+f"(d[1][m][2]), "+f"(d[1][m][3]),
+          "+f"(d[2][m][0]), "+f"(d[2][m][1]), "+f"(d[2][m][2]), "+f"(d[2][m][3]),
+          "+f"(d[3][m][0]), "+f"(d[3][m][1]), "+f"(d[3][m][2]), "+f"(d[3][m][3]),
+          "+f"(d[4][m][0]), "+f"(d[4][m][1]), "+f"(d[4][m][2]), "+f"(d[4][m][3]),
+          "+f"(d[5][m][0]), "+f"(d[5][m][1]), "+f"(d[5][m][2]), "+f"(d[5][m][3]),
+          "+f"(d[6][m][0]), "+f"(d[6][m][1]), "+f"(d[6][m][2]), "+f"(d[6][m][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((u32)adds));
+}
+
+// Waits for the products, and says that they are others now.
+__device__ __forceinline__ void warpgroup_end(float (&d)[7][M_TILES][4]) {
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
-    for (u32 f = 0; f < STEPS; f++) {
-        const uint2 b = *(const uint2*)&staged.high[row][8 * f + 2 * (lane % 4)];
+    for (u32 i = 0; i < 28 * M_TILES; i++) asm volatile("" : "+f"(d[i / (4 * M_TILES)][i / 4 % M_TILES][i % 4]));
+}
+
+// Eights in shared memory are matrices of 8 rows and 8 channels, 128 bytes each: two of a step follow each other.
+__device__ __forceinline__ void multiply_staged(Products& products, const Resident& resident, const uint4* staged, u32) {
+    const u64 strides = (u64)(128 >> 4) << 16 | (u64)(16 * EIGHT_LOADS >> 4) << 32;
+    const u64 matrices = strides | (shared_address(staged) >> 4 & 0x3fff);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (u32 step = 0; step < 2 * PAIRS; step++) {
 #pragma unroll
         for (u32 m = 0; m < M_TILES; m++) {
-            multiply_f16(products[m], resident.high[m][f], b.x, b.y);
-            if constexpr (KEYS_SPLIT) multiply_f16(products[m], resident.low[m][f], b.x, b.y);
+            warpgroup_multiply(products.of, m, resident.high[m][step], matrices + 16 * step, step > 0);
+        }
+    }
+    warpgroup_end(products.of);
+}
+#else
+__device__ __forceinline__ void multiply_staged(Products& products, const Resident& resident, const uint4* staged,
+                                                u32 lane) {
+#pragma unroll
+    for (u32 i = 0; i < AT_ONCE * M_TILES * 4; i++) products.of[i / (4 * M_TILES)][i / 4 % M_TILES][i % 4] = 0.0f;
+#pragma unroll
+    for (u32 p = 0; p < PAIRS; p++) {
+        uint4 b[AT_ONCE];
+#pragma unroll
+        for (u32 e = 0; e < AT_ONCE; e++) b[e] = staged[e * EIGHT_LOADS + 32 * p + lane];
+#pragma unroll
+        for (u32 e = 0; e < AT_ONCE; e++) products.add(e, 2 * p, resident.high, b[e].x, b[e].y);
+#pragma unroll
+        for (u32 e = 0; e < AT_ONCE; e++) products.add(e, 2 * p + 1, resident.high, b[e].z, b[e].w);
+        if constexpr (KEYS_SPLIT) {
+#pragma unroll
+            for (u32 e = 0; e < AT_ONCE; e++) products.add(e, 2 * p, resident.low, b[e].x, b[e].y);
+#pragma unroll
+            for (u32 e = 0; e < AT_ONCE; e++) products.add(e, 2 * p + 1, resident.low, b[e].z, b[e].w);
         }
         if constexpr (QUERIES_SPLIT) {
-            const uint2 rest = *(const uint2*)&staged.low[row][8 * f + 2 * (lane % 4)];
 #pragma unroll
-            for (u32 m = 0; m < M_TILES; m++) multiply_f16(products[m], resident.high[m][f], rest.x, rest.y);
+            for (u32 e = 0; e < AT_ONCE; e++) {
+                const uint4 rest = staged[e * EIGHT_LOADS + PLANE_LOADS + 32 * p + lane];
+                products.add(e, 2 * p, resident.high, rest.x, rest.y);
+                products.add(e, 2 * p + 1, resident.high, rest.z, rest.w);
+            }
         }
     }
 }
+#endif

@@ -12,7 +12,7 @@ struct MergeCall {
     // [kv_head][kept] and [kv_head][evicted].
     u64 kept_tokens;
     u64 evicted_tokens;
-    // Of the kept, then of the evicted tokens.
+    // Of the kept tokens.
     u64 inverse_norms;
     // [kv_head][evicted]: index into the kept tokens, and cosine similarity.
     u64 nearest;

@@ -1,8 +1,15 @@
 // What the kernels that measure attention are called with, and the rows they read.
+//
+// A block owns a part: PART_TILES tiles of WARP_ROWS keys of one KV head. Its warps take a tile each, in turn, whose keys stay in
+// registers while the query rows of the head's group pass by: all heads' rows as one list of eights, each head's filled up
+// with rows that do not exist. As many eights as `staged` are in shared memory at once, a chunk: where that is all of them,
+// they are staged once, and the warps of a block do not wait for each other any more.
 
 #pragma once
 
 #include "select/key_tile.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f;
 
 struct StatsCall {
     u64 keys;
@@ -26,37 +33,104 @@ struct StatsCall {
     u32 kv_heads;
     // Query heads of a KV head.
     u32 group;
-    // Tiles of keys of a part.
+    // Tiles of a part.
     u32 part_tiles;
+    // Eights of a chunk, an even number.
+    u32 staged;
     float scale;
     float log_threshold;
-    u32 unused;
 };
 
-// The warp's keys of a tile become resident.
+// The query rows of a KV head's group.
+struct PassingRows {
+    u32 kv_head;
+    // Eights of a head, and of all heads of the group.
+    u32 of_head;
+    u32 eights;
+    // All of them are one chunk.
+    bool at_once;
+
+    __device__ __forceinline__ PassingRows(const StatsCall& call, u32 kv_head)
+        : kv_head(kv_head), of_head((call.rows + 7) / 8), eights(call.group * of_head), at_once(eights <= call.staged) {}
+};
+
+// A row of the list: row `of_eight` of an eight.
+struct PassingRow {
+    u32 query_head;
+    u32 row;
+    bool exists;
+
+    __device__ __forceinline__ PassingRow(const StatsCall& call, const PassingRows& rows, u32 eight, u32 of_eight) {
+        query_head = rows.kv_head * call.group + eight / rows.of_head;
+        row = eight % rows.of_head * 8 + of_eight;
+        exists = eight < rows.eights && row < call.rows;
+    }
+
+    // Where what is known of it lies in [query_head][row].
+    __device__ __forceinline__ u64 at(const StatsCall& call) const { return (u64)query_head * call.rows + row; }
+};
+
+// The keys that a row sees, as a count from the first one on.
+__device__ __forceinline__ u32 seen_by(const StatsCall& call, u32 row) {
+    return min(((const u32*)call.positions)[row] + 1, call.tokens);
+}
+
+// The tile's keys become resident, and those of the tile that the warp takes next are called to the L2 cache.
 __device__ __forceinline__ void load_keys(Resident& resident, const StatsCall& call, u32 first_key, u32 kv_head,
                                           u32 lane) {
+    const void* keys = (const void*)call.keys;
+    const u64 head = kv_head * call.key_head_stride;
 #pragma unroll
     for (u32 m = 0; m < M_TILES; m++) {
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
             const u32 key = first_key + 16 * m + 8 * half + lane / 4;
-            const u64 start = key * call.key_token_stride + kv_head * call.key_head_stride;
-            load_resident_row(resident, m, half, (const void*)call.keys, start, key < call.tokens, lane);
+            load_resident_row(resident, m, half, keys, key * call.key_token_stride + head, key < call.tokens, lane);
+        }
+    }
+    constexpr u32 BYTES = KEY_TYPE == ELEMENTS_F32 ? 4 : 2;
+    constexpr u32 LINES = (HEAD_DIM * BYTES + 127) / 128;
+#pragma unroll
+    for (u32 i = lane; i < WARP_ROWS * LINES; i += 32) {
+        const u32 key = first_key + WARPS * WARP_ROWS + i / LINES;
+        if (key < call.tokens) {
+            prefetch_l2((const u8*)keys + (key * call.key_token_stride + head) * BYTES + i % LINES * 128);
         }
     }
 }
 
-// Query rows from `first` on are staged, by all threads of the block; those that do not exist are zeros.
-__device__ __forceinline__ void stage_queries(StagedRows& staged, const StatsCall& call, u32 first, u32 query_head) {
-    for (u32 i = threadIdx.x; i < STAGED * (HEAD_DIM / 4); i += blockDim.x) {
-        const u32 row = i / (HEAD_DIM / 4);
-        const u64 start = (first + row) * call.query_token_stride + query_head * call.query_head_stride;
-        stage_four(staged, row, i % (HEAD_DIM / 4), (const void*)call.queries, start, first + row < call.rows);
-    }
+// No row of the chunk from `eight` on sees a key from `first_key` on. Told of chunks of one head alone.
+__device__ __forceinline__ bool chunk_is_blind(const StatsCall& call, const PassingRows& rows, u32 eight, u32 first_key) {
+    const u32 last = min(eight + call.staged, rows.eights) - 1;
+    if (eight / rows.of_head != last / rows.of_head) return false;
+    return seen_by(call, min(last % rows.of_head * 8 + 7, call.rows - 1)) <= first_key;
 }
 
-// The largest key that a query row sees, as a count of keys; 0 of rows that do not exist.
-__device__ __forceinline__ u32 seen_by(const StatsCall& call, u32 row) {
-    return row < call.rows ? min(((const u32*)call.positions)[row] + 1, call.tokens) : 0;
+// Stages the chunk from eight `chunk` on, by all threads of the block, and the keys that its rows see. Rows that do not exist
+// are zeros and see everything. Calls note(index, row) for every row of the chunk. The rows may arrive later.
+template <class Note>
+__device__ __forceinline__ void stage_chunk(uint4* staged, u32* seen, const StatsCall& call, const PassingRows& rows,
+                                            u32 chunk, const Note& note) {
+    const u32 lane = threadIdx.x % 32;
+    for (u32 eight = threadIdx.x / 32; eight < call.staged; eight += WARPS) {
+        const PassingRow row(call, rows, chunk + eight, lane / 4);
+        const u64 start = row.row * call.query_token_stride + row.query_head * call.query_head_stride;
+#pragma unroll
+        for (u32 p = 0; p < PAIRS; p++) {
+            stage_passing(staged + eight * EIGHT_LOADS, p, (const void*)call.queries, start, row.exists, lane);
+        }
+        if (lane % 4 == 0) {
+            const u32 index = 8 * eight + lane / 4;
+            seen[index] = row.exists ? seen_by(call, row.row) : call.tokens;
+            note(index, row);
+        }
+    }
+    copies_commit();
+}
+
+// Every staged row sees the keys below `end`.
+__device__ __forceinline__ bool all_see(const u32* seen, u32 rows, u32 end, u32 lane) {
+    bool see = true;
+    for (u32 i = lane; i < rows; i += 32) see &= seen[i] >= end;
+    return __all_sync(ALL_LANES, see);
 }

@@ -1,14 +1,16 @@
 // top_k: the indices of the k largest scores of every KV head, ascending; of equal scores the lower indices.
 //
-// One block owns a head. Scores become integers that order alike (−0 equals +0, NaN lies below −∞). Four passes over the
-// scores find the k-th largest integer byte by byte: each counts, in a histogram, the next byte of those that agree with
-// what is known so far. Integer atomics give the same histogram in every order. Then a thread owns a run of scores: it
-// counts what lies above the k-th and what equals it, a scan over the threads tells where its run begins in the result, and
-// of those that equal the k-th the first that are still needed are taken.
+// One block owns a head. Scores become integers that order alike (−0 equals +0, NaN lies below −∞). Three passes over the
+// scores find the k-th largest integer digit by digit: each counts, in a histogram, the next digit of those that agree with
+// what is known so far. Integer atomics give the same histogram in every order. Then a warp owns a run of scores: it
+// counts what lies above the k-th and what equals it, a scan over the warps tells where its run begins in the result, and
+// votes put each score in its place; of those that equal the k-th the first that are still needed are taken.
 //
-// Six reads of every score, the first four coalesced; exact for any k and n.
+// As many scores as fit (`held`) stay in shared memory as integers after the first pass, so that only those beyond them are
+// read five times from memory. Exact for any k and n.
 //
-// In bounds: the grid has one block per head; scores and result were checked against n and k on the host.
+// In bounds: the grid has one block per head; scores and result were checked against n and k on the host, shared memory is made
+// for `held` scores.
 
 #pragma once
 
@@ -20,10 +22,18 @@ struct TopKCall {
     u64 chosen;
     u32 n;
     u32 k;
+    // Scores of a head that shared memory holds.
+    u32 held;
+    u32 unused;
 };
 
 constexpr u32 TOP_THREADS = 1024;
-constexpr u32 BINS = 256;
+constexpr u32 TOP_WARPS = TOP_THREADS / 32;
+// Scores that a thread reads at once.
+constexpr u32 AHEAD = 8;
+// The digits of a rank: 11, 11 and 10 bits.
+constexpr u32 DIGIT_BITS = 11;
+constexpr u32 BINS = 1 << DIGIT_BITS;
 
 // A number that orders as scores do.
 __device__ __forceinline__ u32 rank_of(u32 bits) {
@@ -34,73 +44,103 @@ __device__ __forceinline__ u32 rank_of(u32 bits) {
 }
 
 // Sums over the threads before this one; `of_warps` is shared.
-__device__ __forceinline__ uint2 sums_before(uint2 own, uint2* of_warps) {
+__device__ __forceinline__ u32 sum_before(u32 own, u32* of_warps) {
     const u32 lane = threadIdx.x % 32;
-    uint2 sum = own;
+    u32 sum = own;
 #pragma unroll
     for (u32 distance = 1; distance < 32; distance *= 2) {
-        const u32 x = __shfl_up_sync(ALL_LANES, sum.x, distance);
-        const u32 y = __shfl_up_sync(ALL_LANES, sum.y, distance);
-        if (lane >= distance) sum = make_uint2(sum.x + x, sum.y + y);
+        const u32 other = __shfl_up_sync(ALL_LANES, sum, distance);
+        if (lane >= distance) sum += other;
     }
     if (lane == 31) of_warps[threadIdx.x / 32] = sum;
     __syncthreads();
-    uint2 before = make_uint2(sum.x - own.x, sum.y - own.y);
-    for (u32 warp = 0; warp < threadIdx.x / 32; warp++) {
-        before = make_uint2(before.x + of_warps[warp].x, before.y + of_warps[warp].y);
-    }
+    // Every warp adds those before it.
+    const u32 others = __reduce_add_sync(ALL_LANES, lane < threadIdx.x / 32 ? of_warps[lane] : 0);
     __syncthreads();
-    return before;
+    return others + sum - own;
 }
 
 extern "C" __global__ void __launch_bounds__(TOP_THREADS) top_k(const TopKCall call) {
+    extern __shared__ u32 ranks[];
     __shared__ u32 histogram[BINS];
-    __shared__ uint2 of_warps[TOP_THREADS / 32];
-    // The byte of the k-th score, and how many scores have a larger one.
+    __shared__ u32 of_warps[TOP_WARPS];
+    __shared__ u32 tied_of_warps[TOP_WARPS];
+    // The digit of the k-th score, and how many scores have a larger one.
     __shared__ uint2 found;
+    const u32 lane = threadIdx.x % 32;
+    const u32 warp = threadIdx.x / 32;
     const u32* scores = (const u32*)call.scores + (u64)blockIdx.x * call.n;
-    // The bytes of the k-th rank that are known, and how many are wanted of those that agree with them.
+    const auto rank_at = [&](u32 i) { return i < call.held ? ranks[i] : rank_of(scores[i]); };
+    // The digits of the k-th rank that are known, and how many are wanted of those that agree with them.
     u32 known = 0;
     u32 mask = 0;
     u32 wanted = call.k;
-    for (u32 shift = 32; shift > 0;) {
-        shift -= 8;
-        if (threadIdx.x < BINS) histogram[threadIdx.x] = 0;
+    for (u32 pass = 0; pass < 3; pass++) {
+        const u32 bits = pass == 2 ? 32 - 2 * DIGIT_BITS : DIGIT_BITS;
+        const u32 shift = pass == 2 ? 0 : 32 - (pass + 1) * DIGIT_BITS;
+        for (u32 i = threadIdx.x; i < BINS; i += TOP_THREADS) histogram[i] = 0;
         __syncthreads();
-#pragma unroll 4
-        for (u32 i = threadIdx.x; i < call.n; i += TOP_THREADS) {
-            const u32 rank = rank_of(scores[i]);
-            if ((rank & mask) == known) atomicAdd(&histogram[rank >> shift & 255u], 1u);
+        for (u32 first = threadIdx.x; first < call.n + threadIdx.x; first += AHEAD * TOP_THREADS) {
+            u32 ahead[AHEAD];
+#pragma unroll
+            for (u32 j = 0; j < AHEAD; j++) {
+                const u32 i = first + j * TOP_THREADS;
+                ahead[j] = i >= call.n ? 0 : pass == 0 ? rank_of(scores[i]) : rank_at(i);
+            }
+#pragma unroll
+            for (u32 j = 0; j < AHEAD; j++) {
+                const u32 i = first + j * TOP_THREADS;
+                if (pass == 0 && i < min(call.n, call.held)) ranks[i] = ahead[j];
+                if (i < call.n && (ahead[j] & mask) == known) {
+                    atomicAdd(&histogram[ahead[j] >> shift & ((1u << bits) - 1)], 1u);
+                }
+            }
         }
         __syncthreads();
-        // From the largest byte down.
-        const u32 byte = BINS - 1 - threadIdx.x % BINS;
-        const u32 count = threadIdx.x < BINS ? histogram[byte] : 0;
-        const u32 before = sums_before(make_uint2(count, 0), of_warps).x;
-        if (before < wanted && wanted <= before + count) found = make_uint2(byte, before);
+        // From the largest digit down, a thread owning two.
+        const u32 high = BINS - 1 - 2 * threadIdx.x;
+        const u32 counts[2] = {histogram[high], histogram[high - 1]};
+        const u32 before = sum_before(counts[0] + counts[1], of_warps);
+        if (before < wanted && wanted <= before + counts[0]) found = make_uint2(high, before);
+        const u32 between = before + counts[0];
+        if (between < wanted && wanted <= between + counts[1]) found = make_uint2(high - 1, between);
         __syncthreads();
         known |= found.x << shift;
-        mask |= 255u << shift;
+        mask |= ((1u << bits) - 1) << shift;
         wanted -= found.y;
-        __syncthreads();
+        // `found` was read by all before it is written again: the histogram is cleared and filled in between.
     }
 
-    const u32 run = (call.n + TOP_THREADS - 1) / TOP_THREADS;
-    const u32 start = min(threadIdx.x * run, call.n);
+    const u32 run = (call.n + TOP_THREADS - 1) / TOP_THREADS * 32;
+    const u32 start = min(warp * run, call.n);
     const u32 end = min(start + run, call.n);
-    // Above the k-th, and equal to it.
-    uint2 own = make_uint2(0, 0);
-    for (u32 i = start; i < end; i++) {
-        const u32 rank = rank_of(scores[i]);
-        own.x += rank > known;
-        own.y += rank == known;
+    u32 above = 0;
+    u32 tied = 0;
+#pragma unroll 8
+    for (u32 first = start; first < end; first += 32) {
+        const u32 rank = first + lane < end ? rank_at(first + lane) : 0;
+        above += first + lane < end && rank > known;
+        tied += first + lane < end && rank == known;
     }
-    uint2 before = sums_before(own, of_warps);
+    above = __reduce_add_sync(ALL_LANES, above);
+    tied = __reduce_add_sync(ALL_LANES, tied);
+    if (lane == 0) of_warps[warp] = above, tied_of_warps[warp] = tied;
+    __syncthreads();
+    above = __reduce_add_sync(ALL_LANES, lane < warp ? of_warps[lane] : 0);
+    tied = __reduce_add_sync(ALL_LANES, lane < warp ? tied_of_warps[lane] : 0);
     u32* chosen = (u32*)call.chosen + (u64)blockIdx.x * call.k;
-    for (u32 i = start; i < end; i++) {
-        const u32 rank = rank_of(scores[i]);
-        if (rank > known || (rank == known && before.y < wanted)) chosen[before.x + min(before.y, wanted)] = i;
-        before.x += rank > known;
-        before.y += rank == known;
+    const u32 lower = (1u << lane) - 1;
+#pragma unroll 8
+    for (u32 first = start; first < end; first += 32) {
+        const bool exists = first + lane < end;
+        const u32 rank = exists ? rank_at(first + lane) : 0;
+        const u32 are_above = __ballot_sync(ALL_LANES, exists && rank > known);
+        const u32 are_tied = __ballot_sync(ALL_LANES, exists && rank == known);
+        const u32 above_before = above + __popc(are_above & lower);
+        const u32 tied_before = tied + __popc(are_tied & lower);
+        const bool taken = (are_above | (tied_before < wanted ? are_tied : 0)) >> lane & 1;
+        if (taken) chosen[above_before + min(tied_before, wanted)] = first + lane;
+        above += __popc(are_above);
+        tied += __popc(are_tied);
     }
 }

@@ -58,6 +58,11 @@ impl DeviceFacts {
     pub(crate) fn architecture(&self) -> String {
         format!("sm_{}{}", self.capability.0, self.capability.1)
     }
+
+    /// Whether four warps can multiply together (`wgmma`).
+    pub(crate) fn has_warpgroups(&self) -> bool {
+        self.capability == (9, 0)
+    }
 }
 
 /// An error of the driver about `what`, for which `bytes` bytes were asked.

@@ -48,7 +48,7 @@ impl Kernels {
     }
 
     fn module(&self, program: &Program) -> Result<Arc<CudaModule>> {
-        let architecture = self.facts.architecture();
+        let architecture = program.architecture(&self.facts);
         // A file that the driver refuses was cut short or made for another driver: it is compiled and written again.
         if let Some(kept) = self.cache.read(program, &architecture)
             && let Ok(module) = self.context.load_module(Ptx::from_binary(kept))

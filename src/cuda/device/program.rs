@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use cudarc::nvrtc::{result as nvrtc, sys};
 
+use super::driver::DeviceFacts;
 use super::libraries::nvrtc_present;
 use super::sources;
 use crate::{Error, Result};
@@ -72,6 +73,13 @@ pub(crate) struct Program {
 }
 
 impl Program {
+    /// The architecture to compile for, as NVRTC names it. Instructions of warpgroups are those of one architecture, and of
+    /// none after it.
+    pub(crate) fn architecture(&self, facts: &DeviceFacts) -> String {
+        let architecture = facts.architecture();
+        if self.defines.contains(&("WARPGROUPS", 1)) { architecture + "a" } else { architecture }
+    }
+
     fn options(&self, architecture: &str) -> Vec<String> {
         let define = |(name, value): &(&str, usize)| format!("-D{name}={value}");
         let fixed = [format!("--gpu-architecture={architecture}"), "--std=c++17".into()];

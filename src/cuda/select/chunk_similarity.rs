@@ -77,7 +77,7 @@ impl ChunkSimilarityPlan {
         };
         let program = Program { files: &["select/chunk_similarity.cu"], defines: Vec::new() };
         let grid = [(self.chunks * 32).div_ceil(THREADS as usize), 1];
-        let kernel = Kernel { program: &program, name: "chunk_similarity", grid, block: THREADS };
+        let kernel = Kernel { program: &program, name: "chunk_similarity", grid, block: THREADS, shared: 0 };
         let memory = [query.memory(), chunks.memory(), similarities.memory()];
         Ok(Launches::new(vec![Launch::new(backend, kernel, &call, &memory)?]))
     }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use cudarc::driver::sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
 use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
 
 use crate::cuda::Cuda;
@@ -29,6 +30,7 @@ pub struct Launch {
     call: CallBytes,
     grid: (u32, u32, u32),
     block: u32,
+    shared: u32,
     /// What the arguments point at.
     _memory: Vec<Arc<Memory>>,
 }
@@ -43,6 +45,8 @@ pub(super) struct Kernel<'a> {
     pub(super) name: &'static str,
     pub(super) grid: [usize; 2],
     pub(super) block: u32,
+    /// Bytes of shared memory beside what the kernel itself declares.
+    pub(super) shared: usize,
 }
 
 impl Launch {
@@ -65,18 +69,25 @@ impl Launch {
                 hint: "pass fewer tokens at once",
             });
         }
+        let function = backend.kernels().function(kernel.program, kernel.name)?;
+        if kernel.shared > 0 {
+            function
+                .set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared as i32)
+                .map_err(|error| driver_error(kernel.name, kernel.shared as u64, error))?;
+        }
         Ok(Self {
             name: kernel.name,
-            function: backend.kernels().function(kernel.program, kernel.name)?,
+            function,
             call: bytes,
             grid: (x as u32, y as u32, 1),
             block: kernel.block,
+            shared: kernel.shared as u32,
             _memory: memory.iter().map(|&memory| memory.clone()).collect(),
         })
     }
 
     fn launch(&self, stream: &Arc<CudaStream>) -> Result<()> {
-        let config = LaunchConfig { grid_dim: self.grid, block_dim: (self.block, 1, 1), shared_mem_bytes: 0 };
+        let config = LaunchConfig { grid_dim: self.grid, block_dim: (self.block, 1, 1), shared_mem_bytes: self.shared };
         let mut launch = stream.launch_builder(&self.function);
         launch.arg(&self.call);
         // SAFETY: the arguments are the bytes of the kernel's own struct; what they point at was checked when they were

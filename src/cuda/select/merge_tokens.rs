@@ -1,20 +1,29 @@
 //! Kernels `kept_norms`, `nearest_kept` and `merge_tokens`.
 
-use super::attention_stats::{TILE_THREADS, tile_defines, tile_rows};
 use super::check_indices;
+use super::key_tile::{GroupWarps, KeyTile, aligned};
 use super::launch::{Kernel, Launch, Launches};
 use super::words::Words;
 use crate::cuda::Cuda;
 use crate::cuda::device::indices::Indices;
 use crate::cuda::device::program::Program;
-use crate::cuda::device::tensor::{Tensor, type_code};
+use crate::cuda::device::tensor::Tensor;
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, RowLayout};
 use crate::policy::Merging;
 use crate::{Error, Result};
 
 /// Threads of a block of `merge_tokens`, `MERGE_THREADS` in its source.
-const MERGE_THREADS: u32 = 128;
+const MERGE_THREADS: u32 = 256;
+
+/// Its warps, `WARPS` there.
+const MERGE_WARPS: usize = MERGE_THREADS as usize / 32;
+
+/// Blocks of `merge_tokens` that a multiprocessor runs at once.
+const MERGE_BLOCKS: usize = 5;
+
+/// Bytes of shared memory for the sums of such a block, beside what it writes down.
+const SUM_BYTES: usize = 28 << 10;
 
 /// Threads of a block of `kept_norms`, a warp for each row.
 const NORM_THREADS: u32 = 256;
@@ -103,7 +112,7 @@ impl MergePlan {
             self.rows.check(what, rows.elements(), &self.shape)?;
         }
         let f32s = |elements| Tensor::zeroed(stream, elements, ElementType::F32);
-        let inverse_norms = f32s(heads * (self.kept + self.evicted))?;
+        let inverse_norms = f32s(heads * self.kept)?;
         let similarities = f32s(heads * self.evicted)?;
         let nearest = Words::zeroed(stream, "nearest kept tokens", heads * self.evicted)?;
         let merged = [f32s(heads * self.kept * head_dim)?, f32s(heads * self.kept * head_dim)?];
@@ -123,21 +132,23 @@ impl MergePlan {
             evicted: self.evicted as u32,
         };
         let shared = [kept.memory(), evicted.memory(), inverse_norms.memory(), nearest.memory(), similarities.memory()];
-        let program = Program { files: NEAREST_PROGRAM, defines: tile_defines(head_dim, [(keys, &self.rows); 2]) };
+        let facts = backend.kernels().facts();
+        let tile = KeyTile::new(facts, head_dim, [keys.element_type(); 2], GroupWarps::Wide);
+        let program = Program { files: NEAREST_PROGRAM, defines: tile.defines([(keys, &self.rows); 2]) };
         let of_keys = [shared.as_slice(), &[keys.memory()]].concat();
-        let rows = heads * (self.kept + self.evicted);
-        let grid = [(rows * 32).div_ceil(NORM_THREADS as usize), 1];
-        let norms = Kernel { program: &program, name: "kept_norms", grid, block: NORM_THREADS };
-        let grid = [self.evicted.div_ceil(tile_rows(keys.element_type())), heads];
-        let search = Kernel { program: &program, name: "nearest_kept", grid, block: TILE_THREADS };
+        let grid = [(heads * self.kept * 32).div_ceil(NORM_THREADS as usize), 1];
+        let norms = Kernel { program: &program, name: "kept_norms", grid, block: NORM_THREADS, shared: 0 };
+        let grid = [self.evicted.div_ceil(tile.block_rows()), heads];
+        let search = Kernel { program: &program, name: "nearest_kept", grid, block: tile.threads(), shared: 0 };
         let mut launches = vec![
             Launch::new(backend, norms, &call(keys, &merged[0]), &of_keys)?,
             Launch::new(backend, search, &call(keys, &merged[0]), &of_keys)?,
         ];
+        let kept_tile = self.kept_tile(facts.multiprocessors);
         for (rows, merged) in [keys, values].into_iter().zip(&merged) {
-            let program = self.merge_program(rows.element_type());
-            let grid = [self.kept.div_ceil(2048 / head_dim), heads];
-            let kernel = Kernel { program: &program, name: "merge_tokens", grid, block: MERGE_THREADS };
+            let program = self.merge_program(rows, kept_tile);
+            let grid = [self.kept.div_ceil(kept_tile), heads];
+            let kernel = Kernel { program: &program, name: "merge_tokens", grid, block: MERGE_THREADS, shared: 0 };
             let memory = [shared.as_slice(), &[rows.memory(), merged.memory()]].concat();
             launches.push(Launch::new(backend, kernel, &call(rows, merged), &memory)?);
         }
@@ -145,14 +156,27 @@ impl MergePlan {
         Ok(BoundMerge { launches: Launches::new(launches), nearest, similarities, keys, values })
     }
 
-    fn merge_program(&self, rows: ElementType) -> Program {
+    /// Kept tokens of a block of `merge_tokens`: as few as run at once, since every block looks at all assignments.
+    fn kept_tile(&self, multiprocessors: usize) -> usize {
+        // 16 bits hold a place in the tile and one of 1024.
+        let most = (SUM_BYTES / (size_of::<f32>() * self.shape.head_dim())).min(64);
+        let even = (self.kept * self.shape.kv_heads()).div_ceil(MERGE_BLOCKS * multiprocessors);
+        even.next_multiple_of(MERGE_WARPS).min(most / MERGE_WARPS * MERGE_WARPS)
+    }
+
+    fn merge_program(&self, rows: &Tensor, kept_tile: usize) -> Program {
         let merging = match self.merging {
             Merging::Averaged => 0,
             Merging::Pivotal => 1,
             Merging::Weighted => 2,
         };
-        let defines =
-            vec![("HEAD_DIM", self.shape.head_dim()), ("KEY_TYPE", type_code(rows) as usize), ("MERGING", merging)];
+        let defines = vec![
+            ("HEAD_DIM", self.shape.head_dim()),
+            ("KEY_TYPE", rows.type_code() as usize),
+            ("ROWS_ALIGNED", usize::from(aligned(rows, &self.rows))),
+            ("MERGING", merging),
+            ("KEPT_TILE", kept_tile),
+        ];
         Program { files: &["select/merge_tokens.cu"], defines }
     }
 }

@@ -2,6 +2,7 @@
 
 mod attention_stats;
 mod chunk_similarity;
+mod key_tile;
 mod launch;
 mod merge_tokens;
 mod move_rows;
@@ -18,16 +19,8 @@ pub use words::Words;
 
 use super::device::indices::Indices;
 use super::device::tensor::Tensor;
-use crate::plan::{ElementType, RowLayout, TokenIndices};
+use crate::plan::{ElementType, TokenIndices};
 use crate::{Error, Result};
-
-/// Whether every row of a tensor begins at a multiple of four elements, as `KEYS_ALIGNED` of `key_tile.cuh` says: the tensor
-/// may be a part of another, or lie anywhere in an engine's memory.
-fn aligned(tensor: &Tensor, rows: &RowLayout) -> usize {
-    let four = 4 * tensor.element_type().bytes() as u64;
-    let begins = tensor.address().is_multiple_of(four);
-    usize::from(begins && rows.token_stride.is_multiple_of(4) && rows.head_stride.is_multiple_of(4))
-}
 
 /// Checks that `output` holds `expected` elements of a type.
 fn check_output(what: &'static str, output: &Tensor, expected: usize, element_type: ElementType) -> Result<()> {

@@ -147,7 +147,7 @@ impl Moves {
         let defines = vec![("HEAD_DIM", self.shape.head_dim()), ("ELEMENT_BYTES", rows.element_type().bytes())];
         let program = Program { files: &["select/gather.cu"], defines };
         let grid = [self.elements().div_ceil(THREADS as usize), 1];
-        let kernel = Kernel { program: &program, name, grid, block: THREADS };
+        let kernel = Kernel { program: &program, name, grid, block: THREADS, shared: 0 };
         let memory = [rows.memory(), indices.memory(), moved.memory()];
         Ok(Launches::new(vec![Launch::new(backend, kernel, &call, &memory)?]))
     }

@@ -12,6 +12,9 @@ use crate::{Error, Result};
 /// Threads of a block, `TOP_THREADS` in its source.
 const THREADS: u32 = 1024;
 
+/// Bytes of shared memory that its source declares itself, and some that a block costs.
+const OWN_SHARED_BYTES: usize = 10 << 10;
+
 /// The best scores of every KV head: decided, but for the memory. One launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TopKPlan {
@@ -28,6 +31,8 @@ struct TopKCall {
     chosen: u64,
     n: u32,
     k: u32,
+    held: u32,
+    unused: u32,
 }
 
 impl TopKPlan {
@@ -63,9 +68,19 @@ impl TopKPlan {
     pub fn bind(&self, backend: &Cuda, scores: &Tensor, chosen: &Indices) -> Result<Launches> {
         check_output("scores", scores, self.kv_heads * self.n, ElementType::F32)?;
         check_indices("chosen indices", chosen, self.kv_heads, self.k)?;
-        let call = TopKCall { scores: scores.address(), chosen: chosen.address(), n: self.n as u32, k: self.k as u32 };
+        let facts = backend.kernels().facts();
+        let held = self.n.min(facts.shared_bytes.saturating_sub(OWN_SHARED_BYTES) / size_of::<f32>());
+        let call = TopKCall {
+            scores: scores.address(),
+            chosen: chosen.address(),
+            n: self.n as u32,
+            k: self.k as u32,
+            held: held as u32,
+            unused: 0,
+        };
         let program = Program { files: &["select/top_k.cu"], defines: Vec::new() };
-        let kernel = Kernel { program: &program, name: "top_k", grid: [self.kv_heads, 1], block: THREADS };
+        let shared = held * size_of::<f32>();
+        let kernel = Kernel { program: &program, name: "top_k", grid: [self.kv_heads, 1], block: THREADS, shared };
         let launch = Launch::new(backend, kernel, &call, &[scores.memory(), chosen.memory()])?;
         Ok(Launches::new(vec![launch]))
     }

@@ -1,0 +1,155 @@
+//! Rows that stay in registers while others pass by: what `select/key_tile.cuh` is compiled with, and what follows from it.
+
+use crate::cuda::device::driver::DeviceFacts;
+use crate::cuda::device::tensor::Tensor;
+use crate::plan::{ElementType, RowLayout};
+
+/// Rows that a warp holds as MMA operands, and rows that pass by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct KeyTile {
+    head_dim: usize,
+    passing: ElementType,
+    /// Four warps multiply together, by instructions of compute capability 9.0.
+    warpgroups: bool,
+    warps: usize,
+    /// Tiles of 16 resident rows of a warp.
+    m_tiles: usize,
+}
+
+/// How many resident rows a warp has where warps multiply together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum GroupWarps {
+    /// 16, and so many warps: what each does with its products needs few registers, and waits.
+    Many,
+    /// 32, and fewer warps: products of one passing row are brought together over the rows.
+    Wide,
+}
+
+impl KeyTile {
+    /// What suits the device, the head and the elements of resident and passing rows.
+    pub(super) fn new(
+        facts: &DeviceFacts,
+        head_dim: usize,
+        [resident, passing]: [ElementType; 2],
+        groups: GroupWarps,
+    ) -> Self {
+        let halves = resident != ElementType::F32 && passing != ElementType::F32;
+        // Registers of wider heads leave too few warps.
+        if facts.has_warpgroups() && halves && head_dim <= 128 {
+            let (warps, m_tiles) = match groups {
+                GroupWarps::Many => (16, 1),
+                GroupWarps::Wide => (12, 2),
+            };
+            return Self { head_dim, passing, warpgroups: true, warps, m_tiles };
+        }
+        let registers = 8 * head_dim.div_ceil(32) * halves_of(resident);
+        let (warps, m_tiles) = match registers {
+            0..=32 => (16, 2),
+            33..=64 => (16, 1),
+            _ => (8, 1),
+        };
+        Self { head_dim, passing, warpgroups: false, warps, m_tiles }
+    }
+
+    /// Warps of a block.
+    pub(super) const fn warps(&self) -> usize {
+        self.warps
+    }
+
+    /// Threads of a block.
+    pub(super) const fn threads(&self) -> u32 {
+        32 * self.warps as u32
+    }
+
+    /// Resident rows of a warp, `WARP_ROWS`.
+    pub(super) const fn warp_rows(&self) -> usize {
+        16 * self.m_tiles
+    }
+
+    /// Resident rows of a block.
+    pub(super) const fn block_rows(&self) -> usize {
+        self.warps * self.warp_rows()
+    }
+
+    /// Warps that multiply together, `GROUP_WARPS`.
+    pub(super) const fn group_warps(&self) -> usize {
+        if self.warpgroups { 4 } else { 1 }
+    }
+
+    /// Eights of passing rows that are multiplied at once, `AT_ONCE`.
+    pub(super) const fn at_once(&self) -> usize {
+        if self.warpgroups { 7 } else { 2 }
+    }
+
+    /// Bytes of shared memory of eight passing rows, 16 `EIGHT_LOADS`.
+    pub(super) const fn eight_bytes(&self) -> usize {
+        512 * self.pairs() * halves_of(self.passing)
+    }
+
+    /// The macros, for the tensors of the passing and of the resident rows.
+    pub(super) fn defines(&self, [passing, resident]: [(&Tensor, &RowLayout); 2]) -> Vec<(&'static str, usize)> {
+        vec![
+            ("HEAD_DIM", self.head_dim),
+            ("QUERY_TYPE", passing.0.type_code() as usize),
+            ("KEY_TYPE", resident.0.type_code() as usize),
+            ("QUERIES_ALIGNED", usize::from(aligned(passing.0, passing.1))),
+            ("KEYS_ALIGNED", usize::from(aligned(resident.0, resident.1))),
+            ("WARPGROUPS", usize::from(self.warpgroups)),
+            ("WARPS", self.warps),
+            ("M_TILES", self.m_tiles),
+        ]
+    }
+
+    /// Pairs of steps of 16 channels.
+    const fn pairs(&self) -> usize {
+        self.head_dim.div_ceil(32)
+    }
+}
+
+/// Halves that an element is multiplied as.
+const fn halves_of(element_type: ElementType) -> usize {
+    match element_type {
+        ElementType::F32 => 2,
+        ElementType::F16 | ElementType::Bf16 => 1,
+    }
+}
+
+/// Whether every row of a tensor begins at a multiple of 16 bytes: the tensor may be a part of another, or lie anywhere in an
+/// engine's memory.
+pub(super) fn aligned(tensor: &Tensor, rows: &RowLayout) -> bool {
+    let bytes = tensor.element_type().bytes();
+    let strides = [rows.token_stride, rows.head_stride];
+    tensor.address().is_multiple_of(16) && strides.iter().all(|stride| (stride * bytes).is_multiple_of(16))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const H200: DeviceFacts = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
+    const A100: DeviceFacts = DeviceFacts { capability: (8, 0), ..H200 };
+
+    /// Resident rows take at most 64 registers of a thread.
+    #[test]
+    fn sizes_are_those_of_the_kernels() {
+        let of = |head_dim, element_type| KeyTile::new(&A100, head_dim, [element_type; 2], GroupWarps::Wide);
+        let half = of(128, ElementType::F16);
+        assert_eq!((half.warp_rows(), half.eight_bytes(), half.block_rows()), (32, 2048, 512));
+        let wide = of(256, ElementType::Bf16);
+        assert_eq!((wide.warp_rows(), wide.eight_bytes()), (16, 4096));
+        let full = of(80, ElementType::F32);
+        assert_eq!((full.warp_rows(), full.eight_bytes()), (16, 3072));
+        assert_eq!(of(64, ElementType::F32).warp_rows(), 32);
+    }
+
+    #[test]
+    fn groups_multiply_halves_on_capability_9_0_alone() {
+        let f16 = ElementType::F16;
+        let of = |facts, head_dim, passing| KeyTile::new(facts, head_dim, [f16, passing], GroupWarps::Wide);
+        let tile = of(&H200, 128, ElementType::Bf16);
+        assert_eq!((tile.warps(), tile.group_warps(), tile.at_once()), (12, 4, 7));
+        for (facts, head_dim, passing) in [(&A100, 128, f16), (&H200, 256, f16), (&H200, 64, ElementType::F32)] {
+            assert_eq!(of(facts, head_dim, passing).group_warps(), 1);
+        }
+    }
+}
