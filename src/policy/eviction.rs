@@ -1,7 +1,7 @@
 //! The kept tokens of one head, from its scores and what is kept in any case.
 
 use super::spans::Spans;
-use super::top_k::{evicted, top_k};
+use super::top_k::{HIGHEST_RANK, best, ranks};
 use crate::{Error, Result};
 
 /// Keeps `count` tokens: the `protected` ones, which ascend, and of the others those with the best scores. The result
@@ -20,15 +20,9 @@ pub fn keep(scores: &[f32], protected: &[u32], count: usize) -> Result<Vec<u32>>
     if count > scores.len() {
         return Err(Error::TopK { k: count, n: scores.len() });
     }
-    if let Some(index) = scores.iter().position(|score| score.is_nan()) {
-        return Err(Error::NotANumber { what: "scores", index });
-    }
-    let others = evicted(protected, scores.len());
-    let scores_of_others: Vec<f32> = others.iter().map(|&token| scores[token as usize]).collect();
-    let best = top_k(&scores_of_others, count - protected.len())?;
-    let mut kept: Vec<u32> = protected.iter().copied().chain(best.into_iter().map(|i| others[i as usize])).collect();
-    kept.sort_unstable();
-    Ok(kept)
+    let mut ranks = ranks(scores)?;
+    protected.iter().for_each(|&token| ranks[token as usize] = HIGHEST_RANK);
+    Ok(best(&ranks, count))
 }
 
 /// The last `recent` tokens and the `best` best of those before them (H2O).

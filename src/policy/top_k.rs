@@ -11,21 +11,45 @@ pub fn top_k(scores: &[f32], k: usize) -> Result<Vec<u32>> {
     if k > scores.len() {
         return Err(Error::TopK { k, n: scores.len() });
     }
+    Ok(best(&ranks(scores)?, k))
+}
+
+/// Above the rank of every score.
+pub(super) const HIGHEST_RANK: u32 = u32::MAX;
+
+/// Integers that order as the scores do; −0 equals +0. They are chosen among faster than numbers are.
+///
+/// # Errors
+/// [`Error::NotANumber`] when a score is NaN.
+pub(super) fn ranks(scores: &[f32]) -> Result<Vec<u32>> {
     if let Some(index) = scores.iter().position(|score| score.is_nan()) {
         return Err(Error::NotANumber { what: "scores", index });
     }
-    let mut order: Vec<u32> = (0..scores.len() as u32).collect();
-    // Not `total_cmp`, which would tell −0 from +0.
-    let better = |&a: &u32, &b: &u32| {
-        let by_score = scores[b as usize].partial_cmp(&scores[a as usize]);
-        by_score.unwrap_or(std::cmp::Ordering::Equal).then(a.cmp(&b))
+    let rank = |score: &f32| {
+        // −0 + 0 = +0.
+        let bits = (score + 0.0).to_bits();
+        if bits >> 31 == 1 { !bits } else { bits | 1 << 31 }
     };
-    if 0 < k && k < order.len() {
-        order.select_nth_unstable_by(k - 1, better);
+    Ok(scores.iter().map(rank).collect())
+}
+
+/// Indices of the `k` largest ranks, of which there are as many, ascending; of equal ranks the lower indices.
+pub(super) fn best(ranks: &[u32], k: usize) -> Vec<u32> {
+    let Some(last) = k.checked_sub(1) else { return Vec::new() };
+    let mut order = ranks.to_vec();
+    let (above, &mut least, _) = order.select_nth_unstable_by(last, |a, b| b.cmp(a));
+    // Of those that equal the least one that stays, so many stay.
+    let mut equal = k - above.iter().filter(|&&rank| rank > least).count();
+    let mut chosen = Vec::with_capacity(k);
+    for (index, &rank) in ranks.iter().enumerate() {
+        if rank > least {
+            chosen.push(index as u32);
+        } else if rank == least && equal > 0 {
+            equal -= 1;
+            chosen.push(index as u32);
+        }
     }
-    order.truncate(k);
-    order.sort_unstable();
-    Ok(order)
+    chosen
 }
 
 /// The positions of `0 .. tokens` that are not among `kept`, which ascend.
