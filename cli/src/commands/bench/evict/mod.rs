@@ -21,7 +21,8 @@ use kvpack::{AttentionShape, Bits, SegmentFormat};
 use kvpack_report::Run;
 use serde::Serialize;
 
-use super::timed::Timed;
+use super::UNSTEADY_PERCENT;
+use super::timed::{Guard, Timed};
 use crate::print::{self, say};
 use crate::provenance;
 pub use kernels::{Call, TimedSelection, time_calls};
@@ -35,6 +36,9 @@ const ONE_OF: usize = 10;
 
 /// Layers of the model whose prompt is compressed.
 const LAYERS: usize = 2;
+
+/// How evicted tokens enter kept ones.
+const MERGING: Merging = Merging::Pivotal;
 
 /// Seconds of timed steps for a row of decoding, at least.
 const SECONDS: f64 = 0.05;
@@ -60,6 +64,41 @@ struct EvictRow {
     kernels_us: Option<f64>,
     /// The call, by the wall clock, with what the host does for it; nothing of decode steps, which the suite `step` has.
     call_us: Option<f64>,
+    /// How much of the guard's best rate was missing before or after, in percent.
+    guard_low_percent: f64,
+}
+
+/// Rows, and what the device shows between them.
+struct Watched<'a, B> {
+    backend: &'a B,
+    guard: Guard,
+    /// The guard's rate after the last row.
+    rate: f64,
+    rows: Vec<EvictRow>,
+}
+
+impl EvictRow {
+    /// A row without figures.
+    const fn of(tokens: usize, what: String) -> Self {
+        Self { tokens, what, kernels_us: None, call_us: None, guard_low_percent: 0.0 }
+    }
+}
+
+impl<'a, B: Timed> Watched<'a, B> {
+    async fn new(backend: &'a B) -> Result<Self> {
+        let mut guard = Guard::new(backend).await?;
+        let rate = guard.look(backend).await?;
+        Ok(Self { backend, guard, rate, rows: Vec::new() })
+    }
+
+    /// Looks again after `rows` were timed.
+    async fn push(&mut self, rows: impl IntoIterator<Item = EvictRow>) -> Result<()> {
+        let rate = self.guard.look(self.backend).await?;
+        let guard_low_percent = self.guard.missing(rate.min(self.rate)) * 100.0;
+        self.rate = rate;
+        self.rows.extend(rows.into_iter().map(|row| EvictRow { guard_low_percent, ..row }));
+        Ok(())
+    }
 }
 
 /// Times all pieces and prints them.
@@ -72,12 +111,10 @@ pub fn run<B: TimedSelection + Clone>(backend: &B, driver: String, json: bool) -
     let lengths: &[usize] = if backend.sizes().is_gpu() { &[32_768, 131_072] } else { &[256] };
     let run = provenance::run(driver, backend.guard_tolerance());
     let progress = ProgressBar::new(lengths.len() as u64).with_style(print::bar());
-    let mut rows = Vec::new();
+    let mut watched = pollster::block_on(Watched::new(backend))?;
     for &tokens in lengths {
         progress.set_message(format!("{tokens} tokens"));
-        // The device is awake after it.
-        pollster::block_on(backend.guard_rate())?;
-        rows.extend(pollster::block_on(rows_of(backend, shape, tokens))?);
+        pollster::block_on(time_rows(&mut watched, shape, tokens))?;
         progress.inc(1);
     }
     progress.finish_and_clear();
@@ -87,33 +124,36 @@ pub fn run<B: TimedSelection + Clone>(backend: &B, driver: String, json: bool) -
         query_heads: shape.query_heads(),
         kv_heads: shape.kv_heads(),
         head_dim: shape.head_dim(),
-        rows,
+        rows: watched.rows,
     };
     if json { print::json(&report) } else { print_report(&report) }
 }
 
-async fn rows_of<B: TimedSelection + Clone>(
-    backend: &B,
+async fn time_rows<B: TimedSelection + Clone>(
+    watched: &mut Watched<'_, B>,
     shape: AttentionShape,
     tokens: usize,
-) -> Result<Vec<EvictRow>> {
+) -> Result<()> {
+    let backend = watched.backend;
     let prompt = Prompt::new(backend, shape, tokens, MEASURED_ROWS).await?;
-    let mut rows = measure_rows(backend, &prompt).await?;
+    // The device is awake after it, whatever the host has computed meanwhile.
+    watched.push([]).await?;
+    measure_rows(watched, &prompt).await?;
     let k = tokens / ONE_OF;
     let (scores, kept, evicted) = prompt.choose(backend, k).await?;
     let scores = [scores];
     let top_k: Vec<Call<'_, B>> =
         scores.iter().map(|scores| Call::TopK { scores, kv_heads: shape.kv_heads(), k }).collect();
-    rows.push(call_row(backend, &prompt, format!("top_k, {k} of each KV head"), &top_k).await?);
+    watched.push([call_row(backend, &prompt, format!("top_k, {k} of each KV head"), &top_k).await?]).await?;
 
-    let merging = Merging::Pivotal;
+    let merging = MERGING;
     let (kept, evicted) = (&kept, &evicted);
     let inputs = prompt.copies.iter();
     let inputs: Vec<KeptAndEvicted<'_, _, _>> =
         inputs.map(|[keys, values]| KeptAndEvicted { shape, rows: prompt.rows, keys, values, kept, evicted }).collect();
     prompt.check_merge(backend, inputs[0], merging).await?;
     let merges: Vec<Call<'_, B>> = inputs.into_iter().map(|input| Call::Merge { input, merging }).collect();
-    rows.push(call_row(backend, &prompt, format!("nearest_kept, merge_tokens into {k}"), &merges).await?);
+    watched.push([call_row(backend, &prompt, format!("nearest_kept, merge_tokens into {k}"), &merges).await?]).await?;
 
     for format in [SegmentFormat::F16, SegmentFormat::calibquant(Bits::Four), SegmentFormat::saw_int4()] {
         let mut stores = FilledStores::new(backend, shape, &[format])?;
@@ -125,9 +165,12 @@ async fn rows_of<B: TimedSelection + Clone>(
         };
         let call = time_calls(backend, &scores[0], pack).await?;
         let what = format!("gather and pack {k} tokens, {format}");
-        rows.push(EvictRow { tokens, what, kernels_us: None, call_us: Some(call * 1e6) });
+        watched.push([EvictRow { call_us: Some(call * 1e6), ..EvictRow::of(tokens, what.clone()) }]).await?;
+        let (keys, _) = stores.read(backend, &span[0]).await?;
+        prompt.check_stored(&what, &keys, &backend.download_indices(kept).await?)?;
     }
-    rows.extend(compress_rows(backend, &prompt).await?);
+    let rows = compress_rows(backend, &prompt).await?;
+    watched.push(rows).await?;
     for (tokens, format) in [
         (tokens, SegmentFormat::F16),
         (k, SegmentFormat::F16),
@@ -135,14 +178,15 @@ async fn rows_of<B: TimedSelection + Clone>(
         (k, SegmentFormat::calibquant(Bits::Four)),
         (k, SegmentFormat::calibquant(Bits::Two)),
     ] {
-        rows.push(decode_row(backend, shape, tokens, format).await?);
+        let row = decode_row(backend, shape, tokens, format).await?;
+        watched.push([row]).await?;
     }
-    Ok(rows)
+    Ok(())
 }
 
 /// Statistics of the last rows of the prompt: with the log-sum-exp known, without it, and with counts.
-async fn measure_rows<B: TimedSelection>(backend: &B, prompt: &Prompt<B>) -> Result<Vec<EvictRow>> {
-    let mut rows = Vec::new();
+async fn measure_rows<B: TimedSelection>(watched: &mut Watched<'_, B>, prompt: &Prompt<B>) -> Result<()> {
+    let backend = watched.backend;
     for (what, threshold, source) in [
         ("log-sum-exp known", None, RowStatsSource::KnownLse),
         ("log-sum-exp measured", None, RowStatsSource::Measured),
@@ -155,9 +199,10 @@ async fn measure_rows<B: TimedSelection>(backend: &B, prompt: &Prompt<B>) -> Res
         prompt.check_columns(backend, inputs[0], request, known_lse).await?;
         let calls: Vec<Call<'_, B>> =
             inputs.into_iter().map(|input| Call::Measure { input, request, known_lse }).collect();
-        rows.push(call_row(backend, prompt, format!("statistics of {MEASURED_ROWS} rows, {what}"), &calls).await?);
+        let what = format!("statistics of {MEASURED_ROWS} rows, {what}");
+        watched.push([call_row(backend, prompt, what, &calls).await?]).await?;
     }
-    Ok(rows)
+    Ok(())
 }
 
 async fn call_row<B: TimedSelection>(
@@ -169,13 +214,14 @@ async fn call_row<B: TimedSelection>(
     let kernels = backend.time_kernels(calls).await?;
     let call = time_calls(backend, &prompt.lse, |at| calls[at % calls.len()].make(backend)).await?;
     let us = |seconds: f64| seconds * 1e6;
-    Ok(EvictRow { tokens: prompt.rows.tokens, what, kernels_us: kernels.map(us), call_us: Some(us(call)) })
+    let row = EvictRow::of(prompt.rows.tokens, what);
+    Ok(EvictRow { kernels_us: kernels.map(us), call_us: Some(us(call)), ..row })
 }
 
 /// A prompt observed, and compressed in all layers of a model: per layer, by the wall clock.
 async fn compress_rows<B: TimedSelection + Clone>(backend: &B, prompt: &Prompt<B>) -> Result<Vec<EvictRow>> {
     let (shape, tokens) = (prompt.shape, prompt.rows.tokens);
-    let policy = Policy { merging: Some(Merging::Pivotal), ..Policy::vlcache(1.0 / ONE_OF as f64)? };
+    let policy = Policy { merging: Some(MERGING), ..Policy::vlcache(1.0 / ONE_OF as f64)? };
     let layer = (shape, Recipe::calibquant(Bits::Four));
     let image = TokenRange::new(0, tokens - MEASURED_ROWS)?;
     let mut times = [Vec::new(), Vec::new(), Vec::new()];
@@ -200,18 +246,22 @@ async fn compress_rows<B: TimedSelection + Clone>(backend: &B, prompt: &Prompt<B
         let selected = start.elapsed() - measured;
         ensure!(selection.layers().len() == LAYERS, "a layer was not selected of");
         let start = Instant::now();
-        cache.compress(0, &observed).await?;
+        let kept = cache.compress(0, &observed).await?;
         backend.download(&prompt.lse).await?;
+        let compressed = start.elapsed();
         if round > 0 {
-            for (times, time) in times.iter_mut().zip([measured, selected, start.elapsed()]) {
+            for (times, time) in times.iter_mut().zip([measured, selected, compressed]) {
                 times.push(time.as_secs_f64() / LAYERS as f64 * 1e6);
             }
+        }
+        if round == rounds {
+            prompt.check_compressed(backend, &cache, &kept.layers()[0], MERGING).await?;
         }
     }
     let names = ["ModelCache::observe, a layer", "ObservedPrompt::select, a layer", "ModelCache::compress, a layer"];
     let row = |(name, times): (&str, Vec<f64>)| {
         let call_us = Some(super::timed::median(times));
-        EvictRow { tokens, what: format!("{name} (vlcache, merged, calibquant:4)"), kernels_us: None, call_us }
+        EvictRow { call_us, ..EvictRow::of(tokens, format!("{name} (vlcache, merged, calibquant:4)")) }
     };
     Ok(names.into_iter().zip(times).map(row).collect())
 }
@@ -239,7 +289,7 @@ async fn decode_row<B: Timed>(
     ensure!(checked.passed(), "{format}: {}", checked.reason());
     let times = backend.time_steps(&workload, &data, AttendOptions::default(), SECONDS).await?;
     let what = format!("decode step, {format}");
-    Ok(EvictRow { tokens, what, kernels_us: Some(times.seconds * 1e6), call_us: None })
+    Ok(EvictRow { kernels_us: Some(times.seconds * 1e6), ..EvictRow::of(tokens, what) })
 }
 
 fn print_report(report: &EvictReport) -> Result<()> {
@@ -251,6 +301,10 @@ fn print_report(report: &EvictReport) -> Result<()> {
         table.add_row([row.tokens.to_string(), row.what.clone(), time(row.kernels_us), time(row.call_us)]);
     }
     say!("{table}")?;
+    for row in report.rows.iter().filter(|row| row.guard_low_percent > UNSTEADY_PERCENT) {
+        let EvictRow { tokens, what, guard_low_percent, .. } = row;
+        say!("{tokens} tokens, {what}: the device ran {guard_low_percent:.0} % below its best before or after it")?;
+    }
     say!("kernels: by the clock of the device. call: by the wall clock, on a GPU eight queued before a wait.")?;
     Ok(())
 }

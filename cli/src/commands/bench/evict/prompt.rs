@@ -5,10 +5,11 @@ use half::f16;
 use kvpack::AttentionShape;
 use kvpack::Backend;
 use kvpack::backend::{KeptAndEvicted, QueriesAndKeys, TensorRows};
+use kvpack::cache::ModelCache;
 use kvpack::cpu::nmse;
 use kvpack::plan::{Elements, RowLayout};
 use kvpack::policy::{
-    ColumnRequest, HeadAggregation, Merging, QueryRows, RowStatsSource, StatsRequest, evicted, top_k,
+    ColumnRequest, HeadAggregation, LayerSelection, Merging, QueryRows, RowStatsSource, StatsRequest, evicted, top_k,
 };
 
 /// What sums of weights may differ by from those of the host, which adds them in f64.
@@ -16,6 +17,9 @@ const MOST_NMSE: f64 = 1e-6;
 
 /// How much less similar than the most similar one a kept token may be, by rounding.
 const SIMILARITY_SLACK: f64 = 1e-4;
+
+/// How far stored keys may be from what was to be stored: 4 bits are within 0.01, and other tokens beyond 0.5.
+const MOST_STORED_NMSE: f64 = 0.03;
 
 /// Bytes of keys to go round, at least, where a prompt is shorter than that: more than a device's caches.
 const FOOTPRINT: usize = 256 << 20;
@@ -203,6 +207,55 @@ impl<B: Backend> Prompt<B> {
         }
         Ok(())
     }
+
+    /// Holds stored keys of the tokens of `kept`, `[kv_heads, k]`, against the prompt's own.
+    ///
+    /// # Errors
+    /// When they are others.
+    pub fn check_stored(&self, what: &str, stored: &[f32], kept: &[u32]) -> Result<()> {
+        let k = kept.len() / self.shape.kv_heads();
+        let row = |(i, &token): (usize, &u32)| {
+            let row = &self.host_keys[self.rows.row(token as usize, i / k)..][..self.shape.head_dim()];
+            row.iter().map(|x| f64::from(x.to_f32()))
+        };
+        check_rows(what, stored, &kept.iter().enumerate().flat_map(row).collect::<Vec<f64>>())
+    }
+
+    /// Holds what a cache stores in its first layer of this prompt, evicted, merged and packed, against what
+    /// [`Prompt::check_merge`] checks.
+    ///
+    /// # Errors
+    /// When it is something else, or the backend fails.
+    pub async fn check_compressed(
+        &self,
+        backend: &B,
+        cache: &ModelCache<B>,
+        selected: &LayerSelection,
+        merging: Merging,
+    ) -> Result<()>
+    where
+        B: Clone,
+    {
+        let (heads, tokens) = (self.shape.kv_heads(), self.rows.tokens);
+        let others: Vec<u32> = (0..heads).flat_map(|head| evicted(selected.kept(head), tokens)).collect();
+        let kept = backend.upload_indices(&selected.indices(), heads, tokens as u32).await?;
+        let evicted = backend.upload_indices(&others, heads, tokens as u32).await?;
+        let [keys, values] = &self.copies[0];
+        let (kept, evicted) = (&kept, &evicted);
+        let input = KeptAndEvicted { shape: self.shape, rows: self.rows, keys, values, kept, evicted };
+        let merged = backend.download(&backend.merge_tokens(input, merging)?.keys).await?;
+        let expected: Vec<f64> = merged.into_iter().map(f64::from).collect();
+        let stored = cache.dequantize(0, 0)?;
+        ensure!(stored.len() == 1, "a compressed prompt is {} spans", stored.len());
+        check_rows("the compressed prompt", &backend.download(&stored[0].keys).await?, &expected)
+    }
+}
+
+fn check_rows(what: &str, stored: &[f32], expected: &[f64]) -> Result<()> {
+    ensure!(stored.len() == expected.len(), "{what}: {} elements of {}", stored.len(), expected.len());
+    let nmse = nmse(stored, expected);
+    ensure!(nmse <= MOST_STORED_NMSE, "{what}: stored keys have NMSE {nmse:.1e}");
+    Ok(())
 }
 
 fn dot(a: &[f64], b: &[f64]) -> f64 {
