@@ -76,6 +76,17 @@ pub(super) fn group_ranges() -> Vec<AttendCase> {
             (8, 128, kivi(Bits::Two)),
             (8, 256, format((Bits::Four, 32), (Bits::Eight, 64))),
             (16, 128, kivi(Bits::One)),
+            (4, 128, both(affine(Bits::Two, Grouping::ChannelTokens(128)))),
+            (3, 80, both(affine(Bits::One, Grouping::ChannelTokens(128)))),
+            (8, 64, both(affine(Bits::Three, Grouping::ChannelTokens(128)))),
+            (
+                4,
+                128,
+                SegmentFormat {
+                    key: affine(Bits::Two, Grouping::Channel),
+                    value: affine(Bits::Four, Grouping::ChannelTokens(128)),
+                },
+            ),
         ] {
             let name = name(&format!("g{group}-d{head_dim}-{}-{}", slug(&format.key), slug(&format.value)));
             cases.push(AttendCase::new(&name, shape(group, head_dim), format).lengths(&[1300, 31]));
@@ -86,6 +97,10 @@ pub(super) fn group_ranges() -> Vec<AttendCase> {
             case.sink = place;
             cases.push(case);
         }
+        let tiles = both(affine(Bits::Four, Grouping::ChannelTokens(128)));
+        let mut case = AttendCase::new(&name("sink-of-tiles"), shape(4, 128), tiles).lengths(&[6000]);
+        case.sink = SinkPlace::Middle;
+        cases.push(case);
         let mut calibrated = AttendCase::new(&name("calibrated"), shape(4, 128), kivi(Bits::Two));
         calibrated.segments[0].calibration = Some(offsets(0.0, 3.0));
         cases.push(calibrated);
