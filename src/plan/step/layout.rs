@@ -60,7 +60,7 @@ pub enum Section {
 /// let shape = AttentionShape::new(32, 8, 128)?;
 /// let of = |format, tokens| StoreCapacity { format, shard_pages: vec![4096], range_slots: 4096, tokens, copies: 64, centre_slots: 0 };
 /// let stores = vec![of(SegmentFormat::F16, 64), of(SegmentFormat::per_channel(Bits::Four), 0)];
-/// let windows = vec![WindowCapacity { from: 0, to: 1, windows: 64, newer: 128 }];
+/// let windows = vec![WindowCapacity { from: 0, to: 1, windows: 64, newer: 0 }];
 /// let layout = Arc::new(StepLayout::new(shape, 64, stores, windows)?);
 ///
 /// // A step: row 0 of the input completes page 7, which is then packed into page 9.

@@ -60,15 +60,15 @@ impl PackStepPlan {
     pub fn variants(&self, keys: ElementType, values: ElementType) -> Vec<Variant> {
         let (layout, mut found) = (&self.layout, Vec::new());
         for (index, store) in layout.stores().iter().enumerate() {
-            // A page of what takes tokens may be shared one day, and copied then.
-            if store.copies > 0 || store.tokens > 0 {
-                found.extend(copy_page::variants());
-            }
             if store.tokens > 0 {
                 let centred = layout.has_centres(index);
                 let of =
                     |which, rows| append::of_tokens(layout.shape(), store.format.tensor(which), which, rows, centred);
                 found.extend([of(KeyOrValue::Key, keys), of(KeyOrValue::Value, values)]);
+            }
+            // A page of what takes tokens may be shared one day, and copied then.
+            if store.copies > 0 || store.tokens > 0 {
+                found.extend(copy_page::variants());
             }
         }
         for pair in layout.windows().iter().filter(|pair| pair.windows > 0) {
