@@ -98,6 +98,7 @@ impl StepTable {
     ///
     /// # Errors
     /// [`Error::Plan`].
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
     pub(crate) fn check_layout(&self, layout: &Arc<StepLayout>) -> Result<()> {
         if Arc::ptr_eq(layout, &self.layout) || *layout == self.layout {
             return Ok(());
