@@ -23,7 +23,8 @@ pub enum QueryPrecision {
     /// raise the mean square error by 0.3 to 9 %. Where cooperative matrices take f16 keys, an f32 query is rounded to f16.
     ///
     /// Through wgpu the ranges of groups of tokens (keys), and of groups of channels that are a multiple of 32 (values, at
-    /// `head_dim` 64, 128 and 256), go into the query and the weights before they become bytes. With 16 bits they are
+    /// `head_dim` 64, 128 and 256), go into the query and the weights before they become bytes; a range per channel and tile of
+    /// values is applied to the sums of the tile. With 16 bits they are
     /// multiplied as floats, and so they are beside a tensor of other groups, or of none, but for keys where a KV head has
     /// one query head. As the query is rounded anew for every group, errors of different groups do not cancel: on the
     /// shipped data KIVI at 2 bits has a mean square error of 0.07 %, where ranges per channel have 0.01 %.

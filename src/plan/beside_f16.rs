@@ -6,7 +6,8 @@ use crate::format::{AttentionShape, Grouping, SegmentFormat, TensorFormat};
 /// How a decode step over a packed format stands beside the same step over f16, through wgpu and with the default query.
 ///
 /// Read on one NVIDIA H200 through Vulkan, at 1, 4 and 8 query heads per KV head and head dimension 128:
-/// `docs/results/nvidia-h200.json`, which a test holds this against. Other devices may differ: `kvpack bench` tells.
+/// `docs/results/nvidia-h200.json`, which a test holds this against. Other devices may differ, and so may a build after that
+/// of the table (`docs/lab/wgpu.md` has KIVI 1 to 10 % faster than f16 at 8 heads): `kvpack bench` tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BesideF16 {
     /// Every row that was read is faster.

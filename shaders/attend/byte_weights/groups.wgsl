@@ -56,9 +56,10 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
         // unroll
         for (var head = 0u; head < HEADS; head++) {
             let p = vec4<f32>(token_scores[head * 4u], token_scores[head * 4u + 1u], token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]);
-            // Rounded to nearest in the low bits of 2^23 + weight; the bits of 2^23 fall off the top but for one byte.
-            let rounded = bitcast<vec4<u32>>(p * integers + vec4<f32>(8388608f));
-            let bytes = rounded.x + (rounded.y << 8u) + (rounded.z << 16u) + (rounded.w << 24u) - TWO_TO_23;
+            // Rounded to nearest in the low bits of 2^23 + weight; the bits of 2^23 fall off the top but for one byte, 75,
+            // which 181 more make a whole turn.
+            let rounded = bitcast<vec4<u32>>(p * integers + vec4<f32>(8388608f, 8388608f, 8388608f, 8388789f));
+            let bytes = rounded.x + (rounded.y << 8u) + (rounded.z << 16u) + (rounded.w << 24u);
             store_bytes(group, head, team, lane, bytes, unit * block_units[head]);
             let sum = bitcast<f32>(dot4U8Packed(bytes, 0x01010101u) + TWO_TO_23) - 8388608f;
             let left = dot(p, centres) - sum * (unit * VALUE_CENTRE);

@@ -27,7 +27,9 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
     own_bytes[head] = bytes;
     // Sums of weights are 1 where a weight is 255, as those of other segments are: they are merged.
     own_scales[head] = exp2(largest - new_max) * LARGEST_WEIGHT_UNIT;
-    return (bitcast<f32>(dot4U8Packed(bytes, 0x01010101u) + TWO_TO_23) - 8388608f) * own_scales[head];
+    let weights = dot4U8Packed(bytes, 0x01010101u);
+    enter_weights(head, weights, parity, team, lane);
+    return (bitcast<f32>(weights + TWO_TO_23) - 8388608f) * own_scales[head];
 }
 
 fn store_weights(team: u32, lane: u32, parity: u32) {

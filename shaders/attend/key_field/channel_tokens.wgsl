@@ -2,7 +2,7 @@
 // its load is one 16-byte broadcast for four channels.
 //
 // needs: HEAD_DIM, KeyVector, LANE_TOKENS
-// gives: begin_key_field, key_field
+// gives: KEY_TOKEN_GROUPS, begin_key_field, key_field
 // binds: 4 key_ranges
 // set by plans: KEY_TOKEN_GROUPS
 

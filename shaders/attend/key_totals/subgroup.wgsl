@@ -1,78 +1,105 @@
-// The largest scaled query and the constant part of the scores of every quarter of a tile and head, by reductions over the
+// The largest scaled query of a tile and head and the constant part of the scores of every group, by reductions over the
 // team: invocations are numbered subgroup by subgroup (see attend/numbering/subgroup.wgsl), and subgroups have 32 lanes.
-// A lane scores four tokens of one quarter, so that it meets one query per head, and hands the scores to the lanes that own
-// the tokens: 32 · quarter + 8 i + j is scored by lane 8 · quarter + j and owned by lane 8 i + j.
+// A lane scores four tokens of one group, so that it meets one query per head. Where a tile has several groups it hands the
+// scores to the lanes that own the tokens: 32 · quarter + 8 i + j is scored by lane 8 · quarter + j, as its token quarter ^ i, and
+// owned by lane 8 i + j.
 //
-// needs: HEADS, LANE_TOKENS, QUARTERS, group_totals, token_scores
-// gives: LANE_QUARTERS, scored_quarter, scored_token, arrange_scores, team_largest, finish_key_totals
+// needs: HEADS, KEY_TOKEN_GROUPS, LANE_TOKENS, group_biases, token_scores
+// gives: LANE_GROUPS, scored_group, scored_token, arrange_scores, add_bias, team_largest, finish_key_totals
 
 // Teams score tiles of their own, or none. As a team is a subgroup, that branch is the same for all of its lanes, which the
 // compiler of a browser cannot see:
 // diagnostic(off, subgroup_uniformity);
 
-// Quarters of the tokens that a lane scores.
-const LANE_QUARTERS: u32 = 1u;
+// Groups that the tokens of a lane lie in.
+const LANE_GROUPS: u32 = 1u;
 
-// [head][quarter], each lane's part.
-var<private> biases: array<vec4<f32>, HEADS>;
-var<private> largest_scaled: array<vec4<f32>, HEADS>;
+// Each lane's part: [group][head].
+var<private> biases: array<f32, KEY_TOKEN_GROUPS * HEADS>;
 
-fn scored_quarter(lane: u32, n: u32) -> u32 {
-    return lane / 8u;
+fn scored_group(lane: u32, n: u32) -> u32 {
+    return lane / 8u * KEY_TOKEN_GROUPS / 4u;
 }
 
 fn scored_token(lane: u32, i: u32) -> u32 {
-    return lane / 8u * 32u + i * 8u + lane % 8u;
+    return select(lane / 8u * 32u + ((lane / 8u) ^ i) * 8u + lane % 8u, i * 32u + lane, KEY_TOKEN_GROUPS == 1u);
 }
 
-// Four lanes, 8 apart, exchange four scores each: a transposition, by exchanging halves twice.
+// Four lanes, 8 apart, exchange four scores each: score i goes to the lane whose number differs by 8 i, which takes it for its
+// token of the quarter that differs from its own by i.
 fn arrange_scores(head: u32, lane: u32) {
-    // unroll
-    for (var pair = 0u; pair < 2u; pair++) {
-        let a = token_scores[head * LANE_TOKENS + pair * 2u];
-        let b = token_scores[head * LANE_TOKENS + pair * 2u + 1u];
-        let odd = (lane & 8u) != 0u;
-        let got = subgroupShuffleXor(select(b, a, odd), 8u);
-        token_scores[head * LANE_TOKENS + pair * 2u] = select(a, got, odd);
-        token_scores[head * LANE_TOKENS + pair * 2u + 1u] = select(got, b, odd);
+    if (KEY_TOKEN_GROUPS == 1u) {
+        return;
     }
-    // unroll
-    for (var pair = 0u; pair < 2u; pair++) {
-        let a = token_scores[head * LANE_TOKENS + pair];
-        let b = token_scores[head * LANE_TOKENS + pair + 2u];
-        let upper = (lane & 16u) != 0u;
-        let got = subgroupShuffleXor(select(b, a, upper), 16u);
-        token_scores[head * LANE_TOKENS + pair] = select(a, got, upper);
-        token_scores[head * LANE_TOKENS + pair + 2u] = select(got, b, upper);
-    }
+    let a = token_scores[head * LANE_TOKENS];
+    let b = subgroupShuffleXor(token_scores[head * LANE_TOKENS + 1u], 8u);
+    let c = subgroupShuffleXor(token_scores[head * LANE_TOKENS + 2u], 16u);
+    let d = subgroupShuffleXor(token_scores[head * LANE_TOKENS + 3u], 24u);
+    let odd = (lane & 8u) != 0u;
+    let upper = (lane & 16u) != 0u;
+    let ab = select(a, b, odd);
+    let ba = select(b, a, odd);
+    let cd = select(c, d, odd);
+    let dc = select(d, c, odd);
+    token_scores[head * LANE_TOKENS] = select(ab, cd, upper);
+    token_scores[head * LANE_TOKENS + 1u] = select(ba, dc, upper);
+    token_scores[head * LANE_TOKENS + 2u] = select(cd, ab, upper);
+    token_scores[head * LANE_TOKENS + 3u] = select(dc, ba, upper);
 }
 
-fn team_largest(largest: f32, bias: f32, at: u32, quarter: u32, head: u32) -> f32 {
-    biases[head][quarter] = bias;
+fn add_bias(i: u32, group: u32, head: u32, part: f32) {
+    biases[group * HEADS + head] = select(biases[group * HEADS + head] + part, part, i == 0u);
+}
+
+fn team_largest(own: f32, team: u32, head: u32) -> f32 {
     // Bits of floats that are not negative are ordered.
-    largest_scaled[head][quarter] = bitcast<f32>(subgroupMax(bitcast<u32>(largest)));
-    return largest_scaled[head][quarter];
+    return bitcast<f32>(subgroupMax(bitcast<u32>(own)));
 }
 
-// Sums the four biases of a head over the lanes: after two exchanges of halves a lane has one of them.
+// Sums that are left after every exchange of halves.
+const BIASES: u32 = KEY_TOKEN_GROUPS * HEADS;
+const BIASES_1: u32 = (BIASES + 1u) / 2u;
+const BIASES_2: u32 = (BIASES_1 + 1u) / 2u;
+const BIASES_3: u32 = (BIASES_2 + 1u) / 2u;
+const BIASES_4: u32 = (BIASES_3 + 1u) / 2u;
+const BIASES_5: u32 = (BIASES_4 + 1u) / 2u;
+
+// Of two sums the lane keeps the first, the lane `apart` from it the second, and each adds what the other has of it. Where
+// there is no second, nor is there a sum in half of the lanes.
+fn exchanged(a: f32, b: f32, lane: u32, apart: u32) -> f32 {
+    let odd = (lane & apart) != 0u;
+    return select(a, b, odd) + subgroupShuffleXor(select(b, a, odd), apart);
+}
+
+// Sums all biases over the lanes: after five exchanges of halves a lane has one of them or none.
 fn finish_key_totals(team: u32, lane: u32) {
-    let odd = (lane & 1u) != 0u;
-    let upper = (lane & 2u) != 0u;
     // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        let all = biases[head];
-        let two = select(all.xz, all.yw, odd) + subgroupShuffleXor(select(all.yw, all.xz, odd), 1u);
-        var bias = select(two.x, two.y, upper) + subgroupShuffleXor(select(two.y, two.x, upper), 2u);
-        bias += subgroupShuffleXor(bias, 4u);
-        bias += subgroupShuffleXor(bias, 8u);
-        bias += subgroupShuffleXor(bias, 16u);
-        let largest = select(
-            select(largest_scaled[head].x, largest_scaled[head].y, odd),
-            select(largest_scaled[head].z, largest_scaled[head].w, odd),
-            upper,
-        );
-        if (lane < QUARTERS) {
-            group_totals[(team * QUARTERS + lane) * HEADS + head] = vec2<f32>(largest, bias);
-        }
+    for (var i = 0u; i < BIASES_1; i++) {
+        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_1, BIASES - 1u)], i + BIASES_1 < BIASES), lane, 1u);
+    }
+    // unroll
+    for (var i = 0u; i < BIASES_2; i++) {
+        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_2, BIASES_1 - 1u)], i + BIASES_2 < BIASES_1), lane, 2u);
+    }
+    // unroll
+    for (var i = 0u; i < BIASES_3; i++) {
+        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_3, BIASES_2 - 1u)], i + BIASES_3 < BIASES_2), lane, 4u);
+    }
+    // unroll
+    for (var i = 0u; i < BIASES_4; i++) {
+        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_4, BIASES_3 - 1u)], i + BIASES_4 < BIASES_3), lane, 8u);
+    }
+    // unroll
+    for (var i = 0u; i < BIASES_5; i++) {
+        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_5, BIASES_4 - 1u)], i + BIASES_5 < BIASES_4), lane, 16u);
+    }
+    // Which one, from the last exchange to the first.
+    let at_4 = lane / 16u % 2u * BIASES_5;
+    let at_3 = at_4 + lane / 8u % 2u * BIASES_4;
+    let at_2 = at_3 + lane / 4u % 2u * BIASES_3;
+    let at_1 = at_2 + lane / 2u % 2u * BIASES_2;
+    let at = at_1 + lane % 2u * BIASES_1;
+    if (at_4 < BIASES_4 && at_3 < BIASES_3 && at_2 < BIASES_2 && at_1 < BIASES_1 && at < BIASES) {
+        group_biases[team * BIASES + at] = biases[0];
     }
 }

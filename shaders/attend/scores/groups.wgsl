@@ -1,16 +1,17 @@
 // Scores of packed keys with one range per channel and group of consecutive tokens, by integer dot products:
 //
-//   score = unit_g Σ round(q s_g / unit_g) c + Σ q (m_g + 2^(bits-1) s_g)
+//   score = unit (Σ round(q s_g / unit) c + Σ q (m_g + 2^(bits-1) s_g) / unit)
 //
-// The scales of a group go into the query, which becomes bytes anew for every quarter of a tile, 32 tokens: relative to
-// the largest |q s_g| of the quarter, in the order of use (attend/query_fields.wgsl). A team does that for its next tile
-// between the two barriers of a step, a lane for the field groups lane, lane + 32, ...
+// The scales of a group go into the query, which becomes bytes anew for every group of a tile, in the order of use
+// (attend/query_fields.wgsl), relative to the largest |q s_g| of the whole tile: one maximum over the team for a head, where
+// every group of its own would take as many. A team does that for its next tile between the two barriers of a step, a lane for
+// the field groups lane, lane + 32, ...
 // The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Keys: eight neighbouring lanes or
 // more read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
 //
 // needs: HEADS, HEAD_DIM, KV_HEADS, LANE_TOKENS, STEP_TILES, TILE_TOKENS, WorkItem, tile_bases, token_scores
-// gives: KeyVector, KEY_VECTOR, QUARTERS, QUERY_VECTORS, QUERY_ROW, query, group_totals, field_ranges, begin_keys,
-//   prepare_keys, key_pages, score_tile
+// gives: KeyVector, KEY_VECTOR, KEY_TOKEN_GROUPS, QUERY_VECTORS, QUERY_ROW, query, group_biases, field_ranges,
+//   field_scales, field_middles, inverse_unit, begin_keys, prepare_keys, key_pages, score_tile
 // binds: 3 keys, 4 key_ranges
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, KEY_TOKEN_GROUPS, KEY_MIDDLE
 
@@ -33,7 +34,6 @@ const KEY_MIDDLE: f32 = 8f;
 // Sums start at the bits of 1.5 · 2^23 and are that float plus the sum: in magnitude a sum is at most
 // HEAD_DIM · 127 · 128 < 2^22.
 const SUM_START: i32 = 1262485504i;
-const QUARTERS: u32 = 4u;
 // Four field groups of a row each.
 const ROW_QUADS: u32 = KEY_VECTORS * KEY_QUADS;
 const QUERY_VECTORS: u32 = ROW_QUADS * 4u;
@@ -43,41 +43,47 @@ const LANE_FIELDS: u32 = (QUERY_VECTORS + 31u) / 32u;
 
 var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
 
-// [tile of the step][quarter]: [head][quad], and a vector that keeps quarters in banks of their own.
-const QUARTER_ROW: u32 = HEADS * ROW_QUADS + 1u;
-var<workgroup> group_query: array<vec4<u32>, STEP_TILES * QUARTERS * QUARTER_ROW>;
-// Largest |q s_g| and Σ q (m_g + 2^(bits-1) s_g): [tile of the step][quarter][head].
-var<workgroup> group_totals: array<vec2<f32>, STEP_TILES * QUARTERS * HEADS>;
+// [tile of the step][group]: [head][quad], and a vector that keeps groups in banks of their own.
+const GROUP_ROW: u32 = HEADS * ROW_QUADS + 1u;
+var<workgroup> group_query: array<vec4<u32>, STEP_TILES * KEY_TOKEN_GROUPS * GROUP_ROW>;
+// Σ q (m_g + 2^(bits-1) s_g) in units: [tile of the step][group][head].
+var<workgroup> group_biases: array<f32, STEP_TILES * KEY_TOKEN_GROUPS * HEADS>;
+// What an integer of the query stands for: [tile of the step][head].
+var<workgroup> tile_units: array<f32, STEP_TILES * HEADS>;
 
 // import query = attend/query/prepared_f32.wgsl
 // import key_totals = attend/key_totals/memory.wgsl
 
-struct FieldRanges {
-    scale: vec4<f32>,
-    // m + 2^(bits-1) s.
-    middle: vec4<f32>,
-}
-
-// Ranges of four channels in a quarter of a tile. Channels past the head, in rows that fill no vector, meet a zero
+// Ranges of four channels in a group of a tile. Channels past the head, in rows that fill no vector, meet a zero
 // query: any range in bounds will do.
-fn field_ranges(tile_base: u32, quarter: u32, field: u32) -> FieldRanges {
-    let group = tile_base * KEY_TOKEN_GROUPS + quarter * KEY_TOKEN_GROUPS / QUARTERS;
-    let ranges = key_ranges[group * (HEAD_DIM / 4u) + min(field, HEAD_DIM / 4u - 1u)];
-    let a = unpack2x16float(ranges.x);
-    let b = unpack2x16float(ranges.y);
-    let c = unpack2x16float(ranges.z);
-    let d = unpack2x16float(ranges.w);
-    let scale = vec4<f32>(a.x, b.x, c.x, d.x);
-    return FieldRanges(scale, vec4<f32>(a.y, b.y, c.y, d.y) + KEY_MIDDLE * scale);
+fn field_ranges(tile_base: u32, group: u32, field: u32) -> vec4<u32> {
+    return key_ranges[(tile_base * KEY_TOKEN_GROUPS + group) * (HEAD_DIM / 4u) + min(field, HEAD_DIM / 4u - 1u)];
 }
 
-// Four channels as signed bytes relative to their largest, rounded to nearest in the low bits of 2^23 + 128 + integer.
-fn group_bytes(scaled: vec4<f32>, largest: f32) -> u32 {
-    let inverse = select(0f, QUERY_LARGEST / largest, largest > 1e-30f);
-    let x = bitcast<vec4<u32>>(scaled * inverse + vec4<f32>(8388608f + 128f));
-    // The bits of 2^23 fall off the top but for one byte.
-    let whole = x.x + (x.y << 8u) + (x.z << 16u) + (x.w << 24u) - 1258291200u;
-    return whole ^ 0x80808080u;
+fn field_scales(ranges: vec4<u32>) -> vec4<f32> {
+    return vec4<f32>(unpack2x16float(ranges.x).x, unpack2x16float(ranges.y).x, unpack2x16float(ranges.z).x, unpack2x16float(ranges.w).x);
+}
+
+// m + 2^(bits-1) s.
+fn field_middles(ranges: vec4<u32>, scales: vec4<f32>) -> vec4<f32> {
+    let minima = vec4<f32>(unpack2x16float(ranges.x).y, unpack2x16float(ranges.y).y, unpack2x16float(ranges.z).y, unpack2x16float(ranges.w).y);
+    return minima + KEY_MIDDLE * scales;
+}
+
+// What q s is multiplied with to be an integer, where this is the largest |q s|. Scores that only smaller ones make are 0.
+fn inverse_unit(largest: f32) -> f32 {
+    return select(1f, QUERY_LARGEST / largest, largest > 1e-20f);
+}
+
+fn unit(largest: f32) -> f32 {
+    return select(1f, largest / QUERY_LARGEST, largest > 1e-20f);
+}
+
+// Four channels as signed bytes: rounded to nearest in the low bits of 2^23 + 128 + integer. The bits of 2^23 fall off the
+// top but for one byte, 75, which 181 more make a whole turn.
+fn group_bytes(scaled: vec4<f32>) -> u32 {
+    let x = bitcast<vec4<u32>>(scaled + vec4<f32>(8388736f, 8388736f, 8388736f, 8388917f));
+    return (x.x + (x.y << 8u) + (x.z << 16u) + (x.w << 24u)) ^ 0x80808080u;
 }
 
 // Four channels of a head's query, 0 past the row.
@@ -97,45 +103,67 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {
         return;
     }
     let tile_base = tile_bases[min(first + team, tiles - 1u)];
-    var q: array<vec4<f32>, HEADS * LANE_FIELDS>;
+    // [field of the lane][group]
+    var ranges: array<vec4<u32>, LANE_FIELDS * KEY_TOKEN_GROUPS>;
+    var largest_scales: array<vec4<f32>, LANE_FIELDS>;
     // unroll
-    for (var head = 0u; head < HEADS; head++) {
+    for (var i = 0u; i < LANE_FIELDS; i++) {
         // unroll
-        for (var i = 0u; i < LANE_FIELDS; i++) {
-            q[head * LANE_FIELDS + i] = query_field(head, i * 32u + lane);
+        for (var group = 0u; group < KEY_TOKEN_GROUPS; group++) {
+            ranges[i * KEY_TOKEN_GROUPS + group] = field_ranges(tile_base, group, i * 32u + lane);
+        }
+        largest_scales[i] = vec4<f32>(0f);
+        // unroll
+        for (var group = 0u; group < KEY_TOKEN_GROUPS; group++) {
+            largest_scales[i] = max(largest_scales[i], field_scales(ranges[i * KEY_TOKEN_GROUPS + group]));
         }
     }
     enter_key_totals(tile_base, team, lane);
+    // In units: [head][field of the lane].
+    var q: array<vec4<f32>, HEADS * LANE_FIELDS>;
+    var largest: array<f32, HEADS>;
     // unroll
-    for (var quarter = 0u; quarter < QUARTERS; quarter++) {
-        var ranges: array<FieldRanges, LANE_FIELDS>;
+    for (var head = 0u; head < HEADS; head++) {
+        largest[head] = 0f;
         // unroll
         for (var i = 0u; i < LANE_FIELDS; i++) {
-            ranges[i] = field_ranges(tile_base, quarter, i * 32u + lane);
+            q[head * LANE_FIELDS + i] = query_field(head, i * 32u + lane);
+            let magnitude = abs(q[head * LANE_FIELDS + i] * largest_scales[i]);
+            largest[head] = max(largest[head], max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w)));
         }
+        largest[head] = team_largest(largest[head], team, head);
+        let inverse = inverse_unit(largest[head]);
         // unroll
-        for (var head = 0u; head < HEADS; head++) {
-            var largest = 0f;
-            var bias = 0f;
+        for (var i = 0u; i < LANE_FIELDS; i++) {
+            q[head * LANE_FIELDS + i] *= inverse;
+        }
+    }
+    // unroll
+    for (var i = 0u; i < LANE_FIELDS; i++) {
+        let field = i * 32u + lane;
+        let at = place(field);
+        // unroll
+        for (var group = 0u; group < KEY_TOKEN_GROUPS; group++) {
+            let scales = field_scales(ranges[i * KEY_TOKEN_GROUPS + group]);
+            let middles = field_middles(ranges[i * KEY_TOKEN_GROUPS + group], scales);
             // unroll
-            for (var i = 0u; i < LANE_FIELDS; i++) {
-                let magnitude = abs(q[head * LANE_FIELDS + i] * ranges[i].scale);
-                largest = max(largest, max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w)));
-                bias += dot(q[head * LANE_FIELDS + i], ranges[i].middle);
-            }
-            largest = team_largest(largest, bias, (team * QUARTERS + quarter) * HEADS + head, quarter, head);
-            // unroll
-            for (var i = 0u; i < LANE_FIELDS; i++) {
-                let field = i * 32u + lane;
+            for (var head = 0u; head < HEADS; head++) {
+                add_bias(i, group, head, dot(q[head * LANE_FIELDS + i], middles));
                 if (field < QUERY_VECTORS) {
-                    let whole = group_bytes(q[head * LANE_FIELDS + i] * ranges[i].scale, largest);
-                    let at = place(field);
-                    group_query[(team * QUARTERS + quarter) * QUARTER_ROW + head * ROW_QUADS + at / 4u][at % 4u] = whole;
+                    let row = (team * KEY_TOKEN_GROUPS + group) * GROUP_ROW + head * ROW_QUADS;
+                    group_query[row + at / 4u][at % 4u] = group_bytes(q[head * LANE_FIELDS + i] * scales);
                 }
             }
         }
     }
     finish_key_totals(team, lane);
+    // After all exchanges, so that no branch comes between them.
+    if (lane == 0u) {
+        // unroll
+        for (var head = 0u; head < HEADS; head++) {
+            tile_units[team * HEADS + head] = unit(largest[head]);
+        }
+    }
 }
 
 fn key_pages() -> u32 {
@@ -169,16 +197,16 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
             }
             // unroll
             for (var head = 0u; head < HEADS; head++) {
-                var q: array<vec4<u32>, LANE_QUARTERS>;
+                var q: array<vec4<u32>, LANE_GROUPS>;
                 // unroll
-                for (var n = 0u; n < LANE_QUARTERS; n++) {
-                    let row = (team * QUARTERS + scored_quarter(lane, n)) * QUARTER_ROW + head * ROW_QUADS;
+                for (var n = 0u; n < LANE_GROUPS; n++) {
+                    let row = (team * KEY_TOKEN_GROUPS + scored_group(lane, n)) * GROUP_ROW + head * ROW_QUADS;
                     q[n] = group_query[row + vector * KEY_QUADS + quad];
                 }
                 // unroll
                 for (var i = 0u; i < LANE_TOKENS; i++) {
                     let at_sum = head * LANE_TOKENS + i;
-                    let n = i * LANE_QUARTERS / LANE_TOKENS;
+                    let n = i * LANE_GROUPS / LANE_TOKENS;
                     // One addition of three operands for two products.
                     sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[i], q[n].x) + dot4I8Packed(codes[4u + i], q[n].y);
                     sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[8u + i], q[n].z) + dot4I8Packed(codes[12u + i], q[n].w);
@@ -190,9 +218,10 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     for (var head = 0u; head < HEADS; head++) {
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
-            let totals = group_totals[(team * QUARTERS + scored_quarter(lane, i * LANE_QUARTERS / LANE_TOKENS)) * HEADS + head];
+            let group = scored_group(lane, i * LANE_GROUPS / LANE_TOKENS);
             let sum = bitcast<f32>(sums[head * LANE_TOKENS + i]) - 12582912f;
-            token_scores[head * LANE_TOKENS + i] = sum * (totals.x * (CODE_UNIT / QUERY_LARGEST)) + totals.y;
+            let bias = group_biases[(team * KEY_TOKEN_GROUPS + group) * HEADS + head];
+            token_scores[head * LANE_TOKENS + i] = tile_units[team * HEADS + head] * (sum * CODE_UNIT + bias);
         }
         arrange_scores(head, lane);
     }

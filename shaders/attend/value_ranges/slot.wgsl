@@ -5,7 +5,8 @@
 //   fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32
 //     the output of a channel, of the mean that the integers give and the sum of weights
 //
-// gives: begin_value_ranges, take_value_ranges, ranged_weight, largest_value_scale, finish_value_ranges
+// gives: begin_value_ranges, take_value_ranges, ranged_weight, largest_value_scale, enter_weights, enter_value_tile,
+//   leave_value_tile, enter_block, channel_scale, finish_value_ranges
 
 // Called before the first step.
 fn begin_value_ranges(invocation: u32) {}
@@ -20,6 +21,22 @@ fn ranged_weight(weight: f32, i: u32) -> f32 {
 
 // The largest scale of the step.
 fn largest_value_scale() -> f32 {
+    return 1f;
+}
+
+// Called when the weights of a step are made, with the sum of the lane's for a head as integers of one byte.
+fn enter_weights(head: u32, weights: u32, parity: u32, team: u32, lane: u32) {}
+
+// Called before and after a tile enters the sums.
+fn enter_value_tile(tile_base: u32, team: u32, lane: u32) {}
+
+fn leave_value_tile() {}
+
+// Called as block `pair` of tile `tile` of the step enters them, with what its integers are multiplied with.
+fn enter_block(tile: u32, pair: u32, head: u32, scale: f32) {}
+
+// What sums of channel `k` of the lane are multiplied with as they enter.
+fn channel_scale(k: u32) -> f32 {
     return 1f;
 }
 

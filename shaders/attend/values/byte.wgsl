@@ -9,7 +9,8 @@
 // Bytes are made unsigned for the unsigned dot product: 128 more than they were. A block's sum is at most
 // 32 · 255 · 255 < 2^23, so that it starts at the bits of 2^23 and is that float plus the sum.
 //
-// needs: HEADS, HEAD_DIM, STEP_TILES, begin_block_maxima, begin_value_ranges, keep, tile_bases
+// needs: HEADS, HEAD_DIM, STEP_TILES, begin_block_maxima, begin_value_ranges, channel_scale, enter_block,
+//   enter_value_tile, keep, leave_value_tile, tile_bases
 // gives: TILE_QUAD_PAIRS, BLOCK_STRIDE, TWO_TO_23, LARGEST_WEIGHT_UNIT, WEIGHT_GROUPS, GROUP_CHANNELS,
 //   is_first_of_block, begin_values, store_bytes, add_values
 
@@ -83,6 +84,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
     let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
     for (var tile = first_tile; tile < end_tile; tile++) {
         let base = tile_bases[first + tile] * (VALUE_VECTORS * HEAD_DIM);
+        enter_value_tile(tile_bases[first + tile], team, lane);
         for (var first_vector = 0u; first_vector < VALUE_VECTORS; first_vector += PAIR_VECTORS) {
             var words: array<ValueVector, PAIR_VECTORS * CHANNELS>;
             // unroll
@@ -124,12 +126,14 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
                 // unroll
                 for (var head = 0u; head < HEADS; head++) {
                     let scale = block_scales[group * GROUP_SCALES + (tile * TILE_QUAD_PAIRS + pair) * HEADS + head];
+                    enter_block(tile, pair, head, scale);
                     // unroll
                     for (var k = 0u; k < CHANNELS; k++) {
-                        sums[head * CHANNELS + k] += (bitcast<f32>(pair_sums[head * CHANNELS + k]) - 8388608f) * scale;
+                        sums[head * CHANNELS + k] += (bitcast<f32>(pair_sums[head * CHANNELS + k]) - 8388608f) * (scale * channel_scale(k));
                     }
                 }
             }
         }
+        leave_value_tile();
     }
 }

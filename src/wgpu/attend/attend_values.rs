@@ -18,6 +18,9 @@ impl Specialisation<'_> {
             Some(Grouping::Token) => {
                 Sums::Dot { bytes, ranges: ValueRanges::Token { middle: stand_for.middle, unit: stand_for.unit } }
             }
+            Some(Grouping::ChannelTokens(_)) if self.has_value_tiles() => {
+                Sums::Byte { bytes, weights: ByteWeights::Tiles, block_max: self.block_max(bits) }
+            }
             Some(Grouping::ChannelTokens(tokens)) => {
                 self.float_sums(Field::ChannelTokens(bits, crate::TILE_TOKENS / tokens))
             }

@@ -1,23 +1,22 @@
 //! Which parts of `attend` serve ranges of groups beside a query of one byte: one range per channel and group of tokens of the
-//! keys, one per token and group of channels of the values (KIVI).
+//! keys, one per token and group of channels of the values (KIVI), or one per channel and tile of both.
 //!
 //! With a query of 16 bits these are multiplied as floats: on an H200 two byte planes for every group took 418 µs where floats
 //! took 278 (2 bits, `g4-b8-32k`).
 
 use super::recipe::Exchange;
 use super::specialisation::{STEP_TILES, Specialisation, WEIGHT_BLOCKS, is_dot};
+use crate::TILE_TOKENS;
 use crate::backend::QueryBytes;
 use crate::format::{Grouping, TileLayout};
-
-/// Runs of 32 tokens of a tile; a group of tokens is one of them or more.
-const QUARTERS: usize = 4;
 
 impl Specialisation<'_> {
     /// True if keys have one range per channel and group of tokens, which goes into a query of one byte in `attend`. Beside
     /// values that are multiplied as floats they are floats too, but where a KV head has one query head: on an H200 integers
     /// (4 bits per channel and 128 tokens) took 101 µs on `g1-b8-8k`, floats 157; on `g4-b8-32k` they took 317 and 232.
     pub(super) fn has_key_groups(&self) -> bool {
-        let integer_values = is_dot(&self.format.value) || self.value_channel_groups().is_some();
+        let integer_values =
+            is_dot(&self.format.value) || self.value_channel_groups().is_some() || self.values_have_tile_ranges();
         self.query == QueryBytes::One && self.has_key_groups_of_tokens() && (integer_values || self.shape.group() == 1)
     }
 
@@ -45,6 +44,17 @@ impl Specialisation<'_> {
         }
     }
 
+    /// True if values have one range per channel and tile, which is applied to the sums of a tile: unless keys are multiplied
+    /// as floats.
+    pub(super) fn has_value_tiles(&self) -> bool {
+        let integer_keys = is_dot(&self.format.key) || self.has_key_groups_of_tokens();
+        self.query == QueryBytes::One && integer_keys && self.values_have_tile_ranges()
+    }
+
+    fn values_have_tile_ranges(&self) -> bool {
+        self.format.value.grouping() == Some(Grouping::ChannelTokens(TILE_TOKENS))
+    }
+
     /// How such keys find the totals of a query over the channels.
     pub(super) fn key_totals(&self) -> Exchange {
         match self.capabilities.subgroups {
@@ -53,17 +63,32 @@ impl Specialisation<'_> {
         }
     }
 
-    /// Workgroup memory of a step's queries, bytes for every quarter of a tile with their largest and their bias, and of the
-    /// weights of all groups but the first.
+    /// Groups of tokens of a tile whose keys have ranges of their own that go into a query of one byte.
+    fn key_token_groups(&self) -> Option<usize> {
+        match self.format.key.grouping() {
+            Some(Grouping::ChannelTokens(tokens)) if self.has_key_groups() => Some(TILE_TOKENS / tokens),
+            _ => None,
+        }
+    }
+
+    /// Workgroup memory of a step's queries, bytes for every group of tokens with their unit and their bias, of the weights of
+    /// all groups of channels but the first, and of the weights of every block.
     pub(super) fn group_bytes(&self, heads: usize) -> usize {
         let channels = TileLayout::new(&self.format.key, self.shape.head_dim()).key_row_channels();
-        let queries = QUARTERS * STEP_TILES * (heads * channels + 16 + heads * 8);
+        let queries = |groups: usize| {
+            let maxima = match self.key_totals() {
+                Exchange::Memory => heads * 4,
+                Exchange::Subgroup => 0,
+            };
+            STEP_TILES * (groups * (heads * channels + 16 + heads * 4 + maxima) + heads * 4)
+        };
         let weights = |groups: usize| {
             let bytes = heads * STEP_TILES * (8 * 16 + WEIGHT_BLOCKS * 4);
             let maxima = STEP_TILES * WEIGHT_BLOCKS * 2 * 4;
             // Groups lie in banks of their own, and have sums that their outputs share.
             (groups - 1) * bytes + groups * (maxima + groups / 2 * 16 + heads * 4)
         };
-        usize::from(self.has_key_groups()) * queries + self.value_groups().map_or(0, weights)
+        let tiles = usize::from(self.has_value_tiles()) * 2 * heads * STEP_TILES * WEIGHT_BLOCKS * 4;
+        self.key_token_groups().map_or(0, queries) + self.value_groups().map_or(0, weights) + tiles
     }
 }

@@ -331,6 +331,7 @@ impl ByteWeights {
     fn put(self, variant: Variant, stride: usize) -> Variant {
         match self {
             Self::Shared { middle } => variant.float("VALUE_MIDDLE", middle),
+            Self::Tiles => variant.import("value_ranges", "attend/value_ranges/tiles.wgsl"),
             Self::Groups { groups, centre } => variant
                 .import("byte_weights", "attend/byte_weights/groups.wgsl")
                 .constant("WEIGHT_GROUPS", groups)

@@ -209,6 +209,8 @@ pub(crate) enum ValueRanges {
 pub(crate) enum ByteWeights {
     /// One set for all channels; `middle` is what byte -128 stands for.
     Shared { middle: f32 },
+    /// One set for all channels, which have a range for every tile.
+    Tiles,
     /// One for every group of channels with ranges of their own; `centre` is the middle code.
     Groups { groups: usize, centre: f32 },
 }

@@ -87,7 +87,7 @@ impl Specialisation<'_> {
 
     /// True if weights are integers.
     fn integer_values(&self) -> bool {
-        is_dot(&self.format.value) || self.value_groups().is_some()
+        is_dot(&self.format.value) || self.value_groups().is_some() || self.has_value_tiles()
     }
 
     /// Byte planes of the prepared query.
@@ -101,7 +101,7 @@ impl Specialisation<'_> {
     /// True if weights are integers of one byte.
     pub(super) fn byte_weights(&self) -> bool {
         let by_channel = self.format.value.grouping() == Some(Grouping::Channel);
-        self.query == QueryBytes::One && (by_channel || self.value_groups().is_some())
+        self.query == QueryBytes::One && (by_channel || self.value_groups().is_some() || self.has_value_tiles())
     }
 
     /// 32-bit words of the prepared rows of one query.

@@ -131,6 +131,7 @@ files![
     "attend/value_ranges/folded.wgsl",
     "attend/value_ranges/groups.wgsl",
     "attend/value_ranges/slot.wgsl",
+    "attend/value_ranges/tiles.wgsl",
     "attend/value_ranges/token.wgsl",
     "attend/values/byte.wgsl",
     "attend/values/dot.wgsl",

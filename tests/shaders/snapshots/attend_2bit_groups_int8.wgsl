@@ -176,17 +176,18 @@ fn set_scores_lowest() {
 
 // Scores of packed keys with one range per channel and group of consecutive tokens, by integer dot products:
 //
-//   score = unit_g Σ round(q s_g / unit_g) c + Σ q (m_g + 2^(bits-1) s_g)
+//   score = unit (Σ round(q s_g / unit) c + Σ q (m_g + 2^(bits-1) s_g) / unit)
 //
-// The scales of a group go into the query, which becomes bytes anew for every quarter of a tile, 32 tokens: relative to
-// the largest |q s_g| of the quarter, in the order of use (attend/query_fields.wgsl). A team does that for its next tile
-// between the two barriers of a step, a lane for the field groups lane, lane + 32, ...
+// The scales of a group go into the query, which becomes bytes anew for every group of a tile, in the order of use
+// (attend/query_fields.wgsl), relative to the largest |q s_g| of the whole tile: one maximum over the team for a head, where
+// every group of its own would take as many. A team does that for its next tile between the two barriers of a step, a lane for
+// the field groups lane, lane + 32, ...
 // The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Keys: eight neighbouring lanes or
 // more read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
 //
 // needs: HEADS, HEAD_DIM, KV_HEADS, LANE_TOKENS, STEP_TILES, TILE_TOKENS, WorkItem, tile_bases, token_scores
-// gives: KeyVector, KEY_VECTOR, QUARTERS, QUERY_VECTORS, QUERY_ROW, query, group_totals, field_ranges, begin_keys,
-//   prepare_keys, key_pages, score_tile
+// gives: KeyVector, KEY_VECTOR, KEY_TOKEN_GROUPS, QUERY_VECTORS, QUERY_ROW, query, group_biases, field_ranges,
+//   field_scales, field_middles, inverse_unit, begin_keys, prepare_keys, key_pages, score_tile
 // binds: 3 keys, 4 key_ranges
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, KEY_TOKEN_GROUPS, KEY_MIDDLE
 
@@ -274,7 +275,6 @@ const KEY_MIDDLE: f32 = 2.0f;
 // Sums start at the bits of 1.5 · 2^23 and are that float plus the sum: in magnitude a sum is at most
 // HEAD_DIM · 127 · 128 < 2^22.
 const SUM_START: i32 = 1262485504i;
-const QUARTERS: u32 = 4u;
 // Four field groups of a row each.
 const ROW_QUADS: u32 = KEY_VECTORS * KEY_QUADS;
 const QUERY_VECTORS: u32 = ROW_QUADS * 4u;
@@ -284,11 +284,13 @@ const LANE_FIELDS: u32 = (QUERY_VECTORS + 31u) / 32u;
 
 var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
 
-// [tile of the step][quarter]: [head][quad], and a vector that keeps quarters in banks of their own.
-const QUARTER_ROW: u32 = HEADS * ROW_QUADS + 1u;
-var<workgroup> group_query: array<vec4<u32>, STEP_TILES * QUARTERS * QUARTER_ROW>;
-// Largest |q s_g| and Σ q (m_g + 2^(bits-1) s_g): [tile of the step][quarter][head].
-var<workgroup> group_totals: array<vec2<f32>, STEP_TILES * QUARTERS * HEADS>;
+// [tile of the step][group]: [head][quad], and a vector that keeps groups in banks of their own.
+const GROUP_ROW: u32 = HEADS * ROW_QUADS + 1u;
+var<workgroup> group_query: array<vec4<u32>, STEP_TILES * KEY_TOKEN_GROUPS * GROUP_ROW>;
+// Σ q (m_g + 2^(bits-1) s_g) in units: [tile of the step][group][head].
+var<workgroup> group_biases: array<f32, STEP_TILES * KEY_TOKEN_GROUPS * HEADS>;
+// What an integer of the query stands for: [tile of the step][head].
+var<workgroup> tile_units: array<f32, STEP_TILES * HEADS>;
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/query/own_f32.wgsl
@@ -360,82 +362,109 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
 // shaders/attend/key_totals/subgroup.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// The largest scaled query and the constant part of the scores of every quarter of a tile and head, by reductions over the
+// The largest scaled query of a tile and head and the constant part of the scores of every group, by reductions over the
 // team: invocations are numbered subgroup by subgroup (see attend/numbering/subgroup.wgsl), and subgroups have 32 lanes.
-// A lane scores four tokens of one quarter, so that it meets one query per head, and hands the scores to the lanes that own
-// the tokens: 32 · quarter + 8 i + j is scored by lane 8 · quarter + j and owned by lane 8 i + j.
+// A lane scores four tokens of one group, so that it meets one query per head. Where a tile has several groups it hands the
+// scores to the lanes that own the tokens: 32 · quarter + 8 i + j is scored by lane 8 · quarter + j, as its token quarter ^ i, and
+// owned by lane 8 i + j.
 //
-// needs: HEADS, LANE_TOKENS, QUARTERS, group_totals, token_scores
-// gives: LANE_QUARTERS, scored_quarter, scored_token, arrange_scores, team_largest, finish_key_totals
+// needs: HEADS, KEY_TOKEN_GROUPS, LANE_TOKENS, group_biases, token_scores
+// gives: LANE_GROUPS, scored_group, scored_token, arrange_scores, add_bias, team_largest, finish_key_totals
 
 // Teams score tiles of their own, or none. As a team is a subgroup, that branch is the same for all of its lanes, which the
 // compiler of a browser cannot see:
 // diagnostic(off, subgroup_uniformity);
 
-// Quarters of the tokens that a lane scores.
-const LANE_QUARTERS: u32 = 1u;
+// Groups that the tokens of a lane lie in.
+const LANE_GROUPS: u32 = 1u;
 
-// [head][quarter], each lane's part.
-var<private> biases: array<vec4<f32>, HEADS>;
-var<private> largest_scaled: array<vec4<f32>, HEADS>;
+// Each lane's part: [group][head].
+var<private> biases: array<f32, KEY_TOKEN_GROUPS * HEADS>;
 
-fn scored_quarter(lane: u32, n: u32) -> u32 {
-    return lane / 8u;
+fn scored_group(lane: u32, n: u32) -> u32 {
+    return lane / 8u * KEY_TOKEN_GROUPS / 4u;
 }
 
 fn scored_token(lane: u32, i: u32) -> u32 {
-    return lane / 8u * 32u + i * 8u + lane % 8u;
+    return select(lane / 8u * 32u + ((lane / 8u) ^ i) * 8u + lane % 8u, i * 32u + lane, KEY_TOKEN_GROUPS == 1u);
 }
 
-// Four lanes, 8 apart, exchange four scores each: a transposition, by exchanging halves twice.
+// Four lanes, 8 apart, exchange four scores each: score i goes to the lane whose number differs by 8 i, which takes it for its
+// token of the quarter that differs from its own by i.
 fn arrange_scores(head: u32, lane: u32) {
-    // unroll
-    for (var pair = 0u; pair < 2u; pair++) {
-        let a = token_scores[head * LANE_TOKENS + pair * 2u];
-        let b = token_scores[head * LANE_TOKENS + pair * 2u + 1u];
-        let odd = (lane & 8u) != 0u;
-        let got = subgroupShuffleXor(select(b, a, odd), 8u);
-        token_scores[head * LANE_TOKENS + pair * 2u] = select(a, got, odd);
-        token_scores[head * LANE_TOKENS + pair * 2u + 1u] = select(got, b, odd);
+    if (KEY_TOKEN_GROUPS == 1u) {
+        return;
     }
-    // unroll
-    for (var pair = 0u; pair < 2u; pair++) {
-        let a = token_scores[head * LANE_TOKENS + pair];
-        let b = token_scores[head * LANE_TOKENS + pair + 2u];
-        let upper = (lane & 16u) != 0u;
-        let got = subgroupShuffleXor(select(b, a, upper), 16u);
-        token_scores[head * LANE_TOKENS + pair] = select(a, got, upper);
-        token_scores[head * LANE_TOKENS + pair + 2u] = select(got, b, upper);
-    }
+    let a = token_scores[head * LANE_TOKENS];
+    let b = subgroupShuffleXor(token_scores[head * LANE_TOKENS + 1u], 8u);
+    let c = subgroupShuffleXor(token_scores[head * LANE_TOKENS + 2u], 16u);
+    let d = subgroupShuffleXor(token_scores[head * LANE_TOKENS + 3u], 24u);
+    let odd = (lane & 8u) != 0u;
+    let upper = (lane & 16u) != 0u;
+    let ab = select(a, b, odd);
+    let ba = select(b, a, odd);
+    let cd = select(c, d, odd);
+    let dc = select(d, c, odd);
+    token_scores[head * LANE_TOKENS] = select(ab, cd, upper);
+    token_scores[head * LANE_TOKENS + 1u] = select(ba, dc, upper);
+    token_scores[head * LANE_TOKENS + 2u] = select(cd, ab, upper);
+    token_scores[head * LANE_TOKENS + 3u] = select(dc, ba, upper);
 }
 
-fn team_largest(largest: f32, bias: f32, at: u32, quarter: u32, head: u32) -> f32 {
-    biases[head][quarter] = bias;
+fn add_bias(i: u32, group: u32, head: u32, part: f32) {
+    biases[group * HEADS + head] = select(biases[group * HEADS + head] + part, part, i == 0u);
+}
+
+fn team_largest(own: f32, team: u32, head: u32) -> f32 {
     // Bits of floats that are not negative are ordered.
-    largest_scaled[head][quarter] = bitcast<f32>(subgroupMax(bitcast<u32>(largest)));
-    return largest_scaled[head][quarter];
+    return bitcast<f32>(subgroupMax(bitcast<u32>(own)));
 }
 
-// Sums the four biases of a head over the lanes: after two exchanges of halves a lane has one of them.
+// Sums that are left after every exchange of halves.
+const BIASES: u32 = KEY_TOKEN_GROUPS * HEADS;
+const BIASES_1: u32 = (BIASES + 1u) / 2u;
+const BIASES_2: u32 = (BIASES_1 + 1u) / 2u;
+const BIASES_3: u32 = (BIASES_2 + 1u) / 2u;
+const BIASES_4: u32 = (BIASES_3 + 1u) / 2u;
+const BIASES_5: u32 = (BIASES_4 + 1u) / 2u;
+
+// Of two sums the lane keeps the first, the lane `apart` from it the second, and each adds what the other has of it. Where
+// there is no second, nor is there a sum in half of the lanes.
+fn exchanged(a: f32, b: f32, lane: u32, apart: u32) -> f32 {
+    let odd = (lane & apart) != 0u;
+    return select(a, b, odd) + subgroupShuffleXor(select(b, a, odd), apart);
+}
+
+// Sums all biases over the lanes: after five exchanges of halves a lane has one of them or none.
 fn finish_key_totals(team: u32, lane: u32) {
-    let odd = (lane & 1u) != 0u;
-    let upper = (lane & 2u) != 0u;
     // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        let all = biases[head];
-        let two = select(all.xz, all.yw, odd) + subgroupShuffleXor(select(all.yw, all.xz, odd), 1u);
-        var bias = select(two.x, two.y, upper) + subgroupShuffleXor(select(two.y, two.x, upper), 2u);
-        bias += subgroupShuffleXor(bias, 4u);
-        bias += subgroupShuffleXor(bias, 8u);
-        bias += subgroupShuffleXor(bias, 16u);
-        let largest = select(
-            select(largest_scaled[head].x, largest_scaled[head].y, odd),
-            select(largest_scaled[head].z, largest_scaled[head].w, odd),
-            upper,
-        );
-        if (lane < QUARTERS) {
-            group_totals[(team * QUARTERS + lane) * HEADS + head] = vec2<f32>(largest, bias);
-        }
+    for (var i = 0u; i < BIASES_1; i++) {
+        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_1, BIASES - 1u)], i + BIASES_1 < BIASES), lane, 1u);
+    }
+    // unroll
+    for (var i = 0u; i < BIASES_2; i++) {
+        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_2, BIASES_1 - 1u)], i + BIASES_2 < BIASES_1), lane, 2u);
+    }
+    // unroll
+    for (var i = 0u; i < BIASES_3; i++) {
+        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_3, BIASES_2 - 1u)], i + BIASES_3 < BIASES_2), lane, 4u);
+    }
+    // unroll
+    for (var i = 0u; i < BIASES_4; i++) {
+        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_4, BIASES_3 - 1u)], i + BIASES_4 < BIASES_3), lane, 8u);
+    }
+    // unroll
+    for (var i = 0u; i < BIASES_5; i++) {
+        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_5, BIASES_4 - 1u)], i + BIASES_5 < BIASES_4), lane, 16u);
+    }
+    // Which one, from the last exchange to the first.
+    let at_4 = lane / 16u % 2u * BIASES_5;
+    let at_3 = at_4 + lane / 8u % 2u * BIASES_4;
+    let at_2 = at_3 + lane / 4u % 2u * BIASES_3;
+    let at_1 = at_2 + lane / 2u % 2u * BIASES_2;
+    let at = at_1 + lane % 2u * BIASES_1;
+    if (at_4 < BIASES_4 && at_3 < BIASES_3 && at_2 < BIASES_2 && at_1 < BIASES_1 && at < BIASES) {
+        group_biases[team * BIASES + at] = biases[0];
     }
 }
 
@@ -443,39 +472,43 @@ fn finish_key_totals(team: u32, lane: u32) {
 // shaders/attend/key_totals/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called before and after `team_largest` of all heads and quarters.
+// Called first.
 fn enter_key_totals(tile_base: u32, team: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/scores/groups.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-struct FieldRanges {
-    scale: vec4<f32>,
-    // m + 2^(bits-1) s.
-    middle: vec4<f32>,
-}
-
-// Ranges of four channels in a quarter of a tile. Channels past the head, in rows that fill no vector, meet a zero
+// Ranges of four channels in a group of a tile. Channels past the head, in rows that fill no vector, meet a zero
 // query: any range in bounds will do.
-fn field_ranges(tile_base: u32, quarter: u32, field: u32) -> FieldRanges {
-    let group = tile_base * KEY_TOKEN_GROUPS + quarter * KEY_TOKEN_GROUPS / QUARTERS;
-    let ranges = key_ranges[group * (HEAD_DIM / 4u) + min(field, HEAD_DIM / 4u - 1u)];
-    let a = unpack2x16float(ranges.x);
-    let b = unpack2x16float(ranges.y);
-    let c = unpack2x16float(ranges.z);
-    let d = unpack2x16float(ranges.w);
-    let scale = vec4<f32>(a.x, b.x, c.x, d.x);
-    return FieldRanges(scale, vec4<f32>(a.y, b.y, c.y, d.y) + KEY_MIDDLE * scale);
+fn field_ranges(tile_base: u32, group: u32, field: u32) -> vec4<u32> {
+    return key_ranges[(tile_base * KEY_TOKEN_GROUPS + group) * (HEAD_DIM / 4u) + min(field, HEAD_DIM / 4u - 1u)];
 }
 
-// Four channels as signed bytes relative to their largest, rounded to nearest in the low bits of 2^23 + 128 + integer.
-fn group_bytes(scaled: vec4<f32>, largest: f32) -> u32 {
-    let inverse = select(0f, QUERY_LARGEST / largest, largest > 1e-30f);
-    let x = bitcast<vec4<u32>>(scaled * inverse + vec4<f32>(8388608f + 128f));
-    // The bits of 2^23 fall off the top but for one byte.
-    let whole = x.x + (x.y << 8u) + (x.z << 16u) + (x.w << 24u) - 1258291200u;
-    return whole ^ 0x80808080u;
+fn field_scales(ranges: vec4<u32>) -> vec4<f32> {
+    return vec4<f32>(unpack2x16float(ranges.x).x, unpack2x16float(ranges.y).x, unpack2x16float(ranges.z).x, unpack2x16float(ranges.w).x);
+}
+
+// m + 2^(bits-1) s.
+fn field_middles(ranges: vec4<u32>, scales: vec4<f32>) -> vec4<f32> {
+    let minima = vec4<f32>(unpack2x16float(ranges.x).y, unpack2x16float(ranges.y).y, unpack2x16float(ranges.z).y, unpack2x16float(ranges.w).y);
+    return minima + KEY_MIDDLE * scales;
+}
+
+// What q s is multiplied with to be an integer, where this is the largest |q s|. Scores that only smaller ones make are 0.
+fn inverse_unit(largest: f32) -> f32 {
+    return select(1f, QUERY_LARGEST / largest, largest > 1e-20f);
+}
+
+fn unit(largest: f32) -> f32 {
+    return select(1f, largest / QUERY_LARGEST, largest > 1e-20f);
+}
+
+// Four channels as signed bytes: rounded to nearest in the low bits of 2^23 + 128 + integer. The bits of 2^23 fall off the
+// top but for one byte, 75, which 181 more make a whole turn.
+fn group_bytes(scaled: vec4<f32>) -> u32 {
+    let x = bitcast<vec4<u32>>(scaled + vec4<f32>(8388736f, 8388736f, 8388736f, 8388917f));
+    return (x.x + (x.y << 8u) + (x.z << 16u) + (x.w << 24u)) ^ 0x80808080u;
 }
 
 // Four channels of a head's query, 0 past the row.
@@ -495,45 +528,67 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {
         return;
     }
     let tile_base = tile_bases[min(first + team, tiles - 1u)];
-    var q: array<vec4<f32>, HEADS * LANE_FIELDS>;
+    // [field of the lane][group]
+    var ranges: array<vec4<u32>, LANE_FIELDS * KEY_TOKEN_GROUPS>;
+    var largest_scales: array<vec4<f32>, LANE_FIELDS>;
     // unroll
-    for (var head = 0u; head < HEADS; head++) {
+    for (var i = 0u; i < LANE_FIELDS; i++) {
         // unroll
-        for (var i = 0u; i < LANE_FIELDS; i++) {
-            q[head * LANE_FIELDS + i] = query_field(head, i * 32u + lane);
+        for (var group = 0u; group < KEY_TOKEN_GROUPS; group++) {
+            ranges[i * KEY_TOKEN_GROUPS + group] = field_ranges(tile_base, group, i * 32u + lane);
+        }
+        largest_scales[i] = vec4<f32>(0f);
+        // unroll
+        for (var group = 0u; group < KEY_TOKEN_GROUPS; group++) {
+            largest_scales[i] = max(largest_scales[i], field_scales(ranges[i * KEY_TOKEN_GROUPS + group]));
         }
     }
     enter_key_totals(tile_base, team, lane);
+    // In units: [head][field of the lane].
+    var q: array<vec4<f32>, HEADS * LANE_FIELDS>;
+    var largest: array<f32, HEADS>;
     // unroll
-    for (var quarter = 0u; quarter < QUARTERS; quarter++) {
-        var ranges: array<FieldRanges, LANE_FIELDS>;
+    for (var head = 0u; head < HEADS; head++) {
+        largest[head] = 0f;
         // unroll
         for (var i = 0u; i < LANE_FIELDS; i++) {
-            ranges[i] = field_ranges(tile_base, quarter, i * 32u + lane);
+            q[head * LANE_FIELDS + i] = query_field(head, i * 32u + lane);
+            let magnitude = abs(q[head * LANE_FIELDS + i] * largest_scales[i]);
+            largest[head] = max(largest[head], max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w)));
         }
+        largest[head] = team_largest(largest[head], team, head);
+        let inverse = inverse_unit(largest[head]);
         // unroll
-        for (var head = 0u; head < HEADS; head++) {
-            var largest = 0f;
-            var bias = 0f;
+        for (var i = 0u; i < LANE_FIELDS; i++) {
+            q[head * LANE_FIELDS + i] *= inverse;
+        }
+    }
+    // unroll
+    for (var i = 0u; i < LANE_FIELDS; i++) {
+        let field = i * 32u + lane;
+        let at = place(field);
+        // unroll
+        for (var group = 0u; group < KEY_TOKEN_GROUPS; group++) {
+            let scales = field_scales(ranges[i * KEY_TOKEN_GROUPS + group]);
+            let middles = field_middles(ranges[i * KEY_TOKEN_GROUPS + group], scales);
             // unroll
-            for (var i = 0u; i < LANE_FIELDS; i++) {
-                let magnitude = abs(q[head * LANE_FIELDS + i] * ranges[i].scale);
-                largest = max(largest, max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w)));
-                bias += dot(q[head * LANE_FIELDS + i], ranges[i].middle);
-            }
-            largest = team_largest(largest, bias, (team * QUARTERS + quarter) * HEADS + head, quarter, head);
-            // unroll
-            for (var i = 0u; i < LANE_FIELDS; i++) {
-                let field = i * 32u + lane;
+            for (var head = 0u; head < HEADS; head++) {
+                add_bias(i, group, head, dot(q[head * LANE_FIELDS + i], middles));
                 if (field < QUERY_VECTORS) {
-                    let whole = group_bytes(q[head * LANE_FIELDS + i] * ranges[i].scale, largest);
-                    let at = place(field);
-                    group_query[(team * QUARTERS + quarter) * QUARTER_ROW + head * ROW_QUADS + at / 4u][at % 4u] = whole;
+                    let row = (team * KEY_TOKEN_GROUPS + group) * GROUP_ROW + head * ROW_QUADS;
+                    group_query[row + at / 4u][at % 4u] = group_bytes(q[head * LANE_FIELDS + i] * scales);
                 }
             }
         }
     }
     finish_key_totals(team, lane);
+    // After all exchanges, so that no branch comes between them.
+    if (lane == 0u) {
+        // unroll
+        for (var head = 0u; head < HEADS; head++) {
+            tile_units[team * HEADS + head] = unit(largest[head]);
+        }
+    }
 }
 
 fn key_pages() -> u32 {
@@ -567,16 +622,16 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
             }
             // unroll
             for (var head = 0u; head < HEADS; head++) {
-                var q: array<vec4<u32>, LANE_QUARTERS>;
+                var q: array<vec4<u32>, LANE_GROUPS>;
                 // unroll
-                for (var n = 0u; n < LANE_QUARTERS; n++) {
-                    let row = (team * QUARTERS + scored_quarter(lane, n)) * QUARTER_ROW + head * ROW_QUADS;
+                for (var n = 0u; n < LANE_GROUPS; n++) {
+                    let row = (team * KEY_TOKEN_GROUPS + scored_group(lane, n)) * GROUP_ROW + head * ROW_QUADS;
                     q[n] = group_query[row + vector * KEY_QUADS + quad];
                 }
                 // unroll
                 for (var i = 0u; i < LANE_TOKENS; i++) {
                     let at_sum = head * LANE_TOKENS + i;
-                    let n = i * LANE_QUARTERS / LANE_TOKENS;
+                    let n = i * LANE_GROUPS / LANE_TOKENS;
                     // One addition of three operands for two products.
                     sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[i], q[n].x) + dot4I8Packed(codes[4u + i], q[n].y);
                     sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[8u + i], q[n].z) + dot4I8Packed(codes[12u + i], q[n].w);
@@ -588,9 +643,10 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     for (var head = 0u; head < HEADS; head++) {
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
-            let totals = group_totals[(team * QUARTERS + scored_quarter(lane, i * LANE_QUARTERS / LANE_TOKENS)) * HEADS + head];
+            let group = scored_group(lane, i * LANE_GROUPS / LANE_TOKENS);
             let sum = bitcast<f32>(sums[head * LANE_TOKENS + i]) - 12582912f;
-            token_scores[head * LANE_TOKENS + i] = sum * (totals.x * (CODE_UNIT / QUERY_LARGEST)) + totals.y;
+            let bias = group_biases[(team * KEY_TOKEN_GROUPS + group) * HEADS + head];
+            token_scores[head * LANE_TOKENS + i] = tile_units[team * HEADS + head] * (sum * CODE_UNIT + bias);
         }
         arrange_scores(head, lane);
     }
@@ -686,7 +742,8 @@ var<private> enter: array<f32, HEADS>;
 // Bytes are made unsigned for the unsigned dot product: 128 more than they were. A block's sum is at most
 // 32 · 255 · 255 < 2^23, so that it starts at the bits of 2^23 and is that float plus the sum.
 //
-// needs: HEADS, HEAD_DIM, STEP_TILES, begin_block_maxima, begin_value_ranges, keep, tile_bases
+// needs: HEADS, HEAD_DIM, STEP_TILES, begin_block_maxima, begin_value_ranges, channel_scale, enter_block,
+//   enter_value_tile, keep, leave_value_tile, tile_bases
 // gives: TILE_QUAD_PAIRS, BLOCK_STRIDE, TWO_TO_23, LARGEST_WEIGHT_UNIT, WEIGHT_GROUPS, GROUP_CHANNELS,
 //   is_first_of_block, begin_values, store_bytes, add_values
 
@@ -978,6 +1035,23 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
+// shaders/attend/value_ranges/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Called before and after a tile enters the sums.
+fn enter_value_tile(tile_base: u32, team: u32, lane: u32) {}
+
+fn leave_value_tile() {}
+
+// Called as block `pair` of tile `tile` of the step enters them, with what its integers are multiplied with.
+fn enter_block(tile: u32, pair: u32, head: u32, scale: f32) {}
+
+// What sums of channel `k` of the lane are multiplied with as they enter.
+fn channel_scale(k: u32) -> f32 {
+    return 1f;
+}
+
+// ----------------------------------------------------------------------------------------------------
 // shaders/attend/byte_weights/groups.wgsl
 // ----------------------------------------------------------------------------------------------------
 
@@ -1025,9 +1099,10 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
         // unroll
         for (var head = 0u; head < HEADS; head++) {
             let p = vec4<f32>(token_scores[head * 4u], token_scores[head * 4u + 1u], token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]);
-            // Rounded to nearest in the low bits of 2^23 + weight; the bits of 2^23 fall off the top but for one byte.
-            let rounded = bitcast<vec4<u32>>(p * integers + vec4<f32>(8388608f));
-            let bytes = rounded.x + (rounded.y << 8u) + (rounded.z << 16u) + (rounded.w << 24u) - TWO_TO_23;
+            // Rounded to nearest in the low bits of 2^23 + weight; the bits of 2^23 fall off the top but for one byte, 75,
+            // which 181 more make a whole turn.
+            let rounded = bitcast<vec4<u32>>(p * integers + vec4<f32>(8388608f, 8388608f, 8388608f, 8388789f));
+            let bytes = rounded.x + (rounded.y << 8u) + (rounded.z << 16u) + (rounded.w << 24u);
             store_bytes(group, head, team, lane, bytes, unit * block_units[head]);
             let sum = bitcast<f32>(dot4U8Packed(bytes, 0x01010101u) + TWO_TO_23) - 8388608f;
             let left = dot(p, centres) - sum * (unit * VALUE_CENTRE);
@@ -1071,6 +1146,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
     let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
     for (var tile = first_tile; tile < end_tile; tile++) {
         let base = tile_bases[first + tile] * (VALUE_VECTORS * HEAD_DIM);
+        enter_value_tile(tile_bases[first + tile], team, lane);
         for (var first_vector = 0u; first_vector < VALUE_VECTORS; first_vector += PAIR_VECTORS) {
             var words: array<ValueVector, PAIR_VECTORS * CHANNELS>;
             // unroll
@@ -1112,13 +1188,15 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
                 // unroll
                 for (var head = 0u; head < HEADS; head++) {
                     let scale = block_scales[group * GROUP_SCALES + (tile * TILE_QUAD_PAIRS + pair) * HEADS + head];
+                    enter_block(tile, pair, head, scale);
                     // unroll
                     for (var k = 0u; k < CHANNELS; k++) {
-                        sums[head * CHANNELS + k] += (bitcast<f32>(pair_sums[head * CHANNELS + k]) - 8388608f) * scale;
+                        sums[head * CHANNELS + k] += (bitcast<f32>(pair_sums[head * CHANNELS + k]) - 8388608f) * (scale * channel_scale(k));
                     }
                 }
             }
         }
+        leave_value_tile();
     }
 }
 

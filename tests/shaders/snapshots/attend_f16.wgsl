@@ -434,7 +434,7 @@ var<private> enter: array<f32, HEADS>;
 //
 // needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, TILE_TOKENS, WorkItem, enter, finish_output, keep,
 //   put_output, sum_parts, tile_bases, write_lse
-// gives: ValueVector, CHANNELS, value_pages, begin_values, store_weights, add_values, write_states
+// gives: ValueVector, CHANNELS, sums, value_pages, begin_values, store_weights, own_channel, add_values, write_states
 // binds: 5 values
 // set by plans: ValueVector, Weights, CHANNELS, CHANNEL_BLOCKS
 
