@@ -4,6 +4,7 @@ mod documents;
 mod passkey;
 mod report;
 mod score;
+mod wanted;
 
 use std::path::PathBuf;
 
@@ -24,6 +25,7 @@ use crate::print::{self, note};
 use crate::provenance;
 use passkey::Passkey;
 use score::{Reference, Score};
+use wanted::Wanted;
 
 /// Options about models.
 #[derive(clap::Args)]
@@ -35,7 +37,8 @@ pub struct ModelArgs {
     #[arg(long, value_name = "FILE", requires = "model")]
     text: Option<PathBuf>,
     /// With --model: recipes, separated by spaces or given one by one; 'all' is every method at every width, with and without
-    /// a centre, and 'centred' those with one.
+    /// a centre, 'centred' those with one, and 'windowed' every method with what protects it: a centre where it takes one, and
+    /// the first and the last 128 tokens in f16.
     #[arg(long, value_name = "RECIPE", num_args = 1.., default_value = "all", requires = "model")]
     recipes: Vec<String>,
     /// With --model: read so many tokens of the text; perplexity is given at each.
@@ -83,56 +86,6 @@ pub fn run(file: &std::path::Path, args: &ModelArgs, backend: &BackendArgs, to: 
     }
 }
 
-/// A recipe that is asked for.
-struct Wanted {
-    recipe: ModelRecipe,
-    /// By its name, and not with all others.
-    by_name: bool,
-}
-
-impl Wanted {
-    fn parse(given: &[String]) -> Result<Vec<Self>> {
-        let mut wanted = Vec::new();
-        for text in given.iter().flat_map(|text| text.split_whitespace()) {
-            let one_of_all = |recipe| Self { recipe, by_name: false };
-            match text {
-                "all" => wanted.extend(ModelRecipe::all().into_iter().chain(centred()).map(one_of_all)),
-                "centred" => wanted.extend(centred().map(one_of_all)),
-                _ => {
-                    let recipe: ModelRecipe = text.parse()?;
-                    wanted.push(Self { recipe: recipe.plain()?.clone(), by_name: true });
-                }
-            }
-        }
-        if wanted.is_empty() {
-            bail!(
-                "--recipes names no recipe; 'all' stands for every method at every width, 'centred' for those with a centre"
-            );
-        }
-        Ok(wanted)
-    }
-}
-
-/// Every method at every width that packs keys and takes a centre, with one.
-fn centred() -> impl Iterator<Item = ModelRecipe> {
-    let packed = ModelRecipe::all().into_iter().map(|recipe| recipe.to_string()).filter(|recipe| recipe != "f16");
-    packed.filter_map(|recipe| format!("{recipe}+centre").parse().ok())
-}
-
-/// The recipes that the model and the backend can take, found before any is evaluated. One that is named must be among
-/// them; of all others, those that are not are left out with a word.
-fn fitting<B: Backend + Clone>(task: &Task<'_>, wanted: &[Wanted], backend: &B) -> Result<Vec<ModelRecipe>> {
-    let mut fitting = Vec::with_capacity(wanted.len());
-    for Wanted { recipe, by_name } in wanted {
-        match PackedAttention::new(backend, &task.model.config, recipe) {
-            Ok(_) => fitting.push(recipe.clone()),
-            Err(error) if *by_name => return Err(error.context(format!("recipe {recipe}"))),
-            Err(error) => note!("left out {recipe}: {error:#}"),
-        }
-    }
-    Ok(fitting)
-}
-
 /// What every recipe has to do.
 struct Task<'a> {
     model: &'a Model,
@@ -175,7 +128,7 @@ fn evaluate<B: Backend + Clone>(
     (backend, run): (&B, Run),
     to: Destination<'_>,
 ) -> Result<Outcome> {
-    let recipes = fitting(task, wanted, backend)?;
+    let recipes = wanted::fitting(&task.model.config, wanted, backend)?;
     let compared = COMPARED_TOKENS.min(task.tokens.len());
     let work = task.tokens.len() + compared + recipes.len() * task.work();
     let progress = ProgressBar::new(work as u64).with_style(print::bar());
@@ -221,26 +174,4 @@ fn evaluate_recipe<B: Backend + Clone>(
         row.passkeys.push(passkey.score(task.model, &mut attention, progress)?);
     }
     Ok(row)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn all_recipes_are_those_with_a_centre_too() {
-        let names = |given: &str| -> Vec<String> {
-            Wanted::parse(&[given.into()]).unwrap().iter().map(|wanted| wanted.recipe.to_string()).collect()
-        };
-        let all = names("all");
-        for recipe in ["f16", "int4", "int4+centre", "calibquant:2", "turboquant-prod:3+centre", "qjl+centre"] {
-            assert!(all.iter().any(|name| name == recipe), "{recipe}: {all:?}");
-        }
-        for recipe in ["f16+centre", "calibquant:2+centre", "kivi:4+centre", "int8-symmetric-channel+centre"] {
-            assert!(all.iter().all(|name| name != recipe), "{recipe}: {all:?}");
-        }
-        let centred = names("centred");
-        assert!(!centred.is_empty() && centred.iter().all(|name| name.ends_with("+centre") && all.contains(name)));
-        assert!(Wanted::parse(&[String::new()]).is_err());
-    }
 }

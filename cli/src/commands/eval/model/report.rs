@@ -8,6 +8,7 @@ use kvpack_report::{ModelReport, RecipeRow, Run};
 
 use super::Task;
 use super::score::{Score, mean};
+use super::wanted::protected;
 use crate::model::{CHUNK_TOKENS, PackedAttention};
 use crate::print::{self, one_line, say};
 
@@ -109,12 +110,8 @@ fn verdict(rows: &[RecipeRow]) -> Vec<String> {
         )
     });
     let change = change.into_iter().map(|row| {
-        let centred = format!("{}+centre", row.recipe);
-        let untried = !row.recipe.contains("centre") && rows.iter().all(|other| other.recipe != centred);
-        let advice = match untried && centred.parse::<ModelRecipe>().is_ok() {
-            true => format!(" Try {centred}: keys may have a bias."),
-            false => String::new(),
-        };
+        let untried = protected(&row.recipe).filter(|recipe| rows.iter().all(|other| other.recipe != *recipe));
+        let advice = untried.map_or_else(String::new, |recipe| format!(" Try {recipe}."));
         format!("{} changes what this model says: KL {:.3}.{advice}", row.recipe, row.divergence)
     });
     smallest.into_iter().chain(change).collect()
@@ -141,10 +138,10 @@ mod tests {
         let rows = [row("f16", 0.0, 16.0), row("int8", 0.01, 8.5), row("int4", 8.9, 4.5), row("kivi:2", f64::NAN, 2.5)];
         let said = verdict(&rows);
         assert!(said[0].starts_with("int8 is the smallest") && said.len() == 3, "{said:?}");
-        assert!(said[1].contains("KL 8.900") && said[1].contains("Try int4+centre"), "{said:?}");
-        assert!(said[2].starts_with("kivi:2 changes") && !said[2].contains("Try"), "{said:?}");
-        let tried = verdict(&[rows[2].clone(), row("int4+centre", 0.05, 4.5)]);
-        assert!(tried[0].starts_with("int4+centre is") && !tried[1].contains("Try"), "{tried:?}");
+        assert!(said[1].contains("KL 8.900") && said[1].ends_with("Try int4+centre+sink=128+window=128."), "{said:?}");
+        assert!(said[2].starts_with("kivi:2 changes") && said[2].ends_with("Try kivi:2+sink=128."), "{said:?}");
+        let tried = verdict(&[rows[2].clone(), row("int4+centre+sink=128+window=128", 0.05, 4.5)]);
+        assert!(tried[0].starts_with("int4+centre+sink=128+window=128 is") && !tried[1].contains("Try"), "{tried:?}");
         assert!(verdict(&[]).is_empty());
     }
 }
