@@ -12,6 +12,7 @@ mod beside_f16;
 mod blocks;
 mod pages;
 mod rows;
+mod split;
 mod state_rows;
 mod step;
 mod tokens;
@@ -21,6 +22,7 @@ pub use attend::{AttendPlan, PlannedRun, PlannedSpan, QueryRun, Segment, SpanVie
 pub use beside_f16::BesideF16;
 pub use pages::{Page, PageAllocator};
 pub use rows::{ElementType, Elements, QueryRows, RowLayout, TokenRange};
+pub use split::Split;
 pub use state_rows::StateRows;
 pub(crate) use step::FoundStore;
 pub use step::{
@@ -28,7 +30,7 @@ pub use step::{
     WindowCapacity, WindowMove,
 };
 pub use tokens::{IndexShape, Rows, TokenIndices};
-pub use work::{Dispatch, PreparedRow, SegmentWork, Split, Work, WorkItem};
+pub use work::{Dispatch, PreparedRow, SegmentWork, Work, WorkItem};
 #[cfg(feature = "cuda")]
 pub(crate) use {
     blocks::{Block, Part, blocks},

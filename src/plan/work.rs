@@ -6,41 +6,10 @@ use std::ops::Range;
 use super::Page;
 use super::attend::{AttendPlan, PlannedSpan, Segment};
 use super::blocks::{Block, Part, blocks};
+use super::split::Split;
 use super::state_rows::{StateCounts, StateRows};
 use crate::Result;
 use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
-
-/// How finely a plan is cut.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Split {
-    /// Work items to aim for in each segment, all KV heads together, counted once for every four query heads of a KV head:
-    /// enough to fill the device a few times. A segment is a launch, and launches do not overlap.
-    pub target_items: usize,
-    /// Tiles of an item are a multiple of this (except at the end of a span).
-    pub tile_step: usize,
-    /// Most tiles of one item, rounded up to `tile_step`. The GPU kernels take 64.
-    pub max_tiles: usize,
-}
-
-impl Default for Split {
-    /// Items of at most 32 tiles: on an H200, 64 leave a longer tail (8 bits at four query heads per KV head 4 % slower,
-    /// one bit 1 to 2 %) and make only f16 at one query head 2 % faster.
-    fn default() -> Self {
-        Self { target_items: 2048, tile_step: 4, max_tiles: 32 }
-    }
-}
-
-/// How the runs of a segment are cut: into items of at most `most` tiles, but the last of every run into items of half and of
-/// a quarter as many. They run last, so that no device waits long for its last workgroups.
-struct Cut {
-    step: usize,
-    most: usize,
-    /// The part of a run that goes into the smaller items.
-    small_part: f64,
-}
-
-/// Query heads that a work item counts once for: what a workgroup of the GPU kernels takes.
-const ITEM_HEADS: usize = 4;
 
 /// A run of tiles of one span and some neighbouring queries, attended by one workgroup per KV head (and chunk of query
 /// heads). The layout is that of the GPU kernels.
@@ -239,33 +208,6 @@ impl Work {
     }
 }
 
-impl Split {
-    /// The cut of a segment of `tiles` tiles, counted for each KV head, with `group` query heads each.
-    fn cut(&self, tiles: usize, group: usize) -> Cut {
-        let tiles = tiles * group.div_ceil(ITEM_HEADS);
-        // A step beyond all tiles is one to their end.
-        let (target, step) = (self.target_items.max(1), self.tile_step.clamp(1, tiles.max(1)));
-        let most = (2 * tiles).div_ceil(target).clamp(1, self.max_tiles.max(1)).next_multiple_of(step);
-        // The beginning and the end of an item take longer with more heads.
-        let most_small = if group <= 2 { 0.5 } else { 0.25 };
-        let small_part = target as f64 * most as f64 / (4 * tiles).max(1) as f64;
-        Cut { step, most, small_part: small_part.min(most_small) }
-    }
-}
-
-impl Cut {
-    /// Cuts a run of tiles.
-    fn pieces(&self, run: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-        let small = (run.len() as f64 * self.small_part) as usize / self.step * self.step;
-        let middle = run.end - small;
-        let last = run.end - small / 2 / self.step * self.step;
-        let smaller = |parts: usize| (self.most / parts).max(1).next_multiple_of(self.step);
-        cut_evenly(run.start..middle, self.step, self.most)
-            .chain(cut_evenly(middle..last, self.step, smaller(2)))
-            .chain(cut_evenly(last..run.end, self.step, smaller(4)))
-    }
-}
-
 /// Where the prepared queries and the scores of a segment's spans begin.
 struct Prepared {
     queries: Vec<PreparedRow>,
@@ -385,13 +327,6 @@ fn runs_in_one_shard(pages: &[Page]) -> impl Iterator<Item = Range<usize>> {
         start = range.end;
         range
     })
-}
-
-/// Cuts a run of tiles into the fewest pieces of at most `most` tiles, of nearly equal size in steps of `step`.
-fn cut_evenly(run: Range<usize>, step: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
-    let pieces = run.len().div_ceil(most).max(1);
-    let size = run.len().div_ceil(pieces).next_multiple_of(step).max(1);
-    run.clone().step_by(size).map(move |start| start..(start + size).min(run.end))
 }
 
 #[cfg(test)]

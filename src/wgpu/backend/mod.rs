@@ -1,32 +1,29 @@
 //! The wgpu backend: [`Backend`](crate::Backend) over a device and its queue.
 
+mod selection;
+
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::attend::{MergePairPlan, Scratch, ScratchBytes, StepPlan, StepTensors, UncentreLsePlan, arithmetic};
-use super::device::capabilities::Path;
-use super::device::guard::Request;
-use super::device::{
-    Capabilities, Checks, Indices, KernelLimits, Kernels, Launches, Requirements, Store, Tensor, adapters, buffers,
-    guard, store,
-};
-use super::pack::{
-    DequantizePlan, FindNonFinitePlan, KeyMeanPlan, NonFiniteFlags, PackStepPlan, QuantizePlan, StepMemory,
-    rotated_window_bytes,
-};
-use super::select::{
-    AttentionStatsPlan, ChunkSimilarityPlan, GatherPlan, MergePlan, ReorderChunksPlan, TopKPlan, Words,
-};
 use crate::backend::{
-    AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
-    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection,
-    SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage, TensorRows,
+    AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, NewCentre, NonFinite, Packing,
+    QueryPrecision, SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
-    AttendPlan, ElementType, Elements, Page, PageCopy, RowLayout, StepLayout, StepTable, StepWrites, TokenIndices,
-    TokenWrite, WindowCapacity, WindowMove,
+    AttendPlan, ElementType, Elements, Page, PageCopy, RowLayout, StepLayout, StepTable, StepWrites, TokenWrite,
+    WindowCapacity, WindowMove,
 };
-use crate::policy::{Merging, StatsRequest};
+use crate::wgpu::attend::{MergePairPlan, Scratch, ScratchBytes, StepPlan, StepTensors, UncentreLsePlan, arithmetic};
+use crate::wgpu::device::capabilities::Path;
+use crate::wgpu::device::guard::Request;
+use crate::wgpu::device::{
+    Capabilities, Checks, Indices, KernelLimits, Kernels, Launches, Requirements, Store, Tensor, adapters, buffers,
+    guard, store,
+};
+use crate::wgpu::pack::{
+    DequantizePlan, FindNonFinitePlan, KeyMeanPlan, NonFiniteFlags, PackStepPlan, QuantizePlan, StepMemory,
+    rotated_window_bytes,
+};
 use crate::{Error, Result};
 
 /// Bytes of rotated rows that wait to be packed, at most, unless one window has more.
@@ -436,83 +433,5 @@ impl Attention for Wgpu {
         self.run("kvpack merge", &[launch].into_iter().collect())?;
         guard::settled(self.device()).await?;
         Ok(joined)
-    }
-}
-
-impl Selection for Wgpu {
-    type Words = Words;
-
-    async fn download_words(&self, words: &Words) -> Result<Vec<u32>> {
-        words.download(self.device(), &self.queue).await
-    }
-
-    fn measure_attention(
-        &self,
-        input: QueriesAndKeys<'_, Tensor>,
-        request: StatsRequest,
-        known_lse: Option<&Tensor>,
-    ) -> Result<MeasuredAttention<Tensor, Words>> {
-        let layouts = [input.queries.layout, input.keys.layout];
-        let plan = AttentionStatsPlan::new(&input.shape, input.rows.clone(), layouts, request)?;
-        let bound = plan.bind(&self.kernels, input.queries.tensor, input.keys.tensor, known_lse)?;
-        self.run("kvpack measure_attention", &bound.launches)?;
-        Ok(MeasuredAttention {
-            row_max: bound.row_max,
-            row_lse: known_lse.is_none().then_some(bound.row_lse),
-            column_sums: bound.column_sums,
-            counts: bound.counts,
-        })
-    }
-
-    fn top_k(&self, scores: &Tensor, kv_heads: usize, k: usize) -> Result<Indices> {
-        let plan = TopKPlan::new(kv_heads, scores.elements() / kv_heads.max(1), k)?;
-        let chosen = Indices::zeroed(self.device(), plan.indices()?)?;
-        self.run("kvpack top_k", &plan.bind(&self.kernels, scores, &chosen)?)?;
-        Ok(chosen)
-    }
-
-    fn gather(&self, shape: &AttentionShape, rows: TensorRows<'_, Tensor>, kept: &Indices) -> Result<Tensor> {
-        let plan = GatherPlan::new(shape, rows.layout, kept.shape().count())?;
-        let gathered = Tensor::zeroed(self.device(), plan.elements(), rows.tensor.element_type())?;
-        self.run("kvpack gather", &plan.bind(&self.kernels, rows.tensor, kept, &gathered)?)?;
-        Ok(gathered)
-    }
-
-    fn merge_tokens(
-        &self,
-        input: KeptAndEvicted<'_, Tensor, Indices>,
-        merging: Merging,
-    ) -> Result<MergedTokens<Tensor, Words>> {
-        let counts = [input.kept.shape().count(), input.evicted.shape().count()];
-        let plan = MergePlan::new(&input.shape, input.rows, counts, merging)?;
-        let bound = plan.bind(&self.kernels, [input.keys, input.values], input.kept, input.evicted)?;
-        self.run("kvpack merge_tokens", &bound.launches)?;
-        Ok(MergedTokens {
-            nearest: bound.nearest,
-            similarities: bound.similarities,
-            keys: bound.keys,
-            values: bound.values,
-        })
-    }
-
-    fn chunk_similarity(&self, query: &Tensor, chunks: &Tensor) -> Result<Tensor> {
-        let count = chunks.elements() / query.elements().max(1);
-        let plan = ChunkSimilarityPlan::new(query.elements(), count)?;
-        let similarities = Tensor::zeroed(self.device(), count, ElementType::F32)?;
-        self.run("kvpack chunk_similarity", &plan.bind(&self.kernels, query, chunks, &similarities)?)?;
-        Ok(similarities)
-    }
-
-    fn reorder_chunks(
-        &self,
-        shape: &AttentionShape,
-        rows: TensorRows<'_, Tensor>,
-        chunk_tokens: usize,
-        order: &[u32],
-    ) -> Result<Tensor> {
-        let plan = ReorderChunksPlan::new(shape, rows.layout, chunk_tokens, order)?;
-        let reordered = Tensor::zeroed(self.device(), plan.elements(), rows.tensor.element_type())?;
-        self.run("kvpack reorder_chunks", &plan.bind(&self.kernels, rows.tensor, &reordered)?)?;
-        Ok(reordered)
     }
 }

@@ -1,0 +1,255 @@
+//! The backend that forwards every call to another, but for what a [`Forward`] writes anew.
+
+use std::future::Future;
+
+use super::forward::{Flags, Forward, Indices, Measured, Merged, States, Store, Tensor, Words};
+use super::{
+    AttendArithmetic, AttendOptions, Attention, Device, FlaggedToken, KeptAndEvicted, NewCentre, NonFinite, Packing,
+    QueriesAndKeys, QueryPrecision, Selection, SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage,
+    TensorRows,
+};
+use crate::Result;
+use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
+use crate::plan::{AttendPlan, Elements, Page, RowLayout, StepTable, TokenWrite, WindowMove};
+use crate::policy::{Merging, StatsRequest};
+
+/// The backend that a [`Forward`] describes.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Forwarding<F>(pub F);
+
+impl<F: Forward> Device for Forwarding<F> {
+    type Tensor = <F::Inner as Device>::Tensor;
+    type Indices = Indices<F>;
+
+    fn name(&self) -> String {
+        self.0.name()
+    }
+
+    fn upload(&self, elements: Elements<'_>) -> impl Future<Output = Result<Tensor<F>>> {
+        self.0.upload(elements)
+    }
+
+    fn download(&self, tensor: &Tensor<F>) -> impl Future<Output = Result<Vec<f32>>> {
+        self.0.download(tensor)
+    }
+
+    fn upload_indices(&self, tokens: &[u32], kv_heads: usize, below: u32) -> impl Future<Output = Result<Indices<F>>> {
+        self.0.upload_indices(tokens, kv_heads, below)
+    }
+
+    fn download_indices(&self, indices: &Indices<F>) -> impl Future<Output = Result<Vec<u32>>> {
+        self.0.download_indices(indices)
+    }
+
+    fn elements(&self, tensor: &Tensor<F>) -> usize {
+        self.0.elements(tensor)
+    }
+}
+
+impl<F: Forward> Storage for Forwarding<F> {
+    type Store = <F::Inner as Storage>::Store;
+
+    fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Store<F>> {
+        self.0.create_store(shape, format)
+    }
+
+    fn max_shard_pages(&self, shape: &AttentionShape, format: &SegmentFormat) -> u32 {
+        self.0.max_shard_pages(shape, format)
+    }
+
+    fn add_shard(&self, store: &mut Store<F>, pages: u32) -> impl Future<Output = Result<()>> {
+        self.0.add_shard(store, pages)
+    }
+
+    fn reserve_ranges(&self, store: &mut Store<F>, slots: usize) -> impl Future<Output = Result<()>> {
+        self.0.reserve_ranges(store, slots)
+    }
+
+    fn reserve_centres(&self, store: &mut Store<F>, slots: usize) -> impl Future<Output = Result<()>> {
+        self.0.reserve_centres(store, slots)
+    }
+
+    fn read_span(&self, store: &Store<F>, place: SpanPlace<'_>) -> impl Future<Output = Result<SpanBytes>> {
+        self.0.read_span(store, place)
+    }
+
+    fn write_span(&self, store: &mut Store<F>, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {
+        self.0.write_span(store, bytes, place)
+    }
+
+    fn store_bytes(&self, store: &Store<F>) -> u64 {
+        self.0.store_bytes(store)
+    }
+}
+
+impl<F: Forward> Packing for Forwarding<F> {
+    type NonFiniteFlags = Flags<F>;
+
+    fn first_non_finite(
+        &self,
+        which: KeyOrValue,
+        tensor: &Tensor<F>,
+        rows: &RowLayout,
+        shape: &AttentionShape,
+        largest: f32,
+    ) -> impl Future<Output = Result<Option<NonFinite>>> {
+        self.0.first_non_finite(which, tensor, rows, shape, largest)
+    }
+
+    fn key_mean(&self, store: &mut Store<F>, keys: &Tensor<F>, centre: NewCentre) -> Result<()> {
+        self.0.key_mean(store, keys, centre)
+    }
+
+    fn quantize(
+        &self,
+        store: &mut Store<F>,
+        keys: &Tensor<F>,
+        values: &Tensor<F>,
+        write: SpanWrite<'_, Indices<F>>,
+    ) -> Result<()> {
+        self.0.quantize(store, keys, values, write)
+    }
+
+    fn pack_windows(
+        &self,
+        shape: &AttentionShape,
+        from: &Store<F>,
+        to: &mut Store<F>,
+        windows: &[WindowMove],
+    ) -> Result<()> {
+        self.0.pack_windows(shape, from, to, windows)
+    }
+
+    fn append(
+        &self,
+        store: &mut Store<F>,
+        keys: &Tensor<F>,
+        values: &Tensor<F>,
+        rows: RowLayout,
+        writes: &[TokenWrite],
+    ) -> Result<()> {
+        self.0.append(store, keys, values, rows, writes)
+    }
+
+    fn copy_page(&self, store: &mut Store<F>, from: Page, to: Page) -> Result<()> {
+        self.0.copy_page(store, from, to)
+    }
+
+    fn write_step(
+        &self,
+        stores: &mut [&mut Store<F>],
+        input: Option<StepInput<'_, Tensor<F>, Flags<F>>>,
+        table: &StepTable,
+    ) -> Result<()> {
+        self.0.write_step(stores, input, table)
+    }
+
+    fn create_non_finite_flags(&self, layers: usize) -> Result<Flags<F>> {
+        self.0.create_non_finite_flags(layers)
+    }
+
+    fn read_non_finite_flags(&self, flags: &Flags<F>) -> impl Future<Output = Result<Vec<FlaggedToken>>> {
+        self.0.read_non_finite_flags(flags)
+    }
+
+    fn clear_non_finite_flags(&self, flags: &Flags<F>) -> Result<()> {
+        self.0.clear_non_finite_flags(flags)
+    }
+
+    fn dequantize(&self, store: &Store<F>, read: SpanRead<'_>) -> Result<(Tensor<F>, Tensor<F>)> {
+        self.0.dequantize(store, read)
+    }
+}
+
+impl<F: Forward> Attention for Forwarding<F> {
+    fn arithmetic(
+        &self,
+        shape: &AttentionShape,
+        format: &SegmentFormat,
+        query: QueryPrecision,
+    ) -> Result<AttendArithmetic> {
+        self.0.arithmetic(shape, format, query)
+    }
+
+    fn attend(
+        &self,
+        plan: &AttendPlan,
+        stores: &[&Store<F>],
+        queries: &Tensor<F>,
+        options: AttendOptions,
+    ) -> impl Future<Output = Result<Tensor<F>>> {
+        self.0.attend(plan, stores, queries, options)
+    }
+
+    fn attend_states(
+        &self,
+        plan: &AttendPlan,
+        stores: &[&Store<F>],
+        queries: &Tensor<F>,
+        options: AttendOptions,
+    ) -> impl Future<Output = Result<States<F>>> {
+        self.0.attend_states(plan, stores, queries, options)
+    }
+
+    fn uncentre_lse(
+        &self,
+        store: &Store<F>,
+        queries: &Tensor<F>,
+        slots: &[u32],
+        states: States<F>,
+    ) -> impl Future<Output = Result<States<F>>> {
+        self.0.uncentre_lse(store, queries, slots, states)
+    }
+
+    fn merge(
+        &self,
+        shape: &AttentionShape,
+        first: &States<F>,
+        second: &States<F>,
+    ) -> impl Future<Output = Result<States<F>>> {
+        self.0.merge(shape, first, second)
+    }
+}
+
+impl<F: Forward> Selection for Forwarding<F> {
+    type Words = <F::Inner as Selection>::Words;
+
+    fn download_words(&self, words: &Words<F>) -> impl Future<Output = Result<Vec<u32>>> {
+        self.0.download_words(words)
+    }
+
+    fn measure_attention(
+        &self,
+        input: QueriesAndKeys<'_, Tensor<F>>,
+        request: StatsRequest,
+        known_lse: Option<&Tensor<F>>,
+    ) -> Result<Measured<F>> {
+        self.0.measure_attention(input, request, known_lse)
+    }
+
+    fn top_k(&self, scores: &Tensor<F>, kv_heads: usize, k: usize) -> Result<Indices<F>> {
+        self.0.top_k(scores, kv_heads, k)
+    }
+
+    fn gather(&self, shape: &AttentionShape, rows: TensorRows<'_, Tensor<F>>, kept: &Indices<F>) -> Result<Tensor<F>> {
+        self.0.gather(shape, rows, kept)
+    }
+
+    fn merge_tokens(&self, input: KeptAndEvicted<'_, Tensor<F>, Indices<F>>, merging: Merging) -> Result<Merged<F>> {
+        self.0.merge_tokens(input, merging)
+    }
+
+    fn chunk_similarity(&self, query: &Tensor<F>, chunks: &Tensor<F>) -> Result<Tensor<F>> {
+        self.0.chunk_similarity(query, chunks)
+    }
+
+    fn reorder_chunks(
+        &self,
+        shape: &AttentionShape,
+        rows: TensorRows<'_, Tensor<F>>,
+        chunk_tokens: usize,
+        order: &[u32],
+    ) -> Result<Tensor<F>> {
+        self.0.reorder_chunks(shape, rows, chunk_tokens, order)
+    }
+}

@@ -1,0 +1,90 @@
+//! What measures attention and carries decisions out, of the wgpu backend.
+
+use super::Wgpu;
+use crate::Result;
+use crate::backend::{KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, Selection, TensorRows};
+use crate::format::AttentionShape;
+use crate::plan::{ElementType, TokenIndices};
+use crate::policy::{Merging, StatsRequest};
+use crate::wgpu::device::{Indices, Tensor};
+use crate::wgpu::select::{
+    AttentionStatsPlan, ChunkSimilarityPlan, GatherPlan, MergePlan, ReorderChunksPlan, TopKPlan, Words,
+};
+
+impl Selection for Wgpu {
+    type Words = Words;
+
+    async fn download_words(&self, words: &Words) -> Result<Vec<u32>> {
+        words.download(self.device(), &self.queue).await
+    }
+
+    fn measure_attention(
+        &self,
+        input: QueriesAndKeys<'_, Tensor>,
+        request: StatsRequest,
+        known_lse: Option<&Tensor>,
+    ) -> Result<MeasuredAttention<Tensor, Words>> {
+        let layouts = [input.queries.layout, input.keys.layout];
+        let plan = AttentionStatsPlan::new(&input.shape, input.rows.clone(), layouts, request)?;
+        let bound = plan.bind(&self.kernels, input.queries.tensor, input.keys.tensor, known_lse)?;
+        self.run("kvpack measure_attention", &bound.launches)?;
+        Ok(MeasuredAttention {
+            row_max: bound.row_max,
+            row_lse: known_lse.is_none().then_some(bound.row_lse),
+            column_sums: bound.column_sums,
+            counts: bound.counts,
+        })
+    }
+
+    fn top_k(&self, scores: &Tensor, kv_heads: usize, k: usize) -> Result<Indices> {
+        let plan = TopKPlan::new(kv_heads, scores.elements() / kv_heads.max(1), k)?;
+        let chosen = Indices::zeroed(self.device(), plan.indices()?)?;
+        self.run("kvpack top_k", &plan.bind(&self.kernels, scores, &chosen)?)?;
+        Ok(chosen)
+    }
+
+    fn gather(&self, shape: &AttentionShape, rows: TensorRows<'_, Tensor>, kept: &Indices) -> Result<Tensor> {
+        let plan = GatherPlan::new(shape, rows.layout, kept.shape().count())?;
+        let gathered = Tensor::zeroed(self.device(), plan.elements(), rows.tensor.element_type())?;
+        self.run("kvpack gather", &plan.bind(&self.kernels, rows.tensor, kept, &gathered)?)?;
+        Ok(gathered)
+    }
+
+    fn merge_tokens(
+        &self,
+        input: KeptAndEvicted<'_, Tensor, Indices>,
+        merging: Merging,
+    ) -> Result<MergedTokens<Tensor, Words>> {
+        let counts = [input.kept.shape().count(), input.evicted.shape().count()];
+        let plan = MergePlan::new(&input.shape, input.rows, counts, merging)?;
+        let bound = plan.bind(&self.kernels, [input.keys, input.values], input.kept, input.evicted)?;
+        self.run("kvpack merge_tokens", &bound.launches)?;
+        Ok(MergedTokens {
+            nearest: bound.nearest,
+            similarities: bound.similarities,
+            keys: bound.keys,
+            values: bound.values,
+        })
+    }
+
+    fn chunk_similarity(&self, query: &Tensor, chunks: &Tensor) -> Result<Tensor> {
+        let count = chunks.elements() / query.elements().max(1);
+        let plan = ChunkSimilarityPlan::new(query.elements(), count)?;
+        let similarities = Tensor::zeroed(self.device(), count, ElementType::F32)?;
+        self.run("kvpack chunk_similarity", &plan.bind(&self.kernels, query, chunks, &similarities)?)?;
+        Ok(similarities)
+    }
+
+    fn reorder_chunks(
+        &self,
+        shape: &AttentionShape,
+        rows: TensorRows<'_, Tensor>,
+        chunk_tokens: usize,
+        order: &[u32],
+    ) -> Result<Tensor> {
+        let plan = ReorderChunksPlan::new(shape, rows.layout, chunk_tokens, order)?;
+        let reordered = Tensor::zeroed(self.device(), plan.elements(), rows.tensor.element_type())?;
+        self.run("kvpack reorder_chunks", &plan.bind(&self.kernels, rows.tensor, &reordered)?)?;
+        Ok(reordered)
+    }
+}
