@@ -23,7 +23,8 @@ demo: ## in a minute after compiling: what packing costs on real keys and values
 model: ## fetch a small language model (94 MB), write text with it, and measure what packing its cache costs
 	@scripts/fetch-model.sh
 	$(CARGO) run --locked --release -- generate --recipe calibquant:8+window=0 --chat "What is the sea made of?"
-	$(CARGO) run --locked --release -- eval --model --lengths 512 --passkey-tokens 512 --recipes f16 calibquant:8 saw-int4 kivi:2
+	$(CARGO) run --locked --release -- eval --model --lengths 1024 --passkey-tokens 512 \
+		--recipes f16 int8+centre calibquant:4+sink=128 turboquant-renormalized:2+centre+sink=128+window=128
 
 web: ## kvpack in the browser: builds a page that checks and times the kernels, and serves it to this machine
 	@scripts/build-web.sh
