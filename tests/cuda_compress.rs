@@ -23,6 +23,12 @@ fn the_device_keeps_what_the_cpu_keeps() {
     compressed::check_against_cpu(&device());
 }
 
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn what_grows_is_compressed_again_as_on_the_cpu() {
+    compressed::growing::check_growing(&device(), 0.98);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() })]
 

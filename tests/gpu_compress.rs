@@ -9,3 +9,8 @@ mod random_rows;
 fn the_device_keeps_what_the_cpu_keeps() {
     compressed::check_against_cpu(&gpu_device::shared());
 }
+
+#[test]
+fn what_grows_is_compressed_again_as_on_the_cpu() {
+    compressed::growing::check_growing(&gpu_device::shared(), 0.98);
+}

@@ -12,7 +12,7 @@ use crate::policy::{LayerSelection, Merging, Policy, Selection, Spans, evicted};
 use crate::{Error, Result};
 
 /// The place of a layer that has books of its own.
-const ONLY_LAYER: usize = 0;
+pub(super) const ONLY_LAYER: usize = 0;
 
 /// The tokens of a layer that stay, on the device.
 struct KeptTokens<B: Backend> {
@@ -125,7 +125,7 @@ impl<B: Backend + Clone> ModelCache<B> {
     }
 
     /// Gives every layer books of its own.
-    fn part_layers(&mut self) {
+    pub(super) fn part_layers(&mut self) {
         if self.groups.len() == self.layers.len() {
             return;
         }

@@ -119,6 +119,8 @@ pub(super) enum EvictionOption {
     Merge(Option<Merging>),
     /// What being text means.
     Text(TextRule),
+    /// After how many appended tokens a sequence is compressed again.
+    Every(usize),
 }
 
 impl EvictionOption {
@@ -139,13 +141,18 @@ impl EvictionOption {
                 "stays" => Ok(Self::Text(TextRule::Stays)),
                 _ => unknown("equal, raised or stays"),
             },
+            "every" => match value.parse() {
+                Ok(tokens) if tokens > 0 => Ok(Self::Every(tokens)),
+                _ => unknown("a number of tokens, at least 1,"),
+            },
             _ => return None,
         })
     }
 
-    /// Changes a policy. What is wrong is said in words.
-    pub(super) fn apply(self, policy: &mut Policy) -> Parsed<()> {
+    /// Changes a policy, or after how many tokens it decides again. What is wrong is said in words.
+    pub(super) fn apply(self, policy: &mut Policy, every: &mut Option<usize>) -> Parsed<()> {
         match (self, &mut policy.keep) {
+            (Self::Every(tokens), _) => *every = Some(tokens),
             (Self::Merge(merging), _) => policy.merging = merging,
             (Self::Text(rule), KeepRule::Best { text, .. }) => *text = rule,
             (Self::Text(_), _) => return Err("text= needs a method that looks at scores".into()),

@@ -31,6 +31,7 @@ mod observed;
 mod prompt;
 mod recipe;
 mod recipe_text;
+mod recompress;
 mod room;
 mod sequence;
 mod slots;

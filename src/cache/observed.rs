@@ -193,13 +193,23 @@ impl<B: Backend> ObservedPrompt<B> {
 
 impl<B: Backend> ObservedLayer<B> {
     async fn statistics(&self, backend: &B) -> Result<LayerStatistics> {
-        let Some(measured) = &self.measured else { return Ok(LayerStatistics::default()) };
-        let counts = match &measured.counts {
-            Some(counts) => backend.download_words(counts).await?,
-            None => Vec::new(),
-        };
-        Ok(LayerStatistics { column_sums: backend.download(&measured.column_sums).await?, counts })
+        match &self.measured {
+            Some(measured) => statistics(backend, measured).await,
+            None => Ok(LayerStatistics::default()),
+        }
     }
+}
+
+/// What was measured of a layer, on the host.
+pub(super) async fn statistics<B: Backend>(
+    backend: &B,
+    measured: &MeasuredAttention<B::Tensor, B::Words>,
+) -> Result<LayerStatistics> {
+    let counts = match &measured.counts {
+        Some(counts) => backend.download_words(counts).await?,
+        None => Vec::new(),
+    };
+    Ok(LayerStatistics { column_sums: backend.download(&measured.column_sums).await?, counts })
 }
 
 impl<B: Backend> fmt::Debug for ObservedPrompt<B> {
@@ -213,6 +223,6 @@ impl<B: Backend> fmt::Debug for ObservedPrompt<B> {
 }
 
 /// What a policy needs of the attention of its rows.
-fn columns(policy: &Policy) -> ColumnRequest {
+pub(super) fn columns(policy: &Policy) -> ColumnRequest {
     ColumnRequest { aggregation: policy.scores.aggregation, threshold: policy.threshold() }
 }

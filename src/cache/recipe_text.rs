@@ -30,11 +30,13 @@ use crate::{Error, Result};
 ///         | "layers=" layer { "," layer } ":" method [":" bits]    these layers by another method
 ///         | "merge=" ("none" | "averaged" | "pivotal" | "weighted")   what becomes of evicted tokens (as the policy has it)
 ///         | "text=" ("equal" | "raised" | "stays")                    whether text goes before images (as the policy has it)
+///         | "every=" tokens                after so many appended tokens the policy chooses anew from all that is held (never)
 /// ```
 ///
 /// The methods are [`METHODS`](super::METHODS), and the policies [`EVICTIONS`](super::EVICTIONS). Options hold for every layer,
 /// those of another method included. What a policy keeps is packed by the method:
-/// [`ModelCache::observe`](super::ModelCache::observe) takes [`ModelRecipe::policy`].
+/// [`ModelCache::observe`](super::ModelCache::observe) takes [`ModelRecipe::policy`], and
+/// [`ModelCache::compression_due`](super::ModelCache::compression_due) takes [`ModelRecipe::every`].
 ///
 /// ```
 /// use kvpack::cache::{Appended, ModelRecipe, StoreId};
@@ -54,6 +56,7 @@ use crate::{Error, Result};
 pub struct ModelRecipe {
     text: String,
     policy: Option<Policy>,
+    every: Option<usize>,
     base: Base,
     layers: Vec<(usize, Choice)>,
     options: Vec<RecipeOption>,
@@ -78,14 +81,12 @@ impl Base {
 impl ModelRecipe {
     /// Every method at every width, without options.
     pub fn all() -> Vec<Self> {
-        let recipe = |base: Choice| Self {
-            text: base.to_string(),
-            policy: None,
-            base: Base::Method(base),
-            layers: Vec::new(),
-            options: Vec::new(),
-        };
+        let recipe = |choice: Choice| Self::new(choice.to_string(), None, Base::Method(choice));
         Choice::all().map(recipe).collect()
+    }
+
+    const fn new(text: String, policy: Option<Policy>, base: Base) -> Self {
+        Self { text, policy, every: None, base, layers: Vec::new(), options: Vec::new() }
     }
 
     /// The recipe of a layer whose heads have this shape.
@@ -102,6 +103,12 @@ impl ModelRecipe {
     /// What stays of a prompt, if the text says so.
     pub fn policy(&self) -> Option<&Policy> {
         self.policy.as_ref()
+    }
+
+    /// After how many appended tokens a sequence is compressed again
+    /// ([`ModelCache::compress_again`](super::ModelCache::compress_again)), if the text says so.
+    pub const fn every(&self) -> Option<usize> {
+        self.every
     }
 
     /// What chunks of a context are stored in, if the text names several formats.
@@ -176,7 +183,7 @@ type Parsed<T> = std::result::Result<T, String>;
 fn parse(text: &str) -> Parsed<ModelRecipe> {
     let mut parts = text.split('+');
     let (policy, base) = policy_and_base(parts.next().unwrap_or_default())?;
-    let mut recipe = ModelRecipe { text: text.into(), policy, base, layers: Vec::new(), options: Vec::new() };
+    let mut recipe = ModelRecipe::new(text.into(), policy, base);
     for part in parts {
         if part == "centre" {
             recipe.options.push(RecipeOption::Centre);
@@ -187,7 +194,7 @@ fn parse(text: &str) -> Parsed<ModelRecipe> {
             ("layers", _) => recipe.layers.extend(layer_choices(value)?),
             (_, None) => recipe.options.push(option(name, value)?),
             (_, Some(option)) => match &mut recipe.policy {
-                Some(policy) => option?.apply(policy)?,
+                Some(policy) => option?.apply(policy, &mut recipe.every)?,
                 None => {
                     return Err(format!("{part}: nothing is evicted; the methods that do are {}", Eviction::names()));
                 }
@@ -267,7 +274,8 @@ fn further_store(value: &str) -> Parsed<Choice> {
 fn unknown_option(name: &str) -> String {
     format!(
         "there is no option '{name}'; the options are window=TOKENS, sink=TOKENS, tau=τ1,τ2, query=int8|int16, \
-         centre, store=METHOD and layers=0,1:METHOD, and of policies merge=none|averaged|pivotal|weighted and text=equal|raised|stays"
+         centre, store=METHOD and layers=0,1:METHOD, and of policies merge=none|averaged|pivotal|weighted, \
+         text=equal|raised|stays and every=TOKENS"
     )
 }
 
@@ -400,6 +408,13 @@ mod tests {
         let changed = policy("lookm:0.2/saw-int4+merge=none+text=stays").unwrap();
         let KeepRule::Best { text, .. } = changed.keep else { panic!("{changed:?}") };
         assert_eq!((changed.merging, text), (None, TextRule::Stays));
+        let text = "h2o:0.2/int4+every=512+window=64";
+        let again: ModelRecipe = text.parse().unwrap();
+        assert_eq!((again.every(), again.to_string().as_str()), (Some(512), text));
+        assert_eq!(
+            (again.policy().cloned(), "h2o:0.2".parse::<ModelRecipe>().unwrap().every()),
+            (policy("h2o:0.2"), None)
+        );
         assert_eq!(policy("h2o:0.2+merge=weighted").unwrap().merging, Some(Merging::Weighted));
     }
 
@@ -447,6 +462,10 @@ mod tests {
             ("lookm:0.2+text=no", "equal, raised or stays"),
             ("streaming:4,9+text=stays", "looks at scores"),
             ("kivi:2+merge=none", "nothing is evicted"),
+            ("kivi:2+every=512", "nothing is evicted"),
+            ("cocktail+every=512", "nothing is evicted"),
+            ("h2o:0.2+every=0", "at least 1"),
+            ("h2o:0.2+every=x", "at least 1"),
             ("lookm:0.2/cocktail", "the methods are f16"),
             ("cocktail:2", "the methods are f16"),
             ("mix=", "shares and a last one"),

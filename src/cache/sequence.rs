@@ -135,6 +135,18 @@ impl<I: TokenIndices> Sequence<I> {
         self.spans.iter().filter(|span| span.store == store).map(|span| span.tokens).sum()
     }
 
+    /// Tokens at the end of the sequence that are held one after the other, none missing: those that nothing was evicted of since.
+    pub(super) fn unbroken(&self) -> usize {
+        let mut from = self.length;
+        for span in self.spans.iter().rev() {
+            match span.positions {
+                Positions::From(start) if start + span.tokens == from => from = start,
+                _ => break,
+            }
+        }
+        self.length - from
+    }
+
     /// Where the next token goes. A window that is packed later holds one page and nothing of the prompt; other tokens
     /// continue the last span if that is in their store and ends where they begin.
     pub(super) fn next_slot(&self, window: Window) -> NextSlot {

@@ -65,17 +65,27 @@ pub enum TextRule {
 /// As [`keep`], and [`Error::Elements`] when there is not one score per token. Under [`TextRule::Stays`] more text than
 /// `recent + best` is an [`Error::Budget`].
 pub fn text_prior(scores: &[f32], spans: &Spans, rule: TextRule, recent: usize, best: usize) -> Result<Vec<u32>> {
-    let tokens = spans.tokens();
+    text_first(scores, &spans.text_mask(), rule, recent, best)
+}
+
+/// The same for tokens of which `text` says whether they are text.
+pub(super) fn text_first(
+    scores: &[f32],
+    text: &[bool],
+    rule: TextRule,
+    recent: usize,
+    best: usize,
+) -> Result<Vec<u32>> {
+    let tokens = text.len();
     if scores.len() != tokens {
         let given = scores.len();
         return Err(Error::Elements { what: "scores", given, expected: tokens, shape: "[tokens]".into() });
     }
-    let text = spans.text_mask();
     match rule {
         TextRule::Equal => recent_and_best(scores, recent, best),
         TextRule::Raised => {
             let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let raised = scores.iter().zip(&text).map(|(&score, &text)| if text { score + largest } else { score });
+            let raised = scores.iter().zip(text).map(|(&score, &text)| if text { score + largest } else { score });
             recent_and_best(&raised.collect::<Vec<f32>>(), recent, best)
         }
         TextRule::Stays => {

@@ -244,7 +244,21 @@ impl Policy {
         kv_heads: usize,
         statistics: &[LayerStatistics],
     ) -> Result<Vec<usize>> {
-        let length = spans.tokens();
+        self.layer_budgets(spans.tokens(), layers, kv_heads, || {
+            let rows = self.query_rows(spans)?.ok_or_else(|| no_statistics("budgets by sparsity measure rows"))?;
+            check_layers(layers, statistics)?;
+            statistics.iter().map(|layer| layer.sparsity(&rows)).collect()
+        })
+    }
+
+    /// Budgets of layers for a sequence of so many tokens; `sparsities` of the layers are asked for where they decide.
+    pub(super) fn layer_budgets(
+        &self,
+        length: usize,
+        layers: usize,
+        kv_heads: usize,
+        sparsities: impl FnOnce() -> Result<Vec<f64>>,
+    ) -> Result<Vec<usize>> {
         if let KeepRule::SinkAndRecent { sink, recent } = self.keep {
             return Ok(vec![length.min(sink.saturating_add(recent)); layers]);
         }
@@ -263,10 +277,7 @@ impl Policy {
                 pyramid_budgets(layers, length, PyramidShape { capacity, recent, beta })
             }
             BudgetRule::VlCache { limits, .. } => {
-                let rows = self.query_rows(spans)?.ok_or_else(|| no_statistics("budgets by sparsity measure rows"))?;
-                check_layers(layers, statistics)?;
-                let of_layer = |layer: &LayerStatistics| Ok(layer_sparsity(&sparsity(&layer.counts, &rows)?));
-                let sparsities: Vec<f64> = statistics.iter().map(of_layer).collect::<Result<_>>()?;
+                let sparsities = sparsities()?;
                 // The budget of whole heads: what does not fill all heads of a layer is left.
                 let target = total_budget(layers * kv_heads, length, self.ratio)? / kv_heads.max(1);
                 Ok(budgets_to_target(&sparsities, length, self.ratio, limits, target)?.tokens)
@@ -317,7 +328,7 @@ impl Policy {
 
 impl ScoreRule {
     /// Scores of one KV head from its column sums. Pooling leaves the last `recent` tokens alone.
-    fn apply(&self, sums: &[f32], rows: &QueryRows, recent: usize) -> Result<Vec<f32>> {
+    pub(super) fn apply(&self, sums: &[f32], rows: &QueryRows, recent: usize) -> Result<Vec<f32>> {
         let mut scores = match self.weighing {
             Weighing::Sum => sums.to_vec(),
             Weighing::MeanOfVisible => normalize_by_visibility(sums, rows)?,
@@ -333,7 +344,7 @@ impl ScoreRule {
 
 impl Recent {
     /// Tokens, of a budget of `count`.
-    fn of(self, count: usize) -> usize {
+    pub(super) fn of(self, count: usize) -> usize {
         match self {
             Self::Share(share) => ((count as f64 * share) as usize).min(count),
             Self::Tokens(tokens) => tokens.min(count),
@@ -342,7 +353,12 @@ impl Recent {
 }
 
 impl LayerStatistics {
-    fn of_head(&self, head: usize, kv_heads: usize, tokens: usize) -> Result<&[f32]> {
+    /// Sparsity of the layer, by the entries that were counted of these rows.
+    pub(super) fn sparsity(&self, rows: &QueryRows) -> Result<f64> {
+        Ok(layer_sparsity(&sparsity(&self.counts, rows)?))
+    }
+
+    pub(super) fn of_head(&self, head: usize, kv_heads: usize, tokens: usize) -> Result<&[f32]> {
         if self.column_sums.len() == kv_heads * tokens {
             return Ok(&self.column_sums[head * tokens..][..tokens]);
         }
@@ -352,19 +368,19 @@ impl LayerStatistics {
     }
 }
 
-fn check_layers(layers: usize, statistics: &[LayerStatistics]) -> Result<()> {
+pub(super) fn check_layers(layers: usize, statistics: &[LayerStatistics]) -> Result<()> {
     if statistics.len() == layers {
         return Ok(());
     }
     Err(Error::Selection { reason: format!("statistics of {} layers, of {layers} are needed", statistics.len()) })
 }
 
-fn no_statistics(why: &str) -> Error {
+pub(super) fn no_statistics(why: &str) -> Error {
     Error::Selection { reason: format!("{why}, and this policy measures none") }
 }
 
 /// `count` of `tokens` positions at random, ascending.
-fn drawn(tokens: usize, count: usize, seed: u64, stream: u64) -> Vec<u32> {
+pub(super) fn drawn(tokens: usize, count: usize, seed: u64, stream: u64) -> Vec<u32> {
     let mut random = fastrand::Rng::with_seed(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ stream);
     let mut positions: Vec<u32> = (0..tokens as u32).collect();
     random.shuffle(&mut positions);

@@ -42,6 +42,7 @@ mod budget;
 mod chunk_search;
 mod eviction;
 mod heads;
+mod held;
 mod merging;
 mod method;
 mod pooling;

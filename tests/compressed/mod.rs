@@ -1,6 +1,8 @@
 //! Prompts whose layers attend differently, compressed on a backend, and what a cache says of them.
 #![allow(dead_code, reason = "every test takes what it needs")]
 
+pub mod growing;
+
 use kvpack::backend::{Backend, TensorRows};
 use kvpack::cache::{
     DenseLayer, KvCache, MeasuredQueries, ModelCache, ObservedPrompt, PromptSpan, Recipe, SpanPositions, StoreId,

@@ -24,7 +24,8 @@ pub struct GenerateArgs {
     /// A GGUF file; scripts/fetch-model.sh fetches the default.
     #[arg(long, value_name = "FILE", default_value = super::DEFAULT_MODEL)]
     model: PathBuf,
-    /// How the cache is stored: f16, calibquant:4, kivi:2+window=64, … and which tokens of the prompt stay: h2o:0.2/saw-int4.
+    /// How the cache is stored: f16, calibquant:4, kivi:2+window=64, … and which tokens of the prompt stay: h2o:0.2/saw-int4;
+    /// of a long text too with h2o:0.2/saw-int4+every=512.
     #[arg(long, default_value = "f16")]
     recipe: ModelRecipe,
     /// A text that comes before the prompt; recipes like cocktail store its chunks by how much they resemble the prompt.
@@ -302,6 +303,9 @@ fn report<B: Backend>(
         "cache    {bytes} bytes, {:.3} bits per element; at most {packed} tokens of a layer packed, {kept} in f16",
         bytes as f64 * 8.0 / elements.max(1) as f64
     )?;
+    if let (Some(every), Some(times)) = (args.recipe.every(), attention.compressed_again()) {
+        say!("again    compressed {times} times while the text grew, after every {every} tokens")?;
+    }
     Ok(())
 }
 
@@ -365,6 +369,32 @@ mod tests {
         let bare = <Command as clap::Parser>::parse_from(["kvpack", "a", "--recipe", "cocktail"]).args;
         assert!(stored(&bare).unwrap_err().to_string().contains("--context"));
         std::fs::remove_file(&context).unwrap();
+    }
+
+    /// What is written counts against the budget too, whether the policy measures attention or not.
+    #[test]
+    fn a_long_text_stays_within_its_budget() {
+        let (_file, model) = tiny::model("generate-every");
+        let prompt: Vec<u32> = (0..60).map(|i| i * 7 % 250).collect();
+        let held = |recipe: &str, tokens: usize| {
+            let recipe: ModelRecipe = recipe.parse().unwrap();
+            let mut attention = PackedAttention::new(&Cpu::new(), &model.config, &recipe).unwrap();
+            read_by(&recipe, &model, &mut attention, &prompt).unwrap();
+            for token in 0..tokens {
+                let stream = model.forward(&[token as u32 % 250], prompt.len() + token, &mut attention).unwrap();
+                assert!(model.logits(&stream).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()[0].is_finite());
+            }
+            let tokens = |memory: CacheMemory| memory.stores().iter().map(|store| store.tokens).sum::<usize>();
+            (attention.memory().map(tokens).collect::<Vec<_>>(), attention.compressed_again())
+        };
+        assert_eq!(held("h2o:0.5", 45), (vec![75; 2], None));
+        // Half of 100 tokens, and the five since.
+        for recipe in ["h2o:0.5", "h2o:0.5/saw-int4", "lookm:0.5/kivi:4", "snapkv:0.5", "random:0.5/int8"] {
+            assert_eq!(held(&format!("{recipe}+every=20"), 45), (vec![55; 2], Some(2)), "{recipe}");
+        }
+        assert_eq!(held("streaming:2,8/int8+every=1", 45), (vec![10; 2], Some(45)));
+        assert_eq!(held("streaming:2,8/int8+every=46", 45), (vec![55; 2], Some(0)));
+        assert_eq!(held("vlcache:0.5+every=45", 45).1, Some(1));
     }
 
     #[test]

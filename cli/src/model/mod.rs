@@ -10,6 +10,7 @@
 //! | `attention` | what the forward pass asks of attention, and candle's full-precision answer |
 //! | `packed` | kvpack's answer: a `ModelCache` |
 //! | `bias` | how much of the keys is a bias |
+//! | `recompress` | a cache that is compressed again as the text grows |
 //! | `dense_prompt` | a prompt in full precision, of which a policy keeps some tokens |
 
 mod attention;
@@ -19,6 +20,7 @@ mod dense_prompt;
 mod error;
 mod header;
 mod packed;
+mod recompress;
 #[cfg(test)]
 pub mod tiny;
 mod tokenizer;

@@ -17,6 +17,7 @@ use kvpack::policy::{
 use pollster::block_on;
 
 use super::dense_prompt::of_queries;
+use super::recompress::Recompression;
 use super::{Attention, Chunk, Config, DensePrompt, ModelError};
 
 /// The only sequence of the cache.
@@ -27,11 +28,12 @@ const SEQUENCE: usize = 0;
 /// A chunk of tokens is a step of the cache: the first layer opens it, the last one commits it.
 pub struct PackedAttention<B: Backend> {
     cache: ModelCache<B>,
+    again: Option<Recompression>,
     time: Duration,
 }
 
 impl<B: Backend + Clone> PackedAttention<B> {
-    /// An empty cache.
+    /// An empty cache. Where the recipe says so, it is compressed again as the text grows.
     ///
     /// # Errors
     /// When the recipe does not fit the model.
@@ -41,7 +43,9 @@ impl<B: Backend + Clone> PackedAttention<B> {
         }
         let layer = |layer| (config.attention, recipe.layer(layer, &config.attention));
         let layers: Vec<_> = (0..config.layers).map(layer).collect();
-        Ok(Self { cache: ModelCache::new(backend, &layers, 1)?, time: Duration::ZERO })
+        let again = recipe.every().zip(recipe.policy());
+        let again = again.map(|(every, policy)| Recompression::new(every, policy.clone(), config.layers));
+        Ok(Self { cache: ModelCache::new(backend, &layers, 1)?, again, time: Duration::ZERO })
     }
 }
 
@@ -154,8 +158,15 @@ impl<B: Backend> PackedAttention<B> {
         (0..self.cache.layers()).filter_map(|layer| self.cache.memory_of(layer).ok())
     }
 
+    /// How often the text was compressed again, where the recipe has that.
+    pub fn compressed_again(&self) -> Option<usize> {
+        self.again.as_ref().map(Recompression::times)
+    }
+}
+
+impl<B: Backend + Clone> PackedAttention<B> {
     async fn store_and_attend(&mut self, chunk: &Chunk) -> Result<Vec<f32>> {
-        let Self { cache, .. } = self;
+        let Self { cache, again, .. } = self;
         let (layer, tokens) = (chunk.layer, chunk.keys.dim(0)?);
         if layer == 0 {
             cache.abandon(); // what a chunk that failed halfway has left open
@@ -169,22 +180,28 @@ impl<B: Backend> PackedAttention<B> {
         let rows = RowLayout::token_major(tokens, cache.shape(layer)?);
         cache.store(layer, rows, &keys, &values).await?;
         let output = cache.attend(layer, &queries, ElementType::F32).await?;
+        if let Some(again) = again {
+            again.remember(layer, &chunk.queries)?;
+        }
         if layer + 1 == cache.layers() {
             cache.commit()?;
             if tokens > 1 {
                 cache.pack_windows(SEQUENCE).await?;
+            }
+            if let Some(again) = again {
+                again.compress(cache, SEQUENCE).await?;
             }
         }
         Ok(cache.backend().download(&output).await?)
     }
 }
 
-async fn upload<B: Backend>(backend: &B, tensor: &Tensor) -> Result<B::Tensor> {
+pub(super) async fn upload<B: Backend>(backend: &B, tensor: &Tensor) -> Result<B::Tensor> {
     let elements = tensor.flatten_all()?.to_vec1::<f32>()?;
     Ok(backend.upload(elements.as_slice().into()).await?)
 }
 
-impl<B: Backend> Attention for PackedAttention<B> {
+impl<B: Backend + Clone> Attention for PackedAttention<B> {
     fn attend(&mut self, chunk: &Chunk) -> Result<Tensor> {
         let start = Instant::now();
         let output = block_on(self.store_and_attend(chunk))?;

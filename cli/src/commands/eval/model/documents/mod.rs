@@ -72,7 +72,7 @@ pub fn run(
 
 /// The recipes that are asked for; 'all' is every policy at several shares, and Cocktail beside what has one format.
 fn parse(given: &[String], document_tokens: usize) -> Result<Vec<ModelRecipe>> {
-    let mut recipes = Vec::new();
+    let mut recipes: Vec<ModelRecipe> = Vec::new();
     for text in given.iter().flat_map(|text| text.split_whitespace()) {
         if text != "all" {
             recipes.push(text.parse()?);
@@ -91,6 +91,11 @@ fn parse(given: &[String], document_tokens: usize) -> Result<Vec<ModelRecipe>> {
         for recipe in ["cocktail", "kivi:4", "kivi:2"] {
             recipes.push(recipe.parse()?);
         }
+    }
+    if let Some(recipe) = recipes.iter().find(|recipe| recipe.every().is_some()) {
+        bail!(
+            "recipe {recipe}: answers are read over what is kept of their prompt; leave out every=, which generate takes"
+        );
     }
     if recipes.is_empty() {
         bail!("--recipes names no recipe; 'all' stands for every policy at several shares, and Cocktail");
@@ -362,6 +367,8 @@ mod tests {
         assert!(questions::cut(&model, &tokens, 5, 270).is_err() && questions::cut(&model, &tokens, 2, 100).is_err());
         let recipes = ["f16 h2o:1 h2o:0.2 random:0.2 cocktail mix=f16:0.5,kivi:2 int8".to_owned()];
         let recipes = parse(&recipes, 270).unwrap();
+        let refused = parse(&["h2o:0.2+every=512".to_owned()], 270).unwrap_err().to_string();
+        assert!(refused.contains("leave out every="), "{refused}");
         let cuts = Cut::open(&[RankBy::Bm25], &[32]).unwrap();
         let task = Task { model: &model, documents, document_tokens: 270, recipes, cuts, text: "a test".into() };
         let report = task.evaluate(&Cpu::new(), provenance::run("none".into(), None)).unwrap();

@@ -4,15 +4,16 @@
 //! is committed, or abandoned: the books say what they said before. Pages that an open change no longer needs are free once it
 //! is committed, so that nothing is lost if it is abandoned.
 
+mod prompts;
+
 use super::change::{Change, Undo};
-use super::prompt::check_spans;
 use super::room::{Lease, Room, StoreRoom};
-use super::sequence::{NextSlot, Positions, Sequence, Span, Window};
+use super::sequence::{NextSlot, Sequence, Span, Window};
 use super::slots::Slots;
 use super::step::CentreWrite;
 use super::{Appended, CENTRE_TOKENS, PromptSpan, Recipe, StoreId, TokenRun};
 use crate::format::TILE_TOKENS;
-use crate::plan::{PageCopy, Rows, TokenIndices, TokenRange, TokenWrite, WindowMove};
+use crate::plan::{PageCopy, TokenIndices, TokenRange, TokenWrite, WindowMove};
 use crate::{Error, Result};
 
 /// What the stores of a layer hold for its sequences.
@@ -222,44 +223,6 @@ impl<I: TokenIndices + Clone> Books<I> {
             needed[to.index()].pages = windows;
         }
         Ok(needed)
-    }
-
-    /// Stores the spans of a prompt of `tokens` tokens. What to write is in [`Books::spans_since`].
-    ///
-    /// # Errors
-    /// [`Error::Sequence`], [`Error::PromptSpans`], or [`Error::Limit`] when too little room is free. Nothing has changed.
-    pub(super) fn prefill(&mut self, sequence: usize, tokens: usize, spans: &[PromptSpan<'_, I>]) -> Result<Change<I>> {
-        self.sequence(sequence)?;
-        check_spans(spans, tokens)?;
-        self.keep(sequence, tokens, spans)
-    }
-
-    /// Stores these spans of a prompt of `tokens` tokens, and evicts all others: all of them if there are no spans. What to write
-    /// is in [`Books::spans_since`].
-    ///
-    /// # Errors
-    /// [`Error::Sequence`], or [`Error::Limit`] when too little room is free. Nothing has changed.
-    pub(super) fn keep(&mut self, sequence: usize, tokens: usize, spans: &[PromptSpan<'_, I>]) -> Result<Change<I>> {
-        self.sequence(sequence)?;
-        let needed = self.room_for_prompt(spans)?;
-        self.check_room(&needed)?;
-        let mut change = Change::new(&self.recipe);
-        let first = self.sequences[sequence].spans.len();
-        self.remember(&mut change, sequence, first);
-        self.begin_centre(&mut change, sequence, 0, tokens)?;
-        let base = self.sequences[sequence].length;
-        for span in spans {
-            let (store, tokens) = (self.recipe.resolve(span.store)?, span.tokens.len());
-            let lease = self.rooms[store.index()].take(tokens.div_ceil(TILE_TOKENS))?;
-            change.leased.push((store, lease.clone()));
-            let positions = match span.tokens {
-                Rows::Run(run) => Positions::From(base + run.start()),
-                Rows::Gather(indices) => Positions::Gathered { base, indices: indices.clone() },
-            };
-            self.sequences[sequence].spans.push(Span { store, tokens, positions, lease, window: false });
-        }
-        self.sequences[sequence].length = base + tokens;
-        Ok(change)
     }
 
     /// Gives an empty sequence a centre: the row of keys that is written with the change.

@@ -1,0 +1,89 @@
+//! Spans of prompts, and what is stored in the place of all that a sequence holds.
+
+use super::super::PromptSpan;
+use super::super::change::Change;
+use super::super::prompt::check_spans;
+use super::super::sequence::{Positions, Span};
+use super::Books;
+use crate::Result;
+use crate::format::TILE_TOKENS;
+use crate::plan::{Rows, TokenIndices};
+
+impl<I: TokenIndices + Clone> Books<I> {
+    /// Stores the spans of a prompt of `tokens` tokens. What to write is in [`Books::spans_since`].
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], [`Error::PromptSpans`], or [`Error::Limit`] when too little room is free. Nothing has changed.
+    pub(in crate::cache) fn prefill(
+        &mut self,
+        sequence: usize,
+        tokens: usize,
+        spans: &[PromptSpan<'_, I>],
+    ) -> Result<Change<I>> {
+        self.sequence(sequence)?;
+        check_spans(spans, tokens)?;
+        self.keep(sequence, tokens, spans)
+    }
+
+    /// Stores these spans of a prompt of `tokens` tokens, and evicts all others: all of them if there are no spans. What to write
+    /// is in [`Books::spans_since`].
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], or [`Error::Limit`] when too little room is free. Nothing has changed.
+    pub(in crate::cache) fn keep(
+        &mut self,
+        sequence: usize,
+        tokens: usize,
+        spans: &[PromptSpan<'_, I>],
+    ) -> Result<Change<I>> {
+        self.sequence(sequence)?;
+        let needed = self.room_for_prompt(spans)?;
+        self.check_room(&needed)?;
+        let mut change = Change::new(&self.recipe);
+        let first = self.sequences[sequence].spans.len();
+        self.remember(&mut change, sequence, first);
+        self.begin_centre(&mut change, sequence, 0, tokens)?;
+        let base = self.sequences[sequence].length;
+        self.push_spans(&mut change, sequence, base, spans)?;
+        self.sequences[sequence].length = base + tokens;
+        Ok(change)
+    }
+
+    /// Stores these spans, whose positions count from the beginning of the sequence, in the place of all that it holds. Its length
+    /// and its centre stay. What to write is in [`Books::spans_since`].
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], or [`Error::Limit`] when too little room is free beside what is replaced. Nothing has changed.
+    pub(in crate::cache) fn replace(&mut self, sequence: usize, spans: &[PromptSpan<'_, I>]) -> Result<Change<I>> {
+        self.sequence(sequence)?;
+        let needed = self.room_for_prompt(spans)?;
+        self.check_room(&needed)?;
+        let mut change = Change::new(&self.recipe);
+        self.remember(&mut change, sequence, 0);
+        let replaced = std::mem::take(&mut self.sequences[sequence].spans);
+        change.freed.extend(replaced.into_iter().map(|span| (span.store, span.lease)));
+        self.push_spans(&mut change, sequence, 0, spans)?;
+        Ok(change)
+    }
+
+    /// Adds spans whose positions count from `base` to a sequence. There is room for them.
+    fn push_spans(
+        &mut self,
+        change: &mut Change<I>,
+        sequence: usize,
+        base: usize,
+        spans: &[PromptSpan<'_, I>],
+    ) -> Result<()> {
+        for span in spans {
+            let (store, tokens) = (self.recipe.resolve(span.store)?, span.tokens.len());
+            let lease = self.rooms[store.index()].take(tokens.div_ceil(TILE_TOKENS))?;
+            change.leased.push((store, lease.clone()));
+            let positions = match span.tokens {
+                Rows::Run(run) => Positions::From(base + run.start()),
+                Rows::Gather(indices) => Positions::Gathered { base, indices: indices.clone() },
+            };
+            self.sequences[sequence].spans.push(Span { store, tokens, positions, lease, window: false });
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,309 @@
+//! A sequence compressed again after it has grown: what it holds is decoded, chosen from and stored anew, in all layers or in
+//! none.
+
+use super::change::Change;
+use super::compress::ONLY_LAYER;
+use super::layers::LayerGroup;
+use super::observed::{DenseLayer, MeasuredQueries, columns, statistics};
+use super::step::NewTokens;
+use super::{ModelCache, PromptSpan, SpanPositions, StoreId};
+use crate::backend::{Backend, KeptAndEvicted, QueriesAndKeys, TensorRows};
+use crate::format::AttentionShape;
+use crate::plan::{RowLayout, TokenIndices};
+use crate::policy::{
+    LayerSelection, LayerStatistics, Merging, Policy, QueryRows, RowStatsSource, Selection, Spans, StatsRequest,
+    evicted,
+};
+use crate::{Error, Result};
+
+/// What becomes of the tokens that a layer holds.
+struct Chosen<'a> {
+    held: &'a LayerSelection,
+    kept: &'a LayerSelection,
+    merging: Option<Merging>,
+}
+
+impl<B: Backend> ModelCache<B> {
+    /// Tokens that came to a sequence since it was [compressed](ModelCache::compress) last; all of them if it never was.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence.
+    pub fn appended(&self, sequence: usize) -> Result<usize> {
+        let mut appended = self.length(sequence)?;
+        for group in &self.groups {
+            appended = appended.min(group.books.sequence(sequence)?.unbroken());
+        }
+        Ok(appended)
+    }
+
+    /// Whether a sequence is to be compressed again: `every` tokens or more came to it since it was compressed last
+    /// ([`ModelRecipe::every`](super::ModelRecipe::every)). An engine asks after a step is committed.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence.
+    pub fn compression_due(&self, sequence: usize, every: usize) -> Result<bool> {
+        Ok(self.appended(sequence)? >= every.max(1))
+    }
+
+    /// What each layer holds of a sequence, by position.
+    async fn held(&self, sequence: usize) -> Result<Selection> {
+        let length = self.length(sequence)?;
+        let mut layers = Vec::with_capacity(self.layers());
+        for layer in 0..self.layers() {
+            let mut held = vec![Vec::new(); self.shape(layer)?.kv_heads()];
+            for positions in self.group(layer)?.0.positions(sequence).await? {
+                match positions {
+                    SpanPositions::Run(run) => {
+                        let run = || (run.start()..run.end()).map(|position| position as u32);
+                        held.iter_mut().for_each(|head| head.extend(run()));
+                    }
+                    SpanPositions::PerHead(positions) => {
+                        let count = positions.len() / held.len();
+                        for (head, positions) in held.iter_mut().zip(positions.chunks(count.max(1))) {
+                            head.extend(positions.iter().map(|&position| position as u32));
+                        }
+                    }
+                }
+            }
+            layers.push(LayerSelection::new(length, held)?);
+        }
+        Selection::new(layers)
+    }
+
+    /// The query rows that were brought, if they are what the policy can be asked with.
+    fn check_queries(
+        &self,
+        sequence: usize,
+        policy: &Policy,
+        queries: &[MeasuredQueries<'_, B::Tensor>],
+    ) -> Result<usize> {
+        let appended = self.appended(sequence)?;
+        let reject = |reason: String| Err(Error::Selection { reason });
+        // What the policy asks for of one token tells whether it asks at all.
+        if policy.rows_again(1) == 0 {
+            return Ok(0);
+        }
+        let rows = queries.first().map_or(0, |queries| queries.queries.layout.tokens);
+        if queries.len() != self.layers() || queries.iter().any(|of| of.queries.layout.tokens != rows) {
+            return reject(format!(
+                "queries of {} layers were brought, and the same rows of all {} layers are measured",
+                queries.len(),
+                self.layers()
+            ));
+        }
+        if rows == 0 || rows > appended {
+            return reject(format!(
+                "{rows} query rows, of the {appended} tokens that came since the sequence was compressed; bring at least one row \
+                 and at most so many"
+            ));
+        }
+        Ok(rows)
+    }
+
+    /// What a layer's held keys receive from the newest query rows.
+    async fn measure_held(
+        &self,
+        (layer, sequence): (usize, usize),
+        policy: &Policy,
+        rows: usize,
+        queries: MeasuredQueries<'_, B::Tensor>,
+    ) -> Result<LayerStatistics> {
+        let (group, index) = self.group(layer)?;
+        let (backend, shape) = (self.backend(), group.shape);
+        let dense = group.dense(index, sequence).await?;
+        let rows = QueryRows::last(rows, dense.rows.tokens)?;
+        let keys = TensorRows { tensor: &dense.keys, layout: dense.rows };
+        let source = if queries.known_lse.is_some() { RowStatsSource::KnownLse } else { RowStatsSource::Measured };
+        let request = StatsRequest { columns: columns(policy), rows: source };
+        let input = QueriesAndKeys { shape, rows: &rows, queries: queries.queries, keys };
+        let measured = backend.measure_attention(input, request, queries.known_lse)?;
+        statistics(backend, &measured).await
+    }
+}
+
+impl<B: Backend + Clone> ModelCache<B> {
+    /// Compresses a sequence again, to the policy's budget of its present length: for outputs so long that what was appended
+    /// would outgrow what was kept of the prompt.
+    ///
+    /// `spans` are those of the whole sequence, as long as [`ModelCache::length`]; appended tokens are text. `queries` are those
+    /// of the newest tokens, one for each layer in order, all of as many rows: [`Policy::rows_again`] of
+    /// [`ModelCache::appended`] says how many the policy would have. Fewer will do for an engine that keeps fewer. A policy that
+    /// measures nothing takes none.
+    ///
+    /// What the sequence holds is decoded, measured and chosen from, and what is kept is stored as one span, as
+    /// [`ModelCache::compress`] does with a prompt: in the first packed store of the layer's recipe, windows and sinks of
+    /// appended tokens included. Evicted tokens are merged where the policy merges. Positions stay those of the sequence, which
+    /// is as long as before. What was packed is packed from what it decodes to, so that its error may grow with every time.
+    /// Decoding goes layer by layer, twice; where a layer holds several spans, its rows go through the host to be put one after
+    /// the other. The same cache and queries give the same bits in every run.
+    ///
+    /// ```
+    /// use kvpack::backend::TensorRows;
+    /// use kvpack::cache::{MeasuredQueries, ModelCache, Recipe, TokenRun};
+    /// use kvpack::cpu::{Cpu, CpuTensor};
+    /// use kvpack::plan::RowLayout;
+    /// use kvpack::policy::{Policy, Spans};
+    /// use kvpack::{AttentionShape, SegmentFormat};
+    ///
+    /// # futures::executor::block_on(async {
+    /// let shape = AttentionShape::new(4, 2, 64)?;
+    /// let mut cache = ModelCache::new(&Cpu::new(), &[(shape, Recipe::pack_all(SegmentFormat::saw_int4()))], 1)?;
+    /// let (policy, every) = (Policy::snapkv(0.25)?, 100);
+    /// for token in 0..250 {
+    ///     let runs = [TokenRun::decode(0)];
+    ///     cache.reserve_for_append(&runs).await?;
+    ///     cache.begin_append(&runs)?;
+    ///     let row = CpuTensor::F32((0..2 * 64).map(|i| ((i * (token + 1)) as f32).sin()).collect());
+    ///     cache.store(0, RowLayout::token_major(1, &shape), &row, &row).await?;
+    ///     cache.commit()?;
+    ///     if cache.compression_due(0, every)? {
+    ///         let rows = policy.rows_again(cache.appended(0)?); // the engine kept so many queries
+    ///         let queries = CpuTensor::F32((0..rows * 4 * 64).map(|i| (i as f32 * 0.7).cos()).collect());
+    ///         let layout = RowLayout::token_major(rows, &AttentionShape::new(4, 4, 64)?);
+    ///         let queries = TensorRows { tensor: &queries, layout };
+    ///         let spans = Spans::new(cache.length(0)?, &[])?;
+    ///         cache.compress_again(0, &policy, &spans, &[MeasuredQueries { queries, known_lse: None }]).await?;
+    ///     }
+    /// }
+    /// // A quarter of 200 tokens, and what came since.
+    /// assert_eq!((cache.length(0)?, cache.tokens(0, 0)?), (250, 100));
+    /// # Ok::<(), kvpack::Error>(())
+    /// # }).unwrap();
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence; [`Error::Plan`] when a step is open; [`Error::Selection`] when `spans`
+    /// are of another length, queries are missing or of more rows than tokens came since, layers differ in KV heads, or tokens
+    /// are held in another order than theirs ([`ChunkSpans`](super::ChunkSpans)); [`Error::NoTokens`] for an empty sequence;
+    /// those of [`Policy::select_again`] and
+    /// [`measure_attention`](crate::backend::Selection::measure_attention); [`Error::NotFinite`] when something decodes to what
+    /// no store holds; [`Error::OutOfMemory`] or [`Error::Limit`] when what is kept does not fit beside what is held. The cache
+    /// is as it was.
+    pub async fn compress_again(
+        &mut self,
+        sequence: usize,
+        policy: &Policy,
+        spans: &Spans,
+        queries: &[MeasuredQueries<'_, B::Tensor>],
+    ) -> Result<Selection> {
+        self.check_no_step()?;
+        let held = self.held(sequence).await?;
+        let rows = self.check_queries(sequence, policy, queries)?;
+        let mut statistics = Vec::new();
+        if rows > 0 {
+            for (layer, queries) in queries.iter().enumerate() {
+                statistics.push(self.measure_held((layer, sequence), policy, rows, *queries).await?);
+            }
+        }
+        let selection = policy.select_again(spans, &held, rows, &statistics)?;
+        self.part_layers();
+        let mut changes = Vec::with_capacity(self.groups.len());
+        let mut written = Ok(());
+        for (layer, group) in self.groups.iter_mut().enumerate() {
+            let (held, kept) = (&held.layers()[layer], &selection.layers()[layer]);
+            match group.replace(sequence, Chosen { held, kept, merging: policy.merging }).await {
+                Ok(change) => changes.push(change),
+                Err(error) => {
+                    written = Err(error);
+                    break;
+                }
+            }
+        }
+        for (group, change) in self.groups.iter_mut().zip(changes) {
+            if written.is_ok() { group.books.commit(change) } else { group.books.abandon(change) }
+        }
+        written.map(|()| selection)
+    }
+}
+
+impl<B: Backend> LayerGroup<B> {
+    /// All that a layer holds of a sequence, span after span, as dense f32 rows.
+    async fn dense(&self, layer: usize, sequence: usize) -> Result<DenseLayer<B::Tensor>> {
+        let mut stored = self.dequantize(layer, sequence)?;
+        let rows = RowLayout::head_major(stored.iter().map(|span| span.tokens).sum(), &self.shape);
+        if stored.len() == 1
+            && let Some(span) = stored.pop()
+        {
+            return Ok(DenseLayer { rows, keys: span.keys, values: span.values });
+        }
+        let (mut keys, mut values) = (Vec::new(), Vec::new());
+        for span in stored {
+            keys.push(self.backend.download(&span.keys).await?);
+            values.push(self.backend.download(&span.values).await?);
+        }
+        let (keys, values) = (join(&keys, &self.shape), join(&values, &self.shape));
+        let keys = self.backend.upload(keys.as_slice().into()).await?;
+        let values = self.backend.upload(values.as_slice().into()).await?;
+        Ok(DenseLayer { rows, keys, values })
+    }
+
+    /// Opens a change of the books of the only layer that puts what is kept in the place of what is held, and writes it. Nothing
+    /// has changed on an error, but for room that is free.
+    async fn replace(&mut self, sequence: usize, chosen: Chosen<'_>) -> Result<Change<B::Indices>> {
+        let Chosen { held, kept, merging } = chosen;
+        if kept.count() == 0 {
+            return self.books.replace(sequence, &[]);
+        }
+        let (kv_heads, tokens, shape) = (kept.kv_heads(), held.count(), self.shape);
+        let DenseLayer { rows, keys, values } = self.dense(ONLY_LAYER, sequence).await?;
+        let new = NewTokens { rows, keys: &keys, values: &values };
+        self.check_rows(new).await?;
+        let places = places(held, kept);
+        let at = self.backend.upload_indices(&places.concat(), kv_heads, tokens as u32).await?;
+        let merged = match merging.filter(|_| kept.count() < tokens) {
+            None => None,
+            Some(merging) => {
+                let others: Vec<u32> = places.iter().flat_map(|kept| evicted(kept, tokens)).collect();
+                let evicted = self.backend.upload_indices(&others, kv_heads, tokens as u32).await?;
+                let (kept, evicted) = (&at, &evicted);
+                let input = KeptAndEvicted { shape, rows, keys: &keys, values: &values, kept, evicted };
+                Some(self.backend.merge_tokens(input, merging)?)
+            }
+        };
+        let positions = self.backend.upload_indices(&kept.indices(), kv_heads, kept.tokens() as u32).await?;
+        let spans = [PromptSpan::gather(&positions, StoreId::PACKED)];
+        let needed = self.books.room_for_prompt(&spans)?;
+        self.reserve(&needed).await?;
+        let change = self.books.replace(sequence, &spans)?;
+        let written = match &merged {
+            Some(merged) => {
+                let rows = RowLayout::head_major(at.shape().count(), &shape);
+                let new = NewTokens { rows, keys: &merged.keys, values: &merged.values };
+                self.write_rows(ONLY_LAYER, &change, sequence, new)
+            }
+            None => {
+                let spans = [PromptSpan::gather(&at, StoreId::PACKED)];
+                self.write_spans(ONLY_LAYER, &change, sequence, new, &spans)
+            }
+        };
+        match written {
+            Ok(()) => Ok(change),
+            Err(error) => {
+                self.books.abandon(change);
+                Err(error)
+            }
+        }
+    }
+}
+
+/// For every KV head where the kept tokens lie among the held ones.
+fn places(held: &LayerSelection, kept: &LayerSelection) -> Vec<Vec<u32>> {
+    let of_head = |head: usize| {
+        let mut held = held.kept(head).iter().zip(0u32..);
+        let place = |token: &u32| held.find(|(held, _)| *held == token).map(|(_, place)| place);
+        kept.kept(head).iter().filter_map(place).collect()
+    };
+    (0..kept.kv_heads()).map(of_head).collect()
+}
+
+/// Rows `[kv_heads, tokens, head_dim]` of spans, one span after the other in every head.
+fn join(spans: &[Vec<f32>], shape: &AttentionShape) -> Vec<f32> {
+    let of_head = |head: usize| {
+        let part = move |span: &'_ Vec<f32>| {
+            let elements = span.len() / shape.kv_heads();
+            head * elements..(head + 1) * elements
+        };
+        spans.iter().flat_map(move |span| span[part(span)].iter().copied())
+    };
+    (0..shape.kv_heads()).flat_map(of_head).collect()
+}

@@ -1,0 +1,85 @@
+//! A policy that decides again, over what a sequence still holds.
+
+use super::eviction::{sink_and_recent, text_first};
+use super::method::{KeepRule, LayerStatistics, MeasuredRows, Policy, check_layers, drawn, no_statistics};
+use super::query_rows::QueryRows;
+use super::selection::{LayerSelection, Selection};
+use super::spans::Spans;
+use crate::{Error, Result};
+
+impl Policy {
+    /// Query rows to measure when a sequence is compressed again that `appended` tokens came to since: the newest of them, as
+    /// many as the policy measures of a prompt. What it measures after an image it measures at the end, since appended tokens
+    /// are text. 0 where it measures nothing.
+    pub fn rows_again(&self, appended: usize) -> usize {
+        match self.rows {
+            MeasuredRows::None => 0,
+            MeasuredRows::PostVision { most } | MeasuredRows::Last(most) => appended.min(most),
+            MeasuredRows::All => appended,
+        }
+    }
+
+    /// The tokens that stay of those that a sequence holds: [`Policy::select`] for a sequence that tokens were evicted of before.
+    ///
+    /// `spans` are those of the whole sequence, evicted tokens included: budgets are shares of its length, and a layer whose
+    /// budget is larger than what it holds keeps all of that. `held` are the tokens that each layer holds, by their positions in
+    /// the sequence, and so is the result. `rows` newest tokens were measured: `statistics` are over the held tokens of a layer,
+    /// column sums `[kv_heads, held]`, in the order of their positions. The last and the first tokens, and neighbours, are those
+    /// among the held ones.
+    ///
+    /// # Errors
+    /// [`Error::Selection`] when layers hold tokens of a sequence of another length, or statistics are missing;
+    /// [`Error::Elements`] when they do not fit; [`Error::Budget`] when more rows were measured than a layer holds tokens, or more
+    /// text has to stay than may; [`Error::NotANumber`] when a column sum is NaN.
+    pub fn select_again(
+        &self,
+        spans: &Spans,
+        held: &Selection,
+        rows: usize,
+        statistics: &[LayerStatistics],
+    ) -> Result<Selection> {
+        let (layers, length) = (held.layers(), spans.tokens());
+        let kv_heads = layers[0].kv_heads();
+        if layers[0].tokens() != length {
+            let reason = format!("a sequence of {} tokens is held, and the spans are of {length}", layers[0].tokens());
+            return Err(Error::Selection { reason });
+        }
+        let measures = self.rows != MeasuredRows::None;
+        if measures && rows == 0 {
+            return Err(no_statistics("this policy measures query rows"));
+        }
+        if measures {
+            check_layers(layers.len(), statistics)?;
+        }
+        let rows_of = |layer: &LayerSelection| QueryRows::last(rows, layer.count());
+        let budgets = self.layer_budgets(length, layers.len(), kv_heads, || {
+            check_layers(layers.len(), statistics)?;
+            layers.iter().zip(statistics).map(|(layer, of)| of.sparsity(&rows_of(layer)?)).collect()
+        })?;
+        let text = spans.text_mask();
+        let mut selected = Vec::with_capacity(layers.len());
+        for (index, (layer, budget)) in layers.iter().zip(budgets).enumerate() {
+            let (tokens, count) = (layer.count(), budget.min(layer.count()));
+            let of_head = |head: usize| -> Result<Vec<u32>> {
+                let positions = layer.kept(head);
+                let places = match self.keep {
+                    KeepRule::SinkAndRecent { sink, recent } => sink_and_recent(tokens, sink, recent),
+                    KeepRule::Random { seed } => drawn(tokens, count, seed, (index * kv_heads + head) as u64),
+                    KeepRule::Best { recent, text: rule } => {
+                        let sums = statistics
+                            .get(index)
+                            .ok_or_else(|| no_statistics("the best tokens need measured rows"))?
+                            .of_head(head, kv_heads, tokens)?;
+                        let recent = recent.of(count);
+                        let scores = self.scores.apply(sums, &rows_of(layer)?, recent)?;
+                        let text: Vec<bool> = positions.iter().map(|&position| text[position as usize]).collect();
+                        text_first(&scores, &text, rule, recent, count - recent)?
+                    }
+                };
+                Ok(places.into_iter().map(|place| positions[place as usize]).collect())
+            };
+            selected.push(LayerSelection::new(length, (0..kv_heads).map(of_head).collect::<Result<_>>()?)?);
+        }
+        Selection::new(selected)
+    }
+}
