@@ -79,6 +79,14 @@ fn what_ranks_chunks_is_checked() {
     ] {
         is_refused(&rank(&["--context", text, "--tokens", "1", "--rank-by", &ranking]), &words);
     }
+    // What ranks nothing is told, not left unused.
+    for (option, value) in [("--rank-by", "bm25"), ("--chunk-tokens", "32")] {
+        let plain = kvpack(&["generate", "a", "--recipe", "int4", "--context", text, "--model", MODEL, option, value]);
+        is_refused(&plain, &[option, "int4", "cocktail"]);
+        let (recipes, more) = (["--recipes", "h2o:0.2 int4"], ["--documents", "1", option, value]);
+        let documents = kvpack(&[&["eval", "--model", MODEL][..], &recipes, &more].concat());
+        is_refused(&documents, &[option, "h2o:0.2 int4", "cocktail"]);
+    }
     let unknown = rank(&["--context", text, "--rank-by", "words"]);
     assert!(unknown.code == 2 && unknown.err.contains("'words' is none of these"), "{}", unknown.err);
     is_refused(&rank(&["--context", text, "--chunk-tokens", "8"]), &["16 to 128"]);

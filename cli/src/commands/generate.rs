@@ -32,12 +32,13 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "FILE")]
     context: Option<PathBuf>,
     /// What chunks of the context are ranked by: bm25 (shared words), minilm (the encoder that scripts/fetch-encoder.sh fetches;
-    /// minilm:FOLDER for one elsewhere), or FILE.safetensors with embeddings: chunks [chunks, width] and query [width] in F32.
-    #[arg(long, value_name = "RANKING", default_value = "bm25", requires = "context")]
-    rank_by: RankBy,
-    /// Tokens of a chunk of the context, 16 to 128.
-    #[arg(long, value_name = "N", default_value_t = 32, requires = "context")]
-    chunk_tokens: usize,
+    /// minilm:FOLDER for one elsewhere), or FILE.safetensors with embeddings: chunks [chunks, width] and query [width] in F32
+    /// [default: bm25].
+    #[arg(long, value_name = "RANKING", requires = "context")]
+    rank_by: Option<RankBy>,
+    /// Tokens of a chunk of the context, 16 to 128 [default: 32].
+    #[arg(long, value_name = "N", requires = "context")]
+    chunk_tokens: Option<usize>,
     /// Most tokens to write.
     #[arg(long, default_value_t = 200)]
     tokens: usize,
@@ -53,12 +54,24 @@ pub struct GenerateArgs {
 
 /// Runs the command.
 pub fn run(args: &GenerateArgs) -> Result<Outcome> {
+    args.check_chunks()?;
     let model = Model::load(&args.model)?;
     match args.backend.open()? {
         Chosen::Cpu(backend) => generate(args, &model, &backend),
         Chosen::Wgpu(backend) => generate(args, &model, &backend),
         #[cfg(feature = "cuda")]
         Chosen::Cuda(backend) => generate(args, &model, &backend),
+    }
+}
+
+impl GenerateArgs {
+    /// Refuses what says how chunks are cut and ranked where the recipe has none, rather than to leave it unused.
+    fn check_chunks(&self) -> Result<()> {
+        let given = [("--rank-by", self.rank_by.is_some()), ("--chunk-tokens", self.chunk_tokens.is_some())];
+        match given.iter().find(|(_, given)| *given && self.recipe.mixture().is_none()) {
+            Some((option, _)) => bail!("{}", super::no_chunks(option, &self.recipe)),
+            None => Ok(()),
+        }
     }
 }
 
@@ -135,13 +148,14 @@ fn rank(
             args.recipe
         );
     };
-    ChunkSearch::chunks(context.len(), args.chunk_tokens)?;
-    let chunks = prompt[context.start()..context.end()].chunks_exact(args.chunk_tokens);
+    let chunk_tokens = args.chunk_tokens.unwrap_or(super::CHUNK_TOKENS);
+    ChunkSearch::chunks(context.len(), chunk_tokens)?;
+    let chunks = prompt[context.start()..context.end()].chunks_exact(chunk_tokens);
     let texts: Result<_> = chunks.map(|chunk| model.tokenizer.decode(chunk)).collect();
-    let ranking = Ranking::open(&args.rank_by)?;
+    let ranking = Ranking::open(args.rank_by.as_ref().unwrap_or(&RankBy::Bm25))?;
     let query = Query { name: "query", text: &args.prompt };
     let stores = mixture.stores_of(&ranking.chunks("", texts?)?.similarities(query)?)?;
-    Ok(ChunkStores::new(context, args.chunk_tokens, stores)?)
+    Ok(ChunkStores::new(context, chunk_tokens, stores)?)
 }
 
 /// Reads a prompt into a cache, its context in chunks; returns what [`read_by`] does.

@@ -88,3 +88,11 @@ fn text(path: Option<&Path>) -> Result<Text> {
     let content = read().with_context(|| format!("cannot read the text {}", path.display()))?;
     Ok(Text { name: path.display().to_string(), content })
 }
+
+/// Tokens of a chunk of a context, where nothing else is said.
+const CHUNK_TOKENS: usize = 32;
+
+/// What is wrong with an option about chunks beside recipes that have none.
+fn no_chunks(option: &str, recipes: &dyn std::fmt::Display) -> String {
+    format!("{option}: recipe {recipes} stores no context in chunks; leave it out, or take cocktail or mix=…")
+}

@@ -55,11 +55,11 @@ pub struct ModelArgs {
     document_tokens: usize,
     /// With --documents: what mixtures rank chunks by: bm25 (shared words), minilm (the encoder that scripts/fetch-encoder.sh
     /// fetches; minilm:FOLDER for one elsewhere), or FILE.safetensors with embeddings: documentN.chunks [chunks, width],
-    /// documentN.quote and documentN.passkey [width] in F32, N from 0.
-    #[arg(long, value_name = "RANKING", num_args = 1.., default_value = "bm25", requires = "documents")]
+    /// documentN.quote and documentN.passkey [width] in F32, N from 0 [default: bm25].
+    #[arg(long, value_name = "RANKING", num_args = 1.., requires = "documents")]
     rank_by: Vec<RankBy>,
-    /// With --documents: tokens of a chunk, 16 to 128.
-    #[arg(long, value_delimiter = ',', value_name = "N,N", default_value = "32", requires = "documents")]
+    /// With --documents: tokens of a chunk, 16 to 128 [default: 32].
+    #[arg(long, value_delimiter = ',', value_name = "N,N", requires = "documents")]
     chunk_tokens: Vec<usize>,
 }
 

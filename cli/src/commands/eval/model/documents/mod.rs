@@ -20,7 +20,7 @@ use super::super::page;
 use super::{Destination, ModelArgs};
 use crate::backend::{BackendArgs, Chosen};
 use crate::chunk_ranking::{Query, RankBy, RankedChunks, Ranking};
-use crate::commands::text;
+use crate::commands::{CHUNK_TOKENS, no_chunks, text};
 use crate::model::{DensePrompt, Model, PackedAttention};
 use crate::outcome::Outcome;
 use crate::print::{self, note};
@@ -45,6 +45,13 @@ pub fn run(
     if count == 0 {
         bail!("--documents 0: at least one is needed");
     }
+    let given = [("--rank-by", !args.rank_by.is_empty()), ("--chunk-tokens", !args.chunk_tokens.is_empty())];
+    if let Some((option, _)) = given.iter().find(|(_, given)| *given)
+        && recipes.iter().all(|recipe| recipe.mixture().is_none())
+    {
+        let names: Vec<String> = recipes.iter().map(ToString::to_string).collect();
+        bail!("{}", no_chunks(option, &names.join(" ")));
+    }
     let model = Model::load(file)?;
     let text = text(args.text.as_deref())?;
     let tokens = model.tokenizer.encode(&text.content)?;
@@ -53,7 +60,10 @@ pub fn run(
     let longest = longest.map(|question| question.tokens.len() + question.answer.len()).max();
     model.check_context(args.document_tokens + longest.unwrap_or(0))?;
     let cuts = match recipes.iter().any(|recipe| recipe.mixture().is_some()) {
-        true => Cut::open(&args.rank_by, &args.chunk_tokens)?,
+        true => Cut::open(
+            if args.rank_by.is_empty() { &[RankBy::Bm25] } else { &args.rank_by },
+            if args.chunk_tokens.is_empty() { &[CHUNK_TOKENS] } else { &args.chunk_tokens },
+        )?,
         false => Vec::new(),
     };
     let backend = backend.open()?;
