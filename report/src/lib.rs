@@ -18,7 +18,7 @@ pub mod tables;
 
 pub use bench::{BenchReport, BenchRow, Figures, MOST_PERCENT_OF_READ, RowOutcome, ShapeReport, StepTimes, parts_of};
 pub use conformance::{CheckOutcome, CheckRow, ConformanceReport};
-pub use documents::{AnswerRow, DocumentsReport, DocumentsRow};
+pub use documents::{AnswerRow, ByModality, DocumentsReport, DocumentsRow};
 pub use eval::{CalibratedRow, EvalReport, FormatRow, LayerReport, SummaryRow, summarize};
 pub use measured::{Measured, ReadError, read};
 pub use model::{ModelReport, PasskeyRow, RecipeRow};

@@ -52,8 +52,14 @@ fn model() -> ModelReport {
 
 /// A policy of 30 layers that keeps `share` of a prompt, more in the first layers by `slope`.
 fn policy(recipe: &str, share: f64, slope: f64) -> DocumentsRow {
-    let answer =
-        |divergence: f64| AnswerRow { log_probability: -divergence, divergence, found: 0.5, hit_rate: Some(0.6) };
+    let answer = |divergence: f64| AnswerRow {
+        log_probability: -divergence,
+        divergence,
+        found: 0.5,
+        hit_rate: Some(0.6),
+        contribution: None,
+        coverage: None,
+    };
     DocumentsRow {
         recipe: recipe.into(),
         kept: share,

@@ -35,7 +35,9 @@ pub fn sections(html: &mut Html, subjects: &[Subject<'_, DocumentsReport>]) {
         }
         html.plots(&plots);
         html.table(&COLUMNS, report.rows.iter().map(|row| (false, row.cells().to_vec())));
-        html.paragraph(&LEGEND.join(" "));
+        html.paragraph(
+            &LEGEND.map(str::to_owned).into_iter().chain(report.contributions()).collect::<Vec<_>>().join(" "),
+        );
     }
 }
 

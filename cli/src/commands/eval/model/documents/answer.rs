@@ -3,10 +3,11 @@
 use anyhow::{Result, bail};
 use candle_core::{D, Tensor};
 use kvpack::Backend;
-use kvpack::policy::{QueryRows, Selection, top_k};
+use kvpack::policy::{QueryRows, Selection};
 use kvpack_report::AnswerRow;
 
 use super::super::score::{log_probabilities_of, log_softmax, mean};
+use super::attended::Attended;
 use super::questions::Question;
 use crate::model::{Attention, DensePrompt, Model, PackedAttention};
 
@@ -23,8 +24,8 @@ pub struct Asked {
     answer: Vec<u32>,
     /// `[answer, vocabulary]`, in full precision.
     expected: Tensor,
-    /// What the answer attends to in each layer, `[kv_heads, tokens]`.
-    attended: Vec<Vec<f32>>,
+    /// What the answer attends to.
+    attended: Attended,
 }
 
 impl Asked {
@@ -44,13 +45,15 @@ impl Asked {
         let mut read_on = prompt.clone();
         let stream = read_on.read(model, input)?;
         let expected = log_softmax(&model.logits(&stream)?)?;
-        let attended = observer.column_sums(&read_on, &QueryRows::last(input.len(), read_on.tokens())?)?;
+        let layers = observer.column_sums(&read_on, &QueryRows::last(input.len(), read_on.tokens())?)?;
+        let kv_heads = model.config.attention.kv_heads();
+        let attended = Attended { layers, kv_heads, document: document.tokens(), prompt: prompt.tokens() };
         Ok(Self { prompt, input: input.to_vec(), answer: answer.to_vec(), expected, attended })
     }
 
     /// The answer in full precision.
     pub fn reference(&self) -> Result<AnswerRow> {
-        self.row(&self.expected, None)
+        Ok(AnswerRow { contribution: Some(self.attended.contribution()), ..self.row(&self.expected, None)? })
     }
 
     /// The answer over what `attention` holds of the prompt.
@@ -73,25 +76,9 @@ impl Asked {
             log_probability: mean(&log_probabilities_of(predicted, &self.answer)?),
             divergence: mean(&divergences),
             found: found as f64 / self.answer.len() as f64,
-            hit_rate: selection.map(|selection| self.hit_rate(selection)).transpose()?,
+            hit_rate: selection.map(|selection| self.attended.hit_rate(selection)).transpose()?,
+            contribution: None,
+            coverage: selection.map(|selection| self.attended.coverage(selection)),
         })
-    }
-
-    /// Of the kept tokens of every layer and KV head the share that is among as many tokens of the prompt to which the answer
-    /// attends most, their mean.
-    fn hit_rate(&self, selection: &Selection) -> Result<f64> {
-        let mut rates = Vec::new();
-        for (layer, attended) in selection.layers().iter().zip(&self.attended) {
-            for (head, attended) in attended.chunks_exact(attended.len() / layer.kv_heads()).enumerate() {
-                let kept = layer.kept(head);
-                if kept.is_empty() {
-                    continue;
-                }
-                let best = top_k(&attended[..layer.tokens()], kept.len())?;
-                let hits = best.iter().filter(|token| kept.binary_search(token).is_ok()).count();
-                rates.push(hits as f64 / kept.len() as f64);
-            }
-        }
-        Ok(if rates.is_empty() { 0.0 } else { mean(&rates) })
     }
 }

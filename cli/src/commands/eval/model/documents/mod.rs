@@ -2,6 +2,7 @@
 //! read over what a cache keeps of both.
 
 mod answer;
+mod attended;
 mod questions;
 mod table;
 
@@ -396,6 +397,14 @@ mod tests {
         let hits = |at: usize| report.rows[at].quotes.iter().map(|answer| answer.hit_rate).collect::<Vec<_>>();
         assert_eq!((hits(1), hits(2)), (vec![None; 2], vec![Some(1.0); 2]));
         assert!(hits(3)[0] > hits(4)[0], "{:?} {:?}", hits(3), hits(4));
+        let answers = |at: usize| report.rows[at].quotes.iter();
+        let contribution = answers(0).next().and_then(|answer| answer.contribution).unwrap();
+        assert!(contribution.document > 0.5 && contribution.document < 1.0, "{contribution:?}");
+        assert!(answers(1).all(|answer| answer.contribution.is_none() && answer.coverage.is_none()));
+        let covered = |at: usize| answers(at).map(|answer| answer.coverage.unwrap()).collect::<Vec<_>>();
+        assert!(covered(2).iter().all(|of| (of.document - 1.0).abs() < 1e-9 && (of.text - 1.0).abs() < 1e-9));
+        // Half of what H2O keeps is recent: the question.
+        assert!(covered(3)[0].text > covered(4)[0].text, "{:?} {:?}", covered(3), covered(4));
         assert!((report.rows[3].kept - 0.2).abs() < 0.01 && report.rows[2].kept == 1.0);
         let budgets = &report.rows[3].kept_by_layer;
         assert_eq!(budgets.len(), model.config.layers);

@@ -19,5 +19,6 @@ pub fn print(report: &DocumentsReport) -> anyhow::Result<()> {
     table.add_rows(report.rows.iter().map(DocumentsRow::cells));
     say!("{table}\n")?;
     LEGEND.iter().try_for_each(|line| say!("{line}"))?;
+    report.contributions().map_or(Ok(()), |line| say!("{line}"))?;
     Ok(())
 }
