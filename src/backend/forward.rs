@@ -13,7 +13,7 @@ use crate::plan::{AttendPlan, Elements, Page, RowLayout, StepTable, TokenWrite, 
 use crate::policy::{Merging, StatsRequest};
 
 /// What differs from another backend: every method does what that of [`Forward::inner`] does until it is written anew.
-/// [`Forwarding`] is the backend.
+/// [`Forwarding`](super::Forwarding) is the backend.
 ///
 /// ```
 /// use std::cell::Cell;
