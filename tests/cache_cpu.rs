@@ -41,6 +41,17 @@ fn windows_are_packed_when_they_are_full() {
     }
 }
 
+/// Packed windows that joined are one span: what lies in its middle is not forgotten, what lies at its beginning is.
+#[test]
+fn joined_windows_are_forgotten_from_their_beginning() {
+    let shape = AttentionShape::new(2, 2, 64).unwrap();
+    for recipe in recipes() {
+        let append = |tokens| Operation::Extend { sequence: 1, tokens, half: false };
+        let forget = |first, last| Operation::Forget { sequence: 1, hundredths: (first, last) };
+        check(Cpu::new(), shape, &recipe, &[append(100), append(300), forget(40, 97), append(128), forget(0, 60)], 1);
+    }
+}
+
 /// 4096 appended tokens are the 4096 tokens of a prefill, word for word of codes and ranges.
 #[test]
 fn a_decode_loop_stores_what_a_prefill_stores() {

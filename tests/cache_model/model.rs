@@ -14,6 +14,8 @@ use super::decoded::decoded;
 pub struct ModelSpan {
     pub store: StoreId,
     pub window: bool,
+    /// A packed window that goes on where a span of full tiles ends: to the cache, the two are one span.
+    pub joined: bool,
     /// The position of every token, `[kv_heads][tokens]`.
     pub positions: Vec<Vec<usize>>,
     /// Where a gathered span's prompt begins and ends.
@@ -34,6 +36,7 @@ impl ModelSpan {
         Self {
             store,
             window: true,
+            joined: false,
             positions: vec![Vec::new(); kv_heads],
             gathered: None,
             keys: Vec::new(),
@@ -194,6 +197,7 @@ impl Model {
         let (Appended::Tiles { to, newer }, sink) = (self.recipe.appended(), self.recipe.sink()) else { return };
         let length = self.sequences[sequence].length;
         let mut packed = 0;
+        let mut joinable = None;
         for span in &mut self.sequences[sequence].spans {
             let due = span.window
                 && span.tokens() == TILE_TOKENS
@@ -203,12 +207,14 @@ impl Model {
                 // A window is packed from what it holds: f16.
                 span.keys.iter_mut().chain(&mut span.values).for_each(|x| *x = f16::from_f32(*x).to_f32());
                 (span.store, span.window) = (to, false);
+                span.joined = joinable == Some(span.positions[0][0]);
                 // What a window forgot before it was packed made no ranges.
                 (span.forgotten, span.slid) = (Default::default(), Default::default());
                 self.next_page += 1;
                 span.pages = vec![self.next_page];
                 packed += 1;
             }
+            joinable = span.end().filter(|_| span.store == to && span.tokens().is_multiple_of(TILE_TOKENS));
         }
     }
 
@@ -232,18 +238,27 @@ impl Model {
         true
     }
 
-    /// Forgets whole pages of the positions `start .. end`.
+    /// Forgets whole pages of the positions `start .. end`: those of spans that begin there, from their beginning.
     pub fn forget(&mut self, sequence: usize, start: usize, end: usize) {
         let row = self.row_elements();
-        self.sequences[sequence].spans.retain_mut(|span| {
-            let first = span.positions[0][0];
-            if span.gathered.is_none() && first >= start && first < end {
-                let tokens =
-                    if span.end().unwrap() <= end { span.tokens() } else { (end - first) / TILE_TOKENS * TILE_TOKENS };
-                span.forget_first(tokens, row);
+        let spans = &mut self.sequences[sequence].spans;
+        for parts in spans.chunk_by_mut(|_, next| next.joined) {
+            let first = parts[0].positions[0][0];
+            if parts[0].gathered.is_some() || first < start || first >= end {
+                continue;
             }
-            span.tokens() > 0
-        });
+            let ends_before = parts.last().and_then(ModelSpan::end).is_some_and(|last| last <= end);
+            let mut left = if ends_before { usize::MAX } else { (end - first) / TILE_TOKENS * TILE_TOKENS };
+            for part in &mut *parts {
+                let tokens = part.tokens().min(left);
+                part.forget_first(tokens, row);
+                left -= tokens;
+            }
+            if let Some(part) = parts.iter_mut().find(|part| part.tokens() > 0) {
+                part.joined = false;
+            }
+        }
+        spans.retain(|span| span.tokens() > 0);
     }
 
     /// What a sequence must decode to, `[tokens][kv_heads · head_dim]`.
