@@ -67,6 +67,18 @@ fn operations() -> impl Strategy<Value = Vec<Operation>> {
     prop::collection::vec(operation, 1..12)
 }
 
+/// What is stored is the same to the bit, and outputs but for the order of their sums: room that is made for a whole step may lie
+/// in other shards than room that is made run by run, and spans are cut where the shard changes.
+fn assert_close(outputs: &[f32], expected: &[f32], layer: usize) {
+    assert_eq!(outputs.len(), expected.len(), "layer {layer}");
+    let far = outputs.iter().zip(expected).position(|(output, expected)| {
+        // NaN is far.
+        let near = (output - expected).abs() <= 4e-6 * (1.0 + expected.abs());
+        !near
+    });
+    assert_eq!(far.map(|at| (at, outputs[at], expected[at])), None, "layer {layer}");
+}
+
 /// The cache of a model, and a cache for each of its layers.
 struct Both {
     model: ModelCache<Cpu>,
@@ -161,7 +173,7 @@ impl Both {
                 };
                 let runs: Vec<QueryRun> = runs.iter().map(queries_of).collect();
                 let expected = block_on(self.alone[layer].attend_runs(&runs, &queries, ElementType::F32)).unwrap();
-                assert_eq!(output.to_f32(), expected.to_f32(), "layer {layer}");
+                assert_close(&output.to_f32(), &expected.to_f32(), layer);
             }
         }
         if abandoned {
