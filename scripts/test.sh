@@ -41,8 +41,9 @@ mkdir -p "$logs"
 
 # --- stages -----------------------------------------------------------------------------------------------------
 
-stage_names=() stage_results=() stage_seconds=()
-passed=0 failed=0
+# A line for every stage that ended: name, seconds, tests passed, tests failed, result.
+stages="$logs/stages.tsv"
+: >"$stages"
 
 # Runs a command as a stage; its output goes to the terminal and to $logs/<name>.log.
 stage() { # name, command...
@@ -57,28 +58,26 @@ stage() { # name, command...
         } END { print ok + 0, bad + 0 }' "$log")
     if [ "$status" != 0 ] && [ "$bad" = 0 ]; then bad=1; fi # a stage that failed without a failed test counts as one
     if [ "$bad" != 0 ]; then result=FAILED; fi
-    passed=$((passed + ok)) failed=$((failed + bad))
-    stage_names+=("$name") stage_seconds+=($((SECONDS - start)))
     if grep -q '^test result:' "$log"; then result="$result, $ok passed, $bad failed"; fi
-    stage_results+=("$result")
+    printf '%s\t%s\t%s\t%s\t%s\n' "$name" $((SECONDS - start)) "$ok" "$bad" "$result" >>"$stages"
     [ "$bad" = 0 ]
 }
 
 # Says aloud, here and in the summary, what could not be checked.
 not_run() { # name, reason
     printf '\n== %s\nNOT RUN: %s\n' "$1" "$2"
-    stage_names+=("$1") stage_seconds+=(0) stage_results+=("NOT RUN: $2")
+    printf '%s\t0\t0\t0\tNOT RUN: %s\n' "$1" "$2" >>"$stages"
 }
 
 summary() {
     printf '\n== summary\n'
-    local i
-    for i in "${!stage_names[@]}"; do
-        printf '%-22s %4d s   %s\n' "${stage_names[$i]}" "${stage_seconds[$i]}" "${stage_results[$i]}"
-    done
-    printf '%-22s %4d s   logs in target/test-logs\n' total "$SECONDS"
-    echo "$passed passed, $failed failed"
-    [ "$failed" = 0 ]
+    awk -F '\t' -v total="$SECONDS" '
+        { printf "%-22s %4d s   %s\n", $1, $2, $5; passed += $3; failed += $4 }
+        END {
+            printf "%-22s %4d s   logs in target/test-logs\n", "total", total
+            print passed + 0, "passed,", failed + 0, "failed"
+            exit failed != 0
+        }' "$stages"
 }
 
 # --- drivers and validation layers ------------------------------------------------------------------------------
@@ -210,22 +209,30 @@ if [ "$(uname -s)" = Linux ]; then
         stage "validation-on-$driver" validation_is_on "$driver"
     done
 fi
-stage "tests-$first" on "$first" cargo test --locked --workspace --no-fail-fast
-# The books of a cache are the same on every driver and path: the thousand operations of gpu_cache ran above, and here run
-# kernels, steps, and caches in their corners.
+# The books of a cache are the same on every driver and path: the thousand operations of gpu_cache are among all tests, and
+# these run kernels, steps, and caches in their corners.
 kernels=(--test gpu_conformance --test gpu_kernels --test gpu_select --test gpu_query_runs)
 steps=(--test gpu_model_step --test gpu_non_finite_queries --test gpu_mixture --test gpu_compress --test gpu_cache_edges)
-for driver in "${drivers[@]:1}"; do
-    stage "gpu-$driver" on "$driver" cargo test --locked --workspace --no-fail-fast "${kernels[@]}" "${steps[@]}"
-done
-stage gpu-strict-webgpu on "$first" env WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
-    cargo test --locked --workspace --no-fail-fast "${kernels[@]}" --test gpu_model_step
-# With the checks that wgpu inserts, which are not the default. Drivers compile their shaders for this stage alone, which takes
-# most of its time: the path that every adapter has must do.
-stage gpu-safe-checks on "$first" env KVPACK_CHECKS=safe KVPACK_PATH=floor \
-    cargo test --locked --workspace --no-fail-fast --test gpu_conformance
-# The conformance cases of that path are among the tests above.
-stage gpu-floor on "$first" env KVPACK_PATH=floor cargo test --locked --workspace --no-fail-fast "${kernels[@]:2}"
+other_drivers_and_paths() {
+    local driver
+    for driver in "${drivers[@]:1}"; do
+        stage "gpu-$driver" on "$driver" cargo test --locked --workspace --no-fail-fast "${kernels[@]}" "${steps[@]}"
+    done
+    stage gpu-strict-webgpu on "$first" env WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
+        cargo test --locked --workspace --no-fail-fast "${kernels[@]}" --test gpu_model_step
+    # With the checks that wgpu inserts, which are not the default. Drivers compile their shaders for this stage alone, which
+    # takes most of its time: the path that every adapter has must do.
+    stage gpu-safe-checks on "$first" env KVPACK_CHECKS=safe KVPACK_PATH=floor \
+        cargo test --locked --workspace --no-fail-fast --test gpu_conformance
+    # The conformance cases of that path are among those tests.
+    stage gpu-floor on "$first" env KVPACK_PATH=floor cargo test --locked --workspace --no-fail-fast "${kernels[@]:2}"
+}
+# Beside all tests, because a software driver compiles shaders one after the other: one process leaves half of the processors
+# idle. What they print comes when they end.
+other_drivers_and_paths >"$logs/other-drivers-and-paths.txt" 2>&1 &
+stage "tests-$first" on "$first" cargo test --locked --workspace --no-fail-fast
+wait
+cat "$logs/other-drivers-and-paths.txt"
 stage validation-messages no_validation_messages
 # A program of burn's, in a workspace of its own; burn's kernels are not watched.
 if printf '%s\n' 1.95 "$(rustc --version | cut -d ' ' -f 2)" | sort -V -C; then
