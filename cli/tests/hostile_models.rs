@@ -87,6 +87,12 @@ fn what_ranks_chunks_is_checked() {
         let documents = kvpack(&[&["eval", "--model", MODEL][..], &recipes, &more].concat());
         is_refused(&documents, &[option, "h2o:0.2 int4", "cocktail"]);
     }
+    let draws = |recipe: &str, count: &str| {
+        kvpack(&["eval", "--model", MODEL, "--recipes", recipe, "--documents", "1", "--draws", count])
+    };
+    is_refused(&draws("int4", "3"), &["--draws", "int4", "cocktail"]);
+    let none = draws("cocktail", "0");
+    assert!(none.code == 2 && none.err.contains("0 is not in 1.."), "{}", none.err);
     let unknown = rank(&["--context", text, "--rank-by", "words"]);
     assert!(unknown.code == 2 && unknown.err.contains("'words' is none of these"), "{}", unknown.err);
     is_refused(&rank(&["--context", text, "--chunk-tokens", "8"]), &["16 to 128"]);

@@ -61,6 +61,9 @@ pub struct ModelArgs {
     /// With --documents: tokens of a chunk, 16 to 128 [default: 32].
     #[arg(long, value_delimiter = ',', value_name = "N,N", requires = "documents")]
     chunk_tokens: Vec<usize>,
+    /// With --documents: how often a mixture's stores are shuffled over the chunks, to stand beside the ranked ones [default: 1].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), requires = "documents")]
+    draws: Option<u32>,
 }
 
 /// Largest NMSE between the logits of the f16 cache and those of candle's attention.

@@ -46,7 +46,11 @@ pub fn run(
     if count == 0 {
         bail!("--documents 0: at least one is needed");
     }
-    let given = [("--rank-by", !args.rank_by.is_empty()), ("--chunk-tokens", !args.chunk_tokens.is_empty())];
+    let given = [
+        ("--rank-by", !args.rank_by.is_empty()),
+        ("--chunk-tokens", !args.chunk_tokens.is_empty()),
+        ("--draws", args.draws.is_some()),
+    ];
     if let Some((option, _)) = given.iter().find(|(_, given)| *given)
         && recipes.iter().all(|recipe| recipe.mixture().is_none())
     {
@@ -69,7 +73,8 @@ pub fn run(
     };
     let backend = backend.open()?;
     let run = provenance::run(backend.driver(), None);
-    let task = Task { model: &model, documents, document_tokens: args.document_tokens, recipes, cuts, text: text.name };
+    let (document_tokens, draws) = (args.document_tokens, args.draws.unwrap_or(1));
+    let task = Task { model: &model, documents, document_tokens, recipes, cuts, draws, text: text.name };
     let report = match &backend {
         Chosen::Cpu(backend) => task.evaluate(backend, run),
         Chosen::Wgpu(backend) => task.evaluate(backend, run),
@@ -122,6 +127,8 @@ struct Task<'a> {
     recipes: Vec<ModelRecipe>,
     /// How mixtures cut documents.
     cuts: Vec<Cut>,
+    /// How often the stores of every cut are shuffled.
+    draws: u32,
     text: String,
 }
 
@@ -193,6 +200,7 @@ impl Task<'_> {
                 let name = format!("{recipe}, chunks of {} by {}", cut.tokens, cut.by);
                 rows.push(Growing::new(name.clone()));
                 rows.push(Growing::new(format!("{name}, shuffled")));
+                rows.extend((2..=self.draws).map(|draw| Growing::new(format!("{name}, shuffled, draw {draw}"))));
             }
         }
         let progress = ProgressBar::new((2 * self.documents.len() * rows.len()) as u64).with_style(print::bar());
@@ -275,8 +283,11 @@ impl Answers<'_> {
                     let mut stores = mixture.stores_of(&chunks.similarities(query)?)?;
                     score(Stored::Chunks(ChunkStores::new(context, cut.tokens, stores.clone())?))?;
                     // As many chunks in each format, others.
-                    fastrand::Rng::with_seed(seed as u64).shuffle(&mut stores);
-                    score(Stored::Chunks(ChunkStores::new(context, cut.tokens, stores)?))?;
+                    let mut random = fastrand::Rng::with_seed(seed as u64);
+                    for _ in 0..self.task.draws {
+                        random.shuffle(&mut stores);
+                        score(Stored::Chunks(ChunkStores::new(context, cut.tokens, stores.clone())?))?;
+                    }
                 }
             } else if let Some(policy) = recipe.policy() {
                 // What was measured for another policy may do.
@@ -381,19 +392,21 @@ mod tests {
         let refused = parse(&["h2o:0.2+every=512".to_owned()], 270).unwrap_err().to_string();
         assert!(refused.contains("leave out every="), "{refused}");
         let cuts = Cut::open(&[RankBy::Bm25], &[32]).unwrap();
-        let task = Task { model: &model, documents, document_tokens: 270, recipes, cuts, text: "a test".into() };
+        let task =
+            Task { model: &model, documents, document_tokens: 270, recipes, cuts, draws: 2, text: "a test".into() };
         let report = task.evaluate(&Cpu::new(), provenance::run("none".into(), None)).unwrap();
         let names: Vec<&str> = report.rows.iter().map(|row| row.recipe.as_str()).collect();
         assert_eq!(names[..5], ["full precision", "f16", "h2o:1", "h2o:0.2", "random:0.2"]);
         let by = "chunks of 32 by bm25";
-        let mixed = |recipe: &str| [format!("{recipe}, {by}"), format!("{recipe}, {by}, shuffled")];
-        assert_eq!(names[5..9], [mixed("cocktail"), mixed("mix=f16:0.5,kivi:2")].concat());
-        assert_eq!(names[9..], ["int8"]);
+        let mixed =
+            |recipe: &str| ["", ", shuffled", ", shuffled, draw 2"].map(|order| format!("{recipe}, {by}{order}"));
+        assert_eq!(names[5..11], [mixed("cocktail"), mixed("mix=f16:0.5,kivi:2")].concat());
+        assert_eq!(names[11..], ["int8"]);
         let divergence = |at: usize| DocumentsRow::spread(&report.rows[at].quotes, |answer| answer.divergence).0;
         assert!(report.rows.iter().all(|row| (row.quotes.len(), row.passkeys.len()) == (2, 2)));
         assert_eq!(divergence(0), 0.0);
         assert!(divergence(1).abs() < 1e-5 && divergence(2).abs() < 1e-5, "{} {}", divergence(1), divergence(2));
-        assert!(divergence(4) > 10.0 * divergence(9), "{} {}", divergence(4), divergence(9));
+        assert!(divergence(4) > 10.0 * divergence(11), "{} {}", divergence(4), divergence(11));
         let hits = |at: usize| report.rows[at].quotes.iter().map(|answer| answer.hit_rate).collect::<Vec<_>>();
         assert_eq!((hits(1), hits(2)), (vec![None; 2], vec![Some(1.0); 2]));
         assert!(hits(3)[0] > hits(4)[0], "{:?} {:?}", hits(3), hits(4));
@@ -410,7 +423,8 @@ mod tests {
         assert_eq!(budgets.len(), model.config.layers);
         assert!((super::super::score::mean(budgets) - report.rows[3].kept).abs() < 1e-9, "{budgets:?}");
         assert!(report.rows[1].kept_by_layer.is_empty(), "f16 keeps all");
-        // As many chunks in each format, shuffled or not.
-        assert_eq!(report.rows[7].bits_per_element, report.rows[8].bits_per_element);
+        // As many chunks in each format, shuffled or not, and others in every draw.
+        assert!(report.rows[9..11].iter().all(|row| row.bits_per_element == report.rows[8].bits_per_element));
+        assert_ne!(divergence(9), divergence(10));
     }
 }
