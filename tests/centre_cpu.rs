@@ -180,21 +180,6 @@ fn layers_have_centres_of_their_own() {
     assert_eq!((centres(&cache, 0), centres(&cache, 1)), (vec![5.0, 2.0], vec![6.0, 3.0]));
 }
 
-/// An engine that encodes steps itself finds the centre there: it is not known before the tokens that begin a sequence are.
-#[test]
-fn a_sequence_that_begins_is_not_encoded() {
-    let shape = AttentionShape::new(2, 1, 64).unwrap();
-    let mut cache = ModelCache::new(&Cpu::new(), &[(shape, Recipe::f16().with_centre())], 1).unwrap();
-    let runs = [TokenRun::decode(0)];
-    block_on(cache.reserve_for_append(&runs)).unwrap();
-    cache.begin_append(&runs).unwrap();
-    assert!(matches!(cache.encode(), Err(Error::Plan { .. })));
-    cache.abandon();
-    block_on(cache.set_centres(0, &[&CpuTensor::F32(vec![3.0; 64])])).unwrap();
-    cache.begin_append(&runs).unwrap();
-    assert_eq!(cache.encode().unwrap().len(), 1);
-}
-
 #[test]
 fn ranges_per_channel_take_no_centre() {
     let shape = AttentionShape::new(2, 1, 64).unwrap();

@@ -3,8 +3,8 @@
 mod random_rows;
 mod step_writes;
 
-use kvpack::backend::{FlaggedToken, StepInput};
-use kvpack::cpu::{Cpu, CpuStore, CpuTensor, NonFiniteFlags, append, pack_windows, write_step};
+use kvpack::backend::{FlaggedToken, NewCentre, StepInput};
+use kvpack::cpu::{Cpu, CpuStore, CpuTensor, NonFiniteFlags, append, key_mean, pack_windows, write_step};
 use kvpack::format::KeyOrValue;
 use kvpack::plan::{ElementType, RowLayout, StepTable, StepWrites};
 use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
@@ -18,6 +18,10 @@ fn call_by_call(case: &Case) -> ([CpuStore; 2], Vec<FlaggedToken>) {
         for (index, writes) in step.writes.stores.iter().enumerate() {
             let store = if index == 0 { &mut open } else { &mut packed };
             writes.copies.iter().for_each(|copy| store.copy_page(copy.from, copy.to).unwrap());
+            for mean in &writes.centres {
+                let centre = NewCentre { rows: case.rows, tokens: mean.tokens, slot: mean.slot };
+                key_mean(store, step.keys.elements(), centre).unwrap();
+            }
             if writes.tokens.is_empty() {
                 continue;
             }
@@ -51,6 +55,7 @@ fn call_by_call(case: &Case) -> ([CpuStore; 2], Vec<FlaggedToken>) {
 }
 
 fn assert_alike(one: &CpuStore, other: &CpuStore, case: &Case) {
+    assert!(case.centres(&Cpu::new(), one) == case.centres(&Cpu::new(), other), "centres of {}", case.format);
     for which in [KeyOrValue::Key, KeyOrValue::Value] {
         for (slot, page) in pages().enumerate() {
             for head in 0..case.shape.kv_heads() {
@@ -67,17 +72,22 @@ fn assert_alike(one: &CpuStore, other: &CpuStore, case: &Case) {
 
 #[test]
 fn a_step_writes_what_its_calls_write() {
-    let mut flagged = 0;
-    for (i, format) in formats(64).into_iter().enumerate() {
-        let shape = AttentionShape::new(2, 2, 64).unwrap();
-        let case = Case::new(shape, format, ElementType::ALL[i % 3], i as u64);
+    let (mut flagged, mut centred) = (0, 0);
+    let formats = || formats(64).into_iter().enumerate();
+    let shape = AttentionShape::new(2, 2, 64).unwrap();
+    let plain = formats().map(|(i, format)| Case::new(shape, format, ElementType::ALL[i % 3], i as u64));
+    let of_centred = formats().filter(|(_, format)| format.key.takes_centre());
+    let of_centred = of_centred.map(|(i, format)| Case::centred(shape, format, ElementType::ALL[i % 3], 40 + i as u64));
+    for case in plain.chain(of_centred) {
+        let format = case.format;
         let (stores, found) = case.written(&Cpu::new());
         let (expected, expected_found) = call_by_call(&case);
         stores.iter().zip(&expected).for_each(|(one, other)| assert_alike(one, other, &case));
         assert_eq!(found, expected_found, "{format}");
         flagged += found.len();
+        centred += case.centres(&Cpu::new(), &stores[1]).iter().filter(|of| of.bytes().iter().any(|&x| x > 0)).count();
     }
-    assert!(flagged > 5, "{flagged}");
+    assert!(flagged > 5 && centred > 20, "{flagged} {centred}");
 }
 
 /// A step that does not fit its stores or tensors changes nothing.

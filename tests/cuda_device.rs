@@ -328,6 +328,7 @@ fn assert_stores_alike(backend: &Cuda, stores: &[Store; 2], twins: &[CpuStore; 2
     );
     let head_dim = case.shape.head_dim();
     for (store, twin) in stores.iter().zip(twins) {
+        assert!(case.centres(backend, store) == case.centres(&Cpu::new(), twin), "centres in {}", case.format);
         for which in [KeyOrValue::Key, KeyOrValue::Value] {
             let format = store.format().tensor(which);
             for (page, head) in pages().flat_map(|page| (0..case.shape.kv_heads()).map(move |head| (page, head))) {
@@ -349,11 +350,14 @@ fn steps_store_what_the_twin_stores() {
     for (i, head_dim) in HEAD_DIMS.into_iter().enumerate() {
         let shape = AttentionShape::new(3, 3, head_dim).unwrap();
         for (j, format) in formats(head_dim).into_iter().enumerate() {
-            let case = Case::new(shape, format, ElementType::ALL[(i + j) % 3], (i * 31 + j) as u64);
-            let (expected, expected_found) = case.written(&Cpu::new());
-            let (stores, found) = case.written(&backend);
-            assert_stores_alike(&backend, &stores, &expected, &case);
-            assert_eq!(found, expected_found, "{format} at {head_dim}");
+            let (elements, seed) = (ElementType::ALL[(i + j) % 3], (i * 31 + j) as u64);
+            let centred = format.key.takes_centre().then(|| Case::centred(shape, format, elements, seed));
+            for case in [Case::new(shape, format, elements, seed)].into_iter().chain(centred) {
+                let (expected, expected_found) = case.written(&Cpu::new());
+                let (stores, found) = case.written(&backend);
+                assert_stores_alike(&backend, &stores, &expected, &case);
+                assert_eq!(found, expected_found, "{format} at {head_dim}");
+            }
         }
     }
 }
@@ -365,9 +369,14 @@ fn steps_store_what_the_twin_stores() {
 fn a_captured_step_is_replayed_while_its_table_changes() {
     let backend = device();
     let stream = backend.stream();
-    for (j, format) in [SegmentFormat::saw_int4(), SegmentFormat::per_channel(Bits::Two)].into_iter().enumerate() {
-        let shape = AttentionShape::new(3, 3, 128).unwrap();
-        let case = Case::new(shape, format, ElementType::F32, 40 + j as u64);
+    let shape = AttentionShape::new(3, 3, 128).unwrap();
+    let cases = [
+        Case::new(shape, SegmentFormat::saw_int4(), ElementType::F32, 40),
+        Case::new(shape, SegmentFormat::per_channel(Bits::Two), ElementType::F32, 41),
+        Case::centred(shape, SegmentFormat::saw_int4(), ElementType::F32, 42),
+    ];
+    for case in cases {
+        let format = case.format;
         let (expected, expected_found) = case.written(&Cpu::new());
         let stores = case.stores(&backend);
         let elements = case.rows.elements_needed(&shape);

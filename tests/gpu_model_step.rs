@@ -13,7 +13,7 @@ use kvpack::cpu::Cpu;
 use kvpack::plan::{ElementType, RowLayout};
 use kvpack::wgpu::{LayerTensors, ModelStep, Tensor, Wgpu};
 use kvpack::{AttentionShape, Error};
-use model_steps::{LAYERS, RECIPES, ROWS, SEQUENCES, STEPS};
+use model_steps::{BEGINNING_ROWS, CENTRED, LAYERS, RECIPES, ROWS, SEQUENCES, STEPS};
 use pollster::block_on;
 use random_rows::Random;
 
@@ -25,34 +25,44 @@ struct Engine {
     tensors: Vec<LayerTensors>,
     steps: ModelStep,
     random: Random,
+    rows: usize,
 }
 
 impl Engine {
     fn new(backend: Wgpu, recipe: &str) -> Self {
+        Self::with_rows(backend, recipe, ROWS)
+    }
+
+    fn with_rows(backend: Wgpu, recipe: &str, rows: usize) -> Self {
         let recipe = model_steps::recipe(recipe);
         let of_layer = |_| {
             let zeroed = |elements| Tensor::zeroed(backend.device(), elements, ElementType::F32).unwrap();
-            let [keys, values, queries, output] = model_steps::tensor_elements().map(zeroed);
+            let [keys, values, queries, output] = model_steps::elements_of(rows).map(zeroed);
             LayerTensors { keys, values, queries, output }
         };
         let tensors: Vec<LayerTensors> = (0..LAYERS).map(of_layer).collect();
-        let rows = RowLayout::token_major(ROWS, &model_steps::shape());
+        let layout = RowLayout::token_major(rows, &model_steps::shape());
         let options = AttendOptions { query: recipe.query(), ..AttendOptions::default() };
         Self {
             cache: model_steps::cache(&backend, &recipe),
             twin: model_steps::cache(&Cpu::new(), &recipe),
-            steps: ModelStep::new(&backend, rows, tensors.clone(), options).unwrap(),
+            steps: ModelStep::new(&backend, layout, tensors.clone(), options).unwrap(),
             backend,
             tensors,
             random: Random::new(7),
+            rows,
         }
     }
 
     /// A step on both. True if something was bound anew for it.
     fn step(&mut self, runs: &[TokenRun]) -> bool {
-        let inputs = model_steps::inputs(&mut self.random);
+        let inputs = model_steps::inputs_of(&mut self.random, self.rows);
+        self.step_with(runs, &inputs)
+    }
+
+    fn step_with(&mut self, runs: &[TokenRun], inputs: &model_steps::Inputs) -> bool {
         let (device, queue) = (self.backend.device(), self.backend.queue());
-        for (of, rows) in self.tensors.iter().zip(&inputs) {
+        for (of, rows) in self.tensors.iter().zip(inputs) {
             for (tensor, rows) in [&of.keys, &of.values, &of.queries].into_iter().zip(rows) {
                 queue.write_buffer(tensor.buffer(), tensor.offset(), bytemuck::cast_slice(rows));
             }
@@ -78,7 +88,7 @@ impl Engine {
 
         let download = |of: &LayerTensors| block_on(of.output.download(device, queue)).unwrap();
         let outputs: Vec<Vec<f32>> = self.tensors.iter().map(download).collect();
-        model_steps::compare(&mut self.twin, runs, &inputs, &outputs);
+        model_steps::compare(&mut self.twin, runs, inputs, &outputs);
         anew
     }
 }
@@ -116,6 +126,39 @@ fn steps_are_bound_once_and_only_encoded() {
             assert_eq!(engine.cache.length(sequence), engine.twin.length(sequence));
         }
     }
+}
+
+/// The centres of sequences that begin are made within the step, and all is stored as by the calls that submit, bit for bit.
+#[test]
+fn centred_sequences_begin_within_a_step() {
+    for recipe in CENTRED {
+        let mut engine = Engine::with_rows(gpu_device::fresh(), recipe, BEGINNING_ROWS);
+        let mut submitted = model_steps::cache(&engine.backend, &model_steps::recipe(recipe));
+        for step in 0..model_steps::BEGINNING {
+            model_steps::before_beginning(&mut engine.cache, step);
+            model_steps::before_beginning(&mut engine.twin, step);
+            model_steps::before_beginning(&mut submitted, step);
+            let runs = model_steps::beginning(step);
+            let inputs = model_steps::inputs_of(&mut engine.random, BEGINNING_ROWS);
+            engine.step_with(&runs, &inputs);
+            model_steps::submit(&mut submitted, &runs, &inputs);
+            let (encoded, submitted) = (model_steps::held(&engine.cache), model_steps::held(&submitted));
+            assert!(encoded == submitted, "{recipe}: step {step} stores something else");
+        }
+        assert_eq!(block_on(engine.cache.non_finite()).unwrap(), []);
+    }
+}
+
+/// That a sequence begins binds nothing anew.
+#[test]
+fn steps_that_begin_sequences_are_bound_with_the_others() {
+    let mut engine = Engine::new(gpu_device::fresh(), "saw-int4+centre");
+    let all: Vec<TokenRun> = (0..SEQUENCES).map(TokenRun::decode).collect();
+    assert!(engine.step(&all), "three sequences begin");
+    engine.cache.clear(1).unwrap();
+    engine.twin.clear(1).unwrap();
+    assert!(!engine.step(&all), "one begins again");
+    assert!(!engine.step(&all), "none begins");
 }
 
 /// Batches that take turns find what was bound for them.

@@ -39,7 +39,7 @@ struct StepCall {
     u32 beside;
     u32 unused;
     // [slot][kv head][channel], where keys are stored less the centre of their sequence.
-    const float* centres;
+    float* centres;
     // Addresses of the shards that are written, and of those that windows are read from.
     u64 shards[MOST_STEP_SHARDS];
     u64 from_shards[MOST_STEP_SHARDS];
@@ -49,7 +49,7 @@ __device__ __forceinline__ u32 entry_count(const StepCall& call) { return call.t
 
 __device__ __forceinline__ uint4 entry_at(const StepCall& call, u32 index) { return call.table[1 + index]; }
 
-// The slot of a token in its page, and that of its centre.
+// The slot of a token in its page, and that of its centre, or of the one that a mean becomes.
 __device__ __forceinline__ u32 token_slot(uint4 entry) { return KEY_CENTRED ? entry.z & 0xffu : entry.z; }
 
 __device__ __forceinline__ u32 centre_slot(uint4 entry) { return entry.z >> 8; }

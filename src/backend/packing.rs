@@ -189,10 +189,11 @@ pub trait Packing: Storage {
     fn copy_page(&self, store: &mut Self::Store, from: Page, to: Page) -> Result<()>;
 
     /// All that a step writes for one layer, in the order of its table: [`copy_page`](Packing::copy_page), then
-    /// [`append`](Packing::append), then [`pack_windows`](Packing::pack_windows). `stores` are those of the table's layout.
+    /// [`key_mean`](Packing::key_mean), then [`append`](Packing::append), then [`pack_windows`](Packing::pack_windows). `stores` are
+    /// those of the table's layout.
     ///
     /// Nothing waits, and nothing is read back: elements that cannot be stored are stored as zeros, and the token is flagged.
-    /// `input` may be left out where the step stores no tokens.
+    /// `input` may be left out where the step reads no tokens.
     ///
     /// This is the comfortable way: through wgpu it makes buffers and submits. What an engine binds once and then only encodes
     /// or launches are `wgpu::PackStepPlan` and `cuda::PackStepPlan`.

@@ -16,7 +16,7 @@ pub(super) struct Change<I> {
     pub(super) leased: Vec<(StoreId, Lease)>,
     /// Of no use any more once it is committed.
     pub(super) freed: Vec<(StoreId, Lease)>,
-    /// Centres that the change gave to sequences.
+    /// Centres that the change gave to sequences. A change that appends has them among what it writes.
     pub(super) centres: Vec<CentreWrite>,
     /// The sequence that came back with a centre, which is written with it.
     pub(super) taken_centre: Option<usize>,

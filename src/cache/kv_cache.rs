@@ -219,7 +219,7 @@ impl<B: Backend> KvCache<B> {
         let needed = self.group.books.room_for_append(runs, new.rows.tokens)?;
         self.group.reserve(&needed).await?;
         let change = self.group.open_append(runs, new.rows.tokens)?;
-        let written = self.group.write_append(LAYER, &change, new);
+        let written = self.group.write_step(LAYER, Some(new));
         self.group.close(change, written)
     }
 

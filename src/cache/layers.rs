@@ -321,18 +321,7 @@ impl<B: Backend> LayerGroup<B> {
         self.backend.clear_non_finite_flags(&self.flags)
     }
 
-    /// Writes what the open step says to one layer, after the centres of sequences that begin.
-    pub(super) fn write_append(
-        &mut self,
-        layer: usize,
-        change: &Change<B::Indices>,
-        new: NewTokens<'_, B::Tensor>,
-    ) -> Result<()> {
-        self.write_centres(layer, change, new.rows, new.keys)?;
-        self.write_step(layer, Some(new))
-    }
-
-    /// Puts the centres of sequences that begin into all stores of a layer.
+    /// Puts the centres of sequences that begin with a prompt, or with none, into all stores of a layer.
     pub(super) fn write_centres(
         &mut self,
         layer: usize,
@@ -342,7 +331,7 @@ impl<B: Backend> LayerGroup<B> {
     ) -> Result<()> {
         let Self { backend, layers, .. } = self;
         for centre in &change.centres {
-            let new = NewCentre { rows, tokens: centre.tokens, slot: centre.slot };
+            let new = NewCentre { rows, tokens: centre.mean.tokens, slot: centre.mean.slot };
             layers[layer].iter_mut().try_for_each(|of| backend.key_mean(&mut of.store, keys, new))?;
         }
         Ok(())

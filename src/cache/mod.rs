@@ -61,5 +61,7 @@ pub use crate::plan::StoreFormat;
 /// Tokens whose mean key is the centre of a sequence, at most: the first of those that it is given first.
 pub const CENTRE_TOKENS: usize = 64;
 
+const _: () = assert!(CENTRE_TOKENS <= crate::plan::MOST_MEAN_TOKENS, "centres are made within steps");
+
 /// Most sequences of one cache.
 pub const MOST_SEQUENCES: usize = 1 << 20;

@@ -206,21 +206,13 @@ impl<B: Backend> ModelCache<B> {
     }
 
     /// Hands the open step to an engine that encodes it itself, one part for all layers that share their books: for a model of
-    /// like layers one in all. Every layer counts as stored, so that the step can be committed as soon as it is encoded.
+    /// like layers one in all. Every layer counts as stored, so that the step can be committed as soon as it is encoded. Centres
+    /// of sequences that begin with it are made on the device, of their first tokens.
     ///
     /// # Errors
-    /// [`Error::Plan`] when no step that appends is open, or a sequence of a [centred recipe](Recipe::with_centre) begins with it:
-    /// its centre is made of its first tokens, which a prompt or [`ModelCache::store`] has to store, unless
-    /// [`ModelCache::set_centres`] says it.
+    /// [`Error::Plan`] when no step that appends is open.
     pub fn encode(&mut self) -> Result<Vec<OpenStep<'_, B::Store, B::NonFiniteFlags>>> {
         let step = self.step.as_mut().filter(|step| step.kind == StepKind::Append).ok_or_else(no_step)?;
-        if let Some(centre) = step.changes.iter().flat_map(|change| &change.centres).next() {
-            let reason = format!(
-                "sequence {} begins with it and has no centre yet; set it, or store these tokens layer by layer",
-                centre.sequence
-            );
-            return Err(Error::Plan { what: "step to encode", reason });
-        }
         step.stored.fill(true);
         Ok(self.groups.iter().zip(&step.plans).map(|(group, plan)| group.open_step(plan)).collect())
     }
@@ -453,7 +445,7 @@ impl<B: Backend> ModelCache<B> {
         match kind {
             StepKind::Append => {
                 group.check_lengths(new)?;
-                group.write_append(index, &step.changes[at], new)?;
+                group.write_step(index, Some(new))?;
             }
             StepKind::Prefill(sequence) => {
                 group.check_rows(new).await?;

@@ -1,6 +1,6 @@
 //! What a step of decoding, or of a prompt, is given.
 
-use crate::plan::{RowLayout, TokenRange};
+use crate::plan::{KeyMean, RowLayout};
 
 /// Consecutive new tokens of one sequence. The runs of a step lie one after the other in the tensors of keys and values, so
 /// that a step may mix a chunk of one sequence's prompt with single decoded tokens of others.
@@ -43,10 +43,8 @@ impl TokenRun {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct CentreWrite {
     pub(super) sequence: usize,
-    /// Its slot, the same in all stores.
-    pub(super) slot: usize,
-    /// Rows of the new keys: their mean is the centre.
-    pub(super) tokens: TokenRange,
+    /// The mean of which of the new keys it is, and its slot, the same in all stores.
+    pub(super) mean: KeyMean,
 }
 
 /// Keys and values of new tokens, as callers hand them in.

@@ -20,11 +20,15 @@ pub(super) struct GroupTable {
 /// Sequences that a table has room for before any step needs it.
 const FIRST_SEQUENCES: usize = 256;
 
+/// Sequences of them that may begin at once.
+const FIRST_BEGINNING: usize = 8;
+
 /// What steps write at most. It only grows, by doubling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Most {
     tokens: usize,
     copies: usize,
+    centres: usize,
     windows: usize,
 }
 
@@ -33,10 +37,12 @@ impl Most {
     fn with(self, writes: &StepWrites, tokens: usize) -> Self {
         let larger = |most: usize, needed: usize| if needed <= most { most } else { needed.next_power_of_two() };
         let copies = writes.stores.iter().map(|store| store.copies.len()).max().unwrap_or(0);
+        let centres = writes.stores.iter().map(|store| store.centres.len()).max().unwrap_or(0);
         let windows = writes.windows.iter().map(Vec::len).max().unwrap_or(0);
         Self {
             tokens: larger(self.tokens, tokens),
             copies: larger(self.copies, copies),
+            centres: larger(self.centres, centres),
             windows: larger(self.windows, windows),
         }
     }
@@ -47,7 +53,8 @@ impl GroupTable {
     pub(super) fn new<I: TokenIndices + Clone>(shape: AttentionShape, books: &Books<I>) -> Result<Self> {
         let sequences = books.sequences().len().min(FIRST_SEQUENCES);
         // Pages are copied only where a sequence was forked in the middle of one.
-        let most = Most { tokens: sequences, copies: 0, windows: sequences };
+        let centres = if books.recipe().is_centred() { sequences.min(FIRST_BEGINNING) } else { 0 };
+        let most = Most { tokens: sequences, copies: 0, centres, windows: sequences };
         Ok(Self { shape, most, table: StepTable::new(&lay_out(shape, books, most)?) })
     }
 
@@ -86,6 +93,8 @@ fn lay_out<I: TokenIndices + Clone>(shape: AttentionShape, books: &Books<I>, mos
 /// The stores as they are, and what a step puts into them.
 fn capacities<I: TokenIndices + Clone>(books: &Books<I>, most: Most) -> Vec<StoreCapacity> {
     let recipe = books.recipe();
+    // As many as `LayerGroup::reserve` makes before any step, so that kernels can be prepared before that.
+    let centre_slots = if recipe.is_centred() { books.sequences().len() } else { 0 };
     let of = |(index, store): (usize, &super::StoreFormat)| {
         let id = StoreId(index as u8);
         let (tokens, copies) = if recipe.takes_tokens(id) { (most.tokens, most.copies) } else { (0, 0) };
@@ -96,7 +105,8 @@ fn capacities<I: TokenIndices + Clone>(books: &Books<I>, most: Most) -> Vec<Stor
             range_slots: room.slots(),
             tokens,
             copies,
-            centre_slots: books.centres().len(),
+            centres: most.centres,
+            centre_slots,
         }
     };
     recipe.stores().iter().enumerate().map(of).collect()

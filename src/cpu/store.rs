@@ -88,7 +88,7 @@ impl CpuStore {
     pub fn step_capacity(&self, tokens: usize, copies: usize) -> StoreCapacity {
         let shard_pages = self.shard_pages.clone();
         let (range_slots, centre_slots) = (self.range_slots, self.centre_slots());
-        StoreCapacity { format: self.format, shard_pages, range_slots, tokens, copies, centre_slots }
+        StoreCapacity { format: self.format, shard_pages, range_slots, tokens, copies, centres: 0, centre_slots }
     }
 
     /// Number of shards.

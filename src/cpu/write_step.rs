@@ -1,17 +1,18 @@
-//! All that a step writes: kernels `copy_page`, `append` and `pack_windows` by a step's table.
+//! All that a step writes: kernels `copy_page`, `key_mean`, `append` and `pack_windows` by a step's table.
 
 use super::append::{TokenRows, put_tokens};
+use super::key_mean::key_mean;
 use super::non_finite_flags::NonFiniteFlags;
 use super::pack_windows;
 use super::store::CpuStore;
-use crate::backend::StepInput;
+use crate::backend::{NewCentre, StepInput};
 use crate::format::KeyOrValue;
-use crate::plan::{Elements, FoundStore, Section, StepEntry, StepTable, TokenWrite, WindowMove};
+use crate::plan::{Elements, FoundStore, KeyMean, Section, StepEntry, StepTable, TokenWrite, WindowMove};
 use crate::{Error, Result};
 
-/// Writes to the stores of the table's layout what the table says: copies, then tokens of `input`, then windows. An element that
-/// is NaN, infinite or beyond [`largest_element`](crate::plan::StepLayout::largest_element) is stored as zero, and its token is
-/// flagged. `input` may be left out where the step stores no tokens.
+/// Writes to the stores of the table's layout what the table says: copies, then centres and tokens of `input`, then windows. An
+/// element that is NaN, infinite or beyond [`largest_element`](crate::plan::StepLayout::largest_element) is stored as zero, and its token is
+/// flagged. `input` may be left out where the step reads no tokens.
 ///
 /// # Errors
 /// [`Error::Plan`] when the stores or the flags are not those of the layout, or there is no input for tokens,
@@ -28,6 +29,13 @@ pub fn write_step(
                 for entry in table.entries(section) {
                     let StepEntry::Copy(copy) = entry else { continue };
                     stores[store].copy_page(copy.from, copy.to)?;
+                }
+            }
+            Section::Centres(store) => {
+                let Some(StepInput { keys, rows, .. }) = input else { continue };
+                for entry in table.entries(section) {
+                    let StepEntry::Centre(KeyMean { tokens, slot }) = entry else { continue };
+                    key_mean(stores[store], *keys, NewCentre { rows, tokens, slot })?;
                 }
             }
             Section::Tokens(store) => {
@@ -79,6 +87,6 @@ fn check(
             input.flags.check_layer(input.layer)
         }
         None if table.tokens_needed() == 0 => Ok(()),
-        None => Err(Error::Plan { what: "step", reason: "it stores tokens, and was given no keys and values".into() }),
+        None => Err(Error::Plan { what: "step", reason: "it reads tokens, and was given no keys and values".into() }),
     }
 }

@@ -25,7 +25,9 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// every layer between the engine's own kernels. Launches read from the tables what there is to do, so that a graph that captured
 /// them all is replayed while sequences grow. Kernels, scratch and tables last from step to step; they are made anew when a store
 /// has grown or lengths have left their class, which are up to an eighth apart. [`WrittenStep::bound_anew`] tells, and then
-/// a graph has to be captured again.
+/// a graph has to be captured again. A step that a sequence of a centred recipe begins with is of a class of its own, with a launch
+/// more for every store of a layer, which steps of decoding do not have: an engine that [keeps](ModelStep::keeping) several classes
+/// finds the graph of its decoding again.
 ///
 /// ```no_run
 /// use kvpack::cache::{ModelCache, TokenRun};
@@ -80,6 +82,8 @@ struct Bound {
     layout: Arc<StepLayout>,
     /// The numbers of the layers: those that were parted from one group share a layout, and not their stores.
     numbers: Vec<usize>,
+    /// Whether its launches make centres.
+    begins: bool,
     table: StepMemory,
     plan: StepPlan,
     scratch: StepScratch,
@@ -176,7 +180,9 @@ impl ModelStep {
         for layer in &self.layers {
             plan.check_rows(&layer.queries, &layer.output)?;
         }
-        let kept = self.bound.take(|bound| bound.is_over(step) && plan.is_bound_like(&bound.plan));
+        let begins = step.table.makes_centres();
+        let fits = |bound: &Bound| bound.is_over(step) && bound.begins == begins && plan.is_bound_like(&bound.plan);
+        let kept = self.bound.take(fits);
         let bound_anew = kept.is_none();
         let mut bound = match kept {
             Some(bound) => Bound { plan, ..bound },
@@ -200,6 +206,7 @@ impl ModelStep {
 
     fn bind(&mut self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: StepPlan) -> Result<Bound> {
         let (backend, layout) = (&self.backend, step.table.layout());
+        let begins = step.table.makes_centres();
         // What was bound before a store grew.
         self.bound.retain(|bound| bound.numbers != step.layers || bound.is_over(step));
         let table = match self.bound.iter().find(|bound| bound.is_over(step)) {
@@ -219,7 +226,7 @@ impl ModelStep {
             let LayerTensors { keys, values, queries, output } = tensors;
             let layer = step.layers[place];
             let input = StepInput { keys, values, rows: self.rows, flags: step.flags, layer };
-            launches.stores.push(pack.bind_with_room(backend, stores, &table, input)?);
+            launches.stores.push(pack.bind_with_room(backend, stores, &table, input, begins)?);
             let tensors = StepTensors { queries, output, lse: None };
             launches.attention.push(plan.bind_to(backend, stores, tensors, &scratch, &tables.of_layer(place))?);
         }
@@ -228,6 +235,7 @@ impl ModelStep {
             class: self.classes,
             layout: layout.clone(),
             numbers: step.layers.to_vec(),
+            begins,
             table,
             plan,
             scratch,

@@ -26,8 +26,8 @@ pub use split::Split;
 pub use state_rows::StateRows;
 pub(crate) use step::FoundStore;
 pub use step::{
-    PageCopy, Section, StepEntry, StepLayout, StepTable, StepWrites, StoreCapacity, StoreWrites, TokenWrite,
-    WindowCapacity, WindowMove,
+    KeyMean, MOST_MEAN_TOKENS, PageCopy, Section, StepEntry, StepLayout, StepTable, StepWrites, StoreCapacity,
+    StoreWrites, TokenWrite, WindowCapacity, WindowMove,
 };
 pub use tokens::{IndexShape, Rows, TokenIndices};
 pub use work::{Dispatch, PreparedRow, SegmentWork, Work, WorkItem};

@@ -2,10 +2,10 @@
 #![allow(dead_code, reason = "every test takes what it needs")]
 
 use kvpack::AttentionShape;
-use kvpack::backend::Backend;
+use kvpack::backend::{Backend, SpanBytes, SpanPlace};
 use kvpack::cache::{ModelCache, ModelRecipe, Recipe, TokenRun};
 use kvpack::cpu::{Cpu, CpuTensor, nmse};
-use kvpack::plan::{ElementType, RowLayout};
+use kvpack::plan::{ElementType, Page, RowLayout};
 use pollster::block_on;
 
 use crate::random_rows::Random;
@@ -18,7 +18,11 @@ pub const ROWS: usize = 12;
 pub const STEPS: usize = 160;
 
 /// Tokens that stay, that are packed as they arrive, and that are packed by windows, with calibrated scores and with a sink.
-pub const RECIPES: [&str; 4] = ["f16", "saw-int4", "calibquant:2+window=1", "kivi:2+window=0+sink=128"];
+pub const RECIPES: [&str; 7] =
+    ["f16", "saw-int4", "calibquant:2+window=1", "kivi:2+window=0+sink=128", CENTRED[0], CENTRED[1], CENTRED[2]];
+
+/// The same where keys are stored less a centre, which sequences get within the step that they begin with.
+pub const CENTRED: [&str; 3] = ["f16+centre", "saw-int4+centre", "saw-int4+window=1+centre"];
 
 pub fn shape() -> AttentionShape {
     AttentionShape::new(4, 2, 64).unwrap()
@@ -35,7 +39,12 @@ pub fn cache<B: Backend + Clone>(backend: &B, recipe: &Recipe) -> ModelCache<B> 
 
 /// Elements of keys, values, queries and output of the engine.
 pub fn tensor_elements() -> [usize; 4] {
-    [2, 2, 4, 4].map(|heads| ROWS * heads * 64)
+    elements_of(ROWS)
+}
+
+/// With so many rows.
+pub fn elements_of(rows: usize) -> [usize; 4] {
+    [2, 2, 4, 4].map(|heads| rows * heads * 64)
 }
 
 /// From this step on all sequences decode, and none joins or leaves.
@@ -47,6 +56,10 @@ pub fn runs(step: usize) -> Vec<TokenRun> {
     let mut runs: Vec<TokenRun> = (0..SEQUENCES).filter(decodes).map(TokenRun::decode).collect();
     if let (10, true, Some(last)) = (step % 50, step < STEADY, runs.last_mut()) {
         *last = TokenRun::chunk(last.sequence(), 9);
+    }
+    // The one that left begins again.
+    if let Some(again) = runs.iter_mut().find(|run| step == 91 && run.sequence() == 1) {
+        *again = TokenRun::chunk(1, 9);
     }
     runs
 }
@@ -67,11 +80,72 @@ pub fn alternating(step: usize) -> Vec<TokenRun> {
     }
 }
 
+/// Steps in which sequences of a centred recipe begin beside others that decode: with a token, with several, and with more than
+/// make a centre; and begin again, beside one that shares the centre and the open page of another.
+pub fn beginning(step: usize) -> Vec<TokenRun> {
+    match step {
+        0 => vec![TokenRun::chunk(1, 5)],
+        2 => vec![TokenRun::decode(1), TokenRun::decode(0), TokenRun::chunk(2, 100)],
+        5 => vec![TokenRun::chunk(0, 70), TokenRun::chunk(2, 3), TokenRun::decode(1)],
+        _ => (0..SEQUENCES).filter(|s| step > 1 || *s == 1).map(TokenRun::decode).collect(),
+    }
+}
+
+/// How many steps that is, and what is done to a cache before one of them.
+pub const BEGINNING: usize = 8;
+
+pub fn before_beginning<B: Backend>(cache: &mut ModelCache<B>, step: usize) {
+    if step == 5 {
+        [0, 2].into_iter().for_each(|sequence| cache.clear(sequence).unwrap());
+        cache.fork(1, 2).unwrap();
+    }
+}
+
+/// Rows of tensors for these steps.
+pub const BEGINNING_ROWS: usize = 102;
+
+/// The step as an engine has it stored that submits it layer by layer.
+pub fn submit<B: Backend>(cache: &mut ModelCache<B>, runs: &[TokenRun], inputs: &Inputs) {
+    let tokens: usize = runs.iter().map(TokenRun::tokens).sum();
+    block_on(cache.reserve_for_append(runs)).unwrap();
+    cache.begin_append(runs).unwrap();
+    for (layer, [keys, values, _]) in inputs.iter().enumerate() {
+        let upload = |rows: &[f32]| block_on(cache.backend().upload(rows[..tokens * 2 * 64].into())).unwrap();
+        let (keys, values) = (upload(keys), upload(values));
+        block_on(cache.store(layer, RowLayout::token_major(tokens, &shape()), &keys, &values)).unwrap();
+    }
+    cache.commit().unwrap();
+}
+
+/// All pages, span ranges and centres of all layers, as the backend stores them.
+pub fn held<B: Backend>(cache: &ModelCache<B>) -> Vec<SpanBytes> {
+    let mut held = Vec::new();
+    for layer in 0..LAYERS {
+        let layout = cache.step_layout(layer).unwrap().clone();
+        for (store, of) in cache.stores(layer).unwrap().into_iter().zip(layout.stores()) {
+            let read = |place| block_on(cache.backend().read_span(store, place)).unwrap();
+            let shards = of.shard_pages.iter().enumerate();
+            let pages: Vec<Page> = shards
+                .flat_map(|(shard, &pages)| (0..pages).map(move |index| Page { shard: shard as u32, index }))
+                .collect();
+            held.push(read(SpanPlace { pages: &pages, ..SpanPlace::default() }));
+            let centres = 0..of.centre_slots;
+            held.extend(centres.map(|slot| read(SpanPlace { centre: Some(slot), ..SpanPlace::default() })));
+        }
+    }
+    held
+}
+
 /// Keys, values and queries of every layer.
 pub type Inputs = Vec<[Vec<f32>; 3]>;
 
 pub fn inputs(random: &mut Random) -> Inputs {
-    let [keys, values, queries, _] = tensor_elements();
+    inputs_of(random, ROWS)
+}
+
+/// For so many rows.
+pub fn inputs_of(random: &mut Random, rows: usize) -> Inputs {
+    let [keys, values, queries, _] = elements_of(rows);
     (0..LAYERS)
         .map(|_| [keys, values, queries].map(|elements| (0..elements).map(|_| random.normal()).collect()))
         .collect()

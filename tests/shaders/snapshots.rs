@@ -62,13 +62,21 @@ fn kernels() -> Vec<(&'static str, Variant)> {
     let channels = SegmentFormat::per_channel(Bits::Four);
     let calibration = Some(Calibration::new(0.0, 3.0).unwrap());
     let codebook = SegmentFormat::turboquant(Bits::Three, 128);
-    let store =
-        StoreCapacity { format: codebook, shard_pages: vec![1], range_slots: 0, tokens: 1, copies: 0, centre_slots: 0 };
-    let append_keys = |store: StoreCapacity| {
-        let plan = PackStepPlan::new(&Arc::new(StepLayout::new(shape, 1, vec![store], vec![]).unwrap()));
-        plan.variants(ElementType::F16, ElementType::F16).swap_remove(0)
+    let store = StoreCapacity {
+        format: codebook,
+        shard_pages: vec![1],
+        range_slots: 0,
+        tokens: 1,
+        copies: 0,
+        centres: 0,
+        centre_slots: 0,
     };
-    let centred = StoreCapacity { centre_slots: 1, ..store.clone() };
+    let first_of = |kernel: &str, store: &StoreCapacity| {
+        let plan = PackStepPlan::new(&Arc::new(StepLayout::new(shape, 1, vec![store.clone()], vec![]).unwrap()));
+        let variants = plan.variants(ElementType::F16, ElementType::F16);
+        variants.into_iter().find(|variant| variant.kernel() == kernel).unwrap()
+    };
+    let centred = StoreCapacity { centres: 1, centre_slots: 1, ..store.clone() };
     vec![
         ("attend_f16", of_step("attend", &shape, SegmentFormat::F16, None, (Int16, false, 9))),
         ("attend_4bit_per_channel", of_step("attend", &shape, channels, None, (Int16, true, 1))),
@@ -76,8 +84,9 @@ fn kernels() -> Vec<(&'static str, Variant)> {
         ("weighted_values_4bit", of_step("weighted_values", &shape, channels, calibration, (Int16, false, 9))),
         ("attend_matrix_f16", of_step("attend_matrix", &many_heads, SegmentFormat::F16, None, (Int16, true, 9))),
         ("prepare_query_3bit_codebook", of_step("prepare_query", &shape, codebook, None, (Int16, false, 9))),
-        ("append_3bit_codebook_keys", append_keys(store)),
-        ("append_3bit_codebook_centred_keys", append_keys(centred)),
+        ("append_3bit_codebook_keys", first_of("append", &store)),
+        ("append_3bit_codebook_centred_keys", first_of("append", &centred)),
+        ("key_mean_of_step", first_of("key_mean", &centred)),
     ]
 }
 

@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use futures::executor::block_on;
 use half::{bf16, f16};
-use kvpack::backend::{FlaggedToken, SpanRead, SpanWrite, StepInput};
+use kvpack::backend::{FlaggedToken, SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput};
 use kvpack::cpu::CpuTensor;
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, Rotation, TILE_TOKENS, TensorFormat};
 use kvpack::plan::{
-    ElementType, Page, PageCopy, RowLayout, StepLayout, StepTable, StepWrites, StoreCapacity, TokenRange, TokenWrite,
-    WindowCapacity, WindowMove,
+    ElementType, KeyMean, Page, PageCopy, RowLayout, StepLayout, StepTable, StepWrites, StoreCapacity, TokenRange,
+    TokenWrite, WindowCapacity, WindowMove,
 };
 use kvpack::{AttentionShape, Backend, Bits, SegmentFormat};
 
@@ -19,6 +19,8 @@ use crate::random_rows::Random;
 /// Pages of the shards of both stores.
 pub const SHARDS: [u32; 2] = [6, 5];
 const SLOTS: usize = 12;
+/// Slots of centres, where keys are stored less one, and how many of them a step makes at most.
+const CENTRES: [usize; 2] = [5, 3];
 /// Tokens of the dense keys and values.
 pub const ROWS: usize = 24;
 const STEPS: usize = 6;
@@ -81,6 +83,21 @@ pub fn formats(head_dim: usize) -> Vec<SegmentFormat> {
 
 impl Case {
     pub fn new(shape: AttentionShape, format: SegmentFormat, elements: ElementType, seed: u64) -> Self {
+        Self::with_centres(shape, format, elements, seed, [0, 0])
+    }
+
+    /// The same where keys are stored less centres, of which steps make some.
+    pub fn centred(shape: AttentionShape, format: SegmentFormat, elements: ElementType, seed: u64) -> Self {
+        Self::with_centres(shape, format, elements, seed, CENTRES)
+    }
+
+    fn with_centres(
+        shape: AttentionShape,
+        format: SegmentFormat,
+        elements: ElementType,
+        seed: u64,
+        [centre_slots, centres]: [usize; 2],
+    ) -> Self {
         let mut random = Random::new(seed);
         let single = format.takes_single_tokens();
         let store = |format, tokens| StoreCapacity {
@@ -89,7 +106,8 @@ impl Case {
             range_slots: SLOTS,
             tokens,
             copies: 3,
-            centre_slots: 0,
+            centres,
+            centre_slots,
         };
         let stores = vec![store(SegmentFormat::F16, ROWS), store(format, if single { ROWS } else { 0 })];
         let windows = vec![WindowCapacity { from: 0, to: 1, windows: 4, newer: 0 }];
@@ -123,6 +141,9 @@ impl Case {
                 let write = SpanWrite { rows, tokens, pages: &[page], range_slot, centre: None };
                 backend.quantize(&mut store, &upload(), &upload(), write).unwrap();
             }
+            if self.centre_slots() > 0 {
+                block_on(backend.reserve_centres(&mut store, self.centre_slots())).unwrap();
+            }
             store
         })
     }
@@ -143,6 +164,16 @@ impl Case {
         backend.clear_non_finite_flags(&flags).unwrap();
         assert_eq!(block_on(backend.read_non_finite_flags(&flags)).unwrap(), []);
         ([open, packed], found)
+    }
+
+    fn centre_slots(&self) -> usize {
+        self.layout.stores()[0].centre_slots
+    }
+
+    /// The centres of a store, in f32 on every backend.
+    pub fn centres<B: Backend>(&self, backend: &B, store: &B::Store) -> Vec<SpanBytes> {
+        let place = |slot| SpanPlace { centre: Some(slot), ..SpanPlace::default() };
+        (0..self.centre_slots()).map(|slot| block_on(backend.read_span(store, place(slot))).unwrap()).collect()
     }
 
     /// What both stores decode to, page by page, with the range slots in turn.
@@ -181,13 +212,22 @@ fn writes(layout: &StepLayout, step: usize, random: &mut Random) -> StepWrites {
     for (store, of) in writes.stores.iter_mut().zip(layout.stores()) {
         let copied = some_pages(2 * count(of.copies, random), random);
         store.copies.extend(copied.chunks(2).map(|pair| PageCopy { from: pair[0], to: pair[1] }));
+        if of.centres > 0 {
+            let mut slots: Vec<usize> = (0..of.centre_slots).collect();
+            for _ in 0..count(of.centres, random) {
+                let (slot, start) = (slots.swap_remove(random.below(slots.len())), random.below(ROWS));
+                let tokens = TokenRange::new(start, start + 1 + random.below(ROWS - start)).unwrap();
+                store.centres.push(KeyMean { tokens, slot });
+            }
+        }
         // Tokens of few pages, so that some share words.
         let (pages, mut slots) = (some_pages(2, random), Vec::new());
         for _ in 0..count(of.tokens, random) {
             let (page, slot) = (pages[random.below(2)], random.below(TILE_TOKENS));
             if !slots.contains(&(page, slot)) {
                 slots.push((page, slot));
-                store.tokens.push(TokenWrite { token: random.below(ROWS), page, slot, centre: None });
+                let centre = (of.centre_slots > 0).then(|| random.below(of.centre_slots));
+                store.tokens.push(TokenWrite { token: random.below(ROWS), page, slot, centre });
             }
         }
     }

@@ -129,6 +129,7 @@ impl ShaderArgs {
             range_slots: 1,
             tokens,
             copies,
+            centres: 0,
             centre_slots: 0,
         };
         let steps = |stores, windows| {

@@ -13,7 +13,7 @@ use super::slots::Slots;
 use super::step::CentreWrite;
 use super::{Appended, CENTRE_TOKENS, PromptSpan, Recipe, StoreId, TokenRun};
 use crate::format::TILE_TOKENS;
-use crate::plan::{PageCopy, TokenIndices, TokenRange, TokenWrite, WindowMove};
+use crate::plan::{KeyMean, PageCopy, TokenIndices, TokenRange, TokenWrite, WindowMove};
 use crate::{Error, Result};
 
 /// What the stores of a layer hold for its sequences.
@@ -187,7 +187,9 @@ impl<I: TokenIndices + Clone> Books<I> {
             let packs = run.packs() && self.window_to_pack(run.sequence(), 1).is_some();
             let first = self.first_changed(run.sequence(), packs);
             self.remember(&mut change, run.sequence(), first);
-            self.begin_centre(&mut change, run.sequence(), row, run.tokens())?;
+            if let Some(mean) = self.begin_centre(&mut change, run.sequence(), row, run.tokens())? {
+                change.writes.stores.iter_mut().for_each(|store| store.centres.push(mean));
+            }
             for _ in 0..run.tokens() {
                 self.append_token(&mut change, run.sequence(), row)?;
                 row += 1;
@@ -247,17 +249,24 @@ impl<I: TokenIndices + Clone> Books<I> {
     }
 
     /// Gives a sequence that has none a centre, where the recipe has them: the mean of the first of its new tokens, which are
-    /// `tokens` rows from `first` on.
-    fn begin_centre(&mut self, change: &mut Change<I>, sequence: usize, first: usize, tokens: usize) -> Result<()> {
+    /// `tokens` rows from `first` on. What to write to all stores.
+    fn begin_centre(
+        &mut self,
+        change: &mut Change<I>,
+        sequence: usize,
+        first: usize,
+        tokens: usize,
+    ) -> Result<Option<KeyMean>> {
         if !self.recipe.is_centred() || self.sequences[sequence].centre.is_some() {
-            return Ok(());
+            return Ok(None);
         }
         let tokens = TokenRange::new(first, first + tokens.min(CENTRE_TOKENS))?;
         // There are as many as sequences: `check_room`.
-        let Some(slot) = self.centres.take() else { return Ok(()) };
-        change.centres.push(CentreWrite { sequence, slot, tokens });
+        let Some(slot) = self.centres.take() else { return Ok(None) };
+        let mean = KeyMean { tokens, slot };
+        change.centres.push(CentreWrite { sequence, mean });
         self.sequences[sequence].centre = Some(slot);
-        Ok(())
+        Ok(Some(mean))
     }
 
     /// Room for a sequence that was taken to the host, in an empty one.

@@ -137,7 +137,6 @@ impl PageFormat {
     /// The kernels that move rows into pages and back.
     pub(crate) fn rows_program(&self) -> Program {
         const FILES: &[&str] = &[
-            "key_mean.cu",
             "centre_keys.cu",
             "uncentre_keys.cu",
             "hadamard.cu",
@@ -149,6 +148,11 @@ impl PageFormat {
             "quantize.cu",
         ];
         Program { files: FILES, defines: self.defines() }
+    }
+
+    /// The kernels that make centres, which are the same for all formats.
+    pub(crate) fn mean_program(&self) -> Program {
+        Program { files: &["key_mean.cu"], defines: Self::f16(self.channels).defines() }
     }
 
     /// The kernels that store what a step writes.

@@ -269,6 +269,7 @@ impl Store {
             range_slots: self.range_slots,
             tokens,
             copies,
+            centres: 0,
             centre_slots: self.centre_slots(),
         }
     }

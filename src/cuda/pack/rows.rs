@@ -167,7 +167,7 @@ impl Launcher<'_> {
             ..source.call(shape)
         };
         let channels = (shape.kv_heads() * shape.head_dim()) as u64;
-        self.run(&store.pages().rows_program(), "key_mean", &call, channels)
+        self.run(&store.pages().mean_program(), "key_mean", &call, channels)
     }
 
     /// Kernels `centre_keys` or `hadamard`, `ranges_span`, `ranges_tile`, `code_rows` and `quantize`.

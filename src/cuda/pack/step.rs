@@ -6,7 +6,7 @@ use cudarc::driver::{CudaStream, DeviceRepr, LaunchConfig};
 
 use super::non_finite_flags::NonFiniteFlags;
 use super::step_memory::StepMemory;
-use crate::backend::StepInput;
+use crate::backend::{LARGEST_CENTRED_KEY, StepInput};
 use crate::cuda::Cuda;
 use crate::cuda::device::launch::KernelLaunch;
 use crate::cuda::device::memory::Memory;
@@ -32,6 +32,7 @@ const WINDOW_THREADS: u32 = 512;
 const WINDOW_PARTS: usize = 4;
 
 const COPY_THREADS: u32 = 256;
+const MEAN_THREADS: u32 = 128;
 
 /// Blocks of a kernel that takes its work in turns, for every multiprocessor.
 const BLOCKS_EACH: usize = 2;
@@ -66,7 +67,8 @@ struct StepCall {
 // SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
 unsafe impl DeviceRepr for StepCall {}
 
-/// What steps store, for all layers: copies of shared pages, tokens, and windows that are packed, as a [`StepTable`] says.
+/// What steps store, for all layers: copies of shared pages, centres of sequences that begin, tokens, and windows that are
+/// packed, as a [`StepTable`] says.
 ///
 /// Once for a model: a [`StepLayout`], a [`StepMemory`] that holds the table on the device, and [`NonFiniteFlags`]. Once for a
 /// layer and its engine's tensors: [`PackStepPlan::bind`]. Every step: [`StepMemory::write`], one small upload, and for every
@@ -109,7 +111,7 @@ impl PackStepPlan {
     }
 
     /// Binds the stores of one layer, in the order of the layout, and its engine's tensors, which every step reads anew; they
-    /// may be left out where steps store no tokens. Kernels are compiled here, if they were not before.
+    /// may be left out where steps read no tokens. Kernels are compiled here, if they were not before.
     ///
     /// # Errors
     /// [`Error::Plan`] when the stores, the memory, the flags or the stream are not those of the layout and the backend, or keys
@@ -140,15 +142,17 @@ impl PackStepPlan {
         Ok(())
     }
 
-    /// Binds everything for tables that name no more tokens than keys and values have.
+    /// Binds everything for tables that name no more tokens than keys and values have, and make no centres unless `begins`.
     pub(in crate::cuda) fn bind_with_room(
         &self,
         backend: &Cuda,
         stores: &[&Store],
         memory: &StepMemory,
         input: StepInput<'_, Tensor, NonFiniteFlags>,
+        begins: bool,
     ) -> Result<BoundPackStep> {
-        self.bind_some(backend, stores, memory, Some(input), |_| true)
+        let takes = |section| begins || !matches!(section, Section::Centres(_));
+        self.bind_some(backend, stores, memory, Some(input), takes)
     }
 
     /// Binds what one table takes.
@@ -205,8 +209,8 @@ pub struct BoundPackStep {
 }
 
 impl BoundPackStep {
-    /// Launches the kernels: one each for copies, tokens and windows of the layout, of which those that have nothing to do end at
-    /// once. Nothing is allocated or copied, and nothing waits.
+    /// Launches the kernels: one each for copies, centres, tokens and windows of the layout, of which those that have nothing to do
+    /// end at once. Nothing is allocated or copied, and nothing waits.
     ///
     /// # Errors
     /// What the driver says of a launch.
@@ -251,7 +255,8 @@ struct Binder<'a> {
 
 impl Binder<'_> {
     fn section(&self, section: Section) -> Result<Launch> {
-        let (capacity, kv_heads) = (self.layout.capacity(section), self.layout.shape().kv_heads());
+        let (capacity, shape) = (self.layout.capacity(section), self.layout.shape());
+        let kv_heads = shape.kv_heads();
         // Kernels count parts of windows, and tokens, of all KV heads in one word.
         let (needed, allowed) = ((capacity * kv_heads * WINDOW_PARTS) as u64, u64::from(i32::MAX as u32));
         if needed > allowed {
@@ -265,6 +270,12 @@ impl Binder<'_> {
                 let pieces = capacity * kv_heads * self.stores[store].pages().head_bytes() / 16;
                 let blocks = pieces.div_ceil(COPY_THREADS as usize).min(4 * in_turns);
                 self.launch(section, call, [blocks, 1], COPY_THREADS)
+            }
+            Section::Centres(store) => {
+                let call = self.with_input(store, self.call(section, store)?)?;
+                let call = StepCall { key_largest: LARGEST_CENTRED_KEY, ..call };
+                let blocks = (capacity * kv_heads * shape.head_dim()).div_ceil(MEAN_THREADS as usize);
+                self.launch(section, call, [blocks.min(4 * in_turns), 1], MEAN_THREADS)
             }
             Section::Tokens(store) => {
                 let call = self.with_input(store, self.call(section, store)?)?;
@@ -300,7 +311,7 @@ impl Binder<'_> {
 
     fn with_input(&self, store: usize, call: StepCall) -> Result<StepCall> {
         let Some(StepInput { keys, values, rows, flags, layer }) = self.input else {
-            let reason = "it stores tokens, and was given no keys and values";
+            let reason = "it reads tokens, and was given no keys and values";
             return Err(Error::Plan { what: "step", reason: reason.into() });
         };
         Ok(StepCall {
@@ -346,6 +357,7 @@ impl Binder<'_> {
 fn kernel_of(layout: &StepLayout, section: Section) -> (&'static str, usize) {
     match section {
         Section::Copies(store) => ("copy_page", store),
+        Section::Centres(store) => ("key_mean_of_step", store),
         Section::Tokens(store) => (APPEND, store),
         Section::Windows(pair) => ("pack_windows", layout.windows()[pair].to),
     }
@@ -354,6 +366,7 @@ fn kernel_of(layout: &StepLayout, section: Section) -> (&'static str, usize) {
 /// How it is compiled for the pages of that store.
 fn program_of(layout: &StepLayout, section: Section, pages: &PageFormat) -> Program {
     match section {
+        Section::Centres(_) => pages.mean_program(),
         Section::Tokens(store) if layout.has_centres(store) => pages.centred_step_program(),
         _ => pages.step_program(),
     }
@@ -382,4 +395,31 @@ fn check_input(layout: &StepLayout, input: &StepInput<'_, Tensor, NonFiniteFlags
     }
     input.flags.memory().check_stream("non-finite flags", stream)?;
     input.flags.check_layer(input.layer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::{AttentionShape, SegmentFormat};
+    use crate::plan::StoreCapacity;
+
+    /// The sources of all that steps store compile, which needs no device.
+    #[test]
+    #[ignore = "needs NVRTC"]
+    fn kernels_compile() {
+        let shape = AttentionShape::new(8, 2, 80).unwrap();
+        for (format, centre_slots) in [(SegmentFormat::F16, 0), (SegmentFormat::saw_int4(), 4)] {
+            let (shard_pages, centres) = (vec![1], centre_slots);
+            let store =
+                StoreCapacity { format, shard_pages, range_slots: 1, tokens: 1, copies: 1, centres, centre_slots };
+            let layout = StepLayout::new(shape, 1, vec![store], vec![]).unwrap();
+            let pages = PageFormat::new(&shape, &format).unwrap();
+            for section in layout.sections().filter(|&section| layout.capacity(section) > 0) {
+                let binary = program_of(&layout, section, &pages).compile("sm_90");
+                let binary = binary.unwrap_or_else(|error| panic!("{section:?} of {format}: {error}"));
+                let name = kernel_of(&layout, section).0.as_bytes();
+                assert!(binary.windows(name.len()).any(|bytes| bytes == name), "{section:?} of {format}");
+            }
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! How much a step may write, and where its table keeps it.
 
+use super::entry::ENTRY_WORDS;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TensorFormat};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use crate::plan::AttendPlan;
@@ -19,6 +20,8 @@ pub struct StoreCapacity {
     pub tokens: usize,
     /// Most pages of it that a step copies.
     pub copies: usize,
+    /// Most centres that a step makes in it, of sequences that begin.
+    pub centres: usize,
     /// Its slots of centres; 0 where keys are stored as they are.
     pub centre_slots: usize,
 }
@@ -42,6 +45,8 @@ pub struct WindowCapacity {
 pub enum Section {
     /// Copies of pages of a store.
     Copies(usize),
+    /// Centres of a store.
+    Centres(usize),
     /// Tokens for a store.
     Tokens(usize),
     /// Windows of a pair of stores.
@@ -58,7 +63,10 @@ pub enum Section {
 /// use kvpack::{AttentionShape, Bits, SegmentFormat};
 /// // 64 sequences, each with an open page of f16 and packed pages of 4 bits behind it.
 /// let shape = AttentionShape::new(32, 8, 128)?;
-/// let of = |format, tokens| StoreCapacity { format, shard_pages: vec![4096], range_slots: 4096, tokens, copies: 64, centre_slots: 0 };
+/// let of = |format, tokens| {
+///     let shard_pages = vec![4096];
+///     StoreCapacity { format, shard_pages, range_slots: 4096, tokens, copies: 64, centres: 0, centre_slots: 0 }
+/// };
 /// let stores = vec![of(SegmentFormat::F16, 64), of(SegmentFormat::per_channel(Bits::Four), 0)];
 /// let windows = vec![WindowCapacity { from: 0, to: 1, windows: 64, newer: 0 }];
 /// let layout = Arc::new(StepLayout::new(shape, 64, stores, windows)?);
@@ -81,9 +89,6 @@ pub struct StepLayout {
     windows: Vec<WindowCapacity>,
 }
 
-/// Words of an entry of the table, and of the count that precedes the entries of a section.
-pub(crate) const ENTRY_WORDS: usize = 4;
-
 /// A shard's number takes half a word.
 const MOST_SHARDS: usize = 1 << 16;
 
@@ -93,12 +98,16 @@ const MOST_ENTRIES: usize = 1 << 20;
 /// A centre's slot takes the bits of a word that a token's slot leaves.
 const MOST_CENTRES: usize = 1 << 24;
 
+/// Most tokens whose mean becomes a centre within a step: their number takes the other bits of such a word.
+pub const MOST_MEAN_TOKENS: usize = (1 << 8) - 1;
+
 impl StepLayout {
     /// A layout for steps whose dense keys and values have at most `rows` tokens.
     ///
     /// # Errors
     /// [`Error::Format`] when a format does not fit the shape, [`Error::Plan`] when a store with tokens takes no single ones,
-    /// or windows are not moved from a store of f16 to another store, [`Error::Limit`] when there is too much of something.
+    /// one with centres has no slots for them, or windows are not moved from a store of f16 to another store, [`Error::Limit`]
+    /// when there is too much of something.
     pub fn new(
         shape: AttentionShape,
         rows: usize,
@@ -115,6 +124,10 @@ impl StepLayout {
             at_most("the tokens of a step", store.tokens, MOST_ENTRIES)?;
             at_most("the pages that a step copies", store.copies, MOST_ENTRIES)?;
             at_most("the centres of a store", store.centre_slots, MOST_CENTRES)?;
+            at_most("the centres that a step makes", store.centres, MOST_ENTRIES)?;
+            if store.centres > 0 && store.centre_slots == 0 {
+                return reject(format!("store {index} has no slots for the centres that steps make"));
+            }
         }
         for pair in &windows {
             let (from, to, count) = (pair.from, pair.to, stores.len());
@@ -154,14 +167,15 @@ impl StepLayout {
     /// All sections, in the order in which a step writes them.
     pub fn sections(&self) -> impl Iterator<Item = Section> + use<> {
         let (stores, windows) = (self.stores.len(), self.windows.len());
-        let copies = (0..stores).map(Section::Copies);
-        copies.chain((0..stores).map(Section::Tokens)).chain((0..windows).map(Section::Windows))
+        let before = (0..stores).map(Section::Copies).chain((0..stores).map(Section::Centres));
+        before.chain((0..stores).map(Section::Tokens)).chain((0..windows).map(Section::Windows))
     }
 
     /// Most entries of a section; 0 for one that there is not.
     pub fn capacity(&self, section: Section) -> usize {
         match section {
             Section::Copies(store) => self.stores.get(store).map_or(0, |store| store.copies),
+            Section::Centres(store) => self.stores.get(store).map_or(0, |store| store.centres),
             Section::Tokens(store) => self.stores.get(store).map_or(0, |store| store.tokens),
             Section::Windows(pair) => self.windows.get(pair).map_or(0, |pair| pair.windows),
         }
@@ -177,9 +191,9 @@ impl StepLayout {
         ENTRY_WORDS * self.sections().map(|section| 1 + self.capacity(section)).sum::<usize>()
     }
 
-    /// True if steps may store tokens, so that kernels read keys and values.
+    /// True if steps may store tokens or make centres, so that kernels read keys and values.
     pub fn has_tokens(&self) -> bool {
-        self.stores.iter().any(|store| store.tokens > 0)
+        self.stores.iter().any(|store| store.tokens > 0 || store.centres > 0)
     }
 
     /// The largest key or value that a store takes, windows that leave it included: what is beyond counts as not finite. Half of

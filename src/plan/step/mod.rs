@@ -5,14 +5,17 @@
 //!
 //! - a [`StepLayout`] says how much a step may write at most, and which pages, slots and rows there are: made when the cache
 //!   is, and again when it grows;
-//! - a [`StepWrites`] says what one step writes: copies of shared open pages, then tokens, then full windows that are packed;
+//! - a [`StepWrites`] says what one step writes: copies of shared open pages, then centres of sequences that begin, then
+//!   tokens, then full windows that are packed;
 //! - a [`StepTable`] holds the words of both, checked: whatever is bound to the layout stays in bounds for every table of it.
 
+mod entry;
 mod layout;
 mod table;
 mod writes;
 
+pub use entry::StepEntry;
 pub(crate) use layout::FoundStore;
-pub use layout::{Section, StepLayout, StoreCapacity, WindowCapacity};
-pub use table::{StepEntry, StepTable};
-pub use writes::{PageCopy, StepWrites, StoreWrites, TokenWrite, WindowMove};
+pub use layout::{MOST_MEAN_TOKENS, Section, StepLayout, StoreCapacity, WindowCapacity};
+pub use table::StepTable;
+pub use writes::{KeyMean, PageCopy, StepWrites, StoreWrites, TokenWrite, WindowMove};

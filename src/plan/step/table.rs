@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use super::layout::{ENTRY_WORDS, Section, StepLayout, at_most};
-use super::writes::{PageCopy, StepWrites, TokenWrite, WindowMove};
+use super::MOST_MEAN_TOKENS;
+use super::entry::{ENTRY_WORDS, StepEntry, centre_words, copy_words, token_words, window_words};
+use super::layout::{Section, StepLayout, at_most};
+use super::writes::{KeyMean, StepWrites};
 use crate::format::TILE_TOKENS;
 use crate::plan::{Page, RowLayout};
 use crate::{Error, Result};
@@ -15,6 +17,7 @@ use crate::{Error, Result};
 /// | entry | words |
 /// | --- | --- |
 /// | copy | page to read, page to write, 0, shards: the first in the low half, the second in the high half |
+/// | centre | first token of the dense tensors, bits of 1 / tokens in f32, tokens and from bit 8 on the slot, 0 |
 /// | token | token of the dense tensors, page, slot and from bit 8 on the slot of the centre, shard |
 /// | window | page to read, page to write, range slot, shards as those of a copy |
 ///
@@ -29,17 +32,6 @@ pub struct StepTable {
     tokens_needed: usize,
     /// What was written in a step already, to find what is written twice.
     seen: Vec<(Page, usize)>,
-}
-
-/// An entry of a table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StepEntry {
-    /// Of [`Section::Copies`].
-    Copy(PageCopy),
-    /// Of [`Section::Tokens`].
-    Token(TokenWrite),
-    /// Of [`Section::Windows`].
-    Window(WindowMove),
 }
 
 impl StepTable {
@@ -64,14 +56,18 @@ impl StepTable {
             let entries = first + 1;
             let count = match section {
                 Section::Copies(store) => self.fill(at, entries, writes.stores[store].copies.iter().map(copy_words)),
+                Section::Centres(store) => {
+                    self.fill(at, entries, writes.stores[store].centres.iter().map(centre_words))
+                }
                 Section::Tokens(store) => self.fill(at, entries, writes.stores[store].tokens.iter().map(token_words)),
                 Section::Windows(pair) => self.fill(at, entries, writes.windows[pair].iter().map(window_words)),
             };
             self.words[first * ENTRY_WORDS] = count;
             first = entries + layout.capacity(section);
         }
-        let tokens = writes.stores.iter().flat_map(|store| &store.tokens);
-        self.tokens_needed = tokens.map(|write| write.token + 1).max().unwrap_or(0);
+        let tokens = writes.stores.iter().flat_map(|store| &store.tokens).map(|write| write.token + 1);
+        let means = writes.stores.iter().flat_map(|store| &store.centres).map(|mean| mean.tokens.end());
+        self.tokens_needed = tokens.chain(means).max().unwrap_or(0);
         Ok(())
     }
 
@@ -111,7 +107,7 @@ impl StepTable {
         &self.words
     }
 
-    /// Tokens that the dense keys and values of the step need, 0 if it stores none.
+    /// Tokens that the dense keys and values of the step need, 0 if it reads none.
     pub const fn tokens_needed(&self) -> usize {
         self.tokens_needed
     }
@@ -124,7 +120,7 @@ impl StepTable {
         if rows.tokens >= self.tokens_needed {
             return Ok(());
         }
-        reject(format!("it stores token {} of keys and values with {} tokens", self.tokens_needed - 1, rows.tokens))
+        reject(format!("it reads token {} of keys and values with {} tokens", self.tokens_needed - 1, rows.tokens))
     }
 
     /// Entries of a section.
@@ -137,7 +133,15 @@ impl StepTable {
         let first = (self.layout.first_entry(section) + 1) * ENTRY_WORDS;
         let words = self.words.get(first..).unwrap_or_default();
         let words = &words.as_chunks::<ENTRY_WORDS>().0[..self.count(section)];
-        words.iter().map(move |&entry| self.read_entry(section, entry))
+        let centred = matches!(section, Section::Tokens(store) if self.layout.has_centres(store));
+        words.iter().filter_map(move |&entry| StepEntry::read(section, entry, centred))
+    }
+
+    /// Whether sequences begin whose centres the step makes.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn makes_centres(&self) -> bool {
+        let mut stores = 0..self.layout.stores().len();
+        stores.any(|store| self.count(Section::Centres(store)) > 0)
     }
 
     /// Whether entries of a section name this shard, or these two: `from | to << 16`.
@@ -145,20 +149,6 @@ impl StepTable {
     pub(crate) fn names_shards(&self, section: Section, shards: u32) -> bool {
         let at = self.layout.sections().position(|other| other == section);
         at.is_some_and(|at| self.shards[at].contains(&shards))
-    }
-
-    fn read_entry(&self, section: Section, [first, second, third, shards]: [u32; ENTRY_WORDS]) -> StepEntry {
-        let (from, to) = (Page { shard: shards & 0xffff, index: first }, Page { shard: shards >> 16, index: second });
-        match section {
-            Section::Copies(_) => StepEntry::Copy(PageCopy { from, to }),
-            Section::Windows(_) => StepEntry::Window(WindowMove { from, to, range_slot: third as usize }),
-            Section::Tokens(store) => StepEntry::Token(TokenWrite {
-                token: first as usize,
-                page: Page { shard: shards, index: second },
-                slot: (third % (1 << CENTRE_SHIFT)) as usize,
-                centre: self.layout.has_centres(store).then_some((third >> CENTRE_SHIFT) as usize),
-            }),
-        }
     }
 
     fn check(&mut self, writes: &StepWrites) -> Result<()> {
@@ -179,6 +169,10 @@ impl StepTable {
                     return reject(format!("{:?} of store {index} is both copied and written by a copy", copy.from));
                 }
             }
+            at_most("the centres that a step makes", store.centres.len(), layout.capacity(Section::Centres(index)))?;
+            for mean in &store.centres {
+                check_mean(index, store_layout.centre_slots, layout.rows(), mean)?;
+            }
             for write in &store.tokens {
                 layout.check_page(index, write.page)?;
                 if write.token >= layout.rows() || write.slot >= TILE_TOKENS {
@@ -188,6 +182,7 @@ impl StepTable {
                 check_centre(index, store_layout.centre_slots, write.centre)?;
             }
             self.check_distinct("copy to", store.copies.iter().map(|copy| (copy.to, 0)))?;
+            self.check_distinct("centre in", store.centres.iter().map(|mean| (NO_PAGE, mean.slot)))?;
             self.check_distinct("token into", store.tokens.iter().map(|write| (write.page, write.slot)))?;
         }
         for (pair, (windows, of)) in writes.windows.iter().zip(layout.windows()).enumerate() {
@@ -214,8 +209,7 @@ impl StepTable {
             }
             self.check_distinct("window into", windows.iter().map(|window| (window.to, 0)))?;
             if to.format.has_span_ranges() {
-                let no_page = Page { shard: 0, index: 0 };
-                self.check_distinct("range of a window in", windows.iter().map(|window| (no_page, window.range_slot)))?;
+                self.check_distinct("range of a window in", windows.iter().map(|window| (NO_PAGE, window.range_slot)))?;
             }
         }
         Ok(())
@@ -252,32 +246,24 @@ fn check_centre(store: usize, slots: usize, centre: Option<usize>) -> Result<()>
     }
 }
 
-/// Where the centre's slot begins in a token's word.
-const CENTRE_SHIFT: u32 = 8;
-
-const fn both_shards(from: Page, to: Page) -> u32 {
-    from.shard | to.shard << 16
+/// Checks that a mean is of tokens that there are, few enough to count, and becomes a centre that there is.
+fn check_mean(store: usize, slots: usize, rows: usize, mean: &KeyMean) -> Result<()> {
+    let (tokens, end) = (mean.tokens.len(), mean.tokens.end());
+    if end > rows || tokens > MOST_MEAN_TOKENS {
+        return reject(format!("the mean of {tokens} keys up to {end} of {rows}, and {MOST_MEAN_TOKENS} are the most"));
+    }
+    check_centre(store, slots, Some(mean.slot))
 }
 
-fn copy_words(copy: &PageCopy) -> [u32; ENTRY_WORDS] {
-    [copy.from.index, copy.to.index, 0, both_shards(copy.from, copy.to)]
-}
-
-fn token_words(write: &TokenWrite) -> [u32; ENTRY_WORDS] {
-    let slots = write.slot as u32 | (write.centre.unwrap_or(0) as u32) << CENTRE_SHIFT;
-    [write.token as u32, write.page.index, slots, write.page.shard]
-}
-
-fn window_words(window: &WindowMove) -> [u32; ENTRY_WORDS] {
-    let WindowMove { from, to, range_slot } = *window;
-    [from.index, to.index, range_slot as u32, both_shards(from, to)]
-}
+/// In the place of a page, where slots of a store are written.
+const NO_PAGE: Page = Page { shard: 0, index: 0 };
 
 #[cfg(test)]
 mod tests {
-    use super::super::{StoreCapacity, WindowCapacity};
+    use super::super::{PageCopy, StoreCapacity, TokenWrite, WindowCapacity, WindowMove};
     use super::*;
     use crate::format::KeyOrValue;
+    use crate::plan::TokenRange;
     use crate::{AttentionShape, Bits, SegmentFormat};
 
     fn layout() -> Arc<StepLayout> {
@@ -288,6 +274,7 @@ mod tests {
             range_slots: 4,
             tokens,
             copies: 2,
+            centres: 0,
             centre_slots: 0,
         };
         let stores = vec![of(SegmentFormat::F16, 3), of(SegmentFormat::per_channel(Bits::Four), 0)];
@@ -324,14 +311,14 @@ mod tests {
             assert_eq!(table.entries(Section::Copies(0)).collect::<Vec<_>>(), copies);
             assert_eq!((table.count(Section::Copies(1)), table.count(Section::Tokens(1))), (0, 0));
         }
-        assert_eq!(table.words().len(), 4 * (3 + 3 + 4 + 1 + 3));
+        assert_eq!(table.words().len(), 4 * (3 + 3 + 1 + 1 + 4 + 1 + 3));
     }
 
     #[test]
     fn sections_do_not_overlap() {
         let layout = layout();
         let firsts: Vec<usize> = layout.sections().map(|section| layout.first_entry(section)).collect();
-        assert_eq!(firsts, [0, 3, 6, 10, 11]);
+        assert_eq!(firsts, [0, 3, 6, 7, 8, 12, 13]);
     }
 
     /// Whatever the layout does not have is refused, and the table stays what it was.
@@ -402,7 +389,7 @@ mod tests {
         let shape = AttentionShape::new(2, 2, 64).unwrap();
         let of = |centre_slots| {
             let (format, shard_pages) = (SegmentFormat::F16, vec![1]);
-            StoreCapacity { format, shard_pages, range_slots: 0, tokens: 2, copies: 0, centre_slots }
+            StoreCapacity { format, shard_pages, range_slots: 0, tokens: 2, copies: 0, centres: 0, centre_slots }
         };
         let layout = |slots| Arc::new(StepLayout::new(shape, 8, vec![of(slots)], vec![]).unwrap());
         let write = |slot, centre| TokenWrite { token: 3, page: page(0, 0), slot, centre };
@@ -424,6 +411,42 @@ mod tests {
         assert_eq!((halved, layout(1).largest_element(0, KeyOrValue::Value)), (32752.0, 65504.0));
     }
 
+    /// Means say which keys they are of and where they go, and need those keys.
+    #[test]
+    fn sequences_that_begin_have_their_centres_made() {
+        let shape = AttentionShape::new(2, 2, 64).unwrap();
+        let of = |centres, centre_slots| {
+            let (format, shard_pages) = (SegmentFormat::F16, vec![1]);
+            StoreCapacity { format, shard_pages, range_slots: 0, tokens: 2, copies: 0, centres, centre_slots }
+        };
+        let layout = Arc::new(StepLayout::new(shape, 300, vec![of(2, 70_001)], vec![]).unwrap());
+        let mean = |start, end, slot| KeyMean { tokens: TokenRange::new(start, end).unwrap(), slot };
+        let mut table = StepTable::new(&layout);
+        let mut set = |centres: &[KeyMean]| {
+            let mut writes = StepWrites::of(&layout);
+            writes.stores[0].centres.extend_from_slice(centres);
+            assert_eq!(writes.is_empty(), centres.is_empty());
+            let entries = |table: &StepTable| table.entries(Section::Centres(0)).collect::<Vec<_>>();
+            table.set(&writes).map(|()| (entries(&table), table.tokens_needed()))
+        };
+        let means = [mean(7, 10, 70_000), mean(45, 300, 0)];
+        assert_eq!(set(&means).unwrap(), (means.map(StepEntry::Centre).to_vec(), 300));
+        assert_eq!(set(&[mean(0, 1, 5)]).unwrap(), (vec![StepEntry::Centre(mean(0, 1, 5))], 1));
+        let refused = [
+            ("a token", vec![mean(290, 301, 0)]),
+            ("tokens", vec![mean(0, 256, 0)]),
+            ("a slot", vec![mean(0, 1, 70_001)]),
+            ("a slot twice", vec![mean(0, 1, 5), mean(1, 2, 5)]),
+        ];
+        for (what, means) in refused {
+            assert!(matches!(set(&means), Err(Error::Plan { .. })), "{what}");
+        }
+        let three = [0, 1, 2].map(|slot| mean(0, 1, slot));
+        assert!(matches!(set(&three), Err(Error::Limit { needed: 3, allowed: 2, .. })));
+        assert_eq!(set(&[]).unwrap(), (vec![], 0));
+        assert!(StepLayout::new(shape, 1, vec![of(1, 0)], vec![]).is_err(), "no slots");
+    }
+
     #[test]
     fn layouts_that_no_kernel_can_serve_are_refused() {
         let shape = AttentionShape::new(2, 2, 64).unwrap();
@@ -433,6 +456,7 @@ mod tests {
             range_slots: 1,
             tokens,
             copies: 0,
+            centres: 0,
             centre_slots: 0,
         };
         let channels = SegmentFormat::per_channel(Bits::Four);

@@ -1,7 +1,7 @@
 //! What one step writes.
 
 use super::StepLayout;
-use crate::plan::Page;
+use crate::plan::{Page, TokenRange};
 
 /// A page that becomes the copy of another of the same store, bit for bit: tiles and tile ranges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +25,15 @@ pub struct TokenWrite {
     pub centre: Option<usize>,
 }
 
+/// The mean of some keys, which becomes the centre of a sequence that begins: kernel `key_mean`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeyMean {
+    /// Tokens of the dense keys, at most [`MOST_MEAN_TOKENS`](super::MOST_MEAN_TOKENS).
+    pub tokens: TokenRange,
+    /// Slot of the centre that it becomes.
+    pub slot: usize,
+}
+
 /// A full page of f16 that becomes a span of its own in another store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowMove {
@@ -41,11 +50,14 @@ pub struct WindowMove {
 pub struct StoreWrites {
     /// Copies, made before any token is stored.
     pub copies: Vec<PageCopy>,
+    /// Centres of sequences that begin, made before any token is stored.
+    pub centres: Vec<KeyMean>,
     /// Tokens.
     pub tokens: Vec<TokenWrite>,
 }
 
-/// What one step writes, in this order: copies, then tokens, then windows, which may hold tokens of the step.
+/// What one step writes, in this order: copies, then centres, then tokens, which may be stored less those, then windows, which may
+/// hold tokens of the step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepWrites {
     /// By store, as the layout counts them.
@@ -59,6 +71,7 @@ impl StepWrites {
     pub fn of(layout: &StepLayout) -> Self {
         let store = |store: &super::StoreCapacity| StoreWrites {
             copies: Vec::with_capacity(store.copies),
+            centres: Vec::with_capacity(store.centres),
             tokens: Vec::with_capacity(store.tokens),
         };
         Self {
@@ -71,6 +84,7 @@ impl StepWrites {
     pub fn clear(&mut self) {
         for store in &mut self.stores {
             store.copies.clear();
+            store.centres.clear();
             store.tokens.clear();
         }
         self.windows.iter_mut().for_each(Vec::clear);
@@ -78,7 +92,8 @@ impl StepWrites {
 
     /// True if the step writes nothing.
     pub fn is_empty(&self) -> bool {
-        self.stores.iter().all(|store| store.copies.is_empty() && store.tokens.is_empty())
-            && self.windows.iter().all(Vec::is_empty)
+        let is_empty =
+            |store: &StoreWrites| store.copies.is_empty() && store.centres.is_empty() && store.tokens.is_empty();
+        self.stores.iter().all(is_empty) && self.windows.iter().all(Vec::is_empty)
     }
 }

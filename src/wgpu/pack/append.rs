@@ -5,18 +5,16 @@ use super::hadamard::{Turn, with_sketch, with_turn};
 use super::levels::{with_codebook_fields, with_level_fields};
 use super::step_launch::{Binder, StepLaunch};
 use super::tile_call::{self, RowsKind, TileCall};
+use crate::Result;
 use crate::format::{AttentionShape, Direction, HEAD_DIMS, KeyOrValue, NormRule, TensorFormat};
 use crate::plan::{ElementType, Section};
 use crate::wgpu::device::launch::FLAT_WORKGROUP;
 use crate::wgpu::device::{StorePart, Variant};
-use crate::{Error, Result};
 
 /// Tokens of a step for one shard of a store: two of these, for keys and for values, store all that go there. Tokens of one
 /// page may share words of values, which their threads change bit by bit.
 pub(super) fn bind_tokens(bind: &Binder<'_>, store: usize, shard: u32, which: KeyOrValue) -> Result<StepLaunch> {
-    let Some(input) = bind.input else {
-        return Err(Error::Plan { what: "step", reason: "it stores tokens, and was given no keys and values".into() });
-    };
+    let input = bind.input()?;
     let tensor = match which {
         KeyOrValue::Key => input.keys,
         KeyOrValue::Value => input.values,

@@ -1,9 +1,10 @@
 //! Kernel `key_mean`: the mean of some keys becomes the centre of a sequence.
 
+use super::step_launch::{Binder, StepLaunch};
 use super::tile_call::{BoundRows, TileCall, with_rows};
 use crate::backend::{LARGEST_CENTRED_KEY, NewCentre};
 use crate::format::{AttentionShape, KeyOrValue, TensorFormat};
-use crate::plan::ElementType;
+use crate::plan::{ElementType, Section};
 use crate::wgpu::device::launch::{Launch, flat_grid};
 use crate::wgpu::device::{Kernels, Store, Tensor, Variant};
 use crate::{Error, Result};
@@ -63,11 +64,36 @@ impl KeyMeanPlan {
     }
 }
 
+/// The centres of sequences that begin with a step, in one store.
+pub(super) fn bind_centres(bind: &Binder<'_>, store: usize) -> Result<StepLaunch> {
+    let input = bind.input()?;
+    let shape = bind.layout.shape();
+    let rows = input.keys.element_binding(&bind.limits)?;
+    let section = Section::Centres(store);
+    let total = shape.kv_heads() * shape.head_dim();
+    let call = TileCall {
+        first_element: rows.first_element,
+        total: total as u32,
+        largest: LARGEST_CENTRED_KEY,
+        section: bind.layout.first_entry(section) as u32,
+        ..TileCall::new(shape, &TensorFormat::F16, KeyOrValue::Key).with_rows(&input.rows, shape)?
+    };
+    let centres = bind.stores[store].centres_binding()?;
+    let buffers = [("rows", rows.buffer), ("table", bind.memory.table()), ("centres", centres)];
+    bind.launch(&of_step(input.keys.element_type()), call, &buffers, (section, total as u64))
+}
+
+/// The mean of the tokens of a call.
 fn variant_of(keys: ElementType) -> Variant {
     with_rows(Variant::new("key_mean"), keys.into())
 }
 
+/// Means that a step's table lists.
+pub(super) fn of_step(keys: ElementType) -> Variant {
+    variant_of(keys).import("mean", "pack/mean/of_step.wgsl")
+}
+
 /// Every variant that a plan can ask for.
 pub(crate) fn variants() -> Vec<Variant> {
-    ElementType::ALL.map(variant_of).into()
+    ElementType::ALL.into_iter().flat_map(|keys| [variant_of(keys), of_step(keys)]).collect()
 }

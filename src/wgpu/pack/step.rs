@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::non_finite_flags::NonFiniteFlags;
 use super::step_launch::{Binder, StepLaunch};
 use super::step_memory::StepMemory;
-use super::{append, copy_page, pack_windows};
+use super::{append, copy_page, key_mean, pack_windows};
 use crate::backend::StepInput;
 use crate::format::KeyOrValue;
 use crate::plan::{ElementType, FoundStore, Section, StepLayout, StepTable};
@@ -14,7 +14,8 @@ use crate::{Error, Result};
 
 const BOTH: [KeyOrValue; 2] = [KeyOrValue::Key, KeyOrValue::Value];
 
-/// What steps store, for all layers: copies of shared pages, tokens, and windows that are packed, as a [`StepTable`] says.
+/// What steps store, for all layers: copies of shared pages, centres of sequences that begin, tokens, and windows that are
+/// packed, as a [`StepTable`] says.
 ///
 /// Once for a model: a [`StepLayout`], a [`StepMemory`] that holds the table on the device, and [`NonFiniteFlags`]. Once for a
 /// layer and its engine's tensors: [`PackStepPlan::bind`]. Every step: [`StepMemory::write`], one small upload, and for every
@@ -66,6 +67,9 @@ impl PackStepPlan {
                     |which, rows| append::of_tokens(layout.shape(), store.format.tensor(which), which, rows, centred);
                 found.extend([of(KeyOrValue::Key, keys), of(KeyOrValue::Value, values)]);
             }
+            if store.centres > 0 {
+                found.push(key_mean::of_step(keys));
+            }
             // A page of what takes tokens may be shared one day, and copied then.
             if store.copies > 0 || store.tokens > 0 {
                 found.extend(copy_page::variants());
@@ -81,7 +85,7 @@ impl PackStepPlan {
     }
 
     /// Binds the stores of one layer, in the order of the layout, and its engine's tensors, which every step reads anew; they
-    /// may be left out where steps store no tokens.
+    /// may be left out where steps read no tokens.
     ///
     /// # Errors
     /// [`Error::Plan`] when the stores, the memory or the flags are not those of the layout, or keys and values have fewer
@@ -204,6 +208,7 @@ fn launches_of(bind: &Binder<'_>, section: Section) -> Result<Vec<StepLaunch>> {
                 launches.extend(copy_page::bind_copies(bind, store, pair)?);
             }
         }
+        Section::Centres(store) => launches.push(key_mean::bind_centres(bind, store)?),
         Section::Tokens(store) => {
             for shard in shards(store) {
                 for which in BOTH {

@@ -3,11 +3,11 @@
 use super::non_finite_flags::NonFiniteFlags;
 use super::step_memory::StepMemory;
 use super::tile_call::TileCall;
-use crate::Result;
 use crate::backend::StepInput;
 use crate::plan::{Section, StepLayout, StepTable};
 use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, flat_grid, folded_grid};
 use crate::wgpu::device::{Kernels, Store, Tensor, Variant};
+use crate::{Error, Result};
 
 /// What launches of a step are bound to.
 pub(super) struct Binder<'a> {
@@ -19,7 +19,14 @@ pub(super) struct Binder<'a> {
     pub limits: wgpu::Limits,
 }
 
-impl Binder<'_> {
+impl<'a> Binder<'a> {
+    /// The keys and values of kernels that read tokens.
+    pub fn input(&self) -> Result<StepInput<'a, Tensor, NonFiniteFlags>> {
+        let missing =
+            || Error::Plan { what: "step", reason: "it reads tokens, and was given no keys and values".into() };
+        self.input.ok_or_else(missing)
+    }
+
     /// Binds a kernel that takes `per_entry` invocations for every entry of a section.
     pub fn launch(
         &self,

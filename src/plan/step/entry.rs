@@ -1,0 +1,76 @@
+//! The words of an entry of a step's table.
+
+use super::layout::Section;
+use super::writes::{KeyMean, PageCopy, TokenWrite, WindowMove};
+use crate::plan::{Page, TokenRange};
+
+/// Words of an entry of the table, and of the count that precedes the entries of a section.
+pub(super) const ENTRY_WORDS: usize = 4;
+
+/// Where the centre's slot begins in the word of a token, or of a centre.
+const CENTRE_SHIFT: u32 = 8;
+
+/// An entry of a table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StepEntry {
+    /// Of [`Section::Copies`].
+    Copy(PageCopy),
+    /// Of [`Section::Centres`].
+    Centre(KeyMean),
+    /// Of [`Section::Tokens`].
+    Token(TokenWrite),
+    /// Of [`Section::Windows`].
+    Window(WindowMove),
+}
+
+impl StepEntry {
+    /// What the words of an entry say, of tokens whose store has centres or not; none of words that say nothing, which no table
+    /// has.
+    pub(super) fn read(
+        section: Section,
+        [first, second, third, shards]: [u32; ENTRY_WORDS],
+        centred: bool,
+    ) -> Option<Self> {
+        let (from, to) = (Page { shard: shards & 0xffff, index: first }, Page { shard: shards >> 16, index: second });
+        let (low, high) = ((third % (1 << CENTRE_SHIFT)) as usize, (third >> CENTRE_SHIFT) as usize);
+        Some(match section {
+            Section::Copies(_) => Self::Copy(PageCopy { from, to }),
+            Section::Windows(_) => Self::Window(WindowMove { from, to, range_slot: third as usize }),
+            Section::Centres(_) => {
+                let tokens = TokenRange::new(first as usize, first as usize + low).ok()?;
+                Self::Centre(KeyMean { tokens, slot: high })
+            }
+            Section::Tokens(_) => Self::Token(TokenWrite {
+                token: first as usize,
+                page: Page { shard: shards, index: second },
+                slot: low,
+                centre: centred.then_some(high),
+            }),
+        })
+    }
+}
+
+pub(super) fn copy_words(copy: &PageCopy) -> [u32; ENTRY_WORDS] {
+    [copy.from.index, copy.to.index, 0, both_shards(copy.from, copy.to)]
+}
+
+pub(super) fn centre_words(mean: &KeyMean) -> [u32; ENTRY_WORDS] {
+    let tokens = mean.tokens.len();
+    // Divisions on devices need not be rounded as this one is.
+    let factor = 1.0 / tokens as f32;
+    [mean.tokens.start() as u32, factor.to_bits(), tokens as u32 | (mean.slot as u32) << CENTRE_SHIFT, 0]
+}
+
+pub(super) fn token_words(write: &TokenWrite) -> [u32; ENTRY_WORDS] {
+    let slots = write.slot as u32 | (write.centre.unwrap_or(0) as u32) << CENTRE_SHIFT;
+    [write.token as u32, write.page.index, slots, write.page.shard]
+}
+
+pub(super) fn window_words(window: &WindowMove) -> [u32; ENTRY_WORDS] {
+    let WindowMove { from, to, range_slot } = *window;
+    [from.index, to.index, range_slot as u32, both_shards(from, to)]
+}
+
+const fn both_shards(from: Page, to: Page) -> u32 {
+    from.shard | to.shard << 16
+}
