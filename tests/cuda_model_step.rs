@@ -128,6 +128,7 @@ fn centred_sequences_begin_within_a_step() {
             assert!(encoded == submitted, "{name}: step {step} stores something else");
             let outputs = tensors.iter().map(|of| block_on(backend.download(&of.output)).unwrap());
             model_steps::compare(&mut twin, &runs, &inputs, &outputs.collect::<Vec<_>>());
+            assert!(model_steps::centres(&cache) == model_steps::centres(&twin), "{name}: step {step}");
         }
         assert!(classes[0].is_disjoint(&classes[1]), "{name}: decoding launches no kernel that makes centres");
         assert_eq!(block_on(cache.non_finite()).unwrap(), []);

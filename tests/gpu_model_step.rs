@@ -144,6 +144,7 @@ fn centred_sequences_begin_within_a_step() {
             model_steps::submit(&mut submitted, &runs, &inputs);
             let (encoded, submitted) = (model_steps::held(&engine.cache), model_steps::held(&submitted));
             assert!(encoded == submitted, "{recipe}: step {step} stores something else");
+            assert!(model_steps::centres(&engine.cache) == model_steps::centres(&engine.twin), "{recipe}: step {step}");
         }
         assert_eq!(block_on(engine.cache.non_finite()).unwrap(), []);
     }

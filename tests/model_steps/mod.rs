@@ -117,7 +117,7 @@ pub fn submit<B: Backend>(cache: &mut ModelCache<B>, runs: &[TokenRun], inputs: 
     cache.commit().unwrap();
 }
 
-/// All pages, span ranges and centres of all layers, as the backend stores them.
+/// All pages and centres of all layers of a centred recipe, as the backend stores them.
 pub fn held<B: Backend>(cache: &ModelCache<B>) -> Vec<SpanBytes> {
     let mut held = Vec::new();
     for layer in 0..LAYERS {
@@ -129,11 +129,24 @@ pub fn held<B: Backend>(cache: &ModelCache<B>) -> Vec<SpanBytes> {
                 .flat_map(|(shard, &pages)| (0..pages).map(move |index| Page { shard: shard as u32, index }))
                 .collect();
             held.push(read(SpanPlace { pages: &pages, ..SpanPlace::default() }));
-            let centres = 0..of.centre_slots;
-            held.extend(centres.map(|slot| read(SpanPlace { centre: Some(slot), ..SpanPlace::default() })));
         }
     }
+    held.extend(centres(cache));
     held
+}
+
+/// All centres of all layers, in f32 on every backend.
+pub fn centres<B: Backend>(cache: &ModelCache<B>) -> Vec<SpanBytes> {
+    let mut centres = Vec::new();
+    for layer in 0..LAYERS {
+        for store in cache.stores(layer).unwrap() {
+            for slot in 0..SEQUENCES {
+                let place = SpanPlace { centre: Some(slot), ..SpanPlace::default() };
+                centres.push(block_on(cache.backend().read_span(store, place)).unwrap());
+            }
+        }
+    }
+    centres
 }
 
 /// Keys, values and queries of every layer.
