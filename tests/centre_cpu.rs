@@ -180,6 +180,34 @@ fn layers_have_centres_of_their_own() {
     assert_eq!((centres(&cache, 0), centres(&cache, 1)), (vec![5.0, 2.0], vec![6.0, 3.0]));
 }
 
+/// More sequences begin at once than a table first has room for, with runs of their own among others' rows.
+#[test]
+fn many_sequences_begin_at_once() {
+    const SEQUENCES: usize = 20;
+    let shape = AttentionShape::new(2, 1, 64).unwrap();
+    let recipe = Recipe::pack_all(int4()).with_centre();
+    let mut cache = ModelCache::new(&Cpu::new(), &[(shape, recipe)], SEQUENCES).unwrap();
+    let room = |cache: &ModelCache<Cpu>| cache.step_layout(0).unwrap().stores()[1].centres;
+    assert_eq!(room(&cache), 8);
+    // Sequence i has i + 1 rows, of 0, 2, 4, …: their mean is i.
+    let runs: Vec<TokenRun> = (0..SEQUENCES).map(|i| TokenRun::chunk(i, i + 1)).collect();
+    let rows: Vec<f32> = (0..SEQUENCES).flat_map(|i| (0..=i).map(|row| 2.0 * row as f32)).collect();
+    let keys = CpuTensor::F32(rows.iter().flat_map(|&x| [x; 64]).collect());
+    block_on(cache.reserve_for_append(&runs)).unwrap();
+    cache.begin_append(&runs).unwrap();
+    assert_eq!(cache.encode().unwrap().len(), 1);
+    block_on(cache.store(0, RowLayout::token_major(rows.len(), &shape), &keys, &keys)).unwrap();
+    cache.commit().unwrap();
+    assert_eq!(room(&cache), 32);
+    for store in cache.stores(0).unwrap() {
+        for slot in 0..SEQUENCES {
+            // 1 / n is rounded.
+            let mean = store.centre(slot).unwrap()[63];
+            assert!((mean - slot as f32).abs() < 1e-5, "{slot}: {mean}");
+        }
+    }
+}
+
 #[test]
 fn ranges_per_channel_take_no_centre() {
     let shape = AttentionShape::new(2, 1, 64).unwrap();
