@@ -23,6 +23,7 @@
 #include "common/tile.cuh"
 #include "common/attend_call.cuh"
 #include "common/rotation.cuh"
+#include "common/reduce.cuh"
 #include "common/sketch.cuh"
 #include "common/level_bytes.cuh"
 
@@ -115,16 +116,6 @@ struct QueryLoads {
     float query[HEADS_PER_WARP][LANE_CHANNELS];
     float2 range[LANE_CHANNELS];
 };
-
-__device__ __forceinline__ float warp_sum(float x) {
-    for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(ALL_LANES, x, step);
-    return x;
-}
-
-__device__ __forceinline__ float warp_max(float x) {
-    for (int step = 16; step > 0; step >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
-    return x;
-}
 
 __device__ __forceinline__ QueryLoads load_query(const AttendCall& call, const Item& item, u32 kv_head, u32 first_head,
                                                  int heads, int warp, int lane) {

@@ -39,6 +39,9 @@ struct Item {
     u32 queries;
     // Rows of states from one query to the next.
     u32 stride;
+    // Tokens of the item that its first query sees, those before the item less; each query sees one more than the one
+    // before it, up to all of them. Read where an item is of many queries (attend_run.cu); others see all.
+    int seen;
 };
 
 struct AttendCall {

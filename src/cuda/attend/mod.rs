@@ -1,8 +1,11 @@
 //! The kernel of a decode step: planned from lengths, bound to memory, launched.
 
+mod kernel;
 pub(super) mod launch;
 pub(super) mod merge_pair;
 pub(super) mod model_tables;
+mod parts;
+mod run_variant;
 pub(super) mod scratch;
 mod segment;
 mod split;

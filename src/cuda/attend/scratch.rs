@@ -50,8 +50,8 @@ pub(in crate::cuda) struct StepScratch {
 impl StepScratch {
     pub fn new(stream: &Arc<CudaStream>, sizes: &ScratchSizes) -> Result<Self> {
         Ok(Self {
-            states: Memory::zeroed(stream, "attention states", sizes.states)?,
-            lse: Memory::zeroed(stream, "attention states", sizes.lse)?,
+            states: Memory::unwritten(stream, "attention states", sizes.states)?,
+            lse: Memory::unwritten(stream, "attention states", sizes.lse)?,
             arrivals: Memory::zeroed(stream, "arrivals", sizes.arrivals)?,
         })
     }

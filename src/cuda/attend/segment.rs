@@ -1,21 +1,24 @@
 //! The part of a step that concerns one store: its items, how the kernel is compiled for them, and its tables.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaStream, LaunchConfig};
+use cudarc::driver::CudaStream;
 
+use super::kernel::SegmentKernel;
 use super::launch::{AttendCall, Launch};
+use super::parts::{ItemQueries, SegmentParts};
+use super::run_variant::{BLOCK_ROWS, RunVariant};
 use super::scratch::{Room, SegmentTables};
-use super::split::{self, Wave};
+use super::split::{self, BLOCK_TIME, RUN_BLOCK_TIME, RUN_TOKEN_RATE, TOKEN_RATE, Wave};
 use super::variant::{AttendVariant, ScorePass};
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
-use crate::cuda::device::launch::KernelLaunch;
 use crate::cuda::device::memory::Memory;
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
-use crate::plan::{AttendPlan, Block, Page, Part, Segment, StateCounts};
+use crate::plan::{AttendPlan, Block, Page, Segment, StateCounts};
 use crate::{Error, Result};
 
 /// `Item` of `cuda/common/attend_call.cuh`.
@@ -32,6 +35,7 @@ pub(super) struct Item {
     pub(super) extremes: u32,
     pub(super) queries: u32,
     pub(super) stride: u32,
+    pub(super) seen: i32,
 }
 
 /// One launch of a step: items of one segment that have one query each, or blocks of queries.
@@ -39,57 +43,19 @@ pub(super) struct Item {
 pub(in crate::cuda) struct SegmentStep {
     pub(super) store: usize,
     pub(super) format: SegmentFormat,
-    pub(super) variant: AttendVariant,
+    pub(super) kernel: SegmentKernel,
     pub(super) pages: Vec<Page>,
     pub(super) items: Vec<Item>,
     /// The block of queries of every item.
     pub(super) blocks: Vec<usize>,
+    /// Of `attend_run`: blocks of queries, whose first items come first.
+    pub(super) merged_items: usize,
     pub(super) wave: Wave,
     pub(super) calibration: Option<Calibration>,
     /// Extremes of scores to keep, of every query over every span.
     pub(super) extremes: usize,
     /// Items in a row whose blocks form a cluster and share a row of states; 1 where there are none.
     pub(super) cluster: usize,
-}
-
-/// What of a segment one launch takes.
-pub(super) struct SegmentParts {
-    /// Most queries of a part.
-    pub(super) queries: usize,
-    /// First row and queries of every run.
-    pub(super) runs: Vec<(usize, usize)>,
-    /// The index of its span, and the part.
-    pub(super) parts: Vec<(usize, Part)>,
-}
-
-impl SegmentParts {
-    /// The parts of blocks of queries, and those of single queries; what is empty is left out.
-    pub(super) fn of(plan: &AttendPlan, segment: &Segment, blocks: &[Block]) -> Vec<Self> {
-        let first_block: Vec<usize> =
-            (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
-        let (mut together, mut single) = (Vec::new(), Vec::new());
-        for (of_span, span) in segment.spans().iter().enumerate() {
-            let of_run = first_block[span.run]..first_block[span.run + 1];
-            for (index, block) in of_run.clone().zip(&blocks[of_run]) {
-                for mut part in block.parts(index, &plan.runs()[span.run], span) {
-                    part.first += block.first; // counted within the run from here on
-                    match (segment.calibration(), part.queries) {
-                        (_, 1) => single.push((of_span, part)),
-                        (None, _) => together.push((of_span, part)),
-                        // A query has extremes of its own.
-                        (Some(_), queries) => {
-                            let alone = |first| (of_span, Part { first, queries: 1, ..part.clone() });
-                            single.extend((part.first..part.first + queries).map(alone));
-                        }
-                    }
-                }
-            }
-        }
-        let queries = blocks.iter().map(|block| block.queries).max().unwrap_or(1);
-        let runs: Vec<_> = plan.runs().iter().map(|planned| (planned.first_row, planned.run.queries)).collect();
-        let all = [(queries, together), (1, single)].into_iter().filter(|(_, parts)| !parts.is_empty());
-        all.map(|(queries, parts)| Self { queries, runs: runs.clone(), parts }).collect()
-    }
 }
 
 impl SegmentStep {
@@ -101,34 +67,17 @@ impl SegmentStep {
     ) -> Result<Self> {
         let pages = PageFormat::new(shape, segment.format())?;
         let tiles: Vec<usize> = parts.parts.iter().map(|(_, part)| part.tokens.len().div_ceil(TILE_TOKENS)).collect();
-        let heads = shape.group() * parts.queries;
-        let mut best: Option<(AttendVariant, Wave, usize, (f64, bool))> = None;
-        let longest = tiles.iter().copied().max().unwrap_or(0);
-        for variant in AttendVariant::candidates(pages, heads, longest, facts)? {
-            let variant = AttendVariant { queries: parts.queries, ..variant };
-            let wave = Wave {
-                multiprocessors: facts.multiprocessors,
-                blocks_each: variant.blocks,
-                blocks_per_item: shape.kv_heads() * heads.div_ceil(variant.chunk_heads()),
-                tile_bytes: pages.head_bytes(),
-                clusters: facts.capability >= (9, 0),
-            };
-            let (most, time) = wave.tiles_per_item(&tiles);
-            // Of variants that take the same time by what the wave knows of them, the first that keeps its warps busy.
-            let cost = (time, variant.wastes_turns(most));
-            if best.as_ref().is_none_or(|best| cost < best.3) {
-                best = Some((variant, wave, most, cost));
-            }
+        let (kernel, wave, most) = match parts.queries {
+            ItemQueries::Few(queries) => best_attend(facts, shape, pages, queries, &tiles)?,
+            ItemQueries::Many(queries) => of_run(facts, shape, pages, queries, &tiles),
         }
-        let Some((variant, wave, most, _)) = best else {
-            return Err(Error::Plan { what: "attend", reason: format!("no variant of {}", segment.format()) });
-        };
+        .ok_or_else(|| Error::Plan { what: "attend", reason: format!("no variant of {}", segment.format()) })?;
         // Extremes of the queries of a span's run follow each other.
         let mut first_extremes = Vec::with_capacity(segment.spans().len());
         let mut extremes = 0;
         for span in segment.spans() {
             first_extremes.push(extremes);
-            extremes += parts.runs[span.run].1;
+            extremes += parts.runs[span.run].run.queries;
         }
         let (mut items, mut blocks) = (Vec::new(), Vec::new());
         for ((index, part), &tiles) in parts.parts.iter().zip(&tiles) {
@@ -140,13 +89,14 @@ impl SegmentStep {
                     first_page: (span.first_page + first / TILE_TOKENS) as u32,
                     tokens: (end - first) as u32,
                     range_slot: span.range_slot as u32,
-                    row: (parts.runs[span.run].0 + part.first) as u32,
+                    row: (parts.runs[span.run].first_row + part.first) as u32,
                     state: 0, // these are known once all segments are cut
                     first_state: 0,
                     states: 0,
                     extremes: (first_extremes[*index] + part.first) as u32,
                     queries: part.queries as u32,
                     stride: 0,
+                    seen: parts.seen(span, part, first),
                 });
                 blocks.push(part.block);
             }
@@ -154,10 +104,11 @@ impl SegmentStep {
         Ok(Self {
             store: segment.store(),
             format: *segment.format(),
-            variant,
+            kernel,
             pages: segment.pages().to_vec(),
             items,
             blocks,
+            merged_items: 0,
             wave,
             calibration: segment.calibration().copied(),
             extremes,
@@ -173,12 +124,12 @@ impl SegmentStep {
 
     /// Blocks that share the query heads of a KV head.
     pub(super) fn chunks(&self, shape: &AttentionShape) -> usize {
-        (shape.group() * self.variant.queries).div_ceil(self.variant.chunk_heads())
+        self.kernel.chunks(shape.group())
     }
 
     /// The cluster that the items of all queries can form; they are still in the order of the spans.
     pub(super) fn common_cluster(&self) -> usize {
-        if self.variant.queries > 1 {
+        if !self.kernel.forms_clusters() {
             return 1;
         }
         let runs: Vec<usize> = self.items.chunk_by(|a, b| a.row == b.row).map(<[Item]>::len).collect();
@@ -196,6 +147,18 @@ impl SegmentStep {
             both.sort_by_key(|(item, _)| std::cmp::Reverse(item.tokens));
             (self.items, self.blocks) = both.into_iter().unzip();
         }
+        if matches!(self.kernel, SegmentKernel::Run(_)) {
+            self.order_first_items();
+        }
+    }
+
+    /// The first item of every block of queries before all others: those are what `merge_run` is launched for.
+    fn order_first_items(&mut self) {
+        let mut seen = BTreeSet::new();
+        let both = self.items.drain(..).zip(self.blocks.drain(..));
+        let (first, others): (Vec<_>, Vec<_>) = both.partition(|&(_, block)| seen.insert(block));
+        self.merged_items = first.len();
+        (self.items, self.blocks) = first.into_iter().chain(others).unzip();
     }
 
     /// Its tables for one layer: page addresses, then items, and room for extremes where they are needed.
@@ -262,22 +225,86 @@ impl SegmentStep {
     pub(super) fn is_bound_like(&self, other: &Self) -> bool {
         let of = |segment: &Self| {
             let rooms = [segment.item_room(), segment.page_room(), Room::Classes.of(segment.extremes)];
-            (segment.store, segment.variant, segment.cluster, segment.calibration, rooms)
+            let merged = segment.merges().then_some(segment.merged_items);
+            (segment.store, segment.kernel, merged, segment.cluster, segment.calibration, rooms)
         };
         of(self) == of(other) && self.format == other.format
     }
 
-    pub(super) fn launch(&self, backend: &Cuda, pass: ScorePass, call: AttendCall, blocks: usize) -> Result<Launch> {
-        let function = self.variant.function(backend, pass)?;
-        let config = LaunchConfig {
-            grid_dim: (blocks as u32, 1, 1),
-            block_dim: (self.variant.warps as u32 * 32, 1, 1),
-            shared_mem_bytes: self.variant.shared_bytes() as u32,
-        };
-        let (cluster, overlaps) = (call.cluster, self.variant.bulk_copies);
-        let kernel = KernelLaunch { name: "attend", function, config, cluster, overlaps };
-        Ok(Launch { kernel, call, clears: None })
+    /// True if its states are merged by a launch of their own.
+    pub(super) fn merges(&self) -> bool {
+        matches!(self.kernel, SegmentKernel::Run(_)) && self.items.iter().any(|item| item.states > 1)
     }
+
+    pub(super) fn launch(&self, backend: &Cuda, pass: ScorePass, call: AttendCall, blocks: usize) -> Result<Launch> {
+        Ok(Launch { kernel: self.kernel.launch(backend, pass, blocks, call.cluster)?, call, clears: None })
+    }
+
+    /// The launch that merges what `call` wrote for so many items, where that is not done by `attend`.
+    pub(super) fn merge_launch(&self, backend: &Cuda, call: AttendCall) -> Result<Option<Launch>> {
+        if !self.merges() {
+            return Ok(None);
+        }
+        let kernel = self.kernel.merge(backend, self.merged_items, call.kv_heads as usize, call.group as usize)?;
+        Ok(kernel.map(|kernel| Launch { kernel, call, clears: None }))
+    }
+}
+
+/// A kernel, how its blocks fill the device, and the tiles of an item.
+type Cut = (SegmentKernel, Wave, usize);
+
+/// The variant of `attend` that takes the least time for parts of so many tiles and `queries` queries.
+fn best_attend(
+    facts: &DeviceFacts,
+    shape: &AttentionShape,
+    pages: PageFormat,
+    queries: usize,
+    tiles: &[usize],
+) -> Result<Option<Cut>> {
+    let heads = shape.group() * queries;
+    let mut best: Option<(Cut, (f64, bool))> = None;
+    let longest = tiles.iter().copied().max().unwrap_or(0);
+    for variant in AttendVariant::candidates(pages, heads, longest, facts)? {
+        let variant = AttendVariant { queries, ..variant };
+        let wave = Wave {
+            multiprocessors: facts.multiprocessors,
+            blocks_each: variant.blocks,
+            blocks_per_item: shape.kv_heads() * heads.div_ceil(variant.chunk_heads()),
+            tile_bytes: pages.head_bytes(),
+            clusters: facts.capability >= (9, 0),
+            token_rate: TOKEN_RATE,
+            block_time: BLOCK_TIME,
+        };
+        let (most, time) = wave.tiles_per_item(tiles);
+        // Of variants that take the same time by what the wave knows of them, the first that keeps its warps busy.
+        let cost = (time, variant.wastes_turns(most));
+        if best.as_ref().is_none_or(|best| cost < best.1) {
+            best = Some(((SegmentKernel::Attend(variant), wave, most), cost));
+        }
+    }
+    Ok(best.map(|(cut, _)| cut))
+}
+
+/// The variant of `attend_run` for blocks of so many queries.
+fn of_run(
+    facts: &DeviceFacts,
+    shape: &AttentionShape,
+    pages: PageFormat,
+    queries: usize,
+    tiles: &[usize],
+) -> Option<Cut> {
+    let variant = RunVariant::new(pages, queries * shape.group(), facts)?;
+    let wave = Wave {
+        multiprocessors: facts.multiprocessors,
+        blocks_each: 1,
+        blocks_per_item: shape.kv_heads(),
+        tile_bytes: pages.head_bytes(),
+        clusters: false,
+        token_rate: RUN_TOKEN_RATE * (BLOCK_ROWS / variant.rows()) as f64,
+        block_time: RUN_BLOCK_TIME,
+    };
+    let (most, _) = wave.tiles_per_item(tiles);
+    Some((SegmentKernel::Run(variant), wave, most))
 }
 
 /// Gives every item, or every cluster of items, its state rows so that those of a query are contiguous, and returns how

@@ -8,11 +8,18 @@ const SHARED_RATE: f64 = 34e3;
 /// Bytes that one multiprocessor can take in a microsecond while others idle.
 const ALONE_RATE: f64 = 50e3;
 
-/// Tokens of one head that a multiprocessor attends to in a microsecond, however few bits they have.
-const TOKEN_RATE: f64 = 780.0;
+/// Tokens of one head that a multiprocessor attends to in a microsecond, however few bits they have: for the query heads of
+/// `attend`.
+pub(super) const TOKEN_RATE: f64 = 780.0;
+
+/// The same for the rows of `attend_run`.
+pub(super) const RUN_TOKEN_RATE: f64 = 34.0;
 
 /// Beginning and end of a block.
-const BLOCK_TIME: f64 = 3.0;
+pub(super) const BLOCK_TIME: f64 = 3.0;
+
+/// The same for `attend_run`, with its many queries.
+pub(super) const RUN_BLOCK_TIME: f64 = 8.0;
 
 /// Merging within a cluster, and through memory.
 const CLUSTER_TIME: f64 = 0.7;
@@ -36,6 +43,10 @@ pub(super) struct Wave {
     pub(super) tile_bytes: usize,
     /// True if blocks can form clusters.
     pub(super) clusters: bool,
+    /// Tokens of one head that a multiprocessor attends to in a microsecond, however few bits they have.
+    pub(super) token_rate: f64,
+    /// Beginning and end of a block, in microseconds.
+    pub(super) block_time: f64,
 }
 
 impl Wave {
@@ -74,14 +85,14 @@ impl Wave {
         // A block that shares its multiprocessor has a part of it, be it alone.
         let parts = self.blocks_each as f64;
         let together = bytes * (blocks as f64 / waves) / (self.multiprocessors.max(1) as f64 * SHARED_RATE);
-        let item = together.max(parts * bytes / ALONE_RATE).max(parts * tiles as f64 * 128.0 / TOKEN_RATE);
+        let item = together.max(parts * bytes / ALONE_RATE).max(parts * tiles as f64 * 128.0 / self.token_rate);
         let cluster = self.cluster_of(items, pieces.clone().map(|(pieces, _)| pieces));
         let merge = match pieces.map(|(pieces, _)| pieces).max() {
             Some(most) if most > cluster => ARRIVAL_TIME,
             _ if cluster > 1 => CLUSTER_TIME,
             _ => 0.0,
         };
-        waves * (item + BLOCK_TIME) + merge
+        waves * (item + self.block_time) + merge
     }
 
     /// Blocks of a cluster for sequences of so many items: the most that divide all of them and find room. Clusters lie
@@ -129,7 +140,15 @@ mod tests {
     use super::*;
 
     fn wave(blocks_per_item: usize) -> Wave {
-        Wave { multiprocessors: 132, blocks_each: 1, blocks_per_item, tile_bytes: 8192, clusters: true }
+        Wave {
+            multiprocessors: 132,
+            blocks_each: 1,
+            blocks_per_item,
+            tile_bytes: 8192,
+            clusters: true,
+            token_rate: TOKEN_RATE,
+            block_time: BLOCK_TIME,
+        }
     }
 
     #[test]

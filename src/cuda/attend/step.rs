@@ -3,8 +3,10 @@
 use std::f32::consts::LOG2_E;
 
 use super::launch::{AttendCall, BoundStep, Launch};
+use super::parts::{SegmentParts, are_many, few_queries, many_queries, query_blocks};
+use super::run_variant::RunVariant;
 use super::scratch::{Room, ScratchSizes, SegmentTables, StepScratch};
-use super::segment::{SegmentParts, SegmentStep, assign_states};
+use super::segment::{SegmentStep, assign_states};
 use super::variant::{AttendVariant, ScorePass};
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
@@ -13,7 +15,7 @@ use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::cuda::device::tensor::Tensor;
 use crate::format::{AttentionShape, Calibration, KeyOrValue};
-use crate::plan::{AttendPlan, ElementType, QueryRows, StoreFormat, blocks};
+use crate::plan::{AttendPlan, ElementType, QueryRows, StoreFormat};
 use crate::{Error, Result};
 
 /// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`.
@@ -29,8 +31,9 @@ pub struct StepTensors<'a> {
 
 /// A step as the CUDA kernels run it: made from lengths alone, without touching the device.
 ///
-/// The [`AttendPlan`] is cut so that the blocks of its items fill the device once. Neighbouring queries of a run share items
-/// where eight query heads hold several of them.
+/// The [`AttendPlan`] is cut so that the blocks of its items fill the device once. Neighbouring queries of a run share items:
+/// up to 256 rows, of queries and query heads, where a run has 33 of them or more (not in codebooks, not where scores are
+/// calibrated, and up to 128 channels), and otherwise as many as eight query heads hold.
 #[derive(Clone, Debug)]
 pub struct StepPlan {
     shape: AttentionShape,
@@ -39,15 +42,6 @@ pub struct StepPlan {
     states: usize,
     query_rows: QueryRows,
     output_rows: QueryRows,
-}
-
-/// Most query heads of a block: columns of an MMA.
-const MOST_HEADS: usize = 8;
-
-/// Most queries of a run that a block takes together.
-const fn most_queries(shape: &AttentionShape) -> usize {
-    let queries = MOST_HEADS / shape.group();
-    if queries == 0 { 1 } else { queries }
 }
 
 /// Compiles every kernel of attention that steps over these stores may ask for, whose runs have up to `longest` queries.
@@ -64,12 +58,18 @@ pub(in crate::cuda) fn prepare(
         let pages = PageFormat::new(shape, format)?;
         // A query has extremes of its own.
         let (passes, queries): (&[ScorePass], _) = match calibration {
-            None => (&[ScorePass::Plain], longest.min(most_queries(shape))),
+            None => (&[ScorePass::Plain], longest.min(few_queries(shape))),
             Some(_) => (&[ScorePass::Extremes, ScorePass::Mapped], 1),
         };
         for queries in 1..=queries {
             for variant in AttendVariant::all(pages, shape.group(), queries, backend.kernels().facts())? {
                 passes.iter().try_for_each(|&pass| variant.function(backend, pass).map(drop))?;
+            }
+        }
+        if calibration.is_none() && are_many(shape, longest) {
+            let rows = longest.min(many_queries(shape)) * shape.group();
+            for variant in RunVariant::all(pages, rows, backend.kernels().facts()) {
+                variant.prepare(backend)?;
             }
         }
     }
@@ -85,9 +85,9 @@ impl StepPlan {
         Self::for_device(backend.kernels().facts(), plan)
     }
 
-    fn for_device(facts: &DeviceFacts, plan: &AttendPlan) -> Result<Self> {
+    pub(super) fn for_device(facts: &DeviceFacts, plan: &AttendPlan) -> Result<Self> {
         let shape = *plan.shape();
-        let blocks = blocks(plan, most_queries(&shape));
+        let blocks = query_blocks(facts, plan);
         let mut segments = Vec::new();
         for segment in plan.segments() {
             for parts in SegmentParts::of(plan, segment, &blocks) {
@@ -123,7 +123,9 @@ impl StepPlan {
             let extremes = segment.calibration.map(|_| format!("score extremes {}", segment.format));
             extremes.into_iter().chain([format!("attend {}", segment.format)]).collect::<Vec<_>>()
         };
-        self.segments.iter().flat_map(labels).collect()
+        let merges = self.segments.iter().filter(|segment| segment.merges());
+        let merges = merges.map(|segment| format!("merge states {}", segment.format));
+        self.segments.iter().flat_map(labels).chain(merges).collect()
     }
 
     /// Allocates scratch, resolves the pages of `stores` (in the order of the plan's stores) and uploads the tables. With
@@ -213,6 +215,7 @@ impl StepPlan {
         let mut step = BoundStep { stream: stream.clone(), launches: Vec::new(), memory: scratch.memory() };
         step.memory.extend([queries.memory().clone(), output.memory().clone()]);
         step.memory.extend(lse.map(|lse| lse.memory().clone()));
+        let mut merges = Vec::new();
         for (segment, tables) in self.segments.iter().zip(tables) {
             let store = self.store_of(segment, stores)?;
             store.check_stream("attend", stream)?;
@@ -258,15 +261,18 @@ impl StepPlan {
                     step.launches.push(segment.launch(backend, ScorePass::Mapped, call, blocks)?);
                 }
             }
+            merges.extend(segment.merge_launch(backend, call)?);
             step.memory.extend(tables.memory.iter().cloned());
             step.memory.extend(store.memory());
         }
+        step.launches.extend(merges);
         Ok(step)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::kernel::SegmentKernel;
     use super::super::segment::Item;
     use super::*;
     use crate::Bits;
@@ -275,6 +281,13 @@ mod tests {
     use crate::plan::{Page, QueryRun, SpanView, StoreView};
 
     const H200: DeviceFacts = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
+
+    fn attend_variant(step: &StepPlan) -> AttendVariant {
+        match step.segments[0].kernel {
+            SegmentKernel::Attend(variant) => variant,
+            SegmentKernel::Run(variant) => panic!("{variant:?}"),
+        }
+    }
 
     /// Items of a cluster are of one sequence and share its row; one sequence more, of another length, and there are none.
     #[test]
@@ -323,7 +336,7 @@ mod tests {
             let store = StoreView { format, calibration: None, spans: spans.collect() };
             let plan = AttendPlan::new(shape, &QueryRun::decode_batch(sequences), &[store]).unwrap();
             let step = StepPlan::for_device(&H200, &plan).unwrap();
-            assert_eq!(step.segments[0].variant.warps, warps, "{sequences} sequences of {tiles} tiles");
+            assert_eq!(attend_variant(&step).warps, warps, "{sequences} sequences of {tiles} tiles");
         }
     }
 
@@ -370,7 +383,7 @@ mod tests {
             let span = |range_slot| SpanView { sequence: 0, start: 0, tokens, pages: &pages, range_slot };
             let store = StoreView { format, calibration: None, spans: (0..spans).map(span).collect() };
             let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[store]).unwrap();
-            StepPlan::for_device(&H200, &plan).unwrap().segments[0].variant
+            attend_variant(&StepPlan::for_device(&H200, &plan).unwrap())
         };
         for format in decode_formats() {
             let (short, long) = (variant(format, 456, 576), variant(format, 1, 131_072));

@@ -24,7 +24,7 @@ const RESERVED_SHARED_BYTES: usize = 1 << 10;
 const CLUSTER_RUN: usize = 32;
 
 /// Lines of the L2 cache, to which stages are aligned: `LINE_BYTES` in `cuda/common/attend_call.cuh`.
-const LINE_BYTES: usize = 128;
+pub(super) const LINE_BYTES: usize = 128;
 
 /// What a launch of `attend` does with scores: `SCORE_PASS` in `cuda/common/calibration.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -160,10 +160,7 @@ impl AttendVariant {
     /// The function of a pass, compiled if it was not before, with the shared memory that it takes.
     pub(super) fn function(&self, backend: &Cuda, pass: ScorePass) -> Result<CudaFunction> {
         let function = backend.kernels().function(&self.program(pass), "attend")?;
-        let shared = self.shared_bytes();
-        function
-            .set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)
-            .map_err(|error| driver_error("shared memory of attend", shared as u64, error))?;
+        set_shared_bytes(&function, "attend", self.shared_bytes())?;
         Ok(function)
     }
 
@@ -220,6 +217,13 @@ impl AttendVariant {
         let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8 + minimums) * size_of::<f32>();
         if rings > joined { rings } else { joined }
     }
+}
+
+/// Lets a function have so much dynamic shared memory.
+pub(super) fn set_shared_bytes(function: &CudaFunction, name: &'static str, bytes: usize) -> Result<()> {
+    function
+        .set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes as i32)
+        .map_err(|error| driver_error(name, bytes as u64, error))
 }
 
 /// Bytes of a stage, whole lines of the L2 cache: `STAGE_BYTES` in `cuda/common/attend_call.cuh`.

@@ -42,6 +42,13 @@ impl Memory {
         Ok(Self::new(stream, slice))
     }
 
+    /// Bytes that hold anything, at least one: for what is written before it is read.
+    pub(crate) fn unwritten(stream: &Arc<CudaStream>, what: &'static str, bytes: usize) -> Result<Arc<Self>> {
+        // SAFETY: bytes are valid whatever they are, and this type hands out none of them but by copies of the driver.
+        let slice = unsafe { stream.alloc::<u8>(bytes.max(1)) };
+        Ok(Self::new(stream, slice.map_err(|error| driver_error(what, bytes as u64, error))?))
+    }
+
     /// A copy of bytes of the host.
     pub(crate) fn upload(stream: &Arc<CudaStream>, what: &'static str, bytes: &[u8]) -> Result<Arc<Self>> {
         let at_least_one = if bytes.is_empty() { &[0] } else { bytes };

@@ -1,0 +1,216 @@
+// Packed tiles as halves in the order of f16 tiles, for kernels that read a tile often.
+//
+//   ranges beside the tile:  half = minimum + scale · code, rounded once (scales and minimums are halves)
+//   ranges of the span:      half = code − CENTRE, exactly; scales and minimums are for the reader
+//
+// Keys: loads [16 tokens][16 channels], as common/tile.cuh has them, where channel 4 c + e of 16 is element 2 c + (e >> 1) of
+// an MMA, in the upper half for odd e; queries are in the same order (`channel_place`). Values: [16 tokens][16 channels].
+//
+// The warps of a block take blocks of 16 tokens of keys, and blocks of 32 tokens by 16 channels of values, in turn. A pair of
+// elements is a shift, a mask that also puts the codes into the mantissas of 1024 + code, a subtraction and a multiply-add.
+
+#pragma once
+
+#include "common/pairs.cuh"
+#include "common/attend_call.cuh"
+
+// Where tiles are read as they are.
+constexpr bool UNPACKS = KEY_BITS != 16 || VALUE_BITS != 16;
+// 16 channels that one MMA multiplies.
+constexpr int CHANNEL_STEPS = HEAD_DIM / 16;
+// Keys and values of one tile.
+constexpr u32 HALVES_BYTES = 2 * TILE_TOKENS * HEAD_DIM * 2;
+// Two unpacked tiles come before the ring. Queries lie where the second one is going to be, or in the last stage.
+constexpr u32 RING_AT = UNPACKS ? 2 * HALVES_BYTES : 0;
+constexpr bool RING_HOLDS_QUERIES = !UNPACKS;
+constexpr u32 QUERIES_AT = UNPACKS ? HALVES_BYTES : (STAGES - 1) * STAGE_BYTES;
+constexpr u32 QUERY_ROOM = UNPACKS ? HALVES_BYTES : STAGE_BYTES;
+
+// The code that counts as 0 where codes are multiplied.
+constexpr float KEY_CENTRE = KEY_BITS == 16 ? 0.0f : (float)(1 << (KEY_BITS % 16 - (KEY_BITS < 16)));
+constexpr float VALUE_CENTRE = VALUE_BITS == 16 ? 0.0f : (float)(1 << (VALUE_BITS % 16 - (VALUE_BITS < 16)));
+
+// Where channel c of 16 lies in a fragment: the lane's column, the second pair of words, and which half.
+struct ChannelPlace {
+    int column;
+    int second;
+    int high;
+};
+
+__device__ __forceinline__ ChannelPlace channel_place(int c) {
+    if (KEY_BITS == 16) return {c / 2 % 4, c / 8, c % 2};
+    return {c / 4, c % 2, c / 2 % 2};
+}
+
+// The half 1024, twice. Added to its bits, a code below 1024 is added to it.
+constexpr u32 CODE_START = 0x64006400u;
+
+// Codes in the low bits of halves as halves, less `centre`.
+__device__ __forceinline__ u32 code_halves(u32 codes, u32 centre) {
+    return multiply_subtract_pair(codes | CODE_START, 0x3c003c00u, CODE_START + centre * 0x00010001u);
+}
+
+// Two ranges as a pair of scales and one of minimums.
+struct RangePair {
+    u32 scales;
+    u32 minimums;
+};
+
+__device__ __forceinline__ RangePair range_pair(u32 first, u32 second) {
+    return {permute_bytes(first, second, 0x5410u), permute_bytes(first, second, 0x7632u)};
+}
+
+// Ranges of two channels, `channel` and the one after the next, of a token.
+__device__ __forceinline__ RangePair key_range_pair(u32 ranges, int token, int channel) {
+    if constexpr (KEY_GROUP_CHANNELS == 1) {
+        const u32 at = ranges + 4 * (token / (KEY_GROUP_TOKENS + !KEY_GROUP_TOKENS) * HEAD_DIM + channel);
+        return range_pair(load_shared_4(at), load_shared_4(at + 8));
+    } else {
+        constexpr int channels = KEY_GROUP_CHANNELS + !KEY_GROUP_CHANNELS;
+        const u32 word = load_shared_4(ranges + 4 * (channel / channels * TILE_TOKENS + token));
+        if (channels % 4 == 0) return range_pair(word, word);
+        return range_pair(word, load_shared_4(ranges + 4 * ((channel + 2) / channels * TILE_TOKENS + token)));
+    }
+}
+
+// Ranges of two neighbouring tokens of a channel, the first of them even.
+__device__ __forceinline__ RangePair value_range_pair(u32 ranges, int token, int channel) {
+    if constexpr (VALUE_GROUP_CHANNELS == 1) {
+        static_assert(VALUE_GROUP_CHANNELS != 1 || VALUE_GROUP_TOKENS % 2 == 0, "neighbours share a range");
+        const u32 row = token / (VALUE_GROUP_TOKENS + !VALUE_GROUP_TOKENS) * HEAD_DIM;
+        const u32 word = load_shared_4(ranges + 4 * (row + channel));
+        return range_pair(word, word);
+    } else {
+        constexpr int channels = VALUE_GROUP_CHANNELS + !VALUE_GROUP_CHANNELS;
+        const uint2 words = load_shared_8(ranges + 4 * (channel / channels * TILE_TOKENS + token));
+        return range_pair(words.x, words.y);
+    }
+}
+
+// Puts an A fragment down as two B fragments.
+__device__ __forceinline__ void store_fragments(u32 to, const u32 (&words)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[2]), "r"(words[1]),
+                 "r"(words[3])
+                 : "memory");
+}
+
+// Two B fragments of eight tokens of keys, or of eight channels of values, each.
+struct FragmentPair {
+    u32 first[2];
+    u32 second[2];
+};
+
+__device__ __forceinline__ FragmentPair load_fragments(u32 from) {
+    const uint4 words = load_shared_16(from);
+    if (UNPACKS) return {{words.x, words.y}, {words.z, words.w}};
+    return {{words.x, words.z}, {words.y, words.w}};
+}
+
+// Keys of 16 tokens.
+__device__ __forceinline__ void unpack_keys(u32 to, u32 tile, int m, int lane) {
+    const u32 from = tile + lane * 16;
+    to += lane * 16;
+    if constexpr (KEY_BITS == 16) {
+#pragma unroll
+        for (int f = 0; f < CHANNEL_STEPS; f++) {
+            const uint4 load = load_shared_16(from + (m * CHANNEL_STEPS + f) * LOAD_BYTES);
+            const u32 words[4] = {load.x, load.y, load.z, load.w};
+            store_fragments(to + (m * CHANNEL_STEPS + f) * LOAD_BYTES, words);
+        }
+        return;
+    }
+    const int g = lane >> 2;
+    const int c = lane & 3;
+    const u32 ranges = tile + KEY_RANGES_AT;
+    RangePair of_tokens[2];
+    if constexpr (KEY_TOKEN_RANGES) {
+        of_tokens[0] = key_range_pair(ranges, 16 * m + g, 0);
+        of_tokens[1] = key_range_pair(ranges, 16 * m + g + 8, 0);
+    }
+#pragma unroll
+    for (int f = 0; f < KEY_BLOCKS; f++) {
+        const int block = m * KEY_BLOCKS + f;
+        const uint4 load = load_shared_16(from + block / KEY_PLANES * LOAD_BYTES);
+        uint4 top = load;
+        if (KEY_BITS == 3) top = load_shared_16(from + TOPS_AT + block / TOP_PLANES * LOAD_BYTES);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u32 words[4];
+            key_pairs(words, load, top, block, half, true);
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                if constexpr (KEY_SPAN_RANGES) {
+                    words[r] = code_halves(words[r], (u32)KEY_CENTRE);
+                } else {
+                    const int channel = 32 * f + 16 * half + 4 * c + r / 2;
+                    const RangePair range = KEY_TOKEN_RANGES ? of_tokens[r % 2]
+                                                             : key_range_pair(ranges, 16 * m + 8 * (r % 2) + g, channel);
+                    words[r] = multiply_add_pair(code_halves(words[r], 0u), range.scales, range.minimums);
+                }
+            }
+            store_fragments(to + (m * CHANNEL_STEPS + 2 * f + half) * LOAD_BYTES, words);
+        }
+    }
+}
+
+// Values of a run of 32 tokens, every `step`-th block of 16 channels from `first` on.
+__device__ __forceinline__ void unpack_values(u32 to, u32 tile, int run, int first, int step, int lane) {
+    const u32 from = tile + VALUES_AT + lane * 16;
+    const u32 ranges = tile + VALUE_RANGES_AT;
+    to += lane * 16;
+    const int g = lane >> 2;
+    const int c = lane & 3;
+    const auto token = [&](int half, int r) { return 32 * run + 16 * half + 8 * (r / 2) + 2 * c; };
+    RangePair of_tokens[2][2];
+    if constexpr (VALUE_TOKEN_RANGES) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) of_tokens[i / 2][i % 2] = value_range_pair(ranges, token(i / 2, 2 * (i % 2)), 0);
+    }
+#pragma unroll 1
+    for (int n = first; n < VALUE_BLOCKS; n += step) {
+        if constexpr (VALUE_BITS == 16) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const u32 at = ((2 * run + half) * VALUE_BLOCKS + n) * LOAD_BYTES;
+                const uint4 load = load_shared_16(from + at);
+                const u32 words[4] = {load.x, load.y, load.z, load.w};
+                store_fragments(to + at, words);
+            }
+            continue;
+        }
+        const int block = run * VALUE_BLOCKS + n;
+        const uint4 load = load_shared_16(from + block / VALUE_PLANES * LOAD_BYTES);
+        u32 packed[4] = {load.x, load.y, load.z, load.w};
+        if constexpr (VALUE_BITS == 3) {
+            const uint4 top = load_shared_16(from + TOPS_AT + block / TOP_PLANES * LOAD_BYTES);
+            three_bit_block(packed, load, top, block);
+        }
+        const int shift = VALUE_BITS == 3 ? 0 : VALUE_BITS * (block % VALUE_PLANES);
+        constexpr u32 mask = ((1u << (VALUE_BITS % 16)) - 1u) * 0x00010001u;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u32 words[4];
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                const u32 codes = packed[r] >> (8 * half + shift) & mask;
+                if constexpr (VALUE_SPAN_RANGES) {
+                    words[r] = code_halves(codes, (u32)VALUE_CENTRE);
+                } else {
+                    const int channel = 16 * n + 8 * (r % 2) + g;
+                    const RangePair range = VALUE_TOKEN_RANGES ? of_tokens[half][r / 2]
+                                                               : value_range_pair(ranges, token(half, r), channel);
+                    words[r] = multiply_add_pair(code_halves(codes, 0u), range.scales, range.minimums);
+                }
+            }
+            store_fragments(to + ((2 * run + half) * VALUE_BLOCKS + n) * LOAD_BYTES, words);
+        }
+    }
+}
+
+// A tile that lies at `tile` in shared memory, as halves at `to`, by all warps of the block.
+__device__ __forceinline__ void unpack_tile(u32 to, u32 tile, int warp, int lane) {
+    constexpr int runs = TILE_TOKENS / 32;
+    static_assert(WARPS % runs == 0, "a warp stays with its run of tokens");
+    for (int m = warp; m < TILE_TOKENS / BLOCK_TOKENS; m += WARPS) unpack_keys(to, tile, m, lane);
+    unpack_values(to + HALVES_BYTES / 2, tile, warp % runs, warp / runs, WARPS / runs, lane);
+}

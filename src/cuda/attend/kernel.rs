@@ -1,0 +1,67 @@
+//! The kernel that a segment's items are for.
+
+use cudarc::driver::LaunchConfig;
+
+use super::run_variant::RunVariant;
+use super::variant::{AttendVariant, ScorePass};
+use crate::Result;
+use crate::cuda::Cuda;
+use crate::cuda::device::launch::KernelLaunch;
+
+/// How the kernel is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum SegmentKernel {
+    /// `attend`: single queries, or a few of a run.
+    Attend(AttendVariant),
+    /// `attend_run`: many queries of a run.
+    Run(RunVariant),
+}
+
+impl SegmentKernel {
+    /// Blocks that share the query heads of a KV head, of which there are `group` for a query.
+    pub(super) const fn chunks(&self, group: usize) -> usize {
+        match self {
+            Self::Attend(variant) => (group * variant.queries).div_ceil(variant.chunk_heads()),
+            Self::Run(_) => 1,
+        }
+    }
+
+    /// True if the items of a query may form clusters.
+    pub(super) const fn forms_clusters(&self) -> bool {
+        matches!(self, Self::Attend(variant) if variant.queries == 1)
+    }
+
+    /// The kernel for so many blocks, compiled if it was not before.
+    pub(super) fn launch(&self, backend: &Cuda, pass: ScorePass, blocks: usize, cluster: u32) -> Result<KernelLaunch> {
+        let (name, function, threads, shared, overlaps) = match self {
+            Self::Attend(of) => {
+                ("attend", of.function(backend, pass)?, of.warps * 32, of.shared_bytes(), of.bulk_copies)
+            }
+            Self::Run(of) => ("attend_run", of.function(backend)?, of.threads(), of.shared_bytes(), of.overlaps()),
+        };
+        let config = LaunchConfig {
+            grid_dim: (blocks as u32, 1, 1),
+            block_dim: (threads as u32, 1, 1),
+            shared_mem_bytes: shared as u32,
+        };
+        Ok(KernelLaunch { name, function, config, cluster, overlaps })
+    }
+
+    /// The kernel that merges the states of `items` items, where items leave that to it.
+    pub(super) fn merge(
+        &self,
+        backend: &Cuda,
+        items: usize,
+        kv_heads: usize,
+        group: usize,
+    ) -> Result<Option<KernelLaunch>> {
+        let Self::Run(variant) = self else { return Ok(None) };
+        let config = LaunchConfig {
+            grid_dim: (items as u32, (variant.rows() / group) as u32, kv_heads as u32),
+            block_dim: (variant.threads() as u32, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        let (function, overlaps) = (variant.merge_function(backend)?, variant.overlaps());
+        Ok(Some(KernelLaunch { name: "merge_run", function, config, cluster: 1, overlaps }))
+    }
+}

@@ -1,0 +1,154 @@
+//! How `attend_run` is compiled for a format on a device: the kernel of many queries of a run.
+
+use cudarc::driver::CudaFunction;
+
+use super::variant::{LINE_BYTES, set_shared_bytes};
+use crate::Result;
+use crate::cuda::Cuda;
+use crate::cuda::device::driver::DeviceFacts;
+use crate::cuda::device::page_format::PageFormat;
+use crate::cuda::device::program::Program;
+use crate::format::TILE_TOKENS;
+
+/// Rows of queries and query heads of a warp: `WARP_ROWS` in `cuda/attend_run.cu`.
+const WARP_ROWS: usize = 16;
+
+/// Warps of a block: for up to 128 rows, and for up to 256.
+const WARPS: [usize; 2] = [8, 16];
+
+/// Rows that one block takes.
+pub(super) const BLOCK_ROWS: usize = WARPS[1] * WARP_ROWS;
+
+/// Rows from which on it pays: fewer are left to `attend`.
+pub(super) const LEAST_ROWS: usize = 33;
+
+/// Channels whose queries and sums fit the registers of a warp.
+const MOST_CHANNELS: usize = 128;
+
+/// Bytes of shared memory beside tiles and outputs: what is known of every row, and barriers.
+const FIXED_BYTES: usize = BLOCK_ROWS * 5 * size_of::<f32>() + 64;
+
+/// Bytes of shared memory that every block costs beside its own.
+const RESERVED_BYTES: usize = 1 << 10;
+
+/// How `attend_run` is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct RunVariant {
+    pages: PageFormat,
+    /// Warps of a block.
+    warps: usize,
+    stages: usize,
+    bulk_copies: bool,
+}
+
+impl RunVariant {
+    /// The variant for blocks of so many rows, or nothing where there is none: for codebooks, more than 128 channels, and
+    /// devices with little shared memory.
+    pub(super) fn new(pages: PageFormat, rows: usize, facts: &DeviceFacts) -> Option<Self> {
+        let warps = if rows <= WARPS[0] * WARP_ROWS { WARPS[0] } else { WARPS[1] };
+        let bulk_copies = facts.capability >= (9, 0);
+        let coded = [&pages.key, &pages.value].into_iter().any(|tensor| tensor.is_codebook());
+        let of = |stages| Self { pages, warps, stages, bulk_copies };
+        let fits = |variant: &Self| variant.shared_bytes() + FIXED_BYTES + RESERVED_BYTES <= facts.shared_bytes;
+        let stages = if pages.head_dim > MOST_CHANNELS || coded { 1..1 } else { 1..4 };
+        stages.rev().map(of).find(fits)
+    }
+
+    /// Every variant for blocks of up to so many rows.
+    pub(super) fn all(pages: PageFormat, rows: usize, facts: &DeviceFacts) -> Vec<Self> {
+        let mut all: Vec<Self> = [1, rows].into_iter().filter_map(|rows| Self::new(pages, rows, facts)).collect();
+        all.dedup();
+        all
+    }
+
+    /// Rows of a block.
+    pub(super) const fn rows(&self) -> usize {
+        self.warps * WARP_ROWS
+    }
+
+    pub(super) const fn threads(&self) -> usize {
+        self.warps * 32
+    }
+
+    /// Launches may overlap.
+    pub(super) const fn overlaps(&self) -> bool {
+        self.bulk_copies
+    }
+
+    /// Compiles its kernels, if they were not before.
+    pub(super) fn prepare(&self, backend: &Cuda) -> Result<()> {
+        self.function(backend)?;
+        self.merge_function(backend).map(drop)
+    }
+
+    /// The function that attends, compiled if it was not before.
+    pub(super) fn function(&self, backend: &Cuda) -> Result<CudaFunction> {
+        let function = backend.kernels().function(&self.program(), "attend_run")?;
+        set_shared_bytes(&function, "attend_run", self.shared_bytes())?;
+        Ok(function)
+    }
+
+    /// The function that merges what it wrote.
+    pub(super) fn merge_function(&self, backend: &Cuda) -> Result<CudaFunction> {
+        backend.kernels().function(&self.program(), "merge_run")
+    }
+
+    fn program(&self) -> Program {
+        let mut defines = self.pages.defines();
+        defines.extend([
+            ("WIDE", 0),
+            ("STEP_TOKENS", TILE_TOKENS),
+            ("PASS_TOKENS", TILE_TOKENS),
+            ("STAGES", self.stages),
+            ("WARPS", self.warps),
+            ("BLOCKS_PER_SM", 1),
+            ("BULK_COPIES", self.bulk_copies.into()),
+            ("QUERIES", 2),
+        ]);
+        Program { files: &["attend_run.cu", "merge_run.cu"], defines }
+    }
+
+    /// Shared memory of tiles, in which outputs lie afterwards.
+    pub(super) const fn shared_bytes(&self) -> usize {
+        let packed = self.pages.key.bits != 16 || self.pages.value.bits != 16;
+        let halves = if packed { 2 * PageFormat::f16(self.pages.head_dim).head_bytes() } else { 0 };
+        let tiles = halves + self.stages * self.pages.head_bytes().next_multiple_of(LINE_BYTES);
+        let outputs = self.rows() * (self.pages.head_dim + 8) * size_of::<f32>();
+        if tiles > outputs { tiles } else { outputs }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::{AffineFormat, Bits, Grouping, SegmentFormat, TensorFormat};
+    use crate::{AttentionShape, Error};
+
+    fn variant(format: &SegmentFormat, head_dim: usize, facts: &DeviceFacts) -> Result<Option<RunVariant>> {
+        let shape = AttentionShape::new(8, 2, head_dim)?;
+        Ok(RunVariant::new(PageFormat::new(&shape, format)?, BLOCK_ROWS, facts))
+    }
+
+    #[test]
+    fn affine_formats_of_up_to_128_channels_have_a_variant() -> std::result::Result<(), Error> {
+        let h200 = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
+        let small = DeviceFacts { shared_bytes: 101_376, ..h200 };
+        let affine = |bits, grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
+        let groupings = [Grouping::Channel, Grouping::Token, Grouping::ChannelTokens(32), Grouping::TokenChannels(32)];
+        for head_dim in [64, 80, 96, 128] {
+            for bits in Bits::ALL {
+                for grouping in groupings {
+                    let tensor = affine(bits, grouping);
+                    let format = SegmentFormat { key: tensor, value: tensor };
+                    let Ok(found) = variant(&format, head_dim, &h200) else { continue };
+                    assert!(found.is_some(), "{format} at {head_dim}");
+                }
+            }
+            assert!(variant(&SegmentFormat::F16, head_dim, &h200)?.is_some());
+        }
+        assert_eq!(variant(&SegmentFormat::F16, 256, &h200)?, None);
+        assert_eq!(variant(&SegmentFormat::F16, 128, &small)?, None);
+        assert_eq!(variant(&SegmentFormat::turboquant(Bits::Four, 128), 128, &h200)?, None);
+        Ok(())
+    }
+}
