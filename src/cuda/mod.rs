@@ -16,6 +16,7 @@
 //! | `page_addresses` | of the same name | where the pages of a step lie in every layer's stores |
 //! | `dequantize`, `find_non_finite` | of the same names | dense rows of a span; the search for what cannot be stored |
 //! | `attend` | `attend.cu`, `prepare_query.cu`, `merge_states.cu` | one launch per segment format: prepares the query, attends, and the last block of a sequence to arrive merges |
+//! | `attend_run` | `attend_run.cu`, `merge_run.cu` | the same for up to 256 rows of queries and query heads of a run; a launch of its own merges |
 //! | `attention_row_stats`, `attention_column_stats`, `sum_partials` | `select/`, of the same names | statistics of attention: row maxima and log-sum-exps, column sums, counts |
 //! | `top_k`, `gather`, `nearest_kept`, `merge_tokens` | `select/`, of the same names | the best scores, the kept tokens, evicted tokens merged into them |
 //! | `chunk_similarity`, `reorder_chunks` | `select/chunk_similarity.cu`, `select/gather.cu` | chunks compared with a query, and put in another order |

@@ -135,7 +135,7 @@ fn whole_part(index: usize, block: &Block, run: &PlannedRun, span: &PlannedSpan)
         Visible::All => span.tokens,
         Visible::Causal => run.visible(block.first + block.queries - 1).saturating_sub(span.start).min(span.tokens),
     };
-    (seen > 0).then(|| Part { block: index, first: block.first, queries: block.queries, tokens: 0..seen })
+    (seen > 0).then_some(Part { block: index, first: block.first, queries: block.queries, tokens: 0..seen })
 }
 
 #[cfg(test)]

@@ -93,7 +93,7 @@ impl RunVariant {
         backend.kernels().function(&self.program(), "merge_run")
     }
 
-    fn program(&self) -> Program {
+    pub(super) fn program(&self) -> Program {
         let mut defines = self.pages.defines();
         defines.extend([
             ("WIDE", 0),

@@ -267,6 +267,7 @@ impl PageFormat {
 
 #[cfg(test)]
 mod tests {
+    use super::super::run_variant::{BLOCK_ROWS, RunVariant};
     use super::*;
     use crate::format::{AffineFormat, CodebookFormat, Grouping, SegmentFormat, TensorFormat};
     use crate::{AttentionShape, Bits};
@@ -336,7 +337,8 @@ mod tests {
             let pages = PageFormat::new(&shape, &format).unwrap();
             let attend = AttendVariant::candidates(pages, shape.group(), 9, &H200).unwrap()[0];
             let passes = [ScorePass::Plain, ScorePass::Extremes, ScorePass::Mapped].map(|pass| attend.program(pass));
-            for program in passes.iter().chain([&pages.rows_program()]) {
+            let run = RunVariant::new(pages, BLOCK_ROWS, &H200).map(|variant| variant.program());
+            for program in passes.iter().chain(&run).chain([&pages.rows_program()]) {
                 program.compile("sm_90").unwrap_or_else(|error| panic!("{format}: {error}"));
             }
         }
