@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Times decode attention of torch (SDPA with cuDNN) over f16 on the steps of `kvpack bench --suite decode`.
+"""Times attention of torch (SDPA with cuDNN) over f16: decode on the steps of `kvpack bench --suite decode`, and the
+causal prefill of one sequence, of which statistics of a prompt are a share (`kvpack bench --suite evict`).
 
     python3 scripts/peers.py >peers.json
 
@@ -26,6 +27,10 @@ SHAPES = {
     "g4-b1-128k": (1, 32, 8, 131072),
     "g8-b8-32k": (8, 64, 8, 32768),
 }
+# Query heads, KV heads and tokens of the prompts of `kvpack bench --suite evict`.
+PROMPTS = [(32, 8, 32768), (32, 8, 131072)]
+# Queries of a prompt that are held against f64, as many of the newest.
+CHECKED_QUERIES = 8
 FOOTPRINT = 1 << 30
 MOST_COPIES = 64
 STEPS_OF_A_GRAPH = 64
@@ -76,6 +81,37 @@ def step_us(query, caches):
     return statistics.median(times)
 
 
+def prefill(query_heads, kv_heads, tokens):
+    """Microseconds of causal attention of a whole prompt, and the NMSE of its newest queries against f64."""
+    half = {"device": "cuda", "dtype": torch.float16}
+    query = torch.randn(1, query_heads, tokens, HEAD_DIM, **half)
+    keys, values = (torch.randn(1, kv_heads, tokens, HEAD_DIM, **half) for _ in range(2))
+
+    def call():
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+            return torch.nn.functional.scaled_dot_product_attention(
+                query, keys, values, is_causal=True, enable_gqa=True
+            )
+
+    got = call()[0, :, -CHECKED_QUERIES:].double()
+    positions = torch.arange(tokens, device="cuda")
+    visible = positions <= positions[-CHECKED_QUERIES:, None]
+    want = torch.empty_like(got)
+    for head in range(query_heads):
+        of = head // (query_heads // kv_heads)
+        scores = query[0, head, -CHECKED_QUERIES:].double() @ keys[0, of].double().T / HEAD_DIM**0.5
+        want[head] = torch.softmax(scores.masked_fill(~visible, float("-inf")), -1) @ values[0, of].double()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(REPLAYS):
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
+    return statistics.median(times), ((got - want).square().sum() / want.square().sum()).item()
+
+
 def driver():
     try:
         with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
@@ -112,6 +148,13 @@ def main():
             torch.cuda.empty_cache()
         print(f"{name}: {us:.1f} us, NMSE {error:.0e}", file=sys.stderr, flush=True)
         rows.append({"peer": peer, "shape": name, "format": "f16", "step_us": us})
+    prompts = []
+    for query_heads, kv_heads, tokens in PROMPTS:
+        us, error = prefill(query_heads, kv_heads, tokens)
+        torch.cuda.empty_cache()
+        print(f"prefill of {tokens} tokens: {us:.0f} us, NMSE {error:.0e}", file=sys.stderr, flush=True)
+        if error <= LARGEST_NMSE:
+            prompts.append({"query_heads": query_heads, "kv_heads": kv_heads, "tokens": tokens, "prefill_us": us})
     report = {
         "kind": "peers",
         "device": torch.cuda.get_device_name(),
@@ -119,10 +162,11 @@ def main():
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": "python3 scripts/peers.py",
         "rows": rows,
+        "prompts": prompts,
     }
     json.dump(report, sys.stdout, indent=2)
     print()
-    return 0 if len(rows) == len(SHAPES) else 1
+    return 0 if len(rows) == len(SHAPES) and len(prompts) == len(PROMPTS) else 1
 
 
 if __name__ == "__main__":

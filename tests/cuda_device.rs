@@ -9,6 +9,7 @@ mod step_writes;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::thread;
 
 use futures::executor::block_on;
 use half::bf16;
@@ -347,7 +348,7 @@ fn assert_stores_alike(backend: &Cuda, stores: &[Store; 2], twins: &[CpuStore; 2
 #[ignore = "needs an NVIDIA GPU"]
 fn steps_store_what_the_twin_stores() {
     let backend = device();
-    for (i, head_dim) in HEAD_DIMS.into_iter().enumerate() {
+    let check = &|(i, head_dim): (usize, usize)| {
         let shape = AttentionShape::new(3, 3, head_dim).unwrap();
         for (j, format) in formats(head_dim).into_iter().enumerate() {
             let (elements, seed) = (ElementType::ALL[(i + j) % 3], (i * 31 + j) as u64);
@@ -359,7 +360,13 @@ fn steps_store_what_the_twin_stores() {
                 assert_eq!(found, expected_found, "{format} at {head_dim}");
             }
         }
-    }
+    };
+    // Every head dimension has kernels of its own to compile.
+    thread::scope(|scope| {
+        for of in HEAD_DIMS.into_iter().enumerate() {
+            scope.spawn(move || check(of));
+        }
+    });
 }
 
 /// One graph that captured the launches of a step stores the tokens, copies and windows of step after step: only the table, and

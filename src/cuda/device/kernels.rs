@@ -33,14 +33,15 @@ impl Kernels {
         &self.facts
     }
 
-    /// The function `name` of a program.
+    /// The function `name` of a program. Threads that ask for different programs compile them side by side.
     pub(crate) fn function(&self, program: &Program, name: &str) -> Result<CudaFunction> {
-        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        let module = match modules.get(program) {
-            Some(module) => module.clone(),
+        let modules = || self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = modules().get(program).cloned();
+        let module = match known {
+            Some(module) => module,
             None => {
                 let module = self.module(program)?;
-                modules.insert(program.clone(), module.clone());
+                modules().insert(program.clone(), module.clone());
                 module
             }
         };

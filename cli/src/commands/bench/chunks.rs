@@ -10,8 +10,9 @@ use kvpack::{AttentionShape, SegmentFormat};
 use kvpack_report::Run;
 use serde::Serialize;
 
+use super::UNSTEADY_PERCENT;
 use super::evict::{Call, Prompt, TimedSelection, time_calls};
-use super::timed::Timed;
+use super::timed::{Guard, Timed};
 use crate::print::{self, say};
 use crate::provenance;
 
@@ -45,6 +46,8 @@ struct StepRow {
     /// Of the read bandwidth, by the bytes of codes and ranges.
     bandwidth_percent: f64,
     launches: usize,
+    /// How much of the guard's best rate was missing before or after, in percent.
+    guard_low_percent: f64,
 }
 
 /// A decode step that is to be timed.
@@ -71,6 +74,15 @@ struct PackRow {
     kernels_us: Option<f64>,
     /// The calls, by the wall clock.
     call_us: f64,
+    /// How much of the guard's best rate was missing before or after, in percent.
+    guard_low_percent: f64,
+}
+
+impl PackRow {
+    /// Of the seconds of its kernels and of a call.
+    fn new(what: &'static str, ((kernels, call), guard_low_percent): ((Option<f64>, f64), f64)) -> Self {
+        Self { what, kernels_us: kernels.map(|seconds| seconds * 1e6), call_us: call * 1e6, guard_low_percent }
+    }
 }
 
 /// Times all rows and prints them.
@@ -82,7 +94,7 @@ pub fn run<B: TimedSelection>(backend: &B, driver: String, json: bool) -> Result
     // A software device gets what it can do in a while.
     let (sequences, tokens) = if backend.sizes().is_gpu() { (8, 32_768) } else { (1, 1024) };
     let run = provenance::run(driver, backend.guard_tolerance());
-    pollster::block_on(backend.guard_rate())?;
+    let mut guard = pollster::block_on(Guard::new(backend))?;
     let bandwidth = pollster::block_on(backend.read_bandwidth())?;
     let mixture = BatchFormat::cocktail();
     let alone = |part: &BatchPart| Step::fused(format!("{} alone", part.format), part.format.into(), usize::MAX);
@@ -108,11 +120,11 @@ pub fn run<B: TimedSelection>(backend: &B, driver: String, json: bool) -> Result
             span_tokens,
             quick: false,
         };
-        steps.push(pollster::block_on(step_row(backend, decode, (what, format, fused), bandwidth))?);
+        steps.push(pollster::block_on(step_row(backend, &mut guard, decode, (what, format, fused), bandwidth))?);
         progress.inc(1);
     }
     progress.set_message("packing");
-    let packing = pollster::block_on(pack_rows(backend, shape, tokens, &mixture))?;
+    let packing = pollster::block_on(pack_rows(backend, &mut guard, shape, tokens, &mixture))?;
     progress.finish_and_clear();
     let report = ChunksReport {
         backend: backend.name(),
@@ -131,6 +143,7 @@ pub fn run<B: TimedSelection>(backend: &B, driver: String, json: bool) -> Result
 
 async fn step_row<B: Timed>(
     backend: &B,
+    guard: &mut Guard,
     decode: DecodeShape,
     (what, format, fused): (String, BatchFormat, bool),
     bandwidth: f64,
@@ -142,14 +155,17 @@ async fn step_row<B: Timed>(
     }
     let checked = workload.check(backend, &data, AttendOptions::default()).await?;
     ensure!(checked.passed(), "{what}: {}", checked.reason());
-    let times = backend.time_steps(&workload, &data, AttendOptions::default(), SECONDS).await?;
+    let time = async || Ok(backend.time_steps(&workload, &data, AttendOptions::default(), SECONDS).await?);
+    let (times, guard_low_percent) = guard.watch(backend, time).await?;
     let bandwidth_percent = workload.step_bytes as f64 / times.seconds / bandwidth * 100.0;
-    Ok(StepRow { what, us: times.seconds * 1e6, bandwidth_percent, launches: times.launches.len() })
+    let launches = times.launches.len();
+    Ok(StepRow { what, us: times.seconds * 1e6, bandwidth_percent, launches, guard_low_percent })
 }
 
 /// Packs a prompt whose chunks go to three stores in turn, by several ways.
 async fn pack_rows<B: TimedSelection>(
     backend: &B,
+    guard: &mut Guard,
     shape: AttentionShape,
     tokens: usize,
     mixture: &BatchFormat,
@@ -224,14 +240,17 @@ async fn pack_rows<B: TimedSelection>(
         .collect();
     let mut rows = Vec::new();
     for (what, calls) in [("copy the keys in f16", &copies), ("reorder_chunks of the keys in f16", &reorders)] {
-        let kernels_us = backend.time_kernels(calls).await?.map(|seconds| seconds * 1e6);
-        let call = time_calls(backend, &prompt.lse, |at| calls[at % calls.len()].make(backend)).await?;
-        rows.push(PackRow { what, kernels_us, call_us: call * 1e6 });
+        let time = async || {
+            let kernels = backend.time_kernels(calls).await?;
+            let call = time_calls(backend, &prompt.lse, |at| calls[at % calls.len()].make(backend)).await?;
+            Ok((kernels, call))
+        };
+        rows.push(PackRow::new(what, guard.watch(backend, time).await?));
     }
-    let call = time_calls(backend, &prompt.lse, |_| in_order(&mut packed)).await?;
-    rows.push(PackRow { what: "pack keys and values that are in order", kernels_us: None, call_us: call * 1e6 });
-    let call = time_calls(backend, &prompt.lse, |at| fused(&mut packed, at)).await?;
-    rows.push(PackRow { what: "pack them while they are gathered", kernels_us: None, call_us: call * 1e6 });
+    let time = async || Ok((None, time_calls(backend, &prompt.lse, |_| in_order(&mut packed)).await?));
+    rows.push(PackRow::new("pack keys and values that are in order", guard.watch(backend, time).await?));
+    let time = async || Ok((None, time_calls(backend, &prompt.lse, |at| fused(&mut packed, at)).await?));
+    rows.push(PackRow::new("pack them while they are gathered", guard.watch(backend, time).await?));
     Ok(rows)
 }
 
@@ -252,5 +271,10 @@ fn print_report(report: &ChunksReport) -> Result<()> {
         table.add_row([row.what.into(), kernels, format!("{:.1}", row.call_us)]);
     }
     say!("{table}")?;
+    let steps = report.steps.iter().map(|row| (row.what.as_str(), row.guard_low_percent));
+    let packing = report.packing.iter().map(|row| (row.what, row.guard_low_percent));
+    for (what, low) in steps.chain(packing).filter(|&(_, low)| low > UNSTEADY_PERCENT) {
+        say!("{what}: the device ran {low:.0} % below its best before or after it")?;
+    }
     Ok(())
 }

@@ -8,10 +8,7 @@ use kvpack::conformance::{BatchFormat, BatchPart, DecodeData, DecodeShape, Seque
 use kvpack_report::{BenchReport, BenchRow, Figures, RowOutcome, Run, ShapeReport, parts_of};
 
 use super::bandwidth::Readings;
-use super::timed::{Guard, Timed};
-
-/// Attempts to time a row while the device keeps its clock.
-const ATTEMPTS: usize = 3;
+use super::timed::{ATTEMPTS, Guard, Timed};
 
 /// What to time and how long.
 pub struct BenchPlan {

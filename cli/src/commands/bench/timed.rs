@@ -5,6 +5,9 @@ use kvpack::conformance::{DecodeData, Workload};
 use kvpack::{Backend, Result};
 use kvpack_report::StepTimes;
 
+/// Attempts to time a row while the device keeps its clock.
+pub const ATTEMPTS: usize = 3;
+
 /// A backend whose decode steps can be timed.
 pub trait Timed: Backend + Sized {
     /// How much of the guard's rate may be missing, as a fraction, before a row is discarded; `None` where it is only
@@ -69,6 +72,30 @@ impl Guard {
         let rate = backend.guard_rate().await?;
         self.best = self.best.max(rate);
         Ok(rate)
+    }
+
+    /// Times something between two looks, again where the device has slowed down meanwhile, and yields what was timed last with
+    /// how much of the best rate was missing before or after, in percent.
+    ///
+    /// # Errors
+    /// Whatever the backend or `time` reports.
+    pub async fn watch<B: Timed, T>(
+        &mut self,
+        backend: &B,
+        mut time: impl AsyncFnMut() -> anyhow::Result<T>,
+    ) -> anyhow::Result<(T, f64)> {
+        let tolerance = backend.guard_tolerance().unwrap_or(f64::INFINITY);
+        let mut attempt = 1;
+        loop {
+            let before = self.look(backend).await?;
+            let timed = time().await?;
+            let after = self.look(backend).await?;
+            let low = self.missing(before.min(after));
+            if low <= tolerance || attempt == ATTEMPTS {
+                return Ok((timed, low * 100.0));
+            }
+            attempt += 1;
+        }
     }
 
     /// How much of the best rate another one lacks, as a fraction.
