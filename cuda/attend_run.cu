@@ -7,8 +7,9 @@
 // every tile, and warps share nothing else. Tiles come through a ring of the block (common/tile_ring.cuh),
 // and are multiplied as halves (m16n8k16): rows of queries with keys, then weights, which are halves where the products
 // left them, with values. Packed tiles become halves in shared memory first, once for all warps (common/tile_halves.cuh):
-// values where ranges lie beside the tile, and codes where they hold for the span; then scales of keys are part of the
-// query and those of values of the output. While one tile is multiplied, the next one is unpacked.
+// values where ranges lie beside the tile, levels times norms of codebooks, and codes where ranges hold for the span. Scales
+// of a span, and units of levels, are part of the query for keys, and of the output for values. While one tile is
+// multiplied, the next one is unpacked.
 //
 // Causal rows see the first `seen` tokens of the item, and each query one more than the one before it. States are merged
 // by a launch of its own (merge_run.cu): with so many rows it would be the whole work of a block that comes last.
@@ -124,7 +125,7 @@ __device__ __forceinline__ void prepare_rows(u32 (&fragments)[CHANNEL_STEPS][4],
                 base = warp_sum(base) * call.score_scale;
             }
             const float factor = put_query(room, first + r, row, lane);
-            if (lane == 0) constants[first + r] = {factor * call.score_scale, base};
+            if (lane == 0) constants[first + r] = {factor * call.score_scale * halves_unit(KEY_LEVEL_UNIT), base};
         }
     }
     __syncwarp();
@@ -284,7 +285,7 @@ __device__ __forceinline__ void write_rows(const AttendCall& call, const Item& i
         float row[LANE_CHANNELS];
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
-            float x = total.x == 0.0f ? 0.0f : rows[r * OUTPUT_ROW + lane + 32 * i] / total.x;
+            float x = total.x == 0.0f ? 0.0f : rows[r * OUTPUT_ROW + lane + 32 * i] / total.x * halves_unit(VALUE_LEVEL_UNIT);
             if (VALUE_SPAN_RANGES) x = __fmaf_rn(ranges[i].x, x + VALUE_CENTRE, ranges[i].y);
             row[i] = x;
         }

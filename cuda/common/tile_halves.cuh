@@ -2,6 +2,7 @@
 //
 //   ranges beside the tile:  half = minimum + scale · code, rounded once (scales and minimums are halves)
 //   ranges of the span:      half = code − CENTRE, exactly; scales and minimums are for the reader
+//   levels of a codebook:    half = norm · (step + ½) / 128, rounded once (norms are halves); units are for the reader
 //
 // Keys: loads [16 tokens][16 channels], as common/tile.cuh has them, where channel 4 c + e of 16 is element 2 c + (e >> 1) of
 // an MMA, in the upper half for odd e; queries are in the same order (`channel_place`). Values: [16 tokens][16 channels].
@@ -13,6 +14,7 @@
 
 #include "common/pairs.cuh"
 #include "common/attend_call.cuh"
+#include "common/level_bytes.cuh"
 
 // Where tiles are read as they are.
 constexpr bool UNPACKS = KEY_BITS != 16 || VALUE_BITS != 16;
@@ -49,6 +51,44 @@ constexpr u32 CODE_START = 0x64006400u;
 __device__ __forceinline__ u32 code_halves(u32 codes, u32 centre) {
     return multiply_subtract_pair(codes | CODE_START, 0x3c003c00u, CODE_START + centre * 0x00010001u);
 }
+
+// Codes that stand for levels, or for the two of 1 bit, which are −½ and ½.
+constexpr bool KEY_CODEBOOK = KEY_LEVEL_UNIT != 0;
+constexpr bool VALUE_CODEBOOK = VALUE_LEVEL_UNIT != 0;
+
+// What halves of a codebook are multiplied with.
+__device__ __forceinline__ float halves_unit(u32 level_unit) {
+    return level_unit == 0 ? 1.0f : 128.0f * __uint_as_float(level_unit);
+}
+
+// The levels of one plane of a word's codes as signed bytes: a level is (byte + ½) · unit.
+template <int BITS>
+__device__ __forceinline__ u32 plane_levels(u32 word, int plane) {
+    if constexpr (BITS == 4) {
+        const u32 tables[LEVEL_TABLES] = {level_table(0), level_table(1), level_table(2), level_table(3)};
+        const u32 low_bits = word & 0x77777777u;
+        const u32 first = level_bytes_4<0>(word, low_bits, word << 4, tables);
+        const u32 second = level_bytes_4<1>(word, low_bits, word << 4, tables);
+        return permute_bytes(first, second, plane == 0 ? 0x6420u : 0x7531u);
+    } else if constexpr (BITS == 3) {
+        return three_bit_levels(word);
+    } else {
+        const u32 selector = word >> (2 * (plane % 2)) & 0x33333333u;
+        const u32 first = permute_bytes(level_table(4), 0u, selector);
+        const u32 second = permute_bytes(level_table(4), 0u, selector >> 16);
+        return permute_bytes(first, second, plane < 2 ? 0x6420u : 0x7531u);
+    }
+}
+
+// (byte + ½) / 128 of the signed bytes in the low bits of halves, exactly.
+__device__ __forceinline__ u32 level_halves(u32 bytes) {
+    const u32 above = bytes & 0x00ff00ffu ^ 0x00800080u;
+    // The half 4 + (2 b + 1) / 256, less 5.
+    return multiply_subtract_pair(2u * above + 0x44014401u, 0x3c003c00u, 0x45004500u);
+}
+
+// The same of codes of 1 bit.
+__device__ __forceinline__ u32 sign_halves(u32 codes) { return level_halves(codes + 0x00ff00ffu); }
 
 // Two ranges as a pair of scales and one of minimums.
 struct RangePair {
@@ -133,13 +173,23 @@ __device__ __forceinline__ void unpack_keys(u32 to, u32 tile, int m, int lane) {
         const uint4 load = load_shared_16(from + block / KEY_PLANES * LOAD_BYTES);
         uint4 top = load;
         if (KEY_BITS == 3) top = load_shared_16(from + TOPS_AT + block / TOP_PLANES * LOAD_BYTES);
+        u32 levels[4] = {load.x, load.y, load.z, load.w};
+        if constexpr (KEY_LEVELS) {
+            if (KEY_BITS == 3) three_bit_block(levels, load, top, block);
+#pragma unroll
+            for (int r = 0; r < 4; r++) levels[r] = plane_levels<KEY_BITS>(levels[r], block % KEY_PLANES);
+        }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 words[4];
             key_pairs(words, load, top, block, half, true);
 #pragma unroll
             for (int r = 0; r < 4; r++) {
-                if constexpr (KEY_SPAN_RANGES) {
+                if constexpr (KEY_LEVELS) {
+                    words[r] = multiply_pair(level_halves(levels[2 * half + r % 2] >> 8 * (r / 2)), of_tokens[r % 2].scales);
+                } else if constexpr (KEY_CODEBOOK) {
+                    words[r] = multiply_pair(sign_halves(words[r]), of_tokens[r % 2].scales);
+                } else if constexpr (KEY_SPAN_RANGES) {
                     words[r] = code_halves(words[r], (u32)KEY_CENTRE);
                 } else {
                     const int channel = 32 * f + 16 * half + 4 * c + r / 2;
@@ -185,7 +235,11 @@ __device__ __forceinline__ void unpack_values(u32 to, u32 tile, int run, int fir
             const uint4 top = load_shared_16(from + TOPS_AT + block / TOP_PLANES * LOAD_BYTES);
             three_bit_block(packed, load, top, block);
         }
-        const int shift = VALUE_BITS == 3 ? 0 : VALUE_BITS * (block % VALUE_PLANES);
+        const int shift = VALUE_BITS == 3 || VALUE_LEVELS ? 0 : VALUE_BITS * (block % VALUE_PLANES);
+        if constexpr (VALUE_LEVELS) {
+#pragma unroll
+            for (int r = 0; r < 4; r++) packed[r] = plane_levels<VALUE_BITS>(packed[r], block % VALUE_PLANES);
+        }
         constexpr u32 mask = ((1u << (VALUE_BITS % 16)) - 1u) * 0x00010001u;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -193,7 +247,11 @@ __device__ __forceinline__ void unpack_values(u32 to, u32 tile, int run, int fir
 #pragma unroll
             for (int r = 0; r < 4; r++) {
                 const u32 codes = packed[r] >> (8 * half + shift) & mask;
-                if constexpr (VALUE_SPAN_RANGES) {
+                if constexpr (VALUE_LEVELS) {
+                    words[r] = multiply_pair(level_halves(packed[r] >> 8 * half), of_tokens[half][r / 2].scales);
+                } else if constexpr (VALUE_CODEBOOK) {
+                    words[r] = multiply_pair(sign_halves(codes), of_tokens[half][r / 2].scales);
+                } else if constexpr (VALUE_SPAN_RANGES) {
                     words[r] = code_halves(codes, (u32)VALUE_CENTRE);
                 } else {
                     const int channel = 16 * n + 8 * (r % 2) + g;

@@ -259,6 +259,15 @@ pub fn cases(longest: usize) -> Vec<Runs> {
             shard_pages: 9,
         });
     }
+    for (bits, head_dim) in [(Bits::Four, 128), (Bits::Two, 64), (Bits::One, 128)] {
+        cases.push(Runs {
+            shape: shape(4, 1, head_dim),
+            stores: plain(&[f16, SegmentFormat::turboquant(bits, head_dim)]),
+            sequences: ragged.clone(),
+            runs: vec![QueryRun::causal(2, longest.min(60)), QueryRun::causal(0, 9), all(1, 3)],
+            shard_pages: 5,
+        });
+    }
     // Three and four stores, a query of each sequence; and many queries that see all.
     let stores = [f16, SegmentFormat::per_channel(Bits::Two), kivi, SegmentFormat::saw_int4()];
     for count in [3, 4] {

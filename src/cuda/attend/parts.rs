@@ -160,7 +160,7 @@ mod tests {
             lengths in prop::collection::vec((0usize..3, 1usize..900), 3..14),
             group in prop::sample::select(vec![1usize, 4, 7, 64, 300]),
             wanted in prop::collection::vec((1usize..400, any::<bool>()), 3),
-            codebook in any::<bool>(),
+            sketch in any::<bool>(),
         ) {
             let shape = AttentionShape::new(2 * group, 2, 128).unwrap();
             let mut starts = [0; 3];
@@ -171,8 +171,8 @@ mod tests {
                 SpanView { sequence, start: starts[sequence] - tokens, tokens, pages, range_slot: 0 }
             }).collect();
             prop_assume!(starts.iter().all(|&tokens| tokens > 0));
-            let packed = match codebook {
-                true => SegmentFormat::turboquant(Bits::Four, 128),
+            let packed = match sketch {
+                true => SegmentFormat::turboquant_prod(Bits::Four, 128),
                 false => SegmentFormat::saw_int4(),
             };
             let of = |parity: usize| spans.iter().skip(parity).step_by(2).cloned().collect::<Vec<_>>();
@@ -210,7 +210,7 @@ mod tests {
                 }
             }
             let rows_of_many = plan.runs().iter().filter(|run| are_many(&shape, run.run.queries));
-            prop_assert_eq!(many, !codebook && rows_of_many.count() > 0);
+            prop_assert_eq!(many, !sketch && rows_of_many.count() > 0);
             for run in plan.runs() {
                 for query in 0..run.run.queries {
                     prop_assert_eq!(seen[run.first_row + query], run.visible(query));

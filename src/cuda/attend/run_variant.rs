@@ -42,15 +42,14 @@ pub(super) struct RunVariant {
 }
 
 impl RunVariant {
-    /// The variant for blocks of so many rows, or nothing where there is none: for codebooks, more than 128 channels, and
+    /// The variant for blocks of so many rows, or nothing where there is none: for sketches, more than 128 channels, and
     /// devices with little shared memory.
     pub(super) fn new(pages: PageFormat, rows: usize, facts: &DeviceFacts) -> Option<Self> {
         let warps = if rows <= WARPS[0] * WARP_ROWS { WARPS[0] } else { WARPS[1] };
         let bulk_copies = facts.capability >= (9, 0);
-        let coded = [&pages.key, &pages.value].into_iter().any(|tensor| tensor.is_codebook());
         let of = |stages| Self { pages, warps, stages, bulk_copies };
         let fits = |variant: &Self| variant.shared_bytes() + FIXED_BYTES + RESERVED_BYTES <= facts.shared_bytes;
-        let stages = if pages.head_dim > MOST_CHANNELS || coded { 1..1 } else { 1..4 };
+        let stages = if pages.head_dim > MOST_CHANNELS || pages.key.sketched() { 1..1 } else { 1..4 };
         stages.rev().map(of).find(fits)
     }
 
@@ -130,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn affine_formats_of_up_to_128_channels_have_a_variant() -> std::result::Result<(), Error> {
+    fn formats_without_sketches_of_up_to_128_channels_have_a_variant() -> std::result::Result<(), Error> {
         let h200 = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
         let small = DeviceFacts { shared_bytes: 101_376, ..h200 };
         let affine = |bits, grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
@@ -145,10 +144,11 @@ mod tests {
                 }
             }
             assert!(variant(&SegmentFormat::F16, head_dim, &h200)?.is_some());
+            assert!(variant(&SegmentFormat::turboquant(Bits::Four, head_dim), head_dim, &h200)?.is_some());
         }
         assert_eq!(variant(&SegmentFormat::F16, 256, &h200)?, None);
         assert_eq!(variant(&SegmentFormat::F16, 128, &small)?, None);
-        assert_eq!(variant(&SegmentFormat::turboquant(Bits::Four, 128), 128, &h200)?, None);
+        assert_eq!(variant(&SegmentFormat::turboquant_prod(Bits::Four, 128), 128, &h200)?, None);
         Ok(())
     }
 }

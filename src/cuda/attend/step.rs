@@ -32,7 +32,7 @@ pub struct StepTensors<'a> {
 /// A step as the CUDA kernels run it: made from lengths alone, without touching the device.
 ///
 /// The [`AttendPlan`] is cut so that the blocks of its items fill the device once. Neighbouring queries of a run share items:
-/// up to 256 rows, of queries and query heads, where a run has 33 of them or more (not in codebooks, not where scores are
+/// up to 256 rows, of queries and query heads, where a run has 33 of them or more (not beside sketches, not where scores are
 /// calibrated, and up to 128 channels), and otherwise as many as eight query heads hold.
 #[derive(Clone, Debug)]
 pub struct StepPlan {

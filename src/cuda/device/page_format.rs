@@ -217,11 +217,6 @@ impl TensorPages {
         self.sketched() || self.renormalized
     }
 
-    /// True if fields are levels of a codebook, or signs of a sketch.
-    pub(crate) const fn is_codebook(&self) -> bool {
-        self.level_unit != 0 || self.sketched()
-    }
-
     /// True if fields hold the sign of a sketch.
     pub(crate) const fn sketched(&self) -> bool {
         self.sketch[0] != 0

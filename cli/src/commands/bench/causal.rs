@@ -68,7 +68,8 @@ async fn run_rows<B: Timed>(backend: &B, run: Run, json: bool) -> Result<Outcome
     let shape = AttentionShape::new(32, 8, 128)?;
     // A software device gets what it can do in a while.
     let tokens = if sizes.is_gpu() { 32_768 } else { 2048 };
-    let formats = [SegmentFormat::F16, SegmentFormat::calibquant(Bits::Four), SegmentFormat::saw_int4()];
+    let codebook = SegmentFormat::turboquant(Bits::Four, shape.head_dim());
+    let formats = [SegmentFormat::F16, SegmentFormat::calibquant(Bits::Four), SegmentFormat::saw_int4(), codebook];
     let mut report = CausalReport {
         backend: backend.name(),
         run,
