@@ -32,10 +32,6 @@ fn list_is_json_too() {
     let recipes = json(&["list", "--backend", "cpu", "--json"])["recipes"].as_array().expect("recipes").clone();
     let kivi = recipes.iter().find(|row| row["recipe"] == "kivi:2").expect("kivi:2");
     assert_eq!((kivi["bits"].as_f64(), kivi["arithmetic"].as_str()), (Some(3.0), Some("floats")), "{kivi}");
-    assert_eq!(kivi["slower_than_f16_from"].as_u64(), Some(8), "{kivi}");
-    assert!(
-        kvpack(&["list", "--backend", "cpu"]).out.contains("kivi:2: slower than f16 through wgpu from 8 query heads")
-    );
     assert!(recipes.iter().all(|row| row["source"].as_str().is_some_and(|source| !source.is_empty())), "{recipes:?}");
 }
 

@@ -8,7 +8,6 @@
 //! each there may be.
 
 mod attend;
-mod beside_f16;
 mod blocks;
 mod pages;
 mod rows;
@@ -19,7 +18,6 @@ mod tokens;
 mod work;
 
 pub use attend::{AttendPlan, PlannedRun, PlannedSpan, QueryRun, Segment, SpanView, StoreFormat, StoreView, Visible};
-pub use beside_f16::BesideF16;
 pub use pages::{Page, PageAllocator};
 pub use rows::{ElementType, Elements, QueryRows, RowLayout, TokenRange};
 pub use split::Split;

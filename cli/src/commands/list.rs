@@ -3,8 +3,7 @@
 use anyhow::Result;
 use kvpack::backend::QueryPrecision;
 use kvpack::cache::{EVICTIONS, METHODS, ModelRecipe};
-use kvpack::plan::BesideF16;
-use kvpack::{AttentionShape, Backend, Error, SegmentFormat};
+use kvpack::{AttentionShape, Backend, Error};
 
 use crate::adapters::AdapterSummary;
 use crate::backend::{BackendArgs, Chosen};
@@ -94,12 +93,7 @@ struct RecipeRow {
     arithmetic: String,
     /// The same beside a query of 8 bits.
     arithmetic_int8: String,
-    /// From how many query heads per KV head on a decode step through wgpu is slower than over f16, where that was measured.
-    slower_than_f16_from: Option<usize>,
 }
-
-/// Most query heads per KV head that are asked about.
-const MOST_HEADS: usize = 16;
 
 /// The backend's name, and every recipe with what serves it there.
 fn recipes<B: Backend>(backend: &B) -> Result<(String, Vec<RecipeRow>)> {
@@ -123,20 +117,9 @@ fn recipes<B: Backend>(backend: &B) -> Result<(String, Vec<RecipeRow>)> {
             source: method.map_or("", |method| method.source),
             arithmetic: arithmetic(QueryPrecision::Int16)?,
             arithmetic_int8: arithmetic(QueryPrecision::Int8)?,
-            slower_than_f16_from: slower_than_f16_from(&format)?,
         })
     };
     Ok((backend.name(), ModelRecipe::all().into_iter().map(row).collect::<Result<_>>()?))
-}
-
-fn slower_than_f16_from(format: &SegmentFormat) -> Result<Option<usize>> {
-    for heads in 1..=MOST_HEADS {
-        let shape = AttentionShape::new(heads, 1, SHAPE.2)?;
-        if BesideF16::through_wgpu(format, &shape) == BesideF16::Slower {
-            return Ok(Some(heads));
-        }
-    }
-    Ok(None)
 }
 
 fn print_recipes(name: &str, rows: &[RecipeRow]) -> Result<()> {
@@ -151,14 +134,6 @@ fn print_recipes(name: &str, rows: &[RecipeRow]) -> Result<()> {
         table.add_row([row.recipe.clone(), format!("{:.2}", row.bits), arithmetic, row.source.into()]);
     }
     say!("{table}")?;
-    for row in rows {
-        if let Some(heads) = row.slower_than_f16_from {
-            say!(
-                "{}: slower than f16 through wgpu from {heads} query heads per KV head on (measured on an NVIDIA H200)",
-                row.recipe
-            )?;
-        }
-    }
     Ok(say!("Formats and other numbers of heads: `kvpack check --matrix`.")?)
 }
 
