@@ -1,10 +1,11 @@
 //! Plain attention.
 
 use anyhow::Result;
-use kvpack::backend::SpanWrite;
-use kvpack::cpu::{CpuStore, DenseSegment, attend_plan, exact_attention, plain_attention, quantize};
-use kvpack::plan::{self, AttendPlan, Page, QueryRun, RowLayout, SpanView, Split, StoreView, TokenRange};
+use kvpack::backend::{Device, FilledStores, NewSpan, SpanSource};
+use kvpack::cpu::{Cpu, DenseSegment, attend_plan, exact_attention, plain_attention};
+use kvpack::plan::{self, QueryRun, RowLayout, Split, TokenRange};
 use kvpack::{AttentionShape, SegmentFormat};
+use pollster::block_on;
 
 use super::Outputs;
 use super::file::{Elements, GoldenFile, part};
@@ -49,18 +50,14 @@ fn f16_attention(
     tokens: usize,
     query: &[f32],
 ) -> Result<kvpack::cpu::States> {
-    let mut store = CpuStore::new(shape, SegmentFormat::F16)?;
-    let pages: Vec<Page> =
-        (0..tokens.div_ceil(kvpack::TILE_TOKENS) as u32).map(|index| Page { shard: 0, index }).collect();
-    store.add_shard(pages.len() as u32)?;
-    let rows = RowLayout::head_major(tokens, &shape);
-    let write =
-        SpanWrite { rows, tokens: TokenRange::new(0, tokens)?.into(), pages: &pages, range_slot: 0, centre: None };
-    quantize(&mut store, plan::Elements::F32(keys), plan::Elements::F32(values), write)?;
-    let span = SpanView { sequence: 0, start: 0, tokens, pages: &pages, range_slot: 0 };
-    let view = StoreView { format: SegmentFormat::F16, calibration: None, spans: vec![span] };
-    let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[view])?;
-    Ok(attend_plan(&plan, &[&store], plan::Elements::F32(query), Split::default())?)
+    let cpu = Cpu::new();
+    let [keys, values] = [block_on(cpu.upload(keys.into()))?, block_on(cpu.upload(values.into()))?];
+    let (rows, tokens_of) = (RowLayout::head_major(tokens, &shape), TokenRange::new(0, tokens)?.into());
+    let source = SpanSource { rows, tokens: tokens_of, keys: &keys, values: &values };
+    let mut stores = FilledStores::new(&cpu, shape, &[SegmentFormat::F16])?;
+    let spans = block_on(stores.fill(&cpu, &[(NewSpan { store: 0, sequence: 0, start: 0, tokens }, source)]))?;
+    let plan = stores.plan(&[QueryRun::decode(0)], spans.iter(), &[])?;
+    Ok(attend_plan(&plan, &stores.stores(), plan::Elements::F32(query), Split::default())?)
 }
 
 /// Outputs and log-sum-exps, sequence after sequence.

@@ -1,12 +1,13 @@
 //! The chunk search of Cocktail, and attention over chunks of three precisions.
 
 use anyhow::{Result, bail, ensure};
-use kvpack::backend::SpanWrite;
-use kvpack::cpu::{CpuIndices, CpuStore, States, attend_plan, quantize, unfused_attention};
+use kvpack::backend::{Device as _, FilledStores, NewSpan, SpanSource};
+use kvpack::cpu::{Cpu, CpuIndices, States, attend_plan, unfused_attention};
 use kvpack::format::Calibration;
-use kvpack::plan::{self, AttendPlan, Page, QueryRun, RowLayout, Rows, SpanView, Split, StoreView};
+use kvpack::plan::{self, QueryRun, RowLayout, Rows, Split};
 use kvpack::policy::{ChunkPrecision, ChunkSearch, chunk_search, reorder_plan};
-use kvpack::{AttentionShape, Bits, SegmentFormat, TILE_TOKENS};
+use kvpack::{AttentionShape, Bits, SegmentFormat};
+use pollster::block_on;
 
 use super::file::{Elements, GoldenFile};
 use super::kernels::Device;
@@ -45,29 +46,37 @@ pub fn decode(file: &GoldenFile) -> Result<Computed> {
     let precision = precision(file)?;
     ensure!(precision.len() * CHUNK <= tokens, "{} chunks of {CHUNK} in {tokens} tokens", precision.len());
     let order = reorder_plan(&precision);
-    let mut blocks = Vec::new();
-    for (of_block, format) in [
+    let formats = [
         (ChunkPrecision::Int2, SegmentFormat::kivi(Bits::Two)),
         (ChunkPrecision::Int4, SegmentFormat::kivi(Bits::Four)),
         (ChunkPrecision::F16, SegmentFormat::F16),
-    ] {
-        let chunks = order.iter().map(|&chunk| chunk as usize).filter(|&chunk| precision[chunk] == of_block);
-        let mut of_block_tokens: Vec<usize> = chunks.flat_map(|chunk| chunk * CHUNK..(chunk + 1) * CHUNK).collect();
-        if of_block == ChunkPrecision::F16 {
-            of_block_tokens.extend(precision.len() * CHUNK..tokens);
+    ];
+    // The tokens of every store, in the order in which they are stored.
+    let mut gathered = Vec::new();
+    for (store, (of_store, _)) in formats.iter().enumerate() {
+        let chunks = order.iter().copied().filter(|&chunk| precision[chunk as usize] == *of_store);
+        let mut of_head: Vec<u32> = chunks.flat_map(|chunk| chunk * CHUNK as u32..(chunk + 1) * CHUNK as u32).collect();
+        if *of_store == ChunkPrecision::F16 {
+            of_head.extend((precision.len() * CHUNK) as u32..tokens as u32);
         }
-        if !of_block_tokens.is_empty() {
-            blocks.push(Block::new(shape, format, (&keys, &values), &of_block_tokens)?);
+        if !of_head.is_empty() {
+            let indices = CpuIndices::new(&of_head.repeat(kv_heads), kv_heads, tokens as u32)?;
+            gathered.push((NewSpan { store, sequence: 0, start: 0, tokens: of_head.len() }, indices));
         }
     }
-    let stores: Vec<&CpuStore> = blocks.iter().map(|block| &block.store).collect();
-    let planned = |calibration| {
-        let views: Vec<StoreView<'_>> = blocks.iter().map(|block| block.view(calibration)).collect();
-        AttendPlan::new(shape, &[QueryRun::decode(0)], &views)
-    };
+
+    let cpu = Cpu::new();
+    let [keys, values] =
+        [block_on(cpu.upload(keys.as_slice().into()))?, block_on(cpu.upload(values.as_slice().into()))?];
+    let rows = RowLayout::head_major(tokens, &shape);
+    let source = |indices| SpanSource { rows, tokens: Rows::Gather(indices), keys: &keys, values: &values };
+    let new: Vec<_> = gathered.iter().map(|(span, indices)| (*span, source(indices))).collect();
+    let mut stores = FilledStores::new(&cpu, shape, &formats.map(|(_, format)| format))?;
+    let spans = block_on(stores.fill(&cpu, &new))?;
+    let planned = |calibration| stores.plan(&[QueryRun::decode(0)], spans.iter(), &[calibration; 3]);
     let query = plan::Elements::F32(&query);
-    let fused = attend_plan(&planned(None)?, &stores, query, Split::default())?;
-    let unfused = unfused_attention(&planned(Some(Calibration::IDENTITY))?, &stores, query)?;
+    let fused = attend_plan(&planned(None)?, &stores.stores(), query, Split::default())?;
+    let unfused = unfused_attention(&planned(Some(Calibration::IDENTITY))?, &stores.stores(), query)?;
     let outputs = |states: &States| {
         Outputs::from([
             ("output", doubles(states.outputs())),
@@ -87,39 +96,4 @@ fn precision(file: &GoldenFile) -> Result<Vec<ChunkPrecision>> {
         other => bail!("precision {other} of a chunk"),
     };
     codes.iter().map(precision).collect()
-}
-
-/// The tokens of one precision in a store.
-struct Block {
-    store: CpuStore,
-    pages: Vec<Page>,
-    tokens: usize,
-}
-
-impl Block {
-    /// Packs these tokens of keys and values `[kv_heads, all tokens, head_dim]`.
-    fn new(shape: AttentionShape, format: SegmentFormat, rows: (&[f32], &[f32]), tokens: &[usize]) -> Result<Self> {
-        let (keys, values) = rows;
-        let all = keys.len() / shape.kv_heads() / shape.head_dim();
-        let mut store = CpuStore::new(shape, format)?;
-        let pages: Vec<Page> =
-            (0..tokens.len().div_ceil(TILE_TOKENS) as u32).map(|index| Page { shard: 0, index }).collect();
-        store.add_shard(pages.len() as u32)?;
-        let of_head: Vec<u32> = tokens.iter().map(|&token| token as u32).collect();
-        let gathered = CpuIndices::new(&of_head.repeat(shape.kv_heads()), shape.kv_heads(), all as u32)?;
-        let write = SpanWrite {
-            rows: RowLayout::head_major(all, &shape),
-            tokens: Rows::Gather(&gathered),
-            pages: &pages,
-            range_slot: 0,
-            centre: None,
-        };
-        quantize(&mut store, plan::Elements::F32(keys), plan::Elements::F32(values), write)?;
-        Ok(Self { store, pages, tokens: tokens.len() })
-    }
-
-    fn view(&self, calibration: Option<Calibration>) -> StoreView<'_> {
-        let span = SpanView { sequence: 0, start: 0, tokens: self.tokens, pages: &self.pages, range_slot: 0 };
-        StoreView { format: *self.store.format(), calibration, spans: vec![span] }
-    }
 }

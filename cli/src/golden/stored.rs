@@ -1,12 +1,13 @@
 //! One head of a golden file in a store, packed by the kernel.
 
 use anyhow::{Result, ensure};
-use kvpack::backend::{SpanRead, SpanWrite};
-use kvpack::cpu::{CpuStore, dequantize, quantize};
+use kvpack::backend::{Device, FilledStores, NewSpan, SpanSource};
+use kvpack::cpu::Cpu;
 use kvpack::format::interchange::msb_bytes;
 use kvpack::format::{CodeRange, KeyOrValue, TensorFormat};
-use kvpack::plan::{Elements, Page, RowLayout, TokenRange};
+use kvpack::plan::{RowLayout, TokenRange};
 use kvpack::{AttentionShape, SegmentFormat, TILE_TOKENS};
+use pollster::block_on;
 
 /// Elements of whole tiles that a file may ask to store: tiles are of 128 tokens and at least 64 channels, however few of them
 /// the file fills.
@@ -41,22 +42,20 @@ impl Packed {
         let shape = AttentionShape::new(1, 1, head_dim)?;
         let tokens = rows.len() / head_dim;
         check_size(1, tokens, head_dim)?;
-        let mut store = CpuStore::new(shape, SegmentFormat { key: format, value: format })?;
-        let pages: Vec<Page> = (0..tokens.div_ceil(TILE_TOKENS) as u32).map(|index| Page { shard: 0, index }).collect();
-        store.add_shard(pages.len() as u32)?;
-        let layout = RowLayout::token_major(tokens, &shape);
-        let write = SpanWrite {
-            rows: layout,
-            tokens: TokenRange::new(0, tokens)?.into(),
-            pages: &pages,
-            range_slot: 0,
-            centre: None,
+        let cpu = Cpu::new();
+        let rows = block_on(cpu.upload(rows.into()))?;
+        let (layout, all) = (RowLayout::token_major(tokens, &shape), TokenRange::new(0, tokens)?.into());
+        let source = SpanSource { rows: layout, tokens: all, keys: &rows, values: &rows };
+        let mut stores = FilledStores::new(&cpu, shape, &[SegmentFormat { key: format, value: format }])?;
+        let filled = block_on(stores.fill(&cpu, &[(NewSpan { store: 0, sequence: 0, start: 0, tokens }, source)]))?;
+        let (keys, values) = block_on(stores.read(&cpu, &filled[0]))?;
+        let decoded = match which {
+            KeyOrValue::Key => keys,
+            KeyOrValue::Value => values,
         };
-        quantize(&mut store, Elements::F32(rows), Elements::F32(rows), write)?;
-        let decoded = dequantize(&store, which, SpanRead { pages: &pages, tokens, range_slot: 0, centre: None })?;
         let (mut codes, mut ranges) = (Vec::new(), Vec::new());
-        for (tile, &page) in pages.iter().enumerate() {
-            let (words, beside) = store.tile_words(which, page, 0)?;
+        for (tile, &page) in filled[0].pages.iter().enumerate() {
+            let (words, beside) = stores.stores()[0].tile_words(which, page, 0)?;
             let in_tile = TILE_TOKENS.min(tokens - tile * TILE_TOKENS);
             codes.extend(msb_bytes::codes_from_tile(which, &format, head_dim, words, in_tile)?);
             ranges.push(beside.to_vec());
