@@ -20,6 +20,8 @@ pub struct GoldenFile {
     pub op: String,
     /// How each output is compared.
     pub compare: BTreeMap<String, Mode>,
+    /// How those of kernels whose arithmetic is coarser than that of f32 are, where the file says so.
+    pub compare_f16: BTreeMap<String, Mode>,
     params: Value,
     tensors: BTreeMap<String, Tensor>,
 }
@@ -63,15 +65,26 @@ impl GoldenFile {
         let mut golden = Self {
             op: text("op")?.clone(),
             compare: BTreeMap::new(),
+            compare_f16: BTreeMap::new(),
             params: json("params")?,
             tensors: tensors.collect::<Result<_>>()?,
         };
-        for (output, mode) in json("compare")?.as_object().context("'compare' is no object")? {
-            let row = golden.tensor(&format!("out.{output}"))?.shape.last().copied().unwrap_or(1);
-            golden.compare.insert(output.clone(), Mode::parse(mode, row)?);
+        golden.compare = golden.modes(&json("compare")?)?;
+        if golden.has_param("compare_f16") {
+            golden.compare_f16 = golden.modes(&golden.params["compare_f16"])?;
         }
         ensure!(!golden.compare.is_empty(), "nothing to compare");
         Ok(golden)
+    }
+
+    /// How outputs are compared.
+    fn modes(&self, modes: &Value) -> Result<BTreeMap<String, Mode>> {
+        let modes = modes.as_object().context("what says how outputs are compared is no object")?;
+        let mode = |(output, mode): (&String, &Value)| {
+            let row = self.tensor(&format!("out.{output}"))?.shape.last().copied().unwrap_or(1);
+            Ok((output.clone(), Mode::parse(mode, row)?))
+        };
+        modes.iter().map(mode).collect()
     }
 
     /// An input.

@@ -4,6 +4,7 @@
 //! through its CPU kernels, some through those of a GPU too, and every output is compared as the file asks.
 
 mod attention;
+mod attention_prefill;
 mod attention_stats;
 mod calibquant;
 mod cocktail;
@@ -40,10 +41,11 @@ type Computed = Vec<(&'static str, Outputs)>;
 type Op = fn(&GoldenFile) -> Result<Computed>;
 
 /// The ops that are implemented.
-const OPS: [(&str, Op); 26] = [
+const OPS: [(&str, Op); 27] = [
     ("attention.column_sums", |file| attention_stats::column_sums(file, Device::Cpu)),
     ("attention.decode", attention::decode),
     ("attention.merge", attention_stats::merge),
+    ("attention.prefill", attention_prefill::prefill),
     ("calibquant.calibrate", calibquant::calibrate),
     ("calibquant.decode", calibquant::decode),
     ("calibquant.pack", calibquant::pack),
@@ -73,8 +75,9 @@ const OPS: [(&str, Op); 26] = [
 type GpuOp = fn(&GoldenFile, &Wgpu) -> Result<Computed>;
 
 /// The ops that run on a GPU too.
-const GPU_OPS: [(&str, GpuOp); 9] = [
+const GPU_OPS: [(&str, GpuOp); 10] = [
     ("attention.column_sums", |file, gpu| attention_stats::column_sums(file, Device::Gpu(gpu))),
+    ("attention.prefill", attention_prefill::prefill_on_gpu),
     ("cocktail.search", |file, gpu| cocktail::search(file, Device::Gpu(gpu))),
     ("h2o.select", |file, gpu| selection::h2o(file, Device::Gpu(gpu))),
     ("hadamard", hadamard::hadamard_on_gpu),
@@ -111,9 +114,9 @@ pub enum GoldenOutcome {
         /// The first output that differs, and where.
         mismatch: Mismatch,
     },
-    /// The op is none that kvpack implements.
+    /// The op is none that kvpack implements, or the file asks more of it than kvpack has.
     Unimplemented {
-        /// The op.
+        /// The op, and what is asked of it.
         op: String,
     },
     /// The file cannot be run.
@@ -155,15 +158,22 @@ pub fn run_op(file: &GoldenFile, gpu: Option<&Wgpu>) -> Result<GoldenOutcome> {
     let Some((_, op)) = OPS.iter().find(|(name, _)| *name == file.op) else {
         return Ok(GoldenOutcome::Unimplemented { op: file.op.clone() });
     };
+    if file.op == "attention.prefill"
+        && let Some(beyond) = attention_prefill::beyond(file)?
+    {
+        return Ok(GoldenOutcome::Unimplemented { op: format!("{} with {beyond}", file.op) });
+    }
     let mut worst = 0.0f64;
     let mut kernels = Vec::new();
-    let mut computed = op(file)?;
+    let mut computed: Vec<_> = op(file)?.into_iter().map(|of_kernel| (of_kernel, &file.compare)).collect();
     if let (Some(gpu), Some((_, op))) = (gpu, GPU_OPS.iter().find(|(name, _)| *name == file.op)) {
-        computed.extend(op(file, gpu)?);
+        // A GPU's exponentials need not be as exact as those of f32 arithmetic on the CPU.
+        let compare = if file.compare_f16.is_empty() { &file.compare } else { &file.compare_f16 };
+        computed.extend(op(file, gpu)?.into_iter().map(|of_kernel| (of_kernel, compare)));
     }
-    for (kernel, outputs) in computed {
+    for ((kernel, outputs), compare) in computed {
         kernels.push(kernel);
-        for (output, mode) in &file.compare {
+        for (output, mode) in compare {
             // kvpack clamps where a formula would reverse an order: a file that says what that gives is taken by it.
             let guarded = file.compare.contains_key(&format!("{output}_guarded"));
             if guarded {
