@@ -3,12 +3,12 @@
 # one lost device costs one group of rows only and no row heats the device for another, then runs the conformance cases
 # in parallel processes. Rows are printed as they come, each checked before it was timed, and results.json in the
 # folder of results has all of them so far, so that nothing is lost where the script is stopped. It builds nothing; an
-# H200 takes about five minutes.
+# H200 takes about ten minutes.
 #
 #   scripts/bench-device.sh [KVPACK]     KVPACK is the binary, target/release/kvpack if none is named
 #
 #   BENCH_RESULTS     the folder for logs and JSON, target/bench-device by default
-#   BENCH_LIMIT       seconds for all of it, 540 by default: what has not begun by then is left out, with a word
+#   BENCH_LIMIT       seconds for all of it, 720 by default: what has not begun by then is left out, with a word
 #   BENCH_TIMEOUT     seconds for each process, 120 by default
 #   BENCH_SHAPES      the shapes, those of `kvpack bench --suite decode` by default
 #   BENCH_FORMAT      part of the formats' names, 'bit per channel' by default; '' is every format
@@ -28,7 +28,7 @@ command -v python3 >/dev/null || {
     exit 2
 }
 results="${BENCH_RESULTS:-target/bench-device}"
-whole="${BENCH_LIMIT:-540}"
+whole="${BENCH_LIMIT:-720}"
 limit="${BENCH_TIMEOUT:-120}"
 read -ra shapes <<<"${BENCH_SHAPES:-g4-b8-32k g8-b8-32k g1-b8-8k g4-b32-8k g4-b1-4k g4-b1-128k g4-b8-32k-shuffled g4-b8-32k-images}"
 format="${BENCH_FORMAT-bit per channel}"
