@@ -150,8 +150,13 @@ def main():
         rows.append({"peer": peer, "shape": name, "format": "f16", "step_us": us})
     prompts = []
     for query_heads, kv_heads, tokens in PROMPTS:
-        us, error = prefill(query_heads, kv_heads, tokens)
-        torch.cuda.empty_cache()
+        try:
+            us, error = prefill(query_heads, kv_heads, tokens)
+        except RuntimeError as reason:
+            print(f"prefill of {tokens} tokens: {str(reason).splitlines()[0]}", file=sys.stderr, flush=True)
+            continue
+        finally:
+            torch.cuda.empty_cache()
         print(f"prefill of {tokens} tokens: {us:.0f} us, NMSE {error:.0e}", file=sys.stderr, flush=True)
         if error <= LARGEST_NMSE:
             prompts.append({"query_heads": query_heads, "kv_heads": kv_heads, "tokens": tokens, "prefill_us": us})

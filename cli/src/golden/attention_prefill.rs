@@ -12,6 +12,9 @@ use super::file::{Elements, GoldenFile};
 use super::stored::check_size;
 use super::{Computed, Outputs, doubles};
 
+/// Products of queries and keys that a file may ask for.
+const MOST_PRODUCTS: usize = 1 << 28;
+
 /// What a file asks of attention that plans do not have, if anything.
 pub fn beyond(file: &GoldenFile) -> Result<Option<&'static str>> {
     Ok(match () {
@@ -68,9 +71,12 @@ struct Sequence {
 impl Batch {
     fn of_file(file: &GoldenFile) -> Result<Self> {
         let [query_rows, query_heads, head_dim] = file.input("q")?.axes()?;
-        let [all_tokens, kv_heads, _] = file.input("k")?.axes()?;
+        let [all_tokens, kv_heads, key_channels] = file.input("k")?.axes()?;
+        ensure!(key_channels == head_dim, "keys of {key_channels} channels beside queries of {head_dim}");
         let shape = AttentionShape::new(query_heads, kv_heads, head_dim)?;
         check_size(query_heads, all_tokens, head_dim)?;
+        let products = [query_rows, query_heads, all_tokens, head_dim].into_iter().fold(1, usize::saturating_mul);
+        ensure!(products <= MOST_PRODUCTS, "{products} products of queries and keys; at most {MOST_PRODUCTS} are made");
         ensure!(file.input("v")?.shape == file.input("k")?.shape, "keys and values have different shapes");
         let (tokens, queries) = (file.input("kv_indptr")?.indices()?, file.input("q_indptr")?.indices()?);
         let ends = |starts: &[u32]| (starts.first().copied(), starts.last().map(|&end| end as usize));

@@ -18,6 +18,14 @@ pub(super) enum SegmentKernel {
 }
 
 impl SegmentKernel {
+    /// Its name.
+    pub(super) const fn name(&self) -> &'static str {
+        match self {
+            Self::Attend(_) => "attend",
+            Self::Run(_) => "attend_run",
+        }
+    }
+
     /// Blocks that share the query heads of a KV head, of which there are `group` for a query.
     pub(super) const fn chunks(&self, group: usize) -> usize {
         match self {
@@ -33,18 +41,16 @@ impl SegmentKernel {
 
     /// The kernel for so many blocks, compiled if it was not before.
     pub(super) fn launch(&self, backend: &Cuda, pass: ScorePass, blocks: usize, cluster: u32) -> Result<KernelLaunch> {
-        let (name, function, threads, shared, overlaps) = match self {
-            Self::Attend(of) => {
-                ("attend", of.function(backend, pass)?, of.warps * 32, of.shared_bytes(), of.bulk_copies)
-            }
-            Self::Run(of) => ("attend_run", of.function(backend)?, of.threads(), of.shared_bytes(), of.overlaps()),
+        let (function, threads, shared, overlaps) = match self {
+            Self::Attend(of) => (of.function(backend, pass)?, of.warps * 32, of.shared_bytes(), of.bulk_copies),
+            Self::Run(of) => (of.function(backend)?, of.threads(), of.shared_bytes(), of.overlaps()),
         };
         let config = LaunchConfig {
             grid_dim: (blocks as u32, 1, 1),
             block_dim: (threads as u32, 1, 1),
             shared_mem_bytes: shared as u32,
         };
-        Ok(KernelLaunch { name, function, config, cluster, overlaps })
+        Ok(KernelLaunch { name: self.name(), function, config, cluster, overlaps })
     }
 
     /// The kernel that merges the states of `items` items, where items leave that to it.

@@ -121,10 +121,10 @@ impl StepPlan {
     pub fn launch_labels(&self) -> Vec<String> {
         let labels = |segment: &SegmentStep| {
             let extremes = segment.calibration.map(|_| format!("score extremes {}", segment.format));
-            extremes.into_iter().chain([format!("attend {}", segment.format)]).collect::<Vec<_>>()
+            extremes.into_iter().chain([format!("{} {}", segment.kernel.name(), segment.format)]).collect::<Vec<_>>()
         };
         let merges = self.segments.iter().filter(|segment| segment.merges());
-        let merges = merges.map(|segment| format!("merge states {}", segment.format));
+        let merges = merges.map(|segment| format!("merge_run {}", segment.format));
         self.segments.iter().flat_map(labels).chain(merges).collect()
     }
 
