@@ -20,7 +20,7 @@ pub struct GoldenFile {
     pub op: String,
     /// How each output is compared.
     pub compare: BTreeMap<String, Mode>,
-    /// How those of kernels whose arithmetic is coarser than that of f32 are, where the file says so.
+    /// How those of kernels that round weights to halves are, where the file says so.
     pub compare_f16: BTreeMap<String, Mode>,
     params: Value,
     tensors: BTreeMap<String, Tensor>,

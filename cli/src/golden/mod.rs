@@ -167,7 +167,7 @@ pub fn run_op(file: &GoldenFile, gpu: Option<&Wgpu>) -> Result<GoldenOutcome> {
     let mut kernels = Vec::new();
     let mut computed: Vec<_> = op(file)?.into_iter().map(|of_kernel| (of_kernel, &file.compare)).collect();
     if let (Some(gpu), Some((_, op))) = (gpu, GPU_OPS.iter().find(|(name, _)| *name == file.op)) {
-        // A GPU's exponentials need not be as exact as those of f32 arithmetic on the CPU.
+        // Weights of f16 values are halves on devices that have them (shaders/attend/values/fma.wgsl).
         let compare = if file.compare_f16.is_empty() { &file.compare } else { &file.compare_f16 };
         computed.extend(op(file, gpu)?.into_iter().map(|of_kernel| (of_kernel, compare)));
     }
