@@ -5,6 +5,12 @@
 #include "common/ptx.cuh"
 #include "common/elements.cuh"
 
+// An evicted token that enters a kept one, and how similar their keys are.
+struct MergeMember {
+    u32 token;
+    float similarity;
+};
+
 struct MergeCall {
     u64 rows;
     u64 token_stride;
@@ -17,6 +23,10 @@ struct MergeCall {
     // [kv_head][evicted]: index into the kept tokens, and cosine similarity.
     u64 nearest;
     u64 similarities;
+    // [kv_head][kept]: where the members of a kept token end, in `members`; they begin where those before them end.
+    u64 ends;
+    // [kv_head][evicted], of `MergeMember`.
+    u64 members;
     // [kv_head][kept][HEAD_DIM], f32.
     u64 merged;
     u32 tokens;

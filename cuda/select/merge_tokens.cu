@@ -2,62 +2,126 @@
 //
 //   averaged (p + Σ e) / (c + 1),  pivotal (p + Σ (e + p) / 2) / (c + 1),  weighted (p + Σ similarity · e) / (c + 1)
 //
-// One block owns KEPT_TILE kept tokens of a KV head. It walks over the assignments of all evicted tokens, a run of RUN for each
-// warp at a time: votes mark those that enter the block's kept tokens, and the warp writes them down in order. Then every
-// warp reads what all have written, in order, takes what enters its own kept tokens, and adds AHEAD rows at a time, all on
-// their way at once. So every sum is made in the order of the evicted tokens, and two runs give the same bits.
+// One warp owns a kept token, and a lane four channels of every 128. It reads its list of members, made by merge_members, 32 at
+// a time, and adds their rows in order, AHEAD on their way at once: 4 bytes of f32 or 2 of f16 for every element, read once. A
+// token into which more than LONG merge is left to the whole block: every warp adds an equal part of the list, and the owner
+// adds the parts in order. What is added in which order depends on the lists alone, so two runs give the same bits.
 //
-// In bounds: kept tokens beyond those of the call are not written; tokens are clamped; assignments outside the tile, whatever
-// they are, are passed over; memory was checked on the host. MERGING is 0 averaged, 1 pivotal, 2 weighted; ROWS_ALIGNED says
-// that every row begins at a multiple of 16 bytes; KEPT_TILE is a multiple of WARPS.
+// In bounds: warps beyond the kept tokens have empty lists and write nothing; ends ascend and are at most `evicted`
+// (merge_members); tokens are clamped; memory was checked on the host. MERGING is 0 averaged, 1 pivotal, 2 weighted;
+// ROWS_ALIGNED says that every row begins at a multiple of 16 bytes.
 
 #pragma once
 
 #include "select/merge_call.cuh"
 
 constexpr u32 WARPS = 8;
-// Evicted tokens that a warp looks at in a round.
-constexpr u32 RUN = 1024;
-static_assert(KEPT_TILE * RUN <= 1 << 16, "an entry is 16 bits");
-// Rows that are on their way at once.
+// Members that one warp adds by itself.
+constexpr u32 LONG = 256;
+// Rows that are on their way at once; it divides 32.
 constexpr u32 AHEAD = 8;
 // A lane owns every 32nd four channels.
 constexpr u32 FOURS = HEAD_DIM / 4;
 constexpr u32 OWN_FOURS = (FOURS + 31) / 32;
 
-__device__ __forceinline__ float4 load_four(const void* rows, u64 index) {
-    if constexpr (KEY_TYPE == ELEMENTS_F32 && ROWS_ALIGNED) {
-        return *(const float4*)((const float*)rows + index);
-    } else if constexpr (ROWS_ALIGNED) {
-        const uint2 words = *(const uint2*)((const u16*)rows + index);
-        const u32 bits[4] = {words.x & 0xffffu, words.x >> 16, words.y & 0xffffu, words.y >> 16};
+// What a lane owns of a row.
+struct OwnRow {
+    float4 of[OWN_FOURS];
+};
+
+// The same as it lies in memory, so that rows on their way need no more registers than they have bytes.
+struct StoredRow {
+    u32 words[OWN_FOURS][KEY_TYPE == ELEMENTS_F32 ? 4 : 2];
+};
+
+__device__ __forceinline__ StoredRow load_row(const MergeCall& call, u32 token, u32 kv_head, u32 lane) {
+    const u64 start = row_start(call, token, kv_head);
+    StoredRow row = {};
+#pragma unroll
+    for (u32 f = 0; f < OWN_FOURS; f++) {
+        if (FOURS % 32 != 0 && lane + 32 * f >= FOURS) continue;
+        const u64 index = start + 4 * (lane + 32 * f);
+        u32* words = row.words[f];
+        if constexpr (KEY_TYPE == ELEMENTS_F32) {
+            const u32* from = (const u32*)call.rows + index;
+            const uint4 four = ROWS_ALIGNED ? *(const uint4*)from : make_uint4(from[0], from[1], from[2], from[3]);
+            words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
+        } else {
+            const u16* from = (const u16*)call.rows + index;
+            const uint2 four =
+                ROWS_ALIGNED ? *(const uint2*)from : make_uint2(from[0] | from[1] << 16, from[2] | from[3] << 16);
+            words[0] = four.x, words[1] = four.y;
+        }
+    }
+    return row;
+}
+
+__device__ __forceinline__ OwnRow row_values(const StoredRow& row) {
+    OwnRow values;
+#pragma unroll
+    for (u32 f = 0; f < OWN_FOURS; f++) {
         float x[4];
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) x[i] = KEY_TYPE == ELEMENTS_F16 ? half_value(bits[i]) : bfloat_value(bits[i]);
-        return make_float4(x[0], x[1], x[2], x[3]);
-    } else {
-        float x[4];
+        for (u32 i = 0; i < 4; i++) {
+            if constexpr (KEY_TYPE == ELEMENTS_F32) {
+                x[i] = __uint_as_float(row.words[f][i]);
+            } else {
+                const u32 bits = row.words[f][i / 2] >> 16 * (i % 2) & 0xffffu;
+                x[i] = KEY_TYPE == ELEMENTS_F16 ? half_value(bits) : bfloat_value(bits);
+            }
+        }
+        values.of[f] = make_float4(x[0], x[1], x[2], x[3]);
+    }
+    return values;
+}
+
+// sums += weight · row.
+__device__ __forceinline__ void add_row(OwnRow& sums, float weight, const OwnRow& row) {
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) x[i] = load_element(rows, KEY_TYPE, index + i);
-        return make_float4(x[0], x[1], x[2], x[3]);
+    for (u32 f = 0; f < OWN_FOURS; f++) {
+        const float4 before = sums.of[f], x = row.of[f];
+        sums.of[f] = make_float4(before.x + weight * x.x, before.y + weight * x.y, before.z + weight * x.z,
+                                 before.w + weight * x.w);
     }
 }
 
-// An evicted token that enters one of the tile.
-struct Entry {
-    u32 into;
-    u32 member;
-};
+// Adds the rows of members `first` to `end` of a KV head, in order.
+__device__ __forceinline__ OwnRow add_members(const MergeCall& call, u32 kv_head, u32 first, u32 end, u32 lane) {
+    const MergeMember* members = (const MergeMember*)call.members + (u64)kv_head * call.evicted;
+    OwnRow sums = {};
+    if (first >= end) return sums;
+    // A lane knows one of 32 members, and of the next 32.
+    MergeMember next = members[min(first + lane, end - 1)];
+    for (u32 at = first; at < end; at += 32) {
+        const MergeMember known = next;
+        if (at + 32 < end) next = members[min(at + 32 + lane, end - 1)];
+        const u32 here = min(32u, end - at);
+        for (u32 i = 0; i < here; i += AHEAD) {
+            StoredRow ahead[AHEAD];
+#pragma unroll
+            for (u32 j = 0; j < AHEAD; j++) {
+                const u32 token = __shfl_sync(ALL_LANES, known.token, i + j);
+                if (i + j < here) ahead[j] = load_row(call, token, kv_head, lane);
+            }
+            // No load moves behind this, to where it would be needed.
+            asm volatile("" ::: "memory");
+#pragma unroll
+            for (u32 j = 0; j < AHEAD; j++) {
+                const float similarity = MERGING == 2 ? __shfl_sync(ALL_LANES, known.similarity, i + j) : 1.0f;
+                if (i + j < here) add_row(sums, similarity, row_values(ahead[j]));
+            }
+        }
+    }
+    return sums;
+}
 
 // What all warps share.
 struct MergeShared {
-    // Kept token `i` is that of warp i % WARPS alone.
-    float4 sums[KEPT_TILE][FOURS];
-    // What enters the tile, written down by the warp that looked at it: its place in the run, and that in the tile above it.
-    u16 entries[WARPS][RUN];
-    u32 written[WARPS];
-    // What enters the warp's own kept tokens and waits to be added.
-    Entry waiting[WARPS][32 + AHEAD];
+    // Where the lists of the block's kept tokens begin and end.
+    u32 first[WARPS];
+    u32 end[WARPS];
+    // Of a long list: the sums of every warp's part.
+    float4 parts[WARPS][32 * OWN_FOURS];
 };
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) merge_tokens(const MergeCall call) {
@@ -65,107 +129,53 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) merge_tokens(const Merg
     const u32 lane = threadIdx.x % 32;
     const u32 warp = threadIdx.x / 32;
     const u32 kv_head = blockIdx.y;
-    const u32 first_kept = blockIdx.x * KEPT_TILE;
-    const u32 own_kept = min(KEPT_TILE, call.kept - first_kept);
-    const void* rows = (const void*)call.rows;
-    for (u32 i = warp; i < KEPT_TILE; i += WARPS) {
-        for (u32 four = lane; four < FOURS; four += 32) shared.sums[i][four] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const u32 own = blockIdx.x * WARPS + warp;
+    const bool exists = own < call.kept;
+    const u32* ends = (const u32*)call.ends + (u64)kv_head * call.kept;
+    const u32 first = exists && own > 0 ? ends[own - 1] : 0;
+    const u32 end = exists ? ends[own] : 0;
+    const u32 kept = exists ? ((const u32*)call.kept_tokens)[(u64)kv_head * call.kept + own] : 0;
+    const StoredRow stored = load_row(call, kept, kv_head, lane);
+    if (lane == 0) {
+        shared.first[warp] = first;
+        shared.end[warp] = end;
     }
-    // Lane i counts what enters the warp's i-th kept token.
-    u32 count = 0;
-    u32 waits = 0;
-    Entry* waiting = shared.waiting[warp];
-    const u32* kept = (const u32*)call.kept_tokens + (u64)kv_head * call.kept;
-    const u32* evicted = (const u32*)call.evicted_tokens + (u64)kv_head * call.evicted;
-    const u32* nearest = (const u32*)call.nearest + (u64)kv_head * call.evicted;
-    const float* similarities = (const float*)call.similarities + (u64)kv_head * call.evicted;
-    // Adds what waits from `first` on, at most AHEAD.
-    const auto add = [&](u32 first) {
-        float4 ahead[AHEAD][OWN_FOURS];
+    OwnRow sums = add_members(call, kv_head, first, end - first > LONG ? first : end, lane);
+    __syncthreads();
+    for (u32 owner = 0; owner < WARPS; owner++) {
+        const u32 of_owner = shared.end[owner] - shared.first[owner];
+        if (of_owner <= LONG) continue;
+        const u32 part = (of_owner + WARPS - 1) / WARPS;
+        const u32 from = shared.first[owner] + min(warp * part, of_owner);
+        const u32 to = shared.first[owner] + min((warp + 1) * part, of_owner);
+        const OwnRow own_part = add_members(call, kv_head, from, to, lane);
 #pragma unroll
-        for (u32 i = 0; i < AHEAD; i++) {
-            // Those beyond the last are read again, and not added.
-            const Entry entry = waiting[min(first + i, waits - 1)];
-            const u64 start = row_start(call, evicted[entry.member], kv_head);
+        for (u32 f = 0; f < OWN_FOURS; f++) shared.parts[warp][lane + 32 * f] = own_part.of[f];
+        __syncthreads();
+        if (warp == owner) {
+            for (u32 other = 0; other < WARPS; other++) {
+                OwnRow of_other;
 #pragma unroll
-            for (u32 f = 0; f < OWN_FOURS; f++) {
-                if (lane + 32 * f < FOURS) ahead[i][f] = load_four(rows, start + 4 * (lane + 32 * f));
+                for (u32 f = 0; f < OWN_FOURS; f++) of_other.of[f] = shared.parts[other][lane + 32 * f];
+                add_row(sums, 1.0f, of_other);
             }
         }
-        // No load moves behind this, to where it would be needed.
-        asm volatile("" ::: "memory");
-#pragma unroll
-        for (u32 i = 0; i < AHEAD; i++) {
-            if (first + i >= waits) break;
-            const Entry entry = waiting[first + i];
-            const float weight = MERGING == 2 ? similarities[entry.member] : 1.0f;
-            count += lane == entry.into / WARPS;
-#pragma unroll
-            for (u32 f = 0; f < OWN_FOURS; f++) {
-                if (lane + 32 * f >= FOURS) continue;
-                float4* sum = &shared.sums[entry.into][lane + 32 * f];
-                const float4 before = *sum, row = ahead[i][f];
-                *sum = make_float4(before.x + weight * row.x, before.y + weight * row.y, before.z + weight * row.z,
-                                   before.w + weight * row.w);
-            }
-        }
+        __syncthreads();
+    }
+    if (!exists) return;
+    const OwnRow pivot = row_values(stored);
+    const u32 entered = end - first;
+    const float members = (float)entered;
+    const auto merge = [&](float x, float sum) {
+        return (x + (MERGING == 1 ? 0.5f * (members * x + sum) : sum)) / (members + 1.0f);
     };
-    for (u32 round = 0; round < call.evicted; round += WARPS * RUN) {
-        u32 own_written = 0;
-#pragma unroll 8
-        for (u32 i = lane; i < RUN; i += 32) {
-            const u32 member = round + warp * RUN + i;
-            // Below first_kept it wraps around and is beyond the tile.
-            const u32 into = member < call.evicted ? nearest[member] - first_kept : KEPT_TILE;
-            const u32 votes = __ballot_sync(ALL_LANES, into < own_kept);
-            if (into < own_kept) {
-                shared.entries[warp][own_written + __popc(votes & ((1u << lane) - 1))] = (u16)(i | into * RUN);
-            }
-            own_written += __popc(votes);
-        }
-        if (lane == 0) shared.written[warp] = own_written;
-        __syncthreads();
-        for (u32 from = 0; from < WARPS; from++) {
-            const u32 written = shared.written[from];
-            for (u32 first = 0; first < written; first += 32) {
-                const u32 at = first + lane;
-                const u32 entry = at < written ? shared.entries[from][at] : 0;
-                const u32 votes = __ballot_sync(ALL_LANES, at < written && entry / RUN % WARPS == warp);
-                if (votes >> lane & 1) {
-                    const u32 member = round + from * RUN + entry % RUN;
-                    waiting[waits + __popc(votes & ((1u << lane) - 1))] = {entry / RUN, member};
-                }
-                waits += __popc(votes);
-                __syncwarp();
-                u32 added = 0;
-                for (; added + AHEAD <= waits; added += AHEAD) add(added);
-                // The rest moves to the front.
-                const Entry rest = waiting[added + lane % AHEAD];
-                __syncwarp();
-                waits -= added;
-                if (lane < waits) waiting[lane] = rest;
-                __syncwarp();
-            }
-        }
-        // All have read what was written down.
-        __syncthreads();
-    }
-    if (waits > 0) add(0);
-    for (u32 i = warp; i < own_kept; i += WARPS) {
-        const u32 entered = __shfl_sync(ALL_LANES, count, i / WARPS);
-        const float members = (float)entered;
-        const u64 start = row_start(call, kept[first_kept + i], kv_head);
-        float4* merged = (float4*)call.merged + ((u64)kv_head * call.kept + first_kept + i) * FOURS;
-        const auto merge = [&](float x, float sum) {
-            return (x + (MERGING == 1 ? 0.5f * (members * x + sum) : sum)) / (members + 1.0f);
-        };
-        for (u32 four = lane; four < FOURS; four += 32) {
-            float4 x = load_four(rows, start + 4 * four);
-            if (entered > 0) {
-                const float4 sum = shared.sums[i][four];
-                x = make_float4(merge(x.x, sum.x), merge(x.y, sum.y), merge(x.z, sum.z), merge(x.w, sum.w));
-            }
-            merged[four] = x;
-        }
+    float4* merged = (float4*)call.merged + ((u64)kv_head * call.kept + own) * FOURS;
+#pragma unroll
+    for (u32 f = 0; f < OWN_FOURS; f++) {
+        if (lane + 32 * f >= FOURS) continue;
+        const float4 x = pivot.of[f], sum = sums.of[f];
+        // A row that nothing enters stays as it is.
+        const float4 with = make_float4(merge(x.x, sum.x), merge(x.y, sum.y), merge(x.z, sum.z), merge(x.w, sum.w));
+        merged[lane + 32 * f] = entered > 0 ? with : x;
     }
 }

@@ -148,8 +148,8 @@ pub trait Selection: Device {
     ) -> Result<Self::Tensor>;
 
     /// Kernels `nearest_kept` and `merge_tokens` (LOOK-M eq. 9-12): the kept keys and values, each with the evicted ones whose
-    /// key is nearest to its own merged into it. Of equally near keys the first is taken; sums are made in the order of the
-    /// evicted tokens.
+    /// key is nearest to its own merged into it. Of equally near keys the first is taken. Sums are made in an order that
+    /// depends on which tokens enter alone, so that two runs give the same bits.
     ///
     /// # Errors
     /// [`Elements`](crate::Error::Elements) when a tensor is shorter than its layout says, or the indices are for another

@@ -57,6 +57,8 @@ pub fn eviction_cases() -> Vec<EvictionCase> {
         ("evict-1", 96, 130, 129, Averaged, [F32, F16]),
         ("budget-100", 256, 129, 129, Averaged, [Bf16, F16]),
         ("equal-keys", 64, 40, 20, Averaged, [F32, F32]),
+        ("keep-600", 128, 2500, 600, Pivotal, [F16, F16]),
+        ("all-into-one", 64, 1500, 300, Weighted, [F16, Bf16]),
     ];
     let orders = [RowOrder::TokenMajor, RowOrder::HeadMajor];
     let case = |(i, (name, head_dim, tokens, kept, merging, elements)): (usize, (&str, _, _, _, _, _))| EvictionCase {
@@ -65,7 +67,7 @@ pub fn eviction_cases() -> Vec<EvictionCase> {
         tokens,
         kept,
         merging,
-        keys: if name == "equal-keys" { EvictionKeys::Equal } else { EvictionKeys::Random },
+        keys: if matches!(name, "equal-keys" | "all-into-one") { EvictionKeys::Equal } else { EvictionKeys::Random },
         elements,
         order: orders[i % 2],
         seed: 5000 + i as u64,

@@ -69,6 +69,7 @@ files![
     "select/gather.cu",
     "select/key_tile.cuh",
     "select/merge_call.cuh",
+    "select/merge_members.cu",
     "select/merge_tokens.cu",
     "select/nearest_kept.cu",
     "select/stats_call.cuh",

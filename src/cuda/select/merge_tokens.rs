@@ -1,4 +1,4 @@
-//! Kernels `kept_norms`, `nearest_kept` and `merge_tokens`.
+//! Kernels `kept_norms`, `nearest_kept`, `merge_members` and `merge_tokens`.
 
 use super::check_indices;
 use super::key_tile::{GroupWarps, KeyTile, aligned};
@@ -6,6 +6,7 @@ use super::launch::{Kernel, Launch, Launches};
 use super::words::Words;
 use crate::cuda::Cuda;
 use crate::cuda::device::indices::Indices;
+use crate::cuda::device::memory::Memory;
 use crate::cuda::device::program::Program;
 use crate::cuda::device::tensor::Tensor;
 use crate::format::AttentionShape;
@@ -13,27 +14,30 @@ use crate::plan::{ElementType, RowLayout};
 use crate::policy::Merging;
 use crate::{Error, Result};
 
-/// Threads of a block of `merge_tokens`, `MERGE_THREADS` in its source.
-const MERGE_THREADS: u32 = 256;
+/// Kept tokens of a block of `merge_tokens`, a warp for each: `WARPS` in its source.
+const MERGE_WARPS: usize = 8;
 
-/// Its warps, `WARPS` there.
-const MERGE_WARPS: usize = MERGE_THREADS as usize / 32;
+/// Kept tokens of a block of `merge_members`, `MEMBER_TILE` in its source.
+const MEMBER_TILE: usize = 256;
 
-/// Blocks of `merge_tokens` that a multiprocessor runs at once.
-const MERGE_BLOCKS: usize = 5;
+/// Threads of such a block, 32 of each of its `MEMBER_WARPS`.
+const MEMBER_THREADS: u32 = 1024;
 
-/// Bytes of shared memory for the sums of such a block, beside what it writes down.
-const SUM_BYTES: usize = 28 << 10;
+/// Bytes of a `MergeMember`: a token and a similarity.
+const MEMBER_BYTES: usize = 8;
 
 /// Threads of a block of `kept_norms`, a warp for each row.
 const NORM_THREADS: u32 = 256;
 
 const NEAREST_PROGRAM: &[&str] = &["select/nearest_kept.cu"];
 
+const MEMBERS_PROGRAM: &[&str] = &["select/merge_members.cu"];
+
 /// Evicted tokens merged into their nearest kept ones: decided, but for the memory.
 ///
-/// [`MergePlan::bind`] finds the nearest kept key of every evicted token, and merges keys and values by it: four launches.
-/// Sums are made in the order of the evicted tokens, so that two runs give the same bits.
+/// [`MergePlan::bind`] finds the nearest kept key of every evicted token, lists for every kept token what enters it, and merges
+/// keys and values by these lists: five launches. In which order sums are made depends on the lists alone, so that two runs
+/// give the same bits.
 #[derive(Clone, Debug)]
 pub struct MergePlan {
     shape: AttentionShape,
@@ -70,6 +74,8 @@ struct MergeCall {
     inverse_norms: u64,
     nearest: u64,
     similarities: u64,
+    ends: u64,
+    members: u64,
     merged: u64,
     tokens: u32,
     kv_heads: u32,
@@ -115,6 +121,8 @@ impl MergePlan {
         let inverse_norms = f32s(heads * self.kept)?;
         let similarities = f32s(heads * self.evicted)?;
         let nearest = Words::zeroed(stream, "nearest kept tokens", heads * self.evicted)?;
+        let ends = Memory::unwritten(stream, "ends of members", heads * self.kept * size_of::<u32>())?;
+        let members = Memory::unwritten(stream, "members of kept tokens", heads * self.evicted * MEMBER_BYTES)?;
         let merged = [f32s(heads * self.kept * head_dim)?, f32s(heads * self.kept * head_dim)?];
         let call = |rows: &Tensor, merged: &Tensor| MergeCall {
             rows: rows.address(),
@@ -125,13 +133,23 @@ impl MergePlan {
             inverse_norms: inverse_norms.address(),
             nearest: nearest.memory().address(),
             similarities: similarities.address(),
+            ends: ends.address(),
+            members: members.address(),
             merged: merged.address(),
             tokens: self.rows.tokens as u32,
             kv_heads: heads as u32,
             kept: self.kept as u32,
             evicted: self.evicted as u32,
         };
-        let shared = [kept.memory(), evicted.memory(), inverse_norms.memory(), nearest.memory(), similarities.memory()];
+        let shared = [
+            kept.memory(),
+            evicted.memory(),
+            inverse_norms.memory(),
+            nearest.memory(),
+            similarities.memory(),
+            &ends,
+            &members,
+        ];
         let facts = backend.kernels().facts();
         let tile = KeyTile::new(facts, head_dim, [keys.element_type(); 2], GroupWarps::Wide);
         let program = Program { files: NEAREST_PROGRAM, defines: tile.defines([(keys, &self.rows); 2]) };
@@ -140,15 +158,18 @@ impl MergePlan {
         let norms = Kernel { program: &program, name: "kept_norms", grid, block: NORM_THREADS, shared: 0 };
         let grid = [self.evicted.div_ceil(tile.block_rows()), heads];
         let search = Kernel { program: &program, name: "nearest_kept", grid, block: tile.threads(), shared: 0 };
+        let of_members = Program { files: MEMBERS_PROGRAM, defines: Vec::new() };
+        let grid = [self.kept.div_ceil(MEMBER_TILE), heads];
+        let list = Kernel { program: &of_members, name: "merge_members", grid, block: MEMBER_THREADS, shared: 0 };
         let mut launches = vec![
             Launch::new(backend, norms, &call(keys, &merged[0]), &of_keys)?,
             Launch::new(backend, search, &call(keys, &merged[0]), &of_keys)?,
+            Launch::new(backend, list, &call(keys, &merged[0]), &of_keys)?,
         ];
-        let kept_tile = self.kept_tile(facts.multiprocessors);
         for (rows, merged) in [keys, values].into_iter().zip(&merged) {
-            let program = self.merge_program(rows, kept_tile);
-            let grid = [self.kept.div_ceil(kept_tile), heads];
-            let kernel = Kernel { program: &program, name: "merge_tokens", grid, block: MERGE_THREADS, shared: 0 };
+            let program = self.merge_program(rows);
+            let (grid, block) = ([self.kept.div_ceil(MERGE_WARPS), heads], MERGE_WARPS as u32 * 32);
+            let kernel = Kernel { program: &program, name: "merge_tokens", grid, block, shared: 0 };
             let memory = [shared.as_slice(), &[rows.memory(), merged.memory()]].concat();
             launches.push(Launch::new(backend, kernel, &call(rows, merged), &memory)?);
         }
@@ -156,15 +177,7 @@ impl MergePlan {
         Ok(BoundMerge { launches: Launches::new(launches), nearest, similarities, keys, values })
     }
 
-    /// Kept tokens of a block of `merge_tokens`: as few as run at once, since every block looks at all assignments.
-    fn kept_tile(&self, multiprocessors: usize) -> usize {
-        // 16 bits hold a place in the tile and one of 1024.
-        let most = (SUM_BYTES / (size_of::<f32>() * self.shape.head_dim())).min(64);
-        let even = (self.kept * self.shape.kv_heads()).div_ceil(MERGE_BLOCKS * multiprocessors);
-        even.next_multiple_of(MERGE_WARPS).min(most / MERGE_WARPS * MERGE_WARPS)
-    }
-
-    fn merge_program(&self, rows: &Tensor, kept_tile: usize) -> Program {
+    fn merge_program(&self, rows: &Tensor) -> Program {
         let merging = match self.merging {
             Merging::Averaged => 0,
             Merging::Pivotal => 1,
@@ -175,7 +188,6 @@ impl MergePlan {
             ("KEY_TYPE", rows.type_code() as usize),
             ("ROWS_ALIGNED", usize::from(aligned(rows, &self.rows))),
             ("MERGING", merging),
-            ("KEPT_TILE", kept_tile),
         ];
         Program { files: &["select/merge_tokens.cu"], defines }
     }
