@@ -5,13 +5,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use kvpack::Result;
 use kvpack::backend::{
     AttendOptions, Attention, AttentionStates, Forward, Forwarding, MeasuredAttention, NonFinite, Packing,
-    QueriesAndKeys, Selection, SpanRead, SpanWrite,
+    QueriesAndKeys, ScoredTokens, Selection, SpanRead, SpanWrite,
 };
 use kvpack::conformance::{self, Failure, Report};
 use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor};
 use kvpack::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
 use kvpack::plan::{AttendPlan, ElementType, Page, PlannedSpan, QueryRun, RowLayout, SpanView, StoreView, TokenRange};
-use kvpack::policy::StatsRequest;
+use kvpack::policy::{ScoreRequest, StatsRequest};
 
 /// A mistake that kernels make.
 #[derive(Clone, Copy, PartialEq)]
@@ -42,6 +42,8 @@ enum Mistake {
     BinaryLogarithms,
     /// Of equal scores the last are taken.
     TakesTheLast,
+    /// Recent tokens are scored like all others.
+    ForgetsRecent,
     /// Column sums lack the last query row.
     DropsLastRow,
     /// Outputs of bf16 are cut off in place of being rounded.
@@ -109,6 +111,16 @@ impl Forward for Mistaken {
             states.lse = CpuTensor::F32(lse);
         }
         Ok(states)
+    }
+
+    fn token_scores(
+        &self,
+        sums: &CpuTensor,
+        kv_heads: usize,
+        request: &ScoreRequest<'_>,
+    ) -> Result<ScoredTokens<CpuTensor, Vec<u32>>> {
+        let recent = if self.mistake == Mistake::ForgetsRecent { 0 } else { request.recent };
+        self.cpu.token_scores(sums, kv_heads, &ScoreRequest { recent, ..*request })
     }
 
     fn top_k(&self, scores: &CpuTensor, kv_heads: usize, k: usize) -> Result<CpuIndices> {
@@ -338,6 +350,12 @@ fn a_slot_too_low_is_found() {
         let report = run(name, Mistake::WritesASlotTooLow);
         assert!(report.failures.iter().any(|f| matches!(f, Failure::Guard { .. })), "{name}: {}", report.reason());
     }
+}
+
+#[test]
+fn recent_tokens_scored_like_others_are_found() {
+    let report = run("token-scores-recent", Mistake::ForgetsRecent);
+    assert!(report.failures.iter().any(|f| matches!(f, Failure::Inaccurate { .. })), "{}", report.reason());
 }
 
 #[test]

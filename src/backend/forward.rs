@@ -4,13 +4,13 @@ use std::future::Future;
 
 use super::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Backend, Device, FlaggedToken, KeptAndEvicted,
-    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection,
-    SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage, TensorRows,
+    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, ScoredTokens,
+    Selection, SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage, TensorRows,
 };
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{AttendPlan, Elements, Page, RowLayout, StepTable, TokenWrite, WindowMove};
-use crate::policy::{Merging, StatsRequest};
+use crate::policy::{Merging, ScoreRequest, StatsRequest};
 
 /// What differs from another backend: every method does what that of [`Forward::inner`] does until it is written anew.
 /// [`Forwarding`](super::Forwarding) is the backend.
@@ -247,6 +247,14 @@ pub trait Forward {
         self.inner().measure_attention(input, request, known_lse)
     }
 
+    fn token_scores(&self, sums: &Tensor<Self>, kv_heads: usize, request: &ScoreRequest<'_>) -> Result<Scored<Self>> {
+        self.inner().token_scores(sums, kv_heads, request)
+    }
+
+    fn evicted(&self, kept: &Indices<Self>) -> Result<Indices<Self>> {
+        self.inner().evicted(kept)
+    }
+
     fn top_k(&self, scores: &Tensor<Self>, kv_heads: usize, k: usize) -> Result<Indices<Self>> {
         self.inner().top_k(scores, kv_heads, k)
     }
@@ -290,4 +298,5 @@ pub(super) type Flags<F> = <<F as Forward>::Inner as Packing>::NonFiniteFlags;
 pub(super) type States<F> = AttentionStates<Tensor<F>>;
 pub(super) type Words<F> = <<F as Forward>::Inner as Selection>::Words;
 pub(super) type Measured<F> = MeasuredAttention<Tensor<F>, Words<F>>;
+pub(super) type Scored<F> = ScoredTokens<Tensor<F>, Words<F>>;
 pub(super) type Merged<F> = MergedTokens<Tensor<F>, Words<F>>;

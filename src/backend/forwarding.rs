@@ -2,7 +2,7 @@
 
 use std::future::Future;
 
-use super::forward::{Flags, Forward, Indices, Measured, Merged, States, Store, Tensor, Words};
+use super::forward::{Flags, Forward, Indices, Measured, Merged, Scored, States, Store, Tensor, Words};
 use super::{
     AttendArithmetic, AttendOptions, Attention, Device, FlaggedToken, KeptAndEvicted, NewCentre, NonFinite, Packing,
     QueriesAndKeys, QueryPrecision, Selection, SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage,
@@ -11,7 +11,7 @@ use super::{
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{AttendPlan, Elements, Page, RowLayout, StepTable, TokenWrite, WindowMove};
-use crate::policy::{Merging, StatsRequest};
+use crate::policy::{Merging, ScoreRequest, StatsRequest};
 
 /// The backend that a [`Forward`] describes.
 #[derive(Clone, Copy, Debug, Default)]
@@ -225,6 +225,14 @@ impl<F: Forward> Selection for Forwarding<F> {
         known_lse: Option<&Tensor<F>>,
     ) -> Result<Measured<F>> {
         self.0.measure_attention(input, request, known_lse)
+    }
+
+    fn token_scores(&self, sums: &Tensor<F>, kv_heads: usize, request: &ScoreRequest<'_>) -> Result<Scored<F>> {
+        self.0.token_scores(sums, kv_heads, request)
+    }
+
+    fn evicted(&self, kept: &Indices<F>) -> Result<Indices<F>> {
+        self.0.evicted(kept)
     }
 
     fn top_k(&self, scores: &Tensor<F>, kv_heads: usize, k: usize) -> Result<Indices<F>> {

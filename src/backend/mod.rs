@@ -34,7 +34,9 @@ pub use forward::Forward;
 pub use forwarding::Forwarding;
 pub use open_step::{LayerTensors, OpenStep};
 pub use packing::{FlaggedToken, LARGEST_CENTRED_KEY, NewCentre, NonFinite, Packing, SpanRead, SpanWrite, StepInput};
-pub use selection::{KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, Selection, TensorRows};
+pub use selection::{
+    KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, ScoredTokens, Selection, TensorRows,
+};
 pub use storage::{SpanBytes, SpanPlace, Storage};
 
 pub use crate::plan::{TokenWrite, WindowMove};

@@ -6,7 +6,7 @@ use super::Device;
 use crate::Result;
 use crate::format::AttentionShape;
 use crate::plan::RowLayout;
-use crate::policy::{Merging, QueryRows, StatsRequest};
+use crate::policy::{Merging, QueryRows, ScoreRequest, StatsRequest};
 
 /// A dense tensor on a device, and where its rows lie.
 #[derive(Debug)]
@@ -97,6 +97,15 @@ pub struct MergedTokens<T, W> {
     pub values: T,
 }
 
+/// Scores of tokens on a device, of which the best stay. `W` is the backend's array of integers.
+#[derive(Clone, Debug)]
+pub struct ScoredTokens<T, W> {
+    /// f32 `[kv_heads, tokens]`; +∞ of tokens that stay in any case.
+    pub scores: T,
+    /// `[kv_heads]`: 0 where all sums of a head are numbers, or else the number of tokens from the first on whose sum is NaN.
+    pub not_numbers: W,
+}
+
 /// A device whose kernels measure attention, and choose, gather and merge tokens: what a
 /// [policy](crate::policy) needs measured, and what it decided carried out.
 ///
@@ -125,6 +134,26 @@ pub trait Selection: Device {
         request: StatsRequest,
         known_lse: Option<&Self::Tensor>,
     ) -> Result<MeasuredAttention<Self::Tensor, Self::Words>>;
+
+    /// Kernel `token_scores`: the scores of tokens, of f32 column sums `[kv_heads, tokens]`, as a policy makes them. The best of
+    /// them, by [`Selection::top_k`], are the tokens that [`Policy::select`](crate::policy::Policy::select) keeps, as far as
+    /// rounding does not change their order.
+    ///
+    /// # Errors
+    /// Those of [`ScoreRequest::check`]: [`Elements`](crate::Error::Elements), [`Selection`](crate::Error::Selection).
+    fn token_scores(
+        &self,
+        sums: &Self::Tensor,
+        kv_heads: usize,
+        request: &ScoreRequest<'_>,
+    ) -> Result<ScoredTokens<Self::Tensor, Self::Words>>;
+
+    /// Kernel `evicted`: the tokens of every KV head, below [`IndexShape::below`](crate::plan::IndexShape::below), that are not
+    /// among its kept ones, ascending. `kept` ascends for each head, as [`Selection::top_k`] returns it.
+    ///
+    /// # Errors
+    /// [`NoTokens`](crate::Error::NoTokens) when all are kept.
+    fn evicted(&self, kept: &Self::Indices) -> Result<Self::Indices>;
 
     /// Kernel `top_k`: the indices `[kv_heads, k]` of the `k` largest of f32 scores `[kv_heads, n]`, ascending for each head.
     /// Ties go to the lower index, −0 equals +0, and a score that is NaN ranks below −∞.

@@ -1,6 +1,7 @@
 //! A prompt evicted, merged and packed: what a policy decided carried out in all layers of a model, or in none.
 
 use super::change::Change;
+use super::decided::DecidedLayer;
 use super::layers::LayerGroup;
 use super::observed::{DenseLayer, ObservedLayer, ObservedPrompt};
 use super::step::NewTokens;
@@ -8,7 +9,7 @@ use super::{ModelCache, PromptSpan, SpanPositions, StoreId};
 use crate::backend::{Backend, KeptAndEvicted, MergedTokens};
 use crate::format::AttentionShape;
 use crate::plan::{RowLayout, TokenIndices};
-use crate::policy::{LayerSelection, Merging, Policy, Selection, Spans, evicted};
+use crate::policy::{Merging, Policy, Selection, Spans};
 use crate::{Error, Result};
 
 /// The place of a layer that has books of its own.
@@ -89,10 +90,10 @@ impl<B: Backend + Clone> ModelCache<B> {
         for (index, layer) in layers.iter().enumerate() {
             self.group(index)?.0.check_rows(new_tokens(layer)).await?;
         }
-        let selection = prompt.select().await?;
+        let decided = prompt.decide().await?;
         let mut kept = Vec::with_capacity(layers.len());
-        for (layer, selected) in layers.iter().zip(selection.layers()) {
-            kept.push(keep(self.backend(), layer, selected, prompt.policy().merging).await?);
+        for (layer, decided) in layers.iter().zip(&decided.layers) {
+            kept.push(keep(self.backend(), layer, decided, prompt.policy().merging)?);
         }
         self.part_layers();
         for (group, kept) in self.groups.iter_mut().zip(&kept) {
@@ -114,10 +115,15 @@ impl<B: Backend + Clone> ModelCache<B> {
                 break;
             }
         }
+        // Only now does the host look at what was chosen: whether scores were numbers, and what to tell the caller.
+        let selection = match written {
+            Ok(()) => decided.selection(self.backend()).await,
+            Err(error) => Err(error),
+        };
         for (group, change) in self.groups.iter_mut().zip(changes) {
-            if written.is_ok() { group.books.commit(change) } else { group.books.abandon(change) }
+            if selection.is_ok() { group.books.commit(change) } else { group.books.abandon(change) }
         }
-        written.map(|()| selection)
+        selection
     }
 
     fn shapes(&self) -> Vec<AttentionShape> {
@@ -149,24 +155,19 @@ impl<B: Backend> ModelCache<B> {
     }
 }
 
-/// Brings what was selected of a layer to the device, and merges what is evicted.
-async fn keep<B: Backend>(
+/// Merges what is evicted of a layer into what is kept, where the policy merges.
+fn keep<B: Backend>(
     backend: &B,
     layer: &ObservedLayer<B>,
-    selected: &LayerSelection,
+    decided: &DecidedLayer<B>,
     merging: Option<Merging>,
 ) -> Result<Option<KeptTokens<B>>> {
-    if selected.count() == 0 {
-        return Ok(None);
-    }
-    let (kv_heads, tokens) = (selected.kv_heads(), selected.tokens());
-    let positions = backend.upload_indices(&selected.indices(), kv_heads, tokens as u32).await?;
-    let merged = match merging.filter(|_| selected.count() < tokens) {
+    let Some(positions) = decided.kept.clone() else { return Ok(None) };
+    let dense = &layer.dense;
+    let merged = match merging.filter(|_| positions.shape().count() < dense.rows.tokens) {
         None => None,
         Some(merging) => {
-            let others: Vec<u32> = (0..kv_heads).flat_map(|head| evicted(selected.kept(head), tokens)).collect();
-            let evicted = backend.upload_indices(&others, kv_heads, tokens as u32).await?;
-            let dense = &layer.dense;
+            let evicted = backend.evicted(&positions)?;
             let (keys, values) = (&dense.keys, &dense.values);
             let input = KeptAndEvicted {
                 shape: layer.shape,

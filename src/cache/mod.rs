@@ -17,6 +17,7 @@ mod books;
 mod change;
 mod chunks;
 mod compress;
+mod decided;
 mod evictions;
 mod kv_cache;
 mod layer_reads;

@@ -2,11 +2,12 @@
 
 use std::fmt;
 
+use super::decided::{Decided, DecidedLayer};
 use crate::backend::{Backend, MeasuredAttention, QueriesAndKeys, TensorRows};
 use crate::format::AttentionShape;
 use crate::plan::RowLayout;
 use crate::policy::{
-    ColumnRequest, LayerStatistics, Policy, QueryRows, RowStatsSource, Selection, Spans, StatsRequest,
+    ColumnRequest, KeepRule, LayerStatistics, Policy, QueryRows, RowStatsSource, Selection, Spans, StatsRequest,
 };
 use crate::{Error, Result};
 
@@ -155,13 +156,20 @@ impl<B: Backend> ObservedPrompt<B> {
         Ok(())
     }
 
-    /// What the policy decides, once every layer was observed: the tokens that stay. The statistics come to the host for it,
-    /// 4 bytes for each token and KV head of a layer.
+    /// What the policy decides, once every layer was observed: the tokens that stay. The device chooses, as
+    /// [`ModelCache::compress`](super::ModelCache::compress) has it choose; the result comes to the host.
     ///
     /// # Errors
     /// [`Error::Selection`] when a layer was not observed, or layers differ in KV heads; those of [`Policy::select`];
     /// [`Error::DeviceLost`].
     pub async fn select(&self) -> Result<Selection> {
+        self.decide().await?.selection(&self.backend).await
+    }
+
+    /// Has the device choose the tokens that stay. Where budgets depend on how many entries of attention count, these counts come
+    /// to the host, 4 bytes for each query head and measured row of a layer; nothing else does. A policy that looks at no scores
+    /// is decided by the host.
+    pub(super) async fn decide(&self) -> Result<Decided<B>> {
         let layers = self.observed()?;
         let kv_heads = layers.first().map_or(0, |layer| layer.shape.kv_heads());
         if let Some(other) = layers.iter().position(|layer| layer.shape.kv_heads() != kv_heads) {
@@ -170,11 +178,32 @@ impl<B: Backend> ObservedPrompt<B> {
                 format!("layer {other} has {given} KV heads and layer 0 has {kv_heads}; budgets are shared by heads");
             return Err(Error::Selection { reason });
         }
-        let mut statistics = Vec::with_capacity(layers.len());
+        let mut counted = Vec::with_capacity(layers.len());
         for layer in &layers {
-            statistics.push(layer.statistics(&self.backend).await?);
+            counted.push(layer.counts(&self.backend).await?);
         }
-        self.policy.select(&self.spans, layers.len(), kv_heads, &statistics)
+        let tokens = self.spans.tokens();
+        let (Some(rows), KeepRule::Best { .. }) = (&self.rows, self.policy.keep) else {
+            let selection = self.policy.select(&self.spans, layers.len(), kv_heads, &counted)?;
+            return Decided::upload(&self.backend, selection).await;
+        };
+        let budgets = self.policy.budgets(&self.spans, layers.len(), kv_heads, &counted)?;
+        let mut decided = Vec::with_capacity(layers.len());
+        for (layer, count) in layers.iter().zip(budgets) {
+            let of_layer = match (&layer.measured, self.policy.score_request(&self.spans, rows, count)?) {
+                (Some(measured), Some(request)) => {
+                    let scored = self.backend.token_scores(&measured.column_sums, kv_heads, &request)?;
+                    let kept = match count {
+                        0 => None,
+                        count => Some(self.backend.top_k(&scored.scores, kv_heads, count)?),
+                    };
+                    DecidedLayer { kept, not_numbers: Some(scored.not_numbers) }
+                }
+                _ => DecidedLayer { kept: None, not_numbers: None },
+            };
+            decided.push(of_layer);
+        }
+        Ok(Decided { tokens, kv_heads, layers: decided })
     }
 
     /// Every layer, if all were observed.
@@ -192,11 +221,13 @@ impl<B: Backend> ObservedPrompt<B> {
 }
 
 impl<B: Backend> ObservedLayer<B> {
-    async fn statistics(&self, backend: &B) -> Result<LayerStatistics> {
-        match &self.measured {
-            Some(measured) => statistics(backend, measured).await,
-            None => Ok(LayerStatistics::default()),
-        }
+    /// What budgets need of a layer: the counts, where it has any.
+    async fn counts(&self, backend: &B) -> Result<LayerStatistics> {
+        let counts = match self.measured.as_ref().and_then(|measured| measured.counts.as_ref()) {
+            Some(counts) => backend.download_words(counts).await?,
+            None => Vec::new(),
+        };
+        Ok(LayerStatistics { column_sums: Vec::new(), counts })
     }
 }
 

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use super::attend::{self, AttendCase};
 use super::pack::{self, PackCase};
 use super::report::Report;
-use super::select::{self, ChunksCase, EvictionCase, StatisticsCase, TopKCase};
+use super::select::{self, ChunksCase, EvictionCase, StatisticsCase, TokenScoresCase, TopKCase};
 use crate::format::SegmentFormat;
 use crate::{Backend, Result};
 
@@ -31,6 +31,8 @@ pub enum Check {
     Packing(PackCase),
     /// Maxima and log-sum-exps of rows, column sums, counts.
     Statistics(StatisticsCase),
+    /// Scores of tokens, of their column sums.
+    TokenScores(TokenScoresCase),
     /// The best scores.
     TopK(TopKCase),
     /// Kept tokens gathered, evicted ones merged into them.
@@ -50,6 +52,8 @@ pub enum Kind {
     Packing,
     /// [`Check::Statistics`].
     Statistics,
+    /// [`Check::TokenScores`].
+    TokenScores,
     /// [`Check::TopK`].
     TopK,
     /// [`Check::Eviction`].
@@ -60,8 +64,16 @@ pub enum Kind {
 
 impl Kind {
     /// All kinds.
-    pub const ALL: [Self; 7] =
-        [Self::Attention, Self::States, Self::Packing, Self::Statistics, Self::TopK, Self::Eviction, Self::Chunks];
+    pub const ALL: [Self; 8] = [
+        Self::Attention,
+        Self::States,
+        Self::Packing,
+        Self::Statistics,
+        Self::TokenScores,
+        Self::TopK,
+        Self::Eviction,
+        Self::Chunks,
+    ];
 
     /// What is checked, in a sentence for people.
     pub const fn description(self) -> &'static str {
@@ -70,6 +82,7 @@ impl Kind {
             Self::States => "attention states and their merge against f64",
             Self::Packing => "runs, gathers, appended tokens, copies and windows against the CPU twin bit for bit",
             Self::Statistics => "row maxima, log-sum-exps, column sums and counts against the CPU twin",
+            Self::TokenScores => "scores made of column sums against the CPU twin within rounding",
             Self::TopK => "the best scores against the CPU twin, index for index",
             Self::Eviction => "gathered tokens against the CPU twin bit for bit, merged ones within rounding",
             Self::Chunks => "similarities of chunks against the CPU twin, reordered rows bit for bit",
@@ -90,6 +103,7 @@ impl fmt::Display for Kind {
             Self::States => "states",
             Self::Packing => "packing",
             Self::Statistics => "statistics",
+            Self::TokenScores => "token-scores",
             Self::TopK => "top-k",
             Self::Eviction => "eviction",
             Self::Chunks => "chunks",
@@ -115,6 +129,7 @@ impl Check {
             Self::Attention(case) | Self::States(case) => &case.name,
             Self::Packing(case) => &case.name,
             Self::Statistics(case) => &case.name,
+            Self::TokenScores(case) => &case.name,
             Self::TopK(case) => &case.name,
             Self::Eviction(case) => &case.name,
             Self::Chunks(case) => &case.name,
@@ -128,6 +143,7 @@ impl Check {
             Self::States(_) => Kind::States,
             Self::Packing(_) => Kind::Packing,
             Self::Statistics(_) => Kind::Statistics,
+            Self::TokenScores(_) => Kind::TokenScores,
             Self::TopK(_) => Kind::TopK,
             Self::Eviction(_) => Kind::Eviction,
             Self::Chunks(_) => Kind::Chunks,
@@ -140,6 +156,7 @@ impl Check {
             Self::Attention(case) | Self::States(case) => case.quick,
             Self::Packing(case) => case.quick,
             Self::Statistics(case) => case.quick,
+            Self::TokenScores(case) => case.quick,
             Self::TopK(case) => case.quick,
             Self::Eviction(case) => case.quick,
             Self::Chunks(case) => case.quick,
@@ -152,6 +169,7 @@ impl Check {
             Self::Attention(case) | Self::States(case) => case.formats(),
             Self::Packing(case) => case.format.to_string(),
             Self::Statistics(case) => format!("{} rows × {} keys", case.positions.len(), case.tokens),
+            Self::TokenScores(case) => format!("{} tokens", case.tokens),
             Self::TopK(case) => format!("{} of {}", case.k, case.n),
             Self::Eviction(case) => format!("{} of {} tokens", case.kept, case.tokens),
             Self::Chunks(case) => format!("{} chunks of width {}", case.embeddings, case.width),
@@ -163,7 +181,9 @@ impl Check {
         match self {
             Self::Attention(case) | Self::States(case) => case.segments.iter().map(|segment| segment.format).collect(),
             Self::Packing(case) => vec![case.format],
-            Self::Statistics(_) | Self::TopK(_) | Self::Eviction(_) | Self::Chunks(_) => Vec::new(),
+            Self::Statistics(_) | Self::TokenScores(_) | Self::TopK(_) | Self::Eviction(_) | Self::Chunks(_) => {
+                Vec::new()
+            }
         }
     }
 
@@ -177,6 +197,7 @@ impl Check {
             Self::States(case) => attend::run_states(backend, case).await,
             Self::Packing(case) => pack::run(backend, case).await,
             Self::Statistics(case) => select::run_statistics(backend, case).await,
+            Self::TokenScores(case) => select::run_token_scores(backend, case).await,
             Self::TopK(case) => select::run_top_k(backend, case).await,
             Self::Eviction(case) => select::run_eviction(backend, case).await,
             Self::Chunks(case) => select::run_chunks(backend, case).await,

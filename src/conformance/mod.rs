@@ -47,8 +47,8 @@ pub use pack::{PackCase, pack_cases};
 pub use registry::checks;
 pub use report::{Accuracy, Failure, Limits, Mismatch, OutputError, Report};
 pub use select::{
-    ChunksCase, EvictionCase, EvictionKeys, Scores, StatisticsCase, TopKCase, chunks_cases, eviction_cases,
-    statistics_cases, top_k_cases,
+    ChunksCase, EvictionCase, EvictionKeys, Scores, StatisticsCase, TokenScoresCase, TopKCase, chunks_cases,
+    eviction_cases, statistics_cases, token_scores_cases, top_k_cases,
 };
 pub use support::{Support, support};
 pub use workload::Workload;

@@ -3,7 +3,7 @@
 use super::attend::{attend_cases, state_cases};
 use super::check::Check;
 use super::pack::pack_cases;
-use super::select::{chunks_cases, eviction_cases, statistics_cases, top_k_cases};
+use super::select::{chunks_cases, eviction_cases, statistics_cases, token_scores_cases, top_k_cases};
 
 /// All checks, kind after kind. Names are unique; the order is stable.
 pub fn checks() -> Vec<Check> {
@@ -11,6 +11,7 @@ pub fn checks() -> Vec<Check> {
     checks.extend(state_cases().into_iter().map(Check::States));
     checks.extend(pack_cases().into_iter().map(Check::Packing));
     checks.extend(statistics_cases().into_iter().map(Check::Statistics));
+    checks.extend(token_scores_cases().into_iter().map(Check::TokenScores));
     checks.extend(top_k_cases().into_iter().map(Check::TopK));
     checks.extend(eviction_cases().into_iter().map(Check::Eviction));
     checks.extend(chunks_cases().into_iter().map(Check::Chunks));

@@ -11,14 +11,14 @@ use super::{
 };
 use crate::backend::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
-    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection,
-    SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage, TensorRows,
+    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, ScoredTokens,
+    Selection, SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage, TensorRows,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
     AttendPlan, Elements, Page, RowLayout, Split, StepTable, TokenIndices, TokenRange, TokenWrite, WindowMove, Work,
 };
-use crate::policy::{Merging, RowStatsSource, StatsRequest};
+use crate::policy::{self, Merging, RowStatsSource, ScoreRequest, StatsRequest};
 use crate::{Error, Result};
 
 /// The CPU backend: every kernel in f32, with rayon's threads.
@@ -309,6 +309,24 @@ impl Selection for Cpu {
         let (row_max, row_lse) = measured.map(|rows| (CpuTensor::F32(rows.max), CpuTensor::F32(rows.lse))).unzip();
         let counts = request.columns.threshold.map(|_| columns.counts);
         Ok(MeasuredAttention { row_max, row_lse, column_sums: CpuTensor::F32(columns.sums), counts })
+    }
+
+    fn token_scores(
+        &self,
+        sums: &CpuTensor,
+        kv_heads: usize,
+        request: &ScoreRequest<'_>,
+    ) -> Result<ScoredTokens<CpuTensor, Vec<u32>>> {
+        let (scores, not_numbers) = super::token_scores(&sums.to_f32(), kv_heads, request)?;
+        Ok(ScoredTokens { scores: CpuTensor::F32(scores), not_numbers })
+    }
+
+    fn evicted(&self, kept: &CpuIndices) -> Result<CpuIndices> {
+        let (shape, tokens) = (kept.shape(), kept.shape().below() as usize);
+        shape.others()?;
+        let others: Vec<u32> =
+            kept.tokens().chunks(shape.count()).flat_map(|kept| policy::evicted(kept, tokens)).collect();
+        CpuIndices::new(&others, shape.kv_heads(), shape.below())
     }
 
     fn top_k(&self, scores: &CpuTensor, kv_heads: usize, k: usize) -> Result<CpuIndices> {

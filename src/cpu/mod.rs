@@ -55,7 +55,8 @@ pub use quantize::quantize;
 pub use scores::{ScoreExtremes, SegmentScores, scores};
 pub use select::{
     ColumnStats, DenseRows, KeptTokens, RowStats, StatsInput, attention_column_stats, attention_row_stats,
-    chunk_similarity, gather, merge_tokens, nearest_kept, reorder_chunks, sum_counts, sum_partials, top_k,
+    chunk_similarity, gather, merge_tokens, nearest_kept, reorder_chunks, sum_counts, sum_partials, token_scores,
+    top_k,
 };
 pub use states::States;
 pub use store::CpuStore;

@@ -19,19 +19,20 @@ use super::pack::rows::Launcher;
 use super::pack::scratch::PackScratch;
 use super::pack::step::PackStepPlan;
 use super::select::{
-    AttentionStatsPlan, ChunkSimilarityPlan, GatherPlan, MergePlan, ReorderChunksPlan, TopKPlan, Words,
+    AttentionStatsPlan, ChunkSimilarityPlan, EvictedPlan, GatherPlan, MergePlan, ReorderChunksPlan, TokenScoresPlan,
+    TopKPlan, Words,
 };
 use crate::backend::{
     Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
-    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, Selection,
-    SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage, TensorRows,
+    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, ScoredTokens,
+    Selection, SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage, TensorRows,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
     AttendPlan, ElementType, Elements, Page, PageCopy, RowLayout, Rows, StepLayout, StepTable, StepWrites,
     TokenIndices, TokenWrite, WindowCapacity, WindowMove,
 };
-use crate::policy::{Merging, StatsRequest};
+use crate::policy::{Merging, ScoreRequest, StatsRequest};
 use crate::{Error, Result};
 
 /// A stream and the kernels of its device. Cheap to clone.
@@ -403,6 +404,29 @@ impl Selection for Cuda {
             column_sums: bound.column_sums,
             counts: bound.counts,
         })
+    }
+
+    fn token_scores(
+        &self,
+        sums: &Tensor,
+        kv_heads: usize,
+        request: &ScoreRequest<'_>,
+    ) -> Result<ScoredTokens<Tensor, Words>> {
+        self.check_tensors("token_scores", &[sums])?;
+        request.check(sums.elements(), kv_heads)?;
+        let scores = Tensor::zeroed(&self.stream, sums.elements(), ElementType::F32)?;
+        let not_numbers = Words::zeroed(&self.stream, "sums that are not numbers", kv_heads)?;
+        let plan = TokenScoresPlan::new(kv_heads, request)?;
+        plan.bind(self, sums, &scores, &not_numbers)?.launch(&self.stream)?;
+        Ok(ScoredTokens { scores, not_numbers })
+    }
+
+    fn evicted(&self, kept: &Indices) -> Result<Indices> {
+        kept.memory().check_stream("evicted", &self.stream)?;
+        let plan = EvictedPlan::new(kept.shape())?;
+        let others = Indices::zeroed(&self.stream, plan.indices())?;
+        plan.bind(self, kept, &others)?.launch(&self.stream)?;
+        Ok(others)
     }
 
     fn top_k(&self, scores: &Tensor, kv_heads: usize, k: usize) -> Result<Indices> {

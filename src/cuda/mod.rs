@@ -18,7 +18,7 @@
 //! | `attend` | `attend.cu`, `prepare_query.cu`, `merge_states.cu` | one launch per segment format: prepares the query, attends, and the last block of a sequence to arrive merges |
 //! | `attend_run` | `attend_run.cu`, `merge_run.cu` | the same for up to 256 rows of queries and query heads of a run; a launch of its own merges |
 //! | `attention_row_stats`, `attention_column_stats`, `sum_partials` | `select/`, of the same names | statistics of attention: row maxima and log-sum-exps, column sums, counts |
-//! | `top_k`, `gather`, `nearest_kept`, `merge_tokens` | `select/`, of the same names | the best scores, the kept tokens, evicted tokens merged into them |
+//! | `token_scores`, `top_k`, `evicted`, `gather`, `nearest_kept`, `merge_members`, `merge_tokens` | `select/`, of the same names | scores of tokens and the best of them, the others, kept tokens copied, evicted ones merged into them |
 //! | `chunk_similarity`, `reorder_chunks` | `select/chunk_similarity.cu`, `select/gather.cu` | chunks compared with a query, and put in another order |
 //! | `read_bandwidth`, `compute_guard` | of the same names | what measurements are held against |
 //!
@@ -69,6 +69,6 @@ pub use pack::non_finite_flags::NonFiniteFlags;
 pub use pack::step::{BoundPackStep, PackStepPlan};
 pub use pack::step_memory::StepMemory;
 pub use select::{
-    AttentionStats, AttentionStatsPlan, BoundMerge, ChunkSimilarityPlan, GatherPlan, Launch, Launches, MergePlan,
-    ReorderChunksPlan, TopKPlan, Words,
+    AttentionStats, AttentionStatsPlan, BoundMerge, ChunkSimilarityPlan, EvictedPlan, GatherPlan, Launch, Launches,
+    MergePlan, ReorderChunksPlan, TokenScoresPlan, TopKPlan, Words,
 };

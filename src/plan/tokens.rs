@@ -63,6 +63,14 @@ impl IndexShape {
         self.below
     }
 
+    /// The shape of the other tokens below [`IndexShape::below`], where the indices of a head are all different.
+    ///
+    /// # Errors
+    /// [`Error::NoTokens`] when there are none.
+    pub const fn others(&self) -> Result<Self> {
+        Self::new(self.kv_heads, (self.below as usize).saturating_sub(self.count), self.below)
+    }
+
     /// Indices of all KV heads.
     pub const fn indices(&self) -> usize {
         self.kv_heads * self.count

@@ -328,7 +328,7 @@ impl Policy {
 
 impl ScoreRule {
     /// Scores of one KV head from its column sums. Pooling leaves the last `recent` tokens alone.
-    pub(super) fn apply(&self, sums: &[f32], rows: &QueryRows, recent: usize) -> Result<Vec<f32>> {
+    pub(crate) fn apply(&self, sums: &[f32], rows: &QueryRows, recent: usize) -> Result<Vec<f32>> {
         let mut scores = match self.weighing {
             Weighing::Sum => sums.to_vec(),
             Weighing::MeanOfVisible => normalize_by_visibility(sums, rows)?,

@@ -14,6 +14,7 @@
 //! | the k best | [`top_k`] | |
 //! | the kept tokens of a head | [`recent_and_best`], [`sink_and_recent`], [`text_prior`], [`keep`] | H2O, StreamingLLM, LOOK-M |
 //! | what becomes of evicted tokens | [`Merging`], [`merge_plan`] | LOOK-M eq. 9-12 |
+//! | the same as scores, for a device to choose by | [`ScoreRequest`] | |
 //! | all of it as one method | [`Policy`] | |
 //! | precision of the chunks of a context | [`chunk_search`], [`chunk_shares`], [`reorder_plan`] | Cocktail eq. 1-3, algorithm 1 |
 //!
@@ -52,6 +53,7 @@ mod selection;
 mod spans;
 mod sparsity;
 mod statistics;
+mod token_scores;
 mod top_k;
 mod visibility;
 mod vlcache_budget;
@@ -72,6 +74,8 @@ pub use selection::{LayerSelection, Merge, Selection};
 pub use spans::Spans;
 pub use sparsity::{DEFAULT_THRESHOLD, layer_sparsity, sparsity};
 pub use statistics::{ColumnRequest, RowStatsSource, StatsRequest};
+pub use token_scores::ScoreRequest;
+pub(crate) use token_scores::ScoreTables;
 pub use top_k::{evicted, top_k};
 pub use visibility::normalize_by_visibility;
 pub use vlcache_budget::{VlCacheBudgets, VlCacheLimits, vlcache_budgets};

@@ -31,6 +31,16 @@ impl Pooling {
         Ok(Self { pool, kernel })
     }
 
+    /// What neighbours become.
+    pub const fn pool(&self) -> Pool {
+        self.pool
+    }
+
+    /// Tokens that become one, the neighbours on either side and it in their middle.
+    pub const fn width(&self) -> usize {
+        self.kernel
+    }
+
     /// Pools the scores of one head.
     pub fn apply(&self, scores: &[f32]) -> Vec<f32> {
         let half = self.kernel / 2;

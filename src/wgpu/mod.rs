@@ -26,8 +26,8 @@ pub use pack::{
 };
 
 pub use select::{
-    AttentionStats, AttentionStatsPlan, BoundMerge, ChunkSimilarityPlan, GatherPlan, MergePlan, ReorderChunksPlan,
-    StatsBuffer, TopKPlan, Words,
+    AttentionStats, AttentionStatsPlan, BoundMerge, ChunkSimilarityPlan, EvictedPlan, GatherPlan, MergePlan,
+    ReorderChunksPlan, StatsBuffer, TokenScoresPlan, TopKPlan, Words,
 };
 
 /// Every kernel variant that plans of this module can ask for, one of each that differ in more than numbers: for tests

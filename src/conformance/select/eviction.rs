@@ -1,4 +1,4 @@
-//! `gather`, `nearest_kept` and `merge_tokens`.
+//! `gather`, `evicted`, `nearest_kept` and `merge_tokens`.
 
 use super::{exact_numbers, far};
 use crate::backend::{KeptAndEvicted, TensorRows};
@@ -9,7 +9,7 @@ use crate::cpu::{self, CpuTensor, DenseRows, KeptTokens};
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, RowLayout};
 use crate::policy::{Merging, Nearest, evicted};
-use crate::{Backend, Result};
+use crate::{Backend, Error, Result};
 
 /// What keys look like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,7 +109,7 @@ impl EvictionCase {
     }
 }
 
-/// Gathers the kept keys and values, which have to be the same bits, and merges the evicted ones into them.
+/// Gathers the kept keys and values, which have to be the same bits, finds the others, and merges the evicted ones into them.
 pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &EvictionCase) -> Result<Report> {
     let (shape, layout, heads) = (case.shape, case.layout(), case.shape.kv_heads());
     let [keys, values] = case.rows();
@@ -126,9 +126,15 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &Eviction
 
     let gone: Vec<u32> = kept.chunks(case.kept).flat_map(|kept| evicted(kept, case.tokens)).collect();
     if gone.is_empty() {
+        if !matches!(backend.evicted(&kept_on_device), Err(Error::NoTokens { .. })) {
+            failures.push(Failure::Refusal { message: "evicting nothing was not refused for that".into() });
+        }
         return Ok(Report { check: case.name.clone(), accuracy: None, failures });
     }
-    let gone_on_device = backend.upload_indices(&gone, heads, below).await?;
+    let gone_on_device = backend.evicted(&kept_on_device)?;
+    let numbers = |tokens: &[u32]| tokens.iter().map(|&token| token as f32).collect::<Vec<f32>>();
+    let found = backend.download_indices(&gone_on_device).await?;
+    failures.extend(difference("evicted tokens", &numbers(&found), &numbers(&gone)));
     let input = KeptAndEvicted {
         shape,
         rows: layout,

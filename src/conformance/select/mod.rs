@@ -3,6 +3,7 @@
 mod chunks;
 mod eviction;
 mod statistics;
+mod token_scores;
 mod top_k;
 
 pub(super) use chunks::run as run_chunks;
@@ -11,6 +12,8 @@ pub(super) use eviction::run as run_eviction;
 pub use eviction::{EvictionCase, EvictionKeys, eviction_cases};
 pub(super) use statistics::run as run_statistics;
 pub use statistics::{StatisticsCase, statistics_cases};
+pub(super) use token_scores::run as run_token_scores;
+pub use token_scores::{TokenScoresCase, token_scores_cases};
 pub(super) use top_k::run as run_top_k;
 pub use top_k::{Scores, TopKCase, top_k_cases};
 

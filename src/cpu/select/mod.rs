@@ -13,6 +13,7 @@ mod merge_tokens;
 mod nearest_kept;
 mod reorder_chunks;
 mod sum_partials;
+mod token_scores;
 mod top_k;
 
 pub use attention_column_stats::{ColumnStats, attention_column_stats};
@@ -24,4 +25,5 @@ pub use merge_tokens::merge_tokens;
 pub use nearest_kept::{KeptTokens, nearest_kept};
 pub use reorder_chunks::reorder_chunks;
 pub use sum_partials::{sum_counts, sum_partials};
+pub use token_scores::token_scores;
 pub use top_k::top_k;

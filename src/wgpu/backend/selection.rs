@@ -2,13 +2,16 @@
 
 use super::Wgpu;
 use crate::Result;
-use crate::backend::{KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, Selection, TensorRows};
+use crate::backend::{
+    KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, ScoredTokens, Selection, TensorRows,
+};
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, TokenIndices};
-use crate::policy::{Merging, StatsRequest};
+use crate::policy::{Merging, ScoreRequest, StatsRequest};
 use crate::wgpu::device::{Indices, Tensor};
 use crate::wgpu::select::{
-    AttentionStatsPlan, ChunkSimilarityPlan, GatherPlan, MergePlan, ReorderChunksPlan, TopKPlan, Words,
+    AttentionStatsPlan, ChunkSimilarityPlan, EvictedPlan, GatherPlan, MergePlan, ReorderChunksPlan, TokenScoresPlan,
+    TopKPlan, Words,
 };
 
 impl Selection for Wgpu {
@@ -34,6 +37,27 @@ impl Selection for Wgpu {
             column_sums: bound.column_sums,
             counts: bound.counts,
         })
+    }
+
+    fn token_scores(
+        &self,
+        sums: &Tensor,
+        kv_heads: usize,
+        request: &ScoreRequest<'_>,
+    ) -> Result<ScoredTokens<Tensor, Words>> {
+        request.check(sums.elements(), kv_heads)?;
+        let scores = Tensor::zeroed(self.device(), sums.elements(), ElementType::F32)?;
+        let not_numbers = Words::zeroed(self.device(), "sums that are not numbers", kv_heads)?;
+        let plan = TokenScoresPlan::new(kv_heads, request)?;
+        self.run("kvpack token_scores", &plan.bind(&self.kernels, sums, &scores, &not_numbers)?)?;
+        Ok(ScoredTokens { scores, not_numbers })
+    }
+
+    fn evicted(&self, kept: &Indices) -> Result<Indices> {
+        let plan = EvictedPlan::new(kept.shape())?;
+        let others = Indices::zeroed(self.device(), plan.indices())?;
+        self.run("kvpack evicted", &plan.bind(&self.kernels, kept, &others)?)?;
+        Ok(others)
     }
 
     fn top_k(&self, scores: &Tensor, kv_heads: usize, k: usize) -> Result<Indices> {

@@ -230,6 +230,7 @@ files![
     "select/chunk_similarity.wgsl",
     "select/counting/rows.wgsl",
     "select/counting/slot.wgsl",
+    "select/evicted.wgsl",
     "select/gather.wgsl",
     "select/merge_call.wgsl",
     "select/merge_tokens.wgsl",
@@ -245,6 +246,7 @@ files![
     "select/stats_call.wgsl",
     "select/sum_counts.wgsl",
     "select/sum_partials.wgsl",
+    "select/token_scores.wgsl",
     "select/top_k.wgsl",
 ];
 

@@ -2,15 +2,19 @@
 
 mod attention_stats;
 mod chunk_similarity;
+mod evicted;
 mod merge_tokens;
 mod move_rows;
+mod token_scores;
 mod top_k;
 mod words;
 
 pub use attention_stats::{AttentionStats, AttentionStatsPlan, StatsBuffer};
 pub use chunk_similarity::ChunkSimilarityPlan;
+pub use evicted::EvictedPlan;
 pub use merge_tokens::{BoundMerge, MergePlan};
 pub use move_rows::{GatherPlan, ReorderChunksPlan};
+pub use token_scores::TokenScoresPlan;
 pub use top_k::TopKPlan;
 pub use words::Words;
 
@@ -23,8 +27,10 @@ pub(super) fn variants() -> Vec<Variant> {
     [
         attention_stats::variants(),
         chunk_similarity::variants(),
+        evicted::variants(),
         merge_tokens::variants(),
         move_rows::variants(),
+        token_scores::variants(),
         top_k::variants(),
     ]
     .concat()

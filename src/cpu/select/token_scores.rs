@@ -1,0 +1,33 @@
+//! Kernel `token_scores`: scores of tokens, of their column sums.
+
+use rayon::prelude::*;
+
+use crate::Result;
+use crate::policy::{ScoreRequest, TextRule};
+
+/// The scores of the tokens of every KV head, `[kv_heads, tokens]`, of their column sums ([`ScoreRequest`]); and for every
+/// head 0 where its sums are numbers, or else the number of tokens from the first on whose sum is NaN.
+///
+/// # Errors
+/// Those of [`ScoreRequest::check`].
+pub fn token_scores(sums: &[f32], kv_heads: usize, request: &ScoreRequest<'_>) -> Result<(Vec<f32>, Vec<u32>)> {
+    request.check(sums.len(), kv_heads)?;
+    let text = request.spans.text_mask();
+    let recent_from = request.tokens() - request.recent;
+    let of_head = |sums: &[f32]| -> Result<(Vec<f32>, u32)> {
+        let mut scores = request.scores.apply(sums, request.rows, request.recent)?;
+        let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        for (token, (score, &text)) in scores.iter_mut().zip(&text).enumerate() {
+            if token >= recent_from || (text && request.text == TextRule::Stays) {
+                *score = f32::INFINITY;
+            } else if text && request.text == TextRule::Raised {
+                *score += largest;
+            }
+        }
+        let first = sums.iter().position(|sum| sum.is_nan());
+        Ok((scores, first.map_or(0, |first| (sums.len() - first) as u32)))
+    };
+    let heads: Vec<_> = sums.par_chunks_exact(request.tokens()).map(of_head).collect::<Result<_>>()?;
+    let (scores, not_numbers): (Vec<_>, Vec<_>) = heads.into_iter().unzip();
+    Ok((scores.concat(), not_numbers))
+}

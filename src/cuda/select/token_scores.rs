@@ -1,0 +1,87 @@
+//! Kernel `token_scores`.
+
+use super::check_output;
+use super::launch::{Kernel, Launch, Launches};
+use super::words::Words;
+use crate::Result;
+use crate::cuda::Cuda;
+use crate::cuda::device::memory::Memory;
+use crate::cuda::device::program::Program;
+use crate::cuda::device::tensor::Tensor;
+use crate::plan::ElementType;
+use crate::policy::{ScoreRequest, ScoreTables};
+
+/// Threads of a block, `THREADS` in its source.
+const THREADS: u32 = 256;
+
+/// Tokens of a block, `TILE` there.
+const TILE: usize = 8 * THREADS as usize;
+
+/// Scores of tokens, of their column sums: decided, but for the memory. One launch.
+#[derive(Clone, Debug)]
+pub struct TokenScoresPlan {
+    kv_heads: usize,
+    tables: ScoreTables,
+}
+
+/// `TokenScoresCall` of `select/token_scores.cu`.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct TokenScoresCall {
+    sums: u64,
+    scores: u64,
+    rows: u64,
+    boundaries: u64,
+    not_numbers: u64,
+    tokens: u32,
+    row_count: u32,
+    boundary_count: u32,
+    recent_from: u32,
+    half_width: u32,
+    unused: u32,
+}
+
+impl TokenScoresPlan {
+    /// Plans the scores of every token of `kv_heads` heads.
+    ///
+    /// # Errors
+    /// Those of [`ScoreRequest::check`].
+    pub fn new(kv_heads: usize, request: &ScoreRequest<'_>) -> Result<Self> {
+        request.check(kv_heads * request.tokens(), kv_heads)?;
+        Ok(Self { kv_heads, tables: request.tables() })
+    }
+
+    /// Binds the f32 column sums to read and the f32 scores to write, both `[kv_heads, tokens]`, and for every head a word of 0,
+    /// which becomes the number of tokens from the first on whose sum is NaN.
+    ///
+    /// # Errors
+    /// [`Error::Elements`](crate::Error::Elements) or [`Error::Buffer`](crate::Error::Buffer) when a tensor does not suit;
+    /// what the driver reports.
+    pub fn bind(&self, backend: &Cuda, sums: &Tensor, scores: &Tensor, not_numbers: &Words) -> Result<Launches> {
+        let tables = &self.tables;
+        let elements = self.kv_heads * tables.tokens;
+        check_output("column sums", sums, elements, ElementType::F32)?;
+        check_output("scores of tokens", scores, elements, ElementType::F32)?;
+        let upload = |what, words: &[u32]| Memory::upload(backend.stream(), what, bytemuck::cast_slice(words));
+        let rows = upload("positions of query rows", &tables.rows)?;
+        let boundaries = upload("boundaries of images", &tables.boundaries)?;
+        let call = TokenScoresCall {
+            sums: sums.address(),
+            scores: scores.address(),
+            rows: rows.address(),
+            boundaries: boundaries.address(),
+            not_numbers: not_numbers.memory().address(),
+            tokens: tables.tokens as u32,
+            row_count: tables.rows.len() as u32,
+            boundary_count: tables.boundaries.len() as u32,
+            recent_from: tables.recent_from as u32,
+            half_width: tables.half_width as u32,
+            unused: 0,
+        };
+        let program = Program { files: &["select/token_scores.cu"], defines: tables.constants.to_vec() };
+        let grid = [tables.tokens.div_ceil(TILE), self.kv_heads];
+        let kernel = Kernel { program: &program, name: "token_scores", grid, block: THREADS, shared: 0 };
+        let memory = [sums.memory(), scores.memory(), &rows, &boundaries, not_numbers.memory()];
+        Ok(Launches::new(vec![Launch::new(backend, kernel, &call, &memory)?]))
+    }
+}

@@ -1,0 +1,58 @@
+//! Kernel `evicted`.
+
+use super::check_indices;
+use crate::Result;
+use crate::plan::IndexShape;
+use crate::wgpu::device::launch::{Launch, Launches};
+use crate::wgpu::device::{Indices, Kernels, Variant};
+
+/// Invocations of a workgroup.
+const INVOCATIONS: u32 = 256;
+
+/// The tokens of every KV head that are not among its kept ones: decided, but for the buffers. One dispatch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EvictedPlan {
+    kept: IndexShape,
+    evicted: IndexShape,
+}
+
+impl EvictedPlan {
+    /// Plans for kept tokens below [`IndexShape::below`].
+    ///
+    /// # Errors
+    /// [`Error::NoTokens`](crate::Error::NoTokens) when nothing is evicted.
+    pub fn new(kept: IndexShape) -> Result<Self> {
+        Ok(Self { kept, evicted: kept.others()? })
+    }
+
+    /// The shape of the result.
+    pub const fn indices(&self) -> IndexShape {
+        self.evicted
+    }
+
+    /// The kernel variants, for [`Kernels::prepare`].
+    pub fn variants(&self) -> Vec<Variant> {
+        variants()
+    }
+
+    /// Binds the kept tokens to read, `[kv_heads, kept]`, ascending for each head, and the others to write.
+    ///
+    /// # Errors
+    /// [`Error::Elements`](crate::Error::Elements) when the indices are of other shapes; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    pub fn bind(&self, kernels: &Kernels, kept: &Indices, evicted: &Indices) -> Result<Launches> {
+        let heads = self.kept.kv_heads();
+        check_indices("positions of kept tokens", kept, heads, self.kept.count())?;
+        check_indices("positions of evicted tokens", evicted, heads, self.evicted.count())?;
+        let call = [self.kept.below(), self.kept.count() as u32];
+        let call = super::upload_call(kernels.device(), &call, &[])?;
+        let buffers =
+            [("call", call.as_entire_buffer_binding()), ("kept", kept.binding()), ("others", evicted.binding())];
+        let grid = [self.kept.below().div_ceil(INVOCATIONS), heads as u32, 1];
+        Ok([Launch::new(kernels, &Variant::new("evicted"), &buffers, grid)?].into_iter().collect())
+    }
+}
+
+/// The one variant.
+pub(super) fn variants() -> Vec<Variant> {
+    vec![Variant::new("evicted")]
+}

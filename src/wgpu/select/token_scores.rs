@@ -1,0 +1,99 @@
+//! Kernel `token_scores`.
+
+use super::{Words, check_index, check_output};
+use crate::plan::ElementType;
+use crate::policy::{ScoreRequest, ScoreTables};
+use crate::wgpu::device::launch::{Launch, Launches};
+use crate::wgpu::device::{Kernels, Tensor, Variant};
+use crate::{Error, Result};
+
+/// Tokens of a workgroup, `TILE` in its source.
+const TILE: usize = 2048;
+
+/// Scores of tokens, of their column sums: decided, but for the buffers. One dispatch.
+#[derive(Clone, Debug)]
+pub struct TokenScoresPlan {
+    kv_heads: usize,
+    tables: ScoreTables,
+}
+
+/// `TokenScoresCall` of `select/token_scores.wgsl`, before its places.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct TokenScoresCall {
+    tokens: u32,
+    recent_from: u32,
+    half_width: u32,
+    row_count: u32,
+    boundary_count: u32,
+    first_sum: u32,
+}
+
+impl TokenScoresPlan {
+    /// Plans the scores of every token of `kv_heads` heads.
+    ///
+    /// # Errors
+    /// Those of [`ScoreRequest::check`]; [`Error::Limit`] when a 32-bit index does not count the scores.
+    pub fn new(kv_heads: usize, request: &ScoreRequest<'_>) -> Result<Self> {
+        request.check(kv_heads * request.tokens(), kv_heads)?;
+        check_index("the scores of all heads", (kv_heads * request.tokens()) as u64)?;
+        Ok(Self { kv_heads, tables: request.tables() })
+    }
+
+    /// The kernel variants, for [`Kernels::prepare`].
+    pub fn variants(&self) -> Vec<Variant> {
+        vec![variant_of(&self.tables.constants)]
+    }
+
+    /// Binds the f32 column sums to read and the f32 scores to write, both `[kv_heads, tokens]`, and for every head a word of 0,
+    /// which becomes the number of tokens from the first on whose sum is NaN.
+    ///
+    /// # Errors
+    /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not suit, [`Error::Limit`] when one is too large.
+    pub fn bind(&self, kernels: &Kernels, sums: &Tensor, scores: &Tensor, not_numbers: &Words) -> Result<Launches> {
+        let (tables, limits) = (&self.tables, kernels.device().limits());
+        let (elements, shape) = (self.kv_heads * tables.tokens, format!("[{}, {}]", self.kv_heads, tables.tokens));
+        if sums.elements() != elements {
+            let given = sums.elements();
+            return Err(Error::Elements { what: "column sums", given, expected: elements, shape });
+        }
+        if sums.element_type() != ElementType::F32 {
+            return Err(Error::Buffer { what: "column sums", reason: "they must be f32".into() });
+        }
+        check_output("scores of tokens", scores, elements, ElementType::F32, &limits)?;
+        if not_numbers.len() != self.kv_heads {
+            let (given, expected) = (not_numbers.len(), self.kv_heads);
+            return Err(Error::Elements { what: "words of heads", given, expected, shape: "[kv_heads]".into() });
+        }
+        let read = sums.element_binding(&limits)?;
+        let call = TokenScoresCall {
+            tokens: tables.tokens as u32,
+            recent_from: tables.recent_from as u32,
+            half_width: tables.half_width as u32,
+            row_count: tables.rows.len() as u32,
+            boundary_count: tables.boundaries.len() as u32,
+            first_sum: read.first_element,
+        };
+        // An array in a binding has at least one element.
+        let places = [tables.rows.as_slice(), &tables.boundaries, &[0]].concat();
+        let call = super::upload_call(kernels.device(), &call, &places)?;
+        let buffers = [
+            ("call", call.as_entire_buffer_binding()),
+            ("sums", read.buffer),
+            ("scores", scores.binding()),
+            ("not_numbers", not_numbers.binding()),
+        ];
+        let grid = [tables.tokens.div_ceil(TILE) as u32, self.kv_heads as u32, 1];
+        Ok([Launch::new(kernels, &variant_of(&self.tables.constants), &buffers, grid)?].into_iter().collect())
+    }
+}
+
+fn variant_of(constants: &[(&'static str, usize)]) -> Variant {
+    constants.iter().fold(Variant::new("token_scores"), |variant, &(name, value)| variant.constant(name, value))
+}
+
+/// Variants that differ in more than numbers.
+pub(super) fn variants() -> Vec<Variant> {
+    let of = |[weighing, pool, text]: [usize; 3]| variant_of(&[("WEIGHING", weighing), ("POOL", pool), ("TEXT", text)]);
+    [[0, 0, 0], [1, 1, 1], [0, 2, 2]].map(of).to_vec()
+}
