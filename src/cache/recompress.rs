@@ -12,7 +12,6 @@ use crate::format::AttentionShape;
 use crate::plan::{RowLayout, TokenIndices};
 use crate::policy::{
     LayerSelection, LayerStatistics, Merging, Policy, QueryRows, RowStatsSource, Selection, Spans, StatsRequest,
-    evicted,
 };
 use crate::{Error, Result};
 
@@ -253,9 +252,7 @@ impl<B: Backend> LayerGroup<B> {
         let merged = match merging.filter(|_| kept.count() < tokens) {
             None => None,
             Some(merging) => {
-                let others: Vec<u32> = places.iter().flat_map(|kept| evicted(kept, tokens)).collect();
-                let evicted = self.backend.upload_indices(&others, kv_heads, tokens as u32).await?;
-                let (kept, evicted) = (&at, &evicted);
+                let (kept, evicted) = (&at, &self.backend.evicted(&at)?);
                 let input = KeptAndEvicted { shape, rows, keys: &keys, values: &values, kept, evicted };
                 Some(self.backend.merge_tokens(input, merging)?)
             }
