@@ -49,6 +49,8 @@ mod method;
 mod pooling;
 mod pyramid_budget;
 mod query_rows;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod score_tables;
 mod selection;
 mod spans;
 mod sparsity;
@@ -70,12 +72,13 @@ pub use method::{BudgetRule, KeepRule, LayerStatistics, MeasuredRows, Policy, Re
 pub use pooling::{Pool, Pooling};
 pub use pyramid_budget::{PyramidShape, pyramid_budgets};
 pub use query_rows::QueryRows;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) use score_tables::ScoreTables;
 pub use selection::{LayerSelection, Merge, Selection};
 pub use spans::Spans;
 pub use sparsity::{DEFAULT_THRESHOLD, layer_sparsity, sparsity};
 pub use statistics::{ColumnRequest, RowStatsSource, StatsRequest};
 pub use token_scores::ScoreRequest;
-pub(crate) use token_scores::ScoreTables;
 pub use top_k::{evicted, top_k};
 pub use visibility::normalize_by_visibility;
 pub use vlcache_budget::{VlCacheBudgets, VlCacheLimits, vlcache_budgets};
