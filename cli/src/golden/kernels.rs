@@ -2,11 +2,13 @@
 
 use anyhow::Result;
 use kvpack::AttentionShape;
-use kvpack::backend::Device as _;
+use kvpack::backend::{Device as _, Selection as _};
 use kvpack::cpu::{self, DenseRows, KeptTokens, RowStats, StatsInput};
 use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
-use kvpack::policy::{ColumnRequest, HeadAggregation, Merging, Nearest, QueryRows, RowStatsSource, StatsRequest};
-use kvpack::wgpu::{AttentionStatsPlan, ChunkSimilarityPlan, Indices, Launches, MergePlan, Tensor, TopKPlan, Wgpu};
+use kvpack::policy::{
+    ColumnRequest, HeadAggregation, Merging, Nearest, QueryRows, RowStatsSource, ScoreRequest, StatsRequest,
+};
+use kvpack::wgpu::{AttentionStatsPlan, ChunkSimilarityPlan, Launches, MergePlan, Tensor, Wgpu};
 use pollster::block_on;
 
 use super::file::{GoldenFile, part};
@@ -132,6 +134,12 @@ impl Attention {
     }
 }
 
+/// Tokens that stay, and all scores.
+pub struct Chosen {
+    pub kept: Vec<u32>,
+    pub scores: Vec<f32>,
+}
+
 /// Evicted tokens merged into kept ones.
 pub struct Merged {
     pub nearest: Vec<Nearest>,
@@ -140,21 +148,21 @@ pub struct Merged {
 }
 
 impl Device<'_> {
-    /// The last `recent` tokens and the `best` best before them, of one head.
-    pub fn recent_and_best(self, scores: &[f32], recent: usize, best: usize) -> Result<Vec<u32>> {
-        let before = scores.len() - recent;
-        let mut kept = match self {
-            Self::Cpu => cpu::top_k(&scores[..before], 1, best)?,
-            Self::Gpu(gpu) => {
-                let plan = TopKPlan::new(1, before, best)?;
-                let scores = block_on(gpu.upload(Elements::F32(&scores[..before])))?;
-                let chosen = Indices::zeroed(gpu.device(), plan.indices()?)?;
-                run(gpu, &plan.bind(gpu.kernels(), &scores, &chosen)?);
-                block_on(gpu.download_indices(&chosen))?
+    /// The `count` tokens of every head that stay, by their column sums, and what these are as scores.
+    pub fn choose(self, sums: &[f32], kv_heads: usize, request: &ScoreRequest<'_>, count: usize) -> Result<Chosen> {
+        match self {
+            Self::Cpu => {
+                let (scores, _) = cpu::token_scores(sums, kv_heads, request)?;
+                Ok(Chosen { kept: cpu::top_k(&scores, kv_heads, count)?, scores })
             }
-        };
-        kept.extend(before as u32..scores.len() as u32);
-        Ok(kept)
+            Self::Gpu(gpu) => {
+                let sums = block_on(gpu.upload(Elements::F32(sums)))?;
+                let scored = gpu.token_scores(&sums, kv_heads, request)?;
+                let kept = gpu.top_k(&scored.scores, kv_heads, count)?;
+                let scores = block_on(gpu.download(&scored.scores))?;
+                Ok(Chosen { kept: block_on(gpu.download_indices(&kept))?, scores })
+            }
+        }
     }
 
     /// Keys and values `[kv_heads, tokens, head_dim]` merged by the keys that are nearest.

@@ -4,14 +4,17 @@ use anyhow::{Result, bail};
 use kvpack::AttentionShape;
 use kvpack::cpu::KeptTokens;
 use kvpack::plan::TokenRange;
-use kvpack::policy::{Merging, Spans, TextRule, evicted, merge_plan, text_prior};
+use kvpack::policy::{
+    HeadAggregation, Merging, QueryRows, ScoreRequest, ScoreRule, Spans, TextRule, Weighing, evicted, merge_plan,
+    text_prior,
+};
 
 use super::file::{GoldenFile, part};
 use super::kernels::Device;
 use super::{Computed, Outputs, doubles};
 
-/// `lookm.evict`: text prior (eq. 4-8).
-pub fn evict(file: &GoldenFile) -> Result<Computed> {
+/// `lookm.evict`: text prior (eq. 4-8), by the host and by the kernels.
+pub fn evict(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     let [heads, tokens] = file.input("scores")?.axes()?;
     let (scores, spans) = (file.input("scores")?.f32()?, spans(file.input("text_mask")?.mask()?)?);
     let (recent, best) = (file.count("recent")?, file.count("important")?);
@@ -19,7 +22,18 @@ pub fn evict(file: &GoldenFile) -> Result<Computed> {
     for head in 0..heads {
         kept.extend(text_prior(part(&scores, head, tokens)?, &spans, TextRule::Raised, recent, best)?);
     }
-    Ok(vec![("text_prior", Outputs::from([("kept", doubles(&kept))]))])
+    // The rows are not looked at.
+    let rows = QueryRows::last(1, tokens)?;
+    let scores_of = ScoreRule { aggregation: HeadAggregation::Mean, weighing: Weighing::Sum, pooling: None };
+    let request = ScoreRequest { rows: &rows, spans: &spans, scores: scores_of, text: TextRule::Raised, recent };
+    let chosen = device.choose(&scores, heads, &request, recent + best)?.kept;
+    Ok(vec![
+        ("text_prior", Outputs::from([("kept", doubles(&kept))])),
+        (
+            device.named(["token_scores, top_k", "token_scores, top_k (wgpu)"]),
+            Outputs::from([("kept", doubles(&chosen))]),
+        ),
+    ])
 }
 
 /// `lookm.merge`: nearest kept keys and what is merged into them (eq. 9-12), by the kernels and by a merge plan.

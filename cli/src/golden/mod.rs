@@ -56,7 +56,7 @@ const OPS: [(&str, Op); 27] = [
     ("hadamard", hadamard::hadamard),
     ("kivi.quantize_k", kivi::quantize_k),
     ("kivi.quantize_v", kivi::quantize_v),
-    ("lookm.evict", lookm::evict),
+    ("lookm.evict", |file| lookm::evict(file, Device::Cpu)),
     ("lookm.merge", |file| lookm::merge(file, Device::Cpu)),
     ("pyramidkv.budget", selection::pyramidkv),
     ("saw.quantize", saw_int4::quantize),
@@ -75,12 +75,13 @@ const OPS: [(&str, Op); 27] = [
 type GpuOp = fn(&GoldenFile, &Wgpu) -> Result<Computed>;
 
 /// The ops that run on a GPU too.
-const GPU_OPS: [(&str, GpuOp); 10] = [
+const GPU_OPS: [(&str, GpuOp); 11] = [
     ("attention.column_sums", |file, gpu| attention_stats::column_sums(file, Device::Gpu(gpu))),
     ("attention.prefill", attention_prefill::prefill_on_gpu),
     ("cocktail.search", |file, gpu| cocktail::search(file, Device::Gpu(gpu))),
     ("h2o.select", |file, gpu| selection::h2o(file, Device::Gpu(gpu))),
     ("hadamard", hadamard::hadamard_on_gpu),
+    ("lookm.evict", |file, gpu| lookm::evict(file, Device::Gpu(gpu))),
     ("lookm.merge", |file, gpu| lookm::merge(file, Device::Gpu(gpu))),
     ("snapkv.select", |file, gpu| selection::snapkv(file, Device::Gpu(gpu))),
     ("vlcache.plan", |file, gpu| vlcache::plan(file, Device::Gpu(gpu))),

@@ -1,11 +1,21 @@
 //! SnapKV, H2O, PyramidKV and StreamingLLM.
 
 use anyhow::{Result, bail};
-use kvpack::policy::{HeadAggregation, Pool, Pooling, PyramidShape, pyramid_budgets, sink_and_recent};
+use kvpack::policy::{
+    HeadAggregation, Pool, Pooling, PyramidShape, ScoreRequest, ScoreRule, Spans, TextRule, Weighing, pyramid_budgets,
+    sink_and_recent,
+};
 
 use super::file::{GoldenFile, part};
 use super::kernels::{Attention, Device};
 use super::{Computed, Outputs, doubles};
+
+/// What measures and chooses, on the CPU and through wgpu.
+const KERNELS: [&str; 2] =
+    ["attention_column_stats, token_scores, top_k", "attention_column_stats, token_scores, top_k (wgpu)"];
+
+/// The mean over a group's heads of the sums over all rows.
+const ACCUMULATED: ScoreRule = ScoreRule { aggregation: HeadAggregation::Mean, weighing: Weighing::Sum, pooling: None };
 
 /// `snapkv.select`: a window of rows, the mean over the group, pooling, the best.
 pub fn snapkv(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
@@ -16,27 +26,27 @@ pub fn snapkv(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
         other => bail!("unknown pooling: {other}"),
     };
     let pooling = Pooling::new(pool, file.count("kernel")?)?;
-    let best = file.count("capacity")? - window;
+    let scores = ScoreRule { pooling: Some(pooling), ..ACCUMULATED };
+    let capacity = file.count("capacity")?;
     let (mut kept, mut pooled) = (Vec::new(), Vec::new());
     for sequence in 0..batch {
         let attention = Attention::of_file(file, "q_window", sequence, usize::MAX)?;
-        let sums = attention.measure(device, HeadAggregation::Mean, None)?.sums;
-        let tokens = attention.rows.tokens();
-        for sums in sums.chunks(tokens) {
-            let mut scores = pooling.apply(&sums[..tokens - window]);
-            pooled.extend(doubles(&scores));
-            scores.resize(tokens, 0.0);
-            kept.extend(device.recent_and_best(&scores, window, best)?);
-        }
+        let sums = attention.measure(device, scores.aggregation, None)?.sums;
+        let (rows, tokens) = (&attention.rows, attention.rows.tokens());
+        let spans = Spans::new(tokens, &[])?;
+        let request = ScoreRequest { rows, spans: &spans, scores, text: TextRule::Equal, recent: window };
+        let chosen = device.choose(&sums, attention.shape.kv_heads(), &request, capacity)?;
+        kept.extend(chosen.kept);
+        pooled.extend(chosen.scores.chunks(tokens).flat_map(|scores| doubles(&scores[..tokens - window])));
     }
     let outputs = Outputs::from([("kept", doubles(&kept)), ("scores", pooled)]);
-    Ok(vec![(device.named(["attention_column_stats, top_k", "attention_column_stats, top_k (wgpu)"]), outputs)])
+    Ok(vec![(device.named(KERNELS), outputs)])
 }
 
 /// `h2o.select`: accumulated scores of all rows, the best and the recent.
 pub fn h2o(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     let recent = file.count("recent")?;
-    let best = file.count("capacity")? - recent;
+    let capacity = file.count("capacity")?;
     let sequences = if file.has_input("attn") { 1 } else { file.input("q")?.axes::<4>()?[0] };
     let (mut kept, mut scores) = (Vec::new(), Vec::new());
     for sequence in 0..sequences {
@@ -49,14 +59,14 @@ pub fn h2o(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
                 Attention::of_weights(weights, heads, file.count("group")?, tokens, usize::MAX)?
             }
         };
-        let sums = attention.measure(device, HeadAggregation::Mean, None)?.sums;
-        for sums in sums.chunks(attention.rows.tokens()) {
-            scores.extend(doubles(sums));
-            kept.extend(device.recent_and_best(sums, recent, best)?);
-        }
+        let sums = attention.measure(device, ACCUMULATED.aggregation, None)?.sums;
+        let (rows, spans) = (&attention.rows, Spans::new(attention.rows.tokens(), &[])?);
+        let request = ScoreRequest { rows, spans: &spans, scores: ACCUMULATED, text: TextRule::Equal, recent };
+        kept.extend(device.choose(&sums, attention.shape.kv_heads(), &request, capacity)?.kept);
+        scores.extend(doubles(&sums));
     }
     let outputs = Outputs::from([("kept", doubles(&kept)), ("scores", scores)]);
-    Ok(vec![(device.named(["attention_column_stats, top_k", "attention_column_stats, top_k (wgpu)"]), outputs)])
+    Ok(vec![(device.named(KERNELS), outputs)])
 }
 
 /// `pyramidkv.budget`.
