@@ -15,8 +15,11 @@ use std::path::Path;
 use kvpack::backend::{AttendOptions, QueryPrecision};
 use kvpack::format::sketch::Sketch;
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, NormRule, Rotation, TensorFormat};
-use kvpack::plan::{AttendPlan, ElementType, Page, QueryRows, QueryRun, SpanView, Split, StoreView};
-use kvpack::wgpu::{Capabilities, KernelLimits, StepPlan, SubgroupSizes, Timestamps, Variant, variants};
+use kvpack::plan::{AttendPlan, ElementType, Page, QueryRows, QueryRun, RowLayout, SpanView, Split, StoreView};
+use kvpack::policy::{ColumnRequest, HeadAggregation, RowStatsSource, StatsRequest};
+use kvpack::wgpu::{
+    AttentionStatsPlan, Capabilities, KernelLimits, StepPlan, SubgroupSizes, Timestamps, Variant, variants,
+};
 use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat};
 use naga::back::{hlsl, msl, spv};
 use naga::valid::{self, ModuleInfo, ValidationFlags, Validator};
@@ -44,7 +47,7 @@ fn merges_alone(variant: &Variant) -> bool {
 
 /// Those, and what multiplies cooperative matrices, which nobody has run elsewhere.
 fn is_for_vulkan(variant: &Variant) -> bool {
-    merges_alone(variant) || variant.kernel() == "attend_matrix"
+    merges_alone(variant) || variant.source().unwrap().wgsl.contains("coopMultiplyAdd")
 }
 
 fn write_spirv(module: &naga::Module, info: &ModuleInfo) -> Result<Vec<u32>, String> {
@@ -124,7 +127,28 @@ fn matrix_variants() -> Vec<Variant> {
     });
     let variants = variants.concat();
     assert_eq!(variants.iter().filter(|variant| variant.kernel() == "attend_matrix").count(), 3);
-    variants
+    [variants, statistics_variants(&capabilities)].concat()
+}
+
+/// Statistics of f16 keys on the same device: head dimensions, chunks of some heads and of one, aggregations.
+fn statistics_variants(capabilities: &Capabilities) -> Vec<Variant> {
+    let mut found = Vec::new();
+    for (turn, queries) in ElementType::ALL.into_iter().cycle().take(12).enumerate() {
+        let head_dim = [64, 80, 96, 128][turn / 3];
+        let (shape, rows) = (AttentionShape::new(8, 2, head_dim).unwrap(), [1, 50, 300][turn % 3]);
+        let query_shape = AttentionShape::new(8, 8, head_dim).unwrap();
+        let aggregation = [HeadAggregation::Each, HeadAggregation::Sum, HeadAggregation::Mean][turn / 2 % 3];
+        let columns = ColumnRequest { aggregation, threshold: turn.is_multiple_of(2).then_some(0.01) };
+        let layouts = [RowLayout::token_major(rows, &query_shape), RowLayout::token_major(1000, &shape)];
+        let request = StatsRequest { columns, rows: RowStatsSource::Measured };
+        let rows = kvpack::policy::QueryRows::last(rows, 1000).unwrap();
+        let plan = AttentionStatsPlan::new(&shape, rows, layouts, request).unwrap().for_device(capabilities);
+        let variants = plan.variants(queries, ElementType::F16);
+        let kernels: Vec<&str> = variants.iter().map(Variant::kernel).take(2).collect();
+        assert_eq!(kernels, ["prepare_stats_queries", "attention_row_stats_matrix"]);
+        found.extend(variants);
+    }
+    found
 }
 
 /// The floor, f16 alone, subgroups alone, and both.

@@ -29,6 +29,7 @@ impl Selection for Wgpu {
     ) -> Result<MeasuredAttention<Tensor, Words>> {
         let layouts = [input.queries.layout, input.keys.layout];
         let plan = AttentionStatsPlan::new(&input.shape, input.rows.clone(), layouts, request)?;
+        let plan = plan.for_device(&self.capabilities);
         let bound = plan.bind(&self.kernels, input.queries.tensor, input.keys.tensor, known_lse)?;
         self.run("kvpack measure_attention", &bound.launches)?;
         Ok(MeasuredAttention {

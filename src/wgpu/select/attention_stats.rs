@@ -1,5 +1,6 @@
 //! Kernels `attention_row_stats`, `attention_column_stats` and `sum_partials`.
 
+use super::stats_matrix::{self, MatrixCall, MatrixCut};
 use super::words::Words;
 use super::{check_index, check_reach, queries_file, upload_call};
 use crate::Result;
@@ -7,7 +8,7 @@ use crate::format::{AttentionShape, HEAD_DIMS};
 use crate::plan::{ElementType, RowLayout};
 use crate::policy::{HeadAggregation, QueryRows, RowStatsSource, StatsRequest};
 use crate::wgpu::device::launch::{Launch, Launches, flat_grid};
-use crate::wgpu::device::{Kernels, Tensor, Variant};
+use crate::wgpu::device::{Capabilities, ElementBinding, Kernels, Tensor, Variant};
 use crate::wgpu::pack::rows_file;
 
 /// Keys of a tile, `RESIDENT` in `resident_rows.wgsl`.
@@ -28,7 +29,8 @@ pub struct StatsBuffer {
 /// Attention statistics of query rows against all keys of a context: decided, but for the buffers.
 ///
 /// A workgroup owns some tiles of 128 keys of a KV head, which stay in registers while the query rows pass by; scores
-/// and weights never reach memory, values are not read, and everything is summed in a fixed order.
+/// and weights never reach memory, values are not read, and everything is summed in a fixed order. Where a device has
+/// cooperative matrices ([`for_device`](Self::for_device)) query rows stay instead, as halves, and keys in f16 pass by.
 ///
 /// ```
 /// use kvpack::plan::RowLayout;
@@ -59,6 +61,7 @@ pub struct AttentionStatsPlan {
     log_threshold: Option<f32>,
     part_tiles: usize,
     parts: usize,
+    matrices: Option<MatrixCut>,
 }
 
 /// Statistics bound to their tensors: what [`AttentionStats::launches`] measures lies in the other fields.
@@ -131,10 +134,19 @@ impl AttentionStatsPlan {
         check_reach(&keys, shape.kv_heads(), shape.head_dim())?;
         check_index("column sums", (shape.query_heads() * rows.tokens()) as u64)?;
         let tiles = rows.tokens().div_ceil(TILE_KEYS);
-        let most_parts = PARTIAL_BYTES / (8 * rows.len() * shape.query_heads());
-        let part_tiles = tiles.div_ceil(most_parts.clamp(1, u16::MAX.into()));
+        let part_tiles = tiles.div_ceil(most_parts(shape, &rows).clamp(1, u16::MAX.into()));
         let parts = tiles.div_ceil(part_tiles);
-        Ok(Self { shape: *shape, rows, queries, keys, request, log_threshold, part_tiles, parts })
+        let matrices = None;
+        Ok(Self { shape: *shape, rows, queries, keys, request, log_threshold, part_tiles, parts, matrices })
+    }
+
+    /// The same statistics on a device with these capabilities: keys in f16 by cooperative matrices, where it has them and
+    /// there are kernels for the shape.
+    pub fn for_device(self, capabilities: &Capabilities) -> Self {
+        let (size, aggregation) = ([self.rows.len(), self.rows.tokens()], self.request.columns.aggregation);
+        let matrices =
+            MatrixCut::new(&self.shape, size, aggregation, most_parts(&self.shape, &self.rows), capabilities);
+        Self { matrices, ..self }
     }
 
     /// The buffers that [`AttentionStatsPlan::bind`] makes: all memory that the kernels write.
@@ -143,13 +155,19 @@ impl AttentionStatsPlan {
         let head_rows = heads * self.rows.len();
         let sums = self.request.columns.aggregation.rows(heads, self.shape.kv_heads()) * tokens;
         let mut buffers = vec![StatsBuffer { what: "column sums", bytes: sums * 4 }];
+        let parts = self.parts.max(self.matrices.map_or(0, |cut| cut.parts));
+        if let Some(cut) = &self.matrices {
+            // Rows of f32 elements have two halves for each.
+            buffers.push(StatsBuffer { what: "query rows in halves", bytes: cut.prepared_elements(2) * 2 });
+            buffers.push(StatsBuffer { what: "units of query rows", bytes: cut.columns() * 4 });
+        }
         if self.request.rows == RowStatsSource::Measured {
-            buffers.push(StatsBuffer { what: "row statistics of parts", bytes: self.parts * head_rows * 8 });
+            buffers.push(StatsBuffer { what: "row statistics of parts", bytes: parts * head_rows * 8 });
             buffers.push(StatsBuffer { what: "maxima of rows", bytes: head_rows * 4 });
             buffers.push(StatsBuffer { what: "log-sum-exps of rows", bytes: head_rows * 4 });
         }
         if self.log_threshold.is_some() {
-            buffers.push(StatsBuffer { what: "counts of parts", bytes: self.parts * head_rows * 4 });
+            buffers.push(StatsBuffer { what: "counts of parts", bytes: parts * head_rows * 4 });
             buffers.push(StatsBuffer { what: "counts of rows", bytes: head_rows * 4 });
         }
         buffers
@@ -157,11 +175,12 @@ impl AttentionStatsPlan {
 
     /// The kernel variants for tensors of these types, for [`Kernels::prepare`].
     pub fn variants(&self, queries: ElementType, keys: ElementType) -> Vec<Variant> {
-        let mut variants = Vec::new();
+        let cut = self.uses_matrices(keys);
+        let mut variants: Vec<Variant> = cut.iter().map(|cut| cut.prepare_variant(queries)).collect();
         if self.request.rows == RowStatsSource::Measured {
-            variants.extend([row_variant(self.shape.head_dim(), queries, keys), Variant::new("sum_partials")]);
+            variants.extend([self.row_variant(cut.as_ref(), queries, keys), Variant::new("sum_partials")]);
         }
-        variants.push(self.column_variant(queries, keys));
+        variants.push(self.column_variant(cut.as_ref(), queries, keys));
         if self.log_threshold.is_some() {
             variants.push(Variant::new("sum_counts"));
         }
@@ -193,21 +212,33 @@ impl AttentionStatsPlan {
         self.queries.check("query rows", queries.elements(), &query_shape)?;
         self.keys.check("keys", keys.elements(), shape)?;
         let (query_rows, key_rows) = (queries.element_binding(&limits)?, keys.element_binding(&limits)?);
-        let call =
-            StatsCall { first_key: key_rows.first_element, first_query: query_rows.first_element, ..self.call() };
-        let call = upload_call(device, &call, self.rows.positions())?;
-        let head_rows = shape.query_heads() * self.rows.len();
-        let grid = [self.parts as u32, shape.kv_heads() as u32, 1];
-        let sum_grid = flat_grid(head_rows as u64, &limits)?;
-        let sum_call = upload_call(device, &SumCall { rows: head_rows as u32, parts: self.parts as u32 }, &[])?;
-        let inputs = [
-            ("call", call.as_entire_buffer_binding()),
-            ("rows", key_rows.buffer.clone()),
-            ("queries", query_rows.buffer.clone()),
-        ];
         let (query_type, key_type) = (queries.element_type(), keys.element_type());
+        let cut = self.uses_matrices(key_type).filter(|_| stats_matrix::begins_at_vector(&key_rows));
+        let call = match &cut {
+            Some(cut) => upload_call(device, &self.matrix_call(cut, &key_rows, &query_rows), self.rows.positions())?,
+            None => upload_call(device, &self.call(&key_rows, &query_rows), self.rows.positions())?,
+        };
+        let head_rows = shape.query_heads() * self.rows.len();
+        let (parts, grid) = match &cut {
+            Some(cut) => (cut.parts, cut.grid()),
+            None => (self.parts, [self.parts as u32, shape.kv_heads() as u32, 1]),
+        };
+        let sum_grid = flat_grid(head_rows as u64, &limits)?;
+        let sum_call = upload_call(device, &SumCall { rows: head_rows as u32, parts: parts as u32 }, &[])?;
         let f32s = |elements| Tensor::zeroed(device, elements, ElementType::F32);
         let mut launches = Vec::new();
+        let prepared = cut.map(|cut| cut.prepared(device, query_type)).transpose()?;
+        let call_binding = ("call", call.as_entire_buffer_binding());
+        let inputs = match (&cut, &prepared) {
+            (Some(cut), Some((rows, units))) => {
+                let made = [("prepared", rows.binding()), ("units", units.binding())];
+                let read = [call_binding.clone(), ("queries", query_rows.buffer.clone())];
+                let buffers = [read.as_slice(), &made].concat();
+                launches.push(Launch::new(kernels, &cut.prepare_variant(query_type), &buffers, cut.prepare_grid())?);
+                [[call_binding, ("keys", key_rows.buffer.clone())], made].concat()
+            }
+            _ => vec![call_binding, ("rows", key_rows.buffer.clone()), ("queries", query_rows.buffer.clone())],
+        };
 
         let (row_max, row_lse) = match (self.request.rows, known_lse) {
             (RowStatsSource::KnownLse, Some(lse)) => {
@@ -215,9 +246,9 @@ impl AttentionStatsPlan {
                 (None, lse.clone())
             }
             (RowStatsSource::Measured, None) => {
-                let partials = f32s(self.parts * head_rows * 2)?;
+                let partials = f32s(parts * head_rows * 2)?;
                 let (max, lse) = (f32s(head_rows)?, f32s(head_rows)?);
-                let variant = row_variant(shape.head_dim(), query_type, key_type);
+                let variant = self.row_variant(cut.as_ref(), query_type, key_type);
                 let buffers = [inputs.as_slice(), &[("partials", partials.binding())]].concat();
                 launches.push(Launch::new(kernels, &variant, &buffers, grid)?);
                 let buffers = [
@@ -236,7 +267,7 @@ impl AttentionStatsPlan {
         let column_sums = f32s(aggregation.rows(shape.query_heads(), shape.kv_heads()) * self.rows.tokens())?;
         let counted = match (self.log_threshold, &row_max) {
             (Some(_), Some(max)) => {
-                let partials = Words::zeroed(device, "counts of parts", self.parts * head_rows)?;
+                let partials = Words::zeroed(device, "counts of parts", parts * head_rows)?;
                 Some((max, partials, Words::zeroed(device, "counts of rows", head_rows)?))
             }
             _ => None,
@@ -246,7 +277,8 @@ impl AttentionStatsPlan {
         if let Some((max, partials, _)) = &counted {
             buffers.extend([("row_max", max.binding()), ("count_partials", partials.binding())]);
         }
-        launches.push(Launch::new(kernels, &self.column_variant(query_type, key_type), &buffers, grid)?);
+        let variant = self.column_variant(cut.as_ref(), query_type, key_type);
+        launches.push(Launch::new(kernels, &variant, &buffers, grid)?);
         let counts = match counted {
             None => None,
             Some((_, partials, counts)) => {
@@ -262,12 +294,41 @@ impl AttentionStatsPlan {
         Ok(AttentionStats { launches: launches.into_iter().collect(), row_max, row_lse, column_sums, counts })
     }
 
-    fn call(&self) -> StatsCall {
+    /// The cut by which cooperative matrices take keys of a type, if they do.
+    fn uses_matrices(&self, keys: ElementType) -> Option<MatrixCut> {
+        self.matrices.filter(|_| stats_matrix::reads_keys(keys, &self.keys))
+    }
+
+    fn matrix_call(&self, cut: &MatrixCut, keys: &ElementBinding<'_>, queries: &ElementBinding<'_>) -> MatrixCall {
+        let call = self.call(keys, queries);
+        MatrixCall {
+            first_key: stats_matrix::in_vectors(call.first_key),
+            key_token_stride: stats_matrix::in_vectors(call.key_token_stride),
+            key_head_stride: stats_matrix::in_vectors(call.key_head_stride),
+            first_query: call.first_query,
+            query_token_stride: call.query_token_stride,
+            query_head_stride: call.query_head_stride,
+            tokens: call.tokens,
+            rows: call.rows,
+            kv_heads: call.kv_heads,
+            group: call.group,
+            chunk_heads: cut.chunk_heads as u32,
+            chunk_rows: cut.chunk_rows as u32,
+            row_chunks: cut.row_chunks as u32,
+            chunks: cut.chunks as u32,
+            part_tiles: cut.part_tiles as u32,
+            scale: call.scale,
+            log_threshold: call.log_threshold,
+            unused: [0; 3],
+        }
+    }
+
+    fn call(&self, keys: &ElementBinding<'_>, queries: &ElementBinding<'_>) -> StatsCall {
         StatsCall {
-            first_key: 0,
+            first_key: keys.first_element,
             key_token_stride: self.keys.token_stride as u32,
             key_head_stride: self.keys.head_stride as u32,
-            first_query: 0,
+            first_query: queries.first_element,
             query_token_stride: self.queries.token_stride as u32,
             query_head_stride: self.queries.head_stride as u32,
             tokens: self.rows.tokens() as u32,
@@ -282,15 +343,25 @@ impl AttentionStatsPlan {
         }
     }
 
-    fn column_variant(&self, queries: ElementType, keys: ElementType) -> Variant {
-        column_variant(
-            self.shape.head_dim(),
-            self.request.columns.aggregation,
-            self.log_threshold.is_some(),
-            queries,
-            keys,
-        )
+    fn row_variant(&self, cut: Option<&MatrixCut>, queries: ElementType, keys: ElementType) -> Variant {
+        match cut {
+            Some(cut) => cut.row_variant(queries),
+            None => row_variant(self.shape.head_dim(), queries, keys),
+        }
     }
+
+    fn column_variant(&self, cut: Option<&MatrixCut>, queries: ElementType, keys: ElementType) -> Variant {
+        let (aggregation, counting) = (self.request.columns.aggregation, self.log_threshold.is_some());
+        match cut {
+            Some(cut) => cut.column_variant(queries, aggregation, counting),
+            None => column_variant(self.shape.head_dim(), aggregation, counting, queries, keys),
+        }
+    }
+}
+
+/// Parts of the keys, at most.
+fn most_parts(shape: &AttentionShape, rows: &QueryRows) -> usize {
+    PARTIAL_BYTES / (8 * rows.len() * shape.query_heads())
 }
 
 fn row_variant(head_dim: usize, queries: ElementType, keys: ElementType) -> Variant {
@@ -304,15 +375,19 @@ fn column_variant(
     queries: ElementType,
     keys: ElementType,
 ) -> Variant {
-    let aggregation = match aggregation {
+    let variant = typed(Variant::new("attention_column_stats"), head_dim, queries, keys);
+    let variant = variant.constant("AGGREGATION", aggregation_constant(aggregation));
+    if counting { variant.import("counting", "select/counting/rows.wgsl") } else { variant }
+}
+
+/// `AGGREGATION` of the shaders.
+pub(super) const fn aggregation_constant(aggregation: HeadAggregation) -> usize {
+    match aggregation {
         HeadAggregation::Each => 0,
         HeadAggregation::Sum => 1,
         HeadAggregation::Mean => 2,
         HeadAggregation::Max => 3,
-    };
-    let variant = typed(Variant::new("attention_column_stats"), head_dim, queries, keys);
-    let variant = variant.constant("AGGREGATION", aggregation);
-    if counting { variant.import("counting", "select/counting/rows.wgsl") } else { variant }
+    }
 }
 
 fn typed(variant: Variant, head_dim: usize, queries: ElementType, keys: ElementType) -> Variant {

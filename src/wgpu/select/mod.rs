@@ -5,6 +5,7 @@ mod chunk_similarity;
 mod evicted;
 mod merge_tokens;
 mod move_rows;
+mod stats_matrix;
 mod token_scores;
 mod top_k;
 mod words;

@@ -31,6 +31,14 @@ pub trait TimedSelection: Timed {
     /// # Errors
     /// Whatever the backend reports.
     async fn time_kernels(&self, calls: &[Call<'_, Self>]) -> Result<Option<f64>>;
+
+    /// The kernels of a call in order, where a device chooses among several; otherwise none.
+    ///
+    /// # Errors
+    /// Whatever the backend reports.
+    fn kernel_names(&self, _: &Call<'_, Self>) -> Result<Vec<&'static str>> {
+        Ok(Vec::new())
+    }
 }
 
 impl TimedSelection for Cpu {

@@ -60,6 +60,9 @@ struct EvictReport {
 struct EvictRow {
     tokens: usize,
     what: String,
+    /// The kernels that were chosen for it, where a device has a choice.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    kernels: Vec<&'static str>,
     /// Its kernels, by the clock of the device.
     kernels_us: Option<f64>,
     /// The call, by the wall clock, with what the host does for it; nothing of decode steps, which the suite `step` has.
@@ -80,7 +83,7 @@ struct Watched<'a, B> {
 impl EvictRow {
     /// A row without figures.
     const fn of(tokens: usize, what: String) -> Self {
-        Self { tokens, what, kernels_us: None, call_us: None, guard_low_percent: 0.0 }
+        Self { tokens, what, kernels: Vec::new(), kernels_us: None, call_us: None, guard_low_percent: 0.0 }
     }
 }
 
@@ -211,11 +214,12 @@ async fn call_row<B: TimedSelection>(
     what: String,
     calls: &[Call<'_, B>],
 ) -> Result<EvictRow> {
+    let names = calls.first().map_or(Ok(Vec::new()), |call| backend.kernel_names(call))?;
     let kernels = backend.time_kernels(calls).await?;
     let call = time_calls(backend, &prompt.lse, |at| calls[at % calls.len()].make(backend)).await?;
     let us = |seconds: f64| seconds * 1e6;
     let row = EvictRow::of(prompt.rows.tokens, what);
-    Ok(EvictRow { kernels_us: kernels.map(us), call_us: Some(us(call)), ..row })
+    Ok(EvictRow { kernels: names, kernels_us: kernels.map(us), call_us: Some(us(call)), ..row })
 }
 
 /// A prompt observed, and compressed in all layers of a model: per layer, by the wall clock.
@@ -301,6 +305,9 @@ fn print_report(report: &EvictReport) -> Result<()> {
         table.add_row([row.tokens.to_string(), row.what.clone(), time(row.kernels_us), time(row.call_us)]);
     }
     say!("{table}")?;
+    for row in report.rows.iter().filter(|row| !row.kernels.is_empty()) {
+        say!("{} tokens, {}: {}", row.tokens, row.what, row.kernels.join(", "))?;
+    }
     for row in report.rows.iter().filter(|row| row.guard_low_percent > UNSTEADY_PERCENT) {
         let EvictRow { tokens, what, guard_low_percent, .. } = row;
         say!("{tokens} tokens, {what}: the device ran {guard_low_percent:.0} % below its best before or after it")?;

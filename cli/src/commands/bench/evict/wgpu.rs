@@ -1,11 +1,12 @@
 //! Timing of the kernels of selection through wgpu.
 
 use kvpack::Result;
-use kvpack::backend::Device;
+use kvpack::backend::{Device, QueriesAndKeys};
 use kvpack::plan::TokenIndices;
+use kvpack::policy::StatsRequest;
 use kvpack::wgpu::measure::{self, Clock, Encode, Repeats};
 use kvpack::wgpu::{
-    AttentionStatsPlan, GatherPlan, Indices, Launches, MergePlan, ReorderChunksPlan, Tensor, TopKPlan, Wgpu,
+    AttentionStatsPlan, GatherPlan, Indices, Launches, MergePlan, ReorderChunksPlan, Tensor, TopKPlan, Variant, Wgpu,
 };
 
 use super::kernels::{Call, TimedSelection};
@@ -14,6 +15,13 @@ use super::kernels::{Call, TimedSelection};
 const REPEATS: Repeats = Repeats { warm_up: 3, timed: 8, together: 4 };
 
 impl TimedSelection for Wgpu {
+    fn kernel_names(&self, call: &Call<'_, Self>) -> Result<Vec<&'static str>> {
+        let Call::Measure { input, request, .. } = call else { return Ok(Vec::new()) };
+        let plan = stats_plan(self, input, *request)?;
+        let variants = plan.variants(input.queries.tensor.element_type(), input.keys.tensor.element_type());
+        Ok(variants.iter().map(Variant::kernel).collect())
+    }
+
     async fn time_kernels(&self, calls: &[Call<'_, Self>]) -> Result<Option<f64>> {
         let bound = calls.iter().map(|call| bind(self, call)).collect::<Result<Vec<_>>>()?;
         let encode: Vec<_> =
@@ -25,12 +33,17 @@ impl TimedSelection for Wgpu {
     }
 }
 
+fn stats_plan(backend: &Wgpu, input: &QueriesAndKeys<'_, Tensor>, request: StatsRequest) -> Result<AttentionStatsPlan> {
+    let layouts = [input.queries.layout, input.keys.layout];
+    let plan = AttentionStatsPlan::new(&input.shape, input.rows.clone(), layouts, request)?;
+    Ok(plan.for_device(backend.capabilities()))
+}
+
 fn bind(backend: &Wgpu, call: &Call<'_, Wgpu>) -> Result<Launches> {
     let (kernels, device) = (backend.kernels(), backend.device());
     match call {
         Call::Measure { input, request, known_lse } => {
-            let layouts = [input.queries.layout, input.keys.layout];
-            let plan = AttentionStatsPlan::new(&input.shape, input.rows.clone(), layouts, *request)?;
+            let plan = stats_plan(backend, input, *request)?;
             Ok(plan.bind(kernels, input.queries.tensor, input.keys.tensor, *known_lse)?.launches)
         }
         Call::TopK { scores, kv_heads, k } => {

@@ -1,0 +1,82 @@
+// attention_row_stats_matrix: `attention_row_stats` of f16 keys by cooperative matrices.
+//
+//   s = q · k / √HEAD_DIM,  max = max s,  sum = Σ exp(s − max)  over visible keys of the part
+//
+// One workgroup owns a part: some tiles of TILE keys of one KV head. A chunk of query rows is resident in its subgroups
+// (select/stats_matrix.wgsl) while all tiles of the part pass by. An invocation owns a column, whose maximum and sum are
+// registers, and reads its scores of a tile from workgroup memory. Two barriers a tile.
+//
+// In bounds: as select/stats_matrix.wgsl; the plan made `partials` for the grid's parts and the call's rows.
+//
+// binds: 4 partials
+
+// import select/stats_matrix.wgsl
+
+// (max, sum) as [part][query_head][row].
+@group(0) @binding(4) var<storage, read_write> partials: array<vec2<f32>>;
+
+// The largest product, and the sum of exponentials relative to it.
+var<private> largest: f32;
+var<private> sum: f32;
+
+// Takes up the column's scores of a tile; `unit` is in powers of two.
+fn take_tile(tile: u32, column: u32, unit: f32, last_seen: u32) {
+    var s: array<vec4<f32>, TILE / 4u>;
+    var high = vec4<f32>(largest);
+    // unroll
+    for (var i = 0u; i < TILE / 4u; i++) {
+        let token = vec4<u32>(tile + i * 4u) + vec4<u32>(0u, 1u, 2u, 3u);
+        let sees = token <= vec4<u32>(last_seen);
+        s[i] = select(vec4<f32>(LOWEST), scores[column * SCORE_COLUMN + i], sees);
+        high = max(high, s[i]);
+    }
+    let new_largest = max(max(high.x, high.y), max(high.z, high.w));
+    // Before the first key that it sees a row has no sum.
+    if (new_largest > LOWEST) {
+        var sums = vec4<f32>();
+        // unroll
+        for (var i = 0u; i < TILE / 4u; i++) {
+            sums += exp2((s[i] - vec4<f32>(new_largest)) * unit);
+        }
+        sum = sum * exp2((largest - new_largest) * unit) + ((sums.x + sums.y) + (sums.z + sums.w));
+        largest = new_largest;
+    }
+}
+
+@compute @workgroup_size(INVOCATIONS)
+fn attention_row_stats_matrix(@builtin(workgroup_id) workgroup: vec3<u32>, numbering: Numbering) {
+    let part = workgroup.x;
+    let kv_head = workgroup.y;
+    let invocation = number(numbering);
+    let team = invocation / 32u;
+    let end = end_of_part(part);
+    let end_token = min(end * TILE, call.tokens);
+    var rows: array<Right, ROW_MATRICES>;
+    for (var index = 0u; index < call.chunks; index++) {
+        let chunk = chunk_of(index);
+        load_rows(&rows, index, kv_head, team);
+        load_keys(part * call.part_tiles * TILE, end_token, kv_head, invocation);
+        // Columns that do not exist measure zeros.
+        let unit = units[(kv_head * call.chunks + index) * COLUMNS + invocation];
+        let row = chunk.first_row + invocation % chunk.rows;
+        let last_seen = call.positions[row];
+        largest = LOWEST;
+        sum = 0f;
+        store_keys(invocation);
+        workgroupBarrier();
+        for (var t = part * call.part_tiles; t < end; t++) {
+            let tile = t * TILE;
+            load_keys(tile + TILE, end_token, kv_head, invocation);
+            score_tile(&rows, team);
+            workgroupBarrier();
+            store_keys(invocation);
+            take_tile(tile, invocation, unit * LOG2_E, last_seen);
+            workgroupBarrier();
+        }
+        if (invocation < chunk.columns) {
+            let query_head = kv_head * call.group + chunk.first_head + invocation / chunk.rows;
+            let of_row = (part * call.kv_heads * call.group + query_head) * call.rows + row;
+            partials[of_row] = vec2<f32>(select(LOWEST, largest * unit, largest > LOWEST), sum);
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! Kernels `prepare_stats_queries`, `attention_row_stats_matrix` and `attention_column_stats_matrix`: attention statistics of
+//! f16 keys by cooperative matrices.
+
+use super::attention_stats::aggregation_constant;
+use super::queries_file;
+use crate::Result;
+use crate::format::AttentionShape;
+use crate::plan::{ElementType, RowLayout};
+use crate::policy::HeadAggregation;
+use crate::wgpu::device::{Capabilities, ElementBinding, Tensor, Variant};
+
+/// Keys of a tile, `TILE` of `matrix_call.wgsl`.
+const TILE_KEYS: usize = 32;
+/// Query rows that a subgroup keeps.
+const SUBGROUP_ROWS: usize = 32;
+/// Subgroups of a workgroup, at most: what seven score fits 48 KiB of workgroup memory.
+const MOST_SUBGROUPS: usize = 7;
+/// Heads of a chunk, at most: `CHUNK_HEADS` of `attention_column_stats_matrix.wgsl`.
+const CHUNK_HEADS: usize = 16;
+/// The largest head dimension whose rows a subgroup keeps in registers, even in two summands.
+const MOST_CHANNELS: usize = 128;
+/// Workgroups of a launch: some rounds of those that a large device runs at once.
+const WORKGROUPS: usize = 1024;
+/// Bytes of prepared rows, at most.
+const PREPARED_BYTES: usize = 64 << 20;
+/// Elements of a vector that keys are read by.
+const VECTOR: usize = 4;
+
+/// How the matrix kernels cut query rows into chunks and keys into parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct MatrixCut {
+    pub head_dim: usize,
+    pub kv_heads: usize,
+    pub subgroups: usize,
+    pub chunk_heads: usize,
+    pub chunk_rows: usize,
+    pub row_chunks: usize,
+    pub chunks: usize,
+    pub part_tiles: usize,
+    pub parts: usize,
+}
+
+/// `MatrixCall` of `select/matrix_call.wgsl`.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub(super) struct MatrixCall {
+    pub first_key: u32,
+    pub key_token_stride: u32,
+    pub key_head_stride: u32,
+    pub first_query: u32,
+    pub query_token_stride: u32,
+    pub query_head_stride: u32,
+    pub tokens: u32,
+    pub rows: u32,
+    pub kv_heads: u32,
+    pub group: u32,
+    pub chunk_heads: u32,
+    pub chunk_rows: u32,
+    pub row_chunks: u32,
+    pub chunks: u32,
+    pub part_tiles: u32,
+    pub scale: f32,
+    pub log_threshold: f32,
+    pub unused: [u32; 3],
+}
+
+impl MatrixCut {
+    /// The cut of `rows` query rows of each head and `tokens` keys, if `capabilities` have the matrices and the memory, and
+    /// there are kernels for the shape. Of parts what was measured takes `most_parts` at most.
+    pub fn new(
+        shape: &AttentionShape,
+        [rows, tokens]: [usize; 2],
+        aggregation: HeadAggregation,
+        most_parts: usize,
+        capabilities: &Capabilities,
+    ) -> Option<Self> {
+        let (head_dim, group, kv_heads) = (shape.head_dim(), shape.group(), shape.kv_heads());
+        let columns = MOST_SUBGROUPS * SUBGROUP_ROWS;
+        let chunk_rows = rows.min(columns);
+        let row_chunks = rows.div_ceil(columns);
+        let chunk_heads = if row_chunks > 1 { 1 } else { (columns / rows).min(group).min(CHUNK_HEADS) };
+        let subgroups = (chunk_heads * chunk_rows).div_ceil(SUBGROUP_ROWS);
+        let chunks = group.div_ceil(chunk_heads) * row_chunks;
+        let tiles = tokens.div_ceil(TILE_KEYS);
+        let parts = (WORKGROUPS / kv_heads).clamp(1, most_parts.max(1));
+        let part_tiles = tiles.div_ceil(parts);
+        let parts = tiles.div_ceil(part_tiles);
+        let cut =
+            Self { head_dim, kv_heads, subgroups, chunk_heads, chunk_rows, row_chunks, chunks, part_tiles, parts };
+        // The maximum of heads is that of whole sums.
+        let whole = row_chunks == 1 || aggregation != HeadAggregation::Max;
+        let limits = &capabilities.limits;
+        let fits = cut.workgroup_bytes() <= limits.workgroup_memory as usize
+            && cut.invocations() <= limits.invocations as usize
+            && cut.prepared_elements(2) * 2 <= PREPARED_BYTES
+            && chunks.max(kv_heads) <= limits.workgroups as usize;
+        (capabilities.matrices && head_dim.is_multiple_of(16) && head_dim <= MOST_CHANNELS && whole && fits)
+            .then_some(cut)
+    }
+
+    /// Columns of a chunk, and invocations of a workgroup.
+    pub const fn invocations(&self) -> usize {
+        self.subgroups * SUBGROUP_ROWS
+    }
+
+    /// Columns of all chunks of all KV heads.
+    pub const fn columns(&self) -> usize {
+        self.kv_heads * self.chunks * self.invocations()
+    }
+
+    /// Halves of the prepared rows.
+    pub const fn prepared_elements(&self, query_parts: usize) -> usize {
+        self.columns() * query_parts * self.head_dim
+    }
+
+    /// Workgroup memory of the kernel with the most, as the shader declares it.
+    pub const fn workgroup_bytes(&self) -> usize {
+        let keys = TILE_KEYS * (self.head_dim + 8) * 2;
+        let scores = self.invocations() * (TILE_KEYS + 4) * 4;
+        let columns = self.invocations() * 12;
+        let sums = (self.subgroups + CHUNK_HEADS) * TILE_KEYS * 4;
+        keys + scores + columns + sums
+    }
+
+    /// The grid of what measures.
+    pub const fn grid(&self) -> [u32; 3] {
+        [self.parts as u32, self.kv_heads as u32, 1]
+    }
+
+    /// The grid of what prepares.
+    pub const fn prepare_grid(&self) -> [u32; 3] {
+        [self.invocations() as u32, self.chunks as u32, self.kv_heads as u32]
+    }
+
+    /// Memory for the prepared rows and their units.
+    pub fn prepared(&self, device: &wgpu::Device, queries: ElementType) -> Result<(Tensor, Tensor)> {
+        let rows = Tensor::zeroed(device, self.prepared_elements(query_parts(queries)), ElementType::F16)?;
+        Ok((rows, Tensor::zeroed(device, self.columns(), ElementType::F32)?))
+    }
+
+    /// The kernel that prepares rows of `queries` elements.
+    pub fn prepare_variant(&self, queries: ElementType) -> Variant {
+        self.variant("prepare_stats_queries", queries).import("queries", queries_file(queries))
+    }
+
+    /// The kernel that measures rows.
+    pub fn row_variant(&self, queries: ElementType) -> Variant {
+        self.variant("attention_row_stats_matrix", queries).with_matrices()
+    }
+
+    /// The kernel that measures columns, and counts.
+    pub fn column_variant(&self, queries: ElementType, aggregation: HeadAggregation, counting: bool) -> Variant {
+        let variant = self.variant("attention_column_stats_matrix", queries).with_matrices();
+        let variant = variant.constant("AGGREGATION", aggregation_constant(aggregation));
+        if counting { variant.import("counting", "select/matrix_counting/rows.wgsl") } else { variant }
+    }
+
+    fn variant(&self, kernel: &'static str, queries: ElementType) -> Variant {
+        let variant = Variant::new(kernel).with_f16().constant("HEAD_DIM", self.head_dim);
+        variant.constant("QUERY_PARTS", query_parts(queries)).constant("SUBGROUPS", self.subgroups)
+    }
+}
+
+/// Summands in f16 of an element of a row: one for those of 16 bits, which it holds exactly (bf16 down to 2^-28 of the
+/// largest element).
+pub(super) const fn query_parts(queries: ElementType) -> usize {
+    match queries {
+        ElementType::F16 | ElementType::Bf16 => 1,
+        ElementType::F32 => 2,
+    }
+}
+
+/// Whether the kernels read such keys: f16, in rows that begin at whole vectors.
+pub(super) fn reads_keys(keys: ElementType, layout: &RowLayout) -> bool {
+    keys == ElementType::F16 && layout.token_stride.is_multiple_of(VECTOR) && layout.head_stride.is_multiple_of(VECTOR)
+}
+
+/// Whether the elements of a tensor of such keys begin at a whole vector, too.
+pub(super) fn begins_at_vector(keys: &ElementBinding<'_>) -> bool {
+    (keys.first_element as usize).is_multiple_of(VECTOR) && keys.buffer.offset.is_multiple_of(2 * VECTOR as u64)
+}
+
+/// An index or a stride in vectors.
+pub(super) const fn in_vectors(elements: u32) -> u32 {
+    elements / VECTOR as u32
+}
