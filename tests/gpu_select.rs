@@ -8,8 +8,8 @@ use kvpack::policy::{
     ColumnRequest, HeadAggregation, Merging, Nearest, QueryRows, RowStatsSource, StatsRequest, evicted,
 };
 use kvpack::wgpu::{
-    AttentionStats, AttentionStatsPlan, ChunkSimilarityPlan, GatherPlan, Indices, Kernels, Launches, MergePlan,
-    ReorderChunksPlan, Tensor, TopKPlan, Wgpu,
+    AttentionStats, AttentionStatsPlan, Capabilities, ChunkSimilarityPlan, GatherPlan, Indices, KernelLimits, Kernels,
+    Launches, MergePlan, ReorderChunksPlan, Tensor, TopKPlan, Wgpu,
 };
 use kvpack::{AttentionShape, Error};
 use pollster::block_on;
@@ -56,9 +56,17 @@ fn close(what: &str, got: &[f32], want: &[f32], tolerance: f32) {
     }
 }
 
-fn plan(case: &Case, aggregation: HeadAggregation, threshold: Option<f32>, rows: RowStatsSource) -> AttentionStatsPlan {
+fn plan(
+    backend: &Wgpu,
+    case: &Case,
+    aggregation: HeadAggregation,
+    threshold: Option<f32>,
+    rows: RowStatsSource,
+) -> AttentionStatsPlan {
     let request = StatsRequest { columns: ColumnRequest { aggregation, threshold }, rows };
-    AttentionStatsPlan::new(&case.shape, case.rows.clone(), [case.query_layout, case.key_layout], request).unwrap()
+    let layouts = [case.query_layout, case.key_layout];
+    let plan = AttentionStatsPlan::new(&case.shape, case.rows.clone(), layouts, request).unwrap();
+    plan.for_device(backend.capabilities())
 }
 
 /// Element types in turn; the numbers of the cases are exact in both.
@@ -81,10 +89,11 @@ fn statistics_are_those_of_the_cpu() {
         let aggregation = HeadAggregation::ALL[i % HeadAggregation::ALL.len()];
         let request = ColumnRequest { aggregation, threshold: Some(0.01) };
         let want = attention_column_stats(&input, all, request, &rows.lse, &rows.max).unwrap();
-        let plan = plan(case, aggregation, Some(0.01), RowStatsSource::Measured);
+        let plan = plan(&backend, case, aggregation, Some(0.01), RowStatsSource::Measured);
         let AttentionStats { launches, row_max, row_lse, column_sums, counts } =
             plan.bind(kernels(&backend), &queries, &keys, None).unwrap();
-        assert_eq!(launches.len(), 4);
+        let launched = |plan: &AttentionStatsPlan| plan.variants(query_type, key_type).len();
+        assert_eq!(launches.len(), launched(&plan));
         run(&backend, &launches);
         let name = format!("{}, {aggregation:?}", case.name);
         close(&name, &download(&backend, &row_max.unwrap()), &rows.max, 1e-5);
@@ -97,9 +106,9 @@ fn statistics_are_those_of_the_cpu() {
         // The same bits again, and from the log-sum-exp alone.
         run(&backend, &launches);
         assert_eq!(download(&backend, &column_sums), sums, "{name}");
-        let known = self::plan(case, aggregation, None, RowStatsSource::KnownLse);
+        let known = self::plan(&backend, case, aggregation, None, RowStatsSource::KnownLse);
         let again = known.bind(kernels(&backend), &queries, &keys, Some(&row_lse)).unwrap();
-        assert_eq!(again.launches.len(), 1);
+        assert_eq!(again.launches.len(), launched(&known));
         run(&backend, &again.launches);
         assert_eq!(download(&backend, &again.column_sums), sums, "{name}");
     }
@@ -128,7 +137,7 @@ fn thresholds_of_nothing_and_of_everything() {
     let (queries, keys) =
         (upload(&backend, &equal.queries, ElementType::F32), upload(&backend, &equal.keys, ElementType::F32));
     for threshold in [0.0, 1.0] {
-        let plan = plan(equal, HeadAggregation::Sum, Some(threshold), RowStatsSource::Measured);
+        let plan = plan(&backend, equal, HeadAggregation::Sum, Some(threshold), RowStatsSource::Measured);
         let stats = plan.bind(kernels(&backend), &queries, &keys, None).unwrap();
         run(&backend, &stats.launches);
         let counts = block_on(stats.counts.unwrap().download(backend.device(), backend.queue())).unwrap();
@@ -152,7 +161,11 @@ fn no_scores_reach_memory() {
         )
         .unwrap();
         let scores_in_bits = 32 * rows * tokens;
-        for buffer in plan.buffers() {
+        let backend = shared();
+        let limits = KernelLimits { workgroup_memory: 48 << 10, ..backend.capabilities().limits };
+        let matrices = Capabilities { matrices: true, limits, ..*backend.capabilities() };
+        let by_matrices = plan.clone().for_device(&matrices);
+        for buffer in plan.buffers().into_iter().chain(by_matrices.buffers()) {
             assert!(buffer.bytes <= 64 << 20, "{buffer:?} of {rows} rows, {tokens} keys");
             assert!(buffer.bytes * 8 < scores_in_bits, "{buffer:?}: a mask of {rows} rows, {tokens} keys would fit");
         }
@@ -358,7 +371,7 @@ fn known_and_measured_rows_are_not_mixed_up() {
         (upload(&backend, &case.queries, ElementType::F32), upload(&backend, &case.keys, ElementType::F32));
     let lse = zeroed(&backend, case.shape.query_heads() * case.rows.len(), ElementType::F32);
     let bind = |source, lse: Option<&Tensor>| {
-        plan(case, HeadAggregation::Sum, None, source).bind(kernels(&backend), &queries, &keys, lse).err()
+        plan(&backend, case, HeadAggregation::Sum, None, source).bind(kernels(&backend), &queries, &keys, lse).err()
     };
     assert!(matches!(bind(RowStatsSource::KnownLse, None), Some(Error::Plan { .. })));
     assert!(matches!(bind(RowStatsSource::Measured, Some(&lse)), Some(Error::Plan { .. })));

@@ -41,7 +41,8 @@ pub struct StatisticsCase {
 }
 
 /// All cases of statistics: group sizes, head dimensions, one row of one token, rows from the middle, a tile and one token,
-/// thresholds of nothing and of everything, equal scores.
+/// thresholds of nothing and of everything, equal scores; and keys in f16, which devices with cooperative matrices multiply by
+/// them: rows that end within blocks of 16, more heads or rows than are multiplied at once, tokens beyond tiles.
 pub fn statistics_cases() -> Vec<StatisticsCase> {
     use ElementType::{Bf16, F16, F32};
     let last = |rows: u32, tokens: u32| (tokens - rows..tokens).collect::<Vec<u32>>();
@@ -89,6 +90,45 @@ pub fn statistics_cases() -> Vec<StatisticsCase> {
             quick: true,
             ..case("equal-scores-threshold-100", (2, 1, 64), 200, last(20, 200), [F16, F16])
         },
+        StatisticsCase {
+            aggregation: HeadAggregation::Each,
+            quick: true,
+            ..case("halves-last-50", (8, 2, 128), 203, last(50, 203), [F16, F16])
+        },
+        StatisticsCase { quick: true, ..case("halves-one-token", (4, 2, 64), 1, vec![0], [F16, F16]) },
+        StatisticsCase {
+            aggregation: HeadAggregation::Sum,
+            quick: true,
+            ..case("halves-of-f32-rows", (4, 1, 128), 97, last(17, 97), [F32, F16])
+        },
+        StatisticsCase {
+            aggregation: HeadAggregation::Max,
+            order: RowOrder::HeadMajor,
+            ..case("halves-of-some-heads", (6, 2, 96), 1100, last(90, 1100), [Bf16, F16])
+        },
+        StatisticsCase {
+            aggregation: HeadAggregation::Sum,
+            ..case("halves-of-many-rows", (2, 1, 64), 300, last(300, 300), [F16, F16])
+        },
+        StatisticsCase {
+            aggregation: HeadAggregation::Each,
+            ..case("halves-of-many-rows-each", (2, 1, 80), 260, last(250, 260), [F32, F16])
+        },
+        StatisticsCase {
+            aggregation: HeadAggregation::Max,
+            ..case("halves-maximum-of-many-rows", (2, 1, 64), 240, last(230, 240), [F16, F16])
+        },
+        case("halves-of-many-heads", (40, 2, 64), 65, last(1, 65), [F16, F16]),
+        StatisticsCase {
+            aggregation: HeadAggregation::Each,
+            ..case("halves-of-short-heads", (14, 2, 128), 513, last(9, 513), [F16, F16])
+        },
+        StatisticsCase {
+            aggregation: HeadAggregation::Each,
+            threshold: 0.0,
+            equal_scores: true,
+            ..case("halves-equal-scores-threshold-0", (7, 1, 128), 70, last(40, 70), [F32, F16])
+        },
     ];
     cases.iter_mut().zip(3000..).for_each(|(case, seed)| case.seed = seed);
     cases
@@ -122,6 +162,10 @@ impl Rows {
             queries.chunks_exact_mut(head_dim).for_each(|query| query[0] = 2.0);
             let sink = (7.0 * (head_dim as f32).sqrt()).floor();
             (0..shape.kv_heads()).for_each(|head| keys[key_layout.row(0, head)] = sink);
+            // Elements of f32 have digits that halves have not.
+            if case.elements[0] == ElementType::F32 {
+                queries.iter_mut().for_each(|x| *x *= 1.0 + 1.0 / 4096.0);
+            }
         }
         let [query_type, key_type] = case.elements;
         let (queries, keys) = (CpuTensor::from_f32(queries, query_type), CpuTensor::from_f32(keys, key_type));

@@ -76,9 +76,10 @@ impl MatrixCut {
     ) -> Option<Self> {
         let (head_dim, group, kv_heads) = (shape.head_dim(), shape.group(), shape.kv_heads());
         let columns = MOST_SUBGROUPS * SUBGROUP_ROWS;
-        let chunk_rows = rows.min(columns);
         let row_chunks = rows.div_ceil(columns);
-        let chunk_heads = if row_chunks > 1 { 1 } else { (columns / rows).min(group).min(CHUNK_HEADS) };
+        let chunk_rows = rows.div_ceil(row_chunks);
+        let most_heads = (columns / chunk_rows).clamp(1, CHUNK_HEADS);
+        let chunk_heads = if row_chunks > 1 { 1 } else { group.div_ceil(group.div_ceil(most_heads)) };
         let subgroups = (chunk_heads * chunk_rows).div_ceil(SUBGROUP_ROWS);
         let chunks = group.div_ceil(chunk_heads) * row_chunks;
         let tiles = tokens.div_ceil(TILE_KEYS);
