@@ -134,11 +134,15 @@ fn attention_column_stats_matrix(@builtin(workgroup_id) workgroup: vec3<u32>, nu
         note_column(chunk, index, kv_head, invocation);
         store_keys(invocation);
         workgroupBarrier();
+        // What the first row of the chunk sees all rows see, and what the last one does not see none does.
         let first_seen = call.positions[chunk.first_row];
+        let most_seen = call.positions[chunk.first_row + chunk.rows - 1u];
         for (var t = part * call.part_tiles; t < end; t++) {
             let tile = t * TILE;
             load_keys(tile + TILE, end_token, kv_head, invocation);
-            score_tile(&rows, team);
+            if (tile <= most_seen) {
+                score_tile(&rows, team);
+            }
             workgroupBarrier();
             store_keys(invocation);
             add_columns(chunk, tile, team, lane, tile + TILE - 1u <= first_seen);

@@ -60,6 +60,8 @@ fn attention_row_stats_matrix(@builtin(workgroup_id) workgroup: vec3<u32>, numbe
         let unit = units[(kv_head * call.chunks + index) * COLUMNS + invocation];
         let row = chunk.first_row + invocation % chunk.rows;
         let last_seen = call.positions[row];
+        // What the last row does not see no row does.
+        let most_seen = call.positions[chunk.first_row + chunk.rows - 1u];
         largest = LOWEST;
         sum = 0f;
         store_keys(invocation);
@@ -67,7 +69,9 @@ fn attention_row_stats_matrix(@builtin(workgroup_id) workgroup: vec3<u32>, numbe
         for (var t = part * call.part_tiles; t < end; t++) {
             let tile = t * TILE;
             load_keys(tile + TILE, end_token, kv_head, invocation);
-            score_tile(&rows, team);
+            if (tile <= most_seen) {
+                score_tile(&rows, team);
+            }
             workgroupBarrier();
             store_keys(invocation);
             take_tile(tile, invocation, unit * LOG2_E, last_seen);

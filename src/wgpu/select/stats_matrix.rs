@@ -185,3 +185,94 @@ pub(super) fn begins_at_vector(keys: &ElementBinding<'_>) -> bool {
 pub(super) const fn in_vectors(elements: u32) -> u32 {
     elements / VECTOR as u32
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wgpu::device::{KernelLimits, SubgroupSizes, Timestamps};
+
+    fn capabilities(workgroup_memory: u32) -> Capabilities {
+        let limits = KernelLimits {
+            binding_bytes: 128 << 20,
+            binding_alignment: 256,
+            storage_buffers: 10,
+            workgroup_memory,
+            invocations: 1024,
+            workgroups: 65535,
+        };
+        let subgroups = Some(SubgroupSizes { min: 32, max: 32 });
+        Capabilities { f16: true, subgroups, coherent: true, matrices: true, timestamps: Timestamps::None, limits }
+    }
+
+    fn cut(
+        [query_heads, kv_heads, head_dim]: [usize; 3],
+        size: [usize; 2],
+        aggregation: HeadAggregation,
+        capabilities: &Capabilities,
+    ) -> Option<MatrixCut> {
+        let shape = AttentionShape::new(query_heads, kv_heads, head_dim).unwrap();
+        MatrixCut::new(&shape, size, aggregation, 1 << 20, capabilities)
+    }
+
+    /// What the shaders declare is valid and no more than what is counted: a driver that was given more than it has did not
+    /// come back.
+    #[test]
+    fn workgroup_memory_is_counted() {
+        let capabilities = capabilities(48 << 10);
+        for (heads, head_dim, rows) in [(8, 128, 50), (1, 64, 1), (4, 96, 300), (32, 80, 7)] {
+            let cut = cut([heads, 1, head_dim], [rows, 1000], HeadAggregation::Each, &capabilities).unwrap();
+            let declared = ElementType::ALL.map(|queries| {
+                let columns = cut.column_variant(queries, HeadAggregation::Each, true);
+                [cut.row_variant(queries), columns].map(|variant| {
+                    let module = naga::front::wgsl::parse_str(&variant.source().unwrap().wgsl).unwrap();
+                    let mut layouter = naga::proc::Layouter::default();
+                    layouter.update(module.to_ctx()).unwrap();
+                    let globals = module.global_variables.iter();
+                    globals
+                        .filter(|(_, variable)| variable.space == naga::AddressSpace::WorkGroup)
+                        .map(|(_, variable)| layouter[variable.ty].size as usize)
+                        .sum::<usize>()
+                })
+            });
+            assert_eq!(declared.as_flattened().iter().max(), Some(&cut.workgroup_bytes()), "{cut:?}");
+        }
+    }
+
+    #[test]
+    fn only_what_has_kernels_takes_matrices() {
+        let large = capabilities(48 << 10);
+        let each = HeadAggregation::Each;
+        let some = |heads, size, aggregation, capabilities: &Capabilities| {
+            cut(heads, size, aggregation, capabilities).is_some()
+        };
+        let usual = [32, 8, 128];
+        assert!(some(usual, [50, 32768], each, &large));
+        assert!(!some(usual, [50, 32768], each, &capabilities(32 << 10)));
+        assert!(!some(usual, [50, 32768], each, &Capabilities { matrices: false, ..large }));
+        assert!(!some([32, 8, 256], [50, 32768], each, &large));
+        // Rows of a head that are in several chunks have no whole sum, and very many need too much memory.
+        assert!(some(usual, [300, 32768], each, &large) && !some(usual, [300, 32768], HeadAggregation::Max, &large));
+        assert!(!some(usual, [32768, 32768], each, &large));
+
+        let layout = RowLayout::token_major(9, &AttentionShape::new(1, 1, 64).unwrap());
+        assert!(reads_keys(ElementType::F16, &layout) && !reads_keys(ElementType::Bf16, &layout));
+        assert!(!reads_keys(ElementType::F16, &RowLayout { token_stride: 66, ..layout }));
+    }
+
+    /// Every row of a group is in one chunk, and every key in one part.
+    #[test]
+    fn rows_and_keys_are_cut_without_rest() {
+        let large = capabilities(48 << 10);
+        for (group, rows, tokens) in [(4, 50, 32768), (1, 1, 1), (7, 224, 33), (3, 225, 1000), (40, 3, 100_000)] {
+            let cut = cut([group * 2, 2, 64], [rows, tokens], HeadAggregation::Sum, &large).unwrap();
+            let heads = cut.chunks / cut.row_chunks;
+            assert!((heads - 1) * cut.chunk_heads < group && group <= heads * cut.chunk_heads, "{cut:?}");
+            let of_head = cut.row_chunks;
+            assert!((of_head - 1) * cut.chunk_rows < rows && rows <= of_head * cut.chunk_rows, "{cut:?}");
+            assert!(cut.chunk_heads * cut.chunk_rows <= cut.invocations() && cut.chunk_heads <= CHUNK_HEADS);
+            assert!(cut.row_chunks == 1 || cut.chunk_heads == 1, "{cut:?}");
+            let part = cut.part_tiles * TILE_KEYS;
+            assert!((cut.parts - 1) * part < tokens && tokens <= cut.parts * part, "{cut:?}");
+        }
+    }
+}
