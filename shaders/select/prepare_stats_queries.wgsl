@@ -57,9 +57,10 @@ fn prepare_stats_queries(
         var rest = q / unit * LARGEST;
         // unroll
         for (var part = 0u; part < QUERY_PARTS; part++) {
-            let rounded = Half4(rest);
-            prepared[at * COLUMN_VECTORS + part * VECTORS + lane] = rounded;
-            rest -= vec4<f32>(rounded);
+            // A driver may take a conversion there and back for nothing, and the rest for zero.
+            let rounded = quantizeToF16(rest);
+            prepared[at * COLUMN_VECTORS + part * VECTORS + lane] = Half4(rounded);
+            rest -= rounded;
         }
     }
 }

@@ -366,9 +366,11 @@ fn load_query(item: WorkItem, y: u32, team: u32, lane: u32) {
                 var rest = q[i] / unit * QUERY_LARGEST;
                 // unroll
                 for (var part = 0u; part < QUERY_PARTS; part++) {
-                    let rounded = Half4(rest);
-                    query_columns[(part * VECTORS + field / 2u) * COLUMNS + head * HEAD_COLUMNS + 2u + field % 2u] = rounded;
-                    rest -= vec4<f32>(rounded);
+                    // A driver may take a conversion there and back for nothing, and the rest for zero.
+                    let rounded = quantizeToF16(rest);
+                    let column = head * HEAD_COLUMNS + 2u + field % 2u;
+                    query_columns[(part * VECTORS + field / 2u) * COLUMNS + column] = Half4(rounded);
+                    rest -= rounded;
                 }
             }
         }
