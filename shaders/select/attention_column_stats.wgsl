@@ -57,7 +57,8 @@ fn attention_column_stats(
                 workgroupBarrier();
                 var staged_sum = 0f;
                 var reached_rows = 0u;
-                for (var r = 0u; r < STAGED; r++) {
+                let rows = min(STAGED, call.rows - first);
+                for (var r = 0u; r < rows; r++) {
                     let score = product(r);
                     if (sees(first + r, token)) {
                         let row = query_head * call.rows + first + r;

@@ -54,7 +54,8 @@ fn attention_row_stats(
                 workgroupBarrier();
                 stage_queries(first, kv_head * call.group + g, invocation);
                 workgroupBarrier();
-                for (var r = 0u; r < STAGED; r++) {
+                let rows = min(STAGED, call.rows - first);
+                for (var r = 0u; r < rows; r++) {
                     scores[r * RESIDENT + invocation] = select(LOWEST, product(r), sees(first + r, tile + invocation));
                 }
                 workgroupBarrier();
