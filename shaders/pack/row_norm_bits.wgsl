@@ -27,6 +27,7 @@ fn row_norm_bits(invocation: u32) -> u32 {
 
 fn row_sum_of_squares() -> f32 {
     var sum = 0f;
+    // unroll
     for (var i = 0u; i < HEAD_DIM / 4u; i++) {
         sum = rounded(sum + row_squares[i]);
     }

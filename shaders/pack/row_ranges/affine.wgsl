@@ -17,6 +17,10 @@ fn stored_range(place: Place, kv_head: u32, token: u32, channel: u32) -> vec2<f3
     return row_ranges[channel / call.group];
 }
 
+fn joined(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
+    return vec2<f32>(min(a.x, b.x), max(a.y, b.y));
+}
+
 fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {
     if (invocation < HEAD_DIM / 4u) {
         let x = vec4<f32>(
@@ -29,11 +33,18 @@ fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {
     }
     workgroupBarrier();
     if (invocation < HEAD_DIM / call.group) {
-        let first = invocation * (call.group / 4u);
+        let count = call.group / 4u;
+        let first = invocation * count;
         var extremes = row_extremes[first];
-        for (var i = 1u; i < call.group / 4u; i++) {
-            let other = row_extremes[first + i];
-            extremes = vec2<f32>(min(extremes.x, other.x), max(extremes.y, other.y));
+        // Four loads wait for memory together.
+        var i = 0u;
+        for (; i + 4u <= count; i += 4u) {
+            let near = joined(row_extremes[first + i], row_extremes[first + i + 1u]);
+            let far = joined(row_extremes[first + i + 2u], row_extremes[first + i + 3u]);
+            extremes = joined(extremes, joined(near, far));
+        }
+        for (; i < count; i++) {
+            extremes = joined(extremes, row_extremes[first + i]);
         }
         let word = range_word(code_range(extremes.x, extremes.y));
         let tile = place.page * call.kv_heads + kv_head;

@@ -1,5 +1,5 @@
 // The words of a value, which hold other tokens too: tokens of one word may be stored at once. Nobody else changes the bits
-// of a token's field, so those that differ can be flipped.
+// of a token's field, so they can be cleared and set. Nothing is read, so that nothing waits for memory.
 //
 // needs: BITS, FIELD_MASK, HEAD_DIM, INVOCATIONS, Place, call, channel_value, field_bits, place_of, top_place_of
 // gives: store_row
@@ -21,8 +21,6 @@ fn store_row(place: Place, kv_head: u32, exists: bool, invocation: u32) {
 }
 
 fn put_bits(word: u32, shift: u32, bits: u32, mask: u32) {
-    let flipped_bits = ((atomicLoad(&tiles[word]) >> shift) ^ bits) & mask;
-    if (flipped_bits != 0u) {
-        atomicXor(&tiles[word], flipped_bits << shift);
-    }
+    atomicAnd(&tiles[word], ~(mask << shift));
+    atomicOr(&tiles[word], (bits & mask) << shift);
 }

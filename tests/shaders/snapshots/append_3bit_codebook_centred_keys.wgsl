@@ -416,10 +416,12 @@ fn flipped(x: f32, place: u32, seed: u32, apply: u32) -> f32 {
 }
 
 fn rotate_row(invocation: u32) {
-    for (var half = 1u; half < ROTATION_ORDER; half *= 2u) {
+    for (var stage = 0u; (1u << stage) < ROTATION_ORDER; stage++) {
+        let half = 1u << stage;
         workgroupBarrier();
         for (var pair = invocation; pair < HEAD_DIM / 2u; pair += INVOCATIONS) {
-            let low = pair / half * (2u * half) + pair % half;
+            // pair / half · 2 half + pair % half: the divisor is not known to compilers, which would divide.
+            let low = ((pair >> stage) << (stage + 1u)) + (pair & (half - 1u));
             let a = rotated[low];
             let b = rotated[low + half];
             rotated[low] = a + b;
@@ -540,6 +542,7 @@ fn row_norm_bits(invocation: u32) -> u32 {
 
 fn row_sum_of_squares() -> f32 {
     var sum = 0f;
+    // unroll
     for (var i = 0u; i < HEAD_DIM / 4u; i++) {
         sum = rounded(sum + row_squares[i]);
     }
@@ -706,7 +709,7 @@ fn storable(bits: u32, place: Place, kv_head: u32, channel: u32) -> f32 {
 // shaders/pack/words/of_key.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// The words of a key, which belong to it alone.
+// The words of a key, which belong to it alone. An invocation makes the codes of some channels, then the words of some.
 //
 // needs: HEAD_DIM, INVOCATIONS, Place, TILE_TOKENS, call, channel_value, field_bits, field_of, fields_of
 // gives: store_row
@@ -714,21 +717,26 @@ fn storable(bits: u32, place: Place, kv_head: u32, channel: u32) -> f32 {
 
 @group(0) @binding(2) var<storage, read_write> tiles: array<u32>;
 
+var<workgroup> row_bits: array<u32, HEAD_DIM>;
+
 fn store_row(place: Place, kv_head: u32, exists: bool, invocation: u32) {
+    for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
+        row_bits[channel] = field_bits(channel_value(channel), place, kv_head, place.slot, channel);
+    }
+    workgroupBarrier();
     let tile = (place.page * call.kv_heads + kv_head) * call.tile_words;
     for (var word = invocation; word < call.tile_words / TILE_TOKENS; word += INVOCATIONS) {
         let at = (word / call.vector * TILE_TOKENS + place.slot) * call.vector + word % call.vector;
-        tiles[tile + at] = select(0u, key_word(place, kv_head, word), exists);
+        tiles[tile + at] = select(0u, key_word(place.slot, word), exists);
     }
 }
 
-fn key_word(place: Place, kv_head: u32, word: u32) -> u32 {
+fn key_word(slot: u32, word: u32) -> u32 {
     var packed = 0u;
     for (var i = 0u; i < fields_of(word); i++) {
-        let field = field_of(vec2<u32>(place.slot, word), i);
+        let field = field_of(vec2<u32>(slot, word), i);
         if (field.channel < HEAD_DIM) {
-            let bits = field_bits(channel_value(field.channel), place, kv_head, place.slot, field.channel);
-            packed |= ((bits >> field.low) & field.mask) << field.shift;
+            packed |= ((row_bits[field.channel] >> field.low) & field.mask) << field.shift;
         }
     }
     return packed;

@@ -148,10 +148,12 @@ fn flipped(x: f32, place: u32, seed: u32, apply: u32) -> f32 {
 }
 
 fn rotate_row(invocation: u32) {
-    for (var half = 1u; half < ROTATION_ORDER; half *= 2u) {
+    for (var stage = 0u; (1u << stage) < ROTATION_ORDER; stage++) {
+        let half = 1u << stage;
         workgroupBarrier();
         for (var pair = invocation; pair < HEAD_DIM / 2u; pair += INVOCATIONS) {
-            let low = pair / half * (2u * half) + pair % half;
+            // pair / half · 2 half + pair % half: the divisor is not known to compilers, which would divide.
+            let low = ((pair >> stage) << (stage + 1u)) + (pair & (half - 1u));
             let a = rotated[low];
             let b = rotated[low + half];
             rotated[low] = a + b;
