@@ -3,13 +3,13 @@
 //
 // needs: call
 // gives: flagged_element
-// binds: 5 flags
+// binds: 5 flag
 
-@group(0) @binding(5) var<storage, read_write> flags: array<atomic<u32>>;
+@group(0) @binding(5) var<storage, read_write> flag: atomic<u32>;
 
 fn flagged_element(bits: u32, token: u32) -> f32 {
     if ((bits & 0x7fffffffu) > bitcast<u32>(call.largest)) {
-        atomicMin(&flags[call.flag], token);
+        atomicMin(&flag, token);
         return 0f;
     }
     return bitcast<f32>(bits);

@@ -29,14 +29,13 @@ pub(super) fn bind_tokens(bind: &Binder<'_>, store: usize, shard: u32, which: Ke
         largest: bind.layout.largest_element(store, which),
         section: bind.layout.first_entry(section) as u32,
         shards: shard,
-        flag: input.layer as u32,
         ..TileCall::new(shape, format, which).with_rows(&input.rows, shape)?
     };
     let mut buffers = vec![
         ("rows", rows.buffer),
         ("tiles", of.shard_binding(shard, StorePart::tiles(which))?),
         ("table", bind.memory.table()),
-        ("flags", input.flags.buffer(which).as_entire_buffer_binding()),
+        ("flag", input.flags.binding(input.layer, which)?),
     ];
     buffers.extend(of.ranges_binding(shard, which)?.map(|ranges| ("ranges", ranges)));
     let centred = bind.layout.has_centres(store);

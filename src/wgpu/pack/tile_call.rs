@@ -47,8 +47,6 @@ pub(crate) struct TileCall {
     /// Where a step's table counts and lists the places, and the shards of those that the dispatch takes.
     pub section: u32,
     pub shards: u32,
-    /// The flag to set where an element is not in order.
-    pub flag: u32,
 }
 
 /// Where tokens lie: the layout is that of `pack/call.wgsl`.
@@ -156,7 +154,6 @@ impl TileCall {
             largest: 0.0,
             section: 0,
             shards: 0,
-            flag: 0,
         }
     }
 

@@ -67,8 +67,6 @@ struct Call {
     // Where a step's table counts and lists the places, and the shards of those that this dispatch takes.
     section: u32,
     shards: u32,
-    // The flag to set where an element is not in order.
-    flag: u32,
     places: array<Place>,
 }
 
@@ -680,13 +678,13 @@ fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32)
 //
 // needs: call
 // gives: flagged_element
-// binds: 5 flags
+// binds: 5 flag
 
-@group(0) @binding(5) var<storage, read_write> flags: array<atomic<u32>>;
+@group(0) @binding(5) var<storage, read_write> flag: atomic<u32>;
 
 fn flagged_element(bits: u32, token: u32) -> f32 {
     if ((bits & 0x7fffffffu) > bitcast<u32>(call.largest)) {
-        atomicMin(&flags[call.flag], token);
+        atomicMin(&flag, token);
         return 0f;
     }
     return bitcast<f32>(bits);

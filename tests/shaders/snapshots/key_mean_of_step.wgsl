@@ -82,8 +82,6 @@ struct Call {
     // Where a step's table counts and lists the places, and the shards of those that this dispatch takes.
     section: u32,
     shards: u32,
-    // The flag to set where an element is not in order.
-    flag: u32,
     places: array<Place>,
 }
 
