@@ -15,6 +15,9 @@
 
 #include "select/stats_call.cuh"
 
+// The keys of a warp's next tile are asked for before the products of this one, where there are registers for them.
+constexpr bool AHEAD = WARPGROUPS && !COUNTING && KEY_TYPE == ELEMENTS_F16 && KEYS_ALIGNED;
+
 // AGGREGATION: 0: each query head for itself, 1: sum, 2: mean, 3: maximum.
 
 // What shared memory holds: the staged eights, and of their rows the keys that they see, their log-sum-exp in powers of two,
@@ -174,6 +177,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_column_stats(
         }
     };
     if (rows.at_once) stage(0);
+    const u32 end_key = min((part + 1) * call.part_tiles * WARP_ROWS, call.tokens);
+    ArrivingKeys arriving;
+    if constexpr (AHEAD) {
+        const u32 first_key = (part * call.part_tiles + warp) * WARP_ROWS;
+        ask_for_keys(arriving, call, first_key, end_key, rows.kv_head, lane);
+    }
     for (u32 t = 0; t < call.part_tiles; t += WARPS) {
         const u32 block_key = (part * call.part_tiles + t) * WARP_ROWS;
         if (block_key >= call.tokens) break;
@@ -182,7 +191,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_column_stats(
         const u32 group = warp / GROUP_WARPS * GROUP_WARPS;
         const u32 group_key = block_key + group * WARP_ROWS;
         const bool has_tile = t + group < call.part_tiles && group_key < call.tokens;
-        if (has_tile) load_keys(tile.keys, call, tile.first_key, rows.kv_head, lane);
+        if constexpr (AHEAD) {
+            take_keys(tile.keys, arriving);
+            const u32 next = tile.first_key + WARPS * WARP_ROWS;
+            ask_for_keys(arriving, call, next, end_key, rows.kv_head, lane);
+        } else if (has_tile) {
+            load_keys(tile.keys, call, tile.first_key, rows.kv_head, lane);
+        }
 #pragma unroll
         for (u32 i = 0; i < SLOTS; i++) {
             tile.sums[i] = 0.0f;

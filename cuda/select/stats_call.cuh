@@ -99,6 +99,45 @@ __device__ __forceinline__ void load_keys(Resident& resident, const StatsCall& c
     }
 }
 
+// A tile's keys on their way to registers, where they are f16 in rows that begin at multiples of 16 bytes.
+struct ArrivingKeys {
+    uint4 loads[M_TILES][2][PAIRS];
+};
+
+// Asks for the keys from `first_key` on; those from `end` on are zeros.
+__device__ __forceinline__ void ask_for_keys(ArrivingKeys& arriving, const StatsCall& call, u32 first_key, u32 end,
+                                             u32 kv_head, u32 lane) {
+#pragma unroll
+    for (u32 m = 0; m < M_TILES; m++) {
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            const u32 key = first_key + 16 * m + 8 * half + lane / 4;
+            const u16* row = (const u16*)call.keys + key * call.key_token_stride + kv_head * call.key_head_stride;
+#pragma unroll
+            for (u32 p = 0; p < PAIRS; p++) {
+                const u32 channel = 32 * p + 8 * (lane % 4);
+                const bool exists = key < end && channel < HEAD_DIM;
+                arriving.loads[m][half][p] = exists ? *(const uint4*)(row + channel) : make_uint4(0, 0, 0, 0);
+            }
+        }
+    }
+}
+
+// The keys become resident.
+__device__ __forceinline__ void take_keys(Resident& resident, const ArrivingKeys& arriving) {
+    // As in load_resident_row.
+    const u32 zero = blockIdx.z;
+#pragma unroll
+    for (u32 i = 0; i < 2 * M_TILES * PAIRS; i++) {
+        const u32 m = i / (2 * PAIRS), half = i / PAIRS % 2, p = i % PAIRS;
+        const uint4 words = arriving.loads[m][half][p];
+        resident.high[m][2 * p][half] = words.x ^ zero;
+        resident.high[m][2 * p][2 + half] = words.y ^ zero;
+        resident.high[m][2 * p + 1][half] = words.z ^ zero;
+        resident.high[m][2 * p + 1][2 + half] = words.w ^ zero;
+    }
+}
+
 // No row of the chunk from `eight` on sees a key from `first_key` on. Told of chunks of one head alone.
 __device__ __forceinline__ bool chunk_is_blind(const StatsCall& call, const PassingRows& rows, u32 eight, u32 first_key) {
     const u32 last = min(eight + call.staged, rows.eights) - 1;
