@@ -75,22 +75,27 @@ __device__ __forceinline__ void load_eight(uint4& high, uint4& low, const void* 
     }
 }
 
-// Row `row` of a tile of 16 lies in words 0 and 2 of an A fragment, row + 8 in words 1 and 3.
-__device__ __forceinline__ void load_resident_row(Resident& resident, u32 tile, u32 half, const void* rows, u64 start,
-                                                  bool exists, u32 lane) {
+// Eight channels of a row become words of the two steps of pair `p`. Row `row` of a tile of 16 lies in words 0 and 2 of an A
+// fragment, row + 8, `half` 1, in words 1 and 3.
+__device__ __forceinline__ void set_resident(u32 (&steps)[2 * PAIRS][4], u32 p, u32 half, const uint4& words) {
     // Zero, which the compiler does not know: or else it would leave the words in the registers that 16-byte loads write, and
     // collect the four of a fragment anew for every product.
     const u32 zero = blockIdx.z;
+    steps[2 * p][half] = words.x ^ zero;
+    steps[2 * p][2 + half] = words.y ^ zero;
+    steps[2 * p + 1][half] = words.z ^ zero;
+    steps[2 * p + 1][2 + half] = words.w ^ zero;
+}
+
+__device__ __forceinline__ void load_resident_row(Resident& resident, u32 tile, u32 half, const void* rows, u64 start,
+                                                  bool exists, u32 lane) {
 #pragma unroll
     for (u32 p = 0; p < PAIRS; p++) {
         const u32 channel = 32 * p + 8 * (lane % 4);
         uint4 high = make_uint4(0, 0, 0, 0);
         uint4 low = high;
         if (exists && channel < HEAD_DIM) load_eight<KEY_TYPE, KEYS_ALIGNED != 0>(high, low, rows, start + channel);
-        resident.high[tile][2 * p][half] = high.x ^ zero;
-        resident.high[tile][2 * p][2 + half] = high.y ^ zero;
-        resident.high[tile][2 * p + 1][half] = high.z ^ zero;
-        resident.high[tile][2 * p + 1][2 + half] = high.w ^ zero;
+        set_resident(resident.high[tile], p, half, high);
         if constexpr (KEYS_SPLIT) {
             resident.low[tile][2 * p][half] = low.x;
             resident.low[tile][2 * p][2 + half] = low.y;

@@ -125,16 +125,10 @@ __device__ __forceinline__ void ask_for_keys(ArrivingKeys& arriving, const Stats
 
 // The keys become resident.
 __device__ __forceinline__ void take_keys(Resident& resident, const ArrivingKeys& arriving) {
-    // As in load_resident_row.
-    const u32 zero = blockIdx.z;
 #pragma unroll
     for (u32 i = 0; i < 2 * M_TILES * PAIRS; i++) {
         const u32 m = i / (2 * PAIRS), half = i / PAIRS % 2, p = i % PAIRS;
-        const uint4 words = arriving.loads[m][half][p];
-        resident.high[m][2 * p][half] = words.x ^ zero;
-        resident.high[m][2 * p][2 + half] = words.y ^ zero;
-        resident.high[m][2 * p + 1][half] = words.z ^ zero;
-        resident.high[m][2 * p + 1][2 + half] = words.w ^ zero;
+        set_resident(resident.high[m], p, half, arriving.loads[m][half][p]);
     }
 }
 
