@@ -127,7 +127,36 @@ fn matrix_variants() -> Vec<Variant> {
     });
     let variants = variants.concat();
     assert_eq!(variants.iter().filter(|variant| variant.kernel() == "attend_matrix").count(), 3);
-    [variants, statistics_variants(&capabilities)].concat()
+    [variants, run_variants(&capabilities), statistics_variants(&capabilities)].concat()
+}
+
+/// Long runs of queries on the same device, beside a short one.
+fn run_variants(capabilities: &Capabilities) -> Vec<Variant> {
+    let affine = |grouping| TensorFormat::Affine(AffineFormat::new(Bits::Four, grouping));
+    let formats = [
+        SegmentFormat::F16,
+        SegmentFormat::per_channel(Bits::Four),
+        SegmentFormat::saw_int4(),
+        SegmentFormat { key: affine(Grouping::Token), value: affine(Grouping::Channel) },
+    ];
+    let mut found = Vec::new();
+    for (turn, format) in formats.into_iter().cycle().take(12).enumerate() {
+        let (group, head_dim) = [(4, 128), (3, 96), (1, 64)][turn / 4];
+        let shape = AttentionShape::new(2 * group, 2, head_dim).unwrap();
+        let pages = [0; 5].map(|index| Page { shard: 0, index });
+        let spans = [0, 1].map(|sequence| SpanView { sequence, start: 0, tokens: 600, pages: &pages, range_slot: 0 });
+        let store = StoreView { format, calibration: None, spans: spans.to_vec() };
+        let runs = [QueryRun::causal(0, [120, 200][turn % 2] / group), QueryRun::causal(1, 2)];
+        let plan = AttendPlan::new(shape, &runs, &[store]).unwrap();
+        let variants = StepPlan::new(capabilities, &plan, ElementType::ALL[turn % 3], AttendOptions::default());
+        let variants = variants.unwrap().variants();
+        let kernels: Vec<&str> = variants.iter().map(Variant::kernel).collect();
+        let (kernels, rotated) = (kernels.as_slice(), format.key.rotation().is_some());
+        let expected = ["prepare_query", "prepare_query", "attend", "attend_run", "merge_states"];
+        assert_eq!(kernels, &expected[usize::from(!rotated)..], "{format}");
+        found.extend(variants);
+    }
+    found
 }
 
 /// Statistics of f16 keys on the same device: head dimensions, chunks of some heads and of one, aggregations.

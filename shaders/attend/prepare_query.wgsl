@@ -13,7 +13,7 @@
 // In bounds: rows are sized for the plan, and what the table of prepared queries holds is clamped to what is bound; channels past
 // HEAD_DIM are not read.
 //
-// gives: INVOCATIONS, HEAD_DIM, KV_HEADS, ROW_FIELDS
+// gives: INVOCATIONS, HEAD_DIM, KV_HEADS, QUERY_HEADS, ROW_FIELDS
 // binds: 0 prepared
 // set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, ROW_FIELDS, PARTS, SCORE_SCALE
 

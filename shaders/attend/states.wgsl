@@ -1,7 +1,7 @@
 // Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
 //
 // needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
-// gives: FIELDS, STATE_ROW, write_state_channel, write_state_lse
+// gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
 
 const FIELDS: u32 = HEAD_DIM / 4u;
 const STATE_ROW: u32 = FIELDS + 1u;

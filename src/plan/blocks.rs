@@ -35,8 +35,17 @@ pub(crate) struct Part {
     pub tokens: Range<usize>,
 }
 
-/// The blocks of all runs, of at most `most` queries each.
-pub(crate) fn blocks(plan: &AttendPlan, most: usize) -> Vec<Block> {
+/// How runs are cut into blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BlockQueries {
+    /// Most queries of a block.
+    pub most: usize,
+    /// Runs of fewer queries than this are taken query by query, and longer ones, if this is more than 1, in even blocks.
+    pub least: usize,
+}
+
+/// The blocks of all runs.
+pub(crate) fn blocks(plan: &AttendPlan, BlockQueries { most, least }: BlockQueries) -> Vec<Block> {
     let mut starts = vec![Vec::new(); plan.runs().len()];
     if most > 1 {
         for span in plan.segments().iter().flat_map(|segment| segment.spans()) {
@@ -45,9 +54,12 @@ pub(crate) fn blocks(plan: &AttendPlan, most: usize) -> Vec<Block> {
     }
     let mut blocks = Vec::with_capacity(plan.runs().len());
     for (index, (run, starts)) in plan.runs().iter().zip(&starts).enumerate() {
+        let most = if run.run.queries < least { 1 } else { most };
         let mut first = 0;
         while first < run.run.queries {
-            let longest = most.max(1).min(run.run.queries - first);
+            let left = run.run.queries - first;
+            let most = if least > 1 { left.div_ceil(left.div_ceil(most.max(1))) } else { most.max(1) };
+            let longest = most.min(left);
             let crosses = |queries: &usize| {
                 let (before, after) = (run.visible(first), run.visible(first + queries - 1));
                 starts.iter().any(|&start| before <= start && start < after)
@@ -86,13 +98,28 @@ mod tests {
     use crate::plan::{Page, QueryRun, SpanView, StoreView};
     use proptest::prelude::*;
 
+    /// A kernel for many queries does not take few of them where a run is one query too long.
+    #[test]
+    fn long_runs_are_cut_evenly() {
+        let pages = [Page { shard: 0, index: 0 }; 8];
+        let spans = [0, 1].map(|sequence| SpanView { sequence, start: 0, tokens: 1000, pages: &pages, range_slot: 0 });
+        let store = StoreView { format: SegmentFormat::F16, calibration: None, spans: spans.to_vec() };
+        let runs = [QueryRun::causal(0, 130), QueryRun::causal(1, 3)];
+        let plan = AttendPlan::new(AttentionShape::new(1, 1, 64).unwrap(), &runs, &[store]).unwrap();
+        let queries = |most, least| {
+            blocks(&plan, BlockQueries { most, least }).iter().map(|block| block.queries).collect::<Vec<_>>()
+        };
+        assert_eq!(queries(64, 16), [44, 43, 43, 1, 1, 1]);
+        assert_eq!(queries(64, 1), [64, 64, 2, 3]);
+    }
+
     proptest! {
         /// Every query gets every token that it sees once, and no other, however long blocks and spans are.
         #[test]
         fn every_query_gets_what_it_sees_once(
             lengths in prop::collection::vec(0usize..400, 1..6),
             (queries, all) in (1usize..200, any::<bool>()),
-            most in 1usize..10,
+            (most, least) in (1usize..10, 1usize..20),
         ) {
             let total: usize = lengths.iter().sum();
             prop_assume!(total > 0);
@@ -114,7 +141,7 @@ mod tests {
             let plan = AttendPlan::new(shape, &[run], &stores).unwrap();
             let mut seen = vec![vec![0u8; total]; queries];
             let mut alone = vec![0; queries];
-            let blocks = blocks(&plan, most);
+            let blocks = blocks(&plan, BlockQueries { most, least });
             for segment in plan.segments() {
                 for span in segment.spans() {
                     for (index, block) in blocks.iter().enumerate() {
@@ -128,6 +155,7 @@ mod tests {
                     }
                 }
             }
+            let most = if queries < least { 1 } else { most };
             prop_assert!(blocks.iter().all(|block| block.queries <= most));
             prop_assert_eq!(blocks.iter().map(|block| block.queries).sum::<usize>(), queries);
             prop_assert!(alone.iter().all(|&parts| parts <= 1));

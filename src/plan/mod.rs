@@ -18,6 +18,8 @@ mod tokens;
 mod work;
 
 pub use attend::{AttendPlan, PlannedRun, PlannedSpan, QueryRun, Segment, SpanView, StoreFormat, StoreView, Visible};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) use blocks::BlockQueries;
 pub use pages::{Page, PageAllocator};
 pub use rows::{ElementType, Elements, QueryRows, RowLayout, TokenRange};
 pub use split::Split;

@@ -24,6 +24,7 @@ impl Default for Split {
 
 /// How the runs of a segment are cut: into items of at most `most` tiles, but the last of every run into items of half and of
 /// a quarter as many. They run last, so that no device waits long for its last workgroups.
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Cut {
     step: usize,
     most: usize,
@@ -34,7 +35,23 @@ pub(super) struct Cut {
 /// Query heads that a work item counts once for: what a workgroup of the GPU kernels takes.
 const ITEM_HEADS: usize = 4;
 
+/// Of the items to aim for, those of wide blocks of queries: a workgroup takes a multiprocessor alone, for longer, and leaves a
+/// state for every query.
+const WIDE_ITEMS: usize = 16;
+
 impl Split {
+    /// The split of wide blocks of queries.
+    pub(super) fn of_wide_blocks(self) -> Self {
+        Self { target_items: self.target_items.div_ceil(WIDE_ITEMS), ..self }
+    }
+
+    /// The cut of a segment of `tiles` tiles, counted for each KV head, into items of nearly equal size, each counted once.
+    pub(super) fn cut_evenly(&self, tiles: usize) -> Cut {
+        let (target, step) = (self.target_items.max(1), self.tile_step.clamp(1, tiles.max(1)));
+        let most = tiles.div_ceil(target).clamp(1, self.max_tiles.max(1)).next_multiple_of(step);
+        Cut { step, most, small_part: 0.0 }
+    }
+
     /// The cut of a segment of `tiles` tiles, counted for each KV head, with `group` query heads each.
     pub(super) fn cut(&self, tiles: usize, group: usize) -> Cut {
         let tiles = tiles * group.div_ceil(ITEM_HEADS);

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::Page;
 use super::attend::{AttendPlan, PlannedSpan, Segment};
-use super::blocks::{Block, Part, blocks};
+use super::blocks::{Block, BlockQueries, Part, blocks};
 use super::split::Split;
 use super::state_rows::{StateCounts, StateRows};
 use crate::Result;
@@ -155,10 +155,16 @@ impl Work {
     /// # Errors
     /// [`Error::Limit`](crate::Error::Limit) when there are more items than a 32-bit word counts.
     pub fn new(plan: &AttendPlan, split: Split, block_queries: usize) -> Result<Self> {
-        let blocks = blocks(plan, block_queries);
+        Self::in_blocks(plan, split, BlockQueries { most: block_queries, least: 1 })
+    }
+
+    /// The same for such blocks. Where short runs are taken query by query, blocks are wide, and their items fewer.
+    pub(crate) fn in_blocks(plan: &AttendPlan, split: Split, queries: BlockQueries) -> Result<Self> {
+        let blocks = blocks(plan, queries);
+        let blocks_split = if queries.least > 1 { split.of_wide_blocks() } else { split };
         let mut segments = Vec::with_capacity(plan.segments().len());
         for segment in plan.segments() {
-            segments.push(cut_segment(plan, segment, &blocks, &split));
+            segments.push(cut_segment(plan, segment, &blocks, [&split, &blocks_split]));
         }
         let mut counts = StateCounts::new(plan, &blocks);
         for (item, &block) in segments.iter().flat_map(|(segment, of)| segment.items.iter().zip(of)) {
@@ -241,7 +247,14 @@ impl Prepared {
 }
 
 /// Cuts a segment into items, and says of which block each is.
-fn cut_segment(plan: &AttendPlan, segment: &Segment, blocks: &[Block], split: &Split) -> (SegmentWork, Vec<usize>) {
+///
+/// Parts of single queries and of blocks are cut as their `splits` say.
+fn cut_segment(
+    plan: &AttendPlan,
+    segment: &Segment,
+    blocks: &[Block],
+    splits: [&Split; 2],
+) -> (SegmentWork, Vec<usize>) {
     let shape = plan.shape();
     let prepared = Prepared::new(plan, segment);
     let first_block: Vec<usize> =
@@ -256,8 +269,19 @@ fn cut_segment(plan: &AttendPlan, segment: &Segment, blocks: &[Block], split: &S
         }
     };
     let parts: Vec<Vec<Part>> = segment.spans().iter().map(parts_of).collect();
-    let tiles: usize = parts.iter().flatten().map(|part| part.tokens.len().div_ceil(TILE_TOKENS)).sum();
-    let cut = split.cut(tiles * shape.kv_heads(), shape.group());
+    let tiles_where = |of: fn(&Part) -> bool| -> usize {
+        parts.iter().flatten().filter(|part| of(part)).map(|part| part.tokens.len().div_ceil(TILE_TOKENS)).sum()
+    };
+    let cuts = match splits {
+        [single, blocks] if single == blocks => {
+            [single.cut(tiles_where(|_| true) * shape.kv_heads(), shape.group()); 2]
+        }
+        [single, blocks] => {
+            let counts = [tiles_where(|part| part.queries == 1), tiles_where(|part| part.queries > 1)];
+            let [singles, of_blocks] = counts.map(|tiles| tiles * shape.kv_heads());
+            [single.cut(singles, shape.group()), blocks.cut_evenly(of_blocks)]
+        }
+    };
 
     // By shard, and whether items have several queries.
     let mut by_dispatch: BTreeMap<(u32, bool), Vec<(WorkItem, usize)>> = BTreeMap::new();
@@ -272,7 +296,7 @@ fn cut_segment(plan: &AttendPlan, segment: &Segment, blocks: &[Block], split: &S
             for run in runs_in_one_shard(&pages[first_tile..part.tokens.end.div_ceil(TILE_TOKENS)]) {
                 let dispatch = (pages[first_tile + run.start].shard, part.queries > 1);
                 let items = by_dispatch.entry(dispatch).or_default();
-                for tiles in cut.pieces(run.start + first_tile..run.end + first_tile) {
+                for tiles in cuts[usize::from(part.queries > 1)].pieces(run.start + first_tile..run.end + first_tile) {
                     let item = WorkItem {
                         page_offset: (span.first_page + tiles.start) as u32,
                         tokens: ((tiles.end * TILE_TOKENS).min(part.tokens.end) - tiles.start * TILE_TOKENS) as u32,

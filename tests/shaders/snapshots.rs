@@ -34,7 +34,7 @@ fn capabilities(everything: bool) -> Capabilities {
     }
 }
 
-/// A kernel of a decode step over nine tiles, or over one.
+/// A kernel of a decode step over nine tiles, or over one; `attend_run` of a run of 64 queries.
 pub(super) fn of_step(
     kernel: &str,
     shape: &AttentionShape,
@@ -46,7 +46,8 @@ pub(super) fn of_step(
     let spans = vec![SpanView { sequence: 0, start: 0, tokens: tiles * TILE_TOKENS, pages: &pages, range_slot: 0 }];
     let split = Split { target_items: usize::MAX, tile_step: 1, max_tiles: 1 };
     let store = StoreView { format, calibration, spans };
-    let plan = AttendPlan::new(*shape, &QueryRun::decode_batch(1), &[store]).unwrap();
+    let run = QueryRun::causal(0, if kernel == "attend_run" { 64 } else { 1 });
+    let plan = AttendPlan::new(*shape, &[run], &[store]).unwrap();
     let options = AttendOptions { query, output: ElementType::F16, split };
     let step = StepPlan::new(&capabilities(everything), &plan, ElementType::F16, options).unwrap();
     let found = step.variants().into_iter().find(|variant| variant.kernel() == kernel);
@@ -83,6 +84,7 @@ fn kernels() -> Vec<(&'static str, Variant)> {
         ("attend_2bit_groups_int8", of_step("attend", &shape, groups, None, (Int8, true, 9))),
         ("weighted_values_4bit", of_step("weighted_values", &shape, channels, calibration, (Int16, false, 9))),
         ("attend_matrix_f16", of_step("attend_matrix", &many_heads, SegmentFormat::F16, None, (Int16, true, 9))),
+        ("attend_run_4bit_per_channel", of_step("attend_run", &shape, channels, None, (Int16, true, 9))),
         ("prepare_query_3bit_codebook", of_step("prepare_query", &shape, codebook, None, (Int16, false, 9))),
         ("append_3bit_codebook_keys", first_of("append", &store)),
         ("append_3bit_codebook_centred_keys", first_of("append", &centred)),

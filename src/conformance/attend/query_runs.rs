@@ -37,7 +37,30 @@ pub(super) fn query_runs() -> Vec<AttendCase> {
     calibrated.segments[1].calibration = Some(offsets(0.0, 1.0));
     calibrated.queries = Queries::Runs(vec![QueryRun::causal(0, 40), all(1, 3), QueryRun::causal(2, 2)]);
     cases.push(calibrated);
+    cases.extend(wide_runs());
     cases
+}
+
+/// Runs of more rows than a block of the kernels that take many together, beside short ones: over spans that end within a
+/// tile, a sink that lets weights grow, and one key per channel beside one value per token.
+fn wide_runs() -> Vec<AttendCase> {
+    let mut f16 = AttendCase::new("runs-wide-f16", shape(3, 96), SegmentFormat::F16).lengths(&[1000, 300, 77, 200]);
+    f16.queries =
+        Queries::Runs(vec![QueryRun::causal(0, 200), all(1, 90), QueryRun::decode(2), QueryRun::causal(3, 5)]);
+    let channel = SegmentFormat::per_channel(Bits::Four);
+    let mut sink = AttendCase::new("runs-wide-sink-4bit", shape(4, 128), channel).lengths(&[4000, 500]);
+    sink.sink = SinkPlace::Middle;
+    sink.queries = Queries::Runs(vec![QueryRun::causal(0, 70), all(1, 40)]);
+    let mut f16_sink = AttendCase::new("runs-wide-sink-f16", shape(8, 128), SegmentFormat::F16).lengths(&[4000]);
+    f16_sink.sink = SinkPlace::Middle;
+    f16_sink.queries = Queries::Runs(vec![QueryRun::causal(0, 40)]);
+    let mut rotated = ragged("runs-wide-saw", 8, 64, SegmentFormat::saw_int4());
+    rotated.queries = Queries::Runs(vec![QueryRun::causal(0, 100), QueryRun::decode(1), QueryRun::causal(2, 33)]);
+    let mixed = SegmentFormat { key: channel.key, value: affine(Bits::Four, Grouping::Token) };
+    let mut apart = AttendCase::new("runs-wide-channel-keys-token-values", shape(1, 128), mixed).lengths(&[700]);
+    apart.input.elements = ElementType::Bf16;
+    apart.queries = Queries::Runs(vec![QueryRun::causal(0, 257)]);
+    vec![f16, sink, f16_sink, rotated, apart]
 }
 
 /// What attention states are checked on: every sequence has tokens in the first store and in others, so that states over the

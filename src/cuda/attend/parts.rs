@@ -4,7 +4,7 @@ use super::run_variant::{BLOCK_ROWS, LEAST_ROWS, RunVariant};
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::page_format::PageFormat;
 use crate::format::AttentionShape;
-use crate::plan::{AttendPlan, Block, Part, PlannedRun, PlannedSpan, Segment, Visible, blocks};
+use crate::plan::{AttendPlan, Block, BlockQueries, Part, PlannedRun, PlannedSpan, Segment, Visible, blocks};
 
 /// Most query heads of a block of `attend`: columns of an MMA.
 const MOST_HEADS: usize = 8;
@@ -30,7 +30,7 @@ pub(super) const fn are_many(shape: &AttentionShape, queries: usize) -> bool {
 /// others in those of `attend`.
 pub(super) fn query_blocks(facts: &DeviceFacts, plan: &AttendPlan) -> Vec<Block> {
     let shape = plan.shape();
-    let few = blocks(plan, few_queries(shape));
+    let few = blocks(plan, BlockQueries { most: few_queries(shape), least: 1 });
     if !plan.runs().iter().any(|run| are_many(shape, run.run.queries))
         || !plan.segments().iter().all(serves(shape, facts))
     {

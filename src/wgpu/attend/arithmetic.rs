@@ -18,7 +18,7 @@ pub(in crate::wgpu) fn arithmetic(
     let special = Specialisation { shape, format, query, capabilities, may_use_matrices: true, queries: 1 };
     let queries = special.prepares_own_query().then_some(ElementType::F32);
     match special.attend(Fused { queries, output: None }) {
-        AttendRecipe::Matrix { .. } => {
+        AttendRecipe::Matrix { .. } | AttendRecipe::Run { .. } => {
             AttendArithmetic { keys: Arithmetic::HalfMatrices, values: Arithmetic::HalfMatrices }
         }
         AttendRecipe::Attend { scores, values, .. } => {

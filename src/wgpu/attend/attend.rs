@@ -31,6 +31,9 @@ enum KeyGroups {
 impl Specialisation<'_> {
     /// The fused kernel.
     pub fn attend(&self, fused: Fused) -> AttendRecipe {
+        if let Some(run) = self.attend_run() {
+            return run;
+        }
         if let (true, Some(input)) = (self.uses_matrices(), fused.queries) {
             return self.attend_matrix(input);
         }

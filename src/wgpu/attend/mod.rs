@@ -4,6 +4,7 @@ mod arithmetic;
 #[expect(clippy::module_inception, reason = "the file of a kernel has the kernel's name")]
 mod attend;
 mod attend_matrix;
+mod attend_run;
 mod attend_values;
 mod code_bytes;
 mod group_ranges;

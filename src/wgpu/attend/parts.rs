@@ -2,7 +2,7 @@
 
 use super::recipe::{
     AttendRecipe, ByteWeights, Exchange, Field, FloatQuery, FloatWeights, GivenQuery, IntegerQuery, KeyRanges, KeyRows,
-    Merge, QueryFields, Scores, SignedBytes, Sums, ValueRanges, Values, Work,
+    Merge, QueryFields, RunCodes, RunRows, Scores, SignedBytes, Sums, ValueRanges, Values, Work,
 };
 use crate::format::{Bits, Direction};
 use crate::plan::ElementType;
@@ -28,6 +28,19 @@ impl AttendRecipe {
                 .with_f16()
                 .with_matrices()
                 .constant("QUERY_PARTS", *query_parts),
+            Self::Run { work, rows, keys, values } => {
+                let variant = rows.put(work.put(Variant::new("attend_run"))).with_f16().with_matrices();
+                let variant = match keys {
+                    RunCodes::F16 => variant,
+                    RunCodes::Channel => variant.import("run_keys", "attend/run_keys/channel.wgsl"),
+                    RunCodes::Token => variant.import("run_keys", "attend/run_keys/token.wgsl"),
+                };
+                match values {
+                    RunCodes::F16 => variant,
+                    RunCodes::Channel => variant.import("run_values", "attend/run_values/channel.wgsl"),
+                    RunCodes::Token => variant.import("run_values", "attend/run_values/token.wgsl"),
+                }
+            }
             Self::Scores { work, scores } => scores.put(work.put(Variant::new("scores"))),
             Self::WeightedValues { work, tau, values, softmax, merge } => {
                 let variant = work.put(Variant::new("weighted_values")).float("TAU_1", tau.0).float("TAU_2", tau.1);
@@ -48,6 +61,12 @@ impl Work {
             .constant("HEADS", self.heads.heads)
             .constant("CHUNKS", self.heads.chunks)
             .constant("MAX_TILES", super::specialisation::MAX_TILES)
+    }
+}
+
+impl RunRows {
+    fn put(self, variant: Variant) -> Variant {
+        variant.constant("SUBGROUPS", self.subgroups).constant("INVOCATIONS", self.invocations())
     }
 }
 

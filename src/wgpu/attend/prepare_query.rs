@@ -9,6 +9,18 @@ use crate::wgpu::pack::hadamard::{Turn, with_sketch, with_turn};
 impl Specialisation<'_> {
     /// The kernel that prepares queries of `input` elements; `calibrated` segments also reset their extremes.
     pub fn prepare_query(&self, input: ElementType, extremes: Extremes) -> Variant {
+        let variant = match extremes {
+            Extremes::Reset => self.prepare_rotated_query(input).import("extremes", "attend/extremes/reset.wgsl"),
+            Extremes::None => self.prepare_rotated_query(input),
+        };
+        match self.integer_keys() {
+            true => self.query_fields().put(variant).constant("QUERY_PLANES", self.query_planes()),
+            false => variant.import("query_row", "attend/query_row/f32.wgsl"),
+        }
+    }
+
+    /// The same, but for how rows are stored and which ranges are folded into them.
+    pub(super) fn prepare_rotated_query(&self, input: ElementType) -> Variant {
         let head_dim = self.shape.head_dim();
         let layout = TileLayout::new(&self.format.key, head_dim);
         let mut variant = Variant::new("prepare_query")
@@ -17,9 +29,6 @@ impl Specialisation<'_> {
             .constant("QUERY_HEADS", self.shape.query_heads())
             .constant("ROW_FIELDS", layout.key_row_channels() / 4);
         variant = self.given_query(input).put(variant);
-        if extremes == Extremes::Reset {
-            variant = variant.import("extremes", "attend/extremes/reset.wgsl");
-        }
         if let Some(rotation) = self.format.key.rotation() {
             let turn = Turn { rotation, direction: Direction::Forth };
             variant = match self.format.key.sketched().and_then(|format| format.sketch) {
@@ -31,10 +40,7 @@ impl Specialisation<'_> {
             };
             variant = with_turn(variant, turn, head_dim);
         }
-        match self.integer_keys() {
-            true => self.query_fields().put(variant).constant("QUERY_PLANES", self.query_planes()),
-            false => variant.import("query_row", "attend/query_row/f32.wgsl"),
-        }
+        variant
     }
 }
 

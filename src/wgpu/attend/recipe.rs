@@ -13,6 +13,8 @@ pub(crate) enum AttendRecipe {
     Attend { work: Work, scores: Scores, values: Values, softmax: Exchange, merge: Merge },
     /// `attend_matrix`: the same of f16 by cooperative matrices. An element of the query is `query_parts` summands in f16.
     Matrix { work: Work, query_parts: usize, query: GivenQuery },
+    /// `attend_run`: many queries of a run together, by cooperative matrices.
+    Run { work: Work, rows: RunRows, keys: RunCodes, values: RunCodes },
     /// `scores`: stores the scores of keys.
     Scores { work: Work, scores: Scores },
     /// `weighted_values`: takes them up, calibrated by (τ1, τ2).
@@ -37,6 +39,22 @@ pub(crate) struct HeadSplit {
     pub heads: usize,
     /// Workgroups per KV head and work item. Each reads the keys and values again.
     pub chunks: usize,
+}
+
+/// The rows of queries and query heads of a workgroup of `attend_run`: so many subgroups own 32 each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RunRows {
+    pub subgroups: usize,
+}
+
+/// Slots `run_keys` and `run_values`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RunCodes {
+    F16,
+    /// Codes of four bits with one range per channel of the span.
+    Channel,
+    /// Codes of four bits with one range per token.
+    Token,
 }
 
 /// How lanes learn of each other's numbers.

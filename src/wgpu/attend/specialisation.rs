@@ -40,13 +40,16 @@ impl Specialisation<'_> {
         self.format.key.rotation().is_none()
     }
 
-    /// How many neighbouring queries a workgroup can take with all their heads: as many as it takes heads.
+    /// How many neighbouring queries a workgroup of `attend` can take with all their heads: as many as it takes heads.
     pub fn most_queries(&self) -> usize {
         if self.uses_matrices() { 1 } else { (self.most_heads() / self.shape.group()).max(1) }
     }
 
     /// The most heads per workgroup that fit its memory, spread evenly.
     pub fn head_split(&self) -> HeadSplit {
+        if let Some(rows) = self.run_rows() {
+            return HeadSplit { heads: self.run_queries(rows) * self.shape.group(), chunks: 1 };
+        }
         if self.uses_matrices() {
             return self.matrix_head_split();
         }

@@ -6,8 +6,8 @@
 //! mapped or allocated.
 //!
 //! The launches of a step, in order: `prepare_query` for every segment that is calibrated or has rotated keys (for
-//! others every workgroup of `attend` prepares the query itself); `scores` for every shard of a calibrated segment;
-//! `attend` (or `weighted_values` where calibrated) for every shard; `merge_states` once, unless the last workgroup of
+//! others every workgroup of `attend` prepares the query itself) or has items of `attend_run`; `scores` for every shard of a calibrated segment;
+//! `attend` (or `weighted_values` where calibrated, or `attend_run` for many queries together) for every shard; `merge_states` once, unless the last workgroup of
 //! `attend` merges. Each waits for the one before, which costs more than what small ones do.
 
 use super::merge_states::LseOutput;
@@ -88,7 +88,7 @@ impl StepPlan {
         options: AttendOptions,
         (lse, room): (LseOutput, Room),
     ) -> Result<Self> {
-        let work = Work::new(plan, options.split, block_queries(capabilities, plan, options))?;
+        let work = Work::in_blocks(plan, options.split, block_queries(capabilities, plan, options))?;
         let layout = Layout::new(capabilities, room);
         let mut builder = Builder { capabilities, work: &work, input, options, lse, layout };
         let launches = builder.launches();

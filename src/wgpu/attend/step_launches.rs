@@ -8,26 +8,40 @@ use super::specialisation::Specialisation;
 use super::step_buffers::{Buffers, PlannedLaunch, Slot};
 use crate::backend::AttendOptions;
 use crate::format::{KeyOrValue, TILE_TOKENS};
-use crate::plan::{AttendPlan, Dispatch, ElementType, Segment, SegmentWork, Work};
+use crate::plan::{AttendPlan, BlockQueries, Dispatch, ElementType, Segment, SegmentWork, Work};
 use crate::wgpu::device::capabilities::MOST_STORAGE_BUFFERS;
 use crate::wgpu::device::store::StorePart;
 use crate::wgpu::device::{Capabilities, Variant};
 
-/// How many neighbouring queries every segment's kernel can take together, where a run has several.
-pub(super) fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, options: AttendOptions) -> usize {
+/// How many neighbouring queries every segment's kernel can take together, where a run has several: as many as `attend_run`
+/// takes, where every segment has it and a run is long enough, otherwise as many as `attend` does.
+pub(super) fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, options: AttendOptions) -> BlockQueries {
     let longest = plan.runs().iter().map(|planned| planned.run.queries).max().unwrap_or(1);
-    let of_segment = |segment: &Segment| {
-        let special = Specialisation {
+    let specials: Vec<Specialisation<'_>> = plan
+        .segments()
+        .iter()
+        .map(|segment| Specialisation {
             shape: plan.shape(),
             format: segment.format(),
             query: options.query.bytes(segment.format()),
             capabilities,
             may_use_matrices: false,
             queries: 1,
-        };
-        special.most_queries()
+        })
+        .collect();
+    let of_run = |(segment, special): (&Segment, &Specialisation<'_>)| match segment.calibration() {
+        None => special.run_block_queries(),
+        Some(_) => None,
     };
-    plan.segments().iter().map(of_segment).min().unwrap_or(1).min(longest)
+    let wide: Option<Vec<[usize; 2]>> = plan.segments().iter().zip(&specials).map(of_run).collect();
+    let wide = wide.and_then(|of| of.into_iter().reduce(|a, b| [a[0].min(b[0]), a[1].max(b[1])]));
+    match wide {
+        Some([most, least]) if longest >= least => BlockQueries { most, least },
+        _ => {
+            let most = specials.iter().map(Specialisation::most_queries).min().unwrap_or(1);
+            BlockQueries { most: most.min(longest), least: 1 }
+        }
+    }
 }
 
 /// The sections of one segment.
@@ -36,6 +50,8 @@ struct SegmentSections {
     page_table: Section,
     items: Vec<Section>,
     queries: Section,
+    /// Queries of `attend_run` and their constants, of a segment that has items of it.
+    run_queries: Option<(Section, Section)>,
     /// Scores and extremes of a calibrated segment.
     scores: Option<(Section, Section)>,
 }
@@ -79,6 +95,7 @@ impl Builder<'_> {
             .filter(|(segment, _)| !self.own_query(segment))
             .map(|(segment, sections)| self.prepare_query(segment, sections))
             .collect();
+        launches.extend(segments().filter_map(|(segment, sections)| self.prepare_run_query(segment, sections)));
         launches.extend(segments().flat_map(|(segment, sections)| self.scores(segment, sections)));
         launches.extend(segments().flat_map(|(segment, sections)| self.attend(segment, sections, &merging)));
         if merging.fused {
@@ -130,7 +147,13 @@ impl Builder<'_> {
             let scores = self.layout.scores(tiles * TILE_TOKENS as u64 * 4);
             (scores, self.layout.scores(rows * 8))
         });
+        let run = segment.dispatches().iter().any(|dispatch| self.takes_run(segment, dispatch));
+        let run_queries = run.then(|| {
+            let bytes = self.specialisation(segment, 1).run_query_bytes(segment.queries().len());
+            (self.layout.queries(bytes[0]), self.layout.queries(bytes[1]))
+        });
         SegmentSections {
+            run_queries,
             prepared: self.layout.table(segment.queries()),
             page_table: self.layout.table(segment.page_table()),
             items,
@@ -151,6 +174,29 @@ impl Builder<'_> {
                 && self.work.most_states() > MOST_MERGED_STATES,
             queries,
         }
+    }
+
+    /// Whether the items of a dispatch are those of `attend_run`.
+    fn takes_run(&self, segment: &SegmentWork, dispatch: &Dispatch) -> bool {
+        self.specialisation(segment, dispatch.most_queries).run_rows().is_some()
+    }
+
+    fn prepare_run_query(&self, segment: &SegmentWork, sections: &SegmentSections) -> Option<PlannedLaunch> {
+        let (rows, constants) = sections.run_queries?;
+        let mut buffers = vec![
+            ("prepared", Slot::Tables(sections.prepared)),
+            ("inputs", Slot::Input),
+            ("rows", Slot::Queries(rows)),
+            ("row_constants", Slot::Queries(constants)),
+        ];
+        if segment.format().key.has_span_ranges() {
+            buffers.push(("key_span_ranges", Slot::SpanRanges { store: segment.store(), which: KeyOrValue::Key }));
+        }
+        Some(PlannedLaunch {
+            variant: self.specialisation(segment, 1).prepare_run_query(self.input),
+            workgroups: [segment.queries().len() as u32, self.work.shape().query_heads() as u32],
+            buffers,
+        })
     }
 
     fn prepare_query(&self, segment: &SegmentWork, sections: &SegmentSections) -> PlannedLaunch {
@@ -197,6 +243,13 @@ impl Builder<'_> {
                     buffers.push(("stored_scores", Slot::Scores(scores)));
                     buffers.push(("extremes", Slot::Scores(extremes)));
                     special.weighted_values((calibration.tau1(), calibration.tau2()), output).variant()
+                }
+                _ if special.run_rows().is_some() => {
+                    let (rows, constants) = sections.run_queries.unwrap_or((sections.queries, sections.queries));
+                    buffers.push(("run_queries", Slot::Queries(rows)));
+                    buffers.push(("run_constants", Slot::Queries(constants)));
+                    self.push_keys(segment, dispatch.shard, &mut buffers);
+                    special.attend(Fused { queries: None, output: None }).variant()
                 }
                 _ => {
                     let queries = self.own_query(segment).then_some(self.input);

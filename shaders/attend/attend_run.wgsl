@@ -1,0 +1,374 @@
+// attend_run: `attend` of many queries of a run together, by cooperative matrices.
+//
+//   s_rt = q_r · k_t / √D,  lse_r = ln Σ exp(s_rt),  output_r = Σ exp(s_rt - lse_r) v_t
+//
+// over the tokens of one work item. A row r is a query and one of the query heads of the item's KV head, up to ROWS of
+// them, which `prepare_query` left in f16. Products are 16 × 16 × 16, of f16 with f32 sums. `merge_states` joins the items.
+//
+// A subgroup of 32 owns two blocks of 16 rows: their queries, the left operands of scores, and their sums stay in its
+// registers for the whole item. All subgroups share the tokens, which pass by in steps of 16, unpacked to halves in
+// workgroup memory once. A step is the eight tokens of two vectors of values: 4 step onwards and 32, 64 and 96 further.
+// Two barriers a step:
+//
+//   values of the last step, scores -> workgroup memory | weights -> workgroup memory, next keys, values
+//
+// Weights are relative to a reference of their row, a power of two: it lets weights grow to 2^MOST_WEIGHT, and moves so that
+// the largest is 2^START_WEIGHT where they would grow further. Then sums make a round through workgroup memory, where a row
+// can be scaled. That is rare, and all subgroups wait for it. So each barrier is met by all.
+//
+// Memory: keys and values once for ROWS rows. What the next step needs is asked for before products. Workgroup memory: rows of
+// keys, columns of values, rows of scores and of weights are padded, so that what is moved at once lies in different banks
+// (`RunRows::workgroup_bytes` counts it). For a product a subgroup reads 256 bytes of keys or values.
+//
+// In bounds: as `attend`; blocks of rows lie within the prepared ones, behind which there are RUN_ROWS more; rows beyond the
+// item's write nothing. Loops are bounded by an item's tiles and by constants. Control flow around products is uniform: it
+// depends on the item, and on words that lie in workgroup memory between two barriers. Divisors are sums of weights, of
+// which the largest is at least 2^START_WEIGHT at the time.
+//
+// gives: Half4, Eight, EIGHTS, TOKEN_VECTORS, pages
+// binds: 2 run_queries, 8 run_constants
+// set by plans: SUBGROUPS
+
+// import attend/numbering/subgroup.wgsl
+// import attend/work_item.wgsl
+// import attend/states.wgsl
+
+alias Half4 = vec4<f16>;
+alias Left = coop_mat16x16<f16, A>;
+alias Right = coop_mat16x16<f16, B>;
+alias Sums = coop_mat16x16<f32, C>;
+
+struct Eight {
+    low: Half4,
+    high: Half4,
+}
+
+// [KV head][prepared query][head of the group], and their constants: see attend/query_row/f16.wgsl.
+@group(0) @binding(2) var<storage, read> run_queries: array<Half4>;
+@group(0) @binding(8) var<storage, read> run_constants: array<vec2<f32>>;
+
+const SUBGROUPS: u32 = 8u;
+// Blocks of 16 rows of a subgroup, and its rows: each of its lanes makes the weights of one.
+const ROW_BLOCKS: u32 = 2u;
+const OWN_ROWS: u32 = 32u;
+const ROWS: u32 = SUBGROUPS * OWN_ROWS;
+// Rows of zeros or anything behind the prepared ones.
+const RUN_ROWS: u32 = 256u;
+
+const STEPS: u32 = HEAD_DIM / 16u;
+const EIGHTS: u32 = HEAD_DIM / 8u;
+// Vectors of eight tokens of a tile's values, and steps of a tile.
+const TOKEN_VECTORS: u32 = 16u;
+const TILE_STEPS: u32 = 8u;
+// In vectors of four: a prepared query; a key, a channel of values, a row of scores and of weights in workgroup memory.
+const QUERY_ROW: u32 = HEAD_DIM / 4u;
+const KEY_ROW: u32 = HEAD_DIM / 4u + 2u;
+const VALUE_ROW: u32 = 6u;
+const SCORE_ROW: u32 = 5u;
+const WEIGHT_ROW: u32 = 6u;
+// Eights of keys, and as many of values, of a step, and those that an invocation moves.
+const EIGHTS_OF_STEP: u32 = 2u * HEAD_DIM;
+const LOADS: u32 = (EIGHTS_OF_STEP + INVOCATIONS - 1u) / INVOCATIONS;
+// Vectors of four scores of a row.
+const ROW_SCORES: u32 = 4u;
+
+// Powers of two that weights may grow to, and that the largest is after the reference moved.
+const MOST_WEIGHT: f32 = 15f;
+const START_WEIGHT: f32 = 6f;
+// The product of a token that does not exist: minus infinity, times any unit.
+const NO_PRODUCT: f32 = -3.4028234e38f;
+
+// import run_keys = attend/run_keys/f16.wgsl
+// import run_values = attend/run_values/f16.wgsl
+
+// [token][channel], [channel][token], [row][token], [row][token].
+var<workgroup> key_tile: array<Half4, 16u * KEY_ROW>;
+var<workgroup> value_tile: array<Half4, HEAD_DIM * VALUE_ROW>;
+var<workgroup> scores: array<vec4<f32>, ROWS * SCORE_ROW>;
+var<workgroup> row_weights: array<Half4, ROWS * WEIGHT_ROW>;
+// What the sums of a row are multiplied with before they grow further; at the end, its sum of weights.
+var<workgroup> factors: array<f32, ROWS>;
+// Whether rows of a subgroup moved their references in this step.
+var<workgroup> moved: array<vec4<u32>, 4>;
+
+// What the invocation has asked for.
+var<private> arriving_keys: array<KeyWord, LOADS>;
+var<private> arriving_values: array<ValueWord, LOADS>;
+
+// Of the lane's row: what its products are multiplied with, the reference, and the sum of weights.
+var<private> unit: f32;
+var<private> reference: f32;
+var<private> weight_sum: f32;
+
+fn pages() -> u32 {
+    return min(run_key_pages(), run_value_pages());
+}
+
+// Row of the item's first query among the prepared ones of a KV head.
+fn first_prepared(item: WorkItem, kv_head: u32) -> u32 {
+    let sections = min(arrayLength(&run_constants), arrayLength(&run_queries) / QUERY_ROW);
+    let prepared_queries = (sections - RUN_ROWS) / QUERY_HEADS;
+    return (kv_head * prepared_queries + item.query) * GROUP;
+}
+
+fn load_rows(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, first: u32, team: u32) {
+    let last = arrayLength(&run_queries) / QUERY_ROW - RUN_ROWS;
+    let own = min(first, last) + team * OWN_ROWS;
+    // unroll
+    for (var block = 0u; block < ROW_BLOCKS; block++) {
+        // unroll
+        for (var step = 0u; step < STEPS; step++) {
+            let at = (own + block * 16u) * QUERY_ROW + step * 4u;
+            (*rows)[block * STEPS + step] = coopLoadT<Left>(&run_queries[at], QUERY_ROW);
+        }
+    }
+}
+
+// Asks for the keys of a step, and for its values. Steps beyond the item are those of its last tile.
+fn load_keys(step: u32, tiles: u32, invocation: u32) {
+    let tile_base = tile_bases[min(step / TILE_STEPS, tiles - 1u)];
+    // unroll
+    for (var i = 0u; i < LOADS; i++) {
+        let at = min(i * INVOCATIONS + invocation, EIGHTS_OF_STEP - 1u);
+        // The order of values: tokens 2 vector + p / 4 % 2 + 32 (p % 4) of vectors 2 step + p / 8.
+        let p = at % 16u;
+        let token = step % TILE_STEPS * 4u + p / 4u + 32u * (p % 4u);
+        arriving_keys[i] = load_key(tile_base, token, at / 16u);
+    }
+}
+
+fn load_values(step: u32, tiles: u32, invocation: u32) {
+    let tile_base = tile_bases[min(step / TILE_STEPS, tiles - 1u)];
+    // unroll
+    for (var i = 0u; i < LOADS; i++) {
+        let at = min(i * INVOCATIONS + INVOCATIONS - 1u - invocation, EIGHTS_OF_STEP - 1u);
+        arriving_values[i] = load_value(tile_base, step % TILE_STEPS * 2u + at / HEAD_DIM, at % HEAD_DIM);
+    }
+}
+
+// Puts them where products find them.
+fn store_keys(invocation: u32) {
+    // unroll
+    for (var i = 0u; i < LOADS; i++) {
+        let at = i * INVOCATIONS + invocation;
+        if (at < EIGHTS_OF_STEP) {
+            let halves = key_halves(arriving_keys[i]);
+            let to = at % 16u * KEY_ROW + at / 16u * 2u;
+            key_tile[to] = halves.low;
+            key_tile[to + 1u] = halves.high;
+        }
+    }
+}
+
+fn store_values(invocation: u32) {
+    // unroll
+    for (var i = 0u; i < LOADS; i++) {
+        let at = i * INVOCATIONS + INVOCATIONS - 1u - invocation;
+        if (at < EIGHTS_OF_STEP) {
+            let halves = value_halves(arriving_values[i]);
+            let to = at % HEAD_DIM * VALUE_ROW + at / HEAD_DIM * 2u;
+            value_tile[to] = halves.low;
+            value_tile[to + 1u] = halves.high;
+        }
+    }
+}
+
+// Products of the subgroup's rows with the keys of the step, before their units.
+fn score_step(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, team: u32) {
+    var blocks: array<Sums, ROW_BLOCKS>;
+    // unroll
+    for (var block = 0u; block < ROW_BLOCKS; block++) {
+        blocks[block] = Sums();
+    }
+    // unroll
+    for (var step = 0u; step < STEPS; step++) {
+        let k = coopLoad<Right>(&key_tile[step * 4u], KEY_ROW);
+        // unroll
+        for (var block = 0u; block < ROW_BLOCKS; block++) {
+            blocks[block] = coopMultiplyAdd((*rows)[block * STEPS + step], k, blocks[block]);
+        }
+    }
+    // unroll
+    for (var block = 0u; block < ROW_BLOCKS; block++) {
+        coopStoreT(blocks[block], &scores[(team * OWN_ROWS + block * 16u) * SCORE_ROW], SCORE_ROW);
+    }
+}
+
+// Weights of the step, of the lane's row.
+fn weigh(step: u32, tokens: u32, team: u32, lane: u32) {
+    let row = team * OWN_ROWS + lane;
+    let first_token = step / TILE_STEPS * TILE_TOKENS + step % TILE_STEPS * 4u;
+    var s: array<vec4<f32>, ROW_SCORES>;
+    // unroll
+    for (var i = 0u; i < ROW_SCORES; i++) {
+        s[i] = scores[row * SCORE_ROW + i];
+    }
+    // Only in the last tile are there tokens beyond the item.
+    if ((step / TILE_STEPS + 1u) * TILE_TOKENS > tokens) {
+        // unroll
+        for (var i = 0u; i < ROW_SCORES; i++) {
+            let token = vec4<u32>(first_token + i) + vec4<u32>(0u, 32u, 64u, 96u);
+            s[i] = select(vec4<f32>(NO_PRODUCT), s[i], token < vec4<u32>(tokens));
+        }
+    }
+    var high = s[0];
+    // unroll
+    for (var i = 0u; i < ROW_SCORES - 1u; i++) {
+        high = max(high, s[i + 1u]);
+    }
+    let top = max(max(high.x, high.y), max(high.z, high.w)) * unit;
+    let far = top - reference > MOST_WEIGHT;
+    let new_reference = select(reference, ceil(top - START_WEIGHT), far);
+    let factor = exp2(reference - new_reference);
+    // Before the first step there are no sums.
+    let moves = subgroupAny(far && step > 0u);
+    reference = new_reference;
+    // The sum is that of the rounded weights, so that the mean of the values is exact.
+    var sum = 0f;
+    // unroll
+    for (var i = 0u; i < ROW_SCORES; i++) {
+        let p = Half4(exp2(s[i] * unit - vec4<f32>(new_reference)));
+        row_weights[row * WEIGHT_ROW + i] = p;
+        let rounded = vec4<f32>(p);
+        sum += (rounded.x + rounded.y) + (rounded.z + rounded.w);
+    }
+    weight_sum = weight_sum * factor + sum;
+    factors[row] = factor;
+    if (lane == 0u) {
+        moved[team / 4u][team % 4u] = select(0u, 1u, moves);
+    }
+}
+
+fn any_moved() -> bool {
+    return any((moved[0] | moved[1] | moved[2] | moved[3]) != vec4<u32>());
+}
+
+// Multiplies the sums of the rows with their factors.
+fn move_sums(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32, lane: u32) {
+    // unroll
+    for (var step = 0u; step < STEPS; step++) {
+        // unroll
+        for (var block = 0u; block < ROW_BLOCKS; block++) {
+            let at = (team * OWN_ROWS + block * 16u) * SCORE_ROW;
+            coopStoreT((*sums)[block * STEPS + step], &scores[at], SCORE_ROW);
+        }
+        workgroupBarrier();
+        // unroll
+        for (var i = 0u; i < ROW_SCORES; i++) {
+            let row = team * OWN_ROWS + lane;
+            scores[row * SCORE_ROW + i] *= factors[row];
+        }
+        workgroupBarrier();
+        // unroll
+        for (var block = 0u; block < ROW_BLOCKS; block++) {
+            let at = (team * OWN_ROWS + block * 16u) * SCORE_ROW;
+            (*sums)[block * STEPS + step] = coopLoadT<Sums>(&scores[at], SCORE_ROW);
+        }
+        workgroupBarrier();
+    }
+}
+
+fn add_values(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32) {
+    var p: array<Left, ROW_BLOCKS>;
+    // unroll
+    for (var block = 0u; block < ROW_BLOCKS; block++) {
+        let at = (team * OWN_ROWS + block * 16u) * WEIGHT_ROW;
+        p[block] = coopLoadT<Left>(&row_weights[at], WEIGHT_ROW);
+    }
+    // unroll
+    for (var step = 0u; step < STEPS; step++) {
+        let v = coopLoad<Right>(&value_tile[step * 16u * VALUE_ROW], VALUE_ROW);
+        // unroll
+        for (var block = 0u; block < ROW_BLOCKS; block++) {
+            (*sums)[block * STEPS + step] = coopMultiplyAdd(p[block], v, (*sums)[block * STEPS + step]);
+        }
+    }
+}
+
+// What stands between the scores of a step and its sums of values.
+fn between_products(step: u32, tokens: u32, invocation: u32) {
+    store_keys(invocation);
+    store_values(invocation);
+    weigh(step, tokens, invocation / 32u, invocation % 32u);
+}
+
+fn take_values(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32, lane: u32) {
+    if (any_moved()) {
+        move_sums(sums, team, lane);
+    }
+    add_values(sums, team);
+}
+
+fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
+    // unroll
+    for (var step = 0u; step < STEPS; step++) {
+        // unroll
+        for (var block = 0u; block < ROW_BLOCKS; block++) {
+            let at = (team * OWN_ROWS + block * 16u) * SCORE_ROW;
+            coopStoreT((*sums)[block * STEPS + step], &scores[at], SCORE_ROW);
+        }
+        workgroupBarrier();
+        // unroll
+        for (var i = 0u; i < 2u * ROW_BLOCKS; i++) {
+            let row = team * OWN_ROWS + i * 8u + lane / 4u;
+            if (head_exists(item, y, row)) {
+                let mean = scores[row * SCORE_ROW + lane % 4u] / factors[row];
+                let field = step * 4u + lane % 4u;
+                states[state_row(item, y, row) + field] = run_output(item.range_slot, y, field * 4u, mean);
+            }
+        }
+        workgroupBarrier();
+    }
+}
+
+@compute @workgroup_size(INVOCATIONS)
+fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
+    let item = read_item(group.y);
+    let y = group.x;
+    let invocation = number(numbering);
+    let lane = invocation % 32u;
+    let team = invocation / 32u;
+    let tiles = (item.tokens + TILE_TOKENS - 1u) / TILE_TOKENS;
+
+    keep_tile_base(read_tile_base(item.page_offset, tiles, y, invocation), tiles, invocation);
+    let first = first_prepared(item, y);
+    var rows: array<Left, ROW_BLOCKS * STEPS>;
+    load_rows(&rows, first, team);
+    let own_row = team * OWN_ROWS + lane;
+    let constants = run_constants[min(first + own_row, arrayLength(&run_constants) - 1u)];
+    unit = constants.x;
+    reference = LOWEST;
+    weight_sum = 0f;
+    if (invocation < 4u) {
+        moved[invocation] = vec4<u32>();
+    }
+    var sums: array<Sums, ROW_BLOCKS * STEPS>;
+    // unroll
+    for (var i = 0u; i < ROW_BLOCKS * STEPS; i++) {
+        sums[i] = Sums();
+    }
+    workgroupBarrier();
+    load_keys(0u, tiles, invocation);
+    store_keys(invocation);
+    workgroupBarrier();
+    load_keys(1u, tiles, invocation);
+    load_values(0u, tiles, invocation);
+    score_step(&rows, team);
+    workgroupBarrier();
+    between_products(0u, item.tokens, invocation);
+    workgroupBarrier();
+    for (var step = 1u; step < tiles * TILE_STEPS; step++) {
+        load_keys(step + 1u, tiles, invocation);
+        load_values(step, tiles, invocation);
+        take_values(&sums, team, lane);
+        score_step(&rows, team);
+        workgroupBarrier();
+        between_products(step, item.tokens, invocation);
+        workgroupBarrier();
+    }
+    take_values(&sums, team, lane);
+    factors[own_row] = weight_sum;
+    write_state_lse(item, y, own_row, (reference + log2(weight_sum) + constants.y) * LN_2);
+    workgroupBarrier();
+    write_states(&sums, item, y, team, lane);
+}

@@ -1,0 +1,33 @@
+// A prepared query in f16 for `attend_run`, divided by a power of two so that its largest element is at least LARGEST and
+// less than twice as much: what is exact in f16 remains so. Its constants are what products with it are multiplied with to
+// be scores, and the bias of the score. Rows lie as [KV head][prepared query][head of the group], and behind them are
+// RUN_ROWS that nobody writes, so that whole blocks of rows are read at the end.
+//
+// In bounds: the plan made both sections for the prepared queries and RUN_ROWS more.
+//
+// needs: KV_HEADS, QUERY_HEADS, ROW_FIELDS
+// gives: write_row
+// binds: 3 rows, 5 row_constants
+
+@group(0) @binding(3) var<storage, read_write> rows: array<vec2<u32>>;
+@group(0) @binding(5) var<storage, read_write> row_constants: array<vec2<f32>>;
+
+const LARGEST: f32 = 16384f;
+// Most rows of an item.
+const RUN_ROWS: u32 = 256u;
+
+fn write_row(row: u32, field: u32, scaled: vec4<f32>, totals: vec4<f32>) {
+    let group = QUERY_HEADS / KV_HEADS;
+    let sections = min(arrayLength(&row_constants), arrayLength(&rows) / ROW_FIELDS);
+    let prepared_queries = (sections - RUN_ROWS) / QUERY_HEADS;
+    let head = row % QUERY_HEADS;
+    let at = (head / group * prepared_queries + row / QUERY_HEADS) * group + head % group;
+    let unit = bitcast<f32>(clamp(bitcast<u32>(totals.x) & 0x7f800000u, 0x10000000u, 0x70000000u));
+    if (field < ROW_FIELDS) {
+        let halves = scaled / unit * LARGEST;
+        rows[at * ROW_FIELDS + field] = vec2<u32>(pack2x16float(halves.xy), pack2x16float(halves.zw));
+    }
+    if (field == 0u) {
+        row_constants[at] = vec2<f32>(unit / LARGEST, totals.y);
+    }
+}
