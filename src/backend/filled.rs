@@ -1,5 +1,9 @@
 //! Stores that are filled with whole spans and then attended to: what conformance runs, benchmarks and evaluations need of a
 //! cache, which besides grows, forks and gives pages back.
+//!
+//! A cache does not fill its stores through this: its books decide for the stores of all layers at once, in changes that are
+//! committed or abandoned, and lease pages that forks share and a budget counts. What both need lies below both:
+//! [`PageAllocator`] deals pages out, and [`Packing::quantize`](super::Packing::quantize) writes a span into them.
 
 use super::{Backend, NewCentre, SpanRead, SpanWrite, TokenWrite, WindowMove};
 use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
