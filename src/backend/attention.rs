@@ -9,6 +9,9 @@ use crate::format::{AttentionShape, SegmentFormat, TensorFormat};
 use crate::plan::{AttendPlan, ElementType, Split};
 
 /// How the query enters the products with packed keys, and the weights those with packed values.
+///
+/// Through wgpu, long runs of queries that cooperative matrices take have their queries rounded to f16, whatever is asked for
+/// here: beside queries in f32 that adds a mean square error of about 3e-8 of the output's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum QueryPrecision {
     /// What [`QueryBytes::of`] says of each segment's format: one byte where the format's own error hides what that adds, two
