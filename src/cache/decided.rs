@@ -1,8 +1,8 @@
-//! Which tokens of a prompt stay, on the device.
+//! Which tokens stay, on the device.
 
 use crate::backend::Backend;
 use crate::plan::TokenIndices;
-use crate::policy::{LayerSelection, Selection};
+use crate::policy::{LayerSelection, ScoreRequest, Selection};
 use crate::{Error, Result};
 
 /// What a policy decided of all layers of a prompt.
@@ -15,10 +15,62 @@ pub(super) struct Decided<B: Backend> {
 
 /// The same of one layer.
 pub(super) struct DecidedLayer<B: Backend> {
-    /// Positions of the kept tokens, `[kv_heads, count]`, ascending; `None` where none are kept.
+    /// Places of the kept tokens among those that were chosen from, `[kv_heads, count]`, ascending; `None` where none are kept.
     pub(super) kept: Option<B::Indices>,
     /// Where scores were no numbers, as [`ScoredTokens`](crate::backend::ScoredTokens) has it; `None` where the host decided.
     pub(super) not_numbers: Option<B::Words>,
+}
+
+impl<B: Backend> DecidedLayer<B> {
+    /// Of a layer that keeps nothing.
+    pub(super) const fn none() -> Self {
+        Self { kept: None, not_numbers: None }
+    }
+
+    /// What the host decided.
+    pub(super) async fn upload(backend: &B, layer: &LayerSelection) -> Result<Self> {
+        let kept = match layer.count() {
+            0 => None,
+            _ => Some(backend.upload_indices(&layer.indices(), layer.kv_heads(), layer.tokens() as u32).await?),
+        };
+        Ok(Self { kept, not_numbers: None })
+    }
+
+    /// Has the device choose the `count` best by their column sums, `[kv_heads, tokens]`.
+    pub(super) fn by_scores(
+        backend: &B,
+        sums: &B::Tensor,
+        (kv_heads, count): (usize, usize),
+        request: &ScoreRequest<'_>,
+    ) -> Result<Self> {
+        let scored = backend.token_scores(sums, kv_heads, request)?;
+        let kept = match count {
+            0 => None,
+            count => Some(backend.top_k(&scored.scores, kv_heads, count)?),
+        };
+        Ok(Self { kept, not_numbers: Some(scored.not_numbers) })
+    }
+
+    /// The decision over `tokens` tokens on the host, once the device has made it.
+    ///
+    /// # Errors
+    /// [`Error::NotANumber`] when a score was NaN; [`Error::DeviceLost`].
+    pub(super) async fn selection(&self, backend: &B, tokens: usize, kv_heads: usize) -> Result<LayerSelection> {
+        if let Some(not_numbers) = &self.not_numbers {
+            let found = backend.download_words(not_numbers).await?.into_iter().find(|&from_end| from_end > 0);
+            if let Some(from_end) = found {
+                return Err(Error::NotANumber { what: "scores", index: tokens - from_end as usize });
+            }
+        }
+        let kept = match &self.kept {
+            None => vec![Vec::new(); kv_heads],
+            Some(kept) => {
+                let count = kept.shape().count();
+                backend.download_indices(kept).await?.chunks(count).map(<[u32]>::to_vec).collect()
+            }
+        };
+        LayerSelection::new(tokens, kept)
+    }
 }
 
 impl<B: Backend> Decided<B> {
@@ -27,11 +79,7 @@ impl<B: Backend> Decided<B> {
         let (mut layers, mut shape) = (Vec::new(), (0, 0));
         for layer in selection.layers() {
             shape = (layer.tokens(), layer.kv_heads());
-            let kept = match layer.count() {
-                0 => None,
-                _ => Some(backend.upload_indices(&layer.indices(), layer.kv_heads(), layer.tokens() as u32).await?),
-            };
-            layers.push(DecidedLayer { kept, not_numbers: None });
+            layers.push(DecidedLayer::upload(backend, layer).await?);
         }
         let (tokens, kv_heads) = shape;
         Ok(Self { tokens, kv_heads, layers })
@@ -40,24 +88,11 @@ impl<B: Backend> Decided<B> {
     /// The decision on the host, once the device has made it.
     ///
     /// # Errors
-    /// [`Error::NotANumber`] when a score was NaN; [`Error::DeviceLost`].
+    /// Those of [`DecidedLayer::selection`].
     pub(super) async fn selection(&self, backend: &B) -> Result<Selection> {
         let mut selected = Vec::with_capacity(self.layers.len());
         for layer in &self.layers {
-            if let Some(not_numbers) = &layer.not_numbers {
-                let found = backend.download_words(not_numbers).await?.into_iter().find(|&from_end| from_end > 0);
-                if let Some(from_end) = found {
-                    return Err(Error::NotANumber { what: "scores", index: self.tokens - from_end as usize });
-                }
-            }
-            let kept = match &layer.kept {
-                None => vec![Vec::new(); self.kv_heads],
-                Some(kept) => {
-                    let count = kept.shape().count();
-                    backend.download_indices(kept).await?.chunks(count).map(<[u32]>::to_vec).collect()
-                }
-            };
-            selected.push(LayerSelection::new(self.tokens, kept)?);
+            selected.push(layer.selection(backend, self.tokens, self.kv_heads).await?);
         }
         Selection::new(selected)
     }

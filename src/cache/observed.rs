@@ -180,7 +180,7 @@ impl<B: Backend> ObservedPrompt<B> {
         }
         let mut counted = Vec::with_capacity(layers.len());
         for layer in &layers {
-            counted.push(layer.counts(&self.backend).await?);
+            counted.push(counts(&self.backend, layer.measured.as_ref()).await?);
         }
         let tokens = self.spans.tokens();
         let (Some(rows), KeepRule::Best { .. }) = (&self.rows, self.policy.keep) else {
@@ -192,14 +192,9 @@ impl<B: Backend> ObservedPrompt<B> {
         for (layer, count) in layers.iter().zip(budgets) {
             let of_layer = match (&layer.measured, self.policy.score_request(&self.spans, rows, count)?) {
                 (Some(measured), Some(request)) => {
-                    let scored = self.backend.token_scores(&measured.column_sums, kv_heads, &request)?;
-                    let kept = match count {
-                        0 => None,
-                        count => Some(self.backend.top_k(&scored.scores, kv_heads, count)?),
-                    };
-                    DecidedLayer { kept, not_numbers: Some(scored.not_numbers) }
+                    DecidedLayer::by_scores(&self.backend, &measured.column_sums, (kv_heads, count), &request)?
                 }
-                _ => DecidedLayer { kept: None, not_numbers: None },
+                _ => DecidedLayer::none(),
             };
             decided.push(of_layer);
         }
@@ -220,27 +215,16 @@ impl<B: Backend> ObservedPrompt<B> {
     }
 }
 
-impl<B: Backend> ObservedLayer<B> {
-    /// What budgets need of a layer: the counts, where it has any.
-    async fn counts(&self, backend: &B) -> Result<LayerStatistics> {
-        let counts = match self.measured.as_ref().and_then(|measured| measured.counts.as_ref()) {
-            Some(counts) => backend.download_words(counts).await?,
-            None => Vec::new(),
-        };
-        Ok(LayerStatistics { column_sums: Vec::new(), counts })
-    }
-}
-
-/// What was measured of a layer, on the host.
-pub(super) async fn statistics<B: Backend>(
+/// What budgets need of a layer: the counts, where it has any.
+pub(super) async fn counts<B: Backend>(
     backend: &B,
-    measured: &MeasuredAttention<B::Tensor, B::Words>,
+    measured: Option<&MeasuredAttention<B::Tensor, B::Words>>,
 ) -> Result<LayerStatistics> {
-    let counts = match &measured.counts {
+    let counts = match measured.and_then(|measured| measured.counts.as_ref()) {
         Some(counts) => backend.download_words(counts).await?,
         None => Vec::new(),
     };
-    Ok(LayerStatistics { column_sums: backend.download(&measured.column_sums).await?, counts })
+    Ok(LayerStatistics { column_sums: Vec::new(), counts })
 }
 
 impl<B: Backend> fmt::Debug for ObservedPrompt<B> {

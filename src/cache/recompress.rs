@@ -3,23 +3,25 @@
 
 use super::change::Change;
 use super::compress::ONLY_LAYER;
+use super::decided::DecidedLayer;
 use super::layers::LayerGroup;
-use super::observed::{DenseLayer, MeasuredQueries, columns, statistics};
+use super::observed::{DenseLayer, MeasuredQueries, columns, counts};
 use super::step::NewTokens;
 use super::{ModelCache, PromptSpan, SpanPositions, StoreId};
-use crate::backend::{Backend, KeptAndEvicted, QueriesAndKeys, TensorRows};
+use crate::backend::{Backend, KeptAndEvicted, MeasuredAttention, QueriesAndKeys, TensorRows};
 use crate::format::AttentionShape;
 use crate::plan::{RowLayout, TokenIndices};
 use crate::policy::{
-    LayerSelection, LayerStatistics, Merging, Policy, QueryRows, RowStatsSource, Selection, Spans, StatsRequest,
+    KeepRule, LayerSelection, Merging, Policy, QueryRows, RowStatsSource, Selection, Spans, StatsRequest, TextRule,
 };
 use crate::{Error, Result};
 
-/// What becomes of the tokens that a layer holds.
-struct Chosen<'a> {
-    held: &'a LayerSelection,
-    kept: &'a LayerSelection,
-    merging: Option<Merging>,
+/// The tokens that a layer keeps of those that it holds.
+struct Chosen<B: Backend> {
+    /// Where they lie among the held ones, on the device, `[kv_heads, count]`; `None` where none are kept.
+    places: Option<B::Indices>,
+    /// Where they stand in the sequence.
+    positions: LayerSelection,
 }
 
 impl<B: Backend> ModelCache<B> {
@@ -106,7 +108,7 @@ impl<B: Backend> ModelCache<B> {
         policy: &Policy,
         rows: usize,
         queries: MeasuredQueries<'_, B::Tensor>,
-    ) -> Result<LayerStatistics> {
+    ) -> Result<MeasuredAttention<B::Tensor, B::Words>> {
         let (group, index) = self.group(layer)?;
         let (backend, shape) = (self.backend(), group.shape);
         let dense = group.dense(index, sequence).await?;
@@ -115,8 +117,59 @@ impl<B: Backend> ModelCache<B> {
         let source = if queries.known_lse.is_some() { RowStatsSource::KnownLse } else { RowStatsSource::Measured };
         let request = StatsRequest { columns: columns(policy), rows: source };
         let input = QueriesAndKeys { shape, rows: &rows, queries: queries.queries, keys };
-        let measured = backend.measure_attention(input, request, queries.known_lse)?;
-        statistics(backend, &measured).await
+        backend.measure_attention(input, request, queries.known_lse)
+    }
+
+    /// What every layer keeps of what it holds: what [`Policy::select_again`] says.
+    ///
+    /// Where scores alone decide, the device chooses as it does for [`ModelCache::compress`]; counts come to the host where
+    /// budgets need them. Where text is scored otherwise than images, the host chooses: heads hold different tokens, so that text
+    /// lies at other places in each, and kernels know one order for all heads.
+    async fn choose(
+        &self,
+        policy: &Policy,
+        spans: &Spans,
+        held: &Selection,
+        rows: usize,
+        measured: &[MeasuredAttention<B::Tensor, B::Words>],
+    ) -> Result<Vec<Chosen<B>>> {
+        let backend = self.backend();
+        let mut statistics = Vec::with_capacity(measured.len());
+        for of_layer in measured {
+            statistics.push(counts(backend, Some(of_layer)).await?);
+        }
+        let mut chosen = Vec::with_capacity(held.layers().len());
+        if !(rows > 0 && matches!(policy.keep, KeepRule::Best { text: TextRule::Equal, .. })) {
+            if matches!(policy.keep, KeepRule::Best { .. }) {
+                for (of_layer, statistics) in measured.iter().zip(&mut statistics) {
+                    statistics.column_sums = backend.download(&of_layer.column_sums).await?;
+                }
+            }
+            for (held, places) in held.layers().iter().zip(policy.places_again(spans, held, rows, &statistics)?) {
+                let on_device = DecidedLayer::upload(backend, &places).await?;
+                chosen.push(Chosen { places: on_device.kept, positions: held.at(&places)? });
+            }
+            return Ok(chosen);
+        }
+        let budgets = policy.budgets_again(spans, held, rows, &statistics)?;
+        let mut decided = Vec::with_capacity(measured.len());
+        for ((held, measured), count) in held.layers().iter().zip(measured).zip(budgets) {
+            // Images make no difference to these scores.
+            let (spans, rows) = (Spans::new(held.count(), &[])?, QueryRows::last(rows, held.count())?);
+            let of_layer = match policy.score_request(&spans, &rows, count)? {
+                Some(request) => {
+                    DecidedLayer::by_scores(backend, &measured.column_sums, (held.kv_heads(), count), &request)?
+                }
+                None => DecidedLayer::none(),
+            };
+            decided.push(of_layer);
+        }
+        // All layers are under way before the host waits for the first.
+        for (held, decided) in held.layers().iter().zip(decided) {
+            let places = decided.selection(backend, held.count(), held.kv_heads()).await?;
+            chosen.push(Chosen { places: decided.kept, positions: held.at(&places)? });
+        }
+        Ok(chosen)
     }
 }
 
@@ -133,8 +186,9 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// [`ModelCache::compress`] does with a prompt: in the first packed store of the layer's recipe, windows and sinks of
     /// appended tokens included. Evicted tokens are merged where the policy merges. Positions stay those of the sequence, which
     /// is as long as before. What was packed is packed from what it decodes to, so that its error may grow with every time.
-    /// Decoding goes layer by layer, twice; where a layer holds several spans, its rows go through the host to be put one after
-    /// the other. The same cache and queries give the same bits in every run.
+    /// The device chooses where scores alone decide, and the host where text is scored otherwise than images; positions come to the
+    /// host in any case. Decoding goes layer by layer, twice; where a layer holds several spans, its rows go through the host to be
+    /// put one after the other. The same cache and queries give the same bits in every run.
     ///
     /// ```
     /// use kvpack::backend::TensorRows;
@@ -188,19 +242,19 @@ impl<B: Backend + Clone> ModelCache<B> {
         self.check_no_step()?;
         let held = self.held(sequence).await?;
         let rows = self.check_queries(sequence, policy, queries)?;
-        let mut statistics = Vec::new();
+        let mut measured = Vec::new();
         if rows > 0 {
             for (layer, queries) in queries.iter().enumerate() {
-                statistics.push(self.measure_held((layer, sequence), policy, rows, *queries).await?);
+                measured.push(self.measure_held((layer, sequence), policy, rows, *queries).await?);
             }
         }
-        let selection = policy.select_again(spans, &held, rows, &statistics)?;
+        let chosen = self.choose(policy, spans, &held, rows, &measured).await?;
+        let selection = Selection::new(chosen.iter().map(|chosen| chosen.positions.clone()).collect())?;
         self.part_layers();
         let mut changes = Vec::with_capacity(self.groups.len());
         let mut written = Ok(());
-        for (layer, group) in self.groups.iter_mut().enumerate() {
-            let (held, kept) = (&held.layers()[layer], &selection.layers()[layer]);
-            match group.replace(sequence, Chosen { held, kept, merging: policy.merging }).await {
+        for (group, chosen) in self.groups.iter_mut().zip(&chosen) {
+            match group.replace(sequence, chosen, policy.merging).await {
                 Ok(change) => changes.push(change),
                 Err(error) => {
                     written = Err(error);
@@ -238,26 +292,28 @@ impl<B: Backend> LayerGroup<B> {
 
     /// Opens a change of the books of the only layer that puts what is kept in the place of what is held, and writes it. Nothing
     /// has changed on an error, but for room that is free.
-    async fn replace(&mut self, sequence: usize, chosen: Chosen<'_>) -> Result<Change<B::Indices>> {
-        let Chosen { held, kept, merging } = chosen;
-        if kept.count() == 0 {
+    async fn replace(
+        &mut self,
+        sequence: usize,
+        chosen: &Chosen<B>,
+        merging: Option<Merging>,
+    ) -> Result<Change<B::Indices>> {
+        let Chosen { places: Some(at), positions: kept } = chosen else {
             return self.books.replace(sequence, &[]);
-        }
-        let (kv_heads, tokens, shape) = (kept.kv_heads(), held.count(), self.shape);
+        };
+        let shape = self.shape;
         let DenseLayer { rows, keys, values } = self.dense(ONLY_LAYER, sequence).await?;
         let new = NewTokens { rows, keys: &keys, values: &values };
         self.check_rows(new).await?;
-        let places = places(held, kept);
-        let at = self.backend.upload_indices(&places.concat(), kv_heads, tokens as u32).await?;
-        let merged = match merging.filter(|_| kept.count() < tokens) {
+        let merged = match merging.filter(|_| kept.count() < rows.tokens) {
             None => None,
             Some(merging) => {
-                let (kept, evicted) = (&at, &self.backend.evicted(&at)?);
+                let (kept, evicted) = (at, &self.backend.evicted(at)?);
                 let input = KeptAndEvicted { shape, rows, keys: &keys, values: &values, kept, evicted };
                 Some(self.backend.merge_tokens(input, merging)?)
             }
         };
-        let positions = self.backend.upload_indices(&kept.indices(), kv_heads, kept.tokens() as u32).await?;
+        let positions = self.backend.upload_indices(&kept.indices(), shape.kv_heads(), kept.tokens() as u32).await?;
         let spans = [PromptSpan::gather(&positions, StoreId::PACKED)];
         let needed = self.books.room_for_prompt(&spans)?;
         self.reserve(&needed).await?;
@@ -269,7 +325,7 @@ impl<B: Backend> LayerGroup<B> {
                 self.write_rows(ONLY_LAYER, &change, sequence, new)
             }
             None => {
-                let spans = [PromptSpan::gather(&at, StoreId::PACKED)];
+                let spans = [PromptSpan::gather(at, StoreId::PACKED)];
                 self.write_spans(ONLY_LAYER, &change, sequence, new, &spans)
             }
         };
@@ -281,16 +337,6 @@ impl<B: Backend> LayerGroup<B> {
             }
         }
     }
-}
-
-/// For every KV head where the kept tokens lie among the held ones.
-fn places(held: &LayerSelection, kept: &LayerSelection) -> Vec<Vec<u32>> {
-    let of_head = |head: usize| {
-        let mut held = held.kept(head).iter().zip(0u32..);
-        let place = |token: &u32| held.find(|(held, _)| *held == token).map(|(_, place)| place);
-        kept.kept(head).iter().filter_map(place).collect()
-    };
-    (0..kept.kv_heads()).map(of_head).collect()
 }
 
 /// Rows `[kv_heads, tokens, head_dim]` of spans, one span after the other in every head.

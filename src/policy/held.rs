@@ -38,8 +38,22 @@ impl Policy {
         rows: usize,
         statistics: &[LayerStatistics],
     ) -> Result<Selection> {
+        let places = self.places_again(spans, held, rows, statistics)?;
+        Selection::new(held.layers().iter().zip(&places).map(|(held, places)| held.at(places)).collect::<Result<_>>()?)
+    }
+
+    /// How many tokens every KV head of each layer keeps of those that it holds.
+    ///
+    /// # Errors
+    /// Those of [`Policy::select_again`] but for what has to stay and column sums, which are not looked at.
+    pub(crate) fn budgets_again(
+        &self,
+        spans: &Spans,
+        held: &Selection,
+        rows: usize,
+        statistics: &[LayerStatistics],
+    ) -> Result<Vec<usize>> {
         let (layers, length) = (held.layers(), spans.tokens());
-        let kv_heads = layers[0].kv_heads();
         if layers[0].tokens() != length {
             let reason = format!("a sequence of {} tokens is held, and the spans are of {length}", layers[0].tokens());
             return Err(Error::Selection { reason });
@@ -51,35 +65,50 @@ impl Policy {
         if measures {
             check_layers(layers.len(), statistics)?;
         }
-        let rows_of = |layer: &LayerSelection| QueryRows::last(rows, layer.count());
-        let budgets = self.layer_budgets(length, layers.len(), kv_heads, || {
+        let budgets = self.layer_budgets(length, layers.len(), layers[0].kv_heads(), || {
             check_layers(layers.len(), statistics)?;
-            layers.iter().zip(statistics).map(|(layer, of)| of.sparsity(&rows_of(layer)?)).collect()
+            layers.iter().zip(statistics).map(|(layer, of)| of.sparsity(&rows_of(layer, rows)?)).collect()
         })?;
+        Ok(budgets.into_iter().zip(layers).map(|(budget, layer)| budget.min(layer.count())).collect())
+    }
+
+    /// [`Policy::select_again`] as places among the tokens that each layer holds.
+    pub(crate) fn places_again(
+        &self,
+        spans: &Spans,
+        held: &Selection,
+        rows: usize,
+        statistics: &[LayerStatistics],
+    ) -> Result<Vec<LayerSelection>> {
+        let budgets = self.budgets_again(spans, held, rows, statistics)?;
         let text = spans.text_mask();
-        let mut selected = Vec::with_capacity(layers.len());
-        for (index, (layer, budget)) in layers.iter().zip(budgets).enumerate() {
-            let (tokens, count) = (layer.count(), budget.min(layer.count()));
+        let mut selected = Vec::with_capacity(budgets.len());
+        for (index, (layer, count)) in held.layers().iter().zip(budgets).enumerate() {
+            let (tokens, kv_heads) = (layer.count(), layer.kv_heads());
             let of_head = |head: usize| -> Result<Vec<u32>> {
-                let positions = layer.kept(head);
-                let places = match self.keep {
-                    KeepRule::SinkAndRecent { sink, recent } => sink_and_recent(tokens, sink, recent),
-                    KeepRule::Random { seed } => drawn(tokens, count, seed, (index * kv_heads + head) as u64),
+                match self.keep {
+                    KeepRule::SinkAndRecent { sink, recent } => Ok(sink_and_recent(tokens, sink, recent)),
+                    KeepRule::Random { seed } => Ok(drawn(tokens, count, seed, (index * kv_heads + head) as u64)),
                     KeepRule::Best { recent, text: rule } => {
                         let sums = statistics
                             .get(index)
                             .ok_or_else(|| no_statistics("the best tokens need measured rows"))?
                             .of_head(head, kv_heads, tokens)?;
                         let recent = recent.of(count);
-                        let scores = self.scores.apply(sums, &rows_of(layer)?, recent)?;
-                        let text: Vec<bool> = positions.iter().map(|&position| text[position as usize]).collect();
-                        text_first(&scores, &text, rule, recent, count - recent)?
+                        let scores = self.scores.apply(sums, &rows_of(layer, rows)?, recent)?;
+                        let text: Vec<bool> =
+                            layer.kept(head).iter().map(|&position| text[position as usize]).collect();
+                        text_first(&scores, &text, rule, recent, count - recent)
                     }
-                };
-                Ok(places.into_iter().map(|place| positions[place as usize]).collect())
+                }
             };
-            selected.push(LayerSelection::new(length, (0..kv_heads).map(of_head).collect::<Result<_>>()?)?);
+            selected.push(LayerSelection::new(tokens, (0..kv_heads).map(of_head).collect::<Result<_>>()?)?);
         }
-        Selection::new(selected)
+        Ok(selected)
     }
+}
+
+/// The newest rows, over what a layer holds.
+fn rows_of(layer: &LayerSelection, rows: usize) -> Result<QueryRows> {
+    QueryRows::last(rows, layer.count())
 }

@@ -106,6 +106,26 @@ impl LayerSelection {
         self.merges.get(kv_head).map_or(&[], Vec::as_slice)
     }
 
+    /// The tokens that lie at `places` among the kept ones of every head.
+    ///
+    /// # Errors
+    /// [`Error::Selection`] when `places` are of other heads or of more tokens than are kept.
+    pub(crate) fn at(&self, places: &Self) -> Result<Self> {
+        if (places.kv_heads(), places.tokens()) != (self.kv_heads(), self.count()) {
+            let reason = format!(
+                "places among {} tokens of {} KV heads, and {} of {} are held",
+                places.tokens(),
+                places.kv_heads(),
+                self.count(),
+                self.kv_heads()
+            );
+            return Err(Error::Selection { reason });
+        }
+        let of_head =
+            |(kept, places): (&Vec<u32>, &Vec<u32>)| places.iter().map(|&place| kept[place as usize]).collect();
+        Self::new(self.tokens, self.kept.iter().zip(&places.kept).map(of_head).collect())
+    }
+
     /// Kept positions `[kv_heads, count]`, as kernels read them.
     pub fn indices(&self) -> Vec<u32> {
         self.kept.concat()
