@@ -122,9 +122,9 @@ impl<B: Backend> ModelCache<B> {
 
     /// What every layer keeps of what it holds: what [`Policy::select_again`] says.
     ///
-    /// Where scores alone decide, the device chooses as it does for [`ModelCache::compress`]; counts come to the host where
-    /// budgets need them. Where text is scored otherwise than images, the host chooses: heads hold different tokens, so that text
-    /// lies at other places in each, and kernels know one order for all heads.
+    /// Where scores alone decide, the device chooses as it does for [`ModelCache::compress`]. Where text is scored otherwise than
+    /// images, the host chooses: heads hold different tokens, so that text lies at other places in each, and kernels know one
+    /// order for all heads.
     async fn choose(
         &self,
         policy: &Policy,
@@ -133,40 +133,62 @@ impl<B: Backend> ModelCache<B> {
         rows: usize,
         measured: &[MeasuredAttention<B::Tensor, B::Words>],
     ) -> Result<Vec<Chosen<B>>> {
-        let backend = self.backend();
         let mut statistics = Vec::with_capacity(measured.len());
         for of_layer in measured {
-            statistics.push(counts(backend, Some(of_layer)).await?);
+            statistics.push(counts(self.backend(), Some(of_layer)).await?);
         }
-        let mut chosen = Vec::with_capacity(held.layers().len());
-        if !(rows > 0 && matches!(policy.keep, KeepRule::Best { text: TextRule::Equal, .. })) {
-            if matches!(policy.keep, KeepRule::Best { .. }) {
+        match policy.keep {
+            KeepRule::Best { text: TextRule::Equal, .. } if rows > 0 => {
+                let budgets = policy.budgets_again(spans, held, rows, &statistics)?;
+                self.choose_by_scores(policy, held, rows, measured, budgets).await
+            }
+            KeepRule::Best { .. } => {
                 for (of_layer, statistics) in measured.iter().zip(&mut statistics) {
-                    statistics.column_sums = backend.download(&of_layer.column_sums).await?;
+                    statistics.column_sums = self.backend().download(&of_layer.column_sums).await?;
                 }
+                self.upload_choice(held, policy.places_again(spans, held, rows, &statistics)?).await
             }
-            for (held, places) in held.layers().iter().zip(policy.places_again(spans, held, rows, &statistics)?) {
-                let on_device = DecidedLayer::upload(backend, &places).await?;
-                chosen.push(Chosen { places: on_device.kept, positions: held.at(&places)? });
+            KeepRule::SinkAndRecent { .. } | KeepRule::Random { .. } => {
+                self.upload_choice(held, policy.places_again(spans, held, rows, &statistics)?).await
             }
-            return Ok(chosen);
         }
-        let budgets = policy.budgets_again(spans, held, rows, &statistics)?;
+    }
+
+    /// Has the device choose the best of every layer, `budgets` tokens of each head.
+    async fn choose_by_scores(
+        &self,
+        policy: &Policy,
+        held: &Selection,
+        rows: usize,
+        measured: &[MeasuredAttention<B::Tensor, B::Words>],
+        budgets: Vec<usize>,
+    ) -> Result<Vec<Chosen<B>>> {
+        let backend = self.backend();
         let mut decided = Vec::with_capacity(measured.len());
         for ((held, measured), count) in held.layers().iter().zip(measured).zip(budgets) {
             // Images make no difference to these scores.
             let (spans, rows) = (Spans::new(held.count(), &[])?, QueryRows::last(rows, held.count())?);
-            let of_layer = match policy.score_request(&spans, &rows, count)? {
+            decided.push(match policy.score_request(&spans, &rows, count)? {
                 Some(request) => {
                     DecidedLayer::by_scores(backend, &measured.column_sums, (held.kv_heads(), count), &request)?
                 }
                 None => DecidedLayer::none(),
-            };
-            decided.push(of_layer);
+            });
         }
         // All layers are under way before the host waits for the first.
+        let mut chosen = Vec::with_capacity(decided.len());
         for (held, decided) in held.layers().iter().zip(decided) {
             let places = decided.selection(backend, held.count(), held.kv_heads()).await?;
+            chosen.push(Chosen { places: decided.kept, positions: held.at(&places)? });
+        }
+        Ok(chosen)
+    }
+
+    /// What the host chose, by its places among the tokens that each layer holds.
+    async fn upload_choice(&self, held: &Selection, places: Vec<LayerSelection>) -> Result<Vec<Chosen<B>>> {
+        let mut chosen = Vec::with_capacity(places.len());
+        for (held, places) in held.layers().iter().zip(places) {
+            let decided = DecidedLayer::upload(self.backend(), &places).await?;
             chosen.push(Chosen { places: decided.kept, positions: held.at(&places)? });
         }
         Ok(chosen)
