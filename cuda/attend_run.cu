@@ -27,6 +27,7 @@
 #include "common/reduce.cuh"
 #include "common/attend_call.cuh"
 #include "common/tile_halves.cuh"
+#include "common/warpgroup.cuh"
 #include "common/tile_ring.cuh"
 #include "merge_states.cu"
 
@@ -41,8 +42,12 @@ static_assert(WARPS * WARP_QUERY_BYTES <= QUERY_ROOM, "queries lie where tiles d
 // Rows that a warp prepares at once, so that their loads and sums wait together.
 constexpr int ROWS_AT_ONCE = 8;
 
+// Warps that multiply together, and their rows.
+constexpr int GROUP_WARPS = WARPGROUPS ? 4 : 1;
+constexpr int GROUP_ROWS = GROUP_WARPS * WARP_ROWS;
+
 // Blocks of 16 tokens whose scores a warp holds at once, and their tokens.
-constexpr int PASS_STEPS = 2;
+constexpr int PASS_STEPS = WARPGROUPS ? 4 : 2;
 constexpr int RUN_TOKENS = PASS_STEPS * BLOCK_TOKENS;
 
 // A warp's outputs, padded so that the rows of a fragment lie in different banks.
@@ -81,16 +86,20 @@ __device__ __forceinline__ float put_query(u8* fragments, int row, const float (
     for (int i = 0; i < LANE_CHANNELS; i++) {
         const int channel = lane + 32 * i;
         const ChannelPlace place = channel_place(channel % 16);
+#if WARPGROUPS
+        const int matrix = channel / 16 * (GROUP_ROWS / 4) + row / 8 * 2 + place.second;
+        const int word = matrix * 32 + row % 8 * 4 + place.column;
+#else
         const int word = (channel / 16 * 32 + row % 8 * 4 + place.column) * 4 + row / 8 + 2 * place.second;
+#endif
         ((u16*)fragments)[2 * word + place.high] = (u16)half_bits(channels[i] * factor);
     }
     return __uint_as_float(exponent << 23);
 }
 
-// Prepares the rows of a warp, one after the other, and reads them back as fragments.
-__device__ __forceinline__ void prepare_rows(u32 (&fragments)[CHANNEL_STEPS][4], RowConstants* constants,
-                                             u8* room, const AttendCall& call, const Item& item, u32 kv_head,
-                                             int first_row, int lane) {
+// Prepares the rows of a warp, one after the other.
+__device__ __forceinline__ void prepare_rows(u8* room, RowConstants* constants, const AttendCall& call, const Item& item,
+                                             u32 kv_head, int first_row, int lane) {
     float2 ranges[LANE_CHANNELS];
     if (KEY_SPAN_RANGES) {
         const float2* from = call.key_ranges + ((u64)item.range_slot * call.kv_heads + kv_head) * HEAD_DIM + lane;
@@ -127,15 +136,6 @@ __device__ __forceinline__ void prepare_rows(u32 (&fragments)[CHANNEL_STEPS][4],
             const float factor = put_query(room, first + r, row, lane);
             if (lane == 0) constants[first + r] = {factor * call.score_scale * halves_unit(KEY_LEVEL_UNIT), base};
         }
-    }
-    __syncwarp();
-#pragma unroll
-    for (int f = 0; f < CHANNEL_STEPS; f++) {
-        const uint4 words = load_shared_16(shared_address(room) + f * LOAD_BYTES + lane * 16);
-        fragments[f][0] = words.x;
-        fragments[f][1] = words.y;
-        fragments[f][2] = words.z;
-        fragments[f][3] = words.w;
     }
 }
 
@@ -198,13 +198,57 @@ __device__ __forceinline__ float largest_of_row(const PassProducts& products, in
     return largest;
 }
 
-// RUN_TOKENS tokens of a tile of halves: keys at `keys`, values at `values`. Where some rows see fewer, `limits` are what
-// they see of the item, and `before` are its tokens before these.
-template <bool MASKED>
-__device__ __forceinline__ void attend_pass(RunSums& sums, const u32 (&queries)[CHANNEL_STEPS][4],
-                                            const RowConstants* constants, const int* limits, int before, u32 keys,
-                                            u32 values, int lane) {
-    PassProducts products;
+#if WARPGROUPS
+// The queries of a warpgroup, as matrices in shared memory.
+struct RunQueries {
+    u32 at;
+
+    __device__ __forceinline__ RunQueries(u8* queries, int warp, int)
+        : at(shared_address(queries) + warp / GROUP_WARPS * (GROUP_ROWS * HEAD_DIM * 2)) {}
+};
+
+// The products of RUN_TOKENS keys, which lie at `keys`, with the rows.
+__device__ __forceinline__ void multiply_keys(PassProducts& products, const RunQueries& queries, u32 keys, int) {
+    static_assert(RUN_TOKENS == UNIT_TOKENS, "a step of channels follows the one before");
+    const u64 rows = matrices(queries.at, 256);
+    const u64 tokens = matrices(keys, 256);
+    warpgroup_begin();
+#pragma unroll
+    for (int f = 0; f < CHANNEL_STEPS; f++) {
+        warpgroup_multiply(products, rows + f * (GROUP_ROWS * 2), tokens + f * (UNIT_TOKENS * 2), f > 0);
+    }
+    warpgroup_end(products);
+}
+
+// Adds weights times values, which lie at `values`.
+__device__ __forceinline__ void multiply_values(RunSums& sums, const u32 (&weights)[PASS_STEPS][4], u32 values, int) {
+    const u64 tokens = matrices(values, 256);
+    warpgroup_begin();
+#pragma unroll
+    for (int m = 0; m < PASS_STEPS; m++) warpgroup_multiply(sums.values, weights[m], tokens + m * (HEAD_DIM * 2));
+    warpgroup_end(sums.values);
+}
+#else
+// A warp's queries, as A fragments.
+struct RunQueries {
+    u32 fragments[CHANNEL_STEPS][4];
+
+    __device__ __forceinline__ RunQueries(u8* queries, int warp, int lane) {
+        const u32 from = shared_address(queries) + warp * WARP_QUERY_BYTES + lane * 16;
+        __syncwarp();
+#pragma unroll
+        for (int f = 0; f < CHANNEL_STEPS; f++) {
+            const uint4 words = load_shared_16(from + f * LOAD_BYTES);
+            fragments[f][0] = words.x;
+            fragments[f][1] = words.y;
+            fragments[f][2] = words.z;
+            fragments[f][3] = words.w;
+        }
+    }
+};
+
+// The products of RUN_TOKENS keys, which lie at `keys`, with the rows.
+__device__ __forceinline__ void multiply_keys(PassProducts& products, const RunQueries& queries, u32 keys, int lane) {
 #pragma unroll
     for (int i = 0; i < 8 * PASS_STEPS; i++) products[i / 4][i % 4] = 0.0f;
 #pragma unroll
@@ -212,10 +256,33 @@ __device__ __forceinline__ void attend_pass(RunSums& sums, const u32 (&queries)[
 #pragma unroll
         for (int m = 0; m < PASS_STEPS; m++) {
             const FragmentPair key = load_fragments(keys + (m * CHANNEL_STEPS + f) * LOAD_BYTES + lane * 16);
-            multiply_f16(products[2 * m], queries[f], key.first[0], key.first[1]);
-            multiply_f16(products[2 * m + 1], queries[f], key.second[0], key.second[1]);
+            multiply_f16(products[2 * m], queries.fragments[f], key.first[0], key.first[1]);
+            multiply_f16(products[2 * m + 1], queries.fragments[f], key.second[0], key.second[1]);
         }
     }
+}
+
+// Adds weights times values, which lie at `values`.
+__device__ __forceinline__ void multiply_values(RunSums& sums, const u32 (&weights)[PASS_STEPS][4], u32 values, int lane) {
+#pragma unroll
+    for (int m = 0; m < PASS_STEPS; m++) {
+#pragma unroll
+        for (int n = 0; n < CHANNEL_STEPS; n++) {
+            const FragmentPair value = load_fragments(values + (m * CHANNEL_STEPS + n) * LOAD_BYTES + lane * 16);
+            multiply_f16(sums.values[2 * n], weights[m], value.first[0], value.first[1]);
+            multiply_f16(sums.values[2 * n + 1], weights[m], value.second[0], value.second[1]);
+        }
+    }
+}
+#endif
+
+// RUN_TOKENS tokens of a unit of halves: keys at `keys`, values at `values`. Where some rows see fewer, `limits` are what
+// they see of the item, and `before` are its tokens before these.
+template <bool MASKED>
+__device__ __forceinline__ void attend_pass(RunSums& sums, const RunQueries& queries, const RowConstants* constants,
+                                            const int* limits, int before, u32 keys, u32 values, int lane) {
+    PassProducts products;
+    multiply_keys(products, queries, keys, lane);
     const int g = lane >> 2;
     const int c = lane & 3;
     RowConstants of[2];
@@ -241,7 +308,8 @@ __device__ __forceinline__ void attend_pass(RunSums& sums, const u32 (&queries)[
             sums.refer(h, fmaxf(sums.reference[h], ceilf(top - START_WEIGHT)));
         }
     }
-    u32 weights[2 * PASS_STEPS][2];
+    // What the products left of 16 tokens is an A fragment.
+    u32 weights[PASS_STEPS][4];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const float shift = of[h].base - sums.reference[h];
@@ -250,22 +318,12 @@ __device__ __forceinline__ void attend_pass(RunSums& sums, const u32 (&queries)[
             const float low = exp2_approx(__fmaf_rn(products[j][2 * h], of[h].delta, shift));
             const float high = exp2_approx(__fmaf_rn(products[j][2 * h + 1], of[h].delta, shift));
             const u32 pair = half_pair(low, high);
-            weights[j][h] = pair;
+            weights[j / 2][j % 2 * 2 + h] = pair;
             // What rounding takes from the weights must not shift what all values have in common.
             sums.weight[h] += half_value(pair & 0xffffu) + half_value(pair >> 16);
         }
     }
-#pragma unroll
-    for (int m = 0; m < PASS_STEPS; m++) {
-        // What the products left of 16 tokens is an A fragment.
-        const u32 a[4] = {weights[2 * m][0], weights[2 * m][1], weights[2 * m + 1][0], weights[2 * m + 1][1]};
-#pragma unroll
-        for (int n = 0; n < CHANNEL_STEPS; n++) {
-            const FragmentPair value = load_fragments(values + (m * CHANNEL_STEPS + n) * LOAD_BYTES + lane * 16);
-            multiply_f16(sums.values[2 * n], a, value.first[0], value.first[1]);
-            multiply_f16(sums.values[2 * n + 1], a, value.second[0], value.second[1]);
-        }
-    }
+    multiply_values(sums, weights, values, lane);
 }
 
 // Writes the rows of a warp, whose sums lie in `rows` by then: states, or the outputs themselves.
@@ -342,44 +400,55 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
         const int seen = item.seen + (int)min((u32)row / call.group, item.queries - 1u);
         row_limits[row] = min(max(seen, 0), (int)item.tokens);
     }
-    u32 queries[CHANNEL_STEPS][4];
-    prepare_rows(queries, row_constants + first_row, room + QUERIES_AT + warp * WARP_QUERY_BYTES, call, item, kv_head,
-                 first_row, lane);
+    // Those of the other warps of a group lie between a warp's own.
+    const int group_row = first_row % GROUP_ROWS;
+    u8* const own_queries = room + QUERIES_AT + (first_row - group_row) * (HEAD_DIM * 2) + group_row * (WARPGROUPS ? 32 : 0);
+    prepare_rows(own_queries, row_constants + first_row, call, item, kv_head, first_row, lane);
+    if (WARPGROUPS) shared_visible();
+    const RunQueries queries(room + QUERIES_AT, warp, lane);
     __syncthreads();
     if (RING_HOLDS_QUERIES) {
         shared_visible();
         ring.issue(STAGES - 1);
     }
+    const int units = ((int)item.tokens + UNIT_TOKENS - 1) / UNIT_TOKENS;
+    const auto unpack = [&](int unit) {
+        const int tile = unit / TILE_UNITS;
+        ring.wait(tile);
+        unpack_unit(shared_address(room) + unit % 2 * HALVES_BYTES, ring.stage(tile), unit % TILE_UNITS, warp, lane);
+    };
+    // Asks for the tile that may lie where the one of this unit was, once its last unit was read.
+    const auto issue_after = [&](int unit) {
+        if (unit % TILE_UNITS == TILE_UNITS - 1) ring.issue(unit / TILE_UNITS + STAGES);
+    };
     if constexpr (UNPACKS) {
-        ring.wait(0);
-        unpack_tile(shared_address(room), ring.stage(0), warp, lane);
+        unpack(0);
         __syncthreads();
-        ring.issue(STAGES);
+        issue_after(0);
     }
 
-    // Rows are in the order of their queries: the first of the warp sees the least.
-    const int least = row_limits[first_row];
-    const bool idle = first_row >= (int)(item.queries * call.group);
-    const int most = idle ? 0 : row_limits[first_row + WARP_ROWS - 1];
+    // Rows are in the order of their queries: the first of the group sees the least.
+    const int first_of_group = first_row - group_row;
+    const int least = row_limits[first_of_group];
+    const bool idle = first_of_group >= (int)(item.queries * call.group);
+    const int most = idle ? 0 : row_limits[first_of_group + GROUP_ROWS - 1];
     RunSums sums;
     sums.clear();
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; tile++) {
-        if constexpr (!UNPACKS) ring.wait(tile);
-        const u32 keys = UNPACKS ? shared_address(room) + tile % 2 * HALVES_BYTES : ring.stage(tile);
+    for (int unit = 0; unit < units; unit++) {
+        if constexpr (!UNPACKS) ring.wait(unit);
+        const u32 keys = UNPACKS ? shared_address(room) + unit % 2 * HALVES_BYTES : ring.stage(unit);
         const u32 values = keys + (UNPACKS ? HALVES_BYTES / 2 : VALUES_AT);
         // Every other warp of a scheduler unpacks first, so that some always multiply.
 #pragma unroll 1
         for (int turn = 0; turn <= (int)UNPACKS; turn++) {
             if (UNPACKS && (warp / 4 + turn) % 2 == 0) {
-                if (tile + 1 == tiles) continue;
-                ring.wait(tile + 1);
-                unpack_tile(shared_address(room) + (tile + 1) % 2 * HALVES_BYTES, ring.stage(tile + 1), warp, lane);
+                if (unit + 1 < units) unpack(unit + 1);
                 continue;
             }
 #pragma unroll 1
-            for (int pass = 0; pass < TILE_TOKENS / RUN_TOKENS; pass++) {
-                const int before = tile * TILE_TOKENS + pass * RUN_TOKENS;
+            for (int pass = 0; pass < UNIT_TOKENS / RUN_TOKENS; pass++) {
+                const int before = unit * UNIT_TOKENS + pass * RUN_TOKENS;
                 if (before >= most) break;
                 const u32 at = pass * (PASS_STEPS * CHANNEL_STEPS * LOAD_BYTES);
                 const RowConstants* constants = row_constants + first_row;
@@ -392,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
             }
         }
         __syncthreads();
-        ring.issue(tile + STAGES + UNPACKS);
+        issue_after(UNPACKS ? unit + 1 : unit);
     }
 
     // Tiles are not read any more.

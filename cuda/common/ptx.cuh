@@ -224,6 +224,14 @@ __device__ __forceinline__ void store_cluster(u32 at, u32 rank, float x) {
 #endif
 }
 
+// Puts four 8×8 matrices of halves down, whose fragments the words are: row k of matrix j at the address of lane 8 j + k.
+__device__ __forceinline__ void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+#endif
+}
+
 __device__ __forceinline__ uint4 load_shared_16(u32 from) {
     uint4 words;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

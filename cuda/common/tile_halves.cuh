@@ -16,17 +16,22 @@
 #include "common/attend_call.cuh"
 #include "common/level_bytes.cuh"
 
-// Where tiles are read as they are.
-constexpr bool UNPACKS = KEY_BITS != 16 || VALUE_BITS != 16;
+// False where tiles are read as they are: a warp multiplies f16 tiles by itself.
+constexpr bool UNPACKS = KEY_BITS != 16 || VALUE_BITS != 16 || WARPGROUPS;
 // 16 channels that one MMA multiplies.
 constexpr int CHANNEL_STEPS = HEAD_DIM / 16;
-// Keys and values of one tile.
-constexpr u32 HALVES_BYTES = 2 * TILE_TOKENS * HEAD_DIM * 2;
-// Two unpacked tiles come before the ring. Queries lie where the second one is going to be, or in the last stage.
-constexpr u32 RING_AT = UNPACKS ? 2 * HALVES_BYTES : 0;
+// Tokens that become halves together, with WARPGROUPS half a tile, so that the queries have room beside two of them.
+constexpr int UNIT_TOKENS = WARPGROUPS ? TILE_TOKENS / 2 : TILE_TOKENS;
+constexpr int TILE_UNITS = TILE_TOKENS / UNIT_TOKENS;
+// Keys and values of one unit.
+constexpr u32 HALVES_BYTES = 2 * UNIT_TOKENS * HEAD_DIM * 2;
+// Two units of halves come before the ring. Queries lie between them and it with WARPGROUPS, and otherwise where the second
+// unit is going to be, or in the last stage.
+constexpr u32 GROUP_QUERY_BYTES = WARPGROUPS ? WARPS * 16 * HEAD_DIM * 2 : 0;
+constexpr u32 RING_AT = UNPACKS ? 2 * HALVES_BYTES + GROUP_QUERY_BYTES : 0;
 constexpr bool RING_HOLDS_QUERIES = !UNPACKS;
-constexpr u32 QUERIES_AT = UNPACKS ? HALVES_BYTES : (STAGES - 1) * STAGE_BYTES;
-constexpr u32 QUERY_ROOM = UNPACKS ? HALVES_BYTES : STAGE_BYTES;
+constexpr u32 QUERIES_AT = WARPGROUPS ? 2 * HALVES_BYTES : UNPACKS ? HALVES_BYTES : (STAGES - 1) * STAGE_BYTES;
+constexpr u32 QUERY_ROOM = WARPGROUPS ? GROUP_QUERY_BYTES : UNPACKS ? HALVES_BYTES : STAGE_BYTES;
 
 // The code that counts as 0 where codes are multiplied.
 constexpr float KEY_CENTRE = KEY_BITS == 16 ? 0.0f : (float)(1 << (KEY_BITS % 16 - (KEY_BITS < 16)));
@@ -127,11 +132,15 @@ __device__ __forceinline__ RangePair value_range_pair(u32 ranges, int token, int
     }
 }
 
-// Puts an A fragment down as two B fragments.
-__device__ __forceinline__ void store_fragments(u32 to, const u32 (&words)[4]) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[2]), "r"(words[1]),
+// Puts an A fragment down as two B fragments: for lanes that read theirs, or as matrices for warpgroups.
+__device__ __forceinline__ void store_fragments(u32 to, const u32 (&words)[4], int lane) {
+#if WARPGROUPS
+    store_matrices(to + lane * 16, words[0], words[2], words[1], words[3]);
+#else
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + lane * 16), "r"(words[0]), "r"(words[2]), "r"(words[1]),
                  "r"(words[3])
                  : "memory");
+#endif
 }
 
 // Two B fragments of eight tokens of keys, or of eight channels of values, each.
@@ -146,16 +155,21 @@ __device__ __forceinline__ FragmentPair load_fragments(u32 from) {
     return {{words.x, words.z}, {words.y, words.w}};
 }
 
-// Keys of 16 tokens.
-__device__ __forceinline__ void unpack_keys(u32 to, u32 tile, int m, int lane) {
+// Where 16 tokens by 16 channels of keys lie in a unit, `m` counted in the tile.
+__device__ __forceinline__ u32 keys_at(int m, int f) {
+    constexpr int steps = UNIT_TOKENS / BLOCK_TOKENS;
+    return (WARPGROUPS ? f * steps + m % steps : m * CHANNEL_STEPS + f) * LOAD_BYTES;
+}
+
+// Keys of 16 tokens, every `step`-th block of channels from `first` on.
+__device__ __forceinline__ void unpack_keys(u32 to, u32 tile, int m, int first, int step, int lane) {
     const u32 from = tile + lane * 16;
-    to += lane * 16;
     if constexpr (KEY_BITS == 16) {
-#pragma unroll
-        for (int f = 0; f < CHANNEL_STEPS; f++) {
+#pragma unroll 1
+        for (int f = first; f < CHANNEL_STEPS; f += step) {
             const uint4 load = load_shared_16(from + (m * CHANNEL_STEPS + f) * LOAD_BYTES);
             const u32 words[4] = {load.x, load.y, load.z, load.w};
-            store_fragments(to + (m * CHANNEL_STEPS + f) * LOAD_BYTES, words);
+            store_fragments(to + keys_at(m, f), words, lane);
         }
         return;
     }
@@ -167,8 +181,8 @@ __device__ __forceinline__ void unpack_keys(u32 to, u32 tile, int m, int lane) {
         of_tokens[0] = key_range_pair(ranges, 16 * m + g, 0);
         of_tokens[1] = key_range_pair(ranges, 16 * m + g + 8, 0);
     }
-#pragma unroll
-    for (int f = 0; f < KEY_BLOCKS; f++) {
+#pragma unroll 1
+    for (int f = first; f < KEY_BLOCKS; f += step) {
         const int block = m * KEY_BLOCKS + f;
         const uint4 load = load_shared_16(from + block / KEY_PLANES * LOAD_BYTES);
         uint4 top = load;
@@ -198,16 +212,20 @@ __device__ __forceinline__ void unpack_keys(u32 to, u32 tile, int m, int lane) {
                     words[r] = multiply_add_pair(code_halves(words[r], 0u), range.scales, range.minimums);
                 }
             }
-            store_fragments(to + (m * CHANNEL_STEPS + 2 * f + half) * LOAD_BYTES, words);
+            store_fragments(to + keys_at(m, 2 * f + half), words, lane);
         }
     }
+}
+
+// Where 16 tokens by 16 channels of values lie in a unit, `m` counted in the tile.
+__device__ __forceinline__ u32 values_at(int m, int n) {
+    return (m % (UNIT_TOKENS / BLOCK_TOKENS) * CHANNEL_STEPS + n) * LOAD_BYTES;
 }
 
 // Values of a run of 32 tokens, every `step`-th block of 16 channels from `first` on.
 __device__ __forceinline__ void unpack_values(u32 to, u32 tile, int run, int first, int step, int lane) {
     const u32 from = tile + VALUES_AT + lane * 16;
     const u32 ranges = tile + VALUE_RANGES_AT;
-    to += lane * 16;
     const int g = lane >> 2;
     const int c = lane & 3;
     const auto token = [&](int half, int r) { return 32 * run + 16 * half + 8 * (r / 2) + 2 * c; };
@@ -221,10 +239,9 @@ __device__ __forceinline__ void unpack_values(u32 to, u32 tile, int run, int fir
         if constexpr (VALUE_BITS == 16) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const u32 at = ((2 * run + half) * VALUE_BLOCKS + n) * LOAD_BYTES;
-                const uint4 load = load_shared_16(from + at);
+                const uint4 load = load_shared_16(from + ((2 * run + half) * VALUE_BLOCKS + n) * LOAD_BYTES);
                 const u32 words[4] = {load.x, load.y, load.z, load.w};
-                store_fragments(to + at, words);
+                store_fragments(to + values_at(2 * run + half, n), words, lane);
             }
             continue;
         }
@@ -260,15 +277,18 @@ __device__ __forceinline__ void unpack_values(u32 to, u32 tile, int run, int fir
                     words[r] = multiply_add_pair(code_halves(codes, 0u), range.scales, range.minimums);
                 }
             }
-            store_fragments(to + ((2 * run + half) * VALUE_BLOCKS + n) * LOAD_BYTES, words);
+            store_fragments(to + values_at(2 * run + half, n), words, lane);
         }
     }
 }
 
-// A tile that lies at `tile` in shared memory, as halves at `to`, by all warps of the block.
-__device__ __forceinline__ void unpack_tile(u32 to, u32 tile, int warp, int lane) {
-    constexpr int runs = TILE_TOKENS / 32;
-    static_assert(WARPS % runs == 0, "a warp stays with its run of tokens");
-    for (int m = warp; m < TILE_TOKENS / BLOCK_TOKENS; m += WARPS) unpack_keys(to, tile, m, lane);
-    unpack_values(to + HALVES_BYTES / 2, tile, warp % runs, warp / runs, WARPS / runs, lane);
+// Unit `unit` of a tile that lies at `tile` in shared memory, as halves at `to`, by all warps of the block.
+__device__ __forceinline__ void unpack_unit(u32 to, u32 tile, int unit, int warp, int lane) {
+    constexpr int steps = UNIT_TOKENS / BLOCK_TOKENS;
+    constexpr int runs = UNIT_TOKENS / 32;
+    static_assert(WARPS % steps == 0 && WARPS % runs == 0, "a warp stays with its tokens");
+    unpack_keys(to, tile, unit * steps + warp % steps, warp / steps, WARPS / steps, lane);
+    unpack_values(to + HALVES_BYTES / 2, tile, unit * runs + warp % runs, warp / runs, WARPS / runs, lane);
+    // The tensor cores read them by themselves.
+    if (WARPGROUPS) shared_visible();
 }

@@ -162,12 +162,13 @@ impl<B: Backend> DecodeData<B> {
         })
     }
 
-    /// The same data with other queries, `[rows, query_heads, head_dim]`.
+    /// Takes other queries, `[rows, query_heads, head_dim]`.
     ///
     /// # Errors
     /// When they do not fit the device.
-    pub async fn with_queries(self, backend: &B, queries: &[f32]) -> Result<Self> {
-        Ok(Self { queries: backend.upload(queries.into()).await?, ..self })
+    pub async fn set_queries(&mut self, backend: &B, queries: &[f32]) -> Result<()> {
+        self.queries = backend.upload(queries.into()).await?;
+        Ok(())
     }
 
     /// The queries, `[sequences, query_heads, head_dim]`.

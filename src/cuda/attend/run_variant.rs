@@ -39,6 +39,8 @@ pub(super) struct RunVariant {
     warps: usize,
     stages: usize,
     bulk_copies: bool,
+    /// Four warps multiply together.
+    warpgroups: bool,
 }
 
 impl RunVariant {
@@ -47,7 +49,8 @@ impl RunVariant {
     pub(super) fn new(pages: PageFormat, rows: usize, facts: &DeviceFacts) -> Option<Self> {
         let warps = if rows <= WARPS[0] * WARP_ROWS { WARPS[0] } else { WARPS[1] };
         let bulk_copies = facts.capability >= (9, 0);
-        let of = |stages| Self { pages, warps, stages, bulk_copies };
+        let warpgroups = facts.has_warpgroups() && pages.head_dim == 128 && pages.packed();
+        let of = |stages| Self { pages, warps, stages, bulk_copies, warpgroups };
         let fits = |variant: &Self| variant.shared_bytes() + FIXED_BYTES + RESERVED_BYTES <= facts.shared_bytes;
         let stages = if pages.head_dim > MOST_CHANNELS || pages.key.sketched() { 1..1 } else { 1..4 };
         stages.rev().map(of).find(fits)
@@ -102,6 +105,7 @@ impl RunVariant {
             ("WARPS", self.warps),
             ("BLOCKS_PER_SM", 1),
             ("BULK_COPIES", self.bulk_copies.into()),
+            ("WARPGROUPS", self.warpgroups.into()),
             ("QUERIES", 2),
         ]);
         Program { files: &["attend_run.cu", "merge_run.cu"], defines }
@@ -109,8 +113,13 @@ impl RunVariant {
 
     /// Shared memory of tiles, in which outputs lie afterwards.
     pub(super) const fn shared_bytes(&self) -> usize {
-        let packed = self.pages.key.bits != 16 || self.pages.value.bits != 16;
-        let halves = if packed { 2 * PageFormat::f16(self.pages.head_dim).head_bytes() } else { 0 };
+        let tile = PageFormat::f16(self.pages.head_dim).head_bytes();
+        let queries = self.rows() * self.pages.head_dim * size_of::<u16>();
+        let halves = match (self.warpgroups, self.pages.packed()) {
+            (true, _) => tile + queries,
+            (false, true) => 2 * tile,
+            (false, false) => 0,
+        };
         let tiles = halves + self.stages * self.pages.head_bytes().next_multiple_of(LINE_BYTES);
         let outputs = self.rows() * (self.pages.head_dim + 8) * size_of::<f32>();
         if tiles > outputs { tiles } else { outputs }

@@ -55,6 +55,11 @@ impl PageFormat {
         Self { head_dim, channels, key: TensorPages::F16, value: TensorPages::F16 }
     }
 
+    /// True if keys or values are codes.
+    pub(crate) const fn packed(&self) -> bool {
+        self.key.bits != 16 || self.value.bits != 16
+    }
+
     pub(crate) const fn tensor(&self, which: KeyOrValue) -> &TensorPages {
         match which {
             KeyOrValue::Key => &self.key,

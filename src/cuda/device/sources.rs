@@ -46,6 +46,7 @@ files![
     "common/tile_ring.cuh",
     "common/values.cuh",
     "common/values_grouped.cuh",
+    "common/warpgroup.cuh",
     "common/weights.cuh",
     "compute_guard.cu",
     "copy_page.cu",

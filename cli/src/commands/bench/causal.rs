@@ -16,6 +16,8 @@ use crate::outcome::Outcome;
 use crate::print::{self, note, say};
 use crate::provenance;
 
+const HEAD_DIM: usize = 128;
+
 /// Queries of a run.
 const QUERIES: [usize; 5] = [1, 2, 8, 64, 512];
 
@@ -58,18 +60,22 @@ struct CausalRow {
 ///
 /// # Errors
 /// When the backend fails, or a run yields something else than its queries one by one.
-pub fn run<B: Timed>(backend: &B, driver: String, json: bool) -> Result<Outcome> {
+pub fn run<B: Timed>(backend: &B, driver: String, formats: &[SegmentFormat], json: bool) -> Result<Outcome> {
     let run = provenance::run(driver, backend.guard_tolerance());
-    pollster::block_on(run_rows(backend, run, json))
+    pollster::block_on(run_rows(backend, run, formats, json))
 }
 
-async fn run_rows<B: Timed>(backend: &B, run: Run, json: bool) -> Result<Outcome> {
+/// The formats of the suite.
+pub fn formats() -> [SegmentFormat; 4] {
+    let codebook = SegmentFormat::turboquant(Bits::Four, HEAD_DIM);
+    [SegmentFormat::F16, SegmentFormat::calibquant(Bits::Four), SegmentFormat::saw_int4(), codebook]
+}
+
+async fn run_rows<B: Timed>(backend: &B, run: Run, formats: &[SegmentFormat], json: bool) -> Result<Outcome> {
     let sizes = backend.sizes();
-    let shape = AttentionShape::new(32, 8, 128)?;
+    let shape = AttentionShape::new(32, 8, HEAD_DIM)?;
     // A software device gets what it can do in a while.
     let tokens = if sizes.is_gpu() { 32_768 } else { 2048 };
-    let codebook = SegmentFormat::turboquant(Bits::Four, shape.head_dim());
-    let formats = [SegmentFormat::F16, SegmentFormat::calibquant(Bits::Four), SegmentFormat::saw_int4(), codebook];
     let mut report = CausalReport {
         backend: backend.name(),
         run,
@@ -81,10 +87,12 @@ async fn run_rows<B: Timed>(backend: &B, run: Run, json: bool) -> Result<Outcome
     };
     let progress = ProgressBar::new((formats.len() * QUERIES.len()) as u64).with_style(print::bar());
     let mut guard = Guard::new(backend).await?;
-    for format in formats {
+    for &format in formats {
+        progress.set_message(format.to_string());
+        let mut stored = Stored::new(backend, (shape, tokens), format).await?;
         for queries in QUERIES {
             progress.set_message(format!("{queries} queries, {format}"));
-            report.rows.push(row(backend, &mut guard, (shape, tokens), format, queries).await?);
+            report.rows.push(stored.row(backend, &mut guard, queries).await?);
             progress.inc(1);
         }
     }
@@ -97,59 +105,72 @@ async fn run_rows<B: Timed>(backend: &B, run: Run, json: bool) -> Result<Outcome
     Ok(Outcome::Passed)
 }
 
-async fn row<B: Timed>(
-    backend: &B,
-    guard: &mut Guard,
-    (shape, tokens): (AttentionShape, usize),
+/// A sequence in one format, checked against f64.
+struct Stored<B: Timed> {
     format: SegmentFormat,
-    queries: usize,
-) -> Result<CausalRow> {
-    let decode = DecodeShape {
-        name: "causal".into(),
-        shape,
-        sequences: 1,
-        tokens,
-        lengths: BatchLengths::Even,
-        pages: PageOrder::Consecutive,
-        span_tokens: usize::MAX,
-        quick: false,
-    };
-    let data = DecodeData::generated(backend, decode).await?;
-    let footprint = backend.sizes().footprint;
-    let mut workload = Workload::new(backend, &data, format.into(), footprint).await?;
-    // What single queries yield is held against f64 first.
-    let checked = workload.check(backend, &data, AttendOptions::default()).await?;
-    ensure!(checked.passed(), "{format}: {}", checked.reason());
-    let row = shape.query_heads() * shape.head_dim();
-    let rows: Vec<f32> = (0..queries * row).map(|i| (i as f32 * 0.7).sin() * 2.0).collect();
-    let data = data.with_queries(backend, &rows).await?;
-
-    let options = AttendOptions::default();
-    let before = guard.look(backend).await?;
-    workload.plan_causal_apart(queries)?;
-    let single = output(backend, &workload, &data, options).await?;
-    let apart = backend.time_steps(&workload, &data, options, SECONDS).await?;
-    workload.plan_causal(queries)?;
-    let together = output(backend, &workload, &data, options).await?;
-    let run = backend.time_steps(&workload, &data, options, SECONDS).await?;
-    let after = guard.look(backend).await?;
-
-    let single: Vec<f64> = single.into_iter().map(f64::from).collect();
-    let nmse = nmse(&together, &single);
-    ensure!(nmse <= MOST_NMSE, "{queries} queries, {format}: NMSE {nmse:.1e} against single queries");
-    let (run_us, apart_us) = (run.seconds * 1e6, apart.seconds * 1e6);
-    let guard_low_percent = guard.missing(before.min(after)) * 100.0;
-    Ok(CausalRow { format: format.to_string(), queries, run_us, apart_us, nmse, timer: run.timer, guard_low_percent })
+    shape: AttentionShape,
+    workload: Workload<B>,
+    data: DecodeData<B>,
 }
 
-async fn output<B: Timed>(
-    backend: &B,
-    workload: &Workload<B>,
-    data: &DecodeData<B>,
-    options: AttendOptions,
-) -> Result<Vec<f32>> {
-    let output = backend.attend(&workload.plans[0], &workload.stores(), data.queries(), options).await?;
-    Ok(backend.download(&output).await?)
+impl<B: Timed> Stored<B> {
+    async fn new(backend: &B, (shape, tokens): (AttentionShape, usize), format: SegmentFormat) -> Result<Self> {
+        let decode = DecodeShape {
+            name: "causal".into(),
+            shape,
+            sequences: 1,
+            tokens,
+            lengths: BatchLengths::Even,
+            pages: PageOrder::Consecutive,
+            span_tokens: usize::MAX,
+            quick: false,
+        };
+        let data = DecodeData::generated(backend, decode).await?;
+        let footprint = backend.sizes().footprint;
+        let workload = Workload::new(backend, &data, format.into(), footprint).await?;
+        // What single queries yield is held against f64 first.
+        let checked = workload.check(backend, &data, AttendOptions::default()).await?;
+        ensure!(checked.passed(), "{format}: {}", checked.reason());
+        Ok(Self { format, shape, workload, data })
+    }
+
+    /// Times the newest `queries` tokens' queries, as a run and apart.
+    async fn row(&mut self, backend: &B, guard: &mut Guard, queries: usize) -> Result<CausalRow> {
+        let (format, row) = (self.format, self.shape.query_heads() * self.shape.head_dim());
+        let rows: Vec<f32> = (0..queries * row).map(|i| (i as f32 * 0.7).sin() * 2.0).collect();
+        self.data.set_queries(backend, &rows).await?;
+
+        let options = AttendOptions::default();
+        let before = guard.look(backend).await?;
+        self.workload.plan_causal_apart(queries)?;
+        let single = self.output(backend, options).await?;
+        let apart = backend.time_steps(&self.workload, &self.data, options, SECONDS).await?;
+        self.workload.plan_causal(queries)?;
+        let together = self.output(backend, options).await?;
+        let run = backend.time_steps(&self.workload, &self.data, options, SECONDS).await?;
+        let after = guard.look(backend).await?;
+
+        let single: Vec<f64> = single.into_iter().map(f64::from).collect();
+        let nmse = nmse(&together, &single);
+        ensure!(nmse <= MOST_NMSE, "{queries} queries, {format}: NMSE {nmse:.1e} against single queries");
+        let (run_us, apart_us) = (run.seconds * 1e6, apart.seconds * 1e6);
+        let guard_low_percent = guard.missing(before.min(after)) * 100.0;
+        Ok(CausalRow {
+            format: format.to_string(),
+            queries,
+            run_us,
+            apart_us,
+            nmse,
+            timer: run.timer,
+            guard_low_percent,
+        })
+    }
+
+    async fn output(&self, backend: &B, options: AttendOptions) -> Result<Vec<f32>> {
+        let (plan, stores) = (&self.workload.plans[0], self.workload.stores());
+        let output = backend.attend(plan, &stores, self.data.queries(), options).await?;
+        Ok(backend.download(&output).await?)
+    }
 }
 
 fn print_report(report: &CausalReport) -> Result<()> {

@@ -65,8 +65,8 @@ pub struct BenchArgs {
     /// on the CPU, those up to 32 MiB on a software GPU].
     #[arg(long, value_name = "TEXT")]
     shape: Option<String>,
-    /// Only f16 and the formats whose name contains this ('4-bit', 'per token'); the suites decode and append have formats to
-    /// choose from, the others their own.
+    /// Only f16 and the formats whose name contains this ('4-bit', 'per token'); the suites decode, append and causal have
+    /// formats to choose from, the others their own.
     #[arg(long, value_name = "TEXT")]
     format: Option<String>,
     /// Mebibytes of packed keys and values to go round, at least, up to 16384 [default: 1024 on a GPU, 256 on the CPU, 64 on a
@@ -155,14 +155,16 @@ fn bench<B: TimedStores + TimedModel + TimedSelection>(
     driver: String,
 ) -> Result<Outcome> {
     match args.suite {
-        Some(suite) if args.format.is_some() && !matches!(suite, SuiteName::Decode | SuiteName::Append) => {
+        Some(suite @ (SuiteName::Chunks | SuiteName::Evict | SuiteName::Mixed | SuiteName::Step))
+            if args.format.is_some() =>
+        {
             bail!("--suite {} has formats of its own; leave --format out", suite.name())
         }
         None | Some(SuiteName::Decode | SuiteName::Mixed) => bench_steps(args, backend, driver),
         Some(SuiteName::Append) => {
             append::run(backend, driver, args.segment_formats()?, args.json).map(|()| Outcome::Passed)
         }
-        Some(SuiteName::Causal) => causal::run(backend, driver, args.json),
+        Some(SuiteName::Causal) => causal::run(backend, driver, &args.segment_formats()?, args.json),
         Some(SuiteName::Chunks) => chunks::run(backend, driver, args.json).map(|()| Outcome::Passed),
         Some(SuiteName::Evict) => evict::run(backend, driver, args.json).map(|()| Outcome::Passed),
         Some(SuiteName::Step) => step::run(backend, driver, args.json).map(|()| Outcome::Passed),
@@ -254,18 +256,19 @@ impl BenchArgs {
         Ok(self.segment_formats()?.into_iter().map(BatchFormat::from).collect())
     }
 
-    /// The formats of the suites decode and append, and of single shapes.
+    /// The formats of the suites decode, append and causal, and of single shapes.
     fn segment_formats(&self) -> Result<Vec<SegmentFormat>> {
+        let all = if self.suite == Some(SuiteName::Causal) { causal::formats().to_vec() } else { decode_formats() };
         let is_f16 = |format: &SegmentFormat| *format == SegmentFormat::F16;
         let wanted = |format: &SegmentFormat| match &self.format {
             Some(text) => is_f16(format) || format.to_string().contains(text.as_str()),
             None if self.quick => is_f16(format) || format.key.has_span_ranges(),
             None => true,
         };
-        let formats: Vec<SegmentFormat> = decode_formats().into_iter().filter(wanted).collect();
+        let formats: Vec<SegmentFormat> = all.iter().copied().filter(wanted).collect();
         match &self.format {
             Some(text) if formats.len() == 1 && !"f16".contains(text.as_str()) => {
-                let names: Vec<String> = decode_formats().iter().map(SegmentFormat::to_string).collect();
+                let names: Vec<String> = all.iter().map(SegmentFormat::to_string).collect();
                 bail!("--format '{text}' is part of no format's name; the formats are: {}", names.join("; "))
             }
             _ => Ok(formats),
