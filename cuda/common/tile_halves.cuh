@@ -20,14 +20,17 @@
 constexpr bool UNPACKS = KEY_BITS != 16 || VALUE_BITS != 16 || WARPGROUPS;
 // 16 channels that one MMA multiplies.
 constexpr int CHANNEL_STEPS = HEAD_DIM / 16;
-// Tokens that become halves together, with WARPGROUPS half a tile, so that the queries have room beside two of them.
-constexpr int UNIT_TOKENS = WARPGROUPS ? TILE_TOKENS / 2 : TILE_TOKENS;
+// Tokens that become halves together. With WARPGROUPS a warpgroup multiplies 64 of them at a time, and TOKEN_PARTS of them
+// share their rows; the others have more rows, whose queries need the room.
+constexpr int UNIT_TOKENS = WARPGROUPS ? 64 * TOKEN_PARTS : TILE_TOKENS;
 constexpr int TILE_UNITS = TILE_TOKENS / UNIT_TOKENS;
+static_assert(TILE_PIECES == 1 || TILE_PIECES == TILE_UNITS, "a stage holds a tile or a unit");
+constexpr u32 KEY_PIECE_BYTES = KEY_TILE_BYTES / TILE_PIECES;
 // Keys and values of one unit.
 constexpr u32 HALVES_BYTES = 2 * UNIT_TOKENS * HEAD_DIM * 2;
 // Two units of halves come before the ring. Queries lie between them and it with WARPGROUPS, and otherwise where the second
 // unit is going to be, or in the last stage.
-constexpr u32 GROUP_QUERY_BYTES = WARPGROUPS ? WARPS * 16 * HEAD_DIM * 2 : 0;
+constexpr u32 GROUP_QUERY_BYTES = WARPGROUPS ? WARPS * 16 / TOKEN_PARTS * HEAD_DIM * 2 : 0;
 constexpr u32 RING_AT = UNPACKS ? 2 * HALVES_BYTES + GROUP_QUERY_BYTES : 0;
 constexpr bool RING_HOLDS_QUERIES = !UNPACKS;
 constexpr u32 QUERIES_AT = WARPGROUPS ? 2 * HALVES_BYTES : UNPACKS ? HALVES_BYTES : (STAGES - 1) * STAGE_BYTES;
@@ -161,9 +164,9 @@ __device__ __forceinline__ u32 keys_at(int m, int f) {
     return (WARPGROUPS ? f * steps + m % steps : m * CHANNEL_STEPS + f) * LOAD_BYTES;
 }
 
-// Keys of 16 tokens, every `step`-th block of channels from `first` on.
-__device__ __forceinline__ void unpack_keys(u32 to, u32 tile, int m, int first, int step, int lane) {
-    const u32 from = tile + lane * 16;
+// Keys of 16 tokens, every `step`-th block of channels from `first` on. Loads of keys are at `from`.
+__device__ __forceinline__ void unpack_keys(u32 to, u32 from, u32 ranges, int m, int first, int step, int lane) {
+    from += lane * 16;
     if constexpr (KEY_BITS == 16) {
 #pragma unroll 1
         for (int f = first; f < CHANNEL_STEPS; f += step) {
@@ -175,7 +178,6 @@ __device__ __forceinline__ void unpack_keys(u32 to, u32 tile, int m, int first, 
     }
     const int g = lane >> 2;
     const int c = lane & 3;
-    const u32 ranges = tile + KEY_RANGES_AT;
     RangePair of_tokens[2];
     if constexpr (KEY_TOKEN_RANGES) {
         of_tokens[0] = key_range_pair(ranges, 16 * m + g, 0);
@@ -222,10 +224,9 @@ __device__ __forceinline__ u32 values_at(int m, int n) {
     return (m % (UNIT_TOKENS / BLOCK_TOKENS) * CHANNEL_STEPS + n) * LOAD_BYTES;
 }
 
-// Values of a run of 32 tokens, every `step`-th block of 16 channels from `first` on.
-__device__ __forceinline__ void unpack_values(u32 to, u32 tile, int run, int first, int step, int lane) {
-    const u32 from = tile + VALUES_AT + lane * 16;
-    const u32 ranges = tile + VALUE_RANGES_AT;
+// Values of a run of 32 tokens, every `step`-th block of 16 channels from `first` on. Loads of values are at `from`.
+__device__ __forceinline__ void unpack_values(u32 to, u32 from, u32 ranges, int run, int first, int step, int lane) {
+    from += lane * 16;
     const int g = lane >> 2;
     const int c = lane & 3;
     const auto token = [&](int half, int r) { return 32 * run + 16 * half + 8 * (r / 2) + 2 * c; };
@@ -282,13 +283,18 @@ __device__ __forceinline__ void unpack_values(u32 to, u32 tile, int run, int fir
     }
 }
 
-// Unit `unit` of a tile that lies at `tile` in shared memory, as halves at `to`, by all warps of the block.
-__device__ __forceinline__ void unpack_unit(u32 to, u32 tile, int unit, int warp, int lane) {
+// Unit `unit` of a tile as halves at `to`, by all warps of the block. Its stage, at `stage`, holds the tile or that unit alone.
+__device__ __forceinline__ void unpack_unit(u32 to, u32 stage, int unit, int warp, int lane) {
     constexpr int steps = UNIT_TOKENS / BLOCK_TOKENS;
     constexpr int runs = UNIT_TOKENS / 32;
     static_assert(WARPS % steps == 0 && WARPS % runs == 0, "a warp stays with its tokens");
-    unpack_keys(to, tile, unit * steps + warp % steps, warp / steps, WARPS / steps, lane);
-    unpack_values(to + HALVES_BYTES / 2, tile, unit * runs + warp % runs, warp / runs, WARPS / runs, lane);
+    // Where the loads of the tile would begin.
+    const u32 before = (TILE_PIECES > 1 ? unit : 0) * KEY_PIECE_BYTES;
+    const u32 keys = stage - before;
+    const u32 values = stage + KEY_PIECE_BYTES - before;
+    unpack_keys(to, keys, stage + KEY_RANGES_AT, unit * steps + warp % steps, warp / steps, WARPS / steps, lane);
+    unpack_values(to + HALVES_BYTES / 2, values, stage + VALUE_RANGES_AT, unit * runs + warp % runs, warp / runs,
+                  WARPS / runs, lane);
     // The tensor cores read them by themselves.
     if (WARPGROUPS) shared_visible();
 }

@@ -60,7 +60,20 @@ fn wide_runs() -> Vec<AttendCase> {
     let mut apart = AttendCase::new("runs-wide-channel-keys-token-values", shape(1, 128), mixed).lengths(&[700]);
     apart.input.elements = ElementType::Bf16;
     apart.queries = Queries::Runs(vec![QueryRun::causal(0, 257)]);
-    vec![f16, sink, f16_sink, rotated, apart]
+    let mut cases = vec![f16, sink, f16_sink, rotated, apart];
+    // Blocks of 128 rows at most, and formats of which a block has room for many tokens and for few.
+    for (name, format) in [
+        ("saw", SegmentFormat::saw_int4()),
+        ("8bit", both(affine(Bits::Eight, Grouping::Token))),
+        ("f16", SegmentFormat::F16),
+    ] {
+        let mut halves =
+            AttendCase::new(&format!("runs-half-wide-{name}"), shape(4, 128), format).lengths(&[1100, 330]);
+        halves.sink = SinkPlace::Middle;
+        halves.queries = Queries::Runs(vec![QueryRun::causal(0, 30), all(1, 11)]);
+        cases.push(halves);
+    }
+    cases
 }
 
 /// What attention states are checked on: every sequence has tokens in the first store and in others, so that states over the

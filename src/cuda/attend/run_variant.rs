@@ -13,14 +13,17 @@ use crate::format::TILE_TOKENS;
 /// Rows of queries and query heads of a warp: `WARP_ROWS` in `cuda/attend_run.cu`.
 const WARP_ROWS: usize = 16;
 
-/// Warps of a block: for up to 128 rows, and for up to 256.
-const WARPS: [usize; 2] = [8, 16];
+/// Warps of a block, at most.
+const MOST_WARPS: usize = 16;
 
 /// Rows that one block takes.
-pub(super) const BLOCK_ROWS: usize = WARPS[1] * WARP_ROWS;
+pub(super) const BLOCK_ROWS: usize = MOST_WARPS * WARP_ROWS;
 
 /// Rows from which on it pays: fewer are left to `attend`.
 pub(super) const LEAST_ROWS: usize = 33;
+
+/// Rows of f16 from which on four warps multiply together.
+const LEAST_DENSE_ROWS: usize = 65;
 
 /// Channels whose queries and sums fit the registers of a warp.
 const MOST_CHANNELS: usize = 128;
@@ -37,23 +40,43 @@ pub(super) struct RunVariant {
     pages: PageFormat,
     /// Warps of a block.
     warps: usize,
+    multiplies: Multiplies,
+    /// Stages of the ring, each of so much of a tile.
     stages: usize,
     bulk_copies: bool,
-    /// Four warps multiply together.
-    warpgroups: bool,
+}
+
+/// Who multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Multiplies {
+    /// Every warp its 16 rows.
+    Warps,
+    /// Four warps together 64 rows by 64 tokens, of two halves of a tile at the same time where `halves` is 2.
+    Warpgroups { halves: usize },
 }
 
 impl RunVariant {
     /// The variant for blocks of so many rows, or nothing where there is none: for sketches, more than 128 channels, and
     /// devices with little shared memory.
     pub(super) fn new(pages: PageFormat, rows: usize, facts: &DeviceFacts) -> Option<Self> {
-        let warps = if rows <= WARPS[0] * WARP_ROWS { WARPS[0] } else { WARPS[1] };
+        if pages.head_dim > MOST_CHANNELS || pages.key.sketched() {
+            return None;
+        }
         let bulk_copies = facts.capability >= (9, 0);
-        let warpgroups = facts.has_warpgroups() && pages.head_dim == 128 && pages.packed();
-        let of = |stages| Self { pages, warps, stages, bulk_copies, warpgroups };
-        let fits = |variant: &Self| variant.shared_bytes() + FIXED_BYTES + RESERVED_BYTES <= facts.shared_bytes;
-        let stages = if pages.head_dim > MOST_CHANNELS || pages.key.sketched() { 1..1 } else { 1..4 };
-        stages.rev().map(of).find(fits)
+        let half_warps = if rows <= BLOCK_ROWS / 2 { MOST_WARPS / 2 } else { MOST_WARPS };
+        let mut ways = vec![(Multiplies::Warps, half_warps, 1..=3)];
+        // Few rows of f16 take less time as they are than as matrices.
+        let pays = pages.packed() || rows >= LEAST_DENSE_ROWS;
+        if facts.has_warpgroups() && [64, 128].contains(&pages.head_dim) && pays {
+            ways.insert(0, (Multiplies::Warpgroups { halves: 1 }, half_warps, 1..=3));
+            if rows <= BLOCK_ROWS / 2 {
+                ways.insert(0, (Multiplies::Warpgroups { halves: 2 }, MOST_WARPS, 2..=3));
+            }
+        }
+        let variants = ways.into_iter().flat_map(|(multiplies, warps, stages)| {
+            stages.rev().map(move |stages| Self { pages, warps, multiplies, stages, bulk_copies })
+        });
+        variants.into_iter().find(|variant| variant.shared_bytes() + FIXED_BYTES + RESERVED_BYTES <= facts.shared_bytes)
     }
 
     /// Every variant for blocks of up to so many rows.
@@ -65,7 +88,23 @@ impl RunVariant {
 
     /// Rows of a block.
     pub(super) const fn rows(&self) -> usize {
-        self.warps * WARP_ROWS
+        self.warps * WARP_ROWS / self.token_parts()
+    }
+
+    /// Warps that have the same rows.
+    const fn token_parts(&self) -> usize {
+        match self.multiplies {
+            Multiplies::Warps => 1,
+            Multiplies::Warpgroups { halves } => halves,
+        }
+    }
+
+    /// Pieces of a tile, of which a stage holds one: halves of f16 tiles where halves are what is multiplied.
+    const fn tile_pieces(&self) -> usize {
+        match self.multiplies {
+            Multiplies::Warpgroups { halves: 1 } if !self.pages.packed() => 2,
+            _ => 1,
+        }
     }
 
     pub(super) const fn threads(&self) -> usize {
@@ -105,7 +144,9 @@ impl RunVariant {
             ("WARPS", self.warps),
             ("BLOCKS_PER_SM", 1),
             ("BULK_COPIES", self.bulk_copies.into()),
-            ("WARPGROUPS", self.warpgroups.into()),
+            ("WARPGROUPS", matches!(self.multiplies, Multiplies::Warpgroups { .. }).into()),
+            ("TOKEN_PARTS", self.token_parts()),
+            ("TILE_PIECES", self.tile_pieces()),
             ("QUERIES", 2),
         ]);
         Program { files: &["attend_run.cu", "merge_run.cu"], defines }
@@ -114,14 +155,14 @@ impl RunVariant {
     /// Shared memory of tiles, in which outputs lie afterwards.
     pub(super) const fn shared_bytes(&self) -> usize {
         let tile = PageFormat::f16(self.pages.head_dim).head_bytes();
-        let queries = self.rows() * self.pages.head_dim * size_of::<u16>();
-        let halves = match (self.warpgroups, self.pages.packed()) {
-            (true, _) => tile + queries,
-            (false, true) => 2 * tile,
-            (false, false) => 0,
+        let halves = match self.multiplies {
+            Multiplies::Warpgroups { halves } => halves * tile + self.rows() * self.pages.head_dim * size_of::<u16>(),
+            Multiplies::Warps if self.pages.packed() => 2 * tile,
+            Multiplies::Warps => 0,
         };
-        let tiles = halves + self.stages * self.pages.head_bytes().next_multiple_of(LINE_BYTES);
-        let outputs = self.rows() * (self.pages.head_dim + 8) * size_of::<f32>();
+        let stage = self.pages.head_bytes().next_multiple_of(LINE_BYTES) / self.tile_pieces();
+        let tiles = halves + self.stages * stage;
+        let outputs = self.warps * WARP_ROWS * (self.pages.head_dim + 8) * size_of::<f32>();
         if tiles > outputs { tiles } else { outputs }
     }
 }

@@ -36,6 +36,7 @@ files![
     "common/ring.cuh",
     "common/rotation.cuh",
     "common/rows.cuh",
+    "common/run_queries.cuh",
     "common/scores.cuh",
     "common/scores_grouped.cuh",
     "common/sketch.cuh",

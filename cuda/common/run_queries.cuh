@@ -1,0 +1,111 @@
+// The queries of a block of attend_run.cu, from tensors to halves in shared memory.
+//
+// A row is a query and a query head; warps prepare as many each. Rows are rotated as the keys of their format, multiplied with
+// the scales of a span, and scaled by a power of two so that halves hold them.
+
+#pragma once
+
+#include "common/attend_call.cuh"
+#include "common/rotation.cuh"
+#include "common/tile_halves.cuh"
+
+// Rows of a warp, and of a block.
+constexpr int WARP_ROWS = 16;
+constexpr int ROWS = WARPS * WARP_ROWS / TOKEN_PARTS;
+
+// Warps that multiply together, and their rows.
+constexpr int GROUP_WARPS = WARPGROUPS ? 4 : 1;
+constexpr int GROUP_ROWS = GROUP_WARPS * WARP_ROWS;
+
+// The queries of as many rows in shared memory: as matrices of 8 rows and 8 channels, [16 channels][8 rows][8 channels], or as
+// A fragments, [16 channels][lane], 16 bytes each.
+constexpr u32 GROUP_QUERY_ROOM = GROUP_ROWS * HEAD_DIM * 2;
+static_assert(ROWS / GROUP_ROWS * GROUP_QUERY_ROOM <= QUERY_ROOM, "queries lie where tiles do later");
+
+// Rows that a warp prepares, and those at once, so that their loads and sums wait together.
+constexpr int PREPARED_ROWS = ROWS / WARPS;
+constexpr int ROWS_AT_ONCE = 8;
+
+// What turns the products of a row into scores: score = products · delta + base.
+struct RowConstants {
+    float delta;
+    float base;
+};
+
+// The query of a row of the block, and its head.
+struct BlockRow {
+    u32 query;
+    u32 head;
+};
+
+__device__ __forceinline__ BlockRow block_row(const AttendCall& call, u32 kv_head, u32 row) {
+    return {row / call.group, kv_head * call.group + row % call.group};
+}
+
+// Puts the channels of a row, lane + 32 · i in `row`, where its fragments are read: as halves of at most 2^15, which 16-bit
+// queries fill exactly, since the factor is a power of two. Yields that factor's inverse.
+__device__ __forceinline__ float put_query(u8* queries, int row, const float (&channels)[LANE_CHANNELS], int lane) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) largest = fmaxf(largest, fabsf(channels[i]));
+    largest = warp_max(largest);
+    // Bits of a power of two; the range leaves room for its inverse.
+    const u32 exponent = min(max(__float_as_uint(largest) >> 23, 40u), 240u) - 14u;
+    const float factor = __uint_as_float((254u - exponent) << 23);
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) {
+        const int channel = lane + 32 * i;
+        const ChannelPlace place = channel_place(channel % 16);
+#if WARPGROUPS
+        const int matrix = channel / 16 * (GROUP_ROWS / 4) + row % GROUP_ROWS / 8 * 2 + place.second;
+        const int word = matrix * 32 + row % 8 * 4 + place.column;
+#else
+        const int word = (channel / 16 * 32 + row % 8 * 4 + place.column) * 4 + row % GROUP_ROWS / 8 + 2 * place.second;
+#endif
+        u16* const of_group = (u16*)(queries + row / GROUP_ROWS * GROUP_QUERY_ROOM);
+        of_group[2 * word + place.high] = (u16)half_bits(channels[i] * factor);
+    }
+    return __uint_as_float(exponent << 23);
+}
+
+// Prepares PREPARED_ROWS rows of the block from `first_row` on.
+__device__ __forceinline__ void prepare_rows(u8* queries, RowConstants* constants, const AttendCall& call, const Item& item,
+                                             u32 kv_head, int first_row, int lane) {
+    float2 ranges[LANE_CHANNELS];
+    if (KEY_SPAN_RANGES) {
+        const float2* from = call.key_ranges + ((u64)item.range_slot * call.kv_heads + kv_head) * HEAD_DIM + lane;
+#pragma unroll
+        for (int i = 0; i < LANE_CHANNELS; i++) ranges[i] = from[32 * i];
+    }
+    const u32 last = item.queries * call.group - 1u;
+#pragma unroll 1
+    for (int first = first_row; first < first_row + PREPARED_ROWS; first += ROWS_AT_ONCE) {
+        float rows[ROWS_AT_ONCE][LANE_CHANNELS];
+#pragma unroll
+        for (int r = 0; r < ROWS_AT_ONCE; r++) {
+            const BlockRow of = block_row(call, kv_head, min((u32)(first + r), last));
+            const u64 at = (item.row + of.query) * call.query_stride + (u64)of.head * TENSOR_CHANNELS + lane;
+#pragma unroll
+            for (int i = 0; i < LANE_CHANNELS; i++) {
+                const bool there = lane + 32 * i < TENSOR_CHANNELS;
+                rows[r][i] = there ? load_element(call.queries, call.query_type, at + 32 * i) : 0.0f;
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS_AT_ONCE; r++) {
+            float(&row)[LANE_CHANNELS] = rows[r];
+            rotate<false>(row, lane);
+            float base = 0.0f;
+            if (KEY_SPAN_RANGES) {
+#pragma unroll
+                for (int i = 0; i < LANE_CHANNELS; i++) {
+                    base = __fmaf_rn(row[i], __fmaf_rn(KEY_CENTRE, ranges[i].x, ranges[i].y), base);
+                    row[i] *= ranges[i].x;
+                }
+                base = warp_sum(base) * call.score_scale;
+            }
+            const float factor = put_query(queries, first + r, row, lane);
+            if (lane == 0) constants[first + r] = {factor * call.score_scale * halves_unit(KEY_LEVEL_UNIT), base};
+        }
+    }
+}
