@@ -81,7 +81,8 @@ impl RunVariant {
 
     /// Every variant for blocks of up to so many rows.
     pub(super) fn all(pages: PageFormat, rows: usize, facts: &DeviceFacts) -> Vec<Self> {
-        let mut all: Vec<Self> = [1, rows].into_iter().filter_map(|rows| Self::new(pages, rows, facts)).collect();
+        let least = [1, LEAST_DENSE_ROWS, BLOCK_ROWS / 2 + 1].into_iter().filter(|&least| least <= rows);
+        let mut all: Vec<Self> = least.filter_map(|rows| Self::new(pages, rows, facts)).collect();
         all.dedup();
         all
     }
@@ -176,6 +177,27 @@ mod tests {
     fn variant(format: &SegmentFormat, head_dim: usize, facts: &DeviceFacts) -> Result<Option<RunVariant>> {
         let shape = AttentionShape::new(8, 2, head_dim)?;
         Ok(RunVariant::new(PageFormat::new(&shape, format)?, BLOCK_ROWS, facts))
+    }
+
+    #[test]
+    fn all_variants_are_those_of_any_rows() -> std::result::Result<(), Error> {
+        let h200 = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
+        let a100 = DeviceFacts { capability: (8, 0), multiprocessors: 108, shared_bytes: 166_912 };
+        let int8 = TensorFormat::Affine(AffineFormat::new(Bits::Eight, Grouping::Token));
+        let shape = AttentionShape::new(8, 2, 128)?;
+        for facts in [h200, a100] {
+            for format in [SegmentFormat::F16, SegmentFormat::saw_int4(), SegmentFormat { key: int8, value: int8 }] {
+                let pages = PageFormat::new(&shape, &format)?;
+                for longest in [1, 64, 65, 128, 200, BLOCK_ROWS] {
+                    let all = RunVariant::all(pages, longest, &facts);
+                    let one_by_one: Vec<_> =
+                        (1..=longest).filter_map(|rows| RunVariant::new(pages, rows, &facts)).collect();
+                    assert!(one_by_one.iter().all(|variant| all.contains(variant)), "{format}, {longest} rows");
+                    assert!(all.iter().all(|variant| one_by_one.contains(variant)), "{format}, {longest} rows");
+                }
+            }
+        }
+        Ok(())
     }
 
     #[test]
