@@ -1,10 +1,8 @@
 //! The methods that keep some tokens of a prompt, as recipes name them.
 
+use super::methods::Parsed;
 use crate::Result;
 use crate::policy::{BudgetRule, KeepRule, Merging, Policy, TextRule};
-
-/// What was read, or what is wrong in words.
-type Parsed<T> = std::result::Result<T, String>;
 
 /// A published method that keeps some tokens of a prompt and evicts the others, or a baseline, that recipes name.
 #[derive(Clone, Copy, Debug)]

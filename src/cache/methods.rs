@@ -6,6 +6,9 @@ use super::Recipe;
 use super::evictions::Eviction;
 use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat};
 
+/// What text says, or why it cannot be read.
+pub(super) type Parsed<T> = Result<T, String>;
+
 /// A published method, or a baseline, that recipes name.
 #[derive(Clone, Copy, Debug)]
 pub struct Method {
@@ -134,7 +137,7 @@ impl Choice {
     }
 
     /// Reads a method and, where it takes one, its width. What is wrong is said in words.
-    pub(super) fn parse(text: &str) -> Result<Self, String> {
+    pub(super) fn parse(text: &str) -> Parsed<Self> {
         let (name, bits) = match text.split_once(':') {
             Some((name, bits)) => (name, Some(bits)),
             None => (text, None),

@@ -1,14 +1,11 @@
 //! Recipes that store chunks of a context in several formats, by how much they resemble a query.
 
-use super::methods::Choice;
+use super::methods::{Choice, Parsed};
 use super::{MOST_STORES, Recipe, StoreId};
 use crate::backend::Selection;
 use crate::format::AttentionShape;
 use crate::policy::{ChunkPrecision, ChunkSearch, chunk_search, chunk_shares};
 use crate::{Error, Result};
-
-/// What was read, or what is wrong in words.
-type Parsed<T> = std::result::Result<T, String>;
 
 /// Formats of a context's chunks, and which chunk gets which: `cocktail`, or `mix=f16:0.1,saw-int4:0.3,calibquant:2`.
 #[derive(Clone, Debug)]

@@ -31,6 +31,7 @@ mod model_sequences;
 mod observed;
 mod prompt;
 mod recipe;
+mod recipe_option;
 mod recipe_text;
 mod recompress;
 mod room;

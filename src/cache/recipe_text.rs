@@ -5,11 +5,11 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::evictions::{Eviction, EvictionOption};
-use super::methods::Choice;
+use super::methods::{Choice, Parsed};
 use super::mixture::Mixture;
-use super::{Appended, MOST_STORES, Recipe};
-use crate::backend::QueryPrecision;
-use crate::format::{AttentionShape, Calibration};
+use super::recipe_option::{RecipeOption, unknown_option};
+use super::{MOST_STORES, Recipe};
+use crate::format::AttentionShape;
 use crate::policy::Policy;
 use crate::{Error, Result};
 
@@ -178,8 +178,6 @@ impl FromStr for ModelRecipe {
     }
 }
 
-type Parsed<T> = std::result::Result<T, String>;
-
 fn parse(text: &str) -> Parsed<ModelRecipe> {
     let mut parts = text.split('+');
     let (policy, base) = policy_and_base(parts.next().unwrap_or_default())?;
@@ -192,7 +190,7 @@ fn parse(text: &str) -> Parsed<ModelRecipe> {
         let (name, value) = part.split_once('=').ok_or_else(|| unknown_option(part))?;
         match (name, EvictionOption::parse(name, value)) {
             ("layers", _) => recipe.layers.extend(layer_choices(value)?),
-            (_, None) => recipe.options.push(option(name, value)?),
+            (_, None) => recipe.options.push(RecipeOption::parse(name, value)?),
             (_, Some(option)) => match &mut recipe.policy {
                 Some(policy) => option?.apply(policy, &mut recipe.every)?,
                 None => {
@@ -224,68 +222,6 @@ fn policy_and_base(text: &str) -> Parsed<(Option<Policy>, Base)> {
     Ok((Some(Eviction::parse(policy).ok_or_else(unknown)??), Base::Method(Choice::parse(method)?)))
 }
 
-/// An option that changes a recipe, read.
-#[derive(Clone, Copy, Debug)]
-enum RecipeOption {
-    Window(usize),
-    Sink(usize),
-    Tau(Calibration),
-    Query(QueryPrecision),
-    Store(Choice),
-    Centre,
-}
-
-impl RecipeOption {
-    fn apply(&self, recipe: Recipe, shape: &AttentionShape) -> Recipe {
-        match *self {
-            // Nothing of what is appended is packed, behind whatever window.
-            Self::Window(_) if recipe.appended() == Appended::Keep => recipe,
-            Self::Window(newer) => recipe.with_window(newer),
-            Self::Sink(sink) => recipe.with_sink(sink),
-            Self::Tau(calibration) => recipe.with_calibration(calibration),
-            Self::Query(query) => recipe.with_query(query),
-            Self::Store(choice) => recipe.and_store(*choice.recipe(shape).packed()),
-            Self::Centre => recipe.with_centre(),
-        }
-    }
-}
-
-fn option(name: &str, value: &str) -> Parsed<RecipeOption> {
-    let tokens = || value.parse().map_err(|_| format!("{name}={value}: a number of tokens is needed"));
-    match name {
-        "window" => Ok(RecipeOption::Window(tokens()?)),
-        "sink" => Ok(RecipeOption::Sink(tokens()?)),
-        "tau" => tau(value).map(RecipeOption::Tau),
-        "query" => match value {
-            "int8" => Ok(RecipeOption::Query(QueryPrecision::Int8)),
-            "int16" => Ok(RecipeOption::Query(QueryPrecision::Int16)),
-            _ => Err(format!("query={value}: int8 or int16 is needed")),
-        },
-        "store" => further_store(value).map(RecipeOption::Store),
-        _ => Err(unknown_option(name)),
-    }
-}
-
-fn further_store(value: &str) -> Parsed<Choice> {
-    let choice = Choice::parse(value).map_err(|reason| format!("store={value}: {reason}"))?;
-    if choice.is_f16() { Err("store=f16: every recipe has an f16 store".into()) } else { Ok(choice) }
-}
-
-fn unknown_option(name: &str) -> String {
-    format!(
-        "there is no option '{name}'; the options are window=TOKENS, sink=TOKENS, tau=τ1,τ2, query=int8|int16, \
-         centre, store=METHOD and layers=0,1:METHOD, and of policies merge=none|averaged|pivotal|weighted, \
-         text=equal|raised|stays and every=TOKENS"
-    )
-}
-
-fn tau(value: &str) -> Parsed<Calibration> {
-    let needed = || format!("tau={value}: two numbers are needed, as in tau=0,3");
-    let (tau1, tau2) = value.split_once(',').ok_or_else(needed)?;
-    let number = |text: &str| text.parse::<f32>().map_err(|_| needed());
-    Calibration::new(number(tau1)?, number(tau2)?).map_err(|error| error.to_string())
-}
-
 fn layer_choices(value: &str) -> Parsed<Vec<(usize, Choice)>> {
     let needed = || format!("layers={value}: layers and a method are needed, as in layers=0,1:f16");
     let (layers, text) = value.split_once(':').ok_or_else(needed)?;
@@ -297,6 +233,9 @@ fn layer_choices(value: &str) -> Parsed<Vec<(usize, Choice)>> {
 mod tests {
     use super::super::{METHODS, StoreId};
     use super::*;
+    use crate::backend::QueryPrecision;
+    use crate::cache::Appended;
+    use crate::format::Calibration;
     use crate::format::{Bits, SegmentFormat};
     use crate::policy::{BudgetRule, KeepRule, Merging, TextRule};
 

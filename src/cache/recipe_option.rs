@@ -1,0 +1,71 @@
+//! Options of recipes in text: `window=256`, `centre`, `store=kivi:2`.
+
+use super::methods::{Choice, Parsed};
+use super::{Appended, Recipe};
+use crate::backend::QueryPrecision;
+use crate::format::{AttentionShape, Calibration};
+
+/// An option that changes a recipe, read.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum RecipeOption {
+    Window(usize),
+    Sink(usize),
+    Tau(Calibration),
+    Query(QueryPrecision),
+    Store(Choice),
+    Centre,
+}
+
+impl RecipeOption {
+    /// Puts it into the recipe of a layer.
+    pub(super) fn apply(&self, recipe: Recipe, shape: &AttentionShape) -> Recipe {
+        match *self {
+            // Nothing of what is appended is packed, behind whatever window.
+            Self::Window(_) if recipe.appended() == Appended::Keep => recipe,
+            Self::Window(newer) => recipe.with_window(newer),
+            Self::Sink(sink) => recipe.with_sink(sink),
+            Self::Tau(calibration) => recipe.with_calibration(calibration),
+            Self::Query(query) => recipe.with_query(query),
+            Self::Store(choice) => recipe.and_store(*choice.recipe(shape).packed()),
+            Self::Centre => recipe.with_centre(),
+        }
+    }
+
+    /// Reads `name=value`.
+    pub(super) fn parse(name: &str, value: &str) -> Parsed<Self> {
+        let tokens = || value.parse().map_err(|_| format!("{name}={value}: a number of tokens is needed"));
+        match name {
+            "window" => Ok(Self::Window(tokens()?)),
+            "sink" => Ok(Self::Sink(tokens()?)),
+            "tau" => tau(value).map(Self::Tau),
+            "query" => match value {
+                "int8" => Ok(Self::Query(QueryPrecision::Int8)),
+                "int16" => Ok(Self::Query(QueryPrecision::Int16)),
+                _ => Err(format!("query={value}: int8 or int16 is needed")),
+            },
+            "store" => further_store(value).map(Self::Store),
+            _ => Err(unknown_option(name)),
+        }
+    }
+}
+
+fn further_store(value: &str) -> Parsed<Choice> {
+    let choice = Choice::parse(value).map_err(|reason| format!("store={value}: {reason}"))?;
+    if choice.is_f16() { Err("store=f16: every recipe has an f16 store".into()) } else { Ok(choice) }
+}
+
+/// What to say where there is no such option.
+pub(super) fn unknown_option(name: &str) -> String {
+    format!(
+        "there is no option '{name}'; the options are window=TOKENS, sink=TOKENS, tau=τ1,τ2, query=int8|int16, \
+         centre, store=METHOD and layers=0,1:METHOD, and of policies merge=none|averaged|pivotal|weighted, \
+         text=equal|raised|stays and every=TOKENS"
+    )
+}
+
+fn tau(value: &str) -> Parsed<Calibration> {
+    let needed = || format!("tau={value}: two numbers are needed, as in tau=0,3");
+    let (tau1, tau2) = value.split_once(',').ok_or_else(needed)?;
+    let number = |text: &str| text.parse::<f32>().map_err(|_| needed());
+    Calibration::new(number(tau1)?, number(tau2)?).map_err(|error| error.to_string())
+}
