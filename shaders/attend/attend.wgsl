@@ -8,8 +8,8 @@
 //
 // Invocations: see attend/work_item.wgsl; the loop, attend/softmax_loop.wgsl; keys, attend/scores/; values,
 // attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane, coalesced.
-// Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups), one step's
-// weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
+// Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups, which may
+// lie where the weights do: attend/query_bytes/), one step's weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
 //
 // In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold anything
 // (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the last;

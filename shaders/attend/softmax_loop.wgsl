@@ -1,5 +1,5 @@
 // The loop that `attend` and `weighted_values` share: online softmax of the scores of a work item and the weighted sum
-// of its values. Two barriers per step of four tiles (512 tokens):
+// of its values. Two barriers per step of four tiles (512 tokens), and what `prepare_keys_late` has:
 //
 //   scores of the own tile -> maximum over the step | weights p = exp2(score - maximum) -> workgroup memory | values
 //
@@ -9,8 +9,8 @@
 // maximum would lose everything beside one large score.
 //
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
-//   keep_tile_base, key_pages, load_query, prepare_keys, read_tile_base, score_tile, set_scores_lowest, tile_bases,
-//   token_scores
+//   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
+//   set_scores_lowest, tile_bases, token_scores
 // gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
 
 // import common/ordered.wgsl
@@ -94,6 +94,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         workgroupBarrier();
 
         add_values(first, tiles, team, lane);
+        prepare_keys_late(first + STEP_TILES, tiles, team, lane);
         parity = 1u - parity;
     }
     finish_sums(invocation);

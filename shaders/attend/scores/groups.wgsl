@@ -4,16 +4,16 @@
 //
 // The scales of a group go into the query, which becomes bytes anew for every group of a tile, in the order of use
 // (attend/query_fields.wgsl), relative to the largest |q s_g| of the whole tile: one maximum over the team for a head, where
-// every group of its own would take as many. A team does that for its next tile between the two barriers of a step, a lane for
-// the field groups lane, lane + 32, ...
+// every group of its own would take as many. A team does that for its next tile between two barriers of a step
+// (attend/query_bytes/), a lane for the field groups lane, lane + 32, ...
 // The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Keys: eight neighbouring lanes or
 // more read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
 //
 // needs: HEADS, HEAD_DIM, KV_HEADS, LANE_TOKENS, STEP_TILES, TILE_TOKENS, WorkItem, tile_bases, token_scores
-// gives: KeyVector, KEY_VECTOR, KEY_TOKEN_GROUPS, QUERY_VECTORS, QUERY_ROW, query, group_biases, field_ranges,
-//   field_scales, field_middles, inverse_unit, begin_keys, prepare_keys, key_pages, score_tile
+// gives: KeyVector, KEY_VECTOR, KEY_TOKEN_GROUPS, QUERY_VECTORS, QUERY_ROW, query, STEP_QUERY_VECTORS, group_biases,
+//   field_ranges, field_scales, field_middles, inverse_unit, begin_keys, make_query_bytes, key_pages, score_tile
 // binds: 3 keys, 4 key_ranges
-// set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, KEY_TOKEN_GROUPS, KEY_MIDDLE
+// set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, KEY_AHEAD, KEY_TOKEN_GROUPS, KEY_MIDDLE
 
 alias KeyVector = vec4<u32>;
 
@@ -24,6 +24,8 @@ alias KeyVector = vec4<u32>;
 // Words of a vector, and vectors of a token's row.
 const KEY_VECTOR: u32 = 4u;
 const KEY_VECTORS: u32 = 4u;
+// Vectors of a token that are asked for together: a divisor of those.
+const KEY_AHEAD: u32 = 4u;
 
 // import key_bytes = attend/key_bytes/top.wgsl
 // import attend/query_fields.wgsl
@@ -45,12 +47,13 @@ var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
 
 // [tile of the step][group]: [head][quad], and a vector that keeps groups in banks of their own.
 const GROUP_ROW: u32 = HEADS * ROW_QUADS + 1u;
-var<workgroup> group_query: array<vec4<u32>, STEP_TILES * KEY_TOKEN_GROUPS * GROUP_ROW>;
+const STEP_QUERY_VECTORS: u32 = STEP_TILES * KEY_TOKEN_GROUPS * GROUP_ROW;
 // Σ q (m_g + 2^(bits-1) s_g) in units: [tile of the step][group][head].
 var<workgroup> group_biases: array<f32, STEP_TILES * KEY_TOKEN_GROUPS * HEADS>;
 // What an integer of the query stands for: [tile of the step][head].
 var<workgroup> tile_units: array<f32, STEP_TILES * HEADS>;
 
+// import query_bytes = attend/query_bytes/own.wgsl
 // import query = attend/query/prepared_f32.wgsl
 // import key_totals = attend/key_totals/memory.wgsl
 
@@ -93,12 +96,12 @@ fn query_field(head: u32, field: u32) -> vec4<f32> {
 
 // Makes integers of the query for the first step.
 fn begin_keys(tiles: u32, team: u32, lane: u32) {
-    prepare_keys(0u, tiles, team, lane);
+    make_query_bytes(0u, tiles, team, lane);
     workgroupBarrier();
 }
 
 // Makes integers of the query for the step of tiles from `first` on, if there is one.
-fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {
+fn make_query_bytes(first: u32, tiles: u32, team: u32, lane: u32) {
     if (first >= tiles) {
         return;
     }
@@ -151,7 +154,7 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {
                 add_bias(i, group, head, dot(q[head * LANE_FIELDS + i], middles));
                 if (field < QUERY_VECTORS) {
                     let row = (team * KEY_TOKEN_GROUPS + group) * GROUP_ROW + head * ROW_QUADS;
-                    group_query[row + at / 4u][at % 4u] = group_bytes(q[head * LANE_FIELDS + i] * scales);
+                    put_query_word(row + at / 4u, at % 4u, group_bytes(q[head * LANE_FIELDS + i] * scales));
                 }
             }
         }
@@ -180,36 +183,42 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
         sums[i] = SUM_START;
     }
     let first = tile_base * (KEY_VECTORS * TILE_TOKENS);
-    for (var vector = 0u; vector < KEY_VECTORS; vector++) {
-        var words: array<KeyVector, LANE_TOKENS>;
+    for (var first_vector = 0u; first_vector < KEY_VECTORS; first_vector += KEY_AHEAD) {
+        var words: array<KeyVector, KEY_AHEAD * LANE_TOKENS>;
         // unroll
-        for (var i = 0u; i < LANE_TOKENS; i++) {
-            words[i] = keys[first + vector * TILE_TOKENS + scored_token(lane, i)];
-        }
-        for (var quad = 0u; quad < KEY_QUADS; quad++) {
-            var codes: array<u32, 16>;
+        for (var v = 0u; v < KEY_AHEAD; v++) {
             // unroll
-            for (var f = 0u; f < 4u; f++) {
-                // unroll
-                for (var i = 0u; i < LANE_TOKENS; i++) {
-                    codes[f * 4u + i] = key_bytes(words[i], quad, f);
-                }
+            for (var i = 0u; i < LANE_TOKENS; i++) {
+                words[v * LANE_TOKENS + i] = keys[first + (first_vector + v) * TILE_TOKENS + scored_token(lane, i)];
             }
-            // unroll
-            for (var head = 0u; head < HEADS; head++) {
-                var q: array<vec4<u32>, LANE_GROUPS>;
+        }
+        // unroll
+        for (var v = 0u; v < KEY_AHEAD; v++) {
+            for (var quad = 0u; quad < KEY_QUADS; quad++) {
+                var codes: array<u32, 16>;
                 // unroll
-                for (var n = 0u; n < LANE_GROUPS; n++) {
-                    let row = (team * KEY_TOKEN_GROUPS + scored_group(lane, n)) * GROUP_ROW + head * ROW_QUADS;
-                    q[n] = group_query[row + vector * KEY_QUADS + quad];
+                for (var f = 0u; f < 4u; f++) {
+                    // unroll
+                    for (var i = 0u; i < LANE_TOKENS; i++) {
+                        codes[f * 4u + i] = key_bytes(words[v * LANE_TOKENS + i], quad, f);
+                    }
                 }
                 // unroll
-                for (var i = 0u; i < LANE_TOKENS; i++) {
-                    let at_sum = head * LANE_TOKENS + i;
-                    let n = i * LANE_GROUPS / LANE_TOKENS;
-                    // One addition of three operands for two products.
-                    sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[i], q[n].x) + dot4I8Packed(codes[4u + i], q[n].y);
-                    sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[8u + i], q[n].z) + dot4I8Packed(codes[12u + i], q[n].w);
+                for (var head = 0u; head < HEADS; head++) {
+                    var q: array<vec4<u32>, LANE_GROUPS>;
+                    // unroll
+                    for (var n = 0u; n < LANE_GROUPS; n++) {
+                        let row = (team * KEY_TOKEN_GROUPS + scored_group(lane, n)) * GROUP_ROW + head * ROW_QUADS;
+                        q[n] = query_vector(row + (first_vector + v) * KEY_QUADS + quad);
+                    }
+                    // unroll
+                    for (var i = 0u; i < LANE_TOKENS; i++) {
+                        let at_sum = head * LANE_TOKENS + i;
+                        let n = i * LANE_GROUPS / LANE_TOKENS;
+                        // One addition of three operands for two products.
+                        sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[i], q[n].x) + dot4I8Packed(codes[4u + i], q[n].y);
+                        sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[8u + i], q[n].z) + dot4I8Packed(codes[12u + i], q[n].w);
+                    }
                 }
             }
         }

@@ -7,7 +7,7 @@
 //     leaves the scores of the lane's tokens of a tile of the item in `token_scores`, in units of log2; tokens beyond the item's
 //     too, which are overwritten
 //
-// gives: key_pages, begin_keys, prepare_keys
+// gives: key_pages, begin_keys, prepare_keys, prepare_keys_late
 
 // Pages of the keys that are bound: no limit where none are.
 fn key_pages() -> u32 {
@@ -19,3 +19,6 @@ fn begin_keys(tiles: u32, team: u32, lane: u32) {}
 
 // Called before the second barrier of a step: prepares those of the next, whose first tile is `first`.
 fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
+
+// Called when the values of a step are added, after which no barrier follows: prepares those of the next as well.
+fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}

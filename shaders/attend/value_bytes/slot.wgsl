@@ -13,3 +13,15 @@
 //     field group `f` of set `quad` of a vector, in the order of use
 //   fn value_place(group: u32) -> vec2<u32>
 //     the set, counted over the tile, and the place in it of field group `group`: tokens group, group + 32, ...
+//
+// needs: ValueVector, value_bytes
+// gives: unsigned_words, unsigned_bytes
+
+// The same bytes, 128 more: `unsigned_bytes` cuts them from what `unsigned_words` makes of a vector.
+fn unsigned_words(words: ValueVector) -> ValueVector {
+    return words;
+}
+
+fn unsigned_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
+    return value_bytes(words, quad, f) ^ 0x80808080u;
+}

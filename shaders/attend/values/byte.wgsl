@@ -11,7 +11,7 @@
 //
 // needs: HEADS, HEAD_DIM, STEP_TILES, begin_block_maxima, begin_value_ranges, channel_scale, enter_block,
 //   enter_value_tile, keep, leave_value_tile, tile_bases
-// gives: TILE_QUAD_PAIRS, BLOCK_STRIDE, TWO_TO_23, LARGEST_WEIGHT_UNIT, WEIGHT_GROUPS, GROUP_CHANNELS,
+// gives: TILE_QUAD_PAIRS, BLOCK_STRIDE, TWO_TO_23, LARGEST_WEIGHT_UNIT, WEIGHT_GROUPS, GROUP_CHANNELS, weight_bytes,
 //   is_first_of_block, begin_values, store_bytes, add_values
 
 // import attend/value_dots.wgsl
@@ -37,7 +37,10 @@ const GROUP_CHANNELS: u32 = HEAD_DIM / WEIGHT_GROUPS;
 // [group of channels][head][tile of the step][quad], four field groups each: the order of use. Groups lie in banks of their
 // own.
 const GROUP_BYTES: u32 = HEADS * STEP_TILES * 8u + WEIGHT_GROUPS / 2u;
-var<workgroup> weight_bytes: array<vec4<u32>, WEIGHT_GROUPS * GROUP_BYTES>;
+// Vectors that something else needs there (attend/query_bytes/of_weights.wgsl).
+const LEAST_WEIGHT_VECTORS: u32 = 0u;
+const WEIGHT_VECTORS: u32 = max(WEIGHT_GROUPS * GROUP_BYTES, LEAST_WEIGHT_VECTORS);
+var<workgroup> weight_bytes: array<vec4<u32>, WEIGHT_VECTORS>;
 // [group of channels][tile of the step][quad pair][head]
 const GROUP_SCALES: u32 = STEP_TILES * TILE_QUAD_PAIRS * HEADS;
 var<workgroup> block_scales: array<f32, WEIGHT_GROUPS * GROUP_SCALES>;
@@ -91,7 +94,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
             for (var v = 0u; v < PAIR_VECTORS; v++) {
                 // unroll
                 for (var k = 0u; k < CHANNELS; k++) {
-                    words[v * CHANNELS + k] = values[base + (first_vector + v) * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
+                    words[v * CHANNELS + k] = unsigned_words(values[base + (first_vector + v) * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)]);
                 }
             }
             for (var in_vectors = 0u; in_vectors < VECTOR_PAIRS; in_vectors++) {
@@ -108,7 +111,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
                     for (var f = 0u; f < 4u; f++) {
                         // unroll
                         for (var k = 0u; k < CHANNELS; k++) {
-                            codes[f * CHANNELS + k] = value_bytes(words[q * (PAIR_VECTORS - 1u) * CHANNELS + k], (in_vectors * 2u + q) % VALUE_QUADS, f) ^ 0x80808080u;
+                            codes[f * CHANNELS + k] = unsigned_bytes(words[q * (PAIR_VECTORS - 1u) * CHANNELS + k], (in_vectors * 2u + q) % VALUE_QUADS, f);
                         }
                     }
                     // unroll

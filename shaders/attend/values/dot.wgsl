@@ -6,7 +6,7 @@
 // step outweighs the others by more than 2^16.
 //
 // needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, enter, keep, tile_bases
-// gives: begin_values, store_weights, add_values
+// gives: weight_bytes, begin_values, store_weights, add_values
 
 // import attend/value_dots.wgsl
 // import attend/weights_of_step.wgsl

@@ -92,6 +92,8 @@ impl Specialisation<'_> {
                         groups: crate::TILE_TOKENS / tokens,
                         middle: self.key_bytes().middle,
                         fields: self.query_fields(),
+                        memory: self.query_memory(self.head_split().heads),
+                        ahead: self.keys_ahead(rows.vectors),
                     },
                     totals: self.key_totals(),
                     query,
@@ -149,7 +151,7 @@ fn merge(output: Option<ElementType>) -> Merge {
 mod tests {
     use super::super::StepPlan;
     use super::super::prepare_query::Extremes;
-    use super::super::recipe::{ByteWeights, Exchange, FloatWeights, Sums, ValueRanges};
+    use super::super::recipe::{ByteWeights, Exchange, FloatWeights, QueryMemory, Sums, ValueRanges};
     use super::super::specialisation::MAX_TILES;
     use super::*;
     use crate::backend::QueryBytes;
@@ -347,6 +349,28 @@ mod tests {
         assert!(matches!(scores, Scores::Fma { field: Field::ChannelTokens(Bits::Two, 4), .. }), "{scores:?}");
         let field = Field::TokenChannels(Bits::Two, 32);
         assert_eq!(sums, Sums::Fma { field, weights: FloatWeights::F16 });
+    }
+
+    /// Bytes of KIVI's queries lie where the weights do if workgroups would need more memory than every device has, and only
+    /// then: barriers that separate the two cost time.
+    #[test]
+    fn query_bytes_of_groups_share_memory_where_it_is_short() {
+        let format = SegmentFormat::kivi(Bits::Two);
+        let capabilities = capabilities(true, true, 48 << 10);
+        for (group, vectors) in [(4, Some(4 * 4 * 33)), (1, None)] {
+            let shape = AttentionShape::new(group, 1, 128).unwrap();
+            let (shape, format, capabilities) = (&shape, &format, &capabilities);
+            let query = QueryBytes::One;
+            let special = Specialisation { shape, format, query, capabilities, may_use_matrices: true, queries: 1 };
+            let AttendRecipe::Attend { scores: Scores::Groups { ranges, .. }, .. } = special.attend(FUSED[1]) else {
+                panic!("{format}")
+            };
+            assert_eq!(ranges.memory, vectors.map_or(QueryMemory::Own, |vectors| QueryMemory::OfWeights { vectors }));
+            assert_eq!(ranges.ahead, 2);
+            // Weights: four groups of four heads, and half a row between groups.
+            let shared = vectors.map_or(0, |_| 4 * (4 * 4 * 8 + 2) * 16);
+            assert_eq!(special.separate_bytes(group) - special.workgroup_bytes(group), shared);
+        }
     }
 
     /// Two levels are an affine grid; a codebook has norms per token.

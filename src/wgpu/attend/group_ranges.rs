@@ -4,11 +4,16 @@
 //! With a query of 16 bits these are multiplied as floats: on an H200 two byte planes for every group took 418 µs where floats
 //! took 278 (2 bits, `g4-b8-32k`).
 
-use super::recipe::Exchange;
+use super::recipe::{Exchange, QueryMemory};
 use super::specialisation::{STEP_TILES, Specialisation, WEIGHT_BLOCKS, is_dot};
 use crate::TILE_TOKENS;
 use crate::backend::QueryBytes;
 use crate::format::{Grouping, TileLayout};
+
+/// Workgroup memory of `attend` up to which the bytes of queries have their own: what every device of WebGPU has.
+const MOST_SEPARATE_BYTES: usize = 16 << 10;
+/// Most vectors of a token's keys that are asked for together: 16 registers of a lane each.
+const MOST_KEYS_AHEAD: usize = 4;
 
 impl Specialisation<'_> {
     /// True if keys have one range per channel and group of tokens, which goes into a query of one byte in `attend`. Beside
@@ -71,16 +76,51 @@ impl Specialisation<'_> {
         }
     }
 
+    /// Where the bytes of a step's queries lie. A barrier is cheaper than workgroup memory that keeps workgroups from sharing a
+    /// multiprocessor: on an H200 KIVI (2 bits, `g4-b8-32k`) took 163 µs with 23.6 KB and, with nothing else changed, 130 with
+    /// 15.3. With one query head both need 8.2 KB, and two barriers more would be lost.
+    pub(super) fn query_memory(&self, heads: usize) -> QueryMemory {
+        match (self.step_query_vectors(heads), self.value_groups()) {
+            (Some(vectors), Some(_)) if self.separate_bytes(heads) > MOST_SEPARATE_BYTES => {
+                QueryMemory::OfWeights { vectors }
+            }
+            _ => QueryMemory::Own,
+        }
+    }
+
+    /// How many of so many vectors of a token's keys are asked for together. A range per channel and tile has not been measured
+    /// with more than one.
+    pub(super) fn keys_ahead(&self, vectors: usize) -> usize {
+        let most = if self.key_token_groups() > Some(1) { MOST_KEYS_AHEAD } else { 1 };
+        (1..=most).rev().find(|ahead| vectors.is_multiple_of(*ahead)).unwrap_or(1)
+    }
+
+    /// Workgroup memory that two things share.
+    pub(super) fn shared_bytes(&self, heads: usize) -> usize {
+        match (self.query_memory(heads), self.value_groups()) {
+            (QueryMemory::OfWeights { vectors }, Some(groups)) => {
+                vectors.min(groups * (heads * STEP_TILES * 8 + groups / 2)) * 16
+            }
+            _ => 0,
+        }
+    }
+
+    /// Vectors of 16 bytes that hold the queries of a step: bytes for every group of a tile, and a vector that keeps groups in
+    /// banks of their own.
+    fn step_query_vectors(&self, heads: usize) -> Option<usize> {
+        let channels = TileLayout::new(&self.format.key, self.shape.head_dim()).key_row_channels();
+        self.key_token_groups().map(|groups| STEP_TILES * groups * (heads * channels / 16 + 1))
+    }
+
     /// Workgroup memory of a step's queries, bytes for every group of tokens with their unit and their bias, of the weights of
     /// all groups of channels but the first, and of the weights of every block.
     pub(super) fn group_bytes(&self, heads: usize) -> usize {
-        let channels = TileLayout::new(&self.format.key, self.shape.head_dim()).key_row_channels();
         let queries = |groups: usize| {
             let maxima = match self.key_totals() {
                 Exchange::Memory => heads * 4,
                 Exchange::Subgroup => 0,
             };
-            STEP_TILES * (groups * (heads * channels + 16 + heads * 4 + maxima) + heads * 4)
+            STEP_TILES * (groups * (heads * 4 + maxima) + heads * 4)
         };
         let weights = |groups: usize| {
             let bytes = heads * STEP_TILES * (8 * 16 + WEIGHT_BLOCKS * 4);
@@ -89,6 +129,7 @@ impl Specialisation<'_> {
             (groups - 1) * bytes + groups * (maxima + groups / 2 * 16 + heads * 4)
         };
         let tiles = usize::from(self.has_value_tiles()) * 2 * heads * STEP_TILES * WEIGHT_BLOCKS * 4;
-        self.key_token_groups().map_or(0, queries) + self.value_groups().map_or(0, weights) + tiles
+        let bytes = self.step_query_vectors(heads).map_or(0, |vectors| vectors * 16);
+        bytes + self.key_token_groups().map_or(0, queries) + self.value_groups().map_or(0, weights) + tiles
     }
 }

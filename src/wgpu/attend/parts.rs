@@ -2,7 +2,7 @@
 
 use super::recipe::{
     AttendRecipe, ByteWeights, Exchange, Field, FloatQuery, FloatWeights, GivenQuery, IntegerQuery, KeyRanges, KeyRows,
-    Merge, QueryFields, RunCodes, RunRows, Scores, SignedBytes, Sums, ValueRanges, Values, Work,
+    Merge, QueryFields, QueryMemory, RunCodes, RunRows, Scores, SignedBytes, Sums, ValueRanges, Values, Work,
 };
 use crate::format::{Bits, Direction};
 use crate::plan::ElementType;
@@ -107,7 +107,9 @@ impl Scores {
                 let variant = variant
                     .import("scores", "attend/scores/groups.wgsl")
                     .constant("KEY_TOKEN_GROUPS", ranges.groups)
+                    .constant("KEY_AHEAD", ranges.ahead)
                     .float("KEY_MIDDLE", ranges.middle);
+                let variant = ranges.memory.put(variant);
                 match totals {
                     Exchange::Memory => variant,
                     Exchange::Subgroup => variant.import("key_totals", "attend/key_totals/subgroup.wgsl"),
@@ -142,6 +144,17 @@ impl Scores {
         match self {
             Self::Dot { query: IntegerQuery::Own { totals, .. }, .. } | Self::Groups { totals, .. } => *totals,
             _ => Exchange::Memory,
+        }
+    }
+}
+
+impl QueryMemory {
+    fn put(self, variant: Variant) -> Variant {
+        match self {
+            Self::Own => variant,
+            Self::OfWeights { vectors } => variant
+                .import("query_bytes", "attend/query_bytes/of_weights.wgsl")
+                .constant("LEAST_WEIGHT_VECTORS", vectors),
         }
     }
 }

@@ -127,6 +127,19 @@ pub(crate) struct GroupedKeyRanges {
     pub middle: f32,
     /// How a query becomes integers for every group.
     pub fields: QueryFields,
+    /// Where those integers lie.
+    pub memory: QueryMemory,
+    /// Vectors of a token that are asked for together, a divisor of all.
+    pub ahead: usize,
+}
+
+/// Slot `query_bytes`: where a step finds the bytes of a query that were made for its groups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum QueryMemory {
+    /// In workgroup memory of their own.
+    Own,
+    /// In that of the weights, which then has so many vectors of 16 bytes at least.
+    OfWeights { vectors: usize },
 }
 
 /// Slots `key_field` or `value_field`, with `key_codes` or `value_codes`: elements as floats.

@@ -116,6 +116,11 @@ impl Specialisation<'_> {
 
     /// Workgroup memory of the attend variant with `heads` heads, as the shaders declare it.
     pub(super) fn workgroup_bytes(&self, heads: usize) -> usize {
+        self.separate_bytes(heads) - self.shared_bytes(heads)
+    }
+
+    /// The same if nothing lay where something else does.
+    pub(super) fn separate_bytes(&self, heads: usize) -> usize {
         let query = heads * self.query_row_words() * 4;
         let weights = match self.integer_values() {
             true if self.byte_weights() => heads * STEP_TILES * (8 * 16 + WEIGHT_BLOCKS * (4 + 2 * 4)),

@@ -12,8 +12,8 @@
 //
 // Invocations: see attend/work_item.wgsl; the loop, attend/softmax_loop.wgsl; keys, attend/scores/; values,
 // attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane, coalesced.
-// Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups), one step's
-// weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
+// Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups, which may
+// lie where the weights do: attend/query_bytes/), one step's weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
 //
 // In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold anything
 // (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the last;
@@ -180,16 +180,16 @@ fn set_scores_lowest() {
 //
 // The scales of a group go into the query, which becomes bytes anew for every group of a tile, in the order of use
 // (attend/query_fields.wgsl), relative to the largest |q s_g| of the whole tile: one maximum over the team for a head, where
-// every group of its own would take as many. A team does that for its next tile between the two barriers of a step, a lane for
-// the field groups lane, lane + 32, ...
+// every group of its own would take as many. A team does that for its next tile between two barriers of a step
+// (attend/query_bytes/), a lane for the field groups lane, lane + 32, ...
 // The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Keys: eight neighbouring lanes or
 // more read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
 //
 // needs: HEADS, HEAD_DIM, KV_HEADS, LANE_TOKENS, STEP_TILES, TILE_TOKENS, WorkItem, tile_bases, token_scores
-// gives: KeyVector, KEY_VECTOR, KEY_TOKEN_GROUPS, QUERY_VECTORS, QUERY_ROW, query, group_biases, field_ranges,
-//   field_scales, field_middles, inverse_unit, begin_keys, prepare_keys, key_pages, score_tile
+// gives: KeyVector, KEY_VECTOR, KEY_TOKEN_GROUPS, QUERY_VECTORS, QUERY_ROW, query, STEP_QUERY_VECTORS, group_biases,
+//   field_ranges, field_scales, field_middles, inverse_unit, begin_keys, make_query_bytes, key_pages, score_tile
 // binds: 3 keys, 4 key_ranges
-// set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, KEY_TOKEN_GROUPS, KEY_MIDDLE
+// set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, KEY_AHEAD, KEY_TOKEN_GROUPS, KEY_MIDDLE
 
 alias KeyVector = vec4<u32>;
 
@@ -200,6 +200,8 @@ alias KeyVector = vec4<u32>;
 // Words of a vector, and vectors of a token's row.
 const KEY_VECTOR: u32 = 4u;
 const KEY_VECTORS: u32 = 2u;
+// Vectors of a token that are asked for together: a divisor of those.
+const KEY_AHEAD: u32 = 2u;
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/key_bytes/top.wgsl
@@ -286,11 +288,38 @@ var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
 
 // [tile of the step][group]: [head][quad], and a vector that keeps groups in banks of their own.
 const GROUP_ROW: u32 = HEADS * ROW_QUADS + 1u;
-var<workgroup> group_query: array<vec4<u32>, STEP_TILES * KEY_TOKEN_GROUPS * GROUP_ROW>;
+const STEP_QUERY_VECTORS: u32 = STEP_TILES * KEY_TOKEN_GROUPS * GROUP_ROW;
 // Σ q (m_g + 2^(bits-1) s_g) in units: [tile of the step][group][head].
 var<workgroup> group_biases: array<f32, STEP_TILES * KEY_TOKEN_GROUPS * HEADS>;
 // What an integer of the query stands for: [tile of the step][head].
 var<workgroup> tile_units: array<f32, STEP_TILES * HEADS>;
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/query_bytes/of_weights.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Query bytes where the weights of a step lie: scores are made before a step has weights, and the bytes of the next step once its
+// values are added. That takes two barriers more in a step, and two thirds of the workgroup memory.
+//
+// needs: make_query_bytes, weight_bytes
+// gives: put_query_word, query_vector, prepare_keys_late
+
+fn put_query_word(vector: u32, word: u32, bytes: u32) {
+    weight_bytes[vector][word] = bytes;
+}
+
+fn query_vector(vector: u32) -> vec4<u32> {
+    return weight_bytes[vector];
+}
+
+fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {
+    if (first >= tiles) {
+        return;
+    }
+    workgroupBarrier();
+    make_query_bytes(first, tiles, team, lane);
+    workgroupBarrier();
+}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/query/own_f32.wgsl
@@ -518,12 +547,12 @@ fn query_field(head: u32, field: u32) -> vec4<f32> {
 
 // Makes integers of the query for the first step.
 fn begin_keys(tiles: u32, team: u32, lane: u32) {
-    prepare_keys(0u, tiles, team, lane);
+    make_query_bytes(0u, tiles, team, lane);
     workgroupBarrier();
 }
 
 // Makes integers of the query for the step of tiles from `first` on, if there is one.
-fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {
+fn make_query_bytes(first: u32, tiles: u32, team: u32, lane: u32) {
     if (first >= tiles) {
         return;
     }
@@ -576,7 +605,7 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {
                 add_bias(i, group, head, dot(q[head * LANE_FIELDS + i], middles));
                 if (field < QUERY_VECTORS) {
                     let row = (team * KEY_TOKEN_GROUPS + group) * GROUP_ROW + head * ROW_QUADS;
-                    group_query[row + at / 4u][at % 4u] = group_bytes(q[head * LANE_FIELDS + i] * scales);
+                    put_query_word(row + at / 4u, at % 4u, group_bytes(q[head * LANE_FIELDS + i] * scales));
                 }
             }
         }
@@ -605,36 +634,42 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
         sums[i] = SUM_START;
     }
     let first = tile_base * (KEY_VECTORS * TILE_TOKENS);
-    for (var vector = 0u; vector < KEY_VECTORS; vector++) {
-        var words: array<KeyVector, LANE_TOKENS>;
+    for (var first_vector = 0u; first_vector < KEY_VECTORS; first_vector += KEY_AHEAD) {
+        var words: array<KeyVector, KEY_AHEAD * LANE_TOKENS>;
         // unroll
-        for (var i = 0u; i < LANE_TOKENS; i++) {
-            words[i] = keys[first + vector * TILE_TOKENS + scored_token(lane, i)];
-        }
-        for (var quad = 0u; quad < KEY_QUADS; quad++) {
-            var codes: array<u32, 16>;
+        for (var v = 0u; v < KEY_AHEAD; v++) {
             // unroll
-            for (var f = 0u; f < 4u; f++) {
-                // unroll
-                for (var i = 0u; i < LANE_TOKENS; i++) {
-                    codes[f * 4u + i] = key_bytes(words[i], quad, f);
-                }
+            for (var i = 0u; i < LANE_TOKENS; i++) {
+                words[v * LANE_TOKENS + i] = keys[first + (first_vector + v) * TILE_TOKENS + scored_token(lane, i)];
             }
-            // unroll
-            for (var head = 0u; head < HEADS; head++) {
-                var q: array<vec4<u32>, LANE_GROUPS>;
+        }
+        // unroll
+        for (var v = 0u; v < KEY_AHEAD; v++) {
+            for (var quad = 0u; quad < KEY_QUADS; quad++) {
+                var codes: array<u32, 16>;
                 // unroll
-                for (var n = 0u; n < LANE_GROUPS; n++) {
-                    let row = (team * KEY_TOKEN_GROUPS + scored_group(lane, n)) * GROUP_ROW + head * ROW_QUADS;
-                    q[n] = group_query[row + vector * KEY_QUADS + quad];
+                for (var f = 0u; f < 4u; f++) {
+                    // unroll
+                    for (var i = 0u; i < LANE_TOKENS; i++) {
+                        codes[f * 4u + i] = key_bytes(words[v * LANE_TOKENS + i], quad, f);
+                    }
                 }
                 // unroll
-                for (var i = 0u; i < LANE_TOKENS; i++) {
-                    let at_sum = head * LANE_TOKENS + i;
-                    let n = i * LANE_GROUPS / LANE_TOKENS;
-                    // One addition of three operands for two products.
-                    sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[i], q[n].x) + dot4I8Packed(codes[4u + i], q[n].y);
-                    sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[8u + i], q[n].z) + dot4I8Packed(codes[12u + i], q[n].w);
+                for (var head = 0u; head < HEADS; head++) {
+                    var q: array<vec4<u32>, LANE_GROUPS>;
+                    // unroll
+                    for (var n = 0u; n < LANE_GROUPS; n++) {
+                        let row = (team * KEY_TOKEN_GROUPS + scored_group(lane, n)) * GROUP_ROW + head * ROW_QUADS;
+                        q[n] = query_vector(row + (first_vector + v) * KEY_QUADS + quad);
+                    }
+                    // unroll
+                    for (var i = 0u; i < LANE_TOKENS; i++) {
+                        let at_sum = head * LANE_TOKENS + i;
+                        let n = i * LANE_GROUPS / LANE_TOKENS;
+                        // One addition of three operands for two products.
+                        sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[i], q[n].x) + dot4I8Packed(codes[4u + i], q[n].y);
+                        sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[8u + i], q[n].z) + dot4I8Packed(codes[12u + i], q[n].w);
+                    }
                 }
             }
         }
@@ -653,11 +688,18 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
+// shaders/attend/scores/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Called before the second barrier of a step: prepares those of the next, whose first tile is `first`.
+fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
 // shaders/attend/softmax_loop.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // The loop that `attend` and `weighted_values` share: online softmax of the scores of a work item and the weighted sum
-// of its values. Two barriers per step of four tiles (512 tokens):
+// of its values. Two barriers per step of four tiles (512 tokens), and what `prepare_keys_late` has:
 //
 //   scores of the own tile -> maximum over the step | weights p = exp2(score - maximum) -> workgroup memory | values
 //
@@ -667,8 +709,8 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
 // maximum would lose everything beside one large score.
 //
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
-//   keep_tile_base, key_pages, load_query, prepare_keys, read_tile_base, score_tile, set_scores_lowest, tile_bases,
-//   token_scores
+//   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
+//   set_scores_lowest, tile_bases, token_scores
 // gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
 
 // ----------------------------------------------------------------------------------------------------
@@ -744,7 +786,7 @@ var<private> enter: array<f32, HEADS>;
 //
 // needs: HEADS, HEAD_DIM, STEP_TILES, begin_block_maxima, begin_value_ranges, channel_scale, enter_block,
 //   enter_value_tile, keep, leave_value_tile, tile_bases
-// gives: TILE_QUAD_PAIRS, BLOCK_STRIDE, TWO_TO_23, LARGEST_WEIGHT_UNIT, WEIGHT_GROUPS, GROUP_CHANNELS,
+// gives: TILE_QUAD_PAIRS, BLOCK_STRIDE, TWO_TO_23, LARGEST_WEIGHT_UNIT, WEIGHT_GROUPS, GROUP_CHANNELS, weight_bytes,
 //   is_first_of_block, begin_values, store_bytes, add_values
 
 // ----------------------------------------------------------------------------------------------------
@@ -769,7 +811,8 @@ var<private> enter: array<f32, HEADS>;
 // Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code times
 // 2^(8-bits); the unit of weights takes that back.
 //
-// gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, value_place
+// gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, unsigned_words,
+//   unsigned_bytes, value_place
 // set by plans: VALUE_BITS, VALUE_MASK
 
 alias ValueVector = vec4<u32>;
@@ -782,9 +825,21 @@ const VALUE_PLANES: u32 = 8u / VALUE_BITS;
 const VALUE_VECTORS: u32 = VALUE_BITS;
 const VALUE_QUADS: u32 = VALUE_PLANES;
 const VALUE_BYTE: f32 = f32(1u << (8u - VALUE_BITS));
+// The top bits of all fields of a word: of 1, 2, 4 or 8 bits each.
+const VALUE_TOPS: u32 = 0x80808080u | (0x80808080u >> (VALUE_BITS % 8u)) | (0x80808080u >> (2u * VALUE_BITS % 8u)) |
+    (0x80808080u >> (3u * VALUE_BITS % 8u)) | select(0u, 0xffffffffu, VALUE_BITS == 1u);
 
 fn value_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
     return (words[f] << (quad * VALUE_BITS)) & VALUE_MASK;
+}
+
+// 128 more by the top bit of every field, once for a word and not for all that is cut from it.
+fn unsigned_words(words: ValueVector) -> ValueVector {
+    return words ^ vec4<u32>(VALUE_TOPS);
+}
+
+fn unsigned_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
+    return value_bytes(words, quad, f);
 }
 
 // Quad of the tile and place in it of field group `group`: word group / VALUE_PLANES of the column, bit plane
@@ -877,7 +932,10 @@ const GROUP_CHANNELS: u32 = HEAD_DIM / WEIGHT_GROUPS;
 // [group of channels][head][tile of the step][quad], four field groups each: the order of use. Groups lie in banks of their
 // own.
 const GROUP_BYTES: u32 = HEADS * STEP_TILES * 8u + WEIGHT_GROUPS / 2u;
-var<workgroup> weight_bytes: array<vec4<u32>, WEIGHT_GROUPS * GROUP_BYTES>;
+// Vectors that something else needs there (attend/query_bytes/of_weights.wgsl).
+const LEAST_WEIGHT_VECTORS: u32 = 528u;
+const WEIGHT_VECTORS: u32 = max(WEIGHT_GROUPS * GROUP_BYTES, LEAST_WEIGHT_VECTORS);
+var<workgroup> weight_bytes: array<vec4<u32>, WEIGHT_VECTORS>;
 // [group of channels][tile of the step][quad pair][head]
 const GROUP_SCALES: u32 = STEP_TILES * TILE_QUAD_PAIRS * HEADS;
 var<workgroup> block_scales: array<f32, WEIGHT_GROUPS * GROUP_SCALES>;
@@ -1153,7 +1211,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
             for (var v = 0u; v < PAIR_VECTORS; v++) {
                 // unroll
                 for (var k = 0u; k < CHANNELS; k++) {
-                    words[v * CHANNELS + k] = values[base + (first_vector + v) * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
+                    words[v * CHANNELS + k] = unsigned_words(values[base + (first_vector + v) * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)]);
                 }
             }
             for (var in_vectors = 0u; in_vectors < VECTOR_PAIRS; in_vectors++) {
@@ -1170,7 +1228,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
                     for (var f = 0u; f < 4u; f++) {
                         // unroll
                         for (var k = 0u; k < CHANNELS; k++) {
-                            codes[f * CHANNELS + k] = value_bytes(words[q * (PAIR_VECTORS - 1u) * CHANNELS + k], (in_vectors * 2u + q) % VALUE_QUADS, f) ^ 0x80808080u;
+                            codes[f * CHANNELS + k] = unsigned_bytes(words[q * (PAIR_VECTORS - 1u) * CHANNELS + k], (in_vectors * 2u + q) % VALUE_QUADS, f);
                         }
                     }
                     // unroll
@@ -1335,6 +1393,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         workgroupBarrier();
 
         add_values(first, tiles, team, lane);
+        prepare_keys_late(first + STEP_TILES, tiles, team, lane);
         parity = 1u - parity;
     }
     finish_sums(invocation);

@@ -12,8 +12,8 @@
 //
 // Invocations: see attend/work_item.wgsl; the loop, attend/softmax_loop.wgsl; keys, attend/scores/; values,
 // attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane, coalesced.
-// Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups), one step's
-// weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
+// Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups, which may
+// lie where the weights do: attend/query_bytes/), one step's weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
 //
 // In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold anything
 // (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the last;
@@ -544,12 +544,15 @@ fn begin_keys(tiles: u32, team: u32, lane: u32) {}
 // Called before the second barrier of a step: prepares those of the next, whose first tile is `first`.
 fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
 
+// Called when the values of a step are added, after which no barrier follows: prepares those of the next as well.
+fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/softmax_loop.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // The loop that `attend` and `weighted_values` share: online softmax of the scores of a work item and the weighted sum
-// of its values. Two barriers per step of four tiles (512 tokens):
+// of its values. Two barriers per step of four tiles (512 tokens), and what `prepare_keys_late` has:
 //
 //   scores of the own tile -> maximum over the step | weights p = exp2(score - maximum) -> workgroup memory | values
 //
@@ -559,8 +562,8 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
 // maximum would lose everything beside one large score.
 //
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
-//   keep_tile_base, key_pages, load_query, prepare_keys, read_tile_base, score_tile, set_scores_lowest, tile_bases,
-//   token_scores
+//   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
+//   set_scores_lowest, tile_bases, token_scores
 // gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
 
 // ----------------------------------------------------------------------------------------------------
@@ -631,7 +634,7 @@ var<private> enter: array<f32, HEADS>;
 // step outweighs the others by more than 2^16.
 //
 // needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, enter, keep, tile_bases
-// gives: begin_values, store_weights, add_values
+// gives: weight_bytes, begin_values, store_weights, add_values
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/value_dots.wgsl
@@ -655,7 +658,8 @@ var<private> enter: array<f32, HEADS>;
 // Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code times
 // 2^(8-bits); the unit of weights takes that back.
 //
-// gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, value_place
+// gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, unsigned_words,
+//   unsigned_bytes, value_place
 // set by plans: VALUE_BITS, VALUE_MASK
 
 alias ValueVector = vec4<u32>;
@@ -668,9 +672,21 @@ const VALUE_PLANES: u32 = 8u / VALUE_BITS;
 const VALUE_VECTORS: u32 = VALUE_BITS;
 const VALUE_QUADS: u32 = VALUE_PLANES;
 const VALUE_BYTE: f32 = f32(1u << (8u - VALUE_BITS));
+// The top bits of all fields of a word: of 1, 2, 4 or 8 bits each.
+const VALUE_TOPS: u32 = 0x80808080u | (0x80808080u >> (VALUE_BITS % 8u)) | (0x80808080u >> (2u * VALUE_BITS % 8u)) |
+    (0x80808080u >> (3u * VALUE_BITS % 8u)) | select(0u, 0xffffffffu, VALUE_BITS == 1u);
 
 fn value_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
     return (words[f] << (quad * VALUE_BITS)) & VALUE_MASK;
+}
+
+// 128 more by the top bit of every field, once for a word and not for all that is cut from it.
+fn unsigned_words(words: ValueVector) -> ValueVector {
+    return words ^ vec4<u32>(VALUE_TOPS);
+}
+
+fn unsigned_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
+    return value_bytes(words, quad, f);
 }
 
 // Quad of the tile and place in it of field group `group`: word group / VALUE_PLANES of the column, bit plane
@@ -1197,6 +1213,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         workgroupBarrier();
 
         add_values(first, tiles, team, lane);
+        prepare_keys_late(first + STEP_TILES, tiles, team, lane);
         parity = 1u - parity;
     }
     finish_sums(invocation);

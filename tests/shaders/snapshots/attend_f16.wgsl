@@ -12,8 +12,8 @@
 //
 // Invocations: see attend/work_item.wgsl; the loop, attend/softmax_loop.wgsl; keys, attend/scores/; values,
 // attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane, coalesced.
-// Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups), one step's
-// weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
+// Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups, which may
+// lie where the weights do: attend/query_bytes/), one step's weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
 //
 // In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold anything
 // (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the last;
@@ -352,12 +352,15 @@ fn begin_keys(tiles: u32, team: u32, lane: u32) {}
 // Called before the second barrier of a step: prepares those of the next, whose first tile is `first`.
 fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
 
+// Called when the values of a step are added, after which no barrier follows: prepares those of the next as well.
+fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/softmax_loop.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // The loop that `attend` and `weighted_values` share: online softmax of the scores of a work item and the weighted sum
-// of its values. Two barriers per step of four tiles (512 tokens):
+// of its values. Two barriers per step of four tiles (512 tokens), and what `prepare_keys_late` has:
 //
 //   scores of the own tile -> maximum over the step | weights p = exp2(score - maximum) -> workgroup memory | values
 //
@@ -367,8 +370,8 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
 // maximum would lose everything beside one large score.
 //
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
-//   keep_tile_base, key_pages, load_query, prepare_keys, read_tile_base, score_tile, set_scores_lowest, tile_bases,
-//   token_scores
+//   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
+//   set_scores_lowest, tile_bases, token_scores
 // gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
 
 // ----------------------------------------------------------------------------------------------------
@@ -748,6 +751,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         workgroupBarrier();
 
         add_values(first, tiles, team, lane);
+        prepare_keys_late(first + STEP_TILES, tiles, team, lane);
         parity = 1u - parity;
     }
     finish_sums(invocation);
