@@ -10,22 +10,24 @@
 // workgroup memory once. A step is the eight tokens of two vectors of values: 4 step onwards and 32, 64 and 96 further.
 // Two barriers a step:
 //
-//   values of the last step, scores -> workgroup memory | weights -> workgroup memory, next keys, values
+//   products with values of the last step, scores -> workgroup memory | weights -> workgroup memory
+//
+// The slot `run_arrivals` says when keys and values go there, and when they are asked for.
 //
 // Weights are relative to a reference of their row, a power of two: it lets weights grow to 2^MOST_WEIGHT, and moves so that
 // the largest is 2^START_WEIGHT where they would grow further. Then sums make a round through workgroup memory, where a row
 // can be scaled. That is rare, and all subgroups wait for it. So each barrier is met by all.
 //
-// Memory: keys and values once for ROWS rows. What the next step needs is asked for before products. Workgroup memory: rows of
-// keys, columns of values, rows of scores and of weights are padded, so that what is moved at once lies in different banks
-// (`RunRows::workgroup_bytes` counts it). For a product a subgroup reads 256 bytes of keys or values.
+// Memory: keys and values once for ROWS rows. Workgroup memory: rows of keys, columns of values, rows of scores and of weights
+// are padded, so that what is moved at once lies in different banks (`RunRows::workgroup_bytes` counts it). For a product a
+// subgroup reads 256 bytes of keys or values.
 //
 // In bounds: as `attend`; blocks of rows lie within the prepared ones, behind which there are RUN_ROWS more; rows beyond the
 // item's write nothing. Loops are bounded by an item's tiles and by constants. Control flow around products is uniform: it
 // depends on the item, and on words that lie in workgroup memory between two barriers. Divisors are sums of weights, of
 // which the largest is at least 2^START_WEIGHT at the time.
 //
-// gives: Half4, Eight, EIGHTS, TOKEN_VECTORS, pages
+// gives: Half4, Eight, SUBGROUPS, EIGHTS, TOKEN_VECTORS, pages, load_keys, load_values, store_keys, store_values
 // binds: 2 run_queries, 8 run_constants
 // set by plans: SUBGROUPS
 
@@ -63,6 +65,7 @@ const TILE_STEPS: u32 = 8u;
 // In vectors of four: a prepared query; a key, a channel of values, a row of scores and of weights in workgroup memory.
 const QUERY_ROW: u32 = HEAD_DIM / 4u;
 const KEY_ROW: u32 = HEAD_DIM / 4u + 2u;
+const KEYS_OF_STEP: u32 = 16u * KEY_ROW;
 const VALUE_ROW: u32 = 6u;
 const SCORE_ROW: u32 = 5u;
 const WEIGHT_ROW: u32 = 6u;
@@ -80,9 +83,10 @@ const NO_PRODUCT: f32 = -3.4028234e38f;
 
 // import run_keys = attend/run_keys/f16.wgsl
 // import run_values = attend/run_values/f16.wgsl
+// import run_arrivals = attend/run_arrivals/by_turns.wgsl
 
-// [token][channel], [channel][token], [row][token], [row][token].
-var<workgroup> key_tile: array<Half4, 16u * KEY_ROW>;
+// [step][token][channel], [channel][token], [row][token], [row][token].
+var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP>;
 var<workgroup> value_tile: array<Half4, HEAD_DIM * VALUE_ROW>;
 var<workgroup> scores: array<vec4<f32>, ROWS * SCORE_ROW>;
 var<workgroup> row_weights: array<Half4, ROWS * WEIGHT_ROW>;
@@ -124,7 +128,7 @@ fn load_rows(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, first: u32, t
     }
 }
 
-// Asks for the keys of a step, and for its values. Steps beyond the item are those of its last tile.
+// Asks for the keys of a step, or for its values. Steps beyond the item are those of its last tile.
 fn load_keys(step: u32, tiles: u32, invocation: u32) {
     let tile_base = tile_bases[min(step / TILE_STEPS, tiles - 1u)];
     // unroll
@@ -146,14 +150,14 @@ fn load_values(step: u32, tiles: u32, invocation: u32) {
     }
 }
 
-// Puts them where products find them.
-fn store_keys(invocation: u32) {
+// Puts what has arrived where products find it.
+fn store_keys(step: u32, invocation: u32) {
     // unroll
     for (var i = 0u; i < LOADS; i++) {
         let at = i * INVOCATIONS + invocation;
         if (at < EIGHTS_OF_STEP) {
             let halves = key_halves(arriving_keys[i]);
-            let to = at % 16u * KEY_ROW + at / 16u * 2u;
+            let to = step % KEY_STEPS * KEYS_OF_STEP + at % 16u * KEY_ROW + at / 16u * 2u;
             key_tile[to] = halves.low;
             key_tile[to + 1u] = halves.high;
         }
@@ -173,8 +177,9 @@ fn store_values(invocation: u32) {
     }
 }
 
-// Products of the subgroup's rows with the keys of the step, before their units.
-fn score_step(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, team: u32) {
+// Products of the subgroup's rows with the keys of a step, before their units.
+fn score(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, token_step: u32, team: u32) {
+    let first_key = token_step % KEY_STEPS * KEYS_OF_STEP;
     var blocks: array<Sums, ROW_BLOCKS>;
     // unroll
     for (var block = 0u; block < ROW_BLOCKS; block++) {
@@ -182,7 +187,7 @@ fn score_step(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, team: u32) {
     }
     // unroll
     for (var step = 0u; step < STEPS; step++) {
-        let k = coopLoad<Right>(&key_tile[step * 4u], KEY_ROW);
+        let k = coopLoad<Right>(&key_tile[first_key + step * 4u], KEY_ROW);
         // unroll
         for (var block = 0u; block < ROW_BLOCKS; block++) {
             blocks[block] = coopMultiplyAdd((*rows)[block * STEPS + step], k, blocks[block]);
@@ -285,13 +290,6 @@ fn add_values(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32) {
     }
 }
 
-// What stands between the scores of a step and its sums of values.
-fn between_products(step: u32, tokens: u32, invocation: u32) {
-    store_keys(invocation);
-    store_values(invocation);
-    weigh(step, tokens, invocation / 32u, invocation % 32u);
-}
-
 fn take_values(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32, lane: u32) {
     if (any_moved()) {
         move_sums(sums, team, lane);
@@ -349,21 +347,26 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
     }
     workgroupBarrier();
     load_keys(0u, tiles, invocation);
-    store_keys(invocation);
+    store_keys(0u, invocation);
+    before_steps(tiles, invocation);
     workgroupBarrier();
-    load_keys(1u, tiles, invocation);
-    load_values(0u, tiles, invocation);
-    score_step(&rows, team);
+    before_products(0u, tiles, invocation);
+    score(&rows, 0u, team);
+    behind_products(0u, tiles, invocation);
     workgroupBarrier();
-    between_products(0u, item.tokens, invocation);
+    before_weights(0u, tiles, invocation);
+    weigh(0u, item.tokens, team, lane);
+    behind_weights(0u, tiles, invocation);
     workgroupBarrier();
     for (var step = 1u; step < tiles * TILE_STEPS; step++) {
-        load_keys(step + 1u, tiles, invocation);
-        load_values(step, tiles, invocation);
+        before_products(step, tiles, invocation);
         take_values(&sums, team, lane);
-        score_step(&rows, team);
+        score(&rows, step, team);
+        behind_products(step, tiles, invocation);
         workgroupBarrier();
-        between_products(step, item.tokens, invocation);
+        before_weights(step, tiles, invocation);
+        weigh(step, item.tokens, team, lane);
+        behind_weights(step, tiles, invocation);
         workgroupBarrier();
     }
     take_values(&sums, team, lane);

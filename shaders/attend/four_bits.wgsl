@@ -1,10 +1,22 @@
-// Codes of 4 bits as floats.
+// Codes of 4 bits as halves. The bits of 2^10 and of a whole number below 16 are the half of both, and two such halves, four
+// fields from each other, are unpacked at once.
 //
-// gives: signed_codes
+// needs: Eight, Half4
+// gives: Half2, CODES, SIGNED_CODES, code_halves
 
-// The signed codes in the low four bits of each byte: c = code - 8. Bits of 2^23 and a whole number are the float of both.
-fn signed_codes(fields: u32) -> vec4<f32> {
-    let codes = (fields & 0x0f0f0f0fu) ^ 0x08080808u;
-    let bytes = vec4<u32>(codes, codes >> 8u, codes >> 16u, codes >> 24u) & vec4<u32>(15u);
-    return bitcast<vec4<f32>>(bytes | vec4<u32>(0x4b000000u)) - vec4<f32>(8388616f);
+alias Half2 = vec2<f16>;
+
+// What is subtracted, so that codes 0 .. 15 are left, or what their fields hold, which is 8 less.
+const CODES: f16 = 1024h;
+const SIGNED_CODES: f16 = 1032h;
+
+// Eight neighbouring fields.
+fn code_halves(fields: u32, origin: f16) -> Eight {
+    let pairs = vec4<u32>(fields, fields >> 8u, fields >> 4u, fields >> 12u) & vec4<u32>(0x000f000fu);
+    let halves = pairs ^ vec4<u32>(0x64086408u);
+    let a = Half2(unpack2x16float(halves.x)) - origin;
+    let b = Half2(unpack2x16float(halves.y)) - origin;
+    let c = Half2(unpack2x16float(halves.z)) - origin;
+    let d = Half2(unpack2x16float(halves.w)) - origin;
+    return Eight(Half4(a.x, b.x, a.y, b.y), Half4(c.x, d.x, c.y, d.y));
 }

@@ -1,6 +1,6 @@
 // Keys of 4 bits with a range per channel, which is part of the query: halves are codes.
 //
-// needs: EIGHTS, Eight, Half4, KV_HEADS, TILE_TOKENS
+// needs: EIGHTS, Eight, KV_HEADS, TILE_TOKENS
 // gives: KeyWord, run_key_pages, load_key, key_halves
 // binds: 3 keys
 
@@ -19,5 +19,5 @@ fn load_key(tile_base: u32, token: u32, eight: u32) -> KeyWord {
 }
 
 fn key_halves(word: KeyWord) -> Eight {
-    return Eight(Half4(signed_codes(word)), Half4(signed_codes(word >> 4u)));
+    return code_halves(word, SIGNED_CODES);
 }

@@ -1,6 +1,6 @@
-// Keys of 4 bits with a range per token: k = s (c + 8) + m.
+// Keys of 4 bits with a range per token: k = s c + m.
 //
-// needs: EIGHTS, Eight, Half4, KV_HEADS, TILE_TOKENS
+// needs: EIGHTS, Eight, KV_HEADS, TILE_TOKENS
 // gives: KeyWord, run_key_pages, load_key, key_halves
 // binds: 3 keys, 4 key_ranges
 
@@ -24,10 +24,7 @@ fn load_key(tile_base: u32, token: u32, eight: u32) -> KeyWord {
 }
 
 fn key_halves(word: KeyWord) -> Eight {
-    let range = unpack2x16float(word.range);
-    let middle = vec4<f32>(range.y + 8f * range.x);
-    return Eight(
-        Half4(signed_codes(word.codes) * range.x + middle),
-        Half4(signed_codes(word.codes >> 4u) * range.x + middle),
-    );
+    let range = Half2(unpack2x16float(word.range));
+    let codes = code_halves(word.codes, CODES);
+    return Eight(fma(codes.low, range.xxxx, range.yyyy), fma(codes.high, range.xxxx, range.yyyy));
 }

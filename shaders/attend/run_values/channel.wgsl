@@ -1,6 +1,6 @@
 // Values of 4 bits with a range per channel of the span: halves are codes, v = s (c + 8) + m is made of their mean.
 //
-// needs: Eight, HEAD_DIM, Half4, KV_HEADS, TOKEN_VECTORS
+// needs: Eight, HEAD_DIM, KV_HEADS, TOKEN_VECTORS
 // gives: ValueWord, run_value_pages, load_value, value_halves, run_output
 // binds: 5 values, 6 value_span_ranges
 
@@ -21,7 +21,7 @@ fn load_value(tile_base: u32, vector: u32, channel: u32) -> ValueWord {
 }
 
 fn value_halves(word: ValueWord) -> Eight {
-    return Eight(Half4(signed_codes(word)), Half4(signed_codes(word >> 4u)));
+    return code_halves(word, SIGNED_CODES);
 }
 
 fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>) -> vec4<f32> {

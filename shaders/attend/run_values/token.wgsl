@@ -1,4 +1,4 @@
-// Values of 4 bits with a range per token: v = s (c + 8) + m.
+// Values of 4 bits with a range per token: v = s c + m.
 //
 // needs: Eight, HEAD_DIM, Half4, KV_HEADS, TILE_TOKENS, TOKEN_VECTORS
 // gives: ValueWord, run_value_pages, load_value, value_halves, run_output
@@ -31,19 +31,19 @@ fn load_value(tile_base: u32, vector: u32, channel: u32) -> ValueWord {
 }
 
 fn value_halves(word: ValueWord) -> Eight {
-    var halves: array<Half4, 2>;
+    let codes = code_halves(word.codes, CODES);
+    var scales: array<Half4, 2>;
+    var lowest: array<Half4, 2>;
     // unroll
     for (var next = 0u; next < 2u; next++) {
-        let codes = signed_codes(word.codes >> (4u * next));
-        var floats: vec4<f32>;
         // unroll
         for (var i = 0u; i < 4u; i++) {
-            let range = unpack2x16float(word.ranges[i][next]);
-            floats[i] = codes[i] * range.x + (range.y + 8f * range.x);
+            let range = Half2(unpack2x16float(word.ranges[i][next]));
+            scales[next][i] = range.x;
+            lowest[next][i] = range.y;
         }
-        halves[next] = Half4(floats);
     }
-    return Eight(halves[0], halves[1]);
+    return Eight(fma(codes.low, scales[0], lowest[0]), fma(codes.high, scales[1], lowest[1]));
 }
 
 fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>) -> vec4<f32> {

@@ -1,6 +1,6 @@
 //! Kernel `attend_run`: many queries of a run together, by cooperative matrices.
 
-use super::recipe::{AttendRecipe, RunCodes, RunRows};
+use super::recipe::{AttendRecipe, RunArrivals, RunCodes, RunRows};
 use super::specialisation::{MAX_TILES, Specialisation};
 use crate::format::{AffineFormat, Bits, Grouping, TensorFormat};
 use crate::plan::ElementType;
@@ -28,14 +28,15 @@ impl Specialisation<'_> {
     fn run_codes(&self) -> Option<[RunCodes; 2]> {
         let head_dim = self.shape.head_dim();
         let limits = &self.capabilities.limits;
+        let codes = [run_codes(&self.format.key)?, run_codes(&self.format.value)?];
+        let arrivals = RunArrivals::of(codes);
         let fits = self.capabilities.matrices
             && head_dim.is_multiple_of(SUBGROUP)
             && head_dim <= MOST_CHANNELS
             && self.shape.group() <= RUN_ROWS / 2
             && limits.storage_buffers >= BUFFERS
-            && run_rows(RUN_ROWS).workgroup_bytes(head_dim) <= limits.workgroup_memory as usize
+            && run_rows(RUN_ROWS).workgroup_bytes(head_dim, arrivals) <= limits.workgroup_memory as usize
             && run_rows(RUN_ROWS).invocations() <= limits.invocations as usize;
-        let codes = [run_codes(&self.format.key)?, run_codes(&self.format.value)?];
         (fits && self.format.value.rotation().is_none()).then_some(codes)
     }
 
@@ -59,10 +60,11 @@ impl Specialisation<'_> {
 
     /// The kernel, where the items have more queries than `attend` takes.
     pub(super) fn attend_run(&self) -> Option<AttendRecipe> {
-        let (rows, [keys, values]) = (self.run_rows()?, self.run_codes()?);
+        let (rows, codes) = (self.run_rows()?, self.run_codes()?);
+        let ([keys, values], arrivals) = (codes, RunArrivals::of(codes));
         let mut work = self.work(self.head_split());
         work.queries = self.run_queries(rows);
-        Some(AttendRecipe::Run { work, rows, keys, values })
+        Some(AttendRecipe::Run { work, rows, keys, values, arrivals })
     }
 
     /// The kernel that prepares its queries of `input` elements.
@@ -110,12 +112,27 @@ impl RunRows {
     }
 
     /// Workgroup memory of the kernel, as the shader declares it.
-    const fn workgroup_bytes(self, head_dim: usize) -> usize {
-        let keys = STEP_TOKENS * (head_dim / 4 + 2) * 8;
+    const fn workgroup_bytes(self, head_dim: usize, arrivals: RunArrivals) -> usize {
+        let keys = arrivals.key_steps() * STEP_TOKENS * (head_dim / 4 + 2) * 8;
         let values = head_dim * 6 * 8;
         // A row of scores, one of weights, and a factor.
         let rows = self.rows() * (5 * 16 + 6 * 8 + 4);
         MAX_TILES * 4 + keys + values + rows + 64
+    }
+}
+
+impl RunArrivals {
+    /// What a lane asks for at once, a word or four of keys and of values, decides.
+    fn of(codes: [RunCodes; 2]) -> Self {
+        if codes == [RunCodes::F16; 2] { Self::ByTurns } else { Self::Ahead }
+    }
+
+    /// Steps that keys have room for: `KEY_STEPS` of the shaders.
+    const fn key_steps(self) -> usize {
+        match self {
+            Self::ByTurns => 1,
+            Self::Ahead => 2,
+        }
     }
 }
 
@@ -181,7 +198,8 @@ mod tests {
                     .filter(|(_, variable)| variable.space == naga::AddressSpace::WorkGroup)
                     .map(|(_, variable)| layouter[variable.ty].size)
                     .sum();
-                assert_eq!(declared as usize, rows.workgroup_bytes(head_dim), "{format} {queries}");
+                let arrivals = RunArrivals::of(special.run_codes().unwrap());
+                assert_eq!(declared as usize, rows.workgroup_bytes(head_dim, arrivals), "{format} {queries}");
                 let prepare = special.prepare_run_query(ElementType::F16).source().unwrap();
                 naga::front::wgsl::parse_str(&prepare.wgsl)
                     .unwrap_or_else(|error| panic!("{}", error.emit_to_string(&prepare.wgsl)));

@@ -2,7 +2,8 @@
 
 use super::recipe::{
     AttendRecipe, ByteWeights, Exchange, Field, FloatQuery, FloatWeights, GivenQuery, IntegerQuery, KeyRanges, KeyRows,
-    Merge, QueryFields, QueryMemory, RunCodes, RunRows, Scores, SignedBytes, Sums, ValueRanges, Values, Work,
+    Merge, QueryFields, QueryMemory, RunArrivals, RunCodes, RunRows, Scores, SignedBytes, Sums, ValueRanges, Values,
+    Work,
 };
 use crate::format::{Bits, Direction};
 use crate::plan::ElementType;
@@ -28,17 +29,21 @@ impl AttendRecipe {
                 .with_f16()
                 .with_matrices()
                 .constant("QUERY_PARTS", *query_parts),
-            Self::Run { work, rows, keys, values } => {
+            Self::Run { work, rows, keys, values, arrivals } => {
                 let variant = rows.put(work.put(Variant::new("attend_run"))).with_f16().with_matrices();
                 let variant = match keys {
                     RunCodes::F16 => variant,
                     RunCodes::Channel => variant.import("run_keys", "attend/run_keys/channel.wgsl"),
                     RunCodes::Token => variant.import("run_keys", "attend/run_keys/token.wgsl"),
                 };
-                match values {
+                let variant = match values {
                     RunCodes::F16 => variant,
                     RunCodes::Channel => variant.import("run_values", "attend/run_values/channel.wgsl"),
                     RunCodes::Token => variant.import("run_values", "attend/run_values/token.wgsl"),
+                };
+                match arrivals {
+                    RunArrivals::ByTurns => variant,
+                    RunArrivals::Ahead => variant.import("run_arrivals", "attend/run_arrivals/ahead.wgsl"),
                 }
             }
             Self::Scores { work, scores } => scores.put(work.put(Variant::new("scores"))),

@@ -14,7 +14,7 @@ pub(crate) enum AttendRecipe {
     /// `attend_matrix`: the same of f16 by cooperative matrices. An element of the query is `query_parts` summands in f16.
     Matrix { work: Work, query_parts: usize, query: GivenQuery },
     /// `attend_run`: many queries of a run together, by cooperative matrices.
-    Run { work: Work, rows: RunRows, keys: RunCodes, values: RunCodes },
+    Run { work: Work, rows: RunRows, keys: RunCodes, values: RunCodes, arrivals: RunArrivals },
     /// `scores`: stores the scores of keys.
     Scores { work: Work, scores: Scores },
     /// `weighted_values`: takes them up, calibrated by (τ1, τ2).
@@ -55,6 +55,15 @@ pub(crate) enum RunCodes {
     Channel,
     /// Codes of four bits with one range per token.
     Token,
+}
+
+/// Slot `run_arrivals`: when what was asked for goes to workgroup memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RunArrivals {
+    /// Half of the subgroups store before they make their weights, the others behind.
+    ByTurns,
+    /// Everything is asked for a step ahead.
+    Ahead,
 }
 
 /// How lanes learn of each other's numbers.
