@@ -156,7 +156,7 @@ fn store_keys(step: u32, invocation: u32) {
     for (var i = 0u; i < LOADS; i++) {
         let at = i * INVOCATIONS + invocation;
         if (at < EIGHTS_OF_STEP) {
-            let halves = key_halves(arriving_keys[i]);
+            let halves = key_halves(arriving_keys[i], at / 16u);
             let to = step % KEY_STEPS * KEYS_OF_STEP + at % 16u * KEY_ROW + at / 16u * 2u;
             key_tile[to] = halves.low;
             key_tile[to + 1u] = halves.high;
@@ -164,12 +164,13 @@ fn store_keys(step: u32, invocation: u32) {
     }
 }
 
-fn store_values(invocation: u32) {
+fn store_values(step: u32, invocation: u32) {
     // unroll
     for (var i = 0u; i < LOADS; i++) {
         let at = i * INVOCATIONS + INVOCATIONS - 1u - invocation;
         if (at < EIGHTS_OF_STEP) {
-            let halves = value_halves(arriving_values[i]);
+            let vector = step % TILE_STEPS * 2u + at / HEAD_DIM;
+            let halves = value_halves(arriving_values[i], vector);
             let to = at % HEAD_DIM * VALUE_ROW + at / HEAD_DIM * 2u;
             value_tile[to] = halves.low;
             value_tile[to + 1u] = halves.high;

@@ -20,7 +20,7 @@ fn behind_products(step: u32, tiles: u32, invocation: u32) {
 }
 
 fn before_weights(step: u32, tiles: u32, invocation: u32) {
-    store_values(invocation);
+    store_values(step, invocation);
     load_values(step + 1u, tiles, invocation);
 }
 

@@ -22,13 +22,13 @@ fn stores_first(invocation: u32) -> bool {
 fn before_weights(step: u32, tiles: u32, invocation: u32) {
     if (stores_first(invocation)) {
         store_keys(step + 1u, invocation);
-        store_values(invocation);
+        store_values(step, invocation);
     }
 }
 
 fn behind_weights(step: u32, tiles: u32, invocation: u32) {
     if (!stores_first(invocation)) {
         store_keys(step + 1u, invocation);
-        store_values(invocation);
+        store_values(step, invocation);
     }
 }

@@ -1,23 +1,16 @@
-// Keys of 4 bits with a range per channel, which is part of the query: halves are codes.
+// Keys with a range per channel, which is part of the query: halves are codes, counted from the middle.
 //
-// needs: EIGHTS, Eight, KV_HEADS, TILE_TOKENS
-// gives: KeyWord, run_key_pages, load_key, key_halves
-// binds: 3 keys
+// needs: Eight
+// gives: KeyWord, load_key, key_halves
 
-// import attend/four_bits.wgsl
+// import attend/run_key_codes.wgsl
 
-alias KeyWord = u32;
-
-@group(0) @binding(3) var<storage, read> keys: array<vec4<u32>>;
-
-fn run_key_pages() -> u32 {
-    return arrayLength(&keys) / (EIGHTS / 4u * TILE_TOKENS * KV_HEADS);
-}
+alias KeyWord = vec2<u32>;
 
 fn load_key(tile_base: u32, token: u32, eight: u32) -> KeyWord {
-    return keys[(tile_base * (EIGHTS / 4u) + eight / 4u) * TILE_TOKENS + token][eight % 4u];
+    return load_key_codes(tile_base, token, eight);
 }
 
-fn key_halves(word: KeyWord) -> Eight {
-    return code_halves(word, SIGNED_CODES);
+fn key_halves(word: KeyWord, eight: u32) -> Eight {
+    return code_halves(word, eight, KEY_BITS, CODES + f16(1u << (KEY_BITS - 1u)));
 }

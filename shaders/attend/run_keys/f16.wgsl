@@ -16,6 +16,6 @@ fn load_key(tile_base: u32, token: u32, eight: u32) -> KeyWord {
     return keys[(tile_base * EIGHTS + eight) * TILE_TOKENS + token];
 }
 
-fn key_halves(word: KeyWord) -> Eight {
+fn key_halves(word: KeyWord, eight: u32) -> Eight {
     return word;
 }

@@ -6,4 +6,4 @@
 //   fn run_key_pages() -> u32
 //   fn load_key(tile_base: u32, token: u32, eight: u32) -> KeyWord
 //     channels 8 · eight onwards of a token of the tile
-//   fn key_halves(word: KeyWord) -> Eight
+//   fn key_halves(word: KeyWord, eight: u32) -> Eight

@@ -16,7 +16,7 @@ fn load_value(tile_base: u32, vector: u32, channel: u32) -> ValueWord {
     return values[(tile_base * TOKEN_VECTORS + vector) * HEAD_DIM + channel];
 }
 
-fn value_halves(word: ValueWord) -> Eight {
+fn value_halves(word: ValueWord, vector: u32) -> Eight {
     return word;
 }
 

@@ -1,28 +1,23 @@
-// Values of 4 bits with a range per token: v = s c + m.
+// Values with a range per token: v = s c + m.
 //
-// needs: Eight, HEAD_DIM, Half4, KV_HEADS, TILE_TOKENS, TOKEN_VECTORS
-// gives: ValueWord, run_value_pages, load_value, value_halves, run_output
-// binds: 5 values, 6 value_ranges
+// needs: Eight, Half4, TILE_TOKENS
+// gives: ValueWord, load_value, value_halves, run_output
+// binds: 6 value_ranges
 
-// import attend/four_bits.wgsl
+// import attend/run_value_codes.wgsl
 
 struct ValueWord {
-    codes: u32,
+    codes: vec2<u32>,
     // Of tokens 2 vector + 32 i, and of those behind them.
     ranges: array<vec2<u32>, 4>,
 }
 
-@group(0) @binding(5) var<storage, read> values: array<vec4<u32>>;
 // Of two neighbouring tokens.
 @group(0) @binding(6) var<storage, read> value_ranges: array<vec2<u32>>;
 
-fn run_value_pages() -> u32 {
-    return arrayLength(&values) / (TOKEN_VECTORS / 4u * HEAD_DIM * KV_HEADS);
-}
-
 fn load_value(tile_base: u32, vector: u32, channel: u32) -> ValueWord {
     var word: ValueWord;
-    word.codes = values[(tile_base * (TOKEN_VECTORS / 4u) + vector / 4u) * HEAD_DIM + channel][vector % 4u];
+    word.codes = load_value_codes(tile_base, vector, channel);
     // unroll
     for (var i = 0u; i < 4u; i++) {
         word.ranges[i] = value_ranges[tile_base * (TILE_TOKENS / 2u) + i * 16u + vector];
@@ -30,8 +25,8 @@ fn load_value(tile_base: u32, vector: u32, channel: u32) -> ValueWord {
     return word;
 }
 
-fn value_halves(word: ValueWord) -> Eight {
-    let codes = code_halves(word.codes, CODES);
+fn value_halves(word: ValueWord, vector: u32) -> Eight {
+    let codes = code_halves(word.codes, vector, VALUE_BITS, CODES);
     var scales: array<Half4, 2>;
     var lowest: array<Half4, 2>;
     // unroll

@@ -61,6 +61,18 @@ fn wide_runs() -> Vec<AttendCase> {
     apart.input.elements = ElementType::Bf16;
     apart.queries = Queries::Runs(vec![QueryRun::causal(0, 257)]);
     let mut cases = vec![f16, sink, f16_sink, rotated, apart];
+    // Eight neighbouring codes of a word, of two words, and of a part of one.
+    let (eight, two) = (affine(Bits::Eight, Grouping::Token), affine(Bits::Two, Grouping::Token));
+    for (name, group, head_dim, format) in [
+        ("8bit-2bit", 4, 128, SegmentFormat { key: eight, value: SegmentFormat::per_channel(Bits::Two).value }),
+        ("2bit-8bit", 2, 96, SegmentFormat { key: SegmentFormat::per_channel(Bits::Two).key, value: eight }),
+        ("1bit", 3, 96, SegmentFormat::per_channel(Bits::One)),
+        ("tokens-2bit", 1, 64, both(two)),
+    ] {
+        let mut wide = ragged(&format!("runs-wide-{name}"), group, head_dim, format);
+        wide.queries = Queries::Runs(vec![QueryRun::causal(0, 150), QueryRun::decode(1), all(2, 43)]);
+        cases.push(wide);
+    }
     // Blocks of 128 rows at most, and formats of which a block has room for many tokens and for few.
     for (name, format) in [
         ("saw", SegmentFormat::saw_int4()),

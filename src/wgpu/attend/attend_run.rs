@@ -2,7 +2,7 @@
 
 use super::recipe::{AttendRecipe, RunArrivals, RunCodes, RunRows};
 use super::specialisation::{MAX_TILES, Specialisation};
-use crate::format::{AffineFormat, Bits, Grouping, TensorFormat};
+use crate::format::{AffineFormat, Bits, Grouping, TensorFormat, TileLayout};
 use crate::plan::ElementType;
 use crate::wgpu::device::Variant;
 
@@ -64,7 +64,8 @@ impl Specialisation<'_> {
         let ([keys, values], arrivals) = (codes, RunArrivals::of(codes));
         let mut work = self.work(self.head_split());
         work.queries = self.run_queries(rows);
-        Some(AttendRecipe::Run { work, rows, keys, values, arrivals })
+        let key_vector = TileLayout::new(&self.format.key, self.shape.head_dim()).key_vector();
+        Some(AttendRecipe::Run { work, rows, keys, key_vector, values, arrivals })
     }
 
     /// The kernel that prepares its queries of `input` elements.
@@ -87,10 +88,9 @@ impl Specialisation<'_> {
 fn run_codes(format: &TensorFormat) -> Option<RunCodes> {
     match format {
         TensorFormat::F16 => Some(RunCodes::F16),
-        TensorFormat::Affine(AffineFormat { bits: Bits::Four, grouping: Grouping::Channel, .. }) => {
-            Some(RunCodes::Channel)
-        }
-        TensorFormat::Affine(AffineFormat { bits: Bits::Four, grouping: Grouping::Token, .. }) => Some(RunCodes::Token),
+        TensorFormat::Affine(AffineFormat { bits: Bits::Three, .. }) => None,
+        TensorFormat::Affine(AffineFormat { bits, grouping: Grouping::Channel, .. }) => Some(RunCodes::Channel(*bits)),
+        TensorFormat::Affine(AffineFormat { bits, grouping: Grouping::Token, .. }) => Some(RunCodes::Token(*bits)),
         _ => None,
     }
 }
@@ -156,13 +156,17 @@ mod tests {
         Capabilities { f16: true, subgroups, coherent: true, matrices: true, timestamps: Timestamps::None, limits }
     }
 
-    fn formats() -> [SegmentFormat; 4] {
-        let token = TensorFormat::Affine(AffineFormat::new(Bits::Four, Grouping::Token));
+    fn formats() -> [SegmentFormat; 7] {
+        let token = |bits| TensorFormat::Affine(AffineFormat::new(bits, Grouping::Token));
+        let channel = SegmentFormat::per_channel;
         [
             SegmentFormat::F16,
-            SegmentFormat::per_channel(Bits::Four),
+            channel(Bits::Four),
             SegmentFormat::saw_int4(),
-            SegmentFormat { key: TensorFormat::F16, value: token },
+            SegmentFormat { key: TensorFormat::F16, value: token(Bits::Four) },
+            SegmentFormat { key: token(Bits::Eight), value: channel(Bits::Two).value },
+            SegmentFormat { key: channel(Bits::Two).key, value: token(Bits::Eight) },
+            channel(Bits::One),
         ]
     }
 

@@ -29,18 +29,9 @@ impl AttendRecipe {
                 .with_f16()
                 .with_matrices()
                 .constant("QUERY_PARTS", *query_parts),
-            Self::Run { work, rows, keys, values, arrivals } => {
+            Self::Run { work, rows, keys, key_vector, values, arrivals } => {
                 let variant = rows.put(work.put(Variant::new("attend_run"))).with_f16().with_matrices();
-                let variant = match keys {
-                    RunCodes::F16 => variant,
-                    RunCodes::Channel => variant.import("run_keys", "attend/run_keys/channel.wgsl"),
-                    RunCodes::Token => variant.import("run_keys", "attend/run_keys/token.wgsl"),
-                };
-                let variant = match values {
-                    RunCodes::F16 => variant,
-                    RunCodes::Channel => variant.import("run_values", "attend/run_values/channel.wgsl"),
-                    RunCodes::Token => variant.import("run_values", "attend/run_values/token.wgsl"),
-                };
+                let variant = put_run_codes(variant, [*keys, *values], *key_vector);
                 match arrivals {
                     RunArrivals::ByTurns => variant,
                     RunArrivals::Ahead => variant.import("run_arrivals", "attend/run_arrivals/ahead.wgsl"),
@@ -72,6 +63,30 @@ impl Work {
 impl RunRows {
     fn put(self, variant: Variant) -> Variant {
         variant.constant("SUBGROUPS", self.subgroups).constant("INVOCATIONS", self.invocations())
+    }
+}
+
+/// Slots `run_keys` and `run_values`. Where all codes have 4 bits, a word is eight of them, and a lane holds fewer.
+fn put_run_codes(variant: Variant, [keys, values]: [RunCodes; 2], key_vector: usize) -> Variant {
+    use RunCodes::{Channel, F16, Token};
+    let four = [keys, values].iter().all(|codes| matches!(codes, F16 | Channel(Bits::Four) | Token(Bits::Four)));
+    let of_keys = |variant: Variant, bits: Bits| {
+        variant.constant("KEY_BITS", bits.count() as usize).constant("KEY_VECTOR", key_vector)
+    };
+    let variant = match keys {
+        F16 => variant,
+        Channel(_) if four => variant.import("run_keys", "attend/run_keys/channel_4bit.wgsl"),
+        Token(_) if four => variant.import("run_keys", "attend/run_keys/token_4bit.wgsl"),
+        Channel(bits) => of_keys(variant.import("run_keys", "attend/run_keys/channel.wgsl"), bits),
+        Token(bits) => of_keys(variant.import("run_keys", "attend/run_keys/token.wgsl"), bits),
+    };
+    let of_values = |variant: Variant, bits: Bits| variant.constant("VALUE_BITS", bits.count() as usize);
+    match values {
+        F16 => variant,
+        Channel(_) if four => variant.import("run_values", "attend/run_values/channel_4bit.wgsl"),
+        Token(_) if four => variant.import("run_values", "attend/run_values/token_4bit.wgsl"),
+        Channel(bits) => of_values(variant.import("run_values", "attend/run_values/channel.wgsl"), bits),
+        Token(bits) => of_values(variant.import("run_values", "attend/run_values/token.wgsl"), bits),
     }
 }
 

@@ -14,7 +14,8 @@ pub(crate) enum AttendRecipe {
     /// `attend_matrix`: the same of f16 by cooperative matrices. An element of the query is `query_parts` summands in f16.
     Matrix { work: Work, query_parts: usize, query: GivenQuery },
     /// `attend_run`: many queries of a run together, by cooperative matrices.
-    Run { work: Work, rows: RunRows, keys: RunCodes, values: RunCodes, arrivals: RunArrivals },
+    /// Words of a token's keys lie beside each other by `key_vector`.
+    Run { work: Work, rows: RunRows, keys: RunCodes, key_vector: usize, values: RunCodes, arrivals: RunArrivals },
     /// `scores`: stores the scores of keys.
     Scores { work: Work, scores: Scores },
     /// `weighted_values`: takes them up, calibrated by (τ1, τ2).
@@ -51,10 +52,10 @@ pub(crate) struct RunRows {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RunCodes {
     F16,
-    /// Codes of four bits with one range per channel of the span.
-    Channel,
-    /// Codes of four bits with one range per token.
-    Token,
+    /// Codes with one range per channel of the span.
+    Channel(Bits),
+    /// Codes with one range per token.
+    Token(Bits),
 }
 
 /// Slot `run_arrivals`: when what was asked for goes to workgroup memory.

@@ -283,7 +283,7 @@ const START_WEIGHT: f32 = 6f;
 const NO_PRODUCT: f32 = -3.4028234e38f;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/run_keys/channel.wgsl
+// shaders/attend/run_keys/channel_4bit.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Keys of 4 bits with a range per channel, which is part of the query: halves are codes.
@@ -296,7 +296,8 @@ const NO_PRODUCT: f32 = -3.4028234e38f;
 // shaders/attend/four_bits.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Codes of 4 bits as halves. The bits of 2^10 and of a whole number below 16 are the half of both, and two such halves, four
+// Codes of 4 bits as halves, where all codes have as many: what attend/code_halves.wgsl does for any width takes a second
+// register for every word. The bits of 2^10 and of a whole number below 16 are the half of both, and two such halves, four
 // fields from each other, are unpacked at once.
 //
 // needs: Eight, Half4
@@ -320,7 +321,7 @@ fn code_halves(fields: u32, origin: f16) -> Eight {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/run_keys/channel.wgsl
+// shaders/attend/run_keys/channel_4bit.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 alias KeyWord = u32;
@@ -335,12 +336,12 @@ fn load_key(tile_base: u32, token: u32, eight: u32) -> KeyWord {
     return keys[(tile_base * (EIGHTS / 4u) + eight / 4u) * TILE_TOKENS + token][eight % 4u];
 }
 
-fn key_halves(word: KeyWord) -> Eight {
+fn key_halves(word: KeyWord, eight: u32) -> Eight {
     return code_halves(word, SIGNED_CODES);
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/run_values/channel.wgsl
+// shaders/attend/run_values/channel_4bit.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Values of 4 bits with a range per channel of the span: halves are codes, v = s (c + 8) + m is made of their mean.
@@ -350,7 +351,7 @@ fn key_halves(word: KeyWord) -> Eight {
 // binds: 5 values, 6 value_span_ranges
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/run_values/channel.wgsl
+// shaders/attend/run_values/channel_4bit.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 alias ValueWord = u32;
@@ -367,7 +368,7 @@ fn load_value(tile_base: u32, vector: u32, channel: u32) -> ValueWord {
     return values[(tile_base * (TOKEN_VECTORS / 4u) + vector / 4u) * HEAD_DIM + channel][vector % 4u];
 }
 
-fn value_halves(word: ValueWord) -> Eight {
+fn value_halves(word: ValueWord, vector: u32) -> Eight {
     return code_halves(word, SIGNED_CODES);
 }
 
@@ -409,7 +410,7 @@ fn behind_products(step: u32, tiles: u32, invocation: u32) {
 }
 
 fn before_weights(step: u32, tiles: u32, invocation: u32) {
-    store_values(invocation);
+    store_values(step, invocation);
     load_values(step + 1u, tiles, invocation);
 }
 
@@ -490,7 +491,7 @@ fn store_keys(step: u32, invocation: u32) {
     for (var i = 0u; i < LOADS; i++) {
         let at = i * INVOCATIONS + invocation;
         if (at < EIGHTS_OF_STEP) {
-            let halves = key_halves(arriving_keys[i]);
+            let halves = key_halves(arriving_keys[i], at / 16u);
             let to = step % KEY_STEPS * KEYS_OF_STEP + at % 16u * KEY_ROW + at / 16u * 2u;
             key_tile[to] = halves.low;
             key_tile[to + 1u] = halves.high;
@@ -498,12 +499,13 @@ fn store_keys(step: u32, invocation: u32) {
     }
 }
 
-fn store_values(invocation: u32) {
+fn store_values(step: u32, invocation: u32) {
     // unroll
     for (var i = 0u; i < LOADS; i++) {
         let at = i * INVOCATIONS + INVOCATIONS - 1u - invocation;
         if (at < EIGHTS_OF_STEP) {
-            let halves = value_halves(arriving_values[i]);
+            let vector = step % TILE_STEPS * 2u + at / HEAD_DIM;
+            let halves = value_halves(arriving_values[i], vector);
             let to = at % HEAD_DIM * VALUE_ROW + at / HEAD_DIM * 2u;
             value_tile[to] = halves.low;
             value_tile[to + 1u] = halves.high;

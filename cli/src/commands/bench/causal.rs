@@ -6,6 +6,7 @@ use indicatif::ProgressBar;
 use kvpack::backend::AttendOptions;
 use kvpack::conformance::{BatchLengths, DecodeData, DecodeShape, PageOrder, Workload};
 use kvpack::cpu::nmse;
+use kvpack::format::{AffineFormat, Grouping, TensorFormat};
 use kvpack::{AttentionShape, Bits, SegmentFormat};
 use kvpack_report::Run;
 use serde::Serialize;
@@ -66,9 +67,16 @@ pub fn run<B: Timed>(backend: &B, driver: String, formats: &[SegmentFormat], jso
 }
 
 /// The formats of the suite.
-pub fn formats() -> [SegmentFormat; 4] {
-    let codebook = SegmentFormat::turboquant(Bits::Four, HEAD_DIM);
-    [SegmentFormat::F16, SegmentFormat::calibquant(Bits::Four), SegmentFormat::saw_int4(), codebook]
+pub fn formats() -> [SegmentFormat; 6] {
+    let token = TensorFormat::Affine(AffineFormat::new(Bits::Eight, Grouping::Token));
+    [
+        SegmentFormat::F16,
+        SegmentFormat { key: token, value: token },
+        SegmentFormat::calibquant(Bits::Four),
+        SegmentFormat::saw_int4(),
+        SegmentFormat::turboquant(Bits::Four, HEAD_DIM),
+        SegmentFormat::calibquant(Bits::One),
+    ]
 }
 
 async fn run_rows<B: Timed>(backend: &B, run: Run, formats: &[SegmentFormat], json: bool) -> Result<Outcome> {

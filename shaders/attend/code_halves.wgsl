@@ -1,0 +1,34 @@
+// Codes of 1, 2, 4 or 8 bits as halves. The bits of 2^10 and of a whole number below it are the half of both, and two such
+// halves are unpacked at once. Eight codes, two field groups that lie beside each other, are the bytes of a bit plane and
+// of the next: of one word, or of two at 8 bits.
+//
+// needs: Eight, Half4
+// gives: Half2, CODES, first_word, second_word, code_halves
+
+alias Half2 = vec2<f16>;
+
+// What is subtracted so that codes are left, counted from 0.
+const CODES: f16 = 1024h;
+
+// The words of a row of keys, or of a column of values, that hold eight codes.
+fn first_word(eight: u32, bits: u32) -> u32 {
+    return eight * bits / 4u;
+}
+
+fn second_word(eight: u32, bits: u32) -> u32 {
+    return first_word(eight, bits) + bits / 8u;
+}
+
+// Eight codes less `origin`, and 2^10. Fields hold codes with the top bit flipped.
+fn code_halves(words: vec2<u32>, eight: u32, bits: u32, origin: f16) -> Eight {
+    let plane = eight * 2u * bits % 8u;
+    let low = words.x >> plane;
+    let high = words.y >> (plane + bits % 8u);
+    let fields = vec4<u32>(low, low >> 8u, high, high >> 8u) & vec4<u32>(((1u << bits) - 1u) * 0x00010001u);
+    let halves = fields ^ vec4<u32>(0x64006400u | (0x00010001u << (bits - 1u)));
+    let a = Half2(unpack2x16float(halves.x)) - origin;
+    let b = Half2(unpack2x16float(halves.y)) - origin;
+    let c = Half2(unpack2x16float(halves.z)) - origin;
+    let d = Half2(unpack2x16float(halves.w)) - origin;
+    return Eight(Half4(a.x, b.x, a.y, b.y), Half4(c.x, d.x, c.y, d.y));
+}

@@ -1,0 +1,30 @@
+// Codes of keys where they lie, KEY_BITS each.
+//
+// needs: EIGHTS, KV_HEADS, TILE_TOKENS
+// gives: KEY_BITS, run_key_pages, load_key_codes
+// binds: 3 keys
+
+// import attend/code_halves.wgsl
+
+@group(0) @binding(3) var<storage, read> keys: array<u32>;
+
+const KEY_BITS: u32 = 4u;
+// Words of a token that lie beside each other.
+const KEY_VECTOR: u32 = 4u;
+const KEY_WORDS: u32 = EIGHTS * KEY_BITS / 4u;
+
+fn run_key_pages() -> u32 {
+    return arrayLength(&keys) / (KEY_WORDS * TILE_TOKENS * KV_HEADS);
+}
+
+fn key_word(tile_base: u32, token: u32, word: u32) -> u32 {
+    let vector = tile_base * (KEY_WORDS / KEY_VECTOR) + word / KEY_VECTOR;
+    return keys[(vector * TILE_TOKENS + token) * KEY_VECTOR + word % KEY_VECTOR];
+}
+
+fn load_key_codes(tile_base: u32, token: u32, eight: u32) -> vec2<u32> {
+    return vec2<u32>(
+        key_word(tile_base, token, first_word(eight, KEY_BITS)),
+        key_word(tile_base, token, second_word(eight, KEY_BITS)),
+    );
+}

@@ -1,0 +1,51 @@
+// Values of 4 bits with a range per token: v = s c + m.
+//
+// needs: Eight, HEAD_DIM, Half4, KV_HEADS, TILE_TOKENS, TOKEN_VECTORS
+// gives: ValueWord, run_value_pages, load_value, value_halves, run_output
+// binds: 5 values, 6 value_ranges
+
+// import attend/four_bits.wgsl
+
+struct ValueWord {
+    codes: u32,
+    // Of tokens 2 vector + 32 i, and of those behind them.
+    ranges: array<vec2<u32>, 4>,
+}
+
+@group(0) @binding(5) var<storage, read> values: array<vec4<u32>>;
+// Of two neighbouring tokens.
+@group(0) @binding(6) var<storage, read> value_ranges: array<vec2<u32>>;
+
+fn run_value_pages() -> u32 {
+    return arrayLength(&values) / (TOKEN_VECTORS / 4u * HEAD_DIM * KV_HEADS);
+}
+
+fn load_value(tile_base: u32, vector: u32, channel: u32) -> ValueWord {
+    var word: ValueWord;
+    word.codes = values[(tile_base * (TOKEN_VECTORS / 4u) + vector / 4u) * HEAD_DIM + channel][vector % 4u];
+    // unroll
+    for (var i = 0u; i < 4u; i++) {
+        word.ranges[i] = value_ranges[tile_base * (TILE_TOKENS / 2u) + i * 16u + vector];
+    }
+    return word;
+}
+
+fn value_halves(word: ValueWord, vector: u32) -> Eight {
+    let codes = code_halves(word.codes, CODES);
+    var scales: array<Half4, 2>;
+    var lowest: array<Half4, 2>;
+    // unroll
+    for (var next = 0u; next < 2u; next++) {
+        // unroll
+        for (var i = 0u; i < 4u; i++) {
+            let range = Half2(unpack2x16float(word.ranges[i][next]));
+            scales[next][i] = range.x;
+            lowest[next][i] = range.y;
+        }
+    }
+    return Eight(fma(codes.low, scales[0], lowest[0]), fma(codes.high, scales[1], lowest[1]));
+}
+
+fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>) -> vec4<f32> {
+    return mean;
+}
