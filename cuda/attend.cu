@@ -18,6 +18,10 @@
 // run beside each other: the first waits for what was before the step, and only then admits the next, which so has nothing
 // to wait for. That has a block more, which ends after the launch before it: what follows the step waits for all of it.
 //
+// Where a layer is stored and attended to in a row, by one launch, that begins beside the kernels that store: they admit it once
+// what was before them is done. A warp then waits for them before it asks for a page that they write (FRESH_PAGE), and every
+// block before it writes.
+//
 // Memory: K and V of the item once, in runs of at least 2 KiB; queries, ranges and page addresses before them.
 // Cost per 32 tokens and warp: HEAD_DIM/16 integer MMAs each for packed keys and values (twice as many with WIDE, and
 // for keys with levels and the signs of a sketch), one or two instructions for each register of unpacked codes, 4 · LANE_HEADS exponentials.
@@ -94,6 +98,13 @@ __device__ __forceinline__ float block_output(const JoinShared& shared, const fl
     return shared.ranges[channel].x * out + shared.ranges[channel].y;
 }
 
+// The address of a page, once what the step stores there is in memory.
+__device__ __forceinline__ u64 arrived_page(const AttendCall& call, u64 page) {
+    if ((page & FRESH_PAGE) == 0) return page;
+    if (call.early != 0u) await_earlier_kernels();
+    return page ^ FRESH_PAGE;
+}
+
 // Outputs of rotated values are rotated back where whole rows of them lie in shared memory.
 constexpr bool ROTATED = ROTATION_ORDER<true> != 0;
 
@@ -104,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     __shared__ ClusterShared cluster_shared;
     __shared__ u64 barriers[WARPS][STAGES];
 
-    if (call.beside != 0u) admit_later_kernels();
+    if (call.beside != 0u || call.early != 0u) admit_later_kernels();
     if (call.beside != 0u && blockIdx.x == call.beside) {
         await_earlier_kernels();
         return;
@@ -143,9 +154,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     ring.start();
     if (call.cluster > 1) cluster_start();
     // All above are tables, written before the step was launched; what follows may come from the kernel before.
-    if (call.beside == 0u) {
+    if (call.beside == 0u && call.early == 0u) {
         await_earlier_kernels();
         admit_later_kernels();
+    }
+    // A span is stored at once, and with it its ranges.
+    if constexpr (KEY_SPAN_RANGES || VALUE_SPAN_RANGES) {
+        if (call.early != 0u) arrived_page(call, pages[0]);
     }
     QueryLoads query_loads = load_query(call, item, kv_head, first_head, heads, warp, lane);
     constexpr int threads = WARPS * 32;
@@ -159,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     }
     const auto issue_first = [&](int i) {
         const int step = step_of(i);
-        if (step < steps) ring.issue(i, first_pages[i] + head_at, step);
+        if (step < steps) ring.issue(i, arrived_page(call, first_pages[i]) + head_at, step);
         ring.commit();
     };
     // The first stage of every warp goes before the other stages of any: work begins when it is there.
@@ -256,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
             }
         }
         ring.release();
-        if (ahead < steps) ring.issue(stage, ahead_page + head_at, ahead);
+        if (ahead < steps) ring.issue(stage, arrived_page(call, ahead_page) + head_at, ahead);
         ring.commit();
         ahead = step_of(turn + 1 + STAGES);
         ahead_page = ahead < steps ? pages[ahead / STEPS_PER_TILE] : 0;
@@ -266,6 +281,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
         }
     }
 
+    // What follows the step waits for what it stores, too.
+    if (call.early != 0u) await_earlier_kernels();
     if constexpr (FINDS_EXTREMES) {
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; h++) {

@@ -1,6 +1,6 @@
 // page_addresses: where the pages of a segment lie, for all layers of a model at once.
 //
-//   address = the layer's shard + page · bytes of a page
+//   address = the layer's shard + page · bytes of a page, with a mark where the step stores something in the page
 //
 // Layers have the same pages in stores of their own, so a step's pages are written once, as words, and every layer's addresses
 // are found here. A thread owns one page of one layer: blocks of a row take the pages, rows the layers.
@@ -15,7 +15,7 @@
 #include "common/step_call.cuh"
 
 struct PagesCall {
-    // shard · 2^28 + page within it.
+    // mark · 2^31 + shard · 2^27 + page within it.
     const u32* pages;
     // [layer][MOST_STEP_SHARDS]
     const u64* shards;
@@ -31,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(256) page_addresses(const PagesCall
     const u32 layer = blockIdx.y;
     if (index >= call.capacity) return;
     const u32 word = call.pages[index];
-    const u64 shard = call.shards[layer * MOST_STEP_SHARDS + (word >> 28)];
-    call.addresses[(u64)layer * call.capacity + index] = shard + (u64)(word & 0xfffffffu) * call.page_bytes;
+    const u64 shard = call.shards[layer * MOST_STEP_SHARDS + (word >> 27 & 15u)];
+    const u64 address = shard + (u64)(word & 0x7ffffffu) * call.page_bytes;
+    call.addresses[(u64)layer * call.capacity + index] = word >> 31 == 0u ? address : address | FRESH_PAGE;
 }

@@ -57,8 +57,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
             stream.begin_capture(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
             for layer in 0..LAYERS {
                 // The engine's kernels before attention.
-                step.launch_store(layer)?;
-                step.launch_attend(layer)?;
+                step.launch(layer)?;
                 // The engine's kernels after it.
             }
             let new = stream.end_capture(CUgraphInstantiate_flags(0))?.ok_or("the driver captured no graph")?;

@@ -45,7 +45,7 @@ struct Item {
 };
 
 struct AttendCall {
-    // Address of every page.
+    // Address of every page, and the mark FRESH_PAGE.
     const u64* pages;
     const Item* items;
     // [row][query head][channel]; rows lie their strides apart.
@@ -83,6 +83,9 @@ struct AttendCall {
     // Blocks that have items, where the launch runs beside the one before it, which it has nothing to do with; 0 where it waits
     // for that.
     u32 beside;
+    // Whether the launch begins beside the kernels before it, which store what its layer appends.
+    u32 early;
+    u32 unused;
 };
 
 // One head's output over an item, and the base-2 log-sum-exp of its scores.

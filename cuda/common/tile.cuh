@@ -8,6 +8,8 @@
 
 #pragma once
 
+#include "common/ptx.cuh"
+
 #ifndef HEAD_DIM
 // Channels as they are stored, a multiple of 32, and those of them that tensors have.
 #define HEAD_DIM 128
@@ -27,6 +29,9 @@
 #define KEY_RENORMALIZED 0
 #define VALUE_RENORMALIZED 0
 #endif
+
+// Marks the address of a page in which a step stores something, in the tables of the step.
+constexpr u64 FRESH_PAGE = 1ull << 63;
 
 constexpr int TILE_TOKENS = 128;
 constexpr int LOAD_BYTES = 512;

@@ -37,10 +37,21 @@ pub(super) struct AttendCall {
     pub(super) tau1: f32,
     pub(super) tau2: f32,
     pub(super) beside: u32,
+    pub(super) early: u32,
+    pub(super) unused: u32,
 }
 
 // SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
 unsafe impl DeviceRepr for AttendCall {}
+
+/// When a launch of `attend` begins: `early` of its call.
+#[derive(Clone, Copy, Debug)]
+enum Begins {
+    /// After the kernels before it.
+    After,
+    /// Beside those that store what its layer appends.
+    BesideStoring,
+}
 
 /// A kernel with all that it is told.
 #[derive(Debug)]
@@ -61,7 +72,7 @@ impl Launch {
     }
 
     /// Queues the kernel on a stream.
-    fn run(&self, stream: &Arc<CudaStream>) -> Result<()> {
+    fn run(&self, stream: &Arc<CudaStream>, begins: Begins) -> Result<()> {
         if let Some(memory) = &self.clears {
             let failed = |error| driver_error("attend", 0, error);
             stream.context().bind_to_thread().map_err(failed)?;
@@ -70,7 +81,7 @@ impl Launch {
         }
         // SAFETY: the argument is the kernel's. Pages, slots, queries, output and scratch were checked or sized when the step was
         // bound, which keeps them.
-        unsafe { self.kernel.run(stream, &self.call) }
+        unsafe { self.kernel.run(stream, &AttendCall { early: begins as u32, ..self.call }) }
     }
 }
 
@@ -94,7 +105,13 @@ impl BoundStep {
     /// # Errors
     /// What the driver says of a launch.
     pub fn launch(&self) -> Result<()> {
-        self.launches.iter().try_for_each(|launch| launch.run(&self.stream))
+        self.launches.iter().try_for_each(|launch| launch.run(&self.stream, Begins::After))
+    }
+
+    /// The same right behind what its layer stores, beside which it begins: for steps of one launch, whose tables say which
+    /// pages to wait for.
+    pub(in crate::cuda) fn launch_beside_storing(&self) -> Result<()> {
+        self.launches.iter().try_for_each(|launch| launch.run(&self.stream, Begins::BesideStoring))
     }
 
     /// Bytes that the step keeps alive, scratch and stores alike.

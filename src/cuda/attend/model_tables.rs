@@ -14,11 +14,14 @@ use crate::cuda::device::pinned::Pinned;
 use crate::cuda::device::program::Program;
 use crate::cuda::device::store::Store;
 use crate::cuda::pack::step::MOST_SHARDS;
-use crate::plan::Page;
+use crate::plan::{Page, StepTable};
 use crate::{Error, Result};
 
-/// Bits of a page's index in a word of the table; the shard's number takes the others.
-const INDEX_BITS: u32 = 28;
+/// Bits of a page's index in a word of the table; the shard's number takes the others, but for the mark.
+const INDEX_BITS: u32 = 27;
+
+/// Marks a page in which the step stores something.
+const FRESH: u32 = 1 << 31;
 
 /// Threads of a block of `page_addresses`.
 const THREADS: usize = 256;
@@ -47,6 +50,8 @@ pub(in crate::cuda) struct ModelTables {
     stream: Arc<CudaStream>,
     host: Pinned,
     staged: Vec<u8>,
+    /// Words of the pages of a segment that the step writes, in order.
+    fresh: Vec<u32>,
     /// Pages and items of every segment, as they are uploaded.
     uploaded: Arc<Memory>,
     segments: Vec<SegmentPlaces>,
@@ -110,6 +115,7 @@ impl ModelTables {
             stream: stream.clone(),
             host: Pinned::new(stream, bytes)?,
             staged: vec![0; bytes],
+            fresh: Vec::new(),
             uploaded,
             segments,
             function: backend.kernels().function(&Self::program(), PAGE_ADDRESSES)?,
@@ -139,11 +145,18 @@ impl ModelTables {
     }
 
     /// Queues the tables of a step that is bound like the one they were made for: one upload, and a small kernel for every
-    /// segment.
-    pub fn write(&mut self, plan: &StepPlan) -> Result<()> {
+    /// segment. Pages that are written by `fresh` are marked.
+    pub fn write(&mut self, plan: &StepPlan, fresh: Option<&StepTable>) -> Result<()> {
         for (segment, places) in plan.segments().iter().zip(&self.segments) {
+            self.fresh.clear();
+            self.fresh.extend(fresh.into_iter().flat_map(|table| table.pages_written(segment.store())).map(page_word));
+            self.fresh.sort_unstable();
+            let word = |&page: &Page| {
+                let word = page_word(page);
+                if self.fresh.binary_search(&word).is_ok() { word | FRESH } else { word }
+            };
             let words = self.staged[places.pages_at..].chunks_exact_mut(4);
-            words.zip(segment.pages()).for_each(|(word, page)| word.copy_from_slice(&page_word(page).to_ne_bytes()));
+            words.zip(segment.pages()).for_each(|(bytes, page)| bytes.copy_from_slice(&word(page).to_ne_bytes()));
             let items = &mut self.staged[places.items_at..][..places.items * item_bytes(segment)];
             let (used, unused) = items.split_at_mut(segment.item_bytes().len());
             used.copy_from_slice(segment.item_bytes());
@@ -169,7 +182,7 @@ fn item_bytes(segment: &SegmentStep) -> usize {
     segment.item_bytes().len() / segment.item_count()
 }
 
-const fn page_word(page: &Page) -> u32 {
+const fn page_word(page: Page) -> u32 {
     page.shard << INDEX_BITS | page.index
 }
 

@@ -231,6 +231,11 @@ impl SegmentStep {
         of(self) == of(other) && self.format == other.format
     }
 
+    /// True if its kernel waits by itself for pages that the step writes.
+    pub(super) const fn knows_fresh_pages(&self) -> bool {
+        matches!(self.kernel, SegmentKernel::Attend(_)) && self.calibration.is_none()
+    }
+
     /// True if its states are merged by a launch of their own.
     pub(super) fn merges(&self) -> bool {
         matches!(self.kernel, SegmentKernel::Run(_)) && self.items.iter().any(|item| item.states > 1)

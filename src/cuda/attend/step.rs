@@ -174,6 +174,13 @@ impl StepPlan {
             && self.segments.iter().zip(&other.segments).all(same)
     }
 
+    /// Whether it may begin beside what its layer stores. A launch waits for those before it, so that with several the second
+    /// would wait for the first.
+    pub(in crate::cuda) fn begins_beside_storing(&self, facts: &DeviceFacts) -> bool {
+        let one = matches!(self.segments.as_slice(), [segment] if segment.knows_fresh_pages());
+        one && facts.has_dependent_launches()
+    }
+
     /// How much scratch the step needs.
     pub(in crate::cuda) fn sizes(&self, room: Room) -> ScratchSizes {
         let heads = self.shape.query_heads();
@@ -245,6 +252,8 @@ impl StepPlan {
                 tau1: base_2(Calibration::tau1),
                 tau2: base_2(Calibration::tau2),
                 beside: 0,
+                early: 0,
+                unused: 0,
             };
             let blocks = tables.item_count * self.shape.kv_heads() * chunks;
             match &tables.extremes {
@@ -317,6 +326,25 @@ mod tests {
         }
         let a100 = DeviceFacts { capability: (8, 0), ..H200 };
         assert_eq!(step(&[32_768; 8], &a100).segments[0].cluster, 1);
+    }
+
+    /// Only a step of one launch does, and only where launches may overlap.
+    #[test]
+    fn one_launch_begins_beside_what_is_stored() {
+        let shape = AttentionShape::new(32, 8, 128).unwrap();
+        let pages = [Page { shard: 0, index: 0 }];
+        let a100 = DeviceFacts { capability: (8, 0), ..H200 };
+        let formats = [SegmentFormat::saw_int4(), SegmentFormat::F16];
+        for (stores, facts, begins) in [(1, H200, true), (2, H200, false), (1, a100, false)] {
+            let store = |(place, &format): (usize, &SegmentFormat)| {
+                let span = SpanView { sequence: 0, start: 128 * place, tokens: 128, pages: &pages, range_slot: 0 };
+                StoreView { format, calibration: None, spans: vec![span] }
+            };
+            let views: Vec<StoreView<'_>> = formats[..stores].iter().enumerate().map(store).collect();
+            let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &views).unwrap();
+            let step = StepPlan::for_device(&facts, &plan).unwrap();
+            assert_eq!(step.begins_beside_storing(&facts), begins, "{stores} stores, {:?}", facts.capability);
+        }
     }
 
     /// Few steps go to as many warps as share them evenly.

@@ -339,7 +339,8 @@ mod tests {
             let passes = [ScorePass::Plain, ScorePass::Extremes, ScorePass::Mapped].map(|pass| attend.program(pass));
             let run = RunVariant::new(pages, BLOCK_ROWS, &H200).map(|variant| variant.program());
             for program in passes.iter().chain(&run).chain([&pages.rows_program()]) {
-                program.compile("sm_90").unwrap_or_else(|error| panic!("{format}: {error}"));
+                let architecture = program.architecture(&H200);
+                program.compile(&architecture).unwrap_or_else(|error| panic!("{format}: {error}"));
             }
         }
     }

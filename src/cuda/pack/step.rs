@@ -217,6 +217,11 @@ impl BoundPackStep {
     pub fn launch(&self) -> Result<()> {
         self.launches.iter().try_for_each(|launch| launch.run(&self.stream))
     }
+
+    /// Whether tokens are among what it stores. What comes behind `append` is admitted once all before the step is done.
+    pub(in crate::cuda) fn appends(&self) -> bool {
+        self.launches.iter().any(|launch| launch.kernel.name == APPEND)
+    }
 }
 
 #[derive(Debug)]

@@ -6,6 +6,8 @@ use super::MOST_MEAN_TOKENS;
 use super::entry::{ENTRY_WORDS, StepEntry, centre_words, copy_words, token_words, window_words};
 use super::layout::{Section, StepLayout, at_most};
 use super::writes::{KeyMean, StepWrites};
+#[cfg(feature = "cuda")]
+use super::writes::{PageCopy, TokenWrite, WindowMove};
 use crate::format::TILE_TOKENS;
 use crate::plan::{Page, RowLayout};
 use crate::{Error, Result};
@@ -135,6 +137,19 @@ impl StepTable {
         let words = &words.as_chunks::<ENTRY_WORDS>().0[..self.count(section)];
         let centred = matches!(section, Section::Tokens(store) if self.layout.has_centres(store));
         words.iter().filter_map(move |&entry| StepEntry::read(section, entry, centred))
+    }
+
+    /// The pages of a store that the step writes something to, some of them more than once.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn pages_written(&self, store: usize) -> impl Iterator<Item = Page> + '_ {
+        let windows = self.layout.windows().iter().enumerate().filter(move |(_, pair)| pair.to == store);
+        let windows = windows.map(|(pair, _)| Section::Windows(pair));
+        let sections = [Section::Copies(store), Section::Tokens(store)].into_iter().chain(windows);
+        sections.flat_map(|section| self.entries(section)).filter_map(|entry| match entry {
+            StepEntry::Copy(PageCopy { to, .. }) | StepEntry::Window(WindowMove { to, .. }) => Some(to),
+            StepEntry::Token(TokenWrite { page, .. }) => Some(page),
+            StepEntry::Centre(_) => None,
+        })
     }
 
     /// Whether sequences begin whose centres the step makes.
@@ -310,6 +325,11 @@ mod tests {
             let copies: Vec<_> = writes.stores[0].copies.iter().map(|&copy| StepEntry::Copy(copy)).collect();
             assert_eq!(table.entries(Section::Copies(0)).collect::<Vec<_>>(), copies);
             assert_eq!((table.count(Section::Copies(1)), table.count(Section::Tokens(1))), (0, 0));
+            #[cfg(feature = "cuda")]
+            for (store, pages) in [(0, vec![page(1, 2), page(1, 2), page(0, 0)]), (1, vec![page(0, 1)])] {
+                let written: Vec<Page> = table.pages_written(store).collect();
+                assert_eq!(written, if writes.is_empty() { vec![] } else { pages });
+            }
         }
         assert_eq!(table.words().len(), 4 * (3 + 3 + 1 + 1 + 4 + 1 + 3));
     }
