@@ -1,6 +1,6 @@
 //! The methods that keep some tokens of a prompt, as recipes name them.
 
-use super::methods::Parsed;
+use super::parsed::Parsed;
 use crate::Result;
 use crate::policy::{BudgetRule, KeepRule, Merging, Policy, TextRule};
 

@@ -4,10 +4,8 @@ use std::fmt;
 
 use super::Recipe;
 use super::evictions::Eviction;
+use super::parsed::Parsed;
 use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat};
-
-/// What text says, or why it cannot be read.
-pub(super) type Parsed<T> = Result<T, String>;
 
 /// A published method, or a baseline, that recipes name.
 #[derive(Clone, Copy, Debug)]

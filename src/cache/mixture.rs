@@ -1,6 +1,7 @@
 //! Recipes that store chunks of a context in several formats, by how much they resemble a query.
 
-use super::methods::{Choice, Parsed};
+use super::methods::Choice;
+use super::parsed::Parsed;
 use super::{MOST_STORES, Recipe, StoreId};
 use crate::backend::Selection;
 use crate::format::AttentionShape;

@@ -29,6 +29,7 @@ mod model_cache;
 mod model_room;
 mod model_sequences;
 mod observed;
+mod parsed;
 mod prompt;
 mod recipe;
 mod recipe_option;

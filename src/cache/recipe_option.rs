@@ -1,6 +1,7 @@
 //! Options of recipes in text: `window=256`, `centre`, `store=kivi:2`.
 
-use super::methods::{Choice, Parsed};
+use super::methods::Choice;
+use super::parsed::Parsed;
 use super::{Appended, Recipe};
 use crate::backend::QueryPrecision;
 use crate::format::{AttentionShape, Calibration};

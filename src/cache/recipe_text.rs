@@ -5,8 +5,9 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::evictions::{Eviction, EvictionOption};
-use super::methods::{Choice, Parsed};
+use super::methods::Choice;
 use super::mixture::Mixture;
+use super::parsed::Parsed;
 use super::recipe_option::{RecipeOption, unknown_option};
 use super::{MOST_STORES, Recipe};
 use crate::format::AttentionShape;

@@ -2,8 +2,8 @@
 
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
-use kvpack::AttentionShape;
 use kvpack::policy::QueryRows;
+use kvpack::{AttentionShape, Backend};
 
 use super::{Attention, CHUNK_TOKENS, Chunk, Config, ExactAttention, KeyBias, Model};
 
@@ -84,4 +84,10 @@ impl Attention for DensePrompt {
 /// The shape of queries as rows of their own heads.
 pub(super) fn of_queries(shape: &AttentionShape) -> kvpack::Result<AttentionShape> {
     AttentionShape::new(shape.query_heads(), shape.query_heads(), shape.head_dim())
+}
+
+/// The elements of a tensor, on a device.
+pub(super) async fn upload<B: Backend>(backend: &B, tensor: &Tensor) -> Result<B::Tensor> {
+    let elements = tensor.flatten_all()?.to_vec1::<f32>()?;
+    Ok(backend.upload(elements.as_slice().into()).await?)
 }

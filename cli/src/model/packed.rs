@@ -16,7 +16,7 @@ use kvpack::policy::{
 };
 use pollster::block_on;
 
-use super::dense_prompt::of_queries;
+use super::dense_prompt::{of_queries, upload};
 use super::recompress::Recompression;
 use super::{Attention, Chunk, Config, DensePrompt, ModelError};
 
@@ -194,11 +194,6 @@ impl<B: Backend + Clone> PackedAttention<B> {
         }
         Ok(cache.backend().download(&output).await?)
     }
-}
-
-pub(super) async fn upload<B: Backend>(backend: &B, tensor: &Tensor) -> Result<B::Tensor> {
-    let elements = tensor.flatten_all()?.to_vec1::<f32>()?;
-    Ok(backend.upload(elements.as_slice().into()).await?)
 }
 
 impl<B: Backend + Clone> Attention for PackedAttention<B> {

@@ -10,8 +10,7 @@ use kvpack::plan::RowLayout;
 use kvpack::policy::{Policy, Spans};
 use kvpack::{AttentionShape, Backend};
 
-use super::dense_prompt::of_queries;
-use super::packed::upload;
+use super::dense_prompt::{of_queries, upload};
 
 /// When and how a sequence is compressed again, and the queries that say what stays.
 pub(super) struct Recompression {

@@ -1,11 +1,8 @@
 //! The words of an entry of a step's table.
 
-use super::layout::Section;
+use super::layout::{ENTRY_WORDS, Section};
 use super::writes::{KeyMean, PageCopy, TokenWrite, WindowMove};
 use crate::plan::{Page, TokenRange};
-
-/// Words of an entry of the table, and of the count that precedes the entries of a section.
-pub(super) const ENTRY_WORDS: usize = 4;
 
 /// Where the centre's slot begins in the word of a token, or of a centre.
 const CENTRE_SHIFT: u32 = 8;

@@ -1,11 +1,13 @@
 //! How much a step may write, and where its table keeps it.
 
-use super::entry::ENTRY_WORDS;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TensorFormat};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use crate::plan::AttendPlan;
 use crate::plan::Page;
 use crate::{Error, Result};
+
+/// Words of an entry of the table, and of the count that precedes the entries of a section.
+pub(super) const ENTRY_WORDS: usize = 4;
 
 /// A store, and how much a step may write to it.
 #[derive(Clone, Debug, PartialEq)]

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::MOST_MEAN_TOKENS;
-use super::entry::{ENTRY_WORDS, StepEntry, centre_words, copy_words, token_words, window_words};
-use super::layout::{Section, StepLayout, at_most};
+use super::entry::{StepEntry, centre_words, copy_words, token_words, window_words};
+use super::layout::{ENTRY_WORDS, Section, StepLayout, at_most};
 use super::writes::{KeyMean, StepWrites};
 #[cfg(feature = "cuda")]
 use super::writes::{PageCopy, TokenWrite, WindowMove};

@@ -2,7 +2,7 @@
 
 use super::stats_matrix::{self, MatrixCall, MatrixCut};
 use super::words::Words;
-use super::{check_index, check_reach, queries_file, upload_call};
+use super::{aggregation_constant, check_index, check_reach, queries_file, upload_call};
 use crate::Result;
 use crate::format::{AttentionShape, HEAD_DIMS};
 use crate::plan::{ElementType, RowLayout};
@@ -378,16 +378,6 @@ fn column_variant(
     let variant = typed(Variant::new("attention_column_stats"), head_dim, queries, keys);
     let variant = variant.constant("AGGREGATION", aggregation_constant(aggregation));
     if counting { variant.import("counting", "select/counting/rows.wgsl") } else { variant }
-}
-
-/// `AGGREGATION` of the shaders.
-pub(super) const fn aggregation_constant(aggregation: HeadAggregation) -> usize {
-    match aggregation {
-        HeadAggregation::Each => 0,
-        HeadAggregation::Sum => 1,
-        HeadAggregation::Mean => 2,
-        HeadAggregation::Max => 3,
-    }
 }
 
 fn typed(variant: Variant, head_dim: usize, queries: ElementType, keys: ElementType) -> Variant {

@@ -21,6 +21,7 @@ pub use words::Words;
 
 use super::device::{Indices, Tensor, Variant, buffers};
 use crate::plan::{ElementType, RowLayout, TokenIndices};
+use crate::policy::HeadAggregation;
 use crate::{Error, Result};
 
 /// Every kernel variant that plans of this folder can ask for, one of each that differ in more than numbers.
@@ -49,6 +50,16 @@ const fn queries_file(element_type: ElementType) -> &'static str {
         ElementType::F32 => "select/queries/f32.wgsl",
         ElementType::F16 => "select/queries/f16.wgsl",
         ElementType::Bf16 => "select/queries/bf16.wgsl",
+    }
+}
+
+/// `AGGREGATION` of the shaders.
+const fn aggregation_constant(aggregation: HeadAggregation) -> usize {
+    match aggregation {
+        HeadAggregation::Each => 0,
+        HeadAggregation::Sum => 1,
+        HeadAggregation::Mean => 2,
+        HeadAggregation::Max => 3,
     }
 }
 

@@ -1,8 +1,7 @@
 //! Kernels `prepare_stats_queries`, `attention_row_stats_matrix` and `attention_column_stats_matrix`: attention statistics of
 //! f16 keys by cooperative matrices.
 
-use super::attention_stats::aggregation_constant;
-use super::queries_file;
+use super::{aggregation_constant, queries_file};
 use crate::Result;
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, RowLayout};
