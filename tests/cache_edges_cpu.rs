@@ -20,6 +20,11 @@ fn the_largest_elements_are_taken() {
     cache_edges::the_largest_elements_are_taken(&Cpu::new());
 }
 
+#[test]
+fn steps_write_into_outputs() {
+    cache_edges::steps_write_into_outputs(&Cpu::new());
+}
+
 /// With shards of one page there is never a page that was not asked for.
 #[test]
 fn every_page_that_is_needed_is_reserved() {

@@ -54,6 +54,7 @@ fn nan_in_queries_propagates() {
 fn edges_of_a_cache_are_those_of_the_cpu() {
     cache_edges::truncation_leaves_nothing(&device());
     cache_edges::the_largest_elements_are_taken(&device());
+    cache_edges::steps_write_into_outputs(&device());
 }
 
 /// A tile on the device is the CPU's tile in the other order, bit for bit.

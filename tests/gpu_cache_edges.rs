@@ -13,3 +13,8 @@ fn truncation_leaves_nothing() {
 fn the_largest_elements_are_taken() {
     cache_edges::the_largest_elements_are_taken(&gpu_device::shared());
 }
+
+#[test]
+fn steps_write_into_outputs() {
+    cache_edges::steps_write_into_outputs(&gpu_device::shared());
+}

@@ -178,7 +178,22 @@ pub trait Attention: Storage {
         options: AttendOptions,
     ) -> impl Future<Output = Result<Self::Tensor>>;
 
-    /// The same, with the log-sum-exp of every query and head. The outputs are f32, whatever the options say.
+    /// The same into a tensor of the caller's, `[rows, query_heads, head_dim]`, whose element type it takes in place of
+    /// that of the options. No element is written where a length does not fit.
+    ///
+    /// # Errors
+    /// Those of [`attend`](Attention::attend), and [`Elements`](crate::Error::Elements) when the output is not of the plan's rows.
+    fn attend_into(
+        &self,
+        plan: &AttendPlan,
+        stores: &[&Self::Store],
+        queries: &Self::Tensor,
+        output: &mut Self::Tensor,
+        options: AttendOptions,
+    ) -> impl Future<Output = Result<()>>;
+
+    /// The same as [`attend`](Attention::attend), with the log-sum-exp of every query and head. The outputs are f32,
+    /// whatever the options say.
     ///
     /// # Errors
     /// Those of [`attend`](Attention::attend).

@@ -205,6 +205,17 @@ pub trait Forward {
         self.inner().attend(plan, stores, queries, options)
     }
 
+    fn attend_into(
+        &self,
+        plan: &AttendPlan,
+        stores: &[&Store<Self>],
+        queries: &Tensor<Self>,
+        output: &mut Tensor<Self>,
+        options: AttendOptions,
+    ) -> impl Future<Output = Result<()>> {
+        self.inner().attend_into(plan, stores, queries, output, options)
+    }
+
     fn attend_states(
         &self,
         plan: &AttendPlan,

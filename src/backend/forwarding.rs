@@ -181,6 +181,17 @@ impl<F: Forward> Attention for Forwarding<F> {
         self.0.attend(plan, stores, queries, options)
     }
 
+    fn attend_into(
+        &self,
+        plan: &AttendPlan,
+        stores: &[&Store<F>],
+        queries: &Tensor<F>,
+        output: &mut Tensor<F>,
+        options: AttendOptions,
+    ) -> impl Future<Output = Result<()>> {
+        self.0.attend_into(plan, stores, queries, output, options)
+    }
+
     fn attend_states(
         &self,
         plan: &AttendPlan,

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use super::change::Change;
 use super::layer_reads::StoredSpan;
 use super::layers::{LayerGroup, Members};
 use super::prompt::check_spans;
@@ -214,13 +215,24 @@ impl<B: Backend> KvCache<B> {
     }
 
     async fn append_runs(&mut self, runs: &[TokenRun], new: NewTokens<'_, B::Tensor>) -> Result<()> {
+        let change = self.store_runs(runs, new).await?;
+        self.group.close(change, Ok(()))
+    }
+
+    /// Stores new tokens in a change of the books that is still open.
+    async fn store_runs(&mut self, runs: &[TokenRun], new: NewTokens<'_, B::Tensor>) -> Result<Change<B::Indices>> {
         self.group.books.check_runs(runs, new.rows.tokens)?;
         self.group.check_lengths(new)?;
         let needed = self.group.books.room_for_append(runs, new.rows.tokens)?;
         self.group.reserve(&needed).await?;
         let change = self.group.open_append(runs, new.rows.tokens)?;
-        let written = self.group.write_step(LAYER, Some(new));
-        self.group.close(change, written)
+        match self.group.write_step(LAYER, Some(new)) {
+            Ok(()) => Ok(change),
+            Err(error) => {
+                self.group.books.abandon(change);
+                Err(error)
+            }
+        }
     }
 
     /// Keys and values of appended tokens that could not be stored as they were, over all steps since
@@ -347,13 +359,57 @@ impl<B: Backend> KvCache<B> {
     /// Those of [`KvCache::plan`], and of [`KvCache::attend`].
     pub async fn attend_runs(&self, runs: &[QueryRun], queries: &B::Tensor, output: ElementType) -> Result<B::Tensor> {
         let plan = self.plan(runs)?;
-        let (given, expected) = (self.backend().elements(queries), plan.elements());
-        if given != expected {
-            let (heads, head_dim) = (self.shape().query_heads(), self.shape().head_dim());
-            let shape = format!("{} queries × {heads} query heads × {head_dim} channels", plan.rows());
-            return Err(Error::Elements { what: "queries", given, expected, shape });
-        }
+        plan.check_elements("queries", self.backend().elements(queries))?;
         self.backend().attend(&plan, &self.stores(), queries, self.group.attend_options(output)).await
+    }
+
+    /// The same into a tensor of the caller's, laid out as the queries, whose element type it takes.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::attend_runs`], and [`Error::Elements`] when the output has another length than the queries.
+    pub async fn attend_into(&self, runs: &[QueryRun], queries: &B::Tensor, output: &mut B::Tensor) -> Result<()> {
+        self.group.attend_into(LAYER, &self.plan(runs)?, queries, output).await
+    }
+
+    /// A decode step of all sequences: appends a token to each and attends with its query into a tensor of the caller's.
+    ///
+    /// `rows` says how keys and values lie; queries and output are `[sequences, query_heads, head_dim]`.
+    ///
+    /// ```
+    /// use kvpack::cache::Recipe;
+    /// use kvpack::cpu::{Cpu, CpuTensor};
+    /// use kvpack::plan::RowLayout;
+    /// use kvpack::{AttentionShape, KvCache};
+    /// # fn main() -> kvpack::Result<()> {
+    /// let shape = AttentionShape::new(2, 1, 64)?;
+    /// let mut cache = KvCache::new(Cpu::new(), shape, 1, Recipe::f16())?;
+    /// let of = |elements| CpuTensor::F32(vec![0.5; elements]);
+    /// let (keys, values, queries, mut output) = (of(64), of(64), of(2 * 64), of(2 * 64));
+    /// let rows = RowLayout::token_major(1, &shape);
+    /// pollster::block_on(cache.append_attend_into(rows, &keys, &values, &queries, &mut output))?;
+    /// assert_eq!(output.to_f32(), [0.5; 2 * 64]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`KvCache::append`] and of [`KvCache::attend_into`]. The cache is as it was.
+    pub async fn append_attend_into(
+        &mut self,
+        rows: RowLayout,
+        keys: &B::Tensor,
+        values: &B::Tensor,
+        queries: &B::Tensor,
+        output: &mut B::Tensor,
+    ) -> Result<()> {
+        let appended: Vec<TokenRun> = (0..self.sequences()).map(TokenRun::decode).collect();
+        let asked: Vec<QueryRun> = (0..self.sequences()).map(QueryRun::decode).collect();
+        let change = self.store_runs(&appended, NewTokens { rows, keys, values }).await?;
+        let attended = match self.plan(&asked) {
+            Ok(plan) => self.group.attend_into(LAYER, &plan, queries, output).await,
+            Err(error) => Err(error),
+        };
+        self.group.close(change, attended)
     }
 
     /// Attends with the queries of the newest tokens of one sequence, each to the tokens up to its own.

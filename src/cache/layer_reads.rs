@@ -50,6 +50,19 @@ impl<B: Backend> LayerGroup<B> {
         AttendOptions { query: self.recipe().query(), output, split: self.split }
     }
 
+    /// Attends in one layer into a tensor, whose element type it takes.
+    pub(super) async fn attend_into(
+        &self,
+        layer: usize,
+        plan: &AttendPlan,
+        queries: &B::Tensor,
+        output: &mut B::Tensor,
+    ) -> Result<()> {
+        plan.check_elements("queries", self.backend.elements(queries))?;
+        let options = self.attend_options(ElementType::F32);
+        self.backend.attend_into(plan, &self.stores(layer), queries, output, options).await
+    }
+
     /// Where the tokens of a sequence stood, span by span.
     pub(super) async fn positions(&self, sequence: usize) -> Result<Vec<SpanPositions>> {
         let mut positions = Vec::new();

@@ -26,6 +26,19 @@ impl StoreMemory {
     pub fn bits_per_element(&self) -> f64 {
         if self.elements == 0 { 0.0 } else { self.in_use_bytes as f64 * 8.0 / self.elements as f64 }
     }
+
+    /// The bytes of two stores of one format.
+    pub(super) const fn plus(self, other: &Self) -> Self {
+        Self {
+            format: self.format,
+            allocated_bytes: self.allocated_bytes + other.allocated_bytes,
+            in_use_bytes: self.in_use_bytes + other.in_use_bytes,
+            pages: self.pages + other.pages,
+            pages_in_use: self.pages_in_use + other.pages_in_use,
+            tokens: self.tokens + other.tokens,
+            elements: self.elements + other.elements,
+        }
+    }
 }
 
 /// The bytes of a cache.

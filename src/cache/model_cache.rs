@@ -7,7 +7,7 @@ use super::change::Change;
 use super::layers::{LayerGroup, Members};
 use super::prompt::check_spans;
 use super::step::NewTokens;
-use super::{CacheMemory, PromptSpan, Recipe, StoreMemory, TokenRun};
+use super::{CacheMemory, PromptSpan, Recipe, TokenRun};
 use crate::backend::{AttentionStates, Backend, FlaggedToken, OpenStep};
 use crate::format::AttentionShape;
 use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, StepLayout};
@@ -159,7 +159,7 @@ impl<B: Backend> ModelCache<B> {
     pub fn memory(&self) -> CacheMemory {
         let of_groups: Vec<CacheMemory> = self.groups.iter().map(LayerGroup::memory).collect();
         let mut f16 = *of_groups[0].f16();
-        of_groups[1..].iter().for_each(|memory| f16 = sum(f16, memory.f16()));
+        of_groups[1..].iter().for_each(|memory| f16 = f16.plus(memory.f16()));
         CacheMemory::new(f16, of_groups.iter().flat_map(|memory| memory.packed().iter().copied()))
     }
 
@@ -280,6 +280,15 @@ impl<B: Backend> ModelCache<B> {
         let (group, index, plan) = self.stored_plan(layer)?;
         plan.check_elements("queries", group.backend.elements(queries))?;
         group.backend.attend(plan, &group.stores(index), queries, group.attend_options(output)).await
+    }
+
+    /// The same into a tensor of the caller's, laid out as the queries, whose element type it takes.
+    ///
+    /// # Errors
+    /// Those of [`ModelCache::attend`], and [`Error::Elements`] when the output has another length than the queries.
+    pub async fn attend_into(&self, layer: usize, queries: &B::Tensor, output: &mut B::Tensor) -> Result<()> {
+        let (group, index, plan) = self.stored_plan(layer)?;
+        group.attend_into(index, plan, queries, output).await
     }
 
     /// The same as attention states, to be merged with attention over other tokens: see
@@ -481,17 +490,5 @@ fn queries_of(run: &TokenRun) -> QueryRun {
     match run.tokens() {
         1 => QueryRun::decode(run.sequence()),
         tokens => QueryRun::causal(run.sequence(), tokens),
-    }
-}
-
-fn sum(a: StoreMemory, b: &StoreMemory) -> StoreMemory {
-    StoreMemory {
-        format: a.format,
-        allocated_bytes: a.allocated_bytes + b.allocated_bytes,
-        in_use_bytes: a.in_use_bytes + b.in_use_bytes,
-        pages: a.pages + b.pages,
-        pages_in_use: a.pages_in_use + b.pages_in_use,
-        tokens: a.tokens + b.tokens,
-        elements: a.elements + b.elements,
     }
 }

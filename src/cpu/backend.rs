@@ -248,6 +248,20 @@ impl Attention for Cpu {
         Ok(CpuTensor::from_f32(states.into_outputs(), options.output))
     }
 
+    async fn attend_into(
+        &self,
+        plan: &AttendPlan,
+        stores: &[&CpuStore],
+        queries: &CpuTensor,
+        output: &mut CpuTensor,
+        options: AttendOptions,
+    ) -> Result<()> {
+        plan.check_elements("output", output.elements().len())?;
+        let options = AttendOptions { output: output.elements().element_type(), ..options };
+        *output = self.attend(plan, stores, queries, options).await?;
+        Ok(())
+    }
+
     async fn attend_states(
         &self,
         plan: &AttendPlan,

@@ -100,8 +100,8 @@ impl Cuda {
         })
     }
 
-    /// Memory that the calls of the backend share. Between what is written to it and the launches that read that, no other thread
-    /// may write.
+    /// Memory that the calls of the backend share. Between what is written to it and the launches that read that, no
+    /// other thread may write.
     fn scratch(&self) -> MutexGuard<'_, PackScratch> {
         self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -332,11 +332,23 @@ impl Attention for Cuda {
         queries: &Tensor,
         options: AttendOptions,
     ) -> Result<Tensor> {
-        plan.check_elements("queries", queries.elements())?;
-        let step = StepPlan::new(self, plan)?;
-        let output = Tensor::zeroed(&self.stream, plan.elements(), options.output)?;
-        step.bind(self, stores, StepTensors { queries, output: &output, lse: None })?.launch()?;
+        let mut output = Tensor::zeroed(&self.stream, plan.elements(), options.output)?;
+        self.attend_into(plan, stores, queries, &mut output, options).await?;
         Ok(output)
+    }
+
+    async fn attend_into(
+        &self,
+        plan: &AttendPlan,
+        stores: &[&Store],
+        queries: &Tensor,
+        output: &mut Tensor,
+        _: AttendOptions,
+    ) -> Result<()> {
+        plan.check_elements("queries", queries.elements())?;
+        plan.check_elements("output", output.elements())?;
+        let step = StepPlan::new(self, plan)?;
+        step.bind(self, stores, StepTensors { queries, output, lse: None })?.launch()
     }
 
     async fn attend_states(

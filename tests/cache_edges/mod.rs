@@ -1,12 +1,13 @@
 //! Where lengths meet the ends of tiles, windows and number ranges: a cache that went there must be one that never did.
 #![allow(dead_code, reason = "every test takes what it needs")]
 
+use half::f16;
 use kvpack::backend::{Backend, FlaggedToken};
 use kvpack::cache::{KvCache, ModelRecipe, Recipe};
 use kvpack::cpu::CpuTensor;
 use kvpack::format::KeyOrValue;
-use kvpack::plan::{ElementType, RowLayout};
-use kvpack::{AttentionShape, SegmentFormat, TILE_TOKENS};
+use kvpack::plan::{ElementType, Elements, QueryRun, RowLayout};
+use kvpack::{AttentionShape, Error, SegmentFormat, TILE_TOKENS};
 use pollster::block_on;
 
 /// The shape of all caches here.
@@ -122,6 +123,49 @@ pub fn the_largest_elements_are_taken<B: Backend + Clone>(backend: &B) {
             cache.clear_non_finite().unwrap();
             assert_eq!(block_on(cache.non_finite()).unwrap(), [], "{value}");
         }
+    }
+}
+
+/// A decode step into an output of the caller's stores what `append` does and writes what `attend` yields, in the output's own
+/// element type; with an output of another length, or without keys, the cache is as it was.
+pub fn steps_write_into_outputs<B: Backend + Clone>(backend: &B) {
+    let wave = |elements: usize, rate: f32| -> Vec<f32> { (0..elements).map(|i| (i as f32 * rate).sin()).collect() };
+    let upload = |elements: Elements<'_>| block_on(backend.upload(elements)).unwrap();
+    let f32s = |elements: &[f32]| upload(elements.into());
+    let download = |tensor: &B::Tensor| block_on(backend.download(tensor)).unwrap();
+    let of_output = shape().query_heads() * shape().head_dim();
+    let rows = RowLayout::token_major(1, &shape());
+    for name in ["f16", "int8", "kivi:2"] {
+        let [mut stepped, mut called] = [0, 1].map(|_| Edge::new(backend.clone(), recipe(name)));
+        for cache in [&mut stepped, &mut called] {
+            cache.extend(0, 255).unwrap();
+        }
+        let [keys, values] = [0.9, 0.4].map(|rate| f32s(&wave(shape().head_dim(), rate)));
+        let queries = f32s(&wave(of_output, 0.7));
+        let mut outputs = [f32s(&vec![9.0; of_output]), upload(Elements::F16(&vec![f16::ONE; of_output]))];
+        let (mut short, few) = (f32s(&vec![9.0; of_output - 1]), f32s(&[0.5; 63]));
+        let mut step = |output: &mut B::Tensor, keys: &B::Tensor| {
+            block_on(stepped.cache.append_attend_into(rows, keys, &values, &queries, output))
+                .map(|()| stepped.cache.tokens(0))
+        };
+        for output in &mut outputs {
+            assert!(matches!(step(&mut short, &keys), Err(Error::Elements { what: "output", .. })), "{name}");
+            assert!(matches!(step(output, &few), Err(Error::Elements { what: "keys", .. })), "{name}");
+            let held = step(output, &keys).unwrap();
+            block_on(called.cache.append(rows, &keys, &values)).unwrap();
+            assert_eq!(held, called.cache.tokens(0), "{name}");
+        }
+        assert_eq!(download(&short), vec![9.0; of_output - 1], "{name}");
+        assert_eq!(stepped.pages(), called.pages(), "{name}");
+        // The first output is that of a token less.
+        called.cache.truncate(0, 256).unwrap();
+        let first = block_on(called.cache.attend(&queries, ElementType::F32)).unwrap();
+        assert_eq!(download(&outputs[0]), download(&first), "{name}");
+        let last = block_on(stepped.cache.attend(&queries, ElementType::F16)).unwrap();
+        assert_eq!(download(&outputs[1]), download(&last), "{name}");
+        block_on(stepped.cache.attend_into(&[QueryRun::decode(0)], &queries, &mut outputs[0])).unwrap();
+        let last = block_on(stepped.cache.attend(&queries, ElementType::F32)).unwrap();
+        assert_eq!(download(&outputs[0]), download(&last), "{name}");
     }
 }
 

@@ -385,11 +385,24 @@ impl Attention for Wgpu {
         queries: &Tensor,
         options: AttendOptions,
     ) -> Result<Tensor> {
-        plan.check_elements("queries", queries.elements())?;
-        let step = StepPlan::new(&self.capabilities, plan, queries.element_type(), options)?;
-        let output = Tensor::zeroed(self.device(), plan.elements(), options.output)?;
-        self.run_step(&step, stores, StepTensors { queries, output: &output, lse: None }).await?;
+        let mut output = Tensor::zeroed(self.device(), plan.elements(), options.output)?;
+        self.attend_into(plan, stores, queries, &mut output, options).await?;
         Ok(output)
+    }
+
+    async fn attend_into(
+        &self,
+        plan: &AttendPlan,
+        stores: &[&Store],
+        queries: &Tensor,
+        output: &mut Tensor,
+        options: AttendOptions,
+    ) -> Result<()> {
+        plan.check_elements("queries", queries.elements())?;
+        plan.check_elements("output", output.elements())?;
+        let options = AttendOptions { output: output.element_type(), ..options };
+        let step = StepPlan::new(&self.capabilities, plan, queries.element_type(), options)?;
+        self.run_step(&step, stores, StepTensors { queries, output, lse: None }).await
     }
 
     async fn attend_states(
