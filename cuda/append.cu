@@ -1,12 +1,12 @@
 // append: the tokens of a step into slots of open pages: f16, or codes whose ranges belong to single tokens.
 //
-// One warp owns a token of one KV head, of keys in the first row of blocks and of values in the second: it reads the row,
-// rotates it where it is stored so, makes and stores its ranges, and then the bytes of the tile that belong to it
-// (common/put_row.cuh). Rows are read coalesced. Elements that cannot be stored count as 0, and the token is flagged. Keys lose the
-// centre of their sequence before they are rotated, where the store has centres.
+// One warp owns a token of one KV head, of keys in the first row of blocks and of values in the second: it reads the
+// row, rotates it where it is stored so, makes and stores its ranges, and then the bytes of the tile that belong to it
+// (common/put_row.cuh). Rows are read coalesced. Elements that cannot be stored count as 0, and the token is flagged.
+// Keys lose the centre of their sequence before they are rotated, where the store has centres.
 //
-// Launched with programmatic serialisation, blocks read their entries while the kernel before still runs. What is admitted then
-// has nothing to wait for but the tokens themselves.
+// Launched with programmatic serialisation, blocks read their entries while the kernel before still runs. What is
+// admitted then has nothing to wait for but the tokens themselves.
 //
 // In bounds: warps beyond the entries of the section return; tokens, pages and slots were checked on the host when the
 // table was made for the layout that stores and tensors were bound to, and no slot is named twice.
@@ -56,7 +56,8 @@ extern "C" __global__ void append(const StepCall call) {
     // Both are under way at once.
     const u32 count = entry_count(call);
     const uint4 entry = entry_at(call, min(index / call.kv_heads, call.capacity - 1u));
-    // Those were written before the step was launched. Blocks without work wait too: what comes later waits for this kernel.
+    // Those were written before the step was launched. Blocks without work wait too: what comes later waits
+    // for this kernel.
     await_earlier_kernels();
     admit_later_kernels();
     if (index / call.kv_heads >= count) return;

@@ -2,29 +2,32 @@
 //
 //   score_t = q · k_t log2(e)/√d,   out = Σ_t 2^(score_t) v_t / Σ_t 2^(score_t)
 //
-// A block owns one item (a run of tokens of a span, and a query or some) for one KV head and a chunk of query heads, and its
-// warps take the
-// item's steps of STEP_TOKENS tokens in turn. Warps never wait for each other in the loop: each has its own ring of
-// STAGES stages in shared memory, filled by asynchronous copies (common/ring.cuh), and its own softmax. Keys are
-// multiplied as bytes (m16n8k32) with a query of 16 bits in two bytes, f16 keys as halves with a query of two halves;
-// packed values as bytes with weights of 16 bits in two bytes, f16 values as halves (m16n8k16) with weights in f16.
-// Codes go from memory into the MMA without a conversion; see common/scores.cuh and common/values.cuh, and
-// common/weights.cuh for what lies between them. After the loop the warps are joined in shared memory. The block writes
-// the output where its query has no other items; otherwise states are merged (merge_states.cu).
+// A block owns one item (a run of tokens of a span, and a query or some) for one KV head and a chunk of query heads,
+// and its warps take the item's steps of STEP_TOKENS tokens in turn. Warps never wait for each other in the loop: each
+// has its own ring of STAGES stages in shared memory, filled by asynchronous copies (common/ring.cuh), and its own
+// softmax. Keys are multiplied as bytes (m16n8k32) with a query of 16 bits in two bytes, f16 keys as halves with a
+// query of two halves; packed values as bytes with weights of 16 bits in two bytes, f16 values as halves (m16n8k16)
+// with weights in f16. Codes go from memory into the MMA without a conversion; see common/scores.cuh and
+// common/values.cuh, and common/weights.cuh for what lies between them. After the loop the warps are joined in shared
+// memory. The block writes the output where its query has no other items; otherwise states are merged
+// (merge_states.cu).
 //
-// Calibrated segments are launched twice; the first time only for the extremes of their scores (common/calibration.cuh).
+// Calibrated segments are launched twice; the first time only for the extremes of their scores
+// (common/calibration.cuh).
 //
-// Launched with programmatic serialisation, blocks read their tables while the kernel before still runs. Launches of one step
-// run beside each other: the first waits for what was before the step, and only then admits the next, which so has nothing
-// to wait for. That has a block more, which ends after the launch before it: what follows the step waits for all of it.
+// Launched with programmatic serialisation, blocks read their tables while the kernel before still runs. Launches of
+// one step run beside each other: the first waits for what was before the step, and only then admits the next, which
+// so has nothing to wait for. That has a block more, which ends after the launch before it: what follows the step
+// waits for all of it.
 //
-// Where a layer is stored and attended to in a row, by one launch, that begins beside the kernels that store: they admit it once
-// what was before them is done. A warp then waits for them before it asks for a page that they write (FRESH_PAGE), and every
-// block before it writes.
+// Where a layer is stored and attended to in a row, by one launch, that begins beside the kernels that store: they
+// admit it once what was before them is done. A warp then waits for them before it asks for a page that they write
+// (FRESH_PAGE), and every block before it writes.
 //
 // Memory: K and V of the item once, in runs of at least 2 KiB; queries, ranges and page addresses before them.
 // Cost per 32 tokens and warp: HEAD_DIM/16 integer MMAs each for packed keys and values (twice as many with WIDE, and
-// for keys with levels and the signs of a sketch), one or two instructions for each register of unpacked codes, 4 · LANE_HEADS exponentials.
+// for keys with levels and the signs of a sketch), one or two instructions for each register of unpacked codes, 4 ·
+// LANE_HEADS exponentials.
 //
 // In bounds: items, pages, slots and queries were checked on the host. A step begins inside its item, and loads never
 // leave the tile; tokens beyond the item get the score −∞, and what is stored there is finite.

@@ -2,28 +2,30 @@
 //
 //   score_rt = q_r · k_t log2(e)/√d  for t < seen_r,   out_r = Σ_t 2^(score_rt) v_t / Σ_t 2^(score_rt)
 //
-// A row r is a query and a query head; those of a block are queries of one run with all query heads of one KV head. A block
-// owns one item (a run of tokens of a span, and up to ROWS rows) for one KV head, and a warp owns 16 of the rows. Tiles come
-// through a ring of the block (common/tile_ring.cuh), become halves in shared memory once for all warps
-// (common/tile_halves.cuh), and are multiplied as such: rows of queries with keys, then weights, which are halves where the
-// products left them, with values. What becomes halves: values where ranges lie beside the tile, levels times norms of
-// codebooks, and codes where ranges hold for the span. Scales of a span, and units of levels, are part of the query for keys,
-// and of the output for values. While one unit of a tile is multiplied, the next one is unpacked.
+// A row r is a query and a query head; those of a block are queries of one run with all query heads of one KV head. A
+// block owns one item (a run of tokens of a span, and up to ROWS rows) for one KV head, and a warp owns 16 of the rows.
+// Tiles come through a ring of the block (common/tile_ring.cuh), become halves in shared memory once for all warps
+// (common/tile_halves.cuh), and are multiplied as such: rows of queries with keys, then weights, which are halves where
+// the products left them, with values. What becomes halves: values where ranges lie beside the tile, levels times norms
+// of codebooks, and codes where ranges hold for the span. Scales of a span, and units of levels, are part of the query
+// for keys, and of the output for values. While one unit of a tile is multiplied, the next one is unpacked.
 //
-// With WARPGROUPS (compute capability 9.0) four warps multiply 64 rows with 64 tokens together, and the tensor cores read
-// halves, and queries, from shared memory by themselves (common/warpgroup.cuh). Where a block has 128 rows and room for it,
-// TOKEN_PARTS = 2 warpgroups have the same rows, and each half the tokens of a tile; what they sum is joined in the end.
-// Otherwise each warp multiplies by itself (m16n8k16): it reads every tile, and f16 tiles as they are.
+// With WARPGROUPS (compute capability 9.0) four warps multiply 64 rows with 64 tokens together, and the tensor
+// cores read halves, and queries, from shared memory by themselves (common/warpgroup.cuh). Where a block has 128
+// rows and room for it, TOKEN_PARTS = 2 warpgroups have the same rows, and each half the tokens of a tile; what
+// they sum is joined in the end. Otherwise each warp multiplies by itself (m16n8k16): it reads every tile, and f16
+// tiles as they are.
 //
-// Causal rows see the first `seen` tokens of the item, and each query one more than the one before it. States are merged
-// by a launch of its own (merge_run.cu): with so many rows it would be the whole work of a block that comes last.
+// Causal rows see the first `seen` tokens of the item, and each query one more than the one before it. States
+// are merged by a launch of its own (merge_run.cu): with so many rows it would be the whole work of a block
+// that comes last.
 //
 // Memory: K and V of the item once for ROWS rows. Cost per 64 tokens and warp: HEAD_DIM products of 16 × 8 × 16, 32
 // exponentials, and 2 · HEAD_DIM / 16 loads of 2 KiB from shared memory for 64 rows, or for 16 where warps multiply by
 // themselves; unpacking takes about 4 instructions for two elements, shared by the warps.
 //
-// In bounds: items, pages, slots and queries were checked on the host. Rows beyond those of the item read the last row and
-// write nothing; tokens beyond the item are masked, and what is stored there is finite.
+// In bounds: items, pages, slots and queries were checked on the host. Rows beyond those of the item read the last row
+// and write nothing; tokens beyond the item are masked, and what is stored there is finite.
 
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
@@ -182,8 +184,8 @@ __device__ __forceinline__ void multiply_values(RunSums& sums, const u32 (&weigh
 }
 #endif
 
-// RUN_TOKENS tokens of a unit of halves: keys at `keys`, values at `values`. Where some rows see fewer, `limits` are what
-// they see of the item, and `before` are its tokens before these.
+// RUN_TOKENS tokens of a unit of halves: keys at `keys`, values at `values`. Where some rows see fewer, `limits` are
+// what they see of the item, and `before` are its tokens before these.
 template <bool MASKED>
 __device__ __forceinline__ void attend_pass(RunSums& sums, const RunQueries& queries, const RowConstants* constants,
                                             const int* limits, int before, u32 keys, u32 values, int lane) {
@@ -232,7 +234,8 @@ __device__ __forceinline__ void attend_pass(RunSums& sums, const RunQueries& que
     multiply_values(sums, weights, values, lane);
 }
 
-// What the rows of a warp have summed in the end, in shared memory: products [row][OUTPUT_ROW], and their weight and reference.
+// What the rows of a warp have summed in the end, in shared memory: products [row][OUTPUT_ROW], and their
+// weight and reference.
 struct BlockSums {
     float* rows;
     float2* totals;

@@ -1,10 +1,10 @@
-// centre_keys: keys of a dense tensor less the centre of their sequence, rotated where they are stored so, as dense f32 rows
-// [token][kv_head][channel].
+// centre_keys: keys of a dense tensor less the centre of their sequence, rotated where they are stored so, as dense f32
+// rows [token][kv_head][channel].
 //
 // One warp owns a row; neighbours neighbouring channels, so that rows are read and written coalesced.
 //
-// In bounds: warps beyond the last token return; rows and slot were checked on the host, and the output was made for the tokens of
-// the call.
+// In bounds: warps beyond the last token return; rows and slot were checked on the host, and the output was made for
+// the tokens of the call.
 
 #pragma once
 

@@ -1,6 +1,6 @@
-// code_rows: rotated rows as fields, in place, with the norms beside their tiles, where fields and norms depend on whole rows:
-// codes and signs of sketched keys, and codes with norms divided by that of their levels. And what signs stand for, turned
-// into the basis of the levels, in place.
+// code_rows: rotated rows as fields, in place, with the norms beside their tiles, where fields and norms depend on
+// whole rows: codes and signs of sketched keys, and codes with norms divided by that of their levels. And what signs
+// stand for, turned into the basis of the levels, in place.
 //
 //   r = x − norm · level,  sign of R r,  x = norm · level + Rᵀ (|r| · ± level of a sketch);  norm / |level|
 //

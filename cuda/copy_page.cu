@@ -4,8 +4,8 @@
 //
 // Launched with programmatic serialisation, blocks begin while the kernel before still runs, and wait for it.
 //
-// In bounds: indices stay below the entries of the section · the 16 bytes of a page; pages were checked on the host when the
-// table was made for the layout that the store was bound to.
+// In bounds: indices stay below the entries of the section · the 16 bytes of a page; pages were checked on the host
+// when the table was made for the layout that the store was bound to.
 
 #pragma once
 

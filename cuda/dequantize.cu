@@ -2,8 +2,9 @@
 //
 //   value = min + scale · code, product and sum rounded one after the other
 //
-// One thread owns one unit of a tile (a word, or three at 3 bits). Writes every element once, in runs as the tile's order
-// leaves them. Of sketched keys the signs are written first; the levels are added once those are back in their basis.
+// One thread owns one unit of a tile (a word, or three at 3 bits). Writes every element once, in runs as the
+// tile's order leaves them. Of sketched keys the signs are written first; the levels are added once those are back
+// in their basis.
 //
 // In bounds: threads beyond the last page return; pages and slot were checked on the host, and the rows were made for
 // the tokens of the call.

@@ -1,5 +1,5 @@
-// hadamard: rows of a dense tensor, rotated, as dense f32 rows [token][kv_head][channel]; and dense f32 rows, rotated back
-// where they are.
+// hadamard: rows of a dense tensor, rotated, as dense f32 rows [token][kv_head][channel]; and dense f32 rows, rotated
+// back where they are.
 //
 //   y = H (s ⊙ x) / √ORDER,  x = s ⊙ (H y) / √ORDER
 //

@@ -1,16 +1,18 @@
-// key_mean: the mean of some keys, as the centre of a sequence: of the tokens of a call, or of sequences that begin with a step.
+// key_mean: the mean of some keys, as the centre of a sequence: of the tokens of a call, or of sequences that
+// begin with a step.
 //
 //   m = (k_1 + … + k_n) · 1 / n
 //
-// One thread owns one channel of a KV head and adds its elements in token order; neighbours own neighbouring channels, so that
-// rows are read coalesced. Elements that are not finite, or beyond the largest, count as 0. 1 / n comes from the host.
+// One thread owns one channel of a KV head and adds its elements in token order; neighbours own neighbouring
+// channels, so that rows are read coalesced. Elements that are not finite, or beyond the largest, count as 0. 1 / n
+// comes from the host.
 //
-// In a step threads take the channels of its means in turns. Launched with programmatic serialisation, blocks begin while the kernel
-// before still runs, and wait for it.
+// In a step threads take the channels of its means in turns. Launched with programmatic serialisation, blocks begin
+// while the kernel before still runs, and wait for it.
 //
-// In bounds: threads beyond the channels of the KV heads return, and indices stay below the entries of the section · those
-// channels; rows and slots were checked on the host, those of a step when its table was made for the layout that the store was
-// bound to.
+// In bounds: threads beyond the channels of the KV heads return, and indices stay below the entries of the section ·
+// those channels; rows and slots were checked on the host, those of a step when its table was made for the layout that
+// the store was bound to.
 
 #pragma once
 

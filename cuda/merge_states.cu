@@ -3,9 +3,9 @@
 //   out = Σ_i 2^(lse_i − M) out_i / Σ_i 2^(lse_i − M),  M = max_i lse_i
 //
 // Blocks of a cluster merge first: each sends the others the parts of its outputs that they merge, through their shared
-// memory. Of what then remains, the last block of a query, KV head and chunk to arrive merges; the counter is back at zero afterwards, so that the
-// next step, or the next replay of a graph, finds it so. A thread owns every (threads)-th output. States are read past
-// the L1 cache, which may hold older ones.
+// memory. Of what then remains, the last block of a query, KV head and chunk to arrive merges; the counter is back at
+// zero afterwards, so that the next step, or the next replay of a graph, finds it so. A thread owns every (threads)-th
+// output. States are read past the L1 cache, which may hold older ones.
 //
 // In bounds: rows first_state .. first_state + states belong to the query and were sized by the plan.
 

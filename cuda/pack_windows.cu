@@ -6,12 +6,12 @@
 // second, and takes tiles in turns. Where ranges span tokens its warps first find those of the whole tile, which the
 // blocks of a tile all do: they store the same. Then a warp packs one row after the other (common/put_row.cuh).
 //
-// Launched with programmatic serialisation, blocks begin while the kernel before still runs, and wait for it. Windows that were full
-// before the step have nothing to do with its tokens, and are packed beside `append`, which admits this kernel once what was
-// before the step is done; blocks without work end after it, so that what follows waits for both.
+// Launched with programmatic serialisation, blocks begin while the kernel before still runs, and wait for it. Windows
+// that were full before the step have nothing to do with its tokens, and are packed beside `append`, which admits this
+// kernel once what was before the step is done; blocks without work end after it, so that what follows waits for both.
 //
-// In bounds: items stay below the entries of the section · KV heads · parts; pages and slots were checked on the host when
-// the table was made for the layout that the stores were bound to.
+// In bounds: items stay below the entries of the section · KV heads · parts; pages and slots were checked on the host
+// when the table was made for the layout that the stores were bound to.
 
 #pragma once
 

@@ -2,11 +2,11 @@
 //
 //   address = the layer's shard + page · bytes of a page, with a mark where the step stores something in the page
 //
-// Layers have the same pages in stores of their own, so a step's pages are written once, as words, and every layer's addresses
-// are found here. A thread owns one page of one layer: blocks of a row take the pages, rows the layers.
+// Layers have the same pages in stores of their own, so a step's pages are written once, as words, and every layer's
+// addresses are found here. A thread owns one page of one layer: blocks of a row take the pages, rows the layers.
 //
-// In bounds: there are `capacity` words, and as many addresses for every layer; shards of a word were checked on the host. Words
-// beyond the step's pages are zeros or those of an earlier step, and nobody reads their addresses.
+// In bounds: there are `capacity` words, and as many addresses for every layer; shards of a word were checked on the
+// host. Words beyond the step's pages are zeros or those of an earlier step, and nobody reads their addresses.
 
 #pragma once
 

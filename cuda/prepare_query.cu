@@ -7,15 +7,16 @@
 //   f16 keys:                          q' = q · log2(e)/√d,            score = δ Σ (high + low) · key
 //   packed keys, ranges of groups:     q' = q · log2(e)/√d,            see common/scores_grouped.cuh
 //
-// with q' ≈ δ · q16, q16 = 256 · high + low an integer of 16 bits in two signed bytes; for f16 keys and ranges of groups
-// high and low are two halves whose sum is q' / δ. What rounding takes from the query, Σ q' − δ q16, is added times the middle code: what
-// all codes have in common then carries no error, and a range far from zero costs no accuracy. Where keys are stored
-// rotated, q is rotated first.
+// with q' ≈ δ · q16, q16 = 256 · high + low an integer of 16 bits in two signed bytes; for f16 keys and ranges of
+// groups high and low are two halves whose sum is q' / δ. What rounding takes from the query, Σ q' − δ q16, is added
+// times the middle code: what all codes have in common then carries no error, and a range far from zero costs no
+// accuracy. Where keys are stored rotated, q is rotated first.
 //
 // One warp owns a head, a lane every 32nd channel. Queries and ranges are loaded first,
 // so that they do not queue behind the prefetch of keys and values, and used after it.
 //
-// In bounds: heads beyond the group and channels beyond the head are not read, they are zero; HEAD_DIM is a multiple of 32.
+// In bounds: heads beyond the group and channels beyond the head are not read, they are zero; HEAD_DIM is a
+// multiple of 32.
 
 #pragma once
 
@@ -62,9 +63,9 @@ constexpr bool SIGNS_ALONE = KEY_SKETCHED && KEY_BITS == 1;
 // Queries of a head: one, or one for levels and one for the signs above them.
 constexpr int KEY_QUERIES = KEY_SKETCHED && !SIGNS_ALONE ? 2 : 1;
 
-// What the bytes of codes, or of signs, stand for: UNIT · (code − what is in the middle), times LEVEL where there are norms.
-// The byte of a level lacks ½, and −1 and 0 are in the middle; signs of a sketch lie at the top of their bytes, and a code of
-// one bit below, which is flipped.
+// What the bytes of codes, or of signs, stand for: UNIT · (code − what is in the middle), times LEVEL where there are
+// norms. The byte of a level lacks ½, and −1 and 0 are in the middle; signs of a sketch lie at the top of their bytes,
+// and a code of one bit below, which is flipped.
 constexpr bool ONE_BIT_BELOW_SIGNS = KEY_SKETCHED && KEY_LEVEL_BITS == 1;
 template <bool SIGNS>
 constexpr float KEY_UNIT = KEYS_AT_TOP ? (float)(1 << (8 - KEY_BITS)) : ONE_BIT_BELOW_SIGNS ? 64.0f : 1.0f;
@@ -145,8 +146,8 @@ __device__ __forceinline__ QueryLoads load_query(const AttendCall& call, const I
 // True if levels are looked up in the words as they are.
 constexpr bool KEY_LEVEL_WORDS = KEY_LEVELS && (KEY_BITS != 3 || KEY_SKETCHED);
 
-// True if the planes of a load are blocks of channels of the same tokens: then bytes of levels need not be sorted by plane,
-// and the query is in their order instead.
+// True if the planes of a load are blocks of channels of the same tokens: then bytes of levels need not be sorted by
+// plane, and the query is in their order instead.
 template <bool SIGNS>
 constexpr bool QUERY_MIXES_PLANES = !SIGNS && KEY_LEVEL_WORDS && KEY_BLOCKS % KEY_PLANES == 0;
 
@@ -154,13 +155,13 @@ constexpr bool QUERY_MIXES_PLANES = !SIGNS && KEY_LEVEL_WORDS && KEY_BLOCKS % KE
 template <bool SIGNS>
 __device__ __forceinline__ int query_place(int channel) {
     if (KEY_GROUPED) {
-        // Where codes become pairs of halves, channel 4 c + e of a block is element 2 c + (e >> 1) of an MMA, in the upper
-        // half for odd e (common/scores_grouped.cuh).
+        // Where codes become pairs of halves, channel 4 c + e of a block is element 2 c + (e >> 1) of an MMA, in the
+        // upper half for odd e (common/scores_grouped.cuh).
         return (channel & ~15) + 8 * (channel & 1) + (channel >> 1 & 6) + (channel >> 1 & 1);
     }
     if (QUERY_MIXES_PLANES<SIGNS>) {
-        // Byte by byte as in `level_bytes`: block `pair + PLANES / 2 · (e >> 1)` of the load, channels 4 c + e of planes
-        // `pair` and `pair + PLANES / 2` in turn.
+        // Byte by byte as in `level_bytes`: block `pair + PLANES / 2 · (e >> 1)` of the load, channels 4 c + e of
+        // planes `pair` and `pair + PLANES / 2` in turn.
         constexpr int pairs = KEY_PLANES > 1 ? KEY_PLANES / 2 : 1;
         const int plane = channel / 32 % KEY_PLANES;
         const int block = channel / 32 - plane + plane % pairs + pairs * (channel >> 1 & 1);

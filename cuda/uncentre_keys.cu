@@ -2,8 +2,8 @@
 //
 // One thread owns one element; neighbours own neighbouring channels.
 //
-// In bounds: threads beyond the last element return; the rows were made for the tokens of the call, and the slot was checked on the
-// host.
+// In bounds: threads beyond the last element return; the rows were made for the tokens of the call, and the slot was
+// checked on the host.
 
 #pragma once
 

@@ -4,8 +4,8 @@
 //
 // A warp owns a query of a query head: its lanes share the channels. A log-sum-exp of −∞, of no tokens, stays.
 //
-// In bounds: warps past the last log-sum-exp return; queries, slots and log-sum-exps were checked to be of as many rows, and slots to
-// be below those of the centres.
+// In bounds: warps past the last log-sum-exp return; queries, slots and log-sum-exps were checked to be of as many
+// rows, and slots to be below those of the centres.
 
 #include "common/ptx.cuh"
 #include "common/elements.cuh"

@@ -1,9 +1,10 @@
-//! How an inference engine uses kvpack on CUDA: its own stream, one graph for all layers, replayed while sequences grow.
+//! How an inference engine uses kvpack on CUDA: its own stream, one graph for all layers, replayed while
+//! sequences grow.
 //!
 //!     cargo run --release --features cuda --example engine_graph
 //!
-//! `engine_integration` is the same through wgpu. Here four sequences decode at 4 bits; the outputs are compared with those of
-//! the cache's own calls.
+//! `engine_integration` is the same through wgpu. Here four sequences decode at 4 bits; the outputs are compared with
+//! those of the cache's own calls.
 
 use std::error::Error;
 

@@ -2,9 +2,9 @@
 //!
 //!     cargo run --release --example engine_integration
 //!
-//! A step is one pass and one submission for all layers, without a wait. The same steps run on the CPU, and the example fails
-//! where outputs disagree. `WGPU_ADAPTER_NAME` picks the adapter. `engine_graph` is the same on CUDA; docs/engines.md tells
-//! what a step costs, and how to size the cache.
+//! A step is one pass and one submission for all layers, without a wait. The same steps run on the CPU, and the example
+//! fails where outputs disagree. `WGPU_ADAPTER_NAME` picks the adapter. `engine_graph` is the same on CUDA;
+//! docs/engines.md tells what a step costs, and how to size the cache.
 
 use std::error::Error;
 
@@ -37,8 +37,8 @@ async fn run() -> Result<(), Box<dyn Error>> {
     let (device, queue) = adapter.request_device(&descriptor).await?;
     let backend = Wgpu::new(device.clone(), queue.clone())?;
 
-    // A cache for all layers, with a budget that it never leaves: pages of 128 tokens, in f16, of prompts at 2 bits, and of full
-    // windows at 2 bits.
+    // A cache for all layers, with a budget that it never leaves: pages of 128 tokens, in f16, of prompts at 2 bits,
+    // and of full windows at 2 bits.
     let shape = AttentionShape::new(8, 2, 64)?;
     let recipe = Recipe::calibquant(Bits::Two).with_window(0);
     let budget = [(5, 5), (10, 1), (4, 1)].map(|(pages, spans)| StoreRoom { pages, spans });
@@ -98,7 +98,8 @@ fn projections(queue: &wgpu::Queue, tensors: &LayerTensors, token: usize, layer:
     }
 }
 
-/// The prompt of every layer, its image at 2 bits. Prefill is done by the calls of the cache, which submit for themselves.
+/// The prompt of every layer, its image at 2 bits. Prefill is done by the calls of the cache, which submit
+/// for themselves.
 async fn prefill<B: Backend>(cache: &mut ModelCache<B>) -> kvpack::Result<()> {
     let prompt = [
         PromptSpan::f16(TokenRange::new(0, 12)?),

@@ -7,8 +7,8 @@
 //! A *segment* is a run of tokens in one [`SegmentFormat`]: f16, or codes of 1 to 8 bits with their ranges. A kernel
 //! that attends a segment, or a part of one, yields an *attention state*: the log-sum-exp of its scores and the
 //! softmax-weighted sum of its values. States merge exactly and in any order. So text in f16 beside an image at 1 bit,
-//! packed history with a recent f16 window, sequences of different lengths, and work cut into pieces for a GPU are all the
-//! same thing: more segments, one merge. A method from a paper is a [`Recipe`]: a format, and what goes where.
+//! packed history with a recent f16 window, sequences of different lengths, and work cut into pieces for a GPU are all
+//! the same thing: more segments, one merge. A method from a paper is a [`Recipe`]: a format, and what goes where.
 //!
 //! # A first cache
 //!
@@ -37,9 +37,9 @@
 //! # }).unwrap();
 //! ```
 //!
-//! With `kvpack::wgpu::Wgpu` in the place of [`Cpu`](cpu::Cpu) and tensors on the device, the same calls run on a GPU. An
-//! engine holds all layers in a [`ModelCache`](cache::ModelCache) and encodes its steps itself, with `wgpu::ModelStep` or
-//! `cuda::ModelStep`: see the examples `engine_integration` and `engine_graph`.
+//! With `kvpack::wgpu::Wgpu` in the place of [`Cpu`](cpu::Cpu) and tensors on the device, the same calls run on a GPU.
+//! An engine holds all layers in a [`ModelCache`](cache::ModelCache) and encodes its steps itself, with
+//! `wgpu::ModelStep` or `cuda::ModelStep`: see the examples `engine_integration` and `engine_graph`.
 //!
 //! # Layers
 //!
@@ -71,10 +71,10 @@
 //!
 //! # Storage layout
 //!
-//! Codes lie in tiles of [`TILE_TOKENS`] tokens of one KV head, and a tile is the page of a paged cache. [`format::tile`]
-//! is the contract, to the bit; [`format::LAYOUT_VERSION`] changes when it does. The order of codes inside a tile is a
-//! [`format::TileOrder`], CUDA's being another than that of the CPU and WGSL. What a backend stores decodes to what the CPU
-//! stores bit for bit, and attention is checked against an f64 attention over the stored data.
+//! Codes lie in tiles of [`TILE_TOKENS`] tokens of one KV head, and a tile is the page of a paged cache.
+//! [`format::tile`] is the contract, to the bit; [`format::LAYOUT_VERSION`] changes when it does. The order of codes
+//! inside a tile is a [`format::TileOrder`], CUDA's being another than that of the CPU and WGSL. What a backend stores
+//! decodes to what the CPU stores bit for bit, and attention is checked against an f64 attention over the stored data.
 //!
 //! # Features
 //!
@@ -87,14 +87,14 @@
 //!
 //! # Errors
 //!
-//! Everything returns the one [`Error`]. Shapes, lengths, limits and elements that are NaN or infinite are reported before
-//! anything changes; a call that fails leaves the tokens of a cache as they were. Messages say what was given, what would
-//! be allowed and what to do.
+//! Everything returns the one [`Error`]. Shapes, lengths, limits and elements that are NaN or infinite are reported
+//! before anything changes; a call that fails leaves the tokens of a cache as they were. Messages say what was given,
+//! what would be allowed and what to do.
 //!
 //! Keys and values are checked element by element: they must be finite and no larger than
-//! [what their format holds](format::TensorFormat::largest_element), ±65504 in f16, ±32752 in codes, less in rotated rows. Queries are not, since that would cost a wait in every step: NaN
-//! propagates. The outputs of a query head that holds a NaN or an infinity are NaN, on every backend; those of other heads are
-//! not touched by it.
+//! [what their format holds](format::TensorFormat::largest_element), ±65504 in f16, ±32752 in codes, less in rotated
+//! rows. Queries are not, since that would cost a wait in every step: NaN propagates. The outputs of a query head that
+//! holds a NaN or an infinity are NaN, on every backend; those of other heads are not touched by it.
 
 pub mod backend;
 pub mod cache;

@@ -92,8 +92,8 @@ fn packed_windows_join() {
     }
 }
 
-/// Every format takes the largest elements that it says, in any place, and gives back finite ones that are near, in f16 too;
-/// more are refused.
+/// Every format takes the largest elements that it says, in any place, and gives back finite ones that are near, in f16
+/// too; more are refused.
 #[test]
 fn every_format_holds_what_it_takes() {
     for recipe in kvpack::cache::ModelRecipe::all() {
@@ -101,7 +101,8 @@ fn every_format_holds_what_it_takes() {
         let largest = |which| of_layer.packed().format.tensor(which).largest_element(64);
         let rows = |key: f32, value: f32| {
             let layout = kvpack::plan::RowLayout::token_major(300, &shape());
-            // A row all of one sign, one of both, and one with a single element: the longest norms and the widest spreads.
+            // A row all of one sign, one of both, and one with a single element: the longest norms and the
+            // widest spreads.
             let element = |i: usize, most: f32| match i / 64 % 3 {
                 0 => most,
                 1 => [most, -most][i % 2],

@@ -257,7 +257,8 @@ fn wrong_caches_are_refused() {
     assert!(error.to_string().contains("sequence 0 has no tokens"), "{error}");
 }
 
-/// A fork shares every page; the first to append copies the open one, and a failure on the way leaves both as they were.
+/// A fork shares every page; the first to append copies the open one, and a failure on the way leaves
+/// both as they were.
 #[test]
 fn a_failed_append_to_a_shared_page_changes_nothing() {
     let failing = Failing::default();

@@ -1,5 +1,5 @@
-//! The cache on the CUDA backend against the naive model: `cargo test --features cuda --test cuda_cache -- --ignored` on a
-//! machine with an NVIDIA GPU.
+//! The cache on the CUDA backend against the naive model: `cargo test --features cuda --test cuda_cache -- --ignored`
+//! on a machine with an NVIDIA GPU.
 #![cfg(feature = "cuda")]
 
 mod cache_model;

@@ -1,5 +1,5 @@
-//! What the CUDA backend stores and computes, on a device. `kvpack check --backend cuda` runs the conformance cases there;
-//! these are what no case covers.
+//! What the CUDA backend stores and computes, on a device. `kvpack check --backend cuda` runs the conformance cases
+//! there; these are what no case covers.
 
 mod cache_edges;
 mod non_finite_queries;
@@ -79,7 +79,8 @@ fn tiles_are_those_of_the_cpu_in_fragment_order() {
         let tokens = 128 + 77;
         let keys = CpuTensor::F32(rows(tokens * 2 * head_dim, 0.37));
         let values = CpuTensor::F32(rows(tokens * 2 * head_dim, 0.73));
-        // The fields of the second page that no token has are zero bits in both orders, which a flip makes different codes.
+        // The fields of the second page that no token has are zero bits in both orders, which a flip makes
+        // different codes.
         let pages = [1, 0].map(|index| Page { shard: 0, index });
         let full_page = pages[0];
         let rows = RowLayout::token_major(tokens, &shape);
@@ -166,8 +167,8 @@ fn a_growing_cache_attends_as_on_the_cpu() {
     assert!(nmse(&output, &expected) < 1e-6, "{}", nmse(&output, &expected));
 }
 
-/// A graph that captured a step with calibrated scores, which clears their extremes and launches twice, yields at every replay
-/// the bits of the step launched directly.
+/// A graph that captured a step with calibrated scores, which clears their extremes and launches twice, yields at every
+/// replay the bits of the step launched directly.
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn a_captured_step_with_calibrated_scores_is_the_direct_one() {
@@ -243,7 +244,8 @@ fn memory_of_an_engine_is_used_in_place() {
     let parts = [&[bf16::ZERO][..], &keys, &values, &queries, &[bf16::ZERO; 512]].concat();
     let slice = stream.clone_htod(&parts.iter().map(|x| x.to_bits()).collect::<Vec<u16>>()).unwrap();
     let (address, elements) = (slice.device_ptr(stream).0, slice.len());
-    // SAFETY: the slice holds these elements, lives as long as the tensor, and is given back in the order of the stream.
+    // SAFETY: the slice holds these elements, lives as long as the tensor, and is given back in the
+    // order of the stream.
     let whole = unsafe { Tensor::from_address(Arc::new(slice), address, elements, ElementType::Bf16) }.unwrap();
     let part = |first, elements| whole.slice(first, elements).unwrap();
     let mut cache = KvCache::new(backend.clone(), shape, 1, Recipe::f16()).unwrap();
@@ -279,7 +281,8 @@ fn stores_and_tensors_of_other_streams_are_refused() {
     refused(step.bind(&other, &cache.stores(), StepTensors { queries: &foreign, output: &foreign, lse: None }).err());
 }
 
-/// Queries of a fused projection, and outputs among others: the bits of dense rows, and nothing between the rows is touched.
+/// Queries of a fused projection, and outputs among others: the bits of dense rows, and nothing between the
+/// rows is touched.
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn rows_may_be_parts_of_longer_ones() {
@@ -370,8 +373,8 @@ fn steps_store_what_the_twin_stores() {
     });
 }
 
-/// One graph that captured the launches of a step stores the tokens, copies and windows of step after step: only the table, and
-/// the engine's tensors, change between its replays.
+/// One graph that captured the launches of a step stores the tokens, copies and windows of step after step: only the
+/// table, and the engine's tensors, change between its replays.
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn a_captured_step_is_replayed_while_its_table_changes() {

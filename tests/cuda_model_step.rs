@@ -40,8 +40,8 @@ fn write(backend: &Cuda, of: &LayerTensors, inputs: &[Vec<f32>; 3]) {
     }
 }
 
-/// A graph of so many layers of a step, and the memory of its launches. Attention begins beside what is stored in every other
-/// layer, the last among them.
+/// A graph of so many layers of a step, and the memory of its launches. Attention begins beside what is stored in every
+/// other layer, the last among them.
 fn capture(backend: &Cuda, step: &WrittenStep<'_>, layers: usize) -> (CudaGraph, LaunchMemory) {
     let stream = backend.stream();
     stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
@@ -57,8 +57,8 @@ fn capture(backend: &Cuda, step: &WrittenStep<'_>, layers: usize) -> (CudaGraph,
     (graph, step.memory())
 }
 
-/// Every layer attends as on the CPU, a graph is captured only where something was bound anew, and that is seldom while the
-/// batch stays the same.
+/// Every layer attends as on the CPU, a graph is captured only where something was bound anew, and that is seldom while
+/// the batch stays the same.
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn one_graph_is_replayed_while_sequences_grow() {
@@ -100,8 +100,8 @@ fn one_graph_is_replayed_while_sequences_grow() {
     }
 }
 
-/// The centres of sequences that begin are made within the step, and all is stored as by the calls that submit, bit for bit: steps
-/// that make centres have a graph of their own.
+/// The centres of sequences that begin are made within the step, and all is stored as by the calls that submit, bit for
+/// bit: steps that make centres have a graph of their own.
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn centred_sequences_begin_within_a_step() {
@@ -202,7 +202,8 @@ fn classes_are_kept_side_by_side() {
     assert!(graphs.len() <= 12, "{} graphs for {} steps", graphs.len(), model_steps::ALTERNATING);
 }
 
-/// Layers that were parted share a layout, and one engine's tensors serve their steps in turn: each is bound to its own stores.
+/// Layers that were parted share a layout, and one engine's tensors serve their steps in turn: each is bound to
+/// its own stores.
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn parted_layers_are_bound_to_their_own_stores() {

@@ -1,5 +1,5 @@
-//! Runs of queries on the CUDA backend: `cargo test --features cuda --test cuda_query_runs -- --ignored` on a machine with an
-//! NVIDIA GPU.
+//! Runs of queries on the CUDA backend: `cargo test --features cuda --test cuda_query_runs -- --ignored` on a machine
+//! with an NVIDIA GPU.
 #![cfg(feature = "cuda")]
 
 mod query_runs;

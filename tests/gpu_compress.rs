@@ -1,4 +1,5 @@
-//! Prompts that are measured, evicted, merged and packed through wgpu, against the CPU. `gpu_device` says on which adapter.
+//! Prompts that are measured, evicted, merged and packed through wgpu, against the CPU. `gpu_device` says
+//! on which adapter.
 #![cfg(feature = "wgpu")]
 
 mod compressed;

@@ -1,9 +1,9 @@
 //! The conformance registry through wgpu: one test for each check and path. `gpu_device` says on which adapter.
 //!
-//! The quick checks run on every path that the adapter has, the f16 path only where it has f16, since it is the floor with
-//! larger limits elsewhere; those whose kernels are the same on all paths run on the first. `KVPACK_PATH` (floor, f16,
-//! subgroups, matrices) leaves one path, and `KVPACK_ALL_CASES=1` runs the whole registry. Without the adapter there is one
-//! test, and it fails.
+//! The quick checks run on every path that the adapter has, the f16 path only where it has f16, since it is the floor
+//! with larger limits elsewhere; those whose kernels are the same on all paths run on the first. `KVPACK_PATH` (floor,
+//! f16, subgroups, matrices) leaves one path, and `KVPACK_ALL_CASES=1` runs the whole registry. Without the adapter
+//! there is one test, and it fails.
 
 mod gpu_device;
 

@@ -1,4 +1,5 @@
-//! Steps of a whole model that an engine encodes itself, against the same steps on the CPU. `gpu_device` says on which adapter.
+//! Steps of a whole model that an engine encodes itself, against the same steps on the CPU. `gpu_device` says
+//! on which adapter.
 #![cfg(feature = "wgpu")]
 
 mod compressed;
@@ -128,7 +129,8 @@ fn steps_are_bound_once_and_only_encoded() {
     }
 }
 
-/// The centres of sequences that begin are made within the step, and all is stored as by the calls that submit, bit for bit.
+/// The centres of sequences that begin are made within the step, and all is stored as by the calls that
+/// submit, bit for bit.
 #[test]
 fn centred_sequences_begin_within_a_step() {
     for recipe in CENTRED {
@@ -170,7 +172,8 @@ fn classes_are_kept_side_by_side() {
     assert!(anew <= 3, "bound anew in {anew} of {} steps", model_steps::ALTERNATING);
 }
 
-/// Layers that were parted share a layout, and one engine's tensors serve their steps in turn: each is bound to its own stores.
+/// Layers that were parted share a layout, and one engine's tensors serve their steps in turn: each is bound to
+/// its own stores.
 #[test]
 fn parted_layers_are_bound_to_their_own_stores() {
     let backend = gpu_device::fresh();
@@ -251,8 +254,8 @@ fn newest_submission(backend: &Wgpu) -> u64 {
     told.chars().filter(char::is_ascii_digit).collect::<String>().parse().unwrap()
 }
 
-/// Prompts in chunks, decoding, windows that are packed, stores that grow and outputs of both types: whatever a model is served
-/// with, the kernels are there. Nothing runs on the device, which would not change what is compiled.
+/// Prompts in chunks, decoding, windows that are packed, stores that grow and outputs of both types: whatever a model
+/// is served with, the kernels are there. Nothing runs on the device, which would not change what is compiled.
 #[test]
 fn no_kernel_is_compiled_while_serving() {
     const ROWS: usize = 640;

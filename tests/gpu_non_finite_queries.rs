@@ -4,7 +4,8 @@
 mod gpu_device;
 mod non_finite_queries;
 
-/// Floats, integers with ranges per token, channel and group, a query of 8 bits, calibrated scores, levels and sketches.
+/// Floats, integers with ranges per token, channel and group, a query of 8 bits, calibrated scores,
+/// levels and sketches.
 const RECIPES: [&str; 6] = ["f16", "int8", "kivi:2", "calibrated", "8-bit query", "turboquant-prod:3"];
 
 #[test]

@@ -1,8 +1,8 @@
 //! Kernels stay in bounds, whatever the memory that a caller can reach holds: `docs/in-bounds.md`.
 //!
-//! Software drivers skip accesses that are out of bounds, so that nothing would show beside a buffer. Kernels that count such
-//! indices show them ([`Kernels::counting`]). The count takes a storage buffer of its own beside those of all kernels, which
-//! SwiftShader has no room for: `scripts/test.sh` runs these tests on its first driver alone.
+//! Software drivers skip accesses that are out of bounds, so that nothing would show beside a buffer. Kernels that
+//! count such indices show them ([`Kernels::counting`]). The count takes a storage buffer of its own beside those of
+//! all kernels, which SwiftShader has no room for: `scripts/test.sh` runs these tests on its first driver alone.
 #![cfg(feature = "wgpu")]
 
 mod gpu_device;

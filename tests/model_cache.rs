@@ -1,4 +1,5 @@
-//! The cache of a model against one cache per layer: whatever is done to it, its layers hold what they would hold alone.
+//! The cache of a model against one cache per layer: whatever is done to it, its layers hold what they
+//! would hold alone.
 
 mod random_rows;
 
@@ -67,8 +68,8 @@ fn operations() -> impl Strategy<Value = Vec<Operation>> {
     prop::collection::vec(operation, 1..12)
 }
 
-/// What is stored is the same to the bit, and outputs but for the order of their sums: room that is made for a whole step may lie
-/// in other shards than room that is made run by run, and spans are cut where the shard changes.
+/// What is stored is the same to the bit, and outputs but for the order of their sums: room that is made for a whole
+/// step may lie in other shards than room that is made run by run, and spans are cut where the shard changes.
 fn assert_close(outputs: &[f32], expected: &[f32], layer: usize) {
     assert_eq!(outputs.len(), expected.len(), "layer {layer}");
     let far = outputs.iter().zip(expected).position(|(output, expected)| {
@@ -422,8 +423,8 @@ fn held<B: Backend<Tensor = CpuTensor>>(cache: &ModelCache<B>, sequence: usize) 
     (0..cache.layers()).map(of_layer).collect()
 }
 
-/// A sequence gives all its memory back while it waits on the host, and comes back bit for bit, to another place too. Where it
-/// finds no room, nothing changes.
+/// A sequence gives all its memory back while it waits on the host, and comes back bit for bit, to another place too.
+/// Where it finds no room, nothing changes.
 #[test]
 fn a_sequence_waits_on_the_host() {
     let cpu = Cpu::new().with_memory_limit(1 << 22);

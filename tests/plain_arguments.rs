@@ -1,4 +1,5 @@
-//! Arguments that no program means, through the public calls: each is an error, and none panics, aborts or takes memory.
+//! Arguments that no program means, through the public calls: each is an error, and none panics, aborts
+//! or takes memory.
 
 use kvpack::backend::{Packing, Storage};
 use kvpack::cache::{KvCache, MOST_SEQUENCES, Recipe};

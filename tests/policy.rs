@@ -264,8 +264,8 @@ fn remainders_of_budgets() {
     assert_eq!(tokens(&[0.495, 0.506, 0.999], 100, 0.31, 0.05), [46, 42, 5]);
 }
 
-/// A prompt between the capacity and twice the past keeps the capacity everywhere; where the lowest layer cannot take its
-/// share, the highest gets it.
+/// A prompt between the capacity and twice the past keeps the capacity everywhere; where the lowest layer cannot take
+/// its share, the highest gets it.
 #[test]
 fn pyramids_of_short_prompts() {
     let shape = PyramidShape { capacity: 100, recent: 20, beta: 20 };

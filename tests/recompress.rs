@@ -36,8 +36,8 @@ fn what_grows_is_chosen_from_again() {
     check_growing(&Cpu::new(), 1.0);
 }
 
-/// The best and the newest of what a head holds, by attention in f64 and nothing of the library's policies. A score that is as
-/// good but for rounding may stay in another's place.
+/// The best and the newest of what a head holds, by attention in f64 and nothing of the library's policies. A score
+/// that is as good but for rounding may stay in another's place.
 fn check_heavy_hitters(held: &[usize], scores: &[f32], kept: &[usize], count: usize) {
     assert_eq!(kept.len(), count);
     assert!(kept.windows(2).all(|pair| pair[0] < pair[1]) && kept.iter().all(|position| held.contains(position)));
@@ -63,8 +63,8 @@ fn recipes() -> impl Strategy<Value = Recipe> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// H2O over random appends, with or without a prompt that was compressed, some of the queries at hand: the tokens that a model
-    /// of it keeps, their positions, and what stays is near what was held.
+    /// H2O over random appends, with or without a prompt that was compressed, some of the queries at hand: the tokens
+    /// that a model of it keeps, their positions, and what stays is near what was held.
     #[test]
     fn heavy_hitters_stay(
         recipe in recipes(),
@@ -182,7 +182,8 @@ fn nearest<'a>(row: &[f32], kept: &[u32], key: impl Fn(u32) -> &'a [f32]) -> Nea
     kept.iter().enumerate().map(of).reduce(best).unwrap()
 }
 
-/// Codes of one token decode to what the same codes come of: packed again and again, a token stays near what it was first.
+/// Codes of one token decode to what the same codes come of: packed again and again, a token stays near
+/// what it was first.
 #[test]
 fn what_is_packed_again_stays_near_what_it_was() {
     let policy = Policy::streaming(50, 50);

@@ -1,4 +1,5 @@
-//! What a sequence that is compressed again keeps is chosen where it was measured, and is what the policy chooses on the host.
+//! What a sequence that is compressed again keeps is chosen where it was measured, and is what the policy
+//! chooses on the host.
 
 mod compressed;
 mod random_rows;

@@ -71,8 +71,8 @@ fn write_hlsl(module: &naga::Module, info: &ModuleInfo) -> Result<(), String> {
         .map_err(|error| error.to_string())
 }
 
-/// The variants of decode steps over every format, each with head dimensions, group sizes, calibration, types and device
-/// features in turn.
+/// The variants of decode steps over every format, each with head dimensions, group sizes, calibration, types and
+/// device features in turn.
 fn decode_variants(capabilities: impl Fn(usize) -> Capabilities) -> Vec<Variant> {
     let groupings = [Grouping::Channel, Grouping::ChannelTokens(32), Grouping::Token, Grouping::TokenChannels(16)];
     let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));
@@ -235,8 +235,8 @@ fn every_variant_is_valid_and_translates() {
     assert!(seen.len() > 200, "{}", seen.len());
 }
 
-/// What a workgroup reads that others of its launch wrote relies on more than WGSL says: on coherent memory, and on storage
-/// barriers that order it for the device.
+/// What a workgroup reads that others of its launch wrote relies on more than WGSL says: on coherent memory, and on
+/// storage barriers that order it for the device.
 #[test]
 fn merging_without_a_launch_is_ordered_for_the_device() {
     const COHERENT: u32 = 23;
@@ -287,7 +287,8 @@ fn write_texts_for_browsers() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("browser-shaders");
     fs::remove_dir_all(&folder).or_else(|e| if folder.exists() { Err(e) } else { Ok(()) }).unwrap();
     fs::create_dir_all(&folder).unwrap();
-    // Every format with the floor, with f16, with subgroups of any size, with subgroups of 32, and with both of the latter.
+    // Every format with the floor, with f16, with subgroups of any size, with subgroups of 32, and with
+    // both of the latter.
     let on = |turn| decode_variants(|_| Capabilities { coherent: false, ..capabilities(turn) });
     let variants = [variants(), [0, 1, 2, 10, 11].map(on).concat()].concat();
     let texts: BTreeSet<String> = variants.iter().map(|variant| variant.source().unwrap().for_browsers()).collect();

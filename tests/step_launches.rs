@@ -86,7 +86,8 @@ fn less_able_devices_merge_by_a_launch() {
     assert_eq!(kernels(capabilities().restricted_to(Path::Floor), SegmentFormat::F16, None, 1), merged_apart);
 }
 
-/// Eight query heads per KV head in f16 go to cooperative matrices where a launch merges the states anyway, and nothing else does.
+/// Eight query heads per KV head in f16 go to cooperative matrices where a launch merges the states anyway, and
+/// nothing else does.
 #[test]
 fn many_heads_in_f16_take_matrices() {
     let limits = KernelLimits { workgroup_memory: 48 << 10, ..capabilities().limits };

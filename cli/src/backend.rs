@@ -151,9 +151,9 @@ impl BackendArgs {
         let adapter = block_on(choose_adapter(self.adapter.as_deref()))?;
         let path = self.path.map_or(Path::Matrices, Path::from);
         let checks = self.checks.map_or(Checks::default(), Checks::from);
-        // SAFETY: wgpu asks for no more than to know that its experimental features may have mistakes that safe calls run
-        // into. Of these, kvpack uses cooperative matrices, in `attend_matrix`, `attend_run` and the kernels of statistics whose
-        // names end as that of the first, and `kvpack check` checks them.
+        // SAFETY: wgpu asks for no more than to know that its experimental features may have mistakes that safe calls
+        // run into. Of these, kvpack uses cooperative matrices, in `attend_matrix`, `attend_run` and the kernels of
+        // statistics whose names end as that of the first, and `kvpack check` checks them.
         let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
         let requirements = Requirements::of(&adapter).with_matrices(&adapter, experimental).restricted_to(path);
         let (device, queue) = block_on(open_device(&adapter, requirements))?;

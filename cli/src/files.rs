@@ -40,8 +40,8 @@ pub fn read(path: &Path, most: u64) -> io::Result<Vec<u8>> {
 
 /// A file to be written: new content that takes the place of the old one in a single step.
 ///
-/// Links are followed. A new file gets the permissions that the umask leaves, an old one keeps its own. A replacement that
-/// is dropped leaves everything as it was.
+/// Links are followed. A new file gets the permissions that the umask leaves, an old one keeps its own. A replacement
+/// that is dropped leaves everything as it was.
 pub struct Replacement {
     target: PathBuf,
     /// Beside the target, so that it can be moved there.

@@ -1,7 +1,7 @@
 //! What the `kvpack` command is made of.
 //!
-//! It is a library only so that others can run its parts on bytes of their own, as the fuzz targets do with its readers;
-//! nothing here is stable.
+//! It is a library only so that others can run its parts on bytes of their own, as the fuzz targets do with its
+//! readers; nothing here is stable.
 
 mod adapters;
 mod backend;

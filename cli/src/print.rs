@@ -67,8 +67,8 @@ pub fn note_line(text: fmt::Arguments<'_>) {
     let _ = io::stderr().lock().write_all(visible(&format!("{text}\n")).as_bytes());
 }
 
-/// A text whose control characters, other than line ends and tabs, are written out: `\u{1b}` for an escape. So are those
-/// that change the direction of writing.
+/// A text whose control characters, other than line ends and tabs, are written out: `\u{1b}` for an escape. So are
+/// those that change the direction of writing.
 fn visible(text: &str) -> Cow<'_, str> {
     escaped(text, |c| acts_on_terminals(c) && c != '\n' && c != '\t')
 }

@@ -1,5 +1,5 @@
-//! The readers of files as functions of bytes, which fuzz targets hand anything to: they may refuse it, but not panic, not
-//! run for long, and not take more memory than the bytes account for.
+//! The readers of files as functions of bytes, which fuzz targets hand anything to: they may refuse it, but not panic,
+//! not run for long, and not take more memory than the bytes account for.
 
 use std::io::Cursor;
 

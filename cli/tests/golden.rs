@@ -54,7 +54,8 @@ fn a_truncated_file_is_broken_and_an_empty_directory_an_error() {
     assert_eq!(golden(&empty).status.code(), Some(2));
 }
 
-/// Files that asked for groups that do not divide, for gigabytes and for seconds: each its own result, and the others too.
+/// Files that asked for groups that do not divide, for gigabytes and for seconds: each its own result, and
+/// the others too.
 #[test]
 fn hostile_files_are_results_of_their_own() {
     let directory = changed("hostile", "calibquant.pack.01-b1_d64.safetensors", |_| {});

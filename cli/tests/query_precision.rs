@@ -1,5 +1,5 @@
-//! The precision of the query that a format gets by default, on real keys and values through wgpu: it adds at most 5 % to the
-//! error that the format has anyway, whatever the format (docs/query-precision.md).
+//! The precision of the query that a format gets by default, on real keys and values through wgpu: it adds at most 5 %
+//! to the error that the format has anyway, whatever the format (docs/query-precision.md).
 
 mod common;
 

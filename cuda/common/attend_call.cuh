@@ -19,9 +19,9 @@
 #define QUERIES 1
 #endif
 
-// A run of tokens of one span for some neighbouring queries, attended by one block for each KV head and chunk of query heads.
-// Several queries share a block with all their heads. Where blocks form clusters, `cluster` items in a row are of one query
-// and share a row of states.
+// A run of tokens of one span for some neighbouring queries, attended by one block for each KV head and chunk of query
+// heads. Several queries share a block with all their heads. Where blocks form clusters, `cluster` items in a row are
+// of one query and share a row of states.
 struct Item {
     // First entry of the page table.
     u32 first_page;
@@ -80,8 +80,8 @@ struct AttendCall {
     // Offsets of the calibration, times log2(e).
     float tau1;
     float tau2;
-    // Blocks that have items, where the launch runs beside the one before it, which it has nothing to do with; 0 where it waits
-    // for that.
+    // Blocks that have items, where the launch runs beside the one before it, which it has nothing to do with; 0 where
+    // it waits for that.
     u32 beside;
     // Whether the launch begins beside the kernels before it, which store what its layer appends.
     u32 early;
@@ -133,8 +133,9 @@ static_assert(PASS_VALUE_LOADS * VALUE_PLANES * VALUE_RUN == PASS_TOKENS * VALUE
 static_assert(KEY_BITS != 3 || PASS_KEY_TOPS * TOP_PLANES == PASS_BLOCKS * KEY_BLOCKS, "and of top bits of keys");
 static_assert(VALUE_BITS != 3 || PASS_VALUE_TOPS * TOP_PLANES * VALUE_RUN == PASS_TOKENS * VALUE_BLOCKS, "of values");
 
-// Ranges beside a tile that a step needs: rows of bytes, which lie `RANGE_ROW_STRIDE` apart in the tile. Those of groups of
-// tokens are one row for all channels and groups of the step; those of tokens are one for each group of channels.
+// Ranges beside a tile that a step needs: rows of bytes, which lie `RANGE_ROW_STRIDE` apart in the tile. Those
+// of groups of tokens are one row for all channels and groups of the step; those of tokens are one for each
+// group of channels.
 template <int TOKENS, int CHANNELS>
 constexpr u32 RANGE_ROWS = TOKENS == 0 ? 0 : CHANNELS == 1 ? 1 : (HEAD_DIM + CHANNELS - 1) / (CHANNELS + !CHANNELS);
 template <int TOKENS, int CHANNELS>
@@ -151,8 +152,8 @@ constexpr u32 VALUE_RANGE_ROWS = RANGE_ROWS<VALUE_GROUP_TOKENS, VALUE_GROUP_CHAN
 constexpr u32 KEY_RANGE_ROW_BYTES = RANGE_ROW_BYTES<KEY_GROUP_TOKENS, KEY_GROUP_CHANNELS>;
 constexpr u32 VALUE_RANGE_ROW_BYTES = RANGE_ROW_BYTES<VALUE_GROUP_TOKENS, VALUE_GROUP_CHANNELS>;
 
-// A stage of a warp's ring: loads of keys, loads of values, each with those of top bits behind; ranges of keys, ranges of
-// values.
+// A stage of a warp's ring: loads of keys, loads of values, each with those of top bits behind; ranges of keys,
+// ranges of values.
 constexpr u32 STAGE_KEY_TOPS_AT = KEY_LOADS * LOAD_BYTES;
 constexpr u32 STAGE_VALUES_AT = STAGE_KEY_TOPS_AT + KEY_TOPS * LOAD_BYTES;
 constexpr u32 STAGE_VALUE_TOPS_AT = STAGE_VALUES_AT + VALUE_LOADS * LOAD_BYTES;

@@ -1,8 +1,8 @@
 // CalibQuant's calibration of scores (arXiv 2502.14882, eq. 7): `format::Calibration`.
 //
-// A calibrated segment takes two launches of `attend`. The first only scores, and enters the extremes of each head over the
-// whole span by atomic maxima; the second scores again, the same way, and maps what it found. Scores are not kept: at four
-// heads a score that is written and read again moves 32 bytes for a token, as many as a key of 2 bits.
+// A calibrated segment takes two launches of `attend`. The first only scores, and enters the extremes of each head over
+// the whole span by atomic maxima; the second scores again, the same way, and maps what it found. Scores are not kept:
+// at four heads a score that is written and read again moves 32 bytes for a token, as many as a key of 2 bits.
 //
 //   score ↦ (γ − τ1) + slope · (score − γ),  slope = max(0, (δ − τ2 − (γ − τ1)) / (δ − γ + 1e-8 log2(e)))
 //

@@ -1,5 +1,5 @@
-// Ranges and codes: `format::AffineFormat` and `CodeRange`, bit for bit; fields of every format. Intrinsics that round each operation by itself keep compilers
-// from fusing any two.
+// Ranges and codes: `format::AffineFormat` and `CodeRange`, bit for bit; fields of every format. Intrinsics that round
+// each operation by itself keep compilers from fusing any two.
 
 #pragma once
 
@@ -75,7 +75,8 @@ __device__ __forceinline__ float value_of(u32 code, float2 range) {
     return __fadd_rn(__fmul_rn(range.x, (float)code), range.y);
 }
 
-// Where the range of an element lies among those of its tile: [token group][channel], [token] or [channel group][token].
+// Where the range of an element lies among those of its tile: [token group][channel], [token] or
+// [channel group][token].
 template <bool VALUE>
 __device__ __forceinline__ u32 range_index(u32 slot, u32 channel) {
     if constexpr (GROUP_CHANNELS<VALUE> == 1) return slot / GROUP_TOKENS<VALUE> * HEAD_DIM + channel;
@@ -122,8 +123,8 @@ __device__ __forceinline__ float field_value(u32 bits, float2 range) {
     }
 }
 
-// The range of elements `at(0)` … `at(count - 1)`, found by a warp, as tiles store it; of a codebook's row the norm, as a
-// scale.
+// The range of elements `at(0)` … `at(count - 1)`, found by a warp, as tiles store it; of a codebook's row the
+// norm, as a scale.
 template <bool VALUE, typename At>
 __device__ __forceinline__ u32 warp_range(u32 count, int lane, float shrink, At at) {
     if constexpr (CODEBOOK<VALUE>) return warp_norm(lane, at);

@@ -11,7 +11,8 @@ template <bool VALUE>
 constexpr u32 LEVEL_UNIT = VALUE ? VALUE_LEVEL_UNIT : KEY_LEVEL_UNIT;
 template <bool VALUE>
 constexpr bool CODEBOOK = LEVEL_UNIT<VALUE> != 0;
-// Bits of the level of a sketch as a float (`format::sketch_level`), 0 where fields have no sign of a sketch. Keys only.
+// Bits of the level of a sketch as a float (`format::sketch_level`), 0 where fields have no sign of a
+// sketch. Keys only.
 template <bool VALUE>
 constexpr u32 SKETCH_LEVEL = VALUE ? 0 : KEY_SKETCH_LEVEL;
 template <bool VALUE>

@@ -79,7 +79,8 @@ __device__ __forceinline__ float log2_approx(float x) {
     return y;
 }
 
-// Byte i of the result is byte s & 7 of (high : low), s being nibble i of `selector`; with s & 8 it is that byte's sign.
+// Byte i of the result is byte s & 7 of (high : low), s being nibble i of `selector`; with s & 8 it is
+// that byte's sign.
 __device__ __forceinline__ u32 permute_bytes(u32 low, u32 high, u32 selector) {
     u32 out;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(selector));
@@ -129,8 +130,8 @@ __device__ __forceinline__ void barrier_init(u32 barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
 
-// What this thread put into shared memory is seen by the copy engine and by the tensor cores: barriers that bulk copies name,
-// rows that a warpgroup multiplies.
+// What this thread put into shared memory is seen by the copy engine and by the tensor cores: barriers that bulk copies
+// name, rows that a warpgroup multiplies.
 __device__ __forceinline__ void shared_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // This phase of the barrier ends when so many bytes have arrived.
@@ -224,7 +225,8 @@ __device__ __forceinline__ void store_cluster(u32 at, u32 rank, float x) {
 #endif
 }
 
-// Puts four 8×8 matrices of halves down, whose fragments the words are: row k of matrix j at the address of lane 8 j + k.
+// Puts four 8×8 matrices of halves down, whose fragments the words are: row k of matrix j at the address
+// of lane 8 j + k.
 __device__ __forceinline__ void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)

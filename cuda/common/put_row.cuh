@@ -1,7 +1,8 @@
 // One row, rotated already, into a slot of a tile, by a warp: its ranges, and then the bytes that belong to it.
 //
 // A byte that holds fields of other tokens too is changed bit by bit, so that they may be stored at once: nobody else
-// changes the bits of a token's field, and those that differ can be flipped. Keys go out in words, values in bytes four apart.
+// changes the bits of a token's field, and those that differ can be flipped. Keys go out in words, values in
+// bytes four apart.
 
 #pragma once
 
@@ -65,7 +66,8 @@ __device__ __forceinline__ void put_bits(u32* word, u32 packed, u32 mask) {
     }
 }
 
-// Ranges that span tokens are known before: those of tiles lie beside them, `span_ranges` are those of the KV head's span.
+// Ranges that span tokens are known before: those of tiles lie beside them, `span_ranges` are those of the
+// KV head's span.
 template <bool VALUE>
 __device__ __forceinline__ void put_row(u8* part, u32 slot, const float (&row)[LANE_CHANNELS], float shrink,
                                         const float2* span_ranges, StagedRow staged, int lane) {

@@ -20,8 +20,8 @@ struct RowsCall {
     u32 kv_heads;
     u32 element_type;
     float shrink;
-    // Where tokens are gathered: for every KV head `index_stride` token numbers, all below `below`. One that is not decides
-    // nothing about memory: it stands for the last token.
+    // Where tokens are gathered: for every KV head `index_stride` token numbers, all below `below`. One that is not
+    // decides nothing about memory: it stands for the last token.
     u32 index_stride;
     const u32* indices;
     u32 below;
@@ -90,7 +90,8 @@ template <bool VALUE>
 constexpr u32 RANGES = (VALUE ? VALUE_RANGE_BYTES : KEY_RANGE_BYTES) / 4;
 template <bool VALUE>
 constexpr u32 TILE_WORDS = (VALUE ? VALUE_TILE_BYTES : KEY_TILE_BYTES) / 4;
-// A unit is what holds whole fields: a word, or at 3 bits the word of top bits and the two of the low bits that go with it.
+// A unit is what holds whole fields: a word, or at 3 bits the word of top bits and the two of the low bits
+// that go with it.
 template <bool VALUE>
 constexpr u32 UNIT_WORDS = FORMAT_BITS<VALUE> == 3 ? 3 : 1;
 template <bool VALUE>

@@ -1,7 +1,7 @@
 // The queries of a block of attend_run.cu, from tensors to halves in shared memory.
 //
-// A row is a query and a query head; warps prepare as many each. Rows are rotated as the keys of their format, multiplied with
-// the scales of a span, and scaled by a power of two so that halves hold them.
+// A row is a query and a query head; warps prepare as many each. Rows are rotated as the keys of their format,
+// multiplied with the scales of a span, and scaled by a power of two so that halves hold them.
 
 #pragma once
 
@@ -17,8 +17,8 @@ constexpr int ROWS = WARPS * WARP_ROWS / TOKEN_PARTS;
 constexpr int GROUP_WARPS = WARPGROUPS ? 4 : 1;
 constexpr int GROUP_ROWS = GROUP_WARPS * WARP_ROWS;
 
-// The queries of as many rows in shared memory: as matrices of 8 rows and 8 channels, [16 channels][8 rows][8 channels], or as
-// A fragments, [16 channels][lane], 16 bytes each.
+// The queries of as many rows in shared memory: as matrices of 8 rows and 8 channels,
+// [16 channels][8 rows][8 channels], or as A fragments, [16 channels][lane], 16 bytes each.
 constexpr u32 GROUP_QUERY_ROOM = GROUP_ROWS * HEAD_DIM * 2;
 static_assert(ROWS / GROUP_ROWS * GROUP_QUERY_ROOM <= QUERY_ROOM, "queries lie where tiles do later");
 
@@ -42,8 +42,8 @@ __device__ __forceinline__ BlockRow block_row(const AttendCall& call, u32 kv_hea
     return {row / call.group, kv_head * call.group + row % call.group};
 }
 
-// Puts the channels of a row, lane + 32 · i in `row`, where its fragments are read: as halves of at most 2^15, which 16-bit
-// queries fill exactly, since the factor is a power of two. Yields that factor's inverse.
+// Puts the channels of a row, lane + 32 · i in `row`, where its fragments are read: as halves of at most 2^15, which
+// 16-bit queries fill exactly, since the factor is a power of two. Yields that factor's inverse.
 __device__ __forceinline__ float put_query(u8* queries, int row, const float (&channels)[LANE_CHANNELS], int lane) {
     float largest = 0.0f;
 #pragma unroll

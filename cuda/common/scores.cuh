@@ -6,11 +6,11 @@ constexpr int PASS_SCORES = PASS_BLOCKS * 2 * LANE_HEADS;
 // The A fragment of one block of packed keys: one byte for each code. Those of 3 bits and levels of
 // codebooks are made elsewhere (common/three_bits.cuh, common/level_bytes.cuh).
 //
-// 4 and 2 bits are masked at the top of their bytes, after a shift to the left, which two pipes can do; where sums of so
-// large numbers would not be exact, they are shifted to the right. At 1 bit the word itself selects bytes of a table: a nibble's first three bits
-// choose the byte, and its fourth replaces the byte by its sign. Tables of 00 and ff do not mind the sign, and so yield
-// −bit of one of the first three planes; the table of 01 alone yields 1 − bit of the fourth. Stored inverted, these are
-// code − 1 and code.
+// 4 and 2 bits are masked at the top of their bytes, after a shift to the left, which two pipes can do; where sums of
+// so large numbers would not be exact, they are shifted to the right. At 1 bit the word itself selects bytes of a
+// table: a nibble's first three bits choose the byte, and its fourth replaces the byte by its sign. Tables of 00 and ff
+// do not mind the sign, and so yield −bit of one of the first three planes; the table of 01 alone yields 1 − bit of the
+// fourth. Stored inverted, these are code − 1 and code.
 __device__ __forceinline__ void key_block(u32 (&a)[4], const uint4& load, int plane, const SumConstants& constants) {
     const u32 words[4] = {load.x, load.y, load.z, load.w};
 #pragma unroll

@@ -1,5 +1,5 @@
-// Rows that are coded whole, bit for bit: those with sketches (`format::sketch`), and those whose norms are divided by that of
-// their levels (`format::codebook::renormalized`).
+// Rows that are coded whole, bit for bit: those with sketches (`format::sketch`), and those whose norms are divided by
+// that of their levels (`format::codebook::renormalized`).
 //
 // Of a sketched row, a field is the sign of a channel of what the levels leave, rotated once more,
 // above the code of the level, whose top bit is flipped; the sign bit is set where that channel is not below 0.
@@ -60,8 +60,8 @@ __device__ __forceinline__ float sketched_sign(u32 field, float residual_norm) {
     return __fmul_rn(residual_norm, field & SIGN_BIT<VALUE> ? level : -level);
 }
 
-// Replaces a row, rotated already and in memory that the warp shares, by its fields, and yields the norm and that of what
-// the levels leave as they are stored.
+// Replaces a row, rotated already and in memory that the warp shares, by its fields, and yields the norm and that of
+// what the levels leave as they are stored.
 template <bool VALUE>
 __device__ __forceinline__ u32 sketch_row(float* row, int lane) {
     const auto at = [&](u32 channel) { return row[channel]; };

@@ -3,8 +3,8 @@
 // A tile is a series of loads of 512 bytes, 16 for each lane of a warp, and what a lane loads are the words of its own
 // A fragments: word r belongs to fragment register r. A *block* is what one MMA multiplies: 16 tokens by 32 channels of
 // packed keys, or 16 by 16 of f16 keys and of values. Loads hold one block for each bit plane (two for values, of
-// neighbouring blocks of 16 tokens), counted channels first. At 3 bits the loads of the low two bits are followed by those
-// of the top bits, which have eight planes.
+// neighbouring blocks of 16 tokens), counted channels first. At 3 bits the loads of the low two bits are followed by
+// those of the top bits, which have eight planes.
 
 #pragma once
 
@@ -66,10 +66,12 @@ constexpr bool VALUE_SPAN_RANGES = VALUE_BITS != 16 && !VALUE_TILE_RANGES;
 // Groups of tokens of a channel, or groups of channels of a token.
 constexpr bool KEY_GROUPED = KEY_TILE_RANGES && !KEY_TOKEN_RANGES;
 constexpr bool VALUE_GROUPED = VALUE_TILE_RANGES && !VALUE_TOKEN_RANGES;
-// Groups of channels in a row, 1 where there are none; of keys those that tensors have, of values also those of padding.
+// Groups of channels in a row, 1 where there are none; of keys those that tensors have, of values also
+// those of padding.
 constexpr int KEY_ROW_GROUPS = KEY_GROUP_CHANNELS > 1 ? HEAD_DIM / (KEY_GROUP_CHANNELS + !KEY_GROUP_CHANNELS) : 1;
 constexpr int VALUE_ROW_GROUPS = VALUE_GROUP_CHANNELS > 1 ? (HEAD_DIM + VALUE_GROUP_CHANNELS - 1) / (VALUE_GROUP_CHANNELS + !VALUE_GROUP_CHANNELS) : 1;
-// Fields of keys with sketches have a sign as their top bit, and below it, unless it is all there is, the code of a level.
+// Fields of keys with sketches have a sign as their top bit, and below it, unless it is all there is, the
+// code of a level.
 constexpr bool KEY_SKETCHED = KEY_SKETCH_LEVEL != 0;
 constexpr int KEY_LEVEL_BITS = KEY_BITS - KEY_SKETCHED;
 // Codes of a codebook; those of 1 bit are an affine grid of two.

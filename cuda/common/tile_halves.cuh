@@ -4,11 +4,13 @@
 //   ranges of the span:      half = code − CENTRE, exactly; scales and minimums are for the reader
 //   levels of a codebook:    half = norm · (step + ½) / 128, rounded once (norms are halves); units are for the reader
 //
-// Keys: loads [16 tokens][16 channels], as common/tile.cuh has them, where channel 4 c + e of 16 is element 2 c + (e >> 1) of
-// an MMA, in the upper half for odd e; queries are in the same order (`channel_place`). Values: [16 tokens][16 channels].
+// Keys: loads [16 tokens][16 channels], as common/tile.cuh has them, where channel 4 c + e of 16 is element 2 c + (e >>
+// 1) of an MMA, in the upper half for odd e; queries are in the same order (`channel_place`). Values:
+// [16 tokens][16 channels].
 //
-// The warps of a block take blocks of 16 tokens of keys, and blocks of 32 tokens by 16 channels of values, in turn. A pair of
-// elements is a shift, a mask that also puts the codes into the mantissas of 1024 + code, a subtraction and a multiply-add.
+// The warps of a block take blocks of 16 tokens of keys, and blocks of 32 tokens by 16 channels of values, in turn.
+// A pair of elements is a shift, a mask that also puts the codes into the mantissas of 1024 + code, a subtraction
+// and a multiply-add.
 
 #pragma once
 
@@ -20,16 +22,16 @@
 constexpr bool UNPACKS = KEY_BITS != 16 || VALUE_BITS != 16 || WARPGROUPS;
 // 16 channels that one MMA multiplies.
 constexpr int CHANNEL_STEPS = HEAD_DIM / 16;
-// Tokens that become halves together. With WARPGROUPS a warpgroup multiplies 64 of them at a time, and TOKEN_PARTS of them
-// share their rows; the others have more rows, whose queries need the room.
+// Tokens that become halves together. With WARPGROUPS a warpgroup multiplies 64 of them at a time, and TOKEN_PARTS of
+// them share their rows; the others have more rows, whose queries need the room.
 constexpr int UNIT_TOKENS = WARPGROUPS ? 64 * TOKEN_PARTS : TILE_TOKENS;
 constexpr int TILE_UNITS = TILE_TOKENS / UNIT_TOKENS;
 static_assert(TILE_PIECES == 1 || TILE_PIECES == TILE_UNITS, "a stage holds a tile or a unit");
 constexpr u32 KEY_PIECE_BYTES = KEY_TILE_BYTES / TILE_PIECES;
 // Keys and values of one unit.
 constexpr u32 HALVES_BYTES = 2 * UNIT_TOKENS * HEAD_DIM * 2;
-// Two units of halves come before the ring. Queries lie between them and it with WARPGROUPS, and otherwise where the second
-// unit is going to be, or in the last stage.
+// Two units of halves come before the ring. Queries lie between them and it with WARPGROUPS, and otherwise where the
+// second unit is going to be, or in the last stage.
 constexpr u32 GROUP_QUERY_BYTES = WARPGROUPS ? WARPS * 16 / TOKEN_PARTS * HEAD_DIM * 2 : 0;
 constexpr u32 RING_AT = UNPACKS ? 2 * HALVES_BYTES + GROUP_QUERY_BYTES : 0;
 constexpr bool RING_HOLDS_QUERIES = !UNPACKS;
@@ -283,7 +285,8 @@ __device__ __forceinline__ void unpack_values(u32 to, u32 from, u32 ranges, int 
     }
 }
 
-// Unit `unit` of a tile as halves at `to`, by all warps of the block. Its stage, at `stage`, holds the tile or that unit alone.
+// Unit `unit` of a tile as halves at `to`, by all warps of the block. Its stage, at `stage`, holds the tile or
+// that unit alone.
 __device__ __forceinline__ void unpack_unit(u32 to, u32 stage, int unit, int warp, int lane) {
     constexpr int steps = UNIT_TOKENS / BLOCK_TOKENS;
     constexpr int runs = UNIT_TOKENS / 32;

@@ -1,9 +1,9 @@
-// The ring of stages of one block: whole tiles of a head as they lie in their pages, keys, values and the ranges beside them,
-// or pieces of them, keys and values of as many tokens.
+// The ring of stages of one block: whole tiles of a head as they lie in their pages, keys, values and the ranges beside
+// them, or pieces of them, keys and values of as many tokens.
 //
-// With BULK_COPIES (compute capability 9.0) one thread asks the copy engine for a tile, which arrives on a barrier in shared
-// memory; otherwise all threads copy 16 bytes at a time. Pieces are counted within the item; what lies beyond it is not
-// copied.
+// With BULK_COPIES (compute capability 9.0) one thread asks the copy engine for a tile, which arrives on a barrier in
+// shared memory; otherwise all threads copy 16 bytes at a time. Pieces are counted within the item; what lies beyond
+// it is not copied.
 
 #pragma once
 

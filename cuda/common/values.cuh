@@ -1,8 +1,8 @@
 // Weighted values of one pass of a warp: rows are 16 channels, columns the heads, the sum runs over tokens.
 
 // The A fragment of one block of values: four codes of a plane in every word, masked where they lie, as bytes
-// code · 2^shift. Where the plane of a block of channels changes between runs of tokens they are shifted down instead; those
-// of 3 bits are put together as bytes (common/three_bits.cuh).
+// code · 2^shift. Where the plane of a block of channels changes between runs of tokens they are shifted down instead;
+// those of 3 bits are put together as bytes (common/three_bits.cuh).
 __device__ __forceinline__ void value_bytes(u32 (&a)[4], const uint4& load, int plane) {
     const u32 words[4] = {load.x, load.y, load.z, load.w};
     constexpr u32 mask = ((1u << (VALUE_BITS % 16)) - 1u) * 0x01010101u;
@@ -18,9 +18,9 @@ __device__ __forceinline__ void value_bytes(u32 (&a)[4], const uint4& load, int 
     }
 }
 
-// True if integer sums of a pass are read as subnormal floats, which are 2^-149 of them (see `add_bytes`). Of these 149 powers
-// factors make up for 48, with which they stay finite (they are at most 2^FAR, and 8 more for high bytes), and outputs for
-// the others.
+// True if integer sums of a pass are read as subnormal floats, which are 2^-149 of them (see `add_bytes`). Of these 149
+// powers factors make up for 48, with which they stay finite (they are at most 2^FAR, and 8 more for high bytes), and
+// outputs for the others.
 constexpr bool VALUE_SUBNORMALS = VALUE_BITS != 16 && !VALUE_GROUPED && !VALUE_LEVELS;
 constexpr int LOWERED = VALUE_SUBNORMALS ? 149 - 48 : 0;
 constexpr float RAISED = 281474976710656.0f;
@@ -49,9 +49,9 @@ __device__ __forceinline__ void pass_halves(float (&sums)[VALUE_BLOCKS][4], u32 
 }
 
 // Packed values: runs of 32 tokens, whose weights are integers of 16 bits in two unsigned bytes. High and low bytes are
-// neighbouring columns, or columns of two products with WIDE. The sums of a pass stay below 2^23: read as a float, such an
-// integer n is the subnormal n · 2^-149, which a multiply-add takes like any number; there is no conversion, and no start that would
-// have to be taken off. Sums of bytes of levels, which are signed, start at SUM_START instead.
+// neighbouring columns, or columns of two products with WIDE. The sums of a pass stay below 2^23: read as a float, such
+// an integer n is the subnormal n · 2^-149, which a multiply-add takes like any number; there is no conversion, and no
+// start that would have to be taken off. Sums of bytes of levels, which are signed, start at SUM_START instead.
 constexpr int PASS_RUNS = PASS_TOKENS >= 32 ? PASS_TOKENS / 32 : 1;
 constexpr int WEIGHT_PARTS = WIDE ? 2 : 1;
 static_assert(VALUE_BITS == 16 || PASS_TOKENS <= 128, "sums of a pass must stay below 2^23");
@@ -93,7 +93,8 @@ __device__ __forceinline__ void weight_fragments(u32 (&weights)[WEIGHT_PARTS][PA
     }
 }
 
-// Loads of top bits that a group of blocks of channels needs: one for each run, or all where planes change between runs.
+// Loads of top bits that a group of blocks of channels needs: one for each run, or all where planes
+// change between runs.
 constexpr int VALUE_GROUP_TOPS = VALUE_BITS != 3 ? 1 : VALUE_PLANE_FIXED ? PASS_RUNS : PASS_VALUE_TOPS;
 
 __device__ __forceinline__ void load_value_tops(uint4 (&tops)[VALUE_GROUP_TOPS], const PassLoads& values, int first_block,

@@ -4,8 +4,9 @@
 //   groups of channels of a token:   Σ_t p_t v_tc = 2^24 Σ_t (p_t s_tj) code + Σ_t p_t m_tj
 //   groups of tokens of a channel:   Σ_t p_t v_tc = Σ_G (s_Gc 2^24 Σ_{t in G} p_t code + m_Gc Σ_{t in G} p_t)
 //
-// Weights of a pass are 2^k times those relative to its own largest, with the largest k ≤ 15 for which no p s overflows;
-// what a pass yields is scaled before it is added. Sums of p_t m_tj are one MMA for 16 tokens, whose rows are groups j.
+// Weights of a pass are 2^k times those relative to its own largest, with the largest k ≤ 15 for which no p s
+// overflows; what a pass yields is scaled before it is added. Sums of p_t m_tj are one MMA for 16 tokens, whose
+// rows are groups j.
 
 #pragma once
 
@@ -69,7 +70,8 @@ __device__ __forceinline__ void pass_minimums(float (&sums)[VALUE_MINIMUM_BLOCKS
     }
 }
 
-// Adds factor[h] · Σ p v to the sums, of channel groups without the minimums. `weights` are B fragments of 16 tokens each.
+// Adds factor[h] · Σ p v to the sums, of channel groups without the minimums. `weights` are B fragments of
+// 16 tokens each.
 __device__ __forceinline__ void pass_pairs(float (&sums)[VALUE_BLOCKS][4], const PassLoads& values, u32 ranges, int lane,
                                            const u32 (&weights)[PASS_BLOCKS][2], const float (&factor)[LANE_HEADS]) {
     // As in `pass_bytes`.

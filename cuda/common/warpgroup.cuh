@@ -1,11 +1,11 @@
 // Products of the four warps of a warpgroup together (`wgmma`, compute capability 9.0).
 //
-// Operands in shared memory are matrices of 8 rows by 8 halves, 128 bytes each, row after row: `matrices` names two of one
-// step of 16 that follow each other, and those of the next eight rows `stride` bytes on. The tensor cores read them beside
-// what the threads do: after shared_visible() of those who wrote, and a barrier.
+// Operands in shared memory are matrices of 8 rows by 8 halves, 128 bytes each, row after row: `matrices` names two of
+// one step of 16 that follow each other, and those of the next eight rows `stride` bytes on. The tensor cores read them
+// beside what the threads do: after shared_visible() of those who wrote, and a barrier.
 //
-// Of 64 rows each warp has 16: a lane holds row lane / 4 of them in words 0 and 1 of every four, and row lane / 4 + 8 in
-// words 2 and 3, columns 2 (lane % 4) and the one after of eight, as MMAs of one warp have it.
+// Of 64 rows each warp has 16: a lane holds row lane / 4 of them in words 0 and 1 of every four, and row lane / 4 + 8
+// in words 2 and 3, columns 2 (lane % 4) and the one after of eight, as MMAs of one warp have it.
 
 #pragma once
 

@@ -71,8 +71,8 @@ __device__ __forceinline__ void largest_of_lane(float (&largest)[LANE_HEADS], co
     }
 }
 
-// f16 values. Weights are halves, at most 2^15: a pass with a larger one moves the reference, by whole powers of two and
-// hence exactly, so that its largest is at most 2^6; 2^-14 still has full precision.
+// f16 values. Weights are halves, at most 2^15: a pass with a larger one moves the reference, by whole powers of two
+// and hence exactly, so that its largest is at most 2^6; 2^-14 still has full precision.
 constexpr float MOST = 15.0f;
 constexpr float START = 6.0f;
 

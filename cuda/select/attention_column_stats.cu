@@ -6,8 +6,8 @@
 // Column sums are kept per query head, or become the sum, mean or maximum over the heads of a group (AGGREGATION).
 //
 // The four lanes of a quad hold a key's sums over two rows of every eight and add them at the end of a head. Counts
-// (COUNTING) are integers, added by warps and then, of a chunk, over the warps. So every sum has a fixed order; keys are read
-// once, and neither scores nor weights are written. How the keys are cut: select/stats_call.cuh.
+// (COUNTING) are integers, added by warps and then, of a chunk, over the warps. So every sum has a fixed order; keys
+// are read once, and neither scores nor weights are written. How the keys are cut: select/stats_call.cuh.
 //
 // In bounds: as in attention_row_stats.
 
@@ -20,8 +20,8 @@ constexpr bool AHEAD = WARPGROUPS && !COUNTING && KEY_TYPE == ELEMENTS_F16 && KE
 
 // AGGREGATION: 0: each query head for itself, 1: sum, 2: mean, 3: maximum.
 
-// What shared memory holds: the staged eights, and of their rows the keys that they see, their log-sum-exp in powers of two,
-// the least score that counts, and the counts as [warp][row].
+// What shared memory holds: the staged eights, and of their rows the keys that they see, their log-sum-exp in powers of
+// two, the least score that counts, and the counts as [warp][row].
 struct SharedRows {
     uint4* staged;
     u32* seen;
@@ -37,8 +37,8 @@ struct SharedRows {
           counts((u32*)(least + 8 * call.staged)) {}
 };
 
-// Adds the weights of the tile's products with an eight to the sums of its keys, and counts. MASKED where a row may not see
-// all keys.
+// Adds the weights of the tile's products with an eight to the sums of its keys, and counts. MASKED where a row may
+// not see all keys.
 template <bool MASKED>
 __device__ __forceinline__ void add_tile(const float (&products)[M_TILES][4], float (&sums)[SLOTS],
                                          const SharedRows& rows, u32* counts, u32 eight, u32 first_key, float scale,

@@ -1,14 +1,15 @@
-// attention_row_stats: the largest score of every query row, and the sum of the exponentials of its scores, over the keys
-// of one part.
+// attention_row_stats: the largest score of every query row, and the sum of the exponentials of its scores, over the
+// keys of one part.
 //
 //   s = q · k / √HEAD_DIM,  max = max s,  sum = Σ exp(s − max)  over visible keys of the part
 //
-// A warp reduces a tile of keys by shuffles and joins it to what it has measured of the row so far, in shared memory; of a
-// chunk, a thread per row joins the warps in order and what the part has measured so far, in `row_partials`. So every sum has
-// a fixed order; keys are read once, and no scores are written. How the keys are cut: select/stats_call.cuh.
+// A warp reduces a tile of keys by shuffles and joins it to what it has measured of the row so far, in shared memory;
+// of a chunk, a thread per row joins the warps in order and what the part has measured so far, in `row_partials`. So
+// every sum has a fixed order; keys are read once, and no scores are written. How the keys are cut:
+// select/stats_call.cuh.
 //
-// In bounds: part and head are the grid's, which the plan made; keys, rows and positions beyond those of the call are not
-// read; tensors and partials were checked against the call on the host, shared memory is made for `staged` eights.
+// In bounds: part and head are the grid's, which the plan made; keys, rows and positions beyond those of the call are
+// not read; tensors and partials were checked against the call on the host, shared memory is made for `staged` eights.
 
 #pragma once
 
@@ -22,8 +23,8 @@ __device__ __forceinline__ float2 join_stats(float2 a, float2 b) {
     return make_float2(largest, a.y * __expf(a.x - largest) + b.y * __expf(b.x - largest));
 }
 
-// Largest product of the tile's keys with a row, and the sum of the exponentials of their scores. MASKED where a row may not see
-// all keys, but those below `seen`.
+// Largest product of the tile's keys with a row, and the sum of the exponentials of their scores. MASKED where a row
+// may not see all keys, but those below `seen`.
 template <bool MASKED>
 __device__ __forceinline__ float2 reduce_tile(const float (&products)[M_TILES][4], u32 column, u32 seen, u32 first_key,
                                               float scale, u32 lane) {

@@ -6,11 +6,11 @@
 //
 //   reordered[head][i · C + j] = rows[order[i] · C + j][head],  C = chunk_tokens
 //
-// One thread owns one element of the result, of ELEMENT_BYTES bytes, and copies its bits; neighbours own neighbours, so that
-// rows are read and written coalesced.
+// One thread owns one element of the result, of ELEMENT_BYTES bytes, and copies its bits; neighbours own neighbours, so
+// that rows are read and written coalesced.
 //
-// In bounds: threads beyond the result return; indices are clamped to the tokens of the call; rows, indices and result were
-// checked on the host.
+// In bounds: threads beyond the result return; indices are clamped to the tokens of the call; rows, indices and result
+// were checked on the host.
 
 #pragma once
 

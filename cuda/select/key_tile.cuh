@@ -1,19 +1,19 @@
-// Rows that stay in registers while others pass by, multiplied by MMAs: the resident rows are the A operand, the passing ones
-// the 8 columns of the B operand.
+// Rows that stay in registers while others pass by, multiplied by MMAs: the resident rows are the A operand, the
+// passing ones the 8 columns of the B operand.
 //
-// A warp owns 16 · M_TILES resident rows. Since a sum over channels may take them in any order, lane c of a quad takes the
-// channels 32 p + 8 c .. + 8 for the two steps of pair p, of both operands: 16 bytes of a 16-bit row. Rows whose channels do
-// not fill the last pair end with zeros.
+// A warp owns 16 · M_TILES resident rows. Since a sum over channels may take them in any order, lane c of a quad takes
+// the channels 32 p + 8 c .. + 8 for the two steps of pair p, of both operands: 16 bytes of a 16-bit row. Rows whose
+// channels do not fill the last pair end with zeros.
 //
-// Passing rows lie in shared memory, eight by eight, in the order in which lanes read them: [eight][plane][pair][lane], 16
-// bytes each, so that every load of a warp is one run of 512 bytes.
+// Passing rows lie in shared memory, eight by eight, in the order in which lanes read them: [eight][plane][pair][lane],
+// 16 bytes each, so that every load of a warp is one run of 512 bytes.
 //
-// Halves hold f16 exactly, and bf16 within the range of normal halves. f32 elements are two halves, x = high + low, in two
-// planes, and a product is high · high + high · low + low · high: about 22 bits.
+// Halves hold f16 exactly, and bf16 within the range of normal halves. f32 elements are two halves, x = high + low, in
+// two planes, and a product is high · high + high · low + low · high: about 22 bits.
 //
-// With WARPGROUPS (compute capability 9.0; halves alone) the four warps of a warpgroup multiply their rows with AT_ONCE eights
-// together, and the tensor cores read the passing rows from shared memory by themselves: as matrices of 8 rows and 8 channels,
-// so each 16 bytes are put down as four words, [eight][pair][word][lane].
+// With WARPGROUPS (compute capability 9.0; halves alone) the four warps of a warpgroup multiply their rows with AT_ONCE
+// eights together, and the tensor cores read the passing rows from shared memory by themselves: as matrices of 8 rows
+// and 8 channels, so each 16 bytes are put down as four words, [eight][pair][word][lane].
 //
 // Macros: HEAD_DIM, KEY_TYPE (of the resident rows), QUERY_TYPE (of the passing ones), KEYS_ALIGNED and QUERIES_ALIGNED
 // (every row begins at a multiple of 16 bytes), WARPGROUPS, WARPS of a block, M_TILES.
@@ -75,11 +75,11 @@ __device__ __forceinline__ void load_eight(uint4& high, uint4& low, const void* 
     }
 }
 
-// Eight channels of a row become words of the two steps of pair `p`. Row `row` of a tile of 16 lies in words 0 and 2 of an A
-// fragment, row + 8, `half` 1, in words 1 and 3.
+// Eight channels of a row become words of the two steps of pair `p`. Row `row` of a tile of 16 lies in words 0 and 2 of
+// an A fragment, row + 8, `half` 1, in words 1 and 3.
 __device__ __forceinline__ void set_resident(u32 (&steps)[2 * PAIRS][4], u32 p, u32 half, const uint4& words) {
-    // Zero, which the compiler does not know: or else it would leave the words in the registers that 16-byte loads write, and
-    // collect the four of a fragment anew for every product.
+    // Zero, which the compiler does not know: or else it would leave the words in the registers that 16-byte loads
+    // write, and collect the four of a fragment anew for every product.
     const u32 zero = blockIdx.z;
     steps[2 * p][half] = words.x ^ zero;
     steps[2 * p][2 + half] = words.y ^ zero;
@@ -105,8 +105,8 @@ __device__ __forceinline__ void load_resident_row(Resident& resident, u32 tile, 
     }
 }
 
-// Stages a lane's eight channels for pair `p` of an eight, of a passing row that begins at `start`; zeros where there is none.
-// They may arrive later: copies_commit and copies_wait.
+// Stages a lane's eight channels for pair `p` of an eight, of a passing row that begins at `start`; zeros where there
+// is none. They may arrive later: copies_commit and copies_wait.
 __device__ __forceinline__ void stage_passing(uint4* eight, u32 p, const void* rows, u64 start, bool exists, u32 lane) {
     const u32 channel = 32 * p + 8 * (lane % 4);
     exists = exists && channel < HEAD_DIM;
@@ -133,8 +133,8 @@ __device__ __forceinline__ void stage_passing(uint4* eight, u32 p, const void* r
     }
 }
 
-// Products of the warp's resident rows with AT_ONCE eights, which follow each other. Of tile m, [m][0] and [1] are of row
-// lane / 4 with columns 2 (lane % 4) and the one after, [2] and [3] of row lane / 4 + 8.
+// Products of the warp's resident rows with AT_ONCE eights, which follow each other. Of tile m, [m][0] and [1] are of
+// row lane / 4 with columns 2 (lane % 4) and the one after, [2] and [3] of row lane / 4 + 8.
 struct Products {
     float of[AT_ONCE][M_TILES][4];
 
@@ -145,8 +145,8 @@ struct Products {
 };
 
 #if WARPGROUPS
-// Products of 64 rows, 16 of each warp, with 56, added to tile `m`; A in registers, B as matrices in shared memory. The tensor
-// cores read and write until warpgroup_end.
+// Products of 64 rows, 16 of each warp, with 56, added to tile `m`; A in registers, B as matrices in shared memory. The
+// tensor cores read and write until warpgroup_end.
 __device__ __forceinline__ void warpgroup_multiply(float (&d)[7][M_TILES][4], u32 m, const u32 (&a)[4], u64 b, bool adds) {
     asm volatile(
         "{\n"

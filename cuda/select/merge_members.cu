@@ -2,13 +2,14 @@
 //
 //   members[ends[i - 1] .. ends[i]] = the evicted tokens j with nearest_j = i, ascending
 //
-// One block owns MEMBER_TILE kept tokens of a KV head, and each of its warps a run of all assignments. The block goes over them
-// twice. First every warp counts what enters each kept token from its own run, and the block what enters those before its
-// tile: so it is known where every warp's members of every kept token begin. Then every warp writes its own there, in order.
-// Counts are integers, so that two runs give the same lists. Assignments are read 2 ⌈kept / MEMBER_TILE⌉ times, from the cache.
+// One block owns MEMBER_TILE kept tokens of a KV head, and each of its warps a run of all assignments. The block goes
+// over them twice. First every warp counts what enters each kept token from its own run, and the block what enters
+// those before its tile: so it is known where every warp's members of every kept token begin. Then every warp writes
+// its own there, in order. Counts are integers, so that two runs give the same lists. Assignments are read 2 ⌈kept /
+// MEMBER_TILE⌉ times, from the cache.
 //
-// In bounds: places are counts of assignments, of which there are as many as members; assignments to tokens that are not
-// kept, whatever they are, enter no list; memory was checked on the host.
+// In bounds: places are counts of assignments, of which there are as many as members; assignments to tokens that are
+// not kept, whatever they are, enter no list; memory was checked on the host.
 
 #pragma once
 

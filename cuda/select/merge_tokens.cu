@@ -2,10 +2,11 @@
 //
 //   averaged (p + Σ e) / (c + 1),  pivotal (p + Σ (e + p) / 2) / (c + 1),  weighted (p + Σ similarity · e) / (c + 1)
 //
-// One warp owns a kept token, and a lane four channels of every 128. It reads its list of members, made by merge_members, 32 at
-// a time, and adds their rows in order, AHEAD on their way at once: 4 bytes of f32 or 2 of f16 for every element, read once. A
-// token into which more than LONG merge is left to the whole block: every warp adds an equal part of the list, and the owner
-// adds the parts in order. What is added in which order depends on the lists alone, so two runs give the same bits.
+// One warp owns a kept token, and a lane four channels of every 128. It reads its list of members, made by
+// merge_members, 32 at a time, and adds their rows in order, AHEAD on their way at once: 4 bytes of f32 or 2 of f16 for
+// every element, read once. A token into which more than LONG merge is left to the whole block: every warp adds an
+// equal part of the list, and the owner adds the parts in order. What is added in which order depends on the lists
+// alone, so two runs give the same bits.
 //
 // In bounds: warps beyond the kept tokens have empty lists and write nothing; ends ascend and are at most `evicted`
 // (merge_members); tokens are clamped; memory was checked on the host. MERGING is 0 averaged, 1 pivotal, 2 weighted;

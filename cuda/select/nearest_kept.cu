@@ -1,16 +1,17 @@
-// nearest_kept: for every evicted token the kept one whose key has the largest cosine similarity; of equal ones the first.
+// nearest_kept: for every evicted token the kept one whose key has the largest cosine similarity; of equal
+// ones the first.
 //
 //   nearest = argmax_i (key · kept_i) / ‖kept_i‖,  similarity = (key · kept_nearest) / (‖kept_nearest‖ ‖key‖)
 //
 // kept_norms writes 1 / ‖kept_i‖ first, or 0 of a key of zeros: one warp owns a row.
 //
-// Then one block owns WARPS · WARP_ROWS evicted tokens of a KV head; a warp holds its own as MMA operands in registers, and all
-// kept keys pass by through shared memory in order, some eights on their way while those before them are multiplied. A lane
-// remembers the best of the columns it owns, and the four lanes of a quad agree at the end: of equal similarities the lower
-// index. No atomics.
+// Then one block owns WARPS · WARP_ROWS evicted tokens of a KV head; a warp holds its own as MMA operands in registers,
+// and all kept keys pass by through shared memory in order, some eights on their way while those before them are
+// multiplied. A lane remembers the best of the columns it owns, and the four lanes of a quad agree at the end: of equal
+// similarities the lower index. No atomics.
 //
-// In bounds: evicted and kept tokens beyond those of the call are not read; tokens are clamped; memory was checked on the
-// host. KEY_TYPE and QUERY_TYPE are both the type of the keys.
+// In bounds: evicted and kept tokens beyond those of the call are not read; tokens are clamped; memory was checked on
+// the host. KEY_TYPE and QUERY_TYPE are both the type of the keys.
 
 #pragma once
 
@@ -56,7 +57,8 @@ __device__ __forceinline__ void find_kept(KeptRows& kept, const MergeCall& call,
     }
 }
 
-// Kept rows from `first` on, and their inverse norms, on their way to shared memory. Of rows that do not exist nothing is known.
+// Kept rows from `first` on, and their inverse norms, on their way to shared memory. Of rows that do not exist
+// nothing is known.
 __device__ __forceinline__ void stage_kept(uint4* staged, float* norms, const MergeCall& call, const KeptRows& kept,
                                            u32 first, u32 kv_head) {
     const u32 lane = threadIdx.x % 32;

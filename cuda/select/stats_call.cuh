@@ -1,9 +1,9 @@
 // What the kernels that measure attention are called with, and the rows they read.
 //
-// A block owns a part: PART_TILES tiles of WARP_ROWS keys of one KV head. Its warps take a tile each, in turn, whose keys stay in
-// registers while the query rows of the head's group pass by: all heads' rows as one list of eights, each head's filled up
-// with rows that do not exist. As many eights as `staged` are in shared memory at once, a chunk: where that is all of them,
-// they are staged once, and the warps of a block do not wait for each other any more.
+// A block owns a part: PART_TILES tiles of WARP_ROWS keys of one KV head. Its warps take a tile each, in turn, whose
+// keys stay in registers while the query rows of the head's group pass by: all heads' rows as one list of eights, each
+// head's filled up with rows that do not exist. As many eights as `staged` are in shared memory at once, a chunk: where
+// that is all of them, they are staged once, and the warps of a block do not wait for each other any more.
 
 #pragma once
 
@@ -139,8 +139,8 @@ __device__ __forceinline__ bool chunk_is_blind(const StatsCall& call, const Pass
     return seen_by(call, min(last % rows.of_head * 8 + 7, call.rows - 1)) <= first_key;
 }
 
-// Stages the chunk from eight `chunk` on, by all threads of the block, and the keys that its rows see. Rows that do not exist
-// are zeros and see everything. Calls note(index, row) for every row of the chunk. The rows may arrive later.
+// Stages the chunk from eight `chunk` on, by all threads of the block, and the keys that its rows see. Rows that do not
+// exist are zeros and see everything. Calls note(index, row) for every row of the chunk. The rows may arrive later.
 template <class Note>
 __device__ __forceinline__ void stage_chunk(uint4* staged, u32* seen, const StatsCall& call, const PassingRows& rows,
                                             u32 chunk, const Note& note) {

@@ -3,13 +3,13 @@
 //   w_t = sum_t, or sum_t / (rows that see t);  p_t = mean or maximum of w over the pooled tokens around t, but for recent ones
 //   score_t = +inf of what stays in any case, p_t + max p of text that is raised, else p_t
 //
-// One block owns TILE tokens of a head; where text is raised it looks at all tokens of the head for the largest first. Sums are
-// read once for every token that is pooled, from the cache; scores are written coalesced. A sum that is NaN is remembered by
-// the largest distance of such a token from the end, an integer maximum: the same in every run.
+// One block owns TILE tokens of a head; where text is raised it looks at all tokens of the head for the largest first.
+// Sums are read once for every token that is pooled, from the cache; scores are written coalesced. A sum that is NaN is
+// remembered by the largest distance of such a token from the end, an integer maximum: the same in every run.
 //
-// In bounds: tokens are below `tokens`, neighbours between 0 and the first recent one; sums, scores and words were checked
-// against the call. WEIGHING is 0 sum, 1 mean of the rows that see a token; POOL 0 none, 1 mean, 2 maximum; TEXT 0 like
-// images, 1 raised, 2 stays.
+// In bounds: tokens are below `tokens`, neighbours between 0 and the first recent one; sums, scores and words were
+// checked against the call. WEIGHING is 0 sum, 1 mean of the rows that see a token; POOL 0 none, 1 mean, 2 maximum;
+// TEXT 0 like images, 1 raised, 2 stays.
 
 #pragma once
 

@@ -1,16 +1,17 @@
 // top_k: the indices of the k largest scores of every KV head, ascending; of equal scores the lower indices.
 //
-// One block owns a head. Scores become integers that order alike (−0 equals +0, NaN lies below −∞). Three passes over the
-// scores find the k-th largest integer digit by digit: each counts, in a histogram, the next digit of those that agree with
-// what is known so far. Integer atomics give the same histogram in every order. Then a warp owns a run of scores: it
-// counts what lies above the k-th and what equals it, a scan over the warps tells where its run begins in the result, and
-// votes put each score in its place; of those that equal the k-th the first that are still needed are taken.
+// One block owns a head. Scores become integers that order alike (−0 equals +0, NaN lies below −∞). Three passes
+// over the scores find the k-th largest integer digit by digit: each counts, in a histogram, the next digit of those
+// that agree with what is known so far. Integer atomics give the same histogram in every order. Then a warp owns a
+// run of scores: it counts what lies above the k-th and what equals it, a scan over the warps tells where its run
+// begins in the result, and votes put each score in its place; of those that equal the k-th the first that are still
+// needed are taken.
 //
-// As many scores as fit (`held`) stay in shared memory as integers after the first pass, so that only those beyond them are
-// read five times from memory. Exact for any k and n.
+// As many scores as fit (`held`) stay in shared memory as integers after the first pass, so that only those beyond them
+// are read five times from memory. Exact for any k and n.
 //
-// In bounds: the grid has one block per head; scores and result were checked against n and k on the host, shared memory is made
-// for `held` scores.
+// In bounds: the grid has one block per head; scores and result were checked against n and k on the host, shared memory
+// is made for `held` scores.
 
 #pragma once
 

@@ -56,13 +56,14 @@ pub struct AnswerRow {
     /// Contribution of each modality: its share of what the answer attends to in the prompt; of full precision alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub contribution: Option<ByModality>,
-    /// Coverage of each modality: the share of what the answer attends to in it that falls to kept tokens; of policies alone.
+    /// Coverage of each modality: the share of what the answer attends to in it that falls to kept tokens; of
+    /// policies alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub coverage: Option<ByModality>,
 }
 
-/// Shares of the attention of an answer. Modalities are those of VL-Cache (arXiv 2410.23317, section 3.2); the document stands for
-/// the image.
+/// Shares of the attention of an answer. Modalities are those of VL-Cache (arXiv 2410.23317, section 3.2); the document
+/// stands for the image.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ByModality {
     /// Of the document.

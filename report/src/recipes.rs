@@ -5,8 +5,8 @@ use std::fmt::Write;
 use kvpack::AttentionShape;
 use kvpack::cache::{EVICTIONS, METHODS, ModelRecipe};
 
-/// Every method with its bits, and every policy that may stand before it, in Markdown. Bits are those of an element of a
-/// packed page with its ranges, in heads of 128 channels.
+/// Every method with its bits, and every policy that may stand before it, in Markdown. Bits are those of an element of
+/// a packed page with its ranges, in heads of 128 channels.
 ///
 /// # Errors
 /// When a method's own name is no recipe.

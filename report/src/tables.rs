@@ -147,7 +147,8 @@ impl Device {
         table
     }
 
-    /// The other formats of whole sequences, a column for every shape that any of them was timed on; nothing where none was.
+    /// The other formats of whole sequences, a column for every shape that any of them was timed on; nothing
+    /// where none was.
     pub fn other_formats(&self) -> String {
         let other =
             |row: &BenchRow| row.parts.len() == 1 && !row.format.contains('/') && plain_width(&row.format).is_none();

@@ -1,5 +1,5 @@
-//! Documents show what was measured and what there is: their tables and plots are those that are made of docs/results and of
-//! the library's recipes, and no line of prose is longer than the code's.
+//! Documents show what was measured and what there is: their tables and plots are those that are made of docs/results
+//! and of the library's recipes, and no line of prose is longer than the code's.
 //!
 //! `KVPACK_UPDATE=1 cargo test -p kvpack-report --test documents` writes tables and plots anew.
 
@@ -13,8 +13,8 @@ use kvpack_report::{read, recipes};
 /// Longest line of prose in a document, in characters: that of the code, see rustfmt.toml.
 const LINE: usize = 120;
 
-/// Before and behind a generated part: `<!-- made of nvidia-h200: decode -->` … `<!-- end -->`. What is not made of a device is
-/// made of the library.
+/// Before and behind a generated part: `<!-- made of nvidia-h200: decode -->` … `<!-- end -->`. What is not made of a
+/// device is made of the library.
 const BEGIN: &str = "<!-- made of ";
 const END: &str = "<!-- end -->";
 

@@ -2,20 +2,21 @@
 //
 //   s_t = q · k_t / √D (as prepared),  lse = ln Σ exp(s_t),  output = Σ exp(s_t - lse) v_t
 //
-// over the tokens of one work item, for one KV head and up to HEADS of its query heads. The query is prepared here where keys
-// are not rotated (query/own.wgsl, query/own_f32.wgsl), and items are joined here where they are few (attend/merge/last.wgsl); otherwise
-// by `prepare_query` and `merge_states`.
+// over the tokens of one work item, for one KV head and up to HEADS of its query heads. The query is prepared here
+// where keys are not rotated (query/own.wgsl, query/own_f32.wgsl), and items are joined here where they are few
+// (attend/merge/last.wgsl); otherwise by `prepare_query` and `merge_states`.
 //
 // Invocations: see attend/work_item.wgsl; the loop, attend/softmax_loop.wgsl; keys, attend/scores/; values,
-// attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane, coalesced.
-// Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups, which may
-// lie where the weights do: attend/query_bytes/), one step's weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
+// attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane,
+// coalesced. Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of
+// groups, which may lie where the weights do: attend/query_bytes/), one step's weights, 512 · HEADS bytes for sums, 8 ·
+// HEAD_DIM for ranges of values.
 //
-// In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold anything
-// (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the last;
-// local arrays have constant indices. An item has at least one tile, and at most MAX_TILES, which is at most INVOCATIONS.
-// Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, sums of weights, of which the largest is 1, or
-// kept from 0.
+// In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold
+// anything (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the
+// last; local arrays have constant indices. An item has at least one tile, and at most MAX_TILES, which is at most
+// INVOCATIONS. Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, sums of weights,
+// of which the largest is 1, or kept from 0.
 
 // import numbering = attend/numbering/local.wgsl
 // import attend/work_item.wgsl

@@ -2,27 +2,28 @@
 //
 //   s_t = q · k_t / √D,  lse = ln Σ exp(s_t),  output = Σ exp(s_t - lse) v_t
 //
-// over the tokens of one work item, for one KV head and up to eight of its query heads. Products are 16 × 16 × 16, of f16
-// with f32 sums. The query is prepared here; `merge_states` joins the items.
+// over the tokens of one work item, for one KV head and up to eight of its query heads. Products are 16 × 16 × 16, of
+// f16 with f32 sums. The query is prepared here; `merge_states` joins the items.
 //
 // A row of a left operand is 16 consecutive halves of a tile, as they lie in memory: eight channels of the keys of two
-// neighbouring tokens, or eight tokens of the values of two neighbouring channels. A column of a right operand meets only
-// one of the two: column 2 h is eight zeros and then eight halves of head h, and column 2 h + 1 these eight and then zeros.
-// A column begins eight halves after the one before, so that both share what they have in common.
+// neighbouring tokens, or eight tokens of the values of two neighbouring channels. A column of a right operand meets
+// only one of the two: column 2 h is eight zeros and then eight halves of head h, and column 2 h + 1 these eight and
+// then zeros. A column begins eight halves after the one before, so that both share what they have in common.
 //
-// Invocations: four subgroups of 32 take steps of two tiles. Subgroup t scores 64 tokens of tile t / 2, makes the weights of
-// OWN_HEADS heads, and sums half of the channels of tile t / 2. As in attend/softmax_loop.wgsl weights are relative to the
-// step's maximum, and a step's sums enter the running ones in f32. Two barriers per step of 256 tokens:
+// Invocations: four subgroups of 32 take steps of two tiles. Subgroup t scores 64 tokens of tile t / 2, makes the
+// weights of OWN_HEADS heads, and sums half of the channels of tile t / 2. As in attend/softmax_loop.wgsl weights are
+// relative to the step's maximum, and a step's sums enter the running ones in f32. Two barriers per step of 256 tokens:
 //
 //   scores -> workgroup memory | sums of the last step, weights -> workgroup memory | sums of values -> workgroup memory
 //
-// Memory: keys and values are read once, in blocks of 512 consecutive bytes, half of a step's values before its weights are
-// known. Workgroup memory: query and weights in columns, scores and sums in blocks (`matrix_workgroup_bytes` counts them).
-// SPIR-V with cooperative matrices has the memory model of Vulkan, which has no coherent variables: nothing is merged here.
+// Memory: keys and values are read once, in blocks of 512 consecutive bytes, half of a step's values before its
+// weights are known. Workgroup memory: query and weights in columns, scores and sums in blocks
+// (`matrix_workgroup_bytes` counts them). SPIR-V with cooperative matrices has the memory model of Vulkan, which has
+// no coherent variables: nothing is merged here.
 //
 // In bounds: as `attend`; blocks lie within tiles, since HEAD_DIM is a multiple of 64. Control flow around products is
-// uniform: it depends on the item alone. Loops are bounded by an item's tiles and by constants. Divisors are powers of two
-// from 2^-95 on, and sums of weights, of which the largest is 2^14.
+// uniform: it depends on the item alone. Loops are bounded by an item's tiles and by constants. Divisors are powers of
+// two from 2^-95 on, and sums of weights, of which the largest is 2^14.
 //
 // gives: pages
 // binds: 3 keys, 5 values
@@ -47,7 +48,8 @@ const SCORE_SCALE: f32 = 0.12751743f;
 const QUERY_PARTS: u32 = 2u;
 // The largest element of a query in f16 is at least this, and less than twice as much.
 const QUERY_LARGEST: f32 = 16384f;
-// Weights are relative to 2^-14 of the step's largest: f16 is as exact for those of 2^-28 of it, and rounds at 2^-38 of it.
+// Weights are relative to 2^-14 of the step's largest: f16 is as exact for those of 2^-28 of it, and rounds
+// at 2^-38 of it.
 const WEIGHT_LOG2: f32 = 14f;
 
 // Tiles of a step.
@@ -70,7 +72,8 @@ const LANE_FIELDS: u32 = (HEAD_DIM + 127u) / 128u;
 const TILE_SIZE: u32 = HEAD_DIM * 32u;
 const LEFT_BLOCK: u32 = 64u;
 const LEFT_ROW: u32 = 4u;
-// And: from one column of a right operand to the next, from one head to the next, and eight heads with the zeros behind them.
+// And: from one column of a right operand to the next, from one head to the next, and eight heads with the
+// zeros behind them.
 const COLUMN: u32 = 2u;
 const HEAD_COLUMNS: u32 = 4u;
 const COLUMNS: u32 = 34u;
@@ -86,7 +89,8 @@ var<workgroup> weight_columns: array<Half4, TILES * TOKEN_VECTORS * COLUMNS>;
 var<workgroup> scores: array<f32, TILES * TOKEN_BLOCKS * SUM_BLOCK>;
 var<workgroup> step_sums: array<f32, TILES * CHANNEL_BLOCKS * SUM_BLOCK>;
 
-// Of the subgroup's heads: what their scores are multiplied with, running maximum, the lane's part of the sum of weights.
+// Of the subgroup's heads: what their scores are multiplied with, running maximum, the lane's part of the
+// sum of weights.
 var<private> score_units: array<f32, OWN_HEADS>;
 var<private> running_max: array<f32, OWN_HEADS>;
 var<private> weight_sum: array<f32, OWN_HEADS>;

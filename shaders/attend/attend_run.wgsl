@@ -3,7 +3,8 @@
 //   s_rt = q_r · k_t / √D,  lse_r = ln Σ exp(s_rt),  output_r = Σ exp(s_rt - lse_r) v_t
 //
 // over the tokens of one work item. A row r is a query and one of the query heads of the item's KV head, up to ROWS of
-// them, which `prepare_query` left in f16. Products are 16 × 16 × 16, of f16 with f32 sums. `merge_states` joins the items.
+// them, which `prepare_query` left in f16. Products are 16 × 16 × 16, of f16 with f32 sums. `merge_states`
+// joins the items.
 //
 // A subgroup of 32 owns two blocks of 16 rows: their queries, the left operands of scores, and their sums stay in its
 // registers for the whole item. All subgroups share the tokens, which pass by in steps of 16, unpacked to halves in
@@ -14,18 +15,18 @@
 //
 // The slot `run_arrivals` says when keys and values go there, and when they are asked for.
 //
-// Weights are relative to a reference of their row, a power of two: it lets weights grow to 2^MOST_WEIGHT, and moves so that
-// the largest is 2^START_WEIGHT where they would grow further. Then sums make a round through workgroup memory, where a row
-// can be scaled. That is rare, and all subgroups wait for it. So each barrier is met by all.
+// Weights are relative to a reference of their row, a power of two: it lets weights grow to 2^MOST_WEIGHT, and moves so
+// that the largest is 2^START_WEIGHT where they would grow further. Then sums make a round through workgroup memory,
+// where a row can be scaled. That is rare, and all subgroups wait for it. So each barrier is met by all.
 //
-// Memory: keys and values once for ROWS rows. Workgroup memory: rows of keys, columns of values, rows of scores and of weights
-// are padded, so that what is moved at once lies in different banks (`RunRows::workgroup_bytes` counts it). For a product a
-// subgroup reads 256 bytes of keys or values.
+// Memory: keys and values once for ROWS rows. Workgroup memory: rows of keys, columns of values, rows of scores and of
+// weights are padded, so that what is moved at once lies in different banks (`RunRows::workgroup_bytes` counts it). For
+// a product a subgroup reads 256 bytes of keys or values.
 //
-// In bounds: as `attend`; blocks of rows lie within the prepared ones, behind which there are RUN_ROWS more; rows beyond the
-// item's write nothing. Loops are bounded by an item's tiles and by constants. Control flow around products is uniform: it
-// depends on the item, and on words that lie in workgroup memory between two barriers. Divisors are sums of weights, of
-// which the largest is at least 2^START_WEIGHT at the time.
+// In bounds: as `attend`; blocks of rows lie within the prepared ones, behind which there are RUN_ROWS more; rows
+// beyond the item's write nothing. Loops are bounded by an item's tiles and by constants. Control flow around products
+// is uniform: it depends on the item, and on words that lie in workgroup memory between two barriers. Divisors are sums
+// of weights, of which the largest is at least 2^START_WEIGHT at the time.
 //
 // gives: Half4, Eight, SUBGROUPS, EIGHTS, TOKEN_VECTORS, pages, load_keys, load_values, store_keys, store_values
 // binds: 2 run_queries, 8 run_constants

@@ -1,6 +1,6 @@
-// Codes of 1, 2, 4 or 8 bits as halves. The bits of 2^10 and of a whole number below it are the half of both, and two such
-// halves are unpacked at once. Eight codes, two field groups that lie beside each other, are the bytes of a bit plane and
-// of the next: of one word, or of two at 8 bits.
+// Codes of 1, 2, 4 or 8 bits as halves. The bits of 2^10 and of a whole number below it are the half of both, and two
+// such halves are unpacked at once. Eight codes, two field groups that lie beside each other, are the bytes of a bit
+// plane and of the next: of one word, or of two at 8 bits.
 //
 // needs: Eight, Half4
 // gives: Half2, CODES, first_word, second_word, code_halves

@@ -1,6 +1,6 @@
-// Codes of 4 bits as halves, where all codes have as many: what attend/code_halves.wgsl does for any width takes a second
-// register for every word. The bits of 2^10 and of a whole number below 16 are the half of both, and two such halves, four
-// fields from each other, are unpacked at once.
+// Codes of 4 bits as halves, where all codes have as many: what attend/code_halves.wgsl does for any width takes a
+// second register for every word. The bits of 2^10 and of a whole number below 16 are the half of both, and two such
+// halves, four fields from each other, are unpacked at once.
 //
 // needs: Eight, Half4
 // gives: Half2, CODES, SIGNED_CODES, code_halves

@@ -1,4 +1,5 @@
-// Attention states joined: a running sum relative to the largest log-sum-exp so far. States are read once, AT_ONCE together.
+// Attention states joined: a running sum relative to the largest log-sum-exp so far. States are read once,
+// AT_ONCE together.
 //
 // needs: FIELDS, QUERY_HEADS, STATE_ROW, states
 // gives: NO_LSE, Joined, join_states

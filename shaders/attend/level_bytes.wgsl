@@ -1,6 +1,6 @@
-// Levels of a codebook as signed bytes: level = (byte + 1/2) · unit, see `format::codebook`. A negative level's byte is the
-// complement of its opposite's, and the steps of the levels above 0 are exclusive ors of constants, one for each bit of the
-// index (at 4 bits also for two pairs of bits), so that four fields are looked up at once.
+// Levels of a codebook as signed bytes: level = (byte + 1/2) · unit, see `format::codebook`. A negative level's byte is
+// the complement of its opposite's, and the steps of the levels above 0 are exclusive ors of constants, one for each
+// bit of the index (at 4 bits also for two pairs of bits), so that four fields are looked up at once.
 //
 // gives: level_bytes
 

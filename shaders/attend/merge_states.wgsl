@@ -2,12 +2,12 @@
 //
 //   output = Σ_i exp(lse_i - M) o_i / Σ_i exp(lse_i - M),  M = max lse_i
 //
-// Workgroup (x, y): row of queries x, query head y. An invocation owns four channels of every LISTS-th state; the lists are
-// joined in workgroup memory in a fixed order, so that two runs agree to the bit. Every state is read once, its
+// Workgroup (x, y): row of queries x, query head y. An invocation owns four channels of every LISTS-th state; the lists
+// are joined in workgroup memory in a fixed order, so that two runs agree to the bit. Every state is read once, its
 // log-sum-exp with its output: each wait for memory is a good part of what this kernel takes.
 //
-// In bounds: what the table of states holds is clamped to the states that are bound; surplus invocations own a list index past LISTS and read
-// nothing. The divisor is at least 1.
+// In bounds: what the table of states holds is clamped to the states that are bound; surplus invocations own a list
+// index past LISTS and read nothing. The divisor is at least 1.
 //
 // gives: states, QUERY_HEADS, FIELDS, STATE_ROW
 // binds: 0 state_rows, 7 states

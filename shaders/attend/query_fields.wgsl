@@ -5,8 +5,8 @@
 // set by plans: QUERY_LARGEST, CODE_UNIT, PLACE_WORDS, PLACE_PLANES
 
 const QUERY_LARGEST: f32 = 32639f;
-// What a dot product of integers and bytes of keys must be multiplied with, beside the query's own scale: 2^(bits-8) for
-// affine codes, which are shifted to the top of their bytes, and the unit of a codebook's levels.
+// What a dot product of integers and bytes of keys must be multiplied with, beside the query's own scale: 2^(bits-8)
+// for affine codes, which are shifted to the top of their bytes, and the unit of a codebook's levels.
 const CODE_UNIT: f32 = 0.0625f;
 // Words of a vector of keys, and bit planes of a word; a vector of 3-bit codes counts as one word of eight planes.
 const PLACE_WORDS: u32 = 4u;

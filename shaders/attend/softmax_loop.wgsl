@@ -5,8 +5,8 @@
 //
 // Scores are in units of log2. The running sum of weights is kept by every invocation for its own tokens. A step's sums
 // of values are made relative to the *step's* maximum, or to that of a part of it, and enter the running sums through
-// exp2(that maximum - running maximum): weights are integers where values are packed, and an integer relative to a running
-// maximum would lose everything beside one large score.
+// exp2(that maximum - running maximum): weights are integers where values are packed, and an integer relative to a
+// running maximum would lose everything beside one large score.
 //
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,

@@ -2,11 +2,12 @@
 //
 //   lse = lse + q·m · scale
 //
-// One invocation owns a query of a query head and reads its row and the centre. A log-sum-exp of −∞, of no tokens, stays.
+// One invocation owns a query of a query head and reads its row and the centre. A log-sum-exp of −∞, of
+// no tokens, stays.
 //
-// In bounds: invocations past the last log-sum-exp return; there are as many as queries of query heads, and as many slots as
-// queries, all below those of the centres: checked when they were bound, and the slots lie in a buffer of the call's own. Loops are
-// bounded by HEAD_DIM; divisors are sizes of a checked shape.
+// In bounds: invocations past the last log-sum-exp return; there are as many as queries of query heads, and as many
+// slots as queries, all below those of the centres: checked when they were bound, and the slots lie in a buffer of the
+// call's own. Loops are bounded by HEAD_DIM; divisors are sizes of a checked shape.
 //
 // binds: 0 call, 1 centres, 3 lse
 // set by plans: HEAD_DIM

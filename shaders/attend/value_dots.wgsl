@@ -1,7 +1,8 @@
 // What the two weighted sums of packed values by integer dot products share: whose channels are whose, and the end.
 //
-// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on CHANNEL_BLOCKS of
-// the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as 16-byte broadcasts.
+// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on
+// CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as
+// 16-byte broadcasts.
 //
 // needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
 //   ranged_output, sum_parts, write_lse

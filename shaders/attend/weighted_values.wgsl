@@ -5,7 +5,8 @@
 // over the tokens of one work item. Slope and offset come from the extremes of the head's scores over the whole span
 // (eq. 7 and 8), which `scores` left behind.
 //
-// Work, memory traffic, merging and bounds as in `attend`, with 4 bytes per token and query head read in place of the keys.
+// Work, memory traffic, merging and bounds as in `attend`, with 4 bytes per token and query head read in
+// place of the keys.
 
 // import numbering = attend/numbering/local.wgsl
 // import attend/work_item.wgsl

@@ -1,14 +1,15 @@
-// A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads that
-// share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
+// A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads
+// that share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
 //
 // Workgroup (y, x): item x, KV head y / CHUNKS, heads (y % CHUNKS) * HEADS onwards of its group. What reads the same
 // keys and values starts together, and the items start in the order of the plan.
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
-// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings its own
-// numbering, depends on how the device forms those.)
+// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings
+// its own numbering, depends on how the device forms those.)
 //
-// Tables are read from memory that a caller may have written. What is read becomes an index only after it was clamped to
-// what exists, here once for an item and where rows are addressed, so that no table, whatever it holds, leads out of bounds.
+// Tables are read from memory that a caller may have written. What is read becomes an index only after it was
+// clamped to what exists, here once for an item and where rows are addressed, so that no table, whatever it holds,
+// leads out of bounds.
 //
 // needs: pages
 // gives: WorkItem, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, GROUP, HEADS,
@@ -76,7 +77,8 @@ fn read_item(index: u32) -> WorkItem {
 }
 
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
-// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one after the other.
+// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one
+// after the other.
 
 // The index of tile `invocation`, of the last tile where there is no such tile. MAX_TILES is at most INVOCATIONS.
 fn read_tile_base(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) -> u32 {
@@ -90,8 +92,8 @@ fn keep_tile_base(tile_base: u32, tiles: u32, invocation: u32) {
     }
 }
 
-// Query head of head `head` of the workgroup. The last chunk of a group may be short, and an item may have fewer queries than
-// others; surplus heads repeat the last one and write nothing.
+// Query head of head `head` of the workgroup. The last chunk of a group may be short, and an item may have fewer
+// queries than others; surplus heads repeat the last one and write nothing.
 fn query_head(y: u32, head: u32) -> u32 {
     return y / CHUNKS * GROUP + min(y % CHUNKS * HEADS + head % GROUP, GROUP - 1u);
 }

@@ -1,9 +1,9 @@
 // A row of HEAD_DIM channels in workgroup memory, rotated in place: `format::Rotation`. Blocks of ORDER channels are
 // multiplied with the Walsh-Hadamard matrix over √ORDER.
 //
-// Channels may be dealt out to the blocks in turns first: channel c then lies at `dealt(c)`. Who puts a channel in does so at
-// `input_place` and applies `rotation_input`; who takes it out does so at `output_place` and applies `unflipped`. An
-// invocation owns pairs of channels; one barrier per butterfly stage. Every invocation of the workgroup must call.
+// Channels may be dealt out to the blocks in turns first: channel c then lies at `dealt(c)`. Who puts a channel in does
+// so at `input_place` and applies `rotation_input`; who takes it out does so at `output_place` and applies `unflipped`.
+// An invocation owns pairs of channels; one barrier per butterfly stage. Every invocation of the workgroup must call.
 //
 // needs: HEAD_DIM, INVOCATIONS
 // gives: rotated, dealt, input_place, output_place, rotation_input, scaled_input, unflipped, flipped, rotate_row

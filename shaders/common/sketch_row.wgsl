@@ -1,5 +1,6 @@
-// The row in workgroup memory, rotated for its signs: `format::sketch`. Each round deals channels out to blocks first. Order and
-// scale are those of the row's own rotation. An invocation owns every 64th channel. Every invocation of the workgroup must call.
+// The row in workgroup memory, rotated for its signs: `format::sketch`. Each round deals channels out to blocks first.
+// Order and scale are those of the row's own rotation. An invocation owns every 64th channel. Every invocation of the
+// workgroup must call.
 //
 // needs: HEAD_DIM, INVOCATIONS
 // gives: sketch_row

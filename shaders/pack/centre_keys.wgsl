@@ -1,11 +1,12 @@
-// centre_keys: keys of a dense tensor less the centre of their sequence, rotated where they are stored so, as dense f32 rows
-// [token][kv_head][channel].
+// centre_keys: keys of a dense tensor less the centre of their sequence, rotated where they are stored so, as dense f32
+// rows [token][kv_head][channel].
 //
-// One workgroup owns a row; an invocation owns every 64th channel. Rows are read and written coalesced. `call.range_slot` is the
-// slot of the centre.
+// One workgroup owns a row; an invocation owns every 64th channel. Rows are read and written coalesced.
+// `call.range_slot` is the slot of the centre.
 //
-// In bounds: workgroups beyond `total` = tokens · kv_heads rows return; the slot, the rows read and the output were checked against
-// the buffers when they were bound. Loops are bounded by HEAD_DIM; divisors are sizes of a checked shape.
+// In bounds: workgroups beyond `total` = tokens · kv_heads rows return; the slot, the rows read and the output
+// were checked against the buffers when they were bound. Loops are bounded by HEAD_DIM; divisors are sizes of
+// a checked shape.
 //
 // gives: output, INVOCATIONS, HEAD_DIM
 // binds: 2 output, 7 centres

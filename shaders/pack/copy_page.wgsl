@@ -2,8 +2,8 @@
 //
 // One invocation owns one word; neighbours own neighbouring words.
 //
-// In bounds: invocations beyond the words of all places return; pages were checked against the buffers when the step's table
-// was made for the layout that they were bound to. Divisors are sizes of a checked shape.
+// In bounds: invocations beyond the words of all places return; pages were checked against the buffers when the step's
+// table was made for the layout that they were bound to. Divisors are sizes of a checked shape.
 //
 // gives: target_words
 // binds: 2 target_words

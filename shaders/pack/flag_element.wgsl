@@ -1,5 +1,5 @@
-// Elements that may be NaN, infinite or too large: those count as 0, and the first token with one is flagged. They are compared as
-// integers, since compilers may assume that no float is NaN.
+// Elements that may be NaN, infinite or too large: those count as 0, and the first token with one is flagged. They are
+// compared as integers, since compilers may assume that no float is NaN.
 //
 // needs: call
 // gives: flagged_element

@@ -3,10 +3,12 @@
 //   y = H (s ⊙ x) / √ORDER, or x = s ⊙ (H y) / √ORDER, for blocks of ORDER channels; s are signs, or all 1
 //
 // One workgroup owns a row; an invocation owns every 64th channel and pairs of channels. Rows are read and written
-// coalesced (dealt channels are not written so), and may be read from where they are written. log2(ORDER) additions per element, as many barriers per row.
+// coalesced (dealt channels are not written so), and may be read from where they are written. log2(ORDER) additions per
+// element, as many barriers per row.
 //
 // In bounds: workgroups beyond `total` = tokens · kv_heads rows return; the rows read and the output were checked
-// against the buffers when they were bound, pages that a step's table names when it was made for their layout. Loops are bounded by HEAD_DIM; divisors are sizes of a checked shape.
+// against the buffers when they were bound, pages that a step's table names when it was made for their layout. Loops
+// are bounded by HEAD_DIM; divisors are sizes of a checked shape.
 //
 // gives: output, INVOCATIONS, HEAD_DIM
 // binds: 2 output

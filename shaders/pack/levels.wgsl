@@ -2,8 +2,8 @@
 //
 // gives: levels_of
 
-// The levels that four stored fields of `bits` bits stand for, relative to the norm of their row. `low` and `high` are the
-// four levels above 0 nearest to it and the next four, where there are so many.
+// The levels that four stored fields of `bits` bits stand for, relative to the norm of their row. `low` and `high` are
+// the four levels above 0 nearest to it and the next four, where there are so many.
 fn levels_of(fields: vec4<u32>, bits: u32, low: vec4<f32>, high: vec4<f32>) -> vec4<f32> {
     // A field is the code less the middle one, in two's complement: the top bit is the sign, and below 0 the distance
     // counts from -1.

@@ -6,8 +6,8 @@
 // once.
 //
 // In bounds: invocations beyond `total` = places · kv_heads · 128 return; pages and the rows of the tokens read were
-// checked against the buffers when they were bound. Loops are bounded by head_dim, a multiple of 4; divisors are sizes of
-// a checked shape.
+// checked against the buffers when they were bound. Loops are bounded by head_dim, a multiple of 4; divisors are sizes
+// of a checked shape.
 //
 // binds: 2 ranges
 

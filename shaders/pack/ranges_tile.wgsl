@@ -6,9 +6,9 @@
 // One invocation owns one range and reads its group: neighbours own neighbouring channels of a run of tokens, or
 // neighbouring tokens. Groups that no token belongs to get zero. Reads every element once.
 //
-// In bounds: invocations beyond the places · kv_heads · ranges_per_tile return; pages and the rows of the tokens read were
-// checked against the buffers when they were bound, or when a step's table was made for the layout that they were bound to. A
-// group has at most max(128, head_dim) elements; divisors are sizes of a checked shape and format.
+// In bounds: invocations beyond the places · kv_heads · ranges_per_tile return; pages and the rows of the tokens read
+// were checked against the buffers when they were bound, or when a step's table was made for the layout that they were
+// bound to. A group has at most max(128, head_dim) elements; divisors are sizes of a checked shape and format.
 //
 // gives: BITS
 // binds: 2 ranges

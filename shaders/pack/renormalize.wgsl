@@ -3,11 +3,11 @@
 //   norm / √Σ level², rounded to half precision
 //
 // Runs after the codes were made with the norm. One invocation owns one token of one KV head and reads its fields, one
-// after the other: neighbours read neighbouring words of keys, and of values the same ones. Slots that no token has keep
-// zero. Reads every code once, about 12 arithmetic operations each.
+// after the other: neighbours read neighbouring words of keys, and of values the same ones. Slots that no token has
+// keep zero. Reads every code once, about 12 arithmetic operations each.
 //
-// In bounds: invocations beyond `total` = places · kv_heads · 128 return; pages were checked against the buffers when they
-// were bound. Loops are bounded by head_dim, a multiple of 4; divisors are sizes of a checked shape.
+// In bounds: invocations beyond `total` = places · kv_heads · 128 return; pages were checked against the buffers when
+// they were bound. Loops are bounded by head_dim, a multiple of 4; divisors are sizes of a checked shape.
 //
 // binds: 1 tiles, 2 ranges
 

@@ -9,8 +9,8 @@
 const BITS: u32 = 4u;
 const KEYS: u32 = 1u;
 
-// Fields of one word, bit planes of a byte lane (unused in f16), and the field's mask. 3-bit codes lie in vectors of three
-// words: two with the low pairs of bits, one with the top bits.
+// Fields of one word, bit planes of a byte lane (unused in f16), and the field's mask. 3-bit codes lie in vectors of
+// three words: two with the low pairs of bits, one with the top bits.
 const FIELDS: u32 = 32u / BITS;
 const PLANES: u32 = 8u / BITS;
 const FIELD_MASK: u32 = (1u << BITS) - 1u;

@@ -2,8 +2,9 @@
 //
 // One invocation owns one element; neighbours own neighbouring channels. `call.range_slot` is the slot of the centre.
 //
-// In bounds: invocations beyond `total` = kv_heads · tokens · head_dim return; the slot and the output were checked against the
-// buffers when they were bound. Divisors are sizes of a checked shape, and the tokens of a span, of which there is one at least.
+// In bounds: invocations beyond `total` = kv_heads · tokens · head_dim return; the slot and the output were checked
+// against the buffers when they were bound. Divisors are sizes of a checked shape, and the tokens of a span, of which
+// there is one at least.
 //
 // binds: 2 output, 7 centres
 

@@ -5,10 +5,10 @@
 //
 // Column sums are kept per query head, or become the sum, mean or maximum over the heads of a group (AGGREGATION).
 //
-// One workgroup owns a part: some tiles of RESIDENT keys of one KV head. An invocation owns a key, and its column sum is a
-// register; the query rows of the head's group pass by, STAGED at a time. For counts an invocation writes one bit per row,
-// and 16 invocations add up each row's. Nothing is added up in an order that could change. Keys are read once, query rows
-// once per tile; neither scores nor weights are written.
+// One workgroup owns a part: some tiles of RESIDENT keys of one KV head. An invocation owns a key, and its column sum
+// is a register; the query rows of the head's group pass by, STAGED at a time. For counts an invocation writes one bit
+// per row, and 16 invocations add up each row's. Nothing is added up in an order that could change. Keys are read once,
+// query rows once per tile; neither scores nor weights are written.
 //
 // In bounds: as in attention_row_stats.
 //

@@ -4,11 +4,11 @@
 //   counts[row] = visible keys of the part with s ≥ max + log_threshold
 //
 // One workgroup owns a part: some tiles of TILE keys of one KV head. A chunk of query rows is resident in its subgroups
-// (select/stats_matrix.wgsl) while all tiles of the part pass by; where a group has more rows than a chunk, the tiles pass by
-// again, and column sums are added to those that the same invocation has written before. A lane owns a key of the tile and
-// adds the weights of the subgroup's columns, head by head; then one subgroup adds the parts of each head, in order. For
-// counts a lane owns a column, and counts it over all tiles in a register. So every sum has a fixed order. Two barriers a
-// tile:
+// (select/stats_matrix.wgsl) while all tiles of the part pass by; where a group has more rows than a chunk, the tiles
+// pass by again, and column sums are added to those that the same invocation has written before. A lane owns a key of
+// the tile and adds the weights of the subgroup's columns, head by head; then one subgroup adds the parts of each head,
+// in order. For counts a lane owns a column, and counts it over all tiles in a register. So every sum has a fixed
+// order. Two barriers a tile:
 //
 //   scores -> workgroup memory | next keys, sums of subgroups -> workgroup memory | column sums -> memory
 //

@@ -1,15 +1,15 @@
-// attention_row_stats: the largest score of every query row, and the sum of the exponentials of its scores, over the keys
-// of one part.
+// attention_row_stats: the largest score of every query row, and the sum of the exponentials of its scores, over the
+// keys of one part.
 //
 //   s = q · k / √HEAD_DIM,  max = max s,  sum = Σ exp(s − max)  over visible keys of the part
 //
-// One workgroup owns a part: some tiles of RESIDENT keys of one KV head. An invocation owns a key; the query rows of the
-// head's group pass by, STAGED at a time. Their scores meet in workgroup memory, where 16 invocations reduce each row in a
-// fixed order. What a part has measured of a row so far lies in `partials`, and one invocation owns it. Keys are read once,
-// query rows once per tile; no scores are written.
+// One workgroup owns a part: some tiles of RESIDENT keys of one KV head. An invocation owns a key; the query rows of
+// the head's group pass by, STAGED at a time. Their scores meet in workgroup memory, where 16 invocations reduce each
+// row in a fixed order. What a part has measured of a row so far lies in `partials`, and one invocation owns it. Keys
+// are read once, query rows once per tile; no scores are written.
 //
-// In bounds: part and head are below the grid's, which the plan made; rows, tokens and positions are checked where they are
-// read, and tensors and partials were checked against the call when they were bound. Loops are bounded by the call.
+// In bounds: part and head are below the grid's, which the plan made; rows, tokens and positions are checked where they
+// are read, and tensors and partials were checked against the call when they were bound. Loops are bounded by the call.
 //
 // binds: 3 partials
 

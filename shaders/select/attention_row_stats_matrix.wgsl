@@ -3,8 +3,8 @@
 //   s = q · k / √HEAD_DIM,  max = max s,  sum = Σ exp(s − max)  over visible keys of the part
 //
 // One workgroup owns a part: some tiles of TILE keys of one KV head. A chunk of query rows is resident in its subgroups
-// (select/stats_matrix.wgsl) while all tiles of the part pass by. An invocation owns a column, whose maximum and sum are
-// registers, and reads its scores of a tile from workgroup memory. Two barriers a tile.
+// (select/stats_matrix.wgsl) while all tiles of the part pass by. An invocation owns a column, whose maximum and sum
+// are registers, and reads its scores of a tile from workgroup memory. Two barriers a tile.
 //
 // In bounds: as select/stats_matrix.wgsl; the plan made `partials` for the grid's parts and the call's rows.
 //

@@ -4,8 +4,8 @@
 //
 // One invocation owns one word of the result; neighbours own neighbours, so that rows are read and written coalesced.
 //
-// In bounds: invocations beyond the result return; indices are clamped to the tokens of the call; rows, indices and result
-// were checked against the buffers when they were bound. Divisors are sizes of a checked shape.
+// In bounds: invocations beyond the result return; indices are clamped to the tokens of the call; rows, indices and
+// result were checked against the buffers when they were bound. Divisors are sizes of a checked shape.
 
 // import pack/flat.wgsl
 // import select/move_rows.wgsl

@@ -2,10 +2,10 @@
 //
 //   averaged (p + Σ e) / (c + 1),  pivotal (p + Σ (e + p) / 2) / (c + 1),  weighted (p + Σ similarity · e) / (c + 1)
 //
-// One workgroup owns KEPT_TILE kept tokens of a KV head. It walks over the assignments of all evicted tokens, one for each
-// invocation at a time, which mark those that enter its kept tokens as bits; then all invocations take the marked ones in
-// order, each adding its own channels. So rows are read once and coalesced, every sum is made in the order of the evicted
-// tokens, and two runs give the same bits.
+// One workgroup owns KEPT_TILE kept tokens of a KV head. It walks over the assignments of all evicted tokens, one for
+// each invocation at a time, which mark those that enter its kept tokens as bits; then all invocations take the marked
+// ones in order, each adding its own channels. So rows are read once and coalesced, every sum is made in the order of
+// the evicted tokens, and two runs give the same bits.
 //
 // In bounds: kept tokens beyond those of the call are not written; tokens are clamped; assignments outside the tile,
 // whatever they are, are passed over; buffers were checked when they were bound. Loops are bounded by the call.

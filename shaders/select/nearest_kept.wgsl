@@ -1,12 +1,13 @@
-// nearest_kept: for every evicted token the kept one whose key has the largest cosine similarity; of equal ones the first.
+// nearest_kept: for every evicted token the kept one whose key has the largest cosine similarity; of equal
+// ones the first.
 //
 //   nearest = argmax_i key · unit_i,  similarity = key · unit_nearest / ‖key‖
 //
-// One workgroup owns RESIDENT evicted tokens of a KV head, an invocation one of them; all kept keys, divided by their norms
-// by normalize_kept, pass by in order. No reduction, no atomics.
+// One workgroup owns RESIDENT evicted tokens of a KV head, an invocation one of them; all kept keys, divided by their
+// norms by normalize_kept, pass by in order. No reduction, no atomics.
 //
-// In bounds: evicted and kept tokens beyond those of the call are zeros and not written; tokens are clamped; buffers were
-// checked when they were bound. Loops are bounded by the call.
+// In bounds: evicted and kept tokens beyond those of the call are zeros and not written; tokens are clamped; buffers
+// were checked when they were bound. Loops are bounded by the call.
 //
 // binds: 2 evicted_tokens, 3 units, 4 nearest, 5 similarities
 

@@ -2,14 +2,15 @@
 //
 //   row = Σ over parts of halves · unit,  so that products of the halves with a key, times units[column], are its scores
 //
-// The unit is the power of two that brings the largest element of the row between 2^14 and 2^15: what is exact in f16 remains
-// so, and of f32 elements two summands keep 22 bits.
+// The unit is the power of two that brings the largest element of the row between 2^14 and 2^15: what is exact in f16
+// remains so, and of f32 elements two summands keep 22 bits.
 //
-// A workgroup owns a column of a chunk (select/matrix_call.wgsl); an invocation four of its channels. Columns that do not
-// exist are zeros.
+// A workgroup owns a column of a chunk (select/matrix_call.wgsl); an invocation four of its channels. Columns that do
+// not exist are zeros.
 //
-// In bounds: the grid is one workgroup for each column of each chunk of each KV head, for which the plan made `prepared` and
-// `units`; rows and heads of a column that exists are below the call's, and the queries were checked against it.
+// In bounds: the grid is one workgroup for each column of each chunk of each KV head, for which the plan made
+// `prepared` and `units`; rows and heads of a column that exists are below the call's, and the queries were
+// checked against it.
 //
 // binds: 1 prepared, 3 units
 

@@ -31,8 +31,8 @@ fn take_resident(first: u32, invocation: u32) {
 // The product of the resident row with staged row `r`, in four sums of every fourth channel, which wait for nothing but
 // themselves.
 //
-// Its caller's loop over staged rows is not unrolled: with the channels written out, one row is work enough to hide what a
-// sum waits for, and eight rows at once made kernels that software drivers compile for minutes.
+// Its caller's loop over staged rows is not unrolled: with the channels written out, one row is work enough to hide
+// what a sum waits for, and eight rows at once made kernels that software drivers compile for minutes.
 fn product(r: u32) -> f32 {
     var sums = vec4<f32>();
     // unroll

@@ -1,18 +1,20 @@
 // Scores of a tile of keys with the query rows of a KV head's group, by cooperative matrices: 16 × 16 × 16 products of
 // halves with f32 sums.
 //
-// The rows of all heads of a group are one list, head after head, and as many of them as a workgroup has invocations are a
-// chunk: the columns of right operands. A subgroup of 32 owns 32 of these columns. They stay in its registers while tiles of
-// TILE keys, the rows of left operands, pass by in workgroup memory. What it scores reaches workgroup memory as well, where
-// an invocation finds the scores of a key, or those of a column. The next tile is asked for before the last one's products.
+// The rows of all heads of a group are one list, head after head, and as many of them as a workgroup has invocations
+// are a chunk: the columns of right operands. A subgroup of 32 owns 32 of these columns. They stay in its registers
+// while tiles of TILE keys, the rows of left operands, pass by in workgroup memory. What it scores reaches workgroup
+// memory as well, where an invocation finds the scores of a key, or those of a column. The next tile is asked for
+// before the last one's products.
 //
-// A row is f16 once it was prepared (select/prepare_stats_queries.wgsl): QUERY_PARTS summands, of the row divided by a unit.
+// A row is f16 once it was prepared (select/prepare_stats_queries.wgsl): QUERY_PARTS summands, of the row
+// divided by a unit.
 //
-// Workgroup memory: keys in rows of KEY_ROW vectors and scores in columns of SCORE_COLUMN, so that what is read or written
-// at once lies in different banks. `MatrixCut::workgroup_bytes` counts it.
+// Workgroup memory: keys in rows of KEY_ROW vectors and scores in columns of SCORE_COLUMN, so that what is read or
+// written at once lies in different banks. `MatrixCut::workgroup_bytes` counts it.
 //
-// In bounds: keys beyond the call's are not read; chunks, columns and KV heads are those of the grid and of the plan, which
-// made `prepared` and `units` for them; sums over columns and heads end at those of the chunk.
+// In bounds: keys beyond the call's are not read; chunks, columns and KV heads are those of the grid and of the plan,
+// which made `prepared` and `units` for them; sums over columns and heads end at those of the chunk.
 //
 // gives: Right, units, LOG2_E, LOWEST, INVOCATIONS, ROW_MATRICES, SCORE_COLUMN, scores, end_of_part, load_rows,
 //   load_keys, store_keys, score_tile

@@ -3,13 +3,14 @@
 //   w_t = sum_t, or sum_t / (rows that see t);  p_t = mean or maximum of w over the pooled tokens around t, but for recent ones
 //   score_t = +inf of what stays in any case, p_t + max p of text that is raised, else p_t
 //
-// One workgroup owns TILE tokens of a head, an invocation every 256th of them; where text is raised it looks at all tokens of
-// the head for the largest first. Sums are read once for every token that is pooled, from the cache; scores are written
-// coalesced. A sum that is NaN is remembered by the largest distance of such a token from the end, an integer maximum: the same
-// in every run.
+// One workgroup owns TILE tokens of a head, an invocation every 256th of them; where text is raised it looks at all
+// tokens of the head for the largest first. Sums are read once for every token that is pooled, from the cache; scores
+// are written coalesced. A sum that is NaN is remembered by the largest distance of such a token from the end, an
+// integer maximum: the same in every run.
 //
-// In bounds: tokens are below `tokens`, neighbours between 0 and the first recent one; rows and boundaries lie behind the call
-// in one buffer that was made for them; sums, scores and words were checked when they were bound. Loops are bounded by the call.
+// In bounds: tokens are below `tokens`, neighbours between 0 and the first recent one; rows and boundaries lie behind
+// the call in one buffer that was made for them; sums, scores and words were checked when they were bound. Loops are
+// bounded by the call.
 //
 // binds: 0 call, 1 sums, 2 scores, 3 not_numbers
 // set by plans: WEIGHING, POOL, TEXT

@@ -1,15 +1,15 @@
 // top_k: the indices of the k largest scores of every KV head, ascending; of equal scores the lower indices.
 //
-// One workgroup owns a head. Scores become integers that order alike (−0 equals +0, NaN lies below −∞). Four passes over the
-// scores find the k-th largest integer byte by byte: each counts, in a histogram, the next byte of those that agree with
-// what is known so far. Integer atomics give the same histogram in every order. Then an invocation owns a run of scores:
-// it counts what lies above the k-th and what equals it, a scan over the invocations tells where its run begins in the
-// result, and of those that equal the k-th the first that are still needed are taken.
+// One workgroup owns a head. Scores become integers that order alike (−0 equals +0, NaN lies below −∞). Four passes
+// over the scores find the k-th largest integer byte by byte: each counts, in a histogram, the next byte of those that
+// agree with what is known so far. Integer atomics give the same histogram in every order. Then an invocation owns a
+// run of scores: it counts what lies above the k-th and what equals it, a scan over the invocations tells where its run
+// begins in the result, and of those that equal the k-th the first that are still needed are taken.
 //
 // Six reads of every score, the first four coalesced; exact for any k and n.
 //
-// In bounds: workgroups beyond the heads are not launched; scores and result were checked against n and k when they were
-// bound. Loops are bounded by n.
+// In bounds: workgroups beyond the heads are not launched; scores and result were checked against n and k when they
+// were bound. Loops are bounded by n.
 //
 // binds: 0 call, 1 scores, 2 chosen
 

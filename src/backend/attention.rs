@@ -10,27 +10,28 @@ use crate::plan::{AttendPlan, ElementType, Split};
 
 /// How the query enters the products with packed keys, and the weights those with packed values.
 ///
-/// Through wgpu, long runs of queries that cooperative matrices take have their queries rounded to f16, whatever is asked for
-/// here: beside queries in f32 that adds a mean square error of about 3e-8 of the output's.
+/// Through wgpu, long runs of queries that cooperative matrices take have their queries rounded to f16, whatever is
+/// asked for here: beside queries in f32 that adds a mean square error of about 3e-8 of the output's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum QueryPrecision {
-    /// What [`QueryBytes::of`] says of each segment's format: one byte where the format's own error hides what that adds, two
-    /// where it would not.
+    /// What [`QueryBytes::of`] says of each segment's format: one byte where the format's own error hides what that
+    /// adds, two where it would not.
     #[default]
     ByFormat,
     /// Two byte planes each, 16 bits: their error stays far below that of f16 keys.
     Int16,
-    /// One byte per channel of the query, and, through wgpu and where values have one range per channel, one byte per weight,
-    /// relative to the largest of its block of 32 tokens: about half the arithmetic, at an error of about 1 % of the
-    /// informative part of the output. Nearly all of it is the query's: on the shipped data bytes in place of 16-bit weights
-    /// raise the mean square error by 0.3 to 9 %. Where cooperative matrices take f16 keys, an f32 query is rounded to f16.
+    /// One byte per channel of the query, and, through wgpu and where values have one range per channel, one byte per
+    /// weight, relative to the largest of its block of 32 tokens: about half the arithmetic, at an error of about 1 %
+    /// of the informative part of the output. Nearly all of it is the query's: on the shipped data bytes in place of
+    /// 16-bit weights raise the mean square error by 0.3 to 9 %. Where cooperative matrices take f16 keys, an f32 query
+    /// is rounded to f16.
     ///
-    /// Through wgpu the ranges of groups of tokens (keys), and of groups of channels that are a multiple of 32 (values, at
-    /// `head_dim` 64, 128 and 256), go into the query and the weights before they become bytes; a range per channel and tile of
-    /// values is applied to the sums of the tile. With 16 bits they are
-    /// multiplied as floats, and so they are beside a tensor of other groups, or of none, but for keys where a KV head has
-    /// one query head. As the query is rounded anew for every group, errors of different groups do not cancel: on the
-    /// shipped data KIVI at 2 bits has a mean square error of 0.07 %, where ranges per channel have 0.01 %.
+    /// Through wgpu the ranges of groups of tokens (keys), and of groups of channels that are a multiple of 32 (values,
+    /// at `head_dim` 64, 128 and 256), go into the query and the weights before they become bytes; a range per channel
+    /// and tile of values is applied to the sums of the tile. With 16 bits they are multiplied as floats, and so they
+    /// are beside a tensor of other groups, or of none, but for keys where a KV head has one query head. As the query
+    /// is rounded anew for every group, errors of different groups do not cancel: on the shipped data KIVI at 2 bits
+    /// has a mean square error of 0.07 %, where ranges per channel have 0.01 %.
     Int8,
 }
 
@@ -44,9 +45,9 @@ pub enum QueryBytes {
 }
 
 impl QueryBytes {
-    /// The fewest that add at most 5 % to the relative L2 error of the format itself, on real keys and values: one where keys
-    /// have 4 bits or fewer, and beside f16 keys where values do, which then take the weights; two where keys have 8 bits or
-    /// everything is f16. `docs/query-precision.md` has what was measured, format by format.
+    /// The fewest that add at most 5 % to the relative L2 error of the format itself, on real keys and values: one
+    /// where keys have 4 bits or fewer, and beside f16 keys where values do, which then take the weights; two where
+    /// keys have 8 bits or everything is f16. `docs/query-precision.md` has what was measured, format by format.
     ///
     /// ```
     /// use kvpack::backend::QueryBytes;
@@ -78,8 +79,8 @@ impl QueryPrecision {
 /// Options of one attend call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttendOptions {
-    /// Precision of query and weights where keys and values are packed and multiplied as integers. The CPU backend always
-    /// uses the f32 query and f32 weights, CUDA the 16-bit query and f16 weights.
+    /// Precision of query and weights where keys and values are packed and multiplied as integers. The CPU backend
+    /// always uses the f32 query and f32 weights, CUDA the 16-bit query and f16 weights.
     pub query: QueryPrecision,
     /// Element type of the output.
     pub output: ElementType,
@@ -138,14 +139,14 @@ impl fmt::Display for AttendArithmetic {
     }
 }
 
-/// The attention states of queries, `[rows, query_heads]`: what attention over some tokens yields, so that it can be merged
-/// with attention over others, be it of another cache, another GPU or an engine's own kernel.
+/// The attention states of queries, `[rows, query_heads]`: what attention over some tokens yields, so that it can be
+/// merged with attention over others, be it of another cache, another GPU or an engine's own kernel.
 #[derive(Clone, Debug)]
 pub struct AttentionStates<T> {
     /// Softmax-weighted means of the values, f32 `[rows, query_heads, head_dim]`.
     pub outputs: T,
-    /// Natural logarithms of the sums of the exponentials of the scores `q·k / √head_dim`, f32 `[rows, query_heads]`; −∞
-    /// where there are no tokens.
+    /// Natural logarithms of the sums of the exponentials of the scores `q·k / √head_dim`, f32 `[rows, query_heads]`;
+    /// −∞ where there are no tokens.
     pub lse: T,
 }
 
@@ -154,7 +155,8 @@ pub trait Attention: Storage {
     /// How the backend multiplies the keys and values of a format in long contexts, where scores are not calibrated.
     ///
     /// # Errors
-    /// [`Format`](crate::Error::Format) or [`Unsupported`](crate::Error::Unsupported) when it does not serve the format.
+    /// [`Format`](crate::Error::Format) or [`Unsupported`](crate::Error::Unsupported) when it does not
+    /// serve the format.
     fn arithmetic(
         &self,
         shape: &AttentionShape,
@@ -162,9 +164,9 @@ pub trait Attention: Storage {
         query: QueryPrecision,
     ) -> Result<AttendArithmetic>;
 
-    /// Every query of the plan over every segment: kernels `prepare_query`, `attend` (or `scores` and `weighted_values` where
-    /// scores are calibrated) and `merge_states`. Queries and output are `[rows, query_heads, head_dim]`; scores are
-    /// `q·k / √head_dim`.
+    /// Every query of the plan over every segment: kernels `prepare_query`, `attend` (or `scores` and `weighted_values`
+    /// where scores are calibrated) and `merge_states`. Queries and output are `[rows, query_heads, head_dim]`; scores
+    /// are `q·k / √head_dim`.
     ///
     /// `stores[i]` is the store that a segment of the plan names as `i`.
     ///
@@ -182,7 +184,8 @@ pub trait Attention: Storage {
     /// that of the options. No element is written where a length does not fit.
     ///
     /// # Errors
-    /// Those of [`attend`](Attention::attend), and [`Elements`](crate::Error::Elements) when the output is not of the plan's rows.
+    /// Those of [`attend`](Attention::attend), and [`Elements`](crate::Error::Elements) when the output is not of
+    /// the plan's rows.
     fn attend_into(
         &self,
         plan: &AttendPlan,
@@ -205,9 +208,9 @@ pub trait Attention: Storage {
         options: AttendOptions,
     ) -> impl Future<Output = Result<AttentionStates<Self::Tensor>>>;
 
-    /// Kernel `uncentre_lse`: adds `q·m / √head_dim` to the log-sum-exp of every query and head, so that states over keys that are
-    /// stored less their centres `m` become those over the keys as they were. Row `i` of the queries takes the centre in slot
-    /// `slots[i]` of the store's.
+    /// Kernel `uncentre_lse`: adds `q·m / √head_dim` to the log-sum-exp of every query and head, so that states over
+    /// keys that are stored less their centres `m` become those over the keys as they were. Row `i` of the queries
+    /// takes the centre in slot `slots[i]` of the store's.
     ///
     /// Calibration moves with the scores: an offset that all of them have is the offset of their extremes too.
     ///
@@ -224,8 +227,8 @@ pub trait Attention: Storage {
 
     /// Kernel `merge_pair`: the states of the same queries over the tokens of both parts, which share none.
     ///
-    /// The result is what attention over all of them at once would yield, but for rounding. A part with a log-sum-exp of −∞ is
-    /// empty and has no weight, whatever its output; if both are, the output is 0.
+    /// The result is what attention over all of them at once would yield, but for rounding. A part with a log-sum-exp
+    /// of −∞ is empty and has no weight, whatever its output; if both are, the output is 0.
     ///
     /// # Errors
     /// [`Elements`](crate::Error::Elements) when the parts are not f32 states of the same queries and of this shape.

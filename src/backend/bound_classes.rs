@@ -1,7 +1,7 @@
 //! What is bound for classes of steps, side by side.
 
-/// What was bound for some classes of steps, the one that was used last at the end: batches that alternate between sizes find
-/// what they had.
+/// What was bound for some classes of steps, the one that was used last at the end: batches that alternate between
+/// sizes find what they had.
 #[derive(Debug)]
 pub(crate) struct BoundClasses<T> {
     kept: Vec<T>,
@@ -29,7 +29,8 @@ impl<T> BoundClasses<T> {
         self.kept.retain(keep);
     }
 
-    /// Puts in the one that is used now, in place of the one that was not for the longest time where there are too many.
+    /// Puts in the one that is used now, in place of the one that was not for the longest time where
+    /// there are too many.
     pub(crate) fn put(&mut self, class: T) -> &T {
         if self.kept.len() >= self.most {
             self.kept.remove(0);

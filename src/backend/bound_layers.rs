@@ -7,8 +7,8 @@ use crate::plan::{RowLayout, StepLayout};
 use crate::{Error, Result};
 
 impl<S, F> OpenStep<'_, S, F> {
-    /// Checks that an engine's steps are of as many layers, and what was bound may serve the step: its attention reads what the
-    /// layout's stores have, and keys and values lie in tensors of `rows`.
+    /// Checks that an engine's steps are of as many layers, and what was bound may serve the step: its attention reads
+    /// what the layout's stores have, and keys and values lie in tensors of `rows`.
     pub(crate) fn check(&self, layers: usize, rows: &RowLayout) -> Result<&Arc<StepLayout>> {
         if self.layers.len() != layers || self.stores.len() != layers {
             let reason = format!("{} layers, and tensors of {layers}", self.layers.len());

@@ -9,7 +9,8 @@ use crate::plan::{Elements, TokenIndices};
 pub trait Device {
     /// A dense array of f32 or f16 elements on the device.
     type Tensor;
-    /// Token numbers `[kv_heads, count]` on the device, that a [gather](crate::plan::Rows::Gather) reads. Cheap to clone.
+    /// Token numbers `[kv_heads, count]` on the device, that a [gather](crate::plan::Rows::Gather) reads.
+    /// Cheap to clone.
     type Indices: TokenIndices + Clone;
 
     /// The device, for people.
@@ -30,8 +31,8 @@ pub trait Device {
     /// Copies token numbers, `[kv_heads, count]`, to the device.
     ///
     /// # Errors
-    /// [`Plan`](crate::Error::Plan) when one is not below `below`, [`Elements`](crate::Error::Elements) when they are not as
-    /// many for every KV head, [`NoTokens`](crate::Error::NoTokens), [`OutOfMemory`](crate::Error::OutOfMemory).
+    /// [`Plan`](crate::Error::Plan) when one is not below `below`, [`Elements`](crate::Error::Elements) when they are
+    /// not as many for every KV head, [`NoTokens`](crate::Error::NoTokens), [`OutOfMemory`](crate::Error::OutOfMemory).
     fn upload_indices(
         &self,
         tokens: &[u32],

@@ -1,9 +1,10 @@
-//! Stores that are filled with whole spans and then attended to: what conformance runs, benchmarks and evaluations need of a
-//! cache, which besides grows, forks and gives pages back.
+//! Stores that are filled with whole spans and then attended to: what conformance runs, benchmarks and evaluations need
+//! of a cache, which besides grows, forks and gives pages back.
 //!
-//! A cache does not fill its stores through this: its books decide for the stores of all layers at once, in changes that are
-//! committed or abandoned, and lease pages that forks share and a budget counts. What both need lies below both:
-//! [`PageAllocator`] deals pages out, and [`Packing::quantize`](super::Packing::quantize) writes a span into them.
+//! A cache does not fill its stores through this: its books decide for the stores of all layers at once, in
+//! changes that are committed or abandoned, and lease pages that forks share and a budget counts. What both need
+//! lies below both: [`PageAllocator`] deals pages out, and [`Packing::quantize`](super::Packing::quantize) writes
+//! a span into them.
 
 use super::{Backend, NewCentre, SpanRead, SpanWrite, TokenWrite, WindowMove};
 use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
@@ -123,8 +124,8 @@ impl<B: Backend> FilledStores<B> {
         Self { centres: sequences, ..self }
     }
 
-    /// Makes the mean of some keys the centre of a sequence, in every store: before any of its tokens is stored, and after spans
-    /// were placed.
+    /// Makes the mean of some keys the centre of a sequence, in every store: before any of its tokens is stored, and
+    /// after spans were placed.
     ///
     /// # Errors
     /// As [`Packing::key_mean`](super::Packing::key_mean).
@@ -165,8 +166,8 @@ impl<B: Backend> FilledStores<B> {
     /// Makes room for exactly these spans, besides those that there are, and deals it out: pages in order, a slot each.
     ///
     /// # Errors
-    /// [`Error::Plan`] when a span names a store that there is not, [`Error::OutOfMemory`] or [`Error::Limit`] when the device
-    /// has no room. No page is taken then.
+    /// [`Error::Plan`] when a span names a store that there is not, [`Error::OutOfMemory`] or [`Error::Limit`] when the
+    /// device has no room. No page is taken then.
     pub async fn place(&mut self, backend: &B, spans: &[NewSpan]) -> Result<Vec<FilledSpan>> {
         if let Some(span) = spans.iter().find(|span| span.store >= self.stores.len()) {
             let reason = format!("a span of store {} of {}", span.store, self.stores.len());

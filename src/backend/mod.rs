@@ -1,11 +1,12 @@
 //! What a backend does: the floor on which [`KvCache`](crate::KvCache) stands.
 //!
-//! Everything that decides (which page, which span, which query) is decided above, in [`plan`](crate::plan) and the cache; a
-//! backend stores and computes. What it does comes in five families: a [`Device`] holds tensors, a [`Storage`] pages, the
-//! kernels of [`Packing`] write pages, those of [`Attention`] attend to them, and those of [`Selection`] measure attention and
-//! carry out which tokens stay. The CPU, wgpu and CUDA implement all five.
+//! Everything that decides (which page, which span, which query) is decided above, in [`plan`](crate::plan) and the
+//! cache; a backend stores and computes. What it does comes in five families: a [`Device`] holds tensors, a [`Storage`]
+//! pages, the kernels of [`Packing`] write pages, those of [`Attention`] attend to them, and those of [`Selection`]
+//! measure attention and carry out which tokens stay. The CPU, wgpu and CUDA implement all five.
 //!
-//! [`Forward`] makes a backend out of another that differs in a method or two: to count calls, to fail on purpose, to record.
+//! [`Forward`] makes a backend out of another that differs in a method or two: to count calls, to fail on
+//! purpose, to record.
 
 mod attention;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]

@@ -2,11 +2,11 @@
 
 use crate::plan::{AttendPlan, StepTable};
 
-/// A step that is open in layers that share their books: what they store, and what their queries attend to. It is the same
-/// for all of them, but for the stores.
+/// A step that is open in layers that share their books: what they store, and what their queries attend to. It is the
+/// same for all of them, but for the stores.
 ///
-/// A cache hands it out ([`ModelCache::encode`](crate::cache::ModelCache::encode)); `wgpu::ModelStep` and `cuda::ModelStep`
-/// take it. `S` and `F` are the stores and the flags of the backend.
+/// A cache hands it out ([`ModelCache::encode`](crate::cache::ModelCache::encode)); `wgpu::ModelStep` and
+/// `cuda::ModelStep` take it. `S` and `F` are the stores and the flags of the backend.
 #[derive(Debug)]
 pub struct OpenStep<'a, S, F> {
     /// The numbers of the layers in their model.
@@ -21,8 +21,8 @@ pub struct OpenStep<'a, S, F> {
     pub flags: &'a F,
 }
 
-/// The tensors of one layer's step, with room for the largest step: a step of fewer tokens uses the first rows. Layers that run
-/// one after the other may share all of them. `T` is the tensor of the backend.
+/// The tensors of one layer's step, with room for the largest step: a step of fewer tokens uses the first rows. Layers
+/// that run one after the other may share all of them. `T` is the tensor of the backend.
 #[derive(Clone, Debug)]
 pub struct LayerTensors<T> {
     /// Keys of the new tokens, after rotary embedding.

@@ -54,8 +54,8 @@ pub struct NewCentre {
     pub slot: usize,
 }
 
-/// The largest key that counts in a centre: larger ones, which are flagged or refused wherever they are stored, count as 0, as
-/// do those that are not finite.
+/// The largest key that counts in a centre: larger ones, which are flagged or refused wherever they are stored, count
+/// as 0, as do those that are not finite.
 pub const LARGEST_CENTRED_KEY: f32 = 32752.0;
 
 /// An element that cannot be stored.
@@ -71,8 +71,8 @@ pub struct NonFinite {
     pub value: f32,
 }
 
-/// The dense keys and values of a step, and where the kernels flag what of them cannot be stored; `T` and `F` are the tensors
-/// and the flags of the backend.
+/// The dense keys and values of a step, and where the kernels flag what of them cannot be stored; `T` and `F` are the
+/// tensors and the flags of the backend.
 #[derive(Debug)]
 pub struct StepInput<'a, T, F> {
     /// Keys, after rotary embedding.
@@ -96,8 +96,8 @@ impl<T, F> Clone for StepInput<'_, T, F> {
 impl<T, F> Copy for StepInput<'_, T, F> {}
 
 /// A token that a step could not store as it was: an element of its keys or values is NaN, infinite or larger than the
-/// formats of its store take ([`StepLayout::largest_element`](crate::plan::StepLayout::largest_element)). Zero was stored in
-/// place of every such element.
+/// formats of its store take ([`StepLayout::largest_element`](crate::plan::StepLayout::largest_element)). Zero was
+/// stored in place of every such element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FlaggedToken {
     /// The layer.
@@ -112,7 +112,8 @@ pub struct FlaggedToken {
 ///
 /// A method that returns an error has changed nothing that a later call could see.
 pub trait Packing: Storage {
-    /// Sticky flags on the device, for keys and values of every layer: which tokens a step could not store as they were.
+    /// Sticky flags on the device, for keys and values of every layer: which tokens a step could not
+    /// store as they were.
     type NonFiniteFlags;
 
     /// The first key or value, in token order, that is NaN, infinite or beyond ±`largest`.
@@ -128,15 +129,16 @@ pub trait Packing: Storage {
         largest: f32,
     ) -> impl Future<Output = Result<Option<NonFinite>>>;
 
-    /// Kernel `key_mean`: puts the mean of some keys into a slot of the store's centres, `[slot][kv_head][head_dim]` in f32.
+    /// Kernel `key_mean`: puts the mean of some keys into a slot of the store's centres,
+    /// `[slot][kv_head][head_dim]` in f32.
     ///
-    /// Keys that are stored less a centre have smaller ranges and norms where a model's keys have much in common, and attention
-    /// over them is the same: softmax forgets `q·m`, which all scores of a query lack alike. So every key of a sequence, in all of
-    /// its stores, must be stored less the same centre: each store holds a copy, made of the same keys. Log-sum-exps lack
-    /// `q·m / √head_dim`: see [`Attention::uncentre_lse`](super::Attention::uncentre_lse).
+    /// Keys that are stored less a centre have smaller ranges and norms where a model's keys have much in common, and
+    /// attention over them is the same: softmax forgets `q·m`, which all scores of a query lack alike. So every key of
+    /// a sequence, in all of its stores, must be stored less the same centre: each store holds a copy, made of the same
+    /// keys. Log-sum-exps lack `q·m / √head_dim`: see [`Attention::uncentre_lse`](super::Attention::uncentre_lse).
     ///
-    /// The sum is made in f32, token after token, and multiplied by `1 / tokens` rounded to f32. A centre that an engine knows is
-    /// the mean of one token.
+    /// The sum is made in f32, token after token, and multiplied by `1 / tokens` rounded to f32. A centre that an
+    /// engine knows is the mean of one token.
     ///
     /// # Errors
     /// When the keys are shorter than their layout says, or there is no such slot.
@@ -154,8 +156,8 @@ pub trait Packing: Storage {
         write: SpanWrite<'_, Self::Indices>,
     ) -> Result<()>;
 
-    /// Kernel `pack_windows`: packs full pages of a store of f16, each as a span of its own in another store, as `quantize`
-    /// would pack what they hold.
+    /// Kernel `pack_windows`: packs full pages of a store of f16, each as a span of its own in another store, as
+    /// `quantize` would pack what they hold.
     ///
     /// # Errors
     /// When pages or slots do not exist, or the first store is not f16.
@@ -168,8 +170,8 @@ pub trait Packing: Storage {
     ) -> Result<()>;
 
     /// Kernel `append`: puts single tokens into open pages of a store whose format
-    /// [takes them](crate::SegmentFormat::takes_single_tokens), as `quantize` would store them. Elements that are not finite, or too large for the
-    /// format, are stored as zeros.
+    /// [takes them](crate::SegmentFormat::takes_single_tokens), as `quantize` would store them. Elements that are not
+    /// finite, or too large for the format, are stored as zeros.
     ///
     /// # Errors
     /// When tensors, pages or slots do not fit the call, or the format takes no single tokens.
@@ -189,14 +191,14 @@ pub trait Packing: Storage {
     fn copy_page(&self, store: &mut Self::Store, from: Page, to: Page) -> Result<()>;
 
     /// All that a step writes for one layer, in the order of its table: [`copy_page`](Packing::copy_page), then
-    /// [`key_mean`](Packing::key_mean), then [`append`](Packing::append), then [`pack_windows`](Packing::pack_windows). `stores` are
-    /// those of the table's layout.
+    /// [`key_mean`](Packing::key_mean), then [`append`](Packing::append), then [`pack_windows`](Packing::pack_windows).
+    /// `stores` are those of the table's layout.
     ///
-    /// Nothing waits, and nothing is read back: elements that cannot be stored are stored as zeros, and the token is flagged.
-    /// `input` may be left out where the step reads no tokens.
+    /// Nothing waits, and nothing is read back: elements that cannot be stored are stored as zeros, and the token is
+    /// flagged. `input` may be left out where the step reads no tokens.
     ///
-    /// This is the comfortable way: through wgpu it makes buffers and submits. What an engine binds once and then only encodes
-    /// or launches are `wgpu::PackStepPlan` and `cuda::PackStepPlan`.
+    /// This is the comfortable way: through wgpu it makes buffers and submits. What an engine binds once and then only
+    /// encodes or launches are `wgpu::PackStepPlan` and `cuda::PackStepPlan`.
     ///
     /// # Errors
     /// [`Plan`](crate::Error::Plan) when the stores are not those of the layout, or there is no input for tokens;
@@ -214,8 +216,8 @@ pub trait Packing: Storage {
     /// [`OutOfMemory`](crate::Error::OutOfMemory).
     fn create_non_finite_flags(&self, layers: usize) -> Result<Self::NonFiniteFlags>;
 
-    /// What was flagged since the flags were made or cleared, by layer, keys before values. It waits for the work that may set
-    /// them.
+    /// What was flagged since the flags were made or cleared, by layer, keys before values. It waits for the work
+    /// that may set them.
     ///
     /// # Errors
     /// [`DeviceLost`](crate::Error::DeviceLost).
@@ -227,8 +229,8 @@ pub trait Packing: Storage {
     /// [`DeviceLost`](crate::Error::DeviceLost).
     fn clear_non_finite_flags(&self, flags: &Self::NonFiniteFlags) -> Result<()>;
 
-    /// Kernel `dequantize`, and `uncentre_keys` where there is a centre: the stored keys and the stored values of a span as dense
-    /// f32 rows `[kv_heads, tokens, head_dim]`.
+    /// Kernel `dequantize`, and `uncentre_keys` where there is a centre: the stored keys and the stored values of a
+    /// span as dense f32 rows `[kv_heads, tokens, head_dim]`.
     ///
     /// # Errors
     /// When pages or slots do not exist.

@@ -102,7 +102,8 @@ pub struct MergedTokens<T, W> {
 pub struct ScoredTokens<T, W> {
     /// f32 `[kv_heads, tokens]`; +∞ of tokens that stay in any case.
     pub scores: T,
-    /// `[kv_heads]`: 0 where all sums of a head are numbers, or else the number of tokens from the first on whose sum is NaN.
+    /// `[kv_heads]`: 0 where all sums of a head are numbers, or else the number of tokens from the first on
+    /// whose sum is NaN.
     pub not_numbers: W,
 }
 
@@ -120,14 +121,15 @@ pub trait Selection: Device {
     /// [`DeviceLost`](crate::Error::DeviceLost).
     fn download_words(&self, words: &Self::Words) -> impl Future<Output = Result<Vec<u32>>>;
 
-    /// Kernels `attention_row_stats`, `attention_column_stats` and `sum_partials` (VL-Cache A.5): what every key receives from
-    /// the query rows, and how many keys each row needs. Scores and weights never reach memory. `known_lse`,
-    /// f32 `[query_heads, rows]`, is given where the request says that it is known.
+    /// Kernels `attention_row_stats`, `attention_column_stats` and `sum_partials` (VL-Cache A.5): what every key
+    /// receives from the query rows, and how many keys each row needs. Scores and weights never reach memory.
+    /// `known_lse`, f32 `[query_heads, rows]`, is given where the request says that it is known.
     ///
     /// # Errors
-    /// [`Elements`](crate::Error::Elements) or [`Selection`](crate::Error::Selection) when tensors, layouts and positions do
-    /// not fit, [`Budget`](crate::Error::Budget) when the threshold is not in 0 ..= 1, [`Plan`](crate::Error::Plan) when the
-    /// log-sum-exp is given or missing against the request, or counts are asked for with a known one.
+    /// [`Elements`](crate::Error::Elements) or [`Selection`](crate::Error::Selection) when tensors, layouts and
+    /// positions do not fit, [`Budget`](crate::Error::Budget) when the threshold is not in 0 ..= 1,
+    /// [`Plan`](crate::Error::Plan) when the log-sum-exp is given or missing against the request, or counts are asked
+    /// for with a known one.
     fn measure_attention(
         &self,
         input: QueriesAndKeys<'_, Self::Tensor>,
@@ -135,9 +137,9 @@ pub trait Selection: Device {
         known_lse: Option<&Self::Tensor>,
     ) -> Result<MeasuredAttention<Self::Tensor, Self::Words>>;
 
-    /// Kernel `token_scores`: the scores of tokens, of f32 column sums `[kv_heads, tokens]`, as a policy makes them. The best of
-    /// them, by [`Selection::top_k`], are the tokens that [`Policy::select`](crate::policy::Policy::select) keeps, as far as
-    /// rounding does not change their order.
+    /// Kernel `token_scores`: the scores of tokens, of f32 column sums `[kv_heads, tokens]`, as a policy makes them.
+    /// The best of them, by [`Selection::top_k`], are the tokens that [`Policy::select`](crate::policy::Policy::select)
+    /// keeps, as far as rounding does not change their order.
     ///
     /// # Errors
     /// Those of [`ScoreRequest::check`]: [`Elements`](crate::Error::Elements), [`Selection`](crate::Error::Selection).
@@ -148,27 +150,27 @@ pub trait Selection: Device {
         request: &ScoreRequest<'_>,
     ) -> Result<ScoredTokens<Self::Tensor, Self::Words>>;
 
-    /// Kernel `evicted`: the tokens of every KV head, below [`IndexShape::below`](crate::plan::IndexShape::below), that are not
-    /// among its kept ones, ascending. `kept` ascends for each head, as [`Selection::top_k`] returns it.
+    /// Kernel `evicted`: the tokens of every KV head, below [`IndexShape::below`](crate::plan::IndexShape::below), that
+    /// are not among its kept ones, ascending. `kept` ascends for each head, as [`Selection::top_k`] returns it.
     ///
     /// # Errors
     /// [`NoTokens`](crate::Error::NoTokens) when all are kept.
     fn evicted(&self, kept: &Self::Indices) -> Result<Self::Indices>;
 
-    /// Kernel `top_k`: the indices `[kv_heads, k]` of the `k` largest of f32 scores `[kv_heads, n]`, ascending for each head.
-    /// Ties go to the lower index, −0 equals +0, and a score that is NaN ranks below −∞.
+    /// Kernel `top_k`: the indices `[kv_heads, k]` of the `k` largest of f32 scores `[kv_heads, n]`, ascending for each
+    /// head. Ties go to the lower index, −0 equals +0, and a score that is NaN ranks below −∞.
     ///
     /// # Errors
-    /// [`Elements`](crate::Error::Elements) when the scores are not whole heads, [`TopK`](crate::Error::TopK) when a head has
-    /// fewer than `k`, [`NoTokens`](crate::Error::NoTokens) when `k` is 0.
+    /// [`Elements`](crate::Error::Elements) when the scores are not whole heads, [`TopK`](crate::Error::TopK) when a
+    /// head has fewer than `k`, [`NoTokens`](crate::Error::NoTokens) when `k` is 0.
     fn top_k(&self, scores: &Self::Tensor, kv_heads: usize, k: usize) -> Result<Self::Indices>;
 
-    /// Kernel `gather`: the rows `kept`, `[kv_heads, k]`, of each KV head as `[kv_heads, k, head_dim]`, elements of the same
-    /// type.
+    /// Kernel `gather`: the rows `kept`, `[kv_heads, k]`, of each KV head as `[kv_heads, k, head_dim]`, elements
+    /// of the same type.
     ///
     /// # Errors
-    /// [`Elements`](crate::Error::Elements) when the tensor is shorter than its layout says, or the indices are for another
-    /// number of KV heads.
+    /// [`Elements`](crate::Error::Elements) when the tensor is shorter than its layout says, or the indices are for
+    /// another number of KV heads.
     fn gather(
         &self,
         shape: &AttentionShape,
@@ -176,22 +178,22 @@ pub trait Selection: Device {
         kept: &Self::Indices,
     ) -> Result<Self::Tensor>;
 
-    /// Kernels `nearest_kept` and `merge_tokens` (LOOK-M eq. 9-12): the kept keys and values, each with the evicted ones whose
-    /// key is nearest to its own merged into it. Of equally near keys the first is taken. Sums are made in an order that
-    /// depends on which tokens enter alone, so that two runs give the same bits.
+    /// Kernels `nearest_kept` and `merge_tokens` (LOOK-M eq. 9-12): the kept keys and values, each with the evicted
+    /// ones whose key is nearest to its own merged into it. Of equally near keys the first is taken. Sums are made in
+    /// an order that depends on which tokens enter alone, so that two runs give the same bits.
     ///
     /// # Errors
-    /// [`Elements`](crate::Error::Elements) when a tensor is shorter than its layout says, or the indices are for another
-    /// number of KV heads.
+    /// [`Elements`](crate::Error::Elements) when a tensor is shorter than its layout says, or the indices are for
+    /// another number of KV heads.
     fn merge_tokens(
         &self,
         input: KeptAndEvicted<'_, Self::Tensor, Self::Indices>,
         merging: Merging,
     ) -> Result<MergedTokens<Self::Tensor, Self::Words>>;
 
-    /// Kernel `chunk_similarity` (Cocktail eq. 1): the cosine similarities, f32 `[chunks]`, of a query's embedding `[width]`
-    /// with those of chunks, `[chunks, width]`. An embedding of zeros resembles nothing: 0. Where one holds NaN the similarity is
-    /// NaN, or the call an error.
+    /// Kernel `chunk_similarity` (Cocktail eq. 1): the cosine similarities, f32 `[chunks]`, of a query's embedding
+    /// `[width]` with those of chunks, `[chunks, width]`. An embedding of zeros resembles nothing: 0. Where one holds
+    /// NaN the similarity is NaN, or the call an error.
     ///
     /// # Errors
     /// [`Chunks`](crate::Error::Chunks) when an embedding has no elements, or the chunks are not of the query's width;
@@ -202,8 +204,8 @@ pub trait Selection: Device {
     /// `order[i]` of the rows; tokens after the last whole chunk stay where they are.
     ///
     /// # Errors
-    /// [`Chunks`](crate::Error::Chunks) when the order does not name every whole chunk once, or chunks of that size are not
-    /// served; [`Elements`](crate::Error::Elements) when the tensor is shorter than its layout says.
+    /// [`Chunks`](crate::Error::Chunks) when the order does not name every whole chunk once, or chunks of that size are
+    /// not served; [`Elements`](crate::Error::Elements) when the tensor is shorter than its layout says.
     fn reorder_chunks(
         &self,
         shape: &AttentionShape,

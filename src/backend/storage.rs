@@ -18,8 +18,8 @@ pub struct SpanPlace<'a> {
     pub centre: Option<usize>,
 }
 
-/// What a [`SpanPlace`] holds, on the host, as its backend stores it: only a store of the same backend, shape and format can hold
-/// it again.
+/// What a [`SpanPlace`] holds, on the host, as its backend stores it: only a store of the same backend, shape and
+/// format can hold it again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpanBytes(Vec<u8>);
 
@@ -71,8 +71,8 @@ pub trait Storage: Device {
     /// [`OutOfMemory`](crate::Error::OutOfMemory); the store is as it was.
     fn reserve_ranges(&self, store: &mut Self::Store, slots: usize) -> impl Future<Output = Result<()>>;
 
-    /// Grows the centres of sequences' keys to at least `slots` slots, new ones zero, and keeps those there are. From then on the
-    /// tokens of a step are stored less a centre each.
+    /// Grows the centres of sequences' keys to at least `slots` slots, new ones zero, and keeps those there are. From
+    /// then on the tokens of a step are stored less a centre each.
     ///
     /// # Errors
     /// [`Format`](crate::Error::Format) when the keys have a range for every channel, which centres do not help;

@@ -7,8 +7,8 @@ use crate::backend::Device;
 use crate::plan::TokenRange;
 use crate::policy::ChunkSearch;
 
-/// Which store takes which chunk of a context (Cocktail, arXiv 2503.23294). What is before the context, what remains after
-/// its last whole chunk, and what comes after it, stay in f16.
+/// Which store takes which chunk of a context (Cocktail, arXiv 2503.23294). What is before the context, what remains
+/// after its last whole chunk, and what comes after it, stay in f16.
 ///
 /// Chunks of one store become one span: the packing kernel gathers them, so that reordering costs no pass of its own.
 /// Attention does not depend on the order of tokens, and knows nothing of chunks.
@@ -57,8 +57,8 @@ impl ChunkStores {
     /// The store of every whole chunk of `chunk_tokens` tokens of a context.
     ///
     /// # Errors
-    /// [`Error::Chunks`] when chunks of that size are not served ([`CHUNK_TOKENS`](crate::policy::CHUNK_TOKENS)), or the stores
-    /// are not as many as the whole chunks.
+    /// [`Error::Chunks`] when chunks of that size are not served ([`CHUNK_TOKENS`](crate::policy::CHUNK_TOKENS)), or
+    /// the stores are not as many as the whole chunks.
     pub fn new(context: TokenRange, chunk_tokens: usize, stores: Vec<StoreId>) -> Result<Self> {
         let chunks = ChunkSearch::chunks(context.len(), chunk_tokens)?;
         if stores.len() != chunks {
@@ -75,12 +75,12 @@ impl ChunkStores {
         &self.stores
     }
 
-    /// The spans of a prompt of `tokens` tokens that begins with what is before the context, those of the last store first, as
-    /// Cocktail has the coarsest first; the tokens that they gather go to the device.
+    /// The spans of a prompt of `tokens` tokens that begins with what is before the context, those of the last store
+    /// first, as Cocktail has the coarsest first; the tokens that they gather go to the device.
     ///
     /// # Errors
-    /// [`Error::PromptSpans`] when the context ends beyond the prompt; [`Error::OutOfMemory`] or [`Error::Limit`] from the
-    /// device.
+    /// [`Error::PromptSpans`] when the context ends beyond the prompt; [`Error::OutOfMemory`] or [`Error::Limit`]
+    /// from the device.
     pub async fn upload<D: Device>(
         &self,
         device: &D,

@@ -65,20 +65,21 @@ impl<B: Backend + Clone> ModelCache<B> {
         ObservedPrompt::new(self.backend().clone(), &self.shapes(), policy, spans)
     }
 
-    /// Stores what the policy of a prompt keeps of it at the end of a sequence, in every layer: budgets over all layers, the
-    /// kept tokens of every KV head, evicted ones merged into them where the policy merges, packed as they are gathered.
+    /// Stores what the policy of a prompt keeps of it at the end of a sequence, in every layer: budgets over all
+    /// layers, the kept tokens of every KV head, evicted ones merged into them where the policy merges, packed as
+    /// they are gathered.
     ///
-    /// What is kept becomes one span in the first packed store of the layer's recipe, or in f16 where it packs nothing. The
-    /// sequence is as long as if nothing had been evicted: appended tokens go on at their positions, and
-    /// [`ModelCache::positions`] says where the kept ones stood. A layer whose budget is no tokens holds none of the prompt.
-    /// The same prompt gives the same bits in every run.
+    /// What is kept becomes one span in the first packed store of the layer's recipe, or in f16 where it packs nothing.
+    /// The sequence is as long as if nothing had been evicted: appended tokens go on at their positions, and
+    /// [`ModelCache::positions`] says where the kept ones stood. A layer whose budget is no tokens holds none of the
+    /// prompt. The same prompt gives the same bits in every run.
     ///
     /// From the first call on every layer keeps books of its own, since layers hold different tokens.
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence; [`Error::Plan`] when a step is open or the prompt was observed for
-    /// layers of other shapes; those of [`ObservedPrompt::select`]; [`Error::NotFinite`] for keys and values;
-    /// [`Error::OutOfMemory`] or [`Error::Limit`] when what is kept does not fit. The cache is as it was.
+    /// [`Error::Sequence`] when there is no such sequence; [`Error::Plan`] when a step is open or the prompt was
+    /// observed for layers of other shapes; those of [`ObservedPrompt::select`]; [`Error::NotFinite`] for keys and
+    /// values; [`Error::OutOfMemory`] or [`Error::Limit`] when what is kept does not fit. The cache is as it was.
     pub async fn compress(&mut self, sequence: usize, prompt: &ObservedPrompt<B>) -> Result<Selection> {
         self.check_no_step()?;
         self.length(sequence)?;
@@ -145,7 +146,8 @@ impl<B: Backend + Clone> ModelCache<B> {
 }
 
 impl<B: Backend> ModelCache<B> {
-    /// Where the tokens of a sequence stood that a layer holds, span by span in the order of [`ModelCache::dequantize`].
+    /// Where the tokens of a sequence stood that a layer holds, span by span in the order of
+    /// [`ModelCache::dequantize`].
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer, [`Error::Sequence`] when there is no such sequence,

@@ -15,9 +15,11 @@ pub(super) struct Decided<B: Backend> {
 
 /// The same of one layer.
 pub(super) struct DecidedLayer<B: Backend> {
-    /// Places of the kept tokens among those that were chosen from, `[kv_heads, count]`, ascending; `None` where none are kept.
+    /// Places of the kept tokens among those that were chosen from, `[kv_heads, count]`, ascending; `None`
+    /// where none are kept.
     pub(super) kept: Option<B::Indices>,
-    /// Where scores were no numbers, as [`ScoredTokens`](crate::backend::ScoredTokens) has it; `None` where the host decided.
+    /// Where scores were no numbers, as [`ScoredTokens`](crate::backend::ScoredTokens) has it; `None` where
+    /// the host decided.
     pub(super) not_numbers: Option<B::Words>,
 }
 

@@ -103,7 +103,8 @@ impl<B: Backend> KvCache<B> {
         Ok(self.group.books.sequence(sequence)?.tokens())
     }
 
-    /// Length of a sequence: the tokens that it was given, those included that were evicted. The position of the next one.
+    /// Length of a sequence: the tokens that it was given, those included that were evicted. The position
+    /// of the next one.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence.
@@ -136,14 +137,15 @@ impl<B: Backend> KvCache<B> {
 
     /// Stores the keys and values of a prompt, or of a further part of one, at the end of a sequence.
     ///
-    /// `spans` say which store takes which tokens. Runs lie one after the other, and cover the tokens of `rows` if nothing
-    /// is gathered. Where something is, tokens that no span names are evicted: they keep their positions, and nothing is
-    /// stored of them. Each span gets ranges of its own where the format has span ranges, so an image is best one span.
+    /// `spans` say which store takes which tokens. Runs lie one after the other, and cover the tokens of `rows` if
+    /// nothing is gathered. Where something is, tokens that no span names are evicted: they keep their positions,
+    /// and nothing is stored of them. Each span gets ranges of its own where the format has span ranges, so an image
+    /// is best one span.
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::PromptSpans`], [`Error::NoTokens`], [`Error::Elements`], [`Error::NotFinite`] and
-    /// [`Error::Plan`] for what was passed, [`Error::OutOfMemory`] or [`Error::Limit`] when it does not fit. The cache is as
-    /// it was.
+    /// [`Error::Plan`] for what was passed, [`Error::OutOfMemory`] or [`Error::Limit`] when it does not fit. The
+    /// cache is as it was.
     pub async fn prefill(
         &mut self,
         sequence: usize,
@@ -180,8 +182,8 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one is named twice or there are more or
-    /// fewer tokens than sequences, [`Error::NoTokens`], [`Error::Elements`] for keys and values, [`Error::OutOfMemory`] or
-    /// [`Error::Limit`] when they do not fit. The cache is as it was.
+    /// fewer tokens than sequences, [`Error::NoTokens`], [`Error::Elements`] for keys and values,
+    /// [`Error::OutOfMemory`] or [`Error::Limit`] when they do not fit. The cache is as it was.
     pub async fn append_to(
         &mut self,
         sequences: &[usize],
@@ -195,15 +197,15 @@ impl<B: Backend> KvCache<B> {
 
     /// Appends the tokens of `rows` to one sequence: a chunk of a prompt, or of a text under evaluation.
     ///
-    /// Unlike [`KvCache::append`] it packs no tiles, so that the chunk's own queries still see them in f16: let them attend
-    /// ([`KvCache::attend_causal`]), then call [`KvCache::pack_windows`]. With chunks of 128 tokens that begin at
-    /// multiples of 128, every query then sees what it would see if tokens were appended one by one, but for the last
-    /// of each chunk. A recipe that packs each token as it arrives does so here too. Elements that are not finite are
-    /// stored as zeros, and [told later](KvCache::non_finite).
+    /// Unlike [`KvCache::append`] it packs no tiles, so that the chunk's own queries still see them in f16: let them
+    /// attend ([`KvCache::attend_causal`]), then call [`KvCache::pack_windows`]. With chunks of 128 tokens that begin
+    /// at multiples of 128, every query then sees what it would see if tokens were appended one by one, but for the
+    /// last of each chunk. A recipe that packs each token as it arrives does so here too. Elements that are not finite
+    /// are stored as zeros, and [told later](KvCache::non_finite).
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::NoTokens`], [`Error::Elements`] for keys and values,
-    /// [`Error::OutOfMemory`] or [`Error::Limit`] when they do not fit. The cache is as it was.
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::NoTokens`], [`Error::Elements`] for keys and
+    /// values, [`Error::OutOfMemory`] or [`Error::Limit`] when they do not fit. The cache is as it was.
     pub async fn extend(
         &mut self,
         sequence: usize,
@@ -236,8 +238,9 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Keys and values of appended tokens that could not be stored as they were, over all steps since
-    /// [`KvCache::clear_non_finite`]: NaN, an infinity, or more than a format of the recipe takes. Zero was stored in place of
-    /// every such element. Appending does not look for them, since it would have to wait for the device; this does wait.
+    /// [`KvCache::clear_non_finite`]: NaN, an infinity, or more than a format of the recipe takes. Zero was stored in
+    /// place of every such element. Appending does not look for them, since it would have to wait for the device;
+    /// this does wait.
     ///
     /// # Errors
     /// [`Error::DeviceLost`].
@@ -259,8 +262,8 @@ impl<B: Backend> KvCache<B> {
     /// the new tokens have attended.
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::OutOfMemory`] or [`Error::Limit`] when the packed tiles do
-    /// not fit. The cache is as it was.
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::OutOfMemory`] or [`Error::Limit`] when the packed
+    /// tiles do not fit. The cache is as it was.
     pub async fn pack_windows(&mut self, sequence: usize) -> Result<()> {
         let needed = self.group.books.room_for_windows(sequence)?;
         self.group.reserve(&needed).await?;
@@ -269,14 +272,14 @@ impl<B: Backend> KvCache<B> {
         self.group.close(change, written)
     }
 
-    /// Says what the keys of an empty sequence are stored without: `[kv_heads, head_dim]`, such as the bias of the model's key
-    /// projection where keys are not rotated by position, or a mean over a calibration set. Without it a sequence of a
-    /// [centred recipe](Recipe::with_centre) takes the mean of its first tokens.
+    /// Says what the keys of an empty sequence are stored without: `[kv_heads, head_dim]`, such as the bias of the
+    /// model's key projection where keys are not rotated by position, or a mean over a calibration set. Without it a
+    /// sequence of a [centred recipe](Recipe::with_centre) takes the mean of its first tokens.
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when the recipe has no centres or the sequence is not
-    /// empty, [`Error::Elements`] and [`Error::NotFinite`] for the centre, [`Error::OutOfMemory`] or [`Error::Limit`]. The cache
-    /// is as it was.
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when the recipe has no centres or the
+    /// sequence is not empty, [`Error::Elements`] and [`Error::NotFinite`] for the centre, [`Error::OutOfMemory`] or
+    /// [`Error::Limit`]. The cache is as it was.
     pub async fn set_centre(&mut self, sequence: usize, centre: &B::Tensor) -> Result<()> {
         let rows = RowLayout::token_major(1, self.shape());
         self.group.check_centre(centre).await?;
@@ -296,8 +299,8 @@ impl<B: Backend> KvCache<B> {
 
     /// Lets an empty sequence hold all tokens of another: beams, parallel samples, a system prompt that many share.
     ///
-    /// Nothing is copied. Pages are shared and count once in [`KvCache::memory`]; the first of the sequences that appends
-    /// to a shared open page gets a copy of it.
+    /// Nothing is copied. Pages are shared and count once in [`KvCache::memory`]; the first of the sequences that
+    /// appends to a shared open page gets a copy of it.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when `target` holds tokens.
@@ -305,14 +308,14 @@ impl<B: Backend> KvCache<B> {
         self.group.books.fork(source, target)
     }
 
-    /// Forgets the newest tokens of a sequence and keeps those at the first `length` positions: speculative tokens that were
-    /// rejected.
+    /// Forgets the newest tokens of a sequence and keeps those at the first `length` positions: speculative tokens
+    /// that were rejected.
     ///
     /// Tokens that were packed stay packed, and the sequence keeps its centre, even if it keeps no token.
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it is shorter, or when the cut goes through a
-    /// span that was gathered.
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it is shorter, or when the cut goes
+    /// through a span that was gathered.
     pub fn truncate(&mut self, sequence: usize, length: usize) -> Result<()> {
         self.group.books.truncate(sequence, length)
     }
@@ -320,8 +323,8 @@ impl<B: Backend> KvCache<B> {
     /// Forgets tokens of a sequence by whole pages, and gives the pages back: a sliding window forgets what has fallen
     /// behind it.
     ///
-    /// Of every span that begins among `positions`, the pages that lie among them are forgotten, from the span's beginning;
-    /// tokens of a page that reaches beyond stay, as do tokens that were gathered. Queries see what is left.
+    /// Of every span that begins among `positions`, the pages that lie among them are forgotten, from the span's
+    /// beginning; tokens of a page that reaches beyond stay, as do tokens that were gathered. Queries see what is left.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence.
@@ -332,8 +335,9 @@ impl<B: Backend> KvCache<B> {
     /// Attends with one query per sequence to all tokens of the sequences.
     ///
     /// `queries` are `[sequences, query_heads, head_dim]` and so is the output. Scores are `q·k/√head_dim`; those of
-    /// packed spans are calibrated if the recipe says so. A query head that holds a NaN or an infinity, or numbers so large
-    /// that a score is infinite, has NaN in all its outputs; other heads and sequences are as they would be without it.
+    /// packed spans are calibrated if the recipe says so. A query head that holds a NaN or an infinity, or
+    /// numbers so large that a score is infinite, has NaN in all its outputs; other heads and sequences are as
+    /// they would be without it.
     ///
     /// # Errors
     /// [`Error::Elements`] when the queries have another shape, [`Error::Plan`] when a sequence holds no tokens (see
@@ -371,7 +375,8 @@ impl<B: Backend> KvCache<B> {
         self.group.attend_into(LAYER, &self.plan(runs)?, queries, output).await
     }
 
-    /// A decode step of all sequences: appends a token to each and attends with its query into a tensor of the caller's.
+    /// A decode step of all sequences: appends a token to each and attends with its query into a tensor
+    /// of the caller's.
     ///
     /// `rows` says how keys and values lie; queries and output are `[sequences, query_heads, head_dim]`.
     ///
@@ -431,8 +436,8 @@ impl<B: Backend> KvCache<B> {
         self.attend_runs(&[QueryRun::causal(sequence, queries_given)], queries, output).await
     }
 
-    /// Attends with runs of queries and hands out the states, so that they can be merged with attention over other tokens: f32
-    /// outputs and the log-sum-exps of the scores of the keys as they were given, centred or not.
+    /// Attends with runs of queries and hands out the states, so that they can be merged with attention over other
+    /// tokens: f32 outputs and the log-sum-exps of the scores of the keys as they were given, centred or not.
     ///
     /// # Errors
     /// Those of [`KvCache::attend_runs`].
@@ -450,8 +455,8 @@ impl<B: Backend> KvCache<B> {
     /// The plan of runs of queries over the sequences; its stores are [`KvCache::stores`].
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one holds no tokens or fewer than a causal run
-    /// has queries.
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one holds no tokens or fewer than a
+    /// causal run has queries.
     pub fn plan(&self, runs: &[QueryRun]) -> Result<AttendPlan> {
         self.group.plan(runs)
     }

@@ -270,7 +270,8 @@ impl<B: Backend> LayerGroup<B> {
         new.rows.check("values", self.backend.elements(new.values), &self.shape)
     }
 
-    /// The largest element that every store can hold. What is left of a key without its centre may be twice as large as either.
+    /// The largest element that every store can hold. What is left of a key without its centre may be twice as
+    /// large as either.
     fn largest_element(&self, which: KeyOrValue) -> f32 {
         let stores = self.recipe().stores().iter();
         let largest = stores.map(|store| store.format.tensor(which).largest_element(self.shape.head_dim()));
@@ -390,7 +391,8 @@ impl<B: Backend> LayerGroup<B> {
         Ok(())
     }
 
-    /// Writes rows to one layer as the spans that a change opened, in their order: so many of the rows as a span has tokens.
+    /// Writes rows to one layer as the spans that a change opened, in their order: so many of the rows as a
+    /// span has tokens.
     pub(super) fn write_rows(
         &mut self,
         layer: usize,

@@ -9,7 +9,8 @@ pub struct StoreMemory {
     pub format: SegmentFormat,
     /// Bytes that the store holds on the device, in use or free: tiles, tile ranges, span ranges and centres.
     pub allocated_bytes: u64,
-    /// Bytes of the pages and range slots that spans use and of the centres of sequences, whole pages counted, shared ones once.
+    /// Bytes of the pages and range slots that spans use and of the centres of sequences, whole pages counted,
+    /// shared ones once.
     pub in_use_bytes: u64,
     /// Pages of the store.
     pub pages: usize,

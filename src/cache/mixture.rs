@@ -81,8 +81,8 @@ impl Mixture {
     /// The same for embeddings on a device: of the query, `[width]`, and of the chunks, `[chunks, width]`.
     ///
     /// # Errors
-    /// [`Error::Chunks`] when the embeddings have no elements or differ in width; [`Error::NotANumber`] when one holds NaN;
-    /// those of [`Mixture::stores_of`], and [`Error::DeviceLost`].
+    /// [`Error::Chunks`] when the embeddings have no elements or differ in width; [`Error::NotANumber`] when one holds
+    /// NaN; those of [`Mixture::stores_of`], and [`Error::DeviceLost`].
     pub async fn search<B: Selection>(
         &self,
         backend: &B,

@@ -1,7 +1,7 @@
 //! Caches: the comfortable way in.
 //!
-//! A cache holds the keys and values of attention layers for a batch of sequences. It keeps the books (spans, pages, range
-//! slots, positions) and leaves storing and computing to a [`Backend`](crate::Backend).
+//! A cache holds the keys and values of attention layers for a batch of sequences. It keeps the books (spans, pages,
+//! range slots, positions) and leaves storing and computing to a [`Backend`](crate::Backend).
 //!
 //! | type | holds |
 //! | --- | --- |
@@ -9,9 +9,9 @@
 //! | [`ModelCache`] | all layers of a model: a step changes their books once, and every layer stores and attends |
 //! | [`ObservedPrompt`] | a prompt that a [policy](crate::policy) looks at, of which [`ModelCache::compress`] stores what stays |
 //!
-//! A [`Recipe`] lists the stores of a cache (f16, and any number of packed ones) and says what happens to appended tokens. A
-//! [`PromptSpan`] says which store takes which tokens of a prompt. People write both, and what stays of a prompt, as a
-//! [`ModelRecipe`].
+//! A [`Recipe`] lists the stores of a cache (f16, and any number of packed ones) and says what happens to appended
+//! tokens. A [`PromptSpan`] says which store takes which tokens of a prompt. People write both, and what stays of a
+//! prompt, as a [`ModelRecipe`].
 
 mod books;
 mod change;

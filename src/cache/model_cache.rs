@@ -16,10 +16,11 @@ use crate::{Error, Result};
 /// Keys and values of all layers of a model for a batch of sequences.
 ///
 /// Layers of one shape and one recipe share their books: one page table, decided once for a step, and one plan of its
-/// attention, until a prompt is [compressed](ModelCache::compress) and layers hold different tokens. What changes the books has two phases. A step is opened ([`begin_append`](ModelCache::begin_append),
-/// [`begin_prefill`](ModelCache::begin_prefill)): the books say what they will say. Every layer stores and attends. Then the
-/// step is committed, or abandoned: a failure in layer 17 does not leave layers 0 to 16 ahead, and the pages that the step
-/// took are free again.
+/// attention, until a prompt is [compressed](ModelCache::compress) and layers hold different tokens. What changes the
+/// books has two phases. A step is opened ([`begin_append`](ModelCache::begin_append),
+/// [`begin_prefill`](ModelCache::begin_prefill)): the books say what they will say. Every layer stores and attends.
+/// Then the step is committed, or abandoned: a failure in layer 17 does not leave layers 0 to 16 ahead, and the pages
+/// that the step took are free again.
 ///
 /// ```
 /// use kvpack::cache::{ModelCache, Recipe, TokenRun};
@@ -154,8 +155,8 @@ impl<B: Backend> ModelCache<B> {
         Ok(self.groups[0].books.sequence(sequence)?.length)
     }
 
-    /// Bytes of all layers, by format: the f16 stores together, then the packed ones of each kind of layer, or of each layer once
-    /// a prompt was [compressed](ModelCache::compress).
+    /// Bytes of all layers, by format: the f16 stores together, then the packed ones of each kind of layer, or of each
+    /// layer once a prompt was [compressed](ModelCache::compress).
     pub fn memory(&self) -> CacheMemory {
         let of_groups: Vec<CacheMemory> = self.groups.iter().map(LayerGroup::memory).collect();
         let mut f16 = *of_groups[0].f16();
@@ -174,25 +175,25 @@ impl<B: Backend> ModelCache<B> {
 
     // --- steps -----------------------------------------------------------------------------------------------------
 
-    /// Opens a step that appends these runs of tokens, whose rows lie one after the other in every layer's keys and values.
-    /// On the host alone: nothing is allocated on the device, encoded or waited for.
+    /// Opens a step that appends these runs of tokens, whose rows lie one after the other in every layer's keys and
+    /// values. On the host alone: nothing is allocated on the device, encoded or waited for.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one is named twice or a step is open,
-    /// [`Error::NoTokens`], [`Error::Limit`] when too little room is free ([`ModelCache::reserve_for_append`]). Nothing has
-    /// changed.
+    /// [`Error::NoTokens`], [`Error::Limit`] when too little room is free ([`ModelCache::reserve_for_append`]).
+    /// Nothing has changed.
     pub fn begin_append(&mut self, runs: &[TokenRun]) -> Result<()> {
         let queries: Vec<QueryRun> = runs.iter().map(queries_of).collect();
         self.open(StepKind::Append, tokens_of(runs), &queries, |group| group.open_append(runs, tokens_of(runs)))
     }
 
-    /// Opens a step that stores a prompt, or a further part of one, of `tokens` tokens at the end of a sequence: its spans as
-    /// [`KvCache::prefill`](super::KvCache::prefill) takes them, the same in all layers. The queries of the step are those of
-    /// the newest token.
+    /// Opens a step that stores a prompt, or a further part of one, of `tokens` tokens at the end of a sequence: its
+    /// spans as [`KvCache::prefill`](super::KvCache::prefill) takes them, the same in all layers. The queries of the
+    /// step are those of the newest token.
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::PromptSpans`], [`Error::Plan`] when a span names no store of a layer or a step is open,
-    /// [`Error::Limit`] when too little room is free ([`ModelCache::reserve_for_prefill`]). Nothing has changed.
+    /// [`Error::Sequence`], [`Error::PromptSpans`], [`Error::Plan`] when a span names no store of a layer or a step is
+    /// open, [`Error::Limit`] when too little room is free ([`ModelCache::reserve_for_prefill`]). Nothing has changed.
     pub fn begin_prefill(
         &mut self,
         sequence: usize,
@@ -205,9 +206,9 @@ impl<B: Backend> ModelCache<B> {
         })
     }
 
-    /// Hands the open step to an engine that encodes it itself, one part for all layers that share their books: for a model of
-    /// like layers one in all. Every layer counts as stored, so that the step can be committed as soon as it is encoded. Centres
-    /// of sequences that begin with it are made on the device, of their first tokens.
+    /// Hands the open step to an engine that encodes it itself, one part for all layers that share their books: for a
+    /// model of like layers one in all. Every layer counts as stored, so that the step can be committed as soon as it
+    /// is encoded. Centres of sequences that begin with it are made on the device, of their first tokens.
     ///
     /// # Errors
     /// [`Error::Plan`] when no step that appends is open.
@@ -217,8 +218,8 @@ impl<B: Backend> ModelCache<B> {
         Ok(self.groups.iter().zip(&step.plans).map(|(group, plan)| group.open_step(plan)).collect())
     }
 
-    /// How steps of a layer are laid out, the same for all layers that share its books: for compiling kernels before a model
-    /// is served. It changes when a store grows.
+    /// How steps of a layer are laid out, the same for all layers that share its books: for compiling kernels before a
+    /// model is served. It changes when a store grows.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer.
@@ -226,7 +227,8 @@ impl<B: Backend> ModelCache<B> {
         Ok(self.group(layer)?.0.table().layout())
     }
 
-    /// The plan of the open step's attention in a layer: decoded tokens attend to their whole sequence, chunks causally.
+    /// The plan of the open step's attention in a layer: decoded tokens attend to their whole sequence,
+    /// chunks causally.
     ///
     /// # Errors
     /// [`Error::Plan`] when no step is open or there is no such layer.
@@ -270,12 +272,13 @@ impl<B: Backend> ModelCache<B> {
         self.store_as(layer, NewTokens { rows, keys, values }, StepKind::Prefill(sequence), spans).await
     }
 
-    /// Attends with the open step's queries in one layer: `[tokens, query_heads, head_dim]` for the tokens that are appended,
-    /// one row for a prompt. The output has the same layout.
+    /// Attends with the open step's queries in one layer: `[tokens, query_heads, head_dim]` for the tokens that are
+    /// appended, one row for a prompt. The output has the same layout.
     ///
     /// # Errors
-    /// [`Error::Plan`] when no step is open, there is no such layer or it has not stored its tokens, [`Error::Elements`] when the
-    /// queries have another shape, [`Error::OutOfMemory`] or [`Error::DeviceLost`] from the device.
+    /// [`Error::Plan`] when no step is open, there is no such layer or it has not stored its tokens,
+    /// [`Error::Elements`] when the queries have another shape, [`Error::OutOfMemory`] or [`Error::DeviceLost`]
+    /// from the device.
     pub async fn attend(&self, layer: usize, queries: &B::Tensor, output: ElementType) -> Result<B::Tensor> {
         let (group, index, plan) = self.stored_plan(layer)?;
         plan.check_elements("queries", group.backend.elements(queries))?;
@@ -325,12 +328,12 @@ impl<B: Backend> ModelCache<B> {
         }
     }
 
-    /// Packs every full tile of a sequence's appended tokens that is due, in all layers: after chunks, when their queries have
-    /// attended. Decoded tokens have it done within their step.
+    /// Packs every full tile of a sequence's appended tokens that is due, in all layers: after chunks, when their
+    /// queries have attended. Decoded tokens have it done within their step.
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open, [`Error::OutOfMemory`] or
-    /// [`Error::Limit`] when the packed tiles do not fit. The cache is as it was.
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open, [`Error::OutOfMemory`]
+    /// or [`Error::Limit`] when the packed tiles do not fit. The cache is as it was.
     pub async fn pack_windows(&mut self, sequence: usize) -> Result<()> {
         self.check_no_step()?;
         for group in &mut self.groups {
@@ -355,8 +358,8 @@ impl<B: Backend> ModelCache<B> {
     }
 
     /// Keys and values of appended tokens that could not be stored as they were, over all steps since
-    /// [`ModelCache::clear_non_finite`], by layer: see [`KvCache::non_finite`](super::KvCache::non_finite). It waits for the
-    /// device.
+    /// [`ModelCache::clear_non_finite`], by layer: see [`KvCache::non_finite`](super::KvCache::non_finite). It waits
+    /// for the device.
     ///
     /// # Errors
     /// [`Error::DeviceLost`].

@@ -22,8 +22,8 @@ impl<B: Backend> ModelCache<B> {
         self.group(layer)?.0.books.room_for_append(runs, tokens_of(runs))
     }
 
-    /// Allocates so much room in every layer, by store, in as few shards as the device allows: one, if it is the first. Room
-    /// that is free already counts.
+    /// Allocates so much room in every layer, by store, in as few shards as the device allows: one, if it is the first.
+    /// Room that is free already counts.
     ///
     /// # Errors
     /// [`Error::Plan`] when a recipe has more stores, [`Error::OutOfMemory`] or [`Error::Limit`].

@@ -11,8 +11,8 @@ impl<B: Backend> ModelCache<B> {
     /// [`KvCache::set_centre`](super::KvCache::set_centre).
     ///
     /// # Errors
-    /// Those of [`KvCache::set_centre`](super::KvCache::set_centre), and [`Error::Plan`] when a step is open or there are more or
-    /// fewer centres than layers.
+    /// Those of [`KvCache::set_centre`](super::KvCache::set_centre), and [`Error::Plan`] when a step is open or there
+    /// are more or fewer centres than layers.
     pub async fn set_centres(&mut self, sequence: usize, centres: &[&B::Tensor]) -> Result<()> {
         self.check_no_step()?;
         if centres.len() != self.layers.len() {
@@ -59,7 +59,8 @@ impl<B: Backend> ModelCache<B> {
     /// Lets an empty sequence hold all tokens of another, in all layers: see [`KvCache::fork`](super::KvCache::fork).
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when `target` holds tokens or a step is open.
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when `target` holds tokens or
+    /// a step is open.
     pub fn fork(&mut self, source: usize, target: usize) -> Result<()> {
         self.check_no_step()?;
         // The lengths of a sequence are those of all layers: the first refuses what any would.
@@ -69,7 +70,8 @@ impl<B: Backend> ModelCache<B> {
     /// Forgets the newest tokens of a sequence in all layers: see [`KvCache::truncate`](super::KvCache::truncate).
     ///
     /// # Errors
-    /// Those of [`KvCache::truncate`](super::KvCache::truncate), and [`Error::Plan`] when a step is open. Nothing has changed.
+    /// Those of [`KvCache::truncate`](super::KvCache::truncate), and [`Error::Plan`] when a step is open.
+    /// Nothing has changed.
     pub fn truncate(&mut self, sequence: usize, length: usize) -> Result<()> {
         self.check_no_step()?;
         self.groups.iter().try_for_each(|group| group.books.check_truncate(sequence, length))?;

@@ -14,8 +14,8 @@ use crate::{Error, Result};
 /// A prompt on its way through a model: what a policy wants measured of every layer, and the dense keys and values that
 /// [`ModelCache::compress`](super::ModelCache::compress) packs what stays of.
 ///
-/// Tensors are held, not copied, until the prompt is dropped: budgets of layers by their sparsity need the last layer before
-/// the first can be packed.
+/// Tensors are held, not copied, until the prompt is dropped: budgets of layers by their sparsity need the last layer
+/// before the first can be packed.
 pub struct ObservedPrompt<B: Backend> {
     backend: B,
     policy: Policy,
@@ -51,13 +51,14 @@ pub struct DenseLayer<T> {
     pub values: T,
 }
 
-/// The queries that are measured: those of [`ObservedPrompt::query_rows`], one row for each, `[rows, query_heads, head_dim]`.
+/// The queries that are measured: those of [`ObservedPrompt::query_rows`], one row for each,
+/// `[rows, query_heads, head_dim]`.
 #[derive(Debug)]
 pub struct MeasuredQueries<'a, T> {
     /// The queries, after rotary embedding, and where they lie: a layout of as many heads as there are query heads.
     pub queries: TensorRows<'a, T>,
-    /// Their natural log-sum-exp over the keys they see, f32 `[query_heads, rows]`, where the engine's own attention has it:
-    /// keys are read once instead of twice. A policy that counts entries ([`Policy::threshold`]) cannot use it.
+    /// Their natural log-sum-exp over the keys they see, f32 `[query_heads, rows]`, where the engine's own attention
+    /// has it: keys are read once instead of twice. A policy that counts entries ([`Policy::threshold`]) cannot use it.
     pub known_lse: Option<&'a T>,
 }
 
@@ -92,15 +93,15 @@ impl<B: Backend> ObservedPrompt<B> {
         self.rows.as_ref()
     }
 
-    /// Measures what the policy needs of a layer, and holds its keys and values. A layer that was observed already is observed
-    /// anew. Nothing waits: what was measured stays on the device until the prompt is compressed.
+    /// Measures what the policy needs of a layer, and holds its keys and values. A layer that was observed already is
+    /// observed anew. Nothing waits: what was measured stays on the device until the prompt is compressed.
     ///
     /// `queries` are those of [`ObservedPrompt::query_rows`], and are not looked at where that is `None`.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such layer; [`Error::Selection`] when the rows are not as many as the prompt has
-    /// tokens, or queries are missing; [`Error::Elements`] when a tensor is shorter than its layout says, and those of
-    /// [`measure_attention`](crate::backend::Selection::measure_attention).
+    /// [`Error::Plan`] when there is no such layer; [`Error::Selection`] when the rows are not as many as the prompt
+    /// has tokens, or queries are missing; [`Error::Elements`] when a tensor is shorter than its layout says, and those
+    /// of [`measure_attention`](crate::backend::Selection::measure_attention).
     pub fn observe(
         &mut self,
         layer: usize,
@@ -140,8 +141,8 @@ impl<B: Backend> ObservedPrompt<B> {
     /// Lets another policy decide over what was measured: another share, other layer budgets, other ways to merge.
     ///
     /// # Errors
-    /// [`Error::Selection`] when it needs other query rows, another aggregation of heads or a threshold that was not counted by:
-    /// observe the prompt anew for it. The policy is as it was.
+    /// [`Error::Selection`] when it needs other query rows, another aggregation of heads or a threshold that was not
+    /// counted by: observe the prompt anew for it. The policy is as it was.
     pub fn decide_by(&mut self, policy: Policy) -> Result<()> {
         let rows = policy.query_rows(&self.spans)?;
         let needed = columns(&policy);
@@ -166,9 +167,9 @@ impl<B: Backend> ObservedPrompt<B> {
         self.decide().await?.selection(&self.backend).await
     }
 
-    /// Has the device choose the tokens that stay. Where budgets depend on how many entries of attention count, these counts come
-    /// to the host, 4 bytes for each query head and measured row of a layer; nothing else does. A policy that looks at no scores
-    /// is decided by the host.
+    /// Has the device choose the tokens that stay. Where budgets depend on how many entries of attention count, these
+    /// counts come to the host, 4 bytes for each query head and measured row of a layer; nothing else does. A policy
+    /// that looks at no scores is decided by the host.
     pub(super) async fn decide(&self) -> Result<Decided<B>> {
         let layers = self.observed()?;
         let kv_heads = layers.first().map_or(0, |layer| layer.shape.kv_heads());

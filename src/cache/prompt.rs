@@ -43,8 +43,8 @@ impl<'a, I> PromptSpan<'a, I> {
     }
 }
 
-/// Checks that the runs among the spans of a prompt lie in it, one after the other, and that they cover it if nothing is
-/// gathered: a gather chooses tokens, and what nothing names is evicted.
+/// Checks that the runs among the spans of a prompt lie in it, one after the other, and that they cover it if nothing
+/// is gathered: a gather chooses tokens, and what nothing names is evicted.
 pub(super) fn check_spans<I: TokenIndices>(spans: &[PromptSpan<'_, I>], tokens: usize) -> Result<()> {
     let reject = |reason: String| Err(Error::PromptSpans { tokens, reason });
     let gathers = spans.iter().any(|span| matches!(span.tokens, Rows::Gather(_)));

@@ -34,23 +34,23 @@ impl fmt::Display for StoreId {
 pub enum Appended {
     /// They stay in f16 (CalibQuant).
     Keep,
-    /// Each token is packed as it arrives, into the open tile of a store. Needs a format whose codes and ranges depend on
-    /// the token alone: see [`SegmentFormat::takes_single_tokens`].
+    /// Each token is packed as it arrives, into the open tile of a store. Needs a format whose codes and ranges depend
+    /// on the token alone: see [`SegmentFormat::takes_single_tokens`].
     AtOnce(StoreId),
     /// They are packed tile by tile: each full tile of 128 as soon as at least `newer` newer tokens are held, so that
     /// between `newer` and `newer + 127` of the newest tokens are in f16 (the residual window of KIVI).
     Tiles {
         /// The store that takes the tiles. Where its ranges are those of whole spans, a recipe adds a store of
-        /// [ranges of tiles](SegmentFormat::with_tile_ranges) for them and names that, so that the tiles of a sequence are one
-        /// span.
+        /// [ranges of tiles](SegmentFormat::with_tile_ranges) for them and names that, so that the tiles of a
+        /// sequence are one span.
         to: StoreId,
         /// Newer tokens that stay in f16, at least.
         newer: usize,
     },
 }
 
-/// How a [`KvCache`](super::KvCache) stores and attends: an f16 store, any number of packed ones beside it, and what goes
-/// where.
+/// How a [`KvCache`](super::KvCache) stores and attends: an f16 store, any number of packed ones beside it, and
+/// what goes where.
 ///
 /// ```
 /// use kvpack::cache::{Appended, Recipe, StoreId};
@@ -187,16 +187,16 @@ impl Recipe {
         Self { query, ..self }
     }
 
-    /// The same recipe with keys that are stored, in every store, less the centre of their sequence: the mean of the first
-    /// [`CENTRE_TOKENS`](super::CENTRE_TOKENS) tokens that it is given, or what the engine says
-    /// ([`KvCache::set_centre`](super::KvCache::set_centre)). Attention is the same, since softmax forgets what all scores of a
-    /// query have in common, and ranges and norms of tokens are smaller where a model's keys have a bias.
+    /// The same recipe with keys that are stored, in every store, less the centre of their sequence: the mean of the
+    /// first [`CENTRE_TOKENS`](super::CENTRE_TOKENS) tokens that it is given, or what the engine says
+    /// ([`KvCache::set_centre`](super::KvCache::set_centre)). Attention is the same, since softmax forgets what all
+    /// scores of a query have in common, and ranges and norms of tokens are smaller where a model's keys have a bias.
     ///
-    /// The mean is that of one call: of the first part of a prompt, of a first chunk, or the key of a token that decoding begins
-    /// with. Formats with a range per channel have no use for it, and a cache refuses them.
+    /// The mean is that of one call: of the first part of a prompt, of a first chunk, or the key of a token that
+    /// decoding begins with. Formats with a range per channel have no use for it, and a cache refuses them.
     ///
-    /// (SageAttention, arXiv 2410.02367, takes the mean of all keys before it rounds them; NSNQuant, arXiv 2505.18231, centres
-    /// within a normalisation.)
+    /// (SageAttention, arXiv 2410.02367, takes the mean of all keys before it rounds them; NSNQuant, arXiv 2505.18231,
+    /// centres within a normalisation.)
     #[must_use]
     pub fn with_centre(self) -> Self {
         Self { centred: true, ..self }
@@ -228,8 +228,8 @@ impl Recipe {
         self.appended
     }
 
-    /// Of the appended tokens, those among so many first tokens of a sequence stay in f16, in whole tiles where tiles are
-    /// packed: attention sinks (StreamingLLM, arXiv 2309.17453) cost little to keep and much to lose.
+    /// Of the appended tokens, those among so many first tokens of a sequence stay in f16, in whole tiles where tiles
+    /// are packed: attention sinks (StreamingLLM, arXiv 2309.17453) cost little to keep and much to lose.
     pub const fn sink(&self) -> usize {
         self.sink
     }

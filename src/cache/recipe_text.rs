@@ -34,8 +34,8 @@ use crate::{Error, Result};
 ///         | "every=" tokens                after so many appended tokens the policy chooses anew from all that is held (never)
 /// ```
 ///
-/// The methods are [`METHODS`](super::METHODS), and the policies [`EVICTIONS`](super::EVICTIONS). Options hold for every layer,
-/// those of another method included. What a policy keeps is packed by the method:
+/// The methods are [`METHODS`](super::METHODS), and the policies [`EVICTIONS`](super::EVICTIONS). Options hold for
+/// every layer, those of another method included. What a policy keeps is packed by the method:
 /// [`ModelCache::observe`](super::ModelCache::observe) takes [`ModelRecipe::policy`], and
 /// [`ModelCache::compression_due`](super::ModelCache::compression_due) takes [`ModelRecipe::every`].
 ///
@@ -120,7 +120,8 @@ impl ModelRecipe {
         }
     }
 
-    /// The recipe, if it stores tokens as they come: for what neither evicts tokens of a prompt nor compares its chunks.
+    /// The recipe, if it stores tokens as they come: for what neither evicts tokens of a prompt nor
+    /// compares its chunks.
     ///
     /// # Errors
     /// [`Error::Recipe`] when it begins with a policy or is a mixture.
@@ -151,8 +152,8 @@ impl ModelRecipe {
         Err(format!("{stores} stores with the {further} further ones; a recipe has at most {MOST_STORES}"))
     }
 
-    /// The recipes of layers that the text names, and of all others; how many stores there are, and what they take, has nothing
-    /// to do with the shape.
+    /// The recipes of layers that the text names, and of all others; how many stores there are, and what they take, has
+    /// nothing to do with the shape.
     fn kinds(&self) -> Parsed<impl Iterator<Item = Recipe>> {
         let shape = AttentionShape::new(1, 1, 128).map_err(|error| error.to_string())?;
         let named = self.layers.iter().map(|(layer, _)| *layer).chain([usize::MAX]);

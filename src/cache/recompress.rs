@@ -1,5 +1,5 @@
-//! A sequence compressed again after it has grown: what it holds is decoded, chosen from and stored anew, in all layers or in
-//! none.
+//! A sequence compressed again after it has grown: what it holds is decoded, chosen from and stored anew, in all
+//! layers or in none.
 
 use super::change::Change;
 use super::compress::ONLY_LAYER;
@@ -25,7 +25,8 @@ struct Chosen<B: Backend> {
 }
 
 impl<B: Backend> ModelCache<B> {
-    /// Tokens that came to a sequence since it was [compressed](ModelCache::compress) last; all of them if it never was.
+    /// Tokens that came to a sequence since it was [compressed](ModelCache::compress) last; all of them
+    /// if it never was.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence.
@@ -122,9 +123,9 @@ impl<B: Backend> ModelCache<B> {
 
     /// What every layer keeps of what it holds: what [`Policy::select_again`] says.
     ///
-    /// Where scores alone decide, the device chooses as it does for [`ModelCache::compress`]. Where text is scored otherwise than
-    /// images, the host chooses: heads hold different tokens, so that text lies at other places in each, and kernels know one
-    /// order for all heads.
+    /// Where scores alone decide, the device chooses as it does for [`ModelCache::compress`]. Where text is scored
+    /// otherwise than images, the host chooses: heads hold different tokens, so that text lies at other places in each,
+    /// and kernels know one order for all heads.
     async fn choose(
         &self,
         policy: &Policy,
@@ -196,21 +197,22 @@ impl<B: Backend> ModelCache<B> {
 }
 
 impl<B: Backend + Clone> ModelCache<B> {
-    /// Compresses a sequence again, to the policy's budget of its present length: for outputs so long that what was appended
-    /// would outgrow what was kept of the prompt.
+    /// Compresses a sequence again, to the policy's budget of its present length: for outputs so long that what was
+    /// appended would outgrow what was kept of the prompt.
     ///
-    /// `spans` are those of the whole sequence, as long as [`ModelCache::length`]; appended tokens are text. `queries` are those
-    /// of the newest tokens, one for each layer in order, all of as many rows: [`Policy::rows_again`] of
-    /// [`ModelCache::appended`] says how many the policy would have. Fewer will do for an engine that keeps fewer. A policy that
-    /// measures nothing takes none.
+    /// `spans` are those of the whole sequence, as long as [`ModelCache::length`]; appended tokens are text. `queries`
+    /// are those of the newest tokens, one for each layer in order, all of as many rows: [`Policy::rows_again`] of
+    /// [`ModelCache::appended`] says how many the policy would have. Fewer will do for an engine that keeps fewer. A
+    /// policy that measures nothing takes none.
     ///
     /// What the sequence holds is decoded, measured and chosen from, and what is kept is stored as one span, as
-    /// [`ModelCache::compress`] does with a prompt: in the first packed store of the layer's recipe, windows and sinks of
-    /// appended tokens included. Evicted tokens are merged where the policy merges. Positions stay those of the sequence, which
-    /// is as long as before. What was packed is packed from what it decodes to, so that its error may grow with every time.
-    /// The device chooses where scores alone decide, and the host where text is scored otherwise than images; positions come to the
-    /// host in any case. Decoding goes layer by layer, twice; where a layer holds several spans, its rows go through the host to be
-    /// put one after the other. The same cache and queries give the same bits in every run.
+    /// [`ModelCache::compress`] does with a prompt: in the first packed store of the layer's recipe, windows and sinks
+    /// of appended tokens included. Evicted tokens are merged where the policy merges. Positions stay those of the
+    /// sequence, which is as long as before. What was packed is packed from what it decodes to, so that its error may
+    /// grow with every time. The device chooses where scores alone decide, and the host where text is scored otherwise
+    /// than images; positions come to the host in any case. Decoding goes layer by layer, twice; where a layer holds
+    /// several spans, its rows go through the host to be put one after the other. The same cache and queries give the
+    /// same bits in every run.
     ///
     /// ```
     /// use kvpack::backend::TensorRows;
@@ -247,13 +249,13 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence; [`Error::Plan`] when a step is open; [`Error::Selection`] when `spans`
-    /// are of another length, queries are missing or of more rows than tokens came since, layers differ in KV heads, or tokens
-    /// are held in another order than theirs ([`ChunkSpans`](super::ChunkSpans)); [`Error::NoTokens`] for an empty sequence;
-    /// those of [`Policy::select_again`] and
-    /// [`measure_attention`](crate::backend::Selection::measure_attention); [`Error::NotFinite`] when something decodes to what
-    /// no store holds; [`Error::OutOfMemory`] or [`Error::Limit`] when what is kept does not fit beside what is held. The cache
-    /// is as it was.
+    /// [`Error::Sequence`] when there is no such sequence; [`Error::Plan`] when a step is open; [`Error::Selection`]
+    /// when `spans` are of another length, queries are missing or of more rows than tokens came since, layers differ in
+    /// KV heads, or tokens are held in another order than theirs ([`ChunkSpans`](super::ChunkSpans));
+    /// [`Error::NoTokens`] for an empty sequence; those of [`Policy::select_again`] and
+    /// [`measure_attention`](crate::backend::Selection::measure_attention); [`Error::NotFinite`] when something decodes
+    /// to what no store holds; [`Error::OutOfMemory`] or [`Error::Limit`] when what is kept does not fit beside what is
+    /// held. The cache is as it was.
     pub async fn compress_again(
         &mut self,
         sequence: usize,
@@ -312,8 +314,8 @@ impl<B: Backend> LayerGroup<B> {
         Ok(DenseLayer { rows, keys, values })
     }
 
-    /// Opens a change of the books of the only layer that puts what is kept in the place of what is held, and writes it. Nothing
-    /// has changed on an error, but for room that is free.
+    /// Opens a change of the books of the only layer that puts what is kept in the place of what is held, and writes
+    /// it. Nothing has changed on an error, but for room that is free.
     async fn replace(
         &mut self,
         sequence: usize,

@@ -135,7 +135,8 @@ impl<I: TokenIndices> Sequence<I> {
         self.spans.iter().filter(|span| span.store == store).map(|span| span.tokens).sum()
     }
 
-    /// Tokens at the end of the sequence that are held one after the other, none missing: those that nothing was evicted of since.
+    /// Tokens at the end of the sequence that are held one after the other, none missing: those that nothing was
+    /// evicted of since.
     pub(super) fn unbroken(&self) -> usize {
         let mut from = self.length;
         for span in self.spans.iter().rev() {
@@ -184,8 +185,8 @@ impl<I: TokenIndices> Sequence<I> {
         self.length += 1;
     }
 
-    /// The oldest full window that is due once `appended` (0 or 1) more tokens are in, by span index: it begins at `sink`
-    /// or later and has at least `newer` tokens after it.
+    /// The oldest full window that is due once `appended` (0 or 1) more tokens are in, by span index: it begins at
+    /// `sink` or later and has at least `newer` tokens after it.
     pub(super) fn window_to_pack(&self, sink: usize, newer: usize, appended: usize) -> Option<usize> {
         self.windows_due(sink, newer, appended).next()
     }
@@ -208,8 +209,8 @@ impl<I: TokenIndices> Sequence<I> {
         self.spans.iter().enumerate().filter(is_due).map(|(index, _)| index)
     }
 
-    /// Index of the first span that packing the window at `index` changes: the packed span before it, if the packed tile
-    /// joins that.
+    /// Index of the first span that packing the window at `index` changes: the packed span before it, if the packed
+    /// tile joins that.
     ///
     /// It does if that is full; the ranges of packed tiles are their own.
     pub(super) fn joins(&self, index: usize, to: StoreId) -> Option<usize> {

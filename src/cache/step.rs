@@ -2,8 +2,8 @@
 
 use crate::plan::{KeyMean, RowLayout};
 
-/// Consecutive new tokens of one sequence. The runs of a step lie one after the other in the tensors of keys and values, so
-/// that a step may mix a chunk of one sequence's prompt with single decoded tokens of others.
+/// Consecutive new tokens of one sequence. The runs of a step lie one after the other in the tensors of keys and
+/// values, so that a step may mix a chunk of one sequence's prompt with single decoded tokens of others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TokenRun {
     sequence: usize,
@@ -17,8 +17,8 @@ impl TokenRun {
         Self { sequence, tokens: 1, packs: true }
     }
 
-    /// A chunk of new tokens, at least one. No window is packed within the step, so that the chunk's own queries still see
-    /// it in f16.
+    /// A chunk of new tokens, at least one. No window is packed within the step, so that the chunk's own queries
+    /// still see it in f16.
     pub const fn chunk(sequence: usize, tokens: usize) -> Self {
         Self { sequence, tokens, packs: false }
     }

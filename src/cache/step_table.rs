@@ -8,8 +8,8 @@ use crate::Result;
 use crate::format::AttentionShape;
 use crate::plan::{StepLayout, StepTable, StepWrites, StoreCapacity, TokenIndices, WindowCapacity};
 
-/// The table of the open step, laid out for the stores as they are. It is laid out anew when a store has grown, or a step
-/// writes more than any before: what is bound to a layout serves all steps in between.
+/// The table of the open step, laid out for the stores as they are. It is laid out anew when a store has grown, or a
+/// step writes more than any before: what is bound to a layout serves all steps in between.
 #[derive(Clone, Debug)]
 pub(super) struct GroupTable {
     shape: AttentionShape,

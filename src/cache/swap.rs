@@ -8,8 +8,8 @@ use super::{KvCache, ModelCache};
 use crate::backend::{Backend, SpanBytes, SpanPlace};
 use crate::{Error, Result};
 
-/// A sequence on the host, as [`ModelCache::swap_out`] or [`KvCache::swap_out`] took it; `I` is the index tensor of the backend,
-/// on which the positions of gathered spans stay.
+/// A sequence on the host, as [`ModelCache::swap_out`] or [`KvCache::swap_out`] took it; `I` is the index tensor of the
+/// backend, on which the positions of gathered spans stay.
 #[derive(Clone, Debug)]
 pub struct SwappedSequence<I> {
     groups: Vec<SwappedGroup<I>>,
@@ -46,14 +46,14 @@ impl<I> SwappedSequence<I> {
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Takes a sequence to the host, and frees its pages and range slots: for one that has to wait because memory is short. It
-    /// waits for the device.
+    /// Takes a sequence to the host, and frees its pages and range slots: for one that has to wait because memory is
+    /// short. It waits for the device.
     ///
     /// Pages that it shares with other sequences are copied too, and are its own when it comes back.
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::OutOfMemory`] or [`Error::DeviceLost`]. The cache is as it
-    /// was.
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::OutOfMemory`] or [`Error::DeviceLost`]. The
+    /// cache is as it was.
     pub async fn swap_out(&mut self, sequence: usize) -> Result<SwappedSequence<B::Indices>> {
         let groups = vec![self.group.read_sequence(sequence).await?];
         self.clear(sequence)?;
@@ -63,8 +63,9 @@ impl<B: Backend> KvCache<B> {
     /// Lets an empty sequence, the same or another, hold what was taken out, bit for bit.
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it holds tokens or the other was taken out of
-    /// another kind of cache, [`Error::OutOfMemory`] or [`Error::Limit`] when it does not fit. The cache is as it was.
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it holds tokens or the other was
+    /// taken out of another kind of cache, [`Error::OutOfMemory`] or [`Error::Limit`] when it does not fit. The
+    /// cache is as it was.
     pub async fn swap_in(&mut self, sequence: usize, swapped: &SwappedSequence<B::Indices>) -> Result<()> {
         swap_in(std::slice::from_mut(&mut self.group), sequence, swapped).await
     }

@@ -22,8 +22,8 @@ use crate::{Backend, Result};
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub enum Check {
-    /// What is stored is what the CPU twin stores, and attention over it is f64 attention over it: decode steps and runs of
-    /// queries.
+    /// What is stored is what the CPU twin stores, and attention over it is f64 attention over it: decode steps and
+    /// runs of queries.
     Attention(AttendCase),
     /// Attention states have the log-sum-exp of f64, and merge to those of all tokens.
     States(AttendCase),
@@ -89,8 +89,8 @@ impl Kind {
         }
     }
 
-    /// True where a GPU backend has other kernels on other capability paths; the kernels of the other kinds are the same on
-    /// all of them.
+    /// True where a GPU backend has other kernels on other capability paths; the kernels of the other kinds are the
+    /// same on all of them.
     pub const fn depends_on_path(self) -> bool {
         matches!(self, Self::Attention | Self::States)
     }

@@ -8,8 +8,8 @@ use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{ElementType, Page, RowLayout, TokenRange};
 use crate::{Error, Result};
 
-/// What lies beside the spans of stores: in each store a page before, between and behind its spans, and a range slot before
-/// and behind theirs.
+/// What lies beside the spans of stores: in each store a page before, between and behind its spans, and a range slot
+/// before and behind theirs.
 pub(super) struct Guards {
     /// Two spans in each store, for the two range slots; they have the guard pages in turns.
     spans: Vec<FilledSpan>,
@@ -50,8 +50,8 @@ pub(super) async fn place<B: Backend>(
     Ok((own, Guards { spans: placed.into_iter().chain(last).collect(), held: Vec::new() }))
 }
 
-/// Deals the pages of a store to its spans, the first and the last of which are guards: a page of theirs, in turns, before
-/// each of the others, and what is left behind them.
+/// Deals the pages of a store to its spans, the first and the last of which are guards: a page of theirs, in turns,
+/// before each of the others, and what is left behind them.
 fn deal(placed: &mut [FilledSpan], of_store: &[usize], pages: Vec<Page>) {
     let (Some(&first), Some(&last)) = (of_store.first(), of_store.last()) else { return };
     let wanted: Vec<usize> = placed.iter().map(|span| span.pages.len()).collect();

@@ -12,8 +12,8 @@ pub struct Support {
     pub format: SegmentFormat,
     /// True if single tokens can be appended to packed pages; otherwise they wait in f16 until a tile is full.
     pub single_tokens: bool,
-    /// How it is attended to with each precision of the query, [`QueryPrecision::Int16`] first; why not, where the backend
-    /// does not serve it.
+    /// How it is attended to with each precision of the query, [`QueryPrecision::Int16`] first; why not, where the
+    /// backend does not serve it.
     pub arithmetic: [std::result::Result<AttendArithmetic, String>; 2],
 }
 

@@ -61,8 +61,9 @@ impl<B: Backend> Workload<B> {
         Ok(Self { plans, step_bytes: step_bytes.sum(), stores, spans })
     }
 
-    /// Plans the decode step with a pass for scores before that for weighted values, as Cocktail's algorithm 1 has it, in
-    /// place of the fused one. Through wgpu and on the CPU scores go through memory; on CUDA they are computed twice.
+    /// Plans the decode step with a pass for scores before that for weighted values, as Cocktail's algorithm 1 has
+    /// it, in place of the fused one. Through wgpu and on the CPU scores go through memory; on CUDA they are
+    /// computed twice.
     ///
     /// # Errors
     /// Those of [`FilledStores::plan`].
@@ -86,7 +87,8 @@ impl<B: Backend> Workload<B> {
         Ok(())
     }
 
-    /// Plans the same queries as if each were the decode step of a sequence of its own, which holds what the query sees.
+    /// Plans the same queries as if each were the decode step of a sequence of its own, which holds what
+    /// the query sees.
     ///
     /// # Errors
     /// Those of [`Workload::plan_causal`].
@@ -111,8 +113,8 @@ impl<B: Backend> Workload<B> {
         self.stores.stores()
     }
 
-    /// Runs every copy once and holds all outputs, which are in f32 whatever the options say, against an f64 attention over
-    /// the stored data.
+    /// Runs every copy once and holds all outputs, which are in f32 whatever the options say, against an f64 attention
+    /// over the stored data.
     ///
     /// # Errors
     /// Whatever the backend reports; a wrong result is no error but a [`Report`] that did not pass.

@@ -11,7 +11,8 @@ use crate::{Error, Result};
 
 /// Puts tokens of dense keys and values into slots of pages, in a format that
 /// [takes single tokens](crate::SegmentFormat::takes_single_tokens): what [`quantize`](super::quantize) would store of
-/// them, bit for bit: keys less the centre that the write names. Elements that are not finite, or too large for the format, are stored as zeros.
+/// them, bit for bit: keys less the centre that the write names. Elements that are not finite, or too large for the
+/// format, are stored as zeros.
 ///
 /// # Errors
 /// [`Error::Plan`] when the format takes no single tokens or a token, page or slot does not exist, [`Error::Elements`]

@@ -64,8 +64,8 @@ impl CpuTensor {
         })
     }
 
-    /// Puts the rows of another tensor, which lie there one after the other, where `at` says, rounded to the type of this one:
-    /// outputs among those of other ranks.
+    /// Puts the rows of another tensor, which lie there one after the other, where `at` says, rounded to the type of
+    /// this one: outputs among those of other ranks.
     ///
     /// # Errors
     /// Those of [`QueryRows::check`], and [`Error::Elements`] when the other tensor does not hold whole rows.

@@ -12,8 +12,8 @@ use crate::backend::SpanRead;
 use crate::format::sketch::FieldLevels;
 use crate::format::{CodeRange, Direction, Field, KeyOrValue, TILE_TOKENS, TensorFormat};
 
-/// The stored keys or values of a span as `[kv_heads, tokens, head_dim]`: `min + scale · code`, `norm · level`, or the f16 element;
-/// rotated rows are rotated back, and keys get their centre back.
+/// The stored keys or values of a span as `[kv_heads, tokens, head_dim]`: `min + scale · code`, `norm · level`, or the
+/// f16 element; rotated rows are rotated back, and keys get their centre back.
 ///
 /// # Errors
 /// [`Error::Plan`](crate::Error::Plan) when pages or slots do not exist,

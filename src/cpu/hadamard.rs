@@ -8,8 +8,8 @@ use crate::{Error, Result};
 /// Rotates rows of `head_dim` channels in place: the blocked, normalised Walsh-Hadamard transform of [`Rotation`].
 ///
 /// # Errors
-/// [`Error::Format`] when the order of the rotation does not divide `head_dim`, [`Error::Elements`] when the last row is
-/// incomplete.
+/// [`Error::Format`] when the order of the rotation does not divide `head_dim`, [`Error::Elements`] when the last
+/// row is incomplete.
 pub fn hadamard(rows: &mut [f32], head_dim: usize, rotation: Rotation, direction: Direction) -> Result<()> {
     rotation.check_head_dim(head_dim)?;
     if !rows.len().is_multiple_of(head_dim) {

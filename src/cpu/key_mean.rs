@@ -6,13 +6,13 @@ use crate::backend::{LARGEST_CENTRED_KEY, NewCentre};
 use crate::plan::Elements;
 use crate::{Error, Result};
 
-/// Puts the mean of some keys into a slot of the store's centres. The sum is made in f32, token after token, and multiplied by
-/// `1 / tokens`, rounded to f32: the same bits on every backend. Keys that are not finite, or beyond
+/// Puts the mean of some keys into a slot of the store's centres. The sum is made in f32, token after token, and
+/// multiplied by `1 / tokens`, rounded to f32: the same bits on every backend. Keys that are not finite, or beyond
 /// [`LARGEST_CENTRED_KEY`], count as 0.
 ///
 /// # Errors
-/// [`Error::Plan`] when there is no such slot or token, [`Error::Elements`] when the keys are shorter than their layout says; the
-/// store is as it was.
+/// [`Error::Plan`] when there is no such slot or token, [`Error::Elements`] when the keys are shorter than their layout
+/// says; the store is as it was.
 pub fn key_mean(store: &mut CpuStore, keys: Elements<'_>, centre: NewCentre) -> Result<()> {
     let shape = *store.shape();
     centre.rows.check("keys", keys.len(), &shape)?;

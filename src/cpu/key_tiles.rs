@@ -139,8 +139,8 @@ struct LookUp<'a> {
 }
 
 impl Kernel for LookUp<'_> {
-    /// By comparing all codes of an array with one level after the other, in vectors; an index per code would take them one by
-    /// one.
+    /// By comparing all codes of an array with one level after the other, in vectors; an index per code would take
+    /// them one by one.
     #[inline(always)]
     fn run<const FMA: bool>(self) {
         for codes in self.unpacked {

@@ -31,7 +31,8 @@ pub fn merge_states(work: &Work, states: &States) -> Result<States> {
     Ok(merged)
 }
 
-/// Merges two states of every row, over tokens that the two do not share: what an engine does with attention of its own.
+/// Merges two states of every row, over tokens that the two do not share: what an engine does with
+/// attention of its own.
 ///
 /// # Errors
 /// [`Error::Plan`] when they differ in rows, heads or head dimension.

@@ -10,7 +10,8 @@ use crate::{Error, Result};
 /// What a word holds that is not set.
 const NOTHING: u32 = u32::MAX;
 
-/// Which tokens steps could not store as they were: for keys and for values of every layer the first. Clones share the flags.
+/// Which tokens steps could not store as they were: for keys and for values of every layer the first. Clones
+/// share the flags.
 #[derive(Clone, Debug)]
 pub struct NonFiniteFlags {
     /// `[layer][keys, values]`.

@@ -7,12 +7,12 @@ use crate::format::{KeyOrValue, SegmentFormat, TILE_TOKENS};
 use crate::plan::{Elements, RowLayout, TokenRange, WindowMove};
 use crate::{Error, Result};
 
-/// Packs full pages of a store of f16, each as a span of its own in another store: what [`dequantize`](super::dequantize()) and
-/// [`quantize`](super::quantize()) do one page after the other.
+/// Packs full pages of a store of f16, each as a span of its own in another store: what
+/// [`dequantize`](super::dequantize()) and [`quantize`](super::quantize()) do one page after the other.
 ///
 /// # Errors
-/// [`Error::Plan`] when the first store is not f16 or of another shape than the second, or pages or slots do not exist; both
-/// stores are as they were.
+/// [`Error::Plan`] when the first store is not f16 or of another shape than the second, or pages or slots do not exist;
+/// both stores are as they were.
 pub fn pack_windows(from: &CpuStore, to: &mut CpuStore, windows: &[WindowMove]) -> Result<()> {
     let shape = *to.shape();
     if from.format() != &SegmentFormat::F16 || from.shape() != &shape {

@@ -21,7 +21,8 @@ pub(super) struct PreparedQueries {
     factors: Vec<Factor>,
     /// The same in the basis of the keys' sketches; empty where they have none.
     sketch_factors: Vec<Factor>,
-    /// `[prepared query][query_head]`: what is added to every score; with ranges per token, what their minimum is multiplied by.
+    /// `[prepared query][query_head]`: what is added to every score; with ranges per token, what their minimum
+    /// is multiplied by.
     biases: Vec<f32>,
 }
 

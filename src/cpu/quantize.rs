@@ -15,14 +15,16 @@ use crate::format::{
 };
 use crate::plan::{Elements, RowLayout, Rows};
 
-/// Tiles that are encoded before they go into their pages: enough for all threads, and a few MiB, however long the span.
+/// Tiles that are encoded before they go into their pages: enough for all threads, and a few MiB,
+/// however long the span.
 const TILES_AT_ONCE: usize = 256;
 
 /// Packs tokens of dense keys and values into pages as one span.
 ///
-/// Keys lose their centre first, where there is one, and rows are rotated, where the format says so. Span ranges are made over all tokens of the span, tile ranges over the tokens that a tile holds; tile ranges are
-/// rounded to f16 before they encode anything, so that codes fit the ranges that decode them. A last tile that is not
-/// full has zero bits in its unused fields and zero in the ranges that no token belongs to. The input must be finite.
+/// Keys lose their centre first, where there is one, and rows are rotated, where the format says so. Span ranges are
+/// made over all tokens of the span, tile ranges over the tokens that a tile holds; tile ranges are rounded to f16
+/// before they encode anything, so that codes fit the ranges that decode them. A last tile that is not full has zero
+/// bits in its unused fields and zero in the ranges that no token belongs to. The input must be finite.
 ///
 /// # Errors
 /// [`Error::Elements`](crate::Error::Elements) when keys or values are shorter than their layout says,

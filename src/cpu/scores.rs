@@ -29,8 +29,8 @@ pub struct SegmentScores {
 }
 
 impl SegmentScores {
-    /// Scores `[score tile][query_head][128]`: see [`WorkItem::scores`](crate::plan::WorkItem::scores). Those past the end of a
-    /// span are 0.
+    /// Scores `[score tile][query_head][128]`: see [`WorkItem::scores`](crate::plan::WorkItem::scores). Those past the
+    /// end of a span are 0.
     pub fn scores(&self) -> &[f32] {
         &self.scores
     }

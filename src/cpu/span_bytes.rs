@@ -1,5 +1,5 @@
-//! What a span holds as bytes, and back: page by page and head by head codes and ranges of keys and of values, then span ranges,
-//! then the centre of a sequence.
+//! What a span holds as bytes, and back: page by page and head by head codes and ranges of keys and of values, then
+//! span ranges, then the centre of a sequence.
 
 use super::store::CpuStore;
 use crate::Result;
@@ -38,7 +38,8 @@ impl CpuStore {
     /// Lets a place hold what another did.
     ///
     /// # Errors
-    /// [`Error::Plan`](crate::Error::Plan) when a page or a slot does not exist, [`Error::Buffer`](crate::Error::Buffer) when the bytes are not those of such a place.
+    /// [`Error::Plan`](crate::Error::Plan) when a page or a slot does not exist,
+    /// [`Error::Buffer`](crate::Error::Buffer) when the bytes are not those of such a place.
     pub fn write_span(&mut self, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {
         let held = self.read_span(place)?;
         bytes.check(held.bytes().len() as u64)?;

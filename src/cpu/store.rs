@@ -83,8 +83,8 @@ impl CpuStore {
         &self.format
     }
 
-    /// The store in a [layout of steps](crate::plan::StepLayout), for steps that put so many tokens into it at most, and copy so
-    /// many of its pages.
+    /// The store in a [layout of steps](crate::plan::StepLayout), for steps that put so many tokens into it at most,
+    /// and copy so many of its pages.
     pub fn step_capacity(&self, tokens: usize, copies: usize) -> StoreCapacity {
         let shard_pages = self.shard_pages.clone();
         let (range_slots, centre_slots) = (self.range_slots, self.centre_slots());
@@ -296,8 +296,8 @@ impl CpuStore {
         Ok(())
     }
 
-    /// The largest key or value that the store takes: half of what its format does for keys that are stored less a centre, which
-    /// may be as large.
+    /// The largest key or value that the store takes: half of what its format does for keys that are stored less a
+    /// centre, which may be as large.
     pub(super) fn largest_element(&self, which: KeyOrValue) -> f32 {
         let largest = self.format.tensor(which).largest_element(self.shape.head_dim());
         if which == KeyOrValue::Key && !self.centres.is_empty() { largest / 2.0 } else { largest }

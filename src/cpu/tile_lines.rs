@@ -19,8 +19,8 @@ const LANES: usize = 8;
 
 /// How the lines of the tiles of one tensor are read.
 ///
-/// Vectors of three words with 3-bit codes are widened to four words with fields of 4 bits as they are read, and count as
-/// such here.
+/// Vectors of three words with 3-bit codes are widened to four words with fields of 4 bits as they are read, and
+/// count as such here.
 #[derive(Clone, Debug)]
 pub(super) struct TileLines {
     /// 16 for f16.

@@ -6,12 +6,12 @@ use super::store::CpuStore;
 use crate::plan::Elements;
 use crate::{Error, Result};
 
-/// Adds `q·m / √head_dim` to the log-sum-exp of every query and head, with `m` the centre in the slot that `slots` has for the
-/// query. A state of no tokens, whose log-sum-exp is −∞, stays one.
+/// Adds `q·m / √head_dim` to the log-sum-exp of every query and head, with `m` the centre in the slot that `slots` has
+/// for the query. A state of no tokens, whose log-sum-exp is −∞, stays one.
 ///
 /// # Errors
-/// [`Error::Elements`] when states and queries are not of as many rows as there are slots, [`Error::Plan`] when a slot does not
-/// exist.
+/// [`Error::Elements`] when states and queries are not of as many rows as there are slots, [`Error::Plan`] when a slot
+/// does not exist.
 pub fn uncentre_lse(store: &CpuStore, queries: Elements<'_>, slots: &[u32], mut states: States) -> Result<States> {
     let shape = *store.shape();
     let (heads, head_dim) = (shape.query_heads(), shape.head_dim());

@@ -10,9 +10,9 @@ use crate::format::KeyOrValue;
 use crate::plan::{Elements, FoundStore, KeyMean, Section, StepEntry, StepTable, TokenWrite, WindowMove};
 use crate::{Error, Result};
 
-/// Writes to the stores of the table's layout what the table says: copies, then centres and tokens of `input`, then windows. An
-/// element that is NaN, infinite or beyond [`largest_element`](crate::plan::StepLayout::largest_element) is stored as zero, and its token is
-/// flagged. `input` may be left out where the step reads no tokens.
+/// Writes to the stores of the table's layout what the table says: copies, then centres and tokens of `input`, then
+/// windows. An element that is NaN, infinite or beyond [`largest_element`](crate::plan::StepLayout::largest_element) is
+/// stored as zero, and its token is flagged. `input` may be left out where the step reads no tokens.
 ///
 /// # Errors
 /// [`Error::Plan`] when the stores or the flags are not those of the layout, or there is no input for tokens,

@@ -119,8 +119,8 @@ fn timed(backend: &Cuda, times: usize, work: impl Fn() -> Result<()>) -> Result<
     events.windows(2).map(between).collect()
 }
 
-/// Bytes per second at which the device reads memory: the best of some passes over `bytes` bytes, which should be several
-/// times the size of the caches.
+/// Bytes per second at which the device reads memory: the best of some passes over `bytes` bytes, which should be
+/// several times the size of the caches.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`], [`Error::DeviceLost`], and [`Error::Gpu`] when the sum of what was read is wrong.

@@ -1,11 +1,11 @@
 //! The kernels in CUDA C++, for NVIDIA GPUs of compute capability 8.0 and up.
 //!
-//! The library links nothing of CUDA: the driver and NVRTC are loaded at run time, [`driver_present`] says whether there
-//! is a driver, and the sources, which are part of the library, are compiled on first use and kept in a directory (see
-//! [`KernelCache`]).
+//! The library links nothing of CUDA: the driver and NVRTC are loaded at run time, [`driver_present`] says whether
+//! there is a driver, and the sources, which are part of the library, are compiled on first use and kept in a directory
+//! (see [`KernelCache`]).
 //!
-//! Building needs nothing of CUDA either. Where a toolkit is installed its version chooses the bindings of the driver, and
-//! must be 11.8 or newer.
+//! Building needs nothing of CUDA either. Where a toolkit is installed its version chooses the bindings of the driver,
+//! and must be 11.8 or newer.
 //!
 //! | kernel | file | does |
 //! | --- | --- | --- |
@@ -24,26 +24,28 @@
 //!
 //! # What is served
 //!
-//! Every format, head dimension and group size that the library has, calibrated or not, all of them by MMAs: f16 as it is, codes
-//! with a range per channel or per token, levels of codebooks and signs of sketches as bytes, codes with ranges of groups as
-//! halves. Keys with levels and a sketch are scored twice, with two queries. The query always keeps 16 bits:
-//! [`QueryPrecision::Int8`](crate::backend::QueryPrecision::Int8) is a permission that this backend does not use.
+//! Every format, head dimension and group size that the library has, calibrated or not, all of them by MMAs: f16 as
+//! it is, codes with a range per channel or per token, levels of codebooks and signs of sketches as bytes, codes
+//! with ranges of groups as halves. Keys with levels and a sketch are scored twice, with two queries. The query
+//! always keeps 16 bits: [`QueryPrecision::Int8`](crate::backend::QueryPrecision::Int8) is a permission that this
+//! backend does not use.
 //!
-//! A calibrated segment takes two launches of `attend`: one for the extremes of its scores, one that maps and weighs them.
+//! A calibrated segment takes two launches of `attend`: one for the extremes of its scores, one that maps
+//! and weighs them.
 //!
 //! # Streams, allocation, graphs
 //!
-//! A [`Cuda`] works on the stream it was made with, and so does everything that it allocates: memory is given back in the
-//! order of that stream, and backends of other streams refuse it. Memory of an engine's comes in with
-//! [`Tensor::from_address`]. [`StepPlan`] decides from lengths alone, [`StepPlan::bind`] allocates
-//! and copies tables, and [`BoundStep::launch`] only launches kernels and clears the extremes of calibrated scores, so that a
-//! CUDA graph can capture it.
+//! A [`Cuda`] works on the stream it was made with, and so does everything that it allocates: memory is given back in
+//! the order of that stream, and backends of other streams refuse it. Memory of an engine's comes in with
+//! [`Tensor::from_address`]. [`StepPlan`] decides from lengths alone, [`StepPlan::bind`] allocates and copies tables,
+//! and [`BoundStep::launch`] only launches kernels and clears the extremes of calibrated scores, so that a CUDA graph
+//! can capture it.
 //!
 //! # Storage
 //!
-//! Tiles are in [`TileOrder::MmaFragment`](crate::format::TileOrder::MmaFragment). A page holds, for one KV head after the other, the tile of keys,
-//! the tile of values, and the ranges of keys and of values that lie beside tiles. Tiles of head dimension 80 have 96 channels, the
-//! last 16 of them zeros: fragments take 32.
+//! Tiles are in [`TileOrder::MmaFragment`](crate::format::TileOrder::MmaFragment). A page holds, for one KV head after
+//! the other, the tile of keys, the tile of values, and the ranges of keys and of values that lie beside tiles. Tiles
+//! of head dimension 80 have 96 channels, the last 16 of them zeros: fragments take 32.
 
 mod attend;
 mod backend;

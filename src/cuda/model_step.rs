@@ -21,13 +21,13 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 
 /// The steps of layers that share their books, on the stream of an engine.
 ///
-/// [`ModelStep::write`] takes the open step of a cache and queues two small tables, once for all layers. What it returns launches
-/// every layer between the engine's own kernels. Launches read from the tables what there is to do, so that a graph that captured
-/// them all is replayed while sequences grow. Kernels, scratch and tables last from step to step; they are made anew when a store
-/// has grown or lengths have left their class, which are up to an eighth apart. [`WrittenStep::bound_anew`] tells, and then
-/// a graph has to be captured again. A step that a sequence of a centred recipe begins with is of a class of its own, with a launch
-/// more for every store of a layer, which steps of decoding do not have: an engine that [keeps](ModelStep::keeping) several classes
-/// finds the graph of its decoding again.
+/// [`ModelStep::write`] takes the open step of a cache and queues two small tables, once for all layers. What it
+/// returns launches every layer between the engine's own kernels. Launches read from the tables what there is to do, so
+/// that a graph that captured them all is replayed while sequences grow. Kernels, scratch and tables last from step to
+/// step; they are made anew when a store has grown or lengths have left their class, which are up to an eighth apart.
+/// [`WrittenStep::bound_anew`] tells, and then a graph has to be captured again. A step that a sequence of a centred
+/// recipe begins with is of a class of its own, with a launch more for every store of a layer, which steps of decoding
+/// do not have: an engine that [keeps](ModelStep::keeping) several classes finds the graph of its decoding again.
 ///
 /// ```no_run
 /// use kvpack::cache::{ModelCache, TokenRun};
@@ -106,7 +106,8 @@ pub struct WrittenStep<'a> {
     bound_anew: bool,
 }
 
-/// Keeps the memory alive that the launches of a step read and write: for as long as a graph that captured them is replayed.
+/// Keeps the memory alive that the launches of a step read and write: for as long as a graph that captured
+/// them is replayed.
 #[derive(Clone, Debug)]
 pub struct LaunchMemory(
     #[expect(dead_code, reason = "dropped with the graph, and that is its use")] Arc<ModelLaunches>,
@@ -125,8 +126,8 @@ impl ModelStep {
         Ok(Self { backend, rows, layers, query_rows: None, output_rows: None, bound, classes: 0 })
     }
 
-    /// The same, which keeps what was bound for so many classes of steps, and not for the last one alone: for batches that
-    /// alternate between sizes. An engine that captures graphs then keeps one for every [`WrittenStep::class`].
+    /// The same, which keeps what was bound for so many classes of steps, and not for the last one alone: for batches
+    /// that alternate between sizes. An engine that captures graphs then keeps one for every [`WrittenStep::class`].
     #[must_use]
     pub fn keeping(self, classes: usize) -> Self {
         Self { bound: BoundClasses::new(classes), ..self }
@@ -146,10 +147,10 @@ impl ModelStep {
         Self { output_rows: Some(rows), ..self }
     }
 
-    /// Compiles every kernel that steps of a layout may ask for, or reads it from the kernel cache, so that none is compiled while
-    /// a model is served: steps of decoded tokens. `stores` are those of the recipe, and the layout is that of
-    /// [`ModelCache::step_layout`](crate::cache::ModelCache::step_layout). [`ModelStep::prepare_chunks`] does so for chunks of
-    /// prompts.
+    /// Compiles every kernel that steps of a layout may ask for, or reads it from the kernel cache, so that none is
+    /// compiled while a model is served: steps of decoded tokens. `stores` are those of the recipe, and the layout is
+    /// that of [`ModelCache::step_layout`](crate::cache::ModelCache::step_layout). [`ModelStep::prepare_chunks`] does
+    /// so for chunks of prompts.
     ///
     /// # Errors
     /// Errors of compiling kernels; [`Error::Limit`] for a format that does not fit the device.
@@ -157,7 +158,8 @@ impl ModelStep {
         self.prepare_chunks(layout, stores, 1)
     }
 
-    /// The same for steps with chunks of up to `longest` tokens: kernels that take several queries of a sequence at a time.
+    /// The same for steps with chunks of up to `longest` tokens: kernels that take several queries of a
+    /// sequence at a time.
     ///
     /// # Errors
     /// Those of [`ModelStep::prepare`].
@@ -168,13 +170,14 @@ impl ModelStep {
         prepare(&self.backend, layout.shape(), stores, longest)
     }
 
-    /// Takes a step and queues its tables on the stream: once for all layers, before they are launched or a graph of them is. It
-    /// may not be captured itself. Where something has to be bound anew, memory is allocated here, and kernels are compiled that
-    /// were not before.
+    /// Takes a step and queues its tables on the stream: once for all layers, before they are launched or a graph of
+    /// them is. It may not be captured itself. Where something has to be bound anew, memory is allocated here, and
+    /// kernels are compiled that were not before.
     ///
     /// # Errors
-    /// [`Error::Plan`] or [`Error::Elements`] when the step is not one of these layers, or has more tokens than the tensors;
-    /// [`Error::OutOfMemory`] or [`Error::Limit`] where something is bound anew; what the driver says of a copy.
+    /// [`Error::Plan`] or [`Error::Elements`] when the step is not one of these layers, or has more tokens than
+    /// the tensors; [`Error::OutOfMemory`] or [`Error::Limit`] where something is bound anew; what the driver
+    /// says of a copy.
     pub fn write(&mut self, step: &OpenStep<'_, Store, NonFiniteFlags>) -> Result<WrittenStep<'_>> {
         step.check(self.layers.len(), &self.rows)?;
         let plan = self.plan(step.plan)?;
@@ -262,14 +265,16 @@ impl WrittenStep<'_> {
         self.bound_anew
     }
 
-    /// A number that steps have in common which the same launches serve, and so the same graph. It is never given twice.
+    /// A number that steps have in common which the same launches serve, and so the same graph. It is
+    /// never given twice.
     pub const fn class(&self) -> u64 {
         self.bound.class
     }
 
-    /// Launches what a layer stores, and right behind it its attention, by its place among the layers of the step. Nothing is
-    /// allocated, and nothing waits. Keys, values and queries are there before: attention may begin beside what is stored, which
-    /// takes up to some microseconds less than [`WrittenStep::launch_store`] and [`WrittenStep::launch_attend`].
+    /// Launches what a layer stores, and right behind it its attention, by its place among the layers of the step.
+    /// Nothing is allocated, and nothing waits. Keys, values and queries are there before: attention may begin beside
+    /// what is stored, which takes up to some microseconds less than [`WrittenStep::launch_store`] and
+    /// [`WrittenStep::launch_attend`].
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer; what the driver says of a launch.
@@ -279,7 +284,8 @@ impl WrittenStep<'_> {
         if self.bound.beside { attention.launch_beside_storing() } else { attention.launch() }
     }
 
-    /// Launches what a layer stores, by its place among the layers of the step. Nothing is allocated, and nothing waits.
+    /// Launches what a layer stores, by its place among the layers of the step. Nothing is allocated,
+    /// and nothing waits.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer; what the driver says of a launch.
@@ -287,7 +293,8 @@ impl WrittenStep<'_> {
         of_layer(&self.bound.launches.stores, layer)?.launch()
     }
 
-    /// Launches the attention of a layer, by its place among the layers of the step. Nothing is allocated, and nothing waits.
+    /// Launches the attention of a layer, by its place among the layers of the step. Nothing is allocated,
+    /// and nothing waits.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer; what the driver says of a launch.

@@ -12,10 +12,10 @@ pub enum RangeRule {
     /// From the smallest to the largest element.
     #[default]
     MinMax,
-    /// About 0, without a zero point: `scale = max |x| / (2^(bits−1) − 1)`, and code `2^(bits−1)`, whose field is 0, is 0. It
-    /// is stored as a range like any other, with `min = −2^(bits−1) · scale`, which is exact. 2 bits at least. Beside tiles,
-    /// where f16 must hold the minimum, elements beyond ±65504 · (1 − 2^(1−bits)) take the last code,
-    /// and a group all below (2^(bits−1) − 1) · 2^-14 is 0, as its scale is.
+    /// About 0, without a zero point: `scale = max |x| / (2^(bits−1) − 1)`, and code `2^(bits−1)`, whose field is 0,
+    /// is 0. It is stored as a range like any other, with `min = −2^(bits−1) · scale`, which is exact. 2 bits at
+    /// least. Beside tiles, where f16 must hold the minimum, elements beyond ±65504 · (1 − 2^(1−bits)) take the last
+    /// code, and a group all below (2^(bits−1) − 1) · 2^-14 is 0, as its scale is.
     Symmetric,
 }
 

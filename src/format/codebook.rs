@@ -4,7 +4,8 @@
 //! one known density, whatever the data were: `(1 − x²)^((d−3)/2)` up to a factor. So one codebook per width and head
 //! dimension serves all channels of all rows, and a row needs no range but its norm.
 //!
-//! Levels are symmetric about 0: code `2^(bits−1) + i` is the level `i` above 0, code `2^(bits−1) − 1 − i` its negative.
+//! Levels are symmetric about 0: code `2^(bits−1) + i` is the level `i` above 0, code
+//! `2^(bits−1) − 1 − i` its negative.
 
 use super::Bits;
 
@@ -25,22 +26,23 @@ pub struct Codebook {
 }
 
 impl Codebook {
-    /// The codebook that formats of this width use at this head dimension; `None` where `head_dim` has no kernels or the
-    /// width no codebook (8 bits).
+    /// The codebook that formats of this width use at this head dimension; `None` where `head_dim` has no kernels or
+    /// the width no codebook (8 bits).
     ///
-    /// The levels are half-integer multiples of a unit, `±(step + ½) · unit` with steps below 128, so that kernels multiply
-    /// them as signed bytes. They are near those of [`Codebook::lloyd_max`] for [`CoordinateDensity::Sphere`]: the mean squared
-    /// error is above the least one by 0.001 % at 1 and 2 bits, 0.06 % at 3 and 0.5 % at 4.
+    /// The levels are half-integer multiples of a unit, `±(step + ½) · unit` with steps below 128, so that kernels
+    /// multiply them as signed bytes. They are near those of [`Codebook::lloyd_max`] for [`CoordinateDensity::Sphere`]:
+    /// the mean squared error is above the least one by 0.001 % at 1 and 2 bits, 0.06 % at 3 and 0.5 % at 4.
     pub fn of_format(bits: Bits, head_dim: usize) -> Option<Self> {
         let upper = upper_levels(bits, head_dim)?;
         Some(Self::symmetric(upper.iter().map(|&x| f64::from(x)).collect()))
     }
 
-    /// The codebook of `2^bits` levels with the least mean squared error (Lloyd 1982, Max 1960) for a density: the fixed
-    /// point at which every boundary is midway between its levels and every level is the mean of its cell. In f64.
+    /// The codebook of `2^bits` levels with the least mean squared error (Lloyd 1982, Max 1960) for a
+    /// density: the fixed point at which every boundary is midway between its levels and every level is the
+    /// mean of its cell. In f64.
     ///
-    /// `bits` is 1 to 8 and the dimension 3 to 65,536, where the two densities are hard to tell apart; other arguments are moved
-    /// to the nearest of those.
+    /// `bits` is 1 to 8 and the dimension 3 to 65,536, where the two densities are hard to tell apart; other arguments
+    /// are moved to the nearest of those.
     pub fn lloyd_max(bits: u32, density: CoordinateDensity) -> Self {
         let density = Density::new(density);
         let half = 1usize << (bits.clamp(1, 8) - 1);
@@ -100,20 +102,22 @@ impl Codebook {
     }
 }
 
-/// The norm of a row as it is stored: the f16 nearest to the root of the sum of squares, ties to even; at most 65504, and
-/// 0 where f16 would be subnormal.
+/// The norm of a row as it is stored: the f16 nearest to the root of the sum of squares, ties to even; at most 65504,
+/// and 0 where f16 would be subnormal.
 ///
-/// The sum is part of the format: squares below 2^-100 count as 0; of four neighbouring channels the first two squares and
-/// the last two are added, then their sums, and those of all fours from the first to the last, in f32. The root is decided
-/// by comparing the sum with the squares of the midpoints between halves, which are exact in f32.
+/// The sum is part of the format: squares below 2^-100 count as 0; of four neighbouring channels the first two squares
+/// and the last two are added, then their sums, and those of all fours from the first to the last, in f32. The root is
+/// decided by comparing the sum with the squares of the midpoints between halves, which are exact in f32.
 pub fn stored_norm(row: &[f32]) -> half::f16 {
     nearest_root(sum_of_squares(row), 1.0)
 }
 
-/// The norm of a row over that of its levels, which makes the levels as long as the row, rounded as [`stored_norm`] does.
+/// The norm of a row over that of its levels, which makes the levels as long as the row, rounded as
+/// [`stored_norm`] does.
 ///
 /// The square of the norm is exact in f32, the squares of the levels are summed as those of a row, and the root of the
-/// quotient is decided by comparing the former with the products, rounded to f32, of the sum and the squares of midpoints.
+/// quotient is decided by comparing the former with the products, rounded to f32, of the sum and the
+/// squares of midpoints.
 pub fn renormalized(norm: half::f16, levels: &[f32]) -> half::f16 {
     nearest_root(norm.to_f32() * norm.to_f32(), sum_of_squares(levels))
 }
@@ -203,7 +207,8 @@ pub(crate) fn upper_levels(bits: Bits, head_dim: usize) -> Option<Vec<f32>> {
     Some(steps.iter().map(|&step| (f32::from(step) + 0.5) * unit).collect())
 }
 
-/// The steps of the levels above 0: exclusive ors of constants that the bits of the index choose (`shaders/attend/level_bytes.wgsl`).
+/// The steps of the levels above 0: exclusive ors of constants that the bits of the index choose
+/// (`shaders/attend/level_bytes.wgsl`).
 const fn level_steps(bits: Bits) -> Option<&'static [u8]> {
     match bits {
         Bits::One => Some(&[0]),
@@ -279,7 +284,8 @@ mod tests {
         assert_eq!(norm(1e-30), 0.0);
     }
 
-    /// Midway between two halves the even one is taken, whichever of the two the root is nearer to before it is decided.
+    /// Midway between two halves the even one is taken, whichever of the two the root is nearer to
+    /// before it is decided.
     #[test]
     fn norms_midway_between_halves_are_even() {
         for bits in [0x3c00u16, 0x3c01, 0x3c02, 0x3c03, 0x4201, 0x4202] {

@@ -2,8 +2,8 @@
 //!
 //! A rotation spreads what one channel holds over all channels of its block, so that a range over a token's channels is
 //! not stretched by a few outlier channels (SAW-INT4), and so that every channel of a token is distributed alike
-//! (TurboQuant). Queries rotated like the keys give the same scores, and a weighted sum of rotated values is rotated back
-//! once: nothing is undone per token.
+//! (TurboQuant). Queries rotated like the keys give the same scores, and a weighted sum of rotated values is rotated
+//! back once: nothing is undone per token.
 
 use std::fmt;
 
@@ -15,15 +15,16 @@ use crate::{Error, Result};
 /// The row is cut into blocks of `order` neighbouring channels, and each block is multiplied with the Walsh-Hadamard
 /// matrix in natural (Sylvester) order over `√order`. That matrix is symmetric and its own inverse.
 ///
-/// A *randomised* rotation flips the signs of some channels before that: `y = H (s ⊙ x)`, `x = s ⊙ (H y)`. The signs are
-/// a fixed function of seed and channel, see [`Rotation::flips`].
+/// A *randomised* rotation flips the signs of some channels before that: `y = H (s ⊙ x)`, `x = s ⊙ (H y)`. The signs
+/// are a fixed function of seed and channel, see [`Rotation::flips`].
 ///
 /// A rotation of *dealt* channels deals the channels out to the blocks in turns first, so that blocks mix what lies in
-/// different blocks of another rotation: of m blocks, channel c goes to block c % m, place c / m. Signs then belong to places.
+/// different blocks of another rotation: of m blocks, channel c goes to block c % m, place c / m. Signs then
+/// belong to places.
 ///
 /// The arithmetic is part of the format, and every backend reproduces it bit for bit: elements below 2^-50 count as 0;
-/// each is multiplied by `1/√order`, rounded to f32; then come the butterflies `(a + b, a − b)` in f32 over channels 1, 2,
-/// 4, … apart.
+/// each is multiplied by `1/√order`, rounded to f32; then come the butterflies `(a + b, a − b)` in f32 over channels
+/// 1, 2, 4, … apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Rotation {
     order: usize,
@@ -88,9 +89,9 @@ impl Rotation {
         (1.0 / (self.order as f64).sqrt()) as f32
     }
 
-    /// True if the sign of `channel` is flipped: the lowest bit of `mix(seed + 0x9e3779b9 · (channel + 1))`, where `mix`
-    /// xors a word with itself shifted right by 16, multiplies by 0x7feb352d, xors with itself shifted by 15, multiplies
-    /// by 0x846ca68b and xors with itself shifted by 16, all modulo 2^32.
+    /// True if the sign of `channel` is flipped: the lowest bit of `mix(seed + 0x9e3779b9 · (channel + 1))`, where
+    /// `mix` xors a word with itself shifted right by 16, multiplies by 0x7feb352d, xors with itself shifted by 15,
+    /// multiplies by 0x846ca68b and xors with itself shifted by 16, all modulo 2^32.
     pub const fn flips(&self, channel: usize) -> bool {
         let Some(seed) = self.seed else { return false };
         let mut x = seed.wrapping_add(0x9e37_79b9u32.wrapping_mul(channel as u32 + 1));

@@ -25,8 +25,8 @@ impl AttentionShape {
     /// Checks and makes a shape.
     ///
     /// # Errors
-    /// [`Error::HeadCounts`] when a count is zero or above [`MOST_HEADS`] or `query_heads` is no multiple of `kv_heads`;
-    /// [`Error::HeadDim`] when `head_dim` is not one of [`HEAD_DIMS`].
+    /// [`Error::HeadCounts`] when a count is zero or above [`MOST_HEADS`] or `query_heads` is no multiple of
+    /// `kv_heads`; [`Error::HeadDim`] when `head_dim` is not one of [`HEAD_DIMS`].
     pub fn new(query_heads: usize, kv_heads: usize, head_dim: usize) -> Result<Self> {
         let counted = |heads| (1..=MOST_HEADS).contains(&heads);
         if !counted(kv_heads) || !counted(query_heads) || !query_heads.is_multiple_of(kv_heads) {

@@ -1,15 +1,15 @@
-//! Rows of codebook formats: codes of levels, and sign sketches of what the levels leave (QJL, arXiv 2406.03482; TurboQuant,
-//! arXiv 2504.19874, algorithm 2).
+//! Rows of codebook formats: codes of levels, and sign sketches of what the levels leave (QJL, arXiv 2406.03482;
+//! TurboQuant, arXiv 2504.19874, algorithm 2).
 //!
-//! The sketch of a vector r is `sign(S r)` for a random projection S, and `√(π/2)/m · |r| · <S q, sign(S r)>` is an estimate of
-//! `<q, r>` without bias, where S has m rows of standard normal numbers. Here S is `√d · R₂ R₁` with d rows: R₁ the rotation of
-//! the format, R₂ the rotations of a [`Sketch`]. So the estimate is `ρ · <R₂ R₁ q, ± level>`, with the norm ρ = |r| rounded as
-//! norms are and the [level of a sketch](sketch_level): a codebook of two levels in one more basis. A query is rotated for the
-//! levels and once more for the sketch, and no key is rotated back.
+//! The sketch of a vector r is `sign(S r)` for a random projection S, and `√(π/2)/m · |r| · <S q, sign(S r)>` is an
+//! estimate of `<q, r>` without bias, where S has m rows of standard normal numbers. Here S is `√d · R₂ R₁` with d
+//! rows: R₁ the rotation of the format, R₂ the rotations of a [`Sketch`]. So the estimate is `ρ · <R₂ R₁ q, ± level>`,
+//! with the norm ρ = |r| rounded as norms are and the [level of a sketch](sketch_level): a codebook of two levels in
+//! one more basis. A query is rotated for the levels and once more for the sketch, and no key is rotated back.
 //!
-//! With levels, r is the residual of the rotated row, `R₁ x − norm · level`, in f32, each step rounded; without, r is `R₁ x`.
-//! The field of channel c holds the code of channel c of `R₁ x`, stored signed, below the sign bit of place c of `R₂ r`, which is set
-//! where that is below 0.
+//! With levels, r is the residual of the rotated row, `R₁ x − norm · level`, in f32, each step rounded; without, r is
+//! `R₁ x`. The field of channel c holds the code of channel c of `R₁ x`, stored signed, below the sign bit of place c
+//! of `R₂ r`, which is set where that is below 0.
 
 use super::codebook::{renormalized, stored_norm};
 use super::{Bits, CodeRange, Codebook, CodebookFormat, Direction, NormRule, Rotation};
@@ -17,9 +17,9 @@ use crate::Result;
 
 /// The rotations between the basis of levels and that of signs.
 ///
-/// All are randomised, of the order of the format's own rotation and of [dealt](Rotation::dealt) channels, with the seeds
-/// `seed`, `seed + 1`, …: one where a block is the whole head, otherwise (head_dim 80 and 96) three. Fewer do not make
-/// every row look normal: with one, inner products of a row of a single channel were 5 % too large at head_dim 80.
+/// All are randomised, of the order of the format's own rotation and of [dealt](Rotation::dealt) channels, with the
+/// seeds `seed`, `seed + 1`, …: one where a block is the whole head, otherwise (head_dim 80 and 96) three. Fewer do not
+/// make every row look normal: with one, inner products of a row of a single channel were 5 % too large at head_dim 80.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Sketch {
     /// Seed of the first rotation.
@@ -57,8 +57,8 @@ pub struct FieldLevels {
     pub signs: Vec<f32>,
 }
 
-/// The level of a sketch: `1 / (d · E|u|)` with u a channel of a random unit vector of d channels, near `√(π/2)/√d`, which is that of
-/// projections with independent rows. 0 for a head dimension without kernels.
+/// The level of a sketch: `1 / (d · E|u|)` with u a channel of a random unit vector of d channels, near `√(π/2)/√d`,
+/// which is that of projections with independent rows. 0 for a head dimension without kernels.
 pub fn sketch_level(head_dim: usize) -> f32 {
     // The upper one of the two levels with the least squared error is E|u|.
     let mean =
@@ -182,8 +182,8 @@ mod tests {
         decoded
     }
 
-    /// The mean of an inner product over seeds and its standard error, and the exact product. The row is uneven: its first
-    /// eighth has four times the spread.
+    /// The mean of an inner product over seeds and its standard error, and the exact product. The row is uneven: its
+    /// first eighth has four times the spread.
     fn products(bits: Bits, head_dim: usize, seeds: u32) -> (f64, f64, f64) {
         let mut random = fastrand::Rng::with_seed(u64::from(bits.count()) << 10 | head_dim as u64);
         let mut row = normal(&mut random, head_dim);
@@ -209,8 +209,8 @@ mod tests {
         (mean, (variance / samples.len() as f64).sqrt(), dot(&query, &row))
     }
 
-    /// Over many seeds the inner product of stored keys is right in the mean, within four standard errors and 1 % of the
-    /// product; that of levels alone is not.
+    /// Over many seeds the inner product of stored keys is right in the mean, within four standard errors and 1 % of
+    /// the product; that of levels alone is not.
     #[test]
     fn inner_products_are_unbiased() {
         for head_dim in HEAD_DIMS {
@@ -262,7 +262,8 @@ mod tests {
         row.fields.iter().map(|field| value(field).powi(2)).sum::<f64>().sqrt()
     }
 
-    /// One bit of residual takes the squared error of a product from that of b − 1 bits of levels to about π/2 of it over d.
+    /// One bit of residual takes the squared error of a product from that of b − 1 bits of levels to about
+    /// π/2 of it over d.
     #[test]
     fn sketches_estimate_with_the_variance_of_the_paper() {
         for (bits, distortion) in [(Bits::Two, 0.363), (Bits::Three, 0.117), (Bits::Four, 0.0345)] {

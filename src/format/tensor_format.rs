@@ -61,11 +61,12 @@ impl AffineFormat {
 
 /// Codes of a [`Codebook`]: the levels of rotated rows relative to their norms (TurboQuant, arXiv 2504.19874).
 ///
-/// Every token has one norm, [rounded to f16](super::codebook::stored_norm) and stored where a range per token would be,
-/// as a scale with minimum 0; `value = norm · level`. [`NormRule`] says whose norm it is.
+/// Every token has one norm, [rounded to f16](super::codebook::stored_norm) and stored where a range per token would
+/// be, as a scale with minimum 0; `value = norm · level`. [`NormRule`] says whose norm it is.
 ///
-/// With a *sketch* the top bit of every field is the sign of a channel of what the levels leave, rotated once more, and the
-/// other bits are the code; the norm of what is left is stored where the minimum of a range would be. See [`sketch`](super::sketch).
+/// With a *sketch* the top bit of every field is the sign of a channel of what the levels leave, rotated once more, and
+/// the other bits are the code; the norm of what is left is stored where the minimum of a range would be. See
+/// [`sketch`](super::sketch).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CodebookFormat {
     /// Width of a field: 1 to 4 bits, the sign of a sketch included.
@@ -81,26 +82,27 @@ pub struct CodebookFormat {
 /// Which norm a row of levels is stored with. The codes are the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum NormRule {
-    /// That of the row, as published. Levels with the least squared error are shorter than what they stand for, by their
-    /// squared error: inner products are too small by it, at one bit by 36 %.
+    /// That of the row, as published. Levels with the least squared error are shorter than what they stand for, by
+    /// their squared error: inner products are too small by it, at one bit by 36 %.
     Row,
-    /// That of the row divided by that of its levels, so that what the codes stand for is as long as the row. The squared
-    /// error grows and the error of the length goes. Without a sketch, which estimates what levels lack.
+    /// That of the row divided by that of its levels, so that what the codes stand for is as long as the row. The
+    /// squared error grows and the error of the length goes. Without a sketch, which estimates what levels lack.
     Renormalized,
 }
 
 impl CodebookFormat {
-    /// TurboQuant's codec for the least squared error: a randomised rotation of the largest order that divides the head.
-    /// Where that is not the whole head (head_dim 80 and 96) channels are alike within each block only.
+    /// TurboQuant's codec for the least squared error: a randomised rotation of the largest order that divides the
+    /// head. Where that is not the whole head (head_dim 80 and 96) channels are alike within each block only.
     pub const fn turboquant(bits: Bits, head_dim: usize) -> Self {
         let rotation = Rotation::randomized(Rotation::largest_order(head_dim), TURBOQUANT_SEED);
         Self { bits, rotation, sketch: None, norms: NormRule::Row }
     }
 
-    /// TurboQuant's codec for unbiased inner products (algorithm 2): the former at one bit less, and a sign sketch of the
-    /// residual. At 1 bit it is the sketch alone, which is QJL (arXiv 2406.03482) with as many signs as channels.
+    /// TurboQuant's codec for unbiased inner products (algorithm 2): the former at one bit less, and a sign sketch of
+    /// the residual. At 1 bit it is the sketch alone, which is QJL (arXiv 2406.03482) with as many signs as channels.
     ///
-    /// The published projections are dense Gaussian matrices; here it is `√head_dim` times [randomised rotations](Sketch).
+    /// The published projections are dense Gaussian matrices; here it is `√head_dim` times
+    /// [randomised rotations](Sketch).
     pub const fn turboquant_prod(bits: Bits, head_dim: usize) -> Self {
         Self { sketch: Some(Sketch { seed: SKETCH_SEED }), ..Self::turboquant(bits, head_dim) }
     }
@@ -111,7 +113,8 @@ impl CodebookFormat {
         Self { norms: NormRule::Renormalized, ..self }
     }
 
-    /// The width of the codes of levels: that of a field, less the sign of a sketch. None where a sketch is all there is.
+    /// The width of the codes of levels: that of a field, less the sign of a sketch. None where a sketch
+    /// is all there is.
     pub const fn level_bits(&self) -> Option<Bits> {
         match self.sketch {
             None => Some(self.bits),
@@ -241,10 +244,10 @@ impl TensorFormat {
 
     /// The largest element, by its size, that is stored in full and comes back within the range of f16: 65504 in f16.
     ///
-    /// Scales, minima and norms beside tiles are f16. The spread of a group is up to twice its largest element, so codes
-    /// take half of that: 32752. Rotated rows and norms gather up to `√head_dim` times the largest element of a row, so those
-    /// take `32752 / √head_dim`: 4094 at head_dim 64, 2047 at 256. [`KvCache`](crate::KvCache) refuses more; kernels that are
-    /// handed more store the nearest that they can.
+    /// Scales, minima and norms beside tiles are f16. The spread of a group is up to twice its largest element, so
+    /// codes take half of that: 32752. Rotated rows and norms gather up to `√head_dim` times the largest element of a
+    /// row, so those take `32752 / √head_dim`: 4094 at head_dim 64, 2047 at 256. [`KvCache`](crate::KvCache) refuses
+    /// more; kernels that are handed more store the nearest that they can.
     pub fn largest_element(&self, head_dim: usize) -> f32 {
         match (self, self.rotation()) {
             (Self::F16, _) => LARGEST_HALF,
@@ -258,8 +261,8 @@ impl TensorFormat {
         matches!(self.grouping(), None | Some(Grouping::Token | Grouping::TokenChannels(_)))
     }
 
-    /// True if keys gain by being stored less a centre: scales, ranges and norms of single tokens grow with what all tokens have
-    /// in common. Ranges per channel have it in their minima already.
+    /// True if keys gain by being stored less a centre: scales, ranges and norms of single tokens grow with what all
+    /// tokens have in common. Ranges per channel have it in their minima already.
     pub const fn takes_centre(&self) -> bool {
         self.takes_single_tokens()
     }
@@ -428,11 +431,11 @@ impl SegmentFormat {
         )
     }
 
-    /// SAW-INT4 (arXiv 2604.19157): 4-bit codes with one range per token and head, keys rotated by Hadamard transforms of order 16.
-    /// Tokens are packed as they arrive; there is no window of recent tokens in f16.
+    /// SAW-INT4 (arXiv 2604.19157): 4-bit codes with one range per token and head, keys rotated by Hadamard transforms
+    /// of order 16. Tokens are packed as they arrive; there is no window of recent tokens in f16.
     ///
-    /// kvpack rounds codes half to even and ranges to f16; [`saw_int4`](crate::format::interchange::saw_int4) computes what the
-    /// published kernel does.
+    /// kvpack rounds codes half to even and ranges to f16; [`saw_int4`](crate::format::interchange::saw_int4) computes
+    /// what the published kernel does.
     pub const fn saw_int4() -> Self {
         let four_bit = AffineFormat::new(Bits::Four, Grouping::Token);
         Self {
@@ -441,7 +444,8 @@ impl SegmentFormat {
         }
     }
 
-    /// KIVI (arXiv 2402.02750): keys with one range per channel and 32 tokens, values with one per token and 32 channels.
+    /// KIVI (arXiv 2402.02750): keys with one range per channel and 32 tokens, values with one per token
+    /// and 32 channels.
     pub const fn kivi(bits: Bits) -> Self {
         Self {
             key: TensorFormat::Affine(AffineFormat::new(bits, Grouping::ChannelTokens(32))),
@@ -449,8 +453,8 @@ impl SegmentFormat {
         }
     }
 
-    /// TurboQuant (arXiv 2504.19874) for keys and values: codes of a Lloyd-Max codebook of randomly rotated rows, and one
-    /// norm per token.
+    /// TurboQuant (arXiv 2504.19874) for keys and values: codes of a Lloyd-Max codebook of randomly rotated rows, and
+    /// one norm per token.
     pub const fn turboquant(bits: Bits, head_dim: usize) -> Self {
         let format = TensorFormat::Codebook(CodebookFormat::turboquant(bits, head_dim));
         Self { key: format, value: format }
@@ -462,15 +466,16 @@ impl SegmentFormat {
         Self { key: format, value: format }
     }
 
-    /// TurboQuant with keys for unbiased inner products (algorithm 2): keys have levels at one bit less and a sign sketch of what
-    /// these leave. Values are weighted sums, not inner products, and have [levels alone](SegmentFormat::turboquant).
+    /// TurboQuant with keys for unbiased inner products (algorithm 2): keys have levels at one bit less and a sign
+    /// sketch of what these leave. Values are weighted sums, not inner products, and have
+    /// [levels alone](SegmentFormat::turboquant).
     pub const fn turboquant_prod(bits: Bits, head_dim: usize) -> Self {
         let key = TensorFormat::Codebook(CodebookFormat::turboquant_prod(bits, head_dim));
         Self { key, value: TensorFormat::Codebook(CodebookFormat::turboquant(bits, head_dim)) }
     }
 
-    /// QJL (arXiv 2406.03482): keys are one sign for each channel of a random projection, and a norm; values have 4-bit codes
-    /// with one range per token. The paper takes more signs than channels; this format has as many.
+    /// QJL (arXiv 2406.03482): keys are one sign for each channel of a random projection, and a norm; values have 4-bit
+    /// codes with one range per token. The paper takes more signs than channels; this format has as many.
     pub const fn qjl(head_dim: usize) -> Self {
         Self {
             key: TensorFormat::Codebook(CodebookFormat::turboquant_prod(Bits::One, head_dim)),

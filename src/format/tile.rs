@@ -15,9 +15,9 @@
 //! `(word >> bits·j) & mask` yields four byte-wide codes. In f16 a field group is two words: elements 0, 1 in the first
 //! and 2, 3 in the second, low half first.
 //!
-//! At 3 bits nothing is padded to 4: a vector of three words holds eight field groups. Field group `f` of a row or column
-//! has the low two bits of its codes in word `3 (f / 8) + (f % 8) / 4`, bit plane `f % 4` of planes of two bits, and their
-//! top bits in word `3 (f / 8) + 2`, bit plane `f % 8` of planes of one bit.
+//! At 3 bits nothing is padded to 4: a vector of three words holds eight field groups. Field group `f` of a row or
+//! column has the low two bits of its codes in word `3 (f / 8) + (f % 8) / 4`, bit plane `f % 4` of planes of two bits,
+//! and their top bits in word `3 (f / 8) + 2`, bit plane `f % 8` of planes of one bit.
 //!
 //! Packed codes are stored signed (top bit flipped): the field is `code XOR 2^(bits−1)`, the two's complement of
 //! `code − 2^(bits−1)`.

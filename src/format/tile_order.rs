@@ -3,8 +3,8 @@
 use super::{Field, KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout, TopBit};
 use crate::{Error, Result};
 
-/// The order of codes inside a tile. What a code means, the tile's tokens and its ranges are the same in all orders, and
-/// so is its size at head dimensions that are multiples of 32.
+/// The order of codes inside a tile. What a code means, the tile's tokens and its ranges are the same in all orders,
+/// and so is its size at head dimensions that are multiples of 32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TileOrder {
     /// Four codes that meet in one packed dot product share a word: the order of [`super::tile`], for CPU and WGSL.
@@ -23,11 +23,11 @@ pub enum TileOrder {
     /// | key in f16, half `e` of word `r` | 16 × 16, one to a load | token `16m + g + 8(r & 1)`, channel `16f + 8(r >> 1) + 2c + e` |
     /// | value in f16, half `e` of word `r` | 16 × 16, one to a load | token `16m + 8(r >> 1) + 2c + e`, channel `16f + g + 8(r & 1)` |
     ///
-    /// At 3 bits the tile of the low two bits of all codes, as at 2 bits, is followed by that of their top bits; in both,
-    /// byte `e` of plane `j` begins at bit `8e + bits · j`.
+    /// At 3 bits the tile of the low two bits of all codes, as at 2 bits, is followed by that of their top bits; in
+    /// both, byte `e` of plane `j` begins at bit `8e + bits · j`.
     ///
-    /// Keys of 8 and of 1 bits have their top bit flipped, all other codes are stored as they are. Tiles have as many channels
-    /// as the next multiple of 32, those beyond the head (head_dim 80) being zero bits.
+    /// Keys of 8 and of 1 bits have their top bit flipped, all other codes are stored as they are. Tiles have as many
+    /// channels as the next multiple of 32, those beyond the head (head_dim 80) being zero bits.
     MmaFragment,
 }
 

@@ -11,8 +11,8 @@ use crate::{Error, Result};
 pub enum Visible {
     /// Every query sees all tokens.
     All,
-    /// The queries are those of the newest tokens, and each sees the tokens up to its own: of n queries over a sequence of
-    /// t tokens, query i sees the first t − n + i + 1 (aligned at the bottom right).
+    /// The queries are those of the newest tokens, and each sees the tokens up to its own: of n queries over a sequence
+    /// of t tokens, query i sees the first t − n + i + 1 (aligned at the bottom right).
     Causal,
 }
 
@@ -166,9 +166,9 @@ impl Segment {
 
 /// What an attention call computes: every query of every run over the spans that it sees.
 ///
-/// It is not cut into pieces of work: every backend cuts it for itself, by how much of it the device runs at once. What is
-/// in it was checked, and cannot be changed: spans have exactly their pages, every query sees a token, and all counts fit
-/// the 32-bit words of the kernels.
+/// It is not cut into pieces of work: every backend cuts it for itself, by how much of it the device runs at once. What
+/// is in it was checked, and cannot be changed: spans have exactly their pages, every query sees a token, and all
+/// counts fit the 32-bit words of the kernels.
 ///
 /// ```
 /// use kvpack::plan::{AttendPlan, Page, QueryRun, SpanView, StoreView};
@@ -194,10 +194,10 @@ impl AttendPlan {
     /// Plans the queries of `runs` over `stores`.
     ///
     /// # Errors
-    /// [`Error::Plan`] when a span has more or fewer pages than its tokens need, when it is of a sequence that no run names,
-    /// when a causal run has more queries than its sequence has tokens, or spans of its sequence that do not follow each
-    /// other; [`Error::NoTokens`] for no runs or a run without queries; [`Error::Limit`] when kernels cannot count what is
-    /// asked for.
+    /// [`Error::Plan`] when a span has more or fewer pages than its tokens need, when it is of a sequence that no run
+    /// names, when a causal run has more queries than its sequence has tokens, or spans of its sequence that do not
+    /// follow each other; [`Error::NoTokens`] for no runs or a run without queries; [`Error::Limit`] when kernels
+    /// cannot count what is asked for.
     pub fn new(shape: AttentionShape, runs: &[QueryRun], stores: &[StoreView<'_>]) -> Result<Self> {
         let (runs, rows) = place_runs(&shape, runs, stores)?;
         let segments = stores.iter().enumerate().map(|(index, store)| Segment::new(index, &shape, &runs, store));

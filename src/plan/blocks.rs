@@ -40,7 +40,8 @@ pub(crate) struct Part {
 pub(crate) struct BlockQueries {
     /// Most queries of a block.
     pub most: usize,
-    /// Runs of fewer queries than this are taken query by query, and longer ones, if this is more than 1, in even blocks.
+    /// Runs of fewer queries than this are taken query by query, and longer ones, if this is more than 1,
+    /// in even blocks.
     pub least: usize,
 }
 

@@ -1,11 +1,11 @@
 //! Plans: what an attention call computes, decided on the CPU from lengths alone, before any kernel runs.
 //!
-//! Plans are pure data. An [`AttendPlan`] says which queries see which spans. The CPU and wgpu cut it into a [`Work`]: runs
-//! of tokens of about equal size for some neighbouring queries, each with rows of attention states to write, and which rows
-//! the merge joins for a query. CUDA cuts the same plan for itself.
+//! Plans are pure data. An [`AttendPlan`] says which queries see which spans. The CPU and wgpu cut it into a [`Work`]:
+//! runs of tokens of about equal size for some neighbouring queries, each with rows of attention states to write, and
+//! which rows the merge joins for a query. CUDA cuts the same plan for itself.
 //!
-//! What a step stores is a [`StepTable`]: tokens, copies of pages and full windows, in a [`StepLayout`] that says how much of
-//! each there may be.
+//! What a step stores is a [`StepTable`]: tokens, copies of pages and full windows, in a [`StepLayout`] that says how
+//! much of each there may be.
 
 mod attend;
 mod blocks;

@@ -180,8 +180,8 @@ impl RowLayout {
         token.saturating_mul(self.token_stride).saturating_add(kv_head.saturating_mul(self.head_stride))
     }
 
-    /// Elements that a tensor needs to hold all rows; the largest number, which no tensor has, where they are beyond all
-    /// numbers.
+    /// Elements that a tensor needs to hold all rows; the largest number, which no tensor has, where they are
+    /// beyond all numbers.
     pub const fn elements_needed(&self, shape: &AttentionShape) -> usize {
         if self.tokens == 0 {
             return 0;
@@ -217,8 +217,8 @@ impl RowLayout {
     }
 }
 
-/// Where the rows `[query_heads, head_dim]` of queries or outputs lie in a dense tensor, in elements, if not one after the
-/// other: the queries of a fused projection, or the heads of one rank in a tensor of all heads.
+/// Where the rows `[query_heads, head_dim]` of queries or outputs lie in a dense tensor, in elements, if not one after
+/// the other: the queries of a fused projection, or the heads of one rank in a tensor of all heads.
 ///
 /// ```
 /// use kvpack::AttentionShape;

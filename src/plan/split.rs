@@ -5,8 +5,8 @@ use std::ops::Range;
 /// How finely a plan is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Split {
-    /// Work items to aim for in each segment, all KV heads together, counted once for every four query heads of a KV head:
-    /// enough to fill the device a few times. A segment is a launch, and launches do not overlap.
+    /// Work items to aim for in each segment, all KV heads together, counted once for every four query heads of a KV
+    /// head: enough to fill the device a few times. A segment is a launch, and launches do not overlap.
     pub target_items: usize,
     /// Tiles of an item are a multiple of this (except at the end of a span).
     pub tile_step: usize,
@@ -15,15 +15,15 @@ pub struct Split {
 }
 
 impl Default for Split {
-    /// Items of at most 32 tiles: on an H200, 64 leave a longer tail (8 bits at four query heads per KV head 4 % slower,
-    /// one bit 1 to 2 %) and make only f16 at one query head 2 % faster.
+    /// Items of at most 32 tiles: on an H200, 64 leave a longer tail (8 bits at four query heads per KV head 4 %
+    /// slower, one bit 1 to 2 %) and make only f16 at one query head 2 % faster.
     fn default() -> Self {
         Self { target_items: 2048, tile_step: 4, max_tiles: 32 }
     }
 }
 
-/// How the runs of a segment are cut: into items of at most `most` tiles, but the last of every run into items of half and of
-/// a quarter as many. They run last, so that no device waits long for its last workgroups.
+/// How the runs of a segment are cut: into items of at most `most` tiles, but the last of every run into items of half
+/// and of a quarter as many. They run last, so that no device waits long for its last workgroups.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cut {
     step: usize,
@@ -35,8 +35,8 @@ pub(super) struct Cut {
 /// Query heads that a work item counts once for: what a workgroup of the GPU kernels takes.
 const ITEM_HEADS: usize = 4;
 
-/// Of the items to aim for, those of wide blocks of queries: a workgroup takes a multiprocessor alone, for longer, and leaves a
-/// state for every query.
+/// Of the items to aim for, those of wide blocks of queries: a workgroup takes a multiprocessor alone, for longer, and
+/// leaves a state for every query.
 const WIDE_ITEMS: usize = 16;
 
 impl Split {
@@ -45,7 +45,8 @@ impl Split {
         Self { target_items: self.target_items.div_ceil(WIDE_ITEMS), ..self }
     }
 
-    /// The cut of a segment of `tiles` tiles, counted for each KV head, into items of nearly equal size, each counted once.
+    /// The cut of a segment of `tiles` tiles, counted for each KV head, into items of nearly equal size,
+    /// each counted once.
     pub(super) fn cut_evenly(&self, tiles: usize) -> Cut {
         let (target, step) = (self.target_items.max(1), self.tile_step.clamp(1, tiles.max(1)));
         let most = tiles.div_ceil(target).clamp(1, self.max_tiles.max(1)).next_multiple_of(step);

@@ -57,8 +57,8 @@ impl IndexShape {
         self.count
     }
 
-    /// Every index is below this. Kernels take a larger one for the largest that is, so that no index on a device reaches
-    /// beyond the rows, whatever wrote it.
+    /// Every index is below this. Kernels take a larger one for the largest that is, so that no index on a device
+    /// reaches beyond the rows, whatever wrote it.
     pub const fn below(&self) -> u32 {
         self.below
     }
@@ -119,8 +119,8 @@ impl<I: TokenIndices> Rows<'_, I> {
     /// Checks that tensors with these rows hold the tokens.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the run ends beyond the rows, or indices are for another number of KV heads or may lie beyond
-    /// the rows.
+    /// [`Error::Plan`] when the run ends beyond the rows, or indices are for another number of KV heads or may lie
+    /// beyond the rows.
     pub fn check(&self, what: &'static str, rows: &RowLayout, shape: &AttentionShape) -> Result<()> {
         let reject = |reason: String| Err(Error::Plan { what, reason });
         match self {

@@ -45,8 +45,8 @@ pub struct WorkItem {
     pub unused: u32,
 }
 
-/// A query that a segment's keys are multiplied with: prepared once for every span where keys have ranges of spans or scores
-/// are calibrated, otherwise once.
+/// A query that a segment's keys are multiplied with: prepared once for every span where keys have ranges of spans or
+/// scores are calibrated, otherwise once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct PreparedRow {
@@ -56,7 +56,8 @@ pub struct PreparedRow {
     pub range_slot: u32,
 }
 
-/// Work items that one dispatch takes: their pages lie in one shard, and they have one query each, or blocks of queries.
+/// Work items that one dispatch takes: their pages lie in one shard, and they have one query each, or
+/// blocks of queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dispatch {
     /// The shard.
@@ -138,8 +139,8 @@ impl SegmentWork {
 
 /// A plan cut into items: what the CPU and wgpu backends run.
 ///
-/// Only [`Work::new`] makes one, from a plan that was checked: items lie within their page tables, their prepared queries
-/// and state rows exist, and no two items share a state row.
+/// Only [`Work::new`] makes one, from a plan that was checked: items lie within their page tables, their prepared
+/// queries and state rows exist, and no two items share a state row.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Work {
     shape: AttentionShape,
@@ -198,7 +199,8 @@ impl Work {
         &self.rows
     }
 
-    /// Rows of states that the items write, and some that nobody writes or reads. A row holds the states of all query heads.
+    /// Rows of states that the items write, and some that nobody writes or reads. A row holds the states of
+    /// all query heads.
     pub const fn states(&self) -> usize {
         self.states
     }
@@ -395,7 +397,8 @@ mod tests {
     }
 
     proptest! {
-        /// Every token that a query sees is in exactly one of its items, and every state row of a query is written once.
+        /// Every token that a query sees is in exactly one of its items, and every state row of a query
+        /// is written once.
         #[test]
         fn items_cover_all_tokens_once(
             lengths in prop::collection::vec((0usize..3, 0usize..2000), 1..12),

@@ -79,8 +79,8 @@ impl ChunkSearch {
 /// ```
 ///
 /// # Errors
-/// [`Error::Chunks`] when there are none; [`Error::NotANumber`] for a similarity that is NaN; [`Error::Budget`] when α or
-/// β is not in 0 ..= 1.
+/// [`Error::Chunks`] when there are none; [`Error::NotANumber`] for a similarity that is NaN; [`Error::Budget`] when α
+/// or β is not in 0 ..= 1.
 pub fn chunk_search(similarities: &[f32], search: ChunkSearch) -> Result<(ChunkThresholds, Vec<ChunkPrecision>)> {
     super::check_ratio("alpha of the chunk search", search.alpha)?;
     super::check_ratio("beta of the chunk search", search.beta)?;
@@ -97,11 +97,11 @@ pub fn chunk_search(similarities: &[f32], search: ChunkSearch) -> Result<(ChunkT
     Ok((ChunkThresholds { low, high }, similarities.iter().map(precision).collect()))
 }
 
-/// Shares chunks out by rank: the first share of them, which resemble the query most, to tier 0, the next to tier 1 and so
-/// on, and all others to one tier more. Of equal similarities the earlier chunk comes first.
+/// Shares chunks out by rank: the first share of them, which resemble the query most, to tier 0, the next to tier 1 and
+/// so on, and all others to one tier more. Of equal similarities the earlier chunk comes first.
 ///
-/// A tier ends at the whole number of chunks below its share and those before it, so that `[0.1, 0.3]` of 25 chunks are 2,
-/// 8 and 15.
+/// A tier ends at the whole number of chunks below its share and those before it, so that `[0.1, 0.3]` of 25 chunks
+/// are 2, 8 and 15.
 ///
 /// ```
 /// use kvpack::policy::chunk_shares;
@@ -110,8 +110,8 @@ pub fn chunk_search(similarities: &[f32], search: ChunkSearch) -> Result<(ChunkT
 /// ```
 ///
 /// # Errors
-/// [`Error::Chunks`] when there are none; [`Error::NotANumber`] for a similarity that is NaN; [`Error::Budget`] when a share,
-/// or their sum, is not in 0 ..= 1.
+/// [`Error::Chunks`] when there are none; [`Error::NotANumber`] for a similarity that is NaN; [`Error::Budget`] when a
+/// share, or their sum, is not in 0 ..= 1.
 pub fn chunk_shares(similarities: &[f32], shares: &[f64]) -> Result<Vec<usize>> {
     check_similarities(similarities)?;
     let mut ends = Vec::with_capacity(shares.len());

@@ -2,8 +2,8 @@
 
 /// What becomes of the column sums of the query heads that share a KV head.
 ///
-/// Published methods differ here, and sum and mean are not the same once scores are pooled, compared with a threshold or
-/// with those of another layer: SnapKV, H2O and VL-Cache take the mean. So it is named at every call.
+/// Published methods differ here, and sum and mean are not the same once scores are pooled, compared with a threshold
+/// or with those of another layer: SnapKV, H2O and VL-Cache take the mean. So it is named at every call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum HeadAggregation {
     /// Every query head keeps its own: `[query_heads, tokens]`.

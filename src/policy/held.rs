@@ -8,9 +8,9 @@ use super::spans::Spans;
 use crate::{Error, Result};
 
 impl Policy {
-    /// Query rows to measure when a sequence is compressed again that `appended` tokens came to since: the newest of them, as
-    /// many as the policy measures of a prompt. What it measures after an image it measures at the end, since appended tokens
-    /// are text. 0 where it measures nothing.
+    /// Query rows to measure when a sequence is compressed again that `appended` tokens came to since: the newest of
+    /// them, as many as the policy measures of a prompt. What it measures after an image it measures at the end, since
+    /// appended tokens are text. 0 where it measures nothing.
     pub fn rows_again(&self, appended: usize) -> usize {
         match self.rows {
             MeasuredRows::None => 0,
@@ -19,18 +19,19 @@ impl Policy {
         }
     }
 
-    /// The tokens that stay of those that a sequence holds: [`Policy::select`] for a sequence that tokens were evicted of before.
+    /// The tokens that stay of those that a sequence holds: [`Policy::select`] for a sequence that tokens were
+    /// evicted of before.
     ///
-    /// `spans` are those of the whole sequence, evicted tokens included: budgets are shares of its length, and a layer whose
-    /// budget is larger than what it holds keeps all of that. `held` are the tokens that each layer holds, by their positions in
-    /// the sequence, and so is the result. `rows` newest tokens were measured: `statistics` are over the held tokens of a layer,
-    /// column sums `[kv_heads, held]`, in the order of their positions. The last and the first tokens, and neighbours, are those
-    /// among the held ones.
+    /// `spans` are those of the whole sequence, evicted tokens included: budgets are shares of its length, and a layer
+    /// whose budget is larger than what it holds keeps all of that. `held` are the tokens that each layer holds, by
+    /// their positions in the sequence, and so is the result. `rows` newest tokens were measured: `statistics` are over
+    /// the held tokens of a layer, column sums `[kv_heads, held]`, in the order of their positions. The last and the
+    /// first tokens, and neighbours, are those among the held ones.
     ///
     /// # Errors
     /// [`Error::Selection`] when layers hold tokens of a sequence of another length, or statistics are missing;
-    /// [`Error::Elements`] when they do not fit; [`Error::Budget`] when more rows were measured than a layer holds tokens, or more
-    /// text has to stay than may; [`Error::NotANumber`] when a column sum is NaN.
+    /// [`Error::Elements`] when they do not fit; [`Error::Budget`] when more rows were measured than a layer holds
+    /// tokens, or more text has to stay than may; [`Error::NotANumber`] when a column sum is NaN.
     pub fn select_again(
         &self,
         spans: &Spans,

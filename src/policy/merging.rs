@@ -47,8 +47,8 @@ impl Merging {
     }
 }
 
-/// Merges of one head: for every kept token into which others merge its own weight and theirs, so that the merged row is
-/// `Σ weight · row(from)`. They come in the order of the kept tokens, and of `from` within.
+/// Merges of one head: for every kept token into which others merge its own weight and theirs, so that the merged row
+/// is `Σ weight · row(from)`. They come in the order of the kept tokens, and of `from` within.
 ///
 /// `nearest` has one entry per evicted token, both in order.
 ///

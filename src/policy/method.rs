@@ -14,7 +14,8 @@ use super::visibility::normalize_by_visibility;
 use super::vlcache_budget::{VlCacheLimits, budgets_to_target};
 use crate::{Error, Result};
 
-/// A policy: it says what it needs measured ([`Policy::query_rows`], [`Policy::threshold`]) and turns that into a [`Selection`].
+/// A policy: it says what it needs measured ([`Policy::query_rows`], [`Policy::threshold`]) and turns that into
+/// a [`Selection`].
 ///
 /// A published method is a preset; its parts combine freely.
 ///

@@ -1,7 +1,7 @@
 //! Which tokens of a prompt stay: pure functions on small arrays, which know neither formats nor backends.
 //!
-//! Kernels measure ([`attention_column_stats`](crate::cpu::attention_column_stats) and its kin), this module decides, and
-//! a cache carries the decision, a [`Selection`], out. So every policy goes with every format.
+//! Kernels measure ([`attention_column_stats`](crate::cpu::attention_column_stats) and its kin), this module decides,
+//! and a cache carries the decision, a [`Selection`], out. So every policy goes with every format.
 //!
 //! | idea | here | from |
 //! | --- | --- | --- |
@@ -18,10 +18,11 @@
 //! | all of it as one method | [`Policy`] | |
 //! | precision of the chunks of a context | [`chunk_search`], [`chunk_shares`], [`reorder_plan`] | Cocktail eq. 1-3, algorithm 1 |
 //!
-//! VL-Cache is [arXiv 2410.23317](https://arxiv.org/abs/2410.23317), LOOK-M [2406.18139](https://arxiv.org/abs/2406.18139),
-//! H2O [2306.14048](https://arxiv.org/abs/2306.14048), SnapKV [2404.14469](https://arxiv.org/abs/2404.14469), PyramidKV
-//! [2406.02069](https://arxiv.org/abs/2406.02069), StreamingLLM [2309.17453](https://arxiv.org/abs/2309.17453), RoCo
-//! [2402.06262](https://arxiv.org/abs/2402.06262), ZipCache [2405.14256](https://arxiv.org/abs/2405.14256), and Cocktail
+//! VL-Cache is [arXiv 2410.23317](https://arxiv.org/abs/2410.23317), LOOK-M
+//! [2406.18139](https://arxiv.org/abs/2406.18139), H2O [2306.14048](https://arxiv.org/abs/2306.14048), SnapKV
+//! [2404.14469](https://arxiv.org/abs/2404.14469), PyramidKV [2406.02069](https://arxiv.org/abs/2406.02069),
+//! StreamingLLM [2309.17453](https://arxiv.org/abs/2309.17453), RoCo [2402.06262](https://arxiv.org/abs/2402.06262),
+//! ZipCache [2405.14256](https://arxiv.org/abs/2405.14256), and Cocktail
 //! [2503.23294](https://arxiv.org/abs/2503.23294).
 //!
 //! ```

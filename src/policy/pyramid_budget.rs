@@ -9,14 +9,15 @@ pub struct PyramidShape {
     pub capacity: usize,
     /// Last tokens of the prompt, which every layer keeps.
     pub recent: usize,
-    /// How steep it is: the highest layer keeps `(capacity − recent) / beta` tokens beside the recent ones. PyramidKV: 20.
+    /// How steep it is: the highest layer keeps `(capacity − recent) / beta` tokens beside the recent
+    /// ones. PyramidKV: 20.
     pub beta: usize,
 }
 
 /// Budgets that fall linearly with the layer (PyramidKV): from `2c − min` to `min = c / β` beside the
-/// recent tokens, with `c = capacity − recent`. No layer keeps more than the prompt has; what the lowest cannot take raises
-/// the highest. A prompt shorter than the capacity stays whole, and one shorter than `2c` is kept to the capacity in
-/// every layer.
+/// recent tokens, with `c = capacity − recent`. No layer keeps more than the prompt has; what the lowest cannot take
+/// raises the highest. A prompt shorter than the capacity stays whole, and one shorter than `2c` is kept to the
+/// capacity in every layer.
 ///
 /// # Errors
 /// [`Error::Budget`] when there are no layers, the recent tokens are not fewer than the capacity, or β is 0.

@@ -19,8 +19,8 @@ pub(crate) struct ScoreTables {
     /// Where images begin and end, in order: a token is text if an even number of these are at or before it. None where
     /// text is scored like images.
     pub(crate) boundaries: Vec<u32>,
-    /// The constants of the kernel: `WEIGHING` 0 sum, 1 mean of the rows that see a token; `POOL` 0 none, 1 average, 2 maximum;
-    /// `TEXT` 0 like images, 1 raised, 2 stays.
+    /// The constants of the kernel: `WEIGHING` 0 sum, 1 mean of the rows that see a token; `POOL` 0 none, 1 average, 2
+    /// maximum; `TEXT` 0 like images, 1 raised, 2 stays.
     pub(crate) constants: [(&'static str, usize); 3],
 }
 

@@ -6,8 +6,8 @@ use super::query_rows::QueryRows;
 use super::spans::Spans;
 use crate::{Error, Result};
 
-/// How column sums become the scores of tokens. The best of them, as many as stay, are what [`Policy::select`] keeps of a KV
-/// head: tokens that stay in any case score +∞.
+/// How column sums become the scores of tokens. The best of them, as many as stay, are what [`Policy::select`] keeps of
+/// a KV head: tokens that stay in any case score +∞.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScoreRequest<'a> {
     /// The query rows that were summed over.
@@ -26,7 +26,8 @@ impl Policy {
     /// How tokens are scored of which `count` stay; `None` where the policy looks at no scores.
     ///
     /// # Errors
-    /// [`Error::Budget`] when more tokens stay in any case than may; [`Error::TopK`] when more are to stay than there are.
+    /// [`Error::Budget`] when more tokens stay in any case than may; [`Error::TopK`] when more are to stay
+    /// than there are.
     pub fn score_request<'a>(
         &self,
         spans: &'a Spans,
@@ -53,7 +54,8 @@ impl ScoreRequest<'_> {
         self.spans.tokens()
     }
 
-    /// Checks that there is one sum for every token of `kv_heads` heads, and that rows and spans are of the same prompt.
+    /// Checks that there is one sum for every token of `kv_heads` heads, and that rows and spans are of
+    /// the same prompt.
     ///
     /// # Errors
     /// [`Error::Elements`] or [`Error::Selection`].

@@ -36,9 +36,9 @@ pub struct VlCacheBudgets {
 /// `β = clip((1 − γ) / Z · α · layers, min_ratio, max_ratio)` with `Z = Σ (1 − γ)`.
 ///
 /// Then whole tokens are apportioned to the hard total by largest remainder: `floor(β · length)` each, one more by
-/// descending fraction (ties to the lower layer), and what is left fills layers in order. If the lower bounds exceed the
-/// total, layers give tokens back by ascending fraction as far as their bounds allow; where the bounds alone exceed the
-/// total, the bounds win. Layers that are all entirely sparse (`Z = 0`) are treated alike.
+/// descending fraction (ties to the lower layer), and what is left fills layers in order. If the lower bounds exceed
+/// the total, layers give tokens back by ascending fraction as far as their bounds allow; where the bounds alone exceed
+/// the total, the bounds win. Layers that are all entirely sparse (`Z = 0`) are treated alike.
 ///
 /// # Errors
 /// [`Error::Budget`] when a ratio is not in 0 ..= 1 or the bounds cross; [`Error::NotANumber`] when a sparsity is NaN.

@@ -25,8 +25,8 @@ pub struct Repeats {
     pub warm_up: usize,
     /// Measurements that count, 1 to 2048.
     pub timed: usize,
-    /// Runs of one measurement, at least 1, one after the other in one pass: what reading the clock costs is shared among
-    /// them, and what a measurement finds is their mean.
+    /// Runs of one measurement, at least 1, one after the other in one pass: what reading the clock costs is shared
+    /// among them, and what a measurement finds is their mean.
     pub together: usize,
 }
 
@@ -71,8 +71,8 @@ impl Timing {
     }
 }
 
-/// Times `work`, in turns where there are several pieces: copies of a step over different memory show what it costs when
-/// caches do not help. Runs of one pass wait for each other only where they write the same memory.
+/// Times `work`, in turns where there are several pieces: copies of a step over different memory show what it costs
+/// when caches do not help. Runs of one pass wait for each other only where they write the same memory.
 ///
 /// # Errors
 /// [`Error::Plan`] when there is no work or the repeats are out of range; [`Error::Gpu`] when encoding or submitting
@@ -188,8 +188,8 @@ const BLOCK_BYTES: u64 = 16 * 256 * 16;
 /// Multiplier of the words to read: word i is i times this, so that no memory compresses them.
 const PATTERN: u32 = 0x9e37_79b1;
 
-/// Measures how fast the device reads once it is awake, over two buffers in turns of `bytes` bytes each, rounded to what a binding
-/// holds in blocks of 64 KiB. They should be several times larger than the caches.
+/// Measures how fast the device reads once it is awake, over two buffers in turns of `bytes` bytes each, rounded to
+/// what a binding holds in blocks of 64 KiB. They should be several times larger than the caches.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`], [`Error::DeviceLost`], and [`Error::Gpu`] when the sum of what was read is wrong.
@@ -263,8 +263,8 @@ impl ComputeGuard {
         Launch::new(backend.kernels(), &variant, &buffers, [GUARD_WORKGROUPS, 1, 1]).map(Self)
     }
 
-    /// Times it, without a gap for a tenth of a second or a little more, in which a device that idled raises its clock: the
-    /// shorter the shortest, the faster the clock.
+    /// Times it, without a gap for a tenth of a second or a little more, in which a device that idled raises its clock:
+    /// the shorter the shortest, the faster the clock.
     ///
     /// # Errors
     /// As [`time`].

@@ -20,11 +20,11 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 
 /// The steps of layers that share their books, in an engine's own passes.
 ///
-/// [`ModelStep::write`] takes the open step of a cache and puts two small tables on the device, once for all layers. What it
-/// returns encodes every layer into the engine's pass, between the engine's own kernels: nothing is submitted, waited for,
-/// mapped or allocated. Kernels, scratch and bind groups last from step to step; they are made anew when a store has grown or
-/// lengths have left their class, which lie up to a quarter apart. The classes of eight batches are kept side by side.
-/// [`WrittenStep::bound_anew`] tells.
+/// [`ModelStep::write`] takes the open step of a cache and puts two small tables on the device, once for all layers.
+/// What it returns encodes every layer into the engine's pass, between the engine's own kernels: nothing is submitted,
+/// waited for, mapped or allocated. Kernels, scratch and bind groups last from step to step; they are made anew when a
+/// store has grown or lengths have left their class, which lie up to a quarter apart. The classes of eight batches are
+/// kept side by side. [`WrittenStep::bound_anew`] tells.
 ///
 /// ```no_run
 /// use kvpack::backend::AttendOptions;
@@ -141,9 +141,9 @@ impl ModelStep {
         Self { output_rows: Some(rows), ..self }
     }
 
-    /// Compiles every kernel that decoding steps over these stores can ask for, however long their sequences become, so that
-    /// none is compiled while a model is served. `stores` are those of the recipe. [`ModelStep::prepare_chunks`] does so for
-    /// prompts in chunks.
+    /// Compiles every kernel that decoding steps over these stores can ask for, however long their sequences become, so
+    /// that none is compiled while a model is served. `stores` are those of the recipe. [`ModelStep::prepare_chunks`]
+    /// does so for prompts in chunks.
     ///
     /// # Errors
     /// Those of [`StepPlan::new`], and [`Error::Gpu`] when the device refuses a kernel.
@@ -151,8 +151,8 @@ impl ModelStep {
         self.prepare_runs(layout, stores, &[QueryRun::decode(0)]).await
     }
 
-    /// The same for steps with chunks of up to `longest` tokens, or as many as the tensors have rows: kernels that take several
-    /// queries of a sequence at a time.
+    /// The same for steps with chunks of up to `longest` tokens, or as many as the tensors have rows: kernels that take
+    /// several queries of a sequence at a time.
     ///
     /// # Errors
     /// Those of [`ModelStep::prepare`].
@@ -169,8 +169,8 @@ impl ModelStep {
         for tiles in [1, MANY_TILES] {
             let pages: Vec<Page> = (0..tiles).map(|index| Page { shard: 0, index }).collect();
             let tokens = pages.len() * TILE_TOKENS;
-            // All stores of one sequence: with one tile each their states are few, with many there are too many to be merged
-            // by the way.
+            // All stores of one sequence: with one tile each their states are few, with many there are too many to be
+            // merged by the way.
             let view = |(place, &StoreFormat { format, calibration }): (usize, &StoreFormat)| {
                 let span = SpanView { sequence: 0, start: place * tokens, tokens, pages: &pages, range_slot: 0 };
                 StoreView { format, calibration, spans: vec![span] }
@@ -190,12 +190,12 @@ impl ModelStep {
         self.backend.kernels().prepare(&variants).await
     }
 
-    /// Takes a step and puts its tables on the device, in the order of the queue: once for all layers, and before the pass that
-    /// encodes them is submitted. Where something has to be bound anew, memory is allocated here.
+    /// Takes a step and puts its tables on the device, in the order of the queue: once for all layers, and before the
+    /// pass that encodes them is submitted. Where something has to be bound anew, memory is allocated here.
     ///
     /// # Errors
-    /// [`Error::Plan`] or [`Error::Elements`] when the step is not one of these layers, or has more tokens than the tensors;
-    /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`] where something is bound anew.
+    /// [`Error::Plan`] or [`Error::Elements`] when the step is not one of these layers, or has more tokens than the
+    /// tensors; [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`] where something is bound anew.
     pub fn write<'a>(&'a mut self, step: &OpenStep<'a, Store, NonFiniteFlags>) -> Result<WrittenStep<'a>> {
         step.check(self.layers.len(), &self.rows)?;
         let plan = self.plan(step.plan)?;
@@ -282,7 +282,8 @@ impl WrittenStep<'_> {
         self.bound_anew
     }
 
-    /// Encodes what a layer stores, by its place among the layers of the step. It neither submits nor waits nor allocates.
+    /// Encodes what a layer stores, by its place among the layers of the step. It neither submits nor
+    /// waits nor allocates.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer.
@@ -290,7 +291,8 @@ impl WrittenStep<'_> {
         of_layer(&self.bound.stores, layer)?.encode(self.table, pass)
     }
 
-    /// Encodes the attention of a layer, by its place among the layers of the step. It neither submits nor waits nor allocates.
+    /// Encodes the attention of a layer, by its place among the layers of the step. It neither submits nor
+    /// waits nor allocates.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer.
@@ -299,13 +301,13 @@ impl WrittenStep<'_> {
         Ok(())
     }
 
-    /// Stores and attends in a layer, by its place among the layers of the step, for an engine that submits its commands itself
-    /// and whose tensors lie elsewhere in every step. The rows of keys, values and queries are copied to the tensors of the
-    /// layer, and the outputs from there, all in one submission. It does not wait.
+    /// Stores and attends in a layer, by its place among the layers of the step, for an engine that submits its
+    /// commands itself and whose tensors lie elsewhere in every step. The rows of keys, values and queries are copied
+    /// to the tensors of the layer, and the outputs from there, all in one submission. It does not wait.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such layer, [`Error::Elements`] or [`Error::Buffer`] when the tensors have fewer rows
-    /// than the step, or cannot be [copied](Tensor::encode_copy); [`Error::DeviceLost`].
+    /// [`Error::Plan`] when there is no such layer, [`Error::Elements`] or [`Error::Buffer`] when the tensors have
+    /// fewer rows than the step, or cannot be [copied](Tensor::encode_copy); [`Error::DeviceLost`].
     pub fn submit(&self, layer: usize, given: &LayerTensors) -> Result<()> {
         let (plan, own) = (&self.bound.plan, of_layer(self.layers, layer)?);
         let (shape, rows) = (plan.work().shape(), RowLayout { tokens: plan.work().rows().len(), ..*self.rows });

@@ -77,8 +77,8 @@ impl<B: Backend> Edge<B> {
     }
 }
 
-/// Truncates to the ends of tiles and next to them, and goes on: pages, outputs and room are those of a cache that never held
-/// more.
+/// Truncates to the ends of tiles and next to them, and goes on: pages, outputs and room are those of a cache that
+/// never held more.
 pub fn truncation_leaves_nothing<B: Backend + Clone>(backend: &B) {
     for name in ["f16", "int8"] {
         for kept in [127, TILE_TOKENS, 129, 2 * TILE_TOKENS, 3 * TILE_TOKENS - 1, 3 * TILE_TOKENS] {
@@ -126,8 +126,8 @@ pub fn the_largest_elements_are_taken<B: Backend + Clone>(backend: &B) {
     }
 }
 
-/// A decode step into an output of the caller's stores what `append` does and writes what `attend` yields, in the output's own
-/// element type; with an output of another length, or without keys, the cache is as it was.
+/// A decode step into an output of the caller's stores what `append` does and writes what `attend` yields, in the
+/// output's own element type; with an output of another length, or without keys, the cache is as it was.
 pub fn steps_write_into_outputs<B: Backend + Clone>(backend: &B) {
     let wave = |elements: usize, rate: f32| -> Vec<f32> { (0..elements).map(|i| (i as f32 * rate).sin()).collect() };
     let upload = |elements: Elements<'_>| block_on(backend.upload(elements)).unwrap();

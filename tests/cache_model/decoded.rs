@@ -1,4 +1,5 @@
-//! What a format makes of rows, computed naively: groups are collected, and every element is encoded and decoded by itself.
+//! What a format makes of rows, computed naively: groups are collected, and every element is encoded and
+//! decoded by itself.
 
 use std::collections::BTreeMap;
 

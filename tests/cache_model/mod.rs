@@ -29,7 +29,8 @@ pub const SEQUENCES: usize = 3;
 pub enum Operation {
     /// Prompt spans by length and store.
     Prefill { sequence: usize, spans: Vec<(usize, u8)>, half: bool },
-    /// A prompt whose first tokens are kept in f16, and of the others so many for each store, chosen anew for every head.
+    /// A prompt whose first tokens are kept in f16, and of the others so many for each store, chosen anew
+    /// for every head.
     Evict { sequence: usize, first: usize, others: usize, kept: Vec<(usize, u8)>, half: bool },
     /// So many tokens, one after another, to the sequences whose bit is set.
     Append { tokens: usize, sequences: u8, half: bool },

@@ -121,8 +121,8 @@ impl Model {
         (0..self.recipe.stores().len()).map(pages).collect()
     }
 
-    /// Keys that a sequence is given as it stores them: less the mean of the first 64 that it was ever given, where the recipe
-    /// says so.
+    /// Keys that a sequence is given as it stores them: less the mean of the first 64 that it was ever given, where the
+    /// recipe says so.
     pub fn centred(&mut self, sequence: usize, keys: &[f32]) -> Vec<f32> {
         if !self.recipe.is_centred() {
             return keys.to_vec();

@@ -5,8 +5,8 @@ use kvpack::cache::{Appended, Recipe, StoreId};
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, NormRule, Rotation, TensorFormat};
 use kvpack::{Bits, Calibration, SegmentFormat};
 
-/// Recipes that differ in where ranges live and in what happens to windows. Queries have 16 bits, whatever formats get by
-/// default: the model is exact.
+/// Recipes that differ in where ranges live and in what happens to windows. Queries have 16 bits, whatever formats get
+/// by default: the model is exact.
 pub fn recipes() -> Vec<Recipe> {
     let affine = |bits, grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
     let kivi = SegmentFormat {
@@ -63,8 +63,8 @@ pub fn recipes() -> Vec<Recipe> {
     recipes.into_iter().chain(centred_recipes()).map(|recipe| recipe.with_query(QueryPrecision::Int16)).collect()
 }
 
-/// Recipes that store keys less a centre: every family of formats, tokens that are packed at once, behind a window or never,
-/// and several stores.
+/// Recipes that store keys less a centre: every family of formats, tokens that are packed at once, behind a window or
+/// never, and several stores.
 fn centred_recipes() -> Vec<Recipe> {
     let groups = TensorFormat::Affine(AffineFormat::new(Bits::Four, Grouping::TokenChannels(16)));
     let per_channel = TensorFormat::Affine(AffineFormat::new(Bits::Two, Grouping::ChannelTokens(32)));

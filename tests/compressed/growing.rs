@@ -56,7 +56,8 @@ pub fn spans(length: usize) -> Spans {
     Spans::new(length, image.as_slice()).unwrap()
 }
 
-/// What a layer holds of a sequence: positions, keys and values, `[kv_heads, tokens]` rows, span after span in every head.
+/// What a layer holds of a sequence: positions, keys and values, `[kv_heads, tokens]` rows, span after
+/// span in every head.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Joined {
     pub positions: Vec<Vec<usize>>,
@@ -91,8 +92,8 @@ fn download<B: Backend + Clone>(cache: &ModelCache<B>, tensor: &B::Tensor) -> Ve
     block_on(cache.backend().download(tensor)).unwrap()
 }
 
-/// What the CPU stores when it gathers these positions of what was held, in a sequence that began with a layer of this prompt,
-/// and decodes.
+/// What the CPU stores when it gathers these positions of what was held, in a sequence that began with a layer of this
+/// prompt, and decodes.
 pub fn gathered_on_cpu(
     (prompt, layer): (&Prompt, usize),
     recipe: &Recipe,
@@ -126,8 +127,8 @@ pub fn kept_by_head(selection: &Selection, layer: usize) -> Vec<Vec<usize>> {
     (0..of.kv_heads()).map(|head| of.kept(head).iter().map(|&position| position as usize).collect()).collect()
 }
 
-/// Attention of the last rows over what a layer holds, in f64: mean weights over the query heads of a KV head, and entries at or
-/// above the threshold.
+/// Attention of the last rows over what a layer holds, in f64: mean weights over the query heads of a KV head, and
+/// entries at or above the threshold.
 pub fn statistics(
     shape: AttentionShape,
     held: &Joined,
@@ -176,9 +177,9 @@ pub fn as_selection(held: &[Joined], length: usize) -> Selection {
     Selection::new(held.iter().map(of_layer).collect()).unwrap()
 }
 
-/// A sequence that grows on a device keeps what its policy says of attention over what it held, and stores what the CPU stores of
-/// that. `share` of the kept tokens are those of f64 statistics; scores that rounding ranks otherwise are the others. Two runs
-/// give the same bits, and the other sequence is as it was.
+/// A sequence that grows on a device keeps what its policy says of attention over what it held, and stores what the CPU
+/// stores of that. `share` of the kept tokens are those of f64 statistics; scores that rounding ranks otherwise are the
+/// others. Two runs give the same bits, and the other sequence is as it was.
 ///
 /// # Panics
 /// When it does not.

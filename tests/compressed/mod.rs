@@ -136,8 +136,8 @@ pub fn kept(selection: &Selection, layer: usize) -> Vec<usize> {
     selection.layers()[layer].indices().into_iter().map(|token| token as usize).collect()
 }
 
-/// A device keeps what the CPU keeps, but for scores that rounding ranks otherwise; it packs of what it keeps what the CPU
-/// packs. Two runs give the same bits.
+/// A device keeps what the CPU keeps, but for scores that rounding ranks otherwise; it packs of what it keeps what the
+/// CPU packs. Two runs give the same bits.
 ///
 /// # Panics
 /// When it does not.

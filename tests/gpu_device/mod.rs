@@ -1,9 +1,9 @@
 //! The device that GPU tests run on.
 //!
 //! It belongs to the adapter that `WGPU_ADAPTER_NAME` names, or to the best one there is; `KVPACK_PATH` (floor, f16,
-//! subgroups, matrices) takes away what that path forbids. `KVPACK_TEST_DRIVER`, which `scripts/test.sh` sets, says which driver is
-//! expected: without an adapter, or on another one, the tests fail, since a test that ran elsewhere has shown nothing.
-//! `KVPACK_CHECKS` (trusted, indices, safe) says whether kernels carry wgpu's run-time checks.
+//! subgroups, matrices) takes away what that path forbids. `KVPACK_TEST_DRIVER`, which `scripts/test.sh` sets, says
+//! which driver is expected: without an adapter, or on another one, the tests fail, since a test that ran elsewhere has
+//! shown nothing. `KVPACK_CHECKS` (trusted, indices, safe) says whether kernels carry wgpu's run-time checks.
 #![allow(dead_code, reason = "every test takes what it needs")]
 
 use std::sync::{Arc, LazyLock};

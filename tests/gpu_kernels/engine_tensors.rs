@@ -1,4 +1,5 @@
-//! Queries and output as engines have them: in one buffer where they allocate from large pages, and as parts of longer rows.
+//! Queries and output as engines have them: in one buffer where they allocate from large pages, and as parts
+//! of longer rows.
 
 use half::{bf16, f16};
 use kvpack::backend::{AttendOptions, Device};
@@ -11,7 +12,8 @@ use pollster::block_on;
 use crate::expected::values;
 use crate::gpu_device::shared;
 
-/// Formats whose queries `attend` prepares, as floats and as integers, and whose queries are prepared by a launch of their own.
+/// Formats whose queries `attend` prepares, as floats and as integers, and whose queries are prepared by a
+/// launch of their own.
 fn formats() -> [SegmentFormat; 3] {
     [SegmentFormat::F16, SegmentFormat::per_channel(Bits::Four), SegmentFormat::saw_int4()]
 }
@@ -89,8 +91,8 @@ fn queries_and_output_may_lie_in_one_buffer() {
     }
 }
 
-/// Queries of a fused projection, and the output of one rank's heads among those of all: the bits of dense rows, and what lies
-/// between rows is left alone.
+/// Queries of a fused projection, and the output of one rank's heads among those of all: the bits of dense rows, and
+/// what lies between rows is left alone.
 #[test]
 fn rows_may_be_parts_of_longer_ones() {
     const SEQUENCES: usize = 3;

@@ -23,8 +23,8 @@ pub struct Mixed {
     pub seed: u64,
 }
 
-/// Formats whose ranges do not reach beyond a chunk, so that chunks are stored alike wherever they lie. Queries have two bytes:
-/// weights of one byte are rounded tile by tile, and so by their order, within 1e-4.
+/// Formats whose ranges do not reach beyond a chunk, so that chunks are stored alike wherever they lie. Queries have
+/// two bytes: weights of one byte are rounded tile by tile, and so by their order, within 1e-4.
 const RECIPES: [&str; 4] = [
     "cocktail+query=int16",
     "mix=f16:0.1,saw-int4:0.3,int8+query=int16",
@@ -60,8 +60,8 @@ impl Mixed {
         self.stores.iter().map(|&store| StoreId(store)).collect()
     }
 
-    /// Stores the prompt in the order of precision, and chunk by chunk, and compares attention over both: outputs of the
-    /// backend within `limit` (NMSE), and in f64 over what is stored within 1e-10.
+    /// Stores the prompt in the order of precision, and chunk by chunk, and compares attention over both: outputs of
+    /// the backend within `limit` (NMSE), and in f64 over what is stored within 1e-10.
     ///
     /// # Panics
     /// When they differ by more.

@@ -1,4 +1,5 @@
-//! Steps of a whole model, and the same on the CPU: sequences join and leave, chunks run beside single tokens, windows fill.
+//! Steps of a whole model, and the same on the CPU: sequences join and leave, chunks run beside single
+//! tokens, windows fill.
 #![allow(dead_code, reason = "every test takes what it needs")]
 
 use kvpack::AttentionShape;
@@ -17,7 +18,8 @@ pub const ROWS: usize = 12;
 /// Steps of a test.
 pub const STEPS: usize = 160;
 
-/// Tokens that stay, that are packed as they arrive, and that are packed by windows, with calibrated scores and with a sink.
+/// Tokens that stay, that are packed as they arrive, and that are packed by windows, with calibrated scores
+/// and with a sink.
 pub const RECIPES: [&str; 7] =
     ["f16", "saw-int4", "calibquant:2+window=1", "kivi:2+window=0+sink=128", CENTRED[0], CENTRED[1], CENTRED[2]];
 
@@ -80,8 +82,8 @@ pub fn alternating(step: usize) -> Vec<TokenRun> {
     }
 }
 
-/// Steps in which sequences of a centred recipe begin beside others that decode: with a token, with several, and with more than
-/// make a centre; and begin again, beside one that shares the centre and the open page of another.
+/// Steps in which sequences of a centred recipe begin beside others that decode: with a token, with several, and with
+/// more than make a centre; and begin again, beside one that shares the centre and the open page of another.
 pub fn beginning(step: usize) -> Vec<TokenRun> {
     match step {
         0 => vec![TokenRun::chunk(1, 5)],

@@ -1,5 +1,5 @@
-//! A cache whose layers were parted: a prompt was compressed, and they have books of their own, over a layout of steps that they
-//! still share.
+//! A cache whose layers were parted: a prompt was compressed, and they have books of their own, over a layout of steps
+//! that they still share.
 
 use kvpack::backend::Backend;
 use kvpack::cache::{ModelCache, StoreRoom, TokenRun};

@@ -224,8 +224,8 @@ impl Runs {
 }
 
 /// Cases: ragged batches of causal runs, decoding beside chunks, queries that see all, group sizes and head
-/// dimensions, several stores, spans that end within a tile, shards that end within a span. The longest run has `longest`
-/// queries, of at most 439 tokens.
+/// dimensions, several stores, spans that end within a tile, shards that end within a span. The longest run has
+/// `longest` queries, of at most 439 tokens.
 pub fn cases(longest: usize) -> Vec<Runs> {
     use kvpack::Bits;
     use kvpack::format::{AffineFormat, Grouping, TensorFormat};

@@ -6,8 +6,8 @@ use half::{bf16, f16};
 use kvpack::plan::{ElementType, Elements, RowLayout};
 use kvpack::{AttentionShape, Backend, KvCache, Recipe};
 
-/// The output over a single token is its value, so that what f16 values round to is known: f16 holds them, bf16 takes the
-/// nearest, ties to even, as every eighth of them is one.
+/// The output over a single token is its value, so that what f16 values round to is known: f16 holds them, bf16 takes
+/// the nearest, ties to even, as every eighth of them is one.
 pub fn outputs_are_rounded_to_even<B: Backend>(backend: B) {
     const SEQUENCES: usize = 32;
     let shape = AttentionShape::new(1, 1, 128).unwrap();

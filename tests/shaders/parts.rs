@@ -361,8 +361,8 @@ fn headers_say_what_files_need_and_give() {
     assert!(wrong.is_empty(), "{}\nKVPACK_UPDATE=1 writes them", wrong.join("\n"));
 }
 
-/// What a slot's header says every choice has is there, with the same parameters, and defaults are replaced by functions with
-/// the same parameters.
+/// What a slot's header says every choice has is there, with the same parameters, and defaults are replaced by
+/// functions with the same parameters.
 #[test]
 fn choices_have_what_their_slot_says() {
     let files = files();

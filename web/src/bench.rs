@@ -28,7 +28,8 @@ pub fn shapes() -> Vec<DecodeShape> {
     shapes
 }
 
-/// The shape that suits a device which reads `bytes_per_second`: the largest whose f16 keys and values it reads in 2 ms.
+/// The shape that suits a device which reads `bytes_per_second`: the largest whose f16 keys and values
+/// it reads in 2 ms.
 pub fn fitting_shape(bytes_per_second: f64) -> DecodeShape {
     let mut shapes = shapes();
     let smallest = shapes.len() - 1;

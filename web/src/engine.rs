@@ -27,8 +27,8 @@ impl Gpu {
         Wgpu::new(device, queue).map(Self).map_err(thrown)
     }
 
-    /// The `GPUDevice`, to make pipelines, bind groups and submissions of one's own with. Its `lost` promise tells when it
-    /// is gone.
+    /// The `GPUDevice`, to make pipelines, bind groups and submissions of one's own with. Its `lost` promise tells
+    /// when it is gone.
     #[wasm_bindgen(getter, unchecked_return_type = "GPUDevice")]
     pub fn device(&self) -> JsValue {
         self.0.device().as_webgpu().map_or(JsValue::UNDEFINED, |device| device.clone().into())
@@ -94,7 +94,8 @@ pub struct Cache(KvCache<Wgpu>);
 
 #[wasm_bindgen]
 impl Cache {
-    /// An empty cache. `recipe` is a name as `kvpack generate --recipe` takes it: "f16", "calibquant:2", "kivi:4+window=64".
+    /// An empty cache. `recipe` is a name as `kvpack generate --recipe` takes it: "f16", "calibquant:2",
+    /// "kivi:4+window=64".
     #[wasm_bindgen(constructor)]
     pub fn new(
         gpu: &Gpu,

@@ -95,8 +95,8 @@ impl Session {
         }
     }
 
-    /// Names of the conformance checks whose name contains `filter`, or one of its parts between commas: the quick ones, or
-    /// all.
+    /// Names of the conformance checks whose name contains `filter`, or one of its parts between commas: the
+    /// quick ones, or all.
     pub fn checks(&self, all: bool, filter: &str) -> Vec<String> {
         let named = |check: &Check| filter.split(',').any(|part| check.name().contains(part));
         let wanted = |check: &Check| (all || check.is_quick()) && named(check);

@@ -117,7 +117,8 @@ impl Ranking {
         })
     }
 
-    /// Takes the texts of the chunks of a context; those of a file have their embeddings in the tensor `{prefix}chunks`.
+    /// Takes the texts of the chunks of a context; those of a file have their embeddings in the tensor
+    /// `{prefix}chunks`.
     ///
     /// # Errors
     /// What candle says.
@@ -137,8 +138,8 @@ impl RankedChunks<'_> {
     /// How much every chunk resembles a query: its BM25 score, or the cosine similarity of the embeddings.
     ///
     /// # Errors
-    /// [`RankingError::Tensor`] where a file has no such embeddings; [`kvpack::Error`] where they are of another width or not
-    /// numbers.
+    /// [`RankingError::Tensor`] where a file has no such embeddings; [`kvpack::Error`] where they are of another width
+    /// or not numbers.
     pub fn similarities(&self, query: Query<'_>) -> Result<Vec<f32>> {
         Ok(match self {
             Self::Bm25(texts) => bm25::bm25(query.text, texts),

@@ -18,8 +18,8 @@ use crate::print::{self, say};
 /// Runs a GGUF model over a text with full-precision attention and writes what its attention layers saw, as f16, in the
 /// format that `kvpack eval` reads.
 ///
-/// The first --tokens tokens of the text are the prompt, whose keys and values are written, with the queries of its last
-/// --queries tokens; the queries of as many tokens after the prompt are the decode queries.
+/// The first --tokens tokens of the text are the prompt, whose keys and values are written, with the queries of its
+/// last --queries tokens; the queries of as many tokens after the prompt are the decode queries.
 #[derive(clap::Args)]
 pub struct CaptureArgs {
     /// The dump to write.

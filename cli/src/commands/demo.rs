@@ -24,8 +24,8 @@ use crate::provenance;
 
 /// Shows in a minute what packing costs on real keys and values, and what this device can do.
 ///
-/// Every format is evaluated, without a search for calibrations, and the best of each size printed; `kvpack eval` has the
-/// long tables. On a machine without a GPU it runs on the CPU backend, which is faster than a software driver.
+/// Every format is evaluated, without a search for calibrations, and the best of each size printed; `kvpack eval` has
+/// the long tables. On a machine without a GPU it runs on the CPU backend, which is faster than a software driver.
 #[derive(clap::Args)]
 pub struct DemoArgs {
     /// The dump (see `kvpack eval`).

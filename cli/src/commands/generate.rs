@@ -24,16 +24,17 @@ pub struct GenerateArgs {
     /// A GGUF file; scripts/fetch-model.sh fetches the default.
     #[arg(long, value_name = "FILE", default_value = super::DEFAULT_MODEL)]
     model: PathBuf,
-    /// How the cache is stored: f16, calibquant:4, kivi:2+window=64, … and which tokens of the prompt stay: h2o:0.2/saw-int4;
-    /// of a long text too with h2o:0.2/saw-int4+every=512.
+    /// How the cache is stored: f16, calibquant:4, kivi:2+window=64, … and which tokens of the prompt stay:
+    /// h2o:0.2/saw-int4; of a long text too with h2o:0.2/saw-int4+every=512.
     #[arg(long, default_value = "f16")]
     recipe: ModelRecipe,
-    /// A text that comes before the prompt; recipes like cocktail store its chunks by how much they resemble the prompt.
+    /// A text that comes before the prompt; recipes like cocktail store its chunks by how much they
+    /// resemble the prompt.
     #[arg(long, value_name = "FILE")]
     context: Option<PathBuf>,
-    /// What chunks of the context are ranked by: bm25 (shared words), minilm (the encoder that scripts/fetch-encoder.sh fetches;
-    /// minilm:FOLDER for one elsewhere), or FILE.safetensors with embeddings: chunks [chunks, width] and query [width] in F32
-    /// [default: bm25].
+    /// What chunks of the context are ranked by: bm25 (shared words), minilm (the encoder that scripts/fetch-encoder.sh
+    /// fetches; minilm:FOLDER for one elsewhere), or FILE.safetensors with embeddings: chunks [chunks, width] and query
+    /// [width] in F32 [default: bm25].
     #[arg(long, value_name = "RANKING", requires = "context")]
     rank_by: Option<RankBy>,
     /// Tokens of a chunk of the context, 16 to 128 [default: 32].
@@ -172,8 +173,8 @@ fn read_chunks<B: Backend + Clone>(
     Ok((Some(stream), dense.bias(model)?.warning(recipe)))
 }
 
-/// Reads a prompt into a cache by a recipe. Returns the residual stream of its last chunk, and a warning where the recipe is
-/// known to break keys like those of the prompt.
+/// Reads a prompt into a cache by a recipe. Returns the residual stream of its last chunk, and a warning where the
+/// recipe is known to break keys like those of the prompt.
 fn read_by<B: Backend + Clone>(
     recipe: &ModelRecipe,
     model: &Model,

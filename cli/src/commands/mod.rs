@@ -21,8 +21,8 @@ use crate::outcome::Outcome;
 /// Packed key-value caches: what this machine has, whether the kernels are right on it, how fast they are, and what a
 /// format does to real keys and values.
 ///
-/// Exit codes: 0 passed, 1 a check failed, 2 wrong usage, unreadable input, output that cannot be written or a device that
-/// cannot do it, 141 standard output was closed before the end.
+/// Exit codes: 0 passed, 1 a check failed, 2 wrong usage, unreadable input, output that cannot be written or a device
+/// that cannot do it, 141 standard output was closed before the end.
 #[derive(clap::Parser)]
 #[command(name = "kvpack", version)]
 pub enum Command {

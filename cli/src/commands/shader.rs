@@ -20,12 +20,12 @@ use kvpack::{SegmentFormat, TILE_TOKENS};
 use crate::outcome::Outcome;
 use crate::print::{self, say};
 
-/// Prints the WGSL of a kernel as it is assembled for a format, a shape and a kind of device: before every part stands the
-/// file in shaders/ that it comes from. No device is needed.
+/// Prints the WGSL of a kernel as it is assembled for a format, a shape and a kind of device: before every part stands
+/// the file in shaders/ that it comes from. No device is needed.
 #[derive(clap::Args)]
 pub struct ShaderArgs {
-    /// The format: that of the tokens that a recipe packs (f16, calibquant:2, kivi:4, turboquant:3, …; with +tau=0,3 scores are
-    /// calibrated, with +query=int8 queries and weights have one byte).
+    /// The format: that of the tokens that a recipe packs (f16, calibquant:2, kivi:4, turboquant:3, …; with +tau=0,3
+    /// scores are calibrated, with +query=int8 queries and weights have one byte).
     #[arg(long, value_name = "RECIPE", default_value = "calibquant:4")]
     format: ModelRecipe,
     /// The decode step, by a name of `kvpack bench --shape`.

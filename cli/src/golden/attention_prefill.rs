@@ -27,8 +27,8 @@ pub fn beyond(file: &GoldenFile) -> Result<Option<&'static str>> {
     })
 }
 
-/// `attention.prefill`: by the f64 oracle, and where the input is f16 (so that a cache holds it without loss) by a plan of
-/// runs.
+/// `attention.prefill`: by the f64 oracle, and where the input is f16 (so that a cache holds it without loss) by
+/// a plan of runs.
 pub fn prefill(file: &GoldenFile) -> Result<Computed> {
     let batch = Batch::of_file(file)?;
     let mut kernels = vec![("exact_attention", batch.exact()?)];

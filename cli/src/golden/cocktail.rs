@@ -36,7 +36,8 @@ pub fn search(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
 /// Tokens of a chunk.
 const CHUNK: usize = 32;
 
-/// `cocktail.decode`: chunks of three precisions brought together, attended by the fused kernel and in the steps of algorithm 1.
+/// `cocktail.decode`: chunks of three precisions brought together, attended by the fused kernel and in the steps
+/// of algorithm 1.
 pub fn decode(file: &GoldenFile) -> Result<Computed> {
     let [query_heads, head_dim] = file.input("q")?.axes()?;
     let [kv_heads, tokens, _] = file.input("k")?.axes()?;

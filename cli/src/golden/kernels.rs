@@ -55,8 +55,8 @@ impl Attention {
         })
     }
 
-    /// Attention whose weights are given, `[query_heads, rows, tokens]`, the last `most` rows: keys are unit vectors, and
-    /// queries the logarithms of the weights.
+    /// Attention whose weights are given, `[query_heads, rows, tokens]`, the last `most` rows: keys are unit vectors,
+    /// and queries the logarithms of the weights.
     pub fn of_weights(weights: &[f32], query_heads: usize, group: usize, tokens: usize, most: usize) -> Result<Self> {
         const HEAD_DIM: usize = 256;
         anyhow::ensure!(

@@ -19,9 +19,9 @@ pub fn quantize_v(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
     run(file, KeyOrValue::Value)
 }
 
-/// By KIVI's own arithmetic; and by the kernel where the two must agree: ranges in f16 as the kernel stores them, a head
-/// dimension that it serves, and steps whose f16 rounding moves no code. At 4 bits and without exact scales it moves
-/// about one in ten thousand.
+/// By KIVI's own arithmetic; and by the kernel where the two must agree: ranges in f16 as the kernel stores them, a
+/// head dimension that it serves, and steps whose f16 rounding moves no code. At 4 bits and without exact scales it
+/// moves about one in ten thousand.
 fn run(file: &GoldenFile, which: KeyOrValue) -> Result<Vec<(&'static str, Outputs)>> {
     let [_, _, _, channels] = file.input("x")?.axes()?;
     let is_f16 = matches!(file.input("x")?.elements, Elements::F16(_));

@@ -9,8 +9,8 @@ use kvpack::plan::{RowLayout, TokenRange};
 use kvpack::{AttentionShape, SegmentFormat, TILE_TOKENS};
 use pollster::block_on;
 
-/// Elements of whole tiles that a file may ask to store: tiles are of 128 tokens and at least 64 channels, however few of them
-/// the file fills.
+/// Elements of whole tiles that a file may ask to store: tiles are of 128 tokens and at least 64 channels, however few
+/// of them the file fills.
 const MOST_STORED: usize = 1 << 22;
 
 /// Checks that the tiles of some rows are not too many.

@@ -7,8 +7,8 @@ use kvpack::cache::ModelRecipe;
 
 use super::{Attention, Chunk, Config};
 
-/// From here on keys are said to have a bias. Ranges and norms of single tokens are then four times as large as what tells
-/// tokens apart, which costs two bits. SmolLM2-135M reaches 4, and layer 0 of Qwen2.5-Coder-1.5B 4,600.
+/// From here on keys are said to have a bias. Ranges and norms of single tokens are then four times as large as what
+/// tells tokens apart, which costs two bits. SmolLM2-135M reaches 4, and layer 0 of Qwen2.5-Coder-1.5B 4,600.
 pub const LARGEST_BIAS: f64 = 16.0;
 
 /// Attention that sums up the keys that it is given.
@@ -72,8 +72,8 @@ impl KeyBias {
         }
     }
 
-    /// The mean square of the keys of a layer over that of their distances from their mean: 1 where they have nothing in
-    /// common. The largest of all KV heads, and 1 of fewer than two tokens.
+    /// The mean square of the keys of a layer over that of their distances from their mean: 1 where they have nothing
+    /// in common. The largest of all KV heads, and 1 of fewer than two tokens.
     pub fn of_layer(&self, layer: usize) -> f64 {
         let sums = &self.layers[layer];
         let tokens = sums.tokens as f64;
@@ -117,7 +117,8 @@ impl KeyBias {
 mod tests {
     use super::*;
 
-    /// Keys of 40 tokens, 2 KV heads × 64, whose channels alternate between ±1, and one channel of the second head has a bias.
+    /// Keys of 40 tokens, 2 KV heads × 64, whose channels alternate between ±1, and one channel of the second
+    /// head has a bias.
     fn measured(bias: f32) -> KeyBias {
         let shape = AttentionShape::new(4, 2, 64).unwrap();
         let mut measured = KeyBias::new(shape, 2);

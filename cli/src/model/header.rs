@@ -1,7 +1,8 @@
 //! What must be known of the header of a GGUF file before candle reads it: that it stays within bounds, and that its
 //! alignment can be divided by.
 //!
-//! A header is `GGUF`, a version, the numbers of tensors and of entries, then the entries: a key, a type and a value each.
+//! A header is `GGUF`, a version, the numbers of tensors and of entries, then the entries: a key, a type
+//! and a value each.
 
 use std::io::{self, Read, Seek, SeekFrom};
 

@@ -50,8 +50,8 @@ impl<B: Backend + Clone> PackedAttention<B> {
 }
 
 impl<B: Backend + Clone> PackedAttention<B> {
-    /// Hands a prompt that was read to a policy; `spans` say which of its tokens are images. What it holds may be compressed
-    /// into any cache of the model.
+    /// Hands a prompt that was read to a policy; `spans` say which of its tokens are images. What it holds may be
+    /// compressed into any cache of the model.
     ///
     /// # Errors
     /// What the policy, the device or the cache says.
@@ -73,8 +73,8 @@ impl<B: Backend + Clone> PackedAttention<B> {
         Ok(observed.observe(layer, dense, Some(queries))?)
     }
 
-    /// What the keys of a prompt receive from these query rows in every layer, `[kv_heads, tokens]`: the mean over the query
-    /// heads of a KV head.
+    /// What the keys of a prompt receive from these query rows in every layer, `[kv_heads, tokens]`: the mean over the
+    /// query heads of a KV head.
     ///
     /// # Errors
     /// What the device says.

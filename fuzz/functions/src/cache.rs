@@ -24,8 +24,8 @@ const BOUNDLESS: [&str; 2] = ["kivi:2+window=18446744073709551615", "calibquant:
 /// Runs operations: the first byte chooses the recipe, then three bytes each are an operation, a sequence and a number.
 ///
 /// # Panics
-/// When a call that failed changed a length, a length is not what it should be, or attention is not that over the stored
-/// tokens.
+/// When a call that failed changed a length, a length is not what it should be, or attention is not that over
+/// the stored tokens.
 pub fn cache(bytes: &[u8]) {
     let Some((&first, operations)) = bytes.split_first() else { return };
     let shape = AttentionShape::new(4, 2, 64).expect("a shape with kernels");

@@ -1,5 +1,5 @@
-//! The fuzz targets as functions of bytes: `cargo fuzz run <name>` runs them under libFuzzer, and the test `corpus` of this
-//! package replays `fuzz/corpus` through them on stable Rust.
+//! The fuzz targets as functions of bytes: `cargo fuzz run <name>` runs them under libFuzzer, and the test `corpus` of
+//! this package replays `fuzz/corpus` through them on stable Rust.
 //!
 //! Each may refuse what it is given, but panic only over a mistake of kvpack's.
 

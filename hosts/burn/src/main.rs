@@ -1,8 +1,9 @@
 //! A decode loop of burn's whose attention is kvpack's, on one wgpu device, against burn's own attention.
 //!
-//! Two sequences get prompts of their own, then a token each in every step, through layers that follow on each other. The
-//! program fails where an output is too far from burn's attention in f32, over the keys and values as they were and over what
-//! the cache holds of them, where kvpack takes more than one submission for a layer, or where it waits for the device.
+//! Two sequences get prompts of their own, then a token each in every step, through layers that follow on each other.
+//! The program fails where an output is too far from burn's attention in f32, over the keys and values as they were
+//! and over what the cache holds of them, where kvpack takes more than one submission for a layer, or where it waits
+//! for the device.
 
 mod attention;
 mod model;
@@ -29,8 +30,9 @@ const STEPS: usize = 60;
 /// Every so many steps the outputs are looked at.
 const CHECKED: usize = 15;
 
-/// A recipe, and the largest errors: against attention over keys and values as they were, and over what the cache holds. On data
-/// without structure, the first is about that of the format; the second is that of queries of one byte where there are such.
+/// A recipe, and the largest errors: against attention over keys and values as they were, and over what the cache
+/// holds. On data without structure, the first is about that of the format; the second is that of queries of one byte
+/// where there are such.
 struct Case {
     recipe: &'static str,
     of: DType,

@@ -1,8 +1,9 @@
 //! A decode loop over candle's tensors, where they lie, against candle's own attention.
 //!
 //! A batch gets a prompt, then a token for every sequence and step. Queries, keys and values of a step are parts of one
-//! tensor, as the fused projection of a model leaves them; kvpack reads them there and writes its output into a tensor of
-//! candle's. The program fails where the output is too far from candle's attention in f32 over the same keys and values.
+//! tensor, as the fused projection of a model leaves them; kvpack reads them there and writes its output into a
+//! tensor of candle's. The program fails where the output is too far from candle's attention in f32 over the same
+//! keys and values.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -45,8 +46,8 @@ fn lend(tensor: &Tensor) -> Result<KvTensor> {
         other => return Err(format!("kvpack takes f32, f16 and bf16, not {other:?}").into()),
     };
     let address = base + (layout.start_offset() * element_type.bytes()) as u64;
-    // SAFETY: the clone of the tensor keeps its storage, which holds so many elements from there on; candle frees it in the
-    // order of its one stream, which is the backend's.
+    // SAFETY: the clone of the tensor keeps its storage, which holds so many elements from there on; candle frees it in
+    // the order of its one stream, which is the backend's.
     Ok(unsafe { KvTensor::from_address(Arc::new(tensor.clone()), address, tensor.elem_count(), element_type) }?)
 }
 

@@ -1,5 +1,5 @@
-// Largest values over a block of eight lanes, by atomic maxima: two sets, so that one can be reset while the other is in
-// use.
+// Largest values over a block of eight lanes, by atomic maxima: two sets, so that one can be reset while the
+// other is in use.
 //
 // needs: BLOCK_MAXIMA, INVOCATIONS, STEP_TILES, TILE_QUAD_PAIRS, from_ordered, is_first_of_block, ordered, value_place
 // gives: begin_block_maxima, enter_block_max, block_max

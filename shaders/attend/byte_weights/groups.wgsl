@@ -31,7 +31,8 @@ fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
     }
 }
 
-// Leaves the weights of a head's tokens where their scores were and returns their sum, relative to the new running maximum.
+// Leaves the weights of a head's tokens where their scores were and returns their sum, relative to the new
+// running maximum.
 fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
     let largest = block_max(head, parity, team, lane);
     var sum = 0f;
@@ -56,8 +57,8 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
         // unroll
         for (var head = 0u; head < HEADS; head++) {
             let p = vec4<f32>(token_scores[head * 4u], token_scores[head * 4u + 1u], token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]);
-            // Rounded to nearest in the low bits of 2^23 + weight; the bits of 2^23 fall off the top but for one byte, 75,
-            // which 181 more make a whole turn.
+            // Rounded to nearest in the low bits of 2^23 + weight; the bits of 2^23 fall off the top but for one byte,
+            // 75, which 181 more make a whole turn.
             let rounded = bitcast<vec4<u32>>(p * integers + vec4<f32>(8388608f, 8388608f, 8388608f, 8388789f));
             let bytes = rounded.x + (rounded.y << 8u) + (rounded.z << 16u) + (rounded.w << 24u);
             store_bytes(group, head, team, lane, bytes, unit * block_units[head]);

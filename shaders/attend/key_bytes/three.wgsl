@@ -1,5 +1,5 @@
-// Signed bytes of a field group of keys of 3 bits. A vector of three words holds eight field groups, the last first: low
-// pairs of bits in two words, top bits in the third.
+// Signed bytes of a field group of keys of 3 bits. A vector of three words holds eight field groups, the last first:
+// low pairs of bits in two words, top bits in the third.
 //
 // needs: KeyVector
 // gives: KEY_QUADS, key_bytes

@@ -1,5 +1,5 @@
-// Fields of packed keys of 3 bits. A vector of three words holds eight field groups: low pairs of bits in two words, top
-// bits in the third.
+// Fields of packed keys of 3 bits. A vector of three words holds eight field groups: low pairs of bits in two words,
+// top bits in the third.
 //
 // needs: KeyVector
 // gives: KEY_BITS, KEY_PLANES, KEY_WORD_FIELDS, key_codes

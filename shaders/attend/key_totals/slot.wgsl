@@ -1,5 +1,5 @@
-// Slot `key_totals`: totals of the query over the channels of a head, by group of tokens (scores/groups.wgsl), and which
-// tokens a lane scores, which follows from who has them.
+// Slot `key_totals`: totals of the query over the channels of a head, by group of tokens (scores/groups.wgsl), and
+// which tokens a lane scores, which follows from who has them.
 //
 // Every choice has
 //   const LANE_GROUPS: u32

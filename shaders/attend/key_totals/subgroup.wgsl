@@ -1,15 +1,14 @@
-// The largest scaled query of a tile and head and the constant part of the scores of every group, by reductions over the
-// team: invocations are numbered subgroup by subgroup (see attend/numbering/subgroup.wgsl), and subgroups have 32 lanes.
-// A lane scores four tokens of one group, so that it meets one query per head. Where a tile has several groups it hands the
-// scores to the lanes that own the tokens: 32 · quarter + 8 i + j is scored by lane 8 · quarter + j, as its token quarter ^ i, and
-// owned by lane 8 i + j.
+// The largest scaled query of a tile and head and the constant part of the scores of every group, by reductions over
+// the team: invocations are numbered subgroup by subgroup (see attend/numbering/subgroup.wgsl), and subgroups have 32
+// lanes. A lane scores four tokens of one group, so that it meets one query per head. Where a tile has several groups
+// it hands the scores to the lanes that own the tokens: 32 · quarter + 8 i + j is scored by lane 8 · quarter + j, as
+// its token quarter ^ i, and owned by lane 8 i + j.
 //
 // needs: HEADS, KEY_TOKEN_GROUPS, LANE_TOKENS, group_biases, token_scores
 // gives: LANE_GROUPS, scored_group, scored_token, arrange_scores, add_bias, team_largest, finish_key_totals
 
-// Teams score tiles of their own, or none. As a team is a subgroup, that branch is the same for all of its lanes, which the
-// compiler of a browser cannot see:
-// diagnostic(off, subgroup_uniformity);
+// Teams score tiles of their own, or none. As a team is a subgroup, that branch is the same for all of its lanes, which
+// the compiler of a browser cannot see: diagnostic(off, subgroup_uniformity);
 
 // Groups that the tokens of a lane lie in.
 const LANE_GROUPS: u32 = 1u;
@@ -25,8 +24,8 @@ fn scored_token(lane: u32, i: u32) -> u32 {
     return select(lane / 8u * 32u + ((lane / 8u) ^ i) * 8u + lane % 8u, i * 32u + lane, KEY_TOKEN_GROUPS == 1u);
 }
 
-// Four lanes, 8 apart, exchange four scores each: score i goes to the lane whose number differs by 8 i, which takes it for its
-// token of the quarter that differs from its own by i.
+// Four lanes, 8 apart, exchange four scores each: score i goes to the lane whose number differs by 8 i, which takes it
+// for its token of the quarter that differs from its own by i.
 fn arrange_scores(head: u32, lane: u32) {
     if (KEY_TOKEN_GROUPS == 1u) {
         return;
@@ -64,8 +63,8 @@ const BIASES_3: u32 = (BIASES_2 + 1u) / 2u;
 const BIASES_4: u32 = (BIASES_3 + 1u) / 2u;
 const BIASES_5: u32 = (BIASES_4 + 1u) / 2u;
 
-// Of two sums the lane keeps the first, the lane `apart` from it the second, and each adds what the other has of it. Where
-// there is no second, nor is there a sum in half of the lanes.
+// Of two sums the lane keeps the first, the lane `apart` from it the second, and each adds what the other has of it.
+// Where there is no second, nor is there a sum in half of the lanes.
 fn exchanged(a: f32, b: f32, lane: u32, apart: u32) -> f32 {
     let odd = (lane & apart) != 0u;
     return select(a, b, odd) + subgroupShuffleXor(select(b, a, odd), apart);

@@ -1,4 +1,5 @@
-// Slot `lse`: the natural log-sum-exp of every query and head, for whoever merges further. By default nobody asks for it.
+// Slot `lse`: the natural log-sum-exp of every query and head, for whoever merges further. By default
+// nobody asks for it.
 //
 // gives: write_row_lse
 

@@ -1,10 +1,10 @@
 // States that are joined by the workgroup that writes the last of a query head, as `merge_states` would join them.
 //
-// Every workgroup counts itself in when its states are written; who finds that all others have is the last. Items have one
-// query each. The next step finds the counter at 0 again. What makes the states of others visible: the memory is coherent, a
-// storage barrier stands between the states and the count, and another between the count and the reads. In WGSL a storage
-// barrier orders memory for one workgroup alone; the SPIR-V of naga orders it for the device, so this part is for Vulkan
-// (`Capabilities::coherent`).
+// Every workgroup counts itself in when its states are written; who finds that all others have is the last. Items have
+// one query each. The next step finds the counter at 0 again. What makes the states of others visible: the memory is
+// coherent, a storage barrier stands between the states and the count, and another between the count and the reads. In
+// WGSL a storage barrier orders memory for one workgroup alone; the SPIR-V of naga orders it for the device, so this
+// part is for Vulkan (`Capabilities::coherent`).
 //
 // A team of 32 lanes joins a head; a lane owns every 32nd field group of four channels.
 //

@@ -1,6 +1,6 @@
 // Invocations numbered subgroup by subgroup, so that neighbours, counted from a multiple of their number on, share a
-// subgroup that has as many lanes. Subgroups whose size divides that of the workgroup are full wherever kernels have run;
-// were they not, results would be wrong, but nothing out of bounds.
+// subgroup that has as many lanes. Subgroups whose size divides that of the workgroup are full wherever kernels have
+// run; were they not, results would be wrong, but nothing out of bounds.
 //
 // needs: INVOCATIONS
 // gives: Numbering, number

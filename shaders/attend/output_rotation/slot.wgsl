@@ -1,5 +1,5 @@
-// Slot `output_rotation`: outputs on their way into states, rotated back where values are stored rotated. By default they are
-// stored as they are.
+// Slot `output_rotation`: outputs on their way into states, rotated back where values are stored rotated. By default
+// they are stored as they are.
 //
 // needs: WorkItem, write_state_channel
 // gives: put_output, finish_output

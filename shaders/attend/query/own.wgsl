@@ -1,5 +1,5 @@
-// The query as `prepare_query` would prepare it: every workgroup does that for its heads itself, which takes less than a
-// launch of its own and the wait for it.
+// The query as `prepare_query` would prepare it: every workgroup does that for its heads itself, which takes less than
+// a launch of its own and the wait for it.
 //
 // Team t prepares heads t, t + 4, ...: lane r of it the field groups r and r + 32, of four channels each. The largest
 // magnitude and two sums are joined over the team.

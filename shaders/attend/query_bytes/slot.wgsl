@@ -1,5 +1,5 @@
-// Slot `query_bytes`: where the bytes lie that a step multiplies keys with ranges of groups with, and when those of the next
-// step are made: every choice calls `make_query_bytes` either from `prepare_keys` or from `prepare_keys_late`
+// Slot `query_bytes`: where the bytes lie that a step multiplies keys with ranges of groups with, and when those of the
+// next step are made: every choice calls `make_query_bytes` either from `prepare_keys` or from `prepare_keys_late`
 // (attend/scores/slot.wgsl).
 //
 // Every choice has

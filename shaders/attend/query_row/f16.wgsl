@@ -1,7 +1,7 @@
-// A prepared query in f16 for `attend_run`, divided by a power of two so that its largest element is at least LARGEST and
-// less than twice as much: what is exact in f16 remains so. Its constants are what products with it are multiplied with to
-// be scores, and the bias of the score. Rows lie as [KV head][prepared query][head of the group], and behind them are
-// RUN_ROWS that nobody writes, so that whole blocks of rows are read at the end.
+// A prepared query in f16 for `attend_run`, divided by a power of two so that its largest element is at least LARGEST
+// and less than twice as much: what is exact in f16 remains so. Its constants are what products with it are multiplied
+// with to be scores, and the bias of the score. Rows lie as [KV head][prepared query][head of the group], and behind
+// them are RUN_ROWS that nobody writes, so that whole blocks of rows are read at the end.
 //
 // In bounds: the plan made both sections for the prepared queries and RUN_ROWS more.
 //

@@ -1,7 +1,8 @@
 // Slot `run_arrivals`: when keys and values are asked for, and when what has arrived goes to workgroup memory.
 //
-// Products of a step read its keys and the values of the step before; weights are made between two barriers. So values can be
-// stored there alone, and keys too, unless there is room for those of two steps. Storing waits for what was asked for.
+// Products of a step read its keys and the values of the step before; weights are made between two barriers. So
+// values can be stored there alone, and keys too, unless there is room for those of two steps. Storing waits for
+// what was asked for.
 //
 // Every choice has
 //   const KEY_STEPS: u32

@@ -3,11 +3,11 @@
 //   score = unit (Σ round(q s_g / unit) c + Σ q (m_g + 2^(bits-1) s_g) / unit)
 //
 // The scales of a group go into the query, which becomes bytes anew for every group of a tile, in the order of use
-// (attend/query_fields.wgsl), relative to the largest |q s_g| of the whole tile: one maximum over the team for a head, where
-// every group of its own would take as many. A team does that for its next tile between two barriers of a step
-// (attend/query_bytes/), a lane for the field groups lane, lane + 32, ...
-// The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Keys: eight neighbouring lanes or
-// more read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
+// (attend/query_fields.wgsl), relative to the largest |q s_g| of the whole tile: one maximum over the team for a head,
+// where every group of its own would take as many. A team does that for its next tile between two barriers of a step
+// (attend/query_bytes/), a lane for the field groups lane, lane + 32, ... The query lies in workgroup memory as one f32
+// row per head, scaled by log2(e) / √D. Keys: eight neighbouring lanes or more read neighbouring vectors, and make
+// signed bytes of their fields (attend/key_bytes/).
 //
 // needs: HEADS, HEAD_DIM, KV_HEADS, LANE_TOKENS, STEP_TILES, TILE_TOKENS, WorkItem, tile_bases, token_scores
 // gives: KeyVector, KEY_VECTOR, KEY_TOKEN_GROUPS, QUERY_VECTORS, QUERY_ROW, query, STEP_QUERY_VECTORS, group_biases,
@@ -73,7 +73,8 @@ fn field_middles(ranges: vec4<u32>, scales: vec4<f32>) -> vec4<f32> {
     return minima + KEY_MIDDLE * scales;
 }
 
-// What q s is multiplied with to be an integer, where this is the largest |q s|. Scores that only smaller ones make are 0.
+// What q s is multiplied with to be an integer, where this is the largest |q s|. Scores that only smaller
+// ones make are 0.
 fn inverse_unit(largest: f32) -> f32 {
     return select(1f, QUERY_LARGEST / largest, largest > 1e-20f);
 }
@@ -82,8 +83,8 @@ fn unit(largest: f32) -> f32 {
     return select(1f, largest / QUERY_LARGEST, largest > 1e-20f);
 }
 
-// Four channels as signed bytes: rounded to nearest in the low bits of 2^23 + 128 + integer. The bits of 2^23 fall off the
-// top but for one byte, 75, which 181 more make a whole turn.
+// Four channels as signed bytes: rounded to nearest in the low bits of 2^23 + 128 + integer. The bits of 2^23 fall off
+// the top but for one byte, 75, which 181 more make a whole turn.
 fn group_bytes(scaled: vec4<f32>) -> u32 {
     let x = bitcast<vec4<u32>>(scaled + vec4<f32>(8388736f, 8388736f, 8388736f, 8388917f));
     return (x.x + (x.y << 8u) + (x.z << 16u) + (x.w << 24u)) ^ 0x80808080u;

@@ -4,8 +4,8 @@
 //
 // with the query in the basis of the sketch, q2, and in that of the levels, q1; at 1 bit there are no levels.
 //
-// The prepared query is KEY_PARTS rows per span and query head, that of the signs first, each as in attend/scores/dot.wgsl.
-// The top bit of a field is the sign, set below 0; the other bits are the code of a level.
+// The prepared query is KEY_PARTS rows per span and query head, that of the signs first, each as in
+// attend/scores/dot.wgsl. The top bit of a field is the sign, set below 0; the other bits are the code of a level.
 //
 // needs: HEADS, INVOCATIONS, KV_HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, prepared_row, tile_bases, token_scores
 // gives: KeyVector, KEY_BITS, KEY_VECTOR, QUERY_PLANES, QUERY_VECTORS, QUERY_ROW, query, load_query, key_pages,

@@ -1,5 +1,5 @@
-// 3-bit fields of keys with sketches at the bottom of their bytes. A vector of three words holds eight field groups, the last
-// first: low pairs of bits in two words, top bits in the third.
+// 3-bit fields of keys with sketches at the bottom of their bytes. A vector of three words holds eight field groups,
+// the last first: low pairs of bits in two words, top bits in the third.
 //
 // needs: KeyVector
 // gives: KEY_QUADS, key_fields

@@ -1,5 +1,5 @@
-// Signed bytes of a field group of values of 3 bits. A vector of three words holds eight field groups: low pairs of bits
-// in two words, top bits in the third.
+// Signed bytes of a field group of values of 3 bits. A vector of three words holds eight field groups: low pairs of
+// bits in two words, top bits in the third.
 //
 // gives: ValueVector, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, value_place
 

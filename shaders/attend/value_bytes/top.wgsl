@@ -1,5 +1,5 @@
-// Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code times
-// 2^(8-bits); the unit of weights takes that back.
+// Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code
+// times 2^(8-bits); the unit of weights takes that back.
 //
 // gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, unsigned_words,
 //   unsigned_bytes, value_place
@@ -11,7 +11,8 @@ const VALUE_BITS: u32 = 4u;
 // The top VALUE_BITS bits of every byte.
 const VALUE_MASK: u32 = 4042322160u;
 const VALUE_PLANES: u32 = 8u / VALUE_BITS;
-// Vectors of a channel's column in a tile, and sets of four field groups in a vector: one for each bit plane, from above.
+// Vectors of a channel's column in a tile, and sets of four field groups in a vector: one for each bit
+// plane, from above.
 const VALUE_VECTORS: u32 = VALUE_BITS;
 const VALUE_QUADS: u32 = VALUE_PLANES;
 const VALUE_BYTE: f32 = f32(1u << (8u - VALUE_BITS));

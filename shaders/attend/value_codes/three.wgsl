@@ -1,5 +1,5 @@
-// Fields of packed values of 3 bits. A vector of three words holds eight field groups: low pairs of bits in two words, top
-// bits in the third.
+// Fields of packed values of 3 bits. A vector of three words holds eight field groups: low pairs of bits in two words,
+// top bits in the third.
 //
 // needs: ValueVector
 // gives: VALUE_PLANES, VALUE_WORD_FIELDS, VALUE_VECTORS, value_codes

@@ -1,6 +1,6 @@
-// Values with one range per token and group of channels: v = s u + m with u = c + 2^(bits-1). Scales go into the weights before
-// they become integers, which every group of channels has its own of; the rest is one sum per head and group:
-// see byte_weights/groups.wgsl.
+// Values with one range per token and group of channels: v = s u + m with u = c + 2^(bits-1). Scales go into the
+// weights before they become integers, which every group of channels has its own of; the rest is one sum per head and
+// group: see byte_weights/groups.wgsl.
 //
 // needs: GROUP_CHANNELS, HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, WEIGHT_GROUPS, finish_sums, sum_parts,
 //   weight_sum

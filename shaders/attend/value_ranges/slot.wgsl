@@ -1,5 +1,5 @@
-// Slot `value_ranges`: ranges of packed values that are summed by integer dot products: which go into the weights, and which
-// into the outputs. A choice may also have those of values/slot.wgsl that concern ranges.
+// Slot `value_ranges`: ranges of packed values that are summed by integer dot products: which go into the weights, and
+// which into the outputs. A choice may also have those of values/slot.wgsl that concern ranges.
 //
 // Every choice has
 //   fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32
@@ -14,7 +14,8 @@ fn begin_value_ranges(invocation: u32) {}
 // Called when the weights of a step are known, before they become integers.
 fn take_value_ranges(parity: u32) {}
 
-// The weight of token `i` of the lane, relative to the largest weight of a step, times its scale relative to the largest scale.
+// The weight of token `i` of the lane, relative to the largest weight of a step, times its scale relative to
+// the largest scale.
 fn ranged_weight(weight: f32, i: u32) -> f32 {
     return weight;
 }

@@ -1,5 +1,6 @@
-// Values with one range per channel and tile: v = s c + m. Scales are applied to the sums of a block of tokens as they enter the
-// running sums, minima to the sum of the tile's weights. Those are integers of one byte, which lanes add up for every block.
+// Values with one range per channel and tile: v = s c + m. Scales are applied to the sums of a block of tokens as they
+// enter the running sums, minima to the sum of the tile's weights. Those are integers of one byte, which lanes add up
+// for every block.
 //
 // needs: CHANNELS, HEADS, HEAD_DIM, INVOCATIONS, STEP_TILES, TILE_QUAD_PAIRS, TWO_TO_23, VALUE_BYTE, is_first_of_block,
 //   own_channel, sums, value_place
@@ -10,8 +11,8 @@
 // Scale and minimum in f16: [tile][channel].
 @group(0) @binding(6) var<storage, read> value_ranges: array<u32>;
 
-// Sums of the weights of a block, as the bits of 2^23 and more: [set][tile of the step][quad pair][head]. Two sets, so that one
-// can be reset while the other is in use.
+// Sums of the weights of a block, as the bits of 2^23 and more: [set][tile of the step][quad pair][head]. Two sets, so
+// that one can be reset while the other is in use.
 const BLOCK_SET: u32 = STEP_TILES * TILE_QUAD_PAIRS * HEADS;
 var<workgroup> block_weights: array<atomic<u32>, 2u * BLOCK_SET>;
 

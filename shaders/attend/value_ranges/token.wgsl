@@ -1,5 +1,6 @@
-// One range per token: v = s u + m with u = c + 2^(bits-1), or one norm: v = s u with u = (c + 1/2) · unit. The scale goes into the weight before it becomes an
-// integer, relative to the step's largest scale; the rest, p (m + 2^(bits-1) s), is one sum per head.
+// One range per token: v = s u + m with u = c + 2^(bits-1), or one norm: v = s u with u = (c + 1/2) · unit. The scale
+// goes into the weight before it becomes an integer, relative to the step's largest scale; the rest, p (m + 2^(bits-1)
+// s), is one sum per head.
 //
 // needs: HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, enter, enters, finish_sums, keep, largest_to_enter, sum_parts,
 //   weight_sum, weights

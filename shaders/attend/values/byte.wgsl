@@ -3,8 +3,8 @@
 // A weight is an integer 0 … 255 relative to the largest weight of its *block*: 32 tokens, the four tokens each of the
 // eight lanes whose field groups are two quads that are used one after the other. The sum of a block is folded into
 // f32 with the block's scale, exp2(block's maximum - running maximum); so one large score coarsens the weights of 31
-// other tokens and of no more. Where channels share their weights, the sum of weights is that of the integers: the mean of
-// the values is exact, and only what the weights say beyond it has their error.
+// other tokens and of no more. Where channels share their weights, the sum of weights is that of the integers: the mean
+// of the values is exact, and only what the weights say beyond it has their error.
 //
 // Bytes are made unsigned for the unsigned dot product: 128 more than they were. A block's sum is at most
 // 32 · 255 · 255 < 2^23, so that it starts at the bits of 2^23 and is that float plus the sum.
@@ -34,8 +34,8 @@ const WEIGHT_UNIT: f32 = 1f / VALUE_BYTE;
 const WEIGHT_GROUPS: u32 = 1u;
 const GROUP_CHANNELS: u32 = HEAD_DIM / WEIGHT_GROUPS;
 
-// [group of channels][head][tile of the step][quad], four field groups each: the order of use. Groups lie in banks of their
-// own.
+// [group of channels][head][tile of the step][quad], four field groups each: the order of use. Groups lie in
+// banks of their own.
 const GROUP_BYTES: u32 = HEADS * STEP_TILES * 8u + WEIGHT_GROUPS / 2u;
 // Vectors that something else needs there (attend/query_bytes/of_weights.wgsl).
 const LEAST_WEIGHT_VECTORS: u32 = 0u;

@@ -18,8 +18,8 @@ const GOLDEN_RATIO: f32 = 0.618034f;
 
 // [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
 var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
-// What is added to the weights of the invocation's tokens before they are cut to integers: 0 … 1, spread evenly over the
-// tokens of a step.
+// What is added to the weights of the invocation's tokens before they are cut to integers: 0 … 1, spread evenly over
+// the tokens of a step.
 var<private> dither: array<f32, LANE_TOKENS>;
 
 // import value_ranges = attend/value_ranges/folded.wgsl

@@ -21,8 +21,8 @@
 // Called with the first reads of an item: reads what its outputs are scaled with.
 fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {}
 
-// Called by the team of a tile: reads the ranges of the lane's tokens. The other two are for tokens that do not exist: all of
-// them, or token `i`.
+// Called by the team of a tile: reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
+// all of them, or token `i`.
 fn load_value_ranges(tile_base: u32, lane: u32) {}
 
 fn skip_value_ranges() {}

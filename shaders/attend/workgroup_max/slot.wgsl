@@ -1,5 +1,5 @@
-// Slot `workgroup_max`: largest values over the workgroup, by atomic maxima: who enters what. By default every invocation enters
-// its own.
+// Slot `workgroup_max`: largest values over the workgroup, by atomic maxima: who enters what. By default every
+// invocation enters its own.
 //
 // gives: prepare_workgroup_max, largest_to_enter, enters
 

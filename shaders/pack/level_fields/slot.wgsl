@@ -1,4 +1,5 @@
-// Slot `level_fields`: codes of the levels of a codebook, stored signed. By default there are none: a sketch is all there is.
+// Slot `level_fields`: codes of the levels of a codebook, stored signed. By default there are none: a sketch
+// is all there is.
 //
 // gives: level_field, level_value
 

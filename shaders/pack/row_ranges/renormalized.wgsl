@@ -1,4 +1,5 @@
-// The norm of a single row, kept, as it was rounded, for the codes, and stored beside the tile divided by that of the levels.
+// The norm of a single row, kept, as it was rounded, for the codes, and stored beside the tile divided by
+// that of the levels.
 //
 // needs: HEAD_DIM, Place, call, channel_value, level_field, level_value
 // gives: stored_norm, store_row_ranges

@@ -1,4 +1,5 @@
-// Keys in tiles of f16 as rows, counted as if they lay [page][kv_head][token][channel]: in the layout of `format::tile`.
+// Keys in tiles of f16 as rows, counted as if they lay [page][kv_head][token][channel]: in the layout of
+// `format::tile`.
 //
 // needs: TILE_TOKENS, call
 // gives: element_bits, element

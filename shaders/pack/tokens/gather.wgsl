@@ -1,5 +1,5 @@
-// Tokens of a span that indices name, for every KV head its own: [kv_head][index_stride], from `call.first_token` on. What
-// indices hold decides nothing about memory: one that is too large stands for the last token.
+// Tokens of a span that indices name, for every KV head its own: [kv_head][index_stride], from `call.first_token` on.
+// What indices hold decides nothing about memory: one that is too large stands for the last token.
 //
 // needs: call
 // gives: token_of

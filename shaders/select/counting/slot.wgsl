@@ -10,6 +10,6 @@ fn reaches(score: f32, row: u32) -> u32 {
     return 0u;
 }
 
-// Adds the keys of all invocations to the counts of the staged rows: bit r says that the invocation's key counts for row
-// first + r.
+// Adds the keys of all invocations to the counts of the staged rows: bit r says that the invocation's key counts
+// for row first + r.
 fn count_rows(reached_rows: u32, first: u32, first_count: u32, invocation: u32) {}

@@ -1,8 +1,8 @@
 //! The books of a cache: which spans its sequences have, and which pages they lie in. On the host alone.
 //!
-//! A change has two phases. It is opened: the books say what they will say, and what has to be written to the device. Then it
-//! is committed, or abandoned: the books say what they said before. Pages that an open change no longer needs are free once it
-//! is committed, so that nothing is lost if it is abandoned.
+//! A change has two phases. It is opened: the books say what they will say, and what has to be written to the device.
+//! Then it is committed, or abandoned: the books say what they said before. Pages that an open change no longer needs
+//! are free once it is committed, so that nothing is lost if it is abandoned.
 
 mod prompts;
 
@@ -173,8 +173,8 @@ impl<I: TokenIndices + Clone> Books<I> {
 
     // --- opening -----------------------------------------------------------------------------------------------------
 
-    /// Appends runs of tokens, the rows of which lie one after the other. A decoded token has the window packed that falls
-    /// behind with it.
+    /// Appends runs of tokens, the rows of which lie one after the other. A decoded token has the window packed that
+    /// falls behind with it.
     ///
     /// # Errors
     /// Those of [`Books::room_for_append`], and [`Error::Limit`] when too little room is free. Nothing has changed.
@@ -230,8 +230,8 @@ impl<I: TokenIndices + Clone> Books<I> {
     /// Gives an empty sequence a centre: the row of keys that is written with the change.
     ///
     /// # Errors
-    /// [`Error::Sequence`], or [`Error::Plan`] when the recipe has no centres or the sequence is not empty; [`Error::Limit`] when
-    /// there is no room for centres. Nothing has changed.
+    /// [`Error::Sequence`], or [`Error::Plan`] when the recipe has no centres or the sequence is not empty;
+    /// [`Error::Limit`] when there is no room for centres. Nothing has changed.
     pub(super) fn set_centre(&mut self, sequence: usize) -> Result<Change<I>> {
         let reject = |reason: String| Err(Error::Plan { what: "centre", reason });
         let held = self.sequence(sequence)?;
@@ -248,8 +248,8 @@ impl<I: TokenIndices + Clone> Books<I> {
         Ok(change)
     }
 
-    /// Gives a sequence that has none a centre, where the recipe has them: the mean of the first of its new tokens, which are
-    /// `tokens` rows from `first` on. What to write to all stores.
+    /// Gives a sequence that has none a centre, where the recipe has them: the mean of the first of its new tokens,
+    /// which are `tokens` rows from `first` on. What to write to all stores.
     fn begin_centre(
         &mut self,
         change: &mut Change<I>,

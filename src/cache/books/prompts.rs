@@ -13,7 +13,8 @@ impl<I: TokenIndices + Clone> Books<I> {
     /// Stores the spans of a prompt of `tokens` tokens. What to write is in [`Books::spans_since`].
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::PromptSpans`], or [`Error::Limit`] when too little room is free. Nothing has changed.
+    /// [`Error::Sequence`], [`Error::PromptSpans`], or [`Error::Limit`] when too little room is free.
+    /// Nothing has changed.
     pub(in crate::cache) fn prefill(
         &mut self,
         sequence: usize,
@@ -25,8 +26,8 @@ impl<I: TokenIndices + Clone> Books<I> {
         self.keep(sequence, tokens, spans)
     }
 
-    /// Stores these spans of a prompt of `tokens` tokens, and evicts all others: all of them if there are no spans. What to write
-    /// is in [`Books::spans_since`].
+    /// Stores these spans of a prompt of `tokens` tokens, and evicts all others: all of them if there are no spans.
+    /// What to write is in [`Books::spans_since`].
     ///
     /// # Errors
     /// [`Error::Sequence`], or [`Error::Limit`] when too little room is free. Nothing has changed.
@@ -49,11 +50,12 @@ impl<I: TokenIndices + Clone> Books<I> {
         Ok(change)
     }
 
-    /// Stores these spans, whose positions count from the beginning of the sequence, in the place of all that it holds. Its length
-    /// and its centre stay. What to write is in [`Books::spans_since`].
+    /// Stores these spans, whose positions count from the beginning of the sequence, in the place of all that it holds.
+    /// Its length and its centre stay. What to write is in [`Books::spans_since`].
     ///
     /// # Errors
-    /// [`Error::Sequence`], or [`Error::Limit`] when too little room is free beside what is replaced. Nothing has changed.
+    /// [`Error::Sequence`], or [`Error::Limit`] when too little room is free beside what is replaced.
+    /// Nothing has changed.
     pub(in crate::cache) fn replace(&mut self, sequence: usize, spans: &[PromptSpan<'_, I>]) -> Result<Change<I>> {
         self.sequence(sequence)?;
         let needed = self.room_for_prompt(spans)?;

@@ -64,8 +64,8 @@ impl Expected {
             .collect()
     }
 
-    /// The log-sum-exp furthest off, if that is further than rounding: scores of packed keys have about ten bits after the
-    /// point.
+    /// The log-sum-exp furthest off, if that is further than rounding: scores of packed keys have about ten bits
+    /// after the point.
     pub(in crate::conformance) fn lse_failure(&self, what: &str, got: &[f32]) -> Option<Failure> {
         const LIMIT: f64 = 2e-3;
         let error = |(&got, want): (&f32, &f64)| (f64::from(got) - want).abs() / (1.0 + want.abs());
@@ -75,12 +75,13 @@ impl Expected {
     }
 }
 
-/// The first element of `got` that is not the nearest of its type to the element of `in_f32`, what the same step yields in
-/// f32.
+/// The first element of `got` that is not the nearest of its type to the element of `in_f32`, what the same
+/// step yields in f32.
 ///
-/// Outputs of 16 bits are not held against the exact ones. An error of 2e-5, which is in order, carries one element of three
-/// hundred across the middle between two neighbours of bf16, where it counts as half a percent; and where that element is an
-/// outlier, it alone gives its head an NMSE of 2e-5. Whether it does is up to the last bits of a driver's arithmetic.
+/// Outputs of 16 bits are not held against the exact ones. An error of 2e-5, which is in order, carries one element of
+/// three hundred across the middle between two neighbours of bf16, where it counts as half a percent; and where that
+/// element is an outlier, it alone gives its head an NMSE of 2e-5. Whether it does is up to the last bits of a
+/// driver's arithmetic.
 pub(super) fn rounding_failure(got: &[f32], in_f32: &[f32], output: ElementType, head_dim: usize) -> Option<Failure> {
     let nearest = |x: f64| match output {
         ElementType::F32 => x,

@@ -92,17 +92,17 @@ pub enum DataKind {
     /// The same as [`DataKind::ChannelOffsets`], but every third channel holds one value throughout, among them
     /// zeros: groups without spread.
     ConstantChannels,
-    /// The same as [`DataKind::ChannelOffsets`], with a bias of 300 in three channels of every key, as projections with biases
-    /// make them.
+    /// The same as [`DataKind::ChannelOffsets`], with a bias of 300 in three channels of every key, as projections with
+    /// biases make them.
     BiasedKeys,
     /// Every token has the same key and the same value; only the sink's key differs.
     ConstantTokens,
 }
 
 /// Where the sink lies: a token whose score is 14 nats above the level of all others (see
-/// [`SINK_NATS`](crate::conformance::SINK_NATS)) for every other query head. The remaining heads do not see it, because a sink hides
-/// what goes wrong elsewhere; they give about a seventh of their weight to the token at the other end of the sequence, so
-/// that a token lost at the edge shows.
+/// [`SINK_NATS`](crate::conformance::SINK_NATS)) for every other query head. The remaining heads do not see it, because
+/// a sink hides what goes wrong elsewhere; they give about a seventh of their weight to the token at the other end of
+/// the sequence, so that a token lost at the edge shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SinkPlace {
     /// The first token, where language models have theirs.

@@ -146,8 +146,8 @@ pub(super) fn codebooks() -> Vec<AttendCase> {
     cases
 }
 
-/// Keys with sign sketches, QJL (1 bit) and TurboQuant for inner products: every width at every head dimension and group size,
-/// single tokens, an int8 query, calibration.
+/// Keys with sign sketches, QJL (1 bit) and TurboQuant for inner products: every width at every head dimension and
+/// group size, single tokens, an int8 query, calibration.
 pub(super) fn sketches() -> Vec<AttendCase> {
     let widths = [Bits::One, Bits::Two, Bits::Three, Bits::Four];
     let mut cases = Vec::new();

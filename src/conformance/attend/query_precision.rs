@@ -45,8 +45,8 @@ pub(super) fn byte_weights() -> Vec<AttendCase> {
     cases
 }
 
-/// Ranges of groups of tokens and of channels, which go into queries and weights of their own, with either query: beside a
-/// sink, over every number of query heads and groups, calibrated, and merged with other segments.
+/// Ranges of groups of tokens and of channels, which go into queries and weights of their own, with either query:
+/// beside a sink, over every number of query heads and groups, calibrated, and merged with other segments.
 pub(super) fn group_ranges() -> Vec<AttendCase> {
     let format = |(key, tokens): (Bits, usize), (value, channels): (Bits, usize)| SegmentFormat {
         key: affine(key, Grouping::ChannelTokens(tokens)),

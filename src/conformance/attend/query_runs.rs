@@ -41,8 +41,8 @@ pub(super) fn query_runs() -> Vec<AttendCase> {
     cases
 }
 
-/// Runs of more rows than a block of the kernels that take many together, beside short ones: over spans that end within a
-/// tile, a sink that lets weights grow, and one key per channel beside one value per token.
+/// Runs of more rows than a block of the kernels that take many together, beside short ones: over spans that end within
+/// a tile, a sink that lets weights grow, and one key per channel beside one value per token.
 fn wide_runs() -> Vec<AttendCase> {
     let mut f16 = AttendCase::new("runs-wide-f16", shape(3, 96), SegmentFormat::F16).lengths(&[1000, 300, 77, 200]);
     f16.queries =
@@ -88,8 +88,8 @@ fn wide_runs() -> Vec<AttendCase> {
     cases
 }
 
-/// What attention states are checked on: every sequence has tokens in the first store and in others, so that states over the
-/// one and over the others are merged.
+/// What attention states are checked on: every sequence has tokens in the first store and in others, so that states
+/// over the one and over the others are merged.
 pub fn state_cases() -> Vec<AttendCase> {
     let mut cases = Vec::new();
     for (name, group, head_dim, format) in [

@@ -58,7 +58,8 @@ pub(in crate::conformance) fn decode(
     attention(shape, &spans, usize::MAX, queries)
 }
 
-/// The exact outputs of one query of each head, which sees the first `visible` tokens of its sequence; KV heads in parallel.
+/// The exact outputs of one query of each head, which sees the first `visible` tokens of its sequence; KV
+/// heads in parallel.
 fn attention(shape: &AttentionShape, spans: &[DenseSpan<'_>], visible: usize, queries: &[f32]) -> Result<Expected> {
     let group = AttentionShape::new(shape.group(), 1, shape.head_dim())?;
     let heads: Vec<Expected> = (0..shape.kv_heads())

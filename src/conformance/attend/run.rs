@@ -12,9 +12,9 @@ use crate::format::KeyOrValue;
 use crate::plan::{AttendPlan, ElementType};
 use crate::{Backend, Result};
 
-/// Stores the data of a case through `backend`, compares what is stored with the CPU twin's bit for bit, attends twice, which
-/// has to yield the same bits, and compares the output with an f64 attention over the stored data; one of 16 bits with the
-/// output of the same step in f32.
+/// Stores the data of a case through `backend`, compares what is stored with the CPU twin's bit for bit, attends twice,
+/// which has to yield the same bits, and compares the output with an f64 attention over the stored data; one of 16 bits
+/// with the output of the same step in f32.
 pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &AttendCase) -> Result<Report> {
     let data = data::sequences(case);
     let tensors = upload(backend, &data).await?;
@@ -49,8 +49,8 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &AttendCa
     Ok(Report { check: case.name.clone(), accuracy: Some(Accuracy { error, limits }), failures })
 }
 
-/// Compares the attention states of the queries of a case with f64, and those that are merged of states over the first store
-/// and over the others.
+/// Compares the attention states of the queries of a case with f64, and those that are merged of states over the first
+/// store and over the others.
 pub(in crate::conformance) async fn run_states<B: Backend>(backend: &B, case: &AttendCase) -> Result<Report> {
     let data = data::sequences(case);
     let tensors = upload(backend, &data).await?;

@@ -109,7 +109,8 @@ impl EvictionCase {
     }
 }
 
-/// Gathers the kept keys and values, which have to be the same bits, finds the others, and merges the evicted ones into them.
+/// Gathers the kept keys and values, which have to be the same bits, finds the others, and merges the evicted
+/// ones into them.
 pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &EvictionCase) -> Result<Report> {
     let (shape, layout, heads) = (case.shape, case.layout(), case.shape.kv_heads());
     let [keys, values] = case.rows();

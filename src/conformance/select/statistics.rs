@@ -40,9 +40,10 @@ pub struct StatisticsCase {
     pub quick: bool,
 }
 
-/// All cases of statistics: group sizes, head dimensions, one row of one token, rows from the middle, a tile and one token,
-/// thresholds of nothing and of everything, equal scores; and keys in f16, which devices with cooperative matrices multiply by
-/// them: rows that end within blocks of 16, more heads or rows than are multiplied at once, tokens beyond tiles.
+/// All cases of statistics: group sizes, head dimensions, one row of one token, rows from the middle, a tile and one
+/// token, thresholds of nothing and of everything, equal scores; and keys in f16, which devices with cooperative
+/// matrices multiply by them: rows that end within blocks of 16, more heads or rows than are multiplied at once,
+/// tokens beyond tiles.
 pub fn statistics_cases() -> Vec<StatisticsCase> {
     use ElementType::{Bf16, F16, F32};
     let last = |rows: u32, tokens: u32| (tokens - rows..tokens).collect::<Vec<u32>>();
@@ -179,8 +180,8 @@ impl Rows {
     }
 }
 
-/// Measures rows and columns, then columns alone from the log-sum-exp that was measured, twice: the same bits, and but for
-/// rounding those of the first, where a compiler may have joined other operations.
+/// Measures rows and columns, then columns alone from the log-sum-exp that was measured, twice: the same bits, and but
+/// for rounding those of the first, where a compiler may have joined other operations.
 pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &StatisticsCase) -> Result<Report> {
     let rows = Rows::new(case)?;
     let (input, all) = (rows.input(case), TokenRange::new(0, case.tokens)?);
@@ -222,8 +223,8 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &Statisti
     Ok(Report { check: case.name.clone(), accuracy: None, failures })
 }
 
-/// A count that does not lie between those of a threshold just above and just below: f32 and f64 may disagree about a score
-/// on it.
+/// A count that does not lie between those of a threshold just above and just below: f32 and f64 may disagree
+/// about a score on it.
 fn wrong_count(case: &StatisticsCase, input: &StatsInput<'_>, got: &[u32], rows: &RowStats) -> Result<Option<Failure>> {
     let counts = |threshold: f32| -> Result<Vec<u32>> {
         let request = ColumnRequest { aggregation: HeadAggregation::Each, threshold: Some(threshold.min(1.0)) };

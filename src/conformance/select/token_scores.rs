@@ -36,7 +36,8 @@ pub struct TokenScoresCase {
     pub quick: bool,
 }
 
-/// All cases: sums as they are, means, both poolings, every rule for text, images that touch, nothing recent, all recent.
+/// All cases: sums as they are, means, both poolings, every rule for text, images that touch, nothing
+/// recent, all recent.
 pub fn token_scores_cases() -> Vec<TokenScoresCase> {
     use TextRule::{Equal, Raised, Stays};
     use Weighing::{MeanOfVisible, Sum};

@@ -18,13 +18,13 @@ pub struct ColumnStats {
 
 /// Column sums of softmax, and counts under a threshold, over the keys of `range` (VL-Cache A.5, the second kernel).
 ///
-/// A weight is `exp(s − lse)`. It is at least `p` times the largest of its row when `s ≥ max + ln p`, so counting needs no
-/// weights. `lse` is `[query_heads, rows]` over all keys, from [`attention_row_stats`](super::attention_row_stats()) or
-/// the caller's own prefill; `max`, likewise, is needed for counts alone.
+/// A weight is `exp(s − lse)`. It is at least `p` times the largest of its row when `s ≥ max + ln p`, so counting needs
+/// no weights. `lse` is `[query_heads, rows]` over all keys, from [`attention_row_stats`](super::attention_row_stats())
+/// or the caller's own prefill; `max`, likewise, is needed for counts alone.
 ///
 /// # Errors
-/// As [`StatsInput::check`]; [`Error::Elements`] when there is not one LSE, and for counts one maximum, per head and row;
-/// [`Error::Budget`] when the threshold is not in 0 ..= 1.
+/// As [`StatsInput::check`]; [`Error::Elements`] when there is not one LSE, and for counts one maximum, per head and
+/// row; [`Error::Budget`] when the threshold is not in 0 ..= 1.
 pub fn attention_column_stats(
     input: &StatsInput<'_>,
     range: TokenRange,

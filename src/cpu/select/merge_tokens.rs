@@ -10,8 +10,8 @@ use crate::policy::{Merging, Nearest};
 use crate::{Error, Result};
 
 /// The kept rows of every KV head, `[kv_heads, k, head_dim]`, each with the evicted rows whose `nearest` it is merged
-/// into it (LOOK-M eq. 10-12, [`Merging`]). Rows are keys or values: values follow the assignment of their keys. Evicted
-/// rows enter in the order in which they are given.
+/// into it (LOOK-M eq. 10-12, [`Merging`]). Rows are keys or values: values follow the assignment of their keys.
+/// Evicted rows enter in the order in which they are given.
 ///
 /// # Errors
 /// [`Error::NoTokens`] or [`Error::Elements`] when the rows do not fit their layout; [`Error::Selection`] when the

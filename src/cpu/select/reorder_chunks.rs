@@ -7,11 +7,12 @@ use crate::cpu::CpuTensor;
 use crate::format::AttentionShape;
 use crate::policy::check_order;
 
-/// Copies tokens chunk by chunk: chunk i of the result, `[kv_heads, tokens, head_dim]`, is chunk `order[i]` of the input.
-/// Tokens after the last whole chunk stay where they are (Cocktail, algorithm 1).
+/// Copies tokens chunk by chunk: chunk i of the result, `[kv_heads, tokens, head_dim]`, is chunk `order[i]` of the
+/// input. Tokens after the last whole chunk stay where they are (Cocktail, algorithm 1).
 ///
 /// # Errors
-/// [`Error::NoTokens`](crate::Error::NoTokens) or [`Error::Elements`](crate::Error::Elements) when the tensor does not fit its layout; as [`check_order`].
+/// [`Error::NoTokens`](crate::Error::NoTokens) or [`Error::Elements`](crate::Error::Elements) when the tensor does not
+/// fit its layout; as [`check_order`].
 pub fn reorder_chunks(
     shape: &AttentionShape,
     rows: DenseRows<'_>,

@@ -5,8 +5,8 @@ use rayon::prelude::*;
 use crate::Result;
 use crate::policy::{ScoreRequest, TextRule};
 
-/// The scores of the tokens of every KV head, `[kv_heads, tokens]`, of their column sums ([`ScoreRequest`]); and for every
-/// head 0 where its sums are numbers, or else the number of tokens from the first on whose sum is NaN.
+/// The scores of the tokens of every KV head, `[kv_heads, tokens]`, of their column sums ([`ScoreRequest`]); and for
+/// every head 0 where its sums are numbers, or else the number of tokens from the first on whose sum is NaN.
 ///
 /// # Errors
 /// Those of [`ScoreRequest::check`].

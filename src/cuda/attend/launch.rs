@@ -63,7 +63,8 @@ pub(super) struct Launch {
 }
 
 impl Launch {
-    /// The same beside the launch before it, which it has nothing to do with: one block more waits for that (`cuda/attend.cu`).
+    /// The same beside the launch before it, which it has nothing to do with: one block more waits for that
+    /// (`cuda/attend.cu`).
     pub(super) fn beside_the_one_before(mut self) -> Self {
         let blocks = &mut self.kernel.config.grid_dim.0;
         self.call.beside = *blocks;
@@ -79,15 +80,15 @@ impl Launch {
             // SAFETY: the memory lives as long as the step, and the stream orders this like any other work.
             unsafe { memset_d8_async(memory.address(), 0, memory.bytes(), stream.cu_stream()) }.map_err(failed)?;
         }
-        // SAFETY: the argument is the kernel's. Pages, slots, queries, output and scratch were checked or sized when the step was
-        // bound, which keeps them.
+        // SAFETY: the argument is the kernel's. Pages, slots, queries, output and scratch were checked or sized when
+        // the step was bound, which keeps them.
         unsafe { self.kernel.run(stream, &AttendCall { early: begins as u32, ..self.call }) }
     }
 }
 
 /// A step that is ready to run, with its scratch, on the stream of the backend that it was bound by. It keeps alive all
-/// memory that it reads and writes, and that is given back in the order of the same stream: a step may be let go of while
-/// it runs. A graph that captured the step needs it as long as it is replayed.
+/// memory that it reads and writes, and that is given back in the order of the same stream: a step may be let go of
+/// while it runs. A graph that captured the step needs it as long as it is replayed.
 ///
 /// It reads whatever the pages hold when it runs, so that a graph that captured it may be replayed after tokens were
 /// overwritten in place; after tokens were added, plan and bind anew. Two runs must not overlap.
@@ -108,8 +109,8 @@ impl BoundStep {
         self.launches.iter().try_for_each(|launch| launch.run(&self.stream, Begins::After))
     }
 
-    /// The same right behind what its layer stores, beside which it begins: for steps of one launch, whose tables say which
-    /// pages to wait for.
+    /// The same right behind what its layer stores, beside which it begins: for steps of one launch, whose tables say
+    /// which pages to wait for.
     pub(in crate::cuda) fn launch_beside_storing(&self) -> Result<()> {
         self.launches.iter().try_for_each(|launch| launch.run(&self.stream, Begins::BesideStoring))
     }

@@ -77,7 +77,7 @@ pub(in crate::cuda) fn merge_pair(
     let config = LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (128, 1, 1), shared_mem_bytes: 0 };
     let mut launch = backend.stream().launch_builder(&function);
     launch.arg(&call);
-    // SAFETY: the argument is the kernel's, and all six arrays were checked to hold the rows of the grid. They live until the
-    // stream has passed this launch, because they are freed in its order.
+    // SAFETY: the argument is the kernel's, and all six arrays were checked to hold the rows of the grid. They live
+    // until the stream has passed this launch, because they are freed in its order.
     unsafe { launch.launch(config) }.map(|_| ()).map_err(|error| driver_error("merge_pair", 0, error))
 }

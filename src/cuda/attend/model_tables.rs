@@ -1,4 +1,5 @@
-//! The tables of a step of attention for all layers of a model: written once, with addresses of every layer's own pages.
+//! The tables of a step of attention for all layers of a model: written once, with addresses of every
+//! layer's own pages.
 
 use std::sync::Arc;
 
@@ -144,8 +145,8 @@ impl ModelTables {
         self.segments.iter().map(of).collect()
     }
 
-    /// Queues the tables of a step that is bound like the one they were made for: one upload, and a small kernel for every
-    /// segment. Pages that are written by `fresh` are marked.
+    /// Queues the tables of a step that is bound like the one they were made for: one upload, and a small kernel for
+    /// every segment. Pages that are written by `fresh` are marked.
     pub fn write(&mut self, plan: &StepPlan, fresh: Option<&StepTable>) -> Result<()> {
         for (segment, places) in plan.segments().iter().zip(&self.segments) {
             self.fresh.clear();
@@ -171,8 +172,9 @@ impl ModelTables {
         let config = LaunchConfig { grid_dim, block_dim: (THREADS as u32, 1, 1), shared_mem_bytes: 0 };
         let mut launch = self.stream.launch_builder(&self.function);
         launch.arg(call);
-        // SAFETY: the one argument is the kernel's; words, shards and addresses have the room that it says, for as many layers as
-        // there are rows of blocks, and live as long as the tables, which are given back in the order of the stream.
+        // SAFETY: the one argument is the kernel's; words, shards and addresses have the room that it says, for as
+        // many layers as there are rows of blocks, and live as long as the tables, which are given back in the
+        // order of the stream.
         unsafe { launch.launch(config) }.map(|_| ()).map_err(|error| driver_error("page_addresses", 0, error))
     }
 }

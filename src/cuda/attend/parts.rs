@@ -153,8 +153,9 @@ mod tests {
     const H200: DeviceFacts = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
 
     proptest! {
-        /// Whatever kernel takes a query: it gets every token that it sees once and no other, each of its items has a state row
-        /// of its own, and where a launch merges these, one of the blocks that it is launched for is the query's.
+        /// Whatever kernel takes a query: it gets every token that it sees once and no other, each of its items
+        /// has a state row of its own, and where a launch merges these, one of the blocks that it is launched for
+        /// is the query's.
         #[test]
         fn every_query_gets_what_it_sees(
             lengths in prop::collection::vec((0usize..3, 1usize..900), 3..14),

@@ -56,8 +56,8 @@ enum Multiplies {
 }
 
 impl RunVariant {
-    /// The variant for blocks of so many rows, or nothing where there is none: for sketches, more than 128 channels, and
-    /// devices with little shared memory.
+    /// The variant for blocks of so many rows, or nothing where there is none: for sketches, more than 128 channels,
+    /// and devices with little shared memory.
     pub(super) fn new(pages: PageFormat, rows: usize, facts: &DeviceFacts) -> Option<Self> {
         if pages.head_dim > MOST_CHANNELS || pages.key.sketched() {
             return None;

@@ -12,8 +12,8 @@ use crate::cuda::device::memory::Memory;
 pub(in crate::cuda) enum Room {
     /// For what one step needs.
     Exact,
-    /// In classes that lie up to an eighth apart, exact below 16: what is bound, or captured, serves all steps of a class. Blocks
-    /// that find nothing to do cost little beside so many, and those of short waves would cost much.
+    /// In classes that lie up to an eighth apart, exact below 16: what is bound, or captured, serves all steps of a
+    /// class. Blocks that find nothing to do cost little beside so many, and those of short waves would cost much.
     Classes,
 }
 

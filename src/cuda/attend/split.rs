@@ -8,8 +8,8 @@ const SHARED_RATE: f64 = 34e3;
 /// Bytes that one multiprocessor can take in a microsecond while others idle.
 const ALONE_RATE: f64 = 50e3;
 
-/// Tokens of one head that a multiprocessor attends to in a microsecond, however few bits they have: for the query heads of
-/// `attend`.
+/// Tokens of one head that a multiprocessor attends to in a microsecond, however few bits they have: for the query
+/// heads of `attend`.
 pub(super) const TOKEN_RATE: f64 = 780.0;
 
 /// The same for the rows of `attend_run`.

@@ -31,9 +31,9 @@ pub struct StepTensors<'a> {
 
 /// A step as the CUDA kernels run it: made from lengths alone, without touching the device.
 ///
-/// The [`AttendPlan`] is cut so that the blocks of its items fill the device once. Neighbouring queries of a run share items:
-/// up to 256 rows, of queries and query heads, where a run has 33 of them or more (not beside sketches, not where scores are
-/// calibrated, and up to 128 channels), and otherwise as many as eight query heads hold.
+/// The [`AttendPlan`] is cut so that the blocks of its items fill the device once. Neighbouring queries of a run share
+/// items: up to 256 rows, of queries and query heads, where a run has 33 of them or more (not beside sketches, not
+/// where scores are calibrated, and up to 128 channels), and otherwise as many as eight query heads hold.
 #[derive(Clone, Debug)]
 pub struct StepPlan {
     shape: AttentionShape,
@@ -44,7 +44,8 @@ pub struct StepPlan {
     output_rows: QueryRows,
 }
 
-/// Compiles every kernel of attention that steps over these stores may ask for, whose runs have up to `longest` queries.
+/// Compiles every kernel of attention that steps over these stores may ask for, whose runs have up to
+/// `longest` queries.
 ///
 /// # Errors
 /// Those of [`StepPlan::new`], and errors of compiling kernels.
@@ -80,7 +81,8 @@ impl StepPlan {
     /// Plans a step for a device.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a format that has no CUDA kernel, [`Error::Limit`] for one that does not fit the device.
+    /// [`Error::Unsupported`] for a format that has no CUDA kernel, [`Error::Limit`] for one that does not
+    /// fit the device.
     pub fn new(backend: &Cuda, plan: &AttendPlan) -> Result<Self> {
         Self::for_device(backend.kernels().facts(), plan)
     }
@@ -128,8 +130,8 @@ impl StepPlan {
         self.segments.iter().flat_map(labels).chain(merges).collect()
     }
 
-    /// Allocates scratch, resolves the pages of `stores` (in the order of the plan's stores) and uploads the tables. With
-    /// `lse`, f32 `[rows, query_heads]`, the step also yields the natural log-sum-exp of every query and head.
+    /// Allocates scratch, resolves the pages of `stores` (in the order of the plan's stores) and uploads the tables.
+    /// With `lse`, f32 `[rows, query_heads]`, the step also yields the natural log-sum-exp of every query and head.
     ///
     /// # Errors
     /// [`Error::Plan`] or [`Error::Elements`] when stores, queries or output are not those of the plan;
@@ -166,7 +168,8 @@ impl StepPlan {
         self.output_rows.check_room("output", output.elements(), self.rows, &self.shape)
     }
 
-    /// Whether what was bound for another step serves this one: the same kernels, over tables and scratch of the same room.
+    /// Whether what was bound for another step serves this one: the same kernels, over tables and scratch
+    /// of the same room.
     pub(in crate::cuda) fn is_bound_like(&self, other: &Self) -> bool {
         let same = |(a, b): (&SegmentStep, &SegmentStep)| a.is_bound_like(b);
         self.sizes(Room::Classes) == other.sizes(Room::Classes)
@@ -174,8 +177,8 @@ impl StepPlan {
             && self.segments.iter().zip(&other.segments).all(same)
     }
 
-    /// Whether it may begin beside what its layer stores. A launch waits for those before it, so that with several the second
-    /// would wait for the first.
+    /// Whether it may begin beside what its layer stores. A launch waits for those before it, so that with several the
+    /// second would wait for the first.
     pub(in crate::cuda) fn begins_beside_storing(&self, facts: &DeviceFacts) -> bool {
         let one = matches!(self.segments.as_slice(), [segment] if segment.knows_fresh_pages());
         one && facts.has_dependent_launches()
@@ -298,7 +301,8 @@ mod tests {
         }
     }
 
-    /// Items of a cluster are of one sequence and share its row; one sequence more, of another length, and there are none.
+    /// Items of a cluster are of one sequence and share its row; one sequence more, of another length, and
+    /// there are none.
     #[test]
     fn clusters_are_of_one_sequence() {
         let shape = AttentionShape::new(32, 8, 128).unwrap();

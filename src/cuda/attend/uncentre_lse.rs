@@ -38,7 +38,8 @@ pub(in crate::cuda) fn program() -> Program {
     Program { files: &["uncentre_lse.cu"], defines: Vec::new() }
 }
 
-/// Adds `q·m / √head_dim` to log-sum-exps `[rows, query_heads]`; row `i` has its centre in slot `slots[i]` of the store's.
+/// Adds `q·m / √head_dim` to log-sum-exps `[rows, query_heads]`; row `i` has its centre in slot `slots[i]`
+/// of the store's.
 pub(in crate::cuda) fn uncentre_lse(
     backend: &Cuda,
     store: &Store,
@@ -87,7 +88,7 @@ pub(in crate::cuda) fn uncentre_lse(
     let config = LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (BLOCK, 1, 1), shared_mem_bytes: 0 };
     let mut launch = backend.stream().launch_builder(&function);
     launch.arg(&call);
-    // SAFETY: the argument is the kernel's, and all arrays were checked to hold what it names. They live until the stream has
-    // passed this launch, because they are freed in its order.
+    // SAFETY: the argument is the kernel's, and all arrays were checked to hold what it names. They live until the
+    // stream has passed this launch, because they are freed in its order.
     unsafe { launch.launch(config) }.map(|_| ()).map_err(|error| driver_error("uncentre_lse", 0, error))
 }

@@ -65,9 +65,9 @@ type Sizes = [usize; 5];
 
 impl AttendVariant {
     /// The variants that serve a format best, for spans of up to `longest_span` tiles: one whose blocks have a
-    /// multiprocessor to themselves; one of fewer warps, where that has so many that few steps would leave some of them idle;
-    /// for few bits, one whose blocks share it in twos, for steps of more blocks than multiprocessors; and for short spans
-    /// one of small blocks, of which several share it.
+    /// multiprocessor to themselves; one of fewer warps, where that has so many that few steps would leave some of them
+    /// idle; for few bits, one whose blocks share it in twos, for steps of more blocks than multiprocessors; and for
+    /// short spans one of small blocks, of which several share it.
     pub(super) fn candidates(
         pages: PageFormat,
         group: usize,
@@ -164,8 +164,8 @@ impl AttendVariant {
         Ok(function)
     }
 
-    /// True if the warps, which take the steps of an item in turn, are idle for more than a quarter of its time where it has
-    /// so many tiles.
+    /// True if the warps, which take the steps of an item in turn, are idle for more than a quarter of its time where
+    /// it has so many tiles.
     pub(super) const fn wastes_turns(&self, tiles: usize) -> bool {
         let steps = tiles * TILE_TOKENS / self.step_tokens;
         let idle = steps.next_multiple_of(self.warps) - steps;
@@ -207,7 +207,8 @@ impl AttendVariant {
         Program { files: &["attend.cu"], defines }
     }
 
-    /// Shared memory of the rings, in which the warps' sums are joined afterwards, those of minimums beside those of channels.
+    /// Shared memory of the rings, in which the warps' sums are joined afterwards, those of minimums beside
+    /// those of channels.
     pub(super) const fn shared_bytes(&self) -> usize {
         let rings = self.warps * self.stages * stage_bytes(&self.pages, self.step_tokens);
         let minimums = match self.pages.value.row_groups(self.pages.head_dim) {

@@ -19,8 +19,8 @@ pub(in crate::cuda) struct KernelLaunch {
     pub config: LaunchConfig,
     /// Blocks of a cluster, 1 where there are none.
     pub cluster: u32,
-    /// May begin while the kernel before it still runs, and waits for it itself. Devices before compute capability 9.0 have no
-    /// such launches.
+    /// May begin while the kernel before it still runs, and waits for it itself. Devices before compute capability 9.0
+    /// have no such launches.
     pub overlaps: bool,
 }
 
@@ -31,8 +31,8 @@ impl KernelLaunch {
     /// What the driver says of it.
     ///
     /// # Safety
-    /// `call` is the kernel's one argument; what it names is of the sizes that the kernel takes for granted, and lives until the
-    /// kernel is done.
+    /// `call` is the kernel's one argument; what it names is of the sizes that the kernel takes for granted, and lives
+    /// until the kernel is done.
     pub unsafe fn run<T: DeviceRepr>(&self, stream: &Arc<CudaStream>, call: &T) -> Result<()> {
         let failed = |error| driver_error(self.name, 0, error);
         stream.context().bind_to_thread().map_err(failed)?;
@@ -62,7 +62,8 @@ impl KernelLaunch {
             numAttrs: attributes.len() as u32,
         };
         let mut arguments = [std::ptr::from_ref(call).cast_mut().cast::<c_void>()];
-        // SAFETY: the driver copies the argument and the attributes before it returns; the rest is what the caller promises.
+        // SAFETY: the driver copies the argument and the attributes before it returns; the rest is what the
+        // caller promises.
         let launched = unsafe {
             sys::cuLaunchKernelEx(&config, self.function.cu_function(), arguments.as_mut_ptr(), std::ptr::null_mut())
         };

@@ -1,7 +1,7 @@
 //! The libraries of CUDA that are loaded at run time: whether they are there.
 //!
-//! cudarc panics on the first call into a library that it cannot load, so each is looked for before. cudarc has a probe of
-//! its own only where nothing else in the program makes it link instead of load (candle does).
+//! cudarc panics on the first call into a library that it cannot load, so each is looked for before. cudarc has a probe
+//! of its own only where nothing else in the program makes it link instead of load (candle does).
 
 use std::env::consts::{DLL_PREFIX, DLL_SUFFIX};
 

@@ -82,8 +82,8 @@ impl Memory {
         }
     }
 
-    /// Queues a copy of the host's bytes to `offset` bytes from the start of the memory. The bytes may be let go of at once: they
-    /// are not pinned, so that the driver has taken them when it returns.
+    /// Queues a copy of the host's bytes to `offset` bytes from the start of the memory. The bytes may be let go of at
+    /// once: they are not pinned, so that the driver has taken them when it returns.
     pub(crate) fn write(
         &self,
         stream: &Arc<CudaStream>,
@@ -132,7 +132,8 @@ impl Memory {
         let failed = |error| driver_error(what, bytes as u64, error);
         let mut copied = vec![0u8; bytes];
         stream.context().bind_to_thread().map_err(failed)?;
-        // SAFETY: the bytes were checked to lie within the memory, which lives beyond the end of the copy: it is waited for.
+        // SAFETY: the bytes were checked to lie within the memory, which lives beyond the end of the copy:
+        // it is waited for.
         let queued = unsafe { memcpy_dtoh_async(&mut copied, self.address + offset as u64, stream.cu_stream()) };
         // The host's bytes are let go only when no copy into them is under way.
         let done = stream.synchronize();

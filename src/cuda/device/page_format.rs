@@ -217,7 +217,8 @@ impl TensorPages {
         }
     }
 
-    /// True if whole rows become fields before they are packed: fields and norms depend on more than ranges and elements.
+    /// True if whole rows become fields before they are packed: fields and norms depend on more than
+    /// ranges and elements.
     pub(crate) const fn codes_rows(&self) -> bool {
         self.sketched() || self.renormalized
     }
@@ -244,7 +245,8 @@ impl TensorPages {
         }
     }
 
-    /// True if ranges change inside rows of a tile: those of groups of tokens, and of groups of channels smaller than a row.
+    /// True if ranges change inside rows of a tile: those of groups of tokens, and of groups of channels
+    /// smaller than a row.
     pub(crate) const fn is_grouped(&self, head_dim: usize) -> bool {
         match self.grouping {
             Some(Grouping::ChannelTokens(_)) => true,

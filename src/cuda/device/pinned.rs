@@ -12,8 +12,8 @@ use crate::{Error, Result};
 /// Uploads that may be under way at once. The host is a step or two ahead of the device; further than this it waits.
 const UNDER_WAY: usize = 4;
 
-/// Pinned memory of the host from which tables are uploaded again and again: the driver copies from it while the host goes on,
-/// where it would stop for memory that is not pinned.
+/// Pinned memory of the host from which tables are uploaded again and again: the driver copies from it while the host
+/// goes on, where it would stop for memory that is not pinned.
 #[derive(Debug)]
 pub(crate) struct Pinned {
     stream: Arc<CudaStream>,
@@ -46,7 +46,8 @@ impl Pinned {
         Ok(Self { stream: stream.clone(), bytes, parts, next: 0 })
     }
 
-    /// Queues a copy of bytes to the start of `memory`. It waits only where as many copies as there are parts have not run yet.
+    /// Queues a copy of bytes to the start of `memory`. It waits only where as many copies as there are parts
+    /// have not run yet.
     pub(crate) fn upload(&mut self, what: &'static str, bytes: &[u8], memory: &Memory) -> Result<()> {
         let room = self.bytes.min(memory.bytes());
         if bytes.len() > room {
@@ -62,8 +63,8 @@ impl Pinned {
         let host = &mut part.host.as_mut_slice().map_err(failed)?[..bytes.len()];
         host.copy_from_slice(bytes);
         self.stream.context().bind_to_thread().map_err(failed)?;
-        // SAFETY: the bytes were checked to fit the memory, which lives as long as work of its stream may use it; the host's are
-        // written again, or given back, only after the event that follows the copy.
+        // SAFETY: the bytes were checked to fit the memory, which lives as long as work of its stream may use it; the
+        // host's are written again, or given back, only after the event that follows the copy.
         unsafe { memcpy_htod_async(memory.address(), host, self.stream.cu_stream()) }.map_err(failed)?;
         part.copied.record(&self.stream).map_err(failed)
     }

@@ -73,8 +73,8 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// The architecture to compile for, as NVRTC names it. Instructions of warpgroups are those of one architecture, and of
-    /// none after it.
+    /// The architecture to compile for, as NVRTC names it. Instructions of warpgroups are those of one architecture,
+    /// and of none after it.
     pub(crate) fn architecture(&self, facts: &DeviceFacts) -> String {
         let architecture = facts.architecture();
         if self.defines.contains(&("WARPGROUPS", 1)) { architecture + "a" } else { architecture }

@@ -18,8 +18,8 @@ const SHARD_BYTES: u64 = 8 << 30;
 /// A page holds the tiles of its KV heads one after the other, each with what belongs to it (see this module); span
 /// ranges are `[slot][kv_head][channel]` of [`CodeRange`], for the channels as they are stored.
 ///
-/// It belongs to the stream of the backend that made it, and backends of other streams refuse it: pages are given back in
-/// the order of that stream.
+/// It belongs to the stream of the backend that made it, and backends of other streams refuse it: pages are given back
+/// in the order of that stream.
 #[derive(Debug)]
 pub struct Store {
     stream: Arc<CudaStream>,
@@ -259,8 +259,8 @@ impl Store {
         self.range_slots
     }
 
-    /// The store in a [layout of steps](crate::plan::StepLayout), for steps that put so many tokens into it at most, and copy so
-    /// many of its pages.
+    /// The store in a [layout of steps](crate::plan::StepLayout), for steps that put so many tokens into it at most,
+    /// and copy so many of its pages.
     pub fn step_capacity(&self, tokens: usize, copies: usize) -> StoreCapacity {
         let shard_pages = self.shards.iter().map(|shard| shard.pages).collect();
         StoreCapacity {

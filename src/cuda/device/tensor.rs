@@ -50,11 +50,11 @@ impl Tensor {
     /// ```
     ///
     /// # Safety
-    /// From `address` on there are so many elements in memory of the device of every backend that is handed the tensor, and
-    /// they stay there as long as `owner` lives. When the last holder lets go of `owner`, the memory is not put to another
-    /// use before the work that the backends' streams then hold is done (memory that is freed in the order of the same
-    /// stream is not). What other streams do with the memory is ordered by the caller, before or after the work of the
-    /// backends; while one of them writes the tensor, as an output, nothing else uses it.
+    /// From `address` on there are so many elements in memory of the device of every backend that is handed the tensor,
+    /// and they stay there as long as `owner` lives. When the last holder lets go of `owner`, the memory is not put to
+    /// another use before the work that the backends' streams then hold is done (memory that is freed in the order of
+    /// the same stream is not). What other streams do with the memory is ordered by the caller, before or after the
+    /// work of the backends; while one of them writes the tensor, as an output, nothing else uses it.
     ///
     /// # Errors
     /// [`Error::Buffer`] when the address is no multiple of the size of an element, or the elements pass the end of the

@@ -211,8 +211,9 @@ impl Launcher<'_> {
         Ok(())
     }
 
-    /// Rewrites rows into scratch memory, rotated, less a centre or both, a few pages of tokens at a time, and packs them from
-    /// there. Where ranges span all pieces, the pieces are rewritten once for the ranges and once more for the codes.
+    /// Rewrites rows into scratch memory, rotated, less a centre or both, a few pages of tokens at a time, and
+    /// packs them from there. Where ranges span all pieces, the pieces are rewritten once for the ranges and once
+    /// more for the codes.
     fn pack_rewritten(
         &self,
         scratch: &mut PackScratch,

@@ -1,5 +1,5 @@
-//! Memory that calls of a backend share: they follow each other on its stream, so that one may overwrite what an earlier one
-//! has read.
+//! Memory that calls of a backend share: they follow each other on its stream, so that one may overwrite what an
+//! earlier one has read.
 
 use std::sync::Arc;
 

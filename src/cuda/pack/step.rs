@@ -67,13 +67,13 @@ struct StepCall {
 // SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
 unsafe impl DeviceRepr for StepCall {}
 
-/// What steps store, for all layers: copies of shared pages, centres of sequences that begin, tokens, and windows that are
-/// packed, as a [`StepTable`] says.
+/// What steps store, for all layers: copies of shared pages, centres of sequences that begin, tokens, and windows that
+/// are packed, as a [`StepTable`] says.
 ///
-/// Once for a model: a [`StepLayout`], a [`StepMemory`] that holds the table on the device, and [`NonFiniteFlags`]. Once for a
-/// layer and its engine's tensors: [`PackStepPlan::bind`]. Every step: [`StepMemory::write`], one small upload, and for every
-/// layer [`BoundPackStep::launch`]. Launches read how much there is to do from the table, so that a graph that captured them is
-/// replayed while the table changes.
+/// Once for a model: a [`StepLayout`], a [`StepMemory`] that holds the table on the device, and [`NonFiniteFlags`].
+/// Once for a layer and its engine's tensors: [`PackStepPlan::bind`]. Every step: [`StepMemory::write`], one small
+/// upload, and for every layer [`BoundPackStep::launch`]. Launches read how much there is to do from the table, so that
+/// a graph that captured them is replayed while the table changes.
 ///
 /// ```no_run
 /// use std::sync::Arc;
@@ -110,13 +110,13 @@ impl PackStepPlan {
         Self { layout: layout.clone() }
     }
 
-    /// Binds the stores of one layer, in the order of the layout, and its engine's tensors, which every step reads anew; they
-    /// may be left out where steps read no tokens. Kernels are compiled here, if they were not before.
+    /// Binds the stores of one layer, in the order of the layout, and its engine's tensors, which every step reads
+    /// anew; they may be left out where steps read no tokens. Kernels are compiled here, if they were not before.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the stores, the memory, the flags or the stream are not those of the layout and the backend, or keys
-    /// and values have fewer tokens than the layout; [`Error::Elements`] when they are shorter than their rows; [`Error::Limit`]
-    /// for a store of more than 16 shards; errors of compiling kernels.
+    /// [`Error::Plan`] when the stores, the memory, the flags or the stream are not those of the layout and the
+    /// backend, or keys and values have fewer tokens than the layout; [`Error::Elements`] when they are shorter than
+    /// their rows; [`Error::Limit`] for a store of more than 16 shards; errors of compiling kernels.
     pub fn bind(
         &self,
         backend: &Cuda,
@@ -142,7 +142,8 @@ impl PackStepPlan {
         Ok(())
     }
 
-    /// Binds everything for tables that name no more tokens than keys and values have, and make no centres unless `begins`.
+    /// Binds everything for tables that name no more tokens than keys and values have, and make no centres
+    /// unless `begins`.
     pub(in crate::cuda) fn bind_with_room(
         &self,
         backend: &Cuda,
@@ -199,8 +200,9 @@ impl PackStepPlan {
     }
 }
 
-/// What a step stores for one layer, bound to its stores and its engine's tensors on the stream of the backend that it was bound
-/// by. It keeps alive all memory that it reads and writes; a graph that captured it needs it as long as it is replayed.
+/// What a step stores for one layer, bound to its stores and its engine's tensors on the stream of the backend that
+/// it was bound by. It keeps alive all memory that it reads and writes; a graph that captured it needs it as long as
+/// it is replayed.
 #[derive(Debug)]
 pub struct BoundPackStep {
     stream: Arc<CudaStream>,
@@ -209,8 +211,8 @@ pub struct BoundPackStep {
 }
 
 impl BoundPackStep {
-    /// Launches the kernels: one each for copies, centres, tokens and windows of the layout, of which those that have nothing to do
-    /// end at once. Nothing is allocated or copied, and nothing waits.
+    /// Launches the kernels: one each for copies, centres, tokens and windows of the layout, of which those that have
+    /// nothing to do end at once. Nothing is allocated or copied, and nothing waits.
     ///
     /// # Errors
     /// What the driver says of a launch.
@@ -218,7 +220,8 @@ impl BoundPackStep {
         self.launches.iter().try_for_each(|launch| launch.run(&self.stream))
     }
 
-    /// Whether tokens are among what it stores. What comes behind `append` is admitted once all before the step is done.
+    /// Whether tokens are among what it stores. What comes behind `append` is admitted once all before
+    /// the step is done.
     pub(in crate::cuda) fn appends(&self) -> bool {
         self.launches.iter().any(|launch| launch.kernel.name == APPEND)
     }
@@ -242,9 +245,9 @@ impl Launch {
     }
 
     fn run(&self, stream: &Arc<CudaStream>) -> Result<()> {
-        // SAFETY: the argument is the kernel's. Stores and tensors were checked to have all that tables of the layout may
-        // name, and the table's memory only ever holds tables of it; all of it lives as long as the bound step, and is given
-        // back in the order of the stream.
+        // SAFETY: the argument is the kernel's. Stores and tensors were checked to have all that tables of the layout
+        // may name, and the table's memory only ever holds tables of it; all of it lives as long as the bound step, and
+        // is given back in the order of the stream.
         unsafe { self.kernel.run(stream, &self.call) }
     }
 }

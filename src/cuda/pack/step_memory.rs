@@ -30,8 +30,8 @@ impl StepMemory {
         Self { layout: layout.clone(), table }
     }
 
-    /// Puts a table on the device, in the order of the stream that the memory was made on: once for a step, whatever the number
-    /// of layers, and between replays of a graph that captured the layers. It may not be captured itself.
+    /// Puts a table on the device, in the order of the stream that the memory was made on: once for a step, whatever
+    /// the number of layers, and between replays of a graph that captured the layers. It may not be captured itself.
     ///
     /// # Errors
     /// [`Error::Plan`] when the table is of another layout, or the stream is another than the memory's.

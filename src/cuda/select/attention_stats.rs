@@ -27,10 +27,10 @@ const SHARED_BYTES: usize = 100 << 10;
 
 /// Attention statistics of query rows against all keys of a context: decided, but for the memory.
 ///
-/// A warp owns tiles of 32 keys of a KV head (16 where they take more registers), which stay in registers as MMA operands while
-/// the query rows of the head's group pass by; scores and weights never reach memory, values are not read, and everything is
-/// summed in a fixed order. Elements of 16 bits are multiplied as they are, by warpgroups on compute capability 9.0; f32 ones
-/// as two halves each.
+/// A warp owns tiles of 32 keys of a KV head (16 where they take more registers), which stay in registers as MMA
+/// operands while the query rows of the head's group pass by; scores and weights never reach memory, values are not
+/// read, and everything is summed in a fixed order. Elements of 16 bits are multiplied as they are, by warpgroups on
+/// compute capability 9.0; f32 ones as two halves each.
 #[derive(Clone, Debug)]
 pub struct AttentionStatsPlan {
     shape: AttentionShape,
@@ -121,8 +121,8 @@ impl Pass {
         }
     }
 
-    /// Bytes of shared memory of eight query rows beside the rows themselves: positions, log-sum-exps and thresholds, and what
-    /// each warp has measured or counted of them.
+    /// Bytes of shared memory of eight query rows beside the rows themselves: positions, log-sum-exps and thresholds,
+    /// and what each warp has measured or counted of them.
     const fn bytes(self, tile: &KeyTile) -> usize {
         8 * match self {
             Self::Rows => 4 + 8 * tile.warps(),
@@ -266,7 +266,8 @@ impl AttentionStatsPlan {
         let (at_once, eights) = (tile.at_once(), self.shape.group() * self.rows.len().div_ceil(8));
         let most = SHARED_BYTES.min(facts.shared_bytes) / (tile.eight_bytes() + pass.bytes(&tile));
         let staged = eights.next_multiple_of(at_once).min(most / at_once * at_once).max(at_once);
-        // As many blocks as run at once; more where query rows pass by in chunks, since early keys are seen by more of them.
+        // As many blocks as run at once; more where query rows pass by in chunks, since early keys are seen
+        // by more of them.
         let tiles = self.rows.tokens().div_ceil(tile.warp_rows());
         let blocks = if eights <= staged { facts.multiprocessors / kv_heads } else { tiles.div_ceil(tile.warps()) };
         let most = PARTIAL_BYTES / (8 * head_rows);

@@ -52,8 +52,8 @@ impl ChunkSimilarityPlan {
     /// write, `[chunks]`.
     ///
     /// # Errors
-    /// [`Error::Chunks`] when the embeddings are of other widths; [`Error::Elements`] or [`Error::Buffer`] when the output
-    /// does not suit; what the driver reports.
+    /// [`Error::Chunks`] when the embeddings are of other widths; [`Error::Elements`] or [`Error::Buffer`] when the
+    /// output does not suit; what the driver reports.
     pub fn bind(&self, backend: &Cuda, query: &Tensor, chunks: &Tensor, similarities: &Tensor) -> Result<Launches> {
         if query.elements() != self.width || chunks.elements() != self.width * self.chunks {
             let reason = format!(

@@ -1,4 +1,5 @@
-//! Rows that stay in registers while others pass by: what `select/key_tile.cuh` is compiled with, and what follows from it.
+//! Rows that stay in registers while others pass by: what `select/key_tile.cuh` is compiled with, and what
+//! follows from it.
 
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::tensor::Tensor;
@@ -114,8 +115,8 @@ const fn halves_of(element_type: ElementType) -> usize {
     }
 }
 
-/// Whether every row of a tensor begins at a multiple of 16 bytes: the tensor may be a part of another, or lie anywhere in an
-/// engine's memory.
+/// Whether every row of a tensor begins at a multiple of 16 bytes: the tensor may be a part of another, or lie anywhere
+/// in an engine's memory.
 pub(super) fn aligned(tensor: &Tensor, rows: &RowLayout) -> bool {
     let bytes = tensor.element_type().bytes();
     let strides = [rows.token_stride, rows.head_stride];

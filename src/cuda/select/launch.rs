@@ -101,8 +101,8 @@ impl Launches {
         Self(launches)
     }
 
-    /// Launches all of them on a stream of the device. It neither waits nor allocates nor copies, so that a CUDA graph can
-    /// capture it. The memory must live until the stream has passed: keep this until then.
+    /// Launches all of them on a stream of the device. It neither waits nor allocates nor copies, so that a CUDA graph
+    /// can capture it. The memory must live until the stream has passed: keep this until then.
     ///
     /// # Errors
     /// What the driver reports.

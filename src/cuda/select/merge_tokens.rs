@@ -35,9 +35,9 @@ const MEMBERS_PROGRAM: &[&str] = &["select/merge_members.cu"];
 
 /// Evicted tokens merged into their nearest kept ones: decided, but for the memory.
 ///
-/// [`MergePlan::bind`] finds the nearest kept key of every evicted token, lists for every kept token what enters it, and merges
-/// keys and values by these lists: five launches. In which order sums are made depends on the lists alone, so that two runs
-/// give the same bits.
+/// [`MergePlan::bind`] finds the nearest kept key of every evicted token, lists for every kept token what enters it,
+/// and merges keys and values by these lists: five launches. In which order sums are made depends on the lists alone,
+/// so that two runs give the same bits.
 #[derive(Clone, Debug)]
 pub struct MergePlan {
     shape: AttentionShape,
@@ -84,8 +84,8 @@ struct MergeCall {
 }
 
 impl MergePlan {
-    /// Plans the merge of `evicted` tokens of every KV head into `kept` ones. Which ones they are is read on the device:
-    /// an index beyond the tokens is taken for the last of them.
+    /// Plans the merge of `evicted` tokens of every KV head into `kept` ones. Which ones they are is read on the
+    /// device: an index beyond the tokens is taken for the last of them.
     ///
     /// # Errors
     /// [`Error::NoTokens`] when none are kept or evicted.

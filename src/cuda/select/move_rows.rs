@@ -14,7 +14,8 @@ use crate::{Error, Result};
 /// Threads of a block.
 const THREADS: u32 = 256;
 
-/// The kept tokens of every KV head, copied in the order in which they are named: decided, but for the memory. One launch.
+/// The kept tokens of every KV head, copied in the order in which they are named: decided, but for the
+/// memory. One launch.
 #[derive(Clone, Debug)]
 pub struct GatherPlan(Moves);
 

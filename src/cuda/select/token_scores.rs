@@ -51,12 +51,12 @@ impl TokenScoresPlan {
         Ok(Self { kv_heads, tables: request.tables() })
     }
 
-    /// Binds the f32 column sums to read and the f32 scores to write, both `[kv_heads, tokens]`, and for every head a word of 0,
-    /// which becomes the number of tokens from the first on whose sum is NaN.
+    /// Binds the f32 column sums to read and the f32 scores to write, both `[kv_heads, tokens]`, and for every head a
+    /// word of 0, which becomes the number of tokens from the first on whose sum is NaN.
     ///
     /// # Errors
-    /// [`Error::Elements`](crate::Error::Elements) or [`Error::Buffer`](crate::Error::Buffer) when a tensor does not suit;
-    /// what the driver reports.
+    /// [`Error::Elements`](crate::Error::Elements) or [`Error::Buffer`](crate::Error::Buffer) when a tensor does not
+    /// suit; what the driver reports.
     pub fn bind(&self, backend: &Cuda, sums: &Tensor, scores: &Tensor, not_numbers: &Words) -> Result<Launches> {
         let tables = &self.tables;
         let elements = self.kv_heads * tables.tokens;

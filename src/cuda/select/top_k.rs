@@ -61,7 +61,8 @@ impl TopKPlan {
         IndexShape::new(self.kv_heads, self.k, self.n as u32)
     }
 
-    /// Binds the f32 scores to read, `[kv_heads, n]`, and the indices to write, `[kv_heads, k]`, ascending for each head.
+    /// Binds the f32 scores to read, `[kv_heads, n]`, and the indices to write, `[kv_heads, k]`,
+    /// ascending for each head.
     ///
     /// # Errors
     /// [`Error::Elements`] or [`Error::Buffer`] when a tensor does not suit; what the driver reports.

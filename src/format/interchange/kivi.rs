@@ -1,13 +1,13 @@
 //! KIVI's own storage and arithmetic (arXiv 2402.02750): what its published code computes, to the bit.
 //!
 //! Keys are grouped per channel and run of tokens, values per token and run of channels; both are the groupings
-//! [`ChannelTokens`](crate::format::Grouping::ChannelTokens) and [`TokenChannels`](crate::format::Grouping::TokenChannels) of this
-//! library. `32 / bits` codes (rounded down) fill an `i32`, the first in the lowest bits: at 2 bits the codes 0, 1, 2, 3 four times over
-//! are the word `0xe4e4e4e4`.
+//! [`ChannelTokens`](crate::format::Grouping::ChannelTokens) and
+//! [`TokenChannels`](crate::format::Grouping::TokenChannels) of this library. `32 / bits` codes (rounded down) fill an
+//! `i32`, the first in the lowest bits: at 2 bits the codes 0, 1, 2, 3 four times over are the word `0xe4e4e4e4`.
 //!
-//! [`quantize_group`] rounds as that code does: every step to the element type of the input. kvpack's kernels round only
-//! what they store (scale and minimum, to f16), so that at f16 a code may differ by one where an element lies within
-//! f16 rounding of the middle between two levels.
+//! [`quantize_group`] rounds as that code does: every step to the element type of the input. kvpack's kernels round
+//! only what they store (scale and minimum, to f16), so that at f16 a code may differ by one where an element lies
+//! within f16 rounding of the middle between two levels.
 
 use half::f16;
 

@@ -1,9 +1,8 @@
 //! CalibQuant's own storage: codes packed into words from the most significant bit down (arXiv 2502.14882, A.1).
 //!
-//! `N`-bit codes fill `M`-bit words, `M/N` to a word (rounded down: words of 3-bit codes have low bits to spare, which are
-//! 0), the first in the highest bits: codes 0, 1, 2, 3 at 2 bits are
-//! the byte `0x1b`. Other people's caches come in this form; [`tile_from_codes`] brings them into kvpack's tiles and
-//! [`codes_from_tile`] takes them out again.
+//! `N`-bit codes fill `M`-bit words, `M/N` to a word (rounded down: words of 3-bit codes have low bits to spare, which
+//! are 0), the first in the highest bits: codes 0, 1, 2, 3 at 2 bits are the byte `0x1b`. Other people's caches come in
+//! this form; [`tile_from_codes`] brings them into kvpack's tiles and [`codes_from_tile`] takes them out again.
 
 use crate::format::{Bits, KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout};
 use crate::{Error, Result};
@@ -78,7 +77,8 @@ pub fn unpack<W: MsbWord>(words: &[W], bits: Bits) -> Vec<u8> {
     words.iter().flat_map(|&word| (0..per_word).map(move |i| code(word, i) as u8)).collect()
 }
 
-/// Puts codes `[tokens, head_dim]` of one KV head, at most 128 tokens, into the words of a tile. Unused fields are zero.
+/// Puts codes `[tokens, head_dim]` of one KV head, at most 128 tokens, into the words of a tile. Unused
+/// fields are zero.
 ///
 /// ```
 /// use kvpack::Bits;

@@ -1,11 +1,12 @@
 //! SAW-INT4's own storage and arithmetic (arXiv 2604.19157): what its published kernel computes, to the bit.
 //!
 //! A row (one token of one head) has one scale and one real-valued zero point, `value = (code − zero) · scale`, and its
-//! codes fill bytes half by half: byte `j` holds channel `j` in its low nibble and channel `j + head_dim / 2` in its high
-//! one.
+//! codes fill bytes half by half: byte `j` holds channel `j` in its low nibble and channel `j + head_dim / 2`
+//! in its high one.
 //!
-//! Beside kvpack's own codec ([`SegmentFormat::saw_int4`](crate::format::SegmentFormat::saw_int4)) it differs in rounding: ties go
-//! up, not to the even code; a spread below 1e-8 counts as 1e-8; scale and zero are f32, kvpack's scale and minimum f16.
+//! Beside kvpack's own codec ([`SegmentFormat::saw_int4`](crate::format::SegmentFormat::saw_int4)) it differs in
+//! rounding: ties go up, not to the even code; a spread below 1e-8 counts as 1e-8; scale and zero are f32, kvpack's
+//! scale and minimum f16.
 
 use half::bf16;
 

@@ -21,8 +21,8 @@ pub enum StepEntry {
 }
 
 impl StepEntry {
-    /// What the words of an entry say, of tokens whose store has centres or not; none of words that say nothing, which no table
-    /// has.
+    /// What the words of an entry say, of tokens whose store has centres or not; none of words that say nothing,
+    /// which no table has.
     pub(super) fn read(
         section: Section,
         [first, second, third, shards]: [u32; ENTRY_WORDS],

@@ -37,8 +37,8 @@ pub struct WindowCapacity {
     pub to: usize,
     /// Most windows of a step.
     pub windows: usize,
-    /// Newer tokens that are held when a window is packed, at least. With none, a step may pack a window that it fills itself;
-    /// with more, its windows were full before it.
+    /// Newer tokens that are held when a window is packed, at least. With none, a step may pack a window that it fills
+    /// itself; with more, its windows were full before it.
     pub newer: usize,
 }
 
@@ -107,9 +107,9 @@ impl StepLayout {
     /// A layout for steps whose dense keys and values have at most `rows` tokens.
     ///
     /// # Errors
-    /// [`Error::Format`] when a format does not fit the shape, [`Error::Plan`] when a store with tokens takes no single ones,
-    /// one with centres has no slots for them, or windows are not moved from a store of f16 to another store, [`Error::Limit`]
-    /// when there is too much of something.
+    /// [`Error::Format`] when a format does not fit the shape, [`Error::Plan`] when a store with tokens takes no single
+    /// ones, one with centres has no slots for them, or windows are not moved from a store of f16 to another store,
+    /// [`Error::Limit`] when there is too much of something.
     pub fn new(
         shape: AttentionShape,
         rows: usize,
@@ -183,7 +183,8 @@ impl StepLayout {
         }
     }
 
-    /// Where a section begins in the table, in entries of four words: with one whose first word counts those that follow.
+    /// Where a section begins in the table, in entries of four words: with one whose first word counts
+    /// those that follow.
     pub(crate) fn first_entry(&self, section: Section) -> usize {
         self.sections().take_while(|before| *before != section).map(|before| 1 + self.capacity(before)).sum()
     }
@@ -198,8 +199,8 @@ impl StepLayout {
         self.stores.iter().any(|store| store.tokens > 0 || store.centres > 0)
     }
 
-    /// The largest key or value that a store takes, windows that leave it included: what is beyond counts as not finite. Half of
-    /// that for keys that are stored less a centre, which may be as large.
+    /// The largest key or value that a store takes, windows that leave it included: what is beyond counts as not
+    /// finite. Half of that for keys that are stored less a centre, which may be as large.
     pub fn largest_element(&self, store: usize, which: KeyOrValue) -> f32 {
         let of = |store: &StoreCapacity| largest_element(store.format.tensor(which), &self.shape);
         let moved = self.windows.iter().filter(|pair| pair.from == store).map(|pair| of(&self.stores[pair.to]));
@@ -212,7 +213,8 @@ impl StepLayout {
         self.stores.get(store).is_some_and(|store| store.centre_slots > 0)
     }
 
-    /// Checks that a store is the one of the layout: of its shape and format, with the pages and slots that tables may name.
+    /// Checks that a store is the one of the layout: of its shape and format, with the pages and slots that
+    /// tables may name.
     ///
     /// # Errors
     /// [`Error::Plan`].
@@ -244,8 +246,8 @@ impl StepLayout {
         Ok(())
     }
 
-    /// Checks that attention reads no page and no slot that the layout's stores do not have: what is bound to stores that were
-    /// checked against the layout may then run the plan.
+    /// Checks that attention reads no page and no slot that the layout's stores do not have: what is bound to stores
+    /// that were checked against the layout may then run the plan.
     ///
     /// # Errors
     /// [`Error::Plan`].

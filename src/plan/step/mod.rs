@@ -1,13 +1,14 @@
 //! What a step stores, as a table of words that serves all layers of a model.
 //!
-//! The books of all layers are the same: the same pages, slots and rows. So what a step stores is decided once, and every
-//! layer's kernels read the same small table:
+//! The books of all layers are the same: the same pages, slots and rows. So what a step stores is decided once, and
+//! every layer's kernels read the same small table:
 //!
-//! - a [`StepLayout`] says how much a step may write at most, and which pages, slots and rows there are: made when the cache
-//!   is, and again when it grows;
-//! - a [`StepWrites`] says what one step writes: copies of shared open pages, then centres of sequences that begin, then
-//!   tokens, then full windows that are packed;
-//! - a [`StepTable`] holds the words of both, checked: whatever is bound to the layout stays in bounds for every table of it.
+//! - a [`StepLayout`] says how much a step may write at most, and which pages, slots and rows there are: made when the
+//!   cache is, and again when it grows;
+//! - a [`StepWrites`] says what one step writes: copies of shared open pages, then centres of sequences that begin,
+//!   then tokens, then full windows that are packed;
+//! - a [`StepTable`] holds the words of both, checked: whatever is bound to the layout stays in bounds for
+//!   every table of it.
 
 mod entry;
 mod layout;

@@ -14,7 +14,8 @@ use crate::{Error, Result};
 
 /// What a step writes, in words, checked against its layout: one small upload for all layers.
 ///
-/// Every section of the layout begins with four words, of which the first counts the entries that follow, of four words each:
+/// Every section of the layout begins with four words, of which the first counts the entries that follow, of
+/// four words each:
 ///
 /// | entry | words |
 /// | --- | --- |
@@ -48,8 +49,8 @@ impl StepTable {
     /// Makes it the table of what a step writes.
     ///
     /// # Errors
-    /// [`Error::Limit`] when that is more than the layout allows, [`Error::Plan`] when a token, page or slot does not exist, or
-    /// one place is written twice: the table is as it was.
+    /// [`Error::Limit`] when that is more than the layout allows, [`Error::Plan`] when a token, page or slot does not
+    /// exist, or one place is written twice: the table is as it was.
     pub fn set(&mut self, writes: &StepWrites) -> Result<()> {
         self.check(writes)?;
         let layout = self.layout.clone();

@@ -56,8 +56,8 @@ pub struct StoreWrites {
     pub tokens: Vec<TokenWrite>,
 }
 
-/// What one step writes, in this order: copies, then centres, then tokens, which may be stored less those, then windows, which may
-/// hold tokens of the step.
+/// What one step writes, in this order: copies, then centres, then tokens, which may be stored less those, then
+/// windows, which may hold tokens of the step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepWrites {
     /// By store, as the layout counts them.

@@ -23,8 +23,8 @@ pub(super) struct Fused {
 enum KeyGroups {
     /// As floats, one after the other.
     Decoded,
-    /// As integers where the query has one byte, by bytes of its own for every group: they are made a step ahead, between
-    /// barriers.
+    /// As integers where the query has one byte, by bytes of its own for every group: they are made a step ahead,
+    /// between barriers.
     Integers,
 }
 
@@ -52,7 +52,8 @@ impl Specialisation<'_> {
         AttendRecipe::Scores { work: self.work(self.head_split()), scores: self.key_scores(KeyGroups::Decoded, None) }
     }
 
-    /// The unfused weighted values, with the calibration (τ1, τ2). With an output, they are merged as in [`Fused::output`].
+    /// The unfused weighted values, with the calibration (τ1, τ2). With an output, they are merged as in
+    /// [`Fused::output`].
     pub fn weighted_values(&self, tau: (f32, f32), output: Option<ElementType>) -> AttendRecipe {
         let heads = self.head_split();
         AttendRecipe::WeightedValues {
@@ -313,7 +314,8 @@ mod tests {
         assert_eq!((softmax, merge), (Exchange::Subgroup, Merge::Last(ElementType::Bf16)));
     }
 
-    /// Ranges per channel: two byte planes of the query and weights of two bytes, or one and weights relative to blocks.
+    /// Ranges per channel: two byte planes of the query and weights of two bytes, or one and weights
+    /// relative to blocks.
     #[test]
     fn the_precision_of_the_query_is_that_of_the_weights() {
         let format = SegmentFormat::per_channel(Bits::Two);
@@ -351,8 +353,8 @@ mod tests {
         assert_eq!(sums, Sums::Fma { field, weights: FloatWeights::F16 });
     }
 
-    /// Bytes of KIVI's queries lie where the weights do if workgroups would need more memory than every device has, and only
-    /// then: barriers that separate the two cost time.
+    /// Bytes of KIVI's queries lie where the weights do if workgroups would need more memory than every device has, and
+    /// only then: barriers that separate the two cost time.
     #[test]
     fn query_bytes_of_groups_share_memory_where_it_is_short() {
         let format = SegmentFormat::kivi(Bits::Two);

@@ -12,8 +12,9 @@ const HEADS: usize = 8;
 const HEAD_DIM: usize = 128;
 
 impl Specialisation<'_> {
-    /// Whether cooperative matrices take the segment: f16 at eight query heads per KV head. On an H200 they took 306 µs where `attend` took
-    /// 364 (`g8-b8-32k`), but at four heads 322 and 272, and codes of 2 bits 203 and 126 at eight: see docs/lab/wgpu.md.
+    /// Whether cooperative matrices take the segment: f16 at eight query heads per KV head. On an H200 they took 306 µs
+    /// where `attend` took 364 (`g8-b8-32k`), but at four heads 322 and 272, and codes of 2 bits 203 and 126 at eight:
+    /// see docs/lab/wgpu.md.
     pub fn uses_matrices(&self) -> bool {
         self.may_use_matrices
             && self.capabilities.matrices
@@ -36,8 +37,8 @@ impl Specialisation<'_> {
         }
     }
 
-    /// Summands in f16 of an element of the query: one for queries of 16 bits, which it holds exactly (bf16 down to 2^-28 of
-    /// the largest element), or where 8 bits would do.
+    /// Summands in f16 of an element of the query: one for queries of 16 bits, which it holds exactly (bf16 down to
+    /// 2^-28 of the largest element), or where 8 bits would do.
     fn query_halves(&self, input: ElementType) -> usize {
         match (input, self.query) {
             (ElementType::F16 | ElementType::Bf16, _) | (_, QueryBytes::One) => 1,

@@ -14,8 +14,9 @@ const SUBGROUP_ROWS: usize = 32;
 const SUBGROUP: usize = 32;
 /// Most rows of queries and query heads of a workgroup, and rows behind the prepared ones: `RUN_ROWS` of the shaders.
 pub(super) const RUN_ROWS: usize = 256;
-/// Rows of a run from which on the kernel takes it, in f16, and with codes, which `attend` multiplies as integers. At four
-/// query heads over 32k tokens of an H200 up to 128 rows took 188 µs, which `attend` took for 32 rows in f16 and for 100.
+/// Rows of a run from which on the kernel takes it, in f16, and with codes, which `attend` multiplies as integers.
+/// At four query heads over 32k tokens of an H200 up to 128 rows took 188 µs, which `attend` took for 32 rows in
+/// f16 and for 100.
 const LEAST_ROWS: usize = 48;
 const LEAST_CODE_ROWS: usize = 112;
 /// The largest head dimension whose queries and sums a subgroup keeps in registers.

@@ -3,7 +3,8 @@
 use crate::format::codebook::level_unit;
 use crate::format::{AffineFormat, Bits, TensorFormat};
 
-/// How the signed bytes of the integer path stand for what is multiplied with a range's scale: `(byte / step + middle) · unit`.
+/// How the signed bytes of the integer path stand for what is multiplied with a range's scale:
+/// `(byte / step + middle) · unit`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct CodeBytes {
     /// Distance between the bytes of neighbouring codes: fields of affine codes are shifted to the top of their bytes.

@@ -1,8 +1,8 @@
-//! Which parts of `attend` serve ranges of groups beside a query of one byte: one range per channel and group of tokens of the
-//! keys, one per token and group of channels of the values (KIVI), or one per channel and tile of both.
+//! Which parts of `attend` serve ranges of groups beside a query of one byte: one range per channel and group of tokens
+//! of the keys, one per token and group of channels of the values (KIVI), or one per channel and tile of both.
 //!
-//! With a query of 16 bits these are multiplied as floats: on an H200 two byte planes for every group took 418 µs where floats
-//! took 278 (2 bits, `g4-b8-32k`).
+//! With a query of 16 bits these are multiplied as floats: on an H200 two byte planes for every group took 418 µs where
+//! floats took 278 (2 bits, `g4-b8-32k`).
 
 use super::recipe::{Exchange, QueryMemory};
 use super::specialisation::{STEP_TILES, Specialisation, WEIGHT_BLOCKS, is_dot};
@@ -16,9 +16,10 @@ const MOST_SEPARATE_BYTES: usize = 16 << 10;
 const MOST_KEYS_AHEAD: usize = 4;
 
 impl Specialisation<'_> {
-    /// True if keys have one range per channel and group of tokens, which goes into a query of one byte in `attend`. Beside
-    /// values that are multiplied as floats they are floats too, but where a KV head has one query head: on an H200 integers
-    /// (4 bits per channel and 128 tokens) took 101 µs on `g1-b8-8k`, floats 157; on `g4-b8-32k` they took 317 and 232.
+    /// True if keys have one range per channel and group of tokens, which goes into a query of one byte in `attend`.
+    /// Beside values that are multiplied as floats they are floats too, but where a KV head has one query head: on an
+    /// H200 integers (4 bits per channel and 128 tokens) took 101 µs on `g1-b8-8k`, floats 157; on `g4-b8-32k` they
+    /// took 317 and 232.
     pub(super) fn has_key_groups(&self) -> bool {
         let integer_values =
             is_dot(&self.format.value) || self.value_channel_groups().is_some() || self.values_have_tile_ranges();
@@ -49,8 +50,8 @@ impl Specialisation<'_> {
         }
     }
 
-    /// True if values have one range per channel and tile, which is applied to the sums of a tile: unless keys are multiplied
-    /// as floats.
+    /// True if values have one range per channel and tile, which is applied to the sums of a tile: unless keys are
+    /// multiplied as floats.
     pub(super) fn has_value_tiles(&self) -> bool {
         let integer_keys = is_dot(&self.format.key) || self.has_key_groups_of_tokens();
         self.query == QueryBytes::One && integer_keys && self.values_have_tile_ranges()
@@ -76,9 +77,9 @@ impl Specialisation<'_> {
         }
     }
 
-    /// Where the bytes of a step's queries lie. A barrier is cheaper than workgroup memory that keeps workgroups from sharing a
-    /// multiprocessor: on an H200 KIVI (2 bits, `g4-b8-32k`) took 163 µs with 23.6 KB and, with nothing else changed, 130 with
-    /// 15.3. With one query head both need 8.2 KB, and two barriers more would be lost.
+    /// Where the bytes of a step's queries lie. A barrier is cheaper than workgroup memory that keeps workgroups from
+    /// sharing a multiprocessor: on an H200 KIVI (2 bits, `g4-b8-32k`) took 163 µs with 23.6 KB and, with nothing else
+    /// changed, 130 with 15.3. With one query head both need 8.2 KB, and two barriers more would be lost.
     pub(super) fn query_memory(&self, heads: usize) -> QueryMemory {
         match (self.step_query_vectors(heads), self.value_groups()) {
             (Some(vectors), Some(_)) if self.separate_bytes(heads) > MOST_SEPARATE_BYTES => {
@@ -88,8 +89,8 @@ impl Specialisation<'_> {
         }
     }
 
-    /// How many of so many vectors of a token's keys are asked for together. A range per channel and tile has not been measured
-    /// with more than one.
+    /// How many of so many vectors of a token's keys are asked for together. A range per channel and tile has not been
+    /// measured with more than one.
     pub(super) fn keys_ahead(&self, vectors: usize) -> usize {
         let most = if self.key_token_groups() > Some(1) { MOST_KEYS_AHEAD } else { 1 };
         (1..=most).rev().find(|ahead| vectors.is_multiple_of(*ahead)).unwrap_or(1)
@@ -105,15 +106,15 @@ impl Specialisation<'_> {
         }
     }
 
-    /// Vectors of 16 bytes that hold the queries of a step: bytes for every group of a tile, and a vector that keeps groups in
-    /// banks of their own.
+    /// Vectors of 16 bytes that hold the queries of a step: bytes for every group of a tile, and a vector that keeps
+    /// groups in banks of their own.
     fn step_query_vectors(&self, heads: usize) -> Option<usize> {
         let channels = TileLayout::new(&self.format.key, self.shape.head_dim()).key_row_channels();
         self.key_token_groups().map(|groups| STEP_TILES * groups * (heads * channels / 16 + 1))
     }
 
-    /// Workgroup memory of a step's queries, bytes for every group of tokens with their unit and their bias, of the weights of
-    /// all groups of channels but the first, and of the weights of every block.
+    /// Workgroup memory of a step's queries, bytes for every group of tokens with their unit and their bias, of the
+    /// weights of all groups of channels but the first, and of the weights of every block.
     pub(super) fn group_bytes(&self, heads: usize) -> usize {
         let queries = |groups: usize| {
             let maxima = match self.key_totals() {

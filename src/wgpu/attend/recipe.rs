@@ -11,7 +11,8 @@ use crate::plan::ElementType;
 pub(crate) enum AttendRecipe {
     /// `attend`: scores, softmax and weighted values.
     Attend { work: Work, scores: Scores, values: Values, softmax: Exchange, merge: Merge },
-    /// `attend_matrix`: the same of f16 by cooperative matrices. An element of the query is `query_parts` summands in f16.
+    /// `attend_matrix`: the same of f16 by cooperative matrices. An element of the query is `query_parts`
+    /// summands in f16.
     Matrix { work: Work, query_parts: usize, query: GivenQuery },
     /// `attend_run`: many queries of a run together, by cooperative matrices.
     /// Words of a token's keys lie beside each other by `key_vector`.

@@ -30,8 +30,8 @@ pub struct Scratch {
     pub scores: wgpu::Buffer,
     /// At least [`ScratchBytes::states`].
     pub states: wgpu::Buffer,
-    /// At least [`ScratchBytes::arrived`], zeroed before the first step, as new buffers are, and for nothing else. Every
-    /// step leaves zeros.
+    /// At least [`ScratchBytes::arrived`], zeroed before the first step, as new buffers are, and for nothing else.
+    /// Every step leaves zeros.
     pub arrived: wgpu::Buffer,
 }
 

@@ -14,10 +14,11 @@ pub(super) struct Specialisation<'a> {
     pub format: &'a SegmentFormat,
     pub query: QueryBytes,
     pub capabilities: &'a Capabilities,
-    /// Whether cooperative matrices may take the segment: not where it is calibrated, and not where the kernel could merge its
-    /// states, which one with matrices cannot.
+    /// Whether cooperative matrices may take the segment: not where it is calibrated, and not where the kernel could
+    /// merge its states, which one with matrices cannot.
     pub may_use_matrices: bool,
-    /// Most queries of an item. More than one share a workgroup with all their heads: see [`Specialisation::most_queries`].
+    /// Most queries of an item. More than one share a workgroup with all their heads: see
+    /// [`Specialisation::most_queries`].
     pub queries: usize,
 }
 
@@ -27,9 +28,9 @@ pub(super) const STEP_TILES: usize = 4;
 pub(super) const INVOCATIONS: usize = 128;
 /// Blocks of a tile that weights of one byte are relative to.
 pub(super) const WEIGHT_BLOCKS: usize = 4;
-/// Most query heads of a workgroup. The others of a KV head go to further workgroups, which start together and share keys
-/// and values in the cache of the device: on an H200 eight heads took 373 µs in two workgroups and 506 µs in one at f16, 145
-/// and 153 µs at 2 bits.
+/// Most query heads of a workgroup. The others of a KV head go to further workgroups, which start together and share
+/// keys and values in the cache of the device: on an H200 eight heads took 373 µs in two workgroups and 506 µs in one
+/// at f16, 145 and 153 µs at 2 bits.
 const MOST_HEADS: usize = 4;
 /// Where codes are decoded to floats, which every workgroup would do again; more would not fit the registers.
 const MOST_DECODED_HEADS: usize = 8;
@@ -71,8 +72,8 @@ impl Specialisation<'_> {
     }
 
     /// Measured on an H200: few heads want many channels per lane, many heads want few, so that the running sums
-    /// (heads · channels) stay in registers. f16 wants many, so that a weight that is read from workgroup memory is used
-    /// often, but not where several workgroups read the same values.
+    /// (heads · channels) stay in registers. f16 wants many, so that a weight that is read from workgroup memory is
+    /// used often, but not where several workgroups read the same values.
     pub(super) fn channel_split(&self, heads: usize) -> ChannelSplit {
         let blocks = match heads {
             1 | 2 => 1,

@@ -1,14 +1,15 @@
 //! A step of attention: plan, bind, encode.
 //!
-//! [`StepPlan::new`] is pure: it cuts an [`AttendPlan`] into work items, picks the kernel variants, lays the tables out in
-//! bytes and says how much scratch the step needs. [`StepPlan::bind`] looks the kernels up and makes the bind groups.
-//! [`Launches::encode`] only records dispatches into the caller's compute pass: nothing is submitted, waited for,
-//! mapped or allocated.
+//! [`StepPlan::new`] is pure: it cuts an [`AttendPlan`] into work items, picks the kernel variants, lays the tables out
+//! in bytes and says how much scratch the step needs. [`StepPlan::bind`] looks the kernels up and makes the bind
+//! groups. [`Launches::encode`] only records dispatches into the caller's compute pass: nothing is submitted, waited
+//! for, mapped or allocated.
 //!
 //! The launches of a step, in order: `prepare_query` for every segment that is calibrated or has rotated keys (for
-//! others every workgroup of `attend` prepares the query itself) or has items of `attend_run`; `scores` for every shard of a calibrated segment;
-//! `attend` (or `weighted_values` where calibrated, or `attend_run` for many queries together) for every shard; `merge_states` once, unless the last workgroup of
-//! `attend` merges. Each waits for the one before, which costs more than what small ones do.
+//! others every workgroup of `attend` prepares the query itself) or has items of `attend_run`; `scores` for every shard
+//! of a calibrated segment; `attend` (or `weighted_values` where calibrated, or `attend_run` for many queries together)
+//! for every shard; `merge_states` once, unless the last workgroup of `attend` merges. Each waits for the one before,
+//! which costs more than what small ones do.
 
 use super::merge_states::LseOutput;
 use super::scratch::{Layout, Room, Scratch, ScratchBytes};
@@ -67,8 +68,8 @@ impl StepPlan {
         Self::decide(capabilities, plan, input, options, (LseOutput::F32, Room::Exact))
     }
 
-    /// The same with tables and scratch of sizes that many steps share, so that what is bound for one serves the others:
-    /// see [`StepPlan::is_bound_like`].
+    /// The same with tables and scratch of sizes that many steps share, so that what is bound for one serves the
+    /// others: see [`StepPlan::is_bound_like`].
     ///
     /// # Errors
     /// Those of [`StepPlan::new`].
@@ -100,8 +101,8 @@ impl StepPlan {
     }
 
     /// The same step for queries whose rows lie so, in place of one after the other. Every stride, and every number of
-    /// elements before the first row, is a kernel variant of its own: what differs from step to step belongs into the offset of
-    /// the tensor.
+    /// elements before the first row, is a kernel variant of its own: what differs from step to step belongs into the
+    /// offset of the tensor.
     #[must_use]
     pub fn with_query_rows(self, rows: QueryRows) -> Self {
         let launches = self.launches.iter().map(|launch| launch.with_rows(&STRIDED_QUERIES, rows, self.work.shape()));
@@ -157,8 +158,8 @@ impl StepPlan {
         self.bind_checked(kernels, stores, scratch, tensors)
     }
 
-    /// The same for tensors of at least the rows of the plan, and stores that have all pages that its layout has: every later
-    /// plan that is bound like this one may use them.
+    /// The same for tensors of at least the rows of the plan, and stores that have all pages that its layout has: every
+    /// later plan that is bound like this one may use them.
     pub(in crate::wgpu) fn bind_with_room(
         &self,
         kernels: &Kernels,
@@ -170,8 +171,8 @@ impl StepPlan {
         self.bind_checked(kernels, stores, scratch, tensors)
     }
 
-    /// Whether launches that were bound for another step serve this one, with the grids of this: the kernels, the buffers and
-    /// their parts are the same.
+    /// Whether launches that were bound for another step serve this one, with the grids of this: the kernels, the
+    /// buffers and their parts are the same.
     pub(in crate::wgpu) fn is_bound_like(&self, other: &Self) -> bool {
         let same = |(a, b): (&PlannedLaunch, &PlannedLaunch)| a.variant == b.variant && a.buffers == b.buffers;
         self.scratch == other.scratch

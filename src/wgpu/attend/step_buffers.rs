@@ -7,16 +7,17 @@ use crate::wgpu::device::store::StorePart;
 use crate::wgpu::device::{Store, Tensor, Variant};
 use crate::{Error, Result};
 
-/// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`, one row after the other unless the step
-/// was planned for other [rows](super::StepPlan::with_query_rows). They may lie in one buffer, next to each other, but not over each
-/// other.
+/// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`, one row after the other unless the
+/// step was planned for other [rows](super::StepPlan::with_query_rows). They may lie in one buffer, next to each other,
+/// but not over each other.
 #[derive(Clone, Copy, Debug)]
 pub struct StepTensors<'a> {
     /// Queries, after rotary embedding, not scaled.
     pub queries: &'a Tensor,
     /// Where the attention outputs go.
     pub output: &'a Tensor,
-    /// Where the log-sum-exps go, f32 `[rows, query_heads]`: for plans of [`StepPlan::states`](super::StepPlan::states), and for no others.
+    /// Where the log-sum-exps go, f32 `[rows, query_heads]`: for plans of
+    /// [`StepPlan::states`](super::StepPlan::states), and for no others.
     pub lse: Option<&'a Tensor>,
 }
 

@@ -13,8 +13,8 @@ use crate::wgpu::device::capabilities::MOST_STORAGE_BUFFERS;
 use crate::wgpu::device::store::StorePart;
 use crate::wgpu::device::{Capabilities, Variant};
 
-/// How many neighbouring queries every segment's kernel can take together, where a run has several: as many as `attend_run`
-/// takes, where every segment has it and a run is long enough, otherwise as many as `attend` does.
+/// How many neighbouring queries every segment's kernel can take together, where a run has several: as many as
+/// `attend_run` takes, where every segment has it and a run is long enough, otherwise as many as `attend` does.
 pub(super) fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, options: AttendOptions) -> BlockQueries {
     let longest = plan.runs().iter().map(|planned| planned.run.queries).max().unwrap_or(1);
     let specials: Vec<Specialisation<'_>> = plan
@@ -65,8 +65,8 @@ struct Merging {
 }
 
 /// Most states of a query that are merged without a launch of its own. On an H200 that launch takes about 4 µs; what an
-/// item waits for in its place, until its states are written and counted, takes 3 µs of a step with 8 of them, and with 32
-/// as much as the launch or more.
+/// item waits for in its place, until its states are written and counted, takes 3 µs of a step with 8 of them, and with
+/// 32 as much as the launch or more.
 const MOST_MERGED_STATES: usize = 8;
 
 /// Decides the launches, and lays tables and scratch out.
@@ -114,8 +114,8 @@ impl Builder<'_> {
         launches
     }
 
-    /// Whether the last workgroup of every query head merges its states: it is alone at that, so they must not be many. It
-    /// writes no log-sum-exp, and finds only what items of one query wrote.
+    /// Whether the last workgroup of every query head merges its states: it is alone at that, so they must not be many.
+    /// It writes no log-sum-exp, and finds only what items of one query wrote.
     fn merging(&mut self, states: Section) -> Merging {
         let fused = self.capabilities.coherent
             && self.capabilities.limits.storage_buffers >= MOST_STORAGE_BUFFERS

@@ -45,8 +45,8 @@ impl UncentreLsePlan {
     /// Binds a store that has the centres, the queries, and the log-sum-exps to change.
     ///
     /// # Errors
-    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor is not of as many rows as there are slots, or log-sum-exps are not
-    /// f32; [`Error::Plan`] when the store is of another shape or lacks a slot.
+    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor is not of as many rows as there are slots, or
+    /// log-sum-exps are not f32; [`Error::Plan`] when the store is of another shape or lacks a slot.
     pub fn bind(&self, kernels: &Kernels, store: &Store, queries: &Tensor, lse: &Tensor) -> Result<Launch> {
         let (heads, head_dim) = (self.shape.query_heads(), self.shape.head_dim());
         store.check_planned("uncentring", &self.shape, store.format())?;

@@ -32,8 +32,8 @@ const SCRATCH_BYTES: u64 = 16 << 20;
 /// A device with its queue, its compiled kernels and what they may use. Cheap to clone.
 ///
 /// In a browser, calls run in another process, which tells their errors later. Calls that wait (`upload`, `attend`,
-/// `download`, ...) await them; an error of one that does not wait (`quantize`, `append`, ...) is kept, and the next call that
-/// waits returns it. What such a call stored is then not to be relied on.
+/// `download`, ...) await them; an error of one that does not wait (`quantize`, `append`, ...) is kept, and the next
+/// call that waits returns it. What such a call stored is then not to be relied on.
 ///
 /// ```no_run
 /// use kvpack::wgpu::Wgpu;
@@ -54,8 +54,8 @@ pub struct Wgpu {
 }
 
 impl Wgpu {
-    /// The backend on an engine's device, with kernels of its own, without wgpu's run-time checks ([`Checks::Trusted`]): see
-    /// [`Wgpu::with_kernels`] for others.
+    /// The backend on an engine's device, with kernels of its own, without wgpu's run-time checks
+    /// ([`Checks::Trusted`]): see [`Wgpu::with_kernels`] for others.
     ///
     /// # Errors
     /// [`Error::Limit`](crate::Error::Limit) when the device is below the floor: see [`Capabilities::from_device`].
@@ -84,9 +84,9 @@ impl Wgpu {
         Self::new(device, queue)
     }
 
-    /// The same backend with kernels by cooperative matrices as well, where they are faster, if its device was created with
-    /// them ([`Requirements::with_matrices`]) and its `adapter` offers those that kernels use: a device does not know that
-    /// itself. Otherwise nothing changes; [`Capabilities::matrices`] tells.
+    /// The same backend with kernels by cooperative matrices as well, where they are faster, if its device was created
+    /// with them ([`Requirements::with_matrices`]) and its `adapter` offers those that kernels use: a device does not
+    /// know that itself. Otherwise nothing changes; [`Capabilities::matrices`] tells.
     pub fn with_matrices(self, adapter: &wgpu::Adapter) -> Self {
         let capabilities = self.capabilities.with_matrices(self.device(), adapter);
         Self { capabilities, ..self }

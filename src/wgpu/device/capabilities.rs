@@ -119,9 +119,9 @@ pub struct Capabilities {
     pub f16: bool,
     /// Subgroup operations, if there are any.
     pub subgroups: Option<SubgroupSizes>,
-    /// Whether a workgroup may read what others of its launch have written, once an atomic counter says so: through Vulkan
-    /// with wgpu's `MEMORY_DECORATION_COHERENT`. WGSL has no barrier beyond the workgroup; the storage barriers that naga
-    /// writes as SPIR-V order coherent memory for the whole device.
+    /// Whether a workgroup may read what others of its launch have written, once an atomic counter says so: through
+    /// Vulkan with wgpu's `MEMORY_DECORATION_COHERENT`. WGSL has no barrier beyond the workgroup; the storage barriers
+    /// that naga writes as SPIR-V order coherent memory for the whole device.
     pub coherent: bool,
     /// Whether kernels may multiply cooperative matrices, 16 × 16 × 16 in f16 with f32 sums, by subgroups of 32: see
     /// [`Wgpu::with_matrices`](crate::wgpu::Wgpu::with_matrices).
@@ -170,7 +170,8 @@ impl Capabilities {
         }
     }
 
-    /// With cooperative matrices, if `device` was created with them, is of `adapter`, and that offers those that kernels use.
+    /// With cooperative matrices, if `device` was created with them, is of `adapter`, and that offers those
+    /// that kernels use.
     pub fn with_matrices(self, device: &wgpu::Device, adapter: &wgpu::Adapter) -> Self {
         let enabled = device.features().contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX)
             && device.adapter_info() == adapter.get_info();
@@ -266,8 +267,9 @@ pub struct Requirements {
 
 impl Requirements {
     /// What is worth asking of `adapter`: 16-bit floats, subgroups, coherent memory and timestamps where it has them,
-    /// buffers, bindings and workgroup memory as large as it allows, as many storage buffers as kernels bind, offsets of
-    /// storage bindings aligned no more than it asks for, and the defaults of WebGPU, or what it has of them, for everything else.
+    /// buffers, bindings and workgroup memory as large as it allows, as many storage buffers as kernels bind, offsets
+    /// of storage bindings aligned no more than it asks for, and the defaults of WebGPU, or what it has of them, for
+    /// everything else.
     pub fn of(adapter: &wgpu::Adapter) -> Self {
         let useful = wgpu::Features::SHADER_F16
             | wgpu::Features::SUBGROUP
@@ -291,9 +293,10 @@ impl Requirements {
         Self { features: adapter.features() & useful, limits, experimental }
     }
 
-    /// The same with cooperative matrices, where `adapter` offers those that kernels use. wgpu calls them experimental, and
-    /// who asks for them hands over wgpu's token, which is unsafe to make: wgpu does not promise that safe calls cannot do
-    /// harm through its mistakes there. A backend on the device needs [`Wgpu::with_matrices`](crate::wgpu::Wgpu::with_matrices) to use them.
+    /// The same with cooperative matrices, where `adapter` offers those that kernels use. wgpu calls them experimental,
+    /// and who asks for them hands over wgpu's token, which is unsafe to make: wgpu does not promise that safe calls
+    /// cannot do harm through its mistakes there. A backend on the device needs
+    /// [`Wgpu::with_matrices`](crate::wgpu::Wgpu::with_matrices) to use them.
     ///
     /// ```no_run
     /// use kvpack::wgpu::{Requirements, Wgpu, open_device};

@@ -1,8 +1,9 @@
 //! Kernels that count the indices that are out of bounds: how tests see that none is.
 //!
-//! Drivers hide such an index: they skip the access, or clamp it. So the text of a kernel is rewritten. Every index into a
-//! storage buffer or into workgroup memory is compared with the length of what it is an index of, whatever plans say, and
-//! counted if it is not below. Arrays of one invocation are left alone: their indices are constants, which naga checks.
+//! Drivers hide such an index: they skip the access, or clamp it. So the text of a kernel is rewritten. Every index
+//! into a storage buffer or into workgroup memory is compared with the length of what it is an index of, whatever
+//! plans say, and counted if it is not below. Arrays of one invocation are left alone: their indices are constants,
+//! which naga checks.
 
 use super::shader::{Binding, Source};
 

@@ -57,7 +57,8 @@ pub(crate) async fn settled(device: &wgpu::Device) -> Result<()> {
     untold::told(device).await
 }
 
-/// Error scopes for everything that can go wrong. They belong to the thread, so they are closed before anything is awaited.
+/// Error scopes for everything that can go wrong. They belong to the thread, so they are closed before
+/// anything is awaited.
 struct Scopes {
     internal: wgpu::ErrorScopeGuard,
     validation: wgpu::ErrorScopeGuard,

@@ -4,8 +4,8 @@ use super::buffers;
 use crate::plan::{IndexShape, TokenIndices};
 use crate::{Error, Result};
 
-/// Token numbers `[kv_heads, count]` of one word each, in a storage buffer of kvpack or of a caller: kernels may write them.
-/// Cheap to clone.
+/// Token numbers `[kv_heads, count]` of one word each, in a storage buffer of kvpack or of a caller: kernels may write
+/// them. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Indices {
     buffer: wgpu::Buffer,
@@ -14,12 +14,12 @@ pub struct Indices {
 }
 
 impl Indices {
-    /// The indices from byte `offset` of `buffer` on, which stays the caller's to fill. Kernels take an index that is not
-    /// below [`IndexShape::below`] for the largest that is.
+    /// The indices from byte `offset` of `buffer` on, which stays the caller's to fill. Kernels take an index that is
+    /// not below [`IndexShape::below`] for the largest that is.
     ///
     /// # Errors
-    /// [`Error::Buffer`] when the buffer lacks the usage `STORAGE`, the offset is no multiple of 256 or the indices do not
-    /// lie within the buffer.
+    /// [`Error::Buffer`] when the buffer lacks the usage `STORAGE`, the offset is no multiple of 256 or the indices do
+    /// not lie within the buffer.
     pub fn from_buffer(buffer: wgpu::Buffer, offset: u64, shape: IndexShape) -> Result<Self> {
         let reject = |reason: String| Err(Error::Buffer { what: "token indices", reason });
         if !buffer.usage().contains(wgpu::BufferUsages::STORAGE) {

@@ -13,15 +13,15 @@ use crate::{Error, Result};
 /// Whether the shaders carry wgpu's run-time checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Checks {
-    /// None of them: kernels stay in bounds by themselves, for every call that safe code can make. `docs/in-bounds.md` lists
-    /// what that rests on, and the tests that try to break it.
+    /// None of them: kernels stay in bounds by themselves, for every call that safe code can make. `docs/in-bounds.md`
+    /// lists what that rests on, and the tests that try to break it.
     #[default]
     Trusted,
-    /// wgpu's clamps of indices alone: loops, whose bounds are constants and clamped numbers of the kernels, are left as they
-    /// are, and so are divisions, whose divisors are constants and sizes of checked shapes.
+    /// wgpu's clamps of indices alone: loops, whose bounds are constants and clamped numbers of the kernels, are left
+    /// as they are, and so are divisions, whose divisors are constants and sizes of checked shapes.
     Indices,
-    /// Clamps of indices, counters that end loops, and guards of divisions as wgpu inserts them, in all kernels. On an H200 a
-    /// decode step over 4 bits takes a third longer with them.
+    /// Clamps of indices, counters that end loops, and guards of divisions as wgpu inserts them, in all kernels. On an
+    /// H200 a decode step over 4 bits takes a third longer with them.
     Safe,
 }
 
@@ -55,8 +55,9 @@ impl Kernels {
         Self { device: device.clone(), checks, counter: None, compiled: Mutex::default() }
     }
 
-    /// An empty cache of kernels that count the indices that are out of bounds, beside wgpu's run-time checks: for tests, and
-    /// to look into a device. A kernel binds one more storage buffer than its plan says, so that the device must allow 11.
+    /// An empty cache of kernels that count the indices that are out of bounds, beside wgpu's run-time checks: for
+    /// tests, and to look into a device. A kernel binds one more storage buffer than its plan says, so that the
+    /// device must allow 11.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::DeviceLost`].
@@ -89,12 +90,12 @@ impl Kernels {
     /// Compiles every variant of `variants` that is not yet there, so that no later call compiles. In a browser all of
     /// them are under way at once, and this waits for them; elsewhere one is compiled after the other.
     ///
-    /// wgpu 30 has no asynchronous creation of pipelines; a browser's `createComputePipeline` compiles in another process,
-    /// so that the page does not stand still.
+    /// wgpu 30 has no asynchronous creation of pipelines; a browser's `createComputePipeline` compiles in another
+    /// process, so that the page does not stand still.
     ///
     /// # Errors
-    /// [`Error::Plan`] for a variant that does not exist, [`Error::Gpu`] when the driver rejects a shader: those that it
-    /// accepts are there all the same.
+    /// [`Error::Plan`] for a variant that does not exist, [`Error::Gpu`] when the driver rejects a shader: those that
+    /// it accepts are there all the same.
     pub async fn prepare(&self, variants: &[Variant]) -> Result<()> {
         let missing = |variant: &&Variant| !self.lock().contains_key(*variant);
         let compiled = variants.iter().filter(missing).map(async |variant| {
@@ -111,7 +112,8 @@ impl Kernels {
     ///
     /// # Errors
     /// [`Error::Plan`] for a variant that does not exist, [`Error::Gpu`] when the driver rejects its shader. A browser
-    /// tells that later: the next call that waits returns the error, and so does each that waits after a use of the kernel.
+    /// tells that later: the next call that waits returns the error, and so does each that waits after a
+    /// use of the kernel.
     pub(super) fn get(&self, variant: &Variant) -> Result<Arc<Kernel>> {
         if let Some(kernel) = self.lock().get(variant) {
             return Ok(kernel.clone());
@@ -139,8 +141,8 @@ impl Kernels {
         let module = match checks {
             Checks::Safe => self.device.create_shader_module(descriptor),
             // SAFETY: kernels index within the buffers that plans bind, have no endless loop and never divide by zero,
-            // whatever a buffer that a caller can reach holds: docs/in-bounds.md has the facts, kernel by kernel. Only plans
-            // launch them (`Launch::new`).
+            // whatever a buffer that a caller can reach holds: docs/in-bounds.md has the facts, kernel by kernel. Only
+            // plans launch them (`Launch::new`).
             Checks::Trusted => unsafe {
                 self.device.create_shader_module_trusted(descriptor, wgpu::ShaderRuntimeChecks::unchecked())
             },

@@ -109,7 +109,8 @@ pub(crate) fn flat_grid(invocations: u64, limits: &wgpu::Limits) -> Result<[u32;
     Ok(folded_grid(workgroups, most))
 }
 
-/// So many workgroups, or a few more, with at most `most` in a row: no more rows than that, since [`flat_grid`] allows none.
+/// So many workgroups, or a few more, with at most `most` in a row: no more rows than that, since
+/// [`flat_grid`] allows none.
 pub(crate) fn folded_grid(workgroups: u64, most: u64) -> [u32; 3] {
     let rows = workgroups.div_ceil(most).max(1);
     [workgroups.div_ceil(rows) as u32, rows as u32, 1]

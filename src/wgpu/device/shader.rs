@@ -86,8 +86,8 @@ impl Variant {
         self
     }
 
-    /// Declares the storage buffer `name` as `read_write` though it is only read. A launch may not use a buffer for reading
-    /// alone and for writing at once, not even different parts of it, but it may use both parts for both.
+    /// Declares the storage buffer `name` as `read_write` though it is only read. A launch may not use a buffer for
+    /// reading alone and for writing at once, not even different parts of it, but it may use both parts for both.
     pub fn writable(mut self, name: &'static str) -> Self {
         self.writable.insert(name);
         self
@@ -136,8 +136,8 @@ impl Variant {
     /// The WGSL of the variant.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the variant names a constant, alias, buffer, slot or file that the shader does not have: a bug of
-    /// this crate that its tests find, never of a caller.
+    /// [`Error::Plan`] when the variant names a constant, alias, buffer, slot or file that the shader does not have: a
+    /// bug of this crate that its tests find, never of a caller.
     pub fn source(&self) -> Result<Source> {
         let text = self.text(|_| String::new())?;
         let constants = evaluate_constants(&text);
@@ -148,8 +148,8 @@ impl Variant {
         Ok(Source { wgsl: unrolled, bindings })
     }
 
-    /// The WGSL of the variant for a reader: before every part stands the file in `shaders/` that it comes from, and loops
-    /// under `// unroll` are as they were written. It is valid, and does the same.
+    /// The WGSL of the variant for a reader: before every part stands the file in `shaders/` that it comes from, and
+    /// loops under `// unroll` are as they were written. It is valid, and does the same.
     ///
     /// # Errors
     /// As [`source`](Self::source).
@@ -223,8 +223,8 @@ pub struct Source {
 }
 
 impl Source {
-    /// The text for the compiler of a browser: with `enable subgroups;` where subgroups are used, and with the directives
-    /// that stand in comments, `// diagnostic(…);`.
+    /// The text for the compiler of a browser: with `enable subgroups;` where subgroups are used, and with the
+    /// directives that stand in comments, `// diagnostic(…);`.
     pub fn for_browsers(&self) -> String {
         let uses_subgroups =
             self.wgsl.lines().filter_map(|line| line.split("//").next()).any(|code| code.contains("subgroup"));

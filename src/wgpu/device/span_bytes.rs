@@ -1,4 +1,5 @@
-//! What a span holds as bytes, and back: page by page the parts of the page, then span ranges, then the centre of a sequence.
+//! What a span holds as bytes, and back: page by page the parts of the page, then span ranges, then the
+//! centre of a sequence.
 
 use super::buffers;
 use super::guard::{self, Request};
@@ -28,8 +29,8 @@ impl Store {
     /// Queues that a place holds what another did, before the next submission.
     ///
     /// # Errors
-    /// [`Error::Plan`](crate::Error::Plan) when a page or a slot does not exist, [`Error::Buffer`](crate::Error::Buffer) when
-    /// the bytes are not those of such a place.
+    /// [`Error::Plan`](crate::Error::Plan) when a page or a slot does not exist,
+    /// [`Error::Buffer`](crate::Error::Buffer) when the bytes are not those of such a place.
     pub fn write_span(
         &mut self,
         device: &wgpu::Device,

@@ -130,8 +130,8 @@ impl Store {
         &self.format
     }
 
-    /// The store in a [layout of steps](crate::plan::StepLayout), for steps that put so many tokens into it at most, and copy so
-    /// many of its pages.
+    /// The store in a [layout of steps](crate::plan::StepLayout), for steps that put so many tokens into it at most,
+    /// and copy so many of its pages.
     pub fn step_capacity(&self, tokens: usize, copies: usize) -> StoreCapacity {
         let shard_pages = self.shards.iter().map(|shard| shard.pages).collect();
         StoreCapacity {
@@ -316,12 +316,12 @@ impl Store {
         Ok(())
     }
 
-    /// Grows the centres of sequences' keys to at least `slots` slots, new ones zero, and keeps those there are. Bindings made
-    /// before stay bound to the old buffer.
+    /// Grows the centres of sequences' keys to at least `slots` slots, new ones zero, and keeps those there are.
+    /// Bindings made before stay bound to the old buffer.
     ///
     /// # Errors
-    /// [`Error::Format`] when keys have a range for every channel, [`Error::Limit`] when the slots do not fit a binding,
-    /// [`Error::OutOfMemory`], [`Error::DeviceLost`]; the store is as it was.
+    /// [`Error::Format`] when keys have a range for every channel, [`Error::Limit`] when the slots do not fit a
+    /// binding, [`Error::OutOfMemory`], [`Error::DeviceLost`]; the store is as it was.
     pub async fn reserve_centres(&mut self, device: &wgpu::Device, queue: &wgpu::Queue, slots: usize) -> Result<()> {
         if !self.format.key.takes_centre() {
             return Err(Error::Format { format: self.format.to_string(), reason: self.format.why_no_centre() });

@@ -71,8 +71,9 @@ impl Tensor {
         }
     }
 
-    /// The same tensor, which holds `owner` as long as it or one of its clones lives: what an engine's allocator gave out for
-    /// the elements, so that it neither moves them nor gives their memory to others before work is submitted that uses them.
+    /// The same tensor, which holds `owner` as long as it or one of its clones lives: what an engine's allocator gave
+    /// out for the elements, so that it neither moves them nor gives their memory to others before work is submitted
+    /// that uses them.
     #[must_use]
     pub fn kept_by(self, owner: impl Any + Send + Sync) -> Self {
         Self { owner: Some(Arc::new(owner)), ..self }
@@ -152,8 +153,8 @@ impl Tensor {
     /// Encodes a copy of all elements to the first ones of another tensor.
     ///
     /// # Errors
-    /// [`Error::Buffer`] when that is of another type, has fewer elements or lies in the same buffer, when the buffers lack the
-    /// usages `COPY_SRC` and `COPY_DST`, or the copy is not of whole 32-bit words.
+    /// [`Error::Buffer`] when that is of another type, has fewer elements or lies in the same buffer, when the buffers
+    /// lack the usages `COPY_SRC` and `COPY_DST`, or the copy is not of whole 32-bit words.
     pub fn encode_copy(&self, to: &Self, encoder: &mut wgpu::CommandEncoder) -> Result<()> {
         let reject = |reason: String| Err(Error::Buffer { what: "a copy of a tensor", reason });
         if (self.element_type, self.elements) != (to.element_type, self.elements.min(to.elements)) {

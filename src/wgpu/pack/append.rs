@@ -1,5 +1,5 @@
-//! Kernel `append`: the tokens of a step, the rows of windows that are stored one by one, and rows whose sketches need all of
-//! them.
+//! Kernel `append`: the tokens of a step, the rows of windows that are stored one by one, and rows whose sketches
+//! need all of them.
 
 use super::hadamard::{Turn, with_sketch, with_turn};
 use super::levels::{with_codebook_fields, with_level_fields};
@@ -11,8 +11,8 @@ use crate::plan::{ElementType, Section};
 use crate::wgpu::device::launch::FLAT_WORKGROUP;
 use crate::wgpu::device::{StorePart, Variant};
 
-/// Tokens of a step for one shard of a store: two of these, for keys and for values, store all that go there. Tokens of one
-/// page may share words of values, which their threads change bit by bit.
+/// Tokens of a step for one shard of a store: two of these, for keys and for values, store all that go there. Tokens of
+/// one page may share words of values, which their threads change bit by bit.
 pub(super) fn bind_tokens(bind: &Binder<'_>, store: usize, shard: u32, which: KeyOrValue) -> Result<StepLaunch> {
     let input = bind.input()?;
     let tensor = match which {
@@ -47,7 +47,8 @@ pub(super) fn bind_tokens(bind: &Binder<'_>, store: usize, shard: u32, which: Ke
     bind.launch(&variant, call, &buffers, (section, per_entry))
 }
 
-/// Tokens of a step, of a store whose keys are centred or not: then its table names centres beside slots, for values too.
+/// Tokens of a step, of a store whose keys are centred or not: then its table names centres beside slots,
+/// for values too.
 pub(super) fn of_tokens(
     shape: &AttentionShape,
     format: &TensorFormat,

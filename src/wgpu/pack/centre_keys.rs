@@ -7,8 +7,8 @@ use crate::format::{Direction, HEAD_DIMS, Rotation};
 use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, flat_grid};
 use crate::wgpu::device::{Kernels, Store, Variant};
 
-/// Writes the `call.tokens` rows of every KV head from `call.first_token` on into `[tokens, kv_heads, head_dim]`, less the centre
-/// in slot `centre` of the store, and rotated if `rotation` says how.
+/// Writes the `call.tokens` rows of every KV head from `call.first_token` on into `[tokens, kv_heads, head_dim]`, less
+/// the centre in slot `centre` of the store, and rotated if `rotation` says how.
 pub(super) fn centre(
     kernels: &Kernels,
     (store, centre): (&Store, usize),

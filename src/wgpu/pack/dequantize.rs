@@ -13,8 +13,8 @@ use crate::wgpu::device::{Kernels, Store, StorePart, Tensor, Variant};
 use crate::{Error, Result};
 
 /// Reads the keys and the values of a span back as dense f32 rows `[kv_heads, tokens, head_dim]`: decided, but for the
-/// buffers. One dispatch for each of keys and values and every shard that the span touches, and one for each of them that
-/// is stored rotated; keys with sketches take two of each, and keys that lack a centre one more.
+/// buffers. One dispatch for each of keys and values and every shard that the span touches, and one for each of them
+/// that is stored rotated; keys with sketches take two of each, and keys that lack a centre one more.
 #[derive(Clone, Debug)]
 pub struct DequantizePlan {
     shape: AttentionShape,

@@ -37,8 +37,8 @@ impl KeyMeanPlan {
     /// Binds the store and the keys.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the store is of another shape or lacks the slot, [`Error::Elements`] when the keys are shorter than
-    /// their rows, [`Error::Limit`] when they are too large for a binding.
+    /// [`Error::Plan`] when the store is of another shape or lacks the slot, [`Error::Elements`] when the keys are
+    /// shorter than their rows, [`Error::Limit`] when they are too large for a binding.
     pub fn bind(&self, kernels: &Kernels, store: &Store, keys: &Tensor) -> Result<Launch> {
         let NewCentre { rows, tokens, slot } = self.centre;
         store.check_planned("key mean", &self.shape, store.format())?;

@@ -10,9 +10,9 @@ use std::sync::Arc;
 /// What a word holds that is not set.
 const NOTHING: u32 = u32::MAX;
 
-/// Which tokens steps could not store as they were: for keys and for values of every layer the first, one word each, and 2³² − 1
-/// where there is none. Each word is a buffer of its own: wgpu orders all that writes one buffer, so that kernels for keys and for
-/// values, and those of several layers, would wait for each other. Clones share the flags.
+/// Which tokens steps could not store as they were: for keys and for values of every layer the first, one word each,
+/// and 2³² − 1 where there is none. Each word is a buffer of its own: wgpu orders all that writes one buffer, so that
+/// kernels for keys and for values, and those of several layers, would wait for each other. Clones share the flags.
 #[derive(Clone, Debug)]
 pub struct NonFiniteFlags {
     // [layer], of keys and of values.
@@ -39,8 +39,8 @@ impl NonFiniteFlags {
         self.words.len()
     }
 
-    /// The word of the keys or of the values of a layer below [`layers`](Self::layers), with the usages `STORAGE | COPY_SRC |
-    /// COPY_DST`: for an engine that copies it beside something else that it reads back.
+    /// The word of the keys or of the values of a layer below [`layers`](Self::layers), with the usages
+    /// `STORAGE | COPY_SRC | COPY_DST`: for an engine that copies it beside something else that it reads back.
     pub fn word(&self, layer: usize, which: KeyOrValue) -> Option<&wgpu::Buffer> {
         self.words.get(layer).map(|[keys, values]| match which {
             KeyOrValue::Key => keys,

@@ -20,11 +20,11 @@ const CHUNK: usize = 64;
 
 /// Writes tokens of dense keys and values into pages as one span: decided, but for the buffers.
 ///
-/// The dispatches: for rows that are stored rotated, `hadamard`, and for keys that lose a centre `centre_keys`, which rotates them
-/// too, into scratch memory of at most 16 MiB, as often as it takes
-/// (the memory is freed with the bound launches); three of `ranges_span` for each of keys and values that has span ranges, then for every shard that
-/// the span touches `ranges_tile` or `norms_tile` where there are tile ranges, `quantize`, and `renormalize` where norms are. Keys with sketches take one of
-/// `append` for every shard instead.
+/// The dispatches: for rows that are stored rotated, `hadamard`, and for keys that lose a centre `centre_keys`, which
+/// rotates them too, into scratch memory of at most 16 MiB, as often as it takes (the memory is freed with the bound
+/// launches); three of `ranges_span` for each of keys and values that has span ranges, then for every shard that the
+/// span touches `ranges_tile` or `norms_tile` where there are tile ranges, `quantize`, and `renormalize` where norms
+/// are. Keys with sketches take one of `append` for every shard instead.
 #[derive(Clone, Debug)]
 pub struct QuantizePlan {
     shape: AttentionShape,
@@ -42,8 +42,9 @@ impl QuantizePlan {
     /// Plans `write` for a store of this shape and format.
     ///
     /// # Errors
-    /// [`Error::Format`](crate::Error::Format) when the format does not fit the shape; [`Error::Plan`](crate::Error::Plan) when there are more or fewer pages
-    /// than the tokens need, or the tokens lie beyond the rows.
+    /// [`Error::Format`](crate::Error::Format) when the format does not fit the shape;
+    /// [`Error::Plan`](crate::Error::Plan) when there are more or fewer pages than the tokens need, or the tokens lie
+    /// beyond the rows.
     pub fn new(shape: &AttentionShape, format: &SegmentFormat, write: &SpanWrite<'_, Indices>) -> Result<Self> {
         format.check(shape)?;
         tile_call::check_span("quantize", write.tokens.len(), write.pages)?;
@@ -83,8 +84,9 @@ impl QuantizePlan {
     /// Binds the store and the tensors to read.
     ///
     /// # Errors
-    /// [`Error::Plan`](crate::Error::Plan) when the store is not of the planned shape and format, or lacks a page or the range slot;
-    /// [`Error::Elements`](crate::Error::Elements) when a tensor is shorter than its rows; [`Error::Limit`](crate::Error::Limit) when it is too large for a binding.
+    /// [`Error::Plan`](crate::Error::Plan) when the store is not of the planned shape and format, or lacks a page or
+    /// the range slot; [`Error::Elements`](crate::Error::Elements) when a tensor is shorter than its rows;
+    /// [`Error::Limit`](crate::Error::Limit) when it is too large for a binding.
     pub fn bind(&self, kernels: &Kernels, store: &Store, keys: &Tensor, values: &Tensor) -> Result<Launches> {
         store.check_planned("quantize", &self.shape, &self.format)?;
         store.check_pages("quantize", self.pages.iter().map(|placed| &placed.page))?;

@@ -14,12 +14,12 @@ use crate::{Error, Result};
 
 const BOTH: [KeyOrValue; 2] = [KeyOrValue::Key, KeyOrValue::Value];
 
-/// What steps store, for all layers: copies of shared pages, centres of sequences that begin, tokens, and windows that are
-/// packed, as a [`StepTable`] says.
+/// What steps store, for all layers: copies of shared pages, centres of sequences that begin, tokens, and windows that
+/// are packed, as a [`StepTable`] says.
 ///
-/// Once for a model: a [`StepLayout`], a [`StepMemory`] that holds the table on the device, and [`NonFiniteFlags`]. Once for a
-/// layer and its engine's tensors: [`PackStepPlan::bind`]. Every step: [`StepMemory::write`], one small upload, and for every
-/// layer [`BoundPackStep::encode`], which only records dispatches.
+/// Once for a model: a [`StepLayout`], a [`StepMemory`] that holds the table on the device, and [`NonFiniteFlags`].
+/// Once for a layer and its engine's tensors: [`PackStepPlan::bind`]. Every step: [`StepMemory::write`], one small
+/// upload, and for every layer [`BoundPackStep::encode`], which only records dispatches.
 ///
 /// ```no_run
 /// use std::sync::Arc;
@@ -84,13 +84,13 @@ impl PackStepPlan {
         found
     }
 
-    /// Binds the stores of one layer, in the order of the layout, and its engine's tensors, which every step reads anew; they
-    /// may be left out where steps read no tokens.
+    /// Binds the stores of one layer, in the order of the layout, and its engine's tensors, which every step reads
+    /// anew; they may be left out where steps read no tokens.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the stores, the memory or the flags are not those of the layout, or keys and values have fewer
-    /// tokens than it; [`Error::Elements`] when they are shorter than their rows; [`Error::Limit`] when something is too large
-    /// for the device.
+    /// [`Error::Plan`] when the stores, the memory or the flags are not those of the layout, or keys and values have
+    /// fewer tokens than it; [`Error::Elements`] when they are shorter than their rows; [`Error::Limit`] when something
+    /// is too large for the device.
     pub fn bind(
         &self,
         kernels: &Kernels,
@@ -165,8 +165,9 @@ pub struct BoundPackStep {
 }
 
 impl BoundPackStep {
-    /// Encodes the dispatches of a step into an open pass: none for what its table has not. Nothing is submitted, waited for,
-    /// mapped or allocated. [`StepMemory::write`] must have put the same table on the device by the time the pass is submitted.
+    /// Encodes the dispatches of a step into an open pass: none for what its table has not. Nothing is submitted,
+    /// waited for, mapped or allocated. [`StepMemory::write`] must have put the same table on the device by the time
+    /// the pass is submitted.
     ///
     /// # Errors
     /// [`Error::Plan`] when the table is of another layout.

@@ -55,7 +55,8 @@ pub(super) struct StepLaunch {
 }
 
 impl StepLaunch {
-    /// Encodes it for the entries that a table has, if there are such. A grid has at most `most` workgroups in a dimension.
+    /// Encodes it for the entries that a table has, if there are such. A grid has at most `most` workgroups
+    /// in a dimension.
     pub fn encode(&self, table: &StepTable, most: u64, pass: &mut wgpu::ComputePass<'_>) {
         if table.names_shards(self.section, self.shards) {
             let invocations = table.count(self.section) as u64 * self.per_entry;

@@ -8,8 +8,8 @@ use crate::plan::{StepLayout, StepTable};
 use crate::wgpu::device::{KernelLimits, buffers};
 use crate::{Error, Result};
 
-/// The table of a step on the device, and scratch memory for windows that are rotated before their ranges are known. One serves
-/// all layers of a model.
+/// The table of a step on the device, and scratch memory for windows that are rotated before their ranges are known.
+/// One serves all layers of a model.
 #[derive(Clone, Debug)]
 pub struct StepMemory {
     layout: Arc<StepLayout>,

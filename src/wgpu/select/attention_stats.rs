@@ -140,8 +140,8 @@ impl AttentionStatsPlan {
         Ok(Self { shape: *shape, rows, queries, keys, request, log_threshold, part_tiles, parts, matrices })
     }
 
-    /// The same statistics on a device with these capabilities: keys in f16 by cooperative matrices, where it has them and
-    /// there are kernels for the shape.
+    /// The same statistics on a device with these capabilities: keys in f16 by cooperative matrices, where it has them
+    /// and there are kernels for the shape.
     pub fn for_device(self, capabilities: &Capabilities) -> Self {
         let (size, aggregation) = ([self.rows.len(), self.rows.tokens()], self.request.columns.aggregation);
         let matrices =

@@ -38,7 +38,8 @@ impl EvictedPlan {
     /// Binds the kept tokens to read, `[kv_heads, kept]`, ascending for each head, and the others to write.
     ///
     /// # Errors
-    /// [`Error::Elements`](crate::Error::Elements) when the indices are of other shapes; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    /// [`Error::Elements`](crate::Error::Elements) when the indices are of other shapes;
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
     pub fn bind(&self, kernels: &Kernels, kept: &Indices, evicted: &Indices) -> Result<Launches> {
         let heads = self.kept.kv_heads();
         check_indices("positions of kept tokens", kept, heads, self.kept.count())?;

@@ -56,12 +56,12 @@ struct MergeCall {
 }
 
 impl MergePlan {
-    /// Plans the merge of `evicted` tokens of every KV head into `kept` ones. Which ones they are is read on the device:
-    /// an index beyond the tokens is taken for the last of them.
+    /// Plans the merge of `evicted` tokens of every KV head into `kept` ones. Which ones they are is read on the
+    /// device: an index beyond the tokens is taken for the last of them.
     ///
     /// # Errors
-    /// [`Error::NoTokens`] when none are kept or evicted; [`Error::Limit`] when 32-bit indices do not reach all elements,
-    /// or the device dispatches too few workgroups.
+    /// [`Error::NoTokens`] when none are kept or evicted; [`Error::Limit`] when 32-bit indices do not reach all
+    /// elements, or the device dispatches too few workgroups.
     pub fn new(shape: &AttentionShape, rows: RowLayout, [kept, evicted]: [usize; 2], merging: Merging) -> Result<Self> {
         if kept == 0 || evicted == 0 || rows.tokens == 0 {
             return Err(Error::NoTokens {

@@ -1,5 +1,5 @@
-//! Kernels `prepare_stats_queries`, `attention_row_stats_matrix` and `attention_column_stats_matrix`: attention statistics of
-//! f16 keys by cooperative matrices.
+//! Kernels `prepare_stats_queries`, `attention_row_stats_matrix` and `attention_column_stats_matrix`: attention
+//! statistics of f16 keys by cooperative matrices.
 
 use super::{aggregation_constant, queries_file};
 use crate::Result;
@@ -64,8 +64,8 @@ pub(super) struct MatrixCall {
 }
 
 impl MatrixCut {
-    /// The cut of `rows` query rows of each head and `tokens` keys, if `capabilities` have the matrices and the memory, and
-    /// there are kernels for the shape. Of parts what was measured takes `most_parts` at most.
+    /// The cut of `rows` query rows of each head and `tokens` keys, if `capabilities` have the matrices and the memory,
+    /// and there are kernels for the shape. Of parts what was measured takes `most_parts` at most.
     pub fn new(
         shape: &AttentionShape,
         [rows, tokens]: [usize; 2],
@@ -213,8 +213,8 @@ mod tests {
         MatrixCut::new(&shape, size, aggregation, 1 << 20, capabilities)
     }
 
-    /// What the shaders declare is valid and no more than what is counted: a driver that was given more than it has did not
-    /// come back.
+    /// What the shaders declare is valid and no more than what is counted: a driver that was given more than it has
+    /// did not come back.
     #[test]
     fn workgroup_memory_is_counted() {
         let capabilities = capabilities(48 << 10);

@@ -45,8 +45,8 @@ impl TokenScoresPlan {
         vec![variant_of(&self.tables.constants)]
     }
 
-    /// Binds the f32 column sums to read and the f32 scores to write, both `[kv_heads, tokens]`, and for every head a word of 0,
-    /// which becomes the number of tokens from the first on whose sum is NaN.
+    /// Binds the f32 column sums to read and the f32 scores to write, both `[kv_heads, tokens]`, and for every head a
+    /// word of 0, which becomes the number of tokens from the first on whose sum is NaN.
     ///
     /// # Errors
     /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not suit, [`Error::Limit`] when one is too large.

@@ -55,7 +55,8 @@ impl TopKPlan {
         variants()
     }
 
-    /// Binds the f32 scores to read, `[kv_heads, n]`, and the indices to write, `[kv_heads, k]`, ascending for each head.
+    /// Binds the f32 scores to read, `[kv_heads, n]`, and the indices to write, `[kv_heads, k]`,
+    /// ascending for each head.
     ///
     /// # Errors
     /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not suit, [`Error::Limit`] when one is too large.

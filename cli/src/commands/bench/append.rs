@@ -117,8 +117,8 @@ struct AppendRow {
     token: &'static str,
     /// A step of `append`, one token for each sequence.
     append_us: f64,
-    /// The packing of full windows, spread over the 128 steps that fill them, with what steps pay that have none; nothing where
-    /// tokens are packed at once.
+    /// The packing of full windows, spread over the 128 steps that fill them, with what steps pay that have none;
+    /// nothing where tokens are packed at once.
     pack_us: Option<f64>,
     /// Both, for one token.
     token_ns: f64,

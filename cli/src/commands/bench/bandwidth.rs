@@ -4,8 +4,8 @@ use kvpack_report::MOST_PERCENT_OF_READ;
 
 /// Readings before and after the rows of a shape.
 ///
-/// A device that slept reads slowly and never too fast, so the best reading is the bandwidth, where another one confirms
-/// it.
+/// A device that slept reads slowly and never too fast, so the best reading is the bandwidth, where another
+/// one confirms it.
 #[derive(Clone, Debug)]
 pub struct Readings {
     /// How far the second best may be below the best, as a fraction; none where other programs share the device, and

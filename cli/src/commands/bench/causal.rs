@@ -1,5 +1,5 @@
-//! Causal runs: the newest queries of one long sequence, which read together what they all see, beside the same queries as
-//! decode steps of as many sequences.
+//! Causal runs: the newest queries of one long sequence, which read together what they all see, beside the same queries
+//! as decode steps of as many sequences.
 
 use anyhow::{Result, ensure};
 use indicatif::ProgressBar;

@@ -1,5 +1,5 @@
-//! A context in chunks of three precisions (Cocktail): decode steps over the mixture, brought together or left where the
-//! chunks were, beside one format for all; and what bringing them together costs while a prompt is packed.
+//! A context in chunks of three precisions (Cocktail): decode steps over the mixture, brought together or left where
+//! the chunks were, beside one format for all; and what bringing them together costs while a prompt is packed.
 
 use anyhow::{Result, ensure};
 use indicatif::ProgressBar;

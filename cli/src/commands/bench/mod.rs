@@ -52,29 +52,30 @@ pub struct BenchArgs {
     /// Two small shapes, the widths of CalibQuant, little memory.
     #[arg(long)]
     quick: bool,
-    /// A named choice of shapes and formats. decode: nine steps of head_dim 128 in every format, from one sequence of 4k
-    /// tokens to eight of 32k, one of them with its pages in no order, one in spans of 576 tokens (an image each).
+    /// A named choice of shapes and formats. decode: nine steps of head_dim 128 in every format, from one sequence of
+    /// 4k tokens to eight of 32k, one of them with its pages in no order, one in spans of 576 tokens (an image each).
     /// append: what storing one more token costs a batch of 64, in every format. mixed: sequences stored in segments of
-    /// several precisions, beside each segment alone. causal: the newest 1 to 512 queries of a sequence of 32k tokens as one
-    /// run, and as decode steps of as many sequences. step: what an engine pays for a whole decode step of 32 layers, by the
-    /// wall clock, beside the kernels of it. evict: what it costs to keep a tenth of a prompt of 32k and 128k tokens, piece by
-    /// piece, and what decoding gains. chunks: a context in chunks of f16, 4 and 2 bits, brought together or left apart.
+    /// several precisions, beside each segment alone. causal: the newest 1 to 512 queries of a sequence of 32k tokens
+    /// as one run, and as decode steps of as many sequences. step: what an engine pays for a whole decode step of 32
+    /// layers, by the wall clock, beside the kernels of it. evict: what it costs to keep a tenth of a prompt of 32k and
+    /// 128k tokens, piece by piece, and what decoding gains. chunks: a context in chunks of f16, 4 and 2 bits, brought
+    /// together or left apart.
     #[arg(long, value_enum, conflicts_with_all = ["shape", "quick", "file"])]
     suite: Option<SuiteName>,
-    /// Only the shape of this name, or the shapes whose name contains this [default: all on a GPU, those up to 128 MiB of f16
-    /// on the CPU, those up to 32 MiB on a software GPU].
+    /// Only the shape of this name, or the shapes whose name contains this
+    /// [default: all on a GPU, those up to 128 MiB of f16 on the CPU, those up to 32 MiB on a software GPU].
     #[arg(long, value_name = "TEXT")]
     shape: Option<String>,
-    /// Only f16 and the formats whose name contains this ('4-bit', 'per token'); the suites decode, append and causal have
-    /// formats to choose from, the others their own.
+    /// Only f16 and the formats whose name contains this ('4-bit', 'per token'); the suites decode, append and causal
+    /// have formats to choose from, the others their own.
     #[arg(long, value_name = "TEXT")]
     format: Option<String>,
-    /// Mebibytes of packed keys and values to go round, at least, up to 16384 [default: 1024 on a GPU, 256 on the CPU, 64 on a
-    /// software GPU, 32 with --quick].
+    /// Mebibytes of packed keys and values to go round, at least, up to 16384
+    /// [default: 1024 on a GPU, 256 on the CPU, 64 on a software GPU, 32 with --quick].
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=MOST_FOOTPRINT))]
     footprint: Option<u64>,
-    /// Bits of the query, and of the weights of values with a range per channel, in integer dot products [default: 8 where
-    /// keys have 4 bits or fewer, 16 where they have 8]. The CPU backend always uses f32.
+    /// Bits of the query, and of the weights of values with a range per channel, in integer dot products
+    /// [default: 8 where keys have 4 bits or fewer, 16 where they have 8]. The CPU backend always uses f32.
     #[arg(long, value_enum)]
     query: Option<QueryName>,
     /// Seconds of timed steps for a row, at least [default: 0.1 on a GPU, 0.5 on the CPU]. A load that takes all the

@@ -74,8 +74,8 @@ impl Guard {
         Ok(rate)
     }
 
-    /// Times something between two looks, again where the device has slowed down meanwhile, and yields what was timed last with
-    /// how much of the best rate was missing before or after, in percent.
+    /// Times something between two looks, again where the device has slowed down meanwhile, and yields what was timed
+    /// last with how much of the best rate was missing before or after, in percent.
     ///
     /// # Errors
     /// Whatever the backend or `time` reports.

@@ -139,8 +139,8 @@ async fn median_of(backend: &Wgpu, bound: &[BoundPackStep], tables: &[StepTable]
     Ok(measure::time(backend, &work, repeats).await?.median().as_secs_f64())
 }
 
-/// The step over one copy, with tables of its own. All steps write the same states and output, so that each waits for the
-/// one before, as the steps of a model's layers do.
+/// The step over one copy, with tables of its own. All steps write the same states and output, so that each waits for
+/// the one before, as the steps of a model's layers do.
 struct BoundStep {
     launches: Launches,
     labels: Vec<String>,

@@ -29,14 +29,15 @@ use crate::print;
 /// (CalibQuant's τ1 and τ2, one pair for each layer and format) are searched on every second prompt query, taken where
 /// both halves of these gain by them, and judged on the other prompt queries and the decode queries.
 ///
-/// With --precision, what rounding the query and the weights adds to the error of each format, on a GPU: the precision that
-/// a format gets by default follows from that.
+/// With --precision, what rounding the query and the weights adds to the error of each format, on a GPU: the precision
+/// that a format gets by default follows from that.
 ///
 /// With --model, a model reads a text in chunks of 128 tokens with its cache stored by each recipe: perplexity, KL
 /// divergence and top-1 agreement against the f16 cache, and the log-probability of a pass key hidden in the text.
 ///
-/// With --documents it answers questions about documents cut from the text instead, over what each recipe keeps of document
-/// and question: policies (h2o:0.2, lookm:0.1/saw-int4), mixtures (cocktail, its chunks ranked by BM25 or by MiniLM, beside the same shuffled), or all of it packed.
+/// With --documents it answers questions about documents cut from the text instead, over what each recipe keeps of
+/// document and question: policies (h2o:0.2, lookm:0.1/saw-int4), mixtures (cocktail, its chunks ranked by BM25 or by
+/// MiniLM, beside the same shuffled), or all of it packed.
 #[derive(clap::Args)]
 pub struct EvalArgs {
     /// The dump.

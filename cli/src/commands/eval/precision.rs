@@ -29,8 +29,8 @@ struct LayerPrecision {
     formats: Vec<FormatPrecision>,
 }
 
-/// Errors of the outputs of one format: relative L2 against exact attention over the dump, and what a precision adds, as the
-/// normalised mean square of its difference from exact attention over what is stored.
+/// Errors of the outputs of one format: relative L2 against exact attention over the dump, and what a precision adds,
+/// as the normalised mean square of its difference from exact attention over what is stored.
 #[derive(Serialize)]
 struct FormatPrecision {
     format: String,

@@ -1,8 +1,8 @@
 //! TurboQuant as published (arXiv 2504.19874), with dense rotations and norms in f32: what its golden vectors are of.
 //!
-//! [`quantize_mse`] is algorithm 1: the codec for the least squared error. [`quantize_prod`] is algorithm 2: the same at one
-//! bit less, and one sign bit per channel of a random projection of what is left (QJL), which makes inner products with
-//! queries unbiased.
+//! [`quantize_mse`] is algorithm 1: the codec for the least squared error. [`quantize_prod`] is algorithm 2: the same
+//! at one bit less, and one sign bit per channel of a random projection of what is left (QJL), which makes inner
+//! products with queries unbiased.
 //!
 //! kvpack's kernels implement the first with Hadamard rotations and f16 norms:
 //! [`SegmentFormat::turboquant`](kvpack::SegmentFormat::turboquant).
@@ -69,7 +69,8 @@ pub struct MseRow {
     pub norm: f32,
 }
 
-/// Algorithm 1: `y = Π x / |x|`, and for each channel of y the nearest level of the codebook, at a boundary the lower one.
+/// Algorithm 1: `y = Π x / |x|`, and for each channel of y the nearest level of the codebook, at a
+/// boundary the lower one.
 ///
 /// # Errors
 /// [`Error::Elements`] when the rotation is not square or of another size than the row, or when the codebook has more

@@ -25,8 +25,8 @@ pub enum Call<'a, B: Backend> {
 
 /// A backend whose kernels of selection can be timed by themselves.
 pub trait TimedSelection: Timed {
-    /// Seconds of the kernels of a call, going round like calls over other memory; `None` where a device has no clock for
-    /// them.
+    /// Seconds of the kernels of a call, going round like calls over other memory; `None` where a device has no
+    /// clock for them.
     ///
     /// # Errors
     /// Whatever the backend reports.
@@ -73,8 +73,8 @@ const QUEUED: usize = 8;
 /// Measurements of a call by the wall clock on a GPU.
 const MEASUREMENTS: usize = 5;
 
-/// Seconds of a call by the wall clock: [`QUEUED`] of them one after the other, then a wait for all. Where software computes,
-/// one call is measured once.
+/// Seconds of a call by the wall clock: [`QUEUED`] of them one after the other, then a wait for all. Where software
+/// computes, one call is measured once.
 ///
 /// # Errors
 /// Whatever the backend reports.

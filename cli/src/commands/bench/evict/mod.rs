@@ -1,4 +1,5 @@
-//! What it costs to keep a tenth of a prompt: measuring attention, choosing, merging and packing, and what decoding gains.
+//! What it costs to keep a tenth of a prompt: measuring attention, choosing, merging and packing, and what
+//! decoding gains.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -65,7 +66,8 @@ struct EvictRow {
     kernels: Vec<&'static str>,
     /// Its kernels, by the clock of the device.
     kernels_us: Option<f64>,
-    /// The call, by the wall clock, with what the host does for it; nothing of decode steps, which the suite `step` has.
+    /// The call, by the wall clock, with what the host does for it; nothing of decode steps, which the
+    /// suite `step` has.
     call_us: Option<f64>,
     /// How much of the guard's best rate was missing before or after, in percent.
     guard_low_percent: f64,

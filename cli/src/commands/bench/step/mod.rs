@@ -1,5 +1,5 @@
-//! What an engine pays for a decode step: append, packing and attention of all layers of a model through the public interface,
-//! by the wall clock, beside what the kernels of it take.
+//! What an engine pays for a decode step: append, packing and attention of all layers of a model through the public
+//! interface, by the wall clock, beside what the kernels of it take.
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -85,7 +85,8 @@ pub trait ModelEngine<B: Backend> {
     /// Whatever the backend reports.
     async fn wait(&self) -> kvpack::Result<()>;
 
-    /// Opens a step, and leaves it open: the output of its last layer, and what its kernels take, where that can be told.
+    /// Opens a step, and leaves it open: the output of its last layer, and what its kernels take, where
+    /// that can be told.
     ///
     /// # Errors
     /// Whatever the backend reports.

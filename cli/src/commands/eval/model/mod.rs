@@ -36,9 +36,9 @@ pub struct ModelArgs {
     /// With --model: the text [default: a chapter that kvpack brings].
     #[arg(long, value_name = "FILE", requires = "model")]
     text: Option<PathBuf>,
-    /// With --model: recipes, separated by spaces or given one by one; 'all' is every method at every width, with and without
-    /// a centre, 'centred' those with one, and 'windowed' every method with what protects it: a centre where it takes one, and
-    /// the first and the last 128 tokens in f16.
+    /// With --model: recipes, separated by spaces or given one by one; 'all' is every method at every width, with and
+    /// without a centre, 'centred' those with one, and 'windowed' every method with what protects it: a centre where it
+    /// takes one, and the first and the last 128 tokens in f16.
     #[arg(long, value_name = "RECIPE", num_args = 1.., default_value = "all", requires = "model")]
     recipes: Vec<String>,
     /// With --model: read so many tokens of the text; perplexity is given at each.
@@ -47,21 +47,24 @@ pub struct ModelArgs {
     /// With --model: tokens of the texts in which the pass key is hidden; 0 leaves that out.
     #[arg(long, value_name = "N", default_value_t = 1024, requires = "model")]
     passkey_tokens: usize,
-    /// With --model: cut so many documents from the text, and let recipes answer questions about them instead of reading it.
+    /// With --model: cut so many documents from the text, and let recipes answer questions about them
+    /// instead of reading it.
     #[arg(long, value_name = "N", requires = "model", conflicts_with_all = ["lengths", "passkey_tokens"])]
     documents: Option<usize>,
     /// With --documents: tokens of each.
     #[arg(long, value_name = "N", default_value_t = 640, requires = "documents")]
     document_tokens: usize,
-    /// With --documents: what mixtures rank chunks by: bm25 (shared words), minilm (the encoder that scripts/fetch-encoder.sh
-    /// fetches; minilm:FOLDER for one elsewhere), or FILE.safetensors with embeddings: documentN.chunks [chunks, width],
-    /// documentN.quote and documentN.passkey [width] in F32, N from 0 [default: bm25].
+    /// With --documents: what mixtures rank chunks by: bm25 (shared words), minilm (the encoder that
+    /// scripts/fetch-encoder.sh fetches; minilm:FOLDER for one elsewhere), or FILE.safetensors with embeddings:
+    /// documentN.chunks [chunks, width], documentN.quote and documentN.passkey [width] in F32, N from 0
+    /// [default: bm25].
     #[arg(long, value_name = "RANKING", num_args = 1.., requires = "documents")]
     rank_by: Vec<RankBy>,
     /// With --documents: tokens of a chunk, 16 to 128 [default: 32].
     #[arg(long, value_delimiter = ',', value_name = "N,N", requires = "documents")]
     chunk_tokens: Vec<usize>,
-    /// With --documents: how often a mixture's stores are shuffled over the chunks, to stand beside the ranked ones [default: 1].
+    /// With --documents: how often a mixture's stores are shuffled over the chunks, to stand beside the ranked
+    /// ones [default: 1].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), requires = "documents")]
     draws: Option<u32>,
 }

@@ -93,7 +93,8 @@ pub fn print(report: &ModelReport) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Above this divergence from the f16 cache, in nats, a recipe is said not to be for a model: perplexity is about a tenth off.
+/// Above this divergence from the f16 cache, in nats, a recipe is said not to be for a model: perplexity is
+/// about a tenth off.
 const LARGEST_DIVERGENCE: f64 = 0.1;
 
 /// Which recipe is the smallest that leaves the model as it is, and which change it.

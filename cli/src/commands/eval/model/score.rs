@@ -6,8 +6,8 @@ use indicatif::ProgressBar;
 
 use crate::model::{Attention, CHUNK_TOKENS, Model};
 
-/// Reads tokens chunk by chunk and hands on the log-probabilities `[chunk, vocabulary]` that follow each token, with the
-/// position of the chunk's first.
+/// Reads tokens chunk by chunk and hands on the log-probabilities `[chunk, vocabulary]` that follow each token, with
+/// the position of the chunk's first.
 pub fn read(
     model: &Model,
     attention: &mut dyn Attention,

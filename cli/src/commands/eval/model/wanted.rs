@@ -55,11 +55,12 @@ fn windowed() -> impl Iterator<Item = ModelRecipe> {
     packed().filter_map(|recipe| protected(&recipe)?.parse().ok())
 }
 
-/// Options that take the edge off a coarse recipe: keys less their centre, where the format takes one, and the first and the last
-/// 128 tokens in f16.
+/// Options that take the edge off a coarse recipe: keys less their centre, where the format takes one, and the first
+/// and the last 128 tokens in f16.
 const PROTECTION: [(&str, &str); 3] = [("centre", "centre"), ("sink=", "sink=128"), ("window=", "window=128")];
 
-/// The recipe with all of them that it lacks, or none if it lacks none. Methods that pack tile by tile have a window anyway.
+/// The recipe with all of them that it lacks, or none if it lacks none. Methods that pack tile by tile have
+/// a window anyway.
 pub fn protected(recipe: &str) -> Option<String> {
     // Any shape will do: a window is not a matter of heads.
     let first_layer = recipe.parse::<ModelRecipe>().ok()?.layer(0, &AttentionShape::new(1, 1, 128).ok()?);

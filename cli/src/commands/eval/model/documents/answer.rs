@@ -13,8 +13,8 @@ use crate::model::{Attention, DensePrompt, Model, PackedAttention};
 
 /// A prompt of a document and a question, and its answer in full precision.
 ///
-/// Engines take the first token of an answer from their own reading of the prompt. So it is given here, and the tokens after
-/// it are predicted over what the cache keeps.
+/// Engines take the first token of an answer from their own reading of the prompt. So it is given here, and the tokens
+/// after it are predicted over what the cache keeps.
 pub struct Asked {
     /// What was read.
     pub prompt: DensePrompt,

@@ -8,8 +8,8 @@ use super::super::score::mean;
 
 /// The attention of an answer's tokens in full precision.
 pub struct Attended {
-    /// Of each layer, `[kv_heads, tokens]`: what a token gets from the answer's tokens. Those of the prompt come first, of them
-    /// the document.
+    /// Of each layer, `[kv_heads, tokens]`: what a token gets from the answer's tokens. Those of the prompt come first,
+    /// of them the document.
     pub layers: Vec<Vec<f32>>,
     /// KV heads of every layer.
     pub kv_heads: usize,
@@ -20,8 +20,8 @@ pub struct Attended {
 }
 
 impl Attended {
-    /// Contribution of a modality: the share of what the answer attends to in its prompt that falls to it, the mean over layers
-    /// and KV heads.
+    /// Contribution of a modality: the share of what the answer attends to in its prompt that falls to it, the mean
+    /// over layers and KV heads.
     pub fn contribution(&self) -> ByModality {
         let shares: Vec<f64> =
             self.heads().map(|(_, _, attended)| sum(&attended[..self.document]) / sum(attended)).collect();
@@ -29,8 +29,8 @@ impl Attended {
         ByModality { document, text: 1.0 - document }
     }
 
-    /// Coverage of a modality: of what the answer attends to in it, the share that falls to tokens that are kept, the mean over
-    /// layers and KV heads. Tokens that were merged into kept ones count as evicted.
+    /// Coverage of a modality: of what the answer attends to in it, the share that falls to tokens that are kept, the
+    /// mean over layers and KV heads. Tokens that were merged into kept ones count as evicted.
     pub fn coverage(&self, selection: &Selection) -> ByModality {
         let of = |tokens: std::ops::Range<usize>| {
             let covered = self.heads().map(|(layer, head, attended)| {
@@ -44,8 +44,8 @@ impl Attended {
         ByModality { document: of(0..self.document), text: of(self.document..self.prompt) }
     }
 
-    /// Of the kept tokens of every layer and KV head the share that is among as many tokens of the prompt to which the answer
-    /// attends most, their mean (VL-Cache's CacheHitRate).
+    /// Of the kept tokens of every layer and KV head the share that is among as many tokens of the prompt to which the
+    /// answer attends most, their mean (VL-Cache's CacheHitRate).
     pub fn hit_rate(&self, selection: &Selection) -> Result<f64> {
         let mut rates = Vec::new();
         for (layer, head, attended) in self.heads() {
@@ -79,8 +79,8 @@ mod tests {
 
     use super::*;
 
-    /// One layer of two KV heads; three tokens of a document, two of a question, and one of the answer, which is no part of the
-    /// prompt.
+    /// One layer of two KV heads; three tokens of a document, two of a question, and one of the answer, which is no
+    /// part of the prompt.
     #[test]
     fn attention_is_shared_out_by_modality() {
         let layers = vec![vec![1.0, 2.0, 1.0, 3.0, 1.0, 9.0, 0.0, 4.0, 0.0, 1.0, 3.0, 9.0]];

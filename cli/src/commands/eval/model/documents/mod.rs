@@ -1,5 +1,5 @@
-//! What eviction, merging and mixtures do to answers about documents: a long document, a question after it, and the answer
-//! read over what a cache keeps of both.
+//! What eviction, merging and mixtures do to answers about documents: a long document, a question after it, and the
+//! answer read over what a cache keeps of both.
 
 mod answer;
 mod attended;

@@ -31,8 +31,8 @@ pub struct Question {
 
 /// Cuts `count` documents of `length` tokens from a text, in order.
 ///
-/// The depth of the pass key grows from document to document, and that of the passage goes through all depths in another
-/// order.
+/// The depth of the pass key grows from document to document, and that of the passage goes through all depths
+/// in another order.
 pub fn cut(model: &Model, text: &[u32], count: usize, length: usize) -> Result<Vec<Document>> {
     let encode = |text: &str| model.tokenizer.encode(text);
     let mut documents = Vec::with_capacity(count);
@@ -74,7 +74,8 @@ pub fn cut(model: &Model, text: &[u32], count: usize, length: usize) -> Result<V
     Ok(documents)
 }
 
-/// Where the passage begins that is to be quoted: at `depth`, but wholly before or after what is hidden, and in the text.
+/// Where the passage begins that is to be quoted: at `depth`, but wholly before or after what is hidden,
+/// and in the text.
 fn passage(depth: usize, hidden: usize, hay: usize) -> usize {
     let passage = CUE + QUOTED;
     let start = depth.min(hay - passage);
