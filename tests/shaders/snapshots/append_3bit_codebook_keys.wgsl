@@ -5,12 +5,13 @@
 // append: single tokens into pages of one shard: f16, or codes whose ranges belong to single tokens.
 //
 // One workgroup owns one token of one KV head: it reads the row, rotates it where it is stored so, makes and stores its
-// ranges, and then its words: those of a key belong to it alone, a value's hold other tokens too. Tokens are read and keys
-// are written coalesced, values in words 16 bytes apart. Keys of tokens beyond `tokens` are zero bits, with a range of zero.
+// ranges, and then its words: those of a key belong to it alone, a value's hold other tokens too. Tokens are read
+// and keys are written coalesced, values in words 16 bytes apart. Keys of tokens beyond `tokens` are zero bits, with
+// a range of zero.
 //
 // In bounds: workgroups beyond the places · kv_heads return; pages, slots and the rows of the tokens read were checked
-// against the buffers when they were bound, or when a step's table was made for the layout that they were bound to. Loops
-// are bounded by HEAD_DIM; divisors are sizes of a checked shape.
+// against the buffers when they were bound, or when a step's table was made for the layout that they were bound to.
+// Loops are bounded by HEAD_DIM; divisors are sizes of a checked shape.
 //
 // gives: INVOCATIONS, HEAD_DIM
 // set by plans: HEAD_DIM
@@ -167,8 +168,8 @@ fn rounded(x: f32) -> f32 {
 const BITS: u32 = 3u;
 const KEYS: u32 = 1u;
 
-// Fields of one word, bit planes of a byte lane (unused in f16), and the field's mask. 3-bit codes lie in vectors of three
-// words: two with the low pairs of bits, one with the top bits.
+// Fields of one word, bit planes of a byte lane (unused in f16), and the field's mask. 3-bit codes lie in vectors of
+// three words: two with the low pairs of bits, one with the top bits.
 const FIELDS: u32 = 32u / BITS;
 const PLANES: u32 = 8u / BITS;
 const FIELD_MASK: u32 = (1u << BITS) - 1u;
@@ -358,9 +359,9 @@ const HEAD_DIM: u32 = 128u;
 // A row of HEAD_DIM channels in workgroup memory, rotated in place: `format::Rotation`. Blocks of ORDER channels are
 // multiplied with the Walsh-Hadamard matrix over √ORDER.
 //
-// Channels may be dealt out to the blocks in turns first: channel c then lies at `dealt(c)`. Who puts a channel in does so at
-// `input_place` and applies `rotation_input`; who takes it out does so at `output_place` and applies `unflipped`. An
-// invocation owns pairs of channels; one barrier per butterfly stage. Every invocation of the workgroup must call.
+// Channels may be dealt out to the blocks in turns first: channel c then lies at `dealt(c)`. Who puts a channel in does
+// so at `input_place` and applies `rotation_input`; who takes it out does so at `output_place` and applies `unflipped`.
+// An invocation owns pairs of channels; one barrier per butterfly stage. Every invocation of the workgroup must call.
 //
 // needs: HEAD_DIM, INVOCATIONS
 // gives: rotated, dealt, input_place, output_place, rotation_input, scaled_input, unflipped, flipped, rotate_row
@@ -594,8 +595,8 @@ fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {
 //
 // gives: levels_of
 
-// The levels that four stored fields of `bits` bits stand for, relative to the norm of their row. `low` and `high` are the
-// four levels above 0 nearest to it and the next four, where there are so many.
+// The levels that four stored fields of `bits` bits stand for, relative to the norm of their row. `low` and `high` are
+// the four levels above 0 nearest to it and the next four, where there are so many.
 fn levels_of(fields: vec4<u32>, bits: u32, low: vec4<f32>, high: vec4<f32>) -> vec4<f32> {
     // A field is the code less the middle one, in two's complement: the top bit is the sign, and below 0 the distance
     // counts from -1.
@@ -673,8 +674,8 @@ fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32)
 // shaders/pack/flag_element.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Elements that may be NaN, infinite or too large: those count as 0, and the first token with one is flagged. They are compared as
-// integers, since compilers may assume that no float is NaN.
+// Elements that may be NaN, infinite or too large: those count as 0, and the first token with one is flagged. They are
+// compared as integers, since compilers may assume that no float is NaN.
 //
 // needs: call
 // gives: flagged_element

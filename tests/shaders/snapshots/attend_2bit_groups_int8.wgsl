@@ -6,28 +6,29 @@
 //
 //   s_t = q · k_t / √D (as prepared),  lse = ln Σ exp(s_t),  output = Σ exp(s_t - lse) v_t
 //
-// over the tokens of one work item, for one KV head and up to HEADS of its query heads. The query is prepared here where keys
-// are not rotated (query/own.wgsl, query/own_f32.wgsl), and items are joined here where they are few (attend/merge/last.wgsl); otherwise
-// by `prepare_query` and `merge_states`.
+// over the tokens of one work item, for one KV head and up to HEADS of its query heads. The query is prepared here
+// where keys are not rotated (query/own.wgsl, query/own_f32.wgsl), and items are joined here where they are few
+// (attend/merge/last.wgsl); otherwise by `prepare_query` and `merge_states`.
 //
 // Invocations: see attend/work_item.wgsl; the loop, attend/softmax_loop.wgsl; keys, attend/scores/; values,
-// attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane, coalesced.
-// Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups, which may
-// lie where the weights do: attend/query_bytes/), one step's weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
+// attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane,
+// coalesced. Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of
+// groups, which may lie where the weights do: attend/query_bytes/), one step's weights, 512 · HEADS bytes for sums, 8 ·
+// HEAD_DIM for ranges of values.
 //
-// In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold anything
-// (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the last;
-// local arrays have constant indices. An item has at least one tile, and at most MAX_TILES, which is at most INVOCATIONS.
-// Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, sums of weights, of which the largest is 1, or
-// kept from 0.
+// In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold
+// anything (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the
+// last; local arrays have constant indices. An item has at least one tile, and at most MAX_TILES, which is at most
+// INVOCATIONS. Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, sums of weights,
+// of which the largest is 1, or kept from 0.
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/numbering/subgroup.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Invocations numbered subgroup by subgroup, so that neighbours, counted from a multiple of their number on, share a
-// subgroup that has as many lanes. Subgroups whose size divides that of the workgroup are full wherever kernels have run;
-// were they not, results would be wrong, but nothing out of bounds.
+// subgroup that has as many lanes. Subgroups whose size divides that of the workgroup are full wherever kernels have
+// run; were they not, results would be wrong, but nothing out of bounds.
 //
 // needs: INVOCATIONS
 // gives: Numbering, number
@@ -46,17 +47,18 @@ fn number(numbering: Numbering) -> u32 {
 // shaders/attend/work_item.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads that
-// share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
+// A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads
+// that share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
 //
 // Workgroup (y, x): item x, KV head y / CHUNKS, heads (y % CHUNKS) * HEADS onwards of its group. What reads the same
 // keys and values starts together, and the items start in the order of the plan.
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
-// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings its own
-// numbering, depends on how the device forms those.)
+// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings
+// its own numbering, depends on how the device forms those.)
 //
-// Tables are read from memory that a caller may have written. What is read becomes an index only after it was clamped to
-// what exists, here once for an item and where rows are addressed, so that no table, whatever it holds, leads out of bounds.
+// Tables are read from memory that a caller may have written. What is read becomes an index only after it was
+// clamped to what exists, here once for an item and where rows are addressed, so that no table, whatever it holds,
+// leads out of bounds.
 //
 // needs: pages
 // gives: WorkItem, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, GROUP, HEADS,
@@ -124,7 +126,8 @@ fn read_item(index: u32) -> WorkItem {
 }
 
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
-// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one after the other.
+// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one
+// after the other.
 
 // The index of tile `invocation`, of the last tile where there is no such tile. MAX_TILES is at most INVOCATIONS.
 fn read_tile_base(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) -> u32 {
@@ -138,8 +141,8 @@ fn keep_tile_base(tile_base: u32, tiles: u32, invocation: u32) {
     }
 }
 
-// Query head of head `head` of the workgroup. The last chunk of a group may be short, and an item may have fewer queries than
-// others; surplus heads repeat the last one and write nothing.
+// Query head of head `head` of the workgroup. The last chunk of a group may be short, and an item may have fewer
+// queries than others; surplus heads repeat the last one and write nothing.
 fn query_head(y: u32, head: u32) -> u32 {
     return y / CHUNKS * GROUP + min(y % CHUNKS * HEADS + head % GROUP, GROUP - 1u);
 }
@@ -179,11 +182,11 @@ fn set_scores_lowest() {
 //   score = unit (Σ round(q s_g / unit) c + Σ q (m_g + 2^(bits-1) s_g) / unit)
 //
 // The scales of a group go into the query, which becomes bytes anew for every group of a tile, in the order of use
-// (attend/query_fields.wgsl), relative to the largest |q s_g| of the whole tile: one maximum over the team for a head, where
-// every group of its own would take as many. A team does that for its next tile between two barriers of a step
-// (attend/query_bytes/), a lane for the field groups lane, lane + 32, ...
-// The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Keys: eight neighbouring lanes or
-// more read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
+// (attend/query_fields.wgsl), relative to the largest |q s_g| of the whole tile: one maximum over the team for a head,
+// where every group of its own would take as many. A team does that for its next tile between two barriers of a step
+// (attend/query_bytes/), a lane for the field groups lane, lane + 32, ... The query lies in workgroup memory as one f32
+// row per head, scaled by log2(e) / √D. Keys: eight neighbouring lanes or more read neighbouring vectors, and make
+// signed bytes of their fields (attend/key_bytes/).
 //
 // needs: HEADS, HEAD_DIM, KV_HEADS, LANE_TOKENS, STEP_TILES, TILE_TOKENS, WorkItem, tile_bases, token_scores
 // gives: KeyVector, KEY_VECTOR, KEY_TOKEN_GROUPS, QUERY_VECTORS, QUERY_ROW, query, STEP_QUERY_VECTORS, group_biases,
@@ -236,8 +239,8 @@ fn key_bytes(words: KeyVector, quad: u32, f: u32) -> u32 {
 // set by plans: QUERY_LARGEST, CODE_UNIT, PLACE_WORDS, PLACE_PLANES
 
 const QUERY_LARGEST: f32 = 127.0f;
-// What a dot product of integers and bytes of keys must be multiplied with, beside the query's own scale: 2^(bits-8) for
-// affine codes, which are shifted to the top of their bytes, and the unit of a codebook's levels.
+// What a dot product of integers and bytes of keys must be multiplied with, beside the query's own scale: 2^(bits-8)
+// for affine codes, which are shifted to the top of their bytes, and the unit of a codebook's levels.
 const CODE_UNIT: f32 = 0.015625f;
 // Words of a vector of keys, and bit planes of a word; a vector of 3-bit codes counts as one word of eight planes.
 const PLACE_WORDS: u32 = 4u;
@@ -298,8 +301,8 @@ var<workgroup> tile_units: array<f32, STEP_TILES * HEADS>;
 // shaders/attend/query_bytes/of_weights.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Query bytes where the weights of a step lie: scores are made before a step has weights, and the bytes of the next step once its
-// values are added. That takes two barriers more in a step, and two thirds of the workgroup memory.
+// Query bytes where the weights of a step lie: scores are made before a step has weights, and the bytes of the next
+// step once its values are added. That takes two barriers more in a step, and two thirds of the workgroup memory.
 //
 // needs: make_query_bytes, weight_bytes
 // gives: put_query_word, query_vector, prepare_keys_late
@@ -391,18 +394,17 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
 // shaders/attend/key_totals/subgroup.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// The largest scaled query of a tile and head and the constant part of the scores of every group, by reductions over the
-// team: invocations are numbered subgroup by subgroup (see attend/numbering/subgroup.wgsl), and subgroups have 32 lanes.
-// A lane scores four tokens of one group, so that it meets one query per head. Where a tile has several groups it hands the
-// scores to the lanes that own the tokens: 32 · quarter + 8 i + j is scored by lane 8 · quarter + j, as its token quarter ^ i, and
-// owned by lane 8 i + j.
+// The largest scaled query of a tile and head and the constant part of the scores of every group, by reductions over
+// the team: invocations are numbered subgroup by subgroup (see attend/numbering/subgroup.wgsl), and subgroups have 32
+// lanes. A lane scores four tokens of one group, so that it meets one query per head. Where a tile has several groups
+// it hands the scores to the lanes that own the tokens: 32 · quarter + 8 i + j is scored by lane 8 · quarter + j, as
+// its token quarter ^ i, and owned by lane 8 i + j.
 //
 // needs: HEADS, KEY_TOKEN_GROUPS, LANE_TOKENS, group_biases, token_scores
 // gives: LANE_GROUPS, scored_group, scored_token, arrange_scores, add_bias, team_largest, finish_key_totals
 
-// Teams score tiles of their own, or none. As a team is a subgroup, that branch is the same for all of its lanes, which the
-// compiler of a browser cannot see:
-// diagnostic(off, subgroup_uniformity);
+// Teams score tiles of their own, or none. As a team is a subgroup, that branch is the same for all of its lanes, which
+// the compiler of a browser cannot see: diagnostic(off, subgroup_uniformity);
 
 // Groups that the tokens of a lane lie in.
 const LANE_GROUPS: u32 = 1u;
@@ -418,8 +420,8 @@ fn scored_token(lane: u32, i: u32) -> u32 {
     return select(lane / 8u * 32u + ((lane / 8u) ^ i) * 8u + lane % 8u, i * 32u + lane, KEY_TOKEN_GROUPS == 1u);
 }
 
-// Four lanes, 8 apart, exchange four scores each: score i goes to the lane whose number differs by 8 i, which takes it for its
-// token of the quarter that differs from its own by i.
+// Four lanes, 8 apart, exchange four scores each: score i goes to the lane whose number differs by 8 i, which takes it
+// for its token of the quarter that differs from its own by i.
 fn arrange_scores(head: u32, lane: u32) {
     if (KEY_TOKEN_GROUPS == 1u) {
         return;
@@ -457,8 +459,8 @@ const BIASES_3: u32 = (BIASES_2 + 1u) / 2u;
 const BIASES_4: u32 = (BIASES_3 + 1u) / 2u;
 const BIASES_5: u32 = (BIASES_4 + 1u) / 2u;
 
-// Of two sums the lane keeps the first, the lane `apart` from it the second, and each adds what the other has of it. Where
-// there is no second, nor is there a sum in half of the lanes.
+// Of two sums the lane keeps the first, the lane `apart` from it the second, and each adds what the other has of it.
+// Where there is no second, nor is there a sum in half of the lanes.
 fn exchanged(a: f32, b: f32, lane: u32, apart: u32) -> f32 {
     let odd = (lane & apart) != 0u;
     return select(a, b, odd) + subgroupShuffleXor(select(b, a, odd), apart);
@@ -524,7 +526,8 @@ fn field_middles(ranges: vec4<u32>, scales: vec4<f32>) -> vec4<f32> {
     return minima + KEY_MIDDLE * scales;
 }
 
-// What q s is multiplied with to be an integer, where this is the largest |q s|. Scores that only smaller ones make are 0.
+// What q s is multiplied with to be an integer, where this is the largest |q s|. Scores that only smaller
+// ones make are 0.
 fn inverse_unit(largest: f32) -> f32 {
     return select(1f, QUERY_LARGEST / largest, largest > 1e-20f);
 }
@@ -533,8 +536,8 @@ fn unit(largest: f32) -> f32 {
     return select(1f, largest / QUERY_LARGEST, largest > 1e-20f);
 }
 
-// Four channels as signed bytes: rounded to nearest in the low bits of 2^23 + 128 + integer. The bits of 2^23 fall off the
-// top but for one byte, 75, which 181 more make a whole turn.
+// Four channels as signed bytes: rounded to nearest in the low bits of 2^23 + 128 + integer. The bits of 2^23 fall off
+// the top but for one byte, 75, which 181 more make a whole turn.
 fn group_bytes(scaled: vec4<f32>) -> u32 {
     let x = bitcast<vec4<u32>>(scaled + vec4<f32>(8388736f, 8388736f, 8388736f, 8388917f));
     return (x.x + (x.y << 8u) + (x.z << 16u) + (x.w << 24u)) ^ 0x80808080u;
@@ -705,8 +708,8 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
 //
 // Scores are in units of log2. The running sum of weights is kept by every invocation for its own tokens. A step's sums
 // of values are made relative to the *step's* maximum, or to that of a part of it, and enter the running sums through
-// exp2(that maximum - running maximum): weights are integers where values are packed, and an integer relative to a running
-// maximum would lose everything beside one large score.
+// exp2(that maximum - running maximum): weights are integers where values are packed, and an integer relative to a
+// running maximum would lose everything beside one large score.
 //
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
@@ -778,8 +781,8 @@ var<private> enter: array<f32, HEADS>;
 // A weight is an integer 0 … 255 relative to the largest weight of its *block*: 32 tokens, the four tokens each of the
 // eight lanes whose field groups are two quads that are used one after the other. The sum of a block is folded into
 // f32 with the block's scale, exp2(block's maximum - running maximum); so one large score coarsens the weights of 31
-// other tokens and of no more. Where channels share their weights, the sum of weights is that of the integers: the mean of
-// the values is exact, and only what the weights say beyond it has their error.
+// other tokens and of no more. Where channels share their weights, the sum of weights is that of the integers: the mean
+// of the values is exact, and only what the weights say beyond it has their error.
 //
 // Bytes are made unsigned for the unsigned dot product: 128 more than they were. A block's sum is at most
 // 32 · 255 · 255 < 2^23, so that it starts at the bits of 2^23 and is that float plus the sum.
@@ -795,8 +798,9 @@ var<private> enter: array<f32, HEADS>;
 
 // What the two weighted sums of packed values by integer dot products share: whose channels are whose, and the end.
 //
-// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on CHANNEL_BLOCKS of
-// the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as 16-byte broadcasts.
+// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on
+// CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as
+// 16-byte broadcasts.
 //
 // needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
 //   ranged_output, sum_parts, write_lse
@@ -808,8 +812,8 @@ var<private> enter: array<f32, HEADS>;
 // shaders/attend/value_bytes/top.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code times
-// 2^(8-bits); the unit of weights takes that back.
+// Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code
+// times 2^(8-bits); the unit of weights takes that back.
 //
 // gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, unsigned_words,
 //   unsigned_bytes, value_place
@@ -821,7 +825,8 @@ const VALUE_BITS: u32 = 2u;
 // The top VALUE_BITS bits of every byte.
 const VALUE_MASK: u32 = 3233857728u;
 const VALUE_PLANES: u32 = 8u / VALUE_BITS;
-// Vectors of a channel's column in a tile, and sets of four field groups in a vector: one for each bit plane, from above.
+// Vectors of a channel's column in a tile, and sets of four field groups in a vector: one for each bit
+// plane, from above.
 const VALUE_VECTORS: u32 = VALUE_BITS;
 const VALUE_QUADS: u32 = VALUE_PLANES;
 const VALUE_BYTE: f32 = f32(1u << (8u - VALUE_BITS));
@@ -929,8 +934,8 @@ const WEIGHT_UNIT: f32 = 1f / VALUE_BYTE;
 const WEIGHT_GROUPS: u32 = 4u;
 const GROUP_CHANNELS: u32 = HEAD_DIM / WEIGHT_GROUPS;
 
-// [group of channels][head][tile of the step][quad], four field groups each: the order of use. Groups lie in banks of their
-// own.
+// [group of channels][head][tile of the step][quad], four field groups each: the order of use. Groups lie in
+// banks of their own.
 const GROUP_BYTES: u32 = HEADS * STEP_TILES * 8u + WEIGHT_GROUPS / 2u;
 // Vectors that something else needs there (attend/query_bytes/of_weights.wgsl).
 const LEAST_WEIGHT_VECTORS: u32 = 528u;
@@ -998,9 +1003,9 @@ fn begin_block_maxima(invocation: u32) {}
 // shaders/attend/value_ranges/groups.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Values with one range per token and group of channels: v = s u + m with u = c + 2^(bits-1). Scales go into the weights before
-// they become integers, which every group of channels has its own of; the rest is one sum per head and group:
-// see byte_weights/groups.wgsl.
+// Values with one range per token and group of channels: v = s u + m with u = c + 2^(bits-1). Scales go into the
+// weights before they become integers, which every group of channels has its own of; the rest is one sum per head and
+// group: see byte_weights/groups.wgsl.
 //
 // needs: GROUP_CHANNELS, HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, WEIGHT_GROUPS, finish_sums, sum_parts,
 //   weight_sum
@@ -1132,7 +1137,8 @@ fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
     }
 }
 
-// Leaves the weights of a head's tokens where their scores were and returns their sum, relative to the new running maximum.
+// Leaves the weights of a head's tokens where their scores were and returns their sum, relative to the new
+// running maximum.
 fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
     let largest = block_max(head, parity, team, lane);
     var sum = 0f;
@@ -1157,8 +1163,8 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
         // unroll
         for (var head = 0u; head < HEADS; head++) {
             let p = vec4<f32>(token_scores[head * 4u], token_scores[head * 4u + 1u], token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]);
-            // Rounded to nearest in the low bits of 2^23 + weight; the bits of 2^23 fall off the top but for one byte, 75,
-            // which 181 more make a whole turn.
+            // Rounded to nearest in the low bits of 2^23 + weight; the bits of 2^23 fall off the top but for one byte,
+            // 75, which 181 more make a whole turn.
             let rounded = bitcast<vec4<u32>>(p * integers + vec4<f32>(8388608f, 8388608f, 8388608f, 8388789f));
             let bytes = rounded.x + (rounded.y << 8u) + (rounded.z << 16u) + (rounded.w << 24u);
             store_bytes(group, head, team, lane, bytes, unit * block_units[head]);

@@ -6,28 +6,29 @@
 //
 //   s_t = q · k_t / √D (as prepared),  lse = ln Σ exp(s_t),  output = Σ exp(s_t - lse) v_t
 //
-// over the tokens of one work item, for one KV head and up to HEADS of its query heads. The query is prepared here where keys
-// are not rotated (query/own.wgsl, query/own_f32.wgsl), and items are joined here where they are few (attend/merge/last.wgsl); otherwise
-// by `prepare_query` and `merge_states`.
+// over the tokens of one work item, for one KV head and up to HEADS of its query heads. The query is prepared here
+// where keys are not rotated (query/own.wgsl, query/own_f32.wgsl), and items are joined here where they are few
+// (attend/merge/last.wgsl); otherwise by `prepare_query` and `merge_states`.
 //
 // Invocations: see attend/work_item.wgsl; the loop, attend/softmax_loop.wgsl; keys, attend/scores/; values,
-// attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane, coalesced.
-// Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups, which may
-// lie where the weights do: attend/query_bytes/), one step's weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
+// attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane,
+// coalesced. Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of
+// groups, which may lie where the weights do: attend/query_bytes/), one step's weights, 512 · HEADS bytes for sums, 8 ·
+// HEAD_DIM for ranges of values.
 //
-// In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold anything
-// (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the last;
-// local arrays have constant indices. An item has at least one tile, and at most MAX_TILES, which is at most INVOCATIONS.
-// Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, sums of weights, of which the largest is 1, or
-// kept from 0.
+// In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold
+// anything (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the
+// last; local arrays have constant indices. An item has at least one tile, and at most MAX_TILES, which is at most
+// INVOCATIONS. Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, sums of weights,
+// of which the largest is 1, or kept from 0.
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/numbering/subgroup.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Invocations numbered subgroup by subgroup, so that neighbours, counted from a multiple of their number on, share a
-// subgroup that has as many lanes. Subgroups whose size divides that of the workgroup are full wherever kernels have run;
-// were they not, results would be wrong, but nothing out of bounds.
+// subgroup that has as many lanes. Subgroups whose size divides that of the workgroup are full wherever kernels have
+// run; were they not, results would be wrong, but nothing out of bounds.
 //
 // needs: INVOCATIONS
 // gives: Numbering, number
@@ -46,17 +47,18 @@ fn number(numbering: Numbering) -> u32 {
 // shaders/attend/work_item.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads that
-// share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
+// A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads
+// that share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
 //
 // Workgroup (y, x): item x, KV head y / CHUNKS, heads (y % CHUNKS) * HEADS onwards of its group. What reads the same
 // keys and values starts together, and the items start in the order of the plan.
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
-// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings its own
-// numbering, depends on how the device forms those.)
+// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings
+// its own numbering, depends on how the device forms those.)
 //
-// Tables are read from memory that a caller may have written. What is read becomes an index only after it was clamped to
-// what exists, here once for an item and where rows are addressed, so that no table, whatever it holds, leads out of bounds.
+// Tables are read from memory that a caller may have written. What is read becomes an index only after it was
+// clamped to what exists, here once for an item and where rows are addressed, so that no table, whatever it holds,
+// leads out of bounds.
 //
 // needs: pages
 // gives: WorkItem, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, GROUP, HEADS,
@@ -124,7 +126,8 @@ fn read_item(index: u32) -> WorkItem {
 }
 
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
-// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one after the other.
+// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one
+// after the other.
 
 // The index of tile `invocation`, of the last tile where there is no such tile. MAX_TILES is at most INVOCATIONS.
 fn read_tile_base(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) -> u32 {
@@ -138,8 +141,8 @@ fn keep_tile_base(tile_base: u32, tiles: u32, invocation: u32) {
     }
 }
 
-// Query head of head `head` of the workgroup. The last chunk of a group may be short, and an item may have fewer queries than
-// others; surplus heads repeat the last one and write nothing.
+// Query head of head `head` of the workgroup. The last chunk of a group may be short, and an item may have fewer
+// queries than others; surplus heads repeat the last one and write nothing.
 fn query_head(y: u32, head: u32) -> u32 {
     return y / CHUNKS * GROUP + min(y % CHUNKS * HEADS + head % GROUP, GROUP - 1u);
 }
@@ -177,9 +180,9 @@ fn set_scores_lowest() {
 // Scores of packed keys by integer dot products: score = scale · Σ q c + bias.
 //
 // The prepared query is one row per span and query head: QUERY_PLANES byte planes of field-group words (low byte
-// first, both signed) in the order in which they are used, then the constants (scale, bias, Σ q, 0) as f32. It lies in workgroup memory and is read as
-// 16-byte broadcasts, each used for the four tokens of an invocation.
-// Keys: neighbouring lanes read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
+// first, both signed) in the order in which they are used, then the constants (scale, bias, Σ q, 0) as f32. It lies in
+// workgroup memory and is read as 16-byte broadcasts, each used for the four tokens of an invocation. Keys:
+// neighbouring lanes read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
 //
 // needs: HEADS, KV_HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, tile_bases, token_scores
 // gives: KeyVector, KEY_VECTOR, QUERY_PLANES, QUERY_VECTORS, QUERY_ROW, query, key_pages, score_tile
@@ -256,8 +259,8 @@ var<workgroup> query: array<vec4<u32>, HEADS * QUERY_ROW>;
 // shaders/attend/query/own.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// The query as `prepare_query` would prepare it: every workgroup does that for its heads itself, which takes less than a
-// launch of its own and the wait for it.
+// The query as `prepare_query` would prepare it: every workgroup does that for its heads itself, which takes less than
+// a launch of its own and the wait for it.
 //
 // Team t prepares heads t, t + 4, ...: lane r of it the field groups r and r + 32, of four channels each. The largest
 // magnitude and two sums are joined over the team.
@@ -347,8 +350,8 @@ fn query_bias(q: vec4<f32>, base: u32) -> f32 {
 // set by plans: QUERY_LARGEST, CODE_UNIT, PLACE_WORDS, PLACE_PLANES
 
 const QUERY_LARGEST: f32 = 32639.0f;
-// What a dot product of integers and bytes of keys must be multiplied with, beside the query's own scale: 2^(bits-8) for
-// affine codes, which are shifted to the top of their bytes, and the unit of a codebook's levels.
+// What a dot product of integers and bytes of keys must be multiplied with, beside the query's own scale: 2^(bits-8)
+// for affine codes, which are shifted to the top of their bytes, and the unit of a codebook's levels.
 const CODE_UNIT: f32 = 0.0625f;
 // Words of a vector of keys, and bit planes of a word; a vector of 3-bit codes counts as one word of eight planes.
 const PLACE_WORDS: u32 = 4u;
@@ -558,8 +561,8 @@ fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 //
 // Scores are in units of log2. The running sum of weights is kept by every invocation for its own tokens. A step's sums
 // of values are made relative to the *step's* maximum, or to that of a part of it, and enter the running sums through
-// exp2(that maximum - running maximum): weights are integers where values are packed, and an integer relative to a running
-// maximum would lose everything beside one large score.
+// exp2(that maximum - running maximum): weights are integers where values are packed, and an integer relative to a
+// running maximum would lose everything beside one large score.
 //
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
@@ -642,8 +645,9 @@ var<private> enter: array<f32, HEADS>;
 
 // What the two weighted sums of packed values by integer dot products share: whose channels are whose, and the end.
 //
-// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on CHANNEL_BLOCKS of
-// the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as 16-byte broadcasts.
+// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on
+// CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as
+// 16-byte broadcasts.
 //
 // needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
 //   ranged_output, sum_parts, write_lse
@@ -655,8 +659,8 @@ var<private> enter: array<f32, HEADS>;
 // shaders/attend/value_bytes/top.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code times
-// 2^(8-bits); the unit of weights takes that back.
+// Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code
+// times 2^(8-bits); the unit of weights takes that back.
 //
 // gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, unsigned_words,
 //   unsigned_bytes, value_place
@@ -668,7 +672,8 @@ const VALUE_BITS: u32 = 4u;
 // The top VALUE_BITS bits of every byte.
 const VALUE_MASK: u32 = 4042322160u;
 const VALUE_PLANES: u32 = 8u / VALUE_BITS;
-// Vectors of a channel's column in a tile, and sets of four field groups in a vector: one for each bit plane, from above.
+// Vectors of a channel's column in a tile, and sets of four field groups in a vector: one for each bit
+// plane, from above.
 const VALUE_VECTORS: u32 = VALUE_BITS;
 const VALUE_QUADS: u32 = VALUE_PLANES;
 const VALUE_BYTE: f32 = f32(1u << (8u - VALUE_BITS));
@@ -788,8 +793,8 @@ const GOLDEN_RATIO: f32 = 0.618034f;
 
 // [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
 var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
-// What is added to the weights of the invocation's tokens before they are cut to integers: 0 … 1, spread evenly over the
-// tokens of a step.
+// What is added to the weights of the invocation's tokens before they are cut to integers: 0 … 1, spread evenly over
+// the tokens of a step.
 var<private> dither: array<f32, LANE_TOKENS>;
 
 // ----------------------------------------------------------------------------------------------------
@@ -845,7 +850,8 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 // Called when the weights of a step are known, before they become integers.
 fn take_value_ranges(parity: u32) {}
 
-// The weight of token `i` of the lane, relative to the largest weight of a step, times its scale relative to the largest scale.
+// The weight of token `i` of the lane, relative to the largest weight of a step, times its scale relative to
+// the largest scale.
 fn ranged_weight(weight: f32, i: u32) -> f32 {
     return weight;
 }
@@ -955,8 +961,8 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
 // shaders/attend/values/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called by the team of a tile: reads the ranges of the lane's tokens. The other two are for tokens that do not exist: all of
-// them, or token `i`.
+// Called by the team of a tile: reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
+// all of them, or token `i`.
 fn load_value_ranges(tile_base: u32, lane: u32) {}
 
 fn skip_value_ranges() {}
@@ -987,11 +993,11 @@ const STATE_ROW: u32 = FIELDS + 1u;
 
 // States that are joined by the workgroup that writes the last of a query head, as `merge_states` would join them.
 //
-// Every workgroup counts itself in when its states are written; who finds that all others have is the last. Items have one
-// query each. The next step finds the counter at 0 again. What makes the states of others visible: the memory is coherent, a
-// storage barrier stands between the states and the count, and another between the count and the reads. In WGSL a storage
-// barrier orders memory for one workgroup alone; the SPIR-V of naga orders it for the device, so this part is for Vulkan
-// (`Capabilities::coherent`).
+// Every workgroup counts itself in when its states are written; who finds that all others have is the last. Items have
+// one query each. The next step finds the counter at 0 again. What makes the states of others visible: the memory is
+// coherent, a storage barrier stands between the states and the count, and another between the count and the reads. In
+// WGSL a storage barrier orders memory for one workgroup alone; the SPIR-V of naga orders it for the device, so this
+// part is for Vulkan (`Capabilities::coherent`).
 //
 // A team of 32 lanes joins a head; a lane owns every 32nd field group of four channels.
 //
@@ -1034,7 +1040,8 @@ fn write_output(index: u32, x: vec4<f32>) {
 // shaders/attend/join_states.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Attention states joined: a running sum relative to the largest log-sum-exp so far. States are read once, AT_ONCE together.
+// Attention states joined: a running sum relative to the largest log-sum-exp so far. States are read once,
+// AT_ONCE together.
 //
 // needs: FIELDS, QUERY_HEADS, STATE_ROW, states
 // gives: NO_LSE, Joined, join_states

@@ -6,20 +6,21 @@
 //
 //   s_t = q · k_t / √D (as prepared),  lse = ln Σ exp(s_t),  output = Σ exp(s_t - lse) v_t
 //
-// over the tokens of one work item, for one KV head and up to HEADS of its query heads. The query is prepared here where keys
-// are not rotated (query/own.wgsl, query/own_f32.wgsl), and items are joined here where they are few (attend/merge/last.wgsl); otherwise
-// by `prepare_query` and `merge_states`.
+// over the tokens of one work item, for one KV head and up to HEADS of its query heads. The query is prepared here
+// where keys are not rotated (query/own.wgsl, query/own_f32.wgsl), and items are joined here where they are few
+// (attend/merge/last.wgsl); otherwise by `prepare_query` and `merge_states`.
 //
 // Invocations: see attend/work_item.wgsl; the loop, attend/softmax_loop.wgsl; keys, attend/scores/; values,
-// attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane, coalesced.
-// Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of groups, which may
-// lie where the weights do: attend/query_bytes/), one step's weights, 512 · HEADS bytes for sums, 8 · HEAD_DIM for ranges of values.
+// attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane,
+// coalesced. Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of
+// groups, which may lie where the weights do: attend/query_bytes/), one step's weights, 512 · HEADS bytes for sums, 8 ·
+// HEAD_DIM for ranges of values.
 //
-// In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold anything
-// (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the last;
-// local arrays have constant indices. An item has at least one tile, and at most MAX_TILES, which is at most INVOCATIONS.
-// Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, sums of weights, of which the largest is 1, or
-// kept from 0.
+// In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold
+// anything (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the
+// last; local arrays have constant indices. An item has at least one tile, and at most MAX_TILES, which is at most
+// INVOCATIONS. Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, sums of weights,
+// of which the largest is 1, or kept from 0.
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/numbering/local.wgsl
@@ -41,17 +42,18 @@ fn number(numbering: Numbering) -> u32 {
 // shaders/attend/work_item.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads that
-// share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
+// A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads
+// that share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
 //
 // Workgroup (y, x): item x, KV head y / CHUNKS, heads (y % CHUNKS) * HEADS onwards of its group. What reads the same
 // keys and values starts together, and the items start in the order of the plan.
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
-// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings its own
-// numbering, depends on how the device forms those.)
+// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings
+// its own numbering, depends on how the device forms those.)
 //
-// Tables are read from memory that a caller may have written. What is read becomes an index only after it was clamped to
-// what exists, here once for an item and where rows are addressed, so that no table, whatever it holds, leads out of bounds.
+// Tables are read from memory that a caller may have written. What is read becomes an index only after it was
+// clamped to what exists, here once for an item and where rows are addressed, so that no table, whatever it holds,
+// leads out of bounds.
 //
 // needs: pages
 // gives: WorkItem, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, GROUP, HEADS,
@@ -119,7 +121,8 @@ fn read_item(index: u32) -> WorkItem {
 }
 
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
-// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one after the other.
+// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one
+// after the other.
 
 // The index of tile `invocation`, of the last tile where there is no such tile. MAX_TILES is at most INVOCATIONS.
 fn read_tile_base(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) -> u32 {
@@ -133,8 +136,8 @@ fn keep_tile_base(tile_base: u32, tiles: u32, invocation: u32) {
     }
 }
 
-// Query head of head `head` of the workgroup. The last chunk of a group may be short, and an item may have fewer queries than
-// others; surplus heads repeat the last one and write nothing.
+// Query head of head `head` of the workgroup. The last chunk of a group may be short, and an item may have fewer
+// queries than others; surplus heads repeat the last one and write nothing.
 fn query_head(y: u32, head: u32) -> u32 {
     return y / CHUNKS * GROUP + min(y % CHUNKS * HEADS + head % GROUP, GROUP - 1u);
 }
@@ -366,8 +369,8 @@ fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 //
 // Scores are in units of log2. The running sum of weights is kept by every invocation for its own tokens. A step's sums
 // of values are made relative to the *step's* maximum, or to that of a part of it, and enter the running sums through
-// exp2(that maximum - running maximum): weights are integers where values are packed, and an integer relative to a running
-// maximum would lose everything beside one large score.
+// exp2(that maximum - running maximum): weights are integers where values are packed, and an integer relative to a
+// running maximum would lose everything beside one large score.
 //
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
@@ -609,8 +612,8 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
 // Called with the first reads of an item: reads what its outputs are scaled with.
 fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {}
 
-// Called by the team of a tile: reads the ranges of the lane's tokens. The other two are for tokens that do not exist: all of
-// them, or token `i`.
+// Called by the team of a tile: reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
+// all of them, or token `i`.
 fn load_value_ranges(tile_base: u32, lane: u32) {}
 
 fn skip_value_ranges() {}

@@ -10,27 +10,28 @@ enable wgpu_cooperative_matrix;
 //
 //   s_t = q · k_t / √D,  lse = ln Σ exp(s_t),  output = Σ exp(s_t - lse) v_t
 //
-// over the tokens of one work item, for one KV head and up to eight of its query heads. Products are 16 × 16 × 16, of f16
-// with f32 sums. The query is prepared here; `merge_states` joins the items.
+// over the tokens of one work item, for one KV head and up to eight of its query heads. Products are 16 × 16 × 16, of
+// f16 with f32 sums. The query is prepared here; `merge_states` joins the items.
 //
 // A row of a left operand is 16 consecutive halves of a tile, as they lie in memory: eight channels of the keys of two
-// neighbouring tokens, or eight tokens of the values of two neighbouring channels. A column of a right operand meets only
-// one of the two: column 2 h is eight zeros and then eight halves of head h, and column 2 h + 1 these eight and then zeros.
-// A column begins eight halves after the one before, so that both share what they have in common.
+// neighbouring tokens, or eight tokens of the values of two neighbouring channels. A column of a right operand meets
+// only one of the two: column 2 h is eight zeros and then eight halves of head h, and column 2 h + 1 these eight and
+// then zeros. A column begins eight halves after the one before, so that both share what they have in common.
 //
-// Invocations: four subgroups of 32 take steps of two tiles. Subgroup t scores 64 tokens of tile t / 2, makes the weights of
-// OWN_HEADS heads, and sums half of the channels of tile t / 2. As in attend/softmax_loop.wgsl weights are relative to the
-// step's maximum, and a step's sums enter the running ones in f32. Two barriers per step of 256 tokens:
+// Invocations: four subgroups of 32 take steps of two tiles. Subgroup t scores 64 tokens of tile t / 2, makes the
+// weights of OWN_HEADS heads, and sums half of the channels of tile t / 2. As in attend/softmax_loop.wgsl weights are
+// relative to the step's maximum, and a step's sums enter the running ones in f32. Two barriers per step of 256 tokens:
 //
 //   scores -> workgroup memory | sums of the last step, weights -> workgroup memory | sums of values -> workgroup memory
 //
-// Memory: keys and values are read once, in blocks of 512 consecutive bytes, half of a step's values before its weights are
-// known. Workgroup memory: query and weights in columns, scores and sums in blocks (`matrix_workgroup_bytes` counts them).
-// SPIR-V with cooperative matrices has the memory model of Vulkan, which has no coherent variables: nothing is merged here.
+// Memory: keys and values are read once, in blocks of 512 consecutive bytes, half of a step's values before its
+// weights are known. Workgroup memory: query and weights in columns, scores and sums in blocks
+// (`matrix_workgroup_bytes` counts them). SPIR-V with cooperative matrices has the memory model of Vulkan, which has
+// no coherent variables: nothing is merged here.
 //
 // In bounds: as `attend`; blocks lie within tiles, since HEAD_DIM is a multiple of 64. Control flow around products is
-// uniform: it depends on the item alone. Loops are bounded by an item's tiles and by constants. Divisors are powers of two
-// from 2^-95 on, and sums of weights, of which the largest is 2^14.
+// uniform: it depends on the item alone. Loops are bounded by an item's tiles and by constants. Divisors are powers of
+// two from 2^-95 on, and sums of weights, of which the largest is 2^14.
 //
 // gives: pages
 // binds: 3 keys, 5 values
@@ -41,8 +42,8 @@ enable wgpu_cooperative_matrix;
 // ----------------------------------------------------------------------------------------------------
 
 // Invocations numbered subgroup by subgroup, so that neighbours, counted from a multiple of their number on, share a
-// subgroup that has as many lanes. Subgroups whose size divides that of the workgroup are full wherever kernels have run;
-// were they not, results would be wrong, but nothing out of bounds.
+// subgroup that has as many lanes. Subgroups whose size divides that of the workgroup are full wherever kernels have
+// run; were they not, results would be wrong, but nothing out of bounds.
 //
 // needs: INVOCATIONS
 // gives: Numbering, number
@@ -61,17 +62,18 @@ fn number(numbering: Numbering) -> u32 {
 // shaders/attend/work_item.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads that
-// share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
+// A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads
+// that share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
 //
 // Workgroup (y, x): item x, KV head y / CHUNKS, heads (y % CHUNKS) * HEADS onwards of its group. What reads the same
 // keys and values starts together, and the items start in the order of the plan.
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
-// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings its own
-// numbering, depends on how the device forms those.)
+// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings
+// its own numbering, depends on how the device forms those.)
 //
-// Tables are read from memory that a caller may have written. What is read becomes an index only after it was clamped to
-// what exists, here once for an item and where rows are addressed, so that no table, whatever it holds, leads out of bounds.
+// Tables are read from memory that a caller may have written. What is read becomes an index only after it was
+// clamped to what exists, here once for an item and where rows are addressed, so that no table, whatever it holds,
+// leads out of bounds.
 //
 // needs: pages
 // gives: WorkItem, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, GROUP, HEADS,
@@ -139,7 +141,8 @@ fn read_item(index: u32) -> WorkItem {
 }
 
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
-// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one after the other.
+// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one
+// after the other.
 
 // The index of tile `invocation`, of the last tile where there is no such tile. MAX_TILES is at most INVOCATIONS.
 fn read_tile_base(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) -> u32 {
@@ -153,8 +156,8 @@ fn keep_tile_base(tile_base: u32, tiles: u32, invocation: u32) {
     }
 }
 
-// Query head of head `head` of the workgroup. The last chunk of a group may be short, and an item may have fewer queries than
-// others; surplus heads repeat the last one and write nothing.
+// Query head of head `head` of the workgroup. The last chunk of a group may be short, and an item may have fewer
+// queries than others; surplus heads repeat the last one and write nothing.
 fn query_head(y: u32, head: u32) -> u32 {
     return y / CHUNKS * GROUP + min(y % CHUNKS * HEADS + head % GROUP, GROUP - 1u);
 }
@@ -275,7 +278,8 @@ const SCORE_SCALE: f32 = 0.12751743f;
 const QUERY_PARTS: u32 = 1u;
 // The largest element of a query in f16 is at least this, and less than twice as much.
 const QUERY_LARGEST: f32 = 16384f;
-// Weights are relative to 2^-14 of the step's largest: f16 is as exact for those of 2^-28 of it, and rounds at 2^-38 of it.
+// Weights are relative to 2^-14 of the step's largest: f16 is as exact for those of 2^-28 of it, and rounds
+// at 2^-38 of it.
 const WEIGHT_LOG2: f32 = 14f;
 
 // Tiles of a step.
@@ -298,7 +302,8 @@ const LANE_FIELDS: u32 = (HEAD_DIM + 127u) / 128u;
 const TILE_SIZE: u32 = HEAD_DIM * 32u;
 const LEFT_BLOCK: u32 = 64u;
 const LEFT_ROW: u32 = 4u;
-// And: from one column of a right operand to the next, from one head to the next, and eight heads with the zeros behind them.
+// And: from one column of a right operand to the next, from one head to the next, and eight heads with the
+// zeros behind them.
 const COLUMN: u32 = 2u;
 const HEAD_COLUMNS: u32 = 4u;
 const COLUMNS: u32 = 34u;
@@ -314,7 +319,8 @@ var<workgroup> weight_columns: array<Half4, TILES * TOKEN_VECTORS * COLUMNS>;
 var<workgroup> scores: array<f32, TILES * TOKEN_BLOCKS * SUM_BLOCK>;
 var<workgroup> step_sums: array<f32, TILES * CHANNEL_BLOCKS * SUM_BLOCK>;
 
-// Of the subgroup's heads: what their scores are multiplied with, running maximum, the lane's part of the sum of weights.
+// Of the subgroup's heads: what their scores are multiplied with, running maximum, the lane's part of the
+// sum of weights.
 var<private> score_units: array<f32, OWN_HEADS>;
 var<private> running_max: array<f32, OWN_HEADS>;
 var<private> weight_sum: array<f32, OWN_HEADS>;

@@ -11,7 +11,8 @@ enable wgpu_cooperative_matrix;
 //   s_rt = q_r · k_t / √D,  lse_r = ln Σ exp(s_rt),  output_r = Σ exp(s_rt - lse_r) v_t
 //
 // over the tokens of one work item. A row r is a query and one of the query heads of the item's KV head, up to ROWS of
-// them, which `prepare_query` left in f16. Products are 16 × 16 × 16, of f16 with f32 sums. `merge_states` joins the items.
+// them, which `prepare_query` left in f16. Products are 16 × 16 × 16, of f16 with f32 sums. `merge_states`
+// joins the items.
 //
 // A subgroup of 32 owns two blocks of 16 rows: their queries, the left operands of scores, and their sums stay in its
 // registers for the whole item. All subgroups share the tokens, which pass by in steps of 16, unpacked to halves in
@@ -22,18 +23,18 @@ enable wgpu_cooperative_matrix;
 //
 // The slot `run_arrivals` says when keys and values go there, and when they are asked for.
 //
-// Weights are relative to a reference of their row, a power of two: it lets weights grow to 2^MOST_WEIGHT, and moves so that
-// the largest is 2^START_WEIGHT where they would grow further. Then sums make a round through workgroup memory, where a row
-// can be scaled. That is rare, and all subgroups wait for it. So each barrier is met by all.
+// Weights are relative to a reference of their row, a power of two: it lets weights grow to 2^MOST_WEIGHT, and moves so
+// that the largest is 2^START_WEIGHT where they would grow further. Then sums make a round through workgroup memory,
+// where a row can be scaled. That is rare, and all subgroups wait for it. So each barrier is met by all.
 //
-// Memory: keys and values once for ROWS rows. Workgroup memory: rows of keys, columns of values, rows of scores and of weights
-// are padded, so that what is moved at once lies in different banks (`RunRows::workgroup_bytes` counts it). For a product a
-// subgroup reads 256 bytes of keys or values.
+// Memory: keys and values once for ROWS rows. Workgroup memory: rows of keys, columns of values, rows of scores and of
+// weights are padded, so that what is moved at once lies in different banks (`RunRows::workgroup_bytes` counts it). For
+// a product a subgroup reads 256 bytes of keys or values.
 //
-// In bounds: as `attend`; blocks of rows lie within the prepared ones, behind which there are RUN_ROWS more; rows beyond the
-// item's write nothing. Loops are bounded by an item's tiles and by constants. Control flow around products is uniform: it
-// depends on the item, and on words that lie in workgroup memory between two barriers. Divisors are sums of weights, of
-// which the largest is at least 2^START_WEIGHT at the time.
+// In bounds: as `attend`; blocks of rows lie within the prepared ones, behind which there are RUN_ROWS more; rows
+// beyond the item's write nothing. Loops are bounded by an item's tiles and by constants. Control flow around products
+// is uniform: it depends on the item, and on words that lie in workgroup memory between two barriers. Divisors are sums
+// of weights, of which the largest is at least 2^START_WEIGHT at the time.
 //
 // gives: Half4, Eight, SUBGROUPS, EIGHTS, TOKEN_VECTORS, pages, load_keys, load_values, store_keys, store_values
 // binds: 2 run_queries, 8 run_constants
@@ -44,8 +45,8 @@ enable wgpu_cooperative_matrix;
 // ----------------------------------------------------------------------------------------------------
 
 // Invocations numbered subgroup by subgroup, so that neighbours, counted from a multiple of their number on, share a
-// subgroup that has as many lanes. Subgroups whose size divides that of the workgroup are full wherever kernels have run;
-// were they not, results would be wrong, but nothing out of bounds.
+// subgroup that has as many lanes. Subgroups whose size divides that of the workgroup are full wherever kernels have
+// run; were they not, results would be wrong, but nothing out of bounds.
 //
 // needs: INVOCATIONS
 // gives: Numbering, number
@@ -64,17 +65,18 @@ fn number(numbering: Numbering) -> u32 {
 // shaders/attend/work_item.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads that
-// share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
+// A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads
+// that share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
 //
 // Workgroup (y, x): item x, KV head y / CHUNKS, heads (y % CHUNKS) * HEADS onwards of its group. What reads the same
 // keys and values starts together, and the items start in the order of the plan.
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
-// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings its own
-// numbering, depends on how the device forms those.)
+// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings
+// its own numbering, depends on how the device forms those.)
 //
-// Tables are read from memory that a caller may have written. What is read becomes an index only after it was clamped to
-// what exists, here once for an item and where rows are addressed, so that no table, whatever it holds, leads out of bounds.
+// Tables are read from memory that a caller may have written. What is read becomes an index only after it was
+// clamped to what exists, here once for an item and where rows are addressed, so that no table, whatever it holds,
+// leads out of bounds.
 //
 // needs: pages
 // gives: WorkItem, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, GROUP, HEADS,
@@ -142,7 +144,8 @@ fn read_item(index: u32) -> WorkItem {
 }
 
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
-// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one after the other.
+// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one
+// after the other.
 
 // The index of tile `invocation`, of the last tile where there is no such tile. MAX_TILES is at most INVOCATIONS.
 fn read_tile_base(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) -> u32 {
@@ -156,8 +159,8 @@ fn keep_tile_base(tile_base: u32, tiles: u32, invocation: u32) {
     }
 }
 
-// Query head of head `head` of the workgroup. The last chunk of a group may be short, and an item may have fewer queries than
-// others; surplus heads repeat the last one and write nothing.
+// Query head of head `head` of the workgroup. The last chunk of a group may be short, and an item may have fewer
+// queries than others; surplus heads repeat the last one and write nothing.
 fn query_head(y: u32, head: u32) -> u32 {
     return y / CHUNKS * GROUP + min(y % CHUNKS * HEADS + head % GROUP, GROUP - 1u);
 }
@@ -296,9 +299,9 @@ const NO_PRODUCT: f32 = -3.4028234e38f;
 // shaders/attend/four_bits.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Codes of 4 bits as halves, where all codes have as many: what attend/code_halves.wgsl does for any width takes a second
-// register for every word. The bits of 2^10 and of a whole number below 16 are the half of both, and two such halves, four
-// fields from each other, are unpacked at once.
+// Codes of 4 bits as halves, where all codes have as many: what attend/code_halves.wgsl does for any width takes a
+// second register for every word. The bits of 2^10 and of a whole number below 16 are the half of both, and two such
+// halves, four fields from each other, are unpacked at once.
 //
 // needs: Eight, Half4
 // gives: Half2, CODES, SIGNED_CODES, code_halves
@@ -388,8 +391,8 @@ fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>) -> v
 // shaders/attend/run_arrivals/ahead.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Asked for a whole step ahead, as soon as what came before is stored. It fits where a lane holds a word of each, and what is
-// stored must be unpacked first. With halves, four words of each, registers do not suffice.
+// Asked for a whole step ahead, as soon as what came before is stored. It fits where a lane holds a word of each, and
+// what is stored must be unpacked first. With halves, four words of each, registers do not suffice.
 //
 // needs: load_keys, load_values, store_keys, store_values
 // gives: KEY_STEPS, before_steps, before_products, behind_products, before_weights, behind_weights

@@ -2,16 +2,18 @@
 // shaders/pack/key_mean.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// key_mean: the mean of some keys, as the centre of a sequence: of the tokens of a call, or of sequences that begin with a step.
+// key_mean: the mean of some keys, as the centre of a sequence: of the tokens of a call, or of sequences that
+// begin with a step.
 //
 //   m = (k_1 + … + k_n) · 1 / n
 //
-// One invocation owns one channel of a KV head of a mean and adds its elements in token order; neighbours own neighbouring
-// channels, so that rows are read coalesced. Elements that are not finite, or beyond `largest`, count as 0.
+// One invocation owns one channel of a KV head of a mean and adds its elements in token order; neighbours
+// own neighbouring channels, so that rows are read coalesced. Elements that are not finite, or beyond
+// `largest`, count as 0.
 //
-// In bounds: invocations beyond the means · `total` = kv_heads · head_dim return; the slots and the rows of the tokens were
-// checked against the buffers when they were bound, or when a step's table was made for the layout that they were bound to. The
-// loop is bounded by the tokens of the mean; divisors are sizes of a checked shape.
+// In bounds: invocations beyond the means · `total` = kv_heads · head_dim return; the slots and the rows of the tokens
+// were checked against the buffers when they were bound, or when a step's table was made for the layout that they were
+// bound to. The loop is bounded by the tokens of the mean; divisors are sizes of a checked shape.
 //
 // gives: Mean
 // binds: 7 centres
@@ -229,8 +231,8 @@ struct Mean {
 // shaders/pack/mean/of_step.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Means of the first tokens of sequences that begin with a step: first token, bits of 1 / n, n and from bit 8 on the slot of the
-// centre.
+// Means of the first tokens of sequences that begin with a step: first token, bits of 1 / n, n and from bit 8 on the
+// slot of the centre.
 //
 // needs: Mean
 // gives: mean_count, mean_at

@@ -2,20 +2,20 @@
 // shaders/attend/prepare_query.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// prepare_query: one row per prepared query and query head for the kernels that score keys: of every query, once for every
-// span where keys have ranges of spans.
+// prepare_query: one row per prepared query and query head for the kernels that score keys: of every query, once for
+// every span where keys have ranges of spans.
 //
 // With per-channel ranges k = s ⊙ u + m and u = c + 2^(bits-1) folded in:
 //   q·k / √D · log2 e = Σ (q ⊙ s) c + Σ q (m + 2^(bits-1) s), with q already multiplied by log2 e / √D.
 // Where keys are stored rotated, so is q before all that.
 // The row holds q ⊙ s as integers in byte planes and (scale, bias, Σ q, 0), or as f32 (see attend/query_row/).
 //
-// Workgroup (x, y): prepared query x, part y % PARTS of query head y / PARTS: keys with sketches want a row for their signs and one for
-// their levels. An invocation owns four neighbouring channels. Reads D elements and as many
-// ranges, writes one row.
+// Workgroup (x, y): prepared query x, part y % PARTS of query head y / PARTS: keys with sketches want a row for their
+// signs and one for their levels. An invocation owns four neighbouring channels. Reads D elements and as many ranges,
+// writes one row.
 //
-// In bounds: rows are sized for the plan, and what the table of prepared queries holds is clamped to what is bound; channels past
-// HEAD_DIM are not read.
+// In bounds: rows are sized for the plan, and what the table of prepared queries holds is clamped to what is bound;
+// channels past HEAD_DIM are not read.
 //
 // gives: INVOCATIONS, HEAD_DIM, KV_HEADS, QUERY_HEADS, ROW_FIELDS
 // binds: 0 prepared
@@ -92,9 +92,9 @@ fn input4(index: u32) -> vec4<f32> {
 // A row of HEAD_DIM channels in workgroup memory, rotated in place: `format::Rotation`. Blocks of ORDER channels are
 // multiplied with the Walsh-Hadamard matrix over √ORDER.
 //
-// Channels may be dealt out to the blocks in turns first: channel c then lies at `dealt(c)`. Who puts a channel in does so at
-// `input_place` and applies `rotation_input`; who takes it out does so at `output_place` and applies `unflipped`. An
-// invocation owns pairs of channels; one barrier per butterfly stage. Every invocation of the workgroup must call.
+// Channels may be dealt out to the blocks in turns first: channel c then lies at `dealt(c)`. Who puts a channel in does
+// so at `input_place` and applies `rotation_input`; who takes it out does so at `output_place` and applies `unflipped`.
+// An invocation owns pairs of channels; one barrier per butterfly stage. Every invocation of the workgroup must call.
 //
 // needs: HEAD_DIM, INVOCATIONS
 // gives: rotated, dealt, input_place, output_place, rotation_input, scaled_input, unflipped, flipped, rotate_row
@@ -251,8 +251,8 @@ const QUERY_PLANES: u32 = 2u;
 // set by plans: QUERY_LARGEST, CODE_UNIT, PLACE_WORDS, PLACE_PLANES
 
 const QUERY_LARGEST: f32 = 32639.0f;
-// What a dot product of integers and bytes of keys must be multiplied with, beside the query's own scale: 2^(bits-8) for
-// affine codes, which are shifted to the top of their bytes, and the unit of a codebook's levels.
+// What a dot product of integers and bytes of keys must be multiplied with, beside the query's own scale: 2^(bits-8)
+// for affine codes, which are shifted to the top of their bytes, and the unit of a codebook's levels.
 const CODE_UNIT: f32 = 0.0017032468f;
 // Words of a vector of keys, and bit planes of a word; a vector of 3-bit codes counts as one word of eight planes.
 const PLACE_WORDS: u32 = 1u;

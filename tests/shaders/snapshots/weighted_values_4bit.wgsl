@@ -9,7 +9,8 @@
 // over the tokens of one work item. Slope and offset come from the extremes of the head's scores over the whole span
 // (eq. 7 and 8), which `scores` left behind.
 //
-// Work, memory traffic, merging and bounds as in `attend`, with 4 bytes per token and query head read in place of the keys.
+// Work, memory traffic, merging and bounds as in `attend`, with 4 bytes per token and query head read in
+// place of the keys.
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/numbering/local.wgsl
@@ -31,17 +32,18 @@ fn number(numbering: Numbering) -> u32 {
 // shaders/attend/work_item.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads that
-// share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
+// A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads
+// that share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
 //
 // Workgroup (y, x): item x, KV head y / CHUNKS, heads (y % CHUNKS) * HEADS onwards of its group. What reads the same
 // keys and values starts together, and the items start in the order of the plan.
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
-// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings its own
-// numbering, depends on how the device forms those.)
+// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: nothing but attend/block_max/subgroup.wgsl, which brings
+// its own numbering, depends on how the device forms those.)
 //
-// Tables are read from memory that a caller may have written. What is read becomes an index only after it was clamped to
-// what exists, here once for an item and where rows are addressed, so that no table, whatever it holds, leads out of bounds.
+// Tables are read from memory that a caller may have written. What is read becomes an index only after it was
+// clamped to what exists, here once for an item and where rows are addressed, so that no table, whatever it holds,
+// leads out of bounds.
 //
 // needs: pages
 // gives: WorkItem, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, GROUP, HEADS,
@@ -109,7 +111,8 @@ fn read_item(index: u32) -> WorkItem {
 }
 
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
-// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one after the other.
+// branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one
+// after the other.
 
 // The index of tile `invocation`, of the last tile where there is no such tile. MAX_TILES is at most INVOCATIONS.
 fn read_tile_base(page_offset: u32, tiles: u32, kv_head: u32, invocation: u32) -> u32 {
@@ -123,8 +126,8 @@ fn keep_tile_base(tile_base: u32, tiles: u32, invocation: u32) {
     }
 }
 
-// Query head of head `head` of the workgroup. The last chunk of a group may be short, and an item may have fewer queries than
-// others; surplus heads repeat the last one and write nothing.
+// Query head of head `head` of the workgroup. The last chunk of a group may be short, and an item may have fewer
+// queries than others; surplus heads repeat the last one and write nothing.
 fn query_head(y: u32, head: u32) -> u32 {
     return y / CHUNKS * GROUP + min(y % CHUNKS * HEADS + head % GROUP, GROUP - 1u);
 }
@@ -256,8 +259,8 @@ fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 //
 // Scores are in units of log2. The running sum of weights is kept by every invocation for its own tokens. A step's sums
 // of values are made relative to the *step's* maximum, or to that of a part of it, and enter the running sums through
-// exp2(that maximum - running maximum): weights are integers where values are packed, and an integer relative to a running
-// maximum would lose everything beside one large score.
+// exp2(that maximum - running maximum): weights are integers where values are packed, and an integer relative to a
+// running maximum would lose everything beside one large score.
 //
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
@@ -318,8 +321,9 @@ var<private> enter: array<f32, HEADS>;
 
 // What the two weighted sums of packed values by integer dot products share: whose channels are whose, and the end.
 //
-// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on CHANNEL_BLOCKS of
-// the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as 16-byte broadcasts.
+// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on
+// CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as
+// 16-byte broadcasts.
 //
 // needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
 //   ranged_output, sum_parts, write_lse
@@ -331,8 +335,8 @@ var<private> enter: array<f32, HEADS>;
 // shaders/attend/value_bytes/top.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code times
-// 2^(8-bits); the unit of weights takes that back.
+// Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code
+// times 2^(8-bits); the unit of weights takes that back.
 //
 // gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, unsigned_words,
 //   unsigned_bytes, value_place
@@ -344,7 +348,8 @@ const VALUE_BITS: u32 = 4u;
 // The top VALUE_BITS bits of every byte.
 const VALUE_MASK: u32 = 4042322160u;
 const VALUE_PLANES: u32 = 8u / VALUE_BITS;
-// Vectors of a channel's column in a tile, and sets of four field groups in a vector: one for each bit plane, from above.
+// Vectors of a channel's column in a tile, and sets of four field groups in a vector: one for each bit
+// plane, from above.
 const VALUE_VECTORS: u32 = VALUE_BITS;
 const VALUE_QUADS: u32 = VALUE_PLANES;
 const VALUE_BYTE: f32 = f32(1u << (8u - VALUE_BITS));
@@ -464,8 +469,8 @@ const GOLDEN_RATIO: f32 = 0.618034f;
 
 // [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
 var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
-// What is added to the weights of the invocation's tokens before they are cut to integers: 0 … 1, spread evenly over the
-// tokens of a step.
+// What is added to the weights of the invocation's tokens before they are cut to integers: 0 … 1, spread evenly over
+// the tokens of a step.
 var<private> dither: array<f32, LANE_TOKENS>;
 
 // ----------------------------------------------------------------------------------------------------
@@ -521,7 +526,8 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 // Called when the weights of a step are known, before they become integers.
 fn take_value_ranges(parity: u32) {}
 
-// The weight of token `i` of the lane, relative to the largest weight of a step, times its scale relative to the largest scale.
+// The weight of token `i` of the lane, relative to the largest weight of a step, times its scale relative to
+// the largest scale.
 fn ranged_weight(weight: f32, i: u32) -> f32 {
     return weight;
 }
@@ -631,8 +637,8 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
 // shaders/attend/values/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called by the team of a tile: reads the ranges of the lane's tokens. The other two are for tokens that do not exist: all of
-// them, or token `i`.
+// Called by the team of a tile: reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
+// all of them, or token `i`.
 fn load_value_ranges(tile_base: u32, lane: u32) {}
 
 fn skip_value_ranges() {}
