@@ -213,7 +213,8 @@ pub enum Error {
         reason: String,
     },
 
-    /// A plan was used with a store, a pool of kernels or a path it was not made for.
+    /// A call does not suit what it is made on: a plan with another store, pool of kernels or path; a layer, step or
+    /// sequence that is not in the state that the call needs.
     #[error("{what}: {reason}")]
     Plan {
         /// What was attempted.

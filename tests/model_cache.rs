@@ -447,6 +447,10 @@ fn a_sequence_waits_on_the_host() {
     assert_eq!((most.length(0), most.memory().in_use_bytes()), (Ok(0), 0));
     let mut others = ModelCache::new(&cpu, &layers()[..2], 1).unwrap();
     assert!(matches!(block_on(others.swap_in(0, &swapped)), Err(Error::Plan { .. })), "of other layers");
+    let mut other_recipe = layers();
+    other_recipe[0].1 = other_recipe[0].1.clone().with_sink(128);
+    let mut others = ModelCache::new(&cpu, &other_recipe, 1).unwrap();
+    assert!(matches!(block_on(others.swap_in(0, &swapped)), Err(Error::Plan { .. })), "of another recipe");
     // And decoding goes on where it was.
     block_on(cache.swap_in(0, &swapped)).unwrap();
     block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();

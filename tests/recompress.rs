@@ -217,6 +217,13 @@ fn what_is_shared_stays_as_it_was() {
     let mut cache = cache(&recipe);
     let appended = tokens(300, 8);
     append(&mut cache, 0, &appended);
+    // It comes back to layers that part while it is away, too.
+    let (together, away) = (held(&cache, 1, 0), block_on(cache.swap_out(0)).unwrap());
+    append(&mut cache, 1, &appended);
+    compress_again(&mut cache, 1, &policy, (&appended, 300)).unwrap();
+    block_on(cache.swap_in(0, &away)).unwrap();
+    assert_eq!(held(&cache, 1, 0), together);
+    cache.clear(1).unwrap();
     cache.fork(0, 1).unwrap();
     let shared = held(&cache, 1, 1);
     compress_again(&mut cache, 0, &policy, (&appended, 300)).unwrap();

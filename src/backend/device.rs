@@ -7,7 +7,7 @@ use crate::plan::{Elements, TokenIndices};
 
 /// A device that holds tensors.
 pub trait Device {
-    /// A dense array of f32 or f16 elements on the device.
+    /// A dense array of f32, f16 or bf16 elements on the device.
     type Tensor;
     /// Token numbers `[kv_heads, count]` on the device, that a [gather](crate::plan::Rows::Gather) reads.
     /// Cheap to clone.

@@ -270,9 +270,13 @@ impl<B: Backend> FilledStores<B> {
     /// Copies a page to another of the same store.
     ///
     /// # Errors
-    /// As [`Packing::copy_page`](super::Packing::copy_page).
+    /// [`Error::Plan`] when there is no such store; as [`Packing::copy_page`](super::Packing::copy_page).
     pub fn copy_page(&mut self, backend: &B, store: usize, from: Page, to: Page) -> Result<()> {
-        backend.copy_page(&mut self.stores[store], from, to)
+        let stores = self.stores.len();
+        let Some(store) = self.stores.get_mut(store) else {
+            return Err(Error::Plan { what: "copying a page", reason: format!("store {store} of {stores}") });
+        };
+        backend.copy_page(store, from, to)
     }
 
     /// Packs full pages of one store into pages of another.

@@ -46,4 +46,9 @@ impl<I> Change<I> {
             taken_centre: None,
         }
     }
+
+    /// Length that a sequence had before the change; 0 for one that it does not touch.
+    pub(super) fn length_before(&self, sequence: usize) -> usize {
+        self.undo.iter().find(|undo| undo.sequence == sequence).map_or(0, |undo| undo.length)
+    }
 }

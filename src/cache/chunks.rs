@@ -88,19 +88,20 @@ impl ChunkStores {
         tokens: usize,
     ) -> Result<ChunkSpans<D::Indices>> {
         let (start, end) = (self.context.start(), self.context.end());
-        let Ok(below) = u32::try_from(tokens) else {
-            let (needed, allowed) = (tokens as u64, u64::from(u32::MAX));
-            return Err(Error::Limit {
-                what: "the tokens of a prompt".into(),
-                needed,
-                allowed,
-                hint: "cut the prompt",
-            });
-        };
         if end > tokens {
             let reason = format!("its context in chunks is {start}..{end}");
             return Err(Error::PromptSpans { tokens, reason });
         }
+        let chunked = start + self.stores.len() * self.chunk_tokens;
+        // Gathered spans end with the chunks, so that a sequence can be cut behind them.
+        let Ok(below) = u32::try_from(chunked) else {
+            return Err(Error::Limit {
+                what: "the tokens of chunks".into(),
+                needed: chunked as u64,
+                allowed: u64::from(u32::MAX),
+                hint: "cut the prompt",
+            });
+        };
         let mut stores = self.stores.clone();
         stores.sort_unstable();
         stores.dedup();
@@ -109,7 +110,6 @@ impl ChunkStores {
             let of_head = self.tokens_of(store).repeat(kv_heads);
             gathered.push((store, device.upload_indices(&of_head, kv_heads, below).await?));
         }
-        let chunked = start + self.stores.len() * self.chunk_tokens;
         let before = TokenRange::new(0, start).ok();
         let after = TokenRange::new(chunked, tokens).ok();
         Ok(ChunkSpans { before, gathered, after })
@@ -120,7 +120,7 @@ impl ChunkStores {
         let chunks = self.stores.iter().enumerate().filter(|(_, of_chunk)| **of_chunk == store);
         let start = |chunk: usize| self.context.start() + chunk * self.chunk_tokens;
         let tokens = chunks.flat_map(|(chunk, _)| start(chunk)..start(chunk + 1));
-        // They are below the tokens of a prompt, which 32 bits count.
+        // They are below the end of the chunks, which 32 bits count.
         tokens.map(|token| token as u32).collect()
     }
 }

@@ -336,7 +336,7 @@ impl<B: Backend> KvCache<B> {
     ///
     /// `queries` are `[sequences, query_heads, head_dim]` and so is the output. Scores are `q·k/√head_dim`; those of
     /// packed spans are calibrated if the recipe says so. A query head that holds a NaN or an infinity, or
-    /// numbers so large that a score is infinite, has NaN in all its outputs; other heads and sequences are as
+    /// numbers so large that a score is +∞, has NaN in all its outputs; other heads and sequences are as
     /// they would be without it.
     ///
     /// # Errors

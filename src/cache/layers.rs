@@ -6,7 +6,7 @@ use super::books::Books;
 use super::change::Change;
 use super::memory::{CacheMemory, StoreMemory};
 use super::room::StoreRoom;
-use super::sequence::Span;
+use super::sequence::{Positions, Span};
 use super::step::NewTokens;
 use super::step_table::GroupTable;
 use super::{MOST_SEQUENCES, PromptSpan, Recipe, StoreId, TokenRun};
@@ -87,6 +87,11 @@ impl<B: Backend> LayerGroup<B> {
 
     pub(super) fn layers(&self) -> usize {
         self.layers.len()
+    }
+
+    /// The number of every layer in its model.
+    pub(super) fn numbers(&self) -> &[usize] {
+        &self.numbers
     }
 
     /// The layers one by one, each with books of its own that say what these do: what they hold may differ from now on.
@@ -378,8 +383,14 @@ impl<B: Backend> LayerGroup<B> {
         let Self { backend, layers, books, .. } = self;
         let centre = books.sequence(sequence)?.centre;
         let opened = books.spans_since(change, sequence);
+        let base = change.length_before(sequence);
         let same = |(span, prompt): (&Span<B::Indices>, &PromptSpan<'_, B::Indices>)| {
-            span.tokens == prompt.tokens.len() && Ok(span.store) == books.recipe().resolve(prompt.store)
+            let same_tokens = match (&span.positions, prompt.tokens) {
+                (Positions::From(start), Rows::Run(run)) => *start == base + run.start() && span.tokens == run.len(),
+                (Positions::Gathered { .. }, Rows::Gather(_)) => span.tokens == prompt.tokens.len(),
+                _ => false,
+            };
+            same_tokens && Ok(span.store) == books.recipe().resolve(prompt.store)
         };
         if opened.len() != spans.len() || !opened.iter().zip(spans).all(same) {
             let reason = "the spans are not those that the step was opened with".into();

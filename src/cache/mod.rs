@@ -12,6 +12,9 @@
 //! A [`Recipe`] lists the stores of a cache (f16, and any number of packed ones) and says what happens to appended
 //! tokens. A [`PromptSpan`] says which store takes which tokens of a prompt. People write both, and what stays of a
 //! prompt, as a [`ModelRecipe`].
+//!
+//! A call that fails has changed nothing. A future that is dropped before its end is no such failure: it may leave
+//! tokens in the books, or layers that differ. Poll the futures of calls that change a cache to their end.
 
 mod books;
 mod change;

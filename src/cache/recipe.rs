@@ -164,18 +164,27 @@ impl Recipe {
     /// // Prompts have one range per channel and span, and the tiles of what is appended ranges of their own.
     /// let recipe = Recipe::calibquant(Bits::Two).with_window(128);
     /// assert_eq!(recipe.appended(), Appended::Tiles { to: StoreId(2), newer: 128 });
+    /// assert_eq!(recipe.clone().with_appended(recipe.appended()), recipe);
     /// assert_eq!(recipe.stores()[2].format, SegmentFormat::calibquant(Bits::Two).with_tile_ranges());
     /// ```
     #[must_use]
     pub fn with_appended(mut self, appended: Appended) -> Self {
+        let of_tiles = self.tiles_of.map(|to| (StoreId(self.named_stores() as u8), to));
         self.stores.truncate(self.named_stores());
+        // What this recipe says of appended tokens names the store that their tiles have alone: it is made anew.
+        let appended = match (appended, of_tiles) {
+            (Appended::Tiles { to, newer }, Some((alone, named))) if to == alone => {
+                Appended::Tiles { to: named, newer }
+            }
+            (appended, _) => appended,
+        };
         (self.appended, self.tiles_of) = (appended, None);
         if let Appended::Tiles { to, newer } = appended
             && let Some(store) = self.stores.get(to.index()).filter(|store| store.format.has_span_ranges())
         {
             let tiles = StoreFormat { format: store.format.with_tile_ranges(), ..*store };
             self.stores.push(tiles);
-            self.appended = Appended::Tiles { to: StoreId(self.stores.len() as u8 - 1), newer };
+            self.appended = Appended::Tiles { to: StoreId((self.stores.len() - 1) as u8), newer };
             self.tiles_of = Some(to);
         }
         self

@@ -25,7 +25,7 @@ use crate::{Error, Result};
 ///                                          but for methods that pack tokens as they arrive)
 ///         | "sink=" tokens                 first tokens in f16, in whole tiles of 128 (0)
 ///         | "tau=" τ1 "," τ2               calibrated scores of packed spans, CalibQuant's eq. 7 (none)
-///         | "query=" ("int8" | "int16")    precision of query and weights in integer dot products (int16)
+///         | "query=" ("int8" | "int16")    precision of query and weights in integer dot products (by format)
 ///         | "centre"                       keys less the mean of the first 64 of their sequence; not with ranges per channel
 ///         | "store=" method [":" bits]     one more store, which spans of a prompt may name: the first after the method's own
 ///         | "layers=" layer { "," layer } ":" method [":" bits]    these layers by another method

@@ -4,8 +4,9 @@ use super::change::Change;
 use super::layers::LayerGroup;
 use super::room::Lease;
 use super::sequence::Sequence;
-use super::{KvCache, ModelCache};
+use super::{KvCache, ModelCache, Recipe};
 use crate::backend::{Backend, SpanBytes, SpanPlace};
+use crate::format::AttentionShape;
 use crate::{Error, Result};
 
 /// A sequence on the host, as [`ModelCache::swap_out`] or [`KvCache::swap_out`] took it; `I` is the index tensor of the
@@ -18,9 +19,19 @@ pub struct SwappedSequence<I> {
 /// Its part in layers that share their books.
 #[derive(Clone, Debug)]
 struct SwappedGroup<I> {
+    shape: AttentionShape,
+    recipe: Recipe,
     /// The spans, without pages.
     sequence: Sequence<I>,
+    /// The number of every layer in its model.
+    numbers: Vec<usize>,
     layers: Vec<SwappedLayer>,
+}
+
+/// What goes to a group of layers: these may have parted since the sequence was taken out.
+struct SwappedPart<'a, I> {
+    sequence: &'a Sequence<I>,
+    layers: &'a [SwappedLayer],
 }
 
 /// What it holds in one layer.
@@ -43,6 +54,22 @@ impl<I> SwappedSequence<I> {
     pub fn length(&self) -> usize {
         self.groups.first().map_or(0, |group| group.sequence.length)
     }
+
+    fn layers(&self) -> usize {
+        self.groups.iter().map(|group| group.layers.len()).sum()
+    }
+
+    /// What it held in the layers of a group; `None` if those are of another shape or recipe.
+    fn part_of<B: Backend<Indices = I>>(&self, group: &LayerGroup<B>) -> Option<SwappedPart<'_, I>> {
+        let (numbers, shape, recipe) = (group.numbers(), group.shape, group.recipe());
+        self.groups.iter().find_map(|swapped| {
+            let start = swapped.numbers.iter().position(|number| numbers.first() == Some(number))?;
+            let part = start..start + numbers.len();
+            let alike = swapped.shape == shape && swapped.recipe == *recipe;
+            let same = alike && swapped.numbers.get(part.clone()) == Some(numbers);
+            same.then(|| SwappedPart { sequence: &swapped.sequence, layers: &swapped.layers[part] })
+        })
+    }
 }
 
 impl<B: Backend> KvCache<B> {
@@ -64,7 +91,7 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it holds tokens or the other was
-    /// taken out of another kind of cache, [`Error::OutOfMemory`] or [`Error::Limit`] when it does not fit. The
+    /// taken out of a cache of another shape or recipe, [`Error::OutOfMemory`] or [`Error::Limit`] when it does not fit. The
     /// cache is as it was.
     pub async fn swap_in(&mut self, sequence: usize, swapped: &SwappedSequence<B::Indices>) -> Result<()> {
         swap_in(std::slice::from_mut(&mut self.group), sequence, swapped).await
@@ -102,22 +129,20 @@ async fn swap_in<B: Backend>(
     sequence: usize,
     swapped: &SwappedSequence<B::Indices>,
 ) -> Result<()> {
-    let alike = |(group, swapped): (&LayerGroup<B>, &SwappedGroup<B::Indices>)| {
-        let stores = group.recipe().stores().len();
-        group.layers() == swapped.layers.len() && swapped.sequence.spans.iter().all(|span| span.store.index() < stores)
-    };
-    if groups.len() != swapped.groups.len() || !groups.iter().zip(&swapped.groups).all(alike) {
-        let reason = "the sequence was taken out of a cache of other layers or stores".into();
+    let parts: Option<Vec<_>> = groups.iter().map(|group| swapped.part_of(group)).collect();
+    let layers: usize = groups.iter().map(LayerGroup::layers).sum();
+    let Some(parts) = parts.filter(|_| layers == swapped.layers()) else {
+        let reason = "the sequence was taken out of a cache of other layers or recipes".into();
         return Err(Error::Plan { what: "swap", reason });
-    }
-    for (group, swapped) in groups.iter_mut().zip(&swapped.groups) {
-        let needed = group.books.room_for_sequence(sequence, &swapped.sequence)?;
+    };
+    for (group, swapped) in groups.iter_mut().zip(&parts) {
+        let needed = group.books.room_for_sequence(sequence, swapped.sequence)?;
         group.reserve(&needed).await?;
     }
     let mut changes: Vec<Change<B::Indices>> = Vec::with_capacity(groups.len());
     let mut written = Ok(());
-    for (group, swapped) in groups.iter_mut().zip(&swapped.groups) {
-        written = group.books.restore(sequence, &swapped.sequence).and_then(|change| {
+    for (group, swapped) in groups.iter_mut().zip(&parts) {
+        written = group.books.restore(sequence, swapped.sequence).and_then(|change| {
             changes.push(change);
             group.write_sequence(sequence, swapped)
         });
@@ -151,11 +176,12 @@ impl<B: Backend> LayerGroup<B> {
             layers.push(swapped);
         }
         held.spans.iter_mut().for_each(|span| span.lease = Lease::default());
-        Ok(SwappedGroup { sequence: held, layers })
+        let (shape, recipe, numbers) = (self.shape, self.recipe().clone(), self.numbers().to_vec());
+        Ok(SwappedGroup { shape, recipe, sequence: held, numbers, layers })
     }
 
     /// Writes what a sequence held into the pages and slots that it has now.
-    fn write_sequence(&mut self, sequence: usize, swapped: &SwappedGroup<B::Indices>) -> Result<()> {
+    fn write_sequence(&mut self, sequence: usize, swapped: &SwappedPart<'_, B::Indices>) -> Result<()> {
         let held = self.books.sequence(sequence)?.clone();
         for (layer, swapped) in swapped.layers.iter().enumerate() {
             let (backend, mut stores) = self.backend_and_stores(layer);

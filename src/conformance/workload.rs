@@ -7,7 +7,7 @@ use super::attend::{Expected, exact_decode};
 use super::batch_format::{BatchFormat, BatchPart};
 use super::data::Random;
 use super::decode::{DecodeData, DecodeShape, PageOrder};
-use super::report::{Accuracy, Limits, OutputError, Report};
+use super::report::{Accuracy, Failure, Limits, OutputError, Report};
 use crate::backend::{AttendOptions, FilledSpan, FilledStores, NewSpan, SpanSource};
 use crate::cpu::DenseSegment;
 use crate::format::{Calibration, SegmentFormat, TILE_TOKENS};
@@ -136,6 +136,12 @@ impl<B: Backend> Workload<B> {
         for plan in &self.plans {
             let output = backend.attend(plan, &stores, &data.queries, options).await?;
             let output = backend.download(&output).await?;
+            let (got, want) = (output.len(), plan.elements());
+            if got != want {
+                let (what, index) = ("output: elements".into(), got.min(want));
+                failures.push(Failure::Differs { what, elements: 1, index, got: got as f64, want: want as f64 });
+                continue;
+            }
             for (index, sequence) in output.chunks(data.decode.shape.query_heads() * head_dim).enumerate() {
                 let expected = &expected[&data.decode.length(index)];
                 let error = expected.error_of(sequence, head_dim);

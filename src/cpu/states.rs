@@ -41,8 +41,8 @@ impl States {
     /// [`Error::Elements`] when they are not of the same rows.
     pub fn from_parts(shape: &AttentionShape, outputs: Vec<f32>, lse: Vec<f32>) -> Result<Self> {
         let (query_heads, head_dim) = (shape.query_heads(), shape.head_dim());
-        let (given, expected) = (outputs.len(), lse.len().next_multiple_of(query_heads) * head_dim);
-        if given != expected {
+        let (given, expected) = (outputs.len(), lse.len().saturating_mul(head_dim));
+        if given != expected || !lse.len().is_multiple_of(query_heads) {
             let shape = format!("[rows, {query_heads}, {head_dim}] beside {} log-sum-exps", lse.len());
             return Err(Error::Elements { what: "outputs of states", given, expected, shape });
         }

@@ -78,6 +78,10 @@ fn log_sum_exp(blocks: &[Block<'_>], rows: usize, query_heads: usize) -> Result<
     let mut side_by_side: Vec<Vec<f64>> = vec![Vec::new(); rows * query_heads];
     for block in blocks {
         for (query, prepared) in block.segment.queries().iter().enumerate() {
+            // A causal run has queries that see nothing of a span.
+            if !block.segment.items().iter().any(|item| item.query as usize == query) {
+                continue;
+            }
             for head in 0..query_heads {
                 let scores = block.of_query(query, head, query_heads)?;
                 side_by_side[prepared.row as usize * query_heads + head].extend(scores);

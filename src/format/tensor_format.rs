@@ -1,4 +1,4 @@
-//! How keys or values are stored: f16, or affine codes with their ranges.
+//! How keys or values are stored: f16, affine codes with their ranges, or codes of a codebook with norms.
 
 use std::fmt;
 

@@ -272,7 +272,10 @@ fn place_runs(shape: &AttentionShape, runs: &[QueryRun], stores: &[StoreView<'_>
 
     let mut lengths: BTreeMap<usize, SequenceLength> =
         runs.iter().map(|run| (run.sequence, SequenceLength::default())).collect();
-    for span in stores.iter().flat_map(|store| &store.spans).filter(|span| span.tokens > 0) {
+    let mut spans: Vec<&SpanView<'_>> =
+        stores.iter().flat_map(|store| &store.spans).filter(|span| span.tokens > 0).collect();
+    spans.sort_by_key(|span| span.start);
+    for span in spans {
         if let Some(length) = lengths.get_mut(&span.sequence) {
             length.add(span);
         }
@@ -288,11 +291,11 @@ fn place_runs(shape: &AttentionShape, runs: &[QueryRun], stores: &[StoreView<'_>
             );
         }
         if planned.run.visible == Visible::Causal {
-            if length.end != length.tokens {
+            if !length.follows {
                 let reason = format!(
-                    "the spans of sequence {sequence} hold {} tokens and end at {}; those of a causal run begin at 0 and \
-                     follow each other",
-                    length.tokens, length.end
+                    "the spans of sequence {sequence} hold {} tokens and do not follow each other from 0 on, as those of a \
+                     causal run do",
+                    length.tokens
                 );
                 return reject("attention plan", reason);
             }
@@ -306,17 +309,25 @@ fn place_runs(shape: &AttentionShape, runs: &[QueryRun], stores: &[StoreView<'_>
     Ok((planned, rows))
 }
 
-/// Tokens of a sequence, and one past the last.
-#[derive(Clone, Copy, Default)]
+/// Tokens of a sequence.
+#[derive(Clone, Copy)]
 struct SequenceLength {
     tokens: usize,
-    end: usize,
+    /// True if every span begins where those before it end.
+    follows: bool,
+}
+
+impl Default for SequenceLength {
+    fn default() -> Self {
+        Self { tokens: 0, follows: true }
+    }
 }
 
 impl SequenceLength {
+    /// Adds the span that begins next.
     fn add(&mut self, span: &SpanView<'_>) {
+        self.follows &= span.start == self.tokens;
         self.tokens = self.tokens.saturating_add(span.tokens);
-        self.end = self.end.max(span.start.saturating_add(span.tokens));
     }
 }
 
@@ -415,6 +426,9 @@ mod tests {
         assert!(refused(&decode, vec![SpanView { tokens: 129, ..span(0, 0, 1) }]).contains("2 pages"));
         assert!(refused(&[QueryRun::causal(0, 12)], vec![span(0, 0, 11)]).contains("12 queries"));
         assert!(refused(&[QueryRun::causal(0, 2)], vec![span(0, 1, 11)]).contains("follow each other"));
+        // As many tokens as they reach to, and none where some queries stand.
+        let twice = vec![span(0, 5, 5), span(0, 5, 5)];
+        assert!(refused(&[QueryRun::causal(0, 10)], twice).contains("follow each other"));
         assert!(refused(&[QueryRun::causal(0, usize::MAX)], vec![span(0, 0, 11)]).contains("elements of the queries"));
     }
 

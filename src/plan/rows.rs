@@ -245,12 +245,12 @@ impl QueryRows {
 
     /// Index of the first element of a row.
     pub const fn row(&self, row: usize) -> usize {
-        self.first + row * self.stride
+        self.first.saturating_add(row.saturating_mul(self.stride))
     }
 
     /// Elements that a tensor needs to hold so many rows.
     pub const fn elements_needed(&self, rows: usize, shape: &AttentionShape) -> usize {
-        if rows == 0 { 0 } else { self.row(rows - 1) + row_elements(shape) }
+        if rows == 0 { 0 } else { self.row(rows - 1).saturating_add(row_elements(shape)) }
     }
 
     /// Checks that a tensor of `elements` elements holds so many rows; one whose rows are dense has to hold them alone.

@@ -31,8 +31,8 @@ pub fn keep(scores: &[f32], protected: &[u32], count: usize) -> Result<Vec<u32>>
 /// As [`keep`].
 pub fn recent_and_best(scores: &[f32], recent: usize, best: usize) -> Result<Vec<u32>> {
     let tokens = scores.len();
-    if recent + best > tokens {
-        return Err(Error::TopK { k: recent + best, n: tokens });
+    if recent.saturating_add(best) > tokens {
+        return Err(Error::TopK { k: recent.saturating_add(best), n: tokens });
     }
     keep(scores, &last(recent, tokens), recent + best)
 }

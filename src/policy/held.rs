@@ -61,7 +61,8 @@ impl Policy {
         }
         let measures = self.rows != MeasuredRows::None;
         if measures && rows == 0 {
-            return Err(no_statistics("this policy measures query rows"));
+            let reason = "this policy measures query rows, and none was given".into();
+            return Err(Error::Selection { reason });
         }
         if measures {
             check_layers(layers.len(), statistics)?;

@@ -5,9 +5,9 @@ use super::super::change::Change;
 use super::super::prompt::check_spans;
 use super::super::sequence::{Positions, Span};
 use super::Books;
-use crate::Result;
 use crate::format::TILE_TOKENS;
 use crate::plan::{Rows, TokenIndices};
+use crate::{Error, Result};
 
 impl<I: TokenIndices + Clone> Books<I> {
     /// Stores the spans of a prompt of `tokens` tokens. What to write is in [`Books::spans_since`].
@@ -40,13 +40,22 @@ impl<I: TokenIndices + Clone> Books<I> {
         self.sequence(sequence)?;
         let needed = self.room_for_prompt(spans)?;
         self.check_room(&needed)?;
+        let base = self.sequences[sequence].length;
+        let length = base.saturating_add(tokens);
+        if u32::try_from(length).is_err() {
+            return Err(Error::Limit {
+                what: "the tokens of a sequence".into(),
+                needed: length as u64,
+                allowed: u64::from(u32::MAX),
+                hint: "cut the prompt",
+            });
+        }
         let mut change = Change::new(&self.recipe);
         let first = self.sequences[sequence].spans.len();
         self.remember(&mut change, sequence, first);
         self.begin_centre(&mut change, sequence, 0, tokens)?;
-        let base = self.sequences[sequence].length;
         self.push_spans(&mut change, sequence, base, spans)?;
-        self.sequences[sequence].length = base + tokens;
+        self.sequences[sequence].length = length;
         Ok(change)
     }
 

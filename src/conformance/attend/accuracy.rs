@@ -52,6 +52,16 @@ impl Expected {
         if let Some(index) = got.iter().position(|x| !x.is_finite()) {
             return vec![Failure::OutputNotFinite { index }];
         }
+        if got.len() != self.outputs.len() {
+            let (what, got, want) = (format!("{what}: elements"), got.len(), self.outputs.len());
+            return vec![Failure::Differs {
+                what,
+                elements: 1,
+                index: got.min(want),
+                got: got as f64,
+                want: want as f64,
+            }];
+        }
         let judged = [
             ("NMSE", error.nmse, limits.nmse),
             ("worst head's NMSE", error.worst_head, limits.worst_head),
