@@ -18,11 +18,15 @@ use kvpack::cache::PromptSpan;
 use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor, nmse, quantize};
 use kvpack::cuda::cudarc::driver::DevicePtr;
 use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
-use kvpack::cuda::{Cuda, KernelCache, NonFiniteFlags, PackStepPlan, StepMemory, StepPlan, StepTensors, Store, Tensor};
+use kvpack::cuda::{
+    Cuda, Indices, KernelCache, NonFiniteFlags, PackStepPlan, StepMemory, StepPlan, StepTensors, Store, Tensor,
+    TokenScoresPlan, TopKPlan, Words,
+};
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, TensorFormat, TileOrder};
 use kvpack::plan::{
     ElementType, Elements, Page, QueryRows, QueryRun, RowLayout, Rows, StepTable, StepWrites, TokenRange, TokenWrite,
 };
+use kvpack::policy::{self, HeadAggregation, ScoreRequest, ScoreRule, Spans, TextRule, Weighing};
 use kvpack::{AttentionShape, Bits, Calibration, Error, KvCache, Recipe, SegmentFormat};
 use step_writes::{Case, formats, pages};
 
@@ -279,6 +283,28 @@ fn stores_and_tensors_of_other_streams_are_refused() {
     refused(block_on(cache.attend(&foreign, ElementType::F32)).err());
     let step = StepPlan::new(&other, &cache.plan(&[QueryRun::decode(0)]).unwrap()).unwrap();
     refused(step.bind(&other, &cache.stores(), StepTensors { queries: &foreign, output: &foreign, lse: None }).err());
+    refused(own.write(other.stream(), Elements::F32(&[2.0; 64])).err());
+    let flags = NonFiniteFlags::new(backend.stream(), 1).unwrap();
+    refused(flags.clear(other.stream()).err());
+    let best = TopKPlan::new(1, 64, 2).unwrap();
+    let chosen = Indices::zeroed(backend.stream(), best.indices().unwrap()).unwrap();
+    refused(best.bind(&backend, &foreign, &chosen).err());
+    refused(best.bind(&backend, &own, &chosen).unwrap().launch(other.stream()).err());
+}
+
+/// A word for every head, no fewer.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn token_scores_need_a_word_for_every_head() {
+    let backend = device();
+    let (rows, spans) = (policy::QueryRows::last(1, 8).unwrap(), Spans::new(8, &[]).unwrap());
+    let scores = ScoreRule { aggregation: HeadAggregation::Sum, weighing: Weighing::Sum, pooling: None };
+    let request = ScoreRequest { rows: &rows, spans: &spans, scores, text: TextRule::Equal, recent: 0 };
+    let plan = TokenScoresPlan::new(2, &request).unwrap();
+    let tensor = || Tensor::zeroed(backend.stream(), 16, ElementType::F32).unwrap();
+    let words = Words::zeroed(backend.stream(), "words", 1).unwrap();
+    let refused = plan.bind(&backend, &tensor(), &tensor(), &words).map(drop);
+    assert!(matches!(refused, Err(Error::Elements { given: 1, expected: 2, .. })), "{refused:?}");
 }
 
 /// Queries of a fused projection, and outputs among others: the bits of dense rows, and nothing between the

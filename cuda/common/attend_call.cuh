@@ -1,23 +1,13 @@
-// What a launch of `attend` is told, and how its work is cut. The host's side is `cuda::step`.
+// What a launch of `attend` is told, and how its work is cut. The host's side is `attend::launch`, and that of items
+// `attend::segment`.
+//
+// Query heads share the 8 columns of an MMA: up to 4, two columns each (WIDE 0), or up to 8 with a second MMA (WIDE 1).
+// STEP_TOKENS tokens are copied at once, and a warp holds the scores of PASS_TOKENS of them at once. BLOCKS_PER_SM
+// blocks share a multiprocessor; an item has QUERIES queries at most.
 
 #pragma once
 
 #include "common/elements.cuh"
-
-#ifndef STEP_TOKENS
-// Query heads share the 8 columns of an MMA: up to 4, two columns each (WIDE 0), or up to 8 with a second MMA (WIDE 1).
-#define WIDE 0
-// Tokens that are copied at once, and those of them whose scores a warp holds at once.
-#define STEP_TOKENS 64
-#define PASS_TOKENS 64
-#define STAGES 3
-#define WARPS 8
-// Blocks that share a multiprocessor.
-#define BLOCKS_PER_SM 1
-#define BULK_COPIES 1
-// Most queries of an item.
-#define QUERIES 1
-#endif
 
 // A run of tokens of one span for some neighbouring queries, attended by one block for each KV head and chunk of query
 // heads. Several queries share a block with all their heads. Where blocks form clusters, `cluster` items in a row are

@@ -13,11 +13,7 @@
 #include "common/attend_call.cuh"
 #include "common/ordered.cuh"
 
-#ifndef SCORE_PASS
-// 0: scores as they are; 1: only their extremes; 2: scores mapped by them.
-#define SCORE_PASS 0
-#endif
-
+// SCORE_PASS 0: scores as they are; 1: only their extremes; 2: scores mapped by them.
 constexpr bool FINDS_EXTREMES = SCORE_PASS == 1;
 constexpr bool MAPS_SCORES = SCORE_PASS == 2;
 

@@ -3,20 +3,9 @@
 //   y = H (s ⊙ x) / √ORDER, and back x = s ⊙ (H y) / √ORDER, for blocks of ORDER channels; s are signs, or all 1
 //
 // A rotation of dealt channels deals them out to the blocks in turns first: of m blocks, channel c goes to block c % m,
-// place c / m. Channels beyond the head stay where they are.
+// place c / m. Channels beyond the head stay where they are. The macros are those of `PageFormat::defines`.
 
 #pragma once
-
-#ifndef KEY_ROTATION_ORDER
-#define KEY_ROTATION_ORDER 0
-#define KEY_ROTATION_SIGNED 0
-#define KEY_ROTATION_DEALT 0
-#define KEY_ROTATION_SEED 0
-#define VALUE_ROTATION_ORDER 0
-#define VALUE_ROTATION_SIGNED 0
-#define VALUE_ROTATION_DEALT 0
-#define VALUE_ROTATION_SEED 0
-#endif
 
 // Channels of a block, 0 where rows are stored as they are.
 template <bool VALUE>

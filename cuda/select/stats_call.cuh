@@ -35,7 +35,7 @@ struct StatsCall {
     u32 group;
     // Tiles of a part.
     u32 part_tiles;
-    // Eights of a chunk, an even number.
+    // Eights of a chunk, a multiple of AT_ONCE.
     u32 staged;
     float scale;
     float log_threshold;

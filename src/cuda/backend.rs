@@ -60,7 +60,8 @@ impl Cuda {
     /// The backend on an engine's stream, with kernels kept in `cache`.
     ///
     /// # Errors
-    /// [`Error::Adapter`](crate::Error::Adapter) when the device is older than compute capability 8.0.
+    /// [`Error::Adapter`](crate::Error::Adapter) when the device is older than compute capability 8.0, or the driver
+    /// than CUDA 12.0.
     pub fn new(stream: Arc<CudaStream>, cache: KernelCache) -> Result<Self> {
         let kernels = Arc::new(Kernels::new(stream.context().clone(), cache)?);
         Ok(Self { stream, kernels, scratch: Arc::default() })
@@ -69,8 +70,8 @@ impl Cuda {
     /// The backend on a new stream of a device's primary context.
     ///
     /// # Errors
-    /// [`Error::Adapter`](crate::Error::Adapter) when there is no driver, no such device, or one older than compute
-    /// capability 8.0.
+    /// [`Error::Adapter`](crate::Error::Adapter) when there is no driver or one older than CUDA 12.0, or no such device
+    /// or one older than compute capability 8.0.
     pub fn open(ordinal: usize, cache: KernelCache) -> Result<Self> {
         let context = open_context(ordinal)?;
         Self::new(context.new_stream().map_err(|error| driver_error("a stream", 0, error))?, cache)

@@ -9,7 +9,7 @@ use cudarc::driver::{CudaEvent, CudaGraph, DriverError, LaunchConfig, PushKernel
 
 use super::Cuda;
 use super::attend::launch::BoundStep;
-use super::device::driver::driver_error;
+use super::device::driver::{LEAST_TIMING_DRIVER, check_driver, driver_error};
 use super::device::memory::Memory;
 use super::device::program::Program;
 use crate::{Error, Result};
@@ -54,7 +54,7 @@ fn failed(error: DriverError) -> Error {
 /// A device that idles lowers its clock, and takes some tens of milliseconds of work to raise it again.
 ///
 /// # Errors
-/// [`Error::Plan`] when there are no steps; what the driver reports.
+/// [`Error::Plan`] when there are no steps; [`Error::Adapter`] for a driver that is too old; what else it reports.
 pub fn time_steps(
     backend: &Cuda,
     steps: &[BoundStep],
@@ -71,7 +71,8 @@ pub fn time_steps(
 /// The same of whatever `launch` launches for step 0, 1, … of the graph.
 ///
 /// # Errors
-/// [`Error::Plan`] when there are no steps; what `launch` and the driver report.
+/// [`Error::Plan`] when there are no steps; [`Error::Adapter`] for a driver that is too old; what `launch` and the
+/// driver report.
 pub fn time_launches(
     backend: &Cuda,
     launch: impl Fn(usize) -> Result<()>,
@@ -104,6 +105,7 @@ fn capture(backend: &Cuda, work: impl FnOnce() -> Result<()>) -> Result<CudaGrap
 
 /// Queues `work` so many times and returns how long each took on the device.
 fn timed(backend: &Cuda, times: usize, work: impl Fn() -> Result<()>) -> Result<Vec<Duration>> {
+    check_driver("durations", LEAST_TIMING_DRIVER)?;
     let (stream, context) = (backend.stream(), backend.stream().context());
     let event = || context.new_event(Some(CU_EVENT_DEFAULT)).map_err(failed);
     let events = (0..=times).map(|_| event()).collect::<Result<Vec<_>>>()?;
@@ -123,10 +125,12 @@ fn timed(backend: &Cuda, times: usize, work: impl Fn() -> Result<()>) -> Result<
 /// several times the size of the caches.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`], [`Error::DeviceLost`], and [`Error::Gpu`] when the sum of what was read is wrong.
+/// [`Error::Limit`] from 16 GiB on, whose words 32 bits do not count; [`Error::OutOfMemory`], [`Error::DeviceLost`],
+/// [`Error::Adapter`] for a driver that is too old, and [`Error::Gpu`] when the sum of what was read is wrong.
 pub fn read_bandwidth(backend: &Cuda, bytes: usize) -> Result<f64> {
     let blocks = (bytes / READ_BYTES).max(1);
-    let words: Vec<u32> = (0..(blocks * READ_BYTES / 4) as u32).map(|i| i.wrapping_mul(PATTERN)).collect();
+    let count = words_to_read(blocks)?;
+    let words: Vec<u32> = (0..count).map(|i| i.wrapping_mul(PATTERN)).collect();
     let memory = Memory::upload(backend.stream(), "memory to read", bytemuck::cast_slice(&words))?;
     let sum = Memory::zeroed(backend.stream(), "sum of a bandwidth measurement", 4)?;
     let program = Program { files: PROGRAM, defines: Vec::new() };
@@ -151,10 +155,21 @@ pub fn read_bandwidth(backend: &Cuda, bytes: usize) -> Result<f64> {
     Ok((blocks * READ_BYTES) as f64 / best.as_secs_f64())
 }
 
+/// Words of so many blocks, if 32 bits count them.
+fn words_to_read(blocks: usize) -> Result<u32> {
+    let bytes = blocks * READ_BYTES;
+    u32::try_from(bytes / 4).map_err(|_| Error::Limit {
+        what: "the bytes of a measurement of bandwidth".into(),
+        needed: bytes as u64,
+        allowed: 4 * u64::from(u32::MAX),
+        hint: "read fewer; several times the size of the caches is enough",
+    })
+}
+
 /// Duration of a fixed piece of arithmetic, the best of many, which depends on nothing but the clock.
 ///
 /// # Errors
-/// What the driver reports.
+/// [`Error::Adapter`] for a driver that is too old; what else the driver reports.
 pub fn compute_guard(backend: &Cuda) -> Result<Duration> {
     let grid = 2 * backend.kernels().facts().multiprocessors;
     let results = Memory::zeroed(backend.stream(), "results of the guard", grid * 256 * 4)?;
@@ -170,4 +185,16 @@ pub fn compute_guard(backend: &Cuda) -> Result<Duration> {
         unsafe { builder.launch(config) }.map(|_| ()).map_err(failed)
     };
     Ok(timed(backend, GUARD_RUNS, launch)?.into_iter().min().unwrap_or(Duration::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_are_counted_by_32_bits() {
+        let most = (16usize << 30) / READ_BYTES;
+        assert_eq!(words_to_read(most - 1), Ok(u32::MAX - READ_BYTES as u32 / 4 + 1));
+        assert!(matches!(words_to_read(most), Err(Error::Limit { .. })));
+    }
 }

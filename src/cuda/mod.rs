@@ -5,18 +5,21 @@
 //! (see [`KernelCache`]).
 //!
 //! Building needs nothing of CUDA either. Where a toolkit is installed its version chooses the bindings of the driver,
-//! and must be 11.8 or newer.
+//! and must be 11.8 or newer. The driver must serve CUDA 12.0 at least, and 12.8 where durations are measured with
+//! bindings of CUDA 13.
 //!
 //! | kernel | file | does |
 //! | --- | --- | --- |
 //! | `ranges_span`, `ranges_tile`, `quantize` | of the same names | pack rows of dense tensors into pages |
 //! | `hadamard` | of the same name | rotates dense rows, and rows that were read back |
 //! | `code_rows` | of the same name | turns rotated rows into the fields of sketches and of levels with norms of their own, and signs back |
+//! | `key_mean`, `key_mean_of_step`, `centre_keys`, `uncentre_keys` | `key_mean.cu`, and of the same names | the centre of a sequence's keys, of rows of a call or of a step; rows less their centre, and with it again |
 //! | `append`, `copy_page`, `pack_windows` | of the same names | what a step stores, by a table on the device: single tokens, copies of shared pages, full pages of f16 packed |
 //! | `page_addresses` | of the same name | where the pages of a step lie in every layer's stores |
 //! | `dequantize`, `find_non_finite` | of the same names | dense rows of a span; the search for what cannot be stored |
 //! | `attend` | `attend.cu`, `prepare_query.cu`, `merge_states.cu` | one launch per segment format: prepares the query, attends, and the last block of a sequence to arrive merges |
 //! | `attend_run` | `attend_run.cu`, `merge_run.cu` | the same for up to 256 rows of queries and query heads of a run; a launch of its own merges |
+//! | `uncentre_lse`, `merge_pair` | of the same names | log-sum-exps over centred keys become those over the keys; states over two sets of tokens are joined |
 //! | `attention_row_stats`, `attention_column_stats`, `sum_partials` | `select/`, of the same names | statistics of attention: row maxima and log-sum-exps, column sums, counts |
 //! | `token_scores`, `top_k`, `evicted`, `gather`, `nearest_kept`, `merge_members`, `merge_tokens` | `select/`, of the same names | scores of tokens and the best of them, the others, kept tokens copied, evicted ones merged into them |
 //! | `chunk_similarity`, `reorder_chunks` | `select/chunk_similarity.cu`, `select/gather.cu` | chunks compared with a query, and put in another order |
@@ -71,6 +74,6 @@ pub use pack::non_finite_flags::NonFiniteFlags;
 pub use pack::step::{BoundPackStep, PackStepPlan};
 pub use pack::step_memory::StepMemory;
 pub use select::{
-    AttentionStats, AttentionStatsPlan, BoundMerge, ChunkSimilarityPlan, EvictedPlan, GatherPlan, Launch, Launches,
-    MergePlan, ReorderChunksPlan, TokenScoresPlan, TopKPlan, Words,
+    AttentionStats, AttentionStatsPlan, BoundMerge, ChunkSimilarityPlan, EvictedPlan, GatherPlan, Launches, MergePlan,
+    ReorderChunksPlan, TokenScoresPlan, TopKPlan, Words,
 };

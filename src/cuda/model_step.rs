@@ -293,7 +293,8 @@ impl WrittenStep<'_> {
         of_layer(&self.bound.launches.stores, layer)?.launch()
     }
 
-    /// Launches the attention of a layer, by its place among the layers of the step. Nothing is allocated,
+    /// Launches the attention of a layer, by its place among the layers of the step, which reads what the step stores:
+    /// [`WrittenStep::launch_store`] of the same step and layer comes before it on the stream. Nothing is allocated,
     /// and nothing waits.
     ///
     /// # Errors

@@ -1,7 +1,7 @@
 //! Which tokens of dense tensors a write takes: a run of them, or a gather with indices for each KV head.
 
 use super::{RowLayout, TokenRange};
-use crate::format::AttentionShape;
+use crate::format::{AttentionShape, MOST_HEADS};
 use crate::{Error, Result};
 
 /// What a backend knows of an index tensor without reading it.
@@ -16,10 +16,18 @@ impl IndexShape {
     /// `[kv_heads, count]` token numbers, all below `below`.
     ///
     /// # Errors
-    /// [`Error::NoTokens`] when there are none.
-    pub const fn new(kv_heads: usize, count: usize, below: u32) -> Result<Self> {
+    /// [`Error::NoTokens`] when there are none; [`Error::Limit`] beyond [`MOST_HEADS`] heads, and when 32 bits do not
+    /// count the indices.
+    pub fn new(kv_heads: usize, count: usize, below: u32) -> Result<Self> {
         if kv_heads == 0 || count == 0 || below == 0 {
             return Err(Error::NoTokens { what: "token indices", hint: "gather at least one token for every KV head" });
+        }
+        let limits = [
+            ("KV heads of token indices", kv_heads as u64, MOST_HEADS as u64),
+            ("token indices", (kv_heads as u64).saturating_mul(count as u64), u64::from(u32::MAX)),
+        ];
+        if let Some((what, needed, allowed)) = limits.into_iter().find(|(_, needed, allowed)| needed > allowed) {
+            return Err(Error::Limit { what: what.into(), needed, allowed, hint: "pass fewer tokens at once" });
         }
         Ok(Self { kv_heads, count, below })
     }
@@ -66,8 +74,8 @@ impl IndexShape {
     /// The shape of the other tokens below [`IndexShape::below`], where the indices of a head are all different.
     ///
     /// # Errors
-    /// [`Error::NoTokens`] when there are none.
-    pub const fn others(&self) -> Result<Self> {
+    /// [`Error::NoTokens`] when there are none, [`Error::Limit`] when 32 bits do not count them.
+    pub fn others(&self) -> Result<Self> {
         Self::new(self.kv_heads, (self.below as usize).saturating_sub(self.count), self.below)
     }
 

@@ -19,7 +19,8 @@ pub fn lend(tensor: &Tensor<2>) -> Result<KvTensor> {
     let tensor = tensor.clone().try_into_primitive::<burn::backend::Wgpu>().map_err(|e| format!("{e:?}"))?;
     assert!(tensor.is_contiguous());
     let held = tensor.client.get_resource::<WgpuServer<AutoCompiler>>(tensor.handle)?;
-    let (at, of) = (held.resource(), if tensor.dtype == DType::F16 { F16 } else { F32 });
+    let of = [(DType::F16, F16), (DType::F32, F32)].into_iter().find(|of| of.0 == tensor.dtype);
+    let (at, of) = (held.resource(), of.ok_or_else(|| format!("{:?} is not lent", tensor.dtype))?.1);
     Ok(KvTensor::from_buffer(at.buffer.clone(), at.offset, tensor.meta.num_elements(), of)?.kept_by(held))
 }
 

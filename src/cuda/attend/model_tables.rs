@@ -13,8 +13,7 @@ use crate::cuda::device::driver::driver_error;
 use crate::cuda::device::memory::Memory;
 use crate::cuda::device::pinned::Pinned;
 use crate::cuda::device::program::Program;
-use crate::cuda::device::store::Store;
-use crate::cuda::pack::step::MOST_SHARDS;
+use crate::cuda::device::store::{MOST_SHARDS, Store};
 use crate::plan::{Page, StepTable};
 use crate::{Error, Result};
 
@@ -190,15 +189,12 @@ const fn page_word(page: Page) -> u32 {
 
 /// Addresses of a store's shards, if words can name all of its pages.
 fn shard_words(store: &Store) -> Result<[u64; MOST_SHARDS]> {
-    let mut words = [0; MOST_SHARDS];
-    let shards = store.shard_addresses().count();
-    let pages = (0..shards as u32).map(|shard| store.shard_pages(shard)).max().unwrap_or(0);
-    let limit = |what: &str, needed: u64, allowed: u64| {
-        let hint = "reserve what the store may need at once, which takes fewer shards, or spread it over more caches";
-        if needed > allowed { Err(Error::Limit { what: what.into(), needed, allowed, hint }) } else { Ok(()) }
-    };
-    limit("the shards of a store", shards as u64, MOST_SHARDS as u64)?;
-    limit("the pages of a shard", u64::from(pages), 1 << INDEX_BITS)?;
-    words.iter_mut().zip(store.shard_addresses()).for_each(|(word, address)| *word = address);
-    Ok(words)
+    let addresses = store.shard_addresses(store.shards())?;
+    let pages = (0..store.shards() as u32).map(|shard| store.shard_pages(shard)).max().unwrap_or(0);
+    let (needed, allowed) = (u64::from(pages), 1 << INDEX_BITS);
+    if needed > allowed {
+        let hint = "spread what the store holds over more caches";
+        return Err(Error::Limit { what: "the pages of a shard".into(), needed, allowed, hint });
+    }
+    Ok(addresses)
 }

@@ -2,10 +2,11 @@
 
 use cudarc::driver::CudaFunction;
 
-use super::variant::{LINE_BYTES, set_shared_bytes};
+use super::variant::LINE_BYTES;
 use crate::Result;
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
+use crate::cuda::device::launch::set_shared_bytes;
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::program::Program;
 use crate::format::TILE_TOKENS;
@@ -62,7 +63,7 @@ impl RunVariant {
         if pages.head_dim > MOST_CHANNELS || pages.key.sketched() {
             return None;
         }
-        let bulk_copies = facts.capability >= (9, 0);
+        let bulk_copies = facts.is_9_0_or_newer();
         let half_warps = if rows <= BLOCK_ROWS / 2 { MOST_WARPS / 2 } else { MOST_WARPS };
         let mut ways = vec![(Multiplies::Warps, half_warps, 1..=3)];
         // Few rows of f16 take less time as they are than as matrices.

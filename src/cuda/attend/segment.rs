@@ -276,7 +276,7 @@ fn best_attend(
             blocks_each: variant.blocks,
             blocks_per_item: shape.kv_heads() * heads.div_ceil(variant.chunk_heads()),
             tile_bytes: pages.head_bytes(),
-            clusters: facts.capability >= (9, 0),
+            clusters: facts.is_9_0_or_newer(),
             token_rate: TOKEN_RATE,
             block_time: BLOCK_TIME,
         };

@@ -181,7 +181,7 @@ impl StepPlan {
     /// second would wait for the first.
     pub(in crate::cuda) fn begins_beside_storing(&self, facts: &DeviceFacts) -> bool {
         let one = matches!(self.segments.as_slice(), [segment] if segment.knows_fresh_pages());
-        one && facts.has_dependent_launches()
+        one && facts.is_9_0_or_newer()
     }
 
     /// How much scratch the step needs.

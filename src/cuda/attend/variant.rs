@@ -1,11 +1,11 @@
 //! How `attend` is compiled for a format on a device.
 
 use cudarc::driver::CudaFunction;
-use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
 
 use super::split::MOST_CLUSTER;
 use crate::cuda::Cuda;
-use crate::cuda::device::driver::{DeviceFacts, driver_error};
+use crate::cuda::device::driver::DeviceFacts;
+use crate::cuda::device::launch::set_shared_bytes;
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::program::Program;
 use crate::format::{KeyOrValue, TILE_TOKENS};
@@ -75,7 +75,7 @@ impl AttendVariant {
         facts: &DeviceFacts,
     ) -> Result<Vec<Self>> {
         let wide = group > 4;
-        let bulk_copies = facts.capability >= (9, 0);
+        let bulk_copies = facts.is_9_0_or_newer();
         let (tokens, bits) = (step_tokens(&pages), pages.key.bits + pages.value.bits);
         let variant = |[step_tokens, pass_tokens, stages, warps, blocks]: Sizes| Self {
             pages,
@@ -218,13 +218,6 @@ impl AttendVariant {
         let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8 + minimums) * size_of::<f32>();
         if rings > joined { rings } else { joined }
     }
-}
-
-/// Lets a function have so much dynamic shared memory.
-pub(super) fn set_shared_bytes(function: &CudaFunction, name: &'static str, bytes: usize) -> Result<()> {
-    function
-        .set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes as i32)
-        .map_err(|error| driver_error(name, bytes as u64, error))
 }
 
 /// Bytes of a stage, whole lines of the L2 cache: `STAGE_BYTES` in `cuda/common/attend_call.cuh`.

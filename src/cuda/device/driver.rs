@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::sys::{CUdevice_attribute, CUresult};
+use cudarc::driver::sys::{CUDA_VERSION, CUdevice_attribute, CUresult, cuDriverGetVersion};
 use cudarc::driver::{CudaContext, DriverError};
 
 use super::libraries::driver_present;
@@ -10,6 +10,13 @@ use crate::{Error, Result};
 
 /// Compute capability that the kernels need: asynchronous copies and the MMA shapes of 8.0.
 const LEAST_CAPABILITY: (i32, i32) = (8, 0);
+
+/// Version of the driver that the kernels need, as the driver counts: binaries for warpgroups (`sm_90a`), and launches
+/// with attributes.
+const LEAST_DRIVER: i32 = 12_000;
+
+/// Version that durations need: bindings of CUDA 13 measure them by a function that came with 12.8.
+pub(in crate::cuda) const LEAST_TIMING_DRIVER: i32 = if CUDA_VERSION >= 13_000 { 12_080 } else { LEAST_DRIVER };
 
 /// What kernels need to know of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +40,7 @@ pub(crate) fn open_context(ordinal: usize) -> Result<Arc<CudaContext>> {
 
 impl DeviceFacts {
     pub(crate) fn of(context: &CudaContext) -> Result<Self> {
+        check_driver("the CUDA kernels", LEAST_DRIVER)?;
         let attribute =
             |attribute| context.attribute(attribute).map_err(|error| driver_error("device facts", 0, error));
         let capability = context.compute_capability().map_err(|error| driver_error("device facts", 0, error))?;
@@ -49,8 +57,9 @@ impl DeviceFacts {
         Ok(Self { capability, multiprocessors: multiprocessors as usize, shared_bytes: shared_bytes as usize })
     }
 
-    /// True if kernels may begin while the one before them still runs: compute capability 9.0.
-    pub(crate) fn has_dependent_launches(&self) -> bool {
+    /// True from compute capability 9.0 on: there are a copy engine and clusters, and kernels may begin while the one
+    /// before them still runs.
+    pub(crate) fn is_9_0_or_newer(&self) -> bool {
         self.capability >= (9, 0)
     }
 
@@ -63,6 +72,31 @@ impl DeviceFacts {
     pub(crate) fn has_warpgroups(&self) -> bool {
         self.capability == (9, 0)
     }
+}
+
+/// Checks that the driver, which is loaded, is at least of a version that has all that `what` calls: cudarc panics at a
+/// function that is not there.
+///
+/// # Errors
+/// [`Error::Adapter`].
+pub(in crate::cuda) fn check_driver(what: &str, least: i32) -> Result<()> {
+    let mut found = 0;
+    // SAFETY: the driver writes one integer, and needs no context for it.
+    unsafe { cuDriverGetVersion(&mut found) }.result().map_err(|error| driver_error("driver version", 0, error))?;
+    check_version(what, found, least)
+}
+
+fn check_version(what: &str, found: i32, least: i32) -> Result<()> {
+    if found >= least {
+        return Ok(());
+    }
+    let text = |version: i32| format!("{}.{}", version / 1000, version % 1000 / 10);
+    let reason = format!(
+        "the driver serves CUDA up to {}, {what} need {}; install a newer driver, or use another backend",
+        text(found),
+        text(least)
+    );
+    Err(Error::Adapter { reason })
 }
 
 /// An error of the driver about `what`, for which `bytes` bytes were asked.
@@ -103,6 +137,15 @@ mod tests {
         let error = open_context(0).map(|_| ()).unwrap_err();
         assert!(matches!(error, Error::Adapter { .. }), "{error}");
         assert!(error.to_string().contains("libcuda"), "{error}");
+    }
+
+    #[test]
+    fn old_drivers_are_a_typed_error() {
+        assert_eq!(check_version("kernels", 12_000, LEAST_DRIVER), Ok(()));
+        assert_eq!(check_version("kernels", 13_010, LEAST_DRIVER), Ok(()));
+        let error = check_version("kernels", 11_080, LEAST_DRIVER).unwrap_err();
+        assert!(matches!(error, Error::Adapter { .. }), "{error}");
+        assert!(error.to_string().contains("up to 11.8, kernels need 12.0"), "{error}");
     }
 
     #[test]

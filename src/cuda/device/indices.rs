@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 
-use super::memory::Memory;
+use super::memory::{Memory, bytes_of};
 use crate::Result;
 use crate::plan::{IndexShape, TokenIndices};
 
@@ -19,9 +19,11 @@ impl Indices {
     /// Zeros for a kernel to overwrite with token numbers below [`IndexShape::below`].
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory); [`Error::Limit`](crate::Error::Limit) for more indices than
+    /// any memory has.
     pub fn zeroed(stream: &Arc<CudaStream>, shape: IndexShape) -> Result<Self> {
-        Ok(Self { memory: Memory::zeroed(stream, "token indices", shape.indices() * size_of::<u32>())?, shape })
+        let bytes = bytes_of("token indices", shape.kv_heads(), bytes_of("token indices", shape.count(), 4)?)?;
+        Ok(Self { memory: Memory::zeroed(stream, "token indices", bytes)?, shape })
     }
 
     /// Copies token numbers to the device.

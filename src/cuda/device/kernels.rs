@@ -23,7 +23,8 @@ impl Kernels {
     /// No kernels yet.
     ///
     /// # Errors
-    /// [`Error::Adapter`](crate::Error::Adapter) when the device is older than compute capability 8.0.
+    /// [`Error::Adapter`](crate::Error::Adapter) when the device is older than compute capability 8.0, or the driver
+    /// than CUDA 12.0.
     pub fn new(context: Arc<CudaContext>, cache: KernelCache) -> Result<Self> {
         let facts = DeviceFacts::of(&context)?;
         Ok(Self { context, facts, cache, modules: Mutex::default() })

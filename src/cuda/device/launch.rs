@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
+use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
 use cudarc::driver::sys::CUlaunchAttributeID_enum::{
     CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
 };
@@ -10,6 +11,13 @@ use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, LaunchConfig, sys};
 
 use super::driver::driver_error;
 use crate::Result;
+
+/// Lets a function have so much dynamic shared memory.
+pub(in crate::cuda) fn set_shared_bytes(function: &CudaFunction, name: &'static str, bytes: usize) -> Result<()> {
+    function
+        .set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes as i32)
+        .map_err(|error| driver_error(name, bytes as u64, error))
+}
 
 /// How a kernel is launched.
 #[derive(Debug)]

@@ -35,6 +35,25 @@ impl fmt::Debug for Owner {
     }
 }
 
+/// Whether two streams are one. The default streams of all devices have the same handle, so that contexts count too.
+pub(crate) fn same_stream(a: &CudaStream, b: &CudaStream) -> bool {
+    a.cu_stream() == b.cu_stream() && a.context() == b.context()
+}
+
+/// Bytes of so many elements of `size` bytes.
+///
+/// # Errors
+/// [`Error::Limit`] when they are more than any memory has.
+pub(crate) fn bytes_of(what: &'static str, elements: usize, size: usize) -> Result<usize> {
+    let allowed = isize::MAX as usize;
+    elements.checked_mul(size).filter(|&bytes| bytes <= allowed).ok_or_else(|| Error::Limit {
+        what: format!("{what} in bytes"),
+        needed: (elements as u64).saturating_mul(size as u64),
+        allowed: allowed as u64,
+        hint: "ask for fewer elements",
+    })
+}
+
 impl Memory {
     /// Zeroed bytes, at least one.
     pub(crate) fn zeroed(stream: &Arc<CudaStream>, what: &'static str, bytes: usize) -> Result<Arc<Self>> {
@@ -73,7 +92,7 @@ impl Memory {
     /// [`Error::Plan`].
     pub(crate) fn check_stream(&self, what: &'static str, stream: &CudaStream) -> Result<()> {
         match &self.owner {
-            Owner::Library(slice) if slice.stream().cu_stream() != stream.cu_stream() => {
+            Owner::Library(slice) if !same_stream(slice.stream(), stream) => {
                 let reason = "it was made on another stream than that of the call, and is given back in the order of its \
                               own; use the backend of that stream, or make it with this one";
                 Err(Error::Plan { what, reason: reason.into() })
@@ -83,7 +102,7 @@ impl Memory {
     }
 
     /// Queues a copy of the host's bytes to `offset` bytes from the start of the memory. The bytes may be let go of at
-    /// once: they are not pinned, so that the driver has taken them when it returns.
+    /// once: they are not pinned, so that the driver has taken them when it returns. [`Error::Plan`] on another stream.
     pub(crate) fn write(
         &self,
         stream: &Arc<CudaStream>,
@@ -95,14 +114,16 @@ impl Memory {
             let reason = format!("{} bytes from byte {offset} on, of {}", bytes.len(), self.bytes);
             return Err(Error::Buffer { what, reason });
         }
+        self.check_stream(what, stream)?;
         let failed = |error| driver_error(what, bytes.len() as u64, error);
         stream.context().bind_to_thread().map_err(failed)?;
         // SAFETY: the bytes were checked to fit the memory, which lives as long as work of its stream may use it.
         unsafe { memcpy_htod_async(self.address + offset as u64, bytes, stream.cu_stream()) }.map_err(failed)
     }
 
-    /// Queues that all bytes become `byte`.
+    /// Queues that all bytes become `byte`. [`Error::Plan`] on another stream.
     pub(crate) fn fill(&self, stream: &Arc<CudaStream>, what: &'static str, byte: u8) -> Result<()> {
+        self.check_stream(what, stream)?;
         let failed = |error| driver_error(what, self.bytes as u64, error);
         stream.context().bind_to_thread().map_err(failed)?;
         // SAFETY: the memory has so many bytes, and lives as long as work of its stream may use it.
@@ -157,5 +178,19 @@ impl Memory {
 
     pub(crate) const fn bytes(&self) -> usize {
         self.bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_that_overflow_are_refused() {
+        assert_eq!(bytes_of("words", 3, 4), Ok(12));
+        for elements in [usize::MAX, usize::MAX / 4 + 2, usize::MAX / 4] {
+            let error = bytes_of("words", elements, 4).unwrap_err();
+            assert!(matches!(error, Error::Limit { .. }), "{error}");
+        }
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 
-use super::memory::Memory;
+use super::memory::{Memory, same_stream};
 use super::page_format::PageFormat;
 use crate::format::{AttentionShape, CodeRange, KeyOrValue, SegmentFormat};
 use crate::plan::{Page, StoreCapacity};
@@ -12,6 +12,9 @@ use crate::{Error, Result};
 
 /// Most bytes of one shard. Shards only bound how much is allocated at once: a step reads all of them alike.
 const SHARD_BYTES: u64 = 8 << 30;
+
+/// Most shards of a store that a step reads or writes: `MOST_STEP_SHARDS` of `cuda/common/step_call.cuh`.
+pub(crate) const MOST_SHARDS: usize = 16;
 
 /// Pages and ranges of one segment format.
 ///
@@ -81,7 +84,7 @@ impl Store {
     /// # Errors
     /// [`Error::Plan`].
     pub(crate) fn check_stream(&self, what: &'static str, stream: &CudaStream) -> Result<()> {
-        if self.stream.cu_stream() == stream.cu_stream() {
+        if same_stream(&self.stream, stream) {
             return Ok(());
         }
         let reason = "the store was made by a backend on another stream; use that backend, or a cache of this one";
@@ -244,9 +247,25 @@ impl Store {
         self.shards.get(shard as usize).map(|shard| &shard.memory).ok_or_else(missing)
     }
 
-    /// Address of every shard.
-    pub(crate) fn shard_addresses(&self) -> impl Iterator<Item = u64> + '_ {
-        self.shards.iter().map(|shard| shard.memory.address())
+    /// Number of shards.
+    pub(crate) const fn shards(&self) -> usize {
+        self.shards.len()
+    }
+
+    /// Addresses of the first `shards` shards, for kernels.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when they are more than kernels take.
+    pub(crate) fn shard_addresses(&self, shards: usize) -> Result<[u64; MOST_SHARDS]> {
+        if shards > MOST_SHARDS {
+            let (needed, allowed) = (shards as u64, MOST_SHARDS as u64);
+            let hint = "reserve what the store may need at once, which takes fewer shards";
+            return Err(Error::Limit { what: "the shards of a store".into(), needed, allowed, hint });
+        }
+        let mut addresses = [0; MOST_SHARDS];
+        let of_store = self.shards.iter().take(shards).map(|shard| shard.memory.address());
+        addresses.iter_mut().zip(of_store).for_each(|(address, of_shard)| *address = of_shard);
+        Ok(addresses)
     }
 
     /// Pages of a shard, 0 if there is no such shard.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 
-use super::memory::Memory;
+use super::memory::{Memory, bytes_of};
 use crate::plan::{ElementType, Elements};
 use crate::{Error, Result};
 
@@ -26,9 +26,9 @@ impl Tensor {
     /// A tensor of zeros.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
+    /// [`Error::OutOfMemory`]; [`Error::Limit`] for more elements than any memory has.
     pub fn zeroed(stream: &Arc<CudaStream>, elements: usize, element_type: ElementType) -> Result<Self> {
-        let memory = Memory::zeroed(stream, "a tensor", elements * element_type.bytes())?;
+        let memory = Memory::zeroed(stream, "a tensor", bytes_of("a tensor", elements, element_type.bytes())?)?;
         Ok(Self { memory, offset: 0, elements, element_type })
     }
 
@@ -102,7 +102,8 @@ impl Tensor {
     /// Queues that the first elements become these, of the tensor's type.
     ///
     /// # Errors
-    /// [`Error::Buffer`] when they are of another type, or more than the tensor has; what the driver says of the copy.
+    /// [`Error::Buffer`] when they are of another type, or more than the tensor has; [`Error::Plan`] when kvpack made
+    /// the tensor on another stream; what the driver says of the copy.
     pub fn write(&self, stream: &Arc<CudaStream>, elements: Elements<'_>) -> Result<()> {
         let (given, held) = ((elements.element_type(), elements.len()), (self.element_type, self.elements));
         if given.0 != held.0 || given.1 > held.1 {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 
 use crate::backend::FlaggedToken;
-use crate::cuda::device::memory::Memory;
+use crate::cuda::device::memory::{Memory, bytes_of};
 use crate::format::KeyOrValue;
 use crate::{Error, Result};
 
@@ -24,12 +24,13 @@ impl NonFiniteFlags {
     /// Flags for so many layers, at least one, none of them set.
     ///
     /// # Errors
-    /// [`Error::Plan`] for no layers, [`Error::OutOfMemory`].
+    /// [`Error::Plan`] for no layers, [`Error::OutOfMemory`], [`Error::Limit`] for more layers than any memory holds.
     pub fn new(stream: &Arc<CudaStream>, layers: usize) -> Result<Self> {
         if layers == 0 {
             return Err(Error::Plan { what: "non-finite flags", reason: "at least one layer is needed".into() });
         }
-        let memory = Memory::zeroed(stream, "non-finite flags", layers * 2 * size_of::<u32>())?;
+        let bytes = bytes_of("non-finite flags", layers, 2 * size_of::<u32>())?;
+        let memory = Memory::zeroed(stream, "non-finite flags", bytes)?;
         let flags = Self { memory, layers };
         flags.clear(stream)?;
         Ok(flags)
@@ -56,7 +57,7 @@ impl NonFiniteFlags {
     /// Unsets all, in the order of the stream; a graph can capture it.
     ///
     /// # Errors
-    /// What the driver reports.
+    /// [`Error::Plan`] when the flags were made on another stream; what the driver reports.
     pub fn clear(&self, stream: &Arc<CudaStream>) -> Result<()> {
         self.memory.fill(stream, "non-finite flags", 0xff)
     }

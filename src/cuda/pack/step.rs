@@ -12,14 +12,11 @@ use crate::cuda::device::launch::KernelLaunch;
 use crate::cuda::device::memory::Memory;
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::program::Program;
-use crate::cuda::device::store::Store;
+use crate::cuda::device::store::{MOST_SHARDS, Store};
 use crate::cuda::device::tensor::Tensor;
 use crate::format::KeyOrValue;
 use crate::plan::{FoundStore, Section, StepLayout, StepTable};
 use crate::{Error, Result};
-
-/// `MOST_STEP_SHARDS` of `cuda/common/step_call.cuh`.
-pub(in crate::cuda) const MOST_SHARDS: usize = 16;
 
 /// The kernel that stores tokens.
 const APPEND: &str = "append";
@@ -336,18 +333,9 @@ impl Binder<'_> {
         })
     }
 
-    /// Addresses of a store's shards.
+    /// Addresses of those of a store's shards that the layout knows.
     fn shards(&self, store: usize) -> Result<[u64; MOST_SHARDS]> {
-        let mut addresses = [0; MOST_SHARDS];
-        let shards = self.layout.stores()[store].shard_pages.len();
-        if shards > MOST_SHARDS {
-            let (needed, allowed) = (shards as u64, MOST_SHARDS as u64);
-            let hint = "reserve what the store may need at once, which takes fewer shards";
-            return Err(Error::Limit { what: "the shards of a store".into(), needed, allowed, hint });
-        }
-        let of_store = self.stores[store].shard_addresses().take(shards);
-        addresses.iter_mut().zip(of_store).for_each(|(address, of_shard)| *address = of_shard);
-        Ok(addresses)
+        self.stores[store].shard_addresses(self.layout.stores()[store].shard_pages.len())
     }
 
     fn launch(&self, section: Section, call: StepCall, [x, y]: [usize; 2], threads: u32) -> Result<Launch> {
@@ -356,7 +344,7 @@ impl Binder<'_> {
         let function = self.backend.kernels().function(&program, name)?;
         let config =
             LaunchConfig { grid_dim: (x as u32, y as u32, 1), block_dim: (threads, 1, 1), shared_mem_bytes: 0 };
-        let overlaps = self.backend.kernels().facts().has_dependent_launches();
+        let overlaps = self.backend.kernels().facts().is_9_0_or_newer();
         Ok(Launch { kernel: KernelLaunch { name, function, config, cluster: 1, overlaps }, call })
     }
 }

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
 use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
 
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::driver_error;
-use crate::cuda::device::memory::Memory;
+use crate::cuda::device::launch::set_shared_bytes;
+use crate::cuda::device::memory::{Memory, same_stream};
 use crate::cuda::device::program::Program;
 use crate::{Error, Result};
 
@@ -24,7 +24,9 @@ unsafe impl DeviceRepr for CallBytes {}
 
 /// One launch: a kernel, its arguments and its grid.
 #[derive(Clone, Debug)]
-pub struct Launch {
+pub(super) struct Launch {
+    /// The stream of the backend that it was bound by, and of its memory.
+    stream: Arc<CudaStream>,
     name: &'static str,
     function: CudaFunction,
     call: CallBytes,
@@ -50,13 +52,15 @@ pub(super) struct Kernel<'a> {
 }
 
 impl Launch {
-    /// Compiles the kernel, if that was not done before, and keeps its arguments and the memory that they point at.
+    /// Compiles the kernel, if that was not done before, and keeps its arguments and the memory that they point at,
+    /// which has to be of the backend's stream.
     pub(super) fn new<C: bytemuck::Pod>(
         backend: &Cuda,
         kernel: Kernel<'_>,
         call: &C,
         memory: &[&Arc<Memory>],
     ) -> Result<Self> {
+        memory.iter().try_for_each(|memory| memory.check_stream(kernel.name, backend.stream()))?;
         let mut bytes = CallBytes([0; CALL_WORDS]);
         bytemuck::bytes_of_mut(&mut bytes.0)[..size_of::<C>()].copy_from_slice(bytemuck::bytes_of(call));
         let [x, y] = kernel.grid;
@@ -71,11 +75,10 @@ impl Launch {
         }
         let function = backend.kernels().function(kernel.program, kernel.name)?;
         if kernel.shared > 0 {
-            function
-                .set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared as i32)
-                .map_err(|error| driver_error(kernel.name, kernel.shared as u64, error))?;
+            set_shared_bytes(&function, kernel.name, kernel.shared)?;
         }
         Ok(Self {
+            stream: backend.stream().clone(),
             name: kernel.name,
             function,
             call: bytes,
@@ -86,9 +89,17 @@ impl Launch {
         })
     }
 
-    fn launch(&self, stream: &Arc<CudaStream>) -> Result<()> {
+    fn check_stream(&self, stream: &CudaStream) -> Result<()> {
+        if same_stream(&self.stream, stream) {
+            return Ok(());
+        }
+        let reason = "it was bound by a backend on another stream; launch it there, or bind it by that of this stream";
+        Err(Error::Plan { what: self.name, reason: reason.into() })
+    }
+
+    fn launch(&self) -> Result<()> {
         let config = LaunchConfig { grid_dim: self.grid, block_dim: (self.block, 1, 1), shared_mem_bytes: self.shared };
-        let mut launch = stream.launch_builder(&self.function);
+        let mut launch = self.stream.launch_builder(&self.function);
         launch.arg(&self.call);
         // SAFETY: the arguments are the bytes of the kernel's own struct; what they point at was checked when they were
         // made and is kept by this launch.
@@ -101,13 +112,15 @@ impl Launches {
         Self(launches)
     }
 
-    /// Launches all of them on a stream of the device. It neither waits nor allocates nor copies, so that a CUDA graph
-    /// can capture it. The memory must live until the stream has passed: keep this until then.
+    /// Launches all of them on the stream of the backend that they were bound by. It neither waits nor allocates nor
+    /// copies, so that a CUDA graph can capture it. The memory must live until the stream has passed: keep this until
+    /// then.
     ///
     /// # Errors
-    /// What the driver reports.
+    /// [`Error::Plan`] on another stream; what the driver reports.
     pub fn launch(&self, stream: &Arc<CudaStream>) -> Result<()> {
-        self.0.iter().try_for_each(|launch| launch.launch(stream))
+        self.0.iter().try_for_each(|launch| launch.check_stream(stream))?;
+        self.0.iter().try_for_each(Launch::launch)
     }
 
     /// Number of launches.

@@ -14,7 +14,7 @@ mod words;
 pub use attention_stats::{AttentionStats, AttentionStatsPlan};
 pub use chunk_similarity::ChunkSimilarityPlan;
 pub use evicted::EvictedPlan;
-pub use launch::{Launch, Launches};
+pub use launch::Launches;
 pub use merge_tokens::{BoundMerge, MergePlan};
 pub use move_rows::{GatherPlan, ReorderChunksPlan};
 pub use token_scores::TokenScoresPlan;

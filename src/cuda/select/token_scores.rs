@@ -3,13 +3,13 @@
 use super::check_output;
 use super::launch::{Kernel, Launch, Launches};
 use super::words::Words;
-use crate::Result;
 use crate::cuda::Cuda;
 use crate::cuda::device::memory::Memory;
 use crate::cuda::device::program::Program;
 use crate::cuda::device::tensor::Tensor;
 use crate::plan::ElementType;
 use crate::policy::{ScoreRequest, ScoreTables};
+use crate::{Error, Result};
 
 /// Threads of a block, `THREADS` in its source.
 const THREADS: u32 = 256;
@@ -47,7 +47,7 @@ impl TokenScoresPlan {
     /// # Errors
     /// Those of [`ScoreRequest::check`].
     pub fn new(kv_heads: usize, request: &ScoreRequest<'_>) -> Result<Self> {
-        request.check(kv_heads * request.tokens(), kv_heads)?;
+        request.check(kv_heads.saturating_mul(request.tokens()), kv_heads)?;
         Ok(Self { kv_heads, tables: request.tables() })
     }
 
@@ -55,13 +55,17 @@ impl TokenScoresPlan {
     /// word of 0, which becomes the number of tokens from the first on whose sum is NaN.
     ///
     /// # Errors
-    /// [`Error::Elements`](crate::Error::Elements) or [`Error::Buffer`](crate::Error::Buffer) when a tensor does not
-    /// suit; what the driver reports.
+    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor or the words do not suit; [`Error::Plan`] when one is of
+    /// another stream; what the driver reports.
     pub fn bind(&self, backend: &Cuda, sums: &Tensor, scores: &Tensor, not_numbers: &Words) -> Result<Launches> {
         let tables = &self.tables;
         let elements = self.kv_heads * tables.tokens;
         check_output("column sums", sums, elements, ElementType::F32)?;
         check_output("scores of tokens", scores, elements, ElementType::F32)?;
+        if not_numbers.len() != self.kv_heads {
+            let (given, expected) = (not_numbers.len(), self.kv_heads);
+            return Err(Error::Elements { what: "words of heads", given, expected, shape: "[kv_heads]".into() });
+        }
         let upload = |what, words: &[u32]| Memory::upload(backend.stream(), what, bytemuck::cast_slice(words));
         let rows = upload("positions of query rows", &tables.rows)?;
         let boundaries = upload("boundaries of images", &tables.boundaries)?;

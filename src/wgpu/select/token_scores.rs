@@ -35,8 +35,8 @@ impl TokenScoresPlan {
     /// # Errors
     /// Those of [`ScoreRequest::check`]; [`Error::Limit`] when a 32-bit index does not count the scores.
     pub fn new(kv_heads: usize, request: &ScoreRequest<'_>) -> Result<Self> {
-        request.check(kv_heads * request.tokens(), kv_heads)?;
-        check_index("the scores of all heads", (kv_heads * request.tokens()) as u64)?;
+        request.check(kv_heads.saturating_mul(request.tokens()), kv_heads)?;
+        check_index("the scores of all heads", (kv_heads.saturating_mul(request.tokens())) as u64)?;
         Ok(Self { kv_heads, tables: request.tables() })
     }
 

@@ -30,7 +30,7 @@ impl TopKPlan {
     ///
     /// # Errors
     /// [`Error::TopK`] when `k` is larger than `n`; [`Error::NoTokens`] when nothing is to be chosen or there are no
-    /// heads; [`Error::Limit`] when a 32-bit index does not count the scores.
+    /// heads; [`Error::Limit`] when there are more heads than a layer has, or a 32-bit index does not count the scores.
     pub fn new(kv_heads: usize, n: usize, k: usize) -> Result<Self> {
         if k > n {
             return Err(Error::TopK { k, n });
@@ -38,7 +38,8 @@ impl TopKPlan {
         if k == 0 || kv_heads == 0 {
             return Err(Error::NoTokens { what: "top_k", hint: "the 0 best need no kernel" });
         }
-        check_index("the scores of all heads", (kv_heads * n) as u64)?;
+        IndexShape::new(kv_heads, k, u32::MAX)?;
+        check_index("the scores of all heads", (kv_heads as u64).saturating_mul(n as u64))?;
         Ok(Self { kv_heads, n, k })
     }
 
@@ -46,7 +47,7 @@ impl TopKPlan {
     ///
     /// # Errors
     /// [`Error::NoTokens`]: none, since there is something to choose.
-    pub const fn indices(&self) -> Result<IndexShape> {
+    pub fn indices(&self) -> Result<IndexShape> {
         IndexShape::new(self.kv_heads, self.k, self.n as u32)
     }
 
