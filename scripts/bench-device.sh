@@ -7,10 +7,11 @@
 #
 #   scripts/bench-device.sh [KVPACK]     KVPACK is the binary, target/release/kvpack if none is named
 #
-#   BENCH_RESULTS     the folder for logs and JSON, target/bench-device by default
+#   BENCH_RESULTS     the folder for logs and JSON, target/bench-device by default; what an earlier run of this script
+#                     has left there is deleted, and nothing else
 #   BENCH_LIMIT       seconds for all of it, 720 by default: what has not begun by then is left out, with a word
 #   BENCH_TIMEOUT     seconds for each process, 120 by default
-#   BENCH_SHAPES      the shapes, those of `kvpack bench --suite decode` by default
+#   BENCH_SHAPES      the shapes, by default those of `kvpack bench --suite decode` but for g16-b8-32k
 #   BENCH_FORMAT      part of the formats' names, 'bit per channel' by default; '' is every format
 #
 # WGPU_BACKEND and WGPU_ADAPTER_NAME choose the adapter. Where there is libcuda, the CUDA backend is timed and checked too.
@@ -32,7 +33,9 @@ whole="${BENCH_LIMIT:-720}"
 limit="${BENCH_TIMEOUT:-120}"
 read -ra shapes <<<"${BENCH_SHAPES:-g4-b8-32k g8-b8-32k g1-b8-8k g4-b32-8k g4-b1-4k g4-b1-128k g4-b8-32k-shuffled g4-b8-32k-images}"
 format="${BENCH_FORMAT-bit per channel}"
-mkdir -p "$results" && rm -f "$results"/*.json "$results"/*.log || exit
+mkdir -p "$results" || exit
+rm -f "$results"/{list.log,results.json} "$results"/bench-{wgpu,cuda}-*.{json,log} \
+    "$results"/check-{wgpu-safe,wgpu-trusted,cuda}-*.log || exit
 backends=(wgpu)
 if ldconfig -p | grep -q 'libcuda\.so'; then
     backends+=(cuda)

@@ -13,21 +13,50 @@ pub enum Outcome {
     Failed,
 }
 
+/// Something was computed wrong, and nothing further was done with it: exit code 1.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Wrong(pub String);
+
 /// The exit code of a program that SIGPIPE ended, as shells give it: it stopped because nobody read on.
 const NOBODY_READS: u8 = 141;
 
-/// The exit code of a command; an error is printed on standard error and gives exit code 2. A closed standard output is
-/// no error.
+/// The exit code of a command; an error is printed on standard error and gives exit code 2, or 1 where it is [`Wrong`].
+/// A closed standard output is no error.
 pub fn exit_code(result: anyhow::Result<Outcome>) -> ExitCode {
     match result {
         Ok(Outcome::Passed) => ExitCode::SUCCESS,
         Ok(Outcome::Failed) => ExitCode::from(1),
         Err(error) if matches!(error.downcast_ref(), Some(StdoutError::Closed)) => ExitCode::from(NOBODY_READS),
+        Err(error) if error.is::<Wrong>() => {
+            note!("WRONG {}", one_line(&format!("{error:#}")));
+            ExitCode::from(1)
+        }
         Err(error) => {
             // The library quotes no file, but devices, in several lines.
             let text = format!("{error:#}");
             note!("error: {}", if error.is::<kvpack::Error>() { text.into() } else { one_line(&text) });
             ExitCode::from(2)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::{Context, ensure};
+
+    use super::*;
+
+    #[test]
+    fn what_is_wrong_is_no_wrong_usage() {
+        let check = |right: bool| -> anyhow::Result<Outcome> {
+            ensure!(right, Wrong("append stored nothing".into()));
+            Ok(Outcome::Passed)
+        };
+        let code = |result| format!("{:?}", exit_code(result));
+        assert_eq!(code(check(true)), format!("{:?}", ExitCode::SUCCESS));
+        assert_eq!(code(check(false)), format!("{:?}", ExitCode::from(1)));
+        assert_eq!(code(check(false).context("4-bit per token")), format!("{:?}", ExitCode::from(1)));
+        assert_eq!(code(Err(anyhow::anyhow!("no such file"))), format!("{:?}", ExitCode::from(2)));
     }
 }

@@ -176,6 +176,28 @@ fn elements_that_no_cache_holds() {
     is_refused("nan-query", &spoil(2, 64, f32::NAN), &["layer3.query_prompt", "[0, 1, 0]"]);
 }
 
+/// The demo keeps 256 tokens in f16, and refuses dumps that have no more.
+#[test]
+fn the_demo_needs_tokens_to_pack() {
+    for (tokens, code) in [(9, 2), (200, 2), (256, 2), (300, 0)] {
+        let entries = [
+            halves("layer3.key", [1, tokens, 64]),
+            halves("layer3.value", [1, tokens, 64]),
+            halves("layer3.query_decode", [2, 1, 64]),
+        ];
+        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("demo-{tokens}"));
+        std::fs::write(&path, bytes(&entries, None)).expect("the directory of the test is writable");
+        let path = path.to_str().expect("UTF-8");
+        let run = kvpack(&["demo", "--backend", "cpu", "--report", &format!("{path}-report"), path]);
+        assert_eq!(run.code, code, "{tokens} tokens: {}{}", run.out, run.err);
+        assert!(!run.err.contains("panicked"), "{}", run.err);
+        match code {
+            0 => assert!(run.out.contains("A decode step, f16: "), "{}", run.out),
+            _ => assert!(run.err.contains(&format!("to pack of {tokens};")), "{}", run.err),
+        }
+    }
+}
+
 #[test]
 fn masks() {
     let file = |mask| bytes(&good(), Some(("mask", mask)));

@@ -1,7 +1,8 @@
 //! What kvpack measures, as JSON, and what is made of it: a page of HTML, tables for documents.
 //!
-//! Every file that the command writes with `--json` or `--report` says in its field `kind` what it is, and can be read
-//! again as [`Measured`].
+//! What `kvpack check`, `kvpack eval` (without `--precision`) and `kvpack bench` (of steps: shapes, dumps, the suites
+//! decode and mixed) write with `--json` or `--report` says in its field `kind` what it is, and can be read again as
+//! [`Measured`]. JSON of the other suites and of `--precision` cannot.
 
 mod bench;
 mod conformance;

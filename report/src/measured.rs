@@ -8,9 +8,9 @@ use crate::{BenchReport, ConformanceReport, DocumentsReport, EvalReport, ModelRe
 #[derive(Clone, Debug, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Measured {
-    /// `kvpack bench --json`.
+    /// `kvpack bench --json` of steps: shapes, dumps and the suites decode and mixed.
     Bench(BenchReport),
-    /// `kvpack eval DUMP`.
+    /// `kvpack eval DUMP` without `--precision`.
     Eval(EvalReport),
     /// `kvpack eval --model`.
     Model(ModelReport),
@@ -22,10 +22,11 @@ pub enum Measured {
     Peers(PeersReport),
 }
 
-/// Why a file is none of them.
+/// Why a text is none of them.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "this is no report of kvpack (what `--json`, `--report` and scripts/peers.py write, one or a list of them): {0}"
+    "this is no report of kvpack that can be read (what `check`, `eval` without --precision, `bench` of steps and \
+     scripts/peers.py write, one or a list of them): {0}"
 )]
 pub struct ReadError(#[from] serde_json::Error);
 

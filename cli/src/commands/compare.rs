@@ -11,7 +11,8 @@ use crate::print::say;
 
 /// Puts reports beside each other in one page: devices, builds, or kinds of measurement.
 ///
-/// A report is what `bench --json`, `eval --json`, `eval --report` and scripts/peers.py write, or a list of them.
+/// A report is what `check --json`, `eval --json`, `eval --report`, `bench --json` and scripts/peers.py write, or a
+/// list of them; not what the suites append, causal, chunks, evict and step write, nor `eval --precision`.
 #[derive(clap::Args)]
 pub struct CompareArgs {
     /// The reports, or NAME=FILE to call one by another name than its file's.

@@ -9,7 +9,7 @@ use kvpack::cpu::Cpu;
 use kvpack::format::Bits;
 use kvpack_report::family::Named;
 use kvpack_report::page::of_eval;
-use kvpack_report::{EvalReport, Run, ShapeReport, SummaryRow};
+use kvpack_report::{BenchRow, EvalReport, RowOutcome, Run, ShapeReport, SummaryRow};
 
 use super::bench::{BenchPlan, Timed, dumped, run_plan};
 use super::eval::dump::Task;
@@ -91,12 +91,13 @@ impl Demo<'_> {
         say!(
             "\nerror: of the attention outputs, relative (L2). bits: of an element of the packed tokens, with all ranges.\n"
         )?;
-        self.decode_step(backend, run)?;
-        self.further(backend)
+        let outcome = self.decode_step(backend, run)?;
+        self.further(backend)?;
+        Ok(outcome)
     }
 
     /// One decode timing, checked first.
-    fn decode_step<B: Timed>(&self, backend: &B, run: Run) -> Result<()> {
+    fn decode_step<B: Timed>(&self, backend: &B, run: Run) -> Result<Outcome> {
         let subject = dumped::subject(self.file)?;
         let plan = BenchPlan {
             subjects: vec![subject],
@@ -107,17 +108,19 @@ impl Demo<'_> {
             seconds: SECONDS,
         };
         let report = pollster::block_on(run_plan(backend, run, &plan))?;
-        report.shapes.iter().try_for_each(print_step)
+        report.shapes.iter().try_for_each(print_step)?;
+        let wrong = |row: &BenchRow| matches!(row.outcome, RowOutcome::Wrong { .. });
+        let failed = report.shapes.iter().flat_map(|shape| &shape.rows).any(wrong);
+        Ok(if failed { Outcome::Failed } else { Outcome::Passed })
     }
 
-    fn further<B: Timed>(&self, backend: &B) -> Result<Outcome> {
+    fn further<B: Timed>(&self, backend: &B) -> Result<()> {
         say!("This device: {}. `kvpack list` says which kernels serve which format on it.", backend.name())?;
         say!(
             "Is it right, and how fast? `kvpack check` and `kvpack bench`. All formats: `kvpack eval {}`.",
             self.file.display()
         )?;
-        say!("The page with plots: {}", page::with_ending(self.report, ".html").display())?;
-        Ok(Outcome::Passed)
+        Ok(say!("The page with plots: {}", page::with_ending(self.report, ".html").display())?)
     }
 }
 
@@ -145,6 +148,10 @@ fn print_step(shape: &ShapeReport) -> Result<()> {
         shape.sequences, shape.tokens, shape.query_heads, shape.kv_heads, shape.head_dim
     );
     for row in &shape.rows {
+        if let RowOutcome::Wrong { reason } = &row.outcome {
+            say!("A decode step, {}: WRONG, {reason}", row.format)?;
+            continue;
+        }
         match row.outcome.figures() {
             Some(figures) => {
                 let times = figures.times_f16.filter(|_| row.format != "f16");

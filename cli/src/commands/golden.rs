@@ -11,7 +11,7 @@ use crate::outcome::Outcome;
 use crate::print::{self, one_line, say};
 
 /// Runs the golden vectors of a directory through the CPU kernels, and those of ops that have a GPU kernel of their own
-/// through that too, where there is an adapter.
+/// through that too, where there is an adapter: wgpu's. None runs through CUDA, whose kernels `kvpack check` checks.
 #[derive(clap::Args)]
 pub struct GoldenArgs {
     /// Directory with `*.safetensors` files as `tests/golden/README.md` describes them.
@@ -26,7 +26,10 @@ pub fn run(args: &GoldenArgs) -> Result<Outcome> {
         Chosen::Wgpu(gpu) => Some(gpu),
         Chosen::Cpu(_) => None,
         #[cfg(feature = "cuda")]
-        Chosen::Cuda(_) => None,
+        Chosen::Cuda(_) => anyhow::bail!(
+            "--backend cuda: golden vectors run through the kernels of the CPU and of wgpu; take --backend cpu or \
+             wgpu, and `kvpack check --backend cuda` for the kernels of CUDA"
+        ),
     };
     let results = golden::run_directory(&args.directory, gpu.as_ref())?;
     print_implemented(&results)?;

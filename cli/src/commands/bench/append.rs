@@ -16,6 +16,7 @@ use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
 use super::timed::{Guard, Timed};
+use crate::outcome::Wrong;
 use crate::print::{self, note, say};
 use crate::provenance;
 
@@ -129,7 +130,7 @@ struct AppendRow {
 /// Times formats and prints them.
 ///
 /// # Errors
-/// When the backend fails, or stored something else than `quantize` does.
+/// When the backend fails; [`Wrong`] when it stored something else than `quantize` does.
 pub fn run<B: TimedStores + Timed>(backend: &B, driver: String, formats: Vec<SegmentFormat>, json: bool) -> Result<()> {
     let shape = AttentionShape::new(32, 8, 128)?;
     let progress = ProgressBar::new(formats.len() as u64).with_style(print::bar());
@@ -181,11 +182,13 @@ async fn row<B: TimedStores + Timed>(
         true => None,
         false => {
             let mut packed = backend.create_store(shape, format)?;
-            backend.add_shard(&mut packed, SEQUENCES as u32).await?;
-            backend.reserve_ranges(&mut packed, SEQUENCES).await?;
+            // As the open store it has a page that no sequence has, with ranges of its own.
+            backend.add_shard(&mut packed, SEQUENCES as u32 + 1).await?;
+            backend.reserve_ranges(&mut packed, SEQUENCES + 1).await?;
             slowest = slowest.min(guard.look(backend).await?);
             let times = backend.time_pack(&mut batch, &mut packed).await?;
             slowest = slowest.min(guard.look(backend).await?);
+            batch.check_packed(backend, &mut packed).await?;
             Some(times.full / TILE_TOKENS as f64 + times.idle)
         }
     };
@@ -272,16 +275,45 @@ impl<B: Backend> Batch<B> {
         let (rows, tokens) = (RowLayout::token_major(TILE_TOKENS, &self.shape), TokenRange::new(0, TILE_TOKENS)?);
         let write = SpanWrite { rows, tokens: tokens.into(), pages: &[self.spare], range_slot: 0, centre: None };
         backend.quantize(&mut self.open, &keys, &values, write)?;
-        let mut stored = Vec::new();
-        for page in [self.pages[SEQUENCES - 1], self.spare] {
-            let read = SpanRead { pages: &[page], tokens: TILE_TOKENS, range_slot: 0, centre: None };
-            let (keys, values) = backend.dequantize(&self.open, read)?;
-            stored.push((backend.download(&keys).await?, backend.download(&values).await?));
-        }
-        ensure!(stored[0].0.iter().any(|&x| x != 0.0), "append stored nothing");
-        ensure!(stored[0] == stored[1], "append stored something else than quantize does");
-        Ok(())
+        let appended = read_tile(backend, &self.open, self.pages[SEQUENCES - 1], 0).await?;
+        let quantized = read_tile(backend, &self.open, self.spare, 0).await?;
+        check_alike("append", &appended, &quantized)
     }
+
+    /// Holds what was packed of the window of the last sequence against what `quantize` stores of the window's rows.
+    async fn check_packed(&self, backend: &B, packed: &mut B::Store) -> Result<()> {
+        let (last, spare_slot) = (SEQUENCES - 1, SEQUENCES);
+        let page = [self.pages[last]];
+        let read = SpanRead { pages: &page, tokens: TILE_TOKENS, range_slot: 0, centre: None };
+        let (keys, values) = backend.dequantize(&self.open, read)?;
+        let (rows, tokens) = (RowLayout::head_major(TILE_TOKENS, &self.shape), TokenRange::new(0, TILE_TOKENS)?);
+        let pages = &[self.spare];
+        let write = SpanWrite { rows, tokens: tokens.into(), pages, range_slot: spare_slot, centre: None };
+        backend.quantize(packed, &keys, &values, write)?;
+        let windows = read_tile(backend, packed, page[0], last).await?;
+        let quantized = read_tile(backend, packed, self.spare, spare_slot).await?;
+        check_alike("pack_windows", &windows, &quantized)
+    }
+}
+
+/// The keys and the values that a full page holds.
+async fn read_tile<B: Backend>(
+    backend: &B,
+    store: &B::Store,
+    page: Page,
+    range_slot: usize,
+) -> kvpack::Result<[Vec<f32>; 2]> {
+    let read = SpanRead { pages: &[page], tokens: TILE_TOKENS, range_slot, centre: None };
+    let (keys, values) = backend.dequantize(store, read)?;
+    Ok([backend.download(&keys).await?, backend.download(&values).await?])
+}
+
+/// Refuses a tile that is another than that of `quantize`, or empty.
+fn check_alike(kernel: &str, stored: &[Vec<f32>; 2], quantized: &[Vec<f32>; 2]) -> Result<()> {
+    let any = stored.iter().all(|rows| rows.iter().any(|&x| x != 0.0));
+    ensure!(any, Wrong(format!("{kernel} stored nothing")));
+    ensure!(stored == quantized, Wrong(format!("{kernel} stored something else than quantize does")));
+    Ok(())
 }
 
 fn print_report(report: &AppendReport, tolerated: f64) -> Result<()> {
@@ -311,4 +343,38 @@ fn print_report(report: &AppendReport, tolerated: f64) -> Result<()> {
         "\npack: a full window of each sequence, spread over the 128 steps that fill it, and what steps pay that have none."
     )?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use kvpack::Bits;
+    use kvpack::cpu::Cpu;
+
+    use super::*;
+
+    /// Whether what is packed passes: before anything is, all windows, and another window in place of the last.
+    async fn packed_passes<B: Backend>(backend: &B) -> Result<[bool; 3]> {
+        let shape = AttentionShape::new(2, 1, 64)?;
+        let mut batch = Batch::new(backend, shape, SegmentFormat::F16).await?;
+        let tokens = TokenRange::new(0, SEQUENCES * TILE_TOKENS)?;
+        let write =
+            SpanWrite { rows: batch.rows, tokens: tokens.into(), pages: &batch.pages, range_slot: 0, centre: None };
+        backend.quantize(&mut batch.open, &batch.keys, &batch.values, write)?;
+        let mut packed = backend.create_store(shape, SegmentFormat::calibquant(Bits::Four))?;
+        backend.add_shard(&mut packed, SEQUENCES as u32 + 1).await?;
+        backend.reserve_ranges(&mut packed, SEQUENCES + 1).await?;
+        let nothing = batch.check_packed(backend, &mut packed).await.is_ok();
+        let mut windows = batch.windows();
+        backend.pack_windows(&shape, &batch.open, &mut packed, &windows)?;
+        let all = batch.check_packed(backend, &mut packed).await.is_ok();
+        windows[SEQUENCES - 1].from = windows[0].from;
+        backend.pack_windows(&shape, &batch.open, &mut packed, &windows)?;
+        let another = batch.check_packed(backend, &mut packed).await.is_ok();
+        Ok([nothing, all, another])
+    }
+
+    #[test]
+    fn what_is_packed_is_checked() {
+        assert_eq!(pollster::block_on(packed_passes(&Cpu::new())).unwrap(), [false, true, false]);
+    }
 }

@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
 use super::timed::{Guard, Timed};
-use crate::outcome::Outcome;
+use crate::outcome::{Outcome, Wrong};
 use crate::print::{self, note, say};
 use crate::provenance;
 
@@ -60,7 +60,7 @@ struct CausalRow {
 /// Times all rows and prints them.
 ///
 /// # Errors
-/// When the backend fails, or a run yields something else than its queries one by one.
+/// When the backend fails; [`Wrong`] when a run yields something else than its queries one by one.
 pub fn run<B: Timed>(backend: &B, driver: String, formats: &[SegmentFormat], json: bool) -> Result<Outcome> {
     let run = provenance::run(driver, backend.guard_tolerance());
     pollster::block_on(run_rows(backend, run, formats, json))
@@ -138,7 +138,7 @@ impl<B: Timed> Stored<B> {
         let workload = Workload::new(backend, &data, format.into(), footprint).await?;
         // What single queries yield is held against f64 first.
         let checked = workload.check(backend, &data, AttendOptions::default()).await?;
-        ensure!(checked.passed(), "{format}: {}", checked.reason());
+        ensure!(checked.passed(), Wrong(format!("{format}: {}", checked.reason())));
         Ok(Self { format, shape, workload, data })
     }
 
@@ -160,7 +160,8 @@ impl<B: Timed> Stored<B> {
 
         let single: Vec<f64> = single.into_iter().map(f64::from).collect();
         let nmse = nmse(&together, &single);
-        ensure!(nmse <= MOST_NMSE, "{queries} queries, {format}: NMSE {nmse:.1e} against single queries");
+        let wrong = || Wrong(format!("{queries} queries, {format}: NMSE {nmse:.1e} against single queries"));
+        ensure!(nmse <= MOST_NMSE, wrong());
         let (run_us, apart_us) = (run.seconds * 1e6, apart.seconds * 1e6);
         let guard_low_percent = guard.missing(before.min(after)) * 100.0;
         Ok(CausalRow {

@@ -13,6 +13,7 @@ use serde::Serialize;
 use super::UNSTEADY_PERCENT;
 use super::evict::{Call, Prompt, TimedSelection, time_calls};
 use super::timed::{Guard, Timed};
+use crate::outcome::Wrong;
 use crate::print::{self, say};
 use crate::provenance;
 
@@ -88,7 +89,7 @@ impl PackRow {
 /// Times all rows and prints them.
 ///
 /// # Errors
-/// When the backend fails, or a step yields something else than f64 attention over the stored data.
+/// When the backend fails; [`Wrong`] when a step yields something else than f64 attention over the stored data.
 pub fn run<B: TimedSelection>(backend: &B, driver: String, json: bool) -> Result<()> {
     let shape = AttentionShape::new(32, 8, 128)?;
     // A software device gets what it can do in a while.
@@ -154,7 +155,7 @@ async fn step_row<B: Timed>(
         workload.plan_unfused()?;
     }
     let checked = workload.check(backend, &data, AttendOptions::default()).await?;
-    ensure!(checked.passed(), "{what}: {}", checked.reason());
+    ensure!(checked.passed(), Wrong(format!("{what}: {}", checked.reason())));
     let time = async || Ok(backend.time_steps(&workload, &data, AttendOptions::default(), SECONDS).await?);
     let (times, guard_low_percent) = guard.watch(backend, time).await?;
     let bandwidth_percent = workload.step_bytes as f64 / times.seconds / bandwidth * 100.0;
@@ -226,7 +227,8 @@ async fn pack_rows<B: TimedSelection>(
     in_order(&mut packed)?;
     for (a, b) in gathered.iter().zip(&ordered) {
         let (a, b) = (packed.read(backend, a).await?, packed.read(backend, b).await?);
-        ensure!(a == b && a.0.iter().any(|&x| x != 0.0), "reordered and gathered chunks are stored differently");
+        let right = a == b && a.0.iter().any(|&x| x != 0.0);
+        ensure!(right, Wrong("reordered and gathered chunks are stored differently".into()));
     }
 
     let identity: Vec<u32> = (0..tokens as u32).collect();

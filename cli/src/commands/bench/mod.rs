@@ -71,7 +71,8 @@ pub struct BenchArgs {
     #[arg(long, value_name = "TEXT")]
     format: Option<String>,
     /// Mebibytes of packed keys and values to go round, at least, up to 16384
-    /// [default: 1024 on a GPU, 256 on the CPU, 64 on a software GPU, 32 with --quick].
+    /// [default: 1024 on a GPU, 256 on the CPU, 64 on a software GPU, 32 with --quick]. As --query and --seconds it is
+    /// for shapes and for the suites decode and mixed; the others time by rules of their own.
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=MOST_FOOTPRINT))]
     footprint: Option<u64>,
     /// Bits of the query, and of the weights of values with a range per channel, in integer dot products
@@ -140,6 +141,7 @@ const MIXED_SUITE: [&str; 2] = ["g4-b8-32k", "g8-b8-32k"];
 
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<Outcome> {
+    args.suite.map_or(Ok(()), |suite| args.refuse_without_effect(suite))?;
     let backend = args.backend.open()?;
     let driver = backend.driver();
     match &backend {
@@ -156,11 +158,6 @@ fn bench<B: TimedStores + TimedModel + TimedSelection>(
     driver: String,
 ) -> Result<Outcome> {
     match args.suite {
-        Some(suite @ (SuiteName::Chunks | SuiteName::Evict | SuiteName::Mixed | SuiteName::Step))
-            if args.format.is_some() =>
-        {
-            bail!("--suite {} has formats of its own; leave --format out", suite.name())
-        }
         None | Some(SuiteName::Decode | SuiteName::Mixed) => bench_steps(args, backend, driver),
         Some(SuiteName::Append) => {
             append::run(backend, driver, args.segment_formats()?, args.json).map(|()| Outcome::Passed)
@@ -189,6 +186,25 @@ fn bench_steps<B: Timed>(args: &BenchArgs, backend: &B, driver: String) -> Resul
 }
 
 impl BenchArgs {
+    /// Refuses the options that have no effect on a suite.
+    fn refuse_without_effect(&self, suite: SuiteName) -> Result<()> {
+        let name = suite.name();
+        if self.format.is_some() && !matches!(suite, SuiteName::Append | SuiteName::Causal | SuiteName::Decode) {
+            bail!("--suite {name} has formats of its own; leave --format out");
+        }
+        let given = [
+            (self.footprint.is_some(), "--footprint"),
+            (self.query.is_some(), "--query"),
+            (self.seconds.is_some(), "--seconds"),
+        ];
+        match given.into_iter().find(|(given, _)| *given) {
+            Some((_, option)) if !matches!(suite, SuiteName::Decode | SuiteName::Mixed) => {
+                bail!("--suite {name} times by rules of its own; leave {option} out")
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn plan<B: Timed>(&self, backend: &B) -> Result<BenchPlan> {
         let sizes = backend.sizes();
         let mebibytes = self.footprint.map(|footprint| footprint << 20);

@@ -39,7 +39,6 @@ pub(super) fn run(file: &Path, args: &DumpArgs, backend: &BackendArgs, to: Desti
     if let Some(index) = args.layer {
         leave_layer(&mut dump, index)?;
     }
-    leave_something_to_pack(&dump, args.kept)?;
     if args.precision {
         return precision(args, backend, &dump, to);
     }
@@ -82,11 +81,13 @@ fn leave_layer(dump: &mut Dump, index: u32) -> Result<()> {
     Ok(())
 }
 
+/// Refuses a dump of which nothing but what stays in f16 is left.
 fn leave_something_to_pack(dump: &Dump, kept: KeptInF16) -> Result<()> {
     let shortest = dump.layers.iter().map(|layer| layer.tokens).min().unwrap_or_default();
     if kept.first.saturating_add(kept.last) >= shortest {
         bail!(
-            "--keep-first {} and --keep-last {} leave no token to pack of {shortest}; keep fewer",
+            "the first {} and the last {} tokens stay in f16 and leave none to pack of {shortest}; take a longer dump, \
+             or keep fewer (`kvpack eval --keep-first, --keep-last`)",
             kept.first,
             kept.last
         );
@@ -112,8 +113,9 @@ impl Task<'_> {
     /// Evaluates every format on every layer.
     ///
     /// # Errors
-    /// When no format fits, and whatever the backend reports.
+    /// When nothing is left to pack, when no format fits, and whatever the backend reports.
     pub fn evaluate<B: Backend>(&self, run: Run, backend: &B) -> Result<EvalReport> {
+        leave_something_to_pack(self.dump, self.kept)?;
         let layers = self.layers(backend)?;
         Ok(EvalReport {
             run: Some(run),

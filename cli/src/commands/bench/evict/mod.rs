@@ -24,6 +24,7 @@ use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
 use super::timed::{Guard, Timed};
+use crate::outcome::Wrong;
 use crate::print::{self, say};
 use crate::provenance;
 pub use kernels::{Call, TimedSelection, time_calls};
@@ -109,7 +110,7 @@ impl<'a, B: Timed> Watched<'a, B> {
 /// Times all pieces and prints them.
 ///
 /// # Errors
-/// When the backend fails, or a kernel computes something else than the host does.
+/// When the backend fails; [`Wrong`] when a kernel computes something else than the host does.
 pub fn run<B: TimedSelection + Clone>(backend: &B, driver: String, json: bool) -> Result<()> {
     let shape = AttentionShape::new(32, 8, 128)?;
     // A software device gets what it can do in a while.
@@ -250,7 +251,7 @@ async fn compress_rows<B: TimedSelection + Clone>(backend: &B, prompt: &Prompt<B
         let measured = start.elapsed();
         let selection = observed.select().await?;
         let selected = start.elapsed() - measured;
-        ensure!(selection.layers().len() == LAYERS, "a layer was not selected of");
+        ensure!(selection.layers().len() == LAYERS, Wrong("a layer was not selected of".into()));
         let start = Instant::now();
         let kept = cache.compress(0, &observed).await?;
         backend.download(&prompt.lse).await?;
@@ -292,7 +293,7 @@ async fn decode_row<B: Timed>(
     let data = DecodeData::generated(backend, decode).await?;
     let workload = Workload::new(backend, &data, format.into(), backend.sizes().suite_footprint()).await?;
     let checked = workload.check(backend, &data, AttendOptions::default()).await?;
-    ensure!(checked.passed(), "{format}: {}", checked.reason());
+    ensure!(checked.passed(), Wrong(format!("{format}: {}", checked.reason())));
     let times = backend.time_steps(&workload, &data, AttendOptions::default(), SECONDS).await?;
     let what = format!("decode step, {format}");
     Ok(EvictRow { kernels_us: Some(times.seconds * 1e6), ..EvictRow::of(tokens, what) })

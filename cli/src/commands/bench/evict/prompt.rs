@@ -12,6 +12,8 @@ use kvpack::policy::{
     ColumnRequest, HeadAggregation, LayerSelection, Merging, QueryRows, RowStatsSource, StatsRequest, evicted, top_k,
 };
 
+use crate::outcome::Wrong;
+
 /// What sums of weights may differ by from those of the host, which adds them in f64.
 const MOST_NMSE: f64 = 1e-6;
 
@@ -122,7 +124,7 @@ impl<B: Backend> Prompt<B> {
     /// Holds the column sums of the first query head of the last KV head against the host's.
     ///
     /// # Errors
-    /// When they differ, or the backend fails.
+    /// [`Wrong`] when they differ; when the backend fails.
     pub async fn check_columns(
         &self,
         backend: &B,
@@ -140,14 +142,14 @@ impl<B: Backend> Prompt<B> {
             scores.iter().zip(&mut expected).for_each(|(score, sum)| *sum += (score - lse).exp());
         }
         let nmse = nmse(&sums[head * tokens..][..tokens], &expected);
-        ensure!(nmse <= MOST_NMSE, "column sums: NMSE {nmse:.1e} against the host's");
+        ensure!(nmse <= MOST_NMSE, Wrong(format!("column sums: NMSE {nmse:.1e} against the host's")));
         Ok(())
     }
 
     /// Scores of the tokens for every KV head, the `k` best of them, checked, and the others.
     ///
     /// # Errors
-    /// When the device chooses others than the host, or fails.
+    /// [`Wrong`] when the device chooses others than the host; when it fails.
     pub async fn choose(&self, backend: &B, k: usize) -> Result<(B::Tensor, B::Indices, B::Indices)> {
         let (heads, tokens) = (self.shape.kv_heads(), self.rows.tokens);
         let mut random = fastrand::Rng::with_seed(7);
@@ -159,7 +161,8 @@ impl<B: Backend> Prompt<B> {
         let mut others = Vec::with_capacity(heads * (tokens - k));
         for head in 0..heads {
             let best = top_k(&scores[head * tokens..][..tokens], k)?;
-            ensure!(chosen[head * k..][..k] == best[..], "top_k of KV head {head} chose other tokens than the host");
+            let wrong = || Wrong(format!("top_k of KV head {head} chose other tokens than the host"));
+            ensure!(chosen[head * k..][..k] == best[..], wrong());
             others.extend(evicted(&best, tokens));
         }
         let others = backend.upload_indices(&others, heads, tokens as u32).await?;
@@ -169,7 +172,7 @@ impl<B: Backend> Prompt<B> {
     /// Holds some of the nearest kept tokens, and of the merged keys, against the host's.
     ///
     /// # Errors
-    /// When they differ, or the backend fails.
+    /// [`Wrong`] when they differ; when the backend fails.
     pub async fn check_merge(
         &self,
         backend: &B,
@@ -193,7 +196,8 @@ impl<B: Backend> Prompt<B> {
             let key = row(token);
             let best = of_kept.iter().map(|kept| cosine(&key, kept)).fold(f64::MIN, f64::max);
             let chosen = cosine(&key, &of_kept[found as usize]);
-            ensure!(chosen >= best - SIMILARITY_SLACK, "token {token}: {chosen} is not the nearest, which has {best}");
+            let wrong = || Wrong(format!("token {token}: {chosen} is not the nearest, which has {best}"));
+            ensure!(chosen >= best - SIMILARITY_SLACK, wrong());
         }
         for (index, pivot) in of_kept.iter().enumerate().take(CHECKED) {
             let members = evicted[..e].iter().zip(&nearest).filter(|(_, found)| **found as usize == index);
@@ -203,7 +207,7 @@ impl<B: Backend> Prompt<B> {
                 |channel: usize| members.iter().map(|member| (member[channel] + pivot[channel]) / 2.0).sum::<f64>();
             let expected: Vec<f64> = (0..head_dim).map(|c| (pivot[c] + sum(c)) / count).collect();
             let nmse = nmse(&keys[index * head_dim..][..head_dim], &expected);
-            ensure!(nmse <= MOST_NMSE, "merged key {index}: NMSE {nmse:.1e} against the host's");
+            ensure!(nmse <= MOST_NMSE, Wrong(format!("merged key {index}: NMSE {nmse:.1e} against the host's")));
         }
         Ok(())
     }
@@ -211,7 +215,7 @@ impl<B: Backend> Prompt<B> {
     /// Holds stored keys of the tokens of `kept`, `[kv_heads, k]`, against the prompt's own.
     ///
     /// # Errors
-    /// When they are others.
+    /// [`Wrong`] when they are others.
     pub fn check_stored(&self, what: &str, stored: &[f32], kept: &[u32]) -> Result<()> {
         let k = kept.len() / self.shape.kv_heads();
         let row = |(i, &token): (usize, &u32)| {
@@ -225,7 +229,7 @@ impl<B: Backend> Prompt<B> {
     /// [`Prompt::check_merge`] checks.
     ///
     /// # Errors
-    /// When it is something else, or the backend fails.
+    /// [`Wrong`] when it is something else; when the backend fails.
     pub async fn check_compressed(
         &self,
         backend: &B,
@@ -246,15 +250,16 @@ impl<B: Backend> Prompt<B> {
         let merged = backend.download(&backend.merge_tokens(input, merging)?.keys).await?;
         let expected: Vec<f64> = merged.into_iter().map(f64::from).collect();
         let stored = cache.dequantize(0, 0)?;
-        ensure!(stored.len() == 1, "a compressed prompt is {} spans", stored.len());
+        ensure!(stored.len() == 1, Wrong(format!("a compressed prompt is {} spans", stored.len())));
         check_rows("the compressed prompt", &backend.download(&stored[0].keys).await?, &expected)
     }
 }
 
 fn check_rows(what: &str, stored: &[f32], expected: &[f64]) -> Result<()> {
-    ensure!(stored.len() == expected.len(), "{what}: {} elements of {}", stored.len(), expected.len());
+    let (elements, of) = (stored.len(), expected.len());
+    ensure!(elements == of, Wrong(format!("{what}: {elements} elements of {of}")));
     let nmse = nmse(stored, expected);
-    ensure!(nmse <= MOST_STORED_NMSE, "{what}: stored keys have NMSE {nmse:.1e}");
+    ensure!(nmse <= MOST_STORED_NMSE, Wrong(format!("{what}: stored keys have NMSE {nmse:.1e}")));
     Ok(())
 }
 

@@ -18,6 +18,7 @@ use kvpack_report::Run;
 use serde::Serialize;
 
 use super::timed::Timed;
+use crate::outcome::Wrong;
 use crate::print::{self, note, say};
 use crate::provenance;
 
@@ -141,7 +142,7 @@ struct StepRow {
 /// Times all rows and prints them.
 ///
 /// # Errors
-/// When the backend fails, or a step yields something else than the calls of the cache.
+/// When the backend fails; [`Wrong`] when a step yields something else than the calls of the cache.
 pub fn run<B: TimedModel + Timed>(backend: &B, driver: String, json: bool) -> Result<()> {
     let run = provenance::run(driver, backend.guard_tolerance());
     let shape = AttentionShape::new(32, 8, 128)?;
@@ -229,7 +230,8 @@ async fn row<B: TimedModel>(backend: &B, shape: AttentionShape, subject: Subject
     let called: Vec<f64> = backend.download(&called).await?.into_iter().map(f64::from).collect();
     cache.commit()?;
     let nmse = nmse(&measured.output, &called);
-    ensure!(nmse <= MOST_NMSE, "{text}: NMSE {nmse:.1e} of an encoded step against the calls of the cache");
+    let wrong = || Wrong(format!("{text}: NMSE {nmse:.1e} of an encoded step against the calls of the cache"));
+    ensure!(nmse <= MOST_NMSE, wrong());
 
     let of_layer = |seconds: f64| seconds / layers as f64 * 1e6;
     let [store_us, attend_us] = [0, 1].map(|of| measured.kernels.map(|kernels| of_layer(kernels[of])));
