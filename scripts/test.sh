@@ -11,6 +11,7 @@
 # Set for the tests, not by the user:
 #   KVPACK_TEST_DRIVER    the driver that a run expects: without an adapter of that driver, GPU tests fail
 #   KVPACK_PATH           forces a capability path (floor, f16, subgroups, matrices)
+#   KVPACK_TEST_BRIEF     leaves out some cases that the run of all tests on the first driver has
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 # shellcheck source=scripts/vulkan-drivers.sh
@@ -154,9 +155,10 @@ validation_is_on() { # driver
     echo "the validation layers watch: a rule broken on purpose was reported"
 }
 
+# burn's kernels are not watched: its own messages are not counted.
 no_validation_messages() {
     local found
-    found=$(cd "$logs" && grep -E "$validation_message" -- *.log)
+    found=$(cd "$logs" && grep -H -E --exclude=host-burn.log "$validation_message" -- *.log)
     if [ -z "$found" ]; then
         echo "zero messages"
         return
@@ -211,21 +213,38 @@ if [ "$(uname -s)" = Linux ]; then
 fi
 # The books of a cache are the same on every driver and path: the thousand operations of gpu_cache are among all tests, and
 # these run kernels, steps, and caches in their corners.
-kernels=(--test gpu_conformance --test gpu_kernels --test gpu_select --test gpu_query_runs)
+kernels=(--test gpu_kernels --test gpu_select --test gpu_query_runs)
 steps=(--test gpu_model_step --test gpu_non_finite_queries --test gpu_mixture --test gpu_compress --test gpu_cache_edges)
 other_drivers_and_paths() {
     local driver
     for driver in "${drivers[@]:1}"; do
-        stage "gpu-$driver" on "$driver" cargo test --locked --workspace --no-fail-fast "${kernels[@]}" "${steps[@]}"
+        # The test that is skipped runs nothing on the device: the first driver must do.
+        stage "gpu-$driver" on "$driver" env KVPACK_TEST_BRIEF=1 \
+            cargo test --locked --workspace --no-fail-fast --test gpu_conformance "${kernels[@]}" "${steps[@]}" -- \
+            --skip no_kernel_is_compiled_while_serving
     done
-    stage gpu-strict-webgpu on "$first" env WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
-        cargo test --locked --workspace --no-fail-fast "${kernels[@]}" --test gpu_model_step
-    # With the checks that wgpu inserts, which are not the default. Drivers compile their shaders for this stage alone, which
-    # takes most of its time: the path that every adapter has must do.
-    stage gpu-safe-checks on "$first" env KVPACK_CHECKS=safe KVPACK_PATH=floor \
+    # On the best path that is left, without what wgpu has beyond WebGPU.
+    stage gpu-strict-webgpu on "$first" env KVPACK_TEST_BRIEF=1 WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
+        cargo test --locked --workspace --no-fail-fast "${kernels[@]}"
+    # With the checks that wgpu inserts, which are not the default, and what a browser has beside them. Drivers compile their
+    # shaders for this stage alone, which takes most of its time: the path that every adapter has must do.
+    stage gpu-safe-checks on "$first" env KVPACK_CHECKS=safe KVPACK_PATH=floor WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
         cargo test --locked --workspace --no-fail-fast --test gpu_conformance
-    # The conformance cases of that path are among those tests.
-    stage gpu-floor on "$first" env KVPACK_PATH=floor cargo test --locked --workspace --no-fail-fast "${kernels[@]:2}"
+    # The conformance cases of that path are among all tests.
+    stage gpu-floor on "$first" env KVPACK_PATH=floor cargo test --locked --workspace --no-fail-fast "${kernels[@]}"
+    # Compares with the CPU by itself. Tests are built with the examples.
+    stage example on "$first" "${CARGO_TARGET_DIR:-target}/debug/examples/engine_integration"
+    host_burn
+}
+# A program of burn's, in a workspace of its own, most of whose time is that of a compiler: it comes where this lane ends
+# before all tests do.
+host_burn() {
+    if printf '%s\n' 1.95 "$(rustc --version | cut -d ' ' -f 2)" | sort -V -C; then
+        stage host-burn on "$first" env -u VK_INSTANCE_LAYERS \
+            cargo run --locked --manifest-path hosts/burn/Cargo.toml --target-dir target/hosts/burn
+    else
+        not_run host-burn "burn needs Rust 1.95: see hosts/burn/README.md"
+    fi
 }
 # Beside all tests, because a software driver compiles shaders one after the other: one process leaves half of the processors
 # idle. What they print comes when they end.
@@ -234,13 +253,6 @@ stage "tests-$first" on "$first" cargo test --locked --workspace --no-fail-fast
 wait
 cat "$logs/other-drivers-and-paths.txt"
 stage validation-messages no_validation_messages
-# A program of burn's, in a workspace of its own; burn's kernels are not watched.
-if printf '%s\n' 1.95 "$(rustc --version | cut -d ' ' -f 2)" | sort -V -C; then
-    stage host-burn on "$first" env -u VK_INSTANCE_LAYERS \
-        cargo run --locked --manifest-path hosts/burn/Cargo.toml --target-dir target/hosts/burn
-else
-    not_run host-burn "burn needs Rust 1.95: see hosts/burn/README.md"
-fi
 if [ "$(uname -s)" = Linux ]; then
     if scripts/test-web.sh tools >"$logs/web-tools.log" 2>&1 </dev/null; then
         stage web-tint scripts/test-web.sh tint

@@ -6,7 +6,9 @@ mod random_rows;
 use std::cell::Cell;
 use std::rc::Rc;
 
-use compressed::growing::{append, check_growing, compress_again, joined, kept_by_head, spans, statistics};
+use compressed::growing::{
+    append, check_growing_with_every_recipe, compress_again, joined, kept_by_head, spans, statistics,
+};
 use compressed::{Prompt, held, state};
 use kvpack::backend::{Forward, Forwarding, SpanWrite};
 use kvpack::cache::{ChunkStores, ModelCache, Recipe, SpanPositions, StoreId};
@@ -33,7 +35,7 @@ fn cache(recipe: &Recipe) -> ModelCache<Cpu> {
 
 #[test]
 fn what_grows_is_chosen_from_again() {
-    check_growing(&Cpu::new(), 1.0);
+    check_growing_with_every_recipe(&Cpu::new(), 1.0);
 }
 
 /// The best and the newest of what a head holds, by attention in f64 and nothing of the library's policies. A score

@@ -63,7 +63,7 @@ fn all_policies(ratio: f64) -> Vec<(&'static str, Policy)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 8, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn the_device_keeps_what_the_host_would(

@@ -8,15 +8,17 @@ mod parts;
 #[path = "shaders/snapshots.rs"]
 mod snapshots;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
+use std::sync::LazyLock;
 
 use kvpack::backend::{AttendOptions, QueryPrecision};
 use kvpack::format::sketch::Sketch;
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, NormRule, Rotation, TensorFormat};
 use kvpack::plan::{AttendPlan, ElementType, Page, QueryRows, QueryRun, RowLayout, SpanView, Split, StoreView};
 use kvpack::policy::{ColumnRequest, HeadAggregation, RowStatsSource, StatsRequest};
+use kvpack::wgpu::shader::Source;
 use kvpack::wgpu::{
     AttentionStatsPlan, Capabilities, KernelLimits, StepPlan, SubgroupSizes, Timestamps, Variant, variants,
 };
@@ -24,8 +26,7 @@ use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat};
 use naga::back::{hlsl, msl, spv};
 use naga::valid::{self, ModuleInfo, ValidationFlags, Validator};
 
-fn parse(variant: &Variant) -> Result<(naga::Module, ModuleInfo), String> {
-    let source = variant.source().map_err(|error| error.to_string())?;
+fn parse(source: &Source) -> Result<(naga::Module, ModuleInfo), String> {
     let module = naga::front::wgsl::parse_str(&source.wgsl).map_err(|error| error.emit_to_string(&source.wgsl))?;
     // Only what kernels may rely on: the floor, where every WebGPU device unpacks halves, and the features of the other
     // paths.
@@ -41,13 +42,13 @@ fn parse(variant: &Variant) -> Result<(naga::Module, ModuleInfo), String> {
 }
 
 /// Kernels that merge states without a launch of their own are for Vulkan (`Capabilities::coherent`).
-fn merges_alone(variant: &Variant) -> bool {
-    variant.source().unwrap().wgsl.contains("@coherent")
+fn merges_alone(source: &Source) -> bool {
+    source.wgsl.contains("@coherent")
 }
 
 /// Those, and what multiplies cooperative matrices, which nobody has run elsewhere.
-fn is_for_vulkan(variant: &Variant) -> bool {
-    merges_alone(variant) || variant.source().unwrap().wgsl.contains("coopMultiplyAdd")
+fn is_for_vulkan(source: &Source) -> bool {
+    merges_alone(source) || source.wgsl.contains("coopMultiplyAdd")
 }
 
 fn write_spirv(module: &naga::Module, info: &ModuleInfo) -> Result<Vec<u32>, String> {
@@ -202,8 +203,21 @@ fn capabilities(turn: usize) -> Capabilities {
     }
 }
 
-fn all_variants() -> Vec<Variant> {
-    [variants(), decode_variants(capabilities), matrix_variants()].concat()
+/// Each once.
+fn all_variants() -> BTreeSet<Variant> {
+    [variants(), decode_variants(capabilities), matrix_variants()].concat().into_iter().collect()
+}
+
+/// All variants with their sources, assembled once for all tests.
+fn assembled() -> &'static BTreeMap<Variant, Source> {
+    static ASSEMBLED: LazyLock<BTreeMap<Variant, Source>> = LazyLock::new(|| {
+        let with_source = |variant: Variant| {
+            let source = variant.source().unwrap_or_else(|error| panic!("{}: {error}", variant.label()));
+            (variant, source)
+        };
+        all_variants().into_iter().map(with_source).collect()
+    });
+    &ASSEMBLED
 }
 
 /// Whether tests write what they would compare.
@@ -211,28 +225,33 @@ fn updates() -> bool {
     std::env::var_os("KVPACK_UPDATE").is_some()
 }
 
-/// The kernel's source is the same for all its entry points, so each text is translated once.
-#[test]
-fn every_variant_is_valid_and_translates() {
-    let mut seen = BTreeSet::new();
-    for variant in all_variants() {
-        if !seen.insert(variant.source().unwrap().wgsl) {
-            continue;
-        }
-        let translated = parse(&variant).and_then(|(module, info)| {
-            assert!(module.entry_points.iter().any(|entry| entry.name == variant.entry_point()), "{}", variant.label());
-            write_spirv(&module, &info)?;
-            if is_for_vulkan(&variant) {
-                return Ok(());
-            }
-            write_msl(&module, &info)?;
-            write_hlsl(&module, &info)
-        });
-        if let Err(reason) = translated {
-            panic!("{}: {reason}", variant.label());
-        }
+/// The entry points of a text that is valid and can be written for every interface it is for.
+fn translated(source: &Source) -> Result<Vec<String>, String> {
+    let (module, info) = parse(source)?;
+    write_spirv(&module, &info)?;
+    if !is_for_vulkan(source) {
+        write_msl(&module, &info)?;
+        write_hlsl(&module, &info)?;
     }
-    assert!(seen.len() > 200, "{}", seen.len());
+    Ok(module.entry_points.into_iter().map(|entry| entry.name).collect())
+}
+
+/// The kernel's source is the same for all its entry points, so each text is translated once. The floor binds at most 8
+/// storage buffers.
+#[test]
+fn every_variant_is_valid_translates_and_binds_few_buffers() {
+    let mut entry_points: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for (variant, source) in assembled() {
+        let found = entry_points
+            .entry(&source.wgsl)
+            .or_insert_with(|| translated(source).unwrap_or_else(|reason| panic!("{}: {reason}", variant.label())));
+        assert!(found.iter().any(|name| name == variant.entry_point()), "{}", variant.label());
+        let most = if is_for_vulkan(source) { 10 } else { 8 };
+        assert!(source.bindings.len() <= most, "{} binds {}", variant.label(), source.bindings.len());
+        let declared = source.wgsl.matches("var<storage, ").count();
+        assert_eq!(source.bindings.len(), declared, "{}", variant.label());
+    }
+    assert!(entry_points.len() > 200, "{}", entry_points.len());
 }
 
 /// What a workgroup reads that others of its launch wrote relies on more than WGSL says: on coherent memory, and on
@@ -242,12 +261,14 @@ fn merging_without_a_launch_is_ordered_for_the_device() {
     const COHERENT: u32 = 23;
     const DEVICE: u32 = 1;
     const ACQUIRE_RELEASE_OF_BUFFERS: u32 = 0x8 | 0x40;
-    let merging: Vec<Variant> = decode_variants(capabilities).into_iter().filter(merges_alone).collect();
+    let of_steps: BTreeSet<Variant> = decode_variants(capabilities).into_iter().collect();
+    let merging: Vec<(&Variant, &Source)> =
+        assembled().iter().filter(|(variant, source)| of_steps.contains(*variant) && merges_alone(source)).collect();
     assert!(!merging.is_empty());
-    for variant in merging.iter().step_by(8) {
-        let (module, info) = parse(variant).unwrap();
+    for (variant, source) in merging.into_iter().step_by(8) {
+        let (module, info) = parse(source).unwrap();
         let words = write_spirv(&module, &info).unwrap();
-        let mut constants = std::collections::BTreeMap::new();
+        let mut constants = BTreeMap::new();
         let (mut barriers, mut coherent) = (0, 0);
         let mut rest = &words[5..];
         while let Some(&first) = rest.first() {
@@ -268,18 +289,6 @@ fn merging_without_a_launch_is_ordered_for_the_device() {
     }
 }
 
-/// The floor binds at most 8 storage buffers.
-#[test]
-fn every_variant_binds_few_buffers() {
-    for variant in all_variants() {
-        let source = variant.source().unwrap();
-        let most = if is_for_vulkan(&variant) { 10 } else { 8 };
-        assert!(source.bindings.len() <= most, "{} binds {}", variant.label(), source.bindings.len());
-        let declared = source.wgsl.matches("var<storage, ").count();
-        assert_eq!(source.bindings.len(), declared, "{}", variant.label());
-    }
-}
-
 /// Writes every text that a browser may get to `target/tmp/browser-shaders`, a file each, for `web/test/tint.mjs`.
 #[test]
 #[ignore = "a part of the stage tint of scripts/test.sh"]
@@ -290,7 +299,7 @@ fn write_texts_for_browsers() {
     // Every format with the floor, with f16, with subgroups of any size, with subgroups of 32, and with
     // both of the latter.
     let on = |turn| decode_variants(|_| Capabilities { coherent: false, ..capabilities(turn) });
-    let variants = [variants(), [0, 1, 2, 10, 11].map(on).concat()].concat();
+    let variants: BTreeSet<Variant> = [variants(), [0, 1, 2, 10, 11].map(on).concat()].concat().into_iter().collect();
     let texts: BTreeSet<String> = variants.iter().map(|variant| variant.source().unwrap().for_browsers()).collect();
     let with = |line: &str| texts.iter().filter(|text| text.lines().any(|found| found == line)).count();
     let (subgroups, exempted) = (with("enable subgroups;"), with("diagnostic(off, subgroup_uniformity);"));

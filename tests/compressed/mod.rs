@@ -131,13 +131,29 @@ pub fn policies(ratio: f64) -> Vec<(&'static str, Policy)> {
     ]
 }
 
+/// Every policy with every recipe, and whether that pair is one for devices: a policy with one of the recipes, so that
+/// each recipe is met. What merges has two, the first, which keeps f16, and a packed one. The CPU takes all pairs.
+pub fn pairs<'a>(
+    policies: &'a [(&'static str, Policy)],
+    recipes: &'a [Recipe],
+) -> impl Iterator<Item = (&'static str, &'a Policy, &'a Recipe, bool)> {
+    policies.iter().enumerate().flat_map(move |(turn, (name, policy))| {
+        let is_for_devices = move |at: usize| {
+            let merged_in_f16 = at == 0 && policy.merging.is_some();
+            merged_in_f16 || at == (turn + 1) % recipes.len()
+        };
+        recipes.iter().enumerate().map(move |(at, recipe)| (*name, policy, recipe, is_for_devices(at)))
+    })
+}
+
 /// Positions that a selection keeps in a layer, as a cache says them.
 pub fn kept(selection: &Selection, layer: usize) -> Vec<usize> {
     selection.layers()[layer].indices().into_iter().map(|token| token as usize).collect()
 }
 
 /// A device keeps what the CPU keeps, but for scores that rounding ranks otherwise; it packs of what it keeps what the
-/// CPU packs. Two runs give the same bits.
+/// CPU packs. Two runs give the same bits. Each policy packs with one recipe or two ([`pairs`]): what the CPU packs is
+/// tested with all of them.
 ///
 /// # Panics
 /// When it does not.
@@ -145,7 +161,8 @@ pub fn check_against_cpu<B: Backend + Clone>(device: &B) {
     let prompt = Prompt::new(AttentionShape::new(4, 2, 64).unwrap(), 3, 300, 11);
     let saw_int4 = || Recipe::pack_all(SegmentFormat::saw_int4());
     let recipes = [Recipe::f16(), saw_int4(), saw_int4().with_centre(), Recipe::calibquant(Bits::Four)];
-    for ((name, policy), recipe) in policies(0.2).iter().flat_map(|policy| recipes.iter().map(move |r| (policy, r))) {
+    let policies = policies(0.2);
+    for (name, policy, recipe, _) in pairs(&policies, &recipes).filter(|&(.., is_for_devices)| is_for_devices) {
         let mut on_cpu = prompt.cache(&Cpu::new(), recipe);
         let expected = block_on(on_cpu.compress(0, &prompt.observe(&on_cpu, policy.clone()))).unwrap();
         let run = || {

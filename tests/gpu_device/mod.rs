@@ -3,7 +3,8 @@
 //! It belongs to the adapter that `WGPU_ADAPTER_NAME` names, or to the best one there is; `KVPACK_PATH` (floor, f16,
 //! subgroups, matrices) takes away what that path forbids. `KVPACK_TEST_DRIVER`, which `scripts/test.sh` sets, says
 //! which driver is expected: without an adapter, or on another one, the tests fail, since a test that ran elsewhere has
-//! shown nothing. `KVPACK_CHECKS` (trusted, indices, safe) says whether kernels carry wgpu's run-time checks.
+//! shown nothing. `KVPACK_CHECKS` (trusted, indices, safe) says whether kernels carry wgpu's run-time checks, and
+//! `KVPACK_TEST_BRIEF` that cases may be left out which another run on this machine has.
 #![allow(dead_code, reason = "every test takes what it needs")]
 
 use std::sync::{Arc, LazyLock};
@@ -56,6 +57,11 @@ pub fn checks() -> Result<Checks, String> {
         Ok(name) => Err(format!("KVPACK_CHECKS is '{name}'; the checks are trusted, indices and safe")),
         Err(_) => Ok(Checks::default()),
     }
+}
+
+/// True where `KVPACK_TEST_BRIEF` is set: the first driver of `scripts/test.sh` has every case, and this run is beside it.
+pub fn is_brief() -> bool {
+    std::env::var_os("KVPACK_TEST_BRIEF").is_some()
 }
 
 /// A device of its own on the forced path, or on the best one.

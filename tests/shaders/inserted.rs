@@ -44,7 +44,7 @@ fn by_depth(words: &[u32]) -> BTreeMap<usize, usize> {
 }
 
 fn instructions(variant: &Variant, (_, index, loops, divisions): (&str, BoundsCheckPolicy, bool, bool)) -> String {
-    let (mut module, info) = parse(variant).unwrap();
+    let (mut module, info) = parse(&variant.source().unwrap()).unwrap();
     let buffer = BoundsCheckPolicy::Unchecked;
     let bounds_check_policies = BoundsCheckPolicies { index, buffer, image_load: buffer, binding_array: buffer };
     let options = spv::Options {
