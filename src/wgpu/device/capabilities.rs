@@ -13,8 +13,8 @@ pub(crate) const MOST_STORAGE_BUFFERS: u32 = 10;
 const FLOOR_WORKGROUP_MEMORY: u32 = 16 << 10;
 /// Invocations of a workgroup on the floor.
 const FLOOR_INVOCATIONS: u32 = 256;
-/// Bytes whose 32-bit words a 32-bit index counts, as the indices of shaders do.
-const INDEXED_BYTES: u64 = 4 << 32;
+/// Most bytes of a binding. Metal is told the sizes behind `arrayLength` in 32 bits, and kernels clamp by that.
+const MOST_BINDING_BYTES: u64 = (1 << 32) - 256;
 /// Invocations of a subgroup that multiplies cooperative matrices.
 const MATRIX_SUBGROUP: u32 = 32;
 
@@ -82,7 +82,7 @@ pub enum Timestamps {
 /// Limits of a device that kernels are planned for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct KernelLimits {
-    /// Largest storage binding, and buffer behind it, in bytes; at most the 16 GiB whose words a 32-bit index counts.
+    /// Largest storage binding, and buffer behind it, in bytes; below 4 GiB, since sizes are told to shaders in 32 bits.
     pub binding_bytes: u64,
     /// Alignment of the offset of a storage binding, in bytes.
     pub binding_alignment: u64,
@@ -100,7 +100,7 @@ impl KernelLimits {
     /// The limits of a device.
     pub fn new(limits: &wgpu::Limits) -> Self {
         Self {
-            binding_bytes: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size).min(INDEXED_BYTES),
+            binding_bytes: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size).min(MOST_BINDING_BYTES),
             binding_alignment: u64::from(limits.min_storage_buffer_offset_alignment),
             storage_buffers: limits.max_storage_buffers_per_shader_stage,
             workgroup_memory: limits.max_compute_workgroup_storage_size,
@@ -360,12 +360,12 @@ mod tests {
         assert_eq!(capabilities(false, true).restricted_to(Path::F16).path(), Path::Floor);
     }
 
-    /// Larger ones would have words that no 32-bit index counts.
+    /// Larger ones would have a size that 32 bits do not count.
     #[test]
     fn bindings_stay_within_indices() {
         let limits =
             wgpu::Limits { max_buffer_size: 1 << 40, max_storage_buffer_binding_size: 1 << 40, ..Default::default() };
-        assert_eq!(KernelLimits::new(&limits).binding_bytes, 16 << 30);
+        assert_eq!(KernelLimits::new(&limits).binding_bytes, (4 << 30) - 256);
         let limits = wgpu::Limits { max_storage_buffer_binding_size: 1 << 30, ..limits };
         assert_eq!(KernelLimits::new(&limits).binding_bytes, 1 << 30);
     }

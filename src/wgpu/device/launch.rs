@@ -97,7 +97,7 @@ impl FromIterator<Launch> for Launches {
 pub(crate) fn flat_grid(invocations: u64, limits: &wgpu::Limits) -> Result<[u32; 3]> {
     let most = u64::from(limits.max_compute_workgroups_per_dimension);
     let workgroups = invocations.div_ceil(u64::from(FLAT_WORKGROUP));
-    let allowed = (most * most * u64::from(FLAT_WORKGROUP)).min(u64::from(u32::MAX));
+    let allowed = most.saturating_mul(most).saturating_mul(u64::from(FLAT_WORKGROUP)).min(u64::from(u32::MAX));
     if invocations > allowed {
         return Err(Error::Limit {
             what: "the invocations of a dispatch".into(),
@@ -129,5 +129,8 @@ mod tests {
             assert!(x <= 65535 && y <= 65535);
         }
         assert!(flat_grid(1 << 32, &limits).is_err());
+        // A device that allows all that can be said.
+        let boundless = wgpu::Limits { max_compute_workgroups_per_dimension: u32::MAX, ..limits };
+        assert_eq!(flat_grid(65, &boundless), Ok([2, 1, 1]));
     }
 }
