@@ -1,15 +1,16 @@
 //! The kernels that measure and select, on a GPU, against their CPU twins.
 #![cfg(feature = "wgpu")]
 
-use kvpack::backend::Device;
+use kvpack::backend::{AttentionStates, Device};
 use kvpack::cpu::{self, DenseRows, KeptTokens, attention_column_stats, attention_row_stats};
+use kvpack::format::{Direction, Rotation};
 use kvpack::plan::{ElementType, Elements, IndexShape, RowLayout, TokenRange};
 use kvpack::policy::{
     ColumnRequest, HeadAggregation, Merging, Nearest, QueryRows, RowStatsSource, StatsRequest, evicted,
 };
 use kvpack::wgpu::{
-    AttentionStats, AttentionStatsPlan, Capabilities, ChunkSimilarityPlan, GatherPlan, Indices, KernelLimits, Kernels,
-    Launches, MergePlan, ReorderChunksPlan, Tensor, TopKPlan, Wgpu,
+    AttentionStats, AttentionStatsPlan, Capabilities, ChunkSimilarityPlan, EvictedPlan, GatherPlan, HadamardPlan,
+    Indices, KernelLimits, Kernels, Launches, MergePairPlan, MergePlan, ReorderChunksPlan, Tensor, TopKPlan, Wgpu,
 };
 use kvpack::{AttentionShape, Error};
 use pollster::block_on;
@@ -382,4 +383,78 @@ fn known_and_measured_rows_are_not_mixed_up() {
     let layouts = [case.query_layout, case.key_layout];
     let refused = AttentionStatsPlan::new(&case.shape, case.rows.clone(), layouts, request);
     assert!(matches!(refused, Err(Error::Plan { .. })));
+}
+
+/// wgpu would refuse that only when the engine's commands are finished.
+#[test]
+fn no_buffer_is_both_read_and_written() {
+    let backend = shared();
+    // Parts that begin at multiples of 64 elements are aligned on every device.
+    let page = zeroed(&backend, 4096, ElementType::F32);
+    let part = |first, elements| page.slice(first, elements).unwrap();
+    let indices_at =
+        |first: u64, shape: IndexShape| Indices::from_buffer(page.buffer().clone(), first * 4, shape).unwrap();
+    let of = |tokens| IndexShape::new(1, tokens, 8).unwrap();
+    let shape = AttentionShape::new(1, 1, 64).unwrap();
+    let rows = RowLayout::token_major(8, &shape);
+    let states = |first| AttentionStates { outputs: part(first, 64), lse: part(first + 64, 1) };
+    let apart =
+        AttentionStates { outputs: zeroed(&backend, 64, ElementType::F32), lse: zeroed(&backend, 1, ElementType::F32) };
+    let bound = [
+        ("top_k", TopKPlan::new(1, 8, 2).unwrap().bind(kernels(&backend), &part(0, 8), &indices_at(64, of(2))).err()),
+        (
+            "evicted",
+            EvictedPlan::new(of(2))
+                .unwrap()
+                .bind(kernels(&backend), &indices_at(0, of(2)), &indices_at(64, of(6)))
+                .err(),
+        ),
+        (
+            "gather",
+            GatherPlan::new(&shape, rows, 2)
+                .unwrap()
+                .bind(kernels(&backend), &part(0, 512), &indices(&backend, &[1, 2], 1, 8), &part(1024, 128))
+                .err(),
+        ),
+        (
+            "reorder_chunks",
+            ReorderChunksPlan::new(&shape, RowLayout::token_major(32, &shape), 16, &[1, 0])
+                .unwrap()
+                .bind(kernels(&backend), &part(0, 2048), &part(2048, 2048))
+                .err(),
+        ),
+        (
+            "chunk_similarity",
+            ChunkSimilarityPlan::new(64, 2)
+                .unwrap()
+                .bind(kernels(&backend), &upload(&backend, &[1.0; 64], ElementType::F32), &part(0, 128), &part(1024, 2))
+                .err(),
+        ),
+        ("merge_pair", MergePairPlan::new(shape, 1).bind(kernels(&backend), &states(0), &apart, &states(1024)).err()),
+        (
+            "hadamard",
+            HadamardPlan::new(&shape, rows, Rotation::hadamard(64), Direction::Forth)
+                .unwrap()
+                .bind(kernels(&backend), &part(0, 512), &part(1024, 512))
+                .err(),
+        ),
+    ];
+    for (kernel, error) in bound {
+        assert!(matches!(error, Some(Error::Plan { what: "bind group", .. })), "{kernel}: {error:?}");
+    }
+}
+
+/// Grids beyond what the device dispatches are refused when they are bound.
+#[test]
+fn grids_stay_within_the_device() {
+    let backend = shared();
+    let most = backend.device().limits().max_compute_workgroups_per_dimension;
+    let Some(tokens) = most.checked_mul(256).and_then(|tokens| tokens.checked_add(1)) else { return };
+    // One token is kept, and nothing runs.
+    let kept = IndexShape::new(1, 1, tokens).unwrap();
+    let plan = EvictedPlan::new(kept).unwrap();
+    let device = backend.device();
+    let (Ok(kept), Ok(gone)) = (Indices::zeroed(device, kept), Indices::zeroed(device, plan.indices())) else { return };
+    let refused = plan.bind(kernels(&backend), &kept, &gone).err();
+    assert!(matches!(refused, Some(Error::Limit { .. })), "{refused:?}");
 }

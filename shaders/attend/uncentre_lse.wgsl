@@ -17,7 +17,6 @@ struct Call {
     kv_heads: u32,
     // 1 / √head_dim.
     scale: f32,
-    unused: u32,
     // The slot of the centre of every query.
     slots: array<u32>,
 }

@@ -31,9 +31,6 @@ struct MatrixCall {
     scale: f32,
     // ln of the threshold that is counted by.
     log_threshold: f32,
-    unused_0: u32,
-    unused_1: u32,
-    unused_2: u32,
     // Positions of the query rows, ascending.
     positions: array<u32>,
 }

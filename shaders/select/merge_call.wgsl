@@ -13,7 +13,6 @@ struct MergeCall {
     // Kept and evicted tokens of each head.
     kept: u32,
     evicted: u32,
-    unused: u32,
 }
 
 @group(0) @binding(0) var<storage, read> call: MergeCall;

@@ -19,13 +19,10 @@ struct StatsCall {
     group: u32,
     // Tiles of keys of a part: a workgroup measures a part of the keys of one KV head.
     part_tiles: u32,
-    parts: u32,
     // 1 / √HEAD_DIM.
     scale: f32,
     // ln of the threshold that is counted by.
     log_threshold: f32,
-    unused_0: u32,
-    unused_1: u32,
     // Positions of the query rows, ascending.
     positions: array<u32>,
 }

@@ -18,7 +18,6 @@ struct TopKCall {
     k: u32,
     // Index of the first score within its binding.
     first_score: u32,
-    unused: u32,
 }
 
 @group(0) @binding(0) var<storage, read> call: TopKCall;

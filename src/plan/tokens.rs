@@ -170,6 +170,18 @@ mod tests {
         assert!(beyond.to_string().contains("index 1 of KV head 1 is 4"), "{beyond}");
     }
 
+    /// Products of these wrap around to small numbers.
+    #[test]
+    fn absurd_shapes_are_refused() {
+        let wraps = (0x0fff_ffff_0000_0010_u64 as usize, 0x1000_0001);
+        for (kv_heads, count) in [wraps, (usize::MAX, usize::MAX), (2, usize::MAX)] {
+            assert!(matches!(IndexShape::new(kv_heads, count, 1), Err(Error::Limit { .. })), "{kv_heads}, {count}");
+        }
+        assert!(matches!(IndexShape::new(MOST_HEADS + 1, 1, 1), Err(Error::Limit { .. })));
+        assert!(IndexShape::new(MOST_HEADS, 1, 1).is_ok());
+        assert!(matches!(IndexShape::new(MOST_HEADS, 1, u32::MAX).unwrap().others(), Err(Error::Limit { .. })));
+    }
+
     #[test]
     fn rows_hold_the_tokens() {
         let shape = AttentionShape::new(2, 2, 64).unwrap();

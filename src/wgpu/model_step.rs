@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::attend::{Scratch, StepPlan, StepTensors};
+use super::attend::{Scratch, StepPlan, StepTensors, full_runs};
 use super::backend::Wgpu;
 use super::device::guard::{self, Request};
 use super::device::{Launches, Store, Tensor};
@@ -148,7 +148,7 @@ impl ModelStep {
     /// # Errors
     /// Those of [`StepPlan::new`], and [`Error::Gpu`] when the device refuses a kernel.
     pub async fn prepare(&self, layout: &Arc<StepLayout>, stores: &[StoreFormat]) -> Result<()> {
-        self.prepare_runs(layout, stores, &[QueryRun::decode(0)]).await
+        self.prepare_runs(layout, stores, &[QueryRun::decode(0)], &[1, MANY_TILES]).await
     }
 
     /// The same for steps with chunks of up to `longest` tokens, or as many as the tensors have rows: kernels that take
@@ -157,16 +157,29 @@ impl ModelStep {
     /// # Errors
     /// Those of [`ModelStep::prepare`].
     pub async fn prepare_chunks(&self, layout: &Arc<StepLayout>, stores: &[StoreFormat], longest: usize) -> Result<()> {
-        let longest = longest.min(self.rows.tokens).min(MOST_CHUNK_KINDS);
-        let runs: Vec<QueryRun> = (2..=longest).map(|tokens| QueryRun::causal(0, tokens)).collect();
-        self.prepare_runs(layout, stores, &runs).await
+        let longest = longest.min(self.rows.tokens);
+        let short: Vec<_> = (2..=longest.min(MOST_CHUNK_KINDS)).map(|tokens| QueryRun::causal(0, tokens)).collect();
+        self.prepare_runs(layout, stores, &short, &[1, MANY_TILES]).await?;
+        if !self.backend.capabilities().matrices {
+            return Ok(());
+        }
+        let full = full_runs(layout.shape().group()).map(|queries| queries.min(longest)).into_iter();
+        let long: Vec<_> =
+            full.filter(|&queries| queries > MOST_CHUNK_KINDS).map(|tokens| QueryRun::causal(0, tokens)).collect();
+        self.prepare_runs(layout, stores, &long, &[RUN_TILES]).await
     }
 
-    /// Compiles what these runs of queries can ask for, each by itself.
-    async fn prepare_runs(&self, layout: &Arc<StepLayout>, stores: &[StoreFormat], runs: &[QueryRun]) -> Result<()> {
+    /// Compiles what these runs of queries can ask for, each by itself, over spans of so many tiles.
+    async fn prepare_runs(
+        &self,
+        layout: &Arc<StepLayout>,
+        stores: &[StoreFormat],
+        runs: &[QueryRun],
+        spans: &[u32],
+    ) -> Result<()> {
         let LayerTensors { keys, values, .. } = &self.layers[0];
         let mut variants = PackStepPlan::new(layout).variants(keys.element_type(), values.element_type());
-        for tiles in [1, MANY_TILES] {
+        for &tiles in spans {
             let pages: Vec<Page> = (0..tiles).map(|index| Page { shard: 0, index }).collect();
             let tokens = pages.len() * TILE_TOKENS;
             // All stores of one sequence: with one tile each their states are few, with many there are too many to be
@@ -273,7 +286,11 @@ impl Bound {
 /// Tiles of a span that is cut into more items than are merged without a launch of its own.
 const MANY_TILES: u32 = 256;
 
-/// Longest chunk with kernels that no shorter one has: more queries than a workgroup takes at a time.
+/// Tiles of a span in which the queries of the longest block see more than one tile together.
+const RUN_TILES: u32 = 4;
+
+/// Longest chunk with kernels that no shorter one has, but for those of `attend_run`: more queries than a workgroup of
+/// the others takes at a time.
 const MOST_CHUNK_KINDS: usize = 16;
 
 impl WrittenStep<'_> {

@@ -2,9 +2,8 @@
 // top bits in the third.
 //
 // needs: KeyVector
-// gives: KEY_BITS, KEY_PLANES, KEY_WORD_FIELDS, key_codes
+// gives: KEY_PLANES, KEY_WORD_FIELDS, key_codes
 
-const KEY_BITS: u32 = 3u;
 const KEY_PLANES: u32 = 8u;
 const KEY_WORD_FIELDS: u32 = 1u;
 

@@ -4,7 +4,6 @@
 // needs: ValueVector
 // gives: VALUE_PLANES, VALUE_WORD_FIELDS, VALUE_VECTORS, value_codes
 
-const VALUE_BITS: u32 = 3u;
 const VALUE_PLANES: u32 = 8u;
 const VALUE_WORD_FIELDS: u32 = 1u;
 const VALUE_VECTORS: u32 = 4u;

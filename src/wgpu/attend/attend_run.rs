@@ -85,6 +85,11 @@ impl Specialisation<'_> {
     }
 }
 
+/// Queries of runs that fill a workgroup of either size: together they take every kernel that there is for a segment.
+pub(in crate::wgpu) const fn full_runs(group: usize) -> [usize; 2] {
+    [RUN_ROWS / 2 / group, RUN_ROWS / group]
+}
+
 /// How a tensor is read, if the kernel reads it.
 fn run_codes(format: &TensorFormat) -> Option<RunCodes> {
     match format {

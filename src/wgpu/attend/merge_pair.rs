@@ -25,10 +25,11 @@ impl MergePairPlan {
         variant_of(self.shape.head_dim())
     }
 
-    /// Binds both parts, and where the joined states go, which is other memory.
+    /// Binds both parts, and where the joined states go, which are other buffers.
     ///
     /// # Errors
-    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor is not f32 or not of the planned rows.
+    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor is not f32 or not of the planned rows, [`Error::Plan`]
+    /// when joined states lie in a buffer of a part.
     pub fn bind(
         &self,
         kernels: &Kernels,
@@ -36,7 +37,7 @@ impl MergePairPlan {
         second: &AttentionStates<Tensor>,
         joined: &AttentionStates<Tensor>,
     ) -> Result<Launch> {
-        let heads = self.rows * self.shape.query_heads();
+        let heads = self.rows.saturating_mul(self.shape.query_heads());
         for (what, tensor, channels) in [
             ("outputs of the first states", &first.outputs, self.shape.head_dim()),
             ("log-sum-exps of the first states", &first.lse, 1),
@@ -45,8 +46,9 @@ impl MergePairPlan {
             ("outputs of the joined states", &joined.outputs, self.shape.head_dim()),
             ("log-sum-exps of the joined states", &joined.lse, 1),
         ] {
-            if tensor.elements() != heads * channels {
-                let (given, expected) = (tensor.elements(), heads * channels);
+            let expected = heads.saturating_mul(channels);
+            if tensor.elements() != expected {
+                let given = tensor.elements();
                 let shape = format!("{} rows × {} query heads × {channels}", self.rows, self.shape.query_heads());
                 return Err(Error::Elements { what, given, expected, shape });
             }

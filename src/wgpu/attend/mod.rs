@@ -21,6 +21,7 @@ mod step_launches;
 mod uncentre_lse;
 
 pub(super) use arithmetic::arithmetic;
+pub(super) use attend_run::full_runs;
 pub use merge_pair::MergePairPlan;
 pub use scratch::{Scratch, ScratchBytes};
 pub use step::StepPlan;

@@ -7,7 +7,7 @@ use crate::wgpu::device::Variant;
 use crate::wgpu::pack::hadamard::{Turn, with_sketch, with_turn};
 
 impl Specialisation<'_> {
-    /// The kernel that prepares queries of `input` elements; `calibrated` segments also reset their extremes.
+    /// The kernel that prepares queries of `input` elements, and resets `extremes` where a segment has some.
     pub fn prepare_query(&self, input: ElementType, extremes: Extremes) -> Variant {
         let variant = match extremes {
             Extremes::Reset => self.prepare_rotated_query(input).import("extremes", "attend/extremes/reset.wgsl"),

@@ -14,8 +14,8 @@ pub(super) struct Specialisation<'a> {
     pub format: &'a SegmentFormat,
     pub query: QueryBytes,
     pub capabilities: &'a Capabilities,
-    /// Whether cooperative matrices may take the segment: not where it is calibrated, and not where the kernel could
-    /// merge its states, which one with matrices cannot.
+    /// Whether `attend_matrix` may take the segment: not where it is calibrated, and not where the kernel could
+    /// merge its states, which one with matrices cannot. `attend_run`, which blocks of queries take, does not ask.
     pub may_use_matrices: bool,
     /// Most queries of an item. More than one share a workgroup with all their heads: see
     /// [`Specialisation::most_queries`].

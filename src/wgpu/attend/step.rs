@@ -224,6 +224,12 @@ impl StepPlan {
             let reason = "it has bytes in common with the queries, which are read while outputs are written";
             return Err(Error::Buffer { what: "output", reason: reason.into() });
         }
+        for (with, other) in [("output", tensors.output), ("queries", tensors.queries)] {
+            if tensors.lse.is_some_and(|lse| lse.overlaps(other)) {
+                let reason = format!("have bytes in common with the {with}");
+                return Err(Error::Buffer { what: "log-sum-exps", reason });
+            }
+        }
         let (shape, rows) = (self.work.shape(), self.work.rows().len());
         let lse_type = match self.lse {
             LseOutput::None => None,

@@ -238,14 +238,14 @@ impl Builder<'_> {
     fn attend(&self, segment: &SegmentWork, sections: &SegmentSections, merging: &Merging) -> Vec<PlannedLaunch> {
         let output = merging.fused.then_some(self.options.output);
         self.per_dispatch(segment, sections, |dispatch, special, mut buffers| {
-            let variant = match (segment.calibration(), sections.scores) {
-                (Some(calibration), Some((scores, extremes))) => {
+            let run_queries = sections.run_queries.filter(|_| special.run_rows().is_some());
+            let variant = match (segment.calibration(), sections.scores, run_queries) {
+                (Some(calibration), Some((scores, extremes)), _) => {
                     buffers.push(("stored_scores", Slot::Scores(scores)));
                     buffers.push(("extremes", Slot::Scores(extremes)));
                     special.weighted_values((calibration.tau1(), calibration.tau2()), output).variant()
                 }
-                _ if special.run_rows().is_some() => {
-                    let (rows, constants) = sections.run_queries.unwrap_or((sections.queries, sections.queries));
+                (_, _, Some((rows, constants))) => {
                     buffers.push(("run_queries", Slot::Queries(rows)));
                     buffers.push(("run_constants", Slot::Queries(constants)));
                     self.push_keys(segment, dispatch.shard, &mut buffers);

@@ -22,7 +22,6 @@ struct Call {
     query_heads: u32,
     kv_heads: u32,
     scale: f32,
-    unused: u32,
 }
 
 impl UncentreLsePlan {
@@ -46,7 +45,8 @@ impl UncentreLsePlan {
     ///
     /// # Errors
     /// [`Error::Elements`] or [`Error::Buffer`] when a tensor is not of as many rows as there are slots, or
-    /// log-sum-exps are not f32; [`Error::Plan`] when the store is of another shape or lacks a slot.
+    /// log-sum-exps are not f32; [`Error::Plan`] when the store is of another shape or lacks a slot, or log-sum-exps
+    /// lie in the buffer of the queries.
     pub fn bind(&self, kernels: &Kernels, store: &Store, queries: &Tensor, lse: &Tensor) -> Result<Launch> {
         let (heads, head_dim) = (self.shape.query_heads(), self.shape.head_dim());
         store.check_planned("uncentring", &self.shape, store.format())?;
@@ -66,7 +66,7 @@ impl UncentreLsePlan {
         }
         let scale = (1.0 / (head_dim as f64).sqrt()) as f32;
         let (query_heads, kv_heads) = (heads as u32, self.shape.kv_heads() as u32);
-        let mut bytes = bytemuck::bytes_of(&Call { query_heads, kv_heads, scale, unused: 0 }).to_vec();
+        let mut bytes = bytemuck::bytes_of(&Call { query_heads, kv_heads, scale }).to_vec();
         bytes.extend_from_slice(bytemuck::cast_slice(&self.slots));
         let call = buffers::create_filled(kernels.device(), "arguments", &bytes, wgpu::BufferUsages::STORAGE)?;
         let buffers = [

@@ -2,8 +2,13 @@
 
 use futures::channel::oneshot;
 
+use super::capabilities::MOST_BINDING_BYTES;
 use super::guard::{self, Request};
 use crate::{Error, Result};
+
+/// Usages of arrays that kernels read or write and the host copies.
+pub(crate) const ARRAY_USAGES: wgpu::BufferUsages =
+    wgpu::BufferUsages::STORAGE.union(wgpu::BufferUsages::COPY_SRC).union(wgpu::BufferUsages::COPY_DST);
 
 /// Creates a zeroed buffer of `size` bytes.
 pub(crate) async fn create(
@@ -12,7 +17,7 @@ pub(crate) async fn create(
     size: u64,
     usage: wgpu::BufferUsages,
 ) -> Result<wgpu::Buffer> {
-    check_size(device, what, size)?;
+    check_size(device, what, size, usage)?;
     let call = || device.create_buffer(&descriptor(what, size, usage));
     let buffer = guard::captured(device, Request { what, bytes: size }, call).await?;
     guard::check_alive(device)?;
@@ -26,7 +31,7 @@ pub(crate) fn create_now(
     size: u64,
     usage: wgpu::BufferUsages,
 ) -> Result<wgpu::Buffer> {
-    check_size(device, what, size)?;
+    check_size(device, what, size, usage)?;
     let call = || device.create_buffer(&descriptor(what, size, usage));
     let buffer = guard::captured_now(device, Request { what, bytes: size }, call)?;
     guard::check_alive(device)?;
@@ -41,7 +46,7 @@ pub(crate) fn create_filled(
     usage: wgpu::BufferUsages,
 ) -> Result<wgpu::Buffer> {
     let size = bytes.len() as u64;
-    check_size(device, what, size)?;
+    check_size(device, what, size, usage)?;
     let filled = guard::captured_now(device, Request { what, bytes: size }, || {
         let buffer =
             device.create_buffer(&wgpu::BufferDescriptor { mapped_at_creation: true, ..descriptor(what, size, usage) });
@@ -129,8 +134,9 @@ fn descriptor(what: &'static str, size: u64, usage: wgpu::BufferUsages) -> wgpu:
     wgpu::BufferDescriptor { label: Some(what), size, usage, mapped_at_creation: false }
 }
 
-fn check_size(device: &wgpu::Device, what: &'static str, size: u64) -> Result<()> {
-    let allowed = device.limits().max_buffer_size;
+fn check_size(device: &wgpu::Device, what: &'static str, size: u64, usage: wgpu::BufferUsages) -> Result<()> {
+    let bound = if usage.contains(wgpu::BufferUsages::STORAGE) { MOST_BINDING_BYTES } else { u64::MAX };
+    let allowed = device.limits().max_buffer_size.min(bound);
     if size > allowed {
         return Err(Error::Limit {
             what: format!("{what} in bytes"),

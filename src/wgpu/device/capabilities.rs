@@ -14,7 +14,7 @@ const FLOOR_WORKGROUP_MEMORY: u32 = 16 << 10;
 /// Invocations of a workgroup on the floor.
 const FLOOR_INVOCATIONS: u32 = 256;
 /// Most bytes of a binding. Metal is told the sizes behind `arrayLength` in 32 bits, and kernels clamp by that.
-const MOST_BINDING_BYTES: u64 = (1 << 32) - 256;
+pub(super) const MOST_BINDING_BYTES: u64 = (1 << 32) - 256;
 /// Invocations of a subgroup that multiplies cooperative matrices.
 const MATRIX_SUBGROUP: u32 = 32;
 
@@ -82,7 +82,7 @@ pub enum Timestamps {
 /// Limits of a device that kernels are planned for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct KernelLimits {
-    /// Largest storage binding, and buffer behind it, in bytes; below 4 GiB, since sizes are told to shaders in 32 bits.
+    /// Largest storage binding, and buffer behind it, in bytes; below 4 GiB, since shaders are told sizes in 32 bits.
     pub binding_bytes: u64,
     /// Alignment of the offset of a storage binding, in bytes.
     pub binding_alignment: u64,

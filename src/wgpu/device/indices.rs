@@ -1,6 +1,7 @@
 //! Token numbers on the device, which gathers read.
 
-use super::buffers;
+use super::buffers::{self, ARRAY_USAGES};
+use super::capabilities::MOST_BINDING_BYTES;
 use crate::plan::{IndexShape, TokenIndices};
 use crate::{Error, Result};
 
@@ -19,13 +20,18 @@ impl Indices {
     ///
     /// # Errors
     /// [`Error::Buffer`] when the buffer lacks the usage `STORAGE`, the offset is no multiple of 256 or the indices do
-    /// not lie within the buffer.
+    /// not lie within the buffer; [`Error::Limit`] when they are more than a binding holds.
     pub fn from_buffer(buffer: wgpu::Buffer, offset: u64, shape: IndexShape) -> Result<Self> {
         let reject = |reason: String| Err(Error::Buffer { what: "token indices", reason });
         if !buffer.usage().contains(wgpu::BufferUsages::STORAGE) {
             return reject(format!("it has the usages {:?}, STORAGE is needed", buffer.usage()));
         }
         let indices = Self { buffer, offset, shape };
+        if indices.bytes() > MOST_BINDING_BYTES {
+            let (needed, allowed) = (indices.bytes(), MOST_BINDING_BYTES);
+            let (what, hint) = ("token indices in bytes".into(), "pass fewer tokens at once");
+            return Err(Error::Limit { what, needed, allowed, hint });
+        }
         let end = offset.checked_add(indices.bytes());
         match end.filter(|&end| offset.is_multiple_of(256) && end <= indices.buffer.size()) {
             Some(_) => Ok(indices),
@@ -48,8 +54,7 @@ impl Indices {
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`].
     pub fn zeroed(device: &wgpu::Device, shape: IndexShape) -> Result<Self> {
-        let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST;
-        let buffer = buffers::create_now(device, "token indices", shape.indices() as u64 * 4, usage)?;
+        let buffer = buffers::create_now(device, "token indices", shape.indices() as u64 * 4, ARRAY_USAGES)?;
         Ok(Self { buffer, offset: 0, shape })
     }
 

@@ -182,13 +182,14 @@ impl Kernel {
     /// Binds buffers by the names that the shader gives them.
     ///
     /// # Errors
-    /// [`Error::Plan`] when a buffer of the shader is not among `buffers`, [`Error::Gpu`] when wgpu refuses one.
+    /// [`Error::Plan`] when a buffer of the shader is not among `buffers`, or one is read and written, which wgpu would
+    /// refuse only when the caller's commands are finished; [`Error::Gpu`] when wgpu refuses one.
     pub(super) fn bind(
         &self,
         device: &wgpu::Device,
         buffers: &[(&str, wgpu::BufferBinding<'_>)],
     ) -> Result<wgpu::BindGroup> {
-        let entries = self
+        let bound = self
             .bindings
             .iter()
             .map(|binding| {
@@ -197,12 +198,17 @@ impl Kernel {
                         what: "bind group",
                         reason: format!("{} was given no buffer '{}'", self.label, binding.name),
                     })?;
-                Ok(wgpu::BindGroupEntry {
-                    binding: binding.index,
-                    resource: wgpu::BindingResource::Buffer(buffer.clone()),
-                })
+                Ok((binding, buffer))
             })
             .collect::<Result<Vec<_>>>()?;
+        self.check_apart(&bound)?;
+        let entries: Vec<_> = bound
+            .iter()
+            .map(|&(binding, buffer)| wgpu::BindGroupEntry {
+                binding: binding.index,
+                resource: wgpu::BindingResource::Buffer(buffer.clone()),
+            })
+            .collect();
         guard::captured_now(device, Request::call("bind group"), || {
             device.create_bind_group(&wgpu::BindGroupDescriptor {
                 label: Some(&self.label),
@@ -210,6 +216,19 @@ impl Kernel {
                 entries: &entries,
             })
         })
+    }
+
+    /// Checks that no buffer is bound both to be read alone and to be written, not even different parts of it.
+    fn check_apart(&self, bound: &[(&Binding, &wgpu::BufferBinding<'_>)]) -> Result<()> {
+        let (written, read): (Vec<_>, Vec<_>) = bound.iter().copied().partition(|(binding, _)| binding.writable);
+        for (to, written) in written {
+            if let Some((from, _)) = read.iter().find(|(_, read)| read.buffer == written.buffer) {
+                let (from, to, label) = (&from.name, &to.name, &self.label);
+                let reason = format!("'{from}', which {label} reads, lies in one buffer with '{to}', which it writes");
+                return Err(Error::Plan { what: "bind group", reason });
+            }
+        }
+        Ok(())
     }
 
     /// The pipeline.

@@ -22,13 +22,15 @@ impl Launch {
     /// Binds `buffers`, by the names that the shader gives them, to a variant.
     ///
     /// # Errors
-    /// [`Error::Plan`] when a buffer is missing, [`Error::Gpu`] when wgpu refuses one.
+    /// [`Error::Limit`] when the device dispatches fewer workgroups; [`Error::Plan`] when a buffer is missing, or one
+    /// is read and written; [`Error::Gpu`] when wgpu refuses one.
     pub(crate) fn new(
         kernels: &Kernels,
         variant: &Variant,
         buffers: &[(&str, wgpu::BufferBinding<'_>)],
         workgroups: [u32; 3],
     ) -> Result<Self> {
+        check_grid(workgroups, kernels.device().limits().max_compute_workgroups_per_dimension)?;
         let kernel = kernels.get(variant)?;
         let counter = kernels.counter().map(|counter| (OUT_OF_BOUNDS, counter.as_entire_buffer_binding()));
         let buffers: Vec<_> = buffers.iter().cloned().chain(counter).collect();
@@ -109,6 +111,19 @@ pub(crate) fn flat_grid(invocations: u64, limits: &wgpu::Limits) -> Result<[u32;
     Ok(folded_grid(workgroups, most))
 }
 
+/// Checks that a dispatch has at most `most` workgroups in each dimension.
+fn check_grid(workgroups: [u32; 3], most: u32) -> Result<()> {
+    match workgroups.into_iter().find(|&workgroups| workgroups > most) {
+        None => Ok(()),
+        Some(needed) => Err(Error::Limit {
+            what: "the workgroups of a dispatch in one dimension".into(),
+            needed: needed.into(),
+            allowed: most.into(),
+            hint: "pass fewer tokens at once",
+        }),
+    }
+}
+
 /// So many workgroups, or a few more, with at most `most` in a row: no more rows than that, since
 /// [`flat_grid`] allows none.
 pub(crate) fn folded_grid(workgroups: u64, most: u64) -> [u32; 3] {
@@ -132,5 +147,13 @@ mod tests {
         // A device that allows all that can be said.
         let boundless = wgpu::Limits { max_compute_workgroups_per_dimension: u32::MAX, ..limits };
         assert_eq!(flat_grid(65, &boundless), Ok([2, 1, 1]));
+    }
+
+    #[test]
+    fn every_dimension_of_a_grid_has_a_limit() {
+        assert!(check_grid([65535, 65535, 1], 65535).is_ok());
+        for grid in [[65536, 1, 1], [1, 65536, 1], [1, 1, 65536]] {
+            assert!(matches!(check_grid(grid, 65535), Err(Error::Limit { needed: 65536, allowed: 65535, .. })));
+        }
     }
 }

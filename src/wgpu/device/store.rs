@@ -1,6 +1,6 @@
 //! Packed keys and values on the device: pages in shards, and the ranges of spans.
 
-use super::buffers;
+use super::buffers::{self, ARRAY_USAGES};
 use super::capabilities::KernelLimits;
 use super::guard;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TileLayout};
@@ -267,10 +267,10 @@ impl Store {
             KeyOrValue::Value => ("tiles of values", "tile ranges of values"),
         };
         let bytes = |of_page: u64| of_page * u64::from(pages);
-        let tiles = buffers::create(device, tiles, bytes(part.tiles), usages()).await?;
+        let tiles = buffers::create(device, tiles, bytes(part.tiles), ARRAY_USAGES).await?;
         let ranges = match part.ranges {
             0 => None,
-            of_page => Some(buffers::create(device, ranges, bytes(of_page), usages()).await?),
+            of_page => Some(buffers::create(device, ranges, bytes(of_page), ARRAY_USAGES).await?),
         };
         Ok(ShardTensor { tiles, ranges })
     }
@@ -297,11 +297,11 @@ impl Store {
             });
         }
         let key_ranges = match has_ranges(KeyOrValue::Key) {
-            true => Some(buffers::create(device, "span ranges of keys", size, usages()).await?),
+            true => Some(buffers::create(device, "span ranges of keys", size, ARRAY_USAGES).await?),
             false => None,
         };
         let value_ranges = match has_ranges(KeyOrValue::Value) {
-            true => Some(buffers::create(device, "span ranges of values", size, usages()).await?),
+            true => Some(buffers::create(device, "span ranges of values", size, ARRAY_USAGES).await?),
             false => None,
         };
         guard::submit(device, queue, "kvpack span ranges", |encoder| {
@@ -335,7 +335,7 @@ impl Store {
             let hint = "use fewer sequences per cache";
             return Err(Error::Limit { what: "centres in bytes".into(), needed, allowed, hint });
         }
-        let grown = buffers::create(device, "centres", needed, usages()).await?;
+        let grown = buffers::create(device, "centres", needed, ARRAY_USAGES).await?;
         if let Some(old) = &self.centres {
             guard::submit(device, queue, "kvpack centres", |encoder| {
                 encoder.copy_buffer_to_buffer(old, 0, &grown, 0, old.size());
@@ -467,8 +467,4 @@ impl PagePart {
         let bytes = |words_of_tile: usize| (words_of_tile * shape.kv_heads() * 4) as u64;
         Self { tiles: bytes(tile_words), ranges: bytes(tensor.ranges_per_tile(shape.head_dim())) }
     }
-}
-
-fn usages() -> wgpu::BufferUsages {
-    wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST
 }

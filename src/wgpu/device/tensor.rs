@@ -3,7 +3,8 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use super::buffers;
+use super::buffers::{self, ARRAY_USAGES};
+use super::capabilities::KernelLimits;
 use super::guard::{self, Request};
 use crate::plan::{ElementType, Elements};
 use crate::{Error, Result};
@@ -85,7 +86,7 @@ impl Tensor {
     /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`].
     pub fn zeroed(device: &wgpu::Device, elements: usize, element_type: ElementType) -> Result<Self> {
         let size = padded_bytes(device, elements, element_type)?;
-        let buffer = buffers::create_now(device, "tensor", size, usages())?;
+        let buffer = buffers::create_now(device, "tensor", size, ARRAY_USAGES)?;
         Ok(Self { buffer, offset: 0, elements, element_type, owner: None })
     }
 
@@ -96,7 +97,7 @@ impl Tensor {
     pub async fn upload(device: &wgpu::Device, queue: &wgpu::Queue, elements: Elements<'_>) -> Result<Self> {
         let element_type = elements.element_type();
         let size = padded_bytes(device, elements.len(), element_type)?;
-        let buffer = buffers::create(device, "tensor", size, usages()).await?;
+        let buffer = buffers::create(device, "tensor", size, ARRAY_USAGES).await?;
         for (i, chunk) in elements.bytes().chunks(CHUNK_BYTES as usize).enumerate() {
             let words = chunk.len() / 4 * 4;
             let offset = i as u64 * CHUNK_BYTES;
@@ -245,10 +246,6 @@ impl Tensor {
     }
 }
 
-fn usages() -> wgpu::BufferUsages {
-    wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST
-}
-
 fn alignment(limits: &wgpu::Limits) -> u64 {
     u64::from(limits.min_storage_buffer_offset_alignment.max(4))
 }
@@ -262,7 +259,7 @@ fn padded_bytes(device: &wgpu::Device, elements: usize, element_type: ElementTyp
 }
 
 fn check_tensor_bytes(bytes: u64, limits: &wgpu::Limits) -> Result<()> {
-    let allowed = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
+    let allowed = KernelLimits::new(limits).binding_bytes;
     if bytes <= allowed {
         return Ok(());
     }

@@ -95,7 +95,8 @@ impl DequantizePlan {
             return Err(Error::Elements { what, given: output.elements(), expected: self.elements(), shape });
         }
         if output.element_type() != ElementType::F32 {
-            return Err(Error::Buffer { what, reason: "it holds f16, f32 is written".into() });
+            let reason = format!("it holds {:?}, F32 is written", output.element_type());
+            return Err(Error::Buffer { what, reason });
         }
         output.check_aligned(what, limits)
     }

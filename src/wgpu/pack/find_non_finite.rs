@@ -49,7 +49,7 @@ impl FindNonFinitePlan {
     /// # Errors
     /// [`Error::Limit`] when a 32-bit index does not count the elements.
     pub fn new(shape: &AttentionShape, rows: RowLayout, largest: f32) -> Result<Self> {
-        let elements = rows.tokens as u64 * (shape.kv_heads() * shape.head_dim()) as u64;
+        let elements = (rows.tokens as u64).saturating_mul((shape.kv_heads() * shape.head_dim()) as u64);
         if elements >= u64::from(NOTHING) {
             return Err(Error::Limit {
                 what: "the elements of a tensor".into(),
@@ -105,4 +105,16 @@ fn variant_of(element_type: ElementType) -> Variant {
 /// Every variant that a plan can ask for.
 pub(crate) fn variants() -> Vec<Variant> {
     ElementType::ALL.map(variant_of).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn absurd_sizes_are_refused() {
+        let shape = AttentionShape::new(2, 2, 64).unwrap();
+        let rows = RowLayout { tokens: usize::MAX, token_stride: 0, head_stride: 0 };
+        assert!(matches!(FindNonFinitePlan::new(&shape, rows, 1.0), Err(Error::Limit { .. })));
+    }
 }

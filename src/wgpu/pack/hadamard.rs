@@ -36,9 +36,9 @@ impl HadamardPlan {
         Ok(Self { shape: *shape, rows, turn: Turn { rotation, direction } })
     }
 
-    /// Elements of the output, `[tokens, kv_heads, head_dim]`.
+    /// Elements of the output, `[tokens, kv_heads, head_dim]`; the largest number where they are beyond all numbers.
     pub fn elements(&self) -> usize {
-        self.rows.tokens * self.shape.kv_heads() * self.shape.head_dim()
+        self.rows.tokens.saturating_mul(self.shape.kv_heads() * self.shape.head_dim())
     }
 
     /// The kernel variant for input of this type, for [`Kernels::prepare`].
@@ -49,7 +49,8 @@ impl HadamardPlan {
     /// Binds the tensor to read and the f32 tensor to write, of another buffer.
     ///
     /// # Errors
-    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor does not suit, [`Error::Limit`] when one is too large.
+    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor does not suit, [`Error::Plan`] when both lie in one
+    /// buffer, [`Error::Limit`] when one is too large.
     pub fn bind(&self, kernels: &Kernels, input: &Tensor, output: &Tensor) -> Result<Launches> {
         let limits = kernels.device().limits();
         self.rows.check("rows to rotate", input.elements(), &self.shape)?;
@@ -63,10 +64,6 @@ impl HadamardPlan {
                 what: "rotated rows",
                 reason: "it does not hold f32, which is written".into(),
             });
-        }
-        if output.buffer() == input.buffer() {
-            let reason = "it lies in the buffer of the rows that are read; a launch cannot do both to one buffer";
-            return Err(Error::Buffer { what: "rotated rows", reason: reason.into() });
         }
         output.check_aligned("rotated rows", &limits)?;
         let rows = BoundRows::new(input, None, &limits)?;

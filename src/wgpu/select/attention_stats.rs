@@ -94,10 +94,8 @@ struct StatsCall {
     kv_heads: u32,
     group: u32,
     part_tiles: u32,
-    parts: u32,
     scale: f32,
     log_threshold: f32,
-    unused: [u32; 2],
 }
 
 /// `SumCall` of `select/sum_partials.wgsl`.
@@ -132,7 +130,7 @@ impl AttentionStatsPlan {
         let log_threshold = request.log_threshold()?;
         check_reach(&queries, shape.query_heads(), shape.head_dim())?;
         check_reach(&keys, shape.kv_heads(), shape.head_dim())?;
-        check_index("column sums", (shape.query_heads() * rows.tokens()) as u64)?;
+        check_index("column sums", shape.query_heads().saturating_mul(rows.tokens()) as u64)?;
         let tiles = rows.tokens().div_ceil(TILE_KEYS);
         let part_tiles = tiles.div_ceil(most_parts(shape, &rows).clamp(1, u16::MAX.into()));
         let parts = tiles.div_ceil(part_tiles);
@@ -319,7 +317,6 @@ impl AttentionStatsPlan {
             part_tiles: cut.part_tiles as u32,
             scale: call.scale,
             log_threshold: call.log_threshold,
-            unused: [0; 3],
         }
     }
 
@@ -336,10 +333,8 @@ impl AttentionStatsPlan {
             kv_heads: self.shape.kv_heads() as u32,
             group: self.shape.group() as u32,
             part_tiles: self.part_tiles as u32,
-            parts: self.parts as u32,
             scale: 1.0 / (self.shape.head_dim() as f32).sqrt(),
             log_threshold: self.log_threshold.unwrap_or(0.0),
-            unused: [0; 2],
         }
     }
 

@@ -33,11 +33,12 @@ impl ChunkSimilarityPlan {
     /// [`Error::Chunks`](crate::Error::Chunks) when there are none, or of no elements;
     /// [`Error::Limit`](crate::Error::Limit) when a 32-bit index does not count their elements.
     pub fn new(width: usize, chunks: usize) -> Result<Self> {
-        check_widths(width, width * chunks)?;
+        let elements = width.saturating_mul(chunks);
+        check_index("the elements of all embeddings", elements as u64)?;
+        check_widths(width, elements)?;
         if chunks == 0 {
             return Err(crate::Error::Chunks { reason: "there are none to compare".into() });
         }
-        check_index("the elements of all embeddings", (width * chunks) as u64)?;
         Ok(Self { width, chunks })
     }
 
@@ -51,10 +52,12 @@ impl ChunkSimilarityPlan {
     ///
     /// # Errors
     /// [`Error::Chunks`](crate::Error::Chunks) when the embeddings are of other widths; [`Error::Elements`] or
-    /// [`Error::Buffer`] when the output does not suit; [`Error::Limit`] when a tensor is too large.
+    /// [`Error::Buffer`] when the output does not suit; [`Error::Plan`] when it lies in a buffer of embeddings;
+    /// [`Error::Limit`] when a tensor is too large.
     ///
     /// [`Error::Elements`]: crate::Error::Elements
     /// [`Error::Buffer`]: crate::Error::Buffer
+    /// [`Error::Plan`]: crate::Error::Plan
     /// [`Error::Limit`]: crate::Error::Limit
     pub fn bind(&self, kernels: &Kernels, query: &Tensor, chunks: &Tensor, similarities: &Tensor) -> Result<Launches> {
         let limits = kernels.device().limits();
@@ -96,4 +99,20 @@ fn variant_of(query: ElementType, chunks: ElementType) -> Variant {
 /// Every variant that a plan can ask for.
 pub(super) fn variants() -> Vec<Variant> {
     ElementType::ALL.into_iter().flat_map(|query| ElementType::ALL.map(|chunks| variant_of(query, chunks))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Error;
+
+    #[test]
+    fn absurd_sizes_are_refused() {
+        for (width, chunks) in [(usize::MAX, 2), (1 << 20, usize::MAX / 3)] {
+            let plan = ChunkSimilarityPlan::new(width, chunks);
+            assert!(matches!(plan, Err(Error::Limit { .. })), "{plan:?}");
+        }
+        assert!(matches!(ChunkSimilarityPlan::new(0, 3), Err(Error::Chunks { .. })));
+        assert!(matches!(ChunkSimilarityPlan::new(3, 0), Err(Error::Chunks { .. })));
+    }
 }

@@ -20,7 +20,8 @@ impl EvictedPlan {
     /// Plans for kept tokens below [`IndexShape::below`].
     ///
     /// # Errors
-    /// [`Error::NoTokens`](crate::Error::NoTokens) when nothing is evicted.
+    /// [`Error::NoTokens`](crate::Error::NoTokens) when nothing is evicted; [`Error::Limit`](crate::Error::Limit) when
+    /// a 32-bit index does not count what is.
     pub fn new(kept: IndexShape) -> Result<Self> {
         Ok(Self { kept, evicted: kept.others()? })
     }
@@ -39,7 +40,8 @@ impl EvictedPlan {
     ///
     /// # Errors
     /// [`Error::Elements`](crate::Error::Elements) when the indices are of other shapes;
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    /// [`Error::Plan`](crate::Error::Plan) when both lie in one buffer; [`Error::Limit`](crate::Error::Limit) when the
+    /// device dispatches too few workgroups; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
     pub fn bind(&self, kernels: &Kernels, kept: &Indices, evicted: &Indices) -> Result<Launches> {
         let heads = self.kept.kv_heads();
         check_indices("positions of kept tokens", kept, heads, self.kept.count())?;
@@ -56,4 +58,20 @@ impl EvictedPlan {
 /// The one variant.
 pub(super) fn variants() -> Vec<Variant> {
     vec![Variant::new("evicted")]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Error;
+    use crate::format::MOST_HEADS;
+
+    /// Few are kept of more than a 32-bit index counts.
+    #[test]
+    fn absurd_sizes_are_refused() {
+        let plan = EvictedPlan::new(IndexShape::new(MOST_HEADS, 1, u32::MAX).unwrap());
+        assert!(matches!(plan, Err(Error::Limit { .. })), "{plan:?}");
+        let none = EvictedPlan::new(IndexShape::new(1, 4, 4).unwrap());
+        assert!(matches!(none, Err(Error::NoTokens { .. })), "{none:?}");
+    }
 }

@@ -52,7 +52,6 @@ struct MergeCall {
     kv_heads: u32,
     kept: u32,
     evicted: u32,
-    unused: u32,
 }
 
 impl MergePlan {
@@ -70,7 +69,8 @@ impl MergePlan {
             });
         }
         check_reach(&rows, shape.kv_heads(), shape.head_dim())?;
-        check_index("the elements of a result", (kept.max(evicted) * shape.kv_heads() * shape.head_dim()) as u64)?;
+        let row = shape.kv_heads() * shape.head_dim();
+        check_index("the elements of a result", kept.max(evicted).saturating_mul(row) as u64)?;
         let workgroups = evicted.div_ceil(TILE_EVICTED).max(kept.div_ceil(kept_tile(shape.head_dim()))) as u64;
         if workgroups > u64::from(u16::MAX) {
             let (needed, allowed) = (workgroups, u64::from(u16::MAX));
@@ -194,7 +194,6 @@ impl MergePlan {
             kv_heads: self.shape.kv_heads() as u32,
             kept: self.kept as u32,
             evicted: self.evicted as u32,
-            unused: 0,
         };
         super::upload_call(kernels.device(), &call, &[])
     }

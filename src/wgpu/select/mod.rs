@@ -65,7 +65,7 @@ const fn aggregation_constant(aggregation: HeadAggregation) -> usize {
 
 /// Checks that 32-bit indices reach all of `heads` heads of rows.
 fn check_reach(rows: &RowLayout, heads: usize, head_dim: usize) -> Result<()> {
-    let end = rows.row(rows.tokens.max(1) - 1, heads - 1) + head_dim;
+    let end = rows.row(rows.tokens.max(1) - 1, heads - 1).saturating_add(head_dim);
     let needed = end.max(rows.token_stride).max(rows.head_stride) as u64;
     check_index("the elements of a tensor", needed)
 }

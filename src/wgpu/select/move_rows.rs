@@ -69,7 +69,8 @@ impl GatherPlan {
     /// element type.
     ///
     /// # Errors
-    /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not suit, [`Error::Limit`] when one is too large.
+    /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not suit, [`Error::Plan`] when what is written lies
+    /// in a buffer that is read, [`Error::Limit`] when one is too large.
     pub fn bind(&self, kernels: &Kernels, rows: &Tensor, kept: &Indices, gathered: &Tensor) -> Result<Launches> {
         check_indices("indices of kept tokens", kept, self.0.shape.kv_heads(), self.0.count)?;
         self.0.bind(kernels, "gather", rows, kept, gathered, [1, 0])
@@ -118,7 +119,8 @@ impl Moves {
             return Err(Error::NoTokens { what, hint: "nothing to copy needs no kernel" });
         }
         check_reach(&rows, shape.kv_heads(), shape.head_dim())?;
-        check_index("the elements of a result", (count * shape.kv_heads() * shape.head_dim()) as u64)?;
+        let row = shape.kv_heads() * shape.head_dim();
+        check_index("the elements of a result", count.saturating_mul(row) as u64)?;
         Ok(Self { shape: *shape, rows, count })
     }
 
@@ -179,4 +181,20 @@ pub(super) fn variants() -> Vec<Variant> {
         }
     }
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn absurd_sizes_are_refused() {
+        let shape = AttentionShape::new(2, 2, 64).unwrap();
+        let rows = RowLayout::token_major(4, &shape);
+        let endless = RowLayout { tokens: usize::MAX, ..rows };
+        for (rows, count) in [(rows, usize::MAX), (endless, 1), (RowLayout { head_stride: usize::MAX, ..rows }, 1)] {
+            let plan = GatherPlan::new(&shape, rows, count);
+            assert!(matches!(plan, Err(Error::Limit { .. })), "{plan:?}");
+        }
+    }
 }

@@ -60,7 +60,6 @@ pub(super) struct MatrixCall {
     pub part_tiles: u32,
     pub scale: f32,
     pub log_threshold: f32,
-    pub unused: [u32; 3],
 }
 
 impl MatrixCut {

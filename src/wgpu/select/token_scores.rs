@@ -49,7 +49,8 @@ impl TokenScoresPlan {
     /// word of 0, which becomes the number of tokens from the first on whose sum is NaN.
     ///
     /// # Errors
-    /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not suit, [`Error::Limit`] when one is too large.
+    /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not suit, [`Error::Plan`] when what is written lies
+    /// in a buffer that is read, [`Error::Limit`] when one is too large or the device dispatches too few workgroups.
     pub fn bind(&self, kernels: &Kernels, sums: &Tensor, scores: &Tensor, not_numbers: &Words) -> Result<Launches> {
         let (tables, limits) = (&self.tables, kernels.device().limits());
         let (elements, shape) = (self.kv_heads * tables.tokens, format!("[{}, {}]", self.kv_heads, tables.tokens));

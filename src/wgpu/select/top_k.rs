@@ -21,7 +21,6 @@ struct TopKCall {
     n: u32,
     k: u32,
     first_score: u32,
-    unused: u32,
 }
 
 impl TopKPlan {
@@ -60,7 +59,8 @@ impl TopKPlan {
     /// ascending for each head.
     ///
     /// # Errors
-    /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not suit, [`Error::Limit`] when one is too large.
+    /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not suit, [`Error::Plan`] when what is written lies
+    /// in a buffer that is read, [`Error::Limit`] when one is too large or the device dispatches too few workgroups.
     pub fn bind(&self, kernels: &Kernels, scores: &Tensor, chosen: &Indices) -> Result<Launches> {
         let limits = kernels.device().limits();
         if scores.elements() != self.kv_heads * self.n {
@@ -77,7 +77,7 @@ impl TopKPlan {
         }
         check_indices("chosen indices", chosen, self.kv_heads, self.k)?;
         let rows = scores.element_binding(&limits)?;
-        let call = TopKCall { n: self.n as u32, k: self.k as u32, first_score: rows.first_element, unused: 0 };
+        let call = TopKCall { n: self.n as u32, k: self.k as u32, first_score: rows.first_element };
         let call = super::upload_call(kernels.device(), &call, &[])?;
         let buffers =
             [("call", call.as_entire_buffer_binding()), ("scores", rows.buffer), ("chosen", chosen.binding())];
@@ -89,4 +89,22 @@ impl TopKPlan {
 /// The one variant.
 pub(super) fn variants() -> Vec<Variant> {
     vec![Variant::new("top_k")]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::MOST_HEADS;
+
+    /// Products of these wrap around to small numbers.
+    #[test]
+    fn absurd_sizes_are_refused() {
+        let plan = TopKPlan::new(0x0fff_ffff_0000_0010_u64 as usize, 0x1000_0001, 0x1000_0001);
+        assert!(matches!(plan, Err(Error::Limit { .. })), "{plan:?}");
+        for (kv_heads, n) in [(MOST_HEADS + 1, 1), (MOST_HEADS, 0x1_0002), (1, usize::MAX)] {
+            let plan = TopKPlan::new(kv_heads, n, 1);
+            assert!(matches!(plan, Err(Error::Limit { .. })), "{kv_heads}, {n}: {plan:?}");
+        }
+        assert!(TopKPlan::new(MOST_HEADS, 0x1_0001, 1).is_ok());
+    }
 }

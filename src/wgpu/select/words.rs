@@ -1,6 +1,6 @@
 //! Arrays of integers that kernels write.
 
-use crate::wgpu::device::buffers;
+use crate::wgpu::device::buffers::{self, ARRAY_USAGES};
 use crate::{Error, Result};
 
 /// A dense array of `u32` in a storage buffer that kernels write: counts, places among kept tokens.
@@ -17,7 +17,7 @@ impl Words {
     /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`]; [`Error::NoTokens`] when it is empty.
     pub fn zeroed(device: &wgpu::Device, what: &'static str, len: usize) -> Result<Self> {
         check_len(what, len)?;
-        let buffer = buffers::create_now(device, what, len as u64 * 4, usages())?;
+        let buffer = buffers::create_now(device, what, len as u64 * 4, ARRAY_USAGES)?;
         Ok(Self { buffer, len })
     }
 
@@ -51,8 +51,4 @@ fn check_len(what: &'static str, len: usize) -> Result<()> {
         return Err(Error::NoTokens { what, hint: "a buffer holds at least one word" });
     }
     Ok(())
-}
-
-fn usages() -> wgpu::BufferUsages {
-    wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST
 }
