@@ -32,6 +32,8 @@ enum Mistake {
     OffByOneCode,
     /// The output is NaN.
     YieldsNan,
+    /// The output lacks the last head.
+    YieldsLess,
     /// Every second output has another last bit.
     Wavers,
     /// A span's last token is written once more, into the page behind its last.
@@ -174,6 +176,11 @@ impl Forward for Mistaken {
         let queries = self.mistaken_queries(plan, queries);
         let output = self.cpu.attend(&self.mistaken_plan(plan)?, stores, &queries, options).await?;
         Ok(match self.mistake {
+            Mistake::YieldsLess => {
+                let mut outputs = output.to_f32();
+                outputs.truncate(outputs.len() - plan.shape().head_dim());
+                CpuTensor::F32(outputs)
+            }
             Mistake::YieldsNan => CpuTensor::F32(vec![f32::NAN; output.elements().len()]),
             Mistake::Wavers => {
                 let mut outputs = output.to_f32();
@@ -317,6 +324,16 @@ fn a_wrong_code_is_found() {
 fn nan_is_found() {
     let report = run("format-f16", Mistake::YieldsNan);
     assert_eq!(report.failures, [Failure::OutputNotFinite { index: 0 }]);
+}
+
+#[test]
+fn elements_that_are_missing_are_found() {
+    for check in ["format-f16", "bf16-output-f16"] {
+        let report = run(check, Mistake::YieldsLess);
+        let missing =
+            |failure: &Failure| matches!(failure, Failure::Differs { what, .. } if what == "length of output");
+        assert!(report.failures.iter().any(missing), "{check}: {}", report.reason());
+    }
 }
 
 #[test]

@@ -373,6 +373,16 @@ fn a_step_is_opened_filled_and_closed_in_order() {
     is_refused(block_on(cache.store_prompt(0, rows, &row, &row, &[])));
     block_on(cache.store_prompt(0, rows, &row, &row, &span(1))).unwrap();
     cache.abandon();
+    // As many tokens for the same store, but others.
+    let halves = [0, 1].map(|start| PromptSpan::f16(TokenRange::new(start, start + 1).unwrap()));
+    let turned = [1, 0].map(|at| halves[at].clone());
+    let two = RowLayout::token_major(2, &shape);
+    let rows = CpuTensor::F32(vec![0.5; 2 * shape.kv_heads() * shape.head_dim()]);
+    block_on(cache.reserve_for_prefill(&halves)).unwrap();
+    cache.begin_prefill(0, 2, &halves).unwrap();
+    is_refused(block_on(cache.store_prompt(0, two, &rows, &rows, &turned)));
+    block_on(cache.store_prompt(0, two, &rows, &rows, &halves)).unwrap();
+    cache.abandon();
     assert_eq!(cache.memory().in_use_bytes(), 0);
 }
 

@@ -166,6 +166,7 @@ fn bad_inputs_are_typed_errors() {
     assert!(matches!(keep(&[1.0, 2.0], &[0, 1], 1), Err(Error::Budget { .. })));
     assert!(matches!(keep(&[1.0, 2.0], &[2], 1), Err(Error::Selection { .. })));
     assert!(matches!(recent_and_best(&[1.0; 4], 3, 2), Err(Error::TopK { k: 5, n: 4 })));
+    assert!(matches!(recent_and_best(&[1.0; 4], usize::MAX, 1), Err(Error::TopK { k: usize::MAX, n: 4 })));
     assert!(matches!(uniform_budgets(2, 10, 1.1), Err(Error::Budget { .. })));
     assert!(matches!(uniform_budgets(0, 10, 0.1), Err(Error::Budget { .. })));
     assert!(matches!(

@@ -109,6 +109,24 @@ fn steps_yield_what_the_fused_kernel_yields() {
     }
 }
 
+/// Queries of a causal run that see nothing of a span are attended to the others.
+#[test]
+fn causal_runs_see_what_they_may() {
+    let block = Block::new(SegmentFormat::kivi(Bits::Four), [128, 2], 0.0, &mut Random::new(4));
+    let queries: Vec<f32> = (0..QUERIES * 4 * 64).map(|i| (i as f32 * 0.37).sin()).collect();
+    let plan = |calibration| {
+        let mut view = block.view(calibration);
+        view.spans[1].start = 128;
+        AttendPlan::new(shape(), &[QueryRun::causal(0, QUERIES)], &[view]).unwrap()
+    };
+    let (stores, given) = ([&block.store], Elements::F32(&queries));
+    let fused = attend_plan(&plan(None), &stores, given, Split::default()).unwrap();
+    let unfused = unfused_attention(&plan(Some(Calibration::IDENTITY)), &stores, given).unwrap();
+    let in_f64 = |rows: &[f32]| -> Vec<f64> { rows.iter().map(|&x| f64::from(x)).collect() };
+    assert!(nmse(unfused.outputs(), &in_f64(fused.outputs())) < 1e-10);
+    assert!(nmse(unfused.lse(), &in_f64(fused.lse())) < 1e-10);
+}
+
 #[test]
 fn stores_without_places_for_scores_are_refused() {
     let blocks = [Block::new(SegmentFormat::F16, [1, 2], 0.0, &mut Random::new(1))];

@@ -355,6 +355,15 @@ mod tests {
         assert_eq!([keys[0], keys[64], keys[128], keys[192]], [of(5, 0), of(4, 0), of(299, 1), of(0, 1)]);
     }
 
+    #[test]
+    fn stores_that_do_not_exist_are_refused() {
+        let cpu = Cpu::new();
+        let mut stores = FilledStores::new(&cpu, shape(), &[SegmentFormat::F16]).unwrap();
+        let page = Page { shard: 0, index: 0 };
+        assert!(matches!(stores.copy_page(&cpu, 1, page, page), Err(Error::Plan { .. })));
+        assert!(matches!(stores.pack_windows(&cpu, [0, 1], &[]), Err(Error::Plan { .. })));
+    }
+
     /// A span that cannot be stored takes those before it with it.
     #[test]
     fn nothing_is_stored_where_one_span_fails() {

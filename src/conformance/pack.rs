@@ -183,19 +183,13 @@ fn gathered_tokens(case: &PackCase) -> Vec<u32> {
 
 /// Where two dense tensors differ; +0 and −0 are alike.
 pub(super) fn difference(what: &str, got: &[f32], want: &[f32]) -> Option<Failure> {
-    let differs = |what: &str, elements, index, got: f32, want: f32| Failure::Differs {
-        what: what.into(),
-        elements,
-        index,
-        got: got.into(),
-        want: want.into(),
-    };
-    if got.len() != want.len() {
-        return Some(differs(&format!("length of {what}"), 1, 0, got.len() as f32, want.len() as f32));
+    if let Some(failure) = Failure::of_length(what, got.len(), want.len()) {
+        return Some(failure);
     }
     let mut wrong = got.iter().zip(want).enumerate().filter(|(_, (got, want))| got != want);
     let (index, (&first, &wanted)) = wrong.next()?;
-    Some(differs(what, 1 + wrong.count(), index, first, wanted))
+    let (elements, got, want) = (1 + wrong.count(), first.into(), wanted.into());
+    Some(Failure::Differs { what: what.into(), elements, index, got, want })
 }
 
 #[cfg(test)]

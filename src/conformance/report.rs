@@ -127,6 +127,14 @@ pub enum Failure {
     },
 }
 
+impl Failure {
+    /// A failure where a backend yields another number of elements than the CPU twin.
+    pub(super) fn of_length(what: &str, got: usize, want: usize) -> Option<Self> {
+        let what = format!("length of {what}");
+        (got != want).then_some(Self::Differs { what, elements: 1, index: 0, got: got as f64, want: want as f64 })
+    }
+}
+
 /// An element whose stored value differs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Mismatch {

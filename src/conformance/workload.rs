@@ -136,10 +136,8 @@ impl<B: Backend> Workload<B> {
         for plan in &self.plans {
             let output = backend.attend(plan, &stores, &data.queries, options).await?;
             let output = backend.download(&output).await?;
-            let (got, want) = (output.len(), plan.elements());
-            if got != want {
-                let (what, index) = ("output: elements".into(), got.min(want));
-                failures.push(Failure::Differs { what, elements: 1, index, got: got as f64, want: want as f64 });
+            if let Some(failure) = Failure::of_length("output", output.len(), plan.elements()) {
+                failures.push(failure);
                 continue;
             }
             for (index, sequence) in output.chunks(data.decode.shape.query_heads() * head_dim).enumerate() {

@@ -156,3 +156,18 @@ pub(super) fn item_jobs<'a>(
     }
     Ok(jobs)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_whole() {
+        let shape = AttentionShape::new(4, 2, 64).unwrap();
+        let of = |heads: usize, lse: usize| States::from_parts(&shape, vec![0.0; heads * 64], vec![0.0; lse]);
+        assert_eq!(of(8, 8).unwrap().lse().len(), 8);
+        for (heads, lse) in [(4, 3), (3, 3), (8, 4)] {
+            assert!(matches!(of(heads, lse), Err(Error::Elements { .. })), "{heads} heads, {lse} log-sum-exps");
+        }
+    }
+}

@@ -61,7 +61,7 @@ impl Cuda {
     ///
     /// # Errors
     /// [`Error::Adapter`](crate::Error::Adapter) when the device is older than compute capability 8.0, or the driver
-    /// than CUDA 12.0.
+    /// than CUDA 11.8.
     pub fn new(stream: Arc<CudaStream>, cache: KernelCache) -> Result<Self> {
         let kernels = Arc::new(Kernels::new(stream.context().clone(), cache)?);
         Ok(Self { stream, kernels, scratch: Arc::default() })
@@ -70,7 +70,7 @@ impl Cuda {
     /// The backend on a new stream of a device's primary context.
     ///
     /// # Errors
-    /// [`Error::Adapter`](crate::Error::Adapter) when there is no driver or one older than CUDA 12.0, or no such device
+    /// [`Error::Adapter`](crate::Error::Adapter) when there is no driver or one older than CUDA 11.8, or no such device
     /// or one older than compute capability 8.0.
     pub fn open(ordinal: usize, cache: KernelCache) -> Result<Self> {
         let context = open_context(ordinal)?;
@@ -445,7 +445,7 @@ impl Selection for Cuda {
     fn top_k(&self, scores: &Tensor, kv_heads: usize, k: usize) -> Result<Indices> {
         self.check_tensors("top_k", &[scores])?;
         let plan = TopKPlan::new(kv_heads, scores.elements() / kv_heads.max(1), k)?;
-        let chosen = Indices::zeroed(&self.stream, plan.indices()?)?;
+        let chosen = Indices::zeroed(&self.stream, plan.indices())?;
         plan.bind(self, scores, &chosen)?.launch(&self.stream)?;
         Ok(chosen)
     }

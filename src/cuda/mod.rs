@@ -5,7 +5,7 @@
 //! (see [`KernelCache`]).
 //!
 //! Building needs nothing of CUDA either. Where a toolkit is installed its version chooses the bindings of the driver,
-//! and must be 11.8 or newer. The driver must serve CUDA 12.0 at least, and 12.8 where durations are measured with
+//! and must be 11.8 or newer. The driver must serve CUDA 11.8 at least, and 12.8 where durations are measured with
 //! bindings of CUDA 13.
 //!
 //! | kernel | file | does |

@@ -22,13 +22,13 @@ impl IndexShape {
         if kv_heads == 0 || count == 0 || below == 0 {
             return Err(Error::NoTokens { what: "token indices", hint: "gather at least one token for every KV head" });
         }
-        let limits = [
-            ("KV heads of token indices", kv_heads as u64, MOST_HEADS as u64),
-            ("token indices", (kv_heads as u64).saturating_mul(count as u64), u64::from(u32::MAX)),
-        ];
-        if let Some((what, needed, allowed)) = limits.into_iter().find(|(_, needed, allowed)| needed > allowed) {
-            return Err(Error::Limit { what: what.into(), needed, allowed, hint: "pass fewer tokens at once" });
-        }
+        let limit = |what: &str, needed: u64, allowed: u64, hint| match needed > allowed {
+            true => Err(Error::Limit { what: what.into(), needed, allowed, hint }),
+            false => Ok(()),
+        };
+        let indices = (kv_heads as u64).saturating_mul(count as u64);
+        limit("KV heads of token indices", kv_heads as u64, MOST_HEADS as u64, "a layer has no more")?;
+        limit("token indices", indices, u64::from(u32::MAX), "pass fewer tokens at once")?;
         Ok(Self { kv_heads, count, below })
     }
 

@@ -89,9 +89,9 @@ pub(super) fn text_first(
             recent_and_best(&raised.collect::<Vec<f32>>(), recent, best)
         }
         TextRule::Stays => {
-            let protected = |&token: &u32| text[token as usize] || token as usize + recent >= tokens;
+            let protected = |&token: &u32| text[token as usize] || (token as usize).saturating_add(recent) >= tokens;
             let protected: Vec<u32> = (0..tokens as u32).filter(protected).collect();
-            keep(scores, &protected, recent + best)
+            keep(scores, &protected, recent.saturating_add(best))
         }
     }
 }

@@ -52,15 +52,8 @@ impl Expected {
         if let Some(index) = got.iter().position(|x| !x.is_finite()) {
             return vec![Failure::OutputNotFinite { index }];
         }
-        if got.len() != self.outputs.len() {
-            let (what, got, want) = (format!("{what}: elements"), got.len(), self.outputs.len());
-            return vec![Failure::Differs {
-                what,
-                elements: 1,
-                index: got.min(want),
-                got: got as f64,
-                want: want as f64,
-            }];
+        if let Some(failure) = Failure::of_length(what, got.len(), self.outputs.len()) {
+            return vec![failure];
         }
         let judged = [
             ("NMSE", error.nmse, limits.nmse),
@@ -106,6 +99,9 @@ pub(super) fn rounding_failure(got: &[f32], in_f32: &[f32], output: ElementType,
         let between = nearest(x - slack)..=nearest(x + slack);
         (!between.contains(&f64::from(got[index]))).then(|| nearest(x))
     };
+    if let Some(failure) = Failure::of_length("output", got.len(), in_f32.len()) {
+        return Some(failure);
+    }
     let mut wrong = in_f32.iter().enumerate().filter_map(|(index, &x)| Some((index, misrounded(index, x)?)));
     let (index, want) = wrong.next()?;
     Some(Failure::Misrounded { elements: 1 + wrong.count(), index, got: got[index], want: want as f32 })

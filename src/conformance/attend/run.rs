@@ -119,6 +119,9 @@ fn query_tensor(case: &AttendCase, data: &[SequenceData], plan: &AttendPlan) -> 
 
 /// Where a second run of the same step yields other bits.
 fn unrepeated(first: &[f32], second: &[f32]) -> Option<Failure> {
+    if let Some(failure) = Failure::of_length("output of a second run", second.len(), first.len()) {
+        return Some(failure);
+    }
     let mut differing = first.iter().zip(second).enumerate().filter(|(_, (a, b))| a.to_bits() != b.to_bits());
     let (index, _) = differing.next()?;
     Some(Failure::Unrepeated { elements: 1 + differing.count(), index })

@@ -180,6 +180,9 @@ fn wrong_choice(case: &EvictionCase, got: &[Nearest], want: &[Nearest]) -> Optio
         EvictionKeys::Equal => 0,
         EvictionKeys::Random => want.len() / 200,
     };
+    if let Some(failure) = Failure::of_length("nearest kept tokens", got.len(), want.len()) {
+        return Some(failure);
+    }
     let mut wrong = got.iter().zip(want).enumerate().filter(|(_, (got, want))| got.kept != want.kept);
     let (index, (first, wanted)) = wrong.next()?;
     let elements = 1 + wrong.count();

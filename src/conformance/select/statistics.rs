@@ -240,11 +240,11 @@ fn wrong_count(case: &StatisticsCase, input: &StatsInput<'_>, got: &[u32], rows:
         what: "counts of rows".into(),
         elements,
         index,
-        got: got.get(index).copied().unwrap_or_default().into(),
+        got: got[index].into(),
         want: few[index].into(),
     };
-    if got.len() != few.len() {
-        return Ok(Some(differs(1, 0)));
+    if let Some(failure) = Failure::of_length("counts of rows", got.len(), few.len()) {
+        return Ok(Some(failure));
     }
     let mut wrong = (0..got.len()).filter(|&i| !(few[i]..=many[i]).contains(&got[i]));
     Ok(wrong.next().map(|index| differs(1 + wrong.count(), index)))

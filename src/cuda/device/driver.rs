@@ -11,9 +11,9 @@ use crate::{Error, Result};
 /// Compute capability that the kernels need: asynchronous copies and the MMA shapes of 8.0.
 const LEAST_CAPABILITY: (i32, i32) = (8, 0);
 
-/// Version of the driver that the kernels need, as the driver counts: binaries for warpgroups (`sm_90a`), and launches
-/// with attributes.
-const LEAST_DRIVER: i32 = 12_000;
+/// Version of the driver that launches need, as the driver counts: `cuLaunchKernelEx` came with CUDA 11.8, and nothing
+/// newer is called but to measure durations.
+const LEAST_DRIVER: i32 = 11_080;
 
 /// Version that durations need: bindings of CUDA 13 measure them by a function that came with 12.8.
 pub(in crate::cuda) const LEAST_TIMING_DRIVER: i32 = if CUDA_VERSION >= 13_000 { 12_080 } else { LEAST_DRIVER };
@@ -141,11 +141,11 @@ mod tests {
 
     #[test]
     fn old_drivers_are_a_typed_error() {
-        assert_eq!(check_version("kernels", 12_000, LEAST_DRIVER), Ok(()));
+        assert_eq!(check_version("kernels", 11_080, LEAST_DRIVER), Ok(()));
         assert_eq!(check_version("kernels", 13_010, LEAST_DRIVER), Ok(()));
-        let error = check_version("kernels", 11_080, LEAST_DRIVER).unwrap_err();
+        let error = check_version("kernels", 11_070, LEAST_DRIVER).unwrap_err();
         assert!(matches!(error, Error::Adapter { .. }), "{error}");
-        assert!(error.to_string().contains("up to 11.8, kernels need 12.0"), "{error}");
+        assert!(error.to_string().contains("up to 11.7, kernels need 11.8"), "{error}");
     }
 
     #[test]

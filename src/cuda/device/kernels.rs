@@ -24,7 +24,7 @@ impl Kernels {
     ///
     /// # Errors
     /// [`Error::Adapter`](crate::Error::Adapter) when the device is older than compute capability 8.0, or the driver
-    /// than CUDA 12.0.
+    /// than CUDA 11.8.
     pub fn new(context: Arc<CudaContext>, cache: KernelCache) -> Result<Self> {
         let facts = DeviceFacts::of(&context)?;
         Ok(Self { context, facts, cache, modules: Mutex::default() })

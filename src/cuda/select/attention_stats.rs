@@ -153,7 +153,7 @@ impl AttentionStatsPlan {
         let [queries, keys] = layouts;
         rows.check_tensors(queries.tokens, keys.tokens)?;
         let log_threshold = request.log_threshold()?;
-        check_index("column sums", shape.query_heads() * rows.tokens())?;
+        check_index("column sums", shape.query_heads().saturating_mul(rows.tokens()))?;
         Ok(Self { shape: *shape, rows, queries, keys, request, log_threshold })
     }
 

@@ -40,11 +40,12 @@ impl ChunkSimilarityPlan {
     /// [`Error::Chunks`] when there are none, or of no elements; [`Error::Limit`] when a 32-bit index does not count
     /// their elements.
     pub fn new(width: usize, chunks: usize) -> Result<Self> {
-        check_widths(width, width * chunks)?;
+        let elements = width.saturating_mul(chunks);
+        check_index("the elements of all embeddings", elements)?;
+        check_widths(width, elements)?;
         if chunks == 0 {
             return Err(Error::Chunks { reason: "there are none to compare".into() });
         }
-        check_index("the elements of all embeddings", width * chunks)?;
         Ok(Self { width, chunks })
     }
 

@@ -18,9 +18,10 @@ const OWN_SHARED_BYTES: usize = 10 << 10;
 /// The best scores of every KV head: decided, but for the memory. One launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TopKPlan {
-    kv_heads: usize,
+    /// Scores of each head.
     n: usize,
-    k: usize,
+    /// `[kv_heads, k]`.
+    chosen: IndexShape,
 }
 
 /// `TopKCall` of `select/top_k.cu`.
@@ -49,17 +50,14 @@ impl TopKPlan {
         if k == 0 || kv_heads == 0 {
             return Err(Error::NoTokens { what: "top_k", hint: "the 0 best need no kernel" });
         }
-        IndexShape::new(kv_heads, k, u32::MAX)?;
         check_index("the scores of all heads", kv_heads.saturating_mul(n))?;
-        Ok(Self { kv_heads, n, k })
+        // 32 bits count the scores of all heads, and so those of one.
+        Ok(Self { n, chosen: IndexShape::new(kv_heads, k, n as u32)? })
     }
 
     /// The shape of the result.
-    ///
-    /// # Errors
-    /// [`Error::NoTokens`]: none, since there is something to choose.
-    pub fn indices(&self) -> Result<IndexShape> {
-        IndexShape::new(self.kv_heads, self.k, self.n as u32)
+    pub const fn indices(&self) -> IndexShape {
+        self.chosen
     }
 
     /// Binds the f32 scores to read, `[kv_heads, n]`, and the indices to write, `[kv_heads, k]`,
@@ -68,21 +66,22 @@ impl TopKPlan {
     /// # Errors
     /// [`Error::Elements`] or [`Error::Buffer`] when a tensor does not suit; what the driver reports.
     pub fn bind(&self, backend: &Cuda, scores: &Tensor, chosen: &Indices) -> Result<Launches> {
-        check_output("scores", scores, self.kv_heads * self.n, ElementType::F32)?;
-        check_indices("chosen indices", chosen, self.kv_heads, self.k)?;
+        check_output("scores", scores, self.chosen.kv_heads() * self.n, ElementType::F32)?;
+        check_indices("chosen indices", chosen, self.chosen.kv_heads(), self.chosen.count())?;
         let facts = backend.kernels().facts();
         let held = self.n.min(facts.shared_bytes.saturating_sub(OWN_SHARED_BYTES) / size_of::<f32>());
         let call = TopKCall {
             scores: scores.address(),
             chosen: chosen.address(),
             n: self.n as u32,
-            k: self.k as u32,
+            k: self.chosen.count() as u32,
             held: held as u32,
             unused: 0,
         };
         let program = Program { files: &["select/top_k.cu"], defines: Vec::new() };
         let shared = held * size_of::<f32>();
-        let kernel = Kernel { program: &program, name: "top_k", grid: [self.kv_heads, 1], block: THREADS, shared };
+        let kernel =
+            Kernel { program: &program, name: "top_k", grid: [self.chosen.kv_heads(), 1], block: THREADS, shared };
         let launch = Launch::new(backend, kernel, &call, &[scores.memory(), chosen.memory()])?;
         Ok(Launches::new(vec![launch]))
     }

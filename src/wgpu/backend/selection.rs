@@ -63,7 +63,7 @@ impl Selection for Wgpu {
 
     fn top_k(&self, scores: &Tensor, kv_heads: usize, k: usize) -> Result<Indices> {
         let plan = TopKPlan::new(kv_heads, scores.elements() / kv_heads.max(1), k)?;
-        let chosen = Indices::zeroed(self.device(), plan.indices()?)?;
+        let chosen = Indices::zeroed(self.device(), plan.indices())?;
         self.run("kvpack top_k", &plan.bind(&self.kernels, scores, &chosen)?)?;
         Ok(chosen)
     }

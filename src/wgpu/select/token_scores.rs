@@ -36,7 +36,7 @@ impl TokenScoresPlan {
     /// Those of [`ScoreRequest::check`]; [`Error::Limit`] when a 32-bit index does not count the scores.
     pub fn new(kv_heads: usize, request: &ScoreRequest<'_>) -> Result<Self> {
         request.check(kv_heads.saturating_mul(request.tokens()), kv_heads)?;
-        check_index("the scores of all heads", (kv_heads.saturating_mul(request.tokens())) as u64)?;
+        check_index("the scores of all heads", kv_heads.saturating_mul(request.tokens()) as u64)?;
         Ok(Self { kv_heads, tables: request.tables() })
     }
 

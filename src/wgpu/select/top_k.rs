@@ -9,9 +9,10 @@ use crate::{Error, Result};
 /// The best scores of every KV head: decided, but for the buffers. One dispatch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TopKPlan {
-    kv_heads: usize,
+    /// Scores of each head.
     n: usize,
-    k: usize,
+    /// `[kv_heads, k]`.
+    chosen: IndexShape,
 }
 
 /// `TopKCall` of `select/top_k.wgsl`.
@@ -37,17 +38,14 @@ impl TopKPlan {
         if k == 0 || kv_heads == 0 {
             return Err(Error::NoTokens { what: "top_k", hint: "the 0 best need no kernel" });
         }
-        IndexShape::new(kv_heads, k, u32::MAX)?;
         check_index("the scores of all heads", (kv_heads as u64).saturating_mul(n as u64))?;
-        Ok(Self { kv_heads, n, k })
+        // 32 bits count the scores of all heads, and so those of one.
+        Ok(Self { n, chosen: IndexShape::new(kv_heads, k, n as u32)? })
     }
 
     /// The shape of the result.
-    ///
-    /// # Errors
-    /// [`Error::NoTokens`]: none, since there is something to choose.
-    pub fn indices(&self) -> Result<IndexShape> {
-        IndexShape::new(self.kv_heads, self.k, self.n as u32)
+    pub const fn indices(&self) -> IndexShape {
+        self.chosen
     }
 
     /// The kernel variants, for [`Kernels::prepare`].
@@ -63,25 +61,25 @@ impl TopKPlan {
     /// in a buffer that is read, [`Error::Limit`] when one is too large or the device dispatches too few workgroups.
     pub fn bind(&self, kernels: &Kernels, scores: &Tensor, chosen: &Indices) -> Result<Launches> {
         let limits = kernels.device().limits();
-        if scores.elements() != self.kv_heads * self.n {
-            let (given, expected) = (scores.elements(), self.kv_heads * self.n);
+        if scores.elements() != self.chosen.kv_heads() * self.n {
+            let (given, expected) = (scores.elements(), self.chosen.kv_heads() * self.n);
             return Err(Error::Elements {
                 what: "scores",
                 given,
                 expected,
-                shape: format!("[{}, {}]", self.kv_heads, self.n),
+                shape: format!("[{}, {}]", self.chosen.kv_heads(), self.n),
             });
         }
         if scores.element_type() != ElementType::F32 {
             return Err(Error::Buffer { what: "scores", reason: "they must be f32".into() });
         }
-        check_indices("chosen indices", chosen, self.kv_heads, self.k)?;
+        check_indices("chosen indices", chosen, self.chosen.kv_heads(), self.chosen.count())?;
         let rows = scores.element_binding(&limits)?;
-        let call = TopKCall { n: self.n as u32, k: self.k as u32, first_score: rows.first_element };
+        let call = TopKCall { n: self.n as u32, k: self.chosen.count() as u32, first_score: rows.first_element };
         let call = super::upload_call(kernels.device(), &call, &[])?;
         let buffers =
             [("call", call.as_entire_buffer_binding()), ("scores", rows.buffer), ("chosen", chosen.binding())];
-        let launch = Launch::new(kernels, &Variant::new("top_k"), &buffers, [self.kv_heads as u32, 1, 1])?;
+        let launch = Launch::new(kernels, &Variant::new("top_k"), &buffers, [self.chosen.kv_heads() as u32, 1, 1])?;
         Ok([launch].into_iter().collect())
     }
 }

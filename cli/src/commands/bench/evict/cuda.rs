@@ -40,7 +40,7 @@ fn bind(backend: &Cuda, call: &Call<'_, Cuda>) -> Result<Launches> {
         }
         Call::TopK { scores, kv_heads, k } => {
             let plan = TopKPlan::new(*kv_heads, backend.elements(scores) / kv_heads, *k)?;
-            plan.bind(backend, scores, &Indices::zeroed(stream, plan.indices()?)?)
+            plan.bind(backend, scores, &Indices::zeroed(stream, plan.indices())?)
         }
         Call::Gather { shape, rows, kept } => {
             let plan = GatherPlan::new(shape, rows.layout, kept.shape().count())?;

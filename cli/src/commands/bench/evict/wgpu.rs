@@ -48,7 +48,7 @@ fn bind(backend: &Wgpu, call: &Call<'_, Wgpu>) -> Result<Launches> {
         }
         Call::TopK { scores, kv_heads, k } => {
             let plan = TopKPlan::new(*kv_heads, backend.elements(scores) / kv_heads, *k)?;
-            plan.bind(kernels, scores, &Indices::zeroed(device, plan.indices()?)?)
+            plan.bind(kernels, scores, &Indices::zeroed(device, plan.indices())?)
         }
         Call::Gather { shape, rows, kept } => {
             let plan = GatherPlan::new(shape, rows.layout, kept.shape().count())?;
