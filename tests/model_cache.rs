@@ -375,7 +375,7 @@ fn a_step_is_opened_filled_and_closed_in_order() {
     cache.abandon();
     // As many tokens for the same store, but others.
     let halves = [0, 1].map(|start| PromptSpan::f16(TokenRange::new(start, start + 1).unwrap()));
-    let turned = [1, 0].map(|at| halves[at].clone());
+    let turned = [1, 0].map(|at| halves[at]);
     let two = RowLayout::token_major(2, &shape);
     let rows = CpuTensor::F32(vec![0.5; 2 * shape.kv_heads() * shape.head_dim()]);
     block_on(cache.reserve_for_prefill(&halves)).unwrap();
