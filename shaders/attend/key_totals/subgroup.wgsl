@@ -8,7 +8,9 @@
 // gives: LANE_GROUPS, scored_group, scored_token, arrange_scores, add_bias, team_largest, finish_key_totals
 
 // Teams score tiles of their own, or none. As a team is a subgroup, that branch is the same for all of its lanes, which
-// the compiler of a browser cannot see: diagnostic(off, subgroup_uniformity);
+// the compiler of a browser cannot see. The next line is made a directive for it:
+//
+// diagnostic(off, subgroup_uniformity);
 
 // Groups that the tokens of a lane lie in.
 const LANE_GROUPS: u32 = 1u;

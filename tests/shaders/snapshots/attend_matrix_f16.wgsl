@@ -68,8 +68,8 @@ fn number(numbering: Numbering) -> u32 {
 // Workgroup (y, x): item x, KV head y / CHUNKS, heads (y % CHUNKS) * HEADS onwards of its group. What reads the same
 // keys and values starts together, and the items start in the order of the plan.
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
-// tokens r, r + 32, r + 64, r + 96. (A team is no subgroup: what exchanges values by shuffles or multiplies matrices
-// takes its numbers from the slot `numbering`, and nothing else depends on how the device forms subgroups.)
+// tokens r, r + 32, r + 64, r + 96. (A team is a subgroup, or part of one, only where invocations are numbered by
+// attend/numbering/subgroup.wgsl, as for shuffles and matrices; nothing else depends on how the device forms those.)
 //
 // Tables are read from memory that a caller may have written. What is read becomes an index only after it was
 // clamped to what exists, here once for an item and where rows are addressed, so that no table, whatever it holds,
