@@ -1,7 +1,5 @@
 //! The plan of one attention call: runs of queries, and the spans that they see.
 
-use std::collections::BTreeMap;
-
 use super::Page;
 use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
 use crate::{Error, Result};
@@ -199,8 +197,10 @@ impl AttendPlan {
     /// follow each other; [`Error::NoTokens`] for no runs or a run without queries; [`Error::Limit`] when kernels
     /// cannot count what is asked for.
     pub fn new(shape: AttentionShape, runs: &[QueryRun], stores: &[StoreView<'_>]) -> Result<Self> {
-        let (runs, rows) = place_runs(&shape, runs, stores)?;
-        let segments = stores.iter().enumerate().map(|(index, store)| Segment::new(index, &shape, &runs, store));
+        let sequences = Sequences::new(runs);
+        let (runs, rows) = place_runs(&shape, runs, &sequences, stores)?;
+        let segments = stores.iter().enumerate();
+        let segments = segments.map(|(index, store)| Segment::new(index, &shape, &sequences, store));
         let segments = segments.collect::<Result<Vec<_>>>()?;
         let segments = segments.into_iter().filter(|segment| !segment.spans.is_empty()).collect();
         Ok(Self { shape, runs, rows, segments })
@@ -249,8 +249,36 @@ fn reject<T>(what: &'static str, reason: String) -> Result<T> {
     Err(Error::Plan { what, reason })
 }
 
+/// The runs of every sequence: (sequence, index of a run), sorted.
+struct Sequences(Vec<(usize, usize)>);
+
+impl Sequences {
+    fn new(runs: &[QueryRun]) -> Self {
+        let mut sorted: Vec<_> = runs.iter().enumerate().map(|(index, run)| (run.sequence, index)).collect();
+        sorted.sort_unstable();
+        Self(sorted)
+    }
+
+    /// The runs of a sequence, as places in the list; empty where no run is of it.
+    fn runs_of(&self, sequence: usize) -> std::ops::Range<usize> {
+        let start = self.0.partition_point(|&(other, _)| other < sequence);
+        start..start + self.0[start..].iter().take_while(|&&(other, _)| other == sequence).count()
+    }
+
+    /// The place of the first run of a sequence.
+    fn find(&self, sequence: usize) -> Option<usize> {
+        let runs = self.runs_of(sequence);
+        (!runs.is_empty()).then_some(runs.start)
+    }
+}
+
 /// Numbers the rows of all runs and finds how many tokens each sees.
-fn place_runs(shape: &AttentionShape, runs: &[QueryRun], stores: &[StoreView<'_>]) -> Result<(Vec<PlannedRun>, usize)> {
+fn place_runs(
+    shape: &AttentionShape,
+    runs: &[QueryRun],
+    sequences: &Sequences,
+    stores: &[StoreView<'_>],
+) -> Result<(Vec<PlannedRun>, usize)> {
     if runs.is_empty() {
         return Err(Error::NoTokens { what: "attention plan", hint: "a call needs at least one run of queries" });
     }
@@ -270,19 +298,21 @@ fn place_runs(shape: &AttentionShape, runs: &[QueryRun], stores: &[StoreView<'_>
     let heads = (shape.query_heads() as u64).saturating_mul(shape.head_dim() as u64);
     limit("elements of the queries", (rows as u64).saturating_mul(heads), "attend with fewer queries per call")?;
 
-    let mut lengths: BTreeMap<usize, SequenceLength> =
-        runs.iter().map(|run| (run.sequence, SequenceLength::default())).collect();
     let mut spans: Vec<&SpanView<'_>> =
         stores.iter().flat_map(|store| &store.spans).filter(|span| span.tokens > 0).collect();
-    spans.sort_by_key(|span| span.start);
+    if runs.iter().any(|run| run.visible == Visible::Causal) {
+        spans.sort_by_key(|span| span.start);
+    }
+    // At the place of the first run of every sequence.
+    let mut lengths = vec![SequenceLength::default(); runs.len()];
     for span in spans {
-        if let Some(length) = lengths.get_mut(&span.sequence) {
-            length.add(span);
+        if let Some(place) = sequences.find(span.sequence) {
+            lengths[place].add(span);
         }
     }
     for planned in &mut planned {
         let sequence = planned.run.sequence;
-        let length = lengths[&sequence];
+        let length = sequences.find(sequence).map_or_else(SequenceLength::default, |place| lengths[place]);
         planned.tokens = length.tokens;
         if length.tokens == 0 {
             return reject(
@@ -313,7 +343,7 @@ fn place_runs(shape: &AttentionShape, runs: &[QueryRun], stores: &[StoreView<'_>
 #[derive(Clone, Copy)]
 struct SequenceLength {
     tokens: usize,
-    /// True if every span begins where those before it end.
+    /// True if every span begins where those before it end, in the order in which they were added.
     follows: bool,
 }
 
@@ -332,16 +362,15 @@ impl SequenceLength {
 }
 
 impl Segment {
-    fn new(store: usize, shape: &AttentionShape, runs: &[PlannedRun], view: &StoreView<'_>) -> Result<Self> {
+    fn new(store: usize, shape: &AttentionShape, sequences: &Sequences, view: &StoreView<'_>) -> Result<Self> {
         view.format.check(shape)?;
-        let by_sequence = runs_by_sequence(runs);
         let (mut spans, mut pages) = (Vec::with_capacity(view.spans.len()), Vec::new());
         for span in &view.spans {
-            let of_sequence = by_sequence.get(&span.sequence);
-            let Some(of_sequence) = of_sequence else {
+            let of_sequence = sequences.runs_of(span.sequence);
+            if of_sequence.is_empty() {
                 let sequence = span.sequence;
                 return reject("span", format!("it is of sequence {sequence}, for which no run of queries asks"));
-            };
+            }
             let needed = span.tokens.div_ceil(TILE_TOKENS);
             if span.pages.len() != needed {
                 let (tokens, given) = (span.tokens, span.pages.len());
@@ -351,7 +380,7 @@ impl Segment {
                 continue;
             }
             limit("range slots of a store", span.range_slot as u64, "use a store of fewer slots")?;
-            for &run in of_sequence {
+            for &(_, run) in &sequences.0[of_sequence] {
                 let (start, tokens, range_slot) = (span.start, span.tokens, span.range_slot);
                 spans.push(PlannedSpan { run, start, tokens, first_page: pages.len(), range_slot });
             }
@@ -362,15 +391,6 @@ impl Segment {
         limit("tokens of a segment", tokens, "attend to fewer sequences per call")?;
         Ok(Self { store, format: view.format, calibration: view.calibration, spans, pages })
     }
-}
-
-/// Indices of the runs of every sequence.
-fn runs_by_sequence(runs: &[PlannedRun]) -> BTreeMap<usize, Vec<usize>> {
-    let mut by_sequence: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
-    for (index, planned) in runs.iter().enumerate() {
-        by_sequence.entry(planned.run.sequence).or_default().push(index);
-    }
-    by_sequence
 }
 
 fn limit(what: &str, needed: u64, hint: &'static str) -> Result<()> {

@@ -74,8 +74,8 @@ pub(crate) fn blocks(plan: &AttendPlan, BlockQueries { most, least }: BlockQueri
 }
 
 impl Block {
-    /// What the block's queries see of a span of its run: first what they see together.
-    pub(crate) fn parts(&self, index: usize, run: &PlannedRun, span: &PlannedSpan) -> Vec<Part> {
+    /// Adds what the block's queries see of a span of its run: first what they see together.
+    pub(crate) fn add_parts(&self, index: usize, run: &PlannedRun, span: &PlannedSpan, parts: &mut Vec<Part>) {
         let seen = |query: usize| match run.run.visible {
             Visible::All => span.tokens,
             Visible::Causal => run.visible(self.first + query).saturating_sub(span.start).min(span.tokens),
@@ -83,12 +83,13 @@ impl Block {
         let part = |first, queries, tokens: Range<usize>| Part { block: index, first, queries, tokens };
         let (least, most) = (seen(0), seen(self.queries - 1));
         if least == most {
-            return if most == 0 { Vec::new() } else { vec![part(0, self.queries, 0..most)] };
+            parts.extend((most > 0).then(|| part(0, self.queries, 0..most)));
+            return;
         }
         // Everyone has some of the last tile alone, so that all have the same number of pieces.
         let together = least.saturating_sub(1) / TILE_TOKENS * TILE_TOKENS;
-        let shared = (together > 0).then(|| part(0, self.queries, 0..together));
-        shared.into_iter().chain((0..self.queries).map(|query| part(query, 1, together..seen(query)))).collect()
+        parts.extend((together > 0).then(|| part(0, self.queries, 0..together)));
+        parts.extend((0..self.queries).map(|query| part(query, 1, together..seen(query))));
     }
 }
 
@@ -146,7 +147,9 @@ mod tests {
             for segment in plan.segments() {
                 for span in segment.spans() {
                     for (index, block) in blocks.iter().enumerate() {
-                        for part in block.parts(index, &plan.runs()[0], span) {
+                        let mut parts = Vec::new();
+                        block.add_parts(index, &plan.runs()[0], span, &mut parts);
+                        for part in parts {
                             prop_assert!(part.tokens.start % TILE_TOKENS == 0 && !part.tokens.is_empty());
                             for query in block.first + part.first..block.first + part.first + part.queries {
                                 alone[query] += usize::from(part.queries < block.queries);

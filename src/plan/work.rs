@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::Page;
-use super::attend::{AttendPlan, PlannedSpan, Segment};
+use super::attend::{AttendPlan, Segment};
 use super::blocks::{Block, BlockQueries, Part, blocks};
 use super::split::Split;
 use super::state_rows::{StateCounts, StateRows};
@@ -261,18 +261,22 @@ fn cut_segment(
     let prepared = Prepared::new(plan, segment);
     let first_block: Vec<usize> =
         (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
-    // A query has scores of its own where they are calibrated, by its own extremes.
-    let parts_of = |span: &PlannedSpan| {
-        let of_run = first_block[span.run]..first_block[span.run + 1];
-        let parts = of_run.flat_map(|index| blocks[index].parts(index, &plan.runs()[span.run], span));
-        match segment.calibration() {
-            None => parts.collect::<Vec<_>>(),
-            Some(_) => parts.flat_map(single_queries).collect(),
+    // Of every span, one after the other, and where those of each end.
+    let (mut parts, mut ends) = (Vec::with_capacity(segment.spans().len()), Vec::with_capacity(segment.spans().len()));
+    for span in segment.spans() {
+        let first = parts.len();
+        for index in first_block[span.run]..first_block[span.run + 1] {
+            blocks[index].add_parts(index, &plan.runs()[span.run], span, &mut parts);
         }
-    };
-    let parts: Vec<Vec<Part>> = segment.spans().iter().map(parts_of).collect();
+        // A query has scores of its own where they are calibrated, by its own extremes.
+        if segment.calibration().is_some() {
+            let of_span = parts.split_off(first);
+            parts.extend(of_span.into_iter().flat_map(single_queries));
+        }
+        ends.push(parts.len());
+    }
     let tiles_where = |of: fn(&Part) -> bool| -> usize {
-        parts.iter().flatten().filter(|part| of(part)).map(|part| part.tokens.len().div_ceil(TILE_TOKENS)).sum()
+        parts.iter().filter(|part| of(part)).map(|part| part.tokens.len().div_ceil(TILE_TOKENS)).sum()
     };
     let cuts = match splits {
         [single, blocks] if single == blocks => {
@@ -287,10 +291,13 @@ fn cut_segment(
 
     // By shard, and whether items have several queries.
     let mut by_dispatch: BTreeMap<(u32, bool), Vec<(WorkItem, usize)>> = BTreeMap::new();
-    for ((span, parts), &(first_query, first_score)) in segment.spans().iter().zip(&parts).zip(&prepared.spans) {
+    let mut start = 0;
+    for ((span, end), &(first_query, first_score)) in segment.spans().iter().zip(ends).zip(&prepared.spans) {
+        let of_span = &parts[start..end];
+        start = end;
         let span_tiles = span.tokens.div_ceil(TILE_TOKENS);
         let pages = segment.pages_of(span);
-        for part in parts {
+        for part in of_span {
             let block = &blocks[part.block];
             // Within the run.
             let query = block.first + part.first;

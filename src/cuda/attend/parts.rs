@@ -82,6 +82,7 @@ impl SegmentParts {
         let first_block: Vec<usize> =
             (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
         let (mut many, mut few, mut single) = (Vec::new(), Vec::new(), Vec::new());
+        let mut of_block = Vec::new();
         for (of_span, span) in segment.spans().iter().enumerate() {
             let of_run = first_block[span.run]..first_block[span.run + 1];
             let run = &plan.runs()[span.run];
@@ -90,7 +91,8 @@ impl SegmentParts {
                     many.extend(whole_part(index, block, run, span).map(|part| (of_span, part)));
                     continue;
                 }
-                for mut part in block.parts(index, run, span) {
+                block.add_parts(index, run, span, &mut of_block);
+                for mut part in of_block.drain(..) {
                     part.first += block.first;
                     match (segment.calibration(), part.queries) {
                         (_, 1) => single.push((of_span, part)),
