@@ -178,7 +178,8 @@ impl ModelStep {
         spans: &[u32],
     ) -> Result<()> {
         let LayerTensors { keys, values, .. } = &self.layers[0];
-        let mut variants = PackStepPlan::new(layout).variants(keys.element_type(), values.element_type());
+        let (pack, kernels) = (PackStepPlan::new(layout), self.backend.kernels());
+        let mut variants = pack.variants(kernels.storage_buffers(), keys.element_type(), values.element_type());
         for &tiles in spans {
             let pages: Vec<Page> = (0..tiles).map(|index| Page { shard: 0, index }).collect();
             let tokens = pages.len() * TILE_TOKENS;
@@ -200,7 +201,7 @@ impl ModelStep {
         }
         variants.sort_unstable();
         variants.dedup();
-        self.backend.kernels().prepare(&variants).await
+        kernels.prepare(&variants).await
     }
 
     /// Takes a step and puts its tables on the device, in the order of the queue: once for all layers, and before the

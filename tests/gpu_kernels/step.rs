@@ -30,9 +30,11 @@ impl Engine {
         let flags = NonFiniteFlags::new(backend.device(), 3).unwrap();
         let memory = StepMemory::new(backend.device(), &case.layout).unwrap();
         let plan = PackStepPlan::new(&case.layout);
-        block_on(backend.kernels().prepare(&plan.variants(case.elements, case.elements))).unwrap();
+        let kernels = backend.kernels();
+        let variants = plan.variants(kernels.storage_buffers(), case.elements, case.elements);
+        block_on(kernels.prepare(&variants)).unwrap();
         let input = StepInput { keys: &keys, values: &values, rows: case.rows, flags: &flags, layer: 2 };
-        let step = plan.bind(backend.kernels(), &[&stores[0], &stores[1]], &memory, Some(input)).unwrap();
+        let step = plan.bind(kernels, &[&stores[0], &stores[1]], &memory, Some(input)).unwrap();
         Self { keys, values, flags, memory, step }
     }
 }

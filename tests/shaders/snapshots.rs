@@ -72,12 +72,13 @@ fn kernels() -> Vec<(&'static str, Variant)> {
         centres: 0,
         centre_slots: 0,
     };
-    let first_of = |kernel: &str, store: &StoreCapacity| {
+    let first_of = |kernel: &str, store: &StoreCapacity, storage_buffers: u32| {
         let plan = PackStepPlan::new(&Arc::new(StepLayout::new(shape, 1, vec![store.clone()], vec![]).unwrap()));
-        let variants = plan.variants(ElementType::F16, ElementType::F16);
+        let variants = plan.variants(storage_buffers, ElementType::F16, ElementType::F16);
         variants.into_iter().find(|variant| variant.kernel() == kernel).unwrap()
     };
     let centred = StoreCapacity { centres: 1, centre_slots: 1, ..store.clone() };
+    let halves = StoreCapacity { format: SegmentFormat::F16, ..store.clone() };
     vec![
         ("attend_f16", of_step("attend", &shape, SegmentFormat::F16, None, (Int16, false, 9))),
         ("attend_4bit_per_channel", of_step("attend", &shape, channels, None, (Int16, true, 1))),
@@ -86,9 +87,10 @@ fn kernels() -> Vec<(&'static str, Variant)> {
         ("attend_matrix_f16", of_step("attend_matrix", &many_heads, SegmentFormat::F16, None, (Int16, true, 9))),
         ("attend_run_4bit_per_channel", of_step("attend_run", &shape, channels, None, (Int16, true, 9))),
         ("prepare_query_3bit_codebook", of_step("prepare_query", &shape, codebook, None, (Int16, false, 9))),
-        ("append_3bit_codebook_keys", first_of("append", &store)),
-        ("append_3bit_codebook_centred_keys", first_of("append", &centred)),
-        ("key_mean_of_step", first_of("key_mean", &centred)),
+        ("append_3bit_codebook_keys", first_of("append", &store, 8)),
+        ("append_3bit_codebook_centred_keys", first_of("append", &centred, 8)),
+        ("append_f16_keys_beside_values", first_of("append", &halves, 12)),
+        ("key_mean_of_step", first_of("key_mean", &centred, 8)),
     ]
 }
 

@@ -134,7 +134,8 @@ impl ShaderArgs {
         };
         let steps = |stores, windows| {
             let layout = Arc::new(StepLayout::new(*shape, 1, stores, windows)?);
-            Ok::<_, kvpack::Error>(PackStepPlan::new(&layout).variants(elements, elements))
+            // Keys and values apart, as a device takes them that binds too few buffers for both.
+            Ok::<_, kvpack::Error>(PackStepPlan::new(&layout).variants(0, elements, elements))
         };
         found.extend(steps(vec![store(format, usize::from(format.takes_single_tokens()), 1)], vec![])?);
         let window = WindowCapacity { from: 0, to: 1, windows: 1, newer: 0 };
@@ -184,7 +185,7 @@ impl ShaderArgs {
         let limits = KernelLimits {
             binding_bytes: u64::from(u32::MAX),
             binding_alignment: 256,
-            storage_buffers: 10,
+            storage_buffers: 12,
             workgroup_memory: 48 << 10,
             invocations: 1024,
             workgroups: 65_535,

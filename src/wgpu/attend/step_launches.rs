@@ -9,7 +9,7 @@ use super::step_buffers::{Buffers, PlannedLaunch, Slot};
 use crate::backend::AttendOptions;
 use crate::format::{KeyOrValue, TILE_TOKENS};
 use crate::plan::{AttendPlan, BlockQueries, Dispatch, ElementType, Segment, SegmentWork, Work};
-use crate::wgpu::device::capabilities::MOST_STORAGE_BUFFERS;
+use crate::wgpu::device::capabilities::MERGING_STORAGE_BUFFERS;
 use crate::wgpu::device::store::StorePart;
 use crate::wgpu::device::{Capabilities, Variant};
 
@@ -118,7 +118,7 @@ impl Builder<'_> {
     /// It writes no log-sum-exp, and finds only what items of one query wrote.
     fn merging(&mut self, states: Section) -> Merging {
         let fused = self.capabilities.coherent
-            && self.capabilities.limits.storage_buffers >= MOST_STORAGE_BUFFERS
+            && self.capabilities.limits.storage_buffers >= MERGING_STORAGE_BUFFERS
             && self.lse == LseOutput::None
             && self.work.block_queries() == 1
             && self.work.most_states() <= MOST_MERGED_STATES;

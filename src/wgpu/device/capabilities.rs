@@ -7,8 +7,10 @@ use crate::{Error, Result};
 
 /// Storage buffers that a kernel may bind.
 const FLOOR_STORAGE_BUFFERS: u32 = 8;
-/// Storage buffers that the kernel with the most binds: `attend`, where it merges states.
-pub(crate) const MOST_STORAGE_BUFFERS: u32 = 10;
+/// Storage buffers of `attend` where it merges states.
+pub(crate) const MERGING_STORAGE_BUFFERS: u32 = 10;
+/// Storage buffers that the kernel with the most binds: `append` of centred keys beside `append` of values.
+const MOST_STORAGE_BUFFERS: u32 = 12;
 /// Bytes of workgroup memory that a kernel may use on the floor.
 const FLOOR_WORKGROUP_MEMORY: u32 = 16 << 10;
 /// Invocations of a workgroup on the floor.
@@ -316,7 +318,7 @@ impl Requirements {
         Self { features: self.features | wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX, experimental, ..self }
     }
 
-    /// The same without the features that `path` forbids, so that a device made with them cannot leave the path.
+    /// The same without the features and storage buffers that `path` forbids, so that a device made with them cannot leave the path.
     pub fn restricted_to(self, path: Path) -> Self {
         let forbidden = match path {
             Path::Floor => {
@@ -329,7 +331,12 @@ impl Requirements {
             Path::Subgroups => wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX,
             Path::Matrices => wgpu::Features::empty(),
         };
-        Self { features: self.features - forbidden, ..self }
+        let mut limits = self.limits;
+        if path == Path::Floor {
+            let allowed = limits.max_storage_buffers_per_shader_stage;
+            limits.max_storage_buffers_per_shader_stage = allowed.min(FLOOR_STORAGE_BUFFERS);
+        }
+        Self { features: self.features - forbidden, limits, ..self }
     }
 }
 

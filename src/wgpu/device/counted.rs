@@ -31,7 +31,7 @@ impl Source {
              atomicAdd(&{OUT_OF_BOUNDS}, 1u);\n        return 0u;\n    }}\n    return index;\n}}\n"
         );
         let mut bindings = self.bindings.clone();
-        bindings.push(Binding { index: BINDING, name: OUT_OF_BOUNDS.into(), writable: true });
+        bindings.push(Binding { index: BINDING, name: OUT_OF_BOUNDS.into(), writable: true, least_bytes: 4 });
         Self { wgsl: text + &counter, bindings }
     }
 }

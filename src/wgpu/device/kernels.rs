@@ -1,13 +1,14 @@
 //! The pipeline cache: compiled kernel variants, owned by the caller.
 
 use std::collections::HashMap;
+use std::num::NonZeroU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use futures::future::join_all;
 
 use super::buffers;
 use super::guard::{self, Request};
-use super::shader::{Binding, Source, Variant};
+use super::shader::{Binding, STEP_TABLE, Source, Variant};
 use crate::{Error, Result};
 
 /// Whether the shaders carry wgpu's run-time checks.
@@ -24,9 +25,6 @@ pub enum Checks {
     /// H200 a decode step over 4 bits takes a third longer with them.
     Safe,
 }
-
-/// The buffer of tables that append, pack and copy for a step; a caller may write it.
-const STEP_TABLE: &str = "table";
 
 const COMPILATION: Request = Request::call("compilation of a kernel");
 
@@ -57,7 +55,7 @@ impl Kernels {
 
     /// An empty cache of kernels that count the indices that are out of bounds, beside wgpu's run-time checks: for
     /// tests, and to look into a device. A kernel binds one more storage buffer than its plan says, so that the
-    /// device must allow 11.
+    /// device must allow 11, and where it allows fewer than 13, some kernels are other ones.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::DeviceLost`].
@@ -76,6 +74,12 @@ impl Kernels {
         let Some(counter) = &self.counter else { return Ok(None) };
         let bytes = buffers::read(&self.device, queue, counter, 0, 4).await?;
         Ok(Some(bytemuck::pod_read_unaligned(&bytes)))
+    }
+
+    /// Storage buffers that plans may bind to a kernel: as many as the device allows, but for that of
+    /// [`Kernels::counting`].
+    pub fn storage_buffers(&self) -> u32 {
+        self.device.limits().max_storage_buffers_per_shader_stage - u32::from(self.counter.is_some())
     }
 
     pub(super) fn counter(&self) -> Option<&wgpu::Buffer> {
@@ -244,7 +248,8 @@ fn layout_entry(binding: &Binding) -> wgpu::BindGroupLayoutEntry {
         ty: wgpu::BindingType::Buffer {
             ty: wgpu::BufferBindingType::Storage { read_only: !binding.writable },
             has_dynamic_offset: false,
-            min_binding_size: None,
+            // What is known here is checked once; the rest wgpu compares with the shader at every dispatch.
+            min_binding_size: NonZeroU64::new(binding.least_bytes),
         },
         count: None,
     }

@@ -2,6 +2,7 @@
 
 pub(super) mod adapters;
 mod assembly;
+mod beside;
 pub(super) mod buffers;
 pub(super) mod capabilities;
 mod counted;

@@ -1,6 +1,6 @@
 //! Builds the source of a kernel variant from the files in `shaders/`.
 //!
-//! Every file is readable WGSL as it stands. The builder does six things to it, and nothing else:
+//! Every file is readable WGSL as it stands. The builder does seven things to it, and nothing else:
 //!
 //! - `// import folder/file.wgsl` is replaced by that file, once;
 //! - `// import slot = folder/slot/choice.wgsl` is replaced by the file that the variant puts into the slot
@@ -12,13 +12,16 @@
 //! - a `for (var i = 0u; i < BOUND; i++) {` under a line `// unroll` is written out, once per value, as
 //!   `{ const i = 0u; … }`: naga turns every loop into `while (true)` with a break, which drivers neither unroll nor
 //!   keep in registers;
-//! - `enable f16;` is put in front if the variant asks for it.
+//! - `enable f16;` is put in front if the variant asks for it;
+//! - where a variant has another beside it ([`Variant::beside`]), both make one text, with `other_` before the names of the
+//!   second (`beside.rs`).
 //!
 //! A browser gets two kinds of lines more, which naga does not know: see [`Source::for_browsers`].
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::assembly::assemble;
+use super::beside;
 use super::unroll::{evaluate_constants, unroll};
 use crate::{Error, Result};
 
@@ -33,7 +36,11 @@ pub struct Variant {
     writable: BTreeSet<&'static str>,
     uses_f16: bool,
     uses_matrices: bool,
+    other: Option<Box<Variant>>,
 }
+
+/// The buffer of tables that append, pack and copy for a step; a caller may write it. Kernels beside each other share it.
+pub(super) const STEP_TABLE: &str = "table";
 
 impl Variant {
     /// The kernel in a file `{kernel}.wgsl` of one of the folders of `shaders/`, whose entry point has the same name.
@@ -47,6 +54,7 @@ impl Variant {
             writable: BTreeSet::new(),
             uses_f16: false,
             uses_matrices: false,
+            other: None,
         }
     }
 
@@ -105,6 +113,18 @@ impl Variant {
         self
     }
 
+    /// Puts another kernel of the same arguments into the same dispatch: workgroups at z = 0 do the work of this one,
+    /// those at z = 1 that of the other.
+    pub fn beside(mut self, other: Self) -> Self {
+        self.other = Some(Box::new(other));
+        self
+    }
+
+    /// The name of a buffer of the kernel that stands beside another.
+    pub(crate) fn other_buffer(name: &str) -> String {
+        beside::other_name(name, STEP_TABLE)
+    }
+
     /// The kernel's name.
     pub fn kernel(&self) -> &'static str {
         self.kernel
@@ -112,7 +132,7 @@ impl Variant {
 
     /// The entry point's name.
     pub fn entry_point(&self) -> &'static str {
-        self.entry
+        if self.other.is_some() { beside::ENTRY } else { self.entry }
     }
 
     /// Names of the constants and aliases that it sets.
@@ -130,7 +150,10 @@ impl Variant {
         for (name, value) in &self.constants {
             label += &format!(" {name}={value}");
         }
-        label
+        match &self.other {
+            None => label,
+            Some(other) => label + " beside " + other.label().trim_start_matches("kvpack "),
+        }
     }
 
     /// The WGSL of the variant.
@@ -158,8 +181,15 @@ impl Variant {
         self.text(|file| format!("// {rule}\n// shaders/{file}\n// {rule}\n\n"))
     }
 
-    /// All parts with the constants and aliases of the variant, each under its heading.
+    /// All parts with the constants and aliases of the variant, each under its heading, and those of the one beside it.
     fn text(&self, heading: impl Fn(&str) -> String) -> Result<String> {
+        let first = self.text_alone(&heading)?;
+        let Some(other) = &self.other else { return Ok(first) };
+        let second = other.text_alone(&heading)?;
+        beside::beside([&first, self.entry], [&second, other.entry], STEP_TABLE).map_err(|reason| self.broken(reason))
+    }
+
+    fn text_alone(&self, heading: impl Fn(&str) -> String) -> Result<String> {
         let mut text = String::new();
         if self.uses_f16 {
             text += "enable f16;\n\n";
@@ -248,6 +278,8 @@ pub struct Binding {
     pub name: String,
     /// Whether the shader writes it.
     pub writable: bool,
+    /// Bytes of one element where it is a word or a vector of words, 0 otherwise: what is bound at the least.
+    pub least_bytes: u64,
 }
 
 /// Finds declarations of the form `@group(0) @binding(3) var<storage, read> keys: …`.
@@ -259,12 +291,24 @@ fn bindings(text: &str) -> Vec<Binding> {
             let rest = rest.trim_start();
             let rest = rest.strip_prefix("@coherent ").unwrap_or(rest);
             let (access, rest) = rest.strip_prefix("var<storage, ")?.split_once('>')?;
-            let (name, _) = rest.split_once(':')?;
-            Some(Binding { index: index.parse().ok()?, name: name.trim().to_owned(), writable: access == "read_write" })
+            let (name, of) = rest.split_once(':')?;
+            let (name, writable, least_bytes) = (name.trim().to_owned(), access == "read_write", element_bytes(of));
+            Some(Binding { index: index.parse().ok()?, name, writable, least_bytes })
         })
         .collect();
     found.sort_by_key(|binding| binding.index);
     found
+}
+
+/// Bytes of an element of a buffer, if it is a word or a vector of words.
+fn element_bytes(of: &str) -> u64 {
+    let element = of.trim().trim_end_matches(';').trim_start_matches("array<").trim_start_matches("atomic<");
+    match element.trim_end_matches('>') {
+        "u32" | "i32" | "f32" => 4,
+        "vec2<u32" | "vec2<f32" => 8,
+        "vec4<u32" | "vec4<f32" => 16,
+        _ => 0,
+    }
 }
 
 #[cfg(test)]
@@ -286,9 +330,12 @@ mod tests {
     #[test]
     fn bindings_are_found() {
         let found = bindings(
-            "@group(0) @binding(1) var<storage, read_write> b: array<u32>;\n@group(0) @binding(0) var<storage, read> a: array<u32>;",
+            "@group(0) @binding(1) var<storage, read_write> b: array<atomic<u32>>;\n\
+             @group(0) @binding(0) var<storage, read> a: array<vec4<u32>>;\n\
+             @group(0) @binding(2) var<storage, read> c: Call;",
         );
-        assert_eq!(found[0], Binding { index: 0, name: "a".into(), writable: false });
-        assert_eq!(found[1], Binding { index: 1, name: "b".into(), writable: true });
+        let binding =
+            |index, name: &str, writable, least_bytes| Binding { index, name: name.into(), writable, least_bytes };
+        assert_eq!(found, [binding(0, "a", false, 16), binding(1, "b", true, 4), binding(2, "c", false, 0)]);
     }
 }

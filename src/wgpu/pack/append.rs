@@ -3,17 +3,29 @@
 
 use super::hadamard::{Turn, with_sketch, with_turn};
 use super::levels::{with_codebook_fields, with_level_fields};
-use super::step_launch::{Binder, StepLaunch};
+use super::step_launch::{Binder, StepKernel, StepLaunch};
 use super::tile_call::{self, RowsKind, TileCall};
 use crate::Result;
-use crate::format::{AttentionShape, Direction, HEAD_DIMS, KeyOrValue, NormRule, TensorFormat};
+use crate::format::{AttentionShape, Direction, HEAD_DIMS, KeyOrValue, NormRule, SegmentFormat, TensorFormat};
 use crate::plan::{ElementType, Section};
 use crate::wgpu::device::launch::FLAT_WORKGROUP;
 use crate::wgpu::device::{StorePart, Variant};
 
-/// Tokens of a step for one shard of a store: two of these, for keys and for values, store all that go there. Tokens of
-/// one page may share words of values, which their threads change bit by bit.
-pub(super) fn bind_tokens(bind: &Binder<'_>, store: usize, shard: u32, which: KeyOrValue) -> Result<StepLaunch> {
+/// Tokens of a step for one shard of a store: one dispatch for keys and values, or one each where the device binds too
+/// few buffers. Tokens of one page may share words of values, which their threads change bit by bit.
+pub(super) fn bind_tokens(bind: &Binder<'_>, store: usize, shard: u32) -> Result<Vec<StepLaunch>> {
+    let section = Section::Tokens(store);
+    let per_entry = bind.layout.shape().kv_heads() as u64 * u64::from(FLAT_WORKGROUP);
+    let of = |which| tokens_of(bind, store, shard, which);
+    let (keys, values) = (of(KeyOrValue::Key)?, of(KeyOrValue::Value)?);
+    let of_both = buffers_of_both(bind.stores[store].format(), bind.layout.has_centres(store));
+    if of_both <= bind.kernels.storage_buffers() {
+        return Ok(vec![bind.launch_beside(keys, values, (section, per_entry))?]);
+    }
+    [keys, values].into_iter().map(|kernel| bind.launch(kernel, (section, per_entry))).collect()
+}
+
+fn tokens_of<'a>(bind: &Binder<'a>, store: usize, shard: u32, which: KeyOrValue) -> Result<StepKernel<'a>> {
     let input = bind.input()?;
     let tensor = match which {
         KeyOrValue::Key => input.keys,
@@ -22,12 +34,11 @@ pub(super) fn bind_tokens(bind: &Binder<'_>, store: usize, shard: u32, which: Ke
     let (shape, of) = (bind.layout.shape(), bind.stores[store]);
     let format = of.format().tensor(which);
     let rows = tensor.element_binding(&bind.limits)?;
-    let section = Section::Tokens(store);
     let call = TileCall {
         first_element: rows.first_element,
         tokens: u32::try_from(input.rows.tokens).unwrap_or(u32::MAX),
         largest: bind.layout.largest_element(store, which),
-        section: bind.layout.first_entry(section) as u32,
+        section: bind.layout.first_entry(Section::Tokens(store)) as u32,
         shards: shard,
         ..TileCall::new(shape, format, which).with_rows(&input.rows, shape)?
     };
@@ -42,14 +53,42 @@ pub(super) fn bind_tokens(bind: &Binder<'_>, store: usize, shard: u32, which: Ke
     if centred && which == KeyOrValue::Key {
         buffers.push(("centres", of.centres_binding()?));
     }
-    let per_entry = shape.kv_heads() as u64 * u64::from(FLAT_WORKGROUP);
     let variant = of_tokens(shape, format, which, tensor.element_type(), centred);
-    bind.launch(&variant, call, &buffers, (section, per_entry))
+    Ok(StepKernel { variant, call, buffers })
+}
+
+/// The storage buffers of a dispatch that stores keys and values of a step's tokens.
+fn buffers_of_both(format: &SegmentFormat, centred: bool) -> u32 {
+    let of = |which| match format.tensor(which).grouping() {
+        None => TOKEN_BUFFERS,
+        Some(_) => TOKEN_BUFFERS + 1,
+    };
+    1 + of(KeyOrValue::Key) + of(KeyOrValue::Value) + u32::from(centred)
+}
+
+/// What keys, and values, bind beside the table of the step and their ranges: arguments, rows, tiles and the flag.
+const TOKEN_BUFFERS: u32 = 4;
+
+/// The kernels that store the tokens of a step in a store of this format, for keys and values of these types, on a
+/// device that binds so many storage buffers to one.
+pub(super) fn variants_of_tokens(
+    storage_buffers: u32,
+    shape: &AttentionShape,
+    format: &SegmentFormat,
+    [keys, values]: [ElementType; 2],
+    centred: bool,
+) -> Vec<Variant> {
+    let of = |which, rows| of_tokens(shape, format.tensor(which), which, rows, centred);
+    let (keys, values) = (of(KeyOrValue::Key, keys), of(KeyOrValue::Value, values));
+    match buffers_of_both(format, centred) <= storage_buffers {
+        true => vec![keys.beside(values)],
+        false => vec![keys, values],
+    }
 }
 
 /// Tokens of a step, of a store whose keys are centred or not: then its table names centres beside slots,
 /// for values too.
-pub(super) fn of_tokens(
+fn of_tokens(
     shape: &AttentionShape,
     format: &TensorFormat,
     which: KeyOrValue,
@@ -132,7 +171,37 @@ pub(crate) fn variants() -> Vec<Variant> {
                 }
                 found.push(of_windows(&shape, &format, which));
             }
+            // Values of the next type, and in f16 where they cannot be as keys are.
+            let values = if format.sketched().is_none() { format } else { TensorFormat::F16 };
+            for (rows, centred) in [(0, false), (1, true), (2, false)] {
+                let of = |format, which, rows: usize| {
+                    of_tokens(&shape, format, which, ElementType::ALL[rows % ElementType::ALL.len()], centred)
+                };
+                let (keys, values) = (of(&format, KeyOrValue::Key, rows), of(&values, KeyOrValue::Value, rows + 1));
+                found.push(keys.beside(values));
+            }
         }
     }
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_counted_as_they_are_bound() {
+        let shape = AttentionShape::new(8, 2, 128).unwrap();
+        for format in [SegmentFormat::F16, SegmentFormat::saw_int4()] {
+            for centred in [false, true] {
+                let count = buffers_of_both(&format, centred);
+                let of = |storage_buffers| {
+                    variants_of_tokens(storage_buffers, &shape, &format, [ElementType::F16; 2], centred)
+                };
+                let [both] = &of(count)[..] else { panic!("two kernels where one fits") };
+                assert_eq!(both.source().unwrap().bindings.len(), count as usize, "{}", both.label());
+                assert_eq!(of(count - 1).len(), 2);
+            }
+        }
+    }
 }

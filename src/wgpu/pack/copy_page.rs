@@ -1,6 +1,6 @@
 //! Kernel `copy_page`: pages that become copies of others of their store.
 
-use super::step_launch::{Binder, StepLaunch};
+use super::step_launch::{Binder, StepKernel, StepLaunch};
 use super::tile_call::TileCall;
 use crate::Result;
 use crate::format::KeyOrValue;
@@ -41,7 +41,7 @@ fn bind_part(
     if from != to {
         buffers.push(("source_words", of.shard_binding(from, part)?));
     }
-    bind.launch(&variant(from == to), call, &buffers, (section, page_words)).map(Some)
+    bind.launch(StepKernel { variant: variant(from == to), call, buffers }, (section, page_words)).map(Some)
 }
 
 /// Within one shard, or from one to another.

@@ -1,6 +1,6 @@
 //! Kernel `key_mean`: the mean of some keys becomes the centre of a sequence.
 
-use super::step_launch::{Binder, StepLaunch};
+use super::step_launch::{Binder, StepKernel, StepLaunch};
 use super::tile_call::{BoundRows, TileCall, with_rows};
 use crate::backend::{LARGEST_CENTRED_KEY, NewCentre};
 use crate::format::{AttentionShape, KeyOrValue, TensorFormat};
@@ -79,8 +79,9 @@ pub(super) fn bind_centres(bind: &Binder<'_>, store: usize) -> Result<StepLaunch
         ..TileCall::new(shape, &TensorFormat::F16, KeyOrValue::Key).with_rows(&input.rows, shape)?
     };
     let centres = bind.stores[store].centres_binding()?;
-    let buffers = [("rows", rows.buffer), ("table", bind.memory.table()), ("centres", centres)];
-    bind.launch(&of_step(input.keys.element_type()), call, &buffers, (section, total as u64))
+    let buffers = vec![("rows", rows.buffer), ("table", bind.memory.table()), ("centres", centres)];
+    let variant = of_step(input.keys.element_type());
+    bind.launch(StepKernel { variant, call, buffers }, (section, total as u64))
 }
 
 /// The mean of the tokens of a call.

@@ -1,7 +1,7 @@
 //! Full pages of f16, packed into pages of another store where they lie: what `quantize` makes of their rows.
 
 use super::hadamard::{self, Turn};
-use super::step_launch::{Binder, StepLaunch};
+use super::step_launch::{Binder, StepKernel, StepLaunch};
 use super::tile_call::{self, TileCall};
 use super::window_way::Way;
 use super::{append, quantize};
@@ -87,7 +87,8 @@ pub(super) fn bind_windows(
         buffers.extend(target.ranges_binding(to, which)?.map(|ranges| ("ranges", ranges)));
         let rows = of.windows as u64 * u64::from(kv_heads) * TILE_TOKENS as u64;
         let call = TileCall { total: u32::try_from(rows).unwrap_or(u32::MAX), ..call };
-        launches.push(bind.launch(&variant, call, &buffers, (section, u64::from(kv_heads) * u64::from(of_tile)))?);
+        let per_entry = u64::from(kv_heads) * u64::from(of_tile);
+        launches.push(bind.launch(StepKernel { variant, call, buffers }, (section, per_entry))?);
     }
     Ok(launches)
 }

@@ -57,15 +57,20 @@ impl PackStepPlan {
         Self { layout: layout.clone() }
     }
 
-    /// The kernel variants for keys and values of these types, for [`Kernels::prepare`].
-    pub fn variants(&self, keys: ElementType, values: ElementType) -> Vec<Variant> {
+    /// The kernel variants for keys and values of these types, for [`Kernels::prepare`], on a device that binds so many
+    /// storage buffers to a kernel ([`Kernels::storage_buffers`]).
+    pub fn variants(&self, storage_buffers: u32, keys: ElementType, values: ElementType) -> Vec<Variant> {
         let (layout, mut found) = (&self.layout, Vec::new());
         for (index, store) in layout.stores().iter().enumerate() {
             if store.tokens > 0 {
-                let centred = layout.has_centres(index);
-                let of =
-                    |which, rows| append::of_tokens(layout.shape(), store.format.tensor(which), which, rows, centred);
-                found.extend([of(KeyOrValue::Key, keys), of(KeyOrValue::Value, values)]);
+                let (types, centred) = ([keys, values], layout.has_centres(index));
+                found.extend(append::variants_of_tokens(
+                    storage_buffers,
+                    layout.shape(),
+                    &store.format,
+                    types,
+                    centred,
+                ));
             }
             if store.centres > 0 {
                 found.push(key_mean::of_step(keys));
@@ -212,9 +217,7 @@ fn launches_of(bind: &Binder<'_>, section: Section) -> Result<Vec<StepLaunch>> {
         Section::Centres(store) => launches.push(key_mean::bind_centres(bind, store)?),
         Section::Tokens(store) => {
             for shard in shards(store) {
-                for which in BOTH {
-                    launches.push(append::bind_tokens(bind, store, shard, which)?);
-                }
+                launches.extend(append::bind_tokens(bind, store, shard)?);
             }
         }
         Section::Windows(pair) => {

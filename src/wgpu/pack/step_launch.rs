@@ -28,21 +28,49 @@ impl<'a> Binder<'a> {
     }
 
     /// Binds a kernel that takes `per_entry` invocations for every entry of a section.
-    pub fn launch(
+    pub fn launch(&self, kernel: StepKernel<'_>, of: (Section, u64)) -> Result<StepLaunch> {
+        let StepKernel { variant, call, mut buffers } = kernel;
+        let arguments = call.upload(self.kernels.device(), &[])?;
+        buffers.push(("call", arguments.as_entire_buffer_binding()));
+        self.bind(&variant, call.shards, &buffers, 1, of)
+    }
+
+    /// Binds two kernels that take as many invocations for every entry, in one dispatch.
+    pub fn launch_beside(
+        &self,
+        kernel: StepKernel<'_>,
+        other: StepKernel<'_>,
+        of: (Section, u64),
+    ) -> Result<StepLaunch> {
+        let device = self.kernels.device();
+        let arguments = [kernel.call.upload(device, &[])?, other.call.upload(device, &[])?];
+        let [call, other_call] = arguments.each_ref().map(|buffer| ("call", buffer.as_entire_buffer_binding()));
+        let others = other.buffers.into_iter().chain([other_call]);
+        let others: Vec<_> = others.map(|(name, buffer)| (Variant::other_buffer(name), buffer)).collect();
+        let others = others.iter().map(|(name, buffer)| (name.as_str(), buffer.clone()));
+        let buffers: Vec<_> = kernel.buffers.into_iter().chain([call]).chain(others).collect();
+        self.bind(&kernel.variant.beside(other.variant), kernel.call.shards, &buffers, 2, of)
+    }
+
+    fn bind(
         &self,
         variant: &Variant,
-        call: TileCall,
+        shards: u32,
         buffers: &[(&str, wgpu::BufferBinding<'_>)],
+        beside: u32,
         (section, per_entry): (Section, u64),
     ) -> Result<StepLaunch> {
-        let grid = flat_grid(self.layout.capacity(section) as u64 * per_entry, &self.limits)?;
-        let shards = call.shards;
-        let call = call.upload(self.kernels.device(), &[])?;
-        let mut buffers = buffers.to_vec();
-        buffers.push(("call", call.as_entire_buffer_binding()));
-        let launch = Launch::new(self.kernels, variant, &buffers, grid)?;
-        Ok(StepLaunch { launch, section, shards, per_entry })
+        let [x, y, _] = flat_grid(self.layout.capacity(section) as u64 * per_entry, &self.limits)?;
+        let launch = Launch::new(self.kernels, variant, buffers, [x, y, beside])?;
+        Ok(StepLaunch { launch, section, shards, per_entry, beside })
     }
+}
+
+/// A kernel of a step, its arguments and its buffers.
+pub(super) struct StepKernel<'a> {
+    pub variant: Variant,
+    pub call: TileCall,
+    pub buffers: Vec<(&'static str, wgpu::BufferBinding<'a>)>,
 }
 
 /// A dispatch over the entries of a section that name certain shards.
@@ -52,6 +80,8 @@ pub(super) struct StepLaunch {
     section: Section,
     shards: u32,
     per_entry: u64,
+    /// Kernels beside each other, each with a grid of its own.
+    beside: u32,
 }
 
 impl StepLaunch {
@@ -60,7 +90,8 @@ impl StepLaunch {
     pub fn encode(&self, table: &StepTable, most: u64, pass: &mut wgpu::ComputePass<'_>) {
         if table.names_shards(self.section, self.shards) {
             let invocations = table.count(self.section) as u64 * self.per_entry;
-            self.launch.encode_grid(pass, folded_grid(invocations.div_ceil(u64::from(FLAT_WORKGROUP)), most));
+            let [x, y, _] = folded_grid(invocations.div_ceil(u64::from(FLAT_WORKGROUP)), most);
+            self.launch.encode_grid(pass, [x, y, self.beside]);
         }
     }
 }

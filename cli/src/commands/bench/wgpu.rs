@@ -135,7 +135,9 @@ async fn median_of(backend: &Wgpu, bound: &[BoundPackStep], tables: &[StepTable]
     };
     let encode: Vec<_> = bound.iter().zip(tables).map(encode).collect();
     let work: Vec<Encode<'_>> = encode.iter().map(|encode| encode as Encode<'_>).collect();
-    let repeats = Repeats { warm_up: work.len().max(3), timed: (4 * work.len()).max(20), together: 1 };
+    // Steps that are measured together write the same pages, so that each waits for the one before.
+    let together = work.len().min(STEPS_TOGETHER);
+    let repeats = Repeats { warm_up: work.len().max(3), timed: (4 * work.len() / together).max(20), together };
     Ok(measure::time(backend, &work, repeats).await?.median().as_secs_f64())
 }
 

@@ -1,0 +1,189 @@
+//! Two kernels in one dispatch, so that neither waits for the other: between two dispatches that write what was written
+//! before, wgpu puts a barrier, and a launch that waits costs microseconds.
+//!
+//! The text of the second kernel follows that of the first, with `other_` before every name that it declares and eight
+//! added to its bindings. Workgroups at z = 0 do the work of the first kernel, those at z = 1 that of the second.
+
+use std::collections::BTreeSet;
+
+/// The entry point of both.
+pub(super) const ENTRY: &str = "side_by_side";
+
+/// Stands before the names of the second kernel.
+const OTHER: &str = "other_";
+
+/// Above the bindings of the first kernel.
+const FIRST_BINDING: u32 = 8;
+
+/// The name of a buffer of the second kernel, which is bound once for both where `shared` says so.
+pub(super) fn other_name(name: &str, shared: &str) -> String {
+    if name == shared { name.to_owned() } else { format!("{OTHER}{name}") }
+}
+
+/// Two kernels, a text and an entry point each, as one. The buffer `shared` is the same for both, and read alone.
+///
+/// # Errors
+/// Says what keeps them apart: arguments that differ, a directive that the first has not, a binding that is taken.
+pub(super) fn beside(first: [&str; 2], second: [&str; 2], shared: &str) -> Result<String, String> {
+    let [first, second] = [called(first)?, called(second)?];
+    if (&first.attribute, &first.arguments) != (&second.attribute, &second.arguments) {
+        return Err("the two kernels take other arguments".into());
+    }
+    let mut text = first.text.clone();
+    let names = declared(&second.text);
+    let mut below = String::new();
+    for line in second.text.lines() {
+        let is_shared = line.contains(&format!(" {shared}: ")) && line.starts_with("@group(0)");
+        if line.starts_with("enable ") || is_shared {
+            if !first.text.lines().any(|other| other == line) {
+                return Err(format!("the first kernel has no '{line}'"));
+            }
+            continue;
+        }
+        below += &renamed(&rebound(line)?, &names, shared);
+        below.push('\n');
+    }
+    text += &format!("\n{below}\n");
+    let arguments: String = first.arguments.iter().map(|line| format!("{line}\n")).collect();
+    let values = first.values().join(", ");
+    let other = format!("{OTHER}{}", second.entry);
+    text += &format!(
+        "{}\nfn {ENTRY}(\n{arguments}) {{\n    if ({}.z == 0u) {{\n        {}({values});\n    }} else {{\n        \
+         {other}({values});\n    }}\n}}\n",
+        first.attribute,
+        first.workgroup()?,
+        first.entry
+    );
+    Ok(text)
+}
+
+/// A kernel whose entry point has become a function.
+struct Called {
+    text: String,
+    entry: String,
+    /// `@compute @workgroup_size(64)`.
+    attribute: String,
+    /// The lines of the arguments, with their attributes.
+    arguments: Vec<String>,
+}
+
+impl Called {
+    /// The names of the arguments.
+    fn values(&self) -> Vec<&str> {
+        let name = |line: &String| -> Option<usize> { line.find(')').map(|at| at + 2) };
+        self.arguments.iter().filter_map(|line| Some(line.get(name(line)?..)?.split(':').next()?.trim())).collect()
+    }
+
+    /// The argument that holds the workgroup's place in the grid.
+    fn workgroup(&self) -> Result<&str, String> {
+        let places = self.arguments.iter().zip(self.values());
+        let found = places.into_iter().find(|(line, _)| line.contains("@builtin(workgroup_id)"));
+        found.map(|(_, name)| name).ok_or_else(|| format!("{} does not take its workgroup", self.entry))
+    }
+}
+
+fn called([text, entry]: [&str; 2]) -> Result<Called, String> {
+    let start = format!("\nfn {entry}(\n");
+    let broken = || format!("no entry point {entry} with a line for each argument");
+    let (before, rest) = text.split_once(&start).ok_or_else(broken)?;
+    let (arguments, body) = rest.split_once("\n) {\n").ok_or_else(broken)?;
+    let (before, attribute) = before.rsplit_once('\n').ok_or_else(broken)?;
+    if !attribute.starts_with("@compute ") {
+        return Err(broken());
+    }
+    let arguments: Vec<String> = arguments.lines().map(str::to_owned).collect();
+    let plain: Vec<&str> = arguments.iter().filter_map(|line| Some(line.split_once(')')?.1.trim_start())).collect();
+    let text = format!("{before}\nfn {entry}({}) {{\n{body}", plain.join(" ").trim_end_matches(','));
+    Ok(Called { text, entry: entry.to_owned(), attribute: attribute.to_owned(), arguments })
+}
+
+/// The names that a text declares outside its functions.
+fn declared(text: &str) -> BTreeSet<&str> {
+    let name_in = |line: &'_ str| -> Option<(usize, usize)> {
+        let start = match line.strip_prefix("@group(0) ") {
+            Some(_) => line.find('>')? + 1,
+            None if line.starts_with("var<") => line.find('>')? + 1,
+            None => ["fn ", "const ", "alias ", "struct "].iter().find(|word| line.starts_with(**word))?.len(),
+        };
+        let start = start + line[start..].len() - line[start..].trim_start().len();
+        let length = line[start..].find(|c: char| !is_of_name(c))?;
+        Some((start, start + length))
+    };
+    text.lines().filter_map(|line| name_in(line).map(|(start, end)| &line[start..end])).collect()
+}
+
+fn is_of_name(c: char) -> bool {
+    c.is_ascii_alphanumeric() || c == '_'
+}
+
+/// A line of the second kernel with its binding above those of the first.
+fn rebound(line: &str) -> Result<String, String> {
+    let Some(rest) = line.strip_prefix("@group(0) @binding(") else { return Ok(line.to_owned()) };
+    let binding = rest.split_once(')').and_then(|(index, rest)| Some((index.parse::<u32>().ok()?, rest)));
+    match binding {
+        Some((index, rest)) if index < FIRST_BINDING => {
+            Ok(format!("@group(0) @binding({}){rest}", index + FIRST_BINDING))
+        }
+        _ => Err(format!("a binding that is not below {FIRST_BINDING}: {line}")),
+    }
+}
+
+/// A line with every declared name as the second kernel has it, but for the one that is shared, and for comments. Names
+/// are changed wherever they stand, members and arguments of the same name too, so that all of them still agree.
+fn renamed(line: &str, names: &BTreeSet<&str>, shared: &str) -> String {
+    let (code, comment) = line.split_at(line.find("//").unwrap_or(line.len()));
+    let mut out = String::with_capacity(line.len() * 2);
+    let mut rest = code;
+    while !rest.is_empty() {
+        let length = rest.find(|c| !is_of_name(c)).unwrap_or(rest.len());
+        let (word, after) = rest.split_at(length);
+        if names.contains(word) && word != shared {
+            out.push_str(OTHER);
+        }
+        out.push_str(word);
+        let between = after.find(is_of_name).unwrap_or(after.len());
+        out.push_str(&after[..between]);
+        rest = &after[between..];
+    }
+    out + comment
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KERNEL: &str = "@group(0) @binding(0) var<storage, read> table: array<u32>;\n\
+        @group(0) @binding(2) var<storage, read_write> tiles: array<u32>;\n\n\
+        const SIZE: u32 = 4u;\n\n\
+        fn size(tiles_of: u32) -> u32 {\n    return tiles_of * SIZE;\n}\n\n\
+        @compute @workgroup_size(64)\nfn store(\n    @builtin(workgroup_id) group: vec3<u32>,\n    \
+        @builtin(local_invocation_index) invocation: u32,\n) {\n    tiles[invocation] = size(table[group.x]);\n}\n";
+
+    #[test]
+    fn two_kernels_keep_their_names_apart() {
+        let both = beside([KERNEL, "store"], [KERNEL, "store"], "table").unwrap();
+        let count = |part: &str| both.matches(part).count();
+        assert_eq!(count("@binding(0) var<storage, read> table"), 1);
+        assert_eq!(count("@binding(10) var<storage, read_write> other_tiles: array<u32>;"), 1);
+        assert_eq!(count("const other_SIZE: u32 = 4u;"), 1);
+        assert_eq!(count("other_tiles[invocation] = other_size(table[group.x]);"), 1);
+        assert_eq!(count("fn other_size(tiles_of: u32)"), 1);
+        assert_eq!(count("@compute @workgroup_size(64)\nfn side_by_side("), 1);
+        assert_eq!(count("fn store(group: vec3<u32>, invocation: u32) {"), 1);
+        assert_eq!(count("if (group.z == 0u) {\n        store(group, invocation);\n"), 1);
+        assert_eq!(count("other_store(group, invocation);\n"), 1);
+        assert_eq!(other_name("tiles", "table"), "other_tiles");
+        assert_eq!(other_name("table", "table"), "table");
+    }
+
+    #[test]
+    fn what_cannot_stand_beside_is_told() {
+        let with = |from: &str, to: &str| KERNEL.replace(from, to);
+        let error = |text: &str| beside([KERNEL, "store"], [text, "store"], "table").unwrap_err();
+        assert!(error(&with("size(64)", "size(32)")).contains("other arguments"));
+        assert!(error(&format!("enable f16;\n{KERNEL}")).contains("enable f16"));
+        assert!(error(&with("@binding(2)", "@binding(9)")).contains("below 8"));
+        assert!(error(&with("fn store(", "fn other(")).contains("no entry point store"));
+        assert!(error(&with("@binding(0)", "@binding(1)")).contains("table"));
+    }
+}
