@@ -318,7 +318,8 @@ impl Requirements {
         Self { features: self.features | wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX, experimental, ..self }
     }
 
-    /// The same without the features and storage buffers that `path` forbids, so that a device made with them cannot leave the path.
+    /// The same without the features and storage buffers that `path` forbids, so that a device made with them cannot
+    /// leave the path.
     pub fn restricted_to(self, path: Path) -> Self {
         let forbidden = match path {
             Path::Floor => {

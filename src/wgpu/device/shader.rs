@@ -13,8 +13,8 @@
 //!   `{ const i = 0u; … }`: naga turns every loop into `while (true)` with a break, which drivers neither unroll nor
 //!   keep in registers;
 //! - `enable f16;` is put in front if the variant asks for it;
-//! - where a variant has another beside it ([`Variant::beside`]), both make one text, with `other_` before the names of the
-//!   second (`beside.rs`).
+//! - where a variant has another beside it ([`Variant::beside`]), both make one text, with `other_` before the names of
+//!   the second (`beside.rs`).
 //!
 //! A browser gets two kinds of lines more, which naga does not know: see [`Source::for_browsers`].
 
@@ -39,7 +39,8 @@ pub struct Variant {
     other: Option<Box<Variant>>,
 }
 
-/// The buffer of tables that append, pack and copy for a step; a caller may write it. Kernels beside each other share it.
+/// The buffer of tables that append, pack and copy for a step; a caller may write it. Kernels beside each other share
+/// it.
 pub(super) const STEP_TABLE: &str = "table";
 
 impl Variant {
