@@ -54,7 +54,7 @@ fn an_index_out_of_bounds_is_counted() {
                 @compute @workgroup_size(16)\n\
                 fn main(@builtin(local_invocation_index) i: u32) {\n\
                     shared_words[i] = i;\n    words[words[i] + 1u] = shared_words[i % 8u];\n}\n";
-    let bindings = vec![Binding { index: 0, name: "words".into(), writable: true }];
+    let bindings = vec![Binding { index: 0, name: "words".into(), writable: true, least_bytes: 4 }];
     let source = Source { wgsl: wgsl.into(), bindings }.counted();
     let (device, queue) = device();
     let module = device.create_shader_module(wgpu::ShaderModuleDescriptor {

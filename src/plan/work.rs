@@ -265,8 +265,9 @@ fn cut_segment(
     let (mut parts, mut ends) = (Vec::with_capacity(segment.spans().len()), Vec::with_capacity(segment.spans().len()));
     for span in segment.spans() {
         let first = parts.len();
-        for index in first_block[span.run]..first_block[span.run + 1] {
-            blocks[index].add_parts(index, &plan.runs()[span.run], span, &mut parts);
+        let of_run = first_block[span.run]..first_block[span.run + 1];
+        for (index, block) in of_run.clone().zip(&blocks[of_run]) {
+            block.add_parts(index, &plan.runs()[span.run], span, &mut parts);
         }
         // A query has scores of its own where they are calibrated, by its own extremes.
         if segment.calibration().is_some() {
