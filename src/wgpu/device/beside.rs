@@ -25,91 +25,99 @@ pub(super) fn other_name(name: &str, shared: &str) -> String {
 /// # Errors
 /// Says what keeps them apart: arguments that differ, a directive that the first has not, a binding that is taken.
 pub(super) fn beside(first: [&str; 2], second: [&str; 2], shared: &str) -> Result<String, String> {
-    let [first, second] = [called(first)?, called(second)?];
+    let [first, second] = [Called::new(first)?, Called::new(second)?];
     if (&first.attribute, &first.arguments) != (&second.attribute, &second.arguments) {
         return Err("the two kernels take other arguments".into());
     }
-    let mut text = first.text.clone();
-    let names = declared(&second.text);
-    let mut below = String::new();
-    for line in second.text.lines() {
-        let is_shared = line.contains(&format!(" {shared}: ")) && line.starts_with("@group(0)");
+    let other = below(&second.text, &first.text, shared)?;
+    let entry = first.entry_of_both(&format!("{OTHER}{}", second.entry))?;
+    Ok(format!("{}\n{other}\n{entry}", first.text))
+}
+
+/// The text of the second kernel, without what the first has for both.
+fn below(text: &str, first: &str, shared: &str) -> Result<String, String> {
+    let names: BTreeSet<&str> = text.lines().filter_map(declared_name).collect();
+    let mut other = String::new();
+    for line in text.lines() {
+        let is_shared = line.starts_with("@group(0)") && declared_name(line) == Some(shared);
         if line.starts_with("enable ") || is_shared {
-            if !first.text.lines().any(|other| other == line) {
+            if !first.lines().any(|of_first| of_first == line) {
                 return Err(format!("the first kernel has no '{line}'"));
             }
             continue;
         }
-        below += &renamed(&rebound(line)?, &names, shared);
-        below.push('\n');
+        other += &renamed(&rebound(line)?, &names, shared);
+        other.push('\n');
     }
-    text += &format!("\n{below}\n");
-    let arguments: String = first.arguments.iter().map(|line| format!("{line}\n")).collect();
-    let values = first.values().join(", ");
-    let other = format!("{OTHER}{}", second.entry);
-    text += &format!(
-        "{}\nfn {ENTRY}(\n{arguments}) {{\n    if ({}.z == 0u) {{\n        {}({values});\n    }} else {{\n        \
-         {other}({values});\n    }}\n}}\n",
-        first.attribute,
-        first.workgroup()?,
-        first.entry
-    );
-    Ok(text)
+    Ok(other)
 }
 
 /// A kernel whose entry point has become a function.
-struct Called {
+struct Called<'a> {
     text: String,
-    entry: String,
+    entry: &'a str,
     /// `@compute @workgroup_size(64)`.
-    attribute: String,
-    /// The lines of the arguments, with their attributes.
-    arguments: Vec<String>,
+    attribute: &'a str,
+    arguments: Vec<Argument<'a>>,
 }
 
-impl Called {
-    /// The names of the arguments.
-    fn values(&self) -> Vec<&str> {
-        let name = |line: &String| -> Option<usize> { line.find(')').map(|at| at + 2) };
-        self.arguments.iter().filter_map(|line| Some(line.get(name(line)?..)?.split(':').next()?.trim())).collect()
-    }
-
-    /// The argument that holds the workgroup's place in the grid.
-    fn workgroup(&self) -> Result<&str, String> {
-        let places = self.arguments.iter().zip(self.values());
-        let found = places.into_iter().find(|(line, _)| line.contains("@builtin(workgroup_id)"));
-        found.map(|(_, name)| name).ok_or_else(|| format!("{} does not take its workgroup", self.entry))
-    }
+/// An argument of an entry point.
+#[derive(PartialEq)]
+struct Argument<'a> {
+    /// `@builtin(workgroup_id)`.
+    builtin: &'a str,
+    name: &'a str,
+    ty: &'a str,
 }
 
-fn called([text, entry]: [&str; 2]) -> Result<Called, String> {
-    let start = format!("\nfn {entry}(\n");
-    let broken = || format!("no entry point {entry} with a line for each argument");
-    let (before, rest) = text.split_once(&start).ok_or_else(broken)?;
-    let (arguments, body) = rest.split_once("\n) {\n").ok_or_else(broken)?;
-    let (before, attribute) = before.rsplit_once('\n').ok_or_else(broken)?;
-    if !attribute.starts_with("@compute ") {
-        return Err(broken());
-    }
-    let arguments: Vec<String> = arguments.lines().map(str::to_owned).collect();
-    let plain: Vec<&str> = arguments.iter().filter_map(|line| Some(line.split_once(')')?.1.trim_start())).collect();
-    let text = format!("{before}\nfn {entry}({}) {{\n{body}", plain.join(" ").trim_end_matches(','));
-    Ok(Called { text, entry: entry.to_owned(), attribute: attribute.to_owned(), arguments })
-}
-
-/// The names that a text declares outside its functions.
-fn declared(text: &str) -> BTreeSet<&str> {
-    let name_in = |line: &'_ str| -> Option<(usize, usize)> {
-        let start = match line.strip_prefix("@group(0) ") {
-            Some(_) => line.find('>')? + 1,
-            None if line.starts_with("var<") => line.find('>')? + 1,
-            None => ["fn ", "const ", "alias ", "struct "].iter().find(|word| line.starts_with(**word))?.len(),
+impl<'a> Called<'a> {
+    fn new([text, entry]: [&'a str; 2]) -> Result<Self, String> {
+        let parts = || {
+            let (before, rest) = text.split_once(&format!("\nfn {entry}(\n"))?;
+            let (before, attribute) = before.rsplit_once('\n')?;
+            let (arguments, body) = rest.split_once("\n) {\n")?;
+            let arguments = arguments.lines().map(Argument::new).collect::<Option<Vec<_>>>()?;
+            attribute.starts_with("@compute ").then_some((before, attribute, arguments, body))
         };
-        let start = start + line[start..].len() - line[start..].trim_start().len();
-        let length = line[start..].find(|c: char| !is_of_name(c))?;
-        Some((start, start + length))
+        let missing = || format!("no entry point {entry} with a line for each argument");
+        let (before, attribute, arguments, body) = parts().ok_or_else(missing)?;
+        let plain: Vec<String> = arguments.iter().map(|Argument { name, ty, .. }| format!("{name}: {ty}")).collect();
+        let text = format!("{before}\nfn {entry}({}) {{\n{body}", plain.join(", "));
+        Ok(Self { text, entry, attribute, arguments })
+    }
+
+    /// The entry point that calls this kernel or the other, whose arguments are the same.
+    fn entry_of_both(&self, other: &str) -> Result<String, String> {
+        let Self { entry, attribute, arguments, .. } = self;
+        let workgroup = arguments.iter().find(|argument| argument.builtin == "@builtin(workgroup_id)");
+        let workgroup = workgroup.ok_or_else(|| format!("{entry} does not take its workgroup"))?.name;
+        let line = |Argument { builtin, name, ty }: &Argument<'_>| format!("    {builtin} {name}: {ty},\n");
+        let lines: String = arguments.iter().map(line).collect();
+        let values: Vec<&str> = arguments.iter().map(|argument| argument.name).collect();
+        let values = values.join(", ");
+        Ok(format!(
+            "{attribute}\nfn {ENTRY}(\n{lines}) {{\n    if ({workgroup}.z == 0u) {{\n        {entry}({values});\n    \
+             }} else {{\n        {other}({values});\n    }}\n}}\n"
+        ))
+    }
+}
+
+impl<'a> Argument<'a> {
+    /// Of a line such as `    @builtin(workgroup_id) group: vec3<u32>,`.
+    fn new(line: &'a str) -> Option<Self> {
+        let (builtin, rest) = line.trim().trim_end_matches(',').split_once(' ')?;
+        let (name, ty) = rest.split_once(": ")?;
+        Some(Self { builtin, name, ty })
+    }
+}
+
+/// The name that a line declares outside functions.
+fn declared_name(line: &str) -> Option<&str> {
+    let rest = match line.starts_with("@group(0)") || line.starts_with("var<") {
+        true => line.split_once('>')?.1.trim_start(),
+        false => ["fn ", "const ", "alias ", "struct "].iter().find_map(|word| line.strip_prefix(word))?,
     };
-    text.lines().filter_map(|line| name_in(line).map(|(start, end)| &line[start..end])).collect()
+    rest.split(|c| !is_of_name(c)).next()
 }
 
 fn is_of_name(c: char) -> bool {
