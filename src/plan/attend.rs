@@ -262,7 +262,7 @@ impl Sequences {
     /// The runs of a sequence, as places in the list; empty where no run is of it.
     fn runs_of(&self, sequence: usize) -> std::ops::Range<usize> {
         let start = self.0.partition_point(|&(other, _)| other < sequence);
-        start..start + self.0[start..].iter().take_while(|&&(other, _)| other == sequence).count()
+        start..start + self.0[start..].partition_point(|&(other, _)| other == sequence)
     }
 
     /// The place of the first run of a sequence.

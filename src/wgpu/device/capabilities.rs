@@ -368,6 +368,16 @@ mod tests {
         assert_eq!(capabilities(false, true).restricted_to(Path::F16).path(), Path::Floor);
     }
 
+    /// A device made with these binds no more than the floor does.
+    #[test]
+    fn the_floor_has_the_storage_buffers_of_webgpu() {
+        let limits = wgpu::Limits { max_storage_buffers_per_shader_stage: MOST_STORAGE_BUFFERS, ..Default::default() };
+        let experimental = wgpu::ExperimentalFeatures::disabled();
+        let all = Requirements { features: wgpu::Features::SHADER_F16, limits, experimental };
+        let buffers = |path| all.clone().restricted_to(path).limits.max_storage_buffers_per_shader_stage;
+        assert_eq!((buffers(Path::Floor), buffers(Path::F16)), (FLOOR_STORAGE_BUFFERS, MOST_STORAGE_BUFFERS));
+    }
+
     /// Larger ones would have a size that 32 bits do not count.
     #[test]
     fn bindings_stay_within_indices() {

@@ -79,7 +79,7 @@ impl Kernels {
     /// Storage buffers that plans may bind to a kernel: as many as the device allows, but for that of
     /// [`Kernels::counting`].
     pub fn storage_buffers(&self) -> u32 {
-        self.device.limits().max_storage_buffers_per_shader_stage - u32::from(self.counter.is_some())
+        self.device.limits().max_storage_buffers_per_shader_stage.saturating_sub(u32::from(self.counter.is_some()))
     }
 
     pub(super) fn counter(&self) -> Option<&wgpu::Buffer> {
