@@ -22,7 +22,7 @@ constexpr int APPEND_WARPS = 8;
 
 // Only formats that take single tokens get here: f16, or ranges that do not span tokens.
 template <bool VALUE>
-__device__ __forceinline__ void append_row(const StepCall& call, uint4 entry, u32 kv_head, StagedRow staged, int lane) {
+__device__ __forceinline__ void append_row(const WriteCall& call, uint4 entry, u32 kv_head, StagedRow staged, int lane) {
     const void* rows = VALUE ? call.values : call.keys;
     const u32 type = VALUE ? call.value_type : call.key_type;
     const float largest = VALUE ? call.value_largest : call.key_largest;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void append_row(const StepCall& call, uint4 entry, u3
     put_row<VALUE>(part, token_slot(entry), row, VALUE ? call.value_shrink : call.key_shrink, nullptr, staged, lane);
 }
 
-extern "C" __global__ void append(const StepCall call) {
+extern "C" __global__ void append(const WriteCall call) {
     __shared__ float rows[APPEND_WARPS][HEAD_DIM];
     __shared__ u16 fields[APPEND_WARPS][HEAD_DIM];
     const u32 warp = threadIdx.x / 32;

@@ -13,7 +13,7 @@
 #include "common/tile.cuh"
 #include "common/step_call.cuh"
 
-extern "C" __global__ void copy_page(const StepCall call) {
+extern "C" __global__ void copy_page(const WriteCall call) {
     admit_later_kernels();
     await_earlier_kernels();
     const u32 page_pieces = call.kv_heads * (HEAD_BYTES / 16);

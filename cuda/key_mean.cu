@@ -43,7 +43,7 @@ extern "C" __global__ void key_mean(const RowsCall call) {
 }
 
 // An entry: first token, bits of 1 / n, n and from bit 8 on the slot of the centre.
-extern "C" __global__ void key_mean_of_step(const StepCall call) {
+extern "C" __global__ void key_mean_of_step(const WriteCall call) {
     admit_later_kernels();
     await_earlier_kernels();
     const u32 channels = call.kv_heads * TENSOR_CHANNELS;

@@ -108,7 +108,7 @@ __device__ __forceinline__ void window_ranges(const u8* from, u8* part, float2* 
 
 // `staged` and `highs` are [WINDOW_WARPS][HEAD_DIM], as are `fields`.
 template <bool VALUE>
-__device__ __forceinline__ void pack_window_part(const StepCall& call, u32 item, float* staged, float* highs,
+__device__ __forceinline__ void pack_window_part(const WriteCall& call, u32 item, float* staged, float* highs,
                                                  u16* fields) {
     const u32 kv_head = item / WINDOW_PARTS % call.kv_heads;
     const uint4 entry = entry_at(call, item / WINDOW_PARTS / call.kv_heads);
@@ -132,7 +132,7 @@ __device__ __forceinline__ void pack_window_part(const StepCall& call, u32 item,
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(WINDOW_THREADS) pack_windows(const StepCall call) {
+extern "C" __global__ void __launch_bounds__(WINDOW_THREADS) pack_windows(const WriteCall call) {
     __shared__ float staged[WINDOW_WARPS * HEAD_DIM];
     __shared__ float highs[WINDOW_WARPS * HEAD_DIM];
     __shared__ u16 fields[WINDOW_WARPS * HEAD_DIM];

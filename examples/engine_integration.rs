@@ -55,7 +55,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
     let tensors = (0..LAYERS).map(of_layer).collect::<kvpack::Result<Vec<_>>>()?;
     let rows = RowLayout::token_major(1, &shape);
     let mut steps = ModelStep::new(&backend, rows, tensors.clone(), AttendOptions::default())?;
-    steps.prepare(cache.step_layout(0)?, recipe.stores()).await?;
+    steps.prepare(cache.write_layout(0)?, recipe.stores()).await?;
 
     // Every step.
     for token in 0..DECODED {

@@ -45,12 +45,12 @@
 //!
 //! Each layer stands on those below it, and all are public:
 //!
-//! 1. [`KvCache`] keeps the books of a layer: spans, pages, lengths. `prefill`, `append`, `attend`, `memory`.
+//! 1. [`KvCache`] keeps the page tables of a layer: spans, pages, lengths. `prefill`, `append`, `attend`, `memory`.
 //!    [`ModelCache`](cache::ModelCache) keeps those of all layers, and opens steps that an engine encodes.
 //! 2. [`plan`]: what an attention call computes, decided on the host from lengths alone: which queries see which spans.
-//!    `wgpu::StepPlan` and `cuda::StepPlan` cut it, choose the kernels and say how much scratch they need; a
-//!    [`StepTable`](plan::StepTable) says what a step stores. What is bound is encoded into a compute pass or a stream of the
-//!    engine's, and **encoding a step neither submits nor waits nor allocates**.
+//!    `wgpu::AttendStep` and `cuda::AttendStep` cut it, choose the kernels and say how much scratch they need; a
+//!    [`WriteTable`](plan::WriteTable) says what a step stores. What is bound is encoded into a compute pass or a
+//!    stream of the engine's, and **encoding a step neither submits nor waits nor allocates**.
 //! 3. [`Backend`]: stores and kernels of one device. Called one by one, they are `quantize`, `append`, `dequantize`,
 //!    `hadamard`, `prepare_query`, `scores`, `weighted_values`, `attend`, `merge_states` and `merge_pair`.
 //! 4. [`format`](mod@format): formats as plain data, and what their codes mean.

@@ -3,12 +3,12 @@
 use std::cell::Cell;
 
 use kvpack::backend::{
-    AttendOptions, Attention, Backend, Forward, Forwarding, NonFinite, Packing, SpanWrite, StepInput, Storage,
+    AttendOptions, Attention, Backend, Forward, Forwarding, NonFinite, Packing, SpanWrite, Storage, WriteInput,
 };
 use kvpack::cache::{KvCache, PromptSpan, Recipe, StoreId};
 use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor, NonFiniteFlags};
 use kvpack::format::{AffineFormat, Grouping, KeyOrValue, TensorFormat};
-use kvpack::plan::{AttendPlan, ElementType, QueryRun, RowLayout, StepTable, TokenRange};
+use kvpack::plan::{AttendPlan, ElementType, QueryRun, RowLayout, TokenRange, WriteTable};
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
 
@@ -80,8 +80,8 @@ impl Forward for Failing {
     fn write_step(
         &self,
         stores: &mut [&mut CpuStore],
-        input: Option<StepInput<'_, CpuTensor, NonFiniteFlags>>,
-        table: &StepTable,
+        input: Option<WriteInput<'_, CpuTensor, NonFiniteFlags>>,
+        table: &WriteTable,
     ) -> Result<()> {
         self.call()?;
         self.cpu.write_step(stores, input, table)?;

@@ -187,7 +187,7 @@ fn many_sequences_begin_at_once() {
     let shape = AttentionShape::new(2, 1, 64).unwrap();
     let recipe = Recipe::pack_all(int4()).with_centre();
     let mut cache = ModelCache::new(&Cpu::new(), &[(shape, recipe)], SEQUENCES).unwrap();
-    let room = |cache: &ModelCache<Cpu>| cache.step_layout(0).unwrap().stores()[1].centres;
+    let room = |cache: &ModelCache<Cpu>| cache.write_layout(0).unwrap().stores()[1].centres;
     assert_eq!(room(&cache), 8);
     // Sequence i has i + 1 rows, of 0, 2, 4, …: their mean is i.
     let runs: Vec<TokenRun> = (0..SEQUENCES).map(|i| TokenRun::chunk(i, i + 1)).collect();

@@ -407,7 +407,7 @@ impl Forward for Failing {
         request: StatsRequest,
         known_lse: Option<&CpuTensor>,
     ) -> Result<MeasuredAttention<CpuTensor, Vec<u32>>> {
-        let mut measured = kvpack::backend::Selection::measure_attention(&self.cpu, input, request, known_lse)?;
+        let mut measured = kvpack::backend::TokenSelection::measure_attention(&self.cpu, input, request, known_lse)?;
         if let (true, CpuTensor::F32(sums)) = (self.measures_nan.get(), &mut measured.column_sums) {
             sums[17] = f32::NAN;
         }

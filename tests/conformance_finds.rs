@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use kvpack::Result;
 use kvpack::backend::{
     AttendOptions, Attention, AttentionStates, Forward, Forwarding, MeasuredAttention, NonFinite, Packing,
-    QueriesAndKeys, ScoredTokens, Selection, SpanRead, SpanWrite,
+    QueriesAndKeys, ScoredTokens, SpanRead, SpanWrite, TokenSelection,
 };
 use kvpack::conformance::{self, Failure, Report};
 use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor};

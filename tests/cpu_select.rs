@@ -5,7 +5,7 @@ use kvpack::cpu::{
     sum_counts, sum_partials,
 };
 use kvpack::plan::{Elements, RowLayout, TokenRange};
-use kvpack::policy::{ColumnRequest, HeadAggregation, Merging, Nearest, QueryRows, evicted};
+use kvpack::policy::{ColumnRequest, HeadAggregation, Merging, Nearest, QueryPositions, evicted};
 use kvpack::{AttentionShape, Error};
 
 mod select_cases;
@@ -227,7 +227,7 @@ fn chunks_are_compared_and_reordered() {
 #[test]
 fn inputs_that_do_not_fit_are_refused() {
     let shape = AttentionShape::new(2, 1, 64).unwrap();
-    let rows = QueryRows::last(2, 4).unwrap();
+    let rows = QueryPositions::last(2, 4).unwrap();
     let (queries, keys) = (vec![0.0f32; 2 * 2 * 64], vec![0.0f32; 4 * 64]);
     let query_shape = AttentionShape::new(2, 2, 64).unwrap();
     let dense = |elements, layout| DenseRows { elements: Elements::F32(elements), layout };
@@ -240,7 +240,7 @@ fn inputs_that_do_not_fit_are_refused() {
     let all = TokenRange::new(0, 4).unwrap();
     let stats = attention_row_stats(&good, all).unwrap();
     assert!(attention_row_stats(&good, TokenRange::new(0, 5).unwrap()).is_err());
-    let fewer = QueryRows::last(1, 4).unwrap();
+    let fewer = QueryPositions::last(1, 4).unwrap();
     assert!(matches!(attention_row_stats(&StatsInput { rows: &fewer, ..good }, all), Err(Error::Selection { .. })));
     let short = StatsInput { keys: dense(&keys[..100], RowLayout::token_major(4, &shape)), ..good };
     assert!(matches!(attention_row_stats(&short, all), Err(Error::Elements { .. })));

@@ -3,10 +3,10 @@
 mod random_rows;
 mod step_writes;
 
-use kvpack::backend::{FlaggedToken, NewCentre, StepInput};
+use kvpack::backend::{FlaggedToken, NewCentre, WriteInput};
 use kvpack::cpu::{Cpu, CpuStore, CpuTensor, NonFiniteFlags, append, key_mean, pack_windows, write_step};
 use kvpack::format::KeyOrValue;
-use kvpack::plan::{ElementType, RowLayout, StepTable, StepWrites};
+use kvpack::plan::{ElementType, LayerWrites, RowLayout, WriteTable};
 use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 use step_writes::{Case, formats, pages};
 
@@ -96,23 +96,23 @@ fn steps_that_do_not_fit_are_refused() {
     let shape = AttentionShape::new(2, 2, 64).unwrap();
     let case = Case::new(shape, SegmentFormat::per_channel(Bits::Four), ElementType::F32, 5);
     let step = case.steps.iter().find(|step| !step.writes.stores[0].tokens.is_empty()).unwrap();
-    let mut table = StepTable::new(&case.layout);
+    let mut table = WriteTable::new(&case.layout);
     table.set(&step.writes).unwrap();
     let [mut open, mut packed] = case.stores(&Cpu::new());
     let [before, _] = case.stores(&Cpu::new());
     let flags = NonFiniteFlags::new(3);
     let (keys, values) = (&step.keys.elements(), &step.values.elements());
-    let input = StepInput { keys, values, rows: case.rows, flags: &flags, layer: 2 };
+    let input = WriteInput { keys, values, rows: case.rows, flags: &flags, layer: 2 };
 
     let refused = |result: kvpack::Result<()>| assert!(matches!(result, Err(Error::Plan { .. })), "{result:?}");
     refused(write_step(&mut [&mut open], Some(input), &table));
     refused(write_step(&mut [&mut packed, &mut open], Some(input), &table));
     refused(write_step(&mut [&mut open, &mut packed], None, &table));
-    refused(write_step(&mut [&mut open, &mut packed], Some(StepInput { layer: 3, ..input }), &table));
+    refused(write_step(&mut [&mut open, &mut packed], Some(WriteInput { layer: 3, ..input }), &table));
     let few = RowLayout { tokens: table.tokens_needed() - 1, ..case.rows };
-    refused(write_step(&mut [&mut open, &mut packed], Some(StepInput { rows: few, ..input }), &table));
+    refused(write_step(&mut [&mut open, &mut packed], Some(WriteInput { rows: few, ..input }), &table));
     let many = RowLayout { tokens: 1000, ..case.rows };
-    let short = write_step(&mut [&mut open, &mut packed], Some(StepInput { rows: many, ..input }), &table);
+    let short = write_step(&mut [&mut open, &mut packed], Some(WriteInput { rows: many, ..input }), &table);
     assert!(matches!(short, Err(Error::Elements { .. })), "{short:?}");
     let mut small = CpuStore::new(shape, SegmentFormat::F16).unwrap();
     small.add_shard(6).unwrap();
@@ -120,6 +120,6 @@ fn steps_that_do_not_fit_are_refused() {
     assert_alike(&open, &before, &case);
 
     // What is not needed may be left out.
-    table.set(&StepWrites::of(&case.layout)).unwrap();
+    table.set(&LayerWrites::of(&case.layout)).unwrap();
     write_step(&mut [&mut open, &mut packed], None, &table).unwrap();
 }

@@ -13,18 +13,19 @@ use std::thread;
 
 use futures::executor::block_on;
 use half::bf16;
-use kvpack::backend::{Device, FlaggedToken, Packing, SpanWrite, StepInput, Storage};
+use kvpack::backend::{Device, FlaggedToken, Packing, SpanWrite, Storage, WriteInput};
 use kvpack::cache::PromptSpan;
 use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor, nmse, quantize};
 use kvpack::cuda::cudarc::driver::DevicePtr;
 use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use kvpack::cuda::{
-    Cuda, Indices, KernelCache, NonFiniteFlags, PackStepPlan, StepMemory, StepPlan, StepTensors, Store, Tensor,
-    TokenScoresPlan, TopKPlan, Words,
+    AttendStep, AttendTensors, Cuda, Indices, KernelCache, NonFiniteFlags, Store, StoreStep, Tensor, TokenScoresPlan,
+    TopKPlan, Words, WriteMemory,
 };
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrValue, TensorFormat, TileOrder};
 use kvpack::plan::{
-    ElementType, Elements, Page, QueryRows, QueryRun, RowLayout, Rows, StepTable, StepWrites, TokenRange, TokenWrite,
+    ElementType, Elements, LayerWrites, Page, QueryLayout, QueryRun, RowLayout, Rows, TokenRange, TokenWrite,
+    WriteTable,
 };
 use kvpack::policy::{self, HeadAggregation, ScoreRequest, ScoreRule, Spans, TextRule, Weighing};
 use kvpack::{AttentionShape, Bits, Calibration, Error, KvCache, Recipe, SegmentFormat};
@@ -192,7 +193,7 @@ fn a_captured_step_with_calibrated_scores_is_the_direct_one() {
         block_on(cache.prefill(sequence, RowLayout::token_major(tokens, &shape), &keys, &values, &prompt)).unwrap();
     }
     let queries = upload(&rows(2 * 8 * 128, 0.17));
-    let step = StepPlan::new(&backend, &cache.plan(&QueryRun::decode_batch(2)).unwrap()).unwrap();
+    let step = AttendStep::new(&backend, &cache.plan(&QueryRun::decode_batch(2)).unwrap()).unwrap();
     assert_eq!(step.launch_labels().len(), 3, "{:?}", step.launch_labels());
     let stream = backend.stream();
     let bits = |tensor: &Tensor| {
@@ -202,7 +203,7 @@ fn a_captured_step_with_calibrated_scores_is_the_direct_one() {
     let bind = || {
         let output = Tensor::zeroed(stream, queries.elements(), ElementType::F32).unwrap();
         (
-            step.bind(&backend, &cache.stores(), StepTensors { queries: &queries, output: &output, lse: None })
+            step.bind(&backend, &cache.stores(), AttendTensors { queries: &queries, output: &output, lse: None })
                 .unwrap(),
             output,
         )
@@ -255,8 +256,8 @@ fn memory_of_an_engine_is_used_in_place() {
     let mut cache = KvCache::new(backend.clone(), shape, 1, Recipe::f16()).unwrap();
     block_on(cache.append(RowLayout::token_major(1, &shape), &part(1, 256), &part(257, 256))).unwrap();
     let output = part(1025, 512);
-    let step = StepPlan::new(&backend, &cache.plan(&[QueryRun::decode(0)]).unwrap()).unwrap();
-    step.bind(&backend, &cache.stores(), StepTensors { queries: &part(513, 512), output: &output, lse: None })
+    let step = AttendStep::new(&backend, &cache.plan(&[QueryRun::decode(0)]).unwrap()).unwrap();
+    step.bind(&backend, &cache.stores(), AttendTensors { queries: &part(513, 512), output: &output, lse: None })
         .unwrap()
         .launch()
         .unwrap();
@@ -281,8 +282,8 @@ fn stores_and_tensors_of_other_streams_are_refused() {
     refused(block_on(cache.append(layout, &foreign, &own)).err());
     block_on(cache.append(layout, &own, &own)).unwrap();
     refused(block_on(cache.attend(&foreign, ElementType::F32)).err());
-    let step = StepPlan::new(&other, &cache.plan(&[QueryRun::decode(0)]).unwrap()).unwrap();
-    refused(step.bind(&other, &cache.stores(), StepTensors { queries: &foreign, output: &foreign, lse: None }).err());
+    let step = AttendStep::new(&other, &cache.plan(&[QueryRun::decode(0)]).unwrap()).unwrap();
+    refused(step.bind(&other, &cache.stores(), AttendTensors { queries: &foreign, output: &foreign, lse: None }).err());
     refused(own.write(other.stream(), Elements::F32(&[2.0; 64])).err());
     let flags = NonFiniteFlags::new(backend.stream(), 1).unwrap();
     refused(flags.clear(other.stream()).err());
@@ -297,7 +298,7 @@ fn stores_and_tensors_of_other_streams_are_refused() {
 #[ignore = "needs an NVIDIA GPU"]
 fn token_scores_need_a_word_for_every_head() {
     let backend = device();
-    let (rows, spans) = (policy::QueryRows::last(1, 8).unwrap(), Spans::new(8, &[]).unwrap());
+    let (rows, spans) = (policy::QueryPositions::last(1, 8).unwrap(), Spans::new(8, &[]).unwrap());
     let scores = ScoreRule { aggregation: HeadAggregation::Sum, weighing: Weighing::Sum, pooling: None };
     let request = ScoreRequest { rows: &rows, spans: &spans, scores, text: TextRule::Equal, recent: 0 };
     let plan = TokenScoresPlan::new(2, &request).unwrap();
@@ -315,7 +316,7 @@ fn rows_may_be_parts_of_longer_ones() {
     const SEQUENCES: usize = 3;
     let shape = AttentionShape::new(4, 2, 128).unwrap();
     let row = 4 * 128;
-    let (fused, ranks) = (QueryRows { first: 256, stride: 8 * 128 }, QueryRows { first: row, stride: 3 * row });
+    let (fused, ranks) = (QueryLayout { first: 256, stride: 8 * 128 }, QueryLayout { first: row, stride: 3 * row });
     let backend = device();
     let stream = backend.stream();
     let upload = |x: &[f32]| block_on(backend.upload(Elements::F32(x))).unwrap();
@@ -329,22 +330,25 @@ fn rows_may_be_parts_of_longer_ones() {
         }
         let projected = rows(fused.elements_needed(SEQUENCES, &shape), 0.13);
         let dense: Vec<f32> = (0..SEQUENCES).flat_map(|at| projected[fused.row(at)..][..row].to_vec()).collect();
-        let step = StepPlan::new(&backend, &cache.plan(&QueryRun::decode_batch(SEQUENCES)).unwrap()).unwrap();
-        let run = |step: &StepPlan, queries: &[f32], output: &Tensor| {
+        let step = AttendStep::new(&backend, &cache.plan(&QueryRun::decode_batch(SEQUENCES)).unwrap()).unwrap();
+        let run = |step: &AttendStep, queries: &[f32], output: &Tensor| {
             let queries = &upload(queries);
-            step.bind(&backend, &cache.stores(), StepTensors { queries, output, lse: None }).unwrap().launch().unwrap();
+            step.bind(&backend, &cache.stores(), AttendTensors { queries, output, lse: None })
+                .unwrap()
+                .launch()
+                .unwrap();
             output.download(stream).unwrap()
         };
         let zeroed = |elements| Tensor::zeroed(stream, elements, ElementType::Bf16).unwrap();
         let expected = run(&step, &dense, &zeroed(SEQUENCES * row));
-        let strided = step.clone().with_query_rows(fused).with_output_rows(ranks);
+        let strided = step.clone().with_query_layout(fused).with_output_layout(ranks);
         let got = run(&strided, &projected, &zeroed(SEQUENCES * 3 * row));
         for (at, got) in got.chunks(row).enumerate() {
             let expected = if at % 3 == 1 { &expected[at / 3 * row..][..row] } else { &[0.0; 512][..] };
             assert_eq!(got, expected, "{format}, piece {at}");
         }
         let (short, output) = (upload(&projected[1..]), zeroed(SEQUENCES * 3 * row));
-        let tensors = StepTensors { queries: &short, output: &output, lse: None };
+        let tensors = AttendTensors { queries: &short, output: &output, lse: None };
         let bound = strided.bind(&backend, &cache.stores(), tensors);
         assert!(matches!(bound, Err(Error::Elements { what: "queries", .. })));
     }
@@ -424,15 +428,15 @@ fn a_captured_step_is_replayed_while_its_table_changes() {
             unsafe { Tensor::from_address(Arc::new(()), address, elements, ElementType::F32) }.unwrap()
         });
         let flags = NonFiniteFlags::new(stream, 3).unwrap();
-        let memory = StepMemory::new(stream, &case.layout).unwrap();
+        let memory = WriteMemory::new(stream, &case.layout).unwrap();
         let [keys, values] = tensors.each_ref();
-        let input = StepInput { keys, values, rows: case.rows, flags: &flags, layer: 2 };
+        let input = WriteInput { keys, values, rows: case.rows, flags: &flags, layer: 2 };
         let step =
-            PackStepPlan::new(&case.layout).bind(&backend, &[&stores[0], &stores[1]], &memory, Some(input)).unwrap();
+            StoreStep::new(&case.layout).bind(&backend, &[&stores[0], &stores[1]], &memory, Some(input)).unwrap();
         stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
         step.launch().unwrap();
         let graph = stream.end_capture(CUgraphInstantiate_flags(0)).unwrap().expect("a graph");
-        let mut table = StepTable::new(&case.layout);
+        let mut table = WriteTable::new(&case.layout);
         for step in &case.steps {
             for (slice, tensor) in slices.iter_mut().zip([&step.keys, &step.values]) {
                 stream.memcpy_htod(&tensor.to_f32(), slice).unwrap();
@@ -455,15 +459,15 @@ fn steps_of_another_layout_are_refused() {
     let case = Case::new(shape, SegmentFormat::per_channel(Bits::Four), ElementType::F32, 3);
     let mut stores = case.stores(&backend);
     let refused = |result: Result<(), Error>| assert!(matches!(result, Err(Error::Plan { .. })), "{result:?}");
-    let plan = PackStepPlan::new(&case.layout);
-    let memory = StepMemory::new(backend.stream(), &case.layout).unwrap();
+    let plan = StoreStep::new(&case.layout);
+    let memory = WriteMemory::new(backend.stream(), &case.layout).unwrap();
     refused(plan.bind(&backend, &[&stores[0], &stores[1]], &memory, None).map(drop));
     refused(plan.bind(&backend, &[&stores[1], &stores[0]], &memory, None).map(drop));
     let other = backend.on_stream(backend.stream().context().new_stream().unwrap());
     refused(plan.bind(&other, &[&stores[0], &stores[1]], &memory, None).map(drop));
     let layout =
-        Arc::new(kvpack::plan::StepLayout::new(shape, 1, vec![stores[0].step_capacity(1, 0)], vec![]).unwrap());
-    let (mut table, mut writes) = (StepTable::new(&layout), StepWrites::of(&layout));
+        Arc::new(kvpack::plan::WriteLayout::new(shape, 1, vec![stores[0].step_capacity(1, 0)], vec![]).unwrap());
+    let (mut table, mut writes) = (WriteTable::new(&layout), LayerWrites::of(&layout));
     refused(memory.write(backend.stream(), &table));
     writes.stores[0].tokens.push(TokenWrite { token: 0, page: Page { shard: 1, index: 4 }, slot: 9, centre: None });
     table.set(&writes).unwrap();
@@ -471,7 +475,7 @@ fn steps_of_another_layout_are_refused() {
     let nan = block_on(backend.upload(Elements::F32(&[f32::NAN; 128]))).unwrap();
     let flags = backend.create_non_finite_flags(1).unwrap();
     let rows = RowLayout::token_major(1, &shape);
-    let input = StepInput { keys: &nan, values: &nan, rows, flags: &flags, layer: 0 };
+    let input = WriteInput { keys: &nan, values: &nan, rows, flags: &flags, layer: 0 };
     backend.write_step(&mut [&mut stores[0]], Some(input), &table).unwrap();
     let of = |tensor| FlaggedToken { layer: 0, tensor, token: 0 };
     let found = block_on(backend.read_non_finite_flags(&flags)).unwrap();

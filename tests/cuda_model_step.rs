@@ -155,7 +155,7 @@ fn no_kernel_is_compiled_while_a_model_is_served() {
         let mut steps = ModelStep::new(&backend, rows, tensors.clone()).unwrap();
         let before = compiled();
         // Before there is room for anything.
-        steps.prepare(cache.step_layout(0).unwrap(), recipe.stores()).unwrap();
+        steps.prepare(cache.write_layout(0).unwrap(), recipe.stores()).unwrap();
         let prepared = compiled();
         for _ in 0..3 * 128 {
             block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();

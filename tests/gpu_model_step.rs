@@ -107,7 +107,7 @@ fn steps_are_bound_once_and_only_encoded() {
     // Every test counts what its own device makes.
     for recipe in RECIPES {
         let mut engine = Engine::new(gpu_device::fresh(), recipe);
-        let (layout, stores) = (engine.cache.step_layout(0).unwrap(), engine.cache.recipe(0).unwrap().stores());
+        let (layout, stores) = (engine.cache.write_layout(0).unwrap(), engine.cache.recipe(0).unwrap().stores());
         block_on(engine.steps.prepare(layout, stores)).unwrap();
         block_on(engine.steps.prepare_chunks(layout, stores, ROWS)).unwrap();
         let compiled = |engine: &Engine| engine.backend.device().get_internal_counters().hal.compute_pipelines.read();
@@ -268,7 +268,7 @@ fn no_kernel_is_compiled_while_serving() {
         let options = AttendOptions { query: recipe_of.query(), ..AttendOptions::default() };
         let mut steps = ModelStep::new(&backend, rows, tensors, options).unwrap();
         let mut cache = model_steps::cache(&backend, &recipe_of);
-        let (layout, stores) = (cache.step_layout(0).unwrap().clone(), recipe_of.stores());
+        let (layout, stores) = (cache.write_layout(0).unwrap().clone(), recipe_of.stores());
         block_on(steps.prepare(&layout, stores)).unwrap();
         block_on(steps.prepare_chunks(&layout, stores, ROWS)).unwrap();
         let compiled = || device.get_internal_counters().hal.compute_pipelines.read();

@@ -1,4 +1,4 @@
-//! The kernels that measure and select, on a GPU, against their CPU twins.
+//! The kernels that measure and select, on a GPU, against their CPU references.
 #![cfg(feature = "wgpu")]
 
 use kvpack::backend::{AttentionStates, Device};
@@ -6,7 +6,7 @@ use kvpack::cpu::{self, DenseRows, KeptTokens, attention_column_stats, attention
 use kvpack::format::{Direction, Rotation};
 use kvpack::plan::{ElementType, Elements, IndexShape, RowLayout, TokenRange};
 use kvpack::policy::{
-    ColumnRequest, HeadAggregation, Merging, Nearest, QueryRows, RowStatsSource, StatsRequest, evicted,
+    ColumnRequest, HeadAggregation, Merging, Nearest, QueryPositions, RowStatsSource, StatsRequest, evicted,
 };
 use kvpack::wgpu::{
     AttentionStats, AttentionStatsPlan, Capabilities, ChunkSimilarityPlan, EvictedPlan, GatherPlan, HadamardPlan,
@@ -156,7 +156,7 @@ fn no_scores_reach_memory() {
         let columns = ColumnRequest { aggregation: HeadAggregation::Each, threshold: Some(0.01) };
         let plan = AttentionStatsPlan::new(
             &shape,
-            QueryRows::last(rows, tokens).unwrap(),
+            QueryPositions::last(rows, tokens).unwrap(),
             [RowLayout::token_major(rows, &queries), RowLayout::token_major(tokens, &shape)],
             StatsRequest { columns, rows: RowStatsSource::Measured },
         )
@@ -433,7 +433,7 @@ fn no_buffer_is_both_read_and_written() {
         ("merge_pair", MergePairPlan::new(shape, 1).bind(kernels(&backend), &states(0), &apart, &states(1024)).err()),
         (
             "hadamard",
-            HadamardPlan::new(&shape, rows, Rotation::hadamard(64), Direction::Forth)
+            HadamardPlan::new(&shape, rows, Rotation::hadamard(64), Direction::Forward)
                 .unwrap()
                 .bind(kernels(&backend), &part(0, 512), &part(1024, 512))
                 .err(),

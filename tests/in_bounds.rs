@@ -17,7 +17,8 @@ use kvpack::format::{AffineFormat, Grouping, KeyOrValue, TensorFormat};
 use kvpack::plan::{ElementType, Elements, IndexShape, Page, QueryRun, RowLayout, Rows, TokenRange};
 use kvpack::wgpu::shader::{Binding, Source};
 use kvpack::wgpu::{
-    GatherPlan, Indices, Kernels, Requirements, Scratch, StepPlan, StepTensors, StorePart, Tensor, Wgpu, open_device,
+    AttendStep, AttendTensors, GatherPlan, Indices, Kernels, Requirements, Scratch, StoreBuffer, Tensor, Wgpu,
+    open_device,
 };
 use kvpack::{AttentionShape, Bits, Calibration, KvCache, Recipe, SegmentFormat};
 use pollster::block_on;
@@ -162,7 +163,7 @@ fn no_table_leads_out_of_bounds() {
             let query = [QueryPrecision::Int16, QueryPrecision::Int8][turn / 2 % 2];
             let options = AttendOptions { query, ..AttendOptions::default() };
             let plan = cache.plan(&QueryRun::decode_batch(1)).unwrap();
-            let step = StepPlan::new(backend.capabilities(), &plan, ElementType::F32, options).unwrap();
+            let step = AttendStep::new(backend.capabilities(), &plan, ElementType::F32, options).unwrap();
             for (forged, table) in forged_tables(step.tables().len() / 4).into_iter().enumerate() {
                 let row = shape.query_heads() * shape.head_dim();
                 let page = [
@@ -186,7 +187,7 @@ fn no_table_leads_out_of_bounds() {
                     states: states.0.clone(),
                     arrived: arrived.0.clone(),
                 };
-                let tensors = StepTensors { queries: &queries, output: &output, lse: None };
+                let tensors = AttendTensors { queries: &queries, output: &output, lse: None };
                 let launches = step.bind(backend.kernels(), &cache.stores(), &scratch, tensors).unwrap();
                 backend.queue().write_buffer(&scratch.tables, 0, bytemuck::cast_slice(&table));
                 let mut encoder = backend.device().create_command_encoder(&Default::default());
@@ -253,7 +254,7 @@ fn packing_touches_no_other_page() {
         let mut store = backend.create_store(shape, format).unwrap();
         block_on(backend.add_shard(&mut store, 5)).unwrap();
         block_on(backend.reserve_ranges(&mut store, 2)).unwrap();
-        let parts = [StorePart::Keys, StorePart::Values, StorePart::KeyRanges, StorePart::ValueRanges];
+        let parts = [StoreBuffer::Keys, StoreBuffer::Values, StoreBuffer::KeyRanges, StoreBuffer::ValueRanges];
         let buffers: Vec<wgpu::Buffer> =
             parts.iter().filter_map(|&part| store.shard_buffer(0, part).ok().cloned()).collect();
         for buffer in &buffers {

@@ -5,11 +5,11 @@ mod random_rows;
 
 use std::cell::Cell;
 
-use kvpack::backend::{Backend, FlaggedToken, Forward, Forwarding, Packing, StepInput};
+use kvpack::backend::{Backend, FlaggedToken, Forward, Forwarding, Packing, WriteInput};
 use kvpack::cache::{KvCache, ModelCache, PromptSpan, Recipe, StoreId, StoreRoom, TokenRun};
 use kvpack::cpu::{Cpu, CpuStore, CpuTensor, NonFiniteFlags};
 use kvpack::format::KeyOrValue;
-use kvpack::plan::{ElementType, QueryRun, RowLayout, StepTable, TokenRange};
+use kvpack::plan::{ElementType, QueryRun, RowLayout, TokenRange, WriteTable};
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
 use proptest::prelude::*;
@@ -255,8 +255,8 @@ impl Forward for Failing {
     fn write_step(
         &self,
         stores: &mut [&mut CpuStore],
-        input: Option<StepInput<'_, CpuTensor, NonFiniteFlags>>,
-        table: &StepTable,
+        input: Option<WriteInput<'_, CpuTensor, NonFiniteFlags>>,
+        table: &WriteTable,
     ) -> Result<()> {
         self.1.set(self.1.get().wrapping_sub(1));
         self.0.write_step(stores, input, table)?;

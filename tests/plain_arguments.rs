@@ -110,7 +110,7 @@ fn rotations_that_do_not_fit() {
         assert!(matches!(rotation.rotate(&mut row), Err(Error::Format { .. })), "{rotation}");
         assert!(matches!(rotation.unrotate(&mut row), Err(Error::Format { .. })), "{rotation}");
         assert_eq!(row, [1.0; 64]);
-        assert!(kvpack::cpu::hadamard(&mut row, 64, rotation, kvpack::format::Direction::Forth).is_err());
+        assert!(kvpack::cpu::hadamard(&mut row, 64, rotation, kvpack::format::Direction::Forward).is_err());
         let refused = saw_int4::quantize_row(&row, Some(rotation), RowRounding::F32);
         assert!(matches!(refused, Err(Error::Format { .. })), "{rotation}");
         let codebook = CodebookFormat { rotation, ..CodebookFormat::turboquant_prod(Bits::Two, 64) };

@@ -4,9 +4,9 @@ use kvpack::Error;
 use kvpack::plan::TokenRange;
 use kvpack::policy::{
     BudgetRule, ChunkPrecision, ChunkSearch, HeadAggregation, KeepRule, LayerSelection, LayerStatistics, MeasuredRows,
-    Merge, Merging, Nearest, Policy, Pool, Pooling, PyramidShape, QueryRows, Selection, Spans, TextRule, VlCacheLimits,
-    check_order, chunk_search, evicted, keep, merge_plan, normalize_by_visibility, pyramid_budgets, recent_and_best,
-    reorder_plan, sink_and_recent, sparsity, text_prior, top_k, uniform_budgets, vlcache_budgets,
+    Merge, Merging, Nearest, Policy, Pool, Pooling, PyramidShape, QueryPositions, Selection, Spans, TextRule,
+    VlCacheLimits, check_order, chunk_search, evicted, keep, merge_plan, normalize_by_visibility, pyramid_budgets,
+    recent_and_best, reorder_plan, sink_and_recent, sparsity, text_prior, top_k, uniform_budgets, vlcache_budgets,
 };
 use proptest::prelude::*;
 
@@ -185,11 +185,11 @@ fn bad_inputs_are_typed_errors() {
     assert!(matches!(chunk_search(&[0.1, f32::NAN], ChunkSearch::default()), Err(Error::NotANumber { index: 1, .. })));
     assert!(matches!(chunk_search(&[0.1], ChunkSearch { alpha: 1.5, beta: 0.1 }), Err(Error::Budget { .. })));
     assert!(matches!(ChunkSearch::chunks(100, 8), Err(Error::Chunks { .. })));
-    assert!(matches!(QueryRows::last(9, 8), Err(Error::Budget { .. })));
-    assert!(matches!(QueryRows::new(vec![3, 3], 8), Err(Error::Selection { .. })));
-    assert!(matches!(QueryRows::new(vec![8], 8), Err(Error::Selection { .. })));
-    assert!(matches!(QueryRows::new(vec![], 8), Err(Error::NoTokens { .. })));
-    let rows = QueryRows::last(2, 8).unwrap();
+    assert!(matches!(QueryPositions::last(9, 8), Err(Error::Budget { .. })));
+    assert!(matches!(QueryPositions::new(vec![3, 3], 8), Err(Error::Selection { .. })));
+    assert!(matches!(QueryPositions::new(vec![8], 8), Err(Error::Selection { .. })));
+    assert!(matches!(QueryPositions::new(vec![], 8), Err(Error::NoTokens { .. })));
+    let rows = QueryPositions::last(2, 8).unwrap();
     assert!(matches!(sparsity(&[1, 2, 3], &rows), Err(Error::Elements { .. })));
     assert!(matches!(sparsity(&[10, 10], &rows), Err(Error::Budget { .. })));
     assert!(matches!(normalize_by_visibility(&[1.0; 7], &rows), Err(Error::Elements { .. })));
@@ -311,7 +311,7 @@ fn the_boundaries_of_the_chunk_search() {
 
 #[test]
 fn scores_are_normalised_by_the_rows_that_see() {
-    let rows = QueryRows::new(vec![1, 2, 4], 6).unwrap();
+    let rows = QueryPositions::new(vec![1, 2, 4], 6).unwrap();
     let normalized = normalize_by_visibility(&[3.0, 3.0, 3.0, 3.0, 3.0, 3.0], &rows).unwrap();
     assert_eq!(normalized, [1.0, 1.0, 1.5, 3.0, 3.0, 0.0]);
 }

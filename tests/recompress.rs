@@ -102,7 +102,7 @@ proptest! {
                 }
             }
         }
-        // Nothing is lost of the books.
+        // Nothing is lost of the page tables.
         cache.clear(0).unwrap();
         prop_assert_eq!(cache.memory().in_use_bytes(), 0);
     }

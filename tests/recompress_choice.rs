@@ -9,7 +9,7 @@ use std::rc::Rc;
 
 use compressed::growing::{append, as_selection, compress_again, joined, spans};
 use compressed::{Prompt, policies};
-use kvpack::backend::{Forward, Forwarding, MeasuredAttention, QueriesAndKeys, Selection as _};
+use kvpack::backend::{Forward, Forwarding, MeasuredAttention, QueriesAndKeys, TokenSelection as _};
 use kvpack::cache::Recipe;
 use kvpack::cpu::{Cpu, CpuTensor};
 use kvpack::policy::{LayerStatistics, Policy, Pool, Pooling, ScoreRule, StatsRequest, Weighing};
@@ -44,7 +44,7 @@ impl Forward for Watched {
         input: QueriesAndKeys<'_, CpuTensor>,
         request: StatsRequest,
         known_lse: Option<&CpuTensor>,
-    ) -> Result<MeasuredAttention<CpuTensor, <Cpu as kvpack::backend::Selection>::Words>> {
+    ) -> Result<MeasuredAttention<CpuTensor, <Cpu as kvpack::backend::TokenSelection>::Words>> {
         let measured = self.cpu.measure_attention(input, request, known_lse)?;
         let counts = measured.counts.as_ref().map(|counts| block_on(self.cpu.download_words(counts)));
         let counts = counts.transpose()?.unwrap_or_default();

@@ -16,11 +16,11 @@ use std::sync::LazyLock;
 use kvpack::backend::{AttendOptions, QueryPrecision};
 use kvpack::format::sketch::Sketch;
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, NormRule, Rotation, TensorFormat};
-use kvpack::plan::{AttendPlan, ElementType, Page, QueryRows, QueryRun, RowLayout, SpanView, Split, StoreView};
+use kvpack::plan::{AttendPlan, ElementType, Page, QueryLayout, QueryRun, RowLayout, SpanView, Split, StoreView};
 use kvpack::policy::{ColumnRequest, HeadAggregation, RowStatsSource, StatsRequest};
 use kvpack::wgpu::shader::Source;
 use kvpack::wgpu::{
-    AttentionStatsPlan, Capabilities, KernelLimits, StepPlan, SubgroupSizes, Timestamps, Variant, variants,
+    AttendStep, AttentionStatsPlan, Capabilities, KernelLimits, SubgroupSizes, Timestamps, Variant, variants,
 };
 use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat};
 use naga::back::{hlsl, msl, spv};
@@ -103,9 +103,9 @@ fn decode_variants(capabilities: impl Fn(usize) -> Capabilities) -> Vec<Variant>
         let types = ElementType::ALL;
         let query = if turn % 5 == 0 { QueryPrecision::Int8 } else { QueryPrecision::Int16 };
         let options = AttendOptions { query, output: types[turn / 2 % 3], ..AttendOptions::default() };
-        let step = StepPlan::new(&capabilities(turn), &plan, types[turn % 3], options).unwrap();
-        let rows = QueryRows { first: head_dim, stride: 20 * head_dim };
-        let step = if turn % 5 == 1 { step.with_query_rows(rows).with_output_rows(rows) } else { step };
+        let step = AttendStep::new(&capabilities(turn), &plan, types[turn % 3], options).unwrap();
+        let rows = QueryLayout { first: head_dim, stride: 20 * head_dim };
+        let step = if turn % 5 == 1 { step.with_query_layout(rows).with_output_layout(rows) } else { step };
         found.extend(step.variants());
     }
     found
@@ -124,7 +124,7 @@ fn matrix_variants() -> Vec<Variant> {
         let plan =
             AttendPlan::new(AttentionShape::new(16, 2, 128).unwrap(), &QueryRun::decode_batch(1), &[store]).unwrap();
         let options = AttendOptions { split, ..AttendOptions::default() };
-        StepPlan::new(&capabilities, &plan, input, options).unwrap().variants()
+        AttendStep::new(&capabilities, &plan, input, options).unwrap().variants()
     });
     let variants = variants.concat();
     assert_eq!(variants.iter().filter(|variant| variant.kernel() == "attend_matrix").count(), 3);
@@ -149,7 +149,7 @@ fn run_variants(capabilities: &Capabilities) -> Vec<Variant> {
         let store = StoreView { format, calibration: None, spans: spans.to_vec() };
         let runs = [QueryRun::causal(0, [120, 200][turn % 2] / group), QueryRun::causal(1, 2)];
         let plan = AttendPlan::new(shape, &runs, &[store]).unwrap();
-        let variants = StepPlan::new(capabilities, &plan, ElementType::ALL[turn % 3], AttendOptions::default());
+        let variants = AttendStep::new(capabilities, &plan, ElementType::ALL[turn % 3], AttendOptions::default());
         let variants = variants.unwrap().variants();
         let kernels: Vec<&str> = variants.iter().map(Variant::kernel).collect();
         let (kernels, rotated) = (kernels.as_slice(), format.key.rotation().is_some());
@@ -171,7 +171,7 @@ fn statistics_variants(capabilities: &Capabilities) -> Vec<Variant> {
         let columns = ColumnRequest { aggregation, threshold: turn.is_multiple_of(2).then_some(0.01) };
         let layouts = [RowLayout::token_major(rows, &query_shape), RowLayout::token_major(1000, &shape)];
         let request = StatsRequest { columns, rows: RowStatsSource::Measured };
-        let rows = kvpack::policy::QueryRows::last(rows, 1000).unwrap();
+        let rows = kvpack::policy::QueryPositions::last(rows, 1000).unwrap();
         let plan = AttentionStatsPlan::new(&shape, rows, layouts, request).unwrap().for_device(capabilities);
         let variants = plan.variants(queries, ElementType::F16);
         let kernels: Vec<&str> = variants.iter().map(Variant::kernel).take(2).collect();

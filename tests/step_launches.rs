@@ -4,7 +4,7 @@
 use kvpack::backend::AttendOptions;
 use kvpack::format::{AffineFormat, Grouping, Rotation, TensorFormat};
 use kvpack::plan::{AttendPlan, ElementType, Page, QueryRun, SpanView, Split, StoreView};
-use kvpack::wgpu::{Capabilities, KernelLimits, Path, StepPlan, SubgroupSizes, Timestamps};
+use kvpack::wgpu::{AttendStep, Capabilities, KernelLimits, Path, SubgroupSizes, Timestamps};
 use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat, conformance};
 
 fn capabilities() -> Capabilities {
@@ -42,7 +42,7 @@ fn kernels_of(
     let split = Split { target_items: usize::MAX, tile_step: 1, max_tiles: 1 };
     let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[StoreView { format, calibration, spans }]).unwrap();
     let options = AttendOptions { split, ..AttendOptions::default() };
-    let step = StepPlan::new(&capabilities, &plan, ElementType::F32, options).unwrap();
+    let step = AttendStep::new(&capabilities, &plan, ElementType::F32, options).unwrap();
     let name = |label: String| label.split(' ').nth(1).unwrap_or_default().to_owned();
     step.launch_labels().into_iter().map(name).collect()
 }
@@ -136,7 +136,7 @@ fn the_registry_covers_matrices() {
             })
             .collect();
         let plan = AttendPlan::new(case.shape, &QueryRun::decode_batch(case.sequences.len()), &views).unwrap();
-        let step = StepPlan::new(&matrices, &plan, case.input.elements, case.options).unwrap();
+        let step = AttendStep::new(&matrices, &plan, case.input.elements, case.options).unwrap();
         step.launch_labels().iter().any(|label| label.contains("attend_matrix"))
     };
     let cases = conformance::attend_cases();

@@ -1,4 +1,4 @@
-// What a step stores: `plan::StepTable`, one section of it, and where its pages lie.
+// What a step stores: `plan::WriteTable`, one section of it, and where its pages lie.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 constexpr int MOST_STEP_SHARDS = 16;
 
-struct StepCall {
+struct WriteCall {
     // The section: an entry whose first word counts the others, which follow.
     const uint4* table;
     // Dense elements of types `key_type` and `value_type`.
@@ -45,9 +45,9 @@ struct StepCall {
     u64 from_shards[MOST_STEP_SHARDS];
 };
 
-__device__ __forceinline__ u32 entry_count(const StepCall& call) { return call.table[0].x; }
+__device__ __forceinline__ u32 entry_count(const WriteCall& call) { return call.table[0].x; }
 
-__device__ __forceinline__ uint4 entry_at(const StepCall& call, u32 index) { return call.table[1 + index]; }
+__device__ __forceinline__ uint4 entry_at(const WriteCall& call, u32 index) { return call.table[1 + index]; }
 
 // The slot of a token in its page, and that of its centre, or of the one that a mean becomes.
 __device__ __forceinline__ u32 token_slot(uint4 entry) { return KEY_CENTRED ? entry.z & 0xffu : entry.z; }
@@ -55,6 +55,6 @@ __device__ __forceinline__ u32 token_slot(uint4 entry) { return KEY_CENTRED ? en
 __device__ __forceinline__ u32 centre_slot(uint4 entry) { return entry.z >> 8; }
 
 // The part of a page that belongs to one KV head.
-__device__ __forceinline__ u8* page_part(const StepCall& call, u32 shard, u32 page, u32 kv_head) {
+__device__ __forceinline__ u8* page_part(const WriteCall& call, u32 shard, u32 page, u32 kv_head) {
     return (u8*)call.shards[shard] + ((u64)page * call.kv_heads + kv_head) * HEAD_BYTES;
 }

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use super::OpenStep;
-use crate::plan::{RowLayout, StepLayout};
+use crate::plan::{RowLayout, WriteLayout};
 use crate::{Error, Result};
 
 impl<S, F> OpenStep<'_, S, F> {
     /// Checks that an engine's steps are of as many layers, and what was bound may serve the step: its attention reads
     /// what the layout's stores have, and keys and values lie in tensors of `rows`.
-    pub(crate) fn check(&self, layers: usize, rows: &RowLayout) -> Result<&Arc<StepLayout>> {
+    pub(crate) fn check(&self, layers: usize, rows: &RowLayout) -> Result<&Arc<WriteLayout>> {
         if self.layers.len() != layers || self.stores.len() != layers {
             let reason = format!("{} layers, and tensors of {layers}", self.layers.len());
             return Err(Error::Plan { what: "step of a model", reason });

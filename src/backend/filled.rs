@@ -1,7 +1,7 @@
 //! Stores that are filled with whole spans and then attended to: what conformance runs, benchmarks and evaluations need
 //! of a cache, which besides grows, forks and gives pages back.
 //!
-//! A cache does not fill its stores through this: its books decide for the stores of all layers at once, in
+//! A cache does not fill its stores through this: its page tables decide for the stores of all layers at once, in
 //! changes that are committed or abandoned, and lease pages that forks share and a budget counts. What both need
 //! lies below both: [`PageAllocator`] deals pages out, and [`Packing::quantize`](super::Packing::quantize) writes
 //! a span into them.
@@ -42,14 +42,14 @@ use crate::{Error, Result};
 pub struct FilledStores<B: Backend> {
     shape: AttentionShape,
     stores: Vec<B::Store>,
-    room: Vec<Room>,
+    room: Vec<FilledRoom>,
     shard_pages: u32,
     /// Slots of centres, one for each sequence; 0 where keys are stored as they are.
     centres: usize,
 }
 
 /// The room of one store.
-struct Room {
+struct FilledRoom {
     format: SegmentFormat,
     pages: PageAllocator,
     /// Range slots that spans have taken.
@@ -107,7 +107,7 @@ impl<B: Backend> FilledStores<B> {
     /// When a format does not fit the shape or the device.
     pub fn new(backend: &B, shape: AttentionShape, formats: &[SegmentFormat]) -> Result<Self> {
         let stores = formats.iter().map(|&format| backend.create_store(shape, format)).collect::<Result<_>>()?;
-        let room = |&format: &SegmentFormat| Room { format, pages: PageAllocator::default(), slots: 0 };
+        let room = |&format: &SegmentFormat| FilledRoom { format, pages: PageAllocator::default(), slots: 0 };
         Ok(Self { shape, stores, room: formats.iter().map(room).collect(), shard_pages: u32::MAX, centres: 0 })
     }
 
@@ -256,7 +256,8 @@ impl<B: Backend> FilledStores<B> {
         calibrations: &[Option<Calibration>],
     ) -> Result<AttendPlan> {
         let calibrations = calibrations.iter().copied().chain(std::iter::repeat(None));
-        let view = |(room, calibration): (&Room, _)| StoreView { format: room.format, calibration, spans: Vec::new() };
+        let view =
+            |(room, calibration): (&FilledRoom, _)| StoreView { format: room.format, calibration, spans: Vec::new() };
         let mut views: Vec<StoreView<'_>> = self.room.iter().zip(calibrations).map(view).collect();
         spans.for_each(|span| views[span.span.store].spans.push(span.view()));
         AttendPlan::new(self.shape, runs, &views)

@@ -5,11 +5,11 @@ use std::future::Future;
 use super::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Backend, Device, FlaggedToken, KeptAndEvicted,
     MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, ScoredTokens,
-    Selection, SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage, TensorRows,
+    SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows, TokenSelection, WriteInput,
 };
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{AttendPlan, Elements, Page, RowLayout, StepTable, TokenWrite, WindowMove};
+use crate::plan::{AttendPlan, Elements, Page, RowLayout, TokenWrite, WindowMove, WriteTable};
 use crate::policy::{Merging, ScoreRequest, StatsRequest};
 
 /// What differs from another backend: every method does what that of [`Forward::inner`] does until it is written anew.
@@ -164,8 +164,8 @@ pub trait Forward {
     fn write_step(
         &self,
         stores: &mut [&mut Store<Self>],
-        input: Option<StepInput<'_, Tensor<Self>, Flags<Self>>>,
-        table: &StepTable,
+        input: Option<WriteInput<'_, Tensor<Self>, Flags<Self>>>,
+        table: &WriteTable,
     ) -> Result<()> {
         self.inner().write_step(stores, input, table)
     }
@@ -307,7 +307,7 @@ pub(super) type Indices<F> = <<F as Forward>::Inner as Device>::Indices;
 pub(super) type Store<F> = <<F as Forward>::Inner as Storage>::Store;
 pub(super) type Flags<F> = <<F as Forward>::Inner as Packing>::NonFiniteFlags;
 pub(super) type States<F> = AttentionStates<Tensor<F>>;
-pub(super) type Words<F> = <<F as Forward>::Inner as Selection>::Words;
+pub(super) type Words<F> = <<F as Forward>::Inner as TokenSelection>::Words;
 pub(super) type Measured<F> = MeasuredAttention<Tensor<F>, Words<F>>;
 pub(super) type Scored<F> = ScoredTokens<Tensor<F>, Words<F>>;
 pub(super) type Merged<F> = MergedTokens<Tensor<F>, Words<F>>;

@@ -5,12 +5,12 @@ use std::future::Future;
 use super::forward::{Flags, Forward, Indices, Measured, Merged, Scored, States, Store, Tensor, Words};
 use super::{
     AttendArithmetic, AttendOptions, Attention, Device, FlaggedToken, KeptAndEvicted, NewCentre, NonFinite, Packing,
-    QueriesAndKeys, QueryPrecision, Selection, SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage,
-    TensorRows,
+    QueriesAndKeys, QueryPrecision, SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows, TokenSelection,
+    WriteInput,
 };
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{AttendPlan, Elements, Page, RowLayout, StepTable, TokenWrite, WindowMove};
+use crate::plan::{AttendPlan, Elements, Page, RowLayout, TokenWrite, WindowMove, WriteTable};
 use crate::policy::{Merging, ScoreRequest, StatsRequest};
 
 /// The backend that a [`Forward`] describes.
@@ -138,8 +138,8 @@ impl<F: Forward> Packing for Forwarding<F> {
     fn write_step(
         &self,
         stores: &mut [&mut Store<F>],
-        input: Option<StepInput<'_, Tensor<F>, Flags<F>>>,
-        table: &StepTable,
+        input: Option<WriteInput<'_, Tensor<F>, Flags<F>>>,
+        table: &WriteTable,
     ) -> Result<()> {
         self.0.write_step(stores, input, table)
     }
@@ -222,8 +222,8 @@ impl<F: Forward> Attention for Forwarding<F> {
     }
 }
 
-impl<F: Forward> Selection for Forwarding<F> {
-    type Words = <F::Inner as Selection>::Words;
+impl<F: Forward> TokenSelection for Forwarding<F> {
+    type Words = <F::Inner as TokenSelection>::Words;
 
     fn download_words(&self, words: &Words<F>) -> impl Future<Output = Result<Vec<u32>>> {
         self.0.download_words(words)

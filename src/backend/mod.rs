@@ -2,8 +2,8 @@
 //!
 //! Everything that decides (which page, which span, which query) is decided above, in [`plan`](crate::plan) and the
 //! cache; a backend stores and computes. What it does comes in five families: a [`Device`] holds tensors, a [`Storage`]
-//! pages, the kernels of [`Packing`] write pages, those of [`Attention`] attend to them, and those of [`Selection`]
-//! measure attention and carry out which tokens stay. The CPU, wgpu and CUDA implement all five.
+//! pages, the kernels of [`Packing`] write pages, those of [`Attention`] attend to them, and those of
+//! [`TokenSelection`] measure attention and carry out which tokens stay. The CPU, wgpu and CUDA implement all five.
 //!
 //! [`Forward`] makes a backend out of another that differs in a method or two: to count calls, to fail on
 //! purpose, to record.
@@ -34,15 +34,15 @@ pub use filled::{FilledSpan, FilledStores, NewSpan, SpanSource};
 pub use forward::Forward;
 pub use forwarding::Forwarding;
 pub use open_step::{LayerTensors, OpenStep};
-pub use packing::{FlaggedToken, LARGEST_CENTRED_KEY, NewCentre, NonFinite, Packing, SpanRead, SpanWrite, StepInput};
+pub use packing::{FlaggedToken, LARGEST_CENTRED_KEY, NewCentre, NonFinite, Packing, SpanRead, SpanWrite, WriteInput};
 pub use selection::{
-    KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, ScoredTokens, Selection, TensorRows,
+    KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, ScoredTokens, TensorRows, TokenSelection,
 };
 pub use storage::{SpanBytes, SpanPlace, Storage};
 
 pub use crate::plan::{TokenWrite, WindowMove};
 
 /// A device that stores packed keys and values and attends to them: all five families.
-pub trait Backend: Packing + Attention + Selection {}
+pub trait Backend: Packing + Attention + TokenSelection {}
 
-impl<B: Packing + Attention + Selection> Backend for B {}
+impl<B: Packing + Attention + TokenSelection> Backend for B {}

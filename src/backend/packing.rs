@@ -5,7 +5,7 @@ use std::future::Future;
 use super::Storage;
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue};
-use crate::plan::{Page, RowLayout, Rows, StepTable, TokenRange, TokenWrite, WindowMove};
+use crate::plan::{Page, RowLayout, Rows, TokenRange, TokenWrite, WindowMove, WriteTable};
 
 /// Writes tokens of dense tensors into pages as one span; `I` is the index tensor of the backend.
 #[derive(Debug)]
@@ -74,7 +74,7 @@ pub struct NonFinite {
 /// The dense keys and values of a step, and where the kernels flag what of them cannot be stored; `T` and `F` are the
 /// tensors and the flags of the backend.
 #[derive(Debug)]
-pub struct StepInput<'a, T, F> {
+pub struct WriteInput<'a, T, F> {
     /// Keys, after rotary embedding.
     pub keys: &'a T,
     /// Values.
@@ -87,16 +87,16 @@ pub struct StepInput<'a, T, F> {
     pub layer: usize,
 }
 
-impl<T, F> Clone for StepInput<'_, T, F> {
+impl<T, F> Clone for WriteInput<'_, T, F> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<T, F> Copy for StepInput<'_, T, F> {}
+impl<T, F> Copy for WriteInput<'_, T, F> {}
 
 /// A token that a step could not store as it was: an element of its keys or values is NaN, infinite or larger than the
-/// formats of its store take ([`StepLayout::largest_element`](crate::plan::StepLayout::largest_element)). Zero was
+/// formats of its store take ([`WriteLayout::largest_element`](crate::plan::WriteLayout::largest_element)). Zero was
 /// stored in place of every such element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FlaggedToken {
@@ -198,7 +198,7 @@ pub trait Packing: Storage {
     /// flagged. `input` may be left out where the step reads no tokens.
     ///
     /// This is the comfortable way: through wgpu it makes buffers and submits. What an engine binds once and then only
-    /// encodes or launches are `wgpu::PackStepPlan` and `cuda::PackStepPlan`.
+    /// encodes or launches are `wgpu::StoreStep` and `cuda::StoreStep`.
     ///
     /// # Errors
     /// [`Plan`](crate::Error::Plan) when the stores are not those of the layout, or there is no input for tokens;
@@ -206,8 +206,8 @@ pub trait Packing: Storage {
     fn write_step(
         &self,
         stores: &mut [&mut Self::Store],
-        input: Option<StepInput<'_, Self::Tensor, Self::NonFiniteFlags>>,
-        table: &StepTable,
+        input: Option<WriteInput<'_, Self::Tensor, Self::NonFiniteFlags>>,
+        table: &WriteTable,
     ) -> Result<()>;
 
     /// Flags for so many layers, none of them set.

@@ -6,7 +6,7 @@ use super::Device;
 use crate::Result;
 use crate::format::AttentionShape;
 use crate::plan::RowLayout;
-use crate::policy::{Merging, QueryRows, ScoreRequest, StatsRequest};
+use crate::policy::{Merging, QueryPositions, ScoreRequest, StatsRequest};
 
 /// A dense tensor on a device, and where its rows lie.
 #[derive(Debug)]
@@ -31,7 +31,7 @@ pub struct QueriesAndKeys<'a, T> {
     /// Heads.
     pub shape: AttentionShape,
     /// Positions of the query rows in the context.
-    pub rows: &'a QueryRows,
+    pub rows: &'a QueryPositions,
     /// The query rows `[rows, query_heads, head_dim]`, one for each position, wherever they lie.
     pub queries: TensorRows<'a, T>,
     /// All keys of the context, `[tokens, kv_heads, head_dim]`.
@@ -111,7 +111,7 @@ pub struct ScoredTokens<T, W> {
 /// [policy](crate::policy) needs measured, and what it decided carried out.
 ///
 /// What a call returns is made by it. Calls that neither upload nor download do not wait.
-pub trait Selection: Device {
+pub trait TokenSelection: Device {
     /// An array of `u32` on the device: counts, places among kept tokens.
     type Words;
 
@@ -126,7 +126,7 @@ pub trait Selection: Device {
     /// `known_lse`, f32 `[query_heads, rows]`, is given where the request says that it is known.
     ///
     /// # Errors
-    /// [`Elements`](crate::Error::Elements) or [`Selection`](crate::Error::Selection) when tensors, layouts and
+    /// [`Elements`](crate::Error::Elements) or [`TokenSelection`](crate::Error::Selection) when tensors, layouts and
     /// positions do not fit, [`Budget`](crate::Error::Budget) when the threshold is not in 0 ..= 1,
     /// [`Plan`](crate::Error::Plan) when the log-sum-exp is given or missing against the request, or counts are asked
     /// for with a known one.
@@ -138,11 +138,12 @@ pub trait Selection: Device {
     ) -> Result<MeasuredAttention<Self::Tensor, Self::Words>>;
 
     /// Kernel `token_scores`: the scores of tokens, of f32 column sums `[kv_heads, tokens]`, as a policy makes them.
-    /// The best of them, by [`Selection::top_k`], are the tokens that [`Policy::select`](crate::policy::Policy::select)
-    /// keeps, as far as rounding does not change their order.
+    /// The best of them, by [`TokenSelection::top_k`], are the tokens that
+    /// [`Policy::select`](crate::policy::Policy::select) keeps, as far as rounding does not change their order.
     ///
     /// # Errors
-    /// Those of [`ScoreRequest::check`]: [`Elements`](crate::Error::Elements), [`Selection`](crate::Error::Selection).
+    /// Those of [`ScoreRequest::check`]: [`Elements`](crate::Error::Elements),
+    /// [`TokenSelection`](crate::Error::Selection).
     fn token_scores(
         &self,
         sums: &Self::Tensor,
@@ -151,7 +152,7 @@ pub trait Selection: Device {
     ) -> Result<ScoredTokens<Self::Tensor, Self::Words>>;
 
     /// Kernel `evicted`: the tokens of every KV head, below [`IndexShape::below`](crate::plan::IndexShape::below), that
-    /// are not among its kept ones, ascending. `kept` ascends for each head, as [`Selection::top_k`] returns it.
+    /// are not among its kept ones, ascending. `kept` ascends for each head, as [`TokenSelection::top_k`] returns it.
     ///
     /// # Errors
     /// [`NoTokens`](crate::Error::NoTokens) when all are kept.

@@ -1,16 +1,17 @@
-//! A change of the books that is open: what to write to the device, and what it takes to be as if it had never been.
+//! A change of the page tables that is open: what to write to the device, and what it takes to be as if it had never
+//! been.
 
 use super::room::Lease;
 use super::sequence::Span;
 use super::step::CentreWrite;
 use super::{Recipe, StoreId};
-use crate::plan::{StepWrites, StoreWrites};
+use crate::plan::{LayerWrites, StoreWrites};
 
 /// A change that is open.
 #[derive(Debug)]
 pub(super) struct Change<I> {
     /// What to write.
-    pub(super) writes: StepWrites,
+    pub(super) writes: LayerWrites,
     pub(super) undo: Vec<Undo<I>>,
     /// Taken by the change.
     pub(super) leased: Vec<(StoreId, Lease)>,
@@ -36,7 +37,7 @@ impl<I> Change<I> {
     pub(super) fn new(recipe: &Recipe) -> Self {
         let stores = vec![StoreWrites::default(); recipe.stores().len()];
         let windows = vec![Vec::new(); usize::from(recipe.windows_to().is_some())];
-        let writes = StepWrites { stores, windows };
+        let writes = LayerWrites { stores, windows };
         Self {
             writes,
             undo: Vec::new(),

@@ -12,7 +12,7 @@ use crate::plan::{RowLayout, TokenIndices};
 use crate::policy::{Merging, Policy, Selection, Spans};
 use crate::{Error, Result};
 
-/// The place of a layer that has books of its own.
+/// The place of a layer that has page tables of its own.
 pub(super) const ONLY_LAYER: usize = 0;
 
 /// The tokens of a layer that stay, on the device.
@@ -74,7 +74,7 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// [`ModelCache::positions`] says where the kept ones stood. A layer whose budget is no tokens holds none of the
     /// prompt. The same prompt gives the same bits in every run.
     ///
-    /// From the first call on every layer keeps books of its own, since layers hold different tokens.
+    /// From the first call on every layer keeps page tables of its own, since layers hold different tokens.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence; [`Error::Plan`] when a step is open or the prompt was
@@ -99,14 +99,14 @@ impl<B: Backend + Clone> ModelCache<B> {
         self.part_layers();
         for (group, kept) in self.groups.iter_mut().zip(&kept) {
             let spans: Vec<_> = kept.iter().map(KeptTokens::span).collect();
-            let needed = group.books.room_for_prompt(&spans)?;
+            let needed = group.page_tables.room_for_prompt(&spans)?;
             group.reserve(&needed).await?;
         }
         let mut changes = Vec::with_capacity(layers.len());
         let mut written = Ok(());
         for (group, (layer, kept)) in self.groups.iter_mut().zip(layers.into_iter().zip(&kept)) {
             let spans: Vec<_> = kept.iter().map(KeptTokens::span).collect();
-            written = group.books.keep(sequence, layer.dense.rows.tokens, &spans).and_then(|change| {
+            written = group.page_tables.keep(sequence, layer.dense.rows.tokens, &spans).and_then(|change| {
                 changes.push(change);
                 let change = &changes[changes.len() - 1];
                 group.write_centres(ONLY_LAYER, change, layer.dense.rows, &layer.dense.keys)?;
@@ -122,7 +122,7 @@ impl<B: Backend + Clone> ModelCache<B> {
             Err(error) => Err(error),
         };
         for (group, change) in self.groups.iter_mut().zip(changes) {
-            if selection.is_ok() { group.books.commit(change) } else { group.books.abandon(change) }
+            if selection.is_ok() { group.page_tables.commit(change) } else { group.page_tables.abandon(change) }
         }
         selection
     }
@@ -131,7 +131,7 @@ impl<B: Backend + Clone> ModelCache<B> {
         self.layers.iter().map(|&(group, _)| self.groups[group].shape).collect()
     }
 
-    /// Gives every layer books of its own.
+    /// Gives every layer page tables of its own.
     pub(super) fn part_layers(&mut self) {
         if self.groups.len() == self.layers.len() {
             return;

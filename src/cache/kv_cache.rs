@@ -87,7 +87,7 @@ impl<B: Backend> KvCache<B> {
 
     /// Number of sequences.
     pub fn sequences(&self) -> usize {
-        self.group.books.sequences().len()
+        self.group.page_tables.sequences().len()
     }
 
     /// Changes how finely decode steps are cut into work items; results differ only by rounding.
@@ -100,7 +100,7 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence.
     pub fn tokens(&self, sequence: usize) -> Result<usize> {
-        Ok(self.group.books.sequence(sequence)?.tokens())
+        Ok(self.group.page_tables.sequence(sequence)?.tokens())
     }
 
     /// Length of a sequence: the tokens that it was given, those included that were evicted. The position
@@ -109,7 +109,7 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence.
     pub fn length(&self, sequence: usize) -> Result<usize> {
-        Ok(self.group.books.sequence(sequence)?.length)
+        Ok(self.group.page_tables.sequence(sequence)?.length)
     }
 
     /// Where the tokens of a sequence stood, span by span in the order of [`KvCache::dequantize`].
@@ -155,12 +155,12 @@ impl<B: Backend> KvCache<B> {
         spans: &[PromptSpan<'_, B::Indices>],
     ) -> Result<()> {
         let new = NewTokens { rows, keys, values };
-        self.group.books.sequence(sequence)?;
+        self.group.page_tables.sequence(sequence)?;
         self.group.check_rows(new).await?;
         check_spans(spans, rows.tokens)?;
-        let needed = self.group.books.room_for_prompt(spans)?;
+        let needed = self.group.page_tables.room_for_prompt(spans)?;
         self.group.reserve(&needed).await?;
-        let change = self.group.books.prefill(sequence, rows.tokens, spans)?;
+        let change = self.group.page_tables.prefill(sequence, rows.tokens, spans)?;
         let written = self.group.write_prompt(LAYER, &change, sequence, new, spans);
         self.group.close(change, written)
     }
@@ -221,17 +221,17 @@ impl<B: Backend> KvCache<B> {
         self.group.close(change, Ok(()))
     }
 
-    /// Stores new tokens in a change of the books that is still open.
+    /// Stores new tokens in a change of the page tables that is still open.
     async fn store_runs(&mut self, runs: &[TokenRun], new: NewTokens<'_, B::Tensor>) -> Result<Change<B::Indices>> {
-        self.group.books.check_runs(runs, new.rows.tokens)?;
+        self.group.page_tables.check_runs(runs, new.rows.tokens)?;
         self.group.check_lengths(new)?;
-        let needed = self.group.books.room_for_append(runs, new.rows.tokens)?;
+        let needed = self.group.page_tables.room_for_append(runs, new.rows.tokens)?;
         self.group.reserve(&needed).await?;
         let change = self.group.open_append(runs, new.rows.tokens)?;
         match self.group.write_step(LAYER, Some(new)) {
             Ok(()) => Ok(change),
             Err(error) => {
-                self.group.books.abandon(change);
+                self.group.page_tables.abandon(change);
                 Err(error)
             }
         }
@@ -265,7 +265,7 @@ impl<B: Backend> KvCache<B> {
     /// [`Error::Sequence`] when there is no such sequence, [`Error::OutOfMemory`] or [`Error::Limit`] when the packed
     /// tiles do not fit. The cache is as it was.
     pub async fn pack_windows(&mut self, sequence: usize) -> Result<()> {
-        let needed = self.group.books.room_for_windows(sequence)?;
+        let needed = self.group.page_tables.room_for_windows(sequence)?;
         self.group.reserve(&needed).await?;
         let change = self.group.open_windows(sequence)?;
         let written = self.group.write_step(LAYER, None);
@@ -284,7 +284,7 @@ impl<B: Backend> KvCache<B> {
         let rows = RowLayout::token_major(1, self.shape());
         self.group.check_centre(centre).await?;
         self.group.reserve(&[]).await?;
-        let change = self.group.books.set_centre(sequence)?;
+        let change = self.group.page_tables.set_centre(sequence)?;
         let written = self.group.write_centres(LAYER, &change, rows, centre);
         self.group.close(change, written)
     }
@@ -294,7 +294,7 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence.
     pub fn clear(&mut self, sequence: usize) -> Result<()> {
-        self.group.books.clear(sequence)
+        self.group.page_tables.clear(sequence)
     }
 
     /// Lets an empty sequence hold all tokens of another: beams, parallel samples, a system prompt that many share.
@@ -305,7 +305,7 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when `target` holds tokens.
     pub fn fork(&mut self, source: usize, target: usize) -> Result<()> {
-        self.group.books.fork(source, target)
+        self.group.page_tables.fork(source, target)
     }
 
     /// Forgets the newest tokens of a sequence and keeps those at the first `length` positions: speculative tokens
@@ -317,7 +317,7 @@ impl<B: Backend> KvCache<B> {
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it is shorter, or when the cut goes
     /// through a span that was gathered.
     pub fn truncate(&mut self, sequence: usize, length: usize) -> Result<()> {
-        self.group.books.truncate(sequence, length)
+        self.group.page_tables.truncate(sequence, length)
     }
 
     /// Forgets tokens of a sequence by whole pages, and gives the pages back: a sliding window forgets what has fallen
@@ -329,7 +329,7 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence.
     pub fn forget(&mut self, sequence: usize, positions: TokenRange) -> Result<()> {
-        self.group.books.forget(sequence, positions)
+        self.group.page_tables.forget(sequence, positions)
     }
 
     /// Attends with one query per sequence to all tokens of the sequences.

@@ -1,4 +1,4 @@
-//! Layers that share their books, read: plans of attention, attention states, and what is stored.
+//! Layers that share their page tables, read: plans of attention, attention states, and what is stored.
 
 use super::layers::LayerGroup;
 use super::{Positions, SpanPositions, StoreFormat, StoreId};
@@ -36,7 +36,7 @@ impl<B: Backend> LayerGroup<B> {
         sequences.dedup();
         for sequence in sequences {
             let mut start = 0;
-            for span in &self.books.sequence(sequence)?.spans {
+            for span in &self.page_tables.sequence(sequence)?.spans {
                 let (pages, range_slot) = (&span.lease.pages, span.lease.range_slot());
                 let view = &mut views[span.store.index()];
                 view.spans.push(SpanView { sequence, start, tokens: span.tokens, pages, range_slot });
@@ -66,7 +66,7 @@ impl<B: Backend> LayerGroup<B> {
     /// Where the tokens of a sequence stood, span by span.
     pub(super) async fn positions(&self, sequence: usize) -> Result<Vec<SpanPositions>> {
         let mut positions = Vec::new();
-        for span in &self.books.sequence(sequence)?.spans {
+        for span in &self.page_tables.sequence(sequence)?.spans {
             positions.push(match &span.positions {
                 Positions::From(start) => SpanPositions::Run(TokenRange::new(*start, start + span.tokens)?),
                 Positions::Gathered { base, indices } => {
@@ -93,7 +93,7 @@ impl<B: Backend> LayerGroup<B> {
         let mut slots = Vec::new();
         for planned in plan.runs() {
             // A sequence that is attended to holds tokens, and so a centre.
-            let slot = self.books.sequence(planned.run.sequence)?.centre.unwrap_or(0) as u32;
+            let slot = self.page_tables.sequence(planned.run.sequence)?.centre.unwrap_or(0) as u32;
             slots.extend(std::iter::repeat_n(slot, planned.run.queries));
         }
         self.backend.uncentre_lse(stores[0], queries, &slots, states).await
@@ -102,8 +102,8 @@ impl<B: Backend> LayerGroup<B> {
     /// What a sequence holds in a layer, span by span, as dense f32 rows on the device.
     pub(super) fn dequantize(&self, layer: usize, sequence: usize) -> Result<Vec<StoredSpan<B::Tensor>>> {
         let (mut stored, stores) = (Vec::new(), self.stores(layer));
-        let centre = self.books.sequence(sequence)?.centre;
-        for span in &self.books.sequence(sequence)?.spans {
+        let centre = self.page_tables.sequence(sequence)?.centre;
+        for span in &self.page_tables.sequence(sequence)?.spans {
             let store = self.recipe().stores()[span.store.index()];
             let lease = &span.lease;
             let read = SpanRead { pages: &lease.pages, tokens: span.tokens, range_slot: lease.range_slot(), centre };

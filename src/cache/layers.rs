@@ -1,18 +1,18 @@
-//! Layers that share their books: one page table and one set of pages, and stores of its own for each.
+//! Layers that share their page tables: one page table and one set of pages, and stores of its own for each.
 
 use std::sync::Arc;
 
-use super::books::Books;
 use super::change::Change;
 use super::memory::{CacheMemory, StoreMemory};
+use super::page_tables::PageTables;
 use super::room::StoreRoom;
 use super::sequence::{Positions, Span};
 use super::step::NewTokens;
-use super::step_table::GroupTable;
+use super::write_table::GroupTable;
 use super::{MOST_SEQUENCES, PromptSpan, Recipe, StoreId, TokenRun};
-use crate::backend::{Backend, FlaggedToken, NewCentre, OpenStep, SpanWrite, StepInput};
+use crate::backend::{Backend, FlaggedToken, NewCentre, OpenStep, SpanWrite, WriteInput};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{AttendPlan, RowLayout, Rows, Split, StepTable, TokenRange};
+use crate::plan::{AttendPlan, RowLayout, Rows, Split, TokenRange, WriteTable};
 use crate::{Error, Result};
 
 /// Pages of a store's first shard, unless more are needed at once: 1024 tokens.
@@ -26,7 +26,7 @@ pub(super) struct LayerGroup<B: Backend> {
     pub(super) backend: B,
     pub(super) shape: AttentionShape,
     pub(super) split: Split,
-    pub(super) books: Books<B::Indices>,
+    pub(super) page_tables: PageTables<B::Indices>,
     /// What the open step writes.
     table: GroupTable,
     /// The flags of all layers of the model.
@@ -39,7 +39,8 @@ pub(super) struct LayerGroup<B: Backend> {
 /// A store of one layer on the device.
 struct LayerStore<B: Backend> {
     store: B::Store,
-    /// Pages of its shards. It may have one more than the books know of, if that could not be added to every layer.
+    /// Pages of its shards. It may have one more than the page tables know of, if that could not be added to every
+    /// layer.
     shards: Vec<u32>,
     slots: usize,
 }
@@ -76,13 +77,13 @@ impl<B: Backend> LayerGroup<B> {
         };
         let of_layer = || recipe.stores().iter().map(|store| layer_store(store.format)).collect();
         let layers = numbers.iter().map(|_| of_layer()).collect::<Result<Vec<_>>>()?;
-        let books = Books::new(recipe, sequences);
-        let table = GroupTable::new(shape, &books)?;
-        Ok(Self { backend, shape, split: Split::default(), books, table, flags, layers, numbers })
+        let page_tables = PageTables::new(recipe, sequences);
+        let table = GroupTable::new(shape, &page_tables)?;
+        Ok(Self { backend, shape, split: Split::default(), page_tables, table, flags, layers, numbers })
     }
 
     pub(super) fn recipe(&self) -> &Recipe {
-        self.books.recipe()
+        self.page_tables.recipe()
     }
 
     pub(super) fn layers(&self) -> usize {
@@ -94,19 +95,20 @@ impl<B: Backend> LayerGroup<B> {
         &self.numbers
     }
 
-    /// The layers one by one, each with books of its own that say what these do: what they hold may differ from now on.
+    /// The layers one by one, each with page tables of its own that say what these do: what they hold may differ from
+    /// now on.
     pub(super) fn part(self) -> impl Iterator<Item = Self>
     where
         B: Clone,
     {
-        let Self { backend, shape, split, books, table, flags, layers, numbers } = self;
+        let Self { backend, shape, split, page_tables, table, flags, layers, numbers } = self;
         let alone = move |(stores, number)| {
-            let (backend, books, table) = (backend.clone(), books.clone(), table.clone());
+            let (backend, page_tables, table) = (backend.clone(), page_tables.clone(), table.clone());
             Self {
                 backend,
                 shape,
                 split,
-                books,
+                page_tables,
                 table,
                 flags: flags.clone(),
                 layers: vec![stores],
@@ -134,21 +136,21 @@ impl<B: Backend> LayerGroup<B> {
 
     /// Sees to it that so much room is free in every layer. What an error leaves behind is unused room, nothing else.
     pub(super) async fn reserve(&mut self, needed: &[StoreRoom]) -> Result<()> {
-        if self.books.lacks_centres() {
-            let slots = self.books.sequences().len();
+        if self.page_tables.lacks_centres() {
+            let slots = self.page_tables.sequences().len();
             for of in self.layers.iter_mut().flatten() {
                 self.backend.reserve_centres(&mut of.store, slots).await?;
             }
-            self.books.centres_mut().grow(slots);
+            self.page_tables.centres_mut().grow(slots);
         }
         for (store, needed) in self.store_ids().zip(needed) {
-            while self.books.room(store).free_pages() < needed.pages {
-                let missing = needed.pages - self.books.room(store).free_pages();
+            while self.page_tables.room(store).free_pages() < needed.pages {
+                let missing = needed.pages - self.page_tables.room(store).free_pages();
                 self.add_shard(store, missing).await?;
             }
-            let missing = self.books.room(store).missing_slots(needed.spans);
+            let missing = self.page_tables.room(store).missing_slots(needed.spans);
             if missing > 0 {
-                let held = self.books.room(store).slots();
+                let held = self.page_tables.room(store).slots();
                 let slots = (held + missing).max(2 * held).max(FIRST_SLOTS);
                 for layer in &mut self.layers {
                     let of = &mut layer[store.index()];
@@ -157,7 +159,7 @@ impl<B: Backend> LayerGroup<B> {
                         of.slots = slots;
                     }
                 }
-                self.books.room_mut(store).add_slots(slots);
+                self.page_tables.room_mut(store).add_slots(slots);
             }
         }
         Ok(())
@@ -177,7 +179,7 @@ impl<B: Backend> LayerGroup<B> {
             });
         }
         let at_most = |pages: usize| u32::try_from(pages).unwrap_or(u32::MAX).min(most);
-        let room = self.books.room(store);
+        let room = self.page_tables.room(store);
         let wanted = at_most(missing.max(room.pages()).max(FIRST_SHARD_PAGES));
         let needed = at_most(missing);
         let shard = room.shards();
@@ -197,7 +199,7 @@ impl<B: Backend> LayerGroup<B> {
             }
             pages = pages.min(of.shards[shard]);
         }
-        self.books.room_mut(store).add_shard(pages);
+        self.page_tables.room_mut(store).add_shard(pages);
         Ok(())
     }
 
@@ -214,13 +216,14 @@ impl<B: Backend> LayerGroup<B> {
     fn memory_of(&self, of_layers: &[Vec<LayerStore<B>>]) -> CacheMemory {
         let layers = of_layers.len() as u64;
         let of_store = |store: StoreId| {
-            let room = self.books.room(store);
+            let room = self.page_tables.room(store);
             let format = self.recipe().stores()[store.index()].format;
             let page_bytes = format.page_bytes(&self.shape) as u64;
             let slot_bytes = format.range_slot_bytes(&self.shape) as u64;
-            let centre_bytes = self.books.centres().in_use() as u64 * SegmentFormat::centre_bytes(&self.shape) as u64;
+            let centre_bytes =
+                self.page_tables.centres().in_use() as u64 * SegmentFormat::centre_bytes(&self.shape) as u64;
             let pages_in_use = room.pages() - room.free_pages();
-            let tokens: usize = self.books.sequences().iter().map(|sequence| sequence.tokens_in(store)).sum();
+            let tokens: usize = self.page_tables.sequences().iter().map(|sequence| sequence.tokens_in(store)).sum();
             let allocated = of_layers.iter().map(|layer| self.backend.store_bytes(&layer[store.index()].store));
             StoreMemory {
                 format,
@@ -284,30 +287,31 @@ impl<B: Backend> LayerGroup<B> {
         if which == KeyOrValue::Key && self.recipe().is_centred() { largest / 2.0 } else { largest }
     }
 
-    /// Opens a change of the books that appends, and lays out what it writes: nothing has changed on an error.
+    /// Opens a change of the page tables that appends, and lays out what it writes: nothing has changed on an error.
     pub(super) fn open_append(&mut self, runs: &[TokenRun], tokens: usize) -> Result<Change<B::Indices>> {
-        let change = self.books.append(runs, tokens)?;
+        let change = self.page_tables.append(runs, tokens)?;
         self.lay_out(change, tokens)
     }
 
-    /// Opens a change of the books that packs windows, and lays out what it writes: nothing has changed on an error.
+    /// Opens a change of the page tables that packs windows, and lays out what it writes: nothing has changed on an
+    /// error.
     pub(super) fn open_windows(&mut self, sequence: usize) -> Result<Change<B::Indices>> {
-        let change = self.books.pack_windows(sequence)?;
+        let change = self.page_tables.pack_windows(sequence)?;
         self.lay_out(change, 0)
     }
 
     fn lay_out(&mut self, change: Change<B::Indices>, tokens: usize) -> Result<Change<B::Indices>> {
-        match self.table.set(&self.books, &change.writes, tokens) {
+        match self.table.set(&self.page_tables, &change.writes, tokens) {
             Ok(()) => Ok(change),
             Err(error) => {
-                self.books.abandon(change);
+                self.page_tables.abandon(change);
                 Err(error)
             }
         }
     }
 
     /// What the open step writes, in words.
-    pub(super) const fn table(&self) -> &StepTable {
+    pub(super) const fn table(&self) -> &WriteTable {
         self.table.table()
     }
 
@@ -347,7 +351,7 @@ impl<B: Backend> LayerGroup<B> {
     pub(super) fn write_step(&mut self, layer: usize, new: Option<NewTokens<'_, B::Tensor>>) -> Result<()> {
         let Self { backend, layers, flags, table, numbers, .. } = self;
         let number = numbers[layer];
-        let input = new.map(|NewTokens { rows, keys, values }| StepInput {
+        let input = new.map(|NewTokens { rows, keys, values }| WriteInput {
             keys,
             values,
             rows,
@@ -380,9 +384,9 @@ impl<B: Backend> LayerGroup<B> {
         new: NewTokens<'_, B::Tensor>,
         spans: &[PromptSpan<'_, B::Indices>],
     ) -> Result<()> {
-        let Self { backend, layers, books, .. } = self;
-        let centre = books.sequence(sequence)?.centre;
-        let opened = books.spans_since(change, sequence);
+        let Self { backend, layers, page_tables, .. } = self;
+        let centre = page_tables.sequence(sequence)?.centre;
+        let opened = page_tables.spans_since(change, sequence);
         let base = change.length_before(sequence);
         let same = |(span, prompt): (&Span<B::Indices>, &PromptSpan<'_, B::Indices>)| {
             let same_tokens = match (&span.positions, prompt.tokens) {
@@ -390,7 +394,7 @@ impl<B: Backend> LayerGroup<B> {
                 (Positions::Gathered { .. }, Rows::Gather(_)) => span.tokens == prompt.tokens.len(),
                 _ => false,
             };
-            same_tokens && Ok(span.store) == books.recipe().resolve(prompt.store)
+            same_tokens && Ok(span.store) == page_tables.recipe().resolve(prompt.store)
         };
         if opened.len() != spans.len() || !opened.iter().zip(spans).all(same) {
             let reason = "the spans are not those that the step was opened with".into();
@@ -411,10 +415,10 @@ impl<B: Backend> LayerGroup<B> {
         sequence: usize,
         new: NewTokens<'_, B::Tensor>,
     ) -> Result<()> {
-        let Self { backend, layers, books, .. } = self;
-        let centre = books.sequence(sequence)?.centre;
+        let Self { backend, layers, page_tables, .. } = self;
+        let centre = page_tables.sequence(sequence)?.centre;
         let mut start = 0;
-        for span in books.spans_since(change, sequence) {
+        for span in page_tables.spans_since(change, sequence) {
             let rows = TokenRange::new(start, start + span.tokens)?;
             write_span(backend, &mut layers[layer], (span, centre), new, Rows::Run(rows))?;
             start = rows.end();
@@ -425,8 +429,8 @@ impl<B: Backend> LayerGroup<B> {
     /// Commits a change whose writes succeeded, and abandons it otherwise.
     pub(super) fn close(&mut self, change: Change<B::Indices>, written: Result<()>) -> Result<()> {
         match written {
-            Ok(()) => self.books.commit(change),
-            Err(_) => self.books.abandon(change),
+            Ok(()) => self.page_tables.commit(change),
+            Err(_) => self.page_tables.abandon(change),
         }
         written
     }

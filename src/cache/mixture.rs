@@ -3,7 +3,7 @@
 use super::methods::Choice;
 use super::parsed::Parsed;
 use super::{MOST_STORES, Recipe, StoreId};
-use crate::backend::Selection;
+use crate::backend::TokenSelection;
 use crate::format::AttentionShape;
 use crate::policy::{ChunkPrecision, ChunkSearch, chunk_search, chunk_shares};
 use crate::{Error, Result};
@@ -83,7 +83,7 @@ impl Mixture {
     /// # Errors
     /// [`Error::Chunks`] when the embeddings have no elements or differ in width; [`Error::NotANumber`] when one holds
     /// NaN; those of [`Mixture::stores_of`], and [`Error::DeviceLost`].
-    pub async fn search<B: Selection>(
+    pub async fn search<B: TokenSelection>(
         &self,
         backend: &B,
         query: &B::Tensor,

@@ -1,12 +1,12 @@
 //! Caches: the comfortable way in.
 //!
-//! A cache holds the keys and values of attention layers for a batch of sequences. It keeps the books (spans, pages,
-//! range slots, positions) and leaves storing and computing to a [`Backend`](crate::Backend).
+//! A cache holds the keys and values of attention layers for a batch of sequences. It keeps the page tables (spans,
+//! pages, range slots, positions) and leaves storing and computing to a [`Backend`](crate::Backend).
 //!
 //! | type | holds |
 //! | --- | --- |
 //! | [`KvCache`] | one layer |
-//! | [`ModelCache`] | all layers of a model: a step changes their books once, and every layer stores and attends |
+//! | [`ModelCache`] | all layers of a model: a step changes their page tables once, and every layer stores and attends |
 //! | [`ObservedPrompt`] | a prompt that a [policy](crate::policy) looks at, of which [`ModelCache::compress`] stores what stays |
 //!
 //! A [`Recipe`] lists the stores of a cache (f16, and any number of packed ones) and says what happens to appended
@@ -14,9 +14,8 @@
 //! prompt, as a [`ModelRecipe`].
 //!
 //! A call that fails has changed nothing. A future that is dropped before its end is no such failure: it may leave
-//! tokens in the books, or layers that differ. Poll the futures of calls that change a cache to their end.
+//! tokens in the page tables, or layers that differ. Poll the futures of calls that change a cache to their end.
 
-mod books;
 mod change;
 mod chunks;
 mod compress;
@@ -32,6 +31,7 @@ mod model_cache;
 mod model_room;
 mod model_sequences;
 mod observed;
+mod page_tables;
 mod parsed;
 mod prompt;
 mod recipe;
@@ -42,8 +42,8 @@ mod room;
 mod sequence;
 mod slots;
 mod step;
-mod step_table;
 mod swap;
+mod write_table;
 
 pub use chunks::{ChunkSpans, ChunkStores};
 pub use evictions::{EVICTIONS, Eviction};

@@ -10,17 +10,17 @@ use super::step::NewTokens;
 use super::{CacheMemory, PromptSpan, Recipe, TokenRun};
 use crate::backend::{AttentionStates, Backend, FlaggedToken, OpenStep};
 use crate::format::AttentionShape;
-use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, StepLayout};
+use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, WriteLayout};
 use crate::{Error, Result};
 
 /// Keys and values of all layers of a model for a batch of sequences.
 ///
-/// Layers of one shape and one recipe share their books: one page table, decided once for a step, and one plan of its
-/// attention, until a prompt is [compressed](ModelCache::compress) and layers hold different tokens. What changes the
-/// books has two phases. A step is opened ([`begin_append`](ModelCache::begin_append),
-/// [`begin_prefill`](ModelCache::begin_prefill)): the books say what they will say. Every layer stores and attends.
-/// Then the step is committed, or abandoned: a failure in layer 17 does not leave layers 0 to 16 ahead, and the pages
-/// that the step took are free again.
+/// Layers of one shape and one recipe share their page tables: one page table, decided once for a step, and one plan of
+/// its attention, until a prompt is [compressed](ModelCache::compress) and layers hold different tokens. What changes
+/// the page tables has two phases. A step is opened ([`begin_append`](ModelCache::begin_append),
+/// [`begin_prefill`](ModelCache::begin_prefill)): the page tables say what they will say. Every layer stores and
+/// attends. Then the step is committed, or abandoned: a failure in layer 17 does not leave layers 0 to 16 ahead, and
+/// the pages that the step took are free again.
 ///
 /// ```
 /// use kvpack::cache::{ModelCache, Recipe, TokenRun};
@@ -120,7 +120,7 @@ impl<B: Backend> ModelCache<B> {
 
     /// Number of sequences.
     pub fn sequences(&self) -> usize {
-        self.groups[0].books.sequences().len()
+        self.groups[0].page_tables.sequences().len()
     }
 
     /// Shape of a layer.
@@ -144,7 +144,7 @@ impl<B: Backend> ModelCache<B> {
     /// # Errors
     /// [`Error::Plan`] when there is no such layer, [`Error::Sequence`] when there is no such sequence.
     pub fn tokens(&self, layer: usize, sequence: usize) -> Result<usize> {
-        Ok(self.group(layer)?.0.books.sequence(sequence)?.tokens())
+        Ok(self.group(layer)?.0.page_tables.sequence(sequence)?.tokens())
     }
 
     /// Length of a sequence: the position of its next token, the same in all layers.
@@ -152,7 +152,7 @@ impl<B: Backend> ModelCache<B> {
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence.
     pub fn length(&self, sequence: usize) -> Result<usize> {
-        Ok(self.groups[0].books.sequence(sequence)?.length)
+        Ok(self.groups[0].page_tables.sequence(sequence)?.length)
     }
 
     /// Bytes of all layers, by format: the f16 stores together, then the packed ones of each kind of layer, or of each
@@ -202,13 +202,13 @@ impl<B: Backend> ModelCache<B> {
     ) -> Result<()> {
         check_spans(spans, tokens)?;
         self.open(StepKind::Prefill(sequence), tokens, &[QueryRun::decode(sequence)], |group| {
-            group.books.prefill(sequence, tokens, spans)
+            group.page_tables.prefill(sequence, tokens, spans)
         })
     }
 
-    /// Hands the open step to an engine that encodes it itself, one part for all layers that share their books: for a
-    /// model of like layers one in all. Every layer counts as stored, so that the step can be committed as soon as it
-    /// is encoded. Centres of sequences that begin with it are made on the device, of their first tokens.
+    /// Hands the open step to an engine that encodes it itself, one part for all layers that share their page tables:
+    /// for a model of like layers one in all. Every layer counts as stored, so that the step can be committed as soon
+    /// as it is encoded. Centres of sequences that begin with it are made on the device, of their first tokens.
     ///
     /// # Errors
     /// [`Error::Plan`] when no step that appends is open.
@@ -218,12 +218,12 @@ impl<B: Backend> ModelCache<B> {
         Ok(self.groups.iter().zip(&step.plans).map(|(group, plan)| group.open_step(plan)).collect())
     }
 
-    /// How steps of a layer are laid out, the same for all layers that share its books: for compiling kernels before a
-    /// model is served. It changes when a store grows.
+    /// How steps of a layer are laid out, the same for all layers that share its page tables: for compiling kernels
+    /// before a model is served. It changes when a store grows.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer.
-    pub fn step_layout(&self, layer: usize) -> Result<&Arc<StepLayout>> {
+    pub fn write_layout(&self, layer: usize) -> Result<&Arc<WriteLayout>> {
         Ok(self.group(layer)?.0.table().layout())
     }
 
@@ -316,7 +316,7 @@ impl<B: Backend> ModelCache<B> {
             return Err(Error::Plan { what: "commit", reason });
         }
         if let Some(step) = self.step.take() {
-            self.groups.iter_mut().zip(step.changes).for_each(|(group, change)| group.books.commit(change));
+            self.groups.iter_mut().zip(step.changes).for_each(|(group, change)| group.page_tables.commit(change));
         }
         Ok(())
     }
@@ -324,7 +324,7 @@ impl<B: Backend> ModelCache<B> {
     /// The open step never was; without one, nothing happens. The pages that it took are free again.
     pub fn abandon(&mut self) {
         if let Some(step) = self.step.take() {
-            self.groups.iter_mut().zip(step.changes).for_each(|(group, change)| group.books.abandon(change));
+            self.groups.iter_mut().zip(step.changes).for_each(|(group, change)| group.page_tables.abandon(change));
         }
     }
 
@@ -337,7 +337,7 @@ impl<B: Backend> ModelCache<B> {
     pub async fn pack_windows(&mut self, sequence: usize) -> Result<()> {
         self.check_no_step()?;
         for group in &mut self.groups {
-            let needed = group.books.room_for_windows(sequence)?;
+            let needed = group.page_tables.room_for_windows(sequence)?;
             group.reserve(&needed).await?;
         }
         let mut changes = Vec::with_capacity(self.groups.len());
@@ -352,7 +352,7 @@ impl<B: Backend> ModelCache<B> {
             }
         }
         for (group, change) in self.groups.iter_mut().zip(changes) {
-            if written.is_ok() { group.books.commit(change) } else { group.books.abandon(change) }
+            if written.is_ok() { group.page_tables.commit(change) } else { group.page_tables.abandon(change) }
         }
         written
     }
@@ -433,7 +433,7 @@ impl<B: Backend> ModelCache<B> {
             }
         }
         if let Err(error) = opened {
-            self.groups.iter_mut().zip(changes).for_each(|(group, change)| group.books.abandon(change));
+            self.groups.iter_mut().zip(changes).for_each(|(group, change)| group.page_tables.abandon(change));
             return Err(error);
         }
         self.step = Some(Step { kind, tokens, changes, plans, stored: vec![false; self.layers.len()] });

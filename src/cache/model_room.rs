@@ -6,20 +6,20 @@ use crate::backend::Backend;
 use crate::{Error, Result};
 
 impl<B: Backend> ModelCache<B> {
-    /// Room that the books of a layer have left, by store: what a scheduler has to give away.
+    /// Room that the page tables of a layer have left, by store: what a scheduler has to give away.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer.
     pub fn free_room(&self, layer: usize) -> Result<Vec<StoreRoom>> {
-        Ok(self.group(layer)?.0.books.free_room())
+        Ok(self.group(layer)?.0.page_tables.free_room())
     }
 
-    /// Room that appending needs in the books of a layer, by store.
+    /// Room that appending needs in the page tables of a layer, by store.
     ///
     /// # Errors
     /// Those of [`ModelCache::begin_append`] for the runs.
     pub fn room_for_append(&self, layer: usize, runs: &[TokenRun]) -> Result<Vec<StoreRoom>> {
-        self.group(layer)?.0.books.room_for_append(runs, tokens_of(runs))
+        self.group(layer)?.0.page_tables.room_for_append(runs, tokens_of(runs))
     }
 
     /// Allocates so much room in every layer, by store, in as few shards as the device allows: one, if it is the first.
@@ -45,7 +45,7 @@ impl<B: Backend> ModelCache<B> {
     /// Those of [`ModelCache::begin_append`] for the runs, [`Error::OutOfMemory`] or [`Error::Limit`].
     pub async fn reserve_for_append(&mut self, runs: &[TokenRun]) -> Result<()> {
         for group in &mut self.groups {
-            let needed = group.books.room_for_append(runs, tokens_of(runs))?;
+            let needed = group.page_tables.room_for_append(runs, tokens_of(runs))?;
             group.reserve(&needed).await?;
         }
         Ok(())
@@ -57,7 +57,7 @@ impl<B: Backend> ModelCache<B> {
     /// [`Error::Plan`] when a span names no store of a layer, [`Error::OutOfMemory`] or [`Error::Limit`].
     pub async fn reserve_for_prefill(&mut self, spans: &[PromptSpan<'_, B::Indices>]) -> Result<()> {
         for group in &mut self.groups {
-            let needed = group.books.room_for_prompt(spans)?;
+            let needed = group.page_tables.room_for_prompt(spans)?;
             group.reserve(&needed).await?;
         }
         Ok(())

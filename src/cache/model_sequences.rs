@@ -28,7 +28,7 @@ impl<B: Backend> ModelCache<B> {
         let mut changes = Vec::with_capacity(self.groups.len());
         let mut written = Ok(());
         for group in &mut self.groups {
-            written = group.books.set_centre(sequence).map(|change| changes.push(change));
+            written = group.page_tables.set_centre(sequence).map(|change| changes.push(change));
             if written.is_err() {
                 break;
             }
@@ -42,7 +42,7 @@ impl<B: Backend> ModelCache<B> {
             });
         }
         for (group, change) in self.groups.iter_mut().zip(changes) {
-            if written.is_ok() { group.books.commit(change) } else { group.books.abandon(change) }
+            if written.is_ok() { group.page_tables.commit(change) } else { group.page_tables.abandon(change) }
         }
         written
     }
@@ -53,7 +53,7 @@ impl<B: Backend> ModelCache<B> {
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open.
     pub fn clear(&mut self, sequence: usize) -> Result<()> {
         self.check_no_step()?;
-        self.groups.iter_mut().try_for_each(|group| group.books.clear(sequence))
+        self.groups.iter_mut().try_for_each(|group| group.page_tables.clear(sequence))
     }
 
     /// Lets an empty sequence hold all tokens of another, in all layers: see [`KvCache::fork`](super::KvCache::fork).
@@ -64,7 +64,7 @@ impl<B: Backend> ModelCache<B> {
     pub fn fork(&mut self, source: usize, target: usize) -> Result<()> {
         self.check_no_step()?;
         // The lengths of a sequence are those of all layers: the first refuses what any would.
-        self.groups.iter_mut().try_for_each(|group| group.books.fork(source, target))
+        self.groups.iter_mut().try_for_each(|group| group.page_tables.fork(source, target))
     }
 
     /// Forgets the newest tokens of a sequence in all layers: see [`KvCache::truncate`](super::KvCache::truncate).
@@ -74,8 +74,8 @@ impl<B: Backend> ModelCache<B> {
     /// Nothing has changed.
     pub fn truncate(&mut self, sequence: usize, length: usize) -> Result<()> {
         self.check_no_step()?;
-        self.groups.iter().try_for_each(|group| group.books.check_truncate(sequence, length))?;
-        self.groups.iter_mut().try_for_each(|group| group.books.truncate(sequence, length))
+        self.groups.iter().try_for_each(|group| group.page_tables.check_truncate(sequence, length))?;
+        self.groups.iter_mut().try_for_each(|group| group.page_tables.truncate(sequence, length))
     }
 
     /// Gives whole pages of old tokens back in all layers: see [`KvCache::forget`](super::KvCache::forget).
@@ -84,7 +84,7 @@ impl<B: Backend> ModelCache<B> {
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open.
     pub fn forget(&mut self, sequence: usize, positions: TokenRange) -> Result<()> {
         self.check_no_step()?;
-        self.groups.iter_mut().try_for_each(|group| group.books.forget(sequence, positions))
+        self.groups.iter_mut().try_for_each(|group| group.page_tables.forget(sequence, positions))
     }
 
     /// What a layer holds of a sequence, as dense f32 rows: see [`KvCache::dequantize`](super::KvCache::dequantize).

@@ -7,7 +7,7 @@ use crate::backend::{Backend, MeasuredAttention, QueriesAndKeys, TensorRows};
 use crate::format::AttentionShape;
 use crate::plan::RowLayout;
 use crate::policy::{
-    ColumnRequest, KeepRule, LayerStatistics, Policy, QueryRows, RowStatsSource, Selection, Spans, StatsRequest,
+    ColumnRequest, KeepRule, LayerStatistics, Policy, QueryPositions, RowStatsSource, Selection, Spans, StatsRequest,
 };
 use crate::{Error, Result};
 
@@ -21,7 +21,7 @@ pub struct ObservedPrompt<B: Backend> {
     policy: Policy,
     spans: Spans,
     /// `None` where nothing is measured.
-    rows: Option<QueryRows>,
+    rows: Option<QueryPositions>,
     /// What of its attention.
     columns: ColumnRequest,
     layers: Vec<PromptLayer<B>>,
@@ -89,7 +89,7 @@ impl<B: Backend> ObservedPrompt<B> {
     }
 
     /// The query rows that are measured of every layer, as the first policy wants; `None` where it measures nothing.
-    pub const fn query_rows(&self) -> Option<&QueryRows> {
+    pub const fn query_rows(&self) -> Option<&QueryPositions> {
         self.rows.as_ref()
     }
 
@@ -101,7 +101,7 @@ impl<B: Backend> ObservedPrompt<B> {
     /// # Errors
     /// [`Error::Plan`] when there is no such layer; [`Error::Selection`] when the rows are not as many as the prompt
     /// has tokens, or queries are missing; [`Error::Elements`] when a tensor is shorter than its layout says, and those
-    /// of [`measure_attention`](crate::backend::Selection::measure_attention).
+    /// of [`measure_attention`](crate::backend::TokenSelection::measure_attention).
     pub fn observe(
         &mut self,
         layer: usize,

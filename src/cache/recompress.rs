@@ -12,7 +12,7 @@ use crate::backend::{Backend, KeptAndEvicted, MeasuredAttention, QueriesAndKeys,
 use crate::format::AttentionShape;
 use crate::plan::{RowLayout, TokenIndices};
 use crate::policy::{
-    KeepRule, LayerSelection, Merging, Policy, QueryRows, RowStatsSource, Selection, Spans, StatsRequest, TextRule,
+    KeepRule, LayerSelection, Merging, Policy, QueryPositions, RowStatsSource, Selection, Spans, StatsRequest, TextRule,
 };
 use crate::{Error, Result};
 
@@ -33,7 +33,7 @@ impl<B: Backend> ModelCache<B> {
     pub fn appended(&self, sequence: usize) -> Result<usize> {
         let mut appended = self.length(sequence)?;
         for group in &self.groups {
-            appended = appended.min(group.books.sequence(sequence)?.unbroken());
+            appended = appended.min(group.page_tables.sequence(sequence)?.unbroken());
         }
         Ok(appended)
     }
@@ -113,7 +113,7 @@ impl<B: Backend> ModelCache<B> {
         let (group, index) = self.group(layer)?;
         let (backend, shape) = (self.backend(), group.shape);
         let dense = group.dense(index, sequence).await?;
-        let rows = QueryRows::last(rows, dense.rows.tokens)?;
+        let rows = QueryPositions::last(rows, dense.rows.tokens)?;
         let keys = TensorRows { tensor: &dense.keys, layout: dense.rows };
         let source = if queries.known_lse.is_some() { RowStatsSource::KnownLse } else { RowStatsSource::Measured };
         let request = StatsRequest { columns: columns(policy), rows: source };
@@ -168,7 +168,7 @@ impl<B: Backend> ModelCache<B> {
         let mut decided = Vec::with_capacity(measured.len());
         for ((held, measured), count) in held.layers().iter().zip(measured).zip(budgets) {
             // Images make no difference to these scores.
-            let (spans, rows) = (Spans::new(held.count(), &[])?, QueryRows::last(rows, held.count())?);
+            let (spans, rows) = (Spans::new(held.count(), &[])?, QueryPositions::last(rows, held.count())?);
             decided.push(match policy.score_request(&spans, &rows, count)? {
                 Some(request) => {
                     DecidedLayer::by_scores(backend, &measured.column_sums, (held.kv_heads(), count), &request)?
@@ -253,9 +253,9 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// when `spans` are of another length, queries are missing or of more rows than tokens came since, layers differ in
     /// KV heads, or tokens are held in another order than theirs ([`ChunkSpans`](super::ChunkSpans));
     /// [`Error::NoTokens`] for an empty sequence; those of [`Policy::select_again`] and
-    /// [`measure_attention`](crate::backend::Selection::measure_attention); [`Error::NotFinite`] when something decodes
-    /// to what no store holds; [`Error::OutOfMemory`] or [`Error::Limit`] when what is kept does not fit beside what is
-    /// held. The cache is as it was.
+    /// [`measure_attention`](crate::backend::TokenSelection::measure_attention); [`Error::NotFinite`] when something
+    /// decodes to what no store holds; [`Error::OutOfMemory`] or [`Error::Limit`] when what is kept does not fit beside
+    /// what is held. The cache is as it was.
     pub async fn compress_again(
         &mut self,
         sequence: usize,
@@ -287,7 +287,7 @@ impl<B: Backend + Clone> ModelCache<B> {
             }
         }
         for (group, change) in self.groups.iter_mut().zip(changes) {
-            if written.is_ok() { group.books.commit(change) } else { group.books.abandon(change) }
+            if written.is_ok() { group.page_tables.commit(change) } else { group.page_tables.abandon(change) }
         }
         written.map(|()| selection)
     }
@@ -314,8 +314,8 @@ impl<B: Backend> LayerGroup<B> {
         Ok(DenseLayer { rows, keys, values })
     }
 
-    /// Opens a change of the books of the only layer that puts what is kept in the place of what is held, and writes
-    /// it. Nothing has changed on an error, but for room that is free.
+    /// Opens a change of the page tables of the only layer that puts what is kept in the place of what is held, and
+    /// writes it. Nothing has changed on an error, but for room that is free.
     async fn replace(
         &mut self,
         sequence: usize,
@@ -323,7 +323,7 @@ impl<B: Backend> LayerGroup<B> {
         merging: Option<Merging>,
     ) -> Result<Change<B::Indices>> {
         let Chosen { places: Some(at), positions: kept } = chosen else {
-            return self.books.replace(sequence, &[]);
+            return self.page_tables.replace(sequence, &[]);
         };
         let shape = self.shape;
         let DenseLayer { rows, keys, values } = self.dense(ONLY_LAYER, sequence).await?;
@@ -339,9 +339,9 @@ impl<B: Backend> LayerGroup<B> {
         };
         let positions = self.backend.upload_indices(&kept.indices(), shape.kv_heads(), kept.tokens() as u32).await?;
         let spans = [PromptSpan::gather(&positions, StoreId::PACKED)];
-        let needed = self.books.room_for_prompt(&spans)?;
+        let needed = self.page_tables.room_for_prompt(&spans)?;
         self.reserve(&needed).await?;
-        let change = self.books.replace(sequence, &spans)?;
+        let change = self.page_tables.replace(sequence, &spans)?;
         let written = match &merged {
             Some(merged) => {
                 let rows = RowLayout::head_major(at.shape().count(), &shape);
@@ -356,7 +356,7 @@ impl<B: Backend> LayerGroup<B> {
         match written {
             Ok(()) => Ok(change),
             Err(error) => {
-                self.books.abandon(change);
+                self.page_tables.abandon(change);
                 Err(error)
             }
         }

@@ -16,7 +16,7 @@ pub struct SwappedSequence<I> {
     groups: Vec<SwappedGroup<I>>,
 }
 
-/// Its part in layers that share their books.
+/// Its part in layers that share their page tables.
 #[derive(Clone, Debug)]
 struct SwappedGroup<I> {
     shape: AttentionShape,
@@ -91,8 +91,8 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it holds tokens or the other was
-    /// taken out of a cache of another shape or recipe, [`Error::OutOfMemory`] or [`Error::Limit`] when it does not fit. The
-    /// cache is as it was.
+    /// taken out of a cache of another shape or recipe, [`Error::OutOfMemory`] or [`Error::Limit`] when it does not
+    /// fit. The cache is as it was.
     pub async fn swap_in(&mut self, sequence: usize, swapped: &SwappedSequence<B::Indices>) -> Result<()> {
         swap_in(std::slice::from_mut(&mut self.group), sequence, swapped).await
     }
@@ -136,13 +136,13 @@ async fn swap_in<B: Backend>(
         return Err(Error::Plan { what: "swap", reason });
     };
     for (group, swapped) in groups.iter_mut().zip(&parts) {
-        let needed = group.books.room_for_sequence(sequence, swapped.sequence)?;
+        let needed = group.page_tables.room_for_sequence(sequence, swapped.sequence)?;
         group.reserve(&needed).await?;
     }
     let mut changes: Vec<Change<B::Indices>> = Vec::with_capacity(groups.len());
     let mut written = Ok(());
     for (group, swapped) in groups.iter_mut().zip(&parts) {
-        written = group.books.restore(sequence, swapped.sequence).and_then(|change| {
+        written = group.page_tables.restore(sequence, swapped.sequence).and_then(|change| {
             changes.push(change);
             group.write_sequence(sequence, swapped)
         });
@@ -151,7 +151,7 @@ async fn swap_in<B: Backend>(
         }
     }
     for (group, change) in groups.iter_mut().zip(changes) {
-        if written.is_ok() { group.books.commit(change) } else { group.books.abandon(change) }
+        if written.is_ok() { group.page_tables.commit(change) } else { group.page_tables.abandon(change) }
     }
     written
 }
@@ -159,7 +159,7 @@ async fn swap_in<B: Backend>(
 impl<B: Backend> LayerGroup<B> {
     /// What a sequence holds in every layer.
     async fn read_sequence(&self, sequence: usize) -> Result<SwappedGroup<B::Indices>> {
-        let mut held = self.books.sequence(sequence)?.clone();
+        let mut held = self.page_tables.sequence(sequence)?.clone();
         let mut layers = Vec::with_capacity(self.layers());
         for layer in 0..self.layers() {
             let stores = self.stores(layer);
@@ -182,7 +182,7 @@ impl<B: Backend> LayerGroup<B> {
 
     /// Writes what a sequence held into the pages and slots that it has now.
     fn write_sequence(&mut self, sequence: usize, swapped: &SwappedPart<'_, B::Indices>) -> Result<()> {
-        let held = self.books.sequence(sequence)?.clone();
+        let held = self.page_tables.sequence(sequence)?.clone();
         for (layer, swapped) in swapped.layers.iter().enumerate() {
             let (backend, mut stores) = self.backend_and_stores(layer);
             for (span, bytes) in held.spans.iter().zip(&swapped.spans) {

@@ -22,12 +22,12 @@ use crate::{Backend, Result};
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub enum Check {
-    /// What is stored is what the CPU twin stores, and attention over it is f64 attention over it: decode steps and
-    /// runs of queries.
+    /// What is stored is what the CPU reference stores, and attention over it is f64 attention over it: decode steps
+    /// and runs of queries.
     Attention(AttendCase),
     /// Attention states have the log-sum-exp of f64, and merge to those of all tokens.
     States(AttendCase),
-    /// Every kernel that writes pages stores what the CPU twin stores, and nothing beside it.
+    /// Every kernel that writes pages stores what the CPU reference stores, and nothing beside it.
     Packing(PackCase),
     /// Maxima and log-sum-exps of rows, column sums, counts.
     Statistics(StatisticsCase),
@@ -78,14 +78,16 @@ impl Kind {
     /// What is checked, in a sentence for people.
     pub const fn description(self) -> &'static str {
         match self {
-            Self::Attention => "attention over stored data against f64, stored data against the CPU twin bit for bit",
+            Self::Attention => {
+                "attention over stored data against f64, stored data against the CPU reference bit for bit"
+            }
             Self::States => "attention states and their merge against f64",
-            Self::Packing => "runs, gathers, appended tokens, copies and windows against the CPU twin bit for bit",
-            Self::Statistics => "row maxima, log-sum-exps, column sums and counts against the CPU twin",
-            Self::TokenScores => "scores made of column sums against the CPU twin within rounding",
-            Self::TopK => "the best scores against the CPU twin, index for index",
-            Self::Eviction => "gathered tokens against the CPU twin bit for bit, merged ones within rounding",
-            Self::Chunks => "similarities of chunks against the CPU twin, reordered rows bit for bit",
+            Self::Packing => "runs, gathers, appended tokens, copies and windows against the CPU reference bit for bit",
+            Self::Statistics => "row maxima, log-sum-exps, column sums and counts against the CPU reference",
+            Self::TokenScores => "scores made of column sums against the CPU reference within rounding",
+            Self::TopK => "the best scores against the CPU reference, index for index",
+            Self::Eviction => "gathered tokens against the CPU reference bit for bit, merged ones within rounding",
+            Self::Chunks => "similarities of chunks against the CPU reference, reordered rows bit for bit",
         }
     }
 

@@ -4,7 +4,7 @@
 //! A [`Check`] is plain data: heads, formats, ragged lengths, what the keys and values look like. [`Check::run`] runs
 //! it on a [`Backend`](crate::Backend). There are several kinds ([`Kind`]): attention is held against an f64 attention
 //! over **the stored data** (never over the original data, which would hide layout mistakes behind quantisation error),
-//! everything else against the CPU twin, bit for bit where nothing is rounded.
+//! everything else against the CPU reference, bit for bit where nothing is rounded.
 //!
 //! Every sequence has a planted *sink*: a token whose score is [`SINK_NATS`] above the level of all others, for every
 //! other query head. Random data do not show what a sink breaks, and a sink hides what random data show, so each case
@@ -37,7 +37,7 @@ mod support;
 mod workload;
 
 pub use attend::{
-    AttendCase, DataKind, Fill, InputLayout, Paging, Queries, RowOrder, SegmentCase, SinkPlace, SpanCase, attend_cases,
+    AttendCase, DataKind, Fill, InputLayout, Paging, Queries, RowOrder, SinkPlace, SpanCase, StoreCase, attend_cases,
     state_cases,
 };
 pub use batch_format::{BatchFormat, BatchPart};

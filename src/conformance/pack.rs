@@ -1,4 +1,4 @@
-//! Checks of packing: what the kernels that write pages store, against the CPU twin bit for bit.
+//! Checks of packing: what the kernels that write pages store, against the CPU reference bit for bit.
 
 use super::attend::{DataKind, InputLayout, RowOrder, SinkPlace};
 use super::data::{CENTRE_TOKENS, DataRecipe, Random, SequenceData};
@@ -92,7 +92,7 @@ pub fn pack_cases() -> Vec<PackCase> {
     [plain, of_plain].concat()
 }
 
-/// Writes the tokens through `backend` and through the CPU twin, and compares what is stored.
+/// Writes the tokens through `backend` and through the CPU reference, and compares what is stored.
 pub(super) async fn run<B: Backend>(backend: &B, case: &PackCase) -> Result<Report> {
     let data = SequenceData::new(&DataRecipe {
         shape: case.shape,
@@ -105,11 +105,11 @@ pub(super) async fn run<B: Backend>(backend: &B, case: &PackCase) -> Result<Repo
     });
     let packed = Packed::fill(backend, case, &data).await?;
     let cpu = Cpu::default();
-    let twin = Packed::fill(&cpu, case, &data).await?;
+    let reference = Packed::fill(&cpu, case, &data).await?;
     let mut failures = Vec::new();
-    for ((what, span), (_, of_twin)) in packed.spans.iter().zip(&twin.spans) {
+    for ((what, span), (_, of_reference)) in packed.spans.iter().zip(&reference.spans) {
         let got = packed.stores.read(backend, span).await?;
-        let want = twin.stores.read(&cpu, of_twin).await?;
+        let want = reference.stores.read(&cpu, of_reference).await?;
         for (tensor, got, want) in [("keys", &got.0, &want.0), ("values", &got.1, &want.1)] {
             failures.extend(difference(&format!("{tensor} of {what}"), got, want));
         }

@@ -52,7 +52,7 @@ impl Limits {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Failure {
-    /// Stored data differ from those of the CPU twin.
+    /// Stored data differ from those of the CPU reference.
     Stored {
         /// Keys or values.
         tensor: &'static str,
@@ -73,7 +73,7 @@ pub enum Failure {
         /// Index of the first in `[sequences, query_heads, head_dim]`.
         index: usize,
     },
-    /// What a kernel wrote is not what the CPU twin writes.
+    /// What a kernel wrote is not what the CPU reference writes.
     Differs {
         /// What was written.
         what: String,
@@ -83,7 +83,7 @@ pub enum Failure {
         index: usize,
         /// What the backend has there.
         got: f64,
-        /// What the CPU twin has.
+        /// What the CPU reference has.
         want: f64,
     },
     /// A call was taken that must be refused, or refused otherwise than it must be.
@@ -128,7 +128,7 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// A failure where a backend yields another number of elements than the CPU twin.
+    /// A failure where a backend yields another number of elements than the CPU reference.
     pub(super) fn of_length(what: &str, got: usize, want: usize) -> Option<Self> {
         let what = format!("length of {what}");
         (got != want).then_some(Self::Differs { what, elements: 1, index: 0, got: got as f64, want: want as f64 })
@@ -146,7 +146,7 @@ pub struct Mismatch {
     pub index: usize,
     /// What the backend holds.
     pub got: f32,
-    /// What the CPU twin holds.
+    /// What the CPU reference holds.
     pub want: f32,
 }
 
@@ -155,7 +155,7 @@ impl fmt::Display for Failure {
         match self {
             Self::Stored { tensor, elements, first } => write!(
                 f,
-                "{elements} stored {tensor} differ from the CPU twin's, first in sequence {}, span {}, element {}: {} \
+                "{elements} stored {tensor} differ from the CPU reference's, first in sequence {}, span {}, element {}: {} \
                  instead of {}",
                 first.sequence, first.span, first.index, first.got, first.want
             ),
@@ -166,7 +166,7 @@ impl fmt::Display for Failure {
             Self::Differs { what, elements, index, got, want } => {
                 write!(
                     f,
-                    "{what}: {elements} elements differ from the CPU twin's, first element {index}: {got} instead of {want}"
+                    "{what}: {elements} elements differ from the CPU reference's, first element {index}: {got} instead of {want}"
                 )
             }
             Self::Refusal { message } => f.write_str(message),

@@ -11,7 +11,7 @@ use super::report::{Accuracy, Failure, Limits, OutputError, Report};
 use crate::backend::{AttendOptions, FilledSpan, FilledStores, NewSpan, SpanSource};
 use crate::cpu::DenseSegment;
 use crate::format::{Calibration, SegmentFormat, TILE_TOKENS};
-use crate::plan::{AttendPlan, ElementType, QueryRun, Segment, TokenRange};
+use crate::plan::{AttendPlan, ElementType, QueryRun, StorePart, TokenRange};
 use crate::{Backend, Result};
 
 /// Filled stores with several copies of a batch, so that steps that go round the copies find cold caches.
@@ -129,7 +129,7 @@ impl<B: Backend> Workload<B> {
         }
         let head_dim = data.decode.shape.head_dim();
         let limits =
-            Limits::of_step(options.query, self.plans.iter().flat_map(AttendPlan::segments).map(Segment::format));
+            Limits::of_step(options.query, self.plans.iter().flat_map(AttendPlan::segments).map(StorePart::format));
         let (mut worst, mut failures) = (OutputError::default(), Vec::new());
         let options = AttendOptions { output: ElementType::F32, ..options };
         let stores = self.stores();

@@ -66,7 +66,7 @@ pub(super) fn put_tokens(store: &mut CpuStore, which: KeyOrValue, source: &Token
                 centre_row(&mut row, &centres[(slot * kv_heads + head) * head_dim..]);
             }
             if let Some(rotation) = tensor.format.rotation() {
-                rotation.turn_checked(Direction::Forth, &mut row);
+                rotation.turn_checked(Direction::Forward, &mut row);
             }
             put_row(tensor, write, head, &row);
         }

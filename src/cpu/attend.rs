@@ -12,7 +12,7 @@ use super::tile_lines::TileLines;
 use super::value_tiles::ValueTiles;
 use crate::Result;
 use crate::format::{KeyOrValue, TILE_TOKENS};
-use crate::plan::{Elements, Page, SegmentWork};
+use crate::plan::{Elements, Page, StoreWork};
 
 /// Attends to all items of a segment and writes their states. Scores are `q·k/√head_dim`, not calibrated.
 ///
@@ -20,7 +20,7 @@ use crate::plan::{Elements, Page, SegmentWork};
 ///
 /// # Errors
 /// [`Error::Plan`](crate::Error::Plan) when store, queries or states are not those of the work.
-pub fn attend(segment: &SegmentWork, store: &CpuStore, queries: Elements<'_>, states: &mut States) -> Result<()> {
+pub fn attend(segment: &StoreWork, store: &CpuStore, queries: Elements<'_>, states: &mut States) -> Result<()> {
     check_segment(segment, store, Some(queries))?;
     let (shape, format) = (store.shape(), store.format());
     let key_lines = TileLines::new(KeyOrValue::Key, &format.key, shape.head_dim());
@@ -48,7 +48,7 @@ struct AttendBuffers<'a> {
 }
 
 impl AttendBuffers<'_> {
-    fn attend_item(&mut self, segment: &SegmentWork, store: &CpuStore, queries: &PreparedQueries, job: ItemJob<'_>) {
+    fn attend_item(&mut self, segment: &StoreWork, store: &CpuStore, queries: &PreparedQueries, job: ItemJob<'_>) {
         let item = job.item;
         let queries = queries.group(item.query as usize + job.query, job.kv_head);
         self.softmax.fill(OnlineSoftmax::EMPTY);

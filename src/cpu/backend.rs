@@ -12,11 +12,11 @@ use super::{
 use crate::backend::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
     MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, ScoredTokens,
-    Selection, SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage, TensorRows,
+    SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows, TokenSelection, WriteInput,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
-    AttendPlan, Elements, Page, RowLayout, Split, StepTable, TokenIndices, TokenRange, TokenWrite, WindowMove, Work,
+    AttendPlan, Elements, Page, RowLayout, Split, TokenIndices, TokenRange, TokenWrite, WindowMove, Work, WriteTable,
 };
 use crate::policy::{self, Merging, RowStatsSource, ScoreRequest, StatsRequest};
 use crate::{Error, Result};
@@ -196,14 +196,14 @@ impl Packing for Cpu {
     fn write_step(
         &self,
         stores: &mut [&mut CpuStore],
-        input: Option<StepInput<'_, CpuTensor, NonFiniteFlags>>,
-        table: &StepTable,
+        input: Option<WriteInput<'_, CpuTensor, NonFiniteFlags>>,
+        table: &WriteTable,
     ) -> Result<()> {
-        let Some(StepInput { keys, values, rows, flags, layer }) = input else {
+        let Some(WriteInput { keys, values, rows, flags, layer }) = input else {
             return write_step(stores, None, table);
         };
         let (keys, values) = (&keys.elements(), &values.elements());
-        write_step(stores, Some(StepInput { keys, values, rows, flags, layer }), table)
+        write_step(stores, Some(WriteInput { keys, values, rows, flags, layer }), table)
     }
 
     fn create_non_finite_flags(&self, layers: usize) -> Result<NonFiniteFlags> {
@@ -293,7 +293,7 @@ impl Attention for Cpu {
     }
 }
 
-impl Selection for Cpu {
+impl TokenSelection for Cpu {
     type Words = Vec<u32>;
 
     async fn download_words(&self, words: &Vec<u32>) -> Result<Vec<u32>> {

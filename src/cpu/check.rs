@@ -1,11 +1,11 @@
 //! Checks of work against the stores and queries it is run with.
 
 use super::store::CpuStore;
-use crate::plan::{Elements, SegmentWork};
+use crate::plan::{Elements, StoreWork};
 use crate::{Error, Result};
 
 /// Checks that a segment is calibrated: only then its items have places for scores.
-pub(super) fn check_calibrated(segment: &SegmentWork) -> Result<()> {
+pub(super) fn check_calibrated(segment: &StoreWork) -> Result<()> {
     match segment.calibration() {
         Some(_) => Ok(()),
         None => {
@@ -16,7 +16,7 @@ pub(super) fn check_calibrated(segment: &SegmentWork) -> Result<()> {
 }
 
 /// Checks that everything the work of a segment names exists in its store and its queries.
-pub(super) fn check_segment(segment: &SegmentWork, store: &CpuStore, queries: Option<Elements<'_>>) -> Result<()> {
+pub(super) fn check_segment(segment: &StoreWork, store: &CpuStore, queries: Option<Elements<'_>>) -> Result<()> {
     let reject = |reason: String| Err(Error::Plan { what: "attend", reason });
     if segment.format() != store.format() {
         return reject(format!("the plan is for {}, the store holds {}", segment.format(), store.format()));

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 
 use crate::backend::NonFinite;
 use crate::format::{AttentionShape, TILE_TOKENS};
-use crate::plan::{ElementType, Elements, IndexShape, Page, QueryRows, RowLayout, TokenIndices};
+use crate::plan::{ElementType, Elements, IndexShape, Page, QueryLayout, RowLayout, TokenIndices};
 use crate::{Error, Result};
 
 /// A dense tensor in host memory.
@@ -52,8 +52,8 @@ impl CpuTensor {
     /// The `rows` rows that lie so in the tensor, one after the other: queries out of a fused projection.
     ///
     /// # Errors
-    /// Those of [`QueryRows::check`].
-    pub fn take_rows(&self, at: QueryRows, rows: usize, shape: &AttentionShape) -> Result<Self> {
+    /// Those of [`QueryLayout::check`].
+    pub fn take_rows(&self, at: QueryLayout, rows: usize, shape: &AttentionShape) -> Result<Self> {
         at.check("rows to take", self.elements().len(), rows, shape)?;
         let elements = shape.query_heads() * shape.head_dim();
         let places = || (0..rows).map(|row| at.row(row)..at.row(row) + elements);
@@ -68,11 +68,11 @@ impl CpuTensor {
     /// this one: outputs among those of other ranks.
     ///
     /// # Errors
-    /// Those of [`QueryRows::check`], and [`Error::Elements`] when the other tensor does not hold whole rows.
-    pub fn put_rows(&mut self, at: QueryRows, dense: &Self, shape: &AttentionShape) -> Result<()> {
+    /// Those of [`QueryLayout::check`], and [`Error::Elements`] when the other tensor does not hold whole rows.
+    pub fn put_rows(&mut self, at: QueryLayout, dense: &Self, shape: &AttentionShape) -> Result<()> {
         let elements = shape.query_heads() * shape.head_dim();
         let rows = dense.elements().len() / elements;
-        QueryRows::dense(shape).check("rows to put", dense.elements().len(), rows, shape)?;
+        QueryLayout::dense(shape).check("rows to put", dense.elements().len(), rows, shape)?;
         at.check("a tensor for rows", self.elements().len(), rows, shape)?;
         for (row, x) in dense.to_f32().chunks_exact(elements).enumerate() {
             let place = at.row(row)..at.row(row) + elements;
@@ -182,7 +182,7 @@ mod tests {
     fn rows_come_back_from_where_they_were_put() {
         let shape = AttentionShape::new(2, 1, 64).unwrap();
         let rows = CpuTensor::F32((0..3 * 128).map(|i| i as f32).collect());
-        let at = QueryRows { first: 8, stride: 200 };
+        let at = QueryLayout { first: 8, stride: 200 };
         for element in ElementType::ALL {
             let mut whole = CpuTensor::from_f32(vec![-1.0; at.elements_needed(3, &shape) + 1], element);
             whole.put_rows(at, &rows, &shape).unwrap();
@@ -191,7 +191,7 @@ mod tests {
             let outside = whole.to_f32().iter().filter(|&&x| x == -1.0).count();
             assert_eq!(outside, whole.elements().len() - 3 * 128);
             assert!(matches!(whole.take_rows(at, 4, &shape), Err(Error::Elements { .. })));
-            assert!(whole.put_rows(QueryRows { first: 12, ..at }, &rows, &shape).is_err());
+            assert!(whole.put_rows(QueryLayout { first: 12, ..at }, &rows, &shape).is_err());
         }
     }
 }

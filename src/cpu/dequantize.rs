@@ -35,7 +35,7 @@ pub fn dequantize(store: &CpuStore, which: KeyOrValue, read: SpanRead<'_>) -> Re
         }
     });
     if let Some(rotation) = tensor.format.rotation() {
-        hadamard(&mut rows, head_dim, rotation, Direction::Back)?;
+        hadamard(&mut rows, head_dim, rotation, Direction::Inverse)?;
     }
     if let Some(slot) = read.centre.filter(|_| which == KeyOrValue::Key) {
         uncentre_keys(&mut rows, store.centre(slot)?, head_dim);
@@ -74,7 +74,7 @@ fn add_sketch(tensor: &TensorStore, levels: &FieldLevels, tile: Tile<'_>, token:
         let flipped = field(tensor, token, channel).get(tile.codes) ^ (1 << (format.bits.count() - 1));
         *value = residual * levels.signs[flipped as usize];
     }
-    format.sketch_rotations(row.len()).rev().for_each(|rotation| rotation.turn_checked(Direction::Back, row));
+    format.sketch_rotations(row.len()).rev().for_each(|rotation| rotation.turn_checked(Direction::Inverse, row));
 }
 
 fn field(tensor: &TensorStore, token: usize, channel: usize) -> Field {

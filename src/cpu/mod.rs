@@ -1,4 +1,4 @@
-//! The CPU twin of every kernel: f32 arithmetic with f64 sums where they are long, spread over threads by rayon.
+//! The CPU reference of every kernel: f32 arithmetic with f64 sums where they are long, spread over threads by rayon.
 //!
 //! The names are those of the shaders. [`Cpu`] puts them together as a [`Backend`](crate::Backend); called one by one
 //! they are what other backends are tested against. [`exact_attention`] is the oracle that they are tested against

@@ -6,7 +6,7 @@ use super::dense::read_row;
 use super::store::CpuStore;
 use super::tile_lines::{Factor, TileLines};
 use crate::format::{Direction, Grouping, KeyOrValue};
-use crate::plan::{Elements, SegmentWork};
+use crate::plan::{Elements, StoreWork};
 
 /// The prepared queries of a segment.
 ///
@@ -39,7 +39,7 @@ pub(super) struct GroupQueries<'a> {
 
 impl PreparedQueries {
     /// Prepares the queries that the segment names, of `[rows, query_heads, head_dim]`.
-    pub(super) fn new(segment: &SegmentWork, store: &CpuStore, lines: &TileLines, queries: Elements<'_>) -> Self {
+    pub(super) fn new(segment: &StoreWork, store: &CpuStore, lines: &TileLines, queries: Elements<'_>) -> Self {
         let shape = store.shape();
         let (query_heads, head_dim, steps) = (shape.query_heads(), shape.head_dim(), lines.steps());
         let rows = segment.queries().len() * query_heads;
@@ -55,14 +55,14 @@ impl PreparedQueries {
             query.iter_mut().for_each(|x| *x *= softmax_scale);
             // H is orthonormal: rotated queries and keys have the products of plain ones.
             if let Some(rotation) = store.tensor(KeyOrValue::Key).format.rotation() {
-                rotation.turn_checked(Direction::Forth, &mut query);
+                rotation.turn_checked(Direction::Forward, &mut query);
             }
             query
         };
         sketch_factors.par_chunks_exact_mut(steps).enumerate().for_each(|(row, factor)| {
             let mut query = prepared(row);
             let rotations = sketched.into_iter().flat_map(|format| format.sketch_rotations(head_dim));
-            rotations.for_each(|rotation| rotation.turn_checked(Direction::Forth, &mut query));
+            rotations.for_each(|rotation| rotation.turn_checked(Direction::Forward, &mut query));
             lines.permute(&query, factor);
         });
         factors.par_chunks_exact_mut(steps).zip(&mut biases).enumerate().for_each(|(row, (factor, bias))| {

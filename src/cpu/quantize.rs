@@ -85,7 +85,7 @@ impl Source<'_> {
             centre_row(row, &self.centre[head * row.len()..]);
         }
         if let Some(rotation) = self.rotation {
-            rotation.turn_checked(Direction::Forth, row);
+            rotation.turn_checked(Direction::Forward, row);
         }
     }
 }

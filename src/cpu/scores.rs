@@ -8,7 +8,7 @@ use super::prepare_query::PreparedQueries;
 use super::store::CpuStore;
 use super::tile_lines::TileLines;
 use crate::format::{Calibration, KeyOrValue, ScoreMap, TILE_TOKENS};
-use crate::plan::{Elements, Page, SegmentWork, WorkItem};
+use crate::plan::{Elements, Page, StoreWork, WorkItem};
 use crate::{Error, Result};
 
 /// Smallest and largest score of one query head over one span: γ and δ of the paper's eq. 7.
@@ -49,7 +49,7 @@ impl SegmentScores {
     ///
     /// # Errors
     /// [`Error::Plan`] when the work is another one or has no such query.
-    pub fn of_query(&self, segment: &SegmentWork, query: usize, query_head: usize) -> Result<Vec<f32>> {
+    pub fn of_query(&self, segment: &StoreWork, query: usize, query_head: usize) -> Result<Vec<f32>> {
         let mut items: Vec<&WorkItem> = segment.items().iter().filter(|item| item.query as usize == query).collect();
         items.sort_by_key(|item| item.scores);
         let mut scores = Vec::new();
@@ -76,7 +76,7 @@ impl SegmentScores {
 ///
 /// # Errors
 /// [`Error::Plan`] when store or queries are not those of the work.
-pub fn scores(segment: &SegmentWork, store: &CpuStore, queries: Elements<'_>) -> Result<SegmentScores> {
+pub fn scores(segment: &StoreWork, store: &CpuStore, queries: Elements<'_>) -> Result<SegmentScores> {
     check_calibrated(segment)?;
     check_segment(segment, store, Some(queries))?;
     let (shape, format) = (store.shape(), store.format());
@@ -126,7 +126,7 @@ struct ScoredTile {
 }
 
 /// What goes to every tile of scores; tiles that no query sees are none.
-fn tiles_of(segment: &SegmentWork) -> Vec<Option<ScoredTile>> {
+fn tiles_of(segment: &StoreWork) -> Vec<Option<ScoredTile>> {
     let mut tiles: Vec<_> = (0..segment.score_tiles()).map(|_| None).collect();
     for dispatch in segment.dispatches() {
         for item in segment.items_of(dispatch) {

@@ -4,7 +4,7 @@ use super::dense::CpuTensor;
 use super::memory::filled;
 use crate::backend::AttentionStates;
 use crate::format::AttentionShape;
-use crate::plan::{SegmentWork, Work, WorkItem};
+use crate::plan::{StoreWork, Work, WorkItem};
 use crate::{Error, Result};
 
 /// Attention states of all query heads, row by row.
@@ -132,7 +132,7 @@ pub(super) struct ItemJob<'a> {
 /// # Errors
 /// [`Error::Plan`] when two items share a state row or one lies outside the states.
 pub(super) fn item_jobs<'a>(
-    segment: &'a SegmentWork,
+    segment: &'a StoreWork,
     shape: &AttentionShape,
     states: &'a mut States,
 ) -> Result<Vec<ItemJob<'a>>> {

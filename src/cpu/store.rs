@@ -83,7 +83,7 @@ impl CpuStore {
         &self.format
     }
 
-    /// The store in a [layout of steps](crate::plan::StepLayout), for steps that put so many tokens into it at most,
+    /// The store in a [layout of steps](crate::plan::WriteLayout), for steps that put so many tokens into it at most,
     /// and copy so many of its pages.
     pub fn step_capacity(&self, tokens: usize, copies: usize) -> StoreCapacity {
         let shard_pages = self.shard_pages.clone();

@@ -10,7 +10,7 @@ use super::states::States;
 use super::store::CpuStore;
 use super::weighted_values::weighted_values;
 use crate::format::{Calibration, ScoreMap};
-use crate::plan::{AttendPlan, Elements, SegmentWork, Split, Work};
+use crate::plan::{AttendPlan, Elements, Split, StoreWork, Work};
 use crate::{Error, Result};
 
 /// The state of every query of a plan over all tokens that it sees, row by row, computed in steps.
@@ -46,7 +46,7 @@ pub fn unfused_attention(plan: &AttendPlan, stores: &[&CpuStore], queries: Eleme
 
 /// What one store holds for a call.
 struct Block<'a> {
-    segment: &'a SegmentWork,
+    segment: &'a StoreWork,
     store: &'a CpuStore,
     scores: SegmentScores,
     /// `[prepared query][query_head]`.
@@ -54,7 +54,7 @@ struct Block<'a> {
 }
 
 impl<'a> Block<'a> {
-    fn new(segment: &'a SegmentWork, stores: &[&'a CpuStore], queries: Elements<'_>, work: &Work) -> Result<Self> {
+    fn new(segment: &'a StoreWork, stores: &[&'a CpuStore], queries: Elements<'_>, work: &Work) -> Result<Self> {
         let store = stores.get(segment.store()).filter(|store| store.shape() == work.shape());
         let store = *store.ok_or_else(|| Error::Plan {
             what: "unfused attention",

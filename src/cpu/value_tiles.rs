@@ -92,7 +92,7 @@ impl<'a> ValueTiles<'a> {
                 *output = value as f32;
             }
             if let Some(rotation) = self.rotation {
-                rotation.turn_checked(Direction::Back, outputs);
+                rotation.turn_checked(Direction::Inverse, outputs);
             }
         }
     }

@@ -10,7 +10,7 @@ use super::store::CpuStore;
 use super::tile_lines::TileLines;
 use super::value_tiles::ValueTiles;
 use crate::format::{KeyOrValue, ScoreMap, TILE_TOKENS};
-use crate::plan::{Page, SegmentWork};
+use crate::plan::{Page, StoreWork};
 use crate::{Error, Result};
 
 /// Softmax of mapped scores times values, for all items of a segment: writes their states.
@@ -20,7 +20,7 @@ use crate::{Error, Result};
 /// # Errors
 /// [`Error::Plan`] when store, scores, maps or states are not those of the work.
 pub fn weighted_values(
-    segment: &SegmentWork,
+    segment: &StoreWork,
     store: &CpuStore,
     scores: &SegmentScores,
     maps: &[ScoreMap],
@@ -64,7 +64,7 @@ struct WeightedValues<'a> {
 impl WeightedValues<'_> {
     fn weigh_item(
         &mut self,
-        segment: &SegmentWork,
+        segment: &StoreWork,
         store: &CpuStore,
         scores: &SegmentScores,
         maps: &[ScoreMap],

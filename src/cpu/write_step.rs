@@ -5,42 +5,42 @@ use super::key_mean::key_mean;
 use super::non_finite_flags::NonFiniteFlags;
 use super::pack_windows;
 use super::store::CpuStore;
-use crate::backend::{NewCentre, StepInput};
+use crate::backend::{NewCentre, WriteInput};
 use crate::format::KeyOrValue;
-use crate::plan::{Elements, FoundStore, KeyMean, Section, StepEntry, StepTable, TokenWrite, WindowMove};
+use crate::plan::{BackendStore, Elements, KeyMean, TableSection, TokenWrite, WindowMove, WriteEntry, WriteTable};
 use crate::{Error, Result};
 
 /// Writes to the stores of the table's layout what the table says: copies, then centres and tokens of `input`, then
-/// windows. An element that is NaN, infinite or beyond [`largest_element`](crate::plan::StepLayout::largest_element) is
-/// stored as zero, and its token is flagged. `input` may be left out where the step reads no tokens.
+/// windows. An element that is NaN, infinite or beyond [`largest_element`](crate::plan::WriteLayout::largest_element)
+/// is stored as zero, and its token is flagged. `input` may be left out where the step reads no tokens.
 ///
 /// # Errors
 /// [`Error::Plan`] when the stores or the flags are not those of the layout, or there is no input for tokens,
 /// [`Error::Elements`] when keys or values are shorter than their layout says; the stores are as they were.
 pub fn write_step(
     stores: &mut [&mut CpuStore],
-    input: Option<StepInput<'_, Elements<'_>, NonFiniteFlags>>,
-    table: &StepTable,
+    input: Option<WriteInput<'_, Elements<'_>, NonFiniteFlags>>,
+    table: &WriteTable,
 ) -> Result<()> {
     check(stores, input, table)?;
     for section in table.layout().sections() {
         match section {
-            Section::Copies(store) => {
+            TableSection::Copies(store) => {
                 for entry in table.entries(section) {
-                    let StepEntry::Copy(copy) = entry else { continue };
+                    let WriteEntry::Copy(copy) = entry else { continue };
                     stores[store].copy_page(copy.from, copy.to)?;
                 }
             }
-            Section::Centres(store) => {
-                let Some(StepInput { keys, rows, .. }) = input else { continue };
+            TableSection::Centres(store) => {
+                let Some(WriteInput { keys, rows, .. }) = input else { continue };
                 for entry in table.entries(section) {
-                    let StepEntry::Centre(KeyMean { tokens, slot }) = entry else { continue };
+                    let WriteEntry::Centre(KeyMean { tokens, slot }) = entry else { continue };
                     key_mean(stores[store], *keys, NewCentre { rows, tokens, slot })?;
                 }
             }
-            Section::Tokens(store) => {
+            TableSection::Tokens(store) => {
                 let Some(input) = input else { continue };
-                let of = |entry| if let StepEntry::Token(write) = entry { Some(write) } else { None };
+                let of = |entry| if let WriteEntry::Token(write) = entry { Some(write) } else { None };
                 let writes: Vec<TokenWrite> = table.entries(section).filter_map(of).collect();
                 for (which, elements) in [(KeyOrValue::Key, *input.keys), (KeyOrValue::Value, *input.values)] {
                     let largest = table.layout().largest_element(store, which);
@@ -49,8 +49,8 @@ pub fn write_step(
                     put_tokens(stores[store], which, &rows, &writes);
                 }
             }
-            Section::Windows(pair) => {
-                let of = |entry| if let StepEntry::Window(window) = entry { Some(window) } else { None };
+            TableSection::Windows(pair) => {
+                let of = |entry| if let WriteEntry::Window(window) = entry { Some(window) } else { None };
                 let windows: Vec<WindowMove> = table.entries(section).filter_map(of).collect();
                 let pair = table.layout().windows()[pair];
                 if let Ok([from, to]) = stores.get_disjoint_mut([pair.from, pair.to]) {
@@ -64,13 +64,13 @@ pub fn write_step(
 
 fn check(
     stores: &[&mut CpuStore],
-    input: Option<StepInput<'_, Elements<'_>, NonFiniteFlags>>,
-    table: &StepTable,
+    input: Option<WriteInput<'_, Elements<'_>, NonFiniteFlags>>,
+    table: &WriteTable,
 ) -> Result<()> {
     let layout = table.layout();
     layout.check_store_count(stores.len())?;
     for (index, store) in stores.iter().enumerate() {
-        let found = FoundStore {
+        let found = BackendStore {
             shape: store.shape(),
             format: store.format(),
             shard_pages: &|shard| store.shard_pages(shard),

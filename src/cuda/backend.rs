@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::CudaStream;
 
+use super::attend::attend_step::{AttendStep, AttendTensors};
 use super::attend::merge_pair::merge_pair;
-use super::attend::step::{StepPlan, StepTensors};
 use super::attend::uncentre_lse::uncentre_lse;
 use super::device::driver::{driver_error, open_context};
 use super::device::indices::Indices;
@@ -17,7 +17,7 @@ use super::device::tensor::Tensor;
 use super::pack::non_finite_flags::NonFiniteFlags;
 use super::pack::rows::Launcher;
 use super::pack::scratch::PackScratch;
-use super::pack::step::PackStepPlan;
+use super::pack::store_step::StoreStep;
 use super::select::{
     AttentionStatsPlan, ChunkSimilarityPlan, EvictedPlan, GatherPlan, MergePlan, ReorderChunksPlan, TokenScoresPlan,
     TopKPlan, Words,
@@ -25,12 +25,12 @@ use super::select::{
 use crate::backend::{
     Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
     MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, ScoredTokens,
-    Selection, SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage, TensorRows,
+    SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows, TokenSelection, WriteInput,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
-    AttendPlan, ElementType, Elements, Page, PageCopy, RowLayout, Rows, StepLayout, StepTable, StepWrites,
-    TokenIndices, TokenWrite, WindowCapacity, WindowMove,
+    AttendPlan, ElementType, Elements, LayerWrites, Page, PageCopy, RowLayout, Rows, TokenIndices, TokenWrite,
+    WindowCapacity, WindowMove, WriteLayout, WriteTable,
 };
 use crate::policy::{Merging, ScoreRequest, StatsRequest};
 use crate::{Error, Result};
@@ -111,12 +111,12 @@ impl Cuda {
     fn run_pack_step(
         &self,
         stores: &[&Store],
-        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
-        table: &StepTable,
+        input: Option<WriteInput<'_, Tensor, NonFiniteFlags>>,
+        table: &WriteTable,
     ) -> Result<()> {
         let mut scratch = self.scratch();
-        let memory = scratch.step_memory(&self.stream, table.layout())?;
-        let step = PackStepPlan::new(table.layout()).bind_for(self, stores, &memory, input, table)?;
+        let memory = scratch.write_memory(&self.stream, table.layout())?;
+        let step = StoreStep::new(table.layout()).bind_for(self, stores, &memory, input, table)?;
         memory.write(&self.stream, table)?;
         step.launch()
     }
@@ -247,9 +247,9 @@ impl Packing for Cuda {
     fn pack_windows(&self, shape: &AttentionShape, from: &Store, to: &mut Store, windows: &[WindowMove]) -> Result<()> {
         let stores = vec![from.step_capacity(0, 0), to.step_capacity(0, 0)];
         let pair = WindowCapacity { from: 0, to: 1, windows: windows.len(), newer: 0 };
-        let layout = Arc::new(StepLayout::new(*shape, 0, stores, vec![pair])?);
-        let mut table = StepTable::new(&layout);
-        table.set(&StepWrites { windows: vec![windows.to_vec()], ..StepWrites::of(&layout) })?;
+        let layout = Arc::new(WriteLayout::new(*shape, 0, stores, vec![pair])?);
+        let mut table = WriteTable::new(&layout);
+        table.set(&LayerWrites { windows: vec![windows.to_vec()], ..LayerWrites::of(&layout) })?;
         self.run_pack_step(&[from, to], None, &table)
     }
 
@@ -264,18 +264,18 @@ impl Packing for Cuda {
         if writes.is_empty() {
             return Err(Error::NoTokens { what: "append", hint: "pass at least one token" });
         }
-        let layout = StepLayout::new(*store.shape(), rows.tokens, vec![store.step_capacity(writes.len(), 0)], vec![])?;
+        let layout = WriteLayout::new(*store.shape(), rows.tokens, vec![store.step_capacity(writes.len(), 0)], vec![])?;
         let layout = Arc::new(layout);
-        let (mut table, mut step) = (StepTable::new(&layout), StepWrites::of(&layout));
+        let (mut table, mut step) = (WriteTable::new(&layout), LayerWrites::of(&layout));
         step.stores[0].tokens.extend_from_slice(writes);
         table.set(&step)?;
         let flags = self.scratch().flags(&self.stream)?;
-        self.run_pack_step(&[store], Some(StepInput { keys, values, rows, flags: &flags, layer: 0 }), &table)
+        self.run_pack_step(&[store], Some(WriteInput { keys, values, rows, flags: &flags, layer: 0 }), &table)
     }
 
     fn copy_page(&self, store: &mut Store, from: Page, to: Page) -> Result<()> {
-        let layout = Arc::new(StepLayout::new(*store.shape(), 0, vec![store.step_capacity(0, 1)], vec![])?);
-        let (mut table, mut step) = (StepTable::new(&layout), StepWrites::of(&layout));
+        let layout = Arc::new(WriteLayout::new(*store.shape(), 0, vec![store.step_capacity(0, 1)], vec![])?);
+        let (mut table, mut step) = (WriteTable::new(&layout), LayerWrites::of(&layout));
         step.stores[0].copies.push(PageCopy { from, to });
         table.set(&step)?;
         self.run_pack_step(&[store], None, &table)
@@ -284,8 +284,8 @@ impl Packing for Cuda {
     fn write_step(
         &self,
         stores: &mut [&mut Store],
-        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
-        table: &StepTable,
+        input: Option<WriteInput<'_, Tensor, NonFiniteFlags>>,
+        table: &WriteTable,
     ) -> Result<()> {
         let stores: Vec<&Store> = stores.iter().map(|store| &**store).collect();
         self.run_pack_step(&stores, input, table)
@@ -348,8 +348,8 @@ impl Attention for Cuda {
     ) -> Result<()> {
         plan.check_elements("queries", queries.elements())?;
         plan.check_elements("output", output.elements())?;
-        let step = StepPlan::new(self, plan)?;
-        step.bind(self, stores, StepTensors { queries, output, lse: None })?.launch()
+        let step = AttendStep::new(self, plan)?;
+        step.bind(self, stores, AttendTensors { queries, output, lse: None })?.launch()
     }
 
     async fn attend_states(
@@ -360,9 +360,9 @@ impl Attention for Cuda {
         _: AttendOptions,
     ) -> Result<AttentionStates<Tensor>> {
         plan.check_elements("queries", queries.elements())?;
-        let step = StepPlan::new(self, plan)?;
+        let step = AttendStep::new(self, plan)?;
         let states = self.zeroed_states(plan.shape(), plan.rows())?;
-        let tensors = StepTensors { queries, output: &states.outputs, lse: Some(&states.lse) };
+        let tensors = AttendTensors { queries, output: &states.outputs, lse: Some(&states.lse) };
         step.bind(self, stores, tensors)?.launch()?;
         Ok(states)
     }
@@ -392,7 +392,7 @@ impl Attention for Cuda {
     }
 }
 
-impl Selection for Cuda {
+impl TokenSelection for Cuda {
     type Words = Words;
 
     async fn download_words(&self, words: &Words) -> Result<Vec<u32>> {

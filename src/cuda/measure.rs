@@ -8,7 +8,7 @@ use cudarc::driver::sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCA
 use cudarc::driver::{CudaEvent, CudaGraph, DriverError, LaunchConfig, PushKernelArg};
 
 use super::Cuda;
-use super::attend::launch::BoundStep;
+use super::attend::launch::BoundAttendStep;
 use super::device::driver::{LEAST_TIMING_DRIVER, check_driver, driver_error};
 use super::device::memory::Memory;
 use super::device::program::Program;
@@ -30,14 +30,14 @@ const PROGRAM: &[&str] = &["read_bandwidth.cu", "compute_guard.cu"];
 
 /// What steps took.
 #[derive(Clone, Debug, PartialEq)]
-pub struct StepTiming {
+pub struct AttendTiming {
     /// Durations of one step, the mean over one replay of the graph, shortest first; at least one.
     pub sorted: Vec<Duration>,
     /// Steps in the graph.
     pub steps_per_graph: usize,
 }
 
-impl StepTiming {
+impl AttendTiming {
     /// The middle duration.
     pub fn median(&self) -> Duration {
         self.sorted[self.sorted.len() / 2]
@@ -57,11 +57,11 @@ fn failed(error: DriverError) -> Error {
 /// [`Error::Plan`] when there are no steps; [`Error::Adapter`] for a driver that is too old; what else it reports.
 pub fn time_steps(
     backend: &Cuda,
-    steps: &[BoundStep],
+    steps: &[BoundAttendStep],
     steps_per_graph: usize,
     warm_up: Duration,
     replays: usize,
-) -> Result<StepTiming> {
+) -> Result<AttendTiming> {
     if steps.is_empty() {
         return Err(Error::Plan { what: "measurement", reason: "there are no steps to time".into() });
     }
@@ -79,7 +79,7 @@ pub fn time_launches(
     steps_per_graph: usize,
     warm_up: Duration,
     replays: usize,
-) -> Result<StepTiming> {
+) -> Result<AttendTiming> {
     if steps_per_graph == 0 {
         return Err(Error::Plan { what: "measurement", reason: "there are no steps to time".into() });
     }
@@ -90,7 +90,7 @@ pub fn time_launches(
     let mut sorted = timed(backend, warm as usize + replays.max(1), replay)?.split_off(warm as usize);
     sorted.iter_mut().for_each(|duration| *duration /= steps_per_graph as u32);
     sorted.sort();
-    Ok(StepTiming { sorted, steps_per_graph })
+    Ok(AttendTiming { sorted, steps_per_graph })
 }
 
 /// What `work` launches, as a graph. Capturing ends even where a launch fails, so that the stream stays usable.

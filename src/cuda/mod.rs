@@ -40,9 +40,9 @@
 //!
 //! A [`Cuda`] works on the stream it was made with, and so does everything that it allocates: memory is given back in
 //! the order of that stream, and backends of other streams refuse it. Memory of an engine's comes in with
-//! [`Tensor::from_address`]. [`StepPlan`] decides from lengths alone, [`StepPlan::bind`] allocates and copies tables,
-//! and [`BoundStep::launch`] only launches kernels and clears the extremes of calibrated scores, so that a CUDA graph
-//! can capture it.
+//! [`Tensor::from_address`]. [`AttendStep`] decides from lengths alone, [`AttendStep::bind`] allocates and copies
+//! tables, and [`BoundAttendStep::launch`] only launches kernels and clears the extremes of calibrated scores, so that
+//! a CUDA graph can capture it.
 //!
 //! # Storage
 //!
@@ -58,8 +58,8 @@ mod model_step;
 mod pack;
 mod select;
 
-pub use attend::launch::BoundStep;
-pub use attend::step::{StepPlan, StepTensors};
+pub use attend::attend_step::{AttendStep, AttendTensors};
+pub use attend::launch::BoundAttendStep;
 pub use backend::Cuda;
 pub use cudarc;
 pub use device::indices::Indices;
@@ -68,11 +68,11 @@ pub use device::libraries::driver_present;
 pub use device::program::KernelCache;
 pub use device::store::Store;
 pub use device::tensor::Tensor;
-pub use measure::{StepTiming, compute_guard, read_bandwidth, time_launches, time_steps};
+pub use measure::{AttendTiming, compute_guard, read_bandwidth, time_launches, time_steps};
 pub use model_step::{LaunchMemory, LayerTensors, ModelStep, WrittenStep};
 pub use pack::non_finite_flags::NonFiniteFlags;
-pub use pack::step::{BoundPackStep, PackStepPlan};
-pub use pack::step_memory::StepMemory;
+pub use pack::store_step::{BoundStoreStep, StoreStep};
+pub use pack::write_memory::WriteMemory;
 pub use select::{
     AttentionStats, AttentionStatsPlan, BoundMerge, ChunkSimilarityPlan, EvictedPlan, GatherPlan, Launches, MergePlan,
     ReorderChunksPlan, TokenScoresPlan, TopKPlan, Words,

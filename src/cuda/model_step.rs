@@ -2,24 +2,24 @@
 
 use std::sync::Arc;
 
-use super::attend::launch::BoundStep;
+use super::attend::attend_step::{AttendStep, AttendTensors, prepare};
+use super::attend::launch::BoundAttendStep;
 use super::attend::model_tables::{ModelTables, PAGE_ADDRESSES};
-use super::attend::scratch::{Room, StepScratch};
-use super::attend::step::{StepPlan, StepTensors, prepare};
+use super::attend::scratch::{AttendScratch, Sizing};
 use super::backend::Cuda;
 use super::device::store::Store;
 use super::device::tensor::Tensor;
 use super::pack::non_finite_flags::NonFiniteFlags;
-use super::pack::step::{BoundPackStep, PackStepPlan};
-use super::pack::step_memory::StepMemory;
-use crate::backend::{BoundClasses, OpenStep, StepInput, of_layer};
-use crate::plan::{AttendPlan, QueryRows, RowLayout, StepLayout, StoreFormat};
+use super::pack::store_step::{BoundStoreStep, StoreStep};
+use super::pack::write_memory::WriteMemory;
+use crate::backend::{BoundClasses, OpenStep, WriteInput, of_layer};
+use crate::plan::{AttendPlan, QueryLayout, RowLayout, StoreFormat, WriteLayout};
 use crate::{Error, Result};
 
 /// The tensors of one layer's step.
 pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 
-/// The steps of layers that share their books, on the stream of an engine.
+/// The steps of layers that share their page tables, on the stream of an engine.
 ///
 /// [`ModelStep::write`] takes the open step of a cache and queues two small tables, once for all layers. What it
 /// returns launches every layer between the engine's own kernels. Launches read from the tables what there is to do, so
@@ -38,7 +38,7 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// // Once: 64 sequences, the tensors of every layer.
 /// let rows = RowLayout::token_major(64, cache.shape(0)?);
 /// let mut steps = ModelStep::new(backend, rows, tensors)?;
-/// steps.prepare(cache.step_layout(0)?, cache.recipe(0)?.stores())?;
+/// steps.prepare(cache.write_layout(0)?, cache.recipe(0)?.stores())?;
 /// let mut graph = None;
 ///
 /// // Every step:
@@ -67,8 +67,8 @@ pub struct ModelStep {
     backend: Cuda,
     rows: RowLayout,
     layers: Vec<LayerTensors>,
-    query_rows: Option<QueryRows>,
-    output_rows: Option<QueryRows>,
+    query_rows: Option<QueryLayout>,
+    output_rows: Option<QueryLayout>,
     bound: BoundClasses<Bound>,
     /// Classes that were bound so far.
     classes: u64,
@@ -78,16 +78,16 @@ pub struct ModelStep {
 #[derive(Debug)]
 struct Bound {
     class: u64,
-    layout: Arc<StepLayout>,
+    layout: Arc<WriteLayout>,
     /// The numbers of the layers: those that were parted from one group share a layout, and not their stores.
     numbers: Vec<usize>,
     /// Whether its launches make centres.
     begins: bool,
     /// Whether attention may begin beside what is stored.
     beside: bool,
-    table: StepMemory,
-    plan: StepPlan,
-    scratch: StepScratch,
+    table: WriteMemory,
+    plan: AttendStep,
+    scratch: AttendScratch,
     tables: ModelTables,
     launches: Arc<ModelLaunches>,
 }
@@ -95,8 +95,8 @@ struct Bound {
 /// The launches of all layers, and with them all memory that they read and write.
 #[derive(Debug)]
 struct ModelLaunches {
-    stores: Vec<BoundPackStep>,
-    attention: Vec<BoundStep>,
+    stores: Vec<BoundStoreStep>,
+    attention: Vec<BoundAttendStep>,
 }
 
 /// A step whose tables are on their way to the device, ready to be launched or captured.
@@ -135,26 +135,26 @@ impl ModelStep {
 
     /// The same for queries whose rows lie so, in place of one after the other. What was bound before is bound anew.
     #[must_use]
-    pub fn with_query_rows(mut self, rows: QueryRows) -> Self {
+    pub fn with_query_layout(mut self, rows: QueryLayout) -> Self {
         self.bound.retain(|_| false);
         Self { query_rows: Some(rows), ..self }
     }
 
     /// The same for outputs whose rows lie so, in place of one after the other.
     #[must_use]
-    pub fn with_output_rows(mut self, rows: QueryRows) -> Self {
+    pub fn with_output_layout(mut self, rows: QueryLayout) -> Self {
         self.bound.retain(|_| false);
         Self { output_rows: Some(rows), ..self }
     }
 
     /// Compiles every kernel that steps of a layout may ask for, or reads it from the kernel cache, so that none is
     /// compiled while a model is served: steps of decoded tokens. `stores` are those of the recipe, and the layout is
-    /// that of [`ModelCache::step_layout`](crate::cache::ModelCache::step_layout). [`ModelStep::prepare_chunks`] does
+    /// that of [`ModelCache::write_layout`](crate::cache::ModelCache::write_layout). [`ModelStep::prepare_chunks`] does
     /// so for chunks of prompts.
     ///
     /// # Errors
     /// Errors of compiling kernels; [`Error::Limit`] for a format that does not fit the device.
-    pub fn prepare(&self, layout: &Arc<StepLayout>, stores: &[StoreFormat]) -> Result<()> {
+    pub fn prepare(&self, layout: &Arc<WriteLayout>, stores: &[StoreFormat]) -> Result<()> {
         self.prepare_chunks(layout, stores, 1)
     }
 
@@ -163,10 +163,10 @@ impl ModelStep {
     ///
     /// # Errors
     /// Those of [`ModelStep::prepare`].
-    pub fn prepare_chunks(&self, layout: &Arc<StepLayout>, stores: &[StoreFormat], longest: usize) -> Result<()> {
+    pub fn prepare_chunks(&self, layout: &Arc<WriteLayout>, stores: &[StoreFormat], longest: usize) -> Result<()> {
         let page_addresses = ModelTables::program();
         self.backend.kernels().function(&page_addresses, PAGE_ADDRESSES)?;
-        PackStepPlan::new(layout).prepare(&self.backend)?;
+        StoreStep::new(layout).prepare(&self.backend)?;
         prepare(&self.backend, layout.shape(), stores, longest)
     }
 
@@ -197,45 +197,45 @@ impl ModelStep {
         Ok(WrittenStep { bound: self.bound.put(bound), bound_anew })
     }
 
-    fn plan(&self, plan: &AttendPlan) -> Result<StepPlan> {
-        let mut step = StepPlan::new(&self.backend, plan)?;
+    fn plan(&self, plan: &AttendPlan) -> Result<AttendStep> {
+        let mut step = AttendStep::new(&self.backend, plan)?;
         if let Some(rows) = self.query_rows {
-            step = step.with_query_rows(rows);
+            step = step.with_query_layout(rows);
         }
         if let Some(rows) = self.output_rows {
-            step = step.with_output_rows(rows);
+            step = step.with_output_layout(rows);
         }
         Ok(step)
     }
 
-    fn bind(&mut self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: StepPlan) -> Result<Bound> {
+    fn bind(&mut self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: AttendStep) -> Result<Bound> {
         let (backend, layout) = (&self.backend, step.table.layout());
         let begins = step.table.makes_centres();
         // What was bound before a store grew.
         self.bound.retain(|bound| bound.numbers != step.layers || bound.is_over(step));
         let table = match self.bound.iter().find(|bound| bound.is_over(step)) {
             Some(bound) => bound.table.clone(),
-            None => StepMemory::new(backend.stream(), layout)?,
+            None => WriteMemory::new(backend.stream(), layout)?,
         };
         // Steps follow each other on the stream, so that they may share scratch.
-        let sizes = plan.sizes(Room::Classes);
+        let sizes = plan.sizes(Sizing::Classes);
         let scratch = match self.bound.iter().find(|bound| bound.scratch.holds(&sizes)) {
             Some(bound) => bound.scratch.clone(),
-            None => StepScratch::new(backend.stream(), &sizes)?,
+            None => AttendScratch::new(backend.stream(), &sizes)?,
         };
         let tables = ModelTables::new(backend, &plan, &step.stores, layout.shape().query_heads())?;
-        let pack = PackStepPlan::new(layout);
+        let pack = StoreStep::new(layout);
         let mut launches = ModelLaunches { stores: Vec::new(), attention: Vec::new() };
         for (place, (tensors, stores)) in self.layers.iter().zip(&step.stores).enumerate() {
             let LayerTensors { keys, values, queries, output } = tensors;
             let layer = step.layers[place];
-            let input = StepInput { keys, values, rows: self.rows, flags: step.flags, layer };
+            let input = WriteInput { keys, values, rows: self.rows, flags: step.flags, layer };
             launches.stores.push(pack.bind_with_room(backend, stores, &table, input, begins)?);
-            let tensors = StepTensors { queries, output, lse: None };
+            let tensors = AttendTensors { queries, output, lse: None };
             launches.attention.push(plan.bind_to(backend, stores, tensors, &scratch, &tables.of_layer(place))?);
         }
-        let beside =
-            plan.begins_beside_storing(backend.kernels().facts()) && launches.stores.iter().all(BoundPackStep::appends);
+        let beside = plan.begins_beside_storing(backend.kernels().facts())
+            && launches.stores.iter().all(BoundStoreStep::appends);
         self.classes += 1;
         Ok(Bound {
             class: self.classes,

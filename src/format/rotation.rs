@@ -36,9 +36,9 @@ pub struct Rotation {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Direction {
     /// Rotates.
-    Forth,
+    Forward,
     /// Rotates back.
-    Back,
+    Inverse,
 }
 
 /// Smaller elements count as 0, so that no sum of a rotation, and no square of an element, is ever subnormal: 2^-50.
@@ -115,7 +115,7 @@ impl Rotation {
     /// # Errors
     /// [`Error::Format`] when the order is no power of two from 2 to 256 or does not divide the row.
     pub fn rotate(&self, row: &mut [f32]) -> Result<()> {
-        self.turn(Direction::Forth, row)
+        self.turn(Direction::Forward, row)
     }
 
     /// Rotates a row of channels back, in place.
@@ -123,7 +123,7 @@ impl Rotation {
     /// # Errors
     /// Those of [`Rotation::rotate`].
     pub fn unrotate(&self, row: &mut [f32]) -> Result<()> {
-        self.turn(Direction::Back, row)
+        self.turn(Direction::Inverse, row)
     }
 
     /// Rotates a row one way or the other.
@@ -139,8 +139,8 @@ impl Rotation {
     /// Rotates a row whose head dimension was checked.
     pub(crate) fn turn_checked(&self, direction: Direction, row: &mut [f32]) {
         match direction {
-            Direction::Forth => self.forth(row),
-            Direction::Back => self.back(row),
+            Direction::Forward => self.forth(row),
+            Direction::Inverse => self.back(row),
         }
     }
 

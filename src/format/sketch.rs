@@ -101,7 +101,7 @@ impl CodebookFormat {
             return CodedRow { fields, range: CodeRange { scale, min: 0.0 } };
         }
         self.sketch_rotations(rotated.len())
-            .for_each(|rotation| rotation.turn_checked(Direction::Forth, &mut residual));
+            .for_each(|rotation| rotation.turn_checked(Direction::Forward, &mut residual));
         for (field, x) in fields.iter_mut().zip(&residual) {
             *field |= if *x < 0.0 { middle(self.bits) } else { 0 };
         }

@@ -114,7 +114,7 @@ pub struct PlannedSpan {
     pub start: usize,
     /// Tokens of the span.
     pub tokens: usize,
-    /// Index of the span's first page in [`Segment::pages`].
+    /// Index of the span's first page in [`StorePart::pages`].
     pub first_page: usize,
     /// Slot of the span ranges.
     pub range_slot: usize,
@@ -122,7 +122,7 @@ pub struct PlannedSpan {
 
 /// The part of a plan that concerns one store.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Segment {
+pub struct StorePart {
     store: usize,
     format: SegmentFormat,
     calibration: Option<Calibration>,
@@ -130,7 +130,7 @@ pub struct Segment {
     pages: Vec<Page>,
 }
 
-impl Segment {
+impl StorePart {
     /// Index of the store among those handed to [`AttendPlan::new`].
     pub const fn store(&self) -> usize {
         self.store
@@ -185,7 +185,7 @@ pub struct AttendPlan {
     shape: AttentionShape,
     runs: Vec<PlannedRun>,
     rows: usize,
-    segments: Vec<Segment>,
+    segments: Vec<StorePart>,
 }
 
 impl AttendPlan {
@@ -200,7 +200,7 @@ impl AttendPlan {
         let sequences = Sequences::new(runs);
         let (runs, rows) = place_runs(&shape, runs, &sequences, stores)?;
         let segments = stores.iter().enumerate();
-        let segments = segments.map(|(index, store)| Segment::new(index, &shape, &sequences, store));
+        let segments = segments.map(|(index, store)| StorePart::new(index, &shape, &sequences, store));
         let segments = segments.collect::<Result<Vec<_>>>()?;
         let segments = segments.into_iter().filter(|segment| !segment.spans.is_empty()).collect();
         Ok(Self { shape, runs, rows, segments })
@@ -222,7 +222,7 @@ impl AttendPlan {
     }
 
     /// One per store that has tokens.
-    pub fn segments(&self) -> &[Segment] {
+    pub fn segments(&self) -> &[StorePart] {
         &self.segments
     }
 
@@ -361,7 +361,7 @@ impl SequenceLength {
     }
 }
 
-impl Segment {
+impl StorePart {
     fn new(store: usize, shape: &AttentionShape, sequences: &Sequences, view: &StoreView<'_>) -> Result<Self> {
         view.format.check(shape)?;
         let (mut spans, mut pages) = (Vec::with_capacity(view.spans.len()), Vec::new());

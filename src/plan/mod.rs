@@ -4,7 +4,7 @@
 //! runs of tokens of about equal size for some neighbouring queries, each with rows of attention states to write, and
 //! which rows the merge joins for a query. CUDA cuts the same plan for itself.
 //!
-//! What a step stores is a [`StepTable`]: tokens, copies of pages and full windows, in a [`StepLayout`] that says how
+//! What a step stores is a [`WriteTable`]: tokens, copies of pages and full windows, in a [`WriteLayout`] that says how
 //! much of each there may be.
 
 mod attend;
@@ -13,24 +13,24 @@ mod pages;
 mod rows;
 mod split;
 mod state_rows;
-mod step;
 mod tokens;
 mod work;
+mod write;
 
-pub use attend::{AttendPlan, PlannedRun, PlannedSpan, QueryRun, Segment, SpanView, StoreFormat, StoreView, Visible};
+pub use attend::{AttendPlan, PlannedRun, PlannedSpan, QueryRun, SpanView, StoreFormat, StorePart, StoreView, Visible};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use blocks::BlockQueries;
 pub use pages::{Page, PageAllocator};
-pub use rows::{ElementType, Elements, QueryRows, RowLayout, TokenRange};
+pub use rows::{ElementType, Elements, QueryLayout, RowLayout, TokenRange};
 pub use split::Split;
 pub use state_rows::StateRows;
-pub(crate) use step::FoundStore;
-pub use step::{
-    KeyMean, MOST_MEAN_TOKENS, PageCopy, Section, StepEntry, StepLayout, StepTable, StepWrites, StoreCapacity,
-    StoreWrites, TokenWrite, WindowCapacity, WindowMove,
-};
 pub use tokens::{IndexShape, Rows, TokenIndices};
-pub use work::{Dispatch, PreparedRow, SegmentWork, Work, WorkItem};
+pub use work::{Dispatch, PreparedRow, StoreWork, Work, WorkItem};
+pub(crate) use write::BackendStore;
+pub use write::{
+    KeyMean, LayerWrites, MOST_MEAN_TOKENS, PageCopy, StoreCapacity, StoreWrites, TableSection, TokenWrite,
+    WindowCapacity, WindowMove, WriteEntry, WriteLayout, WriteTable,
+};
 #[cfg(feature = "cuda")]
 pub(crate) use {
     blocks::{Block, Part, blocks},

@@ -222,22 +222,22 @@ impl RowLayout {
 ///
 /// ```
 /// use kvpack::AttentionShape;
-/// use kvpack::plan::QueryRows;
+/// use kvpack::plan::QueryLayout;
 /// // Queries first in rows of 32 query heads, 8 key heads and 8 value heads.
 /// let shape = AttentionShape::new(32, 8, 128)?;
-/// let fused = QueryRows { first: 0, stride: (32 + 8 + 8) * 128 };
+/// let fused = QueryLayout { first: 0, stride: (32 + 8 + 8) * 128 };
 /// assert_eq!(fused.elements_needed(2, &shape), fused.stride + 32 * 128);
 /// # Ok::<(), kvpack::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct QueryRows {
+pub struct QueryLayout {
     /// Elements before the first row; a multiple of 4.
     pub first: usize,
     /// Elements from one row to the next; a multiple of 4, and at least a row.
     pub stride: usize,
 }
 
-impl QueryRows {
+impl QueryLayout {
     /// One row after the other.
     pub const fn dense(shape: &AttentionShape) -> Self {
         Self { first: 0, stride: row_elements(shape) }
@@ -267,7 +267,7 @@ impl QueryRows {
     /// Checks that a tensor of `elements` elements holds so many rows, or more.
     ///
     /// # Errors
-    /// Those of [`QueryRows::check`].
+    /// Those of [`QueryLayout::check`].
     pub fn check_room(&self, what: &'static str, elements: usize, rows: usize, shape: &AttentionShape) -> Result<()> {
         self.check_elements(what, elements, rows, shape, |expected| elements >= expected)
     }
@@ -317,7 +317,8 @@ mod tests {
     #[test]
     fn rows_of_queries_must_fit() {
         let shape = AttentionShape::new(4, 2, 64).unwrap();
-        let fits = |first, stride, elements| QueryRows { first, stride }.check("queries", elements, 3, &shape).is_ok();
+        let fits =
+            |first, stride, elements| QueryLayout { first, stride }.check("queries", elements, 3, &shape).is_ok();
         assert!(fits(0, 256, 768) && !fits(0, 256, 767) && !fits(0, 256, 769));
         assert!(fits(128, 512, 128 + 2 * 512 + 256) && !fits(128, 512, 128 + 2 * 512 + 255));
         assert!(fits(128, 512, 2000), "what lies behind the last row does not matter");

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::Page;
-use super::attend::{AttendPlan, Segment};
+use super::attend::{AttendPlan, StorePart};
 use super::blocks::{Block, BlockQueries, Part, blocks};
 use super::split::Split;
 use super::state_rows::{StateCounts, StateRows};
@@ -18,11 +18,11 @@ use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct WorkItem {
-    /// Index of the first page in [`SegmentWork::page_table`].
+    /// Index of the first page in [`StoreWork::page_table`].
     pub page_offset: u32,
     /// Tokens of the item.
     pub tokens: u32,
-    /// Prepared query of the first query: its index in [`SegmentWork::queries`]. Those of the others follow.
+    /// Prepared query of the first query: its index in [`StoreWork::queries`]. Those of the others follow.
     pub query: u32,
     /// Row of states that the first query writes.
     pub state: u32,
@@ -72,7 +72,7 @@ pub struct Dispatch {
 
 /// The work of one segment.
 #[derive(Clone, Debug, PartialEq)]
-pub struct SegmentWork {
+pub struct StoreWork {
     store: usize,
     format: SegmentFormat,
     calibration: Option<Calibration>,
@@ -83,7 +83,7 @@ pub struct SegmentWork {
     score_tiles: usize,
 }
 
-impl SegmentWork {
+impl StoreWork {
     /// Index of the store.
     pub const fn store(&self) -> usize {
         self.store
@@ -144,7 +144,7 @@ impl SegmentWork {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Work {
     shape: AttentionShape,
-    segments: Vec<SegmentWork>,
+    segments: Vec<StoreWork>,
     rows: Vec<StateRows>,
     states: usize,
     block_queries: usize,
@@ -190,7 +190,7 @@ impl Work {
     }
 
     /// One per segment of the plan.
-    pub fn segments(&self) -> &[SegmentWork] {
+    pub fn segments(&self) -> &[StoreWork] {
         &self.segments
     }
 
@@ -225,7 +225,7 @@ struct Prepared {
 }
 
 impl Prepared {
-    fn new(plan: &AttendPlan, segment: &Segment) -> Self {
+    fn new(plan: &AttendPlan, segment: &StorePart) -> Self {
         if !segment.format().key.has_span_ranges() && segment.calibration().is_none() {
             // All spans share what is prepared of a query.
             let queries = (0..plan.rows()).map(|row| PreparedRow { row: row as u32, range_slot: 0 }).collect();
@@ -253,10 +253,10 @@ impl Prepared {
 /// Parts of single queries and of blocks are cut as their `splits` say.
 fn cut_segment(
     plan: &AttendPlan,
-    segment: &Segment,
+    segment: &StorePart,
     blocks: &[Block],
     splits: [&Split; 2],
-) -> (SegmentWork, Vec<usize>) {
+) -> (StoreWork, Vec<usize>) {
     let shape = plan.shape();
     let prepared = Prepared::new(plan, segment);
     let first_block: Vec<usize> =
@@ -335,7 +335,7 @@ fn cut_segment(
         items.extend(of_dispatch.iter().map(|(item, _)| *item));
         item_blocks.extend(of_dispatch.iter().map(|(_, block)| *block));
     }
-    let work = SegmentWork {
+    let work = StoreWork {
         store: segment.store(),
         format: *segment.format(),
         calibration: segment.calibration().copied(),

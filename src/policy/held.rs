@@ -2,7 +2,7 @@
 
 use super::eviction::{sink_and_recent, text_first};
 use super::method::{KeepRule, LayerStatistics, MeasuredRows, Policy, check_layers, drawn, no_statistics};
-use super::query_rows::QueryRows;
+use super::query_positions::QueryPositions;
 use super::selection::{LayerSelection, Selection};
 use super::spans::Spans;
 use crate::{Error, Result};
@@ -111,6 +111,6 @@ impl Policy {
 }
 
 /// The newest rows, over what a layer holds.
-fn rows_of(layer: &LayerSelection, rows: usize) -> Result<QueryRows> {
-    QueryRows::last(rows, layer.count())
+fn rows_of(layer: &LayerSelection, rows: usize) -> Result<QueryPositions> {
+    QueryPositions::last(rows, layer.count())
 }

@@ -6,7 +6,7 @@ use super::heads::HeadAggregation;
 use super::merging::Merging;
 use super::pooling::{Pool, Pooling};
 use super::pyramid_budget::{PyramidShape, pyramid_budgets};
-use super::query_rows::QueryRows;
+use super::query_positions::QueryPositions;
 use super::selection::{LayerSelection, Selection};
 use super::spans::Spans;
 use super::sparsity::{DEFAULT_THRESHOLD, layer_sparsity, sparsity};
@@ -213,15 +213,15 @@ impl Policy {
     ///
     /// # Errors
     /// [`Error::NoTextAfterImage`] when the text after the image is asked for and there is none.
-    pub fn query_rows(&self, spans: &Spans) -> Result<Option<QueryRows>> {
+    pub fn query_rows(&self, spans: &Spans) -> Result<Option<QueryPositions>> {
         let tokens = spans.tokens();
         match self.rows {
             MeasuredRows::None => Ok(None),
             MeasuredRows::PostVision { most } => {
-                QueryRows::of_range(spans.post_vision()?, Some(most), tokens).map(Some)
+                QueryPositions::of_range(spans.post_vision()?, Some(most), tokens).map(Some)
             }
-            MeasuredRows::Last(rows) => QueryRows::last(rows.min(tokens), tokens).map(Some),
-            MeasuredRows::All => QueryRows::last(tokens, tokens).map(Some),
+            MeasuredRows::Last(rows) => QueryPositions::last(rows.min(tokens), tokens).map(Some),
+            MeasuredRows::All => QueryPositions::last(tokens, tokens).map(Some),
         }
     }
 
@@ -329,7 +329,7 @@ impl Policy {
 
 impl ScoreRule {
     /// Scores of one KV head from its column sums. Pooling leaves the last `recent` tokens alone.
-    pub(crate) fn apply(&self, sums: &[f32], rows: &QueryRows, recent: usize) -> Result<Vec<f32>> {
+    pub(crate) fn apply(&self, sums: &[f32], rows: &QueryPositions, recent: usize) -> Result<Vec<f32>> {
         let mut scores = match self.weighing {
             Weighing::Sum => sums.to_vec(),
             Weighing::MeanOfVisible => normalize_by_visibility(sums, rows)?,
@@ -355,7 +355,7 @@ impl Recent {
 
 impl LayerStatistics {
     /// Sparsity of the layer, by the entries that were counted of these rows.
-    pub(super) fn sparsity(&self, rows: &QueryRows) -> Result<f64> {
+    pub(super) fn sparsity(&self, rows: &QueryPositions) -> Result<f64> {
         Ok(layer_sparsity(&sparsity(&self.counts, rows)?))
     }
 

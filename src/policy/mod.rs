@@ -6,7 +6,7 @@
 //! | idea | here | from |
 //! | --- | --- | --- |
 //! | text and images of a prompt, the text after the last image | [`Spans`] | VL-Cache |
-//! | which query rows are measured | [`QueryRows`] | |
+//! | which query rows are measured | [`QueryPositions`] | |
 //! | how the scores of a group's query heads become one | [`HeadAggregation`] | |
 //! | sparsity of heads and layers | [`sparsity`] | VL-Cache |
 //! | tokens per layer | [`uniform_budgets`], [`vlcache_budgets`], [`pyramid_budgets`] | VL-Cache, PyramidKV |
@@ -49,7 +49,7 @@ mod merging;
 mod method;
 mod pooling;
 mod pyramid_budget;
-mod query_rows;
+mod query_positions;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod score_tables;
 mod selection;
@@ -72,7 +72,7 @@ pub use merging::{Merging, Nearest, merge_plan};
 pub use method::{BudgetRule, KeepRule, LayerStatistics, MeasuredRows, Policy, Recent, ScoreRule, Weighing};
 pub use pooling::{Pool, Pooling};
 pub use pyramid_budget::{PyramidShape, pyramid_budgets};
-pub use query_rows::QueryRows;
+pub use query_positions::QueryPositions;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use score_tables::ScoreTables;
 pub use selection::{LayerSelection, Merge, Selection};

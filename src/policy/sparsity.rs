@@ -1,6 +1,6 @@
 //! How much of the attention of a head is next to nothing.
 
-use super::query_rows::QueryRows;
+use super::query_positions::QueryPositions;
 use crate::{Error, Result};
 
 /// The share of the row's maximum below which VL-Cache counts an entry as nothing (its p).
@@ -14,7 +14,7 @@ pub const DEFAULT_THRESHOLD: f32 = 0.01;
 ///
 /// # Errors
 /// [`Error::Elements`] when the counts are not whole rows; [`Error::Budget`] when a head counts more than it sees.
-pub fn sparsity(counts: &[u32], rows: &QueryRows) -> Result<Vec<f64>> {
+pub fn sparsity(counts: &[u32], rows: &QueryPositions) -> Result<Vec<f64>> {
     if counts.is_empty() || !counts.len().is_multiple_of(rows.len()) {
         let shape = format!("[query_heads, {}]", rows.len());
         let expected = counts.len().next_multiple_of(rows.len()).max(rows.len());

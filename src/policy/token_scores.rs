@@ -2,7 +2,7 @@
 
 use super::eviction::TextRule;
 use super::method::{KeepRule, Policy, ScoreRule};
-use super::query_rows::QueryRows;
+use super::query_positions::QueryPositions;
 use super::spans::Spans;
 use crate::{Error, Result};
 
@@ -11,7 +11,7 @@ use crate::{Error, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScoreRequest<'a> {
     /// The query rows that were summed over.
-    pub rows: &'a QueryRows,
+    pub rows: &'a QueryPositions,
     /// Text and images.
     pub spans: &'a Spans,
     /// What becomes of the sums, which are aggregated over the heads of a group already.
@@ -31,7 +31,7 @@ impl Policy {
     pub fn score_request<'a>(
         &self,
         spans: &'a Spans,
-        rows: &'a QueryRows,
+        rows: &'a QueryPositions,
         count: usize,
     ) -> Result<Option<ScoreRequest<'a>>> {
         let KeepRule::Best { recent, text } = self.keep else { return Ok(None) };

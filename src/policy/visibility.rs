@@ -1,6 +1,6 @@
 //! Scores that do not favour tokens for having been visible longer.
 
-use super::query_rows::QueryRows;
+use super::query_positions::QueryPositions;
 use crate::{Error, Result};
 
 /// Divides each column sum by the number of rows that saw its token, so that early tokens lose the advantage of having
@@ -10,7 +10,7 @@ use crate::{Error, Result};
 ///
 /// # Errors
 /// [`Error::Elements`] when there is not one score per token.
-pub fn normalize_by_visibility(scores: &[f32], rows: &QueryRows) -> Result<Vec<f32>> {
+pub fn normalize_by_visibility(scores: &[f32], rows: &QueryPositions) -> Result<Vec<f32>> {
     if scores.len() != rows.tokens() {
         let (given, expected) = (scores.len(), rows.tokens());
         return Err(Error::Elements { what: "scores", given, expected, shape: "[tokens]".into() });

@@ -11,18 +11,18 @@ mod model_step;
 mod pack;
 mod select;
 
-pub use attend::{MergePairPlan, Scratch, ScratchBytes, StepPlan, StepTensors, UncentreLsePlan};
+pub use attend::{AttendStep, AttendTensors, MergePairPlan, Scratch, ScratchBytes, UncentreLsePlan};
 pub use backend::Wgpu;
 pub use device::shader;
 pub use device::{
     Capabilities, Checks, ElementBinding, Indices, KernelLimits, Kernels, Launch, Launches, Path, Requirements, Store,
-    StorePart, SubgroupSizes, Tensor, Timestamps, Variant, adapters, choose_adapter, max_shard_pages, offers_matrices,
-    open_device,
+    StoreBuffer, SubgroupSizes, Tensor, Timestamps, Variant, adapters, choose_adapter, max_shard_pages,
+    offers_matrices, open_device,
 };
 pub use model_step::{LayerTensors, ModelStep, WrittenStep};
 pub use pack::{
-    BoundPackStep, DequantizePlan, ElementPosition, FindNonFinite, FindNonFinitePlan, HadamardPlan, KeyMeanPlan,
-    NonFiniteFlags, PackStepPlan, QuantizePlan, StepMemory,
+    BoundStoreStep, DequantizePlan, ElementPosition, FindNonFinite, FindNonFinitePlan, HadamardPlan, KeyMeanPlan,
+    NonFiniteFlags, QuantizePlan, StoreStep, WriteMemory,
 };
 
 pub use select::{

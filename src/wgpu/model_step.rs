@@ -2,23 +2,23 @@
 
 use std::sync::Arc;
 
-use super::attend::{Scratch, StepPlan, StepTensors, full_runs};
+use super::attend::{AttendStep, AttendTensors, Scratch, full_runs};
 use super::backend::Wgpu;
 use super::device::guard::{self, Request};
 use super::device::{Launches, Store, Tensor};
-use super::pack::{BoundPackStep, NonFiniteFlags, PackStepPlan, StepMemory};
-use crate::backend::{AttendOptions, BoundClasses, OpenStep, StepInput, of_layer};
+use super::pack::{BoundStoreStep, NonFiniteFlags, StoreStep, WriteMemory};
+use crate::backend::{AttendOptions, BoundClasses, OpenStep, WriteInput, of_layer};
 use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{
-    AttendPlan, ElementType, Page, QueryRows, QueryRun, RowLayout, SpanView, StepLayout, StepTable, StoreFormat,
-    StoreView,
+    AttendPlan, ElementType, Page, QueryLayout, QueryRun, RowLayout, SpanView, StoreFormat, StoreView, WriteLayout,
+    WriteTable,
 };
 use crate::{Error, Result};
 
 /// The tensors of one layer's step.
 pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 
-/// The steps of layers that share their books, in an engine's own passes.
+/// The steps of layers that share their page tables, in an engine's own passes.
 ///
 /// [`ModelStep::write`] takes the open step of a cache and puts two small tables on the device, once for all layers.
 /// What it returns encodes every layer into the engine's pass, between the engine's own kernels: nothing is submitted,
@@ -35,7 +35,7 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// // Once: 64 sequences, the tensors of every layer.
 /// let rows = RowLayout::token_major(64, cache.shape(0)?);
 /// let mut steps = ModelStep::new(backend, rows, tensors, AttendOptions::default())?;
-/// steps.prepare(cache.step_layout(0)?, cache.recipe(0)?.stores()).await?;
+/// steps.prepare(cache.write_layout(0)?, cache.recipe(0)?.stores()).await?;
 ///
 /// // Every step:
 /// let runs: Vec<TokenRun> = (0..64).map(TokenRun::decode).collect();
@@ -62,8 +62,8 @@ pub struct ModelStep {
     rows: RowLayout,
     layers: Vec<LayerTensors>,
     options: AttendOptions,
-    query_rows: Option<QueryRows>,
-    output_rows: Option<QueryRows>,
+    query_rows: Option<QueryLayout>,
+    output_rows: Option<QueryLayout>,
     bound: BoundClasses<Bound>,
 }
 
@@ -73,12 +73,12 @@ const KEPT_CLASSES: usize = 8;
 /// What lasts from step to step of one class. Buffers are shared with others.
 #[derive(Debug)]
 struct Bound {
-    layout: Arc<StepLayout>,
+    layout: Arc<WriteLayout>,
     /// The numbers of the layers: those that were parted from one group share a layout, and not their stores.
     numbers: Vec<usize>,
-    memory: StepMemory,
-    stores: Vec<BoundPackStep>,
-    plan: StepPlan,
+    memory: WriteMemory,
+    stores: Vec<BoundStoreStep>,
+    plan: AttendStep,
     scratch: Scratch,
     attention: Vec<Launches>,
 }
@@ -102,7 +102,7 @@ pub struct WrittenStep<'a> {
     rows: &'a RowLayout,
     layers: &'a [LayerTensors],
     bound: &'a Bound,
-    table: &'a StepTable,
+    table: &'a WriteTable,
     bound_anew: bool,
 }
 
@@ -127,16 +127,16 @@ impl ModelStep {
         Ok(Self { backend, rows, layers, options, query_rows: None, output_rows: None, bound })
     }
 
-    /// The same for queries whose rows lie so, in place of one after the other: see [`StepPlan::with_query_rows`].
+    /// The same for queries whose rows lie so, in place of one after the other: see [`AttendStep::with_query_layout`].
     #[must_use]
-    pub fn with_query_rows(mut self, rows: QueryRows) -> Self {
+    pub fn with_query_layout(mut self, rows: QueryLayout) -> Self {
         self.bound.retain(|_| false);
         Self { query_rows: Some(rows), ..self }
     }
 
     /// The same for outputs whose rows lie so, in place of one after the other.
     #[must_use]
-    pub fn with_output_rows(mut self, rows: QueryRows) -> Self {
+    pub fn with_output_layout(mut self, rows: QueryLayout) -> Self {
         self.bound.retain(|_| false);
         Self { output_rows: Some(rows), ..self }
     }
@@ -146,8 +146,8 @@ impl ModelStep {
     /// does so for prompts in chunks.
     ///
     /// # Errors
-    /// Those of [`StepPlan::new`], and [`Error::Gpu`] when the device refuses a kernel.
-    pub async fn prepare(&self, layout: &Arc<StepLayout>, stores: &[StoreFormat]) -> Result<()> {
+    /// Those of [`AttendStep::new`], and [`Error::Gpu`] when the device refuses a kernel.
+    pub async fn prepare(&self, layout: &Arc<WriteLayout>, stores: &[StoreFormat]) -> Result<()> {
         self.prepare_runs(layout, stores, &[QueryRun::decode(0)], &[1, MANY_TILES]).await
     }
 
@@ -156,7 +156,12 @@ impl ModelStep {
     ///
     /// # Errors
     /// Those of [`ModelStep::prepare`].
-    pub async fn prepare_chunks(&self, layout: &Arc<StepLayout>, stores: &[StoreFormat], longest: usize) -> Result<()> {
+    pub async fn prepare_chunks(
+        &self,
+        layout: &Arc<WriteLayout>,
+        stores: &[StoreFormat],
+        longest: usize,
+    ) -> Result<()> {
         let longest = longest.min(self.rows.tokens);
         let short: Vec<_> = (2..=longest.min(MOST_CHUNK_KINDS)).map(|tokens| QueryRun::causal(0, tokens)).collect();
         self.prepare_runs(layout, stores, &short, &[1, MANY_TILES]).await?;
@@ -172,13 +177,13 @@ impl ModelStep {
     /// Compiles what these runs of queries can ask for, each by itself, over spans of so many tiles.
     async fn prepare_runs(
         &self,
-        layout: &Arc<StepLayout>,
+        layout: &Arc<WriteLayout>,
         stores: &[StoreFormat],
         runs: &[QueryRun],
         spans: &[u32],
     ) -> Result<()> {
         let LayerTensors { keys, values, .. } = &self.layers[0];
-        let (pack, kernels) = (PackStepPlan::new(layout), self.backend.kernels());
+        let (pack, kernels) = (StoreStep::new(layout), self.backend.kernels());
         let mut variants = pack.variants(kernels.storage_buffers(), keys.element_type(), values.element_type());
         for &tiles in spans {
             let pages: Vec<Page> = (0..tiles).map(|index| Page { shard: 0, index }).collect();
@@ -231,31 +236,31 @@ impl ModelStep {
         Ok(WrittenStep { backend, rows, layers, bound: self.bound.put(bound), table: step.table, bound_anew })
     }
 
-    fn plan(&self, plan: &AttendPlan) -> Result<StepPlan> {
+    fn plan(&self, plan: &AttendPlan) -> Result<AttendStep> {
         let input = self.layers[0].queries.element_type();
-        let mut step = StepPlan::with_room(self.backend.capabilities(), plan, input, self.options)?;
+        let mut step = AttendStep::with_room(self.backend.capabilities(), plan, input, self.options)?;
         if let Some(rows) = self.query_rows {
-            step = step.with_query_rows(rows);
+            step = step.with_query_layout(rows);
         }
         if let Some(rows) = self.output_rows {
-            step = step.with_output_rows(rows);
+            step = step.with_output_layout(rows);
         }
         Ok(step)
     }
 
     /// Binds a class: attention in any case, stores and their table where no other class has them.
-    fn bind(&mut self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: StepPlan) -> Result<Bound> {
+    fn bind(&mut self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: AttendStep) -> Result<Bound> {
         let (backend, layout) = (&self.backend, step.table.layout());
         // What was bound before a store grew.
         self.bound.retain(|bound| bound.numbers != step.layers || bound.is_over(step));
         let (memory, stores) = match self.bound.iter().find(|bound| bound.is_over(step)) {
             Some(bound) => (bound.memory.clone(), bound.stores.clone()),
             None => {
-                let memory = StepMemory::new(backend.device(), layout)?;
-                let pack = PackStepPlan::new(layout);
+                let memory = WriteMemory::new(backend.device(), layout)?;
+                let pack = StoreStep::new(layout);
                 let of_layer = |((&layer, tensors), stores): ((&usize, &LayerTensors), &Vec<&Store>)| {
                     let LayerTensors { keys, values, .. } = tensors;
-                    let input = StepInput { keys, values, rows: self.rows, flags: step.flags, layer };
+                    let input = WriteInput { keys, values, rows: self.rows, flags: step.flags, layer };
                     pack.bind_with_room(backend.kernels(), stores, &memory, input)
                 };
                 let layers = step.layers.iter().zip(&self.layers).zip(&step.stores);
@@ -269,7 +274,7 @@ impl ModelStep {
             None => Scratch::new_now(backend.device(), plan.scratch())?,
         };
         let of_layer = |(tensors, stores): (&LayerTensors, &Vec<&Store>)| {
-            let tensors = StepTensors { queries: &tensors.queries, output: &tensors.output, lse: None };
+            let tensors = AttendTensors { queries: &tensors.queries, output: &tensors.output, lse: None };
             plan.bind_with_room(backend.kernels(), stores, &scratch, tensors)
         };
         let attention = self.layers.iter().zip(&step.stores).map(of_layer).collect::<Result<_>>()?;

@@ -22,7 +22,7 @@ pub fn decoded(format: &TensorFormat, rows: &[f32], shape: &AttentionShape) -> V
         rotation.for_each(|rotation| kvpack::cpu::hadamard(rows, head_dim, rotation, direction).unwrap());
     };
     let mut rows = rows.to_vec();
-    turn(Direction::Forth, &mut rows);
+    turn(Direction::Forward, &mut rows);
     let group_of = |i: usize| {
         let (token, head, channel) = (i / (shape.kv_heads() * head_dim), i / head_dim % shape.kv_heads(), i % head_dim);
         match affine.grouping {
@@ -43,7 +43,7 @@ pub fn decoded(format: &TensorFormat, rows: &[f32], shape: &AttentionShape) -> V
     };
     let mut decoded: Vec<f32> =
         rows.iter().enumerate().map(|(i, &x)| range(i).decode(range(i).encode(x, affine.bits))).collect();
-    turn(Direction::Back, &mut decoded);
+    turn(Direction::Inverse, &mut decoded);
     decoded
 }
 

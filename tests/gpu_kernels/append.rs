@@ -4,7 +4,7 @@ use kvpack::backend::{Packing, Storage};
 use kvpack::backend::{SpanRead, SpanWrite, TokenWrite};
 use kvpack::format::KeyOrValue;
 use kvpack::plan::{ElementType, Page, RowLayout, TokenRange};
-use kvpack::wgpu::{StorePart, Wgpu};
+use kvpack::wgpu::{StoreBuffer, Wgpu};
 use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 use pollster::block_on;
 
@@ -15,7 +15,7 @@ use crate::words::words;
 fn stored(backend: &Wgpu, store: &kvpack::wgpu::Store) -> [Vec<u32>; 2] {
     [KeyOrValue::Key, KeyOrValue::Value].map(|which| {
         let shards = 0..store.shards() as u32;
-        shards.flat_map(|shard| words(backend, store.shard_buffer(shard, StorePart::tiles(which)).unwrap())).collect()
+        shards.flat_map(|shard| words(backend, store.shard_buffer(shard, StoreBuffer::tiles(which)).unwrap())).collect()
     })
 }
 

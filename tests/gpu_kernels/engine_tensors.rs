@@ -4,8 +4,8 @@
 use half::{bf16, f16};
 use kvpack::backend::{AttendOptions, Device};
 use kvpack::cache::PromptSpan;
-use kvpack::plan::{ElementType, Elements, QueryRows, QueryRun, RowLayout, TokenRange};
-use kvpack::wgpu::{Scratch, StepPlan, StepTensors, Tensor, Wgpu};
+use kvpack::plan::{ElementType, Elements, QueryLayout, QueryRun, RowLayout, TokenRange};
+use kvpack::wgpu::{AttendStep, AttendTensors, Scratch, Tensor, Wgpu};
 use kvpack::{AttentionShape, Bits, Error, KvCache, Recipe, SegmentFormat};
 use pollster::block_on;
 
@@ -40,14 +40,14 @@ fn filled(
     cache
 }
 
-fn step(cache: &KvCache<Wgpu>, input: ElementType, output: ElementType) -> StepPlan {
+fn step(cache: &KvCache<Wgpu>, input: ElementType, output: ElementType) -> AttendStep {
     let all = QueryRun::decode_batch(cache.sequences());
     let options = AttendOptions { output, ..AttendOptions::default() };
-    StepPlan::new(cache.backend().capabilities(), &cache.plan(&all).unwrap(), input, options).unwrap()
+    AttendStep::new(cache.backend().capabilities(), &cache.plan(&all).unwrap(), input, options).unwrap()
 }
 
 /// The output tensor after a step. Errors that nothing captures panic.
-fn run(cache: &KvCache<Wgpu>, step: &StepPlan, tensors: StepTensors<'_>) -> Vec<f32> {
+fn run(cache: &KvCache<Wgpu>, step: &AttendStep, tensors: AttendTensors<'_>) -> Vec<f32> {
     let backend = cache.backend();
     let scratch = block_on(Scratch::new(backend.device(), step.scratch())).unwrap();
     let launches = step.bind(backend.kernels(), &cache.stores(), &scratch, tensors).unwrap();
@@ -78,14 +78,14 @@ fn queries_and_output_may_lie_in_one_buffer() {
             assert!(merges, "few states are merged by attend: {:?}", step.launch_labels());
         }
         let apart = Tensor::zeroed(backend.device(), row, ElementType::F32).unwrap();
-        let expected = run(&cache, &step, StepTensors { queries: &queries, output: &apart, lse: None });
-        let got = run(&cache, &step, StepTensors { queries: &queries, output: &output, lse: None });
+        let expected = run(&cache, &step, AttendTensors { queries: &queries, output: &apart, lse: None });
+        let got = run(&cache, &step, AttendTensors { queries: &queries, output: &output, lse: None });
         assert_eq!(got, expected, "{format}, {tokens} tokens: {:?}", step.launch_labels());
         let between = block_on(backend.download(&page.slice(row, 64).unwrap())).unwrap();
         assert!(between.iter().all(|&x| x == 7.0));
 
         let scratch = block_on(Scratch::new(backend.device(), step.scratch())).unwrap();
-        let tensors = StepTensors { queries: &queries, output: &queries, lse: None };
+        let tensors = AttendTensors { queries: &queries, output: &queries, lse: None };
         let bound = step.bind(backend.kernels(), &cache.stores(), &scratch, tensors);
         assert!(matches!(bound, Err(Error::Buffer { what: "output", .. })));
     }
@@ -99,7 +99,7 @@ fn rows_may_be_parts_of_longer_ones() {
     let backend = shared();
     let shape = AttentionShape::new(4, 2, 64).unwrap();
     let row = 4 * 64;
-    let (fused, ranks) = (QueryRows { first: 128, stride: 8 * 64 }, QueryRows { first: row, stride: 3 * row });
+    let (fused, ranks) = (QueryLayout { first: 128, stride: 8 * 64 }, QueryLayout { first: row, stride: 3 * row });
     for (turn, format) in formats().into_iter().enumerate() {
         for tokens in TOKENS {
             let cache = filled(&backend, shape, SEQUENCES, format, tokens);
@@ -120,11 +120,11 @@ fn rows_may_be_parts_of_longer_ones() {
             let zeroed = |elements| Tensor::zeroed(backend.device(), elements, output).unwrap();
             let step = step(&cache, input, output);
             let expected =
-                run(&cache, &step, StepTensors { queries: &dense, output: &zeroed(SEQUENCES * row), lse: None });
+                run(&cache, &step, AttendTensors { queries: &dense, output: &zeroed(SEQUENCES * row), lse: None });
 
-            let strided = step.clone().with_query_rows(fused).with_output_rows(ranks);
+            let strided = step.clone().with_query_layout(fused).with_output_layout(ranks);
             let whole = zeroed(SEQUENCES * 3 * row);
-            let got = run(&cache, &strided, StepTensors { queries: &projected, output: &whole, lse: None });
+            let got = run(&cache, &strided, AttendTensors { queries: &projected, output: &whole, lse: None });
             for (at, got) in got.chunks(row).enumerate() {
                 let expected = match at % 3 {
                     1 => expected[at / 3 * row..][..row].to_vec(),
@@ -135,7 +135,7 @@ fn rows_may_be_parts_of_longer_ones() {
             // A row less than it takes.
             let scratch = block_on(Scratch::new(backend.device(), step.scratch())).unwrap();
             let short = projected.slice(0, projected.elements() - 6).unwrap();
-            let tensors = StepTensors { queries: &short, output: &whole, lse: None };
+            let tensors = AttendTensors { queries: &short, output: &whole, lse: None };
             let bound = strided.bind(backend.kernels(), &cache.stores(), &scratch, tensors);
             assert!(matches!(bound, Err(Error::Elements { what: "queries", .. })));
         }

@@ -1,4 +1,4 @@
-//! Kernel `hadamard` against its CPU twin, bit for bit.
+//! Kernel `hadamard` against its CPU reference, bit for bit.
 
 use kvpack::AttentionShape;
 use kvpack::Error;
@@ -43,7 +43,7 @@ fn rows_are_rotated_bit_for_bit() {
                     .into_iter()
                     .enumerate()
             {
-                let direction = if (turn + order) % 3 == 0 { Direction::Back } else { Direction::Forth };
+                let direction = if (turn + order) % 3 == 0 { Direction::Inverse } else { Direction::Forward };
                 let element_type = ElementType::ALL[(turn + i) % 3];
                 let rows = Rows::new(&backend, layout, elements.clone(), element_type);
                 let plan = HadamardPlan::new(&shape, layout, rotation, direction).unwrap();
@@ -64,7 +64,7 @@ fn rows_are_rotated_bit_for_bit() {
 fn rotations_that_do_not_fit_are_refused() {
     let shape = AttentionShape::new(1, 1, 96).unwrap();
     let rows = RowLayout::token_major(2, &shape);
-    let plan = |rows, order| HadamardPlan::new(&shape, rows, Rotation::hadamard(order), Direction::Forth);
+    let plan = |rows, order| HadamardPlan::new(&shape, rows, Rotation::hadamard(order), Direction::Forward);
     assert!(matches!(plan(rows, 64), Err(Error::Format { .. })));
     assert!(matches!(plan(RowLayout::token_major(0, &shape), 32), Err(Error::NoTokens { .. })));
     let backend = shared();

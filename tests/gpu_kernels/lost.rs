@@ -4,7 +4,7 @@ use kvpack::backend::{AttendOptions, SpanRead, SpanWrite, TokenWrite};
 use kvpack::backend::{Attention, Device, Packing, Storage};
 use kvpack::format::KeyOrValue;
 use kvpack::plan::{AttendPlan, ElementType, Page, QueryRun, RowLayout, SpanView, StoreView, TokenRange};
-use kvpack::wgpu::{Scratch, StepPlan, StepTensors, Tensor, measure};
+use kvpack::wgpu::{AttendStep, AttendTensors, Scratch, Tensor, measure};
 use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 use pollster::block_on;
 
@@ -41,10 +41,10 @@ fn every_call_on_a_lost_device_says_so() {
 
     // An engine's own step, planned and with its scratch while the device was there.
     let options = AttendOptions::default();
-    let step = StepPlan::new(backend.capabilities(), &plan, ElementType::F32, options).unwrap();
+    let step = AttendStep::new(backend.capabilities(), &plan, ElementType::F32, options).unwrap();
     let scratch = block_on(Scratch::new(backend.device(), step.scratch())).unwrap();
     let output = Tensor::zeroed(backend.device(), 64, ElementType::F32).unwrap();
-    let tensors = StepTensors { queries: &query, output: &output, lse: None };
+    let tensors = AttendTensors { queries: &query, output: &output, lse: None };
     step.bind(backend.kernels(), &[&packed], &scratch, tensors).unwrap();
 
     backend.device().destroy();

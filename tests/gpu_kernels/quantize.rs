@@ -4,7 +4,7 @@ use kvpack::backend::{Device, Packing, Storage};
 use kvpack::backend::{SpanRead, SpanWrite};
 use kvpack::format::{AffineFormat, Grouping, HEAD_DIMS, KeyOrValue, TILE_TOKENS, TensorFormat};
 use kvpack::plan::{ElementType, Page, RowLayout, TokenRange};
-use kvpack::wgpu::{Indices, Store, StorePart, Tensor, Wgpu};
+use kvpack::wgpu::{Indices, Store, StoreBuffer, Tensor, Wgpu};
 use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 use pollster::block_on;
 
@@ -84,8 +84,8 @@ impl Stored {
             format,
             kv_heads: store.shape().kv_heads(),
             head_dim: store.shape().head_dim(),
-            tiles: of_shards(StorePart::tiles(which)),
-            tile_ranges: if has_tile_ranges { of_shards(StorePart::ranges(which)) } else { Vec::new() },
+            tiles: of_shards(StoreBuffer::tiles(which)),
+            tile_ranges: if has_tile_ranges { of_shards(StoreBuffer::ranges(which)) } else { Vec::new() },
             span_ranges: match format.has_span_ranges() {
                 true => words(backend, store.span_ranges_buffer(which).unwrap()),
                 false => Vec::new(),

@@ -1,10 +1,10 @@
 //! Steps that are bound once and then only encoded, against the twin, bit for bit.
 
-use kvpack::backend::{FlaggedToken, StepInput};
+use kvpack::backend::{FlaggedToken, WriteInput};
 use kvpack::cpu::{Cpu, CpuStore};
 use kvpack::format::{KeyOrValue, TILE_TOKENS};
-use kvpack::plan::{ElementType, Elements, Page, StepLayout, StepTable, StepWrites, TokenWrite};
-use kvpack::wgpu::{BoundPackStep, NonFiniteFlags, PackStepPlan, StepMemory, Store, StorePart, Tensor, Wgpu};
+use kvpack::plan::{ElementType, Elements, LayerWrites, Page, TokenWrite, WriteLayout, WriteTable};
+use kvpack::wgpu::{BoundStoreStep, NonFiniteFlags, Store, StoreBuffer, StoreStep, Tensor, Wgpu, WriteMemory};
 use kvpack::{AttentionShape, Backend, Bits, Error, SegmentFormat};
 use pollster::block_on;
 use std::sync::Arc;
@@ -18,8 +18,8 @@ struct Engine {
     keys: Tensor,
     values: Tensor,
     flags: NonFiniteFlags,
-    memory: StepMemory,
-    step: BoundPackStep,
+    memory: WriteMemory,
+    step: BoundStoreStep,
 }
 
 impl Engine {
@@ -28,12 +28,12 @@ impl Engine {
             || Tensor::zeroed(backend.device(), case.rows.elements_needed(&case.shape), case.elements).unwrap();
         let (keys, values) = (tensor(), tensor());
         let flags = NonFiniteFlags::new(backend.device(), 3).unwrap();
-        let memory = StepMemory::new(backend.device(), &case.layout).unwrap();
-        let plan = PackStepPlan::new(&case.layout);
+        let memory = WriteMemory::new(backend.device(), &case.layout).unwrap();
+        let plan = StoreStep::new(&case.layout);
         let kernels = backend.kernels();
         let variants = plan.variants(kernels.storage_buffers(), case.elements, case.elements);
         block_on(kernels.prepare(&variants)).unwrap();
-        let input = StepInput { keys: &keys, values: &values, rows: case.rows, flags: &flags, layer: 2 };
+        let input = WriteInput { keys: &keys, values: &values, rows: case.rows, flags: &flags, layer: 2 };
         let step = plan.bind(kernels, &[&stores[0], &stores[1]], &memory, Some(input)).unwrap();
         Self { keys, values, flags, memory, step }
     }
@@ -43,7 +43,7 @@ impl Engine {
 fn written(backend: &Wgpu, case: &Case) -> ([Store; 2], Vec<FlaggedToken>) {
     let stores = case.stores(backend);
     let engine = Engine::new(backend, case, &stores);
-    let mut table = StepTable::new(&case.layout);
+    let mut table = WriteTable::new(&case.layout);
     for step in &case.steps {
         table.set(&step.writes).unwrap();
         let put = |tensor: &Tensor, elements: Elements<'_>| {
@@ -65,8 +65,8 @@ fn assert_alike(backend: &Wgpu, store: &Store, twin: &CpuStore, case: &Case) {
     assert!(case.centres(backend, store) == case.centres(&Cpu::new(), twin), "centres in {}", case.format);
     for which in [KeyOrValue::Key, KeyOrValue::Value] {
         for shard in 0..SHARDS.len() as u32 {
-            let tiles = words(backend, store.shard_buffer(shard, StorePart::tiles(which)).unwrap());
-            let ranges = store.shard_buffer(shard, StorePart::ranges(which)).map(|buffer| words(backend, buffer));
+            let tiles = words(backend, store.shard_buffer(shard, StoreBuffer::tiles(which)).unwrap());
+            let ranges = store.shard_buffer(shard, StoreBuffer::ranges(which)).map(|buffer| words(backend, buffer));
             let ranges = ranges.unwrap_or_default();
             for page in pages().filter(|page| page.shard == shard) {
                 for head in 0..case.shape.kv_heads() {
@@ -102,8 +102,8 @@ fn check(case: &Case) -> usize {
     found.len()
 }
 
-/// Head dimensions that formats are tried with: the first with all of them, the others with every second one. A run beside
-/// another has the first alone.
+/// Head dimensions that formats are tried with: the first with all of them, the others with every second one. A run
+/// beside another has the first alone.
 fn head_dims() -> &'static [usize] {
     if is_brief() { &[64] } else { &[64, 80, 128] }
 }
@@ -160,25 +160,25 @@ fn steps_of_another_layout_are_refused() {
     let more = {
         let mut capacities = case.layout.stores().to_vec();
         capacities[0].shard_pages[1] += 1;
-        Arc::new(StepLayout::new(shape, 24, capacities, case.layout.windows().to_vec()).unwrap())
+        Arc::new(WriteLayout::new(shape, 24, capacities, case.layout.windows().to_vec()).unwrap())
     };
     let refused = |result: Result<(), Error>| assert!(matches!(result, Err(Error::Plan { .. })), "{result:?}");
-    let table = StepTable::new(&more);
+    let table = WriteTable::new(&more);
     let mut encoder = backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
     refused(engine.step.encode(&table, &mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default())));
     refused(engine.memory.write(backend.queue(), &table));
     let input =
-        StepInput { keys: &engine.keys, values: &engine.values, rows: case.rows, flags: &engine.flags, layer: 2 };
-    let bind = |layout: &Arc<StepLayout>, memory: &StepMemory, input| {
+        WriteInput { keys: &engine.keys, values: &engine.values, rows: case.rows, flags: &engine.flags, layer: 2 };
+    let bind = |layout: &Arc<WriteLayout>, memory: &WriteMemory, input| {
         let of = [&stores[0], &stores[1]];
-        PackStepPlan::new(layout).bind(backend.kernels(), &of, memory, input).map(drop)
+        StoreStep::new(layout).bind(backend.kernels(), &of, memory, input).map(drop)
     };
-    refused(bind(&more, &StepMemory::new(backend.device(), &more).unwrap(), Some(input)));
-    refused(bind(&case.layout, &StepMemory::new(backend.device(), &more).unwrap(), Some(input)));
+    refused(bind(&more, &WriteMemory::new(backend.device(), &more).unwrap(), Some(input)));
+    refused(bind(&case.layout, &WriteMemory::new(backend.device(), &more).unwrap(), Some(input)));
     refused(bind(&case.layout, &engine.memory, None));
-    refused(bind(&case.layout, &engine.memory, Some(StepInput { layer: 3, ..input })));
+    refused(bind(&case.layout, &engine.memory, Some(WriteInput { layer: 3, ..input })));
     let few = kvpack::plan::RowLayout { tokens: 23, ..case.rows };
-    refused(bind(&case.layout, &engine.memory, Some(StepInput { rows: few, ..input })));
+    refused(bind(&case.layout, &engine.memory, Some(WriteInput { rows: few, ..input })));
     bind(&case.layout, &engine.memory, Some(input)).unwrap();
 }
 
@@ -189,7 +189,7 @@ fn an_empty_step_changes_nothing() {
     let shape = AttentionShape::new(1, 1, 64).unwrap();
     let case = Case::new(shape, SegmentFormat::saw_int4(), ElementType::F32, 4);
     let empty = Case {
-        steps: vec![crate::step_writes::Step { writes: StepWrites::of(&case.layout), ..case.steps[0].clone() }],
+        steps: vec![crate::step_writes::Step { writes: LayerWrites::of(&case.layout), ..case.steps[0].clone() }],
         ..case
     };
     let (stores, found) = written(&backend, &empty);

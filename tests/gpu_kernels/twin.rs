@@ -1,4 +1,4 @@
-//! The CPU twins: what wgpu stores and reads back equals what the CPU does, bit for bit, for any shape.
+//! The CPU references: what wgpu stores and reads back equals what the CPU does, bit for bit, for any shape.
 
 use kvpack::backend::{Device, Packing, Storage};
 use kvpack::backend::{SpanRead, SpanWrite};
@@ -9,7 +9,7 @@ use kvpack::format::{
     TensorFormat,
 };
 use kvpack::plan::{Elements, IndexShape, Page, RowLayout, Rows, TokenRange};
-use kvpack::wgpu::{Indices, StorePart};
+use kvpack::wgpu::{Indices, StoreBuffer};
 use kvpack::{AttentionShape, Backend, Bits, SegmentFormat};
 use pollster::block_on;
 use proptest::prelude::*;
@@ -126,8 +126,8 @@ fn assert_stored_alike(case: &Case) {
     assert!(decoded == expected_decoded, "decoded");
     assert_eq!(backend.store_bytes(&store), twin.store_bytes(&expected));
     for which in [KeyOrValue::Key, KeyOrValue::Value] {
-        let tiles = words(&backend, store.shard_buffer(0, StorePart::tiles(which)).unwrap());
-        let ranges = store.shard_buffer(0, StorePart::ranges(which)).map(|buffer| words(&backend, buffer));
+        let tiles = words(&backend, store.shard_buffer(0, StoreBuffer::tiles(which)).unwrap());
+        let ranges = store.shard_buffer(0, StoreBuffer::ranges(which)).map(|buffer| words(&backend, buffer));
         let ranges = ranges.unwrap_or_default();
         for page in &case.pages {
             for kv_head in 0..case.shape.kv_heads() {
@@ -216,7 +216,7 @@ fn indices_beyond_the_rows_are_the_last_token() {
         let pages = [Page { shard: 0, index: 0 }];
         let write = SpanWrite { rows, tokens: Rows::Gather(indices), pages: &pages, range_slot: 0, centre: None };
         backend.quantize(&mut store, &tensor, &tensor, write).unwrap();
-        words(&backend, store.shard_buffer(0, StorePart::Keys).unwrap())
+        words(&backend, store.shard_buffer(0, StoreBuffer::Keys).unwrap())
     };
     let upload = |tokens: &[u32], below| block_on(backend.upload_indices(tokens, 1, below)).unwrap();
     let wild = upload(&[1, u32::MAX - 1, 4, 0], u32::MAX);

@@ -1,5 +1,5 @@
-//! A cache whose layers were parted: a prompt was compressed, and they have books of their own, over a layout of steps
-//! that they still share.
+//! A cache whose layers were parted: a prompt was compressed, and they have page tables of their own, over a layout of
+//! steps that they still share.
 
 use kvpack::backend::Backend;
 use kvpack::cache::{ModelCache, StoreRoom, TokenRun};
@@ -27,6 +27,6 @@ pub fn cache<B: Backend + Clone>(backend: &B) -> ModelCache<B> {
 
 /// Checks that the layers share the layout of their steps, without which the test would show nothing.
 pub fn check_layout<B: Backend + Clone>(cache: &ModelCache<B>) {
-    let layout = cache.step_layout(0).unwrap();
-    assert!((1..LAYERS).all(|layer| std::sync::Arc::ptr_eq(layout, cache.step_layout(layer).unwrap())));
+    let layout = cache.write_layout(0).unwrap();
+    assert!((1..LAYERS).all(|layer| std::sync::Arc::ptr_eq(layout, cache.write_layout(layer).unwrap())));
 }

@@ -5,13 +5,13 @@
 use kvpack::AttentionShape;
 use kvpack::cpu::{DenseRows, StatsInput};
 use kvpack::plan::{Elements, RowLayout};
-use kvpack::policy::QueryRows;
+use kvpack::policy::QueryPositions;
 
 /// Queries `[rows, query_heads, head_dim]` and keys of one layer.
 pub struct Case {
     pub name: String,
     pub shape: AttentionShape,
-    pub rows: QueryRows,
+    pub rows: QueryPositions,
     pub queries: Vec<f32>,
     pub query_layout: RowLayout,
     pub keys: Vec<f32>,
@@ -56,9 +56,12 @@ pub fn cases() -> Vec<Case> {
             2 => {
                 let picked = (0..tokens as u32).filter(|position| position % 3 == 1).take(rows - 1);
                 let last = std::iter::once(tokens as u32 - 1);
-                QueryRows::new(picked.filter(|&position| position + 1 < tokens as u32).chain(last).collect(), tokens)
+                QueryPositions::new(
+                    picked.filter(|&position| position + 1 < tokens as u32).chain(last).collect(),
+                    tokens,
+                )
             }
-            _ => QueryRows::last(rows, tokens),
+            _ => QueryPositions::last(rows, tokens),
         };
         let rows = rows.unwrap();
         let (query_layout, key_layout) = match i % 2 {
@@ -81,7 +84,7 @@ pub fn cases() -> Vec<Case> {
     cases.push(Case {
         name: "equal scores".into(),
         shape,
-        rows: QueryRows::last(20, 200).unwrap(),
+        rows: QueryPositions::last(20, 200).unwrap(),
         queries: vec![0.5; 20 * 2 * 64],
         query_layout: RowLayout::token_major(20, &query_shape),
         keys: vec![0.25; 200 * 64],

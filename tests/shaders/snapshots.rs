@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use kvpack::backend::{AttendOptions, QueryPrecision};
 use kvpack::format::{AffineFormat, Grouping, TensorFormat};
-use kvpack::plan::{AttendPlan, ElementType, Page, QueryRun, SpanView, Split, StepLayout, StoreCapacity, StoreView};
-use kvpack::wgpu::{Capabilities, KernelLimits, PackStepPlan, StepPlan, SubgroupSizes, Timestamps, Variant};
+use kvpack::plan::{AttendPlan, ElementType, Page, QueryRun, SpanView, Split, StoreCapacity, StoreView, WriteLayout};
+use kvpack::wgpu::{AttendStep, Capabilities, KernelLimits, StoreStep, SubgroupSizes, Timestamps, Variant};
 use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat, TILE_TOKENS};
 
 use super::updates;
@@ -49,7 +49,7 @@ pub(super) fn of_step(
     let run = QueryRun::causal(0, if kernel == "attend_run" { 64 } else { 1 });
     let plan = AttendPlan::new(*shape, &[run], &[store]).unwrap();
     let options = AttendOptions { query, output: ElementType::F16, split };
-    let step = StepPlan::new(&capabilities(everything), &plan, ElementType::F16, options).unwrap();
+    let step = AttendStep::new(&capabilities(everything), &plan, ElementType::F16, options).unwrap();
     let found = step.variants().into_iter().find(|variant| variant.kernel() == kernel);
     found.unwrap_or_else(|| panic!("no {kernel} of {format}"))
 }
@@ -73,7 +73,7 @@ fn kernels() -> Vec<(&'static str, Variant)> {
         centre_slots: 0,
     };
     let first_of = |kernel: &str, store: &StoreCapacity, storage_buffers: u32| {
-        let plan = PackStepPlan::new(&Arc::new(StepLayout::new(shape, 1, vec![store.clone()], vec![]).unwrap()));
+        let plan = StoreStep::new(&Arc::new(WriteLayout::new(shape, 1, vec![store.clone()], vec![]).unwrap()));
         let variants = plan.variants(storage_buffers, ElementType::F16, ElementType::F16);
         variants.into_iter().find(|variant| variant.kernel() == kernel).unwrap()
     };

@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use futures::executor::block_on;
 use half::{bf16, f16};
-use kvpack::backend::{FlaggedToken, SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput};
+use kvpack::backend::{FlaggedToken, SpanBytes, SpanPlace, SpanRead, SpanWrite, WriteInput};
 use kvpack::cpu::CpuTensor;
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, Rotation, TILE_TOKENS, TensorFormat};
 use kvpack::plan::{
-    ElementType, KeyMean, Page, PageCopy, RowLayout, StepLayout, StepTable, StepWrites, StoreCapacity, TokenRange,
-    TokenWrite, WindowCapacity, WindowMove,
+    ElementType, KeyMean, LayerWrites, Page, PageCopy, RowLayout, StoreCapacity, TokenRange, TokenWrite,
+    WindowCapacity, WindowMove, WriteLayout, WriteTable,
 };
 use kvpack::{AttentionShape, Backend, Bits, SegmentFormat};
 
@@ -32,14 +32,14 @@ pub struct Case {
     pub format: SegmentFormat,
     pub elements: ElementType,
     pub rows: RowLayout,
-    pub layout: Arc<StepLayout>,
+    pub layout: Arc<WriteLayout>,
     pub steps: Vec<Step>,
 }
 
 /// One step with its keys and values.
 #[derive(Clone, Debug)]
 pub struct Step {
-    pub writes: StepWrites,
+    pub writes: LayerWrites,
     pub keys: CpuTensor,
     pub values: CpuTensor,
 }
@@ -111,7 +111,7 @@ impl Case {
         };
         let stores = vec![store(SegmentFormat::F16, ROWS), store(format, if single { ROWS } else { 0 })];
         let windows = vec![WindowCapacity { from: 0, to: 1, windows: 4, newer: 0 }];
-        let layout = Arc::new(StepLayout::new(shape, ROWS, stores, windows).unwrap());
+        let layout = Arc::new(WriteLayout::new(shape, ROWS, stores, windows).unwrap());
         let rows = match seed % 2 {
             0 => RowLayout::token_major(ROWS, &shape),
             _ => RowLayout::head_major(ROWS, &shape),
@@ -152,12 +152,12 @@ impl Case {
     pub fn written<B: Backend>(&self, backend: &B) -> ([B::Store; 2], Vec<FlaggedToken>) {
         let [mut open, mut packed] = self.stores(backend);
         let flags = backend.create_non_finite_flags(3).unwrap();
-        let mut table = StepTable::new(&self.layout);
+        let mut table = WriteTable::new(&self.layout);
         for step in &self.steps {
             table.set(&step.writes).unwrap();
             let upload = |tensor: &CpuTensor| block_on(backend.upload(tensor.elements())).unwrap();
             let (keys, values) = (&upload(&step.keys), &upload(&step.values));
-            let input = StepInput { keys, values, rows: self.rows, flags: &flags, layer: 2 };
+            let input = WriteInput { keys, values, rows: self.rows, flags: &flags, layer: 2 };
             backend.write_step(&mut [&mut open, &mut packed], Some(input), &table).unwrap();
         }
         let found = block_on(backend.read_non_finite_flags(&flags)).unwrap();
@@ -205,8 +205,8 @@ fn some_pages(count: usize, random: &mut Random) -> Vec<Page> {
     (0..count).map(|_| all.swap_remove(random.below(all.len()))).collect()
 }
 
-fn writes(layout: &StepLayout, step: usize, random: &mut Random) -> StepWrites {
-    let mut writes = StepWrites::of(layout);
+fn writes(layout: &WriteLayout, step: usize, random: &mut Random) -> LayerWrites {
+    let mut writes = LayerWrites::of(layout);
     // Now and then a step has nothing of a kind, and one has nothing at all.
     let count = |most: usize, random: &mut Random| if step == 3 { 0 } else { random.below(most + 1) };
     for (store, of) in writes.stores.iter_mut().zip(layout.stores()) {

@@ -5,7 +5,7 @@ use kvpack::conformance::{BatchFormat, DecodeData, DecodeShape, Workload, decode
 use kvpack::cpu::Cpu;
 use kvpack::plan::{AttendPlan, ElementType};
 use kvpack::wgpu::measure::{self, Clock, Encode, Repeats};
-use kvpack::wgpu::{Launches, Scratch, StepPlan, StepTensors, Store, Tensor, Wgpu};
+use kvpack::wgpu::{AttendStep, AttendTensors, Launches, Scratch, Store, Tensor, Wgpu};
 use kvpack::{Backend, Error, Result, SegmentFormat};
 use kvpack_report::{BenchReport, BenchRow, Figures, RowOutcome, ShapeReport, StepTimes, parts_of};
 use web_time::Instant;
@@ -157,9 +157,9 @@ impl<B: Timed> Bench<B> {
 
 impl Timed for Wgpu {
     async fn time_steps(&self, workload: &Workload<Self>, data: &DecodeData<Self>) -> Result<StepTimes> {
-        let mut steps: Vec<BoundStep> = Vec::with_capacity(workload.plans.len());
+        let mut steps: Vec<BoundAttendStep> = Vec::with_capacity(workload.plans.len());
         for plan in &workload.plans {
-            let step = BoundStep::new(self, plan, workload, data, steps.first()).await?;
+            let step = BoundAttendStep::new(self, plan, workload, data, steps.first()).await?;
             steps.push(step);
         }
         let encode: Vec<_> =
@@ -189,14 +189,14 @@ impl Timed for Wgpu {
 
 /// The step over one copy, with tables of its own. All steps write the same states and output, so that each waits for
 /// the one before, as the steps of a model's layers do.
-struct BoundStep {
+struct BoundAttendStep {
     launches: Launches,
     labels: Vec<String>,
     scratch: Scratch,
     output: Tensor,
 }
 
-impl BoundStep {
+impl BoundAttendStep {
     async fn new(
         backend: &Wgpu,
         plan: &AttendPlan,
@@ -205,7 +205,7 @@ impl BoundStep {
         first: Option<&Self>,
     ) -> Result<Self> {
         let (device, queries) = (backend.device(), data.queries());
-        let step = StepPlan::new(backend.capabilities(), plan, queries.element_type(), AttendOptions::default())?;
+        let step = AttendStep::new(backend.capabilities(), plan, queries.element_type(), AttendOptions::default())?;
         let own = Scratch::new(device, step.scratch()).await?;
         let (scratch, output) = match first {
             Some(first) => (Scratch { tables: own.tables, ..first.scratch.clone() }, first.output.clone()),
@@ -213,7 +213,7 @@ impl BoundStep {
         };
         let stores: Vec<&Store> = workload.stores();
         let launches =
-            step.bind(backend.kernels(), &stores, &scratch, StepTensors { queries, output: &output, lse: None })?;
+            step.bind(backend.kernels(), &stores, &scratch, AttendTensors { queries, output: &output, lse: None })?;
         backend.queue().write_buffer(&scratch.tables, 0, step.tables());
         Ok(Self { launches, labels: step.launch_labels(), scratch, output })
     }

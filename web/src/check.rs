@@ -20,7 +20,7 @@ pub struct CheckRow {
     pub limit: Option<f64>,
     /// Why it did not pass.
     pub reason: Option<String>,
-    /// How long it took, the f64 reference and the CPU twin with it.
+    /// How long it took, the f64 reference and the CPU reference with it.
     pub milliseconds: f64,
 }
 

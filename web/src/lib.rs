@@ -1,7 +1,7 @@
 //! kvpack in the browser: the page `web/index.html`, and a small interface for engines in JavaScript.
 //!
 //! The modules `check`, `bench` and `quality` are the page's three measurements over any [`Backend`](kvpack::Backend):
-//! WebGPU, or the CPU twin in wasm where there is no WebGPU. `page` and `engine` hand them to JavaScript and
+//! WebGPU, or the CPU reference in wasm where there is no WebGPU. `page` and `engine` hand them to JavaScript and
 //! exist in wasm alone.
 
 pub mod bench;

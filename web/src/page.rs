@@ -19,7 +19,7 @@ fn start() {
     console_error_panic_hook::set_once();
 }
 
-/// What the page measures on: WebGPU, or the CPU twin in wasm.
+/// What the page measures on: WebGPU, or the CPU reference in wasm.
 #[wasm_bindgen]
 pub struct Session(On);
 
@@ -55,12 +55,12 @@ impl Session {
         Ok(Self(On::Gpu(backend.restricted_to(path))))
     }
 
-    /// On the CPU twin.
+    /// On the CPU reference.
     pub fn cpu() -> Session {
         Self(On::Cpu(Cpu::new()))
     }
 
-    /// What the device offers; nothing for the CPU twin.
+    /// What the device offers; nothing for the CPU reference.
     pub fn device(&self) -> JsResult<JsValue> {
         let On::Gpu(gpu) = &self.0 else { return Ok(JsValue::UNDEFINED) };
         let (limits, capabilities) = (gpu.device().limits(), gpu.capabilities());
@@ -77,7 +77,7 @@ impl Session {
         })
     }
 
-    /// The `GPUDevice`; nothing for the CPU twin.
+    /// The `GPUDevice`; nothing for the CPU reference.
     #[wasm_bindgen(js_name = gpuDevice, unchecked_return_type = "GPUDevice | undefined")]
     pub fn gpu_device(&self) -> JsValue {
         let On::Gpu(gpu) = &self.0 else { return JsValue::UNDEFINED };

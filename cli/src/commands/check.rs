@@ -14,7 +14,7 @@ use crate::outcome::Outcome;
 use crate::print::{self, say};
 use crate::provenance;
 
-/// Runs the conformance checks: attention against f64, everything else against the CPU twin.
+/// Runs the conformance checks: attention against f64, everything else against the CPU reference.
 #[derive(clap::Args)]
 pub struct CheckArgs {
     #[command(flatten)]

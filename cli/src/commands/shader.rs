@@ -8,11 +8,11 @@ use kvpack::backend::{AttendOptions, SpanRead, SpanWrite};
 use kvpack::cache::{ModelRecipe, Recipe};
 use kvpack::conformance::{DecodeShape, decode_shapes};
 use kvpack::plan::{
-    AttendPlan, ElementType, Page, QueryRun, RowLayout, Rows, SpanView, StepLayout, StoreCapacity, StoreView,
-    TokenRange, WindowCapacity,
+    AttendPlan, ElementType, Page, QueryRun, RowLayout, Rows, SpanView, StoreCapacity, StoreView, TokenRange,
+    WindowCapacity, WriteLayout,
 };
 use kvpack::wgpu::{
-    Capabilities, DequantizePlan, KernelLimits, PackStepPlan, Path, QuantizePlan, StepPlan, SubgroupSizes, Timestamps,
+    AttendStep, Capabilities, DequantizePlan, KernelLimits, Path, QuantizePlan, StoreStep, SubgroupSizes, Timestamps,
     Variant,
 };
 use kvpack::{SegmentFormat, TILE_TOKENS};
@@ -133,9 +133,9 @@ impl ShaderArgs {
             centre_slots: 0,
         };
         let steps = |stores, windows| {
-            let layout = Arc::new(StepLayout::new(*shape, 1, stores, windows)?);
+            let layout = Arc::new(WriteLayout::new(*shape, 1, stores, windows)?);
             // Keys and values apart, as a device takes them that binds too few buffers for both.
-            Ok::<_, kvpack::Error>(PackStepPlan::new(&layout).variants(0, elements, elements))
+            Ok::<_, kvpack::Error>(StoreStep::new(&layout).variants(0, elements, elements))
         };
         found.extend(steps(vec![store(format, usize::from(format.takes_single_tokens()), 1)], vec![])?);
         let window = WindowCapacity { from: 0, to: 1, windows: 1, newer: 0 };
@@ -169,7 +169,7 @@ impl ShaderArgs {
         };
         let plan = AttendPlan::new(step.shape, &QueryRun::decode_batch(step.sequences), &[store])?;
         let options = AttendOptions { query: recipe.query(), output: self.element_type(), ..AttendOptions::default() };
-        Ok(StepPlan::new(&self.capabilities(), &plan, self.element_type(), options)?.variants())
+        Ok(AttendStep::new(&self.capabilities(), &plan, self.element_type(), options)?.variants())
     }
 
     const fn element_type(&self) -> ElementType {

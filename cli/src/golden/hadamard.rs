@@ -17,7 +17,7 @@ pub fn hadamard_on_gpu(file: &GoldenFile, gpu: &Wgpu) -> Result<Vec<(&'static st
     let shape = AttentionShape::new(1, 1, head_dim)?;
     let rotation = Rotation::hadamard(file.number("order")? as usize);
     let rows = block_on(gpu.upload(file.input("x")?.f32()?.as_slice().into()))?;
-    [("hadamard (wgpu)", Direction::Forth), ("hadamard back (wgpu)", Direction::Back)]
+    [("hadamard (wgpu)", Direction::Forward), ("hadamard back (wgpu)", Direction::Inverse)]
         .into_iter()
         .map(|(name, direction)| {
             let plan = HadamardPlan::new(&shape, RowLayout::token_major(tokens, &shape), rotation, direction)?;
@@ -36,7 +36,7 @@ pub fn hadamard_on_gpu(file: &GoldenFile, gpu: &Wgpu) -> Result<Vec<(&'static st
 pub fn hadamard(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
     let [_, head_dim] = file.input("x")?.axes()?;
     let rotation = Rotation::hadamard(file.number("order")? as usize);
-    [("hadamard", Direction::Forth), ("hadamard back", Direction::Back)]
+    [("hadamard", Direction::Forward), ("hadamard back", Direction::Inverse)]
         .into_iter()
         .map(|(name, direction)| {
             let mut rows = file.input("x")?.f32()?;

@@ -2,11 +2,11 @@
 
 use anyhow::Result;
 use kvpack::AttentionShape;
-use kvpack::backend::{Device as _, Selection as _};
+use kvpack::backend::{Device as _, TokenSelection as _};
 use kvpack::cpu::{self, DenseRows, KeptTokens, RowStats, StatsInput};
 use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
 use kvpack::policy::{
-    ColumnRequest, HeadAggregation, Merging, Nearest, QueryRows, RowStatsSource, ScoreRequest, StatsRequest,
+    ColumnRequest, HeadAggregation, Merging, Nearest, QueryPositions, RowStatsSource, ScoreRequest, StatsRequest,
 };
 use kvpack::wgpu::{AttentionStatsPlan, ChunkSimilarityPlan, Launches, MergePlan, Tensor, Wgpu};
 use pollster::block_on;
@@ -16,7 +16,7 @@ use super::file::{GoldenFile, part};
 /// What runs an op.
 #[derive(Clone, Copy)]
 pub enum Device<'a> {
-    /// The CPU twins.
+    /// The CPU references.
     Cpu,
     /// WGSL.
     Gpu(&'a Wgpu),
@@ -25,7 +25,7 @@ pub enum Device<'a> {
 /// Query rows `[query_heads, rows, head_dim]` and keys `[kv_heads, tokens, head_dim]` of one sequence.
 pub struct Attention {
     pub shape: AttentionShape,
-    pub rows: QueryRows,
+    pub rows: QueryPositions,
     queries: Vec<f32>,
     keys: Vec<f32>,
     /// Query rows in the tensor, of which the last are measured.
@@ -48,7 +48,7 @@ impl Attention {
         let (kv_heads, tokens) = (last(&k.shape, 3), last(&k.shape, 2));
         Ok(Self {
             shape: AttentionShape::new(query_heads, kv_heads, head_dim)?,
-            rows: QueryRows::last(most.min(tensor_rows), tokens)?,
+            rows: QueryPositions::last(most.min(tensor_rows), tokens)?,
             queries: part(&q.f32()?, sequence, query_heads * tensor_rows * head_dim)?.to_vec(),
             keys: part(&k.f32()?, sequence, kv_heads * tokens * head_dim)?.to_vec(),
             tensor_rows,
@@ -74,7 +74,7 @@ impl Attention {
         let tensor_rows = weights.len() / query_heads / tokens;
         Ok(Self {
             shape: AttentionShape::new(query_heads, kv_heads, HEAD_DIM)?,
-            rows: QueryRows::last(most.min(tensor_rows), tokens)?,
+            rows: QueryPositions::last(most.min(tensor_rows), tokens)?,
             queries: weights.chunks(tokens).flat_map(query).collect(),
             keys: (0..kv_heads * tokens).flat_map(key).collect(),
             tensor_rows,

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use kvpack::Bits;
-use kvpack::format::interchange::kivi::{StepRounding, pack, quantize_group};
+use kvpack::format::interchange::kivi::{ScaleRounding, pack, quantize_group};
 use kvpack::format::{AffineFormat, CodeRange, Grouping, HEAD_DIMS, KeyOrValue, TensorFormat};
 
 use super::Outputs;
@@ -45,7 +45,7 @@ fn group_places(which: KeyOrValue, channels: usize, group: usize, index: usize) 
 fn stepwise(file: &GoldenFile, which: KeyOrValue, is_f16: bool) -> Result<Outputs> {
     let [_, _, tokens, channels] = file.input("x")?.axes()?;
     let (bits, group) = (bits(file)?, file.number("group")? as usize);
-    let rounding = if is_f16 { StepRounding::F16 } else { StepRounding::F32 };
+    let rounding = if is_f16 { ScaleRounding::F16 } else { ScaleRounding::F32 };
     let x = file.input("x")?.f32()?;
     let (axis, length) = match which {
         KeyOrValue::Key => ("tokens", tokens),

@@ -5,7 +5,7 @@ use kvpack::AttentionShape;
 use kvpack::cpu::KeptTokens;
 use kvpack::plan::TokenRange;
 use kvpack::policy::{
-    HeadAggregation, Merging, QueryRows, ScoreRequest, ScoreRule, Spans, TextRule, Weighing, evicted, merge_plan,
+    HeadAggregation, Merging, QueryPositions, ScoreRequest, ScoreRule, Spans, TextRule, Weighing, evicted, merge_plan,
     text_prior,
 };
 
@@ -23,7 +23,7 @@ pub fn evict(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
         kept.extend(text_prior(part(&scores, head, tokens)?, &spans, TextRule::Raised, recent, best)?);
     }
     // The rows are not looked at.
-    let rows = QueryRows::last(1, tokens)?;
+    let rows = QueryPositions::last(1, tokens)?;
     let scores_of = ScoreRule { aggregation: HeadAggregation::Mean, weighing: Weighing::Sum, pooling: None };
     let request = ScoreRequest { rows: &rows, spans: &spans, scores: scores_of, text: TextRule::Raised, recent };
     let chosen = device.choose(&scores, heads, &request, recent + best)?.kept;

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
-use kvpack::policy::QueryRows;
+use kvpack::policy::QueryPositions;
 use kvpack::{AttentionShape, Backend};
 
 use super::{Attention, CHUNK_TOKENS, Chunk, Config, ExactAttention, KeyBias, Model};
@@ -59,7 +59,7 @@ impl DensePrompt {
     ///
     /// # Errors
     /// When there is no such layer or row.
-    pub fn queries(&self, layer: usize, rows: &QueryRows) -> Result<Tensor> {
+    pub fn queries(&self, layer: usize, rows: &QueryPositions) -> Result<Tensor> {
         let chunks = self.queries.get(layer).with_context(|| format!("the prompt has no layer {layer}"))?;
         let rows = Tensor::new(rows.positions(), &Device::Cpu)?;
         Ok(Tensor::cat(chunks, 0)?.index_select(&rows, 0)?)

@@ -12,7 +12,7 @@ use kvpack::cache::{
 };
 use kvpack::plan::{ElementType, RowLayout, TokenRange};
 use kvpack::policy::{
-    ColumnRequest, HeadAggregation, Policy, QueryRows, RowStatsSource, Selection, Spans, StatsRequest,
+    ColumnRequest, HeadAggregation, Policy, QueryPositions, RowStatsSource, Selection, Spans, StatsRequest,
 };
 use pollster::block_on;
 
@@ -78,11 +78,11 @@ impl<B: Backend + Clone> PackedAttention<B> {
     ///
     /// # Errors
     /// What the device says.
-    pub fn column_sums(&self, prompt: &DensePrompt, rows: &QueryRows) -> Result<Vec<Vec<f32>>> {
+    pub fn column_sums(&self, prompt: &DensePrompt, rows: &QueryPositions) -> Result<Vec<Vec<f32>>> {
         (0..self.cache.layers()).map(|layer| block_on(self.column_sums_of(layer, prompt, rows))).collect()
     }
 
-    async fn column_sums_of(&self, layer: usize, prompt: &DensePrompt, rows: &QueryRows) -> Result<Vec<f32>> {
+    async fn column_sums_of(&self, layer: usize, prompt: &DensePrompt, rows: &QueryPositions) -> Result<Vec<f32>> {
         let (backend, shape) = (self.cache.backend(), *self.cache.shape(layer)?);
         let dense = self.dense(prompt, layer).await?;
         let queries = upload(backend, &prompt.queries(layer, rows)?).await?;

@@ -13,8 +13,8 @@ use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::{D, DType, Device, Storage, Tensor};
 use half::{bf16, f16};
 use kvpack::cache::{KvCache, PromptSpan, Recipe};
-use kvpack::cuda::{Cuda, KernelCache, StepPlan, StepTensors, Tensor as KvTensor};
-use kvpack::plan::{ElementType, QueryRows, QueryRun, RowLayout, TokenRange};
+use kvpack::cuda::{Cuda, KernelCache, AttendStep, AttendTensors, Tensor as KvTensor};
+use kvpack::plan::{ElementType, QueryLayout, QueryRun, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Bits, SegmentFormat};
 use pollster::block_on;
 
@@ -102,7 +102,7 @@ fn run(backend: &Cuda, device: &Device, dtype: DType, recipe: Recipe) -> Result<
 
     // Rows of queries, keys and values begin in the same row of the projection, behind one another.
     let rows = RowLayout { tokens: SEQUENCES, token_stride: FUSED, head_stride: HEAD_DIM };
-    let query_rows = QueryRows { first: 0, stride: FUSED };
+    let query_rows = QueryLayout { first: 0, stride: FUSED };
     let (first_key, first_value) = (QUERY_HEADS * HEAD_DIM, (QUERY_HEADS + KV_HEADS) * HEAD_DIM);
     let all = QueryRun::decode_batch(SEQUENCES);
     let mut last = None;
@@ -112,8 +112,8 @@ fn run(backend: &Cuda, device: &Device, dtype: DType, recipe: Recipe) -> Result<
         let part = |first| lent.slice(first, rows.elements_needed(&shape));
         block_on(cache.append(rows, &part(first_key)?, &part(first_value)?))?;
         let output = Tensor::zeros((SEQUENCES, QUERY_HEADS * HEAD_DIM), dtype, device)?;
-        let step = StepPlan::new(backend, &cache.plan(&all)?)?.with_query_rows(query_rows);
-        let tensors = StepTensors { queries: &lent, output: &lend(&output)?, lse: None };
+        let step = AttendStep::new(backend, &cache.plan(&all)?)?.with_query_layout(query_rows);
+        let tensors = AttendTensors { queries: &lent, output: &lend(&output)?, lse: None };
         let bound = step.bind(backend, &cache.stores(), tensors)?;
         bound.launch()?;
 

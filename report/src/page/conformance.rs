@@ -25,7 +25,7 @@ pub fn sections(html: &mut Html, subjects: &[Subject<'_, ConformanceReport>]) {
     });
     html.table(&header, rows);
     html.paragraph(
-        "A check stores keys and values in a format and holds what comes back against the CPU twin bit for bit, and attention \
+        "A check stores keys and values in a format and holds what comes back against the CPU reference bit for bit, and attention \
          against f64. In brackets the largest normalised mean square error. – was not checked.",
     );
     for Subject { name, report } in subjects {

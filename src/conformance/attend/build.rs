@@ -1,6 +1,6 @@
 //! What cases are made of: shapes, formats, names.
 
-use super::case::{AttendCase, DataKind, InputLayout, Paging, Queries, RowOrder, SegmentCase, SinkPlace, SpanCase};
+use super::case::{AttendCase, DataKind, InputLayout, Paging, Queries, RowOrder, SinkPlace, SpanCase, StoreCase};
 use crate::backend::{AttendOptions, QueryPrecision};
 use crate::format::{
     AffineFormat, AttentionShape, Bits, Calibration, Grouping, RangeRule, SegmentFormat, TensorFormat,
@@ -19,7 +19,7 @@ impl AttendCase {
         let case = Self {
             name: name.into(),
             shape,
-            segments: vec![SegmentCase::new(format)],
+            segments: vec![StoreCase::new(format)],
             sequences: Vec::new(),
             data: DataKind::ChannelOffsets,
             sink: SinkPlace::First,

@@ -20,7 +20,7 @@ pub struct AttendCase {
     /// Heads of the layer.
     pub shape: AttentionShape,
     /// The stores of the case; a [`SpanCase`] refers to them by index.
-    pub segments: Vec<SegmentCase>,
+    pub segments: Vec<StoreCase>,
     /// The spans of each sequence, in token order. A span may be empty, a sequence may not.
     pub sequences: Vec<Vec<SpanCase>>,
     /// What the keys and values look like.
@@ -45,7 +45,7 @@ pub struct AttendCase {
 
 /// One store of a case.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SegmentCase {
+pub struct StoreCase {
     /// Its format.
     pub format: SegmentFormat,
     /// Calibration of the scores of its spans.
@@ -143,7 +143,7 @@ pub enum Paging {
     },
 }
 
-impl SegmentCase {
+impl StoreCase {
     /// A segment filled by whole spans, without calibration.
     pub const fn new(format: SegmentFormat) -> Self {
         Self { format, calibration: None, fill: Fill::Quantize }
@@ -171,7 +171,7 @@ impl AttendCase {
 
     /// The formats of its stores, for people.
     pub fn formats(&self) -> String {
-        let format = |segment: &SegmentCase| match segment.calibration {
+        let format = |segment: &StoreCase| match segment.calibration {
             Some(calibration) => {
                 format!("{} calibrated ({}, {})", segment.format, calibration.tau1(), calibration.tau2())
             }

@@ -1,7 +1,7 @@
 //! The cases of attention: every axis once, and the pairs of axes that have been known to hide mistakes.
 
 use super::build::{GROUPS, RAGGED, affine, both, offsets, shape, slug};
-use super::case::{AttendCase, DataKind, Fill, InputLayout, Paging, RowOrder, SegmentCase, SinkPlace, SpanCase};
+use super::case::{AttendCase, DataKind, Fill, InputLayout, Paging, RowOrder, SinkPlace, SpanCase, StoreCase};
 use super::{centred, formats, many_heads, query_precision, query_runs};
 use crate::backend::QueryPrecision;
 use crate::format::{AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat};
@@ -124,13 +124,13 @@ fn lengths() -> Vec<AttendCase> {
 
 /// Several segments per sequence: what recipes make of a prompt and its continuation.
 fn several_segments() -> Vec<AttendCase> {
-    let packed = SegmentCase::new(SegmentFormat::per_channel(Bits::Two));
-    let recent = SegmentCase { fill: Fill::Append, ..SegmentCase::new(SegmentFormat::F16) };
-    let prompt = SegmentCase::new(SegmentFormat::F16);
+    let packed = StoreCase::new(SegmentFormat::per_channel(Bits::Two));
+    let recent = StoreCase { fill: Fill::Append, ..StoreCase::new(SegmentFormat::F16) };
+    let prompt = StoreCase::new(SegmentFormat::F16);
     let span = |segment, tokens| SpanCase { segment, tokens };
 
     let mut visual = AttendCase::new("segments-prompt-visual-recent", shape(4, 128), SegmentFormat::F16).quick();
-    visual.segments = vec![prompt, SegmentCase::new(SegmentFormat::calibquant(Bits::One)), recent];
+    visual.segments = vec![prompt, StoreCase::new(SegmentFormat::calibquant(Bits::One)), recent];
     visual.sequences = vec![
         vec![span(0, 35), span(1, 576), span(2, 40)],
         vec![span(0, 200), span(1, 0), span(2, 129)],
@@ -138,7 +138,7 @@ fn several_segments() -> Vec<AttendCase> {
     ];
     let mut widths = AttendCase::new("segments-three-widths", shape(8, 64), SegmentFormat::F16);
     widths.segments =
-        [Bits::Eight, Bits::Four, Bits::Two].map(|b| SegmentCase::new(SegmentFormat::per_channel(b))).into();
+        [Bits::Eight, Bits::Four, Bits::Two].map(|b| StoreCase::new(SegmentFormat::per_channel(b))).into();
     widths.sequences = vec![vec![span(2, 300), span(0, 128), span(1, 1)], vec![span(1, 257), span(2, 5), span(0, 0)]];
     let mut images = AttendCase::new("segments-several-spans-of-one-store", shape(7, 128), SegmentFormat::F16).quick();
     images.segments = vec![prompt, packed];
@@ -160,7 +160,7 @@ fn several_segments() -> Vec<AttendCase> {
     for (query_heads, kv_heads, head_dim) in [(32, 16, 64), (64, 8, 128)] {
         let shape = AttentionShape::new(query_heads, kv_heads, head_dim).expect("the registry's shapes have kernels");
         let mut many = AttendCase::new(&format!("segments-many-spans-{head_dim}"), shape, SegmentFormat::F16);
-        many.segments = vec![packed, SegmentCase::new(kivi)];
+        many.segments = vec![packed, StoreCase::new(kivi)];
         many.sequences = vec![(0..60).map(|i| span(i % 2, 70 + i)).collect()];
         cases.push(many);
     }
@@ -211,7 +211,7 @@ fn calibrated() -> Vec<AttendCase> {
         with("flat", 4, SegmentFormat::per_channel(Bits::Four), (0.0, 1000.0)),
     ];
     let mut beside_f16 = with("beside-f16", 4, one_bit, (0.0, 3.0)).quick();
-    beside_f16.segments.push(SegmentCase::new(SegmentFormat::F16));
+    beside_f16.segments.push(StoreCase::new(SegmentFormat::F16));
     beside_f16.sequences = vec![
         vec![
             SpanCase { segment: 1, tokens: 35 },
@@ -264,7 +264,7 @@ fn sinks() -> Vec<AttendCase> {
         cases.push(case);
     }
     let mut apart = AttendCase::new("sink-in-its-own-segment", shape(4, 128), SegmentFormat::F16);
-    apart.segments.push(SegmentCase::new(SegmentFormat::per_channel(Bits::Two)));
+    apart.segments.push(StoreCase::new(SegmentFormat::per_channel(Bits::Two)));
     apart.sequences = vec![vec![SpanCase { segment: 0, tokens: 4 }, SpanCase { segment: 1, tokens: 4096 }]];
     cases.push(apart);
     cases[2].quick = true;

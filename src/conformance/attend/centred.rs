@@ -1,7 +1,7 @@
 //! The cases of keys that are stored less a centre, with a bias that would ruin ranges and norms of single tokens.
 
 use super::build::{affine, both, offsets, shape};
-use super::case::{AttendCase, DataKind, Fill, SegmentCase, SpanCase};
+use super::case::{AttendCase, DataKind, Fill, SpanCase, StoreCase};
 use crate::format::{AffineFormat, Bits, Grouping, Rotation, SegmentFormat, TensorFormat};
 use crate::plan::ElementType;
 
@@ -57,9 +57,8 @@ fn biased(name: &str, head_dim: usize, format: SegmentFormat) -> AttendCase {
 /// Sequences over an f16 store and two packed ones, each sequence with a centre of its own.
 pub(super) fn several(name: &str) -> AttendCase {
     let mut case = biased(name, 128, SegmentFormat::F16);
-    case.segments.push(SegmentCase::new(SegmentFormat::saw_int4()));
-    case.segments
-        .push(SegmentCase { fill: Fill::Append, ..SegmentCase::new(both(affine(Bits::Eight, Grouping::Token))) });
+    case.segments.push(StoreCase::new(SegmentFormat::saw_int4()));
+    case.segments.push(StoreCase { fill: Fill::Append, ..StoreCase::new(both(affine(Bits::Eight, Grouping::Token))) });
     let span = |segment, tokens| SpanCase { segment, tokens };
     case.sequences = vec![vec![span(0, 20), span(1, 300), span(2, 129)], vec![span(0, 1), span(1, 1), span(2, 40)]];
     case.quick = true;

@@ -1,7 +1,7 @@
 //! The cases of formats beside plain affine codes: ranges about 0, rotated rows, codebooks, sketches.
 
 use super::build::{GROUPS, affine, both, offsets, shape, slug};
-use super::case::{AttendCase, DataKind, Fill, Paging, SegmentCase, SpanCase};
+use super::case::{AttendCase, DataKind, Fill, Paging, SpanCase, StoreCase};
 use crate::backend::QueryPrecision;
 use crate::format::{AffineFormat, Bits, CodebookFormat, Grouping, Rotation, SegmentFormat, TensorFormat};
 use crate::plan::ElementType;
@@ -71,11 +71,11 @@ pub(super) fn rotated() -> Vec<AttendCase> {
     }
     let mut beside = AttendCase::new("rotated-beside-others", shape(4, 128), SegmentFormat::F16).quick();
     beside.segments = vec![
-        SegmentCase::new(SegmentFormat::F16),
-        SegmentCase::new(both(four_bit)),
-        SegmentCase {
+        StoreCase::new(SegmentFormat::F16),
+        StoreCase::new(both(four_bit)),
+        StoreCase {
             calibration: Some(offsets(0.0, 1.0)),
-            ..SegmentCase::new(both(turned(Bits::Two, Grouping::Channel, Rotation::hadamard(128))))
+            ..StoreCase::new(both(turned(Bits::Two, Grouping::Channel, Rotation::hadamard(128))))
         },
     ];
     let span = |segment, tokens| SpanCase { segment, tokens };
@@ -140,7 +140,7 @@ pub(super) fn codebooks() -> Vec<AttendCase> {
     let mut calibrated =
         AttendCase::new("codebook-calibrated", shape(4, 128), SegmentFormat::turboquant(Bits::Two, 128));
     calibrated.segments[0].calibration = Some(offsets(0.0, 1.0));
-    calibrated.segments.push(SegmentCase::new(SegmentFormat::F16));
+    calibrated.segments.push(StoreCase::new(SegmentFormat::F16));
     calibrated.sequences[0].push(SpanCase { segment: 1, tokens: 3 });
     cases.push(calibrated);
     cases
@@ -185,7 +185,7 @@ pub(super) fn sketches() -> Vec<AttendCase> {
     cases.push(scattered.lengths(&[700, 129, 1, 384]));
     let mut calibrated = AttendCase::new("sketch-calibrated", shape(4, 128), SegmentFormat::qjl(128));
     calibrated.segments[0].calibration = Some(offsets(0.0, 1.0));
-    calibrated.segments.push(SegmentCase::new(SegmentFormat::F16));
+    calibrated.segments.push(StoreCase::new(SegmentFormat::F16));
     calibrated.sequences[0].push(SpanCase { segment: 1, tokens: 3 });
     cases.push(calibrated);
     cases

@@ -2,7 +2,7 @@
 //! that have them.
 
 use super::build::shape;
-use super::case::{AttendCase, Fill, Paging, SegmentCase, SinkPlace, SpanCase};
+use super::case::{AttendCase, Fill, Paging, SinkPlace, SpanCase, StoreCase};
 use crate::format::{Bits, SegmentFormat};
 use crate::plan::{ElementType, Split};
 
@@ -19,7 +19,7 @@ pub(super) fn many_heads() -> Vec<AttendCase> {
 
     let mut beside = case("segments-many-heads");
     beside.segments =
-        [SegmentFormat::F16, SegmentFormat::per_channel(Bits::Two), SegmentFormat::F16].map(SegmentCase::new).to_vec();
+        [SegmentFormat::F16, SegmentFormat::per_channel(Bits::Two), SegmentFormat::F16].map(StoreCase::new).to_vec();
     beside.segments[2].fill = Fill::Append;
     let span = |segment, tokens| SpanCase { segment, tokens };
     beside.sequences =

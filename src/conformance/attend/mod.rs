@@ -14,7 +14,7 @@ mod run;
 mod stored;
 
 pub(super) use accuracy::Expected;
-pub use case::{AttendCase, DataKind, Fill, InputLayout, Paging, Queries, RowOrder, SegmentCase, SinkPlace, SpanCase};
+pub use case::{AttendCase, DataKind, Fill, InputLayout, Paging, Queries, RowOrder, SinkPlace, SpanCase, StoreCase};
 pub use cases::attend_cases;
 pub use query_runs::state_cases;
 pub(super) use reference::decode as exact_decode;

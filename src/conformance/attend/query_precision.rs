@@ -1,7 +1,7 @@
 //! The cases of query precisions: what an 8-bit query takes bytes for.
 
 use super::build::{affine, both, offsets, shape, slug};
-use super::case::{AttendCase, SegmentCase, SinkPlace, SpanCase};
+use super::case::{AttendCase, SinkPlace, SpanCase, StoreCase};
 use crate::backend::QueryPrecision;
 use crate::format::{Bits, Grouping, SegmentFormat};
 
@@ -36,7 +36,7 @@ pub(super) fn byte_weights() -> Vec<AttendCase> {
     // Segments whose weights are bytes are merged with others.
     let mut beside = AttendCase::new("int8-query-beside-others", shape(4, 128), SegmentFormat::F16).quick();
     beside.segments = [SegmentFormat::F16, per_channel(Bits::Four), both(affine(Bits::Two, Grouping::Token))]
-        .map(SegmentCase::new)
+        .map(StoreCase::new)
         .to_vec();
     let span = |segment, tokens| SpanCase { segment, tokens };
     beside.sequences = vec![vec![span(0, 130), span(1, 600), span(2, 300)], vec![span(1, 129), span(0, 1)]];
@@ -106,9 +106,8 @@ pub(super) fn group_ranges() -> Vec<AttendCase> {
         cases.push(calibrated);
         let mut beside = AttendCase::new(&name("beside-others"), shape(4, 128), SegmentFormat::F16);
         beside.quick = query == QueryPrecision::Int8;
-        beside.segments = [SegmentFormat::F16, kivi(Bits::Two), SegmentFormat::per_channel(Bits::Four)]
-            .map(SegmentCase::new)
-            .to_vec();
+        beside.segments =
+            [SegmentFormat::F16, kivi(Bits::Two), SegmentFormat::per_channel(Bits::Four)].map(StoreCase::new).to_vec();
         let span = |segment, tokens| SpanCase { segment, tokens };
         beside.sequences = vec![vec![span(0, 130), span(1, 600), span(2, 300)], vec![span(1, 129), span(0, 1)]];
         cases.push(beside);

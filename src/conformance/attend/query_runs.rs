@@ -1,7 +1,7 @@
 //! The cases of query runs, causal and not, in ragged batches; and those of attention states and their merge.
 
 use super::build::{affine, both, offsets, shape, slug};
-use super::case::{AttendCase, Paging, Queries, SegmentCase, SinkPlace, SpanCase};
+use super::case::{AttendCase, Paging, Queries, SinkPlace, SpanCase, StoreCase};
 use crate::backend::QueryPrecision;
 use crate::format::{Bits, Grouping, SegmentFormat};
 use crate::plan::{ElementType, QueryRun, Visible};
@@ -106,14 +106,14 @@ pub fn state_cases() -> Vec<AttendCase> {
         cases.push(case);
     }
     let mut sink = AttendCase::new("states-sink-long", shape(4, 128), SegmentFormat::F16);
-    sink.segments.push(SegmentCase::new(SegmentFormat::per_channel(Bits::Two)));
+    sink.segments.push(StoreCase::new(SegmentFormat::per_channel(Bits::Two)));
     sink.sequences = vec![vec![SpanCase { segment: 0, tokens: 4 }, SpanCase { segment: 1, tokens: 4096 }]];
     sink.sink = SinkPlace::Middle;
     cases.push(sink);
     let mut several = AttendCase::new("states-four-stores", shape(2, 64), SegmentFormat::F16);
     several.segments =
         [SegmentFormat::F16, SegmentFormat::per_channel(Bits::Two), kivi(), both(affine(Bits::Four, Grouping::Token))]
-            .map(SegmentCase::new)
+            .map(StoreCase::new)
             .to_vec();
     let spans = |first: usize| (0..8).map(|i| SpanCase { segment: (first + i) % 4, tokens: 40 + 61 * i }).collect();
     several.sequences = vec![spans(0), spans(1)];
@@ -129,7 +129,7 @@ pub fn state_cases() -> Vec<AttendCase> {
 /// Three sequences in f16 and `format`.
 fn ragged(name: &str, group: usize, head_dim: usize, format: SegmentFormat) -> AttendCase {
     let mut case = AttendCase::new(name, shape(group, head_dim), SegmentFormat::F16);
-    case.segments.push(SegmentCase::new(format));
+    case.segments.push(StoreCase::new(format));
     let span = |segment, tokens| SpanCase { segment, tokens };
     case.sequences = vec![
         vec![span(0, 130), span(1, 170), span(0, 9)],

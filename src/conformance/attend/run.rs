@@ -12,9 +12,9 @@ use crate::format::KeyOrValue;
 use crate::plan::{AttendPlan, ElementType};
 use crate::{Backend, Result};
 
-/// Stores the data of a case through `backend`, compares what is stored with the CPU twin's bit for bit, attends twice,
-/// which has to yield the same bits, and compares the output with an f64 attention over the stored data; one of 16 bits
-/// with the output of the same step in f32.
+/// Stores the data of a case through `backend`, compares what is stored with the CPU reference's bit for bit, attends
+/// twice, which has to yield the same bits, and compares the output with an f64 attention over the stored data; one of
+/// 16 bits with the output of the same step in f32.
 pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &AttendCase) -> Result<Report> {
     let data = data::sequences(case);
     let tensors = upload(backend, &data).await?;
@@ -22,7 +22,7 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &AttendCa
 
     let stored = Stored::fill(backend, case, &data, &tensors).await?;
     let spans = stored.read_back(backend).await?;
-    failures.extend(differences(&spans, &twin(case, &data).await?));
+    failures.extend(differences(&spans, &of_reference(case, &data).await?));
 
     let plan = stored.plan(case)?;
     let queries = backend.upload(query_tensor(case, &data, &plan).elements()).await?;
@@ -127,14 +127,14 @@ fn unrepeated(first: &[f32], second: &[f32]) -> Option<Failure> {
     Some(Failure::Unrepeated { elements: 1 + differing.count(), index })
 }
 
-/// The same data stored by the CPU twin.
-async fn twin(case: &AttendCase, data: &[SequenceData]) -> Result<Vec<StoredSpan>> {
+/// The same data stored by the CPU reference.
+async fn of_reference(case: &AttendCase, data: &[SequenceData]) -> Result<Vec<StoredSpan>> {
     let cpu = Cpu::default();
     let tensors = upload(&cpu, data).await?;
     Stored::fill(&cpu, case, data, &tensors).await?.read_back(&cpu).await
 }
 
-/// Where the stored data of a backend differ from the twin's: at most one failure for keys and one for values.
+/// Where the stored data of a backend differ from those of the reference: at most one failure for keys and one for values.
 fn differences(got: &[StoredSpan], want: &[StoredSpan]) -> Vec<Failure> {
     let keys = first_difference(got, want, |span| &span.keys).map(|(elements, first)| ("keys", elements, first));
     let values = first_difference(got, want, |span| &span.values).map(|(elements, first)| ("values", elements, first));

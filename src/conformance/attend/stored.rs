@@ -1,6 +1,6 @@
 //! A case's data in the stores of a backend.
 
-use super::case::{AttendCase, Fill, Paging, SegmentCase, SpanCase};
+use super::case::{AttendCase, Fill, Paging, SpanCase, StoreCase};
 use crate::backend::{FilledSpan, FilledStores, NewSpan, SpanSource};
 use crate::conformance::data::{CENTRE_TOKENS, SequenceData};
 use crate::conformance::guards::{self, Guards};
@@ -78,7 +78,7 @@ impl<B: Backend> Stored<B> {
 
     /// The plan of one step over some of the stores.
     pub(super) fn plan_over(&self, case: &AttendCase, is_wanted: impl Fn(usize) -> bool) -> Result<AttendPlan> {
-        let calibrations: Vec<_> = case.segments.iter().map(|segment: &SegmentCase| segment.calibration).collect();
+        let calibrations: Vec<_> = case.segments.iter().map(|segment: &StoreCase| segment.calibration).collect();
         let spans = self.spans.iter().filter(|span| is_wanted(span.span.store));
         self.stores.plan(&case.runs(), spans, &calibrations)
     }

@@ -157,7 +157,7 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &Eviction
     let nearest: Vec<Nearest> =
         places.iter().zip(&similarities).map(|(&kept, &similarity)| Nearest { kept, similarity }).collect();
     failures.extend(wrong_choice(case, &nearest, &want));
-    // Given the assignment, rows are those of the twin.
+    // Given the assignment, rows are those of the reference.
     if nearest.len() == want.len() && nearest.iter().all(|nearest| (nearest.kept as usize) < case.kept) {
         for (what, rows, got) in [("merged keys", &keys, &merged_keys), ("merged values", &values, &merged_values)] {
             let want = cpu::merge_tokens(&shape, dense(rows, layout), tokens, &nearest, case.merging)?;
@@ -173,7 +173,7 @@ fn dense(tensor: &CpuTensor, layout: RowLayout) -> DenseRows<'_> {
     DenseRows { elements: tensor.elements(), layout }
 }
 
-/// Evicted tokens whose nearest kept one is another than the twin's. Where sums are rounded, another key of the same
+/// Evicted tokens whose nearest kept one is another than that of the reference. Where sums are rounded, another key of the same
 /// similarity may win, one in two hundred; where keys are equal the first must.
 fn wrong_choice(case: &EvictionCase, got: &[Nearest], want: &[Nearest]) -> Option<Failure> {
     let allowed = match case.keys {

@@ -1,4 +1,5 @@
-//! Checks of the kernels that measure attention and choose, gather, merge and reorder tokens, against the CPU twin.
+//! Checks of the kernels that measure attention and choose, gather, merge and reorder tokens, against the CPU
+//! reference.
 
 mod chunks;
 mod eviction;
@@ -27,7 +28,7 @@ fn exact_numbers(count: usize, seed: u64) -> Vec<f32> {
     (0..count).map(|_| sixteenths() / 16.0).collect()
 }
 
-/// The element furthest from what the CPU twin yields, if that is further than `tolerance · (1 + |want|)`.
+/// The element furthest from what the CPU reference yields, if that is further than `tolerance · (1 + |want|)`.
 fn far(what: &str, got: &[f32], want: &[f32], tolerance: f64) -> Option<Failure> {
     if got.len() != want.len() {
         return super::pack::difference(what, got, want);

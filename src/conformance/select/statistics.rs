@@ -10,7 +10,7 @@ use crate::cpu::{
 };
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, RowLayout, TokenRange};
-use crate::policy::{ColumnRequest, HeadAggregation, QueryRows, RowStatsSource, StatsRequest};
+use crate::policy::{ColumnRequest, HeadAggregation, QueryPositions, RowStatsSource, StatsRequest};
 use crate::{Backend, Error, Result};
 
 /// A case of attention statistics: query rows against all keys of a context.
@@ -137,7 +137,7 @@ pub fn statistics_cases() -> Vec<StatisticsCase> {
 
 /// The tensors of a case and where their rows lie.
 struct Rows {
-    positions: QueryRows,
+    positions: QueryPositions,
     queries: CpuTensor,
     keys: CpuTensor,
     query_layout: RowLayout,
@@ -146,7 +146,7 @@ struct Rows {
 
 impl Rows {
     fn new(case: &StatisticsCase) -> Result<Self> {
-        let positions = QueryRows::new(case.positions.clone(), case.tokens)?;
+        let positions = QueryPositions::new(case.positions.clone(), case.tokens)?;
         let (shape, head_dim) = (&case.shape, case.shape.head_dim());
         let query_shape = AttentionShape::new(shape.query_heads(), shape.query_heads(), head_dim)?;
         let layout = |tokens, shape: &AttentionShape| match case.order {

@@ -6,7 +6,9 @@ use crate::conformance::pack::difference;
 use crate::conformance::report::Report;
 use crate::cpu;
 use crate::plan::TokenRange;
-use crate::policy::{HeadAggregation, Pool, Pooling, QueryRows, ScoreRequest, ScoreRule, Spans, TextRule, Weighing};
+use crate::policy::{
+    HeadAggregation, Pool, Pooling, QueryPositions, ScoreRequest, ScoreRule, Spans, TextRule, Weighing,
+};
 use crate::{Backend, Result};
 
 /// A case of scores made of column sums.
@@ -72,7 +74,7 @@ pub fn token_scores_cases() -> Vec<TokenScoresCase> {
     sizes.into_iter().enumerate().map(case).collect()
 }
 
-/// Scores the tokens, and compares with the twin within rounding.
+/// Scores the tokens, and compares with the reference within rounding.
 pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &TokenScoresCase) -> Result<Report> {
     let mut random = Random::new(case.seed);
     let mut sums: Vec<f32> = (0..case.kv_heads * case.tokens).map(|_| random.below(1000) as f32 / 500.0).collect();
@@ -80,7 +82,7 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &TokenSco
         let last_head = (case.kv_heads - 1) * case.tokens;
         [sums[last_head + case.tokens / 2], sums[last_head + case.tokens - 1]] = [f32::NAN; 2];
     }
-    let rows = QueryRows::new(case.positions.clone(), case.tokens)?;
+    let rows = QueryPositions::new(case.positions.clone(), case.tokens)?;
     let spans = Spans::new(case.tokens, &case.images)?;
     let (scores, text, recent) = (case.scores, case.text, case.recent);
     let request = ScoreRequest { rows: &rows, spans: &spans, scores, text, recent };

@@ -3,7 +3,7 @@
 use crate::cpu::dense::read_row;
 use crate::format::AttentionShape;
 use crate::plan::{Elements, RowLayout, TokenRange};
-use crate::policy::QueryRows;
+use crate::policy::QueryPositions;
 use crate::{Error, Result};
 
 /// Rows of a dense tensor, and where they lie in it.
@@ -32,7 +32,7 @@ pub struct StatsInput<'a> {
     /// Heads.
     pub shape: AttentionShape,
     /// Positions of the query rows in the context.
-    pub rows: &'a QueryRows,
+    pub rows: &'a QueryPositions,
     /// The query rows `[rows, query_heads, head_dim]`, one for each position, wherever they lie.
     pub queries: DenseRows<'a>,
     /// All keys of the context, `[tokens, kv_heads, head_dim]`.

@@ -93,13 +93,13 @@ impl Launch {
 /// It reads whatever the pages hold when it runs, so that a graph that captured it may be replayed after tokens were
 /// overwritten in place; after tokens were added, plan and bind anew. Two runs must not overlap.
 #[derive(Debug)]
-pub struct BoundStep {
+pub struct BoundAttendStep {
     pub(super) stream: Arc<CudaStream>,
     pub(super) launches: Vec<Launch>,
     pub(super) memory: Vec<Arc<Memory>>,
 }
 
-impl BoundStep {
+impl BoundAttendStep {
     /// Launches the kernels of the step, after clearing the extremes of calibrated scores: nothing is allocated or
     /// copied, and nothing waits.
     ///

@@ -1,5 +1,6 @@
 //! The kernel of a decode step: planned from lengths, bound to memory, launched.
 
+pub(super) mod attend_step;
 mod kernel;
 pub(super) mod launch;
 pub(super) mod merge_pair;
@@ -9,6 +10,5 @@ mod run_variant;
 pub(super) mod scratch;
 mod segment;
 mod split;
-pub(super) mod step;
 pub(super) mod uncentre_lse;
 mod variant;

@@ -5,16 +5,16 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
 
-use super::scratch::{Room, SegmentTables};
-use super::segment::SegmentStep;
-use super::step::StepPlan;
+use super::attend_step::AttendStep;
+use super::scratch::{SegmentTables, Sizing};
+use super::segment::PlannedLaunch;
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::driver_error;
 use crate::cuda::device::memory::Memory;
 use crate::cuda::device::pinned::Pinned;
 use crate::cuda::device::program::Program;
 use crate::cuda::device::store::{MOST_SHARDS, Store};
-use crate::plan::{Page, StepTable};
+use crate::plan::{Page, WriteTable};
 use crate::{Error, Result};
 
 /// Bits of a page's index in a word of the table; the shard's number takes the others, but for the mark.
@@ -79,7 +79,7 @@ impl ModelTables {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Limit`] for stores of more shards or pages than words name.
-    pub fn new(backend: &Cuda, plan: &StepPlan, layers: &[Vec<&Store>], query_heads: usize) -> Result<Self> {
+    pub fn new(backend: &Cuda, plan: &AttendStep, layers: &[Vec<&Store>], query_heads: usize) -> Result<Self> {
         let stream = backend.stream();
         let mut bytes = 0;
         let mut take = |needed: usize| {
@@ -93,7 +93,7 @@ impl ModelTables {
             .map(|of| (take(4 * of.page_room()), take(of.item_room() * item_bytes(of))))
             .collect();
         let uploaded = Memory::zeroed(stream, "tables of a step", bytes)?;
-        let segment = |(of, &(pages_at, items_at)): (&SegmentStep, &(usize, usize))| {
+        let segment = |(of, &(pages_at, items_at)): (&PlannedLaunch, &(usize, usize))| {
             let stores: Vec<&Store> = layers.iter().filter_map(|stores| stores.get(of.store()).copied()).collect();
             let shards = stores.iter().map(|store| shard_words(store)).collect::<Result<Vec<_>>>()?;
             let shards = Memory::upload(stream, "shards of layers", bytemuck::cast_slice(shards.as_flattened()))?;
@@ -107,7 +107,7 @@ impl ModelTables {
                 capacity: pages as u32,
                 unused: 0,
             };
-            let extremes = of.extremes_memory(stream, Room::Classes, query_heads)?;
+            let extremes = of.extremes_memory(stream, Sizing::Classes, query_heads)?;
             Ok(SegmentPlaces { pages_at, items_at, items: of.item_room(), extremes, addresses, shards, call })
         };
         let segments = plan.segments().iter().zip(&places).map(segment).collect::<Result<_>>()?;
@@ -146,7 +146,7 @@ impl ModelTables {
 
     /// Queues the tables of a step that is bound like the one they were made for: one upload, and a small kernel for
     /// every segment. Pages that are written by `fresh` are marked.
-    pub fn write(&mut self, plan: &StepPlan, fresh: Option<&StepTable>) -> Result<()> {
+    pub fn write(&mut self, plan: &AttendStep, fresh: Option<&WriteTable>) -> Result<()> {
         for (segment, places) in plan.segments().iter().zip(&self.segments) {
             self.fresh.clear();
             self.fresh.extend(fresh.into_iter().flat_map(|table| table.pages_written(segment.store())).map(page_word));
@@ -179,7 +179,7 @@ impl ModelTables {
 }
 
 /// Bytes of an item: those of all, among them.
-fn item_bytes(segment: &SegmentStep) -> usize {
+fn item_bytes(segment: &PlannedLaunch) -> usize {
     segment.item_bytes().len() / segment.item_count()
 }
 

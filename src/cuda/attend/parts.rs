@@ -4,7 +4,7 @@ use super::run_variant::{BLOCK_ROWS, LEAST_ROWS, RunVariant};
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::page_format::PageFormat;
 use crate::format::AttentionShape;
-use crate::plan::{AttendPlan, Block, BlockQueries, Part, PlannedRun, PlannedSpan, Segment, Visible, blocks};
+use crate::plan::{AttendPlan, Block, BlockQueries, Part, PlannedRun, PlannedSpan, StorePart, Visible, blocks};
 
 /// Most query heads of a block of `attend`: columns of an MMA.
 const MOST_HEADS: usize = 8;
@@ -50,7 +50,7 @@ pub(super) fn query_blocks(facts: &DeviceFacts, plan: &AttendPlan) -> Vec<Block>
 }
 
 /// Whether `attend_run` serves a segment. A query has extremes of its own, which it does not look for.
-fn serves(shape: &AttentionShape, facts: &DeviceFacts) -> impl Fn(&Segment) -> bool {
+fn serves(shape: &AttentionShape, facts: &DeviceFacts) -> impl Fn(&StorePart) -> bool {
     move |segment| {
         let pages = PageFormat::new(shape, segment.format()).ok();
         segment.calibration().is_none()
@@ -78,7 +78,7 @@ pub(super) struct SegmentParts {
 
 impl SegmentParts {
     /// The parts of blocks of many queries, of few, and of single queries; what is empty is left out.
-    pub(super) fn of(plan: &AttendPlan, segment: &Segment, blocks: &[Block]) -> Vec<Self> {
+    pub(super) fn of(plan: &AttendPlan, segment: &StorePart, blocks: &[Block]) -> Vec<Self> {
         let first_block: Vec<usize> =
             (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
         let (mut many, mut few, mut single) = (Vec::new(), Vec::new(), Vec::new());
@@ -144,8 +144,8 @@ fn whole_part(index: usize, block: &Block, run: &PlannedRun, span: &PlannedSpan)
 mod tests {
     use std::collections::HashMap;
 
+    use super::super::attend_step::AttendStep;
     use super::super::kernel::SegmentKernel;
-    use super::super::step::StepPlan;
     use super::*;
     use crate::Bits;
     use crate::format::{SegmentFormat, TILE_TOKENS};
@@ -186,7 +186,7 @@ mod tests {
                 QueryRun { sequence, queries: queries.min(starts[sequence]), visible }
             }).collect();
             let plan = AttendPlan::new(shape, &runs, &stores).unwrap();
-            let step = StepPlan::for_device(&H200, &plan).unwrap();
+            let step = AttendStep::for_device(&H200, &plan).unwrap();
 
             let mut seen = vec![0; plan.rows()];
             let mut states = HashMap::new();

@@ -9,7 +9,7 @@ use crate::cuda::device::memory::Memory;
 
 /// How much room there is for counts that grow from step to step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::cuda) enum Room {
+pub(in crate::cuda) enum Sizing {
     /// For what one step needs.
     Exact,
     /// In classes that lie up to an eighth apart, exact below 16: what is bound, or captured, serves all steps of a
@@ -17,8 +17,8 @@ pub(in crate::cuda) enum Room {
     Classes,
 }
 
-impl Room {
-    /// Room for so many.
+impl Sizing {
+    /// Sizing for so many.
     pub(in crate::cuda) const fn of(self, needed: usize) -> usize {
         match self {
             Self::Exact => needed,
@@ -40,14 +40,14 @@ pub(in crate::cuda) struct ScratchSizes {
 
 /// Scratch of a step; steps that follow each other on a stream may share it.
 #[derive(Clone, Debug)]
-pub(in crate::cuda) struct StepScratch {
+pub(in crate::cuda) struct AttendScratch {
     pub states: Arc<Memory>,
     pub lse: Arc<Memory>,
     /// Zeros between steps.
     pub arrivals: Arc<Memory>,
 }
 
-impl StepScratch {
+impl AttendScratch {
     pub fn new(stream: &Arc<CudaStream>, sizes: &ScratchSizes) -> Result<Self> {
         Ok(Self {
             states: Memory::unwritten(stream, "attention states", sizes.states)?,
@@ -85,10 +85,10 @@ mod tests {
 
     #[test]
     fn classes_are_close_and_few() {
-        assert!((0..=16).all(|needed| Room::Classes.of(needed) == needed));
+        assert!((0..=16).all(|needed| Sizing::Classes.of(needed) == needed));
         let mut classes = std::collections::BTreeSet::new();
         for needed in 1..20_000 {
-            let room = Room::Classes.of(needed);
+            let room = Sizing::Classes.of(needed);
             assert!(room >= needed && room <= needed + needed / 8, "{needed}: {room}");
             classes.insert(room);
         }

@@ -9,7 +9,7 @@ use super::kernel::SegmentKernel;
 use super::launch::{AttendCall, Launch};
 use super::parts::{ItemQueries, SegmentParts};
 use super::run_variant::{BLOCK_ROWS, RunVariant};
-use super::scratch::{Room, SegmentTables};
+use super::scratch::{SegmentTables, Sizing};
 use super::split::{self, BLOCK_TIME, RUN_BLOCK_TIME, RUN_TOKEN_RATE, TOKEN_RATE, Wave};
 use super::variant::{AttendVariant, ScorePass};
 use crate::cuda::Cuda;
@@ -18,7 +18,7 @@ use crate::cuda::device::memory::Memory;
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
-use crate::plan::{AttendPlan, Block, Page, Segment, StateCounts};
+use crate::plan::{AttendPlan, Block, Page, StateCounts, StorePart};
 use crate::{Error, Result};
 
 /// `Item` of `cuda/common/attend_call.cuh`.
@@ -40,7 +40,7 @@ pub(super) struct Item {
 
 /// One launch of a step: items of one segment that have one query each, or blocks of queries.
 #[derive(Clone, Debug)]
-pub(in crate::cuda) struct SegmentStep {
+pub(in crate::cuda) struct PlannedLaunch {
     pub(super) store: usize,
     pub(super) format: SegmentFormat,
     pub(super) kernel: SegmentKernel,
@@ -58,11 +58,11 @@ pub(in crate::cuda) struct SegmentStep {
     pub(super) cluster: usize,
 }
 
-impl SegmentStep {
+impl PlannedLaunch {
     pub(super) fn new(
         facts: &DeviceFacts,
         shape: &AttentionShape,
-        segment: &Segment,
+        segment: &StorePart,
         parts: SegmentParts,
     ) -> Result<Self> {
         let pages = PageFormat::new(shape, segment.format())?;
@@ -171,7 +171,7 @@ impl SegmentStep {
         let mut bytes = bytemuck::cast_slice::<u64, u8>(&addresses).to_vec();
         bytes.extend_from_slice(self.item_bytes());
         let memory = Memory::upload(stream, "tables of a decode step", &bytes)?;
-        let extremes = self.extremes_memory(stream, Room::Exact, query_heads)?;
+        let extremes = self.extremes_memory(stream, Sizing::Exact, query_heads)?;
         Ok(SegmentTables {
             pages: memory.address(),
             items: memory.address() + size_of_val(addresses.as_slice()) as u64,
@@ -181,11 +181,11 @@ impl SegmentStep {
         })
     }
 
-    /// Room for the extremes of the scores of every query over every span, where they are needed.
+    /// Sizing for the extremes of the scores of every query over every span, where they are needed.
     pub(in crate::cuda) fn extremes_memory(
         &self,
         stream: &Arc<CudaStream>,
-        room: Room,
+        room: Sizing,
         query_heads: usize,
     ) -> Result<Option<Arc<Memory>>> {
         let bytes = room.of(self.extremes) * query_heads * size_of::<[u32; 2]>();
@@ -214,17 +214,17 @@ impl SegmentStep {
 
     /// Items that tables have room for, and launches blocks: whole clusters.
     pub(in crate::cuda) fn item_room(&self) -> usize {
-        Room::Classes.of(self.items.len() / self.cluster) * self.cluster
+        Sizing::Classes.of(self.items.len() / self.cluster) * self.cluster
     }
 
     /// Pages that tables have room for.
     pub(in crate::cuda) fn page_room(&self) -> usize {
-        Room::Classes.of(self.pages.len())
+        Sizing::Classes.of(self.pages.len())
     }
 
     pub(super) fn is_bound_like(&self, other: &Self) -> bool {
         let of = |segment: &Self| {
-            let rooms = [segment.item_room(), segment.page_room(), Room::Classes.of(segment.extremes)];
+            let rooms = [segment.item_room(), segment.page_room(), Sizing::Classes.of(segment.extremes)];
             let merged = segment.merges().then_some(segment.merged_items);
             (segment.store, segment.kernel, merged, segment.cluster, segment.calibration, rooms)
         };
@@ -314,7 +314,7 @@ fn of_run(
 
 /// Gives every item, or every cluster of items, its state rows so that those of a query are contiguous, and returns how
 /// many there are.
-pub(super) fn assign_states(plan: &AttendPlan, blocks: &[Block], segments: &mut [SegmentStep]) -> Result<usize> {
+pub(super) fn assign_states(plan: &AttendPlan, blocks: &[Block], segments: &mut [PlannedLaunch]) -> Result<usize> {
     let mut counts = StateCounts::new(plan, blocks);
     for segment in segments.iter() {
         for (group, of) in segment.items.chunks(segment.cluster).zip(segment.blocks.chunks(segment.cluster)) {

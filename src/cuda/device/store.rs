@@ -278,7 +278,7 @@ impl Store {
         self.range_slots
     }
 
-    /// The store in a [layout of steps](crate::plan::StepLayout), for steps that put so many tokens into it at most,
+    /// The store in a [layout of steps](crate::plan::WriteLayout), for steps that put so many tokens into it at most,
     /// and copy so many of its pages.
     pub fn step_capacity(&self, tokens: usize, copies: usize) -> StoreCapacity {
         let shard_pages = self.shards.iter().map(|shard| shard.pages).collect();

@@ -3,5 +3,5 @@
 pub(super) mod non_finite_flags;
 pub(super) mod rows;
 pub(super) mod scratch;
-pub(super) mod step;
-pub(super) mod step_memory;
+pub(super) mod store_step;
+pub(super) mod write_memory;

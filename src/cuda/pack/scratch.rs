@@ -6,10 +6,10 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 
 use super::non_finite_flags::NonFiniteFlags;
-use super::step_memory::StepMemory;
+use super::write_memory::WriteMemory;
 use crate::Result;
 use crate::cuda::device::memory::Memory;
-use crate::plan::StepLayout;
+use crate::plan::WriteLayout;
 
 /// Bytes of a table, at least.
 const FIRST_TABLE_BYTES: usize = 16 << 10;
@@ -23,21 +23,21 @@ pub(crate) struct PackScratch {
 }
 
 impl PackScratch {
-    /// Room for a table of so many bytes.
+    /// Sizing for a table of so many bytes.
     pub(super) fn table(&mut self, stream: &Arc<CudaStream>, bytes: usize) -> Result<Arc<Memory>> {
         room(&mut self.table, stream, "tables", bytes.max(FIRST_TABLE_BYTES))
     }
 
-    /// Room for the table of a step.
-    pub(in crate::cuda) fn step_memory(
+    /// Sizing for the table of a step.
+    pub(in crate::cuda) fn write_memory(
         &mut self,
         stream: &Arc<CudaStream>,
-        layout: &Arc<StepLayout>,
-    ) -> Result<StepMemory> {
-        Ok(StepMemory::over(self.table(stream, layout.words() * size_of::<u32>())?, layout))
+        layout: &Arc<WriteLayout>,
+    ) -> Result<WriteMemory> {
+        Ok(WriteMemory::over(self.table(stream, layout.words() * size_of::<u32>())?, layout))
     }
 
-    /// Room for rotated rows.
+    /// Sizing for rotated rows.
     pub(super) fn rotated(&mut self, stream: &Arc<CudaStream>, bytes: usize) -> Result<Arc<Memory>> {
         room(&mut self.rotated, stream, "rotated rows", bytes)
     }

@@ -12,7 +12,7 @@ use crate::cuda::device::program::Program;
 use crate::cuda::device::tensor::Tensor;
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, RowLayout};
-use crate::policy::{HeadAggregation, QueryRows, RowStatsSource, StatsRequest};
+use crate::policy::{HeadAggregation, QueryPositions, RowStatsSource, StatsRequest};
 
 /// Threads of a block of `sum_partials`.
 const SUM_THREADS: u32 = 128;
@@ -34,7 +34,7 @@ const SHARED_BYTES: usize = 100 << 10;
 #[derive(Clone, Debug)]
 pub struct AttentionStatsPlan {
     shape: AttentionShape,
-    rows: QueryRows,
+    rows: QueryPositions,
     queries: RowLayout,
     keys: RowLayout,
     request: StatsRequest,
@@ -146,7 +146,7 @@ impl AttentionStatsPlan {
     /// [`Error::Limit`]: crate::Error::Limit
     pub fn new(
         shape: &AttentionShape,
-        rows: QueryRows,
+        rows: QueryPositions,
         layouts: [RowLayout; 2],
         request: StatsRequest,
     ) -> Result<Self> {
@@ -334,7 +334,7 @@ mod tests {
         let program = Program { files: SUM_PROGRAM, defines: Vec::new() };
         for (rows, tokens) in [(1, 1), (50, 32768), (32768, 32768), (4096, 1 << 20)] {
             let layouts = [RowLayout::token_major(rows, &queries), RowLayout::token_major(tokens, &shape)];
-            let positions = QueryRows::last(rows, tokens).unwrap();
+            let positions = QueryPositions::last(rows, tokens).unwrap();
             let request = StatsRequest { columns, rows: RowStatsSource::Measured };
             let plan = AttentionStatsPlan::new(&shape, positions, layouts, request).unwrap();
             for (element_type, capability) in ElementType::ALL.into_iter().flat_map(|e| [(e, (8, 0)), (e, (9, 0))]) {

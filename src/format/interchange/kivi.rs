@@ -16,14 +16,14 @@ use crate::{Error, Result};
 
 /// What every step of [`quantize_group`] is rounded to: the element type of KIVI's tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum StepRounding {
+pub enum ScaleRounding {
     /// f32 steps.
     F32,
     /// f16 steps, to nearest even.
     F16,
 }
 
-impl StepRounding {
+impl ScaleRounding {
     fn round(self, x: f32) -> f32 {
         match self {
             Self::F32 => x,
@@ -46,7 +46,7 @@ pub struct QuantizedGroup {
 /// Quantises the elements that share a range: `scale = (max − min) / (2^bits − 1)`,
 /// `code = round(clamp((x − min) / scale))`, ties to even, each step rounded. A group without spread has scale 0 and
 /// codes 0, where the published code divides by zero.
-pub fn quantize_group(elements: &[f32], bits: Bits, rounding: StepRounding) -> QuantizedGroup {
+pub fn quantize_group(elements: &[f32], bits: Bits, rounding: ScaleRounding) -> QuantizedGroup {
     let round = |x: f32| rounding.round(x);
     let min = elements.iter().copied().fold(f32::INFINITY, f32::min);
     let max = elements.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -61,7 +61,7 @@ pub fn quantize_group(elements: &[f32], bits: Bits, rounding: StepRounding) -> Q
 
 impl QuantizedGroup {
     /// The values that the codes stand for: `code · scale + min`, each step rounded.
-    pub fn dequantize(&self, rounding: StepRounding) -> Vec<f32> {
+    pub fn dequantize(&self, rounding: ScaleRounding) -> Vec<f32> {
         let value = |&code: &u8| rounding.round(rounding.round(f32::from(code) * self.range.scale) + self.range.min);
         self.codes.iter().map(value).collect()
     }
@@ -114,9 +114,9 @@ mod tests {
 
     #[test]
     fn a_group_without_spread_is_its_minimum() {
-        let group = quantize_group(&[2.5; 8], Bits::Two, StepRounding::F16);
+        let group = quantize_group(&[2.5; 8], Bits::Two, ScaleRounding::F16);
         assert_eq!(group, QuantizedGroup { codes: vec![0; 8], range: CodeRange { scale: 0.0, min: 2.5 } });
-        assert_eq!(group.dequantize(StepRounding::F16), [2.5; 8]);
+        assert_eq!(group.dequantize(ScaleRounding::F16), [2.5; 8]);
     }
 
     proptest! {

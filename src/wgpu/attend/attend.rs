@@ -150,7 +150,7 @@ fn merge(output: Option<ElementType>) -> Merge {
 
 #[cfg(test)]
 mod tests {
-    use super::super::StepPlan;
+    use super::super::AttendStep;
     use super::super::prepare_query::Extremes;
     use super::super::recipe::{ByteWeights, Exchange, FloatWeights, QueryMemory, Sums, ValueRanges};
     use super::super::specialisation::MAX_TILES;
@@ -259,7 +259,7 @@ mod tests {
             let split = Split { target_items: 1, tile_step: 1, max_tiles };
             let plan = AttendPlan::new(shape, &[QueryRun::decode(0)], &[store]).unwrap();
             let options = crate::backend::AttendOptions { split, ..Default::default() };
-            let step = StepPlan::new(&capabilities(true, true, 16 << 10), &plan, ElementType::F32, options);
+            let step = AttendStep::new(&capabilities(true, true, 16 << 10), &plan, ElementType::F32, options);
             assert_eq!(matches!(step, Err(crate::Error::Limit { .. })), refused, "{max_tiles}");
         }
     }

@@ -3,8 +3,11 @@
 mod arithmetic;
 #[expect(clippy::module_inception, reason = "the file of a kernel has the kernel's name")]
 mod attend;
+mod attend_buffers;
+mod attend_launches;
 mod attend_matrix;
 mod attend_run;
+mod attend_step;
 mod attend_values;
 mod code_bytes;
 mod group_ranges;
@@ -15,17 +18,14 @@ mod prepare_query;
 mod recipe;
 mod scratch;
 mod specialisation;
-mod step;
-mod step_buffers;
-mod step_launches;
 mod uncentre_lse;
 
 pub(super) use arithmetic::arithmetic;
+pub use attend_buffers::AttendTensors;
 pub(super) use attend_run::full_runs;
+pub use attend_step::AttendStep;
 pub use merge_pair::MergePairPlan;
 pub use scratch::{Scratch, ScratchBytes};
-pub use step::StepPlan;
-pub use step_buffers::StepTensors;
 pub use uncentre_lse::UncentreLsePlan;
 
 use super::device::Variant;

@@ -8,7 +8,7 @@ use super::recipe::{
 use crate::format::{Bits, Direction};
 use crate::plan::ElementType;
 use crate::wgpu::device::Variant;
-use crate::wgpu::pack::hadamard::{Turn, with_turn};
+use crate::wgpu::pack::hadamard::{DirectedRotation, with_turn};
 
 impl AttendRecipe {
     /// The kernel.
@@ -334,7 +334,7 @@ impl Values {
         let variant = match self.rotation {
             Some(rotation) => {
                 let variant = variant.import("output_rotation", "attend/output_rotation/hadamard.wgsl");
-                with_turn(variant, Turn { rotation, direction: Direction::Back }, head_dim)
+                with_turn(variant, DirectedRotation { rotation, direction: Direction::Inverse }, head_dim)
             }
             None => variant,
         };

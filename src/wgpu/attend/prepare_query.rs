@@ -4,7 +4,7 @@ use super::specialisation::Specialisation;
 use crate::format::{Direction, TileLayout};
 use crate::plan::ElementType;
 use crate::wgpu::device::Variant;
-use crate::wgpu::pack::hadamard::{Turn, with_sketch, with_turn};
+use crate::wgpu::pack::hadamard::{DirectedRotation, with_sketch, with_turn};
 
 impl Specialisation<'_> {
     /// The kernel that prepares queries of `input` elements, and resets `extremes` where a segment has some.
@@ -30,7 +30,7 @@ impl Specialisation<'_> {
             .constant("ROW_FIELDS", layout.key_row_channels() / 4);
         variant = self.given_query(input).put(variant);
         if let Some(rotation) = self.format.key.rotation() {
-            let turn = Turn { rotation, direction: Direction::Forth };
+            let turn = DirectedRotation { rotation, direction: Direction::Forward };
             variant = match self.format.key.sketched().and_then(|format| format.sketch) {
                 None => variant.import("query_rotation", "attend/query_rotation/hadamard.wgsl"),
                 Some(sketch) => {

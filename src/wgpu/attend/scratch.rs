@@ -85,14 +85,14 @@ impl Scratch {
 
 /// A run of bytes of a scratch buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Section {
+pub(super) struct ScratchSection {
     pub offset: u64,
     pub bytes: u64,
 }
 
 /// How large sections are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Room {
+pub(super) enum Sizing {
     /// As large as the step needs.
     Exact,
     /// Up to a quarter larger, in steps that many lengths of sequences share.
@@ -102,7 +102,7 @@ pub(super) enum Room {
 /// The least step between classes, in bytes.
 const LEAST_CLASS: u64 = 1 << 12;
 
-impl Room {
+impl Sizing {
     /// Bytes of a section that needs so many.
     pub(super) fn bytes(self, needed: u64) -> u64 {
         match self {
@@ -115,41 +115,41 @@ impl Room {
 /// Where sections of the scratch buffers begin.
 pub(super) struct Layout {
     alignment: u64,
-    pub room: Room,
+    pub room: Sizing,
     pub tables: Vec<u8>,
     pub scratch: ScratchBytes,
 }
 
 impl Layout {
-    pub fn new(capabilities: &Capabilities, room: Room) -> Self {
+    pub fn new(capabilities: &Capabilities, room: Sizing) -> Self {
         let alignment = capabilities.limits.binding_alignment;
         Self { alignment, room, tables: Vec::new(), scratch: ScratchBytes::default() }
     }
 
-    pub fn table<T: bytemuck::NoUninit>(&mut self, rows: &[T]) -> Section {
+    pub fn table<T: bytemuck::NoUninit>(&mut self, rows: &[T]) -> ScratchSection {
         self.tables.resize(self.tables.len().next_multiple_of(self.alignment as usize), 0);
         let offset = self.tables.len() as u64;
         let rows = bytemuck::cast_slice::<T, u8>(rows);
         self.tables.extend_from_slice(rows);
         self.scratch.tables = offset + self.room.bytes(rows.len() as u64);
         self.tables.resize(self.scratch.tables as usize, 0);
-        Section { offset, bytes: self.scratch.tables - offset }
+        ScratchSection { offset, bytes: self.scratch.tables - offset }
     }
 
-    fn section(&self, end: &mut u64, bytes: u64) -> Section {
+    fn section(&self, end: &mut u64, bytes: u64) -> ScratchSection {
         let (offset, bytes) = (end.next_multiple_of(self.alignment), self.room.bytes(bytes));
         *end = offset + bytes;
-        Section { offset, bytes }
+        ScratchSection { offset, bytes }
     }
 
-    pub fn queries(&mut self, bytes: u64) -> Section {
+    pub fn queries(&mut self, bytes: u64) -> ScratchSection {
         let mut end = self.scratch.queries;
         let section = self.section(&mut end, bytes);
         self.scratch.queries = end;
         section
     }
 
-    pub fn scores(&mut self, bytes: u64) -> Section {
+    pub fn scores(&mut self, bytes: u64) -> ScratchSection {
         let mut end = self.scratch.scores;
         let section = self.section(&mut end, bytes);
         self.scratch.scores = end;
@@ -164,14 +164,14 @@ mod tests {
     /// Few classes, none of them much too large, and nothing for nothing.
     #[test]
     fn classes_hold_what_is_needed() {
-        assert_eq!(Room::Classes.bytes(0), 0);
+        assert_eq!(Sizing::Classes.bytes(0), 0);
         let mut classes = std::collections::BTreeSet::new();
         for needed in (1..4u64 << 20).step_by(997) {
-            let bytes = Room::Classes.bytes(needed);
+            let bytes = Sizing::Classes.bytes(needed);
             assert!(bytes >= needed && bytes <= needed + (needed / 4).max(LEAST_CLASS), "{needed}: {bytes}");
             classes.insert(bytes);
         }
         assert!(classes.len() < 40, "{classes:?}");
-        assert_eq!(Room::Exact.bytes(5), 5);
+        assert_eq!(Sizing::Exact.bytes(5), 5);
     }
 }

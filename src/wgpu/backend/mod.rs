@@ -6,14 +6,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::backend::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, NewCentre, NonFinite, Packing,
-    QueryPrecision, SpanBytes, SpanPlace, SpanRead, SpanWrite, StepInput, Storage,
+    QueryPrecision, SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, WriteInput,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
-    AttendPlan, ElementType, Elements, Page, PageCopy, RowLayout, StepLayout, StepTable, StepWrites, TokenWrite,
-    WindowCapacity, WindowMove,
+    AttendPlan, ElementType, Elements, LayerWrites, Page, PageCopy, RowLayout, TokenWrite, WindowCapacity, WindowMove,
+    WriteLayout, WriteTable,
 };
-use crate::wgpu::attend::{MergePairPlan, Scratch, ScratchBytes, StepPlan, StepTensors, UncentreLsePlan, arithmetic};
+use crate::wgpu::attend::{
+    AttendStep, AttendTensors, MergePairPlan, Scratch, ScratchBytes, UncentreLsePlan, arithmetic,
+};
 use crate::wgpu::device::capabilities::Path;
 use crate::wgpu::device::guard::Request;
 use crate::wgpu::device::{
@@ -21,7 +23,7 @@ use crate::wgpu::device::{
     guard, store,
 };
 use crate::wgpu::pack::{
-    DequantizePlan, FindNonFinitePlan, KeyMeanPlan, NonFiniteFlags, PackStepPlan, QuantizePlan, StepMemory,
+    DequantizePlan, FindNonFinitePlan, KeyMeanPlan, NonFiniteFlags, QuantizePlan, StoreStep, WriteMemory,
     rotated_window_bytes,
 };
 use crate::{Error, Result};
@@ -137,7 +139,7 @@ impl Wgpu {
     }
 
     /// Uploads the tables of a step and submits its launches.
-    async fn run_step(&self, step: &StepPlan, stores: &[&Store], tensors: StepTensors<'_>) -> Result<()> {
+    async fn run_step(&self, step: &AttendStep, stores: &[&Store], tensors: AttendTensors<'_>) -> Result<()> {
         let scratch = self.scratch(step.scratch()).await?;
         let launches = step.bind(&self.kernels, stores, &scratch, tensors)?;
         // Scratch is shared: between a step's tables and its submission no other thread may write its own.
@@ -163,11 +165,11 @@ impl Wgpu {
     fn run_pack_step(
         &self,
         stores: &[&Store],
-        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
-        table: &StepTable,
+        input: Option<WriteInput<'_, Tensor, NonFiniteFlags>>,
+        table: &WriteTable,
     ) -> Result<()> {
-        let memory = StepMemory::new(self.device(), table.layout())?;
-        let step = PackStepPlan::new(table.layout()).bind_for(&self.kernels, stores, &memory, input, table)?;
+        let memory = WriteMemory::new(self.device(), table.layout())?;
+        let step = StoreStep::new(table.layout()).bind_for(&self.kernels, stores, &memory, input, table)?;
         guard::captured_now(self.device(), Request::call("table of a step"), || memory.write(&self.queue, table))??;
         guard::encode_and_submit(self.device(), &self.queue, "kvpack write_step", |encoder| {
             let descriptor = wgpu::ComputePassDescriptor { label: Some("kvpack write_step"), timestamp_writes: None };
@@ -292,7 +294,7 @@ impl Packing for Wgpu {
         let stores = vec![from.step_capacity(0, 0), to.step_capacity(0, 0)];
         let layout = |windows: usize| {
             let pair = WindowCapacity { from: 0, to: 1, windows, newer: 0 };
-            StepLayout::new(*shape, 0, stores.clone(), vec![pair]).map(Arc::new)
+            WriteLayout::new(*shape, 0, stores.clone(), vec![pair]).map(Arc::new)
         };
         // Rotated rows pass through scratch memory: as many windows at a time as a few MiB hold.
         let at_once = match rotated_window_bytes(&*layout(1)?) {
@@ -301,8 +303,8 @@ impl Packing for Wgpu {
         };
         for windows in windows.chunks(at_once) {
             let layout = layout(windows.len())?;
-            let mut table = StepTable::new(&layout);
-            table.set(&StepWrites { windows: vec![windows.to_vec()], ..StepWrites::of(&layout) })?;
+            let mut table = WriteTable::new(&layout);
+            table.set(&LayerWrites { windows: vec![windows.to_vec()], ..LayerWrites::of(&layout) })?;
             self.run_pack_step(&[from, to], None, &table)?;
         }
         Ok(())
@@ -319,18 +321,18 @@ impl Packing for Wgpu {
         if writes.is_empty() {
             return Err(Error::NoTokens { what: "append", hint: "pass at least one token" });
         }
-        let layout = StepLayout::new(*store.shape(), rows.tokens, vec![store.step_capacity(writes.len(), 0)], vec![])?;
+        let layout = WriteLayout::new(*store.shape(), rows.tokens, vec![store.step_capacity(writes.len(), 0)], vec![])?;
         let layout = Arc::new(layout);
-        let (mut table, mut step) = (StepTable::new(&layout), StepWrites::of(&layout));
+        let (mut table, mut step) = (WriteTable::new(&layout), LayerWrites::of(&layout));
         step.stores[0].tokens.extend_from_slice(writes);
         table.set(&step)?;
         let flags = NonFiniteFlags::new(self.device(), 1)?;
-        self.run_pack_step(&[store], Some(StepInput { keys, values, rows, flags: &flags, layer: 0 }), &table)
+        self.run_pack_step(&[store], Some(WriteInput { keys, values, rows, flags: &flags, layer: 0 }), &table)
     }
 
     fn copy_page(&self, store: &mut Store, from: Page, to: Page) -> Result<()> {
-        let layout = Arc::new(StepLayout::new(*store.shape(), 0, vec![store.step_capacity(0, 1)], vec![])?);
-        let (mut table, mut step) = (StepTable::new(&layout), StepWrites::of(&layout));
+        let layout = Arc::new(WriteLayout::new(*store.shape(), 0, vec![store.step_capacity(0, 1)], vec![])?);
+        let (mut table, mut step) = (WriteTable::new(&layout), LayerWrites::of(&layout));
         step.stores[0].copies.push(PageCopy { from, to });
         table.set(&step)?;
         self.run_pack_step(&[store], None, &table)
@@ -339,8 +341,8 @@ impl Packing for Wgpu {
     fn write_step(
         &self,
         stores: &mut [&mut Store],
-        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
-        table: &StepTable,
+        input: Option<WriteInput<'_, Tensor, NonFiniteFlags>>,
+        table: &WriteTable,
     ) -> Result<()> {
         let stores: Vec<&Store> = stores.iter().map(|store| &**store).collect();
         self.run_pack_step(&stores, input, table)
@@ -401,8 +403,8 @@ impl Attention for Wgpu {
         plan.check_elements("queries", queries.elements())?;
         plan.check_elements("output", output.elements())?;
         let options = AttendOptions { output: output.element_type(), ..options };
-        let step = StepPlan::new(&self.capabilities, plan, queries.element_type(), options)?;
-        self.run_step(&step, stores, StepTensors { queries, output, lse: None }).await
+        let step = AttendStep::new(&self.capabilities, plan, queries.element_type(), options)?;
+        self.run_step(&step, stores, AttendTensors { queries, output, lse: None }).await
     }
 
     async fn attend_states(
@@ -414,9 +416,9 @@ impl Attention for Wgpu {
     ) -> Result<AttentionStates<Tensor>> {
         plan.check_elements("queries", queries.elements())?;
         let options = AttendOptions { output: ElementType::F32, ..options };
-        let step = StepPlan::states(&self.capabilities, plan, queries.element_type(), options)?;
+        let step = AttendStep::states(&self.capabilities, plan, queries.element_type(), options)?;
         let states = self.zeroed_states(plan.shape(), plan.rows())?;
-        let tensors = StepTensors { queries, output: &states.outputs, lse: Some(&states.lse) };
+        let tensors = AttendTensors { queries, output: &states.outputs, lse: Some(&states.lse) };
         self.run_step(&step, stores, tensors).await?;
         Ok(states)
     }

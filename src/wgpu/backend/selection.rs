@@ -3,7 +3,7 @@
 use super::Wgpu;
 use crate::Result;
 use crate::backend::{
-    KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, ScoredTokens, Selection, TensorRows,
+    KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, ScoredTokens, TensorRows, TokenSelection,
 };
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, TokenIndices};
@@ -14,7 +14,7 @@ use crate::wgpu::select::{
     TopKPlan, Words,
 };
 
-impl Selection for Wgpu {
+impl TokenSelection for Wgpu {
     type Words = Words;
 
     async fn download_words(&self, words: &Words) -> Result<Vec<u32>> {

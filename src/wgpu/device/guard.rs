@@ -4,7 +4,7 @@
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use super::untold;
+use super::deferred;
 use crate::{Error, Result};
 
 /// What a call asks for, to name it in an error.
@@ -49,12 +49,12 @@ pub(crate) async fn captured<T>(device: &wgpu::Device, request: Request, call: i
 pub(crate) fn captured_now<T>(device: &wgpu::Device, request: Request, call: impl FnOnce() -> T) -> Result<T> {
     let scopes = Scopes::open(device);
     let value = call();
-    untold::told_now(device, scopes.close(request)).map(|()| value)
+    deferred::defer(device, scopes.close(request)).map(|()| value)
 }
 
 /// Waits for the outcome of earlier calls that could not wait, and returns the first error among it.
 pub(crate) async fn settled(device: &wgpu::Device) -> Result<()> {
-    untold::told(device).await
+    deferred::settle(device).await
 }
 
 /// Error scopes for everything that can go wrong. They belong to the thread, so they are closed before

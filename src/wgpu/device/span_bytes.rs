@@ -3,12 +3,13 @@
 
 use super::buffers;
 use super::guard::{self, Request};
-use super::store::{Store, StorePart};
+use super::store::{Store, StoreBuffer};
 use crate::Result;
 use crate::backend::{SpanBytes, SpanPlace};
 use crate::format::{KeyOrValue, SegmentFormat};
 
-const PARTS: [StorePart; 4] = [StorePart::Keys, StorePart::KeyRanges, StorePart::Values, StorePart::ValueRanges];
+const PARTS: [StoreBuffer; 4] =
+    [StoreBuffer::Keys, StoreBuffer::KeyRanges, StoreBuffer::Values, StoreBuffer::ValueRanges];
 
 impl Store {
     /// What a place holds, once all submitted work is done.

@@ -31,7 +31,7 @@ pub struct Store {
 
 /// A buffer of a shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StorePart {
+pub enum StoreBuffer {
     /// Tiles of keys.
     Keys,
     /// Ranges beside the tiles of keys.
@@ -42,7 +42,7 @@ pub enum StorePart {
     ValueRanges,
 }
 
-impl StorePart {
+impl StoreBuffer {
     /// The tiles of keys or of values.
     pub const fn tiles(which: KeyOrValue) -> Self {
         match which {
@@ -74,12 +74,12 @@ struct ShardTensor {
 }
 
 impl Shard {
-    const fn part(&self, part: StorePart) -> Option<&wgpu::Buffer> {
+    const fn part(&self, part: StoreBuffer) -> Option<&wgpu::Buffer> {
         match part {
-            StorePart::Keys => Some(&self.keys.tiles),
-            StorePart::KeyRanges => self.keys.ranges.as_ref(),
-            StorePart::Values => Some(&self.values.tiles),
-            StorePart::ValueRanges => self.values.ranges.as_ref(),
+            StoreBuffer::Keys => Some(&self.keys.tiles),
+            StoreBuffer::KeyRanges => self.keys.ranges.as_ref(),
+            StoreBuffer::Values => Some(&self.values.tiles),
+            StoreBuffer::ValueRanges => self.values.ranges.as_ref(),
         }
     }
 
@@ -130,7 +130,7 @@ impl Store {
         &self.format
     }
 
-    /// The store in a [layout of steps](crate::plan::StepLayout), for steps that put so many tokens into it at most,
+    /// The store in a [layout of steps](crate::plan::WriteLayout), for steps that put so many tokens into it at most,
     /// and copy so many of its pages.
     pub fn step_capacity(&self, tokens: usize, copies: usize) -> StoreCapacity {
         let shard_pages = self.shards.iter().map(|shard| shard.pages).collect();
@@ -159,7 +159,7 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such shard, or the format has no such ranges.
-    pub fn shard_buffer(&self, shard: u32, part: StorePart) -> Result<&wgpu::Buffer> {
+    pub fn shard_buffer(&self, shard: u32, part: StoreBuffer) -> Result<&wgpu::Buffer> {
         self.shards.get(shard as usize).and_then(|shard| shard.part(part)).ok_or_else(|| Error::Plan {
             what: "store",
             reason: format!(
@@ -174,7 +174,7 @@ impl Store {
     ///
     /// # Errors
     /// As [`Store::shard_buffer`].
-    pub fn shard_binding(&self, shard: u32, part: StorePart) -> Result<wgpu::BufferBinding<'_>> {
+    pub fn shard_binding(&self, shard: u32, part: StoreBuffer) -> Result<wgpu::BufferBinding<'_>> {
         self.shard_buffer(shard, part).map(wgpu::Buffer::as_entire_buffer_binding)
     }
 
@@ -352,7 +352,7 @@ impl Store {
         if format.has_span_ranges() {
             self.span_ranges_binding(which).map(Some)
         } else if format.grouping().is_some() {
-            self.shard_binding(shard, StorePart::ranges(which)).map(Some)
+            self.shard_binding(shard, StoreBuffer::ranges(which)).map(Some)
         } else {
             Ok(None)
         }
@@ -423,13 +423,13 @@ impl Store {
     }
 
     /// Bytes of a part of one page.
-    pub(crate) fn page_part_bytes(&self, part: StorePart) -> u64 {
+    pub(crate) fn page_part_bytes(&self, part: StoreBuffer) -> u64 {
         let of = |which| PagePart::new(&self.shape, &self.format, which);
         match part {
-            StorePart::Keys => of(KeyOrValue::Key).tiles,
-            StorePart::KeyRanges => of(KeyOrValue::Key).ranges,
-            StorePart::Values => of(KeyOrValue::Value).tiles,
-            StorePart::ValueRanges => of(KeyOrValue::Value).ranges,
+            StoreBuffer::Keys => of(KeyOrValue::Key).tiles,
+            StoreBuffer::KeyRanges => of(KeyOrValue::Key).ranges,
+            StoreBuffer::Values => of(KeyOrValue::Value).tiles,
+            StoreBuffer::ValueRanges => of(KeyOrValue::Value).ranges,
         }
     }
 

@@ -1,20 +1,20 @@
 //! Kernel `append`: the tokens of a step, the rows of windows that are stored one by one, and rows whose sketches
 //! need all of them.
 
-use super::hadamard::{Turn, with_sketch, with_turn};
+use super::hadamard::{DirectedRotation, with_sketch, with_turn};
 use super::levels::{with_codebook_fields, with_level_fields};
-use super::step_launch::{Binder, StepKernel, StepLaunch};
 use super::tile_call::{self, RowsKind, TileCall};
+use super::write_launch::{Binder, WriteKernel, WriteLaunch};
 use crate::Result;
 use crate::format::{AttentionShape, Direction, HEAD_DIMS, KeyOrValue, NormRule, SegmentFormat, TensorFormat};
-use crate::plan::{ElementType, Section};
+use crate::plan::{ElementType, TableSection};
 use crate::wgpu::device::launch::FLAT_WORKGROUP;
-use crate::wgpu::device::{StorePart, Variant};
+use crate::wgpu::device::{StoreBuffer, Variant};
 
 /// Tokens of a step for one shard of a store: one dispatch for keys and values, or one each where the device binds too
 /// few buffers. Tokens of one page may share words of values, which their threads change bit by bit.
-pub(super) fn bind_tokens(bind: &Binder<'_>, store: usize, shard: u32) -> Result<Vec<StepLaunch>> {
-    let section = Section::Tokens(store);
+pub(super) fn bind_tokens(bind: &Binder<'_>, store: usize, shard: u32) -> Result<Vec<WriteLaunch>> {
+    let section = TableSection::Tokens(store);
     let per_entry = bind.layout.shape().kv_heads() as u64 * u64::from(FLAT_WORKGROUP);
     let of = |which| tokens_of(bind, store, shard, which);
     let (keys, values) = (of(KeyOrValue::Key)?, of(KeyOrValue::Value)?);
@@ -25,7 +25,7 @@ pub(super) fn bind_tokens(bind: &Binder<'_>, store: usize, shard: u32) -> Result
     [keys, values].into_iter().map(|kernel| bind.launch(kernel, (section, per_entry))).collect()
 }
 
-fn tokens_of<'a>(bind: &Binder<'a>, store: usize, shard: u32, which: KeyOrValue) -> Result<StepKernel<'a>> {
+fn tokens_of<'a>(bind: &Binder<'a>, store: usize, shard: u32, which: KeyOrValue) -> Result<WriteKernel<'a>> {
     let input = bind.input()?;
     let tensor = match which {
         KeyOrValue::Key => input.keys,
@@ -38,13 +38,13 @@ fn tokens_of<'a>(bind: &Binder<'a>, store: usize, shard: u32, which: KeyOrValue)
         first_element: rows.first_element,
         tokens: u32::try_from(input.rows.tokens).unwrap_or(u32::MAX),
         largest: bind.layout.largest_element(store, which),
-        section: bind.layout.first_entry(Section::Tokens(store)) as u32,
+        section: bind.layout.first_entry(TableSection::Tokens(store)) as u32,
         shards: shard,
         ..TileCall::new(shape, format, which).with_rows(&input.rows, shape)?
     };
     let mut buffers = vec![
         ("rows", rows.buffer),
-        ("tiles", of.shard_binding(shard, StorePart::tiles(which))?),
+        ("tiles", of.shard_binding(shard, StoreBuffer::tiles(which))?),
         ("table", bind.memory.table()),
         ("flag", input.flags.binding(input.layer, which)?),
     ];
@@ -54,7 +54,7 @@ fn tokens_of<'a>(bind: &Binder<'a>, store: usize, shard: u32, which: KeyOrValue)
         buffers.push(("centres", of.centres_binding()?));
     }
     let variant = of_tokens(shape, format, which, tensor.element_type(), centred);
-    Ok(StepKernel { variant, call, buffers })
+    Ok(WriteKernel { variant, call, buffers })
 }
 
 /// The storage buffers of a dispatch that stores keys and values of a step's tokens.
@@ -120,7 +120,7 @@ pub(super) fn variant_of(shape: &AttentionShape, format: &TensorFormat, which: K
     let variant = match format.rotation() {
         None => variant,
         Some(rotation) => {
-            let turn = Turn { rotation, direction: Direction::Forth };
+            let turn = DirectedRotation { rotation, direction: Direction::Forward };
             with_turn(variant.import("row", "pack/row/rotated.wgsl"), turn, shape.head_dim())
         }
     };

@@ -1,6 +1,6 @@
 //! Kernel `centre_keys`: rows of keys less the centre of their sequence, rotated where they are stored so.
 
-use super::hadamard::{Turn, with_turn};
+use super::hadamard::{DirectedRotation, with_turn};
 use super::tile_call::{BoundRows, RowsKind, TileCall, with_rows};
 use crate::Result;
 use crate::format::{Direction, HEAD_DIMS, Rotation};
@@ -32,7 +32,7 @@ pub(super) fn variant_of(head_dim: usize, rotation: Option<Rotation>, rows: Rows
     match rotation {
         None => variant,
         Some(rotation) => {
-            let turn = Turn { rotation, direction: Direction::Forth };
+            let turn = DirectedRotation { rotation, direction: Direction::Forward };
             with_turn(variant.import("row", "pack/row/rotated.wgsl"), turn, head_dim)
         }
     }

@@ -1,18 +1,18 @@
 //! Kernel `copy_page`: pages that become copies of others of their store.
 
-use super::step_launch::{Binder, StepKernel, StepLaunch};
 use super::tile_call::TileCall;
+use super::write_launch::{Binder, WriteKernel, WriteLaunch};
 use crate::Result;
 use crate::format::KeyOrValue;
-use crate::plan::Section;
-use crate::wgpu::device::{StorePart, Variant};
+use crate::plan::TableSection;
+use crate::wgpu::device::{StoreBuffer, Variant};
 
 /// Copies from one shard of a store to one, which may be the same: one dispatch for each part of a page.
-pub(super) fn bind_copies(bind: &Binder<'_>, store: usize, [from, to]: [u32; 2]) -> Result<Vec<StepLaunch>> {
+pub(super) fn bind_copies(bind: &Binder<'_>, store: usize, [from, to]: [u32; 2]) -> Result<Vec<WriteLaunch>> {
     let mut launches = Vec::new();
     for which in [KeyOrValue::Key, KeyOrValue::Value] {
-        launches.extend(bind_part(bind, store, [from, to], which, StorePart::tiles(which))?);
-        launches.extend(bind_part(bind, store, [from, to], which, StorePart::ranges(which))?);
+        launches.extend(bind_part(bind, store, [from, to], which, StoreBuffer::tiles(which))?);
+        launches.extend(bind_part(bind, store, [from, to], which, StoreBuffer::ranges(which))?);
     }
     Ok(launches)
 }
@@ -22,14 +22,14 @@ fn bind_part(
     store: usize,
     [from, to]: [u32; 2],
     which: KeyOrValue,
-    part: StorePart,
-) -> Result<Option<StepLaunch>> {
+    part: StoreBuffer,
+) -> Result<Option<WriteLaunch>> {
     let of = bind.stores[store];
     let page_words = of.page_part_bytes(part) / 4;
     if page_words == 0 {
         return Ok(None);
     }
-    let section = Section::Copies(store);
+    let section = TableSection::Copies(store);
     let shape = bind.layout.shape();
     let call = TileCall {
         tile_words: (page_words / shape.kv_heads() as u64) as u32,
@@ -41,7 +41,7 @@ fn bind_part(
     if from != to {
         buffers.push(("source_words", of.shard_binding(from, part)?));
     }
-    bind.launch(StepKernel { variant: variant(from == to), call, buffers }, (section, page_words)).map(Some)
+    bind.launch(WriteKernel { variant: variant(from == to), call, buffers }, (section, page_words)).map(Some)
 }
 
 /// Within one shard, or from one to another.

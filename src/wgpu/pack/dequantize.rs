@@ -1,6 +1,6 @@
 //! Kernel `dequantize`.
 
-use super::hadamard::{self, Turn, rotate_in_place};
+use super::hadamard::{self, DirectedRotation, rotate_in_place};
 use super::levels::with_level_fields;
 use super::tile_call::{self, PlacedPage, ShardPlaces, TileCall};
 use super::uncentre_keys;
@@ -9,7 +9,7 @@ use crate::format::sketch::sketch_level;
 use crate::format::{AttentionShape, Direction, KeyOrValue, Rotation, SegmentFormat, TILE_TOKENS, TensorFormat};
 use crate::plan::{ElementType, Page};
 use crate::wgpu::device::launch::{Launch, Launches, flat_grid};
-use crate::wgpu::device::{Kernels, Store, StorePart, Tensor, Variant};
+use crate::wgpu::device::{Kernels, Store, StoreBuffer, Tensor, Variant};
 use crate::{Error, Result};
 
 /// Reads the keys and the values of a span back as dense f32 rows `[kv_heads, tokens, head_dim]`: decided, but for the
@@ -49,7 +49,8 @@ impl DequantizePlan {
         let of = |which| {
             let stages = stages(self.format.tensor(which), which, self.shape.head_dim()).into_iter();
             stages.flat_map(|stage| {
-                let back = stage.back.into_iter().map(|rotation| Turn { rotation, direction: Direction::Back });
+                let back =
+                    stage.back.into_iter().map(|rotation| DirectedRotation { rotation, direction: Direction::Inverse });
                 std::iter::once(stage.variant).chain(back.map(|turn| hadamard::in_place(self.shape.head_dim(), turn)))
             })
         };
@@ -77,7 +78,7 @@ impl DequantizePlan {
                     launches.push(self.bind_shard(kernels, store, (which, output, &stage.variant), &shard)?);
                 }
                 for rotation in stage.back {
-                    let turn = Turn { rotation, direction: Direction::Back };
+                    let turn = DirectedRotation { rotation, direction: Direction::Inverse };
                     let rows = self.shape.kv_heads() * self.tokens;
                     launches.push(rotate_in_place(kernels, turn, &self.shape, rows, output.binding())?);
                 }
@@ -121,7 +122,7 @@ impl DequantizePlan {
         let call = call.upload(kernels.device(), &shard.places)?;
         let mut buffers = vec![
             ("call", call.as_entire_buffer_binding()),
-            ("tiles", store.shard_binding(shard.shard, StorePart::tiles(which))?),
+            ("tiles", store.shard_binding(shard.shard, StoreBuffer::tiles(which))?),
             ("output", output.binding()),
         ];
         buffers.extend(store.ranges_binding(shard.shard, which)?.map(|ranges| ("ranges", ranges)));

@@ -13,12 +13,12 @@ use crate::{Error, Result};
 pub struct HadamardPlan {
     shape: AttentionShape,
     rows: RowLayout,
-    turn: Turn,
+    turn: DirectedRotation,
 }
 
 /// A rotation and which way it goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Turn {
+pub(crate) struct DirectedRotation {
     pub rotation: Rotation,
     pub direction: Direction,
 }
@@ -33,7 +33,7 @@ impl HadamardPlan {
         if rows.tokens == 0 {
             return Err(Error::NoTokens { what: "hadamard", hint: "pass at least one token" });
         }
-        Ok(Self { shape: *shape, rows, turn: Turn { rotation, direction } })
+        Ok(Self { shape: *shape, rows, turn: DirectedRotation { rotation, direction } })
     }
 
     /// Elements of the output, `[tokens, kv_heads, head_dim]`; the largest number where they are beyond all numbers.
@@ -80,7 +80,7 @@ impl HadamardPlan {
 /// Rotates the `call.tokens` rows of every KV head from `call.first_token` on into `[tokens, kv_heads, head_dim]`.
 pub(crate) fn rotate(
     kernels: &Kernels,
-    turn: Turn,
+    turn: DirectedRotation,
     call: TileCall,
     rows: &BoundRows<'_>,
     output: wgpu::BufferBinding<'_>,
@@ -93,7 +93,7 @@ pub(crate) fn rotate(
 /// Rotates `rows` rows of `head_dim` f32 channels where they are.
 pub(crate) fn rotate_in_place(
     kernels: &Kernels,
-    turn: Turn,
+    turn: DirectedRotation,
     shape: &AttentionShape,
     rows: usize,
     output: wgpu::BufferBinding<'_>,
@@ -106,12 +106,12 @@ pub(crate) fn rotate_in_place(
 }
 
 /// The variant of [`rotate_in_place`].
-pub(crate) fn in_place(head_dim: usize, turn: Turn) -> Variant {
+pub(crate) fn in_place(head_dim: usize, turn: DirectedRotation) -> Variant {
     variant(head_dim, turn).import("rows", "pack/rows/in_place.wgsl")
 }
 
 /// The variant of [`rotate`].
-pub(crate) fn from_rows(head_dim: usize, turn: Turn, rows: RowsKind) -> Variant {
+pub(crate) fn from_rows(head_dim: usize, turn: DirectedRotation, rows: RowsKind) -> Variant {
     with_rows(variant(head_dim, turn), rows)
 }
 
@@ -129,19 +129,19 @@ fn launch(
     Launch::new(kernels, variant, &buffers, grid)
 }
 
-fn variant(head_dim: usize, turn: Turn) -> Variant {
+fn variant(head_dim: usize, turn: DirectedRotation) -> Variant {
     with_turn(Variant::new("hadamard").constant("HEAD_DIM", head_dim), turn, head_dim)
 }
 
 /// The constants of `common/rotate_row.wgsl`.
-pub(crate) fn with_turn(variant: Variant, turn: Turn, head_dim: usize) -> Variant {
+pub(crate) fn with_turn(variant: Variant, turn: DirectedRotation, head_dim: usize) -> Variant {
     variant
         .constant("ROTATION_BLOCKS", turn.rotation.dealt_blocks(head_dim))
         .constant("ROTATION_ORDER", turn.rotation.order())
         .float("ROTATION_SCALE", turn.rotation.scale())
         .constant("ROTATION_SIGNED", usize::from(turn.rotation.seed().is_some()))
         .constant("ROTATION_SEED", turn.rotation.seed().unwrap_or(0) as usize)
-        .constant("ROTATION_BACK", usize::from(turn.direction == Direction::Back))
+        .constant("ROTATION_BACK", usize::from(turn.direction == Direction::Inverse))
 }
 
 /// The constants of `common/sketch_row.wgsl`; order and scale are those of the row's own rotation.
@@ -158,8 +158,8 @@ pub(crate) fn variants() -> Vec<Variant> {
     for head_dim in HEAD_DIMS {
         let order = Rotation::largest_order(head_dim);
         for rotation in [Rotation::hadamard(order), Rotation::randomized(order, 1), Rotation::dealt(order, 1)] {
-            for direction in [Direction::Forth, Direction::Back] {
-                let turn = Turn { rotation, direction };
+            for direction in [Direction::Forward, Direction::Inverse] {
+                let turn = DirectedRotation { rotation, direction };
                 found.extend(RowsKind::all().map(|rows| from_rows(head_dim, turn, rows)));
                 found.push(in_place(head_dim, turn));
             }

@@ -1,10 +1,10 @@
 //! Kernel `key_mean`: the mean of some keys becomes the centre of a sequence.
 
-use super::step_launch::{Binder, StepKernel, StepLaunch};
 use super::tile_call::{BoundRows, TileCall, with_rows};
+use super::write_launch::{Binder, WriteKernel, WriteLaunch};
 use crate::backend::{LARGEST_CENTRED_KEY, NewCentre};
 use crate::format::{AttentionShape, KeyOrValue, TensorFormat};
-use crate::plan::{ElementType, Section};
+use crate::plan::{ElementType, TableSection};
 use crate::wgpu::device::launch::{Launch, flat_grid};
 use crate::wgpu::device::{Kernels, Store, Tensor, Variant};
 use crate::{Error, Result};
@@ -65,11 +65,11 @@ impl KeyMeanPlan {
 }
 
 /// The centres of sequences that begin with a step, in one store.
-pub(super) fn bind_centres(bind: &Binder<'_>, store: usize) -> Result<StepLaunch> {
+pub(super) fn bind_centres(bind: &Binder<'_>, store: usize) -> Result<WriteLaunch> {
     let input = bind.input()?;
     let shape = bind.layout.shape();
     let rows = input.keys.element_binding(&bind.limits)?;
-    let section = Section::Centres(store);
+    let section = TableSection::Centres(store);
     let total = shape.kv_heads() * shape.head_dim();
     let call = TileCall {
         first_element: rows.first_element,
@@ -81,7 +81,7 @@ pub(super) fn bind_centres(bind: &Binder<'_>, store: usize) -> Result<StepLaunch
     let centres = bind.stores[store].centres_binding()?;
     let buffers = vec![("rows", rows.buffer), ("table", bind.memory.table()), ("centres", centres)];
     let variant = of_step(input.keys.element_type());
-    bind.launch(StepKernel { variant, call, buffers }, (section, total as u64))
+    bind.launch(WriteKernel { variant, call, buffers }, (section, total as u64))
 }
 
 /// The mean of the tokens of a call.

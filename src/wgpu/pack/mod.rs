@@ -11,12 +11,12 @@ mod levels;
 mod non_finite_flags;
 mod pack_windows;
 mod quantize;
-mod step;
-mod step_launch;
-mod step_memory;
+mod store_step;
 mod tile_call;
 mod uncentre_keys;
-mod window_way;
+mod window_packing;
+mod write_launch;
+mod write_memory;
 
 pub use dequantize::DequantizePlan;
 pub use find_non_finite::{ElementPosition, FindNonFinite, FindNonFinitePlan};
@@ -24,10 +24,10 @@ pub use hadamard::HadamardPlan;
 pub use key_mean::KeyMeanPlan;
 pub use non_finite_flags::NonFiniteFlags;
 pub use quantize::QuantizePlan;
-pub use step::{BoundPackStep, PackStepPlan};
-pub use step_memory::StepMemory;
-pub(super) use step_memory::rotated_bytes as rotated_window_bytes;
+pub use store_step::{BoundStoreStep, StoreStep};
 pub(super) use tile_call::rows_file;
+pub use write_memory::WriteMemory;
+pub(super) use write_memory::rotated_bytes as rotated_window_bytes;
 
 use super::device::Variant;
 

@@ -1,15 +1,15 @@
 //! Full pages of f16, packed into pages of another store where they lie: what `quantize` makes of their rows.
 
-use super::hadamard::{self, Turn};
-use super::step_launch::{Binder, StepKernel, StepLaunch};
+use super::hadamard::{self, DirectedRotation};
 use super::tile_call::{self, TileCall};
-use super::window_way::Way;
+use super::window_packing::WindowPacking;
+use super::write_launch::{Binder, WriteKernel, WriteLaunch};
 use super::{append, quantize};
 use crate::Result;
 use crate::format::{AttentionShape, Direction, KeyOrValue, Rotation, TILE_TOKENS, TensorFormat};
-use crate::plan::{ElementType, Section};
+use crate::plan::{ElementType, TableSection};
 use crate::wgpu::device::launch::FLAT_WORKGROUP;
-use crate::wgpu::device::{StorePart, Variant};
+use crate::wgpu::device::{StoreBuffer, Variant};
 
 /// The kernels that pack keys or values of windows, in order.
 pub(super) fn variants_of(shape: &AttentionShape, format: &TensorFormat, which: KeyOrValue) -> Vec<Variant> {
@@ -23,14 +23,14 @@ pub(super) fn variants_of(shape: &AttentionShape, format: &TensorFormat, which: 
         let of_tiles = ranges.into_iter().chain([quantize::quantize(format, which, dense, head_dim)]);
         of_tiles.map(|variant| variant.import("places", place)).collect::<Vec<_>>()
     };
-    match Way::of(format) {
-        Way::Rows => vec![append::of_windows(shape, format, which)],
-        Way::Tiles => {
+    match WindowPacking::of(format) {
+        WindowPacking::Rows => vec![append::of_windows(shape, format, which)],
+        WindowPacking::Tiles => {
             let tiles = tiles("pack/places/windows.wgsl").into_iter();
             tiles.map(|variant| tile_call::with_f16_tiles(variant, which)).collect()
         }
-        Way::RotatedTiles(rotation) => {
-            let turn = Turn { rotation, direction: Direction::Forth };
+        WindowPacking::RotatedTiles(rotation) => {
+            let turn = DirectedRotation { rotation, direction: Direction::Forward };
             let rotate = tile_call::with_f16_tiles(hadamard::from_rows(head_dim, turn, dense), which)
                 .import("tokens", "pack/tokens/windows.wgsl");
             std::iter::once(rotate).chain(tiles("pack/places/rotated_windows.wgsl")).collect()
@@ -44,12 +44,12 @@ pub(super) fn bind_windows(
     pair: usize,
     [from, to]: [u32; 2],
     which: KeyOrValue,
-) -> Result<Vec<StepLaunch>> {
+) -> Result<Vec<WriteLaunch>> {
     let (shape, of) = (bind.layout.shape(), bind.layout.windows()[pair]);
     let (source, target) = (bind.stores[of.from], bind.stores[of.to]);
     let format = target.format().tensor(which);
     let (kv_heads, head_dim) = (shape.kv_heads() as u32, shape.head_dim() as u32);
-    let section = Section::Windows(pair);
+    let section = TableSection::Windows(pair);
     let section_call = TileCall {
         tokens: u32::MAX,
         section: bind.layout.first_entry(section) as u32,
@@ -59,12 +59,14 @@ pub(super) fn bind_windows(
     // Rows [page][kv_head][token][channel], as `rows/key_tile.wgsl` counts them, and [window][token][kv_head][channel].
     let in_tiles = TileCall { token_stride: head_dim, head_stride: TILE_TOKENS as u32 * head_dim, ..section_call };
     let rotated = TileCall { token_stride: kv_heads * head_dim, head_stride: head_dim, ..section_call };
-    let halves = ("rows", source.shard_binding(from, StorePart::tiles(which))?);
+    let halves = ("rows", source.shard_binding(from, StoreBuffer::tiles(which))?);
     let table = ("table", bind.memory.table());
     let mut launches = Vec::new();
     for variant in variants_of(shape, format, which) {
-        let (call, rows) = match (Way::of(format), variant.kernel()) {
-            (Way::RotatedTiles(_), kernel) if kernel != "hadamard" => (rotated, ("rows", bind.memory.rotated()?)),
+        let (call, rows) = match (WindowPacking::of(format), variant.kernel()) {
+            (WindowPacking::RotatedTiles(_), kernel) if kernel != "hadamard" => {
+                (rotated, ("rows", bind.memory.rotated()?))
+            }
             _ => (in_tiles, halves.clone()),
         };
         let mut buffers = vec![rows, table.clone()];
@@ -74,11 +76,11 @@ pub(super) fn bind_windows(
                 TILE_TOKENS as u32 * FLAT_WORKGROUP
             }
             "append" => {
-                buffers.push(("tiles", target.shard_binding(to, StorePart::tiles(which))?));
+                buffers.push(("tiles", target.shard_binding(to, StoreBuffer::tiles(which))?));
                 TILE_TOKENS as u32 * FLAT_WORKGROUP
             }
             "quantize" => {
-                buffers.push(("tiles", target.shard_binding(to, StorePart::tiles(which))?));
+                buffers.push(("tiles", target.shard_binding(to, StoreBuffer::tiles(which))?));
                 call.tile_words
             }
             "ranges_tile" => call.ranges_per_tile,
@@ -88,7 +90,7 @@ pub(super) fn bind_windows(
         let rows = of.windows as u64 * u64::from(kv_heads) * TILE_TOKENS as u64;
         let call = TileCall { total: u32::try_from(rows).unwrap_or(u32::MAX), ..call };
         let per_entry = u64::from(kv_heads) * u64::from(of_tile);
-        launches.push(bind.launch(StepKernel { variant, call, buffers }, (section, per_entry))?);
+        launches.push(bind.launch(WriteKernel { variant, call, buffers }, (section, per_entry))?);
     }
     Ok(launches)
 }

@@ -3,7 +3,7 @@
 
 use super::append;
 use super::centre_keys;
-use super::hadamard::{self, Turn};
+use super::hadamard::{self, DirectedRotation};
 use super::levels::with_level_fields;
 use super::tile_call::{self, BoundRows, Place, PlacedPage, RowsKind, ShardPlaces, TileCall};
 use crate::Result;
@@ -13,7 +13,7 @@ use crate::format::{
 };
 use crate::plan::{ElementType, RowLayout, Rows, TokenIndices, TokenRange};
 use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
-use crate::wgpu::device::{ElementBinding, Indices, Kernels, Store, StorePart, Tensor, Variant, buffers};
+use crate::wgpu::device::{ElementBinding, Indices, Kernels, Store, StoreBuffer, Tensor, Variant, buffers};
 
 /// Tokens of one channel that one invocation of `ranges_span_extremes` reads.
 const CHUNK: usize = 64;
@@ -143,7 +143,7 @@ impl First {
     fn variant(self, head_dim: usize, rows: RowsKind) -> Variant {
         match self {
             Self::Rotate(rotation) => {
-                hadamard::from_rows(head_dim, Turn { rotation, direction: Direction::Forth }, rows)
+                hadamard::from_rows(head_dim, DirectedRotation { rotation, direction: Direction::Forward }, rows)
             }
             Self::Centre(_, rotation) => centre_keys::variant_of(head_dim, rotation, rows),
         }
@@ -188,8 +188,8 @@ impl Source<'_> {
             let call = call.upload(self.kernels.device(), &places)?;
             let buffers = [
                 ("call", call.as_entire_buffer_binding()),
-                ("tiles", self.store.shard_binding(shard.shard, StorePart::tiles(self.which))?),
-                ("ranges", self.store.shard_binding(shard.shard, StorePart::ranges(self.which))?),
+                ("tiles", self.store.shard_binding(shard.shard, StoreBuffer::tiles(self.which))?),
+                ("ranges", self.store.shard_binding(shard.shard, StoreBuffer::ranges(self.which))?),
             ];
             self.launch(&variant, &buffers, total * u64::from(FLAT_WORKGROUP))
         };
@@ -246,7 +246,7 @@ impl Source<'_> {
         let scratch = scratch.as_entire_buffer_binding();
         let rewrite = match first {
             First::Rotate(rotation) => {
-                let turn = Turn { rotation, direction: Direction::Forth };
+                let turn = DirectedRotation { rotation, direction: Direction::Forward };
                 hadamard::rotate(self.kernels, turn, call, &self.rows, scratch.clone())?
             }
             First::Centre(slot, rotation) => {
@@ -293,7 +293,7 @@ impl Source<'_> {
         let (call, total) = self.upload_call(shard, self.call.ranges_per_tile)?;
         let buffers = [
             ("call", call.as_entire_buffer_binding()),
-            ("ranges", self.store.shard_binding(shard.shard, StorePart::ranges(self.which))?),
+            ("ranges", self.store.shard_binding(shard.shard, StoreBuffer::ranges(self.which))?),
         ];
         self.launch(&variant, &buffers, total).map(Some)
     }
@@ -302,7 +302,7 @@ impl Source<'_> {
         let (call, total) = self.upload_call(shard, self.call.tile_words)?;
         let mut buffers = vec![
             ("call", call.as_entire_buffer_binding()),
-            ("tiles", self.store.shard_binding(shard.shard, StorePart::tiles(self.which))?),
+            ("tiles", self.store.shard_binding(shard.shard, StoreBuffer::tiles(self.which))?),
         ];
         buffers.extend(self.store.ranges_binding(shard.shard, self.which)?.map(|ranges| ("ranges", ranges)));
         let variant = quantize(self.format(), self.which, self.rows.kind(), self.call.head_dim as usize);
@@ -316,8 +316,8 @@ impl Source<'_> {
         let (call, total) = self.upload_call(shard, TILE_TOKENS as u32)?;
         let buffers = [
             ("call", call.as_entire_buffer_binding()),
-            ("tiles", self.store.shard_binding(shard.shard, StorePart::tiles(self.which))?),
-            ("ranges", self.store.shard_binding(shard.shard, StorePart::ranges(self.which))?),
+            ("tiles", self.store.shard_binding(shard.shard, StoreBuffer::tiles(self.which))?),
+            ("ranges", self.store.shard_binding(shard.shard, StoreBuffer::ranges(self.which))?),
         ];
         self.launch(&variant, &buffers, total).map(Some)
     }

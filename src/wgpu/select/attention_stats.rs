@@ -6,7 +6,7 @@ use super::{aggregation_constant, check_index, check_reach, queries_file, upload
 use crate::Result;
 use crate::format::{AttentionShape, HEAD_DIMS};
 use crate::plan::{ElementType, RowLayout};
-use crate::policy::{HeadAggregation, QueryRows, RowStatsSource, StatsRequest};
+use crate::policy::{HeadAggregation, QueryPositions, RowStatsSource, StatsRequest};
 use crate::wgpu::device::launch::{Launch, Launches, flat_grid};
 use crate::wgpu::device::{Capabilities, ElementBinding, Kernels, Tensor, Variant};
 use crate::wgpu::pack::rows_file;
@@ -34,7 +34,7 @@ pub struct StatsBuffer {
 ///
 /// ```
 /// use kvpack::plan::RowLayout;
-/// use kvpack::policy::{ColumnRequest, DEFAULT_THRESHOLD, HeadAggregation, QueryRows, RowStatsSource, StatsRequest};
+/// use kvpack::policy::{ColumnRequest, DEFAULT_THRESHOLD, HeadAggregation, QueryPositions, RowStatsSource, StatsRequest};
 /// use kvpack::wgpu::AttentionStatsPlan;
 /// use kvpack::AttentionShape;
 ///
@@ -43,7 +43,7 @@ pub struct StatsBuffer {
 /// let columns = ColumnRequest { aggregation: HeadAggregation::Mean, threshold: Some(DEFAULT_THRESHOLD) };
 /// let plan = AttentionStatsPlan::new(
 ///     &shape,
-///     QueryRows::last(50, 32768)?,
+///     QueryPositions::last(50, 32768)?,
 ///     [RowLayout::token_major(50, &queries), RowLayout::token_major(32768, &shape)],
 ///     StatsRequest { columns, rows: RowStatsSource::Measured },
 /// )?;
@@ -54,7 +54,7 @@ pub struct StatsBuffer {
 #[derive(Clone, Debug)]
 pub struct AttentionStatsPlan {
     shape: AttentionShape,
-    rows: QueryRows,
+    rows: QueryPositions,
     queries: RowLayout,
     keys: RowLayout,
     request: StatsRequest,
@@ -121,7 +121,7 @@ impl AttentionStatsPlan {
     /// [`Error::Limit`]: crate::Error::Limit
     pub fn new(
         shape: &AttentionShape,
-        rows: QueryRows,
+        rows: QueryPositions,
         layouts: [RowLayout; 2],
         request: StatsRequest,
     ) -> Result<Self> {
@@ -355,7 +355,7 @@ impl AttentionStatsPlan {
 }
 
 /// Parts of the keys, at most.
-fn most_parts(shape: &AttentionShape, rows: &QueryRows) -> usize {
+fn most_parts(shape: &AttentionShape, rows: &QueryPositions) -> usize {
     PARTIAL_BYTES / (8 * rows.len() * shape.query_heads())
 }
 

@@ -101,7 +101,7 @@ fn token_of(token: u32, kv_head: u32) -> u32 {
 // shaders/pack/step_table.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// A step's table: `plan::StepTable`. A section counts its entries, and they follow.
+// A step's table: `plan::WriteTable`. A section counts its entries, and they follow.
 //
 // needs: call
 // gives: entry_count, entry_at, has_entry

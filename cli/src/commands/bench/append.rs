@@ -7,8 +7,8 @@ use anyhow::{Result, ensure};
 use indicatif::ProgressBar;
 use kvpack::backend::{SpanRead, SpanWrite};
 use kvpack::plan::{
-    Page, PageAllocator, RowLayout, StepLayout, StepTable, StepWrites, StoreCapacity, TokenRange, TokenWrite,
-    WindowCapacity, WindowMove,
+    LayerWrites, Page, PageAllocator, RowLayout, StoreCapacity, TokenRange, TokenWrite, WindowCapacity, WindowMove,
+    WriteLayout, WriteTable,
 };
 use kvpack::{AttentionShape, Backend, SegmentFormat, TILE_TOKENS};
 use kvpack_report::Run;
@@ -238,10 +238,10 @@ impl<B: Backend> Batch<B> {
     ///
     /// # Errors
     /// When a step does not fit the store.
-    pub fn append_tables(&self, open: StoreCapacity, steps: &[Vec<TokenWrite>]) -> kvpack::Result<Vec<StepTable>> {
-        let layout = Arc::new(StepLayout::new(self.shape, self.rows.tokens, vec![open], vec![])?);
+    pub fn append_tables(&self, open: StoreCapacity, steps: &[Vec<TokenWrite>]) -> kvpack::Result<Vec<WriteTable>> {
+        let layout = Arc::new(WriteLayout::new(self.shape, self.rows.tokens, vec![open], vec![])?);
         let table = |writes: &Vec<TokenWrite>| {
-            let (mut step, mut table) = (StepWrites::of(&layout), StepTable::new(&layout));
+            let (mut step, mut table) = (LayerWrites::of(&layout), WriteTable::new(&layout));
             step.stores[0].tokens.extend_from_slice(writes);
             table.set(&step).map(|()| table)
         };
@@ -252,10 +252,10 @@ impl<B: Backend> Batch<B> {
     ///
     /// # Errors
     /// When the windows do not fit the stores.
-    pub fn pack_tables(&self, stores: [StoreCapacity; 2]) -> kvpack::Result<[StepTable; 2]> {
+    pub fn pack_tables(&self, stores: [StoreCapacity; 2]) -> kvpack::Result<[WriteTable; 2]> {
         let pair = WindowCapacity { from: 0, to: 1, windows: SEQUENCES, newer: 0 };
-        let layout = Arc::new(StepLayout::new(self.shape, 0, stores.into(), vec![pair])?);
-        let (mut step, idle) = (StepWrites::of(&layout), StepTable::new(&layout));
+        let layout = Arc::new(WriteLayout::new(self.shape, 0, stores.into(), vec![pair])?);
+        let (mut step, idle) = (LayerWrites::of(&layout), WriteTable::new(&layout));
         step.windows[0] = self.windows();
         let mut full = idle.clone();
         full.set(&step)?;

@@ -3,13 +3,13 @@
 use std::time::Duration;
 
 use kvpack::Result;
-use kvpack::backend::{AttendOptions, Device, StepInput};
+use kvpack::backend::{AttendOptions, Device, WriteInput};
 use kvpack::conformance::{DecodeData, Workload};
 use kvpack::cuda::{
-    BoundStep, Cuda, NonFiniteFlags, PackStepPlan, StepMemory, StepPlan, StepTensors, Store, Tensor, compute_guard,
-    read_bandwidth, time_launches, time_steps,
+    AttendStep, AttendTensors, BoundAttendStep, Cuda, NonFiniteFlags, Store, StoreStep, Tensor, WriteMemory,
+    compute_guard, read_bandwidth, time_launches, time_steps,
 };
-use kvpack::plan::{ElementType, StepTable, TokenWrite};
+use kvpack::plan::{ElementType, TokenWrite, WriteTable};
 use kvpack_report::StepTimes;
 
 use super::append::{Batch, PackTimes, SEQUENCES, TimedStores};
@@ -34,12 +34,12 @@ impl TimedStores for Cuda {
         let tables = batch.append_tables(batch.open.step_capacity(SEQUENCES, 0), steps)?;
         let flags = NonFiniteFlags::new(self.stream(), 1)?;
         // The steps of one graph have a table each; those of an engine are replays with one.
-        let bind = |table: &StepTable| {
+        let bind = |table: &WriteTable| {
             let (keys, values, rows) = (&batch.keys, &batch.values, batch.rows);
-            let input = StepInput { keys, values, rows, flags: &flags, layer: 0 };
-            let memory = StepMemory::new(self.stream(), table.layout())?;
+            let input = WriteInput { keys, values, rows, flags: &flags, layer: 0 };
+            let memory = WriteMemory::new(self.stream(), table.layout())?;
             memory.write(self.stream(), table)?;
-            PackStepPlan::new(table.layout()).bind(self, &[&batch.open], &memory, Some(input))
+            StoreStep::new(table.layout()).bind(self, &[&batch.open], &memory, Some(input))
         };
         let bound = tables.iter().map(bind).collect::<Result<Vec<_>>>()?;
         let timing = time_launches(self, |step| bound[step].launch(), bound.len(), WARM_UP, STORE_REPLAYS)?;
@@ -48,9 +48,9 @@ impl TimedStores for Cuda {
 
     async fn time_pack(&self, batch: &mut Batch<Self>, packed: &mut Store) -> Result<PackTimes> {
         let [full, idle] = batch.pack_tables([batch.open.step_capacity(0, 0), packed.step_capacity(0, 0)])?;
-        let memory = StepMemory::new(self.stream(), full.layout())?;
-        let bound = PackStepPlan::new(full.layout()).bind(self, &[&batch.open, &*packed], &memory, None)?;
-        let time = |table: &StepTable| {
+        let memory = WriteMemory::new(self.stream(), full.layout())?;
+        let bound = StoreStep::new(full.layout()).bind(self, &[&batch.open, &*packed], &memory, None)?;
+        let time = |table: &WriteTable| {
             memory.write(self.stream(), table)?;
             let timing = time_launches(self, |_| bound.launch(), STEPS_PER_GRAPH, WARM_UP, STORE_REPLAYS)?;
             Ok::<_, kvpack::Error>(timing.median().as_secs_f64())
@@ -79,11 +79,11 @@ impl Timed for Cuda {
         let queries = data.queries();
         let stores = workload.stores();
         let mut labels = Vec::new();
-        let mut bound: Vec<BoundStep> = Vec::with_capacity(workload.plans.len());
+        let mut bound: Vec<BoundAttendStep> = Vec::with_capacity(workload.plans.len());
         for plan in &workload.plans {
-            let step = StepPlan::new(self, plan)?;
+            let step = AttendStep::new(self, plan)?;
             let output = Tensor::zeroed(self.stream(), self.elements(queries), ElementType::F32)?;
-            bound.push(step.bind(self, &stores, StepTensors { queries, output: &output, lse: None })?);
+            bound.push(step.bind(self, &stores, AttendTensors { queries, output: &output, lse: None })?);
             labels = step.launch_labels();
         }
         let steps = bound.len() * STEPS_PER_GRAPH.div_ceil(bound.len());

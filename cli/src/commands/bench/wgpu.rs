@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use kvpack::Result;
 use kvpack::backend::Device;
-use kvpack::backend::{AttendOptions, StepInput};
+use kvpack::backend::{AttendOptions, WriteInput};
 use kvpack::conformance::{DecodeData, Workload};
-use kvpack::plan::{AttendPlan, ElementType, StepTable, TokenWrite};
+use kvpack::plan::{AttendPlan, ElementType, TokenWrite, WriteTable};
 use kvpack::wgpu::measure::{self, Clock, ComputeGuard, Encode, Repeats};
 use kvpack::wgpu::{
-    BoundPackStep, Launches, NonFiniteFlags, PackStepPlan, Scratch, StepMemory, StepPlan, StepTensors, Store, Tensor,
-    Wgpu,
+    AttendStep, AttendTensors, BoundStoreStep, Launches, NonFiniteFlags, Scratch, Store, StoreStep, Tensor, Wgpu,
+    WriteMemory,
 };
 use kvpack_report::StepTimes;
 
@@ -47,10 +47,10 @@ impl Timed for Wgpu {
         options: AttendOptions,
         seconds: f64,
     ) -> Result<StepTimes> {
-        let mut bound: Vec<BoundStep> = Vec::with_capacity(workload.plans.len());
+        let mut bound: Vec<BoundAttendStep> = Vec::with_capacity(workload.plans.len());
         for plan in &workload.plans {
             let before = bound.first().map(|step| (step.scratch.clone(), step.output.clone()));
-            bound.push(BoundStep::new(self, plan, workload, (data, options), before).await?);
+            bound.push(BoundAttendStep::new(self, plan, workload, (data, options), before).await?);
         }
         let encode = bound.iter().map(|step| |pass: &mut wgpu::ComputePass<'_>| step.launches.encode(pass));
         let encode: Vec<_> = encode.collect();
@@ -99,12 +99,12 @@ impl TimedStores for Wgpu {
         let tables = batch.append_tables(batch.open.step_capacity(SEQUENCES, 0), steps)?;
         let flags = NonFiniteFlags::new(self.device(), 1)?;
         // Steps that are measured together are submitted together, so that each has a table of its own on the device.
-        let bind = |table: &StepTable| {
+        let bind = |table: &WriteTable| {
             let (keys, values, rows) = (&batch.keys, &batch.values, batch.rows);
-            let input = StepInput { keys, values, rows, flags: &flags, layer: 0 };
-            let memory = StepMemory::new(self.device(), table.layout())?;
+            let input = WriteInput { keys, values, rows, flags: &flags, layer: 0 };
+            let memory = WriteMemory::new(self.device(), table.layout())?;
             memory.write(self.queue(), table)?;
-            PackStepPlan::new(table.layout()).bind(self.kernels(), &[&batch.open], &memory, Some(input))
+            StoreStep::new(table.layout()).bind(self.kernels(), &[&batch.open], &memory, Some(input))
         };
         let bound = tables.iter().map(bind).collect::<Result<Vec<_>>>()?;
         median_of(self, &bound, &tables).await
@@ -112,16 +112,16 @@ impl TimedStores for Wgpu {
 
     async fn time_pack(&self, batch: &mut Batch<Self>, packed: &mut Store) -> Result<PackTimes> {
         let [table, _] = batch.pack_tables([batch.open.step_capacity(0, 0), packed.step_capacity(0, 0)])?;
-        let memory = StepMemory::new(self.device(), table.layout())?;
+        let memory = WriteMemory::new(self.device(), table.layout())?;
         memory.write(self.queue(), &table)?;
-        let bound = PackStepPlan::new(table.layout()).bind(self.kernels(), &[&batch.open, &*packed], &memory, None)?;
+        let bound = StoreStep::new(table.layout()).bind(self.kernels(), &[&batch.open, &*packed], &memory, None)?;
         // A step without full windows encodes nothing.
         Ok(PackTimes { full: median_of(self, &[bound], &[table]).await?, idle: 0.0 })
     }
 }
 
 /// Seconds of one of several steps, which are gone round.
-async fn median_of(backend: &Wgpu, bound: &[BoundPackStep], tables: &[StepTable]) -> Result<f64> {
+async fn median_of(backend: &Wgpu, bound: &[BoundStoreStep], tables: &[WriteTable]) -> Result<f64> {
     for (step, table) in bound.iter().zip(tables) {
         // What encoding could refuse, it refuses now.
         let mut encoder = backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
@@ -129,7 +129,7 @@ async fn median_of(backend: &Wgpu, bound: &[BoundPackStep], tables: &[StepTable]
     }
     let encode = |(step, table)| {
         move |pass: &mut wgpu::ComputePass<'_>| {
-            let step: &BoundPackStep = step;
+            let step: &BoundStoreStep = step;
             step.encode(table, pass).unwrap_or(());
         }
     };
@@ -143,14 +143,14 @@ async fn median_of(backend: &Wgpu, bound: &[BoundPackStep], tables: &[StepTable]
 
 /// The step over one copy, with tables of its own. All steps write the same states and output, so that each waits for
 /// the one before, as the steps of a model's layers do.
-struct BoundStep {
+struct BoundAttendStep {
     launches: Launches,
     labels: Vec<String>,
     scratch: Scratch,
     output: Tensor,
 }
 
-impl BoundStep {
+impl BoundAttendStep {
     async fn new(
         backend: &Wgpu,
         plan: &AttendPlan,
@@ -160,7 +160,7 @@ impl BoundStep {
     ) -> Result<Self> {
         let device = backend.device();
         let queries = data.queries();
-        let step = StepPlan::new(backend.capabilities(), plan, queries.element_type(), options)?;
+        let step = AttendStep::new(backend.capabilities(), plan, queries.element_type(), options)?;
         let own = Scratch::new(device, step.scratch()).await?;
         let (scratch, output) = match before {
             Some((scratch, output)) if scratch.holds(step.scratch()) => {
@@ -168,7 +168,7 @@ impl BoundStep {
             }
             _ => (own, Tensor::zeroed(device, backend.elements(queries), ElementType::F32)?),
         };
-        let tensors = StepTensors { queries, output: &output, lse: None };
+        let tensors = AttendTensors { queries, output: &output, lse: None };
         let stores: Vec<&Store> = workload.stores();
         let launches = step.bind(backend.kernels(), &stores, &scratch, tensors)?;
         backend.queue().write_buffer(&scratch.tables, 0, step.tables());

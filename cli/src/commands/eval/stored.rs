@@ -32,10 +32,10 @@ pub struct KeptInF16 {
 pub struct StoredLayer<B: Backend> {
     shape: AttentionShape,
     pub(super) stores: FilledStores<B>,
-    pub(super) segments: Vec<Segment>,
+    pub(super) segments: Vec<StorePart>,
 }
 
-pub(super) struct Segment {
+pub(super) struct StorePart {
     format: SegmentFormat,
     tokens: Range<usize>,
     pub(super) span: FilledSpan,
@@ -64,7 +64,7 @@ impl<B: Backend> StoredLayer<B> {
             spans.push((span, SpanSource { rows, tokens, keys, values }));
         }
         let filled = stores.fill(backend, &spans).await?;
-        let segment = |((format, tokens), span)| Segment { format, tokens, span };
+        let segment = |((format, tokens), span)| StorePart { format, tokens, span };
         let segments = parts.into_iter().zip(filled).map(segment).collect();
         Ok(Self { shape: layer.shape, stores, segments })
     }
@@ -104,7 +104,7 @@ impl<B: Backend> StoredLayer<B> {
     }
 
     /// The segment in the format that was asked for, if that packs.
-    fn packed(&self) -> Option<&Segment> {
+    fn packed(&self) -> Option<&StorePart> {
         self.segments.iter().find(|segment| segment.format != SegmentFormat::F16)
     }
 
@@ -127,7 +127,7 @@ impl<B: Backend> StoredLayer<B> {
     }
 }
 
-impl Segment {
+impl StorePart {
     /// What each query, as a sequence, sees of the segment.
     fn view(&self, queries: &[VisibleQuery<'_>], calibration: Option<Calibration>) -> StoreView<'_> {
         let spans = queries.iter().enumerate().map(|(sequence, query)| {

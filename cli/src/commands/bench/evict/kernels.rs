@@ -9,7 +9,7 @@ use kvpack::{AttentionShape, Backend, Result};
 
 use super::super::timed::{Timed, median};
 
-/// A call of [`kvpack::backend::Selection`].
+/// A call of [`kvpack::backend::TokenSelection`].
 pub enum Call<'a, B: Backend> {
     /// `measure_attention`.
     Measure { input: QueriesAndKeys<'a, B::Tensor>, request: StatsRequest, known_lse: Option<&'a B::Tensor> },

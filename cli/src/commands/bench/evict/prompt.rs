@@ -9,7 +9,8 @@ use kvpack::cache::ModelCache;
 use kvpack::cpu::nmse;
 use kvpack::plan::{Elements, RowLayout};
 use kvpack::policy::{
-    ColumnRequest, HeadAggregation, LayerSelection, Merging, QueryRows, RowStatsSource, StatsRequest, evicted, top_k,
+    ColumnRequest, HeadAggregation, LayerSelection, Merging, QueryPositions, RowStatsSource, StatsRequest, evicted,
+    top_k,
 };
 
 use crate::outcome::Wrong;
@@ -36,7 +37,7 @@ pub struct Prompt<B: Backend> {
     /// Where keys and values lie.
     pub rows: RowLayout,
     /// The measured rows.
-    pub measured: QueryRows,
+    pub measured: QueryPositions,
     /// Keys and values, the same in every copy: those that go round them find cold caches.
     pub copies: Vec<[B::Tensor; 2]>,
     /// Log-sum-exp of the measured rows, `[query_heads, rows]`.
@@ -61,7 +62,7 @@ impl<B: Backend> Prompt<B> {
         let mut prompt = Self {
             shape,
             rows: RowLayout::token_major(tokens, &shape),
-            measured: QueryRows::last(measured, tokens)?,
+            measured: QueryPositions::last(measured, tokens)?,
             copies: Vec::with_capacity(copies),
             lse: backend.upload((&[0.0f32][..]).into()).await?,
             queries: backend.upload(Elements::F16(&host_queries)).await?,

@@ -30,7 +30,7 @@ impl TimedModel for Wgpu {
         let (layers, recipe) = (cache.layers(), cache.recipe(0)?);
         let options = AttendOptions { query: recipe.query(), ..AttendOptions::default() };
         let steps = ModelStep::new(self, rows, vec![tensors.clone(); layers], options)?;
-        steps.prepare(cache.step_layout(0)?, recipe.stores()).await?;
+        steps.prepare(cache.write_layout(0)?, recipe.stores()).await?;
         Ok(Engine { backend: self.clone(), tensors, steps, layers })
     }
 }

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use candle_core::{D, Tensor};
 use kvpack::Backend;
-use kvpack::policy::{QueryRows, Selection};
+use kvpack::policy::{QueryPositions, Selection};
 use kvpack_report::AnswerRow;
 
 use super::super::score::{log_probabilities_of, log_softmax, mean};
@@ -45,7 +45,7 @@ impl Asked {
         let mut read_on = prompt.clone();
         let stream = read_on.read(model, input)?;
         let expected = log_softmax(&model.logits(&stream)?)?;
-        let layers = observer.column_sums(&read_on, &QueryRows::last(input.len(), read_on.tokens())?)?;
+        let layers = observer.column_sums(&read_on, &QueryPositions::last(input.len(), read_on.tokens())?)?;
         let kv_heads = model.config.attention.kv_heads();
         let attended = Attended { layers, kv_heads, document: document.tokens(), prompt: prompt.tokens() };
         Ok(Self { prompt, input: input.to_vec(), answer: answer.to_vec(), expected, attended })

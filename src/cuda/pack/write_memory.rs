@@ -5,28 +5,28 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 
 use crate::cuda::device::memory::Memory;
-use crate::plan::{Section, StepLayout, StepTable};
+use crate::plan::{TableSection, WriteLayout, WriteTable};
 use crate::{Error, Result};
 
 /// The table of a step on the device; one serves all layers of a model. It belongs to the stream that it was made on.
 #[derive(Clone, Debug)]
-pub struct StepMemory {
-    layout: Arc<StepLayout>,
+pub struct WriteMemory {
+    layout: Arc<WriteLayout>,
     table: Arc<Memory>,
 }
 
-impl StepMemory {
+impl WriteMemory {
     /// Memory for the steps of a layout, with the table of one that writes nothing.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
-    pub fn new(stream: &Arc<CudaStream>, layout: &Arc<StepLayout>) -> Result<Self> {
+    pub fn new(stream: &Arc<CudaStream>, layout: &Arc<WriteLayout>) -> Result<Self> {
         let table = Memory::zeroed(stream, "table of a step", layout.words() * size_of::<u32>())?;
         Ok(Self { layout: layout.clone(), table })
     }
 
     /// In memory of the library that is large enough.
-    pub(super) fn over(table: Arc<Memory>, layout: &Arc<StepLayout>) -> Self {
+    pub(super) fn over(table: Arc<Memory>, layout: &Arc<WriteLayout>) -> Self {
         Self { layout: layout.clone(), table }
     }
 
@@ -35,13 +35,13 @@ impl StepMemory {
     ///
     /// # Errors
     /// [`Error::Plan`] when the table is of another layout, or the stream is another than the memory's.
-    pub fn write(&self, stream: &Arc<CudaStream>, table: &StepTable) -> Result<()> {
+    pub fn write(&self, stream: &Arc<CudaStream>, table: &WriteTable) -> Result<()> {
         table.check_layout(&self.layout)?;
         self.table.write(stream, "table of a step", 0, bytemuck::cast_slice(table.words()))
     }
 
     /// The layout.
-    pub const fn layout(&self) -> &Arc<StepLayout> {
+    pub const fn layout(&self) -> &Arc<WriteLayout> {
         &self.layout
     }
 
@@ -51,7 +51,7 @@ impl StepMemory {
     }
 
     /// Address of a section.
-    pub(super) fn address(&self, section: Section) -> u64 {
+    pub(super) fn address(&self, section: TableSection) -> u64 {
         self.table.address() + (self.layout.first_entry(section) * 4 * size_of::<u32>()) as u64
     }
 
@@ -59,7 +59,7 @@ impl StepMemory {
         &self.table
     }
 
-    pub(super) fn check_layout(&self, layout: &StepLayout) -> Result<()> {
+    pub(super) fn check_layout(&self, layout: &WriteLayout) -> Result<()> {
         if *self.layout == *layout {
             return Ok(());
         }

@@ -1,8 +1,8 @@
-//! The books of a cache: which spans its sequences have, and which pages they lie in. On the host alone.
+//! The page tables of a cache: which spans its sequences have, and which pages they lie in. On the host alone.
 //!
-//! A change has two phases. It is opened: the books say what they will say, and what has to be written to the device.
-//! Then it is committed, or abandoned: the books say what they said before. Pages that an open change no longer needs
-//! are free once it is committed, so that nothing is lost if it is abandoned.
+//! A change has two phases. It is opened: the page tables say what they will say, and what has to be written to the
+//! device. Then it is committed, or abandoned: the page tables say what they said before. Pages that an open change no
+//! longer needs are free once it is committed, so that nothing is lost if it is abandoned.
 
 mod prompts;
 
@@ -18,7 +18,7 @@ use crate::{Error, Result};
 
 /// What the stores of a layer hold for its sequences.
 #[derive(Clone, Debug)]
-pub(super) struct Books<I> {
+pub(super) struct PageTables<I> {
     recipe: Recipe,
     rooms: Vec<Room>,
     sequences: Vec<Sequence<I>>,
@@ -26,7 +26,7 @@ pub(super) struct Books<I> {
     centres: Slots,
 }
 
-impl<I: TokenIndices + Clone> Books<I> {
+impl<I: TokenIndices + Clone> PageTables<I> {
     pub(super) fn new(recipe: Recipe, sequences: usize) -> Self {
         let rooms = recipe.stores().iter().map(|store| Room::new(store.format.has_span_ranges())).collect();
         let sequences = (0..sequences).map(|_| Sequence::default()).collect();
@@ -72,7 +72,7 @@ impl<I: TokenIndices + Clone> Books<I> {
     /// Room that appending needs, by store.
     ///
     /// # Errors
-    /// Those of [`Books::check_runs`].
+    /// Those of [`PageTables::check_runs`].
     pub(super) fn room_for_append(&self, runs: &[TokenRun], tokens: usize) -> Result<Vec<StoreRoom>> {
         self.check_runs(runs, tokens)?;
         let mut needed = vec![StoreRoom::default(); self.rooms.len()];
@@ -177,7 +177,8 @@ impl<I: TokenIndices + Clone> Books<I> {
     /// falls behind with it.
     ///
     /// # Errors
-    /// Those of [`Books::room_for_append`], and [`Error::Limit`] when too little room is free. Nothing has changed.
+    /// Those of [`PageTables::room_for_append`], and [`Error::Limit`] when too little room is free. Nothing has
+    /// changed.
     pub(super) fn append(&mut self, runs: &[TokenRun], tokens: usize) -> Result<Change<I>> {
         let needed = self.room_for_append(runs, tokens)?;
         self.check_room(&needed)?;
@@ -293,7 +294,8 @@ impl<I: TokenIndices + Clone> Books<I> {
     /// Gives an empty sequence the spans of one that was taken to the host, with pages of its own to write them to.
     ///
     /// # Errors
-    /// Those of [`Books::room_for_sequence`], and [`Error::Limit`] when too little room is free. Nothing has changed.
+    /// Those of [`PageTables::room_for_sequence`], and [`Error::Limit`] when too little room is free. Nothing has
+    /// changed.
     pub(super) fn restore(&mut self, index: usize, swapped: &Sequence<I>) -> Result<Change<I>> {
         let needed = self.room_for_sequence(index, swapped)?;
         self.check_room(&needed)?;
@@ -326,7 +328,7 @@ impl<I: TokenIndices + Clone> Books<I> {
         self.release(&change.freed);
     }
 
-    /// The books say what they said before the change.
+    /// The page tables say what they said before the change.
     pub(super) fn abandon(&mut self, change: Change<I>) {
         for undo in change.undo.into_iter().rev() {
             let sequence = &mut self.sequences[undo.sequence];

@@ -1,7 +1,7 @@
 //! A step of attention: plan, bind, encode.
 //!
-//! [`StepPlan::new`] is pure: it cuts an [`AttendPlan`] into work items, picks the kernel variants, lays the tables out
-//! in bytes and says how much scratch the step needs. [`StepPlan::bind`] looks the kernels up and makes the bind
+//! [`AttendStep::new`] is pure: it cuts an [`AttendPlan`] into work items, picks the kernel variants, lays the tables
+//! out in bytes and says how much scratch the step needs. [`AttendStep::bind`] looks the kernels up and makes the bind
 //! groups. [`Launches::encode`] only records dispatches into the caller's compute pass: nothing is submitted, waited
 //! for, mapped or allocated.
 //!
@@ -11,36 +11,36 @@
 //! for every shard; `merge_states` once, unless the last workgroup of `attend` merges. Each waits for the one before,
 //! which costs more than what small ones do.
 
+use super::attend_buffers::{AttendTensors, BoundBuffers, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES};
+use super::attend_launches::{Builder, block_queries};
 use super::merge_states::LseOutput;
-use super::scratch::{Layout, Room, Scratch, ScratchBytes};
+use super::scratch::{Layout, Scratch, ScratchBytes, Sizing};
 use super::specialisation::MAX_TILES;
-use super::step_buffers::{BoundBuffers, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES, StepTensors};
-use super::step_launches::{Builder, block_queries};
 use crate::backend::AttendOptions;
 use crate::format::{AttentionShape, TILE_TOKENS};
-use crate::plan::{AttendPlan, ElementType, QueryRows, Work};
+use crate::plan::{AttendPlan, ElementType, QueryLayout, Work};
 use crate::wgpu::device::guard;
 use crate::wgpu::device::{Capabilities, Kernels, Launch, Launches, Store, Tensor, Variant};
 use crate::{Error, Result};
 
 /// A step of attention of one device, fully decided.
 #[derive(Clone, Debug)]
-pub struct StepPlan {
+pub struct AttendStep {
     work: Work,
     input: ElementType,
     output: ElementType,
-    query_rows: QueryRows,
-    output_rows: QueryRows,
+    query_rows: QueryLayout,
+    output_rows: QueryLayout,
     lse: LseOutput,
     launches: Vec<PlannedLaunch>,
     tables: Vec<u8>,
     scratch: ScratchBytes,
 }
 
-/// [`QueryRows::check`], or [`QueryRows::check_room`].
-type CheckRows = fn(&QueryRows, &'static str, usize, usize, &AttentionShape) -> Result<()>;
+/// [`QueryLayout::check`], or [`QueryLayout::check_room`].
+type CheckRows = fn(&QueryLayout, &'static str, usize, usize, &AttentionShape) -> Result<()>;
 
-impl StepPlan {
+impl AttendStep {
     /// Decides the kernels of `plan` on a device with `capabilities`, for queries of `input` elements.
     ///
     /// # Errors
@@ -52,34 +52,34 @@ impl StepPlan {
         input: ElementType,
         options: AttendOptions,
     ) -> Result<Self> {
-        Self::decide(capabilities, plan, input, options, (LseOutput::None, Room::Exact))
+        Self::decide(capabilities, plan, input, options, (LseOutput::None, Sizing::Exact))
     }
 
     /// The same for a step that yields attention states: the log-sum-exp of every query and head beside the output.
     ///
     /// # Errors
-    /// Those of [`StepPlan::new`].
+    /// Those of [`AttendStep::new`].
     pub fn states(
         capabilities: &Capabilities,
         plan: &AttendPlan,
         input: ElementType,
         options: AttendOptions,
     ) -> Result<Self> {
-        Self::decide(capabilities, plan, input, options, (LseOutput::F32, Room::Exact))
+        Self::decide(capabilities, plan, input, options, (LseOutput::F32, Sizing::Exact))
     }
 
     /// The same with tables and scratch of sizes that many steps share, so that what is bound for one serves the
-    /// others: see [`StepPlan::is_bound_like`].
+    /// others: see [`AttendStep::is_bound_like`].
     ///
     /// # Errors
-    /// Those of [`StepPlan::new`].
+    /// Those of [`AttendStep::new`].
     pub(in crate::wgpu) fn with_room(
         capabilities: &Capabilities,
         plan: &AttendPlan,
         input: ElementType,
         options: AttendOptions,
     ) -> Result<Self> {
-        Self::decide(capabilities, plan, input, options, (LseOutput::None, Room::Classes))
+        Self::decide(capabilities, plan, input, options, (LseOutput::None, Sizing::Classes))
     }
 
     fn decide(
@@ -87,14 +87,14 @@ impl StepPlan {
         plan: &AttendPlan,
         input: ElementType,
         options: AttendOptions,
-        (lse, room): (LseOutput, Room),
+        (lse, room): (LseOutput, Sizing),
     ) -> Result<Self> {
         let work = Work::in_blocks(plan, options.split, block_queries(capabilities, plan, options))?;
         let layout = Layout::new(capabilities, room);
         let mut builder = Builder { capabilities, work: &work, input, options, lse, layout };
         let launches = builder.launches();
         let Layout { tables, scratch, .. } = builder.layout;
-        let (dense, output) = (QueryRows::dense(work.shape()), options.output);
+        let (dense, output) = (QueryLayout::dense(work.shape()), options.output);
         let step = Self { work, input, output, query_rows: dense, output_rows: dense, lse, launches, tables, scratch };
         step.check_limits(capabilities)?;
         Ok(step)
@@ -104,14 +104,14 @@ impl StepPlan {
     /// elements before the first row, is a kernel variant of its own: what differs from step to step belongs into the
     /// offset of the tensor.
     #[must_use]
-    pub fn with_query_rows(self, rows: QueryRows) -> Self {
+    pub fn with_query_layout(self, rows: QueryLayout) -> Self {
         let launches = self.launches.iter().map(|launch| launch.with_rows(&STRIDED_QUERIES, rows, self.work.shape()));
         Self { query_rows: rows, launches: launches.collect(), ..self }
     }
 
-    /// The same step for outputs whose rows lie so; see [`StepPlan::with_query_rows`].
+    /// The same step for outputs whose rows lie so; see [`AttendStep::with_query_layout`].
     #[must_use]
-    pub fn with_output_rows(self, rows: QueryRows) -> Self {
+    pub fn with_output_layout(self, rows: QueryLayout) -> Self {
         let launches = self.launches.iter().map(|launch| launch.with_rows(&STRIDED_OUTPUTS, rows, self.work.shape()));
         Self { output_rows: rows, launches: launches.collect(), ..self }
     }
@@ -151,9 +151,9 @@ impl StepPlan {
         kernels: &Kernels,
         stores: &[&Store],
         scratch: &Scratch,
-        tensors: StepTensors<'_>,
+        tensors: AttendTensors<'_>,
     ) -> Result<Launches> {
-        self.check_tensors(kernels, tensors, QueryRows::check)?;
+        self.check_tensors(kernels, tensors, QueryLayout::check)?;
         self.check_stores(stores)?;
         self.bind_checked(kernels, stores, scratch, tensors)
     }
@@ -165,9 +165,9 @@ impl StepPlan {
         kernels: &Kernels,
         stores: &[&Store],
         scratch: &Scratch,
-        tensors: StepTensors<'_>,
+        tensors: AttendTensors<'_>,
     ) -> Result<Launches> {
-        self.check_tensors(kernels, tensors, QueryRows::check_room)?;
+        self.check_tensors(kernels, tensors, QueryLayout::check_room)?;
         self.bind_checked(kernels, stores, scratch, tensors)
     }
 
@@ -197,7 +197,7 @@ impl StepPlan {
         kernels: &Kernels,
         stores: &[&Store],
         scratch: &Scratch,
-        tensors: StepTensors<'_>,
+        tensors: AttendTensors<'_>,
     ) -> Result<Launches> {
         self.check_scratch(scratch)?;
         let buffers = BoundBuffers { stores, scratch, tensors };
@@ -219,7 +219,7 @@ impl StepPlan {
         Ok(launches)
     }
 
-    fn check_tensors(&self, kernels: &Kernels, tensors: StepTensors<'_>, check_rows: CheckRows) -> Result<()> {
+    fn check_tensors(&self, kernels: &Kernels, tensors: AttendTensors<'_>, check_rows: CheckRows) -> Result<()> {
         if tensors.queries.overlaps(tensors.output) {
             let reason = "it has bytes in common with the queries, which are read while outputs are written";
             return Err(Error::Buffer { what: "output", reason: reason.into() });
@@ -237,8 +237,8 @@ impl StepPlan {
         };
         if tensors.lse.is_some() != lse_type.is_some() {
             let reason = match tensors.lse {
-                Some(_) => "was given, and the step was not planned with StepPlan::states",
-                None => "is missing, and the step was planned with StepPlan::states",
+                Some(_) => "was given, and the step was not planned with AttendStep::states",
+                None => "is missing, and the step was planned with AttendStep::states",
             };
             return Err(Error::Buffer { what: "log-sum-exps", reason: reason.into() });
         }

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use super::MOST_MEAN_TOKENS;
-use super::entry::{StepEntry, centre_words, copy_words, token_words, window_words};
-use super::layout::{ENTRY_WORDS, Section, StepLayout, at_most};
-use super::writes::{KeyMean, StepWrites};
+use super::entry::{WriteEntry, centre_words, copy_words, token_words, window_words};
+use super::layout::{ENTRY_WORDS, TableSection, WriteLayout, at_most};
+use super::writes::{KeyMean, LayerWrites};
 #[cfg(feature = "cuda")]
 use super::writes::{PageCopy, TokenWrite, WindowMove};
 use crate::format::TILE_TOKENS;
@@ -24,10 +24,10 @@ use crate::{Error, Result};
 /// | token | token of the dense tensors, page, slot and from bit 8 on the slot of the centre, shard |
 /// | window | page to read, page to write, range slot, shards as those of a copy |
 ///
-/// A table is filled again and again ([`StepTable::set`]); that allocates nothing.
+/// A table is filled again and again ([`WriteTable::set`]); that allocates nothing.
 #[derive(Clone, Debug)]
-pub struct StepTable {
-    layout: Arc<StepLayout>,
+pub struct WriteTable {
+    layout: Arc<WriteLayout>,
     words: Vec<u32>,
     /// By section, the shards (or pairs of shards) that its entries name, each once.
     shards: Vec<Vec<u32>>,
@@ -37,9 +37,9 @@ pub struct StepTable {
     seen: Vec<(Page, usize)>,
 }
 
-impl StepTable {
+impl WriteTable {
     /// The table of a step that writes nothing.
-    pub fn new(layout: &Arc<StepLayout>) -> Self {
+    pub fn new(layout: &Arc<WriteLayout>) -> Self {
         let most = layout.sections().map(|section| layout.capacity(section)).max().unwrap_or(0);
         let shards = layout.sections().map(|section| Vec::with_capacity(layout.capacity(section))).collect();
         let (layout, words, seen) = (layout.clone(), vec![0; layout.words()], Vec::with_capacity(most));
@@ -51,19 +51,23 @@ impl StepTable {
     /// # Errors
     /// [`Error::Limit`] when that is more than the layout allows, [`Error::Plan`] when a token, page or slot does not
     /// exist, or one place is written twice: the table is as it was.
-    pub fn set(&mut self, writes: &StepWrites) -> Result<()> {
+    pub fn set(&mut self, writes: &LayerWrites) -> Result<()> {
         self.check(writes)?;
         let layout = self.layout.clone();
         let mut first = 0;
         for (at, section) in layout.sections().enumerate() {
             let entries = first + 1;
             let count = match section {
-                Section::Copies(store) => self.fill(at, entries, writes.stores[store].copies.iter().map(copy_words)),
-                Section::Centres(store) => {
+                TableSection::Copies(store) => {
+                    self.fill(at, entries, writes.stores[store].copies.iter().map(copy_words))
+                }
+                TableSection::Centres(store) => {
                     self.fill(at, entries, writes.stores[store].centres.iter().map(centre_words))
                 }
-                Section::Tokens(store) => self.fill(at, entries, writes.stores[store].tokens.iter().map(token_words)),
-                Section::Windows(pair) => self.fill(at, entries, writes.windows[pair].iter().map(window_words)),
+                TableSection::Tokens(store) => {
+                    self.fill(at, entries, writes.stores[store].tokens.iter().map(token_words))
+                }
+                TableSection::Windows(pair) => self.fill(at, entries, writes.windows[pair].iter().map(window_words)),
             };
             self.words[first * ENTRY_WORDS] = count;
             first = entries + layout.capacity(section);
@@ -89,7 +93,7 @@ impl StepTable {
     }
 
     /// The layout.
-    pub const fn layout(&self) -> &Arc<StepLayout> {
+    pub const fn layout(&self) -> &Arc<WriteLayout> {
         &self.layout
     }
 
@@ -98,7 +102,7 @@ impl StepTable {
     /// # Errors
     /// [`Error::Plan`].
     #[cfg(any(feature = "wgpu", feature = "cuda"))]
-    pub(crate) fn check_layout(&self, layout: &Arc<StepLayout>) -> Result<()> {
+    pub(crate) fn check_layout(&self, layout: &Arc<WriteLayout>) -> Result<()> {
         if Arc::ptr_eq(layout, &self.layout) || *layout == self.layout {
             return Ok(());
         }
@@ -127,29 +131,29 @@ impl StepTable {
     }
 
     /// Entries of a section.
-    pub fn count(&self, section: Section) -> usize {
+    pub fn count(&self, section: TableSection) -> usize {
         self.words.get(self.layout.first_entry(section) * ENTRY_WORDS).map_or(0, |&count| count as usize)
     }
 
     /// The entries of a section.
-    pub fn entries(&self, section: Section) -> impl Iterator<Item = StepEntry> + '_ {
+    pub fn entries(&self, section: TableSection) -> impl Iterator<Item = WriteEntry> + '_ {
         let first = (self.layout.first_entry(section) + 1) * ENTRY_WORDS;
         let words = self.words.get(first..).unwrap_or_default();
         let words = &words.as_chunks::<ENTRY_WORDS>().0[..self.count(section)];
-        let centred = matches!(section, Section::Tokens(store) if self.layout.has_centres(store));
-        words.iter().filter_map(move |&entry| StepEntry::read(section, entry, centred))
+        let centred = matches!(section, TableSection::Tokens(store) if self.layout.has_centres(store));
+        words.iter().filter_map(move |&entry| WriteEntry::read(section, entry, centred))
     }
 
     /// The pages of a store that the step writes something to, some of them more than once.
     #[cfg(feature = "cuda")]
     pub(crate) fn pages_written(&self, store: usize) -> impl Iterator<Item = Page> + '_ {
         let windows = self.layout.windows().iter().enumerate().filter(move |(_, pair)| pair.to == store);
-        let windows = windows.map(|(pair, _)| Section::Windows(pair));
-        let sections = [Section::Copies(store), Section::Tokens(store)].into_iter().chain(windows);
+        let windows = windows.map(|(pair, _)| TableSection::Windows(pair));
+        let sections = [TableSection::Copies(store), TableSection::Tokens(store)].into_iter().chain(windows);
         sections.flat_map(|section| self.entries(section)).filter_map(|entry| match entry {
-            StepEntry::Copy(PageCopy { to, .. }) | StepEntry::Window(WindowMove { to, .. }) => Some(to),
-            StepEntry::Token(TokenWrite { page, .. }) => Some(page),
-            StepEntry::Centre(_) => None,
+            WriteEntry::Copy(PageCopy { to, .. }) | WriteEntry::Window(WindowMove { to, .. }) => Some(to),
+            WriteEntry::Token(TokenWrite { page, .. }) => Some(page),
+            WriteEntry::Centre(_) => None,
         })
     }
 
@@ -157,35 +161,39 @@ impl StepTable {
     #[cfg(feature = "cuda")]
     pub(crate) fn makes_centres(&self) -> bool {
         let mut stores = 0..self.layout.stores().len();
-        stores.any(|store| self.count(Section::Centres(store)) > 0)
+        stores.any(|store| self.count(TableSection::Centres(store)) > 0)
     }
 
     /// Whether entries of a section name this shard, or these two: `from | to << 16`.
     #[cfg(feature = "wgpu")]
-    pub(crate) fn names_shards(&self, section: Section, shards: u32) -> bool {
+    pub(crate) fn names_shards(&self, section: TableSection, shards: u32) -> bool {
         let at = self.layout.sections().position(|other| other == section);
         at.is_some_and(|at| self.shards[at].contains(&shards))
     }
 
-    fn check(&mut self, writes: &StepWrites) -> Result<()> {
+    fn check(&mut self, writes: &LayerWrites) -> Result<()> {
         let layout = self.layout.clone();
         let (stores, pairs) = (layout.stores().len(), layout.windows().len());
         if (writes.stores.len(), writes.windows.len()) != (stores, pairs) {
             let given = format!("{} stores and {} pairs of them", writes.stores.len(), writes.windows.len());
             return reject(format!(
-                "writes to {given} for a layout of {stores} and {pairs}; make them with StepWrites::of"
+                "writes to {given} for a layout of {stores} and {pairs}; make them with LayerWrites::of"
             ));
         }
         for (index, (store, store_layout)) in writes.stores.iter().zip(layout.stores()).enumerate() {
-            at_most("the pages that a step copies", store.copies.len(), layout.capacity(Section::Copies(index)))?;
-            at_most("the tokens of a step", store.tokens.len(), layout.capacity(Section::Tokens(index)))?;
+            at_most("the pages that a step copies", store.copies.len(), layout.capacity(TableSection::Copies(index)))?;
+            at_most("the tokens of a step", store.tokens.len(), layout.capacity(TableSection::Tokens(index)))?;
             for copy in &store.copies {
                 layout.check_page(index, copy.from).and_then(|()| layout.check_page(index, copy.to))?;
                 if store.copies.iter().any(|other| other.to == copy.from) {
                     return reject(format!("{:?} of store {index} is both copied and written by a copy", copy.from));
                 }
             }
-            at_most("the centres that a step makes", store.centres.len(), layout.capacity(Section::Centres(index)))?;
+            at_most(
+                "the centres that a step makes",
+                store.centres.len(),
+                layout.capacity(TableSection::Centres(index)),
+            )?;
             for mean in &store.centres {
                 check_mean(index, store_layout.centre_slots, layout.rows(), mean)?;
             }
@@ -202,7 +210,7 @@ impl StepTable {
             self.check_distinct("token into", store.tokens.iter().map(|write| (write.page, write.slot)))?;
         }
         for (pair, (windows, of)) in writes.windows.iter().zip(layout.windows()).enumerate() {
-            at_most("the windows of a step", windows.len(), layout.capacity(Section::Windows(pair)))?;
+            at_most("the windows of a step", windows.len(), layout.capacity(TableSection::Windows(pair)))?;
             let to = &layout.stores()[of.to];
             let filled_now = |page: Page| writes.stores[of.from].tokens.iter().any(|write| write.page == page);
             for window in windows {
@@ -282,7 +290,7 @@ mod tests {
     use crate::plan::TokenRange;
     use crate::{AttentionShape, Bits, SegmentFormat};
 
-    fn layout() -> Arc<StepLayout> {
+    fn layout() -> Arc<WriteLayout> {
         let shape = AttentionShape::new(2, 2, 64).unwrap();
         let of = |format, tokens| StoreCapacity {
             format,
@@ -295,15 +303,15 @@ mod tests {
         };
         let stores = vec![of(SegmentFormat::F16, 3), of(SegmentFormat::per_channel(Bits::Four), 0)];
         let windows = vec![WindowCapacity { from: 0, to: 1, windows: 2, newer: 0 }];
-        Arc::new(StepLayout::new(shape, 8, stores, windows).unwrap())
+        Arc::new(WriteLayout::new(shape, 8, stores, windows).unwrap())
     }
 
     const fn page(shard: u32, index: u32) -> Page {
         Page { shard, index }
     }
 
-    fn writes(layout: &StepLayout) -> StepWrites {
-        let mut writes = StepWrites::of(layout);
+    fn writes(layout: &WriteLayout) -> LayerWrites {
+        let mut writes = LayerWrites::of(layout);
         writes.stores[0].copies.push(PageCopy { from: page(0, 4), to: page(1, 2) });
         writes.stores[0].tokens.push(TokenWrite { token: 7, page: page(1, 2), slot: 127, centre: None });
         writes.stores[0].tokens.push(TokenWrite { token: 0, page: page(0, 0), slot: 0, centre: None });
@@ -315,17 +323,17 @@ mod tests {
     #[test]
     fn tables_say_what_a_step_writes() {
         let layout = layout();
-        let mut table = StepTable::new(&layout);
+        let mut table = WriteTable::new(&layout);
         let full = writes(&layout);
-        for writes in [&full, &StepWrites::of(&layout), &full] {
+        for writes in [&full, &LayerWrites::of(&layout), &full] {
             table.set(writes).unwrap();
-            let tokens: Vec<_> = writes.stores[0].tokens.iter().map(|&write| StepEntry::Token(write)).collect();
-            assert_eq!(table.entries(Section::Tokens(0)).collect::<Vec<_>>(), tokens);
-            let windows: Vec<_> = writes.windows[0].iter().map(|&window| StepEntry::Window(window)).collect();
-            assert_eq!(table.entries(Section::Windows(0)).collect::<Vec<_>>(), windows);
-            let copies: Vec<_> = writes.stores[0].copies.iter().map(|&copy| StepEntry::Copy(copy)).collect();
-            assert_eq!(table.entries(Section::Copies(0)).collect::<Vec<_>>(), copies);
-            assert_eq!((table.count(Section::Copies(1)), table.count(Section::Tokens(1))), (0, 0));
+            let tokens: Vec<_> = writes.stores[0].tokens.iter().map(|&write| WriteEntry::Token(write)).collect();
+            assert_eq!(table.entries(TableSection::Tokens(0)).collect::<Vec<_>>(), tokens);
+            let windows: Vec<_> = writes.windows[0].iter().map(|&window| WriteEntry::Window(window)).collect();
+            assert_eq!(table.entries(TableSection::Windows(0)).collect::<Vec<_>>(), windows);
+            let copies: Vec<_> = writes.stores[0].copies.iter().map(|&copy| WriteEntry::Copy(copy)).collect();
+            assert_eq!(table.entries(TableSection::Copies(0)).collect::<Vec<_>>(), copies);
+            assert_eq!((table.count(TableSection::Copies(1)), table.count(TableSection::Tokens(1))), (0, 0));
             #[cfg(feature = "cuda")]
             for (store, pages) in [(0, vec![page(1, 2), page(1, 2), page(0, 0)]), (1, vec![page(0, 1)])] {
                 let written: Vec<Page> = table.pages_written(store).collect();
@@ -345,7 +353,7 @@ mod tests {
     /// Whatever the layout does not have is refused, and the table stays what it was.
     #[test]
     fn what_the_layout_does_not_have_is_refused() {
-        type Change = fn(&mut StepWrites);
+        type Change = fn(&mut LayerWrites);
         let changes: [(&str, Change); 13] = [
             ("page", |writes| writes.stores[0].tokens[0].page.index = 3),
             ("shard", |writes| writes.stores[0].tokens[0].page.shard = 2),
@@ -369,7 +377,7 @@ mod tests {
             ("store", |writes| writes.stores.truncate(1)),
         ];
         let layout = layout();
-        let mut table = StepTable::new(&layout);
+        let mut table = WriteTable::new(&layout);
         table.set(&writes(&layout)).unwrap();
         let before = table.words().to_vec();
         for (what, change) in changes {
@@ -395,8 +403,8 @@ mod tests {
         let before = layout();
         let windows = vec![WindowCapacity { newer: 1, ..before.windows()[0] }];
         let newer =
-            Arc::new(StepLayout::new(*before.shape(), before.rows(), before.stores().to_vec(), windows).unwrap());
-        let mut table = StepTable::new(&newer);
+            Arc::new(WriteLayout::new(*before.shape(), before.rows(), before.stores().to_vec(), windows).unwrap());
+        let mut table = WriteTable::new(&newer);
         let refused = table.set(&writes(&newer)).unwrap_err().to_string();
         assert!(refused.contains("page 2 of shard 1") && refused.contains("1 newer tokens"), "{refused}");
         let mut earlier = writes(&newer);
@@ -412,22 +420,22 @@ mod tests {
             let (format, shard_pages) = (SegmentFormat::F16, vec![1]);
             StoreCapacity { format, shard_pages, range_slots: 0, tokens: 2, copies: 0, centres: 0, centre_slots }
         };
-        let layout = |slots| Arc::new(StepLayout::new(shape, 8, vec![of(slots)], vec![]).unwrap());
+        let layout = |slots| Arc::new(WriteLayout::new(shape, 8, vec![of(slots)], vec![]).unwrap());
         let write = |slot, centre| TokenWrite { token: 3, page: page(0, 0), slot, centre };
         let set = |slots, tokens: &[TokenWrite]| {
             let layout = layout(slots);
-            let mut writes = StepWrites::of(&layout);
+            let mut writes = LayerWrites::of(&layout);
             writes.stores[0].tokens.extend_from_slice(tokens);
-            let mut table = StepTable::new(&layout);
-            table.set(&writes).map(|()| table.entries(Section::Tokens(0)).collect::<Vec<_>>())
+            let mut table = WriteTable::new(&layout);
+            table.set(&writes).map(|()| table.entries(TableSection::Tokens(0)).collect::<Vec<_>>())
         };
         let tokens = [write(127, Some(70_000)), write(0, Some(0))];
-        assert_eq!(set(70_001, &tokens).unwrap(), tokens.map(StepEntry::Token));
-        assert_eq!(set(0, &[write(5, None)]).unwrap(), [StepEntry::Token(write(5, None))]);
+        assert_eq!(set(70_001, &tokens).unwrap(), tokens.map(WriteEntry::Token));
+        assert_eq!(set(0, &[write(5, None)]).unwrap(), [WriteEntry::Token(write(5, None))]);
         for (slots, centre) in [(70_000, Some(70_000)), (1, None), (0, Some(0))] {
             assert!(matches!(set(slots, &[write(5, centre)]), Err(Error::Plan { .. })), "{slots} {centre:?}");
         }
-        assert!(StepLayout::new(shape, 8, vec![of(1 << 25)], vec![]).is_err());
+        assert!(WriteLayout::new(shape, 8, vec![of(1 << 25)], vec![]).is_err());
         let halved = layout(1).largest_element(0, KeyOrValue::Key);
         assert_eq!((halved, layout(1).largest_element(0, KeyOrValue::Value)), (32752.0, 65504.0));
     }
@@ -440,19 +448,19 @@ mod tests {
             let (format, shard_pages) = (SegmentFormat::F16, vec![1]);
             StoreCapacity { format, shard_pages, range_slots: 0, tokens: 2, copies: 0, centres, centre_slots }
         };
-        let layout = Arc::new(StepLayout::new(shape, 300, vec![of(2, 70_001)], vec![]).unwrap());
+        let layout = Arc::new(WriteLayout::new(shape, 300, vec![of(2, 70_001)], vec![]).unwrap());
         let mean = |start, end, slot| KeyMean { tokens: TokenRange::new(start, end).unwrap(), slot };
-        let mut table = StepTable::new(&layout);
+        let mut table = WriteTable::new(&layout);
         let mut set = |centres: &[KeyMean]| {
-            let mut writes = StepWrites::of(&layout);
+            let mut writes = LayerWrites::of(&layout);
             writes.stores[0].centres.extend_from_slice(centres);
             assert_eq!(writes.is_empty(), centres.is_empty());
-            let entries = |table: &StepTable| table.entries(Section::Centres(0)).collect::<Vec<_>>();
+            let entries = |table: &WriteTable| table.entries(TableSection::Centres(0)).collect::<Vec<_>>();
             table.set(&writes).map(|()| (entries(&table), table.tokens_needed()))
         };
         let means = [mean(7, 10, 70_000), mean(45, 300, 0)];
-        assert_eq!(set(&means).unwrap(), (means.map(StepEntry::Centre).to_vec(), 300));
-        assert_eq!(set(&[mean(0, 1, 5)]).unwrap(), (vec![StepEntry::Centre(mean(0, 1, 5))], 1));
+        assert_eq!(set(&means).unwrap(), (means.map(WriteEntry::Centre).to_vec(), 300));
+        assert_eq!(set(&[mean(0, 1, 5)]).unwrap(), (vec![WriteEntry::Centre(mean(0, 1, 5))], 1));
         let refused = [
             ("a token", vec![mean(290, 301, 0)]),
             ("tokens", vec![mean(0, 256, 0)]),
@@ -465,7 +473,7 @@ mod tests {
         let three = [0, 1, 2].map(|slot| mean(0, 1, slot));
         assert!(matches!(set(&three), Err(Error::Limit { needed: 3, allowed: 2, .. })));
         assert_eq!(set(&[]).unwrap(), (vec![], 0));
-        assert!(StepLayout::new(shape, 1, vec![of(1, 0)], vec![]).is_err(), "no slots");
+        assert!(WriteLayout::new(shape, 1, vec![of(1, 0)], vec![]).is_err(), "no slots");
     }
 
     #[test]
@@ -482,7 +490,7 @@ mod tests {
         };
         let channels = SegmentFormat::per_channel(Bits::Four);
         let new = |stores: Vec<StoreCapacity>, from, to| {
-            StepLayout::new(shape, 1, stores, vec![WindowCapacity { from, to, windows: 1, newer: 0 }])
+            WriteLayout::new(shape, 1, stores, vec![WindowCapacity { from, to, windows: 1, newer: 0 }])
         };
         let f16 = SegmentFormat::F16;
         assert!(new(vec![of(f16, 1), of(channels, 0)], 0, 1).is_ok());

@@ -5,12 +5,12 @@ use crate::{Error, Result};
 
 /// Positions of query rows, ascending. A row at position p sees the keys 0 ..= p.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct QueryRows {
+pub struct QueryPositions {
     positions: Vec<u32>,
     tokens: usize,
 }
 
-impl QueryRows {
+impl QueryPositions {
     /// Rows at these positions of a context of `tokens` keys.
     ///
     /// # Errors
@@ -40,7 +40,7 @@ impl QueryRows {
     /// The last `rows` positions of a context: bottom-right aligned.
     ///
     /// # Errors
-    /// As [`QueryRows::new`]; more rows than keys are an [`Error::Budget`].
+    /// As [`QueryPositions::new`]; more rows than keys are an [`Error::Budget`].
     pub fn last(rows: usize, tokens: usize) -> Result<Self> {
         if rows > tokens {
             let (given, allowed) = (rows.to_string(), format!("1 to {tokens}, the tokens of the context"));
@@ -52,7 +52,7 @@ impl QueryRows {
     /// All positions of a range, but at most the last `most`.
     ///
     /// # Errors
-    /// As [`QueryRows::new`].
+    /// As [`QueryPositions::new`].
     pub fn of_range(range: TokenRange, most: Option<usize>, tokens: usize) -> Result<Self> {
         let rows = range.len().min(most.unwrap_or(usize::MAX));
         Self::new((range.end() - rows..range.end()).map(|position| position as u32).collect(), tokens)

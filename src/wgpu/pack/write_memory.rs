@@ -2,28 +2,28 @@
 
 use std::sync::Arc;
 
-use super::window_way;
+use super::window_packing;
 use crate::format::KeyOrValue;
-use crate::plan::{StepLayout, StepTable};
+use crate::plan::{WriteLayout, WriteTable};
 use crate::wgpu::device::{KernelLimits, buffers};
 use crate::{Error, Result};
 
 /// The table of a step on the device, and scratch memory for windows that are rotated before their ranges are known.
 /// One serves all layers of a model.
 #[derive(Clone, Debug)]
-pub struct StepMemory {
-    layout: Arc<StepLayout>,
+pub struct WriteMemory {
+    layout: Arc<WriteLayout>,
     table: wgpu::Buffer,
     /// Rotated rows of as many windows as a step may have, `[window][token][kv_head][channel]`.
     rotated: Option<wgpu::Buffer>,
 }
 
-impl StepMemory {
+impl WriteMemory {
     /// Memory for the steps of a layout, with the table of one that writes nothing.
     ///
     /// # Errors
     /// [`Error::Limit`] when a buffer is larger than the device binds; [`Error::OutOfMemory`] or [`Error::DeviceLost`].
-    pub fn new(device: &wgpu::Device, layout: &Arc<StepLayout>) -> Result<Self> {
+    pub fn new(device: &wgpu::Device, layout: &Arc<WriteLayout>) -> Result<Self> {
         let allowed = KernelLimits::new(&device.limits()).binding_bytes;
         let rotated = rotated_bytes(layout);
         let table = layout.words() as u64 * 4;
@@ -45,14 +45,14 @@ impl StepMemory {
     ///
     /// # Errors
     /// [`Error::Plan`] when the table is of another layout.
-    pub fn write(&self, queue: &wgpu::Queue, table: &StepTable) -> Result<()> {
+    pub fn write(&self, queue: &wgpu::Queue, table: &WriteTable) -> Result<()> {
         table.check_layout(&self.layout)?;
         queue.write_buffer(&self.table, 0, bytemuck::cast_slice(table.words()));
         Ok(())
     }
 
     /// The layout.
-    pub const fn layout(&self) -> &Arc<StepLayout> {
+    pub const fn layout(&self) -> &Arc<WriteLayout> {
         &self.layout
     }
 
@@ -70,7 +70,7 @@ impl StepMemory {
         self.rotated.as_ref().map(wgpu::Buffer::as_entire_buffer_binding).ok_or_else(missing)
     }
 
-    pub(super) fn check_layout(&self, layout: &StepLayout) -> Result<()> {
+    pub(super) fn check_layout(&self, layout: &WriteLayout) -> Result<()> {
         if *self.layout == *layout {
             return Ok(());
         }
@@ -79,10 +79,10 @@ impl StepMemory {
 }
 
 /// Bytes of the rotated rows of the most windows that a step may have.
-pub(crate) fn rotated_bytes(layout: &StepLayout) -> u64 {
+pub(crate) fn rotated_bytes(layout: &WriteLayout) -> u64 {
     let of_pair = |pair: &crate::plan::WindowCapacity| {
         let format = &layout.stores()[pair.to].format;
-        let of = |which| window_way::scratch_bytes(layout.shape(), format.tensor(which));
+        let of = |which| window_packing::scratch_bytes(layout.shape(), format.tensor(which));
         pair.windows as u64 * of(KeyOrValue::Key).max(of(KeyOrValue::Value))
     };
     layout.windows().iter().map(of_pair).max().unwrap_or(0)

@@ -2,11 +2,11 @@
 
 use std::f32::consts::LOG2_E;
 
-use super::launch::{AttendCall, BoundStep, Launch};
+use super::launch::{AttendCall, BoundAttendStep, Launch};
 use super::parts::{SegmentParts, are_many, few_queries, many_queries, query_blocks};
 use super::run_variant::RunVariant;
-use super::scratch::{Room, ScratchSizes, SegmentTables, StepScratch};
-use super::segment::{SegmentStep, assign_states};
+use super::scratch::{AttendScratch, ScratchSizes, SegmentTables, Sizing};
+use super::segment::{PlannedLaunch, assign_states};
 use super::variant::{AttendVariant, ScorePass};
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
@@ -15,12 +15,12 @@ use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::cuda::device::tensor::Tensor;
 use crate::format::{AttentionShape, Calibration, KeyOrValue};
-use crate::plan::{AttendPlan, ElementType, QueryRows, StoreFormat};
+use crate::plan::{AttendPlan, ElementType, QueryLayout, StoreFormat};
 use crate::{Error, Result};
 
 /// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`.
 #[derive(Clone, Copy, Debug)]
-pub struct StepTensors<'a> {
+pub struct AttendTensors<'a> {
     /// Queries, after rotary embedding, not scaled.
     pub queries: &'a Tensor,
     /// Where the attention outputs go.
@@ -35,20 +35,20 @@ pub struct StepTensors<'a> {
 /// items: up to 256 rows, of queries and query heads, where a run has 33 of them or more (not beside sketches, not
 /// where scores are calibrated, and up to 128 channels), and otherwise as many as eight query heads hold.
 #[derive(Clone, Debug)]
-pub struct StepPlan {
+pub struct AttendStep {
     shape: AttentionShape,
     rows: usize,
-    segments: Vec<SegmentStep>,
+    segments: Vec<PlannedLaunch>,
     states: usize,
-    query_rows: QueryRows,
-    output_rows: QueryRows,
+    query_rows: QueryLayout,
+    output_rows: QueryLayout,
 }
 
 /// Compiles every kernel of attention that steps over these stores may ask for, whose runs have up to
 /// `longest` queries.
 ///
 /// # Errors
-/// Those of [`StepPlan::new`], and errors of compiling kernels.
+/// Those of [`AttendStep::new`], and errors of compiling kernels.
 pub(in crate::cuda) fn prepare(
     backend: &Cuda,
     shape: &AttentionShape,
@@ -77,7 +77,7 @@ pub(in crate::cuda) fn prepare(
     Ok(())
 }
 
-impl StepPlan {
+impl AttendStep {
     /// Plans a step for a device.
     ///
     /// # Errors
@@ -93,35 +93,35 @@ impl StepPlan {
         let mut segments = Vec::new();
         for segment in plan.segments() {
             for parts in SegmentParts::of(plan, segment, &blocks) {
-                segments.push(SegmentStep::new(facts, &shape, segment, parts)?);
+                segments.push(PlannedLaunch::new(facts, &shape, segment, parts)?);
             }
         }
         if let [segment] = segments.as_mut_slice() {
             segment.cluster = segment.common_cluster();
         }
-        segments.iter_mut().for_each(SegmentStep::order_items);
+        segments.iter_mut().for_each(PlannedLaunch::order_items);
         let states = assign_states(plan, &blocks, &mut segments)?;
         // Launches of a step run beside each other: small ones find room where the blocks of a large one leave it.
         segments.sort_by_key(|segment| std::cmp::Reverse(segment.bytes()));
-        let dense = QueryRows::dense(&shape);
+        let dense = QueryLayout::dense(&shape);
         Ok(Self { shape, rows: plan.rows(), segments, states, query_rows: dense, output_rows: dense })
     }
 
     /// The same step for queries whose rows lie so, in place of one after the other.
     #[must_use]
-    pub fn with_query_rows(self, rows: QueryRows) -> Self {
+    pub fn with_query_layout(self, rows: QueryLayout) -> Self {
         Self { query_rows: rows, ..self }
     }
 
     /// The same step for outputs whose rows lie so, in place of one after the other.
     #[must_use]
-    pub fn with_output_rows(self, rows: QueryRows) -> Self {
+    pub fn with_output_layout(self, rows: QueryLayout) -> Self {
         Self { output_rows: rows, ..self }
     }
 
     /// Kernel launches of the step, by name.
     pub fn launch_labels(&self) -> Vec<String> {
-        let labels = |segment: &SegmentStep| {
+        let labels = |segment: &PlannedLaunch| {
             let extremes = segment.calibration.map(|_| format!("score extremes {}", segment.format));
             extremes.into_iter().chain([format!("{} {}", segment.kernel.name(), segment.format)]).collect::<Vec<_>>()
         };
@@ -136,18 +136,18 @@ impl StepPlan {
     /// # Errors
     /// [`Error::Plan`] or [`Error::Elements`] when stores, queries or output are not those of the plan;
     /// [`Error::OutOfMemory`]; errors of compiling kernels on first use.
-    pub fn bind(&self, backend: &Cuda, stores: &[&Store], tensors: StepTensors<'_>) -> Result<BoundStep> {
+    pub fn bind(&self, backend: &Cuda, stores: &[&Store], tensors: AttendTensors<'_>) -> Result<BoundAttendStep> {
         self.check_tensors(tensors)?;
         let stream = backend.stream();
-        let scratch = StepScratch::new(stream, &self.sizes(Room::Exact))?;
+        let scratch = AttendScratch::new(stream, &self.sizes(Sizing::Exact))?;
         let tables =
-            |segment: &SegmentStep| segment.upload(stream, self.store_of(segment, stores)?, self.shape.query_heads());
+            |segment: &PlannedLaunch| segment.upload(stream, self.store_of(segment, stores)?, self.shape.query_heads());
         let tables = self.segments.iter().map(tables).collect::<Result<Vec<_>>>()?;
         self.bind_to(backend, stores, tensors, &scratch, &tables)
     }
 
     /// Checks queries, output and log-sum-exps.
-    fn check_tensors(&self, StepTensors { queries, output, lse }: StepTensors<'_>) -> Result<()> {
+    fn check_tensors(&self, AttendTensors { queries, output, lse }: AttendTensors<'_>) -> Result<()> {
         let heads = self.shape.query_heads();
         self.query_rows.check("queries", queries.elements(), self.rows, &self.shape)?;
         self.output_rows.check("output", output.elements(), self.rows, &self.shape)?;
@@ -171,8 +171,8 @@ impl StepPlan {
     /// Whether what was bound for another step serves this one: the same kernels, over tables and scratch
     /// of the same room.
     pub(in crate::cuda) fn is_bound_like(&self, other: &Self) -> bool {
-        let same = |(a, b): (&SegmentStep, &SegmentStep)| a.is_bound_like(b);
-        self.sizes(Room::Classes) == other.sizes(Room::Classes)
+        let same = |(a, b): (&PlannedLaunch, &PlannedLaunch)| a.is_bound_like(b);
+        self.sizes(Sizing::Classes) == other.sizes(Sizing::Classes)
             && self.segments.len() == other.segments.len()
             && self.segments.iter().zip(&other.segments).all(same)
     }
@@ -185,7 +185,7 @@ impl StepPlan {
     }
 
     /// How much scratch the step needs.
-    pub(in crate::cuda) fn sizes(&self, room: Room) -> ScratchSizes {
+    pub(in crate::cuda) fn sizes(&self, room: Sizing) -> ScratchSizes {
         let heads = self.shape.query_heads();
         let states = room.of(self.states) * heads;
         let stored_channels = PageFormat::f16(self.shape.head_dim()).head_dim;
@@ -194,11 +194,11 @@ impl StepPlan {
     }
 
     /// What the step attends to in every launch.
-    pub(in crate::cuda) fn segments(&self) -> &[SegmentStep] {
+    pub(in crate::cuda) fn segments(&self) -> &[PlannedLaunch] {
         &self.segments
     }
 
-    fn store_of<'s>(&self, segment: &SegmentStep, stores: &[&'s Store]) -> Result<&'s Store> {
+    fn store_of<'s>(&self, segment: &PlannedLaunch, stores: &[&'s Store]) -> Result<&'s Store> {
         let store = stores.get(segment.store).copied().filter(|store| *store.shape() == self.shape);
         store.filter(|store| *store.format() == segment.format).ok_or_else(|| Error::Plan {
             what: "attend",
@@ -214,15 +214,15 @@ impl StepPlan {
         &self,
         backend: &Cuda,
         stores: &[&Store],
-        StepTensors { queries, output, lse }: StepTensors<'_>,
-        scratch: &StepScratch,
+        AttendTensors { queries, output, lse }: AttendTensors<'_>,
+        scratch: &AttendScratch,
         tables: &[SegmentTables],
-    ) -> Result<BoundStep> {
+    ) -> Result<BoundAttendStep> {
         let stream = backend.stream();
         queries.memory().check_stream("queries", stream)?;
         output.memory().check_stream("output", stream)?;
         lse.map_or(Ok(()), |lse| lse.memory().check_stream("lse", stream))?;
-        let mut step = BoundStep { stream: stream.clone(), launches: Vec::new(), memory: scratch.memory() };
+        let mut step = BoundAttendStep { stream: stream.clone(), launches: Vec::new(), memory: scratch.memory() };
         step.memory.extend([queries.memory().clone(), output.memory().clone()]);
         step.memory.extend(lse.map(|lse| lse.memory().clone()));
         let mut merges = Vec::new();
@@ -294,7 +294,7 @@ mod tests {
 
     const H200: DeviceFacts = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
 
-    fn attend_variant(step: &StepPlan) -> AttendVariant {
+    fn attend_variant(step: &AttendStep) -> AttendVariant {
         match step.segments[0].kernel {
             SegmentKernel::Attend(variant) => variant,
             SegmentKernel::Run(variant) => panic!("{variant:?}"),
@@ -318,7 +318,7 @@ mod tests {
             let spans = lengths.iter().enumerate().map(span).collect();
             let store = StoreView { format: SegmentFormat::F16, calibration: None, spans };
             let plan = AttendPlan::new(shape, &QueryRun::decode_batch(lengths.len()), &[store]).unwrap();
-            StepPlan::for_device(facts, &plan).unwrap()
+            AttendStep::for_device(facts, &plan).unwrap()
         };
         for (lengths, cluster) in [(vec![32_768; 8], 2), (vec![4096], 8), (vec![131_072], 2), (vec![32_768, 100], 1)] {
             let step = step(&lengths, &H200);
@@ -346,7 +346,7 @@ mod tests {
             };
             let views: Vec<StoreView<'_>> = formats[..stores].iter().enumerate().map(store).collect();
             let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &views).unwrap();
-            let step = StepPlan::for_device(&facts, &plan).unwrap();
+            let step = AttendStep::for_device(&facts, &plan).unwrap();
             assert_eq!(step.begins_beside_storing(&facts), begins, "{stores} stores, {:?}", facts.capability);
         }
     }
@@ -367,7 +367,7 @@ mod tests {
             });
             let store = StoreView { format, calibration: None, spans: spans.collect() };
             let plan = AttendPlan::new(shape, &QueryRun::decode_batch(sequences), &[store]).unwrap();
-            let step = StepPlan::for_device(&H200, &plan).unwrap();
+            let step = AttendStep::for_device(&H200, &plan).unwrap();
             assert_eq!(attend_variant(&step).warps, warps, "{sequences} sequences of {tiles} tiles");
         }
     }
@@ -390,7 +390,7 @@ mod tests {
             store(SegmentFormat::F16, vec![span(1, 1, 330), span(0, 700, 331)]),
         ];
         let plan = AttendPlan::new(shape, &QueryRun::decode_batch(2), &stores).unwrap();
-        let step = StepPlan::for_device(&H200, &plan).unwrap();
+        let step = AttendStep::for_device(&H200, &plan).unwrap();
         let mut rows = vec![0; step.states];
         for (segment, store) in step.segments.iter().zip(&stores) {
             let tokens: u32 = segment.items.iter().map(|item| item.tokens).sum();
@@ -415,7 +415,7 @@ mod tests {
             let span = |range_slot| SpanView { sequence: 0, start: 0, tokens, pages: &pages, range_slot };
             let store = StoreView { format, calibration: None, spans: (0..spans).map(span).collect() };
             let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[store]).unwrap();
-            attend_variant(&StepPlan::for_device(&H200, &plan).unwrap())
+            attend_variant(&AttendStep::for_device(&H200, &plan).unwrap())
         };
         for format in decode_formats() {
             let (short, long) = (variant(format, 456, 576), variant(format, 1, 131_072));
@@ -439,7 +439,7 @@ mod tests {
         let spans = vec![span(0, 0..2, 200), span(0, 2..3, 100)];
         let store = StoreView { format: SegmentFormat::F16, calibration, spans };
         let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[store]).unwrap();
-        let step = StepPlan::for_device(&H200, &plan).unwrap();
+        let step = AttendStep::for_device(&H200, &plan).unwrap();
         assert_eq!(step.launch_labels(), ["score extremes f16", "attend f16"]);
         for item in &step.segments[0].items {
             assert_eq!(item.extremes, u32::from(item.first_page == 2));

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use cudarc::driver::{CudaStream, DeviceRepr, LaunchConfig};
 
 use super::non_finite_flags::NonFiniteFlags;
-use super::step_memory::StepMemory;
-use crate::backend::{LARGEST_CENTRED_KEY, StepInput};
+use super::write_memory::WriteMemory;
+use crate::backend::{LARGEST_CENTRED_KEY, WriteInput};
 use crate::cuda::Cuda;
 use crate::cuda::device::launch::KernelLaunch;
 use crate::cuda::device::memory::Memory;
@@ -15,7 +15,7 @@ use crate::cuda::device::program::Program;
 use crate::cuda::device::store::{MOST_SHARDS, Store};
 use crate::cuda::device::tensor::Tensor;
 use crate::format::KeyOrValue;
-use crate::plan::{FoundStore, Section, StepLayout, StepTable};
+use crate::plan::{BackendStore, TableSection, WriteLayout, WriteTable};
 use crate::{Error, Result};
 
 /// The kernel that stores tokens.
@@ -34,10 +34,10 @@ const MEAN_THREADS: u32 = 128;
 /// Blocks of a kernel that takes its work in turns, for every multiprocessor.
 const BLOCKS_EACH: usize = 2;
 
-/// `StepCall` of `cuda/common/step_call.cuh`.
+/// `WriteCall` of `cuda/common/step_call.cuh`.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
-struct StepCall {
+struct WriteCall {
     table: u64,
     keys: u64,
     values: u64,
@@ -62,31 +62,31 @@ struct StepCall {
 }
 
 // SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
-unsafe impl DeviceRepr for StepCall {}
+unsafe impl DeviceRepr for WriteCall {}
 
 /// What steps store, for all layers: copies of shared pages, centres of sequences that begin, tokens, and windows that
-/// are packed, as a [`StepTable`] says.
+/// are packed, as a [`WriteTable`] says.
 ///
-/// Once for a model: a [`StepLayout`], a [`StepMemory`] that holds the table on the device, and [`NonFiniteFlags`].
-/// Once for a layer and its engine's tensors: [`PackStepPlan::bind`]. Every step: [`StepMemory::write`], one small
-/// upload, and for every layer [`BoundPackStep::launch`]. Launches read how much there is to do from the table, so that
-/// a graph that captured them is replayed while the table changes.
+/// Once for a model: a [`WriteLayout`], a [`WriteMemory`] that holds the table on the device, and [`NonFiniteFlags`].
+/// Once for a layer and its engine's tensors: [`StoreStep::bind`]. Every step: [`WriteMemory::write`], one small
+/// upload, and for every layer [`BoundStoreStep::launch`]. Launches read how much there is to do from the table, so
+/// that a graph that captured them is replayed while the table changes.
 ///
 /// ```no_run
 /// use std::sync::Arc;
-/// use kvpack::backend::StepInput;
-/// use kvpack::cuda::{Cuda, NonFiniteFlags, PackStepPlan, StepMemory, Store, Tensor};
-/// use kvpack::plan::{RowLayout, StepLayout, StepTable, StepWrites, TokenWrite};
+/// use kvpack::backend::WriteInput;
+/// use kvpack::cuda::{Cuda, NonFiniteFlags, StoreStep, WriteMemory, Store, Tensor};
+/// use kvpack::plan::{RowLayout, WriteLayout, WriteTable, LayerWrites, TokenWrite};
 /// # fn example(backend: &Cuda, store: &Store, keys: &Tensor, values: &Tensor, write: TokenWrite) -> kvpack::Result<()> {
 /// // Steps of up to 64 tokens.
-/// let layout = Arc::new(StepLayout::new(*store.shape(), 64, vec![store.step_capacity(64, 0)], vec![])?);
-/// let memory = StepMemory::new(backend.stream(), &layout)?;
+/// let layout = Arc::new(WriteLayout::new(*store.shape(), 64, vec![store.step_capacity(64, 0)], vec![])?);
+/// let memory = WriteMemory::new(backend.stream(), &layout)?;
 /// let flags = NonFiniteFlags::new(backend.stream(), 1)?;
 /// let rows = RowLayout::token_major(64, store.shape());
-/// let input = StepInput { keys, values, rows, flags: &flags, layer: 0 };
-/// let step = PackStepPlan::new(&layout).bind(backend, &[store], &memory, Some(input))?;
+/// let input = WriteInput { keys, values, rows, flags: &flags, layer: 0 };
+/// let step = StoreStep::new(&layout).bind(backend, &[store], &memory, Some(input))?;
 ///
-/// let (mut writes, mut table) = (StepWrites::of(&layout), StepTable::new(&layout));
+/// let (mut writes, mut table) = (LayerWrites::of(&layout), WriteTable::new(&layout));
 /// // Every step:
 /// writes.clear();
 /// writes.stores[0].tokens.push(write);
@@ -97,13 +97,13 @@ unsafe impl DeviceRepr for StepCall {}
 /// # }
 /// ```
 #[derive(Clone, Debug)]
-pub struct PackStepPlan {
-    layout: Arc<StepLayout>,
+pub struct StoreStep {
+    layout: Arc<WriteLayout>,
 }
 
-impl PackStepPlan {
+impl StoreStep {
     /// A plan for the steps of a layout.
-    pub fn new(layout: &Arc<StepLayout>) -> Self {
+    pub fn new(layout: &Arc<WriteLayout>) -> Self {
         Self { layout: layout.clone() }
     }
 
@@ -118,9 +118,9 @@ impl PackStepPlan {
         &self,
         backend: &Cuda,
         stores: &[&Store],
-        memory: &StepMemory,
-        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
-    ) -> Result<BoundPackStep> {
+        memory: &WriteMemory,
+        input: Option<WriteInput<'_, Tensor, NonFiniteFlags>>,
+    ) -> Result<BoundStoreStep> {
         if let Some(rows) = input.map(|input| input.rows).filter(|rows| rows.tokens < self.layout.rows()) {
             let reason = format!("keys and values of {} tokens, the layout has {}", rows.tokens, self.layout.rows());
             return Err(Error::Plan { what: "step", reason });
@@ -145,11 +145,11 @@ impl PackStepPlan {
         &self,
         backend: &Cuda,
         stores: &[&Store],
-        memory: &StepMemory,
-        input: StepInput<'_, Tensor, NonFiniteFlags>,
+        memory: &WriteMemory,
+        input: WriteInput<'_, Tensor, NonFiniteFlags>,
         begins: bool,
-    ) -> Result<BoundPackStep> {
-        let takes = |section| begins || !matches!(section, Section::Centres(_));
+    ) -> Result<BoundStoreStep> {
+        let takes = |section| begins || !matches!(section, TableSection::Centres(_));
         self.bind_some(backend, stores, memory, Some(input), takes)
     }
 
@@ -158,10 +158,10 @@ impl PackStepPlan {
         &self,
         backend: &Cuda,
         stores: &[&Store],
-        memory: &StepMemory,
-        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
-        table: &StepTable,
-    ) -> Result<BoundPackStep> {
+        memory: &WriteMemory,
+        input: Option<WriteInput<'_, Tensor, NonFiniteFlags>>,
+        table: &WriteTable,
+    ) -> Result<BoundStoreStep> {
         input.map_or(Ok(()), |input| table.check_rows(&input.rows))?;
         self.bind_some(backend, stores, memory, input, |section| table.count(section) > 0)
     }
@@ -170,10 +170,10 @@ impl PackStepPlan {
         &self,
         backend: &Cuda,
         stores: &[&Store],
-        memory: &StepMemory,
-        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
-        takes: impl Fn(Section) -> bool,
-    ) -> Result<BoundPackStep> {
+        memory: &WriteMemory,
+        input: Option<WriteInput<'_, Tensor, NonFiniteFlags>>,
+        takes: impl Fn(TableSection) -> bool,
+    ) -> Result<BoundStoreStep> {
         let (layout, stream) = (&*self.layout, backend.stream());
         check_stores(layout, stores, stream)?;
         memory.check_layout(layout)?;
@@ -189,11 +189,11 @@ impl PackStepPlan {
         let mut launches: Vec<Launch> = Vec::new();
         for section in sections {
             let launch = bind.section(section)?;
-            let full_before = matches!(section, Section::Windows(pair) if layout.windows()[pair].newer > 0);
+            let full_before = matches!(section, TableSection::Windows(pair) if layout.windows()[pair].newer > 0);
             let beside = full_before && launches.last().is_some_and(|last| last.kernel.name == APPEND);
             launches.push(if beside { launch.beside_append() } else { launch });
         }
-        Ok(BoundPackStep { stream: stream.clone(), launches, _memory: kept })
+        Ok(BoundStoreStep { stream: stream.clone(), launches, _memory: kept })
     }
 }
 
@@ -201,13 +201,13 @@ impl PackStepPlan {
 /// it was bound by. It keeps alive all memory that it reads and writes; a graph that captured it needs it as long as
 /// it is replayed.
 #[derive(Debug)]
-pub struct BoundPackStep {
+pub struct BoundStoreStep {
     stream: Arc<CudaStream>,
     launches: Vec<Launch>,
     _memory: Vec<Arc<Memory>>,
 }
 
-impl BoundPackStep {
+impl BoundStoreStep {
     /// Launches the kernels: one each for copies, centres, tokens and windows of the layout, of which those that have
     /// nothing to do end at once. Nothing is allocated or copied, and nothing waits.
     ///
@@ -227,7 +227,7 @@ impl BoundPackStep {
 #[derive(Debug)]
 struct Launch {
     kernel: KernelLaunch,
-    call: StepCall,
+    call: WriteCall,
 }
 
 impl Launch {
@@ -252,14 +252,14 @@ impl Launch {
 /// What launches of a step are bound to.
 struct Binder<'a> {
     backend: &'a Cuda,
-    layout: &'a StepLayout,
+    layout: &'a WriteLayout,
     stores: &'a [&'a Store],
-    memory: &'a StepMemory,
-    input: Option<StepInput<'a, Tensor, NonFiniteFlags>>,
+    memory: &'a WriteMemory,
+    input: Option<WriteInput<'a, Tensor, NonFiniteFlags>>,
 }
 
 impl Binder<'_> {
-    fn section(&self, section: Section) -> Result<Launch> {
+    fn section(&self, section: TableSection) -> Result<Launch> {
         let (capacity, shape) = (self.layout.capacity(section), self.layout.shape());
         let kv_heads = shape.kv_heads();
         // Kernels count parts of windows, and tokens, of all KV heads in one word.
@@ -270,37 +270,37 @@ impl Binder<'_> {
         }
         let in_turns = BLOCKS_EACH * self.backend.kernels().facts().multiprocessors;
         match section {
-            Section::Copies(store) => {
+            TableSection::Copies(store) => {
                 let call = self.call(section, store)?;
                 let pieces = capacity * kv_heads * self.stores[store].pages().head_bytes() / 16;
                 let blocks = pieces.div_ceil(COPY_THREADS as usize).min(4 * in_turns);
                 self.launch(section, call, [blocks, 1], COPY_THREADS)
             }
-            Section::Centres(store) => {
+            TableSection::Centres(store) => {
                 let call = self.with_input(store, self.call(section, store)?)?;
-                let call = StepCall { key_largest: LARGEST_CENTRED_KEY, ..call };
+                let call = WriteCall { key_largest: LARGEST_CENTRED_KEY, ..call };
                 let blocks = (capacity * kv_heads * shape.head_dim()).div_ceil(MEAN_THREADS as usize);
                 self.launch(section, call, [blocks.min(4 * in_turns), 1], MEAN_THREADS)
             }
-            Section::Tokens(store) => {
+            TableSection::Tokens(store) => {
                 let call = self.with_input(store, self.call(section, store)?)?;
                 let blocks = (capacity * kv_heads).div_ceil(APPEND_WARPS);
                 self.launch(section, call, [blocks, 2], 32 * APPEND_WARPS as u32)
             }
-            Section::Windows(pair) => {
+            TableSection::Windows(pair) => {
                 let of = self.layout.windows()[pair];
                 let call = self.call(section, of.to)?;
-                let call = StepCall { from_shards: self.shards(of.from)?, ..call };
+                let call = WriteCall { from_shards: self.shards(of.from)?, ..call };
                 let blocks = (capacity * kv_heads * WINDOW_PARTS).min(in_turns);
                 self.launch(section, call, [blocks, 2], WINDOW_THREADS)
             }
         }
     }
 
-    fn call(&self, section: Section, store: usize) -> Result<StepCall> {
+    fn call(&self, section: TableSection, store: usize) -> Result<WriteCall> {
         let of = self.stores[store];
         let shrink = |which| of.format().tensor(which).affine().map_or(1.0, |affine| affine.shrink);
-        Ok(StepCall {
+        Ok(WriteCall {
             table: self.memory.address(section),
             key_ranges: of.slot_address(KeyOrValue::Key, 0),
             value_ranges: of.slot_address(KeyOrValue::Value, 0),
@@ -310,16 +310,16 @@ impl Binder<'_> {
             capacity: self.layout.capacity(section) as u32,
             centres: of.centre_address(0),
             shards: self.shards(store)?,
-            ..StepCall::default()
+            ..WriteCall::default()
         })
     }
 
-    fn with_input(&self, store: usize, call: StepCall) -> Result<StepCall> {
-        let Some(StepInput { keys, values, rows, flags, layer }) = self.input else {
+    fn with_input(&self, store: usize, call: WriteCall) -> Result<WriteCall> {
+        let Some(WriteInput { keys, values, rows, flags, layer }) = self.input else {
             let reason = "it reads tokens, and was given no keys and values";
             return Err(Error::Plan { what: "step", reason: reason.into() });
         };
-        Ok(StepCall {
+        Ok(WriteCall {
             keys: keys.address(),
             values: values.address(),
             token_stride: rows.token_stride as u64,
@@ -338,7 +338,7 @@ impl Binder<'_> {
         self.stores[store].shard_addresses(self.layout.stores()[store].shard_pages.len())
     }
 
-    fn launch(&self, section: Section, call: StepCall, [x, y]: [usize; 2], threads: u32) -> Result<Launch> {
+    fn launch(&self, section: TableSection, call: WriteCall, [x, y]: [usize; 2], threads: u32) -> Result<Launch> {
         let (name, store) = kernel_of(self.layout, section);
         let program = program_of(self.layout, section, self.stores[store].pages());
         let function = self.backend.kernels().function(&program, name)?;
@@ -350,29 +350,29 @@ impl Binder<'_> {
 }
 
 /// The kernel of a section, and the store that it writes.
-fn kernel_of(layout: &StepLayout, section: Section) -> (&'static str, usize) {
+fn kernel_of(layout: &WriteLayout, section: TableSection) -> (&'static str, usize) {
     match section {
-        Section::Copies(store) => ("copy_page", store),
-        Section::Centres(store) => ("key_mean_of_step", store),
-        Section::Tokens(store) => (APPEND, store),
-        Section::Windows(pair) => ("pack_windows", layout.windows()[pair].to),
+        TableSection::Copies(store) => ("copy_page", store),
+        TableSection::Centres(store) => ("key_mean_of_step", store),
+        TableSection::Tokens(store) => (APPEND, store),
+        TableSection::Windows(pair) => ("pack_windows", layout.windows()[pair].to),
     }
 }
 
 /// How it is compiled for the pages of that store.
-fn program_of(layout: &StepLayout, section: Section, pages: &PageFormat) -> Program {
+fn program_of(layout: &WriteLayout, section: TableSection, pages: &PageFormat) -> Program {
     match section {
-        Section::Centres(_) => pages.mean_program(),
-        Section::Tokens(store) if layout.has_centres(store) => pages.centred_step_program(),
+        TableSection::Centres(_) => pages.mean_program(),
+        TableSection::Tokens(store) if layout.has_centres(store) => pages.centred_step_program(),
         _ => pages.step_program(),
     }
 }
 
-fn check_stores(layout: &StepLayout, stores: &[&Store], stream: &CudaStream) -> Result<()> {
+fn check_stores(layout: &WriteLayout, stores: &[&Store], stream: &CudaStream) -> Result<()> {
     layout.check_store_count(stores.len())?;
     for (index, store) in stores.iter().enumerate() {
         store.check_stream("step", stream)?;
-        let found = FoundStore {
+        let found = BackendStore {
             shape: store.shape(),
             format: store.format(),
             shard_pages: &|shard| store.shard_pages(shard),
@@ -384,7 +384,11 @@ fn check_stores(layout: &StepLayout, stores: &[&Store], stream: &CudaStream) -> 
     Ok(())
 }
 
-fn check_input(layout: &StepLayout, input: &StepInput<'_, Tensor, NonFiniteFlags>, stream: &CudaStream) -> Result<()> {
+fn check_input(
+    layout: &WriteLayout,
+    input: &WriteInput<'_, Tensor, NonFiniteFlags>,
+    stream: &CudaStream,
+) -> Result<()> {
     for (what, tensor) in [("keys", input.keys), ("values", input.values)] {
         input.rows.check(what, tensor.elements(), layout.shape())?;
         tensor.memory().check_stream(what, stream)?;
@@ -408,7 +412,7 @@ mod tests {
             let (shard_pages, centres) = (vec![1], centre_slots);
             let store =
                 StoreCapacity { format, shard_pages, range_slots: 1, tokens: 1, copies: 1, centres, centre_slots };
-            let layout = StepLayout::new(shape, 1, vec![store], vec![]).unwrap();
+            let layout = WriteLayout::new(shape, 1, vec![store], vec![]).unwrap();
             let pages = PageFormat::new(&shape, &format).unwrap();
             for section in layout.sections().filter(|&section| layout.capacity(section) > 0) {
                 let binary = program_of(&layout, section, &pages).compile("sm_90");

@@ -1,6 +1,6 @@
 //! The words of an entry of a step's table.
 
-use super::layout::{ENTRY_WORDS, Section};
+use super::layout::{ENTRY_WORDS, TableSection};
 use super::writes::{KeyMean, PageCopy, TokenWrite, WindowMove};
 use crate::plan::{Page, TokenRange};
 
@@ -9,35 +9,35 @@ const CENTRE_SHIFT: u32 = 8;
 
 /// An entry of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StepEntry {
-    /// Of [`Section::Copies`].
+pub enum WriteEntry {
+    /// Of [`TableSection::Copies`].
     Copy(PageCopy),
-    /// Of [`Section::Centres`].
+    /// Of [`TableSection::Centres`].
     Centre(KeyMean),
-    /// Of [`Section::Tokens`].
+    /// Of [`TableSection::Tokens`].
     Token(TokenWrite),
-    /// Of [`Section::Windows`].
+    /// Of [`TableSection::Windows`].
     Window(WindowMove),
 }
 
-impl StepEntry {
+impl WriteEntry {
     /// What the words of an entry say, of tokens whose store has centres or not; none of words that say nothing,
     /// which no table has.
     pub(super) fn read(
-        section: Section,
+        section: TableSection,
         [first, second, third, shards]: [u32; ENTRY_WORDS],
         centred: bool,
     ) -> Option<Self> {
         let (from, to) = (Page { shard: shards & 0xffff, index: first }, Page { shard: shards >> 16, index: second });
         let (low, high) = ((third % (1 << CENTRE_SHIFT)) as usize, (third >> CENTRE_SHIFT) as usize);
         Some(match section {
-            Section::Copies(_) => Self::Copy(PageCopy { from, to }),
-            Section::Windows(_) => Self::Window(WindowMove { from, to, range_slot: third as usize }),
-            Section::Centres(_) => {
+            TableSection::Copies(_) => Self::Copy(PageCopy { from, to }),
+            TableSection::Windows(_) => Self::Window(WindowMove { from, to, range_slot: third as usize }),
+            TableSection::Centres(_) => {
                 let tokens = TokenRange::new(first as usize, first as usize + low).ok()?;
                 Self::Centre(KeyMean { tokens, slot: high })
             }
-            Section::Tokens(_) => Self::Token(TokenWrite {
+            TableSection::Tokens(_) => Self::Token(TokenWrite {
                 token: first as usize,
                 page: Page { shard: shards, index: second },
                 slot: low,

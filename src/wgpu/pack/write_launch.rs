@@ -1,10 +1,10 @@
 //! What the kernels of a step are bound to, and a dispatch of one of them.
 
 use super::non_finite_flags::NonFiniteFlags;
-use super::step_memory::StepMemory;
 use super::tile_call::TileCall;
-use crate::backend::StepInput;
-use crate::plan::{Section, StepLayout, StepTable};
+use super::write_memory::WriteMemory;
+use crate::backend::WriteInput;
+use crate::plan::{TableSection, WriteLayout, WriteTable};
 use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, flat_grid, folded_grid};
 use crate::wgpu::device::{Kernels, Store, Tensor, Variant};
 use crate::{Error, Result};
@@ -12,24 +12,24 @@ use crate::{Error, Result};
 /// What launches of a step are bound to.
 pub(super) struct Binder<'a> {
     pub kernels: &'a Kernels,
-    pub layout: &'a StepLayout,
+    pub layout: &'a WriteLayout,
     pub stores: &'a [&'a Store],
-    pub memory: &'a StepMemory,
-    pub input: Option<StepInput<'a, Tensor, NonFiniteFlags>>,
+    pub memory: &'a WriteMemory,
+    pub input: Option<WriteInput<'a, Tensor, NonFiniteFlags>>,
     pub limits: wgpu::Limits,
 }
 
 impl<'a> Binder<'a> {
     /// The keys and values of kernels that read tokens.
-    pub fn input(&self) -> Result<StepInput<'a, Tensor, NonFiniteFlags>> {
+    pub fn input(&self) -> Result<WriteInput<'a, Tensor, NonFiniteFlags>> {
         let missing =
             || Error::Plan { what: "step", reason: "it reads tokens, and was given no keys and values".into() };
         self.input.ok_or_else(missing)
     }
 
     /// Binds a kernel that takes `per_entry` invocations for every entry of a section.
-    pub fn launch(&self, kernel: StepKernel<'_>, of: (Section, u64)) -> Result<StepLaunch> {
-        let StepKernel { variant, call, mut buffers } = kernel;
+    pub fn launch(&self, kernel: WriteKernel<'_>, of: (TableSection, u64)) -> Result<WriteLaunch> {
+        let WriteKernel { variant, call, mut buffers } = kernel;
         let arguments = call.upload(self.kernels.device(), &[])?;
         buffers.push(("call", arguments.as_entire_buffer_binding()));
         self.bind(&variant, call.shards, &buffers, 1, of)
@@ -38,10 +38,10 @@ impl<'a> Binder<'a> {
     /// Binds two kernels that take as many invocations for every entry, in one dispatch.
     pub fn launch_beside(
         &self,
-        kernel: StepKernel<'_>,
-        other: StepKernel<'_>,
-        of: (Section, u64),
-    ) -> Result<StepLaunch> {
+        kernel: WriteKernel<'_>,
+        other: WriteKernel<'_>,
+        of: (TableSection, u64),
+    ) -> Result<WriteLaunch> {
         let device = self.kernels.device();
         let arguments = [kernel.call.upload(device, &[])?, other.call.upload(device, &[])?];
         let [call, other_call] = arguments.each_ref().map(|buffer| ("call", buffer.as_entire_buffer_binding()));
@@ -58,16 +58,16 @@ impl<'a> Binder<'a> {
         shards: u32,
         buffers: &[(&str, wgpu::BufferBinding<'_>)],
         beside: u32,
-        (section, per_entry): (Section, u64),
-    ) -> Result<StepLaunch> {
+        (section, per_entry): (TableSection, u64),
+    ) -> Result<WriteLaunch> {
         let [x, y, _] = flat_grid(self.layout.capacity(section) as u64 * per_entry, &self.limits)?;
         let launch = Launch::new(self.kernels, variant, buffers, [x, y, beside])?;
-        Ok(StepLaunch { launch, section, shards, per_entry, beside })
+        Ok(WriteLaunch { launch, section, shards, per_entry, beside })
     }
 }
 
 /// A kernel of a step, its arguments and its buffers.
-pub(super) struct StepKernel<'a> {
+pub(super) struct WriteKernel<'a> {
     pub variant: Variant,
     pub call: TileCall,
     pub buffers: Vec<(&'static str, wgpu::BufferBinding<'a>)>,
@@ -75,19 +75,19 @@ pub(super) struct StepKernel<'a> {
 
 /// A dispatch over the entries of a section that name certain shards.
 #[derive(Clone, Debug)]
-pub(super) struct StepLaunch {
+pub(super) struct WriteLaunch {
     launch: Launch,
-    section: Section,
+    section: TableSection,
     shards: u32,
     per_entry: u64,
     /// Kernels beside each other, each with a grid of its own.
     beside: u32,
 }
 
-impl StepLaunch {
+impl WriteLaunch {
     /// Encodes it for the entries that a table has, if there are such. A grid has at most `most` workgroups
     /// in a dimension.
-    pub fn encode(&self, table: &StepTable, most: u64, pass: &mut wgpu::ComputePass<'_>) {
+    pub fn encode(&self, table: &WriteTable, most: u64, pass: &mut wgpu::ComputePass<'_>) {
         if table.names_shards(self.section, self.shards) {
             let invocations = table.count(self.section) as u64 * self.per_entry;
             let [x, y, _] = folded_grid(invocations.div_ceil(u64::from(FLAT_WORKGROUP)), most);

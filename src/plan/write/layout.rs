@@ -44,7 +44,7 @@ pub struct WindowCapacity {
 
 /// A part of a step's table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Section {
+pub enum TableSection {
     /// Copies of pages of a store.
     Copies(usize),
     /// Centres of a store.
@@ -61,7 +61,7 @@ pub enum Section {
 ///
 /// ```
 /// use std::sync::Arc;
-/// use kvpack::plan::{Page, StepLayout, StepTable, StepWrites, StoreCapacity, TokenWrite, WindowCapacity, WindowMove};
+/// use kvpack::plan::{Page, WriteLayout, WriteTable, LayerWrites, StoreCapacity, TokenWrite, WindowCapacity, WindowMove};
 /// use kvpack::{AttentionShape, Bits, SegmentFormat};
 /// // 64 sequences, each with an open page of f16 and packed pages of 4 bits behind it.
 /// let shape = AttentionShape::new(32, 8, 128)?;
@@ -71,20 +71,20 @@ pub enum Section {
 /// };
 /// let stores = vec![of(SegmentFormat::F16, 64), of(SegmentFormat::per_channel(Bits::Four), 0)];
 /// let windows = vec![WindowCapacity { from: 0, to: 1, windows: 64, newer: 0 }];
-/// let layout = Arc::new(StepLayout::new(shape, 64, stores, windows)?);
+/// let layout = Arc::new(WriteLayout::new(shape, 64, stores, windows)?);
 ///
 /// // A step: row 0 of the input completes page 7, which is then packed into page 9.
 /// let (open, packed) = (Page { shard: 0, index: 7 }, Page { shard: 0, index: 9 });
-/// let mut writes = StepWrites::of(&layout);
+/// let mut writes = LayerWrites::of(&layout);
 /// writes.stores[0].tokens.push(TokenWrite { token: 0, page: open, slot: 127, centre: None });
 /// writes.windows[0].push(WindowMove { from: open, to: packed, range_slot: 3 });
-/// let mut table = StepTable::new(&layout);
+/// let mut table = WriteTable::new(&layout);
 /// table.set(&writes)?;
 /// assert_eq!(table.words().len(), layout.words());
 /// # Ok::<(), kvpack::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
-pub struct StepLayout {
+pub struct WriteLayout {
     shape: AttentionShape,
     rows: usize,
     stores: Vec<StoreCapacity>,
@@ -103,7 +103,7 @@ const MOST_CENTRES: usize = 1 << 24;
 /// Most tokens whose mean becomes a centre within a step: their number takes the other bits of such a word.
 pub const MOST_MEAN_TOKENS: usize = (1 << 8) - 1;
 
-impl StepLayout {
+impl WriteLayout {
     /// A layout for steps whose dense keys and values have at most `rows` tokens.
     ///
     /// # Errors
@@ -167,25 +167,25 @@ impl StepLayout {
     }
 
     /// All sections, in the order in which a step writes them.
-    pub fn sections(&self) -> impl Iterator<Item = Section> + use<> {
+    pub fn sections(&self) -> impl Iterator<Item = TableSection> + use<> {
         let (stores, windows) = (self.stores.len(), self.windows.len());
-        let before = (0..stores).map(Section::Copies).chain((0..stores).map(Section::Centres));
-        before.chain((0..stores).map(Section::Tokens)).chain((0..windows).map(Section::Windows))
+        let before = (0..stores).map(TableSection::Copies).chain((0..stores).map(TableSection::Centres));
+        before.chain((0..stores).map(TableSection::Tokens)).chain((0..windows).map(TableSection::Windows))
     }
 
     /// Most entries of a section; 0 for one that there is not.
-    pub fn capacity(&self, section: Section) -> usize {
+    pub fn capacity(&self, section: TableSection) -> usize {
         match section {
-            Section::Copies(store) => self.stores.get(store).map_or(0, |store| store.copies),
-            Section::Centres(store) => self.stores.get(store).map_or(0, |store| store.centres),
-            Section::Tokens(store) => self.stores.get(store).map_or(0, |store| store.tokens),
-            Section::Windows(pair) => self.windows.get(pair).map_or(0, |pair| pair.windows),
+            TableSection::Copies(store) => self.stores.get(store).map_or(0, |store| store.copies),
+            TableSection::Centres(store) => self.stores.get(store).map_or(0, |store| store.centres),
+            TableSection::Tokens(store) => self.stores.get(store).map_or(0, |store| store.tokens),
+            TableSection::Windows(pair) => self.windows.get(pair).map_or(0, |pair| pair.windows),
         }
     }
 
     /// Where a section begins in the table, in entries of four words: with one whose first word counts
     /// those that follow.
-    pub(crate) fn first_entry(&self, section: Section) -> usize {
+    pub(crate) fn first_entry(&self, section: TableSection) -> usize {
         self.sections().take_while(|before| *before != section).map(|before| 1 + self.capacity(before)).sum()
     }
 
@@ -218,7 +218,7 @@ impl StepLayout {
     ///
     /// # Errors
     /// [`Error::Plan`].
-    pub(crate) fn check_store(&self, index: usize, found: &FoundStore<'_>) -> Result<()> {
+    pub(crate) fn check_store(&self, index: usize, found: &BackendStore<'_>) -> Result<()> {
         let reject = |reason: String| Err(Error::Plan { what: "step", reason });
         let Some(store) = self.stores.get(index) else {
             return reject(format!("store {index} of a layout with {} stores", self.stores.len()));
@@ -298,7 +298,7 @@ impl StepLayout {
 }
 
 /// What a backend's store is, to be held against a layout.
-pub(crate) struct FoundStore<'a> {
+pub(crate) struct BackendStore<'a> {
     pub(crate) shape: &'a AttentionShape,
     pub(crate) format: &'a SegmentFormat,
     /// Pages of a shard, 0 if there is no such shard.

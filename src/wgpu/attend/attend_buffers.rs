@@ -1,23 +1,23 @@
 //! The buffers of a step of attention, by role, and what is bound to the roles.
 
-use super::scratch::{Scratch, Section};
+use super::scratch::{Scratch, ScratchSection};
 use crate::format::{AttentionShape, KeyOrValue};
-use crate::plan::QueryRows;
-use crate::wgpu::device::store::StorePart;
+use crate::plan::QueryLayout;
+use crate::wgpu::device::store::StoreBuffer;
 use crate::wgpu::device::{Store, Tensor, Variant};
 use crate::{Error, Result};
 
 /// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`, one row after the other unless the
-/// step was planned for other [rows](super::StepPlan::with_query_rows). They may lie in one buffer, next to each other,
-/// but not over each other.
+/// step was planned for other [rows](super::AttendStep::with_query_layout). They may lie in one buffer, next to each
+/// other, but not over each other.
 #[derive(Clone, Copy, Debug)]
-pub struct StepTensors<'a> {
+pub struct AttendTensors<'a> {
     /// Queries, after rotary embedding, not scaled.
     pub queries: &'a Tensor,
     /// Where the attention outputs go.
     pub output: &'a Tensor,
     /// Where the log-sum-exps go, f32 `[rows, query_heads]`: for plans of
-    /// [`StepPlan::states`](super::StepPlan::states), and for no others.
+    /// [`AttendStep::states`](super::AttendStep::states), and for no others.
     pub lse: Option<&'a Tensor>,
 }
 
@@ -32,12 +32,12 @@ pub(super) struct PlannedLaunch {
 /// A buffer of a launch, by role.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Slot {
-    Tables(Section),
-    Queries(Section),
-    Scores(Section),
-    States(Section),
-    Arrived(Section),
-    Shard { store: usize, shard: u32, part: StorePart },
+    Tables(ScratchSection),
+    Queries(ScratchSection),
+    Scores(ScratchSection),
+    States(ScratchSection),
+    Arrived(ScratchSection),
+    Shard { store: usize, shard: u32, part: StoreBuffer },
     SpanRanges { store: usize, which: KeyOrValue },
     Input,
     Output,
@@ -72,11 +72,11 @@ pub(super) const STRIDED_OUTPUTS: Strided = Strided {
 
 impl PlannedLaunch {
     /// The same launch; if it binds the tensor, its rows lie as `rows` says.
-    pub fn with_rows(&self, strided: &Strided, rows: QueryRows, shape: &AttentionShape) -> Self {
+    pub fn with_rows(&self, strided: &Strided, rows: QueryLayout, shape: &AttentionShape) -> Self {
         if self.buffers.iter().all(|(_, bound)| *bound != strided.tensor) {
             return self.clone();
         }
-        let sizes = [rows.first, QueryRows::dense(shape).stride, rows.stride].map(|elements| elements / 4);
+        let sizes = [rows.first, QueryLayout::dense(shape).stride, rows.stride].map(|elements| elements / 4);
         let variant = self.variant.clone().import(strided.slot, strided.file);
         let set = |variant: Variant, (name, size)| variant.constant(name, size);
         Self { variant: strided.constants.into_iter().zip(sizes).fold(variant, set), ..self.clone() }
@@ -87,12 +87,12 @@ impl PlannedLaunch {
 pub(super) struct BoundBuffers<'a> {
     pub stores: &'a [&'a Store],
     pub scratch: &'a Scratch,
-    pub tensors: StepTensors<'a>,
+    pub tensors: AttendTensors<'a>,
 }
 
 impl BoundBuffers<'_> {
     pub fn binding(&self, slot: Slot) -> Result<wgpu::BufferBinding<'_>> {
-        let section = |buffer, section: Section| {
+        let section = |buffer, section: ScratchSection| {
             Ok(wgpu::BufferBinding { buffer, offset: section.offset, size: std::num::NonZeroU64::new(section.bytes) })
         };
         match slot {

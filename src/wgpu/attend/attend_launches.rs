@@ -1,16 +1,16 @@
 //! The launches of a step of attention: which kernels, over which grids, on which buffers.
 
 use super::attend::Fused;
+use super::attend_buffers::{Buffers, PlannedLaunch, Slot};
 use super::merge_states::{LseOutput, merge_states, state_row_bytes};
 use super::prepare_query::Extremes;
-use super::scratch::{Layout, Section};
+use super::scratch::{Layout, ScratchSection};
 use super::specialisation::Specialisation;
-use super::step_buffers::{Buffers, PlannedLaunch, Slot};
 use crate::backend::AttendOptions;
 use crate::format::{KeyOrValue, TILE_TOKENS};
-use crate::plan::{AttendPlan, BlockQueries, Dispatch, ElementType, Segment, SegmentWork, Work};
+use crate::plan::{AttendPlan, BlockQueries, Dispatch, ElementType, StorePart, StoreWork, Work};
 use crate::wgpu::device::capabilities::MERGING_STORAGE_BUFFERS;
-use crate::wgpu::device::store::StorePart;
+use crate::wgpu::device::store::StoreBuffer;
 use crate::wgpu::device::{Capabilities, Variant};
 
 /// How many neighbouring queries every segment's kernel can take together, where a run has several: as many as
@@ -29,7 +29,7 @@ pub(super) fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, opti
             queries: 1,
         })
         .collect();
-    let of_run = |(segment, special): (&Segment, &Specialisation<'_>)| match segment.calibration() {
+    let of_run = |(segment, special): (&StorePart, &Specialisation<'_>)| match segment.calibration() {
         None => special.run_block_queries(),
         Some(_) => None,
     };
@@ -46,22 +46,22 @@ pub(super) fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, opti
 
 /// The sections of one segment.
 struct SegmentSections {
-    prepared: Section,
-    page_table: Section,
-    items: Vec<Section>,
-    queries: Section,
+    prepared: ScratchSection,
+    page_table: ScratchSection,
+    items: Vec<ScratchSection>,
+    queries: ScratchSection,
     /// Queries of `attend_run` and their constants, of a segment that has items of it.
-    run_queries: Option<(Section, Section)>,
+    run_queries: Option<(ScratchSection, ScratchSection)>,
     /// Scores and extremes of a calibrated segment.
-    scores: Option<(Section, Section)>,
+    scores: Option<(ScratchSection, ScratchSection)>,
 }
 
 /// Where states go, and who merges them.
-struct Merging {
+struct StateMerging {
     /// `attend` and `weighted_values` do.
     fused: bool,
-    states: Section,
-    arrived: Section,
+    states: ScratchSection,
+    arrived: ScratchSection,
 }
 
 /// Most states of a query that are merged without a launch of its own. On an H200 that launch takes about 4 µs; what an
@@ -83,7 +83,7 @@ impl Builder<'_> {
     /// All launches, in order.
     pub fn launches(&mut self) -> Vec<PlannedLaunch> {
         let bytes = self.layout.room.bytes(self.work.states() as u64 * state_row_bytes(self.work.shape()));
-        let states = Section { offset: 0, bytes };
+        let states = ScratchSection { offset: 0, bytes };
         self.layout.scratch.states = states.bytes;
         let sections: Vec<SegmentSections> =
             self.work.segments().iter().map(|segment| self.sections(segment)).collect();
@@ -116,7 +116,7 @@ impl Builder<'_> {
 
     /// Whether the last workgroup of every query head merges its states: it is alone at that, so they must not be many.
     /// It writes no log-sum-exp, and finds only what items of one query wrote.
-    fn merging(&mut self, states: Section) -> Merging {
+    fn merging(&mut self, states: ScratchSection) -> StateMerging {
         let fused = self.capabilities.coherent
             && self.capabilities.limits.storage_buffers >= MERGING_STORAGE_BUFFERS
             && self.lse == LseOutput::None
@@ -124,17 +124,17 @@ impl Builder<'_> {
             && self.work.most_states() <= MOST_MERGED_STATES;
         let counters = self.work.rows().len() * self.work.shape().query_heads();
         let bytes = self.layout.room.bytes(if fused { counters as u64 * 4 } else { 0 });
-        let arrived = Section { offset: 0, bytes };
+        let arrived = ScratchSection { offset: 0, bytes };
         self.layout.scratch.arrived = arrived.bytes;
-        Merging { fused, states, arrived }
+        StateMerging { fused, states, arrived }
     }
 
     /// Whether every workgroup of `attend` prepares the query of a segment itself.
-    fn own_query(&self, segment: &SegmentWork) -> bool {
+    fn own_query(&self, segment: &StoreWork) -> bool {
         segment.calibration().is_none() && self.specialisation(segment, 1).prepares_own_query()
     }
 
-    fn sections(&mut self, segment: &SegmentWork) -> SegmentSections {
+    fn sections(&mut self, segment: &StoreWork) -> SegmentSections {
         let rows = (segment.queries().len() * self.work.shape().query_heads()) as u64;
         let row_bytes = match self.own_query(segment) {
             true => 0,
@@ -163,7 +163,7 @@ impl Builder<'_> {
     }
 
     /// The kernels of a segment for items of up to `queries` queries.
-    fn specialisation<'s>(&'s self, segment: &'s SegmentWork, queries: usize) -> Specialisation<'s> {
+    fn specialisation<'s>(&'s self, segment: &'s StoreWork, queries: usize) -> Specialisation<'s> {
         Specialisation {
             shape: self.work.shape(),
             format: segment.format(),
@@ -177,11 +177,11 @@ impl Builder<'_> {
     }
 
     /// Whether the items of a dispatch are those of `attend_run`.
-    fn takes_run(&self, segment: &SegmentWork, dispatch: &Dispatch) -> bool {
+    fn takes_run(&self, segment: &StoreWork, dispatch: &Dispatch) -> bool {
         self.specialisation(segment, dispatch.most_queries).run_rows().is_some()
     }
 
-    fn prepare_run_query(&self, segment: &SegmentWork, sections: &SegmentSections) -> Option<PlannedLaunch> {
+    fn prepare_run_query(&self, segment: &StoreWork, sections: &SegmentSections) -> Option<PlannedLaunch> {
         let (rows, constants) = sections.run_queries?;
         let mut buffers = vec![
             ("prepared", Slot::Tables(sections.prepared)),
@@ -199,7 +199,7 @@ impl Builder<'_> {
         })
     }
 
-    fn prepare_query(&self, segment: &SegmentWork, sections: &SegmentSections) -> PlannedLaunch {
+    fn prepare_query(&self, segment: &StoreWork, sections: &SegmentSections) -> PlannedLaunch {
         let extremes = if sections.scores.is_some() { Extremes::Reset } else { Extremes::None };
         let mut buffers = vec![
             ("prepared", Slot::Tables(sections.prepared)),
@@ -224,7 +224,7 @@ impl Builder<'_> {
         }
     }
 
-    fn scores(&self, segment: &SegmentWork, sections: &SegmentSections) -> Vec<PlannedLaunch> {
+    fn scores(&self, segment: &StoreWork, sections: &SegmentSections) -> Vec<PlannedLaunch> {
         let Some((scores, extremes)) = sections.scores else { return Vec::new() };
         self.per_dispatch(segment, sections, |dispatch, special, mut buffers| {
             buffers.push(("queries", Slot::Queries(sections.queries)));
@@ -235,7 +235,7 @@ impl Builder<'_> {
         })
     }
 
-    fn attend(&self, segment: &SegmentWork, sections: &SegmentSections, merging: &Merging) -> Vec<PlannedLaunch> {
+    fn attend(&self, segment: &StoreWork, sections: &SegmentSections, merging: &StateMerging) -> Vec<PlannedLaunch> {
         let output = merging.fused.then_some(self.options.output);
         self.per_dispatch(segment, sections, |dispatch, special, mut buffers| {
             let run_queries = sections.run_queries.filter(|_| special.run_rows().is_some());
@@ -273,7 +273,7 @@ impl Builder<'_> {
 
     fn per_dispatch(
         &self,
-        segment: &SegmentWork,
+        segment: &StoreWork,
         sections: &SegmentSections,
         launch: impl Fn(&Dispatch, Specialisation<'_>, Buffers) -> (Variant, Buffers),
     ) -> Vec<PlannedLaunch> {
@@ -289,22 +289,22 @@ impl Builder<'_> {
             .collect()
     }
 
-    fn push_keys(&self, segment: &SegmentWork, shard: u32, buffers: &mut Buffers) {
+    fn push_keys(&self, segment: &StoreWork, shard: u32, buffers: &mut Buffers) {
         let store = segment.store();
-        buffers.push(("keys", Slot::Shard { store, shard, part: StorePart::Keys }));
+        buffers.push(("keys", Slot::Shard { store, shard, part: StoreBuffer::Keys }));
         if segment.format().key.ranges_per_tile(self.work.shape().head_dim()) > 0 {
-            buffers.push(("key_ranges", Slot::Shard { store, shard, part: StorePart::KeyRanges }));
+            buffers.push(("key_ranges", Slot::Shard { store, shard, part: StoreBuffer::KeyRanges }));
         }
         if segment.format().key.has_span_ranges() {
             buffers.push(("key_span_ranges", Slot::SpanRanges { store, which: KeyOrValue::Key }));
         }
     }
 
-    fn push_values(&self, segment: &SegmentWork, shard: u32, buffers: &mut Buffers) {
+    fn push_values(&self, segment: &StoreWork, shard: u32, buffers: &mut Buffers) {
         let store = segment.store();
-        buffers.push(("values", Slot::Shard { store, shard, part: StorePart::Values }));
+        buffers.push(("values", Slot::Shard { store, shard, part: StoreBuffer::Values }));
         if segment.format().value.ranges_per_tile(self.work.shape().head_dim()) > 0 {
-            buffers.push(("value_ranges", Slot::Shard { store, shard, part: StorePart::ValueRanges }));
+            buffers.push(("value_ranges", Slot::Shard { store, shard, part: StoreBuffer::ValueRanges }));
         }
         if segment.format().value.has_span_ranges() {
             buffers.push(("value_span_ranges", Slot::SpanRanges { store, which: KeyOrValue::Value }));

@@ -2,19 +2,19 @@
 
 use std::sync::Arc;
 
-use super::books::Books;
+use super::page_tables::PageTables;
 use super::{Appended, StoreId};
 use crate::Result;
 use crate::format::AttentionShape;
-use crate::plan::{StepLayout, StepTable, StepWrites, StoreCapacity, TokenIndices, WindowCapacity};
+use crate::plan::{LayerWrites, StoreCapacity, TokenIndices, WindowCapacity, WriteLayout, WriteTable};
 
 /// The table of the open step, laid out for the stores as they are. It is laid out anew when a store has grown, or a
 /// step writes more than any before: what is bound to a layout serves all steps in between.
 #[derive(Clone, Debug)]
 pub(super) struct GroupTable {
     shape: AttentionShape,
-    most: Most,
-    table: StepTable,
+    most: WriteLimits,
+    table: WriteTable,
 }
 
 /// Sequences that a table has room for before any step needs it.
@@ -25,16 +25,16 @@ const FIRST_BEGINNING: usize = 8;
 
 /// What steps write at most. It only grows, by doubling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Most {
+struct WriteLimits {
     tokens: usize,
     copies: usize,
     centres: usize,
     windows: usize,
 }
 
-impl Most {
+impl WriteLimits {
     /// As much, and a step that writes so much.
-    fn with(self, writes: &StepWrites, tokens: usize) -> Self {
+    fn with(self, writes: &LayerWrites, tokens: usize) -> Self {
         let larger = |most: usize, needed: usize| if needed <= most { most } else { needed.next_power_of_two() };
         let copies = writes.stores.iter().map(|store| store.copies.len()).max().unwrap_or(0);
         let centres = writes.stores.iter().map(|store| store.centres.len()).max().unwrap_or(0);
@@ -50,24 +50,24 @@ impl Most {
 
 impl GroupTable {
     /// A table for steps that decode a token of every sequence, where they are not very many.
-    pub(super) fn new<I: TokenIndices + Clone>(shape: AttentionShape, books: &Books<I>) -> Result<Self> {
-        let sequences = books.sequences().len().min(FIRST_SEQUENCES);
+    pub(super) fn new<I: TokenIndices + Clone>(shape: AttentionShape, page_tables: &PageTables<I>) -> Result<Self> {
+        let sequences = page_tables.sequences().len().min(FIRST_SEQUENCES);
         // Pages are copied only where a sequence was forked in the middle of one.
-        let centres = if books.recipe().is_centred() { sequences.min(FIRST_BEGINNING) } else { 0 };
-        let most = Most { tokens: sequences, copies: 0, centres, windows: sequences };
-        Ok(Self { shape, most, table: StepTable::new(&lay_out(shape, books, most)?) })
+        let centres = if page_tables.recipe().is_centred() { sequences.min(FIRST_BEGINNING) } else { 0 };
+        let most = WriteLimits { tokens: sequences, copies: 0, centres, windows: sequences };
+        Ok(Self { shape, most, table: WriteTable::new(&lay_out(shape, page_tables, most)?) })
     }
 
     /// Makes it the table of what a step of so many tokens writes. It is as it was on an error.
     pub(super) fn set<I: TokenIndices + Clone>(
         &mut self,
-        books: &Books<I>,
-        writes: &StepWrites,
+        page_tables: &PageTables<I>,
+        writes: &LayerWrites,
         tokens: usize,
     ) -> Result<()> {
         let most = self.most.with(writes, tokens);
-        if most != self.most || self.table.layout().stores() != capacities(books, most) {
-            let mut table = StepTable::new(&lay_out(self.shape, books, most)?);
+        if most != self.most || self.table.layout().stores() != capacities(page_tables, most) {
+            let mut table = WriteTable::new(&lay_out(self.shape, page_tables, most)?);
             table.set(writes)?;
             (self.most, self.table) = (most, table);
             return Ok(());
@@ -75,30 +75,34 @@ impl GroupTable {
         self.table.set(writes)
     }
 
-    pub(super) const fn table(&self) -> &StepTable {
+    pub(super) const fn table(&self) -> &WriteTable {
         &self.table
     }
 }
 
-fn lay_out<I: TokenIndices + Clone>(shape: AttentionShape, books: &Books<I>, most: Most) -> Result<Arc<StepLayout>> {
-    let windows = match books.recipe().appended() {
+fn lay_out<I: TokenIndices + Clone>(
+    shape: AttentionShape,
+    page_tables: &PageTables<I>,
+    most: WriteLimits,
+) -> Result<Arc<WriteLayout>> {
+    let windows = match page_tables.recipe().appended() {
         Appended::Tiles { to, newer } => {
             vec![WindowCapacity { from: StoreId::F16.index(), to: to.index(), windows: most.windows, newer }]
         }
         Appended::Keep | Appended::AtOnce(_) => Vec::new(),
     };
-    Ok(Arc::new(StepLayout::new(shape, most.tokens, capacities(books, most), windows)?))
+    Ok(Arc::new(WriteLayout::new(shape, most.tokens, capacities(page_tables, most), windows)?))
 }
 
 /// The stores as they are, and what a step puts into them.
-fn capacities<I: TokenIndices + Clone>(books: &Books<I>, most: Most) -> Vec<StoreCapacity> {
-    let recipe = books.recipe();
+fn capacities<I: TokenIndices + Clone>(page_tables: &PageTables<I>, most: WriteLimits) -> Vec<StoreCapacity> {
+    let recipe = page_tables.recipe();
     // As many as `LayerGroup::reserve` makes before any step, so that kernels can be prepared before that.
-    let centre_slots = if recipe.is_centred() { books.sequences().len() } else { 0 };
+    let centre_slots = if recipe.is_centred() { page_tables.sequences().len() } else { 0 };
     let of = |(index, store): (usize, &super::StoreFormat)| {
         let id = StoreId(index as u8);
         let (tokens, copies) = if recipe.takes_tokens(id) { (most.tokens, most.copies) } else { (0, 0) };
-        let room = books.room(id);
+        let room = page_tables.room(id);
         StoreCapacity {
             format: store.format,
             shard_pages: room.shard_pages(),

@@ -4,7 +4,7 @@ use crate::format::{AttentionShape, Rotation, TILE_TOKENS, TensorFormat};
 
 /// How windows become tiles of a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum WindowPacking {
     /// Kernel `append`, row by row: rotated rows whose ranges belong to single tokens.
     Rows,
     /// Kernels `ranges_window` or `ranges_tile`, and `quantize`, which read the tiles of f16.
@@ -13,7 +13,7 @@ pub(super) enum Way {
     RotatedTiles(Rotation),
 }
 
-impl Way {
+impl WindowPacking {
     pub fn of(format: &TensorFormat) -> Self {
         match format.rotation() {
             Some(_) if format.takes_single_tokens() => Self::Rows,
@@ -25,8 +25,8 @@ impl Way {
 
 /// Bytes of scratch memory that one window of keys or of values passes through, 0 if it is packed where it lies.
 pub(super) fn scratch_bytes(shape: &AttentionShape, format: &TensorFormat) -> u64 {
-    match Way::of(format) {
-        Way::RotatedTiles(_) => (TILE_TOKENS * shape.kv_heads() * shape.head_dim() * size_of::<f32>()) as u64,
-        Way::Rows | Way::Tiles => 0,
+    match WindowPacking::of(format) {
+        WindowPacking::RotatedTiles(_) => (TILE_TOKENS * shape.kv_heads() * shape.head_dim() * size_of::<f32>()) as u64,
+        WindowPacking::Rows | WindowPacking::Tiles => 0,
     }
 }

@@ -1,6 +1,6 @@
 //! What one step writes.
 
-use super::StepLayout;
+use super::WriteLayout;
 use crate::plan::{Page, TokenRange};
 
 /// A page that becomes the copy of another of the same store, bit for bit: tiles and tile ranges.
@@ -59,16 +59,16 @@ pub struct StoreWrites {
 /// What one step writes, in this order: copies, then centres, then tokens, which may be stored less those, then
 /// windows, which may hold tokens of the step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct StepWrites {
+pub struct LayerWrites {
     /// By store, as the layout counts them.
     pub stores: Vec<StoreWrites>,
-    /// Full windows, by pair of stores as the layout counts them ([`StepLayout::windows`]).
+    /// Full windows, by pair of stores as the layout counts them ([`WriteLayout::windows`]).
     pub windows: Vec<Vec<WindowMove>>,
 }
 
-impl StepWrites {
+impl LayerWrites {
     /// Nothing, with room for as much as the layout allows: filling it allocates nothing.
-    pub fn of(layout: &StepLayout) -> Self {
+    pub fn of(layout: &WriteLayout) -> Self {
         let store = |store: &super::StoreCapacity| StoreWrites {
             copies: Vec::with_capacity(store.copies),
             centres: Vec::with_capacity(store.centres),

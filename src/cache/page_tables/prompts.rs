@@ -4,13 +4,13 @@ use super::super::PromptSpan;
 use super::super::change::Change;
 use super::super::prompt::check_spans;
 use super::super::sequence::{Positions, Span};
-use super::Books;
+use super::PageTables;
 use crate::format::TILE_TOKENS;
 use crate::plan::{Rows, TokenIndices};
 use crate::{Error, Result};
 
-impl<I: TokenIndices + Clone> Books<I> {
-    /// Stores the spans of a prompt of `tokens` tokens. What to write is in [`Books::spans_since`].
+impl<I: TokenIndices + Clone> PageTables<I> {
+    /// Stores the spans of a prompt of `tokens` tokens. What to write is in [`PageTables::spans_since`].
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::PromptSpans`], or [`Error::Limit`] when too little room is free.
@@ -27,7 +27,7 @@ impl<I: TokenIndices + Clone> Books<I> {
     }
 
     /// Stores these spans of a prompt of `tokens` tokens, and evicts all others: all of them if there are no spans.
-    /// What to write is in [`Books::spans_since`].
+    /// What to write is in [`PageTables::spans_since`].
     ///
     /// # Errors
     /// [`Error::Sequence`], or [`Error::Limit`] when too little room is free. Nothing has changed.
@@ -60,7 +60,7 @@ impl<I: TokenIndices + Clone> Books<I> {
     }
 
     /// Stores these spans, whose positions count from the beginning of the sequence, in the place of all that it holds.
-    /// Its length and its centre stay. What to write is in [`Books::spans_since`].
+    /// Its length and its centre stay. What to write is in [`PageTables::spans_since`].
     ///
     /// # Errors
     /// [`Error::Sequence`], or [`Error::Limit`] when too little room is free beside what is replaced.

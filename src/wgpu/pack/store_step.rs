@@ -3,39 +3,39 @@
 use std::sync::Arc;
 
 use super::non_finite_flags::NonFiniteFlags;
-use super::step_launch::{Binder, StepLaunch};
-use super::step_memory::StepMemory;
+use super::write_launch::{Binder, WriteLaunch};
+use super::write_memory::WriteMemory;
 use super::{append, copy_page, key_mean, pack_windows};
-use crate::backend::StepInput;
+use crate::backend::WriteInput;
 use crate::format::KeyOrValue;
-use crate::plan::{ElementType, FoundStore, Section, StepLayout, StepTable};
+use crate::plan::{BackendStore, ElementType, TableSection, WriteLayout, WriteTable};
 use crate::wgpu::device::{Kernels, Store, Tensor, Variant, guard};
 use crate::{Error, Result};
 
 const BOTH: [KeyOrValue; 2] = [KeyOrValue::Key, KeyOrValue::Value];
 
 /// What steps store, for all layers: copies of shared pages, centres of sequences that begin, tokens, and windows that
-/// are packed, as a [`StepTable`] says.
+/// are packed, as a [`WriteTable`] says.
 ///
-/// Once for a model: a [`StepLayout`], a [`StepMemory`] that holds the table on the device, and [`NonFiniteFlags`].
-/// Once for a layer and its engine's tensors: [`PackStepPlan::bind`]. Every step: [`StepMemory::write`], one small
-/// upload, and for every layer [`BoundPackStep::encode`], which only records dispatches.
+/// Once for a model: a [`WriteLayout`], a [`WriteMemory`] that holds the table on the device, and [`NonFiniteFlags`].
+/// Once for a layer and its engine's tensors: [`StoreStep::bind`]. Every step: [`WriteMemory::write`], one small
+/// upload, and for every layer [`BoundStoreStep::encode`], which only records dispatches.
 ///
 /// ```no_run
 /// use std::sync::Arc;
-/// use kvpack::backend::StepInput;
-/// use kvpack::plan::{RowLayout, StepLayout, StepTable, StepWrites, TokenWrite};
-/// use kvpack::wgpu::{NonFiniteFlags, PackStepPlan, StepMemory, Store, Tensor, Wgpu};
+/// use kvpack::backend::WriteInput;
+/// use kvpack::plan::{RowLayout, WriteLayout, WriteTable, LayerWrites, TokenWrite};
+/// use kvpack::wgpu::{NonFiniteFlags, StoreStep, WriteMemory, Store, Tensor, Wgpu};
 /// # fn example(backend: &Wgpu, store: &Store, keys: &Tensor, values: &Tensor, write: TokenWrite) -> kvpack::Result<()> {
 /// // Steps of up to 64 tokens.
-/// let layout = Arc::new(StepLayout::new(*store.shape(), 64, vec![store.step_capacity(64, 0)], vec![])?);
-/// let memory = StepMemory::new(backend.device(), &layout)?;
+/// let layout = Arc::new(WriteLayout::new(*store.shape(), 64, vec![store.step_capacity(64, 0)], vec![])?);
+/// let memory = WriteMemory::new(backend.device(), &layout)?;
 /// let flags = NonFiniteFlags::new(backend.device(), 1)?;
 /// let rows = RowLayout::token_major(64, store.shape());
-/// let input = StepInput { keys, values, rows, flags: &flags, layer: 0 };
-/// let step = PackStepPlan::new(&layout).bind(backend.kernels(), &[store], &memory, Some(input))?;
+/// let input = WriteInput { keys, values, rows, flags: &flags, layer: 0 };
+/// let step = StoreStep::new(&layout).bind(backend.kernels(), &[store], &memory, Some(input))?;
 ///
-/// let (mut writes, mut table) = (StepWrites::of(&layout), StepTable::new(&layout));
+/// let (mut writes, mut table) = (LayerWrites::of(&layout), WriteTable::new(&layout));
 /// let mut encoder = backend.device().create_command_encoder(&Default::default());
 /// // Every step:
 /// writes.clear();
@@ -47,13 +47,13 @@ const BOTH: [KeyOrValue; 2] = [KeyOrValue::Key, KeyOrValue::Value];
 /// # }
 /// ```
 #[derive(Clone, Debug)]
-pub struct PackStepPlan {
-    layout: Arc<StepLayout>,
+pub struct StoreStep {
+    layout: Arc<WriteLayout>,
 }
 
-impl PackStepPlan {
+impl StoreStep {
     /// A plan for the steps of a layout.
-    pub fn new(layout: &Arc<StepLayout>) -> Self {
+    pub fn new(layout: &Arc<WriteLayout>) -> Self {
         Self { layout: layout.clone() }
     }
 
@@ -100,9 +100,9 @@ impl PackStepPlan {
         &self,
         kernels: &Kernels,
         stores: &[&Store],
-        memory: &StepMemory,
-        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
-    ) -> Result<BoundPackStep> {
+        memory: &WriteMemory,
+        input: Option<WriteInput<'_, Tensor, NonFiniteFlags>>,
+    ) -> Result<BoundStoreStep> {
         if let Some(rows) = input.map(|input| input.rows).filter(|rows| rows.tokens < self.layout.rows()) {
             let reason = format!("keys and values of {} tokens, the layout has {}", rows.tokens, self.layout.rows());
             return Err(Error::Plan { what: "step", reason });
@@ -115,9 +115,9 @@ impl PackStepPlan {
         &self,
         kernels: &Kernels,
         stores: &[&Store],
-        memory: &StepMemory,
-        input: StepInput<'_, Tensor, NonFiniteFlags>,
-    ) -> Result<BoundPackStep> {
+        memory: &WriteMemory,
+        input: WriteInput<'_, Tensor, NonFiniteFlags>,
+    ) -> Result<BoundStoreStep> {
         self.bind_some(kernels, stores, memory, Some(input), |_| true)
     }
 
@@ -126,10 +126,10 @@ impl PackStepPlan {
         &self,
         kernels: &Kernels,
         stores: &[&Store],
-        memory: &StepMemory,
-        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
-        table: &StepTable,
-    ) -> Result<BoundPackStep> {
+        memory: &WriteMemory,
+        input: Option<WriteInput<'_, Tensor, NonFiniteFlags>>,
+        table: &WriteTable,
+    ) -> Result<BoundStoreStep> {
         input.map_or(Ok(()), |input| table.check_rows(&input.rows))?;
         self.bind_some(kernels, stores, memory, input, |section| table.count(section) > 0)
     }
@@ -138,10 +138,10 @@ impl PackStepPlan {
         &self,
         kernels: &Kernels,
         stores: &[&Store],
-        memory: &StepMemory,
-        input: Option<StepInput<'_, Tensor, NonFiniteFlags>>,
-        takes: impl Fn(Section) -> bool,
-    ) -> Result<BoundPackStep> {
+        memory: &WriteMemory,
+        input: Option<WriteInput<'_, Tensor, NonFiniteFlags>>,
+        takes: impl Fn(TableSection) -> bool,
+    ) -> Result<BoundStoreStep> {
         let layout = &*self.layout;
         check_stores(layout, stores)?;
         memory.check_layout(layout)?;
@@ -156,37 +156,37 @@ impl PackStepPlan {
         }
         guard::check_alive(kernels.device())?;
         let most = u64::from(bind.limits.max_compute_workgroups_per_dimension);
-        Ok(BoundPackStep { layout: self.layout.clone(), launches, most })
+        Ok(BoundStoreStep { layout: self.layout.clone(), launches, most })
     }
 }
 
 /// What a step stores for one layer, bound to its stores and its engine's tensors.
 #[derive(Clone, Debug)]
-pub struct BoundPackStep {
-    layout: Arc<StepLayout>,
-    launches: Vec<StepLaunch>,
+pub struct BoundStoreStep {
+    layout: Arc<WriteLayout>,
+    launches: Vec<WriteLaunch>,
     /// Most workgroups in one dimension.
     most: u64,
 }
 
-impl BoundPackStep {
+impl BoundStoreStep {
     /// Encodes the dispatches of a step into an open pass: none for what its table has not. Nothing is submitted,
-    /// waited for, mapped or allocated. [`StepMemory::write`] must have put the same table on the device by the time
+    /// waited for, mapped or allocated. [`WriteMemory::write`] must have put the same table on the device by the time
     /// the pass is submitted.
     ///
     /// # Errors
     /// [`Error::Plan`] when the table is of another layout.
-    pub fn encode(&self, table: &StepTable, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
+    pub fn encode(&self, table: &WriteTable, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         table.check_layout(&self.layout)?;
         self.launches.iter().for_each(|launch| launch.encode(table, self.most, pass));
         Ok(())
     }
 }
 
-fn check_stores(layout: &StepLayout, stores: &[&Store]) -> Result<()> {
+fn check_stores(layout: &WriteLayout, stores: &[&Store]) -> Result<()> {
     layout.check_store_count(stores.len())?;
     for (index, store) in stores.iter().enumerate() {
-        let found = FoundStore {
+        let found = BackendStore {
             shape: store.shape(),
             format: store.format(),
             shard_pages: &|shard| store.shard_pages(shard),
@@ -198,29 +198,29 @@ fn check_stores(layout: &StepLayout, stores: &[&Store]) -> Result<()> {
     Ok(())
 }
 
-fn check_input(layout: &StepLayout, input: &StepInput<'_, Tensor, NonFiniteFlags>) -> Result<()> {
+fn check_input(layout: &WriteLayout, input: &WriteInput<'_, Tensor, NonFiniteFlags>) -> Result<()> {
     input.rows.check("keys", input.keys.elements(), layout.shape())?;
     input.rows.check("values", input.values.elements(), layout.shape())?;
     input.flags.check_layer(input.layer)
 }
 
 /// All launches of a section, for every shard or pair of shards that its entries may name.
-fn launches_of(bind: &Binder<'_>, section: Section) -> Result<Vec<StepLaunch>> {
+fn launches_of(bind: &Binder<'_>, section: TableSection) -> Result<Vec<WriteLaunch>> {
     let shards = |store: usize| 0..bind.layout.stores()[store].shard_pages.len() as u32;
     let mut launches = Vec::new();
     match section {
-        Section::Copies(store) => {
+        TableSection::Copies(store) => {
             for pair in pairs(shards(store), shards(store)) {
                 launches.extend(copy_page::bind_copies(bind, store, pair)?);
             }
         }
-        Section::Centres(store) => launches.push(key_mean::bind_centres(bind, store)?),
-        Section::Tokens(store) => {
+        TableSection::Centres(store) => launches.push(key_mean::bind_centres(bind, store)?),
+        TableSection::Tokens(store) => {
             for shard in shards(store) {
                 launches.extend(append::bind_tokens(bind, store, shard)?);
             }
         }
-        Section::Windows(pair) => {
+        TableSection::Windows(pair) => {
             let of = bind.layout.windows()[pair];
             for shards in pairs(shards(of.from), shards(of.to)) {
                 for which in BOTH {
