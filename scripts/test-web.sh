@@ -45,7 +45,7 @@ tint() {
 
 # The command, as the tests of a workspace build it.
 build_command() {
-    "${CARGO:-cargo}" test --locked --workspace --no-run --test commands --quiet
+    "${CARGO:-cargo}" test --locked --workspace --no-run --test cli --quiet
     kvpack="${CARGO_TARGET_DIR:-target}/debug/kvpack"
 }
 
@@ -61,7 +61,7 @@ page() { # arguments of page.mjs
 report() {
     mkdir -p target/report-pages
     build_command
-    "${CARGO:-cargo}" test --locked --workspace --test page --quiet
+    "${CARGO:-cargo}" test --locked --workspace --test report --quiet
     local built="${CARGO_TARGET_DIR:-target}" dump=data/smollm2_kv.safetensors
     "$kvpack" eval "$dump" --backend cpu --format "4-bit per channel" --report target/report-pages/a >/dev/null
     "$kvpack" bench --quick --backend cpu --shape g1-b1-4k --footprint 1 --json >target/report-pages/b.json

@@ -133,8 +133,8 @@ validation_is_on() { # driver
         system) name= ;;
     esac
     # --workspace, or cargo would unite the features of fewer crates and build everything anew.
-    on "$1" cargo test --locked --workspace --test gpu_validation -- \
-        --ignored --nocapture --exact a_broken_rule_is_reported >"$log" 2>&1 || {
+    on "$1" cargo test --locked --workspace --test gpu -- \
+        --ignored --nocapture --exact validation::a_broken_rule_is_reported >"$log" 2>&1 || {
         cat "$log"
         return 1
     }
@@ -179,7 +179,7 @@ every_feature_set() {
     done
 }
 
-# What every crate of Cargo.lock asks for is compared with rust-version by a test (cli/tests/rust_version.rs); where a
+# What every crate of Cargo.lock asks for is compared with rust-version by a test (cli/tests/cli/rust_version.rs); where a
 # compiler of that version is installed, it has the last word.
 promised_compiler() {
     local version
@@ -211,27 +211,27 @@ if [ "$(uname -s)" = Linux ]; then
         stage "validation-on-$driver" validation_is_on "$driver"
     done
 fi
-# The books of a cache are the same on every driver and path: the thousand operations of gpu_cache are among all tests, and
-# these run kernels, steps, and caches in their corners.
-kernels=(--test gpu_kernels --test gpu_select --test gpu_query_runs)
-steps=(--test gpu_model_step --test gpu_non_finite_queries --test gpu_mixture --test gpu_compress --test gpu_cache_edges)
+# The books of a cache are the same on every driver and path: the thousand operations of `gpu cache::` are among all tests,
+# and these run kernels, steps, and caches in their corners.
+kernels=(kernels:: select:: query_runs::)
+steps=(model_step:: non_finite_queries:: mixture:: compress:: cache_edges::)
 other_drivers_and_paths() {
     local driver
     for driver in "${drivers[@]:1}"; do
+        stage "conformance-$driver" on "$driver" cargo test --locked --workspace --test gpu_conformance
         # The test that is skipped runs nothing on the device: the first driver must do.
-        stage "gpu-$driver" on "$driver" env KVPACK_TEST_BRIEF=1 \
-            cargo test --locked --workspace --no-fail-fast --test gpu_conformance "${kernels[@]}" "${steps[@]}" -- \
-            --skip no_kernel_is_compiled_while_serving
+        stage "gpu-$driver" on "$driver" env KVPACK_TEST_BRIEF=1 cargo test --locked --workspace --test gpu -- \
+            "${kernels[@]}" "${steps[@]}" --skip no_kernel_is_compiled_while_serving
     done
     # On the best path that is left, without what wgpu has beyond WebGPU.
     stage gpu-strict-webgpu on "$first" env KVPACK_TEST_BRIEF=1 WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
-        cargo test --locked --workspace --no-fail-fast "${kernels[@]}"
+        cargo test --locked --workspace --test gpu -- "${kernels[@]}"
     # With the checks that wgpu inserts, which are not the default, and what a browser has beside them. Drivers compile their
     # shaders for this stage alone, which takes most of its time: the path that every adapter has must do.
     stage gpu-safe-checks on "$first" env KVPACK_CHECKS=safe KVPACK_PATH=floor WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
         cargo test --locked --workspace --no-fail-fast --test gpu_conformance
     # The conformance cases of that path are among all tests.
-    stage gpu-floor on "$first" env KVPACK_PATH=floor cargo test --locked --workspace --no-fail-fast "${kernels[@]}"
+    stage gpu-floor on "$first" env KVPACK_PATH=floor cargo test --locked --workspace --test gpu -- "${kernels[@]}"
     # Compares with the CPU by itself. Tests are built with the examples.
     stage example on "$first" "${CARGO_TARGET_DIR:-target}/debug/examples/engine_integration"
     host_burn

@@ -1,6 +1,6 @@
 // Gives every WGSL text that a browser may get to Tint, the compiler of Chromium, without a GPU.
 //
-//   node tint.mjs FOLDER       the texts, one file each: tests/shaders.rs writes them
+//   node tint.mjs FOLDER       the texts, one file each: tests/shaders/main.rs writes them
 //
 // Dawn's null backend compiles nothing for a device, but its front end parses and validates as it does in the browser.
 import { readFileSync, readdirSync } from "node:fs";

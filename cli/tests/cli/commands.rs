@@ -1,0 +1,212 @@
+//! The commands from outside: output, JSON, exit codes.
+
+use crate::common::{self, kvpack};
+
+/// The dump that ships with the repository.
+const DUMP: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/smollm2_kv.safetensors");
+
+fn json(arguments: &[&str]) -> serde_json::Value {
+    let run = kvpack(arguments);
+    assert_eq!(run.code, 0, "{}", run.err);
+    serde_json::from_str(&run.out).expect("JSON on standard output")
+}
+
+#[test]
+fn help_names_every_command() {
+    let run = kvpack(&["--help"]);
+    assert_eq!(run.code, 0);
+    for command in ["list", "check", "bench", "eval", "demo", "compare", "generate", "capture", "golden", "shader"] {
+        assert!(run.out.contains(command), "{command} is missing:\n{}", run.out);
+    }
+}
+
+#[test]
+fn list_is_json_too() {
+    let list = json(&["list", "--json"]);
+    assert!(list["adapters"].is_array());
+    assert!(list["cpu"]["threads"].as_u64() >= Some(1));
+    let evictions = list["evictions"].as_array().expect("evictions");
+    assert!(evictions.iter().any(|row| row["recipe"] == "vlcache:SHARE/"), "{evictions:?}");
+    let recipes = json(&["list", "--backend", "cpu", "--json"])["recipes"].as_array().expect("recipes").clone();
+    let kivi = recipes.iter().find(|row| row["recipe"] == "kivi:2").expect("kivi:2");
+    assert_eq!((kivi["bits"].as_f64(), kivi["arithmetic"].as_str()), (Some(3.0), Some("floats")), "{kivi}");
+    assert!(recipes.iter().all(|row| row["source"].as_str().is_some_and(|source| !source.is_empty())), "{recipes:?}");
+}
+
+#[test]
+fn check_passes_on_the_cpu() {
+    let run = kvpack(&["check", "--backend", "cpu", "--quick", "--filter", "format-"]);
+    assert_eq!(run.code, 0, "{}{}", run.out, run.err);
+    assert!(run.out.contains("format-1bit ") && run.out.contains(" 0 failed"), "{}", run.out);
+}
+
+#[test]
+fn checks_of_one_kind_and_what_is_served() {
+    let run = kvpack(&["check", "--backend", "cpu", "--kind", "top-k"]);
+    assert_eq!(run.code, 0, "{}{}", run.out, run.err);
+    assert!(run.out.contains("top-k-ties") && !run.out.contains("format-f16"), "{}", run.out);
+    let checked = json(&["check", "--backend", "cpu", "--quick", "--filter", "format-4bit", "--json"]);
+    let rows = checked["rows"].as_array().expect("rows");
+    assert_eq!(checked["kind"], "check");
+    assert!(!rows.is_empty() && rows.iter().all(|row| row["outcome"] == "passed" && row["nmse"].is_f64()), "{checked}");
+    assert!(rows[0]["formats"].as_array().is_some_and(|formats| !formats.is_empty()), "{checked}");
+    let run = kvpack(&["check", "--backend", "cpu", "--matrix"]);
+    assert_eq!(run.code, 0, "{}{}", run.out, run.err);
+    assert!(run.out.contains("4-bit per channel") && run.out.contains("floats"), "{}", run.out);
+}
+
+#[test]
+fn bench_prints_checked_rows() {
+    let bench = json(&["bench", "--backend", "cpu", "--quick", "--shape", "g1-b1-4k", "--footprint", "1", "--json"]);
+    let rows = bench["shapes"][0]["rows"].as_array().expect("rows");
+    assert_eq!(rows.len(), 6);
+    for row in rows {
+        assert_eq!(row["outcome"], "timed");
+        assert!(row["nmse"].as_f64().unwrap() < 1e-6 && row["step_us"].as_f64().unwrap() > 0.0, "{row}");
+    }
+    assert!(rows[1..].iter().all(|row| row["times_f16"].as_f64().unwrap() > 0.0));
+    // What it takes to repeat them.
+    let run = &bench["run"];
+    assert!(run["command"].as_str().unwrap().starts_with("kvpack bench --backend cpu --quick"), "{run}");
+    assert!(run["date"].as_str().unwrap().ends_with(" UTC") && run["driver"].is_string(), "{run}");
+    assert_eq!(bench["kind"], "bench");
+    // Without it the figures stand beside no bandwidth.
+    assert!(bench["shapes"][0]["read_gigabytes_per_second"].as_f64().unwrap() > 0.0);
+}
+
+#[test]
+fn bench_times_what_it_appended() {
+    let bench = json(&["bench", "--backend", "cpu", "--suite", "append", "--format", "4-bit per", "--json"]);
+    let rows = bench["rows"].as_array().expect("rows");
+    for (token, packs) in [("packed", false), ("f16 window", true)] {
+        let mut of_kind = rows.iter().filter(|row| row["token"] == token).peekable();
+        assert!(of_kind.peek().is_some(), "{rows:?}");
+        assert!(of_kind.all(|row| row["append_us"].as_f64() > Some(0.0) && row["pack_us"].is_number() == packs));
+    }
+}
+
+/// What can be wrong with a model, or asked too much of it, from outside.
+#[test]
+fn models_that_cannot_run_are_errors() {
+    let missing = kvpack(&["generate", "--model", "/no/such.gguf", "a prompt"]);
+    assert_eq!(missing.code, 2);
+    assert!(missing.err.contains("/no/such.gguf") && missing.err.contains("fetch-model.sh"), "{}", missing.err);
+    let no_model = kvpack(&["eval", "--model", DUMP]);
+    assert_eq!(no_model.code, 2);
+    assert!(no_model.err.contains("GGUF"), "{}", no_model.err);
+    let recipe = kvpack(&["generate", "--recipe", "kiwi:2", "a prompt"]);
+    assert_eq!(recipe.code, 2);
+    assert!(recipe.err.contains("the methods are f16"), "{}", recipe.err);
+    // What evicts tokens is refused where all are kept.
+    let evicts = kvpack(&["shader", "--format", "h2o:0.2/saw-int4"]);
+    assert_eq!(evicts.code, 2);
+    assert!(evicts.err.contains("evicts tokens"), "{}", evicts.err);
+}
+
+#[test]
+fn bench_takes_a_dump() {
+    let bench = json(&[
+        "bench",
+        "--backend",
+        "cpu",
+        "--quick",
+        "--format",
+        "1-bit per channel",
+        "--footprint",
+        "1",
+        "--json",
+        DUMP,
+    ]);
+    assert_eq!(bench["shapes"][0]["shape"], "smollm2_kv layer 15");
+    // f16 and the one format of 1 bit per channel.
+    assert_eq!(bench["shapes"][0]["rows"].as_array().map(Vec::len), Some(2));
+}
+
+/// What the documentation says of the shipped data: one bit takes a fifteenth of f16, and calibration does not lose.
+#[test]
+fn eval_at_one_bit_is_small_and_calibration_does_not_lose() {
+    let files = std::env::temp_dir().join(format!("kvpack-eval-{}", std::process::id()));
+    let path = files.to_str().expect("UTF-8");
+    let eval = json(&["eval", "--backend", "cpu", "--format", "1-bit per channel", "--json", "--report", path, DUMP]);
+    let written = std::fs::read_to_string(files.with_extension("json")).expect("the report's JSON");
+    assert_eq!(eval, serde_json::from_str::<serde_json::Value>(&written).expect("JSON"));
+    let page = std::fs::read_to_string(files.with_extension("html")).expect("the report's page");
+    assert_eq!(page.matches("<figure>").count(), 2, "errors of the outputs and of the rows");
+    assert!(page.contains("<ul class=\"verdict\"><li>At 1 bit, 1-bit per channel, shrunk loses least"), "{page}");
+    assert!(page.matches("1-bit per channel, shrunk").count() >= 4, "in the verdict, the table and both plots");
+    // Devices or builds beside each other, under the names that they are given.
+    let (json_file, compared) = (files.with_extension("json"), files.with_extension("compared.html"));
+    let (old, new) = (format!("old={}", json_file.display()), format!("new={}", json_file.display()));
+    let run = kvpack(&["compare", &old, &new, "--out", compared.to_str().expect("UTF-8")]);
+    assert_eq!(run.code, 0, "{}", run.err);
+    let page = std::fs::read_to_string(&compared).expect("the compared page");
+    assert!(page.contains("<th>old</th><th>new</th>") && page.contains("<h1>old · new</h1>"), "{page}");
+    std::fs::remove_file(compared).expect("it was written");
+    for extension in ["json", "html"] {
+        std::fs::remove_file(files.with_extension(extension)).expect("it was written");
+    }
+    let rows = eval["summary"].as_array().expect("rows");
+    assert_eq!(rows.len(), 3);
+    let number =
+        |row: &serde_json::Value, field: &str| row[field].as_f64().unwrap_or_else(|| panic!("{field} of {row}"));
+    assert!(number(&rows[0], "mean_error") < 1e-5 && rows[0]["mean_calibrated_error"].is_null(), "{}", rows[0]);
+    for row in &rows[1..] {
+        assert!(number(row, "times_smaller") > 15.0, "{row}");
+        assert!(number(row, "mean_calibrated_error") <= number(row, "mean_error"), "{row}");
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn cuda_without_a_driver_is_named() {
+    if ::kvpack::cuda::driver_present() {
+        return;
+    }
+    let run = kvpack(&["check", "--backend", "cuda", "--quick"]);
+    assert_eq!(run.code, 2, "{}", run.err);
+    assert!(run.err.contains("libcuda"), "{}", run.err);
+}
+
+#[test]
+fn wrong_usage_has_exit_code_2_and_says_what_to_do() {
+    let cases: [(&[&str], &str); 17] = [
+        (&["check", "--backend", "cpu", "--filter", "no such case"], "no check matches"),
+        (&["check", "--backend", "cpu", "--adapter", "x"], "leave one of the two out"),
+        (&["check", "--backend", "cpu", "--path", "floor"], "leave one of the two out"),
+        (&["check", "--backend", "cuda", "--path", "floor"], "leave one of the two out"),
+        (&["check", "--adapter", "no such adapter"], "no such adapter"),
+        (&["bench", "--backend", "cpu", "--shape", "no such shape"], "g4-b8-32k"),
+        (&["bench", "--backend", "cpu", "--format", "no such format"], "4-bit per token"),
+        (&["eval", "--backend", "cpu", DUMP, "--format", "no such format"], "4-bit per token"),
+        (&["bench", "--backend", "cpu", "--seconds", "inf"], "above 0"),
+        (&["bench", "--backend", "cpu", "--seconds=-1"], "above 0"),
+        (&["bench", "--backend", "cpu", "--suite", "step", "--format", "4-bit"], "leave --format out"),
+        (&["bench", "--backend", "cpu", "--suite", "append", "--seconds", "0.1"], "leave --seconds out"),
+        (&["bench", "--backend", "cpu", "--suite", "causal", "--query", "int8"], "leave --query out"),
+        (&["bench", "--backend", "cpu", "--suite", "evict", "--footprint", "1"], "leave --footprint out"),
+        (&["eval", "--backend", "cpu", "--model", common::MODEL, "--keep-first", "1"], "cannot be used with"),
+        (&["eval", "--backend", "cpu", "--model", common::MODEL, "--keep-last", "1"], "cannot be used with"),
+        (&["eval", "--backend", "cpu", DUMP, "--keep-first", "1000", "--keep-last", "152"], "keep fewer"),
+    ];
+    for (arguments, hint) in cases {
+        let run = kvpack(arguments);
+        assert_eq!(run.code, 2, "{arguments:?}: {}", run.err);
+        assert!(run.err.contains(hint), "{arguments:?}: {}", run.err);
+    }
+}
+
+/// The suites that time what a policy and a mixture cost check what they time, and have every row.
+#[test]
+fn bench_times_eviction_and_chunks() {
+    let evict = json(&["bench", "--backend", "cpu", "--suite", "evict", "--json"]);
+    let rows = evict["rows"].as_array().expect("rows");
+    for what in ["statistics", "top_k", "merge_tokens", "gather and pack", "ModelCache::compress", "decode step"] {
+        let mut of_kind = rows.iter().filter(|row| row["what"].as_str().is_some_and(|text| text.contains(what)));
+        let row = of_kind.next().unwrap_or_else(|| panic!("no row of {what} in {rows:?}"));
+        let time = if what == "decode step" { &row["kernels_us"] } else { &row["call_us"] };
+        assert!(time.as_f64() > Some(0.0), "{row}");
+    }
+    let chunks = json(&["bench", "--backend", "cpu", "--suite", "chunks", "--json"]);
+    assert_eq!(chunks["steps"].as_array().map(Vec::len), Some(7));
+    assert_eq!(chunks["packing"].as_array().map(Vec::len), Some(4));
+}

@@ -1,0 +1,13 @@
+//! The `kvpack` binary from outside.
+
+mod commands;
+mod common;
+mod golden;
+mod hostile_dumps;
+mod hostile_models;
+mod query_precision;
+mod rust_version;
+mod shader;
+mod standard_output;
+#[cfg(unix)]
+mod written_files;

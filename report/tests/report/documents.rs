@@ -1,0 +1,192 @@
+//! Documents show what was measured and what there is: their tables and plots are those that are made of docs/results
+//! and of the library's recipes, and no line of prose is longer than the code's.
+//!
+//! `KVPACK_UPDATE=1 cargo test -p kvpack-report --test report documents::` writes tables and plots anew.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use kvpack_report::tables::Device;
+use kvpack_report::{read, recipes};
+
+/// Longest line of prose in a document, in characters: that of the code, see rustfmt.toml.
+const LINE: usize = 120;
+
+/// Before and behind a generated part: `<!-- made of nvidia-h200: decode -->` … `<!-- end -->`. What is not made of a
+/// device is made of the library.
+const BEGIN: &str = "<!-- made of ";
+const END: &str = "<!-- end -->";
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// Every document of the repository, but for those of others.
+fn documents() -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> = Vec::new();
+    for folder in ["", "docs", "docs/lab", "data", "tests/golden", "fuzz", "hosts/burn", "hosts/candle", "web"] {
+        let Ok(entries) = fs::read_dir(root().join(folder)) else { continue };
+        let paths = entries.map(|entry| entry.expect("a folder of the repository").path());
+        found.extend(paths.filter(|path| path.extension().is_some_and(|extension| extension == "md")));
+    }
+    found.sort();
+    assert!(found.len() >= 5, "README, CHANGELOG, docs: {found:?}");
+    found
+}
+
+/// A device of docs/results; none where it has not been measured.
+fn device(name: &str) -> Option<Device> {
+    let file = root().join("docs/results").join(format!("{name}.json"));
+    let text = fs::read_to_string(&file).ok()?;
+    let measured = read(&text).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    Some(Device::new(measured).unwrap_or_else(|error| panic!("{}: {error}", file.display())))
+}
+
+/// The names of the devices of docs/results.
+fn devices() -> Vec<String> {
+    let entries = fs::read_dir(root().join("docs/results")).expect("docs/results");
+    let paths = entries.map(|entry| entry.expect("a file").path());
+    let results = paths.filter(|path| path.extension().is_some_and(|extension| extension == "json"));
+    results.map(|path| path.file_stem().expect("a name").to_string_lossy().into_owned()).collect()
+}
+
+/// What a part of the document at `path` is made of; nothing where the device has not been measured.
+fn made(path: &Path, of: &str, part: &str) -> String {
+    if (of, part) == ("the library", "recipes") {
+        return recipes::table().expect("recipes");
+    }
+    let Some(measured) = device(of) else { return String::new() };
+    match part {
+        "provenance" => measured.provenance(),
+        "decode" => measured.decode(),
+        "other formats" => measured.other_formats(),
+        "against peers" => measured.against_peers(),
+        "plot" => {
+            let docs = if path.parent().is_some_and(|folder| folder.ends_with("docs")) { "" } else { "docs/" };
+            measured.captioned(&format!("{docs}results/{of}.svg"))
+        }
+        part => panic!("documents have no part '{part}'"),
+    }
+}
+
+/// A document with its generated parts made anew.
+fn remade(path: &Path, text: &str) -> String {
+    let mut new = String::new();
+    let mut rest = text;
+    while let Some(at) = rest.find(BEGIN) {
+        let line_end = at + rest[at..].find('\n').expect("a line end behind a marker");
+        let marker = rest[at + BEGIN.len()..line_end].trim_end().trim_end_matches("-->").trim();
+        let (of, part) = marker.split_once(": ").expect("a device and a part");
+        let end = line_end + rest[line_end..].find(END).unwrap_or_else(|| panic!("no {END} behind '{marker}'"));
+        let made = made(path, of, part);
+        new += &rest[..=line_end];
+        // A blank line on both sides, or Markdown takes a table for a part of the comment.
+        if !made.is_empty() {
+            new += &format!("\n{made}\n");
+        }
+        rest = &rest[end..];
+    }
+    new + rest
+}
+
+/// Writes what differs anew where that is asked for, and fails where it is not.
+fn written_anew(texts: impl Iterator<Item = (PathBuf, String)>) {
+    let mut differ = Vec::new();
+    for (path, new) in texts {
+        if fs::read_to_string(&path).ok().as_ref() == Some(&new) {
+            continue;
+        }
+        if std::env::var_os("KVPACK_UPDATE").is_some() {
+            fs::write(&path, new).expect("a writable document");
+        } else {
+            differ.push(path);
+        }
+    }
+    assert!(
+        differ.is_empty(),
+        "{differ:?} do not show what they are made of; \
+         write them anew with KVPACK_UPDATE=1 cargo test -p kvpack-report --test report documents::"
+    );
+}
+
+#[test]
+fn tables_are_made_of_the_results() {
+    written_anew(documents().into_iter().map(|path| {
+        let text = fs::read_to_string(&path).expect("a readable document");
+        let new = remade(&path, &text);
+        (path, new)
+    }));
+}
+
+#[test]
+fn plots_are_made_of_the_results() {
+    let plots = devices().into_iter().filter_map(|name| {
+        let plot = device(&name)?.plot()?;
+        Some((root().join("docs/results").join(format!("{name}.svg")), plot.file()))
+    });
+    written_anew(plots);
+}
+
+#[test]
+fn every_result_can_be_read() {
+    assert!(devices().iter().all(|name| device(name).is_some()));
+}
+
+/// The words of a text that hold a digit.
+fn numbers(text: &str) -> impl Iterator<Item = &str> {
+    let words = text.split(|c: char| !c.is_alphanumeric() && c != '.').map(|word| word.trim_matches('.'));
+    words.filter(|word| word.contains(|c: char| c.is_ascii_digit()))
+}
+
+/// Whoever reads the first screen finds each of its numbers again, with all that belongs to it.
+#[test]
+fn numbers_of_the_first_screen_are_on_the_performance_page() {
+    let readme = fs::read_to_string(root().join("README.md")).expect("README.md");
+    let (first_screen, _) = readme.split_once("\n## ").expect("a second heading");
+    let lines: Vec<&str> = first_screen.lines().filter(|line| !line.starts_with("![")).collect();
+    let first_screen = lines.join("\n");
+    let performance = fs::read_to_string(root().join("docs/performance.md")).expect("docs/performance.md");
+    let known: BTreeSet<&str> = numbers(&performance).collect();
+    let unknown: Vec<&str> = numbers(&first_screen).filter(|number| !known.contains(number)).collect();
+    assert!(numbers(&first_screen).count() > 40, "a table and a plot");
+    assert!(unknown.is_empty(), "on the first screen, and not in docs/performance.md: {unknown:?}");
+}
+
+/// A plot that GitHub shows must bring everything: it loads nothing and runs nothing.
+#[test]
+fn plots_need_no_other_file() {
+    for (name, plot) in devices().into_iter().filter_map(|name| Some((name.clone(), device(&name)?.plot()?))) {
+        let svg = plot.file();
+        assert!(svg.contains("prefers-color-scheme: dark") && svg.contains("class=\"ground\""), "{name}: both schemes");
+        for outside in ["<script", "href=", "url(", "@import"] {
+            assert!(!svg.contains(outside), "{name}: {outside}");
+        }
+    }
+}
+
+#[test]
+fn the_performance_page_is_short() {
+    let lines = fs::read_to_string(root().join("docs/performance.md")).expect("docs/performance.md").lines().count();
+    assert!(lines <= 120, "docs/performance.md has {lines} lines; what was tried belongs into docs/lab");
+}
+
+#[test]
+fn lines_of_prose_are_no_longer_than_lines_of_code() {
+    let mut long = Vec::new();
+    for path in documents() {
+        let mut code = false;
+        for (number, line) in fs::read_to_string(&path).expect("a readable document").lines().enumerate() {
+            if line.trim_start().starts_with("```") {
+                code = !code;
+            }
+            let is_table = line.trim_start().starts_with('|');
+            // A link cannot be broken.
+            let is_one_word = line.split_whitespace().count() <= 2;
+            if !code && !is_table && !is_one_word && line.chars().count() > LINE {
+                long.push(format!("{}:{}", path.display(), number + 1));
+            }
+        }
+    }
+    assert!(long.is_empty(), "longer than {LINE} characters: {long:#?}");
+}

@@ -1,0 +1,5 @@
+//! The documents and pages of reports.
+
+mod documents;
+mod faster_than_f16;
+mod page;

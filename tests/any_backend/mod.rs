@@ -1,0 +1,15 @@
+//! What tests of several backends share: cases, models and checks that are generic over the backend.
+#![allow(dead_code, reason = "a check that one backend needs is dead in the tests of the others")]
+
+pub mod cache_edges;
+pub mod cache_model;
+pub mod compressed;
+pub mod mixed;
+pub mod model_steps;
+pub mod non_finite_queries;
+pub mod parted_layers;
+pub mod query_runs;
+pub mod random_rows;
+pub mod rounding;
+pub mod select_cases;
+pub mod step_writes;

@@ -1,0 +1,24 @@
+//! What needs no device: the CPU backend, caches over it, policies, and what wrong arguments are refused with.
+
+mod adding;
+#[path = "../any_backend/mod.rs"]
+mod any_backend;
+mod cache;
+mod cache_edges;
+mod cache_errors;
+mod calibration_search;
+mod centre;
+mod compress;
+mod conformance_finds;
+mod kernels;
+mod mixture;
+mod model_cache;
+mod non_finite_queries;
+mod plain_arguments;
+mod policy;
+mod query_runs;
+mod recompress;
+mod recompress_choice;
+mod select;
+mod step;
+mod unfused_attention;

@@ -1,0 +1,40 @@
+//! The cache on the CUDA backend against the naive model.
+
+use kvpack::AttentionShape;
+use kvpack::cuda::{Cuda, KernelCache};
+use proptest::prelude::*;
+
+use crate::any_backend::cache_model::recipes::recipes;
+use crate::any_backend::cache_model::{Operation, cases, check, operations};
+
+fn device() -> Cuda {
+    Cuda::open(0, KernelCache::of_user()).expect("an NVIDIA GPU")
+}
+
+proptest! {
+    #![proptest_config(cases(24))]
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn the_cache_agrees_with_the_model(
+        operations in operations(),
+        recipe in prop::sample::select(recipes()),
+        (query_heads, kv_heads, head_dim) in prop::sample::select(vec![(2, 2, 64), (4, 1, 128)]),
+        seed in any::<u64>(),
+    ) {
+        let shape = AttentionShape::new(query_heads, kv_heads, head_dim).unwrap();
+        check(device(), shape, &recipe, &operations, seed);
+    }
+}
+
+/// Two full windows in a row, at every recipe: the second joins the first where ranges belong to tiles.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn windows_are_packed_when_they_are_full() {
+    let shape = AttentionShape::new(2, 1, 64).unwrap();
+    for recipe in recipes() {
+        let prefill = Operation::Prefill { sequence: 0, spans: vec![(10, 0), (128, 1)], half: false };
+        let append = |tokens| Operation::Append { tokens, sequences: 0b11, half: false };
+        check(device(), shape, &recipe, &[prefill, append(127), append(1), append(127), append(2)], 1);
+    }
+}

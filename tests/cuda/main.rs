@@ -1,0 +1,9 @@
+//! The CUDA backend: `cargo test --features cuda --test cuda -- --ignored` on a machine with an NVIDIA GPU.
+
+#[path = "../any_backend/mod.rs"]
+mod any_backend;
+mod cache;
+mod compress;
+mod device;
+mod model_step;
+mod query_runs;

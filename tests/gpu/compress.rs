@@ -1,0 +1,15 @@
+//! Prompts that are measured, evicted, merged and packed through wgpu, against the CPU. `gpu_device` says
+//! on which adapter.
+
+use crate::any_backend::compressed;
+use crate::gpu_device;
+
+#[test]
+fn the_device_keeps_what_the_cpu_keeps() {
+    compressed::check_against_cpu(&gpu_device::shared());
+}
+
+#[test]
+fn what_grows_is_compressed_again_as_on_the_cpu() {
+    compressed::growing::check_growing(&gpu_device::shared(), 0.98);
+}

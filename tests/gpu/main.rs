@@ -1,0 +1,19 @@
+//! The wgpu backend on a device. `gpu_device` says on which adapter. A module is run by its name:
+//! `cargo test --test gpu -- kernels::`.
+
+mod adapter;
+#[path = "../any_backend/mod.rs"]
+mod any_backend;
+mod cache;
+mod cache_edges;
+mod compress;
+mod gpu_device;
+mod in_bounds;
+mod kernels;
+mod mixture;
+mod model_step;
+mod non_finite_queries;
+mod query_runs;
+mod select;
+#[cfg(target_os = "linux")]
+mod validation;

@@ -1,0 +1,319 @@
+//! Steps of a whole model that an engine encodes itself, against the same steps on the CPU. `gpu_device` says
+//! on which adapter.
+
+use kvpack::backend::{AttendOptions, Device};
+use kvpack::cache::{ModelCache, TokenRun};
+use kvpack::cpu::Cpu;
+use kvpack::plan::{ElementType, RowLayout};
+use kvpack::wgpu::{LayerTensors, ModelStep, Tensor, Wgpu};
+use kvpack::{AttentionShape, Error};
+use pollster::block_on;
+
+use crate::any_backend::model_steps::{BEGINNING_ROWS, CENTRED, LAYERS, RECIPES, ROWS, SEQUENCES, STEPS};
+use crate::any_backend::random_rows::Random;
+use crate::any_backend::{model_steps, parted_layers};
+use crate::gpu_device;
+
+/// An engine with tensors of its own for every layer, and the same cache on the CPU.
+struct Engine {
+    backend: Wgpu,
+    cache: ModelCache<Wgpu>,
+    twin: ModelCache<Cpu>,
+    tensors: Vec<LayerTensors>,
+    steps: ModelStep,
+    random: Random,
+    rows: usize,
+}
+
+impl Engine {
+    fn new(backend: Wgpu, recipe: &str) -> Self {
+        Self::with_rows(backend, recipe, ROWS)
+    }
+
+    fn with_rows(backend: Wgpu, recipe: &str, rows: usize) -> Self {
+        let recipe = model_steps::recipe(recipe);
+        let of_layer = |_| {
+            let zeroed = |elements| Tensor::zeroed(backend.device(), elements, ElementType::F32).unwrap();
+            let [keys, values, queries, output] = model_steps::elements_of(rows).map(zeroed);
+            LayerTensors { keys, values, queries, output }
+        };
+        let tensors: Vec<LayerTensors> = (0..LAYERS).map(of_layer).collect();
+        let layout = RowLayout::token_major(rows, &model_steps::shape());
+        let options = AttendOptions { query: recipe.query(), ..AttendOptions::default() };
+        Self {
+            cache: model_steps::cache(&backend, &recipe),
+            twin: model_steps::cache(&Cpu::new(), &recipe),
+            steps: ModelStep::new(&backend, layout, tensors.clone(), options).unwrap(),
+            backend,
+            tensors,
+            random: Random::new(7),
+            rows,
+        }
+    }
+
+    /// A step on both. True if something was bound anew for it.
+    fn step(&mut self, runs: &[TokenRun]) -> bool {
+        let inputs = model_steps::inputs_of(&mut self.random, self.rows);
+        self.step_with(runs, &inputs)
+    }
+
+    fn step_with(&mut self, runs: &[TokenRun], inputs: &model_steps::Inputs) -> bool {
+        let (device, queue) = (self.backend.device(), self.backend.queue());
+        for (of, rows) in self.tensors.iter().zip(inputs) {
+            for (tensor, rows) in [&of.keys, &of.values, &of.queries].into_iter().zip(rows) {
+                queue.write_buffer(tensor.buffer(), tensor.offset(), bytemuck::cast_slice(rows));
+            }
+        }
+        block_on(self.cache.reserve_for_append(runs)).unwrap();
+        self.cache.begin_append(runs).unwrap();
+        let open = self.cache.encode().unwrap().remove(0);
+        assert_eq!(open.layers, [0, 1, 2]);
+        let step = self.steps.write(&open).unwrap();
+        let anew = step.bound_anew();
+        let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+        let before = made(device);
+        assert!(before.iter().all(|&count| count > 0), "the counters count: {before:?}");
+        for layer in 0..LAYERS {
+            step.encode_store(layer, &mut pass).unwrap();
+            step.encode_attend(layer, &mut pass).unwrap();
+        }
+        assert_eq!(made(device), before, "encoding makes nothing on the device");
+        drop(pass);
+        queue.submit([encoder.finish()]);
+        self.cache.commit().unwrap();
+
+        let download = |of: &LayerTensors| block_on(of.output.download(device, queue)).unwrap();
+        let outputs: Vec<Vec<f32>> = self.tensors.iter().map(download).collect();
+        model_steps::compare(&mut self.twin, runs, inputs, &outputs);
+        anew
+    }
+}
+
+/// How much there is of everything that a device makes.
+fn made(device: &wgpu::Device) -> [isize; 5] {
+    let hal = device.get_internal_counters().hal;
+    let counters = [hal.buffers, hal.bind_groups, hal.compute_pipelines, hal.command_encoders, hal.buffer_memory];
+    counters.map(|counter| counter.read())
+}
+
+/// Every layer attends as on the CPU, what is bound lasts, and no kernel is compiled once they are prepared.
+#[test]
+fn steps_are_bound_once_and_only_encoded() {
+    // Every test counts what its own device makes.
+    for recipe in RECIPES {
+        let mut engine = Engine::new(gpu_device::fresh(), recipe);
+        let (layout, stores) = (engine.cache.write_layout(0).unwrap(), engine.cache.recipe(0).unwrap().stores());
+        block_on(engine.steps.prepare(layout, stores)).unwrap();
+        block_on(engine.steps.prepare_chunks(layout, stores, ROWS)).unwrap();
+        let compiled = |engine: &Engine| engine.backend.device().get_internal_counters().hal.compute_pipelines.read();
+        let prepared = compiled(&engine);
+        let mut anew = 0;
+        for step in 0..STEPS {
+            if let Some(sequence) = model_steps::leaves(step) {
+                engine.cache.clear(sequence).unwrap();
+                engine.twin.clear(sequence).unwrap();
+            }
+            anew += usize::from(engine.step(&model_steps::runs(step)));
+            assert_eq!(compiled(&engine), prepared, "{recipe}: step {step} compiled a kernel");
+        }
+        assert!(anew <= 24, "{recipe}: bound anew in {anew} of {STEPS} steps");
+        assert_eq!(block_on(engine.cache.non_finite()).unwrap(), []);
+        for sequence in 0..SEQUENCES {
+            assert_eq!(engine.cache.length(sequence), engine.twin.length(sequence));
+        }
+    }
+}
+
+/// The centres of sequences that begin are made within the step, and all is stored as by the calls that
+/// submit, bit for bit.
+#[test]
+fn centred_sequences_begin_within_a_step() {
+    for recipe in CENTRED {
+        let mut engine = Engine::with_rows(gpu_device::fresh(), recipe, BEGINNING_ROWS);
+        let mut submitted = model_steps::cache(&engine.backend, &model_steps::recipe(recipe));
+        for step in 0..model_steps::BEGINNING {
+            model_steps::before_beginning(&mut engine.cache, step);
+            model_steps::before_beginning(&mut engine.twin, step);
+            model_steps::before_beginning(&mut submitted, step);
+            let runs = model_steps::beginning(step);
+            let inputs = model_steps::inputs_of(&mut engine.random, BEGINNING_ROWS);
+            engine.step_with(&runs, &inputs);
+            model_steps::submit(&mut submitted, &runs, &inputs);
+            let (encoded, submitted) = (model_steps::held(&engine.cache), model_steps::held(&submitted));
+            assert!(encoded == submitted, "{recipe}: step {step} stores something else");
+            assert!(model_steps::centres(&engine.cache) == model_steps::centres(&engine.twin), "{recipe}: step {step}");
+        }
+        assert_eq!(block_on(engine.cache.non_finite()).unwrap(), []);
+    }
+}
+
+/// That a sequence begins binds nothing anew.
+#[test]
+fn steps_that_begin_sequences_are_bound_with_the_others() {
+    let mut engine = Engine::new(gpu_device::fresh(), "saw-int4+centre");
+    let all: Vec<TokenRun> = (0..SEQUENCES).map(TokenRun::decode).collect();
+    assert!(engine.step(&all), "three sequences begin");
+    engine.cache.clear(1).unwrap();
+    engine.twin.clear(1).unwrap();
+    assert!(!engine.step(&all), "one begins again");
+    assert!(!engine.step(&all), "none begins");
+}
+
+/// Batches that take turns find what was bound for them.
+#[test]
+fn classes_are_kept_side_by_side() {
+    let mut engine = Engine::new(gpu_device::fresh(), "saw-int4");
+    let anew = (0..model_steps::ALTERNATING).filter(|&step| engine.step(&model_steps::alternating(step))).count();
+    assert!(anew <= 3, "bound anew in {anew} of {} steps", model_steps::ALTERNATING);
+}
+
+/// Layers that were parted share a layout, and one engine's tensors serve their steps in turn: each is bound to
+/// its own stores.
+#[test]
+fn parted_layers_are_bound_to_their_own_stores() {
+    let backend = gpu_device::fresh();
+    let (mut cache, mut twin) = (parted_layers::cache(&backend), parted_layers::cache(&Cpu::new()));
+    let of = LayerTensors::zeroed(backend.device(), &model_steps::shape(), ROWS, ElementType::F32).unwrap();
+    let rows = RowLayout::token_major(ROWS, &model_steps::shape());
+    let mut steps = ModelStep::new(&backend, rows, vec![of.clone()], AttendOptions::default()).unwrap();
+    let (mut random, mut anew) = (Random::new(7), 0);
+    for _ in 0..parted_layers::STEPS {
+        let (runs, inputs) = ([TokenRun::decode(0)], model_steps::inputs(&mut random));
+        block_on(cache.reserve_for_append(&runs)).unwrap();
+        cache.begin_append(&runs).unwrap();
+        parted_layers::check_layout(&cache);
+        let mut outputs = Vec::new();
+        for (layer, open) in cache.encode().unwrap().iter().enumerate() {
+            assert_eq!(open.layers, [layer]);
+            for (tensor, rows) in [&of.keys, &of.values, &of.queries].into_iter().zip(&inputs[layer]) {
+                backend.queue().write_buffer(tensor.buffer(), tensor.offset(), bytemuck::cast_slice(rows));
+            }
+            let step = steps.write(open).unwrap();
+            anew += usize::from(step.bound_anew());
+            let mut encoder = backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+            step.encode_store(0, &mut pass).unwrap();
+            step.encode_attend(0, &mut pass).unwrap();
+            drop(pass);
+            backend.queue().submit([encoder.finish()]);
+            outputs.push(block_on(backend.download(&of.output)).unwrap());
+        }
+        cache.commit().unwrap();
+        model_steps::compare(&mut twin, &runs, &inputs, &outputs);
+    }
+    assert_eq!(anew, LAYERS, "each layer is bound once");
+}
+
+/// An engine that submits for itself, with tensors elsewhere in every step and of as many rows as the step.
+#[test]
+fn a_layer_takes_one_submission() {
+    let mut engine = Engine::new(gpu_device::fresh(), "kivi:2+window=0");
+    let device = engine.backend.device().clone();
+    for step in 0..12 {
+        let runs = model_steps::runs(step);
+        let tokens: usize = runs.iter().map(TokenRun::tokens).sum();
+        let inputs = model_steps::inputs(&mut engine.random);
+        let mut given = Vec::new();
+        for rows in &inputs {
+            let of = LayerTensors::zeroed(&device, &model_steps::shape(), tokens, ElementType::F32).unwrap();
+            for (tensor, rows) in [&of.keys, &of.values, &of.queries].into_iter().zip(rows) {
+                let rows = &rows[..tensor.elements()];
+                engine.backend.queue().write_buffer(tensor.buffer(), tensor.offset(), bytemuck::cast_slice(rows));
+            }
+            given.push(of);
+        }
+        block_on(engine.cache.reserve_for_append(&runs)).unwrap();
+        engine.cache.begin_append(&runs).unwrap();
+        let open = engine.cache.encode().unwrap().remove(0);
+        let written = engine.steps.write(&open).unwrap();
+        let before = newest_submission(&engine.backend);
+        for (layer, of) in given.iter().enumerate() {
+            written.submit(layer, of).unwrap();
+        }
+        assert_eq!(newest_submission(&engine.backend) - before - 1, LAYERS as u64);
+        // Tensors of too few rows, of another type, or those that the layer copies to.
+        let few = LayerTensors { keys: given[0].keys.slice(0, 128 * tokens - 64).unwrap(), ..given[0].clone() };
+        assert!(matches!(written.submit(0, &few), Err(Error::Elements { .. })));
+        let half = LayerTensors::zeroed(&device, &model_steps::shape(), tokens, ElementType::F16).unwrap();
+        assert!(matches!(written.submit(0, &half), Err(Error::Buffer { .. })));
+        assert!(matches!(written.submit(0, &engine.tensors[0]), Err(Error::Buffer { .. })));
+        engine.cache.commit().unwrap();
+        let outputs = given.iter().map(|of| block_on(engine.backend.download(&of.output)).unwrap());
+        model_steps::compare(&mut engine.twin, &runs, &inputs, &outputs.collect::<Vec<_>>());
+    }
+}
+
+/// Number of the newest submission, which is one of nothing.
+fn newest_submission(backend: &Wgpu) -> u64 {
+    let told = format!("{:?}", backend.queue().submit([]));
+    told.chars().filter(char::is_ascii_digit).collect::<String>().parse().unwrap()
+}
+
+/// Prompts in chunks, decoding, windows that are packed, stores that grow and outputs of both types: whatever a model
+/// is served with, the kernels are there. Nothing runs on the device, which would not change what is compiled.
+#[test]
+fn no_kernel_is_compiled_while_serving() {
+    const ROWS: usize = 640;
+    for (recipe, of) in RECIPES.into_iter().flat_map(|recipe| [(recipe, ElementType::F32), (recipe, ElementType::F16)])
+    {
+        let backend = gpu_device::fresh();
+        let (device, recipe_of) = (backend.device().clone(), model_steps::recipe(recipe));
+        let tensors = vec![LayerTensors::zeroed(&device, &model_steps::shape(), ROWS, of).unwrap(); LAYERS];
+        let rows = RowLayout::token_major(ROWS, &model_steps::shape());
+        let options = AttendOptions { query: recipe_of.query(), ..AttendOptions::default() };
+        let mut steps = ModelStep::new(&backend, rows, tensors, options).unwrap();
+        let mut cache = model_steps::cache(&backend, &recipe_of);
+        let (layout, stores) = (cache.write_layout(0).unwrap().clone(), recipe_of.stores());
+        block_on(steps.prepare(&layout, stores)).unwrap();
+        block_on(steps.prepare_chunks(&layout, stores, ROWS)).unwrap();
+        let compiled = || device.get_internal_counters().hal.compute_pipelines.read();
+        let prepared = compiled();
+        let mut step = |runs: &[TokenRun]| {
+            block_on(cache.reserve_for_append(runs)).unwrap();
+            cache.begin_append(runs).unwrap();
+            let open = cache.encode().unwrap().remove(0);
+            let written = steps.write(&open).unwrap();
+            let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+            for layer in 0..LAYERS {
+                written.encode_store(layer, &mut pass).unwrap();
+                written.encode_attend(layer, &mut pass).unwrap();
+            }
+            drop(pass);
+            cache.commit().unwrap();
+            for run in runs.iter().filter(|run| run.tokens() > 1) {
+                block_on(cache.pack_windows(run.sequence())).unwrap();
+            }
+            assert_eq!(compiled(), prepared, "{recipe}, {of:?}: {runs:?}");
+        };
+        (2..12).for_each(|tokens| step(&[TokenRun::chunk(0, tokens)]));
+        step(&[TokenRun::chunk(1, ROWS)]);
+        step(&[TokenRun::chunk(1, ROWS - 2), TokenRun::decode(0), TokenRun::decode(2)]);
+        (0..8).for_each(|_| step(&[TokenRun::chunk(1, ROWS)])); // states of one sequence become many
+        (0..70).for_each(|_| step(&[TokenRun::decode(0), TokenRun::decode(1), TokenRun::decode(2)]));
+    }
+}
+
+/// A step that is not one of these layers, or too long for the tensors, is refused, and can be abandoned.
+#[test]
+fn steps_of_others_are_refused() {
+    let mut engine = Engine::new(gpu_device::fresh(), "saw-int4");
+    engine.step(&[TokenRun::decode(0)]);
+    let runs = [TokenRun::chunk(1, ROWS + 1)];
+    block_on(engine.cache.reserve_for_append(&runs)).unwrap();
+    engine.cache.begin_append(&runs).unwrap();
+    let refused = engine.steps.write(&engine.cache.encode().unwrap()[0]).map(drop);
+    assert!(matches!(refused, Err(Error::Plan { .. } | Error::Elements { .. })), "{refused:?}");
+    engine.cache.abandon();
+
+    let other = AttentionShape::new(4, 2, 128).unwrap();
+    let recipe = engine.cache.recipe(0).unwrap().clone();
+    let mut cache = ModelCache::new(&engine.backend, &[(other, recipe)], 1).unwrap();
+    block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();
+    cache.begin_append(&[TokenRun::decode(0)]).unwrap();
+    let refused = engine.steps.write(&cache.encode().unwrap()[0]).map(drop);
+    assert!(refused.is_err());
+    // Nothing was broken by it.
+    engine.step(&[TokenRun::decode(0), TokenRun::decode(1)]);
+}

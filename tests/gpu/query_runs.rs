@@ -1,0 +1,24 @@
+//! Runs of queries through wgpu.
+
+use kvpack::backend::{AttendOptions, QueryPrecision};
+
+use crate::any_backend::query_runs;
+use crate::gpu_device;
+
+#[test]
+fn every_query_sees_what_it_should() {
+    let backend = gpu_device::shared();
+    let options = AttendOptions { query: QueryPrecision::Int16, ..AttendOptions::default() };
+    for case in query_runs::cases(20) {
+        case.check(&backend, options, 1e-6);
+    }
+}
+
+#[test]
+fn bytes_of_queries_serve_blocks_too() {
+    let backend = gpu_device::shared();
+    let options = AttendOptions { query: QueryPrecision::Int8, ..AttendOptions::default() };
+    for case in query_runs::cases(20).into_iter().take(2) {
+        case.check(&backend, options, 1e-3);
+    }
+}

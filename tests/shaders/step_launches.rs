@@ -1,0 +1,146 @@
+//! Which launches a decode step has: pure, on any machine.
+
+use kvpack::backend::AttendOptions;
+use kvpack::format::{AffineFormat, Grouping, Rotation, TensorFormat};
+use kvpack::plan::{AttendPlan, ElementType, Page, QueryRun, SpanView, Split, StoreView};
+use kvpack::wgpu::{AttendStep, Capabilities, KernelLimits, Path, SubgroupSizes, Timestamps};
+use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat, conformance};
+
+fn capabilities() -> Capabilities {
+    let limits = KernelLimits {
+        binding_bytes: 128 << 20,
+        binding_alignment: 256,
+        storage_buffers: 10,
+        workgroup_memory: 32 << 10,
+        invocations: 1024,
+        workgroups: 65535,
+    };
+    let subgroups = Some(SubgroupSizes { min: 32, max: 32 });
+    Capabilities { f16: true, subgroups, coherent: true, matrices: false, timestamps: Timestamps::None, limits }
+}
+
+/// Kernels of a step of one sequence of `tiles` tiles, cut into items of one tile.
+fn kernels(
+    capabilities: Capabilities,
+    format: SegmentFormat,
+    calibration: Option<Calibration>,
+    tiles: u32,
+) -> Vec<String> {
+    kernels_of(AttentionShape::new(8, 2, 64).unwrap(), capabilities, format, calibration, tiles)
+}
+
+fn kernels_of(
+    shape: AttentionShape,
+    capabilities: Capabilities,
+    format: SegmentFormat,
+    calibration: Option<Calibration>,
+    tiles: u32,
+) -> Vec<String> {
+    let pages: Vec<Page> = (0..tiles).map(|index| Page { shard: 0, index }).collect();
+    let spans = vec![SpanView { sequence: 0, start: 0, tokens: pages.len() * 128, pages: &pages, range_slot: 0 }];
+    let split = Split { target_items: usize::MAX, tile_step: 1, max_tiles: 1 };
+    let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[StoreView { format, calibration, spans }]).unwrap();
+    let options = AttendOptions { split, ..AttendOptions::default() };
+    let step = AttendStep::new(&capabilities, &plan, ElementType::F32, options).unwrap();
+    let name = |label: String| label.split(' ').nth(1).unwrap_or_default().to_owned();
+    step.launch_labels().into_iter().map(name).collect()
+}
+
+#[test]
+fn few_states_of_plain_keys_take_one_launch() {
+    let affine = |grouping| TensorFormat::Affine(AffineFormat::new(Bits::Two, grouping));
+    let decoded =
+        SegmentFormat { key: affine(Grouping::ChannelTokens(32)), value: affine(Grouping::TokenChannels(32)) };
+    for format in [SegmentFormat::F16, SegmentFormat::per_channel(Bits::One), decoded] {
+        assert_eq!(kernels(capabilities(), format, None, 8), ["attend"], "{format}");
+    }
+}
+
+#[test]
+fn many_states_are_merged_by_a_launch() {
+    assert_eq!(kernels(capabilities(), SegmentFormat::F16, None, 9), ["attend", "merge_states"]);
+}
+
+#[test]
+fn rotated_keys_and_calibrated_scores_have_their_queries_prepared() {
+    let affine = AffineFormat::new(Bits::Four, Grouping::Token);
+    let format = SegmentFormat {
+        key: TensorFormat::Affine(affine.rotated(Rotation::hadamard(16))),
+        value: TensorFormat::Affine(affine),
+    };
+    assert_eq!(kernels(capabilities(), format, None, 8), ["prepare_query", "attend"]);
+    let calibration = Some(Calibration::new(0.0, 3.0).unwrap());
+    let format = SegmentFormat::per_channel(Bits::Two);
+    assert_eq!(kernels(capabilities(), format, calibration, 8), ["prepare_query", "scores", "weighted_values"]);
+}
+
+/// Coherent memory and ten storage buffers are needed for less: neither is on the floor.
+#[test]
+fn less_able_devices_merge_by_a_launch() {
+    let merged_apart = ["attend", "merge_states"];
+    let incoherent = Capabilities { coherent: false, ..capabilities() };
+    assert_eq!(kernels(incoherent, SegmentFormat::F16, None, 1), merged_apart);
+    let limits = KernelLimits { storage_buffers: 9, ..capabilities().limits };
+    assert_eq!(kernels(Capabilities { limits, ..capabilities() }, SegmentFormat::F16, None, 1), merged_apart);
+    assert_eq!(kernels(capabilities().restricted_to(Path::Floor), SegmentFormat::F16, None, 1), merged_apart);
+}
+
+/// Eight query heads per KV head in f16 go to cooperative matrices where a launch merges the states anyway, and
+/// nothing else does.
+#[test]
+fn many_heads_in_f16_take_matrices() {
+    let limits = KernelLimits { workgroup_memory: 48 << 10, ..capabilities().limits };
+    let matrices = Capabilities { matrices: true, limits, ..capabilities() };
+    let shape = AttentionShape::new(16, 2, 128).unwrap();
+    let with = |capabilities, format, calibration, tiles| kernels_of(shape, capabilities, format, calibration, tiles);
+    assert_eq!(with(matrices, SegmentFormat::F16, None, 9), ["attend_matrix", "merge_states"]);
+    assert_eq!(with(matrices, SegmentFormat::F16, None, 8), ["attend"]);
+    assert_eq!(with(matrices.restricted_to(Path::Subgroups), SegmentFormat::F16, None, 9), ["attend", "merge_states"]);
+    assert_eq!(with(matrices, SegmentFormat::per_channel(Bits::Two), None, 9), ["attend", "merge_states"]);
+    let calibration = Some(Calibration::new(0.0, 3.0).unwrap());
+    let launches = ["prepare_query", "scores", "weighted_values", "merge_states"];
+    assert_eq!(with(matrices, SegmentFormat::F16, calibration, 9), launches);
+}
+
+/// The registry has cases of cooperative matrices for devices that have them.
+#[test]
+fn the_registry_covers_matrices() {
+    let limits = KernelLimits { workgroup_memory: 48 << 10, ..capabilities().limits };
+    let matrices = Capabilities { matrices: true, limits, ..capabilities() };
+    let takes_matrices = |case: &conformance::AttendCase| {
+        let stores: Vec<(SegmentFormat, Vec<Vec<Page>>)> = case
+            .segments
+            .iter()
+            .enumerate()
+            .map(|(index, segment)| {
+                let spans = case.sequences.iter().map(|spans| {
+                    let of_segment = spans.iter().filter(|span| span.segment == index);
+                    let tokens: usize = of_segment.map(|span| span.tokens).sum();
+                    (0..tokens.div_ceil(128) as u32).map(|index| Page { shard: 0, index }).collect()
+                });
+                (segment.format, spans.collect())
+            })
+            .collect();
+        let views: Vec<StoreView<'_>> = stores
+            .iter()
+            .map(|(format, tables)| {
+                let spans = tables.iter().enumerate().map(|(sequence, pages)| SpanView {
+                    sequence,
+                    start: 0,
+                    tokens: pages.len() * 128,
+                    pages,
+                    range_slot: 0,
+                });
+                StoreView { format: *format, calibration: None, spans: spans.collect() }
+            })
+            .collect();
+        let plan = AttendPlan::new(case.shape, &QueryRun::decode_batch(case.sequences.len()), &views).unwrap();
+        let step = AttendStep::new(&matrices, &plan, case.input.elements, case.options).unwrap();
+        step.launch_labels().iter().any(|label| label.contains("attend_matrix"))
+    };
+    let cases = conformance::attend_cases();
+    for name in ["split-many-heads-f16", "sink-long-many-heads-f16", "segments-many-heads-f16"] {
+        let case = cases.iter().find(|case| case.name == name);
+        assert!(case.is_some_and(takes_matrices), "{name}");
+    }
+}
