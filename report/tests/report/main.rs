@@ -2,4 +2,5 @@
 
 mod documents;
 mod faster_than_f16;
+mod links;
 mod page;

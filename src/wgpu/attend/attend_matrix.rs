@@ -14,7 +14,7 @@ const HEAD_DIM: usize = 128;
 impl Specialisation<'_> {
     /// Whether cooperative matrices take the segment: f16 at eight query heads per KV head. On an H200 they took 306 µs
     /// where `attend` took 364 (`g8-b8-32k`), but at four heads 322 and 272, and codes of 2 bits 203 and 126 at eight:
-    /// see docs/lab/wgpu.md.
+    /// see lab/wgpu.md.
     pub fn uses_matrices(&self) -> bool {
         self.may_use_matrices
             && self.capabilities.matrices

@@ -243,7 +243,7 @@ mod tests {
 
     /// Keys of Qwen2.5 have a bias, which ranges and norms of single tokens do not survive; those of SmolLM2 have none,
     /// and outputs over them are about as far off with a centre as without (the model itself gains:
-    /// docs/lab/centre.md).
+    /// lab/centre.md).
     #[test]
     fn a_centre_saves_keys_that_have_a_bias() {
         let (biased, plain) = (shipped("qwen2.5_kv.safetensors"), shipped("smollm2_kv.safetensors"));
