@@ -99,6 +99,7 @@
 pub mod backend;
 pub mod cache;
 pub mod conformance;
+mod counts;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;

@@ -7,6 +7,7 @@
 //! a span into them.
 
 use super::{Backend, NewCentre, SpanRead, SpanWrite, TokenWrite, WindowMove};
+use crate::counts::{TokenCount, saturated};
 use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
 use crate::plan::{AttendPlan, Page, PageAllocator, QueryRun, RowLayout, Rows, SpanView, StoreView, TokenRange};
 use crate::{Error, Result};
@@ -167,20 +168,26 @@ impl<B: Backend> FilledStores<B> {
     ///
     /// # Errors
     /// [`Error::Plan`] when a span names a store that there is not, [`Error::OutOfMemory`] or [`Error::Limit`] when the
-    /// device has no room. No page is taken then.
+    /// device has no room or a span ends beyond [`MOST_TOKENS`](crate::plan::MOST_TOKENS). No page is taken then.
     pub async fn place(&mut self, backend: &B, spans: &[NewSpan]) -> Result<Vec<FilledSpan>> {
         if let Some(span) = spans.iter().find(|span| span.store >= self.stores.len()) {
             let reason = format!("a span of store {} of {}", span.store, self.stores.len());
             return Err(Error::Plan { what: "placing spans", reason });
         }
+        for span in spans {
+            TokenCount::new(span.start.saturating_add(span.tokens))?;
+        }
         for (index, (store, room)) in self.stores.iter_mut().zip(&mut self.room).enumerate() {
             let of_store = || spans.iter().filter(|span| span.store == index);
             let pages: usize = of_store().map(NewSpan::pages).sum();
-            let most = backend.max_shard_pages(&self.shape, &room.format).clamp(1, self.shard_pages) as usize;
+            let most = backend.max_shard_pages(&self.shape, &room.format).clamp(1, self.shard_pages);
             while room.pages.free() < pages {
-                let missing = (pages - room.pages.free()).min(most) as u32;
+                let missing = saturated(pages - room.pages.free()).min(most);
+                // The books first: a shard that they do not know would shift all that follow.
+                let mut larger = room.pages.clone();
+                larger.add_shard(missing)?;
                 backend.add_shard(store, missing).await?;
-                room.pages.add_shard(missing);
+                room.pages = larger;
             }
             backend.reserve_ranges(store, room.slots + of_store().count()).await?;
             if self.centres > 0 {

@@ -4,6 +4,7 @@ use super::{PromptSpan, StoreId};
 use crate::Error;
 use crate::Result;
 use crate::backend::Device;
+use crate::counts::saturated;
 use crate::plan::TokenRange;
 use crate::policy::ChunkSearch;
 
@@ -121,7 +122,7 @@ impl ChunkStores {
         let start = |chunk: usize| self.context.start() + chunk * self.chunk_tokens;
         let tokens = chunks.flat_map(|(chunk, _)| start(chunk)..start(chunk + 1));
         // They are below the end of the chunks, which 32 bits count.
-        tokens.map(|token| token as u32).collect()
+        tokens.map(saturated).collect()
     }
 }
 

@@ -1,6 +1,7 @@
 //! Which tokens stay, on the device.
 
 use crate::backend::Backend;
+use crate::counts::saturated;
 use crate::plan::TokenIndices;
 use crate::policy::{LayerSelection, ScoreRequest, Selection};
 use crate::{Error, Result};
@@ -33,7 +34,7 @@ impl<B: Backend> DecidedLayer<B> {
     pub(super) async fn upload(backend: &B, layer: &LayerSelection) -> Result<Self> {
         let kept = match layer.count() {
             0 => None,
-            _ => Some(backend.upload_indices(&layer.indices(), layer.kv_heads(), layer.tokens() as u32).await?),
+            _ => Some(backend.upload_indices(&layer.indices(), layer.kv_heads(), saturated(layer.tokens())).await?),
         };
         Ok(Self { kept, not_numbers: None })
     }

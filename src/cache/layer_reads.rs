@@ -4,6 +4,7 @@ use super::layers::LayerGroup;
 use super::{Positions, SpanPositions, StoreFormat, StoreId};
 use crate::Result;
 use crate::backend::{AttendOptions, AttentionStates, Backend, SpanRead};
+use crate::counts::saturated;
 use crate::format::{Calibration, SegmentFormat};
 use crate::plan::{AttendPlan, ElementType, QueryRun, SpanView, StoreView, TokenRange};
 
@@ -93,8 +94,8 @@ impl<B: Backend> LayerGroup<B> {
         let mut slots = Vec::new();
         for planned in plan.runs() {
             // A sequence that is attended to holds tokens, and so a centre.
-            let slot = self.page_tables.sequence(planned.run.sequence)?.centre.unwrap_or(0) as u32;
-            slots.extend(std::iter::repeat_n(slot, planned.run.queries));
+            let slot = self.page_tables.sequence(planned.run.sequence)?.centre.unwrap_or(0);
+            slots.extend(std::iter::repeat_n(saturated(slot), planned.run.queries));
         }
         self.backend.uncentre_lse(stores[0], queries, &slots, states).await
     }

@@ -129,7 +129,7 @@ impl<B: Backend> LayerGroup<B> {
     }
 
     fn store_ids(&self) -> impl Iterator<Item = StoreId> + use<B> {
-        (0..self.recipe().stores().len()).map(|index| StoreId(index as u8))
+        (0..self.recipe().stores().len()).map(StoreId::at)
     }
 
     // --- room --------------------------------------------------------------------------------------------------
@@ -199,8 +199,7 @@ impl<B: Backend> LayerGroup<B> {
             }
             pages = pages.min(of.shards[shard]);
         }
-        self.page_tables.room_mut(store).add_shard(pages);
-        Ok(())
+        self.page_tables.room_mut(store).add_shard(pages)
     }
 
     /// Bytes of all layers.

@@ -96,13 +96,18 @@ impl Mixture {
         self.stores_of(&backend.download(&similarities).await?)
     }
 
+    /// The last store that chunks are put into.
+    pub(super) fn last_store(&self) -> StoreId {
+        StoreId::at(self.tiers.iter().filter(|tier| !tier.is_f16()).count())
+    }
+
     /// The store of a tier.
     fn store(&self, tier: usize) -> StoreId {
         if self.tiers[tier].is_f16() {
             return StoreId::F16;
         }
         let packed_before = self.tiers[..tier].iter().filter(|tier| !tier.is_f16()).count();
-        StoreId(packed_before as u8 + 1)
+        StoreId::at(packed_before + 1)
     }
 }
 

@@ -46,6 +46,9 @@ impl<'a, I> PromptSpan<'a, I> {
 /// Checks that the runs among the spans of a prompt lie in it, one after the other, and that they cover it if nothing
 /// is gathered: a gather chooses tokens, and what nothing names is evicted.
 pub(super) fn check_spans<I: TokenIndices>(spans: &[PromptSpan<'_, I>], tokens: usize) -> Result<()> {
+    if tokens == 0 {
+        return Err(Error::NoTokens { what: "a prompt", hint: "pass at least one token" });
+    }
     let reject = |reason: String| Err(Error::PromptSpans { tokens, reason });
     let gathers = spans.iter().any(|span| matches!(span.tokens, Rows::Gather(_)));
     let mut next = 0;

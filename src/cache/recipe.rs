@@ -17,6 +17,11 @@ impl StoreId {
     /// The first packed store.
     pub const PACKED: Self = Self(1);
 
+    /// The store at a place among those of a recipe, which are at most [`MOST_STORES`].
+    pub(super) fn at(index: usize) -> Self {
+        Self(u8::try_from(index).unwrap_or(u8::MAX))
+    }
+
     /// Its place among the stores.
     pub const fn index(self) -> usize {
         self.0 as usize
@@ -107,7 +112,7 @@ impl Recipe {
     /// [`Error::Limit`] beyond [`MOST_STORES`].
     pub fn with_store(mut self, store: impl Into<StoreFormat>) -> Result<(Self, StoreId)> {
         check_stores(self.stores.len() + 1)?;
-        let id = StoreId(self.named_stores() as u8);
+        let id = StoreId::at(self.named_stores());
         self = self.and_store(store.into());
         Ok((self, id))
     }
@@ -169,7 +174,7 @@ impl Recipe {
     /// ```
     #[must_use]
     pub fn with_appended(mut self, appended: Appended) -> Self {
-        let of_tiles = self.tiles_of.map(|to| (StoreId(self.named_stores() as u8), to));
+        let of_tiles = self.tiles_of.map(|to| (StoreId::at(self.named_stores()), to));
         self.stores.truncate(self.named_stores());
         // What this recipe says of appended tokens names the store that their tiles have alone: it is made anew.
         let appended = match (appended, of_tiles) {
@@ -184,7 +189,7 @@ impl Recipe {
         {
             let tiles = StoreFormat { format: store.format.with_tile_ranges(), ..*store };
             self.stores.push(tiles);
-            self.appended = Appended::Tiles { to: StoreId((self.stores.len() - 1) as u8), newer };
+            self.appended = Appended::Tiles { to: StoreId::at(self.stores.len() - 1), newer };
             self.tiles_of = Some(to);
         }
         self

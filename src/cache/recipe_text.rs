@@ -152,6 +152,25 @@ impl ModelRecipe {
         Err(format!("{stores} stores with the {further} further ones; a recipe has at most {MOST_STORES}"))
     }
 
+    /// Checks that every layer has the stores that the chunks of a mixture are put into: all layers take the chunks of
+    /// one search.
+    fn check_mixture(&self) -> Parsed<()> {
+        let Some(mixture) = self.mixture() else { return Ok(()) };
+        let last = mixture.last_store();
+        for (recipe, named) in self.kinds()?.zip(&self.layers) {
+            if recipe.resolve(last).is_err() {
+                let (layer, choice) = named;
+                return Err(format!(
+                    "layers={layer}:{choice}: chunks of the mixture go to stores 1 to {}, and this layer has {} besides \
+                     f16; leave the layer to the mixture, store it in f16, or add store= for those that it lacks",
+                    last.index(),
+                    recipe.stores().len() - 1
+                ));
+            }
+        }
+        Ok(())
+    }
+
     /// The recipes of layers that the text names, and of all others; how many stores there are, and what they take, has
     /// nothing to do with the shape.
     fn kinds(&self) -> Parsed<impl Iterator<Item = Recipe>> {
@@ -203,6 +222,7 @@ fn parse(text: &str) -> Parsed<ModelRecipe> {
     }
     recipe.check_stores()?;
     recipe.check_centre()?;
+    recipe.check_mixture()?;
     let mut seen = BTreeSet::new();
     match recipe.layers.iter().find(|(layer, _)| !seen.insert(*layer)) {
         Some((twice, _)) => Err(format!("layer {twice} is named twice")),
@@ -435,6 +455,8 @@ mod tests {
             ("kivi:2+layers=0", "layers and a method"),
             ("kivi:2+layers=x:f16", "layers and a method"),
             ("kivi:2+layers=0:f16+layers=0:int8", "named twice"),
+            ("mix=f16:0.2,int4:0.3,calibquant:2+layers=0:int8", "stores 1 to 2, and this layer has 1 besides f16"),
+            ("cocktail+layers=1:f16+layers=4:saw-int4", "layers=4:saw-int4"),
         ] {
             let error = text.parse::<ModelRecipe>().unwrap_err().to_string();
             assert!(error.contains(&format!("'{text}'")) && error.contains(part), "{text}: {error}");

@@ -9,6 +9,7 @@ use super::observed::{DenseLayer, MeasuredQueries, columns, counts};
 use super::step::NewTokens;
 use super::{ModelCache, PromptSpan, SpanPositions, StoreId};
 use crate::backend::{Backend, KeptAndEvicted, MeasuredAttention, QueriesAndKeys, TensorRows};
+use crate::counts::saturated;
 use crate::format::AttentionShape;
 use crate::plan::{RowLayout, TokenIndices};
 use crate::policy::{
@@ -56,13 +57,12 @@ impl<B: Backend> ModelCache<B> {
             for positions in self.group(layer)?.0.positions(sequence).await? {
                 match positions {
                     SpanPositions::Run(run) => {
-                        let run = || (run.start()..run.end()).map(|position| position as u32);
-                        held.iter_mut().for_each(|head| head.extend(run()));
+                        held.iter_mut().for_each(|head| head.extend(run.positions()));
                     }
                     SpanPositions::PerHead(positions) => {
                         let count = positions.len() / held.len();
                         for (head, positions) in held.iter_mut().zip(positions.chunks(count.max(1))) {
-                            head.extend(positions.iter().map(|&position| position as u32));
+                            head.extend(positions.iter().map(|&position| saturated(position)));
                         }
                     }
                 }
@@ -337,7 +337,8 @@ impl<B: Backend> LayerGroup<B> {
                 Some(self.backend.merge_tokens(input, merging)?)
             }
         };
-        let positions = self.backend.upload_indices(&kept.indices(), shape.kv_heads(), kept.tokens() as u32).await?;
+        let positions =
+            self.backend.upload_indices(&kept.indices(), shape.kv_heads(), saturated(kept.tokens())).await?;
         let spans = [PromptSpan::gather(&positions, StoreId::PACKED)];
         let needed = self.page_tables.room_for_prompt(&spans)?;
         self.reserve(&needed).await?;

@@ -43,8 +43,8 @@ impl Room {
         Self { has_slots, ..Self::default() }
     }
 
-    pub(super) fn add_shard(&mut self, pages: u32) {
-        self.pages.add_shard(pages);
+    pub(super) fn add_shard(&mut self, pages: u32) -> Result<()> {
+        self.pages.add_shard(pages)
     }
 
     pub(super) fn add_slots(&mut self, slots: usize) {

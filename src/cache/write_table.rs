@@ -100,7 +100,7 @@ fn capacities<I: TokenIndices + Clone>(page_tables: &PageTables<I>, most: WriteL
     // As many as `LayerGroup::reserve` makes before any step, so that kernels can be prepared before that.
     let centre_slots = if recipe.is_centred() { page_tables.sequences().len() } else { 0 };
     let of = |(index, store): (usize, &super::StoreFormat)| {
-        let id = StoreId(index as u8);
+        let id = StoreId::at(index);
         let (tokens, copies) = if recipe.takes_tokens(id) { (most.tokens, most.copies) } else { (0, 0) };
         let room = page_tables.room(id);
         StoreCapacity {

@@ -8,7 +8,9 @@ use super::batch_format::{BatchFormat, BatchPart};
 use super::data::Random;
 use super::decode::{DecodeData, DecodeShape, PageOrder};
 use super::report::{Accuracy, Failure, Limits, OutputError, Report};
+
 use crate::backend::{AttendOptions, FilledSpan, FilledStores, NewSpan, SpanSource};
+use crate::counts::reserved;
 use crate::cpu::DenseSegment;
 use crate::format::{Calibration, SegmentFormat, TILE_TOKENS};
 use crate::plan::{AttendPlan, ElementType, QueryRun, StorePart, TokenRange};
@@ -34,10 +36,11 @@ impl<B: Backend> Workload<B> {
     /// When the copies do not fit the device.
     pub async fn new(backend: &B, data: &DecodeData<B>, format: BatchFormat, bytes: u64) -> Result<Self> {
         let decode = &data.decode;
-        let copies = bytes.div_ceil(decode.code_bytes(&format)).max(1) as usize;
+        let copies = usize::try_from(bytes.div_ceil(decode.code_bytes(&format)).max(1)).unwrap_or(usize::MAX);
         let formats: Vec<SegmentFormat> = format.parts().iter().map(|part| part.format).collect();
         let batch = batch_spans(decode, &format)?;
-        let all: Vec<NewSpan> = (0..copies).flat_map(|_| &batch).copied().collect();
+        let mut all: Vec<NewSpan> = reserved("spans of a workload", copies.saturating_mul(batch.len()))?;
+        all.extend((0..copies).flat_map(|_| &batch).copied());
         let mut stores = FilledStores::new(backend, decode.shape, &formats)?;
         let mut placed = stores.place(backend, &all).await?;
         let mut spans = Vec::with_capacity(copies);

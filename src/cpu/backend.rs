@@ -14,6 +14,7 @@ use crate::backend::{
     MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, ScoredTokens,
     SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows, TokenSelection, WriteInput,
 };
+use crate::counts::in_32_bits;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
     AttendPlan, Elements, Page, RowLayout, Split, TokenIndices, TokenRange, TokenWrite, WindowMove, Work, WriteTable,
@@ -207,7 +208,7 @@ impl Packing for Cpu {
     }
 
     fn create_non_finite_flags(&self, layers: usize) -> Result<NonFiniteFlags> {
-        Ok(NonFiniteFlags::new(layers))
+        NonFiniteFlags::new(layers)
     }
 
     async fn read_non_finite_flags(&self, flags: &NonFiniteFlags) -> Result<Vec<FlaggedToken>> {
@@ -338,15 +339,15 @@ impl TokenSelection for Cpu {
     fn evicted(&self, kept: &CpuIndices) -> Result<CpuIndices> {
         let (shape, tokens) = (kept.shape(), kept.shape().below() as usize);
         shape.others()?;
-        let others: Vec<u32> =
-            kept.tokens().chunks(shape.count()).flat_map(|kept| policy::evicted(kept, tokens)).collect();
+        let of_heads = kept.tokens().chunks(shape.count()).map(|kept| policy::evicted(kept, tokens));
+        let others = of_heads.collect::<Result<Vec<_>>>()?.concat();
         CpuIndices::new(&others, shape.kv_heads(), shape.below())
     }
 
     fn top_k(&self, scores: &CpuTensor, kv_heads: usize, k: usize) -> Result<CpuIndices> {
         let scores = scores.to_f32();
         let chosen = super::top_k(&scores, kv_heads, k)?;
-        CpuIndices::new(&chosen, kv_heads, (scores.len() / kv_heads) as u32)
+        CpuIndices::new(&chosen, kv_heads, in_32_bits("scores of a head", scores.len() / kv_heads)?)
     }
 
     fn gather(&self, shape: &AttentionShape, rows: TensorRows<'_, CpuTensor>, kept: &CpuIndices) -> Result<CpuTensor> {

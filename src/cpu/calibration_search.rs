@@ -6,6 +6,7 @@ use super::exact_attention::{DenseSegment, exact_attention};
 use super::quantize::quantize;
 use super::store::CpuStore;
 use crate::backend::SpanWrite;
+use crate::counts::in_32_bits;
 use crate::format::{AttentionShape, Calibration, SegmentFormat};
 use crate::plan::{AttendPlan, Elements, Page, QueryRun, RowLayout, SpanView, Split, StoreView, TokenRange, Visible};
 use crate::{Error, Result};
@@ -157,8 +158,8 @@ impl StoredSample {
 
 /// Writes tokens of the sample into a new shard of their own.
 fn store_span(store: &mut CpuStore, sample: &CalibrationSample<'_>, tokens: TokenRange) -> Result<Vec<Page>> {
-    let shard = store.shards() as u32;
-    let pages = tokens.len().div_ceil(crate::TILE_TOKENS) as u32;
+    let shard = in_32_bits("shards of a store", store.shards())?;
+    let pages = in_32_bits("pages of a span", tokens.len().div_ceil(crate::TILE_TOKENS))?;
     store.add_shard(pages)?;
     let pages: Vec<Page> = (0..pages).map(|index| Page { shard, index }).collect();
     let write = SpanWrite { rows: sample.rows, tokens: tokens.into(), pages: &pages, range_slot: 0, centre: None };

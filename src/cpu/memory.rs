@@ -1,22 +1,9 @@
-//! Memory of the host: errors where the allocator refuses, and a limit on the bytes that all stores of a backend hold
-//! together.
+//! A limit on the bytes that all stores of a backend hold together.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::{Error, Result};
-
-/// A vector of so many equal elements, or the allocator's refusal as an error.
-pub(super) fn filled<T: Copy>(what: &'static str, count: usize, element: T) -> Result<Vec<T>> {
-    let mut elements = Vec::new();
-    elements.try_reserve_exact(count).map_err(|error| Error::OutOfMemory {
-        what,
-        bytes: (count as u64).saturating_mul(size_of::<T>() as u64),
-        message: error.to_string(),
-    })?;
-    elements.resize(count, element);
-    Ok(elements)
-}
 
 /// The bytes there are and those in use, shared by the stores of a backend.
 #[derive(Clone, Debug)]

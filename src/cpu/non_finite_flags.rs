@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::backend::FlaggedToken;
+use crate::counts::{MOST_LAYERS, saturated};
 use crate::format::KeyOrValue;
 use crate::{Error, Result};
 
@@ -20,8 +21,16 @@ pub struct NonFiniteFlags {
 
 impl NonFiniteFlags {
     /// Flags for so many layers, none of them set.
-    pub fn new(layers: usize) -> Self {
-        Self { tokens: (0..2 * layers).map(|_| AtomicU32::new(NOTHING)).collect() }
+    ///
+    /// # Errors
+    /// [`Error::Limit`] for more than [`MOST_LAYERS`](crate::plan::MOST_LAYERS).
+    pub fn new(layers: usize) -> Result<Self> {
+        if layers > MOST_LAYERS {
+            let (needed, allowed) = (layers as u64, MOST_LAYERS as u64);
+            let hint = "a flag belongs to a layer of one model";
+            return Err(Error::Limit { what: "layers of flags".into(), needed, allowed, hint });
+        }
+        Ok(Self { tokens: (0..2 * layers).map(|_| AtomicU32::new(NOTHING)).collect() })
     }
 
     /// Number of layers.
@@ -46,7 +55,7 @@ impl NonFiniteFlags {
 
     pub(super) fn set(&self, layer: usize, which: KeyOrValue, token: usize) {
         let at = 2 * layer + usize::from(which == KeyOrValue::Value);
-        self.tokens[at].fetch_min(token as u32, Ordering::Relaxed);
+        self.tokens[at].fetch_min(saturated(token), Ordering::Relaxed);
     }
 
     pub(super) fn check_layer(&self, layer: usize) -> Result<()> {

@@ -11,6 +11,10 @@ use crate::{Error, Result};
 /// Tokens whose scores are kept at a time.
 const BLOCK: usize = 128;
 
+/// Parts that the tokens of all KV heads are cut into, at least, where they have that many blocks. It is a constant, so
+/// that the sums, and their rounding, do not depend on the number of threads.
+const PARTS: usize = 256;
+
 /// Floats that are summed side by side in a product.
 const LANES: usize = 16;
 
@@ -18,7 +22,7 @@ const LANES: usize = 16;
 ///
 /// `keys` and `values` are `[kv_heads, tokens, head_dim]`, `query` is `[query_heads, head_dim]`. It is what an engine
 /// without kvpack would run on the CPU: each KV head's rows are read once for all query heads of the group, tokens are
-/// split over threads and the parts merged. The same loops as the packed kernels use, so that a comparison shows the
+/// split into parts, which threads share, and the parts merged. The same loops as the packed kernels use, so that a comparison shows the
 /// effect of packing and of nothing else.
 ///
 /// # Errors
@@ -35,7 +39,7 @@ pub fn plain_attention(
     let softmax_scale = 1.0 / (head_dim as f32).sqrt();
     let query: Vec<f32> = query.iter().map(|q| q * softmax_scale).collect();
 
-    let parts = (2 * rayon::current_num_threads()).div_ceil(kv_heads).min(tokens.div_ceil(BLOCK));
+    let parts = PARTS.div_ceil(kv_heads).min(tokens.div_ceil(BLOCK));
     let part_tokens = tokens.div_ceil(parts).next_multiple_of(BLOCK);
     let partial: Vec<Vec<HeadState>> = (0..kv_heads * parts)
         .into_par_iter()

@@ -1,8 +1,8 @@
 //! Attention states: what attention over a part of a cache yields, so that parts can be merged.
 
 use super::dense::CpuTensor;
-use super::memory::filled;
 use crate::backend::AttentionStates;
+use crate::counts::filled;
 use crate::format::AttentionShape;
 use crate::plan::{StoreWork, Work, WorkItem};
 use crate::{Error, Result};

@@ -1,6 +1,7 @@
 //! Pages and ranges of one format in host memory.
 
-use super::memory::{MemoryShare, filled};
+use super::memory::MemoryShare;
+use crate::counts::{filled, grow};
 use crate::format::{AttentionShape, CodeRange, KeyOrValue, SegmentFormat, TensorFormat, TileLayout};
 use crate::plan::{Page, StoreCapacity};
 use crate::{Error, Result};
@@ -63,7 +64,7 @@ impl CpuStore {
         let tensor = |which| TensorStore {
             which,
             format: *format.tensor(which),
-            layout: TileLayout::new(format.tensor(which), shape.head_dim()),
+            layout: TileLayout::of(format.tensor(which), shape.head_dim()),
             shape,
             shards: Vec::new(),
             span_ranges: Vec::new(),
@@ -158,12 +159,8 @@ impl CpuStore {
         let bytes = (more as u64).saturating_mul(SegmentFormat::centre_bytes(&self.shape) as u64);
         self.memory.take("centres", bytes)?;
         let elements = more.saturating_mul(self.shape.kv_heads() * self.shape.head_dim());
-        if let Err(error) = self.centres.try_reserve_exact(elements) {
-            self.memory.give_back(bytes);
-            return Err(Error::OutOfMemory { what: "centres", bytes, message: error.to_string() });
-        }
-        self.centres.resize(self.centres.len() + elements, 0.0);
-        Ok(())
+        let length = self.centres.len().saturating_add(elements);
+        grow("centres", &mut self.centres, length, 0.0).inspect_err(|_| self.memory.give_back(bytes))
     }
 
     /// The centre in a slot, `[kv_head][head_dim]`.
@@ -403,13 +400,7 @@ impl TensorStore {
     /// Makes room for `slots` slots. A second call with the same number changes nothing.
     fn grow_ranges(&mut self, slots: usize) -> Result<()> {
         let length = slots.saturating_mul(self.slot_length());
-        let more = length.saturating_sub(self.span_ranges.len());
-        self.span_ranges.try_reserve(more).map_err(|error| {
-            let bytes = (more as u64).saturating_mul(size_of::<CodeRange>() as u64);
-            Error::OutOfMemory { what: "span ranges", bytes, message: error.to_string() }
-        })?;
-        self.span_ranges.resize(length.max(self.span_ranges.len()), CodeRange::default());
-        Ok(())
+        grow("span ranges", &mut self.span_ranges, length, CodeRange::default())
     }
 }
 

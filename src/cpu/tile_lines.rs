@@ -44,7 +44,7 @@ pub(super) type Factor = [f32; LANES];
 
 impl TileLines {
     pub(super) fn new(which: KeyOrValue, format: &TensorFormat, head_dim: usize) -> Self {
-        let layout = TileLayout::new(format, head_dim);
+        let layout = TileLayout::of(format, head_dim);
         let (vector, words, lines) = match which {
             KeyOrValue::Key => (layout.key_vector(), layout.key_row_words(), TILE_TOKENS),
             KeyOrValue::Value => (layout.value_vector(), layout.value_column_words(), head_dim),
@@ -276,7 +276,7 @@ mod tests {
     }
 
     fn check_lines(which: KeyOrValue, format: &TensorFormat, head_dim: usize) {
-        let layout = TileLayout::new(format, head_dim);
+        let layout = TileLayout::of(format, head_dim);
         let words = layout.key_tile_words().max(layout.value_tile_words());
         let tile: Vec<u32> = (0..words as u32).map(|i| i.wrapping_mul(0x9e37_79b9) & 0xbbff_bbff).collect();
         let lines = TileLines::new(which, format, head_dim);

@@ -92,9 +92,9 @@ impl Rotation {
     /// True if the sign of `channel` is flipped: the lowest bit of `mix(seed + 0x9e3779b9 · (channel + 1))`, where
     /// `mix` xors a word with itself shifted right by 16, multiplies by 0x7feb352d, xors with itself shifted by 15,
     /// multiplies by 0x846ca68b and xors with itself shifted by 16, all modulo 2^32.
-    pub const fn flips(&self, channel: usize) -> bool {
+    pub const fn flips(&self, channel: u32) -> bool {
         let Some(seed) = self.seed else { return false };
-        let mut x = seed.wrapping_add(0x9e37_79b9u32.wrapping_mul(channel as u32 + 1));
+        let mut x = seed.wrapping_add(0x9e37_79b9u32.wrapping_mul(channel.wrapping_add(1)));
         x = (x ^ (x >> 16)).wrapping_mul(0x7feb_352d);
         x = (x ^ (x >> 15)).wrapping_mul(0x846c_a68b);
         (x ^ (x >> 16)) & 1 == 1
@@ -170,7 +170,7 @@ impl Rotation {
 
     fn flip_signs(&self, row: &mut [f32]) {
         if self.seed.is_some() {
-            row.iter_mut().enumerate().filter(|(channel, _)| self.flips(*channel)).for_each(|(_, x)| *x = -*x);
+            (0..).zip(row).filter(|(channel, _)| self.flips(*channel)).for_each(|(_, x)| *x = -*x);
         }
     }
 

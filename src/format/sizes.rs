@@ -6,7 +6,7 @@ impl SegmentFormat {
     /// Bytes of one page of keys, or of values: the tiles of all KV heads and the ranges stored beside them.
     pub const fn tensor_page_bytes(&self, which: KeyOrValue, shape: &AttentionShape) -> usize {
         let format = self.tensor(which);
-        let layout = TileLayout::new(format, shape.head_dim());
+        let layout = TileLayout::of(format, shape.head_dim());
         let tile_words = match which {
             KeyOrValue::Key => layout.key_tile_words(),
             KeyOrValue::Value => layout.value_tile_words(),

@@ -229,16 +229,17 @@ impl TensorFormat {
         }
     }
 
-    /// Ranges stored beside each tile, f16 pairs in one word each; 0 if there are none.
+    /// Ranges stored beside each tile, f16 pairs in one word each; 0 if there are none, and the largest number where
+    /// they are beyond all numbers.
     ///
     /// Order inside a tile: `[token group][channel]` for [`Grouping::ChannelTokens`], `[token]` for
     /// [`Grouping::Token`], `[channel group][token]` for [`Grouping::TokenChannels`].
     pub const fn ranges_per_tile(&self, head_dim: usize) -> usize {
         match self.grouping() {
             None | Some(Grouping::Channel) => 0,
-            Some(Grouping::ChannelTokens(tokens)) => groups(TILE_TOKENS, tokens) * head_dim,
+            Some(Grouping::ChannelTokens(tokens)) => groups(TILE_TOKENS, tokens).saturating_mul(head_dim),
             Some(Grouping::Token) => TILE_TOKENS,
-            Some(Grouping::TokenChannels(channels)) => TILE_TOKENS * groups(head_dim, channels),
+            Some(Grouping::TokenChannels(channels)) => groups(head_dim, channels).saturating_mul(TILE_TOKENS),
         }
     }
 
@@ -267,14 +268,19 @@ impl TensorFormat {
         self.takes_single_tokens()
     }
 
-    /// Where the range of an element lies among the ranges of its tile (see [`TensorFormat::ranges_per_tile`]).
+    /// Where the range of an element lies among the ranges of its tile (see [`TensorFormat::ranges_per_tile`]); the
+    /// largest number where it lies beyond all numbers.
     pub const fn range_index(&self, head_dim: usize, token: usize, channel: usize) -> usize {
         match self.grouping() {
             None => 0,
             Some(Grouping::Channel) => channel,
-            Some(Grouping::ChannelTokens(tokens)) => groups(token, tokens) * head_dim + channel,
+            Some(Grouping::ChannelTokens(tokens)) => {
+                groups(token, tokens).saturating_mul(head_dim).saturating_add(channel)
+            }
             Some(Grouping::Token) => token,
-            Some(Grouping::TokenChannels(channels)) => groups(channel, channels) * TILE_TOKENS + token,
+            Some(Grouping::TokenChannels(channels)) => {
+                groups(channel, channels).saturating_mul(TILE_TOKENS).saturating_add(token)
+            }
         }
     }
 

@@ -28,7 +28,8 @@
 //!   with zero bits;
 //! - value tile: `[word group][channel]` of vectors of 4 words, or 3 at 3 bits.
 
-use super::{TILE_TOKENS, TensorFormat};
+use super::{HEAD_DIMS, TILE_TOKENS, TensorFormat};
+use crate::{Error, Result};
 
 /// Version of the tile layout. It changes when a tile written by one release could not be read by the next.
 pub const LAYOUT_VERSION: u32 = 1;
@@ -95,7 +96,18 @@ pub struct TileLayout {
 
 impl TileLayout {
     /// The layout of `format` at `head_dim` channels.
-    pub const fn new(format: &TensorFormat, head_dim: usize) -> Self {
+    ///
+    /// # Errors
+    /// [`Error::HeadDim`] when `head_dim` is not one of [`HEAD_DIMS`].
+    pub fn new(format: &TensorFormat, head_dim: usize) -> Result<Self> {
+        if HEAD_DIMS.contains(&head_dim) {
+            return Ok(Self::of(format, head_dim));
+        }
+        Err(Error::HeadDim { given: head_dim })
+    }
+
+    /// The layout of `format` at a head dimension that was checked.
+    pub(crate) const fn of(format: &TensorFormat, head_dim: usize) -> Self {
         Self { element_bits: format.element_bits(), head_dim }
     }
 
@@ -142,12 +154,13 @@ impl TileLayout {
         self.head_dim * self.value_column_words()
     }
 
-    /// Where the key of `channel` at `token` of the tile lies.
+    /// Where the key of `channel` at `token` of the tile lies. A token or channel that the tile does not have lies
+    /// behind the last word.
     pub const fn key_field(&self, token: usize, channel: usize) -> Field {
         self.field_in_run(Run { index: token, count: TILE_TOKENS, vector: self.key_vector() }, channel / 4, channel % 4)
     }
 
-    /// Where the value of `channel` at `token` of the tile lies.
+    /// Where the value of `channel` at `token` of the tile lies, as [`TileLayout::key_field`].
     pub const fn value_field(&self, token: usize, channel: usize) -> Field {
         let run = Run { index: channel, count: self.head_dim, vector: self.value_vector() };
         self.field_in_run(run, token % FIELD_GROUPS_PER_TILE, token / FIELD_GROUPS_PER_TILE)
@@ -157,12 +170,14 @@ impl TileLayout {
     const fn field_in_run(&self, run: Run, group: usize, lane: usize) -> Field {
         let bits = self.element_bits;
         let (word, shift) = match bits {
-            16 => (group * 2 + lane / 2, 16 * (lane % 2)),
-            3 => (group / 8 * 3 + group % 8 / 4, 8 * lane + 2 * (group % 4)),
-            _ => (group / (8 / bits), 8 * lane + bits * (group % (8 / bits))),
+            16 => (group.saturating_mul(2).saturating_add(lane / 2), 16 * (lane % 2)),
+            3 => (group / 8 * 3 + group % 8 / 4, 8 * (lane % 4) + 2 * (group % 4)),
+            _ => (group / (8 / bits), 8 * (lane % 4) + bits * (group % (8 / bits))),
         };
+        // A lane is a fourth of a group; a token beyond the tile would be a fifth.
+        let word = if lane < 4 { word } else { usize::MAX };
         let top = match bits {
-            3 => Some(TopBit { word: run.tile_word(group / 8 * 3 + 2), shift: (8 * lane + group % 8) as u32 }),
+            3 => Some(TopBit { word: run.tile_word(group / 8 * 3 + 2), shift: (8 * (lane % 4) + group % 8) as u32 }),
             _ => None,
         };
         Field { word: run.tile_word(word), shift: shift as u32, bits: if bits == 3 { 2 } else { bits as u32 }, top }
@@ -181,14 +196,15 @@ struct Run {
 impl Run {
     /// The word of the tile that is word `word` of the run.
     const fn tile_word(self, word: usize) -> usize {
-        (word / self.vector * self.count + self.index) * self.vector + word % self.vector
+        let vector = (word / self.vector).saturating_mul(self.count).saturating_add(self.index);
+        vector.saturating_mul(self.vector).saturating_add(word % self.vector)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::{AffineFormat, Bits, Grouping, HEAD_DIMS};
+    use crate::format::{AffineFormat, Bits, Grouping};
 
     fn formats() -> Vec<TensorFormat> {
         let affine = |bits| TensorFormat::Affine(AffineFormat::new(bits, Grouping::Channel));
@@ -199,7 +215,7 @@ mod tests {
     #[test]
     fn three_bits_are_dense() {
         let format = TensorFormat::Affine(AffineFormat::new(Bits::Three, Grouping::Channel));
-        let layout = TileLayout::new(&format, 128);
+        let layout = TileLayout::of(&format, 128);
         assert_eq!((layout.key_tile_words(), layout.value_tile_words()), (128 * 12, 128 * 12));
         // Channel 27 is lane 3 of field group 6; the key of token 5 begins at word 15.
         let field = layout.key_field(5, 27);
@@ -211,7 +227,7 @@ mod tests {
     fn fields_are_disjoint() {
         for format in formats() {
             for head_dim in HEAD_DIMS {
-                let layout = TileLayout::new(&format, head_dim);
+                let layout = TileLayout::of(&format, head_dim);
                 let field_mask = ((1u64 << format.element_bits()) - 1) as u32;
                 let mut key = vec![0u32; layout.key_tile_words()];
                 let mut value = vec![0u32; layout.value_tile_words()];
@@ -235,7 +251,7 @@ mod tests {
     #[test]
     fn rows_that_fill_no_vector() {
         let layout = |bits, head_dim| {
-            TileLayout::new(&TensorFormat::Affine(AffineFormat::new(bits, Grouping::Channel)), head_dim)
+            TileLayout::of(&TensorFormat::Affine(AffineFormat::new(bits, Grouping::Channel)), head_dim)
         };
         assert_eq!((layout(Bits::One, 64).key_row_words(), layout(Bits::One, 64).key_vector()), (2, 2));
         assert_eq!((layout(Bits::One, 80).key_row_words(), layout(Bits::One, 80).key_vector()), (3, 1));

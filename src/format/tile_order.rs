@@ -1,6 +1,6 @@
 //! The orders in which backends lay codes inside a tile.
 
-use super::{Field, KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout, TopBit};
+use super::{Field, HEAD_DIMS, KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout, TopBit};
 use crate::{Error, Result};
 
 /// The order of codes inside a tile. What a code means, the tile's tokens and its ranges are the same in all orders,
@@ -41,7 +41,7 @@ impl TileOrder {
         token: usize,
         channel: usize,
     ) -> Field {
-        let (layout, element) = (TileLayout::new(format, head_dim), (token, channel));
+        let (layout, element) = (TileLayout::of(format, head_dim), (token, channel));
         match (self, which) {
             (Self::DotProduct, KeyOrValue::Key) => layout.key_field(token, channel),
             (Self::DotProduct, KeyOrValue::Value) => layout.value_field(token, channel),
@@ -53,7 +53,7 @@ impl TileOrder {
 
     /// Words of a tile.
     pub const fn tile_words(self, which: KeyOrValue, format: &TensorFormat, head_dim: usize) -> usize {
-        let layout = TileLayout::new(format, head_dim);
+        let layout = TileLayout::of(format, head_dim);
         match (self, which) {
             (Self::DotProduct, KeyOrValue::Key) => layout.key_tile_words(),
             (Self::DotProduct, KeyOrValue::Value) => layout.value_tile_words(),
@@ -74,7 +74,8 @@ impl TileOrder {
     /// The words of a tile in the order `to`. Padding of the order that is left is dropped, that of the other is zero.
     ///
     /// # Errors
-    /// [`Error::Elements`] when the tile has not the words of one.
+    /// [`Error::HeadDim`] when `head_dim` is not one of [`HEAD_DIMS`](super::HEAD_DIMS); [`Error::Elements`] when the tile
+    /// has not the words of one.
     pub fn convert(
         self,
         to: Self,
@@ -83,6 +84,9 @@ impl TileOrder {
         head_dim: usize,
         tile: &[u32],
     ) -> Result<Vec<u32>> {
+        if !HEAD_DIMS.contains(&head_dim) {
+            return Err(Error::HeadDim { given: head_dim });
+        }
         let words = self.tile_words(which, format, head_dim);
         if tile.len() != words {
             return Err(Error::Elements {
@@ -165,7 +169,7 @@ const fn value_fragment(bits: usize, head_dim: usize, (token, channel): (usize, 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::{AffineFormat, Bits, CodebookFormat, Grouping, HEAD_DIMS};
+    use crate::format::{AffineFormat, Bits, CodebookFormat, Grouping};
 
     fn formats() -> Vec<TensorFormat> {
         let affine = |bits| TensorFormat::Affine(AffineFormat::new(bits, Grouping::Channel));

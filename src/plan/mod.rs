@@ -17,6 +17,7 @@ mod tokens;
 mod work;
 mod write;
 
+pub use crate::counts::{MOST_LAYERS, MOST_TOKENS};
 pub use attend::{AttendPlan, PlannedRun, PlannedSpan, QueryRun, SpanView, StoreFormat, StorePart, StoreView, Visible};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use blocks::BlockQueries;

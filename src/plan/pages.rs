@@ -3,6 +3,7 @@
 //! One storage binding of a GPU is limited (128 MiB on the WebGPU floor, 2 GiB at most through wgpu), so the pages of
 //! a store are spread over *shards*, each one binding. A cache grows by adding a shard; nothing is copied.
 
+use crate::counts::{collected, filled, in_32_bits, reserved};
 use crate::{Error, Result};
 
 /// The address of a page: a shard and an index within it.
@@ -17,6 +18,8 @@ pub struct Page {
 /// Pages of one shard.
 #[derive(Clone, Debug)]
 struct Shard {
+    /// How many pages there are.
+    pages: u32,
     /// How many sequences hold each page.
     holders: Vec<u32>,
     /// Free pages, highest index first, so that the lowest is handed out next.
@@ -35,8 +38,16 @@ pub struct PageAllocator {
 
 impl PageAllocator {
     /// Adds a shard of `pages` pages.
-    pub fn add_shard(&mut self, pages: u32) {
-        self.shards.push(Shard { holders: vec![0; pages as usize], free: (0..pages).rev().collect() });
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] when the host has no room for their books, [`Error::Limit`] when 32 bits do not count the
+    /// shards; nothing is added then.
+    pub fn add_shard(&mut self, pages: u32) -> Result<()> {
+        in_32_bits("shards of a store", self.shards.len())?;
+        let holders = filled("books of pages", pages as usize, 0)?;
+        let free = collected("books of pages", (0..pages).rev())?;
+        self.shards.push(Shard { holders, free, pages });
+        Ok(())
     }
 
     /// Number of shards.
@@ -46,8 +57,7 @@ impl PageAllocator {
 
     /// Pages of every shard.
     pub fn shard_pages(&self) -> impl ExactSizeIterator<Item = u32> + '_ {
-        // As many as a shard was given, in 32 bits.
-        self.shards.iter().map(|shard| shard.holders.len() as u32)
+        self.shards.iter().map(|shard| shard.pages)
     }
 
     /// Pages in all shards.
@@ -73,13 +83,13 @@ impl PageAllocator {
                 hint: "reserve more pages or free sequences",
             });
         }
-        let mut pages = Vec::with_capacity(count);
-        for (shard, state) in self.shards.iter_mut().enumerate() {
+        let mut pages = reserved("pages of a sequence", count)?;
+        for (shard, state) in (0..).zip(&mut self.shards) {
             while pages.len() < count
                 && let Some(index) = state.free.pop()
             {
                 state.holders[index as usize] = 1;
-                pages.push(Page { shard: shard as u32, index });
+                pages.push(Page { shard, index });
             }
         }
         Ok(pages)
@@ -145,7 +155,7 @@ mod tests {
     #[test]
     fn strange_pages_are_not_taken_back() {
         let mut pages = PageAllocator::default();
-        pages.add_shard(3);
+        pages.add_shard(3).unwrap();
         let held = pages.allocate(2).unwrap();
         for strange in [Page { shard: 1, index: 0 }, Page { shard: 0, index: 3 }, Page { shard: 0, index: 2 }, held[0]]
         {
@@ -159,7 +169,7 @@ mod tests {
     #[test]
     fn shared_pages_are_free_when_the_last_holder_is_gone() {
         let mut pages = PageAllocator::default();
-        pages.add_shard(2);
+        pages.add_shard(2).unwrap();
         let held = pages.allocate(1).unwrap();
         pages.share(&held).unwrap();
         assert_eq!(pages.holders(held[0]), 2);
@@ -176,7 +186,7 @@ mod tests {
     #[test]
     fn released_pages_are_handed_out_in_order() {
         let mut pages = PageAllocator::default();
-        pages.add_shard(6);
+        pages.add_shard(6).unwrap();
         let held = pages.allocate(6).unwrap();
         for index in [4, 0, 5, 2] {
             pages.release(&[held[index]]).unwrap();
@@ -188,8 +198,8 @@ mod tests {
     #[test]
     fn exhaustion_hands_out_nothing() {
         let mut pages = PageAllocator::default();
-        pages.add_shard(2);
-        pages.add_shard(1);
+        pages.add_shard(2).unwrap();
+        pages.add_shard(1).unwrap();
         assert!(pages.allocate(4).is_err());
         assert_eq!(pages.free(), 3);
         let all = pages.allocate(3).unwrap();
@@ -201,8 +211,8 @@ mod tests {
         #[test]
         fn pages_are_conserved(operations in prop::collection::vec((0usize..5, any::<bool>()), 1..200)) {
             let mut allocator = PageAllocator::default();
-            allocator.add_shard(7);
-            allocator.add_shard(5);
+            allocator.add_shard(7).unwrap();
+            allocator.add_shard(5).unwrap();
             let mut held: Vec<Vec<Page>> = Vec::new();
             for (count, release) in operations {
                 if release && !held.is_empty() {

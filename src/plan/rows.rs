@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 
+use crate::counts::{TokenCount, saturated};
 use crate::format::AttentionShape;
 use crate::{Error, Result};
 
@@ -127,11 +128,13 @@ impl TokenRange {
     /// Checks and makes a range.
     ///
     /// # Errors
-    /// [`Error::NoTokens`] when `end` is not after `start`.
+    /// [`Error::NoTokens`] when `end` is not after `start`; [`Error::Limit`] when it lies beyond
+    /// [`MOST_TOKENS`](super::MOST_TOKENS).
     pub fn new(start: usize, end: usize) -> Result<Self> {
         if end <= start {
             return Err(Error::NoTokens { what: "token range", hint: "the end must lie after the start" });
         }
+        TokenCount::new(end)?;
         Ok(Self { start, end })
     }
 
@@ -143,6 +146,12 @@ impl TokenRange {
     /// One past the last token.
     pub const fn end(&self) -> usize {
         self.end
+    }
+
+    /// The tokens, in 32 bits.
+    pub(crate) fn positions(&self) -> std::ops::Range<u32> {
+        // No range ends beyond what 32 bits count.
+        saturated(self.start)..saturated(self.end)
     }
 
     /// Number of tokens, at least 1.
@@ -204,7 +213,7 @@ impl RowLayout {
                 given: elements,
                 expected,
                 shape: format!(
-                    "{} tokens × {} KV heads × {} channels (token stride {}, head stride {})",
+                    "{} tokens × {} heads × {} channels (token stride {}, head stride {})",
                     self.tokens,
                     shape.kv_heads(),
                     shape.head_dim(),

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use crate::counts::whole;
+
 /// How finely a plan is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Split {
@@ -69,7 +71,7 @@ impl Split {
 impl Cut {
     /// Cuts a run of tiles.
     pub(super) fn pieces(&self, run: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-        let small = (run.len() as f64 * self.small_part) as usize / self.step * self.step;
+        let small = whole(run.len() as f64 * self.small_part) / self.step * self.step;
         let middle = run.end - small;
         let last = run.end - small / 2 / self.step * self.step;
         let smaller = |parts: usize| (self.most / parts).max(1).next_multiple_of(self.step);

@@ -1,5 +1,6 @@
 //! Tokens per layer: the same for all, and what all budgets share.
 
+use crate::counts::{MOST_LAYERS, TokenCount, collected, whole};
 use crate::{Error, Result};
 
 /// What saves products of a ratio and a whole number from ending just below a whole number.
@@ -20,19 +21,36 @@ pub fn check_ratio(what: &'static str, ratio: f64) -> Result<()> {
 /// `floor(layers · length · ratio)` allows: lower layers take what is left over. The baseline of all layer budgets.
 ///
 /// # Errors
-/// [`Error::Budget`] when the ratio is not in 0 ..= 1 or there are no layers or tokens.
+/// [`Error::Budget`] when the ratio is not in 0 ..= 1, there are no layers or tokens, or more than
+/// [`MOST_LAYERS`](crate::plan::MOST_LAYERS) layers;
+/// [`Error::Limit`] when the prompt is longer than [`MOST_TOKENS`](crate::plan::MOST_TOKENS).
 pub fn uniform_budgets(layers: usize, length: usize, ratio: f64) -> Result<Vec<usize>> {
     let total = total_budget(layers, length, ratio)?;
-    Ok((0..layers).map(|layer| total / layers + usize::from(layer < total % layers)).collect())
+    collected("budgets of layers", (0..layers).map(|layer| total / layers + usize::from(layer < total % layers)))
 }
 
 /// Tokens that all layers together may keep, per KV head.
 pub(super) fn total_budget(layers: usize, length: usize, ratio: f64) -> Result<usize> {
+    check_layers(layers)?;
+    share_of_tokens(layers, length, ratio)
+}
+
+/// Tokens that `heads` heads of a prompt together may keep.
+pub(super) fn share_of_tokens(heads: usize, length: usize, ratio: f64) -> Result<usize> {
     check_ratio("share of tokens to keep", ratio)?;
-    for (what, given) in [("number of layers", layers), ("length of the prompt", length)] {
-        if given == 0 {
-            return Err(Error::Budget { what, given: "0".into(), allowed: "at least 1".into() });
-        }
+    if length == 0 {
+        return Err(Error::Budget { what: "length of the prompt", given: "0".into(), allowed: "at least 1".into() });
     }
-    Ok(((layers * length) as f64 * ratio + ROUNDING).floor() as usize)
+    let tokens = TokenCount::new(length)?.get();
+    // The product of the numbers rounds as the number of the product does.
+    Ok(whole(heads as f64 * tokens as f64 * ratio + ROUNDING))
+}
+
+/// Checks that there are layers, and no more than [`MOST_LAYERS`].
+pub(super) fn check_layers(layers: usize) -> Result<()> {
+    if (1..=MOST_LAYERS).contains(&layers) {
+        return Ok(());
+    }
+    let allowed = format!("1 to {MOST_LAYERS}");
+    Err(Error::Budget { what: "number of layers", given: layers.to_string(), allowed })
 }

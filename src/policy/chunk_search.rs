@@ -2,6 +2,7 @@
 
 use std::ops::RangeInclusive;
 
+use crate::counts::{TokenCount, collected, filled, whole};
 use crate::{Error, Result};
 
 /// Tokens that a chunk may have; Cocktail takes 32.
@@ -119,7 +120,7 @@ pub fn chunk_shares(similarities: &[f32], shares: &[f64]) -> Result<Vec<usize>> 
     for &share in shares {
         super::check_ratio("share of the chunks", share)?;
         sum += share;
-        let below = (sum * similarities.len() as f64 + super::budget::ROUNDING).floor() as usize;
+        let below = whole(sum * similarities.len() as f64 + super::budget::ROUNDING);
         ends.push(below.min(similarities.len()));
     }
     super::check_ratio("sum of the shares of chunks", (sum - super::budget::ROUNDING).max(0.0))?;
@@ -147,19 +148,27 @@ fn check_similarities(similarities: &[f32]) -> Result<()> {
 
 /// The order in which chunks of equal precision lie together: 2 bits, then 4 bits, then f16, ascending within each
 /// (Cocktail, algorithm 1). Entry i is the chunk that comes i-th.
-pub fn reorder_plan(precision: &[ChunkPrecision]) -> Vec<u32> {
-    let mut order: Vec<u32> = (0..precision.len() as u32).collect();
+///
+/// # Errors
+/// [`Error::Limit`] when there are more chunks than tokens in the longest sequence; [`Error::OutOfMemory`].
+pub fn reorder_plan(precision: &[ChunkPrecision]) -> Result<Vec<u32>> {
+    let mut order = collected("order of chunks", TokenCount::new(precision.len())?.positions())?;
     order.sort_by_key(|&chunk| precision[chunk as usize]);
-    order
+    Ok(order)
 }
 
 /// Checks that `order` names every whole chunk of a context once.
 ///
 /// # Errors
-/// [`Error::Chunks`] when it does not, or chunks of that size are not served.
+/// [`Error::Chunks`] when it does not, or chunks of that size are not served; [`Error::Limit`] when the context is longer
+/// than [`MOST_TOKENS`](crate::plan::MOST_TOKENS).
 pub fn check_order(tokens: usize, chunk_tokens: usize, order: &[u32]) -> Result<()> {
-    let chunks = ChunkSearch::chunks(tokens, chunk_tokens)?;
-    let mut seen = vec![false; chunks];
+    let chunks = ChunkSearch::chunks(TokenCount::new(tokens)?.get(), chunk_tokens)?;
+    if order.len() < chunks {
+        let reason = format!("{} chunks in the order, of {chunks}", order.len());
+        return Err(Error::Chunks { reason });
+    }
+    let mut seen = filled("chunks of a context", chunks, false)?;
     for &chunk in order {
         match seen.get_mut(chunk as usize) {
             Some(seen) if !*seen => *seen = true,

@@ -2,6 +2,7 @@
 
 use super::spans::Spans;
 use super::top_k::{HIGHEST_RANK, best, ranks};
+use crate::counts::{TokenCount, collected};
 use crate::{Error, Result};
 
 /// Keeps `count` tokens: the `protected` ones, which ascend, and of the others those with the best scores. The result
@@ -34,16 +35,20 @@ pub fn recent_and_best(scores: &[f32], recent: usize, best: usize) -> Result<Vec
     if recent.saturating_add(best) > tokens {
         return Err(Error::TopK { k: recent.saturating_add(best), n: tokens });
     }
-    keep(scores, &last(recent, tokens), recent + best)
+    let protected = collected("recent tokens", TokenCount::new(tokens)?.last(recent))?;
+    keep(scores, &protected, recent + best)
 }
 
 /// The first `sink` and the last `recent` of `tokens` tokens, without any scores (StreamingLLM); all of them where
 /// there are no more.
-pub fn sink_and_recent(tokens: usize, sink: usize, recent: usize) -> Vec<u32> {
-    if tokens <= sink.saturating_add(recent) {
-        return (0..tokens as u32).collect();
-    }
-    (0..sink as u32).chain(last(recent, tokens)).collect()
+///
+/// # Errors
+/// [`Error::Limit`] when there are more than [`MOST_TOKENS`](crate::plan::MOST_TOKENS); [`Error::OutOfMemory`] when the
+/// host has no room for the kept ones.
+pub fn sink_and_recent(tokens: usize, sink: usize, recent: usize) -> Result<Vec<u32>> {
+    let count = TokenCount::new(tokens)?;
+    let (first, last) = (count.first(sink), count.last(recent));
+    collected("kept tokens", first.clone().chain(last.start.max(first.end)..last.end))
 }
 
 /// What being text means for a token.
@@ -65,7 +70,7 @@ pub enum TextRule {
 /// As [`keep`], and [`Error::Elements`] when there is not one score per token. Under [`TextRule::Stays`] more text than
 /// `recent + best` is an [`Error::Budget`].
 pub fn text_prior(scores: &[f32], spans: &Spans, rule: TextRule, recent: usize, best: usize) -> Result<Vec<u32>> {
-    text_first(scores, &spans.text_mask(), rule, recent, best)
+    text_first(scores, &spans.text_mask()?, rule, recent, best)
 }
 
 /// The same for tokens of which `text` says whether they are text.
@@ -90,15 +95,10 @@ pub(super) fn text_first(
         }
         TextRule::Stays => {
             let protected = |&token: &u32| text[token as usize] || (token as usize).saturating_add(recent) >= tokens;
-            let protected: Vec<u32> = (0..tokens as u32).filter(protected).collect();
+            let protected = collected("protected tokens", TokenCount::new(tokens)?.positions().filter(protected))?;
             keep(scores, &protected, recent.saturating_add(best))
         }
     }
-}
-
-/// The last `count` of `tokens` positions.
-pub(super) fn last(count: usize, tokens: usize) -> Vec<u32> {
-    (tokens.saturating_sub(count) as u32..tokens as u32).collect()
 }
 
 fn check_protected(protected: &[u32], tokens: usize) -> Result<()> {

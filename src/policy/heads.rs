@@ -28,8 +28,11 @@ impl HeadAggregation {
         }
     }
 
-    /// Aggregates the scores of a group's heads; `None` where each head keeps its own.
+    /// Aggregates the scores of a group's heads; `None` where each head keeps its own, and of no heads.
     pub fn of(self, scores: impl ExactSizeIterator<Item = f64>) -> Option<f64> {
+        if scores.len() == 0 {
+            return None;
+        }
         let heads = scores.len() as f64;
         match self {
             Self::Each => None,

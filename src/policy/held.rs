@@ -1,7 +1,7 @@
 //! A policy that decides again, over what a sequence still holds.
 
 use super::eviction::{sink_and_recent, text_first};
-use super::method::{KeepRule, LayerStatistics, MeasuredRows, Policy, check_layers, drawn, no_statistics};
+use super::method::{KeepRule, LayerStatistics, MeasuredRows, Policy, check_statistics, drawn, no_statistics};
 use super::query_positions::QueryPositions;
 use super::selection::{LayerSelection, Selection};
 use super::spans::Spans;
@@ -65,10 +65,10 @@ impl Policy {
             return Err(Error::Selection { reason });
         }
         if measures {
-            check_layers(layers.len(), statistics)?;
+            check_statistics(layers.len(), statistics)?;
         }
         let budgets = self.layer_budgets(length, layers.len(), layers[0].kv_heads(), || {
-            check_layers(layers.len(), statistics)?;
+            check_statistics(layers.len(), statistics)?;
             layers.iter().zip(statistics).map(|(layer, of)| of.sparsity(&rows_of(layer, rows)?)).collect()
         })?;
         Ok(budgets.into_iter().zip(layers).map(|(budget, layer)| budget.min(layer.count())).collect())
@@ -83,20 +83,20 @@ impl Policy {
         statistics: &[LayerStatistics],
     ) -> Result<Vec<LayerSelection>> {
         let budgets = self.budgets_again(spans, held, rows, statistics)?;
-        let text = spans.text_mask();
+        let text = spans.text_mask()?;
         let mut selected = Vec::with_capacity(budgets.len());
         for (index, (layer, count)) in held.layers().iter().zip(budgets).enumerate() {
             let (tokens, kv_heads) = (layer.count(), layer.kv_heads());
             let of_head = |head: usize| -> Result<Vec<u32>> {
                 match self.keep {
-                    KeepRule::SinkAndRecent { sink, recent } => Ok(sink_and_recent(tokens, sink, recent)),
-                    KeepRule::Random { seed } => Ok(drawn(tokens, count, seed, (index * kv_heads + head) as u64)),
+                    KeepRule::SinkAndRecent { sink, recent } => sink_and_recent(tokens, sink, recent),
+                    KeepRule::Random { seed } => drawn(tokens, count, seed, (index * kv_heads + head) as u64),
                     KeepRule::Best { recent, text: rule } => {
                         let sums = statistics
                             .get(index)
                             .ok_or_else(|| no_statistics("the best tokens need measured rows"))?
                             .of_head(head, kv_heads, tokens)?;
-                        let recent = recent.of(count);
+                        let recent = recent.of(count)?;
                         let scores = self.scores.apply(sums, &rows_of(layer, rows)?, recent)?;
                         let text: Vec<bool> =
                             layer.kept(head).iter().map(|&position| text[position as usize]).collect();

@@ -54,7 +54,7 @@ impl Merging {
 ///
 /// # Errors
 /// [`Error::Selection`] when they are not as many, or one names a kept token that there is not; [`Error::NotANumber`]
-/// when a similarity is NaN.
+/// when a similarity is NaN, and [`Error::Selection`] when one is infinite.
 pub fn merge_plan(kept: &[u32], evicted: &[u32], nearest: &[Nearest], merging: Merging) -> Result<Vec<Merge>> {
     if evicted.len() != nearest.len() {
         let reason = format!("{} evicted tokens, nearest kept ones of {}", evicted.len(), nearest.len());
@@ -64,6 +64,10 @@ pub fn merge_plan(kept: &[u32], evicted: &[u32], nearest: &[Nearest], merging: M
     for (index, (&from, nearest)) in evicted.iter().zip(nearest).enumerate() {
         if nearest.similarity.is_nan() {
             return Err(Error::NotANumber { what: "similarities", index });
+        }
+        if nearest.similarity.is_infinite() {
+            let reason = format!("the similarity of evicted token {from} is {}; it must be finite", nearest.similarity);
+            return Err(Error::Selection { reason });
         }
         let Some(members) = members.get_mut(nearest.kept as usize) else {
             let reason = format!("token {from} is nearest to kept token {} of {}", nearest.kept, kept.len());

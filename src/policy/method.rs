@@ -1,6 +1,6 @@
 //! A method as a whole: what is measured, how much each layer keeps, and which tokens.
 
-use super::budget::{check_ratio, total_budget, uniform_budgets};
+use super::budget::{check_layers, check_ratio, share_of_tokens, uniform_budgets};
 use super::eviction::{TextRule, sink_and_recent, text_prior};
 use super::heads::HeadAggregation;
 use super::merging::Merging;
@@ -12,6 +12,8 @@ use super::spans::Spans;
 use super::sparsity::{DEFAULT_THRESHOLD, layer_sparsity, sparsity};
 use super::visibility::normalize_by_visibility;
 use super::vlcache_budget::{VlCacheLimits, budgets_to_target};
+use crate::counts::{TokenCount, collected, filled, reserved, whole};
+use crate::format::MOST_HEADS;
 use crate::{Error, Result};
 
 /// A policy: it says what it needs measured ([`Policy::query_rows`], [`Policy::threshold`]) and turns that into
@@ -247,7 +249,7 @@ impl Policy {
     ) -> Result<Vec<usize>> {
         self.layer_budgets(spans.tokens(), layers, kv_heads, || {
             let rows = self.query_rows(spans)?.ok_or_else(|| no_statistics("budgets by sparsity measure rows"))?;
-            check_layers(layers, statistics)?;
+            check_statistics(layers, statistics)?;
             statistics.iter().map(|layer| layer.sparsity(&rows)).collect()
         })
     }
@@ -260,15 +262,17 @@ impl Policy {
         kv_heads: usize,
         sparsities: impl FnOnce() -> Result<Vec<f64>>,
     ) -> Result<Vec<usize>> {
+        check_layers(layers)?;
+        check_heads(kv_heads)?;
         if let KeepRule::SinkAndRecent { sink, recent } = self.keep {
-            return Ok(vec![length.min(sink.saturating_add(recent)); layers]);
+            return filled("budgets of layers", layers, length.min(sink.saturating_add(recent)));
         }
         match self.budget {
             BudgetRule::Uniform => uniform_budgets(layers, length, self.ratio),
             BudgetRule::Pyramid { beta } => {
                 let capacity = uniform_budgets(1, length, self.ratio)?[0];
                 let recent = match self.keep {
-                    KeepRule::Best { recent, .. } => recent.of(capacity),
+                    KeepRule::Best { recent, .. } => recent.of(capacity)?,
                     _ => 0,
                 };
                 // A budget that the recent tokens fill leaves nothing to share out.
@@ -280,7 +284,7 @@ impl Policy {
             BudgetRule::VlCache { limits, .. } => {
                 let sparsities = sparsities()?;
                 // The budget of whole heads: what does not fill all heads of a layer is left.
-                let target = total_budget(layers * kv_heads, length, self.ratio)? / kv_heads.max(1);
+                let target = share_of_tokens(layers * kv_heads, length, self.ratio)? / kv_heads;
                 Ok(budgets_to_target(&sparsities, length, self.ratio, limits, target)?.tokens)
             }
         }
@@ -301,17 +305,17 @@ impl Policy {
         let rows = self.query_rows(spans)?;
         let tokens = spans.tokens();
         if let (KeepRule::Best { .. }, Some(_)) = (self.keep, &rows) {
-            check_layers(layers, statistics)?;
+            check_statistics(layers, statistics)?;
         }
-        let mut selected = Vec::with_capacity(layers);
+        let mut selected = reserved("layers of a selection", layers)?;
         for (layer, &count) in budgets.iter().enumerate() {
             let of_head = |head: usize| match self.keep {
-                KeepRule::SinkAndRecent { sink, recent } => Ok(sink_and_recent(tokens, sink, recent)),
-                KeepRule::Random { seed } => Ok(drawn(tokens, count, seed, (layer * kv_heads + head) as u64)),
+                KeepRule::SinkAndRecent { sink, recent } => sink_and_recent(tokens, sink, recent),
+                KeepRule::Random { seed } => drawn(tokens, count, seed, (layer * kv_heads + head) as u64),
                 KeepRule::Best { recent, text } => {
                     let rows = rows.as_ref().ok_or_else(|| no_statistics("the best tokens need measured rows"))?;
                     let sums = statistics[layer].of_head(head, kv_heads, tokens)?;
-                    let recent = recent.of(count);
+                    let recent = recent.of(count)?;
                     let scores = self.scores.apply(sums, rows, recent)?;
                     text_prior(&scores, spans, text, recent, count - recent)
                 }
@@ -345,10 +349,16 @@ impl ScoreRule {
 
 impl Recent {
     /// Tokens, of a budget of `count`.
-    pub(super) fn of(self, count: usize) -> usize {
+    ///
+    /// # Errors
+    /// [`Error::Budget`] when a share is not in 0 ..= 1.
+    pub(super) fn of(self, count: usize) -> Result<usize> {
         match self {
-            Self::Share(share) => ((count as f64 * share) as usize).min(count),
-            Self::Tokens(tokens) => tokens.min(count),
+            Self::Share(share) => {
+                check_ratio("share of recent tokens", share)?;
+                Ok(whole(count as f64 * share).min(count))
+            }
+            Self::Tokens(tokens) => Ok(tokens.min(count)),
         }
     }
 }
@@ -360,16 +370,16 @@ impl LayerStatistics {
     }
 
     pub(super) fn of_head(&self, head: usize, kv_heads: usize, tokens: usize) -> Result<&[f32]> {
-        if self.column_sums.len() == kv_heads * tokens {
+        let (given, expected) = (self.column_sums.len(), kv_heads.saturating_mul(tokens));
+        if given == expected {
             return Ok(&self.column_sums[head * tokens..][..tokens]);
         }
-        let (given, expected) = (self.column_sums.len(), kv_heads * tokens);
         let shape = format!("[{kv_heads}, {tokens}]");
         Err(Error::Elements { what: "column sums of a layer", given, expected, shape })
     }
 }
 
-pub(super) fn check_layers(layers: usize, statistics: &[LayerStatistics]) -> Result<()> {
+pub(super) fn check_statistics(layers: usize, statistics: &[LayerStatistics]) -> Result<()> {
     if statistics.len() == layers {
         return Ok(());
     }
@@ -381,11 +391,22 @@ pub(super) fn no_statistics(why: &str) -> Error {
 }
 
 /// `count` of `tokens` positions at random, ascending.
-pub(super) fn drawn(tokens: usize, count: usize, seed: u64, stream: u64) -> Vec<u32> {
+pub(super) fn drawn(tokens: usize, count: usize, seed: u64, stream: u64) -> Result<Vec<u32>> {
     let mut random = fastrand::Rng::with_seed(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ stream);
-    let mut positions: Vec<u32> = (0..tokens as u32).collect();
+    let mut positions = collected("random tokens", TokenCount::new(tokens)?.positions())?;
     random.shuffle(&mut positions);
     positions.truncate(count);
     positions.sort_unstable();
-    positions
+    Ok(positions)
+}
+
+fn check_heads(kv_heads: usize) -> Result<()> {
+    if (1..=MOST_HEADS).contains(&kv_heads) {
+        return Ok(());
+    }
+    Err(Error::Budget {
+        what: "number of KV heads",
+        given: kv_heads.to_string(),
+        allowed: format!("1 to {MOST_HEADS}"),
+    })
 }

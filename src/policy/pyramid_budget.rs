@@ -1,5 +1,7 @@
 //! Tokens per layer that shrink from the lowest layer to the highest (PyramidKV).
 
+use super::budget::check_layers;
+use crate::counts::{TokenCount, collected, filled};
 use crate::{Error, Result};
 
 /// The shape of the pyramid.
@@ -20,12 +22,15 @@ pub struct PyramidShape {
 /// capacity in every layer.
 ///
 /// # Errors
-/// [`Error::Budget`] when there are no layers, the recent tokens are not fewer than the capacity, or β is 0.
+/// [`Error::Budget`] when there are no layers or more than [`MOST_LAYERS`](crate::plan::MOST_LAYERS), the recent tokens are not
+/// fewer than the capacity, or β is 0; [`Error::Limit`] when the prompt is longer than
+/// [`MOST_TOKENS`](crate::plan::MOST_TOKENS).
 pub fn pyramid_budgets(layers: usize, length: usize, shape: PyramidShape) -> Result<Vec<usize>> {
     let PyramidShape { capacity, recent, beta } = shape;
-    if layers == 0 || beta == 0 {
-        let what = if layers == 0 { "number of layers" } else { "beta of the pyramid" };
-        return Err(Error::Budget { what, given: "0".into(), allowed: "at least 1".into() });
+    check_layers(layers)?;
+    let length = TokenCount::new(length)?.get();
+    if beta == 0 {
+        return Err(Error::Budget { what: "beta of the pyramid", given: "0".into(), allowed: "at least 1".into() });
     }
     if recent >= capacity {
         let (given, allowed) = (capacity.to_string(), format!("more than {recent}, the recent tokens"));
@@ -33,10 +38,10 @@ pub fn pyramid_budgets(layers: usize, length: usize, shape: PyramidShape) -> Res
     }
     let past = capacity - recent;
     if length < capacity {
-        return Ok(vec![length; layers]);
+        return filled("budgets of layers", layers, length);
     }
     if length < 2 * past {
-        return Ok(vec![capacity; layers]);
+        return filled("budgets of layers", layers, capacity);
     }
     let mut smallest = past / beta;
     let mut largest = 2 * past - smallest;
@@ -46,5 +51,5 @@ pub fn pyramid_budgets(layers: usize, length: usize, shape: PyramidShape) -> Res
         smallest = 2 * past - largest;
     }
     let step = (largest - smallest) / (layers - 1).max(1);
-    Ok((0..layers).map(|layer| largest - layer * step + recent).collect())
+    collected("budgets of layers", (0..layers).map(|layer| largest - layer * step + recent))
 }

@@ -1,5 +1,6 @@
 //! The query rows whose attention is measured.
 
+use crate::counts::{TokenCount, collected};
 use crate::plan::TokenRange;
 use crate::{Error, Result};
 
@@ -7,7 +8,7 @@ use crate::{Error, Result};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueryPositions {
     positions: Vec<u32>,
-    tokens: usize,
+    tokens: TokenCount,
 }
 
 impl QueryPositions {
@@ -15,15 +16,12 @@ impl QueryPositions {
     ///
     /// # Errors
     /// [`Error::NoTokens`] when there are none; [`Error::Selection`] when they do not ascend or one lies beyond the
-    /// context; [`Error::Limit`] when a 32-bit index does not count the keys.
+    /// context; [`Error::Limit`] when there are more keys than [`MOST_TOKENS`](crate::plan::MOST_TOKENS).
     pub fn new(positions: Vec<u32>, tokens: usize) -> Result<Self> {
         if positions.is_empty() {
             return Err(Error::NoTokens { what: "query rows to measure", hint: "pass at least one row" });
         }
-        if tokens > i32::MAX as usize {
-            let (needed, allowed) = (tokens as u64, i32::MAX as u64);
-            return Err(Error::Limit { what: "keys of a context".into(), needed, allowed, hint: "cut the context" });
-        }
+        let count = TokenCount::new(tokens)?;
         if let Some(pair) = positions.windows(2).find(|pair| pair[0] >= pair[1]) {
             let reason = format!("query row {} after {}: positions must ascend", pair[1], pair[0]);
             return Err(Error::Selection { reason });
@@ -33,29 +31,34 @@ impl QueryPositions {
                 let reason = format!("a query row at position {last} of a context of {tokens} keys");
                 Err(Error::Selection { reason })
             }
-            _ => Ok(Self { positions, tokens }),
+            _ => Ok(Self { positions, tokens: count }),
         }
     }
 
     /// The last `rows` positions of a context: bottom-right aligned.
     ///
     /// # Errors
-    /// As [`QueryPositions::new`]; more rows than keys are an [`Error::Budget`].
+    /// As [`QueryPositions::new`]; more rows than keys are an [`Error::Budget`]; [`Error::OutOfMemory`] when the host has no room
+    /// for the positions.
     pub fn last(rows: usize, tokens: usize) -> Result<Self> {
         if rows > tokens {
             let (given, allowed) = (rows.to_string(), format!("1 to {tokens}, the tokens of the context"));
             return Err(Error::Budget { what: "number of query rows", given, allowed });
         }
-        Self::new((tokens - rows..tokens).map(|position| position as u32).collect(), tokens)
+        Self::new(collected("query rows to measure", TokenCount::new(tokens)?.last(rows))?, tokens)
     }
 
     /// All positions of a range, but at most the last `most`.
     ///
     /// # Errors
-    /// As [`QueryPositions::new`].
+    /// As [`QueryPositions::last`].
     pub fn of_range(range: TokenRange, most: Option<usize>, tokens: usize) -> Result<Self> {
         let rows = range.len().min(most.unwrap_or(usize::MAX));
-        Self::new((range.end() - rows..range.end()).map(|position| position as u32).collect(), tokens)
+        if range.end() > tokens {
+            let reason = format!("query rows up to position {} of a context of {tokens} keys", range.end());
+            return Err(Error::Selection { reason });
+        }
+        Self::new(collected("query rows to measure", TokenCount::new(range.end())?.last(rows))?, tokens)
     }
 
     /// Number of rows, at least 1.
@@ -66,7 +69,7 @@ impl QueryPositions {
 
     /// Keys of the context.
     pub const fn tokens(&self) -> usize {
-        self.tokens
+        self.tokens.get()
     }
 
     /// The positions.
@@ -84,7 +87,7 @@ impl QueryPositions {
     /// # Errors
     /// [`Error::Selection`].
     pub fn check_tensors(&self, queries: usize, keys: usize) -> Result<()> {
-        let (positions, tokens) = (self.len(), self.tokens);
+        let (positions, tokens) = (self.len(), self.tokens());
         if queries == positions && keys == tokens {
             return Ok(());
         }

@@ -4,6 +4,7 @@ use super::eviction::TextRule;
 use super::method::Weighing;
 use super::pooling::Pool;
 use super::token_scores::ScoreRequest;
+use crate::counts::saturated;
 use crate::plan::TokenRange;
 
 /// What the kernels of all devices are told of a request, in numbers.
@@ -36,7 +37,8 @@ impl ScoreRequest<'_> {
             TextRule::Raised => 1,
             TextRule::Stays => 2,
         };
-        let edges = |image: &TokenRange| [image.start() as u32, image.end() as u32];
+        // No prompt has positions that 32 bits do not hold.
+        let edges = |image: &TokenRange| [saturated(image.start()), saturated(image.end())];
         let boundaries = self.spans.images().iter().flat_map(edges).collect();
         ScoreTables {
             tokens: self.tokens(),

@@ -1,5 +1,7 @@
 //! What a policy decided: the kept tokens of every layer and KV head, and what merges into them.
 
+use crate::counts::{TokenCount, collected, reserved};
+use crate::format::MOST_HEADS;
 use crate::{Error, Result};
 
 /// A row that enters a kept row: the kept row becomes `Σ weight · row(from)` over the merges that name it. A kept token
@@ -17,7 +19,7 @@ pub struct Merge {
 /// The kept tokens of one layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerSelection {
-    tokens: usize,
+    tokens: TokenCount,
     kept: Vec<Vec<u32>>,
     merges: Vec<Vec<Merge>>,
 }
@@ -27,7 +29,7 @@ impl LayerSelection {
     ///
     /// # Errors
     /// [`Error::Selection`] when there are no heads, heads keep different numbers of tokens, or positions do not ascend
-    /// or do not exist.
+    /// or do not exist; [`Error::Limit`] when the prompt is longer than [`MOST_TOKENS`](crate::plan::MOST_TOKENS).
     pub fn new(tokens: usize, kept: Vec<Vec<u32>>) -> Result<Self> {
         let reject = |reason: String| Err(Error::Selection { reason });
         let Some(count) = kept.first().map(Vec::len) else { return reject("a layer has at least one KV head".into()) };
@@ -43,15 +45,25 @@ impl LayerSelection {
             }
         }
         let merges = vec![Vec::new(); kept.len()];
-        Ok(Self { tokens, kept, merges })
+        Ok(Self { tokens: TokenCount::new(tokens)?, kept, merges })
     }
 
     /// All tokens of a prompt.
     ///
     /// # Errors
-    /// As [`LayerSelection::new`].
+    /// As [`LayerSelection::new`]; [`Error::Selection`] when there are more KV heads than [`MOST_HEADS`];
+    /// [`Error::OutOfMemory`] when the host has no room for the positions.
     pub fn all(tokens: usize, kv_heads: usize) -> Result<Self> {
-        Self::new(tokens, vec![(0..tokens as u32).collect(); kv_heads])
+        if kv_heads > MOST_HEADS {
+            let reason = format!("{kv_heads} KV heads; a layer has at most {MOST_HEADS}");
+            return Err(Error::Selection { reason });
+        }
+        let count = TokenCount::new(tokens)?;
+        let mut kept = reserved("KV heads of a layer", kv_heads)?;
+        for _ in 0..kv_heads {
+            kept.push(collected("kept tokens", count.positions())?);
+        }
+        Self::new(tokens, kept)
     }
 
     /// With merges of each KV head, as [`merge_plan`](super::merge_plan) makes them.
@@ -67,7 +79,7 @@ impl LayerSelection {
         for (head, (merges, kept)) in merges.iter().zip(&self.kept).enumerate() {
             for &Merge { from, into, weight } in merges {
                 let is_kept = |token: u32| kept.binary_search(&token).is_ok();
-                if !is_kept(into) || from as usize >= self.tokens || (from != into && is_kept(from)) {
+                if !is_kept(into) || from as usize >= self.tokens() || (from != into && is_kept(from)) {
                     return reject(format!(
                         "KV head {head} merges token {from} into {into}; evicted into kept is allowed"
                     ));
@@ -83,7 +95,7 @@ impl LayerSelection {
 
     /// Tokens of the prompt.
     pub const fn tokens(&self) -> usize {
-        self.tokens
+        self.tokens.get()
     }
 
     /// KV heads.
@@ -123,7 +135,7 @@ impl LayerSelection {
         }
         let of_head =
             |(kept, places): (&Vec<u32>, &Vec<u32>)| places.iter().map(|&place| kept[place as usize]).collect();
-        Self::new(self.tokens, self.kept.iter().zip(&places.kept).map(of_head).collect())
+        Self::new(self.tokens(), self.kept.iter().zip(&places.kept).map(of_head).collect())
     }
 
     /// Kept positions `[kv_heads, count]`, as kernels read them.

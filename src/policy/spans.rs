@@ -1,12 +1,13 @@
 //! Text and images of a prompt.
 
+use crate::counts::{TokenCount, filled};
 use crate::plan::TokenRange;
 use crate::{Error, Result};
 
 /// Where the images of a prompt lie; everything else is text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Spans {
-    tokens: usize,
+    tokens: TokenCount,
     images: Vec<TokenRange>,
 }
 
@@ -15,11 +16,12 @@ impl Spans {
     ///
     /// # Errors
     /// [`Error::NoTokens`] for an empty prompt; [`Error::ImageSpans`] when images overlap, are out of order or reach
-    /// beyond the prompt.
+    /// beyond the prompt; [`Error::Limit`] when the prompt is longer than [`MOST_TOKENS`](crate::plan::MOST_TOKENS).
     pub fn new(tokens: usize, images: &[TokenRange]) -> Result<Self> {
         if tokens == 0 {
             return Err(Error::NoTokens { what: "spans of a prompt", hint: "a prompt has at least one token" });
         }
+        let count = TokenCount::new(tokens)?;
         let reject = |reason: String| Err(Error::ImageSpans { tokens, reason });
         for pair in images.windows(2) {
             if pair[1].start() < pair[0].end() {
@@ -31,13 +33,13 @@ impl Spans {
             Some(last) if last.end() > tokens => {
                 reject(format!("{}..{} reaches beyond the prompt", last.start(), last.end()))
             }
-            _ => Ok(Self { tokens, images: images.to_vec() }),
+            _ => Ok(Self { tokens: count, images: images.to_vec() }),
         }
     }
 
     /// Tokens of the prompt.
     pub const fn tokens(&self) -> usize {
-        self.tokens
+        self.tokens.get()
     }
 
     /// The images, in order.
@@ -46,10 +48,13 @@ impl Spans {
     }
 
     /// For every token whether it is text.
-    pub fn text_mask(&self) -> Vec<bool> {
-        let mut mask = vec![true; self.tokens];
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] when the host has no room for the mask.
+    pub fn text_mask(&self) -> Result<Vec<bool>> {
+        let mut mask = filled("text mask", self.tokens(), true)?;
         self.images.iter().for_each(|image| mask[image.start()..image.end()].fill(false));
-        mask
+        Ok(mask)
     }
 
     /// The text after the last image: the rows whose attention says which tokens matter (VL-Cache). Of a prompt
@@ -59,7 +64,7 @@ impl Spans {
     /// [`Error::NoTextAfterImage`] when the prompt ends with an image.
     pub fn post_vision(&self) -> Result<TokenRange> {
         let start = self.images.last().map_or(0, TokenRange::end);
-        TokenRange::new(start, self.tokens)
-            .map_err(|_| Error::NoTextAfterImage { image_end: start, tokens: self.tokens })
+        TokenRange::new(start, self.tokens())
+            .map_err(|_| Error::NoTextAfterImage { image_end: start, tokens: self.tokens() })
     }
 }

@@ -4,6 +4,7 @@ use super::eviction::TextRule;
 use super::method::{KeepRule, Policy, ScoreRule};
 use super::query_positions::QueryPositions;
 use super::spans::Spans;
+use crate::plan::TokenRange;
 use crate::{Error, Result};
 
 /// How column sums become the scores of tokens. The best of them, as many as stay, are what [`Policy::select`] keeps of
@@ -35,7 +36,7 @@ impl Policy {
         count: usize,
     ) -> Result<Option<ScoreRequest<'a>>> {
         let KeepRule::Best { recent, text } = self.keep else { return Ok(None) };
-        let request = ScoreRequest { rows, spans, scores: self.scores, text, recent: recent.of(count) };
+        let request = ScoreRequest { rows, spans, scores: self.scores, text, recent: recent.of(count)? };
         let (protected, tokens) = (request.protected(), spans.tokens());
         if protected > count {
             let (given, allowed) = (protected.to_string(), format!("at most {count}, the tokens to keep"));
@@ -60,7 +61,7 @@ impl ScoreRequest<'_> {
     /// # Errors
     /// [`Error::Elements`] or [`Error::Selection`].
     pub fn check(&self, sums: usize, kv_heads: usize) -> Result<()> {
-        let expected = kv_heads * self.tokens();
+        let expected = kv_heads.saturating_mul(self.tokens());
         if kv_heads == 0 || sums != expected {
             let shape = format!("[{kv_heads}, {}]", self.tokens());
             return Err(Error::Elements { what: "column sums of a layer", given: sums, expected, shape });
@@ -81,8 +82,8 @@ impl ScoreRequest<'_> {
         if self.text != TextRule::Stays {
             return self.recent;
         }
-        let text = self.spans.text_mask();
-        let recent_from = text.len().saturating_sub(self.recent);
-        text.iter().enumerate().filter(|&(token, &text)| text || token >= recent_from).count()
+        let recent_from = self.tokens().saturating_sub(self.recent);
+        let before = |image: &TokenRange| image.end().min(recent_from).saturating_sub(image.start());
+        self.tokens() - self.spans.images().iter().map(before).sum::<usize>()
     }
 }

@@ -1,5 +1,6 @@
 //! The best scores of a head.
 
+use crate::counts::{TokenCount, collected, reserved};
 use crate::{Error, Result};
 
 /// Indices of the `k` largest scores, ascending; of equal scores the lower indices. Infinite scores are ranked like all
@@ -20,8 +21,9 @@ pub(super) const HIGHEST_RANK: u32 = u32::MAX;
 /// Integers that order as the scores do; −0 equals +0. They are chosen among faster than numbers are.
 ///
 /// # Errors
-/// [`Error::NotANumber`] when a score is NaN.
+/// [`Error::NotANumber`] when a score is NaN; [`Error::Limit`] when there are more than positions.
 pub(super) fn ranks(scores: &[f32]) -> Result<Vec<u32>> {
+    TokenCount::new(scores.len())?;
     if let Some(index) = scores.iter().position(|score| score.is_nan()) {
         return Err(Error::NotANumber { what: "scores", index });
     }
@@ -30,10 +32,11 @@ pub(super) fn ranks(scores: &[f32]) -> Result<Vec<u32>> {
         let bits = (score + 0.0).to_bits();
         if bits >> 31 == 1 { !bits } else { bits | 1 << 31 }
     };
-    Ok(scores.iter().map(rank).collect())
+    collected("ranks of scores", scores.iter().map(rank))
 }
 
-/// Indices of the `k` largest ranks, of which there are as many, ascending; of equal ranks the lower indices.
+/// Indices of the `k` largest ranks, of which there are as many, ascending; of equal ranks the lower indices. There are
+/// no more ranks than positions.
 pub(super) fn best(ranks: &[u32], k: usize) -> Vec<u32> {
     let Some(last) = k.checked_sub(1) else { return Vec::new() };
     let mut order = ranks.to_vec();
@@ -41,19 +44,32 @@ pub(super) fn best(ranks: &[u32], k: usize) -> Vec<u32> {
     // Of those that equal the least one that stays, so many stay.
     let mut equal = k - above.iter().filter(|&&rank| rank > least).count();
     let mut chosen = Vec::with_capacity(k);
-    for (index, &rank) in ranks.iter().enumerate() {
+    for (index, &rank) in (0..).zip(ranks) {
         if rank > least {
-            chosen.push(index as u32);
+            chosen.push(index);
         } else if rank == least && equal > 0 {
             equal -= 1;
-            chosen.push(index as u32);
+            chosen.push(index);
         }
     }
     chosen
 }
 
 /// The positions of `0 .. tokens` that are not among `kept`, which ascend.
-pub fn evicted(kept: &[u32], tokens: usize) -> Vec<u32> {
+///
+/// # Errors
+/// [`Error::Selection`] when the kept positions do not ascend or do not exist; [`Error::Limit`] when there are more than
+/// [`MOST_TOKENS`](crate::plan::MOST_TOKENS); [`Error::OutOfMemory`] when the host has no room for the others.
+pub fn evicted(kept: &[u32], tokens: usize) -> Result<Vec<u32>> {
+    let count = TokenCount::new(tokens)?;
+    if kept.windows(2).any(|pair| pair[0] >= pair[1]) {
+        return Err(Error::Selection { reason: "kept positions must ascend".into() });
+    }
+    if let Some(&last) = kept.last().filter(|&&last| last as usize >= tokens) {
+        return Err(Error::Selection { reason: format!("token {last} is kept, of {tokens}") });
+    }
+    let mut others = reserved("evicted tokens", tokens - kept.len())?;
     let mut kept = kept.iter().peekable();
-    (0..tokens as u32).filter(|position| kept.next_if_eq(&position).is_none()).collect()
+    others.extend(count.positions().filter(|position| kept.next_if_eq(&position).is_none()));
+    Ok(others)
 }

@@ -1,6 +1,7 @@
 //! Tokens per layer by how sparse the attention of each layer is (VL-Cache).
 
 use super::budget::{ROUNDING, check_ratio, total_budget};
+use crate::counts::whole;
 use crate::{Error, Result};
 
 /// Bounds on the budget of every layer.
@@ -41,7 +42,9 @@ pub struct VlCacheBudgets {
 /// the total, the bounds win. Layers that are all entirely sparse (`Z = 0`) are treated alike.
 ///
 /// # Errors
-/// [`Error::Budget`] when a ratio is not in 0 ..= 1 or the bounds cross; [`Error::NotANumber`] when a sparsity is NaN.
+/// [`Error::Budget`] when a ratio is not in 0 ..= 1, the bounds cross, or there are no layers or more than
+/// [`MOST_LAYERS`](crate::plan::MOST_LAYERS); [`Error::NotANumber`] when a sparsity is NaN; [`Error::Limit`] when the prompt is
+/// longer than [`MOST_TOKENS`](crate::plan::MOST_TOKENS).
 pub fn vlcache_budgets(sparsity: &[f64], length: usize, alpha: f64, limits: VlCacheLimits) -> Result<VlCacheBudgets> {
     let target = total_budget(sparsity.len(), length, alpha)?;
     budgets_to_target(sparsity, length, alpha, limits, target)
@@ -82,14 +85,14 @@ fn bounds(length: usize, limits: VlCacheLimits) -> Result<[usize; 2]> {
         let (given, allowed) = (limits.mandatory.to_string(), format!("at most {length}, the tokens of the prompt"));
         return Err(Error::Budget { what: "mandatory tokens", given, allowed });
     }
-    let whole = |ratio: f64| (ratio * length as f64 + ROUNDING).floor() as usize;
-    let lower = whole(limits.min_ratio).max(limits.mandatory).max(1);
-    Ok([lower, whole(limits.max_ratio).max(lower).min(length)])
+    let share = |ratio: f64| whole(ratio * length as f64 + ROUNDING);
+    let lower = share(limits.min_ratio).max(limits.mandatory).max(1);
+    Ok([lower, share(limits.max_ratio).max(lower).min(length)])
 }
 
 /// Whole numbers near `wanted` that sum to `target`, as near as the bounds allow.
 fn apportion(wanted: &[f64], target: usize, lower: usize, upper: usize) -> Vec<usize> {
-    let mut tokens: Vec<usize> = wanted.iter().map(|wanted| (wanted + ROUNDING).floor() as usize).collect();
+    let mut tokens: Vec<usize> = wanted.iter().map(|wanted| whole(wanted + ROUNDING)).collect();
     let fraction = |layer: usize| wanted[layer] - (wanted[layer] + ROUNDING).floor();
     let mut order: Vec<usize> = (0..wanted.len()).collect();
     let sum: usize = tokens.iter().sum();

@@ -160,7 +160,7 @@ fn evicted_tokens_are_merged_into_the_nearest() {
                     row.iter().map(|&x| f64::from(x)).collect()
                 };
                 let kept = selection.layers()[layer].kept(head);
-                let evicted = evicted(kept, prompt.tokens);
+                let evicted = evicted(kept, prompt.tokens).unwrap();
                 let near = |&token: &u32| nearest(&row(&prompt.keys, token), kept, |kept| row(&prompt.keys, kept));
                 let nearest: Vec<Nearest> = evicted.iter().map(near).collect();
                 let merges = merge_plan(kept, &evicted, &nearest, merging).unwrap();
@@ -481,6 +481,13 @@ fn what_cannot_be_compressed_is_refused() {
     let few_queries = TensorRows { layout: RowLayout { tokens: 299, ..layout }, ..queries };
     let refused = observed.observe(0, dense(0), Some(MeasuredQueries { queries: few_queries, known_lse: None }));
     assert!(matches!(refused, Err(Error::Selection { .. })), "{refused:?}");
+
+    // Queries that are too short are called queries.
+    let short = CpuTensor::F32(vec![0.5; 300 * 256 - 1]);
+    let few_queries = TensorRows { tensor: &short, layout };
+    let refused = observed.observe(0, dense(0), Some(MeasuredQueries { queries: few_queries, known_lse: None }));
+    let message = refused.unwrap_err().to_string();
+    assert!(message.starts_with("query rows") && !message.contains("KV head"), "{message}");
 
     // Not before every layer was observed.
     let refused = block_on(cache.compress(0, &observed)).map(drop);

@@ -466,3 +466,14 @@ fn a_sequence_waits_on_the_host() {
     step(&mut cache, 0.5).unwrap();
     assert_eq!((cache.length(0), cache.length(1)), (Ok(301), Ok(300)));
 }
+
+/// A step that stores nothing could never be committed.
+#[test]
+fn a_prompt_of_nothing_opens_no_step() {
+    let mut cache = ModelCache::new(&Cpu::new(), &layers(), SEQUENCES).unwrap();
+    assert!(matches!(cache.begin_prefill(0, 0, &[]), Err(Error::NoTokens { .. })));
+    let run = [TokenRun::decode(0)];
+    block_on(cache.reserve_for_append(&run)).unwrap();
+    cache.begin_append(&run).unwrap();
+    cache.abandon();
+}

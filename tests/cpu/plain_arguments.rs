@@ -140,13 +140,18 @@ fn codes_without_a_level() {
     assert_eq!([4, 99, u32::MAX].map(|code| codebook.decode(code, 1.0)), [None; 3]);
 }
 
-/// Densities of any dimension have a codebook, soon.
+/// Densities of any dimension have a codebook, soon: the 128 equations of 8 bits took 10 s.
 #[test]
 fn codebooks_of_any_dimension() {
     use kvpack::format::codebook::CoordinateDensity::{Gaussian, Sphere};
     let start = std::time::Instant::now();
-    for density in [0, 2, 3, 4096, 1 << 16, 1 << 32, usize::MAX].into_iter().flat_map(|d| [Sphere(d), Gaussian(d)]) {
-        let codebook = Codebook::lloyd_max(3, density);
+    let mut densities =
+        vec![(8, Sphere(3)), (8, Sphere(64)), (8, Gaussian(64)), (u32::MAX, Sphere(usize::MAX)), (0, Sphere(64))];
+    for dimension in [0, 2, 3, 4096, 1 << 16, 1 << 32, usize::MAX] {
+        densities.extend([(3, Sphere(dimension)), (3, Gaussian(dimension))]);
+    }
+    for (bits, density) in densities {
+        let codebook = Codebook::lloyd_max(bits, density);
         assert!(codebook.centroids().is_sorted() && codebook.centroids().iter().all(|x| x.is_finite()), "{density:?}");
     }
     assert!(start.elapsed().as_secs() < 20, "{:?}", start.elapsed());
@@ -183,4 +188,52 @@ fn splits_of_any_size() {
             "{target_items}, {tile_step}, {max_tiles}"
         );
     }
+}
+
+#[test]
+fn layouts_of_tiles_that_there_are_not() {
+    use kvpack::format::{TileLayout, TileOrder};
+    for head_dim in [0, 1, 63, 512, 1 << 32, usize::MAX] {
+        assert_eq!(TileLayout::new(&TensorFormat::F16, head_dim), Err(Error::HeadDim { given: head_dim }));
+        for (from, to) in
+            [(TileOrder::DotProduct, TileOrder::MmaFragment), (TileOrder::MmaFragment, TileOrder::DotProduct)]
+        {
+            let refused = from.convert(to, KeyOrValue::Key, &TensorFormat::F16, head_dim, &[]);
+            assert_eq!(refused, Err(Error::HeadDim { given: head_dim }));
+        }
+    }
+}
+
+#[test]
+fn flags_of_more_layers_than_models_have() {
+    use kvpack::cpu::NonFiniteFlags;
+    for layers in [kvpack::plan::MOST_LAYERS + 1, 1 << 32, usize::MAX / 2 + 1, usize::MAX] {
+        assert!(matches!(NonFiniteFlags::new(layers), Err(Error::Limit { .. })), "{layers}");
+    }
+    assert_eq!(NonFiniteFlags::new(kvpack::plan::MOST_LAYERS).unwrap().layers(), kvpack::plan::MOST_LAYERS);
+}
+
+#[test]
+fn spans_beyond_all_positions_are_not_placed() {
+    use kvpack::backend::{FilledStores, NewSpan};
+    let backend = Cpu::new();
+    for (start, tokens) in [(0, usize::MAX), (usize::MAX, 1), (1 << 31, 1), (0, 1 << 32)] {
+        let mut stores = FilledStores::new(&backend, shape(), &[SegmentFormat::F16]).unwrap();
+        let refused = block_on(stores.place(&backend, &[NewSpan { store: 0, sequence: 0, start, tokens }]));
+        assert!(matches!(refused, Err(Error::Limit { .. })), "{refused:?}");
+        assert_eq!(stores.bytes(&backend), 0);
+    }
+}
+
+/// The baseline gives the same bits whatever the number of threads.
+#[test]
+fn plain_attention_does_not_depend_on_threads() {
+    let wave = |rate: f32, count: usize| (0..count).map(|i| (i as f32 * rate).sin()).collect::<Vec<f32>>();
+    let (keys, values, query) = (wave(0.37, 3000 * 128), wave(0.53, 3000 * 128), wave(0.71, 4 * 64));
+    let attend = |threads| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| plain_attention(&shape(), &keys, &values, 3000, &query)).unwrap()
+    };
+    let one = attend(1);
+    assert!([2, 3, 7].into_iter().all(|threads| attend(threads) == one));
 }

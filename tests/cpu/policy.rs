@@ -46,7 +46,7 @@ proptest! {
         prop_assert_eq!(kept.len(), count);
         let tokens = scores.len() as u32;
         prop_assert!((tokens - recent as u32..tokens).all(|token| kept.binary_search(&token).is_ok()));
-        let mut all = [kept.clone(), evicted(&kept, scores.len())].concat();
+        let mut all = [kept.clone(), evicted(&kept, scores.len()).unwrap()].concat();
         all.sort_unstable();
         prop_assert_eq!(all, (0..tokens).collect::<Vec<u32>>());
     }
@@ -58,10 +58,10 @@ proptest! {
     ) {
         let spans = Spans::new(scores.len(), &[range(start, start + length)]).unwrap();
         let kept = text_prior(&scores, &spans, TextRule::Raised, 3, best).unwrap();
-        let text = spans.text_mask();
+        let text = spans.text_mask().unwrap();
         let before = |token: &u32| (*token as usize) < scores.len() - 3;
         let an_image_stays = kept.iter().filter(|token| before(token)).any(|&token| !text[token as usize]);
-        let gone = evicted(&kept, scores.len());
+        let gone = evicted(&kept, scores.len()).unwrap();
         let text_leaves = gone.iter().any(|&token| text[token as usize] && scores[token as usize] > 0.0);
         prop_assert!(!(an_image_stays && text_leaves));
     }
@@ -95,7 +95,7 @@ proptest! {
     #[test]
     fn merges_weigh_one_in_all(assigned in proptest::collection::vec(0u32..5, 0..40)) {
         let kept = [0, 10, 20, 30, 40];
-        let gone: Vec<u32> = evicted(&kept, 100)[..assigned.len()].to_vec();
+        let gone: Vec<u32> = evicted(&kept, 100).unwrap()[..assigned.len()].to_vec();
         let nearest: Vec<Nearest> = assigned.iter().map(|&kept| Nearest { kept, similarity: 1.0 }).collect();
         for merging in [Merging::Averaged, Merging::Pivotal, Merging::Weighted] {
             let merges = merge_plan(&kept, &gone, &nearest, merging).unwrap();
@@ -118,7 +118,7 @@ proptest! {
             prop_assert_eq!(precision == ChunkPrecision::Int2, similarity < thresholds.low);
             prop_assert_eq!(precision == ChunkPrecision::F16, similarity > thresholds.high);
         }
-        let order = reorder_plan(&precision);
+        let order = reorder_plan(&precision).unwrap();
         let keys: Vec<_> = order.iter().map(|&chunk| (precision[chunk as usize], chunk)).collect();
         prop_assert!(keys.is_sorted());
         prop_assert_eq!(order.len(), similarities.len());
@@ -335,9 +335,9 @@ fn aggregation_is_what_it_says() {
 
 #[test]
 fn sinks_and_recent_tokens() {
-    assert_eq!(sink_and_recent(10, 2, 3), [0, 1, 7, 8, 9]);
-    assert_eq!(sink_and_recent(4, 2, 3), [0, 1, 2, 3]);
-    assert_eq!(sink_and_recent(4, 0, 0), [0u32; 0]);
+    assert_eq!(sink_and_recent(10, 2, 3).unwrap(), [0, 1, 7, 8, 9]);
+    assert_eq!(sink_and_recent(4, 2, 3).unwrap(), [0, 1, 2, 3]);
+    assert_eq!(sink_and_recent(4, 0, 0).unwrap(), [0u32; 0]);
 }
 
 /// Statistics that are missing are named, not guessed.
@@ -353,4 +353,68 @@ fn policies_need_what_they_measure() {
     let random = Policy { budget: BudgetRule::Uniform, ..Policy::random(0.5, 3).unwrap() };
     assert!(matches!(random.keep, KeepRule::Random { seed: 3 }));
     assert_eq!(random.select(&spans, 2, 1, &[]).unwrap().layers()[1].count(), 25);
+}
+
+/// Sizes that no memory holds, or that 32 bits do not: an error each, and no memory.
+#[test]
+fn absurd_sizes_are_refused() {
+    let refused = |what: &str, error: Option<Error>| {
+        let refused = matches!(error, Some(Error::Limit { .. } | Error::Budget { .. } | Error::OutOfMemory { .. }));
+        assert!(refused || matches!(error, Some(Error::Selection { .. })), "{what}: {error:?}");
+    };
+    let shape = PyramidShape { capacity: 1 << 40, recent: 3, beta: 20 };
+    for size in [1 << 31, 1 << 32, (1 << 32) + 7, 1 << 33, usize::MAX / 2, usize::MAX] {
+        refused("uniform_budgets", uniform_budgets(size, 9, 0.5).err());
+        refused("uniform_budgets", uniform_budgets(3, size, 0.5).err());
+        refused("pyramid_budgets", pyramid_budgets(size, 9, shape).err());
+        refused("pyramid_budgets", pyramid_budgets(3, size, shape).err());
+        refused("vlcache_budgets", vlcache_budgets(&[0.5], size, 0.5, VlCacheLimits::default()).err());
+        refused("Spans", Spans::new(size, &[]).err());
+        refused("TokenRange", TokenRange::new(3, size).err());
+        refused("QueryPositions::last", QueryPositions::last(size, size).err());
+        refused("QueryPositions::of_range", QueryPositions::of_range(range(3, 9), None, 8).err());
+        refused("LayerSelection::new", LayerSelection::new(size, vec![vec![3]]).err());
+        refused("LayerSelection::all", LayerSelection::all(size, 2).err());
+        refused("LayerSelection::all", LayerSelection::all(3, size).err());
+        refused("sink_and_recent", sink_and_recent(size, 4, 4).err());
+        refused("evicted", evicted(&[1, 2], size).err());
+        refused("check_order", check_order(size, 16, &[]).err());
+        let spans = Spans::new(40, &[]).unwrap();
+        for policy in [Policy::streaming(3, 4), Policy::random(0.5, 1).unwrap()] {
+            refused("Policy::select", policy.select(&spans, size, 2, &[]).err());
+            refused("Policy::select", policy.select(&spans, 2, size, &[]).err());
+        }
+    }
+    assert_eq!(sink_and_recent(9, usize::MAX, 1 << 32).unwrap(), [0, 1, 2, 3, 4, 5, 6, 7, 8]);
+}
+
+/// Numbers that would make every weight NaN, or rank at random.
+#[test]
+fn numbers_that_are_none_are_refused() {
+    for similarity in [f32::INFINITY, f32::NEG_INFINITY] {
+        let nearest = [Nearest { kept: 0, similarity }];
+        for merging in [Merging::Averaged, Merging::Pivotal, Merging::Weighted] {
+            assert!(matches!(merge_plan(&[0], &[1], &nearest, merging), Err(Error::Selection { .. })));
+        }
+    }
+    assert!(HeadAggregation::ALL.iter().all(|aggregation| aggregation.of([0.0; 0].into_iter()).is_none()));
+    assert!(matches!(evicted(&[3, 3], 9), Err(Error::Selection { .. })));
+    assert!(matches!(evicted(&[3, 9], 9), Err(Error::Selection { .. })));
+    let spans = Spans::new(4, &[]).unwrap();
+    for share in [f64::NAN, -0.5, 1.5, f64::INFINITY] {
+        let keep = KeepRule::Best { recent: kvpack::policy::Recent::Share(share), text: TextRule::Equal };
+        let policy = Policy { keep, ..Policy::h2o(0.5).unwrap() };
+        let layer = LayerStatistics { column_sums: vec![0.1; 4], counts: Vec::new() };
+        assert!(matches!(policy.select(&spans, 1, 1, &[layer]), Err(Error::Budget { .. })), "{share}");
+    }
+}
+
+/// A merge weighted by a similarity keeps its sign: a row that points the other way is subtracted.
+#[test]
+fn weights_have_the_sign_of_the_similarity() {
+    let nearest = [Nearest { kept: 0, similarity: -0.5 }, Nearest { kept: 0, similarity: 0.25 }];
+    let merges = merge_plan(&[0], &[1, 2], &nearest, Merging::Weighted).unwrap();
+    let weights: Vec<f32> = merges.iter().map(|merge| merge.weight).collect();
+    let expected = [1.0, -0.5, 0.25].map(|weight: f32| weight / 3.0);
+    assert!(weights.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-7), "{weights:?}");
 }

@@ -150,7 +150,7 @@ fn evicted_tokens_are_merged_again() {
                 let place = |position: &usize| held.iter().position(|held| held == position).unwrap() as u32;
                 let places: Vec<u32> = kept.iter().map(place).collect();
                 let key = |place: u32| &before.keys[head][place as usize * 64..][..64];
-                let others = evicted(&places, held.len());
+                let others = evicted(&places, held.len()).unwrap();
                 let nearest: Vec<Nearest> = others.iter().map(|&other| nearest(key(other), &places, key)).collect();
                 let merges = merge_plan(&places, &others, &nearest, Merging::Pivotal).unwrap();
                 for (i, &token) in places.iter().enumerate() {

@@ -138,7 +138,7 @@ fn merging_is_the_formula() {
         let (tokens, heads) = (case.rows.tokens(), case.shape.kv_heads());
         let kept = every_third(tokens, heads);
         let k = kept.len() / heads;
-        let gone: Vec<u32> = kept.chunks(k).flat_map(|kept| evicted(kept, tokens)).collect();
+        let gone: Vec<u32> = kept.chunks(k).flat_map(|kept| evicted(kept, tokens).unwrap()).collect();
         let e = gone.len() / heads;
         let indices = KeptTokens { kept: &kept, evicted: &gone };
         let nearest = cpu::nearest_kept(&case.shape, case.keys(), indices).unwrap();
@@ -250,4 +250,26 @@ fn inputs_that_do_not_fit_are_refused() {
     // A share of 0 counts everything that is visible, all-equal scores count at 100 %.
     assert_eq!(columns(Some(0.0), &stats.max).unwrap().counts, [3, 4, 3, 4]);
     assert_eq!(columns(Some(1.0), &stats.max).unwrap().counts, [3, 4, 3, 4]);
+}
+
+#[test]
+fn partial_statistics_that_are_no_numbers_are_refused() {
+    let part = |max: f32, lse: f32| RowStats { max: vec![0.5, max], lse: vec![0.5, lse] };
+    for (max, lse) in [(f32::NAN, 0.0), (0.0, f32::NAN)] {
+        let refused = sum_partials(&[part(0.0, 0.0), part(max, lse)]);
+        assert!(matches!(refused, Err(Error::NotANumber { index: 1, .. })), "{refused:?}");
+    }
+    for (max, lse) in [(f32::INFINITY, 0.0), (0.0, f32::INFINITY)] {
+        let refused = sum_partials(&[part(0.0, 0.0), part(max, lse)]);
+        assert!(matches!(&refused, Err(Error::Plan { reason, .. }) if reason.contains("row 1")), "{refused:?}");
+    }
+    let nothing = sum_partials(&[part(f32::NEG_INFINITY, f32::NEG_INFINITY)]).unwrap();
+    assert_eq!(nothing.lse, [0.5, f32::NEG_INFINITY]);
+}
+
+/// A sum that 32 bits do not hold is an error, not what is left of it.
+#[test]
+fn counts_that_do_not_fit_are_refused() {
+    assert_eq!(sum_counts(&[vec![u32::MAX - 1], vec![1]]).unwrap(), [u32::MAX]);
+    assert!(matches!(sum_counts(&[vec![u32::MAX], vec![1]]), Err(Error::Limit { needed: 4_294_967_296, .. })));
 }

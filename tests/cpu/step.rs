@@ -98,7 +98,7 @@ fn steps_that_do_not_fit_are_refused() {
     table.set(&step.writes).unwrap();
     let [mut open, mut packed] = case.stores(&Cpu::new());
     let [before, _] = case.stores(&Cpu::new());
-    let flags = NonFiniteFlags::new(3);
+    let flags = NonFiniteFlags::new(3).unwrap();
     let (keys, values) = (&step.keys.elements(), &step.values.elements());
     let input = WriteInput { keys, values, rows: case.rows, flags: &flags, layer: 2 };
 

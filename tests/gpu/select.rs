@@ -254,7 +254,7 @@ fn evicted_tokens_merge_as_on_the_cpu() {
         let (tokens, heads) = (case.rows.tokens(), case.shape.kv_heads());
         let kept = every_third(tokens, heads);
         let k = kept.len() / heads;
-        let gone: Vec<u32> = kept.chunks(k).flat_map(|kept| evicted(kept, tokens)).collect();
+        let gone: Vec<u32> = kept.chunks(k).flat_map(|kept| evicted(kept, tokens).unwrap()).collect();
         let merging = [Merging::Averaged, Merging::Pivotal, Merging::Weighted][i % 3];
         let [key_type, value_type] = types(i);
         let values: Vec<f32> = case.keys.iter().rev().copied().collect();

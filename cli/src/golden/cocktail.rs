@@ -46,7 +46,7 @@ pub fn decode(file: &GoldenFile) -> Result<Computed> {
     let (query, keys, values) = (file.input("q")?.f32()?, file.input("k")?.f32()?, file.input("v")?.f32()?);
     let precision = precision(file)?;
     ensure!(precision.len() * CHUNK <= tokens, "{} chunks of {CHUNK} in {tokens} tokens", precision.len());
-    let order = reorder_plan(&precision);
+    let order = reorder_plan(&precision)?;
     let formats = [
         (ChunkPrecision::Int2, SegmentFormat::kivi(Bits::Two)),
         (ChunkPrecision::Int4, SegmentFormat::kivi(Bits::Four)),

@@ -42,7 +42,7 @@ pub fn merge(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     let [_, count] = file.input("kept")?.axes()?;
     let shape = AttentionShape::new(heads, heads, head_dim)?;
     let kept = file.input("kept")?.indices()?;
-    let gone: Vec<u32> = kept.chunks(count).flat_map(|kept| evicted(kept, tokens)).collect();
+    let gone = kept.chunks(count).map(|kept| evicted(kept, tokens)).collect::<kvpack::Result<Vec<_>>>()?.concat();
     let merging = match file.text("strategy")? {
         "averaged" => Merging::Averaged,
         "pivotal" => Merging::Pivotal,

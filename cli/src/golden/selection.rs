@@ -80,7 +80,7 @@ pub fn pyramidkv(file: &GoldenFile) -> Result<Computed> {
 
 /// `streamingllm.select`.
 pub fn streamingllm(file: &GoldenFile) -> Result<Computed> {
-    let kept = sink_and_recent(file.count("length")?, file.count("start")?, file.count("recent")?);
+    let kept = sink_and_recent(file.count("length")?, file.count("start")?, file.count("recent")?)?;
     let heads = file.count("batch")? * file.count("heads")?;
     Ok(vec![("sink_and_recent", Outputs::from([("kept", doubles(&kept).repeat(heads))]))])
 }

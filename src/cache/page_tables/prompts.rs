@@ -5,16 +5,18 @@ use super::super::change::Change;
 use super::super::prompt::check_spans;
 use super::super::sequence::{Positions, Span};
 use super::PageTables;
+use crate::Result;
+use crate::counts::TokenCount;
 use crate::format::TILE_TOKENS;
 use crate::plan::{Rows, TokenIndices};
-use crate::{Error, Result};
 
 impl<I: TokenIndices + Clone> PageTables<I> {
     /// Stores the spans of a prompt of `tokens` tokens. What to write is in [`PageTables::spans_since`].
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::PromptSpans`], or [`Error::Limit`] when too little room is free.
-    /// Nothing has changed.
+    /// [`Error::Sequence`](crate::Error::Sequence), [`Error::PromptSpans`](crate::Error::PromptSpans),
+    /// [`Error::NoTokens`](crate::Error::NoTokens), or [`Error::Limit`](crate::Error::Limit) when too little room is
+    /// free. Nothing has changed.
     pub(in crate::cache) fn prefill(
         &mut self,
         sequence: usize,
@@ -30,7 +32,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// What to write is in [`PageTables::spans_since`].
     ///
     /// # Errors
-    /// [`Error::Sequence`], or [`Error::Limit`] when too little room is free. Nothing has changed.
+    /// [`Error::Sequence`](crate::Error::Sequence), or [`Error::Limit`](crate::Error::Limit) when too little room is
+    /// free or the sequence grows beyond [`MOST_TOKENS`](crate::plan::MOST_TOKENS). Nothing has changed.
     pub(in crate::cache) fn keep(
         &mut self,
         sequence: usize,
@@ -41,15 +44,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         let needed = self.room_for_prompt(spans)?;
         self.check_room(&needed)?;
         let base = self.sequences[sequence].length;
-        let length = base.saturating_add(tokens);
-        if u32::try_from(length).is_err() {
-            return Err(Error::Limit {
-                what: "the tokens of a sequence".into(),
-                needed: length as u64,
-                allowed: u64::from(u32::MAX),
-                hint: "cut the prompt",
-            });
-        }
+        let length = TokenCount::new(base.saturating_add(tokens))?.get();
         let mut change = Change::new(&self.recipe);
         let first = self.sequences[sequence].spans.len();
         self.remember(&mut change, sequence, first);
@@ -63,7 +58,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// Its length and its centre stay. What to write is in [`PageTables::spans_since`].
     ///
     /// # Errors
-    /// [`Error::Sequence`], or [`Error::Limit`] when too little room is free beside what is replaced.
+    /// [`Error::Sequence`](crate::Error::Sequence), or [`Error::Limit`](crate::Error::Limit) when too little room is
+    /// free beside what is replaced.
     /// Nothing has changed.
     pub(in crate::cache) fn replace(&mut self, sequence: usize, spans: &[PromptSpan<'_, I>]) -> Result<Change<I>> {
         self.sequence(sequence)?;

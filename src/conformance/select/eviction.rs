@@ -125,7 +125,8 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &Eviction
         failures.extend(difference(what, &backend.download(&gathered).await?, &want));
     }
 
-    let gone: Vec<u32> = kept.chunks(case.kept).flat_map(|kept| evicted(kept, case.tokens)).collect();
+    let of_heads = kept.chunks(case.kept).map(|kept| evicted(kept, case.tokens));
+    let gone = of_heads.collect::<Result<Vec<Vec<u32>>>>()?.concat();
     if gone.is_empty() {
         if !matches!(backend.evicted(&kept_on_device), Err(Error::NoTokens { .. })) {
             failures.push(Failure::Refusal { message: "evicting nothing was not refused for that".into() });

@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 
 use super::input::StatsInput;
+use crate::counts::saturated;
 use crate::plan::TokenRange;
 use crate::policy::{ColumnRequest, HeadAggregation};
 use crate::{Error, Result};
@@ -51,7 +52,7 @@ pub fn attention_column_stats(
             sums.iter_mut().zip(scores).for_each(|(sum, score)| *sum += (score - f64::from(lse[at])).exp());
             if let Some(log_threshold) = log_threshold {
                 let least = f64::from(max[at]) + f64::from(log_threshold);
-                counts.push(scores.iter().filter(|&&score| score >= least).count() as u32);
+                counts.push(saturated(scores.iter().filter(|&&score| score >= least).count()));
             }
         });
         (sums, counts)

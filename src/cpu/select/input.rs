@@ -46,12 +46,12 @@ impl StatsInput<'_> {
     /// [`Error::NoTokens`], [`Error::Elements`]; [`Error::Selection`] when there are other query rows than positions or
     /// other keys than tokens, or the range of keys reaches beyond them.
     pub fn check(&self, keys: TokenRange) -> Result<()> {
+        self.rows.check_tensors(self.queries.layout.tokens, self.keys.layout.tokens)?;
         let heads = self.shape.query_heads();
         let query_shape = AttentionShape::new(heads, heads, self.shape.head_dim())?;
         self.queries.layout.check("query rows", self.queries.elements.len(), &query_shape)?;
         self.keys.layout.check("keys", self.keys.elements.len(), &self.shape)?;
-        let (queries, tokens) = (self.queries.layout.tokens, self.keys.layout.tokens);
-        self.rows.check_tensors(queries, tokens)?;
+        let tokens = self.keys.layout.tokens;
         if keys.end() > tokens {
             let reason = format!("keys {}..{} of {tokens}", keys.start(), keys.end());
             return Err(Error::Selection { reason });

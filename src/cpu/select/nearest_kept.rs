@@ -4,6 +4,7 @@ use rayon::prelude::*;
 
 use super::gather::check_indices;
 use super::input::{DenseRows, dot};
+use crate::counts::TokenCount;
 use crate::cpu::dense::read_row;
 use crate::format::AttentionShape;
 use crate::policy::Nearest;
@@ -48,6 +49,7 @@ pub fn nearest_kept(shape: &AttentionShape, keys: DenseRows<'_>, tokens: KeptTok
         row
     };
     let (k, e) = (tokens.kept.len() / shape.kv_heads(), tokens.evicted.len() / shape.kv_heads());
+    TokenCount::new(k)?;
     let mut found = Vec::with_capacity(tokens.evicted.len());
     for head in 0..shape.kv_heads() {
         let unit = |&token: &u32| {
@@ -60,10 +62,10 @@ pub fn nearest_kept(shape: &AttentionShape, keys: DenseRows<'_>, tokens: KeptTok
             let row = row(token, head);
             let inverse = inverse_norm(&row);
             let mut nearest = Nearest { kept: 0, similarity: f32::NEG_INFINITY };
-            for (i, kept) in kept.iter().enumerate() {
+            for (i, kept) in (0..).zip(&kept) {
                 let similarity = (dot(&row, kept) * inverse) as f32;
                 if similarity > nearest.similarity {
-                    nearest = Nearest { kept: i as u32, similarity };
+                    nearest = Nearest { kept: i, similarity };
                 }
             }
             nearest

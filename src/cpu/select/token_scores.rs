@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 
 use crate::Result;
+use crate::counts::saturated;
 use crate::policy::{ScoreRequest, TextRule};
 
 /// The scores of the tokens of every KV head, `[kv_heads, tokens]`, of their column sums ([`ScoreRequest`]); and for
@@ -12,7 +13,7 @@ use crate::policy::{ScoreRequest, TextRule};
 /// Those of [`ScoreRequest::check`].
 pub fn token_scores(sums: &[f32], kv_heads: usize, request: &ScoreRequest<'_>) -> Result<(Vec<f32>, Vec<u32>)> {
     request.check(sums.len(), kv_heads)?;
-    let text = request.spans.text_mask();
+    let text = request.spans.text_mask()?;
     let recent_from = request.tokens() - request.recent;
     let of_head = |sums: &[f32]| -> Result<(Vec<f32>, u32)> {
         let mut scores = request.scores.apply(sums, request.rows, request.recent)?;
@@ -25,7 +26,7 @@ pub fn token_scores(sums: &[f32], kv_heads: usize, request: &ScoreRequest<'_>) -
             }
         }
         let first = sums.iter().position(|sum| sum.is_nan());
-        Ok((scores, first.map_or(0, |first| (sums.len() - first) as u32)))
+        Ok((scores, first.map_or(0, |first| saturated(sums.len() - first))))
     };
     let heads: Vec<_> = sums.par_chunks_exact(request.tokens()).map(of_head).collect::<Result<_>>()?;
     let (scores, not_numbers): (Vec<_>, Vec<_>) = heads.into_iter().unzip();

@@ -2,6 +2,7 @@
 
 use rayon::prelude::*;
 
+use crate::counts::{TokenCount, collected};
 use crate::{Error, Result};
 
 /// Indices of the `k` largest of `scores`, `[kv_heads, n]`, for every head: `[kv_heads, k]`, ascending, so that what is
@@ -16,20 +17,21 @@ pub fn top_k(scores: &[f32], kv_heads: usize, k: usize) -> Result<Vec<u32>> {
         return Err(Error::Elements { what: "scores", given, expected, shape: format!("[{kv_heads}, n]") });
     }
     let n = scores.len() / kv_heads;
+    let tokens = TokenCount::new(n)?;
     if k > n {
         return Err(Error::TopK { k, n });
     }
     if k == 0 {
         return Ok(Vec::new());
     }
-    let best = |scores: &[f32]| {
-        let mut order: Vec<u32> = (0..n as u32).collect();
+    let best = |scores: &[f32]| -> Result<Vec<u32>> {
+        let mut order = collected("tokens of a head", tokens.positions())?;
         order.select_nth_unstable_by_key(k - 1, |&i| (std::cmp::Reverse(rank(scores[i as usize])), i));
         order.truncate(k);
         order.sort_unstable();
-        order
+        Ok(order)
     };
-    let heads: Vec<Vec<u32>> = scores.par_chunks_exact(n).map(best).collect();
+    let heads: Vec<Vec<u32>> = scores.par_chunks_exact(n).map(best).collect::<Result<_>>()?;
     Ok(heads.concat())
 }
 

@@ -144,7 +144,7 @@ impl Tile {
         if !crate::format::HEAD_DIMS.contains(&head_dim) {
             return Err(Error::HeadDim { given: head_dim });
         }
-        Ok(Self { which, layout: TileLayout::new(format, head_dim), bits })
+        Ok(Self { which, layout: TileLayout::of(format, head_dim), bits })
     }
 
     fn words(&self) -> usize {

@@ -230,9 +230,9 @@ impl WriteLayout {
             let (planned, given) = (of(&self.shape, &store.format), of(found.shape, found.format));
             return reject(format!("store {index} is laid out for {planned}, and holds {given}"));
         }
-        let lacks = |(shard, pages): (usize, &u32)| (found.shard_pages)(shard as u32) < *pages;
-        if let Some((shard, pages)) = store.shard_pages.iter().enumerate().find(|&shard| lacks(shard)) {
-            let has = (found.shard_pages)(shard as u32);
+        let lacks = |(shard, pages): (u32, &u32)| (found.shard_pages)(shard) < *pages;
+        if let Some((shard, pages)) = (0..).zip(&store.shard_pages).find(|&shard| lacks(shard)) {
+            let has = (found.shard_pages)(shard);
             return reject(format!("shard {shard} of store {index} has {has} pages, the layout has {pages}"));
         }
         if store.format.has_span_ranges() && found.range_slots < store.range_slots {

@@ -67,7 +67,7 @@ impl Specialisation<'_> {
 
     /// Scores of keys with queries of this type, or with those that `prepare_query` left.
     fn key_scores(&self, groups: KeyGroups, queries: Option<ElementType>) -> Scores {
-        let layout = TileLayout::new(&self.format.key, self.shape.head_dim());
+        let layout = TileLayout::of(&self.format.key, self.shape.head_dim());
         let vector = layout.key_vector();
         let rows = KeyRows { vector, vectors: layout.key_row_words() / vector };
         let query = match queries {

@@ -65,7 +65,7 @@ impl Specialisation<'_> {
         let ([keys, values], arrivals) = (codes, RunArrivals::of(codes));
         let mut work = self.work(self.head_split());
         work.queries = self.run_queries(rows);
-        let key_vector = TileLayout::new(&self.format.key, self.shape.head_dim()).key_vector();
+        let key_vector = TileLayout::of(&self.format.key, self.shape.head_dim()).key_vector();
         Some(AttendRecipe::Run { work, rows, keys, key_vector, values, arrivals })
     }
 

@@ -109,7 +109,7 @@ impl Specialisation<'_> {
     /// Vectors of 16 bytes that hold the queries of a step: bytes for every group of a tile, and a vector that keeps
     /// groups in banks of their own.
     fn step_query_vectors(&self, heads: usize) -> Option<usize> {
-        let channels = TileLayout::new(&self.format.key, self.shape.head_dim()).key_row_channels();
+        let channels = TileLayout::of(&self.format.key, self.shape.head_dim()).key_row_channels();
         self.key_token_groups().map(|groups| STEP_TILES * groups * (heads * channels / 16 + 1))
     }
 

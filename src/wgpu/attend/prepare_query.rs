@@ -22,7 +22,7 @@ impl Specialisation<'_> {
     /// The same, but for how rows are stored and which ranges are folded into them.
     pub(super) fn prepare_rotated_query(&self, input: ElementType) -> Variant {
         let head_dim = self.shape.head_dim();
-        let layout = TileLayout::new(&self.format.key, head_dim);
+        let layout = TileLayout::of(&self.format.key, head_dim);
         let mut variant = Variant::new("prepare_query")
             .constant("HEAD_DIM", head_dim)
             .constant("KV_HEADS", self.shape.kv_heads())

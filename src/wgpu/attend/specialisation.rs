@@ -110,7 +110,7 @@ impl Specialisation<'_> {
 
     /// 32-bit words of the prepared rows of one query.
     pub fn query_row_words(&self) -> usize {
-        let channels = TileLayout::new(&self.format.key, self.shape.head_dim()).key_row_channels();
+        let channels = TileLayout::of(&self.format.key, self.shape.head_dim()).key_row_channels();
         let words = if self.integer_keys() { self.query_planes() * channels / 4 + 4 } else { channels + 4 };
         self.query_parts() * words
     }
@@ -184,7 +184,7 @@ impl Specialisation<'_> {
 
     /// What makes integers of a query: in `prepare_query`, or in `attend` where that prepares its own.
     pub(super) fn query_fields(&self) -> QueryFields {
-        let layout = TileLayout::new(&self.format.key, self.shape.head_dim());
+        let layout = TileLayout::of(&self.format.key, self.shape.head_dim());
         let bytes = self.key_bytes();
         QueryFields {
             span_middle: self.format.key.has_span_ranges().then_some(bytes.middle),

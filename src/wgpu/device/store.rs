@@ -459,7 +459,7 @@ struct PagePart {
 impl PagePart {
     fn new(shape: &AttentionShape, format: &SegmentFormat, which: KeyOrValue) -> Self {
         let tensor = format.tensor(which);
-        let layout = TileLayout::new(tensor, shape.head_dim());
+        let layout = TileLayout::of(tensor, shape.head_dim());
         let tile_words = match which {
             KeyOrValue::Key => layout.key_tile_words(),
             KeyOrValue::Value => layout.value_tile_words(),

@@ -122,7 +122,7 @@ pub(crate) fn check_span(what: &'static str, tokens: usize, pages: &[Page]) -> R
 impl TileCall {
     /// The arguments that follow from the shape and the format alone.
     pub fn new(shape: &AttentionShape, format: &TensorFormat, which: KeyOrValue) -> Self {
-        let layout = TileLayout::new(format, shape.head_dim());
+        let layout = TileLayout::of(format, shape.head_dim());
         let (tile_words, vector) = match which {
             KeyOrValue::Key => (layout.key_tile_words(), layout.key_vector()),
             KeyOrValue::Value => (layout.value_tile_words(), layout.value_vector()),

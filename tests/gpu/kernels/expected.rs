@@ -84,7 +84,7 @@ pub fn pack(
     let head_dim = shape.head_dim();
     let count = tokens.len();
     let tiles = count.div_ceil(TILE_TOKENS);
-    let layout = TileLayout::new(format, head_dim);
+    let layout = TileLayout::new(format, head_dim).unwrap();
     let tile_words = match which {
         KeyOrValue::Key => layout.key_tile_words(),
         KeyOrValue::Value => layout.value_tile_words(),

@@ -213,7 +213,7 @@ impl<B: Backend> Batch<B> {
         backend.add_shard(&mut open, all_pages).await?;
         backend.reserve_ranges(&mut open, 1).await?;
         let mut allocator = PageAllocator::default();
-        allocator.add_shard(all_pages);
+        allocator.add_shard(all_pages)?;
         let tokens = TILE_TOKENS * SEQUENCES;
         let row = shape.kv_heads() * shape.head_dim();
         let wave = |rate: f32| (0..tokens * row).map(move |i| (i as f32 * rate).sin() * 2.0).collect::<Vec<f32>>();

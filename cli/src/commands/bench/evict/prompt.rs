@@ -164,7 +164,7 @@ impl<B: Backend> Prompt<B> {
             let best = top_k(&scores[head * tokens..][..tokens], k)?;
             let wrong = || Wrong(format!("top_k of KV head {head} chose other tokens than the host"));
             ensure!(chosen[head * k..][..k] == best[..], wrong());
-            others.extend(evicted(&best, tokens));
+            others.extend(evicted(&best, tokens)?);
         }
         let others = backend.upload_indices(&others, heads, tokens as u32).await?;
         Ok((on_device, kept, others))
@@ -242,7 +242,8 @@ impl<B: Backend> Prompt<B> {
         B: Clone,
     {
         let (heads, tokens) = (self.shape.kv_heads(), self.rows.tokens);
-        let others: Vec<u32> = (0..heads).flat_map(|head| evicted(selected.kept(head), tokens)).collect();
+        let of_heads = (0..heads).map(|head| evicted(selected.kept(head), tokens));
+        let others = of_heads.collect::<kvpack::Result<Vec<_>>>()?.concat();
         let kept = backend.upload_indices(&selected.indices(), heads, tokens as u32).await?;
         let evicted = backend.upload_indices(&others, heads, tokens as u32).await?;
         let [keys, values] = &self.copies[0];
