@@ -1,4 +1,4 @@
-//! Timing by the clock of the device.
+//! Times work by the clock of the device.
 
 use std::time::Duration;
 
@@ -17,21 +17,21 @@ use crate::{Error, Result};
 /// Bytes that a block of `read_bandwidth` reads at once.
 const READ_BYTES: usize = 16 * 256 * 16;
 
-/// Passes of a bandwidth measurement: long enough for a device that idled to raise its clock.
+/// Passes of a bandwidth measurement. They last long enough for a device that was idle to raise its clock.
 const READ_PASSES: usize = 400;
 
-/// Runs of the guard, some tens of milliseconds in all.
+/// Runs of the guard, which take some tens of milliseconds in all.
 const GUARD_RUNS: usize = 500;
 
-/// Multiplier of the words to read: word i is i times this, so that no memory compresses them.
+/// Multiplier of the words to read: word i is i times this, so that the memory cannot compress them.
 const PATTERN: u32 = 0x9e37_79b1;
 
 const PROGRAM: &[&str] = &["read_bandwidth.cu", "compute_guard.cu"];
 
-/// What steps took.
+/// Measured durations of steps.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttendTiming {
-    /// Durations of one step, the mean over one replay of the graph, shortest first; at least one.
+    /// Durations of one step, shortest first; at least one. Each is the mean over one replay of the graph.
     pub sorted: Vec<Duration>,
     /// Steps in the graph.
     pub steps_per_graph: usize,
@@ -48,13 +48,14 @@ fn failed(error: DriverError) -> Error {
     driver_error("measurement", 0, error)
 }
 
-/// Captures `steps_per_graph` steps, going round `steps`, in one CUDA graph and times its replays, one after the other
-/// without a gap, after others that take about `warm_up`.
+/// Captures `steps_per_graph` steps in one CUDA graph, cycling through `steps`, and times replays of it without gaps
+/// between them. Untimed replays of about `warm_up` run first.
 ///
-/// A device that idles lowers its clock, and takes some tens of milliseconds of work to raise it again.
+/// An idle device lowers its clock, and takes some tens of milliseconds of work to raise it again.
 ///
 /// # Errors
-/// [`Error::Plan`] when there are no steps; [`Error::Adapter`] for a driver that is too old; what else it reports.
+/// [`Error::Plan`] when there are no steps; [`Error::Adapter`] for a driver that is too old; other errors of the
+/// driver.
 pub fn time_steps(
     backend: &Cuda,
     steps: &[BoundAttendStep],
@@ -68,11 +69,11 @@ pub fn time_steps(
     time_launches(backend, |index| steps[index % steps.len()].launch(), steps_per_graph, warm_up, replays)
 }
 
-/// The same of whatever `launch` launches for step 0, 1, … of the graph.
+/// [`time_steps`] for any launches: `launch` launches step 0, 1, … of the graph.
 ///
 /// # Errors
-/// [`Error::Plan`] when there are no steps; [`Error::Adapter`] for a driver that is too old; what `launch` and the
-/// driver report.
+/// [`Error::Plan`] when there are no steps; [`Error::Adapter`] for a driver that is too old; errors of `launch` and of
+/// the driver.
 pub fn time_launches(
     backend: &Cuda,
     launch: impl Fn(usize) -> Result<()>,
@@ -93,7 +94,7 @@ pub fn time_launches(
     Ok(AttendTiming { sorted, steps_per_graph })
 }
 
-/// What `work` launches, as a graph. Capturing ends even where a launch fails, so that the stream stays usable.
+/// The launches of `work` as a graph. The capture ends even if a launch fails, so that the stream stays usable.
 fn capture(backend: &Cuda, work: impl FnOnce() -> Result<()>) -> Result<CudaGraph> {
     let stream = backend.stream();
     stream.begin_capture(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).map_err(failed)?;
@@ -103,7 +104,7 @@ fn capture(backend: &Cuda, work: impl FnOnce() -> Result<()>) -> Result<CudaGrap
     graph?.ok_or_else(|| Error::Gpu { message: "the driver captured no graph".into() })
 }
 
-/// Queues `work` so many times and returns how long each took on the device.
+/// Queues `work` `times` times and returns the duration of each run on the device.
 fn timed(backend: &Cuda, times: usize, work: impl Fn() -> Result<()>) -> Result<Vec<Duration>> {
     check_driver("durations", LEAST_TIMING_DRIVER)?;
     let (stream, context) = (backend.stream(), backend.stream().context());
@@ -121,12 +122,13 @@ fn timed(backend: &Cuda, times: usize, work: impl Fn() -> Result<()>) -> Result<
     events.windows(2).map(between).collect()
 }
 
-/// Bytes per second at which the device reads memory: the best of some passes over `bytes` bytes, which should be
+/// The device's read bandwidth in bytes per second: the best of several passes over `bytes` bytes, which should be
 /// several times the size of the caches.
 ///
 /// # Errors
-/// [`Error::Limit`] from 16 GiB on, whose words 32 bits do not count; [`Error::OutOfMemory`], [`Error::DeviceLost`],
-/// [`Error::Adapter`] for a driver that is too old, and [`Error::Gpu`] when the sum of what was read is wrong.
+/// [`Error::Limit`] from 16 GiB on, where 32 bits cannot count the words; [`Error::OutOfMemory`],
+/// [`Error::DeviceLost`], [`Error::Adapter`] for a driver that is too old, and [`Error::Gpu`] when the sum of the words
+/// read is wrong.
 pub fn read_bandwidth(backend: &Cuda, bytes: usize) -> Result<f64> {
     let blocks = (bytes / READ_BYTES).max(1);
     let count = words_to_read(blocks)?;
@@ -141,35 +143,35 @@ pub fn read_bandwidth(backend: &Cuda, bytes: usize) -> Result<f64> {
     let launch = || {
         let mut builder = backend.stream().launch_builder(&function);
         builder.arg(&from).arg(&count).arg(&to);
-        // SAFETY: the arguments are the kernel's; the memory is `count` whole blocks, and lives to the end of this
-        // function, which waits for every launch.
+        // SAFETY: The arguments match the kernel. The memory consists of `count` whole blocks and lives until the end
+        // of this function, which waits for every launch.
         unsafe { builder.launch(config) }.map(|_| ()).map_err(failed)
     };
     launch()?;
     let read: u32 = bytemuck::pod_read_unaligned(&sum.download(backend.stream(), "sum")?);
     let expected = words.iter().fold(0u32, |sum, &word| sum.wrapping_add(word));
     if read != expected {
-        return Err(Error::Gpu { message: format!("the device read a sum of {read:#x}, it is {expected:#x}") });
+        return Err(Error::Gpu { message: format!("the device read a sum of {read:#x}; it should be {expected:#x}") });
     }
     let best = timed(backend, READ_PASSES, launch)?.into_iter().min().unwrap_or(Duration::MAX);
     Ok((blocks * READ_BYTES) as f64 / best.as_secs_f64())
 }
 
-/// Words of so many blocks, if 32 bits count them.
+/// Words in `blocks` blocks, if 32 bits can count them.
 fn words_to_read(blocks: usize) -> Result<u32> {
     let bytes = blocks * READ_BYTES;
     u32::try_from(bytes / 4).map_err(|_| Error::Limit {
         what: "the bytes of a measurement of bandwidth".into(),
         needed: bytes as u64,
         allowed: 4 * u64::from(u32::MAX),
-        hint: "read fewer; several times the size of the caches is enough",
+        hint: "read fewer bytes; several times the size of the caches is enough",
     })
 }
 
-/// Duration of a fixed piece of arithmetic, the best of many, which depends on nothing but the clock.
+/// Duration of a fixed amount of arithmetic, the best of many runs. It depends only on the clock.
 ///
 /// # Errors
-/// [`Error::Adapter`] for a driver that is too old; what else the driver reports.
+/// [`Error::Adapter`] for a driver that is too old; other errors of the driver.
 pub fn compute_guard(backend: &Cuda) -> Result<Duration> {
     let grid = 2 * backend.kernels().facts().multiprocessors;
     let results = Memory::zeroed(backend.stream(), "results of the guard", grid * 256 * 4)?;
@@ -180,8 +182,8 @@ pub fn compute_guard(backend: &Cuda) -> Result<Duration> {
     let launch = || {
         let mut builder = backend.stream().launch_builder(&function);
         builder.arg(&to);
-        // SAFETY: the argument is the kernel's; there is a result for every thread, and the memory lives to the end of
-        // this function, which waits for every launch.
+        // SAFETY: The argument matches the kernel. There is a result for every thread, and the memory lives until the
+        // end of this function, which waits for every launch.
         unsafe { builder.launch(config) }.map(|_| ()).map_err(failed)
     };
     Ok(timed(backend, GUARD_RUNS, launch)?.into_iter().min().unwrap_or(Duration::MAX))

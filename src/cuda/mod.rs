@@ -1,12 +1,11 @@
 //! The kernels in CUDA C++, for NVIDIA GPUs of compute capability 8.0 and up.
 //!
-//! The library links nothing of CUDA: the driver and NVRTC are loaded at run time, [`driver_present`] says whether
-//! there is a driver, and the sources, which are part of the library, are compiled on first use and kept in a directory
-//! (see [`KernelCache`]).
+//! The library does not link CUDA. The driver and NVRTC are loaded at run time, and [`driver_present`] reports whether
+//! there is a driver. The kernel sources are part of the library. They are compiled on first use, and the binaries are
+//! kept in a directory (see [`KernelCache`]).
 //!
-//! Building needs nothing of CUDA either. Where a toolkit is installed its version chooses the bindings of the driver,
-//! and must be 11.8 or newer. The driver must serve CUDA 11.8 at least, and 12.8 where durations are measured with
-//! bindings of CUDA 13.
+//! Building does not need CUDA either. Where a toolkit is installed, its version selects the driver bindings, and it
+//! must be 11.8 or newer. The driver must support CUDA 11.8, or 12.8 to measure durations with bindings of CUDA 13.
 //!
 //! | kernel | file | does |
 //! | --- | --- | --- |
@@ -27,28 +26,28 @@
 //!
 //! # What is served
 //!
-//! Every format, head dimension and group size that the library has, calibrated or not, all of them by MMAs: f16 as
-//! it is, codes with a range per channel or per token, levels of codebooks and signs of sketches as bytes, codes
-//! with ranges of groups as halves. Keys with levels and a sketch are scored twice, with two queries. The query
+//! Every format, head dimension and group size of the library is supported, calibrated or not, and all are multiplied
+//! by MMAs: f16 directly, codes with a range per channel or per token, codebook levels and sketch signs as bytes, and
+//! codes with ranges of groups as halves. Keys with levels and a sketch are scored twice, with two queries. The query
 //! always keeps 16 bits: [`QueryPrecision::Int8`](crate::backend::QueryPrecision::Int8) is a permission that this
 //! backend does not use.
 //!
-//! A calibrated segment takes two launches of `attend`: one for the extremes of its scores, one that maps
-//! and weighs them.
+//! A calibrated segment takes two launches of `attend`: the first finds the extremes of its scores, the second maps and
+//! weighs them.
 //!
 //! # Streams, allocation, graphs
 //!
-//! A [`Cuda`] works on the stream it was made with, and so does everything that it allocates: memory is given back in
-//! the order of that stream, and backends of other streams refuse it. Memory of an engine's comes in with
-//! [`Tensor::from_address`]. [`AttendStep`] decides from lengths alone, [`AttendStep::bind`] allocates and copies
-//! tables, and [`BoundAttendStep::launch`] only launches kernels and clears the extremes of calibrated scores, so that
-//! a CUDA graph can capture it.
+//! A [`Cuda`] works on the stream it was created with, and so does everything that it allocates. Memory is freed in the
+//! order of that stream, and backends on other streams refuse it. [`Tensor::from_address`] wraps an engine's memory.
+//! [`AttendStep`] is decided from lengths alone. [`AttendStep::bind`] allocates and copies tables.
+//! [`BoundAttendStep::launch`] only launches kernels and clears the extremes of calibrated scores, so that a CUDA graph
+//! can capture it.
 //!
 //! # Storage
 //!
-//! Tiles are in [`TileOrder::MmaFragment`](crate::format::TileOrder::MmaFragment). A page holds, for one KV head after
-//! the other, the tile of keys, the tile of values, and the ranges of keys and of values that lie beside tiles. Tiles
-//! of head dimension 80 have 96 channels, the last 16 of them zeros: fragments take 32.
+//! Tiles are in [`TileOrder::MmaFragment`](crate::format::TileOrder::MmaFragment). For each KV head in turn, a page
+//! holds the tile of keys, the tile of values, and the tile ranges of keys and of values. Tiles of head dimension 80
+//! have 96 channels, because fragments take 32 at a time. The last 16 are zeros.
 
 mod attend;
 mod backend;

@@ -1,6 +1,6 @@
-//! Timing of encoded work, by the clock of the GPU where it can be trusted.
+//! Times encoded work, by the GPU's clock where it can be trusted.
 //!
-//! Browsers round both clocks, to as much as 0.1 ms: there, run many times [together](Repeats::together).
+//! Browsers round both clocks, by up to 0.1 ms. In a browser, time many runs [together](Repeats::together).
 
 use std::time::Duration;
 
@@ -15,18 +15,18 @@ use crate::{Error, Result};
 /// Records work into a pass, like [`Launches::encode`](super::Launches::encode).
 pub type Encode<'a> = &'a dyn Fn(&mut wgpu::ComputePass<'_>);
 
-/// Most repeats of one measurement: a query set holds 4096 timestamps.
+/// Maximum number of timed repeats in one measurement: a query set holds 4096 timestamps.
 const MOST_REPEATS: usize = 2048;
 
 /// How often to run what is timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Repeats {
-    /// Runs before the first that counts.
+    /// Untimed runs before the first measurement.
     pub warm_up: usize,
-    /// Measurements that count, 1 to 2048.
+    /// Number of measurements, 1 to 2048.
     pub timed: usize,
-    /// Runs of one measurement, at least 1, one after the other in one pass: what reading the clock costs is shared
-    /// among them, and what a measurement finds is their mean.
+    /// Runs per measurement, at least 1, one after the other in one pass. A measurement is their mean, so that they
+    /// share the cost of reading the clock.
     pub together: usize,
 }
 
@@ -41,14 +41,14 @@ impl Default for Repeats {
 pub enum Clock {
     /// Timestamps that the GPU wrote at the beginning and the end of a pass.
     Gpu,
-    /// The clock of the host, from before a submission until it was known to be done: includes what submitting costs.
+    /// The clock of the host, from before a submission until it is known to be done. Includes the cost of submitting.
     Wall,
 }
 
-/// Durations of the runs of one measurement.
+/// Durations of one run each.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Timing {
-    /// What they were measured with.
+    /// The clock that measured them.
     pub clock: Clock,
     /// The durations, shortest first; at least one.
     pub sorted: Vec<Duration>,
@@ -71,8 +71,8 @@ impl Timing {
     }
 }
 
-/// Times `work`, in turns where there are several pieces: copies of a step over different memory show what it costs
-/// when caches do not help. Runs of one pass wait for each other only where they write the same memory.
+/// Times `work`. Several pieces are run in turns: copies of a step over different memory show its cost when caches do
+/// not help. Runs of one pass wait for each other only where they write the same memory.
 ///
 /// # Errors
 /// [`Error::Plan`] when there is no work or the repeats are out of range; [`Error::Gpu`] when encoding or submitting
@@ -117,7 +117,7 @@ async fn submit_one(backend: &Wgpu, work: Encode<'_>) -> Result<()> {
     buffers::finished(backend.device(), backend.queue(), submission).await
 }
 
-/// All measurements in one submission, or nothing where the timestamps make no sense.
+/// Takes all measurements in one submission. Returns `None` if the timestamps are implausible.
 async fn time_on_gpu<F: Fn(&mut wgpu::ComputePass<'_>)>(
     backend: &Wgpu,
     batch: &dyn Fn(usize) -> F,
@@ -150,15 +150,15 @@ async fn time_on_gpu<F: Fn(&mut wgpu::ComputePass<'_>)>(
     Ok(plausible_durations(&stamps, queue.get_timestamp_period(), wall))
 }
 
-/// The durations between pairs of timestamps, unless one is not positive, time runs backwards, or together they exceed
-/// the time on the wall: some drivers write zeros, or the time at which a command was recorded.
+/// The durations between pairs of timestamps. `None` if one is not positive, time runs backwards, or they sum to more
+/// than the wall time: some drivers write zeros, or the time at which a command was recorded.
 fn plausible_durations(stamps: &[u64], nanoseconds: f32, wall: Duration) -> Option<Vec<Duration>> {
     let in_order = stamps.windows(2).all(|pair| pair[0] <= pair[1]);
     let duration =
         |pair: &[u64]| Duration::from_nanos((pair[1].wrapping_sub(pair[0]) as f64 * f64::from(nanoseconds)) as u64);
     let durations: Vec<Duration> = stamps.chunks_exact(2).map(duration).collect();
     let total: Duration = durations.iter().sum();
-    // Work that takes a thousandth of the time on the wall was not timed, it was recorded.
+    // Durations below a thousandth of the wall time measure the recording, not the work.
     let plausible = in_order && !durations.contains(&Duration::ZERO) && total <= wall && total * 1000 >= wall;
     plausible.then_some(durations)
 }
@@ -179,20 +179,20 @@ impl ReadBandwidth {
     }
 }
 
-/// How long a device reads before the first reading that counts: one that idled raises its clock meanwhile.
+/// How long a device reads before the first reading that counts. A device that was idle raises its clock meanwhile.
 const WAKING: Duration = Duration::from_millis(200);
 
 /// Bytes that a workgroup of `read_bandwidth` reads.
 const BLOCK_BYTES: u64 = 16 * 256 * 16;
 
-/// Multiplier of the words to read: word i is i times this, so that no memory compresses them.
+/// Multiplier of the words to read: word i is i times this, so that the memory cannot compress them.
 const PATTERN: u32 = 0x9e37_79b1;
 
-/// Measures how fast the device reads once it is awake, over two buffers in turns of `bytes` bytes each, rounded to
-/// what a binding holds in blocks of 64 KiB. They should be several times larger than the caches.
+/// Measures how fast the device reads once it is awake. It reads two buffers in turns, each of `bytes` bytes, rounded
+/// to blocks of 64 KiB and to what a binding holds. The buffers should be several times larger than the caches.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`], [`Error::DeviceLost`], and [`Error::Gpu`] when the sum of what was read is wrong.
+/// [`Error::OutOfMemory`], [`Error::DeviceLost`], and [`Error::Gpu`] when the sum of the words read is wrong.
 pub async fn read_bandwidth(backend: &Wgpu, bytes: u64, repeats: Repeats) -> Result<ReadBandwidth> {
     let (device, queue) = (backend.device(), backend.queue());
     let blocks = (bytes.min(backend.capabilities().limits.binding_bytes) / BLOCK_BYTES).max(1);
@@ -230,20 +230,20 @@ async fn check_sum(backend: &Wgpu, launch: &Launch, sum: &wgpu::Buffer, words: &
     let expected = words.iter().fold(0u32, |sum, &word| sum.wrapping_add(word));
     match bytemuck::pod_read_unaligned::<u32>(&read) {
         read if read == expected => Ok(()),
-        read => Err(Error::Gpu { message: format!("the device read a sum of {read:#x}, it is {expected:#x}") }),
+        read => Err(Error::Gpu { message: format!("the device read a sum of {read:#x}; it should be {expected:#x}") }),
     }
 }
 
-/// A fixed amount of arithmetic, to see whether the clock of a GPU holds still during a measurement.
+/// A fixed amount of arithmetic that shows whether a GPU's clock is stable during a measurement.
 ///
-/// Some drivers lower the clock of a process that leaves gaps between its submissions, and memory-bound work gets
-/// slower with it. Time the guard before and after: a measurement between two readings that differ by more than a few
-/// percent is worthless. It takes about a millisecond on a large GPU, and many seconds on a software driver, where it
-/// has no use.
+/// Some drivers lower the clock of a process that leaves gaps between its submissions, and memory-bound work slows down
+/// with it. Time the guard before and after a measurement. If the two readings differ by more than a few percent, the
+/// measurement is worthless. The guard takes about a millisecond on a large GPU. On a software driver it takes many
+/// seconds and serves no purpose.
 #[derive(Clone, Debug)]
 pub struct ComputeGuard(Launch);
 
-/// How long the guard keeps the device busy, if it runs no more often than that.
+/// How long the guard keeps the device busy, up to `MOST_GUARD_RUNS` runs.
 const GUARD_TIME: Duration = Duration::from_millis(100);
 const MOST_GUARD_RUNS: usize = 500;
 
@@ -251,7 +251,7 @@ const MOST_GUARD_RUNS: usize = 500;
 const GUARD_WORKGROUPS: u32 = 1024;
 
 impl ComputeGuard {
-    /// Compiles the kernel and makes its buffer.
+    /// Compiles the kernel and creates its buffer.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] or [`Error::DeviceLost`].
@@ -263,8 +263,8 @@ impl ComputeGuard {
         Launch::new(backend.kernels(), &variant, &buffers, [GUARD_WORKGROUPS, 1, 1]).map(Self)
     }
 
-    /// Times it, without a gap for a tenth of a second or a little more, in which a device that idled raises its clock:
-    /// the shorter the shortest, the faster the clock.
+    /// Times the guard without gaps for a tenth of a second or a little more. A device that was idle raises its clock
+    /// meanwhile: the shorter the shortest duration, the faster the clock.
     ///
     /// # Errors
     /// As [`time`].
@@ -277,7 +277,7 @@ impl ComputeGuard {
     }
 }
 
-/// Every variant that measurements ask for.
+/// Every variant that measurements use.
 pub(crate) fn variants() -> Vec<Variant> {
     vec![Variant::new("read_bandwidth"), Variant::new("compute_guard")]
 }

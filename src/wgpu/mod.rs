@@ -1,7 +1,8 @@
-//! The only room that touches wgpu: capabilities, shader builder, pipelines, encode functions.
+//! Storage and kernels through wgpu. No other module uses wgpu: it holds the capabilities, the shader builder, the
+//! pipelines and the encode functions.
 //!
-//! Every kernel has a plan, which is pure and checks everything that can be checked without a device; `bind` joins it
-//! with buffers; `encode` records the dispatches into an open pass and does nothing else.
+//! Every kernel has a plan, which is pure and checks everything that can be checked without a device. `bind` joins the
+//! plan with buffers. `encode` records the dispatches into an open pass and does nothing else.
 
 mod attend;
 mod backend;
@@ -30,8 +31,8 @@ pub use select::{
     ReorderChunksPlan, StatsBuffer, TokenScoresPlan, TopKPlan, Words,
 };
 
-/// Every kernel variant that plans of this module can ask for, one of each that differ in more than numbers: for tests
-/// that translate them all.
+/// Every kernel variant that plans of this module use, for tests that translate them all. Variants that differ only in
+/// numbers appear once.
 pub fn variants() -> Vec<Variant> {
     [pack::variants(), attend::variants(), measure::variants(), select::variants()].concat()
 }

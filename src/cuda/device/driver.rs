@@ -1,4 +1,4 @@
-//! Devices of the driver, and what its errors mean.
+//! Devices of the driver, and the meaning of its errors.
 
 use std::sync::Arc;
 
@@ -8,28 +8,28 @@ use cudarc::driver::{CudaContext, DriverError};
 use super::libraries::driver_present;
 use crate::{Error, Result};
 
-/// Compute capability that the kernels need: asynchronous copies and the MMA shapes of 8.0.
+/// Compute capability that the kernels need: 8.0 brought asynchronous copies and the MMA shapes.
 const LEAST_CAPABILITY: (i32, i32) = (8, 0);
 
-/// Version of the driver that launches need, as the driver counts: `cuLaunchKernelEx` came with CUDA 11.8, and nothing
-/// newer is called but to measure durations.
+/// Driver version that launches need, in the driver's own numbering. `cuLaunchKernelEx` came with CUDA 11.8. Only the
+/// measurement of durations calls newer functions.
 const LEAST_DRIVER: i32 = 11_080;
 
-/// Version that durations need: bindings of CUDA 13 measure them by a function that came with 12.8.
+/// Driver version that durations need: bindings of CUDA 13 measure them with a function that came with 12.8.
 pub(in crate::cuda) const LEAST_TIMING_DRIVER: i32 = if CUDA_VERSION >= 13_000 { 12_080 } else { LEAST_DRIVER };
 
-/// What kernels need to know of a device.
+/// The facts about a device that kernels depend on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DeviceFacts {
     pub(crate) capability: (i32, i32),
     pub(crate) multiprocessors: usize,
-    /// Most bytes of shared memory of one block.
+    /// Maximum bytes of shared memory of one block.
     pub(crate) shared_bytes: usize,
 }
 
 /// The primary context of a device.
 pub(crate) fn open_context(ordinal: usize) -> Result<Arc<CudaContext>> {
-    // cudarc panics on the first call of a driver that is not there.
+    // cudarc panics at the first call if the driver is missing.
     if !driver_present() {
         let reason = "the CUDA driver (libcuda) was not found; install NVIDIA's driver or use another backend";
         return Err(Error::Adapter { reason: reason.into() });
@@ -57,13 +57,13 @@ impl DeviceFacts {
         Ok(Self { capability, multiprocessors: multiprocessors as usize, shared_bytes: shared_bytes as usize })
     }
 
-    /// True from compute capability 9.0 on: there are a copy engine and clusters, and kernels may begin while the one
-    /// before them still runs.
+    /// Whether the compute capability is 9.0 or newer. Such devices have a copy engine and clusters, and a kernel may
+    /// begin while the previous one still runs.
     pub(crate) fn is_9_0_or_newer(&self) -> bool {
         self.capability >= (9, 0)
     }
 
-    /// The architecture as NVRTC names it.
+    /// The architecture in NVRTC's spelling.
     pub(crate) fn architecture(&self) -> String {
         format!("sm_{}{}", self.capability.0, self.capability.1)
     }
@@ -74,14 +74,14 @@ impl DeviceFacts {
     }
 }
 
-/// Checks that the driver, which is loaded, is at least of a version that has all that `what` calls: cudarc panics at a
-/// function that is not there.
+/// Checks that the loaded driver is new enough for everything that `what` calls: cudarc panics at a function that is
+/// missing.
 ///
 /// # Errors
 /// [`Error::Adapter`].
 pub(in crate::cuda) fn check_driver(what: &str, least: i32) -> Result<()> {
     let mut found = 0;
-    // SAFETY: the driver writes one integer, and needs no context for it.
+    // SAFETY: The driver writes one integer, and needs no context for that.
     unsafe { cuDriverGetVersion(&mut found) }.result().map_err(|error| driver_error("driver version", 0, error))?;
     check_version(what, found, least)
 }
@@ -92,18 +92,18 @@ fn check_version(what: &str, found: i32, least: i32) -> Result<()> {
     }
     let text = |version: i32| format!("{}.{}", version / 1000, version % 1000 / 10);
     let reason = format!(
-        "the driver serves CUDA up to {}, {what} need {}; install a newer driver, or use another backend",
+        "the driver supports CUDA up to {}, but {what} need {}; install a newer driver, or use another backend",
         text(found),
         text(least)
     );
     Err(Error::Adapter { reason })
 }
 
-/// An error of the driver about `what`, for which `bytes` bytes were asked.
+/// An error of the driver about `what`, which requested `bytes` bytes.
 pub(crate) fn driver_error(what: &'static str, bytes: u64, error: DriverError) -> Error {
     match error.0 {
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => Error::OutOfMemory { what, bytes, message: message(error) },
-        // After these every further call in the context fails.
+        // After these errors every further call in the context fails.
         CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
         | CUresult::CUDA_ERROR_LAUNCH_FAILED
         | CUresult::CUDA_ERROR_LAUNCH_TIMEOUT
@@ -128,7 +128,7 @@ fn message(error: DriverError) -> String {
 mod tests {
     use super::*;
 
-    /// Where there is no driver, asking for a device is an error that says so, and no panic.
+    /// Without a driver, opening a device returns an error that says so, and does not panic.
     #[test]
     fn no_driver_is_a_typed_error() {
         if driver_present() {

@@ -1,4 +1,4 @@
-//! Token numbers on the device, which gathers read.
+//! Token numbers on the device, for gathers.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use super::memory::{Memory, bytes_of};
 use crate::Result;
 use crate::plan::{IndexShape, TokenIndices};
 
-/// Token numbers `[kv_heads, count]` of one word each on the device. Cheap to clone.
+/// Token numbers `[kv_heads, count]` on the device, one word each. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Indices {
     memory: Arc<Memory>,
@@ -20,7 +20,7 @@ impl Indices {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory); [`Error::Limit`](crate::Error::Limit) for more indices than
-    /// any memory has.
+    /// memory can hold.
     pub fn zeroed(stream: &Arc<CudaStream>, shape: IndexShape) -> Result<Self> {
         let bytes = bytes_of("token indices", shape.kv_heads(), bytes_of("token indices", shape.count(), 4)?)?;
         Ok(Self { memory: Memory::zeroed(stream, "token indices", bytes)?, shape })
@@ -35,7 +35,7 @@ impl Indices {
         Ok(Self { memory: Memory::upload(stream, "token indices", bytemuck::cast_slice(tokens))?, shape })
     }
 
-    /// Copies the indices to the host, after the work that the stream holds.
+    /// Copies the indices to the host, after all work queued on the stream.
     ///
     /// # Errors
     /// [`Error::DeviceLost`](crate::Error::DeviceLost).

@@ -10,7 +10,7 @@ use super::driver::{DeviceFacts, driver_error};
 use super::program::{KernelCache, Program};
 use crate::Result;
 
-/// The kernels of a device, compiled on first use: by NVRTC, or read from a [`KernelCache`].
+/// The kernels of a device. NVRTC compiles them on first use, or they are read from a [`KernelCache`].
 #[derive(Debug)]
 pub struct Kernels {
     context: Arc<CudaContext>,
@@ -20,7 +20,7 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// No kernels yet.
+    /// An empty set of kernels.
     ///
     /// # Errors
     /// [`Error::Adapter`](crate::Error::Adapter) when the device is older than compute capability 8.0, or the driver
@@ -34,7 +34,7 @@ impl Kernels {
         &self.facts
     }
 
-    /// The function `name` of a program. Threads that ask for different programs compile them side by side.
+    /// The function `name` of a program. Threads that need different programs compile them in parallel.
     pub(crate) fn function(&self, program: &Program, name: &str) -> Result<CudaFunction> {
         let modules = || self.modules.lock().unwrap_or_else(PoisonError::into_inner);
         let known = modules().get(program).cloned();
@@ -51,7 +51,8 @@ impl Kernels {
 
     fn module(&self, program: &Program) -> Result<Arc<CudaModule>> {
         let architecture = program.architecture(&self.facts);
-        // A file that the driver refuses was cut short or made for another driver: it is compiled and written again.
+        // A file that the driver refuses was truncated, or made for another driver. The program is compiled and written
+        // again.
         if let Some(kept) = self.cache.read(program, &architecture)
             && let Ok(module) = self.context.load_module(Ptx::from_binary(kept))
         {

@@ -1,4 +1,4 @@
-//! Launching a kernel with what cudarc's builder leaves out: clusters, and programmatic serialisation.
+//! Launches kernels with options that cudarc's builder lacks: clusters and programmatic serialisation.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, LaunchConfig, sys};
 use super::driver::driver_error;
 use crate::Result;
 
-/// Lets a function have so much dynamic shared memory.
+/// Allows a function `bytes` bytes of dynamic shared memory.
 pub(in crate::cuda) fn set_shared_bytes(function: &CudaFunction, name: &'static str, bytes: usize) -> Result<()> {
     function
         .set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes as i32)
@@ -25,10 +25,10 @@ pub(in crate::cuda) struct KernelLaunch {
     pub name: &'static str,
     pub function: CudaFunction,
     pub config: LaunchConfig,
-    /// Blocks of a cluster, 1 where there are none.
+    /// Blocks of a cluster, 1 without clusters.
     pub cluster: u32,
-    /// May begin while the kernel before it still runs, and waits for it itself. Devices before compute capability 9.0
-    /// have no such launches.
+    /// Whether the kernel may begin while the previous one still runs. It then waits for that one itself. Devices
+    /// before compute capability 9.0 have no such launches.
     pub overlaps: bool,
 }
 
@@ -36,10 +36,10 @@ impl KernelLaunch {
     /// Queues the kernel on a stream.
     ///
     /// # Errors
-    /// What the driver says of it.
+    /// Errors of the driver.
     ///
     /// # Safety
-    /// `call` is the kernel's one argument; what it names is of the sizes that the kernel takes for granted, and lives
+    /// `call` is the kernel's only argument. The memory that it names has the sizes that the kernel assumes, and lives
     /// until the kernel is done.
     pub unsafe fn run<T: DeviceRepr>(&self, stream: &Arc<CudaStream>, call: &T) -> Result<()> {
         let failed = |error| driver_error(self.name, 0, error);
@@ -70,8 +70,7 @@ impl KernelLaunch {
             numAttrs: attributes.len() as u32,
         };
         let mut arguments = [std::ptr::from_ref(call).cast_mut().cast::<c_void>()];
-        // SAFETY: the driver copies the argument and the attributes before it returns; the rest is what the
-        // caller promises.
+        // SAFETY: The driver copies the argument and the attributes before it returns. The caller guarantees the rest.
         let launched = unsafe {
             sys::cuLaunchKernelEx(&config, self.function.cu_function(), arguments.as_mut_ptr(), std::ptr::null_mut())
         };

@@ -1,7 +1,7 @@
-//! The libraries of CUDA that are loaded at run time: whether they are there.
+//! Finds out whether the CUDA libraries that are loaded at run time exist.
 //!
-//! cudarc panics on the first call into a library that it cannot load, so each is looked for before. cudarc has a probe
-//! of its own only where nothing else in the program makes it link instead of load (candle does).
+//! cudarc panics at the first call into a library that it cannot load, so each one is probed first. cudarc has a probe
+//! of its own only if nothing else in the program makes it link the libraries instead of loading them, as candle does.
 
 use std::env::consts::{DLL_PREFIX, DLL_SUFFIX};
 
@@ -19,11 +19,11 @@ pub(super) fn nvrtc_present() -> bool {
 }
 
 fn present(libraries: &[&str]) -> bool {
-    // SAFETY: loads a library of CUDA, whose initialisers are those of every CUDA program, and gives it back.
+    // SAFETY: Loads a CUDA library, whose initialisers run in every CUDA program, and unloads it.
     libraries.iter().flat_map(|library| file_names(library)).any(|name| unsafe { Library::new(name) }.is_ok())
 }
 
-/// Names under which cudarc looks for a library, for the CUDA version of its bindings.
+/// File names under which cudarc looks for a library, for the CUDA version of its bindings.
 fn file_names(library: &str) -> Vec<String> {
     let file = format!("{DLL_PREFIX}{library}{DLL_SUFFIX}");
     let (major, minor) = (CUDA_VERSION / 1000, CUDA_VERSION % 1000 / 10);
@@ -43,7 +43,7 @@ fn file_names(library: &str) -> Vec<String> {
 mod tests {
     use super::*;
 
-    /// The driver's library is called so wherever only the driver is installed, NVRTC's where only its packages are.
+    /// The driver's library has this name where only the driver is installed, and NVRTC's where only its packages are.
     #[cfg(target_os = "linux")]
     #[test]
     fn names_of_installed_packages() {

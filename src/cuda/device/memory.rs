@@ -18,12 +18,12 @@ pub(crate) struct Memory {
     bytes: usize,
 }
 
-/// What keeps memory alive.
+/// Keeps memory alive.
 enum Owner {
-    /// An allocation of this library, given back in the order of the stream that it was made on.
+    /// An allocation of this library, freed in the order of the stream that it was made on.
     Library(CudaSlice<u8>),
-    /// Something of an engine's.
-    Engine(#[expect(dead_code, reason = "dropped with the memory, and that is its use")] Arc<dyn Any + Send + Sync>),
+    /// An owner handed over by an engine.
+    Engine(#[expect(dead_code, reason = "held only to keep the memory alive")] Arc<dyn Any + Send + Sync>),
 }
 
 impl fmt::Debug for Owner {
@@ -35,15 +35,15 @@ impl fmt::Debug for Owner {
     }
 }
 
-/// Whether two streams are one. The default streams of all devices have the same handle, so that contexts count too.
+/// Whether both are the same stream. The default streams of all devices have the same handle, so contexts count too.
 pub(crate) fn same_stream(a: &CudaStream, b: &CudaStream) -> bool {
     a.cu_stream() == b.cu_stream() && a.context() == b.context()
 }
 
-/// Bytes of so many elements of `size` bytes.
+/// Bytes of `elements` elements of `size` bytes.
 ///
 /// # Errors
-/// [`Error::Limit`] when they are more than any memory has.
+/// [`Error::Limit`] when they exceed any memory.
 pub(crate) fn bytes_of(what: &'static str, elements: usize, size: usize) -> Result<usize> {
     let allowed = isize::MAX as usize;
     elements.checked_mul(size).filter(|&bytes| bytes <= allowed).ok_or_else(|| Error::Limit {
@@ -61,9 +61,9 @@ impl Memory {
         Ok(Self::new(stream, slice))
     }
 
-    /// Bytes that hold anything, at least one: for what is written before it is read.
+    /// At least one byte of uninitialised memory, for data that is written before it is read.
     pub(crate) fn unwritten(stream: &Arc<CudaStream>, what: &'static str, bytes: usize) -> Result<Arc<Self>> {
-        // SAFETY: bytes are valid whatever they are, and this type hands out none of them but by copies of the driver.
+        // SAFETY: Every bit pattern is a valid byte, and this type hands bytes out only through copies by the driver.
         let slice = unsafe { stream.alloc::<u8>(bytes.max(1)) };
         Ok(Self::new(stream, slice.map_err(|error| driver_error(what, bytes as u64, error))?))
     }
@@ -80,13 +80,13 @@ impl Memory {
         Arc::new(Self { owner: Owner::Library(slice), address, bytes })
     }
 
-    /// Memory of an engine's, which `owner` keeps alive.
+    /// An engine's memory, which `owner` keeps alive.
     pub(crate) fn of_engine(owner: Arc<dyn Any + Send + Sync>, address: u64, bytes: usize) -> Arc<Self> {
         Arc::new(Self { owner: Owner::Engine(owner), address, bytes })
     }
 
-    /// Checks that work of `stream` may use the memory: what this library allocated is given back in the order of the
-    /// stream that it was made on, and would be taken away from under the work of another.
+    /// Checks that work on `stream` may use the memory. An allocation of this library is freed in the order of the
+    /// stream that it was made on, possibly before work on another stream is done with it.
     ///
     /// # Errors
     /// [`Error::Plan`].
@@ -101,8 +101,8 @@ impl Memory {
         }
     }
 
-    /// Queues a copy of the host's bytes to `offset` bytes from the start of the memory. The bytes may be let go of at
-    /// once: they are not pinned, so that the driver has taken them when it returns. [`Error::Plan`] on another stream.
+    /// Queues a copy of the host's bytes to `offset` bytes from the start of the memory. The caller may free the bytes
+    /// at once: they are not pinned, so the driver has taken them when it returns. [`Error::Plan`] on another stream.
     pub(crate) fn write(
         &self,
         stream: &Arc<CudaStream>,
@@ -117,25 +117,25 @@ impl Memory {
         self.check_stream(what, stream)?;
         let failed = |error| driver_error(what, bytes.len() as u64, error);
         stream.context().bind_to_thread().map_err(failed)?;
-        // SAFETY: the bytes were checked to fit the memory, which lives as long as work of its stream may use it.
+        // SAFETY: The bytes were checked to fit the memory, which lives as long as work on its stream may use it.
         unsafe { memcpy_htod_async(self.address + offset as u64, bytes, stream.cu_stream()) }.map_err(failed)
     }
 
-    /// Queues that all bytes become `byte`. [`Error::Plan`] on another stream.
+    /// Queues setting all bytes to `byte`. [`Error::Plan`] on another stream.
     pub(crate) fn fill(&self, stream: &Arc<CudaStream>, what: &'static str, byte: u8) -> Result<()> {
         self.check_stream(what, stream)?;
         let failed = |error| driver_error(what, self.bytes as u64, error);
         stream.context().bind_to_thread().map_err(failed)?;
-        // SAFETY: the memory has so many bytes, and lives as long as work of its stream may use it.
+        // SAFETY: The memory has `self.bytes` bytes, and lives as long as work on its stream may use it.
         unsafe { memset_d8_async(self.address, byte, self.bytes, stream.cu_stream()) }.map_err(failed)
     }
 
-    /// Copies all bytes to the host, after the work that the stream holds.
+    /// Copies all bytes to the host, after all work queued on the stream.
     pub(crate) fn download(&self, stream: &Arc<CudaStream>, what: &'static str) -> Result<Vec<u8>> {
         self.download_part(stream, what, 0, self.bytes)
     }
 
-    /// Copies `bytes` bytes from `offset` on to the host.
+    /// Copies `bytes` bytes to the host, starting at `offset`.
     pub(crate) fn download_part(
         &self,
         stream: &Arc<CudaStream>,
@@ -153,19 +153,20 @@ impl Memory {
         let failed = |error| driver_error(what, bytes as u64, error);
         let mut copied = vec![0u8; bytes];
         stream.context().bind_to_thread().map_err(failed)?;
-        // SAFETY: the bytes were checked to lie within the memory, which lives beyond the end of the copy:
-        // it is waited for.
+        // SAFETY: The bytes were checked to lie within the memory, which outlives the copy, because this function waits
+        // for it.
         let queued = unsafe { memcpy_dtoh_async(&mut copied, self.address + offset as u64, stream.cu_stream()) };
-        // The host's bytes are let go only when no copy into them is under way.
+        // The host's bytes are freed only when no copy into them is running.
         let done = stream.synchronize();
         queued.and(done).map_err(failed)?;
         Ok(copied)
     }
 
-    /// A larger copy, zeroed beyond what there is.
+    /// A larger copy of the memory. The new bytes are zero.
     pub(crate) fn grown(&self, stream: &Arc<CudaStream>, what: &'static str, bytes: usize) -> Result<Arc<Self>> {
         let grown = Self::zeroed(stream, what, bytes.max(self.bytes))?;
-        // SAFETY: both hold so many bytes, are not the same, and are given back in the order of the stream.
+        // SAFETY: Both allocations have at least this many bytes, are distinct, and are freed in the order of the
+        // stream.
         let copied = unsafe { memcpy_dtod_async(grown.address, self.address, self.bytes, stream.cu_stream()) };
         copied.map_err(|error| driver_error(what, bytes as u64, error))?;
         Ok(grown)

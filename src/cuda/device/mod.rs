@@ -1,4 +1,5 @@
-//! What every kernel stands on: the driver, memory and the formats of pages in it, and kernels from source to function.
+//! The foundation of every kernel: the driver, memory and the formats of pages in it, and kernels from source to
+//! function.
 
 pub(super) mod driver;
 pub(super) mod indices;

@@ -1,4 +1,4 @@
-//! The formats that have CUDA kernels, and where their tiles lie in a page.
+//! The formats that have CUDA kernels, and the place of their tiles in a page.
 
 use super::program::Program;
 use crate::format::codebook::level_unit;
@@ -8,15 +8,15 @@ use crate::format::{
 };
 use crate::{Error, Result};
 
-/// Fragments are made of so many channels of keys: rows are stored with as many zeros as they lack (head_dim 80).
+/// Fragments consist of this many channels of keys. Rows are padded with zeros to a multiple of it (head_dim 80).
 const FRAGMENT_CHANNELS: usize = 32;
 
-/// One segment format at one head dimension, as the kernels are compiled for it.
+/// One segment format at one head dimension: the unit for which kernels are compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct PageFormat {
-    /// Channels as they are stored.
+    /// Channels as stored, padding included.
     pub(crate) head_dim: usize,
-    /// Those of them that tensors have.
+    /// Channels of the tensors.
     pub(crate) channels: usize,
     pub(crate) key: TensorPages,
     pub(crate) value: TensorPages,
@@ -26,15 +26,15 @@ pub(crate) struct PageFormat {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct TensorPages {
     pub(crate) bits: usize,
-    /// Which elements share a range; none for f16.
+    /// The elements that share a range; `None` for f16.
     pub(crate) grouping: Option<Grouping>,
-    /// Ranges are made about 0.
+    /// Whether ranges are symmetric about 0.
     pub(super) symmetric: bool,
-    /// Bits of the unit of a codebook's levels; 0 where codes have ranges, and where a sketch is all there is.
+    /// Bits of the unit of a codebook's levels; 0 for codes with ranges, and for a sketch alone.
     pub(super) level_unit: u32,
-    /// Bits of the level of a sketch and the seed of its rotations; zeros where there is none.
+    /// Bits of the level of a sketch and the seed of its rotations; zeros without a sketch.
     pub(super) sketch: [u32; 2],
-    /// Norms are divided by those of the levels.
+    /// Whether norms are divided by those of the levels.
     pub(super) renormalized: bool,
     /// How rows are rotated before they are stored.
     pub(crate) rotation: Option<Rotation>,
@@ -42,14 +42,14 @@ pub(crate) struct TensorPages {
 
 impl PageFormat {
     /// # Errors
-    /// [`Error::Unsupported`] names what has no kernel.
+    /// [`Error::Unsupported`] names the part without a kernel.
     pub(crate) fn new(shape: &AttentionShape, format: &SegmentFormat) -> Result<Self> {
         let channels = shape.head_dim();
         let tensor = |format| TensorPages::new(format, channels);
         Ok(Self { key: tensor(&format.key)?, value: tensor(&format.value)?, ..Self::f16(channels) })
     }
 
-    /// The f16 pages that every head dimension has.
+    /// The f16 pages of a head dimension. Every head dimension has them.
     pub(crate) const fn f16(channels: usize) -> Self {
         let head_dim = channels.next_multiple_of(FRAGMENT_CHANNELS);
         Self { head_dim, channels, key: TensorPages::F16, value: TensorPages::F16 }
@@ -72,7 +72,7 @@ impl PageFormat {
         TILE_TOKENS * self.head_dim * self.tensor(which).bits / 8
     }
 
-    /// Where a head's tile of keys or of values begins in its part of a page.
+    /// Offset of a head's tile of keys or of values in its part of a page.
     pub(super) const fn tile_offset(&self, which: KeyOrValue) -> usize {
         match which {
             KeyOrValue::Key => 0,
@@ -80,7 +80,7 @@ impl PageFormat {
         }
     }
 
-    /// Bytes of one head of a page: tiles and the ranges beside them.
+    /// Bytes of one head of a page: the tiles and their ranges.
     pub(crate) const fn head_bytes(&self) -> usize {
         self.tile_bytes(KeyOrValue::Key)
             + self.tile_bytes(KeyOrValue::Value)
@@ -88,18 +88,18 @@ impl PageFormat {
             + self.value.range_bytes(self.head_dim)
     }
 
-    /// Ranges beside a tile of keys or of values.
+    /// Number of tile ranges of keys or of values.
     pub(crate) const fn ranges_per_tile(&self, which: KeyOrValue) -> usize {
         self.tensor(which).range_bytes(self.head_dim) / size_of::<u32>()
     }
 
-    /// What one thread of `quantize` and `dequantize` moves: the units of a tile, words, or three of them at 3 bits.
+    /// Units of a tile that one thread of `quantize` or `dequantize` moves: words, or three of them at 3 bits.
     pub(crate) const fn units_per_tile(&self, which: KeyOrValue) -> usize {
         let words = self.tile_bytes(which) / size_of::<u32>();
         if self.tensor(which).bits == 3 { words / 3 } else { words }
     }
 
-    /// True if ranges of keys or of values change inside rows of a tile.
+    /// Whether ranges of keys or of values change within the rows of a tile.
     pub(crate) const fn is_grouped(&self) -> bool {
         self.key.is_grouped(self.head_dim) || self.value.is_grouped(self.head_dim)
     }
@@ -139,7 +139,7 @@ impl PageFormat {
         ]
     }
 
-    /// The kernels that move rows into pages and back.
+    /// The kernels that move rows into pages and back out.
     pub(crate) fn rows_program(&self) -> Program {
         const FILES: &[&str] = &[
             "centre_keys.cu",
@@ -155,17 +155,17 @@ impl PageFormat {
         Program { files: FILES, defines: self.defines() }
     }
 
-    /// The kernels that make centres, which are the same for all formats.
+    /// The kernels that compute centres. They are the same for all formats.
     pub(crate) fn mean_program(&self) -> Program {
         Program { files: &["key_mean.cu"], defines: Self::f16(self.channels).defines() }
     }
 
-    /// The kernels that store what a step writes.
+    /// The kernels that store the writes of a step.
     pub(crate) fn step_program(&self) -> Program {
         Program { files: &["append.cu", "copy_page.cu", "pack_windows.cu"], defines: self.defines() }
     }
 
-    /// The same where keys are stored less a centre.
+    /// [`Self::step_program`] for centred keys.
     pub(crate) fn centred_step_program(&self) -> Program {
         let mut program = self.step_program();
         program.defines.push(("KEY_CENTRED", 1));
@@ -191,7 +191,7 @@ impl TensorPages {
                 let unit = |bits| {
                     level_unit(bits, channels).map(f32::to_bits).ok_or_else(|| Error::Unsupported {
                         what: format!("format {format} on the CUDA backend"),
-                        hint: "there are codebooks of 1 to 4 bits".into(),
+                        hint: "use a codebook of 1 to 4 bits".into(),
                     })
                 };
                 let sketch = |sketch: Sketch| [sketch_level(channels).to_bits(), sketch.seed];
@@ -217,8 +217,8 @@ impl TensorPages {
         }
     }
 
-    /// True if whole rows become fields before they are packed: fields and norms depend on more than
-    /// ranges and elements.
+    /// Whether whole rows are coded before they are packed: their fields and norms depend on more than ranges and
+    /// elements.
     pub(crate) const fn codes_rows(&self) -> bool {
         self.sketched() || self.renormalized
     }
@@ -228,7 +228,7 @@ impl TensorPages {
         self.sketch[0] != 0
     }
 
-    /// Tokens and channels of the elements that share a range beside a tile; zeros if there are none.
+    /// Tokens and channels of the elements that share a tile range; zeros if there are none.
     const fn group(&self, head_dim: usize) -> [usize; 2] {
         match self.grouping {
             None | Some(Grouping::Channel) => [0, 0],
@@ -245,7 +245,7 @@ impl TensorPages {
         }
     }
 
-    /// True if ranges change inside rows of a tile: those of groups of tokens, and of groups of channels
+    /// Whether ranges change within the rows of a tile: those of groups of tokens do, and those of groups of channels
     /// smaller than a row.
     pub(crate) const fn is_grouped(&self, head_dim: usize) -> bool {
         match self.grouping {
@@ -255,7 +255,7 @@ impl TensorPages {
         }
     }
 
-    /// Groups of channels in a row, 1 where there are none: `KEY_ROW_GROUPS` in `cuda/common/tile.cuh`.
+    /// Groups of channels in a row, or 1 without groups: `KEY_ROW_GROUPS` in `cuda/common/tile.cuh`.
     pub(crate) const fn row_groups(&self, head_dim: usize) -> usize {
         match self.grouping {
             Some(Grouping::TokenChannels(channels)) => head_dim.div_ceil(channels),
@@ -263,7 +263,7 @@ impl TensorPages {
         }
     }
 
-    /// Bytes of the ranges beside a tile that so many tokens need: `RANGE_ROW_BYTES` in `cuda/common/attend_call.cuh`.
+    /// Bytes of the tile ranges of `tokens` tokens: `RANGE_ROW_BYTES` in `cuda/common/attend_call.cuh`.
     pub(crate) const fn step_range_bytes(&self, head_dim: usize, tokens: usize) -> usize {
         let groups = match self.group(head_dim) {
             [0, _] | [_, 0] => 0,
@@ -304,7 +304,7 @@ mod tests {
         }
     }
 
-    /// Rows of 80 channels lie in tiles of 96.
+    /// Rows of 80 channels are stored in tiles of 96.
     #[test]
     fn rows_are_stored_in_whole_fragments() {
         let shape = AttentionShape::new(4, 2, 80).unwrap();

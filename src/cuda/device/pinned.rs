@@ -1,4 +1,4 @@
-//! Uploads that do not hold the host up.
+//! Uploads that do not block the host.
 
 use std::sync::Arc;
 
@@ -9,11 +9,11 @@ use super::driver::driver_error;
 use super::memory::Memory;
 use crate::{Error, Result};
 
-/// Uploads that may be under way at once. The host is a step or two ahead of the device; further than this it waits.
+/// Maximum number of uploads in flight. The host runs a step or two ahead of the device; beyond this limit it waits.
 const UNDER_WAY: usize = 4;
 
-/// Pinned memory of the host from which tables are uploaded again and again: the driver copies from it while the host
-/// goes on, where it would stop for memory that is not pinned.
+/// Pinned host memory for repeated uploads of tables. The driver copies from it while the host goes on. For unpinned
+/// memory the host would have to wait.
 #[derive(Debug)]
 pub(crate) struct Pinned {
     stream: Arc<CudaStream>,
@@ -25,19 +25,19 @@ pub(crate) struct Pinned {
 #[derive(Debug)]
 struct Part {
     host: PinnedHostSlice<u8>,
-    /// Recorded after the copy out of it.
+    /// Recorded after the copy that reads the part.
     copied: CudaEvent,
 }
 
 impl Pinned {
-    /// For uploads of at most so many bytes on a stream.
+    /// Creates memory for uploads of up to `bytes` bytes on a stream.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
     pub(crate) fn new(stream: &Arc<CudaStream>, bytes: usize) -> Result<Self> {
         let failed = |error| driver_error("pinned memory of the host", bytes as u64, error);
         let part = |_| {
-            // SAFETY: only what was written before is copied out of it.
+            // SAFETY: Only bytes that were written before are copied out of it.
             let host = unsafe { stream.context().alloc_pinned::<u8>(bytes.max(1)) }.map_err(failed)?;
             let copied = stream.context().new_event(None).map_err(failed)?;
             Ok(Part { host, copied })
@@ -46,8 +46,7 @@ impl Pinned {
         Ok(Self { stream: stream.clone(), bytes, parts, next: 0 })
     }
 
-    /// Queues a copy of bytes to the start of `memory`. It waits only where as many copies as there are parts
-    /// have not run yet.
+    /// Queues a copy of bytes to the start of `memory`. It waits only if every part still has a copy pending.
     pub(crate) fn upload(&mut self, what: &'static str, bytes: &[u8], memory: &Memory) -> Result<()> {
         let room = self.bytes.min(memory.bytes());
         if bytes.len() > room {
@@ -63,8 +62,8 @@ impl Pinned {
         let host = &mut part.host.as_mut_slice().map_err(failed)?[..bytes.len()];
         host.copy_from_slice(bytes);
         self.stream.context().bind_to_thread().map_err(failed)?;
-        // SAFETY: the bytes were checked to fit the memory, which lives as long as work of its stream may use it; the
-        // host's are written again, or given back, only after the event that follows the copy.
+        // SAFETY: The bytes were checked to fit the memory, which lives as long as work on its stream may use it. The
+        // host's bytes are overwritten or freed only after the event that follows the copy.
         unsafe { memcpy_htod_async(memory.address(), host, self.stream.cu_stream()) }.map_err(failed)?;
         part.copied.record(&self.stream).map_err(failed)
     }
@@ -72,7 +71,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        // Memory that a copy still reads must stay; a device that fails here has failed elsewhere before.
+        // Memory that a copy still reads must stay. A device that fails here has already failed elsewhere.
         self.parts.iter().for_each(|part| part.copied.synchronize().unwrap_or(()));
     }
 }

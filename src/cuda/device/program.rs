@@ -1,4 +1,4 @@
-//! Compiling the sources with NVRTC, and keeping what was compiled.
+//! Compiles the sources with NVRTC, and keeps the binaries.
 
 use std::ffi::{CStr, CString, c_char};
 use std::fs;
@@ -11,21 +11,21 @@ use super::libraries::nvrtc_present;
 use super::sources;
 use crate::{Error, Result};
 
-/// Where compiled kernels are kept between runs.
+/// The place where compiled kernels are kept between runs.
 ///
-/// A file is named after a hash of the source, the options and the architecture, so that a directory may be shared by
-/// versions of kvpack and by machines, and shipped with a program that runs where NVRTC is not installed.
+/// Files are named after a hash of the source, the options and the architecture. Several versions of kvpack and several
+/// machines may therefore share a directory, and a program may ship one to machines without NVRTC.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KernelCache {
-    /// In this directory, which is made when it is needed.
+    /// In this directory, which is created when it is needed.
     Directory(PathBuf),
-    /// Nowhere: kernels are compiled anew by every process.
+    /// Nowhere: every process compiles the kernels again.
     None,
 }
 
 impl KernelCache {
-    /// `kvpack` in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`, or `%LOCALAPPDATA%`), or nowhere if the
-    /// environment names none.
+    /// The directory `kvpack` in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`, or `%LOCALAPPDATA%`), or
+    /// [`KernelCache::None`] if the environment names no such folder.
     pub fn of_user() -> Self {
         let folder = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let home = || folder("HOME").map(|home| home.join(".cache"));
@@ -47,7 +47,7 @@ impl KernelCache {
         self.path(program, architecture).and_then(|path| fs::read(path).ok())
     }
 
-    /// Keeps a binary. A directory that cannot be written only costs the next process its time to compile.
+    /// Keeps a binary. If the directory cannot be written, the next process only has to compile again.
     pub(crate) fn write(&self, program: &Program, architecture: &str, binary: &[u8]) {
         if let Some(path) = self.path(program, architecture) {
             write_atomically(&path, binary).unwrap_or(());
@@ -55,7 +55,7 @@ impl KernelCache {
     }
 }
 
-/// Writes beside the file and renames, so that no other process reads half of it.
+/// Writes to a temporary file in the same folder and renames it, so that no other process reads half a file.
 fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     if let Some(directory) = path.parent() {
         fs::create_dir_all(directory)?;
@@ -73,8 +73,8 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// The architecture to compile for, as NVRTC names it. Instructions of warpgroups are those of one architecture,
-    /// and of none after it.
+    /// The architecture to compile for, in NVRTC's spelling. Warpgroup instructions exist on one architecture only, and
+    /// not on later ones.
     pub(crate) fn architecture(&self, facts: &DeviceFacts) -> String {
         let architecture = facts.architecture();
         if self.defines.contains(&("WARPGROUPS", 1)) { architecture + "a" } else { architecture }
@@ -107,13 +107,13 @@ impl Program {
         let options = self.options(architecture);
         let failed = |what: &str, error: nvrtc::NvrtcError| Error::Gpu { message: format!("NVRTC, {what}: {error:?}") };
         let program = nvrtc::create_program(&source, None).map_err(|error| failed("source", error))?;
-        // SAFETY: `program` was just made, is used by this thread alone and destroyed once, below.
+        // SAFETY: `program` was just created, is used by this thread alone, and is destroyed once, below.
         let compiled = unsafe { nvrtc::compile_program(program, &options) };
         let binary = match compiled {
             Ok(()) => binary_of(program).map_err(|error| failed("binary", error)),
             Err(error) => Err(failed(&log_of(program), error)),
         };
-        // SAFETY: made above and not used after.
+        // SAFETY: Created above and not used after this.
         unsafe { nvrtc::destroy_program(program) }.map_err(|error| failed("release", error))?;
         binary
     }
@@ -121,7 +121,7 @@ impl Program {
 
 fn binary_of(program: sys::nvrtcProgram) -> std::result::Result<Vec<u8>, nvrtc::NvrtcError> {
     let mut bytes = 0;
-    // SAFETY: the program is compiled; the binary is written to a vector of the size that NVRTC asks for.
+    // SAFETY: The program is compiled. The vector for the binary has the size that NVRTC reports.
     unsafe {
         sys::nvrtcGetCUBINSize(program, &mut bytes).result()?;
         let mut binary = vec![0u8; bytes];

@@ -83,10 +83,10 @@ files![
     "uncentre_lse.cu",
 ];
 
-/// One text of several files: each `#include "…"` is replaced by the file it names, once.
+/// Joins several files into one text: each `#include "…"` is replaced once by the file that it names.
 ///
-/// NVRTC could be given the files as headers, but one text is what a cache can be keyed by, and what an error message
-/// counts lines in.
+/// NVRTC could take the files as headers. A single text serves as the key of a cache and gives error messages one line
+/// numbering.
 pub(super) fn assemble(files: &[&'static str]) -> String {
     let mut text = String::new();
     let mut included = Vec::new();
@@ -119,7 +119,7 @@ fn included_name(line: &str) -> Option<&str> {
 mod tests {
     use super::*;
 
-    /// Every file that is named is there, is not empty, and names only files that are there.
+    /// Every file that is named exists, is not empty, and includes only files that exist.
     #[test]
     fn includes_name_files() {
         for name in NAMES {
@@ -136,7 +136,7 @@ mod tests {
         assert!(!text.contains("#include") && !text.contains("#pragma once"));
     }
 
-    /// NVRTC has no headers of its own to offer.
+    /// NVRTC provides no system headers.
     #[test]
     fn no_system_headers() {
         assert!(NAMES.iter().all(|name| !file(name).unwrap().contains("#include <")));

@@ -1,4 +1,4 @@
-//! What a span holds as bytes, and back: page by page as they lie, then span ranges, then the centre of a sequence.
+//! Saves a span as bytes and restores it: its pages as stored, then the span ranges, then the centre of the sequence.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::Result;
 use crate::backend::{SpanBytes, SpanPlace};
 use crate::format::{KeyOrValue, SegmentFormat};
 
-/// A run of bytes of a store.
+/// A contiguous range of bytes of a store.
 struct Place<'a> {
     memory: &'a Arc<Memory>,
     offset: usize,
@@ -18,7 +18,7 @@ struct Place<'a> {
 }
 
 impl Store {
-    /// What a place holds, after the work that the stream holds.
+    /// Reads the bytes of a place, after all work queued on the stream.
     pub(crate) fn read_span(&self, stream: &Arc<CudaStream>, place: SpanPlace<'_>) -> Result<SpanBytes> {
         let mut bytes = Vec::new();
         for Place { memory, offset, bytes: count } in self.places(place)? {
@@ -27,7 +27,7 @@ impl Store {
         Ok(SpanBytes::new(bytes))
     }
 
-    /// Queues that a place holds what another did.
+    /// Queues a write of the bytes of another place to this one.
     pub(crate) fn write_span(
         &mut self,
         stream: &Arc<CudaStream>,
@@ -45,7 +45,7 @@ impl Store {
         Ok(())
     }
 
-    /// Where the pages lie, neighbours together, the ranges of the slot and the centre.
+    /// The byte ranges of the pages, adjacent pages joined, of the ranges of the slot, and of the centre.
     fn places(&self, SpanPlace { pages, range_slot, centre }: SpanPlace<'_>) -> Result<Vec<Place<'_>>> {
         self.check_centre("span", centre)?;
         let mut places: Vec<Place<'_>> = Vec::new();

@@ -10,19 +10,19 @@ use crate::format::{AttentionShape, CodeRange, KeyOrValue, SegmentFormat};
 use crate::plan::{Page, StoreCapacity};
 use crate::{Error, Result};
 
-/// Most bytes of one shard. Shards only bound how much is allocated at once: a step reads all of them alike.
+/// Maximum bytes of one shard. Shards only bound the size of a single allocation: a step reads all shards alike.
 const SHARD_BYTES: u64 = 8 << 30;
 
-/// Most shards of a store that a step reads or writes: `MOST_STEP_SHARDS` of `cuda/common/step_call.cuh`.
+/// Maximum number of shards of a store that a step reads or writes: `MOST_STEP_SHARDS` of `cuda/common/step_call.cuh`.
 pub(crate) const MOST_SHARDS: usize = 16;
 
-/// Pages and ranges of one segment format.
+/// Pages and quantisation ranges of one segment format.
 ///
-/// A page holds the tiles of its KV heads one after the other, each with what belongs to it (see this module); span
-/// ranges are `[slot][kv_head][channel]` of [`CodeRange`], for the channels as they are stored.
+/// A page holds the tiles of its KV heads one after the other, each with its ranges (see this module). Span ranges are
+/// `[slot][kv_head][channel]` of [`CodeRange`], for the channels as stored.
 ///
-/// It belongs to the stream of the backend that made it, and backends of other streams refuse it: pages are given back
-/// in the order of that stream.
+/// A store belongs to the stream of the backend that created it. Backends on other streams refuse it, because its pages
+/// are freed in the order of that stream.
 #[derive(Debug)]
 pub struct Store {
     stream: Arc<CudaStream>,
@@ -33,7 +33,7 @@ pub struct Store {
     range_slots: usize,
     key_ranges: Option<Arc<Memory>>,
     value_ranges: Option<Arc<Memory>>,
-    /// `[slot][kv_head][channel]` of f32, for the channels of tensors.
+    /// `[slot][kv_head][channel]` of f32, for the channels of the tensors.
     centres: Option<Arc<Memory>>,
 }
 
@@ -43,7 +43,7 @@ struct Shard {
     memory: Arc<Memory>,
 }
 
-/// Most pages of one shard.
+/// Maximum number of pages in one shard.
 pub(crate) fn max_shard_pages(shape: &AttentionShape, format: &SegmentFormat) -> u32 {
     (SHARD_BYTES / format.page_bytes(shape) as u64).try_into().unwrap_or(u32::MAX)
 }
@@ -79,7 +79,7 @@ impl Store {
         })
     }
 
-    /// Checks that the store is of this stream.
+    /// Checks that the store belongs to this stream.
     ///
     /// # Errors
     /// [`Error::Plan`].
@@ -131,7 +131,7 @@ impl Store {
         Ok(())
     }
 
-    /// Grows the span ranges to at least `slots` slots. Steps that were bound before read the old ones.
+    /// Grows the span ranges to at least `slots` slots. Steps that were bound before still read the old ones.
     pub(crate) fn reserve_ranges(&mut self, stream: &Arc<CudaStream>, slots: usize) -> Result<()> {
         if !self.format.has_span_ranges() || slots <= self.range_slots {
             return Ok(());
@@ -148,7 +148,7 @@ impl Store {
         Ok(())
     }
 
-    /// Grows the centres to at least `slots` slots. Steps that were bound before read the old ones.
+    /// Grows the centres to at least `slots` slots. Steps that were bound before still read the old ones.
     pub(crate) fn reserve_centres(&mut self, stream: &Arc<CudaStream>, slots: usize) -> Result<()> {
         if !self.format.key.takes_centre() {
             return Err(Error::Format { format: self.format.to_string(), reason: self.format.why_no_centre() });
@@ -164,7 +164,7 @@ impl Store {
         Ok(())
     }
 
-    /// Slots of centres; 0 where keys are stored as they are.
+    /// Slots of centres; 0 where keys are not centred.
     pub fn centre_slots(&self) -> usize {
         self.centres.as_ref().map_or(0, |centres| centres.bytes() / SegmentFormat::centre_bytes(&self.shape))
     }
@@ -174,7 +174,7 @@ impl Store {
         self.centres.as_ref()
     }
 
-    /// Address of a centre that was checked to exist, or of the first; 0 where there is none.
+    /// Address of a centre that was checked to exist, or of the first one; 0 without centres.
     pub(crate) fn centre_address(&self, slot: usize) -> u64 {
         let bytes = slot * SegmentFormat::centre_bytes(&self.shape);
         self.centres.as_ref().map_or(0, |centres| centres.address() + bytes as u64)
@@ -196,7 +196,7 @@ impl Store {
         self.shape.kv_heads() * self.pages.head_dim
     }
 
-    /// Address of a slot's ranges, 0 where the format has none.
+    /// Address of a slot's ranges; 0 if the format has none.
     pub(crate) fn slot_address(&self, which: KeyOrValue, slot: usize) -> u64 {
         self.ranges(which)
             .map_or(0, |ranges| ranges.address() + (slot * self.slot_ranges() * size_of::<CodeRange>()) as u64)
@@ -214,7 +214,7 @@ impl Store {
         }
     }
 
-    /// Everything that a step reads of the store.
+    /// All memory of the store that a step reads.
     pub(crate) fn memory(&self) -> Vec<Arc<Memory>> {
         let shards = self.shards.iter().map(|shard| shard.memory.clone());
         shards.chain(self.key_ranges.clone()).chain(self.value_ranges.clone()).chain(self.centres.clone()).collect()
@@ -255,11 +255,11 @@ impl Store {
     /// Addresses of the first `shards` shards, for kernels.
     ///
     /// # Errors
-    /// [`Error::Limit`] when they are more than kernels take.
+    /// [`Error::Limit`] when there are more shards than kernels take.
     pub(crate) fn shard_addresses(&self, shards: usize) -> Result<[u64; MOST_SHARDS]> {
         if shards > MOST_SHARDS {
             let (needed, allowed) = (shards as u64, MOST_SHARDS as u64);
-            let hint = "reserve what the store may need at once, which takes fewer shards";
+            let hint = "reserve all pages in one call; that takes fewer shards";
             return Err(Error::Limit { what: "the shards of a store".into(), needed, allowed, hint });
         }
         let mut addresses = [0; MOST_SHARDS];
@@ -268,7 +268,7 @@ impl Store {
         Ok(addresses)
     }
 
-    /// Pages of a shard, 0 if there is no such shard.
+    /// Pages of a shard, or 0 if there is no such shard.
     pub fn shard_pages(&self, shard: u32) -> u32 {
         self.shards.get(shard as usize).map_or(0, |shard| shard.pages)
     }
@@ -278,8 +278,8 @@ impl Store {
         self.range_slots
     }
 
-    /// The store in a [layout of steps](crate::plan::WriteLayout), for steps that put so many tokens into it at most,
-    /// and copy so many of its pages.
+    /// The store's entry in a [layout of steps](crate::plan::WriteLayout), for steps that put up to `tokens` tokens
+    /// into the store and copy up to `copies` of its pages.
     pub fn step_capacity(&self, tokens: usize, copies: usize) -> StoreCapacity {
         let shard_pages = self.shards.iter().map(|shard| shard.pages).collect();
         StoreCapacity {
@@ -302,8 +302,8 @@ impl Store {
         Ok(())
     }
 
-    /// The words of a tile, in [`TileOrder::MmaFragment`](crate::format::TileOrder::MmaFragment), after the work that
-    /// the stream holds.
+    /// The words of a tile, in [`TileOrder::MmaFragment`](crate::format::TileOrder::MmaFragment). Reads them after all
+    /// work queued on the stream.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such page or head, [`Error::DeviceLost`].

@@ -9,10 +9,10 @@ use super::memory::{Memory, bytes_of};
 use crate::plan::{ElementType, Elements};
 use crate::{Error, Result};
 
-/// A dense array of f32, f16 or bf16 elements on the device: kvpack's own, or memory of an engine's. Cheap to clone.
+/// A dense array of f32, f16 or bf16 elements on the device: kvpack's own, or an engine's memory. Cheap to clone.
 ///
-/// A tensor that kvpack allocated belongs to the stream it was made on, and backends of other streams refuse it: it is
-/// given back in the order of that stream.
+/// A tensor that kvpack allocated belongs to the stream it was created on. Backends on other streams refuse it, because
+/// it is freed in the order of that stream.
 #[derive(Clone, Debug)]
 pub struct Tensor {
     memory: Arc<Memory>,
@@ -26,14 +26,14 @@ impl Tensor {
     /// A tensor of zeros.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; [`Error::Limit`] for more elements than any memory has.
+    /// [`Error::OutOfMemory`]; [`Error::Limit`] for more elements than memory can hold.
     pub fn zeroed(stream: &Arc<CudaStream>, elements: usize, element_type: ElementType) -> Result<Self> {
         let memory = Memory::zeroed(stream, "a tensor", bytes_of("a tensor", elements, element_type.bytes())?)?;
         Ok(Self { memory, offset: 0, elements, element_type })
     }
 
-    /// The `elements` elements from `address` on: memory of an engine's, which the tensor and its clones keep alive by
-    /// holding `owner`, as do the steps that they are bound to.
+    /// The `elements` elements at `address`, in an engine's memory. The tensor, its clones and the steps that they are
+    /// bound to hold `owner`, which keeps the memory alive.
     ///
     /// ```no_run
     /// use std::sync::Arc;
@@ -50,14 +50,14 @@ impl Tensor {
     /// ```
     ///
     /// # Safety
-    /// From `address` on there are so many elements in memory of the device of every backend that is handed the tensor,
-    /// and they stay there as long as `owner` lives. When the last holder lets go of `owner`, the memory is not put to
-    /// another use before the work that the backends' streams then hold is done (memory that is freed in the order of
-    /// the same stream is not). What other streams do with the memory is ordered by the caller, before or after the
-    /// work of the backends; while one of them writes the tensor, as an output, nothing else uses it.
+    /// The memory at `address` holds `elements` elements on the device of every backend that receives the tensor, and
+    /// they stay there as long as `owner` lives. After the last holder drops `owner`, the memory is not reused before
+    /// all work then queued on the streams of these backends is done. (Memory freed in the order of one of these
+    /// streams satisfies this for that stream.) The caller orders accesses of other streams before or after the work of
+    /// the backends. While a backend writes the tensor as an output, nothing else uses it.
     ///
     /// # Errors
-    /// [`Error::Buffer`] when the address is no multiple of the size of an element, or the elements pass the end of the
+    /// [`Error::Buffer`] when the address is not a multiple of the element size, or the elements pass the end of the
     /// address space.
     pub unsafe fn from_address(
         owner: Arc<dyn Any + Send + Sync>,
@@ -77,7 +77,7 @@ impl Tensor {
         Ok(Self { memory: Memory::of_engine(owner, address, bytes), offset: 0, elements, element_type })
     }
 
-    /// `elements` of the elements, from `first` on, as a tensor of the same memory.
+    /// A tensor of the same memory that has `elements` of the elements, starting at `first`.
     ///
     /// # Errors
     /// [`Error::Buffer`] when they do not lie within the tensor.
@@ -99,11 +99,11 @@ impl Tensor {
         Ok(Self { memory, offset: 0, elements: elements.len(), element_type: elements.element_type() })
     }
 
-    /// Queues that the first elements become these, of the tensor's type.
+    /// Queues overwriting the first elements with these, which must have the tensor's type.
     ///
     /// # Errors
-    /// [`Error::Buffer`] when they are of another type, or more than the tensor has; [`Error::Plan`] when kvpack made
-    /// the tensor on another stream; what the driver says of the copy.
+    /// [`Error::Buffer`] when they have another type, or exceed the tensor; [`Error::Plan`] when kvpack created the
+    /// tensor on another stream; errors of the driver.
     pub fn write(&self, stream: &Arc<CudaStream>, elements: Elements<'_>) -> Result<()> {
         let (given, held) = ((elements.element_type(), elements.len()), (self.element_type, self.elements));
         if given.0 != held.0 || given.1 > held.1 {
@@ -113,7 +113,7 @@ impl Tensor {
         self.memory.write(stream, "a tensor", self.offset, elements.bytes())
     }
 
-    /// Copies the elements to the host as f32, after the work that the stream holds.
+    /// Copies the elements to the host as f32, after all work queued on the stream.
     ///
     /// # Errors
     /// [`Error::DeviceLost`].
@@ -137,17 +137,17 @@ impl Tensor {
         self.element_type
     }
 
-    /// Where an element lies on the device.
+    /// Address of an element on the device.
     pub(crate) fn address_of(&self, element: usize) -> u64 {
         self.address() + (element * self.element_type.bytes()) as u64
     }
 
-    /// The type as kernels know it.
+    /// The element type's number in the kernels.
     pub(crate) const fn type_code(&self) -> u32 {
         type_code(self.element_type)
     }
 
-    /// Where the first element lies on the device.
+    /// Address of the first element on the device.
     pub fn address(&self) -> u64 {
         self.memory.address() + self.offset as u64
     }
@@ -157,7 +157,7 @@ impl Tensor {
     }
 }
 
-/// Types by the numbers of `cuda/common/elements.cuh`.
+/// Element types by their numbers in `cuda/common/elements.cuh`.
 pub(crate) const fn type_code(element_type: ElementType) -> u32 {
     match element_type {
         ElementType::F32 => 0,
@@ -172,7 +172,7 @@ mod tests {
 
     #[test]
     fn memory_of_an_engine_must_hold_whole_elements() {
-        // SAFETY: nothing uses the memory, and that is all these tensors are for.
+        // SAFETY: Nothing accesses the memory of these tensors.
         let tensor = |address, elements, of| unsafe { Tensor::from_address(Arc::new(()), address, elements, of) };
         let refused =
             |address, elements, of| assert!(matches!(tensor(address, elements, of), Err(Error::Buffer { .. })));

@@ -17,20 +17,20 @@ use crate::policy::{HeadAggregation, QueryPositions, RowStatsSource, StatsReques
 /// Threads of a block of `sum_partials`.
 const SUM_THREADS: u32 = 128;
 
-/// Bytes of what parts of the keys measured, at most: where there are many query rows, a part has more tiles.
+/// Maximum size of the partial results of all parts of the keys in bytes. With many query rows, a part has more tiles.
 const PARTIAL_BYTES: usize = 64 << 20;
 
 const SUM_PROGRAM: &[&str] = &["select/sum_partials.cu"];
 
-/// Bytes of shared memory of a block, at most: the query rows of a group of four heads with 50 rows each fit.
+/// Maximum shared memory of a block in bytes. The query rows of a group of four heads with 50 rows each fit into it.
 const SHARED_BYTES: usize = 100 << 10;
 
-/// Attention statistics of query rows against all keys of a context: decided, but for the memory.
+/// Attention statistics of query rows against all keys of a context. The plan decides everything except the memory.
 ///
-/// A warp owns tiles of 32 keys of a KV head (16 where they take more registers), which stay in registers as MMA
-/// operands while the query rows of the head's group pass by; scores and weights never reach memory, values are not
-/// read, and everything is summed in a fixed order. Elements of 16 bits are multiplied as they are, by warpgroups on
-/// compute capability 9.0; f32 ones as two halves each.
+/// A warp owns tiles of 32 keys of a KV head (16 where they take more registers). They stay in registers as MMA
+/// operands while the query rows of the head's group stream through. Scores and weights never reach memory, values are
+/// not read, and everything is summed in a fixed order. 16-bit elements are multiplied directly, by warpgroups on
+/// compute capability 9.0. An f32 element is multiplied as two halves.
 #[derive(Clone, Debug)]
 pub struct AttentionStatsPlan {
     shape: AttentionShape,
@@ -41,18 +41,18 @@ pub struct AttentionStatsPlan {
     log_threshold: Option<f32>,
 }
 
-/// Statistics bound to their tensors: what [`AttentionStats::launches`] measures lies in the other fields.
+/// Statistics bound to their tensors. [`AttentionStats::launches`] writes the results to the other fields.
 #[derive(Clone, Debug)]
 pub struct AttentionStats {
-    /// To launch.
+    /// The launches to run.
     pub launches: Launches,
-    /// The largest score of each row, `[query_heads, rows]`; `None` where the log-sum-exp was known.
+    /// The largest score of each row, `[query_heads, rows]`; `None` if the log-sum-exp was given.
     pub row_max: Option<Tensor>,
-    /// The natural log-sum-exp of each row, `[query_heads, rows]`: measured, or the caller's.
+    /// The natural log-sum-exp of each row, `[query_heads, rows]`: measured, or the caller's tensor.
     pub row_lse: Tensor,
-    /// `[query_heads, tokens]` or `[kv_heads, tokens]`, as the aggregation says.
+    /// `[query_heads, tokens]` or `[kv_heads, tokens]`, depending on the aggregation.
     pub column_sums: Tensor,
-    /// `[query_heads, rows]`: keys at or above the threshold; `None` where none was asked for.
+    /// `[query_heads, rows]`: the number of keys at or above the threshold; `None` if no count was requested.
     pub counts: Option<Words>,
 }
 
@@ -98,14 +98,14 @@ struct SumCall {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Cut {
     tile: KeyTile,
-    /// Tiles of a part of the keys, and such parts.
+    /// Tiles per part of the keys, and number of parts.
     part_tiles: usize,
     parts: usize,
-    /// Eights of query rows that are in shared memory at once.
+    /// Groups of eight query rows that are in shared memory at once.
     staged: usize,
 }
 
-/// What is measured.
+/// The statistics that a pass measures.
 #[derive(Clone, Copy)]
 enum Pass {
     Rows,
@@ -113,7 +113,8 @@ enum Pass {
 }
 
 impl Pass {
-    /// How warps that multiply together are cut: measured, 54.9 and 68.9 µs of rows, 46.3 and 43.5 of columns.
+    /// The shape of warpgroups. Measured: rows take 54.9 µs with `Wide` and 68.9 µs with `Many`; columns take 46.3 and
+    /// 43.5 µs.
     const fn groups(self) -> GroupWarps {
         match self {
             Self::Rows => GroupWarps::Wide,
@@ -121,8 +122,8 @@ impl Pass {
         }
     }
 
-    /// Bytes of shared memory of eight query rows beside the rows themselves: positions, log-sum-exps and thresholds,
-    /// and what each warp has measured or counted of them.
+    /// Bytes of shared memory that eight query rows take in addition to the rows themselves: positions, log-sum-exps,
+    /// thresholds, and each warp's measurements or counts of them.
     const fn bytes(self, tile: &KeyTile) -> usize {
         8 * match self {
             Self::Rows => 4 + 8 * tile.warps(),
@@ -132,13 +133,13 @@ impl Pass {
 }
 
 impl AttentionStatsPlan {
-    /// Plans statistics of query rows, `[rows, query_heads, head_dim]`, against keys, `[tokens, kv_heads, head_dim]`;
-    /// `layouts` are theirs, in this order.
+    /// Plans statistics of query rows, `[rows, query_heads, head_dim]`, against keys, `[tokens, kv_heads, head_dim]`.
+    /// `layouts` are their layouts, in this order.
     ///
     /// # Errors
-    /// [`Error::Selection`] when layouts and positions are of other numbers of rows or keys; [`Error::Budget`] when the
-    /// threshold is not in 0 ..= 1; [`Error::Plan`] when counts are asked for and only the log-sum-exp is known;
-    /// [`Error::Limit`] when a 32-bit index does not count the column sums.
+    /// [`Error::Selection`] when layouts and positions disagree on the number of rows or keys; [`Error::Budget`] when
+    /// the threshold is not in 0 ..= 1; [`Error::Plan`] when counts are requested and only the log-sum-exp is known;
+    /// [`Error::Limit`] when there are more column sums than a 32-bit index can count.
     ///
     /// [`Error::Selection`]: crate::Error::Selection
     /// [`Error::Budget`]: crate::Error::Budget
@@ -157,12 +158,12 @@ impl AttentionStatsPlan {
         Ok(Self { shape: *shape, rows, queries, keys, request, log_threshold })
     }
 
-    /// Binds the tensors to read, and makes those to write. `known_lse`, `[query_heads, rows]`, is given where the plan
-    /// says so.
+    /// Binds the tensors to read, and creates those to write. `known_lse`, `[query_heads, rows]`, is given if the plan
+    /// expects it.
     ///
     /// # Errors
-    /// [`Error::Elements`] when a tensor is too short; [`Error::Plan`] when the log-sum-exp is given or missing against
-    /// the plan; [`Error::OutOfMemory`] or what else the driver reports.
+    /// [`Error::Elements`] when a tensor is too short; [`Error::Plan`] when the log-sum-exp is given or missing
+    /// contrary to the plan; [`Error::OutOfMemory`] or another error of the driver.
     ///
     /// [`Error::Elements`]: crate::Error::Elements
     /// [`Error::Plan`]: crate::Error::Plan
@@ -266,8 +267,8 @@ impl AttentionStatsPlan {
         let (at_once, eights) = (tile.at_once(), self.shape.group() * self.rows.len().div_ceil(8));
         let most = SHARED_BYTES.min(facts.shared_bytes) / (tile.eight_bytes() + pass.bytes(&tile));
         let staged = eights.next_multiple_of(at_once).min(most / at_once * at_once).max(at_once);
-        // As many blocks as run at once; more where query rows pass by in chunks, since early keys are seen
-        // by more of them.
+        // One block for each that can run at once. If query rows stream through in chunks there are more, since more of
+        // them see the early keys.
         let tiles = self.rows.tokens().div_ceil(tile.warp_rows());
         let blocks = if eights <= staged { facts.multiprocessors / kv_heads } else { tiles.div_ceil(tile.warps()) };
         let most = PARTIAL_BYTES / (8 * head_rows);
@@ -319,7 +320,7 @@ mod tests {
     use super::*;
     use crate::policy::ColumnRequest;
 
-    /// The structs of both sides have the same size: `stats_call.cuh` and `sum_partials.cu` have no padding either.
+    /// The structs have the same size on both sides: `stats_call.cuh` and `sum_partials.cu` have no padding either.
     #[test]
     fn calls_have_no_padding() {
         assert_eq!(size_of::<StatsCall>(), 12 * 8 + 8 * 4);

@@ -12,8 +12,8 @@ use crate::{Error, Result};
 /// Threads of a block, a warp for each chunk.
 const THREADS: u32 = 256;
 
-/// Cosine similarities of chunk embeddings with a query's, for engines whose embeddings are on the device: decided, but
-/// for the memory. One launch.
+/// Cosine similarities between a query's embedding and chunk embeddings, for engines whose embeddings are on the
+/// device. One launch. The plan decides everything except the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkSimilarityPlan {
     width: usize,
@@ -37,28 +37,28 @@ impl ChunkSimilarityPlan {
     /// Plans the comparison of `chunks` embeddings of `width` elements.
     ///
     /// # Errors
-    /// [`Error::Chunks`] when there are none, or of no elements; [`Error::Limit`] when a 32-bit index does not count
-    /// their elements.
+    /// [`Error::Chunks`] when there are no chunks or their width is 0; [`Error::Limit`] when there are more elements
+    /// than a 32-bit index can count.
     pub fn new(width: usize, chunks: usize) -> Result<Self> {
         let elements = width.saturating_mul(chunks);
         check_index("the elements of all embeddings", elements)?;
         check_widths(width, elements)?;
         if chunks == 0 {
-            return Err(Error::Chunks { reason: "there are none to compare".into() });
+            return Err(Error::Chunks { reason: "there are no embeddings to compare".into() });
         }
         Ok(Self { width, chunks })
     }
 
-    /// Binds the embeddings of the query, `[width]`, and of the chunks, `[chunks, width]`, and the f32 similarities to
+    /// Binds the embedding of the query, `[width]`, those of the chunks, `[chunks, width]`, and the f32 similarities to
     /// write, `[chunks]`.
     ///
     /// # Errors
-    /// [`Error::Chunks`] when the embeddings are of other widths; [`Error::Elements`] or [`Error::Buffer`] when the
-    /// output does not suit; what the driver reports.
+    /// [`Error::Chunks`] when the embeddings have another width; [`Error::Elements`] or [`Error::Buffer`] when the
+    /// output does not fit the plan; errors of the driver.
     pub fn bind(&self, backend: &Cuda, query: &Tensor, chunks: &Tensor, similarities: &Tensor) -> Result<Launches> {
         if query.elements() != self.width || chunks.elements() != self.width * self.chunks {
             let reason = format!(
-                "embeddings of {} and {} elements; {} chunks of width {} are planned",
+                "embeddings of {} and {} elements; the plan is for {} chunks of width {}",
                 query.elements(),
                 chunks.elements(),
                 self.chunks,

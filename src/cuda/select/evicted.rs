@@ -11,7 +11,7 @@ use crate::plan::IndexShape;
 /// Threads of a block.
 const THREADS: u32 = 256;
 
-/// The tokens of every KV head that are not among its kept ones: decided, but for the memory. One launch.
+/// Lists the tokens of every KV head that are not kept. One launch. The plan decides everything except the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EvictedPlan {
     kept: IndexShape,
@@ -29,7 +29,7 @@ struct EvictedCall {
 }
 
 impl EvictedPlan {
-    /// Plans for kept tokens below [`IndexShape::below`].
+    /// Plans the complement of kept tokens among those below [`IndexShape::below`].
     ///
     /// # Errors
     /// [`Error::NoTokens`](crate::Error::NoTokens) when nothing is evicted.
@@ -42,10 +42,10 @@ impl EvictedPlan {
         self.evicted
     }
 
-    /// Binds the kept tokens to read, `[kv_heads, kept]`, ascending for each head, and the others to write.
+    /// Binds the kept tokens to read, `[kv_heads, kept]`, ascending in each head, and the evicted tokens to write.
     ///
     /// # Errors
-    /// [`Error::Elements`](crate::Error::Elements) when the indices are of other shapes; what the driver reports.
+    /// [`Error::Elements`](crate::Error::Elements) when the indices have other shapes; errors of the driver.
     pub fn bind(&self, backend: &Cuda, kept: &Indices, evicted: &Indices) -> Result<Launches> {
         let heads = self.kept.kv_heads();
         check_indices("positions of kept tokens", kept, heads, self.kept.count())?;

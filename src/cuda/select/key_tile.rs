@@ -1,33 +1,33 @@
-//! Rows that stay in registers while others pass by: what `select/key_tile.cuh` is compiled with, and what
-//! follows from it.
+//! Rows that stay in registers while others stream through: the settings that `select/key_tile.cuh` is compiled with,
+//! and the sizes that follow from them.
 
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::tensor::Tensor;
 use crate::plan::{ElementType, RowLayout};
 
-/// Rows that a warp holds as MMA operands, and rows that pass by.
+/// Resident rows, which a warp holds as MMA operands, and passing rows, which stream through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct KeyTile {
     head_dim: usize,
     passing: ElementType,
-    /// Four warps multiply together, by instructions of compute capability 9.0.
+    /// Whether four warps multiply together, with instructions of compute capability 9.0.
     warpgroups: bool,
     warps: usize,
     /// Tiles of 16 resident rows of a warp.
     m_tiles: usize,
 }
 
-/// How many resident rows a warp has where warps multiply together.
+/// Resident rows of a warp in a warpgroup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum GroupWarps {
-    /// 16, and so many warps: what each does with its products needs few registers, and waits.
+    /// 16 rows and more warps: each warp's work on its products needs few registers and mostly waits.
     Many,
-    /// 32, and fewer warps: products of one passing row are brought together over the rows.
+    /// 32 rows and fewer warps: the products of one passing row are combined over the rows.
     Wide,
 }
 
 impl KeyTile {
-    /// What suits the device, the head and the elements of resident and passing rows.
+    /// The best tile for the device, the head dimension and the element types of resident and passing rows.
     pub(super) fn new(
         facts: &DeviceFacts,
         head_dim: usize,
@@ -35,7 +35,7 @@ impl KeyTile {
         groups: GroupWarps,
     ) -> Self {
         let halves = resident != ElementType::F32 && passing != ElementType::F32;
-        // Registers of wider heads leave too few warps.
+        // Wider heads need so many registers that too few warps remain.
         if facts.has_warpgroups() && halves && head_dim <= 128 {
             let (warps, m_tiles) = match groups {
                 GroupWarps::Many => (16, 1),
@@ -77,7 +77,7 @@ impl KeyTile {
         if self.warpgroups { 4 } else { 1 }
     }
 
-    /// Eights of passing rows that are multiplied at once, `AT_ONCE`.
+    /// Groups of eight passing rows that are multiplied at once, `AT_ONCE`.
     pub(super) const fn at_once(&self) -> usize {
         if self.warpgroups { 7 } else { 2 }
     }
@@ -87,7 +87,7 @@ impl KeyTile {
         512 * self.pairs() * halves_of(self.passing)
     }
 
-    /// The macros, for the tensors of the passing and of the resident rows.
+    /// The macros, given the tensors of the passing and of the resident rows.
     pub(super) fn defines(&self, [passing, resident]: [(&Tensor, &RowLayout); 2]) -> Vec<(&'static str, usize)> {
         vec![
             ("HEAD_DIM", self.head_dim),
@@ -107,7 +107,7 @@ impl KeyTile {
     }
 }
 
-/// Halves that an element is multiplied as.
+/// Number of halves that an element is multiplied as.
 const fn halves_of(element_type: ElementType) -> usize {
     match element_type {
         ElementType::F32 => 2,
@@ -115,7 +115,7 @@ const fn halves_of(element_type: ElementType) -> usize {
     }
 }
 
-/// Whether every row of a tensor begins at a multiple of 16 bytes: the tensor may be a part of another, or lie anywhere
+/// Whether every row of a tensor begins at a multiple of 16 bytes. A tensor may be part of another, or begin anywhere
 /// in an engine's memory.
 pub(super) fn aligned(tensor: &Tensor, rows: &RowLayout) -> bool {
     let bytes = tensor.element_type().bytes();

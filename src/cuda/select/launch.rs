@@ -11,21 +11,22 @@ use crate::cuda::device::memory::{Memory, same_stream};
 use crate::cuda::device::program::Program;
 use crate::{Error, Result};
 
-/// Words of the largest arguments, `StatsCall`.
+/// Words of the largest argument struct, `StatsCall`.
 const CALL_WORDS: usize = 16;
 
-/// The bytes of a kernel's one argument, a struct of at most so many words.
+/// The bytes of a kernel's only argument, a struct of up to `CALL_WORDS` words.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 struct CallBytes([u64; CALL_WORDS]);
 
-// SAFETY: plain integers; a kernel copies as many bytes as its own struct has, which `Launch::new` checked to be there.
+// SAFETY: Plain integers. A kernel copies the size of its own struct, and `Launch::new` checked that there are that
+// many bytes.
 unsafe impl DeviceRepr for CallBytes {}
 
 /// One launch: a kernel, its arguments and its grid.
 #[derive(Clone, Debug)]
 pub(super) struct Launch {
-    /// The stream of the backend that it was bound by, and of its memory.
+    /// The stream of the backend that bound the launch, and of its memory.
     stream: Arc<CudaStream>,
     name: &'static str,
     function: CudaFunction,
@@ -33,7 +34,7 @@ pub(super) struct Launch {
     grid: (u32, u32, u32),
     block: u32,
     shared: u32,
-    /// What the arguments point at.
+    /// The memory that the arguments point at.
     _memory: Vec<Arc<Memory>>,
 }
 
@@ -47,13 +48,13 @@ pub(super) struct Kernel<'a> {
     pub(super) name: &'static str,
     pub(super) grid: [usize; 2],
     pub(super) block: u32,
-    /// Bytes of shared memory beside what the kernel itself declares.
+    /// Bytes of shared memory in addition to what the kernel itself declares.
     pub(super) shared: usize,
 }
 
 impl Launch {
-    /// Compiles the kernel, if that was not done before, and keeps its arguments and the memory that they point at,
-    /// which has to be of the backend's stream.
+    /// Compiles the kernel unless it is compiled already, and keeps its arguments and the memory that they point at.
+    /// The memory must belong to the backend's stream.
     pub(super) fn new<C: bytemuck::Pod>(
         backend: &Cuda,
         kernel: Kernel<'_>,
@@ -93,7 +94,7 @@ impl Launch {
         if same_stream(&self.stream, stream) {
             return Ok(());
         }
-        let reason = "it was bound by a backend on another stream; launch it there, or bind it by that of this stream";
+        let reason = "a backend on another stream bound it; launch it there, or bind it with a backend on this stream";
         Err(Error::Plan { what: self.name, reason: reason.into() })
     }
 
@@ -101,8 +102,8 @@ impl Launch {
         let config = LaunchConfig { grid_dim: self.grid, block_dim: (self.block, 1, 1), shared_mem_bytes: self.shared };
         let mut launch = self.stream.launch_builder(&self.function);
         launch.arg(&self.call);
-        // SAFETY: the arguments are the bytes of the kernel's own struct; what they point at was checked when they were
-        // made and is kept by this launch.
+        // SAFETY: The arguments are the bytes of the kernel's own struct. The memory that they point at was checked
+        // when they were created, and this launch keeps it alive.
         unsafe { launch.launch(config) }.map(drop).map_err(|error| driver_error(self.name, 0, error))
     }
 }
@@ -112,12 +113,11 @@ impl Launches {
         Self(launches)
     }
 
-    /// Launches all of them on the stream of the backend that they were bound by. It neither waits nor allocates nor
-    /// copies, so that a CUDA graph can capture it. The memory must live until the stream has passed: keep this until
-    /// then.
+    /// Launches all kernels on the stream of the backend that bound them. Does not wait, allocate or copy, so that a
+    /// CUDA graph can capture the call. The memory must live until the stream has finished: keep this value until then.
     ///
     /// # Errors
-    /// [`Error::Plan`] on another stream; what the driver reports.
+    /// [`Error::Plan`] on another stream; errors of the driver.
     pub fn launch(&self, stream: &Arc<CudaStream>) -> Result<()> {
         self.0.iter().try_for_each(|launch| launch.check_stream(stream))?;
         self.0.iter().try_for_each(Launch::launch)

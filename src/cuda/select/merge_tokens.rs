@@ -14,30 +14,30 @@ use crate::plan::{ElementType, RowLayout};
 use crate::policy::Merging;
 use crate::{Error, Result};
 
-/// Kept tokens of a block of `merge_tokens`, a warp for each: `WARPS` in its source.
+/// Kept tokens of a block of `merge_tokens`, one per warp: `WARPS` in its source.
 const MERGE_WARPS: usize = 8;
 
 /// Kept tokens of a block of `merge_members`, `MEMBER_TILE` in its source.
 const MEMBER_TILE: usize = 256;
 
-/// Threads of such a block, 32 of each of its `MEMBER_WARPS`.
+/// Threads of such a block: 32 for each of its `MEMBER_WARPS`.
 const MEMBER_THREADS: u32 = 1024;
 
 /// Bytes of a `MergeMember`: a token and a similarity.
 const MEMBER_BYTES: usize = 8;
 
-/// Threads of a block of `kept_norms`, a warp for each row.
+/// Threads of a block of `kept_norms`, one warp per row.
 const NORM_THREADS: u32 = 256;
 
 const NEAREST_PROGRAM: &[&str] = &["select/nearest_kept.cu"];
 
 const MEMBERS_PROGRAM: &[&str] = &["select/merge_members.cu"];
 
-/// Evicted tokens merged into their nearest kept ones: decided, but for the memory.
+/// Merges evicted tokens into their nearest kept ones. The plan decides everything except the memory.
 ///
-/// [`MergePlan::bind`] finds the nearest kept key of every evicted token, lists for every kept token what enters it,
-/// and merges keys and values by these lists: five launches. In which order sums are made depends on the lists alone,
-/// so that two runs give the same bits.
+/// [`MergePlan::bind`] makes five launches: they find the nearest kept key of every evicted token, list the tokens that
+/// merge into each kept token, and merge keys and values by these lists. The order of the sums depends on the lists
+/// alone, so two runs give the same bits.
 #[derive(Clone, Debug)]
 pub struct MergePlan {
     shape: AttentionShape,
@@ -50,9 +50,9 @@ pub struct MergePlan {
 /// A merge bound to its tensors.
 #[derive(Clone, Debug)]
 pub struct BoundMerge {
-    /// To launch.
+    /// The launches to run.
     pub launches: Launches,
-    /// `[kv_heads, evicted]`: index, among the kept tokens of the head, of the one whose key is nearest.
+    /// `[kv_heads, evicted]`: index of the nearest key among the kept tokens of the head.
     pub nearest: Words,
     /// `[kv_heads, evicted]`: cosine similarity of the keys.
     pub similarities: Tensor,
@@ -84,26 +84,23 @@ struct MergeCall {
 }
 
 impl MergePlan {
-    /// Plans the merge of `evicted` tokens of every KV head into `kept` ones. Which ones they are is read on the
-    /// device: an index beyond the tokens is taken for the last of them.
+    /// Plans the merge of `evicted` tokens of every KV head into `kept` tokens. The device reads which tokens they are.
+    /// An index beyond the tokens is clamped to the last token.
     ///
     /// # Errors
     /// [`Error::NoTokens`] when none are kept or evicted.
     pub fn new(shape: &AttentionShape, rows: RowLayout, [kept, evicted]: [usize; 2], merging: Merging) -> Result<Self> {
         if kept == 0 || evicted == 0 || rows.tokens == 0 {
-            return Err(Error::NoTokens {
-                what: "merge_tokens",
-                hint: "without kept or evicted tokens nothing merges",
-            });
+            return Err(Error::NoTokens { what: "merge_tokens", hint: "pass at least one kept and one evicted token" });
         }
         Ok(Self { shape: *shape, rows, kept, evicted, merging })
     }
 
-    /// Binds keys and values, of the same layout, and the positions of the kept, `[kv_heads, kept]`, and of the evicted
-    /// tokens, `[kv_heads, evicted]`; makes the results.
+    /// Binds keys and values of one layout, and the positions of the kept tokens, `[kv_heads, kept]`, and of the
+    /// evicted tokens, `[kv_heads, evicted]`. Creates the results.
     ///
     /// # Errors
-    /// [`Error::Elements`] when a tensor does not suit; [`Error::OutOfMemory`] or what else the driver reports.
+    /// [`Error::Elements`] when a tensor does not fit the plan; [`Error::OutOfMemory`] or another error of the driver.
     pub fn bind(
         &self,
         backend: &Cuda,

@@ -1,4 +1,4 @@
-//! The kernels that measure attention and carry decisions out.
+//! Kernels that measure attention and carry out decisions about tokens.
 
 mod attention_stats;
 mod chunk_similarity;
@@ -26,20 +26,20 @@ use super::device::tensor::Tensor;
 use crate::plan::{ElementType, TokenIndices};
 use crate::{Error, Result};
 
-/// Checks that `output` holds `expected` elements of a type.
+/// Checks that `output` holds `expected` elements of the type `element_type`.
 fn check_output(what: &'static str, output: &Tensor, expected: usize, element_type: ElementType) -> Result<()> {
     if output.elements() != expected {
         let (given, shape) = (output.elements(), "the result".into());
         return Err(Error::Elements { what, given, expected, shape });
     }
     if output.element_type() != element_type {
-        let reason = format!("it holds {:?}, {element_type:?} is written", output.element_type());
+        let reason = format!("it holds {:?}, but the kernel writes {element_type:?}", output.element_type());
         return Err(Error::Buffer { what, reason });
     }
     Ok(())
 }
 
-/// Checks that `indices` are `count` for each KV head.
+/// Checks that there are `count` indices for each KV head.
 fn check_indices(what: &'static str, indices: &Indices, kv_heads: usize, count: usize) -> Result<()> {
     let given = indices.shape();
     if (given.kv_heads(), given.count()) == (kv_heads, count) {
@@ -49,7 +49,7 @@ fn check_indices(what: &'static str, indices: &Indices, kv_heads: usize, count: 
     Err(Error::Elements { what, given: given.indices(), expected: kv_heads * count, shape })
 }
 
-/// Checks that a 32-bit index counts `needed` of `what`.
+/// Checks that a 32-bit index can count `needed` of `what`.
 fn check_index(what: &str, needed: usize) -> Result<()> {
     let (needed, allowed) = (needed as u64, u64::from(u32::MAX));
     if needed <= allowed {

@@ -14,12 +14,12 @@ use crate::{Error, Result};
 /// Threads of a block.
 const THREADS: u32 = 256;
 
-/// The kept tokens of every KV head, copied in the order in which they are named: decided, but for the
-/// memory. One launch.
+/// Copies the kept tokens of every KV head, in the order of their indices. One launch. The plan decides everything
+/// except the memory.
 #[derive(Clone, Debug)]
 pub struct GatherPlan(Moves);
 
-/// Tokens copied chunk by chunk in another order: decided, but for the memory. One launch.
+/// Copies tokens chunk by chunk in another order. One launch. The plan decides everything except the memory.
 #[derive(Clone, Debug)]
 pub struct ReorderChunksPlan {
     moves: Moves,
@@ -27,12 +27,12 @@ pub struct ReorderChunksPlan {
     chunk_tokens: usize,
 }
 
-/// What both have in common.
+/// The common part of both plans.
 #[derive(Clone, Debug)]
 struct Moves {
     shape: AttentionShape,
     rows: RowLayout,
-    /// Rows of the result, of each head.
+    /// Rows of the result per head.
     count: usize,
 }
 
@@ -54,8 +54,8 @@ struct MoveCall {
 }
 
 impl GatherPlan {
-    /// Plans copies of `count` rows of every KV head. Which ones is read on the device: an index beyond the tokens is
-    /// taken for the last of them.
+    /// Plans copies of `count` rows of every KV head. The device reads which rows they are. An index beyond the tokens
+    /// is clamped to the last token.
     ///
     /// # Errors
     /// [`Error::NoTokens`] when there are no rows to read or to keep.
@@ -68,11 +68,11 @@ impl GatherPlan {
         self.0.elements()
     }
 
-    /// Binds the rows to read, the indices `[kv_heads, count]` of those to keep, and the tensor to write, of the same
-    /// element type.
+    /// Binds the rows to read, the indices `[kv_heads, count]` of the rows to keep, and the tensor to write. Both
+    /// tensors have the same element type.
     ///
     /// # Errors
-    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor does not suit; what the driver reports.
+    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor does not fit the plan; errors of the driver.
     pub fn bind(&self, backend: &Cuda, rows: &Tensor, kept: &Indices, gathered: &Tensor) -> Result<Launches> {
         check_indices("indices of kept tokens", kept, self.0.shape.kv_heads(), self.0.count)?;
         self.0.bind(backend, "gather", rows, kept, gathered, [1, 0])
@@ -80,10 +80,11 @@ impl GatherPlan {
 }
 
 impl ReorderChunksPlan {
-    /// Plans copies of all rows, chunk i of the result being chunk `order[i]`; tokens after the last whole chunk stay.
+    /// Plans copies of all rows. Chunk i of the result is chunk `order[i]`; tokens after the last whole chunk stay in
+    /// place.
     ///
     /// # Errors
-    /// [`Error::Chunks`] when the order does not name every whole chunk once, or chunks of that size are not served;
+    /// [`Error::Chunks`] when the order does not name every whole chunk once, or chunks of this size are not supported;
     /// [`Error::NoTokens`] when there are no rows.
     pub fn new(shape: &AttentionShape, rows: RowLayout, chunk_tokens: usize, order: &[u32]) -> Result<Self> {
         check_order(rows.tokens, chunk_tokens, order)?;
@@ -96,12 +97,12 @@ impl ReorderChunksPlan {
         self.moves.elements()
     }
 
-    /// Binds the rows to read and the tensor to write, of the same element type.
+    /// Binds the rows to read and the tensor to write. Both have the same element type.
     ///
     /// # Errors
     /// As [`GatherPlan::bind`].
     pub fn bind(&self, backend: &Cuda, rows: &Tensor, reordered: &Tensor) -> Result<Launches> {
-        // Indices are at least one.
+        // There must be at least one index.
         let order = if self.order.is_empty() { &[0][..] } else { &self.order };
         let indices = Indices::upload(backend.stream(), order, 1, order.len() as u32)?;
         let chunks = [self.chunk_tokens as u32, self.order.len() as u32];
@@ -112,7 +113,7 @@ impl ReorderChunksPlan {
 impl Moves {
     fn new(what: &'static str, shape: &AttentionShape, rows: RowLayout, count: usize) -> Result<Self> {
         if rows.tokens == 0 || count == 0 {
-            return Err(Error::NoTokens { what, hint: "nothing to copy needs no kernel" });
+            return Err(Error::NoTokens { what, hint: "pass at least one row" });
         }
         Ok(Self { shape: *shape, rows, count })
     }

@@ -14,10 +14,10 @@ use crate::{Error, Result};
 /// Threads of a block, `THREADS` in its source.
 const THREADS: u32 = 256;
 
-/// Tokens of a block, `TILE` there.
+/// Tokens of a block, `TILE` in its source.
 const TILE: usize = 8 * THREADS as usize;
 
-/// Scores of tokens, of their column sums: decided, but for the memory. One launch.
+/// Scores tokens by their column sums. One launch. The plan decides everything except the memory.
 #[derive(Clone, Debug)]
 pub struct TokenScoresPlan {
     kv_heads: usize,
@@ -45,18 +45,18 @@ impl TokenScoresPlan {
     /// Plans the scores of every token of `kv_heads` heads.
     ///
     /// # Errors
-    /// Those of [`ScoreRequest::check`].
+    /// As [`ScoreRequest::check`].
     pub fn new(kv_heads: usize, request: &ScoreRequest<'_>) -> Result<Self> {
         request.check(kv_heads.saturating_mul(request.tokens()), kv_heads)?;
         Ok(Self { kv_heads, tables: request.tables() })
     }
 
-    /// Binds the f32 column sums to read and the f32 scores to write, both `[kv_heads, tokens]`, and for every head a
-    /// word of 0, which becomes the number of tokens from the first on whose sum is NaN.
+    /// Binds the f32 column sums to read and the f32 scores to write, both `[kv_heads, tokens]`, and a zeroed word for
+    /// every head. The kernel sets the word to the number of tokens from the first NaN sum to the end.
     ///
     /// # Errors
-    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor or the words do not suit; [`Error::Plan`] when one is of
-    /// another stream; what the driver reports.
+    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor or the words do not fit the plan; [`Error::Plan`] when
+    /// one belongs to another stream; errors of the driver.
     pub fn bind(&self, backend: &Cuda, sums: &Tensor, scores: &Tensor, not_numbers: &Words) -> Result<Launches> {
         let tables = &self.tables;
         let elements = self.kv_heads * tables.tokens;

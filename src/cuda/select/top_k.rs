@@ -12,10 +12,10 @@ use crate::{Error, Result};
 /// Threads of a block, `TOP_THREADS` in its source.
 const THREADS: u32 = 1024;
 
-/// Bytes of shared memory that its source declares itself, and some that a block costs.
+/// Bytes of shared memory that its source declares itself, and a reserve for what every block costs.
 const OWN_SHARED_BYTES: usize = 10 << 10;
 
-/// The best scores of every KV head: decided, but for the memory. One launch.
+/// Selects the best scores of every KV head. One launch. The plan decides everything except the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TopKPlan {
     /// Scores of each head.
@@ -37,21 +37,21 @@ struct TopKCall {
 }
 
 impl TopKPlan {
-    /// Plans the choice of the `k` largest of `n` scores for each of `kv_heads` heads. Ties go to the lower index, −0
-    /// equals +0, and a score that is NaN ranks below −∞.
+    /// Plans the selection of the `k` largest of `n` scores for each of `kv_heads` heads. Ties go to the lower index,
+    /// −0 equals +0, and NaN ranks below −∞.
     ///
     /// # Errors
-    /// [`Error::TopK`] when `k` is larger than `n`; [`Error::NoTokens`] when nothing is to be chosen or there are no
-    /// heads; [`Error::Limit`] when there are more heads than a layer has, or a 32-bit index does not count the scores.
+    /// [`Error::TopK`] when `k` is larger than `n`; [`Error::NoTokens`] when `k` or the number of heads is 0;
+    /// [`Error::Limit`] when there are more heads than a layer has, or more scores than a 32-bit index can count.
     pub fn new(kv_heads: usize, n: usize, k: usize) -> Result<Self> {
         if k > n {
             return Err(Error::TopK { k, n });
         }
         if k == 0 || kv_heads == 0 {
-            return Err(Error::NoTokens { what: "top_k", hint: "the 0 best need no kernel" });
+            return Err(Error::NoTokens { what: "top_k", hint: "choose at least one score" });
         }
         check_index("the scores of all heads", kv_heads.saturating_mul(n))?;
-        // 32 bits count the scores of all heads, and so those of one.
+        // If 32 bits count the scores of all heads, they count those of one.
         Ok(Self { n, chosen: IndexShape::new(kv_heads, k, n as u32)? })
     }
 
@@ -64,7 +64,7 @@ impl TopKPlan {
     /// ascending for each head.
     ///
     /// # Errors
-    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor does not suit; what the driver reports.
+    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor does not fit the plan; errors of the driver.
     pub fn bind(&self, backend: &Cuda, scores: &Tensor, chosen: &Indices) -> Result<Launches> {
         check_output("scores", scores, self.chosen.kv_heads() * self.n, ElementType::F32)?;
         check_indices("chosen indices", chosen, self.chosen.kv_heads(), self.chosen.count())?;

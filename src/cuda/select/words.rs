@@ -7,7 +7,7 @@ use cudarc::driver::CudaStream;
 use crate::Result;
 use crate::cuda::device::memory::{Memory, bytes_of};
 
-/// A dense array of `u32` on the device that kernels write: counts, places among kept tokens.
+/// A dense array of `u32` on the device that kernels write, such as counts or places among kept tokens.
 #[derive(Clone, Debug)]
 pub struct Words {
     memory: Arc<Memory>,
@@ -18,13 +18,13 @@ impl Words {
     /// An array of zeros.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory); [`Error::Limit`](crate::Error::Limit) for more words than any
-    /// memory has.
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory); [`Error::Limit`](crate::Error::Limit) for more words than
+    /// memory can hold.
     pub fn zeroed(stream: &Arc<CudaStream>, what: &'static str, len: usize) -> Result<Self> {
         Ok(Self { memory: Memory::zeroed(stream, what, bytes_of(what, len, size_of::<u32>())?)?, len })
     }
 
-    /// Copies the words to the host, after the work that the stream holds.
+    /// Copies the words to the host, after all work queued on the stream.
     ///
     /// # Errors
     /// [`Error::DeviceLost`](crate::Error::DeviceLost).

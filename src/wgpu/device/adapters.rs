@@ -1,15 +1,15 @@
-//! Choosing an adapter and opening a device, for those who bring none of their own.
+//! Chooses an adapter and opens a device, for callers that have no wgpu device of their own.
 //!
-//! The environment variables of wgpu are honoured: `WGPU_BACKEND`, `WGPU_ADAPTER_NAME`, and those of
-//! [`wgpu::InstanceFlags::with_env`] such as `WGPU_VALIDATION`.
+//! The wgpu environment variables apply: `WGPU_BACKEND`, `WGPU_ADAPTER_NAME`, and those of
+//! [`wgpu::InstanceFlags::with_env`], such as `WGPU_VALIDATION`.
 
 use super::Requirements;
 use crate::{Error, Result};
 
-/// All adapters that `WGPU_BACKEND` admits, best first: hardware before software, native interfaces before OpenGL.
+/// All adapters that `WGPU_BACKEND` admits, best first: hardware before software, native APIs before OpenGL.
 ///
 /// # Errors
-/// [`Error::Adapter`] when `WGPU_BACKEND` names no interface, or the program was built without any.
+/// [`Error::Adapter`] when `WGPU_BACKEND` names no graphics API, or the program was built without any.
 pub async fn adapters() -> Result<Vec<wgpu::Adapter>> {
     let built_in = wgpu::Instance::enabled_backend_features();
     let admitted = wgpu::Backends::from_env().unwrap_or(wgpu::Backends::all());
@@ -27,11 +27,11 @@ pub async fn adapters() -> Result<Vec<wgpu::Adapter>> {
     Ok(adapters)
 }
 
-/// The adapter to use: the best one whose name contains `name`, or where none is given the value of
-/// `WGPU_ADAPTER_NAME`, or else the best one there is. Case does not matter.
+/// Chooses the best adapter whose name contains `name`. Without a `name`, `WGPU_ADAPTER_NAME` is used; if that is unset
+/// too, the best adapter is returned. Case does not matter.
 ///
 /// # Errors
-/// [`Error::Adapter`] when there is no such adapter; the message lists those there are.
+/// [`Error::Adapter`] when no adapter matches; the message lists the adapters found.
 pub async fn choose_adapter(name: Option<&str>) -> Result<wgpu::Adapter> {
     let from_environment = std::env::var("WGPU_ADAPTER_NAME").ok();
     let wanted = name.or(from_environment.as_deref()).unwrap_or("").trim().to_lowercase();
@@ -41,16 +41,16 @@ pub async fn choose_adapter(name: Option<&str>) -> Result<wgpu::Adapter> {
         return Ok(fitting.swap_remove(0));
     }
     let reason = match others.is_empty() {
-        true => "there is none at all; install a driver for Vulkan, Metal or DX12, or use the CPU backend".into(),
+        true => "no adapter was found; install a driver for Vulkan, Metal or DX12, or use the CPU backend".into(),
         false => {
             let names: Vec<String> = others.iter().map(|adapter| format!("'{}'", adapter.get_info().name)).collect();
-            format!("no adapter's name contains '{wanted}'; there are {}", names.join(", "))
+            format!("no adapter name contains '{wanted}'; the adapters are {}", names.join(", "))
         }
     };
     Err(Error::Adapter { reason })
 }
 
-/// Opens a device of `adapter` with these features and limits.
+/// Opens a device on `adapter` with the features and limits of `requirements`.
 ///
 /// # Errors
 /// [`Error::Adapter`] when the adapter cannot meet them.
@@ -63,7 +63,7 @@ pub async fn open_device(adapter: &wgpu::Adapter, requirements: Requirements) ->
         ..Default::default()
     };
     let opened = adapter.request_device(&descriptor).await;
-    opened.map_err(|error| Error::Adapter { reason: format!("'{}' opens no device: {error}", adapter.get_info().name) })
+    opened.map_err(|error| Error::Adapter { reason: format!("could not open '{}': {error}", adapter.get_info().name) })
 }
 
 /// Lower is better.

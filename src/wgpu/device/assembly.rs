@@ -1,10 +1,10 @@
-//! Kernels assembled from the files in `shaders/`: imports, and slots with their choices and default bodies.
+//! Assembles kernels from the files in `shaders/`: imports, slots with their choices, and default bodies.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::sources;
 
-/// A stretch of an assembled kernel that comes from one file.
+/// A piece of an assembled kernel that comes from one file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Part {
     /// Path below `shaders/`.
@@ -15,7 +15,7 @@ pub(super) struct Part {
 /// The parts of a kernel in order, with the files of `choices` in its slots.
 ///
 /// # Errors
-/// Names a kernel, file or slot that does not exist.
+/// A message that names the kernel, file or slot that does not exist.
 pub(super) fn assemble(kernel: &str, choices: &BTreeMap<&'static str, &'static str>) -> Result<Vec<Part>, String> {
     let file = sources::kernel_file(kernel).ok_or_else(|| format!("no kernel {kernel}"))?;
     let mut assembly =
@@ -35,7 +35,7 @@ struct Assembly<'a> {
 }
 
 impl Assembly<'_> {
-    /// Takes a file, once, and the default bodies of the slot in whose folder it lies.
+    /// Adds a file, unless it was added before, and the default bodies of the slot in whose folder it lies.
     fn import(&mut self, file: &'static str) -> Result<(), String> {
         if !self.seen.insert(file) {
             return Ok(());
@@ -80,13 +80,13 @@ fn is_slot_file(file: &str) -> bool {
     file.ends_with("/slot.wgsl")
 }
 
-/// `slot.wgsl` beside a file, if the folder is that of a slot.
+/// The `slot.wgsl` next to a file, if its folder is the folder of a slot.
 fn slot_file(file: &str) -> Option<&'static str> {
     let (folder, _) = file.rsplit_once('/')?;
     sources::path(&format!("{folder}/slot.wgsl"))
 }
 
-/// Leaves those functions of slots that no choice has and something calls.
+/// Keeps a default body only if no choice defines the function and some code calls it.
 fn with_defaults(parts: Vec<Part>) -> Vec<Part> {
     let (slots, others): (Vec<&Part>, Vec<&Part>) = parts.iter().partition(|part| is_slot_file(part.file));
     let mut code: Vec<String> = others.iter().map(|part| code_of(&part.text)).collect();
@@ -115,7 +115,7 @@ fn with_defaults(parts: Vec<Part>) -> Vec<Part> {
     found
 }
 
-/// The functions of a file that stand alone in it, with the comments above them: name and text.
+/// The top-level functions of a file, with the comments above them: name and text.
 fn functions(text: &str) -> Vec<(&str, &str)> {
     let mut found = Vec::new();
     let mut comment: Option<usize> = None;
@@ -143,7 +143,7 @@ fn functions(text: &str) -> Vec<(&str, &str)> {
     found
 }
 
-/// Without comments.
+/// The text without comments.
 fn code_of(text: &str) -> String {
     text.lines().map(|line| line.split("//").next().unwrap_or("")).collect::<Vec<_>>().join("\n")
 }

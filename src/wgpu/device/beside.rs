@@ -1,40 +1,42 @@
-//! Two kernels in one dispatch, so that neither waits for the other: between two dispatches that write what was written
-//! before, wgpu puts a barrier, and a launch that waits costs microseconds.
+//! Runs two kernels in one dispatch, so that neither waits for the other. wgpu puts a barrier between two dispatches
+//! when the second writes what the first wrote, and a launch that waits costs microseconds.
 //!
-//! The text of the second kernel follows that of the first, with `other_` before every name that it declares and eight
-//! added to its bindings. Workgroups at z = 0 do the work of the first kernel, those at z = 1 that of the second.
+//! The text of the second kernel follows the text of the first. Every name that it declares gets the prefix `other_`,
+//! and eight is added to its bindings. Workgroups at z = 0 do the work of the first kernel; those at z = 1 do the work
+//! of the second.
 
 use std::collections::BTreeSet;
 
-/// The entry point of both.
+/// The combined entry point.
 pub(super) const ENTRY: &str = "side_by_side";
 
-/// Stands before the names of the second kernel.
+/// Prefix of the names of the second kernel.
 const OTHER: &str = "other_";
 
-/// Above the bindings of the first kernel.
+/// Greater than every binding of the first kernel.
 const FIRST_BINDING: u32 = 8;
 
-/// The name of a buffer of the second kernel, which is bound once for both where `shared` says so.
+/// The name of a buffer of the second kernel. The `shared` buffer keeps its name, because both kernels bind it once.
 pub(super) fn other_name(name: &str, shared: &str) -> String {
     if name == shared { name.to_owned() } else { format!("{OTHER}{name}") }
 }
 
-/// Two kernels, a text and an entry point each, as one. The buffer `shared` is the same for both, and read alone.
+/// Combines two kernels, each given as its text and its entry point. Both read the buffer `shared`, and neither writes
+/// it.
 ///
 /// # Errors
-/// Says what keeps them apart: arguments that differ, a directive that the first has not, a binding that is taken.
+/// The reason why they cannot be combined: different arguments, a directive that the first lacks, or a binding in use.
 pub(super) fn beside(first: [&str; 2], second: [&str; 2], shared: &str) -> Result<String, String> {
     let [first, second] = [Called::new(first)?, Called::new(second)?];
     if (&first.attribute, &first.arguments) != (&second.attribute, &second.arguments) {
-        return Err("the two kernels take other arguments".into());
+        return Err("the two kernels take different arguments".into());
     }
     let other = below(&second.text, &first.text, shared)?;
     let entry = first.entry_of_both(&format!("{OTHER}{}", second.entry))?;
     Ok(format!("{}\n{other}\n{entry}", first.text))
 }
 
-/// The text of the second kernel, without what the first has for both.
+/// The text of the second kernel, without the declarations that the first already has.
 fn below(text: &str, first: &str, shared: &str) -> Result<String, String> {
     let names: BTreeSet<&str> = text.lines().filter_map(declared_name).collect();
     let mut other = String::new();
@@ -52,7 +54,7 @@ fn below(text: &str, first: &str, shared: &str) -> Result<String, String> {
     Ok(other)
 }
 
-/// A kernel whose entry point has become a function.
+/// A kernel whose entry point was turned into a function.
 struct Called<'a> {
     text: String,
     entry: &'a str,
@@ -86,7 +88,7 @@ impl<'a> Called<'a> {
         Ok(Self { text, entry, attribute, arguments })
     }
 
-    /// The entry point that calls this kernel or the other, whose arguments are the same.
+    /// The entry point that calls this kernel or the other one, which takes the same arguments.
     fn entry_of_both(&self, other: &str) -> Result<String, String> {
         let Self { entry, attribute, arguments, .. } = self;
         let workgroup = arguments.iter().find(|argument| argument.builtin == "@builtin(workgroup_id)");
@@ -103,7 +105,7 @@ impl<'a> Called<'a> {
 }
 
 impl<'a> Argument<'a> {
-    /// Of a line such as `    @builtin(workgroup_id) group: vec3<u32>,`.
+    /// Parses a line such as `    @builtin(workgroup_id) group: vec3<u32>,`.
     fn new(line: &'a str) -> Option<Self> {
         let (builtin, rest) = line.trim().trim_end_matches(',').split_once(' ')?;
         let (name, ty) = rest.split_once(": ")?;
@@ -111,7 +113,7 @@ impl<'a> Argument<'a> {
     }
 }
 
-/// The name that a line declares outside functions.
+/// The name that a line outside functions declares.
 fn declared_name(line: &str) -> Option<&str> {
     let rest = match line.starts_with("@group(0)") || line.starts_with("var<") {
         true => line.split_once('>')?.1.trim_start(),
@@ -124,7 +126,7 @@ fn is_of_name(c: char) -> bool {
     c.is_ascii_alphanumeric() || c == '_'
 }
 
-/// A line of the second kernel with its binding above those of the first.
+/// A line of the second kernel with its binding moved above those of the first.
 fn rebound(line: &str) -> Result<String, String> {
     let Some(rest) = line.strip_prefix("@group(0) @binding(") else { return Ok(line.to_owned()) };
     let binding = rest.split_once(')').and_then(|(index, rest)| Some((index.parse::<u32>().ok()?, rest)));
@@ -136,8 +138,8 @@ fn rebound(line: &str) -> Result<String, String> {
     }
 }
 
-/// A line with every declared name as the second kernel has it, but for the one that is shared, and for comments. Names
-/// are changed wherever they stand, members and arguments of the same name too, so that all of them still agree.
+/// A line with the prefix on every declared name, except the shared one and names in comments. Names are changed
+/// wherever they stand, including members and arguments of the same name, so that all uses still agree.
 fn renamed(line: &str, names: &BTreeSet<&str>, shared: &str) -> String {
     let (code, comment) = line.split_at(line.find("//").unwrap_or(line.len()));
     let mut out = String::with_capacity(line.len() * 2);

@@ -6,7 +6,7 @@ use super::capabilities::MOST_BINDING_BYTES;
 use super::guard::{self, Request};
 use crate::{Error, Result};
 
-/// Usages of arrays that kernels read or write and the host copies.
+/// Usages of arrays that kernels read or write and that the host copies.
 pub(crate) const ARRAY_USAGES: wgpu::BufferUsages =
     wgpu::BufferUsages::STORAGE.union(wgpu::BufferUsages::COPY_SRC).union(wgpu::BufferUsages::COPY_DST);
 
@@ -38,7 +38,7 @@ pub(crate) fn create_now(
     Ok(buffer)
 }
 
-/// Creates a buffer that holds `bytes`, a multiple of 4 of them and at least 4.
+/// Creates a buffer that holds `bytes`. The length must be a multiple of 4, and at least 4.
 pub(crate) fn create_filled(
     device: &wgpu::Device,
     what: &'static str,
@@ -57,7 +57,7 @@ pub(crate) fn create_filled(
     filled.ok_or_else(guard::lost)
 }
 
-/// A run of bytes of a buffer; where it begins and how long it is are multiples of 4.
+/// A range of bytes of a buffer. Its start and its length are multiples of 4.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Place<'a> {
     pub buffer: &'a wgpu::Buffer,
@@ -65,7 +65,7 @@ pub(crate) struct Place<'a> {
     pub bytes: u64,
 }
 
-/// Copies `size` bytes from `offset` on, both multiples of 4, to the host once all submitted work is done.
+/// Copies `size` bytes, starting at `offset`, to the host once all submitted work is done. Both must be multiples of 4.
 pub(crate) async fn read(
     device: &wgpu::Device,
     queue: &wgpu::Queue,
@@ -76,7 +76,7 @@ pub(crate) async fn read(
     read_all(device, queue, &[Place { buffer, offset, bytes: size }]).await
 }
 
-/// The same of several places, one after the other.
+/// [`read`] for several places. Their bytes are concatenated.
 pub(crate) async fn read_all(device: &wgpu::Device, queue: &wgpu::Queue, places: &[Place<'_>]) -> Result<Vec<u8>> {
     let size: u64 = places.iter().map(|place| place.bytes).sum();
     if size == 0 {
@@ -94,13 +94,13 @@ pub(crate) async fn read_all(device: &wgpu::Device, queue: &wgpu::Queue, places:
     let (sender, receiver) = oneshot::channel();
     guard::captured_now(device, Request::call("mapping of a download"), || {
         staging.map_async(wgpu::MapMode::Read, .., move |mapped| {
-            // The receiver is gone only if its future was dropped, and then nobody wants the answer.
+            // The receiver is gone only if its future was dropped. Then nobody needs the result.
             let _ = sender.send(mapped);
         });
     })?;
     guard::wait(device, submission)?;
-    // The callback has run, or is about to run on another thread that polled at the same time; one that is dropped
-    // cancels the channel.
+    // Either the callback has run, or another thread that polled at the same time is about to run it. A dropped
+    // callback cancels the channel.
     let mapped = receiver.await;
     guard::settled(device).await?;
     if !matches!(mapped, Ok(Ok(()))) {
@@ -113,10 +113,10 @@ pub(crate) async fn read_all(device: &wgpu::Device, queue: &wgpu::Queue, places:
     Ok(bytes)
 }
 
-/// Waits until everything that was submitted so far, `submission` last, is done.
+/// Waits until all work submitted so far is done, `submission` included.
 ///
 /// # Errors
-/// [`Error::DeviceLost`], and what calls left that could not wait.
+/// [`Error::DeviceLost`], and the errors of earlier calls that could not wait.
 pub(crate) async fn finished(
     device: &wgpu::Device,
     queue: &wgpu::Queue,
@@ -125,7 +125,7 @@ pub(crate) async fn finished(
     if !guard::in_browser(device) {
         return guard::wait(device, submission);
     }
-    // The queue's own promise is kept on a lost device too; a download is refused there.
+    // The queue's own promise also resolves on a lost device. A download fails there.
     let word = create(device, "word behind a submission", 4, wgpu::BufferUsages::COPY_SRC).await?;
     read(device, queue, &word, 0, 4).await.map(drop)
 }

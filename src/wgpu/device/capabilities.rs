@@ -1,4 +1,4 @@
-//! What a device can do, what to ask of an adapter, and the paths that kernels can take.
+//! What a device can do, what to request from an adapter, and the paths that kernels can take.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,35 +7,35 @@ use crate::{Error, Result};
 
 /// Storage buffers that a kernel may bind.
 const FLOOR_STORAGE_BUFFERS: u32 = 8;
-/// Storage buffers of `attend` where it merges states.
+/// Storage buffers of `attend` when it merges states itself.
 pub(crate) const MERGING_STORAGE_BUFFERS: u32 = 10;
-/// Storage buffers that the kernel with the most binds: `append` of centred keys beside `append` of values.
+/// Most storage buffers that any kernel binds: `append` of centred keys next to `append` of values.
 const MOST_STORAGE_BUFFERS: u32 = 12;
-/// Bytes of workgroup memory that a kernel may use on the floor.
+/// Bytes of workgroup memory that a kernel may use on the floor path.
 const FLOOR_WORKGROUP_MEMORY: u32 = 16 << 10;
-/// Invocations of a workgroup on the floor.
+/// Invocations of a workgroup on the floor path.
 const FLOOR_INVOCATIONS: u32 = 256;
-/// Most bytes of a binding. Metal is told the sizes behind `arrayLength` in 32 bits, and kernels clamp by that.
+/// Largest binding in bytes. Metal receives the sizes behind `arrayLength` as 32 bits, and kernels clamp by them.
 pub(super) const MOST_BINDING_BYTES: u64 = (1 << 32) - 256;
 /// Invocations of a subgroup that multiplies cooperative matrices.
 const MATRIX_SUBGROUP: u32 = 32;
 
-/// A restriction of the kernels to part of what a device can do, so that tests and comparisons can force it.
+/// Restricts the kernels to part of what a device can do, so that tests and comparisons can force a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Path {
-    /// The floor of WebGPU: neither 16-bit floats nor subgroups, 16 KiB of workgroup memory, 256 invocations, 8 storage
-    /// buffers, states merged by a launch of its own.
+    /// The floor of WebGPU: no 16-bit floats, no subgroups, 16 KiB of workgroup memory, 256 invocations and 8 storage
+    /// buffers. A separate launch merges the states.
     Floor,
-    /// No subgroups; everything else where the device has it.
+    /// No subgroups. Every other feature is used where the device has it.
     F16,
-    /// No cooperative matrices; subgroups and 16-bit floats, each where the device has it.
+    /// No cooperative matrices. Subgroups and 16-bit floats are used where the device has them.
     Subgroups,
-    /// Everything: cooperative matrices too, which wgpu calls experimental.
+    /// All features, including cooperative matrices, which wgpu calls experimental.
     Matrices,
 }
 
 impl Path {
-    /// All paths, least first.
+    /// All paths, in ascending order of the features that they use.
     pub const ALL: [Self; 4] = [Self::Floor, Self::F16, Self::Subgroups, Self::Matrices];
 }
 
@@ -61,7 +61,7 @@ impl FromStr for Path {
     }
 }
 
-/// Sizes that subgroups of a device can have, in invocations. A driver may choose a size per pipeline.
+/// Range of the subgroup sizes of a device, in invocations. A driver may choose a size per pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SubgroupSizes {
     /// Smallest.
@@ -84,15 +84,16 @@ pub enum Timestamps {
 /// Limits of a device that kernels are planned for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct KernelLimits {
-    /// Largest storage binding, and buffer behind it, in bytes; below 4 GiB, since shaders are told sizes in 32 bits.
+    /// Largest storage binding, and the buffer behind it, in bytes. Below 4 GiB, since shaders receive sizes as 32
+    /// bits.
     pub binding_bytes: u64,
     /// Alignment of the offset of a storage binding, in bytes.
     pub binding_alignment: u64,
-    /// Storage buffers of one kernel.
+    /// Storage buffers per kernel.
     pub storage_buffers: u32,
     /// Workgroup memory in bytes.
     pub workgroup_memory: u32,
-    /// Invocations of a workgroup.
+    /// Invocations per workgroup.
     pub invocations: u32,
     /// Workgroups in each dimension of a dispatch.
     pub workgroups: u32,
@@ -114,18 +115,18 @@ impl KernelLimits {
 
 /// What kernels may use on a device.
 ///
-/// 16-bit floats and subgroups are independent: there are devices with either alone.
+/// 16-bit floats and subgroups are independent: some devices have only one of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Capabilities {
     /// Whether shaders may use 16-bit floats.
     pub f16: bool,
     /// Subgroup operations, if there are any.
     pub subgroups: Option<SubgroupSizes>,
-    /// Whether a workgroup may read what others of its launch have written, once an atomic counter says so: through
-    /// Vulkan with wgpu's `MEMORY_DECORATION_COHERENT`. WGSL has no barrier beyond the workgroup; the storage barriers
-    /// that naga writes as SPIR-V order coherent memory for the whole device.
+    /// Whether a workgroup may read what other workgroups of its launch have written, once an atomic counter says that
+    /// they are done. This takes Vulkan and wgpu's `MEMORY_DECORATION_COHERENT`. WGSL has no barrier beyond the
+    /// workgroup, but the storage barriers that naga writes as SPIR-V order coherent memory for the whole device.
     pub coherent: bool,
-    /// Whether kernels may multiply cooperative matrices, 16 × 16 × 16 in f16 with f32 sums, by subgroups of 32: see
+    /// Whether kernels may multiply cooperative matrices: 16 × 16 × 16 in f16 with f32 sums, by subgroups of 32. See
     /// [`Wgpu::with_matrices`](crate::wgpu::Wgpu::with_matrices).
     pub matrices: bool,
     /// Where timestamps can be taken.
@@ -135,11 +136,11 @@ pub struct Capabilities {
 }
 
 impl Capabilities {
-    /// The capabilities of a device as it was created: features and limits that were not asked for do not count.
+    /// The capabilities of a device as it was created. Features and limits that were not requested do not count.
     ///
     /// # Errors
     /// [`Error::Limit`] when the device is below the floor that every kernel needs: 8 storage buffers, 16 KiB of
-    /// workgroup memory, workgroups of 256.
+    /// workgroup memory and workgroups of 256.
     pub fn from_device(device: &wgpu::Device) -> Result<Self> {
         let capabilities = Self::new(&device.adapter_info(), device.features(), &device.limits());
         capabilities.limits.check_floor()?;
@@ -172,15 +173,15 @@ impl Capabilities {
         }
     }
 
-    /// With cooperative matrices, if `device` was created with them, is of `adapter`, and that offers those
-    /// that kernels use.
+    /// Adds cooperative matrices if `device` was created with them on `adapter`, and `adapter` offers the kind that
+    /// kernels use.
     pub fn with_matrices(self, device: &wgpu::Device, adapter: &wgpu::Adapter) -> Self {
         let enabled = device.features().contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX)
             && device.adapter_info() == adapter.get_info();
         Self { matrices: enabled && self.f16 && self.subgroups.is_some() && offers_matrices(adapter), ..self }
     }
 
-    /// Only what `path` allows of them.
+    /// These capabilities, restricted to what `path` allows.
     pub fn restricted_to(self, path: Path) -> Self {
         let floor = KernelLimits {
             workgroup_memory: self.limits.workgroup_memory.min(FLOOR_WORKGROUP_MEMORY),
@@ -198,7 +199,7 @@ impl Capabilities {
         }
     }
 
-    /// The least path that allows all of them.
+    /// The lowest path that allows all of these capabilities.
     pub fn path(&self) -> Path {
         match (self.f16, self.subgroups) {
             (_, Some(_)) if self.matrices => Path::Matrices,
@@ -209,7 +210,7 @@ impl Capabilities {
     }
 }
 
-/// Whether `adapter` multiplies the cooperative matrices that kernels use, by subgroups of the size that they count on.
+/// Whether `adapter` multiplies the cooperative matrices that kernels use, by subgroups of the required size.
 pub fn offers_matrices(adapter: &wgpu::Adapter) -> bool {
     use wgpu::CooperativeScalarType::{F16, F32};
     let info = adapter.get_info();
@@ -241,7 +242,7 @@ impl KernelLimits {
     }
 }
 
-/// Features and limits to ask of an adapter so that kvpack runs at its best there. An engine merges them into its own.
+/// Features and limits to request from an adapter so that kvpack runs at its best. An engine merges them into its own.
 ///
 /// ```no_run
 /// use kvpack::wgpu::Requirements;
@@ -263,15 +264,15 @@ pub struct Requirements {
     pub features: wgpu::Features,
     /// Limits to ask for.
     pub limits: wgpu::Limits,
-    /// Whether the features may be experimental ones.
+    /// Whether experimental features may be enabled.
     pub experimental: wgpu::ExperimentalFeatures,
 }
 
 impl Requirements {
-    /// What is worth asking of `adapter`: 16-bit floats, subgroups, coherent memory and timestamps where it has them,
-    /// buffers, bindings and workgroup memory as large as it allows, as many storage buffers as kernels bind, offsets
-    /// of storage bindings aligned no more than it asks for, and the defaults of WebGPU, or what it has of them, for
-    /// everything else.
+    /// The useful features and limits of `adapter`: 16-bit floats, subgroups, coherent memory and timestamps where it
+    /// has them; the largest buffers, bindings and workgroup memory that it allows; as many storage buffers as kernels
+    /// bind; and the smallest alignment of storage offsets that it supports. Everything else keeps the WebGPU default,
+    /// or the adapter's value where that is lower.
     pub fn of(adapter: &wgpu::Adapter) -> Self {
         let useful = wgpu::Features::SHADER_F16
             | wgpu::Features::SUBGROUP
@@ -287,7 +288,8 @@ impl Requirements {
             max_storage_buffers_per_shader_stage: available
                 .max_storage_buffers_per_shader_stage
                 .min(MOST_STORAGE_BUFFERS),
-            // An engine's tensors lie where they lie, and a smaller alignment is allowed wherever the adapter has it.
+            // An engine chooses the offsets of its tensors, and a smaller alignment is allowed wherever the adapter has
+            // it.
             min_storage_buffer_offset_alignment: available.min_storage_buffer_offset_alignment,
             ..wgpu::Limits::defaults().or_worse_values_from(&available)
         };
@@ -295,10 +297,10 @@ impl Requirements {
         Self { features: adapter.features() & useful, limits, experimental }
     }
 
-    /// The same with cooperative matrices, where `adapter` offers those that kernels use. wgpu calls them experimental,
-    /// and who asks for them hands over wgpu's token, which is unsafe to make: wgpu does not promise that safe calls
-    /// cannot do harm through its mistakes there. A backend on the device needs
-    /// [`Wgpu::with_matrices`](crate::wgpu::Wgpu::with_matrices) to use them.
+    /// Adds cooperative matrices where `adapter` offers those that kernels use. wgpu calls them experimental, and the
+    /// caller passes wgpu's token, which takes `unsafe` to create: wgpu does not promise that safe calls are sound with
+    /// this feature. A backend on the device also needs [`Wgpu::with_matrices`](crate::wgpu::Wgpu::with_matrices) to
+    /// use them.
     ///
     /// ```no_run
     /// use kvpack::wgpu::{Requirements, Wgpu, open_device};
@@ -318,7 +320,7 @@ impl Requirements {
         Self { features: self.features | wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX, experimental, ..self }
     }
 
-    /// The same without the features and storage buffers that `path` forbids, so that a device made with them cannot
+    /// Drops the features and storage buffers that `path` forbids, so that a device created with the result cannot
     /// leave the path.
     pub fn restricted_to(self, path: Path) -> Self {
         let forbidden = match path {
@@ -368,7 +370,7 @@ mod tests {
         assert_eq!(capabilities(false, true).restricted_to(Path::F16).path(), Path::Floor);
     }
 
-    /// A device made with these binds no more than the floor does.
+    /// A device created with these limits binds no more than the floor does.
     #[test]
     fn the_floor_has_the_storage_buffers_of_webgpu() {
         let limits = wgpu::Limits { max_storage_buffers_per_shader_stage: MOST_STORAGE_BUFFERS, ..Default::default() };
@@ -378,7 +380,7 @@ mod tests {
         assert_eq!((buffers(Path::Floor), buffers(Path::F16)), (FLOOR_STORAGE_BUFFERS, MOST_STORAGE_BUFFERS));
     }
 
-    /// Larger ones would have a size that 32 bits do not count.
+    /// Larger bindings would have a size that 32 bits cannot hold.
     #[test]
     fn bindings_stay_within_indices() {
         let limits =

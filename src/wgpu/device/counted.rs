@@ -1,27 +1,27 @@
-//! Kernels that count the indices that are out of bounds: how tests see that none is.
+//! Kernels that count out-of-bounds indices, so that tests can show that there are none.
 //!
-//! Drivers hide such an index: they skip the access, or clamp it. So the text of a kernel is rewritten. Every index
-//! into a storage buffer or into workgroup memory is compared with the length of what it is an index of, whatever
-//! plans say, and counted if it is not below. Arrays of one invocation are left alone: their indices are constants,
-//! which naga checks.
+//! Drivers hide an out-of-bounds index: they skip the access, or clamp the index. This module therefore rewrites the
+//! text of a kernel. Every index into a storage buffer or into workgroup memory is compared with the length of its
+//! array, regardless of the plan, and counted if it is not below. Arrays private to an invocation are left alone: their
+//! indices are constants, which naga checks.
 
 use super::shader::{Binding, Source};
 
 /// The buffer that holds the count.
 pub(super) const OUT_OF_BOUNDS: &str = "out_of_bounds";
 
-/// Above the bindings of all kernels.
+/// Greater than the bindings of all kernels.
 const BINDING: u32 = 15;
 
-/// An array of a kernel, as its elements are written (`name[`), and its length.
+/// An array of a kernel: the text that begins an access to it (`name[`), and its length.
 struct Array {
     name: String,
     length: String,
 }
 
 impl Source {
-    /// The same kernel, which counts in one more buffer, `out_of_bounds`, how often an index was out of bounds. It
-    /// takes the first element instead.
+    /// The same kernel with one more buffer, `out_of_bounds`, in which it counts indices out of bounds. An access with
+    /// such an index takes the first element instead.
     pub fn counted(&self) -> Self {
         let arrays = arrays(&self.wgsl);
         let text = compared(&self.wgsl, &arrays);
@@ -46,7 +46,7 @@ fn arrays(text: &str) -> Vec<Array> {
         let name = before.rsplit([' ', '>']).next().unwrap_or_default();
         let of = |length| Array { name: name.to_owned(), length };
         if member {
-            // Arguments lie in a variable of their own, and what follows them is an array of no fixed length.
+            // Arguments lie in a variable of their own, which ends in a runtime-sized array.
             found.push(Array { name: format!("call.{name}"), length: format!("arrayLength(&call.{name})") });
         } else if before.contains("var<storage") {
             found.push(of(format!("arrayLength(&{name})")));
@@ -57,7 +57,7 @@ fn arrays(text: &str) -> Vec<Array> {
     found
 }
 
-/// The text with every index into one of the arrays compared.
+/// The text with a comparison at every index into one of the arrays.
 fn compared(text: &str, arrays: &[Array]) -> String {
     let mut out = String::with_capacity(text.len() * 2);
     let mut rest = text;
@@ -72,7 +72,7 @@ fn compared(text: &str, arrays: &[Array]) -> String {
     out + rest
 }
 
-/// The first place where an element of one of the arrays is taken.
+/// The first access to an element of one of the arrays.
 fn next_access<'a>(text: &str, arrays: &'a [Array]) -> Option<(usize, &'a Array)> {
     let of_array = |array: &'a Array| {
         let access = format!("{}[", array.name);
@@ -85,7 +85,7 @@ fn next_access<'a>(text: &str, arrays: &'a [Array]) -> Option<(usize, &'a Array)
     arrays.iter().filter_map(of_array).min_by_key(|(at, _)| *at)
 }
 
-/// Bytes up to the bracket that closes what an opening one has begun.
+/// Bytes up to the bracket that closes one opened just before `text`.
 fn matching_bracket(text: &str) -> Option<usize> {
     let mut depth = 1;
     for (at, c) in text.char_indices() {

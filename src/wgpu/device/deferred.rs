@@ -1,8 +1,8 @@
-//! Errors that were not known when the call that made them returned.
+//! Errors that were still unknown when the call that caused them returned.
 //!
-//! wgpu's native backends know the errors of a call as soon as it is done. A browser runs calls in another process and
-//! tells their errors later, to whoever waits. A call that cannot wait leaves its errors here, and the next call on the
-//! same device that can wait returns them.
+//! wgpu's native backends know the errors of a call as soon as it returns. A browser runs calls in another process and
+//! reports their errors later, to whoever waits. A call that cannot wait leaves its errors here, and the next call on
+//! the same device that can wait returns them.
 
 use std::cell::RefCell;
 use std::future::{Future, poll_fn};
@@ -19,22 +19,23 @@ thread_local! {
     static PENDING: RefCell<Deferred<wgpu::Device>> = const { RefCell::new(Deferred::new()) };
 }
 
-/// The outcome of a call if it is known by now; otherwise success, and [`settle`] returns the outcome later.
+/// Returns the outcome of a call if it is known by now. Otherwise returns success, and [`settle`] returns the outcome
+/// later.
 pub(super) fn defer(device: &wgpu::Device, outcome: impl Future<Output = Result<()>> + 'static) -> Result<()> {
     PENDING.with_borrow_mut(|left| left.defer(device, outcome))
 }
 
-/// Waits for what earlier calls on `device` left, and returns the first error among it. Later ones mostly follow from
-/// the first and are dropped with it.
+/// Waits for the outcomes that earlier calls on `device` left, and returns the first error. Later errors mostly follow
+/// from the first, and are dropped with it.
 pub(super) async fn settle(device: &wgpu::Device) -> Result<()> {
-    // Polled where they lie, so that nothing is lost when this future is dropped.
+    // Polled in place, so that nothing is lost when this future is dropped.
     poll_fn(|context| PENDING.with_borrow_mut(|left| left.poll_settled(device, context))).await
 }
 
-/// What calls on devices left, in the order of the calls.
+/// The outcomes that calls on devices left, in the order of the calls.
 struct Deferred<Device>(Vec<Pending<Device>>);
 
-/// What a call left.
+/// The outcome that a call left.
 struct Pending<Device> {
     device: Device,
     outcome: LocalBoxFuture<'static, Result<()>>,
@@ -53,7 +54,7 @@ impl<Device: Clone + PartialEq> Deferred<Device> {
         if left.is_settled(&mut context) {
             return left.known.unwrap_or(Ok(()));
         }
-        // What turned out well is forgotten, so that the list does not grow where nobody waits.
+        // Successes are dropped, so that the list does not grow when nobody waits.
         self.0.retain_mut(|left| !left.is_settled(&mut context) || left.known != Some(Ok(())));
         self.0.push(left);
         Ok(())
@@ -74,7 +75,7 @@ impl<Device: Clone + PartialEq> Deferred<Device> {
 }
 
 impl<Device> Pending<Device> {
-    /// Whether the outcome is known; if not, the caller is woken once it is.
+    /// Whether the outcome is known. If not, the caller is woken once it is.
     fn is_settled(&mut self, context: &mut Context<'_>) -> bool {
         if self.known.is_none()
             && let Poll::Ready(outcome) = self.outcome.poll_unpin(context)
@@ -96,7 +97,7 @@ mod tests {
         Error::Gpu { message: message.into() }
     }
 
-    /// Leaves an outcome that the sender delivers.
+    /// Leaves an outcome that the sender will deliver.
     fn leave(deferred: &mut Deferred<u32>, device: u32) -> oneshot::Sender<Result<()>> {
         let (sender, receiver) = oneshot::channel();
         assert_eq!(deferred.defer(&device, async { receiver.await.unwrap() }), Ok(()));

@@ -1,5 +1,5 @@
-//! Calls into wgpu that return errors. Left alone, wgpu hands errors to a handler that panics by default, and it
-//! drops every error of a lost device silently.
+//! Calls into wgpu that return errors. By default wgpu passes errors to a handler that panics, and silently drops every
+//! error of a lost device.
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,17 +7,17 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use super::deferred;
 use crate::{Error, Result};
 
-/// What a call asks for, to name it in an error.
+/// What a call requests, to name it in an error.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Request {
-    /// What for.
+    /// The purpose of the call.
     pub what: &'static str,
-    /// Bytes of device memory, 0 if the call is about something else.
+    /// Bytes of device memory, 0 if the call does not allocate.
     pub bytes: u64,
 }
 
 impl Request {
-    /// A call that takes no memory worth naming.
+    /// A call without a notable allocation.
     pub const fn call(what: &'static str) -> Self {
         Self { what, bytes: 0 }
     }
@@ -34,8 +34,8 @@ impl Request {
     }
 }
 
-/// Runs `call` and returns its value, or the first error that wgpu reported during it or that a call left which could
-/// not wait.
+/// Runs `call` and returns its value. Returns the first error instead if wgpu reported one during the call, or if an
+/// earlier call that could not wait left one.
 pub(crate) async fn captured<T>(device: &wgpu::Device, request: Request, call: impl FnOnce() -> T) -> Result<T> {
     let scopes = Scopes::open(device);
     let value = call();
@@ -44,21 +44,20 @@ pub(crate) async fn captured<T>(device: &wgpu::Device, request: Request, call: i
     errors.await.map(|()| value)
 }
 
-/// [`captured`] for callers that cannot wait. Errors are known at once on every native backend. A browser tells them
-/// later: then the next call that waits returns them.
+/// [`captured`] for callers that cannot wait. Native backends report errors at once. A browser reports them later: then
+/// the next call that waits returns them.
 pub(crate) fn captured_now<T>(device: &wgpu::Device, request: Request, call: impl FnOnce() -> T) -> Result<T> {
     let scopes = Scopes::open(device);
     let value = call();
     deferred::defer(device, scopes.close(request)).map(|()| value)
 }
 
-/// Waits for the outcome of earlier calls that could not wait, and returns the first error among it.
+/// Waits for the outcomes of earlier calls that could not wait, and returns the first error.
 pub(crate) async fn settled(device: &wgpu::Device) -> Result<()> {
     deferred::settle(device).await
 }
 
-/// Error scopes for everything that can go wrong. They belong to the thread, so they are closed before
-/// anything is awaited.
+/// One error scope for each kind of error. They belong to the thread, so they are closed before anything is awaited.
 struct Scopes {
     internal: wgpu::ErrorScopeGuard,
     validation: wgpu::ErrorScopeGuard,
@@ -73,7 +72,7 @@ impl Scopes {
         Self { internal, validation, memory }
     }
 
-    /// Closes them now and tells the first error.
+    /// Closes the scopes now and reports the first error.
     fn close(self, request: Request) -> impl Future<Output = Result<()>> + use<> {
         let (memory, validation, internal) = (self.memory.pop(), self.validation.pop(), self.internal.pop());
         async move {
@@ -83,15 +82,16 @@ impl Scopes {
     }
 }
 
-/// The error of a lost device. wgpu tells the reason only to the one callback that the device's owner may have set.
+/// The error of a lost device. wgpu reports the reason only to the single callback that the device's owner may have
+/// set.
 pub(crate) fn lost() -> Error {
     Error::DeviceLost { message: "it was destroyed, or its driver reset it".into() }
 }
 
-/// Fails on a device that takes no more work.
+/// Fails if the device no longer accepts work.
 ///
-/// On a lost device wgpu creates buffers without an error that are unusable; mapping one at creation is the call that
-/// shows it. In a browser nothing shows it but a download, which fails.
+/// On a lost device wgpu creates unusable buffers without an error; only mapping a buffer at creation reveals it. In a
+/// browser only a failing download does.
 pub(crate) fn check_alive(device: &wgpu::Device) -> Result<()> {
     captured_now(device, Request::call("probe of the device"), || {
         let probe = device.create_buffer(&wgpu::BufferDescriptor {
@@ -109,7 +109,7 @@ pub(crate) fn check_alive(device: &wgpu::Device) -> Result<()> {
 /// once: see [`buffers::finished`](super::buffers::finished).
 pub(crate) fn wait(device: &wgpu::Device, submission: wgpu::SubmissionIndex) -> Result<()> {
     let poll = wgpu::PollType::Wait { submission_index: Some(submission), timeout: None };
-    // wgpu panics where the driver reports a lost device during the wait; it holds no lock at that point.
+    // wgpu panics if the driver reports a lost device during the wait. It holds no lock at that point.
     match catch_unwind(AssertUnwindSafe(|| device.poll(poll))) {
         Ok(Ok(_)) => Ok(()),
         Ok(Err(error)) => check_alive(device).and(Err(Error::Gpu { message: error.to_string() })),
@@ -122,7 +122,7 @@ fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("the driver lost it").to_owned()
 }
 
-/// Whether the device is a browser's, which runs calls in another process and blocks for nothing.
+/// Whether the device belongs to a browser, which runs calls in another process and never blocks.
 pub(crate) fn in_browser(device: &wgpu::Device) -> bool {
     device.adapter_info().backend == wgpu::Backend::BrowserWebGpu
 }
@@ -141,7 +141,7 @@ pub(crate) fn submit(
     })
 }
 
-/// The same for encoding that may fail: then nothing is submitted.
+/// [`submit`] for encoding that may fail. Then nothing is submitted.
 pub(crate) fn encode_and_submit(
     device: &wgpu::Device,
     queue: &wgpu::Queue,

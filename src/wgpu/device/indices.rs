@@ -1,11 +1,11 @@
-//! Token numbers on the device, which gathers read.
+//! Token numbers on the device, for gathers.
 
 use super::buffers::{self, ARRAY_USAGES};
 use super::capabilities::MOST_BINDING_BYTES;
 use crate::plan::{IndexShape, TokenIndices};
 use crate::{Error, Result};
 
-/// Token numbers `[kv_heads, count]` of one word each, in a storage buffer of kvpack or of a caller: kernels may write
+/// Token numbers `[kv_heads, count]`, one word each, in a storage buffer of kvpack or of the caller. Kernels may write
 /// them. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Indices {
@@ -15,16 +15,16 @@ pub struct Indices {
 }
 
 impl Indices {
-    /// The indices from byte `offset` of `buffer` on, which stays the caller's to fill. Kernels take an index that is
-    /// not below [`IndexShape::below`] for the largest that is.
+    /// The indices in `buffer`, starting at byte `offset`. The caller still owns and fills the buffer. Kernels clamp an
+    /// index that is not below [`IndexShape::below`] to the largest that is.
     ///
     /// # Errors
-    /// [`Error::Buffer`] when the buffer lacks the usage `STORAGE`, the offset is no multiple of 256 or the indices do
-    /// not lie within the buffer; [`Error::Limit`] when they are more than a binding holds.
+    /// [`Error::Buffer`] when the buffer lacks the usage `STORAGE`, the offset is not a multiple of 256, or the indices
+    /// do not lie within the buffer; [`Error::Limit`] when they exceed a binding.
     pub fn from_buffer(buffer: wgpu::Buffer, offset: u64, shape: IndexShape) -> Result<Self> {
         let reject = |reason: String| Err(Error::Buffer { what: "token indices", reason });
         if !buffer.usage().contains(wgpu::BufferUsages::STORAGE) {
-            return reject(format!("it has the usages {:?}, STORAGE is needed", buffer.usage()));
+            return reject(format!("its usages are {:?}; it needs STORAGE", buffer.usage()));
         }
         let indices = Self { buffer, offset, shape };
         if indices.bytes() > MOST_BINDING_BYTES {
@@ -49,7 +49,7 @@ impl Indices {
         &self.buffer
     }
 
-    /// Indices that are all 0, for kernels to write.
+    /// Indices that are all 0, for kernels to overwrite.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`].
@@ -75,7 +75,7 @@ impl Indices {
     /// [`Error::Buffer`] when the buffer lacks the usage `COPY_SRC`; [`Error::OutOfMemory`]; [`Error::DeviceLost`].
     pub async fn download(&self, device: &wgpu::Device, queue: &wgpu::Queue) -> Result<Vec<u32>> {
         if !self.buffer.usage().contains(wgpu::BufferUsages::COPY_SRC) {
-            let reason = format!("it has the usages {:?}, COPY_SRC is needed", self.buffer.usage());
+            let reason = format!("its usages are {:?}; it needs COPY_SRC", self.buffer.usage());
             return Err(Error::Buffer { what: "a download of token indices", reason });
         }
         let bytes = buffers::read(device, queue, &self.buffer, self.offset, self.bytes()).await?;

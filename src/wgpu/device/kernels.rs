@@ -11,34 +11,35 @@ use super::guard::{self, Request};
 use super::shader::{Binding, STEP_TABLE, Source, Variant};
 use crate::{Error, Result};
 
-/// Whether the shaders carry wgpu's run-time checks.
+/// Which run-time checks wgpu adds to the shaders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Checks {
-    /// None of them: kernels stay in bounds by themselves, for every call that safe code can make. `docs/in-bounds.md`
-    /// lists what that rests on, and the tests that try to break it.
+    /// None. Kernels stay in bounds by themselves for every call that safe code can make. `docs/in-bounds.md` lists the
+    /// facts behind this and the tests that try to break it.
     #[default]
     Trusted,
-    /// wgpu's clamps of indices alone: loops, whose bounds are constants and clamped numbers of the kernels, are left
-    /// as they are, and so are divisions, whose divisors are constants and sizes of checked shapes.
+    /// Only wgpu's clamps of indices. Loops and divisions get no checks: loop bounds are constants and clamped numbers
+    /// of the kernels, and divisors are constants and sizes of checked shapes.
     Indices,
-    /// Clamps of indices, counters that end loops, and guards of divisions as wgpu inserts them, in all kernels. On an
-    /// H200 a decode step over 4 bits takes a third longer with them.
+    /// All checks that wgpu inserts, in all kernels: clamped indices, loop counters and guarded divisions. On an H200
+    /// they make a decode step over 4 bits a third slower.
     Safe,
 }
 
 const COMPILATION: Request = Request::call("compilation of a kernel");
 
-/// Compiled kernels of one device. Cheap to share; compiling is lazy, or ahead of time with [`Kernels::prepare`].
+/// Compiled kernels of one device. Cheap to share. Kernels are compiled on first use, or ahead of time with
+/// [`Kernels::prepare`].
 #[derive(Debug)]
 pub struct Kernels {
     device: wgpu::Device,
     checks: Checks,
-    /// How many indices were out of bounds, where that is counted.
+    /// The count of indices out of bounds, if the kernels count them.
     counter: Option<wgpu::Buffer>,
     compiled: Mutex<HashMap<Variant, Arc<Kernel>>>,
 }
 
-/// One compiled variant. It stays within the crate: only plans, which check what they bind, may launch it.
+/// One compiled variant. It stays within the crate: only plans may launch it, because plans check what they bind.
 #[derive(Debug)]
 pub(crate) struct Kernel {
     pipeline: wgpu::ComputePipeline,
@@ -53,9 +54,9 @@ impl Kernels {
         Self { device: device.clone(), checks, counter: None, compiled: Mutex::default() }
     }
 
-    /// An empty cache of kernels that count the indices that are out of bounds, beside wgpu's run-time checks: for
-    /// tests, and to look into a device. A kernel binds one more storage buffer than its plan says, so that the
-    /// device must allow 11, and where it allows fewer than 13, some kernels are other ones.
+    /// An empty cache of kernels that count out-of-bounds indices in addition to wgpu's run-time checks. It serves
+    /// tests and the diagnosis of a device. A kernel binds one more storage buffer than its plan lists, so the device
+    /// must allow 11. If it allows fewer than 13, some kernels are replaced by others.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::DeviceLost`].
@@ -65,7 +66,7 @@ impl Kernels {
         Ok(Self { counter: Some(counter), ..Self::new(device, Checks::Safe) })
     }
 
-    /// Indices that were out of bounds in all that was submitted so far. None where kernels do not count them
+    /// Out-of-bounds indices in all work submitted so far. `None` unless the kernels count them
     /// ([`Kernels::counting`]).
     ///
     /// # Errors
@@ -76,7 +77,7 @@ impl Kernels {
         Ok(Some(bytemuck::pod_read_unaligned(&bytes)))
     }
 
-    /// Storage buffers that plans may bind to a kernel: as many as the device allows, but for that of
+    /// Storage buffers that plans may bind to a kernel: all that the device allows, except the counter of
     /// [`Kernels::counting`].
     pub fn storage_buffers(&self) -> u32 {
         self.device.limits().max_storage_buffers_per_shader_stage.saturating_sub(u32::from(self.counter.is_some()))
@@ -91,15 +92,15 @@ impl Kernels {
         &self.device
     }
 
-    /// Compiles every variant of `variants` that is not yet there, so that no later call compiles. In a browser all of
-    /// them are under way at once, and this waits for them; elsewhere one is compiled after the other.
+    /// Compiles every variant of `variants` that is missing, so that no later call compiles. A browser compiles all of
+    /// them concurrently, and this waits for them. Elsewhere they are compiled one after the other.
     ///
-    /// wgpu 30 has no asynchronous creation of pipelines; a browser's `createComputePipeline` compiles in another
-    /// process, so that the page does not stand still.
+    /// wgpu 30 cannot create pipelines asynchronously. In a browser `createComputePipeline` compiles in another
+    /// process, so the page stays responsive.
     ///
     /// # Errors
-    /// [`Error::Plan`] for a variant that does not exist, [`Error::Gpu`] when the driver rejects a shader: those that
-    /// it accepts are there all the same.
+    /// [`Error::Plan`] for a variant that does not exist; [`Error::Gpu`] when the driver rejects a shader. The shaders
+    /// that it accepts stay compiled.
     pub async fn prepare(&self, variants: &[Variant]) -> Result<()> {
         let missing = |variant: &&Variant| !self.lock().contains_key(*variant);
         let compiled = variants.iter().filter(missing).map(async |variant| {
@@ -112,17 +113,17 @@ impl Kernels {
         join_all(compiled).await.into_iter().collect()
     }
 
-    /// The compiled variant.
+    /// The compiled variant. Compiles it on first use.
     ///
     /// # Errors
-    /// [`Error::Plan`] for a variant that does not exist, [`Error::Gpu`] when the driver rejects its shader. A browser
-    /// tells that later: the next call that waits returns the error, and so does each that waits after a
-    /// use of the kernel.
+    /// [`Error::Plan`] for a variant that does not exist; [`Error::Gpu`] when the driver rejects its shader. A browser
+    /// reports the rejection later: the next call that waits returns it, and so does each waiting call after a use of
+    /// the kernel.
     pub(super) fn get(&self, variant: &Variant) -> Result<Arc<Kernel>> {
         if let Some(kernel) = self.lock().get(variant) {
             return Ok(kernel.clone());
         }
-        // Compiled outside the lock: a driver may take seconds, and two threads that race compile the same thing.
+        // Compiled outside the lock: a driver may take seconds. Two threads that race compile the same kernel.
         let source = variant.source()?;
         let kernel = guard::captured_now(&self.device, COMPILATION, || self.create(variant, source))?;
         Ok(self.lock().entry(variant.clone()).or_insert_with(|| Arc::new(kernel)).clone())
@@ -139,18 +140,18 @@ impl Kernels {
         let label = variant.label();
         let descriptor =
             wgpu::ShaderModuleDescriptor { label: Some(&label), source: wgpu::ShaderSource::Wgsl(wgsl.into()) };
-        // Pages and slots in tables of appending steps are not clamped: whatever reads them keeps all checks.
+        // Pages and slots in the tables of storing steps are not clamped, so kernels that read them keep all checks.
         let unargued = bindings.iter().any(|binding| binding.name == STEP_TABLE);
         let checks = if unargued { Checks::Safe } else { self.checks };
         let module = match checks {
             Checks::Safe => self.device.create_shader_module(descriptor),
-            // SAFETY: kernels index within the buffers that plans bind, have no endless loop and never divide by zero,
-            // whatever a buffer that a caller can reach holds: docs/in-bounds.md has the facts, kernel by kernel. Only
-            // plans launch them (`Launch::new`).
+            // SAFETY: Kernels index within the buffers that plans bind, have no endless loop and never divide by zero,
+            // whatever a buffer within a caller's reach contains. docs/in-bounds.md lists the facts, kernel by kernel.
+            // Only plans launch the kernels (`Launch::new`).
             Checks::Trusted => unsafe {
                 self.device.create_shader_module_trusted(descriptor, wgpu::ShaderRuntimeChecks::unchecked())
             },
-            // SAFETY: as above, of which this takes only that loops end and that nothing divides by zero.
+            // SAFETY: As above. This relies only on two of the facts: loops end, and nothing divides by zero.
             Checks::Indices => unsafe {
                 let checks =
                     wgpu::ShaderRuntimeChecks { bounds_checks: true, ..wgpu::ShaderRuntimeChecks::unchecked() };
@@ -183,7 +184,7 @@ impl Kernels {
 }
 
 impl Kernel {
-    /// Binds buffers by the names that the shader gives them.
+    /// Binds buffers by their names in the shader.
     ///
     /// # Errors
     /// [`Error::Plan`] when a buffer of the shader is not among `buffers`, or one is read and written, which wgpu would
@@ -200,7 +201,7 @@ impl Kernel {
                 let (_, buffer) =
                     buffers.iter().find(|(name, _)| *name == binding.name).ok_or_else(|| Error::Plan {
                         what: "bind group",
-                        reason: format!("{} was given no buffer '{}'", self.label, binding.name),
+                        reason: format!("{} is missing the buffer '{}'", self.label, binding.name),
                     })?;
                 Ok((binding, buffer))
             })
@@ -222,13 +223,13 @@ impl Kernel {
         })
     }
 
-    /// Checks that no buffer is bound both to be read alone and to be written, not even different parts of it.
+    /// Checks that no buffer is bound both read-only and for writing. wgpu refuses this even for disjoint parts.
     fn check_apart(&self, bound: &[(&Binding, &wgpu::BufferBinding<'_>)]) -> Result<()> {
         let (written, read): (Vec<_>, Vec<_>) = bound.iter().copied().partition(|(binding, _)| binding.writable);
         for (to, written) in written {
             if let Some((from, _)) = read.iter().find(|(_, read)| read.buffer == written.buffer) {
                 let (from, to, label) = (&from.name, &to.name, &self.label);
-                let reason = format!("'{from}', which {label} reads, lies in one buffer with '{to}', which it writes");
+                let reason = format!("{label} reads '{from}' and writes '{to}', and both lie in one buffer");
                 return Err(Error::Plan { what: "bind group", reason });
             }
         }
@@ -248,7 +249,7 @@ fn layout_entry(binding: &Binding) -> wgpu::BindGroupLayoutEntry {
         ty: wgpu::BindingType::Buffer {
             ty: wgpu::BufferBindingType::Storage { read_only: !binding.writable },
             has_dynamic_offset: false,
-            // What is known here is checked once; the rest wgpu compares with the shader at every dispatch.
+            // Sizes known here are checked once. wgpu compares the others with the shader at every dispatch.
             min_binding_size: NonZeroU64::new(binding.least_bytes),
         },
         count: None,

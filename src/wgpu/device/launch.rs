@@ -7,7 +7,7 @@ use super::kernels::{Kernel, Kernels};
 use super::shader::Variant;
 use crate::{Error, Result};
 
-/// Invocations of a workgroup of the kernels that give every invocation one piece of the output.
+/// Invocations of a workgroup in kernels that give every invocation one piece of the output.
 pub(crate) const FLAT_WORKGROUP: u32 = 64;
 
 /// One dispatch: a kernel, its buffers and its grid.
@@ -19,11 +19,11 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// Binds `buffers`, by the names that the shader gives them, to a variant.
+    /// Binds `buffers` to a variant, by their names in the shader.
     ///
     /// # Errors
-    /// [`Error::Limit`] when the device dispatches fewer workgroups; [`Error::Plan`] when a buffer is missing, or one
-    /// is read and written; [`Error::Gpu`] when wgpu refuses one.
+    /// [`Error::Limit`] when the grid exceeds the workgroups that the device dispatches; [`Error::Plan`] when a buffer
+    /// is missing, or one is both read and written; [`Error::Gpu`] when wgpu refuses one.
     pub(crate) fn new(
         kernels: &Kernels,
         variant: &Variant,
@@ -38,12 +38,12 @@ impl Launch {
         Ok(Self { kernel, buffers, workgroups })
     }
 
-    /// Encodes the dispatch. It neither submits nor waits nor allocates.
+    /// Encodes the dispatch. Does not submit, wait or allocate.
     pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>) {
         self.encode_grid(pass, self.workgroups);
     }
 
-    /// Encodes a dispatch of another grid.
+    /// Encodes the dispatch with another grid.
     pub(crate) fn encode_grid(&self, pass: &mut wgpu::ComputePass<'_>, [x, y, z]: [u32; 3]) {
         pass.set_pipeline(self.kernel.pipeline());
         pass.set_bind_group(0, &self.buffers, &[]);
@@ -56,12 +56,12 @@ impl Launch {
 pub struct Launches(Vec<Launch>);
 
 impl Launches {
-    /// Encodes all of them into an open pass. It neither submits nor waits nor allocates.
+    /// Encodes all dispatches into an open pass. Does not submit, wait or allocate.
     pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>) {
         self.0.iter().for_each(|launch| launch.encode(pass));
     }
 
-    /// Encodes all of them with other grids, one each.
+    /// Encodes all dispatches with other grids, one grid each.
     pub(crate) fn encode_grids(&self, grids: impl Iterator<Item = [u32; 3]>, pass: &mut wgpu::ComputePass<'_>) {
         self.0.iter().zip(grids).for_each(|(launch, grid)| launch.encode_grid(pass, grid));
     }
@@ -92,10 +92,10 @@ impl FromIterator<Launch> for Launches {
     }
 }
 
-/// The grid of at least `invocations` invocations for the kernels that flatten it (`pack/flat.wgsl`).
+/// A grid of at least `invocations` invocations, for kernels that flatten it (`pack/flat.wgsl`).
 ///
 /// # Errors
-/// [`Error::Limit`] when the device dispatches fewer at once.
+/// [`Error::Limit`] when the device cannot dispatch that many at once.
 pub(crate) fn flat_grid(invocations: u64, limits: &wgpu::Limits) -> Result<[u32; 3]> {
     let most = u64::from(limits.max_compute_workgroups_per_dimension);
     let workgroups = invocations.div_ceil(u64::from(FLAT_WORKGROUP));
@@ -111,7 +111,7 @@ pub(crate) fn flat_grid(invocations: u64, limits: &wgpu::Limits) -> Result<[u32;
     Ok(folded_grid(workgroups, most))
 }
 
-/// Checks that a dispatch has at most `most` workgroups in each dimension.
+/// Checks that a dispatch has no more than `most` workgroups in each dimension.
 fn check_grid(workgroups: [u32; 3], most: u32) -> Result<()> {
     match workgroups.into_iter().find(|&workgroups| workgroups > most) {
         None => Ok(()),
@@ -124,8 +124,8 @@ fn check_grid(workgroups: [u32; 3], most: u32) -> Result<()> {
     }
 }
 
-/// So many workgroups, or a few more, with at most `most` in a row: no more rows than that, since
-/// [`flat_grid`] allows none.
+/// A grid of at least `workgroups` workgroups in rows of no more than `most`. There are no more than `most` rows
+/// either, because [`flat_grid`] refuses larger requests.
 pub(crate) fn folded_grid(workgroups: u64, most: u64) -> [u32; 3] {
     let rows = workgroups.div_ceil(most).max(1);
     [workgroups.div_ceil(rows) as u32, rows as u32, 1]
@@ -144,7 +144,7 @@ mod tests {
             assert!(x <= 65535 && y <= 65535);
         }
         assert!(flat_grid(1 << 32, &limits).is_err());
-        // A device that allows all that can be said.
+        // A device with the largest possible limit.
         let boundless = wgpu::Limits { max_compute_workgroups_per_dimension: u32::MAX, ..limits };
         assert_eq!(flat_grid(65, &boundless), Ok([2, 1, 1]));
     }

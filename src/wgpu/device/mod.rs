@@ -1,4 +1,4 @@
-//! What every kernel stands on: adapters and their capabilities, memory, and kernels from source to launch.
+//! The foundation of every kernel: adapters and their capabilities, memory, and kernels from source to launch.
 
 pub(super) mod adapters;
 mod assembly;

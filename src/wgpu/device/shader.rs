@@ -1,22 +1,23 @@
 //! Builds the source of a kernel variant from the files in `shaders/`.
 //!
-//! Every file is readable WGSL as it stands. The builder does seven things to it, and nothing else:
+//! Every file is readable WGSL as it stands. The builder makes these seven changes, and no others:
 //!
 //! - `// import folder/file.wgsl` is replaced by that file, once;
 //! - `// import slot = folder/slot/choice.wgsl` is replaced by the file that the variant puts into the slot
-//!   ([`Variant::import`]), or by this one. A slot has a folder of its own: `slot.wgsl` says what every choice has, and holds
-//!   default bodies, which are taken of the functions that a choice leaves out and something calls;
+//!   ([`Variant::import`]), or by the named file. A slot has a folder of its own. Its `slot.wgsl` states what every
+//!   choice provides and holds default bodies. A default body is used when a choice leaves the function out and some
+//!   code calls it;
 //! - `const NAME: u32 = 4u;` gets the value of the variant ([`Variant::constant`]), as does `alias Name = type;`
 //!   ([`Variant::alias`]);
-//! - `var<storage, read> name` becomes `read_write` where the variant says so ([`Variant::writable`]);
-//! - a `for (var i = 0u; i < BOUND; i++) {` under a line `// unroll` is written out, once per value, as
-//!   `{ const i = 0u; … }`: naga turns every loop into `while (true)` with a break, which drivers neither unroll nor
-//!   keep in registers;
-//! - `enable f16;` is put in front if the variant asks for it;
-//! - where a variant has another beside it ([`Variant::beside`]), both make one text, with `other_` before the names of
+//! - `var<storage, read> name` becomes `read_write` if the variant requests it ([`Variant::writable`]);
+//! - a `for (var i = 0u; i < BOUND; i++) {` under a line `// unroll` is written out, once per value, as `{ const i =
+//!   0u; … }`: naga turns every loop into `while (true)` with a break, which drivers neither unroll nor keep in
+//!   registers;
+//! - `enable f16;` is put in front if the variant requests it;
+//! - if a variant has a second kernel ([`Variant::beside`]), both become one text, with `other_` before the names of
 //!   the second (`beside.rs`).
 //!
-//! A browser gets two kinds of lines more, which naga does not know: see [`Source::for_browsers`].
+//! Browsers need two more kinds of lines that naga does not know: see [`Source::for_browsers`].
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,7 +26,7 @@ use super::beside;
 use super::unroll::{evaluate_constants, unroll};
 use crate::{Error, Result};
 
-/// A kernel and the choices that specialise it. Two variants that are equal compile to the same pipeline.
+/// A kernel and the choices that specialise it. Equal variants compile to the same pipeline.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Variant {
     kernel: &'static str,
@@ -39,12 +40,12 @@ pub struct Variant {
     other: Option<Box<Variant>>,
 }
 
-/// The buffer of tables that append, pack and copy for a step; a caller may write it. Kernels beside each other share
-/// it.
+/// The buffer of tables for the kernels that append, pack and copy in a step. A caller may write it. Two kernels in one
+/// dispatch share it.
 pub(super) const STEP_TABLE: &str = "table";
 
 impl Variant {
-    /// The kernel in a file `{kernel}.wgsl` of one of the folders of `shaders/`, whose entry point has the same name.
+    /// The kernel in the file `{kernel}.wgsl` in one of the folders of `shaders/`. Its entry point has the same name.
     pub fn new(kernel: &'static str) -> Self {
         Self {
             kernel,
@@ -59,7 +60,7 @@ impl Variant {
         }
     }
 
-    /// Takes another entry point of the file.
+    /// Selects another entry point of the file.
     pub fn entry(mut self, entry: &'static str) -> Self {
         self.entry = entry;
         self
@@ -95,8 +96,8 @@ impl Variant {
         self
     }
 
-    /// Declares the storage buffer `name` as `read_write` though it is only read. A launch may not use a buffer for
-    /// reading alone and for writing at once, not even different parts of it, but it may use both parts for both.
+    /// Declares the storage buffer `name` as `read_write` although it is only read. A launch may not bind a buffer both
+    /// read-only and for writing, not even different parts of it, but it may bind both parts as `read_write`.
     pub fn writable(mut self, name: &'static str) -> Self {
         self.writable.insert(name);
         self
@@ -114,14 +115,14 @@ impl Variant {
         self
     }
 
-    /// Puts another kernel of the same arguments into the same dispatch: workgroups at z = 0 do the work of this one,
-    /// those at z = 1 that of the other.
+    /// Puts another kernel with the same arguments into the same dispatch. Workgroups at z = 0 do the work of this
+    /// kernel; those at z = 1 do the work of the other.
     pub fn beside(mut self, other: Self) -> Self {
         self.other = Some(Box::new(other));
         self
     }
 
-    /// The name of a buffer of the kernel that stands beside another.
+    /// The name of a buffer of the second kernel of a dispatch.
     pub(crate) fn other_buffer(name: &str) -> String {
         beside::other_name(name, STEP_TABLE)
     }
@@ -136,7 +137,7 @@ impl Variant {
         if self.other.is_some() { beside::ENTRY } else { self.entry }
     }
 
-    /// Names of the constants and aliases that it sets.
+    /// Names of the constants and aliases that the variant sets.
     pub fn settings(&self) -> impl Iterator<Item = &'static str> {
         self.constants.keys().chain(self.aliases.keys()).copied()
     }
@@ -160,8 +161,8 @@ impl Variant {
     /// The WGSL of the variant.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the variant names a constant, alias, buffer, slot or file that the shader does not have: a
-    /// bug of this crate that its tests find, never of a caller.
+    /// [`Error::Plan`] when the variant names a constant, alias, buffer, slot or file that the shader lacks. That is a
+    /// bug of this crate, which its tests find, and never the caller's mistake.
     pub fn source(&self) -> Result<Source> {
         let text = self.text(|_| String::new())?;
         let constants = evaluate_constants(&text);
@@ -172,8 +173,8 @@ impl Variant {
         Ok(Source { wgsl: unrolled, bindings })
     }
 
-    /// The WGSL of the variant for a reader: before every part stands the file in `shaders/` that it comes from, and
-    /// loops under `// unroll` are as they were written. It is valid, and does the same.
+    /// The WGSL of the variant for a reader. A heading before every part names its file in `shaders/`, and loops under
+    /// `// unroll` stay loops. The text is valid and equivalent.
     ///
     /// # Errors
     /// As [`source`](Self::source).
@@ -182,7 +183,8 @@ impl Variant {
         self.text(|file| format!("// {rule}\n// shaders/{file}\n// {rule}\n\n"))
     }
 
-    /// All parts with the constants and aliases of the variant, each under its heading, and those of the one beside it.
+    /// All parts with the constants and aliases of the variant, each under its heading, including those of the second
+    /// kernel.
     fn text(&self, heading: impl Fn(&str) -> String) -> Result<String> {
         let first = self.text_alone(&heading)?;
         let Some(other) = &self.other else { return Ok(first) };
@@ -234,7 +236,7 @@ impl Variant {
             }
         }
         if found != 1 {
-            return Err(self.broken(format!("{found} declarations of '{}', 1 is needed", prefix.trim())));
+            return Err(self.broken(format!("{found} declarations of '{}'; there must be 1", prefix.trim())));
         }
         Ok(replaced)
     }
@@ -254,8 +256,8 @@ pub struct Source {
 }
 
 impl Source {
-    /// The text for the compiler of a browser: with `enable subgroups;` where subgroups are used, and with the
-    /// directives that stand in comments, `// diagnostic(…);`.
+    /// The text for a browser's compiler: with `enable subgroups;` where subgroups are used, and with the directives
+    /// that stand in comments, `// diagnostic(…);`.
     pub fn for_browsers(&self) -> String {
         let uses_subgroups =
             self.wgsl.lines().filter_map(|line| line.split("//").next()).any(|code| code.contains("subgroup"));
@@ -279,7 +281,7 @@ pub struct Binding {
     pub name: String,
     /// Whether the shader writes it.
     pub writable: bool,
-    /// Bytes of one element where it is a word or a vector of words, 0 otherwise: what is bound at the least.
+    /// Bytes of one element if it is a word or a vector of words, otherwise 0. No smaller buffer is bound.
     pub least_bytes: u64,
 }
 

@@ -12,7 +12,7 @@ pub(super) fn file(path: &str) -> Option<&'static str> {
     FILES.iter().find(|(name, _)| *name == path).map(|(_, text)| *text)
 }
 
-/// This path below `shaders/`, if there is such a file.
+/// `path` below `shaders/`, if there is such a file.
 pub(super) fn path(path: &str) -> Option<&'static str> {
     FILES.iter().map(|(name, _)| *name).find(|name| *name == path)
 }

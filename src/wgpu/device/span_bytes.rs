@@ -1,5 +1,5 @@
-//! What a span holds as bytes, and back: page by page the parts of the page, then span ranges, then the
-//! centre of a sequence.
+//! Saves a span as bytes and restores it: page by page the parts of the page, then the span ranges, then the centre of
+//! the sequence.
 
 use super::buffers;
 use super::guard::{self, Request};
@@ -12,7 +12,7 @@ const PARTS: [StoreBuffer; 4] =
     [StoreBuffer::Keys, StoreBuffer::KeyRanges, StoreBuffer::Values, StoreBuffer::ValueRanges];
 
 impl Store {
-    /// What a place holds, once all submitted work is done.
+    /// Reads the bytes of a place once all submitted work is done.
     ///
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) when a page or a slot does not exist,
@@ -27,11 +27,11 @@ impl Store {
         Ok(SpanBytes::new(buffers::read_all(device, queue, &places).await?))
     }
 
-    /// Queues that a place holds what another did, before the next submission.
+    /// Queues a write of the bytes of another place to this one, before the next submission.
     ///
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) when a page or a slot does not exist,
-    /// [`Error::Buffer`](crate::Error::Buffer) when the bytes are not those of such a place.
+    /// [`Error::Buffer`](crate::Error::Buffer) when the bytes do not match the place.
     pub fn write_span(
         &mut self,
         device: &wgpu::Device,
@@ -51,7 +51,7 @@ impl Store {
         })
     }
 
-    /// Where the parts of all pages lie, the ranges of the slot and the centre.
+    /// The buffer places of all parts of the pages, of the ranges of the slot, and of the centre.
     fn places(&self, SpanPlace { pages, range_slot, centre }: SpanPlace<'_>) -> Result<Vec<buffers::Place<'_>>> {
         self.check_pages("span", pages)?;
         self.check_centre("span", centre)?;

@@ -7,7 +7,7 @@ use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TileLayout};
 use crate::plan::{Page, StoreCapacity};
 use crate::{Error, Result};
 
-/// Pages and ranges of one segment format.
+/// Pages and quantisation ranges of one segment format.
 ///
 /// | buffer | holds |
 /// | --- | --- |
@@ -34,11 +34,11 @@ pub struct Store {
 pub enum StoreBuffer {
     /// Tiles of keys.
     Keys,
-    /// Ranges beside the tiles of keys.
+    /// Tile ranges of keys.
     KeyRanges,
     /// Tiles of values.
     Values,
-    /// Ranges beside the tiles of values.
+    /// Tile ranges of values.
     ValueRanges,
 }
 
@@ -51,7 +51,7 @@ impl StoreBuffer {
         }
     }
 
-    /// The ranges beside the tiles of keys or of values.
+    /// The tile ranges of keys or of values.
     pub const fn ranges(which: KeyOrValue) -> Self {
         match which {
             KeyOrValue::Key => Self::KeyRanges,
@@ -130,8 +130,8 @@ impl Store {
         &self.format
     }
 
-    /// The store in a [layout of steps](crate::plan::WriteLayout), for steps that put so many tokens into it at most,
-    /// and copy so many of its pages.
+    /// The store's entry in a [layout of steps](crate::plan::WriteLayout), for steps that put up to `tokens` tokens
+    /// into the store and copy up to `copies` of its pages.
     pub fn step_capacity(&self, tokens: usize, copies: usize) -> StoreCapacity {
         let shard_pages = self.shards.iter().map(|shard| shard.pages).collect();
         StoreCapacity {
@@ -150,7 +150,7 @@ impl Store {
         self.shards.len()
     }
 
-    /// Pages that a shard holds, 0 if there is no such shard.
+    /// Pages that a shard holds, or 0 if there is no such shard.
     pub fn shard_pages(&self, shard: u32) -> u32 {
         self.shards.get(shard as usize).map_or(0, |shard| shard.pages)
     }
@@ -170,7 +170,7 @@ impl Store {
         })
     }
 
-    /// [`Store::shard_buffer`] as kernels bind it.
+    /// [`Store::shard_buffer`] as a binding for kernels.
     ///
     /// # Errors
     /// As [`Store::shard_buffer`].
@@ -178,7 +178,7 @@ impl Store {
         self.shard_buffer(shard, part).map(wgpu::Buffer::as_entire_buffer_binding)
     }
 
-    /// Most pages of one shard.
+    /// Largest number of pages in one shard.
     pub const fn max_shard_pages(&self) -> u32 {
         self.max_shard_pages
     }
@@ -199,11 +199,11 @@ impl Store {
         };
         ranges.as_ref().ok_or_else(|| Error::Plan {
             what: "store",
-            reason: format!("there are no span ranges of {which} in a store of {}; reserve slots", self.format),
+            reason: format!("a store of {} has no span ranges of {which}; reserve slots", self.format),
         })
     }
 
-    /// [`Store::span_ranges_buffer`] as kernels bind it.
+    /// [`Store::span_ranges_buffer`] as a binding for kernels.
     ///
     /// # Errors
     /// As [`Store::span_ranges_buffer`].
@@ -211,12 +211,12 @@ impl Store {
         self.span_ranges_buffer(which).map(wgpu::Buffer::as_entire_buffer_binding)
     }
 
-    /// Slots of centres; 0 where keys are stored as they are.
+    /// Slots of centres; 0 where keys are not centred.
     pub fn centre_slots(&self) -> usize {
         self.centres.as_ref().map_or(0, |centres| centres.size() as usize / SegmentFormat::centre_bytes(&self.shape))
     }
 
-    /// Centres as kernels bind them.
+    /// Centres as a binding for kernels.
     ///
     /// # Errors
     /// [`Error::Plan`] when no slots were reserved.
@@ -243,8 +243,8 @@ impl Store {
     /// Adds a shard of `pages` zeroed pages.
     ///
     /// # Errors
-    /// [`Error::Limit`] for more than [`Store::max_shard_pages`] pages or none, [`Error::OutOfMemory`],
-    /// [`Error::DeviceLost`]; the store is as it was.
+    /// [`Error::Limit`] for no pages, or more than [`Store::max_shard_pages`]; [`Error::OutOfMemory`],
+    /// [`Error::DeviceLost`]. On an error the store is unchanged.
     pub async fn add_shard(&mut self, device: &wgpu::Device, pages: u32) -> Result<()> {
         if pages == 0 || pages > self.max_shard_pages {
             return Err(Error::Limit {
@@ -275,12 +275,12 @@ impl Store {
         Ok(ShardTensor { tiles, ranges })
     }
 
-    /// Grows the span ranges to at least `slots` slots, new ones zeroed, and keeps those there are. Bindings made
-    /// before stay bound to the old buffers. A format without span ranges needs no slots and gets none.
+    /// Grows the span ranges to at least `slots` slots. Existing slots keep their contents, and new ones are zeroed.
+    /// Earlier bindings stay bound to the old buffers. A format without span ranges needs no slots and gets none.
     ///
     /// # Errors
-    /// [`Error::Limit`] when the slots do not fit a binding, [`Error::OutOfMemory`], [`Error::DeviceLost`]; the store
-    /// is as it was.
+    /// [`Error::Limit`] when the slots do not fit a binding, [`Error::OutOfMemory`], [`Error::DeviceLost`]. On an error
+    /// the store is unchanged.
     pub async fn reserve_ranges(&mut self, device: &wgpu::Device, queue: &wgpu::Queue, slots: usize) -> Result<()> {
         let has_ranges = |which| self.format.tensor(which).has_span_ranges();
         if slots <= self.range_slots || !(has_ranges(KeyOrValue::Key) || has_ranges(KeyOrValue::Value)) {
@@ -316,12 +316,12 @@ impl Store {
         Ok(())
     }
 
-    /// Grows the centres of sequences' keys to at least `slots` slots, new ones zero, and keeps those there are.
-    /// Bindings made before stay bound to the old buffer.
+    /// Grows the centres of the sequences' keys to at least `slots` slots. Existing slots keep their contents, and new
+    /// ones are zeroed. Earlier bindings stay bound to the old buffer.
     ///
     /// # Errors
     /// [`Error::Format`] when keys have a range for every channel, [`Error::Limit`] when the slots do not fit a
-    /// binding, [`Error::OutOfMemory`], [`Error::DeviceLost`]; the store is as it was.
+    /// binding, [`Error::OutOfMemory`], [`Error::DeviceLost`]. On an error the store is unchanged.
     pub async fn reserve_centres(&mut self, device: &wgpu::Device, queue: &wgpu::Queue, slots: usize) -> Result<()> {
         if !self.format.key.takes_centre() {
             return Err(Error::Format { format: self.format.to_string(), reason: self.format.why_no_centre() });
@@ -346,7 +346,7 @@ impl Store {
         Ok(())
     }
 
-    /// The ranges that kernels read for tiles of a shard: of the span or beside the tiles, if the format has any.
+    /// The ranges that kernels read for the tiles of a shard: span ranges or tile ranges, if the format has any.
     pub(crate) fn ranges_binding(&self, shard: u32, which: KeyOrValue) -> Result<Option<wgpu::BufferBinding<'_>>> {
         let format = self.format.tensor(which);
         if format.has_span_ranges() {
@@ -358,7 +358,7 @@ impl Store {
         }
     }
 
-    /// Checks that the store is of the shape and format of a plan.
+    /// Checks that the store has the shape and format of a plan.
     ///
     /// # Errors
     /// [`Error::Plan`].
@@ -439,12 +439,12 @@ impl Store {
     }
 }
 
-/// Most pages that one shard of such a store can hold within `limits`, 0 if not even one.
+/// Largest number of pages that one shard of such a store can hold within `limits`; 0 if not even one page fits.
 pub fn max_shard_pages(shape: &AttentionShape, format: &SegmentFormat, limits: &KernelLimits) -> u32 {
     u32::try_from(limits.binding_bytes / largest_page_part(shape, format)).unwrap_or(u32::MAX)
 }
 
-/// Bytes of the largest of the parts of a page that lie in buffers of their own.
+/// Bytes of the largest part of a page. Each part lies in a buffer of its own.
 fn largest_page_part(shape: &AttentionShape, format: &SegmentFormat) -> u64 {
     let parts = [KeyOrValue::Key, KeyOrValue::Value].map(|which| PagePart::new(shape, format, which));
     parts.into_iter().flat_map(|part| [part.tiles, part.ranges]).fold(1, u64::max)

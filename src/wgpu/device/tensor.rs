@@ -12,7 +12,7 @@ use crate::{Error, Result};
 /// Bytes of one transfer between host and device.
 const CHUNK_BYTES: u64 = 64 << 20;
 
-/// A dense array of f32, f16 or bf16 elements in a storage buffer: kvpack's own, or part of a buffer of an engine.
+/// A dense array of f32, f16 or bf16 elements in a storage buffer: kvpack's own, or part of an engine's buffer.
 ///
 /// ```no_run
 /// # fn example(projected_keys: wgpu::Buffer) -> kvpack::Result<()> {
@@ -29,12 +29,12 @@ pub struct Tensor {
     offset: u64,
     elements: usize,
     element_type: ElementType,
-    /// What keeps the elements where they are.
-    #[expect(dead_code, reason = "dropped with the tensor, and that is its use")]
+    /// Keeps the elements alive and in place.
+    #[expect(dead_code, reason = "held only to keep the elements alive")]
     owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
-/// A tensor as kernels bind it that read single elements: the binding begins at a multiple of the device's alignment,
+/// A tensor as bound by kernels that read single elements. The binding begins at a multiple of the device's alignment,
 /// at or before the tensor.
 #[derive(Clone, Debug)]
 pub struct ElementBinding<'a> {
@@ -45,19 +45,19 @@ pub struct ElementBinding<'a> {
 }
 
 impl Tensor {
-    /// The `elements` elements from byte `offset` of `buffer` on, which stays the caller's to fill.
+    /// The `elements` elements in `buffer`, starting at byte `offset`. The caller still owns and fills the buffer.
     ///
     /// # Errors
-    /// [`Error::Buffer`] when the buffer lacks the usage `STORAGE`, the offset is no multiple of the element size, or
-    /// the elements, rounded up to whole 32-bit words, do not lie within the buffer.
+    /// [`Error::Buffer`] when the buffer lacks the usage `STORAGE`, the offset is not a multiple of the element size,
+    /// or the elements, rounded up to whole 32-bit words, do not lie within the buffer.
     pub fn from_buffer(buffer: wgpu::Buffer, offset: u64, elements: usize, element_type: ElementType) -> Result<Self> {
         let reject = |reason: String| Err(Error::Buffer { what: "a tensor", reason });
         if !buffer.usage().contains(wgpu::BufferUsages::STORAGE) {
-            return reject(format!("it has the usages {:?}, STORAGE is needed", buffer.usage()));
+            return reject(format!("its usages are {:?}; it needs STORAGE", buffer.usage()));
         }
         let size = element_type.bytes() as u64;
         if !offset.is_multiple_of(size) {
-            return reject(format!("offset {offset} is no multiple of the {size} bytes of an element"));
+            return reject(format!("offset {offset} is not a multiple of the element size, {size} bytes"));
         }
         let end = (elements as u64).checked_mul(size).and_then(|bytes| bytes.checked_add(offset));
         match end.and_then(|end| end.checked_next_multiple_of(4)) {
@@ -72,9 +72,9 @@ impl Tensor {
         }
     }
 
-    /// The same tensor, which holds `owner` as long as it or one of its clones lives: what an engine's allocator gave
-    /// out for the elements, so that it neither moves them nor gives their memory to others before work is submitted
-    /// that uses them.
+    /// The same tensor, which keeps `owner` alive as long as it or one of its clones lives. The owner is what an
+    /// engine's allocator returned for the elements. Holding it stops the allocator from moving them or reusing their
+    /// memory before the submitted work is done.
     #[must_use]
     pub fn kept_by(self, owner: impl Any + Send + Sync) -> Self {
         Self { owner: Some(Arc::new(owner)), ..self }
@@ -107,7 +107,7 @@ impl Tensor {
                 if let [low, high] = chunk[words..] {
                     queue.write_buffer(&buffer, offset + words as u64, &[low, high, 0, 0]);
                 }
-                // Staging memory is given back once a submission used it.
+                // wgpu frees staging memory once a submission has used it.
                 queue.submit([]);
             };
             guard::captured(device, request, write).await?;
@@ -123,7 +123,7 @@ impl Tensor {
         if !self.buffer.usage().contains(wgpu::BufferUsages::COPY_SRC) {
             return Err(Error::Buffer {
                 what: "a download",
-                reason: format!("it has the usages {:?}, COPY_SRC is needed", self.buffer.usage()),
+                reason: format!("its usages are {:?}; it needs COPY_SRC", self.buffer.usage()),
             });
         }
         let mut elements = Vec::with_capacity(self.elements);
@@ -138,7 +138,7 @@ impl Tensor {
         Ok(elements)
     }
 
-    /// `elements` of the elements, from `first` on, as a tensor of the same buffer.
+    /// A tensor of the same buffer that has `elements` of the elements, starting at `first`.
     ///
     /// # Errors
     /// [`Error::Buffer`] when they do not lie within the tensor.
@@ -151,11 +151,11 @@ impl Tensor {
         Ok(Self { offset, elements, ..self.clone() })
     }
 
-    /// Encodes a copy of all elements to the first ones of another tensor.
+    /// Encodes a copy of all elements to the start of another tensor.
     ///
     /// # Errors
-    /// [`Error::Buffer`] when that is of another type, has fewer elements or lies in the same buffer, when the buffers
-    /// lack the usages `COPY_SRC` and `COPY_DST`, or the copy is not of whole 32-bit words.
+    /// [`Error::Buffer`] when the other tensor has another type, has fewer elements or lies in the same buffer, when a
+    /// buffer lacks the usage `COPY_SRC` or `COPY_DST`, or the copy does not consist of whole 32-bit words.
     pub fn encode_copy(&self, to: &Self, encoder: &mut wgpu::CommandEncoder) -> Result<()> {
         let reject = |reason: String| Err(Error::Buffer { what: "a copy of a tensor", reason });
         if (self.element_type, self.elements) != (to.element_type, self.elements.min(to.elements)) {
@@ -163,16 +163,16 @@ impl Tensor {
             return reject(format!("{} elements of {:?} to {} of {:?}", given.0, given.1, held.0, held.1));
         }
         if self.buffer == to.buffer {
-            return reject("both tensors lie in one buffer, within which nothing is copied".into());
+            return reject("both tensors lie in one buffer; a copy needs two".into());
         }
         let (from, into) = (self.buffer.usage(), to.buffer.usage());
         if !from.contains(wgpu::BufferUsages::COPY_SRC) || !into.contains(wgpu::BufferUsages::COPY_DST) {
-            return reject(format!("from usages {from:?} to {into:?}, COPY_SRC and COPY_DST are needed"));
+            return reject(format!("from usages {from:?} to {into:?}; it needs COPY_SRC and COPY_DST"));
         }
         let bytes = self.end() - self.offset;
         if [self.offset, to.offset, bytes].iter().any(|at| !at.is_multiple_of(wgpu::COPY_BUFFER_ALIGNMENT)) {
             let (from, into) = (self.offset, to.offset);
-            return reject(format!("{bytes} bytes from byte {from} to byte {into}; multiples of 4 are needed"));
+            return reject(format!("{bytes} bytes from byte {from} to byte {into}; all three must be multiples of 4"));
         }
         encoder.copy_buffer_to_buffer(&self.buffer, self.offset, &to.buffer, to.offset, bytes);
         Ok(())
@@ -198,19 +198,19 @@ impl Tensor {
         self.offset
     }
 
-    /// The tensor as kernels bind it that read several elements at a time, from its first element on. The device's
-    /// alignment of storage bindings must divide the offset.
+    /// The tensor as bound by kernels that read several elements at a time, starting at its first element. The offset
+    /// must be a multiple of the device's alignment of storage bindings.
     pub fn binding(&self) -> wgpu::BufferBinding<'_> {
         let size = wgpu::BufferSize::new(self.end().next_multiple_of(4) - self.offset);
         wgpu::BufferBinding { buffer: &self.buffer, offset: self.offset, size }
     }
 
-    /// Whether both have bytes of the same buffer in common.
+    /// Whether both share bytes of one buffer.
     pub(crate) fn overlaps(&self, other: &Self) -> bool {
         self.buffer == other.buffer && self.offset < other.end() && other.offset < self.end()
     }
 
-    /// Checks that [`Tensor::binding`] is one on a device with these limits.
+    /// Checks that [`Tensor::binding`] is valid on a device with these limits.
     ///
     /// # Errors
     /// [`Error::Buffer`] when the offset is not aligned, [`Error::Limit`] when the tensor is larger than a binding.
@@ -220,15 +220,14 @@ impl Tensor {
         if self.offset.is_multiple_of(alignment) {
             return Ok(());
         }
-        let reason = format!("it begins at byte {} of its buffer, a multiple of {alignment} is needed", self.offset);
+        let reason = format!("it begins at byte {} of its buffer, not at a multiple of {alignment}", self.offset);
         Err(Error::Buffer { what, reason })
     }
 
-    /// The tensor as kernels bind it that read single elements, at any offset.
+    /// The tensor as bound by kernels that read single elements, at any offset.
     ///
     /// # Errors
-    /// [`Error::Limit`] when the tensor is larger than a binding may be, or has more elements than a 32-bit index
-    /// counts.
+    /// [`Error::Limit`] when the tensor exceeds a binding, or has more elements than a 32-bit index can address.
     pub fn element_binding(&self, limits: &wgpu::Limits) -> Result<ElementBinding<'_>> {
         let start = self.offset / alignment(limits) * alignment(limits);
         let size = self.end().next_multiple_of(4) - start;
@@ -250,7 +249,7 @@ fn alignment(limits: &wgpu::Limits) -> u64 {
     u64::from(limits.min_storage_buffer_offset_alignment.max(4))
 }
 
-/// Bytes of a tensor of its own, whole words and at least one.
+/// Bytes to allocate for a tensor: whole words, and at least one.
 fn padded_bytes(device: &wgpu::Device, elements: usize, element_type: ElementType) -> Result<u64> {
     let bytes = (elements as u64).saturating_mul(element_type.bytes() as u64);
     check_tensor_bytes(bytes, &device.limits())?;

@@ -1,8 +1,8 @@
-//! Loops of shaders written out, for which constants are evaluated.
+//! Unrolls loops of shaders, and evaluates the constants that this needs.
 
 use std::collections::BTreeMap;
 
-/// The values of all `const NAME: u32 = expression;` lines, in order.
+/// The values of all lines `const NAME: u32 = expression;`, in order.
 pub(super) fn evaluate_constants(text: &str) -> BTreeMap<String, u32> {
     let mut constants = BTreeMap::new();
     for line in text.lines() {
@@ -15,7 +15,7 @@ pub(super) fn evaluate_constants(text: &str) -> BTreeMap<String, u32> {
     constants
 }
 
-/// Writes loops under `// unroll` out, innermost last.
+/// Unrolls the loops under `// unroll`, innermost last.
 pub(super) fn unroll(
     lines: &[&str],
     constants: &BTreeMap<String, u32>,

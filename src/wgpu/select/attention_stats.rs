@@ -14,23 +14,24 @@ use crate::wgpu::pack::rows_file;
 /// Keys of a tile, `RESIDENT` in `resident_rows.wgsl`.
 const TILE_KEYS: usize = 128;
 
-/// Bytes of what parts of the keys measured, at most: where there are many query rows, a part has more tiles.
+/// Maximum size of the partial results of all parts of the keys in bytes. With many query rows, a part has more tiles.
 const PARTIAL_BYTES: usize = 64 << 20;
 
 /// A buffer that [`AttentionStatsPlan::bind`] makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StatsBuffer {
-    /// What it holds.
+    /// Its purpose.
     pub what: &'static str,
     /// Its size.
     pub bytes: usize,
 }
 
-/// Attention statistics of query rows against all keys of a context: decided, but for the buffers.
+/// Attention statistics of query rows against all keys of a context. The plan decides everything except the buffers.
 ///
-/// A workgroup owns some tiles of 128 keys of a KV head, which stay in registers while the query rows pass by; scores
-/// and weights never reach memory, values are not read, and everything is summed in a fixed order. Where a device has
-/// cooperative matrices ([`for_device`](Self::for_device)) query rows stay instead, as halves, and keys in f16 pass by.
+/// A workgroup owns some tiles of 128 keys of a KV head. They stay in registers while the query rows stream through.
+/// Scores and weights never reach memory, values are not read, and everything is summed in a fixed order. On a device
+/// with cooperative matrices ([`for_device`](Self::for_device)) the query rows stay instead, as halves, and f16 keys
+/// stream through.
 ///
 /// ```
 /// use kvpack::plan::RowLayout;
@@ -64,18 +65,18 @@ pub struct AttentionStatsPlan {
     matrices: Option<MatrixCut>,
 }
 
-/// Statistics bound to their tensors: what [`AttentionStats::launches`] measures lies in the other fields.
+/// Statistics bound to their tensors. [`AttentionStats::launches`] writes the results to the other fields.
 #[derive(Clone, Debug)]
 pub struct AttentionStats {
-    /// To encode.
+    /// The dispatches to encode.
     pub launches: Launches,
-    /// The largest score of each row, `[query_heads, rows]`; `None` where the log-sum-exp was known.
+    /// The largest score of each row, `[query_heads, rows]`; `None` if the log-sum-exp was given.
     pub row_max: Option<Tensor>,
-    /// The natural log-sum-exp of each row, `[query_heads, rows]`: measured, or the caller's.
+    /// The natural log-sum-exp of each row, `[query_heads, rows]`: measured, or the caller's tensor.
     pub row_lse: Tensor,
-    /// `[query_heads, tokens]` or `[kv_heads, tokens]`, as the aggregation says.
+    /// `[query_heads, tokens]` or `[kv_heads, tokens]`, depending on the aggregation.
     pub column_sums: Tensor,
-    /// `[query_heads, rows]`: keys at or above the threshold; `None` where none was asked for.
+    /// `[query_heads, rows]`: the number of keys at or above the threshold; `None` if no count was requested.
     pub counts: Option<Words>,
 }
 
@@ -107,13 +108,13 @@ struct SumCall {
 }
 
 impl AttentionStatsPlan {
-    /// Plans statistics of query rows, `[rows, query_heads, head_dim]`, against keys, `[tokens, kv_heads, head_dim]`;
-    /// `layouts` are theirs, in this order.
+    /// Plans statistics of query rows, `[rows, query_heads, head_dim]`, against keys, `[tokens, kv_heads, head_dim]`.
+    /// `layouts` are their layouts, in this order.
     ///
     /// # Errors
-    /// [`Error::Selection`] when layouts and positions are of other numbers of rows or keys; [`Error::Budget`] when the
-    /// threshold is not in 0 ..= 1; [`Error::Plan`] when counts are asked for and only the log-sum-exp is known;
-    /// [`Error::Limit`] when 32-bit indices do not reach all elements.
+    /// [`Error::Selection`] when layouts and positions disagree on the number of rows or keys; [`Error::Budget`] when
+    /// the threshold is not in 0 ..= 1; [`Error::Plan`] when counts are requested and only the log-sum-exp is known;
+    /// [`Error::Limit`] when 32-bit indices cannot address all elements.
     ///
     /// [`Error::Selection`]: crate::Error::Selection
     /// [`Error::Budget`]: crate::Error::Budget
@@ -138,8 +139,8 @@ impl AttentionStatsPlan {
         Ok(Self { shape: *shape, rows, queries, keys, request, log_threshold, part_tiles, parts, matrices })
     }
 
-    /// The same statistics on a device with these capabilities: keys in f16 by cooperative matrices, where it has them
-    /// and there are kernels for the shape.
+    /// The same statistics on a device with these capabilities. Cooperative matrices read f16 keys if the device has
+    /// them and there are kernels for the shape.
     pub fn for_device(self, capabilities: &Capabilities) -> Self {
         let (size, aggregation) = ([self.rows.len(), self.rows.tokens()], self.request.columns.aggregation);
         let matrices =
@@ -147,7 +148,7 @@ impl AttentionStatsPlan {
         Self { matrices, ..self }
     }
 
-    /// The buffers that [`AttentionStatsPlan::bind`] makes: all memory that the kernels write.
+    /// The buffers that [`AttentionStatsPlan::bind`] creates: all memory that the kernels write.
     pub fn buffers(&self) -> Vec<StatsBuffer> {
         let (heads, tokens) = (self.shape.query_heads(), self.rows.tokens());
         let head_rows = heads * self.rows.len();
@@ -155,7 +156,7 @@ impl AttentionStatsPlan {
         let mut buffers = vec![StatsBuffer { what: "column sums", bytes: sums * 4 }];
         let parts = self.parts.max(self.matrices.map_or(0, |cut| cut.parts));
         if let Some(cut) = &self.matrices {
-            // Rows of f32 elements have two halves for each.
+            // A row of f32 elements has two halves per element.
             buffers.push(StatsBuffer { what: "query rows in halves", bytes: cut.prepared_elements(2) * 2 });
             buffers.push(StatsBuffer { what: "units of query rows", bytes: cut.columns() * 4 });
         }
@@ -185,12 +186,12 @@ impl AttentionStatsPlan {
         variants
     }
 
-    /// Binds the tensors to read, and makes those to write. `known_lse`, `[query_heads, rows]`, is given where the plan
-    /// says so.
+    /// Binds the tensors to read, and creates those to write. `known_lse`, `[query_heads, rows]`, is given if the plan
+    /// expects it.
     ///
     /// # Errors
-    /// [`Error::Elements`] when a tensor is too short; [`Error::Plan`] when the log-sum-exp is given or missing against
-    /// the plan; [`Error::Limit`], [`Error::OutOfMemory`] or [`Error::DeviceLost`].
+    /// [`Error::Elements`] when a tensor is too short; [`Error::Plan`] when the log-sum-exp is given or missing
+    /// contrary to the plan; [`Error::Limit`], [`Error::OutOfMemory`] or [`Error::DeviceLost`].
     ///
     /// [`Error::Elements`]: crate::Error::Elements
     /// [`Error::Plan`]: crate::Error::Plan
@@ -292,7 +293,7 @@ impl AttentionStatsPlan {
         Ok(AttentionStats { launches: launches.into_iter().collect(), row_max, row_lse, column_sums, counts })
     }
 
-    /// The cut by which cooperative matrices take keys of a type, if they do.
+    /// The cut with which cooperative matrices read keys of this type, if they can.
     fn uses_matrices(&self, keys: ElementType) -> Option<MatrixCut> {
         self.matrices.filter(|_| stats_matrix::reads_keys(keys, &self.keys))
     }
@@ -354,7 +355,7 @@ impl AttentionStatsPlan {
     }
 }
 
-/// Parts of the keys, at most.
+/// Maximum number of parts of the keys.
 fn most_parts(shape: &AttentionShape, rows: &QueryPositions) -> usize {
     PARTIAL_BYTES / (8 * rows.len() * shape.query_heads())
 }
@@ -379,7 +380,7 @@ fn typed(variant: Variant, head_dim: usize, queries: ElementType, keys: ElementT
     variant.constant("HEAD_DIM", head_dim).import("rows", rows_file(keys)).import("queries", queries_file(queries))
 }
 
-/// Every variant that a plan can ask for.
+/// Every variant that a plan uses.
 pub(super) fn variants() -> Vec<Variant> {
     let mut found = vec![Variant::new("sum_partials"), Variant::new("sum_counts")];
     for (i, head_dim) in HEAD_DIMS.into_iter().enumerate() {

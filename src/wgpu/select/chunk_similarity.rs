@@ -8,8 +8,8 @@ use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
 use crate::wgpu::device::{Kernels, Tensor, Variant};
 use crate::wgpu::pack::rows_file;
 
-/// Cosine similarities of chunk embeddings with a query's, for engines whose embeddings are on the device: decided, but
-/// for the buffers. One dispatch.
+/// Cosine similarities between a query's embedding and chunk embeddings, for engines whose embeddings are on the
+/// device. One dispatch. The plan decides everything except the buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkSimilarityPlan {
     width: usize,
@@ -30,14 +30,14 @@ impl ChunkSimilarityPlan {
     /// Plans the comparison of `chunks` embeddings of `width` elements.
     ///
     /// # Errors
-    /// [`Error::Chunks`](crate::Error::Chunks) when there are none, or of no elements;
-    /// [`Error::Limit`](crate::Error::Limit) when a 32-bit index does not count their elements.
+    /// [`Error::Chunks`](crate::Error::Chunks) when there are no chunks or their width is 0;
+    /// [`Error::Limit`](crate::Error::Limit) when there are more elements than a 32-bit index can count.
     pub fn new(width: usize, chunks: usize) -> Result<Self> {
         let elements = width.saturating_mul(chunks);
         check_index("the elements of all embeddings", elements as u64)?;
         check_widths(width, elements)?;
         if chunks == 0 {
-            return Err(crate::Error::Chunks { reason: "there are none to compare".into() });
+            return Err(crate::Error::Chunks { reason: "there are no embeddings to compare".into() });
         }
         Ok(Self { width, chunks })
     }
@@ -47,13 +47,13 @@ impl ChunkSimilarityPlan {
         vec![variant_of(query, chunks)]
     }
 
-    /// Binds the embeddings of the query, `[width]`, and of the chunks, `[chunks, width]`, and the f32 similarities to
+    /// Binds the embedding of the query, `[width]`, those of the chunks, `[chunks, width]`, and the f32 similarities to
     /// write, `[chunks]`.
     ///
     /// # Errors
-    /// [`Error::Chunks`](crate::Error::Chunks) when the embeddings are of other widths; [`Error::Elements`] or
-    /// [`Error::Buffer`] when the output does not suit; [`Error::Plan`] when it lies in a buffer of embeddings;
-    /// [`Error::Limit`] when a tensor is too large.
+    /// [`Error::Chunks`](crate::Error::Chunks) when the embeddings have another width; [`Error::Elements`] or
+    /// [`Error::Buffer`] when the output does not fit the plan; [`Error::Plan`] when it shares a buffer with an
+    /// embedding; [`Error::Limit`] when a tensor is too large.
     ///
     /// [`Error::Elements`]: crate::Error::Elements
     /// [`Error::Buffer`]: crate::Error::Buffer
@@ -63,7 +63,7 @@ impl ChunkSimilarityPlan {
         let limits = kernels.device().limits();
         if query.elements() != self.width || chunks.elements() != self.width * self.chunks {
             let reason = format!(
-                "embeddings of {} and {} elements; {} chunks of width {} are planned",
+                "embeddings of {} and {} elements; the plan is for {} chunks of width {}",
                 query.elements(),
                 chunks.elements(),
                 self.chunks,
@@ -96,7 +96,7 @@ fn variant_of(query: ElementType, chunks: ElementType) -> Variant {
     Variant::new("chunk_similarity").import("rows", rows_file(chunks)).import("queries", queries_file(query))
 }
 
-/// Every variant that a plan can ask for.
+/// Every variant that a plan uses.
 pub(super) fn variants() -> Vec<Variant> {
     ElementType::ALL.into_iter().flat_map(|query| ElementType::ALL.map(|chunks| variant_of(query, chunks))).collect()
 }

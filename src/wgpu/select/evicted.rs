@@ -9,7 +9,7 @@ use crate::wgpu::device::{Indices, Kernels, Variant};
 /// Invocations of a workgroup.
 const INVOCATIONS: u32 = 256;
 
-/// The tokens of every KV head that are not among its kept ones: decided, but for the buffers. One dispatch.
+/// Lists the tokens of every KV head that are not kept. One dispatch. The plan decides everything except the buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EvictedPlan {
     kept: IndexShape,
@@ -17,11 +17,11 @@ pub struct EvictedPlan {
 }
 
 impl EvictedPlan {
-    /// Plans for kept tokens below [`IndexShape::below`].
+    /// Plans the complement of kept tokens among those below [`IndexShape::below`].
     ///
     /// # Errors
     /// [`Error::NoTokens`](crate::Error::NoTokens) when nothing is evicted; [`Error::Limit`](crate::Error::Limit) when
-    /// a 32-bit index does not count what is.
+    /// there are more evicted tokens than a 32-bit index can count.
     pub fn new(kept: IndexShape) -> Result<Self> {
         Ok(Self { kept, evicted: kept.others()? })
     }
@@ -36,12 +36,12 @@ impl EvictedPlan {
         variants()
     }
 
-    /// Binds the kept tokens to read, `[kv_heads, kept]`, ascending for each head, and the others to write.
+    /// Binds the kept tokens to read, `[kv_heads, kept]`, ascending in each head, and the evicted tokens to write.
     ///
     /// # Errors
-    /// [`Error::Elements`](crate::Error::Elements) when the indices are of other shapes;
+    /// [`Error::Elements`](crate::Error::Elements) when the indices have other shapes;
     /// [`Error::Plan`](crate::Error::Plan) when both lie in one buffer; [`Error::Limit`](crate::Error::Limit) when the
-    /// device dispatches too few workgroups; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    /// device cannot dispatch enough workgroups; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
     pub fn bind(&self, kernels: &Kernels, kept: &Indices, evicted: &Indices) -> Result<Launches> {
         let heads = self.kept.kv_heads();
         check_indices("positions of kept tokens", kept, heads, self.kept.count())?;
@@ -55,7 +55,7 @@ impl EvictedPlan {
     }
 }
 
-/// The one variant.
+/// The only variant.
 pub(super) fn variants() -> Vec<Variant> {
     vec![Variant::new("evicted")]
 }
@@ -66,7 +66,7 @@ mod tests {
     use crate::Error;
     use crate::format::MOST_HEADS;
 
-    /// Few are kept of more than a 32-bit index counts.
+    /// Few tokens are kept out of more than a 32-bit index can count.
     #[test]
     fn absurd_sizes_are_refused() {
         let plan = EvictedPlan::new(IndexShape::new(MOST_HEADS, 1, u32::MAX).unwrap());

@@ -13,10 +13,10 @@ use crate::{Error, Result};
 /// Evicted tokens of a workgroup of `nearest_kept`, `RESIDENT` in `resident_rows.wgsl`.
 const TILE_EVICTED: usize = 128;
 
-/// Evicted tokens merged into their nearest kept ones: decided, but for the buffers.
+/// Merges evicted tokens into their nearest kept ones. The plan decides everything except the buffers.
 ///
-/// [`MergePlan::bind`] finds the nearest kept key of every evicted token, and merges keys and values by it: four
-/// dispatches. Sums are made in the order of the evicted tokens, so that two runs give the same bits.
+/// [`MergePlan::bind`] encodes four dispatches: they find the nearest kept key of every evicted token, and merge keys
+/// and values into it. Sums are taken in the order of the evicted tokens, so two runs give the same bits.
 #[derive(Clone, Debug)]
 pub struct MergePlan {
     shape: AttentionShape,
@@ -29,9 +29,9 @@ pub struct MergePlan {
 /// A merge bound to its tensors.
 #[derive(Clone, Debug)]
 pub struct BoundMerge {
-    /// To encode.
+    /// The dispatches to encode.
     pub launches: Launches,
-    /// `[kv_heads, evicted]`: index, among the kept tokens of the head, of the one whose key is nearest.
+    /// `[kv_heads, evicted]`: index of the nearest key among the kept tokens of the head.
     pub nearest: Words,
     /// `[kv_heads, evicted]`: cosine similarity of the keys.
     pub similarities: Tensor,
@@ -55,18 +55,15 @@ struct MergeCall {
 }
 
 impl MergePlan {
-    /// Plans the merge of `evicted` tokens of every KV head into `kept` ones. Which ones they are is read on the
-    /// device: an index beyond the tokens is taken for the last of them.
+    /// Plans the merge of `evicted` tokens of every KV head into `kept` tokens. The device reads which tokens they are.
+    /// An index beyond the tokens is clamped to the last token.
     ///
     /// # Errors
-    /// [`Error::NoTokens`] when none are kept or evicted; [`Error::Limit`] when 32-bit indices do not reach all
-    /// elements, or the device dispatches too few workgroups.
+    /// [`Error::NoTokens`] when none are kept or evicted; [`Error::Limit`] when 32-bit indices cannot address all
+    /// elements, or the device cannot dispatch enough workgroups.
     pub fn new(shape: &AttentionShape, rows: RowLayout, [kept, evicted]: [usize; 2], merging: Merging) -> Result<Self> {
         if kept == 0 || evicted == 0 || rows.tokens == 0 {
-            return Err(Error::NoTokens {
-                what: "merge_tokens",
-                hint: "without kept or evicted tokens nothing merges",
-            });
+            return Err(Error::NoTokens { what: "merge_tokens", hint: "pass at least one kept and one evicted token" });
         }
         check_reach(&rows, shape.kv_heads(), shape.head_dim())?;
         let row = shape.kv_heads() * shape.head_dim();
@@ -95,11 +92,11 @@ impl MergePlan {
         ]
     }
 
-    /// Binds keys and values, of the same layout, and the positions of the kept, `[kv_heads, kept]`, and of the evicted
-    /// tokens, `[kv_heads, evicted]`; makes the results.
+    /// Binds keys and values of one layout, and the positions of the kept tokens, `[kv_heads, kept]`, and of the
+    /// evicted tokens, `[kv_heads, evicted]`. Creates the results.
     ///
     /// # Errors
-    /// [`Error::Elements`] when a buffer does not suit; [`Error::Limit`], [`Error::OutOfMemory`] or
+    /// [`Error::Elements`] when a buffer does not fit the plan; [`Error::Limit`], [`Error::OutOfMemory`] or
     /// [`Error::DeviceLost`].
     pub fn bind(
         &self,
@@ -217,7 +214,7 @@ fn merge_variant(head_dim: usize, element_type: ElementType, merging: Merging) -
     variant_of("merge_tokens", head_dim, element_type).constant("MERGING", merging)
 }
 
-/// Every variant that a plan can ask for.
+/// Every variant that a plan uses.
 pub(super) fn variants() -> Vec<Variant> {
     let mut found = Vec::new();
     for (i, head_dim) in HEAD_DIMS.into_iter().enumerate() {

@@ -1,4 +1,4 @@
-//! The kernels that measure attention and carry decisions out.
+//! Kernels that measure attention and carry out decisions about tokens.
 
 mod attention_stats;
 mod chunk_similarity;
@@ -24,7 +24,7 @@ use crate::plan::{ElementType, RowLayout, TokenIndices};
 use crate::policy::HeadAggregation;
 use crate::{Error, Result};
 
-/// Every kernel variant that plans of this folder can ask for, one of each that differ in more than numbers.
+/// Every kernel variant that plans of this folder use. Variants that differ only in numbers appear once.
 pub(super) fn variants() -> Vec<Variant> {
     [
         attention_stats::variants(),
@@ -38,7 +38,7 @@ pub(super) fn variants() -> Vec<Variant> {
     .concat()
 }
 
-/// A buffer of arguments: a struct whose layout is that of a shader, and what follows it.
+/// A buffer of arguments: a struct with the layout of the shader's, and the words that follow it.
 fn upload_call<T: bytemuck::Pod>(device: &wgpu::Device, call: &T, words: &[u32]) -> Result<wgpu::Buffer> {
     let bytes = [bytemuck::bytes_of(call), bytemuck::cast_slice(words)].concat();
     buffers::create_filled(device, "arguments", &bytes, wgpu::BufferUsages::STORAGE)
@@ -53,7 +53,7 @@ const fn queries_file(element_type: ElementType) -> &'static str {
     }
 }
 
-/// `AGGREGATION` of the shaders.
+/// The value of `AGGREGATION` in the shaders.
 const fn aggregation_constant(aggregation: HeadAggregation) -> usize {
     match aggregation {
         HeadAggregation::Each => 0,
@@ -63,14 +63,14 @@ const fn aggregation_constant(aggregation: HeadAggregation) -> usize {
     }
 }
 
-/// Checks that 32-bit indices reach all of `heads` heads of rows.
+/// Checks that 32-bit indices can address `heads` heads of rows.
 fn check_reach(rows: &RowLayout, heads: usize, head_dim: usize) -> Result<()> {
     let end = rows.row(rows.tokens.max(1) - 1, heads - 1).saturating_add(head_dim);
     let needed = end.max(rows.token_stride).max(rows.head_stride) as u64;
     check_index("the elements of a tensor", needed)
 }
 
-/// Checks that a 32-bit index counts `needed` of `what`.
+/// Checks that a 32-bit index can count `needed` of `what`.
 fn check_index(what: &str, needed: u64) -> Result<()> {
     let allowed = u64::from(u32::MAX);
     if needed <= allowed {
@@ -79,7 +79,7 @@ fn check_index(what: &str, needed: u64) -> Result<()> {
     Err(Error::Limit { what: what.into(), needed, allowed, hint: "pass fewer tokens at once" })
 }
 
-/// Checks that `output` holds `expected` elements of a type, where a kernel can write them.
+/// Checks that `output` holds `expected` elements of the type `element_type`, in a buffer that kernels can write.
 fn check_output(
     what: &'static str,
     output: &Tensor,
@@ -92,13 +92,13 @@ fn check_output(
         return Err(Error::Elements { what, given, expected, shape });
     }
     if output.element_type() != element_type {
-        let reason = format!("it holds {:?}, {element_type:?} is written", output.element_type());
+        let reason = format!("it holds {:?}, but the kernel writes {element_type:?}", output.element_type());
         return Err(Error::Buffer { what, reason });
     }
     output.check_aligned(what, limits)
 }
 
-/// Checks that `indices` are `count` for each KV head.
+/// Checks that there are `count` indices for each KV head.
 fn check_indices(what: &'static str, indices: &Indices, kv_heads: usize, count: usize) -> Result<()> {
     let given = indices.shape();
     if (given.kv_heads(), given.count()) == (kv_heads, count) {

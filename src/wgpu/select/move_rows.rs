@@ -8,12 +8,12 @@ use crate::wgpu::device::launch::{Launch, Launches, flat_grid};
 use crate::wgpu::device::{Indices, Kernels, Tensor, Variant};
 use crate::{Error, Result};
 
-/// The kept tokens of every KV head, copied in the order in which they are named: decided, but for the buffers. One
-/// dispatch.
+/// Copies the kept tokens of every KV head, in the order of their indices. One dispatch. The plan decides everything
+/// except the buffers.
 #[derive(Clone, Debug)]
 pub struct GatherPlan(Moves);
 
-/// Tokens copied chunk by chunk in another order: decided, but for the buffers. One dispatch.
+/// Copies tokens chunk by chunk in another order. One dispatch. The plan decides everything except the buffers.
 #[derive(Clone, Debug)]
 pub struct ReorderChunksPlan {
     moves: Moves,
@@ -21,12 +21,12 @@ pub struct ReorderChunksPlan {
     chunk_tokens: usize,
 }
 
-/// What both have in common.
+/// The common part of both plans.
 #[derive(Clone, Debug)]
 struct Moves {
     shape: AttentionShape,
     rows: RowLayout,
-    /// Rows of the result, of each head.
+    /// Rows of the result per head.
     count: usize,
 }
 
@@ -45,12 +45,12 @@ struct MoveCall {
 }
 
 impl GatherPlan {
-    /// Plans copies of `count` rows of every KV head. Which ones is read on the device: an index beyond the tokens is
-    /// taken for the last of them.
+    /// Plans copies of `count` rows of every KV head. The device reads which rows they are. An index beyond the tokens
+    /// is clamped to the last token.
     ///
     /// # Errors
-    /// [`Error::NoTokens`] when there are no rows to read or to keep; [`Error::Limit`] when 32-bit indices do not reach
-    /// all elements.
+    /// [`Error::NoTokens`] when there are no rows to read or to keep; [`Error::Limit`] when 32-bit indices cannot
+    /// address all elements.
     pub fn new(shape: &AttentionShape, rows: RowLayout, count: usize) -> Result<Self> {
         Moves::new("gather", shape, rows, count).map(Self)
     }
@@ -65,12 +65,12 @@ impl GatherPlan {
         vec![variant_of("gather", self.0.shape.head_dim(), element_type)]
     }
 
-    /// Binds the rows to read, the indices `[kv_heads, count]` of those to keep, and the tensor to write, of the same
-    /// element type.
+    /// Binds the rows to read, the indices `[kv_heads, count]` of the rows to keep, and the tensor to write. Both
+    /// tensors have the same element type.
     ///
     /// # Errors
-    /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not suit, [`Error::Plan`] when what is written lies
-    /// in a buffer that is read, [`Error::Limit`] when one is too large.
+    /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not fit the plan, [`Error::Plan`] when the output
+    /// shares a buffer with an input, [`Error::Limit`] when a buffer is too large.
     pub fn bind(&self, kernels: &Kernels, rows: &Tensor, kept: &Indices, gathered: &Tensor) -> Result<Launches> {
         check_indices("indices of kept tokens", kept, self.0.shape.kv_heads(), self.0.count)?;
         self.0.bind(kernels, "gather", rows, kept, gathered, [1, 0])
@@ -78,10 +78,11 @@ impl GatherPlan {
 }
 
 impl ReorderChunksPlan {
-    /// Plans copies of all rows, chunk i of the result being chunk `order[i]`; tokens after the last whole chunk stay.
+    /// Plans copies of all rows. Chunk i of the result is chunk `order[i]`; tokens after the last whole chunk stay in
+    /// place.
     ///
     /// # Errors
-    /// [`Error::Chunks`] when the order does not name every whole chunk once, or chunks of that size are not served;
+    /// [`Error::Chunks`] when the order does not name every whole chunk once, or chunks of this size are not supported;
     /// [`Error::NoTokens`] or [`Error::Limit`] as for [`GatherPlan::new`].
     pub fn new(shape: &AttentionShape, rows: RowLayout, chunk_tokens: usize, order: &[u32]) -> Result<Self> {
         check_order(rows.tokens, chunk_tokens, order)?;
@@ -99,7 +100,7 @@ impl ReorderChunksPlan {
         vec![variant_of("reorder_chunks", self.moves.shape.head_dim(), element_type)]
     }
 
-    /// Binds the rows to read and the tensor to write, of the same element type.
+    /// Binds the rows to read and the tensor to write. Both have the same element type.
     ///
     /// # Errors
     /// As [`GatherPlan::bind`].
@@ -116,7 +117,7 @@ impl ReorderChunksPlan {
 impl Moves {
     fn new(what: &'static str, shape: &AttentionShape, rows: RowLayout, count: usize) -> Result<Self> {
         if rows.tokens == 0 || count == 0 {
-            return Err(Error::NoTokens { what, hint: "nothing to copy needs no kernel" });
+            return Err(Error::NoTokens { what, hint: "pass at least one row" });
         }
         check_reach(&rows, shape.kv_heads(), shape.head_dim())?;
         let row = shape.kv_heads() * shape.head_dim();

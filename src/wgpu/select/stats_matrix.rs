@@ -1,5 +1,5 @@
 //! Kernels `prepare_stats_queries`, `attention_row_stats_matrix` and `attention_column_stats_matrix`: attention
-//! statistics of f16 keys by cooperative matrices.
+//! statistics of f16 keys with cooperative matrices.
 
 use super::{aggregation_constant, queries_file};
 use crate::Result;
@@ -12,17 +12,17 @@ use crate::wgpu::device::{Capabilities, ElementBinding, Tensor, Variant};
 const TILE_KEYS: usize = 32;
 /// Query rows that a subgroup keeps.
 const SUBGROUP_ROWS: usize = 32;
-/// Subgroups of a workgroup, at most: what seven score fits 48 KiB of workgroup memory.
+/// Maximum number of subgroups in a workgroup: the scores of seven fit into 48 KiB of workgroup memory.
 const MOST_SUBGROUPS: usize = 7;
-/// Heads of a chunk, at most: `CHUNK_HEADS` of `attention_column_stats_matrix.wgsl`.
+/// Maximum number of heads in a chunk: `CHUNK_HEADS` of `attention_column_stats_matrix.wgsl`.
 const CHUNK_HEADS: usize = 16;
-/// The largest head dimension whose rows a subgroup keeps in registers, even in two summands.
+/// The largest head dimension whose rows a subgroup keeps in registers, even as two summands.
 const MOST_CHANNELS: usize = 128;
-/// Workgroups of a launch: some rounds of those that a large device runs at once.
+/// Workgroups of a launch: several times as many as a large device runs at once.
 const WORKGROUPS: usize = 1024;
-/// Bytes of prepared rows, at most.
+/// Maximum size of the prepared rows in bytes.
 const PREPARED_BYTES: usize = 64 << 20;
-/// Elements of a vector that keys are read by.
+/// Elements of the vectors in which keys are read.
 const VECTOR: usize = 4;
 
 /// How the matrix kernels cut query rows into chunks and keys into parts.
@@ -63,8 +63,8 @@ pub(super) struct MatrixCall {
 }
 
 impl MatrixCut {
-    /// The cut of `rows` query rows of each head and `tokens` keys, if `capabilities` have the matrices and the memory,
-    /// and there are kernels for the shape. Of parts what was measured takes `most_parts` at most.
+    /// Cuts `rows` query rows of each head and `tokens` keys. Returns `None` if `capabilities` lack the matrices or the
+    /// memory, or there are no kernels for the shape. Partial results exist for no more than `most_parts` parts.
     pub fn new(
         shape: &AttentionShape,
         [rows, tokens]: [usize; 2],
@@ -86,7 +86,7 @@ impl MatrixCut {
         let parts = tiles.div_ceil(part_tiles);
         let cut =
             Self { head_dim, kv_heads, subgroups, chunk_heads, chunk_rows, row_chunks, chunks, part_tiles, parts };
-        // The maximum of heads is that of whole sums.
+        // The maximum over heads is taken of whole sums.
         let whole = row_chunks == 1 || aggregation != HeadAggregation::Max;
         let limits = &capabilities.limits;
         let fits = cut.workgroup_bytes() <= limits.workgroup_memory as usize
@@ -97,7 +97,7 @@ impl MatrixCut {
             .then_some(cut)
     }
 
-    /// Columns of a chunk, and invocations of a workgroup.
+    /// Columns of a chunk, which is also the number of invocations of a workgroup.
     pub const fn invocations(&self) -> usize {
         self.subgroups * SUBGROUP_ROWS
     }
@@ -107,12 +107,12 @@ impl MatrixCut {
         self.kv_heads * self.chunks * self.invocations()
     }
 
-    /// Halves of the prepared rows.
+    /// Number of halves in the prepared rows.
     pub const fn prepared_elements(&self, query_parts: usize) -> usize {
         self.columns() * query_parts * self.head_dim
     }
 
-    /// Workgroup memory of the kernel with the most, as the shader declares it.
+    /// The largest workgroup memory of these kernels, as the shader declares it.
     pub const fn workgroup_bytes(&self) -> usize {
         let keys = TILE_KEYS * (self.head_dim + 8) * 2;
         let scores = self.invocations() * (TILE_KEYS + 4) * 4;
@@ -121,12 +121,12 @@ impl MatrixCut {
         keys + scores + columns + sums
     }
 
-    /// The grid of what measures.
+    /// The grid of the measuring kernels.
     pub const fn grid(&self) -> [u32; 3] {
         [self.parts as u32, self.kv_heads as u32, 1]
     }
 
-    /// The grid of what prepares.
+    /// The grid of the preparing kernel.
     pub const fn prepare_grid(&self) -> [u32; 3] {
         [self.invocations() as u32, self.chunks as u32, self.kv_heads as u32]
     }
@@ -160,8 +160,8 @@ impl MatrixCut {
     }
 }
 
-/// Summands in f16 of an element of a row: one for those of 16 bits, which it holds exactly (bf16 down to 2^-28 of the
-/// largest element).
+/// f16 summands per element of a row. One suffices for 16-bit elements, which it holds exactly (bf16 down to 2^-28 of
+/// the largest element).
 pub(super) const fn query_parts(queries: ElementType) -> usize {
     match queries {
         ElementType::F16 | ElementType::Bf16 => 1,
@@ -169,12 +169,12 @@ pub(super) const fn query_parts(queries: ElementType) -> usize {
     }
 }
 
-/// Whether the kernels read such keys: f16, in rows that begin at whole vectors.
+/// Whether the kernels can read such keys: f16, in rows that begin at whole vectors.
 pub(super) fn reads_keys(keys: ElementType, layout: &RowLayout) -> bool {
     keys == ElementType::F16 && layout.token_stride.is_multiple_of(VECTOR) && layout.head_stride.is_multiple_of(VECTOR)
 }
 
-/// Whether the elements of a tensor of such keys begin at a whole vector, too.
+/// Whether a tensor of such keys also begins at a whole vector.
 pub(super) fn begins_at_vector(keys: &ElementBinding<'_>) -> bool {
     (keys.first_element as usize).is_multiple_of(VECTOR) && keys.buffer.offset.is_multiple_of(2 * VECTOR as u64)
 }
@@ -212,8 +212,8 @@ mod tests {
         MatrixCut::new(&shape, size, aggregation, 1 << 20, capabilities)
     }
 
-    /// What the shaders declare is valid and no more than what is counted: a driver that was given more than it has
-    /// did not come back.
+    /// The declarations of the shaders are valid and take no more memory than planned: a driver that was asked for more
+    /// than it has hung.
     #[test]
     fn workgroup_memory_is_counted() {
         let capabilities = capabilities(48 << 10);
@@ -248,7 +248,7 @@ mod tests {
         assert!(!some(usual, [50, 32768], each, &capabilities(32 << 10)));
         assert!(!some(usual, [50, 32768], each, &Capabilities { matrices: false, ..large }));
         assert!(!some([32, 8, 256], [50, 32768], each, &large));
-        // Rows of a head that are in several chunks have no whole sum, and very many need too much memory.
+        // A head whose rows span several chunks has no whole sum, and very many chunks need too much memory.
         assert!(some(usual, [300, 32768], each, &large) && !some(usual, [300, 32768], HeadAggregation::Max, &large));
         assert!(!some(usual, [32768, 32768], each, &large));
 

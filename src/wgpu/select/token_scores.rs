@@ -10,14 +10,14 @@ use crate::{Error, Result};
 /// Tokens of a workgroup, `TILE` in its source.
 const TILE: usize = 2048;
 
-/// Scores of tokens, of their column sums: decided, but for the buffers. One dispatch.
+/// Scores tokens by their column sums. One dispatch. The plan decides everything except the buffers.
 #[derive(Clone, Debug)]
 pub struct TokenScoresPlan {
     kv_heads: usize,
     tables: ScoreTables,
 }
 
-/// `TokenScoresCall` of `select/token_scores.wgsl`, before its places.
+/// `TokenScoresCall` of `select/token_scores.wgsl`, without the places that follow it.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct TokenScoresCall {
@@ -33,7 +33,7 @@ impl TokenScoresPlan {
     /// Plans the scores of every token of `kv_heads` heads.
     ///
     /// # Errors
-    /// Those of [`ScoreRequest::check`]; [`Error::Limit`] when a 32-bit index does not count the scores.
+    /// As [`ScoreRequest::check`]; [`Error::Limit`] when there are more scores than a 32-bit index can count.
     pub fn new(kv_heads: usize, request: &ScoreRequest<'_>) -> Result<Self> {
         request.check(kv_heads.saturating_mul(request.tokens()), kv_heads)?;
         check_index("the scores of all heads", kv_heads.saturating_mul(request.tokens()) as u64)?;
@@ -45,12 +45,13 @@ impl TokenScoresPlan {
         vec![variant_of(&self.tables.constants)]
     }
 
-    /// Binds the f32 column sums to read and the f32 scores to write, both `[kv_heads, tokens]`, and for every head a
-    /// word of 0, which becomes the number of tokens from the first on whose sum is NaN.
+    /// Binds the f32 column sums to read and the f32 scores to write, both `[kv_heads, tokens]`, and a zeroed word for
+    /// every head. The kernel sets the word to the number of tokens from the first NaN sum to the end.
     ///
     /// # Errors
-    /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not suit, [`Error::Plan`] when what is written lies
-    /// in a buffer that is read, [`Error::Limit`] when one is too large or the device dispatches too few workgroups.
+    /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not fit the plan, [`Error::Plan`] when the output
+    /// shares a buffer with an input, [`Error::Limit`] when a buffer is too large or the device cannot dispatch enough
+    /// workgroups.
     pub fn bind(&self, kernels: &Kernels, sums: &Tensor, scores: &Tensor, not_numbers: &Words) -> Result<Launches> {
         let (tables, limits) = (&self.tables, kernels.device().limits());
         let (elements, shape) = (self.kv_heads * tables.tokens, format!("[{}, {}]", self.kv_heads, tables.tokens));
@@ -93,7 +94,7 @@ fn variant_of(constants: &[(&'static str, usize)]) -> Variant {
     constants.iter().fold(Variant::new("token_scores"), |variant, &(name, value)| variant.constant(name, value))
 }
 
-/// Variants that differ in more than numbers.
+/// Every variant that a plan uses. Those that differ only in numbers appear once.
 pub(super) fn variants() -> Vec<Variant> {
     let of = |[weighing, pool, text]: [usize; 3]| variant_of(&[("WEIGHING", weighing), ("POOL", pool), ("TEXT", text)]);
     [[0, 0, 0], [1, 1, 1], [0, 2, 2]].map(of).to_vec()

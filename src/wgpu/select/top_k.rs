@@ -6,7 +6,7 @@ use crate::wgpu::device::launch::{Launch, Launches};
 use crate::wgpu::device::{Indices, Kernels, Tensor, Variant};
 use crate::{Error, Result};
 
-/// The best scores of every KV head: decided, but for the buffers. One dispatch.
+/// Selects the best scores of every KV head. One dispatch. The plan decides everything except the buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TopKPlan {
     /// Scores of each head.
@@ -25,21 +25,21 @@ struct TopKCall {
 }
 
 impl TopKPlan {
-    /// Plans the choice of the `k` largest of `n` scores for each of `kv_heads` heads. Ties go to the lower index, −0
-    /// equals +0, and a score that is NaN ranks below −∞.
+    /// Plans the selection of the `k` largest of `n` scores for each of `kv_heads` heads. Ties go to the lower index,
+    /// −0 equals +0, and NaN ranks below −∞.
     ///
     /// # Errors
-    /// [`Error::TopK`] when `k` is larger than `n`; [`Error::NoTokens`] when nothing is to be chosen or there are no
-    /// heads; [`Error::Limit`] when there are more heads than a layer has, or a 32-bit index does not count the scores.
+    /// [`Error::TopK`] when `k` is larger than `n`; [`Error::NoTokens`] when `k` or the number of heads is 0;
+    /// [`Error::Limit`] when there are more heads than a layer has, or more scores than a 32-bit index can count.
     pub fn new(kv_heads: usize, n: usize, k: usize) -> Result<Self> {
         if k > n {
             return Err(Error::TopK { k, n });
         }
         if k == 0 || kv_heads == 0 {
-            return Err(Error::NoTokens { what: "top_k", hint: "the 0 best need no kernel" });
+            return Err(Error::NoTokens { what: "top_k", hint: "choose at least one score" });
         }
         check_index("the scores of all heads", (kv_heads as u64).saturating_mul(n as u64))?;
-        // 32 bits count the scores of all heads, and so those of one.
+        // If 32 bits count the scores of all heads, they count those of one.
         Ok(Self { n, chosen: IndexShape::new(kv_heads, k, n as u32)? })
     }
 
@@ -57,8 +57,9 @@ impl TopKPlan {
     /// ascending for each head.
     ///
     /// # Errors
-    /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not suit, [`Error::Plan`] when what is written lies
-    /// in a buffer that is read, [`Error::Limit`] when one is too large or the device dispatches too few workgroups.
+    /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not fit the plan, [`Error::Plan`] when the output
+    /// shares a buffer with an input, [`Error::Limit`] when a buffer is too large or the device cannot dispatch enough
+    /// workgroups.
     pub fn bind(&self, kernels: &Kernels, scores: &Tensor, chosen: &Indices) -> Result<Launches> {
         let limits = kernels.device().limits();
         if scores.elements() != self.chosen.kv_heads() * self.n {
@@ -94,7 +95,7 @@ mod tests {
     use super::*;
     use crate::format::MOST_HEADS;
 
-    /// Products of these wrap around to small numbers.
+    /// Products of these sizes would wrap around to small numbers.
     #[test]
     fn absurd_sizes_are_refused() {
         let plan = TopKPlan::new(0x0fff_ffff_0000_0010_u64 as usize, 0x1000_0001, 0x1000_0001);

@@ -3,7 +3,7 @@
 use crate::wgpu::device::buffers::{self, ARRAY_USAGES};
 use crate::{Error, Result};
 
-/// A dense array of `u32` in a storage buffer that kernels write: counts, places among kept tokens.
+/// A dense array of `u32` in a storage buffer that kernels write, such as counts or places among kept tokens.
 #[derive(Clone, Debug)]
 pub struct Words {
     buffer: wgpu::Buffer,
@@ -30,7 +30,7 @@ impl Words {
         Ok(bytemuck::pod_collect_to_vec(&bytes))
     }
 
-    /// Number of words, at least 1.
+    /// Number of words. It is at least 1.
     #[expect(clippy::len_without_is_empty, reason = "there is at least one word")]
     pub const fn len(&self) -> usize {
         self.len
