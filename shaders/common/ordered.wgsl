@@ -1,4 +1,4 @@
-// Floats as unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
+// Maps floats to unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
 //
 // gives: ordered, from_ordered
 

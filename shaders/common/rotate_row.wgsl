@@ -1,9 +1,10 @@
-// A row of HEAD_DIM channels in workgroup memory, rotated in place: `format::Rotation`. Blocks of ORDER channels are
+// Rotates a row of HEAD_DIM channels in workgroup memory, in place: `format::Rotation`. Blocks of ORDER channels are
 // multiplied with the Walsh-Hadamard matrix over √ORDER.
 //
-// Channels may be dealt out to the blocks in turns first: channel c then lies at `dealt(c)`. Who puts a channel in does
-// so at `input_place` and applies `rotation_input`; who takes it out does so at `output_place` and applies `unflipped`.
-// An invocation owns pairs of channels; one barrier per butterfly stage. Every invocation of the workgroup must call.
+// Channels may first be dealt out to the blocks in turns: channel c then lies at `dealt(c)`. Code that writes a channel
+// does so at `input_place` and applies `rotation_input`. Code that reads a channel does so at `output_place` and
+// applies `unflipped`. An invocation owns pairs of channels. There is one barrier per butterfly stage, and every
+// invocation of the workgroup must call.
 //
 // needs: HEAD_DIM, INVOCATIONS
 // gives: rotated, dealt, input_place, output_place, rotation_input, scaled_input, unflipped, flipped, rotate_row
@@ -15,10 +16,10 @@ const ROTATION_SCALE: f32 = 0.25f;
 // Whether signs are flipped, and the seed of the signs.
 const ROTATION_SIGNED: u32 = 0u;
 const ROTATION_SEED: u32 = 0u;
-// 1 where the row is rotated back: signs are flipped after the butterflies.
+// 1 for the inverse rotation: signs are flipped after the butterflies.
 const ROTATION_BACK: u32 = 0u;
 
-// Blocks that channels are dealt out to.
+// Number of blocks that channels are dealt out to.
 const ROTATION_BLOCKS: u32 = 1u;
 
 var<workgroup> rotated: array<f32, HEAD_DIM>;
@@ -61,7 +62,7 @@ fn rotate_row(invocation: u32) {
         let half = 1u << stage;
         workgroupBarrier();
         for (var pair = invocation; pair < HEAD_DIM / 2u; pair += INVOCATIONS) {
-            // pair / half · 2 half + pair % half: the divisor is not known to compilers, which would divide.
+            // pair / half · 2 half + pair % half. Compilers do not know the divisor and would divide.
             let low = ((pair >> stage) << (stage + 1u)) + (pair & (half - 1u));
             let a = rotated[low];
             let b = rotated[low + half];

@@ -1,6 +1,6 @@
-// The row in workgroup memory, rotated for its signs: `format::sketch`. Each round deals channels out to blocks first.
-// Order and scale are those of the row's own rotation. An invocation owns every 64th channel. Every invocation of the
-// workgroup must call.
+// Rotates the row in workgroup memory for its signs: `format::sketch`. Each round first deals channels out to blocks.
+// Order and scale are those of the row's own rotation. An invocation owns every 64th channel, and every invocation of
+// the workgroup must call.
 //
 // needs: HEAD_DIM, INVOCATIONS
 // gives: sketch_row
@@ -11,7 +11,7 @@
 const SKETCH_BLOCKS: u32 = 1u;
 const SKETCH_SEED: u32 = 0u;
 const SKETCH_ROUNDS: u32 = 1u;
-// Channels of an invocation, of at most 256.
+// Channels of an invocation: there are no more than 256 in a row.
 const SKETCH_CHANNELS: u32 = 4u;
 
 fn sketch_row(invocation: u32) {

@@ -1,7 +1,7 @@
-// compute_guard: a fixed amount of integer arithmetic, whose time follows the clock of the device and nothing else.
+// compute_guard: a fixed amount of integer arithmetic. Its time depends only on the clock of the device.
 //
-// Timed before and after a measurement, it tells whether the clock fell in between. Every invocation makes ROUNDS
-// dependent packed dot products in each of four chains and writes one word.
+// Its times before and after a measurement show whether the clock fell in between. Every invocation computes ROUNDS
+// dependent packed dot products in each of four chains, and writes one word.
 //
 // In bounds: the buffer has a word for every invocation of the grid.
 //

@@ -1,7 +1,7 @@
-// read_bandwidth: reads a buffer once and adds its words up, to know how fast the device reads.
+// read_bandwidth: reads a buffer once and sums its words, to measure how fast the device reads.
 //
-// A workgroup of 256 reads a block of LOADS · 256 groups of 16 bytes, neighbours neighbouring groups. The sum, modulo
-// 2^32, is compared with the one that the host knows, so that no compiler can leave a load out.
+// A workgroup of 256 reads a block of LOADS · 256 groups of 16 bytes; neighbours read neighbouring groups. The host
+// knows the sum modulo 2^32 and compares it, so that no compiler can leave a load out.
 //
 // In bounds: the buffer is a whole number of blocks, one per workgroup of the grid, which is folded into two
 // dimensions; workgroups beyond the last block do nothing.

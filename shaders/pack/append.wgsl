@@ -1,9 +1,9 @@
-// append: single tokens into pages of one shard: f16, or codes whose ranges belong to single tokens.
+// append: stores single tokens in pages of one shard, as f16 or as codes whose ranges belong to single tokens.
 //
-// One workgroup owns one token of one KV head: it reads the row, rotates it where it is stored so, makes and stores its
-// ranges, and then its words: those of a key belong to it alone, a value's hold other tokens too. Tokens are read
-// and keys are written coalesced, values in words 16 bytes apart. Keys of tokens beyond `tokens` are zero bits, with
-// a range of zero.
+// One workgroup owns one token of one KV head. It reads the row, rotates it if the format does, computes and stores its
+// ranges, and then writes its words. The words of a key belong to it alone; those of a value also hold other tokens.
+// Tokens are read and keys are written coalesced; values are written in words 16 bytes apart. Keys of tokens beyond
+// `tokens` are zero bits with a range of zero.
 //
 // In bounds: workgroups beyond the places · kv_heads return; pages, slots and the rows of the tokens read were checked
 // against the buffers when they were bound, or when a step's table was made for the layout that they were bound to.

@@ -4,13 +4,13 @@
 // binds: 0 call
 
 struct Place {
-    // First token, counted from the first of the span.
+    // First token, relative to the first of the span.
     token: u32,
     // The page within its shard.
     page: u32,
-    // Slot of the token in the page, for single tokens.
+    // Slot of the token in the page, if the place is a single token's.
     slot: u32,
-    // Slot of the ranges of the span that the page belongs to.
+    // Range slot of the span that the page belongs to.
     range_slot: u32,
 }
 
@@ -29,21 +29,21 @@ struct Call {
     tile_words: u32,
     // Words of one load of a tile.
     vector: u32,
-    // Tokens or channels of a range.
+    // Tokens or channels that share a range.
     group: u32,
     ranges_per_tile: u32,
-    // Invocations that have work, or rows, where places do not say so.
+    // Number of invocations with work, or of rows, unless the places determine it.
     total: u32,
     shrink: f32,
-    // 0, where the compiler cannot know it.
+    // 0, in a form that the compiler cannot know.
     zero: u32,
     place_count: u32,
-    // Indices of a KV head, where tokens are gathered, and what they are below.
+    // Indices per KV head of gathered tokens, and their exclusive upper bound.
     index_stride: u32,
     below: u32,
-    // The largest element that is in order, where elements are looked at.
+    // The largest valid element, for kernels that check elements.
     largest: f32,
-    // Where a step's table counts and lists the places, and the shards of those that this dispatch takes.
+    // The section of a step's table that counts and lists the places, and the shards that this dispatch takes from it.
     section: u32,
     shards: u32,
     places: array<Place>,
@@ -56,12 +56,12 @@ const TILE_TOKENS: u32 = 128u;
 // import tokens = pack/tokens/run.wgsl
 // import places = pack/places/listed.wgsl
 
-// Index of a row's first element within the dense tensor's binding; tokens count from the first of the span.
+// Index of a row's first element within the dense tensor's binding. Tokens are relative to the first of the span.
 fn row_start(token: u32, kv_head: u32) -> u32 {
     return call.first_element + token_of(token, kv_head) * call.token_stride + kv_head * call.head_stride;
 }
 
-// `x` as it was rounded: compilers may fuse a product with the sum that takes it, but not through this.
+// `x` as rounded. Compilers may fuse a product with the sum that takes it, but not through this function.
 fn rounded(x: f32) -> f32 {
     return bitcast<f32>(bitcast<u32>(x) ^ call.zero);
 }

@@ -1,5 +1,5 @@
-// centre_keys: keys of a dense tensor less the centre of their sequence, rotated where they are stored so, as dense f32
-// rows [token][kv_head][channel].
+// centre_keys: subtracts the centre of their sequence from keys of a dense tensor, rotates them if the format does, and
+// writes dense f32 rows [token][kv_head][channel].
 //
 // One workgroup owns a row; an invocation owns every 64th channel. Rows are read and written coalesced.
 // `call.range_slot` is the slot of the centre.

@@ -1,5 +1,5 @@
-// Ranges and codes: `format::CodeRange`, bit for bit. No division, and no rounding that a compiler may change by
-// fusing, decides a bit here.
+// Ranges and codes: `format::CodeRange`, bit for bit. No bit depends on a division, or on a rounding that a compiler
+// may change by fusing.
 //
 // needs: BITS, HALF_MAX, call, half_bits, half_value, rounded
 // gives: code_range, range_word, range_of_word, code_of, value_of

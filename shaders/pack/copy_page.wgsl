@@ -1,4 +1,4 @@
-// copy_page: pages that become copies of others: one part of them, tiles or their ranges, of keys or values.
+// copy_page: copies one part of pages: tiles or their ranges, of keys or values.
 //
 // One invocation owns one word; neighbours own neighbouring words.
 //

@@ -1,11 +1,11 @@
-// dequantize: tiles of one shard into dense f32 rows [kv_heads, tokens, head_dim] of a span.
+// dequantize: decodes tiles of one shard into dense f32 rows [kv_heads, tokens, head_dim] of a span.
 //
 //   element = min + scale · code, rounded after the product and after the sum
 //
-// or, with ADDS, what the output holds already and the element.
+// or, with ADDS, the sum of the element and the value already in the output.
 //
-// One invocation owns one element; neighbours own neighbouring channels, so rows are written coalesced. A word of a
-// tile is read by each of the invocations that own its fields.
+// One invocation owns one element; neighbours own neighbouring channels, so rows are written coalesced. Every
+// invocation that owns a field of a word reads that word.
 //
 // In bounds: invocations beyond `total` = places · kv_heads · 128 · head_dim, and those of tokens beyond the span,
 // return; pages, the range slot and the output were checked against the buffers when they were bound. Divisors are

@@ -2,8 +2,8 @@
 //
 //   first = min over such elements of (token · kv_heads + kv_head) · head_dim + channel
 //
-// Invocations take elements in turns, neighbours neighbouring channels; those that find one enter its index by an
-// atomic minimum. Elements are compared as integers, since compilers may assume that no float is NaN.
+// Invocations take elements in turns; neighbours take neighbouring channels. An invocation that finds one records its
+// index with an atomic minimum. Elements are compared as integers, since compilers may assume that no float is NaN.
 //
 // In bounds: indices stay below tokens · kv_heads · head_dim, the rows that the plan checked against the tensor. Loops
 // are bounded by it; divisors are sizes of a checked shape.

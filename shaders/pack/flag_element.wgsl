@@ -1,4 +1,4 @@
-// Elements that may be NaN, infinite or too large: those count as 0, and the first token with one is flagged. They are
+// Elements that may be NaN, infinite or too large: these count as 0, and the first token with one is flagged. They are
 // compared as integers, since compilers may assume that no float is NaN.
 //
 // needs: call

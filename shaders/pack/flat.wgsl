@@ -1,4 +1,4 @@
-// A grid of one dimension, folded into two because a device dispatches few workgroups per dimension.
+// A one-dimensional grid, folded into two dimensions because a device dispatches few workgroups per dimension.
 //
 // gives: FLAT_WORKGROUP, flat_index
 

@@ -1,5 +1,5 @@
-// Which elements of a tile share a range: `format::Grouping`. 1 is a channel and a run of tokens, 2 a token, 3 a token
-// and a run of channels.
+// The elements of a tile that share a range: `format::Grouping`. 1 is a channel over consecutive tokens, 2 is a token,
+// 3 is a token over consecutive channels.
 //
 // needs: TILE_TOKENS, call
 // gives: GROUPING, range_index

@@ -1,10 +1,10 @@
-// hadamard: rows of a dense tensor, rotated or rotated back, into dense f32 rows.
+// hadamard: rotates rows of a dense tensor, forward or inverse, into dense f32 rows.
 //
 //   y = H (s ⊙ x) / √ORDER, or x = s ⊙ (H y) / √ORDER, for blocks of ORDER channels; s are signs, or all 1
 //
 // One workgroup owns a row; an invocation owns every 64th channel and pairs of channels. Rows are read and written
-// coalesced (dealt channels are not written so), and may be read from where they are written. log2(ORDER) additions per
-// element, as many barriers per row.
+// coalesced (except that dealt channels are not written coalesced), and the output may be the input. Costs log2(ORDER)
+// additions per element and as many barriers per row.
 //
 // In bounds: workgroups beyond `total` = tokens · kv_heads rows return; the rows read and the output were checked
 // against the buffers when they were bound, pages that a step's table names when it was made for their layout. Loops

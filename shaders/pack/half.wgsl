@@ -1,4 +1,4 @@
-// IEEE half precision by integer operations: pack2x16float and unpack2x16float may round or flush as they like.
+// IEEE half precision by integer operations, because pack2x16float and unpack2x16float may round or flush as they like.
 //
 // gives: HALF_MAX, half_value, half_to_single, half_bits
 

@@ -1,11 +1,10 @@
-// key_mean: the mean of some keys, as the centre of a sequence: of the tokens of a call, or of sequences that
-// begin with a step.
+// key_mean: the mean of some keys, as the centre of a sequence. The keys are the tokens of a call, or the first tokens
+// of sequences that begin with a step.
 //
 //   m = (k_1 + … + k_n) · 1 / n
 //
-// One invocation owns one channel of a KV head of a mean and adds its elements in token order; neighbours
-// own neighbouring channels, so that rows are read coalesced. Elements that are not finite, or beyond
-// `largest`, count as 0.
+// One invocation owns one channel of a KV head of a mean and adds its elements in token order; neighbours own
+// neighbouring channels, so rows are read coalesced. Elements that are not finite, or are beyond `largest`, count as 0.
 //
 // In bounds: invocations beyond the means · `total` = kv_heads · head_dim return; the slots and the rows of the tokens
 // were checked against the buffers when they were bound, or when a step's table was made for the layout that they were
@@ -21,7 +20,7 @@
 @group(0) @binding(7) var<storage, read_write> centres: array<f32>;
 
 struct Mean {
-    // Its first token, counted from the first of the span, and how many there are.
+    // Its first token, relative to the first of the span, and the number of tokens.
     first_token: u32,
     tokens: u32,
     // Slot of the centre.

@@ -1,11 +1,11 @@
-// Levels of a codebook: `format::Codebook`. Those above 0 are constants, ascending; the others are their negatives.
+// Levels of a codebook: `format::Codebook`. Levels above 0 are constants, ascending; the others are their negatives.
 //
 // gives: levels_of
 
-// The levels that four stored fields of `bits` bits stand for, relative to the norm of their row. `low` and `high` are
-// the four levels above 0 nearest to it and the next four, where there are so many.
+// The levels of four stored fields of `bits` bits, relative to the norm of their row. `low` holds the four levels above
+// 0 that are nearest to it, and `high` the next four, if there are that many.
 fn levels_of(fields: vec4<u32>, bits: u32, low: vec4<f32>, high: vec4<f32>) -> vec4<f32> {
-    // A field is the code less the middle one, in two's complement: the top bit is the sign, and below 0 the distance
+    // A field is the code minus the middle one, in two's complement. The top bit is the sign, and below 0 the distance
     // counts from -1.
     let negative = (fields >> vec4<u32>(bits - 1u)) & vec4<u32>(1u);
     let index = (fields ^ (vec4<u32>(0u) - negative)) & vec4<u32>((1u << (bits - 1u)) - 1u);

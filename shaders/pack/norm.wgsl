@@ -1,5 +1,5 @@
-// The stored norm of a row: `format::codebook::stored_norm`, bit for bit. Sums are made of four channels, then of all
-// fours in order, each rounded as it stands.
+// The stored norm of a row: `format::codebook::stored_norm`, bit for bit. Squares are summed over four channels, then
+// over all fours in order, with a rounding after each operation.
 //
 // needs: HALF_MAX, half_bits, half_value, rounded
 // gives: sum_of_four, norm_bits, renormalized_bits
@@ -17,12 +17,12 @@ fn norm_bits(sum: f32) -> u32 {
     return nearest_root(sum, 1f);
 }
 
-// The norm over that of its levels, whose squares are summed: `format::codebook::renormalized`.
+// The norm divided by that of its levels, given the sum of their squares: `format::codebook::renormalized`.
 fn renormalized_bits(norm: f32, sum: f32) -> u32 {
     return nearest_root(norm * norm, sum);
 }
 
-// The half nearest to the root of `sum / divisor`, ties to even; the root decides nothing but where to look.
+// The half nearest to the root of `sum / divisor`, ties to even. The inexact root only decides where to search.
 fn nearest_root(sum: f32, divisor: f32) -> u32 {
     let estimate = half_bits(min(sqrt(sum / divisor), HALF_MAX));
     let odd = (estimate & 1u) == 1u;
@@ -37,7 +37,7 @@ fn nearest_root(sum: f32, divisor: f32) -> u32 {
     return select(half, 0u, half < 0x400u);
 }
 
-// The square of the midpoint between a half and the next: exact.
+// The exact square of the midpoint between a half and the next one.
 fn midpoint_square(half: u32) -> f32 {
     let middle = (half_value(half) + half_value(half + 1u)) * 0.5;
     return middle * middle;

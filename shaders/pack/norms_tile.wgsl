@@ -1,8 +1,8 @@
-// norms_tile: the norms beside the tiles of one shard, one per token.
+// norms_tile: the norms of the tokens in the tiles of one shard.
 //
 //   norm = √Σ x², rounded to half precision
 //
-// One invocation owns one token of one KV head and reads its row. Slots that no token has get zero. Reads every element
+// One invocation owns one token of one KV head and reads its row. Slots without a token get zero. Every element is read
 // once.
 //
 // In bounds: invocations beyond `total` = places · kv_heads · 128 return; pages and the rows of the tokens read were

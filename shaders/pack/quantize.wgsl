@@ -1,11 +1,11 @@
-// quantize: rows of a dense tensor into tiles of one shard, with ranges that are known.
+// quantize: packs rows of a dense tensor into tiles of one shard, with known ranges.
 //
 //   code = the level of `min + scale · code` nearest to the element, ties to even; f16 rounds to nearest even
 //
-// One invocation owns one word of a tile and gathers its 32 / BITS elements (parts of 16 or 32 at 3 bits); neighbours
-// own neighbouring words, so tiles are written coalesced, and read in runs of 16 bytes or more of a row. Fields of
-// tokens beyond the span and of channels beyond the head are zero bits. Reads every element once, about 10 arithmetic
-// operations per element.
+// One invocation owns one word of a tile and gathers its 32 / BITS elements (parts of 16 or 32 at 3 bits). Neighbours
+// own neighbouring words, so tiles are written coalesced, and rows are read in stretches of 16 bytes or more. Fields of
+// tokens beyond the span and of channels beyond the head are zero bits. Every element is read once, with about 10
+// arithmetic operations per element.
 //
 // In bounds: invocations beyond the places · kv_heads · tile_words return; pages, the range slot and the rows of the
 // tokens read were checked against the buffers when they were bound, or when a step's table was made for the layout

@@ -3,10 +3,10 @@
 //   scale = (max - min) · shrink / (2^BITS - 1),  min = min · shrink
 //   or about 0: scale = max |x| · shrink / (2^(BITS-1) - 1),  min = -2^(BITS-1) scale
 //
-// ranges_span_clear zeroes the slot, ranges_span_extremes enters the largest element and the largest negated element
-// of every channel by atomic maxima of their ordered bits (0 lies below every float's), ranges_span makes ranges of
-// them, in place. One invocation of the second owns CHUNK tokens of one channel; neighbours own neighbouring channels,
-// so rows are read coalesced. Reads every element once, two atomics per CHUNK elements.
+// ranges_span_clear zeroes the slot. ranges_span_extremes records the largest element and the largest negated element
+// of every channel, by atomic maxima of their ordered bits (0 lies below every float's). ranges_span turns them into
+// ranges in place. One invocation of the second owns CHUNK tokens of one channel; neighbours own neighbouring channels,
+// so rows are read coalesced. Every element is read once, with two atomics per CHUNK elements.
 //
 // In bounds: invocations beyond `total` return; the slot and the rows of the tokens read were checked against the
 // buffers when they were bound. Divisors are sizes of a checked shape.
@@ -26,7 +26,7 @@ const BITS: u32 = 4u;
 const CHUNK: u32 = 64u;
 const SIGN_BIT: u32 = 0x80000000u;
 
-// [slot][kv_head][head_dim] of (scale, minimum); of (largest negated, largest) before they are made.
+// [slot][kv_head][head_dim] of (scale, minimum), or of (largest negated, largest) until ranges_span runs.
 @group(0) @binding(2) var<storage, read_write> ranges: array<atomic<u32>>;
 
 fn range_start(channel: u32) -> u32 {

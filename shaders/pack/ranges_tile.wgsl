@@ -1,10 +1,10 @@
-// ranges_tile: the ranges beside the tiles of one shard, for groups that lie within a tile.
+// ranges_tile: the tile ranges of one shard, for groups that lie within a tile.
 //
 //   scale = (max - min) · shrink / (2^BITS - 1),  min = min · shrink,  both rounded to half precision
 //   or about 0: scale = max |x| · shrink / (2^(BITS-1) - 1), rounded,  min = -2^(BITS-1) scale
 //
-// One invocation owns one range and reads its group: neighbours own neighbouring channels of a run of tokens, or
-// neighbouring tokens. Groups that no token belongs to get zero. Reads every element once.
+// One invocation owns one range and reads its group. Neighbours own neighbouring channels of the same tokens, or
+// neighbouring tokens. Groups without a token get zero. Every element is read once.
 //
 // In bounds: invocations beyond the places · kv_heads · ranges_per_tile return; pages and the rows of the tokens read
 // were checked against the buffers when they were bound, or when a step's table was made for the layout that they were

@@ -3,7 +3,7 @@
 //   scale and minimum as in ranges_span
 //
 // One invocation owns one channel of one page and reads its tokens; neighbours own neighbouring channels, so rows are
-// read coalesced. Reads every element once.
+// read coalesced. Every element is read once.
 //
 // In bounds: invocations beyond the places · kv_heads · head_dim return; slots and pages were checked against the
 // buffers when the step's table was made for the layout that they were bound to. A page has at most 128 tokens;

@@ -1,10 +1,10 @@
-// renormalize: the norms beside the tiles of one shard, divided by those of the levels that the codes stand for.
+// renormalize: divides the norms of the tokens in the tiles of one shard by the norms of their levels.
 //
 //   norm / √Σ level², rounded to half precision
 //
-// Runs after the codes were made with the norm. One invocation owns one token of one KV head and reads its fields, one
-// after the other: neighbours read neighbouring words of keys, and of values the same ones. Slots that no token has
-// keep zero. Reads every code once, about 12 arithmetic operations each.
+// Runs after the codes were computed with the norm. One invocation owns one token of one KV head and reads its fields
+// one after the other. Neighbours read neighbouring words of keys, and the same words of values. Slots without a token
+// keep zero. Every code is read once, with about 12 arithmetic operations each.
 //
 // In bounds: invocations beyond `total` = places · kv_heads · 128 return; pages were checked against the buffers when
 // they were bound. Loops are bounded by head_dim, a multiple of 4; divisors are sizes of a checked shape.

@@ -1,4 +1,4 @@
-// The norm of the row in workgroup memory as 16 bits, for every invocation, all of which must call.
+// The norm of the row in workgroup memory as 16 bits. Every invocation must call, and each gets the result.
 //
 // needs: HEAD_DIM, channel_value, rounded
 // gives: row_squares, row_norm_bits, row_sum_of_squares

@@ -1,4 +1,4 @@
-// A step's table: `plan::WriteTable`. A section counts its entries, and they follow.
+// A step's table: `plan::WriteTable`. A section holds the number of its entries, then the entries.
 //
 // needs: call
 // gives: entry_count, entry_at, has_entry
@@ -14,7 +14,7 @@ fn entry_at(index: u32) -> vec4<u32> {
     return table[call.section + 1u + index];
 }
 
-// Whether an entry's shards are those of the dispatch.
+// Whether an entry belongs to the shards of the dispatch.
 fn has_entry(index: u32) -> bool {
     return entry_at(index).w == call.shards;
 }

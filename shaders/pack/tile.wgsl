@@ -1,6 +1,6 @@
-// Where elements lie in a tile: the layout of `format::tile`.
+// The places of elements in a tile: the layout of `format::tile`.
 //
-// A tile is made of runs of words: the row of a token for keys, the column of a channel for values. BITS 16 is f16.
+// A tile consists of runs of words: a token's row for keys, a channel's column for values. BITS 16 is f16.
 //
 // needs: TILE_TOKENS, call
 // gives: BITS, FIELD_MASK, run_word, fields_of, field_of, place_of, top_place_of
@@ -9,8 +9,8 @@
 const BITS: u32 = 4u;
 const KEYS: u32 = 1u;
 
-// Fields of one word, bit planes of a byte lane (unused in f16), and the field's mask. 3-bit codes lie in vectors of
-// three words: two with the low pairs of bits, one with the top bits.
+// Fields of one word, bit planes of a byte lane (unused in f16), and the mask of a field. 3-bit codes lie in vectors of
+// three words: two hold the low pairs of bits, one holds the top bits.
 const FIELDS: u32 = 32u / BITS;
 const PLANES: u32 = 8u / BITS;
 const FIELD_MASK: u32 = (1u << BITS) - 1u;
@@ -31,7 +31,7 @@ fn tile_word(run: u32, word: u32) -> u32 {
     return (word / call.vector * runs() + run) * call.vector + word % call.vector;
 }
 
-// A part of a field: the bits of `mask` from bit `low` of the field on lie at `shift` of the word.
+// A part of a field: the bits of `mask`, starting at bit `low` of the field, lie at `shift` of the word.
 struct Field {
     token: u32,
     channel: u32,
@@ -40,7 +40,7 @@ struct Field {
     mask: u32,
 }
 
-// Fields that word `word` of a run holds parts of.
+// Number of fields that word `word` of a run holds parts of.
 fn fields_of(word: u32) -> u32 {
     if (BITS == 3u) {
         return select(16u, 32u, word % 3u == 2u);
@@ -83,7 +83,7 @@ fn element_place(token: u32, channel: u32) -> vec3<u32> {
     return vec3<u32>(token / 32u, token % 32u, channel);
 }
 
-// Word of the tile and shift of the field that hold an element, or its low pair of three bits.
+// Word of the tile and shift of the field that hold an element, or the low pair of its three bits.
 fn place_of(token: u32, channel: u32) -> vec2<u32> {
     let at = element_place(token, channel);
     if (BITS == 16u) {
@@ -95,7 +95,7 @@ fn place_of(token: u32, channel: u32) -> vec2<u32> {
     return vec2<u32>(tile_word(at.z, at.y / max(PLANES, 1u)), 8u * at.x + BITS * (at.y % max(PLANES, 1u)));
 }
 
-// Word of the tile and shift of the top one of an element's three bits.
+// Word of the tile and shift of the top bit of a 3-bit element.
 fn top_place_of(token: u32, channel: u32) -> vec2<u32> {
     let at = element_place(token, channel);
     return vec2<u32>(tile_word(at.z, at.y / 8u * 3u + 2u), 8u * at.x + at.y % 8u);

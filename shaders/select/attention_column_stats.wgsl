@@ -1,14 +1,15 @@
-// attention_column_stats: what every key receives, and how many keys each row needs.
+// attention_column_stats: the attention that every key receives, and how many keys each row needs.
 //
 //   column_sums[key] = Σ over rows of exp(s − lse),  s = q · k / √HEAD_DIM
 //   counts[row] = visible keys of the part with s ≥ max + log_threshold
 //
-// Column sums are kept per query head, or become the sum, mean or maximum over the heads of a group (AGGREGATION).
+// Column sums are kept per query head, or combined into the sum, mean or maximum over the heads of a group
+// (AGGREGATION).
 //
 // One workgroup owns a part: some tiles of RESIDENT keys of one KV head. An invocation owns a key, and its column sum
-// is a register; the query rows of the head's group pass by, STAGED at a time. For counts an invocation writes one bit
-// per row, and 16 invocations add up each row's. Nothing is added up in an order that could change. Keys are read once,
-// query rows once per tile; neither scores nor weights are written.
+// is a register. The query rows of the head's group stream through, STAGED at a time. To count, an invocation writes
+// one bit per row, and 16 invocations add up the bits of each row. Every sum has a fixed order. Keys are read once,
+// query rows once per tile. Neither scores nor weights are written.
 //
 // In bounds: as in attention_row_stats.
 //
@@ -19,10 +20,10 @@
 
 // [query_head][row].
 @group(0) @binding(3) var<storage, read> row_lse: array<f32>;
-// [query_head][key], or [kv_head][key] of aggregated ones.
+// [query_head][key], or [kv_head][key] if aggregated.
 @group(0) @binding(4) var<storage, read_write> column_sums: array<f32>;
 
-// 0: each query head for itself, 1: sum, 2: mean, 3: maximum.
+// 0: per query head, 1: sum, 2: mean, 3: maximum.
 const AGGREGATION: u32 = 0u;
 
 // import counting = select/counting/slot.wgsl
@@ -48,7 +49,7 @@ fn attention_column_stats(
             let query_head = kv_head * call.group + g;
             var sum = 0f;
             for (var first = 0u; first < call.rows; first += STAGED) {
-                // Rows before the tile see none of it.
+                // Rows before the tile see none of its keys.
                 if (call.positions[min(first + STAGED, call.rows) - 1u] < tile) {
                     continue;
                 }

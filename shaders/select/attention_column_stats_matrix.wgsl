@@ -1,18 +1,18 @@
-// attention_column_stats_matrix: `attention_column_stats` of f16 keys by cooperative matrices.
+// attention_column_stats_matrix: `attention_column_stats` of f16 keys with cooperative matrices.
 //
 //   column_sums[key] = Σ over rows of exp(s − lse),  s = q · k / √HEAD_DIM
 //   counts[row] = visible keys of the part with s ≥ max + log_threshold
 //
-// One workgroup owns a part: some tiles of TILE keys of one KV head. A chunk of query rows is resident in its subgroups
-// (select/stats_matrix.wgsl) while all tiles of the part pass by; where a group has more rows than a chunk, the tiles
-// pass by again, and column sums are added to those that the same invocation has written before. A lane owns a key of
-// the tile and adds the weights of the subgroup's columns, head by head; then one subgroup adds the parts of each head,
-// in order. For counts a lane owns a column, and counts it over all tiles in a register. So every sum has a fixed
-// order. Two barriers a tile:
+// One workgroup owns a part: some tiles of TILE keys of one KV head. Its subgroups keep a chunk of query rows
+// (select/stats_matrix.wgsl) while all tiles of the part stream through. If a group has more rows than a chunk, the
+// tiles stream through again, and each invocation adds to the column sums that it wrote before. A lane owns a key of
+// the tile and adds the weights of the subgroup's columns, head by head. Then one subgroup adds the parts of each head,
+// in order. To count, a lane owns a column and counts it over all tiles in a register. Every sum has a fixed order.
+// There are two barriers per tile:
 //
 //   scores -> workgroup memory | next keys, sums of subgroups -> workgroup memory | column sums -> memory
 //
-// In bounds: as select/stats_matrix.wgsl; column sums are those of heads and tokens of the call.
+// In bounds: as select/stats_matrix.wgsl; column sums stay within the heads and tokens of the call.
 //
 // gives: last_seen
 // binds: 4 row_lse, 5 column_sums
@@ -22,19 +22,19 @@
 
 // [query_head][row].
 @group(0) @binding(4) var<storage, read> row_lse: array<f32>;
-// [query_head][key], or [kv_head][key] of aggregated ones.
+// [query_head][key], or [kv_head][key] if aggregated.
 @group(0) @binding(5) var<storage, read_write> column_sums: array<f32>;
 
-// 0: each query head for itself, 1: sum, 2: mean, 3: maximum.
+// 0: per query head, 1: sum, 2: mean, 3: maximum.
 const AGGREGATION: u32 = 0u;
-// Heads of a chunk, at most.
+// Maximum number of heads in a chunk.
 const CHUNK_HEADS: u32 = 16u;
 const PARTIAL_SUMS: u32 = (SUBGROUPS + CHUNK_HEADS) * 32u;
 
-// Of each column: what products are multiplied with, and the log-sum-exp, both in powers of two.
+// For each column: the factor of its products, and its log-sum-exp, both in powers of two.
 var<workgroup> columns: array<vec2<f32>, COLUMNS>;
 var<workgroup> last_seen: array<u32, COLUMNS>;
-// [subgroup + head][key]: a head that goes on in the next subgroup has a sum in each.
+// [subgroup + head][key]. A head that continues in the next subgroup has one sum in each.
 var<workgroup> partial_sums: array<f32, PARTIAL_SUMS>;
 
 // import counting = select/matrix_counting/slot.wgsl
@@ -55,7 +55,7 @@ fn weight(column: u32, lane: u32) -> f32 {
     return exp2(scores[column * SCORE_COLUMN + lane / 4u][lane % 4u] * of_column.x - of_column.y);
 }
 
-// Sums of the subgroup's columns, of the lane's key.
+// Sums, for the lane's key, of the subgroup's columns.
 fn add_columns(chunk: Chunk, tile: u32, team: u32, lane: u32, all_seen: bool) {
     let end = min(team * 32u + 32u, chunk.columns);
     var column = team * 32u;
@@ -75,7 +75,7 @@ fn add_columns(chunk: Chunk, tile: u32, team: u32, lane: u32, all_seen: bool) {
     }
 }
 
-// The sum of a head, of the lane's key.
+// The sum of a head for the lane's key.
 fn sum_of_head(chunk: Chunk, head: u32, lane: u32) -> f32 {
     var sum = 0f;
     let last = (head * chunk.rows + chunk.rows - 1u) / 32u;
@@ -134,7 +134,8 @@ fn attention_column_stats_matrix(@builtin(workgroup_id) workgroup: vec3<u32>, nu
         note_column(chunk, index, kv_head, invocation);
         store_keys(invocation);
         workgroupBarrier();
-        // What the first row of the chunk sees all rows see, and what the last one does not see none does.
+        // A key that the first row of the chunk sees is seen by all rows. A key that the last row does not see is seen
+        // by none.
         let first_seen = call.positions[chunk.first_row];
         let most_seen = call.positions[chunk.first_row + chunk.rows - 1u];
         for (var t = part * call.part_tiles; t < end; t++) {

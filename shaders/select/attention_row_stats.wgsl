@@ -3,10 +3,10 @@
 //
 //   s = q · k / √HEAD_DIM,  max = max s,  sum = Σ exp(s − max)  over visible keys of the part
 //
-// One workgroup owns a part: some tiles of RESIDENT keys of one KV head. An invocation owns a key; the query rows of
-// the head's group pass by, STAGED at a time. Their scores meet in workgroup memory, where 16 invocations reduce each
-// row in a fixed order. What a part has measured of a row so far lies in `partials`, and one invocation owns it. Keys
-// are read once, query rows once per tile; no scores are written.
+// One workgroup owns a part: some tiles of RESIDENT keys of one KV head. An invocation owns a key, and the query rows
+// of the head's group stream through, STAGED at a time. The scores are collected in workgroup memory, where 16
+// invocations reduce each row in a fixed order. `partials` holds the statistics of a row over the part so far, and one
+// invocation owns them. Keys are read once, query rows once per tile. No scores are written.
 //
 // In bounds: part and head are below the grid's, which the plan made; rows, tokens and positions are checked where they
 // are read, and tensors and partials were checked against the call when they were bound. Loops are bounded by the call.
@@ -47,7 +47,7 @@ fn attention_row_stats(
         load_tile(tile, kv_head, invocation);
         for (var g = 0u; g < call.group; g++) {
             for (var first = 0u; first < call.rows; first += STAGED) {
-                // Rows before the tile see none of it.
+                // Rows before the tile see none of its keys.
                 if (call.positions[min(first + STAGED, call.rows) - 1u] < tile) {
                     continue;
                 }
@@ -86,7 +86,7 @@ fn stats_of_lane(row: u32, lane: u32) -> vec2<f32> {
     return vec2<f32>(largest, sum);
 }
 
-// What was measured before, and the lanes of a row after it, in order.
+// The statistics so far, combined in order with those of the row's lanes.
 fn joined(before: vec2<f32>, row: u32) -> vec2<f32> {
     var largest = before.x;
     for (var i = 0u; i < LANES; i++) {

@@ -1,10 +1,10 @@
-// attention_row_stats_matrix: `attention_row_stats` of f16 keys by cooperative matrices.
+// attention_row_stats_matrix: `attention_row_stats` of f16 keys with cooperative matrices.
 //
 //   s = q · k / √HEAD_DIM,  max = max s,  sum = Σ exp(s − max)  over visible keys of the part
 //
-// One workgroup owns a part: some tiles of TILE keys of one KV head. A chunk of query rows is resident in its subgroups
-// (select/stats_matrix.wgsl) while all tiles of the part pass by. An invocation owns a column, whose maximum and sum
-// are registers, and reads its scores of a tile from workgroup memory. Two barriers a tile.
+// One workgroup owns a part: some tiles of TILE keys of one KV head. Its subgroups keep a chunk of query rows
+// (select/stats_matrix.wgsl) while all tiles of the part stream through. An invocation owns a column, keeps its maximum
+// and sum in registers, and reads its scores of a tile from workgroup memory. There are two barriers per tile.
 //
 // In bounds: as select/stats_matrix.wgsl; the plan made `partials` for the grid's parts and the call's rows.
 //
@@ -19,7 +19,7 @@
 var<private> largest: f32;
 var<private> sum: f32;
 
-// Takes up the column's scores of a tile; `unit` is in powers of two.
+// Adds the column's scores of a tile. `unit` is in powers of two.
 fn take_tile(tile: u32, column: u32, unit: f32, last_seen: u32) {
     var s: array<vec4<f32>, TILE / 4u>;
     var high = vec4<f32>(largest);
@@ -31,7 +31,7 @@ fn take_tile(tile: u32, column: u32, unit: f32, last_seen: u32) {
         high = max(high, s[i]);
     }
     let new_largest = max(max(high.x, high.y), max(high.z, high.w));
-    // Before the first key that it sees a row has no sum.
+    // A row has no sum before the first key that it sees.
     if (new_largest > LOWEST) {
         var sums = vec4<f32>();
         // unroll
@@ -56,11 +56,11 @@ fn attention_row_stats_matrix(@builtin(workgroup_id) workgroup: vec3<u32>, numbe
         let chunk = chunk_of(index);
         load_rows(&rows, index, kv_head, team);
         load_keys(part * call.part_tiles * TILE, end_token, kv_head, invocation);
-        // Columns that do not exist measure zeros.
+        // Columns that do not exist hold zeros.
         let unit = units[(kv_head * call.chunks + index) * COLUMNS + invocation];
         let row = chunk.first_row + invocation % chunk.rows;
         let last_seen = call.positions[row];
-        // What the last row does not see no row does.
+        // A key that the last row does not see is seen by no row.
         let most_seen = call.positions[chunk.first_row + chunk.rows - 1u];
         largest = LOWEST;
         sum = 0f;

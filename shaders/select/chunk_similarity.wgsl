@@ -1,9 +1,9 @@
-// chunk_similarity: the cosine similarity of the embedding of every chunk with the query's; 0 of an embedding of zeros.
+// chunk_similarity: the cosine similarity of every chunk's embedding with the query's. An embedding of zeros gives 0.
 //
 //   similarity = q · c / (‖q‖ ‖c‖)
 //
-// One workgroup owns a chunk; its invocations own every 64th element, and the three sums are added over them in a fixed
-// order. Embeddings are read coalesced.
+// One workgroup owns a chunk. Its invocations own every 64th element, and the three sums are added over the invocations
+// in a fixed order. Embeddings are read coalesced.
 //
 // In bounds: workgroups beyond the chunks return; embeddings were checked against the call when they were bound.
 //
@@ -56,7 +56,7 @@ fn chunk_similarity(
     }
     if (invocation == 0u) {
         let norms = sqrt(sums[0].x) * sqrt(sums[0].y);
-        // Where an embedding holds NaN this is NaN, which a search refuses: no comparison with NaN holds.
+        // An embedding with NaN gives NaN, which a search refuses: no comparison with NaN is true.
         var similarity = sums[0].z / norms;
         if (norms == 0f) {
             similarity = 0f;

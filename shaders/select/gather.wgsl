@@ -1,8 +1,8 @@
-// gather: the kept tokens of every KV head, in the order in which they are named.
+// gather: the kept tokens of every KV head, in the order of their indices.
 //
 //   gathered[head][i] = rows[indices[head][i]][head]
 //
-// One invocation owns one word of the result; neighbours own neighbours, so that rows are read and written coalesced.
+// One invocation owns one word of the result; neighbours own neighbours, so rows are read and written coalesced.
 //
 // In bounds: invocations beyond the result return; indices are clamped to the tokens of the call; rows, indices and
 // result were checked against the buffers when they were bound. Divisors are sizes of a checked shape.

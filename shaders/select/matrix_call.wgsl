@@ -1,11 +1,12 @@
-// Arguments of the kernels that measure attention by cooperative matrices, and how they cut the query rows of a group.
+// Arguments of the kernels that measure attention with cooperative matrices, and the cut of a group's query rows.
 //
 // gives: Half4, call, HEAD_DIM, QUERY_PARTS, SUBGROUPS, COLUMNS, TILE, VECTORS, COLUMN_VECTORS, Chunk, chunk_of
 // binds: 0 call
 // set by plans: HEAD_DIM, QUERY_PARTS, SUBGROUPS
 
 struct MatrixCall {
-    // Where elements begin within a binding, and their strides: of keys in vectors of four, of queries in elements.
+    // Offsets of the first elements within a binding, and their strides: in vectors of four for keys, in elements for
+    // queries.
     first_key: u32,
     key_token_stride: u32,
     key_head_stride: u32,
@@ -18,10 +19,10 @@ struct MatrixCall {
     kv_heads: u32,
     // Query heads of a KV head.
     group: u32,
-    // Heads of a chunk, and rows of each of them, at most.
+    // Maximum heads of a chunk, and maximum rows of each of them.
     chunk_heads: u32,
     chunk_rows: u32,
-    // Chunks that a head's rows are cut into: more than one only where chunks have one head.
+    // Chunks per head. It exceeds 1 only where chunks have one head.
     row_chunks: u32,
     // Chunks of a group.
     chunks: u32,
@@ -29,7 +30,7 @@ struct MatrixCall {
     part_tiles: u32,
     // 1 / √HEAD_DIM.
     scale: f32,
-    // ln of the threshold that is counted by.
+    // ln of the counting threshold.
     log_threshold: f32,
     // Positions of the query rows, ascending.
     positions: array<u32>,
@@ -40,19 +41,19 @@ alias Half4 = vec4<f16>;
 @group(0) @binding(0) var<storage, read> call: MatrixCall;
 
 const HEAD_DIM: u32 = 128u;
-// Summands in f16 of an element of a query row: 1 where it is given in 16 bits, else 2.
+// f16 summands per element of a query row: 1 for 16-bit elements, otherwise 2.
 const QUERY_PARTS: u32 = 1u;
-// Subgroups of 32 of a workgroup that measures.
+// Subgroups of 32 in a measuring workgroup.
 const SUBGROUPS: u32 = 7u;
 // Columns of a chunk.
 const COLUMNS: u32 = SUBGROUPS * 32u;
 // Keys of a tile.
 const TILE: u32 = 32u;
-// Vectors of four elements of a row, and of a prepared one.
+// Vectors of four elements in a row, and in a prepared row.
 const VECTORS: u32 = HEAD_DIM / 4u;
 const COLUMN_VECTORS: u32 = QUERY_PARTS * VECTORS;
 
-// Some query rows of a group: `rows` of each of `heads` heads.
+// Some query rows of a group: `rows` rows of each of `heads` heads.
 struct Chunk {
     first_head: u32,
     heads: u32,

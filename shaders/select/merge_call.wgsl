@@ -19,7 +19,7 @@ struct MergeCall {
 
 // import rows = pack/rows/f32.wgsl
 
-// Index of the first element of a row; tokens that do not exist are clamped.
+// Index of the first element of a row. Tokens that do not exist are clamped.
 fn row_start(token: u32, kv_head: u32) -> u32 {
     return call.first_element + min(token, call.tokens - 1u) * call.token_stride + kv_head * call.head_stride;
 }

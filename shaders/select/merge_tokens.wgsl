@@ -1,14 +1,14 @@
-// merge_tokens: kept rows with the evicted rows merged into them whose nearest they are, c to one.
+// merge_tokens: merges into every kept row the evicted rows whose nearest kept row it is, c to one.
 //
 //   averaged (p + Σ e) / (c + 1),  pivotal (p + Σ (e + p) / 2) / (c + 1),  weighted (p + Σ similarity · e) / (c + 1)
 //
-// One workgroup owns KEPT_TILE kept tokens of a KV head. It walks over the assignments of all evicted tokens, one for
-// each invocation at a time, which mark those that enter its kept tokens as bits; then all invocations take the marked
-// ones in order, each adding its own channels. So rows are read once and coalesced, every sum is made in the order of
-// the evicted tokens, and two runs give the same bits.
+// One workgroup owns KEPT_TILE kept tokens of a KV head. Its invocations walk over the assignments of all evicted
+// tokens, one each at a time, and set a bit for those that merge into its kept tokens. Then all invocations take the
+// marked tokens in order, each adding its own channels. Rows are therefore read once and coalesced, every sum is in the
+// order of the evicted tokens, and two runs give the same bits.
 //
 // In bounds: kept tokens beyond those of the call are not written; tokens are clamped; assignments outside the tile,
-// whatever they are, are passed over; buffers were checked when they were bound. Loops are bounded by the call.
+// whatever they are, are skipped; buffers were checked when they were bound. Loops are bounded by the call.
 //
 // binds: 2 kept_tokens, 3 evicted_tokens, 4 nearest, 5 similarities, 6 merged
 // set by plans: HEAD_DIM, MERGING
@@ -30,7 +30,7 @@ const MARK_WORDS: u32 = INVOCATIONS / 32u;
 // 0: averaged, 1: pivotal, 2: weighted.
 const MERGING: u32 = 1u;
 
-// An invocation owns every INVOCATIONS-th channel of each.
+// An invocation owns every INVOCATIONS-th channel of each kept token.
 var<workgroup> sums: array<f32, TILE_CHANNELS>;
 var<workgroup> counts: array<u32, KEPT_TILE>;
 var<workgroup> marks: array<atomic<u32>, MARK_WORDS>;
@@ -56,7 +56,7 @@ fn merge_tokens(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
         }
         workgroupBarrier();
         let own = first + invocation;
-        // Below first_kept it wraps around and is beyond the tile.
+        // An assignment below first_kept wraps around and falls beyond the tile.
         if (own < call.evicted && nearest[first_assigned + own] - first_kept < own_kept) {
             atomicOr(&marks[invocation / 32u], 1u << (invocation % 32u));
         }

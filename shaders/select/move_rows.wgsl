@@ -24,11 +24,11 @@ struct MoveCall {
 @group(0) @binding(3) var<storage, read_write> moved: array<u32>;
 
 const HEAD_DIM: u32 = 128u;
-// 1 of 32-bit elements, 2 of 16-bit ones, the first in the low half.
+// 1 for 32-bit elements; 2 for 16-bit elements, the first of them in the low half.
 const PER_WORD: u32 = 1u;
 const ROW_WORDS: u32 = HEAD_DIM / PER_WORD;
 
-// Word `word` of the row of a token, whose elements may begin in the middle of a word.
+// Word `word` of a token's row. The row's elements may begin in the middle of a word.
 fn row_word(token: u32, kv_head: u32, word: u32) -> u32 {
     let at = call.first_element + token * call.token_stride + kv_head * call.head_stride + word * PER_WORD;
     if (PER_WORD == 1u) {

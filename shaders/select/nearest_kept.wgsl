@@ -1,10 +1,10 @@
-// nearest_kept: for every evicted token the kept one whose key has the largest cosine similarity; of equal
-// ones the first.
+// nearest_kept: for every evicted token the kept token whose key has the largest cosine similarity. Ties go to the
+// first.
 //
 //   nearest = argmax_i key · unit_i,  similarity = key · unit_nearest / ‖key‖
 //
-// One workgroup owns RESIDENT evicted tokens of a KV head, an invocation one of them; all kept keys, divided by their
-// norms by normalize_kept, pass by in order. No reduction, no atomics.
+// One workgroup owns RESIDENT evicted tokens of a KV head, one per invocation. All kept keys, which normalize_kept
+// divided by their norms, stream through in order. No reduction, no atomics.
 //
 // In bounds: evicted and kept tokens beyond those of the call are zeros and not written; tokens are clamped; buffers
 // were checked when they were bound. Loops are bounded by the call.

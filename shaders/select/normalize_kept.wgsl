@@ -2,8 +2,8 @@
 //
 //   units[head][i] = key / ‖key‖, or 0 of a key of zeros
 //
-// One workgroup owns a kept key; its invocations own every 64th channel, and the norm is summed over them
-// in a fixed order.
+// One workgroup owns a kept key. Its invocations own every 64th channel, and the norm is summed over them in a fixed
+// order.
 //
 // In bounds: workgroups beyond kept · kv_heads return; tokens are clamped; buffers were checked when they were bound.
 //

@@ -2,11 +2,11 @@
 //
 //   row = Σ over parts of halves · unit,  so that products of the halves with a key, times units[column], are its scores
 //
-// The unit is the power of two that brings the largest element of the row between 2^14 and 2^15: what is exact in f16
-// remains so, and of f32 elements two summands keep 22 bits.
+// The unit is the power of two that brings the largest element of the row between 2^14 and 2^15. Elements that f16
+// holds exactly stay exact, and two summands keep 22 bits of f32 elements.
 //
-// A workgroup owns a column of a chunk (select/matrix_call.wgsl); an invocation four of its channels. Columns that do
-// not exist are zeros.
+// A workgroup owns a column of a chunk (select/matrix_call.wgsl); an invocation owns four of its channels. Columns that
+// do not exist are zeros.
 //
 // In bounds: the grid is one workgroup for each column of each chunk of each KV head, for which the plan made
 // `prepared` and `units`; rows and heads of a column that exists are below the call's, and the queries were
@@ -58,7 +58,7 @@ fn prepare_stats_queries(
         var rest = q / unit * LARGEST;
         // unroll
         for (var part = 0u; part < QUERY_PARTS; part++) {
-            // A driver may take a conversion there and back for nothing, and the rest for zero.
+            // A driver may treat a conversion and its inverse as nothing, and the rest as zero.
             let rounded = quantizeToF16(rest);
             prepared[at * COLUMN_VECTORS + part * VECTORS + lane] = Half4(rounded);
             rest -= rounded;

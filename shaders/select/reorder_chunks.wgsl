@@ -1,8 +1,8 @@
-// reorder_chunks: tokens chunk by chunk in another order; those after the last whole chunk stay where they are.
+// reorder_chunks: tokens chunk by chunk in another order. Tokens after the last whole chunk stay in place.
 //
 //   reordered[head][i · C + j] = rows[order[i] · C + j][head],  C = chunk_tokens
 //
-// One invocation owns one word of the result; neighbours own neighbours, so that rows are read and written coalesced.
+// One invocation owns one word of the result; neighbours own neighbours, so rows are read and written coalesced.
 //
 // In bounds: as in gather; the order was checked to name every chunk once.
 

@@ -1,8 +1,8 @@
-// A tile of rows that stays where it is while others pass by: an invocation owns one resident row, in registers; rows
-// that pass are staged in workgroup memory, STAGED at a time, and read by all invocations at once.
+// A tile of rows that stays in registers while others stream through. An invocation owns one resident row. Passing rows
+// are staged in workgroup memory, STAGED at a time, and all invocations read them at once.
 //
-// Both kinds of rows are read from memory coalesced. A product of a resident and a passing row costs HEAD_DIM fused
-// multiply-adds and HEAD_DIM / 4 broadcast loads of workgroup memory, and needs no reduction across invocations.
+// Both kinds of rows are read from memory coalesced. The product of a resident and a passing row costs HEAD_DIM fused
+// multiply-adds and HEAD_DIM / 4 broadcast loads from workgroup memory. It needs no reduction across invocations.
 //
 // gives: VECTORS, RESIDENT, STAGED, STAGED_VECTORS, staged, resident, take_resident, product
 // set by plans: HEAD_DIM
@@ -17,7 +17,7 @@ const STAGED_VECTORS: u32 = STAGED * VECTORS;
 var<workgroup> staged: array<vec4<f32>, STAGED_VECTORS>;
 var<private> resident: array<vec4<f32>, VECTORS>;
 
-// Takes the invocation's resident row from those that are staged, `first` being the first of them in the tile.
+// Takes the invocation's resident row from the staged rows. `first` is the place of the first staged row in the tile.
 fn take_resident(first: u32, invocation: u32) {
     if (invocation / STAGED == first / STAGED) {
         let at = (invocation % STAGED) * VECTORS;
@@ -28,11 +28,10 @@ fn take_resident(first: u32, invocation: u32) {
     }
 }
 
-// The product of the resident row with staged row `r`, in four sums of every fourth channel, which wait for nothing but
-// themselves.
+// The product of the resident row with staged row `r`, in four independent sums of every fourth channel.
 //
-// Its caller's loop over staged rows is not unrolled: with the channels written out, one row is work enough to hide
-// what a sum waits for, and eight rows at once made kernels that software drivers compile for minutes.
+// The caller's loop over staged rows is not unrolled. With the channels written out, one row is enough work to hide the
+// latency of a sum, and eight rows at once made kernels that software drivers compile for minutes.
 fn product(r: u32) -> f32 {
     var sums = vec4<f32>();
     // unroll

@@ -17,11 +17,11 @@ struct StatsCall {
     kv_heads: u32,
     // Query heads of a KV head.
     group: u32,
-    // Tiles of keys of a part: a workgroup measures a part of the keys of one KV head.
+    // Tiles of keys in a part. A workgroup measures a part of the keys of one KV head.
     part_tiles: u32,
     // 1 / √HEAD_DIM.
     scale: f32,
-    // ln of the threshold that is counted by.
+    // ln of the counting threshold.
     log_threshold: f32,
     // Positions of the query rows, ascending.
     positions: array<u32>,
@@ -36,7 +36,7 @@ const LOWEST: f32 = -3.4028234e38f;
 // import queries = select/queries/f32.wgsl
 // import select/resident_rows.wgsl
 
-// Stages keys from `token` on; those that do not exist are zeros.
+// Stages keys, starting at `token`. Keys that do not exist are zeros.
 fn stage_keys(token: u32, kv_head: u32, invocation: u32) {
     for (var i = invocation; i < STAGED_VECTORS; i += RESIDENT) {
         var vector = vec4<f32>();
@@ -49,7 +49,7 @@ fn stage_keys(token: u32, kv_head: u32, invocation: u32) {
     }
 }
 
-// Stages scaled query rows from `first` on; those that do not exist are zeros.
+// Stages scaled query rows, starting at `first`. Rows that do not exist are zeros.
 fn stage_queries(first: u32, query_head: u32, invocation: u32) {
     for (var i = invocation; i < STAGED_VECTORS; i += RESIDENT) {
         var vector = vec4<f32>();
@@ -75,7 +75,7 @@ fn load_tile(tile: u32, kv_head: u32, invocation: u32) {
     }
 }
 
-// The position of query row `row`; rows that do not exist see nothing.
+// Whether query row `row` sees a token. Rows that do not exist see nothing.
 fn sees(row: u32, token: u32) -> bool {
     return row < call.rows && token < call.tokens && token <= call.positions[min(row, call.rows - 1u)];
 }

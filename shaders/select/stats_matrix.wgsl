@@ -1,17 +1,16 @@
 // Scores of a tile of keys with the query rows of a KV head's group, by cooperative matrices: 16 × 16 × 16 products of
 // halves with f32 sums.
 //
-// The rows of all heads of a group are one list, head after head, and as many of them as a workgroup has invocations
-// are a chunk: the columns of right operands. A subgroup of 32 owns 32 of these columns. They stay in its registers
-// while tiles of TILE keys, the rows of left operands, pass by in workgroup memory. What it scores reaches workgroup
-// memory as well, where an invocation finds the scores of a key, or those of a column. The next tile is asked for
-// before the last one's products.
+// The rows of all heads of a group form one list, head after head. A chunk is as many of them as a workgroup has
+// invocations: the columns of right operands. A subgroup of 32 owns 32 of these columns. They stay in its registers
+// while tiles of TILE keys, the rows of left operands, stream through workgroup memory. Scores are written to workgroup
+// memory too, where an invocation finds those of a key or those of a column. Loads of the next tile start before the
+// products of the current one.
 //
-// A row is f16 once it was prepared (select/prepare_stats_queries.wgsl): QUERY_PARTS summands, of the row
-// divided by a unit.
+// A prepared row is f16 (select/prepare_stats_queries.wgsl): QUERY_PARTS summands of the row divided by a unit.
 //
-// Workgroup memory: keys in rows of KEY_ROW vectors and scores in columns of SCORE_COLUMN, so that what is read or
-// written at once lies in different banks. `MatrixCut::workgroup_bytes` counts it.
+// Workgroup memory holds keys in rows of KEY_ROW vectors and scores in columns of SCORE_COLUMN, so that simultaneous
+// accesses fall into different banks. `MatrixCut::workgroup_bytes` counts it.
 //
 // In bounds: keys beyond the call's are not read; chunks, columns and KV heads are those of the grid and of the plan,
 // which made `prepared` and `units` for them; sums over columns and heads end at those of the chunk.
@@ -28,7 +27,7 @@ alias Right = coop_mat16x16<f16, B>;
 alias Sums = coop_mat16x16<f32, C>;
 
 @group(0) @binding(1) var<storage, read> keys: array<Half4>;
-// [kv_head][chunk][column][part][channel], and what products of a column are multiplied with to be scores.
+// [kv_head][chunk][column][part][channel], and the factors that turn products of a column into scores.
 @group(0) @binding(2) var<storage, read> prepared: array<Half4>;
 @group(0) @binding(3) var<storage, read> units: array<f32>;
 
@@ -37,13 +36,13 @@ const LOG2_E: f32 = 1.44269504f;
 const LOWEST: f32 = -3.4028234e38f;
 
 const INVOCATIONS: u32 = COLUMNS;
-// Blocks of 16 columns of a subgroup, and matrices of a block: 16 channels of a part each.
+// Blocks of 16 columns in a subgroup, and matrices in a block: 16 channels of a part each.
 const OWN_BLOCKS: u32 = 2u;
 const STEPS: u32 = HEAD_DIM / 16u;
 const BLOCK_MATRICES: u32 = QUERY_PARTS * STEPS;
 const ROW_MATRICES: u32 = OWN_BLOCKS * BLOCK_MATRICES;
 const TOKEN_BLOCKS: u32 = TILE / 16u;
-// In vectors of four: a key in workgroup memory, a column of scores.
+// Sizes in vectors of four: a key in workgroup memory, and a column of scores.
 const KEY_ROW: u32 = VECTORS + 2u;
 const SCORE_COLUMN: u32 = TILE / 4u + 1u;
 // Vectors of a tile that an invocation moves.
@@ -55,15 +54,15 @@ var<workgroup> key_tile: array<Half4, TILE * KEY_ROW>;
 // [column][token].
 var<workgroup> scores: array<vec4<f32>, COLUMNS * SCORE_COLUMN>;
 
-// What the invocation has asked for of the next tile.
+// Loads of the invocation for the next tile.
 var<private> arriving: array<Half4, LOADS>;
 
-// The tiles of a part end here.
+// The end of the tiles of a part.
 fn end_of_part(part: u32) -> u32 {
     return min((part + 1u) * call.part_tiles, (call.tokens + TILE - 1u) / TILE);
 }
 
-// The rows of a subgroup become resident.
+// Loads the resident rows of a subgroup.
 fn load_rows(rows: ptr<function, array<Right, ROW_MATRICES>>, chunk: u32, kv_head: u32, team: u32) {
     let first = (kv_head * call.chunks + chunk) * COLUMNS + team * (16u * OWN_BLOCKS);
     // unroll
@@ -76,7 +75,7 @@ fn load_rows(rows: ptr<function, array<Right, ROW_MATRICES>>, chunk: u32, kv_hea
     }
 }
 
-// Asks for the keys from `tile` on; those from `end` on are zeros.
+// Loads the keys, starting at `tile`. Keys from `end` on are zeros.
 fn load_keys(tile: u32, end: u32, kv_head: u32, invocation: u32) {
     let first = call.first_key + kv_head * call.key_head_stride;
     // unroll
@@ -90,7 +89,7 @@ fn load_keys(tile: u32, end: u32, kv_head: u32, invocation: u32) {
     }
 }
 
-// Puts them where products find them.
+// Stores the loaded keys to workgroup memory.
 fn store_keys(invocation: u32) {
     // unroll
     for (var i = 0u; i < LOADS; i++) {
@@ -101,7 +100,7 @@ fn store_keys(invocation: u32) {
     }
 }
 
-// Products of the tile with the subgroup's rows, before their units.
+// Multiplies the tile with the subgroup's rows. The units are not applied yet.
 fn score_tile(rows: ptr<function, array<Right, ROW_MATRICES>>, team: u32) {
     let own = team * (16u * OWN_BLOCKS) * SCORE_COLUMN;
     // unroll

@@ -1,4 +1,4 @@
-// sum_counts: the counts of parts of the keys, added.
+// sum_counts: sums the counts of all parts of the keys.
 //
 // One invocation owns one row of one query head. Reads are coalesced.
 //

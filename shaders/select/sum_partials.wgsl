@@ -1,4 +1,4 @@
-// sum_partials: what was measured of parts of the keys becomes what holds for all.
+// sum_partials: combines the statistics of all parts of the keys.
 //
 //   max = max over parts,  lse = max + ln Σ sum_part · exp(max_part − max)
 //

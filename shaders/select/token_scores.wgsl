@@ -1,12 +1,12 @@
-// token_scores: the scores of the tokens of every KV head, of their column sums, so that the best are those that stay.
+// token_scores: scores the tokens of every KV head by their column sums, so that the best tokens are those that stay.
 //
 //   w_t = sum_t, or sum_t / (rows that see t);  p_t = mean or maximum of w over the pooled tokens around t, but for recent ones
 //   score_t = +inf of what stays in any case, p_t + max p of text that is raised, else p_t
 //
-// One workgroup owns TILE tokens of a head, an invocation every 256th of them; where text is raised it looks at all
-// tokens of the head for the largest first. Sums are read once for every token that is pooled, from the cache; scores
-// are written coalesced. A sum that is NaN is remembered by the largest distance of such a token from the end, an
-// integer maximum: the same in every run.
+// One workgroup owns TILE tokens of a head; an invocation owns every 256th of them. If text is raised, the workgroup
+// first searches all tokens of the head for the largest value. Sums are read from the cache once per pooled token, and
+// scores are written coalesced. For a NaN sum the kernel keeps the largest distance of such a token from the end. An
+// integer maximum is the same in every run.
 //
 // In bounds: tokens are below `tokens`, neighbours between 0 and the first recent one; rows and boundaries lie behind
 // the call in one buffer that was made for them; sums, scores and words were checked when they were bound. Loops are
@@ -30,7 +30,7 @@ struct TokenScoresCall {
 }
 
 @group(0) @binding(0) var<storage, read> call: TokenScoresCall;
-// [kv_head][tokens], both. Scores are bits of f32.
+// [kv_head][tokens], both. Scores are the bits of f32.
 @group(0) @binding(1) var<storage, read> sums: array<f32>;
 @group(0) @binding(2) var<storage, read_write> scores: array<u32>;
 // [kv_head].
@@ -49,7 +49,7 @@ const LEAST: f32 = -3.4028234e38f;
 
 var<workgroup> largest_of: array<f32, INVOCATIONS>;
 
-// How many of the ascending places from `start` to `end` are below `value`.
+// The number of ascending places from `start` to `end` that are below `value`.
 fn count_below(start: u32, end: u32, value: u32) -> u32 {
     var first = start;
     var count = end - start;
@@ -93,7 +93,7 @@ fn pooled(first: u32, token: u32) -> f32 {
     return select(most, sum / f32(2u * call.half_width + 1u), POOL == 1u);
 }
 
-// The largest of all tokens of the head.
+// The largest value over all tokens of the head.
 fn largest(first: u32, invocation: u32) -> f32 {
     var own = LEAST;
     for (var token = invocation; token < call.tokens; token += INVOCATIONS) {

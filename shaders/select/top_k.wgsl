@@ -1,10 +1,11 @@
-// top_k: the indices of the k largest scores of every KV head, ascending; of equal scores the lower indices.
+// top_k: the indices of the k largest scores of every KV head, ascending. Ties go to the lower indices.
 //
-// One workgroup owns a head. Scores become integers that order alike (−0 equals +0, NaN lies below −∞). Four passes
-// over the scores find the k-th largest integer byte by byte: each counts, in a histogram, the next byte of those that
-// agree with what is known so far. Integer atomics give the same histogram in every order. Then an invocation owns a
-// run of scores: it counts what lies above the k-th and what equals it, a scan over the invocations tells where its run
-// begins in the result, and of those that equal the k-th the first that are still needed are taken.
+// One workgroup owns a head. Scores are mapped to integers of the same order (−0 equals +0, NaN lies below −∞). Four
+// passes over the scores find the k-th largest integer byte by byte. Each pass builds a histogram of the next byte of
+// the scores that agree with the bytes found so far. Integer atomics give the same histogram in every order. Then each
+// invocation owns a contiguous range of scores and counts those above the k-th and those equal to it. A scan over the
+// invocations gives the place of its range in the result. Of the scores equal to the k-th, the first ones still needed
+// are taken.
 //
 // Six reads of every score, the first four coalesced; exact for any k and n.
 //
@@ -31,10 +32,10 @@ const BINS: u32 = 256u;
 
 var<workgroup> histogram: array<atomic<u32>, BINS>;
 var<workgroup> sums: array<vec2<u32>, INVOCATIONS>;
-// The byte of the k-th score, and how many scores have a larger one.
+// The byte of the k-th score, and the number of scores with a larger byte.
 var<workgroup> found: vec2<u32>;
 
-// A number that orders as scores do.
+// A number that has the order of the scores.
 fn rank_of(index: u32) -> u32 {
     let bits = scores[index];
     let magnitude = bits & 0x7fffffffu;
@@ -47,7 +48,7 @@ fn rank_of(index: u32) -> u32 {
     return select(bits | 0x80000000u, ~bits, bits >= 0x80000000u);
 }
 
-// Sums over the invocations up to and with this one.
+// Sums over the invocations up to and including this one.
 fn scan(value: vec2<u32>, invocation: u32) -> vec2<u32> {
     sums[invocation] = value;
     workgroupBarrier();
@@ -67,7 +68,7 @@ fn scan(value: vec2<u32>, invocation: u32) -> vec2<u32> {
 fn top_k(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
     let head = workgroup.x;
     let first = call.first_score + head * call.n;
-    // The bytes of the k-th rank that are known, and how many are wanted of those that agree with them.
+    // The known bytes of the k-th rank, and how many scores that agree with them are wanted.
     var known = 0u;
     var mask = 0u;
     var wanted = call.k;
@@ -99,7 +100,7 @@ fn top_k(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_
     let run = (call.n + INVOCATIONS - 1u) / INVOCATIONS;
     let start = min(invocation * run, call.n);
     let end = min(start + run, call.n);
-    // Above the k-th, and equal to it.
+    // Counts of scores above the k-th, and equal to it.
     var own = vec2<u32>();
     for (var i = start; i < end; i++) {
         let rank = rank_of(first + i);

@@ -1,5 +1,5 @@
-// Signs of sketches, the top bits of fields, relative to the norm of what the levels leave: the high half of
-// a token's word.
+// Signs of sketches, the top bits of fields, relative to the norm of what the levels leave. That norm is the high half
+// of a token's word.
 //
 // needs: BITS, Place, call
 // gives: field_value

@@ -1,5 +1,5 @@
-// Slot `field`: what a field of a tile stands for, and the bits that a number gets. `append` and `quantize` ask for the
-// bits, `dequantize` for the number, and each takes a choice that has it.
+// Slot `field`: decodes a field of a tile, and encodes a number as the bits of a field. `append` and `quantize` use the
+// encoding, `dequantize` uses the decoding. Each takes a choice that has the function.
 //
 // A choice may have
 //   fn field_bits(value: f32, place: Place, kv_head: u32, token: u32, channel: u32) -> u32

@@ -1,5 +1,5 @@
-// Elements of keys that may be NaN, infinite or too large: zeros in their place, and flags; and of all of them what is
-// left without the centre of their sequence, whose slot stands in for that of ranges (`places/centred_tokens.wgsl`).
+// Elements of keys that may be NaN, infinite or too large: these become zeros and set flags. The centre of the sequence
+// is subtracted from every element. Its slot takes the place of the range slot (`places/centred_tokens.wgsl`).
 //
 // needs: HEAD_DIM, Place, call
 // gives: storable

@@ -1,4 +1,4 @@
-// Elements that may be NaN, infinite or too large: zeros in their place, and flags.
+// Elements that may be NaN, infinite or too large: these become zeros and set flags.
 //
 // needs: Place
 // gives: storable

@@ -1,4 +1,4 @@
-// Slot `finite`: what is stored of an element.
+// Slot `finite`: the value that is stored for an element.
 //
 // Every choice has
 //   fn storable(bits: u32, place: Place, kv_head: u32, channel: u32) -> f32

@@ -1,4 +1,4 @@
-// Elements that were found in order before.
+// Elements that were checked before.
 //
 // needs: Place
 // gives: storable

@@ -15,7 +15,7 @@ const LEVELS_HIGH: vec4<f32> = vec4<f32>(5f, 6f, 7f, 8f);
 const BOUNDARIES_LOW: vec4<f32> = vec4<f32>(1.5f, 2.5f, 3.5f, 4.5f);
 const BOUNDARIES_HIGH: vec4<f32> = vec4<f32>(5.5f, 6.5f, 7.5f, 0f);
 
-// The nearest level's field; at a boundary that of the lower one.
+// The field of the nearest level. A boundary belongs to the lower level.
 fn level_field(value: f32, norm: f32) -> u32 {
     if (norm == 0f) {
         return LEVELS;
@@ -31,7 +31,7 @@ fn level_field(value: f32, norm: f32) -> u32 {
     return select(LEVELS + index, LEVELS - 1u - index, negative) ^ LEVELS;
 }
 
-// The level of a field, relative to the norm; higher bits do not matter.
+// The level of a field, relative to the norm. Higher bits are ignored.
 fn level_value(field: u32) -> f32 {
     return levels_of(vec4<u32>(field), LEVEL_BITS, LEVELS_LOW, LEVELS_HIGH).x;
 }

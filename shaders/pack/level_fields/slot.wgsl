@@ -1,5 +1,5 @@
-// Slot `level_fields`: codes of the levels of a codebook, stored signed. By default there are none: a sketch
-// is all there is.
+// Slot `level_fields`: codes of the levels of a codebook, stored signed. The default is for a sketch alone, which has
+// no levels.
 //
 // gives: level_field, level_value
 
@@ -8,7 +8,7 @@ fn level_field(value: f32, norm: f32) -> u32 {
     return 0u;
 }
 
-// The level of a field, relative to the norm; higher bits do not matter.
+// The level of a field, relative to the norm. Higher bits are ignored.
 fn level_value(field: u32) -> f32 {
     return 0f;
 }

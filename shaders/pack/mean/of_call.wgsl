@@ -1,5 +1,5 @@
-// The mean of the tokens of a call: `call.range_slot` is the slot of the centre, `call.shrink` is 1 / n, rounded on the
-// host as divisions here need not be.
+// The mean of the tokens of a call. `call.range_slot` is the slot of the centre. `call.shrink` is 1 / n, computed on
+// the host because divisions here need not round correctly.
 //
 // needs: Mean, call
 // gives: mean_count, mean_at

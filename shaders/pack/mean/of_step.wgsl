@@ -1,5 +1,5 @@
-// Means of the first tokens of sequences that begin with a step: first token, bits of 1 / n, n and from bit 8 on the
-// slot of the centre.
+// Means of the first tokens of sequences that begin with a step. An entry holds the first token, the bits of 1 / n, and
+// a word with n and, from bit 8 on, the slot of the centre.
 //
 // needs: Mean
 // gives: mean_count, mean_at

@@ -1,4 +1,4 @@
-// Slot `mean`: the means that a dispatch makes.
+// Slot `mean`: the means that a dispatch computes.
 //
 // Every choice has
 //   fn mean_count() -> u32

@@ -1,4 +1,4 @@
-// Norms beside each tile: one word per token, whose low half is the norm.
+// Norms in the ranges of each tile: one word per token, whose low half is the norm.
 //
 // needs: Place, call
 // gives: stored_norm

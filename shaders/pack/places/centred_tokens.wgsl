@@ -1,4 +1,4 @@
-// Tokens that a step stores less a centre each, whose slot takes the place of that of ranges.
+// Tokens that a step stores centred. The slot of the centre takes the place of the range slot.
 //
 // needs: Place
 // gives: place_count, has_place, place_at

@@ -1,4 +1,4 @@
-// Pages that a step copies: the page to read stands in for the token.
+// Pages that a step copies. The page to read takes the place of the token.
 //
 // needs: Place
 // gives: place_count, has_place, place_at

@@ -1,4 +1,4 @@
-// Places behind the arguments.
+// Places that follow the arguments.
 //
 // needs: Place, call
 // gives: place_count, place_at

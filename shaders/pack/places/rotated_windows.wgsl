@@ -1,4 +1,4 @@
-// Full pages that a step packs, whose rows were rotated into dense ones: 128 for every window, in order.
+// Full pages that a step packs, whose rows were rotated into dense rows: 128 per page, in order.
 //
 // needs: Place, TILE_TOKENS
 // gives: place_count, has_place, place_at

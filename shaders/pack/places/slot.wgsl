@@ -1,4 +1,4 @@
-// Slot `places`: where tokens go, or come from.
+// Slot `places`: the places that tokens go to, or come from.
 //
 // Every choice has
 //   fn place_count() -> u32

@@ -1,4 +1,4 @@
-// The tokens of full pages that a step packs, one by one: those of `places/windows.wgsl`.
+// The single tokens of full pages that a step packs: those of `places/windows.wgsl`.
 //
 // needs: Place, TILE_TOKENS, call
 // gives: place_count, has_place, place_at

@@ -1,4 +1,4 @@
-// Full pages that a step packs. Tokens are counted through the pages of f16 that hold them, as their rows are
+// Full pages that a step packs. Tokens are counted through the f16 pages that hold them, as their rows are
 // (`rows/key_tile.wgsl`).
 //
 // needs: Place, TILE_TOKENS, call

@@ -1,4 +1,4 @@
-// Ranges beside each tile, one word each.
+// Tile ranges, one word each.
 //
 // needs: Place, call, range_of_word
 // gives: stored_range

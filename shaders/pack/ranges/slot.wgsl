@@ -1,4 +1,4 @@
-// Slot `ranges`: the ranges that affine codes are relative to.
+// Slot `ranges`: the ranges of affine codes.
 //
 // Every choice has
 //   fn stored_range(place: Place, kv_head: u32, token: u32, channel: u32) -> vec2<f32>

@@ -1,4 +1,4 @@
-// A row in workgroup memory that is stored as it is.
+// A row in workgroup memory that is stored without rotation.
 //
 // needs: HEAD_DIM
 // gives: put_channel, channel_value, finish_row

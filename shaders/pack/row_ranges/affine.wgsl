@@ -1,5 +1,5 @@
-// Ranges of a single row: of all its channels, or of each group of channels. They are stored beside the tile and kept,
-// as they were rounded, for the codes. An invocation owns four channels, then one range.
+// Ranges of a single row: one for all its channels, or one for each group of channels. They are stored with the tile,
+// and the rounded values are kept for the codes. An invocation owns four channels, then one range.
 //
 // needs: HEAD_DIM, Place, call, channel_value, code_range, range_of_word, range_word
 // gives: stored_range, store_row_ranges
@@ -9,7 +9,7 @@
 
 @group(0) @binding(3) var<storage, read_write> ranges: array<u32>;
 
-// Smallest and largest of four channels; then, by group, scale and minimum.
+// Smallest and largest of four channels; later scale and minimum of each group.
 var<workgroup> row_extremes: array<vec2<f32>, HEAD_DIM / 4u>;
 var<workgroup> row_ranges: array<vec2<f32>, HEAD_DIM / 4u>;
 

@@ -1,4 +1,4 @@
-// The norm of a single row, stored beside the tile and kept, as it was rounded, for the codes.
+// The norm of a single row. It is stored with the tile, and the rounded value is kept for the codes.
 //
 // needs: Place, call
 // gives: stored_norm, store_row_ranges

@@ -1,5 +1,5 @@
-// The norm of a single row, kept, as it was rounded, for the codes, and stored beside the tile divided by
-// that of the levels.
+// The norm of a single row. The rounded value is kept for the codes; divided by the norm of the levels, it is stored
+// with the tile.
 //
 // needs: HEAD_DIM, Place, call, channel_value, level_field, level_value
 // gives: stored_norm, store_row_ranges

@@ -1,5 +1,5 @@
-// Norms, codes and signs of a single row with a sketch: `format::sketch`, bit for bit. The row's norm, then the codes
-// and what they leave, rotated once more for its norm and its signs.
+// Norms, codes and signs of a single row with a sketch: `format::sketch`, bit for bit. First comes the row's norm, then
+// the codes and their residual, which is rotated once more for its norm and its signs.
 //
 // needs: BITS, HEAD_DIM, INVOCATIONS, Place, call, rounded
 // gives: field_bits, store_row_ranges

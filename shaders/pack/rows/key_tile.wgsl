@@ -1,4 +1,4 @@
-// Keys in tiles of f16 as rows, counted as if they lay [page][kv_head][token][channel]: in the layout of
+// Keys in f16 tiles, read as rows. Indices count as in [page][kv_head][token][channel]; the layout is that of
 // `format::tile`.
 //
 // needs: TILE_TOKENS, call

@@ -1,4 +1,4 @@
-// Values in tiles of f16 as rows, counted as if they lay [page][kv_head][token][channel]: in the layout of
+// Values in f16 tiles, read as rows. Indices count as in [page][kv_head][token][channel]; the layout is that of
 // `format::tile`.
 //
 // needs: TILE_TOKENS, call
@@ -13,7 +13,7 @@
 fn element_bits(index: u32) -> u32 {
     let token = index / call.head_dim % TILE_TOKENS;
     let tile = index / call.head_dim / TILE_TOKENS;
-    // Four tokens to a group of two words: t, t + 32, t + 64, t + 96.
+    // A group of two words holds four tokens: t, t + 32, t + 64, t + 96.
     let lane = token / 32u;
     let word = f16_word(index % call.head_dim, call.head_dim, token % 32u * 2u + lane / 2u);
     return f16_bits(rows[tile * f16_tile_words() + word], lane % 2u);

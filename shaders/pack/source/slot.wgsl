@@ -1,4 +1,4 @@
-// Slot `source`: where the pages to copy lie.
+// Slot `source`: the location of the pages to copy.
 //
 // Every choice has
 //   fn source_word(index: u32) -> u32

@@ -1,5 +1,5 @@
-// Tokens of a span that indices name, for every KV head its own: [kv_head][index_stride], from `call.first_token` on.
-// What indices hold decides nothing about memory: one that is too large stands for the last token.
+// Tokens of a span named by indices, separately for every KV head: [kv_head][index_stride], starting at
+// `call.first_token`. Memory safety does not depend on the indices: one that is too large selects the last token.
 //
 // needs: call
 // gives: token_of

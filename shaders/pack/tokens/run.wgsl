@@ -1,4 +1,4 @@
-// Tokens of a span that follow each other in the dense tensor, from `call.first_token` on.
+// Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
 //
 // needs: call
 // gives: token_of

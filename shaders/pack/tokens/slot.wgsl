@@ -1,4 +1,4 @@
-// Slot `tokens`: which token of the dense tensor a token of the span is.
+// Slot `tokens`: the token of the dense tensor that a token of the span comes from.
 //
 // Every choice has
 //   fn token_of(token: u32, kv_head: u32) -> u32
@@ -6,7 +6,7 @@
 //
 // gives: has_token
 
-// Whether there is such a token of the span.
+// Whether the span has such a token.
 fn has_token(token: u32) -> bool {
     return true;
 }

@@ -1,4 +1,4 @@
-// The words of a key, which belong to it alone. An invocation makes the codes of some channels, then the words of some.
+// The words of a key, which belong to it alone. An invocation codes some channels, then writes some words.
 //
 // needs: HEAD_DIM, INVOCATIONS, Place, TILE_TOKENS, call, channel_value, field_bits, field_of, fields_of
 // gives: store_row

@@ -1,5 +1,6 @@
-// The words of a value, which hold other tokens too: tokens of one word may be stored at once. Nobody else changes the
-// bits of a token's field, so they can be cleared and set. Nothing is read, so that nothing waits for memory.
+// The words of a value, which also hold other tokens. Tokens of one word may be stored at the same time. Nobody else
+// changes the bits of a token's field, so the kernel clears and sets them with atomics. It reads nothing, so nothing
+// waits for memory.
 //
 // needs: BITS, FIELD_MASK, HEAD_DIM, INVOCATIONS, Place, call, channel_value, field_bits, place_of, top_place_of
 // gives: store_row

@@ -11,7 +11,7 @@
 
 const LANES: u32 = RESIDENT / STAGED;
 
-// Bit r of an invocation: its key counts for staged row r.
+// Bit r of an invocation is set if its key counts for staged row r.
 var<workgroup> reached: array<u32, RESIDENT>;
 var<workgroup> lane_counts: array<u32, RESIDENT>;
 

@@ -1,4 +1,4 @@
-// Counts, for each row, the keys at or above its threshold: an invocation owns a column.
+// Counts the keys at or above each row's threshold. An invocation owns a column.
 //
 // needs: Chunk, SCORE_COLUMN, TILE, call, last_seen, scores
 // gives: begin_count, count_tile, end_count
@@ -10,7 +10,7 @@
 @group(0) @binding(7) var<storage, read_write> count_partials: array<u32>;
 
 var<private> count: u32;
-// What the column's products are multiplied with, and the least score that counts.
+// The factor of the column's products, and the least score that counts.
 var<private> count_unit: f32;
 var<private> least: f32;
 

@@ -1,4 +1,4 @@
-// Slot `queries`: the elements of a second dense tensor, beside `rows`.
+// Slot `queries`: the elements of a second dense tensor, next to `rows`.
 //
 // Every choice has
 //   fn query_element(index: u32) -> f32

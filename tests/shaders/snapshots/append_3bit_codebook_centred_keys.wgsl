@@ -2,12 +2,12 @@
 // shaders/pack/append.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// append: single tokens into pages of one shard: f16, or codes whose ranges belong to single tokens.
+// append: stores single tokens in pages of one shard, as f16 or as codes whose ranges belong to single tokens.
 //
-// One workgroup owns one token of one KV head: it reads the row, rotates it where it is stored so, makes and stores its
-// ranges, and then its words: those of a key belong to it alone, a value's hold other tokens too. Tokens are read
-// and keys are written coalesced, values in words 16 bytes apart. Keys of tokens beyond `tokens` are zero bits, with
-// a range of zero.
+// One workgroup owns one token of one KV head. It reads the row, rotates it if the format does, computes and stores its
+// ranges, and then writes its words. The words of a key belong to it alone; those of a value also hold other tokens.
+// Tokens are read and keys are written coalesced; values are written in words 16 bytes apart. Keys of tokens beyond
+// `tokens` are zero bits with a range of zero.
 //
 // In bounds: workgroups beyond the places · kv_heads return; pages, slots and the rows of the tokens read were checked
 // against the buffers when they were bound, or when a step's table was made for the layout that they were bound to.
@@ -26,13 +26,13 @@
 // binds: 0 call
 
 struct Place {
-    // First token, counted from the first of the span.
+    // First token, relative to the first of the span.
     token: u32,
     // The page within its shard.
     page: u32,
-    // Slot of the token in the page, for single tokens.
+    // Slot of the token in the page, if the place is a single token's.
     slot: u32,
-    // Slot of the ranges of the span that the page belongs to.
+    // Range slot of the span that the page belongs to.
     range_slot: u32,
 }
 
@@ -51,21 +51,21 @@ struct Call {
     tile_words: u32,
     // Words of one load of a tile.
     vector: u32,
-    // Tokens or channels of a range.
+    // Tokens or channels that share a range.
     group: u32,
     ranges_per_tile: u32,
-    // Invocations that have work, or rows, where places do not say so.
+    // Number of invocations with work, or of rows, unless the places determine it.
     total: u32,
     shrink: f32,
-    // 0, where the compiler cannot know it.
+    // 0, in a form that the compiler cannot know.
     zero: u32,
     place_count: u32,
-    // Indices of a KV head, where tokens are gathered, and what they are below.
+    // Indices per KV head of gathered tokens, and their exclusive upper bound.
     index_stride: u32,
     below: u32,
-    // The largest element that is in order, where elements are looked at.
+    // The largest valid element, for kernels that check elements.
     largest: f32,
-    // Where a step's table counts and lists the places, and the shards of those that this dispatch takes.
+    // The section of a step's table that counts and lists the places, and the shards that this dispatch takes from it.
     section: u32,
     shards: u32,
     places: array<Place>,
@@ -79,7 +79,7 @@ const TILE_TOKENS: u32 = 128u;
 // shaders/pack/tokens/run.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Tokens of a span that follow each other in the dense tensor, from `call.first_token` on.
+// Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
 //
 // needs: call
 // gives: token_of
@@ -92,7 +92,7 @@ fn token_of(token: u32, kv_head: u32) -> u32 {
 // shaders/pack/places/centred_tokens.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Tokens that a step stores less a centre each, whose slot takes the place of that of ranges.
+// Tokens that a step stores centred. The slot of the centre takes the place of the range slot.
 //
 // needs: Place
 // gives: place_count, has_place, place_at
@@ -101,7 +101,7 @@ fn token_of(token: u32, kv_head: u32) -> u32 {
 // shaders/pack/step_table.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// A step's table: `plan::WriteTable`. A section counts its entries, and they follow.
+// A step's table: `plan::WriteTable`. A section holds the number of its entries, then the entries.
 //
 // needs: call
 // gives: entry_count, entry_at, has_entry
@@ -117,7 +117,7 @@ fn entry_at(index: u32) -> vec4<u32> {
     return table[call.section + 1u + index];
 }
 
-// Whether an entry's shards are those of the dispatch.
+// Whether an entry belongs to the shards of the dispatch.
 fn has_entry(index: u32) -> bool {
     return entry_at(index).w == call.shards;
 }
@@ -143,12 +143,12 @@ fn place_at(index: u32) -> Place {
 // shaders/pack/call.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Index of a row's first element within the dense tensor's binding; tokens count from the first of the span.
+// Index of a row's first element within the dense tensor's binding. Tokens are relative to the first of the span.
 fn row_start(token: u32, kv_head: u32) -> u32 {
     return call.first_element + token_of(token, kv_head) * call.token_stride + kv_head * call.head_stride;
 }
 
-// `x` as it was rounded: compilers may fuse a product with the sum that takes it, but not through this.
+// `x` as rounded. Compilers may fuse a product with the sum that takes it, but not through this function.
 fn rounded(x: f32) -> f32 {
     return bitcast<f32>(bitcast<u32>(x) ^ call.zero);
 }
@@ -157,9 +157,9 @@ fn rounded(x: f32) -> f32 {
 // shaders/pack/tile.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Where elements lie in a tile: the layout of `format::tile`.
+// The places of elements in a tile: the layout of `format::tile`.
 //
-// A tile is made of runs of words: the row of a token for keys, the column of a channel for values. BITS 16 is f16.
+// A tile consists of runs of words: a token's row for keys, a channel's column for values. BITS 16 is f16.
 //
 // needs: TILE_TOKENS, call
 // gives: BITS, FIELD_MASK, run_word, fields_of, field_of, place_of, top_place_of
@@ -168,8 +168,8 @@ fn rounded(x: f32) -> f32 {
 const BITS: u32 = 3u;
 const KEYS: u32 = 1u;
 
-// Fields of one word, bit planes of a byte lane (unused in f16), and the field's mask. 3-bit codes lie in vectors of
-// three words: two with the low pairs of bits, one with the top bits.
+// Fields of one word, bit planes of a byte lane (unused in f16), and the mask of a field. 3-bit codes lie in vectors of
+// three words: two hold the low pairs of bits, one holds the top bits.
 const FIELDS: u32 = 32u / BITS;
 const PLANES: u32 = 8u / BITS;
 const FIELD_MASK: u32 = (1u << BITS) - 1u;
@@ -190,7 +190,7 @@ fn tile_word(run: u32, word: u32) -> u32 {
     return (word / call.vector * runs() + run) * call.vector + word % call.vector;
 }
 
-// A part of a field: the bits of `mask` from bit `low` of the field on lie at `shift` of the word.
+// A part of a field: the bits of `mask`, starting at bit `low` of the field, lie at `shift` of the word.
 struct Field {
     token: u32,
     channel: u32,
@@ -199,7 +199,7 @@ struct Field {
     mask: u32,
 }
 
-// Fields that word `word` of a run holds parts of.
+// Number of fields that word `word` of a run holds parts of.
 fn fields_of(word: u32) -> u32 {
     if (BITS == 3u) {
         return select(16u, 32u, word % 3u == 2u);
@@ -242,7 +242,7 @@ fn element_place(token: u32, channel: u32) -> vec3<u32> {
     return vec3<u32>(token / 32u, token % 32u, channel);
 }
 
-// Word of the tile and shift of the field that hold an element, or its low pair of three bits.
+// Word of the tile and shift of the field that hold an element, or the low pair of its three bits.
 fn place_of(token: u32, channel: u32) -> vec2<u32> {
     let at = element_place(token, channel);
     if (BITS == 16u) {
@@ -254,7 +254,7 @@ fn place_of(token: u32, channel: u32) -> vec2<u32> {
     return vec2<u32>(tile_word(at.z, at.y / max(PLANES, 1u)), 8u * at.x + BITS * (at.y % max(PLANES, 1u)));
 }
 
-// Word of the tile and shift of the top one of an element's three bits.
+// Word of the tile and shift of the top bit of a 3-bit element.
 fn top_place_of(token: u32, channel: u32) -> vec2<u32> {
     let at = element_place(token, channel);
     return vec2<u32>(tile_word(at.z, at.y / 8u * 3u + 2u), 8u * at.x + at.y % 8u);
@@ -264,7 +264,7 @@ fn top_place_of(token: u32, channel: u32) -> vec2<u32> {
 // shaders/pack/half.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// IEEE half precision by integer operations: pack2x16float and unpack2x16float may round or flush as they like.
+// IEEE half precision by integer operations, because pack2x16float and unpack2x16float may round or flush as they like.
 //
 // gives: HALF_MAX, half_value, half_to_single, half_bits
 
@@ -356,12 +356,13 @@ const HEAD_DIM: u32 = 128u;
 // shaders/common/rotate_row.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// A row of HEAD_DIM channels in workgroup memory, rotated in place: `format::Rotation`. Blocks of ORDER channels are
+// Rotates a row of HEAD_DIM channels in workgroup memory, in place: `format::Rotation`. Blocks of ORDER channels are
 // multiplied with the Walsh-Hadamard matrix over √ORDER.
 //
-// Channels may be dealt out to the blocks in turns first: channel c then lies at `dealt(c)`. Who puts a channel in does
-// so at `input_place` and applies `rotation_input`; who takes it out does so at `output_place` and applies `unflipped`.
-// An invocation owns pairs of channels; one barrier per butterfly stage. Every invocation of the workgroup must call.
+// Channels may first be dealt out to the blocks in turns: channel c then lies at `dealt(c)`. Code that writes a channel
+// does so at `input_place` and applies `rotation_input`. Code that reads a channel does so at `output_place` and
+// applies `unflipped`. An invocation owns pairs of channels. There is one barrier per butterfly stage, and every
+// invocation of the workgroup must call.
 //
 // needs: HEAD_DIM, INVOCATIONS
 // gives: rotated, dealt, input_place, output_place, rotation_input, scaled_input, unflipped, flipped, rotate_row
@@ -373,10 +374,10 @@ const ROTATION_SCALE: f32 = 0.088388346f;
 // Whether signs are flipped, and the seed of the signs.
 const ROTATION_SIGNED: u32 = 1u;
 const ROTATION_SEED: u32 = 1953854050u;
-// 1 where the row is rotated back: signs are flipped after the butterflies.
+// 1 for the inverse rotation: signs are flipped after the butterflies.
 const ROTATION_BACK: u32 = 0u;
 
-// Blocks that channels are dealt out to.
+// Number of blocks that channels are dealt out to.
 const ROTATION_BLOCKS: u32 = 1u;
 
 var<workgroup> rotated: array<f32, HEAD_DIM>;
@@ -419,7 +420,7 @@ fn rotate_row(invocation: u32) {
         let half = 1u << stage;
         workgroupBarrier();
         for (var pair = invocation; pair < HEAD_DIM / 2u; pair += INVOCATIONS) {
-            // pair / half · 2 half + pair % half: the divisor is not known to compilers, which would divide.
+            // pair / half · 2 half + pair % half. Compilers do not know the divisor and would divide.
             let low = ((pair >> stage) << (stage + 1u)) + (pair & (half - 1u));
             let a = rotated[low];
             let b = rotated[low + half];
@@ -451,7 +452,7 @@ fn finish_row(invocation: u32) {
 // shaders/pack/row_ranges/norm.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// The norm of a single row, stored beside the tile and kept, as it was rounded, for the codes.
+// The norm of a single row. It is stored with the tile, and the rounded value is kept for the codes.
 //
 // needs: Place, call
 // gives: stored_norm, store_row_ranges
@@ -461,7 +462,7 @@ fn finish_row(invocation: u32) {
 // shaders/pack/row_norm_bits.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// The norm of the row in workgroup memory as 16 bits, for every invocation, all of which must call.
+// The norm of the row in workgroup memory as 16 bits. Every invocation must call, and each gets the result.
 //
 // needs: HEAD_DIM, channel_value, rounded
 // gives: row_squares, row_norm_bits, row_sum_of_squares
@@ -470,8 +471,8 @@ fn finish_row(invocation: u32) {
 // shaders/pack/norm.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// The stored norm of a row: `format::codebook::stored_norm`, bit for bit. Sums are made of four channels, then of all
-// fours in order, each rounded as it stands.
+// The stored norm of a row: `format::codebook::stored_norm`, bit for bit. Squares are summed over four channels, then
+// over all fours in order, with a rounding after each operation.
 //
 // needs: HALF_MAX, half_bits, half_value, rounded
 // gives: sum_of_four, norm_bits, renormalized_bits
@@ -489,12 +490,12 @@ fn norm_bits(sum: f32) -> u32 {
     return nearest_root(sum, 1f);
 }
 
-// The norm over that of its levels, whose squares are summed: `format::codebook::renormalized`.
+// The norm divided by that of its levels, given the sum of their squares: `format::codebook::renormalized`.
 fn renormalized_bits(norm: f32, sum: f32) -> u32 {
     return nearest_root(norm * norm, sum);
 }
 
-// The half nearest to the root of `sum / divisor`, ties to even; the root decides nothing but where to look.
+// The half nearest to the root of `sum / divisor`, ties to even. The inexact root only decides where to search.
 fn nearest_root(sum: f32, divisor: f32) -> u32 {
     let estimate = half_bits(min(sqrt(sum / divisor), HALF_MAX));
     let odd = (estimate & 1u) == 1u;
@@ -509,7 +510,7 @@ fn nearest_root(sum: f32, divisor: f32) -> u32 {
     return select(half, 0u, half < 0x400u);
 }
 
-// The square of the midpoint between a half and the next: exact.
+// The exact square of the midpoint between a half and the next one.
 fn midpoint_square(half: u32) -> f32 {
     let middle = (half_value(half) + half_value(half + 1u)) * 0.5;
     return middle * middle;
@@ -591,14 +592,14 @@ fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {
 // shaders/pack/levels.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Levels of a codebook: `format::Codebook`. Those above 0 are constants, ascending; the others are their negatives.
+// Levels of a codebook: `format::Codebook`. Levels above 0 are constants, ascending; the others are their negatives.
 //
 // gives: levels_of
 
-// The levels that four stored fields of `bits` bits stand for, relative to the norm of their row. `low` and `high` are
-// the four levels above 0 nearest to it and the next four, where there are so many.
+// The levels of four stored fields of `bits` bits, relative to the norm of their row. `low` holds the four levels above
+// 0 that are nearest to it, and `high` the next four, if there are that many.
 fn levels_of(fields: vec4<u32>, bits: u32, low: vec4<f32>, high: vec4<f32>) -> vec4<f32> {
-    // A field is the code less the middle one, in two's complement: the top bit is the sign, and below 0 the distance
+    // A field is the code minus the middle one, in two's complement. The top bit is the sign, and below 0 the distance
     // counts from -1.
     let negative = (fields >> vec4<u32>(bits - 1u)) & vec4<u32>(1u);
     let index = (fields ^ (vec4<u32>(0u) - negative)) & vec4<u32>((1u << (bits - 1u)) - 1u);
@@ -628,7 +629,7 @@ const LEVELS_HIGH: vec4<f32> = vec4<f32>(0.0f, 0.0f, 0.0f, 0.0f);
 const BOUNDARIES_LOW: vec4<f32> = vec4<f32>(0.04428442f, 0.092826955f, 0.15329221f, 0.0f);
 const BOUNDARIES_HIGH: vec4<f32> = vec4<f32>(0.0f, 0.0f, 0.0f, 0.0f);
 
-// The nearest level's field; at a boundary that of the lower one.
+// The field of the nearest level. A boundary belongs to the lower level.
 fn level_field(value: f32, norm: f32) -> u32 {
     if (norm == 0f) {
         return LEVELS;
@@ -644,7 +645,7 @@ fn level_field(value: f32, norm: f32) -> u32 {
     return select(LEVELS + index, LEVELS - 1u - index, negative) ^ LEVELS;
 }
 
-// The level of a field, relative to the norm; higher bits do not matter.
+// The level of a field, relative to the norm. Higher bits are ignored.
 fn level_value(field: u32) -> f32 {
     return levels_of(vec4<u32>(field), LEVEL_BITS, LEVELS_LOW, LEVELS_HIGH).x;
 }
@@ -665,8 +666,8 @@ fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32)
 // shaders/pack/finite/centred.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Elements of keys that may be NaN, infinite or too large: zeros in their place, and flags; and of all of them what is
-// left without the centre of their sequence, whose slot stands in for that of ranges (`places/centred_tokens.wgsl`).
+// Elements of keys that may be NaN, infinite or too large: these become zeros and set flags. The centre of the sequence
+// is subtracted from every element. Its slot takes the place of the range slot (`places/centred_tokens.wgsl`).
 //
 // needs: HEAD_DIM, Place, call
 // gives: storable
@@ -676,7 +677,7 @@ fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32)
 // shaders/pack/flag_element.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Elements that may be NaN, infinite or too large: those count as 0, and the first token with one is flagged. They are
+// Elements that may be NaN, infinite or too large: these count as 0, and the first token with one is flagged. They are
 // compared as integers, since compilers may assume that no float is NaN.
 //
 // needs: call
@@ -708,7 +709,7 @@ fn storable(bits: u32, place: Place, kv_head: u32, channel: u32) -> f32 {
 // shaders/pack/words/of_key.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// The words of a key, which belong to it alone. An invocation makes the codes of some channels, then the words of some.
+// The words of a key, which belong to it alone. An invocation codes some channels, then writes some words.
 //
 // needs: HEAD_DIM, INVOCATIONS, Place, TILE_TOKENS, call, channel_value, field_bits, field_of, fields_of
 // gives: store_row

@@ -2,12 +2,12 @@
 // shaders/pack/append.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// append: single tokens into pages of one shard: f16, or codes whose ranges belong to single tokens.
+// append: stores single tokens in pages of one shard, as f16 or as codes whose ranges belong to single tokens.
 //
-// One workgroup owns one token of one KV head: it reads the row, rotates it where it is stored so, makes and stores its
-// ranges, and then its words: those of a key belong to it alone, a value's hold other tokens too. Tokens are read
-// and keys are written coalesced, values in words 16 bytes apart. Keys of tokens beyond `tokens` are zero bits, with
-// a range of zero.
+// One workgroup owns one token of one KV head. It reads the row, rotates it if the format does, computes and stores its
+// ranges, and then writes its words. The words of a key belong to it alone; those of a value also hold other tokens.
+// Tokens are read and keys are written coalesced; values are written in words 16 bytes apart. Keys of tokens beyond
+// `tokens` are zero bits with a range of zero.
 //
 // In bounds: workgroups beyond the places · kv_heads return; pages, slots and the rows of the tokens read were checked
 // against the buffers when they were bound, or when a step's table was made for the layout that they were bound to.
@@ -26,13 +26,13 @@
 // binds: 0 call
 
 struct Place {
-    // First token, counted from the first of the span.
+    // First token, relative to the first of the span.
     token: u32,
     // The page within its shard.
     page: u32,
-    // Slot of the token in the page, for single tokens.
+    // Slot of the token in the page, if the place is a single token's.
     slot: u32,
-    // Slot of the ranges of the span that the page belongs to.
+    // Range slot of the span that the page belongs to.
     range_slot: u32,
 }
 
@@ -51,21 +51,21 @@ struct Call {
     tile_words: u32,
     // Words of one load of a tile.
     vector: u32,
-    // Tokens or channels of a range.
+    // Tokens or channels that share a range.
     group: u32,
     ranges_per_tile: u32,
-    // Invocations that have work, or rows, where places do not say so.
+    // Number of invocations with work, or of rows, unless the places determine it.
     total: u32,
     shrink: f32,
-    // 0, where the compiler cannot know it.
+    // 0, in a form that the compiler cannot know.
     zero: u32,
     place_count: u32,
-    // Indices of a KV head, where tokens are gathered, and what they are below.
+    // Indices per KV head of gathered tokens, and their exclusive upper bound.
     index_stride: u32,
     below: u32,
-    // The largest element that is in order, where elements are looked at.
+    // The largest valid element, for kernels that check elements.
     largest: f32,
-    // Where a step's table counts and lists the places, and the shards of those that this dispatch takes.
+    // The section of a step's table that counts and lists the places, and the shards that this dispatch takes from it.
     section: u32,
     shards: u32,
     places: array<Place>,
@@ -79,7 +79,7 @@ const TILE_TOKENS: u32 = 128u;
 // shaders/pack/tokens/run.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Tokens of a span that follow each other in the dense tensor, from `call.first_token` on.
+// Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
 //
 // needs: call
 // gives: token_of
@@ -101,7 +101,7 @@ fn token_of(token: u32, kv_head: u32) -> u32 {
 // shaders/pack/step_table.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// A step's table: `plan::WriteTable`. A section counts its entries, and they follow.
+// A step's table: `plan::WriteTable`. A section holds the number of its entries, then the entries.
 //
 // needs: call
 // gives: entry_count, entry_at, has_entry
@@ -117,7 +117,7 @@ fn entry_at(index: u32) -> vec4<u32> {
     return table[call.section + 1u + index];
 }
 
-// Whether an entry's shards are those of the dispatch.
+// Whether an entry belongs to the shards of the dispatch.
 fn has_entry(index: u32) -> bool {
     return entry_at(index).w == call.shards;
 }
@@ -143,12 +143,12 @@ fn place_at(index: u32) -> Place {
 // shaders/pack/call.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Index of a row's first element within the dense tensor's binding; tokens count from the first of the span.
+// Index of a row's first element within the dense tensor's binding. Tokens are relative to the first of the span.
 fn row_start(token: u32, kv_head: u32) -> u32 {
     return call.first_element + token_of(token, kv_head) * call.token_stride + kv_head * call.head_stride;
 }
 
-// `x` as it was rounded: compilers may fuse a product with the sum that takes it, but not through this.
+// `x` as rounded. Compilers may fuse a product with the sum that takes it, but not through this function.
 fn rounded(x: f32) -> f32 {
     return bitcast<f32>(bitcast<u32>(x) ^ call.zero);
 }
@@ -157,9 +157,9 @@ fn rounded(x: f32) -> f32 {
 // shaders/pack/tile.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Where elements lie in a tile: the layout of `format::tile`.
+// The places of elements in a tile: the layout of `format::tile`.
 //
-// A tile is made of runs of words: the row of a token for keys, the column of a channel for values. BITS 16 is f16.
+// A tile consists of runs of words: a token's row for keys, a channel's column for values. BITS 16 is f16.
 //
 // needs: TILE_TOKENS, call
 // gives: BITS, FIELD_MASK, run_word, fields_of, field_of, place_of, top_place_of
@@ -168,8 +168,8 @@ fn rounded(x: f32) -> f32 {
 const BITS: u32 = 16u;
 const KEYS: u32 = 1u;
 
-// Fields of one word, bit planes of a byte lane (unused in f16), and the field's mask. 3-bit codes lie in vectors of
-// three words: two with the low pairs of bits, one with the top bits.
+// Fields of one word, bit planes of a byte lane (unused in f16), and the mask of a field. 3-bit codes lie in vectors of
+// three words: two hold the low pairs of bits, one holds the top bits.
 const FIELDS: u32 = 32u / BITS;
 const PLANES: u32 = 8u / BITS;
 const FIELD_MASK: u32 = (1u << BITS) - 1u;
@@ -190,7 +190,7 @@ fn tile_word(run: u32, word: u32) -> u32 {
     return (word / call.vector * runs() + run) * call.vector + word % call.vector;
 }
 
-// A part of a field: the bits of `mask` from bit `low` of the field on lie at `shift` of the word.
+// A part of a field: the bits of `mask`, starting at bit `low` of the field, lie at `shift` of the word.
 struct Field {
     token: u32,
     channel: u32,
@@ -199,7 +199,7 @@ struct Field {
     mask: u32,
 }
 
-// Fields that word `word` of a run holds parts of.
+// Number of fields that word `word` of a run holds parts of.
 fn fields_of(word: u32) -> u32 {
     if (BITS == 3u) {
         return select(16u, 32u, word % 3u == 2u);
@@ -242,7 +242,7 @@ fn element_place(token: u32, channel: u32) -> vec3<u32> {
     return vec3<u32>(token / 32u, token % 32u, channel);
 }
 
-// Word of the tile and shift of the field that hold an element, or its low pair of three bits.
+// Word of the tile and shift of the field that hold an element, or the low pair of its three bits.
 fn place_of(token: u32, channel: u32) -> vec2<u32> {
     let at = element_place(token, channel);
     if (BITS == 16u) {
@@ -254,7 +254,7 @@ fn place_of(token: u32, channel: u32) -> vec2<u32> {
     return vec2<u32>(tile_word(at.z, at.y / max(PLANES, 1u)), 8u * at.x + BITS * (at.y % max(PLANES, 1u)));
 }
 
-// Word of the tile and shift of the top one of an element's three bits.
+// Word of the tile and shift of the top bit of a 3-bit element.
 fn top_place_of(token: u32, channel: u32) -> vec2<u32> {
     let at = element_place(token, channel);
     return vec2<u32>(tile_word(at.z, at.y / 8u * 3u + 2u), 8u * at.x + at.y % 8u);
@@ -264,7 +264,7 @@ fn top_place_of(token: u32, channel: u32) -> vec2<u32> {
 // shaders/pack/half.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// IEEE half precision by integer operations: pack2x16float and unpack2x16float may round or flush as they like.
+// IEEE half precision by integer operations, because pack2x16float and unpack2x16float may round or flush as they like.
 //
 // gives: HALF_MAX, half_value, half_to_single, half_bits
 
@@ -347,7 +347,7 @@ const HEAD_DIM: u32 = 128u;
 // shaders/pack/row/plain.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// A row in workgroup memory that is stored as it is.
+// A row in workgroup memory that is stored without rotation.
 //
 // needs: HEAD_DIM
 // gives: put_channel, channel_value, finish_row
@@ -370,7 +370,7 @@ fn finish_row(invocation: u32) {
 // shaders/pack/row_ranges/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called by all invocations when the row is in workgroup memory.
+// Called by all invocations once the row is in workgroup memory.
 fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32)
 // shaders/pack/finite/flagged.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Elements that may be NaN, infinite or too large: zeros in their place, and flags.
+// Elements that may be NaN, infinite or too large: these become zeros and set flags.
 //
 // needs: Place
 // gives: storable
@@ -407,7 +407,7 @@ fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32)
 // shaders/pack/flag_element.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Elements that may be NaN, infinite or too large: those count as 0, and the first token with one is flagged. They are
+// Elements that may be NaN, infinite or too large: these count as 0, and the first token with one is flagged. They are
 // compared as integers, since compilers may assume that no float is NaN.
 //
 // needs: call
@@ -436,7 +436,7 @@ fn storable(bits: u32, place: Place, kv_head: u32, channel: u32) -> f32 {
 // shaders/pack/words/of_key.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// The words of a key, which belong to it alone. An invocation makes the codes of some channels, then the words of some.
+// The words of a key, which belong to it alone. An invocation codes some channels, then writes some words.
 //
 // needs: HEAD_DIM, INVOCATIONS, Place, TILE_TOKENS, call, channel_value, field_bits, field_of, fields_of
 // gives: store_row
@@ -498,12 +498,12 @@ fn append(group: vec3<u32>, groups: vec3<u32>, invocation: u32) {
 // shaders/pack/append.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// append: single tokens into pages of one shard: f16, or codes whose ranges belong to single tokens.
+// append: stores single tokens in pages of one shard, as f16 or as codes whose ranges belong to single tokens.
 //
-// One workgroup owns one token of one KV head: it reads the row, rotates it where it is stored so, makes and stores its
-// ranges, and then its words: those of a key belong to it alone, a value's hold other tokens too. Tokens are read
-// and keys are written coalesced, values in words 16 bytes apart. Keys of tokens beyond `tokens` are zero bits, with
-// a range of zero.
+// One workgroup owns one token of one KV head. It reads the row, rotates it if the format does, computes and stores its
+// ranges, and then writes its words. The words of a key belong to it alone; those of a value also hold other tokens.
+// Tokens are read and keys are written coalesced; values are written in words 16 bytes apart. Keys of tokens beyond
+// `tokens` are zero bits with a range of zero.
 //
 // In bounds: workgroups beyond the places · kv_heads return; pages, slots and the rows of the tokens read were checked
 // against the buffers when they were bound, or when a step's table was made for the layout that they were bound to.
@@ -522,13 +522,13 @@ fn append(group: vec3<u32>, groups: vec3<u32>, invocation: u32) {
 // binds: 0 call
 
 struct other_Place {
-    // First token, counted from the first of the span.
+    // First token, relative to the first of the span.
     token: u32,
     // The page within its shard.
     page: u32,
-    // Slot of the token in the page, for single tokens.
+    // Slot of the token in the page, if the place is a single token's.
     slot: u32,
-    // Slot of the ranges of the span that the page belongs to.
+    // Range slot of the span that the page belongs to.
     range_slot: u32,
 }
 
@@ -547,21 +547,21 @@ struct other_Call {
     tile_words: u32,
     // Words of one load of a tile.
     vector: u32,
-    // Tokens or channels of a range.
+    // Tokens or channels that share a range.
     group: u32,
     ranges_per_tile: u32,
-    // Invocations that have work, or rows, where places do not say so.
+    // Number of invocations with work, or of rows, unless the places determine it.
     total: u32,
     shrink: f32,
-    // 0, where the compiler cannot know it.
+    // 0, in a form that the compiler cannot know.
     zero: u32,
     other_place_count: u32,
-    // Indices of a KV head, where tokens are gathered, and what they are below.
+    // Indices per KV head of gathered tokens, and their exclusive upper bound.
     index_stride: u32,
     below: u32,
-    // The largest element that is in order, where elements are looked at.
+    // The largest valid element, for kernels that check elements.
     largest: f32,
-    // Where a step's table counts and lists the places, and the shards of those that this dispatch takes.
+    // The section of a step's table that counts and lists the places, and the shards that this dispatch takes from it.
     section: u32,
     shards: u32,
     places: array<other_Place>,
@@ -575,7 +575,7 @@ const other_TILE_TOKENS: u32 = 128u;
 // shaders/pack/tokens/run.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Tokens of a span that follow each other in the dense tensor, from `call.first_token` on.
+// Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
 //
 // needs: call
 // gives: token_of
@@ -597,7 +597,7 @@ fn other_token_of(token: u32, kv_head: u32) -> u32 {
 // shaders/pack/step_table.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// A step's table: `plan::WriteTable`. A section counts its entries, and they follow.
+// A step's table: `plan::WriteTable`. A section holds the number of its entries, then the entries.
 //
 // needs: call
 // gives: entry_count, entry_at, has_entry
@@ -612,7 +612,7 @@ fn other_entry_at(index: u32) -> vec4<u32> {
     return table[other_call.section + 1u + index];
 }
 
-// Whether an entry's shards are those of the dispatch.
+// Whether an entry belongs to the shards of the dispatch.
 fn other_has_entry(index: u32) -> bool {
     return other_entry_at(index).w == other_call.shards;
 }
@@ -638,12 +638,12 @@ fn other_place_at(index: u32) -> other_Place {
 // shaders/pack/call.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Index of a row's first element within the dense tensor's binding; tokens count from the first of the span.
+// Index of a row's first element within the dense tensor's binding. Tokens are relative to the first of the span.
 fn other_row_start(token: u32, kv_head: u32) -> u32 {
     return other_call.first_element + other_token_of(token, kv_head) * other_call.token_stride + kv_head * other_call.head_stride;
 }
 
-// `x` as it was rounded: compilers may fuse a product with the sum that takes it, but not through this.
+// `x` as rounded. Compilers may fuse a product with the sum that takes it, but not through this function.
 fn other_rounded(x: f32) -> f32 {
     return bitcast<f32>(bitcast<u32>(x) ^ other_call.zero);
 }
@@ -652,9 +652,9 @@ fn other_rounded(x: f32) -> f32 {
 // shaders/pack/tile.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Where elements lie in a tile: the layout of `format::tile`.
+// The places of elements in a tile: the layout of `format::tile`.
 //
-// A tile is made of runs of words: the row of a token for keys, the column of a channel for values. BITS 16 is f16.
+// A tile consists of runs of words: a token's row for keys, a channel's column for values. BITS 16 is f16.
 //
 // needs: TILE_TOKENS, call
 // gives: BITS, FIELD_MASK, run_word, fields_of, field_of, place_of, top_place_of
@@ -663,8 +663,8 @@ fn other_rounded(x: f32) -> f32 {
 const other_BITS: u32 = 16u;
 const other_KEYS: u32 = 0u;
 
-// Fields of one word, bit planes of a byte lane (unused in f16), and the field's mask. 3-bit codes lie in vectors of
-// three words: two with the low pairs of bits, one with the top bits.
+// Fields of one word, bit planes of a byte lane (unused in f16), and the mask of a field. 3-bit codes lie in vectors of
+// three words: two hold the low pairs of bits, one holds the top bits.
 const other_FIELDS: u32 = 32u / other_BITS;
 const other_PLANES: u32 = 8u / other_BITS;
 const other_FIELD_MASK: u32 = (1u << other_BITS) - 1u;
@@ -685,7 +685,7 @@ fn other_tile_word(run: u32, word: u32) -> u32 {
     return (word / other_call.vector * other_runs() + run) * other_call.vector + word % other_call.vector;
 }
 
-// A part of a field: the bits of `mask` from bit `low` of the field on lie at `shift` of the word.
+// A part of a field: the bits of `mask`, starting at bit `low` of the field, lie at `shift` of the word.
 struct other_Field {
     token: u32,
     channel: u32,
@@ -694,7 +694,7 @@ struct other_Field {
     mask: u32,
 }
 
-// Fields that word `word` of a run holds parts of.
+// Number of fields that word `word` of a run holds parts of.
 fn other_fields_of(word: u32) -> u32 {
     if (other_BITS == 3u) {
         return select(16u, 32u, word % 3u == 2u);
@@ -737,7 +737,7 @@ fn other_element_place(token: u32, channel: u32) -> vec3<u32> {
     return vec3<u32>(token / 32u, token % 32u, channel);
 }
 
-// Word of the tile and shift of the field that hold an element, or its low pair of three bits.
+// Word of the tile and shift of the field that hold an element, or the low pair of its three bits.
 fn other_place_of(token: u32, channel: u32) -> vec2<u32> {
     let at = other_element_place(token, channel);
     if (other_BITS == 16u) {
@@ -749,7 +749,7 @@ fn other_place_of(token: u32, channel: u32) -> vec2<u32> {
     return vec2<u32>(other_tile_word(at.z, at.y / max(other_PLANES, 1u)), 8u * at.x + other_BITS * (at.y % max(other_PLANES, 1u)));
 }
 
-// Word of the tile and shift of the top one of an element's three bits.
+// Word of the tile and shift of the top bit of a 3-bit element.
 fn other_top_place_of(token: u32, channel: u32) -> vec2<u32> {
     let at = other_element_place(token, channel);
     return vec2<u32>(other_tile_word(at.z, at.y / 8u * 3u + 2u), 8u * at.x + at.y % 8u);
@@ -759,7 +759,7 @@ fn other_top_place_of(token: u32, channel: u32) -> vec2<u32> {
 // shaders/pack/half.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// IEEE half precision by integer operations: pack2x16float and unpack2x16float may round or flush as they like.
+// IEEE half precision by integer operations, because pack2x16float and unpack2x16float may round or flush as they like.
 //
 // gives: HALF_MAX, half_value, half_to_single, half_bits
 
@@ -842,7 +842,7 @@ const other_HEAD_DIM: u32 = 128u;
 // shaders/pack/row/plain.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// A row in workgroup memory that is stored as it is.
+// A row in workgroup memory that is stored without rotation.
 //
 // needs: HEAD_DIM
 // gives: put_channel, channel_value, finish_row
@@ -865,7 +865,7 @@ fn other_finish_row(invocation: u32) {
 // shaders/pack/row_ranges/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called by all invocations when the row is in workgroup memory.
+// Called by all invocations once the row is in workgroup memory.
 fn other_store_row_ranges(place: other_Place, kv_head: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
@@ -893,7 +893,7 @@ fn other_field_value(field: u32, place: other_Place, kv_head: u32, token: u32, c
 // shaders/pack/finite/flagged.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Elements that may be NaN, infinite or too large: zeros in their place, and flags.
+// Elements that may be NaN, infinite or too large: these become zeros and set flags.
 //
 // needs: Place
 // gives: storable
@@ -902,7 +902,7 @@ fn other_field_value(field: u32, place: other_Place, kv_head: u32, token: u32, c
 // shaders/pack/flag_element.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Elements that may be NaN, infinite or too large: those count as 0, and the first token with one is flagged. They are
+// Elements that may be NaN, infinite or too large: these count as 0, and the first token with one is flagged. They are
 // compared as integers, since compilers may assume that no float is NaN.
 //
 // needs: call
@@ -931,8 +931,9 @@ fn other_storable(bits: u32, place: other_Place, kv_head: u32, channel: u32) -> 
 // shaders/pack/words/of_value.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// The words of a value, which hold other tokens too: tokens of one word may be stored at once. Nobody else changes the
-// bits of a token's field, so they can be cleared and set. Nothing is read, so that nothing waits for memory.
+// The words of a value, which also hold other tokens. Tokens of one word may be stored at the same time. Nobody else
+// changes the bits of a token's field, so the kernel clears and sets them with atomics. It reads nothing, so nothing
+// waits for memory.
 //
 // needs: BITS, FIELD_MASK, HEAD_DIM, INVOCATIONS, Place, call, channel_value, field_bits, place_of, top_place_of
 // gives: store_row

@@ -381,7 +381,7 @@ fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 // shaders/common/ordered.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Floats as unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
+// Maps floats to unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
 //
 // gives: ordered, from_ordered
 

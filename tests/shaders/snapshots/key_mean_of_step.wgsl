@@ -2,14 +2,13 @@
 // shaders/pack/key_mean.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// key_mean: the mean of some keys, as the centre of a sequence: of the tokens of a call, or of sequences that
-// begin with a step.
+// key_mean: the mean of some keys, as the centre of a sequence. The keys are the tokens of a call, or the first tokens
+// of sequences that begin with a step.
 //
 //   m = (k_1 + … + k_n) · 1 / n
 //
-// One invocation owns one channel of a KV head of a mean and adds its elements in token order; neighbours
-// own neighbouring channels, so that rows are read coalesced. Elements that are not finite, or beyond
-// `largest`, count as 0.
+// One invocation owns one channel of a KV head of a mean and adds its elements in token order; neighbours own
+// neighbouring channels, so rows are read coalesced. Elements that are not finite, or are beyond `largest`, count as 0.
 //
 // In bounds: invocations beyond the means · `total` = kv_heads · head_dim return; the slots and the rows of the tokens
 // were checked against the buffers when they were bound, or when a step's table was made for the layout that they were
@@ -22,7 +21,7 @@
 // shaders/pack/flat.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// A grid of one dimension, folded into two because a device dispatches few workgroups per dimension.
+// A one-dimensional grid, folded into two dimensions because a device dispatches few workgroups per dimension.
 //
 // gives: FLAT_WORKGROUP, flat_index
 
@@ -42,13 +41,13 @@ fn flat_index(group: vec3<u32>, groups: vec3<u32>, invocation: u32) -> u32 {
 // binds: 0 call
 
 struct Place {
-    // First token, counted from the first of the span.
+    // First token, relative to the first of the span.
     token: u32,
     // The page within its shard.
     page: u32,
-    // Slot of the token in the page, for single tokens.
+    // Slot of the token in the page, if the place is a single token's.
     slot: u32,
-    // Slot of the ranges of the span that the page belongs to.
+    // Range slot of the span that the page belongs to.
     range_slot: u32,
 }
 
@@ -67,21 +66,21 @@ struct Call {
     tile_words: u32,
     // Words of one load of a tile.
     vector: u32,
-    // Tokens or channels of a range.
+    // Tokens or channels that share a range.
     group: u32,
     ranges_per_tile: u32,
-    // Invocations that have work, or rows, where places do not say so.
+    // Number of invocations with work, or of rows, unless the places determine it.
     total: u32,
     shrink: f32,
-    // 0, where the compiler cannot know it.
+    // 0, in a form that the compiler cannot know.
     zero: u32,
     place_count: u32,
-    // Indices of a KV head, where tokens are gathered, and what they are below.
+    // Indices per KV head of gathered tokens, and their exclusive upper bound.
     index_stride: u32,
     below: u32,
-    // The largest element that is in order, where elements are looked at.
+    // The largest valid element, for kernels that check elements.
     largest: f32,
-    // Where a step's table counts and lists the places, and the shards of those that this dispatch takes.
+    // The section of a step's table that counts and lists the places, and the shards that this dispatch takes from it.
     section: u32,
     shards: u32,
     places: array<Place>,
@@ -95,7 +94,7 @@ const TILE_TOKENS: u32 = 128u;
 // shaders/pack/tokens/run.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Tokens of a span that follow each other in the dense tensor, from `call.first_token` on.
+// Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
 //
 // needs: call
 // gives: token_of
@@ -108,7 +107,7 @@ fn token_of(token: u32, kv_head: u32) -> u32 {
 // shaders/pack/places/listed.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Places behind the arguments.
+// Places that follow the arguments.
 //
 // needs: Place, call
 // gives: place_count, place_at
@@ -125,12 +124,12 @@ fn place_at(index: u32) -> Place {
 // shaders/pack/call.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Index of a row's first element within the dense tensor's binding; tokens count from the first of the span.
+// Index of a row's first element within the dense tensor's binding. Tokens are relative to the first of the span.
 fn row_start(token: u32, kv_head: u32) -> u32 {
     return call.first_element + token_of(token, kv_head) * call.token_stride + kv_head * call.head_stride;
 }
 
-// `x` as it was rounded: compilers may fuse a product with the sum that takes it, but not through this.
+// `x` as rounded. Compilers may fuse a product with the sum that takes it, but not through this function.
 fn rounded(x: f32) -> f32 {
     return bitcast<f32>(bitcast<u32>(x) ^ call.zero);
 }
@@ -148,7 +147,7 @@ fn rounded(x: f32) -> f32 {
 // shaders/pack/half.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// IEEE half precision by integer operations: pack2x16float and unpack2x16float may round or flush as they like.
+// IEEE half precision by integer operations, because pack2x16float and unpack2x16float may round or flush as they like.
 //
 // gives: HALF_MAX, half_value, half_to_single, half_bits
 
@@ -218,7 +217,7 @@ fn element(index: u32) -> f32 {
 @group(0) @binding(7) var<storage, read_write> centres: array<f32>;
 
 struct Mean {
-    // Its first token, counted from the first of the span, and how many there are.
+    // Its first token, relative to the first of the span, and the number of tokens.
     first_token: u32,
     tokens: u32,
     // Slot of the centre.
@@ -231,8 +230,8 @@ struct Mean {
 // shaders/pack/mean/of_step.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Means of the first tokens of sequences that begin with a step: first token, bits of 1 / n, n and from bit 8 on the
-// slot of the centre.
+// Means of the first tokens of sequences that begin with a step. An entry holds the first token, the bits of 1 / n, and
+// a word with n and, from bit 8 on, the slot of the centre.
 //
 // needs: Mean
 // gives: mean_count, mean_at
@@ -241,7 +240,7 @@ struct Mean {
 // shaders/pack/step_table.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// A step's table: `plan::WriteTable`. A section counts its entries, and they follow.
+// A step's table: `plan::WriteTable`. A section holds the number of its entries, then the entries.
 //
 // needs: call
 // gives: entry_count, entry_at, has_entry
@@ -257,7 +256,7 @@ fn entry_at(index: u32) -> vec4<u32> {
     return table[call.section + 1u + index];
 }
 
-// Whether an entry's shards are those of the dispatch.
+// Whether an entry belongs to the shards of the dispatch.
 fn has_entry(index: u32) -> bool {
     return entry_at(index).w == call.shards;
 }
