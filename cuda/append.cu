@@ -1,12 +1,12 @@
-// append: the tokens of a step into slots of open pages: f16, or codes whose ranges belong to single tokens.
+// append: stores the tokens of a step in slots of open pages, as f16 or as codes whose ranges belong to single tokens.
 //
-// One warp owns a token of one KV head, of keys in the first row of blocks and of values in the second: it reads the
-// row, rotates it where it is stored so, makes and stores its ranges, and then the bytes of the tile that belong to it
-// (common/put_row.cuh). Rows are read coalesced. Elements that cannot be stored count as 0, and the token is flagged.
-// Keys lose the centre of their sequence before they are rotated, where the store has centres.
+// One warp owns a token of one KV head: a key in the first row of blocks, a value in the second. It reads the row,
+// rotates it if the format does, computes and stores its ranges, and then writes the bytes of the tile that belong to
+// it (common/put_row.cuh). Rows are read coalesced. Elements that cannot be stored count as 0, and the token is
+// flagged. Where the store has centres, the centre of the sequence is subtracted from keys before they are rotated.
 //
-// Launched with programmatic serialisation, blocks read their entries while the kernel before still runs. What is
-// admitted then has nothing to wait for but the tokens themselves.
+// With programmatic serialisation, blocks read their entries while the previous kernel still runs. Kernels admitted
+// after that have to wait only for the tokens themselves.
 //
 // In bounds: warps beyond the entries of the section return; tokens, pages and slots were checked on the host when the
 // table was made for the layout that stores and tensors were bound to, and no slot is named twice.
@@ -20,7 +20,7 @@
 
 constexpr int APPEND_WARPS = 8;
 
-// Only formats that take single tokens get here: f16, or ranges that do not span tokens.
+// Only formats that store single tokens get here: f16, or ranges that do not span tokens.
 template <bool VALUE>
 __device__ __forceinline__ void append_row(const WriteCall& call, uint4 entry, u32 kv_head, StagedRow staged, int lane) {
     const void* rows = VALUE ? call.values : call.keys;
@@ -53,11 +53,11 @@ extern "C" __global__ void append(const WriteCall call) {
     __shared__ u16 fields[APPEND_WARPS][HEAD_DIM];
     const u32 warp = threadIdx.x / 32;
     const u32 index = blockIdx.x * APPEND_WARPS + warp;
-    // Both are under way at once.
+    // Both loads run concurrently.
     const u32 count = entry_count(call);
     const uint4 entry = entry_at(call, min(index / call.kv_heads, call.capacity - 1u));
-    // Those were written before the step was launched. Blocks without work wait too: what comes later waits
-    // for this kernel.
+    // The entries were written before the step was launched. Blocks without work wait too, because later kernels wait
+    // for this one.
     await_earlier_kernels();
     admit_later_kernels();
     if (index / call.kv_heads >= count) return;

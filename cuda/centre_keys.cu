@@ -1,7 +1,7 @@
-// centre_keys: keys of a dense tensor less the centre of their sequence, rotated where they are stored so, as dense f32
-// rows [token][kv_head][channel].
+// centre_keys: subtracts the centre of their sequence from keys of a dense tensor, rotates them if the format does, and
+// writes dense f32 rows [token][kv_head][channel].
 //
-// One warp owns a row; neighbours neighbouring channels, so that rows are read and written coalesced.
+// One warp owns a row; neighbours own neighbouring channels, so rows are read and written coalesced.
 //
 // In bounds: warps beyond the last token return; rows and slot were checked on the host, and the output was made for
 // the tokens of the call.

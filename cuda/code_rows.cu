@@ -1,10 +1,10 @@
-// code_rows: rotated rows as fields, in place, with the norms beside their tiles, where fields and norms depend on
-// whole rows: codes and signs of sketched keys, and codes with norms divided by that of their levels. And what signs
-// stand for, turned into the basis of the levels, in place.
+// code_rows: codes rotated rows as fields, in place, and writes the norms of their tiles, for formats whose fields and
+// norms depend on whole rows: codes and signs of sketched keys, and codes with norms divided by the norm of their
+// levels. It also turns decoded signs back into the basis of the levels, in place.
 //
 //   r = x − norm · level,  sign of R r,  x = norm · level + Rᵀ (|r| · ± level of a sketch);  norm / |level|
 //
-// One warp owns a row; neighbours neighbouring channels. `quantize` puts the fields where they belong.
+// One warp owns a row; neighbours own neighbouring channels. `quantize` writes the fields into the tiles.
 //
 // In bounds: warps beyond the last token return; pages and rows were checked on the host.
 

@@ -1,7 +1,7 @@
-// compute_guard: a fixed chain of multiply-adds, whose duration depends on nothing but the clock.
+// compute_guard: a fixed chain of multiply-adds, whose duration depends only on the clock.
 //
-// Every thread of every block runs GUARD_STEPS dependent operations and writes its result, so that none
-// can be left out.
+// Every thread of every block runs GUARD_STEPS dependent operations and writes its result, so that the compiler cannot
+// leave any out.
 //
 // In bounds: one float for each thread of the grid.
 

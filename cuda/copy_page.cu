@@ -1,8 +1,8 @@
-// copy_page: pages that become copies of others of their store: tiles and the ranges beside them.
+// copy_page: copies pages within their store: tiles and their ranges.
 //
-// Threads take 16 bytes in turns, neighbours neighbouring ones.
+// Threads take 16 bytes in turns; neighbours take neighbouring bytes.
 //
-// Launched with programmatic serialisation, blocks begin while the kernel before still runs, and wait for it.
+// With programmatic serialisation, blocks begin while the previous kernel still runs, and wait for it.
 //
 // In bounds: indices stay below the entries of the section · the 16 bytes of a page; pages were checked on the host
 // when the table was made for the layout that the store was bound to.

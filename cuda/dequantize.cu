@@ -1,10 +1,10 @@
-// dequantize: what tiles hold, as dense f32 rows [kv_head][token][channel].
+// dequantize: decodes tiles into dense f32 rows [kv_head][token][channel].
 //
-//   value = min + scale · code, product and sum rounded one after the other
+// value = min + scale · code, the product and the sum each rounded
 //
-// One thread owns one unit of a tile (a word, or three at 3 bits). Writes every element once, in runs as the
-// tile's order leaves them. Of sketched keys the signs are written first; the levels are added once those are back
-// in their basis.
+// One thread owns one unit of a tile (a word, or three at 3 bits). Every element is written once, in stretches that
+// follow the tile's order. For sketched keys the signs are written first, and the levels are added once the signs are
+// back in their basis.
 //
 // In bounds: threads beyond the last page return; pages and slot were checked on the host, and the rows were made for
 // the tokens of the call.
@@ -16,7 +16,7 @@
 #include "common/rows.cuh"
 #include "common/code_range.cuh"
 
-// Calls `put(element, field, range)` for what a thread's unit holds.
+// Calls `put(element, field, range)` for every element of a thread's unit.
 template <bool VALUE, typename Put>
 __device__ __forceinline__ void dequantize_unit(const RowsCall& call, Put put) {
     const u64 index = (u64)blockIdx.x * blockDim.x + threadIdx.x;

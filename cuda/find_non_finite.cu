@@ -1,7 +1,7 @@
 // find_non_finite: the first element, in token order, that is NaN, infinite or beyond ±largest.
 //
-// One thread looks at FINITE_CHUNK elements; neighbours at neighbouring ones. What it finds enters an atomic minimum of
-// (token · kv_heads + kv_head) · head_dim + channel, which starts above all of them.
+// One thread checks FINITE_CHUNK elements; neighbours check neighbouring ones. A thread records what it finds with an
+// atomic minimum of (token · kv_heads + kv_head) · head_dim + channel, which starts above all of them.
 //
 // In bounds: threads beyond the last element return; the tensor was checked against its layout on the host.
 

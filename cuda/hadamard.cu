@@ -1,9 +1,9 @@
-// hadamard: rows of a dense tensor, rotated, as dense f32 rows [token][kv_head][channel]; and dense f32 rows, rotated
-// back where they are.
+// hadamard: rotates rows of a dense tensor into dense f32 rows [token][kv_head][channel], and rotates dense f32 rows
+// inversely in place.
 //
 //   y = H (s ⊙ x) / √ORDER,  x = s ⊙ (H y) / √ORDER
 //
-// One warp owns a row; neighbours neighbouring channels, so that rows are read and written coalesced. log2(ORDER)
+// One warp owns a row; neighbours own neighbouring channels, so rows are read and written coalesced. Costs log2(ORDER)
 // additions per element.
 //
 // In bounds: warps beyond the last token return; rows were checked on the host, and the output was made for the tokens

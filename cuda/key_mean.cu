@@ -1,14 +1,14 @@
-// key_mean: the mean of some keys, as the centre of a sequence: of the tokens of a call, or of sequences that
-// begin with a step.
+// key_mean: the mean of some keys, as the centre of a sequence. The keys are the tokens of a call, or the first tokens
+// of sequences that begin with a step.
 //
 //   m = (k_1 + … + k_n) · 1 / n
 //
-// One thread owns one channel of a KV head and adds its elements in token order; neighbours own neighbouring
-// channels, so that rows are read coalesced. Elements that are not finite, or beyond the largest, count as 0. 1 / n
-// comes from the host.
+// One thread owns one channel of a KV head and adds its elements in token order; neighbours own neighbouring channels,
+// so rows are read coalesced. Elements that are not finite, or exceed the largest, count as 0. 1 / n comes from the
+// host.
 //
-// In a step threads take the channels of its means in turns. Launched with programmatic serialisation, blocks begin
-// while the kernel before still runs, and wait for it.
+// In a step, threads take the channels of its means in turns. With programmatic serialisation, blocks begin while the
+// previous kernel still runs, and wait for it.
 //
 // In bounds: threads beyond the channels of the KV heads return, and indices stay below the entries of the section ·
 // those channels; rows and slots were checked on the host, those of a step when its table was made for the layout that
@@ -21,7 +21,7 @@
 #include "common/rows.cuh"
 #include "common/step_call.cuh"
 
-// `key(token)` is a channel of one of the tokens, counted from their first.
+// `key(token)` is a channel of a token, relative to the first token of the mean.
 template <typename Key>
 __device__ __forceinline__ float mean_of(u32 tokens, float largest, float factor, const Key& key) {
     float sum = 0.0f;
@@ -42,7 +42,7 @@ extern "C" __global__ void key_mean(const RowsCall call) {
     call.centre[index] = mean_of(call.tokens, call.largest, call.shrink, key);
 }
 
-// An entry: first token, bits of 1 / n, n and from bit 8 on the slot of the centre.
+// An entry holds the first token, the bits of 1 / n, and a word with n and, from bit 8 on, the slot of the centre.
 extern "C" __global__ void key_mean_of_step(const WriteCall call) {
     admit_later_kernels();
     await_earlier_kernels();

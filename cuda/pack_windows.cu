@@ -1,14 +1,15 @@
-// pack_windows: full pages of f16 into pages of another format, each a span of its own.
+// pack_windows: packs full f16 pages into pages of another format. Each page is a span of its own.
 //
-//   what quantize makes of the rows that the pages hold
+// the result of quantize for the rows that the pages hold
 //
-// A block owns WINDOW_TOKENS tokens of a tile of one KV head, of keys in the first row of blocks and of values in the
-// second, and takes tiles in turns. Where ranges span tokens its warps first find those of the whole tile, which the
-// blocks of a tile all do: they store the same. Then a warp packs one row after the other (common/put_row.cuh).
+// A block owns WINDOW_TOKENS tokens of a tile of one KV head: keys in the first row of blocks, values in the second. It
+// takes tiles in turns. Where ranges span tokens, its warps first find the ranges of the whole tile. All blocks of a
+// tile do this, and store the same ranges. Then a warp packs one row after the other (common/put_row.cuh).
 //
-// Launched with programmatic serialisation, blocks begin while the kernel before still runs, and wait for it. Windows
-// that were full before the step have nothing to do with its tokens, and are packed beside `append`, which admits this
-// kernel once what was before the step is done; blocks without work end after it, so that what follows waits for both.
+// With programmatic serialisation, blocks begin while the previous kernel still runs, and wait for it. Windows that
+// were full before the step do not depend on its tokens. They are packed concurrently with `append`, which admits this
+// kernel once all work before the step is done. Blocks without work end after `append`, so that later kernels wait for
+// both.
 //
 // In bounds: items stay below the entries of the section · KV heads · parts; pages and slots were checked on the host
 // when the table was made for the layout that the stores were bound to.
@@ -22,22 +23,22 @@
 
 constexpr int WINDOW_WARPS = 16;
 constexpr int WINDOW_THREADS = 32 * WINDOW_WARPS;
-// Tokens that a block packs, and those whose extremes a warp finds.
+// Tokens that a block packs, and tokens whose extremes a warp finds.
 constexpr u32 WINDOW_TOKENS = 32;
 constexpr u32 WINDOW_PARTS = TILE_TOKENS / WINDOW_TOKENS;
 constexpr u32 EXTREME_TOKENS = TILE_TOKENS / WINDOW_WARPS;
 
-// A tile of f16: its bytes, and where values lie in the part of a page that belongs to a KV head.
+// A tile of f16: its bytes, and the place of values in the part of a page that belongs to a KV head.
 constexpr u32 F16_TILE_BYTES = TILE_TOKENS * HEAD_DIM * 2;
 constexpr u32 F16_HEAD_BYTES = 2 * F16_TILE_BYTES;
 
 template <bool VALUE>
 constexpr bool SPAN_RANGES = VALUE ? VALUE_SPAN_RANGES : KEY_SPAN_RANGES;
-// Ranges span tokens: those of the span, or groups of them in a tile.
+// Whether ranges span tokens: those of a span do, and those of groups of tokens in a tile.
 template <bool VALUE>
 constexpr bool RANGES_SPAN_TOKENS = SPAN_RANGES<VALUE> || (TILE_RANGES<VALUE> && GROUP_TOKENS<VALUE> > 1);
 
-// An element of a tile of f16, which is the inverse of `field_of`.
+// An element of a tile of f16: the inverse of `field_of`.
 template <bool VALUE>
 __device__ __forceinline__ float f16_element(const u8* part, u32 token, u32 channel) {
     const u32 load = token / 16 * (HEAD_DIM / 16) + channel / 16;
@@ -57,8 +58,8 @@ __device__ __forceinline__ void load_window_row(float (&row)[LANE_CHANNELS], con
     rotate<VALUE>(row, lane);
 }
 
-// Ranges over all tokens of a tile, or groups of them, into the span's slot or beside the tile. `lows` and `highs` are
-// [WINDOW_WARPS][HEAD_DIM].
+// Writes ranges over all tokens of a tile, or over groups of them, into the span's slot or to the tile. `lows` and
+// `highs` are [WINDOW_WARPS][HEAD_DIM].
 template <bool VALUE>
 __device__ __forceinline__ void window_ranges(const u8* from, u8* part, float2* span_ranges, float shrink, float* lows,
                                               float* highs) {
@@ -128,7 +129,7 @@ __device__ __forceinline__ void pack_window_part(const WriteCall& call, u32 item
         load_window_row<VALUE>(row, from, token, lane);
         put_row<VALUE>(part, token, row, shrink, span_ranges, of_warp, lane);
     }
-    // The next item overwrites what warps share.
+    // The next item overwrites memory that the warps share.
     __syncthreads();
 }
 

@@ -1,9 +1,9 @@
-// page_addresses: where the pages of a segment lie, for all layers of a model at once.
+// page_addresses: computes the addresses of the pages of a segment, for all layers of a model at once.
 //
-//   address = the layer's shard + page · bytes of a page, with a mark where the step stores something in the page
+// address = the layer's shard + page · bytes of a page, marked if the step stores something in the page
 //
-// Layers have the same pages in stores of their own, so a step's pages are written once, as words, and every layer's
-// addresses are found here. A thread owns one page of one layer: blocks of a row take the pages, rows the layers.
+// All layers have the same pages in stores of their own. A step's pages are therefore written once, as words, and this
+// kernel computes every layer's addresses. A thread owns one page of one layer: x is the page, y the layer.
 //
 // In bounds: there are `capacity` words, and as many addresses for every layer; shards of a word were checked on the
 // host. Words beyond the step's pages are zeros or those of an earlier step, and nobody reads their addresses.

@@ -1,10 +1,10 @@
-// quantize: rows of a dense tensor into tiles, with ranges that are known.
+// quantize: packs rows of a dense tensor into tiles, with known ranges.
 //
 //   code = the level of `min + scale · code` nearest to the element, ties to even; f16 rounds to nearest even
 //
 // One thread owns one unit of a tile (a word, or three at 3 bits) and gathers its elements; neighbours own neighbouring
-// units, so that tiles are written coalesced. Fields of tokens beyond the span, and of channels beyond the head, are
-// zero bits. Reads every element once. Rows that are coded whole come as fields already (code_rows.cu).
+// units, so tiles are written coalesced. Fields of tokens beyond the span, and of channels beyond the head, are zero
+// bits. Every element is read once. Rows that are coded whole arrive as fields (code_rows.cu).
 //
 // In bounds: threads beyond the last page return; pages, slot and rows were checked on the host.
 

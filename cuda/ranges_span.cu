@@ -1,11 +1,11 @@
-// ranges_span: one range per channel over all tokens of a span, in two launches over a slot that was zeroed.
+// ranges_span: one range per channel over all tokens of a span, in two launches over a zeroed slot.
 //
 //   scale = (max - min) · shrink / (2^bits - 1),  min = min · shrink
 //
-// ranges_span_extremes enters the largest element and the largest negated element of every channel by atomic maxima of
-// their ordered bits (0 lies below every float's); ranges_span makes ranges of them, in place. A thread of the first
-// owns RANGE_CHUNK tokens of one channel; neighbours own neighbouring channels, so that rows are read coalesced. Reads
-// every element once, two atomics per RANGE_CHUNK elements.
+// ranges_span_extremes records the largest element and the largest negated element of every channel, by atomic maxima
+// of their ordered bits (0 lies below every float's). ranges_span turns them into ranges in place. A thread of the
+// first owns RANGE_CHUNK tokens of one channel; neighbours own neighbouring channels, so rows are read coalesced. Every
+// element is read once, with two atomics per RANGE_CHUNK elements.
 //
 // In bounds: threads beyond the channels and chunks return; slot and rows were checked on the host.
 

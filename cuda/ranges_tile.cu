@@ -1,9 +1,9 @@
-// ranges_tile: the ranges beside the tiles, for groups that lie within a tile.
+// ranges_tile: the tile ranges, for groups that lie within a tile.
 //
 //   scale = (max - min) · shrink / (2^bits - 1),  min = min · shrink,  both rounded to half precision
 //
-// One warp owns one range and reads its group: neighbouring lanes neighbouring channels of a token, or tokens of a
-// channel, whose neighbours are the next warp's. Groups that no token belongs to get zero. Reads every element once.
+// One warp owns one range and reads its group. Neighbouring lanes own neighbouring channels of a token, or tokens of a
+// channel whose neighbour belongs to the next warp. Groups without a token get zero. Every element is read once.
 //
 // In bounds: warps beyond the last page return; pages and rows were checked on the host.
 

@@ -1,8 +1,8 @@
-// read_bandwidth: reads memory once and adds its words up, to know how fast the device reads.
+// read_bandwidth: reads memory once and sums its words, to measure how fast the device reads.
 //
-// A block of 256 threads reads blocks of READ_LOADS · 256 groups of 16 bytes, neighbours neighbouring groups, all
-// blocks of the grid in turn. The sum, modulo 2^32, is compared with the one that the host knows, so that no compiler
-// can leave a load out.
+// A block of 256 threads reads blocks of READ_LOADS · 256 groups of 16 bytes, all blocks of the grid in turn;
+// neighbours read neighbouring groups. The host knows the sum modulo 2^32 and compares it, so that no compiler can
+// leave a load out.
 //
 // In bounds: the memory is `blocks` whole blocks.
 

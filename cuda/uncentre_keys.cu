@@ -1,4 +1,4 @@
-// uncentre_keys: dense f32 rows [kv_head][token][channel] of keys with the centre of their sequence again, in place.
+// uncentre_keys: adds the centre of their sequence back to keys in dense f32 rows [kv_head][token][channel], in place.
 //
 // One thread owns one element; neighbours own neighbouring channels.
 //

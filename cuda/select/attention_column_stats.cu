@@ -1,13 +1,14 @@
-// attention_column_stats: what every key receives, and how many keys each row needs.
+// attention_column_stats: the attention that every key receives, and how many keys each row needs.
 //
 //   column_sums[key] = Σ over rows of exp(s − lse),  s = q · k / √HEAD_DIM
 //   counts[row] = visible keys of the part with s ≥ max + log_threshold
 //
-// Column sums are kept per query head, or become the sum, mean or maximum over the heads of a group (AGGREGATION).
+// Column sums are kept per query head, or combined into the sum, mean or maximum over the heads of a group
+// (AGGREGATION).
 //
-// The four lanes of a quad hold a key's sums over two rows of every eight and add them at the end of a head. Counts
-// (COUNTING) are integers, added by warps and then, of a chunk, over the warps. So every sum has a fixed order; keys
-// are read once, and neither scores nor weights are written. How the keys are cut: select/stats_call.cuh.
+// The four lanes of a quad hold a key's sums over two rows of every eight, and add them at the end of a head. Counts
+// (COUNTING) are integers: warps add them, and a chunk adds those of its warps. Every sum has a fixed order. Keys are
+// read once, and neither scores nor weights are written. select/stats_call.cuh describes how the keys are cut.
 //
 // In bounds: as in attention_row_stats.
 
@@ -15,13 +16,13 @@
 
 #include "select/stats_call.cuh"
 
-// The keys of a warp's next tile are asked for before the products of this one, where there are registers for them.
+// The keys of a warp's next tile are loaded before the products of this one, where there are registers for them.
 constexpr bool AHEAD = WARPGROUPS && !COUNTING && KEY_TYPE == ELEMENTS_F16 && KEYS_ALIGNED;
 
-// AGGREGATION: 0: each query head for itself, 1: sum, 2: mean, 3: maximum.
+// AGGREGATION: 0: per query head, 1: sum, 2: mean, 3: maximum.
 
-// What shared memory holds: the staged eights, and of their rows the keys that they see, their log-sum-exp in powers of
-// two, the least score that counts, and the counts as [warp][row].
+// The contents of shared memory: the staged groups of eight rows and, for each row, the number of keys that it sees,
+// its log-sum-exp in powers of two, the least score that counts, and the counts as [warp][row].
 struct SharedRows {
     uint4* staged;
     u32* seen;
@@ -37,7 +38,7 @@ struct SharedRows {
           counts((u32*)(least + 8 * call.staged)) {}
 };
 
-// Adds the weights of the tile's products with an eight to the sums of its keys, and counts. MASKED where a row may
+// Adds the weights of the tile's products with eight rows to the sums of its keys, and counts. MASKED where a row may
 // not see all keys.
 template <bool MASKED>
 __device__ __forceinline__ void add_tile(const float (&products)[M_TILES][4], float (&sums)[SLOTS],
@@ -47,7 +48,7 @@ __device__ __forceinline__ void add_tile(const float (&products)[M_TILES][4], fl
     const float2 lse = *(const float2*)&rows.lse[row];
     const uint2 seen = MASKED ? *(const uint2*)&rows.seen[row] : make_uint2(0, 0);
     const float2 least = COUNTING ? *(const float2*)&rows.least[row] : make_float2(0.0f, 0.0f);
-    // Of the even row in the low half, of the odd one in the high half.
+    // The count of the even row is in the low half, that of the odd one in the high half.
     u32 count = 0;
 #pragma unroll
     for (u32 i = 0; i < SLOTS; i++) {
@@ -75,7 +76,7 @@ __device__ __forceinline__ void add_tile(const float (&products)[M_TILES][4], fl
     }
 }
 
-// The keys of a warp's tile, and what it has added for them.
+// The keys of a warp's tile, and the sums for them.
 struct Tile {
     Resident keys;
     float sums[SLOTS];
@@ -112,7 +113,7 @@ __device__ __forceinline__ void measure_chunk(Tile& tile, const SharedRows& shar
     u32 of_group = chunk / rows.of_head;
     u32 left = rows.of_head - chunk % rows.of_head;
     const auto next_head = [&]() {
-        // The eights that fill up a chunk are of no head.
+        // The rows that fill up a chunk belong to no head.
         if (of_group < call.group) end_head<MASKED>(tile, call, rows.kv_head, of_group, lane);
         of_group++;
         left = rows.of_head;
@@ -122,7 +123,7 @@ __device__ __forceinline__ void measure_chunk(Tile& tile, const SharedRows& shar
         Products products;
         multiply_staged(products, tile.keys, shared.staged + eight * EIGHT_LOADS, lane);
         if (left >= AT_ONCE) {
-            // All of one head.
+            // All rows belong to one head.
 #pragma unroll
             for (u32 e = 0; e < AT_ONCE; e++) {
                 add_tile<MASKED>(products.of[e], tile.sums, shared, counts, eight + e, tile.first_key, call.scale, lane);
@@ -157,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_column_stats(
     }
     const auto stage = [&](u32 chunk) {
         stage_chunk(shared.staged, shared.seen, call, rows, chunk, [&](u32 index, const PassingRow& row) {
-            // The weights of rows that do not exist are nothing.
+            // The weights of rows that do not exist are zero.
             shared.lse[index] = row.exists ? ((const float*)call.row_lse)[row.at(call)] * LOG2_E : 1e30f;
             if (COUNTING) {
                 const float max = row.exists ? ((const float*)call.row_max)[row.at(call)] : 0.0f;
@@ -206,13 +207,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_column_stats(
         for (u32 chunk = 0; chunk < rows.eights; chunk += call.staged) {
             if (!rows.at_once) {
                 if (chunk_is_blind(call, rows, chunk, block_key)) {
-                    // A head that ends in the chunk has its sums written nevertheless.
+                    // The sums of a head that ends within the chunk are still written.
                     const u32 end = chunk + call.staged;
                     const bool ends = end / rows.of_head > chunk / rows.of_head || end >= rows.eights;
                     if (has_tile && ends) end_head<true>(tile, call, rows.kv_head, chunk / rows.of_head, lane);
                     continue;
                 }
-                // All have added the chunk before.
+                // All threads have added the previous chunk.
                 __syncthreads();
                 stage(chunk);
             }

@@ -3,10 +3,10 @@
 //
 //   s = q · k / √HEAD_DIM,  max = max s,  sum = Σ exp(s − max)  over visible keys of the part
 //
-// A warp reduces a tile of keys by shuffles and joins it to what it has measured of the row so far, in shared memory;
-// of a chunk, a thread per row joins the warps in order and what the part has measured so far, in `row_partials`. So
-// every sum has a fixed order; keys are read once, and no scores are written. How the keys are cut:
-// select/stats_call.cuh.
+// A warp reduces a tile of keys by shuffles and combines it with its statistics of the row so far, in shared memory.
+// After a chunk, one thread per row combines the warps in order with the part's statistics so far, in `row_partials`.
+// Every sum has a fixed order. Keys are read once, and no scores are written. select/stats_call.cuh describes how the
+// keys are cut.
 //
 // In bounds: part and head are the grid's, which the plan made; keys, rows and positions beyond those of the call are
 // not read; tensors and partials were checked against the call on the host, shared memory is made for `staged` eights.
@@ -23,8 +23,8 @@ __device__ __forceinline__ float2 join_stats(float2 a, float2 b) {
     return make_float2(largest, a.y * __expf(a.x - largest) + b.y * __expf(b.x - largest));
 }
 
-// Largest product of the tile's keys with a row, and the sum of the exponentials of their scores. MASKED where a row
-// may not see all keys, but those below `seen`.
+// Largest product of the tile's keys with a row, and the sum of the exponentials of their scores. With MASKED only the
+// keys below `seen` count.
 template <bool MASKED>
 __device__ __forceinline__ float2 reduce_tile(const float (&products)[M_TILES][4], u32 column, u32 seen, u32 first_key,
                                               float scale, u32 lane) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ float2 reduce_tile(const float (&products)[M_TILES][4
     return make_float2(MASKED && largest == LOWEST ? LOWEST : largest * scale, sum);
 }
 
-// Joins the tile to what the warp has measured of the chunk's rows.
+// Combines the tile with the warp's statistics of the chunk's rows.
 template <bool MASKED>
 __device__ __forceinline__ void measure_tile(const Resident& resident, const uint4* staged, float2* own, const u32* seen,
                                              u32 eights, u32 first_key, float scale, u32 lane) {
@@ -60,7 +60,8 @@ __device__ __forceinline__ void measure_tile(const Resident& resident, const uin
     for (u32 first = 0; first < 8 * eights; first += 8 * AT_ONCE) {
         Products products;
         multiply_staged(products, resident, staged + first / 8 * EIGHT_LOADS, lane);
-        // Row 8 e + 2 (lane % 4) + column: of four eights lane l joins the one for which l / 4 is 2 e + column.
+        // Row 8 e + 2 (lane % 4) + column: lane l combines the one of four groups of eight rows for which l / 4 is 2 e
+        // + column.
         float2 joins = make_float2(LOWEST, 0.0f);
 #pragma unroll
         for (u32 e = 0; e < AT_ONCE; e++) {
@@ -80,7 +81,7 @@ __device__ __forceinline__ void measure_tile(const Resident& resident, const uin
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_row_stats(const StatsCall call) {
-    // The staged eights, the keys that their rows see, and (max, sum) as [warp][row].
+    // The staged rows, the keys that they see, and (max, sum) as [warp][row].
     extern __shared__ uint4 shared[];
     u32* seen = (u32*)(shared + call.staged * EIGHT_LOADS);
     float2* of_warps = (float2*)(seen + 8 * call.staged);
@@ -120,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_row_stats(con
         for (u32 chunk = 0; chunk < rows.eights; chunk += call.staged) {
             if (!rows.at_once) {
                 if (chunk_is_blind(call, rows, chunk, block_key)) continue;
-                // All have joined the chunk before.
+                // All threads have combined the previous chunk.
                 __syncthreads();
                 stage(chunk);
             }

@@ -1,8 +1,9 @@
-// chunk_similarity: the cosine similarity of the embedding of every chunk with the query's; 0 of an embedding of zeros.
+// chunk_similarity: the cosine similarity of every chunk's embedding with the query's. An embedding of zeros gives 0.
 //
 //   similarity = q · c / (‖q‖ ‖c‖)
 //
-// One warp owns a chunk; its lanes own every 32nd element, and the three sums are added over them in a fixed order.
+// One warp owns a chunk. Its lanes own every 32nd element, and the three sums are added over the lanes in a fixed
+// order.
 //
 // In bounds: warps beyond the chunks return; embeddings were checked against the call on the host.
 
@@ -39,7 +40,7 @@ extern "C" __global__ void chunk_similarity(const SimilarityCall call) {
     }
     if (threadIdx.x % 32 == 0) {
         const float norms = sqrtf(sums[0]) * sqrtf(sums[1]);
-        // Where an embedding holds NaN this is NaN, which a search refuses: no comparison with NaN holds.
+        // An embedding with NaN gives NaN, which a search refuses: no comparison with NaN is true.
         ((float*)call.similarities)[chunk] = norms == 0.0f ? 0.0f : sums[2] / norms;
     }
 }

@@ -1,8 +1,8 @@
-// evicted: the tokens of every KV head that are not among its kept ones, ascending.
+// evicted: the tokens of every KV head that are not kept, in ascending order.
 //
-// One thread owns a token: it looks for its place among the kept ones, which ascend, by halving, and writes the token
-// as many places earlier as kept tokens come before it. Kept tokens are read from the cache, the result is written
-// nearly coalesced.
+// One thread owns a token. It finds the number of kept tokens before it by binary search, since kept tokens ascend, and
+// writes the token that many places earlier. Kept tokens are read from the cache, and the result is written nearly
+// coalesced.
 //
 // In bounds: threads beyond the tokens write nothing, and none writes beyond tokens - kept, whatever the kept tokens
 // are; memory was checked on the host.

@@ -1,13 +1,13 @@
-// gather: the kept tokens of every KV head, in the order in which they are named.
+// gather: the kept tokens of every KV head, in the order of their indices.
 //
 //   gathered[head][i] = rows[indices[head][i]][head]
 //
-// reorder_chunks: tokens chunk by chunk in another order; those after the last whole chunk stay where they are.
+// reorder_chunks: tokens chunk by chunk in another order. Tokens after the last whole chunk stay in place.
 //
 //   reordered[head][i · C + j] = rows[order[i] · C + j][head],  C = chunk_tokens
 //
 // One thread owns one element of the result, of ELEMENT_BYTES bytes, and copies its bits; neighbours own neighbours, so
-// that rows are read and written coalesced.
+// rows are read and written coalesced.
 //
 // In bounds: threads beyond the result return; indices are clamped to the tokens of the call; rows, indices and result
 // were checked on the host.
@@ -24,7 +24,7 @@ struct MoveCall {
     u64 head_stride;
     u32 tokens;
     u32 kv_heads;
-    // Rows of the result, of each head.
+    // Rows of the result per head.
     u32 count;
     u32 chunk_tokens;
     u32 chunks;

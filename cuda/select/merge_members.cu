@@ -1,15 +1,15 @@
-// merge_members: the evicted tokens that enter each kept token, in their order: those whose nearest it is.
+// merge_members: lists, in order, the evicted tokens that merge into each kept token, which is their nearest.
 //
 //   members[ends[i - 1] .. ends[i]] = the evicted tokens j with nearest_j = i, ascending
 //
-// One block owns MEMBER_TILE kept tokens of a KV head, and each of its warps a run of all assignments. The block goes
-// over them twice. First every warp counts what enters each kept token from its own run, and the block what enters
-// those before its tile: so it is known where every warp's members of every kept token begin. Then every warp writes
-// its own there, in order. Counts are integers, so that two runs give the same lists. Assignments are read 2 ⌈kept /
-// MEMBER_TILE⌉ times, from the cache.
+// One block owns MEMBER_TILE kept tokens of a KV head, and each of its warps owns a contiguous range of all
+// assignments. The block reads the assignments twice. First every warp counts the members of each kept token in its
+// range, and the block counts the assignments to tokens before its tile. These counts give the place of every warp's
+// members of every kept token. Then every warp writes its members there, in order. Counts are integers, so two runs
+// give the same lists. Assignments are read 2 ⌈kept / MEMBER_TILE⌉ times, from the cache.
 //
 // In bounds: places are counts of assignments, of which there are as many as members; assignments to tokens that are
-// not kept, whatever they are, enter no list; memory was checked on the host.
+// not kept, whatever they are, are in no list; memory was checked on the host.
 
 #pragma once
 
@@ -19,11 +19,11 @@ constexpr u32 MEMBER_WARPS = 32;
 // Kept tokens of a block: as many as a warp has counts for. 32 KiB of shared memory.
 constexpr u32 MEMBER_TILE = 256;
 
-// What all warps share.
+// Memory that all warps share.
 struct MembersShared {
-    // First how many members a kept token has of a warp's run, then where the next one of them goes.
+    // First the number of members that a kept token has in a warp's range, then the place of the next one.
     u32 places[MEMBER_WARPS][MEMBER_TILE];
-    // Assignments to kept tokens before the tile, of every run.
+    // Assignments to kept tokens before the tile, for every range.
     u32 before[MEMBER_WARPS];
     // Members of every 32 kept tokens.
     u32 of_lanes[MEMBER_TILE / 32];
@@ -35,7 +35,7 @@ __device__ __forceinline__ u32 sum_of_lanes(u32 x) {
     return x;
 }
 
-// The sum over this lane and those before it.
+// The sum over this lane and all lanes before it.
 __device__ __forceinline__ u32 sum_up_to(u32 x, u32 lane) {
 #pragma unroll
     for (u32 distance = 1; distance < 32; distance *= 2) {
@@ -45,7 +45,7 @@ __device__ __forceinline__ u32 sum_up_to(u32 x, u32 lane) {
     return x;
 }
 
-// Turns counts into places, and writes where the members of every kept token end.
+// Turns counts into places, and writes the ends of the members of every kept token.
 __device__ void place_members(MembersShared& shared, const MergeCall& call, u32 kv_head, u32 first_kept) {
     const u32 lane = threadIdx.x % 32;
     const u32 own = threadIdx.x;
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(32 * MEMBER_WARPS) merge_members(co
     for (u32 at = first + lane; at < end; at += 32) {
         const u32 into = nearest[at];
         before += into < first_kept;
-        // Below first_kept it wraps around and is beyond the tile.
+        // An assignment below first_kept wraps around and falls beyond the tile.
         if (into - first_kept < own_kept) atomicAdd(&places[into - first_kept], 1);
     }
     before = sum_of_lanes(before);
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(32 * MEMBER_WARPS) merge_members(co
         const u32 into = (at < end ? nearest[at] : first_kept + own_kept) - first_kept;
         const bool enters = into < own_kept;
         if (!__any_sync(ALL_LANES, enters)) continue;
-        // Lanes whose tokens enter the same kept token, of which those before this one come first.
+        // The lanes whose tokens merge into the same kept token. Those before this lane come first.
         const u32 together = __match_any_sync(ALL_LANES, enters ? into : MEMBER_TILE);
         const u32 place = enters ? places[into] + __popc(together & ((1u << lane) - 1)) : 0;
         __syncwarp();

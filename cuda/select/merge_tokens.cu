@@ -1,12 +1,12 @@
-// merge_tokens: kept rows with the evicted rows merged into them whose nearest they are, c to one.
+// merge_tokens: merges into every kept row the evicted rows whose nearest kept row it is, c to one.
 //
 //   averaged (p + Σ e) / (c + 1),  pivotal (p + Σ (e + p) / 2) / (c + 1),  weighted (p + Σ similarity · e) / (c + 1)
 //
-// One warp owns a kept token, and a lane four channels of every 128. It reads its list of members, made by
-// merge_members, 32 at a time, and adds their rows in order, AHEAD on their way at once: 4 bytes of f32 or 2 of f16 for
-// every element, read once. A token into which more than LONG merge is left to the whole block: every warp adds an
-// equal part of the list, and the owner adds the parts in order. What is added in which order depends on the lists
-// alone, so two runs give the same bits.
+// One warp owns a kept token, and a lane owns four channels of every 128. The warp reads its list of members, written
+// by merge_members, 32 at a time and adds their rows in order, with AHEAD loads in flight: 4 bytes of f32 or 2 of f16
+// per element, read once. The whole block handles a token with more than LONG members: every warp adds an equal part of
+// the list, and the owner adds the parts in order. The order of the sums depends on the lists alone, so two runs give
+// the same bits.
 //
 // In bounds: warps beyond the kept tokens have empty lists and write nothing; ends ascend and are at most `evicted`
 // (merge_members); tokens are clamped; memory was checked on the host. MERGING is 0 averaged, 1 pivotal, 2 weighted;
@@ -19,18 +19,18 @@
 constexpr u32 WARPS = 8;
 // Members that one warp adds by itself.
 constexpr u32 LONG = 256;
-// Rows that are on their way at once; it divides 32.
+// Rows in flight at once. It divides 32.
 constexpr u32 AHEAD = 8;
-// A lane owns every 32nd four channels.
+// Groups of four channels in a row. A lane owns every 32nd group.
 constexpr u32 FOURS = HEAD_DIM / 4;
 constexpr u32 OWN_FOURS = (FOURS + 31) / 32;
 
-// What a lane owns of a row.
+// A lane's part of a row.
 struct OwnRow {
     float4 of[OWN_FOURS];
 };
 
-// The same as it lies in memory, so that rows on their way need no more registers than they have bytes.
+// A lane's part of a row in its stored type, so that rows in flight need no more registers than they have bytes.
 struct StoredRow {
     u32 words[OWN_FOURS][KEY_TYPE == ELEMENTS_F32 ? 4 : 2];
 };
@@ -91,7 +91,7 @@ __device__ __forceinline__ OwnRow add_members(const MergeCall& call, u32 kv_head
     const MergeMember* members = (const MergeMember*)call.members + (u64)kv_head * call.evicted;
     OwnRow sums = {};
     if (first >= end) return sums;
-    // A lane knows one of 32 members, and of the next 32.
+    // Each lane holds one of 32 members, and one of the next 32.
     MergeMember next = members[min(first + lane, end - 1)];
     for (u32 at = first; at < end; at += 32) {
         const MergeMember known = next;
@@ -104,7 +104,7 @@ __device__ __forceinline__ OwnRow add_members(const MergeCall& call, u32 kv_head
                 const u32 token = __shfl_sync(ALL_LANES, known.token, i + j);
                 if (i + j < here) ahead[j] = load_row(call, token, kv_head, lane);
             }
-            // No load moves behind this, to where it would be needed.
+            // Keeps loads from moving behind this point, to where they would be needed.
             asm volatile("" ::: "memory");
 #pragma unroll
             for (u32 j = 0; j < AHEAD; j++) {
@@ -116,12 +116,12 @@ __device__ __forceinline__ OwnRow add_members(const MergeCall& call, u32 kv_head
     return sums;
 }
 
-// What all warps share.
+// Memory that all warps share.
 struct MergeShared {
-    // Where the lists of the block's kept tokens begin and end.
+    // The ends of the lists of the block's kept tokens.
     u32 first[WARPS];
     u32 end[WARPS];
-    // Of a long list: the sums of every warp's part.
+    // For a long list: the sums of every warp's part.
     float4 parts[WARPS][32 * OWN_FOURS];
 };
 
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) merge_tokens(const Merg
     for (u32 f = 0; f < OWN_FOURS; f++) {
         if (lane + 32 * f >= FOURS) continue;
         const float4 x = pivot.of[f], sum = sums.of[f];
-        // A row that nothing enters stays as it is.
+        // A row without members stays unchanged.
         const float4 with = make_float4(merge(x.x, sum.x), merge(x.y, sum.y), merge(x.z, sum.z), merge(x.w, sum.w));
         merged[lane + 32 * f] = entered > 0 ? with : x;
     }

@@ -1,14 +1,14 @@
-// nearest_kept: for every evicted token the kept one whose key has the largest cosine similarity; of equal
-// ones the first.
+// nearest_kept: for every evicted token the kept token whose key has the largest cosine similarity. Ties go to the
+// first.
 //
 //   nearest = argmax_i (key · kept_i) / ‖kept_i‖,  similarity = (key · kept_nearest) / (‖kept_nearest‖ ‖key‖)
 //
-// kept_norms writes 1 / ‖kept_i‖ first, or 0 of a key of zeros: one warp owns a row.
+// kept_norms first writes 1 / ‖kept_i‖, or 0 for a key of zeros. One warp owns a row.
 //
-// Then one block owns WARPS · WARP_ROWS evicted tokens of a KV head; a warp holds its own as MMA operands in registers,
-// and all kept keys pass by through shared memory in order, some eights on their way while those before them are
-// multiplied. A lane remembers the best of the columns it owns, and the four lanes of a quad agree at the end: of equal
-// similarities the lower index. No atomics.
+// Then one block owns WARPS · WARP_ROWS evicted tokens of a KV head. A warp holds its own as MMA operands in registers,
+// and all kept keys stream through shared memory in order. Loads of later groups of eight keys run while earlier ones
+// are multiplied. A lane remembers the best of its columns, and the four lanes of a quad agree at the end. Ties go to
+// the lower index. No atomics.
 //
 // In bounds: evicted and kept tokens beyond those of the call are not read; tokens are clamped; memory was checked on
 // the host. KEY_TYPE and QUERY_TYPE are both the type of the keys.
@@ -18,7 +18,7 @@
 #include "select/key_tile.cuh"
 #include "select/merge_call.cuh"
 
-// Kept rows that are staged at once, at most 16 KiB of them.
+// Kept rows that are staged at once, up to 16 KiB.
 constexpr u32 EIGHTS = 1024 / EIGHT_LOADS / AT_ONCE * AT_ONCE;
 constexpr u32 STAGED = 8 * EIGHTS;
 constexpr u32 OWN_LOADS = (EIGHTS * PAIRS + WARPS - 1) / WARPS;
@@ -38,17 +38,18 @@ extern "C" __global__ void kept_norms(const MergeCall call) {
     if (lane == 0) ((float*)call.inverse_norms)[index] = square > 0.0f ? 1.0f / sqrtf(square) : 0.0f;
 }
 
-// The kept tokens whose channels a lane stages, of one stage.
+// The kept tokens whose channels a lane stages in one stage.
 struct KeptRows {
     u32 token[OWN_LOADS];
 };
 
-// Which row of the stage that is.
+// The row of the stage that a load belongs to.
 __device__ __forceinline__ u32 staged_row(u32 load) {
     return (threadIdx.x / 32 + load * WARPS) / PAIRS * 8 + threadIdx.x % 32 / 4;
 }
 
-// Reads which rows `first` and those after it are: some time before they are staged, so that nothing waits for it.
+// Reads the tokens of `first` and the rows after it. This happens well before they are staged, so that nothing waits
+// for it.
 __device__ __forceinline__ void find_kept(KeptRows& kept, const MergeCall& call, u32 first, u32 kv_head) {
 #pragma unroll
     for (u32 i = 0; i < OWN_LOADS; i++) {
@@ -57,8 +58,8 @@ __device__ __forceinline__ void find_kept(KeptRows& kept, const MergeCall& call,
     }
 }
 
-// Kept rows from `first` on, and their inverse norms, on their way to shared memory. Of rows that do not exist
-// nothing is known.
+// Starts loads of kept rows, from `first` on, and of their inverse norms to shared memory. Rows that do not exist hold
+// unspecified values.
 __device__ __forceinline__ void stage_kept(uint4* staged, float* norms, const MergeCall& call, const KeptRows& kept,
                                            u32 first, u32 kv_head) {
     const u32 lane = threadIdx.x % 32;
@@ -77,7 +78,7 @@ __device__ __forceinline__ void stage_kept(uint4* staged, float* norms, const Me
     copies_commit();
 }
 
-// The best of the columns that a lane owns, for each of its rows.
+// The best of a lane's columns, for each of its rows.
 struct Best {
     float similarity[SLOTS];
     u32 nearest[SLOTS];
@@ -99,7 +100,7 @@ __device__ __forceinline__ void compare(Best& best, const float (&products)[M_TI
     }
 }
 
-// 1 / ‖row‖ of the lane's rows, or 0 of a row of zeros.
+// 1 / ‖row‖ of the lane's rows, or 0 for a row of zeros.
 __device__ __forceinline__ void resident_norms(float (&norms)[SLOTS], const Resident& resident) {
 #pragma unroll
     for (u32 i = 0; i < SLOTS; i++) {
@@ -153,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) nearest_kept(const Merg
     for (u32 stage = 0; stage < stages; stage++) {
         copies_wait<0>();
         if (WARPGROUPS) shared_visible();
-        // All have read the stage before this one.
+        // All threads have read the previous stage.
         __syncthreads();
         const u32 at = stage % 2;
         const u32 first = stage * STAGED;
@@ -161,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) nearest_kept(const Merg
             stage_kept(staged[1 - at], norms[1 - at], call, kept, first + STAGED, kv_head);
             find_kept(kept, call, first + 2 * STAGED, kv_head);
         }
-        // A norm that is no number makes a row that does not exist larger than nothing.
+        // A NaN norm keeps a row that does not exist from winning any comparison.
         if (stage + 1 == stages && threadIdx.x < STAGED && first + threadIdx.x >= call.kept) {
             norms[at][threadIdx.x] = __uint_as_float(0x7fffffffu);
         }

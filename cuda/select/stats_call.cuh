@@ -1,9 +1,10 @@
-// What the kernels that measure attention are called with, and the rows they read.
+// Arguments of the kernels that measure attention, and the rows they read.
 //
-// A block owns a part: PART_TILES tiles of WARP_ROWS keys of one KV head. Its warps take a tile each, in turn, whose
-// keys stay in registers while the query rows of the head's group pass by: all heads' rows as one list of eights, each
-// head's filled up with rows that do not exist. As many eights as `staged` are in shared memory at once, a chunk: where
-// that is all of them, they are staged once, and the warps of a block do not wait for each other any more.
+// A block owns a part: PART_TILES tiles of WARP_ROWS keys of one KV head. Its warps take one tile each, in turn. The
+// keys of a tile stay in registers while the query rows of the head's group stream through. The rows of all heads form
+// one list of groups of eight ("eights"); each head is padded with rows that do not exist. A chunk is the `staged`
+// eights that are in shared memory at once. If a chunk holds all rows, they are staged once, and after that the warps
+// of a block no longer wait for each other.
 
 #pragma once
 
@@ -54,7 +55,7 @@ struct PassingRows {
         : kv_head(kv_head), of_head((call.rows + 7) / 8), eights(call.group * of_head), at_once(eights <= call.staged) {}
 };
 
-// A row of the list: row `of_eight` of an eight.
+// A row of the list: row `of_eight` of a group of eight.
 struct PassingRow {
     u32 query_head;
     u32 row;
@@ -66,16 +67,16 @@ struct PassingRow {
         exists = eight < rows.eights && row < call.rows;
     }
 
-    // Where what is known of it lies in [query_head][row].
+    // The place of its statistics in [query_head][row].
     __device__ __forceinline__ u64 at(const StatsCall& call) const { return (u64)query_head * call.rows + row; }
 };
 
-// The keys that a row sees, as a count from the first one on.
+// The number of keys that a row sees, from the first on.
 __device__ __forceinline__ u32 seen_by(const StatsCall& call, u32 row) {
     return min(((const u32*)call.positions)[row] + 1, call.tokens);
 }
 
-// The tile's keys become resident, and those of the tile that the warp takes next are called to the L2 cache.
+// Makes the tile's keys resident, and prefetches those of the warp's next tile into the L2 cache.
 __device__ __forceinline__ void load_keys(Resident& resident, const StatsCall& call, u32 first_key, u32 kv_head,
                                           u32 lane) {
     const void* keys = (const void*)call.keys;
@@ -99,12 +100,12 @@ __device__ __forceinline__ void load_keys(Resident& resident, const StatsCall& c
     }
 }
 
-// A tile's keys on their way to registers, where they are f16 in rows that begin at multiples of 16 bytes.
+// Loads of a tile's keys in flight to registers, for f16 keys in rows that begin at multiples of 16 bytes.
 struct ArrivingKeys {
     uint4 loads[M_TILES][2][PAIRS];
 };
 
-// Asks for the keys from `first_key` on; those from `end` on are zeros.
+// Loads the keys, starting at `first_key`. Keys from `end` on are zeros.
 __device__ __forceinline__ void ask_for_keys(ArrivingKeys& arriving, const StatsCall& call, u32 first_key, u32 end,
                                              u32 kv_head, u32 lane) {
 #pragma unroll
@@ -123,7 +124,7 @@ __device__ __forceinline__ void ask_for_keys(ArrivingKeys& arriving, const Stats
     }
 }
 
-// The keys become resident.
+// Makes the loaded keys resident.
 __device__ __forceinline__ void take_keys(Resident& resident, const ArrivingKeys& arriving) {
 #pragma unroll
     for (u32 i = 0; i < 2 * M_TILES * PAIRS; i++) {
@@ -132,15 +133,16 @@ __device__ __forceinline__ void take_keys(Resident& resident, const ArrivingKeys
     }
 }
 
-// No row of the chunk from `eight` on sees a key from `first_key` on. Told of chunks of one head alone.
+// Whether no row of the chunk at `eight` sees a key from `first_key` on. Returns false for a chunk of several heads.
 __device__ __forceinline__ bool chunk_is_blind(const StatsCall& call, const PassingRows& rows, u32 eight, u32 first_key) {
     const u32 last = min(eight + call.staged, rows.eights) - 1;
     if (eight / rows.of_head != last / rows.of_head) return false;
     return seen_by(call, min(last % rows.of_head * 8 + 7, call.rows - 1)) <= first_key;
 }
 
-// Stages the chunk from eight `chunk` on, by all threads of the block, and the keys that its rows see. Rows that do not
-// exist are zeros and see everything. Calls note(index, row) for every row of the chunk. The rows may arrive later.
+// Stages the chunk that begins at eight `chunk`, and the number of keys that its rows see. All threads of the block
+// call. Rows that do not exist are zeros and see everything. Calls note(index, row) for every row of the chunk. The
+// rows may arrive later.
 template <class Note>
 __device__ __forceinline__ void stage_chunk(uint4* staged, u32* seen, const StatsCall& call, const PassingRows& rows,
                                             u32 chunk, const Note& note) {
@@ -161,7 +163,7 @@ __device__ __forceinline__ void stage_chunk(uint4* staged, u32* seen, const Stat
     copies_commit();
 }
 
-// Every staged row sees the keys below `end`.
+// Whether every staged row sees all keys below `end`.
 __device__ __forceinline__ bool all_see(const u32* seen, u32 rows, u32 end, u32 lane) {
     bool see = true;
     for (u32 i = lane; i < rows; i += 32) see &= seen[i] >= end;

@@ -1,4 +1,4 @@
-// sum_partials: what was measured of parts of the keys becomes what holds for all; sum_counts: their counts, added.
+// sum_partials: combines the statistics of all parts of the keys. sum_counts: sums their counts.
 //
 //   max = max over parts,  lse = max + ln Σ sum_part · exp(max_part − max)
 //

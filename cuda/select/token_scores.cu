@@ -1,11 +1,11 @@
-// token_scores: the scores of the tokens of every KV head, of their column sums, so that the best are those that stay.
+// token_scores: scores the tokens of every KV head by their column sums, so that the best tokens are those that stay.
 //
 //   w_t = sum_t, or sum_t / (rows that see t);  p_t = mean or maximum of w over the pooled tokens around t, but for recent ones
 //   score_t = +inf of what stays in any case, p_t + max p of text that is raised, else p_t
 //
-// One block owns TILE tokens of a head; where text is raised it looks at all tokens of the head for the largest first.
-// Sums are read once for every token that is pooled, from the cache; scores are written coalesced. A sum that is NaN is
-// remembered by the largest distance of such a token from the end, an integer maximum: the same in every run.
+// One block owns TILE tokens of a head. If text is raised, the block first searches all tokens of the head for the
+// largest value. Sums are read from the cache once per pooled token, and scores are written coalesced. For a NaN sum
+// the kernel keeps the largest distance of such a token from the end. An integer maximum is the same in every run.
 //
 // In bounds: tokens are below `tokens`, neighbours between 0 and the first recent one; sums, scores and words were
 // checked against the call. WEIGHING is 0 sum, 1 mean of the rows that see a token; POOL 0 none, 1 mean, 2 maximum;
@@ -38,7 +38,7 @@ constexpr u32 THREADS = 256;
 constexpr u32 TILE = 8 * THREADS;
 constexpr u32 INFINITE = 0x7f800000u;
 
-// How many of ascending values are below `value`.
+// The number of ascending values below `value`.
 __device__ __forceinline__ u32 count_below(const u32* values, u32 count, u32 value) {
     u32 first = 0;
     while (count > 0) {

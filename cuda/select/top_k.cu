@@ -1,14 +1,14 @@
-// top_k: the indices of the k largest scores of every KV head, ascending; of equal scores the lower indices.
+// top_k: the indices of the k largest scores of every KV head, ascending. Ties go to the lower indices.
 //
-// One block owns a head. Scores become integers that order alike (−0 equals +0, NaN lies below −∞). Three passes
-// over the scores find the k-th largest integer digit by digit: each counts, in a histogram, the next digit of those
-// that agree with what is known so far. Integer atomics give the same histogram in every order. Then a warp owns a
-// run of scores: it counts what lies above the k-th and what equals it, a scan over the warps tells where its run
-// begins in the result, and votes put each score in its place; of those that equal the k-th the first that are still
-// needed are taken.
+// One block owns a head. Scores are mapped to integers of the same order (−0 equals +0, NaN lies below −∞). Three
+// passes over the scores find the k-th largest integer digit by digit. Each pass builds a histogram of the next digit
+// of the scores that agree with the digits found so far. Integer atomics give the same histogram in every order. Then
+// each warp owns a contiguous range of scores and counts those above the k-th and those equal to it. A scan over the
+// warps gives the place of its range in the result, and votes put each score in its place. Of the scores equal to the
+// k-th, the first ones still needed are taken.
 //
-// As many scores as fit (`held`) stay in shared memory as integers after the first pass, so that only those beyond them
-// are read five times from memory. Exact for any k and n.
+// After the first pass, as many scores as fit (`held`) stay in shared memory as integers. Only the others are read five
+// times from memory. Exact for any k and n.
 //
 // In bounds: the grid has one block per head; scores and result were checked against n and k on the host, shared memory
 // is made for `held` scores.
@@ -36,7 +36,7 @@ constexpr u32 AHEAD = 8;
 constexpr u32 DIGIT_BITS = 11;
 constexpr u32 BINS = 1 << DIGIT_BITS;
 
-// A number that orders as scores do.
+// A number that has the order of the scores.
 __device__ __forceinline__ u32 rank_of(u32 bits) {
     const u32 magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return 0;
@@ -66,13 +66,13 @@ extern "C" __global__ void __launch_bounds__(TOP_THREADS) top_k(const TopKCall c
     __shared__ u32 histogram[BINS];
     __shared__ u32 of_warps[TOP_WARPS];
     __shared__ u32 tied_of_warps[TOP_WARPS];
-    // The digit of the k-th score, and how many scores have a larger one.
+    // The digit of the k-th score, and the number of scores with a larger digit.
     __shared__ uint2 found;
     const u32 lane = threadIdx.x % 32;
     const u32 warp = threadIdx.x / 32;
     const u32* scores = (const u32*)call.scores + (u64)blockIdx.x * call.n;
     const auto rank_at = [&](u32 i) { return i < call.held ? ranks[i] : rank_of(scores[i]); };
-    // The digits of the k-th rank that are known, and how many are wanted of those that agree with them.
+    // The known digits of the k-th rank, and how many scores that agree with them are wanted.
     u32 known = 0;
     u32 mask = 0;
     u32 wanted = call.k;
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(TOP_THREADS) top_k(const TopKCall c
             }
         }
         __syncthreads();
-        // From the largest digit down, a thread owning two.
+        // From the largest digit down. A thread owns two digits.
         const u32 high = BINS - 1 - 2 * threadIdx.x;
         const u32 counts[2] = {histogram[high], histogram[high - 1]};
         const u32 before = sum_before(counts[0] + counts[1], of_warps);
@@ -109,7 +109,8 @@ extern "C" __global__ void __launch_bounds__(TOP_THREADS) top_k(const TopKCall c
         known |= found.x << shift;
         mask |= ((1u << bits) - 1) << shift;
         wanted -= found.y;
-        // `found` was read by all before it is written again: the histogram is cleared and filled in between.
+        // All threads have read `found` before it is written again, because the histogram is cleared and filled in
+        // between.
     }
 
     const u32 run = (call.n + TOP_THREADS - 1) / TOP_THREADS * 32;
