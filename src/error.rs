@@ -5,7 +5,7 @@ use crate::format::{HEAD_DIMS, KeyOrValue, MOST_HEADS};
 /// A result with kvpack's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Everything that can go wrong, found before any work is encoded wherever that is possible.
+/// Everything that can go wrong. Errors are found before any work is encoded wherever that is possible.
 ///
 /// A call that returns an error leaves the cache as it was.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -23,10 +23,8 @@ pub enum Error {
         kv_heads: usize,
     },
 
-    /// No kernel variant serves this head dimension.
-    #[error(
-        "head_dim {given} has no kernel; the head dims served are {HEAD_DIMS:?}. Pad the head to the next one with zeros"
-    )]
+    /// No kernel supports this head dimension.
+    #[error("head_dim {given} has no kernel; supported are {HEAD_DIMS:?}. Pad the head to the next one with zeros")]
     HeadDim {
         /// The head dimension given.
         given: usize,
@@ -50,25 +48,25 @@ pub enum Error {
         reason: String,
     },
 
-    /// Something that other backends have kernels for, and this one has not.
+    /// This backend lacks kernels that other backends have.
     #[error("{what} is not supported: {hint}")]
     Unsupported {
-        /// What there is no kernel for.
+        /// What has no kernel.
         what: String,
-        /// What there is instead.
+        /// The alternative.
         hint: String,
     },
 
     /// A tensor has the wrong number of elements.
-    #[error("{what} has {given} elements, {expected} are needed for {shape}")]
+    #[error("{what} has {given} elements; it needs {expected} for {shape}")]
     Elements {
         /// Which tensor.
         what: &'static str,
-        /// Elements given.
+        /// Number of elements given.
         given: usize,
-        /// Elements needed.
+        /// Number of elements needed.
         expected: usize,
-        /// The shape that asks for them.
+        /// The shape that needs them.
         shape: String,
     },
 
@@ -81,7 +79,7 @@ pub enum Error {
         hint: &'static str,
     },
 
-    /// A key or value that is NaN, infinite or too large for the formats of the cache.
+    /// A key or value is NaN, infinite or too large for the formats of the cache.
     #[error(
         "{tensor} holds {value} at token {token}, KV head {kv_head}, channel {channel}: keys and values must be finite \
          and, in the formats of this cache, within ±{largest}. The cache was not changed"
@@ -95,9 +93,9 @@ pub enum Error {
         kv_head: usize,
         /// Channel within the head.
         channel: usize,
-        /// The element, printed (NaN compares unequal to itself).
+        /// The element, printed, because NaN is not equal to itself.
         value: String,
-        /// The largest element that the cache takes, see
+        /// The largest element that the cache can store, see
         /// [`TensorFormat::largest_element`](crate::format::TensorFormat::largest_element).
         largest: f32,
     },
@@ -111,7 +109,7 @@ pub enum Error {
         sequences: usize,
     },
 
-    /// Prompt spans that do not cover the prompt once and in order.
+    /// Prompt spans that do not cover the prompt exactly once and in order.
     #[error("prompt spans must cover tokens 0..{tokens} in order, without gaps or overlap: {reason}")]
     PromptSpans {
         /// Tokens of the prompt.
@@ -120,7 +118,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// Images that do not lie in order, disjoint and inside the prompt.
+    /// Images that are not in order, overlap or lie outside the prompt.
     #[error("images of a prompt of {tokens} tokens must lie in order, disjoint and inside it: {reason}")]
     ImageSpans {
         /// Tokens of the prompt.
@@ -129,7 +127,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// A prompt that ends with an image has no text that could say what of the image matters.
+    /// The prompt ends with an image, so no text after it can show which parts of the image matter.
     #[error(
         "no text after the image: the last image ends at token {image_end} of {tokens}. Put the question after it, or \
          measure another window"
@@ -141,114 +139,115 @@ pub enum Error {
         tokens: usize,
     },
 
-    /// A budget, or a parameter that budgets are made from, outside its range.
-    #[error("{what} is {given}, allowed is {allowed}")]
+    /// A budget, or a parameter of a budget, is outside its range.
+    #[error("{what} is {given}; it must be {allowed}")]
     Budget {
-        /// Which one.
+        /// The name of the budget or parameter.
         what: &'static str,
-        /// What was given.
+        /// The value given.
         given: String,
         /// What is allowed.
         allowed: String,
     },
 
-    /// More of the best scores were asked for than there are.
-    #[error("the {k} best of {n} scores: ask for at most as many as there are")]
+    /// More of the best scores were requested than exist.
+    #[error("the {k} best of {n} scores: ask for {n} or fewer")]
     TopK {
-        /// How many were asked for.
+        /// The number requested.
         k: usize,
-        /// How many there are.
+        /// The number of scores.
         n: usize,
     },
 
-    /// Something that is compared and is no number.
-    #[error("{what} hold NaN at {index}: nothing can be ranked by it")]
+    /// A value to be compared is NaN.
+    #[error("{what} hold NaN at {index}: NaN cannot be ranked")]
     NotANumber {
-        /// What was to be compared.
+        /// The values to be compared.
         what: &'static str,
-        /// Where in it.
+        /// The index of the first NaN.
         index: usize,
     },
 
     /// Chunks of a context that cannot be compared, ranked or reordered.
     #[error("chunks of a context: {reason}")]
     Chunks {
-        /// What is wrong and what is needed.
+        /// What is wrong, and what is needed.
         reason: String,
     },
 
-    /// A selection of tokens that contradicts itself or its prompt.
+    /// A selection of tokens that contradicts itself or does not fit its prompt.
     #[error("selection of tokens: {reason}")]
     Selection {
-        /// What is wrong and what is needed.
+        /// What is wrong, and what is needed.
         reason: String,
     },
 
-    /// Something does not fit a limit of the device.
-    #[error("{what} needs {needed}, the device allows {allowed}: {hint}")]
+    /// A request exceeds a limit of the device.
+    #[error("{what} needs {needed}, but the device allows {allowed}: {hint}")]
     Limit {
         /// What is too large.
         what: String,
-        /// How much it needs.
+        /// The amount needed.
         needed: u64,
-        /// How much there is.
+        /// The amount that the device allows.
         allowed: u64,
         /// What to do.
         hint: &'static str,
     },
 
-    /// No adapter, or not the one that was asked for.
+    /// No adapter was found, or not the requested one.
     #[error("no usable GPU adapter: {reason}")]
     Adapter {
-        /// What was looked for, what there is, and what to do.
+        /// What was searched for, what was found, and what to do.
         reason: String,
     },
 
-    /// A buffer handed in by the caller does not suit the plan.
+    /// A buffer from the caller does not fit the plan.
     #[error("buffer for {what}: {reason}")]
     Buffer {
         /// Which buffer.
         what: &'static str,
-        /// What is wrong and what is needed.
+        /// What is wrong, and what is needed.
         reason: String,
     },
 
-    /// A call does not suit what it is made on: a plan with another store, pool of kernels or path; a layer, step or
-    /// sequence that is not in the state that the call needs.
+    /// A call does not fit the object that it is made on: a plan with another store, set of kernels or path, or a
+    /// layer, step or sequence that is not in the required state.
     #[error("{what}: {reason}")]
     Plan {
         /// What was attempted.
         what: &'static str,
-        /// Why it cannot be done and what to do.
+        /// Why it cannot be done, and what to do.
         reason: String,
     },
 
-    /// The device could not give the memory.
+    /// The device could not allocate the memory.
     #[error(
         "the device has no room for {bytes} more bytes ({what}): {message}. The cache was not changed; evict, pack to fewer bits or free sequences"
     )]
     OutOfMemory {
         /// What the memory was for.
         what: &'static str,
-        /// Bytes asked for.
+        /// Bytes requested.
         bytes: u64,
-        /// The device's own words.
+        /// The device's message.
         message: String,
     },
 
     /// The device is gone.
     #[error(
-        "the GPU device was lost: {message}. Its buffers are gone: make a new device, a new backend and a new cache, and prefill again"
+        "the GPU device was lost: {message}. Its buffers are gone: create a new device, backend and cache, and prefill \
+         again"
     )]
     DeviceLost {
-        /// The device's own words.
+        /// The device's message.
         message: String,
     },
 
     /// The GPU stack refused a call that kvpack believed valid.
     #[error(
-        "the GPU stack refused a call: {message}. Check that the buffers, tensors and streams handed in are of the \
-         device, and were not destroyed, mapped or lent elsewhere; if they are in order this is a bug in kvpack or in \
+        "the GPU stack refused a call: {message}. Check that the buffers, tensors and streams passed in belong to the \
+         device, and were not destroyed, mapped or lent elsewhere; if they are valid, this is a bug in kvpack or in \
          the driver, please report it with the output of `kvpack list`"
     )]
     Gpu {

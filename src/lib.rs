@@ -4,11 +4,12 @@
 //!
 //! **A cache is a list of segments. Attention over a cache is the merge of the attention states of its segments.**
 //!
-//! A *segment* is a run of tokens in one [`SegmentFormat`]: f16, or codes of 1 to 8 bits with their ranges. A kernel
-//! that attends a segment, or a part of one, yields an *attention state*: the log-sum-exp of its scores and the
-//! softmax-weighted sum of its values. States merge exactly and in any order. So text in f16 beside an image at 1 bit,
-//! packed history with a recent f16 window, sequences of different lengths, and work cut into pieces for a GPU are all
-//! the same thing: more segments, one merge. A method from a paper is a [`Recipe`]: a format, and what goes where.
+//! A *segment* is a set of tokens in one [`SegmentFormat`]: f16, or codes of 1 to 8 bits with their ranges. A kernel
+//! that attends to a segment, or to a part of one, returns an *attention state*: the log-sum-exp of its scores and the
+//! softmax-weighted sum of its values. States merge exactly and in any order. Text in f16 next to an image at 1 bit,
+//! packed history with a recent f16 window, sequences of different lengths, and work split for a GPU are therefore all
+//! the same thing: more segments, one merge. A method from a paper is a [`Recipe`]: a format, and which tokens go
+//! where.
 //!
 //! # A first cache
 //!
@@ -37,27 +38,27 @@
 //! # }).unwrap();
 //! ```
 //!
-//! With `kvpack::wgpu::Wgpu` in the place of [`Cpu`](cpu::Cpu) and tensors on the device, the same calls run on a GPU.
-//! An engine holds all layers in a [`ModelCache`](cache::ModelCache) and encodes its steps itself, with
-//! `wgpu::ModelStep` or `cuda::ModelStep`: see the examples `engine_integration` and `engine_graph`.
+//! With `kvpack::wgpu::Wgpu` instead of [`Cpu`](cpu::Cpu) and tensors on the device, the same calls run on a GPU. An
+//! engine holds all layers in a [`ModelCache`](cache::ModelCache) and encodes its steps itself, with `wgpu::ModelStep`
+//! or `cuda::ModelStep`: see the examples `engine_integration` and `engine_graph`.
 //!
 //! # Layers
 //!
-//! Each layer stands on those below it, and all are public:
+//! Each layer builds on those below it, and all are public:
 //!
-//! 1. [`KvCache`] keeps the page tables of a layer: spans, pages, lengths. `prefill`, `append`, `attend`, `memory`.
-//!    [`ModelCache`](cache::ModelCache) keeps those of all layers, and opens steps that an engine encodes.
-//! 2. [`plan`]: what an attention call computes, decided on the host from lengths alone: which queries see which spans.
-//!    `wgpu::AttendStep` and `cuda::AttendStep` cut it, choose the kernels and say how much scratch they need; a
-//!    [`WriteTable`](plan::WriteTable) says what a step stores. What is bound is encoded into a compute pass or a
-//!    stream of the engine's, and **encoding a step neither submits nor waits nor allocates**.
-//! 3. [`Backend`]: stores and kernels of one device. Called one by one, they are `quantize`, `append`, `dequantize`,
-//!    `hadamard`, `prepare_query`, `scores`, `weighted_values`, `attend`, `merge_states` and `merge_pair`.
-//! 4. [`format`](mod@format): formats as plain data, and what their codes mean.
+//! 1. [`KvCache`] keeps the page tables of a layer: spans, pages, lengths. Its calls are `prefill`, `append`, `attend`
+//!    and `memory`. [`ModelCache`](cache::ModelCache) does so for all layers, and opens steps that an engine encodes.
+//! 2. [`plan`] decides on the host what an attention call computes, from lengths alone: which queries see which spans.
+//!    `wgpu::AttendStep` and `cuda::AttendStep` cut a plan into work, choose the kernels and size the scratch. A
+//!    [`WriteTable`](plan::WriteTable) lists what a step stores. A bound step is encoded into the engine's compute pass
+//!    or stream. **Encoding a step does not submit, wait or allocate.**
+//! 3. A [`Backend`] has the stores and kernels of one device. Kernels can be called one by one: `quantize`, `append`,
+//!    `dequantize`, `hadamard`, `prepare_query`, `scores`, `weighted_values`, `attend`, `merge_states`, `merge_pair`.
+//! 4. [`format`](mod@format) has formats as plain data, and the meaning of their codes.
 //!
-//! # Rooms
+//! # Modules
 //!
-//! | module | holds |
+//! | module | contents |
 //! | --- | --- |
 //! | [`format`](mod@format) | formats, ranges, codebooks, rotations, rounding, calibration, the layout of tiles, what other projects store |
 //! | [`plan`] | pages, layouts of dense rows, attention plans |
@@ -67,34 +68,35 @@
 //! | `wgpu` | every kernel in WGSL, on an engine's own device |
 //! | `cuda` | the kernels in CUDA C++, on an engine's own stream |
 //! | [`cache`] | [`KvCache`] and recipes |
-//! | [`conformance`] | the one registry of checks that tests and `kvpack check` share, and the decode steps of `kvpack bench` |
+//! | [`conformance`] | the registry of checks that tests and `kvpack check` share, and the decode steps of `kvpack bench` |
 //!
 //! # Storage layout
 //!
-//! Codes lie in tiles of [`TILE_TOKENS`] tokens of one KV head, and a tile is the page of a paged cache.
-//! [`format::tile`] is the contract, to the bit; [`format::LAYOUT_VERSION`] changes when it does. The order of codes
-//! inside a tile is a [`format::TileOrder`], CUDA's being another than that of the CPU and WGSL. What a backend stores
-//! decodes to what the CPU stores bit for bit, and attention is checked against an f64 attention over the stored data.
+//! Codes lie in tiles of [`TILE_TOKENS`] tokens of one KV head. Tiles make up the pages of a paged cache.
+//! [`format::tile`] is the contract, to the bit, and [`format::LAYOUT_VERSION`] changes when the contract does. The
+//! order of codes inside a tile is a [`format::TileOrder`]: CUDA uses another order than the CPU and WGSL. Stored data
+//! decodes on every backend to the same bits as on the CPU, and attention is checked against an f64 attention over the
+//! stored data.
 //!
 //! # Features
 //!
-//! | feature | default | brings |
+//! | feature | default | adds |
 //! | --- | --- | --- |
 //! | `wgpu` | yes | the module `wgpu`. kvpack enables none of wgpu's own backends: the program chooses `vulkan`, `metal`, `dx12` or `webgpu` among the features of its wgpu 30 |
-//! | `cuda` | no | the module `cuda`. Nothing of CUDA is needed to build; the driver and NVRTC are loaded at run time |
+//! | `cuda` | no | the module `cuda`. Building does not need CUDA; the driver and NVRTC are loaded at run time |
 //!
-//! Without them the CPU backend is all there is.
+//! Without them, the CPU backend is the only one.
 //!
 //! # Errors
 //!
-//! Everything returns the one [`Error`]. Shapes, lengths, limits and elements that are NaN or infinite are reported
-//! before anything changes; a call that fails leaves the tokens of a cache as they were. Messages say what was given,
-//! what would be allowed and what to do.
+//! Every call returns the same [`Error`] type. Shapes, lengths, limits and elements that are NaN or infinite are
+//! reported before anything changes. A call that fails leaves the tokens of a cache unchanged. Messages say what was
+//! given, what is allowed and what to do.
 //!
-//! Keys and values are checked element by element: they must be finite and no larger than
-//! [what their format holds](format::TensorFormat::largest_element), ±65504 in f16, ±32752 in codes, less in rotated
-//! rows. Queries are not, since that would cost a wait in every step: NaN propagates. The outputs of a query head that
-//! holds a NaN or an infinity are NaN, on every backend; those of other heads are not touched by it.
+//! Keys and values are checked element by element. They must be finite and no larger than [their format
+//! allows](format::TensorFormat::largest_element): ±65504 in f16, ±32752 in codes, and less in rotated rows. Queries
+//! are not checked, since that would make every step wait, and NaN propagates. The outputs of a query head that holds a
+//! NaN or an infinity are NaN on every backend; the outputs of other heads are unaffected.
 
 pub mod backend;
 pub mod cache;
@@ -115,7 +117,7 @@ pub use cache::{KvCache, Recipe};
 pub use error::{Error, Result};
 pub use format::{AttentionShape, Bits, Calibration, SegmentFormat, TILE_TOKENS};
 
-/// The examples of the README, compiled.
+/// Compiles the examples of the README.
 #[cfg(all(doctest, feature = "wgpu"))]
 #[doc = include_str!("../README.md")]
 struct Readme;

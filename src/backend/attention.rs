@@ -8,34 +8,35 @@ use crate::Result;
 use crate::format::{AttentionShape, SegmentFormat, TensorFormat};
 use crate::plan::{AttendPlan, ElementType, Split};
 
-/// How the query enters the products with packed keys, and the weights those with packed values.
+/// The precision of the query in products with packed keys, and of the weights in products with packed values.
 ///
-/// Through wgpu, long runs of queries that cooperative matrices take have their queries rounded to f16, whatever is
-/// asked for here: beside queries in f32 that adds a mean square error of about 3e-8 of the output's.
+/// Through wgpu, long query runs that cooperative matrices take have their queries rounded to f16 in every case.
+/// Relative to f32 queries this adds a mean square error of about 3e-8 of the output's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum QueryPrecision {
-    /// What [`QueryBytes::of`] says of each segment's format: one byte where the format's own error hides what that
-    /// adds, two where it would not.
+    /// [`QueryBytes::of`] decides for each segment: one byte if the format's own error hides the added error, otherwise
+    /// two.
     #[default]
     ByFormat,
-    /// Two byte planes each, 16 bits: their error stays far below that of f16 keys.
+    /// Two byte planes each, which is 16 bits. The error stays far below that of f16 keys.
     Int16,
-    /// One byte per channel of the query, and, through wgpu and where values have one range per channel, one byte per
-    /// weight, relative to the largest of its block of 32 tokens: about half the arithmetic, at an error of about 1 %
-    /// of the informative part of the output. Nearly all of it is the query's: on the shipped data bytes in place of
-    /// 16-bit weights raise the mean square error by 0.3 to 9 %. Where cooperative matrices take f16 keys, an f32 query
-    /// is rounded to f16.
+    /// One byte per channel of the query. Through wgpu, where values have one range per channel, also one byte per
+    /// weight, relative to the largest weight of its block of 32 tokens. This takes about half the arithmetic and adds
+    /// an error of about 1 % of the informative part of the output. Nearly all of that error comes from the query: on
+    /// the shipped data, weights of one byte instead of 16 bits raise the mean square error by 0.3 to 9 %. Where
+    /// cooperative matrices take f16 keys, an f32 query is rounded to f16.
     ///
-    /// Through wgpu the ranges of groups of tokens (keys), and of groups of channels that are a multiple of 32 (values,
-    /// at `head_dim` 64, 128 and 256), go into the query and the weights before they become bytes; a range per channel
-    /// and tile of values is applied to the sums of the tile. With 16 bits they are multiplied as floats, and so they
-    /// are beside a tensor of other groups, or of none, but for keys where a KV head has one query head. As the query
-    /// is rounded anew for every group, errors of different groups do not cancel: on the shipped data KIVI at 2 bits
-    /// has a mean square error of 0.07 %, where ranges per channel have 0.01 %.
+    /// Through wgpu two kinds of ranges are multiplied into the query and the weights before these become bytes: those
+    /// of groups of tokens (keys), and those of groups of channels that are a multiple of 32 (values, at `head_dim` 64,
+    /// 128 and 256). A range per channel and tile of values is applied to the sums of the tile. Such keys and values
+    /// are multiplied as floats in two cases: with 16 bits, and if the other tensor has other groups or none, except
+    /// for keys where a KV head has one query head. The query is rounded separately for every group, so the errors of
+    /// different groups do not cancel: on the shipped data KIVI at 2 bits has a mean square error of 0.07 %, and ranges
+    /// per channel have 0.01 %.
     Int8,
 }
 
-/// Bytes of an element of a query, and of a weight, where they meet codes as integers.
+/// Bytes of an element of a query, and of a weight, in integer products with codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum QueryBytes {
     /// [`QueryPrecision::Int8`].
@@ -45,9 +46,10 @@ pub enum QueryBytes {
 }
 
 impl QueryBytes {
-    /// The fewest that add at most 5 % to the relative L2 error of the format itself, on real keys and values: one
-    /// where keys have 4 bits or fewer, and beside f16 keys where values do, which then take the weights; two where
-    /// keys have 8 bits or everything is f16. `docs/query-precision.md` has what was measured, format by format.
+    /// The fewest bytes that add no more than 5 % to the relative L2 error of the format itself, on real keys and
+    /// values. One byte where keys have 4 bits or fewer, and, for f16 keys, where values do; the byte then concerns the
+    /// weights. Two bytes where keys have 8 bits or everything is f16. `docs/query-precision.md` has the measurements
+    /// for every format.
     ///
     /// ```
     /// use kvpack::backend::QueryBytes;
@@ -66,7 +68,7 @@ impl QueryBytes {
 }
 
 impl QueryPrecision {
-    /// What a segment of this format gets.
+    /// The bytes for a segment of this format.
     pub const fn bytes(self, format: &SegmentFormat) -> QueryBytes {
         match self {
             Self::ByFormat => QueryBytes::of(format),
@@ -79,12 +81,12 @@ impl QueryPrecision {
 /// Options of one attend call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttendOptions {
-    /// Precision of query and weights where keys and values are packed and multiplied as integers. The CPU backend
-    /// always uses the f32 query and f32 weights, CUDA the 16-bit query and f16 weights.
+    /// Precision of query and weights where packed keys and values are multiplied as integers. The CPU backend always
+    /// uses the f32 query and f32 weights. CUDA always uses the 16-bit query and f16 weights.
     pub query: QueryPrecision,
     /// Element type of the output.
     pub output: ElementType,
-    /// How finely the CPU and wgpu cut the work; results differ only by rounding. CUDA cuts it for itself.
+    /// How finely the CPU and wgpu cut the work. Results differ only by rounding. CUDA chooses its own cut.
     pub split: Split,
 }
 
@@ -94,7 +96,7 @@ impl Default for AttendOptions {
     }
 }
 
-/// How the elements of keys or of values are multiplied.
+/// The arithmetic that multiplies the elements of keys or of values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Arithmetic {
     /// Multiply-adds of floats.
@@ -107,7 +109,7 @@ pub enum Arithmetic {
     ByteMatrices,
 }
 
-/// By which arithmetic a backend attends to a format.
+/// The arithmetic with which a backend attends to a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttendArithmetic {
     /// Of the scores.
@@ -139,8 +141,8 @@ impl fmt::Display for AttendArithmetic {
     }
 }
 
-/// The attention states of queries, `[rows, query_heads]`: what attention over some tokens yields, so that it can be
-/// merged with attention over others, be it of another cache, another GPU or an engine's own kernel.
+/// The attention states of queries, `[rows, query_heads]`: the result of attention over some tokens. It can be merged
+/// with attention over other tokens, from another cache, another GPU or an engine's own kernel.
 #[derive(Clone, Debug)]
 pub struct AttentionStates<T> {
     /// Softmax-weighted means of the values, f32 `[rows, query_heads, head_dim]`.
@@ -150,13 +152,13 @@ pub struct AttentionStates<T> {
     pub lse: T,
 }
 
-/// A device that attends to what its stores hold.
+/// A device that attends to the contents of its stores.
 pub trait Attention: Storage {
     /// How the backend multiplies the keys and values of a format in long contexts, where scores are not calibrated.
     ///
     /// # Errors
-    /// [`Format`](crate::Error::Format) or [`Unsupported`](crate::Error::Unsupported) when it does not
-    /// serve the format.
+    /// [`Format`](crate::Error::Format) or [`Unsupported`](crate::Error::Unsupported) when the backend does not support
+    /// the format.
     fn arithmetic(
         &self,
         shape: &AttentionShape,
@@ -168,7 +170,7 @@ pub trait Attention: Storage {
     /// where scores are calibrated) and `merge_states`. Queries and output are `[rows, query_heads, head_dim]`; scores
     /// are `q·k / √head_dim`.
     ///
-    /// `stores[i]` is the store that a segment of the plan names as `i`.
+    /// `stores[i]` is the store that the plan calls `i`.
     ///
     /// # Errors
     /// When the queries do not fit the plan or the device has no room for the output.
@@ -180,12 +182,12 @@ pub trait Attention: Storage {
         options: AttendOptions,
     ) -> impl Future<Output = Result<Self::Tensor>>;
 
-    /// The same into a tensor of the caller's, `[rows, query_heads, head_dim]`, whose element type it takes in place of
-    /// that of the options. No element is written where a length does not fit.
+    /// [`attend`](Attention::attend) into a tensor of the caller, `[rows, query_heads, head_dim]`. Its element type
+    /// replaces that of the options. No element is written if a length does not fit.
     ///
     /// # Errors
-    /// Those of [`attend`](Attention::attend), and [`Elements`](crate::Error::Elements) when the output is not of
-    /// the plan's rows.
+    /// As [`attend`](Attention::attend), and [`Elements`](crate::Error::Elements) when the output does not have the
+    /// plan's rows.
     fn attend_into(
         &self,
         plan: &AttendPlan,
@@ -195,11 +197,11 @@ pub trait Attention: Storage {
         options: AttendOptions,
     ) -> impl Future<Output = Result<()>>;
 
-    /// The same as [`attend`](Attention::attend), with the log-sum-exp of every query and head. The outputs are f32,
-    /// whatever the options say.
+    /// [`attend`](Attention::attend) that also returns the log-sum-exp of every query and head. The outputs are f32,
+    /// whatever the options request.
     ///
     /// # Errors
-    /// Those of [`attend`](Attention::attend).
+    /// As [`attend`](Attention::attend).
     fn attend_states(
         &self,
         plan: &AttendPlan,
@@ -215,7 +217,7 @@ pub trait Attention: Storage {
     /// Calibration moves with the scores: an offset that all of them have is the offset of their extremes too.
     ///
     /// # Errors
-    /// [`Elements`](crate::Error::Elements) when states and queries are not of as many rows as there are slots,
+    /// [`Elements`](crate::Error::Elements) when the states or the queries do not have one row per slot,
     /// [`Plan`](crate::Error::Plan) when a slot does not exist.
     fn uncentre_lse(
         &self,
@@ -225,10 +227,10 @@ pub trait Attention: Storage {
         states: AttentionStates<Self::Tensor>,
     ) -> impl Future<Output = Result<AttentionStates<Self::Tensor>>>;
 
-    /// Kernel `merge_pair`: the states of the same queries over the tokens of both parts, which share none.
+    /// Kernel `merge_pair`: merges the states of the same queries over two parts that share no tokens.
     ///
-    /// The result is what attention over all of them at once would yield, but for rounding. A part with a log-sum-exp
-    /// of −∞ is empty and has no weight, whatever its output; if both are, the output is 0.
+    /// The result equals attention over all tokens at once, except for rounding. A part with a log-sum-exp of −∞ is
+    /// empty and has no weight, whatever its output. If both parts are empty, the output is 0.
     ///
     /// # Errors
     /// [`Elements`](crate::Error::Elements) when the parts are not f32 states of the same queries and of this shape.

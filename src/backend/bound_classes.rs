@@ -1,7 +1,7 @@
-//! What is bound for classes of steps, side by side.
+//! The bound resources of several classes of steps.
 
-/// What was bound for some classes of steps, the one that was used last at the end: batches that alternate between
-/// sizes find what they had.
+/// The resources bound for some classes of steps, the most recently used last. Batches that alternate between sizes
+/// find theirs again.
 #[derive(Debug)]
 pub(crate) struct BoundClasses<T> {
     kept: Vec<T>,
@@ -9,28 +9,27 @@ pub(crate) struct BoundClasses<T> {
 }
 
 impl<T> BoundClasses<T> {
-    /// Room for so many classes, at least one.
+    /// Room for `most` classes, at least one.
     pub(crate) const fn new(most: usize) -> Self {
         Self { kept: Vec::new(), most: if most == 0 { 1 } else { most } }
     }
 
-    /// The classes, the one that was used last first.
+    /// The classes, the most recently used first.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &T> {
         self.kept.iter().rev()
     }
 
-    /// Takes out one that fits.
+    /// Takes out a class that fits.
     pub(crate) fn take(&mut self, fits: impl Fn(&T) -> bool) -> Option<T> {
         self.kept.iter().rposition(fits).map(|place| self.kept.remove(place))
     }
 
-    /// Drops those that will fit no step any more.
+    /// Drops the classes that can no longer fit any step.
     pub(crate) fn retain(&mut self, keep: impl Fn(&T) -> bool) {
         self.kept.retain(keep);
     }
 
-    /// Puts in the one that is used now, in place of the one that was not for the longest time where
-    /// there are too many.
+    /// Adds the class in use. If there are too many, the least recently used one is dropped.
     pub(crate) fn put(&mut self, class: T) -> &T {
         if self.kept.len() >= self.most {
             self.kept.remove(0);
@@ -44,7 +43,7 @@ impl<T> BoundClasses<T> {
 mod tests {
     use super::*;
 
-    /// Classes in turn are found as long as there is room for all of them; the one that is left out is the oldest.
+    /// Classes that take turns are found as long as there is room for all. The oldest one is dropped.
     #[test]
     fn the_oldest_makes_room() {
         let mut classes = BoundClasses::new(3);

@@ -1,4 +1,4 @@
-//! What the backends that bind steps check alike.
+//! Checks that all backends that bind steps share.
 
 use std::sync::Arc;
 
@@ -7,8 +7,8 @@ use crate::plan::{RowLayout, WriteLayout};
 use crate::{Error, Result};
 
 impl<S, F> OpenStep<'_, S, F> {
-    /// Checks that an engine's steps are of as many layers, and what was bound may serve the step: its attention reads
-    /// what the layout's stores have, and keys and values lie in tensors of `rows`.
+    /// Checks that an engine's steps have this number of layers, and that the bound resources can serve the step: its
+    /// attention reads what the layout's stores have, and keys and values lie in tensors of `rows`.
     pub(crate) fn check(&self, layers: usize, rows: &RowLayout) -> Result<&Arc<WriteLayout>> {
         if self.layers.len() != layers || self.stores.len() != layers {
             let reason = format!("{} layers, and tensors of {layers}", self.layers.len());
@@ -21,7 +21,7 @@ impl<S, F> OpenStep<'_, S, F> {
     }
 }
 
-/// What is bound for a layer, by its place among the layers of a step.
+/// The resources bound for a layer, by its place among the layers of a step.
 ///
 /// # Errors
 /// [`Error::Plan`] when there is no such layer.

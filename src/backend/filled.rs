@@ -1,10 +1,10 @@
-//! Stores that are filled with whole spans and then attended to: what conformance runs, benchmarks and evaluations need
-//! of a cache, which besides grows, forks and gives pages back.
+//! Stores that are filled with whole spans and then attended to. Conformance, benchmarks and evaluations need only
+//! this; a cache also grows, forks and frees pages.
 //!
-//! A cache does not fill its stores through this: its page tables decide for the stores of all layers at once, in
-//! changes that are committed or abandoned, and lease pages that forks share and a budget counts. What both need
-//! lies below both: [`PageAllocator`] deals pages out, and [`Packing::quantize`](super::Packing::quantize) writes
-//! a span into them.
+//! A cache does not fill its stores through this module. Its page tables decide for the stores of all layers at once,
+//! in changes that are committed or abandoned, and lease pages that forks share and a budget counts. Both build on
+//! [`PageAllocator`], which hands out pages, and on [`Packing::quantize`](super::Packing::quantize), which writes a
+//! span into them.
 
 use super::{Backend, NewCentre, SpanRead, SpanWrite, TokenWrite, WindowMove};
 use crate::counts::{TokenCount, saturated};
@@ -12,7 +12,7 @@ use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
 use crate::plan::{AttendPlan, Page, PageAllocator, QueryRun, RowLayout, Rows, SpanView, StoreView, TokenRange};
 use crate::{Error, Result};
 
-/// Stores of several formats, and what of them is in use.
+/// Stores of several formats, and the parts of them that are in use.
 ///
 /// ```
 /// use kvpack::backend::{Device, FilledStores, NewSpan, SpanSource};
@@ -45,11 +45,11 @@ pub struct FilledStores<B: Backend> {
     stores: Vec<B::Store>,
     room: Vec<FilledRoom>,
     shard_pages: u32,
-    /// Slots of centres, one for each sequence; 0 where keys are stored as they are.
+    /// Slots of centres, one per sequence; 0 where keys are not centred.
     centres: usize,
 }
 
-/// The room of one store.
+/// Free and used room of one store.
 struct FilledRoom {
     format: SegmentFormat,
     pages: PageAllocator,
@@ -57,35 +57,35 @@ struct FilledRoom {
     slots: usize,
 }
 
-/// A span that is to be stored.
+/// A span to store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NewSpan {
     /// Index of its store.
     pub store: usize,
     /// Its sequence.
     pub sequence: usize,
-    /// Position of its first token in the sequence, which is what causal queries go by.
+    /// Position of its first token in the sequence. Causal queries use it.
     pub start: usize,
-    /// Its tokens; 0 is a span without pages.
+    /// Number of its tokens. A span of 0 tokens has no pages.
     pub tokens: usize,
 }
 
-/// A span with pages and a range slot of its own.
+/// A stored span with its pages and its range slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FilledSpan {
-    /// What it is.
+    /// The span.
     pub span: NewSpan,
     /// Its pages, in token order.
     pub pages: Vec<Page>,
-    /// Slot of its ranges, where the format has them.
+    /// Slot of its ranges, if the format has them.
     pub range_slot: usize,
 }
 
-/// What is stored as a span: tokens of dense tensors.
+/// The source of a span: tokens of dense tensors.
 pub struct SpanSource<'a, B: Backend> {
-    /// Where keys and values lie in their tensors; the same for both.
+    /// Layout of keys and values in their tensors; the same for both.
     pub rows: RowLayout,
-    /// The tokens: a run of them, or for every KV head those that indices name.
+    /// The tokens: consecutive ones, or for every KV head those that indices name.
     pub tokens: Rows<'a, B::Indices>,
     /// The keys.
     pub keys: &'a B::Tensor,
@@ -112,21 +112,21 @@ impl<B: Backend> FilledStores<B> {
         Ok(Self { shape, stores, room: formats.iter().map(room).collect(), shard_pages: u32::MAX, centres: 0 })
     }
 
-    /// The same with shards of at most `pages` pages, so that spans lie in several.
+    /// The same stores with shards of up to `pages` pages, so that spans lie in several shards.
     #[must_use]
     pub fn with_shards_of(self, pages: u32) -> Self {
         Self { shard_pages: pages.max(1), ..self }
     }
 
-    /// The same with keys that are stored less a centre each of the sequences `0..sequences` has:
-    /// [`FilledStores::set_centre`]. Spans of other sequences are stored as they are.
+    /// The same stores with centred keys for the sequences `0..sequences`: see [`FilledStores::set_centre`]. Keys of
+    /// other sequences are not centred.
     #[must_use]
     pub fn with_centres(self, sequences: usize) -> Self {
         Self { centres: sequences, ..self }
     }
 
-    /// Makes the mean of some keys the centre of a sequence, in every store: before any of its tokens is stored, and
-    /// after spans were placed.
+    /// Sets the centre of a sequence to the mean of some keys, in every store. Call it after spans were placed and
+    /// before any token of the sequence is stored.
     ///
     /// # Errors
     /// As [`Packing::key_mean`](super::Packing::key_mean).
@@ -149,7 +149,7 @@ impl<B: Backend> FilledStores<B> {
     /// Places spans and packs them.
     ///
     /// # Errors
-    /// As [`FilledStores::place`] and [`Packing::quantize`](super::Packing::quantize). Nothing is stored then.
+    /// As [`FilledStores::place`] and [`Packing::quantize`](super::Packing::quantize). On an error nothing is stored.
     pub async fn fill(&mut self, backend: &B, spans: &[(NewSpan, SpanSource<'_, B>)]) -> Result<Vec<FilledSpan>> {
         let new: Vec<NewSpan> = spans.iter().map(|(span, _)| *span).collect();
         let placed = self.place(backend, &new).await?;
@@ -164,11 +164,13 @@ impl<B: Backend> FilledStores<B> {
         }
     }
 
-    /// Makes room for exactly these spans, besides those that there are, and deals it out: pages in order, a slot each.
+    /// Reserves memory for exactly these spans, in addition to those placed before, and assigns it: pages in order, one
+    /// range slot per span.
     ///
     /// # Errors
-    /// [`Error::Plan`] when a span names a store that there is not, [`Error::OutOfMemory`] or [`Error::Limit`] when the
-    /// device has no room or a span ends beyond [`MOST_TOKENS`](crate::plan::MOST_TOKENS). No page is taken then.
+    /// [`Error::Plan`] when a span names a store that does not exist, [`Error::OutOfMemory`] or [`Error::Limit`] when
+    /// the device has no room or a span ends beyond [`MOST_TOKENS`](crate::plan::MOST_TOKENS). On an error no page is
+    /// taken.
     pub async fn place(&mut self, backend: &B, spans: &[NewSpan]) -> Result<Vec<FilledSpan>> {
         if let Some(span) = spans.iter().find(|span| span.store >= self.stores.len()) {
             let reason = format!("a span of store {} of {}", span.store, self.stores.len());
@@ -214,7 +216,7 @@ impl<B: Backend> FilledStores<B> {
         backend.quantize(&mut self.stores[span.span.store], keys, values, write)
     }
 
-    /// Puts the tokens of dense tensors from `first` on into a span that was placed, one by one.
+    /// Writes tokens of dense tensors, starting at `first`, one by one into a span that was placed.
     ///
     /// # Errors
     /// As [`Packing::append`](super::Packing::append).
@@ -270,12 +272,12 @@ impl<B: Backend> FilledStores<B> {
         AttendPlan::new(self.shape, runs, &views)
     }
 
-    /// The stores, as a plan of [`FilledStores::plan`] names them.
+    /// The stores, in the order in which a plan of [`FilledStores::plan`] names them.
     pub fn stores(&self) -> Vec<&B::Store> {
         self.stores.iter().collect()
     }
 
-    /// Copies a page to another of the same store.
+    /// Copies a page to another page of the same store.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such store; as [`Packing::copy_page`](super::Packing::copy_page).
@@ -290,7 +292,7 @@ impl<B: Backend> FilledStores<B> {
     /// Packs full pages of one store into pages of another.
     ///
     /// # Errors
-    /// [`Error::Plan`] when they are the same store; as [`Packing::pack_windows`](super::Packing::pack_windows).
+    /// [`Error::Plan`] when both are the same store; as [`Packing::pack_windows`](super::Packing::pack_windows).
     pub fn pack_windows(&mut self, backend: &B, [from, to]: [usize; 2], windows: &[WindowMove]) -> Result<()> {
         match self.stores.get_disjoint_mut([from, to]) {
             Ok([from, to]) => backend.pack_windows(&self.shape, from, to, windows),
@@ -321,7 +323,7 @@ impl NewSpan {
 }
 
 impl FilledSpan {
-    /// The span as a plan takes it.
+    /// The span in the form that a plan takes.
     pub fn view(&self) -> SpanView<'_> {
         let NewSpan { sequence, start, tokens, .. } = self.span;
         SpanView { sequence, start, tokens, pages: &self.pages, range_slot: self.range_slot }
@@ -340,7 +342,7 @@ mod tests {
         AttentionShape::new(2, 2, 64).unwrap()
     }
 
-    /// Spans lie in shards of the size asked for, runs and gathers alike, and read back as what was stored.
+    /// Spans lie in shards of the requested size, whether consecutive or gathered, and read back as they were stored.
     #[test]
     fn runs_and_gathers_share_a_store() {
         let (cpu, shape) = (Cpu::new(), shape());
@@ -372,7 +374,7 @@ mod tests {
         assert!(matches!(stores.pack_windows(&cpu, [0, 1], &[]), Err(Error::Plan { .. })));
     }
 
-    /// A span that cannot be stored takes those before it with it.
+    /// If a span cannot be stored, those before it are taken back too.
     #[test]
     fn nothing_is_stored_where_one_span_fails() {
         let (cpu, shape) = (Cpu::new(), shape());

@@ -1,4 +1,4 @@
-//! A backend made of another.
+//! A backend derived from another.
 
 use std::future::Future;
 
@@ -12,7 +12,7 @@ use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{AttendPlan, Elements, Page, RowLayout, TokenWrite, WindowMove, WriteTable};
 use crate::policy::{Merging, ScoreRequest, StatsRequest};
 
-/// What differs from another backend: every method does what that of [`Forward::inner`] does until it is written anew.
+/// The differences from another backend. Every method calls that of [`Forward::inner`] unless it is overridden.
 /// [`Forwarding`](super::Forwarding) is the backend.
 ///
 /// ```
@@ -44,7 +44,7 @@ use crate::policy::{Merging, ScoreRequest, StatsRequest};
 /// ```
 #[expect(missing_docs, reason = "every method is that of the families, where it is documented")]
 pub trait Forward {
-    /// The other backend.
+    /// The type of the other backend.
     type Inner: Backend;
 
     /// The other backend.

@@ -1,4 +1,4 @@
-//! The backend that forwards every call to another, but for what a [`Forward`] writes anew.
+//! The backend that forwards every call to another, except for the methods that a [`Forward`] overrides.
 
 use std::future::Future;
 

@@ -1,12 +1,12 @@
-//! What a backend does: the floor on which [`KvCache`](crate::KvCache) stands.
+//! Backends: the layer below [`KvCache`](crate::KvCache).
 //!
-//! Everything that decides (which page, which span, which query) is decided above, in [`plan`](crate::plan) and the
-//! cache; a backend stores and computes. What it does comes in five families: a [`Device`] holds tensors, a [`Storage`]
-//! pages, the kernels of [`Packing`] write pages, those of [`Attention`] attend to them, and those of
-//! [`TokenSelection`] measure attention and carry out which tokens stay. The CPU, wgpu and CUDA implement all five.
+//! All decisions (which page, which span, which query) are made above, in [`plan`](crate::plan) and the cache. A
+//! backend stores and computes. It implements five families: a [`Device`] holds tensors, a [`Storage`] holds pages, the
+//! kernels of [`Packing`] write pages, those of [`Attention`] attend to them, and those of [`TokenSelection`] measure
+//! attention and carry out decisions about tokens. The CPU, wgpu and CUDA implement all five.
 //!
-//! [`Forward`] makes a backend out of another that differs in a method or two: to count calls, to fail on
-//! purpose, to record.
+//! [`Forward`] derives a backend from another that differs in a method or two, for example to count calls, to fail on
+//! purpose or to record.
 
 mod attention;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]

@@ -1,4 +1,4 @@
-//! What writes and reads pages.
+//! Kernels that write and read pages.
 
 use std::future::Future;
 
@@ -7,18 +7,18 @@ use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue};
 use crate::plan::{Page, RowLayout, Rows, TokenRange, TokenWrite, WindowMove, WriteTable};
 
-/// Writes tokens of dense tensors into pages as one span; `I` is the index tensor of the backend.
+/// Writes tokens of dense tensors into pages as one span. `I` is the backend's index tensor.
 #[derive(Debug)]
 pub struct SpanWrite<'a, I> {
-    /// Where keys and values lie in their tensors; the same for both.
+    /// Layout of keys and values in their tensors; the same for both.
     pub rows: RowLayout,
     /// The tokens of the tensors to write.
     pub tokens: Rows<'a, I>,
-    /// Pages to fill from their first slot on, `tokens / 128` rounded up.
+    /// Pages to fill, starting at their first slot: `tokens / 128`, rounded up.
     pub pages: &'a [Page],
-    /// Slot for the span's ranges, where the format has them.
+    /// Slot for the span's ranges, if the format has them.
     pub range_slot: usize,
-    /// Slot of the centre that is taken from every key, where keys are stored so ([`Packing::key_mean`]).
+    /// Slot of the centre that is subtracted from every key, if keys are centred ([`Packing::key_mean`]).
     pub centre: Option<usize>,
 }
 
@@ -37,16 +37,16 @@ pub struct SpanRead<'a> {
     pub pages: &'a [Page],
     /// Tokens of the span.
     pub tokens: usize,
-    /// Slot of the span's ranges, where the format has them.
+    /// Slot of the span's ranges, if the format has them.
     pub range_slot: usize,
-    /// Slot of the centre that is added to every key, where keys are stored without it.
+    /// Slot of the centre that is added to every key, if keys are centred.
     pub centre: Option<usize>,
 }
 
-/// The keys that a centre is the mean of, and where it goes.
+/// The keys whose mean becomes a centre, and its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NewCentre {
-    /// Where keys lie in their tensor.
+    /// Layout of the keys in their tensor.
     pub rows: RowLayout,
     /// The tokens whose mean the centre is.
     pub tokens: TokenRange,
@@ -54,8 +54,8 @@ pub struct NewCentre {
     pub slot: usize,
 }
 
-/// The largest key that counts in a centre: larger ones, which are flagged or refused wherever they are stored, count
-/// as 0, as do those that are not finite.
+/// The largest key that counts in a centre. Larger keys and keys that are not finite count as 0; wherever they are
+/// stored, they are flagged or refused.
 pub const LARGEST_CENTRED_KEY: f32 = 32752.0;
 
 /// An element that cannot be stored.
@@ -71,15 +71,15 @@ pub struct NonFinite {
     pub value: f32,
 }
 
-/// The dense keys and values of a step, and where the kernels flag what of them cannot be stored; `T` and `F` are the
-/// tensors and the flags of the backend.
+/// The dense keys and values of a step, and the flags for elements that cannot be stored. `T` and `F` are the backend's
+/// tensors and flags.
 #[derive(Debug)]
 pub struct WriteInput<'a, T, F> {
     /// Keys, after rotary embedding.
     pub keys: &'a T,
     /// Values.
     pub values: &'a T,
-    /// Where both lie in their tensors, with at least the tokens that the step names.
+    /// Layout of both tensors, with at least the tokens that the step names.
     pub rows: RowLayout,
     /// Flags with at least `layer + 1` layers.
     pub flags: &'a F,
@@ -95,8 +95,8 @@ impl<T, F> Clone for WriteInput<'_, T, F> {
 
 impl<T, F> Copy for WriteInput<'_, T, F> {}
 
-/// A token that a step could not store as it was: an element of its keys or values is NaN, infinite or larger than the
-/// formats of its store take ([`WriteLayout::largest_element`](crate::plan::WriteLayout::largest_element)). Zero was
+/// A token that a step could not store exactly: an element of its keys or values is NaN, infinite or larger than the
+/// formats of its store allow ([`WriteLayout::largest_element`](crate::plan::WriteLayout::largest_element)). Zero was
 /// stored in place of every such element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FlaggedToken {
@@ -110,10 +110,10 @@ pub struct FlaggedToken {
 
 /// A device whose kernels move rows of dense tensors into pages and back.
 ///
-/// A method that returns an error has changed nothing that a later call could see.
+/// A method that returns an error has changed nothing that a later call can observe.
 pub trait Packing: Storage {
-    /// Sticky flags on the device, for keys and values of every layer: which tokens a step could not
-    /// store as they were.
+    /// Sticky flags on the device, for keys and values of every layer. They record tokens that a step could not store
+    /// exactly.
     type NonFiniteFlags;
 
     /// The first key or value, in token order, that is NaN, infinite or beyond ±`largest`.
@@ -129,22 +129,23 @@ pub trait Packing: Storage {
         largest: f32,
     ) -> impl Future<Output = Result<Option<NonFinite>>>;
 
-    /// Kernel `key_mean`: puts the mean of some keys into a slot of the store's centres,
-    /// `[slot][kv_head][head_dim]` in f32.
+    /// Kernel `key_mean`: writes the mean of some keys into a slot of the store's centres, `[slot][kv_head][head_dim]`
+    /// in f32.
     ///
-    /// Keys that are stored less a centre have smaller ranges and norms where a model's keys have much in common, and
-    /// attention over them is the same: softmax forgets `q·m`, which all scores of a query lack alike. So every key of
-    /// a sequence, in all of its stores, must be stored less the same centre: each store holds a copy, made of the same
-    /// keys. Log-sum-exps lack `q·m / √head_dim`: see [`Attention::uncentre_lse`](super::Attention::uncentre_lse).
+    /// Centred keys have smaller ranges and norms where a model's keys have much in common. Attention over them is the
+    /// same, because softmax ignores `q·m`, a shift that all scores of a query share. Every key of a sequence must
+    /// therefore be centred with the same centre, in all of the sequence's stores: each store holds a copy, computed
+    /// from the same keys. Log-sum-exps are too small by `q·m / √head_dim`: see
+    /// [`Attention::uncentre_lse`](super::Attention::uncentre_lse).
     ///
-    /// The sum is made in f32, token after token, and multiplied by `1 / tokens` rounded to f32. A centre that an
-    /// engine knows is the mean of one token.
+    /// The sum is taken in f32, token after token, and multiplied by `1 / tokens` rounded to f32. To set a centre that
+    /// an engine already knows, pass it as the only token.
     ///
     /// # Errors
     /// When the keys are shorter than their layout says, or there is no such slot.
     fn key_mean(&self, store: &mut Self::Store, keys: &Self::Tensor, centre: NewCentre) -> Result<()>;
 
-    /// Kernel `quantize`: ranges, codes and ranges' storage of one span. The input must be finite.
+    /// Kernel `quantize`: computes and stores the ranges and codes of one span. The input must be finite.
     ///
     /// # Errors
     /// When tensors, pages or slots do not fit the call.
@@ -156,8 +157,8 @@ pub trait Packing: Storage {
         write: SpanWrite<'_, Self::Indices>,
     ) -> Result<()>;
 
-    /// Kernel `pack_windows`: packs full pages of a store of f16, each as a span of its own in another store, as
-    /// `quantize` would pack what they hold.
+    /// Kernel `pack_windows`: packs full pages of an f16 store into another store, each as a span of its own. The
+    /// result is that of `quantize` on their contents.
     ///
     /// # Errors
     /// When pages or slots do not exist, or the first store is not f16.
@@ -169,12 +170,12 @@ pub trait Packing: Storage {
         windows: &[WindowMove],
     ) -> Result<()>;
 
-    /// Kernel `append`: puts single tokens into open pages of a store whose format
-    /// [takes them](crate::SegmentFormat::takes_single_tokens), as `quantize` would store them. Elements that are not
-    /// finite, or too large for the format, are stored as zeros.
+    /// Kernel `append`: writes single tokens into open pages of a store whose format [takes
+    /// them](crate::SegmentFormat::takes_single_tokens), as `quantize` would store them. Elements that are not finite,
+    /// or too large for the format, are stored as zeros.
     ///
     /// # Errors
-    /// When tensors, pages or slots do not fit the call, or the format takes no single tokens.
+    /// When tensors, pages or slots do not fit the call, or the format does not take single tokens.
     fn append(
         &self,
         store: &mut Self::Store,
@@ -184,21 +185,21 @@ pub trait Packing: Storage {
         writes: &[TokenWrite],
     ) -> Result<()>;
 
-    /// Kernel `copy_page`: copies a page to another of the same store, bit for bit: tiles and tile ranges.
+    /// Kernel `copy_page`: copies a page to another of the same store, bit for bit, with its tiles and tile ranges.
     ///
     /// # Errors
     /// When a page does not exist.
     fn copy_page(&self, store: &mut Self::Store, from: Page, to: Page) -> Result<()>;
 
-    /// All that a step writes for one layer, in the order of its table: [`copy_page`](Packing::copy_page), then
+    /// All writes of a step for one layer, in the order of its table: [`copy_page`](Packing::copy_page), then
     /// [`key_mean`](Packing::key_mean), then [`append`](Packing::append), then [`pack_windows`](Packing::pack_windows).
     /// `stores` are those of the table's layout.
     ///
-    /// Nothing waits, and nothing is read back: elements that cannot be stored are stored as zeros, and the token is
-    /// flagged. `input` may be left out where the step reads no tokens.
+    /// The call does not wait and reads nothing back. Elements that cannot be stored become zeros, and their token is
+    /// flagged. `input` may be left out if the step reads no tokens.
     ///
-    /// This is the comfortable way: through wgpu it makes buffers and submits. What an engine binds once and then only
-    /// encodes or launches are `wgpu::StoreStep` and `cuda::StoreStep`.
+    /// This is the convenient way: through wgpu it creates buffers and submits. An engine that binds once and then only
+    /// encodes or launches uses `wgpu::StoreStep` or `cuda::StoreStep`.
     ///
     /// # Errors
     /// [`Plan`](crate::Error::Plan) when the stores are not those of the layout, or there is no input for tokens;
@@ -210,27 +211,27 @@ pub trait Packing: Storage {
         table: &WriteTable,
     ) -> Result<()>;
 
-    /// Flags for so many layers, none of them set.
+    /// Flags for `layers` layers, none of them set.
     ///
     /// # Errors
     /// [`OutOfMemory`](crate::Error::OutOfMemory).
     fn create_non_finite_flags(&self, layers: usize) -> Result<Self::NonFiniteFlags>;
 
-    /// What was flagged since the flags were made or cleared, by layer, keys before values. It waits for the work
-    /// that may set them.
+    /// The tokens flagged since the flags were created or cleared, by layer, keys before values. Waits for the work
+    /// that may set flags.
     ///
     /// # Errors
     /// [`DeviceLost`](crate::Error::DeviceLost).
     fn read_non_finite_flags(&self, flags: &Self::NonFiniteFlags) -> impl Future<Output = Result<Vec<FlaggedToken>>>;
 
-    /// Unsets all flags, in the order of the work that was queued.
+    /// Clears all flags, in the order of the queued work.
     ///
     /// # Errors
     /// [`DeviceLost`](crate::Error::DeviceLost).
     fn clear_non_finite_flags(&self, flags: &Self::NonFiniteFlags) -> Result<()>;
 
-    /// Kernel `dequantize`, and `uncentre_keys` where there is a centre: the stored keys and the stored values of a
-    /// span as dense f32 rows `[kv_heads, tokens, head_dim]`.
+    /// Kernel `dequantize`, and `uncentre_keys` if there is a centre: decodes the keys and values of a span as dense
+    /// f32 rows `[kv_heads, tokens, head_dim]`.
     ///
     /// # Errors
     /// When pages or slots do not exist.

@@ -1,4 +1,4 @@
-//! What measures attention and carries the decisions of a policy out.
+//! Kernels that measure attention and carry out the decisions of a policy.
 
 use std::future::Future;
 
@@ -8,12 +8,12 @@ use crate::format::AttentionShape;
 use crate::plan::RowLayout;
 use crate::policy::{Merging, QueryPositions, ScoreRequest, StatsRequest};
 
-/// A dense tensor on a device, and where its rows lie.
+/// A dense tensor on a device, with the layout of its rows.
 #[derive(Debug)]
 pub struct TensorRows<'a, T> {
     /// The tensor.
     pub tensor: &'a T,
-    /// Where the rows lie.
+    /// Layout of the rows.
     pub layout: RowLayout,
 }
 
@@ -25,14 +25,14 @@ impl<T> Clone for TensorRows<'_, T> {
 
 impl<T> Copy for TensorRows<'_, T> {}
 
-/// Query rows and the keys that they attend to.
+/// Query rows and their keys.
 #[derive(Debug)]
 pub struct QueriesAndKeys<'a, T> {
     /// Heads.
     pub shape: AttentionShape,
     /// Positions of the query rows in the context.
     pub rows: &'a QueryPositions,
-    /// The query rows `[rows, query_heads, head_dim]`, one for each position, wherever they lie.
+    /// The query rows `[rows, query_heads, head_dim]`, one for each position.
     pub queries: TensorRows<'a, T>,
     /// All keys of the context, `[tokens, kv_heads, head_dim]`.
     pub keys: TensorRows<'a, T>,
@@ -46,29 +46,30 @@ impl<T> Clone for QueriesAndKeys<'_, T> {
 
 impl<T> Copy for QueriesAndKeys<'_, T> {}
 
-/// What was measured of attention, on the device. `W` is the backend's array of integers.
+/// Attention statistics on the device. `W` is the backend's array of integers.
 #[derive(Clone, Debug)]
 pub struct MeasuredAttention<T, W> {
-    /// The largest score of each row, f32 `[query_heads, rows]`; `None` where the log-sum-exp was known.
+    /// The largest score of each row, f32 `[query_heads, rows]`; `None` if the log-sum-exp was given.
     pub row_max: Option<T>,
-    /// The natural log-sum-exp of each row, f32 `[query_heads, rows]`; `None` where the caller knew it.
+    /// The natural log-sum-exp of each row, f32 `[query_heads, rows]`; `None` if the caller gave it.
     pub row_lse: Option<T>,
-    /// What every key receives, f32 `[query_heads, tokens]` or `[kv_heads, tokens]`, as the aggregation says.
+    /// The attention that every key receives, f32 `[query_heads, tokens]` or `[kv_heads, tokens]`, depending on the
+    /// aggregation.
     pub column_sums: T,
-    /// `[query_heads, rows]`: keys at or above the threshold; `None` where none was asked for.
+    /// `[query_heads, rows]`: the number of keys at or above the threshold; `None` if no count was requested.
     pub counts: Option<W>,
 }
 
-/// Keys and values of a layer, and which of their tokens stay.
+/// Keys and values of a layer, and the tokens of them that stay.
 #[derive(Debug)]
 pub struct KeptAndEvicted<'a, T, I> {
     /// Heads.
     pub shape: AttentionShape,
-    /// Where keys and values lie in their tensors; the same for both.
+    /// Layout of keys and values in their tensors; the same for both.
     pub rows: RowLayout,
     /// The keys, `[tokens, kv_heads, head_dim]`.
     pub keys: &'a T,
-    /// The values, likewise.
+    /// The values, in the same shape.
     pub values: &'a T,
     /// Positions `[kv_heads, k]` of the kept tokens.
     pub kept: &'a I,
@@ -87,7 +88,7 @@ impl<T, I> Copy for KeptAndEvicted<'_, T, I> {}
 /// Evicted tokens merged into their nearest kept ones, on the device. `W` is the backend's array of integers.
 #[derive(Clone, Debug)]
 pub struct MergedTokens<T, W> {
-    /// `[kv_heads, e]`: index, among the kept tokens of the head, of the one whose key is nearest.
+    /// `[kv_heads, e]`: index of the nearest key among the kept tokens of the head.
     pub nearest: W,
     /// Cosine similarity of the keys, f32 `[kv_heads, e]`.
     pub similarities: T,
@@ -97,39 +98,38 @@ pub struct MergedTokens<T, W> {
     pub values: T,
 }
 
-/// Scores of tokens on a device, of which the best stay. `W` is the backend's array of integers.
+/// Scores of tokens on a device. The best tokens stay. `W` is the backend's array of integers.
 #[derive(Clone, Debug)]
 pub struct ScoredTokens<T, W> {
-    /// f32 `[kv_heads, tokens]`; +∞ of tokens that stay in any case.
+    /// f32 `[kv_heads, tokens]`; +∞ for tokens that stay in any case.
     pub scores: T,
-    /// `[kv_heads]`: 0 where all sums of a head are numbers, or else the number of tokens from the first on
-    /// whose sum is NaN.
+    /// `[kv_heads]`: the number of tokens from the head's first NaN sum to the end, or 0 without a NaN.
     pub not_numbers: W,
 }
 
-/// A device whose kernels measure attention, and choose, gather and merge tokens: what a
-/// [policy](crate::policy) needs measured, and what it decided carried out.
+/// A device whose kernels measure attention, and choose, gather and merge tokens: they provide the measurements for a
+/// [policy](crate::policy) and carry out its decisions.
 ///
-/// What a call returns is made by it. Calls that neither upload nor download do not wait.
+/// Calls allocate the tensors that they return. Calls that neither upload nor download do not wait.
 pub trait TokenSelection: Device {
     /// An array of `u32` on the device: counts, places among kept tokens.
     type Words;
 
-    /// Copies words to the host, waiting for the work that writes them.
+    /// Copies words to the host. Waits for the work that writes them.
     ///
     /// # Errors
     /// [`DeviceLost`](crate::Error::DeviceLost).
     fn download_words(&self, words: &Self::Words) -> impl Future<Output = Result<Vec<u32>>>;
 
-    /// Kernels `attention_row_stats`, `attention_column_stats` and `sum_partials` (VL-Cache A.5): what every key
-    /// receives from the query rows, and how many keys each row needs. Scores and weights never reach memory.
-    /// `known_lse`, f32 `[query_heads, rows]`, is given where the request says that it is known.
+    /// Kernels `attention_row_stats`, `attention_column_stats` and `sum_partials` (VL-Cache A.5): the attention that
+    /// every key receives from the query rows, and how many keys each row needs. Scores and weights never reach memory.
+    /// `known_lse`, f32 `[query_heads, rows]`, is given if the request declares it known.
     ///
     /// # Errors
-    /// [`Elements`](crate::Error::Elements) or [`TokenSelection`](crate::Error::Selection) when tensors, layouts and
+    /// [`Elements`](crate::Error::Elements) or [`Selection`](crate::Error::Selection) when tensors, layouts and
     /// positions do not fit, [`Budget`](crate::Error::Budget) when the threshold is not in 0 ..= 1,
-    /// [`Plan`](crate::Error::Plan) when the log-sum-exp is given or missing against the request, or counts are asked
-    /// for with a known one.
+    /// [`Plan`](crate::Error::Plan) when the log-sum-exp is given or missing contrary to the request, or counts are
+    /// requested with a known one.
     fn measure_attention(
         &self,
         input: QueriesAndKeys<'_, Self::Tensor>,
@@ -137,13 +137,12 @@ pub trait TokenSelection: Device {
         known_lse: Option<&Self::Tensor>,
     ) -> Result<MeasuredAttention<Self::Tensor, Self::Words>>;
 
-    /// Kernel `token_scores`: the scores of tokens, of f32 column sums `[kv_heads, tokens]`, as a policy makes them.
-    /// The best of them, by [`TokenSelection::top_k`], are the tokens that
-    /// [`Policy::select`](crate::policy::Policy::select) keeps, as far as rounding does not change their order.
+    /// Kernel `token_scores`: the scores of tokens, computed by a policy's rules from f32 column sums `[kv_heads,
+    /// tokens]`. The best of them by [`TokenSelection::top_k`] are the tokens that
+    /// [`Policy::select`](crate::policy::Policy::select) keeps, unless rounding changes their order.
     ///
     /// # Errors
-    /// Those of [`ScoreRequest::check`]: [`Elements`](crate::Error::Elements),
-    /// [`TokenSelection`](crate::Error::Selection).
+    /// As [`ScoreRequest::check`]: [`Elements`](crate::Error::Elements), [`Selection`](crate::Error::Selection).
     fn token_scores(
         &self,
         sums: &Self::Tensor,
@@ -152,22 +151,22 @@ pub trait TokenSelection: Device {
     ) -> Result<ScoredTokens<Self::Tensor, Self::Words>>;
 
     /// Kernel `evicted`: the tokens of every KV head, below [`IndexShape::below`](crate::plan::IndexShape::below), that
-    /// are not among its kept ones, ascending. `kept` ascends for each head, as [`TokenSelection::top_k`] returns it.
+    /// are not kept, ascending. `kept` ascends for each head, as [`TokenSelection::top_k`] returns it.
     ///
     /// # Errors
     /// [`NoTokens`](crate::Error::NoTokens) when all are kept.
     fn evicted(&self, kept: &Self::Indices) -> Result<Self::Indices>;
 
     /// Kernel `top_k`: the indices `[kv_heads, k]` of the `k` largest of f32 scores `[kv_heads, n]`, ascending for each
-    /// head. Ties go to the lower index, −0 equals +0, and a score that is NaN ranks below −∞.
+    /// head. Ties go to the lower index, −0 equals +0, and NaN ranks below −∞.
     ///
     /// # Errors
     /// [`Elements`](crate::Error::Elements) when the scores are not whole heads, [`TopK`](crate::Error::TopK) when a
     /// head has fewer than `k`, [`NoTokens`](crate::Error::NoTokens) when `k` is 0.
     fn top_k(&self, scores: &Self::Tensor, kv_heads: usize, k: usize) -> Result<Self::Indices>;
 
-    /// Kernel `gather`: the rows `kept`, `[kv_heads, k]`, of each KV head as `[kv_heads, k, head_dim]`, elements
-    /// of the same type.
+    /// Kernel `gather`: the rows `kept`, `[kv_heads, k]`, of each KV head as `[kv_heads, k, head_dim]`. The element
+    /// type stays the same.
     ///
     /// # Errors
     /// [`Elements`](crate::Error::Elements) when the tensor is shorter than its layout says, or the indices are for
@@ -179,9 +178,9 @@ pub trait TokenSelection: Device {
         kept: &Self::Indices,
     ) -> Result<Self::Tensor>;
 
-    /// Kernels `nearest_kept` and `merge_tokens` (LOOK-M eq. 9-12): the kept keys and values, each with the evicted
-    /// ones whose key is nearest to its own merged into it. Of equally near keys the first is taken. Sums are made in
-    /// an order that depends on which tokens enter alone, so that two runs give the same bits.
+    /// Kernels `nearest_kept` and `merge_tokens` (LOOK-M eq. 9-12): merges every evicted token into the kept token with
+    /// the nearest key, and returns the kept keys and values. Ties go to the first. The order of the sums depends only
+    /// on which tokens are merged, so two runs give the same bits.
     ///
     /// # Errors
     /// [`Elements`](crate::Error::Elements) when a tensor is shorter than its layout says, or the indices are for
@@ -193,20 +192,20 @@ pub trait TokenSelection: Device {
     ) -> Result<MergedTokens<Self::Tensor, Self::Words>>;
 
     /// Kernel `chunk_similarity` (Cocktail eq. 1): the cosine similarities, f32 `[chunks]`, of a query's embedding
-    /// `[width]` with those of chunks, `[chunks, width]`. An embedding of zeros resembles nothing: 0. Where one holds
-    /// NaN the similarity is NaN, or the call an error.
+    /// `[width]` with those of chunks, `[chunks, width]`. An embedding of zeros has similarity 0. An embedding with NaN
+    /// gives NaN or an error.
     ///
     /// # Errors
-    /// [`Chunks`](crate::Error::Chunks) when an embedding has no elements, or the chunks are not of the query's width;
+    /// [`Chunks`](crate::Error::Chunks) when an embedding has no elements, or the chunks do not have the query's width;
     /// [`NotANumber`](crate::Error::NotANumber) on the CPU when one holds NaN.
     fn chunk_similarity(&self, query: &Self::Tensor, chunks: &Self::Tensor) -> Result<Self::Tensor>;
 
     /// Kernel `reorder_chunks` (Cocktail, algorithm 1): chunk i of the result, `[kv_heads, tokens, head_dim]`, is chunk
-    /// `order[i]` of the rows; tokens after the last whole chunk stay where they are.
+    /// `order[i]` of the rows. Tokens after the last whole chunk stay in place.
     ///
     /// # Errors
-    /// [`Chunks`](crate::Error::Chunks) when the order does not name every whole chunk once, or chunks of that size are
-    /// not served; [`Elements`](crate::Error::Elements) when the tensor is shorter than its layout says.
+    /// [`Chunks`](crate::Error::Chunks) when the order does not name every whole chunk once, or chunks of this size are
+    /// not supported; [`Elements`](crate::Error::Elements) when the tensor is shorter than its layout requires.
     fn reorder_chunks(
         &self,
         shape: &AttentionShape,
