@@ -60,11 +60,11 @@
 //!
 //! | module | contents |
 //! | --- | --- |
-//! | [`format`](mod@format) | formats, ranges, codebooks, rotations, rounding, calibration, the layout of tiles, what other projects store |
+//! | [`format`](mod@format) | formats, ranges, codebooks, rotations, rounding, calibration, the layout of tiles, storage formats of other projects |
 //! | [`plan`] | pages, layouts of dense rows, attention plans |
-//! | [`policy`] | which tokens stay: spans, scores, budgets, eviction, merging plans, the precision of chunks |
-//! | [`backend`] | what a backend does |
-//! | [`cpu`] | every kernel on the CPU: the oracle of the tests, and the backend where no GPU is |
+//! | [`policy`] | decisions about tokens: spans, scores, budgets, eviction, merging plans, the precision of chunks |
+//! | [`backend`] | the interface of a backend |
+//! | [`cpu`] | every kernel on the CPU: the reference of the tests, and the backend on machines without a GPU |
 //! | `wgpu` | every kernel in WGSL, on an engine's own device |
 //! | `cuda` | the kernels in CUDA C++, on an engine's own stream |
 //! | [`cache`] | [`KvCache`] and recipes |
@@ -72,11 +72,11 @@
 //!
 //! # Storage layout
 //!
-//! Codes lie in tiles of [`TILE_TOKENS`] tokens of one KV head. Tiles make up the pages of a paged cache.
-//! [`format::tile`] is the contract, to the bit, and [`format::LAYOUT_VERSION`] changes when the contract does. The
-//! order of codes inside a tile is a [`format::TileOrder`]: CUDA uses another order than the CPU and WGSL. Stored data
-//! decodes on every backend to the same bits as on the CPU, and attention is checked against an f64 attention over the
-//! stored data.
+//! Codes lie in tiles of [`TILE_TOKENS`] tokens of one KV head. The tiles of all KV heads make up a page of a paged
+//! cache. [`format::tile`] is the contract, to the bit, and [`format::LAYOUT_VERSION`] changes when the contract does.
+//! The order of codes inside a tile is a [`format::TileOrder`]: CUDA uses another order than the CPU and WGSL. Stored
+//! data decodes on every backend to the same bits as on the CPU, and attention is checked against an f64 attention over
+//! the stored data.
 //!
 //! # Features
 //!

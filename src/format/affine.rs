@@ -1,12 +1,12 @@
 //! Affine codes: `value = min + scale · code`.
 //!
-//! The arithmetic here is the contract that every backend reproduces bit for bit. It uses only f32 operations that
-//! IEEE 754 rounds correctly everywhere (subtraction, multiplication, comparison) where a result decides a code; a
-//! division decides none, because GPUs round it differently.
+//! The arithmetic here is the contract that every backend reproduces bit for bit. Wherever a result decides a code,
+//! only f32 operations that IEEE 754 rounds correctly everywhere are used (subtraction, multiplication, comparison). No
+//! code depends on a division, because GPUs round divisions differently.
 
 use super::{AffineFormat, Bits};
 
-/// How the range of a group follows from its smallest and largest element.
+/// How the range of a group is computed from its smallest and largest element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum RangeRule {
     /// From the smallest to the largest element.
@@ -42,7 +42,7 @@ impl AffineFormat {
     }
 }
 
-/// The range of one group of elements as stored: where code 0 lies and how far codes are apart.
+/// The stored range of one group of elements: the value of code 0 and the distance between codes.
 #[derive(Clone, Copy, Debug, PartialEq, Default, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct CodeRange {
@@ -53,8 +53,8 @@ pub struct CodeRange {
 }
 
 impl CodeRange {
-    /// The range of a group whose smallest and largest elements are `min` and `max`, both multiplied by `shrink`
-    /// first (CalibQuant shrinks about zero; 1 leaves them).
+    /// The range of a group whose smallest and largest elements are `min` and `max`. Both are first multiplied by
+    /// `shrink` (CalibQuant shrinks about zero; 1 changes nothing).
     ///
     /// `scale = (max − min) / (2^bits − 1)`. A group without spread, or with so little that the scale would be below
     /// 2^-100, gets scale 0: all its codes are 0 and decode to `min · shrink` exactly. Subnormal extremes count as 0,
@@ -64,7 +64,7 @@ impl CodeRange {
         Self { scale: kept((max - min) / bits.max_code() as f32), min }
     }
 
-    /// The range about 0 ([`RangeRule::Symmetric`]) of such a group, of 2 bits at least.
+    /// The range about 0 ([`RangeRule::Symmetric`]) of such a group. It needs at least 2 bits.
     pub fn symmetric(min: f32, max: f32, shrink: f32, bits: Bits) -> Self {
         let largest = shrunk(min, shrink).abs().max(shrunk(max, shrink).abs());
         let levels = (middle(bits) - 1.0).max(1.0);
@@ -85,14 +85,14 @@ impl CodeRange {
         Self { scale, min: half::f16::from_f32(self.min.clamp(-MAX_HALF, MAX_HALF)).to_f32() }
     }
 
-    /// The code of `value`: the nearest level, clamped to the codes there are, ties to the even code.
+    /// The code of `value`: the nearest level, clamped to the valid codes, ties to the even code.
     pub fn encode(self, value: f32, bits: Bits) -> u32 {
         if self.scale == 0.0 {
             return 0;
         }
         let distance = value - self.min;
-        // An estimate that is at most one off, then decided by comparing with the midpoints between levels. The
-        // midpoints are single rounded products, so every IEEE machine decides alike.
+        // The estimate is at most one off. A comparison with the midpoints between levels decides. The midpoints are
+        // products rounded once, so every IEEE machine decides alike.
         let estimate = (distance / self.scale + 0.5).floor().clamp(0.0, bits.max_code() as f32);
         let code = estimate as u32;
         let below = (estimate - 0.5) * self.scale;
@@ -125,7 +125,7 @@ impl CodeRange {
     }
 }
 
-/// Smaller scales count as 0, so that nothing that decides a code is ever subnormal: 2^-100.
+/// Smaller scales count as 0, so that no number that decides a code is ever subnormal: 2^-100.
 const MIN_SCALE: f32 = f32::from_bits((127 - 100) << 23);
 
 /// The largest f16.
@@ -136,12 +136,12 @@ fn middle(bits: Bits) -> f32 {
     (1u32 << (bits.count() - 1)) as f32
 }
 
-/// An extreme, multiplied by what shrinks it.
+/// An extreme multiplied by the shrink factor.
 fn shrunk(x: f32, shrink: f32) -> f32 {
     flushed(flushed(x) * shrink)
 }
 
-/// A scale, or 0 where it is too small.
+/// A scale, or 0 if it is too small.
 fn kept(scale: f32) -> f32 {
     if scale < MIN_SCALE { 0.0 } else { scale }
 }

@@ -43,12 +43,13 @@ impl Bits {
         (1 << self.count()) - 1
     }
 
-    /// Whole codes in one 32-bit word, side by side: 10 at 3 bits, where tiles hold 32 in three words instead.
+    /// Whole codes in one 32-bit word. At 3 bits this is 10, although tiles hold 32 codes in three words instead.
     pub const fn codes_per_word(self) -> usize {
         32 / self.count() as usize
     }
 
-    /// Bit planes of a byte lane: groups of four codes in one word. At 3 bits, of the words of low pairs of bits.
+    /// Bit planes of a byte lane, which are groups of four codes in one word. At 3 bits, those of the words that hold
+    /// the low pairs of bits.
     pub const fn planes(self) -> usize {
         match self {
             Self::Three => 4,

@@ -13,7 +13,7 @@ pub struct Calibration {
 }
 
 impl Calibration {
-    /// Leaves scores as they are: τ1 = τ2 = 0.
+    /// Leaves scores unchanged: τ1 = τ2 = 0.
     pub const IDENTITY: Self = Self { tau1: 0.0, tau2: 0.0 };
 
     /// The candidates of the paper's grid search, {0, 1, 2, 3}², the identity first.
@@ -21,7 +21,7 @@ impl Calibration {
         (0..16).map(|i| Self { tau1: (i / 4) as f32, tau2: (i % 4) as f32 })
     }
 
-    /// Checks and makes a calibration.
+    /// Creates a calibration after checking it.
     ///
     /// # Errors
     /// [`Error::Format`] unless both offsets are finite and not negative.
@@ -46,12 +46,12 @@ impl Calibration {
         self.tau2
     }
 
-    /// The affine map of the scores of one query head whose extremes over the span are `smallest` and `largest`.
+    /// The affine map of the scores of one query head. `smallest` and `largest` are its extremes over the span.
     ///
-    /// The slope is clamped at 0: where the spread `δ − γ` is below `τ2 − τ1` the formula would reverse the order of
-    /// the scores, and here it flattens them to `γ − τ1` instead. A span whose scores are all equal (one token, say)
-    /// has slope 0 and goes to `γ − τ1` too, as the formula has it; without that its slope would be of the order of
-    /// 1e8 and the sum of product and offset would be rounding error.
+    /// The slope is clamped at 0. Where the spread `δ − γ` is below `τ2 − τ1`, the formula would reverse the order of
+    /// the scores; here it flattens them to `γ − τ1` instead. A span whose scores are all equal, such as a single
+    /// token, also gets slope 0 and goes to `γ − τ1`, as in the formula. Otherwise its slope would be about 1e8, and
+    /// the sum of product and offset would be rounding error.
     pub fn map(&self, smallest: f32, largest: f32) -> ScoreMap {
         let (low, high) = (smallest - self.tau1, largest - self.tau2);
         if smallest == largest {
@@ -66,14 +66,14 @@ impl Calibration {
 #[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct ScoreMap {
-    /// Factor on the score.
+    /// Factor of the score.
     pub slope: f32,
-    /// Added after. It matters: a softmax forgets an offset within one segment, not across segments.
+    /// Added after the product. It matters: softmax ignores an offset within one segment, but not across segments.
     pub offset: f32,
 }
 
 impl ScoreMap {
-    /// Leaves scores as they are.
+    /// Leaves scores unchanged.
     pub const IDENTITY: Self = Self { slope: 1.0, offset: 0.0 };
 
     /// The mapped score.

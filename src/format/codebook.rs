@@ -1,20 +1,20 @@
 //! Lloyd-Max codebooks for rotated rows (TurboQuant, arXiv 2504.19874).
 //!
-//! A row of a random rotation is a point of a sphere, and each of its channels, divided by the norm of the row, follows
-//! one known density, whatever the data were: `(1 − x²)^((d−3)/2)` up to a factor. So one codebook per width and head
-//! dimension serves all channels of all rows, and a row needs no range but its norm.
+//! A randomly rotated row is a point on a sphere. Each of its channels, divided by the norm of the row, follows one
+//! known density, whatever the data were: `(1 − x²)^((d−3)/2)` up to a factor. One codebook per width and head
+//! dimension therefore serves all channels of all rows, and the only range of a row is its norm.
 //!
-//! Levels are symmetric about 0: code `2^(bits−1) + i` is the level `i` above 0, code
-//! `2^(bits−1) − 1 − i` its negative.
+//! Levels are symmetric about 0: code `2^(bits−1) + i` is level `i` above 0, and code `2^(bits−1) − 1 − i` is its
+//! negative.
 
 use super::Bits;
 
-/// Density of a coordinate that a codebook is made for.
+/// The coordinate density for which a codebook is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CoordinateDensity {
     /// A coordinate of a uniformly random unit vector of this dimension.
     Sphere(usize),
-    /// A normal distribution of variance 1/dimension, which the former comes close to.
+    /// A normal distribution of variance 1/dimension, which approximates the sphere.
     Gaussian(usize),
 }
 
@@ -26,23 +26,24 @@ pub struct Codebook {
 }
 
 impl Codebook {
-    /// The codebook that formats of this width use at this head dimension; `None` where `head_dim` has no kernels or
-    /// the width no codebook (8 bits).
+    /// The codebook that formats of this width use at this head dimension. `None` if `head_dim` has no kernels or the
+    /// width has no codebook (8 bits).
     ///
     /// The levels are half-integer multiples of a unit, `±(step + ½) · unit` with steps below 128, so that kernels
-    /// multiply them as signed bytes. They are near those of [`Codebook::lloyd_max`] for [`CoordinateDensity::Sphere`]:
-    /// the mean squared error is above the least one by 0.001 % at 1 and 2 bits, 0.06 % at 3 and 0.5 % at 4.
+    /// multiply them as signed bytes. They are close to those of [`Codebook::lloyd_max`] for
+    /// [`CoordinateDensity::Sphere`]: the mean squared error exceeds the minimum by 0.001 % at 1 and 2 bits, 0.06 % at
+    /// 3 and 0.5 % at 4.
     pub fn of_format(bits: Bits, head_dim: usize) -> Option<Self> {
         let upper = upper_levels(bits, head_dim)?;
         Some(Self::symmetric(upper.iter().map(|&x| f64::from(x)).collect()))
     }
 
-    /// The codebook of `2^bits` levels with the least mean squared error (Lloyd 1982, Max 1960) for a
-    /// density: the fixed point at which every boundary is midway between its levels and every level is the
-    /// mean of its cell. In f64.
+    /// The codebook of `2^bits` levels with the least mean squared error for a density (Lloyd 1982, Max 1960). It is
+    /// the fixed point at which every boundary is midway between its levels and every level is the mean of its cell.
+    /// Computed in f64.
     ///
-    /// `bits` is 1 to 8 and the dimension 3 to 65,536, where the two densities are hard to tell apart; other arguments
-    /// are moved to the nearest of those.
+    /// `bits` is 1 to 8. The dimension is 3 to 65,536, where the two densities are hard to tell apart. Other arguments
+    /// are clamped to these ranges.
     pub fn lloyd_max(bits: u32, density: CoordinateDensity) -> Self {
         let density = Density::new(density);
         let mut levels = density.first_levels(1 << (bits.clamp(1, 8) - 1));
@@ -64,7 +65,7 @@ impl Codebook {
         Self { centroids, boundaries }
     }
 
-    /// From the levels above 0.
+    /// Builds the codebook from the levels above 0.
     fn symmetric(upper: Vec<f64>) -> Self {
         let lower = upper.iter().rev().map(|&x| -x as f32);
         Self::from_centroids(lower.chain(upper.iter().map(|&x| x as f32)).collect())
@@ -75,14 +76,15 @@ impl Codebook {
         &self.centroids
     }
 
-    /// Where one level's cell ends and the next one's begins, ascending.
+    /// The boundaries between the cells of neighbouring levels, ascending.
     pub fn boundaries(&self) -> &[f32] {
         &self.boundaries
     }
 
-    /// The code of the level nearest to `x`, as a multiple of `norm`; at a boundary the lower one. 0 for norm 0.
+    /// The code of the level nearest to `x`, as a multiple of `norm`. A boundary belongs to the lower level. 0 for norm
+    /// 0.
     ///
-    /// It compares with single rounded products `norm · boundary`, so every IEEE machine decides alike.
+    /// Compares with products `norm · boundary` that are rounded once, so every IEEE machine decides alike.
     pub fn encode(&self, x: f32, norm: f32) -> u32 {
         if norm == 0.0 {
             return 0;
@@ -90,7 +92,7 @@ impl Codebook {
         self.boundaries.iter().filter(|&&boundary| x > norm * boundary).count() as u32
     }
 
-    /// The value of a code; `None` where there is no such level.
+    /// The value of a code; `None` if there is no such level.
     pub fn decode(&self, code: u32, norm: f32) -> Option<f32> {
         self.centroids.get(code as usize).map(|level| norm * level)
     }
@@ -148,14 +150,14 @@ const SMALLEST: f32 = f32::from_bits((127 - 50) << 23);
 const MOST_ITERATIONS: usize = 1000;
 const MOST_DIMENSIONS: usize = 1 << 16;
 
-/// A density on the positive half line, up to a factor.
+/// A density on the positive half-line, up to a factor.
 struct Density {
     of: CoordinateDensity,
-    /// Of 1 − x² on a sphere.
+    /// Exponent of 1 − x² on a sphere.
     exponent: f64,
     /// Standard deviation.
     sigma: f64,
-    /// Where what is left does not matter.
+    /// The remaining tail beyond this point is negligible.
     end: f64,
 }
 
@@ -267,7 +269,7 @@ const fn level_steps(bits: Bits) -> Option<&'static [u8]> {
     }
 }
 
-/// What one step is worth: of the least mean squared error for the density of [`CoordinateDensity::Sphere`].
+/// The value of one step, chosen for the least mean squared error under the density of [`CoordinateDensity::Sphere`].
 pub(crate) fn level_unit(bits: Bits, head_dim: usize) -> Option<f32> {
     let dimension = super::HEAD_DIMS.into_iter().position(|served| served == head_dim)?;
     let units: [f32; 5] = match bits {
@@ -338,7 +340,7 @@ mod tests {
     fn norms_midway_between_halves_are_even() {
         for bits in [0x3c00u16, 0x3c01, 0x3c02, 0x3c03, 0x4201, 0x4202] {
             let [low, high] = [bits, bits + 1].map(half::f16::from_bits);
-            // Its square is exact.
+            // The square of `middle` is exact.
             let middle = (low.to_f32() + high.to_f32()) * 0.5;
             assert_eq!(f64::from(middle * middle), f64::from(middle).powi(2));
             assert_eq!(stored_norm(&[middle, 0.0, 0.0, 0.0]).to_bits(), bits + bits % 2, "{bits:x}");
@@ -346,7 +348,7 @@ mod tests {
     }
 
     proptest! {
-        /// The stored norm is the rounded one wherever that is not in doubt.
+        /// The stored norm is the rounded norm wherever the rounding is not in doubt.
         #[test]
         fn norms_are_nearest(row in prop::collection::vec(-10f32..10.0, 64)) {
             let exact = row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt();
@@ -354,7 +356,7 @@ mod tests {
             prop_assert!((norm / exact - 1.0).abs() < 4.9e-4, "{norm} {exact}");
         }
 
-        /// A norm that is a half comes back.
+        /// A norm that is a half is stored unchanged.
         #[test]
         fn halves_are_their_own_norms(bits in 0x0400u16..0x7bff) {
             let half = half::f16::from_bits(bits);

@@ -1,4 +1,4 @@
-//! Formats as plain data and their exact meaning: what a code decodes to, and where it lies.
+//! Formats as plain data, with their exact meaning: what a code decodes to, and where it lies.
 
 mod affine;
 mod bits;

@@ -1,7 +1,7 @@
 //! Rotations of the channels of a head: blocked, normalised Walsh-Hadamard transforms.
 //!
-//! A rotation spreads what one channel holds over all channels of its block, so that a range over a token's channels is
-//! not stretched by a few outlier channels (SAW-INT4), and so that every channel of a token is distributed alike
+//! A rotation spreads the content of one channel over all channels of its block. A range over a token's channels is
+//! then not stretched by a few outlier channels (SAW-INT4), and every channel of a token has the same distribution
 //! (TurboQuant). Queries rotated like the keys give the same scores, and a weighted sum of rotated values is rotated
 //! back once: nothing is undone per token.
 
@@ -15,16 +15,16 @@ use crate::{Error, Result};
 /// The row is cut into blocks of `order` neighbouring channels, and each block is multiplied with the Walsh-Hadamard
 /// matrix in natural (Sylvester) order over `√order`. That matrix is symmetric and its own inverse.
 ///
-/// A *randomised* rotation flips the signs of some channels before that: `y = H (s ⊙ x)`, `x = s ⊙ (H y)`. The signs
-/// are a fixed function of seed and channel, see [`Rotation::flips`].
+/// A *randomised* rotation first flips the signs of some channels: `y = H (s ⊙ x)`, `x = s ⊙ (H y)`. The signs are a
+/// fixed function of seed and channel, see [`Rotation::flips`].
 ///
-/// A rotation of *dealt* channels deals the channels out to the blocks in turns first, so that blocks mix what lies in
-/// different blocks of another rotation: of m blocks, channel c goes to block c % m, place c / m. Signs then
+/// A rotation of *dealt* channels first deals the channels out to the blocks in turns, so that its blocks mix channels
+/// from different blocks of another rotation: of m blocks, channel c goes to block c % m, place c / m. Signs then
 /// belong to places.
 ///
-/// The arithmetic is part of the format, and every backend reproduces it bit for bit: elements below 2^-50 count as 0;
-/// each is multiplied by `1/√order`, rounded to f32; then come the butterflies `(a + b, a − b)` in f32 over channels
-/// 1, 2, 4, … apart.
+/// The arithmetic is part of the format, and every backend reproduces it bit for bit. Elements below 2^-50 count as 0.
+/// Each element is multiplied by `1/√order`, rounded to f32. Then come the butterflies `(a + b, a − b)` in f32 over
+/// channels 1, 2, 4, … apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Rotation {
     order: usize,
@@ -32,12 +32,12 @@ pub struct Rotation {
     dealt: bool,
 }
 
-/// Into the rotated channels, or out of them.
+/// The direction of a rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Direction {
-    /// Rotates.
+    /// Into the rotated channels.
     Forward,
-    /// Rotates back.
+    /// Back out of them.
     Inverse,
 }
 
@@ -45,18 +45,18 @@ pub enum Direction {
 const SMALLEST: f32 = f32::from_bits((127 - 50) << 23);
 
 impl Rotation {
-    /// The Hadamard transform of blocks of `order` channels: a power of two from 2 to 256. Whatever rotates rows checks
-    /// that, and that the order divides them.
+    /// The Hadamard transform of blocks of `order` channels, a power of two from 2 to 256. Every function that rotates
+    /// rows checks the order, and that it divides the row.
     pub const fn hadamard(order: usize) -> Self {
         Self { order, seed: None, dealt: false }
     }
 
-    /// The same after flipping signs that depend on `seed`.
+    /// The same rotation after flipping signs that depend on `seed`.
     pub const fn randomized(order: usize, seed: u32) -> Self {
         Self { order, seed: Some(seed), dealt: false }
     }
 
-    /// The same after dealing the channels out to the blocks in turns.
+    /// The same rotation after dealing the channels out to the blocks in turns.
     pub const fn dealt(order: usize, seed: u32) -> Self {
         Self { order, seed: Some(seed), dealt: true }
     }
@@ -71,7 +71,7 @@ impl Rotation {
         self.order
     }
 
-    /// Blocks that the channels of a head are dealt out to: 1 where they stay where they are.
+    /// Number of blocks that the channels of a head are dealt out to; 1 if they keep their order.
     pub const fn dealt_blocks(&self, head_dim: usize) -> usize {
         match head_dim.checked_div(self.order) {
             Some(blocks) if self.dealt => blocks,
@@ -79,19 +79,19 @@ impl Rotation {
         }
     }
 
-    /// The seed of the signs, where signs are flipped.
+    /// The seed of the signs, if signs are flipped.
     pub const fn seed(&self) -> Option<u32> {
         self.seed
     }
 
-    /// What elements are multiplied by before the butterflies: `1/√order`, rounded to f32.
+    /// The factor of every element before the butterflies: `1/√order`, rounded to f32.
     pub fn scale(&self) -> f32 {
         (1.0 / (self.order as f64).sqrt()) as f32
     }
 
-    /// True if the sign of `channel` is flipped: the lowest bit of `mix(seed + 0x9e3779b9 · (channel + 1))`, where
-    /// `mix` xors a word with itself shifted right by 16, multiplies by 0x7feb352d, xors with itself shifted by 15,
-    /// multiplies by 0x846ca68b and xors with itself shifted by 16, all modulo 2^32.
+    /// Whether the sign of `channel` is flipped: the lowest bit of `mix(seed + 0x9e3779b9 · (channel + 1))`. `mix` xors
+    /// a word with itself shifted right by 16, multiplies by 0x7feb352d, xors with itself shifted by 15, multiplies by
+    /// 0x846ca68b and xors with itself shifted by 16, all modulo 2^32.
     pub const fn flips(&self, channel: u32) -> bool {
         let Some(seed) = self.seed else { return false };
         let mut x = seed.wrapping_add(0x9e37_79b9u32.wrapping_mul(channel.wrapping_add(1)));
@@ -113,7 +113,7 @@ impl Rotation {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Format`] when the order is no power of two from 2 to 256 or does not divide the row.
+    /// [`Error::Format`] when the order is not a power of two from 2 to 256, or does not divide the row.
     pub fn rotate(&self, row: &mut [f32]) -> Result<()> {
         self.turn(Direction::Forward, row)
     }
@@ -121,15 +121,15 @@ impl Rotation {
     /// Rotates a row of channels back, in place.
     ///
     /// # Errors
-    /// Those of [`Rotation::rotate`].
+    /// As [`Rotation::rotate`].
     pub fn unrotate(&self, row: &mut [f32]) -> Result<()> {
         self.turn(Direction::Inverse, row)
     }
 
-    /// Rotates a row one way or the other.
+    /// Rotates a row in either direction.
     ///
     /// # Errors
-    /// Those of [`Rotation::rotate`].
+    /// As [`Rotation::rotate`].
     pub fn turn(&self, direction: Direction, row: &mut [f32]) -> Result<()> {
         self.check_head_dim(row.len())?;
         self.turn_checked(direction, row);
@@ -191,10 +191,10 @@ impl Rotation {
         }
     }
 
-    /// Checks that heads of `shape` can be rotated so.
+    /// Checks that heads of `shape` can be rotated this way.
     ///
     /// # Errors
-    /// [`Error::Format`] when the order is no power of two from 2 to 256 or does not divide `head_dim`.
+    /// [`Error::Format`] when the order is not a power of two from 2 to 256, or does not divide `head_dim`.
     pub fn check(&self, shape: &AttentionShape) -> Result<()> {
         self.check_head_dim(shape.head_dim())
     }
@@ -207,7 +207,7 @@ impl Rotation {
         Err(Error::Format {
             format: self.to_string(),
             reason: format!(
-                "the order must be a power of two from 2 to 256 that divides head_dim {head_dim}, so at most {}",
+                "the order must be a power of two from 2 to 256 that divides head_dim {head_dim}; the largest is {}",
                 Self::largest_order(head_dim)
             ),
         })
@@ -230,7 +230,7 @@ mod tests {
     use crate::format::HEAD_DIMS;
     use proptest::prelude::*;
 
-    /// Elements below 2^-50 count as 0, before anything is added up.
+    /// Elements below 2^-50 count as 0 before anything is summed.
     #[test]
     fn what_is_too_small_counts_as_zero() {
         let smallest = 2f32.powi(-50);
@@ -292,7 +292,8 @@ mod tests {
         }
     }
 
-    /// The signs are part of the format: channels that the formula of [`Rotation::flips`], worked out apart, flips.
+    /// The signs are part of the format. These channels were computed separately from the formula of
+    /// [`Rotation::flips`].
     #[test]
     fn signs_are_those_of_the_contract() {
         let wanted: [(u32, &[usize]); 3] = [
@@ -303,7 +304,8 @@ mod tests {
         for (seed, flipped) in wanted {
             let rotation = Rotation::randomized(32, seed);
             for channel in 0..32 {
-                // A row of one channel becomes a column of the matrix, whose first entry is positive without the sign.
+                // The row of a single channel becomes a column of the matrix, whose first entry is positive if no sign
+                // is flipped.
                 let mut row = [0.0; 32];
                 row[channel] = 1.0;
                 rotation.rotate(&mut row).unwrap();

@@ -22,10 +22,10 @@ pub struct AttentionShape {
 }
 
 impl AttentionShape {
-    /// Checks and makes a shape.
+    /// Creates a shape after checking it.
     ///
     /// # Errors
-    /// [`Error::HeadCounts`] when a count is zero or above [`MOST_HEADS`] or `query_heads` is no multiple of
+    /// [`Error::HeadCounts`] when a count is zero or above [`MOST_HEADS`], or `query_heads` is not a multiple of
     /// `kv_heads`; [`Error::HeadDim`] when `head_dim` is not one of [`HEAD_DIMS`].
     pub fn new(query_heads: usize, kv_heads: usize, head_dim: usize) -> Result<Self> {
         let counted = |heads| (1..=MOST_HEADS).contains(&heads);

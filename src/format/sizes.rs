@@ -1,9 +1,9 @@
-//! How many bytes a format takes: exact, and the same on every backend.
+//! The sizes of formats in bytes: exact, and the same on every backend.
 
 use super::{AttentionShape, CodeRange, KeyOrValue, SegmentFormat, TILE_TOKENS, TileLayout};
 
 impl SegmentFormat {
-    /// Bytes of one page of keys, or of values: the tiles of all KV heads and the ranges stored beside them.
+    /// Bytes of one page of keys, or of values: the tiles of all KV heads and their tile ranges.
     pub const fn tensor_page_bytes(&self, which: KeyOrValue, shape: &AttentionShape) -> usize {
         let format = self.tensor(which);
         let layout = TileLayout::of(format, shape.head_dim());
@@ -19,8 +19,8 @@ impl SegmentFormat {
         self.tensor_page_bytes(KeyOrValue::Key, shape) + self.tensor_page_bytes(KeyOrValue::Value, shape)
     }
 
-    /// Bytes of one slot of span ranges: one [`CodeRange`] per KV head and channel for each of keys and values that
-    /// has span ranges.
+    /// Bytes of one slot of span ranges: one [`CodeRange`] per KV head and channel, for keys and for values if they
+    /// have span ranges.
     pub fn range_slot_bytes(&self, shape: &AttentionShape) -> usize {
         let tensors = usize::from(self.key.has_span_ranges()) + usize::from(self.value.has_span_ranges());
         tensors * shape.kv_heads() * shape.head_dim() * size_of::<CodeRange>()
@@ -31,12 +31,12 @@ impl SegmentFormat {
         shape.kv_heads() * shape.head_dim() * size_of::<f32>()
     }
 
-    /// True if keys or values need a slot of span ranges.
+    /// Whether keys or values need a slot of span ranges.
     pub fn has_span_ranges(&self) -> bool {
         self.key.has_span_ranges() || self.value.has_span_ranges()
     }
 
-    /// Bits per element of a full page, ranges beside the tiles included, span ranges not.
+    /// Bits per element of a full page, including tile ranges, but not span ranges.
     ///
     /// ```
     /// use kvpack::{AttentionShape, Bits, SegmentFormat};

@@ -1,25 +1,26 @@
-//! Rows of codebook formats: codes of levels, and sign sketches of what the levels leave (QJL, arXiv 2406.03482;
-//! TurboQuant, arXiv 2504.19874, algorithm 2).
+//! Rows of codebook formats: codes of levels, and sign sketches of their residual (QJL, arXiv 2406.03482; TurboQuant,
+//! arXiv 2504.19874, algorithm 2).
 //!
-//! The sketch of a vector r is `sign(S r)` for a random projection S, and `√(π/2)/m · |r| · <S q, sign(S r)>` is an
-//! estimate of `<q, r>` without bias, where S has m rows of standard normal numbers. Here S is `√d · R₂ R₁` with d
-//! rows: R₁ the rotation of the format, R₂ the rotations of a [`Sketch`]. So the estimate is `ρ · <R₂ R₁ q, ± level>`,
-//! with the norm ρ = |r| rounded as norms are and the [level of a sketch](sketch_level): a codebook of two levels in
+//! The sketch of a vector r is `sign(S r)` for a random projection S. If S has m rows of standard normal numbers,
+//! `√(π/2)/m · |r| · <S q, sign(S r)>` is an unbiased estimate of `<q, r>`. Here S is `√d · R₂ R₁` with d rows: R₁ is
+//! the rotation of the format, R₂ the rotations of a [`Sketch`]. The estimate is then `ρ · <R₂ R₁ q, ± level>`, with
+//! the norm ρ = |r| rounded like all norms and the [level of a sketch](sketch_level). It is a codebook of two levels in
 //! one more basis. A query is rotated for the levels and once more for the sketch, and no key is rotated back.
 //!
-//! With levels, r is the residual of the rotated row, `R₁ x − norm · level`, in f32, each step rounded; without, r is
-//! `R₁ x`. The field of channel c holds the code of channel c of `R₁ x`, stored signed, below the sign bit of place c
-//! of `R₂ r`, which is set where that is below 0.
+//! With levels, r is the residual of the rotated row, `R₁ x − norm · level`, in f32, each step rounded. Without levels,
+//! r is `R₁ x`. The field of channel c holds the code of channel c of `R₁ x`, stored signed, below the sign bit of
+//! place c of `R₂ r`. The sign bit is set if that place is below 0.
 
 use super::codebook::{renormalized, stored_norm};
 use super::{Bits, CodeRange, Codebook, CodebookFormat, Direction, NormRule, Rotation};
 use crate::Result;
 
-/// The rotations between the basis of levels and that of signs.
+/// The rotations between the basis of levels and the basis of signs.
 ///
-/// All are randomised, of the order of the format's own rotation and of [dealt](Rotation::dealt) channels, with the
-/// seeds `seed`, `seed + 1`, …: one where a block is the whole head, otherwise (head_dim 80 and 96) three. Fewer do not
-/// make every row look normal: with one, inner products of a row of a single channel were 5 % too large at head_dim 80.
+/// All are randomised, have the order of the format's own rotation and [dealt](Rotation::dealt) channels, and use the
+/// seeds `seed`, `seed + 1`, …. There is one rotation where a block is the whole head, and three otherwise (head_dim 80
+/// and 96). Fewer do not make every row look normal: with one, inner products of a row with a single non-zero channel
+/// were 5 % too large at head_dim 80.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Sketch {
     /// Seed of the first rotation.
@@ -39,28 +40,28 @@ impl Sketch {
     }
 }
 
-/// A row as it is stored.
+/// A row in its stored form.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CodedRow {
     /// One field per channel.
     pub fields: Vec<u32>,
-    /// The norm as scale, by the format's [`NormRule`], and that of what is left as minimum, 0 without a sketch.
+    /// The norm as scale, by the format's [`NormRule`], and the norm of the residual as minimum, 0 without a sketch.
     pub range: CodeRange,
 }
 
-/// What the fields of a format decode to, by the field with its top bit flipped: as kernels unpack codes.
+/// The values of a format's fields, indexed by the field with its top bit flipped, as kernels unpack codes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FieldLevels {
     /// Relative to the norm.
     pub levels: Vec<f32>,
-    /// Of the sketch, relative to the norm of what is left; empty without a sketch.
+    /// Values of the sketch, relative to the norm of the residual; empty without a sketch.
     pub signs: Vec<f32>,
 }
 
-/// The level of a sketch: `1 / (d · E|u|)` with u a channel of a random unit vector of d channels, near `√(π/2)/√d`,
-/// which is that of projections with independent rows. 0 for a head dimension without kernels.
+/// The level of a sketch: `1 / (d · E|u|)`, where u is a channel of a random unit vector of d channels. It is close to
+/// `√(π/2)/√d`, the level of projections with independent rows. 0 for a head dimension without kernels.
 pub fn sketch_level(head_dim: usize) -> f32 {
-    // The upper one of the two levels with the least squared error is E|u|.
+    // Of the two levels with the least squared error, the upper one is E|u|.
     let mean =
         Codebook::of_format(Bits::One, head_dim).map_or(f64::INFINITY, |codebook| codebook.centroids()[1].into());
     (1.0 / (head_dim as f64 * mean)) as f32
@@ -70,13 +71,13 @@ impl CodebookFormat {
     /// Codes, norms and signs of a row that [`CodebookFormat::rotation`] has rotated.
     ///
     /// # Errors
-    /// [`Error::Format`](crate::Error::Format) when the format does not fit a head of so many channels.
+    /// [`Error::Format`](crate::Error::Format) when the format does not fit a head with this number of channels.
     pub fn encode_row(&self, rotated: &[f32]) -> Result<CodedRow> {
         self.check_head_dim(rotated.len())?;
         Ok(self.encode_checked_row(rotated))
     }
 
-    /// [`CodebookFormat::encode_row`] of a row whose head dimension was checked.
+    /// [`CodebookFormat::encode_row`] for a row whose head dimension was checked.
     pub(crate) fn encode_checked_row(&self, rotated: &[f32]) -> CodedRow {
         let stored = stored_norm(rotated);
         let norm = stored.to_f32();
@@ -108,13 +109,13 @@ impl CodebookFormat {
         CodedRow { fields, range: CodeRange { scale: norm, min: stored_norm(&residual).to_f32() } }
     }
 
-    /// The rotations from the basis of the levels to that of the signs; none without a sketch.
+    /// The rotations from the basis of the levels to the basis of the signs; none without a sketch.
     pub fn sketch_rotations(&self, head_dim: usize) -> impl DoubleEndedIterator<Item = Rotation> {
         let order = self.rotation.order();
         self.sketch.into_iter().flat_map(move |sketch| sketch.rotations(order, head_dim))
     }
 
-    /// What its fields decode to; nothing for a head dimension without kernels.
+    /// The values of its fields; empty for a head dimension without kernels.
     pub fn field_levels(&self, head_dim: usize) -> FieldLevels {
         let flipped = 0..=self.bits.max_code();
         let codebook = self.level_bits().and_then(|bits| Some((bits, Codebook::of_format(bits, head_dim)?)));
@@ -147,7 +148,7 @@ mod tests {
         assert_eq!(of(64, 64), [Rotation::dealt(64, u32::MAX)]);
     }
 
-    /// What is left of a row of zeros is not below 0 anywhere.
+    /// The residual of a row of zeros is not below 0 anywhere.
     #[test]
     fn signs_of_zeros_are_not_set() {
         for format in [CodebookFormat::turboquant_prod(Bits::Two, 64), CodebookFormat::turboquant_prod(Bits::Four, 80)]
@@ -158,7 +159,7 @@ mod tests {
         }
     }
 
-    /// Normal numbers of variance 1, by the sum of twelve uniform ones.
+    /// Normal numbers of variance 1, as sums of twelve uniform ones.
     fn normal(random: &mut fastrand::Rng, count: usize) -> Vec<f32> {
         (0..count).map(|_| (0..12).map(|_| random.f32()).sum::<f32>() - 6.0).collect()
     }
@@ -167,7 +168,7 @@ mod tests {
         a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()
     }
 
-    /// The row that a stored row stands for.
+    /// The values of a stored row.
     fn decode(format: &CodebookFormat, row: &CodedRow) -> Vec<f32> {
         let tables = format.field_levels(row.fields.len());
         let flipped = |field: &u32| (field ^ middle(format.bits)) as usize;
@@ -188,7 +189,7 @@ mod tests {
         let mut random = fastrand::Rng::with_seed(u64::from(bits.count()) << 10 | head_dim as u64);
         let mut row = normal(&mut random, head_dim);
         row[..head_dim / 8].iter_mut().for_each(|x| *x *= 4.0);
-        // Half of the query is the row itself, whose products levels alone shorten most.
+        // Half of the query is the row itself, because levels alone shorten its product with the row most.
         let query: Vec<f32> = normal(&mut random, head_dim).iter().zip(&row).map(|(a, b)| a + b).collect();
         let order = Rotation::largest_order(head_dim);
         let samples: Vec<f64> = (0..seeds)
@@ -209,8 +210,8 @@ mod tests {
         (mean, (variance / samples.len() as f64).sqrt(), dot(&query, &row))
     }
 
-    /// Over many seeds the inner product of stored keys is right in the mean, within four standard errors and 1 % of
-    /// the product; that of levels alone is not.
+    /// Over many seeds the mean inner product of stored keys is right, within four standard errors and 1 % of the
+    /// product. The mean with levels alone is not.
     #[test]
     fn inner_products_are_unbiased() {
         for head_dim in HEAD_DIMS {
@@ -230,7 +231,7 @@ mod tests {
         assert!(dot(&row, &near) < 0.7 * dot(&row, &row), "levels of one bit shorten products by 2/π");
     }
 
-    /// Renormalised rows keep their codes and are as long as what they stand for, within the rounding of two norms.
+    /// Renormalised rows keep their codes, and their values are as long as the row, within the rounding of two norms.
     #[test]
     fn renormalized_rows_have_the_length_of_the_row() {
         let mut random = fastrand::Rng::with_seed(5);
@@ -255,15 +256,15 @@ mod tests {
         assert_eq!(zero.range, CodeRange { scale: 0.0, min: 0.0 });
     }
 
-    /// The length of what a row without a sketch stands for.
+    /// The length of the values of a row without a sketch.
     fn length_of_levels(format: &CodebookFormat, row: &CodedRow) -> f64 {
         let levels = format.field_levels(row.fields.len()).levels;
         let value = |field: &u32| f64::from(row.range.scale * levels[(field ^ middle(format.bits)) as usize]);
         row.fields.iter().map(|field| value(field).powi(2)).sum::<f64>().sqrt()
     }
 
-    /// One bit of residual takes the squared error of a product from that of b − 1 bits of levels to about
-    /// π/2 of it over d.
+    /// One bit for the residual reduces the squared error of a product from that of b − 1 bits of levels to about π/2
+    /// of it over d.
     #[test]
     fn sketches_estimate_with_the_variance_of_the_paper() {
         for (bits, distortion) in [(Bits::Two, 0.363), (Bits::Three, 0.117), (Bits::Four, 0.0345)] {

@@ -9,17 +9,16 @@ use crate::{Error, Result};
 /// The largest f16.
 const LARGEST_HALF: f32 = 65504.0;
 
-/// Which elements of one KV head share a range.
+/// The elements of one KV head that share a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Grouping {
     /// One range per channel over all tokens of a span (CalibQuant).
     Channel,
-    /// One range per channel and run of this many consecutive tokens: 32, 64 or 128 (KIVI keys).
+    /// One range per channel and this many consecutive tokens: 32, 64 or 128 (KIVI keys).
     ChannelTokens(usize),
     /// One range per token over the whole head (SAW-INT4, TurboQuant).
     Token,
-    /// One range per token and run of this many consecutive channels: a multiple of 4 that divides `head_dim`
-    /// (KIVI values).
+    /// One range per token and this many consecutive channels: a multiple of 4 that divides `head_dim` (KIVI values).
     TokenChannels(usize),
 }
 
@@ -28,15 +27,15 @@ pub enum Grouping {
 pub struct AffineFormat {
     /// Width of a code.
     pub bits: Bits,
-    /// Which elements share a range.
+    /// The elements that share a range.
     pub grouping: Grouping,
-    /// How ranges follow from the extremes of their groups.
+    /// How ranges are computed from the extremes of their groups.
     pub ranges: RangeRule,
-    /// Factor on the minimum and maximum before the scale is made, 0 < shrink ≤ 1. CalibQuant's published code
-    /// uses 0.5 for keys and 0.3 for values at 1 bit.
+    /// Factor of the minimum and maximum before the scale is computed, 0 < shrink ≤ 1. CalibQuant's published code uses
+    /// 0.5 for keys and 0.3 for values at 1 bit.
     pub shrink: f32,
-    /// Rotation of every row before ranges and codes are made. Attention takes it back: queries are rotated like the
-    /// keys, outputs of rotated values are rotated back.
+    /// Rotation of every row before ranges and codes are computed. Attention undoes it: queries are rotated like the
+    /// keys, and outputs of rotated values are rotated back.
     pub rotation: Option<Rotation>,
 }
 
@@ -46,75 +45,77 @@ impl AffineFormat {
         Self { bits, grouping, ranges: RangeRule::MinMax, shrink: 1.0, rotation: None }
     }
 
-    /// The same with ranges about 0.
+    /// The same format with ranges about 0.
     #[must_use]
     pub const fn symmetric(self) -> Self {
         Self { ranges: RangeRule::Symmetric, ..self }
     }
 
-    /// The same of rotated rows.
+    /// The same format for rotated rows.
     #[must_use]
     pub const fn rotated(self, rotation: Rotation) -> Self {
         Self { rotation: Some(rotation), ..self }
     }
 }
 
-/// Codes of a [`Codebook`]: the levels of rotated rows relative to their norms (TurboQuant, arXiv 2504.19874).
+/// Codes of a [`Codebook`]: the levels of rotated rows, relative to their norms (TurboQuant, arXiv 2504.19874).
 ///
-/// Every token has one norm, [rounded to f16](super::codebook::stored_norm) and stored where a range per token would
-/// be, as a scale with minimum 0; `value = norm · level`. [`NormRule`] says whose norm it is.
+/// Every token has one norm, [rounded to f16](super::codebook::stored_norm) and stored in the place of a range per
+/// token, as a scale with minimum 0; `value = norm · level`. [`NormRule`] defines the norm.
 ///
-/// With a *sketch* the top bit of every field is the sign of a channel of what the levels leave, rotated once more, and
-/// the other bits are the code; the norm of what is left is stored where the minimum of a range would be. See
+/// With a *sketch*, the top bit of every field is the sign of a channel of the residual, rotated once more, and the
+/// other bits are the code. The norm of the residual is stored in the place of the range's minimum. See
 /// [`sketch`](super::sketch).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CodebookFormat {
     /// Width of a field: 1 to 4 bits, the sign of a sketch included.
     pub bits: Bits,
-    /// Rotation of every row before its codes are made, which is what gives all channels the density of the codebook.
+    /// Rotation of every row before its codes are computed. It gives all channels the density of the codebook.
     pub rotation: Rotation,
     /// The rotations of the residual whose signs are stored. Keys only.
     pub sketch: Option<Sketch>,
-    /// Which norm is stored for the levels.
+    /// The norm that is stored for the levels.
     pub norms: NormRule,
 }
 
-/// Which norm a row of levels is stored with. The codes are the same.
+/// The norm that is stored with a row of levels. The codes are the same for both rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum NormRule {
-    /// That of the row, as published. Levels with the least squared error are shorter than what they stand for, by
-    /// their squared error: inner products are too small by it, at one bit by 36 %.
+    /// The norm of the row, as published. Levels with the least squared error are shorter than the row by their squared
+    /// error. Inner products are too small by that amount, at 1 bit by 36 %.
     Row,
-    /// That of the row divided by that of its levels, so that what the codes stand for is as long as the row. The
-    /// squared error grows and the error of the length goes. Without a sketch, which estimates what levels lack.
+    /// The norm of the row divided by the norm of its levels, so that the decoded row is as long as the row. The
+    /// squared error grows and the error of the length vanishes. Not available with a sketch, which estimates the
+    /// residual of the levels.
     Renormalized,
 }
 
 impl CodebookFormat {
     /// TurboQuant's codec for the least squared error: a randomised rotation of the largest order that divides the
-    /// head. Where that is not the whole head (head_dim 80 and 96) channels are alike within each block only.
+    /// head. If that order is less than the whole head (head_dim 80 and 96), channels have the same distribution only
+    /// within each block.
     pub const fn turboquant(bits: Bits, head_dim: usize) -> Self {
         let rotation = Rotation::randomized(Rotation::largest_order(head_dim), TURBOQUANT_SEED);
         Self { bits, rotation, sketch: None, norms: NormRule::Row }
     }
 
-    /// TurboQuant's codec for unbiased inner products (algorithm 2): the former at one bit less, and a sign sketch of
-    /// the residual. At 1 bit it is the sketch alone, which is QJL (arXiv 2406.03482) with as many signs as channels.
+    /// TurboQuant's codec for unbiased inner products (algorithm 2): [`turboquant`](Self::turboquant) with one bit
+    /// less, and a sign sketch of the residual. At 1 bit it is the sketch alone, which is QJL (arXiv 2406.03482) with
+    /// as many signs as channels.
     ///
-    /// The published projections are dense Gaussian matrices; here it is `√head_dim` times
-    /// [randomised rotations](Sketch).
+    /// The published projections are dense Gaussian matrices. Here the projection is `√head_dim` times [randomised
+    /// rotations](Sketch).
     pub const fn turboquant_prod(bits: Bits, head_dim: usize) -> Self {
         Self { sketch: Some(Sketch { seed: SKETCH_SEED }), ..Self::turboquant(bits, head_dim) }
     }
 
-    /// The same with [norms](NormRule::Renormalized) that make what is stored as long as the row.
+    /// The same format with [norms](NormRule::Renormalized) that make the decoded row as long as the row.
     #[must_use]
     pub const fn renormalized(self) -> Self {
         Self { norms: NormRule::Renormalized, ..self }
     }
 
-    /// The width of the codes of levels: that of a field, less the sign of a sketch. None where a sketch
-    /// is all there is.
+    /// The width of the codes of levels: that of a field minus the sign of a sketch. `None` for a sketch alone.
     pub const fn level_bits(&self) -> Option<Bits> {
         match self.sketch {
             None => Some(self.bits),
@@ -126,11 +127,11 @@ impl CodebookFormat {
         let levels = self.level_bits().is_none_or(|bits| Codebook::of_format(bits, head_dim).is_some());
         if !levels || self.bits == Bits::Eight {
             let format = TensorFormat::Codebook(*self).to_string();
-            return Err(Error::Format { format, reason: "there are codebooks of 1 to 4 bits".into() });
+            return Err(Error::Format { format, reason: "use a codebook of 1 to 4 bits".into() });
         }
         if self.sketch.is_some() && self.norms == NormRule::Renormalized {
             let format = TensorFormat::Codebook(*self).to_string();
-            let reason = "a sketch estimates what the levels lack of the row; leave its norm as it is".into();
+            let reason = "a sketch already estimates the residual; use NormRule::Row".into();
             return Err(Error::Format { format, reason });
         }
         self.rotation.check_head_dim(head_dim)
@@ -143,7 +144,7 @@ const TURBOQUANT_SEED: u32 = 0x7475_7262;
 /// Seed of the signs of the sketch of [`CodebookFormat::turboquant_prod`].
 const SKETCH_SEED: u32 = 0x736b_6574;
 
-/// How one tensor, keys or values, is stored.
+/// The format of one tensor, keys or values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum TensorFormat {
     /// IEEE half precision.
@@ -173,7 +174,7 @@ impl TensorFormat {
         }
     }
 
-    /// Which elements share a range, if it has ranges; the norms of a codebook's rows are ranges per token.
+    /// The elements that share a range, if there are ranges. The norms of a codebook's rows are ranges per token.
     pub const fn grouping(&self) -> Option<Grouping> {
         match self {
             Self::F16 => None,
@@ -190,7 +191,7 @@ impl TensorFormat {
         }
     }
 
-    /// The codebook's format, if it has a sketch.
+    /// The codebook format, if it has a sketch.
     pub const fn sketched(&self) -> Option<&CodebookFormat> {
         match self {
             Self::Codebook(codebook) if codebook.sketch.is_some() => Some(codebook),
@@ -207,12 +208,12 @@ impl TensorFormat {
         }
     }
 
-    /// True if one f32 range per channel covers the whole span, so that it folds into the query or the output.
+    /// Whether one f32 range per channel covers the whole span, so that it folds into the query or the output.
     pub fn has_span_ranges(&self) -> bool {
         self.grouping() == Some(Grouping::Channel)
     }
 
-    /// The same with ranges of every tile in place of ranges of a whole span, where it has these.
+    /// The same format with tile ranges in place of span ranges.
     #[must_use]
     pub const fn with_tile_ranges(self) -> Self {
         match self {
@@ -229,8 +230,7 @@ impl TensorFormat {
         }
     }
 
-    /// Ranges stored beside each tile, f16 pairs in one word each; 0 if there are none, and the largest number where
-    /// they are beyond all numbers.
+    /// Number of tile ranges, each a pair of f16 in one word; 0 if there are none. Saturates at the largest number.
     ///
     /// Order inside a tile: `[token group][channel]` for [`Grouping::ChannelTokens`], `[token]` for
     /// [`Grouping::Token`], `[channel group][token]` for [`Grouping::TokenChannels`].
@@ -243,12 +243,12 @@ impl TensorFormat {
         }
     }
 
-    /// The largest element, by its size, that is stored in full and comes back within the range of f16: 65504 in f16.
+    /// The largest magnitude that is stored in full and decodes within the range of f16: 65504 in f16.
     ///
-    /// Scales, minima and norms beside tiles are f16. The spread of a group is up to twice its largest element, so
-    /// codes take half of that: 32752. Rotated rows and norms gather up to `√head_dim` times the largest element of a
-    /// row, so those take `32752 / √head_dim`: 4094 at head_dim 64, 2047 at 256. [`KvCache`](crate::KvCache) refuses
-    /// more; kernels that are handed more store the nearest that they can.
+    /// Scales, minima and norms of tiles are f16. The spread of a group is up to twice its largest element, so codes
+    /// store half of that: 32752. Rotated elements and norms are up to `√head_dim` times the largest element of a row,
+    /// so their limit is `32752 / √head_dim`: 4094 at head_dim 64, 2047 at 256. [`KvCache`](crate::KvCache) refuses
+    /// larger elements. Kernels that receive larger elements store the nearest value that they can.
     pub fn largest_element(&self, head_dim: usize) -> f32 {
         match (self, self.rotation()) {
             (Self::F16, _) => LARGEST_HALF,
@@ -257,19 +257,19 @@ impl TensorFormat {
         }
     }
 
-    /// True if a token's codes and ranges depend on that token alone, so that tokens can be stored one by one.
+    /// Whether a token's codes and ranges depend on that token alone, so that tokens can be stored one by one.
     pub const fn takes_single_tokens(&self) -> bool {
         matches!(self.grouping(), None | Some(Grouping::Token | Grouping::TokenChannels(_)))
     }
 
-    /// True if keys gain by being stored less a centre: scales, ranges and norms of single tokens grow with what all
-    /// tokens have in common. Ranges per channel have it in their minima already.
+    /// Whether centring helps the keys. Scales, ranges and norms of single tokens grow with what all tokens have in
+    /// common. Ranges per channel already have it in their minima.
     pub const fn takes_centre(&self) -> bool {
         self.takes_single_tokens()
     }
 
-    /// Where the range of an element lies among the ranges of its tile (see [`TensorFormat::ranges_per_tile`]); the
-    /// largest number where it lies beyond all numbers.
+    /// The place of an element's range among the ranges of its tile (see [`TensorFormat::ranges_per_tile`]). Saturates
+    /// at the largest number.
     pub const fn range_index(&self, head_dim: usize, token: usize, channel: usize) -> usize {
         match self.grouping() {
             None => 0,
@@ -295,20 +295,20 @@ impl TensorFormat {
             return reject(format!("range shrink {} is outside 0 < shrink ≤ 1", affine.shrink));
         }
         if affine.ranges == RangeRule::Symmetric && affine.bits == Bits::One {
-            return reject("ranges about 0 have no code but 0 at 1 bit; use 2 bits or more".into());
+            return reject("ranges about 0 have only the code 0 at 1 bit; use 2 bits or more".into());
         }
         if let Some(rotation) = affine.rotation {
             rotation.check(shape)?;
         }
         match affine.grouping {
             Grouping::ChannelTokens(tokens) if ![32, 64, 128].contains(&tokens) => {
-                reject(format!("groups of {tokens} tokens; a tile holds groups of 32, 64 or 128"))
+                reject(format!("groups of {tokens} tokens; use 32, 64 or 128"))
             }
             Grouping::TokenChannels(channels)
                 if channels == 0 || channels % 4 != 0 || !shape.head_dim().is_multiple_of(channels) =>
             {
                 reject(format!(
-                    "groups of {channels} channels; a multiple of 4 that divides head_dim {} is needed",
+                    "groups of {channels} channels; use a multiple of 4 that divides head_dim {}",
                     shape.head_dim()
                 ))
             }
@@ -317,7 +317,7 @@ impl TensorFormat {
     }
 }
 
-/// Whole groups of `size` among `count`; none of size 0, which no check lets pass.
+/// Whole groups of `size` among `count`; 0 for size 0, which every check refuses.
 const fn groups(count: usize, size: usize) -> usize {
     match count.checked_div(size) {
         Some(groups) => groups,
@@ -360,7 +360,7 @@ impl fmt::Display for TensorFormat {
     }
 }
 
-/// How a segment stores its keys and its values; the two choose independently.
+/// The formats of a segment's keys and values. They are independent of each other.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SegmentFormat {
     /// Format of the keys.
@@ -373,15 +373,15 @@ impl SegmentFormat {
     /// Keys and values in f16.
     pub const F16: Self = Self { key: TensorFormat::F16, value: TensorFormat::F16 };
 
-    /// Keys and values as affine codes of one width, one range per channel over the span, as in CalibQuant
-    /// (arXiv 2502.14882, §3.1), without range shrinking.
+    /// Keys and values as affine codes of one width with one range per channel over the span, as in CalibQuant (arXiv
+    /// 2502.14882, §3.1), without range shrinking.
     pub const fn per_channel(bits: Bits) -> Self {
         let format = TensorFormat::Affine(AffineFormat::new(bits, Grouping::Channel));
         Self { key: format, value: format }
     }
 
-    /// CalibQuant as published: [`SegmentFormat::per_channel`], and at 1 bit the ranges of keys multiplied by 0.5
-    /// and those of values by 0.3.
+    /// CalibQuant as published: [`SegmentFormat::per_channel`]. At 1 bit the ranges of keys are multiplied by 0.5 and
+    /// those of values by 0.3.
     pub const fn calibquant(bits: Bits) -> Self {
         let (key, value) = match bits {
             Bits::One => (0.5, 0.3),
@@ -401,8 +401,8 @@ impl SegmentFormat {
         }
     }
 
-    /// The same with ranges of every tile in place of ranges of a whole span: for tiles that are packed one by one as a
-    /// sequence grows, which then are one span with each other.
+    /// The same format with tile ranges in place of span ranges. Tiles that are packed one by one as a sequence grows
+    /// then form a single span.
     ///
     /// ```
     /// use kvpack::{Bits, SegmentFormat};
@@ -415,12 +415,12 @@ impl SegmentFormat {
         Self { key: self.key.with_tile_ranges(), value: self.value.with_tile_ranges() }
     }
 
-    /// True if tokens can be stored one by one: keys and values in f16 or with ranges of their own for every token.
+    /// Whether tokens can be stored one by one: keys and values are f16 or have ranges of their own for every token.
     pub const fn takes_single_tokens(&self) -> bool {
         self.key.takes_single_tokens() && self.value.takes_single_tokens()
     }
 
-    /// Why [`SegmentFormat::takes_single_tokens`] is false, and what to do.
+    /// The reason why [`SegmentFormat::takes_single_tokens`] is false, and what to do.
     pub(crate) fn why_no_single_tokens(&self) -> String {
         format!(
             "single tokens cannot go into a store of {self}, whose ranges span several; use formats with ranges per token, \
@@ -428,7 +428,7 @@ impl SegmentFormat {
         )
     }
 
-    /// Why keys of the format are not stored less a centre ([`TensorFormat::takes_centre`]), and what to do.
+    /// The reason why keys of the format cannot be centred ([`TensorFormat::takes_centre`]), and what to do.
     pub(crate) fn why_no_centre(&self) -> String {
         format!(
             "keys of {} have ranges of their own for every channel, whose minima hold what all tokens have in common; a centre \
@@ -438,10 +438,10 @@ impl SegmentFormat {
     }
 
     /// SAW-INT4 (arXiv 2604.19157): 4-bit codes with one range per token and head, keys rotated by Hadamard transforms
-    /// of order 16. Tokens are packed as they arrive; there is no window of recent tokens in f16.
+    /// of order 16. Tokens are packed as they arrive, without a residual window.
     ///
-    /// kvpack rounds codes half to even and ranges to f16; [`saw_int4`](crate::format::interchange::saw_int4) computes
-    /// what the published kernel does.
+    /// kvpack rounds codes half to even and ranges to f16. [`saw_int4`](crate::format::interchange::saw_int4)
+    /// reproduces the published kernel.
     pub const fn saw_int4() -> Self {
         let four_bit = AffineFormat::new(Bits::Four, Grouping::Token);
         Self {
@@ -450,8 +450,8 @@ impl SegmentFormat {
         }
     }
 
-    /// KIVI (arXiv 2402.02750): keys with one range per channel and 32 tokens, values with one per token
-    /// and 32 channels.
+    /// KIVI (arXiv 2402.02750): keys with one range per channel and 32 tokens, values with one range per token and 32
+    /// channels.
     pub const fn kivi(bits: Bits) -> Self {
         Self {
             key: TensorFormat::Affine(AffineFormat::new(bits, Grouping::ChannelTokens(32))),
@@ -459,29 +459,29 @@ impl SegmentFormat {
         }
     }
 
-    /// TurboQuant (arXiv 2504.19874) for keys and values: codes of a Lloyd-Max codebook of randomly rotated rows, and
+    /// TurboQuant (arXiv 2504.19874) for keys and values: codes of a Lloyd-Max codebook for randomly rotated rows, and
     /// one norm per token.
     pub const fn turboquant(bits: Bits, head_dim: usize) -> Self {
         let format = TensorFormat::Codebook(CodebookFormat::turboquant(bits, head_dim));
         Self { key: format, value: format }
     }
 
-    /// The same with [norms](NormRule::Renormalized) that make what is stored as long as the row.
+    /// The same format with [norms](NormRule::Renormalized) that make the decoded row as long as the row.
     pub const fn turboquant_renormalized(bits: Bits, head_dim: usize) -> Self {
         let format = TensorFormat::Codebook(CodebookFormat::turboquant(bits, head_dim).renormalized());
         Self { key: format, value: format }
     }
 
     /// TurboQuant with keys for unbiased inner products (algorithm 2): keys have levels at one bit less and a sign
-    /// sketch of what these leave. Values are weighted sums, not inner products, and have
-    /// [levels alone](SegmentFormat::turboquant).
+    /// sketch of their residual. Values form weighted sums, not inner products, and have [levels
+    /// alone](SegmentFormat::turboquant).
     pub const fn turboquant_prod(bits: Bits, head_dim: usize) -> Self {
         let key = TensorFormat::Codebook(CodebookFormat::turboquant_prod(bits, head_dim));
         Self { key, value: TensorFormat::Codebook(CodebookFormat::turboquant(bits, head_dim)) }
     }
 
-    /// QJL (arXiv 2406.03482): keys are one sign for each channel of a random projection, and a norm; values have 4-bit
-    /// codes with one range per token. The paper takes more signs than channels; this format has as many.
+    /// QJL (arXiv 2406.03482): a key is one sign for each channel of a random projection, and a norm. Values have 4-bit
+    /// codes with one range per token. The paper uses more signs than channels; this format uses as many.
     pub const fn qjl(head_dim: usize) -> Self {
         Self {
             key: TensorFormat::Codebook(CodebookFormat::turboquant_prod(Bits::One, head_dim)),
@@ -489,10 +489,10 @@ impl SegmentFormat {
         }
     }
 
-    /// Checks that heads of `shape` can be stored so.
+    /// Checks that heads of `shape` can be stored in this format.
     ///
     /// # Errors
-    /// [`Error::Format`] names the parameter that does not fit and what would.
+    /// [`Error::Format`] names the parameter that does not fit and what is allowed.
     pub fn check(&self, shape: &AttentionShape) -> Result<()> {
         self.key.check(shape)?;
         self.value.check(shape)?;

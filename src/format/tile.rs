@@ -1,26 +1,26 @@
 //! The tile: 128 tokens of one KV head, the unit of storage and of paging. Layout version [`LAYOUT_VERSION`].
 //!
-//! A *page* holds the tiles of all KV heads for one run of 128 tokens of one sequence, keys in one pool and values in
-//! another: tile of KV head `h` in page `p` starts at word `(p · kv_heads + h) · tile words`.
+//! A *page* holds the tiles of all KV heads for the same 128 tokens of one sequence, keys in one pool and values in
+//! another. The tile of KV head `h` in page `p` starts at word `(p · kv_heads + h) · tile words`.
 //!
 //! Codes live in `u32` words. Keys are packed along the channels and values along the tokens, each along the axis that
-//! its product sums over. Four codes that meet in one packed dot product form a *field group*:
+//! its product sums over. Four codes that one packed dot product multiplies form a *field group*:
 //!
 //! | | field group `f` holds | its tile position |
 //! | --- | --- | --- |
 //! | key | channels `4f .. 4f+4` of one token | word `f / planes` of the token's row, bit plane `f % planes` |
 //! | value | tokens `f, f+32, f+64, f+96` of one channel | word `f / planes` of the channel's column, bit plane `f % planes` |
 //!
-//! where `planes = 8 / bits`. Element `i` of a field group in bit plane `j` sits at bit `8·i + bits·j`, so that
-//! `(word >> bits·j) & mask` yields four byte-wide codes. In f16 a field group is two words: elements 0, 1 in the first
-//! and 2, 3 in the second, low half first.
+//! where `planes = 8 / bits`. Element `i` of a field group in bit plane `j` sits at bit `8·i + bits·j`, so that `(word
+//! >> bits·j) & mask` extracts four byte-wide codes. In f16 a field group is two words: elements 0, 1 in the first and
+//! 2, 3 in the second, low half first.
 //!
 //! At 3 bits nothing is padded to 4: a vector of three words holds eight field groups. Field group `f` of a row or
-//! column has the low two bits of its codes in word `3 (f / 8) + (f % 8) / 4`, bit plane `f % 4` of planes of two bits,
-//! and their top bits in word `3 (f / 8) + 2`, bit plane `f % 8` of planes of one bit.
+//! column has the low two bits of its codes in word `3 (f / 8) + (f % 8) / 4`, bit plane `f % 4` of planes of two bits.
+//! Their top bits are in word `3 (f / 8) + 2`, bit plane `f % 8` of planes of one bit.
 //!
-//! Packed codes are stored signed (top bit flipped): the field is `code XOR 2^(bits−1)`, the two's complement of
-//! `code − 2^(bits−1)`.
+//! Packed codes are stored signed (top bit flipped): the field is `code XOR 2^(bits−1)`, which is `code − 2^(bits−1)`
+//! in two's complement.
 //!
 //! Words are ordered for coalesced 16-byte loads:
 //! - key tile: `[word group][token]` of vectors of [`TileLayout::key_vector`] words, the widest of 4, 2, 1 that divides
@@ -31,13 +31,14 @@
 use super::{HEAD_DIMS, TILE_TOKENS, TensorFormat};
 use crate::{Error, Result};
 
-/// Version of the tile layout. It changes when a tile written by one release could not be read by the next.
+/// Version of the tile layout. It changes when one release can no longer read the tiles of another.
 pub const LAYOUT_VERSION: u32 = 1;
 
 /// Tokens of a tile that share a field group of values, one per byte lane.
 const FIELD_GROUPS_PER_TILE: usize = TILE_TOKENS / 4;
 
-/// The place of one element: a word of the tile and the lowest bit of its field; at 3 bits also that of its top bit.
+/// The place of one element: a word of the tile and the lowest bit of its field. At 3 bits also the place of its top
+/// bit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Field {
     /// Word index within the tile.
@@ -46,7 +47,7 @@ pub struct Field {
     pub shift: u32,
     /// Bits of the field in that word: all of them, or the low two of three.
     pub bits: u32,
-    /// Where the top one of three bits lies.
+    /// The place of the top bit, for 3-bit codes.
     pub top: Option<TopBit>,
 }
 
@@ -154,13 +155,13 @@ impl TileLayout {
         self.head_dim * self.value_column_words()
     }
 
-    /// Where the key of `channel` at `token` of the tile lies. A token or channel that the tile does not have lies
-    /// behind the last word.
+    /// The place of the key of `channel` at `token` of the tile. A token or channel outside the tile lies behind its
+    /// last word.
     pub const fn key_field(&self, token: usize, channel: usize) -> Field {
         self.field_in_run(Run { index: token, count: TILE_TOKENS, vector: self.key_vector() }, channel / 4, channel % 4)
     }
 
-    /// Where the value of `channel` at `token` of the tile lies, as [`TileLayout::key_field`].
+    /// The place of the value of `channel` at `token` of the tile, as in [`TileLayout::key_field`].
     pub const fn value_field(&self, token: usize, channel: usize) -> Field {
         let run = Run { index: channel, count: self.head_dim, vector: self.value_vector() };
         self.field_in_run(run, token % FIELD_GROUPS_PER_TILE, token / FIELD_GROUPS_PER_TILE)
@@ -184,7 +185,7 @@ impl TileLayout {
     }
 }
 
-/// A row of keys or a column of values: words that lie in vectors, beside the same vectors of its neighbours.
+/// A row of keys or a column of values: its words lie in vectors, next to the same vectors of its neighbours.
 #[derive(Clone, Copy)]
 struct Run {
     index: usize,
@@ -211,7 +212,7 @@ mod tests {
         std::iter::once(TensorFormat::F16).chain(Bits::ALL.map(affine)).collect()
     }
 
-    /// 3-bit codes take three bits: low pairs in two words of a vector, top bits in the third.
+    /// 3-bit codes take exactly three bits: low pairs in two words of a vector, top bits in the third.
     #[test]
     fn three_bits_are_dense() {
         let format = TensorFormat::Affine(AffineFormat::new(Bits::Three, Grouping::Channel));
@@ -222,7 +223,7 @@ mod tests {
         assert_eq!((field.word, field.shift, field.top), (16, 28, Some(TopBit { word: 17, shift: 30 })));
     }
 
-    /// Every element has bits of its own: the fields neither overlap nor leave the tile.
+    /// Every element has bits of its own: fields do not overlap or leave the tile.
     #[test]
     fn fields_are_disjoint() {
         for format in formats() {

@@ -1,19 +1,20 @@
-//! The orders in which backends lay codes inside a tile.
+//! The orders of codes inside a tile on different backends.
 
 use super::{Field, HEAD_DIMS, KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout, TopBit};
 use crate::{Error, Result};
 
-/// The order of codes inside a tile. What a code means, the tile's tokens and its ranges are the same in all orders,
-/// and so is its size at head dimensions that are multiples of 32.
+/// The order of codes inside a tile. The meaning of codes, the tile's tokens and its ranges are the same in all orders.
+/// So is the tile's size at head dimensions that are multiples of 32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TileOrder {
-    /// Four codes that meet in one packed dot product share a word: the order of [`super::tile`], for CPU and WGSL.
+    /// Four codes that one packed dot product multiplies share a word: the order of [`super::tile`], for the CPU and
+    /// WGSL.
     DotProduct,
     /// The words of a tile are the registers of matrix fragments (CUDA's `mma.sync`).
     ///
-    /// A tile is a series of loads of 512 bytes, in which lane `4g + c` (g < 8, c < 4) of a warp finds its words
-    /// `r` = 0..4 at `(32 · load + lane) · 4 + r`. With `planes = 8 / bits`, load `l` and bit plane `j` hold block
-    /// `l · planes + j` of the tile; blocks are counted channels first.
+    /// A tile is a series of loads of 512 bytes. Lane `4g + c` (g < 8, c < 4) of a warp finds its words `r` = 0..4 of a
+    /// load at `(32 · load + lane) · 4 + r`. With `planes = 8 / bits`, load `l` and bit plane `j` hold block `l ·
+    /// planes + j` of the tile. Blocks are counted channels first.
     ///
     /// | | a block is | the field in word `r`, byte `e`, plane `j` of block `(m, f)` |
     /// | --- | --- | --- |
@@ -23,16 +24,16 @@ pub enum TileOrder {
     /// | key in f16, half `e` of word `r` | 16 × 16, one to a load | token `16m + g + 8(r & 1)`, channel `16f + 8(r >> 1) + 2c + e` |
     /// | value in f16, half `e` of word `r` | 16 × 16, one to a load | token `16m + 8(r >> 1) + 2c + e`, channel `16f + g + 8(r & 1)` |
     ///
-    /// At 3 bits the tile of the low two bits of all codes, as at 2 bits, is followed by that of their top bits; in
-    /// both, byte `e` of plane `j` begins at bit `8e + bits · j`.
+    /// At 3 bits, the tile of the low two bits of all codes, laid out as at 2 bits, is followed by the tile of their
+    /// top bits. In both, byte `e` of plane `j` begins at bit `8e + bits · j`.
     ///
-    /// Keys of 8 and of 1 bits have their top bit flipped, all other codes are stored as they are. Tiles have as many
-    /// channels as the next multiple of 32, those beyond the head (head_dim 80) being zero bits.
+    /// Keys of 8 bits and of 1 bit have their top bit flipped. All other codes are stored directly. Tiles have the next
+    /// multiple of 32 channels; those beyond the head (head_dim 80) are zero bits.
     MmaFragment,
 }
 
 impl TileOrder {
-    /// Where the element of `channel` at `token` of a tile lies.
+    /// The place of the element of `channel` at `token` of a tile.
     pub const fn field(
         self,
         which: KeyOrValue,
@@ -61,7 +62,7 @@ impl TileOrder {
         }
     }
 
-    /// What a code is combined with by XOR before it is stored.
+    /// The mask that is XORed with a code before it is stored.
     pub const fn flip(self, which: KeyOrValue, format: &TensorFormat) -> u32 {
         let Some(bits) = format.code_bits() else { return 0 };
         let bits = bits.count();
@@ -71,11 +72,12 @@ impl TileOrder {
         }
     }
 
-    /// The words of a tile in the order `to`. Padding of the order that is left is dropped, that of the other is zero.
+    /// The words of a tile in the order `to`. The padding of the old order is dropped, and that of the new order is
+    /// zero.
     ///
     /// # Errors
-    /// [`Error::HeadDim`] when `head_dim` is not one of [`HEAD_DIMS`](super::HEAD_DIMS); [`Error::Elements`] when the tile
-    /// has not the words of one.
+    /// [`Error::HeadDim`] when `head_dim` is not one of [`HEAD_DIMS`](super::HEAD_DIMS); [`Error::Elements`] when the
+    /// tile has the wrong number of words.
     pub fn convert(
         self,
         to: Self,
@@ -106,7 +108,7 @@ impl TileOrder {
     }
 }
 
-/// Channels of a tile of fragments.
+/// Channels of a tile in fragment order.
 const fn stored_channels(head_dim: usize) -> usize {
     head_dim.next_multiple_of(32)
 }
@@ -119,7 +121,7 @@ const fn fragment_field(which: KeyOrValue, bits: usize, channels: usize, element
         return Field { top: Some(TopBit { word: low_words + top.word, shift: top.shift }), ..low };
     }
     match (which, bits) {
-        // The one order of bits that is another: see `cuda/common/scores.cuh`.
+        // The only case with a different order of bits: see `cuda/common/scores.cuh`.
         (KeyOrValue::Key, 1) => {
             let field = width_field(which, 1, channels, element);
             let (byte, plane) = (field.shift / 8, field.shift % 8);
@@ -186,7 +188,7 @@ mod tests {
         }
     }
 
-    /// Every element has bits of its own, and together they fill the tile, but for the padding of head_dim 80.
+    /// Every element has bits of its own, and together they fill the tile, except for the padding of head_dim 80.
     #[test]
     fn fragments_fill_the_tile() {
         each(|which, format, head_dim| {
@@ -205,7 +207,7 @@ mod tests {
         });
     }
 
-    /// There and back again is what there was, bit for bit, and codes are the same on both sides.
+    /// Converting there and back restores every bit, and codes are the same on both sides.
     #[test]
     fn conversion_keeps_every_code() {
         each(|which, format, head_dim| {
@@ -231,7 +233,7 @@ mod tests {
         });
     }
 
-    /// Fields worked out by hand from the table.
+    /// Fields computed by hand from the table.
     #[test]
     fn fields_of_the_table() {
         let field = |which, bits: Bits, token, channel| {
@@ -247,7 +249,7 @@ mod tests {
         assert_eq!(field(KeyOrValue::Value, Bits::Four, 61, 91), ((6 * 32 + 4 * 3 + 2) * 4 + 3, 8 * 3 + 4));
     }
 
-    /// Low bits as at 2 bits, top bits behind them in planes of one bit.
+    /// Low bits as at 2 bits, followed by top bits in planes of one bit.
     #[test]
     fn three_bits_are_two_tiles() {
         let three = TensorFormat::Affine(AffineFormat::new(Bits::Three, Grouping::Channel));

@@ -1,20 +1,20 @@
-//! KIVI's own storage and arithmetic (arXiv 2402.02750): what its published code computes, to the bit.
+//! KIVI's own storage and arithmetic (arXiv 2402.02750), equal to its published code to the bit.
 //!
-//! Keys are grouped per channel and run of tokens, values per token and run of channels; both are the groupings
-//! [`ChannelTokens`](crate::format::Grouping::ChannelTokens) and
-//! [`TokenChannels`](crate::format::Grouping::TokenChannels) of this library. `32 / bits` codes (rounded down) fill an
-//! `i32`, the first in the lowest bits: at 2 bits the codes 0, 1, 2, 3 four times over are the word `0xe4e4e4e4`.
+//! Keys are grouped per channel over consecutive tokens, values per token over consecutive channels. These are the
+//! groupings [`ChannelTokens`](crate::format::Grouping::ChannelTokens) and
+//! [`TokenChannels`](crate::format::Grouping::TokenChannels) of this library. An `i32` holds `32 / bits` codes (rounded
+//! down), the first in the lowest bits: at 2 bits the codes 0, 1, 2, 3, repeated four times, are the word `0xe4e4e4e4`.
 //!
-//! [`quantize_group`] rounds as that code does: every step to the element type of the input. kvpack's kernels round
-//! only what they store (scale and minimum, to f16), so that at f16 a code may differ by one where an element lies
-//! within f16 rounding of the middle between two levels.
+//! [`quantize_group`] rounds every step to the element type of the input, as that code does. kvpack's kernels round
+//! only the stored scale and minimum, to f16. At f16 a code may therefore differ by one if an element lies within f16
+//! rounding of the midpoint between two levels.
 
 use half::f16;
 
 use crate::format::{Bits, CodeRange};
 use crate::{Error, Result};
 
-/// What every step of [`quantize_group`] is rounded to: the element type of KIVI's tensors.
+/// The precision to which [`quantize_group`] rounds every step: the element type of KIVI's tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ScaleRounding {
     /// f32 steps.
@@ -28,7 +28,7 @@ impl ScaleRounding {
         match self {
             Self::F32 => x,
             // A single f32 operation on f16 operands, rounded once more, is the f16 operation: f32 has more than twice
-            // the digits.
+            // as many digits.
             Self::F16 => f16::from_f32(x).to_f32(),
         }
     }
@@ -39,13 +39,13 @@ impl ScaleRounding {
 pub struct QuantizedGroup {
     /// One code per element.
     pub codes: Vec<u8>,
-    /// Scale and minimum, rounded as every step was.
+    /// Scale and minimum, rounded like every step.
     pub range: CodeRange,
 }
 
-/// Quantises the elements that share a range: `scale = (max − min) / (2^bits − 1)`,
-/// `code = round(clamp((x − min) / scale))`, ties to even, each step rounded. A group without spread has scale 0 and
-/// codes 0, where the published code divides by zero.
+/// Quantises the elements that share a range: `scale = (max − min) / (2^bits − 1)`, `code = round(clamp((x − min) /
+/// scale))`, ties to even, each step rounded. A group without spread gets scale 0 and codes 0; the published code
+/// divides by zero there.
 pub fn quantize_group(elements: &[f32], bits: Bits, rounding: ScaleRounding) -> QuantizedGroup {
     let round = |x: f32| rounding.round(x);
     let min = elements.iter().copied().fold(f32::INFINITY, f32::min);
@@ -60,7 +60,7 @@ pub fn quantize_group(elements: &[f32], bits: Bits, rounding: ScaleRounding) -> 
 }
 
 impl QuantizedGroup {
-    /// The values that the codes stand for: `code · scale + min`, each step rounded.
+    /// The values of the codes: `code · scale + min`, each step rounded.
     pub fn dequantize(&self, rounding: ScaleRounding) -> Vec<f32> {
         let value = |&code: &u8| rounding.round(rounding.round(f32::from(code) * self.range.scale) + self.range.min);
         self.codes.iter().map(value).collect()
@@ -84,7 +84,7 @@ pub fn pack(codes: &[u8], bits: Bits) -> Result<Vec<i32>> {
     let per_word = bits.codes_per_word();
     let reject = |reason: String| Error::Format { format: format!("{bits}-bit codes in i32 words"), reason };
     if !codes.len().is_multiple_of(per_word) {
-        return Err(reject(format!("{} codes do not fill words of {per_word}", codes.len())));
+        return Err(reject(format!("{} codes do not fill words of {per_word} codes", codes.len())));
     }
     if let Some(at) = codes.iter().position(|&code| u32::from(code) > bits.max_code()) {
         return Err(reject(format!("code {} at {at} is above {}", codes[at], bits.max_code())));

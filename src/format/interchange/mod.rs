@@ -1,8 +1,8 @@
-//! What other projects store, for caches that come from them or go to them.
+//! Storage formats of other projects, for caches that come from them or go to them.
 //!
-//! No kernel and no store of kvpack is in these orders. They are here, and not with the golden vectors that test them,
-//! because who moves to kvpack has caches in them: each module packs and unpacks the bytes of one project, and computes
-//! its codes as its published code does, where that differs from kvpack's own rounding.
+//! No kernel and no store of kvpack uses these orders. They are part of the library, and not of the golden tests,
+//! because users who move to kvpack have such caches. Each module packs and unpacks the bytes of one project, and
+//! computes its codes as the published code does where that differs from kvpack's own rounding.
 //!
 //! | module | of | order |
 //! | --- | --- | --- |

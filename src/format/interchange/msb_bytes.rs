@@ -1,8 +1,8 @@
 //! CalibQuant's own storage: codes packed into words from the most significant bit down (arXiv 2502.14882, A.1).
 //!
-//! `N`-bit codes fill `M`-bit words, `M/N` to a word (rounded down: words of 3-bit codes have low bits to spare, which
-//! are 0), the first in the highest bits: codes 0, 1, 2, 3 at 2 bits are the byte `0x1b`. Other people's caches come in
-//! this form; [`tile_from_codes`] brings them into kvpack's tiles and [`codes_from_tile`] takes them out again.
+//! An `M`-bit word holds `M/N` `N`-bit codes (rounded down: words of 3-bit codes have unused low bits, which are 0).
+//! The first code is in the highest bits: codes 0, 1, 2, 3 at 2 bits are the byte `0x1b`. Caches of other projects come
+//! in this form. [`tile_from_codes`] brings them into kvpack's tiles, and [`codes_from_tile`] takes them out again.
 
 use crate::format::{Bits, KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout};
 use crate::{Error, Result};
@@ -60,7 +60,7 @@ pub fn pack<W: MsbWord>(codes: &[u8], bits: Bits) -> Result<Vec<W>> {
     let reject =
         |reason: String| Error::Format { format: format!("{bits}-bit codes in {}-bit words", W::BITS), reason };
     if !codes.len().is_multiple_of(per_word) {
-        return Err(reject(format!("{} codes do not fill words of {per_word}", codes.len())));
+        return Err(reject(format!("{} codes do not fill words of {per_word} codes", codes.len())));
     }
     if let Some(at) = codes.iter().position(|&code| u32::from(code) > bits.max_code()) {
         return Err(reject(format!("code {} at {at} is above {}", codes[at], bits.max_code())));
@@ -77,7 +77,7 @@ pub fn unpack<W: MsbWord>(words: &[W], bits: Bits) -> Vec<u8> {
     words.iter().flat_map(|&word| (0..per_word).map(move |i| code(word, i) as u8)).collect()
 }
 
-/// Puts codes `[tokens, head_dim]` of one KV head, at most 128 tokens, into the words of a tile. Unused
+/// Puts codes `[tokens, head_dim]` of one KV head into the words of a tile. There are no more than 128 tokens. Unused
 /// fields are zero.
 ///
 /// ```
@@ -111,7 +111,8 @@ pub fn tile_from_codes(which: KeyOrValue, format: &TensorFormat, head_dim: usize
 /// The codes `[tokens, head_dim]` of the first tokens of a tile.
 ///
 /// # Errors
-/// [`Error::Format`] when the format has no codes, [`Error::Elements`] when `words` is no tile or holds fewer tokens.
+/// [`Error::Format`] when the format has no codes, [`Error::Elements`] when `words` is not a tile or holds fewer
+/// tokens.
 pub fn codes_from_tile(
     which: KeyOrValue,
     format: &TensorFormat,

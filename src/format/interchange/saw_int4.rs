@@ -1,22 +1,22 @@
-//! SAW-INT4's own storage and arithmetic (arXiv 2604.19157): what its published kernel computes, to the bit.
+//! SAW-INT4's own storage and arithmetic (arXiv 2604.19157), equal to its published kernel to the bit.
 //!
-//! A row (one token of one head) has one scale and one real-valued zero point, `value = (code − zero) · scale`, and its
-//! codes fill bytes half by half: byte `j` holds channel `j` in its low nibble and channel `j + head_dim / 2`
-//! in its high one.
+//! A row (one token of one head) has one scale and one real-valued zero point, `value = (code − zero) · scale`. Its
+//! codes fill bytes half by half: byte `j` holds channel `j` in its low nibble and channel `j + head_dim / 2` in its
+//! high nibble.
 //!
-//! Beside kvpack's own codec ([`SegmentFormat::saw_int4`](crate::format::SegmentFormat::saw_int4)) it differs in
-//! rounding: ties go up, not to the even code; a spread below 1e-8 counts as 1e-8; scale and zero are f32, kvpack's
-//! scale and minimum f16.
+//! It differs from kvpack's own codec ([`SegmentFormat::saw_int4`](crate::format::SegmentFormat::saw_int4)) in
+//! rounding. Ties go up, not to the even code. A spread below 1e-8 counts as 1e-8. Scale and zero are f32; kvpack's
+//! scale and minimum are f16.
 
 use half::bf16;
 
 use crate::format::Rotation;
 use crate::{Error, Result};
 
-/// What the row is rounded to between rotation and quantisation.
+/// The precision to which the row is rounded between rotation and quantisation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RowRounding {
-    /// Nothing: it stays f32.
+    /// No rounding: the row stays f32.
     F32,
     /// bf16, to nearest even.
     Bf16,
@@ -29,7 +29,7 @@ pub struct QuantizedRow {
     pub codes: Vec<u8>,
     /// Distance between neighbouring codes.
     pub scale: f32,
-    /// The code, in general not whole, that stands for 0.
+    /// The code of the value 0. In general it is not an integer.
     pub zero: f32,
 }
 
@@ -37,7 +37,7 @@ pub struct QuantizedRow {
 /// `code = trunc(x / scale + zero + 0.5)`.
 ///
 /// # Errors
-/// [`Error::Format`] when the rotation does not fit a row of so many channels.
+/// [`Error::Format`] when the rotation does not fit a row of this length.
 pub fn quantize_row(row: &[f32], rotation: Option<Rotation>, rounding: RowRounding) -> Result<QuantizedRow> {
     let mut row = row.to_vec();
     if let Some(rotation) = rotation {
@@ -55,13 +55,13 @@ pub fn quantize_row(row: &[f32], rotation: Option<Rotation>, rounding: RowRoundi
 }
 
 impl QuantizedRow {
-    /// The values that the codes stand for, still rotated.
+    /// The values of the codes, still rotated.
     pub fn dequantize(&self) -> Vec<f32> {
         self.codes.iter().map(|&code| (f32::from(code) - self.zero) * self.scale).collect()
     }
 }
 
-/// Packs the codes of a row: those of its first half into low nibbles, those of its second into high ones.
+/// Packs the codes of a row: its first half into low nibbles, its second half into high nibbles.
 ///
 /// ```
 /// use kvpack::format::interchange::saw_int4::{pack, unpack};
@@ -75,7 +75,7 @@ impl QuantizedRow {
 pub fn pack(codes: &[u8]) -> Result<Vec<u8>> {
     let reject = |reason: String| Error::Format { format: "nibbles of the two halves of a row".into(), reason };
     if !codes.len().is_multiple_of(2) {
-        return Err(reject(format!("{} codes have no two halves", codes.len())));
+        return Err(reject(format!("{} codes cannot be split into two halves", codes.len())));
     }
     if let Some(at) = codes.iter().position(|&code| code > 15) {
         return Err(reject(format!("code {} at {at} is above 15", codes[at])));
