@@ -9,14 +9,14 @@ use crate::format::{AffineFormat, CodeRange, Direction, KeyOrValue, TILE_TOKENS,
 use crate::plan::{Elements, RowLayout, TokenWrite};
 use crate::{Error, Result};
 
-/// Puts tokens of dense keys and values into slots of pages, in a format that
-/// [takes single tokens](crate::SegmentFormat::takes_single_tokens): what [`quantize`](super::quantize) would store of
-/// them, bit for bit: keys less the centre that the write names. Elements that are not finite, or too large for the
-/// format, are stored as zeros.
+/// Writes tokens of dense keys and values into slots of pages, in a format that [takes single
+/// tokens](crate::SegmentFormat::takes_single_tokens), as [`quantize`](super::quantize) would store them, bit for bit.
+/// Keys are centred with the centre that the write names. Elements that are not finite, or too large for the format,
+/// are stored as zeros.
 ///
 /// # Errors
-/// [`Error::Plan`] when the format takes no single tokens or a token, page or slot does not exist, [`Error::Elements`]
-/// when keys or values are shorter than their layout says; the store is as it was.
+/// [`Error::Plan`] when the format does not take single tokens, or a token, page or slot does not exist,
+/// [`Error::Elements`] when keys or values are shorter than their layout requires. On an error the store is unchanged.
 pub fn append(
     store: &mut CpuStore,
     keys: Elements<'_>,
@@ -32,13 +32,13 @@ pub fn append(
     Ok(())
 }
 
-/// Dense rows on their way into slots.
+/// Dense rows to be stored in slots.
 pub(super) struct TokenRows<'a> {
     pub(super) elements: Elements<'a>,
     pub(super) rows: RowLayout,
-    /// What is beyond ±this, or NaN, is stored as zero.
+    /// NaN and elements beyond ± this are stored as zero.
     pub(super) largest: f32,
-    /// Called with a token for each such element of it.
+    /// Called with the token of every such element.
     pub(super) flag: &'a dyn Fn(usize),
 }
 
@@ -54,7 +54,7 @@ impl TokenRows<'_> {
     }
 }
 
-/// Puts keys or values of tokens, which were checked to exist, into slots that were.
+/// Writes keys or values of tokens into slots. Both were checked to exist.
 pub(super) fn put_tokens(store: &mut CpuStore, which: KeyOrValue, source: &TokenRows<'_>, writes: &[TokenWrite]) {
     let (kv_heads, head_dim) = (store.shape().kv_heads(), store.shape().head_dim());
     let (tensor, centres) = store.tensor_and_centres(which);
@@ -73,7 +73,7 @@ pub(super) fn put_tokens(store: &mut CpuStore, which: KeyOrValue, source: &Token
     }
 }
 
-/// Puts the row of one token of one KV head, rotated already, into its slot.
+/// Writes the row of one token of one KV head, already rotated, into its slot.
 fn put_row(tensor: &mut TensorStore, write: &TokenWrite, head: usize, row: &[f32]) {
     let (which, layout, format) = (tensor.which, tensor.layout, tensor.format);
     let fields: Vec<u32> = match &format {
@@ -133,14 +133,14 @@ fn check(
     for write in writes {
         if write.token >= rows.tokens || write.slot >= TILE_TOKENS {
             return reject(format!(
-                "token {} of {} into slot {} of {TILE_TOKENS}",
+                "token {} of {} goes into slot {} of {TILE_TOKENS}",
                 write.token, rows.tokens, write.slot
             ));
         }
         store.check_pages("append", &[write.page])?;
         store.check_centre("append", write.centre)?;
         if write.centre.is_none() && store.centre_slots() > 0 {
-            return reject("a token without a centre into a store whose keys are stored less one".into());
+            return reject("a token without a centre goes into a store whose keys are centred".into());
         }
     }
     Ok(())

@@ -24,7 +24,7 @@ use crate::{Error, Result};
 
 /// The CPU backend: every kernel in f32, with rayon's threads.
 ///
-/// It runs everywhere, is the reference for the other backends, and the default where there is no GPU.
+/// It runs everywhere. It is the reference for the other backends, and the default where there is no GPU.
 ///
 /// ```
 /// use kvpack::cpu::Cpu;
@@ -42,18 +42,18 @@ pub struct Cpu {
 }
 
 impl Cpu {
-    /// Without limits but that of the machine.
+    /// A backend limited only by the machine.
     pub fn new() -> Self {
         Self { max_shard_bytes: 1 << 30, memory: MemoryLimit::new(u64::MAX) }
     }
 
-    /// Bounds the bytes of keys, and those of values, in one shard (1 GiB if not set).
+    /// Limits the bytes of keys, and those of values, in one shard (1 GiB if not set).
     #[must_use]
     pub fn with_max_shard_bytes(self, bytes: u64) -> Self {
         Self { max_shard_bytes: bytes, ..self }
     }
 
-    /// Bounds the bytes that all stores made by this backend and its clones hold together.
+    /// Limits the total bytes of all stores that this backend and its clones create.
     #[must_use]
     pub fn with_memory_limit(self, bytes: u64) -> Self {
         Self { memory: MemoryLimit::new(bytes), ..self }
@@ -188,7 +188,7 @@ impl Packing for Cpu {
         windows: &[WindowMove],
     ) -> Result<()> {
         if to.shape() != shape {
-            let reason = format!("the store is of {:?}, not of {shape:?}", to.shape());
+            let reason = format!("the store has the shape {:?}, not {shape:?}", to.shape());
             return Err(Error::Plan { what: "pack windows", reason });
         }
         pack_windows(from, to, windows)
@@ -394,7 +394,7 @@ fn dense_rows(rows: TensorRows<'_, CpuTensor>) -> DenseRows<'_> {
     DenseRows { elements: rows.tensor.elements(), layout: rows.layout }
 }
 
-/// Checks that indices are for the KV heads of a shape.
+/// Checks that indices have the KV heads of a shape.
 fn check_heads(what: &'static str, indices: &CpuIndices, shape: &AttentionShape) -> Result<()> {
     let given = indices.shape();
     if given.kv_heads() == shape.kv_heads() {

@@ -11,10 +11,10 @@ use crate::format::{AttentionShape, Calibration, SegmentFormat};
 use crate::plan::{AttendPlan, Elements, Page, QueryRun, RowLayout, SpanView, Split, StoreView, TokenRange, Visible};
 use crate::{Error, Result};
 
-/// Queries that are attended at a time, to bound the memory of their scores.
+/// Queries that are attended to at a time, to limit the memory of their scores.
 const QUERIES_PER_STEP: usize = 16;
 
-/// Keys, values and queries to calibrate with: those of one prompt, say.
+/// Keys, values and queries for calibration, for example those of one prompt.
 #[derive(Clone, Copy, Debug)]
 pub struct CalibrationSample<'a> {
     /// Shape of the layer.
@@ -23,15 +23,15 @@ pub struct CalibrationSample<'a> {
     pub keys: Elements<'a>,
     /// Values of the sequence.
     pub values: Elements<'a>,
-    /// Where keys and values lie.
+    /// Layout of keys and values.
     pub rows: RowLayout,
-    /// The tokens that will be packed; the others stay f16, as the text around an image does.
+    /// The tokens to pack. The others stay in f16, like the text around an image.
     pub packed: TokenRange,
     /// `[queries, query_heads, head_dim]`; every query attends to all tokens.
     pub queries: Elements<'a>,
 }
 
-/// What the search found.
+/// The result of the search.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CalibrationResult {
     /// The calibration with the smallest error; the identity if none is better than it.
@@ -53,8 +53,8 @@ impl CalibrationResult {
 }
 
 impl Calibration {
-    /// Tries {0, 1, 2, 3}² for (τ1, τ2) and takes the one with which attention over the packed sample is nearest to
-    /// exact attention over the sample as given (`Σ (got − exact)² / Σ exact²` over all queries and heads).
+    /// Tries {0, 1, 2, 3}² for (τ1, τ2). The best candidate is the one with which attention over the packed sample is
+    /// nearest to exact attention over the given sample (`Σ (got − exact)² / Σ exact²` over all queries and heads).
     ///
     /// ```
     /// use kvpack::cpu::CalibrationSample;
@@ -95,7 +95,7 @@ impl Calibration {
     }
 }
 
-/// The sample in an f16 and a packed store.
+/// The sample, stored in an f16 and a packed store.
 struct StoredSample {
     f16: CpuStore,
     packed: CpuStore,
@@ -156,7 +156,7 @@ impl StoredSample {
     }
 }
 
-/// Writes tokens of the sample into a new shard of their own.
+/// Writes tokens of the sample into a shard of their own.
 fn store_span(store: &mut CpuStore, sample: &CalibrationSample<'_>, tokens: TokenRange) -> Result<Vec<Page>> {
     let shard = in_32_bits("shards of a store", store.shards())?;
     let pages = in_32_bits("pages of a span", tokens.len().div_ceil(crate::TILE_TOKENS))?;
@@ -167,7 +167,7 @@ fn store_span(store: &mut CpuStore, sample: &CalibrationSample<'_>, tokens: Toke
     Ok(pages)
 }
 
-/// Exact outputs of every query over the sample as given.
+/// Exact outputs of every query over the given sample.
 fn exact_outputs(sample: &CalibrationSample<'_>) -> Result<Vec<Vec<f64>>> {
     use rayon::prelude::*;
     let (keys, values) = (head_major(sample, sample.keys), head_major(sample, sample.values));

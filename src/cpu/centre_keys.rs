@@ -1,6 +1,6 @@
-//! Kernel `centre_keys`: rows of keys less their centre.
+//! Kernel `centre_keys`: subtracts their centre from rows of keys.
 
-/// Takes the centre of a KV head, `[head_dim]`, from a row; nothing where there is none.
+/// Subtracts the centre of a KV head, `[head_dim]`, from a row. Does nothing if the centre is empty.
 pub(super) fn centre_row(row: &mut [f32], centre: &[f32]) {
     row.iter_mut().zip(centre).for_each(|(x, centre)| *x -= centre);
 }

@@ -22,7 +22,7 @@ pub enum CpuTensor {
 }
 
 impl CpuTensor {
-    /// Copies elements of a caller.
+    /// Copies elements of the caller.
     pub fn new(elements: Elements<'_>) -> Self {
         match elements {
             Elements::F32(x) => Self::F32(x.to_vec()),
@@ -31,7 +31,7 @@ impl CpuTensor {
         }
     }
 
-    /// Makes a tensor of the given element type, rounded to the nearest, ties to even.
+    /// Creates a tensor of the given element type. Elements are rounded to the nearest value, ties to even.
     pub fn from_f32(x: Vec<f32>, element: ElementType) -> Self {
         match element {
             ElementType::F32 => Self::F32(x),
@@ -49,10 +49,10 @@ impl CpuTensor {
         }
     }
 
-    /// The `rows` rows that lie so in the tensor, one after the other: queries out of a fused projection.
+    /// Takes `rows` rows, laid out as in `at`, into a contiguous tensor: for example queries from a fused projection.
     ///
     /// # Errors
-    /// Those of [`QueryLayout::check`].
+    /// As [`QueryLayout::check`].
     pub fn take_rows(&self, at: QueryLayout, rows: usize, shape: &AttentionShape) -> Result<Self> {
         at.check("rows to take", self.elements().len(), rows, shape)?;
         let elements = shape.query_heads() * shape.head_dim();
@@ -64,11 +64,11 @@ impl CpuTensor {
         })
     }
 
-    /// Puts the rows of another tensor, which lie there one after the other, where `at` says, rounded to the type of
-    /// this one: outputs among those of other ranks.
+    /// Writes the contiguous rows of another tensor to the layout `at`, rounded to the type of this tensor: for example
+    /// outputs among those of other ranks.
     ///
     /// # Errors
-    /// Those of [`QueryLayout::check`], and [`Error::Elements`] when the other tensor does not hold whole rows.
+    /// As [`QueryLayout::check`]; [`Error::Elements`] when the other tensor does not hold whole rows.
     pub fn put_rows(&mut self, at: QueryLayout, dense: &Self, shape: &AttentionShape) -> Result<()> {
         let elements = shape.query_heads() * shape.head_dim();
         let rows = dense.elements().len() / elements;
@@ -103,10 +103,10 @@ pub struct CpuIndices {
 }
 
 impl CpuIndices {
-    /// Copies token numbers of a caller, `[kv_heads, count]`, all below `below`.
+    /// Copies token numbers of the caller, `[kv_heads, count]`, all below `below`.
     ///
     /// # Errors
-    /// Those of [`IndexShape::of`].
+    /// As [`IndexShape::of`].
     pub fn new(tokens: &[u32], kv_heads: usize, below: u32) -> Result<Self> {
         Ok(Self { shape: IndexShape::of(tokens, kv_heads, below)?, tokens: tokens.into() })
     }
@@ -127,7 +127,7 @@ impl TokenIndices for CpuIndices {
     }
 }
 
-/// Reads the channels of one row that begins at element `start`.
+/// Reads the channels of one row, which begins at element `start`.
 pub(super) fn read_row(elements: Elements<'_>, start: usize, row: &mut [f32]) {
     match elements {
         Elements::F32(x) => row.copy_from_slice(&x[start..start + row.len()]),
@@ -161,14 +161,14 @@ pub fn first_non_finite(
     Ok(None)
 }
 
-/// Checks that a span has tokens and exactly the pages they need.
+/// Checks that a span has tokens, and exactly the pages that they need.
 pub(super) fn check_span(what: &'static str, tokens: usize, pages: &[Page]) -> Result<()> {
     let needed = tokens.div_ceil(TILE_TOKENS);
     if tokens == 0 {
         return Err(Error::NoTokens { what, hint: "pass at least one token" });
     }
     if pages.len() != needed {
-        let reason = format!("{tokens} tokens lie in {needed} pages, {} were given", pages.len());
+        let reason = format!("{tokens} tokens need {needed} pages; {} were given", pages.len());
         return Err(Error::Plan { what, reason });
     }
     Ok(())
@@ -186,7 +186,7 @@ mod tests {
         for element in ElementType::ALL {
             let mut whole = CpuTensor::from_f32(vec![-1.0; at.elements_needed(3, &shape) + 1], element);
             whole.put_rows(at, &rows, &shape).unwrap();
-            // Numbers beyond 256 are rounded in bf16.
+            // bf16 rounds integers beyond 256.
             assert_eq!(whole.take_rows(at, 3, &shape).unwrap(), CpuTensor::from_f32(rows.to_f32(), element));
             let outside = whole.to_f32().iter().filter(|&&x| x == -1.0).count();
             assert_eq!(outside, whole.elements().len() - 3 * 128);

@@ -1,4 +1,4 @@
-//! Kernel `dequantize`: what a span holds, as dense f32 rows.
+//! Kernel `dequantize`: decodes a span into dense f32 rows.
 
 use rayon::prelude::*;
 
@@ -13,7 +13,7 @@ use crate::format::sketch::FieldLevels;
 use crate::format::{CodeRange, Direction, Field, KeyOrValue, TILE_TOKENS, TensorFormat};
 
 /// The stored keys or values of a span as `[kv_heads, tokens, head_dim]`: `min + scale · code`, `norm · level`, or the
-/// f16 element; rotated rows are rotated back, and keys get their centre back.
+/// f16 element. Rotated rows are rotated back, and keys get their centre back.
 ///
 /// # Errors
 /// [`Error::Plan`](crate::Error::Plan) when pages or slots do not exist,
@@ -66,7 +66,7 @@ fn decode_tile(tensor: &TensorStore, tile: Tile<'_>, span_ranges: &[CodeRange], 
     }
 }
 
-/// Sets a row to what its sketch stands for, in the channels of the levels; leaves it alone where there is none.
+/// Sets a row to the values of its sketch, in the basis of the levels. Leaves it unchanged if there is no sketch.
 fn add_sketch(tensor: &TensorStore, levels: &FieldLevels, tile: Tile<'_>, token: usize, row: &mut [f32]) {
     let Some(format) = tensor.format.sketched() else { return };
     let residual = CodeRange::from_word(tile.ranges[token]).min;

@@ -1,4 +1,4 @@
-//! Kernel `hadamard`: rows of channels rotated, or rotated back.
+//! Kernel `hadamard`: rotates rows of channels, forward or inverse.
 
 use rayon::prelude::*;
 

@@ -1,4 +1,4 @@
-//! Kernel `key_mean`: the mean of some keys becomes the centre of a sequence.
+//! Kernel `key_mean`: computes the mean of some keys as the centre of a sequence.
 
 use super::dense::read_row;
 use super::store::CpuStore;
@@ -6,13 +6,13 @@ use crate::backend::{LARGEST_CENTRED_KEY, NewCentre};
 use crate::plan::Elements;
 use crate::{Error, Result};
 
-/// Puts the mean of some keys into a slot of the store's centres. The sum is made in f32, token after token, and
+/// Writes the mean of some keys into a slot of the store's centres. The sum is taken in f32, token after token, and
 /// multiplied by `1 / tokens`, rounded to f32: the same bits on every backend. Keys that are not finite, or beyond
 /// [`LARGEST_CENTRED_KEY`], count as 0.
 ///
 /// # Errors
 /// [`Error::Plan`] when there is no such slot or token, [`Error::Elements`] when the keys are shorter than their layout
-/// says; the store is as it was.
+/// requires. On an error the store is unchanged.
 pub fn key_mean(store: &mut CpuStore, keys: Elements<'_>, centre: NewCentre) -> Result<()> {
     let shape = *store.shape();
     centre.rows.check("keys", keys.len(), &shape)?;
@@ -32,7 +32,7 @@ pub fn key_mean(store: &mut CpuStore, keys: Elements<'_>, centre: NewCentre) -> 
     Ok(())
 }
 
-/// Checks that the tensor has the tokens.
+/// Checks that the tensor has the tokens of the centre.
 fn check_tokens(centre: &NewCentre) -> Result<()> {
     if centre.tokens.end() <= centre.rows.tokens {
         return Ok(());

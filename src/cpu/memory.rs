@@ -1,4 +1,4 @@
-//! A limit on the bytes that all stores of a backend hold together.
+//! A limit on the total bytes of all stores of a backend.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,7 +18,7 @@ impl MemoryLimit {
     }
 }
 
-/// What one store holds of a limit; given back when the store is dropped.
+/// The bytes that one store takes from a limit. They are given back when the store is dropped.
 #[derive(Debug)]
 pub(super) struct MemoryShare {
     limit: MemoryLimit,
@@ -44,7 +44,7 @@ impl MemoryShare {
             Err(used) => Err(Error::OutOfMemory {
                 what,
                 bytes,
-                message: format!("the memory limit is {} bytes and {used} are in use", self.limit.bytes),
+                message: format!("the memory limit is {} bytes, of which {used} are in use", self.limit.bytes),
             }),
         }
     }

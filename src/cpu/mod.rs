@@ -1,8 +1,7 @@
-//! The CPU reference of every kernel: f32 arithmetic with f64 sums where they are long, spread over threads by rayon.
+//! The CPU reference of every kernel: f32 arithmetic, f64 for long sums, parallel over threads with rayon.
 //!
-//! The names are those of the shaders. [`Cpu`] puts them together as a [`Backend`](crate::Backend); called one by one
-//! they are what other backends are tested against. [`exact_attention`] is the oracle that they are tested against
-//! themselves.
+//! The names are those of the shaders. [`Cpu`] combines them into a [`Backend`](crate::Backend). Other backends are
+//! tested against these kernels, and these kernels are tested against the oracle [`exact_attention`].
 
 mod append;
 mod attend;

@@ -1,4 +1,4 @@
-//! Flags for what a step could not store.
+//! Flags for tokens that a step could not store.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -8,11 +8,10 @@ use crate::counts::{MOST_LAYERS, saturated};
 use crate::format::KeyOrValue;
 use crate::{Error, Result};
 
-/// What a word holds that is not set.
+/// The value of a word without a flag.
 const NOTHING: u32 = u32::MAX;
 
-/// Which tokens steps could not store as they were: for keys and for values of every layer the first. Clones
-/// share the flags.
+/// The first token that steps could not store exactly, for keys and for values of every layer. Clones share the flags.
 #[derive(Clone, Debug)]
 pub struct NonFiniteFlags {
     /// `[layer][keys, values]`.
@@ -20,7 +19,7 @@ pub struct NonFiniteFlags {
 }
 
 impl NonFiniteFlags {
-    /// Flags for so many layers, none of them set.
+    /// Flags for `layers` layers, none of them set.
     ///
     /// # Errors
     /// [`Error::Limit`] for more than [`MOST_LAYERS`](crate::plan::MOST_LAYERS).
@@ -38,7 +37,7 @@ impl NonFiniteFlags {
         self.tokens.len() / 2
     }
 
-    /// What was flagged, by layer, keys before values.
+    /// The flagged tokens, by layer, keys before values.
     pub fn read(&self) -> Vec<FlaggedToken> {
         let flagged = |(at, token): (usize, &AtomicU32)| {
             let token = token.load(Ordering::Relaxed);
@@ -48,7 +47,7 @@ impl NonFiniteFlags {
         self.tokens.iter().enumerate().filter_map(flagged).collect()
     }
 
-    /// Unsets all.
+    /// Clears all flags.
     pub fn clear(&self) {
         self.tokens.iter().for_each(|token| token.store(NOTHING, Ordering::Relaxed));
     }
@@ -62,7 +61,7 @@ impl NonFiniteFlags {
         if layer < self.layers() {
             return Ok(());
         }
-        let reason = format!("flags of {} layers have none of layer {layer}", self.layers());
+        let reason = format!("the flags cover {} layers; there is no layer {layer}", self.layers());
         Err(Error::Plan { what: "step", reason })
     }
 }

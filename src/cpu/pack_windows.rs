@@ -1,4 +1,4 @@
-//! Kernel `pack_windows`: full pages of f16, packed into pages of another store.
+//! Kernel `pack_windows`: packs full f16 pages into pages of another store.
 
 use super::store::CpuStore;
 use super::{dequantize, quantize};
@@ -7,17 +7,20 @@ use crate::format::{KeyOrValue, SegmentFormat, TILE_TOKENS};
 use crate::plan::{Elements, RowLayout, TokenRange, WindowMove};
 use crate::{Error, Result};
 
-/// Packs full pages of a store of f16, each as a span of its own in another store: what
-/// [`dequantize`](super::dequantize()) and [`quantize`](super::quantize()) do one page after the other.
+/// Packs full pages of an f16 store into another store, each as a span of its own. The result is that of
+/// [`dequantize`](super::dequantize()) and [`quantize`](super::quantize()), page by page.
 ///
 /// # Errors
-/// [`Error::Plan`] when the first store is not f16 or of another shape than the second, or pages or slots do not exist;
-/// both stores are as they were.
+/// [`Error::Plan`] when the first store is not f16 or its shape differs from the second, or pages or slots do not
+/// exist. On an error both stores are unchanged.
 pub fn pack_windows(from: &CpuStore, to: &mut CpuStore, windows: &[WindowMove]) -> Result<()> {
     let shape = *to.shape();
     if from.format() != &SegmentFormat::F16 || from.shape() != &shape {
-        let reason =
-            format!("windows of {} in {:?} for a store of {shape:?}; they are f16", from.format(), from.shape());
+        let reason = format!(
+            "windows of {} in {:?} for a store of {shape:?}; pass f16 windows of that shape",
+            from.format(),
+            from.shape()
+        );
         return Err(Error::Plan { what: "pack windows", reason });
     }
     for window in windows {

@@ -1,4 +1,4 @@
-//! Kernel `quantize`: ranges, codes and tiles of one span.
+//! Kernel `quantize`: computes ranges, codes and tiles of one span.
 
 use std::ops::Range;
 
@@ -15,20 +15,20 @@ use crate::format::{
 };
 use crate::plan::{Elements, RowLayout, Rows};
 
-/// Tiles that are encoded before they go into their pages: enough for all threads, and a few MiB,
-/// however long the span.
+/// Tiles that are encoded before they are copied into their pages: enough for all threads, and a few MiB, however long
+/// the span.
 const TILES_AT_ONCE: usize = 256;
 
 /// Packs tokens of dense keys and values into pages as one span.
 ///
-/// Keys lose their centre first, where there is one, and rows are rotated, where the format says so. Span ranges are
-/// made over all tokens of the span, tile ranges over the tokens that a tile holds; tile ranges are rounded to f16
-/// before they encode anything, so that codes fit the ranges that decode them. A last tile that is not full has zero
-/// bits in its unused fields and zero in the ranges that no token belongs to. The input must be finite.
+/// The centre, if there is one, is subtracted from keys. Then rows are rotated if the format does. Span ranges cover
+/// all tokens of the span, tile ranges the tokens of a tile. Tile ranges are rounded to f16 before they encode
+/// anything, so that codes fit the ranges that decode them. A partial last tile has zero bits in its unused fields, and
+/// zero ranges for groups without a token. The input must be finite.
 ///
 /// # Errors
-/// [`Error::Elements`](crate::Error::Elements) when keys or values are shorter than their layout says,
-/// [`Error::Plan`](crate::Error::Plan) when the tokens, pages or slot do not fit; the store is as it was.
+/// [`Error::Elements`](crate::Error::Elements) when keys or values are shorter than their layout requires,
+/// [`Error::Plan`](crate::Error::Plan) when the tokens, pages or slot do not fit. On an error the store is unchanged.
 pub fn quantize(
     store: &mut CpuStore,
     keys: Elements<'_>,
@@ -68,13 +68,13 @@ struct Source<'a> {
     elements: Elements<'a>,
     rows: RowLayout,
     tokens: Rows<'a, CpuIndices>,
-    /// `[kv_heads, head_dim]`, or nothing.
+    /// `[kv_heads, head_dim]`, or empty.
     centre: &'a [f32],
     rotation: Option<Rotation>,
 }
 
 impl Source<'_> {
-    /// Reads the row of a token of the span as it is stored: less its centre, and rotated.
+    /// Reads the row of a token of the span in its stored form: centred and rotated.
     fn read(&self, token: usize, head: usize, row: &mut [f32]) {
         let token = match self.tokens {
             Rows::Run(run) => run.start() + token,
@@ -125,13 +125,13 @@ impl Extremes {
         self.max = self.max.max(value);
     }
 
-    /// The range that `range` makes of them, or the zero range for a group that no token belongs to.
+    /// The range that `range` computes from them, or the zero range for a group without a token.
     fn range(self, range: impl Fn(f32, f32) -> CodeRange) -> CodeRange {
         if self.min > self.max { CodeRange::default() } else { range(self.min, self.max) }
     }
 }
 
-/// Ranges `[kv_head][head_dim]` over the whole span, or none.
+/// Ranges `[kv_head][head_dim]` over the whole span, or an empty list.
 fn span_ranges(tensor: &TensorStore, source: &Source<'_>) -> Vec<CodeRange> {
     let Some(format) = tensor.format.affine().filter(|_| tensor.format.has_span_ranges()) else { return Vec::new() };
     let head_dim = tensor.shape.head_dim();
@@ -221,7 +221,7 @@ fn code_words(
     fill_tile(tensor, rows, |token, channel, value| range(token, channel).encode(value, format.bits) ^ sign)
 }
 
-/// Puts the field of every element in its place.
+/// Writes the field of every element to its place.
 fn fill_tile(tensor: &TensorStore, rows: &[f32], field: impl Fn(usize, usize, f32) -> u32) -> Vec<u32> {
     let mut words = vec![0; tensor.tile_words()];
     for (token, row) in rows.chunks_exact(tensor.shape.head_dim()).enumerate() {

@@ -1,12 +1,12 @@
-//! Runs plain loops compiled for the widest vectors the machine has.
+//! Runs plain loops compiled for the widest vectors of the machine.
 //!
-//! The loops themselves are ordinary safe Rust that the compiler vectorises. This module only chooses, once per call,
-//! between the version compiled for the target's baseline and one compiled with AVX2 and FMA.
+//! The loops are ordinary safe Rust that the compiler vectorises. This module only chooses, once per call, between a
+//! version compiled for the target's baseline and one compiled with AVX2 and FMA.
 
-/// A loop over slices that the compiler vectorises. `run` and all it calls must be `#[inline(always)]`, so that they
-/// are compiled with the features of the caller.
+/// A loop over slices that the compiler vectorises. `run` and everything that it calls must be `#[inline(always)]`, so
+/// that they are compiled with the features of the caller.
 pub(super) trait Kernel {
-    /// Runs the loop; `FMA` says that [`multiply_add`] is one instruction.
+    /// Runs the loop. `FMA` tells whether [`multiply_add`] is a single instruction.
     fn run<const FMA: bool>(self);
 }
 
@@ -18,7 +18,7 @@ pub(super) fn dispatch<K: Kernel>(kernel: K) {
         fn with_avx2<K: Kernel>(kernel: K) {
             kernel.run::<true>();
         }
-        // SAFETY: the function is safe but for needing AVX2 and FMA, which this machine was just found to have.
+        // SAFETY: The function is safe except that it needs AVX2 and FMA, which were just detected on this machine.
         return unsafe { with_avx2(kernel) };
     }
     kernel.run::<{ cfg!(target_arch = "aarch64") }>();

@@ -1,5 +1,5 @@
-//! What a span holds as bytes, and back: page by page and head by head codes and ranges of keys and of values, then
-//! span ranges, then the centre of a sequence.
+//! Saves a span as bytes and restores it: page by page and head by head the codes and ranges of keys and of values,
+//! then the span ranges, then the centre of the sequence.
 
 use super::store::CpuStore;
 use crate::Result;
@@ -9,7 +9,7 @@ use crate::format::KeyOrValue;
 const BOTH: [KeyOrValue; 2] = [KeyOrValue::Key, KeyOrValue::Value];
 
 impl CpuStore {
-    /// What a place holds.
+    /// Reads the bytes of a place.
     ///
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) when a page or a slot does not exist.
@@ -35,11 +35,11 @@ impl CpuStore {
         Ok(SpanBytes::new(bytes))
     }
 
-    /// Lets a place hold what another did.
+    /// Writes the bytes of another place to this one.
     ///
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) when a page or a slot does not exist,
-    /// [`Error::Buffer`](crate::Error::Buffer) when the bytes are not those of such a place.
+    /// [`Error::Buffer`](crate::Error::Buffer) when the bytes do not match the place.
     pub fn write_span(&mut self, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {
         let held = self.read_span(place)?;
         bytes.check(held.bytes().len() as u64)?;

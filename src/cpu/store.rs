@@ -1,4 +1,4 @@
-//! Pages and ranges of one format in host memory.
+//! Pages and quantisation ranges of one format in host memory.
 
 use super::memory::MemoryShare;
 use crate::counts::{filled, grow};
@@ -6,10 +6,11 @@ use crate::format::{AttentionShape, CodeRange, KeyOrValue, SegmentFormat, Tensor
 use crate::plan::{Page, StoreCapacity};
 use crate::{Error, Result};
 
-/// Pages and ranges of one segment format in host memory, in shards.
+/// Pages and quantisation ranges of one segment format in host memory, in shards.
 ///
-/// The tile of KV head `h` in page `p` of a shard is word `(p · kv_heads + h) · tile words` onwards; its ranges lie
-/// alike in an array of their own. Span ranges are `[slot][kv_head][head_dim]`, as are the centres of sequences' keys.
+/// The tile of KV head `h` in page `p` of a shard begins at word `(p · kv_heads + h) · tile words`. Its ranges have the
+/// same order in an array of their own. Span ranges are `[slot][kv_head][head_dim]`, and so are the centres of the
+/// sequences' keys.
 #[derive(Debug)]
 pub struct CpuStore {
     shape: AttentionShape,
@@ -84,8 +85,8 @@ impl CpuStore {
         &self.format
     }
 
-    /// The store in a [layout of steps](crate::plan::WriteLayout), for steps that put so many tokens into it at most,
-    /// and copy so many of its pages.
+    /// The store's entry in a [layout of steps](crate::plan::WriteLayout), for steps that put up to `tokens` tokens
+    /// into the store and copy up to `copies` of its pages.
     pub fn step_capacity(&self, tokens: usize, copies: usize) -> StoreCapacity {
         let shard_pages = self.shard_pages.clone();
         let (range_slots, centre_slots) = (self.range_slots, self.centre_slots());
@@ -102,7 +103,7 @@ impl CpuStore {
         self.range_slots
     }
 
-    /// Slots of centres; 0 where keys are stored as they are.
+    /// Slots of centres; 0 where keys are not centred.
     pub fn centre_slots(&self) -> usize {
         self.centres.len() / (self.shape.kv_heads() * self.shape.head_dim())
     }
@@ -118,7 +119,7 @@ impl CpuStore {
     /// Adds a shard of `pages` zeroed pages.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; the store is as it was.
+    /// [`Error::OutOfMemory`]; the store is unchanged.
     pub fn add_shard(&mut self, pages: u32) -> Result<()> {
         let bytes = u64::from(pages).saturating_mul(self.format.page_bytes(&self.shape) as u64);
         self.memory.take("pages", bytes)?;
@@ -130,10 +131,10 @@ impl CpuStore {
         Ok(())
     }
 
-    /// Grows the span ranges to at least `slots` slots; a format without span ranges needs none and gets none.
+    /// Grows the span ranges to at least `slots` slots. A format without span ranges needs none and gets none.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; the store is as it was.
+    /// [`Error::OutOfMemory`]; the store is unchanged.
     pub fn reserve_ranges(&mut self, slots: usize) -> Result<()> {
         if !self.format.has_span_ranges() || slots <= self.range_slots {
             return Ok(());
@@ -147,10 +148,10 @@ impl CpuStore {
         Ok(())
     }
 
-    /// Grows the centres of sequences' keys to at least `slots` slots, new ones zero.
+    /// Grows the centres of the sequences' keys to at least `slots` slots. New slots are zeroed.
     ///
     /// # Errors
-    /// [`Error::Format`] when keys have a range for every channel, [`Error::OutOfMemory`]; the store is as it was.
+    /// [`Error::Format`] when keys have a range for every channel, [`Error::OutOfMemory`]; the store is unchanged.
     pub fn reserve_centres(&mut self, slots: usize) -> Result<()> {
         if !self.format.key.takes_centre() {
             return Err(Error::Format { format: self.format.to_string(), reason: self.format.why_no_centre() });
@@ -190,7 +191,7 @@ impl CpuStore {
         Ok((tile.codes, tile.ranges))
     }
 
-    /// Overwrites the codes and the ranges of a tile: for data that were packed elsewhere.
+    /// Overwrites the codes and the ranges of a tile with data that were packed elsewhere.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such page or head, [`Error::Elements`] when the lengths are not those of a
@@ -212,7 +213,7 @@ impl CpuStore {
         Ok(())
     }
 
-    /// Kernel `copy_page`: copies a page to another, bit for bit: tiles and tile ranges.
+    /// Kernel `copy_page`: copies a page to another, bit for bit, with its tiles and tile ranges.
     ///
     /// # Errors
     /// [`Error::Plan`] when a page does not exist.
@@ -237,7 +238,7 @@ impl CpuStore {
         Ok(self.tensor(which).slot(slot))
     }
 
-    /// Overwrites the span ranges of a slot, `[kv_head][head_dim]`: for data that were packed elsewhere.
+    /// Overwrites the span ranges of a slot, `[kv_head][head_dim]`, with data that were packed elsewhere.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such slot, [`Error::Elements`] when the length is wrong.
@@ -293,8 +294,8 @@ impl CpuStore {
         Ok(())
     }
 
-    /// The largest key or value that the store takes: half of what its format does for keys that are stored less a
-    /// centre, which may be as large.
+    /// The largest key or value that the store takes: the limit of its format, or half of it for centred keys, because
+    /// the centre may be as large.
     pub(super) fn largest_element(&self, which: KeyOrValue) -> f32 {
         let largest = self.format.tensor(which).largest_element(self.shape.head_dim());
         if which == KeyOrValue::Key && !self.centres.is_empty() { largest / 2.0 } else { largest }
@@ -397,7 +398,7 @@ impl TensorStore {
         })
     }
 
-    /// Makes room for `slots` slots. A second call with the same number changes nothing.
+    /// Grows the ranges to `slots` slots. A second call with the same number changes nothing.
     fn grow_ranges(&mut self, slots: usize) -> Result<()> {
         let length = slots.saturating_mul(self.slot_length());
         grow("span ranges", &mut self.span_ranges, length, CodeRange::default())

@@ -1,26 +1,27 @@
-//! Tiles as the CPU kernels read them: line by line.
+//! Reads tiles line by line, for the CPU kernels.
 //!
-//! A *line* of a tile is what one product sums over: the channels of a token for keys, the 128 tokens of a channel for
-//! values. Both are stored alike: groups of one vector of words each, with the same group of all lines side by side.
+//! A *line* of a tile is the axis that one product sums over: the channels of a token for keys, the 128 tokens of a
+//! channel for values. Both are stored alike, in groups of one vector of words. The same groups of all lines lie next
+//! to each other.
 //!
-//! Unpacking takes a run of 64 such words, a *block* of lines, and shifts out one field after another: that is one
-//! plain loop over words, and it leaves the elements in an order of its own, `[field][group][line of the block][word of
-//! the vector]`. Instead of putting them in order, the other factor of the product (query or weights) is permuted once,
-//! to `[field][group][word of the vector]`.
+//! Unpacking takes 64 consecutive words, a *block* of lines, and shifts out one field after another. That is a plain
+//! loop over words, which leaves the elements in an order of its own, `[field][group][line of the block][word of the
+//! vector]`. Instead of reordering them, the code permutes the other factor of the product (query or weights) once, to
+//! `[field][group][word of the vector]`.
 
 use super::simd::{Kernel, dispatch, multiply_add};
 use crate::format::{KeyOrValue, TILE_TOKENS, TensorFormat, TileLayout};
 
-/// Words that are unpacked side by side. Every group of every tile is a whole number of them.
+/// Words that are unpacked together. Every group of every tile is a multiple of them.
 pub(super) const BLOCK: usize = 64;
 
 /// Floats of one vector register, and of one step of a permuted factor.
 const LANES: usize = 8;
 
-/// How the lines of the tiles of one tensor are read.
+/// How to read the lines of the tiles of one tensor.
 ///
-/// Vectors of three words with 3-bit codes are widened to four words with fields of 4 bits as they are read, and
-/// count as such here.
+/// Vectors of three words with 3-bit codes are widened on reading to four words with fields of 4 bits, and count as
+/// such here.
 #[derive(Clone, Debug)]
 pub(super) struct TileLines {
     /// 16 for f16.
@@ -31,8 +32,8 @@ pub(super) struct TileLines {
     groups: usize,
     /// Lines of a tile.
     lines: usize,
-    /// The element (channel of a key, token of a value) at `[field][group][word of the vector]`; where the line is
-    /// padded these are elements beyond the last.
+    /// The element (channel of a key, token of a value) at `[field][group][word of the vector]`. In the padding of a
+    /// line the element lies beyond the last.
     order: Vec<usize>,
 }
 
@@ -73,12 +74,12 @@ impl TileLines {
         BLOCK / self.vector
     }
 
-    /// The elements of a step, one for each word of the vector.
+    /// The elements of a step, one per word of the vector.
     pub(super) fn elements(&self, step: usize) -> &[usize] {
         &self.order[step * self.vector..][..self.vector]
     }
 
-    /// Permutes elements in natural order, 0 where the line is padded.
+    /// Permutes elements from natural order, with 0 in the padding of a line.
     pub(super) fn permute(&self, natural: &[f32], permuted: &mut [Factor]) {
         for (to, elements) in permuted.iter_mut().zip(self.order.chunks_exact(self.vector)) {
             for (to, &element) in to.iter_mut().zip(elements) {
@@ -115,7 +116,7 @@ impl TileLines {
         }
     }
 
-    /// The same by byte lane of the field groups: lane `l` of a value line has tokens 32·l to 32·l + 31.
+    /// [`Self::products`] by byte lane of the field groups: lane `l` of a value line has tokens 32·l to 32·l + 31.
     pub(super) fn products_of_byte_lane(
         &self,
         lane: usize,
@@ -128,8 +129,8 @@ impl TileLines {
     }
 }
 
-/// Field group within the line and lane within the field group of a field of a word. Fields are counted byte lane by
-/// byte lane, and for f16 half by half.
+/// Field group within the line, and lane within the field group, of a field of a word. Fields are counted byte lane by
+/// byte lane; in f16, half by half.
 fn field_group(bits: usize, word: usize, field: usize) -> (usize, usize) {
     if bits == 16 {
         return (word / 2, word % 2 * 2 + field);
@@ -146,7 +147,7 @@ struct Unpack<'a> {
 }
 
 impl Unpack<'_> {
-    /// Calls `unpack` with every field, the words that hold it and the floats that it becomes.
+    /// Calls `unpack` with every field, the words that hold it and the floats for its elements.
     #[inline(always)]
     fn each_field(self, unpack: impl Fn(usize, &[u32; BLOCK], &mut [f32; BLOCK])) {
         let Self { lines, words, block, out } = self;
@@ -262,7 +263,7 @@ mod tests {
     use super::*;
     use crate::format::{AffineFormat, Bits, Grouping, HEAD_DIMS};
 
-    /// Unpacking finds every element where the layout put it.
+    /// Unpacking finds every element where the layout puts it.
     #[test]
     fn lines_follow_the_tile_layout() {
         let affine = |bits| TensorFormat::Affine(AffineFormat::new(bits, Grouping::Channel));

@@ -1,4 +1,4 @@
-//! Kernel `uncentre_keys`: dense rows of keys with their centre again.
+//! Kernel `uncentre_keys`: adds their centre back to dense rows of keys.
 
 /// Adds a centre, `[kv_heads, head_dim]`, to rows `[kv_heads, tokens, head_dim]`.
 pub(super) fn uncentre_keys(rows: &mut [f32], centre: &[f32], head_dim: usize) {

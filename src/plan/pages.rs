@@ -1,7 +1,7 @@
 //! Pages and the shards that hold them.
 //!
-//! One storage binding of a GPU is limited (128 MiB on the WebGPU floor, 2 GiB at most through wgpu), so the pages of
-//! a store are spread over *shards*, each one binding. A cache grows by adding a shard; nothing is copied.
+//! A GPU limits the size of one storage binding (128 MiB on the WebGPU floor, up to 2 GiB through wgpu). The pages of a
+//! store are therefore spread over *shards*, one binding each. A cache grows by adding a shard, and nothing is copied.
 
 use crate::counts::{collected, filled, in_32_bits, reserved};
 use crate::{Error, Result};
@@ -18,19 +18,19 @@ pub struct Page {
 /// Pages of one shard.
 #[derive(Clone, Debug)]
 struct Shard {
-    /// How many pages there are.
+    /// Number of pages.
     pages: u32,
-    /// How many sequences hold each page.
+    /// Number of sequences that hold each page.
     holders: Vec<u32>,
     /// Free pages, highest index first, so that the lowest is handed out next.
     free: Vec<u32>,
 }
 
-/// Hands out the pages of a store, and knows how many sequences hold each.
+/// Hands out the pages of a store, and counts how many sequences hold each.
 ///
-/// Pages are handed out lowest first from the lowest shard that has any, so that a sequence's pages mostly lie in one
-/// shard and in order. A page that several sequences share ([`PageAllocator::share`]) is free again when the last of
-/// them has released it.
+/// Pages are handed out lowest first, from the lowest shard that has any. A sequence's pages therefore mostly lie in
+/// one shard and in order. A page that several sequences share ([`PageAllocator::share`]) is free again once the last
+/// of them has released it.
 #[derive(Clone, Debug, Default)]
 pub struct PageAllocator {
     shards: Vec<Shard>,
@@ -95,13 +95,13 @@ impl PageAllocator {
         Ok(pages)
     }
 
-    /// Sequences that hold a page; 0 if it is free or does not exist.
+    /// Number of sequences that hold a page; 0 if it is free or does not exist.
     pub fn holders(&self, page: Page) -> u32 {
         let shard = self.shards.get(page.shard as usize);
         shard.and_then(|shard| shard.holders.get(page.index as usize)).copied().unwrap_or(0)
     }
 
-    /// Lets one more sequence hold each of the pages, all or none.
+    /// Adds one holder to each of the pages, or to none of them.
     ///
     /// # Errors
     /// [`Error::Plan`] for a page that nobody holds.
@@ -115,7 +115,7 @@ impl PageAllocator {
         Ok(())
     }
 
-    /// Takes pages back from one sequence, all or none.
+    /// Takes pages back from one sequence, or none of them.
     ///
     /// # Errors
     /// [`Error::Plan`] for a page that nobody holds, or that is named more often than it is held.
@@ -182,7 +182,7 @@ mod tests {
         assert!(pages.share(&held).is_err());
     }
 
-    /// Whatever the order in which pages come back, the lowest is handed out first.
+    /// The lowest page is handed out first, whatever the order of the releases.
     #[test]
     fn released_pages_are_handed_out_in_order() {
         let mut pages = PageAllocator::default();
@@ -207,7 +207,7 @@ mod tests {
     }
 
     proptest! {
-        /// Over long random runs no page is out twice and none is lost.
+        /// Over long random runs no page is handed out twice and none is lost.
         #[test]
         fn pages_are_conserved(operations in prop::collection::vec((0usize..5, any::<bool>()), 1..200)) {
             let mut allocator = PageAllocator::default();

@@ -1,4 +1,4 @@
-//! Dense tensors of keys, values and queries as callers hand them in.
+//! Dense tensors of keys, values and queries that callers pass in.
 
 use half::{bf16, f16};
 
@@ -13,7 +13,7 @@ pub enum ElementType {
     F32,
     /// 16-bit floats, two to a word, the first in the low half.
     F16,
-    /// Brain floats: the high halves of 32-bit floats, two to a word as those of f16.
+    /// Brain floats: the high halves of 32-bit floats, two to a word like f16.
     Bf16,
 }
 
@@ -29,8 +29,7 @@ impl ElementType {
         }
     }
 
-    /// Reads elements of this type from bytes as they lie in memory, as f32. Bytes beyond the last whole element are
-    /// left out.
+    /// Reads elements of this type from their bytes in memory, as f32. Bytes after the last whole element are ignored.
     #[cfg(any(feature = "wgpu", feature = "cuda"))]
     pub(crate) fn to_f32(self, bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
         let element = move |x: &[u8]| match self {
@@ -80,7 +79,7 @@ impl Elements<'_> {
     /// Element `i` as f32.
     ///
     /// # Panics
-    /// If `i` is out of range, like indexing a slice.
+    /// If `i` is out of range, as when indexing a slice.
     pub fn get(&self, i: usize) -> f32 {
         match self {
             Self::F32(x) => x[i],
@@ -89,7 +88,7 @@ impl Elements<'_> {
         }
     }
 
-    /// Their bytes, as they lie in memory.
+    /// Their bytes in memory order.
     pub fn bytes(&self) -> &[u8] {
         match self {
             Self::F32(x) => bytemuck::cast_slice(x),
@@ -117,7 +116,7 @@ impl<'a> From<&'a [bf16]> for Elements<'a> {
     }
 }
 
-/// A run of tokens, `start .. end`.
+/// Consecutive tokens, `start .. end`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TokenRange {
     start: usize,
@@ -125,7 +124,7 @@ pub struct TokenRange {
 }
 
 impl TokenRange {
-    /// Checks and makes a range.
+    /// Creates a range after checking it.
     ///
     /// # Errors
     /// [`Error::NoTokens`] when `end` is not after `start`; [`Error::Limit`] when it lies beyond
@@ -150,7 +149,7 @@ impl TokenRange {
 
     /// The tokens, in 32 bits.
     pub(crate) fn positions(&self) -> std::ops::Range<u32> {
-        // No range ends beyond what 32 bits count.
+        // No range ends beyond what 32 bits can count.
         saturated(self.start)..saturated(self.end)
     }
 
@@ -161,8 +160,8 @@ impl TokenRange {
     }
 }
 
-/// Where the rows of `[tokens, kv_heads, head_dim]` keys or values lie in a dense tensor, in elements. Channels of a
-/// row are contiguous.
+/// The layout of `[tokens, kv_heads, head_dim]` keys or values in a dense tensor, in elements. Channels of a row are
+/// contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowLayout {
     /// Tokens in the tensor.
@@ -174,23 +173,22 @@ pub struct RowLayout {
 }
 
 impl RowLayout {
-    /// `[tokens, kv_heads, head_dim]`, as most engines hold the output of the K and V projections.
+    /// `[tokens, kv_heads, head_dim]`, the usual output of the K and V projections.
     pub const fn token_major(tokens: usize, shape: &AttentionShape) -> Self {
         Self { tokens, token_stride: shape.kv_heads() * shape.head_dim(), head_stride: shape.head_dim() }
     }
 
-    /// `[kv_heads, tokens, head_dim]`, as PyTorch caches hold them.
+    /// `[kv_heads, tokens, head_dim]`, the layout of PyTorch caches.
     pub const fn head_major(tokens: usize, shape: &AttentionShape) -> Self {
         Self { tokens, token_stride: shape.head_dim(), head_stride: tokens.saturating_mul(shape.head_dim()) }
     }
 
-    /// Index of the first channel of a row; the largest number where it lies beyond all numbers.
+    /// Index of the first channel of a row. Saturates at the largest number.
     pub const fn row(&self, token: usize, kv_head: usize) -> usize {
         token.saturating_mul(self.token_stride).saturating_add(kv_head.saturating_mul(self.head_stride))
     }
 
-    /// Elements that a tensor needs to hold all rows; the largest number, which no tensor has, where they are
-    /// beyond all numbers.
+    /// Number of elements that a tensor needs to hold all rows. Saturates at the largest number, which no tensor has.
     pub const fn elements_needed(&self, shape: &AttentionShape) -> usize {
         if self.tokens == 0 {
             return 0;
@@ -226,8 +224,8 @@ impl RowLayout {
     }
 }
 
-/// Where the rows `[query_heads, head_dim]` of queries or outputs lie in a dense tensor, in elements, if not one after
-/// the other: the queries of a fused projection, or the heads of one rank in a tensor of all heads.
+/// The layout of the rows `[query_heads, head_dim]` of queries or outputs in a dense tensor, in elements, if they are
+/// not contiguous: the queries of a fused projection, or the heads of one rank in a tensor of all heads.
 ///
 /// ```
 /// use kvpack::AttentionShape;
@@ -247,7 +245,7 @@ pub struct QueryLayout {
 }
 
 impl QueryLayout {
-    /// One row after the other.
+    /// Contiguous rows.
     pub const fn dense(shape: &AttentionShape) -> Self {
         Self { first: 0, stride: row_elements(shape) }
     }
@@ -257,12 +255,12 @@ impl QueryLayout {
         self.first.saturating_add(row.saturating_mul(self.stride))
     }
 
-    /// Elements that a tensor needs to hold so many rows.
+    /// Number of elements that a tensor needs to hold `rows` rows.
     pub const fn elements_needed(&self, rows: usize, shape: &AttentionShape) -> usize {
         if rows == 0 { 0 } else { self.row(rows - 1).saturating_add(row_elements(shape)) }
     }
 
-    /// Checks that a tensor of `elements` elements holds so many rows; one whose rows are dense has to hold them alone.
+    /// Checks that a tensor of `elements` elements holds `rows` rows. If the rows are dense, it must hold nothing else.
     ///
     /// # Errors
     /// [`Error::Elements`] when it does not, [`Error::Buffer`] when the rows overlap or do not begin at multiples of 4.
@@ -273,10 +271,10 @@ impl QueryLayout {
         })
     }
 
-    /// Checks that a tensor of `elements` elements holds so many rows, or more.
+    /// Checks that a tensor of `elements` elements holds at least `rows` rows.
     ///
     /// # Errors
-    /// Those of [`QueryLayout::check`].
+    /// As [`QueryLayout::check`].
     pub fn check_room(&self, what: &'static str, elements: usize, rows: usize, shape: &AttentionShape) -> Result<()> {
         self.check_elements(what, elements, rows, shape, |expected| elements >= expected)
     }

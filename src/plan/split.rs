@@ -7,42 +7,42 @@ use crate::counts::whole;
 /// How finely a plan is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Split {
-    /// Work items to aim for in each segment, all KV heads together, counted once for every four query heads of a KV
-    /// head: enough to fill the device a few times. A segment is a launch, and launches do not overlap.
+    /// Number of work items to aim for in each segment, over all KV heads, counted once per four query heads of a KV
+    /// head. It should fill the device a few times: a segment is a launch, and launches do not overlap.
     pub target_items: usize,
     /// Tiles of an item are a multiple of this (except at the end of a span).
     pub tile_step: usize,
-    /// Most tiles of one item, rounded up to `tile_step`. The GPU kernels take 64.
+    /// Maximum number of tiles in an item, rounded up to `tile_step`. The GPU kernels take 64.
     pub max_tiles: usize,
 }
 
 impl Default for Split {
-    /// Items of at most 32 tiles: on an H200, 64 leave a longer tail (8 bits at four query heads per KV head 4 %
-    /// slower, one bit 1 to 2 %) and make only f16 at one query head 2 % faster.
+    /// Items of up to 32 tiles. On an H200, 64 leave a longer tail: 8 bits at four query heads per KV head are 4 %
+    /// slower, one bit 1 to 2 %. Only f16 at one query head is faster, by 2 %.
     fn default() -> Self {
         Self { target_items: 2048, tile_step: 4, max_tiles: 32 }
     }
 }
 
-/// How the runs of a segment are cut: into items of at most `most` tiles, but the last of every run into items of half
-/// and of a quarter as many. They run last, so that no device waits long for its last workgroups.
+/// How the tiles of each span of a segment are cut into items. Most items have up to `most` tiles; the last ones of
+/// every span have a half and a quarter as many. They run last, so that no device waits long for its last workgroups.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cut {
     step: usize,
     most: usize,
-    /// The part of a run that goes into the smaller items.
+    /// The fraction of a span that goes into the smaller items.
     small_part: f64,
 }
 
-/// Query heads that a work item counts once for: what a workgroup of the GPU kernels takes.
+/// Query heads that a work item counts once for: those that a workgroup of the GPU kernels takes.
 const ITEM_HEADS: usize = 4;
 
-/// Of the items to aim for, those of wide blocks of queries: a workgroup takes a multiprocessor alone, for longer, and
-/// leaves a state for every query.
+/// The number of items to aim for with wide query blocks. Their workgroups occupy a multiprocessor alone, run longer,
+/// and leave a state for every query.
 const WIDE_ITEMS: usize = 16;
 
 impl Split {
-    /// The split of wide blocks of queries.
+    /// The split for wide query blocks.
     pub(super) fn of_wide_blocks(self) -> Self {
         Self { target_items: self.target_items.div_ceil(WIDE_ITEMS), ..self }
     }
@@ -58,10 +58,10 @@ impl Split {
     /// The cut of a segment of `tiles` tiles, counted for each KV head, with `group` query heads each.
     pub(super) fn cut(&self, tiles: usize, group: usize) -> Cut {
         let tiles = tiles * group.div_ceil(ITEM_HEADS);
-        // A step beyond all tiles is one to their end.
+        // A step larger than all tiles ends with the last tile.
         let (target, step) = (self.target_items.max(1), self.tile_step.clamp(1, tiles.max(1)));
         let most = (2 * tiles).div_ceil(target).clamp(1, self.max_tiles.max(1)).next_multiple_of(step);
-        // The beginning and the end of an item take longer with more heads.
+        // The start and the end of an item take longer with more heads.
         let most_small = if group <= 2 { 0.5 } else { 0.25 };
         let small_part = target as f64 * most as f64 / (4 * tiles).max(1) as f64;
         Cut { step, most, small_part: small_part.min(most_small) }

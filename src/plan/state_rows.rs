@@ -1,4 +1,4 @@
-//! Rows of attention states: which item writes where, and what the merge joins for a query.
+//! Rows of attention states: the row that an item writes, and the rows that the merge combines for a query.
 
 use super::attend::AttendPlan;
 use super::blocks::Block;
@@ -14,24 +14,24 @@ pub struct StateRows {
     pub end: u32,
 }
 
-/// Where an item writes its states.
+/// The rows that an item writes its states to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StatePlace {
-    /// The row of its first query; that of the next lies `stride` further.
+    /// The row of its first query. The row of each further query lies `stride` rows later.
     pub state: u32,
     pub stride: u32,
     /// All rows of its first query.
     pub rows: StateRows,
 }
 
-/// Counts the states of every query, then deals rows out so that those of a query are contiguous.
+/// Counts the states of every query, then assigns rows so that those of a query are contiguous.
 ///
-/// Queries of a block have the same number of rows, so that an item of the whole block finds them a stride apart: first
-/// those of such items, then those of items of the query alone. Where these are fewer than another query's, rows stay
-/// unused.
+/// Queries of a block have the same number of rows, so that an item of the whole block finds them at a constant stride.
+/// Rows of such items come first, then those of items for the query alone. If a query has fewer of these than another,
+/// rows stay unused.
 #[derive(Debug)]
 pub(crate) struct StateCounts {
-    /// Index of the block's first row of queries, and how many.
+    /// Index of the block's first query row, and the number of its rows.
     blocks: Vec<(usize, usize)>,
     shared: Vec<u32>,
     alone: Vec<u32>,
@@ -43,7 +43,7 @@ impl StateCounts {
         Self { blocks: blocks.iter().map(place).collect(), shared: vec![0; blocks.len()], alone: vec![0; plan.rows()] }
     }
 
-    /// Counts an item of `queries` queries of a block, the first of them of row `row`.
+    /// Counts an item of `queries` queries of a block, starting at row `row`.
     pub(crate) fn count(&mut self, block: usize, row: usize, queries: usize) {
         match queries == self.blocks[block].1 {
             true => self.shared[block] += 1,
@@ -51,10 +51,10 @@ impl StateCounts {
         }
     }
 
-    /// Gives every query its rows.
+    /// Assigns rows to every query.
     ///
     /// # Errors
-    /// [`Error::Limit`] when a 32-bit word does not count them.
+    /// [`Error::Limit`] when there are more rows than a 32-bit word can count.
     pub(crate) fn assign(self) -> Result<StateAssignment> {
         let mut rows = vec![StateRows::default(); self.alone.len()];
         let (mut strides, mut next_shared, mut next_alone) = (Vec::new(), Vec::new(), vec![0; rows.len()]);
@@ -81,14 +81,14 @@ impl StateCounts {
     }
 }
 
-/// The rows of every query, and which of them are still to be dealt out.
+/// The rows of every query, and the rows that are still to be assigned.
 #[derive(Debug)]
 pub(crate) struct StateAssignment {
     /// The rows of every query.
     pub(crate) rows: Vec<StateRows>,
-    /// Rows in all.
+    /// Total number of rows.
     pub(crate) states: usize,
-    /// Of every block: its queries, and the rows from one query to the next.
+    /// For every block: its number of queries, and the rows from one query to the next.
     queries: Vec<usize>,
     strides: Vec<u32>,
     next_shared: Vec<u32>,
@@ -96,7 +96,7 @@ pub(crate) struct StateAssignment {
 }
 
 impl StateAssignment {
-    /// The rows of an item that was counted.
+    /// Takes the rows of an item that was counted.
     pub(crate) fn take(&mut self, block: usize, row: usize, queries: usize) -> StatePlace {
         let next = match queries == self.queries[block] {
             true => &mut self.next_shared[block],

@@ -1,10 +1,10 @@
-//! Which tokens of dense tensors a write takes: a run of them, or a gather with indices for each KV head.
+//! The tokens of dense tensors that a write takes: consecutive ones, or a gather with indices for each KV head.
 
 use super::{RowLayout, TokenRange};
 use crate::format::{AttentionShape, MOST_HEADS};
 use crate::{Error, Result};
 
-/// What a backend knows of an index tensor without reading it.
+/// The facts that a backend knows about an index tensor without reading it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct IndexShape {
     kv_heads: usize,
@@ -16,8 +16,8 @@ impl IndexShape {
     /// `[kv_heads, count]` token numbers, all below `below`.
     ///
     /// # Errors
-    /// [`Error::NoTokens`] when there are none; [`Error::Limit`] beyond [`MOST_HEADS`] heads, and when 32 bits do not
-    /// count the indices.
+    /// [`Error::NoTokens`] when there are none; [`Error::Limit`] for more than [`MOST_HEADS`] heads, or more indices
+    /// than 32 bits can count.
     pub fn new(kv_heads: usize, count: usize, below: u32) -> Result<Self> {
         if kv_heads == 0 || count == 0 || below == 0 {
             return Err(Error::NoTokens { what: "token indices", hint: "gather at least one token for every KV head" });
@@ -35,13 +35,13 @@ impl IndexShape {
     /// The shape of token numbers in host memory, `[kv_heads, count]`.
     ///
     /// # Errors
-    /// [`Error::NoTokens`] when there are none, [`Error::Elements`] when they are not as many for each KV head,
-    /// [`Error::Plan`] names the first that is not below `below`.
+    /// [`Error::NoTokens`] when there are none, [`Error::Elements`] when KV heads have different counts,
+    /// [`Error::Plan`] names the first index that is not below `below`.
     pub fn of(tokens: &[u32], kv_heads: usize, below: u32) -> Result<Self> {
         let shape = Self::new(kv_heads, tokens.len().div_ceil(kv_heads.max(1)), below)?;
         if shape.indices() != tokens.len() {
             let (given, expected) = (tokens.len(), shape.indices());
-            let shape = format!("[{kv_heads} KV heads, {} tokens]: as many for every head", shape.count);
+            let shape = format!("[{kv_heads} KV heads, {} tokens]: the same number for every head", shape.count);
             return Err(Error::Elements { what: "token indices", given, expected, shape });
         }
         match tokens.iter().position(|&token| token >= below) {
@@ -60,26 +60,26 @@ impl IndexShape {
         self.kv_heads
     }
 
-    /// Tokens of each KV head, at least 1.
+    /// Number of tokens of each KV head, at least 1.
     pub const fn count(&self) -> usize {
         self.count
     }
 
-    /// Every index is below this. Kernels take a larger one for the largest that is, so that no index on a device
-    /// reaches beyond the rows, whatever wrote it.
+    /// Exclusive upper bound of the indices. Kernels clamp a larger index to the largest allowed one, so that no index
+    /// on a device reaches beyond the rows, whatever wrote it.
     pub const fn below(&self) -> u32 {
         self.below
     }
 
-    /// The shape of the other tokens below [`IndexShape::below`], where the indices of a head are all different.
+    /// The shape of the complement below [`IndexShape::below`], provided that the indices of a head are distinct.
     ///
     /// # Errors
-    /// [`Error::NoTokens`] when there are none, [`Error::Limit`] when 32 bits do not count them.
+    /// [`Error::NoTokens`] when it is empty, [`Error::Limit`] when it has more tokens than 32 bits can count.
     pub fn others(&self) -> Result<Self> {
         Self::new(self.kv_heads, (self.below as usize).saturating_sub(self.count), self.below)
     }
 
-    /// Indices of all KV heads.
+    /// Total number of indices over all KV heads.
     pub const fn indices(&self) -> usize {
         self.kv_heads * self.count
     }
@@ -87,16 +87,16 @@ impl IndexShape {
 
 /// An index tensor of a backend: token numbers `[kv_heads, count]` on its device.
 pub trait TokenIndices {
-    /// Its shape, and what its indices are below.
+    /// Its shape, and the bound of its indices.
     fn shape(&self) -> IndexShape;
 }
 
 /// Tokens of dense tensors, in the order in which they are stored.
 #[derive(Debug)]
 pub enum Rows<'a, I> {
-    /// The same run of tokens for every KV head.
+    /// The same consecutive tokens for every KV head.
     Run(TokenRange),
-    /// For every KV head the tokens that its indices name: as many, in any order.
+    /// For every KV head the tokens that its indices name: the same number for each, in any order.
     Gather(&'a I),
 }
 
@@ -127,17 +127,19 @@ impl<I: TokenIndices> Rows<'_, I> {
     /// Checks that tensors with these rows hold the tokens.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the run ends beyond the rows, or indices are for another number of KV heads or may lie
-    /// beyond the rows.
+    /// [`Error::Plan`] when the range ends beyond the rows, or the indices are for another number of KV heads or may
+    /// lie beyond the rows.
     pub fn check(&self, what: &'static str, rows: &RowLayout, shape: &AttentionShape) -> Result<()> {
         let reject = |reason: String| Err(Error::Plan { what, reason });
         match self {
             Self::Run(run) if run.end() > rows.tokens => {
-                reject(format!("tokens up to {} of tensors with {} tokens", run.end(), rows.tokens))
+                reject(format!("tokens up to {} of tensors that have {} tokens", run.end(), rows.tokens))
             }
-            Self::Gather(indices) if indices.shape().kv_heads() != shape.kv_heads() => {
-                reject(format!("indices for {} KV heads of {}", indices.shape().kv_heads(), shape.kv_heads()))
-            }
+            Self::Gather(indices) if indices.shape().kv_heads() != shape.kv_heads() => reject(format!(
+                "indices for {} KV heads; the layer has {}",
+                indices.shape().kv_heads(),
+                shape.kv_heads()
+            )),
             Self::Gather(indices) if indices.shape().below() as usize > rows.tokens => {
                 let below = indices.shape().below();
                 reject(format!("indices below {below} of tensors with {} tokens", rows.tokens))
@@ -170,7 +172,7 @@ mod tests {
         assert!(beyond.to_string().contains("index 1 of KV head 1 is 4"), "{beyond}");
     }
 
-    /// Products of these wrap around to small numbers.
+    /// Products of these sizes would wrap around to small numbers.
     #[test]
     fn absurd_shapes_are_refused() {
         let wraps = (0x0fff_ffff_0000_0010_u64 as usize, 0x1000_0001);

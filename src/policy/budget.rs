@@ -1,9 +1,9 @@
-//! Tokens per layer: the same for all, and what all budgets share.
+//! Budgets of tokens per layer: equal budgets, and the checks that all budgets share.
 
 use crate::counts::{MOST_LAYERS, TokenCount, collected, whole};
 use crate::{Error, Result};
 
-/// What saves products of a ratio and a whole number from ending just below a whole number.
+/// Keeps products of a ratio and a whole number from ending just below a whole number.
 pub(super) const ROUNDING: f64 = 1e-12;
 
 /// Checks that a ratio lies in 0 ..= 1.
@@ -17,8 +17,8 @@ pub fn check_ratio(what: &'static str, ratio: f64) -> Result<()> {
     Err(Error::Budget { what, given: ratio.to_string(), allowed: "0 to 1".into() })
 }
 
-/// Budgets of `layers` layers over a prompt of `length` tokens, as equal as their total
-/// `floor(layers · length · ratio)` allows: lower layers take what is left over. The baseline of all layer budgets.
+/// Equal budgets of `layers` layers over a prompt of `length` tokens, as far as their total `floor(layers · length ·
+/// ratio)` allows. Lower layers take the remainder. The baseline of all layer budgets.
 ///
 /// # Errors
 /// [`Error::Budget`] when the ratio is not in 0 ..= 1, there are no layers or tokens, or more than
@@ -42,7 +42,7 @@ pub(super) fn share_of_tokens(heads: usize, length: usize, ratio: f64) -> Result
         return Err(Error::Budget { what: "length of the prompt", given: "0".into(), allowed: "at least 1".into() });
     }
     let tokens = TokenCount::new(length)?.get();
-    // The product of the numbers rounds as the number of the product does.
+    // The product of the two floats rounds like the float of the integer product.
     Ok(whole(heads as f64 * tokens as f64 * ratio + ROUNDING))
 }
 

@@ -1,14 +1,14 @@
-//! The precision of every chunk of a context, by how much it resembles the query (Cocktail).
+//! The precision of every chunk of a context, by its similarity to the query (Cocktail).
 
 use std::ops::RangeInclusive;
 
 use crate::counts::{TokenCount, collected, filled, whole};
 use crate::{Error, Result};
 
-/// Tokens that a chunk may have; Cocktail takes 32.
+/// Allowed sizes of a chunk in tokens. Cocktail uses 32.
 pub const CHUNK_TOKENS: RangeInclusive<usize> = 16..=128;
 
-/// How a chunk is stored, from the coarsest to the finest.
+/// The precision of a stored chunk, from the coarsest to the finest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ChunkPrecision {
     /// 2 bits.
@@ -19,12 +19,12 @@ pub enum ChunkPrecision {
     F16,
 }
 
-/// Where the thresholds lie between the smallest and the largest similarity.
+/// The place of the thresholds between the smallest and the largest similarity.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ChunkSearch {
-    /// Of the range, counted from the smallest: chunks below are stored at 2 bits.
+    /// Fraction of the range, counted from the smallest similarity. Chunks below are stored at 2 bits.
     pub alpha: f64,
-    /// Of the range, counted from the largest: chunks above are stored in f16.
+    /// Fraction of the range, counted from the largest similarity. Chunks above are stored in f16.
     pub beta: f64,
 }
 
@@ -45,31 +45,31 @@ pub struct ChunkThresholds {
 }
 
 impl ChunkSearch {
-    /// Whole chunks of `chunk_tokens` tokens in a context of `tokens`; what remains stays in f16.
+    /// Number of whole chunks of `chunk_tokens` tokens in a context of `tokens`. The remaining tokens stay in f16.
     ///
     /// # Errors
-    /// [`Error::Chunks`] when chunks of that size are not served.
+    /// [`Error::Chunks`] when chunks of this size are not supported.
     pub fn chunks(tokens: usize, chunk_tokens: usize) -> Result<usize> {
         if CHUNK_TOKENS.contains(&chunk_tokens) {
             return Ok(tokens / chunk_tokens);
         }
         let (least, most) = CHUNK_TOKENS.into_inner();
-        Err(Error::Chunks { reason: format!("{chunk_tokens} tokens to a chunk; {least} to {most} are served") })
+        Err(Error::Chunks { reason: format!("a chunk of {chunk_tokens} tokens; chunks have {least} to {most} tokens") })
     }
 }
 
-/// Decides the precision of every chunk from the cosine similarities of its embedding with the query's (Cocktail
-/// eq. 2-3 and algorithm 1):
+/// Decides the precision of every chunk from the cosine similarity of its embedding with the query's (Cocktail eq. 2-3
+/// and algorithm 1):
 ///
 /// `T_low = s_min + (s_max − s_min) · α`, `T_high = s_max − (s_max − s_min) · β`; below `T_low` 2 bits, above `T_high`
 /// f16, otherwise 4 bits.
 ///
-/// Both comparisons are strict, and the first decides where both hold. So:
+/// Both comparisons are strict, and the first wins if both hold. Therefore:
 ///
-/// - a similarity that equals a threshold gives 4 bits, and so do one chunk alone and similarities that are all equal;
-/// - with β > 0 a single best chunk is f16; with β = 0 none is;
-/// - where α + β > 1 the thresholds cross: below `T_low` is 2 bits, all others are f16;
-/// - negative similarities are similarities like all others.
+/// - a similarity equal to a threshold gives 4 bits; so does a single chunk, and so do similarities that are all equal;
+/// - with β > 0 a single best chunk is f16; with β = 0 no chunk is;
+/// - with α + β > 1 the thresholds cross: chunks below `T_low` have 2 bits, and all others are f16;
+/// - negative similarities are treated like all others.
 ///
 /// ```
 /// use kvpack::policy::{ChunkPrecision::*, ChunkSearch, chunk_search};
@@ -80,8 +80,8 @@ impl ChunkSearch {
 /// ```
 ///
 /// # Errors
-/// [`Error::Chunks`] when there are none; [`Error::NotANumber`] for a similarity that is NaN; [`Error::Budget`] when α
-/// or β is not in 0 ..= 1.
+/// [`Error::Chunks`] when there are no chunks; [`Error::NotANumber`] for a similarity that is NaN; [`Error::Budget`]
+/// when α or β is not in 0 ..= 1.
 pub fn chunk_search(similarities: &[f32], search: ChunkSearch) -> Result<(ChunkThresholds, Vec<ChunkPrecision>)> {
     super::check_ratio("alpha of the chunk search", search.alpha)?;
     super::check_ratio("beta of the chunk search", search.beta)?;
@@ -98,11 +98,11 @@ pub fn chunk_search(similarities: &[f32], search: ChunkSearch) -> Result<(ChunkT
     Ok((ChunkThresholds { low, high }, similarities.iter().map(precision).collect()))
 }
 
-/// Shares chunks out by rank: the first share of them, which resemble the query most, to tier 0, the next to tier 1 and
-/// so on, and all others to one tier more. Of equal similarities the earlier chunk comes first.
+/// Assigns chunks to tiers by rank. The first share of the chunks, those most similar to the query, goes to tier 0, the
+/// next share to tier 1 and so on. The remaining chunks form one more tier. Ties go to the earlier chunk.
 ///
-/// A tier ends at the whole number of chunks below its share and those before it, so that `[0.1, 0.3]` of 25 chunks
-/// are 2, 8 and 15.
+/// A tier ends at the sum of its share and those before it, rounded down to whole chunks: `[0.1, 0.3]` of 25 chunks
+/// give 2, 8 and 15.
 ///
 /// ```
 /// use kvpack::policy::chunk_shares;
@@ -111,8 +111,8 @@ pub fn chunk_search(similarities: &[f32], search: ChunkSearch) -> Result<(ChunkT
 /// ```
 ///
 /// # Errors
-/// [`Error::Chunks`] when there are none; [`Error::NotANumber`] for a similarity that is NaN; [`Error::Budget`] when a
-/// share, or their sum, is not in 0 ..= 1.
+/// [`Error::Chunks`] when there are no chunks; [`Error::NotANumber`] for a similarity that is NaN; [`Error::Budget`]
+/// when a share, or the sum of the shares, is not in 0 ..= 1.
 pub fn chunk_shares(similarities: &[f32], shares: &[f64]) -> Result<Vec<usize>> {
     check_similarities(similarities)?;
     let mut ends = Vec::with_capacity(shares.len());
@@ -125,7 +125,7 @@ pub fn chunk_shares(similarities: &[f32], shares: &[f64]) -> Result<Vec<usize>> 
     }
     super::check_ratio("sum of the shares of chunks", (sum - super::budget::ROUNDING).max(0.0))?;
     let mut order: Vec<usize> = (0..similarities.len()).collect();
-    // The sort is stable, so that equal similarities stay in order; none is NaN.
+    // The sort is stable, so that equal similarities stay in order. None is NaN.
     order.sort_by(|&a, &b| similarities[b].partial_cmp(&similarities[a]).unwrap_or(std::cmp::Ordering::Equal));
     let mut tiers = vec![0; similarities.len()];
     for (rank, chunk) in order.into_iter().enumerate() {
@@ -146,8 +146,8 @@ fn check_similarities(similarities: &[f32]) -> Result<()> {
     }
 }
 
-/// The order in which chunks of equal precision lie together: 2 bits, then 4 bits, then f16, ascending within each
-/// (Cocktail, algorithm 1). Entry i is the chunk that comes i-th.
+/// The order in which chunks of equal precision are contiguous: 2 bits, then 4 bits, then f16, ascending within each
+/// (Cocktail, algorithm 1). Entry i is the chunk in place i.
 ///
 /// # Errors
 /// [`Error::Limit`] when there are more chunks than tokens in the longest sequence; [`Error::OutOfMemory`].
@@ -157,22 +157,22 @@ pub fn reorder_plan(precision: &[ChunkPrecision]) -> Result<Vec<u32>> {
     Ok(order)
 }
 
-/// Checks that `order` names every whole chunk of a context once.
+/// Checks that `order` names every whole chunk of a context exactly once.
 ///
 /// # Errors
-/// [`Error::Chunks`] when it does not, or chunks of that size are not served; [`Error::Limit`] when the context is longer
-/// than [`MOST_TOKENS`](crate::plan::MOST_TOKENS).
+/// [`Error::Chunks`] when it does not, or chunks of this size are not supported; [`Error::Limit`] when the context is
+/// longer than [`MOST_TOKENS`](crate::plan::MOST_TOKENS).
 pub fn check_order(tokens: usize, chunk_tokens: usize, order: &[u32]) -> Result<()> {
     let chunks = ChunkSearch::chunks(TokenCount::new(tokens)?.get(), chunk_tokens)?;
     if order.len() < chunks {
-        let reason = format!("{} chunks in the order, of {chunks}", order.len());
+        let reason = format!("the order names {} chunks; there are {chunks}", order.len());
         return Err(Error::Chunks { reason });
     }
     let mut seen = filled("chunks of a context", chunks, false)?;
     for &chunk in order {
         match seen.get_mut(chunk as usize) {
             Some(seen) if !*seen => *seen = true,
-            Some(_) => return Err(Error::Chunks { reason: format!("chunk {chunk} comes twice in the order") }),
+            Some(_) => return Err(Error::Chunks { reason: format!("chunk {chunk} is twice in the order") }),
             None => return Err(Error::Chunks { reason: format!("chunk {chunk} of {chunks}") }),
         }
     }
@@ -182,7 +182,7 @@ pub fn check_order(tokens: usize, chunk_tokens: usize, order: &[u32]) -> Result<
     }
 }
 
-/// Checks that chunks of the query's width fill a tensor, and returns how many they are.
+/// Checks that a tensor consists of chunks of the query's width, and returns their number.
 ///
 /// # Errors
 /// [`Error::Chunks`] when they do not, or the query's embedding has no elements.

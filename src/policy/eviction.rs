@@ -1,17 +1,17 @@
-//! The kept tokens of one head, from its scores and what is kept in any case.
+//! The kept tokens of one head, chosen by score and by protection.
 
 use super::spans::Spans;
 use super::top_k::{HIGHEST_RANK, best, ranks};
 use crate::counts::{TokenCount, collected};
 use crate::{Error, Result};
 
-/// Keeps `count` tokens: the `protected` ones, which ascend, and of the others those with the best scores. The result
-/// ascends; of equal scores the earlier token stays.
+/// Keeps `count` tokens: the `protected` ones, which ascend, and the best-scored of the others. The result ascends.
+/// Ties go to the earlier token.
 ///
 /// # Errors
-/// [`Error::Budget`] when more tokens are protected than may be kept; [`Error::Selection`] when protected tokens do not
-/// ascend or do not exist; [`Error::TopK`] when more are to be kept than there are; [`Error::NotANumber`] when a score
-/// is NaN.
+/// [`Error::Budget`] when there are more protected tokens than tokens to keep; [`Error::Selection`] when protected
+/// tokens do not ascend or do not exist; [`Error::TopK`] when more tokens are to be kept than exist;
+/// [`Error::NotANumber`] when a score is NaN.
 pub fn keep(scores: &[f32], protected: &[u32], count: usize) -> Result<Vec<u32>> {
     check_protected(protected, scores.len())?;
     if protected.len() > count {
@@ -26,7 +26,7 @@ pub fn keep(scores: &[f32], protected: &[u32], count: usize) -> Result<Vec<u32>>
     Ok(best(&ranks, count))
 }
 
-/// The last `recent` tokens and the `best` best of those before them (H2O).
+/// The last `recent` tokens, and the `best` best-scored of those before them (H2O).
 ///
 /// # Errors
 /// As [`keep`].
@@ -39,32 +39,32 @@ pub fn recent_and_best(scores: &[f32], recent: usize, best: usize) -> Result<Vec
     keep(scores, &protected, recent + best)
 }
 
-/// The first `sink` and the last `recent` of `tokens` tokens, without any scores (StreamingLLM); all of them where
-/// there are no more.
+/// The first `sink` and the last `recent` of `tokens` tokens, without any scores (StreamingLLM). All tokens if there
+/// are no more than that.
 ///
 /// # Errors
 /// [`Error::Limit`] when there are more than [`MOST_TOKENS`](crate::plan::MOST_TOKENS); [`Error::OutOfMemory`] when the
-/// host has no room for the kept ones.
+/// host has no memory for the kept ones.
 pub fn sink_and_recent(tokens: usize, sink: usize, recent: usize) -> Result<Vec<u32>> {
     let count = TokenCount::new(tokens)?;
     let (first, last) = (count.first(sink), count.last(recent));
     collected("kept tokens", first.clone().chain(last.start.max(first.end)..last.end))
 }
 
-/// What being text means for a token.
+/// How text tokens are preferred.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum TextRule {
     /// Text is scored like images.
     Equal,
-    /// Text scores are raised by the largest score of all (LOOK-M eq. 5: `A_s[T] += max A_s`), so that text leaves only
-    /// where there is more of it than may stay.
+    /// Text scores are raised by the largest score of all (LOOK-M eq. 5: `A_s[T] += max A_s`). Text is evicted only if
+    /// there is more of it than tokens to keep.
     #[default]
     Raised,
-    /// Text always stays, as the published code of LOOK-M has it; text beyond the budget is an error.
+    /// Text always stays, as in the published code of LOOK-M. Text beyond the budget is an error.
     Stays,
 }
 
-/// The last `recent` tokens and the `best` best of those before them, text first (LOOK-M eq. 4-8).
+/// The last `recent` tokens, and the `best` best-scored of those before them, text first (LOOK-M eq. 4-8).
 ///
 /// # Errors
 /// As [`keep`], and [`Error::Elements`] when there is not one score per token. Under [`TextRule::Stays`] more text than
@@ -73,7 +73,7 @@ pub fn text_prior(scores: &[f32], spans: &Spans, rule: TextRule, recent: usize, 
     text_first(scores, &spans.text_mask()?, rule, recent, best)
 }
 
-/// The same for tokens of which `text` says whether they are text.
+/// [`text_prior`] with a mask of the text tokens.
 pub(super) fn text_first(
     scores: &[f32],
     text: &[bool],
@@ -107,7 +107,7 @@ fn check_protected(protected: &[u32], tokens: usize) -> Result<()> {
     }
     match protected.last() {
         Some(&last) if last as usize >= tokens => {
-            Err(Error::Selection { reason: format!("token {last} is protected, of {tokens}") })
+            Err(Error::Selection { reason: format!("token {last} is protected, but there are {tokens} tokens") })
         }
         _ => Ok(()),
     }

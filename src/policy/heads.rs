@@ -1,14 +1,14 @@
-//! How the scores of the query heads of a group become the scores of their KV head.
+//! How the scores of a group's query heads become the scores of their KV head.
 
-/// What becomes of the column sums of the query heads that share a KV head.
+/// How the column sums of the query heads that share a KV head are aggregated.
 ///
-/// Published methods differ here, and sum and mean are not the same once scores are pooled, compared with a threshold
-/// or with those of another layer: SnapKV, H2O and VL-Cache take the mean. So it is named at every call.
+/// Published methods differ here. Sum and mean are not equivalent once scores are pooled, compared with a threshold or
+/// with those of another layer; SnapKV, H2O and VL-Cache take the mean. Every call therefore names its aggregation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum HeadAggregation {
     /// Every query head keeps its own: `[query_heads, tokens]`.
     Each,
-    /// Their sum: `[kv_heads, tokens]`, like all that follow.
+    /// Their sum: `[kv_heads, tokens]`, as for the other aggregations.
     Sum,
     /// Their mean.
     Mean,
@@ -17,7 +17,7 @@ pub enum HeadAggregation {
 }
 
 impl HeadAggregation {
-    /// All of them.
+    /// All aggregations.
     pub const ALL: [Self; 4] = [Self::Each, Self::Sum, Self::Mean, Self::Max];
 
     /// Rows of the result.
@@ -28,7 +28,7 @@ impl HeadAggregation {
         }
     }
 
-    /// Aggregates the scores of a group's heads; `None` where each head keeps its own, and of no heads.
+    /// Aggregates the scores of a group's heads. `None` where each head keeps its own scores, and for no heads.
     pub fn of(self, scores: impl ExactSizeIterator<Item = f64>) -> Option<f64> {
         if scores.len() == 0 {
             return None;

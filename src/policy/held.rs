@@ -1,4 +1,4 @@
-//! A policy that decides again, over what a sequence still holds.
+//! A policy that decides again, over the tokens that a sequence still holds.
 
 use super::eviction::{sink_and_recent, text_first};
 use super::method::{KeepRule, LayerStatistics, MeasuredRows, Policy, check_statistics, drawn, no_statistics};
@@ -8,9 +8,9 @@ use super::spans::Spans;
 use crate::{Error, Result};
 
 impl Policy {
-    /// Query rows to measure when a sequence is compressed again that `appended` tokens came to since: the newest of
-    /// them, as many as the policy measures of a prompt. What it measures after an image it measures at the end, since
-    /// appended tokens are text. 0 where it measures nothing.
+    /// Query rows to measure when a sequence is compressed again after `appended` new tokens: the newest of them, as
+    /// many as the policy measures of a prompt. A policy that measures after an image measures at the end here, since
+    /// appended tokens are text. 0 if the policy measures nothing.
     pub fn rows_again(&self, appended: usize) -> usize {
         match self.rows {
             MeasuredRows::None => 0,
@@ -19,19 +19,19 @@ impl Policy {
         }
     }
 
-    /// The tokens that stay of those that a sequence holds: [`Policy::select`] for a sequence that tokens were
-    /// evicted of before.
+    /// The tokens that stay of those that a sequence holds: [`Policy::select`] for a sequence from which tokens were
+    /// evicted before.
     ///
-    /// `spans` are those of the whole sequence, evicted tokens included: budgets are shares of its length, and a layer
-    /// whose budget is larger than what it holds keeps all of that. `held` are the tokens that each layer holds, by
-    /// their positions in the sequence, and so is the result. `rows` newest tokens were measured: `statistics` are over
-    /// the held tokens of a layer, column sums `[kv_heads, held]`, in the order of their positions. The last and the
-    /// first tokens, and neighbours, are those among the held ones.
+    /// `spans` are those of the whole sequence, evicted tokens included. Budgets are shares of its length, and a layer
+    /// whose budget exceeds the tokens that it holds keeps all of them. `held` names the tokens that each layer holds
+    /// by their positions in the sequence, and the result does too. The newest `rows` tokens were measured.
+    /// `statistics` cover the tokens that a layer holds: column sums are `[kv_heads, held]`, in the order of positions.
+    /// The first and last tokens, and neighbours, are those among the held tokens.
     ///
     /// # Errors
     /// [`Error::Selection`] when layers hold tokens of a sequence of another length, or statistics are missing;
-    /// [`Error::Elements`] when they do not fit; [`Error::Budget`] when more rows were measured than a layer holds
-    /// tokens, or more text has to stay than may; [`Error::NotANumber`] when a column sum is NaN.
+    /// [`Error::Elements`] when statistics do not fit; [`Error::Budget`] when more rows were measured than a layer
+    /// holds tokens, or more text must stay than may; [`Error::NotANumber`] when a column sum is NaN.
     pub fn select_again(
         &self,
         spans: &Spans,
@@ -43,10 +43,10 @@ impl Policy {
         Selection::new(held.layers().iter().zip(&places).map(|(held, places)| held.at(places)).collect::<Result<_>>()?)
     }
 
-    /// How many tokens every KV head of each layer keeps of those that it holds.
+    /// The number of held tokens that every KV head of each layer keeps.
     ///
     /// # Errors
-    /// Those of [`Policy::select_again`] but for what has to stay and column sums, which are not looked at.
+    /// As [`Policy::select_again`], except for text that must stay and column sums, which are not checked.
     pub(crate) fn budgets_again(
         &self,
         spans: &Spans,
@@ -56,7 +56,7 @@ impl Policy {
     ) -> Result<Vec<usize>> {
         let (layers, length) = (held.layers(), spans.tokens());
         if layers[0].tokens() != length {
-            let reason = format!("a sequence of {} tokens is held, and the spans are of {length}", layers[0].tokens());
+            let reason = format!("the sequence has {} tokens, but the spans cover {length}", layers[0].tokens());
             return Err(Error::Selection { reason });
         }
         let measures = self.rows != MeasuredRows::None;
@@ -74,7 +74,7 @@ impl Policy {
         Ok(budgets.into_iter().zip(layers).map(|(budget, layer)| budget.min(layer.count())).collect())
     }
 
-    /// [`Policy::select_again`] as places among the tokens that each layer holds.
+    /// [`Policy::select_again`], returned as places among the tokens that each layer holds.
     pub(crate) fn places_again(
         &self,
         spans: &Spans,
@@ -110,7 +110,7 @@ impl Policy {
     }
 }
 
-/// The newest rows, over what a layer holds.
+/// The newest rows, over the tokens that a layer holds.
 fn rows_of(layer: &LayerSelection, rows: usize) -> Result<QueryPositions> {
     QueryPositions::last(rows, layer.count())
 }

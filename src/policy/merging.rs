@@ -1,16 +1,16 @@
-//! What becomes of evicted tokens: they are merged into the kept token whose key is nearest (LOOK-M).
+//! Merging of evicted tokens into the kept token with the nearest key (LOOK-M).
 
 use super::selection::Merge;
 use crate::{Error, Result};
 
-/// How evicted rows e enter the kept row p that is nearest to them, c of them to one (LOOK-M eq. 9-12).
+/// How c evicted rows e merge into p, the kept row nearest to them (LOOK-M eq. 9-12).
 ///
-/// Keys decide which kept token is nearest; values follow the assignment of their keys.
+/// Keys decide which kept token is nearest. Values follow the assignment of their keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Merging {
     /// `(p + Σ e) / (c + 1)`.
     Averaged,
-    /// `(p + Σ (e + p) / 2) / (c + 1)`: the kept row weighs more.
+    /// `(p + Σ (e + p) / 2) / (c + 1)`: gives the kept row more weight.
     #[default]
     Pivotal,
     /// `(p + Σ s · e) / (c + 1)` with the cosine similarity s of the keys.
@@ -27,7 +27,7 @@ pub struct Nearest {
 }
 
 impl Merging {
-    /// Weight of a kept row into which `count` evicted rows merge; 1 where there are none.
+    /// Weight of a kept row into which `count` evicted rows merge; 1 if there are none.
     pub fn own_weight(self, count: usize) -> f64 {
         let count = count as f64;
         match self {
@@ -47,17 +47,17 @@ impl Merging {
     }
 }
 
-/// Merges of one head: for every kept token into which others merge its own weight and theirs, so that the merged row
-/// is `Σ weight · row(from)`. They come in the order of the kept tokens, and of `from` within.
+/// Merges of one head. Every kept token into which others merge has an entry for itself and one for each of them, so
+/// that the merged row is `Σ weight · row(from)`. Entries are in the order of the kept tokens, then of `from`.
 ///
 /// `nearest` has one entry per evicted token, both in order.
 ///
 /// # Errors
-/// [`Error::Selection`] when they are not as many, or one names a kept token that there is not; [`Error::NotANumber`]
-/// when a similarity is NaN, and [`Error::Selection`] when one is infinite.
+/// [`Error::Selection`] when the numbers of entries differ, or an entry names a kept token that does not exist;
+/// [`Error::NotANumber`] when a similarity is NaN, and [`Error::Selection`] when one is infinite.
 pub fn merge_plan(kept: &[u32], evicted: &[u32], nearest: &[Nearest], merging: Merging) -> Result<Vec<Merge>> {
     if evicted.len() != nearest.len() {
-        let reason = format!("{} evicted tokens, nearest kept ones of {}", evicted.len(), nearest.len());
+        let reason = format!("{} evicted tokens, but nearest kept tokens for {}", evicted.len(), nearest.len());
         return Err(Error::Selection { reason });
     }
     let mut members: Vec<Vec<(u32, f32)>> = vec![Vec::new(); kept.len()];

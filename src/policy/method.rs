@@ -1,4 +1,4 @@
-//! A method as a whole: what is measured, how much each layer keeps, and which tokens.
+//! A whole method: what it measures, how much each layer keeps, and which tokens.
 
 use super::budget::{check_layers, check_ratio, share_of_tokens, uniform_budgets};
 use super::eviction::{TextRule, sink_and_recent, text_prior};
@@ -16,10 +16,10 @@ use crate::counts::{TokenCount, collected, filled, reserved, whole};
 use crate::format::MOST_HEADS;
 use crate::{Error, Result};
 
-/// A policy: it says what it needs measured ([`Policy::query_rows`], [`Policy::threshold`]) and turns that into
+/// A policy. It states which measurements it needs ([`Policy::query_rows`], [`Policy::threshold`]) and turns them into
 /// a [`Selection`].
 ///
-/// A published method is a preset; its parts combine freely.
+/// Published methods are presets. Their parts combine freely.
 ///
 /// ```
 /// use kvpack::policy::{LayerStatistics, Policy, Spans};
@@ -33,48 +33,48 @@ use crate::{Error, Result};
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Policy {
-    /// Share of the prompt's tokens that all layers together keep; without effect for [`KeepRule::SinkAndRecent`].
+    /// Fraction of the prompt's tokens that all layers together keep. [`KeepRule::SinkAndRecent`] ignores it.
     pub ratio: f64,
     /// The query rows whose attention is measured.
     pub rows: MeasuredRows,
-    /// What becomes of the column sums of those rows.
+    /// How the column sums of those rows become scores.
     pub scores: ScoreRule,
     /// How layers share the budget.
     pub budget: BudgetRule,
-    /// Which tokens stay.
+    /// The rule by which tokens stay.
     pub keep: KeepRule,
-    /// What becomes of the others; `None` drops them.
+    /// How the other tokens are merged; `None` drops them.
     pub merging: Option<Merging>,
 }
 
-/// The query rows that a policy wants measured.
+/// The query rows whose attention a policy needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MeasuredRows {
-    /// None: the policy looks at no scores.
+    /// None: the policy does not use scores.
     None,
-    /// The text after the last image, at most its last so many tokens.
+    /// The text after the last image, limited to its last `most` tokens.
     PostVision {
-        /// At most so many rows.
+        /// Maximum number of rows.
         most: usize,
     },
-    /// The last so many tokens of the prompt, or all of a shorter one.
+    /// The last tokens of the prompt, this many, or all of a shorter one.
     Last(usize),
-    /// All.
+    /// All rows.
     All,
 }
 
-/// From column sums to scores.
+/// How column sums become scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScoreRule {
-    /// How the query heads of a group become one.
+    /// How the query heads of a group are combined.
     pub aggregation: HeadAggregation,
-    /// Whether tokens are compared by sum or by mean over the rows that saw them.
+    /// Whether tokens are compared by the sum, or by the mean over the rows that see them.
     pub weighing: Weighing,
     /// Smoothing over neighbouring tokens before the recent ones.
     pub pooling: Option<Pooling>,
 }
 
-/// Whether rows that do not see a token count for it.
+/// Whether rows that do not see a token count in its score.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Weighing {
     /// Attention summed over all rows.
@@ -86,72 +86,72 @@ pub enum Weighing {
 /// How layers share the budget.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum BudgetRule {
-    /// All alike.
+    /// All layers equally.
     Uniform,
     /// By sparsity.
     VlCache {
-        /// What counts as nothing, as a share of a row's largest entry.
+        /// Entries below this fraction of a row's largest entry count as nothing.
         threshold: f32,
         /// Bounds on each layer.
         limits: VlCacheLimits,
     },
-    /// Less in higher layers.
+    /// Smaller budgets in higher layers.
     Pyramid {
-        /// How steep.
+        /// Steepness.
         beta: usize,
     },
 }
 
-/// Which tokens stay.
+/// The rule by which tokens stay.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum KeepRule {
-    /// The most recent ones and the best of the others.
+    /// The most recent tokens and the best-scored of the others.
     Best {
-        /// How many recent ones.
+        /// The number of recent tokens.
         recent: Recent,
-        /// What being text means.
+        /// How text is preferred.
         text: TextRule,
     },
-    /// The first and the last ones.
+    /// The first and the last tokens.
     SinkAndRecent {
         /// First tokens.
         sink: usize,
         /// Last tokens.
         recent: usize,
     },
-    /// Any: the baseline of all scores. Layers and heads draw for themselves.
+    /// Random tokens: the baseline of all scores. Layers and heads draw independently.
     Random {
         /// The same seed draws the same tokens.
         seed: u64,
     },
 }
 
-/// How many of the last tokens stay in any case.
+/// The number of last tokens that always stay.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Recent {
-    /// A share of what the layer keeps.
+    /// A fraction of the tokens that the layer keeps.
     Share(f64),
-    /// So many, as far as the layer's budget goes.
+    /// This many, as far as the layer's budget goes.
     Tokens(usize),
 }
 
-/// What was measured of a layer.
+/// Measurements of a layer.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct LayerStatistics {
-    /// `[kv_heads, tokens]`: column sums over the policy's rows, aggregated as it says.
+    /// `[kv_heads, tokens]`: column sums over the policy's rows, aggregated by the policy's rule.
     pub column_sums: Vec<f32>,
-    /// `[query_heads, rows]`: entries at or above the policy's threshold; needed by [`BudgetRule::VlCache`] alone.
+    /// `[query_heads, rows]`: entries at or above the policy's threshold. Only [`BudgetRule::VlCache`] needs them.
     pub counts: Vec<u32>,
 }
 
 const MEAN: ScoreRule = ScoreRule { aggregation: HeadAggregation::Mean, weighing: Weighing::Sum, pooling: None };
 
 impl Policy {
-    /// VL-Cache: scores of the text after the image, budgets by sparsity, a tenth of each budget recent. Of long
+    /// VL-Cache: scores from the text after the image, budgets by sparsity, a tenth of each budget recent. In long
     /// questions the last 50 rows count, as in the paper's measurements.
     ///
     /// # Errors
-    /// [`Error::Budget`] when the share of tokens is not in 0 ..= 1, like all that follow.
+    /// [`Error::Budget`] when the ratio is not in 0 ..= 1. The same holds for the presets below.
     pub fn vlcache(ratio: f64) -> Result<Self> {
         let keep = KeepRule::Best { recent: Recent::Share(0.1), text: TextRule::Equal };
         let budget = BudgetRule::VlCache { threshold: DEFAULT_THRESHOLD, limits: VlCacheLimits::default() };
@@ -177,7 +177,7 @@ impl Policy {
         Self { ratio, rows: MeasuredRows::All, scores: MEAN, budget, keep, merging: None }.checked()
     }
 
-    /// SnapKV: scores of the last 32 rows, averaged over 7 neighbouring tokens; those rows stay.
+    /// SnapKV: scores from the last 32 rows, averaged over 7 neighbouring tokens. Those rows stay.
     ///
     /// # Errors
     /// [`Error::Budget`].
@@ -187,7 +187,7 @@ impl Policy {
         Ok(Self { rows: MeasuredRows::Last(32), scores, keep, ..Self::h2o(ratio)? })
     }
 
-    /// PyramidKV: SnapKV with the last 8 rows, pooled over 7 tokens, and budgets that fall with the layer.
+    /// PyramidKV: SnapKV with the last 8 rows, pooled over 7 tokens, and budgets that shrink with the layer.
     ///
     /// # Errors
     /// [`Error::Budget`].
@@ -211,10 +211,10 @@ impl Policy {
         Ok(Self { rows: MeasuredRows::None, keep: KeepRule::Random { seed }, ..Self::h2o(ratio)? })
     }
 
-    /// The rows to measure of a prompt; `None` where the policy needs no measurement.
+    /// The rows of a prompt to measure; `None` if the policy needs no measurement.
     ///
     /// # Errors
-    /// [`Error::NoTextAfterImage`] when the text after the image is asked for and there is none.
+    /// [`Error::NoTextAfterImage`] when the policy needs the text after the image and there is none.
     pub fn query_rows(&self, spans: &Spans) -> Result<Option<QueryPositions>> {
         let tokens = spans.tokens();
         match self.rows {
@@ -227,8 +227,8 @@ impl Policy {
         }
     }
 
-    /// The threshold, as a share of a row's largest entry, above which entries are to be counted; `None` where the
-    /// policy needs no counts.
+    /// The threshold for counting entries, as a fraction of a row's largest entry; `None` if the policy needs no
+    /// counts.
     pub const fn threshold(&self) -> Option<f32> {
         match self.budget {
             BudgetRule::VlCache { threshold, .. } => Some(threshold),
@@ -254,7 +254,7 @@ impl Policy {
         })
     }
 
-    /// Budgets of layers for a sequence of so many tokens; `sparsities` of the layers are asked for where they decide.
+    /// Budgets of layers for a sequence of `length` tokens. `sparsities` is only called if the budgets depend on it.
     pub(super) fn layer_budgets(
         &self,
         length: usize,
@@ -275,7 +275,7 @@ impl Policy {
                     KeepRule::Best { recent, .. } => recent.of(capacity)?,
                     _ => 0,
                 };
-                // A budget that the recent tokens fill leaves nothing to share out.
+                // If the recent tokens fill the budget, nothing remains to be shared out.
                 if recent >= capacity {
                     return uniform_budgets(layers, length, self.ratio);
                 }
@@ -283,7 +283,7 @@ impl Policy {
             }
             BudgetRule::VlCache { limits, .. } => {
                 let sparsities = sparsities()?;
-                // The budget of whole heads: what does not fill all heads of a layer is left.
+                // The budget counts tokens of all heads; a remainder too small for all heads of a layer is unused.
                 let target = share_of_tokens(layers * kv_heads, length, self.ratio)? / kv_heads;
                 Ok(budgets_to_target(&sparsities, length, self.ratio, limits, target)?.tokens)
             }
@@ -348,7 +348,7 @@ impl ScoreRule {
 }
 
 impl Recent {
-    /// Tokens, of a budget of `count`.
+    /// The number of recent tokens in a budget of `count`.
     ///
     /// # Errors
     /// [`Error::Budget`] when a share is not in 0 ..= 1.
@@ -364,7 +364,7 @@ impl Recent {
 }
 
 impl LayerStatistics {
-    /// Sparsity of the layer, by the entries that were counted of these rows.
+    /// Sparsity of the layer, from the counts of these rows.
     pub(super) fn sparsity(&self, rows: &QueryPositions) -> Result<f64> {
         Ok(layer_sparsity(&sparsity(&self.counts, rows)?))
     }
@@ -383,7 +383,7 @@ pub(super) fn check_statistics(layers: usize, statistics: &[LayerStatistics]) ->
     if statistics.len() == layers {
         return Ok(());
     }
-    Err(Error::Selection { reason: format!("statistics of {} layers, of {layers} are needed", statistics.len()) })
+    Err(Error::Selection { reason: format!("statistics of {} layers; they must cover all {layers}", statistics.len()) })
 }
 
 pub(super) fn no_statistics(why: &str) -> Error {

@@ -1,7 +1,7 @@
-//! Which tokens of a prompt stay: pure functions on small arrays, which know neither formats nor backends.
+//! Which tokens of a prompt stay: pure functions on small arrays, independent of formats and backends.
 //!
-//! Kernels measure ([`attention_column_stats`](crate::cpu::attention_column_stats) and its kin), this module decides,
-//! and a cache carries the decision, a [`Selection`], out. So every policy goes with every format.
+//! Kernels measure ([`attention_column_stats`](crate::cpu::attention_column_stats) and related ones), this module
+//! decides, and a cache carries out the decision, a [`Selection`]. Every policy therefore works with every format.
 //!
 //! | idea | here | from |
 //! | --- | --- | --- |

@@ -1,17 +1,17 @@
-//! Scores smoothed over neighbouring tokens, so that what is kept comes in runs (SnapKV).
+//! Smooths scores over neighbouring tokens, so that neighbours are kept together (SnapKV).
 
 use crate::{Error, Result};
 
-/// What the scores of neighbouring tokens become.
+/// How the scores of neighbouring tokens are combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Pool {
-    /// Their sum over the full width of the pooling, also where that reaches beyond the first or last token.
+    /// Their sum divided by the full width of the pooling, even where that reaches beyond the first or last token.
     Average,
     /// The largest.
     Max,
 }
 
-/// Pooling over the neighbours of each token, it in their middle (SnapKV).
+/// Pooling over the neighbours of each token, with the token in the middle (SnapKV).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Pooling {
     pool: Pool,
@@ -22,7 +22,7 @@ impl Pooling {
     /// Pooling over `kernel` neighbouring tokens; 1 changes nothing.
     ///
     /// # Errors
-    /// [`Error::Budget`] when the width is even, and so has no centre.
+    /// [`Error::Budget`] when the width is even, and therefore has no middle.
     pub fn new(pool: Pool, kernel: usize) -> Result<Self> {
         if kernel.is_multiple_of(2) {
             let (given, allowed) = (kernel.to_string(), "an odd number of tokens".into());
@@ -31,12 +31,12 @@ impl Pooling {
         Ok(Self { pool, kernel })
     }
 
-    /// What neighbours become.
+    /// How neighbours are combined.
     pub const fn pool(&self) -> Pool {
         self.pool
     }
 
-    /// Tokens that become one, the neighbours on either side and it in their middle.
+    /// Number of pooled tokens: the neighbours on both sides and the token in the middle.
     pub const fn width(&self) -> usize {
         self.kernel
     }

@@ -7,23 +7,23 @@ use crate::{Error, Result};
 /// The shape of the pyramid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PyramidShape {
-    /// Tokens of a layer on average, the recent ones included.
+    /// Average number of tokens per layer, including the recent ones.
     pub capacity: usize,
-    /// Last tokens of the prompt, which every layer keeps.
+    /// Number of last tokens of the prompt. Every layer keeps them.
     pub recent: usize,
-    /// How steep it is: the highest layer keeps `(capacity − recent) / beta` tokens beside the recent
-    /// ones. PyramidKV: 20.
+    /// Steepness: the highest layer keeps `(capacity − recent) / beta` tokens in addition to the recent ones. PyramidKV
+    /// uses 20.
     pub beta: usize,
 }
 
-/// Budgets that fall linearly with the layer (PyramidKV): from `2c − min` to `min = c / β` beside the
-/// recent tokens, with `c = capacity − recent`. No layer keeps more than the prompt has; what the lowest cannot take
-/// raises the highest. A prompt shorter than the capacity stays whole, and one shorter than `2c` is kept to the
-/// capacity in every layer.
+/// Budgets that fall linearly with the layer (PyramidKV): from `2c − min` to `min = c / β` in addition to the recent
+/// tokens, with `c = capacity − recent`. No layer keeps more tokens than the prompt has; the excess of the lowest layer
+/// raises the highest. A prompt shorter than the capacity is kept whole. In a prompt shorter than `2c` every layer
+/// keeps the capacity.
 ///
 /// # Errors
-/// [`Error::Budget`] when there are no layers or more than [`MOST_LAYERS`](crate::plan::MOST_LAYERS), the recent tokens are not
-/// fewer than the capacity, or β is 0; [`Error::Limit`] when the prompt is longer than
+/// [`Error::Budget`] when there are no layers or more than [`MOST_LAYERS`](crate::plan::MOST_LAYERS), the capacity does
+/// not exceed the recent tokens, or β is 0; [`Error::Limit`] when the prompt is longer than
 /// [`MOST_TOKENS`](crate::plan::MOST_TOKENS).
 pub fn pyramid_budgets(layers: usize, length: usize, shape: PyramidShape) -> Result<Vec<usize>> {
     let PyramidShape { capacity, recent, beta } = shape;
@@ -46,7 +46,7 @@ pub fn pyramid_budgets(layers: usize, length: usize, shape: PyramidShape) -> Res
     let mut smallest = past / beta;
     let mut largest = 2 * past - smallest;
     if largest >= length - recent {
-        // Between c, since the prompt holds the capacity, and 2c.
+        // Between c and 2c, since the prompt is longer than the capacity.
         largest = length - recent;
         smallest = 2 * past - largest;
     }

@@ -15,7 +15,7 @@ impl QueryPositions {
     /// Rows at these positions of a context of `tokens` keys.
     ///
     /// # Errors
-    /// [`Error::NoTokens`] when there are none; [`Error::Selection`] when they do not ascend or one lies beyond the
+    /// [`Error::NoTokens`] when there are none; [`Error::Selection`] when positions do not ascend or lie beyond the
     /// context; [`Error::Limit`] when there are more keys than [`MOST_TOKENS`](crate::plan::MOST_TOKENS).
     pub fn new(positions: Vec<u32>, tokens: usize) -> Result<Self> {
         if positions.is_empty() {
@@ -35,11 +35,11 @@ impl QueryPositions {
         }
     }
 
-    /// The last `rows` positions of a context: bottom-right aligned.
+    /// The last `rows` positions of a context (bottom-right aligned).
     ///
     /// # Errors
-    /// As [`QueryPositions::new`]; more rows than keys are an [`Error::Budget`]; [`Error::OutOfMemory`] when the host has no room
-    /// for the positions.
+    /// As [`QueryPositions::new`]; [`Error::Budget`] for more rows than keys; [`Error::OutOfMemory`] when the host has
+    /// no memory for the positions.
     pub fn last(rows: usize, tokens: usize) -> Result<Self> {
         if rows > tokens {
             let (given, allowed) = (rows.to_string(), format!("1 to {tokens}, the tokens of the context"));
@@ -48,7 +48,7 @@ impl QueryPositions {
         Self::new(collected("query rows to measure", TokenCount::new(tokens)?.last(rows))?, tokens)
     }
 
-    /// All positions of a range, but at most the last `most`.
+    /// All positions of a range, or its last `most`.
     ///
     /// # Errors
     /// As [`QueryPositions::last`].
@@ -77,12 +77,12 @@ impl QueryPositions {
         &self.positions
     }
 
-    /// Keys that each row sees, summed: what counts of entries are a share of.
+    /// The number of keys that each row sees, summed over all rows: the denominator of counts.
     pub fn visible(&self) -> u64 {
         self.positions.iter().map(|&position| u64::from(position) + 1).sum()
     }
 
-    /// Checks that tensors hold as many query rows as there are positions, and as many keys as the context has.
+    /// Checks that tensors hold one query row per position, and one key per token of the context.
     ///
     /// # Errors
     /// [`Error::Selection`].

@@ -1,4 +1,4 @@
-//! A [`ScoreRequest`] as kernels are told of it.
+//! A [`ScoreRequest`] in the form that kernels take.
 
 use super::eviction::TextRule;
 use super::method::Weighing;
@@ -7,7 +7,7 @@ use super::token_scores::ScoreRequest;
 use crate::counts::saturated;
 use crate::plan::TokenRange;
 
-/// What the kernels of all devices are told of a request, in numbers.
+/// The numbers of a request that the kernels of all devices take.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ScoreTables {
     pub(crate) tokens: usize,
@@ -15,9 +15,9 @@ pub(crate) struct ScoreTables {
     pub(crate) recent_from: usize,
     /// Tokens that are pooled on either side.
     pub(crate) half_width: usize,
-    /// Positions of the rows; none where they are not looked at.
+    /// Positions of the rows; empty if the kernel does not use them.
     pub(crate) rows: Vec<u32>,
-    /// Where images begin and end, in order: a token is text if an even number of these are at or before it. None where
+    /// Starts and ends of the images, in order: a token is text if an even number of them are at or before it. Empty if
     /// text is scored like images.
     pub(crate) boundaries: Vec<u32>,
     /// The constants of the kernel: `WEIGHING` 0 sum, 1 mean of the rows that see a token; `POOL` 0 none, 1 average, 2
@@ -37,7 +37,7 @@ impl ScoreRequest<'_> {
             TextRule::Raised => 1,
             TextRule::Stays => 2,
         };
-        // No prompt has positions that 32 bits do not hold.
+        // No prompt has positions beyond 32 bits.
         let edges = |image: &TokenRange| [saturated(image.start()), saturated(image.end())];
         let boundaries = self.spans.images().iter().flat_map(edges).collect();
         ScoreTables {

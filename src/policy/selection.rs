@@ -1,14 +1,14 @@
-//! What a policy decided: the kept tokens of every layer and KV head, and what merges into them.
+//! The decision of a policy: the kept tokens of every layer and KV head, and the tokens that merge into them.
 
 use crate::counts::{TokenCount, collected, reserved};
 use crate::format::MOST_HEADS;
 use crate::{Error, Result};
 
-/// A row that enters a kept row: the kept row becomes `Σ weight · row(from)` over the merges that name it. A kept token
-/// into which others merge has a merge of its own, from itself.
+/// A row that merges into a kept row. The kept row becomes `Σ weight · row(from)` over the merges that name it. A kept
+/// token into which others merge has a merge of its own, from itself.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Merge {
-    /// Position of the token that enters.
+    /// Position of the merged token.
     pub from: u32,
     /// Position of the kept token.
     pub into: u32,
@@ -52,7 +52,7 @@ impl LayerSelection {
     ///
     /// # Errors
     /// As [`LayerSelection::new`]; [`Error::Selection`] when there are more KV heads than [`MOST_HEADS`];
-    /// [`Error::OutOfMemory`] when the host has no room for the positions.
+    /// [`Error::OutOfMemory`] when the host has no memory for the positions.
     pub fn all(tokens: usize, kv_heads: usize) -> Result<Self> {
         if kv_heads > MOST_HEADS {
             let reason = format!("{kv_heads} KV heads; a layer has at most {MOST_HEADS}");
@@ -66,22 +66,22 @@ impl LayerSelection {
         Self::new(tokens, kept)
     }
 
-    /// With merges of each KV head, as [`merge_plan`](super::merge_plan) makes them.
+    /// Adds merges of each KV head, as [`merge_plan`](super::merge_plan) returns them.
     ///
     /// # Errors
-    /// [`Error::Selection`] when they are not one list per head, merge into a token that is not kept, from another kept
-    /// token or from one that does not exist, or have a weight that is not finite.
+    /// [`Error::Selection`] when there is not one list per head, or a merge goes into a token that is not kept, comes
+    /// from another kept token or one that does not exist, or has a weight that is not finite.
     pub fn with_merges(mut self, merges: Vec<Vec<Merge>>) -> Result<Self> {
         let reject = |reason: String| Err(Error::Selection { reason });
         if merges.len() != self.kept.len() {
-            return reject(format!("merges of {} KV heads, the layer has {}", merges.len(), self.kept.len()));
+            return reject(format!("merges for {} KV heads; the layer has {}", merges.len(), self.kept.len()));
         }
         for (head, (merges, kept)) in merges.iter().zip(&self.kept).enumerate() {
             for &Merge { from, into, weight } in merges {
                 let is_kept = |token: u32| kept.binary_search(&token).is_ok();
                 if !is_kept(into) || from as usize >= self.tokens() || (from != into && is_kept(from)) {
                     return reject(format!(
-                        "KV head {head} merges token {from} into {into}; evicted into kept is allowed"
+                        "KV head {head} merges token {from} into {into}; merge evicted tokens into kept ones"
                     ));
                 }
                 if !weight.is_finite() {
@@ -103,25 +103,25 @@ impl LayerSelection {
         self.kept.len()
     }
 
-    /// Tokens that each head keeps.
+    /// Number of tokens that each head keeps.
     pub fn count(&self) -> usize {
         self.kept.first().map_or(0, Vec::len)
     }
 
-    /// Kept positions of a KV head, ascending; none of a head that does not exist.
+    /// Kept positions of a KV head, ascending; empty for a head that does not exist.
     pub fn kept(&self, kv_head: usize) -> &[u32] {
         self.kept.get(kv_head).map_or(&[], Vec::as_slice)
     }
 
-    /// Merges of a KV head; none of a head that does not exist.
+    /// Merges of a KV head; empty for a head that does not exist.
     pub fn merges(&self, kv_head: usize) -> &[Merge] {
         self.merges.get(kv_head).map_or(&[], Vec::as_slice)
     }
 
-    /// The tokens that lie at `places` among the kept ones of every head.
+    /// The tokens at `places` among the kept tokens of every head.
     ///
     /// # Errors
-    /// [`Error::Selection`] when `places` are of other heads or of more tokens than are kept.
+    /// [`Error::Selection`] when `places` has other heads or covers more tokens than are kept.
     pub(crate) fn at(&self, places: &Self) -> Result<Self> {
         if (places.kv_heads(), places.tokens()) != (self.kv_heads(), self.count()) {
             let reason = format!(
@@ -138,13 +138,13 @@ impl LayerSelection {
         Self::new(self.tokens(), self.kept.iter().zip(&places.kept).map(of_head).collect())
     }
 
-    /// Kept positions `[kv_heads, count]`, as kernels read them.
+    /// Kept positions `[kv_heads, count]`, in the order that kernels read.
     pub fn indices(&self) -> Vec<u32> {
         self.kept.concat()
     }
 }
 
-/// The kept tokens of all layers. Every KV head of a layer keeps as many; layers may differ.
+/// The kept tokens of all layers. All KV heads of a layer keep the same number; layers may differ.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Selection {
     layers: Vec<LayerSelection>,
@@ -154,14 +154,14 @@ impl Selection {
     /// The selections of a model's layers.
     ///
     /// # Errors
-    /// [`Error::Selection`] when layers differ in the length of the prompt or in KV heads, or there are none.
+    /// [`Error::Selection`] when there are no layers, or layers differ in the length of the prompt or in KV heads.
     pub fn new(layers: Vec<LayerSelection>) -> Result<Self> {
         let shape = |layer: &LayerSelection| (layer.tokens(), layer.kv_heads());
         match layers.first().map(shape) {
             None => Err(Error::Selection { reason: "a model has at least one layer".into() }),
             Some(first) => match layers.iter().position(|layer| shape(layer) != first) {
                 Some(other) => Err(Error::Selection {
-                    reason: format!("layer {other} is of another prompt or number of KV heads than layer 0"),
+                    reason: format!("layer {other} and layer 0 differ in the length of the prompt or in KV heads"),
                 }),
                 None => Ok(Self { layers }),
             },
@@ -173,7 +173,7 @@ impl Selection {
         &self.layers
     }
 
-    /// Kept tokens over all layers and heads, as a share of all.
+    /// Fraction of kept tokens over all layers and heads.
     pub fn ratio(&self) -> f64 {
         let kept: usize = self.layers.iter().map(LayerSelection::count).sum();
         let all: usize = self.layers.iter().map(LayerSelection::tokens).sum();

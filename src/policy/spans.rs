@@ -4,7 +4,7 @@ use crate::counts::{TokenCount, filled};
 use crate::plan::TokenRange;
 use crate::{Error, Result};
 
-/// Where the images of a prompt lie; everything else is text.
+/// The images of a prompt. Everything else is text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Spans {
     tokens: TokenCount,
@@ -12,7 +12,7 @@ pub struct Spans {
 }
 
 impl Spans {
-    /// A prompt of `tokens` tokens whose images lie at `images`, in order. There may be none.
+    /// A prompt of `tokens` tokens with `images`, in order. There may be none.
     ///
     /// # Errors
     /// [`Error::NoTokens`] for an empty prompt; [`Error::ImageSpans`] when images overlap, are out of order or reach
@@ -26,7 +26,7 @@ impl Spans {
         for pair in images.windows(2) {
             if pair[1].start() < pair[0].end() {
                 let [(a, b), (c, d)] = [(pair[0].start(), pair[0].end()), (pair[1].start(), pair[1].end())];
-                return reject(format!("{c}..{d} begins before {a}..{b} has ended"));
+                return reject(format!("{c}..{d} begins before {a}..{b} ends"));
             }
         }
         match images.last() {
@@ -47,18 +47,18 @@ impl Spans {
         &self.images
     }
 
-    /// For every token whether it is text.
+    /// A mask that is true for every text token.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] when the host has no room for the mask.
+    /// [`Error::OutOfMemory`] when the host has no memory for the mask.
     pub fn text_mask(&self) -> Result<Vec<bool>> {
         let mut mask = filled("text mask", self.tokens(), true)?;
         self.images.iter().for_each(|image| mask[image.start()..image.end()].fill(false));
         Ok(mask)
     }
 
-    /// The text after the last image: the rows whose attention says which tokens matter (VL-Cache). Of a prompt
-    /// without images it is all of it.
+    /// The text after the last image. The attention of these rows shows which tokens matter (VL-Cache). For a prompt
+    /// without images this is the whole prompt.
     ///
     /// # Errors
     /// [`Error::NoTextAfterImage`] when the prompt ends with an image.

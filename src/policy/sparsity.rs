@@ -1,19 +1,20 @@
-//! How much of the attention of a head is next to nothing.
+//! The fraction of a head's attention that is negligible.
 
 use super::query_positions::QueryPositions;
 use crate::{Error, Result};
 
-/// The share of the row's maximum below which VL-Cache counts an entry as nothing (its p).
+/// The fraction of the row's maximum below which VL-Cache neglects an entry (its p).
 pub const DEFAULT_THRESHOLD: f32 = 0.01;
 
-/// Sparsity of each query head: the share of visible entries that lie below `p` times the largest of their row
-/// (VL-Cache: `γ = 1 − kept / visible`). Entries that causality hides are in neither count.
+/// Sparsity of each query head: the fraction of visible entries that lie below `p` times the largest of their row
+/// (VL-Cache: `γ = 1 − kept / visible`). Entries hidden by causality are not counted at all.
 ///
-/// `counts` are `[query_heads, rows]`, as [`attention_column_stats`](crate::cpu::attention_column_stats) counts what is
-/// not below.
+/// `counts` are `[query_heads, rows]`: the entries that are not below, as
+/// [`attention_column_stats`](crate::cpu::attention_column_stats) counts them.
 ///
 /// # Errors
-/// [`Error::Elements`] when the counts are not whole rows; [`Error::Budget`] when a head counts more than it sees.
+/// [`Error::Elements`] when the counts are not whole rows; [`Error::Budget`] when a head counts more entries than it
+/// sees.
 pub fn sparsity(counts: &[u32], rows: &QueryPositions) -> Result<Vec<f64>> {
     if counts.is_empty() || !counts.len().is_multiple_of(rows.len()) {
         let shape = format!("[query_heads, {}]", rows.len());

@@ -1,50 +1,50 @@
-//! What a policy wants measured of attention.
+//! The attention statistics that a policy requests.
 
 use super::budget::check_ratio;
 use super::heads::HeadAggregation;
 use crate::{Error, Result};
 
-/// What is to be measured of columns.
+/// The statistics of columns to measure.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ColumnRequest {
-    /// What becomes of the query heads of a group.
+    /// How the query heads of a group are aggregated.
     pub aggregation: HeadAggregation,
-    /// Count, for each row, the keys whose weight is at least this share of the row's largest; `None` counts nothing.
+    /// For each row, count the keys whose weight is at least this fraction of the row's largest; `None` counts nothing.
     pub threshold: Option<f32>,
 }
 
 impl ColumnRequest {
-    /// The logarithm of the threshold, which is what scores are compared with.
+    /// The logarithm of the threshold, for comparison with scores.
     ///
     /// # Errors
     /// [`Error::Budget`] when the threshold is not in 0 ..= 1.
     pub fn log_threshold(&self) -> Result<Option<f32>> {
         let Some(threshold) = self.threshold else { return Ok(None) };
         check_ratio("threshold of counts", threshold.into())?;
-        // Not −∞, which a shader cannot be relied on to add.
+        // Not −∞, because shaders do not add infinities reliably.
         Ok(Some(threshold.ln().max(f32::MIN)))
     }
 }
 
-/// Where maximum and log-sum-exp of the query rows come from.
+/// The source of the maximum and the log-sum-exp of the query rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowStatsSource {
-    /// They are measured: keys are read twice.
+    /// They are measured. Keys are read twice.
     Measured,
-    /// The caller knows the log-sum-exp from its own prefill: keys are read once. Nothing can be counted then, since
-    /// counting needs the maximum of each row.
+    /// The caller knows the log-sum-exp from its own prefill. Keys are read once. Counting is impossible then, since it
+    /// needs the maximum of each row.
     KnownLse,
 }
 
 impl RowStatsSource {
-    /// The error of a log-sum-exp that is given where rows are measured, or missing where it is known.
+    /// The error for a log-sum-exp that is given although rows are measured, or missing although it is declared known.
     pub(crate) fn mismatch(self) -> Error {
-        let reason = format!("the rows are planned as {self:?}, and a log-sum-exp must be given for known ones");
+        let reason = format!("the rows are planned as {self:?}; pass a log-sum-exp exactly if it is known");
         Error::Plan { what: "attention statistics", reason }
     }
 }
 
-/// What a device is to measure.
+/// The statistics to measure.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StatsRequest {
     /// Of columns.
@@ -54,10 +54,10 @@ pub struct StatsRequest {
 }
 
 impl StatsRequest {
-    /// The logarithm of the threshold that is counted by, if any.
+    /// The logarithm of the counting threshold, if any.
     ///
     /// # Errors
-    /// [`Error::Budget`] when the threshold is not in 0 ..= 1; [`Error::Plan`] when counts are asked for and only the
+    /// [`Error::Budget`] when the threshold is not in 0 ..= 1; [`Error::Plan`] when counts are requested and only the
     /// log-sum-exp is known.
     pub fn log_threshold(&self) -> Result<Option<f32>> {
         let log_threshold = self.columns.log_threshold()?;

@@ -1,4 +1,4 @@
-//! From column sums to scores whose best are the tokens that stay: what a device is asked to choose by.
+//! Scores of tokens, computed from column sums on a device. The tokens with the best scores stay.
 
 use super::eviction::TextRule;
 use super::method::{KeepRule, Policy, ScoreRule};
@@ -7,28 +7,28 @@ use super::spans::Spans;
 use crate::plan::TokenRange;
 use crate::{Error, Result};
 
-/// How column sums become the scores of tokens. The best of them, as many as stay, are what [`Policy::select`] keeps of
-/// a KV head: tokens that stay in any case score +∞.
+/// How column sums become the scores of tokens. The tokens with the best scores are those that [`Policy::select`] keeps
+/// of a KV head. Tokens that stay in any case score +∞.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScoreRequest<'a> {
-    /// The query rows that were summed over.
+    /// The query rows that were summed.
     pub rows: &'a QueryPositions,
     /// Text and images.
     pub spans: &'a Spans,
-    /// What becomes of the sums, which are aggregated over the heads of a group already.
+    /// How the sums become scores. They are already aggregated over the heads of a group.
     pub scores: ScoreRule,
-    /// What being text means.
+    /// How text is preferred.
     pub text: TextRule,
-    /// So many last tokens stay in any case, and are not pooled.
+    /// The number of last tokens that always stay and are not pooled.
     pub recent: usize,
 }
 
 impl Policy {
-    /// How tokens are scored of which `count` stay; `None` where the policy looks at no scores.
+    /// The request for scores of tokens of which `count` stay; `None` if the policy does not use scores.
     ///
     /// # Errors
-    /// [`Error::Budget`] when more tokens stay in any case than may; [`Error::TopK`] when more are to stay
-    /// than there are.
+    /// [`Error::Budget`] when there are more protected tokens than `count`; [`Error::TopK`] when more tokens are to
+    /// stay than exist.
     pub fn score_request<'a>(
         &self,
         spans: &'a Spans,
@@ -55,8 +55,7 @@ impl ScoreRequest<'_> {
         self.spans.tokens()
     }
 
-    /// Checks that there is one sum for every token of `kv_heads` heads, and that rows and spans are of
-    /// the same prompt.
+    /// Checks that there is one sum for every token of `kv_heads` heads, and that rows and spans cover the same prompt.
     ///
     /// # Errors
     /// [`Error::Elements`] or [`Error::Selection`].
@@ -68,7 +67,7 @@ impl ScoreRequest<'_> {
         }
         if self.rows.tokens() != self.tokens() {
             let (rows, spans) = (self.rows.tokens(), self.tokens());
-            let reason = format!("query rows of a context of {rows} tokens, and spans of {spans}");
+            let reason = format!("the query rows cover {rows} tokens, but the spans cover {spans}");
             return Err(Error::Selection { reason });
         }
         if self.recent > self.tokens() {
@@ -77,7 +76,7 @@ impl ScoreRequest<'_> {
         Ok(())
     }
 
-    /// Tokens that stay in any case.
+    /// Number of tokens that stay in any case.
     fn protected(&self) -> usize {
         if self.text != TextRule::Stays {
             return self.recent;

@@ -3,7 +3,7 @@
 use crate::counts::{TokenCount, collected, reserved};
 use crate::{Error, Result};
 
-/// Indices of the `k` largest scores, ascending; of equal scores the lower indices. Infinite scores are ranked like all
+/// Indices of the `k` largest scores, ascending. Ties go to the lower indices. Infinite scores are ranked like all
 /// others.
 ///
 /// # Errors
@@ -18,10 +18,10 @@ pub fn top_k(scores: &[f32], k: usize) -> Result<Vec<u32>> {
 /// Above the rank of every score.
 pub(super) const HIGHEST_RANK: u32 = u32::MAX;
 
-/// Integers that order as the scores do; −0 equals +0. They are chosen among faster than numbers are.
+/// Integers in the order of the scores; −0 equals +0. Selecting among integers is faster than among floats.
 ///
 /// # Errors
-/// [`Error::NotANumber`] when a score is NaN; [`Error::Limit`] when there are more than positions.
+/// [`Error::NotANumber`] when a score is NaN; [`Error::Limit`] when there are more scores than positions.
 pub(super) fn ranks(scores: &[f32]) -> Result<Vec<u32>> {
     TokenCount::new(scores.len())?;
     if let Some(index) = scores.iter().position(|score| score.is_nan()) {
@@ -35,13 +35,13 @@ pub(super) fn ranks(scores: &[f32]) -> Result<Vec<u32>> {
     collected("ranks of scores", scores.iter().map(rank))
 }
 
-/// Indices of the `k` largest ranks, of which there are as many, ascending; of equal ranks the lower indices. There are
-/// no more ranks than positions.
+/// Indices of the `k` largest ranks, ascending. There are at least `k` ranks, and no more than positions. Ties go to
+/// the lower indices.
 pub(super) fn best(ranks: &[u32], k: usize) -> Vec<u32> {
     let Some(last) = k.checked_sub(1) else { return Vec::new() };
     let mut order = ranks.to_vec();
     let (above, &mut least, _) = order.select_nth_unstable_by(last, |a, b| b.cmp(a));
-    // Of those that equal the least one that stays, so many stay.
+    // The number of ranks equal to the least one that stay.
     let mut equal = k - above.iter().filter(|&&rank| rank > least).count();
     let mut chosen = Vec::with_capacity(k);
     for (index, &rank) in (0..).zip(ranks) {
@@ -55,18 +55,19 @@ pub(super) fn best(ranks: &[u32], k: usize) -> Vec<u32> {
     chosen
 }
 
-/// The positions of `0 .. tokens` that are not among `kept`, which ascend.
+/// The positions of `0 .. tokens` that are not in `kept`, which ascends.
 ///
 /// # Errors
-/// [`Error::Selection`] when the kept positions do not ascend or do not exist; [`Error::Limit`] when there are more than
-/// [`MOST_TOKENS`](crate::plan::MOST_TOKENS); [`Error::OutOfMemory`] when the host has no room for the others.
+/// [`Error::Selection`] when the kept positions do not ascend or do not exist; [`Error::Limit`] when there are more
+/// than [`MOST_TOKENS`](crate::plan::MOST_TOKENS); [`Error::OutOfMemory`] when the host has no memory for the evicted
+/// ones.
 pub fn evicted(kept: &[u32], tokens: usize) -> Result<Vec<u32>> {
     let count = TokenCount::new(tokens)?;
     if kept.windows(2).any(|pair| pair[0] >= pair[1]) {
         return Err(Error::Selection { reason: "kept positions must ascend".into() });
     }
     if let Some(&last) = kept.last().filter(|&&last| last as usize >= tokens) {
-        return Err(Error::Selection { reason: format!("token {last} is kept, of {tokens}") });
+        return Err(Error::Selection { reason: format!("token {last} is kept, but there are {tokens} tokens") });
     }
     let mut others = reserved("evicted tokens", tokens - kept.len())?;
     let mut kept = kept.iter().peekable();

@@ -1,12 +1,12 @@
-//! Scores that do not favour tokens for having been visible longer.
+//! Scores that do not favour tokens that have been visible for longer.
 
 use super::query_positions::QueryPositions;
 use crate::{Error, Result};
 
-/// Divides each column sum by the number of rows that saw its token, so that early tokens lose the advantage of having
-/// been summed more often (RoCo; the normalised attention score of ZipCache). Tokens that no row saw score 0.
+/// Divides each column sum by the number of rows that saw its token, so that early tokens lose the advantage of more
+/// summands (RoCo; the normalised attention score of ZipCache). Tokens that no row saw score 0.
 ///
-/// `scores` are those of one head, one per token of the context.
+/// `scores` holds one score of a head per token of the context.
 ///
 /// # Errors
 /// [`Error::Elements`] when there is not one score per token.

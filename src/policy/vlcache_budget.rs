@@ -1,4 +1,4 @@
-//! Tokens per layer by how sparse the attention of each layer is (VL-Cache).
+//! Budgets of tokens per layer, by the sparsity of each layer's attention (VL-Cache).
 
 use super::budget::{ROUNDING, check_ratio, total_budget};
 use crate::counts::whole;
@@ -7,11 +7,11 @@ use crate::{Error, Result};
 /// Bounds on the budget of every layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct VlCacheLimits {
-    /// Share of the prompt that every layer keeps at least (VL-Cache: 0.01).
+    /// Minimum fraction of the prompt that every layer keeps (VL-Cache: 0.01).
     pub min_ratio: f64,
-    /// Share that none exceeds (VL-Cache: 1).
+    /// Maximum fraction of the prompt that a layer keeps (VL-Cache: 1).
     pub max_ratio: f64,
-    /// Tokens that every layer keeps in any case, besides the one that it always keeps.
+    /// Tokens that every layer keeps in any case, in addition to the one that it always keeps.
     pub mandatory: usize,
 }
 
@@ -21,25 +21,25 @@ impl Default for VlCacheLimits {
     }
 }
 
-/// Budgets of all layers, and what they came from.
+/// Budgets of all layers, and the ratios behind them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VlCacheBudgets {
-    /// `(1 − γ) / Z · α · layers` of each layer.
+    /// `(1 − γ) / Z · α · layers` for each layer.
     pub raw_ratios: Vec<f64>,
-    /// The same, between the bounds.
+    /// The same ratios, clipped to the bounds.
     pub clipped_ratios: Vec<f64>,
-    /// Tokens per KV head of each layer. They sum to `floor(layers · length · α)` unless the bounds forbid it.
+    /// Tokens per KV head of each layer. They sum to `floor(layers · length · α)` unless the bounds prevent it.
     pub tokens: Vec<usize>,
 }
 
-/// Shares `α` of a prompt of `length` tokens out among layers by their sparsity γ (VL-Cache):
+/// Divides a fraction `α` of a prompt of `length` tokens among layers by their sparsity γ (VL-Cache):
 ///
 /// `β = clip((1 − γ) / Z · α · layers, min_ratio, max_ratio)` with `Z = Σ (1 − γ)`.
 ///
-/// Then whole tokens are apportioned to the hard total by largest remainder: `floor(β · length)` each, one more by
-/// descending fraction (ties to the lower layer), and what is left fills layers in order. If the lower bounds exceed
-/// the total, layers give tokens back by ascending fraction as far as their bounds allow; where the bounds alone exceed
-/// the total, the bounds win. Layers that are all entirely sparse (`Z = 0`) are treated alike.
+/// Then the total is apportioned in whole tokens by largest remainder: `floor(β · length)` each, one more by descending
+/// fraction (ties to the lower layer), and the remainder fills layers in order. If the lower bounds exceed the total,
+/// layers give tokens back by ascending fraction as far as their bounds allow. If the bounds alone exceed the total,
+/// the bounds win. If all layers are entirely sparse (`Z = 0`), they are treated alike.
 ///
 /// # Errors
 /// [`Error::Budget`] when a ratio is not in 0 ..= 1, the bounds cross, or there are no layers or more than
@@ -50,7 +50,7 @@ pub fn vlcache_budgets(sparsity: &[f64], length: usize, alpha: f64, limits: VlCa
     budgets_to_target(sparsity, length, alpha, limits, target)
 }
 
-/// [`vlcache_budgets`] for a total that the caller has worked out.
+/// [`vlcache_budgets`] for a given total.
 pub(super) fn budgets_to_target(
     sparsity: &[f64],
     length: usize,
@@ -90,7 +90,7 @@ fn bounds(length: usize, limits: VlCacheLimits) -> Result<[usize; 2]> {
     Ok([lower, share(limits.max_ratio).max(lower).min(length)])
 }
 
-/// Whole numbers near `wanted` that sum to `target`, as near as the bounds allow.
+/// Integers close to `wanted` that sum to `target`, as far as the bounds allow.
 fn apportion(wanted: &[f64], target: usize, lower: usize, upper: usize) -> Vec<usize> {
     let mut tokens: Vec<usize> = wanted.iter().map(|wanted| whole(wanted + ROUNDING)).collect();
     let fraction = |layer: usize| wanted[layer] - (wanted[layer] + ROUNDING).floor();

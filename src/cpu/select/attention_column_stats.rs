@@ -8,12 +8,12 @@ use crate::plan::TokenRange;
 use crate::policy::{ColumnRequest, HeadAggregation};
 use crate::{Error, Result};
 
-/// What was measured of columns.
+/// Statistics of columns.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct ColumnStats {
-    /// Softmax weights summed over the rows, `[query_heads, keys]` or `[kv_heads, keys]` as the aggregation says.
+    /// Softmax weights summed over the rows, `[query_heads, keys]` or `[kv_heads, keys]`, depending on the aggregation.
     pub sums: Vec<f32>,
-    /// `[query_heads, rows]`: visible keys at or above the threshold; empty where none was asked for.
+    /// `[query_heads, rows]`: visible keys at or above the threshold; empty if no count was requested.
     pub counts: Vec<u32>,
 }
 
@@ -21,7 +21,7 @@ pub struct ColumnStats {
 ///
 /// A weight is `exp(s − lse)`. It is at least `p` times the largest of its row when `s ≥ max + ln p`, so counting needs
 /// no weights. `lse` is `[query_heads, rows]` over all keys, from [`attention_row_stats`](super::attention_row_stats())
-/// or the caller's own prefill; `max`, likewise, is needed for counts alone.
+/// or the caller's own prefill. `max` has the same shape and is needed only for counts.
 ///
 /// # Errors
 /// As [`StatsInput::check`]; [`Error::Elements`] when there is not one LSE, and for counts one maximum, per head and

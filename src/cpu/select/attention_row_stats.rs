@@ -6,7 +6,7 @@ use super::input::StatsInput;
 use crate::Result;
 use crate::plan::TokenRange;
 
-/// What is known of query rows. Scores are scaled by 1 / √head_dim, logarithms natural.
+/// Statistics of query rows. Scores are scaled by 1 / √head_dim, and logarithms are natural.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct RowStats {
     /// The largest score that a row sees, `[query_heads, rows]`; −∞ where it sees none.
@@ -17,7 +17,7 @@ pub struct RowStats {
 
 /// Maximum and log-sum-exp of every query row over the keys of `range` that it sees (VL-Cache A.5, the first kernel).
 ///
-/// Statistics of disjoint ranges become those of all by [`sum_partials`](super::sum_partials()).
+/// [`sum_partials`](super::sum_partials()) combines the statistics of disjoint ranges.
 ///
 /// # Errors
 /// As [`StatsInput::check`].

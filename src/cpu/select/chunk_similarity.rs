@@ -1,4 +1,4 @@
-//! Kernel `chunk_similarity`: how much each chunk resembles the query.
+//! Kernel `chunk_similarity`: the similarity of each chunk to the query.
 
 use rayon::prelude::*;
 
@@ -6,11 +6,11 @@ use super::input::dot;
 use crate::policy::check_widths;
 use crate::{Error, Result};
 
-/// Cosine similarity of the embedding of a query, `[width]`, with those of chunks, `[chunks, width]` (Cocktail eq. 1).
-/// An embedding of zeros resembles nothing: 0.
+/// Cosine similarities between the embedding of a query, `[width]`, and those of chunks, `[chunks, width]` (Cocktail
+/// eq. 1). An embedding of zeros has similarity 0.
 ///
 /// # Errors
-/// [`Error::Chunks`] when an embedding has no elements or the chunks are not of the query's width;
+/// [`Error::Chunks`] when an embedding has no elements, or the chunks do not have the query's width;
 /// [`Error::NotANumber`] when an element is NaN.
 pub fn chunk_similarity(query: &[f32], chunks: &[f32]) -> Result<Vec<f32>> {
     check_widths(query.len(), chunks.len())?;

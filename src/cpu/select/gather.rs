@@ -8,11 +8,12 @@ use crate::format::AttentionShape;
 use crate::plan::Elements;
 use crate::{Error, Result};
 
-/// Copies the rows `kept`, `[kv_heads, k]`, of each KV head to `[kv_heads, k, head_dim]`, elements of the same type.
+/// Copies the rows `kept`, `[kv_heads, k]`, of each KV head to `[kv_heads, k, head_dim]`. The element type stays the
+/// same.
 ///
 /// # Errors
-/// [`Error::NoTokens`] or [`Error::Elements`] when the tensor does not fit its layout; [`Error::Selection`] when the
-/// indices are not as many for each head, or one names a token that there is not.
+/// [`Error::NoTokens`] or [`Error::Elements`] when the tensor does not fit its layout; [`Error::Selection`] when heads
+/// have different numbers of indices, or an index names a token that does not exist.
 pub fn gather(shape: &AttentionShape, rows: DenseRows<'_>, kept: &[u32]) -> Result<CpuTensor> {
     rows.layout.check("rows to gather", rows.elements.len(), shape)?;
     check_indices(kept, shape.kv_heads(), rows.layout.tokens)?;
@@ -21,10 +22,10 @@ pub fn gather(shape: &AttentionShape, rows: DenseRows<'_>, kept: &[u32]) -> Resu
     Ok(copy_rows(rows.elements, kept.len(), shape.head_dim(), row))
 }
 
-/// Checks that `indices` are as many for each KV head, of `tokens` tokens.
+/// Checks that every KV head has the same number of `indices`, all below `tokens`.
 pub(crate) fn check_indices(indices: &[u32], kv_heads: usize, tokens: usize) -> Result<()> {
     if !indices.len().is_multiple_of(kv_heads) {
-        let reason = format!("{} indices for {kv_heads} KV heads; as many for each are needed", indices.len());
+        let reason = format!("{} indices for {kv_heads} KV heads; every head needs the same number", indices.len());
         return Err(Error::Selection { reason });
     }
     match indices.iter().find(|&&index| index as usize >= tokens) {

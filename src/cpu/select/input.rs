@@ -1,4 +1,4 @@
-//! What attention statistics are measured of.
+//! The input of attention statistics.
 
 use crate::cpu::dense::read_row;
 use crate::format::AttentionShape;
@@ -6,17 +6,17 @@ use crate::plan::{Elements, RowLayout, TokenRange};
 use crate::policy::QueryPositions;
 use crate::{Error, Result};
 
-/// Rows of a dense tensor, and where they lie in it.
+/// Rows of a dense tensor, with their layout.
 #[derive(Clone, Copy, Debug)]
 pub struct DenseRows<'a> {
     /// The elements.
     pub elements: Elements<'a>,
-    /// Where the rows lie.
+    /// Layout of the rows.
     pub layout: RowLayout,
 }
 
 impl DenseRows<'_> {
-    /// The rows of one head as f32, `[tokens, head_dim]`, those of `tokens`.
+    /// The rows of one head for `tokens` as f32, `[tokens, head_dim]`.
     pub(super) fn of_head(&self, head: usize, head_dim: usize, tokens: TokenRange) -> Vec<f32> {
         let mut rows = vec![0.0; tokens.len() * head_dim];
         for (token, row) in (tokens.start()..tokens.end()).zip(rows.chunks_exact_mut(head_dim)) {
@@ -26,14 +26,14 @@ impl DenseRows<'_> {
     }
 }
 
-/// Query rows and the keys they attend to.
+/// Query rows and their keys.
 #[derive(Clone, Copy, Debug)]
 pub struct StatsInput<'a> {
     /// Heads.
     pub shape: AttentionShape,
     /// Positions of the query rows in the context.
     pub rows: &'a QueryPositions,
-    /// The query rows `[rows, query_heads, head_dim]`, one for each position, wherever they lie.
+    /// The query rows `[rows, query_heads, head_dim]`, one for each position.
     pub queries: DenseRows<'a>,
     /// All keys of the context, `[tokens, kv_heads, head_dim]`.
     pub keys: DenseRows<'a>,
@@ -43,8 +43,8 @@ impl StatsInput<'_> {
     /// Checks that tensors and layouts hold the rows.
     ///
     /// # Errors
-    /// [`Error::NoTokens`], [`Error::Elements`]; [`Error::Selection`] when there are other query rows than positions or
-    /// other keys than tokens, or the range of keys reaches beyond them.
+    /// [`Error::NoTokens`], [`Error::Elements`]; [`Error::Selection`] when there is not one query row per position and
+    /// one key per token, or the range of keys reaches beyond them.
     pub fn check(&self, keys: TokenRange) -> Result<()> {
         self.rows.check_tensors(self.queries.layout.tokens, self.keys.layout.tokens)?;
         let heads = self.shape.query_heads();
@@ -59,12 +59,12 @@ impl StatsInput<'_> {
         Ok(())
     }
 
-    /// What scores are multiplied with: 1 / √head_dim.
+    /// The factor of scores: 1 / √head_dim.
     pub(super) fn scale(&self) -> f64 {
         1.0 / (self.shape.head_dim() as f64).sqrt()
     }
 
-    /// Calls `visit` for every row of a query head with the scaled scores of the keys of a range that it sees.
+    /// Calls `visit` for every row of a query head, with the scaled scores of the keys that it sees within a range.
     pub(super) fn scores_of_head(&self, query_head: usize, range: TokenRange, mut visit: impl FnMut(usize, &[f64])) {
         let head_dim = self.shape.head_dim();
         let keys = self.keys.of_head(query_head / self.shape.group(), head_dim, range);

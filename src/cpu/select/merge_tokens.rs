@@ -1,4 +1,4 @@
-//! Kernel `merge_tokens`: kept rows with the evicted ones merged into them.
+//! Kernel `merge_tokens`: merges evicted rows into kept ones.
 
 use rayon::prelude::*;
 
@@ -9,9 +9,9 @@ use crate::format::AttentionShape;
 use crate::policy::{Merging, Nearest};
 use crate::{Error, Result};
 
-/// The kept rows of every KV head, `[kv_heads, k, head_dim]`, each with the evicted rows whose `nearest` it is merged
-/// into it (LOOK-M eq. 10-12, [`Merging`]). Rows are keys or values: values follow the assignment of their keys.
-/// Evicted rows enter in the order in which they are given.
+/// The kept rows of every KV head, `[kv_heads, k, head_dim]`. Every evicted row is merged into its `nearest` kept row
+/// (LOOK-M eq. 10-12, [`Merging`]). Rows are keys or values: values follow the assignment of their keys. Evicted rows
+/// are merged in the given order.
 ///
 /// # Errors
 /// [`Error::NoTokens`] or [`Error::Elements`] when the rows do not fit their layout; [`Error::Selection`] when the
@@ -27,7 +27,7 @@ pub fn merge_tokens(
     tokens.check(shape.kv_heads(), rows.layout.tokens)?;
     let (k, e) = (tokens.kept.len() / shape.kv_heads(), tokens.evicted.len() / shape.kv_heads());
     if nearest.len() != tokens.evicted.len() {
-        let reason = format!("{} evicted tokens, assignments of {}", tokens.evicted.len(), nearest.len());
+        let reason = format!("{} evicted tokens, but assignments for {}", tokens.evicted.len(), nearest.len());
         return Err(Error::Selection { reason });
     }
     if let Some(nearest) = nearest.iter().find(|nearest| nearest.kept as usize >= k) {

@@ -1,8 +1,8 @@
-//! The kernels that measure attention and carry decisions out: statistics, the best scores, gathering, merging, chunks.
+//! Kernels that measure attention and carry out decisions: statistics, the best scores, gathering, merging, chunks.
 //!
 //! Attention statistics come in three kernels, as in VL-Cache (A.5): [`attention_row_stats`] for the maximum and the
-//! log-sum-exp of every query row, [`attention_column_stats`] for what every key receives, and [`sum_partials`], which
-//! puts together what was measured of parts of the keys.
+//! log-sum-exp of every query row, [`attention_column_stats`] for the attention that every key receives, and
+//! [`sum_partials`], which combines the statistics of parts of the keys.
 
 mod attention_column_stats;
 mod attention_row_stats;

@@ -1,4 +1,4 @@
-//! Kernel `nearest_kept`: for every evicted token the kept one whose key is nearest.
+//! Kernel `nearest_kept`: finds the nearest kept token of every evicted token.
 
 use rayon::prelude::*;
 
@@ -10,7 +10,7 @@ use crate::format::AttentionShape;
 use crate::policy::Nearest;
 use crate::{Error, Result};
 
-/// Which tokens of every KV head stay and which go.
+/// The kept and the evicted tokens of every KV head.
 #[derive(Clone, Copy, Debug)]
 pub struct KeptTokens<'a> {
     /// Positions `[kv_heads, k]` of the kept tokens.
@@ -20,7 +20,7 @@ pub struct KeptTokens<'a> {
 }
 
 impl KeptTokens<'_> {
-    /// Checks that there are as many for each head, of tokens that exist, and kept ones where some are evicted.
+    /// Checks that all heads have the same numbers of existing tokens, and some kept ones if there are evicted ones.
     ///
     /// # Errors
     /// [`Error::Selection`].
@@ -28,14 +28,14 @@ impl KeptTokens<'_> {
         check_indices(self.kept, kv_heads, tokens)?;
         check_indices(self.evicted, kv_heads, tokens)?;
         if self.kept.is_empty() && !self.evicted.is_empty() {
-            return Err(Error::Selection { reason: "no token is kept that evicted ones could merge into".into() });
+            return Err(Error::Selection { reason: "no kept token remains for evicted tokens to merge into".into() });
         }
         Ok(())
     }
 }
 
-/// The kept token of the largest cosine similarity for every evicted one, `[kv_heads, e]` (LOOK-M eq. 9); of equal
-/// similarities the first. A key of zeros has similarity 0 with every key.
+/// The kept token with the largest cosine similarity for every evicted one, `[kv_heads, e]` (LOOK-M eq. 9). Ties go to
+/// the first. A key of zeros has similarity 0 with every key.
 ///
 /// # Errors
 /// [`Error::NoTokens`] or [`Error::Elements`] when the keys do not fit their layout; as [`KeptTokens::check`].
@@ -75,7 +75,7 @@ pub fn nearest_kept(shape: &AttentionShape, keys: DenseRows<'_>, tokens: KeptTok
     Ok(found)
 }
 
-/// 1 / ‖row‖, or 0 of a row of zeros.
+/// 1 / ‖row‖, or 0 for a row of zeros.
 fn inverse_norm(row: &[f32]) -> f64 {
     let norm = dot(row, row).sqrt();
     if norm > 0.0 { 1.0 / norm } else { 0.0 }

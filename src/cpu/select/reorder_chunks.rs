@@ -1,4 +1,4 @@
-//! Kernel `reorder_chunks`: chunks of a context in another order, what remains of the context after them.
+//! Kernel `reorder_chunks`: reorders the chunks of a context. The remaining tokens follow them.
 
 use super::gather::copy_rows;
 use super::input::DenseRows;
@@ -8,7 +8,7 @@ use crate::format::AttentionShape;
 use crate::policy::check_order;
 
 /// Copies tokens chunk by chunk: chunk i of the result, `[kv_heads, tokens, head_dim]`, is chunk `order[i]` of the
-/// input. Tokens after the last whole chunk stay where they are (Cocktail, algorithm 1).
+/// input. Tokens after the last whole chunk stay in place (Cocktail, algorithm 1).
 ///
 /// # Errors
 /// [`Error::NoTokens`](crate::Error::NoTokens) or [`Error::Elements`](crate::Error::Elements) when the tensor does not

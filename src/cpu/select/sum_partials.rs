@@ -1,13 +1,13 @@
-//! Kernel `sum_partials`: what was measured of parts of the keys becomes what holds for all.
+//! Kernel `sum_partials`: combines the statistics of parts of the keys.
 
 use super::attention_row_stats::RowStats;
 use crate::{Error, Result};
 
-/// Row statistics of disjoint parts of the keys, put together in the order of the parts: the largest maximum, and
-/// `lse = max + ln Σ exp(lse_i − max)`. A part in which a row sees nothing, with −∞, changes nothing.
+/// Combines row statistics of disjoint parts of the keys, in the order of the parts: the largest maximum, and `lse =
+/// max + ln Σ exp(lse_i − max)`. A part in which a row sees nothing (−∞) changes nothing.
 ///
 /// # Errors
-/// [`Error::Elements`] when the parts are not of the same rows; [`Error::NoTokens`] when there are none;
+/// [`Error::Elements`] when the parts have different rows; [`Error::NoTokens`] when there are none;
 /// [`Error::NotANumber`] for a log-sum-exp or a maximum that is NaN, and [`Error::Plan`] for one that is +∞.
 pub fn sum_partials(parts: &[RowStats]) -> Result<RowStats> {
     let rows = check_parts("row statistics of a part", parts.iter().flat_map(|part| [part.max.len(), part.lse.len()]))?;
@@ -27,10 +27,10 @@ pub fn sum_partials(parts: &[RowStats]) -> Result<RowStats> {
     Ok(RowStats { max: (0..rows).map(max).collect(), lse: (0..rows).map(lse).collect() })
 }
 
-/// Counts of disjoint parts of the keys, added.
+/// Sums the counts of disjoint parts of the keys.
 ///
 /// # Errors
-/// [`Error::Elements`] when the parts are not of the same rows; [`Error::NoTokens`] when there are none; [`Error::Limit`]
+/// [`Error::Elements`] when the parts have different rows; [`Error::NoTokens`] when there are none; [`Error::Limit`]
 /// when a sum needs more than 32 bits.
 pub fn sum_counts(parts: &[Vec<u32>]) -> Result<Vec<u32>> {
     let rows = check_parts("counts of a part", parts.iter().map(Vec::len))?;
@@ -40,7 +40,7 @@ pub fn sum_counts(parts: &[Vec<u32>]) -> Result<Vec<u32>> {
             what: format!("the count of row {row}"),
             needed: sum,
             allowed: u32::MAX.into(),
-            hint: "parts must be disjoint, and a row sees no more keys",
+            hint: "pass disjoint parts; a row cannot see that many keys",
         })
     };
     (0..rows).map(sum).collect()

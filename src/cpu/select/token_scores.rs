@@ -1,4 +1,4 @@
-//! Kernel `token_scores`: scores of tokens, of their column sums.
+//! Kernel `token_scores`: scores tokens by their column sums.
 
 use rayon::prelude::*;
 
@@ -6,11 +6,11 @@ use crate::Result;
 use crate::counts::saturated;
 use crate::policy::{ScoreRequest, TextRule};
 
-/// The scores of the tokens of every KV head, `[kv_heads, tokens]`, of their column sums ([`ScoreRequest`]); and for
-/// every head 0 where its sums are numbers, or else the number of tokens from the first on whose sum is NaN.
+/// The scores of the tokens of every KV head, `[kv_heads, tokens]`, computed from their column sums ([`ScoreRequest`]).
+/// For every head also the number of tokens from its first NaN sum to the end, or 0 without a NaN.
 ///
 /// # Errors
-/// Those of [`ScoreRequest::check`].
+/// As [`ScoreRequest::check`].
 pub fn token_scores(sums: &[f32], kv_heads: usize, request: &ScoreRequest<'_>) -> Result<(Vec<f32>, Vec<u32>)> {
     request.check(sums.len(), kv_heads)?;
     let text = request.spans.text_mask()?;

@@ -5,9 +5,9 @@ use rayon::prelude::*;
 use crate::counts::{TokenCount, collected};
 use crate::{Error, Result};
 
-/// Indices of the `k` largest of `scores`, `[kv_heads, n]`, for every head: `[kv_heads, k]`, ascending, so that what is
-/// gathered by them stays in the order of positions. Of equal scores the lower indices are taken; −0 equals +0. A score
-/// that is NaN ranks below −∞: a kernel on a device cannot report it ([`policy::top_k`](crate::policy::top_k) does).
+/// Indices of the `k` largest of `scores`, `[kv_heads, n]`, for every head: `[kv_heads, k]`, ascending, so that rows
+/// gathered with them stay in the order of positions. Ties go to the lower indices, and −0 equals +0. NaN ranks below
+/// −∞, because a kernel on a device cannot report it ([`policy::top_k`](crate::policy::top_k) does).
 ///
 /// # Errors
 /// [`Error::Elements`] when the scores are not whole heads; [`Error::TopK`] when a head has fewer than `k`.
@@ -35,7 +35,7 @@ pub fn top_k(scores: &[f32], kv_heads: usize, k: usize) -> Result<Vec<u32>> {
     Ok(heads.concat())
 }
 
-/// A number that orders scores as [`top_k`] says, of equal scores equal.
+/// A number that has the order of [`top_k`]. Equal scores give equal numbers.
 fn rank(score: f32) -> u32 {
     let bits = (score + 0.0).to_bits(); // −0 + 0 = +0
     match () {

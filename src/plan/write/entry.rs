@@ -4,25 +4,25 @@ use super::layout::{ENTRY_WORDS, TableSection};
 use super::writes::{KeyMean, PageCopy, TokenWrite, WindowMove};
 use crate::plan::{Page, TokenRange};
 
-/// Where the centre's slot begins in the word of a token, or of a centre.
+/// First bit of the centre's slot in the word of a token or of a centre.
 const CENTRE_SHIFT: u32 = 8;
 
 /// An entry of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriteEntry {
-    /// Of [`TableSection::Copies`].
+    /// An entry of [`TableSection::Copies`].
     Copy(PageCopy),
-    /// Of [`TableSection::Centres`].
+    /// An entry of [`TableSection::Centres`].
     Centre(KeyMean),
-    /// Of [`TableSection::Tokens`].
+    /// An entry of [`TableSection::Tokens`].
     Token(TokenWrite),
-    /// Of [`TableSection::Windows`].
+    /// An entry of [`TableSection::Windows`].
     Window(WindowMove),
 }
 
 impl WriteEntry {
-    /// What the words of an entry say, of tokens whose store has centres or not; none of words that say nothing,
-    /// which no table has.
+    /// Decodes one table entry. Tokens carry a centre if their store has centres. `None` only for malformed words,
+    /// which no valid table contains.
     pub(super) fn read(
         section: TableSection,
         [first, second, third, shards]: [u32; ENTRY_WORDS],
@@ -53,7 +53,7 @@ pub(super) fn copy_words(copy: &PageCopy) -> [u32; ENTRY_WORDS] {
 
 pub(super) fn centre_words(mean: &KeyMean) -> [u32; ENTRY_WORDS] {
     let tokens = mean.tokens.len();
-    // Divisions on devices need not be rounded as this one is.
+    // Divisions on devices need not round as this one does.
     let factor = 1.0 / tokens as f32;
     [mean.tokens.start() as u32, factor.to_bits(), tokens as u32 | (mean.slot as u32) << CENTRE_SHIFT, 0]
 }

@@ -1,4 +1,4 @@
-//! How much a step may write, and where its table keeps it.
+//! The limits of what a step may write, and the place of each part in its table.
 
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TensorFormat};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
@@ -9,36 +9,36 @@ use crate::{Error, Result};
 /// Words of an entry of the table, and of the count that precedes the entries of a section.
 pub(super) const ENTRY_WORDS: usize = 4;
 
-/// A store, and how much a step may write to it.
+/// A store, and the limits of what a step may write to it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StoreCapacity {
     /// Its format.
     pub format: SegmentFormat,
     /// Pages of each of its shards.
     pub shard_pages: Vec<u32>,
-    /// Its slots of span ranges; 0 where the format has none.
+    /// Its slots of span ranges; 0 if the format has none.
     pub range_slots: usize,
-    /// Most tokens that a step puts into it.
+    /// Maximum number of tokens that a step puts into it.
     pub tokens: usize,
-    /// Most pages of it that a step copies.
+    /// Maximum number of its pages that a step copies.
     pub copies: usize,
-    /// Most centres that a step makes in it, of sequences that begin.
+    /// Maximum number of centres that a step computes in it, for sequences that begin.
     pub centres: usize,
-    /// Its slots of centres; 0 where keys are stored as they are.
+    /// Its slots of centres; 0 where keys are not centred.
     pub centre_slots: usize,
 }
 
-/// Two stores, and how many windows a step may move from one to the other.
+/// A pair of stores, and the maximum number of windows that a step moves from one to the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowCapacity {
-    /// The store of f16 that holds the windows, by its place in the layout.
+    /// The f16 store that holds the windows, by its place in the layout.
     pub from: usize,
     /// The store that they are packed into.
     pub to: usize,
-    /// Most windows of a step.
+    /// Maximum number of windows in a step.
     pub windows: usize,
-    /// Newer tokens that are held when a window is packed, at least. With none, a step may pack a window that it fills
-    /// itself; with more, its windows were full before it.
+    /// Minimum number of newer tokens in the residual window when a full window is packed. If it is 0, a step may pack
+    /// a window that it fills itself. Otherwise the window was full before the step.
     pub newer: usize,
 }
 
@@ -55,9 +55,9 @@ pub enum TableSection {
     Windows(usize),
 }
 
-/// How much a step may write, and which pages, slots and rows there are: the same for all layers.
+/// The limits of what a step may write, and the pages, slots and rows that exist. The same for all layers.
 ///
-/// It is made from the stores of any layer. After a store has grown, make another, and bind anew.
+/// It is created from the stores of any layer. After a store has grown, create another one and bind again.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -94,22 +94,23 @@ pub struct WriteLayout {
 /// A shard's number takes half a word.
 const MOST_SHARDS: usize = 1 << 16;
 
-/// Most entries of a section: what kernels count stays below 2³².
+/// Maximum number of entries of a section. It keeps the counts in kernels below 2³².
 const MOST_ENTRIES: usize = 1 << 20;
 
-/// A centre's slot takes the bits of a word that a token's slot leaves.
+/// A centre's slot takes the bits of a word that a token's slot leaves free.
 const MOST_CENTRES: usize = 1 << 24;
 
-/// Most tokens whose mean becomes a centre within a step: their number takes the other bits of such a word.
+/// Maximum number of tokens whose mean becomes a centre within a step. Their number takes the other bits of such a
+/// word.
 pub const MOST_MEAN_TOKENS: usize = (1 << 8) - 1;
 
 impl WriteLayout {
     /// A layout for steps whose dense keys and values have at most `rows` tokens.
     ///
     /// # Errors
-    /// [`Error::Format`] when a format does not fit the shape, [`Error::Plan`] when a store with tokens takes no single
-    /// ones, one with centres has no slots for them, or windows are not moved from a store of f16 to another store,
-    /// [`Error::Limit`] when there is too much of something.
+    /// [`Error::Format`] when a format does not fit the shape, [`Error::Plan`] when a store with tokens does not take
+    /// single tokens, one with centres has no slots for them, or windows are not moved from an f16 store to another
+    /// store, [`Error::Limit`] when a number is too large.
     pub fn new(
         shape: AttentionShape,
         rows: usize,
@@ -138,7 +139,7 @@ impl WriteLayout {
             }
             if stores[from].format != SegmentFormat::F16 {
                 let format = &stores[from].format;
-                return reject(format!("windows from a store of {format}; windows are packed from f16"));
+                return reject(format!("windows from a store of {format}; only f16 windows can be packed"));
             }
             at_most("the windows of a step", pair.windows, MOST_ENTRIES)?;
         }
@@ -151,7 +152,7 @@ impl WriteLayout {
         &self.shape
     }
 
-    /// Most tokens of a step's dense keys and values.
+    /// Maximum number of tokens in a step's dense keys and values.
     pub const fn rows(&self) -> usize {
         self.rows
     }
@@ -173,7 +174,7 @@ impl WriteLayout {
         before.chain((0..stores).map(TableSection::Tokens)).chain((0..windows).map(TableSection::Windows))
     }
 
-    /// Most entries of a section; 0 for one that there is not.
+    /// Maximum number of entries of a section; 0 if the section does not exist.
     pub fn capacity(&self, section: TableSection) -> usize {
         match section {
             TableSection::Copies(store) => self.stores.get(store).map_or(0, |store| store.copies),
@@ -183,8 +184,8 @@ impl WriteLayout {
         }
     }
 
-    /// Where a section begins in the table, in entries of four words: with one whose first word counts
-    /// those that follow.
+    /// The place where a section begins in the table, in entries of four words. Its first entry holds the number of the
+    /// entries that follow in its first word.
     pub(crate) fn first_entry(&self, section: TableSection) -> usize {
         self.sections().take_while(|before| *before != section).map(|before| 1 + self.capacity(before)).sum()
     }
@@ -194,13 +195,13 @@ impl WriteLayout {
         ENTRY_WORDS * self.sections().map(|section| 1 + self.capacity(section)).sum::<usize>()
     }
 
-    /// True if steps may store tokens or make centres, so that kernels read keys and values.
+    /// Whether steps may store tokens or compute centres, so that kernels read keys and values.
     pub fn has_tokens(&self) -> bool {
         self.stores.iter().any(|store| store.tokens > 0 || store.centres > 0)
     }
 
-    /// The largest key or value that a store takes, windows that leave it included: what is beyond counts as not
-    /// finite. Half of that for keys that are stored less a centre, which may be as large.
+    /// The largest key or value that a store takes, including the stores that windows move to. Larger elements count as
+    /// not finite. The limit is half as large for centred keys, because the centre may be as large.
     pub fn largest_element(&self, store: usize, which: KeyOrValue) -> f32 {
         let of = |store: &StoreCapacity| largest_element(store.format.tensor(which), &self.shape);
         let moved = self.windows.iter().filter(|pair| pair.from == store).map(|pair| of(&self.stores[pair.to]));
@@ -208,13 +209,12 @@ impl WriteLayout {
         if which == KeyOrValue::Key && self.has_centres(store) { largest / 2.0 } else { largest }
     }
 
-    /// True if keys are stored in it less a centre.
+    /// Whether its keys are centred.
     pub(crate) fn has_centres(&self, store: usize) -> bool {
         self.stores.get(store).is_some_and(|store| store.centre_slots > 0)
     }
 
-    /// Checks that a store is the one of the layout: of its shape and format, with the pages and slots that
-    /// tables may name.
+    /// Checks that a store matches the layout: its shape, its format, and the pages and slots that tables may name.
     ///
     /// # Errors
     /// [`Error::Plan`].
@@ -228,7 +228,7 @@ impl WriteLayout {
                 format!("{} KV heads of {} channels as {format}", shape.kv_heads(), shape.head_dim())
             };
             let (planned, given) = (of(&self.shape, &store.format), of(found.shape, found.format));
-            return reject(format!("store {index} is laid out for {planned}, and holds {given}"));
+            return reject(format!("the layout expects {planned} in store {index}, which holds {given}"));
         }
         let lacks = |(shard, pages): (u32, &u32)| (found.shard_pages)(shard) < *pages;
         if let Some((shard, pages)) = (0..).zip(&store.shard_pages).find(|&shard| lacks(shard)) {
@@ -246,8 +246,8 @@ impl WriteLayout {
         Ok(())
     }
 
-    /// Checks that attention reads no page and no slot that the layout's stores do not have: what is bound to stores
-    /// that were checked against the layout may then run the plan.
+    /// Checks that attention reads only pages and slots that the layout's stores have. Resources bound to stores that
+    /// were checked against the layout may then run the plan.
     ///
     /// # Errors
     /// [`Error::Plan`].
@@ -255,7 +255,7 @@ impl WriteLayout {
     pub(crate) fn check_plan(&self, plan: &AttendPlan) -> Result<()> {
         let reject = |reason: String| Err(Error::Plan { what: "attention of a step", reason });
         if plan.shape() != &self.shape {
-            return reject(format!("the plan is of {:?}, the layout of {:?}", plan.shape(), self.shape));
+            return reject(format!("the plan is for {:?}, the layout for {:?}", plan.shape(), self.shape));
         }
         for segment in plan.segments() {
             let (index, format) = (segment.store(), segment.format());
@@ -272,7 +272,7 @@ impl WriteLayout {
         Ok(())
     }
 
-    /// Checks that there are as many stores as in the layout.
+    /// Checks that the number of stores is that of the layout.
     ///
     /// # Errors
     /// [`Error::Plan`].
@@ -280,7 +280,7 @@ impl WriteLayout {
         if given == self.stores.len() {
             return Ok(());
         }
-        let reason = format!("{given} stores were given, the layout has {}", self.stores.len());
+        let reason = format!("{given} stores were given; the layout has {}", self.stores.len());
         Err(Error::Plan { what: "step", reason })
     }
 
@@ -297,7 +297,7 @@ impl WriteLayout {
     }
 }
 
-/// What a backend's store is, to be held against a layout.
+/// A backend's store, for comparison with a layout.
 pub(crate) struct BackendStore<'a> {
     pub(crate) shape: &'a AttentionShape,
     pub(crate) format: &'a SegmentFormat,
@@ -311,11 +311,11 @@ fn largest_element(format: &TensorFormat, shape: &AttentionShape) -> f32 {
     format.largest_element(shape.head_dim())
 }
 
-/// Checks that something of a step is not more than allowed.
+/// Checks that an amount in a step does not exceed its limit.
 pub(super) fn at_most(what: &str, needed: usize, allowed: usize) -> Result<()> {
     if needed <= allowed {
         return Ok(());
     }
-    let hint = "write less per step, or lay the step out for more";
+    let hint = "write less per step, or create a layout with higher limits";
     Err(Error::Limit { what: what.into(), needed: needed as u64, allowed: allowed as u64, hint })
 }

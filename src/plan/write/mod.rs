@@ -1,14 +1,14 @@
-//! What a step stores, as a table of words that serves all layers of a model.
+//! What a step stores, as a table of words that all layers of a model share.
 //!
-//! The page tables of all layers are the same: the same pages, slots and rows. So what a step stores is decided once,
+//! All layers have the same page tables: the same pages, slots and rows. A step's writes are therefore decided once,
 //! and every layer's kernels read the same small table:
 //!
-//! - a [`WriteLayout`] says how much a step may write at most, and which pages, slots and rows there are: made when the
-//!   cache is, and again when it grows;
-//! - a [`LayerWrites`] says what one step writes: copies of shared open pages, then centres of sequences that begin,
+//! - a [`WriteLayout`] sets the limits of what a step may write, and lists the pages, slots and rows that exist. It is
+//!   created with the cache, and again when the cache grows;
+//! - a [`LayerWrites`] lists the writes of one step: copies of shared open pages, then centres of sequences that begin,
 //!   then tokens, then full windows that are packed;
-//! - a [`WriteTable`] holds the words of both, checked: whatever is bound to the layout stays in bounds for
-//!   every table of it.
+//! - a [`WriteTable`] holds these writes as words, checked against the layout: kernels bound to the layout stay in
+//!   bounds for every table of it.
 
 mod entry;
 mod layout;

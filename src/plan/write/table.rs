@@ -1,4 +1,4 @@
-//! The words that kernels read of a step.
+//! The words of a step that kernels read.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use crate::format::TILE_TOKENS;
 use crate::plan::{Page, RowLayout};
 use crate::{Error, Result};
 
-/// What a step writes, in words, checked against its layout: one small upload for all layers.
+/// The writes of a step as words, checked against its layout: one small upload for all layers.
 ///
-/// Every section of the layout begins with four words, of which the first counts the entries that follow, of
-/// four words each:
+/// Every section of the layout begins with four words. The first is the number of entries that follow. Each entry has
+/// four words:
 ///
 /// | entry | words |
 /// | --- | --- |
@@ -24,16 +24,16 @@ use crate::{Error, Result};
 /// | token | token of the dense tensors, page, slot and from bit 8 on the slot of the centre, shard |
 /// | window | page to read, page to write, range slot, shards as those of a copy |
 ///
-/// A table is filled again and again ([`WriteTable::set`]); that allocates nothing.
+/// A table can be filled again and again ([`WriteTable::set`]) without allocating.
 #[derive(Clone, Debug)]
 pub struct WriteTable {
     layout: Arc<WriteLayout>,
     words: Vec<u32>,
-    /// By section, the shards (or pairs of shards) that its entries name, each once.
+    /// For each section, the shards (or pairs of shards) that its entries name, each once.
     shards: Vec<Vec<u32>>,
-    /// Tokens that the dense keys and values need: one more than the largest that is named.
+    /// Number of tokens that the dense keys and values need: the largest token that is named, plus one.
     tokens_needed: usize,
-    /// What was written in a step already, to find what is written twice.
+    /// The places that the step writes so far, to detect a place that is written twice.
     seen: Vec<(Page, usize)>,
 }
 
@@ -46,11 +46,11 @@ impl WriteTable {
         Self { layout, words, shards, tokens_needed: 0, seen }
     }
 
-    /// Makes it the table of what a step writes.
+    /// Fills the table with the writes of a step.
     ///
     /// # Errors
-    /// [`Error::Limit`] when that is more than the layout allows, [`Error::Plan`] when a token, page or slot does not
-    /// exist, or one place is written twice: the table is as it was.
+    /// [`Error::Limit`] when they exceed the layout, [`Error::Plan`] when a token, page or slot does not exist, or one
+    /// place is written twice. On an error the table is unchanged.
     pub fn set(&mut self, writes: &LayerWrites) -> Result<()> {
         self.check(writes)?;
         let layout = self.layout.clone();
@@ -97,7 +97,7 @@ impl WriteTable {
         &self.layout
     }
 
-    /// Checks that it is of this layout.
+    /// Checks that the table belongs to this layout.
     ///
     /// # Errors
     /// [`Error::Plan`].
@@ -106,7 +106,7 @@ impl WriteTable {
         if Arc::ptr_eq(layout, &self.layout) || *layout == self.layout {
             return Ok(());
         }
-        reject("the table is of another layout than the stores were bound to; bind anew after a store has grown".into())
+        reject("the table belongs to another layout than the bound stores; bind again after a store has grown".into())
     }
 
     /// The words.
@@ -114,7 +114,7 @@ impl WriteTable {
         &self.words
     }
 
-    /// Tokens that the dense keys and values of the step need, 0 if it reads none.
+    /// Number of tokens that the step needs in dense keys and values, 0 if it reads none.
     pub const fn tokens_needed(&self) -> usize {
         self.tokens_needed
     }
@@ -130,7 +130,7 @@ impl WriteTable {
         reject(format!("it reads token {} of keys and values with {} tokens", self.tokens_needed - 1, rows.tokens))
     }
 
-    /// Entries of a section.
+    /// Number of entries of a section.
     pub fn count(&self, section: TableSection) -> usize {
         self.words.get(self.layout.first_entry(section) * ENTRY_WORDS).map_or(0, |&count| count as usize)
     }
@@ -144,7 +144,7 @@ impl WriteTable {
         words.iter().filter_map(move |&entry| WriteEntry::read(section, entry, centred))
     }
 
-    /// The pages of a store that the step writes something to, some of them more than once.
+    /// The pages of a store that the step writes to. A page may appear more than once.
     #[cfg(feature = "cuda")]
     pub(crate) fn pages_written(&self, store: usize) -> impl Iterator<Item = Page> + '_ {
         let windows = self.layout.windows().iter().enumerate().filter(move |(_, pair)| pair.to == store);
@@ -157,14 +157,14 @@ impl WriteTable {
         })
     }
 
-    /// Whether sequences begin whose centres the step makes.
+    /// Whether the step computes centres of sequences that begin.
     #[cfg(feature = "cuda")]
     pub(crate) fn makes_centres(&self) -> bool {
         let mut stores = 0..self.layout.stores().len();
         stores.any(|store| self.count(TableSection::Centres(store)) > 0)
     }
 
-    /// Whether entries of a section name this shard, or these two: `from | to << 16`.
+    /// Whether entries of a section name this shard, or this pair of shards: `from | to << 16`.
     #[cfg(feature = "wgpu")]
     pub(crate) fn names_shards(&self, section: TableSection, shards: u32) -> bool {
         let at = self.layout.sections().position(|other| other == section);
@@ -177,7 +177,7 @@ impl WriteTable {
         if (writes.stores.len(), writes.windows.len()) != (stores, pairs) {
             let given = format!("{} stores and {} pairs of them", writes.stores.len(), writes.windows.len());
             return reject(format!(
-                "writes to {given} for a layout of {stores} and {pairs}; make them with LayerWrites::of"
+                "writes to {given} for a layout of {stores} and {pairs}; create them with LayerWrites::of"
             ));
         }
         for (index, (store, store_layout)) in writes.stores.iter().zip(layout.stores()).enumerate() {
@@ -258,28 +258,28 @@ fn reject<T>(reason: String) -> Result<T> {
     Err(Error::Plan { what: "step", reason })
 }
 
-/// Checks that a token has a centre where its store has them, and none where it has not.
+/// Checks that a token has a centre exactly if its store has centres.
 fn check_centre(store: usize, slots: usize, centre: Option<usize>) -> Result<()> {
     match centre {
         None if slots == 0 => Ok(()),
         Some(slot) if slot < slots => Ok(()),
         None => {
-            reject(format!("a token without a centre into store {store}, whose keys are stored less one of {slots}"))
+            reject(format!("a token without a centre goes into store {store}, whose keys are centred ({slots} slots)"))
         }
         Some(slot) => reject(format!("there is no centre {slot} in store {store}, which has {slots}")),
     }
 }
 
-/// Checks that a mean is of tokens that there are, few enough to count, and becomes a centre that there is.
+/// Checks that a mean covers existing tokens, few enough to count, and becomes an existing centre.
 fn check_mean(store: usize, slots: usize, rows: usize, mean: &KeyMean) -> Result<()> {
     let (tokens, end) = (mean.tokens.len(), mean.tokens.end());
     if end > rows || tokens > MOST_MEAN_TOKENS {
-        return reject(format!("the mean of {tokens} keys up to {end} of {rows}, and {MOST_MEAN_TOKENS} are the most"));
+        return reject(format!("the mean of {tokens} keys up to {end} of {rows}; it takes up to {MOST_MEAN_TOKENS}"));
     }
     check_centre(store, slots, Some(mean.slot))
 }
 
-/// In the place of a page, where slots of a store are written.
+/// Stands for a page where slots of a store are written.
 const NO_PAGE: Page = Page { shard: 0, index: 0 };
 
 #[cfg(test)]
@@ -319,7 +319,7 @@ mod tests {
         writes
     }
 
-    /// What was put in comes out, and of an earlier step nothing is left.
+    /// Tables return the entries that were put in, and keep nothing of an earlier step.
     #[test]
     fn tables_say_what_a_step_writes() {
         let layout = layout();
@@ -350,7 +350,7 @@ mod tests {
         assert_eq!(firsts, [0, 3, 6, 7, 8, 12, 13]);
     }
 
-    /// Whatever the layout does not have is refused, and the table stays what it was.
+    /// Whatever the layout lacks is refused, and the table stays unchanged.
     #[test]
     fn what_the_layout_does_not_have_is_refused() {
         type Change = fn(&mut LayerWrites);
@@ -397,7 +397,7 @@ mod tests {
         assert_eq!(table.words(), before);
     }
 
-    /// Windows that were full before a step are not of the pages that it stores tokens in.
+    /// Windows that were full before a step are not among the pages that it stores tokens in.
     #[test]
     fn windows_that_fill_now_are_refused_where_newer_tokens_stay() {
         let before = layout();
@@ -412,7 +412,7 @@ mod tests {
         table.set(&earlier).unwrap();
     }
 
-    /// A token's word has room for its slot and for that of its centre.
+    /// A token's word has room for its slot and for its centre's slot.
     #[test]
     fn centres_stand_beside_slots() {
         let shape = AttentionShape::new(2, 2, 64).unwrap();
@@ -440,7 +440,7 @@ mod tests {
         assert_eq!((halved, layout(1).largest_element(0, KeyOrValue::Value)), (32752.0, 65504.0));
     }
 
-    /// Means say which keys they are of and where they go, and need those keys.
+    /// Means name their keys and their slot, and need those keys.
     #[test]
     fn sequences_that_begin_have_their_centres_made() {
         let shape = AttentionShape::new(2, 2, 64).unwrap();
@@ -499,7 +499,7 @@ mod tests {
         assert!(new(vec![of(f16, 1)], 0, 0).is_err() && new(vec![of(f16, 1)], 0, 1).is_err());
     }
 
-    /// A window must hold nothing that its packed form does not.
+    /// A window must not hold anything that its packed form cannot.
     #[test]
     fn the_largest_element_is_that_of_all_stores_on_the_way() {
         let layout = layout();

@@ -1,9 +1,9 @@
-//! What one step writes.
+//! The writes of one step.
 
 use super::WriteLayout;
 use crate::plan::{Page, TokenRange};
 
-/// A page that becomes the copy of another of the same store, bit for bit: tiles and tile ranges.
+/// A page that becomes a copy of another page of the same store, bit for bit: tiles and tile ranges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageCopy {
     /// The page to read.
@@ -21,53 +21,53 @@ pub struct TokenWrite {
     pub page: Page,
     /// The slot within the page, 0..128.
     pub slot: usize,
-    /// Slot of the centre that is taken from the key, where the store has centres.
+    /// Slot of the centre that is subtracted from the key, if the store has centres.
     pub centre: Option<usize>,
 }
 
 /// The mean of some keys, which becomes the centre of a sequence that begins: kernel `key_mean`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeyMean {
-    /// Tokens of the dense keys, at most [`MOST_MEAN_TOKENS`](super::MOST_MEAN_TOKENS).
+    /// Tokens of the dense keys, no more than [`MOST_MEAN_TOKENS`](super::MOST_MEAN_TOKENS).
     pub tokens: TokenRange,
-    /// Slot of the centre that it becomes.
+    /// Slot of the centre.
     pub slot: usize,
 }
 
-/// A full page of f16 that becomes a span of its own in another store.
+/// A full f16 page that is packed into a span of its own in another store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowMove {
     /// The page in the store that holds it.
     pub from: Page,
     /// The page that it is packed into.
     pub to: Page,
-    /// Slot for the span's ranges, where the format has them.
+    /// Slot for the span's ranges, if the format has them.
     pub range_slot: usize,
 }
 
-/// What a step writes to one store, its windows aside.
+/// The writes of one step to one store, without its windows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StoreWrites {
-    /// Copies, made before any token is stored.
+    /// Copies, done before any token is stored.
     pub copies: Vec<PageCopy>,
-    /// Centres of sequences that begin, made before any token is stored.
+    /// Centres of sequences that begin, computed before any token is stored.
     pub centres: Vec<KeyMean>,
     /// Tokens.
     pub tokens: Vec<TokenWrite>,
 }
 
-/// What one step writes, in this order: copies, then centres, then tokens, which may be stored less those, then
+/// The writes of one step, in this order: copies; then centres; then tokens, which may be centred with these; then
 /// windows, which may hold tokens of the step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LayerWrites {
-    /// By store, as the layout counts them.
+    /// One entry per store of the layout.
     pub stores: Vec<StoreWrites>,
-    /// Full windows, by pair of stores as the layout counts them ([`WriteLayout::windows`]).
+    /// Full windows, one list per pair of stores of the layout ([`WriteLayout::windows`]).
     pub windows: Vec<Vec<WindowMove>>,
 }
 
 impl LayerWrites {
-    /// Nothing, with room for as much as the layout allows: filling it allocates nothing.
+    /// Empty writes, with capacity for everything that the layout allows. Filling them allocates nothing.
     pub fn of(layout: &WriteLayout) -> Self {
         let store = |store: &super::StoreCapacity| StoreWrites {
             copies: Vec::with_capacity(store.copies),
@@ -80,7 +80,7 @@ impl LayerWrites {
         }
     }
 
-    /// Takes everything out and keeps the room.
+    /// Removes all writes and keeps the capacity.
     pub fn clear(&mut self) {
         for store in &mut self.stores {
             store.copies.clear();
@@ -90,7 +90,7 @@ impl LayerWrites {
         self.windows.iter_mut().for_each(Vec::clear);
     }
 
-    /// True if the step writes nothing.
+    /// Whether the step writes nothing.
     pub fn is_empty(&self) -> bool {
         let is_empty =
             |store: &StoreWrites| store.copies.is_empty() && store.centres.is_empty() && store.tokens.is_empty();
