@@ -8,7 +8,7 @@ use crate::format::{Bits, SegmentFormat, TILE_TOKENS};
 /// Parts that a sequence is cut into.
 const PARTS: usize = 8;
 
-/// How the sequences of a batch are stored: whole in one format, or in parts.
+/// The formats of the sequences of a batch: one format throughout, or several parts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BatchFormat(Vec<BatchPart>);
 
@@ -22,7 +22,7 @@ pub struct BatchPart {
 }
 
 impl BatchFormat {
-    /// Parts one after the other, each in a format, by how many eighths of a sequence they take.
+    /// Consecutive parts, each with its format and the number of eighths of a sequence that it takes.
     pub(super) fn of_parts<const N: usize>(parts: [(SegmentFormat, usize); N]) -> Self {
         let place = |first: &mut usize, (format, eighths)| {
             let part = BatchPart { format, first: *first, eighths };
@@ -59,7 +59,7 @@ impl From<SegmentFormat> for BatchFormat {
 }
 
 impl BatchPart {
-    /// The tokens of a sequence of this length that belong to the part: whole tiles, up to the end of the sequence.
+    /// The tokens of a sequence of this length that belong to the part: whole tiles, except at the end of the sequence.
     pub fn tokens(&self, length: usize) -> Range<usize> {
         let edge =
             |eighths| if eighths == PARTS { length } else { length * eighths / PARTS / TILE_TOKENS * TILE_TOKENS };

@@ -1,4 +1,4 @@
-//! A check: a case of one kind, and how it is run.
+//! A check: a case of one kind, and its runner.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,16 +22,16 @@ use crate::{Backend, Result};
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub enum Check {
-    /// What is stored is what the CPU reference stores, and attention over it is f64 attention over it: decode steps
-    /// and runs of queries.
+    /// Stored data equal those of the CPU reference, and attention over them equals f64 attention over them: decode
+    /// steps and query runs.
     Attention(AttendCase),
-    /// Attention states have the log-sum-exp of f64, and merge to those of all tokens.
+    /// Attention states have the log-sum-exp of f64, and merge to the states of all tokens.
     States(AttendCase),
-    /// Every kernel that writes pages stores what the CPU reference stores, and nothing beside it.
+    /// Every kernel that writes pages stores the same data as the CPU reference, and writes nothing else.
     Packing(PackCase),
     /// Maxima and log-sum-exps of rows, column sums, counts.
     Statistics(StatisticsCase),
-    /// Scores of tokens, of their column sums.
+    /// Scores of tokens, computed from their column sums.
     TokenScores(TokenScoresCase),
     /// The best scores.
     TopK(TopKCase),
@@ -91,8 +91,8 @@ impl Kind {
         }
     }
 
-    /// True where a GPU backend has other kernels on other capability paths; the kernels of the other kinds are the
-    /// same on all of them.
+    /// Whether a GPU backend has different kernels on different capability paths. The kernels of the other kinds are
+    /// the same on all paths.
     pub const fn depends_on_path(self) -> bool {
         matches!(self, Self::Attention | Self::States)
     }
@@ -152,7 +152,8 @@ impl Check {
         }
     }
 
-    /// True for the checks that cover every kernel once in the least time: what tests run on software drivers.
+    /// Whether the check belongs to the set that covers every kernel once in the least time, which tests run on
+    /// software drivers.
     pub const fn is_quick(&self) -> bool {
         match self {
             Self::Attention(case) | Self::States(case) => case.quick,
@@ -165,7 +166,7 @@ impl Check {
         }
     }
 
-    /// What it is run on, for people: the formats of its stores, or its sizes.
+    /// Its subject, for people: the formats of its stores, or its sizes.
     pub fn subject(&self) -> String {
         match self {
             Self::Attention(case) | Self::States(case) => case.formats(),
@@ -178,7 +179,7 @@ impl Check {
         }
     }
 
-    /// The formats of its stores; none where nothing is packed.
+    /// The formats of its stores; empty if nothing is packed.
     pub fn stored_formats(&self) -> Vec<SegmentFormat> {
         match self {
             Self::Attention(case) | Self::States(case) => case.segments.iter().map(|segment| segment.format).collect(),
@@ -192,7 +193,7 @@ impl Check {
     /// Runs it.
     ///
     /// # Errors
-    /// Whatever the backend reports; wrong results are no error but a [`Report`] that did not pass.
+    /// Errors of the backend. Wrong results are not an error: they give a [`Report`] that did not pass.
     pub async fn run<B: Backend>(&self, backend: &B) -> Result<Report> {
         match self {
             Self::Attention(case) => attend::run(backend, case).await,

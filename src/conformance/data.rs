@@ -8,17 +8,18 @@ use crate::format::AttentionShape;
 use crate::plan::RowLayout;
 use crate::{Error, Result};
 
-/// Nats by which the sink's score exceeds the other scores, taken together as the logarithm of their mean exponential:
-/// over thousands of tokens the others still have a few thousandths of the weight, each of them far below the sink's.
+/// Nats by which the sink's score exceeds the other scores, taken together as the logarithm of their mean exponential.
+/// Over thousands of tokens the others still have a few thousandths of the weight, although each lies far below the
+/// sink's.
 pub const SINK_NATS: f64 = 14.0;
 
-/// Tokens whose mean is the centre of a sequence, where keys are stored less one: fewer than a tile.
+/// Number of tokens whose mean is the centre of a sequence, for centred keys: fewer than a tile.
 pub(super) const CENTRE_TOKENS: usize = 64;
 
-/// Share of the weight, about, that goes to the landmark.
+/// Approximate share of the weight that goes to the landmark.
 const LANDMARK_SHARE: f64 = 0.15;
 
-/// What the data of one sequence depend on.
+/// The parameters of the data of one sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DataRecipe {
     /// Heads of the layer.
@@ -27,11 +28,11 @@ pub struct DataRecipe {
     pub tokens: usize,
     /// Queries of each query head, at least 1.
     pub queries: usize,
-    /// What keys and values look like.
+    /// The kind of keys and values.
     pub kind: DataKind,
-    /// Where the sink lies.
+    /// The place of the sink.
     pub sink: SinkPlace,
-    /// How keys and values lie in their tensors.
+    /// Layout of keys and values in their tensors.
     pub input: InputLayout,
     /// The same seed gives the same data.
     pub seed: u64,
@@ -40,7 +41,7 @@ pub struct DataRecipe {
 /// The dense tensors of one sequence.
 #[derive(Clone, Debug)]
 pub struct SequenceData {
-    /// Where rows of keys and of values lie.
+    /// Layout of the rows of keys and of values.
     pub rows: RowLayout,
     /// The keys.
     pub keys: CpuTensor,
@@ -131,7 +132,7 @@ impl HeadData {
     }
 }
 
-/// Puts `[kv_heads, tokens, head_dim]` rows into the order asked for.
+/// Puts `[kv_heads, tokens, head_dim]` rows into the requested order.
 fn in_order(order: RowOrder, rows: Vec<f32>, tokens: usize, shape: &AttentionShape) -> (Vec<f32>, RowLayout) {
     let head_major = RowLayout::head_major(tokens, shape);
     match order {
@@ -191,7 +192,7 @@ impl Channels {
         rows
     }
 
-    /// A unit vector over the channels that vary (over all where none does), at right angles to `other`.
+    /// A unit vector over the channels that vary (over all if none does), orthogonal to `other`.
     fn direction(&self, other: Option<&[f32]>, random: &mut Random) -> Vec<f32> {
         let free = self.kind != DataKind::ConstantChannels;
         let mut direction: Vec<f32> =
@@ -206,12 +207,12 @@ impl Channels {
     }
 }
 
-/// What a query head looks for.
+/// The token that a query head looks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Target {
     /// The token that outshines all others.
     Sink,
-    /// The token at the other end of the sequence, which has a fair share of the weight: a head that lost it shows.
+    /// The token at the other end of the sequence, which has a fair share of the weight, so that losing it shows.
     Landmark,
 }
 
@@ -219,7 +220,7 @@ enum Target {
 struct Group {
     /// `[queries, group, head_dim]`.
     queries: Vec<f32>,
-    /// What each of them looks for.
+    /// The target of each of them.
     targets: Vec<Target>,
     sink_direction: Vec<f32>,
     landmark_direction: Vec<f32>,
@@ -247,8 +248,8 @@ impl Group {
         group
     }
 
-    /// A Gaussian query with a share of √head_dim along the direction of its target, which adds about 1 to the spread
-    /// of the other scores, and nothing along the other direction.
+    /// A Gaussian query with a component of √head_dim along the direction of its target, which adds about 1 to the
+    /// spread of the other scores, and none along the other direction.
     fn query(&self, target: Target, head_dim: usize, random: &mut Random) -> Vec<f32> {
         let mut query: Vec<f32> = (0..head_dim).map(|_| random.gaussian()).collect();
         for (direction, of) in [(&self.sink_direction, Target::Sink), (&self.landmark_direction, Target::Landmark)] {
@@ -259,8 +260,8 @@ impl Group {
         query
     }
 
-    /// Replaces the key of `token` so that the heads that look for it score it as their target demands, the least of
-    /// them exactly and the others a little higher.
+    /// Replaces the key of `token` so that the heads that look for it score it as their target requires: the least of
+    /// them exactly, the others a little higher.
     fn plant(&self, target: Target, token: usize, keys: &mut [f32], channels: &Channels) {
         let direction = match target {
             Target::Sink => &self.sink_direction,
@@ -284,7 +285,7 @@ impl Group {
     }
 }
 
-/// Logarithm of the mean exponential of the scores of all tokens but one; 0 where there are no others.
+/// Logarithm of the mean exponential of the scores of all tokens but one; 0 if there are no others.
 fn level_of_others(query: &[f32], keys: &[f32], token: usize) -> f64 {
     let head_dim = query.len();
     let others = keys.chunks(head_dim).enumerate().filter(|(index, _)| *index != token);

@@ -7,21 +7,21 @@ use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat,
 use crate::plan::{ElementType, TokenRange};
 use crate::{Backend, Result};
 
-/// How long the sequences of a batch are.
+/// The lengths of the sequences of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BatchLengths {
     /// All of them as long as the longest.
     Even,
-    /// Eight lengths in turn, from an eighth of the longest on, that fill no tile.
+    /// Eight lengths in turn, from an eighth of the longest upwards. None fills a tile.
     Ragged,
 }
 
-/// Where the pages of a batch lie in its store.
+/// The order of a batch's pages in its store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageOrder {
     /// One after the other.
     Consecutive,
-    /// In no order, as where sequences grow in turn and give pages back.
+    /// Shuffled, as after sequences have grown in turn and released pages.
     Shuffled,
 }
 
@@ -36,22 +36,22 @@ pub struct DecodeShape {
     pub sequences: usize,
     /// Tokens of the longest sequence.
     pub tokens: usize,
-    /// How long the others are.
+    /// The lengths of the others.
     pub lengths: BatchLengths,
-    /// Where their pages lie.
+    /// The order of their pages.
     pub pages: PageOrder,
-    /// Tokens of a span, which has ranges of its own; what is left of a sequence is one too.
+    /// Tokens of a span with ranges of its own. The remainder of a sequence is a span too.
     pub span_tokens: usize,
-    /// True for the small shapes of a quick look.
+    /// Whether the shape belongs to the small set for a quick run.
     pub quick: bool,
 }
 
 /// Tokens of an image in LLaVA-1.5 (arXiv 2310.03744): 24 × 24 patches.
 const IMAGE_TOKENS: usize = 576;
 
-/// The decode steps that are timed: two that read 0.5 GiB of keys and as much of values even at 1 bit, group sizes 1, 4
-/// to 16, batches of equal and of mixed lengths and a single long sequence, pages in no order, sequences of many spans,
-/// other head dimensions, and two small ones.
+/// The timed decode steps: two that read 0.5 GiB of keys and as much of values even at 1 bit, group sizes 1 and 4 to
+/// 16, batches of equal and of mixed lengths, a single long sequence, shuffled pages, sequences of many spans, other
+/// head dimensions, and two small ones.
 pub fn decode_shapes() -> Vec<DecodeShape> {
     let step = |name: &str, (query_heads, kv_heads, head_dim), sequences, tokens| DecodeShape {
         name: name.into(),
@@ -87,7 +87,7 @@ pub fn decode_shapes() -> Vec<DecodeShape> {
     ]
 }
 
-/// The formats that are timed, f16 first: every width with one range per channel, and the groupings of other methods.
+/// The timed formats, f16 first: every width with one range per channel, and the groupings of other methods.
 pub fn decode_formats() -> Vec<SegmentFormat> {
     let affine = |bits, grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
     let both = |format| SegmentFormat { key: format, value: format };
@@ -96,7 +96,7 @@ pub fn decode_formats() -> Vec<SegmentFormat> {
     formats.push(both(affine(Bits::Four, Grouping::Token)));
     formats.push(both(affine(Bits::Two, Grouping::Token)));
     formats.extend([Bits::Four, Bits::Two].map(SegmentFormat::kivi));
-    // A range per channel and tile, as where CalibQuant packs a tile whenever one is full.
+    // A range per channel and tile, as CalibQuant packs every full tile.
     formats.extend([Bits::Four, Bits::Two].map(|bits| both(affine(bits, Grouping::ChannelTokens(TILE_TOKENS)))));
     formats.push(SegmentFormat::saw_int4());
     // The rotation divides the heads of all shapes of the registry.
@@ -116,8 +116,8 @@ pub fn decode_mixes() -> Vec<BatchFormat> {
     ]
 }
 
-/// Keys and values of one sequence on a device, and queries for all. Every sequence of the batch, and every copy,
-/// stores the same keys and values in pages of its own.
+/// Keys and values of one sequence on a device, and queries for all sequences. Every sequence of the batch, and every
+/// copy, stores the same keys and values in pages of its own.
 pub struct DecodeData<B: Backend> {
     /// The step that the data are for.
     pub decode: DecodeShape,
@@ -128,7 +128,7 @@ pub struct DecodeData<B: Backend> {
 }
 
 impl<B: Backend> DecodeData<B> {
-    /// Makes Gaussian data with a sink and uploads them as f16.
+    /// Generates Gaussian data with a sink and uploads them as f16.
     ///
     /// # Errors
     /// When they do not fit the device.
@@ -162,7 +162,7 @@ impl<B: Backend> DecodeData<B> {
         })
     }
 
-    /// Takes other queries, `[rows, query_heads, head_dim]`.
+    /// Replaces the queries, `[rows, query_heads, head_dim]`.
     ///
     /// # Errors
     /// When they do not fit the device.
@@ -176,7 +176,7 @@ impl<B: Backend> DecodeData<B> {
         &self.queries
     }
 
-    /// The host's side of the data: keys, values and queries of one sequence.
+    /// The data on the host: keys, values and queries of one sequence.
     pub fn host(&self) -> &SequenceData {
         &self.host
     }
@@ -206,7 +206,7 @@ impl DecodeShape {
         tokens.clone().step_by(self.span_tokens).map(span).collect()
     }
 
-    /// Bytes of one batch in a format without ranges: what one step must read at least.
+    /// Bytes of one batch in a format without ranges: the minimum that one step must read.
     pub fn code_bytes(&self, format: &BatchFormat) -> u64 {
         let bytes = |part: &BatchPart| {
             let tokens: usize = (0..self.sequences).map(|sequence| part.tokens(self.length(sequence)).len()).sum();

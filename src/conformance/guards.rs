@@ -1,4 +1,4 @@
-//! Guard pages: pages of a known pattern beside those that a check writes, which nothing may change.
+//! Guard pages: pages of a known pattern around those that a check writes. Nothing may change them.
 
 use super::data::Random;
 use super::report::Failure;
@@ -8,19 +8,19 @@ use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{ElementType, Page, RowLayout, TokenRange};
 use crate::{Error, Result};
 
-/// What lies beside the spans of stores: in each store a page before, between and behind its spans, and a range slot
+/// The guards around the spans of stores: in each store a page before, between and behind its spans, and a range slot
 /// before and behind theirs.
 pub(super) struct Guards {
-    /// Two spans in each store, for the two range slots; they have the guard pages in turns.
+    /// Two spans in each store, for the two range slots. The guard pages are assigned to them in turns.
     spans: Vec<FilledSpan>,
-    /// What each of them held before anything else was written.
+    /// Their contents before anything else was written.
     held: Vec<(Vec<f32>, Vec<f32>)>,
 }
 
-/// Guard pages are of no sequence, so that no centre is taken from what they hold.
+/// Guard pages belong to no sequence, so that their contents are not centred.
 const NO_SEQUENCE: usize = usize::MAX;
 
-/// Places spans in stores that are empty, with guards beside them. Pages are shuffled where a seed is given.
+/// Places spans in empty stores, with guards around them. Pages are shuffled if a seed is given.
 pub(super) async fn place<B: Backend>(
     backend: &B,
     stores: &mut FilledStores<B>,
@@ -50,8 +50,8 @@ pub(super) async fn place<B: Backend>(
     Ok((own, Guards { spans: placed.into_iter().chain(last).collect(), held: Vec::new() }))
 }
 
-/// Deals the pages of a store to its spans, the first and the last of which are guards: a page of theirs, in turns,
-/// before each of the others, and what is left behind them.
+/// Assigns the pages of a store to its spans. The first and the last spans are the guards. They get, in turns, one page
+/// before each of the other spans, and the remaining pages behind them.
 fn deal(placed: &mut [FilledSpan], of_store: &[usize], pages: Vec<Page>) {
     let (Some(&first), Some(&last)) = (of_store.first(), of_store.last()) else { return };
     let wanted: Vec<usize> = placed.iter().map(|span| span.pages.len()).collect();
@@ -96,7 +96,7 @@ impl Guards {
         Ok(())
     }
 
-    /// What of the guard pages has changed.
+    /// The guard pages that changed.
     pub(super) async fn failures<B: Backend>(&self, backend: &B, stores: &FilledStores<B>) -> Result<Vec<Failure>> {
         if self.held.len() != self.spans.len() {
             return Err(Error::Plan { what: "guard pages", reason: "they were not written".into() });
@@ -124,7 +124,7 @@ mod tests {
     use crate::format::SegmentFormat;
     use pollster::block_on;
 
-    /// Before, between and behind: every span has a guard page on both sides, none is given twice.
+    /// Before, between and behind: every span has a guard page on both sides, and no page is assigned twice.
     #[test]
     fn every_span_lies_between_guards() {
         let (cpu, shape) = (Cpu::new(), AttentionShape::new(2, 1, 64).unwrap());

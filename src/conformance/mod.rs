@@ -1,17 +1,17 @@
-//! Conformance: the one registry of checks that tests and `kvpack check` share, and the decode steps that
-//! `kvpack bench` times.
+//! Conformance: the registry of checks that tests and `kvpack check` share, and the decode steps that `kvpack bench`
+//! times.
 //!
-//! A [`Check`] is plain data: heads, formats, ragged lengths, what the keys and values look like. [`Check::run`] runs
-//! it on a [`Backend`](crate::Backend). There are several kinds ([`Kind`]): attention is held against an f64 attention
-//! over **the stored data** (never over the original data, which would hide layout mistakes behind quantisation error),
-//! everything else against the CPU reference, bit for bit where nothing is rounded.
+//! A [`Check`] is plain data: heads, formats, ragged lengths, the kind of keys and values. [`Check::run`] runs it on a
+//! [`Backend`](crate::Backend). There are several kinds ([`Kind`]). Attention is compared with an f64 attention over
+//! **the stored data**, never over the original data, which would hide layout mistakes behind quantisation error.
+//! Everything else is compared with the CPU reference, bit for bit where nothing is rounded.
 //!
 //! Every sequence has a planted *sink*: a token whose score is [`SINK_NATS`] above the level of all others, for every
-//! other query head. Random data do not show what a sink breaks, and a sink hides what random data show, so each case
-//! has both.
+//! other query head. Random data do not reveal what a sink breaks, and a sink hides what random data reveal, so each
+//! case has both.
 //!
-//! What is written lies between *guard pages* of a known pattern, and its range slots between guard slots: a kernel
-//! that writes beside its pages is found in every check that stores anything.
+//! Spans lie between *guard pages* of a known pattern, and their range slots between guard slots. Every check that
+//! stores anything therefore detects a kernel that writes outside its pages.
 //!
 //! | folder or file | holds |
 //! | --- | --- |

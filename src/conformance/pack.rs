@@ -1,4 +1,4 @@
-//! Checks of packing: what the kernels that write pages store, against the CPU reference bit for bit.
+//! Checks of packing: the kernels that write pages are compared with the CPU reference bit for bit.
 
 use super::attend::{DataKind, InputLayout, RowOrder, SinkPlace};
 use super::data::{CENTRE_TOKENS, DataRecipe, Random, SequenceData};
@@ -12,7 +12,7 @@ use crate::format::{
 use crate::plan::{ElementType, Page, Rows, TokenRange};
 use crate::{Backend, Result};
 
-/// A case of packing: tokens written into one store in every way that there is.
+/// A case of packing: tokens written into one store in every possible way.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PackCase {
     /// Unique name: lower case letters, digits and dashes.
@@ -21,23 +21,23 @@ pub struct PackCase {
     pub shape: AttentionShape,
     /// The format that is written.
     pub format: SegmentFormat,
-    /// What the rows look like.
+    /// The kind of rows.
     pub data: DataKind,
-    /// How they lie in their tensors.
+    /// Their layout in the tensors.
     pub input: InputLayout,
-    /// Whether keys are stored less the mean of the first of them.
+    /// Whether keys are centred with the mean of the first of them.
     pub centred: bool,
     /// Seed of the data.
     pub seed: u64,
-    /// True for those that tests run on software drivers.
+    /// Whether the case belongs to the set that tests run on software drivers.
     pub quick: bool,
 }
 
 /// Tokens of the tensors that are packed.
 const TOKENS: usize = 420;
-/// Tokens of the run, from the middle of a tile of the tensors on.
+/// The consecutive tokens that are packed. They begin in the middle of a tile of the tensors.
 const RUN: std::ops::Range<usize> = 37..337;
-/// Tokens gathered for each KV head, in no order, some of them twice.
+/// Tokens gathered for each KV head, in random order, some of them twice.
 const GATHERED: usize = 129;
 /// Tokens appended one by one, into two pages.
 const APPENDED: usize = 140;
@@ -80,7 +80,7 @@ pub fn pack_cases() -> Vec<PackCase> {
     };
     debug_assert!(formats.iter().all(|(_, _, head_dim)| HEAD_DIMS.contains(head_dim)));
     let plain: Vec<PackCase> = formats.into_iter().enumerate().map(case).collect();
-    // The same with keys less a centre, where formats take one.
+    // The same cases with centred keys, for formats that allow it.
     let centred = |case: &PackCase| PackCase {
         name: format!("{}-centred", case.name),
         centred: true,
@@ -92,7 +92,7 @@ pub fn pack_cases() -> Vec<PackCase> {
     [plain, of_plain].concat()
 }
 
-/// Writes the tokens through `backend` and through the CPU reference, and compares what is stored.
+/// Writes the tokens through `backend` and through the CPU reference, and compares the stored data.
 pub(super) async fn run<B: Backend>(backend: &B, case: &PackCase) -> Result<Report> {
     let data = SequenceData::new(&DataRecipe {
         shape: case.shape,
@@ -118,7 +118,7 @@ pub(super) async fn run<B: Backend>(backend: &B, case: &PackCase) -> Result<Repo
     Ok(Report { check: case.name.clone(), accuracy: None, failures })
 }
 
-/// What was written.
+/// The written data.
 struct Packed<B: Backend> {
     stores: FilledStores<B>,
     guards: Guards,
@@ -152,7 +152,7 @@ impl<B: Backend> Packed<B> {
             stores.append(backend, &spans[2], data.rows, [&keys, &values], TOKENS - appended)?;
         }
 
-        // A copy has the ranges of the span that it is a page of.
+        // A copy has the ranges of the span to which its page belongs.
         let (from, to) = (spans[0].pages[1], spans[3].pages[0]);
         stores.copy_page(backend, 0, from, to)?;
         spans[3].range_slot = spans[0].range_slot;
@@ -175,13 +175,13 @@ impl<B: Backend> Packed<B> {
     }
 }
 
-/// Tokens for each KV head, in no order.
+/// Tokens for each KV head, in random order.
 fn gathered_tokens(case: &PackCase) -> Vec<u32> {
     let mut random = Random::new(case.seed);
     (0..case.shape.kv_heads() * GATHERED).map(|_| random.below(TOKENS) as u32).collect()
 }
 
-/// Where two dense tensors differ; +0 and −0 are alike.
+/// The differences between two dense tensors. +0 and −0 are equal.
 pub(super) fn difference(what: &str, got: &[f32], want: &[f32]) -> Option<Failure> {
     if let Some(failure) = Failure::of_length(what, got.len(), want.len()) {
         return Some(failure);

@@ -5,7 +5,7 @@ use super::check::Check;
 use super::pack::pack_cases;
 use super::select::{chunks_cases, eviction_cases, statistics_cases, token_scores_cases, top_k_cases};
 
-/// All checks, kind after kind. Names are unique; the order is stable.
+/// All checks, kind by kind. Names are unique; the order is stable.
 pub fn checks() -> Vec<Check> {
     let mut checks: Vec<Check> = attend_cases().into_iter().map(Check::Attention).collect();
     checks.extend(state_cases().into_iter().map(Check::States));

@@ -1,4 +1,4 @@
-//! What a conformance run found.
+//! The result of a conformance run.
 
 use std::fmt;
 
@@ -14,8 +14,8 @@ pub struct OutputError {
     pub nmse: f64,
     /// The worst single head of any sequence.
     pub worst_head: f64,
-    /// Over all heads, with the mean of the head's values taken off the reference in the denominator: the error
-    /// relative to what the weights say beyond a plain average. `None` where the outputs are plain averages.
+    /// Over all heads, with the mean of the head's values subtracted from the reference in the denominator: the error
+    /// relative to the information that the weights add to a plain average. `None` if the outputs are plain averages.
     pub informative: Option<f64>,
 }
 
@@ -24,22 +24,22 @@ pub struct OutputError {
 pub struct Limits {
     /// For [`OutputError::nmse`].
     pub nmse: f64,
-    /// For [`OutputError::worst_head`]: a head that averages many tokens has a small output to be measured against.
+    /// For [`OutputError::worst_head`]. A head that averages many tokens has a small output as its denominator.
     pub worst_head: f64,
     /// For [`OutputError::informative`].
     pub informative: f64,
 }
 
 impl Limits {
-    /// Those of a step over segments of these formats: of the least precise.
+    /// The limits of a step over segments of these formats: those of the least precise.
     pub fn of_step<'a>(query: QueryPrecision, formats: impl IntoIterator<Item = &'a SegmentFormat>) -> Self {
         let bytes = formats.into_iter().map(|format| query.bytes(format)).min();
         Self::new(bytes.unwrap_or(QueryBytes::Two))
     }
 
     /// 10⁻⁶ where the query keeps 16 bits or more, 10⁻⁴ where it is quantised to int8; twice that for the informative
-    /// part and ten times for the worst single head. With int8, where one heavy channel sets the step of a head's whole
-    /// query, ten and a hundred times.
+    /// part, and ten times for the worst single head. With int8, where one heavy channel sets the step of a head's
+    /// whole query, ten times and a hundred times.
     pub const fn new(query: QueryBytes) -> Self {
         match query {
             QueryBytes::Two => Self { nmse: 1e-6, worst_head: 1e-5, informative: 2e-6 },
@@ -48,7 +48,7 @@ impl Limits {
     }
 }
 
-/// What is wrong with a case.
+/// A failure of a case.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Failure {
@@ -61,37 +61,37 @@ pub enum Failure {
         /// The first of them.
         first: Mismatch,
     },
-    /// The search for non-finite elements missed a planted one, or found one where there is none.
+    /// The search for non-finite elements missed a planted one, or reported one that does not exist.
     NonFinite {
-        /// What was expected and what was found.
+        /// The expected and the actual result.
         message: String,
     },
-    /// A second run of the same step yielded other outputs.
+    /// A second run of the same step returned other outputs.
     Unrepeated {
         /// Elements whose bits differ.
         elements: usize,
         /// Index of the first in `[sequences, query_heads, head_dim]`.
         index: usize,
     },
-    /// What a kernel wrote is not what the CPU reference writes.
+    /// A kernel wrote something other than the CPU reference.
     Differs {
-        /// What was written.
+        /// The data that were written.
         what: String,
-        /// Elements that differ; 1 where the lengths do.
+        /// Number of elements that differ; 1 if the lengths differ.
         elements: usize,
         /// Index of the first.
         index: usize,
-        /// What the backend has there.
+        /// The backend's element.
         got: f64,
-        /// What the CPU reference has.
+        /// The CPU reference's element.
         want: f64,
     },
-    /// A call was taken that must be refused, or refused otherwise than it must be.
+    /// A call that must be refused was accepted, or refused with the wrong error.
     Refusal {
-        /// The call, what is expected and what came.
+        /// The call, the expected outcome and the actual one.
         message: String,
     },
-    /// Something was written beside the pages, or the ranges, of the check.
+    /// Something was written outside the pages, or the ranges, of the check.
     Guard {
         /// Index of the store.
         store: usize,
@@ -100,9 +100,9 @@ pub enum Failure {
         /// Elements of guard pages that have changed.
         elements: usize,
     },
-    /// Elements of an output of 16 bits are not the nearest to those that the same step yields in f32.
+    /// Elements of a 16-bit output are not the nearest to those of the same step in f32.
     Misrounded {
-        /// Elements that are not.
+        /// Number of such elements.
         elements: usize,
         /// Index of the first in `[sequences, query_heads, head_dim]`.
         index: usize,
@@ -116,7 +116,7 @@ pub enum Failure {
         /// Its index in `[sequences, query_heads, head_dim]`.
         index: usize,
     },
-    /// An error is over its limit.
+    /// An error exceeds its limit.
     Inaccurate {
         /// Which error.
         what: String,
@@ -128,7 +128,7 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// A failure where a backend yields another number of elements than the CPU reference.
+    /// A failure if a backend returns another number of elements than the CPU reference.
     pub(super) fn of_length(what: &str, got: usize, want: usize) -> Option<Self> {
         let what = format!("length of {what}");
         (got != want).then_some(Self::Differs { what, elements: 1, index: 0, got: got as f64, want: want as f64 })
@@ -140,13 +140,13 @@ impl Failure {
 pub struct Mismatch {
     /// The sequence.
     pub sequence: usize,
-    /// The span, counted over all sequences of the case, empty ones left out.
+    /// The span, counted over all sequences of the case, without empty spans.
     pub span: usize,
     /// Index in `[kv_heads, tokens, head_dim]` of the span.
     pub index: usize,
-    /// What the backend holds.
+    /// The backend's value.
     pub got: f32,
-    /// What the CPU reference holds.
+    /// The CPU reference's value.
     pub want: f32,
 }
 
@@ -186,7 +186,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// The errors of an attention output and what they were held against.
+/// The errors of an attention output, and their limits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Accuracy {
     /// Errors of the output.
@@ -200,7 +200,7 @@ pub struct Accuracy {
 pub struct Report {
     /// Name of the check.
     pub check: String,
-    /// The accuracy of attention; `None` where there is none to measure.
+    /// The accuracy of attention; `None` if the check does not measure it.
     pub accuracy: Option<Accuracy>,
     /// Everything found wrong; empty if the check passed.
     pub failures: Vec<Failure>,

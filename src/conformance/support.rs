@@ -1,23 +1,23 @@
-//! Which formats a backend serves, and how.
+//! The formats that a backend supports, and how.
 
 use super::decode::decode_formats;
 use crate::backend::{AttendArithmetic, Attention, Backend, QueryPrecision};
 use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat};
 use crate::{Error, Result};
 
-/// What a backend does with a format at one shape.
+/// How a backend supports a format at one shape.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Support {
     /// The format.
     pub format: SegmentFormat,
-    /// True if single tokens can be appended to packed pages; otherwise they wait in f16 until a tile is full.
+    /// Whether single tokens can be appended to packed pages. Otherwise they wait in f16 until a tile is full.
     pub single_tokens: bool,
-    /// How it is attended to with each precision of the query, [`QueryPrecision::Int16`] first; why not, where the
-    /// backend does not serve it.
+    /// The arithmetic of attention with each precision of the query, [`QueryPrecision::Int16`] first, or the reason why
+    /// the backend does not support the format.
     pub arithmetic: [std::result::Result<AttendArithmetic, String>; 2],
 }
 
-/// What a backend does with the formats that are timed, and with those whose groups none of them has.
+/// A backend's support for the timed formats, and for formats whose groups none of them has.
 ///
 /// ```
 /// use kvpack::backend::Arithmetic;
@@ -29,7 +29,7 @@ pub struct Support {
 /// ```
 ///
 /// # Errors
-/// [`Error::DeviceLost`] and what else is no matter of a format.
+/// [`Error::DeviceLost`] and other errors that do not concern a format.
 pub fn support<B: Backend>(backend: &B, shape: &AttentionShape) -> Result<Vec<Support>> {
     let mut formats = decode_formats();
     formats.push(SegmentFormat {
@@ -72,7 +72,7 @@ mod tests {
         }
     }
 
-    /// What does not fit a shape is said in its row, and the other rows are there.
+    /// If a format does not fit a shape, its row says so, and the other rows are complete.
     #[test]
     fn a_format_that_does_not_fit_says_why() {
         let rows = support(&Cpu::new(), &AttentionShape::new(2, 1, 80).unwrap()).unwrap();

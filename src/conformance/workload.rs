@@ -1,4 +1,4 @@
-//! A batch in a store, ready to be timed.
+//! A stored batch, ready to be timed.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -16,7 +16,7 @@ use crate::format::{Calibration, SegmentFormat, TILE_TOKENS};
 use crate::plan::{AttendPlan, ElementType, QueryRun, StorePart, TokenRange};
 use crate::{Backend, Result};
 
-/// Filled stores with several copies of a batch, so that steps that go round the copies find cold caches.
+/// Filled stores with several copies of a batch. Steps that cycle through the copies find cold caches.
 pub struct Workload<B: Backend> {
     /// The step over each copy.
     pub plans: Vec<AttendPlan>,
@@ -29,7 +29,7 @@ pub struct Workload<B: Backend> {
 }
 
 impl<B: Backend> Workload<B> {
-    /// Stores the batch in `format`, as many times as it takes to hold at least `bytes` bytes, and plans a step over
+    /// Stores the batch in `format` as many times as it takes to reach at least `bytes` bytes, and plans a step over
     /// each copy.
     ///
     /// # Errors
@@ -64,12 +64,11 @@ impl<B: Backend> Workload<B> {
         Ok(Self { plans, step_bytes: step_bytes.sum(), stores, spans })
     }
 
-    /// Plans the decode step with a pass for scores before that for weighted values, as Cocktail's algorithm 1 has
-    /// it, in place of the fused one. Through wgpu and on the CPU scores go through memory; on CUDA they are
-    /// computed twice.
+    /// Plans the decode step with separate passes for scores and for weighted values, as in Cocktail's algorithm 1,
+    /// instead of the fused one. Through wgpu and on the CPU scores go through memory; on CUDA they are computed twice.
     ///
     /// # Errors
-    /// Those of [`FilledStores::plan`].
+    /// As [`FilledStores::plan`].
     pub fn plan_unfused(&mut self) -> Result<()> {
         let runs: Vec<QueryRun> = self.plans[0].runs().iter().map(|planned| planned.run).collect();
         let calibrations = vec![Some(Calibration::IDENTITY); self.stores().len()];
@@ -78,7 +77,7 @@ impl<B: Backend> Workload<B> {
         Ok(())
     }
 
-    /// Plans a causal run of the newest `queries` tokens of sequence 0 over each copy, in place of the decode step.
+    /// Plans a causal run of the newest `queries` tokens of sequence 0 over each copy, instead of the decode step.
     ///
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) when the sequence has fewer tokens.
@@ -90,11 +89,11 @@ impl<B: Backend> Workload<B> {
         Ok(())
     }
 
-    /// Plans the same queries as if each were the decode step of a sequence of its own, which holds what
-    /// the query sees.
+    /// Plans the same queries as single decode steps, each over a sequence of its own that holds the tokens that the
+    /// query sees.
     ///
     /// # Errors
-    /// Those of [`Workload::plan_causal`].
+    /// As [`Workload::plan_causal`].
     pub fn plan_causal_apart(&mut self, queries: usize) -> Result<()> {
         self.plan_causal(queries)?;
         let runs = QueryRun::decode_batch(queries);
@@ -111,18 +110,18 @@ impl<B: Backend> Workload<B> {
         Ok(())
     }
 
-    /// The stores, as the plans name them.
+    /// The stores, in the order in which the plans name them.
     pub fn stores(&self) -> Vec<&B::Store> {
         self.stores.stores()
     }
 
-    /// Runs every copy once and holds all outputs, which are in f32 whatever the options say, against an f64 attention
-    /// over the stored data.
+    /// Runs every copy once and compares all outputs with an f64 attention over the stored data. The outputs are in
+    /// f32, whatever the options request.
     ///
     /// # Errors
-    /// Whatever the backend reports; a wrong result is no error but a [`Report`] that did not pass.
+    /// Errors of the backend. A wrong result is not an error: it gives a [`Report`] that did not pass.
     pub async fn check(&self, backend: &B, data: &DecodeData<B>, options: AttendOptions) -> Result<Report> {
-        // Sequences of one length hold the same.
+        // Sequences of the same length have the same data.
         let mut expected: BTreeMap<usize, Expected> = BTreeMap::new();
         for sequence in 0..data.decode.sequences {
             let tokens = data.decode.length(sequence);
@@ -156,7 +155,7 @@ impl<B: Backend> Workload<B> {
         Ok(Report { check: data.decode.name.clone(), accuracy: Some(Accuracy { error: worst, limits }), failures })
     }
 
-    /// What a sequence of the first copy must yield.
+    /// The expected outputs of a sequence of the first copy.
     async fn expected(&self, backend: &B, data: &DecodeData<B>, sequence: usize) -> Result<Expected> {
         let mut dense = Vec::new();
         for span in self.spans[0].iter().filter(|span| span.span.sequence == sequence) {
@@ -171,7 +170,7 @@ impl<B: Backend> Workload<B> {
     }
 }
 
-/// What of a span a sequence of its own holds whose query sees the first `seen` tokens.
+/// The part of a span that a sequence of its own holds if its query sees the first `seen` tokens.
 fn seen_of(span: &FilledSpan, query: usize, seen: usize) -> Option<FilledSpan> {
     let tokens = span.span.tokens.min(seen.saturating_sub(span.span.start));
     let pages = span.pages[..tokens.div_ceil(TILE_TOKENS)].to_vec();
@@ -196,7 +195,7 @@ fn batch_spans(decode: &DecodeShape, format: &BatchFormat) -> Result<Vec<NewSpan
     Ok(spans)
 }
 
-/// Shuffles the pages of the spans of one store among them.
+/// Shuffles the pages of the spans of one store.
 fn shuffle_pages(spans: &mut [FilledSpan], store: usize, seed: u64) {
     let of_store = || spans.iter().filter(|span| span.span.store == store);
     let mut pages: Vec<_> = of_store().flat_map(|span| span.pages.clone()).collect();
@@ -223,7 +222,8 @@ mod tests {
     use crate::cpu::Cpu;
     use crate::format::{AttentionShape, SegmentFormat};
 
-    /// A batch yields the same wherever its pages lie, and shuffled ones are those of its copy, each once.
+    /// The place of a batch's pages does not change the result. Shuffled pages are those of the copy, each exactly
+    /// once.
     #[test]
     fn the_order_of_pages_does_not_matter() {
         let cpu = Cpu::new();
@@ -265,7 +265,7 @@ mod tests {
         }
     }
 
-    /// Segments of several formats yield what the f64 attention over all of them does.
+    /// Segments of several formats give the result of the f64 attention over all of them.
     #[test]
     fn mixes_are_checked_as_a_whole() {
         let cpu = Cpu::new();

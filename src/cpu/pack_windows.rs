@@ -16,11 +16,8 @@ use crate::{Error, Result};
 pub fn pack_windows(from: &CpuStore, to: &mut CpuStore, windows: &[WindowMove]) -> Result<()> {
     let shape = *to.shape();
     if from.format() != &SegmentFormat::F16 || from.shape() != &shape {
-        let reason = format!(
-            "windows of {} in {:?} for a store of {shape:?}; pass f16 windows of that shape",
-            from.format(),
-            from.shape()
-        );
+        let reason =
+            format!("windows of {} in {:?} for a store of {shape:?}; pass f16 windows", from.format(), from.shape());
         return Err(Error::Plan { what: "pack windows", reason });
     }
     for window in windows {

@@ -1,18 +1,18 @@
-//! Normalised mean square errors of attention outputs, and whether outputs of 16 bits are rounded well.
+//! Normalised mean square errors of attention outputs, and checks that 16-bit outputs are rounded well.
 
 use half::{bf16, f16};
 
 use crate::conformance::report::{Failure, Limits, OutputError};
 use crate::plan::ElementType;
 
-/// The exact outputs of some heads and what is needed to judge others against them.
+/// The exact outputs of some heads, and the data needed to judge others against them.
 #[derive(Clone, Debug, Default)]
 pub(in crate::conformance) struct Expected {
     /// `[heads, head_dim]`, the heads of all queries.
     pub outputs: Vec<f64>,
     /// Natural log-sum-exps, `[heads]`.
     pub lse: Vec<f64>,
-    /// The mean over the value rows that each head reads, `[heads, head_dim]`.
+    /// The mean of the value rows that each head reads, `[heads, head_dim]`.
     pub mean_values: Vec<f64>,
 }
 
@@ -24,7 +24,7 @@ impl Expected {
         self.mean_values.extend(other.mean_values);
     }
 
-    /// The errors of `got`, laid out as the outputs.
+    /// The errors of `got`, in the layout of the outputs.
     pub(in crate::conformance) fn error_of(&self, got: &[f32], head_dim: usize) -> OutputError {
         let (mut error, mut output, mut informative, mut worst_head) = (0.0, 0.0, 0.0, 0.0f64);
         let heads = self.outputs.chunks(head_dim).zip(self.mean_values.chunks(head_dim));
@@ -36,12 +36,12 @@ impl Expected {
             informative += want.iter().zip(mean).map(|(w, m)| (w - m).powi(2)).sum::<f64>();
             worst_head = worst_head.max(ratio(head_error, head_output));
         }
-        // What is left of a plain average is the rounding of the mean.
+        // For a plain average only the rounding of the mean remains.
         let informative = (informative > 1e-12 * output).then(|| ratio(error, informative));
         OutputError { nmse: ratio(error, output), worst_head, informative }
     }
 
-    /// What of `got`, which is `what`, and of its error breaks the limits.
+    /// The failures of `got`, described by `what`, and of its error against the limits.
     pub(in crate::conformance) fn failures(
         &self,
         what: &str,
@@ -67,8 +67,8 @@ impl Expected {
             .collect()
     }
 
-    /// The log-sum-exp furthest off, if that is further than rounding: scores of packed keys have about ten bits
-    /// after the point.
+    /// The log-sum-exp with the largest deviation, if it exceeds rounding: scores of packed keys have about ten bits
+    /// after the binary point.
     pub(in crate::conformance) fn lse_failure(&self, what: &str, got: &[f32]) -> Option<Failure> {
         const LIMIT: f64 = 2e-3;
         let error = |(&got, want): (&f32, &f64)| (f64::from(got) - want).abs() / (1.0 + want.abs());
@@ -78,12 +78,12 @@ impl Expected {
     }
 }
 
-/// The first element of `got` that is not the nearest of its type to the element of `in_f32`, what the same
-/// step yields in f32.
+/// The first element of `got` that is not the nearest value of its type to the element of `in_f32`, the output of the
+/// same step in f32.
 ///
-/// Outputs of 16 bits are not held against the exact ones. An error of 2e-5, which is in order, carries one element of
-/// three hundred across the middle between two neighbours of bf16, where it counts as half a percent; and where that
-/// element is an outlier, it alone gives its head an NMSE of 2e-5. Whether it does is up to the last bits of a
+/// 16-bit outputs are not compared with the exact ones. An error of 2e-5 is within the limits, but it moves one element
+/// in three hundred across the midpoint between two neighbours in bf16, where it counts as half a percent. If that
+/// element is an outlier, it alone gives its head an NMSE of 2e-5. Whether this happens depends on the last bits of a
 /// driver's arithmetic.
 pub(super) fn rounding_failure(got: &[f32], in_f32: &[f32], output: ElementType, head_dim: usize) -> Option<Failure> {
     let nearest = |x: f64| match output {
@@ -94,7 +94,7 @@ pub(super) fn rounding_failure(got: &[f32], in_f32: &[f32], output: ElementType,
     let misrounded = |index: usize, x: f32| {
         let head = &in_f32[index / head_dim * head_dim..][..head_dim];
         let mean_square = head.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / head_dim as f64;
-        // The two steps are kernels of their own, whose last bits may differ.
+        // The two steps use different kernels, whose last bits may differ.
         let (x, slack) = (f64::from(x), 1e-5 * mean_square.sqrt());
         let between = nearest(x - slack)..=nearest(x + slack);
         (!between.contains(&f64::from(got[index]))).then(|| nearest(x))
@@ -107,7 +107,7 @@ pub(super) fn rounding_failure(got: &[f32], in_f32: &[f32], output: ElementType,
     Some(Failure::Misrounded { elements: 1 + wrong.count(), index, got: got[index], want: want as f32 })
 }
 
-/// An error relative to a magnitude; no error is 0 of anything.
+/// An error relative to a magnitude. A zero error is 0 relative to anything.
 fn ratio(error: f64, magnitude: f64) -> f64 {
     if error == 0.0 { 0.0 } else { error / magnitude.max(f64::MIN_POSITIVE) }
 }
@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn outputs_of_16_bits_are_rounded_to_the_nearest() {
-        // Neighbours of bf16 from 1 to 2 lie 1/128 apart, those of f16 1/1024; 1.00390625 is a middle in bf16.
+        // Neighbours in bf16 between 1 and 2 lie 1/128 apart, in f16 1/1024. 1.00390625 is a midpoint in bf16.
         let in_f32 = [1.003, 1.0039063, 1.006, 1.9];
         let [down, middle, up, far] = in_f32.map(|x| bf16::from_f32(x).to_f32());
         let failure = |got: [f32; 4]| rounding_failure(&got, &in_f32, ElementType::Bf16, 4);

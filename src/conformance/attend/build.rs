@@ -1,4 +1,4 @@
-//! What cases are made of: shapes, formats, names.
+//! The building blocks of cases: shapes, formats, names.
 
 use super::case::{AttendCase, DataKind, InputLayout, Paging, Queries, RowOrder, SinkPlace, SpanCase, StoreCase};
 use crate::backend::{AttendOptions, QueryPrecision};
@@ -10,11 +10,11 @@ use crate::plan::ElementType;
 /// Group sizes of grouped-query attention that the registry covers.
 pub(super) const GROUPS: [usize; 5] = [1, 3, 4, 7, 8];
 
-/// Ragged lengths of most cases: one token, exactly a tile, a tile and one token, and a tail that fills no word.
+/// Ragged lengths of most cases: one token, exactly a tile, a tile and one token, and a tail that does not fill a word.
 pub(super) const RAGGED: [usize; 4] = [1, 128, 129, 300];
 
 impl AttendCase {
-    /// Two KV heads, the ragged lengths, one segment of `format`.
+    /// Two KV heads, the ragged lengths, and one segment of `format`.
     pub(super) fn new(name: &str, shape: AttentionShape, format: SegmentFormat) -> Self {
         let case = Self {
             name: name.into(),
@@ -27,7 +27,7 @@ impl AttendCase {
             centred: false,
             paging: Paging::InOrder,
             queries: Queries::Decode,
-            // What a format gets by default is a case's own matter: most are to be as exact as they can.
+            // Cases choose the query precision themselves. Most are to be as exact as possible.
             options: AttendOptions { query: QueryPrecision::Int16, ..AttendOptions::default() },
             seed: 0, // its place among the cases
             quick: false,

@@ -23,13 +23,13 @@ pub struct AttendCase {
     pub segments: Vec<StoreCase>,
     /// The spans of each sequence, in token order. A span may be empty, a sequence may not.
     pub sequences: Vec<Vec<SpanCase>>,
-    /// What the keys and values look like.
+    /// The kind of keys and values.
     pub data: DataKind,
-    /// Where the sink token of each sequence lies.
+    /// The place of the sink token in each sequence.
     pub sink: SinkPlace,
-    /// How keys and values lie in the tensors that are handed to the backend.
+    /// Layout of keys and values in the tensors that the backend receives.
     pub input: InputLayout,
-    /// Whether keys are stored less the mean of the first of their sequence, in every store.
+    /// Whether keys are centred, with the mean of the first keys of their sequence, in every store.
     pub centred: bool,
     /// How the stores are cut into pages.
     pub paging: Paging,
@@ -39,7 +39,8 @@ pub struct AttendCase {
     pub options: AttendOptions,
     /// Seed of the data.
     pub seed: u64,
-    /// True for the cases that cover every kernel once in the least time: what tests run on software drivers.
+    /// Whether the case belongs to the set that covers every kernel once in the least time, which tests run on software
+    /// drivers.
     pub quick: bool,
 }
 
@@ -59,20 +60,20 @@ pub struct StoreCase {
 pub enum Fill {
     /// Whole spans, by [`Packing::quantize`](crate::backend::Packing::quantize).
     Quantize,
-    /// Single tokens, by [`Packing::append`](crate::backend::Packing::append); formats that take them only.
+    /// Single tokens, by [`Packing::append`](crate::backend::Packing::append). Only for formats that take them.
     Append,
 }
 
 /// The queries of a case.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Queries {
-    /// One for each sequence, which sees all of it.
+    /// One for each sequence. It sees the whole sequence.
     Decode,
-    /// Runs of queries, at most one for each sequence.
+    /// Query runs, up to one for each sequence.
     Runs(Vec<QueryRun>),
 }
 
-/// A run of tokens of one sequence in one store.
+/// Consecutive tokens of one sequence in one store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpanCase {
     /// Index of the store among [`AttendCase::segments`].
@@ -81,28 +82,27 @@ pub struct SpanCase {
     pub tokens: usize,
 }
 
-/// What keys and values look like. Queries are Gaussian, and some heads also look for the sink (see [`SinkPlace`]).
+/// The kind of keys and values. Queries are Gaussian, and some heads also look for the sink (see [`SinkPlace`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DataKind {
-    /// Gaussian around an offset per channel; every sixteenth channel has a large offset and three times the spread,
-    /// as keys of real models do.
+    /// Gaussian around an offset per channel. Every sixteenth channel has a large offset and three times the spread,
+    /// like keys of real models.
     ChannelOffsets,
-    /// The same, and one element in 500 is twenty times as large.
+    /// As [`DataKind::ChannelOffsets`], and one element in 500 is twenty times as large.
     Outliers,
-    /// The same as [`DataKind::ChannelOffsets`], but every third channel holds one value throughout, among them
-    /// zeros: groups without spread.
+    /// As [`DataKind::ChannelOffsets`], but every third channel is constant, some of them zero: groups without spread.
     ConstantChannels,
-    /// The same as [`DataKind::ChannelOffsets`], with a bias of 300 in three channels of every key, as projections with
-    /// biases make them.
+    /// As [`DataKind::ChannelOffsets`], with a bias of 300 in three channels of every key, like keys from projections
+    /// with biases.
     BiasedKeys,
-    /// Every token has the same key and the same value; only the sink's key differs.
+    /// Every token has the same key and the same value, except for the sink's key.
     ConstantTokens,
 }
 
-/// Where the sink lies: a token whose score is 14 nats above the level of all others (see
+/// The place of the sink: a token whose score lies 14 nats above the level of all others (see
 /// [`SINK_NATS`](crate::conformance::SINK_NATS)) for every other query head. The remaining heads do not see it, because
-/// a sink hides what goes wrong elsewhere; they give about a seventh of their weight to the token at the other end of
-/// the sequence, so that a token lost at the edge shows.
+/// a sink hides mistakes elsewhere. They give about a seventh of their weight to the token at the other end of the
+/// sequence, which reveals a token lost at the edge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SinkPlace {
     /// The first token, where language models have theirs.
@@ -113,7 +113,7 @@ pub enum SinkPlace {
     Last,
 }
 
-/// How the dense keys and values of a sequence are handed over.
+/// How the dense keys and values of a sequence are passed in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InputLayout {
     /// Element type of keys, values and queries.

@@ -58,7 +58,7 @@ fn every_format() -> Vec<AttendCase> {
     cases
 }
 
-/// Every group size with every head dimension. The format moves on by one from cell to cell, so that every group size
+/// Every group size with every head dimension. The format advances by one from cell to cell, so that every group size
 /// and every head dimension meets f16 and all widths.
 fn every_shape() -> Vec<AttendCase> {
     let formats = [
@@ -76,7 +76,7 @@ fn every_shape() -> Vec<AttendCase> {
             let case = AttendCase::new(&name, shape(group, head_dim), format).lengths(&[300, 129]);
             cases.push(if row == column { case.quick() } else { case });
         }
-        // Groups of channels and of tokens are laid out by head_dim too.
+        // The layout of groups of channels and of tokens also depends on head_dim.
         let kivi = SegmentFormat {
             key: affine(Bits::Two, Grouping::ChannelTokens(32)),
             value: affine(Bits::Four, Grouping::TokenChannels(if head_dim == 80 { 16 } else { 32 })),
@@ -122,7 +122,7 @@ fn lengths() -> Vec<AttendCase> {
     cases
 }
 
-/// Several segments per sequence: what recipes make of a prompt and its continuation.
+/// Several segments per sequence, as recipes store a prompt and its continuation.
 fn several_segments() -> Vec<AttendCase> {
     let packed = StoreCase::new(SegmentFormat::per_channel(Bits::Two));
     let recent = StoreCase { fill: Fill::Append, ..StoreCase::new(SegmentFormat::F16) };
@@ -152,7 +152,7 @@ fn several_segments() -> Vec<AttendCase> {
     let mut appended = AttendCase::new("segments-appended", shape(3, 80), SegmentFormat::F16).lengths(&RAGGED);
     appended.segments = vec![recent];
     let mut cases = vec![visual, widths, images, unused, appended];
-    // So many short spans that a large GPU takes other blocks for them.
+    // Enough short spans that a large GPU chooses other blocks for them.
     let kivi = SegmentFormat {
         key: affine(Bits::Two, Grouping::ChannelTokens(32)),
         value: affine(Bits::Two, Grouping::TokenChannels(32)),
@@ -207,7 +207,7 @@ fn calibrated() -> Vec<AttendCase> {
         with("8bit-t0-1", 3, SegmentFormat::per_channel(Bits::Eight), (0.0, 1.0)),
         with("4bit-token-t1-1", 4, both(affine(Bits::Four, Grouping::Token)), (1.0, 1.0)),
         with("f16-t0-2", 4, SegmentFormat::F16, (0.0, 2.0)),
-        // τ2 above the spread of all scores: the slope is clamped at 0 and the weights are flat.
+        // τ2 exceeds the spread of all scores: the slope is clamped at 0, and the weights are flat.
         with("flat", 4, SegmentFormat::per_channel(Bits::Four), (0.0, 1000.0)),
     ];
     let mut beside_f16 = with("beside-f16", 4, one_bit, (0.0, 3.0)).quick();
@@ -244,7 +244,8 @@ fn degenerate_data() -> Vec<AttendCase> {
     cases
 }
 
-/// Sinks over spans so long that the weights of all other tokens, though each far below the sink's, matter together.
+/// Sinks over spans so long that the weights of all other tokens matter together, although each is far below the
+/// sink's.
 fn sinks() -> Vec<AttendCase> {
     let formats = [
         SegmentFormat::F16,
@@ -356,7 +357,7 @@ fn layouts() -> Vec<AttendCase> {
     cases
 }
 
-/// Groups of channels that are no whole number of what a kernel multiplies at once.
+/// Groups of channels that are not a multiple of those that a kernel multiplies at once.
 fn small_groups() -> Vec<AttendCase> {
     let groups = |group, head_dim, key: (Bits, usize), value: (Bits, usize)| {
         let tensor = |(bits, channels)| affine(bits, Grouping::TokenChannels(channels));

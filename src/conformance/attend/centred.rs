@@ -1,11 +1,11 @@
-//! The cases of keys that are stored less a centre, with a bias that would ruin ranges and norms of single tokens.
+//! The cases of centred keys, with a bias that would ruin ranges and norms of single tokens.
 
 use super::build::{affine, both, offsets, shape};
 use super::case::{AttendCase, DataKind, Fill, SpanCase, StoreCase};
 use crate::format::{AffineFormat, Bits, Grouping, Rotation, SegmentFormat, TensorFormat};
 use crate::plan::ElementType;
 
-/// Every family of formats that takes a centre, whole spans and single tokens, every type of elements, several stores.
+/// Every family of formats that can be centred, whole spans and single tokens, every type of elements, several stores.
 pub(super) fn centred() -> Vec<AttendCase> {
     let symmetric = TensorFormat::Affine(AffineFormat::new(Bits::Eight, Grouping::Token).symmetric());
     let dealt = AffineFormat::new(Bits::Four, Grouping::TokenChannels(20)).rotated(Rotation::dealt(16, 3));

@@ -1,4 +1,4 @@
-//! The cases of formats beside plain affine codes: ranges about 0, rotated rows, codebooks, sketches.
+//! The cases of formats other than plain affine codes: ranges about 0, rotated rows, codebooks, sketches.
 
 use super::build::{GROUPS, affine, both, offsets, shape, slug};
 use super::case::{AttendCase, DataKind, Fill, Paging, SpanCase, StoreCase};
@@ -39,8 +39,8 @@ pub(super) fn symmetric() -> Vec<AttendCase> {
     cases
 }
 
-/// Rotated keys and values: every grouping and width, every head dimension and group size, one tensor or both, beside
-/// segments of other rotations.
+/// Rotated keys and values: every grouping and width, every head dimension and group size, one tensor or both, together
+/// with segments of other rotations.
 pub(super) fn rotated() -> Vec<AttendCase> {
     let groupings = [Grouping::Token, Grouping::Channel, Grouping::ChannelTokens(32), Grouping::TokenChannels(16)];
     let turned = |bits, grouping, rotation| TensorFormat::Affine(AffineFormat::new(bits, grouping).rotated(rotation));

@@ -1,13 +1,12 @@
-//! f16 with eight query heads per KV head, in many work items: what cooperative matrices take on devices
-//! that have them.
+//! f16 with eight query heads per KV head, in many work items: the shapes for cooperative matrices, on devices that
+//! have them.
 
 use super::build::shape;
 use super::case::{AttendCase, Fill, Paging, SinkPlace, SpanCase, StoreCase};
 use crate::format::{Bits, SegmentFormat};
 use crate::plan::{ElementType, Split};
 
-/// Ragged lengths, a sink, and segments beside others, each with a sequence of more work items than one
-/// workgroup joins.
+/// Ragged lengths, a sink, and several segments, each with a sequence of more work items than one workgroup merges.
 pub(super) fn many_heads() -> Vec<AttendCase> {
     let finely = |max_tiles| Split { target_items: usize::MAX, tile_step: 1, max_tiles };
     let mut lengths = case("split-many-heads").lengths(&[3700, 385, 129, 128, 1]).quick();

@@ -1,4 +1,4 @@
-//! Checks of attention: of what is stored, of the outputs over it, and of states and their merge.
+//! Checks of attention: of the stored data, of the outputs over them, and of states and their merge.
 
 mod accuracy;
 mod build;

@@ -1,12 +1,12 @@
-//! The cases of query precisions: what an 8-bit query takes bytes for.
+//! The cases of query precisions: everything that an 8-bit query turns into bytes.
 
 use super::build::{affine, both, offsets, shape, slug};
 use super::case::{AttendCase, SinkPlace, SpanCase, StoreCase};
 use crate::backend::QueryPrecision;
 use crate::format::{Bits, Grouping, SegmentFormat};
 
-/// Weights of one byte, which an int8 query brings with it where values have one range per channel: beside a sink, over
-/// every number of query heads and layout of fields, and calibrated.
+/// Weights of one byte, which an int8 query uses where values have one range per channel: with a sink, over every
+/// number of query heads and layout of fields, and calibrated.
 pub(super) fn byte_weights() -> Vec<AttendCase> {
     let per_channel = SegmentFormat::per_channel;
     let mut cases = Vec::new();
@@ -45,8 +45,8 @@ pub(super) fn byte_weights() -> Vec<AttendCase> {
     cases
 }
 
-/// Ranges of groups of tokens and of channels, which go into queries and weights of their own, with either query:
-/// beside a sink, over every number of query heads and groups, calibrated, and merged with other segments.
+/// Ranges of groups of tokens and of channels, which need queries and weights of their own, with either query
+/// precision: with a sink, over every number of query heads and groups, calibrated, and merged with other segments.
 pub(super) fn group_ranges() -> Vec<AttendCase> {
     let format = |(key, tokens): (Bits, usize), (value, channels): (Bits, usize)| SegmentFormat {
         key: affine(key, Grouping::ChannelTokens(tokens)),

@@ -12,9 +12,9 @@ use crate::format::KeyOrValue;
 use crate::plan::{AttendPlan, ElementType};
 use crate::{Backend, Result};
 
-/// Stores the data of a case through `backend`, compares what is stored with the CPU reference's bit for bit, attends
-/// twice, which has to yield the same bits, and compares the output with an f64 attention over the stored data; one of
-/// 16 bits with the output of the same step in f32.
+/// Stores the data of a case through `backend` and compares the stored data with the CPU reference's bit for bit.
+/// Attends twice, which must return the same bits, and compares the output with an f64 attention over the stored data.
+/// A 16-bit output is compared with the output of the same step in f32.
 pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &AttendCase) -> Result<Report> {
     let data = data::sequences(case);
     let tensors = upload(backend, &data).await?;
@@ -49,8 +49,8 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &AttendCa
     Ok(Report { check: case.name.clone(), accuracy: Some(Accuracy { error, limits }), failures })
 }
 
-/// Compares the attention states of the queries of a case with f64, and those that are merged of states over the first
-/// store and over the others.
+/// Compares two kinds of attention states with f64: those of the queries of a case, and those merged from states over
+/// the first store and over the others.
 pub(in crate::conformance) async fn run_states<B: Backend>(backend: &B, case: &AttendCase) -> Result<Report> {
     let data = data::sequences(case);
     let tensors = upload(backend, &data).await?;
@@ -85,7 +85,7 @@ pub(in crate::conformance) async fn run_states<B: Backend>(backend: &B, case: &A
     Ok(Report { check: case.name.clone(), accuracy: Some(Accuracy { error, limits }), failures })
 }
 
-/// The errors of states, and what of them breaks the limits.
+/// The errors of states, and the failures against the limits.
 async fn judge_states<B: Backend>(
     backend: &B,
     case: &AttendCase,
@@ -117,7 +117,7 @@ fn query_tensor(case: &AttendCase, data: &[SequenceData], plan: &AttendPlan) -> 
     CpuTensor::from_f32(queries.copied().collect(), case.input.elements)
 }
 
-/// Where a second run of the same step yields other bits.
+/// The first difference between two runs of the same step.
 fn unrepeated(first: &[f32], second: &[f32]) -> Option<Failure> {
     if let Some(failure) = Failure::of_length("output of a second run", second.len(), first.len()) {
         return Some(failure);
@@ -134,7 +134,8 @@ async fn of_reference(case: &AttendCase, data: &[SequenceData]) -> Result<Vec<St
     Stored::fill(&cpu, case, data, &tensors).await?.read_back(&cpu).await
 }
 
-/// Where the stored data of a backend differ from those of the reference: at most one failure for keys and one for values.
+/// The differences between the stored data of a backend and of the reference: up to one failure for keys and one for
+/// values.
 fn differences(got: &[StoredSpan], want: &[StoredSpan]) -> Vec<Failure> {
     let keys = first_difference(got, want, |span| &span.keys).map(|(elements, first)| ("keys", elements, first));
     let values = first_difference(got, want, |span| &span.values).map(|(elements, first)| ("values", elements, first));
@@ -145,7 +146,7 @@ fn differences(got: &[StoredSpan], want: &[StoredSpan]) -> Vec<Failure> {
         .collect()
 }
 
-/// How many elements differ, and the first; +0 and −0 are alike.
+/// The number of elements that differ, and the first of them. +0 and −0 are equal.
 fn first_difference(
     got: &[StoredSpan],
     want: &[StoredSpan],
@@ -163,11 +164,11 @@ fn first_difference(
     first.map(|first| (elements, first))
 }
 
-/// The largest element that is in order: that of f16.
+/// The largest valid element: that of f16.
 const LARGEST: f32 = 65504.0;
 
-/// Checks `first_non_finite` on the clean keys and values of every sequence, and on the first sequence's with an
-/// element spoilt in the middle.
+/// Checks `first_non_finite` on the clean keys and values of every sequence, and on those of the first sequence with a
+/// bad element in the middle.
 async fn search_non_finite<B: Backend>(
     backend: &B,
     case: &AttendCase,
@@ -189,7 +190,7 @@ async fn search_non_finite<B: Backend>(
     Ok(failures)
 }
 
-/// Spoils one element of the middle token and the last one after it, and expects the first to be found.
+/// Replaces one element of the middle token and the last one after it, and expects the first to be found.
 async fn search_planted<B: Backend>(
     backend: &B,
     case: &AttendCase,

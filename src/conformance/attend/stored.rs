@@ -24,7 +24,7 @@ pub(super) struct StoredSpan {
 }
 
 impl<B: Backend> Stored<B> {
-    /// Fills stores on `backend` as the case says. `tensors` are the keys and values of each sequence on it.
+    /// Fills stores on `backend` as the case describes. `tensors` are the keys and values of each sequence on it.
     pub(super) async fn fill(
         backend: &B,
         case: &AttendCase,
@@ -88,7 +88,7 @@ impl<B: Backend> Stored<B> {
         self.stores.stores()
     }
 
-    /// What was written beside the spans.
+    /// Failures of the guards: writes outside the spans.
     pub(super) async fn guard_failures(&self, backend: &B) -> Result<Vec<Failure>> {
         self.guards.failures(backend, &self.stores).await
     }

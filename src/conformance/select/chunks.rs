@@ -10,7 +10,7 @@ use crate::format::AttentionShape;
 use crate::plan::{ElementType, RowLayout};
 use crate::{Backend, Error, Result};
 
-/// A case of chunks: compared with a query, and put in another order.
+/// A case of chunks: compared with a query, and reordered.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ChunksCase {
     /// Unique name: lower case letters, digits and dashes.
@@ -19,21 +19,21 @@ pub struct ChunksCase {
     pub width: usize,
     /// Embeddings, the first of which is zeros.
     pub embeddings: usize,
-    /// Element types of the query's embedding and of those of chunks, and of rows, which are of the second.
+    /// Element types of the query's embedding, and of the chunks' embeddings and the rows.
     pub elements: [ElementType; 2],
     /// Heads of the rows that are reordered.
     pub shape: AttentionShape,
     /// Tokens of them.
     pub tokens: usize,
-    /// Tokens of a chunk; what is left over stays where it is.
+    /// Tokens of a chunk. Remaining tokens stay in place.
     pub chunk_tokens: usize,
     /// Seed of the data.
     pub seed: u64,
-    /// True for those that tests run on software drivers.
+    /// Whether the case belongs to the set that tests run on software drivers.
     pub quick: bool,
 }
 
-/// All cases: one element, widths that fill no warp, tokens that fill no chunk, and fewer than a chunk.
+/// All cases: one element, widths that do not fill a warp, tokens that do not fill a chunk, and fewer than a chunk.
 pub fn chunks_cases() -> Vec<ChunksCase> {
     use ElementType::{Bf16, F16, F32};
     let sizes = [
@@ -59,7 +59,7 @@ pub fn chunks_cases() -> Vec<ChunksCase> {
     sizes.into_iter().enumerate().map(case).collect()
 }
 
-/// Compares similarities, and reordered rows, which have to be the same bits.
+/// Compares similarities and reordered rows. The rows must have the same bits.
 pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &ChunksCase) -> Result<Report> {
     let (query, mut chunks) =
         (exact_numbers(case.width, case.seed), exact_numbers(case.width * case.embeddings, case.seed + 100));

@@ -11,12 +11,12 @@ use crate::plan::{ElementType, RowLayout};
 use crate::policy::{Merging, Nearest, evicted};
 use crate::{Backend, Error, Result};
 
-/// What keys look like.
+/// The kind of keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EvictionKeys {
-    /// Of no order.
+    /// Random.
     Random,
-    /// All equal but the last, which is zeros: everything ties.
+    /// All equal except the last, which is zeros: everything ties.
     Equal,
 }
 
@@ -29,7 +29,7 @@ pub struct EvictionCase {
     pub shape: AttentionShape,
     /// Tokens of the context.
     pub tokens: usize,
-    /// How many of each KV head stay.
+    /// Number of tokens of each KV head that stay.
     pub kept: usize,
     /// How evicted tokens merge.
     pub merging: Merging,
@@ -41,7 +41,7 @@ pub struct EvictionCase {
     pub order: RowOrder,
     /// Seed of the data.
     pub seed: u64,
-    /// True for those that tests run on software drivers.
+    /// Whether the case belongs to the set that tests run on software drivers.
     pub quick: bool,
 }
 
@@ -84,7 +84,7 @@ impl EvictionCase {
         }
     }
 
-    /// Tokens spread over the context, others for each KV head; the first of a run where keys are equal.
+    /// Tokens spread over the context, different for each KV head. If keys are equal, the first ones.
     fn kept_tokens(&self) -> Vec<u32> {
         let heads = 0..self.shape.kv_heads();
         let token = |head: usize, i: usize| match self.keys {
@@ -109,8 +109,8 @@ impl EvictionCase {
     }
 }
 
-/// Gathers the kept keys and values, which have to be the same bits, finds the others, and merges the evicted
-/// ones into them.
+/// Gathers the kept keys and values, which must have the same bits, finds the others, and merges the evicted ones into
+/// them.
 pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &EvictionCase) -> Result<Report> {
     let (shape, layout, heads) = (case.shape, case.layout(), case.shape.kv_heads());
     let [keys, values] = case.rows();
@@ -158,7 +158,7 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &Eviction
     let nearest: Vec<Nearest> =
         places.iter().zip(&similarities).map(|(&kept, &similarity)| Nearest { kept, similarity }).collect();
     failures.extend(wrong_choice(case, &nearest, &want));
-    // Given the assignment, rows are those of the reference.
+    // Given the assignment, the rows must equal those of the reference.
     if nearest.len() == want.len() && nearest.iter().all(|nearest| (nearest.kept as usize) < case.kept) {
         for (what, rows, got) in [("merged keys", &keys, &merged_keys), ("merged values", &values, &merged_values)] {
             let want = cpu::merge_tokens(&shape, dense(rows, layout), tokens, &nearest, case.merging)?;
@@ -174,8 +174,8 @@ fn dense(tensor: &CpuTensor, layout: RowLayout) -> DenseRows<'_> {
     DenseRows { elements: tensor.elements(), layout }
 }
 
-/// Evicted tokens whose nearest kept one is another than that of the reference. Where sums are rounded, another key of the same
-/// similarity may win, one in two hundred; where keys are equal the first must.
+/// Evicted tokens whose nearest kept token differs from the reference's. Where sums are rounded, another key of the
+/// same similarity may win, in up to one of two hundred cases. Where keys are equal, the first must win.
 fn wrong_choice(case: &EvictionCase, got: &[Nearest], want: &[Nearest]) -> Option<Failure> {
     let allowed = match case.keys {
         EvictionKeys::Equal => 0,

@@ -28,14 +28,14 @@ fn exact_numbers(count: usize, seed: u64) -> Vec<f32> {
     (0..count).map(|_| sixteenths() / 16.0).collect()
 }
 
-/// The element furthest from what the CPU reference yields, if that is further than `tolerance · (1 + |want|)`.
+/// The element with the largest deviation from the CPU reference, if it exceeds `tolerance · (1 + |want|)`.
 fn far(what: &str, got: &[f32], want: &[f32], tolerance: f64) -> Option<Failure> {
     if got.len() != want.len() {
         return super::pack::difference(what, got, want);
     }
     let error = |(got, want): (&f32, &f32)| {
         let error = (f64::from(*got) - f64::from(*want)).abs() / (1.0 + f64::from(want.abs()));
-        // Infinities of one sign are alike.
+        // Infinities of the same sign are equal.
         if got == want {
             0.0
         } else if error.is_nan() {

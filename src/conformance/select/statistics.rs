@@ -28,7 +28,7 @@ pub struct StatisticsCase {
     pub elements: [ElementType; 2],
     /// Order of their axes.
     pub order: RowOrder,
-    /// What becomes of the query heads of a group.
+    /// How the query heads of a group are aggregated.
     pub aggregation: HeadAggregation,
     /// The threshold of counts.
     pub threshold: f32,
@@ -36,13 +36,13 @@ pub struct StatisticsCase {
     pub equal_scores: bool,
     /// Seed of the data.
     pub seed: u64,
-    /// True for those that tests run on software drivers.
+    /// Whether the case belongs to the set that tests run on software drivers.
     pub quick: bool,
 }
 
 /// All cases of statistics: group sizes, head dimensions, one row of one token, rows from the middle, a tile and one
-/// token, thresholds of nothing and of everything, equal scores; and keys in f16, which devices with cooperative
-/// matrices multiply by them: rows that end within blocks of 16, more heads or rows than are multiplied at once,
+/// token, thresholds that count nothing and everything, equal scores. Also keys in f16, which cooperative matrices
+/// multiply where a device has them: rows that end within blocks of 16, more heads or rows than are multiplied at once,
 /// tokens beyond tiles.
 pub fn statistics_cases() -> Vec<StatisticsCase> {
     use ElementType::{Bf16, F16, F32};
@@ -135,7 +135,7 @@ pub fn statistics_cases() -> Vec<StatisticsCase> {
     cases
 }
 
-/// The tensors of a case and where their rows lie.
+/// The tensors of a case, with the layout of their rows.
 struct Rows {
     positions: QueryPositions,
     queries: CpuTensor,
@@ -163,7 +163,7 @@ impl Rows {
             queries.chunks_exact_mut(head_dim).for_each(|query| query[0] = 2.0);
             let sink = (7.0 * (head_dim as f32).sqrt()).floor();
             (0..shape.kv_heads()).for_each(|head| keys[key_layout.row(0, head)] = sink);
-            // Elements of f32 have digits that halves have not.
+            // f32 elements have digits that halves lack.
             if case.elements[0] == ElementType::F32 {
                 queries.iter_mut().for_each(|x| *x *= 1.0 + 1.0 / 4096.0);
             }
@@ -180,8 +180,8 @@ impl Rows {
     }
 }
 
-/// Measures rows and columns, then columns alone from the log-sum-exp that was measured, twice: the same bits, and but
-/// for rounding those of the first, where a compiler may have joined other operations.
+/// Measures rows and columns, then twice the columns alone from the measured log-sum-exp. Both must have the same bits
+/// and, except for rounding, equal the first ones: there a compiler may have fused other operations.
 pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &StatisticsCase) -> Result<Report> {
     let rows = Rows::new(case)?;
     let (input, all) = (rows.input(case), TokenRange::new(0, case.tokens)?);
@@ -223,8 +223,8 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &Statisti
     Ok(Report { check: case.name.clone(), accuracy: None, failures })
 }
 
-/// A count that does not lie between those of a threshold just above and just below: f32 and f64 may disagree
-/// about a score on it.
+/// A count that does not lie between the counts of a threshold just above and one just below: f32 and f64 may disagree
+/// about a score on the threshold.
 fn wrong_count(case: &StatisticsCase, input: &StatsInput<'_>, got: &[u32], rows: &RowStats) -> Result<Option<Failure>> {
     let counts = |threshold: f32| -> Result<Vec<u32>> {
         let request = ColumnRequest { aggregation: HeadAggregation::Each, threshold: Some(threshold.min(1.0)) };

@@ -11,35 +11,34 @@ use crate::policy::{
 };
 use crate::{Backend, Result};
 
-/// A case of scores made of column sums.
+/// A case of scores computed from column sums.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenScoresCase {
     /// Unique name: lower case letters, digits and dashes.
     pub name: String,
-    /// KV heads, each of which is scored for itself.
+    /// KV heads. Each is scored independently.
     pub kv_heads: usize,
     /// Tokens of each.
     pub tokens: usize,
     /// Positions of the query rows.
     pub positions: Vec<u32>,
-    /// Where the images lie.
+    /// The images.
     pub images: Vec<TokenRange>,
-    /// What becomes of the sums.
+    /// How the sums become scores.
     pub scores: ScoreRule,
-    /// What being text means.
+    /// How text is preferred.
     pub text: TextRule,
-    /// So many last tokens stay in any case.
+    /// The number of last tokens that always stay.
     pub recent: usize,
     /// Whether a sum of the last head is NaN.
     pub not_a_number: bool,
     /// Seed of the data.
     pub seed: u64,
-    /// True for those that tests run on software drivers.
+    /// Whether the case belongs to the set that tests run on software drivers.
     pub quick: bool,
 }
 
-/// All cases: sums as they are, means, both poolings, every rule for text, images that touch, nothing
-/// recent, all recent.
+/// All cases: plain sums, means, both poolings, every rule for text, images that touch, nothing recent, all recent.
 pub fn token_scores_cases() -> Vec<TokenScoresCase> {
     use TextRule::{Equal, Raised, Stays};
     use Weighing::{MeanOfVisible, Sum};
@@ -74,7 +73,7 @@ pub fn token_scores_cases() -> Vec<TokenScoresCase> {
     sizes.into_iter().enumerate().map(case).collect()
 }
 
-/// Scores the tokens, and compares with the reference within rounding.
+/// Scores the tokens, and compares them with the reference within rounding.
 pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &TokenScoresCase) -> Result<Report> {
     let mut random = Random::new(case.seed);
     let mut sums: Vec<f32> = (0..case.kv_heads * case.tokens).map(|_| random.below(1000) as f32 / 500.0).collect();
@@ -92,7 +91,7 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &TokenSco
     let not_numbers = backend.download_words(&scored.not_numbers).await?;
     let (want, want_not_numbers) = cpu::token_scores(&sums, case.kv_heads, &request)?;
     let mut failures = Vec::new();
-    // What is no number compares with nothing; where it is was compared by the words.
+    // NaN cannot be compared. Its place was already compared through the words.
     let number = |scores: Vec<f32>| scores.into_iter().map(|x| if x.is_nan() { -1.0 } else { x }).collect::<Vec<f32>>();
     failures.extend(far("scores of tokens", &number(got), &number(want), 1e-6));
     let words = |words: Vec<u32>| words.into_iter().map(|word| word as f32).collect::<Vec<f32>>();

@@ -6,7 +6,7 @@ use crate::conformance::report::{Failure, Report};
 use crate::cpu;
 use crate::{Backend, Error, Result};
 
-/// What scores look like.
+/// The kind of scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scores {
     /// All different, of both signs.
@@ -19,26 +19,26 @@ pub enum Scores {
     Special,
 }
 
-/// A case of the choice of the best scores.
+/// A case of selecting the best scores.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TopKCase {
     /// Unique name: lower case letters, digits and dashes.
     pub name: String,
-    /// KV heads, each of which chooses for itself.
+    /// KV heads. Each selects independently.
     pub kv_heads: usize,
     /// Scores of each head.
     pub n: usize,
-    /// How many of them are chosen; 0 must be refused.
+    /// Number of scores to select; 0 must be refused.
     pub k: usize,
-    /// What they look like.
+    /// The kind of scores.
     pub scores: Scores,
     /// Seed of the data.
     pub seed: u64,
-    /// True for those that tests run on software drivers.
+    /// Whether the case belongs to the set that tests run on software drivers.
     pub quick: bool,
 }
 
-/// All cases: budgets of 0 and of 100 %, one token, ties, equal scores, what is no number, more scores than threads.
+/// All cases: budgets of 0 and of 100 %, one token, ties, equal scores, NaN, more scores than threads.
 pub fn top_k_cases() -> Vec<TopKCase> {
     use Scores::{Distinct, Equal, Special, Ties};
     let sizes = [
@@ -76,7 +76,7 @@ impl TopKCase {
     }
 }
 
-/// Chooses, and compares the indices, which have to be the same.
+/// Selects, and compares the indices, which must be equal.
 pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &TopKCase) -> Result<Report> {
     let mut random = Random::new(case.seed);
     let scores: Vec<f32> = (0..case.kv_heads * case.n).map(|_| case.score(&mut random)).collect();

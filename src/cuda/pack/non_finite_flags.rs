@@ -75,7 +75,7 @@ impl NonFiniteFlags {
         if layer < self.layers {
             return Ok(());
         }
-        let reason = format!("flags of {} layers have none of layer {layer}", self.layers);
+        let reason = format!("the flags cover {} layers; there is no layer {layer}", self.layers);
         Err(Error::Plan { what: "step", reason })
     }
 }

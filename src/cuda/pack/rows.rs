@@ -377,7 +377,7 @@ fn check_span(what: &'static str, tokens: usize, pages: &[Page]) -> Result<()> {
         return Err(Error::NoTokens { what, hint: "pass at least one token" });
     }
     if pages.len() != needed {
-        let reason = format!("{tokens} tokens lie in {needed} pages, {} were given", pages.len());
+        let reason = format!("{tokens} tokens need {needed} pages; {} were given", pages.len());
         return Err(Error::Plan { what, reason });
     }
     Ok(())

@@ -113,7 +113,7 @@ pub(crate) fn check_span(what: &'static str, tokens: usize, pages: &[Page]) -> R
     }
     let needed = tokens.div_ceil(TILE_TOKENS);
     if pages.len() != needed {
-        let reason = format!("{tokens} tokens lie in {needed} pages, {} were given", pages.len());
+        let reason = format!("{tokens} tokens need {needed} pages; {} were given", pages.len());
         return Err(Error::Plan { what, reason });
     }
     Ok(())
