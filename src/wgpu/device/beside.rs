@@ -190,7 +190,7 @@ mod tests {
     fn what_cannot_stand_beside_is_told() {
         let with = |from: &str, to: &str| KERNEL.replace(from, to);
         let error = |text: &str| beside([KERNEL, "store"], [text, "store"], "table").unwrap_err();
-        assert!(error(&with("size(64)", "size(32)")).contains("other arguments"));
+        assert!(error(&with("size(64)", "size(32)")).contains("different arguments"));
         assert!(error(&format!("enable f16;\n{KERNEL}")).contains("enable f16"));
         assert!(error(&with("@binding(2)", "@binding(9)")).contains("below 8"));
         assert!(error(&with("fn store(", "fn other(")).contains("no entry point store"));
