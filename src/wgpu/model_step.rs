@@ -18,13 +18,13 @@ use crate::{Error, Result};
 /// The tensors of one layer's step.
 pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 
-/// The steps of layers that share their page tables, in an engine's own passes.
+/// The steps of layers that share their page tables, in the engine's own passes.
 ///
-/// [`ModelStep::write`] takes the open step of a cache and puts two small tables on the device, once for all layers.
-/// What it returns encodes every layer into the engine's pass, between the engine's own kernels: nothing is submitted,
-/// waited for, mapped or allocated. Kernels, scratch and bind groups last from step to step; they are made anew when a
-/// store has grown or lengths have left their class, which lie up to a quarter apart. The classes of eight batches are
-/// kept side by side. [`WrittenStep::bound_anew`] tells.
+/// [`ModelStep::write`] takes the open step of a cache and writes two small tables to the device, once for all layers.
+/// Its result encodes every layer into the engine's pass, between the engine's own kernels. Encoding does not submit,
+/// wait, map or allocate. Kernels, scratch and bind groups last from step to step. They are rebuilt when a store has
+/// grown or lengths have left their size class; classes are up to a quarter apart. The classes of eight batches are
+/// kept. [`WrittenStep::bound_anew`] tells whether anything was rebuilt.
 ///
 /// ```no_run
 /// use kvpack::backend::AttendOptions;
@@ -67,14 +67,14 @@ pub struct ModelStep {
     bound: BoundClasses<Bound>,
 }
 
-/// Classes of steps that are kept.
+/// Number of classes of steps that are kept.
 const KEPT_CLASSES: usize = 8;
 
-/// What lasts from step to step of one class. Buffers are shared with others.
+/// The resources that all steps of one class use. Buffers are shared with other classes.
 #[derive(Debug)]
 struct Bound {
     layout: Arc<WriteLayout>,
-    /// The numbers of the layers: those that were parted from one group share a layout, and not their stores.
+    /// The indices of the layers. Layers that were split off from one group share a layout, but not their stores.
     numbers: Vec<usize>,
     memory: WriteMemory,
     stores: Vec<BoundStoreStep>,
@@ -84,7 +84,7 @@ struct Bound {
 }
 
 impl LayerTensors {
-    /// Tensors of zeros with `rows` rows of keys, values, queries and output, one row after the other.
+    /// Zeroed tensors with `rows` contiguous rows of keys, values, queries and output.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`].
@@ -95,7 +95,7 @@ impl LayerTensors {
     }
 }
 
-/// A step whose tables are on their way to the device, ready to be encoded.
+/// A step whose tables are written to the queue, ready to be encoded.
 #[derive(Clone, Copy, Debug)]
 pub struct WrittenStep<'a> {
     backend: &'a Wgpu,
@@ -107,10 +107,10 @@ pub struct WrittenStep<'a> {
 }
 
 impl ModelStep {
-    /// Steps of layers with these tensors, whose keys and values lie as `rows` says.
+    /// Steps of layers with these tensors, whose keys and values have the layout `rows`.
     ///
     /// # Errors
-    /// [`Error::Plan`] for no layers, or layers whose queries or outputs are of different types.
+    /// [`Error::Plan`] when there are no layers, or layers differ in the types of their queries or outputs.
     pub fn new(backend: &Wgpu, rows: RowLayout, layers: Vec<LayerTensors>, options: AttendOptions) -> Result<Self> {
         let Some(first) = layers.first() else {
             return Err(Error::Plan { what: "step of a model", reason: "it needs at least one layer".into() });
@@ -119,7 +119,7 @@ impl ModelStep {
             [&layer.keys, &layer.values, &layer.queries, &layer.output].map(Tensor::element_type)
         };
         if let Some(layer) = layers.iter().position(|layer| types(layer) != types(first)) {
-            let reason = format!("the tensors of layer {layer} are of other types than those of layer 0");
+            let reason = format!("the tensors of layer {layer} and layer 0 differ in type");
             return Err(Error::Plan { what: "step of a model", reason });
         }
         let options = AttendOptions { output: first.output.element_type(), ..options };
@@ -127,35 +127,35 @@ impl ModelStep {
         Ok(Self { backend, rows, layers, options, query_rows: None, output_rows: None, bound })
     }
 
-    /// The same for queries whose rows lie so, in place of one after the other: see [`AttendStep::with_query_layout`].
+    /// The same steps for queries with this layout, instead of contiguous rows: see [`AttendStep::with_query_layout`].
     #[must_use]
     pub fn with_query_layout(mut self, rows: QueryLayout) -> Self {
         self.bound.retain(|_| false);
         Self { query_rows: Some(rows), ..self }
     }
 
-    /// The same for outputs whose rows lie so, in place of one after the other.
+    /// The same steps for outputs with this layout, instead of contiguous rows.
     #[must_use]
     pub fn with_output_layout(mut self, rows: QueryLayout) -> Self {
         self.bound.retain(|_| false);
         Self { output_rows: Some(rows), ..self }
     }
 
-    /// Compiles every kernel that decoding steps over these stores can ask for, however long their sequences become, so
-    /// that none is compiled while a model is served. `stores` are those of the recipe. [`ModelStep::prepare_chunks`]
-    /// does so for prompts in chunks.
+    /// Compiles every kernel that decode steps over these stores can use, however long their sequences become, so that
+    /// serving a model never compiles. `stores` are those of the recipe. [`ModelStep::prepare_chunks`] does so for
+    /// prompts in chunks.
     ///
     /// # Errors
-    /// Those of [`AttendStep::new`], and [`Error::Gpu`] when the device refuses a kernel.
+    /// As [`AttendStep::new`], and [`Error::Gpu`] when the device refuses a kernel.
     pub async fn prepare(&self, layout: &Arc<WriteLayout>, stores: &[StoreFormat]) -> Result<()> {
         self.prepare_runs(layout, stores, &[QueryRun::decode(0)], &[1, MANY_TILES]).await
     }
 
-    /// The same for steps with chunks of up to `longest` tokens, or as many as the tensors have rows: kernels that take
-    /// several queries of a sequence at a time.
+    /// As [`ModelStep::prepare`], for steps with chunks of up to `longest` tokens, or as many as the tensors have rows:
+    /// compiles kernels that take several queries of a sequence at a time.
     ///
     /// # Errors
-    /// Those of [`ModelStep::prepare`].
+    /// As [`ModelStep::prepare`].
     pub async fn prepare_chunks(
         &self,
         layout: &Arc<WriteLayout>,
@@ -174,7 +174,7 @@ impl ModelStep {
         self.prepare_runs(layout, stores, &long, &[RUN_TILES]).await
     }
 
-    /// Compiles what these runs of queries can ask for, each by itself, over spans of so many tiles.
+    /// Compiles the kernels that each of these query runs can use, over spans of the given numbers of tiles.
     async fn prepare_runs(
         &self,
         layout: &Arc<WriteLayout>,
@@ -188,8 +188,8 @@ impl ModelStep {
         for &tiles in spans {
             let pages: Vec<Page> = (0..tiles).map(|index| Page { shard: 0, index }).collect();
             let tokens = pages.len() * TILE_TOKENS;
-            // All stores of one sequence: with one tile each their states are few, with many there are too many to be
-            // merged by the way.
+            // All stores of one sequence. With one tile each, there are few states. With many, there are too many to be
+            // merged without a launch.
             let view = |(place, &StoreFormat { format, calibration }): (usize, &StoreFormat)| {
                 let span = SpanView { sequence: 0, start: place * tokens, tokens, pages: &pages, range_slot: 0 };
                 StoreView { format, calibration, spans: vec![span] }
@@ -209,12 +209,12 @@ impl ModelStep {
         kernels.prepare(&variants).await
     }
 
-    /// Takes a step and puts its tables on the device, in the order of the queue: once for all layers, and before the
-    /// pass that encodes them is submitted. Where something has to be bound anew, memory is allocated here.
+    /// Takes a step and writes its tables to the device, in the order of the queue: once for all layers, and before the
+    /// pass that encodes them is submitted. Allocates memory only if something must be bound again.
     ///
     /// # Errors
-    /// [`Error::Plan`] or [`Error::Elements`] when the step is not one of these layers, or has more tokens than the
-    /// tensors; [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`] where something is bound anew.
+    /// [`Error::Plan`] or [`Error::Elements`] when the step belongs to other layers, or has more tokens than the
+    /// tensors; [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`] when binding again fails.
     pub fn write<'a>(&'a mut self, step: &OpenStep<'a, Store, NonFiniteFlags>) -> Result<WrittenStep<'a>> {
         step.check(self.layers.len(), &self.rows)?;
         let plan = self.plan(step.plan)?;
@@ -248,10 +248,10 @@ impl ModelStep {
         Ok(step)
     }
 
-    /// Binds a class: attention in any case, stores and their table where no other class has them.
+    /// Binds a class: attention always, stores and their table only if no other class has them.
     fn bind(&mut self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: AttendStep) -> Result<Bound> {
         let (backend, layout) = (&self.backend, step.table.layout());
-        // What was bound before a store grew.
+        // Drops what was bound before a store grew.
         self.bound.retain(|bound| bound.numbers != step.layers || bound.is_over(step));
         let (memory, stores) = match self.bound.iter().find(|bound| bound.is_over(step)) {
             Some(bound) => (bound.memory.clone(), bound.stores.clone()),
@@ -268,7 +268,7 @@ impl ModelStep {
                 (memory, bound)
             }
         };
-        // Steps follow each other in the queue, so that they may share scratch.
+        // Steps run in the order of the queue, so they may share scratch.
         let scratch = match self.bound.iter().find(|bound| bound.scratch.holds(plan.scratch())) {
             Some(bound) => bound.scratch.clone(),
             None => Scratch::new_now(backend.device(), plan.scratch())?,
@@ -289,24 +289,23 @@ impl Bound {
     }
 }
 
-/// Tiles of a span that is cut into more items than are merged without a launch of its own.
+/// Tiles of a span that is cut into more items than can be merged without a launch of its own.
 const MANY_TILES: u32 = 256;
 
-/// Tiles of a span in which the queries of the longest block see more than one tile together.
+/// Tiles of a span in which the queries of the longest block together see more than one tile.
 const RUN_TILES: u32 = 4;
 
-/// Longest chunk with kernels that no shorter one has, but for those of `attend_run`: more queries than a workgroup of
-/// the others takes at a time.
+/// Length of the longest chunk whose kernels differ from those of shorter ones, except for those of `attend_run`: it
+/// has more queries than a workgroup of the other kernels takes at a time.
 const MOST_CHUNK_KINDS: usize = 16;
 
 impl WrittenStep<'_> {
-    /// Whether memory was allocated and bind groups were made for this step.
+    /// Whether this step allocated memory and built bind groups.
     pub const fn bound_anew(&self) -> bool {
         self.bound_anew
     }
 
-    /// Encodes what a layer stores, by its place among the layers of the step. It neither submits nor
-    /// waits nor allocates.
+    /// Encodes the writes of a layer, by its place among the layers of the step. Does not submit, wait or allocate.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer.
@@ -314,8 +313,7 @@ impl WrittenStep<'_> {
         of_layer(&self.bound.stores, layer)?.encode(self.table, pass)
     }
 
-    /// Encodes the attention of a layer, by its place among the layers of the step. It neither submits nor
-    /// waits nor allocates.
+    /// Encodes the attention of a layer, by its place among the layers of the step. Does not submit, wait or allocate.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer.
@@ -324,9 +322,9 @@ impl WrittenStep<'_> {
         Ok(())
     }
 
-    /// Stores and attends in a layer, by its place among the layers of the step, for an engine that submits its
-    /// commands itself and whose tensors lie elsewhere in every step. The rows of keys, values and queries are copied
-    /// to the tensors of the layer, and the outputs from there, all in one submission. It does not wait.
+    /// Stores and attends in a layer, by its place among the layers of the step. This is for an engine that submits its
+    /// commands itself and whose tensors move from step to step. The rows of keys, values and queries are copied to the
+    /// tensors of the layer, and the outputs from there, all in one submission. It does not wait.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer, [`Error::Elements`] or [`Error::Buffer`] when the tensors have
@@ -351,7 +349,7 @@ impl WrittenStep<'_> {
         guard::encode_and_submit(self.backend.device(), self.backend.queue(), "layer of a step", encode)
     }
 
-    /// Dispatches of a layer's attention.
+    /// Number of dispatches of a layer's attention.
     pub fn launches(&self) -> usize {
         self.bound.plan.grids().count()
     }

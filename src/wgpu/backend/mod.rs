@@ -28,14 +28,14 @@ use crate::wgpu::pack::{
 };
 use crate::{Error, Result};
 
-/// Bytes of rotated rows that wait to be packed, at most, unless one window has more.
+/// Maximum bytes of rotated rows that wait to be packed, unless a single window has more.
 const SCRATCH_BYTES: u64 = 16 << 20;
 
-/// A device with its queue, its compiled kernels and what they may use. Cheap to clone.
+/// A device with its queue, its compiled kernels and its capabilities. Cheap to clone.
 ///
-/// In a browser, calls run in another process, which tells their errors later. Calls that wait (`upload`, `attend`,
-/// `download`, ...) await them; an error of one that does not wait (`quantize`, `append`, ...) is kept, and the next
-/// call that waits returns it. What such a call stored is then not to be relied on.
+/// A browser runs calls in another process, which reports their errors later. Calls that wait (`upload`, `attend`,
+/// `download`, ...) await these errors. An error of a call that does not wait (`quantize`, `append`, ...) is kept, and
+/// the next call that waits returns it. Do not rely on what such a call stored.
 ///
 /// ```no_run
 /// use kvpack::wgpu::Wgpu;
@@ -56,8 +56,8 @@ pub struct Wgpu {
 }
 
 impl Wgpu {
-    /// The backend on an engine's device, with kernels of its own, without wgpu's run-time checks
-    /// ([`Checks::Trusted`]): see [`Wgpu::with_kernels`] for others.
+    /// The backend on an engine's device, with kernels of its own and without wgpu's run-time checks
+    /// ([`Checks::Trusted`]). Use [`Wgpu::with_kernels`] for other kernels.
     ///
     /// # Errors
     /// [`Error::Limit`](crate::Error::Limit) when the device is below the floor: see [`Capabilities::from_device`].
@@ -65,7 +65,7 @@ impl Wgpu {
         Self::with_kernels(queue, Arc::new(Kernels::new(&device, Checks::default())))
     }
 
-    /// The backend with kernels that the caller owns and may share; `queue` belongs to their device.
+    /// The backend with kernels that the caller owns and may share. `queue` must belong to their device.
     ///
     /// # Errors
     /// [`Error::Limit`](crate::Error::Limit) when the device is below the floor: see [`Capabilities::from_device`].
@@ -74,21 +74,22 @@ impl Wgpu {
         Ok(Self { queue, kernels, capabilities, scratch: Arc::default() })
     }
 
-    /// The backend on a device of its own: of the adapter named, or of the best one, see
+    /// The backend on a device of its own: that of the named adapter, or of the best one, see
     /// [`choose_adapter`](super::choose_adapter).
     ///
     /// # Errors
-    /// [`Error::Adapter`](crate::Error::Adapter) when there is no such adapter or it opens no device;
-    /// [`Error::Limit`](crate::Error::Limit) when it is below the floor.
+    /// [`Error::Adapter`](crate::Error::Adapter) when there is no such adapter or it cannot open a device;
+    /// [`Error::Limit`](crate::Error::Limit) when the device is below the floor.
     pub async fn open(adapter: Option<&str>) -> Result<Self> {
         let adapter = adapters::choose_adapter(adapter).await?;
         let (device, queue) = adapters::open_device(&adapter, Requirements::of(&adapter)).await?;
         Self::new(device, queue)
     }
 
-    /// The same backend with kernels by cooperative matrices as well, where they are faster, if its device was created
-    /// with them ([`Requirements::with_matrices`]) and its `adapter` offers those that kernels use: a device does not
-    /// know that itself. Otherwise nothing changes; [`Capabilities::matrices`] tells.
+    /// The same backend, which also uses cooperative matrices where they are faster. Its device must have been created
+    /// with them ([`Requirements::with_matrices`]), and `adapter`, the adapter of the device, must offer those that
+    /// kernels use: a device does not know that itself. Otherwise nothing changes. [`Capabilities::matrices`] reports
+    /// the result.
     pub fn with_matrices(self, adapter: &wgpu::Adapter) -> Self {
         let capabilities = self.capabilities.with_matrices(self.device(), adapter);
         Self { capabilities, ..self }
@@ -99,7 +100,7 @@ impl Wgpu {
         Self { capabilities: self.capabilities.restricted_to(path), ..self }
     }
 
-    /// The same backend with storage bindings of at most `bytes`, so that stores are cut into smaller shards.
+    /// The same backend with storage bindings of no more than `bytes`, so that stores are cut into smaller shards.
     pub fn with_binding_limit(self, bytes: u64) -> Self {
         let limits = self.capabilities.limits;
         let limits = KernelLimits { binding_bytes: limits.binding_bytes.min(bytes), ..limits };
@@ -121,13 +122,13 @@ impl Wgpu {
         &self.kernels
     }
 
-    /// What kernels may use.
+    /// The features and limits that kernels may use.
     pub fn capabilities(&self) -> &Capabilities {
         &self.capabilities
     }
 
-    /// The scratch of the last step if it is large enough, and new scratch otherwise. Steps follow each other in the
-    /// queue, so that one may overwrite what an earlier one has read.
+    /// The scratch of the last step if it is large enough, otherwise new scratch. Steps run in the order of the queue,
+    /// so one may overwrite memory that an earlier one has read.
     async fn scratch(&self, bytes: ScratchBytes) -> Result<Scratch> {
         let kept = self.scratch.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(scratch) = kept.filter(|scratch| scratch.holds(bytes)) {
@@ -142,7 +143,7 @@ impl Wgpu {
     async fn run_step(&self, step: &AttendStep, stores: &[&Store], tensors: AttendTensors<'_>) -> Result<()> {
         let scratch = self.scratch(step.scratch()).await?;
         let launches = step.bind(&self.kernels, stores, &scratch, tensors)?;
-        // Scratch is shared: between a step's tables and its submission no other thread may write its own.
+        // Scratch is shared: no other thread may write its own tables between this step's tables and its submission.
         {
             let _turn = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
             guard::captured_now(self.device(), Request::call("tables of a step"), || {
@@ -161,7 +162,7 @@ impl Wgpu {
         })
     }
 
-    /// Uploads the table of a step that stores, and submits it.
+    /// Uploads the table of a storing step, and submits the step.
     fn run_pack_step(
         &self,
         stores: &[&Store],
@@ -296,7 +297,7 @@ impl Packing for Wgpu {
             let pair = WindowCapacity { from: 0, to: 1, windows, newer: 0 };
             WriteLayout::new(*shape, 0, stores.clone(), vec![pair]).map(Arc::new)
         };
-        // Rotated rows pass through scratch memory: as many windows at a time as a few MiB hold.
+        // Rotated rows pass through scratch memory, as many windows at a time as fit into a few MiB.
         let at_once = match rotated_window_bytes(&*layout(1)?) {
             0 => windows.len().max(1),
             bytes => (SCRATCH_BYTES / bytes).max(1) as usize,

@@ -1,4 +1,4 @@
-//! What measures attention and carries decisions out, of the wgpu backend.
+//! The token selection of the wgpu backend.
 
 use super::Wgpu;
 use crate::Result;

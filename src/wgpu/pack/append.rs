@@ -1,5 +1,5 @@
-//! Kernel `append`: the tokens of a step, the rows of windows that are stored one by one, and rows whose sketches
-//! need all of them.
+//! Kernel `append`: the tokens of a step, the rows of windows that are stored one by one, and rows whose sketches need
+//! the whole row.
 
 use super::hadamard::{DirectedRotation, with_sketch, with_turn};
 use super::levels::{with_codebook_fields, with_level_fields};
@@ -11,8 +11,8 @@ use crate::plan::{ElementType, TableSection};
 use crate::wgpu::device::launch::FLAT_WORKGROUP;
 use crate::wgpu::device::{StoreBuffer, Variant};
 
-/// Tokens of a step for one shard of a store: one dispatch for keys and values, or one each where the device binds too
-/// few buffers. Tokens of one page may share words of values, which their threads change bit by bit.
+/// Tokens of a step for one shard of a store: one dispatch for keys and values, or one for each if the device binds too
+/// few buffers. Tokens of one page may share words of values. Their threads change such words bit by bit.
 pub(super) fn bind_tokens(bind: &Binder<'_>, store: usize, shard: u32) -> Result<Vec<WriteLaunch>> {
     let section = TableSection::Tokens(store);
     let per_entry = bind.layout.shape().kv_heads() as u64 * u64::from(FLAT_WORKGROUP);
@@ -57,7 +57,7 @@ fn tokens_of<'a>(bind: &Binder<'a>, store: usize, shard: u32, which: KeyOrValue)
     Ok(WriteKernel { variant, call, buffers })
 }
 
-/// The storage buffers of a dispatch that stores keys and values of a step's tokens.
+/// Number of storage buffers of a dispatch that stores both keys and values of a step's tokens.
 fn buffers_of_both(format: &SegmentFormat, centred: bool) -> u32 {
     let of = |which| match format.tensor(which).grouping() {
         None => TOKEN_BUFFERS,
@@ -66,11 +66,12 @@ fn buffers_of_both(format: &SegmentFormat, centred: bool) -> u32 {
     1 + of(KeyOrValue::Key) + of(KeyOrValue::Value) + u32::from(centred)
 }
 
-/// What keys, and values, bind beside the table of the step and their ranges: arguments, rows, tiles and the flag.
+/// Number of buffers that keys, or values, bind in addition to the step's table and their ranges: arguments, rows,
+/// tiles and the flag.
 const TOKEN_BUFFERS: u32 = 4;
 
 /// The kernels that store the tokens of a step in a store of this format, for keys and values of these types, on a
-/// device that binds so many storage buffers to one.
+/// device that binds `storage_buffers` storage buffers to a kernel.
 pub(super) fn variants_of_tokens(
     storage_buffers: u32,
     shape: &AttentionShape,
@@ -86,8 +87,8 @@ pub(super) fn variants_of_tokens(
     }
 }
 
-/// Tokens of a step, of a store whose keys are centred or not: then its table names centres beside slots,
-/// for values too.
+/// Tokens of a step, for a store whose keys are centred or not. If they are, the step's table names centres next to
+/// slots, for values too.
 fn of_tokens(
     shape: &AttentionShape,
     format: &TensorFormat,
@@ -109,7 +110,7 @@ pub(super) fn of_windows(shape: &AttentionShape, format: &TensorFormat, which: K
     tile_call::with_f16_tiles(variant, which).import("places", "pack/places/window_rows.wgsl")
 }
 
-/// Rows that lie densely and were found in order before, into listed places.
+/// Contiguous rows that were already checked, into listed places.
 pub(super) fn variant_of(shape: &AttentionShape, format: &TensorFormat, which: KeyOrValue, rows: RowsKind) -> Variant {
     let variant = Variant::new("append").constant("HEAD_DIM", shape.head_dim());
     let variant = match which {
@@ -150,13 +151,13 @@ pub(super) fn variant_of(shape: &AttentionShape, format: &TensorFormat, which: K
     }
 }
 
-/// Ranges made for a row and used by its codes.
+/// Ranges that are computed for a row and used by its codes.
 const ROW_RANGES: &str = "pack/row_ranges/affine.wgsl";
 
 /// The norms, codes and sketch of a row.
 const ROW_SKETCH: &str = "pack/row_ranges/sketch.wgsl";
 
-/// Every variant that a plan can ask for.
+/// Every variant that a plan uses.
 pub(crate) fn variants() -> Vec<Variant> {
     let mut found = Vec::new();
     for head_dim in HEAD_DIMS {
@@ -171,7 +172,7 @@ pub(crate) fn variants() -> Vec<Variant> {
                 }
                 found.push(of_windows(&shape, &format, which));
             }
-            // Values of the next type, and in f16 where they cannot be as keys are.
+            // Values of the next type; f16 if values cannot have the format of the keys.
             let values = if format.sketched().is_none() { format } else { TensorFormat::F16 };
             for (rows, centred) in [(0, false), (1, true), (2, false)] {
                 let of = |format, which, rows: usize| {

@@ -1,4 +1,4 @@
-//! Kernel `centre_keys`: rows of keys less the centre of their sequence, rotated where they are stored so.
+//! Kernel `centre_keys`: subtracts the centre of their sequence from rows of keys, and rotates them if the format does.
 
 use super::hadamard::{DirectedRotation, with_turn};
 use super::tile_call::{BoundRows, RowsKind, TileCall, with_rows};
@@ -7,8 +7,8 @@ use crate::format::{Direction, HEAD_DIMS, Rotation};
 use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, flat_grid};
 use crate::wgpu::device::{Kernels, Store, Variant};
 
-/// Writes the `call.tokens` rows of every KV head from `call.first_token` on into `[tokens, kv_heads, head_dim]`, less
-/// the centre in slot `centre` of the store, and rotated if `rotation` says how.
+/// Writes `call.tokens` rows of every KV head, starting at `call.first_token`, into `[tokens, kv_heads, head_dim]`.
+/// Subtracts the centre in slot `centre` of the store, and rotates the rows if `rotation` is given.
 pub(super) fn centre(
     kernels: &Kernels,
     (store, centre): (&Store, usize),

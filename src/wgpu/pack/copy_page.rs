@@ -1,4 +1,4 @@
-//! Kernel `copy_page`: pages that become copies of others of their store.
+//! Kernel `copy_page`: copies pages within their store.
 
 use super::tile_call::TileCall;
 use super::write_launch::{Binder, WriteKernel, WriteLaunch};
@@ -7,7 +7,7 @@ use crate::format::KeyOrValue;
 use crate::plan::TableSection;
 use crate::wgpu::device::{StoreBuffer, Variant};
 
-/// Copies from one shard of a store to one, which may be the same: one dispatch for each part of a page.
+/// Copies from one shard of a store to another or the same one: one dispatch for each part of a page.
 pub(super) fn bind_copies(bind: &Binder<'_>, store: usize, [from, to]: [u32; 2]) -> Result<Vec<WriteLaunch>> {
     let mut launches = Vec::new();
     for which in [KeyOrValue::Key, KeyOrValue::Value] {

@@ -12,9 +12,10 @@ use crate::wgpu::device::launch::{Launch, Launches, flat_grid};
 use crate::wgpu::device::{Kernels, Store, StoreBuffer, Tensor, Variant};
 use crate::{Error, Result};
 
-/// Reads the keys and the values of a span back as dense f32 rows `[kv_heads, tokens, head_dim]`: decided, but for the
-/// buffers. One dispatch for each of keys and values and every shard that the span touches, and one for each of them
-/// that is stored rotated; keys with sketches take two of each, and keys that lack a centre one more.
+/// Decodes the keys and the values of a span into dense f32 rows `[kv_heads, tokens, head_dim]`. The plan decides
+/// everything except the buffers. There is one dispatch for each of keys and values and every shard that the span
+/// touches, and one more for each of them that is rotated. Keys with sketches take two of each, and centred keys one
+/// more.
 #[derive(Clone, Debug)]
 pub struct DequantizePlan {
     shape: AttentionShape,
@@ -29,8 +30,8 @@ impl DequantizePlan {
     /// Plans `read` of a store of this shape and format.
     ///
     /// # Errors
-    /// [`Error::Format`] when the format does not fit the shape; [`Error::Plan`] when there are more or fewer pages
-    /// than the tokens need.
+    /// [`Error::Format`] when the format does not fit the shape; [`Error::Plan`] when the number of pages does not
+    /// match the tokens.
     pub fn new(shape: &AttentionShape, format: &SegmentFormat, read: &SpanRead<'_>) -> Result<Self> {
         format.check(shape)?;
         tile_call::check_span("dequantize", read.tokens, read.pages)?;
@@ -58,12 +59,13 @@ impl DequantizePlan {
         of(KeyOrValue::Key).chain(of(KeyOrValue::Value)).chain(centre).collect()
     }
 
-    /// Binds the store and the two f32 tensors to write, which need offsets that the device's alignment of storage
-    /// bindings divides.
+    /// Binds the store and the two f32 tensors to write. Their offsets must be multiples of the device's alignment of
+    /// storage bindings.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the store is not of the planned shape and format, or lacks a page or the range slot;
-    /// [`Error::Elements`] or [`Error::Buffer`] when an output does not suit; [`Error::Limit`] when it is too large.
+    /// [`Error::Plan`] when the store does not have the planned shape and format, or lacks a page or the range slot;
+    /// [`Error::Elements`] or [`Error::Buffer`] when an output does not fit the plan; [`Error::Limit`] when it is too
+    /// large.
     pub fn bind(&self, kernels: &Kernels, store: &Store, keys: &Tensor, values: &Tensor) -> Result<Launches> {
         store.check_planned("dequantize", &self.shape, &self.format)?;
         store.check_pages("dequantize", &self.pages)?;
@@ -96,7 +98,7 @@ impl DequantizePlan {
             return Err(Error::Elements { what, given: output.elements(), expected: self.elements(), shape });
         }
         if output.element_type() != ElementType::F32 {
-            let reason = format!("it holds {:?}, F32 is written", output.element_type());
+            let reason = format!("it holds {:?}, but the kernel writes F32", output.element_type());
             return Err(Error::Buffer { what, reason });
         }
         output.check_aligned(what, limits)
@@ -130,13 +132,13 @@ impl DequantizePlan {
     }
 }
 
-/// A pass over all elements, and the rotations that are taken back after it.
+/// A pass over all elements, and the rotations that are undone after it.
 struct Stage {
     variant: Variant,
     back: Vec<Rotation>,
 }
 
-/// One stage; for keys with sketches one that writes the signs, and one that adds the levels.
+/// One stage. For keys with sketches two: the first writes the signs, the second adds the levels.
 fn stages(format: &TensorFormat, which: KeyOrValue, head_dim: usize) -> Vec<Stage> {
     let rotation = || format.rotation().into_iter().collect();
     let Some(sketched) = format.sketched() else {
@@ -157,7 +159,7 @@ fn variant_of(format: &TensorFormat, which: KeyOrValue, head_dim: usize) -> Vari
     tile_call::with_fields(variant, format, head_dim)
 }
 
-/// Every variant that a plan can ask for.
+/// Every variant that a plan uses.
 pub(crate) fn variants() -> Vec<Variant> {
     let each = [KeyOrValue::Key, KeyOrValue::Value];
     let of = |format: &TensorFormat| each.map(|which| variant_of(format, which, 128));

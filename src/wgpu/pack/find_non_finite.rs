@@ -7,13 +7,13 @@ use crate::wgpu::device::launch::{Launch, flat_grid};
 use crate::wgpu::device::{Kernels, Tensor, Variant, buffers};
 use crate::{Error, Result};
 
-/// Elements that an invocation looks at, unless there are more than a dispatch reaches.
+/// Elements that an invocation checks, unless there are more than a dispatch can reach.
 const ELEMENTS_PER_INVOCATION: u64 = 16;
 
-/// What the kernel writes where it finds nothing.
+/// The word that means that nothing was found.
 const NOTHING: u32 = u32::MAX;
 
-/// Looks for an element that is NaN, infinite or too large: decided, but for the tensor.
+/// Searches for an element that is NaN, infinite or too large. The plan decides everything except the tensor.
 #[derive(Clone, Debug)]
 pub struct FindNonFinitePlan {
     shape: AttentionShape,
@@ -32,7 +32,7 @@ pub struct FindNonFinite {
     pub found: wgpu::Buffer,
 }
 
-/// Where an element lies.
+/// The position of an element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ElementPosition {
     /// Token of the tensor.
@@ -47,7 +47,7 @@ impl FindNonFinitePlan {
     /// Plans a search of all rows for elements beyond ±`largest`.
     ///
     /// # Errors
-    /// [`Error::Limit`] when a 32-bit index does not count the elements.
+    /// [`Error::Limit`] when there are more elements than a 32-bit index can count.
     pub fn new(shape: &AttentionShape, rows: RowLayout, largest: f32) -> Result<Self> {
         let elements = (rows.tokens as u64).saturating_mul((shape.kv_heads() * shape.head_dim()) as u64);
         if elements >= u64::from(NOTHING) {
@@ -87,7 +87,7 @@ impl FindNonFinitePlan {
         Ok(FindNonFinite { launch, found })
     }
 
-    /// What the word that the dispatch wrote means.
+    /// Decodes the word that the dispatch wrote.
     pub fn position(&self, found: u32) -> Option<ElementPosition> {
         let row = found as usize / self.shape.head_dim();
         (found != NOTHING).then(|| ElementPosition {
@@ -102,7 +102,7 @@ fn variant_of(element_type: ElementType) -> Variant {
     tile_call::with_rows(Variant::new("find_non_finite"), element_type.into())
 }
 
-/// Every variant that a plan can ask for.
+/// Every variant that a plan uses.
 pub(crate) fn variants() -> Vec<Variant> {
     ElementType::ALL.map(variant_of).into()
 }

@@ -8,7 +8,8 @@ use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
 use crate::wgpu::device::{Kernels, Tensor, Variant};
 use crate::{Error, Result};
 
-/// Rotates the rows of a dense tensor, or rotates them back: decided, but for the buffers. One dispatch.
+/// Rotates the rows of a dense tensor, forward or inverse. One dispatch. The plan decides everything except the
+/// buffers.
 #[derive(Clone, Debug)]
 pub struct HadamardPlan {
     shape: AttentionShape,
@@ -16,7 +17,7 @@ pub struct HadamardPlan {
     turn: DirectedRotation,
 }
 
-/// A rotation and which way it goes.
+/// A rotation and its direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DirectedRotation {
     pub rotation: Rotation,
@@ -36,7 +37,7 @@ impl HadamardPlan {
         Ok(Self { shape: *shape, rows, turn: DirectedRotation { rotation, direction } })
     }
 
-    /// Elements of the output, `[tokens, kv_heads, head_dim]`; the largest number where they are beyond all numbers.
+    /// Elements of the output, `[tokens, kv_heads, head_dim]`. Saturates at the largest number.
     pub fn elements(&self) -> usize {
         self.rows.tokens.saturating_mul(self.shape.kv_heads() * self.shape.head_dim())
     }
@@ -46,11 +47,11 @@ impl HadamardPlan {
         vec![from_rows(self.shape.head_dim(), self.turn, input.into())]
     }
 
-    /// Binds the tensor to read and the f32 tensor to write, of another buffer.
+    /// Binds the tensor to read and the f32 tensor to write, which must lie in another buffer.
     ///
     /// # Errors
-    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor does not suit, [`Error::Plan`] when both lie in one
-    /// buffer, [`Error::Limit`] when one is too large.
+    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor does not fit the plan, [`Error::Plan`] when both lie in
+    /// one buffer, [`Error::Limit`] when one is too large.
     pub fn bind(&self, kernels: &Kernels, input: &Tensor, output: &Tensor) -> Result<Launches> {
         let limits = kernels.device().limits();
         self.rows.check("rows to rotate", input.elements(), &self.shape)?;
@@ -62,7 +63,7 @@ impl HadamardPlan {
         if output.element_type() != ElementType::F32 {
             return Err(Error::Buffer {
                 what: "rotated rows",
-                reason: "it does not hold f32, which is written".into(),
+                reason: "it does not hold f32, but the kernel writes f32".into(),
             });
         }
         output.check_aligned("rotated rows", &limits)?;
@@ -77,7 +78,7 @@ impl HadamardPlan {
     }
 }
 
-/// Rotates the `call.tokens` rows of every KV head from `call.first_token` on into `[tokens, kv_heads, head_dim]`.
+/// Rotates `call.tokens` rows of every KV head, starting at `call.first_token`, into `[tokens, kv_heads, head_dim]`.
 pub(crate) fn rotate(
     kernels: &Kernels,
     turn: DirectedRotation,
@@ -90,7 +91,7 @@ pub(crate) fn rotate(
     launch(kernels, &variant, call, &buffers)
 }
 
-/// Rotates `rows` rows of `head_dim` f32 channels where they are.
+/// Rotates `rows` rows of `head_dim` f32 channels in place.
 pub(crate) fn rotate_in_place(
     kernels: &Kernels,
     turn: DirectedRotation,

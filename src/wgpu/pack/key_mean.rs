@@ -1,4 +1,4 @@
-//! Kernel `key_mean`: the mean of some keys becomes the centre of a sequence.
+//! Kernel `key_mean`: computes the mean of some keys as the centre of a sequence.
 
 use super::tile_call::{BoundRows, TileCall, with_rows};
 use super::write_launch::{Binder, WriteKernel, WriteLaunch};
@@ -9,7 +9,8 @@ use crate::wgpu::device::launch::{Launch, flat_grid};
 use crate::wgpu::device::{Kernels, Store, Tensor, Variant};
 use crate::{Error, Result};
 
-/// Puts the mean of some keys into a slot of a store's centres: decided, but for the buffers. One dispatch.
+/// Writes the mean of some keys into a slot of a store's centres. One dispatch. The plan decides everything except the
+/// buffers.
 #[derive(Clone, Copy, Debug)]
 pub struct KeyMeanPlan {
     shape: AttentionShape,
@@ -17,7 +18,7 @@ pub struct KeyMeanPlan {
 }
 
 impl KeyMeanPlan {
-    /// Plans a centre of a store of this shape.
+    /// Plans a centre for a store of this shape.
     ///
     /// # Errors
     /// [`Error::Plan`] when the tokens lie beyond the rows.
@@ -37,7 +38,7 @@ impl KeyMeanPlan {
     /// Binds the store and the keys.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the store is of another shape or lacks the slot, [`Error::Elements`] when the keys are
+    /// [`Error::Plan`] when the store has another shape or lacks the slot, [`Error::Elements`] when the keys are
     /// shorter than their rows, [`Error::Limit`] when they are too large for a binding.
     pub fn bind(&self, kernels: &Kernels, store: &Store, keys: &Tensor) -> Result<Launch> {
         let NewCentre { rows, tokens, slot } = self.centre;
@@ -89,12 +90,12 @@ fn variant_of(keys: ElementType) -> Variant {
     with_rows(Variant::new("key_mean"), keys.into())
 }
 
-/// Means that a step's table lists.
+/// The means that a step's table lists.
 pub(super) fn of_step(keys: ElementType) -> Variant {
     variant_of(keys).import("mean", "pack/mean/of_step.wgsl")
 }
 
-/// Every variant that a plan can ask for.
+/// Every variant that a plan uses.
 pub(crate) fn variants() -> Vec<Variant> {
     ElementType::ALL.into_iter().flat_map(|keys| [variant_of(keys), of_step(keys)]).collect()
 }

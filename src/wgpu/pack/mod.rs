@@ -31,7 +31,7 @@ pub(super) use write_memory::rotated_bytes as rotated_window_bytes;
 
 use super::device::Variant;
 
-/// Every kernel variant that plans of this folder can ask for, one of each that differ in more than numbers.
+/// Every kernel variant that plans of this folder use. Variants that differ only in numbers appear once.
 pub(super) fn variants() -> Vec<Variant> {
     [
         append::variants(),

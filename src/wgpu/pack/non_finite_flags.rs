@@ -1,4 +1,4 @@
-//! Flags for what a step could not store.
+//! Flags for tokens that a step could not store.
 
 use crate::backend::FlaggedToken;
 use crate::format::KeyOrValue;
@@ -7,20 +7,21 @@ use crate::wgpu::device::guard::{self, Request};
 use crate::{Error, Result};
 use std::sync::Arc;
 
-/// What a word holds that is not set.
+/// The value of a word without a flag.
 const NOTHING: u32 = u32::MAX;
 
-/// Which tokens steps could not store as they were: for keys and for values of every layer the first, one word each,
-/// and 2³² − 1 where there is none. Each word is a buffer of its own: wgpu orders all that writes one buffer, so that
-/// kernels for keys and for values, and those of several layers, would wait for each other. Clones share the flags.
+/// The first token that steps could not store exactly, for keys and for values of every layer. Each flag is one word,
+/// which is 2³² − 1 if there is no such token. Each word is a buffer of its own: wgpu orders all kernels that write one
+/// buffer, so that kernels for keys and values, and those of several layers, would wait for each other. Clones share
+/// the flags.
 #[derive(Clone, Debug)]
 pub struct NonFiniteFlags {
-    // [layer], of keys and of values.
+    // [layer], with one word for keys and one for values.
     words: Arc<[[wgpu::Buffer; 2]]>,
 }
 
 impl NonFiniteFlags {
-    /// Flags for so many layers, at least one, none of them set.
+    /// Flags for `layers` layers, at least one, none of them set.
     ///
     /// # Errors
     /// [`Error::Plan`] for no layers, [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`].
@@ -39,8 +40,8 @@ impl NonFiniteFlags {
         self.words.len()
     }
 
-    /// The word of the keys or of the values of a layer below [`layers`](Self::layers), with the usages
-    /// `STORAGE | COPY_SRC | COPY_DST`: for an engine that copies it beside something else that it reads back.
+    /// The word for the keys or the values of a layer below [`layers`](Self::layers), with the usages `STORAGE |
+    /// COPY_SRC | COPY_DST`. An engine may copy it together with something else that it reads back.
     pub fn word(&self, layer: usize, which: KeyOrValue) -> Option<&wgpu::Buffer> {
         self.words.get(layer).map(|[keys, values]| match which {
             KeyOrValue::Key => keys,
@@ -48,7 +49,7 @@ impl NonFiniteFlags {
         })
     }
 
-    /// What was flagged once all submitted work is done, by layer, keys before values.
+    /// The flagged tokens once all submitted work is done, by layer, keys before values.
     ///
     /// # Errors
     /// [`Error::DeviceLost`].
@@ -63,7 +64,7 @@ impl NonFiniteFlags {
         Ok(words.into_iter().enumerate().filter_map(flagged).collect())
     }
 
-    /// Unsets all, before the next submission.
+    /// Clears all flags, before the next submission.
     ///
     /// # Errors
     /// [`Error::Gpu`] when wgpu refuses the copy.
@@ -87,5 +88,5 @@ impl NonFiniteFlags {
 }
 
 fn missing(layers: usize, layer: usize) -> Error {
-    Error::Plan { what: "step", reason: format!("flags of {layers} layers have none of layer {layer}") }
+    Error::Plan { what: "step", reason: format!("the flags cover {layers} layers; there is no layer {layer}") }
 }

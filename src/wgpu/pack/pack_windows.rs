@@ -1,4 +1,5 @@
-//! Full pages of f16, packed into pages of another store where they lie: what `quantize` makes of their rows.
+//! Packs full f16 pages into pages of another store, directly from their tiles. The result is that of `quantize` on
+//! their rows.
 
 use super::hadamard::{self, DirectedRotation};
 use super::tile_call::{self, TileCall};
@@ -38,7 +39,7 @@ pub(super) fn variants_of(shape: &AttentionShape, format: &TensorFormat, which: 
     }
 }
 
-/// Windows of a pair of stores from one shard to one, of keys or of values.
+/// Windows of a pair of stores, from one shard to another, of keys or of values.
 pub(super) fn bind_windows(
     bind: &Binder<'_>,
     pair: usize,
@@ -95,7 +96,7 @@ pub(super) fn bind_windows(
     Ok(launches)
 }
 
-/// Every variant that windows can take.
+/// Every variant that windows can use.
 pub(super) fn variants() -> Vec<Variant> {
     let mut found = Vec::new();
     for head_dim in [80, 128] {

@@ -1,5 +1,5 @@
-//! Kernel `quantize`, the kernels `ranges_span`, `ranges_tile` and `norms_tile` that make the ranges it needs, and
-//! `renormalize`, which needs its codes.
+//! Kernel `quantize`; the kernels `ranges_span`, `ranges_tile` and `norms_tile`, which compute the ranges that it
+//! needs; and `renormalize`, which needs its codes.
 
 use super::append;
 use super::centre_keys;
@@ -18,23 +18,23 @@ use crate::wgpu::device::{ElementBinding, Indices, Kernels, Store, StoreBuffer, 
 /// Tokens of one channel that one invocation of `ranges_span_extremes` reads.
 const CHUNK: usize = 64;
 
-/// Writes tokens of dense keys and values into pages as one span: decided, but for the buffers.
+/// Writes tokens of dense keys and values into pages as one span. The plan decides everything except the buffers.
 ///
-/// The dispatches: for rows that are stored rotated, `hadamard`, and for keys that lose a centre `centre_keys`, which
-/// rotates them too, into scratch memory of at most 16 MiB, as often as it takes (the memory is freed with the bound
-/// launches); three of `ranges_span` for each of keys and values that has span ranges, then for every shard that the
-/// span touches `ranges_tile` or `norms_tile` where there are tile ranges, `quantize`, and `renormalize` where norms
-/// are. Keys with sketches take one of `append` for every shard instead.
+/// The dispatches are: first, where rows are rotated, `hadamard`, and where keys are centred, `centre_keys`, which also
+/// rotates them. Both write into scratch memory of up to 16 MiB, as often as needed; it is freed with the bound
+/// launches. Then three of `ranges_span` for each of keys and values that has span ranges. Then, for every shard that
+/// the span touches, `ranges_tile` or `norms_tile` if there are tile ranges, `quantize`, and `renormalize` if norms are
+/// renormalised. Keys with sketches take one dispatch of `append` for every shard instead.
 #[derive(Clone, Debug)]
 pub struct QuantizePlan {
     shape: AttentionShape,
     format: SegmentFormat,
     rows: RowLayout,
-    /// The tokens of a run, or the places among the indices.
+    /// The consecutive tokens, or the places among the indices.
     tokens: TokenRange,
     indices: Option<Indices>,
     pages: Vec<PlacedPage>,
-    /// Slot of the centre that is taken from keys.
+    /// Slot of the centre that is subtracted from keys.
     centre: Option<usize>,
 }
 
@@ -43,8 +43,8 @@ impl QuantizePlan {
     ///
     /// # Errors
     /// [`Error::Format`](crate::Error::Format) when the format does not fit the shape;
-    /// [`Error::Plan`](crate::Error::Plan) when there are more or fewer pages than the tokens need, or the tokens lie
-    /// beyond the rows.
+    /// [`Error::Plan`](crate::Error::Plan) when the number of pages does not match the tokens, or the tokens lie beyond
+    /// the rows.
     pub fn new(shape: &AttentionShape, format: &SegmentFormat, write: &SpanWrite<'_, Indices>) -> Result<Self> {
         format.check(shape)?;
         tile_call::check_span("quantize", write.tokens.len(), write.pages)?;
@@ -84,8 +84,8 @@ impl QuantizePlan {
     /// Binds the store and the tensors to read.
     ///
     /// # Errors
-    /// [`Error::Plan`](crate::Error::Plan) when the store is not of the planned shape and format, or lacks a page or
-    /// the range slot; [`Error::Elements`](crate::Error::Elements) when a tensor is shorter than its rows;
+    /// [`Error::Plan`](crate::Error::Plan) when the store does not have the planned shape and format, or lacks a page
+    /// or the range slot; [`Error::Elements`](crate::Error::Elements) when a tensor is shorter than its rows;
     /// [`Error::Limit`](crate::Error::Limit) when it is too large for a binding.
     pub fn bind(&self, kernels: &Kernels, store: &Store, keys: &Tensor, values: &Tensor) -> Result<Launches> {
         store.check_planned("quantize", &self.shape, &self.format)?;
@@ -123,7 +123,7 @@ impl QuantizePlan {
     }
 }
 
-/// What becomes of rows before they are packed: they are written into scratch memory, rotated, less a centre, or both.
+/// How rows are rewritten into scratch memory before they are packed: rotated, centred, or both.
 #[derive(Clone, Copy, Debug)]
 enum First {
     Rotate(Rotation),
@@ -131,7 +131,7 @@ enum First {
 }
 
 impl First {
-    /// Nothing where rows are packed from where they lie. Rows with sketches are rotated by the kernel that packs them.
+    /// `None` if rows are packed directly. The kernel that packs rows with sketches also rotates them.
     fn of(format: &TensorFormat, centre: Option<usize>) -> Option<Self> {
         let rotation = format.rotation().filter(|_| format.sketched().is_none());
         match centre {
@@ -150,10 +150,10 @@ impl First {
     }
 }
 
-/// Bytes of the rewritten rows that wait to be packed, at most: rows are rewritten piece by piece.
+/// Maximum bytes of the rewritten rows that wait to be packed. Rows are rewritten piece by piece.
 const PIECE_BYTES: usize = 16 << 20;
 
-/// Keys or values on their way into a store.
+/// Keys or values that are being packed into a store.
 struct Source<'a> {
     kernels: &'a Kernels,
     store: &'a Store,
@@ -163,7 +163,7 @@ struct Source<'a> {
 }
 
 impl Source<'_> {
-    /// Ranges, codes and tiles of the rows as they are.
+    /// Ranges, codes and tiles of the rows.
     fn pack(&self, pages: &[PlacedPage]) -> Result<Vec<Launch>> {
         let mut launches = Vec::new();
         if self.format().has_span_ranges() {
@@ -175,12 +175,12 @@ impl Source<'_> {
         Ok(launches)
     }
 
-    /// Rows one by one, as `append` stores them: a sketch needs all of its row.
+    /// Packs rows one by one, as `append` stores them, because a sketch needs the whole row.
     fn pack_rows(&self, pages: &[PlacedPage]) -> Result<Vec<Launch>> {
         let shape = self.store.shape();
         let variant = append::variant_of(shape, self.format(), self.which, self.rows.kind());
         let launch = |shard: ShardPlaces| {
-            // All slots of the pages, those beyond the span too.
+            // All slots of the pages, including those beyond the span.
             let slots = |place: &Place| (0..TILE_TOKENS as u32).map(|slot| place.at(slot)).collect::<Vec<_>>();
             let places: Vec<Place> = shard.places.iter().flat_map(slots).collect();
             let total = places.len() as u64 * u64::from(self.call.kv_heads);
@@ -196,8 +196,8 @@ impl Source<'_> {
         tile_call::places_by_shard(pages).into_iter().map(launch).collect()
     }
 
-    /// The same of rows that are rewritten first, into scratch memory, a few pages of tokens at a time; where ranges
-    /// span all pieces, the pieces are rewritten once for the ranges and once more for the codes.
+    /// Packs rows that are first rewritten into scratch memory, a few pages of tokens at a time. If ranges span all
+    /// pieces, the pieces are rewritten once for the ranges and once more for the codes.
     fn pack_rewritten(&self, pages: &[PlacedPage], first: First) -> Result<Vec<Launch>> {
         let token_bytes = (self.call.kv_heads * self.call.head_dim) as usize * size_of::<f32>();
         let piece_pages = (PIECE_BYTES / (token_bytes * TILE_TOKENS)).clamp(1, pages.len());
@@ -233,7 +233,7 @@ impl Source<'_> {
         Ok(launches)
     }
 
-    /// The rewriting of the tokens of some pages from `start` on, and the rewritten rows as a source.
+    /// The rewriting of the tokens of some pages, beginning at token `start`, and the rewritten rows as a source.
     fn rewritten_piece<'s>(
         &'s self,
         start: u32,
@@ -349,7 +349,7 @@ pub(super) fn quantize(format: &TensorFormat, which: KeyOrValue, rows: RowsKind,
     tile_call::with_rows(tile_call::with_fields(variant, format, head_dim), rows)
 }
 
-/// The kernel that makes the ranges beside the tiles, if there are any.
+/// The kernel that computes the tile ranges, if there are any.
 pub(super) fn tile_ranges(format: &TensorFormat, rows: RowsKind) -> Option<Variant> {
     let variant = match format {
         TensorFormat::F16 => return None,
@@ -362,7 +362,7 @@ pub(super) fn tile_ranges(format: &TensorFormat, rows: RowsKind) -> Option<Varia
     Some(tile_call::with_rows(variant, rows))
 }
 
-/// The kernel that divides norms by those of the levels, where the format does.
+/// The kernel that divides norms by those of the levels, if the format renormalises.
 fn renormalize(format: &TensorFormat, which: KeyOrValue, head_dim: usize) -> Option<Variant> {
     let TensorFormat::Codebook(codebook) = format else { return None };
     let variant = tile_call::with_layout(Variant::new("renormalize"), format.element_bits(), which);
@@ -395,13 +395,13 @@ fn ranges_span(format: &TensorFormat, rows: RowsKind, entry: SpanRangesEntry) ->
     tile_call::with_rows(tile_call::with_range_rule(variant.constant("CHUNK", CHUNK), format), rows)
 }
 
-/// The kernel that makes the ranges of pages that are spans of their own.
+/// The kernel that computes the ranges of pages that are spans of their own.
 pub(super) fn ranges_window(format: &TensorFormat, rows: RowsKind) -> Variant {
     let variant = Variant::new("ranges_window").constant("BITS", format.element_bits());
     tile_call::with_rows(tile_call::with_range_rule(variant, format), rows)
 }
 
-/// The variants that pack rows of a type, but for that of their rotation.
+/// The variants that pack rows of a type, except for the rotation.
 fn variants_of(format: &TensorFormat, which: KeyOrValue, rows: RowsKind, head_dim: usize) -> Vec<Variant> {
     let mut variants = Vec::new();
     if format.has_span_ranges() {
@@ -413,7 +413,7 @@ fn variants_of(format: &TensorFormat, which: KeyOrValue, rows: RowsKind, head_di
     variants
 }
 
-/// Every variant that a plan can ask for.
+/// Every variant that a plan uses.
 pub(crate) fn variants() -> Vec<Variant> {
     let formats = tile_call::distinct_formats(128);
     let of = |format: &TensorFormat| {

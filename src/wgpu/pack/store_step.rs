@@ -1,4 +1,4 @@
-//! What a step stores: plan, bind, encode.
+//! The storing half of a step: plan, bind, encode.
 
 use std::sync::Arc;
 
@@ -14,12 +14,12 @@ use crate::{Error, Result};
 
 const BOTH: [KeyOrValue; 2] = [KeyOrValue::Key, KeyOrValue::Value];
 
-/// What steps store, for all layers: copies of shared pages, centres of sequences that begin, tokens, and windows that
-/// are packed, as a [`WriteTable`] says.
+/// The writes of steps, for all layers: copies of shared pages, centres of sequences that begin, tokens, and windows
+/// that are packed, as listed in a [`WriteTable`].
 ///
-/// Once for a model: a [`WriteLayout`], a [`WriteMemory`] that holds the table on the device, and [`NonFiniteFlags`].
-/// Once for a layer and its engine's tensors: [`StoreStep::bind`]. Every step: [`WriteMemory::write`], one small
-/// upload, and for every layer [`BoundStoreStep::encode`], which only records dispatches.
+/// Once per model: a [`WriteLayout`], a [`WriteMemory`] that holds the table on the device, and [`NonFiniteFlags`].
+/// Once per layer and its engine's tensors: [`StoreStep::bind`]. In every step: [`WriteMemory::write`], which is one
+/// small upload, and for every layer [`BoundStoreStep::encode`], which only records dispatches.
 ///
 /// ```no_run
 /// use std::sync::Arc;
@@ -57,8 +57,8 @@ impl StoreStep {
         Self { layout: layout.clone() }
     }
 
-    /// The kernel variants for keys and values of these types, for [`Kernels::prepare`], on a device that binds so many
-    /// storage buffers to a kernel ([`Kernels::storage_buffers`]).
+    /// The kernel variants for keys and values of these types, for [`Kernels::prepare`], on a device that binds
+    /// `storage_buffers` storage buffers to a kernel ([`Kernels::storage_buffers`]).
     pub fn variants(&self, storage_buffers: u32, keys: ElementType, values: ElementType) -> Vec<Variant> {
         let (layout, mut found) = (&self.layout, Vec::new());
         for (index, store) in layout.stores().iter().enumerate() {
@@ -75,7 +75,7 @@ impl StoreStep {
             if store.centres > 0 {
                 found.push(key_mean::of_step(keys));
             }
-            // A page of what takes tokens may be shared one day, and copied then.
+            // A page of a store that takes tokens may be shared one day, and is copied then.
             if store.copies > 0 || store.tokens > 0 {
                 found.extend(copy_page::variants());
             }
@@ -89,11 +89,11 @@ impl StoreStep {
         found
     }
 
-    /// Binds the stores of one layer, in the order of the layout, and its engine's tensors, which every step reads
-    /// anew; they may be left out where steps read no tokens.
+    /// Binds the stores of one layer, in the order of the layout, and its engine's tensors, whose contents every step
+    /// reads again. The tensors may be left out if steps read no tokens.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the stores, the memory or the flags are not those of the layout, or keys and values have
+    /// [`Error::Plan`] when the stores, the memory or the flags do not belong to the layout, or keys and values have
     /// fewer tokens than it; [`Error::Elements`] when they are shorter than their rows; [`Error::Limit`] when something
     /// is too large for the device.
     pub fn bind(
@@ -104,7 +104,7 @@ impl StoreStep {
         input: Option<WriteInput<'_, Tensor, NonFiniteFlags>>,
     ) -> Result<BoundStoreStep> {
         if let Some(rows) = input.map(|input| input.rows).filter(|rows| rows.tokens < self.layout.rows()) {
-            let reason = format!("keys and values of {} tokens, the layout has {}", rows.tokens, self.layout.rows());
+            let reason = format!("keys and values have {} tokens; the layout has {}", rows.tokens, self.layout.rows());
             return Err(Error::Plan { what: "step", reason });
         }
         self.bind_some(kernels, stores, memory, input, |_| true)
@@ -121,7 +121,7 @@ impl StoreStep {
         self.bind_some(kernels, stores, memory, Some(input), |_| true)
     }
 
-    /// Binds what one table takes.
+    /// Binds only the resources that one table uses.
     pub(crate) fn bind_for(
         &self,
         kernels: &Kernels,
@@ -160,22 +160,22 @@ impl StoreStep {
     }
 }
 
-/// What a step stores for one layer, bound to its stores and its engine's tensors.
+/// The writes of a step for one layer, bound to its stores and its engine's tensors.
 #[derive(Clone, Debug)]
 pub struct BoundStoreStep {
     layout: Arc<WriteLayout>,
     launches: Vec<WriteLaunch>,
-    /// Most workgroups in one dimension.
+    /// Maximum number of workgroups in one dimension.
     most: u64,
 }
 
 impl BoundStoreStep {
-    /// Encodes the dispatches of a step into an open pass: none for what its table has not. Nothing is submitted,
-    /// waited for, mapped or allocated. [`WriteMemory::write`] must have put the same table on the device by the time
+    /// Encodes the dispatches of a step into an open pass, and none for sections that its table leaves empty. Does not
+    /// submit, wait, map or allocate. [`WriteMemory::write`] must have written the same table to the device by the time
     /// the pass is submitted.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the table is of another layout.
+    /// [`Error::Plan`] when the table belongs to another layout.
     pub fn encode(&self, table: &WriteTable, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         table.check_layout(&self.layout)?;
         self.launches.iter().for_each(|launch| launch.encode(table, self.most, pass));

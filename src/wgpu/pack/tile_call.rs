@@ -1,4 +1,4 @@
-//! What the kernels that move rows into tiles and back have in common: their arguments.
+//! The arguments that the kernels between rows and tiles share.
 
 use std::collections::BTreeMap;
 
@@ -30,54 +30,54 @@ pub(crate) struct TileCall {
     pub tile_words: u32,
     /// Words of one load of a tile.
     pub vector: u32,
-    /// Tokens or channels of a range.
+    /// Tokens or channels that share a range.
     pub group: u32,
     pub ranges_per_tile: u32,
-    /// Invocations that have work, or rows, where places do not say so.
+    /// Number of invocations with work, or of rows, unless the places determine it.
     pub total: u32,
     pub shrink: f32,
-    /// 0, where the compiler cannot know it.
+    /// 0, in a form that the compiler cannot know.
     pub zero: u32,
     pub places: u32,
-    /// Indices of a KV head, where tokens are gathered, and what they are below.
+    /// Indices per KV head of gathered tokens, and their exclusive upper bound.
     pub index_stride: u32,
     pub below: u32,
-    /// The largest element that is in order, where elements are looked at.
+    /// The largest valid element, for kernels that check elements.
     pub largest: f32,
-    /// Where a step's table counts and lists the places, and the shards of those that the dispatch takes.
+    /// The section of a step's table that counts and lists the places, and the shards that the dispatch takes from it.
     pub section: u32,
     pub shards: u32,
 }
 
-/// Where tokens lie: the layout is that of `pack/call.wgsl`.
+/// The place of tokens. The layout is that of `pack/call.wgsl`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub(crate) struct Place {
-    /// First token, counted from the first of the span.
+    /// First token, relative to the first of the span.
     pub token: u32,
     /// The page within its shard.
     pub page: u32,
-    /// Slot of the token in the page, for single tokens.
+    /// Slot of the token in the page, if the place is a single token's.
     pub slot: u32,
-    /// Slot of the ranges of the span that the page belongs to.
+    /// Range slot of the span that the page belongs to.
     pub range_slot: u32,
 }
 
 impl Place {
-    /// A slot of a page whose first slot this is.
+    /// A slot of a page. This is the place of the page's first slot.
     pub fn at(self, slot: u32) -> Self {
         Self { token: self.token + slot, slot: self.slot + slot, ..self }
     }
 }
 
-/// The places of one shard: what one dispatch can reach.
+/// The places of one shard, which one dispatch can reach.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ShardPlaces {
     pub shard: u32,
     pub places: Vec<Place>,
 }
 
-/// A page and the slot of the ranges of its span.
+/// A page and the range slot of its span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PlacedPage {
     pub page: Page,
@@ -90,14 +90,14 @@ impl PlacedPage {
         pages.iter().map(|&page| Self { page, range_slot }).collect()
     }
 
-    /// Where the tokens of the tile of this number go.
+    /// The place of the tokens of a tile, by its number.
     pub fn place(self, tile: usize) -> Place {
         let token = (tile * TILE_TOKENS) as u32;
         Place { token, page: self.page.index, slot: 0, range_slot: self.range_slot as u32 }
     }
 }
 
-/// Pages by shard, in the order of the shards. Tokens follow each other through the pages.
+/// Pages by shard, in the order of the shards. Tokens are consecutive through the pages.
 pub(crate) fn places_by_shard(pages: &[PlacedPage]) -> Vec<ShardPlaces> {
     let mut by_shard: BTreeMap<u32, Vec<Place>> = BTreeMap::new();
     for (tile, placed) in pages.iter().enumerate() {
@@ -106,7 +106,7 @@ pub(crate) fn places_by_shard(pages: &[PlacedPage]) -> Vec<ShardPlaces> {
     by_shard.into_iter().map(|(shard, places)| ShardPlaces { shard, places }).collect()
 }
 
-/// Checks that a span has tokens, few enough to count, and exactly the pages they need.
+/// Checks that a span has tokens, few enough to count, and exactly the pages that they need.
 pub(crate) fn check_span(what: &'static str, tokens: usize, pages: &[Page]) -> Result<()> {
     if tokens == 0 {
         return Err(Error::NoTokens { what, hint: "pass at least one token" });
@@ -120,7 +120,7 @@ pub(crate) fn check_span(what: &'static str, tokens: usize, pages: &[Page]) -> R
 }
 
 impl TileCall {
-    /// The arguments that follow from the shape and the format alone.
+    /// The arguments that depend on the shape and the format alone.
     pub fn new(shape: &AttentionShape, format: &TensorFormat, which: KeyOrValue) -> Self {
         let layout = TileLayout::of(format, shape.head_dim());
         let (tile_words, vector) = match which {
@@ -157,10 +157,10 @@ impl TileCall {
         }
     }
 
-    /// With the rows of the dense tensor, whose elements begin at `first_element` of its binding.
+    /// Adds the rows of the dense tensor, whose elements begin at `first_element` of its binding.
     ///
     /// # Errors
-    /// [`Error::Limit`] when a row lies beyond what a 32-bit index reaches.
+    /// [`Error::Limit`] when a row lies beyond the reach of a 32-bit index.
     pub fn with_rows(self, rows: &RowLayout, shape: &AttentionShape) -> Result<Self> {
         let reach = rows.elements_needed(shape).max(rows.token_stride).max(rows.head_stride) as u64;
         if reach > u64::from(u32::MAX) {
@@ -174,12 +174,12 @@ impl TileCall {
         Ok(Self { token_stride: rows.token_stride as u32, head_stride: rows.head_stride as u32, ..self })
     }
 
-    /// With what indices name, of each KV head.
+    /// Adds the indices of each KV head.
     pub fn with_indices(self, indices: IndexShape) -> Self {
         Self { index_stride: indices.count() as u32, below: indices.below(), ..self }
     }
 
-    /// A buffer of these arguments and places.
+    /// A buffer with these arguments and places.
     pub fn upload(self, device: &wgpu::Device, places: &[Place]) -> Result<wgpu::Buffer> {
         let call = Self { places: places.len() as u32, ..self };
         let mut bytes = bytemuck::bytes_of(&call).to_vec();
@@ -197,7 +197,7 @@ pub(crate) fn with_layout(variant: Variant, bits: usize, which: KeyOrValue) -> V
     variant.constant("BITS", bits).constant("KEYS", usize::from(which == KeyOrValue::Key))
 }
 
-/// What a kernel must know of the dense rows that it reads to be compiled.
+/// The properties of dense rows that a kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RowsKind {
     pub element_type: ElementType,
@@ -206,7 +206,7 @@ pub(crate) struct RowsKind {
 }
 
 impl RowsKind {
-    /// One of each that the shaders tell apart: how tokens are found has nothing to do with what elements are.
+    /// One of each kind that the shaders distinguish. How tokens are found is independent of the element type.
     pub fn all() -> impl Iterator<Item = Self> {
         ElementType::ALL.into_iter().map(Self::from).chain([Self { element_type: ElementType::F32, gathered: true }])
     }
@@ -218,7 +218,7 @@ impl From<ElementType> for RowsKind {
     }
 }
 
-/// Dense rows as kernels bind them, and the indices of those to read, if not all follow each other.
+/// Dense rows as bound by kernels, with the indices of the rows to read unless they are consecutive.
 #[derive(Clone, Debug)]
 pub(crate) struct BoundRows<'a> {
     pub element_type: ElementType,
@@ -249,7 +249,7 @@ pub(crate) fn with_rows(variant: Variant, rows: RowsKind) -> Variant {
     if rows.gathered { variant.import("tokens", "pack/tokens/gather.wgsl") } else { variant }
 }
 
-/// Rows of tiles of f16 in place of a dense tensor's.
+/// Rows of f16 tiles instead of a dense tensor's.
 pub(crate) fn with_f16_tiles(variant: Variant, which: KeyOrValue) -> Variant {
     match which {
         KeyOrValue::Key => variant.import("rows", "pack/rows/key_tile.wgsl"),
@@ -266,7 +266,7 @@ pub(crate) fn rows_file(element_type: ElementType) -> &'static str {
     }
 }
 
-/// Chooses what the fields of tiles are, and where their ranges lie.
+/// Chooses the kind of fields in tiles, and the place of their ranges.
 pub(crate) fn with_fields(variant: Variant, format: &TensorFormat, head_dim: usize) -> Variant {
     if let TensorFormat::Codebook(codebook) = format {
         return with_codebook_fields(variant, codebook, head_dim);
@@ -280,7 +280,7 @@ pub(crate) fn with_fields(variant: Variant, format: &TensorFormat, head_dim: usi
     }
 }
 
-/// Chooses how ranges follow from extremes.
+/// Chooses how ranges are computed from extremes.
 pub(crate) fn with_range_rule(variant: Variant, format: &TensorFormat) -> Variant {
     let symmetric = format.affine().is_some_and(|affine| affine.ranges == RangeRule::Symmetric);
     variant.constant("SYMMETRIC", usize::from(symmetric))
@@ -296,13 +296,13 @@ pub(crate) fn grouping_constant(grouping: Grouping) -> usize {
     }
 }
 
-/// The formats with sketches, which are for keys.
+/// The formats with sketches, which only keys have.
 pub(crate) fn sketched_formats(head_dim: usize) -> [TensorFormat; 4] {
     [Bits::One, Bits::Two, Bits::Three, Bits::Four]
         .map(|bits| TensorFormat::Codebook(CodebookFormat::turboquant_prod(bits, head_dim)))
 }
 
-/// One format of each that the shaders tell apart at a head dimension, for tests of all variants.
+/// One format of each kind that the shaders distinguish at a head dimension, for tests of all variants.
 pub(crate) fn distinct_formats(head_dim: usize) -> Vec<TensorFormat> {
     let groupings = [Grouping::Channel, Grouping::ChannelTokens(32), Grouping::Token, Grouping::TokenChannels(16)];
     let affine = |bits| groupings.map(|grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping)));

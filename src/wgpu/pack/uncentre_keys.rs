@@ -1,4 +1,4 @@
-//! Kernel `uncentre_keys`: dense rows of keys with the centre of their sequence again.
+//! Kernel `uncentre_keys`: adds the centre of their sequence back to dense rows of keys.
 
 use super::tile_call::TileCall;
 use crate::Result;
@@ -6,7 +6,7 @@ use crate::format::{KeyOrValue, TensorFormat};
 use crate::wgpu::device::launch::{Launch, flat_grid};
 use crate::wgpu::device::{Kernels, Store, Tensor, Variant};
 
-/// Adds the centre in slot `centre` to rows `[kv_heads, tokens, head_dim]`, where they are.
+/// Adds the centre in slot `centre` to rows `[kv_heads, tokens, head_dim]`, in place.
 pub(super) fn uncentre(
     kernels: &Kernels,
     store: &Store,

@@ -1,4 +1,4 @@
-//! How a full page of f16 becomes a tile of another format.
+//! How a full f16 page becomes a tile of another format.
 
 use crate::format::{AttentionShape, Rotation, TILE_TOKENS, TensorFormat};
 
@@ -7,9 +7,10 @@ use crate::format::{AttentionShape, Rotation, TILE_TOKENS, TensorFormat};
 pub(super) enum WindowPacking {
     /// Kernel `append`, row by row: rotated rows whose ranges belong to single tokens.
     Rows,
-    /// Kernels `ranges_window` or `ranges_tile`, and `quantize`, which read the tiles of f16.
+    /// Kernels `ranges_window` or `ranges_tile`, and `quantize`, which read the f16 tiles.
     Tiles,
-    /// The same of rows that kernel `hadamard` rotates into scratch memory: their ranges span tokens.
+    /// As [`Self::Tiles`], after kernel `hadamard` rotates the rows into scratch memory, because their ranges span
+    /// tokens.
     RotatedTiles(Rotation),
 }
 
@@ -23,7 +24,7 @@ impl WindowPacking {
     }
 }
 
-/// Bytes of scratch memory that one window of keys or of values passes through, 0 if it is packed where it lies.
+/// Bytes of scratch memory that one window of keys or of values passes through, or 0 if it is packed directly.
 pub(super) fn scratch_bytes(shape: &AttentionShape, format: &TensorFormat) -> u64 {
     match WindowPacking::of(format) {
         WindowPacking::RotatedTiles(_) => (TILE_TOKENS * shape.kv_heads() * shape.head_dim() * size_of::<f32>()) as u64,

@@ -1,4 +1,4 @@
-//! What the kernels of a step are bound to, and a dispatch of one of them.
+//! The resources of a step's kernels, and a dispatch of one of them.
 
 use super::non_finite_flags::NonFiniteFlags;
 use super::tile_call::TileCall;
@@ -9,7 +9,7 @@ use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, flat_grid, folded_grid
 use crate::wgpu::device::{Kernels, Store, Tensor, Variant};
 use crate::{Error, Result};
 
-/// What launches of a step are bound to.
+/// The resources that launches of a step are bound to.
 pub(super) struct Binder<'a> {
     pub kernels: &'a Kernels,
     pub layout: &'a WriteLayout,
@@ -23,7 +23,7 @@ impl<'a> Binder<'a> {
     /// The keys and values of kernels that read tokens.
     pub fn input(&self) -> Result<WriteInput<'a, Tensor, NonFiniteFlags>> {
         let missing =
-            || Error::Plan { what: "step", reason: "it reads tokens, and was given no keys and values".into() };
+            || Error::Plan { what: "step", reason: "it reads tokens, but no keys and values were given".into() };
         self.input.ok_or_else(missing)
     }
 
@@ -35,7 +35,7 @@ impl<'a> Binder<'a> {
         self.bind(&variant, call.shards, &buffers, 1, of)
     }
 
-    /// Binds two kernels that take as many invocations for every entry, in one dispatch.
+    /// Binds two kernels that take the same number of invocations per entry, in one dispatch.
     pub fn launch_beside(
         &self,
         kernel: WriteKernel<'_>,
@@ -80,13 +80,13 @@ pub(super) struct WriteLaunch {
     section: TableSection,
     shards: u32,
     per_entry: u64,
-    /// Kernels beside each other, each with a grid of its own.
+    /// Number of kernels in the dispatch. Each has a grid of its own.
     beside: u32,
 }
 
 impl WriteLaunch {
-    /// Encodes it for the entries that a table has, if there are such. A grid has at most `most` workgroups
-    /// in a dimension.
+    /// Encodes the dispatch for the entries of a table, if there are any. A grid has no more than `most` workgroups in
+    /// a dimension.
     pub fn encode(&self, table: &WriteTable, most: u64, pass: &mut wgpu::ComputePass<'_>) {
         if table.names_shards(self.section, self.shards) {
             let invocations = table.count(self.section) as u64 * self.per_entry;

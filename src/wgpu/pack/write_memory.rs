@@ -1,4 +1,4 @@
-//! What steps need on the device, once for all layers.
+//! The device memory that steps need, once for all layers.
 
 use std::sync::Arc;
 
@@ -14,12 +14,12 @@ use crate::{Error, Result};
 pub struct WriteMemory {
     layout: Arc<WriteLayout>,
     table: wgpu::Buffer,
-    /// Rotated rows of as many windows as a step may have, `[window][token][kv_head][channel]`.
+    /// Rotated rows of as many windows as a step may pack, `[window][token][kv_head][channel]`.
     rotated: Option<wgpu::Buffer>,
 }
 
 impl WriteMemory {
-    /// Memory for the steps of a layout, with the table of one that writes nothing.
+    /// Memory for the steps of a layout. Its table begins as that of a step that writes nothing.
     ///
     /// # Errors
     /// [`Error::Limit`] when a buffer is larger than the device binds; [`Error::OutOfMemory`] or [`Error::DeviceLost`].
@@ -29,7 +29,7 @@ impl WriteMemory {
         let table = layout.words() as u64 * 4;
         for (what, needed) in [("the table of a step in bytes", table), ("rotated windows in bytes", rotated)] {
             if needed > allowed {
-                let hint = "lay the step out for fewer windows and tokens";
+                let hint = "create a layout with fewer windows and tokens";
                 return Err(Error::Limit { what: what.into(), needed, allowed, hint });
             }
         }
@@ -41,10 +41,10 @@ impl WriteMemory {
         Ok(Self { layout: layout.clone(), table, rotated })
     }
 
-    /// Puts a table on the device, before the next submission: once for a step, whatever the number of layers.
+    /// Writes a table to the device, before the next submission: once per step, whatever the number of layers.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the table is of another layout.
+    /// [`Error::Plan`] when the table belongs to another layout.
     pub fn write(&self, queue: &wgpu::Queue, table: &WriteTable) -> Result<()> {
         table.check_layout(&self.layout)?;
         queue.write_buffer(&self.table, 0, bytemuck::cast_slice(table.words()));
@@ -78,7 +78,7 @@ impl WriteMemory {
     }
 }
 
-/// Bytes of the rotated rows of the most windows that a step may have.
+/// Bytes of the rotated rows of as many windows as a step may pack.
 pub(crate) fn rotated_bytes(layout: &WriteLayout) -> u64 {
     let of_pair = |pair: &crate::plan::WindowCapacity| {
         let format = &layout.stores()[pair.to].format;
