@@ -87,6 +87,6 @@ fn check(
             input.flags.check_layer(input.layer)
         }
         None if table.tokens_needed() == 0 => Ok(()),
-        None => Err(Error::Plan { what: "step", reason: "it reads tokens, and was given no keys and values".into() }),
+        None => Err(Error::Plan { what: "step", reason: "it reads tokens, but no keys and values were given".into() }),
     }
 }

@@ -35,9 +35,9 @@ use crate::plan::{
 use crate::policy::{Merging, ScoreRequest, StatsRequest};
 use crate::{Error, Result};
 
-/// A stream and the kernels of its device. Cheap to clone.
+/// A CUDA stream with the kernels of its device. Cheap to clone.
 ///
-/// Work is queued on the stream in order; what other streams write must be ordered before it by the caller.
+/// Work is queued on the stream in order. The caller must order writes of other streams before it.
 ///
 /// ```no_run
 /// use kvpack::cuda::{Cuda, KernelCache};
@@ -57,7 +57,7 @@ pub struct Cuda {
 }
 
 impl Cuda {
-    /// The backend on an engine's stream, with kernels kept in `cache`.
+    /// The backend on an engine's stream. Compiled kernels are kept in `cache`.
     ///
     /// # Errors
     /// [`Error::Adapter`](crate::Error::Adapter) when the device is older than compute capability 8.0, or the driver
@@ -70,15 +70,15 @@ impl Cuda {
     /// The backend on a new stream of a device's primary context.
     ///
     /// # Errors
-    /// [`Error::Adapter`](crate::Error::Adapter) when there is no driver or one older than CUDA 11.8, or no such device
-    /// or one older than compute capability 8.0.
+    /// [`Error::Adapter`](crate::Error::Adapter) when there is no driver or it is older than CUDA 11.8, or there is no
+    /// such device or it is older than compute capability 8.0.
     pub fn open(ordinal: usize, cache: KernelCache) -> Result<Self> {
         let context = open_context(ordinal)?;
         Self::new(context.new_stream().map_err(|error| driver_error("a stream", 0, error))?, cache)
     }
 
-    /// The same kernels on another stream of the same device, for caches of that stream: stores and tensors that kvpack
-    /// allocates belong to the stream of the backend that made them.
+    /// The same kernels on another stream of the same device, for caches on that stream: stores and tensors that kvpack
+    /// allocates belong to the stream of the backend that created them.
     #[must_use]
     pub fn on_stream(&self, stream: Arc<CudaStream>) -> Self {
         Self { stream, kernels: self.kernels.clone(), scratch: Arc::default() }
@@ -101,13 +101,13 @@ impl Cuda {
         })
     }
 
-    /// Memory that the calls of the backend share. Between what is written to it and the launches that read that, no
-    /// other thread may write.
+    /// Memory that the calls of the backend share. No other thread may write to it between this call's writes and the
+    /// launches that read them.
     fn scratch(&self) -> MutexGuard<'_, PackScratch> {
         self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Uploads the table of a step that stores, and launches it.
+    /// Uploads the table of a storing step, and launches the step.
     fn run_pack_step(
         &self,
         stores: &[&Store],
@@ -125,14 +125,14 @@ impl Cuda {
         Launcher { stream: &self.stream, kernels: &self.kernels }
     }
 
-    /// The launcher, for a call that uses the store and tensors: they have to be of the backend's stream.
+    /// The launcher for a call that uses the store and the tensors. They must belong to the backend's stream.
     fn launcher_for(&self, what: &'static str, store: &Store, tensors: &[&Tensor]) -> Result<Launcher<'_>> {
         store.check_stream(what, &self.stream)?;
         self.check_tensors(what, tensors)?;
         Ok(self.launcher())
     }
 
-    /// Checks that work of the backend's stream may use the tensors.
+    /// Checks that work on the backend's stream may use the tensors.
     fn check_tensors(&self, what: &'static str, tensors: &[&Tensor]) -> Result<()> {
         tensors.iter().try_for_each(|tensor| tensor.memory().check_stream(what, &self.stream))
     }

@@ -19,15 +19,16 @@ use crate::{Error, Result};
 /// The tensors of one layer's step.
 pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 
-/// The steps of layers that share their page tables, on the stream of an engine.
+/// The steps of layers that share their page tables, on the engine's stream.
 ///
-/// [`ModelStep::write`] takes the open step of a cache and queues two small tables, once for all layers. What it
-/// returns launches every layer between the engine's own kernels. Launches read from the tables what there is to do, so
-/// that a graph that captured them all is replayed while sequences grow. Kernels, scratch and tables last from step to
-/// step; they are made anew when a store has grown or lengths have left their class, which are up to an eighth apart.
-/// [`WrittenStep::bound_anew`] tells, and then a graph has to be captured again. A step that a sequence of a centred
-/// recipe begins with is of a class of its own, with a launch more for every store of a layer, which steps of decoding
-/// do not have: an engine that [keeps](ModelStep::keeping) several classes finds the graph of its decoding again.
+/// [`ModelStep::write`] takes the open step of a cache and queues two small tables, once for all layers. Its result
+/// launches every layer between the engine's own kernels. Launches read their work from the tables, so a graph that
+/// captured them all can be replayed while sequences grow. Kernels, scratch and tables last from step to step. They are
+/// rebuilt when a store has grown or lengths have left their size class; classes are up to an eighth apart.
+/// [`WrittenStep::bound_anew`] tells whether anything was rebuilt, and then the graph must be captured again. A step in
+/// which a sequence of a centred recipe begins has a class of its own: it has one extra launch per store and layer,
+/// which ordinary decode steps lack. An engine that [keeps](ModelStep::keeping) several classes finds the graph of its
+/// decode steps again.
 ///
 /// ```no_run
 /// use kvpack::cache::{ModelCache, TokenRun};
@@ -70,20 +71,21 @@ pub struct ModelStep {
     query_rows: Option<QueryLayout>,
     output_rows: Option<QueryLayout>,
     bound: BoundClasses<Bound>,
-    /// Classes that were bound so far.
+    /// Number of classes that were bound so far.
     classes: u64,
 }
 
-/// What lasts from step to step of one class. Memory of scratch and of the step's table is shared with others.
+/// The resources that all steps of one class use. Scratch memory and the memory of the step's table are shared with
+/// other classes.
 #[derive(Debug)]
 struct Bound {
     class: u64,
     layout: Arc<WriteLayout>,
-    /// The numbers of the layers: those that were parted from one group share a layout, and not their stores.
+    /// The indices of the layers. Layers that were split off from one group share a layout, but not their stores.
     numbers: Vec<usize>,
-    /// Whether its launches make centres.
+    /// Whether its launches compute centres.
     begins: bool,
-    /// Whether attention may begin beside what is stored.
+    /// Whether attention may overlap with the storing kernels.
     beside: bool,
     table: WriteMemory,
     plan: AttendStep,
@@ -92,29 +94,27 @@ struct Bound {
     launches: Arc<ModelLaunches>,
 }
 
-/// The launches of all layers, and with them all memory that they read and write.
+/// The launches of all layers, with all memory that they read and write.
 #[derive(Debug)]
 struct ModelLaunches {
     stores: Vec<BoundStoreStep>,
     attention: Vec<BoundAttendStep>,
 }
 
-/// A step whose tables are on their way to the device, ready to be launched or captured.
+/// A step whose tables are queued, ready to be launched or captured.
 #[derive(Clone, Copy, Debug)]
 pub struct WrittenStep<'a> {
     bound: &'a Bound,
     bound_anew: bool,
 }
 
-/// Keeps the memory alive that the launches of a step read and write: for as long as a graph that captured
-/// them is replayed.
+/// Keeps alive the memory that the launches of a step read and write. Hold it for as long as a graph that captured them
+/// is replayed.
 #[derive(Clone, Debug)]
-pub struct LaunchMemory(
-    #[expect(dead_code, reason = "dropped with the graph, and that is its use")] Arc<ModelLaunches>,
-);
+pub struct LaunchMemory(#[expect(dead_code, reason = "held only to keep the launches alive")] Arc<ModelLaunches>);
 
 impl ModelStep {
-    /// Steps of layers with these tensors, whose keys and values lie as `rows` says.
+    /// Steps of layers with these tensors, whose keys and values have the layout `rows`.
     ///
     /// # Errors
     /// [`Error::Plan`] for no layers.
@@ -126,43 +126,43 @@ impl ModelStep {
         Ok(Self { backend, rows, layers, query_rows: None, output_rows: None, bound, classes: 0 })
     }
 
-    /// The same, which keeps what was bound for so many classes of steps, and not for the last one alone: for batches
+    /// The same steps, which keep the resources of `classes` classes of steps instead of only the last: for batches
     /// that alternate between sizes. An engine that captures graphs then keeps one for every [`WrittenStep::class`].
     #[must_use]
     pub fn keeping(self, classes: usize) -> Self {
         Self { bound: BoundClasses::new(classes), ..self }
     }
 
-    /// The same for queries whose rows lie so, in place of one after the other. What was bound before is bound anew.
+    /// The same steps for queries with this layout, instead of contiguous rows. Earlier bindings are rebuilt.
     #[must_use]
     pub fn with_query_layout(mut self, rows: QueryLayout) -> Self {
         self.bound.retain(|_| false);
         Self { query_rows: Some(rows), ..self }
     }
 
-    /// The same for outputs whose rows lie so, in place of one after the other.
+    /// The same steps for outputs with this layout, instead of contiguous rows.
     #[must_use]
     pub fn with_output_layout(mut self, rows: QueryLayout) -> Self {
         self.bound.retain(|_| false);
         Self { output_rows: Some(rows), ..self }
     }
 
-    /// Compiles every kernel that steps of a layout may ask for, or reads it from the kernel cache, so that none is
-    /// compiled while a model is served: steps of decoded tokens. `stores` are those of the recipe, and the layout is
-    /// that of [`ModelCache::write_layout`](crate::cache::ModelCache::write_layout). [`ModelStep::prepare_chunks`] does
-    /// so for chunks of prompts.
+    /// Compiles every kernel that decode steps of a layout can use, or reads it from the kernel cache, so that serving
+    /// a model never compiles. `stores` are those of the recipe, and the layout is that of
+    /// [`ModelCache::write_layout`](crate::cache::ModelCache::write_layout). [`ModelStep::prepare_chunks`] does so for
+    /// chunks of prompts.
     ///
     /// # Errors
-    /// Errors of compiling kernels; [`Error::Limit`] for a format that does not fit the device.
+    /// Errors from compiling kernels; [`Error::Limit`] for a format that does not fit the device.
     pub fn prepare(&self, layout: &Arc<WriteLayout>, stores: &[StoreFormat]) -> Result<()> {
         self.prepare_chunks(layout, stores, 1)
     }
 
-    /// The same for steps with chunks of up to `longest` tokens: kernels that take several queries of a
-    /// sequence at a time.
+    /// As [`ModelStep::prepare`], for steps with chunks of up to `longest` tokens: compiles kernels that take several
+    /// queries of a sequence at a time.
     ///
     /// # Errors
-    /// Those of [`ModelStep::prepare`].
+    /// As [`ModelStep::prepare`].
     pub fn prepare_chunks(&self, layout: &Arc<WriteLayout>, stores: &[StoreFormat], longest: usize) -> Result<()> {
         let page_addresses = ModelTables::program();
         self.backend.kernels().function(&page_addresses, PAGE_ADDRESSES)?;
@@ -170,14 +170,13 @@ impl ModelStep {
         prepare(&self.backend, layout.shape(), stores, longest)
     }
 
-    /// Takes a step and queues its tables on the stream: once for all layers, before they are launched or a graph of
-    /// them is. It may not be captured itself. Where something has to be bound anew, memory is allocated here, and
-    /// kernels are compiled that were not before.
+    /// Takes a step and queues its tables on the stream: once for all layers, before they or a graph of them are
+    /// launched. The call itself must not be captured. If something must be bound again, it allocates memory, and
+    /// compiles kernels that are missing.
     ///
     /// # Errors
-    /// [`Error::Plan`] or [`Error::Elements`] when the step is not one of these layers, or has more tokens than
-    /// the tensors; [`Error::OutOfMemory`] or [`Error::Limit`] where something is bound anew; what the driver
-    /// says of a copy.
+    /// [`Error::Plan`] or [`Error::Elements`] when the step belongs to other layers, or has more tokens than the
+    /// tensors; [`Error::OutOfMemory`] or [`Error::Limit`] when binding again fails; errors of the driver from a copy.
     pub fn write(&mut self, step: &OpenStep<'_, Store, NonFiniteFlags>) -> Result<WrittenStep<'_>> {
         step.check(self.layers.len(), &self.rows)?;
         let plan = self.plan(step.plan)?;
@@ -211,13 +210,13 @@ impl ModelStep {
     fn bind(&mut self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: AttendStep) -> Result<Bound> {
         let (backend, layout) = (&self.backend, step.table.layout());
         let begins = step.table.makes_centres();
-        // What was bound before a store grew.
+        // Drops what was bound before a store grew.
         self.bound.retain(|bound| bound.numbers != step.layers || bound.is_over(step));
         let table = match self.bound.iter().find(|bound| bound.is_over(step)) {
             Some(bound) => bound.table.clone(),
             None => WriteMemory::new(backend.stream(), layout)?,
         };
-        // Steps follow each other on the stream, so that they may share scratch.
+        // Steps run in the order of the stream, so they may share scratch.
         let sizes = plan.sizes(Sizing::Classes);
         let scratch = match self.bound.iter().find(|bound| bound.scratch.holds(&sizes)) {
             Some(bound) => bound.scratch.clone(),
@@ -260,50 +259,49 @@ impl Bound {
 }
 
 impl WrittenStep<'_> {
-    /// Whether memory was allocated for this step, so that a graph has to be captured again.
+    /// Whether this step allocated memory, so that a graph must be captured again.
     pub const fn bound_anew(&self) -> bool {
         self.bound_anew
     }
 
-    /// A number that steps have in common which the same launches serve, and so the same graph. It is
-    /// never given twice.
+    /// The number of the step's class. Steps of one class have the same launches, and therefore the same graph. A
+    /// number is never used twice.
     pub const fn class(&self) -> u64 {
         self.bound.class
     }
 
-    /// Launches what a layer stores, and right behind it its attention, by its place among the layers of the step.
-    /// Nothing is allocated, and nothing waits. Keys, values and queries are there before: attention may begin beside
-    /// what is stored, which takes up to some microseconds less than [`WrittenStep::launch_store`] and
+    /// Launches the writes of a layer and, right behind them, its attention, by its place among the layers of the step.
+    /// Does not allocate or wait. Keys, values and queries must be complete before: attention may overlap with the
+    /// storing kernels, which saves up to a few microseconds compared with [`WrittenStep::launch_store`] and
     /// [`WrittenStep::launch_attend`].
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such layer; what the driver says of a launch.
+    /// [`Error::Plan`] when there is no such layer; errors of the driver from a launch.
     pub fn launch(&self, layer: usize) -> Result<()> {
         self.launch_store(layer)?;
         let attention = of_layer(&self.bound.launches.attention, layer)?;
         if self.bound.beside { attention.launch_beside_storing() } else { attention.launch() }
     }
 
-    /// Launches what a layer stores, by its place among the layers of the step. Nothing is allocated,
-    /// and nothing waits.
+    /// Launches the writes of a layer, by its place among the layers of the step. Does not allocate or wait.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such layer; what the driver says of a launch.
+    /// [`Error::Plan`] when there is no such layer; errors of the driver from a launch.
     pub fn launch_store(&self, layer: usize) -> Result<()> {
         of_layer(&self.bound.launches.stores, layer)?.launch()
     }
 
-    /// Launches the attention of a layer, by its place among the layers of the step, which reads what the step stores:
-    /// [`WrittenStep::launch_store`] of the same step and layer comes before it on the stream. Nothing is allocated,
-    /// and nothing waits.
+    /// Launches the attention of a layer, by its place among the layers of the step. It reads what the step stores, so
+    /// [`WrittenStep::launch_store`] of the same step and layer must precede it on the stream. Does not allocate or
+    /// wait.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such layer; what the driver says of a launch.
+    /// [`Error::Plan`] when there is no such layer; errors of the driver from a launch.
     pub fn launch_attend(&self, layer: usize) -> Result<()> {
         of_layer(&self.bound.launches.attention, layer)?.launch()
     }
 
-    /// What keeps the memory of the launches alive. Hold it as long as a graph that captured them may be replayed.
+    /// Keeps the memory of the launches alive. Hold it as long as a graph that captured them may be replayed.
     pub fn memory(&self) -> LaunchMemory {
         LaunchMemory(self.bound.launches.clone())
     }

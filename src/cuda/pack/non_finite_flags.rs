@@ -1,4 +1,4 @@
-//! Flags for what a step could not store.
+//! Flags for tokens that a step could not store.
 
 use std::sync::Arc;
 
@@ -9,11 +9,11 @@ use crate::cuda::device::memory::{Memory, bytes_of};
 use crate::format::KeyOrValue;
 use crate::{Error, Result};
 
-/// What a word holds that is not set.
+/// The value of a word without a flag.
 const NOTHING: u32 = u32::MAX;
 
-/// Which tokens steps could not store as they were: for keys and for values of every layer the first, words
-/// `[layer][keys, values]`, and 2³² − 1 where there is none. Clones share the flags.
+/// The first token that steps could not store exactly, for keys and for values of every layer: words `[layer][keys,
+/// values]`, which are 2³² − 1 if there is no such token. Clones share the flags.
 #[derive(Clone, Debug)]
 pub struct NonFiniteFlags {
     memory: Arc<Memory>,
@@ -21,10 +21,10 @@ pub struct NonFiniteFlags {
 }
 
 impl NonFiniteFlags {
-    /// Flags for so many layers, at least one, none of them set.
+    /// Flags for `layers` layers, at least one, none of them set.
     ///
     /// # Errors
-    /// [`Error::Plan`] for no layers, [`Error::OutOfMemory`], [`Error::Limit`] for more layers than any memory holds.
+    /// [`Error::Plan`] for no layers, [`Error::OutOfMemory`], [`Error::Limit`] for more layers than memory can hold.
     pub fn new(stream: &Arc<CudaStream>, layers: usize) -> Result<Self> {
         if layers == 0 {
             return Err(Error::Plan { what: "non-finite flags", reason: "at least one layer is needed".into() });
@@ -41,7 +41,7 @@ impl NonFiniteFlags {
         self.layers
     }
 
-    /// What was flagged, after the work that the stream holds, by layer, keys before values.
+    /// The flagged tokens, after all work queued on the stream, by layer, keys before values.
     ///
     /// # Errors
     /// [`Error::DeviceLost`].
@@ -54,10 +54,10 @@ impl NonFiniteFlags {
         Ok(words.into_iter().enumerate().filter_map(flagged).collect())
     }
 
-    /// Unsets all, in the order of the stream; a graph can capture it.
+    /// Clears all flags, in the order of the stream. A graph can capture it.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the flags were made on another stream; what the driver reports.
+    /// [`Error::Plan`] when the flags were created on another stream; errors of the driver.
     pub fn clear(&self, stream: &Arc<CudaStream>) -> Result<()> {
         self.memory.fill(stream, "non-finite flags", 0xff)
     }

@@ -24,7 +24,7 @@ const BLOCK: u32 = 256;
 /// Tokens of one thread of `ranges_span_extremes`, `RANGE_CHUNK` in its source.
 const RANGE_CHUNK: usize = 64;
 
-/// Bytes of the rotated rows that wait to be packed, at most: rows are rotated piece by piece.
+/// Maximum bytes of the rotated rows that wait to be packed. Rows are rotated piece by piece.
 const PIECE_BYTES: usize = 16 << 20;
 
 /// Elements of one thread of `find_non_finite`, `FINITE_CHUNK` in its source.
@@ -46,17 +46,17 @@ struct RowsCall {
     kv_heads: u32,
     element_type: u32,
     shrink: f32,
-    /// Indices of a KV head, where tokens are gathered, and what they are below.
+    /// Indices per KV head of gathered tokens, and their exclusive upper bound.
     index_stride: u32,
     indices: u64,
     below: u32,
-    /// The largest element that is in order, where elements are looked at.
+    /// The largest valid element, for kernels that check elements.
     largest: f32,
-    /// The centre of the sequence's keys, where they are stored less one.
+    /// The centre of the sequence's keys, if they are centred.
     centre: u64,
 }
 
-// SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
+// SAFETY: A struct of C layout without padding, the same on both sides. Addresses are plain integers.
 unsafe impl DeviceRepr for RowsCall {}
 
 /// A stream and the kernels that run on it.
@@ -66,7 +66,7 @@ pub(crate) struct Launcher<'a> {
     pub(crate) kernels: &'a Kernels,
 }
 
-/// Where keys or values lie densely.
+/// The layout of dense keys or values.
 struct Source<'a> {
     tensor: &'a Tensor,
     rows: RowLayout,
@@ -89,14 +89,14 @@ impl Source<'_> {
     }
 }
 
-/// Rows of some pages of a span on their way into the tiles.
+/// Rows of some pages of a span that are being packed into tiles.
 struct Piece {
     call: RowsCall,
-    /// What is rotated, or loses its centre, to where the call reads, before it.
+    /// A call that first rotates or centres rows into the memory that the main call reads, and its address.
     rewritten: Option<(RowsCall, u64)>,
 }
 
-/// The kernel of keys or of values.
+/// The name of the kernel for keys or for values.
 const fn named(which: KeyOrValue, keys: &'static str, values: &'static str) -> &'static str {
     match which {
         KeyOrValue::Key => keys,
@@ -130,8 +130,8 @@ impl Launcher<'_> {
         if let Some(found) = found {
             launch.arg(found);
         }
-        // SAFETY: the arguments are those of the kernel; its memory was checked by the caller to hold what the call
-        // names, and lives until the stream has passed this launch, because it is freed in the order of the stream.
+        // SAFETY: The arguments match the kernel. The caller checked that the memory holds everything that the call
+        // names. It lives until the stream has passed this launch, because it is freed in the order of the stream.
         unsafe { launch.launch(config) }.map(|_| ()).map_err(|error| driver_error(name, 0, error))
     }
 
@@ -211,9 +211,8 @@ impl Launcher<'_> {
         Ok(())
     }
 
-    /// Rewrites rows into scratch memory, rotated, less a centre or both, a few pages of tokens at a time, and
-    /// packs them from there. Where ranges span all pieces, the pieces are rewritten once for the ranges and once
-    /// more for the codes.
+    /// Rewrites rows into scratch memory (rotated, centred or both), a few pages of tokens at a time, and packs them
+    /// from there. If ranges span all pieces, the pieces are rewritten once for the ranges and once more for the codes.
     fn pack_rewritten(
         &self,
         scratch: &mut PackScratch,
@@ -263,7 +262,7 @@ impl Launcher<'_> {
             self.run(&program, name, &first.call, channels)?;
         }
         for piece in pieces {
-            // A single piece still lies where its ranges left it.
+            // A single piece is still in place from the computation of its ranges.
             if !span_ranges || pieces.len() > 1 {
                 self.rewrite(&program, which, piece)?;
             }
@@ -294,7 +293,7 @@ impl Launcher<'_> {
 
     fn zero(&self, what: &'static str, address: u64, bytes: usize) -> Result<()> {
         self.stream.context().bind_to_thread().map_err(|error| driver_error(what, 0, error))?;
-        // SAFETY: the slot was checked to exist, and the memory belongs to the store.
+        // SAFETY: The slot was checked to exist, and the memory belongs to the store.
         let zeroed = unsafe { cudarc::driver::result::memset_d8_async(address, 0, bytes, self.stream.cu_stream()) };
         zeroed.map_err(|error| driver_error(what, 0, error))
     }
@@ -370,7 +369,7 @@ fn shrink(format: &SegmentFormat, which: KeyOrValue) -> f32 {
     format.tensor(which).affine().map_or(1.0, |affine| affine.shrink)
 }
 
-/// Checks that a span has tokens and exactly the pages they need.
+/// Checks that a span has tokens, and exactly the pages that they need.
 fn check_span(what: &'static str, tokens: usize, pages: &[Page]) -> Result<()> {
     let needed = tokens.div_ceil(TILE_TOKENS);
     if tokens == 0 {

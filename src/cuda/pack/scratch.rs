@@ -1,4 +1,4 @@
-//! Memory that calls of a backend share: they follow each other on its stream, so that one may overwrite what an
+//! Memory that calls of a backend share. The calls run in the order of its stream, so one may overwrite memory that an
 //! earlier one has read.
 
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use crate::Result;
 use crate::cuda::device::memory::Memory;
 use crate::plan::WriteLayout;
 
-/// Bytes of a table, at least.
+/// Minimum size of a table in bytes.
 const FIRST_TABLE_BYTES: usize = 16 << 10;
 
-/// Memory that is kept from call to call and grows when one needs more.
+/// Memory that is kept from call to call. It grows when a call needs more.
 #[derive(Debug, Default)]
 pub(crate) struct PackScratch {
     table: Option<Arc<Memory>>,
@@ -23,12 +23,12 @@ pub(crate) struct PackScratch {
 }
 
 impl PackScratch {
-    /// Sizing for a table of so many bytes.
+    /// Memory for a table of `bytes` bytes.
     pub(super) fn table(&mut self, stream: &Arc<CudaStream>, bytes: usize) -> Result<Arc<Memory>> {
         room(&mut self.table, stream, "tables", bytes.max(FIRST_TABLE_BYTES))
     }
 
-    /// Sizing for the table of a step.
+    /// Memory for the table of a step.
     pub(in crate::cuda) fn write_memory(
         &mut self,
         stream: &Arc<CudaStream>,
@@ -37,7 +37,7 @@ impl PackScratch {
         Ok(WriteMemory::over(self.table(stream, layout.words() * size_of::<u32>())?, layout))
     }
 
-    /// Sizing for rotated rows.
+    /// Memory for rotated rows.
     pub(super) fn rotated(&mut self, stream: &Arc<CudaStream>, bytes: usize) -> Result<Arc<Memory>> {
         room(&mut self.rotated, stream, "rotated rows", bytes)
     }

@@ -1,4 +1,4 @@
-//! What a step stores: plan, bind, launch.
+//! The storing half of a step: plan, bind, launch.
 
 use std::sync::Arc;
 
@@ -31,7 +31,7 @@ const WINDOW_PARTS: usize = 4;
 const COPY_THREADS: u32 = 256;
 const MEAN_THREADS: u32 = 128;
 
-/// Blocks of a kernel that takes its work in turns, for every multiprocessor.
+/// Blocks per multiprocessor of a kernel that takes its work in turns.
 const BLOCKS_EACH: usize = 2;
 
 /// `WriteCall` of `cuda/common/step_call.cuh`.
@@ -61,16 +61,16 @@ struct WriteCall {
     from_shards: [u64; MOST_SHARDS],
 }
 
-// SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
+// SAFETY: A struct of C layout without padding, the same on both sides. Addresses are plain integers.
 unsafe impl DeviceRepr for WriteCall {}
 
-/// What steps store, for all layers: copies of shared pages, centres of sequences that begin, tokens, and windows that
-/// are packed, as a [`WriteTable`] says.
+/// The writes of steps, for all layers: copies of shared pages, centres of sequences that begin, tokens, and windows
+/// that are packed, as listed in a [`WriteTable`].
 ///
-/// Once for a model: a [`WriteLayout`], a [`WriteMemory`] that holds the table on the device, and [`NonFiniteFlags`].
-/// Once for a layer and its engine's tensors: [`StoreStep::bind`]. Every step: [`WriteMemory::write`], one small
-/// upload, and for every layer [`BoundStoreStep::launch`]. Launches read how much there is to do from the table, so
-/// that a graph that captured them is replayed while the table changes.
+/// Once per model: a [`WriteLayout`], a [`WriteMemory`] that holds the table on the device, and [`NonFiniteFlags`].
+/// Once per layer and its engine's tensors: [`StoreStep::bind`]. In every step: [`WriteMemory::write`], which is one
+/// small upload, and for every layer [`BoundStoreStep::launch`]. Launches read their work from the table, so a graph
+/// that captured them can be replayed while the table changes.
 ///
 /// ```no_run
 /// use std::sync::Arc;
@@ -107,13 +107,13 @@ impl StoreStep {
         Self { layout: layout.clone() }
     }
 
-    /// Binds the stores of one layer, in the order of the layout, and its engine's tensors, which every step reads
-    /// anew; they may be left out where steps read no tokens. Kernels are compiled here, if they were not before.
+    /// Binds the stores of one layer, in the order of the layout, and its engine's tensors, whose contents every step
+    /// reads again. The tensors may be left out if steps read no tokens. Compiles missing kernels.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the stores, the memory, the flags or the stream are not those of the layout and the
+    /// [`Error::Plan`] when the stores, the memory, the flags or the stream do not belong to the layout and the
     /// backend, or keys and values have fewer tokens than the layout; [`Error::Elements`] when they are shorter than
-    /// their rows; [`Error::Limit`] for a store of more than 16 shards; errors of compiling kernels.
+    /// their rows; [`Error::Limit`] for a store of more than 16 shards; errors from compiling kernels.
     pub fn bind(
         &self,
         backend: &Cuda,
@@ -122,7 +122,7 @@ impl StoreStep {
         input: Option<WriteInput<'_, Tensor, NonFiniteFlags>>,
     ) -> Result<BoundStoreStep> {
         if let Some(rows) = input.map(|input| input.rows).filter(|rows| rows.tokens < self.layout.rows()) {
-            let reason = format!("keys and values of {} tokens, the layout has {}", rows.tokens, self.layout.rows());
+            let reason = format!("keys and values have {} tokens; the layout has {}", rows.tokens, self.layout.rows());
             return Err(Error::Plan { what: "step", reason });
         }
         self.bind_some(backend, stores, memory, input, |_| true)
@@ -139,8 +139,8 @@ impl StoreStep {
         Ok(())
     }
 
-    /// Binds everything for tables that name no more tokens than keys and values have, and make no centres
-    /// unless `begins`.
+    /// Binds everything for tables that name no more tokens than keys and values have, and compute no centres unless
+    /// `begins`.
     pub(in crate::cuda) fn bind_with_room(
         &self,
         backend: &Cuda,
@@ -153,7 +153,7 @@ impl StoreStep {
         self.bind_some(backend, stores, memory, Some(input), takes)
     }
 
-    /// Binds what one table takes.
+    /// Binds only the resources that one table uses.
     pub(in crate::cuda) fn bind_for(
         &self,
         backend: &Cuda,
@@ -197,9 +197,9 @@ impl StoreStep {
     }
 }
 
-/// What a step stores for one layer, bound to its stores and its engine's tensors on the stream of the backend that
-/// it was bound by. It keeps alive all memory that it reads and writes; a graph that captured it needs it as long as
-/// it is replayed.
+/// The writes of a step for one layer, bound to its stores and its engine's tensors, on the stream of the backend that
+/// bound it. It keeps alive all memory that it reads and writes. A graph that captured it needs it as long as the graph
+/// is replayed.
 #[derive(Debug)]
 pub struct BoundStoreStep {
     stream: Arc<CudaStream>,
@@ -208,17 +208,16 @@ pub struct BoundStoreStep {
 }
 
 impl BoundStoreStep {
-    /// Launches the kernels: one each for copies, centres, tokens and windows of the layout, of which those that have
-    /// nothing to do end at once. Nothing is allocated or copied, and nothing waits.
+    /// Launches the kernels: one each for copies, centres, tokens and windows of the layout. Those without work end at
+    /// once. Does not allocate, copy or wait.
     ///
     /// # Errors
-    /// What the driver says of a launch.
+    /// Errors of the driver from a launch.
     pub fn launch(&self) -> Result<()> {
         self.launches.iter().try_for_each(|launch| launch.run(&self.stream))
     }
 
-    /// Whether tokens are among what it stores. What comes behind `append` is admitted once all before
-    /// the step is done.
+    /// Whether it stores tokens. Kernels behind `append` are admitted once all work before the step is done.
     pub(in crate::cuda) fn appends(&self) -> bool {
         self.launches.iter().any(|launch| launch.kernel.name == APPEND)
     }
@@ -231,7 +230,8 @@ struct Launch {
 }
 
 impl Launch {
-    /// The same beside the launch before it: one more column of blocks waits for that (`cuda/pack_windows.cu`).
+    /// The same launch, overlapping with the previous one: one extra column of blocks waits for that one
+    /// (`cuda/pack_windows.cu`).
     fn beside_append(mut self) -> Self {
         if self.kernel.overlaps {
             let blocks = &mut self.kernel.config.grid_dim.0;
@@ -242,14 +242,14 @@ impl Launch {
     }
 
     fn run(&self, stream: &Arc<CudaStream>) -> Result<()> {
-        // SAFETY: the argument is the kernel's. Stores and tensors were checked to have all that tables of the layout
-        // may name, and the table's memory only ever holds tables of it; all of it lives as long as the bound step, and
-        // is given back in the order of the stream.
+        // SAFETY: The argument matches the kernel. Stores and tensors were checked to have everything that tables of
+        // the layout may name, and the table's memory only ever holds tables of the layout. All of it lives as long as
+        // the bound step, and is freed in the order of the stream.
         unsafe { self.kernel.run(stream, &self.call) }
     }
 }
 
-/// What launches of a step are bound to.
+/// The resources that launches of a step are bound to.
 struct Binder<'a> {
     backend: &'a Cuda,
     layout: &'a WriteLayout,
@@ -262,10 +262,10 @@ impl Binder<'_> {
     fn section(&self, section: TableSection) -> Result<Launch> {
         let (capacity, shape) = (self.layout.capacity(section), self.layout.shape());
         let kv_heads = shape.kv_heads();
-        // Kernels count parts of windows, and tokens, of all KV heads in one word.
+        // Kernels count parts of windows, and tokens, over all KV heads in one word.
         let (needed, allowed) = ((capacity * kv_heads * WINDOW_PARTS) as u64, u64::from(i32::MAX as u32));
         if needed > allowed {
-            let hint = "lay the step out for fewer tokens and windows";
+            let hint = "create a layout with fewer tokens and windows";
             return Err(Error::Limit { what: "parts of a step".into(), needed, allowed, hint });
         }
         let in_turns = BLOCKS_EACH * self.backend.kernels().facts().multiprocessors;
@@ -316,7 +316,7 @@ impl Binder<'_> {
 
     fn with_input(&self, store: usize, call: WriteCall) -> Result<WriteCall> {
         let Some(WriteInput { keys, values, rows, flags, layer }) = self.input else {
-            let reason = "it reads tokens, and was given no keys and values";
+            let reason = "it reads tokens, but no keys and values were given";
             return Err(Error::Plan { what: "step", reason: reason.into() });
         };
         Ok(WriteCall {
@@ -333,7 +333,7 @@ impl Binder<'_> {
         })
     }
 
-    /// Addresses of those of a store's shards that the layout knows.
+    /// Addresses of a store's shards that the layout knows.
     fn shards(&self, store: usize) -> Result<[u64; MOST_SHARDS]> {
         self.stores[store].shard_addresses(self.layout.stores()[store].shard_pages.len())
     }
@@ -359,7 +359,7 @@ fn kernel_of(layout: &WriteLayout, section: TableSection) -> (&'static str, usiz
     }
 }
 
-/// How it is compiled for the pages of that store.
+/// The program that is compiled for the pages of that store.
 fn program_of(layout: &WriteLayout, section: TableSection, pages: &PageFormat) -> Program {
     match section {
         TableSection::Centres(_) => pages.mean_program(),
@@ -403,7 +403,7 @@ mod tests {
     use crate::format::{AttentionShape, SegmentFormat};
     use crate::plan::StoreCapacity;
 
-    /// The sources of all that steps store compile, which needs no device.
+    /// The sources of all storing kernels compile. This needs no device.
     #[test]
     #[ignore = "needs NVRTC"]
     fn kernels_compile() {

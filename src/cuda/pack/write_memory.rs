@@ -8,7 +8,8 @@ use crate::cuda::device::memory::Memory;
 use crate::plan::{TableSection, WriteLayout, WriteTable};
 use crate::{Error, Result};
 
-/// The table of a step on the device; one serves all layers of a model. It belongs to the stream that it was made on.
+/// The table of a step on the device. One serves all layers of a model. It belongs to the stream that it was created
+/// on.
 #[derive(Clone, Debug)]
 pub struct WriteMemory {
     layout: Arc<WriteLayout>,
@@ -16,7 +17,7 @@ pub struct WriteMemory {
 }
 
 impl WriteMemory {
-    /// Memory for the steps of a layout, with the table of one that writes nothing.
+    /// Memory for the steps of a layout. Its table begins as that of a step that writes nothing.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -25,16 +26,17 @@ impl WriteMemory {
         Ok(Self { layout: layout.clone(), table })
     }
 
-    /// In memory of the library that is large enough.
+    /// A table in memory of this library that is large enough.
     pub(super) fn over(table: Arc<Memory>, layout: &Arc<WriteLayout>) -> Self {
         Self { layout: layout.clone(), table }
     }
 
-    /// Puts a table on the device, in the order of the stream that the memory was made on: once for a step, whatever
-    /// the number of layers, and between replays of a graph that captured the layers. It may not be captured itself.
+    /// Writes a table to the device, in the order of the stream that the memory was created on: once per step, whatever
+    /// the number of layers, and between replays of a graph that captured the layers. The call itself must not be
+    /// captured.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the table is of another layout, or the stream is another than the memory's.
+    /// [`Error::Plan`] when the table belongs to another layout, or the stream is not the memory's.
     pub fn write(&self, stream: &Arc<CudaStream>, table: &WriteTable) -> Result<()> {
         table.check_layout(&self.layout)?;
         self.table.write(stream, "table of a step", 0, bytemuck::cast_slice(table.words()))
