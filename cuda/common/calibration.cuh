@@ -1,25 +1,25 @@
 // CalibQuant's calibration of scores (arXiv 2502.14882, eq. 7): `format::Calibration`.
 //
-// A calibrated segment takes two launches of `attend`. The first only scores, and enters the extremes of each head over
-// the whole span by atomic maxima; the second scores again, the same way, and maps what it found. Scores are not kept:
-// at four heads a score that is written and read again moves 32 bytes for a token, as many as a key of 2 bits.
+// A calibrated segment takes two launches of `attend`. The first only scores, and records the extremes of each head
+// over the whole span by atomic maxima. The second scores again in the same way and maps the scores. Scores are not
+// stored: at four heads, writing and reading a score again moves 32 bytes per token, as much as a 2-bit key.
 //
 //   score ↦ (γ − τ1) + slope · (score − γ),  slope = max(0, (δ − τ2 − (γ − τ1)) / (δ − γ + 1e-8 log2(e)))
 //
-// with γ and δ the smallest and the largest score, all of it times log2(e); a span of equal scores goes to γ − τ1.
+// with γ and δ the smallest and the largest score, all of it times log2(e). A span of equal scores goes to γ − τ1.
 
 #pragma once
 
 #include "common/attend_call.cuh"
 #include "common/ordered.cuh"
 
-// SCORE_PASS 0: scores as they are; 1: only their extremes; 2: scores mapped by them.
+// SCORE_PASS 0: scores unchanged; 1: only their extremes; 2: scores mapped by them.
 constexpr bool FINDS_EXTREMES = SCORE_PASS == 1;
 constexpr bool MAPS_SCORES = SCORE_PASS == 2;
 
 struct ScoreMap {
     float slope;
-    // The smallest score, and what it becomes.
+    // The smallest score, and the value that it is mapped to.
     float smallest;
     float low;
 
@@ -28,7 +28,7 @@ struct ScoreMap {
     }
 };
 
-// Ordered bits of the negated smallest score of a query head, and of the largest.
+// Ordered bits of the negated smallest score of a query head, and of its largest score.
 __device__ __forceinline__ u32* score_extremes(const AttendCall& call, const Item& item, u32 head) {
     return call.extremes + 2 * ((u64)item.extremes * call.kv_heads * call.group + head);
 }

@@ -1,5 +1,5 @@
-// Ranges and codes: `format::AffineFormat` and `CodeRange`, bit for bit; fields of every format. Intrinsics that round
-// each operation by itself keep compilers from fusing any two.
+// Ranges and codes: `format::AffineFormat` and `CodeRange`, bit for bit, and fields of every format. Intrinsics that
+// round each operation separately keep compilers from fusing any two.
 
 #pragma once
 
@@ -54,8 +54,8 @@ __device__ __forceinline__ float2 range_of_word(u32 word) {
     return make_float2(half_value(word & 0xffffu), half_value(word >> 16));
 }
 
-// The nearest code, ties to the even one: an estimate that is at most one off, then decided by comparing with the
-// midpoints between levels.
+// The nearest code, ties to the even one. The estimate is at most one off; a comparison with the midpoints between
+// levels decides.
 template <int BITS>
 __device__ __forceinline__ u32 code_of(float value, float2 range) {
     constexpr u32 max_code = (1u << BITS) - 1u;
@@ -75,15 +75,14 @@ __device__ __forceinline__ float value_of(u32 code, float2 range) {
     return __fadd_rn(__fmul_rn(range.x, (float)code), range.y);
 }
 
-// Where the range of an element lies among those of its tile: [token group][channel], [token] or
-// [channel group][token].
+// The place of an element's range among those of its tile: [token group][channel], [token] or [channel group][token].
 template <bool VALUE>
 __device__ __forceinline__ u32 range_index(u32 slot, u32 channel) {
     if constexpr (GROUP_CHANNELS<VALUE> == 1) return slot / GROUP_TOKENS<VALUE> * HEAD_DIM + channel;
     return channel / GROUP_CHANNELS<VALUE> * TILE_TOKENS + slot;
 }
 
-// The range of an element of a tile; `part` is the head's part of the page, `span_ranges` are those of its span.
+// The range of an element of a tile. `part` is the head's part of the page, `span_ranges` are those of its span.
 template <bool VALUE>
 __device__ __forceinline__ float2 element_range(const u8* part, const float2* span_ranges, u32 slot, u32 channel) {
     if constexpr (FORMAT_BITS<VALUE> == 16) {
@@ -95,7 +94,8 @@ __device__ __forceinline__ float2 element_range(const u8* part, const float2* sp
     }
 }
 
-// The field that stores an element; of a row that was coded whole the element is its field already (common/sketch.cuh).
+// The field that stores an element. In a row that was coded whole, the element already is its field
+// (common/sketch.cuh).
 template <bool VALUE>
 __device__ __forceinline__ u32 field_bits(float x, float2 range) {
     if constexpr (FORMAT_BITS<VALUE> == 16) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ u32 field_bits(float x, float2 range) {
     }
 }
 
-// What a field stands for; of a sketched row, what its level does.
+// The value of a field. For a sketched row, the value of its level.
 template <bool VALUE>
 __device__ __forceinline__ float field_value(u32 bits, float2 range) {
     if constexpr (FORMAT_BITS<VALUE> == 16) {

@@ -1,29 +1,28 @@
 // Codes of a codebook and norms of rows: `format::Codebook` and `format::codebook::stored_norm`, bit for bit.
 //
-// Levels are ±(step + ½) · unit; code 2^(bits−1) + i is the level i above 0, code 2^(bits−1) − 1 − i its negative.
+// Levels are ±(step + ½) · unit. Code 2^(bits−1) + i is level i above 0, code 2^(bits−1) − 1 − i its negative.
 
 #pragma once
 
 #include "common/rows.cuh"
 
-// Bits of the unit as a float, 0 where codes have ranges.
+// Bits of the unit as a float, 0 for codes with ranges.
 template <bool VALUE>
 constexpr u32 LEVEL_UNIT = VALUE ? VALUE_LEVEL_UNIT : KEY_LEVEL_UNIT;
 template <bool VALUE>
 constexpr bool CODEBOOK = LEVEL_UNIT<VALUE> != 0;
-// Bits of the level of a sketch as a float (`format::sketch_level`), 0 where fields have no sign of a
-// sketch. Keys only.
+// Bits of the level of a sketch as a float (`format::sketch_level`), 0 if fields have no sketch sign. Keys only.
 template <bool VALUE>
 constexpr u32 SKETCH_LEVEL = VALUE ? 0 : KEY_SKETCH_LEVEL;
 template <bool VALUE>
 constexpr bool SKETCHED = SKETCH_LEVEL<VALUE> != 0;
-// Norms are stored divided by those of the levels (`format::codebook::renormalized`).
+// Whether norms are stored divided by those of the levels (`format::codebook::renormalized`).
 template <bool VALUE>
 constexpr bool RENORMALIZED = VALUE ? VALUE_RENORMALIZED : KEY_RENORMALIZED;
-// Rows are fields before they are packed (common/sketch.cuh).
+// Whether rows are turned into fields before they are packed (common/sketch.cuh).
 template <bool VALUE>
 constexpr bool CODED_ROWS = SKETCHED<VALUE> || RENORMALIZED<VALUE>;
-// The sign is the top bit of a field; where there is no other, there are no levels.
+// The sign is the top bit of a field. If it is the only bit, there are no levels.
 template <bool VALUE>
 constexpr int LEVEL_BITS = FORMAT_BITS<VALUE> - SKETCHED<VALUE>;
 
@@ -42,7 +41,7 @@ __device__ __forceinline__ float level_above_zero(u32 i) {
     return __fmul_rn((float)step + 0.5f, __uint_as_float(LEVEL_UNIT<VALUE>));
 }
 
-// The nearest level's code; at a boundary that of the lower one.
+// The nearest level's code. A boundary belongs to the lower level.
 template <bool VALUE>
 __device__ __forceinline__ u32 level_code(float x, float norm) {
     constexpr u32 levels = 1u << (LEVEL_BITS<VALUE> - 1);
@@ -69,13 +68,13 @@ __device__ __forceinline__ float level_value(u32 code, float norm) {
     return __fmul_rn(norm, code < levels ? -level : level);
 }
 
-// The square of the midpoint between a half and the next: exact.
+// The exact square of the midpoint between a half and the next one.
 __device__ __forceinline__ float midpoint_square(u32 half) {
     const float middle = (half_value(half) + half_value(half + 1)) * 0.5f;
     return __fmul_rn(middle, middle);
 }
 
-// The half nearest to the root of `sum / divisor`, ties to even; the root decides nothing but where to look.
+// The half nearest to the root of `sum / divisor`, ties to even. The inexact root only decides where to search.
 __device__ __forceinline__ u32 nearest_root(float sum, float divisor) {
     const u32 estimate = half_bits(fminf(__fsqrt_rn(__fdiv_rn(sum, divisor)), 65504.0f));
     const float below = __fmul_rn(midpoint_square(estimate > 0 ? estimate - 1 : 0), divisor);
@@ -90,7 +89,7 @@ __device__ __forceinline__ u32 nearest_root(float sum, float divisor) {
     return half < 0x400 ? 0 : half;
 }
 
-// The sum of the squares of a row with elements `at(channel)`, found by a warp.
+// The sum of the squares of a row with elements `at(channel)`, computed by a warp.
 template <typename At>
 __device__ __forceinline__ float warp_sum_of_squares(int lane, At at) {
     // Bits of 2^-50: smaller elements count as 0.
@@ -105,13 +104,13 @@ __device__ __forceinline__ float warp_sum_of_squares(int lane, At at) {
             four = __fadd_rn(__fadd_rn(square(at(channel)), square(at(channel + 1))),
                              __fadd_rn(square(at(channel + 2)), square(at(channel + 3))));
         }
-        // Past the end there is nothing but zeros.
+        // Past the end there are only zeros.
         for (int i = 0; i < 32; i++) sum = __fadd_rn(sum, __shfl_sync(ALL_LANES, four, i));
     }
     return sum;
 }
 
-// The norm of such a row, as tiles store it.
+// The norm of such a row, as stored in tiles.
 template <typename At>
 __device__ __forceinline__ u32 warp_norm(int lane, At at) {
     return nearest_root(warp_sum_of_squares(lane, at), 1.0f);

@@ -1,4 +1,4 @@
-// Elements of an engine's dense tensors, of the type that a call names: `ElementType` of the host.
+// Elements of an engine's dense tensors, whose type the call names: the host's `ElementType`.
 
 #pragma once
 

@@ -1,11 +1,11 @@
-// Levels of a codebook as signed bytes, for MMAs: level = (byte + ½) · unit, see `format::codebook`. A negative
-// level's byte is the complement of its opposite's. A permutation looks four codes up at once: nibbles of a word
-// select bytes of tables.
+// Levels of a codebook as signed bytes, for MMAs: level = (byte + ½) · unit, see `format::codebook`. A negative level's
+// byte is the complement of its opposite's. One permutation looks up four codes: nibbles of a word select bytes of
+// tables.
 
 #pragma once
 
-// Words of the tables: at 4 bits the levels above 0 and those below, at 2 bits all four; then those of codes below the
-// sign of a sketch, whose top bit is flipped, at 3 bits and at 2.
+// Words of the tables. At 4 bits: the levels above 0 and those below. At 2 bits: all four levels. Then those of codes
+// below the sign of a sketch, whose top bit is flipped, at 3 bits and at 2.
 constexpr int LEVEL_TABLES = 8;
 
 __device__ __forceinline__ u32 level_table(int word) {
@@ -19,8 +19,8 @@ __device__ __forceinline__ u32 level_table(int word) {
     return 0xedc23d12u;
 }
 
-// Four codes of 4 bits, nibbles 4 HALF … 4 HALF + 3 of `word`: by their first three bits in both tables, of which the
-// fourth chooses, spread over a byte as the sign of a byte whose top it is.
+// Four codes of 4 bits, nibbles 4 HALF … 4 HALF + 3 of `word`. Their first three bits look up both tables. The fourth
+// bit, spread over a byte as the sign of a byte whose top it is, chooses between them.
 template <int HALF>
 __device__ __forceinline__ u32 level_bytes_4(u32 word, u32 low_bits, u32 shifted, const u32 (&tables)[LEVEL_TABLES]) {
     const u32 selector = HALF == 0 ? low_bits : low_bits >> 16;
@@ -30,10 +30,10 @@ __device__ __forceinline__ u32 level_bytes_4(u32 word, u32 low_bits, u32 shifted
     return (above & positive) | (below & ~positive);
 }
 
-// The bytes of a word's codes of BITS bits, which may lie below the signs of a sketch, plane by plane; or, unless
-// SORTED, as they come from the tables: nibbles of a byte are two planes of 4 bits, and of 2 bits the pairs {0, 2} and
-// {1, 3}, so that bytes 0 and 1 of `planes[i]` are of channel 0 of both planes of pair i, bytes 2 and 3 of channel 1,
-// and `planes[i + PLANES / 2]` has those of channels 2 and 3.
+// The bytes of a word's codes of BITS bits, which may lie below the signs of a sketch, plane by plane. Unless SORTED,
+// they stay in the order of the tables: the nibbles of a byte are two planes at 4 bits, and the pairs {0, 2} and {1, 3}
+// at 2 bits. Bytes 0 and 1 of `planes[i]` then belong to channel 0 of both planes of pair i, bytes 2 and 3 to channel
+// 1, and `planes[i + PLANES / 2]` has those of channels 2 and 3.
 template <int BITS, bool BELOW_SIGNS, bool SORTED, int PLANES>
 __device__ __forceinline__ void level_bytes(u32 (&planes)[PLANES], u32 word, const u32 (&tables)[LEVEL_TABLES]) {
     static_assert(BITS == (BELOW_SIGNS ? 3 : 4) ? PLANES == 2 : BITS == 2 && PLANES == 4, "planes of 4 or of 2 bits");

@@ -1,4 +1,4 @@
-// Bits of floats that order as the floats do, for atomic maxima; 0 lies below every float's.
+// Maps floats to bits that have the same order, for atomic maxima. 0 lies below every float's.
 
 #pragma once
 

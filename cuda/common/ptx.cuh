@@ -1,5 +1,5 @@
-// Instructions that CUDA C++ has no name for, and the integer types the kernels use. Nothing here needs a header of the
-// toolkit, so that NVRTC compiles the kernels where only its library is installed.
+// Instructions that have no name in CUDA C++, and the integer types of the kernels. Nothing here needs a header of the
+// toolkit, so NVRTC can compile the kernels where only its library is installed.
 
 #pragma once
 
@@ -10,7 +10,7 @@ typedef unsigned long long u64;
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 
-// The nearest half, ties to even, as 16 bits; infinite where it is too large.
+// The nearest half, ties to even, as 16 bits. Infinite if the number is too large.
 __device__ __forceinline__ u32 half_bits(float x) {
     u16 bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
@@ -79,7 +79,7 @@ __device__ __forceinline__ float log2_approx(float x) {
     return y;
 }
 
-// Byte i of the result is byte s & 7 of (high : low), s being nibble i of `selector`; with s & 8 it is
+// Byte i of the result is byte s & 7 of (high : low), where s is nibble i of `selector`. If s & 8 is set, the result is
 // that byte's sign.
 __device__ __forceinline__ u32 permute_bytes(u32 low, u32 high, u32 selector) {
     u32 out;
@@ -103,24 +103,24 @@ __device__ __forceinline__ void copy_16_async(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// Calls the line that holds an address to the L2 cache.
+// Prefetches the line of an address into the L2 cache.
 __device__ __forceinline__ void prefetch_l2(const void* at) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 }
 
-// The same, or 16 zeros, for which nothing is read.
+// Copies 16 bytes, or writes 16 zeros without reading.
 __device__ __forceinline__ void copy_16_async_or_zeros(u32 to, const void* from, bool exists) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 
-// Copies 4 bytes to shared memory without waiting, or puts zeros there, for which nothing is read.
+// Copies 4 bytes to shared memory without waiting, or writes zeros there without reading.
 __device__ __forceinline__ void copy_4_async_or_zeros(u32 to, const void* from, bool exists) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(exists ? 4 : 0) : "memory");
 }
 
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most PENDING of this thread's groups of copies are under way.
+// Waits until no more than PENDING of this thread's groups of copies are in flight.
 template <int PENDING>
 __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -130,11 +130,11 @@ __device__ __forceinline__ void barrier_init(u32 barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
 
-// What this thread put into shared memory is seen by the copy engine and by the tensor cores: barriers that bulk copies
-// name, rows that a warpgroup multiplies.
+// Makes this thread's writes to shared memory visible to the copy engine and the tensor cores: barriers that bulk
+// copies use, rows that a warpgroup multiplies.
 __device__ __forceinline__ void shared_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// This phase of the barrier ends when so many bytes have arrived.
+// Sets the number of bytes after whose arrival this phase of the barrier ends.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -156,8 +156,8 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 #endif
 }
 
-// Copies bytes, a multiple of 16, to shared memory through the copy engine, counted on a barrier. They are the first to
-// leave the L2 cache, since a step reads them once.
+// Copies bytes, a multiple of 16, to shared memory through the copy engine, counted on a barrier. They are evicted from
+// the L2 cache first, since a step reads them once.
 __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
     u64 once;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
@@ -182,29 +182,29 @@ __device__ __forceinline__ void await_earlier_kernels() {
 #endif
 }
 
-// Adds one, after everything that this block wrote before its last barrier and before everything it reads after the
-// next, for all blocks of the device.
+// Adds one to a counter, for all blocks of the device. The addition comes after everything that this block wrote before
+// its last barrier, and before everything that it reads after the next one.
 __device__ __forceinline__ u32 arrive(u32* counter) {
     u32 before;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
     return before;
 }
 
-// Says that this thread runs; see cluster_started.
+// Signals that this thread runs; see cluster_started.
 __device__ __forceinline__ void cluster_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 
-// Waits until all threads of the cluster have said that they run: only then may their shared memory be written.
+// Waits until all threads of the cluster have signalled that they run. Only then may their shared memory be written.
 __device__ __forceinline__ void cluster_started() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
 
-// Waits for all blocks of the cluster; what they wrote before is visible after.
+// Waits for all blocks of the cluster. Earlier writes are visible afterwards.
 __device__ __forceinline__ void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -225,8 +225,7 @@ __device__ __forceinline__ void store_cluster(u32 at, u32 rank, float x) {
 #endif
 }
 
-// Puts four 8×8 matrices of halves down, whose fragments the words are: row k of matrix j at the address
-// of lane 8 j + k.
+// Stores four 8×8 matrices of halves, given as fragments: row k of matrix j goes to the address of lane 8 j + k.
 __device__ __forceinline__ void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
@@ -263,7 +262,7 @@ __device__ __forceinline__ void multiply_f16(float (&c)[4], const u32 (&a)[4], u
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// d = a · b + c of 16×32 by 32×8 bytes; those of `a` are signed or not, those of `b` are signed.
+// d = a · b + c of 16×32 by 32×8 bytes. Those of `a` are signed or unsigned, those of `b` are signed.
 template <bool SIGNED>
 __device__ __forceinline__ void multiply_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const int* c) {
     if constexpr (SIGNED) {
@@ -279,7 +278,7 @@ __device__ __forceinline__ void multiply_bytes(int (&d)[4], const u32 (&a)[4], u
     }
 }
 
-// d = a · b + c of bytes; those of `a` are signed or not, those of `b` are not.
+// d = a · b + c of bytes. Those of `a` are signed or unsigned, those of `b` are unsigned.
 template <bool SIGNED>
 __device__ __forceinline__ void multiply_unsigned_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
                                                         const int* c) {

@@ -1,8 +1,8 @@
-// One row, rotated already, into a slot of a tile, by a warp: its ranges, and then the bytes that belong to it.
+// A warp writes one rotated row into a slot of a tile: its ranges, then the bytes that belong to it.
 //
-// A byte that holds fields of other tokens too is changed bit by bit, so that they may be stored at once: nobody else
-// changes the bits of a token's field, and those that differ can be flipped. Keys go out in words, values in
-// bytes four apart.
+// A byte that also holds fields of other tokens is changed bit by bit, because those tokens may be stored at the same
+// time. Nobody else changes the bits of a token's field, so the bits that differ can be flipped. Keys are written in
+// words, values in bytes four apart.
 
 #pragma once
 
@@ -17,7 +17,7 @@ struct StagedRow {
     u16* fields;
 };
 
-// The units of a tile that hold a token, of one load after the other (of top bits at 3 bits).
+// The units of a tile that hold a token, one load after the other (of top bits at 3 bits).
 template <bool VALUE>
 struct SlotUnits {
     static constexpr u32 RUN = VALUE ? VALUE_RUN : BLOCK_TOKENS;
@@ -33,7 +33,7 @@ struct SlotUnits {
         return ((slot / RUN * BLOCKS + BLOCKS - 1) / PLANES - first_load() + 1) * PER_LOAD;
     }
 
-    // Unit i of them: lane 4 g + c of a load and register r, of which the slot fixes some.
+    // Unit i of them: lane 4 g + c of a load and register r. The slot fixes some of these numbers.
     __device__ __forceinline__ u32 unit(u32 i) const {
         const u32 load = first_load() + i / PER_LOAD;
         const u32 half = slot % 16 / 8;
@@ -44,7 +44,7 @@ struct SlotUnits {
     }
 };
 
-// Writes the bits of a word that `mask` has: whole bytes as such.
+// Writes the bits in `mask` of a word. Whole bytes are written directly.
 __device__ __forceinline__ void put_bits(u32* word, u32 packed, u32 mask) {
     if (mask == 0xffffffffu) {
         *word = packed;
@@ -66,8 +66,8 @@ __device__ __forceinline__ void put_bits(u32* word, u32 packed, u32 mask) {
     }
 }
 
-// Ranges that span tokens are known before: those of tiles lie beside them, `span_ranges` are those of the
-// KV head's span.
+// Ranges that span tokens are already known: tile ranges lie with the tile, and `span_ranges` are those of the KV
+// head's span.
 template <bool VALUE>
 __device__ __forceinline__ void put_row(u8* part, u32 slot, const float (&row)[LANE_CHANNELS], float shrink,
                                         const float2* span_ranges, StagedRow staged, int lane) {

@@ -1,13 +1,13 @@
 // Rotations of rows: `format::Rotation`, bit for bit. A warp holds a row, lane l the channels l, l + 32, …
 //
-//   y = H (s ⊙ x) / √ORDER, and back x = s ⊙ (H y) / √ORDER, for blocks of ORDER channels; s are signs, or all 1
+// forward y = H (s ⊙ x) / √ORDER, inverse x = s ⊙ (H y) / √ORDER, for blocks of ORDER channels; s are signs, or all 1
 //
-// A rotation of dealt channels deals them out to the blocks in turns first: of m blocks, channel c goes to block c % m,
-// place c / m. Channels beyond the head stay where they are. The macros are those of `PageFormat::defines`.
+// A rotation of dealt channels first deals them out to the blocks in turns: of m blocks, channel c goes to block c % m,
+// place c / m. Channels beyond the head stay in place. The macros are those of `PageFormat::defines`.
 
 #pragma once
 
-// Channels of a block, 0 where rows are stored as they are.
+// Channels of a block, 0 if rows are not rotated.
 template <bool VALUE>
 constexpr int ROTATION_ORDER = VALUE ? VALUE_ROTATION_ORDER : KEY_ROTATION_ORDER;
 template <bool VALUE>
@@ -39,7 +39,7 @@ __device__ __forceinline__ void flip_signs(float (&row)[LANE_CHANNELS], u32 seed
     }
 }
 
-// Puts at every place the channel that `source(place)` names.
+// Fills every place with the channel that `source(place)` names.
 template <typename Source>
 __device__ __forceinline__ void permute_channels(float (&row)[LANE_CHANNELS], int lane, Source source) {
     float from[LANE_CHANNELS];
@@ -124,7 +124,7 @@ __device__ __forceinline__ void rotate_back(float (&row)[LANE_CHANNELS], int lan
     }
 }
 
-// An output in shared memory, rotated back in place by a warp.
+// A warp rotates an output back in shared memory, in place.
 __device__ __forceinline__ void rotate_output(float* output, int lane) {
     float row[LANE_CHANNELS];
 #pragma unroll

@@ -1,17 +1,17 @@
-// Rows of dense tensors, and where their elements lie in tiles.
+// Rows of dense tensors, and the places of their elements in tiles.
 
 #pragma once
 
 #include "common/elements.cuh"
 
 struct RowsCall {
-    // Dense elements of type `element_type`; what `dequantize` writes is f32 [kv head][token][channel].
+    // Dense elements of type `element_type`. `dequantize` writes f32 [kv head][token][channel].
     void* rows;
     // Addresses of the span's pages.
     const u64* pages;
     // Span ranges of the slot, [kv head][channel] of (scale, minimum).
     float2* ranges;
-    // In elements of the tensor.
+    // Strides in elements of the tensor.
     u64 token_stride;
     u64 head_stride;
     u32 first_token;
@@ -20,25 +20,25 @@ struct RowsCall {
     u32 kv_heads;
     u32 element_type;
     float shrink;
-    // Where tokens are gathered: for every KV head `index_stride` token numbers, all below `below`. One that is not
-    // decides nothing about memory: it stands for the last token.
+    // For gathered tokens: `index_stride` token numbers per KV head, all below `below`. Memory safety does not depend
+    // on them: a larger one selects the last token.
     u32 index_stride;
     const u32* indices;
     u32 below;
-    // The largest element that is in order, where elements are looked at.
+    // The largest valid element, for kernels that check elements.
     float largest;
-    // The centre of the sequence's keys, [kv head][channel], where they are stored less one.
+    // The centre of the sequence's keys, [kv head][channel], if they are centred.
     float* centre;
 };
 
-// The token of the tensor that is this token of the span.
+// The token of the tensor for this token of the span.
 __device__ __forceinline__ u32 token_of(const RowsCall& call, u32 token, u32 kv_head) {
     const u32 at = call.first_token + token;
     if (!call.indices) return at;
     return min(call.indices[(u64)kv_head * call.index_stride + at], call.below - 1u);
 }
 
-// Tokens count from the first of the span.
+// Tokens are relative to the first of the span.
 __device__ __forceinline__ u64 element_index(const RowsCall& call, u32 token, u32 kv_head, u32 channel) {
     return (u64)token_of(call, token, kv_head) * call.token_stride + (u64)kv_head * call.head_stride + channel;
 }
@@ -49,7 +49,7 @@ __device__ __forceinline__ float element(const RowsCall& call, u32 token, u32 kv
     return load_element(call.rows, call.element_type, element_index(call, token, kv_head, channel));
 }
 
-// A token's row, by a warp.
+// A warp loads a token's row.
 __device__ __forceinline__ void load_row(float (&row)[LANE_CHANNELS], const RowsCall& call, u32 token, u32 kv_head,
                                          int lane) {
 #pragma unroll
@@ -65,7 +65,7 @@ __device__ __forceinline__ void store_row(const RowsCall& call, u32 token, u32 k
     }
 }
 
-// Element of a tile, and where its field begins in a word; at 3 bits where its top bit lies.
+// Element of a tile, and the first bit of its field in a word; at 3 bits also the place of its top bit.
 struct Field {
     u32 token;
     u32 channel;
@@ -80,18 +80,18 @@ template <bool VALUE>
 constexpr u32 GROUP_TOKENS = VALUE ? VALUE_GROUP_TOKENS : KEY_GROUP_TOKENS;
 template <bool VALUE>
 constexpr u32 GROUP_CHANNELS = VALUE ? VALUE_GROUP_CHANNELS : KEY_GROUP_CHANNELS;
-// Channels of a group that the head has: fewer where one range is for a whole padded row.
+// Channels of a group that the head has. Fewer if one range covers a whole padded row.
 template <bool VALUE>
 constexpr u32 GROUP_ELEMENTS = GROUP_CHANNELS<VALUE> < TENSOR_CHANNELS ? GROUP_CHANNELS<VALUE> : TENSOR_CHANNELS;
-// True where ranges are made about 0: of the largest magnitude, over one bit less, and the middle code is 0.
+// Whether ranges are symmetric about 0: computed from the largest magnitude over one bit less, with the middle code 0.
 template <bool VALUE>
 constexpr bool SYMMETRIC = VALUE ? VALUE_SYMMETRIC : KEY_SYMMETRIC;
 template <bool VALUE>
 constexpr u32 RANGES = (VALUE ? VALUE_RANGE_BYTES : KEY_RANGE_BYTES) / 4;
 template <bool VALUE>
 constexpr u32 TILE_WORDS = (VALUE ? VALUE_TILE_BYTES : KEY_TILE_BYTES) / 4;
-// A unit is what holds whole fields: a word, or at 3 bits the word of top bits and the two of the low bits
-// that go with it.
+// A unit holds whole fields: it is a word, or at 3 bits a word of top bits and the two words of low bits that belong to
+// it.
 template <bool VALUE>
 constexpr u32 UNIT_WORDS = FORMAT_BITS<VALUE> == 3 ? 3 : 1;
 template <bool VALUE>
@@ -185,6 +185,6 @@ struct Unit {
         }
     }
 
-    // Where the low two of three bits begin: 16 fields to a word, a byte lane after the other.
+    // The first bit of the low two of three bits: 16 fields to a word, one byte lane after the other.
     __device__ __forceinline__ static u32 low_shift(u32 i) { return 8 * (i % 4) + 2 * (i / 4 % 4); }
 };

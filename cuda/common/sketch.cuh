@@ -1,8 +1,8 @@
-// Rows that are coded whole, bit for bit: those with sketches (`format::sketch`), and those whose norms are divided by
+// Rows that are coded whole, bit for bit: rows with sketches (`format::sketch`), and rows whose norms are divided by
 // that of their levels (`format::codebook::renormalized`).
 //
-// Of a sketched row, a field is the sign of a channel of what the levels leave, rotated once more,
-// above the code of the level, whose top bit is flipped; the sign bit is set where that channel is not below 0.
+// In a sketched row, a field holds a sign above the code of the level, whose top bit is flipped. The sign is that of a
+// channel of the residual of the levels, rotated once more. The bit is set if that channel is not below 0.
 
 #pragma once
 
@@ -15,7 +15,7 @@ constexpr u32 MIDDLE_LEVEL = LEVEL_BITS<VALUE> > 0 ? 1u << (LEVEL_BITS<VALUE> - 
 template <bool VALUE>
 constexpr u32 SIGN_BIT = 1u << (FORMAT_BITS<VALUE> - 1);
 
-// Rotations between the basis of levels and that of signs: one where a block is the whole head.
+// Number of rotations between the basis of levels and that of signs: one where a block is the whole head.
 template <bool VALUE>
 constexpr int SKETCH_ROUNDS = ROTATION_ORDER<VALUE> == TENSOR_CHANNELS ? 1 : 3;
 
@@ -43,7 +43,7 @@ __device__ __forceinline__ void rotate_sketch_back(float (&row)[LANE_CHANNELS], 
     }
 }
 
-// What the level of a field stands for.
+// The value of a field's level.
 template <bool VALUE>
 __device__ __forceinline__ float sketched_level(u32 field, float norm) {
     if constexpr (LEVEL_BITS<VALUE> == 0) {
@@ -53,15 +53,15 @@ __device__ __forceinline__ float sketched_level(u32 field, float norm) {
     }
 }
 
-// What the sign of a field stands for, in the basis of signs.
+// The value of a field's sign, in the basis of signs.
 template <bool VALUE>
 __device__ __forceinline__ float sketched_sign(u32 field, float residual_norm) {
     const float level = __uint_as_float(SKETCH_LEVEL<VALUE>);
     return __fmul_rn(residual_norm, field & SIGN_BIT<VALUE> ? level : -level);
 }
 
-// Replaces a row, rotated already and in memory that the warp shares, by its fields, and yields the norm and that of
-// what the levels leave as they are stored.
+// Replaces a rotated row, in memory that the warp shares, by its fields. Returns the norm and that of the residual in
+// their stored form.
 template <bool VALUE>
 __device__ __forceinline__ u32 sketch_row(float* row, int lane) {
     const auto at = [&](u32 channel) { return row[channel]; };
@@ -96,7 +96,7 @@ __device__ __forceinline__ u32 sketch_row(float* row, int lane) {
     return norm_half | residual_half << 16;
 }
 
-// Replaces such a row by its codes, and yields the norm divided by that of the levels as it is stored.
+// Replaces such a row by its codes. Returns the norm divided by that of the levels, in its stored form.
 template <bool VALUE>
 __device__ __forceinline__ u32 renormalized_row(float* row, int lane) {
     const auto at = [&](u32 channel) { return row[channel]; };
@@ -119,7 +119,7 @@ __device__ __forceinline__ u32 renormalized_row(float* row, int lane) {
     return nearest_root(__fmul_rn(norm, norm), sum);
 }
 
-// Replaces a row that is coded whole by its fields, and yields its range word.
+// Replaces a row that is coded whole by its fields. Returns its range word.
 template <bool VALUE>
 __device__ __forceinline__ u32 code_row(float* row, int lane) {
     if constexpr (SKETCHED<VALUE>) {

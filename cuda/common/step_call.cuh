@@ -1,10 +1,10 @@
-// What a step stores: `plan::WriteTable`, one section of it, and where its pages lie.
+// One section of a step's writes, `plan::WriteTable`, and the addresses of its pages.
 
 #pragma once
 
 #include "common/tile.cuh"
 
-// Keys lose the centre of their sequence, whose slot follows that of the token in its word.
+// Whether keys are centred. The slot of the centre follows that of the token in its word.
 #ifndef KEY_CENTRED
 #define KEY_CENTRED 0
 #endif
@@ -12,12 +12,12 @@
 constexpr int MOST_STEP_SHARDS = 16;
 
 struct WriteCall {
-    // The section: an entry whose first word counts the others, which follow.
+    // The section. The first word of its first entry holds the number of the entries that follow.
     const uint4* table;
     // Dense elements of types `key_type` and `value_type`.
     const void* keys;
     const void* values;
-    // In elements.
+    // Strides in elements.
     u64 token_stride;
     u64 head_stride;
     // The first token whose keys, and the first whose values, could not be stored.
@@ -28,17 +28,17 @@ struct WriteCall {
     u32 kv_heads;
     u32 key_type;
     u32 value_type;
-    // The largest element that is stored as it is.
+    // The largest element that is stored exactly.
     float key_largest;
     float value_largest;
     float key_shrink;
     float value_shrink;
-    // Entries that the section has room for.
+    // Maximum number of entries of the section.
     u32 capacity;
-    // Blocks in a row that have work, where the launch runs beside the one before it; 0 where it waits for that.
+    // Number of blocks in a row with work, if the launch overlaps with the previous one; 0 if it waits for that.
     u32 beside;
     u32 unused;
-    // [slot][kv head][channel], where keys are stored less the centre of their sequence.
+    // [slot][kv head][channel], if keys are centred.
     float* centres;
     // Addresses of the shards that are written, and of those that windows are read from.
     u64 shards[MOST_STEP_SHARDS];
@@ -49,7 +49,7 @@ __device__ __forceinline__ u32 entry_count(const WriteCall& call) { return call.
 
 __device__ __forceinline__ uint4 entry_at(const WriteCall& call, u32 index) { return call.table[1 + index]; }
 
-// The slot of a token in its page, and that of its centre, or of the one that a mean becomes.
+// The slot of a token in its page, and that of its centre or of the centre that a mean becomes.
 __device__ __forceinline__ u32 token_slot(uint4 entry) { return KEY_CENTRED ? entry.z & 0xffu : entry.z; }
 
 __device__ __forceinline__ u32 centre_slot(uint4 entry) { return entry.z >> 8; }

@@ -1,15 +1,15 @@
-// Codes of 3 bits as bytes, from the words of their low two bits and those of their top bits.
+// Codes of 3 bits as bytes, assembled from words with their low two bits and words with their top bits.
 
 #pragma once
 
-// The codes of block `block` in one word of each: planes of two bits, and of one.
+// The codes of block `block` in one word of each kind: planes of two bits, and of one.
 __device__ __forceinline__ u32 three_bit_bytes(u32 low, u32 top, int block) {
     const int plane = block % TOP_PLANES;
     const u32 high = plane < 2 ? top << (2 - plane) : top >> (plane - 2);
     return low >> 2 * (block % 4) & 0x03030303u | high & 0x04040404u;
 }
 
-// Those of a lane's words.
+// The codes of a lane's words.
 __device__ __forceinline__ void three_bit_block(u32 (&a)[4], const uint4& low, const uint4& top, int block) {
     a[0] = three_bit_bytes(low.x, top.x, block);
     a[1] = three_bit_bytes(low.y, top.y, block);

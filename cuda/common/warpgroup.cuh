@@ -1,11 +1,11 @@
-// Products of the four warps of a warpgroup together (`wgmma`, compute capability 9.0).
+// Products of the four warps of a warpgroup (`wgmma`, compute capability 9.0).
 //
-// Operands in shared memory are matrices of 8 rows by 8 halves, 128 bytes each, row after row: `matrices` names two of
-// one step of 16 that follow each other, and those of the next eight rows `stride` bytes on. The tensor cores read them
-// beside what the threads do: after shared_visible() of those who wrote, and a barrier.
+// Operands in shared memory are matrices of 8 rows by 8 halves, 128 bytes each, row after row. `matrices` names two
+// consecutive ones of one step of 16; those of the next eight rows lie `stride` bytes later. The tensor cores read them
+// asynchronously: after shared_visible() by the threads that wrote them, and a barrier.
 //
-// Of 64 rows each warp has 16: a lane holds row lane / 4 of them in words 0 and 1 of every four, and row lane / 4 + 8
-// in words 2 and 3, columns 2 (lane % 4) and the one after of eight, as MMAs of one warp have it.
+// Of 64 rows each warp has 16. A lane holds row lane / 4 of them in words 0 and 1 of every four, and row lane / 4 + 8
+// in words 2 and 3, columns 2 (lane % 4) and the one after of eight, as in MMAs of one warp.
 
 #pragma once
 
@@ -17,14 +17,14 @@ __device__ __forceinline__ u64 matrices(u32 at, u32 stride) {
     return (u64)(at >> 4 & 0x3fffu) | (u64)(128u >> 4) << 16 | (u64)(stride >> 4) << 32;
 }
 
-// Before products whose operands in registers somebody else wrote.
+// Call before products whose operands in registers were written by other instructions.
 __device__ __forceinline__ void warpgroup_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Waits for the products.
 template <int EIGHTS>
 __device__ __forceinline__ void warpgroup_end(float (&d)[EIGHTS][4]) {
     asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
-    // They are others now.
+    // Tells the compiler that the registers have changed.
 #pragma unroll
     for (int i = 0; i < 4 * EIGHTS; i++) asm volatile("" : "+f"(d[i / 4][i % 4]));
 }

@@ -57,12 +57,12 @@ impl<'a> Binder<'a> {
         variant: &Variant,
         shards: u32,
         buffers: &[(&str, wgpu::BufferBinding<'_>)],
-        beside: u32,
+        kernel_count: u32,
         (section, per_entry): (TableSection, u64),
     ) -> Result<WriteLaunch> {
         let [x, y, _] = flat_grid(self.layout.capacity(section) as u64 * per_entry, &self.limits)?;
-        let launch = Launch::new(self.kernels, variant, buffers, [x, y, beside])?;
-        Ok(WriteLaunch { launch, section, shards, per_entry, beside })
+        let launch = Launch::new(self.kernels, variant, buffers, [x, y, kernel_count])?;
+        Ok(WriteLaunch { launch, section, shards, per_entry, kernel_count })
     }
 }
 
@@ -81,7 +81,7 @@ pub(super) struct WriteLaunch {
     shards: u32,
     per_entry: u64,
     /// Number of kernels in the dispatch. Each has a grid of its own.
-    beside: u32,
+    kernel_count: u32,
 }
 
 impl WriteLaunch {
@@ -91,7 +91,7 @@ impl WriteLaunch {
         if table.names_shards(self.section, self.shards) {
             let invocations = table.count(self.section) as u64 * self.per_entry;
             let [x, y, _] = folded_grid(invocations.div_ceil(u64::from(FLAT_WORKGROUP)), most);
-            self.launch.encode_grid(pass, [x, y, self.beside]);
+            self.launch.encode_grid(pass, [x, y, self.kernel_count]);
         }
     }
 }
