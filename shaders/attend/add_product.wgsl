@@ -1,4 +1,5 @@
-// sum + a · b in four multiply-adds; `sum + dot(a, b)` would be a multiplication, three of them and an addition.
+// sum + a · b in four fused multiply-adds. `sum + dot(a, b)` would take one multiplication, three of them and an
+// addition.
 //
 // gives: add_product
 fn add_product(a: vec4<f32>, b: vec4<f32>, sum: f32) -> f32 {

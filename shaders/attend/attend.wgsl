@@ -2,15 +2,15 @@
 //
 //   s_t = q · k_t / √D (as prepared),  lse = ln Σ exp(s_t),  output = Σ exp(s_t - lse) v_t
 //
-// over the tokens of one work item, for one KV head and up to HEADS of its query heads. The query is prepared here
-// where keys are not rotated (query/own.wgsl, query/own_f32.wgsl), and items are joined here where they are few
-// (attend/merge/last.wgsl); otherwise by `prepare_query` and `merge_states`.
+// over the tokens of one work item, for one KV head and up to HEADS of its query heads. If keys are not rotated, the
+// query is prepared here (query/own.wgsl, query/own_f32.wgsl). If there are few items, their states are merged here
+// (attend/merge/last.wgsl). Otherwise `prepare_query` and `merge_states` do this.
 //
-// Invocations: see attend/work_item.wgsl; the loop, attend/softmax_loop.wgsl; keys, attend/scores/; values,
-// attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane,
-// coalesced. Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of
-// groups, which may lie where the weights do: attend/query_bytes/), one step's weights, 512 · HEADS bytes for sums, 8 ·
-// HEAD_DIM for ranges of values.
+// attend/work_item.wgsl describes the invocations, attend/softmax_loop.wgsl the loop, attend/scores/ the keys,
+// attend/values/ and value_dots.wgsl the values. Keys and values are read once per chunk of query heads, 16 bytes per
+// lane, coalesced. Workgroup memory holds the query rows (and 16 rows of bytes per step and head where keys have ranges
+// of groups, which may share the memory of the weights: attend/query_bytes/), the weights of one step, 512 · HEADS
+// bytes for sums, and 8 · HEAD_DIM for ranges of values.
 //
 // In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold
 // anything (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the

@@ -1,25 +1,27 @@
-// attend_matrix: `attend` of f16 keys and values by cooperative matrices, for many query heads per KV head.
+// attend_matrix: `attend` of f16 keys and values with cooperative matrices, for many query heads per KV head.
 //
 //   s_t = q · k_t / √D,  lse = ln Σ exp(s_t),  output = Σ exp(s_t - lse) v_t
 //
-// over the tokens of one work item, for one KV head and up to eight of its query heads. Products are 16 × 16 × 16, of
-// f16 with f32 sums. The query is prepared here; `merge_states` joins the items.
+// over the tokens of one work item, for one KV head and up to eight of its query heads. Products are 16 × 16 × 16, in
+// f16 with f32 sums. The query is prepared here; `merge_states` merges the items.
 //
-// A row of a left operand is 16 consecutive halves of a tile, as they lie in memory: eight channels of the keys of two
-// neighbouring tokens, or eight tokens of the values of two neighbouring channels. A column of a right operand meets
-// only one of the two: column 2 h is eight zeros and then eight halves of head h, and column 2 h + 1 these eight and
-// then zeros. A column begins eight halves after the one before, so that both share what they have in common.
+// A row of a left operand is 16 consecutive halves of a tile in memory order: eight channels of the keys of two
+// neighbouring tokens, or eight tokens of the values of two neighbouring channels. A column of a right operand
+// multiplies only one of the two: column 2 h is eight zeros followed by eight halves of head h, and column 2 h + 1 is
+// the same eight halves followed by zeros. A column begins eight halves after the previous one, so that both share
+// their common part.
 //
-// Invocations: four subgroups of 32 take steps of two tiles. Subgroup t scores 64 tokens of tile t / 2, makes the
-// weights of OWN_HEADS heads, and sums half of the channels of tile t / 2. As in attend/softmax_loop.wgsl weights are
-// relative to the step's maximum, and a step's sums enter the running ones in f32. Two barriers per step of 256 tokens:
+// Four subgroups of 32 take steps of two tiles. Subgroup t scores 64 tokens of tile t / 2, computes the weights of
+// OWN_HEADS heads, and sums half of the channels of tile t / 2. As in attend/softmax_loop.wgsl, weights are relative to
+// the step's maximum, and a step's sums are added to the running ones in f32. There are two barriers per step of 256
+// tokens:
 //
 //   scores -> workgroup memory | sums of the last step, weights -> workgroup memory | sums of values -> workgroup memory
 //
-// Memory: keys and values are read once, in blocks of 512 consecutive bytes, half of a step's values before its
-// weights are known. Workgroup memory: query and weights in columns, scores and sums in blocks
-// (`matrix_workgroup_bytes` counts them). SPIR-V with cooperative matrices has the memory model of Vulkan, which has
-// no coherent variables: nothing is merged here.
+// Memory: keys and values are read once, in blocks of 512 consecutive bytes; half of a step's values are read before
+// its weights are known. Workgroup memory holds query and weights in columns, scores and sums in blocks
+// (`matrix_workgroup_bytes` counts them). SPIR-V with cooperative matrices has the memory model of Vulkan, which has no
+// coherent variables, so nothing is merged here.
 //
 // In bounds: as `attend`; blocks lie within tiles, since HEAD_DIM is a multiple of 64. Control flow around products is
 // uniform: it depends on the item alone. Loops are bounded by an item's tiles and by constants. Divisors are powers of
@@ -44,12 +46,12 @@ alias Sums = coop_mat16x16<f32, C>;
 
 // log2(e) / √D.
 const SCORE_SCALE: f32 = 0.12751743f;
-// Summands of a query in f16: 1 where it is given so, else 2.
+// f16 summands of a query: 1 if it is given in f16, otherwise 2.
 const QUERY_PARTS: u32 = 2u;
 // The largest element of a query in f16 is at least this, and less than twice as much.
 const QUERY_LARGEST: f32 = 16384f;
-// Weights are relative to 2^-14 of the step's largest: f16 is as exact for those of 2^-28 of it, and rounds
-// at 2^-38 of it.
+// Weights are relative to 2^-14 of the step's largest. f16 holds weights down to 2^-28 of the largest at full
+// precision, and rounds at 2^-38 of it.
 const WEIGHT_LOG2: f32 = 14f;
 
 // Tiles of a step.
@@ -61,23 +63,23 @@ const TOKEN_VECTORS: u32 = 16u;
 const TOKEN_BLOCKS: u32 = 4u;
 const CHANNEL_BLOCKS: u32 = HEAD_DIM / 32u;
 const OWN_BLOCKS: u32 = CHANNEL_BLOCKS / 2u;
-// Vectors of tokens whose values are asked for before the weights are made.
+// Vectors of tokens whose values are loaded before the weights are known.
 const EARLY: u32 = 8u;
-// Heads whose weights a subgroup makes.
+// Heads whose weights a subgroup computes.
 const OWN_HEADS: u32 = (HEADS + 3u) / 4u;
 // Vectors of four channels of a query that a lane prepares.
 const LANE_FIELDS: u32 = (HEAD_DIM + 127u) / 128u;
 
-// In vectors of four halves: a tile, a left block of it, and a row of that.
+// Sizes in vectors of four halves: a tile, a left block of it, and a row of the block.
 const TILE_SIZE: u32 = HEAD_DIM * 32u;
 const LEFT_BLOCK: u32 = 64u;
 const LEFT_ROW: u32 = 4u;
-// And: from one column of a right operand to the next, from one head to the next, and eight heads with the
-// zeros behind them.
+// Distances in the same unit: between columns of a right operand, between heads, and eight heads with the zeros behind
+// them.
 const COLUMN: u32 = 2u;
 const HEAD_COLUMNS: u32 = 4u;
 const COLUMNS: u32 = 34u;
-// From one column of a block of sums to the next, so that lanes meet different banks of memory, and of such blocks.
+// Distance between columns of a block of sums, chosen so that lanes use different banks, and between such blocks.
 const SUM_COLUMN: u32 = 20u;
 const SUM_BLOCK: u32 = 320u;
 
@@ -89,8 +91,8 @@ var<workgroup> weight_columns: array<Half4, TILES * TOKEN_VECTORS * COLUMNS>;
 var<workgroup> scores: array<f32, TILES * TOKEN_BLOCKS * SUM_BLOCK>;
 var<workgroup> step_sums: array<f32, TILES * CHANNEL_BLOCKS * SUM_BLOCK>;
 
-// Of the subgroup's heads: what their scores are multiplied with, running maximum, the lane's part of the
-// sum of weights.
+// For each of the subgroup's heads: the factor of its scores, the running maximum, and the lane's part of the sum of
+// weights.
 var<private> score_units: array<f32, OWN_HEADS>;
 var<private> running_max: array<f32, OWN_HEADS>;
 var<private> weight_sum: array<f32, OWN_HEADS>;
@@ -108,7 +110,7 @@ fn own_channel(lane: u32, block: u32) -> u32 {
     return block * 32u + 2u * (lane % 16u) + 1u - lane / 16u;
 }
 
-// Heads beyond HEADS have a query of zeros.
+// Heads beyond HEADS have a zero query.
 fn load_query(item: WorkItem, y: u32, team: u32, lane: u32) {
     let invocation = team * 32u + lane;
     for (var i = invocation; i < QUERY_PARTS * VECTORS * COLUMNS; i += INVOCATIONS) {
@@ -132,7 +134,7 @@ fn load_query(item: WorkItem, y: u32, team: u32, lane: u32) {
             let magnitude = abs(q[i]);
             largest = max(largest, max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w)));
         }
-        // The power of two below the largest magnitude, so that what is exact in f16 remains so.
+        // The power of two below the largest magnitude, so that elements that are exact in f16 stay exact.
         let unit = bitcast<f32>(clamp(bitcast<u32>(subgroupMax(largest)) & 0x7f800000u, 0x10000000u, 0x70000000u));
         score_units[own] = unit * (SCORE_SCALE / QUERY_LARGEST);
         // unroll
@@ -142,7 +144,7 @@ fn load_query(item: WorkItem, y: u32, team: u32, lane: u32) {
                 var rest = q[i] / unit * QUERY_LARGEST;
                 // unroll
                 for (var part = 0u; part < QUERY_PARTS; part++) {
-                    // A driver may take a conversion there and back for nothing, and the rest for zero.
+                    // A driver may treat a conversion and its inverse as nothing, and the rest as zero.
                     let rounded = quantizeToF16(rest);
                     let column = head * HEAD_COLUMNS + 2u + field % 2u;
                     query_columns[(part * VECTORS + field / 2u) * COLUMNS + column] = Half4(rounded);
@@ -188,14 +190,14 @@ fn take_sums(team: u32, lane: u32) {
     }
 }
 
-// Weights of the subgroup's heads: a lane has the eight tokens of vector lane % 16 of the values of tile lane / 16.
+// Weights of the subgroup's heads. A lane has the eight tokens of vector lane % 16 of the values of tile lane / 16.
 fn weigh(item: WorkItem, first: u32, team: u32, lane: u32) {
     let tile = lane / 16u;
     let vector = lane % 16u;
     // unroll
     for (var own = 0u; own < OWN_HEADS; own++) {
         let head = team * OWN_HEADS + own;
-        // Of the tokens 2 vector + i / 4 + 32 (i % 4).
+        // Scores of the tokens 2 vector + i / 4 + 32 (i % 4).
         var s: array<f32, 8>;
         var largest = LOWEST;
         // unroll
@@ -211,7 +213,7 @@ fn weigh(item: WorkItem, first: u32, team: u32, lane: u32) {
         keep[own] = exp2(running_max[own] - new_max);
         enter[own] = exp2(step_max - new_max);
         running_max[own] = new_max;
-        // The sum is that of the rounded weights, so that the mean of the values is exact.
+        // The sum of the rounded weights, so that the mean of the values is exact.
         var sum = 0f;
         // unroll
         for (var half = 0u; half < 2u; half++) {
@@ -266,7 +268,7 @@ fn attend_matrix(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) 
     }
     workgroupBarrier();
     for (var first = 0u; first < tiles; first += TILES) {
-        // The last step of an odd number of tiles takes the last one twice; its second tokens have no weight.
+        // The last step of an odd number of tiles takes the last tile twice. Its second copy has no weight.
         let tile_base = tile_bases[min(first + team / 2u, tiles - 1u)];
         score_tokens(tile_base, team);
 

@@ -1,13 +1,13 @@
-// Codes of 1, 2, 4 or 8 bits as halves. The bits of 2^10 and of a whole number below it are the half of both, and two
-// such halves are unpacked at once. Eight codes, two field groups that lie beside each other, are the bytes of a bit
-// plane and of the next: of one word, or of two at 8 bits.
+// Codes of 1, 2, 4 or 8 bits as halves. Combining the bits of 2^10 with an integer below it gives the half of their
+// sum. Two such halves are unpacked at once. Eight codes, which are two neighbouring field groups, are the bytes of one
+// bit plane and of the next: of one word, or of two at 8 bits.
 //
 // needs: Eight, Half4
 // gives: Half2, CODES, first_word, second_word, code_halves
 
 alias Half2 = vec2<f16>;
 
-// What is subtracted so that codes are left, counted from 0.
+// The origin to subtract so that codes remain, counted from 0.
 const CODES: f16 = 1024h;
 
 // The words of a row of keys, or of a column of values, that hold eight codes.
@@ -19,7 +19,7 @@ fn second_word(eight: u32, bits: u32) -> u32 {
     return first_word(eight, bits) + bits / 8u;
 }
 
-// Eight codes less `origin`, and 2^10. Fields hold codes with the top bit flipped.
+// Eight codes minus `origin` and 2^10. Fields hold codes with the top bit flipped.
 fn code_halves(words: vec2<u32>, eight: u32, bits: u32, origin: f16) -> Eight {
     let plane = eight * 2u * bits % 8u;
     let low = words.x >> plane;

@@ -1,13 +1,13 @@
-// Codes of 4 bits as halves, where all codes have as many: what attend/code_halves.wgsl does for any width takes a
-// second register for every word. The bits of 2^10 and of a whole number below 16 are the half of both, and two such
-// halves, four fields from each other, are unpacked at once.
+// Codes of 4 bits as halves, for kernels in which all codes have 4 bits. The general attend/code_halves.wgsl takes a
+// second register for every word. Combining the bits of 2^10 with an integer below 16 gives the half of their sum. Two
+// such halves, four fields apart, are unpacked at once.
 //
 // needs: Eight, Half4
 // gives: Half2, CODES, SIGNED_CODES, code_halves
 
 alias Half2 = vec2<f16>;
 
-// What is subtracted, so that codes 0 .. 15 are left, or what their fields hold, which is 8 less.
+// The origin to subtract so that codes 0 .. 15 remain, or the contents of their fields, which are 8 less.
 const CODES: f16 = 1024h;
 const SIGNED_CODES: f16 = 1032h;
 

@@ -1,12 +1,12 @@
-// Attention states joined: a running sum relative to the largest log-sum-exp so far. States are read once,
-// AT_ONCE together.
+// Merges attention states into a running sum relative to the largest log-sum-exp so far. States are read once, AT_ONCE
+// together.
 //
 // needs: FIELDS, QUERY_HEADS, STATE_ROW, states
 // gives: NO_LSE, Joined, join_states
 
 // Below every log-sum-exp.
 const NO_LSE: f32 = -1e30f;
-// States whose loads are under way together.
+// Number of states whose loads are in flight together.
 const AT_ONCE: u32 = 8u;
 
 struct Joined {
@@ -15,7 +15,7 @@ struct Joined {
     largest: f32,
 }
 
-// Four channels of the states first, first + stride, ... below `wanted_end` of a query head, as far as they exist.
+// Merges four channels of the existing states first, first + stride, ... below `wanted_end` of a query head.
 fn join_states(first: u32, wanted_end: u32, stride: u32, query_head: u32, field: u32) -> Joined {
     let end = min(wanted_end, arrayLength(&states) / (QUERY_HEADS * STATE_ROW));
     var joined = Joined(vec4<f32>(0f), 0f, NO_LSE);

@@ -1,10 +1,10 @@
 // Levels of a codebook as signed bytes: level = (byte + 1/2) · unit, see `format::codebook`. A negative level's byte is
-// the complement of its opposite's, and the steps of the levels above 0 are exclusive ors of constants, one for each
-// bit of the index (at 4 bits also for two pairs of bits), so that four fields are looked up at once.
+// the complement of its opposite's. The steps of the levels above 0 are exclusive ors of constants, one for each bit of
+// the index (at 4 bits also for two pairs of bits), so that four fields are looked up at once.
 //
 // gives: level_bytes
 
-// The bytes of the four fields in the lowest `bits` bits of the bytes of `fields`; other bits do not matter.
+// The bytes of the four fields in the lowest `bits` bits of the bytes of `fields`. Higher bits are ignored.
 fn level_bytes(fields: u32, bits: u32) -> u32 {
     // The top bit is the sign, and below 0 the index counts from -1.
     let sign = (fields >> (bits - 1u)) & 0x01010101u;

@@ -1,8 +1,8 @@
-// merge_pair: the attention states of the same queries over two sets of tokens, joined.
+// merge_pair: merges the attention states of the same queries over two sets of tokens.
 //
 //   lse = M + ln(exp(a - M) + exp(b - M)),  output = (exp(a - M) x + exp(b - M) y) / (exp(a - M) + exp(b - M)),  M = max(a, b)
 //
-// of the states (a, x) and (b, y). A part with a log-sum-exp of −∞ is empty; if both are, the output is 0.
+// of the states (a, x) and (b, y). A part with a log-sum-exp of −∞ is empty. If both parts are empty, the output is 0.
 //
 // One workgroup owns a row of a query head; an invocation owns every 64th channel group. Both states are read once.
 //
@@ -24,7 +24,7 @@ const FIELDS: u32 = HEAD_DIM / 4u;
 // Below every log-sum-exp of a part with tokens.
 const NO_LSE: f32 = -1e30f;
 
-// The weight of a part; a part without tokens has none, and what is NaN remains so.
+// The weight of a part. A part without tokens has none, and NaN stays NaN.
 fn weight_of(part: f32, largest: f32) -> f32 {
     return select(exp(part - largest), 0f, part < NO_LSE);
 }
@@ -45,7 +45,7 @@ fn merge_pair(
     let sum = first + second;
     for (var field = invocation; field < FIELDS; field += INVOCATIONS) {
         let at = row * FIELDS + field;
-        // An output without weight may hold anything.
+        // An output with weight 0 may hold anything.
         let x = select(first_outputs[at] * first, vec4<f32>(0f), first == 0f);
         let y = select(second_outputs[at] * second, vec4<f32>(0f), second == 0f);
         outputs[at] = select((x + y) / sum, vec4<f32>(0f), sum == 0f);

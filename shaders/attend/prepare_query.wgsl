@@ -1,14 +1,13 @@
-// prepare_query: one row per prepared query and query head for the kernels that score keys: of every query, once for
-// every span where keys have ranges of spans.
+// prepare_query: one row per prepared query and query head, for the kernels that score keys. A query is prepared once,
+// or once for every span where keys have span ranges.
 //
-// With per-channel ranges k = s ⊙ u + m and u = c + 2^(bits-1) folded in:
-//   q·k / √D · log2 e = Σ (q ⊙ s) c + Σ q (m + 2^(bits-1) s), with q already multiplied by log2 e / √D.
-// Where keys are stored rotated, so is q before all that.
-// The row holds q ⊙ s as integers in byte planes and (scale, bias, Σ q, 0), or as f32 (see attend/query_row/).
+// With per-channel ranges k = s ⊙ u + m and u = c + 2^(bits-1) folded in: q·k / √D · log2 e = Σ (q ⊙ s) c + Σ q (m +
+// 2^(bits-1) s), with q already multiplied by log2 e / √D. If keys are rotated, q is rotated first. The row holds q ⊙ s
+// as integers in byte planes and (scale, bias, Σ q, 0), or as f32 (see attend/query_row/).
 //
-// Workgroup (x, y): prepared query x, part y % PARTS of query head y / PARTS: keys with sketches want a row for their
-// signs and one for their levels. An invocation owns four neighbouring channels. Reads D elements and as many ranges,
-// writes one row.
+// Workgroup (x, y) prepares part y % PARTS of query head y / PARTS of prepared query x: keys with sketches need one row
+// for their signs and one for their levels. An invocation owns four neighbouring channels. It reads D elements and as
+// many ranges, and writes one row.
 //
 // In bounds: rows are sized for the plan, and what the table of prepared queries holds is clamped to what is bound;
 // channels past HEAD_DIM are not read.

@@ -5,15 +5,15 @@
 // set by plans: QUERY_LARGEST, CODE_UNIT, PLACE_WORDS, PLACE_PLANES
 
 const QUERY_LARGEST: f32 = 32639f;
-// What a dot product of integers and bytes of keys must be multiplied with, beside the query's own scale: 2^(bits-8)
-// for affine codes, which are shifted to the top of their bytes, and the unit of a codebook's levels.
+// Factor of a dot product of integers and key bytes, in addition to the query's own scale: 2^(bits-8) for affine codes,
+// which are shifted to the top of their bytes, and the unit of a codebook's levels.
 const CODE_UNIT: f32 = 0.0625f;
 // Words of a vector of keys, and bit planes of a word; a vector of 3-bit codes counts as one word of eight planes.
 const PLACE_WORDS: u32 = 4u;
 const PLACE_PLANES: u32 = 2u;
 
-// Field groups in the order in which `scores` and `attend` use them: within a vector of words, bit plane by bit
-// plane from the top.
+// Field groups in the order in which `scores` and `attend` use them: within a vector of words, bit plane by bit plane
+// from the top.
 fn place(field: u32) -> u32 {
     let in_vector = field % (PLACE_WORDS * PLACE_PLANES);
     return field - in_vector + (PLACE_PLANES - 1u - in_vector % PLACE_PLANES) * PLACE_WORDS + in_vector / PLACE_PLANES;

@@ -1,4 +1,4 @@
-// A query in workgroup memory, four channels to an invocation, on its way through a rotation.
+// A query in workgroup memory, four channels per invocation, to be rotated.
 //
 // needs: HEAD_DIM
 // gives: put_query, rotated_query

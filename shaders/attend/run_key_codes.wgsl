@@ -1,4 +1,4 @@
-// Codes of keys where they lie, KEY_BITS each.
+// Codes of keys in their memory order, KEY_BITS each.
 //
 // needs: EIGHTS, KV_HEADS, TILE_TOKENS
 // gives: KEY_BITS, run_key_pages, load_key_codes
@@ -9,7 +9,7 @@
 @group(0) @binding(3) var<storage, read> keys: array<u32>;
 
 const KEY_BITS: u32 = 4u;
-// Words of a token that lie beside each other.
+// Neighbouring words of a token.
 const KEY_VECTOR: u32 = 4u;
 const KEY_WORDS: u32 = EIGHTS * KEY_BITS / 4u;
 

@@ -1,4 +1,4 @@
-// Codes of values where they lie, VALUE_BITS each.
+// Codes of values in their memory order, VALUE_BITS each.
 //
 // needs: HEAD_DIM, KV_HEADS, TOKEN_VECTORS
 // gives: VALUE_BITS, run_value_pages, load_value_codes

@@ -1,10 +1,10 @@
 // scores: q · k / √D of packed keys (CalibQuant, Algorithm 1), with the extremes that calibration needs.
 //
-// Writes the natural-log score of every token of a work item for HEADS query heads, and enters their largest and
-// largest negated score into the extremes of its query over the span. Items have one query.
+// Writes the natural-log score of every token of a work item for HEADS query heads. Records their largest score and
+// largest negated score in the extremes of the query over the span. Items have one query.
 //
-// A team of 32 lanes owns a tile, a lane four of its tokens; no barriers in the loop. Reads the keys once per chunk of
-// query heads, writes 4 bytes per token and query head.
+// A team of 32 lanes owns a tile; a lane owns four of its tokens. There are no barriers in the loop. Keys are read once
+// per chunk of query heads, and 4 bytes are written per token and query head.
 //
 // In bounds: as `attend`; scores have room for every tile that a query sees, extremes for every prepared query.
 //
@@ -15,7 +15,7 @@
 // import scores = attend/scores/dot.wgsl
 // import common/ordered.wgsl
 
-// Natural-log scores: tile after tile [query head][token], those of an item from its first tile on.
+// Natural-log scores [query head][token], tile after tile. The tiles of an item follow its first one.
 @group(0) @binding(5) var<storage, read_write> stored_scores: array<f32>;
 // Largest score and largest negated score of every prepared query and query head, ordered; `prepare_query` resets them.
 @group(0) @binding(6) var<storage, read_write> extremes: array<atomic<u32>>;

@@ -1,4 +1,5 @@
-// What the two weighted sums of packed values by integer dot products share: whose channels are whose, and the end.
+// The common part of the two weighted sums of packed values with integer dot products: the assignment of channels, and
+// the end.
 //
 // Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on
 // CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as

@@ -3,10 +3,10 @@
 //   s'_t = slope · s_t + offset,  lse = ln Σ exp(s'_t),  output = Σ exp(s'_t - lse) v_t
 //
 // over the tokens of one work item. Slope and offset come from the extremes of the head's scores over the whole span
-// (eq. 7 and 8), which `scores` left behind.
+// (eq. 7 and 8), which `scores` wrote.
 //
-// Work, memory traffic, merging and bounds as in `attend`, with 4 bytes per token and query head read in
-// place of the keys.
+// Work, memory traffic, merging and bounds are as in `attend`, except that 4 bytes per token and query head are read
+// instead of the keys.
 
 // import numbering = attend/numbering/local.wgsl
 // import attend/work_item.wgsl

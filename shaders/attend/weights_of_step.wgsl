@@ -1,4 +1,4 @@
-// Weights relative to the step's maximum, and their sum as it is.
+// Weights relative to the step's maximum, and their exact sum.
 //
 // needs: HEADS, LANE_TOKENS, enter, token_scores
 // gives: weights, weigh

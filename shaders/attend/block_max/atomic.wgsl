@@ -1,4 +1,4 @@
-// Largest values over a block of eight lanes, by atomic maxima: two sets, so that one can be reset while the
+// Largest values over a block of eight lanes, by atomic maxima. There are two sets, so that one can be reset while the
 // other is in use.
 //
 // needs: BLOCK_MAXIMA, INVOCATIONS, STEP_TILES, TILE_QUAD_PAIRS, from_ordered, is_first_of_block, ordered, value_place

@@ -1,4 +1,4 @@
-// Slot `block_max`: largest values over a block of eight lanes (values/byte.wgsl): BLOCK_MAXIMA of them in every step.
+// Slot `block_max`: largest values over a block of eight lanes (values/byte.wgsl), BLOCK_MAXIMA of them in every step.
 //
 // Every choice has
 //   fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32)

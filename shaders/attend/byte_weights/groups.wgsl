@@ -1,10 +1,10 @@
-// Weights of one byte for every group of channels, whose scales are in them: p s as an integer 0 … 255 relative to the
-// product of the block's largest p and largest s. What the integers leave out meets the codes about their middle
-// c̄ = (2^bits - 1) / 2 alone:
+// Weights of one byte for every group of channels, with the scales multiplied in: p s as an integer 0 … 255 relative to
+// the product of the block's largest p and largest s. The rounding error of the integers multiplies only the middle of
+// the codes, c̄ = (2^bits - 1) / 2:
 //
 //   Σ p (s c + m) ≈ Σ ŵ c + Σ (p m + (p s - ŵ) c̄)
 //
-// where ŵ stands for p s, and the second sum is one per head and group.
+// where ŵ approximates p s, and the second sum is one per head and group.
 //
 // needs: HEADS, LANE_TOKENS, LARGEST_WEIGHT_UNIT, TWO_TO_23, WEIGHT_GROUPS, keep, store_bytes, token_scores
 // gives: BLOCK_MAXIMA, begin_value_ranges, enter_value_ranges, weigh, store_weights
@@ -31,8 +31,8 @@ fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
     }
 }
 
-// Leaves the weights of a head's tokens where their scores were and returns their sum, relative to the new
-// running maximum.
+// Stores the weights of a head's tokens in place of their scores and returns their sum, relative to the new running
+// maximum.
 fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
     let largest = block_max(head, parity, team, lane);
     var sum = 0f;
@@ -50,15 +50,15 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
     for (var group = 0u; group < WEIGHT_GROUPS; group++) {
         let largest = block_max(HEADS + group, parity, team, lane);
         let scales = group_scales(group);
-        // Where every scale of the block is 0, so are all weights.
+        // If every scale of the block is 0, all weights are 0.
         let integers = scales * (255f / max(largest, 1e-30f));
         let centres = group_minima(group) + VALUE_CENTRE * scales;
         let unit = largest * LARGEST_WEIGHT_UNIT;
         // unroll
         for (var head = 0u; head < HEADS; head++) {
             let p = vec4<f32>(token_scores[head * 4u], token_scores[head * 4u + 1u], token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]);
-            // Rounded to nearest in the low bits of 2^23 + weight; the bits of 2^23 fall off the top but for one byte,
-            // 75, which 181 more make a whole turn.
+            // Rounded to nearest in the low bits of 2^23 + weight. Shifting drops the bits of 2^23 except one byte, 75.
+            // Adding 181 wraps it around.
             let rounded = bitcast<vec4<u32>>(p * integers + vec4<f32>(8388608f, 8388608f, 8388608f, 8388789f));
             let bytes = rounded.x + (rounded.y << 8u) + (rounded.z << 16u) + (rounded.w << 24u);
             store_bytes(group, head, team, lane, bytes, unit * block_units[head]);

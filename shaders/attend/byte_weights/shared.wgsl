@@ -1,4 +1,4 @@
-// Weights of one byte that all channels share.
+// Weights of one byte, shared by all channels.
 //
 // needs: HEADS, LANE_TOKENS, LARGEST_WEIGHT_UNIT, TWO_TO_23, store_bytes, token_scores
 // gives: BLOCK_MAXIMA, weigh, store_weights
@@ -16,7 +16,7 @@ var<private> own_scales: array<f32, HEADS>;
 // Sets the weights of a head's tokens and returns their sum, relative to the new running maximum.
 fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
     let largest = block_max(head, parity, team, lane);
-    // Rounded to nearest in the low bits of 2^23 + weight; the bits of 2^23 fall off the top but for one byte.
+    // Rounded to nearest in the low bits of 2^23 + weight. Shifting drops the bits of 2^23 except one byte.
     var bytes = 0u;
     // unroll
     for (var i = 0u; i < LANE_TOKENS; i++) {
@@ -25,7 +25,7 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
     }
     bytes -= TWO_TO_23;
     own_bytes[head] = bytes;
-    // Sums of weights are 1 where a weight is 255, as those of other segments are: they are merged.
+    // Sums of weights count 1 for a weight of 255, as in other segments, because the states are merged.
     own_scales[head] = exp2(largest - new_max) * LARGEST_WEIGHT_UNIT;
     let weights = dot4U8Packed(bytes, 0x01010101u);
     enter_weights(head, weights, parity, team, lane);

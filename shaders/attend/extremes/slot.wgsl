@@ -1,4 +1,4 @@
-// Slot `extremes`: the extremes of a calibrated span's scores, which `scores` collects. By default there are none.
+// Slot `extremes`: the extremes of a calibrated span's scores, which `scores` collects. The default collects nothing.
 //
 // gives: reset_extremes
 

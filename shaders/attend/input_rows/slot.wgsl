@@ -1,4 +1,4 @@
-// Slot `input_rows`: where the rows of queries lie.
+// Slot `input_rows`: the places of query rows.
 //
 // Every choice has
 //   fn input_at(index: u32) -> u32

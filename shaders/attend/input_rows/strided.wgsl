@@ -3,7 +3,7 @@
 // gives: input_at
 // set by plans: INPUT_FIRST, INPUT_ROW, INPUT_STRIDE
 
-// In vectors of four elements: what lies before the first row, a row, and from one row to the next.
+// Sizes in vectors of four elements: the offset of the first row, a row, and the distance between rows.
 const INPUT_FIRST: u32 = 0u;
 const INPUT_ROW: u32 = 32u;
 const INPUT_STRIDE: u32 = 32u;

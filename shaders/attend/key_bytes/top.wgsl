@@ -1,5 +1,5 @@
-// Signed bytes of a field group of keys, affine codes: a field shifted to the top of its byte is the signed code times
-// 2^(8-bits); the scale takes that back.
+// Signed bytes of a field group of keys, affine codes. A field shifted to the top of its byte is the signed code times
+// 2^(8-bits). The scale compensates for this factor.
 //
 // needs: KEY_VECTOR, KeyVector
 // gives: KEY_BITS, KEY_PLANES, KEY_QUADS, key_bytes

@@ -17,7 +17,8 @@ var<private> key_scale: array<vec4<f32>, KEY_TOKEN_GROUPS>;
 var<private> key_min: array<vec4<f32>, KEY_TOKEN_GROUPS>;
 
 fn begin_key_field(tile_base: u32, lane: u32, field: u32) {
-    // Channels past the head, in rows that fill no word, meet a zero query: any range in bounds will do.
+    // Channels past the head, in rows that do not fill a word, are multiplied by a zero query: any range in bounds will
+    // do.
     let channels = min(field, HEAD_DIM / 4u - 1u);
     // unroll
     for (var group = 0u; group < KEY_TOKEN_GROUPS; group++) {

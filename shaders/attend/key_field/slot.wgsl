@@ -9,5 +9,5 @@
 //
 // gives: begin_key_field
 
-// Called before the field group `field` of the lane's tokens is taken: reads their ranges.
+// Called before the field group `field` of the lane's tokens is used. Reads their ranges.
 fn begin_key_field(tile_base: u32, lane: u32, field: u32) {}

@@ -16,7 +16,7 @@ const KEY_CHANNEL_GROUPS: u32 = HEAD_DIM / KEY_GROUP_CHANNELS;
 var<private> key_range: array<vec2<f32>, LANE_TOKENS>;
 
 fn begin_key_field(tile_base: u32, lane: u32, field: u32) {
-    // Channels past the head meet a zero query: any range in bounds will do.
+    // Channels past the head are multiplied by a zero query: any range in bounds will do.
     let group = min(field / (KEY_GROUP_CHANNELS / 4u), KEY_CHANNEL_GROUPS - 1u);
     // unroll
     for (var i = 0u; i < LANE_TOKENS; i++) {

@@ -1,4 +1,4 @@
-// Slot `key_ranges`: what turns an integer dot product into a score.
+// Slot `key_ranges`: turns an integer dot product into a score.
 //
 // Every choice has
 //   fn ranged_score(sum: f32, constants: vec4<f32>, i: u32) -> f32
@@ -6,5 +6,5 @@
 //
 // gives: load_key_ranges
 
-// Called once per tile, after the products and before their scores: reads the ranges of the lane's tokens.
+// Called once per tile, between its products and its scores. Reads the ranges of the lane's tokens.
 fn load_key_ranges(tile_base: u32, lane: u32) {}

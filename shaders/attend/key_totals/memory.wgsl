@@ -1,6 +1,6 @@
-// The largest scaled query of a tile and head and the constant part of the scores of every group, by way of workgroup
-// memory: a lane of the team makes those of one group and head alone. Tokens are scored by the lanes that own them, so
-// that a lane meets all groups.
+// The largest scaled query of a tile and head, and the constant part of the scores of every group, computed through
+// workgroup memory: each lane of the team computes those of one group and head. The lanes that own tokens score them,
+// so a lane meets all groups.
 //
 // needs: HEADS, HEAD_DIM, KEY_TOKEN_GROUPS, QUERY_VECTORS, STEP_TILES, field_middles, field_ranges, field_scales,
 //   group_biases, inverse_unit, query

@@ -1,5 +1,5 @@
-// Slot `key_totals`: totals of the query over the channels of a head, by group of tokens (scores/groups.wgsl), and
-// which tokens a lane scores, which follows from who has them.
+// Slot `key_totals`: totals of the query over the channels of a head, by group of tokens (scores/groups.wgsl). Where
+// these lie decides which tokens a lane scores.
 //
 // Every choice has
 //   const LANE_GROUPS: u32
@@ -21,5 +21,5 @@ fn enter_key_totals(tile_base: u32, team: u32, lane: u32) {}
 // Adds the part of field `i` of the lane to the bias of a group and head.
 fn add_bias(i: u32, group: u32, head: u32, part: f32) {}
 
-// Brings the scores of a head to the lanes that own the tokens.
+// Moves the scores of a head to the lanes that own the tokens.
 fn arrange_scores(head: u32, lane: u32) {}

@@ -7,8 +7,8 @@
 // needs: HEADS, KEY_TOKEN_GROUPS, LANE_TOKENS, group_biases, token_scores
 // gives: LANE_GROUPS, scored_group, scored_token, arrange_scores, add_bias, team_largest, finish_key_totals
 
-// Teams score tiles of their own, or none. As a team is a subgroup, that branch is the same for all of its lanes, which
-// the compiler of a browser cannot see. The next line is made a directive for it:
+// Each team scores a tile of its own, or none. A team is a subgroup, so that branch is the same for all of its lanes.
+// The compiler of a browser cannot see this, so the next line is turned into a directive for it:
 //
 // diagnostic(off, subgroup_uniformity);
 
@@ -26,8 +26,8 @@ fn scored_token(lane: u32, i: u32) -> u32 {
     return select(lane / 8u * 32u + ((lane / 8u) ^ i) * 8u + lane % 8u, i * 32u + lane, KEY_TOKEN_GROUPS == 1u);
 }
 
-// Four lanes, 8 apart, exchange four scores each: score i goes to the lane whose number differs by 8 i, which takes it
-// for its token of the quarter that differs from its own by i.
+// Four lanes, 8 apart, exchange four scores each. Score i goes to the lane whose number differs by 8 i. That lane takes
+// it for its token of the quarter that differs from its own by i.
 fn arrange_scores(head: u32, lane: u32) {
     if (KEY_TOKEN_GROUPS == 1u) {
         return;
@@ -57,7 +57,7 @@ fn team_largest(own: f32, team: u32, head: u32) -> f32 {
     return bitcast<f32>(subgroupMax(bitcast<u32>(own)));
 }
 
-// Sums that are left after every exchange of halves.
+// Number of sums that remain after every exchange of halves.
 const BIASES: u32 = KEY_TOKEN_GROUPS * HEADS;
 const BIASES_1: u32 = (BIASES + 1u) / 2u;
 const BIASES_2: u32 = (BIASES_1 + 1u) / 2u;
@@ -65,14 +65,14 @@ const BIASES_3: u32 = (BIASES_2 + 1u) / 2u;
 const BIASES_4: u32 = (BIASES_3 + 1u) / 2u;
 const BIASES_5: u32 = (BIASES_4 + 1u) / 2u;
 
-// Of two sums the lane keeps the first, the lane `apart` from it the second, and each adds what the other has of it.
-// Where there is no second, nor is there a sum in half of the lanes.
+// Of two sums the lane keeps the first, and the lane `apart` from it keeps the second. Each adds the other's part of
+// its sum. Without a second sum, half of the lanes keep none.
 fn exchanged(a: f32, b: f32, lane: u32, apart: u32) -> f32 {
     let odd = (lane & apart) != 0u;
     return select(a, b, odd) + subgroupShuffleXor(select(b, a, odd), apart);
 }
 
-// Sums all biases over the lanes: after five exchanges of halves a lane has one of them or none.
+// Sums all biases over the lanes. After five exchanges of halves a lane has one of them or none.
 fn finish_key_totals(team: u32, lane: u32) {
     // unroll
     for (var i = 0u; i < BIASES_1; i++) {
@@ -94,7 +94,7 @@ fn finish_key_totals(team: u32, lane: u32) {
     for (var i = 0u; i < BIASES_5; i++) {
         biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_5, BIASES_4 - 1u)], i + BIASES_5 < BIASES_4), lane, 16u);
     }
-    // Which one, from the last exchange to the first.
+    // The index of that sum, from the last exchange to the first.
     let at_4 = lane / 16u % 2u * BIASES_5;
     let at_3 = at_4 + lane / 8u % 2u * BIASES_4;
     let at_2 = at_3 + lane / 4u % 2u * BIASES_3;

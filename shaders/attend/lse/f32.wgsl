@@ -1,4 +1,4 @@
-// The natural log-sum-exp of every query and head, for whoever merges further.
+// Writes the natural log-sum-exp of every query and head, for a later merge.
 //
 // gives: write_row_lse
 // binds: 9 lse_rows

@@ -1,5 +1,4 @@
-// Slot `lse`: the natural log-sum-exp of every query and head, for whoever merges further. By default
-// nobody asks for it.
+// Slot `lse`: the natural log-sum-exp of every query and head, for a later merge. The default writes none.
 //
 // gives: write_row_lse
 

@@ -1,19 +1,19 @@
-// States that are joined by the workgroup that writes the last of a query head, as `merge_states` would join them.
+// The workgroup that writes the last state of a query head merges all of them, as `merge_states` would.
 //
-// Every workgroup counts itself in when its states are written; who finds that all others have is the last. Items have
-// one query each. The next step finds the counter at 0 again. What makes the states of others visible: the memory is
-// coherent, a storage barrier stands between the states and the count, and another between the count and the reads. In
-// WGSL a storage barrier orders memory for one workgroup alone; the SPIR-V of naga orders it for the device, so this
-// part is for Vulkan (`Capabilities::coherent`).
+// Every workgroup increments a counter once its states are written. The one that finds all others counted is the last.
+// Items have one query each. The next step finds the counter at 0 again. The states of others are visible for three
+// reasons: the memory is coherent, a storage barrier stands between the states and the count, and another between the
+// count and the reads. In WGSL a storage barrier orders memory for one workgroup only. The SPIR-V of naga orders it for
+// the device, so this part is for Vulkan (`Capabilities::coherent`).
 //
-// A team of 32 lanes joins a head; a lane owns every 32nd field group of four channels.
+// A team of 32 lanes merges a head; a lane owns every 32nd field group of four channels.
 //
 // needs: FIELDS, HEADS, INVOCATIONS, QUERY_HEADS, WorkItem, head_exists, input_row, query_head
 // gives: states, merge_item
 // binds: 7 states, 9 arrived
 
 @group(0) @binding(7) @coherent var<storage, read_write> states: array<vec4<f32>>;
-// Workgroups that have written their state of a query head: [row][query head].
+// Number of workgroups that have written their state of a query head: [row][query head].
 @group(0) @binding(9) var<storage, read_write> arrived: array<atomic<u32>>;
 
 // import output = attend/output/f32.wgsl

@@ -1,4 +1,5 @@
-// Slot `merge`: who joins the states of a sequence: `merge_states`, or the workgroup that writes the last of them.
+// Slot `merge`: chooses what merges the states of a sequence: `merge_states`, or the workgroup that writes the last of
+// them.
 //
 // Every choice has
 //   var states
@@ -7,5 +8,5 @@
 // needs: WorkItem
 // gives: merge_item
 
-// Called when the states of an item are written.
+// Called once the states of an item are written.
 fn merge_item(item: WorkItem, y: u32, invocation: u32) {}

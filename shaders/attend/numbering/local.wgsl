@@ -1,4 +1,4 @@
-// Invocations as the workgroup numbers them.
+// Invocations in the workgroup's own numbering.
 //
 // gives: Numbering, number
 

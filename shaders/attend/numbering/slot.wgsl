@@ -1,5 +1,5 @@
-// Slot `numbering`: which number an invocation has within its workgroup, so that those that exchange values by shuffles
-// can share a subgroup.
+// Slot `numbering`: the number of an invocation within its workgroup, chosen so that invocations that exchange values
+// by shuffles can share a subgroup.
 //
 // Every choice has
 //   struct Numbering

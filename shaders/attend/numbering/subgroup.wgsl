@@ -1,6 +1,6 @@
-// Invocations numbered subgroup by subgroup, so that neighbours, counted from a multiple of their number on, share a
-// subgroup that has as many lanes. Subgroups whose size divides that of the workgroup are full wherever kernels have
-// run; were they not, results would be wrong, but nothing out of bounds.
+// Invocations numbered subgroup by subgroup. An aligned group of neighbours shares a subgroup that has at least as many
+// lanes. Subgroups whose size divides that of the workgroup have been full wherever kernels have run. If they were not,
+// results would be wrong, but nothing would be out of bounds.
 //
 // needs: INVOCATIONS
 // gives: Numbering, number

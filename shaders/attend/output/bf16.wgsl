@@ -10,7 +10,7 @@
 fn write_output(index: u32, x: vec4<f32>) {
     let bits = bitcast<vec4<u32>>(x);
     let nearest = bits + 0x7fffu + ((bits >> vec4<u32>(16u)) & vec4<u32>(1u));
-    // Rounding would carry out of the largest NaNs.
+    // Rounding would overflow the largest NaNs.
     let is_nan = (bits & vec4<u32>(0x7fffffffu)) > vec4<u32>(0x7f800000u);
     let halves = select(nearest, bits | vec4<u32>(0x400000u), is_nan) >> vec4<u32>(16u);
     outputs[min(output_at(index), arrayLength(&outputs) - 1u)] = halves.xz | (halves.yw << vec2<u32>(16u));

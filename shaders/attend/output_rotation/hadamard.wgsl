@@ -1,5 +1,5 @@
-// Outputs of values that are stored rotated: rotated back before they become states, so that the states of segments of
-// any rotation merge.
+// Rotates outputs back if values are rotated. This happens before outputs become states, so that the states of segments
+// of any rotation merge.
 //
 // needs: HEAD_DIM, INVOCATIONS, WorkItem, write_state_channel
 // gives: put_output, finish_output

@@ -1,4 +1,4 @@
-// Slot `output_rows`: where the rows of the output lie.
+// Slot `output_rows`: the places of output rows.
 //
 // Every choice has
 //   fn output_at(index: u32) -> u32

@@ -3,7 +3,7 @@
 // gives: output_at
 // set by plans: OUTPUT_FIRST, OUTPUT_ROW, OUTPUT_STRIDE
 
-// In vectors of four elements: what lies before the first row, a row, and from one row to the next.
+// Sizes in vectors of four elements: the offset of the first row, a row, and the distance between rows.
 const OUTPUT_FIRST: u32 = 0u;
 const OUTPUT_ROW: u32 = 32u;
 const OUTPUT_STRIDE: u32 = 32u;

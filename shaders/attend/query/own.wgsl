@@ -1,8 +1,8 @@
-// The query as `prepare_query` would prepare it: every workgroup does that for its heads itself, which takes less than
-// a launch of its own and the wait for it.
+// Prepares the query as `prepare_query` would. Every workgroup does this for its own heads, which takes less time than
+// a separate launch and waiting for it.
 //
-// Team t prepares heads t, t + 4, ...: lane r of it the field groups r and r + 32, of four channels each. The largest
-// magnitude and two sums are joined over the team.
+// Team t prepares heads t, t + 4, .... Its lane r takes the field groups r and r + 32, of four channels each. The team
+// combines the largest magnitude and two sums.
 //
 // needs: CHUNKS, HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, QUERY_PLANES, QUERY_ROW, QUERY_VECTORS, WorkItem, input_row,
 //   query

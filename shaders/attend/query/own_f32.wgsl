@@ -1,4 +1,4 @@
-// The query as it was given, scaled: every workgroup prepares that of its heads itself.
+// The given query, scaled. Every workgroup prepares that of its own heads.
 //
 // needs: HEADS, HEAD_DIM, INVOCATIONS, QUERY_VECTORS, WorkItem, input_row, query
 // gives: load_query

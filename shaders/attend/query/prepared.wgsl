@@ -1,4 +1,4 @@
-// The query rows that `prepare_query` left behind.
+// The query rows that `prepare_query` wrote.
 //
 // needs: HEADS, INVOCATIONS, QUERY_ROW, WorkItem, prepared_row, query
 // gives: load_query

@@ -1,4 +1,4 @@
-// The query rows that `prepare_query` left behind, in f32.
+// The query rows that `prepare_query` wrote, in f32.
 //
 // needs: HEADS, INVOCATIONS, QUERY_ROW, QUERY_VECTORS, WorkItem, prepared_row, query
 // gives: load_query

@@ -1,5 +1,5 @@
-// Query bytes where the weights of a step lie: scores are made before a step has weights, and the bytes of the next
-// step once its values are added. That takes two barriers more in a step, and two thirds of the workgroup memory.
+// Query bytes in the memory of a step's weights. Scores are computed before a step has weights, and the bytes of the
+// next step once its values are added. That takes two extra barriers per step, and two thirds of the workgroup memory.
 //
 // needs: make_query_bytes, weight_bytes
 // gives: put_query_word, query_vector, prepare_keys_late

@@ -1,4 +1,4 @@
-// Query bytes in memory of their own, made beside the weights of the step before.
+// Query bytes in memory of their own, computed next to the weights of the previous step.
 //
 // needs: STEP_QUERY_VECTORS, make_query_bytes
 // gives: put_query_word, query_vector, prepare_keys

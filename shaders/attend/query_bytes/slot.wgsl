@@ -1,6 +1,6 @@
-// Slot `query_bytes`: where the bytes lie that a step multiplies keys with ranges of groups with, and when those of the
-// next step are made: every choice calls `make_query_bytes` either from `prepare_keys` or from `prepare_keys_late`
-// (attend/scores/slot.wgsl).
+// Slot `query_bytes`: the memory of the bytes that a step multiplies with keys that have ranges of groups, and when
+// those of the next step are computed. Every choice calls `make_query_bytes` either from `prepare_keys` or from
+// `prepare_keys_late` (attend/scores/slot.wgsl).
 //
 // Every choice has
 //   fn put_query_word(vector: u32, word: u32, bytes: u32)

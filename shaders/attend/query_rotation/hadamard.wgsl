@@ -1,4 +1,4 @@
-// Keys that are stored rotated: the rotated query has the same products with them.
+// Rotates the query for rotated keys. The products stay the same.
 //
 // gives: rotate_query
 

@@ -1,7 +1,7 @@
 // A prepared query in f16 for `attend_run`, divided by a power of two so that its largest element is at least LARGEST
-// and less than twice as much: what is exact in f16 remains so. Its constants are what products with it are multiplied
-// with to be scores, and the bias of the score. Rows lie as [KV head][prepared query][head of the group], and behind
-// them are RUN_ROWS that nobody writes, so that whole blocks of rows are read at the end.
+// and less than twice as much. Elements that are exact in f16 stay exact. Its constants are the factor that turns its
+// products into scores, and the bias of the score. Rows lie as [KV head][prepared query][head of the group]. Behind
+// them are RUN_ROWS unused rows, so that whole blocks of rows can be read at the end.
 //
 // In bounds: the plan made both sections for the prepared queries and RUN_ROWS more.
 //
@@ -13,7 +13,7 @@
 @group(0) @binding(5) var<storage, read_write> row_constants: array<vec2<f32>>;
 
 const LARGEST: f32 = 16384f;
-// Most rows of an item.
+// Maximum number of rows of an item.
 const RUN_ROWS: u32 = 256u;
 
 fn write_row(row: u32, field: u32, scaled: vec4<f32>, totals: vec4<f32>) {

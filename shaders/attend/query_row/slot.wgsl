@@ -1,4 +1,4 @@
-// Slot `query_row`: how a prepared query is stored.
+// Slot `query_row`: the storage of a prepared query.
 //
 // Every choice has
 //   fn write_row(row: u32, field: u32, scaled: vec4<f32>, totals: vec4<f32>)

@@ -1,5 +1,5 @@
-// Asked for a whole step ahead, as soon as what came before is stored. It fits where a lane holds a word of each, and
-// what is stored must be unpacked first. With halves, four words of each, registers do not suffice.
+// Loads run a whole step ahead and start once the previous loads are stored. Registers suffice if a lane holds one word
+// of each, and packed words must be unpacked first anyway. With halves, four words of each, they do not suffice.
 //
 // needs: load_keys, load_values, store_keys, store_values
 // gives: KEY_STEPS, before_steps, before_products, behind_products, before_weights, behind_weights

@@ -1,5 +1,5 @@
-// Asked for before products, stored behind them: by half of the subgroups before they make their weights, by the others
-// behind, so that the ones wait for memory while the others calculate.
+// Loads start before the products, and are stored after them: half of the subgroups store before they compute their
+// weights, the others after, so that some wait for memory while the others calculate.
 //
 // needs: SUBGROUPS, load_keys, load_values, store_keys, store_values
 // gives: KEY_STEPS, before_steps, before_products, behind_products, before_weights, behind_weights

@@ -1,8 +1,8 @@
-// Slot `run_arrivals`: when keys and values are asked for, and when what has arrived goes to workgroup memory.
+// Slot `run_arrivals`: when keys and values are loaded, and when loads are stored to workgroup memory.
 //
-// Products of a step read its keys and the values of the step before; weights are made between two barriers. So
-// values can be stored there alone, and keys too, unless there is room for those of two steps. Storing waits for
-// what was asked for.
+// Products of a step read its keys and the values of the previous step. Weights are computed between two barriers.
+// Values can only be stored there, and so can keys, unless there is room for the keys of two steps. Storing waits for
+// the loads.
 //
 // Every choice has
 //   const KEY_STEPS: u32

@@ -1,4 +1,4 @@
-// Keys with a range per channel, which is part of the query: halves are codes, counted from the middle.
+// Keys with a range per channel, which is folded into the query: halves are codes, counted from the middle.
 //
 // needs: Eight
 // gives: KeyWord, load_key, key_halves

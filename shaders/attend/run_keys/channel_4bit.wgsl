@@ -1,4 +1,4 @@
-// Keys of 4 bits with a range per channel, which is part of the query: halves are codes.
+// Keys of 4 bits with a range per channel, which is folded into the query: halves are codes.
 //
 // needs: EIGHTS, Eight, KV_HEADS, TILE_TOKENS
 // gives: KeyWord, run_key_pages, load_key, key_halves

@@ -1,5 +1,5 @@
-// Values with a range per channel of the span: halves are codes, counted from the middle, and v = s (c + middle) + m is
-// made of their mean.
+// Values with a range per channel of the span: halves are codes, counted from the middle. v = s (c + middle) + m is
+// computed from their mean.
 //
 // needs: Eight, HEAD_DIM, KV_HEADS
 // gives: ValueWord, load_value, value_halves, run_output

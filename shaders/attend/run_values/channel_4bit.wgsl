@@ -1,4 +1,5 @@
-// Values of 4 bits with a range per channel of the span: halves are codes, v = s (c + 8) + m is made of their mean.
+// Values of 4 bits with a range per channel of the span: halves are codes. v = s (c + 8) + m is computed from their
+// mean.
 //
 // needs: Eight, HEAD_DIM, KV_HEADS, TOKEN_VECTORS
 // gives: ValueWord, run_value_pages, load_value, value_halves, run_output

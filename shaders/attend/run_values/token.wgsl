@@ -8,11 +8,11 @@
 
 struct ValueWord {
     codes: vec2<u32>,
-    // Of tokens 2 vector + 32 i, and of those behind them.
+    // Ranges of tokens 2 vector + 32 i and of the tokens after them.
     ranges: array<vec2<u32>, 4>,
 }
 
-// Of two neighbouring tokens.
+// Ranges of two neighbouring tokens.
 @group(0) @binding(6) var<storage, read> value_ranges: array<vec2<u32>>;
 
 fn load_value(tile_base: u32, vector: u32, channel: u32) -> ValueWord {

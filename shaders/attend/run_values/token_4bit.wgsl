@@ -8,12 +8,12 @@
 
 struct ValueWord {
     codes: u32,
-    // Of tokens 2 vector + 32 i, and of those behind them.
+    // Ranges of tokens 2 vector + 32 i and of the tokens after them.
     ranges: array<vec2<u32>, 4>,
 }
 
 @group(0) @binding(5) var<storage, read> values: array<vec4<u32>>;
-// Of two neighbouring tokens.
+// Ranges of two neighbouring tokens.
 @group(0) @binding(6) var<storage, read> value_ranges: array<vec2<u32>>;
 
 fn run_value_pages() -> u32 {

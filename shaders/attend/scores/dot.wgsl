@@ -1,9 +1,9 @@
 // Scores of packed keys by integer dot products: score = scale · Σ q c + bias.
 //
-// The prepared query is one row per span and query head: QUERY_PLANES byte planes of field-group words (low byte
-// first, both signed) in the order in which they are used, then the constants (scale, bias, Σ q, 0) as f32. It lies in
-// workgroup memory and is read as 16-byte broadcasts, each used for the four tokens of an invocation. Keys:
-// neighbouring lanes read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
+// The prepared query is one row per span and query head: QUERY_PLANES byte planes of field-group words (low byte first,
+// both signed) in the order of use, then the constants (scale, bias, Σ q, 0) as f32. It lies in workgroup memory and is
+// read as 16-byte broadcasts, each used for the four tokens of an invocation. Neighbouring lanes read neighbouring
+// vectors of keys and convert their fields to signed bytes (attend/key_bytes/).
 //
 // needs: HEADS, KV_HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, tile_bases, token_scores
 // gives: KeyVector, KEY_VECTOR, QUERY_PLANES, QUERY_VECTORS, QUERY_ROW, query, key_pages, score_tile

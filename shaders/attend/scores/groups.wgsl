@@ -2,12 +2,13 @@
 //
 //   score = unit (Σ round(q s_g / unit) c + Σ q (m_g + 2^(bits-1) s_g) / unit)
 //
-// The scales of a group go into the query, which becomes bytes anew for every group of a tile, in the order of use
-// (attend/query_fields.wgsl), relative to the largest |q s_g| of the whole tile: one maximum over the team for a head,
-// where every group of its own would take as many. A team does that for its next tile between two barriers of a step
-// (attend/query_bytes/), a lane for the field groups lane, lane + 32, ... The query lies in workgroup memory as one f32
-// row per head, scaled by log2(e) / √D. Keys: eight neighbouring lanes or more read neighbouring vectors, and make
-// signed bytes of their fields (attend/key_bytes/).
+// The scales of a group are multiplied into the query, which is converted to bytes separately for every group of a
+// tile, in the order of use (attend/query_fields.wgsl). The bytes are relative to the largest |q s_g| of the whole
+// tile: that takes one maximum over the team per head, where separate units would take one per group. A team does this
+// for its next tile between two barriers of a step (attend/query_bytes/); a lane takes the field groups lane, lane +
+// 32, ... The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Groups of eight
+// neighbouring lanes or more read neighbouring vectors of keys and convert their fields to signed bytes
+// (attend/key_bytes/).
 //
 // needs: HEADS, HEAD_DIM, KV_HEADS, LANE_TOKENS, STEP_TILES, TILE_TOKENS, WorkItem, tile_bases, token_scores
 // gives: KeyVector, KEY_VECTOR, KEY_TOKEN_GROUPS, QUERY_VECTORS, QUERY_ROW, query, STEP_QUERY_VECTORS, group_biases,
@@ -24,7 +25,7 @@ alias KeyVector = vec4<u32>;
 // Words of a vector, and vectors of a token's row.
 const KEY_VECTOR: u32 = 4u;
 const KEY_VECTORS: u32 = 4u;
-// Vectors of a token that are asked for together: a divisor of those.
+// Vectors of a token that are loaded together. It divides the number of its vectors.
 const KEY_AHEAD: u32 = 4u;
 
 // import key_bytes = attend/key_bytes/top.wgsl
@@ -50,15 +51,15 @@ const GROUP_ROW: u32 = HEADS * ROW_QUADS + 1u;
 const STEP_QUERY_VECTORS: u32 = STEP_TILES * KEY_TOKEN_GROUPS * GROUP_ROW;
 // Σ q (m_g + 2^(bits-1) s_g) in units: [tile of the step][group][head].
 var<workgroup> group_biases: array<f32, STEP_TILES * KEY_TOKEN_GROUPS * HEADS>;
-// What an integer of the query stands for: [tile of the step][head].
+// The value of one unit of the query's integers: [tile of the step][head].
 var<workgroup> tile_units: array<f32, STEP_TILES * HEADS>;
 
 // import query_bytes = attend/query_bytes/own.wgsl
 // import query = attend/query/prepared_f32.wgsl
 // import key_totals = attend/key_totals/memory.wgsl
 
-// Ranges of four channels in a group of a tile. Channels past the head, in rows that fill no vector, meet a zero
-// query: any range in bounds will do.
+// Ranges of four channels in a group of a tile. Channels past the head, in rows that do not fill a vector, are
+// multiplied by a zero query: any range in bounds will do.
 fn field_ranges(tile_base: u32, group: u32, field: u32) -> vec4<u32> {
     return key_ranges[(tile_base * KEY_TOKEN_GROUPS + group) * (HEAD_DIM / 4u) + min(field, HEAD_DIM / 4u - 1u)];
 }
@@ -73,8 +74,7 @@ fn field_middles(ranges: vec4<u32>, scales: vec4<f32>) -> vec4<f32> {
     return minima + KEY_MIDDLE * scales;
 }
 
-// What q s is multiplied with to be an integer, where this is the largest |q s|. Scores that only smaller
-// ones make are 0.
+// The factor that turns q s into an integer, given the largest |q s|. If only smaller ones occur, scores are 0.
 fn inverse_unit(largest: f32) -> f32 {
     return select(1f, QUERY_LARGEST / largest, largest > 1e-20f);
 }
@@ -83,8 +83,8 @@ fn unit(largest: f32) -> f32 {
     return select(1f, largest / QUERY_LARGEST, largest > 1e-20f);
 }
 
-// Four channels as signed bytes: rounded to nearest in the low bits of 2^23 + 128 + integer. The bits of 2^23 fall off
-// the top but for one byte, 75, which 181 more make a whole turn.
+// Four channels as signed bytes, rounded to nearest in the low bits of 2^23 + 128 + integer. Shifting drops the bits of
+// 2^23 except one byte, 75. Adding 181 wraps it around.
 fn group_bytes(scaled: vec4<f32>) -> u32 {
     let x = bitcast<vec4<u32>>(scaled + vec4<f32>(8388736f, 8388736f, 8388736f, 8388917f));
     return (x.x + (x.y << 8u) + (x.z << 16u) + (x.w << 24u)) ^ 0x80808080u;
@@ -95,13 +95,13 @@ fn query_field(head: u32, field: u32) -> vec4<f32> {
     return query[head * QUERY_VECTORS + min(field, QUERY_VECTORS - 1u)] * select(0f, 1f, field < QUERY_VECTORS);
 }
 
-// Makes integers of the query for the first step.
+// Converts the query to integers for the first step.
 fn begin_keys(tiles: u32, team: u32, lane: u32) {
     make_query_bytes(0u, tiles, team, lane);
     workgroupBarrier();
 }
 
-// Makes integers of the query for the step of tiles from `first` on, if there is one.
+// Converts the query to integers for the step of tiles that begins at `first`, if there is one.
 fn make_query_bytes(first: u32, tiles: u32, team: u32, lane: u32) {
     if (first >= tiles) {
         return;
@@ -161,7 +161,7 @@ fn make_query_bytes(first: u32, tiles: u32, team: u32, lane: u32) {
         }
     }
     finish_key_totals(team, lane);
-    // After all exchanges, so that no branch comes between them.
+    // After all exchanges, so that no branch separates them.
     if (lane == 0u) {
         // unroll
         for (var head = 0u; head < HEADS; head++) {

@@ -2,10 +2,10 @@
 //
 //   score = ρ level_s Σ q2 sign + norm unit Σ q1 (byte + 1/2)
 //
-// with the query in the basis of the sketch, q2, and in that of the levels, q1; at 1 bit there are no levels.
+// with the query q2 in the basis of the sketch, and q1 in that of the levels. At 1 bit there are no levels.
 //
-// The prepared query is KEY_PARTS rows per span and query head, that of the signs first, each as in
-// attend/scores/dot.wgsl. The top bit of a field is the sign, set below 0; the other bits are the code of a level.
+// The prepared query is KEY_PARTS rows per span and query head, the row of the signs first, each as in
+// attend/scores/dot.wgsl. The top bit of a field is the sign, set below 0. The other bits are the code of a level.
 //
 // needs: HEADS, INVOCATIONS, KV_HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, prepared_row, tile_bases, token_scores
 // gives: KeyVector, KEY_BITS, KEY_VECTOR, QUERY_PLANES, QUERY_VECTORS, QUERY_ROW, query, load_query, key_pages,
@@ -19,7 +19,7 @@ alias KeyVector = vec4<u32>;
 
 @group(0) @binding(2) var<storage, read> queries: array<vec4<u32>>;
 @group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
-// The row's norm, and that of what the levels leave.
+// The row's norm, and the norm of the residual.
 @group(0) @binding(4) var<storage, read> key_ranges: array<u32>;
 
 const KEY_BITS: u32 = 4u;
@@ -119,7 +119,7 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     }
 }
 
-// The bytes of a field group: 1 for a sign below 0; those of levels.
+// The bytes of a field group: 1 for a sign below 0, or the bytes of levels.
 fn part_bytes(fields: u32, part: u32) -> u32 {
     if (part == 0u) {
         return (fields >> (KEY_BITS - 1u)) & 0x01010101u;
@@ -127,7 +127,7 @@ fn part_bytes(fields: u32, part: u32) -> u32 {
     return level_bytes(fields, KEY_BITS - 1u);
 }
 
-// The product that the sum over bytes, times the query's scale, stands for; `total` is the sum over the query.
+// The product of a part, given the sum over bytes times the query's scale. `total` is the sum over the query.
 fn part_product(sum: f32, total: f32, part: u32) -> f32 {
     if (part == 0u) {
         return SKETCH_LEVEL * (total - 2f * sum);

@@ -1,4 +1,4 @@
-// Slot `scores`: scores of the keys of a tile with the query heads of a workgroup.
+// Slot `scores`: scores of the keys of a tile for the query heads of a workgroup.
 //
 // Every choice has
 //   fn load_query(item: WorkItem, y: u32, invocation: u32)
@@ -9,16 +9,16 @@
 //
 // gives: key_pages, begin_keys, prepare_keys, prepare_keys_late
 
-// Pages of the keys that are bound: no limit where none are.
+// Number of pages of the bound keys. No limit if none are bound.
 fn key_pages() -> u32 {
     return 0xffffffffu;
 }
 
-// Called after that barrier: prepares the keys of the first step.
+// Called after that barrier. Prepares the keys of the first step.
 fn begin_keys(tiles: u32, team: u32, lane: u32) {}
 
-// Called before the second barrier of a step: prepares those of the next, whose first tile is `first`.
+// Called before the second barrier of a step. Prepares those of the next step, whose first tile is `first`.
 fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
 
-// Called when the values of a step are added, after which no barrier follows: prepares those of the next as well.
+// Called once the values of a step are added, when no barrier follows. Also prepares those of the next step.
 fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}

@@ -7,7 +7,7 @@
 
 // import common/ordered.wgsl
 
-// Natural-log scores: tile after tile [query head][token], those of an item from its first tile on.
+// Natural-log scores [query head][token], tile after tile. The tiles of an item follow its first one.
 @group(0) @binding(2) var<storage, read> stored_scores: array<f32>;
 // Largest score and largest negated score of every prepared query and query head, ordered.
 @group(0) @binding(3) var<storage, read> extremes: array<vec2<u32>>;
@@ -27,7 +27,8 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
         let largest = from_ordered(extreme.x);
         let smallest = -from_ordered(extreme.y);
         let low = smallest - TAU_1;
-        // Equal scores (a span of one token, say) all go to the lower end: the formula would divide by 1e-8.
+        // Equal scores (for example of a single token) all go to the lower end, because the formula would divide by
+        // 1e-8.
         let spread = largest - smallest;
         let slope = select(max((largest - TAU_2 - low) / (spread + 1e-8f), 0f), 0f, spread == 0f);
         score_maps[head] = vec2<f32>(slope, low - slope * smallest) * LOG2_E;

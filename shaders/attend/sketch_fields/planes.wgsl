@@ -1,4 +1,4 @@
-// Fields of keys with sketches at the bottom of their bytes; higher bits do not matter.
+// Fields of keys with sketches at the bottom of their bytes. Higher bits are ignored.
 //
 // needs: KEY_BITS, KEY_VECTOR, KeyVector
 // gives: KEY_PLANES, KEY_QUADS, key_fields

@@ -1,4 +1,4 @@
-// Slot `sketch_fields`: four fields of keys with sketches at the bottom of their bytes; higher bits do not matter.
+// Slot `sketch_fields`: four fields of keys with sketches at the bottom of their bytes. Higher bits are ignored.
 //
 // Every choice has
 //   const KEY_QUADS: u32

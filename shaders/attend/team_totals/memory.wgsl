@@ -1,5 +1,5 @@
-// The maximum and two sums over the 32 lanes of a team, by way of workgroup memory that is used for the sums of an item
-// at its end. Every lane of the team gets them, summed in the same order.
+// The maximum and two sums over the 32 lanes of a team, through workgroup memory that holds the sums of an item at its
+// end. Every lane of the team gets them, summed in the same order.
 //
 // needs: HEADS, INVOCATIONS, sum_parts
 // gives: enter_totals, totals_entered, team_totals

@@ -17,7 +17,7 @@
 // needs: ValueVector, value_bytes
 // gives: unsigned_words, unsigned_bytes
 
-// The same bytes, 128 more: `unsigned_bytes` cuts them from what `unsigned_words` makes of a vector.
+// The same bytes plus 128. `unsigned_bytes` extracts them from the result of `unsigned_words` for a vector.
 fn unsigned_words(words: ValueVector) -> ValueVector {
     return words;
 }

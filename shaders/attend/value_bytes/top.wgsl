@@ -1,5 +1,5 @@
-// Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code
-// times 2^(8-bits); the unit of weights takes that back.
+// Signed bytes of a field group of values, affine codes. A field shifted to the top of its byte is the signed code
+// times 2^(8-bits). The unit of weights compensates for this factor.
 //
 // gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, unsigned_words,
 //   unsigned_bytes, value_place
@@ -24,7 +24,7 @@ fn value_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
     return (words[f] << (quad * VALUE_BITS)) & VALUE_MASK;
 }
 
-// 128 more by the top bit of every field, once for a word and not for all that is cut from it.
+// Adds 128 through the top bit of every field, once for a word instead of for everything extracted from it.
 fn unsigned_words(words: ValueVector) -> ValueVector {
     return words ^ vec4<u32>(VALUE_TOPS);
 }

@@ -11,5 +11,5 @@
 //
 // gives: begin_value_tile
 
-// Called before channel `k` of the lane is read from a tile: reads its ranges.
+// Called before channel `k` of the lane is read from a tile. Reads its ranges.
 fn begin_value_tile(tile_base: u32, channel: u32, k: u32) {}

@@ -14,7 +14,7 @@
 const VALUE_GROUP_CHANNELS: u32 = 32u;
 const VALUE_CHANNEL_GROUPS: u32 = HEAD_DIM / VALUE_GROUP_CHANNELS;
 
-// Where the ranges of the channel's group begin in the tile.
+// The place in the tile where the ranges of the channel's group begin.
 var<private> value_range_base: array<u32, CHANNELS>;
 
 fn begin_value_tile(tile_base: u32, channel: u32, k: u32) {

@@ -10,7 +10,7 @@
 
 const VALUE_MIDDLE: f32 = 8f;
 
-// Ranges of the outputs, by channel: read at the start of an item, so that nothing waits for them at its end.
+// Ranges of the outputs, by channel. They are read at the start of an item, so that nothing waits for them at its end.
 var<workgroup> output_ranges: array<vec2<f32>, HEAD_DIM>;
 
 const OWN_CHANNELS: u32 = (HEAD_DIM + INVOCATIONS - 1u) / INVOCATIONS;

@@ -1,6 +1,6 @@
-// Values with one range per token and group of channels: v = s u + m with u = c + 2^(bits-1). Scales go into the
-// weights before they become integers, which every group of channels has its own of; the rest is one sum per head and
-// group: see byte_weights/groups.wgsl.
+// Values with one range per token and group of channels: v = s u + m with u = c + 2^(bits-1). Scales are multiplied
+// into the weights before these become integers, so every group of channels has its own weights. The rest is one sum
+// per head and group: see byte_weights/groups.wgsl.
 //
 // needs: GROUP_CHANNELS, HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, WEIGHT_GROUPS, finish_sums, sum_parts,
 //   weight_sum
@@ -11,9 +11,9 @@
 // Scale and minimum in f16: [tile][group of channels][token].
 @group(0) @binding(6) var<storage, read> value_ranges: array<u32>;
 
-// Ranges of the invocation's tokens as they were read: [group][token].
+// Ranges of the invocation's tokens in their stored form: [group][token].
 var<private> value_range: array<u32, WEIGHT_GROUPS * LANE_TOKENS>;
-// What the outputs of a group have in common, relative to the running maximum: [group][head].
+// The common part of a group's outputs, relative to the running maximum: [group][head].
 var<private> common_sums: array<f32, WEIGHT_GROUPS * HEADS>;
 
 var<workgroup> common_totals: array<f32, WEIGHT_GROUPS * HEADS>;
@@ -42,7 +42,7 @@ fn skip_value_ranges() {
     }
 }
 
-// Tokens that do not exist: a page may hold what an earlier span left there.
+// Tokens that do not exist: the page may still hold data of an earlier span there.
 fn skip_value_range(i: u32) {
     // unroll
     for (var group = 0u; group < WEIGHT_GROUPS; group++) {

@@ -1,6 +1,6 @@
-// Values with one range per channel and tile: v = s c + m. Scales are applied to the sums of a block of tokens as they
-// enter the running sums, minima to the sum of the tile's weights. Those are integers of one byte, which lanes add up
-// for every block.
+// Values with one range per channel and tile: v = s c + m. Scales are applied to the sums of a block of tokens when
+// these are added to the running sums, minima to the sum of the tile's weights. The weights are integers of one byte,
+// which lanes sum for every block.
 //
 // needs: CHANNELS, HEADS, HEAD_DIM, INVOCATIONS, STEP_TILES, TILE_QUAD_PAIRS, TWO_TO_23, VALUE_BYTE, is_first_of_block,
 //   own_channel, sums, value_place
@@ -11,8 +11,8 @@
 // Scale and minimum in f16: [tile][channel].
 @group(0) @binding(6) var<storage, read> value_ranges: array<u32>;
 
-// Sums of the weights of a block, as the bits of 2^23 and more: [set][tile of the step][quad pair][head]. Two sets, so
-// that one can be reset while the other is in use.
+// Sums of the weights of a block, as the bits of 2^23 plus the sum: [set][tile of the step][quad pair][head]. There are
+// two sets, so that one can be reset while the other is in use.
 const BLOCK_SET: u32 = STEP_TILES * TILE_QUAD_PAIRS * HEADS;
 var<workgroup> block_weights: array<atomic<u32>, 2u * BLOCK_SET>;
 
@@ -42,7 +42,7 @@ fn enter_value_tile(tile_base: u32, team: u32, lane: u32) {
     // unroll
     for (var k = 0u; k < CHANNELS; k++) {
         tile_ranges[k] = unpack2x16float(value_ranges[tile_base * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)]);
-        // What weights are multiplied with takes that back.
+        // The factor of the weights compensates for this.
         tile_ranges[k].y *= VALUE_BYTE;
     }
     // unroll

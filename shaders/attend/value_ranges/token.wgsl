@@ -1,6 +1,6 @@
 // One range per token: v = s u + m with u = c + 2^(bits-1), or one norm: v = s u with u = (c + 1/2) · unit. The scale
-// goes into the weight before it becomes an integer, relative to the step's largest scale; the rest, p (m + 2^(bits-1)
-// s), is one sum per head.
+// is multiplied into the weight before it becomes an integer, relative to the step's largest scale. The rest, p (m +
+// 2^(bits-1) s), is one sum per head.
 //
 // needs: HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, enter, enters, finish_sums, keep, largest_to_enter, sum_parts,
 //   weight_sum, weights
@@ -46,7 +46,7 @@ fn skip_value_ranges() {
     }
 }
 
-// Tokens that do not exist: a page may hold what an earlier span left there.
+// Tokens that do not exist: the page may still hold data of an earlier span there.
 fn skip_value_range(i: u32) {
     value_range[i] = vec2<f32>(0f);
 }
@@ -74,7 +74,7 @@ fn take_value_ranges(parity: u32) {
 }
 
 fn ranged_weight(weight: f32, i: u32) -> f32 {
-    // Where every scale of the step is 0, so are all weights.
+    // If every scale of the step is 0, all weights are 0.
     return weight * min(value_range[i].x / max(largest_scale, 1e-30f), 1f);
 }
 

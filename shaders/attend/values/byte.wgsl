@@ -1,13 +1,13 @@
-// Weighted sum of packed values by integer dot products, with weights of one byte.
+// Weighted sum of packed values with integer dot products, with weights of one byte.
 //
-// A weight is an integer 0 … 255 relative to the largest weight of its *block*: 32 tokens, the four tokens each of the
-// eight lanes whose field groups are two quads that are used one after the other. The sum of a block is folded into
-// f32 with the block's scale, exp2(block's maximum - running maximum); so one large score coarsens the weights of 31
-// other tokens and of no more. Where channels share their weights, the sum of weights is that of the integers: the mean
-// of the values is exact, and only what the weights say beyond it has their error.
+// A weight is an integer 0 … 255 relative to the largest weight of its *block*: 32 tokens, four in each of the eight
+// lanes whose field groups form two quads that are used one after the other. The sum of a block is folded into f32 with
+// the block's scale, exp2(block's maximum - running maximum). A large score therefore coarsens the weights of only the
+// 31 other tokens. If channels share their weights, the sum of weights is that of the integers: the mean of the values
+// is exact, and only deviations from it carry the error of the weights.
 //
-// Bytes are made unsigned for the unsigned dot product: 128 more than they were. A block's sum is at most
-// 32 · 255 · 255 < 2^23, so that it starts at the bits of 2^23 and is that float plus the sum.
+// Bytes are made unsigned for the unsigned dot product by adding 128. A block's sum is at most 32 · 255 · 255 < 2^23.
+// It therefore starts at the bits of 2^23 and equals that float plus the sum.
 //
 // needs: HEADS, HEAD_DIM, STEP_TILES, begin_block_maxima, begin_value_ranges, channel_scale, enter_block,
 //   enter_value_tile, keep, leave_value_tile, tile_bases
@@ -18,8 +18,7 @@
 
 // Quad pairs of a tile.
 const TILE_QUAD_PAIRS: u32 = 4u;
-// Lanes l, l ^ 1, l ^ BLOCK_STRIDE, l ^ 2 BLOCK_STRIDE and what these make together are a block: VALUE_QUADS, but at
-// least 2.
+// Lanes l, l ^ 1, l ^ BLOCK_STRIDE, l ^ 2 BLOCK_STRIDE and their combinations are a block. VALUE_QUADS, but at least 2.
 const BLOCK_STRIDE: u32 = (VALUE_QUADS + 1u) / 2u * 2u;
 // The fewest vectors that hold whole pairs, and their pairs.
 const PAIR_VECTORS: u32 = (VALUE_QUADS + 1u) / VALUE_QUADS;
@@ -27,17 +26,17 @@ const VECTOR_PAIRS: u32 = (VALUE_QUADS + 1u) / 2u;
 
 const TWO_TO_23: u32 = 1258291200u;
 const LARGEST_WEIGHT_UNIT: f32 = 1f / 255f;
-// What a sum of integer weights times bytes must be multiplied with.
+// Factor of a sum of integer weights times bytes.
 const WEIGHT_UNIT: f32 = 1f / VALUE_BYTE;
 
 // Groups of channels with weights of their own, and channels of a group.
 const WEIGHT_GROUPS: u32 = 1u;
 const GROUP_CHANNELS: u32 = HEAD_DIM / WEIGHT_GROUPS;
 
-// [group of channels][head][tile of the step][quad], four field groups each: the order of use. Groups lie in
-// banks of their own.
+// [group of channels][head][tile of the step][quad], four field groups each, in the order of use. Groups lie in banks
+// of their own.
 const GROUP_BYTES: u32 = HEADS * STEP_TILES * 8u + WEIGHT_GROUPS / 2u;
-// Vectors that something else needs there (attend/query_bytes/of_weights.wgsl).
+// Number of vectors that another use of this memory needs (attend/query_bytes/of_weights.wgsl).
 const LEAST_WEIGHT_VECTORS: u32 = 0u;
 const WEIGHT_VECTORS: u32 = max(WEIGHT_GROUPS * GROUP_BYTES, LEAST_WEIGHT_VECTORS);
 var<workgroup> weight_bytes: array<vec4<u32>, WEIGHT_VECTORS>;
@@ -65,7 +64,7 @@ fn begin_values(invocation: u32) {
     begin_value_ranges(invocation);
 }
 
-// Stores the four weights of the invocation, and once for a block what a weight of 1 stands for.
+// Stores the four weights of the invocation and, once per block, the value of a weight of 1.
 fn store_bytes(group: u32, head: u32, team: u32, lane: u32, bytes: u32, scale: f32) {
     let place = value_place(lane);
     weight_bytes[group * GROUP_BYTES + (head * STEP_TILES + team) * 8u + place.x][place.y] = bytes;

@@ -1,8 +1,8 @@
-// Weighted sum of packed values by integer dot products.
+// Weighted sum of packed values with integer dot products.
 //
-// Weights become integers of 15 bits relative to the step's largest weight, in two signed byte planes, packed four to
-// a word by the invocation that scored the four tokens of a field group. Rounding is dithered by a fixed pattern over
-// the tokens of a step: rounding to nearest would drop every weight below half a unit at once when one token of the
+// Weights become integers of 15 bits relative to the step's largest weight, in two signed byte planes. The invocation
+// that scored the four tokens of a field group packs them four to a word. Rounding is dithered by a fixed pattern over
+// the tokens of a step. Rounding to nearest would drop every weight below half a unit at once when one token of the
 // step outweighs the others by more than 2^16.
 //
 // needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, enter, keep, tile_bases
@@ -12,14 +12,14 @@
 // import attend/weights_of_step.wgsl
 
 const LARGEST_WEIGHT: f32 = 32639f;
-// What a sum of integer weights times bytes must be multiplied with.
+// Factor of a sum of integer weights times bytes.
 const WEIGHT_UNIT: f32 = 1f / (32639f * VALUE_BYTE);
 const GOLDEN_RATIO: f32 = 0.618034f;
 
 // [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
 var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
-// What is added to the weights of the invocation's tokens before they are cut to integers: 0 … 1, spread evenly over
-// the tokens of a step.
+// Added to the weights of the invocation's tokens before they are truncated to integers: 0 … 1, spread evenly over the
+// tokens of a step.
 var<private> dither: array<f32, LANE_TOKENS>;
 
 // import value_ranges = attend/value_ranges/folded.wgsl
@@ -45,7 +45,7 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
         for (var i = 0u; i < LANE_TOKENS; i++) {
             integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], i) * LARGEST_WEIGHT + dither[i]);
         }
-        // Two integers of at most 16 bits to a word, so that two bytes are cut at once.
+        // Two integers of up to 16 bits per word, so that two bytes are extracted at once.
         let even = integers.x | (integers.z << 16u);
         let odd = integers.y | (integers.w << 16u);
         let low = (even & 0x00ff00ffu) | ((odd & 0x00ff00ffu) << 8u);

@@ -1,4 +1,4 @@
-// Weighted sum of values by f32 multiply-add, for f16 values and for ranges that change inside a tile.
+// Weighted sum of values with f32 multiply-adds, for f16 values and for ranges that change inside a tile.
 //
 // Weights lie in workgroup memory, one vector of four tokens per field group, written by the invocation that scored
 // them. Team t works on CHANNELS channels per lane, 32 apart, of channel block t % CHANNEL_BLOCKS, and on

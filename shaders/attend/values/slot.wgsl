@@ -1,4 +1,4 @@
-// Slot `values`: weights of the tokens of a step and the sums of values that they weigh, in the order in which
+// Slot `values`: the weights of the tokens of a step and the weighted sums of values, in the order in which
 // attend/softmax_loop.wgsl calls them.
 //
 // Every choice has
@@ -18,10 +18,10 @@
 // gives: read_output_ranges, load_value_ranges, skip_value_ranges, skip_value_range, enter_block_max,
 //   enter_value_ranges
 
-// Called with the first reads of an item: reads what its outputs are scaled with.
+// Called with the first reads of an item. Reads the ranges that its outputs are scaled with.
 fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {}
 
-// Called by the team of a tile: reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
+// Called by the team of a tile. Reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
 // all of them, or token `i`.
 fn load_value_ranges(tile_base: u32, lane: u32) {}
 
@@ -29,8 +29,8 @@ fn skip_value_ranges() {}
 
 fn skip_value_range(i: u32) {}
 
-// Called before the first barrier of a step: enters what has to be known of the tokens of others, the largest score of
-// maximum `at` and the ranges.
+// Called before the first barrier of a step. Records the values that other lanes need: the largest score of maximum
+// `at`, and the ranges.
 fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {}
 
 fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}

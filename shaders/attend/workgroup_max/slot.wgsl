@@ -1,17 +1,17 @@
-// Slot `workgroup_max`: largest values over the workgroup, by atomic maxima: who enters what. By default every
-// invocation enters its own.
+// Slot `workgroup_max`: largest values over the workgroup, by atomic maxima. It decides which invocations contribute
+// which values. By default every invocation contributes its own.
 //
 // gives: prepare_workgroup_max, largest_to_enter, enters
 
 // Called once, before the first step.
 fn prepare_workgroup_max() {}
 
-// The largest of the values of those that the invocation enters for; called by all invocations.
+// The largest value among the invocations for which this one contributes. Called by all invocations.
 fn largest_to_enter(value: u32) -> u32 {
     return value;
 }
 
-// Whether the invocation enters.
+// Whether the invocation contributes.
 fn enters() -> bool {
     return true;
 }

@@ -1,4 +1,5 @@
-// Largest value over the workgroup: the first invocation of every subgroup enters the subgroup's by an atomic maximum.
+// Largest value over the workgroup. The first invocation of every subgroup contributes the subgroup's maximum to an
+// atomic maximum.
 //
 // gives: prepare_workgroup_max, largest_to_enter, enters
 

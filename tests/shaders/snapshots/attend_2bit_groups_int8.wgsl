@@ -6,15 +6,15 @@
 //
 //   s_t = q · k_t / √D (as prepared),  lse = ln Σ exp(s_t),  output = Σ exp(s_t - lse) v_t
 //
-// over the tokens of one work item, for one KV head and up to HEADS of its query heads. The query is prepared here
-// where keys are not rotated (query/own.wgsl, query/own_f32.wgsl), and items are joined here where they are few
-// (attend/merge/last.wgsl); otherwise by `prepare_query` and `merge_states`.
+// over the tokens of one work item, for one KV head and up to HEADS of its query heads. If keys are not rotated, the
+// query is prepared here (query/own.wgsl, query/own_f32.wgsl). If there are few items, their states are merged here
+// (attend/merge/last.wgsl). Otherwise `prepare_query` and `merge_states` do this.
 //
-// Invocations: see attend/work_item.wgsl; the loop, attend/softmax_loop.wgsl; keys, attend/scores/; values,
-// attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane,
-// coalesced. Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of
-// groups, which may lie where the weights do: attend/query_bytes/), one step's weights, 512 · HEADS bytes for sums, 8 ·
-// HEAD_DIM for ranges of values.
+// attend/work_item.wgsl describes the invocations, attend/softmax_loop.wgsl the loop, attend/scores/ the keys,
+// attend/values/ and value_dots.wgsl the values. Keys and values are read once per chunk of query heads, 16 bytes per
+// lane, coalesced. Workgroup memory holds the query rows (and 16 rows of bytes per step and head where keys have ranges
+// of groups, which may share the memory of the weights: attend/query_bytes/), the weights of one step, 512 · HEADS
+// bytes for sums, and 8 · HEAD_DIM for ranges of values.
 //
 // In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold
 // anything (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the
@@ -26,9 +26,9 @@
 // shaders/attend/numbering/subgroup.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Invocations numbered subgroup by subgroup, so that neighbours, counted from a multiple of their number on, share a
-// subgroup that has as many lanes. Subgroups whose size divides that of the workgroup are full wherever kernels have
-// run; were they not, results would be wrong, but nothing out of bounds.
+// Invocations numbered subgroup by subgroup. An aligned group of neighbours shares a subgroup that has at least as many
+// lanes. Subgroups whose size divides that of the workgroup have been full wherever kernels have run. If they were not,
+// results would be wrong, but nothing would be out of bounds.
 //
 // needs: INVOCATIONS
 // gives: Numbering, number
@@ -181,12 +181,13 @@ fn set_scores_lowest() {
 //
 //   score = unit (Σ round(q s_g / unit) c + Σ q (m_g + 2^(bits-1) s_g) / unit)
 //
-// The scales of a group go into the query, which becomes bytes anew for every group of a tile, in the order of use
-// (attend/query_fields.wgsl), relative to the largest |q s_g| of the whole tile: one maximum over the team for a head,
-// where every group of its own would take as many. A team does that for its next tile between two barriers of a step
-// (attend/query_bytes/), a lane for the field groups lane, lane + 32, ... The query lies in workgroup memory as one f32
-// row per head, scaled by log2(e) / √D. Keys: eight neighbouring lanes or more read neighbouring vectors, and make
-// signed bytes of their fields (attend/key_bytes/).
+// The scales of a group are multiplied into the query, which is converted to bytes separately for every group of a
+// tile, in the order of use (attend/query_fields.wgsl). The bytes are relative to the largest |q s_g| of the whole
+// tile: that takes one maximum over the team per head, where separate units would take one per group. A team does this
+// for its next tile between two barriers of a step (attend/query_bytes/); a lane takes the field groups lane, lane +
+// 32, ... The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Groups of eight
+// neighbouring lanes or more read neighbouring vectors of keys and convert their fields to signed bytes
+// (attend/key_bytes/).
 //
 // needs: HEADS, HEAD_DIM, KV_HEADS, LANE_TOKENS, STEP_TILES, TILE_TOKENS, WorkItem, tile_bases, token_scores
 // gives: KeyVector, KEY_VECTOR, KEY_TOKEN_GROUPS, QUERY_VECTORS, QUERY_ROW, query, STEP_QUERY_VECTORS, group_biases,
@@ -203,15 +204,15 @@ alias KeyVector = vec4<u32>;
 // Words of a vector, and vectors of a token's row.
 const KEY_VECTOR: u32 = 4u;
 const KEY_VECTORS: u32 = 2u;
-// Vectors of a token that are asked for together: a divisor of those.
+// Vectors of a token that are loaded together. It divides the number of its vectors.
 const KEY_AHEAD: u32 = 2u;
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/key_bytes/top.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Signed bytes of a field group of keys, affine codes: a field shifted to the top of its byte is the signed code times
-// 2^(8-bits); the scale takes that back.
+// Signed bytes of a field group of keys, affine codes. A field shifted to the top of its byte is the signed code times
+// 2^(8-bits). The scale compensates for this factor.
 //
 // needs: KEY_VECTOR, KeyVector
 // gives: KEY_BITS, KEY_PLANES, KEY_QUADS, key_bytes
@@ -239,15 +240,15 @@ fn key_bytes(words: KeyVector, quad: u32, f: u32) -> u32 {
 // set by plans: QUERY_LARGEST, CODE_UNIT, PLACE_WORDS, PLACE_PLANES
 
 const QUERY_LARGEST: f32 = 127.0f;
-// What a dot product of integers and bytes of keys must be multiplied with, beside the query's own scale: 2^(bits-8)
-// for affine codes, which are shifted to the top of their bytes, and the unit of a codebook's levels.
+// Factor of a dot product of integers and key bytes, in addition to the query's own scale: 2^(bits-8) for affine codes,
+// which are shifted to the top of their bytes, and the unit of a codebook's levels.
 const CODE_UNIT: f32 = 0.015625f;
 // Words of a vector of keys, and bit planes of a word; a vector of 3-bit codes counts as one word of eight planes.
 const PLACE_WORDS: u32 = 4u;
 const PLACE_PLANES: u32 = 4u;
 
-// Field groups in the order in which `scores` and `attend` use them: within a vector of words, bit plane by bit
-// plane from the top.
+// Field groups in the order in which `scores` and `attend` use them: within a vector of words, bit plane by bit plane
+// from the top.
 fn place(field: u32) -> u32 {
     let in_vector = field % (PLACE_WORDS * PLACE_PLANES);
     return field - in_vector + (PLACE_PLANES - 1u - in_vector % PLACE_PLANES) * PLACE_WORDS + in_vector / PLACE_PLANES;
@@ -294,15 +295,15 @@ const GROUP_ROW: u32 = HEADS * ROW_QUADS + 1u;
 const STEP_QUERY_VECTORS: u32 = STEP_TILES * KEY_TOKEN_GROUPS * GROUP_ROW;
 // Σ q (m_g + 2^(bits-1) s_g) in units: [tile of the step][group][head].
 var<workgroup> group_biases: array<f32, STEP_TILES * KEY_TOKEN_GROUPS * HEADS>;
-// What an integer of the query stands for: [tile of the step][head].
+// The value of one unit of the query's integers: [tile of the step][head].
 var<workgroup> tile_units: array<f32, STEP_TILES * HEADS>;
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/query_bytes/of_weights.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Query bytes where the weights of a step lie: scores are made before a step has weights, and the bytes of the next
-// step once its values are added. That takes two barriers more in a step, and two thirds of the workgroup memory.
+// Query bytes in the memory of a step's weights. Scores are computed before a step has weights, and the bytes of the
+// next step once its values are added. That takes two extra barriers per step, and two thirds of the workgroup memory.
 //
 // needs: make_query_bytes, weight_bytes
 // gives: put_query_word, query_vector, prepare_keys_late
@@ -328,7 +329,7 @@ fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {
 // shaders/attend/query/own_f32.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// The query as it was given, scaled: every workgroup prepares that of its heads itself.
+// The given query, scaled. Every workgroup prepares that of its own heads.
 //
 // needs: HEADS, HEAD_DIM, INVOCATIONS, QUERY_VECTORS, WorkItem, input_row, query
 // gives: load_query
@@ -403,8 +404,8 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
 // needs: HEADS, KEY_TOKEN_GROUPS, LANE_TOKENS, group_biases, token_scores
 // gives: LANE_GROUPS, scored_group, scored_token, arrange_scores, add_bias, team_largest, finish_key_totals
 
-// Teams score tiles of their own, or none. As a team is a subgroup, that branch is the same for all of its lanes, which
-// the compiler of a browser cannot see. The next line is made a directive for it:
+// Each team scores a tile of its own, or none. A team is a subgroup, so that branch is the same for all of its lanes.
+// The compiler of a browser cannot see this, so the next line is turned into a directive for it:
 //
 // diagnostic(off, subgroup_uniformity);
 
@@ -422,8 +423,8 @@ fn scored_token(lane: u32, i: u32) -> u32 {
     return select(lane / 8u * 32u + ((lane / 8u) ^ i) * 8u + lane % 8u, i * 32u + lane, KEY_TOKEN_GROUPS == 1u);
 }
 
-// Four lanes, 8 apart, exchange four scores each: score i goes to the lane whose number differs by 8 i, which takes it
-// for its token of the quarter that differs from its own by i.
+// Four lanes, 8 apart, exchange four scores each. Score i goes to the lane whose number differs by 8 i. That lane takes
+// it for its token of the quarter that differs from its own by i.
 fn arrange_scores(head: u32, lane: u32) {
     if (KEY_TOKEN_GROUPS == 1u) {
         return;
@@ -453,7 +454,7 @@ fn team_largest(own: f32, team: u32, head: u32) -> f32 {
     return bitcast<f32>(subgroupMax(bitcast<u32>(own)));
 }
 
-// Sums that are left after every exchange of halves.
+// Number of sums that remain after every exchange of halves.
 const BIASES: u32 = KEY_TOKEN_GROUPS * HEADS;
 const BIASES_1: u32 = (BIASES + 1u) / 2u;
 const BIASES_2: u32 = (BIASES_1 + 1u) / 2u;
@@ -461,14 +462,14 @@ const BIASES_3: u32 = (BIASES_2 + 1u) / 2u;
 const BIASES_4: u32 = (BIASES_3 + 1u) / 2u;
 const BIASES_5: u32 = (BIASES_4 + 1u) / 2u;
 
-// Of two sums the lane keeps the first, the lane `apart` from it the second, and each adds what the other has of it.
-// Where there is no second, nor is there a sum in half of the lanes.
+// Of two sums the lane keeps the first, and the lane `apart` from it keeps the second. Each adds the other's part of
+// its sum. Without a second sum, half of the lanes keep none.
 fn exchanged(a: f32, b: f32, lane: u32, apart: u32) -> f32 {
     let odd = (lane & apart) != 0u;
     return select(a, b, odd) + subgroupShuffleXor(select(b, a, odd), apart);
 }
 
-// Sums all biases over the lanes: after five exchanges of halves a lane has one of them or none.
+// Sums all biases over the lanes. After five exchanges of halves a lane has one of them or none.
 fn finish_key_totals(team: u32, lane: u32) {
     // unroll
     for (var i = 0u; i < BIASES_1; i++) {
@@ -490,7 +491,7 @@ fn finish_key_totals(team: u32, lane: u32) {
     for (var i = 0u; i < BIASES_5; i++) {
         biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_5, BIASES_4 - 1u)], i + BIASES_5 < BIASES_4), lane, 16u);
     }
-    // Which one, from the last exchange to the first.
+    // The index of that sum, from the last exchange to the first.
     let at_4 = lane / 16u % 2u * BIASES_5;
     let at_3 = at_4 + lane / 8u % 2u * BIASES_4;
     let at_2 = at_3 + lane / 4u % 2u * BIASES_3;
@@ -512,8 +513,8 @@ fn enter_key_totals(tile_base: u32, team: u32, lane: u32) {}
 // shaders/attend/scores/groups.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Ranges of four channels in a group of a tile. Channels past the head, in rows that fill no vector, meet a zero
-// query: any range in bounds will do.
+// Ranges of four channels in a group of a tile. Channels past the head, in rows that do not fill a vector, are
+// multiplied by a zero query: any range in bounds will do.
 fn field_ranges(tile_base: u32, group: u32, field: u32) -> vec4<u32> {
     return key_ranges[(tile_base * KEY_TOKEN_GROUPS + group) * (HEAD_DIM / 4u) + min(field, HEAD_DIM / 4u - 1u)];
 }
@@ -528,8 +529,7 @@ fn field_middles(ranges: vec4<u32>, scales: vec4<f32>) -> vec4<f32> {
     return minima + KEY_MIDDLE * scales;
 }
 
-// What q s is multiplied with to be an integer, where this is the largest |q s|. Scores that only smaller
-// ones make are 0.
+// The factor that turns q s into an integer, given the largest |q s|. If only smaller ones occur, scores are 0.
 fn inverse_unit(largest: f32) -> f32 {
     return select(1f, QUERY_LARGEST / largest, largest > 1e-20f);
 }
@@ -538,8 +538,8 @@ fn unit(largest: f32) -> f32 {
     return select(1f, largest / QUERY_LARGEST, largest > 1e-20f);
 }
 
-// Four channels as signed bytes: rounded to nearest in the low bits of 2^23 + 128 + integer. The bits of 2^23 fall off
-// the top but for one byte, 75, which 181 more make a whole turn.
+// Four channels as signed bytes, rounded to nearest in the low bits of 2^23 + 128 + integer. Shifting drops the bits of
+// 2^23 except one byte, 75. Adding 181 wraps it around.
 fn group_bytes(scaled: vec4<f32>) -> u32 {
     let x = bitcast<vec4<u32>>(scaled + vec4<f32>(8388736f, 8388736f, 8388736f, 8388917f));
     return (x.x + (x.y << 8u) + (x.z << 16u) + (x.w << 24u)) ^ 0x80808080u;
@@ -550,13 +550,13 @@ fn query_field(head: u32, field: u32) -> vec4<f32> {
     return query[head * QUERY_VECTORS + min(field, QUERY_VECTORS - 1u)] * select(0f, 1f, field < QUERY_VECTORS);
 }
 
-// Makes integers of the query for the first step.
+// Converts the query to integers for the first step.
 fn begin_keys(tiles: u32, team: u32, lane: u32) {
     make_query_bytes(0u, tiles, team, lane);
     workgroupBarrier();
 }
 
-// Makes integers of the query for the step of tiles from `first` on, if there is one.
+// Converts the query to integers for the step of tiles that begins at `first`, if there is one.
 fn make_query_bytes(first: u32, tiles: u32, team: u32, lane: u32) {
     if (first >= tiles) {
         return;
@@ -616,7 +616,7 @@ fn make_query_bytes(first: u32, tiles: u32, team: u32, lane: u32) {
         }
     }
     finish_key_totals(team, lane);
-    // After all exchanges, so that no branch comes between them.
+    // After all exchanges, so that no branch separates them.
     if (lane == 0u) {
         // unroll
         for (var head = 0u; head < HEADS; head++) {
@@ -696,7 +696,7 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
 // shaders/attend/scores/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called before the second barrier of a step: prepares those of the next, whose first tile is `first`.
+// Called before the second barrier of a step. Prepares those of the next step, whose first tile is `first`.
 fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
@@ -739,7 +739,8 @@ fn from_ordered(bits: u32) -> f32 {
 // shaders/attend/workgroup_max/subgroup.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Largest value over the workgroup: the first invocation of every subgroup enters the subgroup's by an atomic maximum.
+// Largest value over the workgroup. The first invocation of every subgroup contributes the subgroup's maximum to an
+// atomic maximum.
 //
 // gives: prepare_workgroup_max, largest_to_enter, enters
 
@@ -778,16 +779,16 @@ var<private> enter: array<f32, HEADS>;
 // shaders/attend/values/byte.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Weighted sum of packed values by integer dot products, with weights of one byte.
+// Weighted sum of packed values with integer dot products, with weights of one byte.
 //
-// A weight is an integer 0 … 255 relative to the largest weight of its *block*: 32 tokens, the four tokens each of the
-// eight lanes whose field groups are two quads that are used one after the other. The sum of a block is folded into
-// f32 with the block's scale, exp2(block's maximum - running maximum); so one large score coarsens the weights of 31
-// other tokens and of no more. Where channels share their weights, the sum of weights is that of the integers: the mean
-// of the values is exact, and only what the weights say beyond it has their error.
+// A weight is an integer 0 … 255 relative to the largest weight of its *block*: 32 tokens, four in each of the eight
+// lanes whose field groups form two quads that are used one after the other. The sum of a block is folded into f32 with
+// the block's scale, exp2(block's maximum - running maximum). A large score therefore coarsens the weights of only the
+// 31 other tokens. If channels share their weights, the sum of weights is that of the integers: the mean of the values
+// is exact, and only deviations from it carry the error of the weights.
 //
-// Bytes are made unsigned for the unsigned dot product: 128 more than they were. A block's sum is at most
-// 32 · 255 · 255 < 2^23, so that it starts at the bits of 2^23 and is that float plus the sum.
+// Bytes are made unsigned for the unsigned dot product by adding 128. A block's sum is at most 32 · 255 · 255 < 2^23.
+// It therefore starts at the bits of 2^23 and equals that float plus the sum.
 //
 // needs: HEADS, HEAD_DIM, STEP_TILES, begin_block_maxima, begin_value_ranges, channel_scale, enter_block,
 //   enter_value_tile, keep, leave_value_tile, tile_bases
@@ -798,7 +799,8 @@ var<private> enter: array<f32, HEADS>;
 // shaders/attend/value_dots.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// What the two weighted sums of packed values by integer dot products share: whose channels are whose, and the end.
+// The common part of the two weighted sums of packed values with integer dot products: the assignment of channels, and
+// the end.
 //
 // Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on
 // CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as
@@ -814,8 +816,8 @@ var<private> enter: array<f32, HEADS>;
 // shaders/attend/value_bytes/top.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code
-// times 2^(8-bits); the unit of weights takes that back.
+// Signed bytes of a field group of values, affine codes. A field shifted to the top of its byte is the signed code
+// times 2^(8-bits). The unit of weights compensates for this factor.
 //
 // gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, unsigned_words,
 //   unsigned_bytes, value_place
@@ -840,7 +842,7 @@ fn value_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
     return (words[f] << (quad * VALUE_BITS)) & VALUE_MASK;
 }
 
-// 128 more by the top bit of every field, once for a word and not for all that is cut from it.
+// Adds 128 through the top bit of every field, once for a word instead of for everything extracted from it.
 fn unsigned_words(words: ValueVector) -> ValueVector {
     return words ^ vec4<u32>(VALUE_TOPS);
 }
@@ -920,8 +922,7 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
 
 // Quad pairs of a tile.
 const TILE_QUAD_PAIRS: u32 = 4u;
-// Lanes l, l ^ 1, l ^ BLOCK_STRIDE, l ^ 2 BLOCK_STRIDE and what these make together are a block: VALUE_QUADS, but at
-// least 2.
+// Lanes l, l ^ 1, l ^ BLOCK_STRIDE, l ^ 2 BLOCK_STRIDE and their combinations are a block. VALUE_QUADS, but at least 2.
 const BLOCK_STRIDE: u32 = (VALUE_QUADS + 1u) / 2u * 2u;
 // The fewest vectors that hold whole pairs, and their pairs.
 const PAIR_VECTORS: u32 = (VALUE_QUADS + 1u) / VALUE_QUADS;
@@ -929,17 +930,17 @@ const VECTOR_PAIRS: u32 = (VALUE_QUADS + 1u) / 2u;
 
 const TWO_TO_23: u32 = 1258291200u;
 const LARGEST_WEIGHT_UNIT: f32 = 1f / 255f;
-// What a sum of integer weights times bytes must be multiplied with.
+// Factor of a sum of integer weights times bytes.
 const WEIGHT_UNIT: f32 = 1f / VALUE_BYTE;
 
 // Groups of channels with weights of their own, and channels of a group.
 const WEIGHT_GROUPS: u32 = 4u;
 const GROUP_CHANNELS: u32 = HEAD_DIM / WEIGHT_GROUPS;
 
-// [group of channels][head][tile of the step][quad], four field groups each: the order of use. Groups lie in
-// banks of their own.
+// [group of channels][head][tile of the step][quad], four field groups each, in the order of use. Groups lie in banks
+// of their own.
 const GROUP_BYTES: u32 = HEADS * STEP_TILES * 8u + WEIGHT_GROUPS / 2u;
-// Vectors that something else needs there (attend/query_bytes/of_weights.wgsl).
+// Number of vectors that another use of this memory needs (attend/query_bytes/of_weights.wgsl).
 const LEAST_WEIGHT_VECTORS: u32 = 528u;
 const WEIGHT_VECTORS: u32 = max(WEIGHT_GROUPS * GROUP_BYTES, LEAST_WEIGHT_VECTORS);
 var<workgroup> weight_bytes: array<vec4<u32>, WEIGHT_VECTORS>;
@@ -960,13 +961,13 @@ fn is_first_of_block(lane: u32) -> bool {
 // shaders/attend/byte_weights/groups.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Weights of one byte for every group of channels, whose scales are in them: p s as an integer 0 … 255 relative to the
-// product of the block's largest p and largest s. What the integers leave out meets the codes about their middle
-// c̄ = (2^bits - 1) / 2 alone:
+// Weights of one byte for every group of channels, with the scales multiplied in: p s as an integer 0 … 255 relative to
+// the product of the block's largest p and largest s. The rounding error of the integers multiplies only the middle of
+// the codes, c̄ = (2^bits - 1) / 2:
 //
 //   Σ p (s c + m) ≈ Σ ŵ c + Σ (p m + (p s - ŵ) c̄)
 //
-// where ŵ stands for p s, and the second sum is one per head and group.
+// where ŵ approximates p s, and the second sum is one per head and group.
 //
 // needs: HEADS, LANE_TOKENS, LARGEST_WEIGHT_UNIT, TWO_TO_23, WEIGHT_GROUPS, keep, store_bytes, token_scores
 // gives: BLOCK_MAXIMA, begin_value_ranges, enter_value_ranges, weigh, store_weights
@@ -1005,9 +1006,9 @@ fn begin_block_maxima(invocation: u32) {}
 // shaders/attend/value_ranges/groups.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Values with one range per token and group of channels: v = s u + m with u = c + 2^(bits-1). Scales go into the
-// weights before they become integers, which every group of channels has its own of; the rest is one sum per head and
-// group: see byte_weights/groups.wgsl.
+// Values with one range per token and group of channels: v = s u + m with u = c + 2^(bits-1). Scales are multiplied
+// into the weights before these become integers, so every group of channels has its own weights. The rest is one sum
+// per head and group: see byte_weights/groups.wgsl.
 //
 // needs: GROUP_CHANNELS, HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, WEIGHT_GROUPS, finish_sums, sum_parts,
 //   weight_sum
@@ -1018,9 +1019,9 @@ fn begin_block_maxima(invocation: u32) {}
 // Scale and minimum in f16: [tile][group of channels][token].
 @group(0) @binding(6) var<storage, read> value_ranges: array<u32>;
 
-// Ranges of the invocation's tokens as they were read: [group][token].
+// Ranges of the invocation's tokens in their stored form: [group][token].
 var<private> value_range: array<u32, WEIGHT_GROUPS * LANE_TOKENS>;
-// What the outputs of a group have in common, relative to the running maximum: [group][head].
+// The common part of a group's outputs, relative to the running maximum: [group][head].
 var<private> common_sums: array<f32, WEIGHT_GROUPS * HEADS>;
 
 var<workgroup> common_totals: array<f32, WEIGHT_GROUPS * HEADS>;
@@ -1049,7 +1050,7 @@ fn skip_value_ranges() {
     }
 }
 
-// Tokens that do not exist: a page may hold what an earlier span left there.
+// Tokens that do not exist: the page may still hold data of an earlier span there.
 fn skip_value_range(i: u32) {
     // unroll
     for (var group = 0u; group < WEIGHT_GROUPS; group++) {
@@ -1103,15 +1104,15 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 // shaders/attend/value_ranges/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called before and after a tile enters the sums.
+// Called before and after a tile is added to the sums.
 fn enter_value_tile(tile_base: u32, team: u32, lane: u32) {}
 
 fn leave_value_tile() {}
 
-// Called as block `pair` of tile `tile` of the step enters them, with what its integers are multiplied with.
+// Called when block `pair` of tile `tile` of the step is added, with the factor of its integers.
 fn enter_block(tile: u32, pair: u32, head: u32, scale: f32) {}
 
-// What sums of channel `k` of the lane are multiplied with as they enter.
+// The factor of the sums of channel `k` of the lane when they are added.
 fn channel_scale(k: u32) -> f32 {
     return 1f;
 }
@@ -1139,8 +1140,8 @@ fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
     }
 }
 
-// Leaves the weights of a head's tokens where their scores were and returns their sum, relative to the new
-// running maximum.
+// Stores the weights of a head's tokens in place of their scores and returns their sum, relative to the new running
+// maximum.
 fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
     let largest = block_max(head, parity, team, lane);
     var sum = 0f;
@@ -1158,15 +1159,15 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
     for (var group = 0u; group < WEIGHT_GROUPS; group++) {
         let largest = block_max(HEADS + group, parity, team, lane);
         let scales = group_scales(group);
-        // Where every scale of the block is 0, so are all weights.
+        // If every scale of the block is 0, all weights are 0.
         let integers = scales * (255f / max(largest, 1e-30f));
         let centres = group_minima(group) + VALUE_CENTRE * scales;
         let unit = largest * LARGEST_WEIGHT_UNIT;
         // unroll
         for (var head = 0u; head < HEADS; head++) {
             let p = vec4<f32>(token_scores[head * 4u], token_scores[head * 4u + 1u], token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]);
-            // Rounded to nearest in the low bits of 2^23 + weight; the bits of 2^23 fall off the top but for one byte,
-            // 75, which 181 more make a whole turn.
+            // Rounded to nearest in the low bits of 2^23 + weight. Shifting drops the bits of 2^23 except one byte, 75.
+            // Adding 181 wraps it around.
             let rounded = bitcast<vec4<u32>>(p * integers + vec4<f32>(8388608f, 8388608f, 8388608f, 8388789f));
             let bytes = rounded.x + (rounded.y << 8u) + (rounded.z << 16u) + (rounded.w << 24u);
             store_bytes(group, head, team, lane, bytes, unit * block_units[head]);
@@ -1190,7 +1191,7 @@ fn begin_values(invocation: u32) {
     begin_value_ranges(invocation);
 }
 
-// Stores the four weights of the invocation, and once for a block what a weight of 1 stands for.
+// Stores the four weights of the invocation and, once per block, the value of a weight of 1.
 fn store_bytes(group: u32, head: u32, team: u32, lane: u32, bytes: u32, scale: f32) {
     let place = value_place(lane);
     weight_bytes[group * GROUP_BYTES + (head * STEP_TILES + team) * 8u + place.x][place.y] = bytes;
@@ -1270,7 +1271,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
 // shaders/attend/values/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called with the first reads of an item: reads what its outputs are scaled with.
+// Called with the first reads of an item. Reads the ranges that its outputs are scaled with.
 fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
@@ -1300,7 +1301,7 @@ const STATE_ROW: u32 = FIELDS + 1u;
 // shaders/attend/merge/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called when the states of an item are written.
+// Called once the states of an item are written.
 fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
@@ -1332,7 +1333,7 @@ fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
     write_state_channel(item, y, head, channel, output);
 }
 
-// Called by all invocations when the outputs of a head are put.
+// Called by all invocations once the outputs of a head are written.
 fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------

@@ -6,15 +6,15 @@
 //
 //   s_t = q · k_t / √D (as prepared),  lse = ln Σ exp(s_t),  output = Σ exp(s_t - lse) v_t
 //
-// over the tokens of one work item, for one KV head and up to HEADS of its query heads. The query is prepared here
-// where keys are not rotated (query/own.wgsl, query/own_f32.wgsl), and items are joined here where they are few
-// (attend/merge/last.wgsl); otherwise by `prepare_query` and `merge_states`.
+// over the tokens of one work item, for one KV head and up to HEADS of its query heads. If keys are not rotated, the
+// query is prepared here (query/own.wgsl, query/own_f32.wgsl). If there are few items, their states are merged here
+// (attend/merge/last.wgsl). Otherwise `prepare_query` and `merge_states` do this.
 //
-// Invocations: see attend/work_item.wgsl; the loop, attend/softmax_loop.wgsl; keys, attend/scores/; values,
-// attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane,
-// coalesced. Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of
-// groups, which may lie where the weights do: attend/query_bytes/), one step's weights, 512 · HEADS bytes for sums, 8 ·
-// HEAD_DIM for ranges of values.
+// attend/work_item.wgsl describes the invocations, attend/softmax_loop.wgsl the loop, attend/scores/ the keys,
+// attend/values/ and value_dots.wgsl the values. Keys and values are read once per chunk of query heads, 16 bytes per
+// lane, coalesced. Workgroup memory holds the query rows (and 16 rows of bytes per step and head where keys have ranges
+// of groups, which may share the memory of the weights: attend/query_bytes/), the weights of one step, 512 · HEADS
+// bytes for sums, and 8 · HEAD_DIM for ranges of values.
 //
 // In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold
 // anything (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the
@@ -26,9 +26,9 @@
 // shaders/attend/numbering/subgroup.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Invocations numbered subgroup by subgroup, so that neighbours, counted from a multiple of their number on, share a
-// subgroup that has as many lanes. Subgroups whose size divides that of the workgroup are full wherever kernels have
-// run; were they not, results would be wrong, but nothing out of bounds.
+// Invocations numbered subgroup by subgroup. An aligned group of neighbours shares a subgroup that has at least as many
+// lanes. Subgroups whose size divides that of the workgroup have been full wherever kernels have run. If they were not,
+// results would be wrong, but nothing would be out of bounds.
 //
 // needs: INVOCATIONS
 // gives: Numbering, number
@@ -179,10 +179,10 @@ fn set_scores_lowest() {
 
 // Scores of packed keys by integer dot products: score = scale · Σ q c + bias.
 //
-// The prepared query is one row per span and query head: QUERY_PLANES byte planes of field-group words (low byte
-// first, both signed) in the order in which they are used, then the constants (scale, bias, Σ q, 0) as f32. It lies in
-// workgroup memory and is read as 16-byte broadcasts, each used for the four tokens of an invocation. Keys:
-// neighbouring lanes read neighbouring vectors, and make signed bytes of their fields (attend/key_bytes/).
+// The prepared query is one row per span and query head: QUERY_PLANES byte planes of field-group words (low byte first,
+// both signed) in the order of use, then the constants (scale, bias, Σ q, 0) as f32. It lies in workgroup memory and is
+// read as 16-byte broadcasts, each used for the four tokens of an invocation. Neighbouring lanes read neighbouring
+// vectors of keys and convert their fields to signed bytes (attend/key_bytes/).
 //
 // needs: HEADS, KV_HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, tile_bases, token_scores
 // gives: KeyVector, KEY_VECTOR, QUERY_PLANES, QUERY_VECTORS, QUERY_ROW, query, key_pages, score_tile
@@ -201,8 +201,8 @@ const KEY_VECTORS: u32 = 4u;
 // shaders/attend/key_bytes/top.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Signed bytes of a field group of keys, affine codes: a field shifted to the top of its byte is the signed code times
-// 2^(8-bits); the scale takes that back.
+// Signed bytes of a field group of keys, affine codes. A field shifted to the top of its byte is the signed code times
+// 2^(8-bits). The scale compensates for this factor.
 //
 // needs: KEY_VECTOR, KeyVector
 // gives: KEY_BITS, KEY_PLANES, KEY_QUADS, key_bytes
@@ -246,7 +246,7 @@ fn ranged_score(sum: f32, constants: vec4<f32>, i: u32) -> f32 {
 // shaders/attend/key_ranges/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called once per tile, after the products and before their scores: reads the ranges of the lane's tokens.
+// Called once per tile, between its products and its scores. Reads the ranges of the lane's tokens.
 fn load_key_ranges(tile_base: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
@@ -259,11 +259,11 @@ var<workgroup> query: array<vec4<u32>, HEADS * QUERY_ROW>;
 // shaders/attend/query/own.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// The query as `prepare_query` would prepare it: every workgroup does that for its heads itself, which takes less than
-// a launch of its own and the wait for it.
+// Prepares the query as `prepare_query` would. Every workgroup does this for its own heads, which takes less time than
+// a separate launch and waiting for it.
 //
-// Team t prepares heads t, t + 4, ...: lane r of it the field groups r and r + 32, of four channels each. The largest
-// magnitude and two sums are joined over the team.
+// Team t prepares heads t, t + 4, .... Its lane r takes the field groups r and r + 32, of four channels each. The team
+// combines the largest magnitude and two sums.
 //
 // needs: CHUNKS, HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, QUERY_PLANES, QUERY_ROW, QUERY_VECTORS, WorkItem, input_row,
 //   query
@@ -350,15 +350,15 @@ fn query_bias(q: vec4<f32>, base: u32) -> f32 {
 // set by plans: QUERY_LARGEST, CODE_UNIT, PLACE_WORDS, PLACE_PLANES
 
 const QUERY_LARGEST: f32 = 32639.0f;
-// What a dot product of integers and bytes of keys must be multiplied with, beside the query's own scale: 2^(bits-8)
-// for affine codes, which are shifted to the top of their bytes, and the unit of a codebook's levels.
+// Factor of a dot product of integers and key bytes, in addition to the query's own scale: 2^(bits-8) for affine codes,
+// which are shifted to the top of their bytes, and the unit of a codebook's levels.
 const CODE_UNIT: f32 = 0.0625f;
 // Words of a vector of keys, and bit planes of a word; a vector of 3-bit codes counts as one word of eight planes.
 const PLACE_WORDS: u32 = 4u;
 const PLACE_PLANES: u32 = 2u;
 
-// Field groups in the order in which `scores` and `attend` use them: within a vector of words, bit plane by bit
-// plane from the top.
+// Field groups in the order in which `scores` and `attend` use them: within a vector of words, bit plane by bit plane
+// from the top.
 fn place(field: u32) -> u32 {
     let in_vector = field % (PLACE_WORDS * PLACE_PLANES);
     return field - in_vector + (PLACE_PLANES - 1u - in_vector % PLACE_PLANES) * PLACE_WORDS + in_vector / PLACE_PLANES;
@@ -541,13 +541,13 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
 // shaders/attend/scores/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called after that barrier: prepares the keys of the first step.
+// Called after that barrier. Prepares the keys of the first step.
 fn begin_keys(tiles: u32, team: u32, lane: u32) {}
 
-// Called before the second barrier of a step: prepares those of the next, whose first tile is `first`.
+// Called before the second barrier of a step. Prepares those of the next step, whose first tile is `first`.
 fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
 
-// Called when the values of a step are added, after which no barrier follows: prepares those of the next as well.
+// Called once the values of a step are added, when no barrier follows. Also prepares those of the next step.
 fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
@@ -590,7 +590,8 @@ fn from_ordered(bits: u32) -> f32 {
 // shaders/attend/workgroup_max/subgroup.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Largest value over the workgroup: the first invocation of every subgroup enters the subgroup's by an atomic maximum.
+// Largest value over the workgroup. The first invocation of every subgroup contributes the subgroup's maximum to an
+// atomic maximum.
 //
 // gives: prepare_workgroup_max, largest_to_enter, enters
 
@@ -629,11 +630,11 @@ var<private> enter: array<f32, HEADS>;
 // shaders/attend/values/dot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Weighted sum of packed values by integer dot products.
+// Weighted sum of packed values with integer dot products.
 //
-// Weights become integers of 15 bits relative to the step's largest weight, in two signed byte planes, packed four to
-// a word by the invocation that scored the four tokens of a field group. Rounding is dithered by a fixed pattern over
-// the tokens of a step: rounding to nearest would drop every weight below half a unit at once when one token of the
+// Weights become integers of 15 bits relative to the step's largest weight, in two signed byte planes. The invocation
+// that scored the four tokens of a field group packs them four to a word. Rounding is dithered by a fixed pattern over
+// the tokens of a step. Rounding to nearest would drop every weight below half a unit at once when one token of the
 // step outweighs the others by more than 2^16.
 //
 // needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, enter, keep, tile_bases
@@ -643,7 +644,8 @@ var<private> enter: array<f32, HEADS>;
 // shaders/attend/value_dots.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// What the two weighted sums of packed values by integer dot products share: whose channels are whose, and the end.
+// The common part of the two weighted sums of packed values with integer dot products: the assignment of channels, and
+// the end.
 //
 // Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on
 // CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as
@@ -659,8 +661,8 @@ var<private> enter: array<f32, HEADS>;
 // shaders/attend/value_bytes/top.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code
-// times 2^(8-bits); the unit of weights takes that back.
+// Signed bytes of a field group of values, affine codes. A field shifted to the top of its byte is the signed code
+// times 2^(8-bits). The unit of weights compensates for this factor.
 //
 // gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, unsigned_words,
 //   unsigned_bytes, value_place
@@ -685,7 +687,7 @@ fn value_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
     return (words[f] << (quad * VALUE_BITS)) & VALUE_MASK;
 }
 
-// 128 more by the top bit of every field, once for a word and not for all that is cut from it.
+// Adds 128 through the top bit of every field, once for a word instead of for everything extracted from it.
 fn unsigned_words(words: ValueVector) -> ValueVector {
     return words ^ vec4<u32>(VALUE_TOPS);
 }
@@ -763,7 +765,7 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
 // shaders/attend/weights_of_step.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Weights relative to the step's maximum, and their sum as it is.
+// Weights relative to the step's maximum, and their exact sum.
 //
 // needs: HEADS, LANE_TOKENS, enter, token_scores
 // gives: weights, weigh
@@ -787,14 +789,14 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
 // ----------------------------------------------------------------------------------------------------
 
 const LARGEST_WEIGHT: f32 = 32639f;
-// What a sum of integer weights times bytes must be multiplied with.
+// Factor of a sum of integer weights times bytes.
 const WEIGHT_UNIT: f32 = 1f / (32639f * VALUE_BYTE);
 const GOLDEN_RATIO: f32 = 0.618034f;
 
 // [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
 var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
-// What is added to the weights of the invocation's tokens before they are cut to integers: 0 … 1, spread evenly over
-// the tokens of a step.
+// Added to the weights of the invocation's tokens before they are truncated to integers: 0 … 1, spread evenly over the
+// tokens of a step.
 var<private> dither: array<f32, LANE_TOKENS>;
 
 // ----------------------------------------------------------------------------------------------------
@@ -813,7 +815,7 @@ var<private> dither: array<f32, LANE_TOKENS>;
 
 const VALUE_MIDDLE: f32 = 8.0f;
 
-// Ranges of the outputs, by channel: read at the start of an item, so that nothing waits for them at its end.
+// Ranges of the outputs, by channel. They are read at the start of an item, so that nothing waits for them at its end.
 var<workgroup> output_ranges: array<vec2<f32>, HEAD_DIM>;
 
 const OWN_CHANNELS: u32 = (HEAD_DIM + INVOCATIONS - 1u) / INVOCATIONS;
@@ -847,7 +849,7 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 // shaders/attend/value_ranges/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called when the weights of a step are known, before they become integers.
+// Called once the weights of a step are known, before they become integers.
 fn take_value_ranges(parity: u32) {}
 
 // The weight of token `i` of the lane, relative to the largest weight of a step, times its scale relative to
@@ -889,7 +891,7 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
         for (var i = 0u; i < LANE_TOKENS; i++) {
             integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], i) * LARGEST_WEIGHT + dither[i]);
         }
-        // Two integers of at most 16 bits to a word, so that two bytes are cut at once.
+        // Two integers of up to 16 bits per word, so that two bytes are extracted at once.
         let even = integers.x | (integers.z << 16u);
         let odd = integers.y | (integers.w << 16u);
         let low = (even & 0x00ff00ffu) | ((odd & 0x00ff00ffu) << 8u);
@@ -961,7 +963,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
 // shaders/attend/values/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called by the team of a tile: reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
+// Called by the team of a tile. Reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
 // all of them, or token `i`.
 fn load_value_ranges(tile_base: u32, lane: u32) {}
 
@@ -969,8 +971,8 @@ fn skip_value_ranges() {}
 
 fn skip_value_range(i: u32) {}
 
-// Called before the first barrier of a step: enters what has to be known of the tokens of others, the largest score of
-// maximum `at` and the ranges.
+// Called before the first barrier of a step. Records the values that other lanes need: the largest score of maximum
+// `at`, and the ranges.
 fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {}
 
 fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
@@ -991,22 +993,22 @@ const STATE_ROW: u32 = FIELDS + 1u;
 // shaders/attend/merge/last.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// States that are joined by the workgroup that writes the last of a query head, as `merge_states` would join them.
+// The workgroup that writes the last state of a query head merges all of them, as `merge_states` would.
 //
-// Every workgroup counts itself in when its states are written; who finds that all others have is the last. Items have
-// one query each. The next step finds the counter at 0 again. What makes the states of others visible: the memory is
-// coherent, a storage barrier stands between the states and the count, and another between the count and the reads. In
-// WGSL a storage barrier orders memory for one workgroup alone; the SPIR-V of naga orders it for the device, so this
-// part is for Vulkan (`Capabilities::coherent`).
+// Every workgroup increments a counter once its states are written. The one that finds all others counted is the last.
+// Items have one query each. The next step finds the counter at 0 again. The states of others are visible for three
+// reasons: the memory is coherent, a storage barrier stands between the states and the count, and another between the
+// count and the reads. In WGSL a storage barrier orders memory for one workgroup only. The SPIR-V of naga orders it for
+// the device, so this part is for Vulkan (`Capabilities::coherent`).
 //
-// A team of 32 lanes joins a head; a lane owns every 32nd field group of four channels.
+// A team of 32 lanes merges a head; a lane owns every 32nd field group of four channels.
 //
 // needs: FIELDS, HEADS, INVOCATIONS, QUERY_HEADS, WorkItem, head_exists, input_row, query_head
 // gives: states, merge_item
 // binds: 7 states, 9 arrived
 
 @group(0) @binding(7) @coherent var<storage, read_write> states: array<vec4<f32>>;
-// Workgroups that have written their state of a query head: [row][query head].
+// Number of workgroups that have written their state of a query head: [row][query head].
 @group(0) @binding(9) var<storage, read_write> arrived: array<atomic<u32>>;
 
 // ----------------------------------------------------------------------------------------------------
@@ -1040,15 +1042,15 @@ fn write_output(index: u32, x: vec4<f32>) {
 // shaders/attend/join_states.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Attention states joined: a running sum relative to the largest log-sum-exp so far. States are read once,
-// AT_ONCE together.
+// Merges attention states into a running sum relative to the largest log-sum-exp so far. States are read once, AT_ONCE
+// together.
 //
 // needs: FIELDS, QUERY_HEADS, STATE_ROW, states
 // gives: NO_LSE, Joined, join_states
 
 // Below every log-sum-exp.
 const NO_LSE: f32 = -1e30f;
-// States whose loads are under way together.
+// Number of states whose loads are in flight together.
 const AT_ONCE: u32 = 8u;
 
 struct Joined {
@@ -1057,7 +1059,7 @@ struct Joined {
     largest: f32,
 }
 
-// Four channels of the states first, first + stride, ... below `wanted_end` of a query head, as far as they exist.
+// Merges four channels of the existing states first, first + stride, ... below `wanted_end` of a query head.
 fn join_states(first: u32, wanted_end: u32, stride: u32, query_head: u32, field: u32) -> Joined {
     let end = min(wanted_end, arrayLength(&states) / (QUERY_HEADS * STATE_ROW));
     var joined = Joined(vec4<f32>(0f), 0f, NO_LSE);
@@ -1151,7 +1153,7 @@ fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
     write_state_channel(item, y, head, channel, output);
 }
 
-// Called by all invocations when the outputs of a head are put.
+// Called by all invocations once the outputs of a head are written.
 fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------

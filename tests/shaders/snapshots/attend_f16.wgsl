@@ -6,15 +6,15 @@
 //
 //   s_t = q · k_t / √D (as prepared),  lse = ln Σ exp(s_t),  output = Σ exp(s_t - lse) v_t
 //
-// over the tokens of one work item, for one KV head and up to HEADS of its query heads. The query is prepared here
-// where keys are not rotated (query/own.wgsl, query/own_f32.wgsl), and items are joined here where they are few
-// (attend/merge/last.wgsl); otherwise by `prepare_query` and `merge_states`.
+// over the tokens of one work item, for one KV head and up to HEADS of its query heads. If keys are not rotated, the
+// query is prepared here (query/own.wgsl, query/own_f32.wgsl). If there are few items, their states are merged here
+// (attend/merge/last.wgsl). Otherwise `prepare_query` and `merge_states` do this.
 //
-// Invocations: see attend/work_item.wgsl; the loop, attend/softmax_loop.wgsl; keys, attend/scores/; values,
-// attend/values/ and value_dots.wgsl. Keys and values are read once per chunk of query heads, 16 bytes per lane,
-// coalesced. Workgroup memory: the query rows (and 16 rows of bytes for a step and head where keys have ranges of
-// groups, which may lie where the weights do: attend/query_bytes/), one step's weights, 512 · HEADS bytes for sums, 8 ·
-// HEAD_DIM for ranges of values.
+// attend/work_item.wgsl describes the invocations, attend/softmax_loop.wgsl the loop, attend/scores/ the keys,
+// attend/values/ and value_dots.wgsl the values. Keys and values are read once per chunk of query heads, 16 bytes per
+// lane, coalesced. Workgroup memory holds the query rows (and 16 rows of bytes per step and head where keys have ranges
+// of groups, which may share the memory of the weights: attend/query_bytes/), the weights of one step, 512 · HEADS
+// bytes for sums, and 8 · HEAD_DIM for ranges of values.
 //
 // In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold
 // anything (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the
@@ -26,7 +26,7 @@
 // shaders/attend/numbering/local.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Invocations as the workgroup numbers them.
+// Invocations in the workgroup's own numbering.
 //
 // gives: Numbering, number
 
@@ -211,7 +211,7 @@ fn key_field(words: KeyVector, w: u32, plane: u32, i: u32) -> vec4<f32> {
 // shaders/attend/key_field/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called before the field group `field` of the lane's tokens is taken: reads their ranges.
+// Called before the field group `field` of the lane's tokens is used. Reads their ranges.
 fn begin_key_field(tile_base: u32, lane: u32, field: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
@@ -227,7 +227,8 @@ var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
 // shaders/attend/add_product.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// sum + a · b in four multiply-adds; `sum + dot(a, b)` would be a multiplication, three of them and an addition.
+// sum + a · b in four fused multiply-adds. `sum + dot(a, b)` would take one multiplication, three of them and an
+// addition.
 //
 // gives: add_product
 fn add_product(a: vec4<f32>, b: vec4<f32>, sum: f32) -> f32 {
@@ -238,7 +239,7 @@ fn add_product(a: vec4<f32>, b: vec4<f32>, sum: f32) -> f32 {
 // shaders/attend/query/own_f32.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// The query as it was given, scaled: every workgroup prepares that of its heads itself.
+// The given query, scaled. Every workgroup prepares that of its own heads.
 //
 // needs: HEADS, HEAD_DIM, INVOCATIONS, QUERY_VECTORS, WorkItem, input_row, query
 // gives: load_query
@@ -349,13 +350,13 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
 // shaders/attend/scores/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called after that barrier: prepares the keys of the first step.
+// Called after that barrier. Prepares the keys of the first step.
 fn begin_keys(tiles: u32, team: u32, lane: u32) {}
 
-// Called before the second barrier of a step: prepares those of the next, whose first tile is `first`.
+// Called before the second barrier of a step. Prepares those of the next step, whose first tile is `first`.
 fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
 
-// Called when the values of a step are added, after which no barrier follows: prepares those of the next as well.
+// Called once the values of a step are added, when no barrier follows. Also prepares those of the next step.
 fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
@@ -401,12 +402,12 @@ fn from_ordered(bits: u32) -> f32 {
 // Called once, before the first step.
 fn prepare_workgroup_max() {}
 
-// The largest of the values of those that the invocation enters for; called by all invocations.
+// The largest value among the invocations for which this one contributes. Called by all invocations.
 fn largest_to_enter(value: u32) -> u32 {
     return value;
 }
 
-// Whether the invocation enters.
+// Whether the invocation contributes.
 fn enters() -> bool {
     return true;
 }
@@ -432,7 +433,7 @@ var<private> enter: array<f32, HEADS>;
 // shaders/attend/values/fma.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Weighted sum of values by f32 multiply-add, for f16 values and for ranges that change inside a tile.
+// Weighted sum of values with f32 multiply-adds, for f16 values and for ranges that change inside a tile.
 //
 // Weights lie in workgroup memory, one vector of four tokens per field group, written by the invocation that scored
 // them. Team t works on CHANNELS channels per lane, 32 apart, of channel block t % CHANNEL_BLOCKS, and on
@@ -475,14 +476,14 @@ fn value_field(words: ValueVector, w: u32, plane: u32, field: u32, k: u32) -> ve
 // shaders/attend/value_field/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called before channel `k` of the lane is read from a tile: reads its ranges.
+// Called before channel `k` of the lane is read from a tile. Reads its ranges.
 fn begin_value_tile(tile_base: u32, channel: u32, k: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/weights_of_step.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Weights relative to the step's maximum, and their sum as it is.
+// Weights relative to the step's maximum, and their exact sum.
 //
 // needs: HEADS, LANE_TOKENS, enter, token_scores
 // gives: weights, weigh
@@ -609,10 +610,10 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
 // shaders/attend/values/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called with the first reads of an item: reads what its outputs are scaled with.
+// Called with the first reads of an item. Reads the ranges that its outputs are scaled with.
 fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {}
 
-// Called by the team of a tile: reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
+// Called by the team of a tile. Reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
 // all of them, or token `i`.
 fn load_value_ranges(tile_base: u32, lane: u32) {}
 
@@ -620,8 +621,8 @@ fn skip_value_ranges() {}
 
 fn skip_value_range(i: u32) {}
 
-// Called before the first barrier of a step: enters what has to be known of the tokens of others, the largest score of
-// maximum `at` and the ranges.
+// Called before the first barrier of a step. Records the values that other lanes need: the largest score of maximum
+// `at`, and the ranges.
 fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {}
 
 fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
@@ -653,7 +654,7 @@ const STATE_ROW: u32 = FIELDS + 1u;
 // shaders/attend/merge/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called when the states of an item are written.
+// Called once the states of an item are written.
 fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
@@ -685,7 +686,7 @@ fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
     write_state_channel(item, y, head, channel, output);
 }
 
-// Called by all invocations when the outputs of a head are put.
+// Called by all invocations once the outputs of a head are written.
 fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------

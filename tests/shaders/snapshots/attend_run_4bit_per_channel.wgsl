@@ -6,30 +6,31 @@ enable wgpu_cooperative_matrix;
 // shaders/attend/attend_run.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// attend_run: `attend` of many queries of a run together, by cooperative matrices.
+// attend_run: `attend` of many queries of a run together, with cooperative matrices.
 //
 //   s_rt = q_r · k_t / √D,  lse_r = ln Σ exp(s_rt),  output_r = Σ exp(s_rt - lse_r) v_t
 //
 // over the tokens of one work item. A row r is a query and one of the query heads of the item's KV head, up to ROWS of
-// them, which `prepare_query` left in f16. Products are 16 × 16 × 16, of f16 with f32 sums. `merge_states`
-// joins the items.
+// them, which `prepare_query` wrote in f16. Products are 16 × 16 × 16, in f16 with f32 sums. `merge_states` merges the
+// items.
 //
-// A subgroup of 32 owns two blocks of 16 rows: their queries, the left operands of scores, and their sums stay in its
-// registers for the whole item. All subgroups share the tokens, which pass by in steps of 16, unpacked to halves in
-// workgroup memory once. A step is the eight tokens of two vectors of values: 4 step onwards and 32, 64 and 96 further.
-// Two barriers a step:
+// A subgroup of 32 owns two blocks of 16 rows. Their queries (the left operands of scores) and their sums stay in its
+// registers for the whole item. All subgroups share the tokens, which stream through in steps of 16 and are unpacked to
+// halves in workgroup memory once. A step is the eight tokens of two vectors of values: those at 4 step, and 32, 64 and
+// 96 further. There are two barriers per step:
 //
 //   products with values of the last step, scores -> workgroup memory | weights -> workgroup memory
 //
-// The slot `run_arrivals` says when keys and values go there, and when they are asked for.
+// The slot `run_arrivals` decides when keys and values are loaded, and when they are stored there.
 //
-// Weights are relative to a reference of their row, a power of two: it lets weights grow to 2^MOST_WEIGHT, and moves so
-// that the largest is 2^START_WEIGHT where they would grow further. Then sums make a round through workgroup memory,
-// where a row can be scaled. That is rare, and all subgroups wait for it. So each barrier is met by all.
+// Weights are relative to a reference of their row, a power of two. Weights may grow to 2^MOST_WEIGHT. Before they
+// would grow further, the reference moves so that the largest is 2^START_WEIGHT. Then the sums pass through workgroup
+// memory, where a row can be scaled. That is rare, and all subgroups wait for it, so that every barrier is reached by
+// all.
 //
-// Memory: keys and values once for ROWS rows. Workgroup memory: rows of keys, columns of values, rows of scores and of
-// weights are padded, so that what is moved at once lies in different banks (`RunRows::workgroup_bytes` counts it). For
-// a product a subgroup reads 256 bytes of keys or values.
+// Memory: keys and values are read once for ROWS rows. Workgroup memory: rows of keys, columns of values, rows of
+// scores and of weights are padded, so that simultaneous accesses fall into different banks (`RunRows::workgroup_bytes`
+// counts it). For a product a subgroup reads 256 bytes of keys or values.
 //
 // In bounds: as `attend`; blocks of rows lie within the prepared ones, behind which there are RUN_ROWS more; rows
 // beyond the item's write nothing. Loops are bounded by an item's tiles and by constants. Control flow around products
@@ -44,9 +45,9 @@ enable wgpu_cooperative_matrix;
 // shaders/attend/numbering/subgroup.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Invocations numbered subgroup by subgroup, so that neighbours, counted from a multiple of their number on, share a
-// subgroup that has as many lanes. Subgroups whose size divides that of the workgroup are full wherever kernels have
-// run; were they not, results would be wrong, but nothing out of bounds.
+// Invocations numbered subgroup by subgroup. An aligned group of neighbours shares a subgroup that has at least as many
+// lanes. Subgroups whose size divides that of the workgroup have been full wherever kernels have run. If they were not,
+// results would be wrong, but nothing would be out of bounds.
 //
 // needs: INVOCATIONS
 // gives: Numbering, number
@@ -254,11 +255,11 @@ struct Eight {
 @group(0) @binding(8) var<storage, read> run_constants: array<vec2<f32>>;
 
 const SUBGROUPS: u32 = 8u;
-// Blocks of 16 rows of a subgroup, and its rows: each of its lanes makes the weights of one.
+// Blocks of 16 rows in a subgroup, and its rows. Each of its lanes computes the weights of one row.
 const ROW_BLOCKS: u32 = 2u;
 const OWN_ROWS: u32 = 32u;
 const ROWS: u32 = SUBGROUPS * OWN_ROWS;
-// Rows of zeros or anything behind the prepared ones.
+// Unused rows behind the prepared ones.
 const RUN_ROWS: u32 = 256u;
 
 const STEPS: u32 = HEAD_DIM / 16u;
@@ -266,20 +267,21 @@ const EIGHTS: u32 = HEAD_DIM / 8u;
 // Vectors of eight tokens of a tile's values, and steps of a tile.
 const TOKEN_VECTORS: u32 = 16u;
 const TILE_STEPS: u32 = 8u;
-// In vectors of four: a prepared query; a key, a channel of values, a row of scores and of weights in workgroup memory.
+// Sizes in vectors of four: a prepared query; a key, a channel of values, a row of scores and a row of weights in
+// workgroup memory.
 const QUERY_ROW: u32 = HEAD_DIM / 4u;
 const KEY_ROW: u32 = HEAD_DIM / 4u + 2u;
 const KEYS_OF_STEP: u32 = 16u * KEY_ROW;
 const VALUE_ROW: u32 = 6u;
 const SCORE_ROW: u32 = 5u;
 const WEIGHT_ROW: u32 = 6u;
-// Eights of keys, and as many of values, of a step, and those that an invocation moves.
+// Groups of eight keys, and as many of values, in a step, and those that an invocation moves.
 const EIGHTS_OF_STEP: u32 = 2u * HEAD_DIM;
 const LOADS: u32 = (EIGHTS_OF_STEP + INVOCATIONS - 1u) / INVOCATIONS;
 // Vectors of four scores of a row.
 const ROW_SCORES: u32 = 4u;
 
-// Powers of two that weights may grow to, and that the largest is after the reference moved.
+// Exponents of two: the largest allowed weight, and the largest weight after the reference moved.
 const MOST_WEIGHT: f32 = 15f;
 const START_WEIGHT: f32 = 6f;
 // The product of a token that does not exist: minus infinity, times any unit.
@@ -289,7 +291,7 @@ const NO_PRODUCT: f32 = -3.4028234e38f;
 // shaders/attend/run_keys/channel_4bit.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Keys of 4 bits with a range per channel, which is part of the query: halves are codes.
+// Keys of 4 bits with a range per channel, which is folded into the query: halves are codes.
 //
 // needs: EIGHTS, Eight, KV_HEADS, TILE_TOKENS
 // gives: KeyWord, run_key_pages, load_key, key_halves
@@ -299,16 +301,16 @@ const NO_PRODUCT: f32 = -3.4028234e38f;
 // shaders/attend/four_bits.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Codes of 4 bits as halves, where all codes have as many: what attend/code_halves.wgsl does for any width takes a
-// second register for every word. The bits of 2^10 and of a whole number below 16 are the half of both, and two such
-// halves, four fields from each other, are unpacked at once.
+// Codes of 4 bits as halves, for kernels in which all codes have 4 bits. The general attend/code_halves.wgsl takes a
+// second register for every word. Combining the bits of 2^10 with an integer below 16 gives the half of their sum. Two
+// such halves, four fields apart, are unpacked at once.
 //
 // needs: Eight, Half4
 // gives: Half2, CODES, SIGNED_CODES, code_halves
 
 alias Half2 = vec2<f16>;
 
-// What is subtracted, so that codes 0 .. 15 are left, or what their fields hold, which is 8 less.
+// The origin to subtract so that codes 0 .. 15 remain, or the contents of their fields, which are 8 less.
 const CODES: f16 = 1024h;
 const SIGNED_CODES: f16 = 1032h;
 
@@ -347,7 +349,8 @@ fn key_halves(word: KeyWord, eight: u32) -> Eight {
 // shaders/attend/run_values/channel_4bit.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Values of 4 bits with a range per channel of the span: halves are codes, v = s (c + 8) + m is made of their mean.
+// Values of 4 bits with a range per channel of the span: halves are codes. v = s (c + 8) + m is computed from their
+// mean.
 //
 // needs: Eight, HEAD_DIM, KV_HEADS, TOKEN_VECTORS
 // gives: ValueWord, run_value_pages, load_value, value_halves, run_output
@@ -391,8 +394,8 @@ fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>) -> v
 // shaders/attend/run_arrivals/ahead.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Asked for a whole step ahead, as soon as what came before is stored. It fits where a lane holds a word of each, and
-// what is stored must be unpacked first. With halves, four words of each, registers do not suffice.
+// Loads run a whole step ahead and start once the previous loads are stored. Registers suffice if a lane holds one word
+// of each, and packed words must be unpacked first anyway. With halves, four words of each, they do not suffice.
 //
 // needs: load_keys, load_values, store_keys, store_values
 // gives: KEY_STEPS, before_steps, before_products, behind_products, before_weights, behind_weights
@@ -428,16 +431,16 @@ var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP>;
 var<workgroup> value_tile: array<Half4, HEAD_DIM * VALUE_ROW>;
 var<workgroup> scores: array<vec4<f32>, ROWS * SCORE_ROW>;
 var<workgroup> row_weights: array<Half4, ROWS * WEIGHT_ROW>;
-// What the sums of a row are multiplied with before they grow further; at the end, its sum of weights.
+// Factors of the sums of a row before more is added; at the end, the row's sum of weights.
 var<workgroup> factors: array<f32, ROWS>;
 // Whether rows of a subgroup moved their references in this step.
 var<workgroup> moved: array<vec4<u32>, 4>;
 
-// What the invocation has asked for.
+// Loads of the invocation in flight.
 var<private> arriving_keys: array<KeyWord, LOADS>;
 var<private> arriving_values: array<ValueWord, LOADS>;
 
-// Of the lane's row: what its products are multiplied with, the reference, and the sum of weights.
+// For the lane's row: the factor of its products, the reference, and the sum of weights.
 var<private> unit: f32;
 var<private> reference: f32;
 var<private> weight_sum: f32;
@@ -466,7 +469,7 @@ fn load_rows(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, first: u32, t
     }
 }
 
-// Asks for the keys of a step, or for its values. Steps beyond the item are those of its last tile.
+// Loads the keys of a step, or its values. Steps beyond the item load those of its last tile.
 fn load_keys(step: u32, tiles: u32, invocation: u32) {
     let tile_base = tile_bases[min(step / TILE_STEPS, tiles - 1u)];
     // unroll
@@ -488,7 +491,7 @@ fn load_values(step: u32, tiles: u32, invocation: u32) {
     }
 }
 
-// Puts what has arrived where products find it.
+// Stores the loaded keys or values where products read them.
 fn store_keys(step: u32, invocation: u32) {
     // unroll
     for (var i = 0u; i < LOADS; i++) {
@@ -516,7 +519,7 @@ fn store_values(step: u32, invocation: u32) {
     }
 }
 
-// Products of the subgroup's rows with the keys of a step, before their units.
+// Multiplies the subgroup's rows with the keys of a step. The units are not applied yet.
 fn score(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, token_step: u32, team: u32) {
     let first_key = token_step % KEY_STEPS * KEYS_OF_STEP;
     var blocks: array<Sums, ROW_BLOCKS>;
@@ -538,7 +541,7 @@ fn score(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, token_step: u32, 
     }
 }
 
-// Weights of the step, of the lane's row.
+// Computes the weights of the step for the lane's row.
 fn weigh(step: u32, tokens: u32, team: u32, lane: u32) {
     let row = team * OWN_ROWS + lane;
     let first_token = step / TILE_STEPS * TILE_TOKENS + step % TILE_STEPS * 4u;
@@ -547,7 +550,7 @@ fn weigh(step: u32, tokens: u32, team: u32, lane: u32) {
     for (var i = 0u; i < ROW_SCORES; i++) {
         s[i] = scores[row * SCORE_ROW + i];
     }
-    // Only in the last tile are there tokens beyond the item.
+    // Only the last tile has tokens beyond the item.
     if ((step / TILE_STEPS + 1u) * TILE_TOKENS > tokens) {
         // unroll
         for (var i = 0u; i < ROW_SCORES; i++) {
@@ -567,7 +570,7 @@ fn weigh(step: u32, tokens: u32, team: u32, lane: u32) {
     // Before the first step there are no sums.
     let moves = subgroupAny(far && step > 0u);
     reference = new_reference;
-    // The sum is that of the rounded weights, so that the mean of the values is exact.
+    // The sum of the rounded weights, so that the mean of the values is exact.
     var sum = 0f;
     // unroll
     for (var i = 0u; i < ROW_SCORES; i++) {
@@ -587,7 +590,7 @@ fn any_moved() -> bool {
     return any((moved[0] | moved[1] | moved[2] | moved[3]) != vec4<u32>());
 }
 
-// Multiplies the sums of the rows with their factors.
+// Multiplies the sums of the rows by their factors.
 fn move_sums(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32, lane: u32) {
     // unroll
     for (var step = 0u; step < STEPS; step++) {

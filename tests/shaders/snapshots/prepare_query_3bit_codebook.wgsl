@@ -2,17 +2,16 @@
 // shaders/attend/prepare_query.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// prepare_query: one row per prepared query and query head for the kernels that score keys: of every query, once for
-// every span where keys have ranges of spans.
+// prepare_query: one row per prepared query and query head, for the kernels that score keys. A query is prepared once,
+// or once for every span where keys have span ranges.
 //
-// With per-channel ranges k = s ⊙ u + m and u = c + 2^(bits-1) folded in:
-//   q·k / √D · log2 e = Σ (q ⊙ s) c + Σ q (m + 2^(bits-1) s), with q already multiplied by log2 e / √D.
-// Where keys are stored rotated, so is q before all that.
-// The row holds q ⊙ s as integers in byte planes and (scale, bias, Σ q, 0), or as f32 (see attend/query_row/).
+// With per-channel ranges k = s ⊙ u + m and u = c + 2^(bits-1) folded in: q·k / √D · log2 e = Σ (q ⊙ s) c + Σ q (m +
+// 2^(bits-1) s), with q already multiplied by log2 e / √D. If keys are rotated, q is rotated first. The row holds q ⊙ s
+// as integers in byte planes and (scale, bias, Σ q, 0), or as f32 (see attend/query_row/).
 //
-// Workgroup (x, y): prepared query x, part y % PARTS of query head y / PARTS: keys with sketches want a row for their
-// signs and one for their levels. An invocation owns four neighbouring channels. Reads D elements and as many ranges,
-// writes one row.
+// Workgroup (x, y) prepares part y % PARTS of query head y / PARTS of prepared query x: keys with sketches need one row
+// for their signs and one for their levels. An invocation owns four neighbouring channels. It reads D elements and as
+// many ranges, and writes one row.
 //
 // In bounds: rows are sized for the plan, and what the table of prepared queries holds is clamped to what is bound;
 // channels past HEAD_DIM are not read.
@@ -72,7 +71,7 @@ fn input4(index: u32) -> vec4<f32> {
 // shaders/attend/query_rotation/hadamard.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Keys that are stored rotated: the rotated query has the same products with them.
+// Rotates the query for rotated keys. The products stay the same.
 //
 // gives: rotate_query
 
@@ -80,7 +79,7 @@ fn input4(index: u32) -> vec4<f32> {
 // shaders/attend/query_in_row.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// A query in workgroup memory, four channels to an invocation, on its way through a rotation.
+// A query in workgroup memory, four channels per invocation, to be rotated.
 //
 // needs: HEAD_DIM
 // gives: put_query, rotated_query
@@ -199,17 +198,17 @@ fn rotate_query(q: vec4<f32>, field: u32, part: u32) -> vec4<f32> {
 // shaders/attend/query_ranges/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// The range slot, or the last there is.
+// The range slot, clamped to the last one.
 fn existing_slot(range_slot: u32) -> u32 {
     return range_slot;
 }
 
-// Four channels of a query times the scales from `base` on.
+// Four channels of a query times the scales that begin at `base`.
 fn scale_query(q: vec4<f32>, base: u32) -> vec4<f32> {
     return q;
 }
 
-// What the middles of these ranges add to every score.
+// The contribution of the middles of these ranges to every score.
 fn query_bias(q: vec4<f32>, base: u32) -> f32 {
     return 0f;
 }
@@ -252,15 +251,15 @@ const QUERY_PLANES: u32 = 2u;
 // set by plans: QUERY_LARGEST, CODE_UNIT, PLACE_WORDS, PLACE_PLANES
 
 const QUERY_LARGEST: f32 = 32639.0f;
-// What a dot product of integers and bytes of keys must be multiplied with, beside the query's own scale: 2^(bits-8)
-// for affine codes, which are shifted to the top of their bytes, and the unit of a codebook's levels.
+// Factor of a dot product of integers and key bytes, in addition to the query's own scale: 2^(bits-8) for affine codes,
+// which are shifted to the top of their bytes, and the unit of a codebook's levels.
 const CODE_UNIT: f32 = 0.0017032468f;
 // Words of a vector of keys, and bit planes of a word; a vector of 3-bit codes counts as one word of eight planes.
 const PLACE_WORDS: u32 = 1u;
 const PLACE_PLANES: u32 = 8u;
 
-// Field groups in the order in which `scores` and `attend` use them: within a vector of words, bit plane by bit
-// plane from the top.
+// Field groups in the order in which `scores` and `attend` use them: within a vector of words, bit plane by bit plane
+// from the top.
 fn place(field: u32) -> u32 {
     let in_vector = field % (PLACE_WORDS * PLACE_PLANES);
     return field - in_vector + (PLACE_PLANES - 1u - in_vector % PLACE_PLANES) * PLACE_WORDS + in_vector / PLACE_PLANES;

@@ -7,16 +7,16 @@
 //   s'_t = slope · s_t + offset,  lse = ln Σ exp(s'_t),  output = Σ exp(s'_t - lse) v_t
 //
 // over the tokens of one work item. Slope and offset come from the extremes of the head's scores over the whole span
-// (eq. 7 and 8), which `scores` left behind.
+// (eq. 7 and 8), which `scores` wrote.
 //
-// Work, memory traffic, merging and bounds as in `attend`, with 4 bytes per token and query head read in
-// place of the keys.
+// Work, memory traffic, merging and bounds are as in `attend`, except that 4 bytes per token and query head are read
+// instead of the keys.
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/numbering/local.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Invocations as the workgroup numbers them.
+// Invocations in the workgroup's own numbering.
 //
 // gives: Numbering, number
 
@@ -190,7 +190,7 @@ fn from_ordered(bits: u32) -> f32 {
 // shaders/attend/scores/stored.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Natural-log scores: tile after tile [query head][token], those of an item from its first tile on.
+// Natural-log scores [query head][token], tile after tile. The tiles of an item follow its first one.
 @group(0) @binding(2) var<storage, read> stored_scores: array<f32>;
 // Largest score and largest negated score of every prepared query and query head, ordered.
 @group(0) @binding(3) var<storage, read> extremes: array<vec2<u32>>;
@@ -210,7 +210,8 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
         let largest = from_ordered(extreme.x);
         let smallest = -from_ordered(extreme.y);
         let low = smallest - TAU_1;
-        // Equal scores (a span of one token, say) all go to the lower end: the formula would divide by 1e-8.
+        // Equal scores (for example of a single token) all go to the lower end, because the formula would divide by
+        // 1e-8.
         let spread = largest - smallest;
         let slope = select(max((largest - TAU_2 - low) / (spread + 1e-8f), 0f), 0f, spread == 0f);
         score_maps[head] = vec2<f32>(slope, low - slope * smallest) * LOG2_E;
@@ -234,18 +235,18 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
 // shaders/attend/scores/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Pages of the keys that are bound: no limit where none are.
+// Number of pages of the bound keys. No limit if none are bound.
 fn key_pages() -> u32 {
     return 0xffffffffu;
 }
 
-// Called after that barrier: prepares the keys of the first step.
+// Called after that barrier. Prepares the keys of the first step.
 fn begin_keys(tiles: u32, team: u32, lane: u32) {}
 
-// Called before the second barrier of a step: prepares those of the next, whose first tile is `first`.
+// Called before the second barrier of a step. Prepares those of the next step, whose first tile is `first`.
 fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
 
-// Called when the values of a step are added, after which no barrier follows: prepares those of the next as well.
+// Called once the values of a step are added, when no barrier follows. Also prepares those of the next step.
 fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
@@ -274,12 +275,12 @@ fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 // Called once, before the first step.
 fn prepare_workgroup_max() {}
 
-// The largest of the values of those that the invocation enters for; called by all invocations.
+// The largest value among the invocations for which this one contributes. Called by all invocations.
 fn largest_to_enter(value: u32) -> u32 {
     return value;
 }
 
-// Whether the invocation enters.
+// Whether the invocation contributes.
 fn enters() -> bool {
     return true;
 }
@@ -305,11 +306,11 @@ var<private> enter: array<f32, HEADS>;
 // shaders/attend/values/dot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Weighted sum of packed values by integer dot products.
+// Weighted sum of packed values with integer dot products.
 //
-// Weights become integers of 15 bits relative to the step's largest weight, in two signed byte planes, packed four to
-// a word by the invocation that scored the four tokens of a field group. Rounding is dithered by a fixed pattern over
-// the tokens of a step: rounding to nearest would drop every weight below half a unit at once when one token of the
+// Weights become integers of 15 bits relative to the step's largest weight, in two signed byte planes. The invocation
+// that scored the four tokens of a field group packs them four to a word. Rounding is dithered by a fixed pattern over
+// the tokens of a step. Rounding to nearest would drop every weight below half a unit at once when one token of the
 // step outweighs the others by more than 2^16.
 //
 // needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, enter, keep, tile_bases
@@ -319,7 +320,8 @@ var<private> enter: array<f32, HEADS>;
 // shaders/attend/value_dots.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// What the two weighted sums of packed values by integer dot products share: whose channels are whose, and the end.
+// The common part of the two weighted sums of packed values with integer dot products: the assignment of channels, and
+// the end.
 //
 // Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on
 // CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as
@@ -335,8 +337,8 @@ var<private> enter: array<f32, HEADS>;
 // shaders/attend/value_bytes/top.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Signed bytes of a field group of values, affine codes: a field shifted to the top of its byte is the signed code
-// times 2^(8-bits); the unit of weights takes that back.
+// Signed bytes of a field group of values, affine codes. A field shifted to the top of its byte is the signed code
+// times 2^(8-bits). The unit of weights compensates for this factor.
 //
 // gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, unsigned_words,
 //   unsigned_bytes, value_place
@@ -361,7 +363,7 @@ fn value_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
     return (words[f] << (quad * VALUE_BITS)) & VALUE_MASK;
 }
 
-// 128 more by the top bit of every field, once for a word and not for all that is cut from it.
+// Adds 128 through the top bit of every field, once for a word instead of for everything extracted from it.
 fn unsigned_words(words: ValueVector) -> ValueVector {
     return words ^ vec4<u32>(VALUE_TOPS);
 }
@@ -439,7 +441,7 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
 // shaders/attend/weights_of_step.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Weights relative to the step's maximum, and their sum as it is.
+// Weights relative to the step's maximum, and their exact sum.
 //
 // needs: HEADS, LANE_TOKENS, enter, token_scores
 // gives: weights, weigh
@@ -463,14 +465,14 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
 // ----------------------------------------------------------------------------------------------------
 
 const LARGEST_WEIGHT: f32 = 32639f;
-// What a sum of integer weights times bytes must be multiplied with.
+// Factor of a sum of integer weights times bytes.
 const WEIGHT_UNIT: f32 = 1f / (32639f * VALUE_BYTE);
 const GOLDEN_RATIO: f32 = 0.618034f;
 
 // [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
 var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
-// What is added to the weights of the invocation's tokens before they are cut to integers: 0 … 1, spread evenly over
-// the tokens of a step.
+// Added to the weights of the invocation's tokens before they are truncated to integers: 0 … 1, spread evenly over the
+// tokens of a step.
 var<private> dither: array<f32, LANE_TOKENS>;
 
 // ----------------------------------------------------------------------------------------------------
@@ -489,7 +491,7 @@ var<private> dither: array<f32, LANE_TOKENS>;
 
 const VALUE_MIDDLE: f32 = 8.0f;
 
-// Ranges of the outputs, by channel: read at the start of an item, so that nothing waits for them at its end.
+// Ranges of the outputs, by channel. They are read at the start of an item, so that nothing waits for them at its end.
 var<workgroup> output_ranges: array<vec2<f32>, HEAD_DIM>;
 
 const OWN_CHANNELS: u32 = (HEAD_DIM + INVOCATIONS - 1u) / INVOCATIONS;
@@ -523,7 +525,7 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 // shaders/attend/value_ranges/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called when the weights of a step are known, before they become integers.
+// Called once the weights of a step are known, before they become integers.
 fn take_value_ranges(parity: u32) {}
 
 // The weight of token `i` of the lane, relative to the largest weight of a step, times its scale relative to
@@ -565,7 +567,7 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
         for (var i = 0u; i < LANE_TOKENS; i++) {
             integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], i) * LARGEST_WEIGHT + dither[i]);
         }
-        // Two integers of at most 16 bits to a word, so that two bytes are cut at once.
+        // Two integers of up to 16 bits per word, so that two bytes are extracted at once.
         let even = integers.x | (integers.z << 16u);
         let odd = integers.y | (integers.w << 16u);
         let low = (even & 0x00ff00ffu) | ((odd & 0x00ff00ffu) << 8u);
@@ -637,7 +639,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
 // shaders/attend/values/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called by the team of a tile: reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
+// Called by the team of a tile. Reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
 // all of them, or token `i`.
 fn load_value_ranges(tile_base: u32, lane: u32) {}
 
@@ -645,8 +647,8 @@ fn skip_value_ranges() {}
 
 fn skip_value_range(i: u32) {}
 
-// Called before the first barrier of a step: enters what has to be known of the tokens of others, the largest score of
-// maximum `at` and the ranges.
+// Called before the first barrier of a step. Records the values that other lanes need: the largest score of maximum
+// `at`, and the ranges.
 fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {}
 
 fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
@@ -678,7 +680,7 @@ const STATE_ROW: u32 = FIELDS + 1u;
 // shaders/attend/merge/slot.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// Called when the states of an item are written.
+// Called once the states of an item are written.
 fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
@@ -710,7 +712,7 @@ fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
     write_state_channel(item, y, head, channel, output);
 }
 
-// Called by all invocations when the outputs of a head are put.
+// Called by all invocations once the outputs of a head are written.
 fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
