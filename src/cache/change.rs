@@ -1,5 +1,4 @@
-//! A change of the page tables that is open: what to write to the device, and what it takes to be as if it had never
-//! been.
+//! An open transaction on the page tables: its device writes, and the undo log that rolls it back.
 
 use super::room::Lease;
 use super::sequence::Span;
@@ -7,23 +6,23 @@ use super::step::CentreWrite;
 use super::{Recipe, StoreId};
 use crate::plan::{LayerWrites, StoreWrites};
 
-/// A change that is open.
+/// An open change.
 #[derive(Debug)]
 pub(super) struct Change<I> {
-    /// What to write.
+    /// The device writes.
     pub(super) writes: LayerWrites,
     pub(super) undo: Vec<Undo<I>>,
-    /// Taken by the change.
+    /// Leases that the change took.
     pub(super) leased: Vec<(StoreId, Lease)>,
-    /// Of no use any more once it is committed.
+    /// Leases that are released once the change is committed.
     pub(super) freed: Vec<(StoreId, Lease)>,
-    /// Centres that the change gave to sequences. A change that appends has them among what it writes.
+    /// Centres that the change gave to sequences. A change that appends lists them among its writes.
     pub(super) centres: Vec<CentreWrite>,
-    /// The sequence that came back with a centre, which is written with it.
+    /// The sequence that was swapped in with a centre. The centre is written with it.
     pub(super) taken_centre: Option<usize>,
 }
 
-/// The end of a sequence before a change: its spans from `first` on.
+/// The end of a sequence before a change: its spans, starting at `first`.
 #[derive(Debug)]
 pub(super) struct Undo<I> {
     pub(super) sequence: usize,
@@ -33,7 +32,7 @@ pub(super) struct Undo<I> {
 }
 
 impl<I> Change<I> {
-    /// One of nothing, in the stores of a recipe.
+    /// An empty change of the stores of a recipe.
     pub(super) fn new(recipe: &Recipe) -> Self {
         let stores = vec![StoreWrites::default(); recipe.stores().len()];
         let windows = vec![Vec::new(); usize::from(recipe.windows_to().is_some())];
@@ -48,7 +47,7 @@ impl<I> Change<I> {
         }
     }
 
-    /// Length that a sequence had before the change; 0 for one that it does not touch.
+    /// Length of a sequence before the change; 0 if the change does not touch it.
     pub(super) fn length_before(&self, sequence: usize) -> usize {
         self.undo.iter().find(|undo| undo.sequence == sequence).map_or(0, |undo| undo.length)
     }

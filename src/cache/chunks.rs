@@ -1,4 +1,4 @@
-//! A context in chunks of several precisions, those of equal precision brought together while they are packed.
+//! A context in chunks of several precisions. Chunks of equal precision are made contiguous while they are packed.
 
 use super::{PromptSpan, StoreId};
 use crate::Error;
@@ -8,11 +8,11 @@ use crate::counts::saturated;
 use crate::plan::TokenRange;
 use crate::policy::ChunkSearch;
 
-/// Which store takes which chunk of a context (Cocktail, arXiv 2503.23294). What is before the context, what remains
-/// after its last whole chunk, and what comes after it, stay in f16.
+/// The store of each chunk of a context (Cocktail, arXiv 2503.23294). Tokens before the context, after its last whole
+/// chunk, and after the context stay in f16.
 ///
-/// Chunks of one store become one span: the packing kernel gathers them, so that reordering costs no pass of its own.
-/// Attention does not depend on the order of tokens, and knows nothing of chunks.
+/// Chunks of one store become one span: the packing kernel gathers them, so that reordering needs no separate pass.
+/// Attention does not depend on the order of tokens, and ignores chunks.
 ///
 /// ```
 /// use kvpack::cache::{ChunkStores, KvCache, ModelRecipe, StoreId};
@@ -46,7 +46,7 @@ pub struct ChunkStores {
     stores: Vec<StoreId>,
 }
 
-/// The spans of a prompt in chunks, their token numbers on a device.
+/// The spans of a prompt in chunks, with their token numbers on a device.
 #[derive(Clone, Debug)]
 pub struct ChunkSpans<I> {
     before: Option<TokenRange>,
@@ -55,17 +55,18 @@ pub struct ChunkSpans<I> {
 }
 
 impl ChunkStores {
-    /// The store of every whole chunk of `chunk_tokens` tokens of a context.
+    /// Assigns a store to every whole chunk of `chunk_tokens` tokens of a context.
     ///
     /// # Errors
-    /// [`Error::Chunks`] when chunks of that size are not served ([`CHUNK_TOKENS`](crate::policy::CHUNK_TOKENS)), or
-    /// the stores are not as many as the whole chunks.
+    /// [`Error::Chunks`] when chunks of this size are not supported ([`CHUNK_TOKENS`](crate::policy::CHUNK_TOKENS)), or
+    /// there is not one store per whole chunk.
     pub fn new(context: TokenRange, chunk_tokens: usize, stores: Vec<StoreId>) -> Result<Self> {
         let chunks = ChunkSearch::chunks(context.len(), chunk_tokens)?;
         if stores.len() != chunks {
             let (tokens, given) = (context.len(), stores.len());
-            let reason =
-                format!("stores of {given} chunks; a context of {tokens} tokens has {chunks} of {chunk_tokens}");
+            let reason = format!(
+                "{given} stores were given; a context of {tokens} tokens has {chunks} chunks of {chunk_tokens}"
+            );
             return Err(Error::Chunks { reason });
         }
         Ok(Self { context, chunk_tokens, stores })
@@ -76,8 +77,8 @@ impl ChunkStores {
         &self.stores
     }
 
-    /// The spans of a prompt of `tokens` tokens that begins with what is before the context, those of the last store
-    /// first, as Cocktail has the coarsest first; the tokens that they gather go to the device.
+    /// The spans of a prompt of `tokens` tokens that begins with the tokens before the context. Spans of the last store
+    /// come first, as Cocktail puts the coarsest first. Uploads the token numbers that they gather.
     ///
     /// # Errors
     /// [`Error::PromptSpans`] when the context ends beyond the prompt; [`Error::OutOfMemory`] or [`Error::Limit`]
@@ -94,7 +95,7 @@ impl ChunkStores {
             return Err(Error::PromptSpans { tokens, reason });
         }
         let chunked = start + self.stores.len() * self.chunk_tokens;
-        // Gathered spans end with the chunks, so that a sequence can be cut behind them.
+        // Gathered spans end with the chunks, so that a sequence can be truncated behind them.
         let Ok(below) = u32::try_from(chunked) else {
             return Err(Error::Limit {
                 what: "the tokens of chunks".into(),
@@ -116,19 +117,19 @@ impl ChunkStores {
         Ok(ChunkSpans { before, gathered, after })
     }
 
-    /// Tokens of the chunks of a store, ascending.
+    /// Tokens of the chunks in a store, ascending.
     fn tokens_of(&self, store: StoreId) -> Vec<u32> {
         let chunks = self.stores.iter().enumerate().filter(|(_, of_chunk)| **of_chunk == store);
         let start = |chunk: usize| self.context.start() + chunk * self.chunk_tokens;
         let tokens = chunks.flat_map(|(chunk, _)| start(chunk)..start(chunk + 1));
-        // They are below the end of the chunks, which 32 bits count.
+        // They lie below the end of the chunks, which 32 bits can count.
         tokens.map(saturated).collect()
     }
 }
 
 impl<I> ChunkSpans<I> {
-    /// The spans, as [`KvCache::prefill`](super::KvCache::prefill) and
-    /// [`ModelCache::begin_prefill`](super::ModelCache::begin_prefill) take them.
+    /// The spans for [`KvCache::prefill`](super::KvCache::prefill) and
+    /// [`ModelCache::begin_prefill`](super::ModelCache::begin_prefill).
     pub fn prompt(&self) -> Vec<PromptSpan<'_, I>> {
         let before = self.before.map(PromptSpan::f16);
         let gathered = self.gathered.iter().map(|(store, tokens)| PromptSpan::gather(tokens, *store));

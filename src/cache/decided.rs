@@ -1,4 +1,4 @@
-//! Which tokens stay, on the device.
+//! Decisions about tokens, on the device.
 
 use crate::backend::Backend;
 use crate::counts::saturated;
@@ -6,7 +6,7 @@ use crate::plan::TokenIndices;
 use crate::policy::{LayerSelection, ScoreRequest, Selection};
 use crate::{Error, Result};
 
-/// What a policy decided of all layers of a prompt.
+/// A policy's decision for all layers of a prompt.
 pub(super) struct Decided<B: Backend> {
     /// Tokens of the prompt.
     pub(super) tokens: usize,
@@ -14,23 +14,21 @@ pub(super) struct Decided<B: Backend> {
     pub(super) layers: Vec<DecidedLayer<B>>,
 }
 
-/// The same of one layer.
+/// The decision for one layer.
 pub(super) struct DecidedLayer<B: Backend> {
-    /// Places of the kept tokens among those that were chosen from, `[kv_heads, count]`, ascending; `None`
-    /// where none are kept.
+    /// Places of the kept tokens among the candidates, `[kv_heads, count]`, ascending; `None` if no token is kept.
     pub(super) kept: Option<B::Indices>,
-    /// Where scores were no numbers, as [`ScoredTokens`](crate::backend::ScoredTokens) has it; `None` where
-    /// the host decided.
+    /// The places of NaN scores, as in [`ScoredTokens`](crate::backend::ScoredTokens); `None` if the host decided.
     pub(super) not_numbers: Option<B::Words>,
 }
 
 impl<B: Backend> DecidedLayer<B> {
-    /// Of a layer that keeps nothing.
+    /// The decision to keep nothing of a layer.
     pub(super) const fn none() -> Self {
         Self { kept: None, not_numbers: None }
     }
 
-    /// What the host decided.
+    /// Uploads the host's decision.
     pub(super) async fn upload(backend: &B, layer: &LayerSelection) -> Result<Self> {
         let kept = match layer.count() {
             0 => None,
@@ -39,7 +37,7 @@ impl<B: Backend> DecidedLayer<B> {
         Ok(Self { kept, not_numbers: None })
     }
 
-    /// Has the device choose the `count` best by their column sums, `[kv_heads, tokens]`.
+    /// Lets the device choose the `count` best tokens by their column sums, `[kv_heads, tokens]`.
     pub(super) fn by_scores(
         backend: &B,
         sums: &B::Tensor,
@@ -54,7 +52,7 @@ impl<B: Backend> DecidedLayer<B> {
         Ok(Self { kept, not_numbers: Some(scored.not_numbers) })
     }
 
-    /// The decision over `tokens` tokens on the host, once the device has made it.
+    /// Downloads the decision over `tokens` tokens once the device has made it.
     ///
     /// # Errors
     /// [`Error::NotANumber`] when a score was NaN; [`Error::DeviceLost`].
@@ -77,7 +75,7 @@ impl<B: Backend> DecidedLayer<B> {
 }
 
 impl<B: Backend> Decided<B> {
-    /// What the host decided.
+    /// Uploads the host's decision.
     pub(super) async fn upload(backend: &B, selection: Selection) -> Result<Self> {
         let (mut layers, mut shape) = (Vec::new(), (0, 0));
         for layer in selection.layers() {
@@ -88,10 +86,10 @@ impl<B: Backend> Decided<B> {
         Ok(Self { tokens, kv_heads, layers })
     }
 
-    /// The decision on the host, once the device has made it.
+    /// Downloads the decision once the device has made it.
     ///
     /// # Errors
-    /// Those of [`DecidedLayer::selection`].
+    /// As [`DecidedLayer::selection`].
     pub(super) async fn selection(&self, backend: &B) -> Result<Selection> {
         let mut selected = Vec::with_capacity(self.layers.len());
         for layer in &self.layers {

@@ -1,24 +1,25 @@
-//! The methods that keep some tokens of a prompt, as recipes name them.
+//! The methods that keep some tokens of a prompt, as named in recipes.
 
 use super::parsed::Parsed;
 use crate::Result;
 use crate::policy::{BudgetRule, KeepRule, Merging, Policy, TextRule};
 
-/// A published method that keeps some tokens of a prompt and evicts the others, or a baseline, that recipes name.
+/// A named method that keeps some tokens of a prompt and evicts the others: a published one, or a baseline.
 #[derive(Clone, Copy, Debug)]
 pub struct Eviction {
     /// The name in recipes.
     pub name: &'static str,
-    /// What follows the name: `SHARE` of the prompt's tokens over all layers, 0 to 1, or numbers of tokens.
+    /// The arguments after the name: `SHARE`, the fraction of the prompt's tokens over all layers, 0 to 1, or numbers
+    /// of tokens.
     pub arguments: &'static str,
-    /// Which tokens it keeps.
+    /// The tokens that it keeps.
     pub keeps: &'static str,
-    /// Where it comes from.
+    /// Its source.
     pub source: &'static str,
     policy: fn(&[&str]) -> Option<Result<Policy>>,
 }
 
-/// All of them. A recipe begins with one, see [`ModelRecipe`](super::ModelRecipe).
+/// All of them. A recipe may begin with one, see [`ModelRecipe`](super::ModelRecipe).
 pub const EVICTIONS: &[Eviction] = &[
     Eviction {
         name: "vlcache",
@@ -93,7 +94,7 @@ fn share(given: &[&str], policy: impl Fn(f64) -> Result<Policy>) -> Option<Resul
 }
 
 impl Eviction {
-    /// The policy that a text names; `None` where it names none of them. What is wrong is said in words.
+    /// The policy that a text names; `None` if it names none. Errors are messages.
     pub(super) fn parse(text: &str) -> Option<Parsed<Policy>> {
         let (name, arguments) = text.split_once(':').map_or((text, None), |(name, rest)| (name, Some(rest)));
         let eviction = EVICTIONS.iter().find(|eviction| eviction.name == name)?;
@@ -110,19 +111,19 @@ impl Eviction {
     }
 }
 
-/// What an option changes of a policy, read.
+/// A parsed option of a policy.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum EvictionOption {
-    /// What becomes of evicted tokens.
+    /// How evicted tokens are merged.
     Merge(Option<Merging>),
-    /// What being text means.
+    /// How text is preferred.
     Text(TextRule),
-    /// After how many appended tokens a sequence is compressed again.
+    /// The number of appended tokens after which a sequence is compressed again.
     Every(usize),
 }
 
 impl EvictionOption {
-    /// Reads an option; `None` where it is none of a policy.
+    /// Parses an option; `None` if it is not an option of policies.
     pub(super) fn parse(name: &str, value: &str) -> Option<Parsed<Self>> {
         let unknown = |allowed| Err(format!("{name}={value}: {allowed} is needed"));
         Some(match name {
@@ -147,7 +148,7 @@ impl EvictionOption {
         })
     }
 
-    /// Changes a policy, or after how many tokens it decides again. What is wrong is said in words.
+    /// Applies the option to a policy, or to the number of tokens after which it decides again. Errors are messages.
     pub(super) fn apply(self, policy: &mut Policy, every: &mut Option<usize>) -> Parsed<()> {
         match (self, &mut policy.keep) {
             (Self::Every(tokens), _) => *every = Some(tokens),

@@ -7,28 +7,28 @@ use crate::format::SegmentFormat;
 pub struct StoreMemory {
     /// Format of the store.
     pub format: SegmentFormat,
-    /// Bytes that the store holds on the device, in use or free: tiles, tile ranges, span ranges and centres.
+    /// Bytes that the store has on the device, used or free: tiles, tile ranges, span ranges and centres.
     pub allocated_bytes: u64,
-    /// Bytes of the pages and range slots that spans use and of the centres of sequences, whole pages counted,
-    /// shared ones once.
+    /// Bytes of the pages and range slots that spans use, and of the centres of sequences. Whole pages count, shared
+    /// ones once.
     pub in_use_bytes: u64,
-    /// Pages of the store.
+    /// Number of pages of the store.
     pub pages: usize,
-    /// Pages that spans use.
+    /// Number of pages that spans use.
     pub pages_in_use: usize,
-    /// Tokens stored, those that sequences share counted in each.
+    /// Number of stored tokens. A token that sequences share counts in each of them.
     pub tokens: usize,
-    /// Key and value elements of these tokens.
+    /// Number of key and value elements of these tokens.
     pub elements: u64,
 }
 
 impl StoreMemory {
-    /// Bits in use per stored element, ranges and the unused rest of last pages included; 0 if nothing is stored.
+    /// Bits in use per stored element, including ranges and the unused rest of last pages; 0 if nothing is stored.
     pub fn bits_per_element(&self) -> f64 {
         if self.elements == 0 { 0.0 } else { self.in_use_bytes as f64 * 8.0 / self.elements as f64 }
     }
 
-    /// The bytes of two stores of one format.
+    /// The sum of the bytes of two stores of one format.
     pub(super) const fn plus(self, other: &Self) -> Self {
         Self {
             format: self.format,
@@ -50,7 +50,7 @@ pub struct CacheMemory {
 }
 
 impl CacheMemory {
-    /// The bytes of stores, the first of which is f16.
+    /// Combines the bytes of the stores. The first is f16.
     pub(super) fn new(f16: StoreMemory, packed: impl IntoIterator<Item = StoreMemory>) -> Self {
         Self { stores: std::iter::once(f16).chain(packed).collect() }
     }
@@ -70,7 +70,7 @@ impl CacheMemory {
         &self.stores[1..]
     }
 
-    /// Bytes held on the device.
+    /// Bytes allocated on the device.
     pub fn allocated_bytes(&self) -> u64 {
         self.stores.iter().map(|store| store.allocated_bytes).sum()
     }
@@ -80,7 +80,7 @@ impl CacheMemory {
         self.stores.iter().map(|store| store.in_use_bytes).sum()
     }
 
-    /// Elements stored.
+    /// Number of stored elements.
     pub fn elements(&self) -> u64 {
         self.stores.iter().map(|store| store.elements).sum()
     }

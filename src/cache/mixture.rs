@@ -1,4 +1,4 @@
-//! Recipes that store chunks of a context in several formats, by how much they resemble a query.
+//! Recipes that store chunks of a context in several formats, by their similarity to a query.
 
 use super::methods::Choice;
 use super::parsed::Parsed;
@@ -8,24 +8,25 @@ use crate::format::AttentionShape;
 use crate::policy::{ChunkPrecision, ChunkSearch, chunk_search, chunk_shares};
 use crate::{Error, Result};
 
-/// Formats of a context's chunks, and which chunk gets which: `cocktail`, or `mix=f16:0.1,saw-int4:0.3,calibquant:2`.
+/// Formats of a context's chunks, and the rule that assigns them: `cocktail`, or
+/// `mix=f16:0.1,saw-int4:0.3,calibquant:2`.
 #[derive(Clone, Debug)]
 pub struct Mixture {
-    /// From the best chunks to the others.
+    /// From the best chunks to the worst.
     tiers: Vec<Choice>,
     rule: Rule,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 enum Rule {
-    /// Cocktail's search: f16 above the upper threshold, the last tier below the lower one.
+    /// Cocktail's search: f16 above the upper threshold, the last tier below the lower threshold.
     Search(ChunkSearch),
-    /// Shares of all tiers but the last.
+    /// Fractions of all tiers except the last.
     Shares(Vec<f64>),
 }
 
 impl Mixture {
-    /// Reads a mixture; `None` where the text is none. What is wrong is said in words.
+    /// Parses a mixture; `None` if the text is not one. Errors are messages.
     pub(super) fn parse(text: &str) -> Option<Parsed<Self>> {
         if text == "cocktail" {
             let tiers = ["f16", "kivi:4", "kivi:2"].into_iter().map(Choice::parse).collect::<Parsed<_>>();
@@ -47,22 +48,22 @@ impl Mixture {
         if packed >= MOST_STORES || tiers.len() - packed > 1 {
             return Err(format!("mix={text}: f16 may come once, beside at most {} other methods", MOST_STORES - 1));
         }
-        // What is wrong with shares is so of any chunks.
+        // Invalid shares are invalid for any chunks.
         chunk_shares(&[0.0], &shares).map_err(|error| error.to_string())?;
         Ok(Self { tiers, rule: Rule::Shares(shares) })
     }
 
-    /// The stores of a layer: f16, and the others in the order of the text. What is appended stays in f16.
+    /// The stores of a layer: f16, then the others in the order of the text. Appended tokens stay in f16.
     pub(super) fn recipe(&self, shape: &AttentionShape) -> Recipe {
         let packed = self.tiers.iter().filter(|tier| !tier.is_f16());
         packed.fold(Recipe::f16(), |recipe, tier| recipe.and_store(*tier.recipe(shape).packed()))
     }
 
-    /// The store of every chunk, from the similarities of their embeddings with the query's: for `cocktail` by
-    /// [`chunk_search`], for `mix=` by rank ([`chunk_shares`]).
+    /// The store of every chunk, given the similarities of the chunks' embeddings with the query's. `cocktail` uses
+    /// [`chunk_search`], `mix=` ranks the chunks ([`chunk_shares`]).
     ///
     /// # Errors
-    /// Those of [`chunk_search`] and [`chunk_shares`].
+    /// As [`chunk_search`] and [`chunk_shares`].
     pub fn stores_of(&self, similarities: &[f32]) -> Result<Vec<StoreId>> {
         let tiers: Vec<usize> = match &self.rule {
             Rule::Shares(shares) => chunk_shares(similarities, shares)?,
@@ -78,11 +79,11 @@ impl Mixture {
         Ok(tiers.into_iter().map(|tier| self.store(tier)).collect())
     }
 
-    /// The same for embeddings on a device: of the query, `[width]`, and of the chunks, `[chunks, width]`.
+    /// [`Self::stores_of`] for embeddings on a device: the query's, `[width]`, and the chunks', `[chunks, width]`.
     ///
     /// # Errors
     /// [`Error::Chunks`] when the embeddings have no elements or differ in width; [`Error::NotANumber`] when one holds
-    /// NaN; those of [`Mixture::stores_of`], and [`Error::DeviceLost`].
+    /// NaN; as [`Mixture::stores_of`], and [`Error::DeviceLost`].
     pub async fn search<B: TokenSelection>(
         &self,
         backend: &B,
@@ -96,7 +97,7 @@ impl Mixture {
         self.stores_of(&backend.download(&similarities).await?)
     }
 
-    /// The last store that chunks are put into.
+    /// The last store that takes chunks.
     pub(super) fn last_store(&self) -> StoreId {
         StoreId::at(self.tiers.iter().filter(|tier| !tier.is_f16()).count())
     }

@@ -1,4 +1,4 @@
-//! What a policy looks at while a prompt goes through a model.
+//! The observation of a prompt by a policy, layer by layer.
 
 use std::fmt;
 
@@ -11,18 +11,18 @@ use crate::policy::{
 };
 use crate::{Error, Result};
 
-/// A prompt on its way through a model: what a policy wants measured of every layer, and the dense keys and values that
-/// [`ModelCache::compress`](super::ModelCache::compress) packs what stays of.
+/// A prompt that is passing through a model. It holds the measurements that a policy needs of every layer, and the
+/// dense keys and values from which [`ModelCache::compress`](super::ModelCache::compress) packs the tokens that stay.
 ///
-/// Tensors are held, not copied, until the prompt is dropped: budgets of layers by their sparsity need the last layer
-/// before the first can be packed.
+/// Tensors are held, not copied, until the prompt is dropped: budgets by sparsity need the last layer before the first
+/// can be packed.
 pub struct ObservedPrompt<B: Backend> {
     backend: B,
     policy: Policy,
     spans: Spans,
-    /// `None` where nothing is measured.
+    /// The measured query rows; `None` if nothing is measured.
     rows: Option<QueryPositions>,
-    /// What of its attention.
+    /// The statistics to measure.
     columns: ColumnRequest,
     layers: Vec<PromptLayer<B>>,
 }
@@ -33,7 +33,7 @@ struct PromptLayer<B: Backend> {
     observed: Option<ObservedLayer<B>>,
 }
 
-/// What was handed in of a layer, and measured of it.
+/// The tensors given for a layer, and its measurements.
 pub(super) struct ObservedLayer<B: Backend> {
     pub(super) shape: AttentionShape,
     pub(super) dense: DenseLayer<B::Tensor>,
@@ -43,22 +43,22 @@ pub(super) struct ObservedLayer<B: Backend> {
 /// Keys and values of one layer for all tokens of a prompt.
 #[derive(Clone, Debug)]
 pub struct DenseLayer<T> {
-    /// Where keys and values lie in their tensors; the same for both.
+    /// Layout of keys and values in their tensors; the same for both.
     pub rows: RowLayout,
     /// The keys, `[tokens, kv_heads, head_dim]`, after rotary embedding.
     pub keys: T,
-    /// The values, likewise.
+    /// The values, in the same shape.
     pub values: T,
 }
 
-/// The queries that are measured: those of [`ObservedPrompt::query_rows`], one row for each,
-/// `[rows, query_heads, head_dim]`.
+/// The queries to measure: those of [`ObservedPrompt::query_rows`], one row for each, `[rows, query_heads, head_dim]`.
 #[derive(Debug)]
 pub struct MeasuredQueries<'a, T> {
-    /// The queries, after rotary embedding, and where they lie: a layout of as many heads as there are query heads.
+    /// The queries, after rotary embedding, with their layout. It has one head per query head.
     pub queries: TensorRows<'a, T>,
-    /// Their natural log-sum-exp over the keys they see, f32 `[query_heads, rows]`, where the engine's own attention
-    /// has it: keys are read once instead of twice. A policy that counts entries ([`Policy::threshold`]) cannot use it.
+    /// Their natural log-sum-exp over the keys that they see, f32 `[query_heads, rows]`, if the engine's own attention
+    /// provides it: keys are then read once instead of twice. A policy that counts entries ([`Policy::threshold`])
+    /// cannot use it.
     pub known_lse: Option<&'a T>,
 }
 
@@ -88,20 +88,20 @@ impl<B: Backend> ObservedPrompt<B> {
         &self.spans
     }
 
-    /// The query rows that are measured of every layer, as the first policy wants; `None` where it measures nothing.
+    /// The query rows that are measured in every layer, as the first policy requires; `None` if it measures nothing.
     pub const fn query_rows(&self) -> Option<&QueryPositions> {
         self.rows.as_ref()
     }
 
-    /// Measures what the policy needs of a layer, and holds its keys and values. A layer that was observed already is
-    /// observed anew. Nothing waits: what was measured stays on the device until the prompt is compressed.
+    /// Measures what the policy needs of a layer, and holds its keys and values. Observing a layer again replaces the
+    /// earlier observation. The call does not wait: measurements stay on the device until the prompt is compressed.
     ///
-    /// `queries` are those of [`ObservedPrompt::query_rows`], and are not looked at where that is `None`.
+    /// `queries` are those of [`ObservedPrompt::query_rows`], and are ignored if that is `None`.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such layer; [`Error::Selection`] when the rows are not as many as the prompt
-    /// has tokens, or queries are missing; [`Error::Elements`] when a tensor is shorter than its layout says, and those
-    /// of [`measure_attention`](crate::backend::TokenSelection::measure_attention).
+    /// [`Error::Plan`] when there is no such layer; [`Error::Selection`] when there is not one row per token of the
+    /// prompt, or queries are missing; [`Error::Elements`] when a tensor is shorter than its layout requires; as
+    /// [`measure_attention`](crate::backend::TokenSelection::measure_attention).
     pub fn observe(
         &mut self,
         layer: usize,
@@ -114,7 +114,7 @@ impl<B: Backend> ObservedPrompt<B> {
         };
         let (shape, tokens) = (of_layer.shape, self.spans.tokens());
         if dense.rows.tokens != tokens {
-            let reason = format!("layer {layer} has {} tokens, and the prompt {tokens}", dense.rows.tokens);
+            let reason = format!("layer {layer} has {} tokens; the prompt has {tokens}", dense.rows.tokens);
             return Err(Error::Selection { reason });
         }
         dense.rows.check("keys", self.backend.elements(&dense.keys), &shape)?;
@@ -130,7 +130,8 @@ impl<B: Backend> ObservedPrompt<B> {
                 Some(self.backend.measure_attention(input, request, queries.known_lse)?)
             }
             (Some(rows), None) => {
-                let reason = format!("the policy measures {} query rows, and layer {layer} came without", rows.len());
+                let reason =
+                    format!("the policy measures {} query rows, but layer {layer} came without queries", rows.len());
                 return Err(Error::Selection { reason });
             }
         };
@@ -138,11 +139,12 @@ impl<B: Backend> ObservedPrompt<B> {
         Ok(())
     }
 
-    /// Lets another policy decide over what was measured: another share, other layer budgets, other ways to merge.
+    /// Replaces the policy that decides over the measurements: with another share, other layer budgets, another way to
+    /// merge.
     ///
     /// # Errors
     /// [`Error::Selection`] when it needs other query rows, another aggregation of heads or a threshold that was not
-    /// counted by: observe the prompt anew for it. The policy is as it was.
+    /// counted: observe the prompt again for it. On an error the policy is unchanged.
     pub fn decide_by(&mut self, policy: Policy) -> Result<()> {
         let rows = policy.query_rows(&self.spans)?;
         let needed = columns(&policy);
@@ -150,26 +152,26 @@ impl<B: Backend> ObservedPrompt<B> {
         let aggregated = needed.aggregation == self.columns.aggregation;
         let measured = rows.is_none() || (rows == self.rows && aggregated && counted);
         if !measured {
-            let reason = "the policy needs what was not measured of this prompt; observe it anew for it".into();
+            let reason = "the policy needs statistics that were not measured; observe the prompt again for it".into();
             return Err(Error::Selection { reason });
         }
         self.policy = policy;
         Ok(())
     }
 
-    /// What the policy decides, once every layer was observed: the tokens that stay. The device chooses, as
-    /// [`ModelCache::compress`](super::ModelCache::compress) has it choose; the result comes to the host.
+    /// The policy's decision, once every layer was observed: the tokens that stay. The device chooses them as in
+    /// [`ModelCache::compress`], and the result is downloaded.
     ///
     /// # Errors
-    /// [`Error::Selection`] when a layer was not observed, or layers differ in KV heads; those of [`Policy::select`];
+    /// [`Error::Selection`] when a layer was not observed, or layers differ in KV heads; as [`Policy::select`];
     /// [`Error::DeviceLost`].
     pub async fn select(&self) -> Result<Selection> {
         self.decide().await?.selection(&self.backend).await
     }
 
-    /// Has the device choose the tokens that stay. Where budgets depend on how many entries of attention count, these
-    /// counts come to the host, 4 bytes for each query head and measured row of a layer; nothing else does. A policy
-    /// that looks at no scores is decided by the host.
+    /// Lets the device choose the tokens that stay. If budgets depend on counts of attention entries, these counts are
+    /// downloaded: 4 bytes for each query head and measured row of a layer. Nothing else is. The host decides for a
+    /// policy that does not use scores.
     pub(super) async fn decide(&self) -> Result<Decided<B>> {
         let layers = self.observed()?;
         let kv_heads = layers.first().map_or(0, |layer| layer.shape.kv_heads());
@@ -202,13 +204,13 @@ impl<B: Backend> ObservedPrompt<B> {
         Ok(Decided { tokens, kv_heads, layers: decided })
     }
 
-    /// Every layer, if all were observed.
+    /// All layers, if all were observed.
     ///
     /// # Errors
     /// [`Error::Selection`].
     pub(super) fn observed(&self) -> Result<Vec<&ObservedLayer<B>>> {
         let missing = |layer: usize| {
-            let reason = format!("layer {layer} was not observed; hand it to ObservedPrompt::observe first");
+            let reason = format!("layer {layer} was not observed; pass it to ObservedPrompt::observe first");
             Error::Selection { reason }
         };
         let layers = self.layers.iter().enumerate();
@@ -216,7 +218,7 @@ impl<B: Backend> ObservedPrompt<B> {
     }
 }
 
-/// What budgets need of a layer: the counts, where it has any.
+/// The input of a layer's budget: the counts, if there are any.
 pub(super) async fn counts<B: Backend>(
     backend: &B,
     measured: Option<&MeasuredAttention<B::Tensor, B::Words>>,
@@ -238,7 +240,7 @@ impl<B: Backend> fmt::Debug for ObservedPrompt<B> {
     }
 }
 
-/// What a policy needs of the attention of its rows.
+/// The attention statistics that a policy needs of its rows.
 pub(super) fn columns(policy: &Policy) -> ColumnRequest {
     ColumnRequest { aggregation: policy.scores.aggregation, threshold: policy.threshold() }
 }

@@ -4,12 +4,12 @@ use super::StoreId;
 use crate::plan::{Rows, TokenIndices, TokenRange};
 use crate::{Error, Result};
 
-/// Tokens of a prompt that are stored as one span, with ranges of its own where the format has them.
+/// Tokens of a prompt that are stored as one span, with ranges of its own if the format has them.
 #[derive(Debug)]
 pub struct PromptSpan<'a, I> {
-    /// The tokens: a run of them, or for every KV head those that an index tensor names.
+    /// The tokens: consecutive ones, or for every KV head those that an index tensor names.
     pub tokens: Rows<'a, I>,
-    /// Where they go.
+    /// Their store.
     pub store: StoreId,
 }
 
@@ -32,7 +32,7 @@ impl<'a, I> PromptSpan<'a, I> {
         Self::run(tokens, StoreId::PACKED)
     }
 
-    /// A run of tokens for a store.
+    /// Consecutive tokens for a store.
     pub const fn run(tokens: TokenRange, store: StoreId) -> Self {
         Self { tokens: Rows::Run(tokens), store }
     }
@@ -43,8 +43,8 @@ impl<'a, I> PromptSpan<'a, I> {
     }
 }
 
-/// Checks that the runs among the spans of a prompt lie in it, one after the other, and that they cover it if nothing
-/// is gathered: a gather chooses tokens, and what nothing names is evicted.
+/// Checks that the consecutive spans of a prompt lie within it, in order, and cover it if nothing is gathered. A gather
+/// selects tokens; tokens that no span names are evicted.
 pub(super) fn check_spans<I: TokenIndices>(spans: &[PromptSpan<'_, I>], tokens: usize) -> Result<()> {
     if tokens == 0 {
         return Err(Error::NoTokens { what: "a prompt", hint: "pass at least one token" });

@@ -1,4 +1,4 @@
-//! What a cache knows of one sequence: its spans, in the order in which they were stored.
+//! The spans of one sequence, in the order in which they were stored.
 
 use super::StoreId;
 use super::room::Lease;
@@ -6,41 +6,41 @@ use crate::format::TILE_TOKENS;
 use crate::plan::{Page, TokenIndices, TokenRange};
 use crate::{Error, Result};
 
-/// Where the tokens of a span stood in their sequence.
+/// The positions of a span's tokens in their sequence.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Positions<I> {
-    /// One after the other from here on.
+    /// Consecutive, starting here.
     From(usize),
-    /// Those that an index tensor names for every KV head, `[kv_heads, tokens]`, counted from `base`.
+    /// Those that an index tensor names for every KV head, `[kv_heads, tokens]`, relative to `base`.
     Gathered {
-        /// Position of the token that an index of 0 names.
+        /// Position of the token with index 0.
         base: usize,
         /// The indices.
         indices: I,
     },
 }
 
-/// Where the tokens of a span stood in their sequence.
+/// The positions of a span's tokens in their sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SpanPositions {
-    /// One after the other, the same for every KV head.
+    /// Consecutive, the same for every KV head.
     Run(TokenRange),
-    /// In the order in which they are stored, `[kv_heads, tokens]`.
+    /// In storage order, `[kv_heads, tokens]`.
     PerHead(Vec<usize>),
 }
 
-/// Tokens in one store, with ranges of their own where the format has them.
+/// Tokens in one store, with ranges of their own if the format has them.
 #[derive(Clone, Debug)]
 pub(super) struct Span<I> {
     pub(super) store: StoreId,
     pub(super) tokens: usize,
     pub(super) positions: Positions<I>,
     pub(super) lease: Lease,
-    /// True if decoding opened the span, so that it may be packed when it is full.
+    /// Whether decoding opened the span as a residual window, so that it may be packed when it is full.
     pub(super) window: bool,
 }
 
-/// How much of a span is left when a sequence is cut.
+/// The part of a span that remains when a sequence is truncated.
 enum Left {
     Whole,
     Tokens(usize),
@@ -48,7 +48,7 @@ enum Left {
 }
 
 impl<I: TokenIndices> Span<I> {
-    /// One past the last position, where positions follow each other.
+    /// One past the last position, if positions are consecutive.
     fn end(&self) -> Option<usize> {
         match self.positions {
             Positions::From(start) => Some(start + self.tokens),
@@ -56,7 +56,7 @@ impl<I: TokenIndices> Span<I> {
         }
     }
 
-    /// What is left of it when a sequence keeps the positions below `length`.
+    /// The part of it that remains when a sequence keeps the positions below `length`.
     fn left(&self, length: usize) -> Result<Left> {
         match &self.positions {
             Positions::From(start) if start + self.tokens <= length => Ok(Left::Whole),
@@ -84,9 +84,9 @@ impl<I: TokenIndices> Span<I> {
 #[derive(Clone, Debug)]
 pub(super) struct Sequence<I> {
     pub(super) spans: Vec<Span<I>>,
-    /// Position of the next token: what the sequence would hold if nothing had been evicted.
+    /// Position of the next token: the number of tokens that the sequence would hold if nothing had been evicted.
     pub(super) length: usize,
-    /// Slot of the centre that its keys are stored without, once it has one.
+    /// Slot of the centre of its keys, once it has one.
     pub(super) centre: Option<usize>,
 }
 
@@ -96,10 +96,10 @@ impl<I> Default for Sequence<I> {
     }
 }
 
-/// Where an appended token is stored at first.
+/// The first place of an appended token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Window {
-    /// In this store, for good.
+    /// In this store, permanently.
     For(StoreId),
     /// In f16, in a tile of its own that is packed when it is full.
     PackedLater,
@@ -114,10 +114,10 @@ impl Window {
     }
 }
 
-/// Where the next appended token of a sequence goes.
+/// The place of the next appended token of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NextSlot {
-    /// Into a page of the last span that has room, at this slot.
+    /// At this slot of the last span's page, which has room.
     Open(Page, usize),
     /// Into a new page of the last span.
     NewPage,
@@ -135,8 +135,7 @@ impl<I: TokenIndices> Sequence<I> {
         self.spans.iter().filter(|span| span.store == store).map(|span| span.tokens).sum()
     }
 
-    /// Tokens at the end of the sequence that are held one after the other, none missing: those that nothing was
-    /// evicted of since.
+    /// Number of consecutive tokens at the end of the sequence, without a gap: nothing was evicted since them.
     pub(super) fn unbroken(&self) -> usize {
         let mut from = self.length;
         for span in self.spans.iter().rev() {
@@ -148,8 +147,8 @@ impl<I: TokenIndices> Sequence<I> {
         self.length - from
     }
 
-    /// Where the next token goes. A window that is packed later holds one page and nothing of the prompt; other tokens
-    /// continue the last span if that is in their store and ends where they begin.
+    /// The place of the next token. A window that is packed later holds one page and no tokens of the prompt. Other
+    /// tokens continue the last span if it is in their store and ends where they begin.
     pub(super) fn next_slot(&self, window: Window) -> NextSlot {
         let continues = |span: &&Span<I>| span.store == window.store() && span.end() == Some(self.length);
         let last = self.spans.last().filter(continues);
@@ -163,7 +162,7 @@ impl<I: TokenIndices> Sequence<I> {
         }
     }
 
-    /// Puts another page in the place of the last, which is open.
+    /// Replaces the last page, which is open, by another.
     pub(super) fn replace_open_page(&mut self, page: Page) {
         if let Some(last) = self.spans.last_mut().and_then(|span| span.lease.pages.last_mut()) {
             *last = page;
@@ -185,13 +184,13 @@ impl<I: TokenIndices> Sequence<I> {
         self.length += 1;
     }
 
-    /// The oldest full window that is due once `appended` (0 or 1) more tokens are in, by span index: it begins at
+    /// The oldest full window that is due once `appended` (0 or 1) more tokens are stored, by span index. It begins at
     /// `sink` or later and has at least `newer` tokens after it.
     pub(super) fn window_to_pack(&self, sink: usize, newer: usize, appended: usize) -> Option<usize> {
         self.windows_due(sink, newer, appended).next()
     }
 
-    /// Full windows that are due.
+    /// Number of full windows that are due.
     pub(super) fn windows_to_pack(&self, sink: usize, newer: usize) -> usize {
         self.windows_due(sink, newer, 0).count()
     }
@@ -210,9 +209,9 @@ impl<I: TokenIndices> Sequence<I> {
     }
 
     /// Index of the first span that packing the window at `index` changes: the packed span before it, if the packed
-    /// tile joins that.
+    /// tile joins that span.
     ///
-    /// It does if that is full; the ranges of packed tiles are their own.
+    /// It joins if that span is full, because packed tiles have ranges of their own.
     pub(super) fn joins(&self, index: usize, to: StoreId) -> Option<usize> {
         let before = index.checked_sub(1)?;
         let (span, window) = (&self.spans[before], &self.spans[index]);
@@ -234,7 +233,7 @@ impl<I: TokenIndices> Sequence<I> {
         std::mem::replace(&mut span.lease, packed)
     }
 
-    /// Checks that no gathered span is cut at `length`.
+    /// Checks that truncating at `length` does not cut a gathered span.
     ///
     /// # Errors
     /// [`Error::Plan`].
@@ -242,10 +241,10 @@ impl<I: TokenIndices> Sequence<I> {
         self.spans.iter().try_for_each(|span| span.left(length).map(drop))
     }
 
-    /// Forgets the positions from `length` on, and returns what of the leases nobody needs any more.
+    /// Truncates to `length` and returns the leases that became free.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the cut goes through a gathered span; nothing has changed.
+    /// [`Error::Plan`] when the cut goes through a gathered span. On an error nothing has changed.
     pub(super) fn truncate(&mut self, length: usize) -> Result<Vec<(StoreId, Lease)>> {
         let left = self.spans.iter().map(|span| span.left(length)).collect::<Result<Vec<_>>>()?;
         let mut freed = Vec::new();
@@ -271,7 +270,7 @@ impl<I: TokenIndices> Sequence<I> {
 
     /// Forgets whole pages of tokens at `positions`, the oldest first, and returns them.
     ///
-    /// Only spans whose positions follow each other give pages back, and only from their beginning.
+    /// Only spans with consecutive positions give pages back, and only from their beginning.
     pub(super) fn forget(&mut self, positions: TokenRange) -> Vec<(StoreId, Lease)> {
         let mut freed = Vec::new();
         for span in &mut self.spans {
@@ -285,7 +284,7 @@ impl<I: TokenIndices> Sequence<I> {
             let pages = std::mem::replace(&mut span.lease.pages, rest);
             *start += tokens;
             span.tokens -= tokens;
-            // The slot goes with the last token.
+            // The slot is released with the last token.
             let slot = if span.tokens == 0 { span.lease.slot.take() } else { None };
             freed.push((span.store, Lease { pages, slot }));
         }

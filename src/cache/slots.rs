@@ -1,16 +1,16 @@
 //! Numbered slots of a store, on the host alone.
 
-/// Slots, each of which several spans or sequences may hold.
+/// Slots that several spans or sequences may hold.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Slots {
-    /// How many hold each slot.
+    /// Number of holders of each slot.
     holders: Vec<u32>,
     /// Free slots, highest first.
     free: Vec<usize>,
 }
 
 impl Slots {
-    /// Sees to it that there are at least so many slots.
+    /// Grows to at least `slots` slots.
     pub(super) fn grow(&mut self, slots: usize) {
         let held = self.holders.len();
         self.free.splice(0..0, (held..slots.max(held)).rev());
@@ -29,19 +29,19 @@ impl Slots {
         self.holders.len() - self.free.len()
     }
 
-    /// Takes the lowest that is free, if one is.
+    /// Takes the lowest free slot, if there is one.
     pub(super) fn take(&mut self) -> Option<usize> {
         let slot = self.free.pop()?;
         self.holders[slot] = 1;
         Some(slot)
     }
 
-    /// Lets one more hold a slot.
+    /// Adds a holder to a slot.
     pub(super) fn share(&mut self, slot: usize) {
         self.holders[slot] += 1;
     }
 
-    /// Lets one fewer hold a slot, which is free when nobody does.
+    /// Removes a holder from a slot. It is free when nobody holds it.
     pub(super) fn release(&mut self, slot: usize) {
         self.holders[slot] -= 1;
         if self.holders[slot] == 0 {

@@ -1,9 +1,9 @@
-//! What a step of decoding, or of a prompt, is given.
+//! The input of a decode step or a prompt step.
 
 use crate::plan::{KeyMean, RowLayout};
 
-/// Consecutive new tokens of one sequence. The runs of a step lie one after the other in the tensors of keys and
-/// values, so that a step may mix a chunk of one sequence's prompt with single decoded tokens of others.
+/// Consecutive new tokens of one sequence. The runs of a step are contiguous in the tensors of keys and values, so that
+/// a step may mix a chunk of one sequence's prompt with single decoded tokens of others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TokenRun {
     sequence: usize,
@@ -12,13 +12,13 @@ pub struct TokenRun {
 }
 
 impl TokenRun {
-    /// One decoded token. The window that falls behind with it is packed within the step.
+    /// One decoded token. Its step also packs the tile that it pushes out of the residual window.
     pub const fn decode(sequence: usize) -> Self {
         Self { sequence, tokens: 1, packs: true }
     }
 
-    /// A chunk of new tokens, at least one. No window is packed within the step, so that the chunk's own queries
-    /// still see it in f16.
+    /// A chunk of new tokens, at least one. The step packs no window, so that the chunk's own queries still see it in
+    /// f16.
     pub const fn chunk(sequence: usize, tokens: usize) -> Self {
         Self { sequence, tokens, packs: false }
     }
@@ -33,7 +33,7 @@ impl TokenRun {
         self.tokens
     }
 
-    /// True if the step packs the window that falls behind.
+    /// Whether the step packs windows that become due.
     pub(super) const fn packs(&self) -> bool {
         self.packs
     }
@@ -43,13 +43,13 @@ impl TokenRun {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct CentreWrite {
     pub(super) sequence: usize,
-    /// The mean of which of the new keys it is, and its slot, the same in all stores.
+    /// The new keys whose mean it is, and its slot, which is the same in all stores.
     pub(super) mean: KeyMean,
 }
 
-/// Keys and values of new tokens, as callers hand them in.
+/// Keys and values of new tokens, as passed by callers.
 pub(super) struct NewTokens<'a, T> {
-    /// Where both lie in their tensors.
+    /// Layout of both in their tensors.
     pub(super) rows: RowLayout,
     pub(super) keys: &'a T,
     pub(super) values: &'a T,

@@ -1,4 +1,4 @@
-//! What the open step of a group of layers writes, in the words that kernels read.
+//! The writes of the open step of a group of layers, as the words that kernels read.
 
 use std::sync::Arc;
 
@@ -8,8 +8,8 @@ use crate::Result;
 use crate::format::AttentionShape;
 use crate::plan::{LayerWrites, StoreCapacity, TokenIndices, WindowCapacity, WriteLayout, WriteTable};
 
-/// The table of the open step, laid out for the stores as they are. It is laid out anew when a store has grown, or a
-/// step writes more than any before: what is bound to a layout serves all steps in between.
+/// The table of the open step, laid out for the current stores. The layout is rebuilt when a store has grown, or a step
+/// writes more than any before. Resources bound to a layout serve all steps in between.
 #[derive(Clone, Debug)]
 pub(super) struct GroupTable {
     shape: AttentionShape,
@@ -17,13 +17,13 @@ pub(super) struct GroupTable {
     table: WriteTable,
 }
 
-/// Sequences that a table has room for before any step needs it.
+/// Number of sequences that a table has room for before any step needs it.
 const FIRST_SEQUENCES: usize = 256;
 
-/// Sequences of them that may begin at once.
+/// Number of them that may begin in one step.
 const FIRST_BEGINNING: usize = 8;
 
-/// What steps write at most. It only grows, by doubling.
+/// Limits of what steps write. They only grow, by doubling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct WriteLimits {
     tokens: usize,
@@ -33,7 +33,7 @@ struct WriteLimits {
 }
 
 impl WriteLimits {
-    /// As much, and a step that writes so much.
+    /// These limits, raised to those of a step.
     fn with(self, writes: &LayerWrites, tokens: usize) -> Self {
         let larger = |most: usize, needed: usize| if needed <= most { most } else { needed.next_power_of_two() };
         let copies = writes.stores.iter().map(|store| store.copies.len()).max().unwrap_or(0);
@@ -49,16 +49,16 @@ impl WriteLimits {
 }
 
 impl GroupTable {
-    /// A table for steps that decode a token of every sequence, where they are not very many.
+    /// A table for steps that decode one token of every sequence, unless there are very many.
     pub(super) fn new<I: TokenIndices + Clone>(shape: AttentionShape, page_tables: &PageTables<I>) -> Result<Self> {
         let sequences = page_tables.sequences().len().min(FIRST_SEQUENCES);
-        // Pages are copied only where a sequence was forked in the middle of one.
+        // Pages are copied only for a sequence that was forked in the middle of one.
         let centres = if page_tables.recipe().is_centred() { sequences.min(FIRST_BEGINNING) } else { 0 };
         let most = WriteLimits { tokens: sequences, copies: 0, centres, windows: sequences };
         Ok(Self { shape, most, table: WriteTable::new(&lay_out(shape, page_tables, most)?) })
     }
 
-    /// Makes it the table of what a step of so many tokens writes. It is as it was on an error.
+    /// Fills the table with the writes of a step of `tokens` tokens. On an error it is unchanged.
     pub(super) fn set<I: TokenIndices + Clone>(
         &mut self,
         page_tables: &PageTables<I>,
@@ -94,10 +94,10 @@ fn lay_out<I: TokenIndices + Clone>(
     Ok(Arc::new(WriteLayout::new(shape, most.tokens, capacities(page_tables, most), windows)?))
 }
 
-/// The stores as they are, and what a step puts into them.
+/// The current stores, and the limits of what a step puts into them.
 fn capacities<I: TokenIndices + Clone>(page_tables: &PageTables<I>, most: WriteLimits) -> Vec<StoreCapacity> {
     let recipe = page_tables.recipe();
-    // As many as `LayerGroup::reserve` makes before any step, so that kernels can be prepared before that.
+    // As many as `LayerGroup::reserve` creates before any step, so that kernels can be prepared before that.
     let centre_slots = if recipe.is_centred() { page_tables.sequences().len() } else { 0 };
     let of = |(index, store): (usize, &super::StoreFormat)| {
         let id = StoreId::at(index);
