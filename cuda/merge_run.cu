@@ -1,8 +1,8 @@
-// merge_run: the outputs of queries from the states of their items, where `attend_run` wrote these; the formula is that
-// of merge_states.cu.
+// merge_run: merges the states of query items that `attend_run` wrote into the outputs. The formula is that of
+// merge_states.cu.
 //
-// A block owns a query (y) of the first item (x) of its block of queries, and a KV head (z); those of other items
-// return. A thread owns every (threads)-th output of the KV head's query heads.
+// A block owns a query (y) of the first item (x) of its query block, and a KV head (z). Blocks of other items return. A
+// thread owns every (threads)-th output of the KV head's query heads.
 //
 // Memory: every state once. In bounds: as merge_states.cu; queries beyond those of the item return.
 

@@ -1,11 +1,11 @@
-// merge_states: the output of a query from the states of its items, a stage of `attend`.
+// merge_states: merges the states of a query's items into its output. A stage of `attend`.
 //
 //   out = Σ_i 2^(lse_i − M) out_i / Σ_i 2^(lse_i − M),  M = max_i lse_i
 //
-// Blocks of a cluster merge first: each sends the others the parts of its outputs that they merge, through their shared
-// memory. Of what then remains, the last block of a query, KV head and chunk to arrive merges; the counter is back at
-// zero afterwards, so that the next step, or the next replay of a graph, finds it so. A thread owns every (threads)-th
-// output. States are read past the L1 cache, which may hold older ones.
+// Blocks of a cluster merge first: each sends the others, through their shared memory, the parts of its outputs that
+// they merge. The last block of a query, KV head and chunk to arrive merges the remaining states. It resets the counter
+// to zero, so that the next step, or the next replay of a graph, finds it so. A thread owns every (threads)-th output.
+// States are read past the L1 cache, which may hold older ones.
 //
 // In bounds: rows first_state .. first_state + states belong to the query and were sized by the plan.
 
@@ -15,7 +15,7 @@
 #include "common/tile.cuh"
 #include "common/attend_call.cuh"
 
-// Channels beyond those of the output are left out.
+// Channels beyond those of the output are skipped.
 __device__ __forceinline__ void write_output(const AttendCall& call, u32 row, u32 head, u32 channel, ItemState state) {
     if (channel >= TENSOR_CHANNELS) return;
     const u64 query_head = (u64)row * call.kv_heads * call.group + head;
@@ -24,7 +24,7 @@ __device__ __forceinline__ void write_output(const AttendCall& call, u32 row, u3
     store_element(call.output, call.output_type, index, state.out);
 }
 
-// Blocks of a cluster, at most.
+// Maximum number of blocks in a cluster.
 constexpr u32 MOST_CLUSTER = 8;
 
 // True in all threads of the last block to arrive.
@@ -39,10 +39,11 @@ __device__ __forceinline__ bool last_to_arrive(u32* arrivals, u32 expected) {
     return last;
 }
 
-// Outputs go to the blocks of a cluster in turn, so many at a time.
+// Outputs go to the blocks of a cluster in turn, CLUSTER_RUN at a time.
 constexpr u32 CLUSTER_RUN = 32;
 
-// What the blocks of a cluster send to one of them: a part of their outputs, and their log-sum-exps [rank][head].
+// The data that the blocks of a cluster send to one of them: a part of their outputs, and their log-sum-exps
+// [rank][head].
 struct ClusterShared {
     float outputs[CHUNK_HEADS * HEAD_DIM + MOST_CLUSTER * CLUSTER_RUN];
     float lse[MOST_CLUSTER][CHUNK_HEADS];
@@ -54,12 +55,12 @@ __device__ __forceinline__ u32 cluster_place(u32 cluster, u32 e) {
     return e / CLUSTER_RUN / cluster * CLUSTER_RUN + e % CLUSTER_RUN;
 }
 
-// Outputs that a block merges, at most, of `outputs` in all.
+// Maximum number of outputs that a block merges, of `outputs` in all.
 __device__ __forceinline__ u32 cluster_share(u32 cluster, u32 outputs) {
     return (outputs / CLUSTER_RUN + cluster - 1) / cluster * CLUSTER_RUN;
 }
 
-// Output e, which this block merges.
+// Merges output e, which belongs to this block.
 __device__ __forceinline__ ItemState merge_cluster(const ClusterShared& shared, u32 cluster, u32 outputs, u32 e) {
     const float* received = shared.outputs + cluster_place(cluster, e);
     const u32 share = cluster_share(cluster, outputs);
@@ -78,7 +79,7 @@ __device__ __forceinline__ ItemState merge_cluster(const ClusterShared& shared, 
 // States that are loaded at once.
 constexpr u32 MERGED_AT_ONCE = 8;
 
-// Writes output e of a block, or of a cluster: the query's own if there is nothing to merge, or else a state.
+// Writes output e of a block or a cluster: to the query's output if there is nothing to merge, otherwise as a state.
 __device__ __forceinline__ void write_state(const AttendCall& call, const Item& item, u32 first_head, int e,
                                             ItemState state) {
     const u32 query_heads = call.kv_heads * call.group;

@@ -7,13 +7,13 @@
 //   f16 keys:                          q' = q · log2(e)/√d,            score = δ Σ (high + low) · key
 //   packed keys, ranges of groups:     q' = q · log2(e)/√d,            see common/scores_grouped.cuh
 //
-// with q' ≈ δ · q16, q16 = 256 · high + low an integer of 16 bits in two signed bytes; for f16 keys and ranges of
-// groups high and low are two halves whose sum is q' / δ. What rounding takes from the query, Σ q' − δ q16, is added
-// times the middle code: what all codes have in common then carries no error, and a range far from zero costs no
-// accuracy. Where keys are stored rotated, q is rotated first.
+// with q' ≈ δ · q16, where q16 = 256 · high + low is an integer of 16 bits in two signed bytes. For f16 keys and ranges
+// of groups, high and low are two halves whose sum is q' / δ. The rounding error of the query, Σ q' − δ q16, is added
+// times the middle code: the common part of all codes then carries no error, and a range far from zero costs no
+// accuracy. If keys are rotated, q is rotated first.
 //
-// One warp owns a head, a lane every 32nd channel. Queries and ranges are loaded first,
-// so that they do not queue behind the prefetch of keys and values, and used after it.
+// One warp owns a head, and a lane every 32nd channel. Queries and ranges are loaded before the prefetch of keys and
+// values, so that they do not queue behind it, and are used after it.
 //
 // In bounds: heads beyond the group and channels beyond the head are not read, they are zero; HEAD_DIM is a
 // multiple of 32.
@@ -34,38 +34,39 @@ constexpr int QUERY_BYTES = QUERY_HALVES ? 2 : 1;
 constexpr int QUERY_ROWS = WIDE ? 16 : 8;
 // Padded so that the 8 rows of a fragment lie in different banks.
 constexpr int QUERY_ROW_BYTES = HEAD_DIM * QUERY_BYTES + 16;
-// Blocks of channels that one MMA multiplies, and B fragments of a lane: those of its column, and behind them with WIDE
-// those of the low part, or of groups, in columns of low parts, those of the high part.
+// Blocks of channels that one MMA multiplies, and B fragments of a lane: those of its column, followed by a second
+// part. With WIDE this is the low part. With ranges of groups, columns of low parts are followed by the high part.
 constexpr int QUERY_BLOCKS = HEAD_DIM / (QUERY_HALVES ? 16 : 32);
 constexpr int QUERY_PARTS = WIDE || KEY_GROUPED ? 2 : 1;
 constexpr int QUERY_REGISTERS = QUERY_PARTS * QUERY_BLOCKS;
 
-// At 1 bit the first three planes of a nibble are read as code − 1 (see `key_block`); which blocks of channels that
-// concerns repeats after so many blocks of tokens.
+// At 1 bit the first three planes of a nibble are read as code − 1 (see `key_block`). The pattern of affected blocks of
+// channels repeats after this many blocks of tokens.
 constexpr int KEY_VARIANTS = KEY_BITS != 1 || KEY_BLOCKS % 4 == 0 ? 1 : KEY_BLOCKS % 2 == 0 ? 2 : 4;
 constexpr int HEADS_PER_WARP = (CHUNK_HEADS + WARPS - 1) / WARPS;
 
-// Integer sums of bytes start here: as a float this is 1.5 · 2^23, and adding an integer to the bits adds it to the
+// Start value of integer sums of bytes. As a float it is 1.5 · 2^23, and adding an integer to the bits adds it to the
 // float.
 constexpr int SUM_START = 0x4b400000;
 constexpr float SUM_START_FLOAT = 12582912.0f;
-// What is added to a float for its nearest integer to be the low bits.
+// Added to a float so that its nearest integer appears in the low bits.
 constexpr float INTEGER_START_FLOAT = 8388608.0f;
-// Sums of both bytes of the query over codes of 1 bit stay below 2^22: high ones are added to low ones as integers.
+// Sums of both bytes of the query over codes of 1 bit stay below 2^22, so high ones can be added to low ones as
+// integers.
 constexpr bool KEY_SUMS_FIT = KEY_BITS == 1 && HEAD_DIM <= 128;
 // Codes of 4 and 2 bits enter the sums as their unit times the code; up to 128 of them stay below 2^22.
 constexpr bool KEYS_AT_TOP = (KEY_BITS == 4 || KEY_BITS == 2) && HEAD_DIM <= 128 && !KEY_LEVELS && !KEY_SKETCHED;
 
 // Scores are multiples of norms, without minimums.
 constexpr bool KEY_NORMS = KEY_LEVEL_UNIT != 0 || KEY_SKETCHED;
-// Fields that are nothing but the sign of a sketch.
+// Whether fields are only the sign of a sketch.
 constexpr bool SIGNS_ALONE = KEY_SKETCHED && KEY_BITS == 1;
 // Queries of a head: one, or one for levels and one for the signs above them.
 constexpr int KEY_QUERIES = KEY_SKETCHED && !SIGNS_ALONE ? 2 : 1;
 
-// What the bytes of codes, or of signs, stand for: UNIT · (code − what is in the middle), times LEVEL where there are
-// norms. The byte of a level lacks ½, and −1 and 0 are in the middle; signs of a sketch lie at the top of their bytes,
-// and a code of one bit below, which is flipped.
+// The values of the bytes of codes, or of signs: UNIT · (code − the middle code), times LEVEL where there are norms.
+// The byte of a level lacks ½, and its middle is between −1 and 0. Signs of a sketch lie at the top of their bytes, and
+// a code of one bit below, which is flipped.
 constexpr bool ONE_BIT_BELOW_SIGNS = KEY_SKETCHED && KEY_LEVEL_BITS == 1;
 template <bool SIGNS>
 constexpr float KEY_UNIT = KEYS_AT_TOP ? (float)(1 << (8 - KEY_BITS)) : ONE_BIT_BELOW_SIGNS ? 64.0f : 1.0f;
@@ -82,16 +83,16 @@ __device__ __forceinline__ float key_level() {
     return ONE_BIT_BELOW_SIGNS ? -level : level;
 }
 
-// What a head's scores are made of beside the sum of products.
+// The constants of a head's scores, in addition to the sum of products.
 struct HeadConstants {
     float delta;
     float base[KEY_VARIANTS];
     float query_sum;
 };
 
-// Where sums start, and tables: of `key_block` for the bits of a nibble, or of a codebook's levels
-// (common/level_bytes.cuh). Read from shared memory they stay in registers; the compiler would move constants it knows
-// into place again before every use.
+// Start values of sums, and tables: those of `key_block` for the bits of a nibble, or of a codebook's levels
+// (common/level_bytes.cuh). Read from shared memory they stay in registers. The compiler would reload constants that it
+// knows before every use.
 struct SumConstants {
     int key_start[4];
     int level_start[4];
@@ -107,7 +108,7 @@ struct QueryRows {
 
 struct QueryShared {
     QueryRows queries[KEY_QUERIES];
-    // Σ q' of each group of channels, where keys have ranges of such.
+    // Σ q' of each group of channels, if keys have ranges of groups.
     float group_sums[KEY_ROW_GROUPS][CHUNK_HEADS];
     alignas(16) SumConstants constants;
 };
@@ -143,10 +144,10 @@ __device__ __forceinline__ QueryLoads load_query(const AttendCall& call, const I
     return loads;
 }
 
-// True if levels are looked up in the words as they are.
+// Whether levels are looked up in the words directly.
 constexpr bool KEY_LEVEL_WORDS = KEY_LEVELS && (KEY_BITS != 3 || KEY_SKETCHED);
 
-// True if the planes of a load are blocks of channels of the same tokens: then bytes of levels need not be sorted by
+// Whether the planes of a load are blocks of channels of the same tokens. Then bytes of levels need not be sorted by
 // plane, and the query is in their order instead.
 template <bool SIGNS>
 constexpr bool QUERY_MIXES_PLANES = !SIGNS && KEY_LEVEL_WORDS && KEY_BLOCKS % KEY_PLANES == 0;
@@ -155,8 +156,8 @@ constexpr bool QUERY_MIXES_PLANES = !SIGNS && KEY_LEVEL_WORDS && KEY_BLOCKS % KE
 template <bool SIGNS>
 __device__ __forceinline__ int query_place(int channel) {
     if (KEY_GROUPED) {
-        // Where codes become pairs of halves, channel 4 c + e of a block is element 2 c + (e >> 1) of an MMA, in the
-        // upper half for odd e (common/scores_grouped.cuh).
+        // If codes become pairs of halves, channel 4 c + e of a block is element 2 c + (e >> 1) of an MMA, in the upper
+        // half for odd e (common/scores_grouped.cuh).
         return (channel & ~15) + 8 * (channel & 1) + (channel >> 1 & 6) + (channel >> 1 & 1);
     }
     if (QUERY_MIXES_PLANES<SIGNS>) {
@@ -170,7 +171,7 @@ __device__ __forceinline__ int query_place(int channel) {
     return channel;
 }
 
-// One head's rows of bytes and its constants, of q' in `scaled`; `offset` is part of all its scores.
+// One head's rows of bytes and its constants, from q' in `scaled`. `offset` is part of all its scores.
 template <bool SIGNS>
 __device__ __forceinline__ void prepare_head(QueryRows& shared, int head, const float (&scaled)[LANE_CHANNELS],
                                              float offset, int lane) {
@@ -199,7 +200,7 @@ __device__ __forceinline__ void prepare_head(QueryRows& shared, int head, const 
             ((u16*)shared.rows[low_row])[place] = (u16)half_bits(x - half_value(high));
         }
     } else {
-        // 127 · 256: the high byte stays within a signed byte whatever the low one is.
+        // 127 · 256: the high byte stays within a signed byte for every low byte.
         constants.delta = largest / 32512.0f;
         const float inverse = constants.delta == 0.0f ? 0.0f : 1.0f / constants.delta;
         float taken = 0.0f;
@@ -214,7 +215,7 @@ __device__ __forceinline__ void prepare_head(QueryRows& shared, int head, const 
             const int place = query_place<SIGNS>(lane + 32 * i);
             shared.rows[high_row][place] = (u8)((query - low) >> 8);
             shared.rows[low_row][place] = (u8)low;
-            // What the bytes of `key_block` lack of a code.
+            // The difference between the bytes of `key_block` and the codes.
 #pragma unroll
             for (int v = 0; v < KEY_VARIANTS; v++) {
                 if (KEY_BITS == 8) sums[v] += 128 * query;
@@ -309,15 +310,15 @@ __device__ __forceinline__ SumConstants load_constants(const QueryShared& shared
     return constants;
 }
 
-// Queries as this lane multiplies with them.
+// Queries in the form that this lane multiplies with.
 struct LaneQuery {
-    // Registers of the B fragments: block f of channels at 2f and 2f + 1, those of QUERY_PARTS behind.
+    // Registers of the B fragments: block f of channels at 2f and 2f + 1, followed by those of QUERY_PARTS.
     u32 fragments[2 * QUERY_REGISTERS];
     float delta[LANE_HEADS];
     float base[KEY_VARIANTS][LANE_HEADS];
     float sum[LANE_HEADS];
 
-    // Register i of the part behind the first.
+    // Register i of the second part.
     __device__ __forceinline__ u32 low(int i) const {
         return fragments[(2 * QUERY_BLOCKS + i) % (2 * QUERY_REGISTERS)];
     }

@@ -1,8 +1,8 @@
-// uncentre_lse: log-sum-exps over keys that are stored less a centre become those over the keys as they were.
+// uncentre_lse: turns log-sum-exps over centred keys into those over the original keys.
 //
 //   lse = lse + q·m · scale
 //
-// A warp owns a query of a query head: its lanes share the channels. A log-sum-exp of −∞, of no tokens, stays.
+// A warp owns a query of a query head, and its lanes share the channels. A log-sum-exp of −∞ (no tokens) stays.
 //
 // In bounds: warps past the last log-sum-exp return; queries, slots and log-sum-exps were checked to be of as many
 // rows, and slots to be below those of the centres.

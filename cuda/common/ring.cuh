@@ -1,8 +1,8 @@
-// The ring of stages of one warp: keys, values and ranges of the steps that are on their way.
+// The ring of stages of one warp: keys, values and ranges of the steps in flight.
 //
-// With BULK_COPIES (compute capability 9.0) lane 0 asks the copy engine for whole parts of a tile, which arrive on a
-// barrier in shared memory; otherwise every lane copies exactly the 16 bytes of each load that it will read. Where only
-// extremes of scores are looked for, values stay where they are.
+// With BULK_COPIES (compute capability 9.0) lane 0 lets the copy engine fetch whole parts of a tile, whose arrival in
+// shared memory a barrier signals. Otherwise every lane copies exactly the 16 bytes of each load that it will read. If
+// only extremes of scores are needed, values are not copied.
 
 #pragma once
 
@@ -27,7 +27,7 @@ struct Ring {
         if (BULK_COPIES) __syncwarp();
     }
 
-    // Asks for step `step` of an item whose page holds it.
+    // Starts loading step `step` of an item, whose page is given.
     __device__ __forceinline__ void issue(int index, u64 page, int step) const {
         const u32 to = stage(index);
         const int part = step % STEPS_PER_TILE;
@@ -43,7 +43,7 @@ struct Ring {
                 const u32 barrier = barriers + 8 * index;
                 barrier_expect(barrier, FINDS_EXTREMES ? STAGE_VALUES_AT + STAGE_VALUE_RANGES_AT - STAGE_KEY_RANGES_AT
                                                        : STAGE_COPIED_BYTES);
-                // A whole tile lies in the page as in the stage.
+                // A whole tile has the same layout in the page and in the stage.
                 if (STEPS_PER_TILE == 1 && !FINDS_EXTREMES) {
                     copy_bulk(to, tile, STAGE_COPIED_BYTES, barrier);
                     return;
@@ -89,23 +89,23 @@ struct Ring {
         }
     }
 
-    // Closes what was issued since the last call, be it nothing.
+    // Closes the group of copies issued since the last call, even if there are none.
     __device__ __forceinline__ void commit() const {
         if (!BULK_COPIES) copies_commit();
     }
 
-    // Waits for the oldest of STAGES steps; `turn` counts how often the stage was used before.
+    // Waits for the oldest of STAGES steps. `turn` counts how often the stage was used before.
     __device__ __forceinline__ void wait(int index, u32 turn) const {
         if constexpr (BULK_COPIES) {
             barrier_wait(barriers + 8 * index, turn & 1u);
         } else {
             copies_wait<STAGES - 1>();
-            // Ranges are read by other lanes than copied them.
+            // Ranges are read by other lanes than those that copied them.
             if (KEY_TILE_RANGES || VALUE_TILE_RANGES) __syncwarp();
         }
     }
 
-    // All lanes have read the stage that is issued next.
+    // All lanes have read the stage that is loaded next.
     __device__ __forceinline__ void release() const {
         if (BULK_COPIES || KEY_TILE_RANGES || VALUE_TILE_RANGES) __syncwarp();
     }

@@ -1,7 +1,7 @@
-// The queries of a block of attend_run.cu, from tensors to halves in shared memory.
+// Loads the queries of a block of attend_run.cu from tensors into halves in shared memory.
 //
-// A row is a query and a query head; warps prepare as many each. Rows are rotated as the keys of their format,
-// multiplied with the scales of a span, and scaled by a power of two so that halves hold them.
+// A row is a query and a query head. All warps prepare the same number of rows. Rows are rotated like the keys of their
+// format, multiplied by the scales of a span, and scaled by a power of two so that halves can hold them.
 
 #pragma once
 
@@ -13,20 +13,20 @@
 constexpr int WARP_ROWS = 16;
 constexpr int ROWS = WARPS * WARP_ROWS / TOKEN_PARTS;
 
-// Warps that multiply together, and their rows.
+// Number of warps that multiply together, and their rows.
 constexpr int GROUP_WARPS = WARPGROUPS ? 4 : 1;
 constexpr int GROUP_ROWS = GROUP_WARPS * WARP_ROWS;
 
-// The queries of as many rows in shared memory: as matrices of 8 rows and 8 channels,
-// [16 channels][8 rows][8 channels], or as A fragments, [16 channels][lane], 16 bytes each.
+// The queries of these rows in shared memory: as matrices of 8 rows and 8 channels, [16 channels][8 rows][8 channels],
+// or as A fragments, [16 channels][lane], 16 bytes each.
 constexpr u32 GROUP_QUERY_ROOM = GROUP_ROWS * HEAD_DIM * 2;
 static_assert(ROWS / GROUP_ROWS * GROUP_QUERY_ROOM <= QUERY_ROOM, "queries lie where tiles do later");
 
-// Rows that a warp prepares, and those at once, so that their loads and sums wait together.
+// Rows that a warp prepares, and rows that it prepares at once, so that their loads and sums overlap.
 constexpr int PREPARED_ROWS = ROWS / WARPS;
 constexpr int ROWS_AT_ONCE = 8;
 
-// What turns the products of a row into scores: score = products · delta + base.
+// Turns the products of a row into scores: score = products · delta + base.
 struct RowConstants {
     float delta;
     float base;
@@ -42,8 +42,8 @@ __device__ __forceinline__ BlockRow block_row(const AttendCall& call, u32 kv_hea
     return {row / call.group, kv_head * call.group + row % call.group};
 }
 
-// Puts the channels of a row, lane + 32 · i in `row`, where its fragments are read: as halves of at most 2^15, which
-// 16-bit queries fill exactly, since the factor is a power of two. Yields that factor's inverse.
+// Stores the channels of a row, lane + 32 · i in `row`, at the place of its fragments: as halves up to 2^15. 16-bit
+// queries stay exact, since the factor is a power of two. Returns the inverse of the factor.
 __device__ __forceinline__ float put_query(u8* queries, int row, const float (&channels)[LANE_CHANNELS], int lane) {
     float largest = 0.0f;
 #pragma unroll
@@ -68,7 +68,7 @@ __device__ __forceinline__ float put_query(u8* queries, int row, const float (&c
     return __uint_as_float(exponent << 23);
 }
 
-// Prepares PREPARED_ROWS rows of the block from `first_row` on.
+// Prepares PREPARED_ROWS rows of the block, starting at `first_row`.
 __device__ __forceinline__ void prepare_rows(u8* queries, RowConstants* constants, const AttendCall& call, const Item& item,
                                              u32 kv_head, int first_row, int lane) {
     float2 ranges[LANE_CHANNELS];

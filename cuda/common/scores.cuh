@@ -3,14 +3,14 @@
 
 constexpr int PASS_SCORES = PASS_BLOCKS * 2 * LANE_HEADS;
 
-// The A fragment of one block of packed keys: one byte for each code. Those of 3 bits and levels of
-// codebooks are made elsewhere (common/three_bits.cuh, common/level_bytes.cuh).
+// The A fragment of one block of packed keys: one byte for each code. Codes of 3 bits and levels of codebooks are
+// handled elsewhere (common/three_bits.cuh, common/level_bytes.cuh).
 //
-// 4 and 2 bits are masked at the top of their bytes, after a shift to the left, which two pipes can do; where sums of
-// so large numbers would not be exact, they are shifted to the right. At 1 bit the word itself selects bytes of a
+// Codes of 4 and 2 bits are masked at the top of their bytes, after a left shift, which two pipes can execute. If sums
+// of such large numbers would not be exact, they are shifted to the right. At 1 bit the word itself selects bytes of a
 // table: a nibble's first three bits choose the byte, and its fourth replaces the byte by its sign. Tables of 00 and ff
-// do not mind the sign, and so yield −bit of one of the first three planes; the table of 01 alone yields 1 − bit of the
-// fourth. Stored inverted, these are code − 1 and code.
+// are unaffected by the sign, and return −bit of one of the first three planes. The table of 01 alone returns 1 − bit
+// of the fourth. Stored inverted, these are code − 1 and code.
 __device__ __forceinline__ void key_block(u32 (&a)[4], const uint4& load, int plane, const SumConstants& constants) {
     const u32 words[4] = {load.x, load.y, load.z, load.w};
 #pragma unroll
@@ -32,10 +32,10 @@ __device__ __forceinline__ void key_block(u32 (&a)[4], const uint4& load, int pl
     }
 }
 
-// The words of a lane that hold the blocks which are multiplied next: of codes, or of the signs of a sketch above them.
+// The words of a lane that hold the next blocks to multiply: of codes, or of the signs of a sketch above them.
 template <bool SIGNS>
 struct KeyWords {
-    // Fields of one bit are signs alone.
+    // Fields of one bit are only signs.
     static constexpr bool whole_fields = !SIGNS || KEY_BITS == 1;
     static constexpr bool looked_up = !SIGNS && KEY_LEVEL_WORDS;
     static constexpr bool has_tops = KEY_BITS == 3 && SIGNS == KEY_SKETCHED;
@@ -45,7 +45,7 @@ struct KeyWords {
     uint4 top;
     u32 levels[looked_up ? 4 : 1][KEY_PLANES];
 
-    // The A fragment of a block of the pass, which is the first or follows the one before.
+    // The A fragment of a block of the pass. The block is the first or follows the previous one.
     __device__ __forceinline__ void next_block(u32 (&a)[4], const PassLoads& keys, int block, int lane,
                                                const SumConstants& constants) {
         if ((KEY_BITS != 3 || whole_fields) && block % KEY_PLANES == 0) {
@@ -62,7 +62,7 @@ struct KeyWords {
             top = load_shared_16(keys.tops + block / TOP_PLANES * LOAD_BYTES + lane * 16);
         }
         if constexpr (!whole_fields || KEY_LEVEL_BITS == 1 && KEY_SKETCHED) {
-            // The top bit of fields, or the one below it, where the top of their bytes is.
+            // The top bit of fields, or the one below it, where it is at the top of their bytes.
             constexpr int bits = KEY_BITS == 3 ? 1 : KEY_BITS;
             constexpr u32 mask = SIGNS ? 0x80808080u : 0x40404040u;
             const uint4& from = KEY_BITS == 3 ? top : load;
@@ -117,7 +117,7 @@ __device__ __forceinline__ void sum_bytes(float (&sums)[2 * LANE_HEADS], KeyWord
             multiply_bytes<is_signed>(low, a, query.low(2 * f), query.low(2 * f + 1), f > 0 ? low : constants.key_start);
         }
     }
-    // 256 · high is exact; the start of the low sum is part of `base`.
+    // 256 · high is exact. The start value of the low sum is part of `base`.
 #pragma unroll
     for (int i = 0; i < 2 * LANE_HEADS; i++) {
         const int h = WIDE ? high[i] : high[2 * i % 4];
@@ -130,7 +130,7 @@ __device__ __forceinline__ void sum_bytes(float (&sums)[2 * LANE_HEADS], KeyWord
     }
 }
 
-// δ · Σ q · key of a pass, plus `base` of this lane's heads: of codes, or of the signs of a sketch.
+// δ · Σ q · key of a pass, plus `base` of this lane's heads, for codes or for the signs of a sketch.
 template <bool SIGNS>
 __device__ __forceinline__ void pass_scores(float (&scores)[PASS_SCORES], const PassLoads& keys, int lane,
                                             const LaneQuery& query, const SumConstants& constants) {

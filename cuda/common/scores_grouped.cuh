@@ -1,11 +1,11 @@
 // Scores of one pass of a warp where ranges of keys change inside rows. Codes are multiplied as halves (m16n8k16):
-// masked where they lie they are exact subnormals, code · 2^(shift − 24).
+// masked in place, they are the exact subnormals code · 2^(shift − 24).
 //
 //   groups of tokens of a channel:   score = δ (2^24 Σ_c (q_c s_c) code + Σ_c q_c m_c)
 //   groups of channels of a token:   score = Σ_j (s_j δ 2^24 Σ_{c in j} q_c code + m_j Σ_{c in j} q'_c)
 //
-// with (s, m) a range. A product q_c s_c is two halves whose sum it is, as is the query: no rounding meets what a
-// group's codes have in common. Σ_c q_c m_c is multiplied from eight rows that are all alike, once for a group.
+// with (s, m) a range. A product q_c s_c is split into two halves that sum to it, and so is the query: the common part
+// of a group's codes carries no rounding error. Σ_c q_c m_c is multiplied from eight identical rows, once per group.
 
 #pragma once
 
@@ -41,8 +41,8 @@ __device__ __forceinline__ void pass_scores_of_token_groups(float (&scores)[PASS
             if (WIDE) multiply_f16(start, a, query.fragments[2 * other], query.fragments[2 * other + 1]);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                // What rounding leaves of the high part goes to the low one. Where both are columns of one fragment,
-                // the lanes of high ones have zeros as `other`.
+                // The rounding error of the high part goes to the low one. If both are columns of one fragment, the
+                // lanes of high ones have zeros as `other`.
                 const u32 high_query = query.fragments[2 * (WIDE ? f : other) + r];
                 const u32 high = multiply_pair(high_query, scales[r]);
                 const u32 left = multiply_subtract_pair(high_query, scales[r], high);
@@ -89,7 +89,7 @@ __device__ __forceinline__ void pass_scores_of_token_groups(float (&scores)[PASS
 }
 
 // Groups of channels: `ranges` are those of the pass, rows of STEP_TOKENS tokens; `group_sums` is the address of those
-// of the query. Where a group is no whole block, the query counts as zero beyond it.
+// of the query. If a group is not a whole block, the query counts as zero beyond it.
 __device__ __forceinline__ void pass_scores_of_channel_groups(float (&scores)[PASS_SCORES], const PassLoads& keys,
                                                               u32 ranges, int lane,
                                                               const LaneQuery& query, u32 group_sums) {

@@ -8,8 +8,8 @@
 // 1) of an MMA, in the upper half for odd e; queries are in the same order (`channel_place`). Values:
 // [16 tokens][16 channels].
 //
-// The warps of a block take blocks of 16 tokens of keys, and blocks of 32 tokens by 16 channels of values, in turn.
-// A pair of elements is a shift, a mask that also puts the codes into the mantissas of 1024 + code, a subtraction
+// The warps of a block take blocks of 16 tokens of keys, and blocks of 32 tokens by 16 channels of values, in turn. A
+// pair of elements takes a shift, a mask that also places the codes into the mantissas of 1024 + code, a subtraction
 // and a multiply-add.
 
 #pragma once
@@ -18,31 +18,31 @@
 #include "common/attend_call.cuh"
 #include "common/level_bytes.cuh"
 
-// False where tiles are read as they are: a warp multiplies f16 tiles by itself.
+// False if tiles are read directly: a single warp multiplies f16 tiles in place.
 constexpr bool UNPACKS = KEY_BITS != 16 || VALUE_BITS != 16 || WARPGROUPS;
-// 16 channels that one MMA multiplies.
+// Steps of 16 channels, which one MMA multiplies.
 constexpr int CHANNEL_STEPS = HEAD_DIM / 16;
-// Tokens that become halves together. With WARPGROUPS a warpgroup multiplies 64 of them at a time, and TOKEN_PARTS of
-// them share their rows; the others have more rows, whose queries need the room.
+// Tokens that are unpacked together. With WARPGROUPS a warpgroup multiplies 64 of them at a time, and TOKEN_PARTS
+// warpgroups share their rows. Otherwise blocks have more rows, whose queries need the room.
 constexpr int UNIT_TOKENS = WARPGROUPS ? 64 * TOKEN_PARTS : TILE_TOKENS;
 constexpr int TILE_UNITS = TILE_TOKENS / UNIT_TOKENS;
 static_assert(TILE_PIECES == 1 || TILE_PIECES == TILE_UNITS, "a stage holds a tile or a unit");
 constexpr u32 KEY_PIECE_BYTES = KEY_TILE_BYTES / TILE_PIECES;
 // Keys and values of one unit.
 constexpr u32 HALVES_BYTES = 2 * UNIT_TOKENS * HEAD_DIM * 2;
-// Two units of halves come before the ring. Queries lie between them and it with WARPGROUPS, and otherwise where the
-// second unit is going to be, or in the last stage.
+// Two units of halves precede the ring. With WARPGROUPS the queries lie between them and the ring, otherwise in the
+// place of the second unit, or in the last stage.
 constexpr u32 GROUP_QUERY_BYTES = WARPGROUPS ? WARPS * 16 / TOKEN_PARTS * HEAD_DIM * 2 : 0;
 constexpr u32 RING_AT = UNPACKS ? 2 * HALVES_BYTES + GROUP_QUERY_BYTES : 0;
 constexpr bool RING_HOLDS_QUERIES = !UNPACKS;
 constexpr u32 QUERIES_AT = WARPGROUPS ? 2 * HALVES_BYTES : UNPACKS ? HALVES_BYTES : (STAGES - 1) * STAGE_BYTES;
 constexpr u32 QUERY_ROOM = WARPGROUPS ? GROUP_QUERY_BYTES : UNPACKS ? HALVES_BYTES : STAGE_BYTES;
 
-// The code that counts as 0 where codes are multiplied.
+// The code that counts as 0 in products.
 constexpr float KEY_CENTRE = KEY_BITS == 16 ? 0.0f : (float)(1 << (KEY_BITS % 16 - (KEY_BITS < 16)));
 constexpr float VALUE_CENTRE = VALUE_BITS == 16 ? 0.0f : (float)(1 << (VALUE_BITS % 16 - (VALUE_BITS < 16)));
 
-// Where channel c of 16 lies in a fragment: the lane's column, the second pair of words, and which half.
+// The place of channel c of 16 in a fragment: the lane's column, the pair of words, and the half.
 struct ChannelPlace {
     int column;
     int second;
@@ -54,19 +54,19 @@ __device__ __forceinline__ ChannelPlace channel_place(int c) {
     return {c / 4, c % 2, c / 2 % 2};
 }
 
-// The half 1024, twice. Added to its bits, a code below 1024 is added to it.
+// The half 1024, twice. Adding a code below 1024 to its bits adds the code to the half.
 constexpr u32 CODE_START = 0x64006400u;
 
-// Codes in the low bits of halves as halves, less `centre`.
+// Codes in the low bits of halves as halves, minus `centre`.
 __device__ __forceinline__ u32 code_halves(u32 codes, u32 centre) {
     return multiply_subtract_pair(codes | CODE_START, 0x3c003c00u, CODE_START + centre * 0x00010001u);
 }
 
-// Codes that stand for levels, or for the two of 1 bit, which are −½ and ½.
+// Whether codes stand for levels, or for the two levels of 1 bit, which are −½ and ½.
 constexpr bool KEY_CODEBOOK = KEY_LEVEL_UNIT != 0;
 constexpr bool VALUE_CODEBOOK = VALUE_LEVEL_UNIT != 0;
 
-// What halves of a codebook are multiplied with.
+// The factor of halves of a codebook.
 __device__ __forceinline__ float halves_unit(u32 level_unit) {
     return level_unit == 0 ? 1.0f : 128.0f * __uint_as_float(level_unit);
 }
@@ -93,11 +93,11 @@ __device__ __forceinline__ u32 plane_levels(u32 word, int plane) {
 // (byte + ½) / 128 of the signed bytes in the low bits of halves, exactly.
 __device__ __forceinline__ u32 level_halves(u32 bytes) {
     const u32 above = bytes & 0x00ff00ffu ^ 0x00800080u;
-    // The half 4 + (2 b + 1) / 256, less 5.
+    // The half 4 + (2 b + 1) / 256, minus 5.
     return multiply_subtract_pair(2u * above + 0x44014401u, 0x3c003c00u, 0x45004500u);
 }
 
-// The same of codes of 1 bit.
+// [`level_halves`] for codes of 1 bit.
 __device__ __forceinline__ u32 sign_halves(u32 codes) { return level_halves(codes + 0x00ff00ffu); }
 
 // Two ranges as a pair of scales and one of minimums.
@@ -137,7 +137,7 @@ __device__ __forceinline__ RangePair value_range_pair(u32 ranges, int token, int
     }
 }
 
-// Puts an A fragment down as two B fragments: for lanes that read theirs, or as matrices for warpgroups.
+// Stores an A fragment as two B fragments: for lanes that read theirs, or as matrices for warpgroups.
 __device__ __forceinline__ void store_fragments(u32 to, const u32 (&words)[4], int lane) {
 #if WARPGROUPS
     store_matrices(to + lane * 16, words[0], words[2], words[1], words[3]);
@@ -160,13 +160,13 @@ __device__ __forceinline__ FragmentPair load_fragments(u32 from) {
     return {{words.x, words.z}, {words.y, words.w}};
 }
 
-// Where 16 tokens by 16 channels of keys lie in a unit, `m` counted in the tile.
+// The place of 16 tokens by 16 channels of keys in a unit. `m` counts within the tile.
 __device__ __forceinline__ u32 keys_at(int m, int f) {
     constexpr int steps = UNIT_TOKENS / BLOCK_TOKENS;
     return (WARPGROUPS ? f * steps + m % steps : m * CHANNEL_STEPS + f) * LOAD_BYTES;
 }
 
-// Keys of 16 tokens, every `step`-th block of channels from `first` on. Loads of keys are at `from`.
+// Unpacks keys of 16 tokens, every `step`-th block of channels from `first` on. Loads of keys are at `from`.
 __device__ __forceinline__ void unpack_keys(u32 to, u32 from, u32 ranges, int m, int first, int step, int lane) {
     from += lane * 16;
     if constexpr (KEY_BITS == 16) {
@@ -221,12 +221,12 @@ __device__ __forceinline__ void unpack_keys(u32 to, u32 from, u32 ranges, int m,
     }
 }
 
-// Where 16 tokens by 16 channels of values lie in a unit, `m` counted in the tile.
+// The place of 16 tokens by 16 channels of values in a unit. `m` counts within the tile.
 __device__ __forceinline__ u32 values_at(int m, int n) {
     return (m % (UNIT_TOKENS / BLOCK_TOKENS) * CHANNEL_STEPS + n) * LOAD_BYTES;
 }
 
-// Values of a run of 32 tokens, every `step`-th block of 16 channels from `first` on. Loads of values are at `from`.
+// Unpacks values of 32 tokens, every `step`-th block of 16 channels from `first` on. Loads of values are at `from`.
 __device__ __forceinline__ void unpack_values(u32 to, u32 from, u32 ranges, int run, int first, int step, int lane) {
     from += lane * 16;
     const int g = lane >> 2;
@@ -285,19 +285,19 @@ __device__ __forceinline__ void unpack_values(u32 to, u32 from, u32 ranges, int 
     }
 }
 
-// Unit `unit` of a tile as halves at `to`, by all warps of the block. Its stage, at `stage`, holds the tile or
-// that unit alone.
+// Unpacks unit `unit` of a tile to halves at `to`, with all warps of the block. Its stage, at `stage`, holds the tile
+// or that unit alone.
 __device__ __forceinline__ void unpack_unit(u32 to, u32 stage, int unit, int warp, int lane) {
     constexpr int steps = UNIT_TOKENS / BLOCK_TOKENS;
     constexpr int runs = UNIT_TOKENS / 32;
     static_assert(WARPS % steps == 0 && WARPS % runs == 0, "a warp stays with its tokens");
-    // Where the loads of the tile would begin.
+    // The address at which the loads of the tile would begin.
     const u32 before = (TILE_PIECES > 1 ? unit : 0) * KEY_PIECE_BYTES;
     const u32 keys = stage - before;
     const u32 values = stage + KEY_PIECE_BYTES - before;
     unpack_keys(to, keys, stage + KEY_RANGES_AT, unit * steps + warp % steps, warp / steps, WARPS / steps, lane);
     unpack_values(to + HALVES_BYTES / 2, values, stage + VALUE_RANGES_AT, unit * runs + warp % runs, warp / runs,
                   WARPS / runs, lane);
-    // The tensor cores read them by themselves.
+    // The tensor cores read the halves asynchronously.
     if (WARPGROUPS) shared_visible();
 }

@@ -1,9 +1,9 @@
-// The ring of stages of one block: whole tiles of a head as they lie in their pages, keys, values and the ranges beside
-// them, or pieces of them, keys and values of as many tokens.
+// The ring of stages of one block: whole tiles of a head in their page layout (keys, values and tile ranges), or pieces
+// of them, with keys and values of the same tokens.
 //
-// With BULK_COPIES (compute capability 9.0) one thread asks the copy engine for a tile, which arrives on a barrier in
-// shared memory; otherwise all threads copy 16 bytes at a time. Pieces are counted within the item; what lies beyond
-// it is not copied.
+// With BULK_COPIES (compute capability 9.0) one thread lets the copy engine fetch a tile, whose arrival in shared
+// memory a barrier signals. Otherwise all threads copy 16 bytes at a time. Pieces are counted within the item. Pieces
+// beyond it are not copied.
 
 #pragma once
 
@@ -21,13 +21,13 @@ struct TileRing {
     u32 stages;
     u32 barriers;
     const u64* pages;
-    // Where the head's part of a page begins.
+    // Offset of the head's part in a page.
     u64 head_at;
     int pieces;
 
     __device__ __forceinline__ u32 stage(int piece) const { return stages + piece % STAGES * PIECE_BYTES; }
 
-    // Before a barrier of the block.
+    // Called before a barrier of the block.
     __device__ __forceinline__ void start() const {
         if (BULK_COPIES && threadIdx.x == 0) {
             for (int i = 0; i < STAGES; i++) barrier_init(barriers + 8 * i);
@@ -35,7 +35,7 @@ struct TileRing {
         }
     }
 
-    // Asks for a piece, by all threads of the block; none of them reads its stage any more.
+    // Starts loading a piece, by all threads of the block. None of them still reads its stage.
     __device__ __forceinline__ void issue(int piece) const {
         if (piece < pieces) {
             const u8* from = (const u8*)(pages[piece / TILE_PIECES] + head_at);
@@ -58,7 +58,7 @@ struct TileRing {
         if (!BULK_COPIES) copies_commit();
     }
 
-    // Waits for a piece of the item, by all threads of the block: the oldest of those that were asked for.
+    // Waits for a piece of the item, by all threads of the block: the oldest one that is in flight.
     __device__ __forceinline__ void wait(int piece) const {
         if constexpr (BULK_COPIES) {
             barrier_wait(barriers + 8 * (piece % STAGES), piece / STAGES & 1);

@@ -1,8 +1,8 @@
 // Weighted values of one pass of a warp: rows are 16 channels, columns the heads, the sum runs over tokens.
 
-// The A fragment of one block of values: four codes of a plane in every word, masked where they lie, as bytes
-// code · 2^shift. Where the plane of a block of channels changes between runs of tokens they are shifted down instead;
-// those of 3 bits are put together as bytes (common/three_bits.cuh).
+// The A fragment of one block of values: four codes of a plane in every word, masked in place, as bytes code · 2^shift.
+// If the plane of a block of channels changes between runs of tokens, codes are shifted down instead. Codes of 3 bits
+// are assembled as bytes (common/three_bits.cuh).
 __device__ __forceinline__ void value_bytes(u32 (&a)[4], const uint4& load, int plane) {
     const u32 words[4] = {load.x, load.y, load.z, load.w};
     constexpr u32 mask = ((1u << (VALUE_BITS % 16)) - 1u) * 0x01010101u;
@@ -18,16 +18,17 @@ __device__ __forceinline__ void value_bytes(u32 (&a)[4], const uint4& load, int 
     }
 }
 
-// True if integer sums of a pass are read as subnormal floats, which are 2^-149 of them (see `add_bytes`). Of these 149
-// powers factors make up for 48, with which they stay finite (they are at most 2^FAR, and 8 more for high bytes), and
-// outputs for the others.
+// Whether integer sums of a pass are read as subnormal floats, which are 2^-149 times the integers (see `add_bytes`).
+// Of these 149 powers of two, factors compensate for 48, with which they stay finite (they are at most 2^FAR, and 8
+// more for high bytes), and outputs for the others.
 constexpr bool VALUE_SUBNORMALS = VALUE_BITS != 16 && !VALUE_GROUPED && !VALUE_LEVELS;
 constexpr int LOWERED = VALUE_SUBNORMALS ? 149 - 48 : 0;
 constexpr float RAISED = 281474976710656.0f;
 
 __device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
 
-// What undoes the place of the codes of a block of 16 channels, and that as halves, or in sums, they are subnormals.
+// Compensates for the place of the codes of a block of 16 channels, and for their being subnormals as halves or in
+// sums.
 __device__ __forceinline__ float value_unit(int block) {
     if (VALUE_BITS == 16) return 1.0f;
     const int shift = VALUE_PLANE_FIXED && !VALUE_LEVELS && VALUE_BITS != 3 ? VALUE_BITS * (block % VALUE_PLANES) : 0;
@@ -49,9 +50,9 @@ __device__ __forceinline__ void pass_halves(float (&sums)[VALUE_BLOCKS][4], u32 
 }
 
 // Packed values: runs of 32 tokens, whose weights are integers of 16 bits in two unsigned bytes. High and low bytes are
-// neighbouring columns, or columns of two products with WIDE. The sums of a pass stay below 2^23: read as a float, such
-// an integer n is the subnormal n · 2^-149, which a multiply-add takes like any number; there is no conversion, and no
-// start that would have to be taken off. Sums of bytes of levels, which are signed, start at SUM_START instead.
+// neighbouring columns, or columns of two products with WIDE. The sums of a pass stay below 2^23. Read as a float, such
+// an integer n is the subnormal n · 2^-149, which a multiply-add takes like any number. This needs no conversion, and
+// no start value to subtract. Sums of bytes of levels, which are signed, start at SUM_START instead.
 constexpr int PASS_RUNS = PASS_TOKENS >= 32 ? PASS_TOKENS / 32 : 1;
 constexpr int WEIGHT_PARTS = WIDE ? 2 : 1;
 static_assert(VALUE_BITS == 16 || PASS_TOKENS <= 128, "sums of a pass must stay below 2^23");
@@ -63,7 +64,7 @@ __device__ __forceinline__ float add_bytes(float sum, const int (&products)[WEIG
     if (VALUE_SUBNORMALS) {
         return __fmaf_rn(high, factor * (256.0f * RAISED), __fmaf_rn(low, factor * RAISED, sum));
     }
-    // Exact up to the addition of the low part, which brings the start along that is taken off here.
+    // Exact up to the addition of the low part. The start value that it contains is subtracted here.
     const float joined = __fadd_rn(__fmaf_rn(high, 256.0f, -257.0f * SUM_START_FLOAT), low);
     return __fmaf_rn(joined, factor, sum);
 }
@@ -93,8 +94,7 @@ __device__ __forceinline__ void weight_fragments(u32 (&weights)[WEIGHT_PARTS][PA
     }
 }
 
-// Loads of top bits that a group of blocks of channels needs: one for each run, or all where planes
-// change between runs.
+// Loads of top bits that a group of blocks of channels needs: one for each run, or all if planes change between runs.
 constexpr int VALUE_GROUP_TOPS = VALUE_BITS != 3 ? 1 : VALUE_PLANE_FIXED ? PASS_RUNS : PASS_VALUE_TOPS;
 
 __device__ __forceinline__ void load_value_tops(uint4 (&tops)[VALUE_GROUP_TOPS], const PassLoads& values, int first_block,
@@ -128,7 +128,7 @@ __device__ __forceinline__ void pass_bytes(float (&sums)[VALUE_BLOCKS][4], const
         }
     };
     int products[WEIGHT_PARTS][4];
-    // Blocks of channels that share their loads in every run; all of them where planes change between runs.
+    // Blocks of channels that share their loads in every run, or all blocks if planes change between runs.
     constexpr int groups = VALUE_PLANE_FIXED ? VALUE_BLOCKS / VALUE_PLANES : 1;
     constexpr int group_blocks = VALUE_BLOCKS / groups;
     constexpr int group_loads = PASS_VALUE_LOADS / groups;

@@ -1,12 +1,12 @@
 // Weighted values of one pass of a warp where ranges of values change inside rows. Codes are multiplied as halves
-// (m16n8k16) as keys are in common/scores_grouped.cuh, weights are halves.
+// (m16n8k16) like keys in common/scores_grouped.cuh. Weights are halves.
 //
 //   groups of channels of a token:   Σ_t p_t v_tc = 2^24 Σ_t (p_t s_tj) code + Σ_t p_t m_tj
 //   groups of tokens of a channel:   Σ_t p_t v_tc = Σ_G (s_Gc 2^24 Σ_{t in G} p_t code + m_Gc Σ_{t in G} p_t)
 //
 // Weights of a pass are 2^k times those relative to its own largest, with the largest k ≤ 15 for which no p s
-// overflows; what a pass yields is scaled before it is added. Sums of p_t m_tj are one MMA for 16 tokens, whose
-// rows are groups j.
+// overflows. The result of a pass is scaled before it is added. Sums of p_t m_tj are one MMA for 16 tokens, whose rows
+// are groups j.
 
 #pragma once
 
@@ -20,7 +20,7 @@ constexpr int VALUE_MINIMUM_BLOCKS = (VALUE_ROW_GROUPS + 15) / 16;
 __device__ __forceinline__ u32 value_pair(u32 word, int plane, int half) {
     constexpr u32 mask = ((1u << (VALUE_BITS % 16)) - 1u) * 0x00010001u;
     const u32 codes = half ? word >> 8 : word;
-    // Those of 3 bits are bytes already.
+    // Codes of 3 bits are already bytes.
     const int shift = VALUE_BITS == 3 ? 0 : VALUE_BITS * plane;
     return VALUE_PLANE_FIXED ? codes & mask << shift : codes >> shift & mask;
 }
@@ -37,7 +37,7 @@ __device__ __forceinline__ int weight_exponent(u32 ranges, int lane) {
         const uint4 words = load_shared_16(ranges + load / row_loads * (STEP_TOKENS * 4) + load % row_loads * 16);
         most = max_pair(most, max_pair(max_pair(words.x, words.y), max_pair(words.z, words.w)));
     }
-    // Scales are not negative: their bits are in the order of their values.
+    // Scales are not negative, so their bits are ordered like their values.
     const int exponent = (int)(__reduce_max_sync(ALL_LANES, most & 0xffffu) >> 10) - 15;
     return min(14 - exponent, 15);
 }
@@ -70,8 +70,8 @@ __device__ __forceinline__ void pass_minimums(float (&sums)[VALUE_MINIMUM_BLOCKS
     }
 }
 
-// Adds factor[h] · Σ p v to the sums, of channel groups without the minimums. `weights` are B fragments of
-// 16 tokens each.
+// Adds factor[h] · Σ p v to the sums; for groups of channels without the minimums. `weights` are B fragments of 16
+// tokens each.
 __device__ __forceinline__ void pass_pairs(float (&sums)[VALUE_BLOCKS][4], const PassLoads& values, u32 ranges, int lane,
                                            const u32 (&weights)[PASS_BLOCKS][2], const float (&factor)[LANE_HEADS]) {
     // As in `pass_bytes`.

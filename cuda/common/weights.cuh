@@ -2,12 +2,12 @@
 
 #pragma once
 
-// What a warp has summed so far. Weights are 2^(score − reference); a lane holds the part of its own tokens of weight
-// and minimum, and the sums of its own channels.
+// The sums of a warp so far. Weights are 2^(score − reference). A lane holds its own tokens' part of weight and
+// minimum, and the sums of its own channels.
 struct WarpSums {
     float reference[LANE_HEADS];
     float weight[LANE_HEADS];
-    // Σ weight · minimum of the token, where values have a range per token.
+    // Σ weight · minimum of the token, if values have a range per token.
     float minimum[LANE_HEADS];
     // Products of the MMA: rows g and g + 8 of each block of channels, by heads.
     float values[VALUE_BLOCKS][4];
@@ -30,7 +30,7 @@ struct WarpSums {
         for (int i = 0; i < 4 * VALUE_MINIMUM_BLOCKS; i++) minimums[i / 4][i % 4] = 0.0f;
     }
 
-    // Takes a new reference, at least as large as the one before.
+    // Moves to a new reference, which is at least as large as the previous one.
     __device__ __forceinline__ void refer(int h, float to) {
         const float factor = exp2_approx(reference[h] - to);
         reference[h] = to;
@@ -71,8 +71,8 @@ __device__ __forceinline__ void largest_of_lane(float (&largest)[LANE_HEADS], co
     }
 }
 
-// f16 values. Weights are halves, at most 2^15: a pass with a larger one moves the reference, by whole powers of two
-// and hence exactly, so that its largest is at most 2^6; 2^-14 still has full precision.
+// f16 values. Weights are halves up to 2^15. A pass with a larger one moves the reference by whole powers of two, and
+// hence exactly, so that its largest is at most 2^6; 2^-14 still has full precision.
 constexpr float MOST = 15.0f;
 constexpr float START = 6.0f;
 
@@ -94,7 +94,7 @@ __device__ __forceinline__ void attend_halves(WarpSums& sums, const float (&scor
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; h++) p[h] = exp2_approx(scores[i * LANE_HEADS + h] - sums.reference[h]);
         const u32 pair = half_pair(p[0], p[1]);
-        // What rounding takes from the weights must not shift what all values have in common.
+        // The rounding of the weights must not shift the common part of all values.
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; h++) sums.weight[h] += half_value(h == 0 ? pair & 0xffffu : pair >> 16);
         weights[i / 2][i % 2] = transpose_8x8(pair);
@@ -102,15 +102,15 @@ __device__ __forceinline__ void attend_halves(WarpSums& sums, const float (&scor
     pass_halves(sums.values, values, lane, weights);
 }
 
-// Packed values. Weights are integers of 16 bits relative to the largest of the pass, and what a pass yields is scaled
-// before it is added: a token that outweighs all others makes only its own pass coarse. References move rarely, since
-// floats hold what is far above them.
+// Packed values. Weights are integers of 16 bits relative to the largest of the pass, and the result of a pass is
+// scaled before it is added: a token that outweighs all others makes only its own pass coarse. References move rarely,
+// since floats can hold numbers far above them.
 constexpr float FAR = 64.0f;
 constexpr float LARGEST_WEIGHT = 65535.0f;
 constexpr float MIDDLE_VALUE =
     VALUE_BITS == 16 ? 0.0f : VALUE_LEVELS ? -0.5f : ((1 << (VALUE_BITS % 16)) - 1) * 0.5f;
 
-// The largest scores of a pass, after which the reference is near enough, and what relates them to it.
+// The largest scores of a pass, after which the reference is close enough, and the factors that relate them to it.
 __device__ __forceinline__ void pass_tops(WarpSums& sums, const float (&scores)[PASS_SCORES], float (&top)[LANE_HEADS],
                                           float (&factor)[LANE_HEADS]) {
     largest_of_lane(top, scores);
@@ -136,7 +136,7 @@ __device__ __forceinline__ void attend_bytes(WarpSums& sums, float (&scores)[PAS
 #pragma unroll
     for (int i = 0; i < PASS_SCORES; i++) scores[i] = exp2_approx(scores[i] - top[i % LANE_HEADS]);
 
-    // Where values have a range per token, its scale is part of the weight. Scales are 0 or at least 2^-14.
+    // If values have a range per token, its scale is part of the weight. Scales are 0 or at least 2^-14.
     float scale[LANE_HEADS];
     float scaled_sum[LANE_HEADS];
 #pragma unroll
@@ -169,7 +169,7 @@ __device__ __forceinline__ void attend_bytes(WarpSums& sums, float (&scores)[PAS
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; h++) {
             sums.weight[h] = __fmaf_rn(factor[h], sum[h], sums.weight[h]);
-            // Levels of a codebook are about 0: their middle makes up for what they lack.
+            // Levels of a codebook are symmetric about 0: their middle compensates for the offset of their bytes.
             if (VALUE_LEVEL_UNIT == 0) {
                 const float middle = __fmaf_rn(MIDDLE_VALUE, scaled_sum[h], minimum[h]);
                 sums.minimum[h] = __fmaf_rn(factor[h], middle, sums.minimum[h]);
@@ -191,8 +191,8 @@ __device__ __forceinline__ void attend_bytes(WarpSums& sums, float (&scores)[PAS
         integers[i] = __float_as_uint(__fmaf_rn(scores[i], scale[i % LANE_HEADS], INTEGER_START_FLOAT));
         total[i % LANE_HEADS] += integers[i];
     }
-    // Totals are of the weights as they were rounded, so that rounding does not shift what all codes have in common;
-    // where scales differ the middle code makes up for it.
+    // Totals are sums of the rounded weights, so that rounding does not shift the common part of all codes. If scales
+    // differ, the middle code compensates.
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; h++) {
         float& sum = VALUE_TOKEN_RANGES ? sums.minimum[h] : sums.weight[h];

@@ -29,7 +29,7 @@ pub struct SegmentScores {
 }
 
 impl SegmentScores {
-    /// Scores `[score tile][query_head][128]`: see [`WorkItem::scores`](crate::plan::WorkItem::scores). Those past the
+    /// Scores `[score tile][query_head][128]`: see [`WorkItem::scores`](crate::plan::WorkItem::scores). Scores past the
     /// end of a span are 0.
     pub fn scores(&self) -> &[f32] {
         &self.scores
@@ -48,7 +48,7 @@ impl SegmentScores {
     /// The scores of one query head of one prepared query over its span, in token order.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the work is another one or has no such query.
+    /// [`Error::Plan`] when the work does not match, or has no such query.
     pub fn of_query(&self, segment: &StoreWork, query: usize, query_head: usize) -> Result<Vec<f32>> {
         let mut items: Vec<&WorkItem> = segment.items().iter().filter(|item| item.query as usize == query).collect();
         items.sort_by_key(|item| item.scores);
@@ -75,7 +75,7 @@ impl SegmentScores {
 /// `queries` are `[rows, query_heads, head_dim]`.
 ///
 /// # Errors
-/// [`Error::Plan`] when store or queries are not those of the work.
+/// [`Error::Plan`] when store or queries do not match the work.
 pub fn scores(segment: &StoreWork, store: &CpuStore, queries: Elements<'_>) -> Result<SegmentScores> {
     check_calibrated(segment)?;
     check_segment(segment, store, Some(queries))?;
@@ -117,7 +117,7 @@ pub fn scores(segment: &StoreWork, store: &CpuStore, queries: Elements<'_>) -> R
     Ok(SegmentScores { query_heads, scores, extremes })
 }
 
-/// What is scored into one tile of scores.
+/// The source of one tile of scores.
 struct ScoredTile {
     page: Page,
     /// The prepared query.
@@ -125,7 +125,7 @@ struct ScoredTile {
     tokens: usize,
 }
 
-/// What goes to every tile of scores; tiles that no query sees are none.
+/// The source of every tile of scores; `None` for tiles that no query sees.
 fn tiles_of(segment: &StoreWork) -> Vec<Option<ScoredTile>> {
     let mut tiles: Vec<_> = (0..segment.score_tiles()).map(|_| None).collect();
     for dispatch in segment.dispatches() {

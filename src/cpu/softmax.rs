@@ -1,10 +1,10 @@
-//! The online softmax of a run of tiles.
+//! The online softmax over consecutive tiles.
 
 use super::simd::{Kernel, dispatch, multiply_add};
 
 /// Running maximum and sum of the weights of one query head.
 ///
-/// Weights are relative to the running maximum; when a tile raises it, what was summed before is scaled down.
+/// Weights are relative to the running maximum. When a tile raises it, the earlier sums are scaled down.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct OnlineSoftmax {
     max: f32,
@@ -14,7 +14,7 @@ pub(super) struct OnlineSoftmax {
 impl OnlineSoftmax {
     pub(super) const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
 
-    /// Turns the scores of a tile into weights and returns the factor for everything weighted before.
+    /// Turns the scores of a tile into weights and returns the rescale factor of everything weighted before.
     pub(super) fn weigh(&mut self, scores: &mut [f32]) -> f64 {
         let max = scores.iter().copied().fold(self.max, larger);
         let factor = f64::from(self.max - max).exp();
@@ -36,7 +36,7 @@ impl OnlineSoftmax {
     }
 }
 
-/// The larger of two numbers; NaN if one of them is, unlike `f32::max`, so that what went wrong is seen in the end.
+/// The larger of two numbers. NaN if one of them is, unlike `f32::max`, so that an error stays visible.
 pub(super) fn larger(a: f32, b: f32) -> f32 {
     if a >= b || a.is_nan() { a } else { b }
 }

@@ -18,10 +18,10 @@ pub(super) struct ValueTiles<'a> {
     sums: Vec<f64>,
     unpacked: Unpacked,
     /// `[group of channels][query head of the group][step]`: the weights in the order of lines, with per-token ranges
-    /// folded in. One group of channels but for ranges per token and group of channels.
+    /// folded in. There is one group of channels, except for ranges per token and group of channels.
     factors: Vec<Factor>,
-    /// `[group of channels][query head of the group]`: by byte lane, what minima are multiplied by or, with per-token
-    /// ranges, what every channel gets beside its products.
+    /// `[group of channels][query head of the group]`, by byte lane: the factor of minima or, with per-token ranges,
+    /// the amount that every channel gets in addition to its products.
     biases: Vec<[f32; 4]>,
     ranges: Vec<CodeRange>,
 }
@@ -47,17 +47,17 @@ impl<'a> ValueTiles<'a> {
         }
     }
 
-    /// Starts over with sums of 0.
+    /// Resets all sums to 0.
     pub(super) fn clear(&mut self) {
         self.sums.fill(0.0);
     }
 
-    /// Multiplies the sums of one query head, when the reference of its weights changes.
+    /// Multiplies the sums of one query head when the reference of its weights changes.
     pub(super) fn rescale(&mut self, head: usize, factor: f64) {
         self.sums[head * self.head_dim..][..self.head_dim].iter_mut().for_each(|sum| *sum *= factor);
     }
 
-    /// Adds a tile with weights `[query head of the group][128]`, 0 for tokens that are not there.
+    /// Adds a tile with weights `[query head of the group][128]`, which are 0 for tokens that do not exist.
     pub(super) fn add(&mut self, tile: Tile<'_>, weights: &[f32]) {
         self.ranges.clear();
         self.ranges.extend(tile.ranges.iter().map(|&word| CodeRange::from_word(word)));
@@ -135,7 +135,7 @@ impl<'a> ValueTiles<'a> {
             Some(Grouping::ChannelTokens(group_tokens)) => {
                 let factor = &self.factors[head * steps..][..steps];
                 for lane in 0..4 {
-                    // The 32 tokens of a byte lane are all of one group.
+                    // The 32 tokens of a byte lane belong to one group.
                     let group = TILE_TOKENS / 4 * lane / group_tokens;
                     let ranges = &self.ranges[group * self.head_dim + first..];
                     let bias = self.biases[head][lane];
