@@ -1,4 +1,4 @@
-//! The kernel that a segment's items are for.
+//! The kernel of a segment's items.
 
 use cudarc::driver::LaunchConfig;
 
@@ -26,7 +26,7 @@ impl SegmentKernel {
         }
     }
 
-    /// Blocks that share the query heads of a KV head, of which there are `group` for a query.
+    /// Number of blocks that share the query heads of a KV head, of which there are `group` per query.
     pub(super) const fn chunks(&self, group: usize) -> usize {
         match self {
             Self::Attend(variant) => (group * variant.queries).div_ceil(variant.chunk_heads()),
@@ -39,7 +39,7 @@ impl SegmentKernel {
         matches!(self, Self::Attend(variant) if variant.queries == 1)
     }
 
-    /// The kernel for so many blocks, compiled if it was not before.
+    /// The kernel for `blocks` blocks, compiled unless it was compiled before.
     pub(super) fn launch(&self, backend: &Cuda, pass: ScorePass, blocks: usize, cluster: u32) -> Result<KernelLaunch> {
         let (function, threads, shared, overlaps) = match self {
             Self::Attend(of) => (of.function(backend, pass)?, of.warps * 32, of.shared_bytes(), of.bulk_copies),
@@ -53,7 +53,7 @@ impl SegmentKernel {
         Ok(KernelLaunch { name: self.name(), function, config, cluster, overlaps })
     }
 
-    /// The kernel that merges the states of `items` items, where items leave that to it.
+    /// The kernel that merges the states of `items` items, if the items do not do so themselves.
     pub(super) fn merge(
         &self,
         backend: &Cuda,

@@ -1,4 +1,4 @@
-//! A decode step that is bound to memory, and its launches.
+//! A decode step bound to memory, and its launches.
 
 use std::sync::Arc;
 
@@ -41,7 +41,7 @@ pub(super) struct AttendCall {
     pub(super) unused: u32,
 }
 
-// SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
+// SAFETY: A struct of C layout without padding, the same on both sides. Addresses are plain integers.
 unsafe impl DeviceRepr for AttendCall {}
 
 /// When a launch of `attend` begins: `early` of its call.
@@ -49,22 +49,22 @@ unsafe impl DeviceRepr for AttendCall {}
 enum Begins {
     /// After the kernels before it.
     After,
-    /// Beside those that store what its layer appends.
+    /// Overlapping with the kernels that store what its layer appends.
     BesideStoring,
 }
 
-/// A kernel with all that it is told.
+/// A kernel with its arguments.
 #[derive(Debug)]
 pub(super) struct Launch {
     pub(super) kernel: KernelLaunch,
     pub(super) call: AttendCall,
-    /// What is set to zeros first.
+    /// Memory that is zeroed first.
     pub(super) clears: Option<Arc<Memory>>,
 }
 
 impl Launch {
-    /// The same beside the launch before it, which it has nothing to do with: one block more waits for that
-    /// (`cuda/attend.cu`).
+    /// The same launch, overlapping with the previous one, on which it does not depend. One extra block waits for that
+    /// one (`cuda/attend.cu`).
     pub(super) fn beside_the_one_before(mut self) -> Self {
         let blocks = &mut self.kernel.config.grid_dim.0;
         self.call.beside = *blocks;
@@ -77,21 +77,21 @@ impl Launch {
         if let Some(memory) = &self.clears {
             let failed = |error| driver_error("attend", 0, error);
             stream.context().bind_to_thread().map_err(failed)?;
-            // SAFETY: the memory lives as long as the step, and the stream orders this like any other work.
+            // SAFETY: The memory lives as long as the step, and the stream orders this like any other work.
             unsafe { memset_d8_async(memory.address(), 0, memory.bytes(), stream.cu_stream()) }.map_err(failed)?;
         }
-        // SAFETY: the argument is the kernel's. Pages, slots, queries, output and scratch were checked or sized when
-        // the step was bound, which keeps them.
+        // SAFETY: The argument matches the kernel. Pages, slots, queries, output and scratch were checked or sized when
+        // the step was bound, and the step keeps them alive.
         unsafe { self.kernel.run(stream, &AttendCall { early: begins as u32, ..self.call }) }
     }
 }
 
-/// A step that is ready to run, with its scratch, on the stream of the backend that it was bound by. It keeps alive all
-/// memory that it reads and writes, and that is given back in the order of the same stream: a step may be let go of
-/// while it runs. A graph that captured the step needs it as long as it is replayed.
+/// A step that is ready to run, with its scratch, on the stream of the backend that bound it. It keeps alive all memory
+/// that it reads and writes. That memory is freed in the order of the same stream, so a step may be dropped while it
+/// runs. A graph that captured the step needs it as long as the graph is replayed.
 ///
-/// It reads whatever the pages hold when it runs, so that a graph that captured it may be replayed after tokens were
-/// overwritten in place; after tokens were added, plan and bind anew. Two runs must not overlap.
+/// It reads the current contents of the pages whenever it runs. A graph that captured it may therefore be replayed
+/// after tokens were overwritten in place. After tokens were added, plan and bind again. Two runs must not overlap.
 #[derive(Debug)]
 pub struct BoundAttendStep {
     pub(super) stream: Arc<CudaStream>,
@@ -100,22 +100,22 @@ pub struct BoundAttendStep {
 }
 
 impl BoundAttendStep {
-    /// Launches the kernels of the step, after clearing the extremes of calibrated scores: nothing is allocated or
-    /// copied, and nothing waits.
+    /// Launches the kernels of the step, after clearing the extremes of calibrated scores. Does not allocate, copy or
+    /// wait.
     ///
     /// # Errors
-    /// What the driver says of a launch.
+    /// Errors of the driver from a launch.
     pub fn launch(&self) -> Result<()> {
         self.launches.iter().try_for_each(|launch| launch.run(&self.stream, Begins::After))
     }
 
-    /// The same right behind what its layer stores, beside which it begins: for steps of one launch, whose tables say
-    /// which pages to wait for.
+    /// [`Self::launch`] directly behind the storing kernels of its layer, overlapping with them. Only for steps of one
+    /// launch, whose tables name the pages to wait for.
     pub(in crate::cuda) fn launch_beside_storing(&self) -> Result<()> {
         self.launches.iter().try_for_each(|launch| launch.run(&self.stream, Begins::BesideStoring))
     }
 
-    /// Bytes that the step keeps alive, scratch and stores alike.
+    /// Bytes that the step keeps alive, including scratch and stores.
     pub fn bytes(&self) -> usize {
         self.memory.iter().map(|memory| memory.bytes()).sum()
     }

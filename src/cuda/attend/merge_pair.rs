@@ -1,4 +1,4 @@
-//! Kernel `merge_pair`: the states of the same queries over two sets of tokens, joined.
+//! Kernel `merge_pair`: merges the states of the same queries over two sets of tokens.
 
 use cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg};
 
@@ -25,7 +25,7 @@ struct MergeCall {
     unused: u32,
 }
 
-// SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
+// SAFETY: A struct of C layout without padding, the same on both sides. Addresses are plain integers.
 unsafe impl DeviceRepr for MergeCall {}
 
 /// The program of the kernel.
@@ -33,7 +33,7 @@ pub(in crate::cuda) fn program() -> Program {
     Program { files: &["merge_pair.cu"], defines: Vec::new() }
 }
 
-/// Joins two parts of `rows` rows of states each into `joined`, which is other memory.
+/// Merges two parts of `rows` rows of states each into `joined`, which is other memory.
 pub(in crate::cuda) fn merge_pair(
     backend: &Cuda,
     shape: &AttentionShape,
@@ -49,7 +49,7 @@ pub(in crate::cuda) fn merge_pair(
                 return Err(Error::Elements { what, given, expected, shape });
             }
             if tensor.element_type() != ElementType::F32 {
-                let reason = format!("are {:?}, states are f32", tensor.element_type());
+                let reason = format!("are {:?}, but states are f32", tensor.element_type());
                 return Err(Error::Buffer { what, reason });
             }
         }
@@ -77,7 +77,7 @@ pub(in crate::cuda) fn merge_pair(
     let config = LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (128, 1, 1), shared_mem_bytes: 0 };
     let mut launch = backend.stream().launch_builder(&function);
     launch.arg(&call);
-    // SAFETY: the argument is the kernel's, and all six arrays were checked to hold the rows of the grid. They live
+    // SAFETY: The argument matches the kernel, and all six arrays were checked to hold the rows of the grid. They live
     // until the stream has passed this launch, because they are freed in its order.
     unsafe { launch.launch(config) }.map(|_| ()).map_err(|error| driver_error("merge_pair", 0, error))
 }

@@ -1,5 +1,5 @@
-//! The tables of a step of attention for all layers of a model: written once, with addresses of every
-//! layer's own pages.
+//! The tables of a step of attention for all layers of a model. They are written once, with addresses of every layer's
+//! own pages.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::cuda::device::store::{MOST_SHARDS, Store};
 use crate::plan::{Page, WriteTable};
 use crate::{Error, Result};
 
-/// Bits of a page's index in a word of the table; the shard's number takes the others, but for the mark.
+/// Bits of a page's index in a word of the table. The shard's number takes the other bits, except for the mark.
 const INDEX_BITS: u32 = 27;
 
 /// Marks a page in which the step stores something.
@@ -26,7 +26,7 @@ const FRESH: u32 = 1 << 31;
 /// Threads of a block of `page_addresses`.
 const THREADS: usize = 256;
 
-/// The kernel that finds addresses.
+/// The kernel that computes addresses.
 pub(in crate::cuda) const PAGE_ADDRESSES: &str = "page_addresses";
 
 /// `PagesCall` of `cuda/page_addresses.cu`.
@@ -41,7 +41,7 @@ struct PagesCall {
     unused: u32,
 }
 
-// SAFETY: a struct of C layout without padding, the same on both sides; addresses are plain integers.
+// SAFETY: A struct of C layout without padding, the same on both sides. Addresses are plain integers.
 unsafe impl DeviceRepr for PagesCall {}
 
 /// The tables of steps of one class on the device, shared by all layers.
@@ -52,17 +52,17 @@ pub(in crate::cuda) struct ModelTables {
     staged: Vec<u8>,
     /// Words of the pages of a segment that the step writes, in order.
     fresh: Vec<u32>,
-    /// Pages and items of every segment, as they are uploaded.
+    /// Pages and items of every segment, in the form that is uploaded.
     uploaded: Arc<Memory>,
     segments: Vec<SegmentPlaces>,
     function: CudaFunction,
     layers: usize,
 }
 
-/// Where the tables of one segment lie.
+/// The places of the tables of one segment.
 #[derive(Debug)]
 struct SegmentPlaces {
-    /// Bytes from the start of what is uploaded.
+    /// Bytes from the start of the uploaded data.
     pages_at: usize,
     items_at: usize,
     items: usize,
@@ -78,7 +78,7 @@ impl ModelTables {
     /// Tables for steps that are bound like `plan`, over the stores of these layers.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::Limit`] for stores of more shards or pages than words name.
+    /// [`Error::OutOfMemory`]; [`Error::Limit`] for stores with more shards or pages than words can name.
     pub fn new(backend: &Cuda, plan: &AttendStep, layers: &[Vec<&Store>], query_heads: usize) -> Result<Self> {
         let stream = backend.stream();
         let mut bytes = 0;
@@ -144,8 +144,8 @@ impl ModelTables {
         self.segments.iter().map(of).collect()
     }
 
-    /// Queues the tables of a step that is bound like the one they were made for: one upload, and a small kernel for
-    /// every segment. Pages that are written by `fresh` are marked.
+    /// Queues the tables of a step that is bound like the one they were created for: one upload, and a small kernel for
+    /// every segment. Pages that `fresh` writes are marked.
     pub fn write(&mut self, plan: &AttendStep, fresh: Option<&WriteTable>) -> Result<()> {
         for (segment, places) in plan.segments().iter().zip(&self.segments) {
             self.fresh.clear();
@@ -171,14 +171,14 @@ impl ModelTables {
         let config = LaunchConfig { grid_dim, block_dim: (THREADS as u32, 1, 1), shared_mem_bytes: 0 };
         let mut launch = self.stream.launch_builder(&self.function);
         launch.arg(call);
-        // SAFETY: the one argument is the kernel's; words, shards and addresses have the room that it says, for as
-        // many layers as there are rows of blocks, and live as long as the tables, which are given back in the
-        // order of the stream.
+        // SAFETY: The only argument matches the kernel. Words, shards and addresses have the stated capacity, for as
+        // many layers as there are rows of blocks. They live as long as the tables, which are freed in the order of the
+        // stream.
         unsafe { launch.launch(config) }.map(|_| ()).map_err(|error| driver_error("page_addresses", 0, error))
     }
 }
 
-/// Bytes of an item: those of all, among them.
+/// Bytes of an item, given those of all items.
 fn item_bytes(segment: &PlannedLaunch) -> usize {
     segment.item_bytes().len() / segment.item_count()
 }

@@ -1,4 +1,4 @@
-//! How `attend_run` is compiled for a format on a device: the kernel of many queries of a run.
+//! How `attend_run`, the kernel for many queries of a run, is compiled for a format on a device.
 
 use cudarc::driver::CudaFunction;
 
@@ -14,25 +14,25 @@ use crate::format::TILE_TOKENS;
 /// Rows of queries and query heads of a warp: `WARP_ROWS` in `cuda/attend_run.cu`.
 const WARP_ROWS: usize = 16;
 
-/// Warps of a block, at most.
+/// Maximum number of warps in a block.
 const MOST_WARPS: usize = 16;
 
 /// Rows that one block takes.
 pub(super) const BLOCK_ROWS: usize = MOST_WARPS * WARP_ROWS;
 
-/// Rows from which on it pays: fewer are left to `attend`.
+/// Smallest number of rows for which it pays off. `attend` takes fewer rows.
 pub(super) const LEAST_ROWS: usize = 33;
 
-/// Rows of f16 from which on four warps multiply together.
+/// Smallest number of f16 rows for which four warps multiply together.
 const LEAST_DENSE_ROWS: usize = 65;
 
 /// Channels whose queries and sums fit the registers of a warp.
 const MOST_CHANNELS: usize = 128;
 
-/// Bytes of shared memory beside tiles and outputs: what is known of every row, and barriers.
+/// Bytes of shared memory in addition to tiles and outputs: the state of every row, and barriers.
 const FIXED_BYTES: usize = BLOCK_ROWS * 5 * size_of::<f32>() + 64;
 
-/// Bytes of shared memory that every block costs beside its own.
+/// Bytes of shared memory that every block costs in addition to its own.
 const RESERVED_BYTES: usize = 1 << 10;
 
 /// How `attend_run` is compiled.
@@ -42,23 +42,24 @@ pub(super) struct RunVariant {
     /// Warps of a block.
     warps: usize,
     multiplies: Multiplies,
-    /// Stages of the ring, each of so much of a tile.
+    /// Stages of the ring. Each holds a piece of a tile.
     stages: usize,
     bulk_copies: bool,
 }
 
-/// Who multiplies.
+/// How warps multiply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Multiplies {
     /// Every warp its 16 rows.
     Warps,
-    /// Four warps together 64 rows by 64 tokens, of two halves of a tile at the same time where `halves` is 2.
+    /// Four warps together multiply 64 rows by 64 tokens. If `halves` is 2, they do so for two halves of a tile at the
+    /// same time.
     Warpgroups { halves: usize },
 }
 
 impl RunVariant {
-    /// The variant for blocks of so many rows, or nothing where there is none: for sketches, more than 128 channels,
-    /// and devices with little shared memory.
+    /// The variant for blocks of `rows` rows. `None` for sketches, more than 128 channels, and devices with little
+    /// shared memory.
     pub(super) fn new(pages: PageFormat, rows: usize, facts: &DeviceFacts) -> Option<Self> {
         if pages.head_dim > MOST_CHANNELS || pages.key.sketched() {
             return None;
@@ -66,7 +67,7 @@ impl RunVariant {
         let bulk_copies = facts.is_9_0_or_newer();
         let half_warps = if rows <= BLOCK_ROWS / 2 { MOST_WARPS / 2 } else { MOST_WARPS };
         let mut ways = vec![(Multiplies::Warps, half_warps, 1..=3)];
-        // Few rows of f16 take less time as they are than as matrices.
+        // Few rows of f16 take less time without warpgroups.
         let pays = pages.packed() || rows >= LEAST_DENSE_ROWS;
         if facts.has_warpgroups() && [64, 128].contains(&pages.head_dim) && pays {
             ways.insert(0, (Multiplies::Warpgroups { halves: 1 }, half_warps, 1..=3));
@@ -80,7 +81,7 @@ impl RunVariant {
         variants.into_iter().find(|variant| variant.shared_bytes() + FIXED_BYTES + RESERVED_BYTES <= facts.shared_bytes)
     }
 
-    /// Every variant for blocks of up to so many rows.
+    /// Every variant for blocks of up to `rows` rows.
     pub(super) fn all(pages: PageFormat, rows: usize, facts: &DeviceFacts) -> Vec<Self> {
         let least = [1, LEAST_DENSE_ROWS, BLOCK_ROWS / 2 + 1].into_iter().filter(|&least| least <= rows);
         let mut all: Vec<Self> = least.filter_map(|rows| Self::new(pages, rows, facts)).collect();
@@ -93,7 +94,7 @@ impl RunVariant {
         self.warps * WARP_ROWS / self.token_parts()
     }
 
-    /// Warps that have the same rows.
+    /// Number of warps that have the same rows.
     const fn token_parts(&self) -> usize {
         match self.multiplies {
             Multiplies::Warps => 1,
@@ -101,7 +102,7 @@ impl RunVariant {
         }
     }
 
-    /// Pieces of a tile, of which a stage holds one: halves of f16 tiles where halves are what is multiplied.
+    /// Pieces of a tile, of which a stage holds one: halves of f16 tiles, if halves are multiplied.
     const fn tile_pieces(&self) -> usize {
         match self.multiplies {
             Multiplies::Warpgroups { halves: 1 } if !self.pages.packed() => 2,
@@ -113,25 +114,25 @@ impl RunVariant {
         self.warps * 32
     }
 
-    /// Launches may overlap.
+    /// Whether launches may overlap.
     pub(super) const fn overlaps(&self) -> bool {
         self.bulk_copies
     }
 
-    /// Compiles its kernels, if they were not before.
+    /// Compiles its kernels, unless they were compiled before.
     pub(super) fn prepare(&self, backend: &Cuda) -> Result<()> {
         self.function(backend)?;
         self.merge_function(backend).map(drop)
     }
 
-    /// The function that attends, compiled if it was not before.
+    /// The attending function, compiled unless it was compiled before.
     pub(super) fn function(&self, backend: &Cuda) -> Result<CudaFunction> {
         let function = backend.kernels().function(&self.program(), "attend_run")?;
         set_shared_bytes(&function, "attend_run", self.shared_bytes())?;
         Ok(function)
     }
 
-    /// The function that merges what it wrote.
+    /// The function that merges its states.
     pub(super) fn merge_function(&self, backend: &Cuda) -> Result<CudaFunction> {
         backend.kernels().function(&self.program(), "merge_run")
     }
@@ -154,7 +155,7 @@ impl RunVariant {
         Program { files: &["attend_run.cu", "merge_run.cu"], defines }
     }
 
-    /// Shared memory of tiles, in which outputs lie afterwards.
+    /// Shared memory of tiles, which outputs occupy afterwards.
     pub(super) const fn shared_bytes(&self) -> usize {
         let tile = PageFormat::f16(self.pages.head_dim).head_bytes();
         let halves = match self.multiplies {

@@ -1,4 +1,5 @@
-//! What a step of attention needs beside stores and tensors: scratch, and the tables of its segments.
+//! The memory that a step of attention needs in addition to stores and tensors: scratch, and the tables of its
+//! segments.
 
 use std::sync::Arc;
 
@@ -7,18 +8,18 @@ use cudarc::driver::CudaStream;
 use crate::Result;
 use crate::cuda::device::memory::Memory;
 
-/// How much room there is for counts that grow from step to step.
+/// Capacity for counts that grow from step to step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cuda) enum Sizing {
-    /// For what one step needs.
+    /// The exact need of one step.
     Exact,
-    /// In classes that lie up to an eighth apart, exact below 16: what is bound, or captured, serves all steps of a
-    /// class. Blocks that find nothing to do cost little beside so many, and those of short waves would cost much.
+    /// Classes up to an eighth apart, exact below 16: bindings and captured graphs serve all steps of a class. Blocks
+    /// without work cost little among that many, but would cost a lot in short waves.
     Classes,
 }
 
 impl Sizing {
-    /// Sizing for so many.
+    /// The capacity for `needed`.
     pub(in crate::cuda) const fn of(self, needed: usize) -> usize {
         match self {
             Self::Exact => needed,
@@ -38,7 +39,7 @@ pub(in crate::cuda) struct ScratchSizes {
     pub arrivals: usize,
 }
 
-/// Scratch of a step; steps that follow each other on a stream may share it.
+/// Scratch of a step. Steps that run in the order of a stream may share it.
 #[derive(Clone, Debug)]
 pub(in crate::cuda) struct AttendScratch {
     pub states: Arc<Memory>,
@@ -66,7 +67,7 @@ impl AttendScratch {
     }
 }
 
-/// Where the tables of a segment lie for one layer.
+/// The addresses of the tables of a segment for one layer.
 #[derive(Clone, Debug)]
 pub(in crate::cuda) struct SegmentTables {
     /// Address of the page addresses, and of the items.
@@ -75,7 +76,7 @@ pub(in crate::cuda) struct SegmentTables {
     /// Items that are launched.
     pub item_count: usize,
     pub extremes: Option<Arc<Memory>>,
-    /// What of it has to stay alive.
+    /// Memory that must stay alive.
     pub memory: Vec<Arc<Memory>>,
 }
 

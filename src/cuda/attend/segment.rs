@@ -1,4 +1,4 @@
-//! The part of a step that concerns one store: its items, how the kernel is compiled for them, and its tables.
+//! The part of a step that concerns one store: its items, their kernel, and its tables.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ pub(super) struct Item {
     pub(super) seen: i32,
 }
 
-/// One launch of a step: items of one segment that have one query each, or blocks of queries.
+/// One launch of a step: items of one segment that have one query each, or query blocks.
 #[derive(Clone, Debug)]
 pub(in crate::cuda) struct PlannedLaunch {
     pub(super) store: usize,
@@ -46,15 +46,15 @@ pub(in crate::cuda) struct PlannedLaunch {
     pub(super) kernel: SegmentKernel,
     pub(super) pages: Vec<Page>,
     pub(super) items: Vec<Item>,
-    /// The block of queries of every item.
+    /// The query block of every item.
     pub(super) blocks: Vec<usize>,
-    /// Of `attend_run`: blocks of queries, whose first items come first.
+    /// For `attend_run`: number of query blocks, whose first items come first.
     pub(super) merged_items: usize,
     pub(super) wave: Wave,
     pub(super) calibration: Option<Calibration>,
-    /// Extremes of scores to keep, of every query over every span.
+    /// Number of extremes of scores to keep: one per query and span.
     pub(super) extremes: usize,
-    /// Items in a row whose blocks form a cluster and share a row of states; 1 where there are none.
+    /// Number of consecutive items whose blocks form a cluster and share a row of states; 1 without clusters.
     pub(super) cluster: usize,
 }
 
@@ -72,7 +72,7 @@ impl PlannedLaunch {
             ItemQueries::Many(queries) => of_run(facts, shape, pages, queries, &tiles),
         }
         .ok_or_else(|| Error::Plan { what: "attend", reason: format!("no variant of {}", segment.format()) })?;
-        // Extremes of the queries of a span's run follow each other.
+        // Extremes of the queries of a span's run are contiguous.
         let mut first_extremes = Vec::with_capacity(segment.spans().len());
         let mut extremes = 0;
         for span in segment.spans() {
@@ -127,7 +127,7 @@ impl PlannedLaunch {
         self.kernel.chunks(shape.group())
     }
 
-    /// The cluster that the items of all queries can form; they are still in the order of the spans.
+    /// The cluster size that the items of all queries allow. Items are still in the order of the spans.
     pub(super) fn common_cluster(&self) -> usize {
         if !self.kernel.forms_clusters() {
             return 1;
@@ -136,11 +136,11 @@ impl PlannedLaunch {
         let mut rows: Vec<u32> = self.items.iter().map(|item| item.row).collect();
         rows.sort_unstable();
         rows.dedup();
-        // More runs than rows: the spans of a query are not beside each other.
+        // There are more runs than rows, so the spans of a query are not contiguous.
         if rows.len() < runs.len() { 1 } else { self.wave.cluster(&runs) }
     }
 
-    /// Long items first, so that none begins when the others end; but those of a cluster stay together.
+    /// Long items come first, so that none begins when the others end. Those of a cluster stay together.
     pub(super) fn order_items(&mut self) {
         if self.cluster == 1 {
             let mut both: Vec<(Item, usize)> = self.items.drain(..).zip(self.blocks.drain(..)).collect();
@@ -152,7 +152,7 @@ impl PlannedLaunch {
         }
     }
 
-    /// The first item of every block of queries before all others: those are what `merge_run` is launched for.
+    /// Moves the first item of every query block before all others: `merge_run` is launched for those.
     fn order_first_items(&mut self) {
         let mut seen = BTreeSet::new();
         let both = self.items.drain(..).zip(self.blocks.drain(..));
@@ -161,7 +161,7 @@ impl PlannedLaunch {
         (self.items, self.blocks) = first.into_iter().chain(others).unzip();
     }
 
-    /// Its tables for one layer: page addresses, then items, and room for extremes where they are needed.
+    /// Its tables for one layer: page addresses, then items, and memory for extremes if needed.
     pub(super) fn upload(&self, stream: &Arc<CudaStream>, store: &Store, query_heads: usize) -> Result<SegmentTables> {
         for item in &self.items {
             store.check_slot("attend", item.range_slot as usize)?;
@@ -181,7 +181,7 @@ impl PlannedLaunch {
         })
     }
 
-    /// Sizing for the extremes of the scores of every query over every span, where they are needed.
+    /// Memory for the extremes of the scores of every query over every span, if needed.
     pub(in crate::cuda) fn extremes_memory(
         &self,
         stream: &Arc<CudaStream>,
@@ -192,7 +192,7 @@ impl PlannedLaunch {
         self.calibration.map(|_| Memory::zeroed(stream, "extremes of scores", bytes)).transpose()
     }
 
-    /// Its items as kernels read them.
+    /// Its items in the form that kernels read.
     pub(in crate::cuda) fn item_bytes(&self) -> &[u8] {
         bytemuck::cast_slice(&self.items)
     }
@@ -212,12 +212,12 @@ impl PlannedLaunch {
         self.store
     }
 
-    /// Items that tables have room for, and launches blocks: whole clusters.
+    /// Number of items that tables have room for and for which blocks are launched: whole clusters.
     pub(in crate::cuda) fn item_room(&self) -> usize {
         Sizing::Classes.of(self.items.len() / self.cluster) * self.cluster
     }
 
-    /// Pages that tables have room for.
+    /// Number of pages that tables have room for.
     pub(in crate::cuda) fn page_room(&self) -> usize {
         Sizing::Classes.of(self.pages.len())
     }
@@ -231,12 +231,12 @@ impl PlannedLaunch {
         of(self) == of(other) && self.format == other.format
     }
 
-    /// True if its kernel waits by itself for pages that the step writes.
+    /// Whether its kernel itself waits for pages that the step writes.
     pub(super) const fn knows_fresh_pages(&self) -> bool {
         matches!(self.kernel, SegmentKernel::Attend(_)) && self.calibration.is_none()
     }
 
-    /// True if its states are merged by a launch of their own.
+    /// Whether a separate launch merges its states.
     pub(super) fn merges(&self) -> bool {
         matches!(self.kernel, SegmentKernel::Run(_)) && self.items.iter().any(|item| item.states > 1)
     }
@@ -245,7 +245,7 @@ impl PlannedLaunch {
         Ok(Launch { kernel: self.kernel.launch(backend, pass, blocks, call.cluster)?, call, clears: None })
     }
 
-    /// The launch that merges what `call` wrote for so many items, where that is not done by `attend`.
+    /// The launch that merges the states that `call` wrote, unless `attend` does so.
     pub(super) fn merge_launch(&self, backend: &Cuda, call: AttendCall) -> Result<Option<Launch>> {
         if !self.merges() {
             return Ok(None);
@@ -258,7 +258,7 @@ impl PlannedLaunch {
 /// A kernel, how its blocks fill the device, and the tiles of an item.
 type Cut = (SegmentKernel, Wave, usize);
 
-/// The variant of `attend` that takes the least time for parts of so many tiles and `queries` queries.
+/// The fastest variant of `attend` for parts of this many tiles and `queries` queries.
 fn best_attend(
     facts: &DeviceFacts,
     shape: &AttentionShape,
@@ -281,7 +281,7 @@ fn best_attend(
             block_time: BLOCK_TIME,
         };
         let (most, time) = wave.tiles_per_item(tiles);
-        // Of variants that take the same time by what the wave knows of them, the first that keeps its warps busy.
+        // Of variants with the same estimated time, the first one that keeps its warps busy.
         let cost = (time, variant.wastes_turns(most));
         if best.as_ref().is_none_or(|best| cost < best.1) {
             best = Some(((SegmentKernel::Attend(variant), wave, most), cost));
@@ -290,7 +290,7 @@ fn best_attend(
     Ok(best.map(|(cut, _)| cut))
 }
 
-/// The variant of `attend_run` for blocks of so many queries.
+/// The variant of `attend_run` for blocks of `queries` queries.
 fn of_run(
     facts: &DeviceFacts,
     shape: &AttentionShape,
@@ -312,8 +312,8 @@ fn of_run(
     Some((SegmentKernel::Run(variant), wave, most))
 }
 
-/// Gives every item, or every cluster of items, its state rows so that those of a query are contiguous, and returns how
-/// many there are.
+/// Assigns state rows to every item, or every cluster of items, so that those of a query are contiguous. Returns the
+/// number of rows.
 pub(super) fn assign_states(plan: &AttendPlan, blocks: &[Block], segments: &mut [PlannedLaunch]) -> Result<usize> {
     let mut counts = StateCounts::new(plan, blocks);
     for segment in segments.iter() {

@@ -1,37 +1,37 @@
-//! How the spans of a step are cut into items: one wave of blocks, wherever that is possible.
+//! Cuts the spans of a step into items: one wave of blocks, wherever that is possible.
 //!
 //! Times are estimates in microseconds, from measurements on an H200; only their order matters.
 
 /// Bytes that a multiprocessor's share of the memory bandwidth delivers in a microsecond.
 const SHARED_RATE: f64 = 34e3;
 
-/// Bytes that one multiprocessor can take in a microsecond while others idle.
+/// Bytes that one multiprocessor can read in a microsecond while others idle.
 const ALONE_RATE: f64 = 50e3;
 
-/// Tokens of one head that a multiprocessor attends to in a microsecond, however few bits they have: for the query
-/// heads of `attend`.
+/// Tokens of one head that a multiprocessor attends to in a microsecond, whatever their bits, for the query heads of
+/// `attend`.
 pub(super) const TOKEN_RATE: f64 = 780.0;
 
-/// The same for the rows of `attend_run`.
+/// The same rate for the rows of `attend_run`.
 pub(super) const RUN_TOKEN_RATE: f64 = 34.0;
 
-/// Beginning and end of a block.
+/// Start and end of a block.
 pub(super) const BLOCK_TIME: f64 = 3.0;
 
-/// The same for `attend_run`, with its many queries.
+/// The same time for `attend_run`, with its many queries.
 pub(super) const RUN_BLOCK_TIME: f64 = 8.0;
 
 /// Merging within a cluster, and through memory.
 const CLUSTER_TIME: f64 = 0.7;
 const ARRIVAL_TIME: f64 = 2.3;
 
-/// Most pieces that a span is cut into.
+/// Maximum number of pieces of a span.
 const MOST_PIECES: usize = 1024;
 
-/// Blocks of a cluster, at most; `MOST_CLUSTER` in `cuda/merge_states.cu`.
+/// Maximum number of blocks in a cluster; `MOST_CLUSTER` in `cuda/merge_states.cu`.
 pub(super) const MOST_CLUSTER: usize = 8;
 
-/// The blocks that a device runs at once, and what they do.
+/// The blocks that a device runs at once, and their work.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wave {
     pub(super) multiprocessors: usize,
@@ -43,15 +43,15 @@ pub(super) struct Wave {
     pub(super) tile_bytes: usize,
     /// True if blocks can form clusters.
     pub(super) clusters: bool,
-    /// Tokens of one head that a multiprocessor attends to in a microsecond, however few bits they have.
+    /// Tokens of one head that a multiprocessor attends to in a microsecond, whatever their bits.
     pub(super) token_rate: f64,
-    /// Beginning and end of a block, in microseconds.
+    /// Start and end of a block, in microseconds.
     pub(super) block_time: f64,
 }
 
 impl Wave {
-    /// Tiles of an item for spans of so many tiles, and the estimated microseconds of the step: what takes the least if
-    /// every wave takes as long as its longest item.
+    /// Tiles of an item for spans of these lengths in tiles, and the estimated microseconds of the step: the minimum,
+    /// if every wave takes as long as its longest item.
     pub(super) fn tiles_per_item(&self, spans: &[usize]) -> (usize, f64) {
         let longest = spans.iter().copied().max().unwrap_or(1).max(1);
         let mut best = (longest, f64::INFINITY);
@@ -82,7 +82,7 @@ impl Wave {
         let blocks = items * self.blocks_per_item;
         let waves = blocks.div_ceil(self.blocks()) as f64;
         let bytes = (tiles * self.tile_bytes) as f64;
-        // A block that shares its multiprocessor has a part of it, be it alone.
+        // A block that shares its multiprocessor gets only a part of it, even if it is alone there.
         let parts = self.blocks_each as f64;
         let together = bytes * (blocks as f64 / waves) / (self.multiprocessors.max(1) as f64 * SHARED_RATE);
         let item = together.max(parts * bytes / ALONE_RATE).max(parts * tiles as f64 * 128.0 / self.token_rate);
@@ -95,14 +95,15 @@ impl Wave {
         waves * (item + self.block_time) + merge
     }
 
-    /// Blocks of a cluster for sequences of so many items: the most that divide all of them and find room. Clusters lie
-    /// within a processing cluster of the device, where large ones leave multiprocessors over: with one block to each
-    /// multiprocessor, 128 blocks in clusters of 4 or 8 did not run at once on an H200, 64 in clusters of 8 did.
+    /// Blocks of a cluster, given the number of items of each sequence: the largest number that divides all of them and
+    /// fits. Clusters lie within a processing cluster of the device, where large ones leave multiprocessors unused:
+    /// with one block per multiprocessor, 128 blocks in clusters of 4 or 8 did not run at once on an H200; 64 in
+    /// clusters of 8 did.
     pub(super) fn cluster(&self, items: &[usize]) -> usize {
         self.cluster_of(items.iter().sum(), items.iter().copied())
     }
 
-    /// The same for `all` items together, of which sequences have so many.
+    /// [`Self::cluster`] for `all` items together, given the number of items of each sequence.
     fn cluster_of(&self, all: usize, items: impl Iterator<Item = usize> + Clone) -> usize {
         if !self.clusters {
             return 1;
@@ -118,7 +119,7 @@ impl Wave {
     }
 }
 
-/// Spans of so many tiles, and how many there are.
+/// A length of spans in tiles, and the number of such spans.
 type Counted = (usize, usize);
 
 /// The lengths of spans, each once: a batch has few.
@@ -128,7 +129,8 @@ fn counted(spans: &[usize]) -> Vec<Counted> {
     sorted.chunk_by(|a, b| a == b).map(|alike| (alike[0], alike.len())).collect()
 }
 
-/// Cuts `tiles` tiles into runs of almost equal length, at most `most` each: where each begins, and its length.
+/// Cuts `tiles` tiles into ranges of almost equal length, no longer than `most`. Returns the start and the length of
+/// each.
 pub(super) fn cut(tiles: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
     let pieces = tiles.div_ceil(most.max(1)).max(1);
     let (each, longer) = (tiles / pieces, tiles % pieces);

@@ -14,10 +14,10 @@ use crate::{Error, Result};
 /// Bytes of keys and values that one stage of a warp's ring should hold.
 const STAGE_BYTES: usize = 8192;
 
-/// Bytes of shared memory that `attend` needs beside its rings and what [`AttendVariant::fixed_bytes`] counts.
+/// Bytes of shared memory that `attend` needs in addition to its rings and to [`AttendVariant::fixed_bytes`].
 const SPARE_SHARED_BYTES: usize = 1 << 10;
 
-/// Bytes of shared memory that every block costs beside its own.
+/// Bytes of shared memory that every block costs in addition to its own.
 const RESERVED_SHARED_BYTES: usize = 1 << 10;
 
 /// Outputs that go to a block of a cluster at a time; `CLUSTER_RUN` in `cuda/merge_states.cu`.
@@ -26,12 +26,12 @@ const CLUSTER_RUN: usize = 32;
 /// Lines of the L2 cache, to which stages are aligned: `LINE_BYTES` in `cuda/common/attend_call.cuh`.
 pub(super) const LINE_BYTES: usize = 128;
 
-/// What a launch of `attend` does with scores: `SCORE_PASS` in `cuda/common/calibration.cuh`.
+/// How a launch of `attend` uses scores: `SCORE_PASS` in `cuda/common/calibration.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ScorePass {
     /// Weighs values with them.
     Plain = 0,
-    /// Finds their extremes over each span, and does no more.
+    /// Only finds their extremes over each span.
     Extremes = 1,
     /// Maps them by those extremes and weighs values.
     Mapped = 2,
@@ -53,21 +53,21 @@ pub(super) struct AttendVariant {
     pub(super) blocks: usize,
     /// Copies by the copy engine, which compute capability 9.0 has.
     pub(super) bulk_copies: bool,
-    /// Most queries of an item; several share a block with all their heads.
+    /// Maximum number of queries of an item. Several queries share a block with all their heads.
     pub(super) queries: usize,
 }
 
-/// Tiles of spans that are short: their blocks are all beginning and end, which other blocks have to hide.
+/// Tiles of short spans. Their blocks consist of start and end only, which other blocks must hide.
 const SHORT_SPAN_TILES: usize = 16;
 
 /// Tokens of a step and of a pass, stages, warps, and blocks to a multiprocessor.
 type Sizes = [usize; 5];
 
 impl AttendVariant {
-    /// The variants that serve a format best, for spans of up to `longest_span` tiles: one whose blocks have a
-    /// multiprocessor to themselves; one of fewer warps, where that has so many that few steps would leave some of them
-    /// idle; for few bits, one whose blocks share it in twos, for steps of more blocks than multiprocessors; and for
-    /// short spans one of small blocks, of which several share it.
+    /// The variants that serve a format best, for spans of up to `longest_span` tiles. One has blocks that own a
+    /// multiprocessor. One has fewer warps, if the first has so many that a few steps would leave some idle. For few
+    /// bits, one has blocks that share a multiprocessor in pairs, for steps with more blocks than multiprocessors. For
+    /// short spans, one has small blocks, several of which share a multiprocessor.
     pub(super) fn candidates(
         pages: PageFormat,
         group: usize,
@@ -94,11 +94,11 @@ impl AttendVariant {
                 variant.pass_tokens.min(tokens) == variant.pass_tokens && whole_loads(&pages, variant.pass_tokens);
             whole && shared * variant.blocks <= facts.shared_bytes - (variant.blocks - 1) * RESERVED_SHARED_BYTES
         };
-        // More warps hide more latency, and more bytes on their way than memory needs only delay the first; with more
-        // channels than 128, and with eight heads, the registers of many warps would not suffice.
+        // More warps hide more latency, but more bytes in flight than memory needs only delay the first. With more
+        // channels than 128, and with eight heads, registers would not suffice for many warps.
         let grouped = pages.is_grouped();
         let tuned = bulk_copies && pages.head_dim <= 128 && !grouped;
-        // Scales of groups take registers beside queries and sums, most of all where a row of keys has several.
+        // Scales of groups take registers in addition to queries and sums, most of all if a row of keys has several.
         let few = [64, 32].into_iter().find(|&few| few <= tokens && whole_loads(&pages, few)).unwrap_or(tokens);
         // A whole tile is one copy.
         let many_warps = grouped && bulk_copies && pages.head_dim <= 128 && pages.key.row_groups(pages.head_dim) == 1;
@@ -143,7 +143,7 @@ impl AttendVariant {
         Ok([Some(alone), first(&even), first(&shared), first(&small)].into_iter().flatten().collect())
     }
 
-    /// Every variant that steps whose items have so many queries may ask for, whatever their lengths.
+    /// Every variant that steps may use if their items have up to `queries` queries, whatever their lengths.
     pub(super) fn all(pages: PageFormat, group: usize, queries: usize, facts: &DeviceFacts) -> Result<Vec<Self>> {
         let mut all: Vec<Self> = Vec::new();
         for longest_span in [1, SHORT_SPAN_TILES + 1] {
@@ -157,23 +157,23 @@ impl AttendVariant {
         Ok(all)
     }
 
-    /// The function of a pass, compiled if it was not before, with the shared memory that it takes.
+    /// The function of a pass, compiled unless it was compiled before, with its shared memory.
     pub(super) fn function(&self, backend: &Cuda, pass: ScorePass) -> Result<CudaFunction> {
         let function = backend.kernels().function(&self.program(pass), "attend")?;
         set_shared_bytes(&function, "attend", self.shared_bytes())?;
         Ok(function)
     }
 
-    /// True if the warps, which take the steps of an item in turn, are idle for more than a quarter of its time where
-    /// it has so many tiles.
+    /// Whether the warps, which take the steps of an item in turn, are idle for more than a quarter of its time if it
+    /// has `tiles` tiles.
     pub(super) const fn wastes_turns(&self, tiles: usize) -> bool {
         let steps = tiles * TILE_TOKENS / self.step_tokens;
         let idle = steps.next_multiple_of(self.warps) - steps;
         4 * idle > steps
     }
 
-    /// Shared memory beside the rings: the query's fragments, what the warps tell each other, rows of outputs that are
-    /// rotated back, and what the blocks of a cluster send.
+    /// Shared memory in addition to the rings: the query's fragments, the exchange between warps, rows of outputs that
+    /// are rotated back, and the data that the blocks of a cluster send.
     const fn fixed_bytes(&self) -> usize {
         let rotated = if self.pages.value.rotation.is_some() { self.chunk_heads() * self.pages.head_dim } else { 0 };
         let key = &self.pages.key;
@@ -207,8 +207,8 @@ impl AttendVariant {
         Program { files: &["attend.cu"], defines }
     }
 
-    /// Shared memory of the rings, in which the warps' sums are joined afterwards, those of minimums beside
-    /// those of channels.
+    /// Shared memory of the rings, where the warps' sums are merged afterwards: those of minimums next to those of
+    /// channels.
     pub(super) const fn shared_bytes(&self) -> usize {
         let rings = self.warps * self.stages * stage_bytes(&self.pages, self.step_tokens);
         let minimums = match self.pages.value.row_groups(self.pages.head_dim) {
@@ -228,18 +228,18 @@ const fn stage_bytes(pages: &PageFormat, step_tokens: usize) -> usize {
     (tiles + ranges).next_multiple_of(LINE_BYTES)
 }
 
-/// True if the keys and the values of so many tokens are whole loads.
+/// Whether the keys and the values of `tokens` tokens are whole loads.
 fn whole_loads(pages: &PageFormat, tokens: usize) -> bool {
     let whole = |which: KeyOrValue| {
         let (bits, run) = (pages.tensor(which).bits, if which == KeyOrValue::Value { 32 } else { 16 });
-        // At 3 bits the load of fewest bits is that of the top ones.
+        // At 3 bits the loads of top bits have the fewest bits.
         let least = if bits == 3 { 1 } else { bits };
         (bits == 16 || tokens.is_multiple_of(run)) && (tokens * pages.head_dim * least / 8).is_multiple_of(512)
     };
     whole(KeyOrValue::Key) && whole(KeyOrValue::Value)
 }
 
-/// Tokens of a step: the most whose keys and values fit a stage and are whole loads, or else the fewest.
+/// Tokens of a step: the most whose keys and values fit a stage and are whole loads, otherwise the fewest.
 fn step_tokens(pages: &PageFormat) -> usize {
     let sizes = [128, 64, 32, 16];
     let valid = |tokens: &usize| whole_loads(pages, *tokens);
@@ -253,7 +253,7 @@ fn step_tokens(pages: &PageFormat) -> usize {
 }
 
 impl PageFormat {
-    /// Bytes of the keys and values of so many tokens of one head, without ranges.
+    /// Bytes of the keys and values of `tokens` tokens of one head, without ranges.
     fn tile_bytes_of(&self, tokens: usize) -> usize {
         (self.tile_bytes(KeyOrValue::Key) + self.tile_bytes(KeyOrValue::Value)) * tokens / TILE_TOKENS
     }
@@ -316,7 +316,7 @@ mod tests {
         }
     }
 
-    /// The sources of some formats of every kind compile, which needs no device.
+    /// The sources of some formats of every kind compile. This needs no device.
     #[test]
     #[ignore = "needs NVRTC"]
     fn kernels_compile() {

@@ -7,21 +7,20 @@ use crate::wgpu::device::store::StoreBuffer;
 use crate::wgpu::device::{Store, Tensor, Variant};
 use crate::{Error, Result};
 
-/// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`, one row after the other unless the
-/// step was planned for other [rows](super::AttendStep::with_query_layout). They may lie in one buffer, next to each
-/// other, but not over each other.
+/// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`, contiguous unless the step was
+/// planned for other [rows](super::AttendStep::with_query_layout). They may lie in one buffer, but must not overlap.
 #[derive(Clone, Copy, Debug)]
 pub struct AttendTensors<'a> {
     /// Queries, after rotary embedding, not scaled.
     pub queries: &'a Tensor,
-    /// Where the attention outputs go.
+    /// The attention outputs.
     pub output: &'a Tensor,
-    /// Where the log-sum-exps go, f32 `[rows, query_heads]`: for plans of
-    /// [`AttendStep::states`](super::AttendStep::states), and for no others.
+    /// The log-sum-exps, f32 `[rows, query_heads]`. Only for plans of
+    /// [`AttendStep::states`](super::AttendStep::states).
     pub lse: Option<&'a Tensor>,
 }
 
-/// One dispatch and what it binds.
+/// One dispatch and the buffers that it binds.
 #[derive(Clone, Debug)]
 pub(super) struct PlannedLaunch {
     pub variant: Variant,
@@ -44,15 +43,15 @@ pub(super) enum Slot {
     Lse,
 }
 
-/// The buffers of a launch, by the names that the shader gives them.
+/// The buffers of a launch, by their names in the shader.
 pub(super) type Buffers = Vec<(&'static str, Slot)>;
 
-/// How a launch is told that rows do not lie one after the other.
+/// The constants that tell a launch that rows are not contiguous.
 pub(super) struct Strided {
     tensor: Slot,
     slot: &'static str,
     file: &'static str,
-    /// What lies before the first row, a row, and from one row to the next.
+    /// The offset of the first row, the length of a row, and the distance between rows.
     constants: [&'static str; 3],
 }
 
@@ -71,7 +70,7 @@ pub(super) const STRIDED_OUTPUTS: Strided = Strided {
 };
 
 impl PlannedLaunch {
-    /// The same launch; if it binds the tensor, its rows lie as `rows` says.
+    /// The same launch. If it binds the tensor, the tensor's rows have the layout `rows`.
     pub fn with_rows(&self, strided: &Strided, rows: QueryLayout, shape: &AttentionShape) -> Self {
         if self.buffers.iter().all(|(_, bound)| *bound != strided.tensor) {
             return self.clone();

@@ -1,15 +1,15 @@
 //! A step of attention: plan, bind, encode.
 //!
-//! [`AttendStep::new`] is pure: it cuts an [`AttendPlan`] into work items, picks the kernel variants, lays the tables
-//! out in bytes and says how much scratch the step needs. [`AttendStep::bind`] looks the kernels up and makes the bind
-//! groups. [`Launches::encode`] only records dispatches into the caller's compute pass: nothing is submitted, waited
-//! for, mapped or allocated.
+//! [`AttendStep::new`] is pure: it cuts an [`AttendPlan`] into work items, chooses the kernel variants, lays out the
+//! tables in bytes and sizes the scratch. [`AttendStep::bind`] looks up the kernels and creates the bind groups.
+//! [`Launches::encode`] only records dispatches into the caller's compute pass. It does not submit, wait, map or
+//! allocate.
 //!
-//! The launches of a step, in order: `prepare_query` for every segment that is calibrated or has rotated keys (for
-//! others every workgroup of `attend` prepares the query itself) or has items of `attend_run`; `scores` for every shard
-//! of a calibrated segment; `attend` (or `weighted_values` where calibrated, or `attend_run` for many queries together)
-//! for every shard; `merge_states` once, unless the last workgroup of `attend` merges. Each waits for the one before,
-//! which costs more than what small ones do.
+//! The launches of a step, in order: `prepare_query` for every segment that is calibrated, has rotated keys, or has
+//! items of `attend_run` (for others every workgroup of `attend` prepares the query itself); `scores` for every shard
+//! of a calibrated segment; `attend` for every shard (or `weighted_values` if calibrated, or `attend_run` for many
+//! queries together); and one `merge_states`, unless the last workgroup of `attend` merges. Each launch waits for the
+//! previous one, which costs more than the work of small ones.
 
 use super::attend_buffers::{AttendTensors, BoundBuffers, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES};
 use super::attend_launches::{Builder, block_queries};
@@ -23,7 +23,7 @@ use crate::wgpu::device::guard;
 use crate::wgpu::device::{Capabilities, Kernels, Launch, Launches, Store, Tensor, Variant};
 use crate::{Error, Result};
 
-/// A step of attention of one device, fully decided.
+/// A step of attention for one device, fully decided.
 #[derive(Clone, Debug)]
 pub struct AttendStep {
     work: Work,
@@ -55,10 +55,11 @@ impl AttendStep {
         Self::decide(capabilities, plan, input, options, (LseOutput::None, Sizing::Exact))
     }
 
-    /// The same for a step that yields attention states: the log-sum-exp of every query and head beside the output.
+    /// [`AttendStep::new`] for a step that returns attention states: the output and the log-sum-exp of every query and
+    /// head.
     ///
     /// # Errors
-    /// Those of [`AttendStep::new`].
+    /// As [`AttendStep::new`].
     pub fn states(
         capabilities: &Capabilities,
         plan: &AttendPlan,
@@ -68,11 +69,11 @@ impl AttendStep {
         Self::decide(capabilities, plan, input, options, (LseOutput::F32, Sizing::Exact))
     }
 
-    /// The same with tables and scratch of sizes that many steps share, so that what is bound for one serves the
+    /// [`AttendStep::new`] with sizes of tables and scratch that many steps share, so that bindings for one serve the
     /// others: see [`AttendStep::is_bound_like`].
     ///
     /// # Errors
-    /// Those of [`AttendStep::new`].
+    /// As [`AttendStep::new`].
     pub(in crate::wgpu) fn with_room(
         capabilities: &Capabilities,
         plan: &AttendPlan,
@@ -100,16 +101,16 @@ impl AttendStep {
         Ok(step)
     }
 
-    /// The same step for queries whose rows lie so, in place of one after the other. Every stride, and every number of
-    /// elements before the first row, is a kernel variant of its own: what differs from step to step belongs into the
-    /// offset of the tensor.
+    /// The same step for queries with this layout, instead of contiguous rows. Every stride, and every offset of the
+    /// first row, is a separate kernel variant. Use the offset of the tensor for anything that changes from step to
+    /// step.
     #[must_use]
     pub fn with_query_layout(self, rows: QueryLayout) -> Self {
         let launches = self.launches.iter().map(|launch| launch.with_rows(&STRIDED_QUERIES, rows, self.work.shape()));
         Self { query_rows: rows, launches: launches.collect(), ..self }
     }
 
-    /// The same step for outputs whose rows lie so; see [`AttendStep::with_query_layout`].
+    /// The same step for outputs with this layout; see [`AttendStep::with_query_layout`].
     #[must_use]
     pub fn with_output_layout(self, rows: QueryLayout) -> Self {
         let launches = self.launches.iter().map(|launch| launch.with_rows(&STRIDED_OUTPUTS, rows, self.work.shape()));
@@ -121,12 +122,12 @@ impl AttendStep {
         &self.work
     }
 
-    /// How much scratch the step needs.
+    /// Sizes of the scratch that the step needs.
     pub fn scratch(&self) -> ScratchBytes {
         self.scratch
     }
 
-    /// The tables, to be written to the start of [`Scratch::tables`] before the step runs.
+    /// The tables. Write them to the start of [`Scratch::tables`] before the step runs.
     pub fn tables(&self) -> &[u8] {
         &self.tables
     }
@@ -141,11 +142,11 @@ impl AttendStep {
         self.launches.iter().map(|launch| launch.variant.label()).collect()
     }
 
-    /// Looks the kernels up (compiling those that [`Kernels::prepare`] has not) and makes the bind groups.
+    /// Looks up the kernels (compiling those that [`Kernels::prepare`] has not) and creates the bind groups.
     ///
     /// # Errors
     /// [`Error::Elements`] or [`Error::Buffer`] when tensors or scratch do not fit the plan, [`Error::Plan`] when the
-    /// stores are not those that were planned, [`Error::DeviceLost`].
+    /// stores do not match the plan, [`Error::DeviceLost`].
     pub fn bind(
         &self,
         kernels: &Kernels,
@@ -158,8 +159,8 @@ impl AttendStep {
         self.bind_checked(kernels, stores, scratch, tensors)
     }
 
-    /// The same for tensors of at least the rows of the plan, and stores that have all pages that its layout has: every
-    /// later plan that is bound like this one may use them.
+    /// [`AttendStep::bind`] for tensors with at least the rows of the plan, and stores that have all pages of its
+    /// layout. Every later plan for which [`AttendStep::is_bound_like`] holds may use the bindings.
     pub(in crate::wgpu) fn bind_with_room(
         &self,
         kernels: &Kernels,
@@ -171,8 +172,8 @@ impl AttendStep {
         self.bind_checked(kernels, stores, scratch, tensors)
     }
 
-    /// Whether launches that were bound for another step serve this one, with the grids of this: the kernels, the
-    /// buffers and their parts are the same.
+    /// Whether launches bound for another step serve this one with its own grids, because the kernels, the buffers and
+    /// their parts are the same.
     pub(in crate::wgpu) fn is_bound_like(&self, other: &Self) -> bool {
         let same = |(a, b): (&PlannedLaunch, &PlannedLaunch)| a.variant == b.variant && a.buffers == b.buffers;
         self.scratch == other.scratch
@@ -214,14 +215,14 @@ impl AttendStep {
                 Launch::new(kernels, &launch.variant, &bindings, [x, y, 1])
             })
             .collect::<Result<_>>()?;
-        // On a lost device wgpu makes bind groups without an error that nothing can be done with.
+        // On a lost device wgpu creates unusable bind groups without an error.
         guard::check_alive(kernels.device())?;
         Ok(launches)
     }
 
     fn check_tensors(&self, kernels: &Kernels, tensors: AttendTensors<'_>, check_rows: CheckRows) -> Result<()> {
         if tensors.queries.overlaps(tensors.output) {
-            let reason = "it has bytes in common with the queries, which are read while outputs are written";
+            let reason = "it overlaps the queries, which are read while outputs are written";
             return Err(Error::Buffer { what: "output", reason: reason.into() });
         }
         for (with, other) in [("output", tensors.output), ("queries", tensors.queries)] {
@@ -237,8 +238,8 @@ impl AttendStep {
         };
         if tensors.lse.is_some() != lse_type.is_some() {
             let reason = match tensors.lse {
-                Some(_) => "was given, and the step was not planned with AttendStep::states",
-                None => "is missing, and the step was planned with AttendStep::states",
+                Some(_) => "was given, but the step was not planned with AttendStep::states",
+                None => "is missing, but the step was planned with AttendStep::states",
             };
             return Err(Error::Buffer { what: "log-sum-exps", reason: reason.into() });
         }
@@ -258,7 +259,7 @@ impl AttendStep {
             if tensor.element_type() != element_type {
                 return Err(Error::Buffer {
                     what,
-                    reason: format!("is {:?}, the step was planned for {element_type:?}", tensor.element_type()),
+                    reason: format!("is {:?}, but the step was planned for {element_type:?}", tensor.element_type()),
                 });
             }
             tensor.check_aligned(what, &kernels.device().limits())?;
@@ -277,7 +278,7 @@ impl AttendStep {
             if buffer.size() < needed {
                 return Err(Error::Buffer {
                     what,
-                    reason: format!("has {} bytes, the step needs {needed}", buffer.size()),
+                    reason: format!("has {} bytes, but the step needs {needed}", buffer.size()),
                 });
             }
         }
@@ -290,7 +291,7 @@ impl AttendStep {
             let index = segment.store();
             let store = stores
                 .get(index)
-                .ok_or_else(|| misfit(format!("the plan names store {index}, {} were given", stores.len())))?;
+                .ok_or_else(|| misfit(format!("the plan names store {index}; {} were given", stores.len())))?;
             if store.format() != segment.format() || store.shape() != self.work.shape() {
                 return Err(misfit(format!("store {index} holds {}, not {}", store.format(), segment.format())));
             }

@@ -1,4 +1,4 @@
-//! Which parts of `attend` serve the values of a format, and their weights.
+//! The parts of `attend` for the values of a format, and their weights.
 
 use super::code_bytes::CodeBytes;
 use super::recipe::{ByteWeights, Exchange, Field, FloatWeights, SignedBytes, Sums, ValueRanges, Values};
@@ -46,7 +46,7 @@ impl Specialisation<'_> {
         Sums::Fma { field, weights: if self.capabilities.f16 { FloatWeights::F16 } else { FloatWeights::F32 } }
     }
 
-    /// The eight lanes of a block of weights lie among so many: two neighbours for each of the words of a vector.
+    /// The eight lanes of a block of weights are spread over this many lanes: two neighbours for each word of a vector.
     fn block_max(&self, bits: Bits) -> Exchange {
         self.exchange_among(match bits {
             Bits::Three => 8,

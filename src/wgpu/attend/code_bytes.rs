@@ -1,15 +1,14 @@
-//! What the bytes of the integer path stand for.
+//! The values of the bytes of the integer path.
 
 use crate::format::codebook::level_unit;
 use crate::format::{AffineFormat, Bits, TensorFormat};
 
-/// How the signed bytes of the integer path stand for what is multiplied with a range's scale:
-/// `(byte / step + middle) · unit`.
+/// How the signed bytes of the integer path represent the factor of a range's scale: `(byte / step + middle) · unit`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct CodeBytes {
     /// Distance between the bytes of neighbouring codes: fields of affine codes are shifted to the top of their bytes.
     pub step: f32,
-    /// What byte 0 stands for, in codes; in steps of levels for a codebook.
+    /// The value of byte 0, in codes, or in steps of levels for a codebook.
     pub middle: f32,
     /// 1 for affine codes, the unit of levels for a codebook.
     pub unit: f32,
@@ -24,7 +23,7 @@ impl CodeBytes {
                 middle: (1u32 << (bits.count() - 1)) as f32,
                 unit: 1.0,
             },
-            // No store is made of a format without a unit.
+            // A format without a unit is refused when a store is created.
             TensorFormat::Codebook(codebook) => Self {
                 step: if codebook.bits == Bits::One { 128.0 } else { 1.0 },
                 middle: 0.5,

@@ -1,4 +1,4 @@
-//! Kernel `merge_pair`: the states of the same queries over two sets of tokens, joined.
+//! Kernel `merge_pair`: merges the states of the same queries over two sets of tokens.
 
 use crate::backend::AttentionStates;
 use crate::format::{AttentionShape, HEAD_DIMS};
@@ -7,7 +7,7 @@ use crate::wgpu::device::launch::{FLAT_WORKGROUP, flat_grid};
 use crate::wgpu::device::{Kernels, Launch, Tensor, Variant};
 use crate::{Error, Result};
 
-/// Joins attention states: decided, but for the tensors.
+/// Merges attention states. The plan decides everything except the tensors.
 #[derive(Clone, Copy, Debug)]
 pub struct MergePairPlan {
     shape: AttentionShape,
@@ -15,7 +15,7 @@ pub struct MergePairPlan {
 }
 
 impl MergePairPlan {
-    /// Plans the join of `rows` rows of states of layers of `shape`.
+    /// Plans the merge of `rows` rows of states for layers of `shape`.
     pub const fn new(shape: AttentionShape, rows: usize) -> Self {
         Self { shape, rows }
     }
@@ -25,11 +25,11 @@ impl MergePairPlan {
         variant_of(self.shape.head_dim())
     }
 
-    /// Binds both parts, and where the joined states go, which are other buffers.
+    /// Binds both parts and the merged states, which must lie in other buffers.
     ///
     /// # Errors
-    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor is not f32 or not of the planned rows, [`Error::Plan`]
-    /// when joined states lie in a buffer of a part.
+    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor is not f32 or does not have the planned rows,
+    /// [`Error::Plan`] when merged states share a buffer with a part.
     pub fn bind(
         &self,
         kernels: &Kernels,
@@ -53,7 +53,7 @@ impl MergePairPlan {
                 return Err(Error::Elements { what, given, expected, shape });
             }
             if tensor.element_type() != ElementType::F32 {
-                let reason = format!("is {:?}, states are f32", tensor.element_type());
+                let reason = format!("is {:?}, but states are f32", tensor.element_type());
                 return Err(Error::Buffer { what, reason });
             }
             tensor.check_aligned(what, &kernels.device().limits())?;
@@ -75,7 +75,7 @@ fn variant_of(head_dim: usize) -> Variant {
     Variant::new("merge_pair").constant("HEAD_DIM", head_dim)
 }
 
-/// Every variant that a plan can ask for.
+/// Every variant that a plan uses.
 pub(crate) fn variants() -> Vec<Variant> {
     HEAD_DIMS.into_iter().map(variant_of).collect()
 }

@@ -1,4 +1,4 @@
-//! The kernels of a decode step: a query is prepared, segments are attended, their states are merged.
+//! The kernels of a decode step: they prepare a query, attend to segments, and merge their states.
 
 mod arithmetic;
 #[expect(clippy::module_inception, reason = "the file of a kernel has the kernel's name")]
@@ -30,7 +30,7 @@ pub use uncentre_lse::UncentreLsePlan;
 
 use super::device::Variant;
 
-/// Kernel variants that depend on nothing but the head dimension.
+/// Kernel variants that depend only on the head dimension.
 pub(super) fn variants() -> Vec<Variant> {
     [merge_pair::variants(), uncentre_lse::variants()].concat()
 }

@@ -30,13 +30,13 @@ pub struct Scratch {
     pub scores: wgpu::Buffer,
     /// At least [`ScratchBytes::states`].
     pub states: wgpu::Buffer,
-    /// At least [`ScratchBytes::arrived`], zeroed before the first step, as new buffers are, and for nothing else.
-    /// Every step leaves zeros.
+    /// At least [`ScratchBytes::arrived`]. It must be zeroed before the first step, as new buffers are, and must not be
+    /// used for anything else. Every step leaves zeros.
     pub arrived: wgpu::Buffer,
 }
 
 impl Scratch {
-    /// Scratch of at least `bytes`, for a caller that keeps none of its own.
+    /// Scratch of at least `bytes`, for a caller without scratch of its own.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), [`Error::DeviceLost`](crate::Error::DeviceLost).
@@ -52,7 +52,7 @@ impl Scratch {
         })
     }
 
-    /// The same for a caller that cannot wait: in a browser, the next call that does tells what failed.
+    /// [`Scratch::new`] for a caller that cannot wait. In a browser, the next call that waits returns the error.
     pub(in crate::wgpu) fn new_now(device: &wgpu::Device, bytes: ScratchBytes) -> Result<Self> {
         let create = |(what, bytes, usage)| buffers::create_now(device, what, bytes, usage);
         let [tables, queries, scores, states, arrived] = Self::buffers(bytes).map(create);
@@ -69,7 +69,7 @@ impl Scratch {
             ("attention states", bytes.states, storage),
             ("counters of workgroups", bytes.arrived, storage),
         ]
-        // A binding of no bytes is not allowed, so a buffer that the step does not use still has a word.
+        // A binding must not be empty, so a buffer that the step does not use still has a word.
         .map(|(what, bytes, usage)| (what, bytes.next_multiple_of(4).max(4), usage))
     }
 
@@ -83,27 +83,27 @@ impl Scratch {
     }
 }
 
-/// A run of bytes of a scratch buffer.
+/// A range of bytes of a scratch buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ScratchSection {
     pub offset: u64,
     pub bytes: u64,
 }
 
-/// How large sections are.
+/// How sections are sized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sizing {
     /// As large as the step needs.
     Exact,
-    /// Up to a quarter larger, in steps that many lengths of sequences share.
+    /// Up to a quarter larger, in classes that many lengths of sequences share.
     Classes,
 }
 
-/// The least step between classes, in bytes.
+/// The smallest distance between classes, in bytes.
 const LEAST_CLASS: u64 = 1 << 12;
 
 impl Sizing {
-    /// Bytes of a section that needs so many.
+    /// Bytes of a section that needs `needed` bytes.
     pub(super) fn bytes(self, needed: u64) -> u64 {
         match self {
             Self::Exact => needed,
@@ -112,7 +112,7 @@ impl Sizing {
     }
 }
 
-/// Where sections of the scratch buffers begin.
+/// The offsets of the sections in the scratch buffers.
 pub(super) struct Layout {
     alignment: u64,
     pub room: Sizing,
@@ -161,7 +161,7 @@ impl Layout {
 mod tests {
     use super::*;
 
-    /// Few classes, none of them much too large, and nothing for nothing.
+    /// There are few classes, none is much too large, and 0 stays 0.
     #[test]
     fn classes_hold_what_is_needed() {
         assert_eq!(Sizing::Classes.bytes(0), 0);
