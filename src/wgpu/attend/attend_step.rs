@@ -227,7 +227,7 @@ impl AttendStep {
         }
         for (with, other) in [("output", tensors.output), ("queries", tensors.queries)] {
             if tensors.lse.is_some_and(|lse| lse.overlaps(other)) {
-                let reason = format!("have bytes in common with the {with}");
+                let reason = format!("overlap the {with}");
                 return Err(Error::Buffer { what: "log-sum-exps", reason });
             }
         }
