@@ -2,35 +2,35 @@
 //
 //   score_t = q · k_t log2(e)/√d,   out = Σ_t 2^(score_t) v_t / Σ_t 2^(score_t)
 //
-// A block owns one item (a run of tokens of a span, and a query or some) for one KV head and a chunk of query heads,
-// and its warps take the item's steps of STEP_TOKENS tokens in turn. Warps never wait for each other in the loop: each
-// has its own ring of STAGES stages in shared memory, filled by asynchronous copies (common/ring.cuh), and its own
-// softmax. Keys are multiplied as bytes (m16n8k32) with a query of 16 bits in two bytes, f16 keys as halves with a
-// query of two halves; packed values as bytes with weights of 16 bits in two bytes, f16 values as halves (m16n8k16)
-// with weights in f16. Codes go from memory into the MMA without a conversion; see common/scores.cuh and
-// common/values.cuh, and common/weights.cuh for what lies between them. After the loop the warps are joined in shared
-// memory. The block writes the output where its query has no other items; otherwise states are merged
+// A block owns one item (consecutive tokens of a span, and one or a few queries) for one KV head and a chunk of query
+// heads. Its warps take the item's steps of STEP_TOKENS tokens in turn. Warps never wait for each other in the loop:
+// each has its own ring of STAGES stages in shared memory, filled by asynchronous copies (common/ring.cuh), and its own
+// softmax. Packed keys are multiplied as bytes (m16n8k32) with a query of 16 bits in two bytes, f16 keys as halves with
+// a query of two halves. Packed values are multiplied as bytes with weights of 16 bits in two bytes, f16 values as
+// halves (m16n8k16) with weights in f16. Codes go from memory into the MMA without a conversion: see common/scores.cuh
+// and common/values.cuh, and common/weights.cuh for the part between them. After the loop the sums of the warps are
+// merged in shared memory. The block writes the output if its query has no other items. Otherwise states are merged
 // (merge_states.cu).
 //
-// Calibrated segments are launched twice; the first time only for the extremes of their scores
+// Calibrated segments are launched twice. The first launch only finds the extremes of their scores
 // (common/calibration.cuh).
 //
-// Launched with programmatic serialisation, blocks read their tables while the kernel before still runs. Launches of
-// one step run beside each other: the first waits for what was before the step, and only then admits the next, which
-// so has nothing to wait for. That has a block more, which ends after the launch before it: what follows the step
-// waits for all of it.
+// With programmatic serialisation, blocks read their tables while the previous kernel still runs. Launches of one step
+// overlap: the first waits for all work before the step, and only then admits the next, which therefore has nothing to
+// wait for. Every later launch carries one extra block that exits only after the previous launch has finished, so work
+// queued after the step waits for all of it.
 //
-// Where a layer is stored and attended to in a row, by one launch, that begins beside the kernels that store: they
-// admit it once what was before them is done. A warp then waits for them before it asks for a page that they write
-// (FRESH_PAGE), and every block before it writes.
+// If one launch attends right after its layer was stored, it overlaps with the storing kernels. They admit it once all
+// work before them is done. A warp waits for them before it loads a page that they write (FRESH_PAGE), and so does
+// every block before it writes.
 //
-// Memory: K and V of the item once, in runs of at least 2 KiB; queries, ranges and page addresses before them.
-// Cost per 32 tokens and warp: HEAD_DIM/16 integer MMAs each for packed keys and values (twice as many with WIDE, and
-// for keys with levels and the signs of a sketch), one or two instructions for each register of unpacked codes, 4 ·
-// LANE_HEADS exponentials.
+// Memory: K and V of the item are read once, in stretches of at least 2 KiB; queries, ranges and page addresses before
+// them. Cost per 32 tokens and warp: HEAD_DIM/16 integer MMAs each for packed keys and values (twice as many with WIDE,
+// and for keys with levels and the signs of a sketch), one or two instructions for each register of unpacked codes, and
+// 4 · LANE_HEADS exponentials.
 //
 // In bounds: items, pages, slots and queries were checked on the host. A step begins inside its item, and loads never
-// leave the tile; tokens beyond the item get the score −∞, and what is stored there is finite.
+// leave the tile; tokens beyond the item get the score −∞, and the data stored there are finite.
 
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
@@ -47,17 +47,17 @@
 #include "common/ring.cuh"
 #include "merge_states.cu"
 
-// A row of the joined sums, padded so that the heads of a warp's lanes lie in different banks.
-// Behind the channels lie sums of minimums, of groups of channels.
+// A row of the merged sums, padded so that the heads of a warp's lanes lie in different banks. The channels are
+// followed by the sums of minimums of groups of channels.
 constexpr int JOIN_ROW = HEAD_DIM + 8 + (VALUE_CHANNEL_GROUPS ? (VALUE_ROW_GROUPS + 31) / 32 * 32 : 0);
 
-// What the warps of a block tell each other after the loop.
+// The data that the warps of a block exchange after the loop.
 struct JoinShared {
     float reference[WARPS][CHUNK_HEADS];
     // Relative to the largest reference of the block.
     float weight[WARPS][CHUNK_HEADS];
     float minimum[WARPS][CHUNK_HEADS];
-    // (scale, minimum) of the channels, where values have a range per channel.
+    // (scale, minimum) of the channels, if values have a range per channel.
     float2 ranges[HEAD_DIM];
 };
 
@@ -93,7 +93,7 @@ __device__ __forceinline__ float block_output(const JoinShared& shared, const fl
     float minimum = 0.0f;
     if (VALUE_TOKEN_RANGES) minimum = block_sum(shared.minimum, head);
     if (VALUE_CHANNEL_GROUPS) minimum = sum_of(HEAD_DIM + channel / (VALUE_GROUP_CHANNELS + !VALUE_GROUP_CHANNELS));
-    // Where tokens are grouped the sums are of values, not of codes.
+    // If tokens are grouped, the sums are of values, not of codes.
     const float unit = VALUE_TOKEN_GROUPS ? 1.0f : value_unit(channel / 16);
     float out = (sum_of(channel) * unit + minimum) / block_sum(shared.weight, head);
     if (VALUE_LEVEL_UNIT != 0) out *= __uint_as_float(VALUE_LEVEL_UNIT);
@@ -101,14 +101,14 @@ __device__ __forceinline__ float block_output(const JoinShared& shared, const fl
     return shared.ranges[channel].x * out + shared.ranges[channel].y;
 }
 
-// The address of a page, once what the step stores there is in memory.
+// The address of a page, once the data that the step stores there are in memory.
 __device__ __forceinline__ u64 arrived_page(const AttendCall& call, u64 page) {
     if ((page & FRESH_PAGE) == 0) return page;
     if (call.early != 0u) await_earlier_kernels();
     return page ^ FRESH_PAGE;
 }
 
-// Outputs of rotated values are rotated back where whole rows of them lie in shared memory.
+// Outputs of rotated values are rotated back while whole rows lie in shared memory.
 constexpr bool ROTATED = ROTATION_ORDER<true> != 0;
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(const AttendCall call) {
@@ -138,7 +138,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
                                    : (int)(item.queries * call.group);
     const int steps = ((int)item.tokens + STEP_TOKENS - 1) / STEP_TOKENS;
 
-    // A warp takes whole tiles in turn where the item has plenty, so that what it reads is contiguous; otherwise steps.
+    // A warp takes whole tiles in turn if the item has plenty, so that its reads are contiguous. Otherwise it takes
+    // steps.
     const int tiles = (steps + STEPS_PER_TILE - 1) / STEPS_PER_TILE;
     const bool whole_tiles = tiles % WARPS == 0 || tiles >= 8 * WARPS;
     const auto step_of = [&](int turn) {
@@ -156,12 +157,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     }
     ring.start();
     if (call.cluster > 1) cluster_start();
-    // All above are tables, written before the step was launched; what follows may come from the kernel before.
+    // All reads above are of tables that were written before the step was launched. The data below may come from the
+    // previous kernel.
     if (call.beside == 0u && call.early == 0u) {
         await_earlier_kernels();
         admit_later_kernels();
     }
-    // A span is stored at once, and with it its ranges.
+    // A span is stored in one step, and its ranges with it.
     if constexpr (KEY_SPAN_RANGES || VALUE_SPAN_RANGES) {
         if (call.early != 0u) arrived_page(call, pages[0]);
     }
@@ -180,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
         if (step < steps) ring.issue(i, arrived_page(call, first_pages[i]) + head_at, step);
         ring.commit();
     };
-    // The first stage of every warp goes before the other stages of any: work begins when it is there.
+    // The first stage of every warp is loaded before any other stage: work begins once it arrives.
     issue_first(0);
     prepare_query(query_shared, query_loads, call.score_scale, warp, lane);
 #pragma unroll
@@ -210,14 +212,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
 
     int stage = 0;
     u32 use = 0;
-    // The page of the step that is to be prefetched next is known one step ahead.
+    // The page of the next step to prefetch is determined one step ahead.
     int ahead = step_of(STAGES);
     u64 ahead_page = ahead < steps ? pages[ahead / STEPS_PER_TILE] : 0;
     int turn = 0;
     for (int step = step_of(0); step < steps; step = step_of(++turn)) {
         ring.wait(stage, use);
         const u32 at = ring.stage(stage);
-        // Not unrolled: the loop is to stay in the instruction cache.
+        // Not unrolled, so that the loop stays in the instruction cache.
 #pragma unroll 1
         for (int pass = 0; pass < STEP_PASSES; pass++) {
             const int tokens = (int)item.tokens - step * STEP_TOKENS - pass * PASS_TOKENS;
@@ -284,14 +286,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
         }
     }
 
-    // What follows the step waits for what it stores, too.
+    // Work after the step also waits for what the step stores.
     if (call.early != 0u) await_earlier_kernels();
     if constexpr (FINDS_EXTREMES) {
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; h++) {
             const float low = -max_of_tokens(-smallest[h]);
             const float high = max_of_tokens(largest[h]);
-            // A warp without tokens has nothing to say.
+            // A warp without tokens contributes nothing.
             if (g == 0 && LANE_HEADS * c + h < heads && low <= high) {
                 enter_extremes(call, item, first_head + LANE_HEADS * c + h, low, high);
             }
@@ -302,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; h++) join.reference[warp][LANE_HEADS * c + h] = sums.reference[h];
     }
-    // The rings are free once all warps are here.
+    // The rings are free once all warps arrive here.
     __syncthreads();
     float* joined = (float*)ring_memory;
 #pragma unroll

@@ -2,30 +2,30 @@
 //
 //   score_rt = q_r · k_t log2(e)/√d  for t < seen_r,   out_r = Σ_t 2^(score_rt) v_t / Σ_t 2^(score_rt)
 //
-// A row r is a query and a query head; those of a block are queries of one run with all query heads of one KV head. A
-// block owns one item (a run of tokens of a span, and up to ROWS rows) for one KV head, and a warp owns 16 of the rows.
-// Tiles come through a ring of the block (common/tile_ring.cuh), become halves in shared memory once for all warps
-// (common/tile_halves.cuh), and are multiplied as such: rows of queries with keys, then weights, which are halves where
-// the products left them, with values. What becomes halves: values where ranges lie beside the tile, levels times norms
-// of codebooks, and codes where ranges hold for the span. Scales of a span, and units of levels, are part of the query
-// for keys, and of the output for values. While one unit of a tile is multiplied, the next one is unpacked.
+// A row r is a query and a query head. The rows of a block are queries of one run with all query heads of one KV head.
+// A block owns one item (consecutive tokens of a span, and up to ROWS rows) for one KV head, and a warp owns 16 of the
+// rows. Tiles pass through a ring of the block (common/tile_ring.cuh), are unpacked to halves in shared memory once for
+// all warps (common/tile_halves.cuh), and are multiplied as halves: rows of queries with keys, then weights with
+// values. The weights are halves in the registers of the products. Halves are values for tile ranges, levels times
+// norms for codebooks, and codes for span ranges. Scales of a span, and units of levels, are part of the query for
+// keys, and of the output for values. While one unit of a tile is multiplied, the next one is unpacked.
 //
-// With WARPGROUPS (compute capability 9.0) four warps multiply 64 rows with 64 tokens together, and the tensor
-// cores read halves, and queries, from shared memory by themselves (common/warpgroup.cuh). Where a block has 128
-// rows and room for it, TOKEN_PARTS = 2 warpgroups have the same rows, and each half the tokens of a tile; what
-// they sum is joined in the end. Otherwise each warp multiplies by itself (m16n8k16): it reads every tile, and f16
-// tiles as they are.
+// With WARPGROUPS (compute capability 9.0) four warps together multiply 64 rows with 64 tokens, and the tensor cores
+// read halves and queries from shared memory asynchronously (common/warpgroup.cuh). If a block has 128 rows and enough
+// room, TOKEN_PARTS = 2 warpgroups have the same rows, and each takes half the tokens of a tile. Their sums are merged
+// at the end. Otherwise each warp multiplies separately (m16n8k16). It reads every tile, and f16 tiles without
+// unpacking.
 //
-// Causal rows see the first `seen` tokens of the item, and each query one more than the one before it. States
-// are merged by a launch of its own (merge_run.cu): with so many rows it would be the whole work of a block
-// that comes last.
+// Causal rows see the first `seen` tokens of the item, and each query sees one more than the previous one. A separate
+// launch merges the states (merge_run.cu): with this many rows, merging would take as long as a whole block for the
+// last block to arrive.
 //
-// Memory: K and V of the item once for ROWS rows. Cost per 64 tokens and warp: HEAD_DIM products of 16 × 8 × 16, 32
-// exponentials, and 2 · HEAD_DIM / 16 loads of 2 KiB from shared memory for 64 rows, or for 16 where warps multiply by
-// themselves; unpacking takes about 4 instructions for two elements, shared by the warps.
+// Memory: K and V of the item are read once for ROWS rows. Cost per 64 tokens and warp: HEAD_DIM products of 16 × 8 ×
+// 16, 32 exponentials, and 2 · HEAD_DIM / 16 loads of 2 KiB from shared memory for 64 rows, or for 16 rows if warps
+// multiply separately. Unpacking takes about 4 instructions for two elements, shared by the warps.
 //
 // In bounds: items, pages, slots and queries were checked on the host. Rows beyond those of the item read the last row
-// and write nothing; tokens beyond the item are masked, and what is stored there is finite.
+// and write nothing; tokens beyond the item are masked, and the data stored there are finite.
 
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
@@ -45,7 +45,7 @@ constexpr int RUN_TOKENS = PASS_STEPS * BLOCK_TOKENS;
 // A warp's outputs, padded so that the rows of a fragment lie in different banks.
 constexpr int OUTPUT_ROW = HEAD_DIM + 8;
 
-// The score that stands for none: below all others, and finite, so that differences exist.
+// The score of a masked token: below all others, and finite, so that differences exist.
 constexpr float NO_SCORE = -1e30f;
 
 // The largest over the four lanes that hold the same rows, and the sum.
@@ -59,8 +59,8 @@ __device__ __forceinline__ float sum_of_quad(float x) {
     return x + __shfl_xor_sync(ALL_LANES, x, 2);
 }
 
-// What a warp has summed so far. A lane holds rows g and g + 8: references, its part of the weights, and the products,
-// [8 channels][row, channels 2 c and 2 c + 1].
+// The sums of a warp so far. A lane holds rows g and g + 8: references, its part of the weights, and the products, [8
+// channels][row, channels 2 c and 2 c + 1].
 struct RunSums {
     float reference[2];
     float weight[2];
@@ -76,7 +76,7 @@ struct RunSums {
         for (int n = 0; n < 8 * CHANNEL_STEPS; n++) values[n / 4][n % 4] = 0.0f;
     }
 
-    // Takes a new reference, at least as large as the one before.
+    // Moves to a new reference, which is at least as large as the previous one.
     __device__ __forceinline__ void refer(int h, float to) {
         const float factor = exp2_approx(reference[h] - to);
         reference[h] = to;
@@ -89,7 +89,7 @@ struct RunSums {
     }
 };
 
-// Weights are halves of at most 2^15; where one would be larger, references move so that it is at most 2^6 (as in
+// Weights are halves up to 2^15. If one would be larger, references move so that it is at most 2^6 (as in
 // common/weights.cuh).
 constexpr float MOST_WEIGHT = 15.0f;
 constexpr float START_WEIGHT = 6.0f;
@@ -116,7 +116,7 @@ struct RunQueries {
         : at(shared_address(queries) + first_row / GROUP_ROWS * GROUP_QUERY_ROOM) {}
 };
 
-// The products of RUN_TOKENS keys, which lie at `keys`, with the rows.
+// Multiplies RUN_TOKENS keys, stored at `keys`, with the rows.
 __device__ __forceinline__ void multiply_keys(PassProducts& products, const RunQueries& queries, u32 keys, int) {
     const u64 rows = matrices(queries.at, 256);
     const u64 tokens = matrices(keys, 256);
@@ -128,7 +128,7 @@ __device__ __forceinline__ void multiply_keys(PassProducts& products, const RunQ
     warpgroup_end(products);
 }
 
-// Adds weights times values, which lie at `values`.
+// Adds weights times values, which are stored at `values`.
 __device__ __forceinline__ void multiply_values(RunSums& sums, const u32 (&weights)[PASS_STEPS][4], u32 values, int) {
     const u64 tokens = matrices(values, 256);
     warpgroup_begin();
@@ -155,7 +155,7 @@ struct RunQueries {
     }
 };
 
-// The products of RUN_TOKENS keys, which lie at `keys`, with the rows.
+// Multiplies RUN_TOKENS keys, stored at `keys`, with the rows.
 __device__ __forceinline__ void multiply_keys(PassProducts& products, const RunQueries& queries, u32 keys, int lane) {
 #pragma unroll
     for (int i = 0; i < 8 * PASS_STEPS; i++) products[i / 4][i % 4] = 0.0f;
@@ -170,7 +170,7 @@ __device__ __forceinline__ void multiply_keys(PassProducts& products, const RunQ
     }
 }
 
-// Adds weights times values, which lie at `values`.
+// Adds weights times values, which are stored at `values`.
 __device__ __forceinline__ void multiply_values(RunSums& sums, const u32 (&weights)[PASS_STEPS][4], u32 values, int lane) {
 #pragma unroll
     for (int m = 0; m < PASS_STEPS; m++) {
@@ -184,8 +184,8 @@ __device__ __forceinline__ void multiply_values(RunSums& sums, const u32 (&weigh
 }
 #endif
 
-// RUN_TOKENS tokens of a unit of halves: keys at `keys`, values at `values`. Where some rows see fewer, `limits` are
-// what they see of the item, and `before` are its tokens before these.
+// RUN_TOKENS tokens of a unit of halves: keys at `keys`, values at `values`. If some rows see fewer tokens, `limits`
+// are the numbers of the item's tokens that they see, and `before` is the number of its tokens before these.
 template <bool MASKED>
 __device__ __forceinline__ void attend_pass(RunSums& sums, const RunQueries& queries, const RowConstants* constants,
                                             const int* limits, int before, u32 keys, u32 values, int lane) {
@@ -216,7 +216,7 @@ __device__ __forceinline__ void attend_pass(RunSums& sums, const RunQueries& que
             sums.refer(h, fmaxf(sums.reference[h], ceilf(top - START_WEIGHT)));
         }
     }
-    // What the products left of 16 tokens is an A fragment.
+    // The products of 16 tokens form an A fragment.
     u32 weights[PASS_STEPS][4];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -227,20 +227,19 @@ __device__ __forceinline__ void attend_pass(RunSums& sums, const RunQueries& que
             const float high = exp2_approx(__fmaf_rn(products[j][2 * h + 1], of[h].delta, shift));
             const u32 pair = half_pair(low, high);
             weights[j / 2][j % 2 * 2 + h] = pair;
-            // What rounding takes from the weights must not shift what all values have in common.
+            // The rounding of the weights must not shift the common part of all values.
             sums.weight[h] += half_value(pair & 0xffffu) + half_value(pair >> 16);
         }
     }
     multiply_values(sums, weights, values, lane);
 }
 
-// What the rows of a warp have summed in the end, in shared memory: products [row][OUTPUT_ROW], and their
-// weight and reference.
+// The final sums of a warp's rows in shared memory: products [row][OUTPUT_ROW], and their weight and reference.
 struct BlockSums {
     float* rows;
     float2* totals;
 
-    // Puts down those of a warp, whose rows are `first_row` and following.
+    // Stores those of a warp, whose rows begin at `first_row`.
     __device__ __forceinline__ void put(const RunSums& sums, int first_row, int lane) const {
         const int c = lane & 3;
 #pragma unroll
@@ -256,7 +255,7 @@ struct BlockSums {
         }
     }
 
-    // A lane's channels of the mean of values of a row, over all parts of the tokens, and the log-sum-exp.
+    // A lane's channels of the mean of values of a row, over all parts of the tokens. Returns the log-sum-exp.
     __device__ __forceinline__ float mean(float (&mean)[LANE_CHANNELS], int row, int lane) const {
         float reference = totals[row].y;
 #pragma unroll
@@ -281,7 +280,7 @@ struct BlockSums {
     }
 };
 
-// Writes PREPARED_ROWS rows of the block from `first_row` on: states, or the outputs themselves.
+// Writes PREPARED_ROWS rows of the block, starting at `first_row`: states, or the outputs themselves.
 __device__ __forceinline__ void write_rows(const AttendCall& call, const Item& item, u32 kv_head, int first_row,
                                            const BlockSums& sums, int lane) {
     float2 ranges[LANE_CHANNELS];
@@ -320,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
     extern __shared__ __align__(LINE_BYTES) u8 room[];
     __shared__ u64 barriers[STAGES];
     __shared__ RowConstants row_constants[ROWS];
-    // Tokens of the item that a row sees.
+    // Number of tokens of the item that a row sees.
     __shared__ int row_limits[ROWS];
     __shared__ float2 totals[ROWS * TOKEN_PARTS];
 
@@ -339,12 +338,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
                            (u64)kv_head * HEAD_BYTES, ((int)item.tokens + PIECE_TOKENS - 1) / PIECE_TOKENS};
     ring.start();
     __syncthreads();
-    // All above are tables, written before the step was launched; what follows may come from the kernel before.
+    // All reads above are of tables that were written before the step was launched. The data below may come from the
+    // previous kernel.
     if (call.beside == 0u) {
         await_earlier_kernels();
         admit_later_kernels();
     }
-    // The stages but the last lie beside the queries.
+    // All stages except the last lie next to the queries.
     for (int piece = 0; piece < STAGES - RING_HOLDS_QUERIES; piece++) ring.issue(piece);
 
     for (int row = threadIdx.x; row < ROWS; row += WARPS * 32) {
@@ -353,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
     }
     prepare_rows(room + QUERIES_AT, row_constants, call, item, kv_head, warp * PREPARED_ROWS, lane);
     if (WARPGROUPS) shared_visible();
-    // The warp's rows; others have them too, for another part of the tokens of a unit.
+    // The warp's rows. Other warps have the same rows, for another part of the tokens of a unit.
     const int first_row = warp * WARP_ROWS % ROWS;
     const int part = warp * WARP_ROWS / ROWS;
     const RunQueries queries(room + QUERIES_AT, first_row, lane);
@@ -369,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
         ring.wait(piece);
         unpack_unit(shared_address(room) + unit % 2 * HALVES_BYTES, ring.stage(piece), unit % TILE_UNITS, warp, lane);
     };
-    // Asks for the piece that may lie where the one of this unit was, once its last unit was read.
+    // Loads the next piece into the place of this unit's piece, once its last unit was read.
     const auto issue_after = [&](int unit) {
         if (unit % piece_units == piece_units - 1) ring.issue(unit / piece_units + STAGES);
     };
@@ -379,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
         issue_after(0);
     }
 
-    // Rows are in the order of their queries: the first of the group sees the least.
+    // Rows are in the order of their queries: the first of the group sees the fewest tokens.
     const int first_of_group = first_row / GROUP_ROWS * GROUP_ROWS;
     const int least = row_limits[first_of_group];
     const bool idle = first_of_group >= (int)(item.queries * call.group);
@@ -391,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
         if constexpr (!UNPACKS) ring.wait(unit);
         const u32 keys = UNPACKS ? shared_address(room) + unit % 2 * HALVES_BYTES : ring.stage(unit);
         const u32 values = keys + (UNPACKS ? HALVES_BYTES / 2 : VALUES_AT);
-        // Every other warp of a scheduler unpacks first, so that some always multiply.
+        // Every other warp of a scheduler unpacks first, so that some are always multiplying.
 #pragma unroll 1
         for (int turn = 0; turn <= (int)UNPACKS; turn++) {
             if (UNPACKS && (warp / 4 + turn) % 2 == 0) {
@@ -417,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
         issue_after(UNPACKS ? unit + 1 : unit);
     }
 
-    // Tiles are not read any more.
+    // Tiles are no longer read.
     const BlockSums block = {(float*)room, totals};
     block.put(sums, part * ROWS + first_row, lane);
     __syncthreads();

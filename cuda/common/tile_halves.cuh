@@ -1,6 +1,6 @@
 // Packed tiles as halves in the order of f16 tiles, for kernels that read a tile often.
 //
-//   ranges beside the tile:  half = minimum + scale · code, rounded once (scales and minimums are halves)
+//   ranges of the tile:      half = minimum + scale · code, rounded once (scales and minimums are halves)
 //   ranges of the span:      half = code − CENTRE, exactly; scales and minimums are for the reader
 //   levels of a codebook:    half = norm · (step + ½) / 128, rounded once (norms are halves); units are for the reader
 //

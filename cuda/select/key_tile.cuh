@@ -1,19 +1,19 @@
-// Rows that stay in registers while others pass by, multiplied by MMAs: the resident rows are the A operand, the
+// Rows that stay in registers while others stream through, multiplied by MMAs: the resident rows are the A operand, the
 // passing ones the 8 columns of the B operand.
 //
 // A warp owns 16 · M_TILES resident rows. Since a sum over channels may take them in any order, lane c of a quad takes
 // the channels 32 p + 8 c .. + 8 for the two steps of pair p, of both operands: 16 bytes of a 16-bit row. Rows whose
 // channels do not fill the last pair end with zeros.
 //
-// Passing rows lie in shared memory, eight by eight, in the order in which lanes read them: [eight][plane][pair][lane],
-// 16 bytes each, so that every load of a warp is one run of 512 bytes.
+// Passing rows lie in shared memory in groups of eight ("eights"), in the order in which lanes read them:
+// [eight][plane][pair][lane], 16 bytes each, so that every load of a warp is 512 contiguous bytes.
 //
 // Halves hold f16 exactly, and bf16 within the range of normal halves. f32 elements are two halves, x = high + low, in
 // two planes, and a product is high · high + high · low + low · high: about 22 bits.
 //
-// With WARPGROUPS (compute capability 9.0; halves alone) the four warps of a warpgroup multiply their rows with AT_ONCE
-// eights together, and the tensor cores read the passing rows from shared memory by themselves: as matrices of 8 rows
-// and 8 channels, so each 16 bytes are put down as four words, [eight][pair][word][lane].
+// With WARPGROUPS (compute capability 9.0; halves only) the four warps of a warpgroup multiply their rows with AT_ONCE
+// eights together, and the tensor cores read the passing rows from shared memory asynchronously, as matrices of 8 rows
+// and 8 channels. Each 16 bytes are therefore stored as four words, [eight][pair][word][lane].
 //
 // Macros: HEAD_DIM, KEY_TYPE (of the resident rows), QUERY_TYPE (of the passing ones), KEYS_ALIGNED and QUERIES_ALIGNED
 // (every row begins at a multiple of 16 bytes), WARPGROUPS, WARPS of a block, M_TILES.
@@ -26,10 +26,10 @@
 constexpr u32 PAIRS = (HEAD_DIM + 31) / 32;
 constexpr bool KEYS_SPLIT = KEY_TYPE == ELEMENTS_F32;
 constexpr bool QUERIES_SPLIT = QUERY_TYPE == ELEMENTS_F32;
-// Rows of an A fragment that a lane has a part of.
+// Rows of an A fragment of which a lane holds a part.
 constexpr u32 SLOTS = 2 * M_TILES;
 constexpr u32 WARP_ROWS = 16 * M_TILES;
-// Warps that multiply together, and their rows.
+// Number of warps that multiply together, and their rows.
 constexpr u32 GROUP_WARPS = WARPGROUPS ? 4 : 1;
 constexpr u32 GROUP_ROWS = GROUP_WARPS * WARP_ROWS;
 // 16 bytes each, of eight passing rows.
@@ -43,7 +43,7 @@ struct Resident {
     u32 low[M_TILES][2 * PAIRS][4];
 };
 
-// Eight elements as four pairs of halves, and what these leave of f32 elements.
+// Eight elements as four pairs of halves, and the rest of f32 elements.
 template <u32 TYPE, bool ALIGNED>
 __device__ __forceinline__ void load_eight(uint4& high, uint4& low, const void* elements, u64 index) {
     if constexpr (TYPE == ELEMENTS_F16 && ALIGNED) {
@@ -75,11 +75,11 @@ __device__ __forceinline__ void load_eight(uint4& high, uint4& low, const void* 
     }
 }
 
-// Eight channels of a row become words of the two steps of pair `p`. Row `row` of a tile of 16 lies in words 0 and 2 of
-// an A fragment, row + 8, `half` 1, in words 1 and 3.
+// Stores eight channels of a row in words of the two steps of pair `p`. Row `row` of a tile of 16 lies in words 0 and 2
+// of an A fragment, row + 8, `half` 1, in words 1 and 3.
 __device__ __forceinline__ void set_resident(u32 (&steps)[2 * PAIRS][4], u32 p, u32 half, const uint4& words) {
-    // Zero, which the compiler does not know: or else it would leave the words in the registers that 16-byte loads
-    // write, and collect the four of a fragment anew for every product.
+    // Zero, hidden from the compiler. Otherwise the compiler would leave the words in the registers that 16-byte loads
+    // write, and collect the four words of a fragment again for every product.
     const u32 zero = blockIdx.z;
     steps[2 * p][half] = words.x ^ zero;
     steps[2 * p][2 + half] = words.y ^ zero;
@@ -105,8 +105,8 @@ __device__ __forceinline__ void load_resident_row(Resident& resident, u32 tile, 
     }
 }
 
-// Stages a lane's eight channels for pair `p` of an eight, of a passing row that begins at `start`; zeros where there
-// is none. They may arrive later: copies_commit and copies_wait.
+// Stages a lane's eight channels of a passing row, which begins at `start`, for pair `p` of an eight; zeros if the row
+// does not exist. They may arrive later: copies_commit and copies_wait.
 __device__ __forceinline__ void stage_passing(uint4* eight, u32 p, const void* rows, u64 start, bool exists, u32 lane) {
     const u32 channel = 32 * p + 8 * (lane % 4);
     exists = exists && channel < HEAD_DIM;
@@ -133,8 +133,8 @@ __device__ __forceinline__ void stage_passing(uint4* eight, u32 p, const void* r
     }
 }
 
-// Products of the warp's resident rows with AT_ONCE eights, which follow each other. Of tile m, [m][0] and [1] are of
-// row lane / 4 with columns 2 (lane % 4) and the one after, [2] and [3] of row lane / 4 + 8.
+// Products of the warp's resident rows with AT_ONCE consecutive eights. In tile m, [m][0] and [1] belong to row lane /
+// 4 with columns 2 (lane % 4) and the one after, [2] and [3] to row lane / 4 + 8.
 struct Products {
     float of[AT_ONCE][M_TILES][4];
 
@@ -145,8 +145,8 @@ struct Products {
 };
 
 #if WARPGROUPS
-// Products of 64 rows, 16 of each warp, with 56, added to tile `m`; A in registers, B as matrices in shared memory. The
-// tensor cores read and write until warpgroup_end.
+// Adds the products of 64 rows, 16 of each warp, with 56 to tile `m`. A is in registers, B are matrices in shared
+// memory. The tensor cores read and write until warpgroup_end.
 __device__ __forceinline__ void warpgroup_multiply(float (&d)[7][M_TILES][4], u32 m, const u32 (&a)[4], u64 b, bool adds) {
     asm volatile(
         "{\n"
@@ -166,14 +166,14 @@ __device__ __forceinline__ void warpgroup_multiply(float (&d)[7][M_TILES][4], u3
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((u32)adds));
 }
 
-// Waits for the products, and says that they are others now.
+// Waits for the products, and tells the compiler that they have changed.
 __device__ __forceinline__ void warpgroup_end(float (&d)[7][M_TILES][4]) {
     asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
     for (u32 i = 0; i < 28 * M_TILES; i++) asm volatile("" : "+f"(d[i / (4 * M_TILES)][i / 4 % M_TILES][i % 4]));
 }
 
-// Eights in shared memory are matrices of 8 rows and 8 channels, 128 bytes each: two of a step follow each other.
+// Eights in shared memory are matrices of 8 rows and 8 channels, 128 bytes each. The two of a step are contiguous.
 __device__ __forceinline__ void multiply_staged(Products& products, const Resident& resident, const uint4* staged, u32) {
     const u64 strides = (u64)(128 >> 4) << 16 | (u64)(16 * EIGHT_LOADS >> 4) << 32;
     const u64 matrices = strides | (shared_address(staged) >> 4 & 0x3fff);

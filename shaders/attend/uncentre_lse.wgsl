@@ -1,9 +1,8 @@
-// uncentre_lse: log-sum-exps over keys that are stored less a centre become those over the keys as they were.
+// uncentre_lse: turns log-sum-exps over centred keys into those over the original keys.
 //
 //   lse = lse + q·m · scale
 //
-// One invocation owns a query of a query head and reads its row and the centre. A log-sum-exp of −∞, of
-// no tokens, stays.
+// One invocation owns a query of a query head, and reads its row and the centre. A log-sum-exp of −∞ (no tokens) stays.
 //
 // In bounds: invocations past the last log-sum-exp return; there are as many as queries of query heads, and as many
 // slots as queries, all below those of the centres: checked when they were bound, and the slots lie in a buffer of the

@@ -15,10 +15,10 @@ use crate::{Error, Result};
 
 /// Softmax of mapped scores times values, for all items of a segment: writes their states.
 ///
-/// `maps` are `[prepared query][query_head]`, as from [`SegmentScores::maps`].
+/// `maps` are `[prepared query][query_head]`, as returned by [`SegmentScores::maps`].
 ///
 /// # Errors
-/// [`Error::Plan`] when store, scores, maps or states are not those of the work.
+/// [`Error::Plan`] when store, scores, maps or states do not match the work.
 pub fn weighted_values(
     segment: &StoreWork,
     store: &CpuStore,
@@ -54,7 +54,7 @@ pub fn weighted_values(
     Ok(())
 }
 
-/// What one thread needs beside the stores.
+/// The state of one thread in addition to the stores.
 struct WeightedValues<'a> {
     values: ValueTiles<'a>,
     weights: Vec<f32>,

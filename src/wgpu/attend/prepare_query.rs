@@ -7,7 +7,7 @@ use crate::wgpu::device::Variant;
 use crate::wgpu::pack::hadamard::{DirectedRotation, with_sketch, with_turn};
 
 impl Specialisation<'_> {
-    /// The kernel that prepares queries of `input` elements, and resets `extremes` where a segment has some.
+    /// The kernel that prepares queries of `input` elements, and resets `extremes` if a segment has some.
     pub fn prepare_query(&self, input: ElementType, extremes: Extremes) -> Variant {
         let variant = match extremes {
             Extremes::Reset => self.prepare_rotated_query(input).import("extremes", "attend/extremes/reset.wgsl"),
@@ -19,7 +19,7 @@ impl Specialisation<'_> {
         }
     }
 
-    /// The same, but for how rows are stored and which ranges are folded into them.
+    /// The same kernel, without the choices of how rows are stored and which ranges are folded into them.
     pub(super) fn prepare_rotated_query(&self, input: ElementType) -> Variant {
         let head_dim = self.shape.head_dim();
         let layout = TileLayout::of(&self.format.key, head_dim);
@@ -44,7 +44,7 @@ impl Specialisation<'_> {
     }
 }
 
-/// Whether the extremes of a span's scores are collected anew.
+/// Whether the extremes of a span's scores are collected again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Extremes {
     /// The segment is not calibrated.
