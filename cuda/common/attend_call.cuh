@@ -29,8 +29,9 @@ struct Item {
     u32 queries;
     // Distance in state rows between consecutive queries.
     u32 stride;
-    // Number of the item's tokens that its first query sees. Each query sees one more than the previous one, up to all
-    // of them. Only used if an item has many queries (attend_run.cu); otherwise queries see all.
+    // Number of tokens that its first query sees, minus those before the item. Each query sees one more than the
+    // previous one, up to all of the item. Only used if an item has many queries (attend_run.cu); otherwise queries see
+    // all.
     int seen;
 };
 
