@@ -1,4 +1,4 @@
-//! A prompt evicted, merged and packed: what a policy decided carried out in all layers of a model, or in none.
+//! Evicts from, merges and packs a prompt: carries out a policy's decision in all layers of a model, or in none.
 
 use super::change::Change;
 use super::decided::DecidedLayer;
@@ -12,19 +12,19 @@ use crate::plan::{RowLayout, TokenIndices};
 use crate::policy::{Merging, Policy, Selection, Spans};
 use crate::{Error, Result};
 
-/// The place of a layer that has page tables of its own.
+/// The place of the only layer of its page tables.
 pub(super) const ONLY_LAYER: usize = 0;
 
 /// The tokens of a layer that stay, on the device.
 struct KeptTokens<B: Backend> {
     /// Their positions in the prompt, for every KV head.
     positions: B::Indices,
-    /// Their rows with those of evicted tokens merged into them; `None` where nothing is merged.
+    /// Their rows, with those of evicted tokens merged in; `None` if nothing is merged.
     merged: Option<MergedTokens<B::Tensor, B::Words>>,
 }
 
 impl<B: Backend + Clone> ModelCache<B> {
-    /// A prompt that a policy is to look at, layer by layer, before [`ModelCache::compress`] stores what stays of it.
+    /// A prompt for a policy to observe, layer by layer, before [`ModelCache::compress`] stores the part that stays.
     ///
     /// ```
     /// use kvpack::backend::TensorRows;
@@ -65,16 +65,16 @@ impl<B: Backend + Clone> ModelCache<B> {
         ObservedPrompt::new(self.backend().clone(), &self.shapes(), policy, spans)
     }
 
-    /// Stores what the policy of a prompt keeps of it at the end of a sequence, in every layer: budgets over all
-    /// layers, the kept tokens of every KV head, evicted ones merged into them where the policy merges, packed as
-    /// they are gathered.
+    /// Stores the part of a prompt that its policy keeps, at the end of a sequence, in every layer: with budgets over
+    /// all layers and the kept tokens of every KV head. Evicted tokens are merged into kept ones if the policy merges,
+    /// and rows are packed as they are gathered.
     ///
-    /// What is kept becomes one span in the first packed store of the layer's recipe, or in f16 where it packs nothing.
-    /// The sequence is as long as if nothing had been evicted: appended tokens go on at their positions, and
-    /// [`ModelCache::positions`] says where the kept ones stood. A layer whose budget is no tokens holds none of the
-    /// prompt. The same prompt gives the same bits in every run.
+    /// The kept tokens become one span in the first packed store of the layer's recipe, or in f16 if it packs nothing.
+    /// The sequence is as long as if nothing had been evicted: appended tokens continue at their positions, and
+    /// [`ModelCache::positions`] returns the positions of the kept ones. A layer with a budget of no tokens holds none
+    /// of the prompt. The same prompt gives the same bits in every run.
     ///
-    /// From the first call on every layer keeps page tables of its own, since layers hold different tokens.
+    /// After the first call every layer keeps page tables of its own, since layers hold different tokens.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence; [`Error::Plan`] when a step is open or the prompt was
@@ -116,7 +116,7 @@ impl<B: Backend + Clone> ModelCache<B> {
                 break;
             }
         }
-        // Only now does the host look at what was chosen: whether scores were numbers, and what to tell the caller.
+        // The host reads the decision only now: whether scores were numbers, and the selection to return.
         let selection = match written {
             Ok(()) => decided.selection(self.backend()).await,
             Err(error) => Err(error),
@@ -138,7 +138,7 @@ impl<B: Backend + Clone> ModelCache<B> {
         }
         let mut parted: Vec<_> = std::mem::take(&mut self.groups).into_iter().map(LayerGroup::part).collect();
         for (layer, place) in self.layers.iter_mut().enumerate() {
-            // The layers of a group lie in it in their order.
+            // The layers of a group are in their original order.
             self.groups.extend(parted[place.0].next());
             *place = (layer, 0);
         }
@@ -146,7 +146,7 @@ impl<B: Backend + Clone> ModelCache<B> {
 }
 
 impl<B: Backend> ModelCache<B> {
-    /// Where the tokens of a sequence stood that a layer holds, span by span in the order of
+    /// The positions of the tokens of a sequence that a layer holds, span by span in the order of
     /// [`ModelCache::dequantize`].
     ///
     /// # Errors
@@ -157,7 +157,7 @@ impl<B: Backend> ModelCache<B> {
     }
 }
 
-/// Merges what is evicted of a layer into what is kept, where the policy merges.
+/// Merges the evicted tokens of a layer into the kept ones, if the policy merges.
 fn keep<B: Backend>(
     backend: &B,
     layer: &ObservedLayer<B>,
@@ -190,7 +190,7 @@ impl<B: Backend> KeptTokens<B> {
         PromptSpan::gather(&self.positions, StoreId::PACKED)
     }
 
-    /// Writes them to the span that was opened for them.
+    /// Writes the tokens to the span that was opened for them.
     fn write(&self, group: &mut LayerGroup<B>, change: &Change<B::Indices>, to: Destination<'_, B>) -> Result<()> {
         match &self.merged {
             Some(merged) => {
@@ -203,7 +203,7 @@ impl<B: Backend> KeptTokens<B> {
     }
 }
 
-/// A layer of a prompt, and the sequence that it goes to.
+/// A layer of a prompt, and its target sequence.
 struct Destination<'a, B: Backend> {
     layer: &'a ObservedLayer<B>,
     sequence: usize,

@@ -16,8 +16,8 @@ use crate::{Error, Result};
 
 /// Keys and values of one attention layer for a batch of sequences, and attention over them.
 ///
-/// A call that fails leaves tokens and outputs as they were. Memory may have been reserved by then; the next call uses
-/// it. The futures of the CPU backend are ready at once.
+/// A call that fails leaves tokens and outputs unchanged. It may have reserved memory, which the next call uses. The
+/// futures of the CPU backend are ready at once.
 ///
 /// ```
 /// use kvpack::cache::{KvCache, PromptSpan, Recipe};
@@ -62,7 +62,7 @@ impl<B: Backend> KvCache<B> {
     /// Caches share a device by sharing its backend; backends are cheap to clone.
     ///
     /// # Errors
-    /// [`Error::Format`] when a format of the recipe does not fit the shape or what happens to appended tokens,
+    /// [`Error::Format`] when a format of the recipe does not fit the shape or the rule for appended tokens,
     /// [`Error::Plan`] for no sequences, [`Error::Limit`] for more than [`MOST_SEQUENCES`](super::MOST_SEQUENCES).
     pub fn new(backend: B, shape: AttentionShape, sequences: usize, recipe: Recipe) -> Result<Self> {
         let flags = Arc::new(backend.create_non_finite_flags(1)?);
@@ -80,7 +80,7 @@ impl<B: Backend> KvCache<B> {
         &self.group.shape
     }
 
-    /// How the cache stores.
+    /// The recipe of the cache.
     pub fn recipe(&self) -> &Recipe {
         self.group.recipe()
     }
@@ -90,12 +90,12 @@ impl<B: Backend> KvCache<B> {
         self.group.page_tables.sequences().len()
     }
 
-    /// Changes how finely decode steps are cut into work items; results differ only by rounding.
+    /// Sets how finely decode steps are cut into work items. Results differ only by rounding.
     pub fn set_split(&mut self, split: Split) {
         self.group.split = split;
     }
 
-    /// Tokens that a sequence holds.
+    /// Number of tokens that a sequence holds.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence.
@@ -103,8 +103,8 @@ impl<B: Backend> KvCache<B> {
         Ok(self.group.page_tables.sequence(sequence)?.tokens())
     }
 
-    /// Length of a sequence: the tokens that it was given, those included that were evicted. The position
-    /// of the next one.
+    /// Length of a sequence: all tokens that it was given, including evicted ones. This is the position of the next
+    /// token.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence.
@@ -112,7 +112,7 @@ impl<B: Backend> KvCache<B> {
         Ok(self.group.page_tables.sequence(sequence)?.length)
     }
 
-    /// Where the tokens of a sequence stood, span by span in the order of [`KvCache::dequantize`].
+    /// The positions of the tokens of a sequence, span by span in the order of [`KvCache::dequantize`].
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::DeviceLost`].
@@ -120,12 +120,12 @@ impl<B: Backend> KvCache<B> {
         self.group.positions(sequence).await
     }
 
-    /// Bytes held, exactly.
+    /// The exact number of bytes held.
     pub fn memory(&self) -> CacheMemory {
         self.group.memory()
     }
 
-    /// Makes room for one more span of so many tokens, so that storing them allocates nothing on the device.
+    /// Reserves room for one more span of `tokens` tokens, so that storing them allocates nothing on the device.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such store, [`Error::OutOfMemory`] or [`Error::Limit`].
@@ -137,10 +137,10 @@ impl<B: Backend> KvCache<B> {
 
     /// Stores the keys and values of a prompt, or of a further part of one, at the end of a sequence.
     ///
-    /// `spans` say which store takes which tokens. Runs lie one after the other, and cover the tokens of `rows` if
-    /// nothing is gathered. Where something is, tokens that no span names are evicted: they keep their positions,
-    /// and nothing is stored of them. Each span gets ranges of its own where the format has span ranges, so an image
-    /// is best one span.
+    /// `spans` assign tokens to stores. Consecutive spans follow each other, and cover the tokens of `rows` if nothing
+    /// is gathered. If something is gathered, tokens that no span names are evicted: they keep their positions, but are
+    /// not stored. Each span has ranges of its own if the format has span ranges, so an image is best stored as one
+    /// span.
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::PromptSpans`], [`Error::NoTokens`], [`Error::Elements`], [`Error::NotFinite`] and
@@ -168,7 +168,7 @@ impl<B: Backend> KvCache<B> {
     /// Appends one token to every sequence: token i of `rows` to sequence i.
     ///
     /// # Errors
-    /// Those of [`KvCache::append_to`].
+    /// As [`KvCache::append_to`].
     pub async fn append(&mut self, rows: RowLayout, keys: &B::Tensor, values: &B::Tensor) -> Result<()> {
         let all: Vec<usize> = (0..self.sequences()).collect();
         self.append_to(&all, rows, keys, values).await
@@ -176,9 +176,9 @@ impl<B: Backend> KvCache<B> {
 
     /// Appends one token to each of the given sequences: token i of `rows` to `sequences[i]`.
     ///
-    /// The recipe says whether they are stored in f16 or packed. If it packs full tiles, the token that lets one fall
-    /// behind the window has it packed within this call. Elements that are not finite are stored as zeros, and
-    /// [told later](KvCache::non_finite).
+    /// The recipe decides whether they are stored in f16 or packed. If it packs full tiles, a token that pushes a tile
+    /// out of the residual window also packs that tile within this call. Elements that are not finite are stored as
+    /// zeros, and [reported later](KvCache::non_finite).
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one is named twice or there are more or
@@ -248,7 +248,7 @@ impl<B: Backend> KvCache<B> {
         self.group.read_flags().await
     }
 
-    /// Forgets what [`KvCache::non_finite`] tells.
+    /// Clears the tokens that [`KvCache::non_finite`] returns.
     ///
     /// # Errors
     /// [`Error::DeviceLost`].
@@ -256,9 +256,9 @@ impl<B: Backend> KvCache<B> {
         self.group.clear_flags()
     }
 
-    /// Packs every full tile of a sequence's appended tokens that the recipe wants packed by now.
+    /// Packs every full tile of a sequence's appended tokens that is due by the recipe.
     ///
-    /// [`KvCache::append`] does so by itself; after [`KvCache::extend`] it is the caller's to do, when the queries of
+    /// [`KvCache::append`] does this by itself. After [`KvCache::extend`] the caller must do it, once the queries of
     /// the new tokens have attended.
     ///
     /// # Errors
@@ -272,9 +272,9 @@ impl<B: Backend> KvCache<B> {
         self.group.close(change, written)
     }
 
-    /// Says what the keys of an empty sequence are stored without: `[kv_heads, head_dim]`, such as the bias of the
-    /// model's key projection where keys are not rotated by position, or a mean over a calibration set. Without it a
-    /// sequence of a [centred recipe](Recipe::with_centre) takes the mean of its first tokens.
+    /// Sets the centre of an empty sequence: `[kv_heads, head_dim]`, such as the bias of the model's key projection
+    /// where keys are not rotated by position, or a mean over a calibration set. Otherwise a sequence of a [centred
+    /// recipe](Recipe::with_centre) takes the mean of its first tokens.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when the recipe has no centres or the
@@ -289,7 +289,7 @@ impl<B: Backend> KvCache<B> {
         self.group.close(change, written)
     }
 
-    /// Forgets all tokens of a sequence; its pages, range slots and centre are free again.
+    /// Removes all tokens of a sequence and releases its pages, range slots and centre.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence.
@@ -297,9 +297,9 @@ impl<B: Backend> KvCache<B> {
         self.group.page_tables.clear(sequence)
     }
 
-    /// Lets an empty sequence hold all tokens of another: beams, parallel samples, a system prompt that many share.
+    /// Lets an empty sequence share all tokens of another: for beams, parallel samples, or a shared system prompt.
     ///
-    /// Nothing is copied. Pages are shared and count once in [`KvCache::memory`]; the first of the sequences that
+    /// Nothing is copied. Pages are shared and count once in [`KvCache::memory`]. The first of the sequences that
     /// appends to a shared open page gets a copy of it.
     ///
     /// # Errors
@@ -308,23 +308,24 @@ impl<B: Backend> KvCache<B> {
         self.group.page_tables.fork(source, target)
     }
 
-    /// Forgets the newest tokens of a sequence and keeps those at the first `length` positions: speculative tokens
+    /// Removes the newest tokens of a sequence and keeps those at the first `length` positions: for speculative tokens
     /// that were rejected.
     ///
-    /// Tokens that were packed stay packed, and the sequence keeps its centre, even if it keeps no token.
+    /// Packed tokens stay packed, and the sequence keeps its centre, even if it keeps no token.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it is shorter, or when the cut goes
-    /// through a span that was gathered.
+    /// through a gathered span.
     pub fn truncate(&mut self, sequence: usize, length: usize) -> Result<()> {
         self.group.page_tables.truncate(sequence, length)
     }
 
-    /// Forgets tokens of a sequence by whole pages, and gives the pages back: a sliding window forgets what has fallen
-    /// behind it.
+    /// Removes tokens of a sequence in whole pages, and releases the pages: for example tokens that a sliding window no
+    /// longer sees.
     ///
-    /// Of every span that begins among `positions`, the pages that lie among them are forgotten, from the span's
-    /// beginning; tokens of a page that reaches beyond stay, as do tokens that were gathered. Queries see what is left.
+    /// In every span that begins within `positions`, the pages that lie entirely within `positions` are removed,
+    /// starting at the span's beginning. Tokens of a page that reaches further stay, and so do gathered tokens. Queries
+    /// see the remaining tokens.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence.
@@ -332,7 +333,7 @@ impl<B: Backend> KvCache<B> {
         self.group.page_tables.forget(sequence, positions)
     }
 
-    /// Attends with one query per sequence to all tokens of the sequences.
+    /// Attends to all tokens of all sequences, with one query per sequence.
     ///
     /// `queries` are `[sequences, query_heads, head_dim]` and so is the output. Scores are `q·k/√head_dim`; those of
     /// packed spans are calibrated if the recipe says so. A query head that holds a NaN or an infinity, or
@@ -347,38 +348,38 @@ impl<B: Backend> KvCache<B> {
         self.attend_to(&all, queries, output).await
     }
 
-    /// Attends with one query for each of the given sequences, which may be some of the batch in any order.
+    /// Attends with one query for each of the given sequences, a subset of the batch in any order.
     ///
     /// # Errors
-    /// Those of [`KvCache::attend`], and [`Error::Sequence`] when there is no such sequence.
+    /// As [`KvCache::attend`]; [`Error::Sequence`] when there is no such sequence.
     pub async fn attend_to(&self, sequences: &[usize], queries: &B::Tensor, output: ElementType) -> Result<B::Tensor> {
         let runs: Vec<QueryRun> = sequences.iter().map(|&sequence| QueryRun::decode(sequence)).collect();
         self.attend_runs(&runs, queries, output).await
     }
 
-    /// Attends with runs of queries, which lie one after the other in `queries`: decoding sequences beside chunks of
-    /// prompts, each query of a causal run to the tokens up to its own.
+    /// Attends with query runs, which are contiguous in `queries`. Decoding sequences may be mixed with chunks of
+    /// prompts. Each query of a causal run sees the tokens up to its own.
     ///
     /// # Errors
-    /// Those of [`KvCache::plan`], and of [`KvCache::attend`].
+    /// As [`KvCache::plan`] and [`KvCache::attend`].
     pub async fn attend_runs(&self, runs: &[QueryRun], queries: &B::Tensor, output: ElementType) -> Result<B::Tensor> {
         let plan = self.plan(runs)?;
         plan.check_elements("queries", self.backend().elements(queries))?;
         self.backend().attend(&plan, &self.stores(), queries, self.group.attend_options(output)).await
     }
 
-    /// The same into a tensor of the caller's, laid out as the queries, whose element type it takes.
+    /// [`KvCache::attend_runs`] into the caller's tensor, which has the layout of the queries. Its element type is
+    /// used.
     ///
     /// # Errors
-    /// Those of [`KvCache::attend_runs`], and [`Error::Elements`] when the output has another length than the queries.
+    /// As [`KvCache::attend_runs`]; [`Error::Elements`] when the output has another length than the queries.
     pub async fn attend_into(&self, runs: &[QueryRun], queries: &B::Tensor, output: &mut B::Tensor) -> Result<()> {
         self.group.attend_into(LAYER, &self.plan(runs)?, queries, output).await
     }
 
-    /// A decode step of all sequences: appends a token to each and attends with its query into a tensor
-    /// of the caller's.
+    /// A decode step of all sequences: appends one token to each and attends with its query, into the caller's tensor.
     ///
-    /// `rows` says how keys and values lie; queries and output are `[sequences, query_heads, head_dim]`.
+    /// `rows` is the layout of keys and values. Queries and output are `[sequences, query_heads, head_dim]`.
     ///
     /// ```
     /// use kvpack::cache::Recipe;
@@ -398,7 +399,7 @@ impl<B: Backend> KvCache<B> {
     /// ```
     ///
     /// # Errors
-    /// Those of [`KvCache::append`] and of [`KvCache::attend_into`]. The cache is as it was.
+    /// As [`KvCache::append`] and [`KvCache::attend_into`]. On an error the cache is unchanged.
     pub async fn append_attend_into(
         &mut self,
         rows: RowLayout,
@@ -417,9 +418,10 @@ impl<B: Backend> KvCache<B> {
         self.group.close(change, attended)
     }
 
-    /// Attends with the queries of the newest tokens of one sequence, each to the tokens up to its own.
+    /// Attends with the queries of the newest tokens of one sequence. Each sees the tokens up to its own.
     ///
-    /// `queries` are `[queries, query_heads, head_dim]` and so is the output; the last query is that of the last token.
+    /// `queries` are `[queries, query_heads, head_dim]`, and so is the output. The last query is that of the last
+    /// token.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it holds fewer tokens than there are
@@ -436,23 +438,23 @@ impl<B: Backend> KvCache<B> {
         self.attend_runs(&[QueryRun::causal(sequence, queries_given)], queries, output).await
     }
 
-    /// Attends with runs of queries and hands out the states, so that they can be merged with attention over other
-    /// tokens: f32 outputs and the log-sum-exps of the scores of the keys as they were given, centred or not.
+    /// Attends with query runs and returns the states, to be merged with attention over other tokens: f32 outputs, and
+    /// the log-sum-exps of the scores of the original keys, centred or not.
     ///
     /// # Errors
-    /// Those of [`KvCache::attend_runs`].
+    /// As [`KvCache::attend_runs`].
     pub async fn attend_states(&self, runs: &[QueryRun], queries: &B::Tensor) -> Result<AttentionStates<B::Tensor>> {
         let plan = self.plan(runs)?;
         plan.check_elements("queries", self.backend().elements(queries))?;
         self.group.attend_states(LAYER, &plan, queries).await
     }
 
-    /// The stores of [`KvCache::plan`], in the order of the recipe's. For engines that encode steps themselves.
+    /// The stores of [`KvCache::plan`], in the order of the recipe. For engines that encode steps themselves.
     pub fn stores(&self) -> Vec<&B::Store> {
         self.group.stores(LAYER)
     }
 
-    /// The plan of runs of queries over the sequences; its stores are [`KvCache::stores`].
+    /// The plan of query runs over the sequences. Its stores are [`KvCache::stores`].
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one holds no tokens or fewer than a
@@ -461,7 +463,7 @@ impl<B: Backend> KvCache<B> {
         self.group.plan(runs)
     }
 
-    /// What a sequence holds, span by span in the order in which they were stored, as dense f32 rows on the device.
+    /// The contents of a sequence, span by span in storage order, as dense f32 rows on the device.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::OutOfMemory`] when the rows do not fit.

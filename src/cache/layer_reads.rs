@@ -1,4 +1,4 @@
-//! Layers that share their page tables, read: plans of attention, attention states, and what is stored.
+//! Reads of layers that share their page tables: plans of attention, attention states, and the stored contents.
 
 use super::layers::LayerGroup;
 use super::{Positions, SpanPositions, StoreFormat, StoreId};
@@ -11,7 +11,7 @@ use crate::plan::{AttendPlan, ElementType, QueryRun, SpanView, StoreView, TokenR
 /// A span of a sequence as dense f32 rows `[kv_heads, tokens, head_dim]`.
 #[derive(Clone, Debug)]
 pub struct StoredSpan<T> {
-    /// Its tokens.
+    /// Number of its tokens.
     pub tokens: usize,
     /// Its store.
     pub store: StoreId,
@@ -19,14 +19,14 @@ pub struct StoredSpan<T> {
     pub format: SegmentFormat,
     /// Calibration of its scores.
     pub calibration: Option<Calibration>,
-    /// What the stored keys decode to.
+    /// The decoded keys.
     pub keys: T,
-    /// What the stored values decode to.
+    /// The decoded values.
     pub values: T,
 }
 
 impl<B: Backend> LayerGroup<B> {
-    /// The plan of runs of queries over the sequences, the same for every layer.
+    /// The plan of query runs over the sequences, the same for every layer.
     pub(super) fn plan(&self, runs: &[QueryRun]) -> Result<AttendPlan> {
         let stores = self.recipe().stores().iter();
         let view =
@@ -51,7 +51,7 @@ impl<B: Backend> LayerGroup<B> {
         AttendOptions { query: self.recipe().query(), output, split: self.split }
     }
 
-    /// Attends in one layer into a tensor, whose element type it takes.
+    /// Attends in one layer into a tensor, whose element type is used.
     pub(super) async fn attend_into(
         &self,
         layer: usize,
@@ -64,7 +64,7 @@ impl<B: Backend> LayerGroup<B> {
         self.backend.attend_into(plan, &self.stores(layer), queries, output, options).await
     }
 
-    /// Where the tokens of a sequence stood, span by span.
+    /// The positions of the tokens of a sequence, span by span.
     pub(super) async fn positions(&self, sequence: usize) -> Result<Vec<SpanPositions>> {
         let mut positions = Vec::new();
         for span in &self.page_tables.sequence(sequence)?.spans {
@@ -79,7 +79,7 @@ impl<B: Backend> LayerGroup<B> {
         Ok(positions)
     }
 
-    /// Attends with the queries of a plan in one layer, and hands out the states over the keys as they were given.
+    /// Attends with the queries of a plan in one layer, and returns the states over the original keys.
     pub(super) async fn attend_states(
         &self,
         layer: usize,
@@ -93,14 +93,14 @@ impl<B: Backend> LayerGroup<B> {
         }
         let mut slots = Vec::new();
         for planned in plan.runs() {
-            // A sequence that is attended to holds tokens, and so a centre.
+            // A sequence that is attended to holds tokens, and therefore has a centre.
             let slot = self.page_tables.sequence(planned.run.sequence)?.centre.unwrap_or(0);
             slots.extend(std::iter::repeat_n(saturated(slot), planned.run.queries));
         }
         self.backend.uncentre_lse(stores[0], queries, &slots, states).await
     }
 
-    /// What a sequence holds in a layer, span by span, as dense f32 rows on the device.
+    /// The contents of a sequence in a layer, span by span, as dense f32 rows on the device.
     pub(super) fn dequantize(&self, layer: usize, sequence: usize) -> Result<Vec<StoredSpan<B::Tensor>>> {
         let (mut stored, stores) = (Vec::new(), self.stores(layer));
         let centre = self.page_tables.sequence(sequence)?.centre;

@@ -1,4 +1,4 @@
-//! Layers that share their page tables: one page table and one set of pages, and stores of its own for each.
+//! Layers that share their page tables: one page table and one set of pages, and separate stores for each layer.
 
 use std::sync::Arc;
 
@@ -27,12 +27,12 @@ pub(super) struct LayerGroup<B: Backend> {
     pub(super) shape: AttentionShape,
     pub(super) split: Split,
     pub(super) page_tables: PageTables<B::Indices>,
-    /// What the open step writes.
+    /// The writes of the open step.
     table: GroupTable,
     /// The flags of all layers of the model.
     flags: Arc<B::NonFiniteFlags>,
     layers: Vec<Vec<LayerStore<B>>>,
-    /// The number of every layer in its model.
+    /// The index of every layer in its model.
     numbers: Vec<usize>,
 }
 
@@ -90,13 +90,13 @@ impl<B: Backend> LayerGroup<B> {
         self.layers.len()
     }
 
-    /// The number of every layer in its model.
+    /// The index of every layer in its model.
     pub(super) fn numbers(&self) -> &[usize] {
         &self.numbers
     }
 
-    /// The layers one by one, each with page tables of its own that say what these do: what they hold may differ from
-    /// now on.
+    /// Splits the group into single layers, each with its own copy of the page tables: from now on their contents may
+    /// differ.
     pub(super) fn part(self) -> impl Iterator<Item = Self>
     where
         B: Clone,
@@ -118,12 +118,12 @@ impl<B: Backend> LayerGroup<B> {
         layers.into_iter().zip(numbers).map(alone)
     }
 
-    /// The stores of a layer, as plans name them.
+    /// The stores of a layer, in the order of plans.
     pub(super) fn stores(&self, layer: usize) -> Vec<&B::Store> {
         self.layers[layer].iter().map(|of| &of.store).collect()
     }
 
-    /// The same, to be written to, with the backend that does.
+    /// The stores of a layer for writing, with the backend that writes.
     pub(super) fn backend_and_stores(&mut self, layer: usize) -> (&B, Vec<&mut B::Store>) {
         (&self.backend, self.layers[layer].iter_mut().map(|of| &mut of.store).collect())
     }
@@ -240,14 +240,14 @@ impl<B: Backend> LayerGroup<B> {
 
     // --- writing -------------------------------------------------------------------------------------------------
 
-    /// Checks keys and values before anything changes: their lengths, then their elements.
+    /// Checks keys and values before anything changes: first their lengths, then their elements.
     pub(super) async fn check_rows(&self, new: NewTokens<'_, B::Tensor>) -> Result<()> {
         self.check_lengths(new)?;
         self.check_finite(KeyOrValue::Key, new.keys, &new.rows).await?;
         self.check_finite(KeyOrValue::Value, new.values, &new.rows).await
     }
 
-    /// Checks a centre that an engine gives.
+    /// Checks a centre that an engine sets.
     pub(super) async fn check_centre(&self, centre: &B::Tensor) -> Result<()> {
         let rows = RowLayout::token_major(1, &self.shape);
         rows.check("centre", self.backend.elements(centre), &self.shape)?;
@@ -256,7 +256,7 @@ impl<B: Backend> LayerGroup<B> {
 
     /// Checks that all elements can be stored.
     async fn check_finite(&self, which: KeyOrValue, tensor: &B::Tensor, rows: &RowLayout) -> Result<()> {
-        // Whatever is stored in f16 now may be packed later.
+        // Tokens that are stored in f16 now may be packed later.
         let largest = self.largest_element(which);
         match self.backend.first_non_finite(which, tensor, rows, &self.shape, largest).await? {
             None => Ok(()),
@@ -277,8 +277,7 @@ impl<B: Backend> LayerGroup<B> {
         new.rows.check("values", self.backend.elements(new.values), &self.shape)
     }
 
-    /// The largest element that every store can hold. What is left of a key without its centre may be twice as
-    /// large as either.
+    /// The largest element that every store can hold. A key minus its centre may be twice as large as either.
     fn largest_element(&self, which: KeyOrValue) -> f32 {
         let stores = self.recipe().stores().iter();
         let largest = stores.map(|store| store.format.tensor(which).largest_element(self.shape.head_dim()));
@@ -286,14 +285,13 @@ impl<B: Backend> LayerGroup<B> {
         if which == KeyOrValue::Key && self.recipe().is_centred() { largest / 2.0 } else { largest }
     }
 
-    /// Opens a change of the page tables that appends, and lays out what it writes: nothing has changed on an error.
+    /// Opens a change of the page tables that appends, and lays out its writes. On an error nothing has changed.
     pub(super) fn open_append(&mut self, runs: &[TokenRun], tokens: usize) -> Result<Change<B::Indices>> {
         let change = self.page_tables.append(runs, tokens)?;
         self.lay_out(change, tokens)
     }
 
-    /// Opens a change of the page tables that packs windows, and lays out what it writes: nothing has changed on an
-    /// error.
+    /// Opens a change of the page tables that packs windows, and lays out its writes. On an error nothing has changed.
     pub(super) fn open_windows(&mut self, sequence: usize) -> Result<Change<B::Indices>> {
         let change = self.page_tables.pack_windows(sequence)?;
         self.lay_out(change, 0)
@@ -320,17 +318,17 @@ impl<B: Backend> LayerGroup<B> {
         OpenStep { layers: &self.numbers, table: self.table.table(), plan, stores, flags: &self.flags }
     }
 
-    /// What steps could not store as it was, in all layers of the model.
+    /// The tokens that steps could not store exactly, in all layers of the model.
     pub(super) async fn read_flags(&self) -> Result<Vec<FlaggedToken>> {
         self.backend.read_non_finite_flags(&self.flags).await
     }
 
-    /// Unsets the flags.
+    /// Clears the flags.
     pub(super) fn clear_flags(&self) -> Result<()> {
         self.backend.clear_non_finite_flags(&self.flags)
     }
 
-    /// Puts the centres of sequences that begin with a prompt, or with none, into all stores of a layer.
+    /// Writes the centres of sequences that begin with a prompt, or that were set, to all stores of a layer.
     pub(super) fn write_centres(
         &mut self,
         layer: usize,
@@ -346,7 +344,7 @@ impl<B: Backend> LayerGroup<B> {
         Ok(())
     }
 
-    /// Writes what the open step says to one layer; without keys and values, where it only packs windows.
+    /// Writes the open step to one layer. Without keys and values it only packs windows.
     pub(super) fn write_step(&mut self, layer: usize, new: Option<NewTokens<'_, B::Tensor>>) -> Result<()> {
         let Self { backend, layers, flags, table, numbers, .. } = self;
         let number = numbers[layer];
@@ -396,7 +394,7 @@ impl<B: Backend> LayerGroup<B> {
             same_tokens && Ok(span.store) == page_tables.recipe().resolve(prompt.store)
         };
         if opened.len() != spans.len() || !opened.iter().zip(spans).all(same) {
-            let reason = "the spans are not those that the step was opened with".into();
+            let reason = "pass the spans that the step was opened with".into();
             return Err(Error::Plan { what: "spans of a prompt", reason });
         }
         for (span, prompt) in opened.iter().zip(spans) {
@@ -405,8 +403,8 @@ impl<B: Backend> LayerGroup<B> {
         Ok(())
     }
 
-    /// Writes rows to one layer as the spans that a change opened, in their order: so many of the rows as a
-    /// span has tokens.
+    /// Writes rows to one layer as the spans that a change opened, in their order. Each span takes as many rows as it
+    /// has tokens.
     pub(super) fn write_rows(
         &mut self,
         layer: usize,
@@ -425,7 +423,7 @@ impl<B: Backend> LayerGroup<B> {
         Ok(())
     }
 
-    /// Commits a change whose writes succeeded, and abandons it otherwise.
+    /// Commits a change if its writes succeeded, otherwise abandons it.
     pub(super) fn close(&mut self, change: Change<B::Indices>, written: Result<()>) -> Result<()> {
         match written {
             Ok(()) => self.page_tables.commit(change),

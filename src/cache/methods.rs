@@ -7,21 +7,21 @@ use super::evictions::Eviction;
 use super::parsed::Parsed;
 use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat};
 
-/// A published method, or a baseline, that recipes name.
+/// A named method of recipes: a published one, or a baseline.
 #[derive(Clone, Copy, Debug)]
 pub struct Method {
     /// The name in recipes.
     pub name: &'static str,
-    /// The widths it takes, as in `name:4`; a method that takes none has an empty list.
+    /// The widths that it takes, as in `name:4`. Empty for a method without widths.
     pub bits: &'static [Bits],
-    /// How keys and values are stored.
+    /// The storage of keys and values.
     pub stores: &'static str,
-    /// Where it comes from.
+    /// Its source.
     pub source: &'static str,
     recipe: fn(Bits, &AttentionShape) -> Recipe,
 }
 
-/// Newest tokens that stay in f16 where a recipe does not say otherwise: the residual window of KIVI.
+/// Number of newest tokens that stay in f16 unless a recipe sets it: the residual window of KIVI.
 const DEFAULT_WINDOW: usize = 128;
 
 /// All methods. A recipe is one of them with options, see [`ModelRecipe`](super::ModelRecipe).
@@ -79,7 +79,7 @@ pub const METHODS: &[Method] = &[
     Method {
         name: "turboquant-renormalized",
         bits: &[Bits::Four, Bits::Three, Bits::Two, Bits::One],
-        stores: "as turboquant, with norms that make what is stored as long as the row",
+        stores: "as turboquant, with norms that make the decoded row as long as the original",
         source: "TurboQuant (mse), arXiv 2504.19874, and a correction",
         recipe: |bits, shape| Recipe::pack_all(SegmentFormat::turboquant_renormalized(bits, shape.head_dim())),
     },
@@ -124,7 +124,7 @@ fn kivi(bits: Bits) -> Recipe {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Choice {
     method: &'static Method,
-    /// Of no meaning for a method that takes none.
+    /// Meaningless for a method without widths.
     bits: Bits,
 }
 
@@ -134,7 +134,7 @@ impl Choice {
         METHODS.iter().flat_map(Method::choices)
     }
 
-    /// Reads a method and, where it takes one, its width. What is wrong is said in words.
+    /// Parses a method and its width, if it takes one. Errors are messages.
     pub(super) fn parse(text: &str) -> Parsed<Self> {
         let (name, bits) = match text.split_once(':') {
             Some((name, bits)) => (name, Some(bits)),
@@ -164,7 +164,7 @@ impl Choice {
         (self.method.recipe)(self.bits, shape)
     }
 
-    /// True if it packs nothing.
+    /// Whether it packs nothing.
     pub(super) fn is_f16(&self) -> bool {
         self.method.name == "f16"
     }

@@ -1,4 +1,4 @@
-//! Caches: the comfortable way in.
+//! Caches: the convenient interface.
 //!
 //! A cache holds the keys and values of attention layers for a batch of sequences. It keeps the page tables (spans,
 //! pages, range slots, positions) and leaves storing and computing to a [`Backend`](crate::Backend).
@@ -9,9 +9,9 @@
 //! | [`ModelCache`] | all layers of a model: a step changes their page tables once, and every layer stores and attends |
 //! | [`ObservedPrompt`] | a prompt that a [policy](crate::policy) looks at, of which [`ModelCache::compress`] stores what stays |
 //!
-//! A [`Recipe`] lists the stores of a cache (f16, and any number of packed ones) and says what happens to appended
-//! tokens. A [`PromptSpan`] says which store takes which tokens of a prompt. People write both, and what stays of a
-//! prompt, as a [`ModelRecipe`].
+//! A [`Recipe`] lists the stores of a cache (f16, and any number of packed ones) and the rule for appended tokens. A
+//! [`PromptSpan`] assigns tokens of a prompt to a store. A [`ModelRecipe`] is the text form of both, and of the policy
+//! that evicts tokens of a prompt.
 //!
 //! A call that fails has changed nothing. A future that is dropped before its end is no such failure: it may leave
 //! tokens in the page tables, or layers that differ. Poll the futures of calls that change a cache to their end.
@@ -64,10 +64,10 @@ pub use swap::SwappedSequence;
 
 pub use crate::plan::StoreFormat;
 
-/// Tokens whose mean key is the centre of a sequence, at most: the first of those that it is given first.
+/// A sequence's centre is the mean of at most this many keys, taken from the start of its first call.
 pub const CENTRE_TOKENS: usize = 64;
 
 const _: () = assert!(CENTRE_TOKENS <= crate::plan::MOST_MEAN_TOKENS, "centres are made within steps");
 
-/// Most sequences of one cache.
+/// Maximum number of sequences in one cache.
 pub const MOST_SEQUENCES: usize = 1 << 20;

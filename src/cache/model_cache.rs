@@ -15,12 +15,12 @@ use crate::{Error, Result};
 
 /// Keys and values of all layers of a model for a batch of sequences.
 ///
-/// Layers of one shape and one recipe share their page tables: one page table, decided once for a step, and one plan of
-/// its attention, until a prompt is [compressed](ModelCache::compress) and layers hold different tokens. What changes
-/// the page tables has two phases. A step is opened ([`begin_append`](ModelCache::begin_append),
-/// [`begin_prefill`](ModelCache::begin_prefill)): the page tables say what they will say. Every layer stores and
-/// attends. Then the step is committed, or abandoned: a failure in layer 17 does not leave layers 0 to 16 ahead, and
-/// the pages that the step took are free again.
+/// Layers with the same shape and recipe share their page tables: one page table, decided once per step, and one plan
+/// of its attention, until a prompt is [compressed](ModelCache::compress) and layers hold different tokens. A change of
+/// the page tables has two phases. First a step is opened ([`begin_append`](ModelCache::begin_append),
+/// [`begin_prefill`](ModelCache::begin_prefill)), and the page tables show the new state. Every layer stores and
+/// attends. Then the step is committed or abandoned. A failure in layer 17 therefore does not leave layers 0 to 16
+/// ahead, and the pages that the step took are released.
 ///
 /// ```
 /// use kvpack::cache::{ModelCache, Recipe, TokenRun};
@@ -62,7 +62,7 @@ struct Step<I> {
     kind: StepKind,
     /// Tokens of every layer's keys and values.
     tokens: usize,
-    /// By group.
+    /// One per group.
     changes: Vec<Change<I>>,
     plans: Vec<AttendPlan>,
     /// The layers that have stored their tokens.
@@ -79,12 +79,12 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// An empty cache of these layers for `sequences` sequences. It allocates nothing yet.
     ///
     /// # Errors
-    /// [`Error::Plan`] for no layers; those of [`KvCache::new`](super::KvCache::new) for each.
+    /// [`Error::Plan`] for no layers; as [`KvCache::new`](super::KvCache::new) for each layer.
     pub fn new(backend: &B, layers: &[(AttentionShape, Recipe)], sequences: usize) -> Result<Self> {
         if layers.is_empty() {
             return Err(Error::Plan { what: "cache of a model", reason: "it needs at least one layer".into() });
         }
-        // Layers of a kind, in the order in which they first come.
+        // The kinds of layers, in the order of their first occurrence.
         let mut kinds: Vec<&(AttentionShape, Recipe)> = Vec::new();
         let mut numbers: Vec<Vec<usize>> = Vec::new();
         let mut places = Vec::with_capacity(layers.len());
@@ -131,7 +131,7 @@ impl<B: Backend> ModelCache<B> {
         Ok(&self.group(layer)?.0.shape)
     }
 
-    /// How a layer stores.
+    /// The recipe of a layer.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer.
@@ -139,7 +139,7 @@ impl<B: Backend> ModelCache<B> {
         Ok(self.group(layer)?.0.recipe())
     }
 
-    /// Tokens that a layer holds of a sequence, those of an open step included.
+    /// Number of tokens of a sequence that a layer holds, including those of an open step.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer, [`Error::Sequence`] when there is no such sequence.
@@ -155,8 +155,8 @@ impl<B: Backend> ModelCache<B> {
         Ok(self.groups[0].page_tables.sequence(sequence)?.length)
     }
 
-    /// Bytes of all layers, by format: the f16 stores together, then the packed ones of each kind of layer, or of each
-    /// layer once a prompt was [compressed](ModelCache::compress).
+    /// Bytes of all layers, by format: first the f16 stores together, then the packed ones of each kind of layer, or of
+    /// each layer once a prompt was [compressed](ModelCache::compress).
     pub fn memory(&self) -> CacheMemory {
         let of_groups: Vec<CacheMemory> = self.groups.iter().map(LayerGroup::memory).collect();
         let mut f16 = *of_groups[0].f16();
@@ -175,8 +175,8 @@ impl<B: Backend> ModelCache<B> {
 
     // --- steps -----------------------------------------------------------------------------------------------------
 
-    /// Opens a step that appends these runs of tokens, whose rows lie one after the other in every layer's keys and
-    /// values. On the host alone: nothing is allocated on the device, encoded or waited for.
+    /// Opens a step that appends these token runs, whose rows are contiguous in every layer's keys and values. It works
+    /// on the host alone: it does not allocate on the device, encode or wait.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one is named twice or a step is open,
@@ -187,8 +187,8 @@ impl<B: Backend> ModelCache<B> {
         self.open(StepKind::Append, tokens_of(runs), &queries, |group| group.open_append(runs, tokens_of(runs)))
     }
 
-    /// Opens a step that stores a prompt, or a further part of one, of `tokens` tokens at the end of a sequence: its
-    /// spans as [`KvCache::prefill`](super::KvCache::prefill) takes them, the same in all layers. The queries of the
+    /// Opens a step that stores a prompt, or a further part of one, of `tokens` tokens at the end of a sequence. Its
+    /// spans are those of [`KvCache::prefill`](super::KvCache::prefill), the same in all layers. The queries of the
     /// step are those of the newest token.
     ///
     /// # Errors
@@ -227,8 +227,8 @@ impl<B: Backend> ModelCache<B> {
         Ok(self.group(layer)?.0.table().layout())
     }
 
-    /// The plan of the open step's attention in a layer: decoded tokens attend to their whole sequence,
-    /// chunks causally.
+    /// The plan of the open step's attention in a layer: decoded tokens attend to their whole sequence, chunks
+    /// causally.
     ///
     /// # Errors
     /// [`Error::Plan`] when no step is open or there is no such layer.
@@ -237,7 +237,7 @@ impl<B: Backend> ModelCache<B> {
         Ok(&self.step.as_ref().ok_or_else(no_step)?.plans[group])
     }
 
-    /// The stores of a layer, as plans name them.
+    /// The stores of a layer, in the order of plans.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer.
@@ -246,8 +246,9 @@ impl<B: Backend> ModelCache<B> {
         Ok(group.stores(index))
     }
 
-    /// Stores the keys and values of the open step's tokens in one layer. What they replace is there until the step is
-    /// committed. Elements that are not finite are stored as zeros, and [told later](ModelCache::non_finite).
+    /// Stores the keys and values of the open step's tokens in one layer. The data that they replace stay until the
+    /// step is committed. Elements that are not finite are stored as zeros, and [reported
+    /// later](ModelCache::non_finite).
     ///
     /// # Errors
     /// [`Error::Plan`] when no step that appends is open, there is no such layer, or `rows` are not those of the step;
@@ -256,10 +257,11 @@ impl<B: Backend> ModelCache<B> {
         self.store_as(layer, NewTokens { rows, keys, values }, StepKind::Append, &[]).await
     }
 
-    /// Stores the keys and values of the open step's prompt in one layer; `spans` are those that it was opened with.
+    /// Stores the keys and values of the open step's prompt in one layer. `spans` are those that the step was opened
+    /// with.
     ///
     /// # Errors
-    /// Those of [`ModelCache::store`], and [`Error::NotFinite`]: a prompt's elements are looked at first.
+    /// As [`ModelCache::store`], and [`Error::NotFinite`]: a prompt's elements are checked first.
     pub async fn store_prompt(
         &mut self,
         layer: usize,
@@ -272,33 +274,33 @@ impl<B: Backend> ModelCache<B> {
         self.store_as(layer, NewTokens { rows, keys, values }, StepKind::Prefill(sequence), spans).await
     }
 
-    /// Attends with the open step's queries in one layer: `[tokens, query_heads, head_dim]` for the tokens that are
-    /// appended, one row for a prompt. The output has the same layout.
+    /// Attends with the open step's queries in one layer: `[tokens, query_heads, head_dim]` for appended tokens, one
+    /// row for a prompt. The output has the same layout.
     ///
     /// # Errors
     /// [`Error::Plan`] when no step is open, there is no such layer or it has not stored its tokens,
-    /// [`Error::Elements`] when the queries have another shape, [`Error::OutOfMemory`] or [`Error::DeviceLost`]
-    /// from the device.
+    /// [`Error::Elements`] when the queries have another shape, [`Error::OutOfMemory`] or [`Error::DeviceLost`] from
+    /// the device.
     pub async fn attend(&self, layer: usize, queries: &B::Tensor, output: ElementType) -> Result<B::Tensor> {
         let (group, index, plan) = self.stored_plan(layer)?;
         plan.check_elements("queries", group.backend.elements(queries))?;
         group.backend.attend(plan, &group.stores(index), queries, group.attend_options(output)).await
     }
 
-    /// The same into a tensor of the caller's, laid out as the queries, whose element type it takes.
+    /// [`ModelCache::attend`] into the caller's tensor, which has the layout of the queries. Its element type is used.
     ///
     /// # Errors
-    /// Those of [`ModelCache::attend`], and [`Error::Elements`] when the output has another length than the queries.
+    /// As [`ModelCache::attend`]; [`Error::Elements`] when the output has another length than the queries.
     pub async fn attend_into(&self, layer: usize, queries: &B::Tensor, output: &mut B::Tensor) -> Result<()> {
         let (group, index, plan) = self.stored_plan(layer)?;
         group.attend_into(index, plan, queries, output).await
     }
 
-    /// The same as attention states, to be merged with attention over other tokens: see
+    /// [`ModelCache::attend`] that returns attention states, to be merged with attention over other tokens: see
     /// [`KvCache::attend_states`](super::KvCache::attend_states).
     ///
     /// # Errors
-    /// Those of [`ModelCache::attend`].
+    /// As [`ModelCache::attend`].
     pub async fn attend_states(&self, layer: usize, queries: &B::Tensor) -> Result<AttentionStates<B::Tensor>> {
         let (group, index, plan) = self.stored_plan(layer)?;
         plan.check_elements("queries", group.backend.elements(queries))?;
@@ -308,7 +310,7 @@ impl<B: Backend> ModelCache<B> {
     /// The open step is so: its tokens are held, and the pages that it replaced are free.
     ///
     /// # Errors
-    /// [`Error::Plan`] when no step is open, or a layer has not stored its tokens: the step is still open.
+    /// [`Error::Plan`] when no step is open, or a layer has not stored its tokens. The step stays open.
     pub fn commit(&mut self) -> Result<()> {
         let step = self.step.as_ref().ok_or_else(no_step)?;
         if let Some(layer) = step.stored.iter().position(|stored| !stored) {
@@ -328,8 +330,8 @@ impl<B: Backend> ModelCache<B> {
         }
     }
 
-    /// Packs every full tile of a sequence's appended tokens that is due, in all layers: after chunks, when their
-    /// queries have attended. Decoded tokens have it done within their step.
+    /// Packs every full tile of a sequence's appended tokens that is due, in all layers. Call it after chunks, once
+    /// their queries have attended. Steps of decoded tokens do this themselves.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open, [`Error::OutOfMemory`]
@@ -357,7 +359,7 @@ impl<B: Backend> ModelCache<B> {
         written
     }
 
-    /// Keys and values of appended tokens that could not be stored as they were, over all steps since
+    /// Keys and values of appended tokens that could not be stored exactly, over all steps since
     /// [`ModelCache::clear_non_finite`], by layer: see [`KvCache::non_finite`](super::KvCache::non_finite). It waits
     /// for the device.
     ///
@@ -367,7 +369,7 @@ impl<B: Backend> ModelCache<B> {
         self.groups[0].read_flags().await
     }
 
-    /// Forgets what [`ModelCache::non_finite`] tells.
+    /// Clears the tokens that [`ModelCache::non_finite`] returns.
     ///
     /// # Errors
     /// [`Error::DeviceLost`].
@@ -390,7 +392,7 @@ impl<B: Backend> ModelCache<B> {
         Ok((&self.groups[group], index))
     }
 
-    /// A layer that has stored the tokens of the open step, its place in its group, and the plan of its attention.
+    /// A layer that has stored the tokens of the open step: its group, its place there, and the plan of its attention.
     fn stored_plan(&self, layer: usize) -> Result<(&LayerGroup<B>, usize, &AttendPlan)> {
         let (group, index) = self.group(layer)?;
         let plan = self.plan(layer)?;

@@ -17,7 +17,7 @@ impl<B: Backend> ModelCache<B> {
     /// Room that appending needs in the page tables of a layer, by store.
     ///
     /// # Errors
-    /// Those of [`ModelCache::begin_append`] for the runs.
+    /// As [`ModelCache::begin_append`] for the runs.
     pub fn room_for_append(&self, layer: usize, runs: &[TokenRun]) -> Result<Vec<StoreRoom>> {
         self.group(layer)?.0.page_tables.room_for_append(runs, tokens_of(runs))
     }
@@ -39,7 +39,7 @@ impl<B: Backend> ModelCache<B> {
         Ok(())
     }
 
-    /// Allocates what appending needs, where it is not there yet.
+    /// Allocates the room that appending needs, unless it exists.
     ///
     /// # Errors
     /// Those of [`ModelCache::begin_append`] for the runs, [`Error::OutOfMemory`] or [`Error::Limit`].
@@ -51,7 +51,7 @@ impl<B: Backend> ModelCache<B> {
         Ok(())
     }
 
-    /// Allocates what a prompt needs, where it is not there yet.
+    /// Allocates the room that a prompt needs, unless it exists.
     ///
     /// # Errors
     /// [`Error::Plan`] when a span names no store of a layer, [`Error::OutOfMemory`] or [`Error::Limit`].

@@ -1,4 +1,4 @@
-//! What is done to the sequences of a [`ModelCache`] between its steps, in all layers alike.
+//! Changes to the sequences of a [`ModelCache`] between its steps, in all layers alike.
 
 use super::ModelCache;
 use super::layer_reads::StoredSpan;
@@ -7,12 +7,12 @@ use crate::plan::{RowLayout, TokenRange};
 use crate::{Error, Result};
 
 impl<B: Backend> ModelCache<B> {
-    /// Says what the keys of an empty sequence are stored without: one centre for each layer, in order. See
+    /// Sets the centres of an empty sequence, one for each layer, in order. See
     /// [`KvCache::set_centre`](super::KvCache::set_centre).
     ///
     /// # Errors
-    /// Those of [`KvCache::set_centre`](super::KvCache::set_centre), and [`Error::Plan`] when a step is open or there
-    /// are more or fewer centres than layers.
+    /// As [`KvCache::set_centre`](super::KvCache::set_centre); [`Error::Plan`] when a step is open or there is not one
+    /// centre per layer.
     pub async fn set_centres(&mut self, sequence: usize, centres: &[&B::Tensor]) -> Result<()> {
         self.check_no_step()?;
         if centres.len() != self.layers.len() {
@@ -47,7 +47,7 @@ impl<B: Backend> ModelCache<B> {
         written
     }
 
-    /// Forgets all tokens of a sequence; its pages, range slots and centre are free again.
+    /// Removes all tokens of a sequence and releases its pages, range slots and centre.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open.
@@ -56,29 +56,29 @@ impl<B: Backend> ModelCache<B> {
         self.groups.iter_mut().try_for_each(|group| group.page_tables.clear(sequence))
     }
 
-    /// Lets an empty sequence hold all tokens of another, in all layers: see [`KvCache::fork`](super::KvCache::fork).
+    /// Lets an empty sequence share all tokens of another, in all layers: see [`KvCache::fork`](super::KvCache::fork).
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when `target` holds tokens or
     /// a step is open.
     pub fn fork(&mut self, source: usize, target: usize) -> Result<()> {
         self.check_no_step()?;
-        // The lengths of a sequence are those of all layers: the first refuses what any would.
+        // The lengths of a sequence are the same in all layers, so the first layer refuses whatever any would.
         self.groups.iter_mut().try_for_each(|group| group.page_tables.fork(source, target))
     }
 
-    /// Forgets the newest tokens of a sequence in all layers: see [`KvCache::truncate`](super::KvCache::truncate).
+    /// Removes the newest tokens of a sequence in all layers: see [`KvCache::truncate`](super::KvCache::truncate).
     ///
     /// # Errors
-    /// Those of [`KvCache::truncate`](super::KvCache::truncate), and [`Error::Plan`] when a step is open.
-    /// Nothing has changed.
+    /// As [`KvCache::truncate`](super::KvCache::truncate); [`Error::Plan`] when a step is open. On an error nothing has
+    /// changed.
     pub fn truncate(&mut self, sequence: usize, length: usize) -> Result<()> {
         self.check_no_step()?;
         self.groups.iter().try_for_each(|group| group.page_tables.check_truncate(sequence, length))?;
         self.groups.iter_mut().try_for_each(|group| group.page_tables.truncate(sequence, length))
     }
 
-    /// Gives whole pages of old tokens back in all layers: see [`KvCache::forget`](super::KvCache::forget).
+    /// Releases whole pages of old tokens in all layers: see [`KvCache::forget`](super::KvCache::forget).
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open.
@@ -87,10 +87,11 @@ impl<B: Backend> ModelCache<B> {
         self.groups.iter_mut().try_for_each(|group| group.page_tables.forget(sequence, positions))
     }
 
-    /// What a layer holds of a sequence, as dense f32 rows: see [`KvCache::dequantize`](super::KvCache::dequantize).
+    /// The contents of a sequence in a layer, as dense f32 rows: see
+    /// [`KvCache::dequantize`](super::KvCache::dequantize).
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such layer, and those of [`KvCache::dequantize`](super::KvCache::dequantize).
+    /// [`Error::Plan`] when there is no such layer; as [`KvCache::dequantize`](super::KvCache::dequantize).
     pub fn dequantize(&self, layer: usize, sequence: usize) -> Result<Vec<StoredSpan<B::Tensor>>> {
         let (group, index) = self.group(layer)?;
         group.dequantize(index, sequence)

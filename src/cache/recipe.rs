@@ -1,4 +1,4 @@
-//! Recipes: how a cache stores what it is given.
+//! Recipes: how a cache stores keys and values.
 
 use std::fmt;
 
@@ -17,7 +17,7 @@ impl StoreId {
     /// The first packed store.
     pub const PACKED: Self = Self(1);
 
-    /// The store at a place among those of a recipe, which are at most [`MOST_STORES`].
+    /// The store at a place in a recipe's list, which has no more than [`MOST_STORES`].
     pub(super) fn at(index: usize) -> Self {
         Self(u8::try_from(index).unwrap_or(u8::MAX))
     }
@@ -34,28 +34,28 @@ impl fmt::Display for StoreId {
     }
 }
 
-/// What happens to tokens that decoding appends.
+/// The rule for tokens that decoding appends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Appended {
     /// They stay in f16 (CalibQuant).
     Keep,
-    /// Each token is packed as it arrives, into the open tile of a store. Needs a format whose codes and ranges depend
-    /// on the token alone: see [`SegmentFormat::takes_single_tokens`].
+    /// Each token is packed as it arrives, into the open tile of a store. This needs a format whose codes and ranges
+    /// depend on the token alone: see [`SegmentFormat::takes_single_tokens`].
     AtOnce(StoreId),
-    /// They are packed tile by tile: each full tile of 128 as soon as at least `newer` newer tokens are held, so that
-    /// between `newer` and `newer + 127` of the newest tokens are in f16 (the residual window of KIVI).
+    /// They are packed tile by tile: each full tile of 128 as soon as there are at least `newer` newer tokens. Between
+    /// `newer` and `newer + 127` of the newest tokens are then in f16 (the residual window of KIVI).
     Tiles {
-        /// The store that takes the tiles. Where its ranges are those of whole spans, a recipe adds a store of
-        /// [ranges of tiles](SegmentFormat::with_tile_ranges) for them and names that, so that the tiles of a
-        /// sequence are one span.
+        /// The store that takes the tiles. If its ranges are those of whole spans, a recipe adds a store with [tile
+        /// ranges](SegmentFormat::with_tile_ranges) for them and names that store, so that the tiles of a sequence are
+        /// one span.
         to: StoreId,
-        /// Newer tokens that stay in f16, at least.
+        /// Minimum number of newer tokens that stay in f16.
         newer: usize,
     },
 }
 
-/// How a [`KvCache`](super::KvCache) stores and attends: an f16 store, any number of packed ones beside it, and
-/// what goes where.
+/// How a [`KvCache`](super::KvCache) stores and attends: an f16 store, any number of packed stores, and the rules that
+/// assign tokens to them.
 ///
 /// ```
 /// use kvpack::cache::{Appended, Recipe, StoreId};
@@ -80,33 +80,33 @@ pub struct Recipe {
     tiles_of: Option<StoreId>,
 }
 
-/// Most stores of a recipe.
+/// Maximum number of stores in a recipe.
 pub const MOST_STORES: usize = 16;
 
 impl Recipe {
-    /// Everything in f16: the baseline. Spans that ask to be packed are stored in f16 too.
+    /// Everything in f16: the baseline. Spans for packed stores are also stored in f16.
     pub fn f16() -> Self {
         Self::of(SegmentFormat::F16, Appended::Keep)
     }
 
-    /// CalibQuant (arXiv 2502.14882): packed spans (the visual tokens) with one range per channel and span, shrunk at
-    /// 1 bit as in the published code; text and decoded tokens in f16.
+    /// CalibQuant (arXiv 2502.14882): packed spans (the visual tokens) with one range per channel and span, shrunk at 1
+    /// bit as in the published code; text and decoded tokens in f16.
     ///
-    /// Scores are not calibrated until [`Recipe::with_calibration`] says how: the published code uses (0, 3), and
-    /// [`Calibration::search`] finds what suits the data at hand.
+    /// Scores are not calibrated until [`Recipe::with_calibration`] sets the offsets: the published code uses (0, 3),
+    /// and [`Calibration::search`] finds the best ones for given data.
     pub fn calibquant(bits: Bits) -> Self {
         Self::of(SegmentFormat::calibquant(bits), Appended::Keep)
     }
 
-    /// Packed spans and decoded tokens in `packed`: each token as it arrives where the format
-    /// [takes single tokens](SegmentFormat::takes_single_tokens), otherwise as soon as tokens fill a tile.
+    /// Packed spans and decoded tokens in `packed`: each token as it arrives if the format [takes single
+    /// tokens](SegmentFormat::takes_single_tokens), otherwise as soon as tokens fill a tile.
     pub fn pack_all(packed: SegmentFormat) -> Self {
         let to = StoreId::PACKED;
         let at_once = packed.takes_single_tokens();
         Self::of(packed, if at_once { Appended::AtOnce(to) } else { Appended::Tiles { to, newer: 0 } })
     }
 
-    /// The same recipe with one more store, and how spans name it.
+    /// Adds a store to the recipe, and returns the id by which spans name it.
     ///
     /// # Errors
     /// [`Error::Limit`] beyond [`MOST_STORES`].
@@ -117,19 +117,19 @@ impl Recipe {
         Ok((self, id))
     }
 
-    /// The same recipe with one more store, where that was counted already.
+    /// Adds a store whose number was checked already.
     pub(super) fn and_store(mut self, store: StoreFormat) -> Self {
         self.stores.insert(self.named_stores(), store);
         let appended = self.asked_of_appended();
         self.with_appended(appended)
     }
 
-    /// Stores that spans of a prompt name; one for appended tiles alone comes behind them.
+    /// Number of stores that spans of a prompt can name. A store for appended tiles alone follows them.
     fn named_stores(&self) -> usize {
         self.stores.len() - usize::from(self.tiles_of.is_some())
     }
 
-    /// What was asked to become of appended tokens, before tiles got a store of their own.
+    /// The rule for appended tokens before tiles got a store of their own.
     const fn asked_of_appended(&self) -> Appended {
         match (self.appended, self.tiles_of) {
             (Appended::Tiles { newer, .. }, Some(to)) => Appended::Tiles { to, newer },
@@ -137,7 +137,7 @@ impl Recipe {
         }
     }
 
-    /// The same recipe, packing appended tokens tile by tile behind a window of at least `newer` newest tokens in f16.
+    /// Packs appended tokens tile by tile, behind a residual window of at least `newer` newest tokens in f16.
     #[must_use]
     pub fn with_window(self, newer: usize) -> Self {
         let appended = match self.asked_of_appended() {
@@ -148,20 +148,20 @@ impl Recipe {
         self.with_appended(appended)
     }
 
-    /// The same recipe, keeping appended tokens among the first `sink` tokens in f16.
+    /// Keeps appended tokens among the first `sink` tokens in f16.
     #[must_use]
     pub fn with_sink(self, sink: usize) -> Self {
         Self { sink, ..self }
     }
 
-    /// The same recipe with calibrated scores of all packed spans.
+    /// Calibrates the scores of all packed spans.
     #[must_use]
     pub fn with_calibration(mut self, calibration: Calibration) -> Self {
         self.stores.iter_mut().skip(1).for_each(|store| store.calibration = Some(calibration));
         self
     }
 
-    /// The same recipe with something else that happens to appended tokens.
+    /// Replaces the rule for appended tokens.
     ///
     /// ```
     /// use kvpack::cache::{Appended, Recipe, StoreId};
@@ -176,7 +176,7 @@ impl Recipe {
     pub fn with_appended(mut self, appended: Appended) -> Self {
         let of_tiles = self.tiles_of.map(|to| (StoreId::at(self.named_stores()), to));
         self.stores.truncate(self.named_stores());
-        // What this recipe says of appended tokens names the store that their tiles have alone: it is made anew.
+        // The current rule names the store that only appended tiles use, so that store is rebuilt.
         let appended = match (appended, of_tiles) {
             (Appended::Tiles { to, newer }, Some((alone, named))) if to == alone => {
                 Appended::Tiles { to: named, newer }
@@ -195,22 +195,22 @@ impl Recipe {
         self
     }
 
-    /// The same recipe with another precision of the query.
+    /// Sets the precision of the query.
     #[must_use]
     pub fn with_query(self, query: QueryPrecision) -> Self {
         Self { query, ..self }
     }
 
-    /// The same recipe with keys that are stored, in every store, less the centre of their sequence: the mean of the
-    /// first [`CENTRE_TOKENS`](super::CENTRE_TOKENS) tokens that it is given, or what the engine says
-    /// ([`KvCache::set_centre`](super::KvCache::set_centre)). Attention is the same, since softmax forgets what all
-    /// scores of a query have in common, and ranges and norms of tokens are smaller where a model's keys have a bias.
+    /// Centres keys in every store. The centre of a sequence is the mean of its first
+    /// [`CENTRE_TOKENS`](super::CENTRE_TOKENS) tokens, or one that the engine sets
+    /// ([`KvCache::set_centre`](super::KvCache::set_centre)). Attention is the same, since softmax ignores what all
+    /// scores of a query have in common. Ranges and norms of tokens are smaller if a model's keys have a bias.
     ///
-    /// The mean is that of one call: of the first part of a prompt, of a first chunk, or the key of a token that
-    /// decoding begins with. Formats with a range per channel have no use for it, and a cache refuses them.
+    /// The mean is taken over one call: over the first part of a prompt, a first chunk, or the key of a single token if
+    /// decoding begins with it. Formats with a range per channel do not benefit, and a cache refuses them.
     ///
-    /// (SageAttention, arXiv 2410.02367, takes the mean of all keys before it rounds them; NSNQuant, arXiv 2505.18231,
-    /// centres within a normalisation.)
+    /// (SageAttention, arXiv 2410.02367, subtracts the mean of all keys before it rounds them. NSNQuant, arXiv
+    /// 2505.18231, centres as part of a normalisation.)
     #[must_use]
     pub fn with_centre(self) -> Self {
         Self { centred: true, ..self }
@@ -237,18 +237,18 @@ impl Recipe {
         self.query
     }
 
-    /// What happens to appended tokens.
+    /// The rule for appended tokens.
     pub const fn appended(&self) -> Appended {
         self.appended
     }
 
-    /// Of the appended tokens, those among so many first tokens of a sequence stay in f16, in whole tiles where tiles
-    /// are packed: attention sinks (StreamingLLM, arXiv 2309.17453) cost little to keep and much to lose.
+    /// Appended tokens among this many first tokens of a sequence stay in f16, in whole tiles if tiles are packed.
+    /// These attention sinks (StreamingLLM, arXiv 2309.17453) cost little to keep and much to lose.
     pub const fn sink(&self) -> usize {
         self.sink
     }
 
-    /// True if keys are stored less the centre of their sequence: [`Recipe::with_centre`].
+    /// Whether keys are centred: [`Recipe::with_centre`].
     pub const fn is_centred(&self) -> bool {
         self.centred
     }
@@ -258,12 +258,12 @@ impl Recipe {
         &self.stores[self.stores.len().min(2) - 1]
     }
 
-    /// True if packing changes anything.
+    /// Whether packing changes anything.
     pub fn packs(&self) -> bool {
         self.stores.len() > 1
     }
 
-    /// Where spans that name `store` go: there, or to f16 where that is all there is.
+    /// The store of spans that name `store`: that store, or f16 if there is no other.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such store.
@@ -278,7 +278,7 @@ impl Recipe {
         Err(Error::Plan { what: "store", reason })
     }
 
-    /// The store that full windows are packed into, if they are.
+    /// The store that full windows are packed into, if any.
     pub(super) const fn windows_to(&self) -> Option<StoreId> {
         match self.appended {
             Appended::Tiles { to, .. } => Some(to),
@@ -286,7 +286,7 @@ impl Recipe {
         }
     }
 
-    /// Whether single tokens are put into a store: into f16 those that stay, or wait, or are of a sink.
+    /// Whether decoding appends single tokens to this store. The f16 store takes kept, windowed and sink tokens.
     pub(super) fn takes_tokens(&self, store: StoreId) -> bool {
         match self.appended {
             Appended::AtOnce(to) => store == to || (store == StoreId::F16 && self.sink > 0),
@@ -294,7 +294,7 @@ impl Recipe {
         }
     }
 
-    /// Checks that every store can do what the recipe asks of it.
+    /// Checks that every store supports what the recipe requires of it.
     pub(super) fn check(&self) -> Result<()> {
         check_stores(self.stores.len())?;
         if let Appended::AtOnce(to) | Appended::Tiles { to, .. } = self.appended {
@@ -319,7 +319,7 @@ impl Recipe {
     }
 }
 
-/// Checks that a recipe may have so many stores.
+/// Checks that a recipe may have this many stores.
 fn check_stores(stores: usize) -> Result<()> {
     if stores <= MOST_STORES {
         return Ok(());

@@ -6,7 +6,7 @@ use super::{Appended, Recipe};
 use crate::backend::QueryPrecision;
 use crate::format::{AttentionShape, Calibration};
 
-/// An option that changes a recipe, read.
+/// A parsed option of a recipe.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum RecipeOption {
     Window(usize),
@@ -18,10 +18,10 @@ pub(super) enum RecipeOption {
 }
 
 impl RecipeOption {
-    /// Puts it into the recipe of a layer.
+    /// Applies the option to the recipe of a layer.
     pub(super) fn apply(&self, recipe: Recipe, shape: &AttentionShape) -> Recipe {
         match *self {
-            // Nothing of what is appended is packed, behind whatever window.
+            // Appended tokens are never packed, so the length of the window does not matter.
             Self::Window(_) if recipe.appended() == Appended::Keep => recipe,
             Self::Window(newer) => recipe.with_window(newer),
             Self::Sink(sink) => recipe.with_sink(sink),
@@ -32,7 +32,7 @@ impl RecipeOption {
         }
     }
 
-    /// Reads `name=value`.
+    /// Parses `name=value`.
     pub(super) fn parse(name: &str, value: &str) -> Parsed<Self> {
         let tokens = || value.parse().map_err(|_| format!("{name}={value}: a number of tokens is needed"));
         match name {

@@ -14,7 +14,7 @@ use crate::format::AttentionShape;
 use crate::policy::Policy;
 use crate::{Error, Result};
 
-/// A recipe for every layer of a model, as people write it.
+/// A recipe for every layer of a model, in its text form.
 ///
 /// ```text
 /// recipe  = ([policy "/"] method [":" bits] | mixture) { "+" option }
@@ -34,8 +34,8 @@ use crate::{Error, Result};
 ///         | "every=" tokens                after so many appended tokens the policy chooses anew from all that is held (never)
 /// ```
 ///
-/// The methods are [`METHODS`](super::METHODS), and the policies [`EVICTIONS`](super::EVICTIONS). Options hold for
-/// every layer, those of another method included. What a policy keeps is packed by the method:
+/// The methods are [`METHODS`](super::METHODS), and the policies [`EVICTIONS`](super::EVICTIONS). Options apply to
+/// every layer, including layers with another method. The method packs the tokens that a policy keeps:
 /// [`ModelCache::observe`](super::ModelCache::observe) takes [`ModelRecipe::policy`], and
 /// [`ModelCache::compression_due`](super::ModelCache::compression_due) takes [`ModelRecipe::every`].
 ///
@@ -63,7 +63,7 @@ pub struct ModelRecipe {
     options: Vec<RecipeOption>,
 }
 
-/// How layers store that the text does not name.
+/// The method of layers that the text does not name.
 #[derive(Clone, Debug)]
 enum Base {
     Method(Choice),
@@ -90,29 +90,29 @@ impl ModelRecipe {
         Self { text, policy, every: None, base, layers: Vec::new(), options: Vec::new() }
     }
 
-    /// The recipe of a layer whose heads have this shape.
+    /// The recipe of a layer with heads of this shape.
     pub fn layer(&self, layer: usize, shape: &AttentionShape) -> Recipe {
         let named = self.layers.iter().find(|(named, _)| *named == layer);
         let base = named.map_or_else(|| self.base.recipe(shape), |(_, choice)| choice.recipe(shape));
-        // What is said of packed spans is said of those in further stores too.
+        // Options for packed spans also apply to spans in further stores.
         let (stores, options): (Vec<_>, Vec<_>) =
             self.options.iter().partition(|option| matches!(option, RecipeOption::Store(_)));
         let all = stores.into_iter().chain(options);
         all.fold(base, |recipe, option: &RecipeOption| option.apply(recipe, shape))
     }
 
-    /// What stays of a prompt, if the text says so.
+    /// The policy that evicts tokens of a prompt, if the text names one.
     pub fn policy(&self) -> Option<&Policy> {
         self.policy.as_ref()
     }
 
-    /// After how many appended tokens a sequence is compressed again
-    /// ([`ModelCache::compress_again`](super::ModelCache::compress_again)), if the text says so.
+    /// The number of appended tokens after which a sequence is compressed again
+    /// ([`ModelCache::compress_again`](super::ModelCache::compress_again)), if the text sets it.
     pub const fn every(&self) -> Option<usize> {
         self.every
     }
 
-    /// What chunks of a context are stored in, if the text names several formats.
+    /// The stores of a context's chunks, if the text names several formats.
     pub fn mixture(&self) -> Option<&Mixture> {
         match &self.base {
             Base::Method(_) => None,
@@ -120,8 +120,8 @@ impl ModelRecipe {
         }
     }
 
-    /// The recipe, if it stores tokens as they come: for what neither evicts tokens of a prompt nor
-    /// compares its chunks.
+    /// The recipe, if it stores tokens as they arrive: for callers that neither evict tokens of a prompt nor compare
+    /// its chunks.
     ///
     /// # Errors
     /// [`Error::Recipe`] when it begins with a policy or is a mixture.
@@ -134,7 +134,7 @@ impl ModelRecipe {
         Err(Error::Recipe { given: self.text.clone(), reason: reason.into() })
     }
 
-    /// Checks that all layers take a centre, if one is asked for.
+    /// Checks that all layers can be centred, if the recipe centres.
     fn check_centre(&self) -> Parsed<()> {
         if !self.options.iter().any(|option| matches!(option, RecipeOption::Centre)) {
             return Ok(());
@@ -152,8 +152,7 @@ impl ModelRecipe {
         Err(format!("{stores} stores with the {further} further ones; a recipe has at most {MOST_STORES}"))
     }
 
-    /// Checks that every layer has the stores that the chunks of a mixture are put into: all layers take the chunks of
-    /// one search.
+    /// Checks that every layer has the stores of a mixture's chunks: one search assigns the chunks of all layers.
     fn check_mixture(&self) -> Parsed<()> {
         let Some(mixture) = self.mixture() else { return Ok(()) };
         let last = mixture.last_store();
@@ -171,15 +170,15 @@ impl ModelRecipe {
         Ok(())
     }
 
-    /// The recipes of layers that the text names, and of all others; how many stores there are, and what they take, has
-    /// nothing to do with the shape.
+    /// The recipes of the layers that the text names, and of all others. The number of stores, and the tokens that they
+    /// take, do not depend on the shape.
     fn kinds(&self) -> Parsed<impl Iterator<Item = Recipe>> {
         let shape = AttentionShape::new(1, 1, 128).map_err(|error| error.to_string())?;
         let named = self.layers.iter().map(|(layer, _)| *layer).chain([usize::MAX]);
         Ok(named.map(move |layer| self.layer(layer, &shape)))
     }
 
-    /// The highest layer that the text names, which the model must have.
+    /// The highest layer that the text names. The model must have it.
     pub fn highest_layer(&self) -> Option<usize> {
         self.layers.iter().map(|(layer, _)| *layer).max()
     }
@@ -230,7 +229,7 @@ fn parse(text: &str) -> Parsed<ModelRecipe> {
     }
 }
 
-/// What stays, and how it is stored: `lookm:0.2/saw-int4`.
+/// The policy and the method: `lookm:0.2/saw-int4`.
 fn policy_and_base(text: &str) -> Parsed<(Option<Policy>, Base)> {
     if let Some(mixture) = Mixture::parse(text) {
         return Ok((None, Base::Mixture(mixture?)));
@@ -320,7 +319,7 @@ mod tests {
         assert_eq!(formats, expected);
         assert!(layer.stores()[1..].iter().all(|store| store.calibration.is_some()));
         assert_eq!(layer.appended(), Appended::AtOnce(StoreId::PACKED));
-        // The store of appended tiles, where it is one of its own, comes behind those that prompts name.
+        // A store for appended tiles alone follows those that prompts name.
         let beside: ModelRecipe = "calibquant:2+store=saw-int4+window=256".parse().unwrap();
         let layer = beside.layer(0, &shape());
         let formats: Vec<SegmentFormat> = layer.stores().iter().map(|store| store.format).collect();
@@ -328,7 +327,7 @@ mod tests {
         assert_eq!(formats, [SegmentFormat::F16, two_bits, SegmentFormat::saw_int4(), two_bits.with_tile_ranges()]);
         assert_eq!(layer.appended(), Appended::Tiles { to: StoreId(3), newer: 256 });
         assert_eq!(layer.with_appended(Appended::Keep).stores().len(), 3);
-        // f16 beside packed stores that only prompts use.
+        // f16 next to packed stores that only prompts use.
         let prompts: ModelRecipe = "f16+store=saw-int4+store=calibquant:2".parse().unwrap();
         let layer = prompts.layer(0, &shape());
         assert_eq!((layer.stores().len(), layer.appended()), (3, Appended::Keep));
@@ -402,7 +401,7 @@ mod tests {
         assert_eq!((formats.as_slice(), mix.to_string().as_str()), (expected.as_slice(), text));
         let stores = mix.mixture().unwrap().stores_of(&[0.1, 0.9, 0.5, 0.1]).unwrap();
         assert_eq!(stores, [StoreId(2), StoreId(1), StoreId(0), StoreId(2)]);
-        // Two methods that are the same may have two stores.
+        // Two equal methods may have two stores.
         let twice = mixture("mix=calibquant:4:0.5,calibquant:4");
         assert_eq!(twice.mixture().unwrap().stores_of(&[0.1, 0.2]).unwrap(), [StoreId(2), StoreId(1)]);
     }

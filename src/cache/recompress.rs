@@ -1,5 +1,5 @@
-//! A sequence compressed again after it has grown: what it holds is decoded, chosen from and stored anew, in all
-//! layers or in none.
+//! Compresses a sequence again after it has grown: decodes its contents, chooses from them and stores the choice, in
+//! all layers or in none.
 
 use super::change::Change;
 use super::compress::ONLY_LAYER;
@@ -19,14 +19,14 @@ use crate::{Error, Result};
 
 /// The tokens that a layer keeps of those that it holds.
 struct Chosen<B: Backend> {
-    /// Where they lie among the held ones, on the device, `[kv_heads, count]`; `None` where none are kept.
+    /// Their places among the held tokens, on the device, `[kv_heads, count]`; `None` if none are kept.
     places: Option<B::Indices>,
-    /// Where they stand in the sequence.
+    /// Their positions in the sequence.
     positions: LayerSelection,
 }
 
 impl<B: Backend> ModelCache<B> {
-    /// Tokens that came to a sequence since it was [compressed](ModelCache::compress) last; all of them
+    /// Number of tokens appended to a sequence since it was last [compressed](ModelCache::compress), or all its tokens
     /// if it never was.
     ///
     /// # Errors
@@ -39,7 +39,7 @@ impl<B: Backend> ModelCache<B> {
         Ok(appended)
     }
 
-    /// Whether a sequence is to be compressed again: `every` tokens or more came to it since it was compressed last
+    /// Whether a sequence should be compressed again: `every` tokens or more were appended since the last compression
     /// ([`ModelRecipe::every`](super::ModelRecipe::every)). An engine asks after a step is committed.
     ///
     /// # Errors
@@ -48,7 +48,7 @@ impl<B: Backend> ModelCache<B> {
         Ok(self.appended(sequence)? >= every.max(1))
     }
 
-    /// What each layer holds of a sequence, by position.
+    /// The positions that each layer holds of a sequence.
     async fn held(&self, sequence: usize) -> Result<Selection> {
         let length = self.length(sequence)?;
         let mut layers = Vec::with_capacity(self.layers());
@@ -72,7 +72,7 @@ impl<B: Backend> ModelCache<B> {
         Selection::new(layers)
     }
 
-    /// The query rows that were brought, if they are what the policy can be asked with.
+    /// The number of query rows given, if they are valid for the policy.
     fn check_queries(
         &self,
         sequence: usize,
@@ -81,7 +81,7 @@ impl<B: Backend> ModelCache<B> {
     ) -> Result<usize> {
         let appended = self.appended(sequence)?;
         let reject = |reason: String| Err(Error::Selection { reason });
-        // What the policy asks for of one token tells whether it asks at all.
+        // The rows for one token show whether the policy measures at all.
         if policy.rows_again(1) == 0 {
             return Ok(0);
         }
@@ -102,7 +102,7 @@ impl<B: Backend> ModelCache<B> {
         Ok(rows)
     }
 
-    /// What a layer's held keys receive from the newest query rows.
+    /// The attention that a layer's held keys receive from the newest query rows.
     async fn measure_held(
         &self,
         (layer, sequence): (usize, usize),
@@ -121,11 +121,11 @@ impl<B: Backend> ModelCache<B> {
         backend.measure_attention(input, request, queries.known_lse)
     }
 
-    /// What every layer keeps of what it holds: what [`Policy::select_again`] says.
+    /// The tokens that every layer keeps of those that it holds: the decision of [`Policy::select_again`].
     ///
-    /// Where scores alone decide, the device chooses as it does for [`ModelCache::compress`]. Where text is scored
-    /// otherwise than images, the host chooses: heads hold different tokens, so that text lies at other places in each,
-    /// and kernels know one order for all heads.
+    /// If scores alone decide, the device chooses as in [`ModelCache::compress`]. If text is scored differently from
+    /// images, the host chooses: heads hold different tokens, so text lies at different places in each, and kernels
+    /// support only one order for all heads.
     async fn choose(
         &self,
         policy: &Policy,
@@ -155,7 +155,7 @@ impl<B: Backend> ModelCache<B> {
         }
     }
 
-    /// Has the device choose the best of every layer, `budgets` tokens of each head.
+    /// Lets the device choose the best tokens of every layer, `budgets` tokens of each head.
     async fn choose_by_scores(
         &self,
         policy: &Policy,
@@ -176,7 +176,7 @@ impl<B: Backend> ModelCache<B> {
                 None => DecidedLayer::none(),
             });
         }
-        // All layers are under way before the host waits for the first.
+        // All layers are in flight before the host waits for the first.
         let mut chosen = Vec::with_capacity(decided.len());
         for (held, decided) in held.layers().iter().zip(decided) {
             let places = decided.selection(backend, held.count(), held.kv_heads()).await?;
@@ -185,7 +185,7 @@ impl<B: Backend> ModelCache<B> {
         Ok(chosen)
     }
 
-    /// What the host chose, by its places among the tokens that each layer holds.
+    /// Uploads the host's choice, given as places among the tokens that each layer holds.
     async fn upload_choice(&self, held: &Selection, places: Vec<LayerSelection>) -> Result<Vec<Chosen<B>>> {
         let mut chosen = Vec::with_capacity(places.len());
         for (held, places) in held.layers().iter().zip(places) {
@@ -197,22 +197,22 @@ impl<B: Backend> ModelCache<B> {
 }
 
 impl<B: Backend + Clone> ModelCache<B> {
-    /// Compresses a sequence again, to the policy's budget of its present length: for outputs so long that what was
-    /// appended would outgrow what was kept of the prompt.
+    /// Compresses a sequence again, to the policy's budget for its present length: for outputs so long that appended
+    /// tokens would outgrow the kept part of the prompt.
     ///
     /// `spans` are those of the whole sequence, as long as [`ModelCache::length`]; appended tokens are text. `queries`
-    /// are those of the newest tokens, one for each layer in order, all of as many rows: [`Policy::rows_again`] of
-    /// [`ModelCache::appended`] says how many the policy would have. Fewer will do for an engine that keeps fewer. A
-    /// policy that measures nothing takes none.
+    /// are those of the newest tokens, one tensor for each layer in order, all with the same number of rows.
+    /// [`Policy::rows_again`] of [`ModelCache::appended`] returns the number of rows that the policy prefers. An engine
+    /// that keeps fewer may pass fewer. A policy that measures nothing takes none.
     ///
-    /// What the sequence holds is decoded, measured and chosen from, and what is kept is stored as one span, as
-    /// [`ModelCache::compress`] does with a prompt: in the first packed store of the layer's recipe, windows and sinks
-    /// of appended tokens included. Evicted tokens are merged where the policy merges. Positions stay those of the
-    /// sequence, which is as long as before. What was packed is packed from what it decodes to, so that its error may
-    /// grow with every time. The device chooses where scores alone decide, and the host where text is scored otherwise
-    /// than images; positions come to the host in any case. Decoding goes layer by layer, twice; where a layer holds
-    /// several spans, its rows go through the host to be put one after the other. The same cache and queries give the
-    /// same bits in every run.
+    /// The contents of the sequence are decoded, measured and chosen from. The kept tokens are stored as one span, as
+    /// [`ModelCache::compress`] does with a prompt: in the first packed store of the layer's recipe, including tokens
+    /// of residual windows and sinks. Evicted tokens are merged if the policy merges. Positions stay those of the
+    /// sequence, whose length does not change. Packed tokens are packed again from their decoded form, so their error
+    /// may grow every time. The device chooses if scores alone decide; the host chooses if text is scored differently
+    /// from images. Positions are downloaded in either case. Decoding goes layer by layer, twice. If a layer holds
+    /// several spans, its rows pass through the host to be concatenated. The same cache and queries give the same bits
+    /// in every run.
     ///
     /// ```
     /// use kvpack::backend::TensorRows;
@@ -294,7 +294,7 @@ impl<B: Backend + Clone> ModelCache<B> {
 }
 
 impl<B: Backend> LayerGroup<B> {
-    /// All that a layer holds of a sequence, span after span, as dense f32 rows.
+    /// All contents of a sequence in a layer, span after span, as dense f32 rows.
     async fn dense(&self, layer: usize, sequence: usize) -> Result<DenseLayer<B::Tensor>> {
         let mut stored = self.dequantize(layer, sequence)?;
         let rows = RowLayout::head_major(stored.iter().map(|span| span.tokens).sum(), &self.shape);
@@ -314,8 +314,8 @@ impl<B: Backend> LayerGroup<B> {
         Ok(DenseLayer { rows, keys, values })
     }
 
-    /// Opens a change of the page tables of the only layer that puts what is kept in the place of what is held, and
-    /// writes it. Nothing has changed on an error, but for room that is free.
+    /// Opens a change of the only layer's page tables that replaces the held tokens by the kept ones, and writes it. On
+    /// an error nothing has changed, except that free room may have been added.
     async fn replace(
         &mut self,
         sequence: usize,
@@ -364,7 +364,7 @@ impl<B: Backend> LayerGroup<B> {
     }
 }
 
-/// Rows `[kv_heads, tokens, head_dim]` of spans, one span after the other in every head.
+/// Concatenates rows `[kv_heads, tokens, head_dim]` of spans within every head.
 fn join(spans: &[Vec<f32>], shape: &AttentionShape) -> Vec<f32> {
     let of_head = |head: usize| {
         let part = move |span: &'_ Vec<f32>| {

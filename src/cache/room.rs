@@ -4,12 +4,12 @@ use super::slots::Slots;
 use crate::plan::{Page, PageAllocator};
 use crate::{Error, Result};
 
-/// Room of a store: pages, and range slots of so many spans.
+/// Room of a store: pages, and range slots for spans.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StoreRoom {
     /// Pages of 128 tokens.
     pub pages: usize,
-    /// Spans that begin, each of which takes a range slot where the format has them.
+    /// Spans that begin. Each takes a range slot if the format has them.
     pub spans: usize,
 }
 
@@ -17,28 +17,28 @@ pub struct StoreRoom {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Lease {
     pub(super) pages: Vec<Page>,
-    /// The slot, where the format has span ranges.
+    /// The slot, if the format has span ranges.
     pub(super) slot: Option<usize>,
 }
 
 impl Lease {
-    /// The slot as kernels take it: any number will do where there is none.
+    /// The slot in the form that kernels take: any number will do if there is none.
     pub(super) fn range_slot(&self) -> usize {
         self.slot.unwrap_or(0)
     }
 }
 
-/// What of a store is in use.
+/// The used and free parts of a store.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Room {
     pages: PageAllocator,
-    /// Range slots, which spans hold.
+    /// Range slots, held by spans.
     slots: Slots,
     has_slots: bool,
 }
 
 impl Room {
-    /// No room yet, of a store whose spans need range slots or not.
+    /// No room yet, for a store whose spans do or do not need range slots.
     pub(super) fn new(has_slots: bool) -> Self {
         Self { has_slots, ..Self::default() }
     }
@@ -67,7 +67,7 @@ impl Room {
         self.pages.free()
     }
 
-    /// Spans that may begin: no limit where they need no slots.
+    /// Number of spans that may begin. No limit if they need no slots.
     pub(super) fn free_spans(&self) -> usize {
         if self.has_slots { self.slots.free() } else { usize::MAX }
     }
@@ -76,7 +76,7 @@ impl Room {
         self.slots.len()
     }
 
-    /// Slots of so many spans that are still missing.
+    /// Number of slots that are missing for `spans` spans.
     pub(super) fn missing_slots(&self, spans: usize) -> usize {
         if self.has_slots { spans.saturating_sub(self.slots.free()) } else { 0 }
     }
@@ -85,7 +85,7 @@ impl Room {
         self.slots.in_use()
     }
 
-    /// Takes pages for `pages` tiles and a slot. Nothing is taken on an error.
+    /// Takes pages for `pages` tiles and a slot. On an error nothing is taken.
     pub(super) fn take(&mut self, pages: usize) -> Result<Lease> {
         if self.missing_slots(1) > 0 {
             let (what, hint) = ("range slots of a store".into(), "reserve more or free sequences");
@@ -95,26 +95,26 @@ impl Room {
         Ok(Lease { pages, slot: self.slots.take() })
     }
 
-    /// Takes one page of a span that goes on: the span has its range slot already.
+    /// Takes one page for a span that continues. The span already has its range slot.
     pub(super) fn take_page(&mut self) -> Result<Lease> {
         Ok(Lease { pages: self.pages.allocate(1)?, slot: None })
     }
 
-    /// Lets one more span hold what a lease holds.
+    /// Adds another span as a holder of a lease.
     pub(super) fn share(&mut self, lease: &Lease) -> Result<()> {
         self.pages.share(&lease.pages)?;
         lease.slot.into_iter().for_each(|slot| self.slots.share(slot));
         Ok(())
     }
 
-    /// True if other spans hold the page too, so that it must not be written.
+    /// Whether other spans also hold the page, so that it must not be written.
     pub(super) fn is_shared(&self, page: Page) -> bool {
         self.pages.holders(page) > 1
     }
 
     pub(super) fn release(&mut self, lease: &Lease) {
         let released = self.pages.release(&lease.pages);
-        // The cache releases what it leased, once.
+        // The cache releases each of its leases once.
         debug_assert!(released.is_ok(), "{released:?}");
         lease.slot.into_iter().for_each(|slot| self.slots.release(slot));
     }

@@ -9,8 +9,8 @@ use crate::backend::{Backend, SpanBytes, SpanPlace};
 use crate::format::AttentionShape;
 use crate::{Error, Result};
 
-/// A sequence on the host, as [`ModelCache::swap_out`] or [`KvCache::swap_out`] took it; `I` is the index tensor of the
-/// backend, on which the positions of gathered spans stay.
+/// A sequence on the host, taken by [`ModelCache::swap_out`] or [`KvCache::swap_out`]. `I` is the backend's index
+/// tensor, in which the positions of gathered spans stay on the device.
 #[derive(Clone, Debug)]
 pub struct SwappedSequence<I> {
     groups: Vec<SwappedGroup<I>>,
@@ -23,28 +23,28 @@ struct SwappedGroup<I> {
     recipe: Recipe,
     /// The spans, without pages.
     sequence: Sequence<I>,
-    /// The number of every layer in its model.
+    /// The index of every layer in its model.
     numbers: Vec<usize>,
     layers: Vec<SwappedLayer>,
 }
 
-/// What goes to a group of layers: these may have parted since the sequence was taken out.
+/// The part for a group of layers, which may have been split since the sequence was swapped out.
 struct SwappedPart<'a, I> {
     sequence: &'a Sequence<I>,
     layers: &'a [SwappedLayer],
 }
 
-/// What it holds in one layer.
+/// Its contents in one layer.
 #[derive(Clone, Debug)]
 struct SwappedLayer {
-    /// By span.
+    /// One entry per span.
     spans: Vec<SpanBytes>,
-    /// By store, the centre of its keys where it has one.
+    /// The centre of its keys, one entry per store, if it has one.
     centres: Vec<SpanBytes>,
 }
 
 impl<I> SwappedSequence<I> {
-    /// Bytes of it on the host.
+    /// Number of its bytes on the host.
     pub fn bytes(&self) -> usize {
         let layers = self.groups.iter().flat_map(|group| &group.layers);
         layers.flat_map(|layer| layer.spans.iter().chain(&layer.centres)).map(|held| held.bytes().len()).sum()
@@ -73,21 +73,21 @@ impl<I> SwappedSequence<I> {
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Takes a sequence to the host, and frees its pages and range slots: for one that has to wait because memory is
+    /// Moves a sequence to the host, and releases its pages and range slots: for one that must wait because memory is
     /// short. It waits for the device.
     ///
-    /// Pages that it shares with other sequences are copied too, and are its own when it comes back.
+    /// Pages that it shares with other sequences are copied too, and belong to it alone when it comes back.
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::OutOfMemory`] or [`Error::DeviceLost`]. The
-    /// cache is as it was.
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::OutOfMemory`] or [`Error::DeviceLost`]. On an error
+    /// the cache is unchanged.
     pub async fn swap_out(&mut self, sequence: usize) -> Result<SwappedSequence<B::Indices>> {
         let groups = vec![self.group.read_sequence(sequence).await?];
         self.clear(sequence)?;
         Ok(SwappedSequence { groups })
     }
 
-    /// Lets an empty sequence, the same or another, hold what was taken out, bit for bit.
+    /// Restores a swapped sequence, bit for bit, in an empty sequence, the same or another.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it holds tokens or the other was
@@ -99,10 +99,10 @@ impl<B: Backend> KvCache<B> {
 }
 
 impl<B: Backend> ModelCache<B> {
-    /// Takes a sequence to the host in all layers: see [`KvCache::swap_out`].
+    /// Moves a sequence to the host in all layers: see [`KvCache::swap_out`].
     ///
     /// # Errors
-    /// Those of [`KvCache::swap_out`], and [`Error::Plan`] when a step is open. The cache is as it was.
+    /// As [`KvCache::swap_out`]; [`Error::Plan`] when a step is open. On an error the cache is unchanged.
     pub async fn swap_out(&mut self, sequence: usize) -> Result<SwappedSequence<B::Indices>> {
         self.check_no_step()?;
         let mut groups = Vec::with_capacity(self.groups.len());
@@ -113,17 +113,17 @@ impl<B: Backend> ModelCache<B> {
         Ok(SwappedSequence { groups })
     }
 
-    /// Lets an empty sequence hold what was taken out, in all layers: see [`KvCache::swap_in`].
+    /// Restores a swapped sequence in an empty one, in all layers: see [`KvCache::swap_in`].
     ///
     /// # Errors
-    /// Those of [`KvCache::swap_in`], and [`Error::Plan`] when a step is open. The cache is as it was.
+    /// As [`KvCache::swap_in`]; [`Error::Plan`] when a step is open. On an error the cache is unchanged.
     pub async fn swap_in(&mut self, sequence: usize, swapped: &SwappedSequence<B::Indices>) -> Result<()> {
         self.check_no_step()?;
         swap_in(&mut self.groups, sequence, swapped).await
     }
 }
 
-/// Brings a sequence into all groups, or into none.
+/// Restores a sequence in all groups, or in none.
 async fn swap_in<B: Backend>(
     groups: &mut [LayerGroup<B>],
     sequence: usize,
@@ -157,7 +157,7 @@ async fn swap_in<B: Backend>(
 }
 
 impl<B: Backend> LayerGroup<B> {
-    /// What a sequence holds in every layer.
+    /// Reads the contents of a sequence in every layer.
     async fn read_sequence(&self, sequence: usize) -> Result<SwappedGroup<B::Indices>> {
         let mut held = self.page_tables.sequence(sequence)?.clone();
         let mut layers = Vec::with_capacity(self.layers());
@@ -180,7 +180,7 @@ impl<B: Backend> LayerGroup<B> {
         Ok(SwappedGroup { shape, recipe, sequence: held, numbers, layers })
     }
 
-    /// Writes what a sequence held into the pages and slots that it has now.
+    /// Writes the contents of a sequence to its current pages and slots.
     fn write_sequence(&mut self, sequence: usize, swapped: &SwappedPart<'_, B::Indices>) -> Result<()> {
         let held = self.page_tables.sequence(sequence)?.clone();
         for (layer, swapped) in swapped.layers.iter().enumerate() {

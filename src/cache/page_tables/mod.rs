@@ -1,8 +1,8 @@
-//! The page tables of a cache: which spans its sequences have, and which pages they lie in. On the host alone.
+//! The page tables of a cache: the spans of its sequences, and the pages that they lie in. On the host alone.
 //!
-//! A change has two phases. It is opened: the page tables say what they will say, and what has to be written to the
-//! device. Then it is committed, or abandoned: the page tables say what they said before. Pages that an open change no
-//! longer needs are free once it is committed, so that nothing is lost if it is abandoned.
+//! A change has two phases. When it is opened, the page tables show the new state, and the change lists the device
+//! writes. Then it is committed, or abandoned, which restores the old state of the page tables. Pages that an open
+//! change no longer needs are released only when it is committed, so that nothing is lost if it is abandoned.
 
 mod prompts;
 
@@ -16,13 +16,13 @@ use crate::format::TILE_TOKENS;
 use crate::plan::{KeyMean, PageCopy, TokenIndices, TokenRange, TokenWrite, WindowMove};
 use crate::{Error, Result};
 
-/// What the stores of a layer hold for its sequences.
+/// The contents of a layer's stores for its sequences.
 #[derive(Clone, Debug)]
 pub(super) struct PageTables<I> {
     recipe: Recipe,
     rooms: Vec<Room>,
     sequences: Vec<Sequence<I>>,
-    /// Slots of centres, which sequences hold; none where the recipe has no centres.
+    /// Slots of centres, which sequences hold; none if the recipe has no centres.
     centres: Slots,
 }
 
@@ -41,7 +41,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         &mut self.centres
     }
 
-    /// True if the recipe has centres, and there are not as many as sequences.
+    /// Whether the recipe has centres, and there are fewer centre slots than sequences.
     pub(super) fn lacks_centres(&self) -> bool {
         self.recipe.is_centred() && self.centres.len() < self.sequences.len()
     }
@@ -79,7 +79,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         for run in runs {
             let sequence = &self.sequences[run.sequence()];
             let (mut from, length) = (sequence.length, sequence.length.saturating_add(run.tokens()));
-            // Tokens before the sink's end, then those after it: only the first can meet an open page.
+            // Tokens before the sink's end come first, then those after it. Only the first ones can meet an open page.
             while from < length {
                 let window = self.window(from);
                 let end = self.window_end(from).min(length);
@@ -120,7 +120,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         self.rooms.iter().map(of).collect()
     }
 
-    /// Checks that so much room is free.
+    /// Checks that this much room is free.
     ///
     /// # Errors
     /// [`Error::Limit`].
@@ -173,8 +173,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
 
     // --- opening -----------------------------------------------------------------------------------------------------
 
-    /// Appends runs of tokens, the rows of which lie one after the other. A decoded token has the window packed that
-    /// falls behind with it.
+    /// Appends runs of new tokens; their rows are contiguous. Decoding a token also packs the tile that it pushes out
+    /// of the residual window.
     ///
     /// # Errors
     /// Those of [`PageTables::room_for_append`], and [`Error::Limit`] when too little room is free. Nothing has
@@ -237,7 +237,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         let reject = |reason: String| Err(Error::Plan { what: "centre", reason });
         let held = self.sequence(sequence)?;
         if !self.recipe.is_centred() {
-            return reject("the recipe stores keys as they are; give it a centre (Recipe::with_centre)".into());
+            return reject("the recipe does not centre keys; give it a centre (Recipe::with_centre)".into());
         }
         if held.length > 0 || held.centre.is_some() {
             let length = held.length;
@@ -249,8 +249,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         Ok(change)
     }
 
-    /// Gives a sequence that has none a centre, where the recipe has them: the mean of the first of its new tokens,
-    /// which are `tokens` rows from `first` on. What to write to all stores.
+    /// Gives a sequence without a centre one, if the recipe has centres: the mean of the first of its new tokens, which
+    /// are `tokens` rows starting at `first`. Returns the write to all stores.
     fn begin_centre(
         &mut self,
         change: &mut Change<I>,
@@ -262,7 +262,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             return Ok(None);
         }
         let tokens = TokenRange::new(first, first + tokens.min(CENTRE_TOKENS))?;
-        // There are as many as sequences: `check_room`.
+        // There are as many slots as sequences: `check_room`.
         let Some(slot) = self.centres.take() else { return Ok(None) };
         let mean = KeyMean { tokens, slot };
         change.centres.push(CentreWrite { sequence, mean });
@@ -291,7 +291,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         Ok(needed)
     }
 
-    /// Gives an empty sequence the spans of one that was taken to the host, with pages of its own to write them to.
+    /// Gives an empty sequence the spans of one that was swapped out, with pages of its own to write them to.
     ///
     /// # Errors
     /// Those of [`PageTables::room_for_sequence`], and [`Error::Limit`] when too little room is free. Nothing has
@@ -303,7 +303,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         self.remember(&mut change, index, 0);
         let mut restored = swapped.clone();
         if swapped.centre.is_some() {
-            // There are as many as sequences: `check_room`.
+            // There are as many slots as sequences: `check_room`.
             restored.centre = self.centres.take();
             change.taken_centre = restored.centre.map(|_| index);
         }
@@ -323,12 +323,12 @@ impl<I: TokenIndices + Clone> PageTables<I> {
 
     // --- closing -------------------------------------------------------------------------------------------------
 
-    /// What a change opened is so.
+    /// Commits a change: its new state becomes permanent.
     pub(super) fn commit(&mut self, change: Change<I>) {
         self.release(&change.freed);
     }
 
-    /// The page tables say what they said before the change.
+    /// Rolls back a change: the page tables return to their old state.
     pub(super) fn abandon(&mut self, change: Change<I>) {
         for undo in change.undo.into_iter().rev() {
             let sequence = &mut self.sequences[undo.sequence];
@@ -344,7 +344,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
 
     // --- at once ----------------------------------------------------------------------------------------------------
 
-    /// Forgets a sequence.
+    /// Removes all tokens of a sequence.
     pub(super) fn clear(&mut self, sequence: usize) -> Result<()> {
         self.sequence(sequence)?;
         self.release_centre(sequence);
@@ -353,7 +353,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         Ok(())
     }
 
-    /// Lets an empty sequence hold what another holds.
+    /// Lets an empty sequence share the tokens of another.
     pub(super) fn fork(&mut self, source: usize, target: usize) -> Result<()> {
         let length = self.sequence(source).and_then(|_| self.sequence(target))?.length;
         if length > 0 {
@@ -364,21 +364,21 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         for span in &forked.spans {
             self.rooms[span.store.index()].share(&span.lease)?;
         }
-        // Before the target's own goes, lest the two be the same.
+        // Shared before the target's own centre is released, in case both are the same.
         forked.centre.into_iter().for_each(|slot| self.centres.share(slot));
         self.release_centre(target);
         self.sequences[target] = forked;
         Ok(())
     }
 
-    /// Checks that a sequence can be cut at `length`.
+    /// Checks that a sequence can be truncated to `length`.
     ///
     /// # Errors
     /// [`Error::Sequence`], or [`Error::Plan`] when it is shorter or the cut goes through a gathered span.
     pub(super) fn check_truncate(&self, sequence: usize, length: usize) -> Result<()> {
         let held = self.sequence(sequence)?.length;
         if length > held {
-            let reason = format!("{length} tokens of sequence {sequence} are to be kept, and it holds {held}");
+            let reason = format!("sequence {sequence} cannot keep {length} tokens; it holds {held}");
             return Err(Error::Plan { what: "truncation", reason });
         }
         self.sequences[sequence].check_cut(length)
@@ -412,7 +412,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         leases.iter().for_each(|(store, lease)| self.rooms[store.index()].release(lease));
     }
 
-    /// Notes what a sequence's spans from `first` on are before they change.
+    /// Records a sequence's spans, starting at `first`, before they change.
     fn remember(&self, change: &mut Change<I>, sequence: usize, first: usize) {
         let of = &self.sequences[sequence];
         let spans = of.spans[first..].to_vec();
@@ -426,7 +426,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         packed.map_or(last, |(_, window)| last.min(window.saturating_sub(1)))
     }
 
-    /// What becomes of an appended token at a position.
+    /// The place of an appended token at a position.
     fn window(&self, position: usize) -> Window {
         match self.recipe.appended() {
             Appended::Keep => Window::For(StoreId::F16),
@@ -436,7 +436,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         }
     }
 
-    /// Where the tokens that go the way of this one end.
+    /// The end of the positions whose tokens are stored like the one at `position`.
     fn window_end(&self, position: usize) -> usize {
         match self.recipe.appended() {
             Appended::AtOnce(_) if position < self.recipe.sink() => self.recipe.sink(),
@@ -444,7 +444,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         }
     }
 
-    /// The span of a sequence that is to be packed once `appended` (0 or 1) more tokens are in, and where it goes.
+    /// The span of a sequence to pack once `appended` (0 or 1) more tokens are stored, and its target store.
     fn window_to_pack(&self, sequence: usize, appended: usize) -> Option<(StoreId, usize)> {
         let Appended::Tiles { to, newer } = self.recipe.appended() else { return None };
         let window = self.sequences[sequence].window_to_pack(self.recipe.sink(), newer, appended)?;

@@ -1,4 +1,4 @@
-//! Spans of prompts, and what is stored in the place of all that a sequence holds.
+//! Spans of prompts, and spans that replace the whole contents of a sequence.
 
 use super::super::PromptSpan;
 use super::super::change::Change;
@@ -11,7 +11,7 @@ use crate::format::TILE_TOKENS;
 use crate::plan::{Rows, TokenIndices};
 
 impl<I: TokenIndices + Clone> PageTables<I> {
-    /// Stores the spans of a prompt of `tokens` tokens. What to write is in [`PageTables::spans_since`].
+    /// Stores the spans of a prompt of `tokens` tokens. [`PageTables::spans_since`] lists the writes.
     ///
     /// # Errors
     /// [`Error::Sequence`](crate::Error::Sequence), [`Error::PromptSpans`](crate::Error::PromptSpans),
@@ -28,8 +28,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         self.keep(sequence, tokens, spans)
     }
 
-    /// Stores these spans of a prompt of `tokens` tokens, and evicts all others: all of them if there are no spans.
-    /// What to write is in [`PageTables::spans_since`].
+    /// Stores these spans of a prompt of `tokens` tokens, and evicts all other tokens, or all tokens if there are no
+    /// spans. [`PageTables::spans_since`] lists the writes.
     ///
     /// # Errors
     /// [`Error::Sequence`](crate::Error::Sequence), or [`Error::Limit`](crate::Error::Limit) when too little room is
@@ -54,8 +54,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         Ok(change)
     }
 
-    /// Stores these spans, whose positions count from the beginning of the sequence, in the place of all that it holds.
-    /// Its length and its centre stay. What to write is in [`PageTables::spans_since`].
+    /// Stores these spans, whose positions count from the beginning of the sequence, in place of its whole contents.
+    /// Its length and its centre stay. [`PageTables::spans_since`] lists the writes.
     ///
     /// # Errors
     /// [`Error::Sequence`](crate::Error::Sequence), or [`Error::Limit`](crate::Error::Limit) when too little room is
