@@ -160,7 +160,7 @@ impl<B: Backend> ObservedPrompt<B> {
     }
 
     /// The policy's decision, once every layer was observed: the tokens that stay. The device chooses them as in
-    /// [`ModelCache::compress`], and the result is downloaded.
+    /// [`ModelCache::compress`](super::ModelCache::compress), and the result is downloaded.
     ///
     /// # Errors
     /// [`Error::Selection`] when a layer was not observed, or layers differ in KV heads; as [`Policy::select`];

@@ -1,4 +1,4 @@
-//! Kernel `attend`: scores, online softmax and weighted values of a run of tiles in one pass.
+//! Kernel `attend`: scores, online softmax and weighted values over consecutive tiles in one pass.
 
 use rayon::prelude::*;
 
@@ -19,7 +19,7 @@ use crate::plan::{Elements, Page, StoreWork};
 /// `queries` are `[rows, query_heads, head_dim]`.
 ///
 /// # Errors
-/// [`Error::Plan`](crate::Error::Plan) when store, queries or states are not those of the work.
+/// [`Error::Plan`](crate::Error::Plan) when store, queries or states do not match the work.
 pub fn attend(segment: &StoreWork, store: &CpuStore, queries: Elements<'_>, states: &mut States) -> Result<()> {
     check_segment(segment, store, Some(queries))?;
     let (shape, format) = (store.shape(), store.format());
@@ -38,7 +38,7 @@ pub fn attend(segment: &StoreWork, store: &CpuStore, queries: Elements<'_>, stat
     Ok(())
 }
 
-/// What one thread needs beside the stores.
+/// The state of one thread in addition to the stores.
 struct AttendBuffers<'a> {
     keys: KeyTiles<'a>,
     values: ValueTiles<'a>,

@@ -105,7 +105,7 @@ fn check(shape: &AttentionShape, segments: &[DenseSegment<'_>], query: &[f32]) -
     };
     elements("query", query.len(), shape.query_heads() * shape.head_dim())?;
     for segment in segments {
-        // Beyond all numbers, it is more than any slice has.
+        // If it saturates, it exceeds the length of any slice.
         let expected = segment.tokens.saturating_mul(shape.kv_heads() * shape.head_dim());
         elements("keys", segment.keys.len(), expected)?;
         elements("values", segment.values.len(), expected)?;

@@ -1,4 +1,4 @@
-//! Kernel `merge_states`: the states of parts of what a query sees become its state over all of it.
+//! Kernel `merge_states`: merges the states of a query's parts into its state over all tokens that it sees.
 
 use rayon::prelude::*;
 
@@ -12,7 +12,7 @@ use crate::{Error, Result};
 /// A part with log-sum-exp `l` counts with weight `exp(l)`, so the merge is exact however tokens were split.
 ///
 /// # Errors
-/// [`Error::Plan`] when the states are not those of the work, [`Error::OutOfMemory`].
+/// [`Error::Plan`] when the states do not match the work, [`Error::OutOfMemory`].
 pub fn merge_states(work: &Work, states: &States) -> Result<States> {
     if states.rows() != work.states() {
         let reason = format!("{} state rows, the work has {}", states.rows(), work.states());
@@ -31,8 +31,8 @@ pub fn merge_states(work: &Work, states: &States) -> Result<States> {
     Ok(merged)
 }
 
-/// Merges two states of every row, over tokens that the two do not share: what an engine does with
-/// attention of its own.
+/// Merges two states of every row, over two sets of tokens that do not overlap: for an engine with attention of its
+/// own.
 ///
 /// # Errors
 /// [`Error::Plan`] when they differ in rows, heads or head dimension.

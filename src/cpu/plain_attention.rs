@@ -1,4 +1,4 @@
-//! The baseline of the CPU benchmarks: multi-threaded f32 attention over plain f32 rows, nothing packed.
+//! The baseline of the CPU benchmarks: multi-threaded f32 attention over plain f32 rows, without packing.
 
 use rayon::prelude::*;
 
@@ -8,22 +8,22 @@ use super::states::States;
 use crate::format::AttentionShape;
 use crate::{Error, Result};
 
-/// Tokens whose scores are kept at a time.
+/// Tokens whose scores are held at a time.
 const BLOCK: usize = 128;
 
-/// Parts that the tokens of all KV heads are cut into, at least, where they have that many blocks. It is a constant, so
-/// that the sums, and their rounding, do not depend on the number of threads.
+/// Minimum number of parts into which the tokens of all KV heads are cut, if they have that many blocks. It is a
+/// constant, so that the sums and their rounding do not depend on the number of threads.
 const PARTS: usize = 256;
 
-/// Floats that are summed side by side in a product.
+/// Floats that are summed in parallel in a product.
 const LANES: usize = 16;
 
 /// Attention of one sequence's query over plain f32 rows: one row of states.
 ///
-/// `keys` and `values` are `[kv_heads, tokens, head_dim]`, `query` is `[query_heads, head_dim]`. It is what an engine
-/// without kvpack would run on the CPU: each KV head's rows are read once for all query heads of the group, tokens are
-/// split into parts, which threads share, and the parts merged. The same loops as the packed kernels use, so that a comparison shows the
-/// effect of packing and of nothing else.
+/// `keys` and `values` are `[kv_heads, tokens, head_dim]`, `query` is `[query_heads, head_dim]`. This is what an engine
+/// without kvpack would run on the CPU: each KV head's rows are read once for all query heads of the group, threads
+/// share the parts of the tokens, and the parts are merged. It uses the same loops as the packed kernels, so that a
+/// comparison shows only the effect of packing.
 ///
 /// # Errors
 /// [`Error::Elements`] when a slice has the wrong length, [`Error::NoTokens`] when `tokens` is 0.
@@ -147,7 +147,7 @@ fn check(shape: &AttentionShape, keys: &[f32], values: &[f32], tokens: usize, qu
     if tokens == 0 {
         return Err(Error::NoTokens { what: "plain attention", hint: "pass at least one token" });
     }
-    // Beyond all numbers, it is more than any slice has.
+    // If it saturates, it exceeds the length of any slice.
     let rows = tokens.saturating_mul(shape.kv_heads() * shape.head_dim());
     let queries = shape.query_heads() * shape.head_dim();
     for (what, given, expected) in

@@ -1,4 +1,4 @@
-//! Kernel `prepare_query`: the query as the products with packed keys want it.
+//! Kernel `prepare_query`: prepares the query for products with packed keys.
 
 use rayon::prelude::*;
 
@@ -19,10 +19,10 @@ pub(super) struct PreparedQueries {
     kv_heads: usize,
     /// `[prepared query][query_head][step]`, in the order of lines.
     factors: Vec<Factor>,
-    /// The same in the basis of the keys' sketches; empty where they have none.
+    /// The same in the basis of the keys' sketches; empty without sketches.
     sketch_factors: Vec<Factor>,
-    /// `[prepared query][query_head]`: what is added to every score; with ranges per token, what their minimum
-    /// is multiplied by.
+    /// `[prepared query][query_head]`: the number added to every score; with ranges per token, the factor of their
+    /// minimum.
     biases: Vec<f32>,
 }
 
@@ -31,7 +31,7 @@ pub(super) struct PreparedQueries {
 pub(super) struct GroupQueries<'a> {
     /// `[query head of the group][step]`.
     pub(super) factors: &'a [Factor],
-    /// `[query head of the group][step]`; empty where keys have no sketches.
+    /// `[query head of the group][step]`; empty without sketches.
     pub(super) sketch_factors: &'a [Factor],
     /// Per query head of the group.
     pub(super) biases: &'a [f32],

@@ -1,4 +1,4 @@
-//! Attention states: what attention over a part of a cache yields, so that parts can be merged.
+//! Attention states: the results of attention over parts of a cache, which can be merged.
 
 use super::dense::CpuTensor;
 use crate::backend::AttentionStates;
@@ -35,10 +35,10 @@ impl States {
         })
     }
 
-    /// States from outputs `[row][query_head][head_dim]` and natural log-sum-exps `[row][query_head]` of others.
+    /// States from given outputs `[row][query_head][head_dim]` and natural log-sum-exps `[row][query_head]`.
     ///
     /// # Errors
-    /// [`Error::Elements`] when they are not of the same rows.
+    /// [`Error::Elements`] when they have different rows.
     pub fn from_parts(shape: &AttentionShape, outputs: Vec<f32>, lse: Vec<f32>) -> Result<Self> {
         let (query_heads, head_dim) = (shape.query_heads(), shape.head_dim());
         let (given, expected) = (outputs.len(), lse.len().saturating_mul(head_dim));
@@ -57,10 +57,10 @@ impl States {
         Self::new(work.states(), work.shape())
     }
 
-    /// States that a backend handed out, of layers of `shape`.
+    /// The states that a backend returned, for layers of `shape`.
     ///
     /// # Errors
-    /// Those of [`States::from_parts`].
+    /// As [`States::from_parts`].
     pub fn of(shape: &AttentionShape, states: &AttentionStates<CpuTensor>) -> Result<Self> {
         Self::from_parts(shape, states.outputs.to_f32(), states.lse.to_f32())
     }
@@ -85,7 +85,7 @@ impl States {
         self.outputs
     }
 
-    /// Adds the rows of other states of the same shape.
+    /// Appends the rows of other states of the same shape.
     ///
     /// # Errors
     /// [`Error::Plan`] when the shapes differ.
@@ -114,7 +114,7 @@ impl From<States> for AttentionStates<CpuTensor> {
     }
 }
 
-/// The work of one item for one of its queries and one KV head, and where the states go.
+/// The work of one item for one of its queries and one KV head, and its state.
 pub(super) struct ItemJob<'a> {
     pub(super) item: &'a WorkItem,
     pub(super) shard: u32,

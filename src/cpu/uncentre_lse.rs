@@ -1,4 +1,4 @@
-//! Kernel `uncentre_lse`: log-sum-exps over centred keys become those over the keys.
+//! Kernel `uncentre_lse`: turns log-sum-exps over centred keys into those over the original keys.
 
 use super::dense::read_row;
 use super::states::States;

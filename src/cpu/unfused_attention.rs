@@ -1,6 +1,6 @@
-//! Attention in steps, as Cocktail (arXiv 2503.23294, algorithm 1) writes it: the scores of every block in its own
-//! format, one softmax over all of them side by side, the weighted values of every block, and their sum. For comparison
-//! with [`attend`], which keeps no scores and no weights.
+//! Attention in steps, as in Cocktail (arXiv 2503.23294, algorithm 1): the scores of every block in its own format, one
+//! softmax over all of them, the weighted values of every block, and their sum. It is a comparison for [`attend`],
+//! which stores no scores and no weights.
 //!
 //! [`attend`]: super::attend::attend
 
@@ -15,8 +15,8 @@ use crate::{Error, Result};
 
 /// The state of every query of a plan over all tokens that it sees, row by row, computed in steps.
 ///
-/// `queries` are `[rows, query_heads, head_dim]`. Every store of the plan has a calibration, because only then it has
-/// places for scores; [`Calibration::IDENTITY`] leaves them as they are.
+/// `queries` are `[rows, query_heads, head_dim]`. Every store of the plan needs a calibration, because only then it has
+/// places for scores. [`Calibration::IDENTITY`] leaves scores unchanged.
 ///
 /// # Errors
 /// [`Error::Plan`] or [`Error::Elements`] when stores or queries are not those of the plan, or one of its stores has no

@@ -11,9 +11,9 @@
 //! | key | channels `4f .. 4f+4` of one token | word `f / planes` of the token's row, bit plane `f % planes` |
 //! | value | tokens `f, f+32, f+64, f+96` of one channel | word `f / planes` of the channel's column, bit plane `f % planes` |
 //!
-//! where `planes = 8 / bits`. Element `i` of a field group in bit plane `j` sits at bit `8·i + bits·j`, so that `(word
-//! >> bits·j) & mask` extracts four byte-wide codes. In f16 a field group is two words: elements 0, 1 in the first and
-//! 2, 3 in the second, low half first.
+//! where `planes = 8 / bits`. Element `i` of a field group in bit plane `j` sits at bit `8·i + bits·j`. The expression
+//! `(word >> bits·j) & mask` therefore extracts four byte-wide codes. In f16 a field group is two words: elements 0, 1
+//! in the first and 2, 3 in the second, low half first.
 //!
 //! At 3 bits nothing is padded to 4: a vector of three words holds eight field groups. Field group `f` of a row or
 //! column has the low two bits of its codes in word `3 (f / 8) + (f % 8) / 4`, bit plane `f % 4` of planes of two bits.

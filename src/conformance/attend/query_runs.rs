@@ -6,7 +6,7 @@ use crate::backend::QueryPrecision;
 use crate::format::{Bits, Grouping, SegmentFormat};
 use crate::plan::{ElementType, QueryRun, Visible};
 
-/// Runs of 1, 2, 7, 128 and 300 queries beside each other, over spans that end within a tile.
+/// Runs of 1, 2, 7, 128 and 300 queries in one batch, over spans that end within a tile.
 pub(super) fn query_runs() -> Vec<AttendCase> {
     let mut cases = Vec::new();
     for (group, head_dim, format) in [
@@ -41,8 +41,9 @@ pub(super) fn query_runs() -> Vec<AttendCase> {
     cases
 }
 
-/// Runs of more rows than a block of the kernels that take many together, beside short ones: over spans that end within
-/// a tile, a sink that lets weights grow, and one key per channel beside one value per token.
+/// Runs with more rows than a block of the kernels for many queries, together with short ones: over spans that end
+/// within a tile, with a sink that lets weights grow, and with one range per channel of keys and one per token of
+/// values.
 fn wide_runs() -> Vec<AttendCase> {
     let mut f16 = AttendCase::new("runs-wide-f16", shape(3, 96), SegmentFormat::F16).lengths(&[1000, 300, 77, 200]);
     f16.queries =
@@ -61,7 +62,7 @@ fn wide_runs() -> Vec<AttendCase> {
     apart.input.elements = ElementType::Bf16;
     apart.queries = Queries::Runs(vec![QueryRun::causal(0, 257)]);
     let mut cases = vec![f16, sink, f16_sink, rotated, apart];
-    // Eight neighbouring codes of a word, of two words, and of a part of one.
+    // Eight neighbouring codes of one word, of two words, and of a part of one.
     let (eight, two) = (affine(Bits::Eight, Grouping::Token), affine(Bits::Two, Grouping::Token));
     for (name, group, head_dim, format) in [
         ("8bit-2bit", 4, 128, SegmentFormat { key: eight, value: SegmentFormat::per_channel(Bits::Two).value }),

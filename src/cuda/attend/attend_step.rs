@@ -23,17 +23,18 @@ use crate::{Error, Result};
 pub struct AttendTensors<'a> {
     /// Queries, after rotary embedding, not scaled.
     pub queries: &'a Tensor,
-    /// Where the attention outputs go.
+    /// The attention outputs.
     pub output: &'a Tensor,
-    /// Where the natural log-sum-exps go, f32 `[rows, query_heads]`, if they are asked for.
+    /// The natural log-sum-exps, f32 `[rows, query_heads]`, if requested.
     pub lse: Option<&'a Tensor>,
 }
 
-/// A step as the CUDA kernels run it: made from lengths alone, without touching the device.
+/// A step in the form that the CUDA kernels run: decided from lengths alone, without using the device.
 ///
 /// The [`AttendPlan`] is cut so that the blocks of its items fill the device once. Neighbouring queries of a run share
-/// items: up to 256 rows, of queries and query heads, where a run has 33 of them or more (not beside sketches, not
-/// where scores are calibrated, and up to 128 channels), and otherwise as many as eight query heads hold.
+/// items. Runs with 33 or more rows (of queries and query heads) share items of up to 256 rows, unless keys have
+/// sketches, scores are calibrated, or heads have more than 128 channels. Otherwise an item has as many queries as
+/// eight query heads hold.
 #[derive(Clone, Debug)]
 pub struct AttendStep {
     shape: AttentionShape,
@@ -44,11 +45,10 @@ pub struct AttendStep {
     output_rows: QueryLayout,
 }
 
-/// Compiles every kernel of attention that steps over these stores may ask for, whose runs have up to
-/// `longest` queries.
+/// Compiles every attention kernel that steps over these stores may use, for runs of up to `longest` queries.
 ///
 /// # Errors
-/// Those of [`AttendStep::new`], and errors of compiling kernels.
+/// As [`AttendStep::new`], and errors from compiling kernels.
 pub(in crate::cuda) fn prepare(
     backend: &Cuda,
     shape: &AttentionShape,
@@ -81,8 +81,8 @@ impl AttendStep {
     /// Plans a step for a device.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a format that has no CUDA kernel, [`Error::Limit`] for one that does not
-    /// fit the device.
+    /// [`Error::Unsupported`] for a format without a CUDA kernel, [`Error::Limit`] for one that does not fit the
+    /// device.
     pub fn new(backend: &Cuda, plan: &AttendPlan) -> Result<Self> {
         Self::for_device(backend.kernels().facts(), plan)
     }
@@ -107,13 +107,13 @@ impl AttendStep {
         Ok(Self { shape, rows: plan.rows(), segments, states, query_rows: dense, output_rows: dense })
     }
 
-    /// The same step for queries whose rows lie so, in place of one after the other.
+    /// The same step for queries with this layout, instead of contiguous rows.
     #[must_use]
     pub fn with_query_layout(self, rows: QueryLayout) -> Self {
         Self { query_rows: rows, ..self }
     }
 
-    /// The same step for outputs whose rows lie so, in place of one after the other.
+    /// The same step for outputs with this layout, instead of contiguous rows.
     #[must_use]
     pub fn with_output_layout(self, rows: QueryLayout) -> Self {
         Self { output_rows: rows, ..self }
@@ -131,11 +131,11 @@ impl AttendStep {
     }
 
     /// Allocates scratch, resolves the pages of `stores` (in the order of the plan's stores) and uploads the tables.
-    /// With `lse`, f32 `[rows, query_heads]`, the step also yields the natural log-sum-exp of every query and head.
+    /// With `lse`, f32 `[rows, query_heads]`, the step also writes the natural log-sum-exp of every query and head.
     ///
     /// # Errors
-    /// [`Error::Plan`] or [`Error::Elements`] when stores, queries or output are not those of the plan;
-    /// [`Error::OutOfMemory`]; errors of compiling kernels on first use.
+    /// [`Error::Plan`] or [`Error::Elements`] when stores, queries or output do not match the plan;
+    /// [`Error::OutOfMemory`]; errors from compiling kernels on first use.
     pub fn bind(&self, backend: &Cuda, stores: &[&Store], tensors: AttendTensors<'_>) -> Result<BoundAttendStep> {
         self.check_tensors(tensors)?;
         let stream = backend.stream();
@@ -168,8 +168,8 @@ impl AttendStep {
         self.output_rows.check_room("output", output.elements(), self.rows, &self.shape)
     }
 
-    /// Whether what was bound for another step serves this one: the same kernels, over tables and scratch
-    /// of the same room.
+    /// Whether bindings for another step serve this one: they have the same kernels, and tables and scratch of the same
+    /// size.
     pub(in crate::cuda) fn is_bound_like(&self, other: &Self) -> bool {
         let same = |(a, b): (&PlannedLaunch, &PlannedLaunch)| a.is_bound_like(b);
         self.sizes(Sizing::Classes) == other.sizes(Sizing::Classes)
@@ -177,14 +177,14 @@ impl AttendStep {
             && self.segments.iter().zip(&other.segments).all(same)
     }
 
-    /// Whether it may begin beside what its layer stores. A launch waits for those before it, so that with several the
-    /// second would wait for the first.
+    /// Whether it may overlap with the kernels that store its layer. A launch waits for those before it, so with
+    /// several launches the second would wait for the first.
     pub(in crate::cuda) fn begins_beside_storing(&self, facts: &DeviceFacts) -> bool {
         let one = matches!(self.segments.as_slice(), [segment] if segment.knows_fresh_pages());
         one && facts.is_9_0_or_newer()
     }
 
-    /// How much scratch the step needs.
+    /// Sizes of the scratch that the step needs.
     pub(in crate::cuda) fn sizes(&self, room: Sizing) -> ScratchSizes {
         let heads = self.shape.query_heads();
         let states = room.of(self.states) * heads;
@@ -193,7 +193,7 @@ impl AttendStep {
         ScratchSizes { states: states * stored_channels * 4, lse: states * 4, arrivals: room.of(self.rows) * heads * 4 }
     }
 
-    /// What the step attends to in every launch.
+    /// The launches of the step, by segment.
     pub(in crate::cuda) fn segments(&self) -> &[PlannedLaunch] {
         &self.segments
     }
@@ -301,8 +301,8 @@ mod tests {
         }
     }
 
-    /// Items of a cluster are of one sequence and share its row; one sequence more, of another length, and
-    /// there are none.
+    /// Items of a cluster belong to one sequence and share its row. With one more sequence, of another length, there
+    /// are no clusters.
     #[test]
     fn clusters_are_of_one_sequence() {
         let shape = AttentionShape::new(32, 8, 128).unwrap();
@@ -332,7 +332,7 @@ mod tests {
         assert_eq!(step(&[32_768; 8], &a100).segments[0].cluster, 1);
     }
 
-    /// Only a step of one launch does, and only where launches may overlap.
+    /// Only a step of one launch overlaps, and only where launches may overlap.
     #[test]
     fn one_launch_begins_beside_what_is_stored() {
         let shape = AttentionShape::new(32, 8, 128).unwrap();
@@ -351,7 +351,7 @@ mod tests {
         }
     }
 
-    /// Few steps go to as many warps as share them evenly.
+    /// Items of few steps get as many warps as share them evenly.
     #[test]
     fn short_items_have_no_more_warps_than_they_occupy() {
         let shape = AttentionShape::new(32, 8, 128).unwrap();

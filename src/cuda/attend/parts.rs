@@ -9,19 +9,19 @@ use crate::plan::{AttendPlan, Block, BlockQueries, Part, PlannedRun, PlannedSpan
 /// Most query heads of a block of `attend`: columns of an MMA.
 const MOST_HEADS: usize = 8;
 
-/// Most queries of a run that a block of `attend` takes together.
+/// Maximum number of queries of a run that a block of `attend` takes together.
 pub(super) const fn few_queries(shape: &AttentionShape) -> usize {
     let queries = MOST_HEADS / shape.group();
     if queries == 0 { 1 } else { queries }
 }
 
-/// Most queries of a run that a block of `attend_run` takes together; 1 where it has no use.
+/// Maximum number of queries of a run that a block of `attend_run` takes together; 1 if the kernel is not used.
 pub(super) const fn many_queries(shape: &AttentionShape) -> usize {
     let queries = BLOCK_ROWS / shape.group();
     if queries == 0 { 1 } else { queries }
 }
 
-/// True if so many queries are enough for `attend_run`.
+/// Whether `queries` queries are enough for `attend_run`.
 pub(super) const fn are_many(shape: &AttentionShape, queries: usize) -> bool {
     queries > 1 && many_queries(shape) > 1 && queries * shape.group() >= LEAST_ROWS
 }
@@ -49,7 +49,7 @@ pub(super) fn query_blocks(facts: &DeviceFacts, plan: &AttendPlan) -> Vec<Block>
     plan.runs().iter().enumerate().flat_map(of_run).collect()
 }
 
-/// Whether `attend_run` serves a segment. A query has extremes of its own, which it does not look for.
+/// Whether `attend_run` supports a segment. It does not compute extremes, and each query would need its own.
 fn serves(shape: &AttentionShape, facts: &DeviceFacts) -> impl Fn(&StorePart) -> bool {
     move |segment| {
         let pages = PageFormat::new(shape, segment.format()).ok();
@@ -61,9 +61,9 @@ fn serves(shape: &AttentionShape, facts: &DeviceFacts) -> impl Fn(&StorePart) ->
 /// The queries of the items of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ItemQueries {
-    /// Up to so many, which see the same tokens: `attend`.
+    /// Up to this many, which see the same tokens: `attend`.
     Few(usize),
-    /// Up to so many, of which each may see a token more than the one before it: `attend_run`.
+    /// Up to this many, each of which may see one more token than the previous one: `attend_run`.
     Many(usize),
 }
 
@@ -77,7 +77,7 @@ pub(super) struct SegmentParts {
 }
 
 impl SegmentParts {
-    /// The parts of blocks of many queries, of few, and of single queries; what is empty is left out.
+    /// The parts of blocks of many queries, of few, and of single queries. Empty ones are left out.
     pub(super) fn of(plan: &AttendPlan, segment: &StorePart, blocks: &[Block]) -> Vec<Self> {
         let first_block: Vec<usize> =
             (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();

@@ -1,4 +1,4 @@
-//! By which arithmetic a segment is attended to.
+//! The arithmetic with which a segment is attended to.
 
 use super::attend::Fused;
 use super::recipe::{AttendRecipe, Scores, Sums};
@@ -8,7 +8,7 @@ use crate::format::{AttentionShape, SegmentFormat};
 use crate::plan::ElementType;
 use crate::wgpu::device::Capabilities;
 
-/// The arithmetic of a segment that is not calibrated, of more tiles than one workgroup joins.
+/// The arithmetic of a segment that is not calibrated and has more tiles than one workgroup merges.
 pub(in crate::wgpu) fn arithmetic(
     shape: &AttentionShape,
     format: &SegmentFormat,
@@ -24,7 +24,7 @@ pub(in crate::wgpu) fn arithmetic(
         AttendRecipe::Attend { scores, values, .. } => {
             AttendArithmetic { keys: of_keys(&scores), values: of_values(&values.sums) }
         }
-        // The halves of a calibrated segment, which `attend` does not yield.
+        // The two halves of a calibrated segment, which never come from `attend`.
         AttendRecipe::Scores { .. } | AttendRecipe::WeightedValues { .. } => AttendArithmetic::FLOATS,
     }
 }

@@ -1,4 +1,4 @@
-//! Kernel `attend`, and its halves `scores` and `weighted_values`: which parts serve a format.
+//! Kernel `attend`, and its halves `scores` and `weighted_values`: the parts for each format.
 
 use super::recipe::{
     AttendRecipe, Field, FloatQuery, GroupedKeyRanges, IntegerQuery, KeyRanges, KeyRows, Merge, Scores, SignedBytes,
@@ -9,21 +9,21 @@ use crate::format::sketch::sketch_level;
 use crate::format::{Bits, CodebookFormat, Grouping, TensorFormat, TileLayout};
 use crate::plan::ElementType;
 
-/// What `attend` does beside attending, so that a step has fewer launches that wait for each other.
+/// Work that `attend` does in addition to attention, so that a step has fewer launches that wait for each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fused {
-    /// Element type of the queries that every workgroup prepares for its heads; none where `prepare_query` does.
+    /// Element type of the queries that every workgroup prepares for its heads; `None` if `prepare_query` does.
     pub queries: Option<ElementType>,
-    /// Element type of the output that the last workgroup of a query head writes; none where `merge_states` does.
+    /// Element type of the output that the last workgroup of a query head writes; `None` if `merge_states` does.
     pub output: Option<ElementType>,
 }
 
 /// How keys with one range per channel and group of tokens are multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum KeyGroups {
-    /// As floats, one after the other.
+    /// As floats, one code after another.
     Decoded,
-    /// As integers where the query has one byte, by bytes of its own for every group: they are made a step ahead,
+    /// As integers if the query has one byte, with separate bytes for every group. They are computed a step ahead,
     /// between barriers.
     Integers,
 }
@@ -65,7 +65,7 @@ impl Specialisation<'_> {
         }
     }
 
-    /// Scores of keys with queries of this type, or with those that `prepare_query` left.
+    /// Scores of keys with queries of this type, or with those that `prepare_query` wrote.
     fn key_scores(&self, groups: KeyGroups, queries: Option<ElementType>) -> Scores {
         let layout = TileLayout::of(&self.format.key, self.shape.head_dim());
         let vector = layout.key_vector();
@@ -125,7 +125,7 @@ impl Specialisation<'_> {
             bits: format.bits,
             query_rows: self.query_parts(),
             query_planes: self.query_planes(),
-            // No store is made of a format without a unit.
+            // A format without a unit is refused when a store is created.
             level_unit: format.level_bits().and_then(|bits| level_unit(bits, head_dim)).unwrap_or(1.0),
             sketch_level: sketch_level(head_dim),
         }
@@ -173,7 +173,7 @@ mod tests {
         Capabilities { f16, subgroups, coherent: f16, matrices: false, timestamps: Timestamps::None, limits }
     }
 
-    /// Nothing, and everything.
+    /// With nothing fused, and with everything.
     const FUSED: [Fused; 2] = [
         Fused { queries: None, output: None },
         Fused { queries: Some(ElementType::F16), output: Some(ElementType::Bf16) },
@@ -221,7 +221,8 @@ mod tests {
             .sum()
     }
 
-    /// The planner counts workgroup memory from the same sizes as the shaders declare, and never plans past the limit.
+    /// The planner computes workgroup memory from the same sizes as the shaders declare, and never plans past the
+    /// limit.
     #[test]
     fn workgroup_memory_is_counted() {
         let count = tensor_formats(64).len() + 4;
@@ -247,7 +248,7 @@ mod tests {
         }
     }
 
-    /// Workgroup memory holds where so many tiles of an item lie.
+    /// Workgroup memory holds the bases of this many tiles of an item.
     #[test]
     fn longer_items_than_kernels_take_are_refused() {
         let shape = AttentionShape::new(1, 1, 64).unwrap();
@@ -332,7 +333,7 @@ mod tests {
         assert_eq!(parts(QueryBytes::One), (1, Sums::Byte { bytes, weights, block_max: Exchange::Memory }));
     }
 
-    /// Ranges of groups (KIVI) are integers beside a query of one byte alone.
+    /// Ranges of groups (KIVI) are integers only with a one-byte query.
     #[test]
     fn ranges_of_groups_are_integers_beside_a_query_of_one_byte() {
         let format = SegmentFormat {
@@ -353,8 +354,8 @@ mod tests {
         assert_eq!(sums, Sums::Fma { field, weights: FloatWeights::F16 });
     }
 
-    /// Bytes of KIVI's queries lie where the weights do if workgroups would need more memory than every device has, and
-    /// only then: barriers that separate the two cost time.
+    /// Bytes of KIVI's queries share the memory of the weights only if workgroups would otherwise need more memory than
+    /// every device has: the barriers that separate the two uses cost time.
     #[test]
     fn query_bytes_of_groups_share_memory_where_it_is_short() {
         let format = SegmentFormat::kivi(Bits::Two);

@@ -1,4 +1,4 @@
-//! The launches of a step of attention: which kernels, over which grids, on which buffers.
+//! The launches of a step of attention: kernels, grids and buffers.
 
 use super::attend::Fused;
 use super::attend_buffers::{Buffers, PlannedLaunch, Slot};
@@ -13,8 +13,8 @@ use crate::wgpu::device::capabilities::MERGING_STORAGE_BUFFERS;
 use crate::wgpu::device::store::StoreBuffer;
 use crate::wgpu::device::{Capabilities, Variant};
 
-/// How many neighbouring queries every segment's kernel can take together, where a run has several: as many as
-/// `attend_run` takes, where every segment has it and a run is long enough, otherwise as many as `attend` does.
+/// Number of neighbouring queries that every segment's kernel can take together, if a run has several: as many as
+/// `attend_run` takes, if every segment supports it and a run is long enough, otherwise as many as `attend` takes.
 pub(super) fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, options: AttendOptions) -> BlockQueries {
     let longest = plan.runs().iter().map(|planned| planned.run.queries).max().unwrap_or(1);
     let specials: Vec<Specialisation<'_>> = plan
@@ -50,13 +50,13 @@ struct SegmentSections {
     page_table: ScratchSection,
     items: Vec<ScratchSection>,
     queries: ScratchSection,
-    /// Queries of `attend_run` and their constants, of a segment that has items of it.
+    /// Queries of `attend_run` and their constants, for a segment with such items.
     run_queries: Option<(ScratchSection, ScratchSection)>,
     /// Scores and extremes of a calibrated segment.
     scores: Option<(ScratchSection, ScratchSection)>,
 }
 
-/// Where states go, and who merges them.
+/// The place of states, and what merges them.
 struct StateMerging {
     /// `attend` and `weighted_values` do.
     fused: bool,
@@ -64,12 +64,12 @@ struct StateMerging {
     arrived: ScratchSection,
 }
 
-/// Most states of a query that are merged without a launch of its own. On an H200 that launch takes about 4 µs; what an
-/// item waits for in its place, until its states are written and counted, takes 3 µs of a step with 8 of them, and with
-/// 32 as much as the launch or more.
+/// Maximum number of states of a query that are merged without a separate launch. On an H200 that launch takes about 4
+/// µs. Without it, an item waits until its states are written and counted. That takes 3 µs of a step with 8 states, and
+/// with 32 as much as the launch or more.
 const MOST_MERGED_STATES: usize = 8;
 
-/// Decides the launches, and lays tables and scratch out.
+/// Decides the launches, and lays out tables and scratch.
 pub(super) struct Builder<'a> {
     pub capabilities: &'a Capabilities,
     pub work: &'a Work,

@@ -1,4 +1,4 @@
-//! Kernel `attend_matrix`: `attend` by cooperative matrices, where that is faster.
+//! Kernel `attend_matrix`: `attend` with cooperative matrices, where that is faster.
 
 use super::recipe::{AttendRecipe, HeadSplit};
 use super::specialisation::{MAX_TILES, Specialisation};
@@ -8,7 +8,7 @@ use crate::plan::ElementType;
 
 /// Query heads of a workgroup: two columns each of a product's right operand.
 const HEADS: usize = 8;
-/// The head dimension that it was checked and timed at.
+/// The only head dimension that was checked and timed.
 const HEAD_DIM: usize = 128;
 
 impl Specialisation<'_> {
@@ -37,8 +37,8 @@ impl Specialisation<'_> {
         }
     }
 
-    /// Summands in f16 of an element of the query: one for queries of 16 bits, which it holds exactly (bf16 down to
-    /// 2^-28 of the largest element), or where 8 bits would do.
+    /// f16 summands per element of the query: one for 16-bit queries, which it holds exactly (bf16 down to 2^-28 of the
+    /// largest element), and one if 8 bits suffice.
     fn query_halves(&self, input: ElementType) -> usize {
         match (input, self.query) {
             (ElementType::F16 | ElementType::Bf16, _) | (_, QueryBytes::One) => 1,
@@ -48,12 +48,12 @@ impl Specialisation<'_> {
 
     /// Workgroup memory of the kernel, as the shader declares it.
     fn matrix_workgroup_bytes(&self, input: ElementType) -> usize {
-        /// A vector of right operands: two columns of eight halves for every head, and eight zeros behind them.
+        /// A vector of right operands: two columns of eight halves for every head, followed by eight zeros.
         const COLUMNS: usize = (2 * HEADS + 1) * 16;
         /// A block of sums, padded.
         const BLOCK: usize = 16 * 20 * 4;
         let query = self.query_halves(input) * self.shape.head_dim() / 8 * COLUMNS;
-        // Of two tiles.
+        // Weights of two tiles.
         let weights = 2 * 16 * COLUMNS;
         let scores_and_sums = 2 * (4 + self.shape.head_dim() / 32) * BLOCK;
         MAX_TILES * 4 + query + weights + scores_and_sums
@@ -79,7 +79,7 @@ mod tests {
         Capabilities { f16: true, subgroups, coherent: true, matrices: true, timestamps: Timestamps::None, limits }
     }
 
-    /// What the shader declares is what is counted, and valid.
+    /// The shader's declarations are valid and equal the planned size.
     #[test]
     fn workgroup_memory_is_counted() {
         let (shape, format) = (AttentionShape::new(16, 2, HEAD_DIM).unwrap(), SegmentFormat::F16);
@@ -110,7 +110,7 @@ mod tests {
         }
     }
 
-    /// A driver that was given more workgroup memory than it has did not come back.
+    /// A driver that was asked for more workgroup memory than it has hung.
     #[test]
     fn only_what_was_timed_takes_matrices() {
         let uses = |capabilities: &Capabilities, heads: usize, head_dim: usize, format: SegmentFormat| {

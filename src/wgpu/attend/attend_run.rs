@@ -1,4 +1,4 @@
-//! Kernel `attend_run`: many queries of a run together, by cooperative matrices.
+//! Kernel `attend_run`: many queries of a run together, with cooperative matrices.
 
 use super::recipe::{AttendRecipe, RunArrivals, RunCodes, RunRows};
 use super::specialisation::{MAX_TILES, Specialisation};
@@ -6,26 +6,27 @@ use crate::format::{AffineFormat, Bits, Grouping, TensorFormat, TileLayout};
 use crate::plan::ElementType;
 use crate::wgpu::device::Variant;
 
-/// Tokens of a step: of a product of 16 × 16 × 16.
+/// Tokens of a step: those of a product of 16 × 16 × 16.
 const STEP_TOKENS: usize = 16;
 /// Rows of a subgroup, two blocks of such products.
 const SUBGROUP_ROWS: usize = 32;
 /// Invocations of a subgroup.
 const SUBGROUP: usize = 32;
-/// Most rows of queries and query heads of a workgroup, and rows behind the prepared ones: `RUN_ROWS` of the shaders.
+/// Maximum number of rows of queries and query heads in a workgroup, and of rows behind the prepared ones: `RUN_ROWS`
+/// of the shaders.
 pub(super) const RUN_ROWS: usize = 256;
-/// Rows of a run from which on the kernel takes it, in f16, and with codes, which `attend` multiplies as integers.
-/// At four query heads over 32k tokens of an H200 up to 128 rows took 188 µs, which `attend` took for 32 rows in
-/// f16 and for 100.
+/// Number of rows of a run from which on the kernel takes it: in f16, and with codes, which `attend` multiplies as
+/// integers. At four query heads over 32k tokens on an H200, up to 128 rows took 188 µs; `attend` took that long for 32
+/// rows in f16 and for 100.
 const LEAST_ROWS: usize = 48;
 const LEAST_CODE_ROWS: usize = 112;
 /// The largest head dimension whose queries and sums a subgroup keeps in registers.
 const MOST_CHANNELS: usize = 128;
-/// Buffers that the kernel binds.
+/// Number of buffers that the kernel binds.
 const BUFFERS: u32 = 9;
 
 impl Specialisation<'_> {
-    /// What of the segment's tensors the kernel reads, if there is a kernel for its format, its shape and the device.
+    /// The parts that read the segment's tensors, if the kernel supports its format and shape on this device.
     fn run_codes(&self) -> Option<[RunCodes; 2]> {
         let head_dim = self.shape.head_dim();
         let limits = &self.capabilities.limits;
@@ -41,7 +42,8 @@ impl Specialisation<'_> {
         (fits && self.format.value.rotation().is_none()).then_some(codes)
     }
 
-    /// Most queries of a block, and the fewest of a run that is cut into such, if there is a kernel.
+    /// Maximum number of queries in a block, and minimum number in a run that is cut into such blocks, if there is a
+    /// kernel.
     pub(super) fn run_block_queries(&self) -> Option<[usize; 2]> {
         let group = self.shape.group();
         let codes = self.run_codes()?;
@@ -49,17 +51,17 @@ impl Specialisation<'_> {
         Some([RUN_ROWS / group, least.div_ceil(group).max(2)])
     }
 
-    /// The rows of a workgroup, where the items have more queries than `attend` takes.
+    /// The rows of a workgroup, if the items have more queries than `attend` takes.
     pub(super) fn run_rows(&self) -> Option<RunRows> {
         (self.queries > self.most_queries()).then(|| run_rows(self.queries * self.shape.group()))
     }
 
-    /// Queries that the rows are of.
+    /// Number of queries that the rows belong to.
     pub(super) fn run_queries(&self, rows: RunRows) -> usize {
         rows.rows() / self.shape.group()
     }
 
-    /// The kernel, where the items have more queries than `attend` takes.
+    /// The kernel, if the items have more queries than `attend` takes.
     pub(super) fn attend_run(&self) -> Option<AttendRecipe> {
         let (rows, codes) = (self.run_rows()?, self.run_codes()?);
         let ([keys, values], arrivals) = (codes, RunArrivals::of(codes));
@@ -85,12 +87,12 @@ impl Specialisation<'_> {
     }
 }
 
-/// Queries of runs that fill a workgroup of either size: together they take every kernel that there is for a segment.
+/// Numbers of queries in runs that fill a workgroup of either size. Together they use every kernel of a segment.
 pub(in crate::wgpu) const fn full_runs(group: usize) -> [usize; 2] {
     [RUN_ROWS / 2 / group, RUN_ROWS / group]
 }
 
-/// How a tensor is read, if the kernel reads it.
+/// How a tensor is read, if the kernel supports it.
 fn run_codes(format: &TensorFormat) -> Option<RunCodes> {
     match format {
         TensorFormat::F16 => Some(RunCodes::F16),
@@ -101,7 +103,7 @@ fn run_codes(format: &TensorFormat) -> Option<RunCodes> {
     }
 }
 
-/// A workgroup of at least so many rows, of two sizes.
+/// A workgroup of at least `rows` rows, in one of two sizes.
 const fn run_rows(rows: usize) -> RunRows {
     let rows = if rows <= RUN_ROWS / 2 { RUN_ROWS / 2 } else { RUN_ROWS };
     RunRows { subgroups: rows / SUBGROUP_ROWS }
@@ -128,12 +130,12 @@ impl RunRows {
 }
 
 impl RunArrivals {
-    /// What a lane asks for at once, a word or four of keys and of values, decides.
+    /// The decision depends on the loads of a lane: one word or four of keys and of values.
     fn of(codes: [RunCodes; 2]) -> Self {
         if codes == [RunCodes::F16; 2] { Self::ByTurns } else { Self::Ahead }
     }
 
-    /// Steps that keys have room for: `KEY_STEPS` of the shaders.
+    /// Number of steps that keys have room for: `KEY_STEPS` of the shaders.
     const fn key_steps(self) -> usize {
         match self {
             Self::ByTurns => 1,
@@ -176,7 +178,7 @@ mod tests {
         ]
     }
 
-    /// What the shader declares is what is counted, and valid.
+    /// The shader's declarations are valid and equal the planned size.
     #[test]
     fn workgroup_memory_is_counted() {
         let capabilities = capabilities(48 << 10);

@@ -1,16 +1,16 @@
-//! Kernel `merge_states`: joins the states of all work items and writes the output.
+//! Kernel `merge_states`: merges the states of all work items and writes the output.
 
 use super::parts::output_file;
 use crate::format::AttentionShape;
 use crate::plan::ElementType;
 use crate::wgpu::device::Variant;
 
-/// Who asks for the log-sum-exp beside the output.
+/// Whether the log-sum-exp is returned in addition to the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LseOutput {
-    /// Nobody.
+    /// It is not.
     None,
-    /// The caller.
+    /// It is, as f32.
     F32,
 }
 

@@ -18,7 +18,8 @@ impl AttendRecipe {
                 let variant = scores.put(work.put(Variant::new("attend")));
                 let variant = put_merge(put_softmax(values.put(variant, work.head_dim), *softmax), *merge);
                 let variant = put_numbering(variant, scores.exchange(), values.exchange());
-                // Queries and output may be parts of one buffer of an engine's, as where it allocates from large pages.
+                // Queries and output may be parts of one buffer of the engine, for example if it allocates from large
+                // pages.
                 match (scores.reads_queries(), merge) {
                     (true, Merge::Last(_)) => variant.writable("inputs"),
                     _ => variant,
@@ -66,7 +67,8 @@ impl RunRows {
     }
 }
 
-/// Slots `run_keys` and `run_values`. Where all codes have 4 bits, a word is eight of them, and a lane holds fewer.
+/// Slots `run_keys` and `run_values`. If all codes have 4 bits, a word holds eight of them, and a lane holds fewer
+/// words.
 fn put_run_codes(variant: Variant, [keys, values]: [RunCodes; 2], key_vector: usize) -> Variant {
     use RunCodes::{Channel, F16, Token};
     let four = [keys, values].iter().all(|codes| matches!(codes, F16 | Channel(Bits::Four) | Token(Bits::Four)));
@@ -151,7 +153,7 @@ impl Scores {
         }
     }
 
-    /// Whether workgroups read the queries as they were given.
+    /// Whether workgroups read the given queries directly.
     fn reads_queries(&self) -> bool {
         match self {
             Self::Dot { query, .. } => matches!(query, IntegerQuery::Own { .. }),
@@ -191,7 +193,7 @@ impl KeyRows {
     }
 }
 
-/// What keys and values name differently.
+/// The names that differ between keys and values.
 struct CodeNames {
     slot: &'static str,
     levels: &'static str,
@@ -379,7 +381,7 @@ impl ValueRanges {
 }
 
 impl ByteWeights {
-    /// `stride` is the distance of a lane's channels where all must be of one group.
+    /// `stride` is the distance between a lane's channels if all must belong to one group.
     fn put(self, variant: Variant, stride: usize) -> Variant {
         match self {
             Self::Shared { middle } => variant.float("VALUE_MIDDLE", middle),

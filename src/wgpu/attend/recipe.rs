@@ -1,5 +1,5 @@
-//! Which parts the kernels that attend to a segment are made of, as plain data: chosen by [`Specialisation`], printed,
-//! compared and tested without a shader, and turned into one by [`AttendRecipe::variant`].
+//! The parts of the kernels that attend to a segment, as plain data. [`Specialisation`] chooses them. They can be
+//! printed, compared and tested without a shader, and [`AttendRecipe::variant`] turns them into one.
 //!
 //! [`Specialisation`]: super::specialisation::Specialisation
 
@@ -14,12 +14,12 @@ pub(crate) enum AttendRecipe {
     /// `attend_matrix`: the same of f16 by cooperative matrices. An element of the query is `query_parts`
     /// summands in f16.
     Matrix { work: Work, query_parts: usize, query: GivenQuery },
-    /// `attend_run`: many queries of a run together, by cooperative matrices.
-    /// Words of a token's keys lie beside each other by `key_vector`.
+    /// `attend_run`: many queries of a run together, with cooperative matrices. `key_vector` words of a token's keys
+    /// are contiguous.
     Run { work: Work, rows: RunRows, keys: RunCodes, key_vector: usize, values: RunCodes, arrivals: RunArrivals },
     /// `scores`: stores the scores of keys.
     Scores { work: Work, scores: Scores },
-    /// `weighted_values`: takes them up, calibrated by (τ1, τ2).
+    /// `weighted_values`: reads them, calibrated by (τ1, τ2).
     WeightedValues { work: Work, tau: (f32, f32), values: Values, softmax: Exchange, merge: Merge },
 }
 
@@ -29,7 +29,7 @@ pub(crate) struct Work {
     pub head_dim: usize,
     pub kv_heads: usize,
     pub query_heads: usize,
-    /// Most queries of an item.
+    /// Maximum number of queries in an item.
     pub queries: usize,
     pub heads: HeadSplit,
 }
@@ -43,7 +43,7 @@ pub(crate) struct HeadSplit {
     pub chunks: usize,
 }
 
-/// The rows of queries and query heads of a workgroup of `attend_run`: so many subgroups own 32 each.
+/// The rows of queries and query heads of a workgroup of `attend_run`. Each subgroup owns 32 of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RunRows {
     pub subgroups: usize,
@@ -59,16 +59,16 @@ pub(crate) enum RunCodes {
     Token(Bits),
 }
 
-/// Slot `run_arrivals`: when what was asked for goes to workgroup memory.
+/// Slot `run_arrivals`: when loads are stored to workgroup memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RunArrivals {
-    /// Half of the subgroups store before they make their weights, the others behind.
+    /// Half of the subgroups store before they compute their weights, the others after.
     ByTurns,
-    /// Everything is asked for a step ahead.
+    /// Everything is loaded a step ahead.
     Ahead,
 }
 
-/// How lanes learn of each other's numbers.
+/// How lanes exchange numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Exchange {
     /// Through workgroup memory.
@@ -77,7 +77,7 @@ pub(crate) enum Exchange {
     Subgroup,
 }
 
-/// Who joins the states of a sequence.
+/// What merges the states of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Merge {
     /// `merge_states`.
@@ -95,7 +95,7 @@ pub(crate) enum Scores {
     Fma { rows: KeyRows, field: Field, query: FloatQuery },
     /// Integer dot products of keys with a range per channel and group of tokens, by a query for every group.
     Groups { rows: KeyRows, bytes: SignedBytes, ranges: GroupedKeyRanges, totals: Exchange, query: FloatQuery },
-    /// Integer dot products with the signs of sketches, and with levels where there are two rows of queries.
+    /// Integer dot products with the signs of sketches, and with levels if there are two rows of queries.
     Sketch { rows: KeyRows, bits: Bits, query_rows: usize, query_planes: usize, level_unit: f32, sketch_level: f32 },
 }
 
@@ -107,7 +107,7 @@ pub(crate) struct KeyRows {
     pub vectors: usize,
 }
 
-/// Slots `key_bytes` or `value_bytes`, with `three_bytes`: what makes signed bytes of codes.
+/// Slots `key_bytes` or `value_bytes`, with `three_bytes`: how codes become signed bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SignedBytes {
     /// Affine codes, shifted to the top of their bytes.
@@ -125,7 +125,7 @@ pub(crate) enum SignedBytes {
 pub(crate) enum KeyRanges {
     /// One per channel, folded into the query.
     Folded,
-    /// One per token; `middle` is what byte 0 stands for.
+    /// One per token; `middle` is the value of byte 0.
     Token { middle: f32 },
 }
 
@@ -134,22 +134,22 @@ pub(crate) enum KeyRanges {
 pub(crate) struct GroupedKeyRanges {
     /// Groups of tokens in a tile.
     pub groups: usize,
-    /// What byte 0 stands for.
+    /// The value of byte 0.
     pub middle: f32,
     /// How a query becomes integers for every group.
     pub fields: QueryFields,
-    /// Where those integers lie.
+    /// The memory of those integers.
     pub memory: QueryMemory,
-    /// Vectors of a token that are asked for together, a divisor of all.
+    /// Vectors of a token that are loaded together. It divides their number.
     pub ahead: usize,
 }
 
-/// Slot `query_bytes`: where a step finds the bytes of a query that were made for its groups.
+/// Slot `query_bytes`: the memory of the bytes of a query for a step's groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum QueryMemory {
     /// In workgroup memory of their own.
     Own,
-    /// In that of the weights, which then has so many vectors of 16 bytes at least.
+    /// In the memory of the weights, which then has at least this many vectors of 16 bytes.
     OfWeights { vectors: usize },
 }
 
@@ -157,16 +157,16 @@ pub(crate) enum QueryMemory {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Field {
     F16,
-    /// Codes with a range per channel and group of tokens, so many groups in a tile.
+    /// Codes with a range per channel and group of tokens, with this many groups in a tile.
     ChannelTokens(Bits, usize),
-    /// Codes with a range per token and group of so many channels.
+    /// Codes with a range per token and group of this many channels.
     TokenChannels(Bits, usize),
 }
 
 /// Slot `query` for integer dot products.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum IntegerQuery {
-    /// As `prepare_query` left it.
+    /// As written by `prepare_query`.
     Prepared,
     /// Prepared by every workgroup.
     Own { given: GivenQuery, fields: QueryFields, totals: Exchange },
@@ -175,13 +175,13 @@ pub(crate) enum IntegerQuery {
 /// Slot `query` for multiply-adds of floats.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum FloatQuery {
-    /// As `prepare_query` left it.
+    /// As written by `prepare_query`.
     Prepared,
     /// Scaled by every workgroup.
     Own(GivenQuery),
 }
 
-/// A query as the caller gave it, slot `input`, and what it is multiplied with.
+/// A query as given by the caller, slot `input`, and its factor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct GivenQuery {
     pub input: ElementType,
@@ -191,13 +191,13 @@ pub(crate) struct GivenQuery {
 /// How the elements of a query become integers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct QueryFields {
-    /// What byte 0 of keys stands for, where ranges of the span are folded into the query: slot `query_ranges`.
+    /// The value of byte 0 of keys, if ranges of the span are folded into the query: slot `query_ranges`.
     pub span_middle: Option<f32>,
     /// The largest integer.
     pub largest: f32,
-    /// What a product of integers and bytes of keys is multiplied with.
+    /// Factor of a product of integers and bytes of keys.
     pub code_unit: f32,
-    /// Words of a vector of keys and bit planes of a word, which give the order.
+    /// Words of a vector of keys and bit planes of a word, which determine the order.
     pub place: (usize, usize),
 }
 
@@ -215,7 +215,7 @@ pub(crate) struct Values {
 pub(crate) struct ChannelSplit {
     /// Channels per lane.
     pub channels: usize,
-    /// Blocks of `32 · channels` channels; the teams left over share the tiles of a step.
+    /// Blocks of `32 · channels` channels. The remaining teams share the tiles of a step.
     pub blocks: usize,
 }
 
@@ -237,19 +237,19 @@ pub(crate) enum FloatWeights {
     F32,
 }
 
-/// Slot `value_ranges`; `middle` is what byte 0 stands for.
+/// Slot `value_ranges`; `middle` is the value of byte 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum ValueRanges {
     /// One per channel, applied to the outputs.
     Folded { middle: f32 },
-    /// One per token, whose scales go into the weights; `unit` is that of a codebook's levels.
+    /// One per token, whose scales are multiplied into the weights; `unit` is that of a codebook's levels.
     Token { middle: f32, unit: f32 },
 }
 
 /// Slot `byte_weights`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum ByteWeights {
-    /// One set for all channels; `middle` is what byte -128 stands for.
+    /// One set for all channels; `middle` is the value of byte -128.
     Shared { middle: f32 },
     /// One set for all channels, which have a range for every tile.
     Tiles,

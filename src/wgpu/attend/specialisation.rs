@@ -1,4 +1,4 @@
-//! What decides how a segment is attended to, and what follows from it for all kernels that do.
+//! The properties that determine how a segment is attended to, and the consequences for all its kernels.
 
 use super::code_bytes::CodeBytes;
 use super::recipe::{ChannelSplit, Exchange, GivenQuery, HeadSplit, QueryFields, Work};
@@ -7,7 +7,7 @@ use crate::format::{AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat,
 use crate::plan::ElementType;
 use crate::wgpu::device::Capabilities;
 
-/// Everything that chooses the attend variant of one segment.
+/// The inputs that choose the attend variant of one segment.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Specialisation<'a> {
     pub shape: &'a AttentionShape,
@@ -26,22 +26,22 @@ pub(super) struct Specialisation<'a> {
 pub(super) const MAX_TILES: usize = 64;
 pub(super) const STEP_TILES: usize = 4;
 pub(super) const INVOCATIONS: usize = 128;
-/// Blocks of a tile that weights of one byte are relative to.
+/// Blocks of a tile; one-byte weights are relative to the largest of their block.
 pub(super) const WEIGHT_BLOCKS: usize = 4;
-/// Most query heads of a workgroup. The others of a KV head go to further workgroups, which start together and share
-/// keys and values in the cache of the device: on an H200 eight heads took 373 µs in two workgroups and 506 µs in one
-/// at f16, 145 and 153 µs at 2 bits.
+/// Maximum number of query heads in a workgroup. The other heads of a KV head go to further workgroups, which start
+/// together and share keys and values in the device's cache: on an H200 eight heads took 373 µs in two workgroups and
+/// 506 µs in one at f16, 145 and 153 µs at 2 bits.
 const MOST_HEADS: usize = 4;
-/// Where codes are decoded to floats, which every workgroup would do again; more would not fit the registers.
+/// The maximum if codes are decoded to floats, which every workgroup would repeat. More would not fit the registers.
 const MOST_DECODED_HEADS: usize = 8;
 
 impl Specialisation<'_> {
-    /// True if every workgroup of `attend` can prepare the query itself. Rotations would take it too many barriers.
+    /// Whether every workgroup of `attend` can prepare the query itself. Rotations would take too many barriers.
     pub fn prepares_own_query(&self) -> bool {
         self.format.key.rotation().is_none()
     }
 
-    /// How many neighbouring queries a workgroup of `attend` can take with all their heads: as many as it takes heads.
+    /// Number of neighbouring queries that a workgroup of `attend` can take with all their heads, limited by its heads.
     pub fn most_queries(&self) -> usize {
         if self.uses_matrices() { 1 } else { (self.most_heads() / self.shape.group()).max(1) }
     }
@@ -62,7 +62,7 @@ impl Specialisation<'_> {
         HeadSplit { heads: group.div_ceil(chunks), chunks }
     }
 
-    /// Most heads of a workgroup.
+    /// Maximum number of heads in a workgroup.
     fn most_heads(&self) -> usize {
         let decoded_keys = self.format.key != TensorFormat::F16 && !self.integer_keys() && !self.has_key_groups();
         let decoded_values = self.format.value != TensorFormat::F16 && !self.integer_values();
@@ -71,9 +71,9 @@ impl Specialisation<'_> {
         (1..=most).rev().find(fits).unwrap_or(1)
     }
 
-    /// Measured on an H200: few heads want many channels per lane, many heads want few, so that the running sums
-    /// (heads · channels) stay in registers. f16 wants many, so that a weight that is read from workgroup memory is
-    /// used often, but not where several workgroups read the same values.
+    /// Measured on an H200: few heads favour many channels per lane, many heads favour few, so that the running sums
+    /// (heads · channels) stay in registers. f16 favours many, so that a weight read from workgroup memory is used
+    /// often, except where several workgroups read the same values.
     pub(super) fn channel_split(&self, heads: usize) -> ChannelSplit {
         let blocks = match heads {
             1 | 2 => 1,
@@ -84,12 +84,12 @@ impl Specialisation<'_> {
         ChannelSplit::new(self.shape.head_dim(), blocks)
     }
 
-    /// True if the prepared query is integers.
+    /// Whether the prepared query consists of integers.
     pub fn integer_keys(&self) -> bool {
         is_dot(&self.format.key)
     }
 
-    /// True if weights are integers.
+    /// Whether weights are integers.
     fn integer_values(&self) -> bool {
         is_dot(&self.format.value) || self.value_groups().is_some() || self.has_value_tiles()
     }
@@ -102,7 +102,7 @@ impl Specialisation<'_> {
         }
     }
 
-    /// True if weights are integers of one byte.
+    /// Whether weights are integers of one byte.
     pub(super) fn byte_weights(&self) -> bool {
         let by_channel = self.format.value.grouping() == Some(Grouping::Channel);
         self.query == QueryBytes::One && (by_channel || self.value_groups().is_some() || self.has_value_tiles())
@@ -120,7 +120,7 @@ impl Specialisation<'_> {
         self.separate_bytes(heads) - self.shared_bytes(heads)
     }
 
-    /// The same if nothing lay where something else does.
+    /// The workgroup memory if nothing shared its place.
     pub(super) fn separate_bytes(&self, heads: usize) -> usize {
         let query = heads * self.query_row_words() * 4;
         let weights = match self.integer_values() {
@@ -161,7 +161,7 @@ impl Specialisation<'_> {
         }
     }
 
-    /// By subgroups where a workgroup is made of whole ones of at least so many lanes.
+    /// By subgroups if a workgroup consists of whole subgroups of at least `lanes` lanes.
     pub(super) fn exchange_among(&self, lanes: usize) -> Exchange {
         match self.capabilities.subgroups {
             Some(sizes) if sizes.min as usize >= lanes && sizes.max as usize <= INVOCATIONS => Exchange::Subgroup,
@@ -169,7 +169,7 @@ impl Specialisation<'_> {
         }
     }
 
-    /// Rows that a query is prepared in: one, or one for the signs of sketches and one for the levels beside them.
+    /// Rows in which a query is prepared: one, or one for the signs of sketches and one for the levels.
     pub fn query_parts(&self) -> usize {
         match self.format.key.sketched() {
             Some(format) if format.level_bits().is_some() => 2,
@@ -182,7 +182,7 @@ impl Specialisation<'_> {
         CodeBytes::new(&self.format.key, self.shape.head_dim())
     }
 
-    /// What makes integers of a query: in `prepare_query`, or in `attend` where that prepares its own.
+    /// How a query becomes integers: in `prepare_query`, or in `attend` if that prepares its own.
     pub(super) fn query_fields(&self) -> QueryFields {
         let layout = TileLayout::of(&self.format.key, self.shape.head_dim());
         let bytes = self.key_bytes();
@@ -211,19 +211,19 @@ impl Specialisation<'_> {
 }
 
 impl ChannelSplit {
-    /// At most `wanted` blocks, as few as needed for lanes of at most four channels.
+    /// Up to `wanted` blocks, and as few as needed for lanes of no more than four channels.
     fn new(head_dim: usize, wanted: usize) -> Self {
         let blocks_of_32 = head_dim.div_ceil(32);
         let blocks =
             [4, 2, 1].into_iter().find(|&blocks| blocks <= wanted && blocks_of_32.is_multiple_of(blocks)).unwrap_or(1);
-        // A lane of more than four channels would need more registers than it saves loads.
+        // A lane with more than four channels would need more registers than it saves loads.
         let blocks = if blocks_of_32 / blocks > 4 { blocks * 2 } else { blocks };
         Self { channels: blocks_of_32 / blocks, blocks }
     }
 }
 
-/// True if a product with the tensor is a sum of integer dot products: one range covers all that is summed, or each
-/// token has one.
+/// Whether a product with the tensor is a sum of integer dot products: one range covers the whole sum, or each token
+/// has one.
 pub(super) fn is_dot(format: &TensorFormat) -> bool {
     matches!(format.grouping(), Some(Grouping::Channel | Grouping::Token))
 }

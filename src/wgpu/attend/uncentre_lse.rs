@@ -44,9 +44,9 @@ impl UncentreLsePlan {
     /// Binds a store that has the centres, the queries, and the log-sum-exps to change.
     ///
     /// # Errors
-    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor is not of as many rows as there are slots, or
-    /// log-sum-exps are not f32; [`Error::Plan`] when the store is of another shape or lacks a slot, or log-sum-exps
-    /// lie in the buffer of the queries.
+    /// [`Error::Elements`] or [`Error::Buffer`] when a tensor does not have one row per slot, or log-sum-exps are not
+    /// f32; [`Error::Plan`] when the store has another shape or lacks a slot, or log-sum-exps lie in the buffer of the
+    /// queries.
     pub fn bind(&self, kernels: &Kernels, store: &Store, queries: &Tensor, lse: &Tensor) -> Result<Launch> {
         let (heads, head_dim) = (self.shape.query_heads(), self.shape.head_dim());
         store.check_planned("uncentring", &self.shape, store.format())?;
@@ -84,7 +84,7 @@ fn variant_of(head_dim: usize, queries: ElementType) -> Variant {
     Variant::new("uncentre_lse").constant("HEAD_DIM", head_dim).import("input", input_file(queries))
 }
 
-/// Every variant that a plan can ask for.
+/// Every variant that a plan uses.
 pub(crate) fn variants() -> Vec<Variant> {
     HEAD_DIMS.into_iter().flat_map(|head_dim| ElementType::ALL.map(|queries| variant_of(head_dim, queries))).collect()
 }
