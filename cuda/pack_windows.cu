@@ -97,11 +97,10 @@ __device__ __forceinline__ void window_ranges(const u8* from, u8* part, float2* 
             smallest = fminf(smallest, lows[(group * warps + other) * HEAD_DIM + channel]);
             largest = fmaxf(largest, highs[(group * warps + other) * HEAD_DIM + channel]);
         }
-        const float2 range = code_range<VALUE>(smallest, largest, shrink);
         if constexpr (SPAN_RANGES<VALUE>) {
-            span_ranges[channel] = range;
+            span_ranges[channel] = code_range<VALUE>(smallest, largest, shrink);
         } else {
-            ((u32*)(part + TILE_RANGES_AT<VALUE>))[i] = range_word<VALUE>(range);
+            ((u32*)(part + TILE_RANGES_AT<VALUE>))[i] = range_word<VALUE>(smallest, largest, shrink);
         }
     }
     __syncthreads();

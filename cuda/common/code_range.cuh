@@ -14,6 +14,8 @@ constexpr float MIN_SCALE = 7.888609e-31f;
 __device__ __forceinline__ float flushed(float x) { return (__float_as_uint(x) & 0x7fffffffu) < 0x00800000u ? 0.0f : x; }
 
 constexpr float HALF_MAX = 65504.0f;
+// The smallest normal half, 2^-14.
+constexpr u32 SMALLEST_NORMAL = 0x400u;
 
 template <bool VALUE>
 constexpr int CODE_BITS = FORMAT_BITS<VALUE> == 16 ? 8 : FORMAT_BITS<VALUE>;
@@ -32,20 +34,29 @@ __device__ __forceinline__ float scale_of(float spread) {
     return scale < MIN_SCALE ? 0.0f : scale;
 }
 
+__device__ __forceinline__ float shrunk(float x, float shrink) { return flushed(__fmul_rn(flushed(x), shrink)); }
+
 // (scale, minimum) of a group whose extremes are `low` and `high`.
 template <bool VALUE>
 __device__ __forceinline__ float2 code_range(float low, float high, float shrink) {
-    const float smallest = flushed(__fmul_rn(flushed(low), shrink));
-    const float largest = flushed(__fmul_rn(flushed(high), shrink));
+    const float smallest = shrunk(low, shrink);
+    const float largest = shrunk(high, shrink);
     if (SYMMETRIC<VALUE>) return about_zero<VALUE>(scale_of<VALUE>(fmaxf(fabsf(smallest), fabsf(largest))));
     return make_float2(scale_of<VALUE>(__fsub_rn(largest, smallest)), smallest);
 }
 
-// A range as tiles store it: two halves, the scale in the low one, and 0 if it were subnormal.
+// The range of a group whose extremes are `low` and `high` as tiles store it: two halves, the scale in the low one. A
+// scale that is not 0 is a normal half, because other backends may read a subnormal one as 0
+// (`format::CodeRange::rounded_to_f16`). A group that spans less than that is stored as its middle.
 template <bool VALUE>
-__device__ __forceinline__ u32 range_word(float2 range) {
+__device__ __forceinline__ u32 range_word(float low, float high, float shrink) {
+    float2 range = code_range<VALUE>(low, high, shrink);
+    const float top = shrunk(high, shrink);
+    if (!SYMMETRIC<VALUE> && __fsub_rn(top, range.y) < half_value(SMALLEST_NORMAL)) {
+        range = make_float2(0.0f, flushed(__fmul_rn(0.5f, flushed(__fadd_rn(range.y, top)))));
+    }
     const u32 rounded = half_bits(fminf(range.x, SYMMETRIC<VALUE> ? HALF_MAX / MIDDLE_CODE<VALUE> : HALF_MAX));
-    const u32 scale = rounded < 0x400u ? 0u : rounded;
+    const u32 scale = range.x == 0.0f ? 0u : max(rounded, SMALLEST_NORMAL);
     const float minimum = SYMMETRIC<VALUE> ? about_zero<VALUE>(half_value(scale)).y : range.y;
     return scale | half_bits(fminf(fmaxf(minimum, -HALF_MAX), HALF_MAX)) << 16;
 }
@@ -139,5 +150,5 @@ __device__ __forceinline__ u32 warp_range(u32 count, int lane, float shrink, At 
         low = fminf(low, __shfl_xor_sync(ALL_LANES, low, step));
         high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, step));
     }
-    return range_word<VALUE>(code_range<VALUE>(low, high, shrink));
+    return range_word<VALUE>(low, high, shrink);
 }

@@ -86,7 +86,8 @@ __device__ __forceinline__ u32 nearest_root(float sum, float divisor) {
     } else if (estimate < 0x7bff && (sum > above || (sum == above && odd))) {
         half = estimate + 1;
     }
-    return half < 0x400 ? 0 : half;
+    // A subnormal half counts as the nearer of 0 and the smallest normal one.
+    return half >= 0x400u ? half : half >= 0x200u ? 0x400u : 0u;
 }
 
 // The sum of the squares of a row with elements `at(channel)`, computed by a warp.

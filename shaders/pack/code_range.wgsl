@@ -14,15 +14,22 @@ const RANGE_MIDDLE: f32 = f32(1u << (BITS - 1u));
 // Scales below 2^-100 count as 0.
 const MIN_SCALE: f32 = 7.888609e-31f;
 
+// The smallest normal half, 2^-14.
+const SMALLEST_NORMAL: u32 = 0x400u;
+
 // Numbers too small for single precision, and the negative zero, as zero.
 fn flushed(x: f32) -> f32 {
     return select(x, 0.0, (bitcast<u32>(x) & 0x7fffffffu) < 0x00800000u);
 }
 
+fn shrunk(x: f32) -> f32 {
+    return flushed(rounded(flushed(x) * call.shrink));
+}
+
 // (scale, minimum) of a group whose extremes are `low` and `high`.
 fn code_range(low: f32, high: f32) -> vec2<f32> {
-    let smallest = flushed(rounded(flushed(low) * call.shrink));
-    let largest = flushed(rounded(flushed(high) * call.shrink));
+    let smallest = shrunk(low);
+    let largest = shrunk(high);
     if (SYMMETRIC == 1u) {
         return about_zero(scale_of(max(abs(smallest), abs(largest))));
     }
@@ -58,11 +65,17 @@ fn scale_of(spread: f32) -> f32 {
     return select(scale, 0.0, scale < MIN_SCALE);
 }
 
-// A range as tiles store it: scale and minimum rounded to half precision, the scale in the low half.
-fn range_word(range: vec2<f32>) -> u32 {
+// The range of a group whose extremes are `low` and `high` as tiles store it: scale and minimum rounded to half
+// precision, the scale in the low half. A scale that is not 0 is a normal half, because readers may take a subnormal
+// one for 0 (`format::CodeRange::rounded_to_f16`). A group that spans less than that is stored as its middle.
+fn range_word(low: f32, high: f32) -> u32 {
+    var range = code_range(low, high);
+    let top = shrunk(high);
+    if (SYMMETRIC == 0u && rounded(top - range.y) < half_value(SMALLEST_NORMAL)) {
+        range = vec2<f32>(0.0, flushed(0.5 * flushed(rounded(range.y + top))));
+    }
     let largest = select(HALF_MAX, HALF_MAX / RANGE_MIDDLE, SYMMETRIC == 1u);
-    let rounded_scale = half_bits(min(range.x, largest));
-    let scale = select(rounded_scale, 0u, rounded_scale < 0x400u);
+    let scale = select(max(half_bits(min(range.x, largest)), SMALLEST_NORMAL), 0u, range.x == 0.0);
     let minimum = select(range.y, about_zero(half_value(scale)).y, SYMMETRIC == 1u);
     return scale | (half_bits(clamp(minimum, -HALF_MAX, HALF_MAX)) << 16u);
 }

@@ -34,7 +34,8 @@ fn nearest_root(sum: f32, divisor: f32) -> u32 {
     } else if (estimate < 0x7bffu && (sum > above || (sum == above && odd))) {
         half = estimate + 1u;
     }
-    return select(half, 0u, half < 0x400u);
+    // A subnormal half counts as the nearer of 0 and the smallest normal one.
+    return select(half, select(0u, 0x400u, half >= 0x200u), half < 0x400u);
 }
 
 // The exact square of the midpoint between a half and the next one.

@@ -63,5 +63,5 @@ fn tile_range(place: Place, kv_head: u32, range: u32) -> u32 {
         low = min(low, value);
         high = max(high, value);
     }
-    return range_word(code_range(low, high));
+    return range_word(low, high);
 }

@@ -128,7 +128,30 @@ impl HeadData {
         group.plant(Target::Sink, sink, &mut keys, &channels);
         let of_values = if recipe.kind == DataKind::BiasedKeys { DataKind::ChannelOffsets } else { recipe.kind };
         let values = Channels::new(of_values, head_dim, &mut random).rows(tokens, &mut random);
-        Self { keys, values, queries: group.queries }
+        let mut data = Self { keys, values, queries: group.queries };
+        match recipe.kind {
+            DataKind::Small => data.make_small(),
+            DataKind::Magnitudes => data.spread_magnitudes(kv_head, head_dim),
+            _ => {}
+        }
+        data
+    }
+
+    /// Keys and values times 2^-12 and queries times 2^12, which leaves the scores as they are.
+    fn make_small(&mut self) {
+        const FACTOR: f32 = 4096.0;
+        self.keys.iter_mut().chain(&mut self.values).for_each(|x| *x /= FACTOR);
+        self.queries.iter_mut().for_each(|x| *x *= FACTOR);
+    }
+
+    /// Every run of 32 tokens times a power of ten, each head from another one on.
+    fn spread_magnitudes(&mut self, kv_head: usize, head_dim: usize) {
+        for rows in [&mut self.keys, &mut self.values] {
+            for (run, rows) in rows.chunks_mut(32 * head_dim).enumerate() {
+                let power = (run + 5 * kv_head) % 10;
+                rows.iter_mut().for_each(|x| *x *= 10f32.powi(power as i32 - 6));
+            }
+        }
     }
 }
 
@@ -163,7 +186,7 @@ impl Channels {
             spread[channel] = 3.0;
         }
         match kind {
-            DataKind::ChannelOffsets | DataKind::Outliers => {}
+            DataKind::ChannelOffsets | DataKind::Outliers | DataKind::Small | DataKind::Magnitudes => {}
             DataKind::BiasedKeys => {
                 for (channel, bias) in [(5, 300.0), (head_dim / 2, -300.0), (head_dim - 2, 300.0)] {
                     offset[channel] += bias;

@@ -89,7 +89,15 @@ pub fn pack_cases() -> Vec<PackCase> {
         ..case.clone()
     };
     let of_plain: Vec<PackCase> = plain.iter().filter(|case| case.format.key.takes_centre()).map(centred).collect();
-    [plain, of_plain].concat()
+    // The same of values of all magnitudes.
+    let magnitudes = |case: &PackCase| PackCase {
+        name: format!("{}-magnitudes", case.name),
+        data: DataKind::Magnitudes,
+        quick: matches!(case.name.as_str(), "pack-8bit-token" | "pack-2bit-renormalized" | "pack-3bit-turboquant-prod"),
+        ..case.clone()
+    };
+    let of_magnitudes: Vec<PackCase> = plain.iter().map(magnitudes).collect();
+    [plain, of_plain, of_magnitudes].concat()
 }
 
 /// Writes the tokens through `backend` and through the CPU reference, and compares the stored data.

@@ -99,7 +99,10 @@ impl Codebook {
 }
 
 /// The norm of a row as it is stored: the f16 nearest to the root of the sum of squares, ties to even; at most 65504,
-/// and 0 where f16 would be subnormal.
+/// and 0 or 2^-14, whichever is nearer, where f16 would be subnormal.
+///
+/// Subnormal norms would be finer, but WGSL lets a device read a subnormal f16 as 0. A norm is multiplied by levels
+/// below 1, so a row below 2^-15 that is stored as zeros is off by its own length, less than 2^-15.
 ///
 /// The sum is part of the format: squares below 2^-100 count as 0; of four neighbouring channels the first two squares
 /// and the last two are added, then their sums, and those of all fours from the first to the last, in f32. The root is
@@ -124,7 +127,7 @@ fn sum_of_squares(row: &[f32]) -> f32 {
     row.as_chunks::<4>().0.iter().fold(0.0, |sum, four| sum + of_four(four))
 }
 
-/// The f16 nearest to the root of `sum / divisor`, ties to even; 0 where f16 would be subnormal.
+/// The f16 nearest to the root of `sum / divisor`, ties to even; 0 or 2^-14 where f16 would be subnormal.
 fn nearest_root(sum: f32, divisor: f32) -> half::f16 {
     let half = half::f16::from_f32((sum / divisor).sqrt().min(half::f16::MAX.to_f32())).to_bits();
     // The square of the midpoint between a half and the next, times the divisor.
@@ -140,9 +143,15 @@ fn nearest_root(sum: f32, divisor: f32) -> half::f16 {
     } else {
         half
     };
-    let norm = half::f16::from_bits(decided);
-    if norm < half::f16::MIN_POSITIVE { half::f16::ZERO } else { norm }
+    match half::f16::from_bits(decided) {
+        norm if norm >= half::f16::MIN_POSITIVE => norm,
+        norm if norm >= NORM_ROUNDED_UP => half::f16::MIN_POSITIVE,
+        _ => half::f16::ZERO,
+    }
 }
+
+/// Half of the smallest normal f16, 2^-15: smaller norms are stored as 0.
+const NORM_ROUNDED_UP: half::f16 = half::f16::from_bits(0x200);
 
 /// Elements below this count as 0 in a norm: 2^-50.
 const SMALLEST: f32 = f32::from_bits((127 - 50) << 23);
@@ -327,10 +336,11 @@ mod tests {
     #[test]
     fn norms_at_the_ends_of_f16() {
         let norm = |x: f32| stored_norm(&[x, 0.0, 0.0, 0.0]).to_f32();
+        let smallest = half::f16::MIN_POSITIVE.to_f32();
         assert_eq!(norm(1e6), 65504.0);
         assert_eq!(norm(65519.0), 65504.0);
-        assert_eq!(norm(6e-5), 0.0);
-        assert_eq!(norm(6.1035156e-5), 6.1035156e-5);
+        assert_eq!([6.2e-5, 6.1035156e-5, 6e-5, 3.0517578e-5].map(norm), [6.198883e-5, smallest, smallest, smallest]);
+        assert_eq!(norm(3.04e-5), 0.0);
         assert_eq!(norm(1e-30), 0.0);
     }
 

@@ -21,4 +21,5 @@ mod recompress;
 mod recompress_choice;
 mod select;
 mod step;
+mod stored_error;
 mod unfused_attention;

@@ -1,7 +1,7 @@
 // Ranges of a single row: one for all its channels, or one for each group of channels. They are stored with the tile,
 // and the rounded values are kept for the codes. An invocation owns four channels, then one range.
 //
-// needs: HEAD_DIM, Place, call, channel_value, code_range, range_of_word, range_word
+// needs: HEAD_DIM, Place, call, channel_value, range_of_word, range_word
 // gives: stored_range, store_row_ranges
 // binds: 3 ranges
 
@@ -46,7 +46,7 @@ fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {
         for (; i < count; i++) {
             extremes = joined(extremes, row_extremes[first + i]);
         }
-        let word = range_word(code_range(extremes.x, extremes.y));
+        let word = range_word(extremes.x, extremes.y);
         let tile = place.page * call.kv_heads + kv_head;
         ranges[tile * call.ranges_per_tile + range_index(place.slot, invocation * call.group)] = word;
         row_ranges[invocation] = range_of_word(word);

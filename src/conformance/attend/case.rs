@@ -97,6 +97,12 @@ pub enum DataKind {
     BiasedKeys,
     /// Every token has the same key and the same value, except for the sink's key.
     ConstantTokens,
+    /// The same as [`DataKind::ChannelOffsets`] times 2^-12, and queries times 2^12: most steps of codes are at the
+    /// smallest that f16 ranges hold ([`CodeRange::SMALLEST_STEP`](crate::format::CodeRange::SMALLEST_STEP)).
+    Small,
+    /// The same as [`DataKind::ChannelOffsets`], each run of 32 tokens times a power of ten from 10^-6 to 10^3, in turn.
+    /// For packing only: the largest keys would have all the weight of attention.
+    Magnitudes,
 }
 
 /// The place of the sink: a token whose score lies 14 nats above the level of all others (see

@@ -2,7 +2,7 @@
 
 use super::build::{GROUPS, RAGGED, affine, both, offsets, shape, slug};
 use super::case::{AttendCase, DataKind, Fill, InputLayout, Paging, RowOrder, SinkPlace, SpanCase, StoreCase};
-use super::{centred, formats, many_heads, query_precision, query_runs};
+use super::{centred, formats, many_heads, query_precision, query_runs, small_values};
 use crate::backend::QueryPrecision;
 use crate::format::{AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat};
 use crate::plan::{ElementType, Split};
@@ -30,6 +30,7 @@ pub fn attend_cases() -> Vec<AttendCase> {
     cases.extend(many_heads::many_heads());
     cases.extend(query_runs::query_runs());
     cases.extend(centred::centred());
+    cases.extend(small_values::small_values());
     for (seed, case) in cases.iter_mut().enumerate() {
         case.seed = seed as u64 + 1;
     }

@@ -11,6 +11,7 @@ mod query_precision;
 mod query_runs;
 mod reference;
 mod run;
+mod small_values;
 mod stored;
 
 pub(super) use accuracy::Expected;
