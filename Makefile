@@ -1,8 +1,9 @@
-# `make demo` and `make test` need a Rust toolchain and nothing else; what they miss they install or say.
+# `make demo` and `make test` need only a Rust toolchain. They install anything else that they need, or report that it is
+# missing.
 
 CARGO ?= cargo
 
-# Real keys and values, and where the demo's page goes.
+# Real keys and values, and the path of the demo's page.
 DEMO_DATA := data/smollm2_kv.safetensors
 DEMO_REPORT := target/demo/report
 
@@ -16,7 +17,7 @@ endif
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /make \1	/p' $(MAKEFILE_LIST)
 
-demo: ## in a minute after compiling: what packing costs on real keys and values, on this machine's GPU or its CPU
+demo: ## show in a minute (after compiling) what packing costs on real keys and values, on this machine's GPU or CPU
 	@mkdir -p $(dir $(DEMO_REPORT))
 	$(CARGO) run --locked --release --bin kvpack -- demo $(DEMO_DATA) --report $(DEMO_REPORT)
 
@@ -26,14 +27,14 @@ model: ## fetch a small language model (94 MB), write text with it, and measure 
 	$(CARGO) run --locked --release -- eval --model --lengths 1024 --passkey-tokens 512 \
 		--recipes f16 int8+centre calibquant:4+sink=128 turboquant-renormalized:2+centre+sink=128+window=128
 
-web: ## kvpack in the browser: builds a page that checks and times the kernels, and serves it to this machine
+web: ## build the browser page, which checks and times the kernels, and serve it to this machine
 	@scripts/build-web.sh
 	@target/debug/kvpack-web-build serve target/web
 
-test: ## everything that CI checks; scripts/test.sh says what
+test: ## run everything that CI checks; scripts/test.sh lists it
 	@scripts/test.sh
 
-test-web: ## the page in Chromium with every conformance case; scripts/test-web.sh says what
+test-web: ## test the page in Chromium with every conformance case; scripts/test-web.sh lists the parts
 	@scripts/test-web.sh all
 
 fmt: ## format the code

@@ -1,8 +1,8 @@
-# An apt beside the system's, for packages of another suite of Debian: its lists and downloads lie in a folder of the caller's,
-# the system's are neither read nor changed, and nothing is installed. Sourced, never run.
+# A second apt, for packages of another Debian suite. Its lists and downloads are in a folder of the caller. It neither
+# reads nor changes those of the system, and installs nothing. Sourced, never run.
 # shellcheck shell=bash
 
-# Chooses the suite. Fails where the system is not Debian.
+# Chooses the suite. Fails if the system is not Debian.
 apart_suite() { # folder, suite
     local folder="$1" suite="$2" keyring=/usr/share/keyrings/debian-archive-keyring.gpg mirror
     command -v apt-get >/dev/null && [ -f "$keyring" ] || return 1

@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
-# Times and checks one device: lists the adapters, times decode steps, one process for each backend and shape, so that
-# one lost device costs one group of rows only and no row heats the device for another, then runs the conformance cases
-# in parallel processes. Rows are printed as they come, each checked before it was timed, and results.json in the
-# folder of results has all of them so far, so that nothing is lost where the script is stopped. It builds nothing; an
-# H200 takes about ten minutes.
+# Times and checks one device. The script lists the adapters, times decode steps, and then runs the conformance cases in
+# parallel processes. Each backend and shape is timed in a process of its own, so a lost device costs one group of rows
+# only, and no row heats the device for another. Each row is checked before it is timed, and printed when it is ready.
+# results.json in the results folder always holds all rows so far, so stopping the script loses nothing. The script
+# builds nothing. An H200 takes about ten minutes.
 #
 #   scripts/bench-device.sh [KVPACK]     KVPACK is the binary, target/release/kvpack if none is named
 #
-#   BENCH_RESULTS     the folder for logs and JSON, target/bench-device by default; what an earlier run of this script
-#                     has left there is deleted, and nothing else
-#   BENCH_LIMIT       seconds for all of it, 720 by default: what has not begun by then is left out, with a word
+#   BENCH_RESULTS     the folder for logs and JSON, target/bench-device by default; files of an earlier run of this
+#                     script are deleted there, and nothing else
+#   BENCH_LIMIT       seconds for the whole script, 720 by default; work that has not begun by then is skipped and
+#                     reported
 #   BENCH_TIMEOUT     seconds for each process, 120 by default
-#   BENCH_SHAPES      the shapes, by default those of `kvpack bench --suite decode` but for g16-b8-32k
+#   BENCH_SHAPES      the shapes, by default those of `kvpack bench --suite decode` except g16-b8-32k
 #   BENCH_FORMAT      part of the formats' names, 'bit per channel' by default; '' is every format
 #
-# WGPU_BACKEND and WGPU_ADAPTER_NAME choose the adapter. Where there is libcuda, the CUDA backend is timed and checked too.
-# The exit code is 1 if a check failed, a result was wrong, or something did not finish or was left out.
+# WGPU_BACKEND and WGPU_ADAPTER_NAME choose the adapter. If libcuda is installed, the CUDA backend is timed and checked
+# too. The exit code is 1 if a check failed, a result was wrong, or something did not finish or was skipped.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
@@ -52,7 +53,7 @@ end() {
 }
 trap 'fail "stopped before the end"; end' INT TERM
 
-# The seconds that a process may take: its own limit, or what is left of the whole; nothing where too little is.
+# The seconds that a process may take: its own limit, or the rest of the whole limit. Prints nothing if too few are left.
 seconds_left() {
     local left=$((whole - SECONDS))
     [ "$left" -ge 5 ] && echo $((left < limit ? left : limit))
@@ -84,7 +85,7 @@ for backend in "${backends[@]}"; do
     [ -n "${BENCH_SHAPES:-}" ] || time_rows "$backend" mixed --suite mixed
 done
 
-# In parts, several for every process that runs: compiling the kernels takes most of the time.
+# There are several parts for every process that runs, because compiling the kernels takes most of the time.
 parts=$((3 * $(nproc)))
 check() { # name, arguments
     local name="$1" seconds unfinished
@@ -94,7 +95,7 @@ check() { # name, arguments
         fail "no time is left for kvpack check $*"
         return
     }
-    # Every part ends when the whole does.
+    # Every part ends when the whole time is up.
     seq "$parts" | timeout "$seconds" xargs -P "$(nproc)" -I{} bash -c '
         log="$1-{}.log" && shift
         timeout "$@" --part "{}/'"$parts"'" >"$log" 2>&1

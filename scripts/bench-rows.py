@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Prints the rows of one JSON file of `kvpack bench --json`, and gathers all files of its folder in results.json.
 
-    bench-rows.py FOLDER FILE       FILE is one of FOLDER/bench-BACKEND-NAME.json; the first of them brings the header
+    bench-rows.py FOLDER FILE       FILE is one of FOLDER/bench-BACKEND-NAME.json; the header is printed with the first
 
-Exit code 1 where an output was wrong or the process left no JSON.
+The exit code is 1 if an output was wrong or the process left no JSON.
 """
 import json
 import pathlib

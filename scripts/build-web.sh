@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds the page in the browser into target/web and says how large it is: build-web.sh [PROFILE]
+# Builds the browser page into target/web and prints its size: build-web.sh [PROFILE]
 #
-# PROFILE: web (what people get, and the default) or web-test (larger and slower, and built in a fraction of the time).
-# Exits with 3 where there is no way to wasm (see wasm-cargo.sh).
+# PROFILE: web (the published page, and the default) or web-test (larger and slower, but built much faster).
+# Exits with 3 if wasm cannot be built here (see wasm-cargo.sh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

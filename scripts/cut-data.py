@@ -3,13 +3,13 @@
 
     scripts/cut-data.py IN.safetensors OUT.safetensors --layers 0,15,29 --first 128 --recent 1024
 
-Kept are the first tokens of the prompt and the most recent ones before the queries. The first, because most heads put
-much of their weight on token 0 (an attention sink), and quantised keys fail there first. The recent, because without
-them that sink would take nearly everything, and attention over the cut would be easier than over the whole. The
-queries stay as they are. All of them come from later positions than the keys that are kept, so no query looks at its
-own future, and no causal mask is needed.
+The cut keeps the first tokens of the prompt and the most recent tokens before the queries. It keeps the first because
+most heads put much of their weight on token 0 (an attention sink), and quantised keys fail there first. It keeps the
+recent because without them that sink would take nearly everything, and attention over the cut would be easier than
+attention over the whole. The queries are unchanged. All of them come from later positions than the kept keys, so no
+query looks at its own future, and no causal mask is needed.
 
-Needs Python 3.8 and no packages.
+The script needs Python 3.8 and no packages.
 """
 
 import argparse

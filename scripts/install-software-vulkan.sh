@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes sure that a Vulkan adapter is there, if need be one that runs on the processor.
+# Makes sure that there is a Vulkan adapter, if necessary one that runs on the processor.
 #
-#   install-software-vulkan.sh                 any adapter will do: installs nothing where a driver is present,
+#   install-software-vulkan.sh                 any adapter will do: installs nothing if a driver is present,
 #                                              otherwise the Vulkan loader and Mesa's lavapipe
 #   install-software-vulkan.sh --lavapipe      lavapipe, whatever other drivers there are
 #   install-software-vulkan.sh --validation    the Khronos validation layers
@@ -9,9 +9,9 @@
 #   install-software-vulkan.sh --lavapipe-f16  the lavapipe of Mesa 25, whose 16-bit floats Dawn uses, from Debian's
 #                                              bookworm-backports, unpacked under target/lavapipe-f16, not installed
 #
-# Options combine. What is already there is left alone, so the script can run any number of times. It installs
-# through apt on Debian and Ubuntu, as root or through a sudo that asks for no password; elsewhere it says what to
-# install and fails. SwiftShader is a part of Debian's package chromium-common; only its one library is unpacked.
+# Options combine. The script changes nothing that is already installed, so it can run any number of times. It installs
+# through apt on Debian and Ubuntu, as root or through a sudo that asks for no password. Elsewhere it prints what to
+# install and fails. SwiftShader is part of Debian's package chromium-common; only its one library is unpacked.
 set -euo pipefail
 # shellcheck source=scripts/vulkan-drivers.sh
 source "$(dirname "${BASH_SOURCE[0]}")/vulkan-drivers.sh"
@@ -76,7 +76,7 @@ install_packages() { # packages...
     become_root "installing $*" "apt-get install $*"
     say "installing $*"
     local apt=("${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@")
-    # Lists that are old or not there yet make the first attempt fail.
+    # The first attempt fails if the lists are old or missing.
     "${apt[@]}" </dev/null >/dev/null 2>&1 && return
     update_lists
     "${apt[@]}" </dev/null >/dev/null || fail "apt-get install $* failed; the reason is above"
@@ -93,7 +93,7 @@ swiftshader_unavailable() {
 }
 
 download_chromium_common() { # into this folder
-    # -o: the folder belongs to the caller, so apt's own unprivileged user could not write there.
+    # -o: the folder belongs to the caller, so apt's own unprivileged user cannot write there.
     (cd "$1" && apt-get download -qq -o APT::Sandbox::User=root chromium-common </dev/null) >"$1/log" 2>&1
 }
 
@@ -102,7 +102,7 @@ swiftshader() {
     local work
     mkdir -p "$swiftshader_dir"
     work=$(mktemp -d "$swiftshader_dir/unpack.XXXXXX")
-    # shellcheck disable=SC2064 # the folder's name is wanted now
+    # shellcheck disable=SC2064 # the folder's name must expand now
     trap "rm -rf '$work'" EXIT
     say "downloading chromium-common (about 30 MB) for its SwiftShader library"
     if ! download_chromium_common "$work"; then
@@ -154,7 +154,7 @@ lavapipe_f16() {
 }
 JSON
     rm -rf "$apt"
-    # What it is linked with is what the lavapipe of Debian 12 is linked with.
+    # It links the same libraries as the lavapipe of Debian 12.
     if ldd "$lavapipe_f16_dir/libvulkan_lvp.so" | grep 'not found'; then
         rm "$lavapipe_f16_dir/lvp_icd.json"
         fail "this lavapipe needs other libraries than this system has." "$unavailable"

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Times attention of torch (SDPA with cuDNN) over f16: decode on the steps of `kvpack bench --suite decode`, and the
-causal prefill of one sequence, of which statistics of a prompt are a share (`kvpack bench --suite evict`).
+"""Times torch's f16 attention (SDPA with cuDNN): the decode steps of `kvpack bench --suite decode`, and the causal
+prefill of one sequence, to which `kvpack bench --suite evict` compares the statistics of a prompt.
 
     python3 scripts/peers.py >peers.json
 
-Needs an NVIDIA GPU and torch. A row is the median over replays of a CUDA graph whose steps go round caches that together
-hold more than the device's own, as those of `kvpack bench --backend cuda`. Outputs of one sequence are held against f64
-first. JSON goes to standard output, rows as they come to standard error.
+The script needs an NVIDIA GPU and torch. A row is the median over replays of a CUDA graph. As in `kvpack bench --backend
+cuda`, each step of the graph uses the next of several KV caches, which together exceed the caches of the device. The
+outputs of one sequence are compared with f64 first. JSON goes to standard output, and rows go to standard error as they
+come.
 """
 import datetime
 import json
@@ -29,7 +30,7 @@ SHAPES = {
 }
 # Query heads, KV heads and tokens of the prompts of `kvpack bench --suite evict`.
 PROMPTS = [(32, 8, 32768), (32, 8, 131072)]
-# Queries of a prompt that are held against f64, as many of the newest.
+# The newest queries of a prompt, which are compared with f64.
 CHECKED_QUERIES = 8
 FOOTPRINT = 1 << 30
 MOST_COPIES = 64
@@ -45,7 +46,7 @@ def attend(query, keys, values):
 
 
 def nmse(query, keys, values):
-    """Of the first sequence, against f64."""
+    """The NMSE of the first sequence against f64."""
     group = query.shape[1] // keys.shape[1]
     want = torch.empty(query.shape[1], HEAD_DIM, dtype=torch.float64, device="cuda")
     for head in range(query.shape[1]):
@@ -67,7 +68,7 @@ def step_us(query, caches):
             for step in range(steps):
                 attend(query, *caches[step % len(caches)])
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # Until the device has raised its clock.
+    # Runs until the device has raised its clock.
     for _ in range(5):
         graph.replay()
     torch.cuda.synchronize()

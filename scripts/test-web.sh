@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Tests kvpack in the browser. scripts/test.sh runs tools, tint, build, page and report; the rest runs by itself:
 #
-#   test-web.sh tools    installs what the others need: Node.js, Chromium, and the npm packages in web/test
-#   test-web.sh tint     every WGSL text that a browser may get through Tint, without a GPU
-#   test-web.sh build    the page, in the profile web-test; exits with 3 where there is no way to wasm
-#   test-web.sh page     the page in headless Chromium on SwiftShader: a check of each kind, one row of each measurement, what
-#                        goes wrong; screenshots under target/web-shots
-#   test-web.sh report   the pages of `kvpack eval --report` and `compare` in headless Chromium: light, dark and on a phone;
-#                        screenshots under target/report-shots
-#   test-web.sh dawn     the quick cases of the path f16 through Dawn in Node.js, on a lavapipe of Mesa 25
-#   test-web.sh all      all of these on the page that people get, with every conformance case and every width
+#   test-web.sh tools    installs what the other parts need: Node.js, Chromium, and the npm packages in web/test
+#   test-web.sh tint     compiles every WGSL text that a browser may get with Tint, without a GPU
+#   test-web.sh build    builds the page in the profile web-test; exits with 3 if wasm cannot be built here
+#   test-web.sh page     tests the page in headless Chromium on SwiftShader: a check of each kind, one row of each
+#                        measurement, and failures; screenshots under target/web-shots
+#   test-web.sh report   tests the pages of `kvpack eval --report` and `compare` in headless Chromium: light, dark and on
+#                        a phone; screenshots under target/report-shots
+#   test-web.sh dawn     runs the quick cases of the path f16 through Dawn in Node.js, on a lavapipe of Mesa 25
+#   test-web.sh all      runs all of these on the published page, with every conformance case and every width
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -33,7 +33,7 @@ tools() {
     command -v npm >/dev/null || missing+=(npm)
     [ -n "${KVPACK_CHROMIUM:-}" ] || command -v chromium >/dev/null || missing+=(chromium)
     [ "${#missing[@]}" = 0 ] || install_packages "${missing[@]}"
-    # No package's own script runs: both packages work as they are unpacked.
+    # No install script runs: both packages work as soon as they are unpacked.
     (cd web/test && npm ci --silent --ignore-scripts --no-audit --no-fund)
     echo "web: node $(node --version), $(chromium --version 2>/dev/null || echo "$KVPACK_CHROMIUM")"
 }
@@ -43,7 +43,7 @@ tint() {
     node web/test/tint.mjs target/tmp/browser-shaders
 }
 
-# The command, as the tests of a workspace build it.
+# Builds the command as a workspace test run does, so nothing is compiled twice.
 build_command() {
     "${CARGO:-cargo}" test --locked --workspace --no-run --test cli --quiet
     kvpack="${CARGO_TARGET_DIR:-target}/debug/kvpack"
@@ -52,12 +52,12 @@ build_command() {
 page() { # arguments of page.mjs
     rm -rf target/web-shots
     node web/test/page.mjs target/debug/kvpack-web-build target/web target/web-shots "$@"
-    # What the page saves stands beside what the command writes.
+    # The file that the page saves must work next to files that the command writes.
     build_command
     "$kvpack" compare browser=target/web-shots/bench.json --out target/web-shots/compared.html
 }
 
-# One format, so that it takes seconds.
+# One format only, to take seconds.
 report() {
     mkdir -p target/report-pages
     build_command
@@ -71,7 +71,7 @@ report() {
     node web/test/report.mjs target/report-shots target/report-pages/a.html target/report-pages/all.html "$built/tmp/every-kind.html"
 }
 
-# SwiftShader, which Chromium runs on here, has no 16-bit floats.
+# Chromium runs on SwiftShader here, which has no 16-bit floats.
 dawn() {
     scripts/install-software-vulkan.sh --lavapipe-f16
     # shellcheck source=scripts/vulkan-drivers.sh

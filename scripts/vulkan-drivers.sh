@@ -1,7 +1,7 @@
-# Where the Vulkan loader and its drivers are on this machine. Sourced, never run.
+# Finds the Vulkan loader and its drivers on this machine. Sourced, never run.
 #
-# A Vulkan driver announces itself by a small JSON file, its manifest, in one of a few folders. Naming one manifest
-# in VK_DRIVER_FILES makes the loader see that driver and no other.
+# A Vulkan driver announces itself with a small JSON file, its manifest, in one of a few folders. If VK_DRIVER_FILES
+# names one manifest, the loader sees that driver and no other.
 # shellcheck shell=bash
 
 swiftshader_dir="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/target/swiftshader"
@@ -20,7 +20,7 @@ manifest_library() {
     sed -n 's/.*"library_path"[^"]*"\([^"]*\)".*/\1/p' "$1" | head -n 1
 }
 
-# Whether the dynamic linker would find the library that this manifest names.
+# Whether the dynamic linker finds the library that this manifest names.
 manifest_usable() {
     local library
     library=$(manifest_library "$1")
@@ -73,13 +73,13 @@ swiftshader_manifest() {
     if [ -f "$file" ] && manifest_usable "$file"; then echo "$file"; fi
 }
 
-# A lavapipe whose 16-bit floats Dawn uses: that of Mesa 25.
+# The manifest of Mesa 25's lavapipe, whose 16-bit floats Dawn can use.
 lavapipe_f16_manifest() {
     local file="$lavapipe_f16_dir/lvp_icd.json"
     if [ -f "$file" ] && manifest_usable "$file"; then echo "$file"; fi
 }
 
-# Drivers that a Vulkan program would be offered now: those the user names, otherwise those installed.
+# Drivers that the loader offers a Vulkan program now: those that the user names, otherwise those installed.
 installed_drivers() {
     local named="${VK_DRIVER_FILES:-${VK_ICD_FILENAMES:-}}" file
     if [ -z "$named" ]; then

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Runs cargo for the target wasm32-unknown-unknown: wasm-cargo.sh build -p kvpack-web ...
 #
-# The one place that decides where the target's standard library comes from:
+# This script alone decides where the target's standard library comes from:
 #   1. the toolchain has it already;
 #   2. rustup fetches it;
-#   3. where rustup cannot (no rustup, or no way to its server), it is built from Debian's sources of the same release,
-#      package rust-src, unpacked under target/rust-src, with cargo's -Z build-std. Sources of another release do not
-#      compile. Nothing is installed, and the toolchain is not touched.
-# Where none of them works it says so and exits with 3.
+#   3. if rustup cannot (there is no rustup, or its server is out of reach), cargo's -Z build-std builds it from Debian's
+#      sources of the same release (package rust-src, unpacked under target/rust-src). Sources of another release do
+#      not compile. Nothing is installed, and the toolchain does not change.
+# If none of them works, the script reports that and exits with 3.
 #
-#   wasm-cargo.sh --how      says which of them it is, and prepares it
+#   wasm-cargo.sh --how      prints which of them applies, and prepares it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/apt-apart.sh
@@ -45,7 +45,7 @@ unpack_sources() {
     return 1
 }
 
-# A sysroot that is this toolchain's with the sources in their place: cargo looks for them there and nowhere else.
+# Makes a copy of this toolchain's sysroot by links, with the sources in their place: cargo looks for them nowhere else.
 link_sysroot() {
     local here="$sources/sysroot-$release" entry
     rm -rf "$here"
@@ -82,6 +82,6 @@ if [ "${1:-}" = --how ]; then exit 0; fi
 
 command="$1"
 shift
-# A folder of its own: another sysroot would rebuild everything in the shared one at each turn.
+# It needs a folder of its own: in a shared folder, each change of the sysroot would rebuild everything.
 export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-$PWD/target/wasm}"
 exec "${CARGO:-cargo}" "$command" "${build_std[@]}" --target "$target" "$@"

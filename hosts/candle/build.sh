@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Builds the candle program for a GPU of compute capability 9.0, on a machine with or without one, and copies the binary to
-# where it can be carried from: target/hosts/candle-host.
+# Builds the candle program for a GPU of compute capability 9.0, on a machine with or without one. The binary is
+# target/hosts/candle-host; it can be carried to another machine.
 #
 # candle compiles its kernels with nvcc and links libcuda, cudart, NVRTC, cuBLAS and cuRAND. All but the driver's library
-# come from NVIDIA's packages on PyPI; libcuda is linked against a stub with the functions that cudarc names. Where the
-# binary runs, the driver is the real one, and LD_LIBRARY_PATH names the folders of the others (those of PyTorch's packages
-# will do).
+# come from NVIDIA's packages on PyPI. libcuda is linked against a stub with the functions that cudarc names. The machine
+# that runs the binary has the real driver, and LD_LIBRARY_PATH names the folders of the other libraries (those of
+# PyTorch's packages suffice).
 #
 #   CUDA_COMPUTE_CAP   another capability than 90
 set -euo pipefail
@@ -30,7 +30,7 @@ install_toolkit() {
     ln -sfn lib "$cuda/lib64"
 }
 
-# A library without insides that has the names of the driver's.
+# A stub library with the names of the driver's functions.
 stub_driver() {
     local bindings
     bindings=$(cargo metadata --locked --format-version 1 | python3 -c '
@@ -44,8 +44,8 @@ print(*(os.path.dirname(p["manifest_path"]) for p in packages if p["name"] == "c
 [ -e "$cuda/lib/libcurand.so" ] || install_toolkit
 [ -e "$cuda/lib/libcuda.so" ] || stub_driver
 
-# candle's kernels for quantised matrices take most of the time to assemble, and the program calls none of them. Those that it
-# calls are PTX, which the driver assembles.
+# candle's kernels for quantised matrices take most of the time to assemble, and the program calls none of them. The kernels
+# that it calls are PTX, which the driver assembles.
 export NVCC_APPEND_FLAGS='-Xptxas -O0'
 export CUDA_HOME="$cuda" PATH="$cuda/bin:$PATH" LIBRARY_PATH="$cuda/lib"
 cargo build --locked --release --target-dir "$built/candle" "$@"
