@@ -51,9 +51,9 @@ impl Device {
         let card = report.backend.split(" (").next().unwrap_or_default();
         let run = report.run.as_ref();
         let caption = format!(
-            "*Time of one decode step against the bits that an element takes: {} sequences of {} tokens, {} query heads over \
-             {} KV heads × {}. {card}, commit `{}`, {}. The dashed line is the fastest f16 attention of another library in \
-             the same run, the plain line what reading the bytes alone takes.*",
+            "*Latency of one decode step against bits per element: {} sequences of {} tokens, {} query heads over {} KV \
+             heads × {}. {card}, commit `{}`, {}. Lower is better. Dashed: the fastest f16 attention of another library in \
+             the same run. Solid grey: the time to read the bytes at the measured bandwidth.*",
             shape.sequences,
             step_tokens(shape),
             shape.query_heads,

@@ -1,7 +1,7 @@
-//! Documents show what was measured and what there is: their tables and plots are those that are made of docs/results
-//! and of the library's recipes, and no line of prose is longer than the code's.
+//! The tables and plots of documents match docs/results and the library's recipes, and no line of prose is longer than
+//! the code's.
 //!
-//! `KVPACK_UPDATE=1 cargo test -p kvpack-report --test report documents::` writes tables and plots anew.
+//! `KVPACK_UPDATE=1 cargo test -p kvpack-report --test report documents::` rewrites tables and plots.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -18,7 +18,7 @@ const LINE: usize = 120;
 const BEGIN: &str = "<!-- made of ";
 const END: &str = "<!-- end -->";
 
-fn root() -> PathBuf {
+pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
@@ -70,7 +70,7 @@ fn made(path: &Path, of: &str, part: &str) -> String {
     }
 }
 
-/// A document with its generated parts made anew.
+/// A document with its generated parts regenerated.
 fn remade(path: &Path, text: &str) -> String {
     let mut new = String::new();
     let mut rest = text;
@@ -90,8 +90,8 @@ fn remade(path: &Path, text: &str) -> String {
     new + rest
 }
 
-/// Writes what differs anew where that is asked for, and fails where it is not.
-fn written_anew(texts: impl Iterator<Item = (PathBuf, String)>) {
+/// Rewrites texts that differ if KVPACK_UPDATE is set, and fails if it is not.
+fn rewritten(texts: impl Iterator<Item = (PathBuf, String)>) {
     let mut differ = Vec::new();
     for (path, new) in texts {
         if fs::read_to_string(&path).ok().as_ref() == Some(&new) {
@@ -105,14 +105,14 @@ fn written_anew(texts: impl Iterator<Item = (PathBuf, String)>) {
     }
     assert!(
         differ.is_empty(),
-        "{differ:?} do not show what they are made of; \
-         write them anew with KVPACK_UPDATE=1 cargo test -p kvpack-report --test report documents::"
+        "{differ:?} do not match their sources; \
+         rewrite them with KVPACK_UPDATE=1 cargo test -p kvpack-report --test report documents::"
     );
 }
 
 #[test]
 fn tables_are_made_of_the_results() {
-    written_anew(documents().into_iter().map(|path| {
+    rewritten(documents().into_iter().map(|path| {
         let text = fs::read_to_string(&path).expect("a readable document");
         let new = remade(&path, &text);
         (path, new)
@@ -125,7 +125,7 @@ fn plots_are_made_of_the_results() {
         let plot = device(&name)?.plot()?;
         Some((root().join("docs/results").join(format!("{name}.svg")), plot.file()))
     });
-    written_anew(plots);
+    rewritten(plots);
 }
 
 #[test]

@@ -4,3 +4,4 @@ mod documents;
 mod faster_than_f16;
 mod links;
 mod page;
+mod prose;
